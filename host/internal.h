@@ -1,0 +1,93 @@
+/* What every host file shares: the context, how failures are reported, how device memory is reached. */
+#ifndef CUMOE_INTERNAL_H
+#define CUMOE_INTERNAL_H
+
+#include <stdint.h>
+#include <stddef.h>
+#include <stdbool.h>
+#include <cuda_runtime_api.h>
+
+#include "../include/cumoe/buffer.h"
+#include "../kernels/args.h"
+
+/* ---- errors (status.c) ---- */
+
+/* Names the public call that runs on this thread, for error texts. Every public function starts with it. */
+void begin_call(const char *name);
+
+/* Records "<call>: <text>" for cumoe_last_error and returns status. */
+cumoe_status fail(cumoe_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* CUDA's own name and text; classifies out of memory, no device, old driver, sticky errors, capture. */
+cumoe_status fail_cuda(cudaError_t error, const char *expression);
+
+void log_message(cumoe_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+#define TRY(expression)                                                                                       \
+  do {                                                                                                        \
+    cumoe_status try_status_ = (expression);                                                                  \
+    if (try_status_ != CUMOE_OK) return try_status_;                                                          \
+  } while (0)
+
+#define TRY_CUDA(expression)                                                                                  \
+  do {                                                                                                        \
+    cudaError_t try_error_ = (expression);                                                                    \
+    if (try_error_ != cudaSuccess) return fail_cuda(try_error_, #expression);                                 \
+  } while (0)
+
+/* ---- threads of the CPU device (threads.c) ---- */
+
+typedef struct thread_pool thread_pool;
+thread_pool *threads_create(int threads); /* 0 = one per core; NULL when out of memory */
+void threads_destroy(thread_pool *pool);
+int threads_count(const thread_pool *pool);
+/* Runs kernel(args, begin, end) over disjoint ranges that cover 0 .. units - 1; returns when all are done. Safe
+ * from several threads at once (one job at a time). */
+void threads_run(thread_pool *pool, void (*kernel)(const void *, int64_t, int64_t), const void *args, int64_t units);
+
+/* ---- context (context.c) ---- */
+
+enum { MAX_VARIANTS = 256, MAX_IMAGES = 32 };
+
+struct cumoe_context_s {
+  uint32_t magic;
+  int32_t device;          /* CUDA ordinal or CUMOE_DEVICE_CPU */
+  cumoe_device_info info;
+  thread_pool *threads;    /* CPU device only */
+  cudaLibrary_t libraries[MAX_IMAGES];
+  int32_t library_count;
+  cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */
+  cudaMemPool_t pool;                 /* private, release threshold max */
+  int32_t forced[16];                 /* by operation: variant index + 1, 0 = free choice */
+  fault_sink fault;                   /* record in device memory, mirror in pinned host memory */
+};
+
+cumoe_status check_context(cumoe_context context);
+
+static inline bool on_cpu(cumoe_context context) { return context->device == CUMOE_DEVICE_CPU; }
+
+/* Makes the context's device current and remembers the caller's; leave_device restores it. No-ops on the CPU. */
+typedef struct device_scope {
+  int previous; /* -1: nothing to restore */
+} device_scope;
+cumoe_status enter_device(cumoe_context context, device_scope *scope);
+void leave_device(device_scope *scope);
+
+/* ---- memory (memory.c): the only place that knows how bytes move on either device ---- */
+
+cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data); /* 256-byte aligned */
+cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream);
+/* rows of `width` bytes with pitches in bytes; kind as in CUDA, ignored on the CPU */
+cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
+                         size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream);
+cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
+                         cumoe_stream stream);
+cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream); /* CAPTURE_UNSAFE while capturing */
+
+/* ---- owners of views (buffer.c) ---- */
+
+/* STALE_HANDLE, WRONG_DEVICE or OUT_OF_BOUNDS if the view has an owner and it is gone, elsewhere, or too small. */
+cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *view);
+void buffers_abandon(cumoe_context context); /* frees all of the context's buffers */
+
+#endif

@@ -1,0 +1,50 @@
+/* Pure functions of shapes and device: which kernel, which grid, which workspace. No CUDA call, no globals. */
+#ifndef CUMOE_PLAN_H
+#define CUMOE_PLAN_H
+
+#include <stdbool.h>
+#include "../include/cumoe/moe.h"
+#include "variants.h"
+
+/* What a choice depends on besides the shape. */
+typedef struct machine {
+  int32_t cc;            /* compute capability * 10 (90 = H200); 0 = CPU device */
+  int32_t sms;           /* multiprocessors */
+  const int32_t *forced; /* by operation: variant + 1, 0 = free; NULL = all free */
+} machine;
+
+typedef enum major { MAJOR_none, MAJOR_K, MAJOR_N } major;
+
+/* One operation's shape. Fields that an operation does not have stay 0. */
+typedef struct shape {
+  operation op;
+  int32_t in, w;        /* DT_* of activations and weights */
+  major major;          /* of the weights */
+  int64_t tokens, rows; /* T; T k, or T when dense */
+  int32_t experts;      /* local experts; router, gate: logits a token */
+  int32_t n, k;         /* output channels, reduction length */
+  int32_t top_k;
+} shape;
+
+/* The row to run: the forced one, else the best one for the shape; -1 if none can. */
+int32_t choose(const machine *m, const shape *s);
+
+/* CTAs (CUDA row) or work units (CPU row) for a chosen row. */
+int64_t grid_size(const machine *m, const variant *v, const shape *s);
+
+/* How the map cuts its pairs: the same answer for kernel arguments, workspace and grid. */
+typedef struct map_chunks {
+  int32_t chunks, chunk_pairs;
+} map_chunks;
+map_chunks map_chunking(int64_t pairs);
+
+/* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
+typedef struct workspace_layout {
+  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, h, y, shared_h, shared_y, shared_logit;
+  size_t bytes;
+} workspace_layout;
+
+/* False if a size overflows 2^62 bytes. */
+bool plan_workspace_layout(const cumoe_moe_desc *desc, int64_t tokens, workspace_layout *layout);
+
+#endif

@@ -1,0 +1,156 @@
+/*
+ * Argument structs of all kernels: plain C, read by the host, by CUDA and by the CPU kernels alike.
+ *
+ * A CUDA kernel takes one of these by value; a CPU kernel takes a pointer to one and a range of work units.
+ * Letters as in the public manual: T tokens, H hidden, I inter, E experts, k slots; a pair is token * k + slot.
+ * Leading dimensions and strides are in elements. All offsets are computed in 64 bits.
+ */
+#ifndef CUMOE_ARGS_H
+#define CUMOE_ARGS_H
+
+#include <stdint.h>
+
+/* Element types; the values are the public ones (checked in host/variants.c). */
+enum { DT_NONE = 0, DT_F32 = 1, DT_F16 = 2, DT_BF16 = 3, DT_U8 = 4, DT_I32 = 5, DT_I64 = 6 };
+
+enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3 };
+enum { GROUP_BEST = 0, GROUP_BEST_TWO = 1 };
+enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4 };
+enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
+enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
+
+enum { MAX_EXPERTS = 1024, MAX_TOP_K = 32 };
+enum { ROW_DROPPED = -1, ROW_IDENTITY = -2 }; /* in slot_row */
+
+/* Where a kernel reports bad device data. record = code << 56 | slot << 44 | token, written by compare-and-swap
+ * on 0 (first wins); then mirror = 1 by a plain store (host memory mapped into the device). */
+typedef struct fault_sink {
+  uint64_t *record;
+  uint32_t *mirror;
+} fault_sink;
+
+#define FAULT_RECORD(code, slot, token)                                                                       \
+  ((uint64_t)(code) << 56 | ((uint64_t)(slot) & 0xfff) << 44 | ((uint64_t)(token) & 0xfffffffffffULL))
+
+/* T = min(max(*device, 0), count) if device is set, else count. */
+typedef struct token_count {
+  int64_t count;
+  const int32_t *device;
+} token_count;
+
+/* logits[t, e] = x[t] . w[e] + bias[e]. Grid: see the variant's form. CPU unit: one token. */
+typedef struct router_args {
+  const void *x, *w, *bias; /* [T, H]; [E, H]; [E] or NULL */
+  float *logits;            /* [T, E] */
+  int64_t x_ld, w_ld, logits_ld;
+  token_count tokens;
+  int32_t experts, hidden;
+  int32_t x_dtype, w_dtype, bias_dtype;
+} router_args;
+
+/* CPU unit: one token. */
+typedef struct gate_args {
+  const void *logits;       /* [T, E] */
+  const float *select_bias; /* [E] or NULL */
+  void *ids;                /* [T, k] i32 or i64 */
+  float *weights;           /* [T, k] */
+  int64_t logits_ld, ids_ld, weights_ld;
+  token_count tokens;
+  int32_t experts, logits_dtype, ids_dtype;
+  int32_t score, top_k, n_group, topk_group, group_score; /* n_group 0: no groups */
+  uint32_t flags;                                         /* ROUTE_* */
+  float routed_scale, softcap, renorm_eps, renorm_min;    /* routed_scale already 1 when unset */
+  fault_sink fault;
+} gate_args;
+
+/*
+ * ids -> counts, offsets, row_pair, slot_row by counting. Pairs are cut into `chunks` runs of `chunk_pairs`
+ * (a multiple of 1024). With chunks > 1 the count kernel fills hist [chunks, local_experts] first; with one chunk the
+ * place kernel counts by itself. Grid of both: chunks. CPU: one unit does all.
+ */
+typedef struct map_args {
+  const void *ids; /* [T, k] */
+  int64_t ids_ld;
+  const int32_t *expert_map; /* [num_experts] or NULL: identity */
+  int32_t *counts;           /* [local_experts] */
+  int32_t *offsets;          /* [local_experts + 1] */
+  int32_t *row_pair;         /* [T k] */
+  int32_t *slot_row;         /* [T, k], ld = k */
+  int32_t *counts_out;       /* NULL, or a second place for counts */
+  int64_t *load;             /* NULL, or [local_experts], += counts */
+  int32_t *hist;             /* [chunks, local_experts]; unused with one chunk */
+  token_count tokens;
+  int32_t ids_dtype, top_k;
+  int32_t num_experts, zero_experts, identity_experts, local_experts;
+  int32_t chunks, chunk_pairs;
+  fault_sink fault;
+} map_args;
+
+/*
+ * The weights of one projection in normal form, whatever their layout: element (n, k) of half h of expert e is
+ *   p[n * n_stride + k * k_stride],  p = table[h] ? table[h][e] : base[h] + e * expert_stride
+ * h 0 is the only half of an ungated or down projection, or the gate; h 1 is up. One of the strides is 1:
+ * k_stride == 1 is "K major" (n_stride = ld, or 2 ld interleaved); else "N major" with n_stride 1, or 2 interleaved.
+ * Bias element (e, n) of half h: bias[h] + e * bias_expert_stride + n * bias_n_stride.
+ */
+typedef struct expert_matrix {
+  const void *base[2];
+  const void *const *table[2]; /* device arrays, or NULL */
+  int64_t expert_stride, n_stride, k_stride;
+  const void *bias[2]; /* NULL: no bias */
+  int64_t bias_expert_stride, bias_n_stride;
+  int32_t bias_dtype;
+} expert_matrix;
+
+/*
+ * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
+ *   a(r) = row_pair ? a[row_pair[r] / top_k] : a[r]
+ *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation)
+ *   acc_h[n] *= pair_weights[token, slot] if pair_weights (weight on input: linear, so applied to the sum)
+ *   acc_h[n] += bias_h[e, n]
+ *   up:   c[r, n] = gated ? act(acc_0, acc_1) : act(acc_0);     down: c[r, n] = acc_0;  rounded once to dtype
+ * Dense (shared expert): counts NULL: one expert, rows 0 .. T-1 with T from `tokens`.
+ * Rows are clamped to [0, rows_cap): a caller's inconsistent route never leads outside (FAULT_ROUTE).
+ * CPU unit: (expert, block of CPU_N_BLOCK output channels), n fastest.
+ */
+typedef struct gemm_args {
+  const void *a; /* [T, K] or [rows_cap, K] */
+  void *c;       /* [rows_cap, N] */
+  int64_t a_ld, c_ld;
+  expert_matrix b;
+  const int32_t *counts, *offsets, *row_pair;
+  const float *pair_weights; /* [T, k] or NULL */
+  int64_t pair_weights_ld;
+  token_count tokens;
+  int64_t rows_cap; /* T k; T when dense */
+  int32_t experts, top_k, n, k;
+  int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
+  fault_sink fault;
+} gemm_args;
+
+enum { CPU_N_BLOCK = 32 };
+
+/*
+ * reduce:   out[t] = residual[t] + out_scale * (sum_j w[t,j] y(t,j) + s[t] shared[t]);  s = sigmoid(shared_logit) or 1
+ * else:     out[t * k + j] = y(t,j)
+ * y(t,j) = y[slot_row[t,j]]; 0 if dropped; x[t] if identity. A slot of weight 0 adds exactly nothing.
+ * slot_row entries >= rows_cap count as dropped (FAULT_ROUTE). CPU unit: one token.
+ */
+typedef struct combine_args {
+  const void *y, *x, *shared, *residual;
+  void *out;
+  int64_t y_ld, x_ld, shared_ld, residual_ld, out_ld;
+  const int32_t *slot_row;   /* [T, k], ld = k */
+  const float *pair_weights; /* [T, k] or NULL: 1 */
+  int64_t pair_weights_ld;
+  const float *shared_logit; /* [T] (ld below) or NULL: s = 1 */
+  int64_t shared_logit_ld;
+  token_count tokens;
+  int64_t rows_cap;
+  int32_t top_k, hidden, dtype, out_dtype, reduce;
+  float out_scale;
+  fault_sink fault;
+} combine_args;
+
+#endif
