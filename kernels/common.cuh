@@ -1,0 +1,64 @@
+/* What every CUDA kernel file shares: names of kernels, small arithmetic, warp reductions, fault reports. */
+#ifndef CUMOE_COMMON_CUH
+#define CUMOE_COMMON_CUH
+
+#include "args.h"
+
+/* The kernel's name from its row of variants.def. */
+#define VARIANT_NAME(op, arch, form, in, w, BM, BN, BK) cumoe_##op##_##arch##_##form##_##in##_##w##_##BM##x##BN##x##BK
+
+#define DEVICE __device__ __forceinline__
+
+constexpr int WARP_SIZE = 32;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+template <class T> __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
+template <class T> __host__ __device__ constexpr T round_up(T a, T b) { return ceil_div(a, b) * b; }
+
+DEVICE int lane_id() { return threadIdx.x % WARP_SIZE; }
+DEVICE int warp_id() { return threadIdx.x / WARP_SIZE; }
+
+/* The butterfly leaves the same bits in every lane: addition commutes. */
+template <class T> DEVICE T warp_sum(T value)
+{
+#pragma unroll
+  for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value += __shfl_xor_sync(ALL_LANES, value, mask);
+  return value;
+}
+
+template <class T> DEVICE T warp_max(T value)
+{
+#pragma unroll
+  for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  return value;
+}
+
+/* Sum over lanes 0 .. own lane. */
+template <class T> DEVICE T warp_scan(T value)
+{
+#pragma unroll
+  for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+    T other = __shfl_up_sync(ALL_LANES, value, distance);
+    if (lane_id() >= distance) value += other;
+  }
+  return value;
+}
+
+/* T of this launch, clamped; whoever makes the map reports a device count out of range. */
+DEVICE int64_t token_total(const token_count &tokens)
+{
+  if (!tokens.device) return tokens.count;
+  int64_t there = *tokens.device;
+  return min(max(there, (int64_t)0), tokens.count);
+}
+
+/* Any thread, any number of times: the first report since the last clear stays. */
+static __device__ __noinline__ void report_fault(const fault_sink &sink, int code, int64_t slot, int64_t token)
+{
+  if (!sink.record) return;
+  unsigned long long record = FAULT_RECORD(code, slot, token);
+  if (atomicCAS((unsigned long long *)sink.record, 0ull, record) == 0ull && sink.mirror)
+    *(volatile uint32_t *)sink.mirror = 1u;
+}
+
+#endif
