@@ -1,0 +1,223 @@
+# cumoe. GNU make; `make help` lists the targets, `make print-NAME` shows a variable, V=1 shows the commands.
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+
+# ---- configuration: everything here may be set on the command line or in the environment ----------------------
+
+ARCHS ?= 80 90a# machine code for these; a portable row runs on any of them
+PTX   ?= 80# PTX of this architecture lets newer GPUs run the portable rows; empty: none
+LIB   ?= lib# where everything built goes
+
+CXX     ?= g++
+OBJCOPY ?= objcopy
+NVCC    ?= nvcc
+CUDA_HOME ?= $(or $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC)))),/usr/local/cuda)
+
+# The user's flags come after ours, so they win.
+CFLAGS    ?=
+NVCCFLAGS ?=
+LDFLAGS   ?=
+LDLIBS    ?=
+
+PREFIX     ?= /usr/local
+INCLUDEDIR ?= $(PREFIX)/include
+LIBDIR     ?= $(PREFIX)/lib
+DESTDIR    ?=
+
+T ?=
+V ?=
+DEMO_ARGS  ?=
+BENCH_ARGS ?=
+
+# ---- derived --------------------------------------------------------------------------------------------------
+
+OBJ := $(LIB)/obj
+Q   := $(if $(V),,@)
+say  = $(if $(V),,@printf '  %-5s %s\n' $(1) $(2))
+COMMA := ,
+QUOTE := '
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
+
+cuda_roots    = $(CUDA_HOME) $(wildcard $(CUDA_HOME)/targets/*-linux)
+CUDA_INCLUDE := $(patsubst %/cuda_runtime_api.h,%,$(firstword $(wildcard $(cuda_roots:%=%/include/cuda_runtime_api.h))))
+CUDA_LIB     := $(patsubst %/libcudart_static.a,%,$(firstword $(wildcard \
+	$(foreach d,lib64 lib lib/*-linux-gnu,$(cuda_roots:%=%/$d/libcudart_static.a)))))
+VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' \
+	include/cumoe/types.h | paste -sd.)
+
+WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion
+# An architecture-specific file is built only with its architecture; this tells variants.def which rows exist.
+ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
+ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
+C_COMMON := -std=c11 -D_GNU_SOURCE $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
+C_HOST   := $(C_LIB) -O2 -g0
+C_CPU    := $(C_LIB) -O3 -g0
+C_TOOL   := $(C_COMMON) -O2 -g0 -Iinclude
+C_ASAN   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+NV_FLAGS := -O3 -std=c++17 -Xptxas -v,-warn-spills,-warn-lmem-usage
+LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
+
+HOST_C  := $(sort $(wildcard host/*.c))
+CPU_C   := $(sort $(wildcard kernels/cpu/*.c))
+LIB_C   := $(HOST_C) $(CPU_C)
+# sm_of: 90 for a stem that ends in _sm90, else nothing. archs_of: the architectures a stem is compiled for.
+sm_of    = $(if $(findstring _sm,$(1)),$(lastword $(subst _sm, ,$(1))))
+archs_of = $(if $(call sm_of,$(1)),$(filter $(call sm_of,$(1))a,$(ARCHS)),$(ARCHS))
+ptx_of   = $(if $(call sm_of,$(1)),,$(PTX))
+STEMS   := $(foreach s,$(sort $(patsubst kernels/%.cu,%,$(wildcard kernels/*.cu))),$(if $(call archs_of,$s),$s))
+IMAGES  := $(STEMS:%=$(OBJ)/%.image.o)
+CUBINS  := $(foreach s,$(STEMS),$(foreach a,$(call archs_of,$s),$(OBJ)/$s.sm_$a.cubin))
+OBJS    := $(LIB_C:%.c=$(OBJ)/%.o) $(IMAGES)
+ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
+
+# In test/, a .c with a .h of the same name is a helper of all programs; any other is a program of its own.
+test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
+TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
+TESTS        := $(filter-out $(TEST_HELPERS),$(test_stems))
+# A white-box test includes private headers and links the objects; all others link the archive as shipped.
+WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
+EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
+BENCH_C := $(sort $(filter-out bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
+DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c)
+PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(EXAMPLES:%=$(LIB)/test/examples/%)
+
+FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
+	test/*.[ch] test/examples/*.c bench/*.[ch]))
+
+.PHONY: all demo test bench check tests install uninstall format lint clean help FORCE
+all: $(LIB)/libcumoe.a
+
+# ---- stamps: a file that holds the flags, rewritten when they change, so that what was built with them is rebuilt
+
+define stamp
+$(OBJ)/flags.$(1): $(if $(filter x$(subst $(SPACE),_,$(strip $(2))),x$(subst $(SPACE),_,$(strip $(file < $(OBJ)/flags.$(1))))),,FORCE)
+	@mkdir -p $$(@D)
+	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
+endef
+$(eval $(call stamp,cc,$(CC) $(C_HOST) $(CFLAGS)))
+$(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
+$(eval $(call stamp,archs,$(ARCHS) $(PTX)))
+$(eval $(call stamp,objects,$(OBJS)))
+$(eval $(call stamp,link,$(CC) $(LINK_LIBS) $(LDFLAGS) $(LDLIBS)))
+FORCE:
+
+# One clear line instead of a hundred errors.
+$(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC))),,FORCE)
+	@command -v $(NVCC) > /dev/null || { echo "cumoe: $(NVCC) not found: install the CUDA Toolkit 13 (NVIDIA's\
+	 package cuda-nvcc-13-0) and put nvcc on PATH, or set NVCC=" >&2; exit 1; }
+	@test -n "$(CUDA_INCLUDE)" -a -n "$(CUDA_LIB)" || { echo "cumoe: cuda_runtime_api.h or libcudart_static.a not found\
+	 below $(CUDA_HOME): install NVIDIA's package cuda-cudart-dev-13-0, or set CUDA_HOME=" >&2; exit 1; }
+	@mkdir -p $(@D) && touch $@
+
+# ---- kernels: <stem>.cu -> one cubin an architecture (+ PTX) -> fatbin -> read-only bytes in an object ----------
+
+# ptxas reports registers and spills of every kernel; the report stays beside the cubin, for `make check`.
+nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
+	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2 || true
+
+define cubin_rule
+$(OBJ)/%.sm_$(1).cubin: kernels/%.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+	$$(call say,NVCC,$$@)
+	$(Q)$$(call nvcc_compile,-cubin -arch=sm_$(1))
+endef
+$(foreach a,$(ARCHS),$(eval $(call cubin_rule,$a)))
+
+$(OBJ)/%.compute_$(PTX).ptx: kernels/%.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+	$(call say,NVCC,$@)
+	$(Q)$(call nvcc_compile,-ptx -arch=compute_$(PTX))
+
+define fatbin_rule
+$(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
+	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(OBJ)/flags.archs
+	$$(call say,FATBIN,$$@)
+	$(Q)fatbinary --create=$$@ -64 --compress-all --compress-mode=size \
+	$(foreach a,$(call archs_of,$(1)),--image3=kind=elf$(COMMA)sm=$a$(COMMA)file=$(OBJ)/$(1).sm_$a.cubin) \
+	$(foreach p,$(call ptx_of,$(1)),--image3=kind=ptx$(COMMA)sm=$p$(COMMA)file=$(OBJ)/$(1).compute_$p.ptx)
+endef
+$(foreach s,$(STEMS),$(eval $(call fatbin_rule,$s)))
+
+$(OBJ)/%.image.o: host/embed.S $(OBJ)/%.fatbin
+	$(call say,EMBED,$@)
+	$(Q)$(CC) -c -DIMAGE=cumoe_image_$* -DFATBIN='"$(OBJ)/$*.fatbin"' -o $@ $<
+
+# ---- host objects and the archive ------------------------------------------------------------------------------
+
+define compile
+	$(call say,CC,$@)
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(1) $(CFLAGS) -c -o $@ $<
+endef
+c_needs = $(OBJ)/flags.cc $(OBJ)/toolkit
+
+$(OBJ)/host/%.o: host/%.c $(c_needs)
+	$(call compile,$(C_HOST))
+$(OBJ)/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs)
+	$(call compile,$(C_CPU))
+$(OBJ)/test/%.o: test/%.c $(c_needs)
+	$(call compile,$(C_TOOL))
+$(OBJ)/test/examples/readme.c: README.md
+	@mkdir -p $(@D)
+	$(Q)awk '/^```/ { if (on) exit; on = /^```c$$/; next } on' $< > $@
+$(OBJ)/test/examples/readme.o: $(OBJ)/test/examples/readme.c $(c_needs)
+	$(call compile,$(C_TOOL))
+$(OBJ)/bench/%.o: bench/%.c $(c_needs)
+	$(call compile,$(C_TOOL))
+$(OBJ)/asan/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs)
+	$(call compile,$(C_CPU) $(C_ASAN))
+$(OBJ)/asan/host/%.o: host/%.c $(c_needs)
+	$(call compile,$(C_HOST) $(C_ASAN))
+$(OBJ)/asan/test/%.o: test/%.c $(c_needs)
+	$(call compile,$(C_TOOL) $(C_ASAN))
+
+# All objects become one whose hidden symbols are local: an engine may have its own function `launch`.
+$(OBJ)/cumoe.o: $(OBJS) $(OBJ)/flags.objects
+	$(call say,LD,$@)
+	$(Q)$(LD) -r -o $@ $(OBJS)
+	$(Q)$(OBJCOPY) --localize-hidden $@
+
+$(LIB)/libcumoe.a: $(OBJ)/cumoe.o
+	$(call say,AR,$@)
+	$(Q)rm -f $@ && $(AR) rcsD $@ $<
+
+# ---- programs ---------------------------------------------------------------------------------------------------
+
+define link
+	$(call say,LINK,$@)
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(LDFLAGS) -o $@ $(1) $(LINK_LIBS) $(LDLIBS)
+endef
+helper_objs := $(TEST_HELPERS:%=$(OBJ)/test/%.o)
+.SECONDARY:
+
+$(WHITE_BOX:%=$(LIB)/test/%): $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(OBJS) $(OBJ)/flags.link
+	$(call link,$< $(helper_objs) $(OBJS))
+$(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(LIB)/libcumoe.a $(OBJ)/flags.link
+	$(call link,$< $(LIB)/libcumoe.a)
+$(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(LIB)/libcumoe.a $(OBJ)/flags.link
+	$(call link,$< $(helper_objs) $(LIB)/libcumoe.a)
+$(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(TEST_HELPERS:%=$(OBJ)/asan/test/%.o) $(ASAN_OBJS) $(OBJ)/flags.link
+	$(call link,-fsanitize=address$(COMMA)undefined $< $(TEST_HELPERS:%=$(OBJ)/asan/test/%.o) $(ASAN_OBJS))
+$(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
+	$(call link,$(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
+$(LIB)/bench/bench: $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
+	$(call link,$(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
+
+demo: $(LIB)/demo
+	$(Q)$(LIB)/demo $(DEMO_ARGS)
+
+bench: $(LIB)/bench/bench
+	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
+
+tests: $(PROGRAMS)
+
+clean:
+	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix
+
+print-%:
+	@echo '$($*)'
+
+-include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/bench/*.d \
+	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d)
