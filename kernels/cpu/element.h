@@ -1,0 +1,99 @@
+/*
+ * Elements of f32, f16 and bf16 for the CPU kernels: the type is a run-time value. Conversions round to nearest
+ * even; a NaN stays a NaN. Sums arrive here in double and are rounded once, never first to float.
+ */
+#ifndef CUMOE_CPU_ELEMENT_H
+#define CUMOE_CPU_ELEMENT_H
+
+#include <string.h>
+#include "../args.h"
+
+static inline uint32_t float_bits(float f)
+{
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  return bits;
+}
+
+static inline float bits_float(uint32_t bits)
+{
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+
+static inline float f16_to_float(uint16_t h)
+{
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fffu;
+  if (rest >= 0x7c00) return bits_float(sign | 0x7f800000u | rest << 13);
+  if (rest >= 0x0400) return bits_float(sign | ((rest << 13) + (112u << 23)));
+  float magnitude = (float)rest * 0x1p-24f; /* subnormal: exact */
+  return sign ? -magnitude : magnitude;
+}
+
+static inline uint16_t float_to_f16(float f)
+{
+  uint32_t bits = float_bits(f), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
+  if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* from 65520 on the nearest is infinity */
+  if (rest < 0x38800000u) { /* below 2^-14 one f16 step is 2^-24, the last place of a float in [0.5, 1) */
+    float shifted = bits_float(rest) + 0.5f;
+    return (uint16_t)(sign | (float_bits(shifted) - 0x3f000000u));
+  }
+  uint32_t odd = rest >> 13 & 1u;
+  return (uint16_t)(sign | ((rest - (112u << 23) + 0xfffu + odd) >> 13));
+}
+
+static inline float bf16_to_float(uint16_t b) { return bits_float((uint32_t)b << 16); }
+
+static inline uint16_t float_to_bf16(float f)
+{
+  uint32_t bits = float_bits(f);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+  return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+/* Rounds to odd: the float still tells on which side of a 16-bit midpoint the double lay. */
+static inline float double_to_odd(double d)
+{
+  float f = (float)d;
+  if ((double)f == d || d != d) return f;
+  uint32_t bits = float_bits(f);
+  double distance = (double)f - d;
+  if ((distance > 0) == (d > 0)) bits--; /* rounded away from zero: step back */
+  return bits_float(bits | 1u);
+}
+
+static inline int element_bytes(int dtype) { return dtype == DT_F32 ? 4 : 2; }
+
+static inline float load_element(const void *base, int64_t i, int dtype)
+{
+  if (dtype == DT_F32) return ((const float *)base)[i];
+  uint16_t bits = ((const uint16_t *)base)[i];
+  return dtype == DT_F16 ? f16_to_float(bits) : bf16_to_float(bits);
+}
+
+static inline void store_element(void *base, int64_t i, int dtype, double value)
+{
+  if (dtype == DT_F32) ((float *)base)[i] = (float)value;
+  else if (dtype == DT_F16) ((uint16_t *)base)[i] = float_to_f16(double_to_odd(value));
+  else ((uint16_t *)base)[i] = float_to_bf16(double_to_odd(value));
+}
+
+/* dst[i * dst_stride] = base[first + i * stride], the type decided once a run. */
+static inline void load_run(double *dst, int64_t dst_stride, const void *base, int64_t first, int64_t stride,
+                            int64_t count, int dtype)
+{
+  if (dtype == DT_F32) {
+    const float *p = (const float *)base + first;
+    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = p[i * stride];
+  } else if (dtype == DT_BF16) {
+    const uint16_t *p = (const uint16_t *)base + first;
+    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = bf16_to_float(p[i * stride]);
+  } else {
+    const uint16_t *p = (const uint16_t *)base + first;
+    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = f16_to_float(p[i * stride]);
+  }
+}
+
+#endif

@@ -1,0 +1,130 @@
+/*
+ * logits -> ids and weights of each token, the reference for every other gate: choices are made in float in the
+ * order of the public manual (cumoe_routing), so that ids can be compared exactly. One unit is one token.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdbool.h>
+#include "cpu.h"
+#include "element.h"
+#include "fault.h"
+
+typedef struct token_scores {
+  float logit[MAX_EXPERTS];  /* +Inf already the largest finite float; soft cap applied */
+  float score[MAX_EXPERTS];  /* what a chosen expert weighs, before renormalisation */
+  float choice[MAX_EXPERTS]; /* what the experts are ranked by */
+} token_scores;
+
+/* Numbers in order, NaN below all; equal values leave the first comer, which has the lower id. */
+static bool ranks_above(float a, float b) { return a > b || (b != b && a == a); }
+
+static float unary_score(int score, float l)
+{
+  if (score == SCORE_SIGMOID) return 1.f / (1.f + expf(-l));
+  if (score == SCORE_SQRT_SOFTPLUS) return sqrtf(l > 20.f ? l + log1pf(expf(-l)) : log1pf(expf(l)));
+  return l;
+}
+
+/* In place over `count` logits. NaN neither sets the maximum nor enters the sum, and comes out as 0. */
+static void softmax(float *l, int count)
+{
+  float max = -INFINITY;
+  double sum = 0;
+  for (int i = 0; i < count; i++) max = l[i] > max ? l[i] : max;
+  for (int i = 0; i < count; i++) {
+    l[i] = l[i] > -INFINITY ? expf(l[i] - max) : 0.f;
+    sum += l[i];
+  }
+  for (int i = 0; i < count; i++) l[i] = sum > 0 ? l[i] / (float)sum : 0.f;
+}
+
+static void load_logits(const gate_args *a, int64_t token, token_scores *s)
+{
+  int32_t first_nan = -1;
+  for (int32_t e = a->experts - 1; e >= 0; e--) {
+    float l = load_element(a->logits, token * a->logits_ld + e, a->logits_dtype);
+    if (l != l) first_nan = e;
+    s->logit[e] = l > FLT_MAX ? FLT_MAX : l;
+  }
+  if (first_nan >= 0) record_fault(a->fault, FAULT_NAN_LOGIT, first_nan, token);
+}
+
+/* Without bias and groups the raw logits rank the experts: every score keeps their order, but may round. */
+static void rank_experts(const gate_args *a, token_scores *s)
+{
+  bool by_logit = a->select_bias == NULL && a->n_group == 0, after = a->flags & ROUTE_SCORE_AFTER_TOPK;
+  for (int32_t e = 0; e < a->experts; e++) {
+    if (by_logit) s->choice[e] = s->logit[e];
+    if (a->softcap > 0) s->logit[e] = a->softcap * tanhf(s->logit[e] / a->softcap);
+    s->score[e] = unary_score(a->score, s->logit[e]);
+  }
+  if (a->score == SCORE_SOFTMAX && !after) softmax(s->score, a->experts);
+  for (int32_t e = 0; e < a->experts && !by_logit; e++) {
+    float choice = s->logit[e] == s->logit[e] ? s->score[e] : NAN;
+    s->choice[e] = a->select_bias ? choice + a->select_bias[e] : choice;
+  }
+}
+
+/* Index of the best of `count` values that is not yet taken; marks it. */
+static int take_best(const float *value, bool *taken, int count)
+{
+  int best = -1;
+  for (int i = 0; i < count; i++)
+    if (!taken[i] && (best < 0 || ranks_above(value[i], value[best]))) best = i;
+  if (best >= 0) taken[best] = true;
+  return best;
+}
+
+/* Marks the experts of all but the topk_group best groups as taken. */
+static void close_groups(const gate_args *a, const float *choice, bool *taken)
+{
+  int size = a->experts / a->n_group;
+  float value[MAX_EXPERTS];
+  bool open[MAX_EXPERTS] = {false};
+  for (int g = 0; g < a->n_group; g++) {
+    bool used[MAX_EXPERTS] = {false};
+    const float *in_group = choice + g * size;
+    value[g] = in_group[take_best(in_group, used, size)];
+    if (a->group_score == GROUP_BEST_TWO && size > 1) value[g] += in_group[take_best(in_group, used, size)];
+  }
+  for (int i = 0; i < a->topk_group; i++) take_best(value, open, a->n_group);
+  for (int e = 0; e < a->n_group * size; e++) taken[e] = !open[e / size];
+}
+
+/* A sum that is not positive leaves nothing to divide by: the weights are 0 then, never Inf or NaN. */
+static void renormalize(const gate_args *a, float *weight)
+{
+  double sum = 0;
+  for (int j = 0; j < a->top_k; j++) sum += weight[j];
+  float divisor = fmaxf((float)sum + a->renorm_eps, a->renorm_min);
+  for (int j = 0; j < a->top_k; j++) weight[j] = divisor > 0 ? weight[j] / divisor : 0.f;
+}
+
+static void gate_token(const gate_args *a, int64_t token)
+{
+  token_scores s;
+  bool taken[MAX_EXPERTS] = {false};
+  float weight[MAX_TOP_K];
+  bool after = a->flags & ROUTE_SCORE_AFTER_TOPK;
+  load_logits(a, token, &s);
+  rank_experts(a, &s);
+  if (a->n_group > 0) close_groups(a, s.choice, taken);
+  for (int j = 0; j < a->top_k; j++) {
+    int e = take_best(s.choice, taken, a->experts);
+    int64_t at = token * a->ids_ld + j;
+    weight[j] = e < 0 || s.logit[e] != s.logit[e] ? (after ? NAN : 0.f) : after ? s.logit[e] : s.score[e];
+    if (a->ids_dtype == DT_I64) ((int64_t *)a->ids)[at] = e;
+    else ((int32_t *)a->ids)[at] = e;
+  }
+  if (after) softmax(weight, a->top_k);
+  if (a->flags & ROUTE_RENORMALIZE) renormalize(a, weight);
+  for (int j = 0; j < a->top_k; j++) a->weights[token * a->weights_ld + j] = weight[j] * a->routed_scale;
+}
+
+void cpu_gate(const void *args, int64_t begin, int64_t end)
+{
+  const gate_args *a = args;
+  int64_t tokens = tokens_present(a->tokens);
+  if (begin == 0) check_token_count(a->tokens, a->fault);
+  for (int64_t token = begin; token < end && token < tokens; token++) gate_token(a, token);
+}

@@ -1,0 +1,151 @@
+/*
+ * The grouped GEMM, up and down, for every layout. One unit is (expert, CPU_N_BLOCK output channels).
+ *
+ * Weights are brought once a tile into double, channel innermost, and a few rows run over them: the sum of an
+ * element is then a plain loop over k, the same whatever the tile and the other rows are, and the compiler
+ * vectorises over channels without reordering anything. A product of two floats is exact in double.
+ */
+#include <math.h>
+#include <stddef.h>
+#include "cpu.h"
+#include "element.h"
+#include "fault.h"
+
+enum { ROW_BLOCK = 16, K_BLOCK = 128, LANES = 8 }; /* tile: 64 KiB of weights, 16 KiB of rows */
+
+typedef struct tile {
+  double w[2][K_BLOCK][CPU_N_BLOCK];
+  double a[ROW_BLOCK][K_BLOCK];
+  double sum[2][ROW_BLOCK][CPU_N_BLOCK];
+} tile;
+
+/* What one unit works on. */
+typedef struct unit {
+  int64_t expert, first_row, end_row;
+  int32_t n0, width, halves; /* channels n0 .. n0 + width - 1 */
+} unit;
+
+typedef struct row_source {
+  int64_t row, pair; /* of a; row -1: the route is bad here */
+} row_source;
+
+static row_source source_of(const gemm_args *g, int64_t row)
+{
+  if (g->row_pair == NULL) return (row_source){row, row};
+  int64_t pair = g->row_pair[row];
+  if (pair >= 0 && pair < g->rows_cap) return (row_source){pair / g->top_k, pair};
+  record_fault(g->fault, FAULT_ROUTE, 0, 0);
+  return (row_source){-1, 0};
+}
+
+static void rows_of_expert(const gemm_args *g, unit *u)
+{
+  if (g->counts == NULL) {
+    int64_t tokens = tokens_present(g->tokens);
+    u->first_row = 0;
+    u->end_row = tokens < g->rows_cap ? tokens : g->rows_cap;
+    return;
+  }
+  int64_t first = g->offsets[u->expert], end = first + g->counts[u->expert];
+  u->first_row = first < 0 ? 0 : first;
+  u->end_row = end > g->rows_cap ? g->rows_cap : end;
+  if (first < 0 || end > g->rows_cap || end < first) record_fault(g->fault, FAULT_ROUTE, u->expert, 0);
+}
+
+static void load_weights(tile *t, const gemm_args *g, const unit *u, int32_t k0, int32_t depth)
+{
+  const expert_matrix *b = &g->b;
+  for (int h = 0; h < u->halves; h++) {
+    const void *p = b->table[h] ? b->table[h][u->expert] : b->base[h];
+    int64_t first = b->table[h] ? 0 : u->expert * b->expert_stride;
+    for (int32_t n = 0; n < u->width; n++)
+      load_run(&t->w[h][0][n], CPU_N_BLOCK, p, first + (u->n0 + n) * b->n_stride + k0 * b->k_stride, b->k_stride,
+               depth, g->dtype);
+    for (int32_t n = u->width; n < CPU_N_BLOCK; n++)
+      for (int32_t k = 0; k < depth; k++) t->w[h][k][n] = 0;
+  }
+}
+
+static void multiply_row(double *restrict sum, const double *restrict a, double (*restrict w)[CPU_N_BLOCK], int32_t depth)
+{
+  for (int32_t n = 0; n < CPU_N_BLOCK; n += LANES) {
+    double part[LANES];
+    for (int i = 0; i < LANES; i++) part[i] = sum[n + i];
+    for (int32_t k = 0; k < depth; k++)
+      for (int i = 0; i < LANES; i++) part[i] += a[k] * w[k][n + i];
+    for (int i = 0; i < LANES; i++) sum[n + i] = part[i];
+  }
+}
+
+static double clamp(double v, double low, double high) { return v < low ? low : v > high ? high : v; }
+
+static double activate(const gemm_args *g, double gate, double up)
+{
+  if (g->gated && g->act_limit > 0) {
+    gate = clamp(gate, -INFINITY, g->act_limit);
+    up = clamp(up, -(double)g->act_limit, g->act_limit);
+  }
+  switch (g->act) {
+  case ACT_SILU: return gate / (1 + exp(-gate)) * up;
+  case ACT_GELU_ERF: return 0.5 * gate * (1 + erf(gate * 0.70710678118654752440)) * up;
+  case ACT_GELU_TANH:
+    return 0.5 * gate * (1 + tanh(0.79788456080286535588 * (gate + 0.044715 * gate * gate * gate))) * up;
+  case ACT_RELU: return (gate < 0 ? 0 : gate) * up;
+  case ACT_RELU2: return (gate < 0 ? 0 : gate * gate) * up;
+  case ACT_SWIGLU_OAI: return gate / (1 + exp(-g->act_alpha * gate)) * (up + 1);
+  default: return gate * up;
+  }
+}
+
+static double bias_of(const expert_matrix *b, int h, int64_t expert, int32_t n)
+{
+  if (b->bias[h] == NULL) return 0;
+  return load_element(b->bias[h], expert * b->bias_expert_stride + n * b->bias_n_stride, b->bias_dtype);
+}
+
+static void store_row(const tile *t, const gemm_args *g, const unit *u, int64_t row, int at, row_source from)
+{
+  double weight = 1;
+  if (from.row >= 0 && g->pair_weights)
+    weight = g->pair_weights[from.pair / g->top_k * g->pair_weights_ld + from.pair % g->top_k];
+  for (int32_t n = 0; n < u->width; n++) {
+    double v[2] = {0, 1};
+    for (int h = 0; h < u->halves; h++)
+      v[h] = t->sum[h][at][n] * weight + bias_of(&g->b, h, u->expert, u->n0 + n);
+    double c = from.row < 0 ? 0 : activate(g, v[0], v[1]);
+    store_element(g->c, row * g->c_ld + u->n0 + n, g->dtype, c);
+  }
+}
+
+static void multiply_rows(tile *t, const gemm_args *g, const unit *u, int64_t first, int count)
+{
+  row_source from[ROW_BLOCK];
+  for (int r = 0; r < count; r++) from[r] = source_of(g, first + r);
+  for (int h = 0; h < u->halves; h++)
+    for (int r = 0; r < count; r++)
+      for (int n = 0; n < CPU_N_BLOCK; n++) t->sum[h][r][n] = 0;
+  for (int32_t k0 = 0; k0 < g->k; k0 += K_BLOCK) {
+    int32_t depth = g->k - k0 < K_BLOCK ? g->k - k0 : K_BLOCK;
+    load_weights(t, g, u, k0, depth);
+    for (int r = 0; r < count; r++) {
+      if (from[r].row < 0) continue;
+      load_run(t->a[r], 1, g->a, from[r].row * g->a_ld + k0, 1, depth, g->dtype);
+      for (int h = 0; h < u->halves; h++) multiply_row(t->sum[h][r], t->a[r], t->w[h], depth);
+    }
+  }
+  for (int r = 0; r < count; r++) store_row(t, g, u, first + r, r, from[r]);
+}
+
+void cpu_gemm(const void *args, int64_t begin, int64_t end)
+{
+  const gemm_args *g = args;
+  int64_t blocks = (g->n + CPU_N_BLOCK - 1) / CPU_N_BLOCK;
+  tile t;
+  for (int64_t i = begin; i < end && i < blocks * g->experts; i++) {
+    unit u = {.expert = i / blocks, .n0 = (int32_t)(i % blocks) * CPU_N_BLOCK, .halves = g->gated ? 2 : 1};
+    u.width = g->n - u.n0 < CPU_N_BLOCK ? g->n - u.n0 : CPU_N_BLOCK;
+    rows_of_expert(g, &u);
+    for (int64_t row = u.first_row; row < u.end_row; row += ROW_BLOCK)
+      multiply_rows(&t, g, &u, row, (int)(u.end_row - row < ROW_BLOCK ? u.end_row - row : ROW_BLOCK));
+  }
+}
