@@ -18,8 +18,21 @@ void begin_call(const char *name);
 /* Records "<call>: <text>" for cumoe_last_error and returns status. */
 cumoe_status fail(cumoe_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* CUDA's own name and text; classifies out of memory, no device, old driver, sticky errors, capture. */
+/* CUDA's own name and text; classifies out of memory, no device, old driver, sticky errors, capture. Takes back the
+ * last error that CUDA keeps for the thread, unless the caller had one pending when the device was entered. */
 cumoe_status fail_cuda(cudaError_t error, const char *expression);
+
+/* Before the first CUDA call of a public call that enters no device (enter_device does it): what is pending now is
+ * the caller's. clear_cuda_error takes back one of ours that is no failure. */
+void note_cuda_error(void);
+void clear_cuda_error(void);
+
+/* For a call that may succeed after a failure inside it: a success leaves cumoe_last_error alone. */
+typedef struct error_text {
+  char text[1024];
+} error_text;
+void save_error(error_text *saved);
+void restore_error(const error_text *saved);
 
 void log_message(cumoe_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
@@ -27,6 +40,11 @@ void log_message(cumoe_log_level level, const char *format, ...) __attribute__((
   do {                                                                                                        \
     cumoe_status try_status_ = (expression);                                                                  \
     if (try_status_ != CUMOE_OK) return try_status_;                                                          \
+  } while (0)
+
+#define REQUIRE(condition, status, ...)                                                                       \
+  do {                                                                                                        \
+    if (!(condition)) return fail(status, __VA_ARGS__);                                                       \
   } while (0)
 
 #define TRY_CUDA(expression)                                                                                  \
@@ -60,13 +78,19 @@ struct cumoe_context_s {
   cudaMemPool_t pool;                 /* private, release threshold max */
   int32_t forced[16];                 /* by operation: variant index + 1, 0 = free choice */
   fault_sink fault;                   /* record in device memory, mirror in pinned host memory */
+  uint64_t cpu_fault_record;          /* what `fault` points to on the CPU device */
+  uint32_t cpu_fault_mirror;
+  uint32_t forks;                     /* of the process when it was made: a child cannot use it */
+  _Atomic int64_t live_buffers;
+  _Atomic size_t live_bytes;
 };
 
 cumoe_status check_context(cumoe_context context);
 
 static inline bool on_cpu(cumoe_context context) { return context->device == CUMOE_DEVICE_CPU; }
 
-/* Makes the context's device current and remembers the caller's; leave_device restores it. No-ops on the CPU. */
+/* Makes the context's device current and remembers the caller's; leave_device restores it. No-ops on the CPU.
+ * May be nested. */
 typedef struct device_scope {
   int previous; /* -1: nothing to restore */
 } device_scope;
@@ -75,6 +99,7 @@ void leave_device(device_scope *scope);
 
 /* ---- memory (memory.c): the only place that knows how bytes move on either device ---- */
 
+/* Each of these enters the device by itself. */
 cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data); /* 256-byte aligned */
 cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream);
 /* rows of `width` bytes with pitches in bytes; kind as in CUDA, ignored on the CPU */
@@ -83,11 +108,19 @@ cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, con
 cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
                          cumoe_stream stream);
 cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream); /* CAPTURE_UNSAFE while capturing */
+cumoe_status memory_wait(cumoe_context context, cumoe_stream stream);    /* refuse_capture, then waits */
+
+/* Memory that cumoe did not allocate: whether it can be owned, and how it will have to be freed. */
+cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled);
+cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled, cumoe_stream stream);
+
+/* After the device has been waited for: frees memory of any kind, in no stream. */
+void memory_drop(cumoe_context context, void *data);
 
 /* ---- owners of views (buffer.c) ---- */
 
 /* STALE_HANDLE, WRONG_DEVICE or OUT_OF_BOUNDS if the view has an owner and it is gone, elsewhere, or too small. */
 cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *view);
-void buffers_abandon(cumoe_context context); /* frees all of the context's buffers */
+void buffers_abandon(cumoe_context context); /* frees all of the context's buffers; the device is idle */
 
 #endif

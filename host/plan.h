@@ -13,13 +13,13 @@ typedef struct machine {
   const int32_t *forced; /* by operation: variant + 1, 0 = free; NULL = all free */
 } machine;
 
-typedef enum major { MAJOR_none, MAJOR_K, MAJOR_N } major;
+typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N } weight_major;
 
 /* One operation's shape. Fields that an operation does not have stay 0. */
 typedef struct shape {
   operation op;
   int32_t in, w;        /* DT_* of activations and weights */
-  major major;          /* of the weights */
+  weight_major major;   /* of the weights */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
   int32_t n, k;         /* output channels, reduction length */

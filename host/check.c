@@ -1,0 +1,450 @@
+/* Checks of every host-visible argument. Texts name the argument, its value and what it must be. */
+#include "check.h"
+#include "plan.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ---- views ---- */
+
+bool absent(const cumoe_view *v) { return !v->data && !v->owner && v->rows == 0 && v->cols == 0; }
+
+static void list_dtypes(uint32_t mask, char *text, size_t bytes)
+{
+  text[0] = 0;
+  for (int d = 1; d < 32; ++d)
+    if (mask & 1u << d) {
+      size_t used = strlen(text);
+      snprintf(text + used, bytes - used, "%s%s", used ? " or " : "", cumoe_dtype_name((cumoe_dtype)d));
+    }
+}
+
+cumoe_status check_extent(const char *name, const cumoe_view *v, uint32_t align)
+{
+  const int64_t limit = (int64_t)1 << 46; /* bytes: the end of every device address space */
+  REQUIRE(v->rows >= 0 && v->cols >= 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is [%lld, %lld], must not be negative", name,
+          (long long)v->rows, (long long)v->cols);
+  REQUIRE(v->ld >= v->cols, CUMOE_ERR_INVALID_ARGUMENT, "%s.ld is %lld, must be at least cols = %lld", name,
+          (long long)v->ld, (long long)v->cols);
+  if (v->rows == 0 || v->cols == 0) return CUMOE_OK;
+  REQUIRE(v->data, CUMOE_ERR_INVALID_ARGUMENT, "%s.data is null", name);
+  const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
+  int64_t elements, bytes;
+  REQUIRE(!__builtin_mul_overflow(v->rows, v->ld, &elements) && !__builtin_mul_overflow(elements, element, &bytes) && bytes <= limit,
+          CUMOE_ERR_INVALID_ARGUMENT, "%s [%lld, %lld] with ld %lld is larger than an address space", name,
+          (long long)v->rows, (long long)v->cols, (long long)v->ld);
+  REQUIRE((uintptr_t)v->data % align == 0, CUMOE_ERR_MISALIGNED, "%s.data is %p, must be aligned to %u bytes", name, v->data, align);
+  REQUIRE(v->rows == 1 || v->ld * element % align == 0, CUMOE_ERR_MISALIGNED, "%s.ld is %lld elements, must be a multiple of %u bytes",
+          name, (long long)v->ld, align);
+  return CUMOE_OK;
+}
+
+cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_view v)
+{
+  TRY(check_owner(context, want->name, &v));
+  REQUIRE(v.device == CUMOE_DEVICE_ANY || v.device == context->device || absent(&v), CUMOE_ERR_WRONG_DEVICE,
+          "%s is on device %d, the context is on %d", want->name, (int)v.device, (int)context->device);
+  REQUIRE(v.rows == want->rows, CUMOE_ERR_INVALID_ARGUMENT, "%s.rows is %lld, must be %lld", want->name,
+          (long long)v.rows, (long long)want->rows);
+  if (v.rows == 0 && !v.data) return CUMOE_OK; /* nothing there, nothing needed */
+  REQUIRE(v.cols == want->cols, CUMOE_ERR_INVALID_ARGUMENT, "%s.cols is %lld, must be %lld", want->name,
+          (long long)v.cols, (long long)want->cols);
+  if (v.dtype < 1 || v.dtype > 31 || !(want->dtypes & DTYPE_BIT(v.dtype))) {
+    char names[64];
+    list_dtypes(want->dtypes, names, sizeof names);
+    return fail(CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %s, must be %s", want->name, cumoe_dtype_name((cumoe_dtype)v.dtype), names);
+  }
+  const uint32_t element = (uint32_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  return check_extent(want->name, &v, want->align > element ? want->align : element);
+}
+
+cumoe_status check_optional(cumoe_context context, const operand *want, cumoe_view view)
+{
+  return absent(&view) ? CUMOE_OK : check_operand(context, want, view);
+}
+
+cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
+{
+  REQUIRE(absent(&view), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s", name, why);
+  return CUMOE_OK;
+}
+
+static uintptr_t view_end(const cumoe_view *v)
+{
+  if (v->rows == 0 || v->cols == 0) return (uintptr_t)v->data;
+  return (uintptr_t)v->data + (uintptr_t)((v->rows - 1) * v->ld + v->cols) * cumoe_dtype_bytes((cumoe_dtype)v->dtype);
+}
+
+cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in)
+{
+  cumoe_view o = cumoe_const(out);
+  if (!o.data || !in.data || view_end(&o) <= (uintptr_t)in.data || view_end(&in) <= (uintptr_t)o.data) return CUMOE_OK;
+  return fail(CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s", output, input);
+}
+
+cumoe_status take_struct(const char *name, const void *from, void *to, size_t size)
+{
+  uint32_t given;
+  REQUIRE(from, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
+  memcpy(&given, from, sizeof given);
+  REQUIRE(given >= 8 && given <= 4096, CUMOE_ERR_INVALID_ARGUMENT, "%s.size is %u, must be sizeof the struct (%zu)", name, given, size);
+  for (size_t i = size; i < given; ++i)
+    REQUIRE(((const unsigned char *)from)[i] == 0, CUMOE_ERR_NOT_SUPPORTED, "%s has fields that this version of the library does not know", name);
+  memset(to, 0, size);
+  memcpy(to, from, given < size ? given : size);
+  return CUMOE_OK;
+}
+
+/* ---- routing and layer ---- */
+
+int32_t router_experts(const cumoe_moe_desc *d)
+{
+  return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
+}
+
+static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
+{
+  if (r->n_group == 0) {
+    REQUIRE(r->topk_group == 0, CUMOE_ERR_INVALID_ARGUMENT, "routing.topk_group is %d, must be 0 without groups", (int)r->topk_group);
+    return CUMOE_OK;
+  }
+  REQUIRE(r->n_group >= 1 && r->n_group <= 64 && experts % r->n_group == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.n_group is %d, must be 1 .. 64 and divide the %d experts", (int)r->n_group, (int)experts);
+  REQUIRE(r->topk_group >= 1 && r->topk_group <= r->n_group, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.topk_group is %d, must be 1 .. n_group = %d", (int)r->topk_group, (int)r->n_group);
+  REQUIRE(r->group_score == CUMOE_GROUP_BEST || r->group_score == CUMOE_GROUP_BEST_TWO, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.group_score is %d, not a cumoe_group_score", (int)r->group_score);
+  REQUIRE(r->top_k <= experts / r->n_group * r->topk_group, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.top_k is %d, must be at most the %d experts of topk_group groups", (int)r->top_k,
+          (int)(experts / r->n_group * r->topk_group));
+  return CUMOE_OK;
+}
+
+cumoe_status check_routing(const cumoe_routing *r, int32_t experts)
+{
+  const uint32_t known = CUMOE_ROUTE_RENORMALIZE | CUMOE_ROUTE_SCORE_AFTER_TOPK | CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  REQUIRE(r->size == sizeof *r, CUMOE_ERR_INVALID_ARGUMENT, "routing.size is %u, must be %zu", r->size, sizeof *r);
+  REQUIRE(r->score >= CUMOE_SCORE_SOFTMAX && r->score <= CUMOE_SCORE_IDENTITY, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.score is %d, not a cumoe_score", (int)r->score);
+  REQUIRE(r->top_k >= 1 && r->top_k <= CUMOE_MAX_TOP_K && r->top_k <= experts, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.top_k is %d, must be 1 .. %d and at most the %d experts", (int)r->top_k, CUMOE_MAX_TOP_K, (int)experts);
+  REQUIRE(!(r->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "routing.flags is 0x%x, known are 0x%x", r->flags, known);
+  REQUIRE(r->routed_scale >= 0 && r->softcap >= 0 && r->renorm_eps >= 0 && r->renorm_min >= 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing: routed_scale %g, softcap %g, renorm_eps %g, renorm_min %g must not be negative or NaN",
+          (double)r->routed_scale, (double)r->softcap, (double)r->renorm_eps, (double)r->renorm_min);
+  REQUIRE(!(r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK) || r->score == CUMOE_SCORE_SOFTMAX, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.flags has SCORE_AFTER_TOPK, which is for SCORE_SOFTMAX only");
+  return check_groups(r, experts);
+}
+
+static cumoe_status check_shape(const cumoe_moe_desc *d)
+{
+  const int32_t limit = 1 << 24;
+  REQUIRE(d->num_experts >= 1 && d->num_experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.num_experts is %d, must be 1 .. %d", (int)d->num_experts, CUMOE_MAX_EXPERTS);
+  REQUIRE(d->local_experts >= 1 && d->local_experts <= d->num_experts, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.local_experts is %d, must be 0 (all) .. num_experts = %d", (int)d->local_experts, (int)d->num_experts);
+  REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->hidden <= limit, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.hidden is %d, must be a multiple of 8, 8 .. %d", (int)d->hidden, (int)limit);
+  REQUIRE(d->inter >= 8 && d->inter % 8 == 0 && d->inter <= limit, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.inter is %d, must be a multiple of 8, 8 .. %d", (int)d->inter, (int)limit);
+  REQUIRE(d->shared_inter >= 0 && d->shared_inter % 8 == 0 && d->shared_inter <= limit, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.shared_inter is %d, must be a multiple of 8, 0 .. %d", (int)d->shared_inter, (int)limit);
+  REQUIRE(d->routing.zero_experts >= 0 && d->routing.zero_experts <= CUMOE_MAX_EXPERTS && d->routing.identity_experts >= 0 &&
+              d->routing.identity_experts <= CUMOE_MAX_EXPERTS && router_experts(d) <= CUMOE_MAX_EXPERTS,
+          CUMOE_ERR_INVALID_ARGUMENT, "desc: num_experts + zero_experts %d + identity_experts %d, must be at most %d",
+          (int)d->routing.zero_experts, (int)d->routing.identity_experts, CUMOE_MAX_EXPERTS);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_types(const cumoe_moe_desc *d)
+{
+  REQUIRE(d->dtype == CUMOE_BF16 || d->dtype == CUMOE_F16 || d->dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
+          "desc.dtype is %s, supported are bf16, f16 and f32", cumoe_dtype_name((cumoe_dtype)d->dtype));
+  REQUIRE(d->out_dtype == d->dtype || d->out_dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
+          "desc.out_dtype is %s, supported are %s and f32", cumoe_dtype_name((cumoe_dtype)d->out_dtype),
+          cumoe_dtype_name((cumoe_dtype)d->dtype));
+  REQUIRE(d->act >= CUMOE_ACT_SILU && d->act <= CUMOE_ACT_SWIGLU_OAI, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.act is %d, not a cumoe_act", (int)d->act);
+  REQUIRE(!(d->flags & ~(uint32_t)(CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED)), CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.flags is 0x%x, known are UNGATED and UNREDUCED", d->flags);
+  REQUIRE(!(d->act == CUMOE_ACT_SWIGLU_OAI && d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.act SWIGLU_OAI is gated, desc.flags says UNGATED");
+  REQUIRE(d->act_limit >= 0 && d->act_alpha == d->act_alpha, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc: act_limit %g must not be negative, act_alpha %g not NaN", (double)d->act_limit, (double)d->act_alpha);
+  REQUIRE(!(d->act_limit > 0 && d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_NOT_SUPPORTED,
+          "desc.act_limit is %g, must be 0 for an ungated layer", (double)d->act_limit);
+  return CUMOE_OK;
+}
+
+cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
+{
+  TRY(take_struct("desc", from, d, sizeof *d));
+  if (d->local_experts == 0) d->local_experts = d->num_experts;
+  if (d->out_dtype == 0) d->out_dtype = d->dtype;
+  if (d->act == CUMOE_ACT_SWIGLU_OAI && d->act_alpha == 0) d->act_alpha = 1.702f;
+  if (d->routing.routed_scale == 0) d->routing.routed_scale = 1;
+  TRY(check_shape(d));
+  TRY(check_types(d));
+  TRY(check_routing(&d->routing, router_experts(d)));
+  REQUIRE(!(d->flags & CUMOE_MOE_UNREDUCED && d->shared_inter), CUMOE_ERR_NOT_SUPPORTED,
+          "desc.shared_inter is %d, must be 0 with UNREDUCED: a shared expert has no slot", (int)d->shared_inter);
+  REQUIRE(!(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT && d->routing.identity_experts), CUMOE_ERR_NOT_SUPPORTED,
+          "routing.identity_experts is %d, must be 0 with WEIGHT_ON_INPUT", (int)d->routing.identity_experts);
+  return CUMOE_OK;
+}
+
+/* ---- plan, weights, route ---- */
+
+cumoe_status check_plan(cumoe_plan plan)
+{
+  REQUIRE(plan, CUMOE_ERR_INVALID_ARGUMENT, "plan is null");
+  REQUIRE(plan->magic == PLAN_MAGIC, CUMOE_ERR_STALE_HANDLE, "plan is not a live plan");
+  return check_context(plan->context);
+}
+
+cumoe_status check_weights(const char *name, cumoe_weights w, const cumoe_plan plan, int32_t experts, int32_t inter)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  REQUIRE(w, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
+  REQUIRE(w->magic == WEIGHTS_MAGIC, CUMOE_ERR_STALE_HANDLE, "%s is not a live weights object", name);
+  REQUIRE(w->context == plan->context, CUMOE_ERR_WRONG_DEVICE, "%s belongs to another context than the plan", name);
+  REQUIRE(w->dtype == d->dtype, CUMOE_ERR_WRONG_DTYPE, "%s are %s, desc.dtype is %s", name, cumoe_dtype_name((cumoe_dtype)w->dtype),
+          cumoe_dtype_name((cumoe_dtype)d->dtype));
+  REQUIRE(w->experts == experts && w->hidden == d->hidden && w->inter == inter, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s have experts %d, hidden %d, inter %d; the plan needs %d, %d, %d", name, (int)w->experts, (int)w->hidden,
+          (int)w->inter, (int)experts, (int)d->hidden, (int)inter);
+  REQUIRE(w->gated == !(d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_LAYOUT, "%s are %s, the plan is %s", name,
+          w->gated ? "gated" : "ungated", w->gated ? "ungated" : "gated");
+  return CUMOE_OK;
+}
+
+cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
+  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
+  REQUIRE(route->size == sizeof *route, CUMOE_ERR_INVALID_ARGUMENT, "route.size is %u, must be %zu", route->size, sizeof *route);
+  const operand counts = {"route.counts", 1, d->local_experts, i32, 4}, offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
+  const operand row_pair = {"route.row_pair", 1, tokens * d->routing.top_k, i32, 4};
+  const operand slot_row = {"route.slot_row", tokens, d->routing.top_k, i32, 4};
+  TRY(check_operand(plan->context, &counts, cumoe_const(route->counts)));
+  TRY(check_operand(plan->context, &offsets, cumoe_const(route->offsets)));
+  TRY(check_operand(plan->context, &row_pair, cumoe_const(route->row_pair)));
+  TRY(check_operand(plan->context, &slot_row, cumoe_const(route->slot_row)));
+  REQUIRE(tokens <= 1 || route->slot_row.ld == route->slot_row.cols, CUMOE_ERR_LAYOUT, "route.slot_row.ld is %lld, must be top_k = %lld",
+          (long long)route->slot_row.ld, (long long)route->slot_row.cols);
+  return CUMOE_OK;
+}
+
+/* ---- weights description ---- */
+
+typedef struct projection_shape {
+  const char *name;
+  int64_t out, in;
+  int32_t major;
+} projection_shape;
+
+static cumoe_status check_projection(cumoe_context context, const cumoe_projection *p, const projection_shape *s, int32_t experts, int32_t dtype)
+{
+  const bool out_in = s->major == CUMOE_OUT_IN;
+  cumoe_view v = p->data;
+  REQUIRE(!(p->per_expert && v.data), CUMOE_ERR_INVALID_ARGUMENT, "%s has both data and per_expert", s->name);
+  if (p->per_expert) { /* the shape describes each expert's matrix; borrow the first one's pointer for the checks */
+    v.data = p->per_expert[0];
+    for (int32_t e = 0; e < experts; ++e)
+      REQUIRE(p->per_expert[e] && (uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
+              "%s.per_expert[%d] is %p, must be non-null and aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
+  }
+  const operand data = {s->name, out_in ? s->out : s->in, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
+  TRY(check_operand(context, &data, v));
+  const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
+  REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT, "%s.expert_stride is %lld, must be at least one matrix, %lld",
+          s->name, (long long)p->expert_stride, (long long)matrix);
+  REQUIRE(stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype) % 16 == 0, CUMOE_ERR_MISALIGNED,
+          "%s.expert_stride is %lld elements, must be a multiple of 16 bytes", s->name, (long long)stride);
+  if (!p->per_expert) { /* the whole stack must lie in its buffer, not only expert 0 */
+    cumoe_view all = cumoe_vector(v.data, (cumoe_dtype)dtype, 0);
+    REQUIRE(!__builtin_mul_overflow((int64_t)experts - 1, stride, &all.cols), CUMOE_ERR_INVALID_ARGUMENT, "%s.expert_stride is %lld, too large",
+            s->name, (long long)stride);
+    all.cols += matrix;
+    all.ld = all.cols;
+    all.rows = 1;
+    all.owner = v.owner;
+    TRY(check_extent(s->name, &all, 16));
+    TRY(check_owner(context, s->name, &all));
+  }
+  const operand bias = {"bias", experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
+  return check_optional(context, &bias, p->bias);
+}
+
+static bool projection_absent(const cumoe_projection *p)
+{
+  return absent(&p->data) && !p->per_expert && absent(&p->bias);
+}
+
+static cumoe_status check_major(const char *name, int32_t major)
+{
+  REQUIRE(major == CUMOE_OUT_IN || major == CUMOE_IN_OUT, CUMOE_ERR_LAYOUT, "%s is %d, must be CUMOE_OUT_IN or CUMOE_IN_OUT", name, (int)major);
+  return CUMOE_OK;
+}
+
+cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc *d)
+{
+  const bool separate = d->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = d->gate_order == CUMOE_UNGATED;
+  const bool fused = !separate && !ungated;
+  const int32_t dtype = d->down.data.dtype;
+  REQUIRE(d->gate_order >= CUMOE_GATE_UP_CONCAT && d->gate_order <= CUMOE_UNGATED, CUMOE_ERR_LAYOUT,
+          "desc.gate_order is %d: it must be set, no order is guessed", (int)d->gate_order);
+  TRY(check_major("desc.up_major", d->up_major));
+  TRY(check_major("desc.down_major", d->down_major));
+  REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "desc.experts is %d, must be 1 .. %d",
+          (int)d->experts, CUMOE_MAX_EXPERTS);
+  REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
+  REQUIRE(dtype == CUMOE_BF16 || dtype == CUMOE_F16 || dtype == CUMOE_F32, CUMOE_ERR_WRONG_DTYPE,
+          "desc.down.data.dtype is %s, must be bf16, f16 or f32", cumoe_dtype_name((cumoe_dtype)dtype));
+  REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT, "desc.gate_up must be absent with this gate_order");
+  REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
+  REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
+  const projection_shape gate_up = {"desc.gate_up", 2 * (int64_t)d->inter, d->hidden, d->up_major};
+  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major}, up = {"desc.up", d->inter, d->hidden, d->up_major};
+  const projection_shape down = {"desc.down", d->hidden, d->inter, d->down_major};
+  if (fused) TRY(check_projection(context, &d->gate_up, &gate_up, d->experts, dtype));
+  if (separate) TRY(check_projection(context, &d->gate, &gate, d->experts, dtype));
+  if (!fused) TRY(check_projection(context, &d->up, &up, d->experts, dtype));
+  if (separate) {
+    const bool same = d->gate.data.ld == d->up.data.ld && d->gate.expert_stride == d->up.expert_stride &&
+                      !d->gate.per_expert == !d->up.per_expert && absent(&d->gate.bias) == absent(&d->up.bias) &&
+                      d->gate.bias.ld == d->up.bias.ld && d->gate.bias.dtype == d->up.bias.dtype;
+    REQUIRE(same, CUMOE_ERR_LAYOUT, "desc.gate and desc.up must have the same ld, expert_stride, form and bias form");
+  }
+  return check_projection(context, &d->down, &down, d->experts, dtype);
+}
+
+/* ---- forward ---- */
+
+static cumoe_status check_routing_inputs(cumoe_plan plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const int64_t tokens = a->x.rows, experts = router_experts(d), k = d->routing.top_k;
+  const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), i32 = DTYPE_BIT(CUMOE_I32);
+  const operand router_weight = {"args.router_weight", experts, d->hidden, own | f32, 16}, router_bias = {"args.router_bias", 1, experts, own | f32, 0};
+  const operand logits = {"args.logits", tokens, experts, FLOAT_BITS, 0}, ids = {"args.ids", tokens, k, INDEX_BITS, 0};
+  const operand weights = {"args.weights", tokens, k, f32, 0}, select_bias = {"args.select_bias", 1, experts, f32, 0};
+  const operand expert_map = {"args.expert_map", 1, d->num_experts, i32, 0};
+  const bool from_x = !absent(&a->router_weight), from_ids = !absent(&a->ids) || !absent(&a->weights);
+  const bool from_logits = !absent(&a->logits) || (!from_x && !from_ids && tokens == 0);
+  REQUIRE(from_x + from_logits + from_ids == 1, CUMOE_ERR_INVALID_ARGUMENT,
+          "exactly one of args.router_weight, args.logits and args.ids + args.weights must be given");
+  if (from_x) TRY(check_operand(plan->context, &router_weight, a->router_weight));
+  if (from_x) TRY(check_optional(plan->context, &router_bias, a->router_bias));
+  if (!from_x) TRY(check_absent("args.router_bias", a->router_bias, "there is no router_weight"));
+  if (from_logits) TRY(check_optional(plan->context, &logits, a->logits));
+  if (from_ids) {
+    TRY(check_operand(plan->context, &ids, a->ids));
+    TRY(check_operand(plan->context, &weights, a->weights));
+    TRY(check_absent("args.select_bias", a->select_bias, "the caller has routed"));
+    TRY(check_absent("args.ids_out", cumoe_const(a->ids_out), "the caller has routed"));
+    TRY(check_absent("args.weights_out", cumoe_const(a->weights_out), "the caller has routed"));
+  }
+  TRY(check_optional(plan->context, &select_bias, a->select_bias));
+  REQUIRE(d->local_experts == d->num_experts || !absent(&a->expert_map), CUMOE_ERR_INVALID_ARGUMENT,
+          "args.expert_map is absent, but only %d of %d experts are local", (int)d->local_experts, (int)d->num_experts);
+  return check_optional(plan->context, &expert_map, a->expert_map);
+}
+
+static cumoe_status check_shared(cumoe_plan plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  if (d->shared_inter == 0) {
+    REQUIRE(!a->shared, CUMOE_ERR_INVALID_ARGUMENT, "args.shared is given, desc.shared_inter is 0");
+    return check_absent("args.shared_gate", a->shared_gate, "there is no shared expert");
+  }
+  const operand gate = {"args.shared_gate", 1, d->hidden, DTYPE_BIT(d->dtype) | DTYPE_BIT(CUMOE_F32), 16};
+  TRY(check_weights("args.shared", a->shared, plan, 1, d->shared_inter));
+  return check_optional(plan->context, &gate, a->shared_gate);
+}
+
+static cumoe_status check_outputs(cumoe_plan plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const int64_t tokens = a->x.rows, k = d->routing.top_k;
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
+  const uint32_t out_type = DTYPE_BIT(d->out_dtype);
+  const operand out = {"args.out", unreduced ? tokens * k : tokens, d->hidden, out_type, 16}, residual = {"args.residual", tokens, d->hidden, out_type, 16};
+  const operand ids_out = {"args.ids_out", tokens, k, INDEX_BITS, 0}, weights_out = {"args.weights_out", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
+  const operand counts_out = {"args.counts_out", 1, d->local_experts, DTYPE_BIT(CUMOE_I32), 0}, load = {"args.load", 1, d->local_experts, DTYPE_BIT(CUMOE_I64), 0};
+  TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
+  TRY(check_optional(plan->context, &residual, a->residual));
+  if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
+  TRY(check_optional(plan->context, &ids_out, cumoe_const(a->ids_out)));
+  TRY(check_optional(plan->context, &weights_out, cumoe_const(a->weights_out)));
+  TRY(check_optional(plan->context, &counts_out, cumoe_const(a->counts_out)));
+  TRY(check_optional(plan->context, &load, cumoe_const(a->load)));
+  TRY(check_disjoint("args.out", a->out, "args.x", a->x));
+  TRY(check_disjoint("args.out", a->out, "args.logits", a->logits));
+  TRY(check_disjoint("args.out", a->out, "args.ids", a->ids));
+  TRY(check_disjoint("args.out", a->out, "args.weights", a->weights));
+  if (a->residual.data != a->out.data || a->residual.ld != a->out.ld) TRY(check_disjoint("args.out", a->out, "args.residual", a->residual));
+  return CUMOE_OK;
+}
+
+static cumoe_status check_workspace(cumoe_plan plan, const cumoe_moe_args *a)
+{
+  workspace_layout layout;
+  REQUIRE(plan_workspace_layout(&plan->desc, a->x.rows, &layout), CUMOE_ERR_INVALID_ARGUMENT,
+          "args.x.rows is %lld: the workspace would exceed 2^62 bytes", (long long)a->x.rows);
+  const size_t need = layout.bytes;
+  if (need == 0) return CUMOE_OK;
+  const cumoe_view w = cumoe_const(a->workspace);
+  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", need);
+  const operand workspace = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
+  TRY(check_operand(plan->context, &workspace, w));
+  REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed", (long long)w.cols, need);
+  TRY(check_disjoint("args.workspace", a->workspace, "args.x", a->x));
+  return check_disjoint("args.workspace", a->workspace, "args.out", cumoe_const(a->out));
+}
+
+cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *a)
+{
+  TRY(check_plan(plan));
+  const cumoe_moe_desc *d = &plan->desc;
+  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
+  REQUIRE(a->x.rows >= 0 && a->x.rows <= INT32_MAX / d->routing.top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows, (int)(INT32_MAX / d->routing.top_k));
+  const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16}, device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  TRY(check_operand(plan->context, &x, a->x));
+  TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
+  TRY(check_routing_inputs(plan, a));
+  TRY(check_shared(plan, a));
+  TRY(check_outputs(plan, a));
+  return check_workspace(plan, a);
+}
+
+cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *a, int64_t tokens)
+{
+  TRY(check_route(plan, route, tokens));
+  const cumoe_moe_desc *d = &plan->desc;
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, weigh = !unreduced && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), out_type = DTYPE_BIT(d->out_dtype);
+  const operand y = {"args.y", a->y.rows, d->hidden, own, 16}, x = {"args.x", tokens, d->hidden, own, 16};
+  const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
+  const operand shared = {"args.shared", tokens, d->hidden, own, 16}, shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
+  const operand residual = {"args.residual", tokens, d->hidden, out_type, 16}, device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  TRY(check_operand(plan->context, &y, a->y));
+  if (weigh) TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
+  else TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED or weighs the input"));
+  if (d->routing.identity_experts) TRY(check_operand(plan->context, &x, a->x));
+  else TRY(check_optional(plan->context, &x, a->x));
+  TRY(check_optional(plan->context, &shared, a->shared));
+  TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
+  TRY(check_optional(plan->context, &residual, a->residual));
+  TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
+  if (unreduced) TRY(check_absent("args.shared", a->shared, "the plan is UNREDUCED"));
+  if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
+  TRY(check_disjoint("args.out", a->out, "args.y", a->y));
+  TRY(check_disjoint("args.out", a->out, "args.x", a->x));
+  return check_disjoint("args.out", a->out, "args.shared", a->shared);
+}

@@ -1,0 +1,48 @@
+/* See dispatch.h. */
+#include "dispatch.h"
+#include "launch.h"
+
+static shape router_shape(const router_args *a)
+{
+  return (shape){.op = OP_router, .in = a->x_dtype, .w = a->w_dtype, .tokens = a->tokens.count, .rows = a->tokens.count,
+                 .experts = a->experts, .n = a->experts, .k = a->hidden};
+}
+
+static shape map_shape(operation op, const map_args *a)
+{
+  return (shape){.op = op, .tokens = a->tokens.count, .rows = a->tokens.count * a->top_k, .experts = a->local_experts, .top_k = a->top_k};
+}
+
+static shape gemm_shape(operation op, const gemm_args *a)
+{
+  return (shape){.op = op, .in = a->dtype, .w = a->dtype, .major = a->b.k_stride == 1 ? MAJOR_K : MAJOR_N, .tokens = a->tokens.count,
+                 .rows = a->rows_cap, .experts = a->experts, .n = a->n, .k = a->k, .top_k = a->top_k};
+}
+
+static shape shape_of(operation op, const void *args)
+{
+  const gate_args *gate = args;
+  const combine_args *combine = args;
+  switch (op) {
+  case OP_router: return router_shape(args);
+  case OP_map_count:
+  case OP_map: return map_shape(op, args);
+  case OP_up:
+  case OP_down: return gemm_shape(op, args);
+  case OP_gate: return (shape){.op = op, .tokens = gate->tokens.count, .experts = gate->experts, .top_k = gate->top_k};
+  default: return (shape){.op = op, .in = combine->dtype, .w = combine->out_dtype, .tokens = combine->tokens.count, .n = combine->hidden,
+                          .top_k = combine->top_k};
+  }
+}
+
+cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
+{
+  const cumoe_device_info *info = &context->info;
+  const machine m = {on_cpu(context) ? 0 : info->cc_major * 10 + info->cc_minor, info->multiprocessors, context->forced};
+  const shape s = shape_of(op, args);
+  const int32_t row = choose(&m, &s);
+  if (row < 0)
+    return fail(CUMOE_ERR_NOT_SUPPORTED, "no kernel%s serves this operation (%s x %s, %s-major weights)", context->forced[op] ? " (one is forced)" : "",
+                cumoe_dtype_name((cumoe_dtype)s.in), cumoe_dtype_name((cumoe_dtype)s.w), s.major == MAJOR_N ? "N" : "K");
+  return launch(context, row, grid_size(&m, &variants[row], &s), args, stream);
+}

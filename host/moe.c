@@ -1,0 +1,188 @@
+/* The layer: plan, workspace, and the forward pass in a straight line. */
+#include "dispatch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- plan ---- */
+
+cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char *why, size_t why_bytes)
+{
+  begin_call(__func__);
+  cumoe_moe_desc d;
+  cumoe_status status = device < CUMOE_DEVICE_CPU ? fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d, not a device", (int)device)
+                                                  : check_moe_desc(desc, &d);
+  if (why && why_bytes) {
+    const char *text = status == CUMOE_OK ? "" : cumoe_last_error();
+    const size_t length = strlen(text) < why_bytes ? strlen(text) : why_bytes - 1;
+    memcpy(why, text, length);
+    why[length] = 0;
+  }
+  return status;
+}
+
+cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_moe_desc *desc, cumoe_plan *plan)
+{
+  begin_call(__func__);
+  cumoe_moe_desc d;
+  REQUIRE(plan, CUMOE_ERR_INVALID_ARGUMENT, "plan is null");
+  *plan = NULL;
+  TRY(check_context(context));
+  TRY(check_moe_desc(desc, &d));
+  cumoe_plan p = malloc(sizeof *p);
+  REQUIRE(p, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *p);
+  *p = (struct cumoe_plan_s){PLAN_MAGIC, context, d};
+  *plan = p;
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_plan_destroy(cumoe_plan plan)
+{
+  begin_call(__func__);
+  if (!plan) return CUMOE_OK;
+  REQUIRE(plan->magic == PLAN_MAGIC, CUMOE_ERR_STALE_HANDLE, "plan is not a live plan");
+  plan->magic = 0;
+  free(plan);
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes)
+{
+  begin_call(__func__);
+  workspace_layout layout;
+  TRY(check_plan(plan));
+  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
+  const int32_t most = INT32_MAX / plan->desc.routing.top_k;
+  REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)", (long long)tokens, (int)most);
+  REQUIRE(plan_workspace_layout(&plan->desc, tokens, &layout), CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld: the workspace would exceed 2^62 bytes",
+          (long long)tokens);
+  *bytes = layout.bytes;
+  return CUMOE_OK;
+}
+
+/* ---- forward ---- */
+
+/* A call under way: the caller's arguments, and where every intermediate lies. */
+typedef struct pass {
+  cumoe_plan plan;
+  const cumoe_moe_args *args;
+  cumoe_stream stream;
+  token_count tokens;
+  workspace_layout at;
+  char *workspace;
+  cumoe_view ids, weights; /* of the routing, wherever it came from */
+  route_pointers route;
+} pass;
+
+static void *region(const pass *p, size_t offset) { return p->workspace + offset; }
+
+static cumoe_view_mut or_region(cumoe_view_mut given, const pass *p, size_t offset, cumoe_dtype dtype, int64_t cols)
+{
+  return given.data ? given : cumoe_matrix_mut(region(p, offset), dtype, p->tokens.count, cols, cols);
+}
+
+/* logits (from x, or the caller's) -> ids and weights (or the caller's) */
+static cumoe_status route_tokens(pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const int32_t experts = router_experts(d);
+  p->ids = a->ids;
+  p->weights = a->weights;
+  if (a->ids.data) return CUMOE_OK;
+  cumoe_view logits = a->logits;
+  if (a->router_weight.data) {
+    float *out = region(p, p->at.logits);
+    TRY(dispatch_router(p->plan->context, a->x, a->router_weight, a->router_bias, p->tokens, out, experts, p->stream));
+    logits = cumoe_matrix(out, CUMOE_F32, p->tokens.count, experts, experts);
+  }
+  const cumoe_view_mut ids = or_region(a->ids_out, p, p->at.ids, CUMOE_I32, d->routing.top_k);
+  const cumoe_view_mut weights = or_region(a->weights_out, p, p->at.weights, CUMOE_F32, d->routing.top_k);
+  gate_args g = gate_arguments(p->plan->context, &d->routing, logits, a->select_bias, ids, weights);
+  g.tokens = p->tokens;
+  p->ids = cumoe_const(ids);
+  p->weights = cumoe_const(weights);
+  return dispatch(p->plan->context, OP_gate, &g, p->stream);
+}
+
+/* ids -> where each pair's row lies */
+static cumoe_status map_rows(pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  p->route = (route_pointers){region(p, p->at.counts), region(p, p->at.offsets), region(p, p->at.row_pair), region(p, p->at.slot_row)};
+  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, region(p, p->at.hist));
+  m.tokens = p->tokens;
+  m.counts_out = a->counts_out.data;
+  m.load = a->load.data;
+  return dispatch_map(p->plan->context, &m, p->stream);
+}
+
+/* up and down of one weights object; route NULL: the shared expert, where every token is a row */
+static cumoe_status run_experts(const pass *p, cumoe_weights weights, const route_pointers *route, size_t h_offset, size_t y_offset)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const bool weigh_input = route && d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const cumoe_view none = {0};
+  gemm_args up = up_arguments(p->plan, weights, p->args->x, route, weigh_input ? p->weights : none);
+  up.tokens = p->tokens;
+  up.c = region(p, h_offset);
+  up.c_ld = weights->inter;
+  const cumoe_view h = cumoe_matrix(up.c, (cumoe_dtype)d->dtype, up.rows_cap, weights->inter, weights->inter);
+  gemm_args down = down_arguments(p->plan, weights, h, route, p->tokens.count);
+  down.tokens = p->tokens;
+  down.c = region(p, y_offset);
+  down.c_ld = d->hidden;
+  TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
+  return dispatch(p->plan->context, OP_down, &down, p->stream);
+}
+
+static cumoe_status run_shared(const pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  const cumoe_view none = {0};
+  if (!a->shared) return CUMOE_OK;
+  TRY(run_experts(p, a->shared, NULL, p->at.shared_h, p->at.shared_y));
+  if (!a->shared_gate.data) return CUMOE_OK;
+  return dispatch_router(p->plan->context, a->x, a->shared_gate, none, p->tokens, region(p, p->at.shared_logit), 1, p->stream);
+}
+
+static cumoe_status combine_rows(const pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
+  const int64_t tokens = p->tokens.count, rows = tokens * d->routing.top_k, hidden = d->hidden;
+  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  cumoe_combine_args c = {.out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
+  c.y = cumoe_matrix(region(p, p->at.y), dtype, rows, hidden, hidden);
+  if (weigh) c.pair_weights = p->weights;
+  if (a->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
+  if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, p->at.shared_logit), CUMOE_F32, tokens, 1, 1);
+  const combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
+  return dispatch(p->plan->context, OP_combine, &raw, p->stream);
+}
+
+static cumoe_status run(pass *p, cumoe_weights weights)
+{
+  TRY(route_tokens(p));
+  TRY(map_rows(p));
+  TRY(run_shared(p));
+  TRY(run_experts(p, weights, &p->route, p->at.h, p->at.y));
+  return combine_rows(p);
+}
+
+cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream)
+{
+  begin_call(__func__);
+  cumoe_moe_args a;
+  TRY(take_struct("args", args, &a, sizeof a));
+  TRY(check_forward(plan, weights, &a));
+  if (a.x.rows == 0) return CUMOE_OK;
+  pass p = {.plan = plan, .args = &a, .stream = stream, .tokens = {a.x.rows, a.device_tokens.data}, .workspace = a.workspace.data};
+  (void)plan_workspace_layout(&plan->desc, a.x.rows, &p.at);
+  device_scope scope;
+  TRY(enter_device(plan->context, &scope));
+  const cumoe_status status = run(&p, weights);
+  leave_device(&scope);
+  return status;
+}

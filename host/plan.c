@@ -1,0 +1,162 @@
+/* Pure functions of shapes and device; see plan.h. */
+#include "plan.h"
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- choice ---- */
+
+static bool runs_on(const machine *m, const variant *v)
+{
+  if (m->cc == 0) return v->arch == ARCH_cpu;
+  return (v->arch == ARCH_any && m->cc >= 80) || (v->arch == ARCH_sm90 && m->cc == 90);
+}
+
+static bool serves(const machine *m, const variant *v, const shape *s)
+{
+  if (v->op != (int)s->op || !runs_on(m, v)) return false;
+  if ((v->in && v->in != s->in) || (v->w && v->w != s->w)) return false;
+  if (s->major == MAJOR_none) return true;
+  if (v->form == FORM_tile || v->form == FORM_thin) return s->major == MAJOR_K;
+  if (v->form == FORM_ntile) return s->major == MAJOR_N;
+  return true;
+}
+
+typedef struct tune_row {
+  int8_t op, form;
+  int32_t up_to, bm, bn;
+} tune_row;
+
+enum { ANY_ROWS = INT32_MAX };
+
+static const tune_row tune[] = {
+#define TUNE(op, up_to, form, BM, BN) {OP_##op, FORM_##form, up_to, BM, BN},
+#include "tune_any.def"
+#undef TUNE
+    {-1, 0, 0, 0, 0}};
+
+/* Rows an active expert gets when pairs fall evenly; the host cannot know the true counts (graphs stay valid). */
+static int64_t expected_rows(const shape *s)
+{
+  if (s->op == OP_router) return s->tokens;
+  return s->experts > 0 ? ceil_div(s->rows, min64(s->experts, s->rows > 0 ? s->rows : 1)) : 0;
+}
+
+static int32_t find_row(const machine *m, const shape *s, const tune_row *t)
+{
+  for (int32_t i = 0; i < variant_count; ++i) {
+    const variant *v = &variants[i];
+    if (v->form == t->form && v->bm == t->bm && v->bn == t->bn && serves(m, v, s)) return i;
+  }
+  return -1;
+}
+
+static int32_t first_that_serves(const machine *m, const shape *s)
+{
+  for (int32_t i = 0; i < variant_count; ++i)
+    if (serves(m, &variants[i], s)) return i;
+  return -1;
+}
+
+int32_t choose(const machine *m, const shape *s)
+{
+  int32_t forced = m->forced ? m->forced[s->op] - 1 : -1;
+  if (forced >= 0) return serves(m, &variants[forced], s) ? forced : -1;
+  int64_t rows = expected_rows(s);
+  for (const tune_row *t = tune; t->op >= 0 && m->cc != 0; ++t) {
+    if (t->op != (int)s->op || rows > t->up_to) continue;
+    int32_t found = find_row(m, s, t);
+    if (found >= 0) return found;
+  }
+  return first_that_serves(m, s);
+}
+
+/* ---- grids ---- */
+
+static int64_t cpu_units(const shape *s)
+{
+  switch (s->op) {
+  case OP_map_count:
+  case OP_map: return 1;
+  case OP_up:
+  case OP_down: return s->experts * ceil_div(s->n, CPU_N_BLOCK);
+  default: return s->tokens;
+  }
+}
+
+/* Every expert may end in a partial tile; more experts than rows cannot be active. */
+static int64_t most_tiles(const variant *v, const shape *s)
+{
+  int64_t partial = min64(s->experts, s->rows);
+  return (s->rows / v->bm + partial) * ceil_div(s->n, v->bn);
+}
+
+int64_t grid_size(const machine *m, const variant *v, const shape *s)
+{
+  if (v->arch == ARCH_cpu) return cpu_units(s);
+  switch (s->op) {
+  case OP_map_count:
+  case OP_map: return map_chunking(s->rows).chunks;
+  case OP_up:
+  case OP_down: return min64(most_tiles(v, s), (int64_t)m->sms * v->ctas);
+  default: return ceil_div(s->tokens, v->bm) * ceil_div(s->n ? s->n : 1, v->bn > 1 ? v->bn : INT32_MAX);
+  }
+}
+
+/* One CTA maps up to 4096 pairs by itself: below that a second launch costs more than it saves. */
+map_chunks map_chunking(int64_t pairs)
+{
+  const int64_t unit = 1024, most = 256;
+  if (pairs <= 4 * unit) return (map_chunks){1, (int32_t)(4 * unit)};
+  int64_t chunk_pairs = unit * ceil_div(pairs, unit * most);
+  return (map_chunks){(int32_t)ceil_div(pairs, chunk_pairs), (int32_t)chunk_pairs};
+}
+
+/* ---- workspace ---- */
+
+typedef struct carver {
+  size_t at;
+  bool overflow;
+} carver;
+
+/* Reserves rows * cols elements at the next multiple of 256. */
+static size_t carve(carver *c, int64_t rows, int64_t cols, size_t element)
+{
+  uint64_t bytes, end;
+  size_t start = c->at;
+  if (__builtin_mul_overflow((uint64_t)rows, (uint64_t)cols * element, &bytes) ||
+      __builtin_add_overflow(start + 255, bytes, &end) || end >> 62)
+    c->overflow = true;
+  else
+    c->at = (size_t)((start + bytes + 255) & ~(uint64_t)255);
+  return start;
+}
+
+bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
+{
+  carver c = {0, false};
+  *w = (workspace_layout){0};
+  if (tokens == 0) return true;
+  const int64_t k = d->routing.top_k, pairs = tokens * k;
+  const int64_t router_experts = (int64_t)d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
+  const size_t element = d->dtype == CUMOE_F32 ? 4 : 2;
+  /* by the finest chunking, so that more tokens never need less */
+  const int64_t hist_chunks = pairs > 4096 ? min64(ceil_div(pairs, 1024), 256) : 0;
+  w->logits = carve(&c, tokens, router_experts, 4);
+  w->ids = carve(&c, tokens, k, 4);
+  w->weights = carve(&c, tokens, k, 4);
+  w->counts = carve(&c, 1, d->local_experts, 4);
+  w->offsets = carve(&c, 1, d->local_experts + 1, 4);
+  w->row_pair = carve(&c, pairs, 1, 4);
+  w->slot_row = carve(&c, pairs, 1, 4);
+  w->hist = carve(&c, hist_chunks, d->local_experts, 4);
+  w->h = carve(&c, pairs, d->inter, element);
+  w->y = carve(&c, pairs, d->hidden, element);
+  if (d->shared_inter) {
+    w->shared_h = carve(&c, tokens, d->shared_inter, element);
+    w->shared_y = carve(&c, tokens, d->hidden, element);
+    w->shared_logit = carve(&c, tokens, 1, 4);
+  }
+  w->bytes = c.at;
+  return !c.overflow;
+}
