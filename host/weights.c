@@ -109,6 +109,22 @@ static cumoe_status bind(cumoe_context context, const cumoe_weights_desc *d, cum
   return upload_tables(context, w, up, halves, &down);
 }
 
+/* A stack [experts * rows, cols] becomes expert 0's matrix; the packed stride is the default. */
+static void unstack(cumoe_projection *p, int32_t experts, int64_t rows)
+{
+  if (!p->per_expert && p->expert_stride == 0 && experts > 0 && p->data.rows == experts * rows) p->data.rows = rows;
+}
+
+static void unstack_all(cumoe_weights_desc *d)
+{
+  const bool up_out_in = d->up_major == CUMOE_OUT_IN, down_out_in = d->down_major == CUMOE_OUT_IN;
+  const int64_t inter = d->inter;
+  unstack(&d->gate_up, d->experts, up_out_in ? 2 * inter : d->hidden);
+  unstack(&d->gate, d->experts, up_out_in ? inter : d->hidden);
+  unstack(&d->up, d->experts, up_out_in ? inter : d->hidden);
+  unstack(&d->down, d->experts, down_out_in ? d->hidden : inter);
+}
+
 cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc, cumoe_weights *weights)
 {
   begin_call(__func__);
@@ -117,6 +133,7 @@ cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc 
   *weights = NULL;
   TRY(check_context(context));
   TRY(take_struct("desc", desc, &d, sizeof d));
+  unstack_all(&d);
   TRY(check_weights_desc(context, &d));
   cumoe_weights w = malloc(sizeof *w);
   if (!w) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *w);

@@ -165,16 +165,18 @@ typedef enum cumoe_major {
 } cumoe_major;
 
 /*
- * One projection of all local experts. Either `data` is the matrix of expert 0 and expert e starts
- * e * expert_stride elements further, or `per_expert` is a host array of local_experts device pointers (read
- * during bind) and data.data is NULL, while data's shape, ld, dtype describe each of them.
- * Shape [out, in] (OUT_IN) or [in, out] (IN_OUT). Alignment: base and rows to 16 bytes.
+ * One projection of all local experts, in one of three forms, each matrix [out, in] (OUT_IN) or [in, out] (IN_OUT):
+ *   a stack    data is all experts' matrices one below the other, [experts * rows, cols];
+ *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
+ *   pointers   per_expert is a host array of `experts` device pointers (read during bind), and data, with data.data
+ *              NULL, states the shape, ld and dtype of each.
+ * Alignment: base and rows to 16 bytes.
  * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; absent = 0.
  */
 typedef struct cumoe_projection {
   cumoe_view data;
   const void *const *per_expert;
-  int64_t expert_stride; /* elements; 0 = packed: data.rows * data.ld */
+  int64_t expert_stride; /* strided form: elements; 0 = a stack (or expert 0 of a packed one) */
   cumoe_view bias;
 } cumoe_projection;
 
