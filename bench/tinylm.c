@@ -173,12 +173,12 @@ static bool read_config(tinylm *m, const char *path)
 
 static bool read_tensor(tinylm *m, const char *name, int64_t rows, int64_t cols, float *to)
 {
-  const tensor *t = safetensors_find(&m->file, name);
+  const file_tensor *t = safetensors_find(&m->file, name);
   if (!t) return failed(m, "tensor %s is missing", name);
   bool fits = cols == 0 ? t->dims == 1 && t->shape[0] == rows
                         : t->dims == 2 && t->shape[0] == rows && t->shape[1] == cols;
   if (!fits) return failed(m, "tensor %s does not have the shape that config.json says", name);
-  return tensor_floats(t, 0, t->count, to) || failed(m, "tensor %s is not of a floating type", name);
+  return file_floats(t, 0, t->count, to) || failed(m, "tensor %s is not of a floating type", name);
 }
 
 /* cols 0: a vector */

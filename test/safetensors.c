@@ -310,7 +310,7 @@ static const type_name *find_type(json name)
 }
 
 /* The shape, and its product where that stays below 2^48: no file is as large, and bytes cannot overflow. */
-static bool read_shape(json shape, tensor *t)
+static bool read_shape(json shape, file_tensor *t)
 {
   json key, value = {NULL, NULL};
   t->dims = 0;
@@ -333,7 +333,7 @@ static bool read_offsets(json offsets, int64_t *begin, int64_t *end)
          json_next(offsets, &key, &value) && json_int(value, end) && !json_next(offsets, &key, &value);
 }
 
-static bool read_tensor(json entry, const unsigned char *data, size_t data_bytes, tensor *t, char *error,
+static bool read_tensor(json entry, const unsigned char *data, size_t data_bytes, file_tensor *t, char *error,
                         size_t error_bytes)
 {
   const type_name *type = find_type(json_find(entry, "dtype"));
@@ -362,7 +362,7 @@ static bool read_header(json header, const unsigned char *data, size_t data_byte
   if (!file->tensors) return say(error, error_bytes, "no memory for %d tensors", (int)entries);
   value = (json){NULL, NULL};
   while (json_next(header, &key, &value)) {
-    tensor *t = &file->tensors[file->count];
+    file_tensor *t = &file->tensors[file->count];
     if (!json_string(key, t->name, sizeof t->name)) return say(error, error_bytes, "a tensor's name is too long");
     if (strcmp(t->name, "__metadata__") == 0) {
       file->metadata = value;
@@ -412,7 +412,7 @@ void safetensors_close(safetensors *file)
   *file = (safetensors){0};
 }
 
-const tensor *safetensors_find(const safetensors *file, const char *name)
+const file_tensor *safetensors_find(const safetensors *file, const char *name)
 {
   for (int32_t i = 0; i < file->count; i++)
     if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i];
@@ -447,7 +447,7 @@ static float f16_float(uint16_t bits)
   return sign ? -subnormal : subnormal;
 }
 
-bool tensor_floats(const tensor *from, int64_t first, int64_t count, float *out)
+bool file_floats(const file_tensor *from, int64_t first, int64_t count, float *out)
 {
   if (first < 0 || count < 0 || first > from->count || count > from->count - first) return false;
   if (from->dtype == CUMOE_F32) {

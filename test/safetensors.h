@@ -36,7 +36,7 @@ bool json_string(json value, char *out, size_t out_bytes);
 
 enum { TENSOR_DIMS = 8, TENSOR_NAME = 128 };
 
-typedef struct tensor {
+typedef struct file_tensor {
   char name[TENSOR_NAME];
   int32_t dtype; /* cumoe_dtype; 0: a type cumoe does not have */
   int32_t dims;
@@ -44,11 +44,11 @@ typedef struct tensor {
   int64_t count; /* elements */
   size_t bytes;
   const unsigned char *data; /* not necessarily aligned */
-} tensor;
+} file_tensor;
 
 typedef struct safetensors {
   unsigned char *bytes; /* the whole file */
-  tensor *tensors;
+  file_tensor *tensors;
   int32_t count;
   json metadata; /* __metadata__, or absent */
 } safetensors;
@@ -62,13 +62,13 @@ bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *fil
 void safetensors_close(safetensors *file);
 
 /* NULL if there is none. */
-const tensor *safetensors_find(const safetensors *file, const char *name);
+const file_tensor *safetensors_find(const safetensors *file, const char *name);
 
 /* The whole of a file, NUL-terminated; to be freed. NULL with a text in error. */
 unsigned char *file_read(const char *path, size_t *size, char *error, size_t error_bytes);
 
 /* Elements first .. first + count - 1 of an F32, BF16 or F16 tensor as f32 (exact). False for another type or range. */
-bool tensor_floats(const tensor *from, int64_t first, int64_t count, float *out);
+bool file_floats(const file_tensor *from, int64_t first, int64_t count, float *out);
 
 float bf16_float(uint16_t bits);
 uint16_t float_bf16(float value); /* to nearest, ties to even; NaN stays NaN */
