@@ -64,4 +64,5 @@ void cpu_map(const void *args, int64_t begin, int64_t end)
     if (a->load) a->load[e] += a->counts[e];
   }
   place_rows(a, tokens * a->top_k);
+  for (int64_t pair = tokens * a->top_k; pair < a->tokens.count * a->top_k; pair++) a->slot_row[pair] = ROW_DROPPED;
 }

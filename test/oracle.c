@@ -1,0 +1,453 @@
+#include "oracle.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const double ulp = 0x1p-24; /* unit roundoff of f32 */
+
+static double product_factor(int64_t depth) { return (2 * ceil((double)depth / 16) + 8) * ulp; }
+
+/* Largest distance from b.value to the stored form of its neighbours at both ends of the bound. */
+bounded oracle_stored(bounded b, int32_t dtype)
+{
+  if (!isfinite(b.value)) return b;
+  double low = b.value - round_to(b.value - b.bound, dtype), high = round_to(b.value + b.bound, dtype) - b.value;
+  return (bounded){b.value, fmax(fabs(low), fabs(high))};
+}
+
+bounded oracle_rounded(bounded b, int32_t dtype)
+{
+  double value = round_to(b.value, dtype);
+  if (!isfinite(value)) return (bounded){value, 0};
+  double low = value - round_to(b.value - b.bound, dtype), high = round_to(b.value + b.bound, dtype) - value;
+  return (bounded){value, fmax(low, high)};
+}
+
+/* ---- weights --------------------------------------------------------------------------------------- */
+
+static int64_t up_channel(const host_weights *w, int part, int64_t out)
+{
+  bool gate = part == PLAIN_GATE;
+  switch (w->gate_order) {
+  case CUMOE_GATE_UP_CONCAT: return gate ? out : w->inter + out;
+  case CUMOE_UP_GATE_CONCAT: return gate ? w->inter + out : out;
+  case CUMOE_GATE_UP_INTERLEAVED: return gate ? 2 * out : 2 * out + 1;
+  case CUMOE_UP_GATE_INTERLEAVED: return gate ? 2 * out + 1 : 2 * out;
+  default: return out;
+  }
+}
+
+static const host_projection *projection_of(const host_weights *w, int part)
+{
+  if (part == PLAIN_DOWN) return &w->down;
+  if (w->gate_order == CUMOE_UNGATED) return &w->up;
+  if (w->gate_order == CUMOE_GATE_UP_SEPARATE) return part == PLAIN_GATE ? &w->gate : &w->up;
+  return &w->gate_up;
+}
+
+place oracle_place(const host_weights *w, int part, int64_t expert, int64_t out, int64_t in)
+{
+  const host_projection *p = projection_of(w, part);
+  int64_t channel = part == PLAIN_DOWN ? out : up_channel(w, part, out), rows = p->data.rows / w->experts;
+  int32_t major = part == PLAIN_DOWN ? w->down_major : w->up_major;
+  if (major == CUMOE_OUT_IN) return (place){p, expert * rows + channel, in, channel};
+  return (place){p, expert * rows + in, channel, channel};
+}
+
+void oracle_prepare(host_weights *w)
+{
+  for (int part = 0; part < 3; part++) {
+    int64_t outs = part == PLAIN_DOWN ? w->hidden : w->inter, ins = part == PLAIN_DOWN ? w->inter : w->hidden;
+    if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
+    double *to = w->plain[part] = scratch((size_t)(w->experts * outs * ins), sizeof *to);
+    for (int64_t e = 0; e < w->experts; e++)
+      for (int64_t out = 0; out < outs; out++)
+        for (int64_t in = 0; in < ins; in++) {
+          place at = oracle_place(w, part, e, out, in);
+          *to++ = tensor_get(&at.projection->data, at.row, at.col);
+        }
+  }
+}
+
+static double bias_at(const host_weights *w, int part, int64_t expert, int64_t out)
+{
+  place at = oracle_place(w, part, expert, out, 0);
+  return at.projection->bias.data ? tensor_get(&at.projection->bias, expert, at.channel) : 0;
+}
+
+/* ---- router and gate ------------------------------------------------------------------------------- */
+
+void oracle_router(const tensor *x, int64_t token, const tensor *weight, const tensor *bias, bounded *logits)
+{
+  for (int64_t e = 0; e < weight->rows; e++) {
+    double sum = 0, size = 0;
+    for (int64_t i = 0; i < x->cols; i++) {
+      double product = tensor_get(x, token, i) * tensor_get(weight, e, i);
+      sum += product;
+      size += fabs(product);
+    }
+    double b = bias && bias->data ? tensor_get(bias, 0, e) : 0;
+    logits[e] = (bounded){sum + b, product_factor(x->cols) * size + 2 * ulp * fabs(sum + b)};
+  }
+}
+
+typedef struct candidate {
+  int32_t id;
+  bool open;             /* its group stays */
+  bounded logit, score;  /* capped logit; what it weighs */
+  double raw;            /* the logit as given: equal raw values are equal in every implementation */
+  double choice, slack; /* what it is ranked by, and how exactly that is known */
+  double bias;
+} candidate;
+
+/* Decreasing choice; NaN last; then the lower id. */
+static int compare_candidates(const void *a, const void *b)
+{
+  const candidate *x = a, *y = b;
+  if (x->open != y->open) return x->open ? -1 : 1;
+  if (isnan(x->choice) != isnan(y->choice)) return isnan(x->choice) ? 1 : -1;
+  if (x->choice > y->choice) return -1;
+  if (x->choice < y->choice) return 1;
+  return x->id < y->id ? -1 : 1;
+}
+
+/* Whether a ranks above b whatever the rounding. The same inputs tie everywhere. */
+static bool decided(const candidate *a, const candidate *b)
+{
+  if (isnan(a->choice) || isnan(b->choice)) return isnan(a->choice) == isnan(b->choice) || isnan(b->choice);
+  if (a->raw == b->raw && a->logit.bound == 0 && b->logit.bound == 0 && a->bias == b->bias) return true;
+  if (isinf(a->choice) || isinf(b->choice)) return true;
+  return a->choice - b->choice > a->slack + b->slack || (a->slack == 0 && b->slack == 0);
+}
+
+/* Relative error of a gate weight in f32: 8 ulps, and what an absolute error of the logit makes of it. */
+static bounded with_error(double value, double logit_error)
+{
+  return (bounded){value, fabs(value) * (16 * ulp + logit_error) + FLT_MIN};
+}
+
+static bounded unary_score(int32_t score, bounded l)
+{
+  switch (score) {
+  case CUMOE_SCORE_SIGMOID: return with_error(1 / (1 + exp(-l.value)), l.bound);
+  case CUMOE_SCORE_SQRT_SOFTPLUS:
+    return with_error(sqrt(l.value > 30 ? l.value : log1p(exp(l.value))), l.bound);
+  default: return l;
+  }
+}
+
+/* exp(l - max) is computed from a rounded difference: 2^-24 |l - max| of its own value. */
+static void softmax(bounded *l, int32_t count)
+{
+  double max = -INFINITY, max_bound = 0, sum = 0;
+  for (int32_t i = 0; i < count; i++)
+    if (l[i].value > max) max = l[i].value, max_bound = l[i].bound;
+  for (int32_t i = 0; i < count; i++)
+    if (l[i].value > -INFINITY) sum += exp(l[i].value - max);
+  for (int32_t i = 0; i < count; i++) {
+    if (!(l[i].value > -INFINITY)) l[i] = (bounded){0, 0};
+    else l[i] = with_error(exp(l[i].value - max) / sum, 2 * (l[i].bound + max_bound) + 2 * ulp * (max - l[i].value));
+  }
+}
+
+static void load_candidates(const cumoe_routing *r, int32_t experts, const bounded *logits, candidate *c)
+{
+  for (int32_t e = 0; e < experts; e++) {
+    double l = logits[e].value > FLT_MAX ? FLT_MAX : logits[e].value;
+    c[e] = (candidate){.id = e, .open = true, .raw = l, .logit = {l, logits[e].bound}};
+    if (r->softcap > 0 && !isnan(l)) {
+      double capped = r->softcap * tanh(l / r->softcap);
+      c[e].logit = (bounded){capped, logits[e].bound + 8 * ulp * fabs(capped)};
+    }
+    c[e].score = unary_score(r->score, c[e].logit);
+  }
+  if (r->score != CUMOE_SCORE_SOFTMAX || r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK) return;
+  bounded *s = scratch((size_t)experts, sizeof *s);
+  for (int32_t e = 0; e < experts; e++) s[e] = c[e].score;
+  softmax(s, experts);
+  for (int32_t e = 0; e < experts; e++) c[e].score = s[e];
+}
+
+static void set_choices(const cumoe_routing *r, int32_t experts, const bounded *logits, const double *bias, candidate *c)
+{
+  for (int32_t e = 0; e < experts; e++) {
+    bool by_logit = bias == NULL && r->n_group == 0;
+    c[e].bias = bias ? bias[e] : 0;
+    c[e].choice = by_logit ? c[e].raw : c[e].score.value + c[e].bias;
+    c[e].slack = by_logit ? logits[e].bound : c[e].score.bound + 4 * ulp * fabs(c[e].choice);
+    if (isnan(c[e].raw)) c[e].choice = NAN;
+  }
+}
+
+/* Leaves the best groups open; false if it is not decided which. */
+static bool choose_groups(const cumoe_routing *r, int32_t experts, candidate *c)
+{
+  int32_t size = experts / r->n_group;
+  candidate *groups = scratch((size_t)r->n_group, sizeof *groups), *members = scratch((size_t)size, sizeof *members);
+  for (int32_t g = 0; g < r->n_group; g++) {
+    memcpy(members, c + g * size, (size_t)size * sizeof *members);
+    qsort(members, (size_t)size, sizeof *members, compare_candidates);
+    groups[g] = (candidate){.id = g, .open = true, .raw = members[0].raw, .bias = members[0].bias,
+                            .choice = members[0].choice, .slack = members[0].slack};
+    if (r->group_score == CUMOE_GROUP_BEST || size == 1) continue;
+    groups[g].choice += members[1].choice;
+    groups[g].slack += members[1].slack + 2 * ulp * fabs(groups[g].choice);
+    groups[g].raw = NAN; /* two logits: ties are only as sure as the sums */
+  }
+  qsort(groups, (size_t)r->n_group, sizeof *groups, compare_candidates);
+  for (int32_t e = 0; e < experts; e++) c[e].open = false;
+  for (int32_t i = 0; i < r->topk_group; i++)
+    for (int32_t e = 0; e < size; e++) c[groups[i].id * size + e].open = true;
+  return r->topk_group == r->n_group || decided(&groups[r->topk_group - 1], &groups[r->topk_group]);
+}
+
+static void renormalize(const cumoe_routing *r, bounded *w)
+{
+  double sum = 0, size = 0, bound = 0;
+  for (int32_t j = 0; j < r->top_k; j++) {
+    sum += w[j].value;
+    size += fabs(w[j].value);
+    bound += w[j].bound;
+  }
+  double divisor = fmax(sum + (double)r->renorm_eps, (double)r->renorm_min);
+  bound += (r->top_k + 2) * ulp * size;
+  for (int32_t j = 0; j < r->top_k; j++) {
+    if (divisor > 0) {
+      double value = w[j].value / divisor;
+      w[j] = (bounded){value, (w[j].bound + fabs(value) * bound) / divisor + 2 * ulp * fabs(value)};
+    } else w[j] = (bounded){0, 0};
+  }
+}
+
+bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits, const double *select_bias,
+                 int32_t *ids, bounded *weights)
+{
+  candidate *c = scratch((size_t)experts, sizeof *c);
+  bool sure = true, after = r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK;
+  double scale = r->routed_scale == 0 ? 1 : r->routed_scale;
+  load_candidates(r, experts, logits, c);
+  set_choices(r, experts, logits, select_bias, c);
+  if (r->n_group > 0) sure = choose_groups(r, experts, c);
+  qsort(c, (size_t)experts, sizeof *c, compare_candidates);
+  for (int32_t j = 0; j < r->top_k; j++) {
+    ids[j] = c[j].id;
+    if (j + 1 < experts && c[j + 1].open) sure &= decided(&c[j], &c[j + 1]);
+    weights[j] = after ? c[j].logit : c[j].score;
+    if (isnan(c[j].raw)) weights[j] = (bounded){after ? NAN : 0, 0};
+  }
+  if (after) softmax(weights, r->top_k);
+  if (r->flags & CUMOE_ROUTE_RENORMALIZE) renormalize(r, weights);
+  for (int32_t j = 0; j < r->top_k; j++) {
+    weights[j].value *= scale;
+    weights[j].bound = weights[j].bound * scale + ulp * fabs(weights[j].value);
+  }
+  return sure;
+}
+
+/* ---- up and down ----------------------------------------------------------------------------------- */
+
+/* sum_k a[k] w[out, k], with the bounds of a carried along. */
+static bounded product_sum(const double *w, int64_t depth, const bounded *a)
+{
+  double sum = 0, size = 0, carried = 0;
+  for (int64_t k = 0; k < depth; k++) {
+    sum += a[k].value * w[k];
+    size += fabs(a[k].value * w[k]);
+    carried += a[k].bound * fabs(w[k]);
+  }
+  return (bounded){sum, product_factor(depth) * size + carried};
+}
+
+/* act(g) with its slope and the error of evaluating it in f32. */
+typedef struct activation {
+  double value, slope, error;
+} activation;
+
+static activation activate(int32_t act, double alpha, bounded gate)
+{
+  double g = gate.value, v;
+  switch (act) {
+  case CUMOE_ACT_SILU: v = g / (1 + exp(-g)); return (activation){v, 1.1, 4 * ulp * fabs(v)};
+  case CUMOE_ACT_SWIGLU_OAI: v = g / (1 + exp(-alpha * g)); return (activation){v, 1.1, 4 * ulp * fabs(v)};
+  /* 1 + erf and 1 + tanh cancel for negative g: the error is absolute */
+  case CUMOE_ACT_GELU_ERF: v = g / 2 * (1 + erf(g / sqrt(2.0))); return (activation){v, 1.13, 4 * ulp * fabs(g)};
+  case CUMOE_ACT_GELU_TANH:
+    v = g / 2 * (1 + tanh(sqrt(2 / 3.14159265358979323846) * (g + 0.044715 * g * g * g)));
+    return (activation){v, 1.13, 4 * ulp * fabs(g)};
+  case CUMOE_ACT_RELU: return (activation){g > 0 || isnan(g) ? g : 0, 1, 0};
+  case CUMOE_ACT_RELU2: v = g > 0 || isnan(g) ? g * g : 0; return (activation){v, 2 * (fabs(g) + gate.bound), ulp * v};
+  default: return (activation){g, 1, 0};
+  }
+}
+
+static bounded clamped(bounded b, double low, double high)
+{
+  if (b.value < low) return (bounded){low, fmax(0, b.value + b.bound - low)};
+  if (b.value > high) return (bounded){high, fmax(0, high - (b.value - b.bound))};
+  return b;
+}
+
+static bounded gated(const cumoe_moe_desc *d, bounded gate, bounded up)
+{
+  double limit = d->act_limit, alpha = d->act_alpha == 0 ? (double)1.702f : (double)d->act_alpha;
+  if (limit > 0) {
+    gate = clamped(gate, -INFINITY, limit);
+    up = clamped(up, -limit, limit);
+  }
+  if (d->act == CUMOE_ACT_SWIGLU_OAI) up = (bounded){up.value + 1, up.bound + ulp * (1 + fabs(up.value))};
+  activation a = activate(d->act, alpha, gate);
+  double act_bound = a.slope * gate.bound + a.error, value = a.value * up.value;
+  return (bounded){value, act_bound * (fabs(up.value) + up.bound) + fabs(a.value) * up.bound + 2 * ulp * fabs(value)};
+}
+
+static bounded projected(const host_weights *w, int part, int64_t expert, int64_t out, const bounded *a, bounded weight)
+{
+  int64_t outs = part == PLAIN_DOWN ? w->hidden : w->inter, ins = part == PLAIN_DOWN ? w->inter : w->hidden;
+  bounded sum = product_sum(w->plain[part] + (expert * outs + out) * ins, ins, a);
+  double bias = bias_at(w, part, expert, out), value = sum.value * weight.value;
+  double bound = sum.bound * (fabs(weight.value) + weight.bound) + weight.bound * fabs(sum.value);
+  if (weight.value != 1 || weight.bound != 0) bound += ulp * fabs(value);
+  if (bias != 0) bound += ulp * (fabs(value) + fabs(value + bias));
+  return (bounded){value + bias, bound};
+}
+
+void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, const double *x, bounded weight, bounded *h)
+{
+  bounded *a = scratch((size_t)w->hidden, sizeof *a);
+  for (int64_t k = 0; k < w->hidden; k++) a[k] = (bounded){x[k], 0};
+  for (int64_t n = 0; n < w->inter; n++) {
+    bounded up = projected(w, PLAIN_UP, expert, n, a, weight);
+    if (w->gate_order != CUMOE_UNGATED) {
+      h[n] = gated(d, projected(w, PLAIN_GATE, expert, n, a, weight), up);
+    } else {
+      activation v = activate(d->act, 0, up);
+      h[n] = (bounded){v.value, v.slope * up.bound + v.error};
+    }
+  }
+}
+
+void oracle_down(const host_weights *w, int64_t expert, const bounded *h, bounded *y)
+{
+  for (int64_t n = 0; n < w->hidden; n++) y[n] = projected(w, PLAIN_DOWN, expert, n, h, (bounded){1, 0});
+}
+
+/* ---- combine --------------------------------------------------------------------------------------- */
+
+static void add_term(bounded *sum, double *size, bounded w, bounded y)
+{
+  if (w.value == 0 && w.bound == 0) return;
+  double term = w.value * y.value;
+  sum->value += term;
+  sum->bound += fabs(w.value) * y.bound + w.bound * (fabs(y.value) + y.bound);
+  *size += fabs(term);
+}
+
+void oracle_combine(const combine_terms *t, bounded *out)
+{
+  bounded one = {1, 0}, shared_weight = one;
+  if (t->shared_logit) shared_weight = unary_score(CUMOE_SCORE_SIGMOID, *t->shared_logit);
+  for (int32_t i = 0; i < t->hidden; i++) {
+    bounded sum = {0, 0};
+    double size = 0, residual = t->residual ? t->residual[i] : 0;
+    for (int32_t j = 0; j < t->slots; j++)
+      if (t->y[j]) add_term(&sum, &size, t->weights[j], t->y[j][i]);
+    if (t->shared) add_term(&sum, &size, shared_weight, t->shared[i]);
+    sum.bound += (t->slots + 1) * ulp * size;
+    double scaled = sum.value * t->out_scale;
+    out[i] = (bounded){scaled + residual, fabs(t->out_scale) * sum.bound};
+    if (t->out_scale != 1) out[i].bound += ulp * fabs(scaled);
+    if (t->residual) out[i].bound += ulp * fabs(scaled + residual);
+  }
+}
+
+/* ---- the layer ------------------------------------------------------------------------------------- */
+
+int32_t oracle_destination(const cumoe_moe_desc *d, const tensor *expert_map, double id)
+{
+  int32_t experts = d->num_experts, zero_end = experts + d->routing.zero_experts;
+  if (id < 0 || id >= zero_end + d->routing.identity_experts) return -1;
+  if (id >= zero_end) return -2;
+  if (id >= experts) return -1;
+  double local = expert_map ? tensor_get(expert_map, 0, (int64_t)id) : id;
+  return local >= 0 && local < d->local_experts ? (int32_t)local : -1;
+}
+
+static bool route_token(const layer_case *c, int64_t token, int32_t *ids, bounded *weights)
+{
+  const cumoe_routing *r = &c->desc->routing;
+  int32_t experts = c->desc->num_experts + r->zero_experts + r->identity_experts;
+  bounded *logits = scratch((size_t)experts, sizeof *logits);
+  double *bias = c->select_bias ? scratch((size_t)experts, sizeof *bias) : NULL;
+  for (int32_t j = 0; c->ids && j < r->top_k; j++) {
+    ids[j] = (int32_t)tensor_get(c->ids, token, j);
+    weights[j] = (bounded){tensor_get(c->id_weights, token, j), 0};
+  }
+  if (c->ids) return true;
+  for (int32_t e = 0; e < experts; e++) {
+    if (c->logits) logits[e] = (bounded){tensor_get(c->logits, token, e), 0};
+    if (bias) bias[e] = tensor_get(c->select_bias, 0, e);
+  }
+  if (!c->logits) oracle_router(c->x, token, c->router_weight, c->router_bias, logits);
+  return oracle_gate(r, experts, logits, bias, ids, weights);
+}
+
+/* An expert's output as stored: h and y rounded to the type of the layer. */
+static bounded *expert_output(const layer_case *c, const host_weights *w, int64_t expert, const double *x, bounded weight)
+{
+  bounded *h = scratch((size_t)w->inter, sizeof *h), *y = scratch((size_t)w->hidden, sizeof *y);
+  oracle_up(c->desc, w, expert, x, weight, h);
+  for (int64_t i = 0; i < w->inter; i++) h[i] = oracle_rounded(h[i], c->desc->dtype);
+  oracle_down(w, expert, h, y);
+  for (int64_t i = 0; i < w->hidden; i++) y[i] = oracle_rounded(y[i], c->desc->dtype);
+  return y;
+}
+
+static bounded *slot_output(const layer_case *c, double id, const double *x, bounded weight)
+{
+  int32_t to = oracle_destination(c->desc, c->expert_map, id);
+  if (to == -1) return NULL;
+  if (to >= 0) return expert_output(c, c->weights, to, x, weight);
+  bounded *y = scratch((size_t)c->desc->hidden, sizeof *y);
+  for (int32_t i = 0; i < c->desc->hidden; i++) y[i] = (bounded){x[i], 0};
+  return y;
+}
+
+static void reduce_layer(const layer_case *c, int64_t token, const double *x, combine_terms *terms, bounded *out)
+{
+  int32_t hidden = c->desc->hidden;
+  bounded gate;
+  double *residual = c->residual ? scratch((size_t)hidden, sizeof *residual) : NULL;
+  for (int32_t i = 0; residual && i < hidden; i++) residual[i] = tensor_get(c->residual, token, i);
+  terms->residual = residual;
+  terms->shared = c->shared ? expert_output(c, c->shared, 0, x, (bounded){1, 0}) : NULL;
+  if (c->shared_gate) {
+    oracle_router(c->x, token, c->shared_gate, NULL, &gate);
+    terms->shared_logit = &gate;
+  }
+  oracle_combine(terms, out);
+}
+
+layer_result oracle_layer(const layer_case *c, int64_t token)
+{
+  const cumoe_moe_desc *d = c->desc;
+  int32_t k = d->routing.top_k, hidden = d->hidden;
+  bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  layer_result r = {.ids = scratch((size_t)k, sizeof *r.ids), .weights = scratch((size_t)k, sizeof *r.weights),
+                    .out = scratch((size_t)k * (size_t)hidden, sizeof *r.out)};
+  double *x = scratch((size_t)hidden, sizeof *x);
+  const bounded **y = scratch((size_t)k, sizeof *y);
+  bounded *combine_weights = scratch((size_t)k, sizeof *combine_weights);
+  for (int32_t i = 0; i < hidden; i++) x[i] = tensor_get(c->x, token, i);
+  r.decided = route_token(c, token, r.ids, r.weights);
+  for (int32_t j = 0; j < k; j++) {
+    y[j] = slot_output(c, r.ids[j], x, on_input ? r.weights[j] : (bounded){1, 0});
+    combine_weights[j] = on_input ? (bounded){1, 0} : r.weights[j];
+    for (int32_t i = 0; unreduced && i < hidden; i++) r.out[j * hidden + i] = y[j] ? y[j][i] : (bounded){0, 0};
+  }
+  combine_terms terms = {.hidden = hidden, .slots = k, .y = y, .weights = combine_weights, .out_scale = c->out_scale};
+  if (!unreduced) reduce_layer(c, token, x, &terms, r.out);
+  for (int32_t i = 0; i < (unreduced ? k : 1) * hidden; i++) r.out[i] = oracle_stored(r.out[i], d->out_dtype);
+  return r;
+}

@@ -1,0 +1,124 @@
+/*
+ * What all test programs share: cases and checks, random numbers, host tensors, device memory with guards,
+ * comparison against (value, bound). Output is TAP-like; the last line is "N passed, N failed, N skipped".
+ *
+ * A case owns what is made inside it: host memory from scratch(), tensors and device buffers are freed by
+ * case_end. Conversions between element types are the tests' own, by arithmetic, not by the library's bit tricks.
+ */
+#ifndef TEST_H
+#define TEST_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define CUMOE_EXPERIMENTAL
+#include <cumoe/cumoe.h>
+
+/* ---- program, groups, cases ------------------------------------------------------------------------ */
+
+/* Options: --device cpu|cuda|all (all usable), --only TEXT (groups whose name contains TEXT), --verbose. */
+void test_begin(int argc, char **argv);
+int test_end(void); /* prints the last line; the program's exit status */
+
+/* CPU and, where there is one, CUDA device 0; a missing CUDA device is one skip. Returns how many. */
+int open_contexts(cumoe_context contexts[2]);
+cumoe_context open_context(int32_t device); /* NULL: skipped or failed, already counted */
+void close_context(cumoe_context context);
+bool on_device(cumoe_context context);          /* false on the CPU device */
+const char *context_name(cumoe_context context); /* "cpu", "cuda" */
+
+/* A group prints one line. False: not wanted (--only). */
+bool group_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void group_end(void);
+void case_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void case_end(void);
+void case_skip(const char *format, ...) __attribute__((format(printf, 1, 2))); /* instead of case_end */
+
+void case_drop(void); /* instead of case_end: counts as nothing */
+
+bool test_check(bool ok, const char *file, int line, const char *format, ...) __attribute__((format(printf, 4, 5)));
+#define CHECK(condition) test_check((condition), __FILE__, __LINE__, "%s", #condition)
+#define CHECK_MSG(condition, ...) test_check((condition), __FILE__, __LINE__, __VA_ARGS__)
+#define CHECK_STATUS(want, expression) test_status((want), (expression), #expression, __FILE__, __LINE__)
+#define CHECK_OK(expression) CHECK_STATUS(CUMOE_OK, expression)
+bool test_status(cumoe_status want, cumoe_status got, const char *expression, const char *file, int line);
+
+void *scratch(size_t count, size_t bytes); /* zeroed, freed by case_end */
+
+/* ---- random numbers -------------------------------------------------------------------------------- */
+
+typedef struct rng {
+  uint64_t state;
+} rng;
+uint64_t rng_next(rng *r);
+int64_t rng_below(rng *r, int64_t limit); /* 0 .. limit - 1 */
+double rng_uniform(rng *r);                 /* [0, 1) */
+double rng_normal(rng *r);
+
+/* ---- host tensors ---------------------------------------------------------------------------------- */
+
+double round_to(double value, int32_t dtype); /* nearest value of a float type, ties to even */
+double unit_roundoff(int32_t dtype);
+
+/* Packed [rows, cols] in host memory. */
+typedef struct tensor {
+  int32_t dtype;
+  int64_t rows, cols;
+  unsigned char *data;
+} tensor;
+
+tensor tensor_new(int32_t dtype, int64_t rows, int64_t cols);
+double tensor_get(const tensor *t, int64_t row, int64_t col);
+void tensor_set(const tensor *t, int64_t row, int64_t col, double value); /* rounds */
+bool tensor_equal(const tensor *a, const tensor *b);                        /* bitwise */
+
+/* Normal with this deviation, plus mean; or integers -range .. range. */
+tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation);
+tensor tensor_integers(rng *r, int32_t dtype, int64_t rows, int64_t cols, int range);
+
+/* Expert ids, k a token, by a pattern. */
+typedef enum pattern {
+  PATTERN_UNIFORM, /* k different experts */
+  PATTERN_ONE,     /* every slot the same expert */
+  PATTERN_LAST,    /* every slot the last expert */
+  PATTERN_ZIPF,
+  PATTERN_ROUND_ROBIN,
+  PATTERN_NONE, /* all -1 */
+  PATTERN_DUPLICATES,
+  PATTERN_HOSTILE, /* a third out of range, a third -1 */
+  PATTERN_COUNT
+} pattern;
+const char *pattern_name(pattern p);
+tensor route_tokens(rng *r, pattern p, int32_t dtype, int64_t tokens, int32_t k, int32_t experts);
+
+/* ---- device memory --------------------------------------------------------------------------------- */
+
+/* The byte that fresh device memory is filled with: programs run cases with two of them. */
+extern uint8_t test_poison;
+
+/* A poisoned [rows, cols] view with ld = cols + pad, guarded by a row before, a row after, and the pad. */
+cumoe_view_mut device_new(cumoe_context context, int32_t dtype, int64_t rows, int64_t cols, int64_t pad);
+cumoe_view device_put(cumoe_context context, const tensor *t, int64_t pad);
+void device_set(cumoe_context context, cumoe_view_mut view, const tensor *t);
+tensor device_get(cumoe_context context, cumoe_view view);
+/* Nothing around the view was written. */
+bool check_guards(cumoe_context context, const char *what, cumoe_view_mut view);
+/* Rows first .. are still poison. */
+bool check_untouched(cumoe_context context, const char *what, cumoe_view_mut view, int64_t first);
+cumoe_view no_view(void);
+cumoe_view_mut no_view_mut(void);
+
+/* ---- comparison ------------------------------------------------------------------------------------ */
+
+/* A true value and how far from it a correct result may lie. NaN and infinities must be met exactly. */
+typedef struct bounded {
+  double value, bound;
+} bounded;
+
+/* Compares got[rows, cols] with want[rows * cols]; reports the worst error / bound and its place. */
+bool check_bounded(const char *what, const tensor *got, const bounded *want);
+bool check_bounded_row(const char *what, const tensor *got, int64_t row, const bounded *want);
+bool check_same(const char *what, const tensor *a, const tensor *b); /* bitwise, prints the first difference */
+
+#endif
