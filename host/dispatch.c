@@ -38,7 +38,8 @@ static shape shape_of(operation op, const void *args)
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
 {
   const cumoe_device_info *info = &context->info;
-  const machine m = {on_cpu(context) ? 0 : info->cc_major * 10 + info->cc_minor, info->multiprocessors, context->forced};
+  const machine m = {on_cpu(context) ? 0 : info->cc_major * 10 + info->cc_minor, info->multiprocessors, context->forced,
+                     info->smem_per_block_optin};
   const shape s = shape_of(op, args);
   const int32_t row = choose(&m, &s);
   if (row < 0)

@@ -9,6 +9,7 @@ static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static bool runs_on(const machine *m, const variant *v)
 {
   if (m->cc == 0) return v->arch == ARCH_cpu;
+  if (v->smem > m->smem) return false;
   return (v->arch == ARCH_any && m->cc >= 80) || (v->arch == ARCH_sm90 && m->cc == 90);
 }
 

@@ -11,6 +11,7 @@ typedef struct machine {
   int32_t cc;            /* compute capability * 10 (90 = H200); 0 = CPU device */
   int32_t sms;           /* multiprocessors */
   const int32_t *forced; /* by operation: variant + 1, 0 = free; NULL = all free */
+  int32_t smem;          /* bytes of shared memory a block may ask for; a row that needs more was not loaded */
 } machine;
 
 typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N } weight_major;

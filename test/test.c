@@ -195,6 +195,13 @@ void *scratch(size_t count, size_t bytes)
   return p;
 }
 
+int scratch_mark(void) { return test.memory_count; }
+
+void scratch_release(int mark)
+{
+  while (test.memory_count > mark) free(test.memory[--test.memory_count]);
+}
+
 /* ---- random numbers -------------------------------------------------------------------------------- */
 
 /* splitmix64 */

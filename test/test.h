@@ -45,6 +45,8 @@ bool test_check(bool ok, const char *file, int line, const char *format, ...) __
 bool test_status(cumoe_status want, cumoe_status got, const char *expression, const char *file, int line);
 
 void *scratch(size_t count, size_t bytes); /* zeroed, freed by case_end */
+int scratch_mark(void);
+void scratch_release(int mark); /* frees what scratch() gave since the mark */
 
 /* ---- random numbers -------------------------------------------------------------------------------- */
 
