@@ -1,6 +1,6 @@
 /*
- * Generates text with a small trained Mixture-of-Experts model, its MoE layers on the GPU if there is one, else on
- * the CPU device: the same calls. The text goes to stdout, everything about it to stderr.
+ * Generates text with a small trained Mixture-of-Experts model, its MoE layers on the GPU if there is one,
+ * else on the CPU device: the same calls. The text goes to stdout, everything about it to stderr.
  */
 #include <langinfo.h>
 #include <locale.h>
@@ -227,8 +227,8 @@ static bool print_report(tinylm *model, const run *r, const cumoe_device_info *d
     return false;
   }
   fprintf(stderr, "\n%d tokens, %.0f tokens/s (prompt: %d tokens in %.1f ms) on %s, %s\n", (int)made,
-          r->seconds > 0 ? (double)made / r->seconds : 0., (int)r->prompt_length, 1e3 * r->prompt_seconds, device->name,
-          cumoe_dtype_name(dtype));
+          r->seconds > 0 ? (double)made / r->seconds : 0., (int)r->prompt_length, 1e3 * r->prompt_seconds,
+          device->name, cumoe_dtype_name(dtype));
   fprintf(stderr, "expert load, experts 0 .. %d; an even share is %.1f %%\n", (int)c->experts - 1,
           100. / (double)c->experts);
   for (int32_t i = 0; i < c->layers; i++) print_load_row(i, load + (int64_t)i * c->experts, c->experts);
@@ -271,9 +271,9 @@ static int talk(const options *o, cumoe_context context)
     return 1;
   }
   const tinylm_config *c = tinylm_get_config(model);
-  fprintf(stderr, "cumoe %d.%d.%d, %s, %s: %d layers of %d experts (%d a token), hidden %d\n\n", CUMOE_VERSION_MAJOR,
-          CUMOE_VERSION_MINOR, CUMOE_VERSION_PATCH, device.name, cumoe_dtype_name(o->dtype), (int)c->layers,
-          (int)c->experts, (int)c->top_k, (int)c->hidden);
+  fprintf(stderr, "cumoe %d.%d.%d, %s, %s: %d layers of %d experts (%d a token), hidden %d\n\n",
+          CUMOE_VERSION_MAJOR, CUMOE_VERSION_MINOR, CUMOE_VERSION_PATCH, device.name,
+          cumoe_dtype_name(o->dtype), (int)c->layers, (int)c->experts, (int)c->top_k, (int)c->hidden);
   bool room = prepare(o, c, &r);
   bool good = room && generate(model, o, &r) && print_report(model, &r, &device, o->dtype);
   if (!good) fprintf(stderr, "\ndemo: %s\n", room ? tinylm_error(model) : "out of memory");

@@ -1,6 +1,7 @@
 /*
- * A small Qwen3-MoE language model around cumoe's layer: what an engine does, in its smallest form. Everything but
- * the MoE layers is plain C on the host; those go through the public API, on whichever device the context has.
+ * A small Qwen3-MoE language model around cumoe's layer: what an engine does, in its smallest form.
+ * Everything but the MoE layers is plain C on the host; those go through the public API, on whichever device
+ * the context has.
  */
 #ifndef TINYLM_H
 #define TINYLM_H
@@ -24,7 +25,8 @@ typedef struct tinylm tinylm;
  * Loads folder/config.json and folder/model.safetensors. dtype: of the MoE layers' activations and weights,
  * CUMOE_F32 (bf16 weights widened, exactly) or CUMOE_BF16. NULL with a text in error.
  */
-tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error, size_t error_bytes);
+tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error,
+                      size_t error_bytes);
 void tinylm_destroy(tinylm *model);
 
 const tinylm_config *tinylm_get_config(const tinylm *model);
@@ -36,7 +38,8 @@ bool tinylm_forward(tinylm *model, const int32_t *tokens, int32_t count, int32_t
 int32_t tinylm_position(const tinylm *model);
 void tinylm_rewind(tinylm *model); /* to position 0 */
 
-/* One MoE layer alone, as tinylm_forward runs it: in, out [count, hidden]; ids, weights [count, top_k] or NULL. */
+/* One MoE layer alone, as tinylm_forward runs it: in, out [count, hidden]; ids, weights [count, top_k] or
+ * NULL. */
 bool tinylm_moe(tinylm *model, int32_t layer, const float *in, int32_t count, float *out, int32_t *ids,
                 float *weights);
 
@@ -46,9 +49,9 @@ bool tinylm_load(tinylm *model, int64_t *load);
 /* Called after each MoE layer of tinylm_forward; for tests. */
 typedef struct tinylm_seen {
   int32_t layer, count;
-  const float *in, *out;  /* [count, hidden] */
-  const int32_t *ids;     /* [count, top_k] */
-  const float *weights;   /* [count, top_k] */
+  const float *in, *out; /* [count, hidden] */
+  const int32_t *ids;    /* [count, top_k] */
+  const float *weights;  /* [count, top_k] */
 } tinylm_seen;
 void tinylm_observe(tinylm *model, void (*observer)(void *user, const tinylm_seen *seen), void *user);
 

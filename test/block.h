@@ -2,10 +2,11 @@
 #ifndef BLOCK_H
 #define BLOCK_H
 
-#include "../include/cumoe/cumoe.h"
 #include "safetensors.h"
+#include "test.h"
 
-/* The projections of `count` experts as f32, whatever the file's layout: [count, inter, hidden] and [count, hidden, inter]. */
+/* The projections of `count` experts as f32, whatever the file's layout: [count, inter, hidden] and [count,
+ * hidden, inter]. */
 typedef struct block_experts {
   int32_t count, inter;
   float *gate, *up, *down;
@@ -33,5 +34,12 @@ enum { BLOCK_COUNT = 5 };
 /* Opens block `index` in folder. False with a text in error. */
 bool block_open(int index, const char *folder, block *b, char *error, size_t error_bytes);
 void block_close(block *b);
+
+/*
+ * One token's output in exact arithmetic, with these ids and weights, from the plain form alone. bound: the
+ * largest change, in units of roundoff, that storing the intermediates in a shorter type can make (without
+ * out's own).
+ */
+void block_exact(const block *b, int64_t token, const int32_t *ids, const double *weights, bounded *out);
 
 #endif

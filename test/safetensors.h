@@ -11,7 +11,8 @@
 
 /* ---- JSON: values are spans of the text; nothing is built ---- */
 
-/* One value with its quotes or brackets; begin NULL: absent. Every function takes an absent value and says no. */
+/* One value with its quotes or brackets; begin NULL: absent. Every function takes an absent value and says
+ * no. */
 typedef struct json {
   const char *begin, *end;
 } json;
@@ -57,7 +58,8 @@ typedef struct safetensors {
 bool safetensors_open(const char *path, safetensors *file, char *error, size_t error_bytes);
 
 /* The same from memory, which stays the caller's and must outlive the file. */
-bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *file, char *error, size_t error_bytes);
+bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *file, char *error,
+                       size_t error_bytes);
 
 void safetensors_close(safetensors *file);
 
@@ -67,7 +69,8 @@ const file_tensor *safetensors_find(const safetensors *file, const char *name);
 /* The whole of a file, NUL-terminated; to be freed. NULL with a text in error. */
 unsigned char *file_read(const char *path, size_t *size, char *error, size_t error_bytes);
 
-/* Elements first .. first + count - 1 of an F32, BF16 or F16 tensor as f32 (exact). False for another type or range. */
+/* Elements first .. first + count - 1 of an F32, BF16 or F16 tensor as f32 (exact). False for another type or
+ * range. */
 bool file_floats(const file_tensor *from, int64_t first, int64_t count, float *out);
 
 float bf16_float(uint16_t bits);

@@ -1,0 +1,486 @@
+/*
+ * Real blocks of five architectures, computed elsewhere in float64: logits, routing and the whole block's
+ * output, on every device, in f32 (weights widened) and in bf16 (weights as they lie in the file). And the
+ * reader of the files: damaged ones are refused.
+ */
+#include "test.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "block.h"
+#include "oracle.h"
+
+#define FOLDER "test/data/golden"
+
+/* A block on a device, and the same tensors on the host for the oracle. */
+typedef struct setup {
+  const block *b;
+  cumoe_context context;
+  cumoe_moe_desc desc;
+  cumoe_plan plan;
+  cumoe_weights routed, shared;
+  host_weights host_routed, host_shared;
+  tensor host_x, host_router, host_router_bias, host_select_bias;
+  cumoe_view x, router, router_bias, select_bias;
+} setup;
+
+/* ---- from the file to the device ------------------------------------------------------------------- */
+
+/* The file's tensor as a packed [rows, cols] matrix; bf16 keeps the file's bytes. Absent stays absent. */
+static tensor packed(const file_tensor *t, int32_t dtype, int64_t rows, int64_t cols)
+{
+  if (!t) return (tensor){0};
+  tensor out = tensor_new(dtype, rows, cols);
+  if (!CHECK(t->count == rows * cols)) return out;
+  if (dtype == CUMOE_BF16 && CHECK(t->dtype == CUMOE_BF16))
+    memcpy(out.data, t->data, t->bytes);
+  else
+    CHECK(file_floats(t, 0, t->count, (float *)(void *)out.data));
+  return out;
+}
+
+static cumoe_view put(cumoe_context context, const tensor *t, int64_t pad)
+{
+  return t->data ? device_put(context, t, pad) : no_view();
+}
+
+/* A stack of matrices, one an expert, in the file's own layout. */
+static host_projection take(const setup *s, const file_tensor *t, const file_tensor *bias, int64_t experts)
+{
+  int32_t dtype = s->desc.dtype;
+  int64_t cols = t->shape[t->dims - 1];
+  return (host_projection){packed(t, dtype, t->count / cols, cols),
+                           packed(bias, dtype, experts, bias ? bias->count / experts : 0)};
+}
+
+static cumoe_projection placed(const setup *s, const host_projection *p)
+{
+  return (cumoe_projection){.data = put(s->context, &p->data, 0), .bias = put(s->context, &p->bias, 0)};
+}
+
+static void bind(const setup *s, host_weights *w, cumoe_weights *weights)
+{
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = w->experts,
+                          .hidden = w->hidden,
+                          .inter = w->inter,
+                          .gate_order = w->gate_order,
+                          .up_major = w->up_major,
+                          .down_major = w->down_major};
+  d.gate_up = placed(s, &w->gate_up);
+  d.gate = placed(s, &w->gate);
+  d.up = placed(s, &w->up);
+  d.down = placed(s, &w->down);
+  oracle_prepare(w);
+  CHECK_OK(cumoe_weights_bind(s->context, &d, weights));
+}
+
+static void bind_all(setup *s)
+{
+  const block *b = s->b;
+  const cumoe_moe_desc *d = &s->desc;
+  s->host_routed = (host_weights){.experts = d->num_experts,
+                                  .hidden = d->hidden,
+                                  .inter = d->inter,
+                                  .dtype = d->dtype,
+                                  .gate_order = b->gate_order,
+                                  .up_major = b->major,
+                                  .down_major = b->major};
+  s->host_routed.gate_up = take(s, b->gate_up, b->gate_up_bias, d->num_experts);
+  s->host_routed.down = take(s, b->down, b->down_bias, d->num_experts);
+  bind(s, &s->host_routed, &s->routed);
+  if (!d->shared_inter) return;
+  s->host_shared = (host_weights){.experts = 1,
+                                  .hidden = d->hidden,
+                                  .inter = d->shared_inter,
+                                  .dtype = d->dtype,
+                                  .gate_order = CUMOE_GATE_UP_SEPARATE,
+                                  .up_major = CUMOE_OUT_IN,
+                                  .down_major = CUMOE_OUT_IN};
+  s->host_shared.gate = take(s, b->shared_gate, NULL, 1);
+  s->host_shared.up = take(s, b->shared_up, NULL, 1);
+  s->host_shared.down = take(s, b->shared_down, NULL, 1);
+  bind(s, &s->host_shared, &s->shared);
+}
+
+static setup set_up(const block *b, cumoe_context context, cumoe_dtype dtype)
+{
+  setup s = {.b = b, .context = context, .desc = b->desc};
+  int64_t h = b->desc.hidden, e = b->desc.num_experts;
+  s.desc.dtype = s.desc.out_dtype = dtype;
+  s.desc.local_experts = b->desc.num_experts;
+  CHECK_OK(cumoe_plan_create(context, &s.desc, &s.plan));
+  bind_all(&s);
+  s.host_x = packed(b->input, dtype, b->tokens, h);
+  s.host_router = packed(b->router, dtype, e, h);
+  s.host_router_bias = packed(b->router_bias, dtype, 1, e);
+  s.host_select_bias = packed(b->select_bias, CUMOE_F32, 1, e);
+  s.x = put(context, &s.host_x, 8);
+  s.router = put(context, &s.host_router, 0);
+  s.router_bias = put(context, &s.host_router_bias, 0);
+  s.select_bias = put(context, &s.host_select_bias, 0);
+  return s;
+}
+
+static void tear_down(setup *s)
+{
+  CHECK_OK(cumoe_weights_destroy(s->routed));
+  CHECK_OK(cumoe_weights_destroy(s->shared));
+  CHECK_OK(cumoe_plan_destroy(s->plan));
+}
+
+/* ---- what the file expects ------------------------------------------------------------------------- */
+
+static double file_value(const file_tensor *t, int64_t row, int64_t col)
+{
+  float value = NAN;
+  CHECK(file_floats(t, row * t->shape[1] + col, 1, &value));
+  return (double)value;
+}
+
+static int32_t file_id(const file_tensor *t, int64_t row, int64_t col)
+{
+  int32_t id;
+  memcpy(&id, t->data + (row * t->shape[1] + col) * (int64_t)sizeof id, sizeof id);
+  return id;
+}
+
+/* Where the file's token has the id; -1: it does not. */
+static int32_t file_slot(const block *b, int64_t token, int32_t id)
+{
+  for (int32_t j = 0; j < b->desc.routing.top_k; j++)
+    if (file_id(b->ids, token, j) == id) return j;
+  return -1;
+}
+
+/* The file's routing of a token, in its own order. One expert a token has neither ids nor weights: its id is
+ * that of the largest logit, its weight the sigmoid of it. */
+static void file_route(const block *b, int64_t token, int32_t *ids, double *weights)
+{
+  int32_t k = b->desc.routing.top_k;
+  for (int32_t j = 0; b->ids && j < k; j++) {
+    ids[j] = file_id(b->ids, token, j);
+    weights[j] = file_value(b->weights, token, j);
+  }
+  if (b->ids || !CHECK(k == 1)) return;
+  ids[0] = 0;
+  for (int32_t e = 1; e < b->desc.num_experts; e++)
+    if (file_value(b->logits, token, e) > file_value(b->logits, token, ids[0])) ids[0] = e;
+  weights[0] = 1 / (1 + exp(-file_value(b->logits, token, ids[0])));
+}
+
+/* ---- checks ---------------------------------------------------------------------------------------- */
+
+static const double file_roundoff = 0x1p-24; /* the file's numbers are f32 */
+
+static void check_logits(const setup *s)
+{
+  int64_t e = s->desc.num_experts;
+  cumoe_view_mut out = device_new(s->context, CUMOE_F32, s->b->tokens, e, 3);
+  bounded *want = scratch((size_t)e, sizeof *want);
+  CHECK_OK(cumoe_router(s->context, s->x, s->router, s->router_bias, out, NULL));
+  tensor got = device_get(s->context, cumoe_const(out));
+  check_guards(s->context, "logits", out);
+  for (int64_t t = 0; t < s->b->tokens; t++) {
+    oracle_router(&s->host_x, t, &s->host_router, &s->host_router_bias, want);
+    check_bounded_row("logits, oracle", &got, t, want);
+    for (int64_t i = 0; i < e; i++) {
+      want[i].value = file_value(s->b->logits, t, i);
+      want[i].bound += file_roundoff * fabs(want[i].value);
+    }
+    check_bounded_row("logits, file", &got, t, want);
+  }
+}
+
+static void check_token_routing(const setup *s, int64_t token, const tensor *ids, const tensor *weights,
+                                const layer_result *want)
+{
+  int32_t k = s->desc.routing.top_k, file_ids[CUMOE_MAX_TOP_K];
+  double file_weights[CUMOE_MAX_TOP_K];
+  bounded expected[CUMOE_MAX_TOP_K];
+  file_route(s->b, token, file_ids, file_weights);
+  CHECK_MSG(want->decided, "token %d: the scores do not decide the ids", (int)token);
+  for (int32_t j = 0; j < k; j++) {
+    int32_t id = (int32_t)tensor_get(ids, token, j), slot = s->b->ordered ? j : file_slot(s->b, token, id);
+    CHECK_MSG(id == want->ids[j], "token %d slot %d: id %d, oracle %d", (int)token, (int)j, (int)id,
+              (int)want->ids[j]);
+    if (!CHECK_MSG(slot >= 0 && file_ids[slot] == id, "token %d slot %d: id %d is not the file's", (int)token,
+                   (int)j, (int)id))
+      return;
+    expected[j] = want->weights[j];
+    expected[j].value = file_weights[slot];
+    expected[j].bound += 2 * file_roundoff * fabs(file_weights[slot]);
+  }
+  check_bounded_row("weights, oracle", weights, token, want->weights);
+  check_bounded_row("weights, file", weights, token, expected);
+}
+
+/* The file's output bounds the result too, by what storing the intermediates may change. The plain form must
+ * give the file's output itself: then file, plain form and oracle agree on what the block means. */
+static void check_token_output(const setup *s, int64_t token, const tensor *out, const layer_result *want)
+{
+  int32_t hidden = s->desc.hidden, ids[CUMOE_MAX_TOP_K];
+  double weights[CUMOE_MAX_TOP_K], roundoff = unit_roundoff(s->desc.dtype);
+  bounded *file = scratch((size_t)hidden, sizeof *file);
+  file_route(s->b, token, ids, weights);
+  block_exact(s->b, token, ids, weights, file);
+  for (int32_t i = 0; i < hidden; i++) {
+    double value = file_value(s->b->output, token, i), slack = 4 * file_roundoff * file[i].bound;
+    CHECK_MSG(fabs(file[i].value - value) <= slack, "token %d: the file's output %d is %.9g, exactly %.9g",
+              (int)token, (int)i, value, file[i].value);
+    /* 1.01: roundoff of roundoff */
+    file[i] = (bounded){value, want->out[i].bound + 1.01 * roundoff * file[i].bound + slack};
+  }
+  check_bounded_row("output, oracle", out, token, want->out);
+  check_bounded_row("output, file", out, token, file);
+}
+
+static void check_counts(const setup *s, const tensor *ids, const tensor *counts, const tensor *load)
+{
+  int64_t *want = scratch((size_t)s->desc.num_experts, sizeof *want);
+  for (int64_t i = 0; i < ids->rows * ids->cols; i++) want[(int64_t)tensor_get(ids, 0, i)]++;
+  for (int64_t e = 0; e < s->desc.num_experts; e++)
+    CHECK_MSG((int64_t)tensor_get(counts, 0, e) == want[e] &&
+                  (int64_t)tensor_get(load, 0, e) == want[e] + 1000 * e,
+              "expert %d: counts %g, load %g, has %d rows", (int)e, tensor_get(counts, 0, e),
+              tensor_get(load, 0, e), (int)want[e]);
+}
+
+static void check_forward(const setup *s)
+{
+  const block *b = s->b;
+  int64_t t = b->tokens, k = s->desc.routing.top_k, e = s->desc.num_experts;
+  size_t bytes = 0;
+  tensor load = tensor_new(CUMOE_I64, 1, e);
+  for (int64_t i = 0; i < e; i++) tensor_set(&load, 0, i, 1000. * (double)i);
+  CHECK_OK(cumoe_plan_workspace(s->plan, t, &bytes));
+  cumoe_moe_args args = {
+      .size = sizeof args, .x = s->x, .router_weight = s->router, .router_bias = s->router_bias};
+  args.select_bias = s->select_bias;
+  args.shared = s->shared;
+  args.out = device_new(s->context, s->desc.dtype, t, s->desc.hidden, 8);
+  args.ids_out = device_new(s->context, CUMOE_I32, t, k, 0);
+  args.weights_out = device_new(s->context, CUMOE_F32, t, k, 0);
+  args.counts_out = device_new(s->context, CUMOE_I32, 1, e, 0);
+  args.load = device_new(s->context, CUMOE_I64, 1, e, 0);
+  args.workspace = device_new(s->context, CUMOE_U8, 1, (int64_t)bytes, 0);
+  device_set(s->context, args.load, &load);
+  if (!CHECK_OK(cumoe_moe_forward(s->plan, s->routed, &args, NULL))) return;
+  tensor out = device_get(s->context, cumoe_const(args.out)),
+         ids = device_get(s->context, cumoe_const(args.ids_out));
+  tensor weights = device_get(s->context, cumoe_const(args.weights_out));
+  tensor counts = device_get(s->context, cumoe_const(args.counts_out));
+  load = device_get(s->context, cumoe_const(args.load));
+  check_guards(s->context, "out", args.out);
+  check_guards(s->context, "workspace", args.workspace);
+  layer_case c = {.desc = &s->desc,
+                  .weights = &s->host_routed,
+                  .x = &s->host_x,
+                  .router_weight = &s->host_router,
+                  .router_bias = &s->host_router_bias,
+                  .out_scale = 1};
+  if (s->shared) c.shared = &s->host_shared;
+  if (b->select_bias) c.select_bias = &s->host_select_bias;
+  for (int64_t token = 0; token < t; token++) {
+    layer_result want = oracle_layer(&c, token);
+    check_token_routing(s, token, &ids, &weights, &want);
+    check_token_output(s, token, &out, &want);
+  }
+  check_counts(s, &ids, &counts, &load);
+}
+
+static void check_fault(cumoe_context context)
+{
+  cumoe_fault fault;
+  CHECK_OK(cumoe_fault_read(context, NULL, &fault));
+  CHECK_MSG(fault.code == CUMOE_FAULT_NONE, "fault %d at token %d", (int)fault.code, (int)fault.token);
+}
+
+static void test_block(int index, cumoe_context *contexts, int count)
+{
+  static const cumoe_dtype dtypes[] = {CUMOE_F32, CUMOE_BF16};
+  char error[512] = "";
+  block b;
+  case_begin("open %d", index);
+  bool good = CHECK_MSG(block_open(index, FOLDER, &b, error, sizeof error), "%s", error);
+  case_end();
+  for (int i = 0; good && i < 2 * count; i++) {
+    cumoe_context context = contexts[i / 2];
+    case_begin("%s %s %s", b.name, context_name(context), cumoe_dtype_name(dtypes[i % 2]));
+    setup s = set_up(&b, context, dtypes[i % 2]);
+    check_logits(&s);
+    check_forward(&s);
+    check_fault(context);
+    tear_down(&s);
+    case_end();
+  }
+  if (good) block_close(&b);
+}
+
+/* ---- the reader ------------------------------------------------------------------------------------ */
+
+/* A copy without a byte to spare, so that a reader that goes too far is seen by a memory checker. */
+static bool parses(const void *bytes, size_t size)
+{
+  char error[256] = "";
+  safetensors file;
+  unsigned char *copy = malloc(size ? size : 1);
+  if (!CHECK(copy != NULL)) return false;
+  memcpy(copy, bytes, size);
+  bool good = safetensors_parse(copy, size, &file, error, sizeof error);
+  CHECK(good == (error[0] == 0));
+  for (int32_t i = 0; i < file.count; i++) {
+    const file_tensor *t = &file.tensors[i];
+    CHECK_MSG(t->data >= copy && t->bytes <= size - (size_t)(t->data - copy), "%s lies outside the file",
+              t->name);
+  }
+  safetensors_close(&file);
+  free(copy);
+  return good;
+}
+
+/* header, then 16 bytes of data */
+static bool parses_header(const char *header)
+{
+  size_t length = strlen(header);
+  unsigned char *bytes = scratch(8 + length + 16, 1);
+  for (int i = 0; i < 8; i++) bytes[i] = (unsigned char)(length >> 8 * i);
+  memcpy(bytes + 8, header, length);
+  return parses(bytes, 8 + length + 16);
+}
+
+static const char *const good_headers[] = {
+    "{}",
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[2,2],\"data_offsets\":[0,16]}}   ",
+    "{\"__metadata__\":{\"k\":\"v\"},\"a\":{\"data_offsets\":[16,16],\"shape\":[0,9],\"dtype\":\"BF16\"}}",
+    "{\"\\u0061\":{\"dtype\":\"I64\",\"shape\":[],\"data_offsets\":[8,16]}}",
+};
+
+static const char *const bad_headers[] = {
+    "",
+    " ",
+    "[]",
+    "1",
+    "{",
+    "}",
+    "{\"a\"}",
+    "{\"a\":}",
+    "{\"a\":1,}",
+    "{} x",
+    "{\"a:1}",
+    "{\"a\\\":1}",
+    "{'a':1}",
+    "{\"a\":tru}",
+    "{\"a\":01}",
+    "{\"a\":1.}",
+    "{\"a\":-}",
+    "{\"a\":\"\\u12g4\"}",
+    "{\"a\":\"\n\"}",
+    "{\"a\":[1,]}",
+    "{\"a\":1}",                                                                           /* no tensor */
+    "{\"a\":{\"dtype\":\"F33\",\"shape\":[4],\"data_offsets\":[0,16]}}",                   /* type */
+    "{\"a\":{\"shape\":[4],\"data_offsets\":[0,16]}}",                                     /* none */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,17]}}",                   /* past the end */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[16,0]}}",                   /* backwards */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[-16,0]}}",                  /* before */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[0,16]}}",                   /* another size */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[-4],\"data_offsets\":[0,16]}}",                  /* negative */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4.0],\"data_offsets\":[0,16]}}",                 /* not whole */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":4,\"data_offsets\":[0,16]}}",                     /* no list */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0]}}",                      /* one offset */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16,16]}}",                /* three */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,99999999999999999999]}}", /* too large */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,4],\"data_offsets\":[0,0]}}", /* product wraps
+                                                                                                 to 0 */
+    "{\"a\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,1]}}", /* 9 dimensions */
+    "{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"a\":{\"dtype\":\"U8\",\"shape\":[1],"
+    "\"data_offsets\":[0,1]}}", /* twice */
+};
+
+static void test_headers(void)
+{
+  for (size_t i = 0; i < sizeof good_headers / sizeof good_headers[0]; i++) {
+    case_begin("accept %s", good_headers[i]);
+    CHECK(parses_header(good_headers[i]));
+    case_end();
+  }
+  for (size_t i = 0; i < sizeof bad_headers / sizeof bad_headers[0]; i++) {
+    case_begin("refuse %s", bad_headers[i]);
+    CHECK(!parses_header(bad_headers[i]));
+    case_end();
+  }
+  case_begin("refuse 100000 brackets");
+  char *deep = scratch(100001, 1);
+  memset(deep, '[', 100000);
+  CHECK(!parses_header(deep));
+  case_end();
+}
+
+/* A real header, cut anywhere and with every bit turned: whatever is still accepted lies inside the file. */
+static void test_damage(void)
+{
+  static const char path[] = FOLDER "/mixtral.safetensors";
+  char error[512] = "";
+  size_t size = 0;
+  case_begin("%s, cut", path);
+  unsigned char *bytes = file_read(path, &size, error, sizeof error);
+  size_t end = bytes ? 8 + (size_t)(bytes[0] | bytes[1] << 8) : 0; /* the header is shorter than 64 KiB */
+  bool good = CHECK_MSG(bytes && end < size, "%s", error);
+  for (size_t cut = 0; good && cut < end + 2; cut++)
+    CHECK_MSG(!parses(bytes, cut), "cut after %zu bytes", cut);
+  case_end();
+  case_begin("%s, bits turned", path);
+  for (size_t bit = 0; good && bit < 8 * end; bit++) {
+    bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
+    parses(bytes, end + 64);
+    bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
+  }
+  case_end();
+  free(bytes);
+}
+
+static void test_strings(void)
+{
+  static const char text[] =
+      "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true]";
+  char out[16], fit[9];
+  json key, v = {NULL, NULL}, root = json_parse(text, sizeof text - 1);
+  int64_t n = 0;
+  double d = 0;
+  bool truth = false;
+  case_begin("JSON values");
+  CHECK(json_next(root, &key, &v) && json_string(v, out, sizeof out) &&
+        !strcmp(out, "a\xc3\xa9\xf0\x9f\x98\x80\n\"/"));
+  CHECK(json_next(root, &key, &v) && !json_string(v, out, sizeof out));
+  CHECK(json_next(root, &key, &v) && json_string(v, fit, 9) && !json_string(v, fit, 8) && !json_int(v, &n));
+  CHECK(json_next(root, &key, &v) && json_int(v, &n) && n == 12 && !json_bool(v, &truth));
+  CHECK(json_next(root, &key, &v) && json_int(v, &n) && n == -7 && !json_string(v, out, sizeof out));
+  CHECK(json_next(root, &key, &v) && !json_int(v, &n) && json_number(v, &d) && d == 1000);
+  CHECK(json_next(root, &key, &v) && json_bool(v, &truth) && truth && !json_number(v, &d));
+  CHECK(!json_next(root, &key, &v) && !json_next(v, &key, &v) && !json_find(root, "a").begin);
+  case_end();
+}
+
+int main(int argc, char **argv)
+{
+  static const char *const names[BLOCK_COUNT] = {"mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"};
+  cumoe_context contexts[2];
+  test_begin(argc, argv);
+  if (group_begin("reader")) {
+    test_headers();
+    test_damage();
+    test_strings();
+    group_end();
+  }
+  int count = open_contexts(contexts);
+  for (int i = 0; i < BLOCK_COUNT; i++)
+    if (group_begin("%s", names[i])) {
+      test_block(i, contexts, count);
+      group_end();
+    }
+  for (int i = 0; i < count; i++) close_context(contexts[i]);
+  return test_end();
+}
