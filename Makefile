@@ -47,6 +47,9 @@ CUDA_LIB     := $(patsubst %/libcudart_static.a,%,$(firstword $(wildcard \
 VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' \
 	include/cumoe/types.h | paste -sd.)
 
+# What the benchmark calls this build. No locks: make must not disturb a commit under way.
+COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbrev=12 2> /dev/null),unknown)
+
 WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion
 # An architecture-specific file is built only with its architecture; this tells variants.def which rows exist.
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
@@ -102,6 +105,7 @@ $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
 $(eval $(call stamp,objects,$(OBJS)))
 $(eval $(call stamp,link,$(CC) $(LINK_LIBS) $(LDFLAGS) $(LDLIBS)))
+$(eval $(call stamp,commit,$(COMMIT)))
 FORCE:
 
 # One clear line instead of a hundred errors.
@@ -165,6 +169,8 @@ $(OBJ)/test/examples/readme.o: $(OBJ)/test/examples/readme.c $(c_needs)
 	$(call compile,$(C_TOOL))
 $(OBJ)/bench/%.o: bench/%.c $(c_needs)
 	$(call compile,$(C_TOOL))
+$(OBJ)/bench/report.o: $(OBJ)/flags.commit
+$(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 $(OBJ)/asan/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs)
 	$(call compile,$(C_CPU) $(C_ASAN))
 $(OBJ)/asan/host/%.o: host/%.c $(c_needs)

@@ -1,0 +1,343 @@
+/*
+ * Times the layer, its stages and cuBLAS on the shapes of released models. A cell that computes something
+ * else than the layer is marked WRONG and makes the exit status 1.
+ */
+#include "bench.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const shape shapes[] = {
+#define SHAPE(name, e, k, h, i, routing, when) {name, e, k, h, i, {0}, SHAPE_##when},
+#include "shapes.def"
+};
+enum { SHAPES = sizeof shapes / sizeof *shapes };
+
+/* Routings are function calls, so they cannot stand in the table. */
+static shape shape_at(int32_t index)
+{
+  const cumoe_routing routings[SHAPES] = {
+#define SHAPE(name, e, k, h, i, routing, when) routing,
+#include "shapes.def"
+  };
+  shape s = shapes[index];
+  s.routing = routings[index];
+  return s;
+}
+
+static const gpu_rates known_gpus[] = {
+    {"H200", 4.8e12,   989e12 },
+    {"H100", 3.35e12,  989e12 },
+    {"B200", 8e12,     2250e12},
+    {"A100", 2.039e12, 312e12 }
+};
+
+/* ---- options --------------------------------------------------------------------------------------- */
+
+static const char usage[] =
+    "usage: bench [options]\n"
+    "  --model A,B       layers of bench/shapes.def by name, or all (the large ones of it; on the CPU "
+    "device: toy)\n"
+    "  --tokens N,M      token counts (1,8,32,128,512,2048,8192)\n"
+    "  --dtype bf16|f16  type of activations and weights (bf16)\n"
+    "  --zipf X          caller's logits, experts' popularity 1 / rank^X, instead of the router\n"
+    "  --variant ROW     force a row of the kernel table, by name or index; repeatable, one an operation\n"
+    "  --list            print the rows of the kernel table\n"
+    "  --grouped         time cuBLAS's grouped products too\n"
+    "  --cublas PATH     the library to open for the peers (libcublas.so.13)\n"
+    "  --csv FILE        write the numbers there as well\n"
+    "  --commit TEXT     what to call this build in the header\n"
+    "  --device N|cpu    CUDA ordinal or the CPU device (the first GPU)\n"
+    "  --quick           few token counts, short samples\n";
+
+static bool parse_tokens(const char *text, options *o)
+{
+  o->tokens_count = 0;
+  for (const char *p = text; *p && o->tokens_count < MAX_TOKENS;) {
+    char *end;
+    const long long n = strtoll(p, &end, 10);
+    if (end == p || n < 1 || n > 1 << 24 || (*end && *end != ',')) return false;
+    o->tokens[o->tokens_count++] = n;
+    p = *end ? end + 1 : end;
+  }
+  return o->tokens_count > 0;
+}
+
+static bool parse_device(const char *text, options *o)
+{
+  char *end;
+  o->device = strcmp(text, "cpu") == 0 ? CUMOE_DEVICE_CPU : (int32_t)strtol(text, &end, 10);
+  return o->device == CUMOE_DEVICE_CPU || (*text >= '0' && *text <= '9' && !*end);
+}
+
+static bool parse_value(const char *name, const char *text, options *o)
+{
+  char *end;
+  if (strcmp(name, "--model") == 0) return (o->models = text) != NULL;
+  if (strcmp(name, "--csv") == 0) return (o->csv = text) != NULL;
+  if (strcmp(name, "--cublas") == 0) return (o->cublas = text) != NULL;
+  if (strcmp(name, "--commit") == 0) return (o->commit = text) != NULL;
+  if (strcmp(name, "--tokens") == 0) return parse_tokens(text, o);
+  if (strcmp(name, "--device") == 0) return parse_device(text, o);
+  if (strcmp(name, "--dtype") == 0) {
+    o->dtype = strcmp(text, "f16") == 0 ? CUMOE_F16 : CUMOE_BF16;
+    return o->dtype == CUMOE_F16 || strcmp(text, "bf16") == 0;
+  }
+  if (strcmp(name, "--zipf") == 0) {
+    o->zipf = strtod(text, &end);
+    return *text && !*end && o->zipf > 0 && o->zipf <= 8;
+  }
+  if (strcmp(name, "--variant") == 0 && o->forced_count < MAX_FORCED) {
+    o->forced[o->forced_count++] = text;
+    return true;
+  }
+  return false;
+}
+
+static bool parse_flag(const char *name, options *o)
+{
+  if (strcmp(name, "--quick") == 0) return o->quick = true;
+  if (strcmp(name, "--grouped") == 0) return o->grouped = true;
+  if (strcmp(name, "--list") == 0) return o->list = true;
+  return false;
+}
+
+/* 0: go on; otherwise the exit status plus one. */
+static int parse_options(int argc, char **argv, options *o)
+{
+  for (int i = 1; i < argc; ++i) {
+    if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
+      fputs(usage, stdout);
+      return 1;
+    }
+    if (parse_flag(argv[i], o)) continue;
+    if (i + 1 >= argc || !parse_value(argv[i], argv[i + 1], o)) {
+      fprintf(stderr, "bench: %s %s: not understood\n%s", argv[i], i + 1 < argc ? argv[i + 1] : "", usage);
+      return 3;
+    }
+    ++i;
+  }
+  return 0;
+}
+
+static bool in_list(const char *list, const char *name)
+{
+  const size_t length = strlen(name);
+  for (const char *p = list; p; p = strchr(p, ',')) {
+    p += *p == ',';
+    const size_t part = strcspn(p, ",");
+    if ((part == length && memcmp(p, name, length) == 0) || (part == 3 && memcmp(p, "all", 3) == 0))
+      return true;
+  }
+  return false;
+}
+
+static bool wanted(const bench *b, const shape *s)
+{
+  if (b->o.models) return in_list(b->o.models, s->name);
+  return s->when == (b->device.device == CUMOE_DEVICE_CPU ? SHAPE_cpu : SHAPE_always);
+}
+
+/* Every name of the list has to be one: a typo would otherwise measure nothing and succeed. */
+static bool models_known(const char *list)
+{
+  for (const char *p = list; p && *p;) {
+    const size_t part = strcspn(p, ",");
+    bool known = part == 3 && memcmp(p, "all", 3) == 0;
+    for (int32_t i = 0; i < SHAPES; ++i)
+      known = known || (strlen(shapes[i].name) == part && memcmp(p, shapes[i].name, part) == 0);
+    if (!known) {
+      fprintf(stderr, "bench: %.*s is no row of bench/shapes.def\n", (int)part, p);
+      return false;
+    }
+    p += part;
+    p += *p == ',';
+  }
+  return true;
+}
+
+static void default_tokens(options *o, bool cpu)
+{
+  if (o->tokens_count) return;
+  parse_tokens(cpu ? "1,8,64" : o->quick ? "1,32,512,8192" : "1,8,32,128,512,2048,8192", o);
+}
+
+/* ---- kernel table ---------------------------------------------------------------------------------- */
+
+static cumoe_status list_variants(bench *b)
+{
+  for (int32_t i = 0; i < cumoe_variant_count(); ++i) {
+    cumoe_variant_info info = {.size = sizeof info};
+    TRY(cumoe_variant_get(b->context, i, &info));
+    printf("%4d %-10s %s%s\n", (int)i, info.op, info.name, info.usable ? "" : " (not on this device)");
+  }
+  return CUMOE_OK;
+}
+
+static int32_t find_variant(bench *b, const char *text)
+{
+  char *end;
+  const long index = strtol(text, &end, 10);
+  if (*text && !*end) return index < INT32_MAX ? (int32_t)index : INT32_MAX;
+  for (int32_t i = 0; i < cumoe_variant_count(); ++i) {
+    cumoe_variant_info info = {.size = sizeof info};
+    if (cumoe_variant_get(b->context, i, &info) == CUMOE_OK && strcmp(info.name, text) == 0) return i;
+  }
+  return INT32_MAX;
+}
+
+static cumoe_status force_variants(bench *b)
+{
+  for (int32_t i = 0; i < b->o.forced_count; ++i)
+    TRY(cumoe_variant_force(b->context, find_variant(b, b->o.forced[i])));
+  return CUMOE_OK;
+}
+
+/* ---- cells ----------------------------------------------------------------------------------------- */
+
+static void account(result *r)
+{
+  const cell *c = r->cell;
+  const shape *s = c->model->shape;
+  const gpu_rates *rates = c->bench->rates;
+  const double expert_bytes = 3.0 * s->hidden * s->inter * 2,
+               activation_bytes = 2.0 * (double)c->tokens * s->hidden * 2;
+  int64_t active = 0;
+  for (int64_t i = 0; i < (int64_t)c->inputs * s->experts; ++i) active += c->host_counts[i] > 0;
+  r->active = (double)active / c->inputs;
+  r->weight_bytes = r->active * expert_bytes;
+  r->flops = 6.0 * (double)c->rows * s->hidden * s->inter;
+  if (!rates) return;
+  const double bytes_us = 1e6 * (r->weight_bytes + activation_bytes) / rates->bytes_per_second,
+               flops_us = 1e6 * r->flops / rates->flops;
+  r->floor_us = bytes_us > flops_us ? bytes_us : flops_us;
+}
+
+static cumoe_status time_cell(bench *b, cell *c, result *r)
+{
+  work works[ITEM_COUNT] = {{0}};
+  peers *p = NULL;
+  TRY(check_cell(c, &r->verdict));
+  account(r);
+  cell_works(c, works);
+  cumoe_status status = peers_create(c, &p, works);
+  if (status == CUMOE_OK) status = measure(b, works, ITEM_COUNT, c->inputs, r->timings);
+  peers_destroy(p);
+  return status;
+}
+
+/* False: wrong or failed. A forced row that cannot serve a cell is neither. */
+static bool run_cell(bench *b, model *m, int64_t tokens)
+{
+  cell c;
+  result r = {.cell = &c};
+  cumoe_status status = cell_create(b, m, tokens, &c);
+  if (status == CUMOE_OK) status = time_cell(b, &c, &r);
+  if (status == CUMOE_OK) {
+    print_row(b, &r);
+    csv_row(b, &r);
+  } else {
+    printf("%6lld  %s: %s\n", (long long)tokens, cumoe_status_name(status), failure_text(b));
+    b->error[0] = 0;
+  }
+  cell_destroy(&c);
+  if (b->o.forced_count && status == CUMOE_ERR_NOT_SUPPORTED) return true;
+  return status == CUMOE_OK && verdict_good(&r.verdict);
+}
+
+static bool run_shape(bench *b, const shape *s)
+{
+  model m;
+  bool good = true;
+  const cumoe_status status = model_create(b, s, &m);
+  print_shape(b, &m);
+  if (status != CUMOE_OK) {
+    printf("%s: %s\n", cumoe_status_name(status), failure_text(b));
+    good = false;
+  }
+  for (int32_t i = 0; i < b->o.tokens_count && status == CUMOE_OK; ++i)
+    good = run_cell(b, &m, b->o.tokens[i]) && good;
+  model_destroy(&m);
+  return good;
+}
+
+static bool run_all(bench *b)
+{
+  bool good = true;
+  print_header(b);
+  for (int32_t i = 0; i < SHAPES; ++i) {
+    const shape s = shape_at(i);
+    if (wanted(b, &s)) good = run_shape(b, &s) && good;
+  }
+  return good;
+}
+
+/* ---- main ------------------------------------------------------------------------------------------ */
+
+static void print_log(void *user, cumoe_log_level level, const char *message)
+{
+  (void)user;
+  (void)level;
+  fprintf(stderr, "cumoe: %s\n", message);
+}
+
+static cumoe_status start_cuda(bench *b)
+{
+  TRY_CUDA(b, cudaSetDevice(b->device.device));
+  TRY_CUDA(b, cudaStreamCreateWithFlags(&b->stream, cudaStreamNonBlocking));
+  b->blas = cublas_open(b);
+  if (!b->blas) fprintf(stderr, "bench: no cuBLAS peers: %s\n", b->error);
+  b->error[0] = 0;
+  for (size_t i = 0; i < sizeof known_gpus / sizeof *known_gpus && !b->rates; ++i)
+    if (strstr(b->device.name, known_gpus[i].name)) b->rates = &known_gpus[i];
+  return CUMOE_OK;
+}
+
+static cumoe_status start(bench *b)
+{
+  TRY(cumoe_context_create(b->o.device, NULL, &b->context));
+  b->device.size = sizeof b->device;
+  TRY(cumoe_context_info(b->context, &b->device));
+  const bool cpu = b->device.device == CUMOE_DEVICE_CPU;
+  if (cpu && b->o.device != CUMOE_DEVICE_CPU)
+    fprintf(stderr, "bench: no usable GPU: a toy layer on the CPU device instead\n");
+  default_tokens(&b->o, cpu);
+  if (b->o.list) return CUMOE_OK;
+  if (!cpu) TRY(start_cuda(b));
+  TRY(force_variants(b));
+  return make_noise(b);
+}
+
+static void stop(bench *b)
+{
+  cublas_close(b->blas);
+  store_free(&b->store);
+  if (b->context) (void)cumoe_context_destroy(b->context);
+  if (b->stream) cudaStreamDestroy(b->stream);
+  if (b->csv) fclose(b->csv);
+}
+
+int main(int argc, char **argv)
+{
+  bench b = {
+      .o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16},
+        .seed = 1
+  };
+  const int early = parse_options(argc, argv, &b.o);
+  if (early) return early - 1;
+  if (b.o.models && !models_known(b.o.models)) return 2;
+  cumoe_set_log(print_log, NULL, CUMOE_LOG_WARNING);
+  cumoe_status status = start(&b);
+  bool good = status == CUMOE_OK;
+  if (good && b.o.list) {
+    good = (status = list_variants(&b)) == CUMOE_OK;
+  } else if (good && !csv_open(&b)) {
+    fprintf(stderr, "bench: %s cannot be written\n", b.o.csv);
+    good = false;
+  } else if (good) {
+    good = run_all(&b);
+  }
+  if (status != CUMOE_OK) fprintf(stderr, "bench: %s\n", failure_text(&b));
+  stop(&b);
+  return good ? 0 : 1;
+}

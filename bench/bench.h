@@ -1,0 +1,205 @@
+/*
+ * The benchmark of the layer: a table of shapes (shapes.def), a table of things to time (layer, stages,
+ * peers), one driver. A cell is a shape with a number of tokens; it is one row of the printed table and of
+ * the CSV file.
+ */
+#ifndef BENCH_H
+#define BENCH_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
+#define CUMOE_EXPERIMENTAL
+#include "../include/cumoe/cumoe.h"
+
+enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160 };
+
+typedef struct options {
+  const char *models; /* comma-separated names, "all", or NULL: those that always run */
+  const char *csv, *cublas, *commit;
+  const char *forced[MAX_FORCED]; /* rows of the kernel table, by name or index */
+  int64_t tokens[MAX_TOKENS];
+  int32_t forced_count, tokens_count;
+  int32_t device;
+  cumoe_dtype dtype;
+  double zipf; /* exponent of the experts' popularity; 0: the router decides */
+  bool quick, grouped, list;
+} options;
+
+typedef enum shape_when { SHAPE_always, SHAPE_request, SHAPE_cpu } shape_when;
+
+typedef struct shape {
+  const char *name;
+  int32_t experts, top_k, hidden, inter;
+  cumoe_routing routing;
+  shape_when when;
+} shape;
+
+/* Datasheet rates of dense bf16 and of memory: what the floor is made of. */
+typedef struct gpu_rates {
+  const char *name; /* part of the device's name */
+  double bytes_per_second, flops;
+} gpu_rates;
+
+/* A block of random numbers on the device, handed out piece by piece. */
+typedef struct noise {
+  cumoe_view block;
+  int64_t at;
+} noise;
+
+typedef struct store {
+  cumoe_buffer buffers[MAX_BUFFERS];
+  int32_t count;
+} store;
+
+typedef struct cublas cublas;
+
+typedef struct bench {
+  options o;
+  cumoe_context context;
+  cumoe_device_info device;
+  const gpu_rates *rates; /* NULL: not known, no floor */
+  cudaStream_t stream;    /* NULL on the CPU device */
+  store store;
+  noise unit, small; /* standard deviation 1 and 0.02 */
+  uint64_t seed;
+  cublas *blas; /* NULL: not there */
+  FILE *csv;
+  char error[512]; /* text of a failure that is not the library's */
+} bench;
+
+/* A layer in memory. */
+typedef struct model {
+  const shape *shape;
+  store store;
+  cumoe_moe_desc desc;
+  cumoe_plan plan;
+  cumoe_weights weights;
+  cumoe_view gate_up, down, router, select_bias; /* gate_up: [E * 2I, H]; down: [E * H, I] */
+} model;
+
+/* One layer and T tokens: everything that the timed calls read and write. */
+typedef struct cell {
+  bench *bench;
+  model *model;
+  store store;
+  int64_t tokens, rows;
+  int32_t inputs; /* inputs that the calls rotate over, so that no call finds its weights in L2 */
+  cumoe_view x[MAX_INPUTS];
+  cumoe_view_mut logits[MAX_INPUTS], ids[MAX_INPUTS], weights[MAX_INPUTS], counts[MAX_INPUTS];
+  cumoe_route route[MAX_INPUTS];
+  cumoe_view_mut h, y, out, workspace, map_workspace;
+  int32_t *host_counts; /* [inputs, E] */
+} cell;
+
+/* ---- what is timed (timing.c) ---- */
+
+/* One thing to time: a call on one of the inputs, capturable into a graph. */
+typedef struct work {
+  cumoe_status (*call)(void *user, int32_t input, cumoe_stream stream);
+  void *user;    /* NULL: not to be timed */
+  bool optional; /* a failure leaves it untimed */
+} work;
+
+typedef struct timing {
+  double median, least, most; /* microseconds a call; 0: not timed */
+} timing;
+
+/* Times all works, their samples taken in turn, so that a drifting clock or a power limit meets all alike. */
+cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings);
+
+/* ---- a cell (cell.c) ---- */
+
+typedef enum item {
+  ITEM_layer,
+  ITEM_router,
+  ITEM_gate,
+  ITEM_map,
+  ITEM_up,
+  ITEM_down,
+  ITEM_combine,
+  ITEM_dense,
+  ITEM_grouped,
+  ITEM_COUNT
+} item;
+extern const char *const item_names[ITEM_COUNT];
+
+cumoe_status make_noise(bench *b);
+cumoe_status model_create(bench *b, const shape *s, model *m);
+void model_destroy(model *m);
+cumoe_status cell_create(bench *b, model *m, int64_t tokens, cell *c);
+void cell_destroy(cell *c);
+cumoe_status cell_forward(cell *c, int32_t input, bool report,
+                          cumoe_stream stream); /* report: also ids, weights, counts */
+
+/* The works of a cell, by item: layer and stages. */
+void cell_works(cell *c, work works[ITEM_COUNT]);
+
+/* Device memory that lives as long as the store; filled with pieces of a noise, each piece another one. */
+cumoe_status take(bench *b, store *s, cumoe_dtype dtype, int64_t rows, int64_t cols, cumoe_view_mut *view);
+cumoe_status fill_noise(bench *b, cumoe_view_mut dst, noise *from);
+void store_free(store *s);
+
+uint64_t random_bits(uint64_t *state);
+double random_normal(uint64_t *state);
+
+/* ---- peers (dense.c) ---- */
+
+/* Opens cuBLAS; NULL with a text in b->error when it is not there. */
+cublas *cublas_open(bench *b);
+void cublas_close(cublas *blas);
+int cublas_version(const cublas *blas);
+
+typedef struct peers peers;
+/* Adds the cuBLAS works of a cell: dense from 2048 rows up, grouped when asked for. Needs the cell's counts.
+ */
+cumoe_status peers_create(cell *c, peers **p, work works[ITEM_COUNT]);
+void peers_destroy(peers *p);
+
+/* ---- correctness (check.c) ---- */
+
+typedef struct verdict {
+  bool finite, repeatable, routed, faultless;
+  double worst; /* largest error / bound of the elements computed again in double */
+} verdict;
+
+/* Runs the layer on every input, fills c->host_counts, and looks at the results of the first input. */
+cumoe_status check_cell(cell *c, verdict *v);
+bool verdict_good(const verdict *v);
+
+/* ---- what is printed (report.c) ---- */
+
+typedef struct result {
+  const cell *cell;
+  verdict verdict;
+  timing timings[ITEM_COUNT];
+  double active, weight_bytes, flops, floor_us; /* means over the inputs */
+} result;
+
+void print_header(const bench *b);
+void print_shape(const bench *b, const model *m);
+void print_row(const bench *b, const result *r);
+bool csv_open(bench *b);
+void csv_row(const bench *b, const result *r);
+const char *failure_text(const bench *b);
+
+#define TRY(expression)                                                                                      \
+  do {                                                                                                       \
+    cumoe_status try_status_ = (expression);                                                                 \
+    if (try_status_ != CUMOE_OK) return try_status_;                                                         \
+  } while (0)
+
+#define TRY_CUDA(b, expression)                                                                              \
+  do {                                                                                                       \
+    cudaError_t try_error_ = (expression);                                                                   \
+    if (try_error_ != cudaSuccess) {                                                                         \
+      snprintf((b)->error, sizeof(b)->error, "%s: %s", #expression, cudaGetErrorString(try_error_));         \
+      return CUMOE_ERR_CUDA;                                                                                 \
+    }                                                                                                        \
+  } while (0)
+
+#endif

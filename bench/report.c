@@ -1,0 +1,220 @@
+/* The printed table and the CSV file: the same numbers, and the facts without which they mean nothing. */
+#include "bench.h"
+
+#include <string.h>
+#include <time.h>
+
+#ifndef CUMOE_COMMIT
+#define CUMOE_COMMIT "unknown"
+#endif
+
+const char *failure_text(const bench *b)
+{
+  return b->error[0] ? b->error : cumoe_last_error();
+}
+
+/* ---- facts of the run ---- */
+
+typedef struct facts {
+  char driver[64], runtime[32], library[32], date[32], cublas[32];
+  const char *commit;
+} facts;
+
+static void read_driver(char *text, size_t bytes)
+{
+  int cuda = 0, length = 0;
+  char kernel[40] = "";
+  FILE *file = fopen("/sys/module/nvidia/version", "r");
+  if (file) {
+    if (fgets(kernel, sizeof kernel, file)) kernel[strcspn(kernel, "\n")] = 0;
+    fclose(file);
+  }
+  if (cudaDriverGetVersion(&cuda) == cudaSuccess && cuda > 0)
+    length =
+        snprintf(text, bytes, "%s%sCUDA %d.%d", kernel, kernel[0] ? " " : "", cuda / 1000, cuda % 1000 / 10);
+  if (length <= 0) snprintf(text, bytes, "none");
+}
+
+static facts read_facts(const bench *b)
+{
+  facts f = {.commit = b->o.commit ? b->o.commit : CUMOE_COMMIT};
+  int cuda = 0;
+  const int blas = cublas_version(b->blas), version = cumoe_version();
+  const time_t now = time(NULL);
+  read_driver(f.driver, sizeof f.driver);
+  (void)cudaRuntimeGetVersion(&cuda);
+  snprintf(f.runtime, sizeof f.runtime, "%d.%d", cuda / 1000, cuda % 1000 / 10);
+  snprintf(f.library, sizeof f.library, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
+  strftime(f.date, sizeof f.date, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
+  if (blas)
+    snprintf(f.cublas, sizeof f.cublas, "%d.%d.%d", blas / 10000, blas / 100 % 100, blas % 100);
+  else
+    snprintf(f.cublas, sizeof f.cublas, "none");
+  return f;
+}
+
+static void forced_text(const bench *b, char *text, size_t bytes)
+{
+  size_t at = 0;
+  text[0] = 0;
+  for (int32_t i = 0; i < b->o.forced_count && at < bytes; ++i)
+    at += (size_t)snprintf(text + at, bytes - at, "%s%s", i ? "+" : "", b->o.forced[i]);
+}
+
+static void routing_text(const bench *b, char *text, size_t bytes)
+{
+  if (b->o.zipf > 0)
+    snprintf(text, bytes, "zipf %g", b->o.zipf);
+  else
+    snprintf(text, bytes, "router");
+}
+
+/* ---- table ---- */
+
+void print_header(const bench *b)
+{
+  const facts f = read_facts(b);
+  char forced[256], routing[32];
+  forced_text(b, forced, sizeof forced);
+  routing_text(b, routing, sizeof routing);
+  printf("cumoe %s (commit %s, %s), %s\n", f.library, f.commit, cumoe_architectures(), f.date);
+  printf("%s, %d multiprocessors, L2 %.0f MB; driver %s, CUDA runtime %s, cuBLAS %s\n", b->device.name,
+         (int)b->device.multiprocessors, 1e-6 * (double)b->device.l2_bytes, f.driver, f.runtime, f.cublas);
+  printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "",
+         forced);
+  printf("Times: microseconds a call, median of graph replays over rotating inputs. layer: the whole of it, "
+         "hidden states in, "
+         "combined out.\n");
+  if (b->rates)
+    printf("floor: max(active weights + activations over %.2f TB/s, products over %.0f TFLOPS). ",
+           1e-12 * b->rates->bytes_per_second, 1e-12 * b->rates->flops);
+  printf("dense: cuBLAS, one expert's two products with T k rows.\nvs: the peer's time over the layer's "
+         "(above 1: the layer is "
+         "faster).\n");
+}
+
+static const char columns[] = "     T active    layer    floor  of it  TFLOPS   GB/s |  router    gate     "
+                              "map       up     down combine "
+                              "     sum |    dense    vs |";
+
+void print_shape(const bench *b, const model *m)
+{
+  const shape *s = m->shape;
+  printf("\n%s: %d experts, %d a token, hidden %d, inter %d\n%s%s\n", s->name, (int)s->experts, (int)s->top_k,
+         (int)s->hidden, (int)s->inter, columns, b->o.grouped ? "  grouped    vs | check" : " check");
+}
+
+/* Three or four digits that matter. */
+static void print_us(int width, double us)
+{
+  if (us <= 0)
+    printf(" %*s", width, "-");
+  else
+    printf(" %*.*f", width, us < 99.95 ? 2 : us < 999.5 ? 1 : 0, us);
+}
+
+static void print_peer(double peer, double layer)
+{
+  print_us(8, peer);
+  if (peer > 0)
+    printf(" %5.2f |", peer / layer);
+  else
+    printf(" %5s |", "-");
+}
+
+static void print_verdict(const verdict *v)
+{
+  if (verdict_good(v))
+    printf(" ok %.2f\n", v->worst);
+  else
+    printf(" WRONG%s%s%s%s%s\n", v->finite ? "" : " not-finite", v->repeatable ? "" : " not-repeatable",
+           v->routed ? "" : " routing", v->faultless ? "" : " fault", v->worst <= 1 ? "" : " value");
+}
+
+void print_row(const bench *b, const result *r)
+{
+  const double layer = r->timings[ITEM_layer].median;
+  double stages = 0;
+  printf("%6lld %6.1f", (long long)r->cell->tokens, r->active);
+  print_us(8, layer);
+  print_us(8, r->floor_us);
+  if (r->floor_us > 0)
+    printf(" %5.1f%%", 100 * r->floor_us / layer);
+  else
+    printf(" %6s", "-");
+  printf(" %7.1f %6.0f |", 1e-6 * r->flops / layer, 1e-3 * r->weight_bytes / layer);
+  for (int32_t i = ITEM_router; i <= ITEM_combine; ++i) {
+    print_us(i == ITEM_up || i == ITEM_down ? 8 : 7, r->timings[i].median);
+    stages += r->timings[i].median;
+  }
+  print_us(8, stages);
+  printf(" |");
+  print_peer(r->timings[ITEM_dense].median, layer);
+  if (b->o.grouped) print_peer(r->timings[ITEM_grouped].median, layer);
+  print_verdict(&r->verdict);
+  fflush(stdout);
+}
+
+/* ---- CSV ---- */
+
+bool csv_open(bench *b)
+{
+  if (!b->o.csv) return true;
+  b->csv = fopen(b->o.csv, "w");
+  if (!b->csv) return false;
+  fputs("side,model,experts,top_k,hidden,inter,dtype,routing,forced,tokens,active,layer_us,layer_least_us,"
+        "layer_most_us,floor_us,"
+        "floor_part,tflops,weights_gbs",
+        b->csv);
+  for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
+  fputs(",vs_dense,vs_grouped,check,worst_error,gpu,driver,cuda_runtime,cublas,library,commit,date\n",
+        b->csv);
+  return true;
+}
+
+static void csv_number(FILE *file, double value) /* empty: not measured */
+{
+  if (value > 0)
+    fprintf(file, ",%.6g", value);
+  else
+    fputc(',', file);
+}
+
+static void csv_identity(const bench *b, const result *r)
+{
+  const shape *s = r->cell->model->shape;
+  char forced[256], routing[32];
+  forced_text(b, forced, sizeof forced);
+  routing_text(b, routing, sizeof routing);
+  fprintf(b->csv, "cumoe,%s,%d,%d,%d,%d,%s,%s,%s,%lld", s->name, (int)s->experts, (int)s->top_k,
+          (int)s->hidden, (int)s->inter, cumoe_dtype_name(b->o.dtype), routing, forced,
+          (long long)r->cell->tokens);
+}
+
+static void csv_facts(const bench *b, const result *r)
+{
+  const facts f = read_facts(b);
+  fprintf(b->csv, ",%s,%.3g,%s,%s,%s,%s,%s,%s,%s\n", verdict_good(&r->verdict) ? "ok" : "WRONG",
+          r->verdict.worst, b->device.name, f.driver, f.runtime, f.cublas, f.library, f.commit, f.date);
+  fflush(b->csv);
+}
+
+void csv_row(const bench *b, const result *r)
+{
+  const timing *t = r->timings;
+  const double layer = t[ITEM_layer].median;
+  if (!b->csv) return;
+  csv_identity(b, r);
+  csv_number(b->csv, r->active);
+  csv_number(b->csv, layer);
+  csv_number(b->csv, t[ITEM_layer].least);
+  csv_number(b->csv, t[ITEM_layer].most);
+  csv_number(b->csv, r->floor_us);
+  csv_number(b->csv, r->floor_us / layer);
+  csv_number(b->csv, 1e-6 * r->flops / layer);
+  csv_number(b->csv, 1e-3 * r->weight_bytes / layer);
+  for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) csv_number(b->csv, t[i].median);
+  csv_number(b->csv, t[ITEM_dense].median / layer);
+  csv_number(b->csv, t[ITEM_grouped].median / layer);
+  csv_facts(b, r);
+}
