@@ -79,12 +79,14 @@ ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
 # In test/, a .c with a .h of the same name is a helper of all programs; any other is a program of its own.
 test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
 TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
+# The demo's model is a helper too: test/tinymoe.c runs it.
+HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
 TESTS        := $(filter-out $(TEST_HELPERS),$(test_stems))
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
 EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
 BENCH_C := $(sort $(filter-out bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
-DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c)
+DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(EXAMPLES:%=$(LIB)/test/examples/%)
 
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
@@ -177,6 +179,8 @@ $(OBJ)/asan/host/%.o: host/%.c $(c_needs)
 	$(call compile,$(C_HOST) $(C_ASAN))
 $(OBJ)/asan/test/%.o: test/%.c $(c_needs)
 	$(call compile,$(C_TOOL) $(C_ASAN))
+$(OBJ)/asan/bench/%.o: bench/%.c $(c_needs)
+	$(call compile,$(C_TOOL) $(C_ASAN))
 
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`.
 $(OBJ)/cumoe.o: $(OBJS) $(OBJ)/flags.objects
@@ -195,7 +199,8 @@ define link
 	@mkdir -p $(@D)
 	$(Q)$(CC) $(LDFLAGS) -o $@ $(1) $(LINK_LIBS) $(LDLIBS)
 endef
-helper_objs := $(TEST_HELPERS:%=$(OBJ)/test/%.o)
+helper_objs := $(HELPER_C:%.c=$(OBJ)/%.o)
+asan_helpers := $(HELPER_C:%.c=$(OBJ)/asan/%.o)
 .SECONDARY:
 
 $(WHITE_BOX:%=$(LIB)/test/%): $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(OBJS) $(OBJ)/flags.link
@@ -204,8 +209,8 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(LIB)/libcumoe.a $(OBJ)/flags.
 	$(call link,$< $(LIB)/libcumoe.a)
 $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$< $(helper_objs) $(LIB)/libcumoe.a)
-$(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(TEST_HELPERS:%=$(OBJ)/asan/test/%.o) $(ASAN_OBJS) $(OBJ)/flags.link
-	$(call link,-fsanitize=address$(COMMA)undefined $< $(TEST_HELPERS:%=$(OBJ)/asan/test/%.o) $(ASAN_OBJS))
+$(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flags.link
+	$(call link,-fsanitize=address$(COMMA)undefined $< $(asan_helpers) $(ASAN_OBJS))
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
 $(LIB)/bench/bench: $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
@@ -226,4 +231,4 @@ print-%:
 	@echo '$($*)'
 
 -include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/bench/*.d \
-	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d)
+	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/bench/*.d)
