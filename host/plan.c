@@ -100,7 +100,9 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   case OP_map: return map_chunking(s->rows).chunks;
   case OP_up:
   case OP_down: return min64(most_tiles(v, s), (int64_t)m->sms * v->ctas);
-  default: return ceil_div(s->tokens, v->bm) * ceil_div(s->n ? s->n : 1, v->bn > 1 ? v->bn : INT32_MAX);
+  case OP_router: return ceil_div(s->tokens, v->bm) * ceil_div(s->n, v->bn);
+  case OP_combine: return ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->bn);
+  default: return ceil_div(s->tokens, v->bm);
   }
 }
 
