@@ -1,0 +1,415 @@
+#include "session.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+/* ---- the description ------------------------------------------------------------------------------- */
+
+layer_spec layer_spec_new(int32_t dtype, int64_t tokens, int32_t hidden, int32_t inter)
+{
+  layer_spec s = {.tokens = tokens, .router_dtype = dtype, .logits_dtype = CUMOE_F32, .ids_dtype = CUMOE_I32,
+                  .gate_order = CUMOE_GATE_UP_CONCAT, .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN, .seed = 1};
+  s.desc = (cumoe_moe_desc){.size = sizeof s.desc, .num_experts = 8, .hidden = hidden, .inter = inter, .dtype = dtype,
+                            .routing = cumoe_routing_mixtral(2)};
+  return s;
+}
+
+int32_t spec_router_experts(const layer_spec *s)
+{
+  return s->desc.num_experts + s->desc.routing.zero_experts + s->desc.routing.identity_experts;
+}
+
+static int32_t local_experts(const layer_spec *s)
+{
+  return s->desc.local_experts ? s->desc.local_experts : s->desc.num_experts;
+}
+
+static bool is_unreduced(const layer_spec *s) { return s->desc.flags & CUMOE_MOE_UNREDUCED; }
+static int32_t out_dtype(const layer_spec *s) { return s->desc.out_dtype ? s->desc.out_dtype : s->desc.dtype; }
+
+static int64_t rows_of_out(const layer_spec *s, int64_t tokens)
+{
+  return is_unreduced(s) ? tokens * s->desc.routing.top_k : tokens;
+}
+
+int64_t spec_present(const layer_spec *s)
+{
+  if (!s->device_count || s->device_tokens > s->tokens) return s->tokens;
+  return s->device_tokens < 0 ? 0 : s->device_tokens;
+}
+
+/* ---- inputs ---------------------------------------------------------------------------------------- */
+
+/* Large tensors take runs of a few thousand random numbers, from other places of them each time. */
+static tensor random_tensor(rng *r, int32_t dtype, int64_t rows, int64_t cols, double deviation)
+{
+  enum { POOL = 8191 };
+  const int64_t count = rows * cols;
+  if (count <= POOL) return tensor_normal(r, dtype, rows, cols, 0, deviation);
+  tensor pool = tensor_normal(r, dtype, 1, POOL, 0, deviation), t = tensor_new(dtype, rows, cols);
+  const int64_t bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype);
+  for (int64_t at = 0; at < count;) {
+    int64_t from = rng_below(r, POOL), run = POOL - from < count - at ? POOL - from : count - at;
+    memcpy(t.data + at * bytes, pool.data + from * bytes, (size_t)(run * bytes));
+    at += run;
+  }
+  return t;
+}
+
+/* Row t becomes row t % distinct. */
+static void repeat_rows(const layer_spec *s, tensor *t)
+{
+  if (s->distinct == 0 || t->data == NULL || t->rows == 0) return;
+  const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  for (int64_t i = s->distinct; i < t->rows; i++) memcpy(t->data + (size_t)i * row, t->data + (size_t)(i % s->distinct) * row, row);
+}
+
+static host_projection projection_new(rng *r, const layer_spec *s, int32_t experts, int64_t out, int64_t in, int32_t major)
+{
+  const bool out_in = major == CUMOE_OUT_IN;
+  host_projection p = {{0}, {0}};
+  p.data = random_tensor(r, s->desc.dtype, experts * (out_in ? out : in), out_in ? in : out, 1 / sqrt((double)in));
+  if (s->bias_dtype) p.bias = random_tensor(r, s->bias_dtype, experts, out, 0.3);
+  return p;
+}
+
+static host_weights weights_new(rng *r, const layer_spec *s, int32_t experts, int32_t inter)
+{
+  host_weights w = {.experts = experts, .hidden = s->desc.hidden, .inter = inter, .dtype = s->desc.dtype,
+                    .gate_order = s->gate_order, .up_major = s->up_major, .down_major = s->down_major};
+  const bool separate = s->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = s->gate_order == CUMOE_UNGATED;
+  if (separate) w.gate = projection_new(r, s, experts, inter, w.hidden, s->up_major);
+  if (separate || ungated) w.up = projection_new(r, s, experts, inter, w.hidden, s->up_major);
+  else w.gate_up = projection_new(r, s, experts, 2 * (int64_t)inter, w.hidden, s->up_major);
+  w.down = projection_new(r, s, experts, w.hidden, inter, s->down_major);
+  oracle_prepare(&w);
+  return w;
+}
+
+/* Global experts in random order onto the local ones; with fewer local experts the rest is -1. */
+static tensor map_new(rng *r, const layer_spec *s)
+{
+  tensor map = tensor_new(CUMOE_I32, 1, s->desc.num_experts);
+  int32_t *to = (int32_t *)(void *)map.data;
+  for (int32_t e = 0; e < s->desc.num_experts; e++) to[e] = e < local_experts(s) ? e : -1;
+  for (int32_t e = s->desc.num_experts - 1; e > 0; e--) {
+    int64_t other = rng_below(r, e + 1);
+    int32_t kept = to[e];
+    to[e] = to[other];
+    to[other] = kept;
+  }
+  return map;
+}
+
+static void make_routing(rng *r, const layer_spec *s, layer_inputs *in)
+{
+  const int32_t experts = spec_router_experts(s), k = s->desc.routing.top_k;
+  if (s->input == INPUT_IDS) {
+    in->ids = route_tokens(r, s->pattern, s->ids_dtype, s->tokens, k, experts);
+    in->id_weights = random_tensor(r, CUMOE_F32, s->tokens, k, 0.5);
+  } else if (s->input == INPUT_LOGITS) {
+    in->logits = random_tensor(r, s->logits_dtype, s->tokens, experts, 2);
+  } else {
+    in->router_weight = random_tensor(r, s->router_dtype, experts, s->desc.hidden, 2 / sqrt((double)s->desc.hidden));
+    if (s->router_bias) in->router_bias = random_tensor(r, s->router_dtype, 1, experts, 0.5);
+  }
+  if (s->select_bias) in->select_bias = random_tensor(r, CUMOE_F32, 1, experts, 0.3);
+  if (s->expert_map || local_experts(s) < s->desc.num_experts) in->expert_map = map_new(r, s);
+}
+
+layer_inputs layer_inputs_new(const layer_spec *s)
+{
+  rng r = {s->seed * 7919};
+  const int32_t hidden = s->desc.hidden;
+  layer_inputs in = {.x = random_tensor(&r, s->desc.dtype, s->tokens, hidden, 1)};
+  make_routing(&r, s, &in);
+  in.routed = weights_new(&r, s, local_experts(s), s->desc.inter);
+  if (s->desc.shared_inter) in.shared = weights_new(&r, s, 1, s->desc.shared_inter);
+  if (s->shared_gate) in.shared_gate = random_tensor(&r, s->router_dtype, 1, hidden, 1 / sqrt((double)hidden));
+  if (s->residual) in.residual = random_tensor(&r, out_dtype(s), s->tokens, hidden, 1);
+  tensor *const rows[] = {&in.x, &in.ids, &in.id_weights, &in.logits, &in.residual};
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) repeat_rows(s, rows[i]);
+  return in;
+}
+
+/* ---- onto the device ------------------------------------------------------------------------------- */
+
+static cumoe_view put(const session *s, const tensor *t, int64_t unit)
+{
+  return t->data ? device_put(s->context, t, s->spec->pad * unit) : no_view();
+}
+
+static cumoe_projection put_projection(const session *s, const host_projection *p, int32_t experts)
+{
+  cumoe_projection out = {0};
+  if (!p->data.data) return out;
+  out.data = put(s, &p->data, 8);
+  out.data.rows /= experts;
+  out.expert_stride = out.data.rows * out.data.ld;
+  out.bias = put(s, &p->bias, 1);
+  return out;
+}
+
+static cumoe_weights bind(const session *s, const host_weights *w)
+{
+  cumoe_weights bound = NULL;
+  cumoe_weights_desc d = {.size = sizeof d, .experts = w->experts, .hidden = w->hidden, .inter = w->inter,
+                          .gate_order = w->gate_order, .up_major = w->up_major, .down_major = w->down_major};
+  d.gate_up = put_projection(s, &w->gate_up, w->experts);
+  d.gate = put_projection(s, &w->gate, w->experts);
+  d.up = put_projection(s, &w->up, w->experts);
+  d.down = put_projection(s, &w->down, w->experts);
+  CHECK_OK(cumoe_weights_bind(s->context, &d, &bound));
+  return bound;
+}
+
+static void put_inputs(session *s)
+{
+  const layer_inputs *in = s->inputs;
+  cumoe_moe_args *a = &s->args;
+  a->x = put(s, &in->x, 8);
+  a->router_weight = put(s, &in->router_weight, 8);
+  a->router_bias = put(s, &in->router_bias, 1);
+  a->logits = put(s, &in->logits, 1);
+  a->ids = put(s, &in->ids, 1);
+  a->weights = put(s, &in->id_weights, 1);
+  a->select_bias = put(s, &in->select_bias, 1);
+  a->expert_map = put(s, &in->expert_map, 1);
+  a->shared_gate = put(s, &in->shared_gate, 8);
+  if (s->spec->residual == RESIDUAL_SEPARATE) a->residual = put(s, &in->residual, 8);
+  if (!s->spec->device_count) return;
+  tensor count = tensor_new(CUMOE_I32, 1, 1);
+  tensor_set(&count, 0, 0, s->spec->device_tokens);
+  a->device_tokens = put(s, &count, 1);
+}
+
+static void make_outputs(session *s)
+{
+  const layer_spec *p = s->spec;
+  cumoe_moe_args *a = &s->args;
+  const int32_t k = p->desc.routing.top_k;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_plan_workspace(s->plan, p->tokens, &bytes));
+  a->workspace = device_new(s->context, CUMOE_U8, 1, (int64_t)bytes, 0);
+  a->out = device_new(s->context, out_dtype(p), rows_of_out(p, p->tokens), p->desc.hidden, p->pad * 8);
+  if (!p->optional_outputs) return;
+  if (p->input != INPUT_IDS) a->ids_out = device_new(s->context, p->ids_dtype, p->tokens, k, p->pad);
+  if (p->input != INPUT_IDS) a->weights_out = device_new(s->context, CUMOE_F32, p->tokens, k, p->pad);
+  a->counts_out = device_new(s->context, CUMOE_I32, 1, local_experts(p), p->pad);
+  a->load = device_new(s->context, CUMOE_I64, 1, local_experts(p), p->pad);
+}
+
+static int64_t load_before(int64_t expert) { return 1000000007 * expert + 5; }
+
+static void poison(session *s, cumoe_view_mut view)
+{
+  if (view.rows * view.cols > 0) CHECK_OK(cumoe_fill(s->context, view, test_poison, s->stream));
+}
+
+void session_reset(session *s)
+{
+  cumoe_moe_args *a = &s->args;
+  s->launches = 0;
+  poison(s, a->out);
+  poison(s, a->ids_out);
+  poison(s, a->weights_out);
+  poison(s, a->counts_out);
+  poison(s, a->workspace);
+  if (s->spec->residual == RESIDUAL_IN_PLACE) {
+    CHECK_OK(cumoe_copy_from_host(s->context, a->out, s->inputs->residual.data,
+                                  (size_t)(a->out.rows * a->out.cols) * cumoe_dtype_bytes((cumoe_dtype)a->out.dtype), s->stream));
+    a->residual = cumoe_const(a->out);
+  }
+  if (a->load.data == NULL) return;
+  int64_t *load = scratch((size_t)a->load.cols, sizeof *load);
+  for (int64_t e = 0; e < a->load.cols; e++) load[e] = load_before(e);
+  CHECK_OK(cumoe_copy_from_host(s->context, a->load, load, (size_t)a->load.cols * sizeof *load, s->stream));
+}
+
+void session_open(session *s, cumoe_context context, const layer_spec *spec, const layer_inputs *inputs)
+{
+  *s = (session){.context = context, .spec = spec, .inputs = inputs, .args = {.size = sizeof s->args, .out_scale = spec->out_scale}};
+  CHECK_OK(cumoe_plan_create(context, &spec->desc, &s->plan));
+  s->routed = bind(s, &inputs->routed);
+  if (spec->desc.shared_inter) s->shared = s->args.shared = bind(s, &inputs->shared);
+  put_inputs(s);
+  make_outputs(s);
+  session_reset(s);
+  CHECK_OK(cumoe_synchronize(context, NULL)); /* the tests' streams do not wait for the default one */
+}
+
+void session_close(session *s)
+{
+  CHECK_OK(cumoe_weights_destroy(s->routed));
+  CHECK_OK(cumoe_weights_destroy(s->shared));
+  CHECK_OK(cumoe_plan_destroy(s->plan));
+}
+
+cumoe_status session_forward(session *s)
+{
+  s->launches++;
+  return cumoe_moe_forward(s->plan, s->routed, &s->args, s->stream);
+}
+
+/* The rows of what a call wrote; the rows after them and everything around must be as before. */
+static tensor collect(session *s, const char *what, cumoe_view_mut view, int64_t rows)
+{
+  cumoe_view part = cumoe_const(view);
+  if (view.owner == 0) return (tensor){0};
+  check_guards(s->context, what, view);
+  if (s->spec->residual != RESIDUAL_IN_PLACE || view.data != s->args.out.data) check_untouched(s->context, what, view, rows);
+  part.rows = rows;
+  return device_get(s->context, part);
+}
+
+layer_outputs session_collect(session *s)
+{
+  const cumoe_moe_args *a = &s->args;
+  const int64_t present = spec_present(s->spec);
+  layer_outputs o;
+  CHECK_OK(cumoe_synchronize(s->context, s->stream));
+  o.out = collect(s, "out", a->out, rows_of_out(s->spec, present));
+  o.ids = collect(s, "ids_out", a->ids_out, present);
+  o.weights = collect(s, "weights_out", a->weights_out, present);
+  o.counts = collect(s, "counts_out", a->counts_out, 1);
+  o.load = collect(s, "load", a->load, 1);
+  check_guards(s->context, "workspace", a->workspace);
+  for (int64_t e = 0; o.load.data && e < o.load.cols; e++) { /* the sums of each call */
+    int64_t *load = (int64_t *)(void *)o.load.data + e;
+    *load -= load_before(e);
+    CHECK_MSG(*load % s->launches == 0, "load[%" PRId64 "] grew by %" PRId64 " in %d calls", e, *load, s->launches);
+    *load /= s->launches;
+  }
+  return o;
+}
+
+layer_outputs run_layer(cumoe_context context, const layer_spec *spec, const layer_inputs *inputs)
+{
+  session s;
+  session_open(&s, context, spec, inputs);
+  CHECK_OK(session_forward(&s));
+  layer_outputs o = session_collect(&s);
+  session_close(&s);
+  return o;
+}
+
+void check_outputs_same(const layer_outputs *a, const layer_outputs *b)
+{
+  check_same("out", &a->out, &b->out);
+  if (a->ids.data) check_same("ids_out", &a->ids, &b->ids);
+  if (a->weights.data) check_same("weights_out", &a->weights, &b->weights);
+  if (a->counts.data) check_same("counts_out", &a->counts, &b->counts);
+  if (a->load.data) check_same("load", &a->load, &b->load);
+}
+
+/* ---- the oracle ------------------------------------------------------------------------------------ */
+
+static const tensor *given(const tensor *t) { return t->data ? t : NULL; }
+
+layer_case layer_case_of(const layer_spec *spec, const layer_inputs *in, cumoe_moe_desc *desc)
+{
+  *desc = spec->desc;
+  desc->local_experts = local_experts(spec);
+  desc->out_dtype = out_dtype(spec);
+  return (layer_case){.desc = desc, .weights = &in->routed, .shared = desc->shared_inter ? &in->shared : NULL, .x = &in->x,
+                      .router_weight = given(&in->router_weight), .router_bias = given(&in->router_bias), .logits = given(&in->logits),
+                      .ids = given(&in->ids), .id_weights = given(&in->id_weights), .select_bias = given(&in->select_bias),
+                      .expert_map = given(&in->expert_map), .shared_gate = given(&in->shared_gate), .residual = given(&in->residual),
+                      .out_scale = spec->out_scale == 0 ? 1 : (double)spec->out_scale};
+}
+
+/* The library's choice where rounding decides it: any k different experts will do, and the rest follows from them. */
+static void check_choice_valid(const layer_spec *s, const layer_outputs *got, int64_t token)
+{
+  const int32_t k = s->desc.routing.top_k, experts = spec_router_experts(s);
+  for (int32_t j = 0; j < k; j++) {
+    const double id = tensor_get(&got->ids, token, j);
+    CHECK_MSG(id >= 0 && id < experts, "token %" PRId64 ": id %g of %d experts", token, id, experts);
+    for (int32_t i = 0; i < j; i++) CHECK_MSG(tensor_get(&got->ids, token, i) != id, "token %" PRId64 ": expert %g twice", token, id);
+  }
+}
+
+static void check_routing(const layer_spec *s, const layer_outputs *got, const layer_result *want, int64_t token)
+{
+  for (int32_t j = 0; j < s->desc.routing.top_k; j++)
+    CHECK_MSG(tensor_get(&got->ids, token, j) == want->ids[j], "ids_out[%" PRId64 ", %d] is %g, want %d", token, j,
+              tensor_get(&got->ids, token, j), want->ids[j]);
+  check_bounded_row("weights_out", &got->weights, token, want->weights);
+}
+
+/* Token t and every one that repeats it. Returns whether the oracle alone could tell the answer. */
+static bool check_token(const layer_spec *s, layer_case c, const layer_outputs *got, int64_t token)
+{
+  const int64_t step = s->distinct ? s->distinct : s->tokens, width = is_unreduced(s) ? s->desc.routing.top_k : 1;
+  layer_result want = oracle_layer(&c, token);
+  const bool decided = want.decided;
+  if (!decided && got->ids.data == NULL) return false;
+  if (!decided) {
+    c.logits = c.router_weight = c.router_bias = c.select_bias = NULL;
+    c.ids = &got->ids;
+    c.id_weights = &got->weights;
+    want = oracle_layer(&c, token);
+  }
+  for (int64_t t = token; t < spec_present(s); t += step) {
+    if (got->ids.data) check_choice_valid(s, got, t);
+    if (got->ids.data && decided) check_routing(s, got, &want, t);
+    for (int64_t j = 0; j < width; j++) check_bounded_row("out", &got->out, t * width + j, want.out + j * s->desc.hidden);
+  }
+  return decided;
+}
+
+static void check_counts(const layer_spec *s, const layer_inputs *in, const layer_outputs *got)
+{
+  const tensor *ids = in->ids.data ? &in->ids : &got->ids;
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(s, in, &desc);
+  int64_t *want = scratch((size_t)desc.local_experts, sizeof *want);
+  for (int64_t t = 0; t < spec_present(s); t++)
+    for (int32_t j = 0; j < desc.routing.top_k; j++) {
+      int32_t to = oracle_destination(&desc, c.expert_map, tensor_get(ids, t, j));
+      if (to >= 0) want[to]++;
+    }
+  for (int32_t e = 0; e < desc.local_experts; e++) {
+    CHECK_MSG(tensor_get(&got->counts, 0, e) == (double)want[e], "counts_out[%d] is %g, want %" PRId64, e, tensor_get(&got->counts, 0, e), want[e]);
+    CHECK_MSG(tensor_get(&got->load, 0, e) == (double)want[e], "load[%d] grew by %g, want %" PRId64, e, tensor_get(&got->load, 0, e), want[e]);
+  }
+}
+
+void check_layer(const layer_spec *spec, const layer_inputs *inputs, const layer_outputs *got)
+{
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(spec, inputs, &desc);
+  const int64_t present = spec_present(spec), distinct = spec->distinct && spec->distinct < present ? spec->distinct : present;
+  int64_t open = 0;
+  for (int64_t t = 0; t < distinct; t++) {
+    const int mark = scratch_mark();
+    if (!check_token(spec, c, got, t)) open++;
+    scratch_release(mark);
+  }
+  CHECK_MSG(open * 3 <= distinct + 3, "%" PRId64 " of %" PRId64 " tokens cannot be decided: the case tests too little", open, distinct);
+  if (got->counts.data) check_counts(spec, inputs, got);
+}
+
+/* ---- faults ---------------------------------------------------------------------------------------- */
+
+void check_fault(cumoe_context context, cumoe_stream stream, int32_t code)
+{
+  cumoe_fault fault = {0};
+  CHECK_OK(cumoe_fault_read(context, stream, &fault));
+  CHECK_MSG(fault.code == code, "fault %d (token %" PRId64 ", slot %d), want %d", fault.code, fault.token, fault.slot, code);
+  CHECK_MSG(cumoe_fault_pending(context) == (code != CUMOE_FAULT_NONE), "fault_pending is %d", cumoe_fault_pending(context));
+  CHECK_OK(cumoe_fault_clear(context, stream));
+}
+
+int32_t expected_fault(const layer_spec *s, const layer_inputs *in)
+{
+  if (s->tokens == 0) return CUMOE_FAULT_NONE;
+  if (s->device_count && spec_present(s) != s->device_tokens) return CUMOE_FAULT_TOKEN_COUNT;
+  for (int64_t t = 0; in->ids.data && t < spec_present(s); t++)
+    for (int32_t j = 0; j < s->desc.routing.top_k; j++) {
+      const double id = tensor_get(&in->ids, t, j);
+      if (id < -1 || id >= spec_router_experts(s)) return CUMOE_FAULT_EXPERT_ID;
+    }
+  return CUMOE_FAULT_NONE;
+}
