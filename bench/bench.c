@@ -174,22 +174,30 @@ static cumoe_status list_variants(bench *b)
   return CUMOE_OK;
 }
 
+/* -1: no such row. */
 static int32_t find_variant(bench *b, const char *text)
 {
   char *end;
   const long index = strtol(text, &end, 10);
-  if (*text && !*end) return index < INT32_MAX ? (int32_t)index : INT32_MAX;
+  if (*text && !*end) return index >= 0 && index < cumoe_variant_count() ? (int32_t)index : -1;
   for (int32_t i = 0; i < cumoe_variant_count(); ++i) {
     cumoe_variant_info info = {.size = sizeof info};
     if (cumoe_variant_get(b->context, i, &info) == CUMOE_OK && strcmp(info.name, text) == 0) return i;
   }
-  return INT32_MAX;
+  return -1;
 }
 
 static cumoe_status force_variants(bench *b)
 {
-  for (int32_t i = 0; i < b->o.forced_count; ++i)
-    TRY(cumoe_variant_force(b->context, find_variant(b, b->o.forced[i])));
+  for (int32_t i = 0; i < b->o.forced_count; ++i) {
+    const int32_t index = find_variant(b, b->o.forced[i]);
+    if (index < 0) {
+      snprintf(b->error, sizeof b->error, "%s is no row of the kernel table (--list prints it)",
+               b->o.forced[i]);
+      return CUMOE_ERR_INVALID_ARGUMENT;
+    }
+    TRY(cumoe_variant_force(b->context, index));
+  }
   return CUMOE_OK;
 }
 

@@ -78,8 +78,11 @@ void print_header(const bench *b)
   forced_text(b, forced, sizeof forced);
   routing_text(b, routing, sizeof routing);
   printf("cumoe %s (commit %s, %s), %s\n", f.library, f.commit, cumoe_architectures(), f.date);
-  printf("%s, %d multiprocessors, L2 %.0f MB; driver %s, CUDA runtime %s, cuBLAS %s\n", b->device.name,
-         (int)b->device.multiprocessors, 1e-6 * (double)b->device.l2_bytes, f.driver, f.runtime, f.cublas);
+  if (b->device.device == CUMOE_DEVICE_CPU)
+    printf("%s\n", b->device.name);
+  else
+    printf("%s, %d multiprocessors, L2 %.0f MB; driver %s, CUDA runtime %s, cuBLAS %s\n", b->device.name,
+           (int)b->device.multiprocessors, 1e-6 * (double)b->device.l2_bytes, f.driver, f.runtime, f.cublas);
   printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "",
          forced);
   printf("Times: microseconds a call, median of graph replays over rotating inputs. layer: the whole of it, "
@@ -105,17 +108,17 @@ void print_shape(const bench *b, const model *m)
 }
 
 /* Three or four digits that matter. */
-static void print_us(int width, double us)
+static void print_number(int width, double value)
 {
-  if (us <= 0)
+  if (value <= 0)
     printf(" %*s", width, "-");
   else
-    printf(" %*.*f", width, us < 99.95 ? 2 : us < 999.5 ? 1 : 0, us);
+    printf(" %*.*f", width, value < 99.95 ? 2 : value < 999.5 ? 1 : 0, value);
 }
 
 static void print_peer(double peer, double layer)
 {
-  print_us(8, peer);
+  print_number(8, peer);
   if (peer > 0)
     printf(" %5.2f |", peer / layer);
   else
@@ -136,18 +139,20 @@ void print_row(const bench *b, const result *r)
   const double layer = r->timings[ITEM_layer].median;
   double stages = 0;
   printf("%6lld %6.1f", (long long)r->cell->tokens, r->active);
-  print_us(8, layer);
-  print_us(8, r->floor_us);
+  print_number(8, layer);
+  print_number(8, r->floor_us);
   if (r->floor_us > 0)
     printf(" %5.1f%%", 100 * r->floor_us / layer);
   else
     printf(" %6s", "-");
-  printf(" %7.1f %6.0f |", 1e-6 * r->flops / layer, 1e-3 * r->weight_bytes / layer);
+  print_number(7, 1e-6 * r->flops / layer);
+  print_number(6, 1e-3 * r->weight_bytes / layer);
+  printf(" |");
   for (int32_t i = ITEM_router; i <= ITEM_combine; ++i) {
-    print_us(i == ITEM_up || i == ITEM_down ? 8 : 7, r->timings[i].median);
+    print_number(i == ITEM_up || i == ITEM_down ? 8 : 7, r->timings[i].median);
     stages += r->timings[i].median;
   }
-  print_us(8, stages);
+  print_number(8, stages);
   printf(" |");
   print_peer(r->timings[ITEM_dense].median, layer);
   if (b->o.grouped) print_peer(r->timings[ITEM_grouped].median, layer);
@@ -194,7 +199,7 @@ static void csv_identity(const bench *b, const result *r)
 static void csv_facts(const bench *b, const result *r)
 {
   const facts f = read_facts(b);
-  fprintf(b->csv, ",%s,%.3g,%s,%s,%s,%s,%s,%s,%s\n", verdict_good(&r->verdict) ? "ok" : "WRONG",
+  fprintf(b->csv, ",%s,%.3g,\"%s\",%s,%s,%s,%s,%s,%s\n", verdict_good(&r->verdict) ? "ok" : "WRONG",
           r->verdict.worst, b->device.name, f.driver, f.runtime, f.cublas, f.library, f.commit, f.date);
   fflush(b->csv);
 }
