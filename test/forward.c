@@ -1,0 +1,907 @@
+/*
+ * cumoe_moe_forward as a whole, on every usable device and in every type, against the oracle's bound for each
+ * element; and relations that need no oracle: repeated, permuted, split and poisoned calls.
+ *
+ * Every case runs twice, over memory filled with two different bytes, and both results must have the same bits.
+ */
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "session.h"
+
+static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
+static const uint8_t poisons[] = {0xff, 0x3b};
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- one case -------------------------------------------------------------------------------------- */
+
+static layer_outputs run_twice(cumoe_context context, const layer_spec *spec, const layer_inputs *in)
+{
+  layer_outputs o[2];
+  for (int i = 0; i < 2; i++) {
+    test_poison = poisons[i];
+    o[i] = run_layer(context, spec, in);
+    check_fault(context, NULL, expected_fault(spec, in));
+  }
+  check_outputs_same(&o[0], &o[1]);
+  return o[1];
+}
+
+static void run_case(cumoe_context context, const layer_spec *spec)
+{
+  const layer_inputs in = layer_inputs_new(spec);
+  const layer_outputs o = run_twice(context, spec, &in);
+  check_layer(spec, &in, &o);
+}
+
+/* ---- tokens x patterns ----------------------------------------------------------------------------- */
+
+static const int64_t token_counts[] = {0,  1,  2,  3,   7,   8,   15,  16,  17,  31,   32,   33,  63,
+                                       64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2047, 4096, 8193};
+
+static int64_t multiple_of_8(rng *r, int64_t most) { return 8 * (1 + rng_below(r, most / 8)); }
+
+static void set_layout(rng *r, layer_spec *s)
+{
+  const bool ungated = s->desc.flags & CUMOE_MOE_UNGATED;
+  s->gate_order = ungated ? CUMOE_UNGATED : (int32_t)(CUMOE_GATE_UP_CONCAT + rng_below(r, 5));
+  s->up_major = (int32_t)(CUMOE_OUT_IN + rng_below(r, 2));
+  s->down_major = (int32_t)(CUMOE_OUT_IN + rng_below(r, 2));
+  s->bias_dtype = rng_below(r, 3) ? 0 : rng_below(r, 2) ? CUMOE_F32 : s->desc.dtype;
+}
+
+/* Widths that are multiples of 8 and mostly of nothing more; smaller for many tokens on the CPU. */
+static layer_spec sized_spec(rng *r, cumoe_context context, int32_t dtype, int64_t tokens)
+{
+  const int64_t most = on_device(context) ? 400 : tokens > 300 ? 24 : tokens > 100 ? 56 : 136;
+  layer_spec s = layer_spec_new(dtype, tokens, (int32_t)multiple_of_8(r, most), (int32_t)multiple_of_8(r, most));
+  s.distinct = tokens > 61 ? 61 : 0;
+  s.pad = rng_below(r, 3);
+  s.seed = rng_next(r);
+  s.ids_dtype = rng_below(r, 2) ? CUMOE_I32 : CUMOE_I64;
+  return s;
+}
+
+static void sweep_tokens(cumoe_context context, int32_t dtype, rng *r)
+{
+  if (!group_begin("%s: tokens x patterns, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (size_t i = 0; i < sizeof token_counts / sizeof token_counts[0]; i++)
+    for (pattern p = 0; p < PATTERN_COUNT; p++) {
+      if (!on_device(context) && token_counts[i] > 1025) continue;
+      layer_spec s = sized_spec(r, context, dtype, token_counts[i]);
+      s.desc.num_experts = 3 + (int32_t)rng_below(r, 20);
+      s.desc.routing.top_k = 1 + (int32_t)rng_below(r, 4);
+      s.pattern = p;
+      s.optional_outputs = p & 1;
+      set_layout(r, &s);
+      case_begin("T %" PRId64 " %s E %d k %d H %d I %d order %d major %d %d", s.tokens, pattern_name(p), s.desc.num_experts,
+                 s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.gate_order, s.up_major, s.down_major);
+      run_case(context, &s);
+      case_end();
+    }
+  group_end();
+}
+
+/* ---- experts x slots ------------------------------------------------------------------------------- */
+
+static void sweep_experts(cumoe_context context, int32_t dtype, rng *r)
+{
+  static const int32_t experts[] = {1, 8, 60, 128, 160, 255, 256, 257, 384, 512, 1000, 1023, 1024}, slots[] = {1, 2, 4, 8, 10, 17, 32};
+  if (!group_begin("%s: experts x slots, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (size_t i = 0; i < sizeof experts / sizeof experts[0]; i++)
+    for (size_t j = 0; j < sizeof slots / sizeof slots[0]; j++) {
+      if (slots[j] > experts[i]) continue;
+      if (!on_device(context) && (i + j + (size_t)dtype) % 3) continue; /* each pair once, in one of the types */
+      layer_spec s = sized_spec(r, context, dtype, 37);
+      s.desc.num_experts = experts[i];
+      s.desc.routing.top_k = slots[j];
+      if (experts[i] > 60) s.desc.hidden = 24, s.desc.inter = 8;
+      s.input = (routing_input)(rng_below(r, 2) + 1);
+      s.select_bias = rng_below(r, 2);
+      s.optional_outputs = true;
+      case_begin("E %d k %d %s", experts[i], slots[j], s.input == INPUT_LOGITS ? "logits" : "router");
+      run_case(context, &s);
+      case_end();
+    }
+  group_end();
+}
+
+/* ---- features one by one --------------------------------------------------------------------------- */
+
+/* Each line changes `s`; the layer has 16 experts, 4 slots, and routes from logits in f32. */
+#define FEATURES(X)                                                                                           \
+  X("router weight", s->input = INPUT_ROUTER)                                                                 \
+  X("router weight in f32", s->input = INPUT_ROUTER, s->router_dtype = CUMOE_F32)                             \
+  X("router weight and bias", s->input = INPUT_ROUTER, s->router_bias = true)                                 \
+  X("logits f32", s->logits_dtype = CUMOE_F32)                                                                \
+  X("logits bf16", s->logits_dtype = CUMOE_BF16)                                                              \
+  X("logits f16", s->logits_dtype = CUMOE_F16)                                                                \
+  X("ids i32", s->input = INPUT_IDS)                                                                          \
+  X("ids i64", s->input = INPUT_IDS, s->ids_dtype = CUMOE_I64)                                                \
+  X("mixtral", r->flags = CUMOE_ROUTE_RENORMALIZE)                                                            \
+  X("qwen3", *r = cumoe_routing_qwen3(4))                                                                     \
+  X("qwen2", *r = cumoe_routing_qwen2(4))                                                                     \
+  X("gpt-oss", *r = cumoe_routing_gpt_oss(4), d->act = CUMOE_ACT_SWIGLU_OAI, d->act_limit = 1.5f,              \
+    s->gate_order = CUMOE_GATE_UP_INTERLEAVED, s->bias_dtype = CUMOE_F32, s->input = INPUT_ROUTER,             \
+    s->router_bias = true)                                                                                    \
+  X("llama4", *r = cumoe_routing_llama4(1), d->shared_inter = 40)                                             \
+  X("llama4 with more slots", *r = cumoe_routing_llama4(3))                                                   \
+  X("deepseek-v3", *r = cumoe_routing_deepseek_v3(4, 8, 4, 2.5f), s->select_bias = true, d->shared_inter = 24) \
+  X("groups by best", r->n_group = 4, r->topk_group = 2)                                                      \
+  X("groups by best two", r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO)           \
+  X("groups of one", r->n_group = 16, r->topk_group = 5, r->group_score = CUMOE_GROUP_BEST_TWO)               \
+  X("sigmoid", r->score = CUMOE_SCORE_SIGMOID)                                                                \
+  X("square root of softplus", r->score = CUMOE_SCORE_SQRT_SOFTPLUS)                                          \
+  X("identity score", r->score = CUMOE_SCORE_IDENTITY)                                                        \
+  X("sigmoid renormalised with eps", r->score = CUMOE_SCORE_SIGMOID, r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.5f) \
+  X("renormalised with minimum", r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f)                     \
+  X("selection bias", s->select_bias = true, r->score = CUMOE_SCORE_SIGMOID)                                  \
+  X("softcap", r->softcap = 1.5f)                                                                             \
+  X("routed scale", r->routed_scale = 2.446f)                                                                 \
+  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                               \
+  X("zero experts", r->zero_experts = 5)                                                                      \
+  X("identity experts", r->identity_experts = 6)                                                              \
+  X("zero and identity experts", r->zero_experts = 3, r->identity_experts = 4, s->input = INPUT_ROUTER)       \
+  X("zero and identity experts from ids", r->zero_experts = 9, r->identity_experts = 8, s->input = INPUT_IDS) \
+  X("shuffled expert map", s->expert_map = true)                                                              \
+  X("a third of the experts", d->local_experts = 5)                                                           \
+  X("one expert of 16", d->local_experts = 1)                                                                 \
+  X("shared expert", d->shared_inter = 56)                                                                    \
+  X("gated shared expert", d->shared_inter = 56, s->shared_gate = true)                                       \
+  X("gated shared expert, gate in f32", d->shared_inter = 8, s->shared_gate = true, s->router_dtype = CUMOE_F32) \
+  X("shared expert with bias", d->shared_inter = 56, s->bias_dtype = CUMOE_F32)                               \
+  X("residual", s->residual = RESIDUAL_SEPARATE)                                                              \
+  X("residual in place", s->residual = RESIDUAL_IN_PLACE)                                                     \
+  X("out_scale", s->out_scale = 0.37f)                                                                        \
+  X("everything scaled", s->out_scale = -1.7f, d->shared_inter = 24, s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE) \
+  X("out in f32", d->out_dtype = CUMOE_F32)                                                                   \
+  X("out in f32 with residual in place", d->out_dtype = CUMOE_F32, s->residual = RESIDUAL_IN_PLACE)           \
+  X("unreduced", d->flags = CUMOE_MOE_UNREDUCED)                                                              \
+  X("unreduced in f32", d->flags = CUMOE_MOE_UNREDUCED, d->out_dtype = CUMOE_F32)                             \
+  X("unreduced, hostile ids", d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS, s->pattern = PATTERN_HOSTILE) \
+  X("unreduced, identity experts", d->flags = CUMOE_MOE_UNREDUCED, r->identity_experts = 9)                   \
+  X("ungated", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED)                                   \
+  X("ungated relu2 with bias", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED, d->act = CUMOE_ACT_RELU2, \
+    s->bias_dtype = CUMOE_F32)                                                                                \
+  X("geglu erf", d->act = CUMOE_ACT_GELU_ERF)                                                                 \
+  X("geglu tanh", d->act = CUMOE_ACT_GELU_TANH)                                                               \
+  X("relu", d->act = CUMOE_ACT_RELU)                                                                          \
+  X("relu2", d->act = CUMOE_ACT_RELU2)                                                                        \
+  X("bilinear", d->act = CUMOE_ACT_IDENTITY)                                                                  \
+  X("clamped swiglu", d->act_limit = 0.6f)                                                                    \
+  X("gpt-oss act, other alpha", d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f)                            \
+  X("all tokens by device count", s->device_count = true, s->device_tokens = 45)                              \
+  X("some tokens by device count", s->device_count = true, s->device_tokens = 17)                             \
+  X("no token by device count", s->device_count = true, s->device_tokens = 0)                                 \
+  X("negative device count", s->device_count = true, s->device_tokens = -3)                                   \
+  X("device count too large", s->device_count = true, s->device_tokens = 46)                                  \
+  X("device count, shared, in place", s->device_count = true, s->device_tokens = 33, d->shared_inter = 40,    \
+    s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE, s->input = INPUT_ROUTER)                          \
+  X("device count, unreduced, ids", s->device_count = true, s->device_tokens = 7, d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS)
+
+static const char *const feature_names[] = {
+#define FEATURE_NAME(name, ...) name,
+    FEATURES(FEATURE_NAME)
+#undef FEATURE_NAME
+};
+enum { FEATURE_COUNT = sizeof feature_names / sizeof feature_names[0] };
+
+static void set_feature(layer_spec *s, int feature)
+{
+  cumoe_moe_desc *d = &s->desc;
+  cumoe_routing *r = &d->routing;
+  int n = 0;
+#define FEATURE_SET(name, ...)                                                                                \
+  if (feature == n++) (void)(__VA_ARGS__);
+  FEATURES(FEATURE_SET)
+#undef FEATURE_SET
+}
+
+static layer_spec feature_spec(int feature, int32_t dtype, int64_t tokens, uint64_t seed)
+{
+  layer_spec s = layer_spec_new(dtype, tokens, 72, 56);
+  s.desc.num_experts = 16;
+  s.desc.routing = cumoe_routing_qwen2(4);
+  s.input = INPUT_LOGITS;
+  s.optional_outputs = true;
+  s.pad = 1;
+  s.seed = seed;
+  set_feature(&s, feature);
+  return s;
+}
+
+static void sweep_features(cumoe_context context, int32_t dtype)
+{
+  if (!group_begin("%s: features, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int i = 0; i < FEATURE_COUNT; i++) {
+    layer_spec s = feature_spec(i, dtype, 45, (uint64_t)i + 1);
+    case_begin("%s", feature_names[i]);
+    run_case(context, &s);
+    case_end();
+  }
+  group_end();
+}
+
+/* ---- features together ----------------------------------------------------------------------------- */
+
+static void set_random_routing(rng *r, layer_spec *s)
+{
+  cumoe_routing *g = &s->desc.routing;
+  *g = cumoe_routing_make((cumoe_score)rng_below(r, 4), 1, (uint32_t)rng_below(r, 8) & ~(uint32_t)CUMOE_ROUTE_SCORE_AFTER_TOPK);
+  if (g->score == CUMOE_SCORE_SOFTMAX && rng_below(r, 2)) g->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK;
+  if (g->score == CUMOE_SCORE_IDENTITY) g->flags &= ~(uint32_t)CUMOE_ROUTE_RENORMALIZE; /* sums near 0 decide nothing */
+  if (rng_below(r, 3) == 0) g->routed_scale = 1.3f;
+  if (rng_below(r, 4) == 0) g->softcap = 4.f;
+  if (rng_below(r, 3) == 0) g->zero_experts = (int32_t)rng_below(r, 5);
+  if (!(g->flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) && rng_below(r, 3) == 0) g->identity_experts = (int32_t)rng_below(r, 5);
+  const int32_t experts = spec_router_experts(s);
+  int32_t open = experts;
+  if (rng_below(r, 3) == 0) {
+    g->n_group = 1 + (int32_t)rng_below(r, least(8, experts));
+    while (experts % g->n_group) g->n_group--;
+    g->topk_group = 1 + (int32_t)rng_below(r, g->n_group);
+    g->group_score = (int32_t)rng_below(r, 2);
+    open = experts / g->n_group * g->topk_group;
+  }
+  g->top_k = 1 + (int32_t)rng_below(r, least(open, 9));
+  s->input = (routing_input)rng_below(r, 3);
+  s->select_bias = s->input != INPUT_IDS && rng_below(r, 2);
+  s->router_bias = rng_below(r, 2);
+  s->pattern = (pattern)rng_below(r, PATTERN_COUNT);
+  s->logits_dtype = types[rng_below(r, 3)];
+  if (rng_below(r, 2)) s->router_dtype = CUMOE_F32;
+}
+
+static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
+{
+  static const int32_t acts[] = {CUMOE_ACT_SILU, CUMOE_ACT_GELU_ERF, CUMOE_ACT_GELU_TANH, CUMOE_ACT_RELU, CUMOE_ACT_RELU2, CUMOE_ACT_IDENTITY};
+  layer_spec s = sized_spec(r, context, dtype, rng_below(r, on_device(context) ? 400 : 90));
+  s.desc.num_experts = 1 + (int32_t)rng_below(r, 40);
+  s.desc.act = acts[rng_below(r, 6)];
+  if (rng_below(r, 5) == 0) s.desc.flags |= CUMOE_MOE_UNGATED;
+  else if (rng_below(r, 4) == 0) s.desc.act = CUMOE_ACT_SWIGLU_OAI, s.desc.act_alpha = (float)rng_below(r, 2) * 1.2f;
+  if (!(s.desc.flags & CUMOE_MOE_UNGATED) && rng_below(r, 3) == 0) s.desc.act_limit = 0.9f;
+  if (rng_below(r, 5) == 0) s.desc.flags |= CUMOE_MOE_UNREDUCED;
+  if (rng_below(r, 3) == 0) s.desc.out_dtype = CUMOE_F32;
+  if (rng_below(r, 3) == 0) s.desc.local_experts = 1 + (int32_t)rng_below(r, s.desc.num_experts);
+  s.expert_map = rng_below(r, 2);
+  if (!(s.desc.flags & CUMOE_MOE_UNREDUCED)) {
+    s.residual = (residual_form)rng_below(r, 3);
+    if (rng_below(r, 2)) s.desc.shared_inter = (int32_t)multiple_of_8(r, 100);
+    s.shared_gate = s.desc.shared_inter && rng_below(r, 2);
+    s.out_scale = rng_below(r, 2) ? 0.f : 0.75f;
+  }
+  s.optional_outputs = true;
+  s.device_count = rng_below(r, 3) == 0;
+  s.device_tokens = (int32_t)rng_below(r, s.tokens + 1);
+  set_layout(r, &s);
+  set_random_routing(r, &s);
+  return s;
+}
+
+static void sweep_random(cumoe_context context, int32_t dtype)
+{
+  if (!group_begin("%s: random layers, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int i = 0; i < (on_device(context) ? 400 : 120); i++) {
+    rng r = {(uint64_t)i * 3 + (uint64_t)dtype};
+    layer_spec s = random_spec(&r, context, dtype);
+    case_begin("seed %d: T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u", i, s.tokens, s.desc.num_experts,
+               s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.input, s.desc.routing.score, s.desc.routing.flags);
+    run_case(context, &s);
+    case_end();
+  }
+  group_end();
+}
+
+/* ---- larger layers --------------------------------------------------------------------------------- */
+
+typedef struct big_shape {
+  int32_t experts, slots, hidden, inter;
+} big_shape;
+
+/* Widths of real models with fewer experts; the number of tokens decides between the kernels. */
+static void sweep_models(cumoe_context context, int32_t dtype)
+{
+  static const big_shape shapes[] = {{8, 2, 1024, 1792}, {16, 6, 2048, 1408}, {16, 4, 2880, 2880}, {32, 8, 2048, 768}};
+  static const int64_t tokens[] = {1, 5, 33, 300, 2100};
+  if (!group_begin("%s: widths of models, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+    for (size_t j = 0; j < sizeof tokens / sizeof tokens[0]; j++) {
+      layer_spec s = layer_spec_new(dtype, tokens[j], shapes[i].hidden, shapes[i].inter);
+      s.desc.num_experts = shapes[i].experts;
+      s.desc.routing = cumoe_routing_qwen3(shapes[i].slots);
+      s.distinct = 3;
+      s.input = INPUT_ROUTER;
+      s.optional_outputs = true;
+      s.up_major = j & 1 ? CUMOE_IN_OUT : CUMOE_OUT_IN;
+      s.down_major = j & 2 ? CUMOE_IN_OUT : CUMOE_OUT_IN;
+      case_begin("T %" PRId64 " E %d k %d H %d I %d", tokens[j], shapes[i].experts, shapes[i].slots, shapes[i].hidden, shapes[i].inter);
+      if (!on_device(context)) {
+        case_skip("too slow on the CPU device");
+        continue;
+      }
+      run_case(context, &s);
+      case_end();
+    }
+  group_end();
+}
+
+/* ---- shards ---------------------------------------------------------------------------------------- */
+
+/* The experts that `map` keeps, in the order of their local numbers. */
+static host_projection pick_experts(const host_projection *p, const tensor *map, int32_t experts, int32_t local)
+{
+  host_projection out = {{0}, {0}};
+  if (p->data.data == NULL) return out;
+  const int64_t rows = p->data.rows / experts;
+  const size_t bytes = (size_t)(rows * p->data.cols) * cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
+  const size_t bias_bytes = p->bias.data ? (size_t)p->bias.cols * cumoe_dtype_bytes((cumoe_dtype)p->bias.dtype) : 0;
+  out.data = tensor_new(p->data.dtype, local * rows, p->data.cols);
+  if (bias_bytes) out.bias = tensor_new(p->bias.dtype, local, p->bias.cols);
+  for (int32_t e = 0; e < experts; e++) {
+    const int64_t to = (int64_t)tensor_get(map, 0, e);
+    if (to < 0) continue;
+    memcpy(out.data.data + (size_t)to * bytes, p->data.data + (size_t)e * bytes, bytes);
+    if (bias_bytes) memcpy(out.bias.data + (size_t)to * bias_bytes, p->bias.data + (size_t)e * bias_bytes, bias_bytes);
+  }
+  return out;
+}
+
+static layer_inputs shard_inputs(const layer_spec *s, const layer_inputs *whole, const int32_t *order, int32_t first)
+{
+  layer_inputs in = *whole;
+  const int32_t experts = s->desc.num_experts, local = s->desc.local_experts;
+  in.expert_map = tensor_new(CUMOE_I32, 1, experts);
+  for (int32_t i = 0; i < experts; i++)
+    tensor_set(&in.expert_map, 0, order[i], i >= first && i < first + local ? i - first : -1);
+  in.routed.experts = local;
+  in.routed.gate_up = pick_experts(&whole->routed.gate_up, &in.expert_map, experts, local);
+  in.routed.gate = pick_experts(&whole->routed.gate, &in.expert_map, experts, local);
+  in.routed.up = pick_experts(&whole->routed.up, &in.expert_map, experts, local);
+  in.routed.down = pick_experts(&whole->routed.down, &in.expert_map, experts, local);
+  oracle_prepare(&in.routed);
+  return in;
+}
+
+/* The sum of the shards' results may differ from the whole by all their bounds together. */
+static void check_sum(const layer_spec *s, const layer_inputs *in, const double *sum, const double *bound)
+{
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(s, in, &desc);
+  const int32_t hidden = s->desc.hidden;
+  for (int64_t t = 0; t < s->tokens; t++) {
+    const int mark = scratch_mark();
+    const layer_result want = oracle_layer(&c, t);
+    for (int32_t i = 0; want.decided && i < hidden; i++) {
+      const double error = fabs(sum[t * hidden + i] - want.out[i].value), most = bound[t * hidden + i] + want.out[i].bound;
+      CHECK_MSG(error <= most, "token %" PRId64 " channel %d: the shards sum to %.9g, the whole is %.9g within %.3g", t, i,
+                sum[t * hidden + i], want.out[i].value, most);
+    }
+    scratch_release(mark);
+  }
+}
+
+static void add_shard(const layer_spec *s, const layer_inputs *in, const layer_outputs *o, double *sum, double *bound)
+{
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(s, in, &desc);
+  for (int64_t t = 0; t < s->tokens; t++) {
+    const int mark = scratch_mark();
+    const layer_result want = oracle_layer(&c, t);
+    for (int32_t i = 0; i < s->desc.hidden; i++) {
+      sum[t * s->desc.hidden + i] += tensor_get(&o->out, t, i);
+      bound[t * s->desc.hidden + i] += want.out[i].bound;
+    }
+    scratch_release(mark);
+  }
+}
+
+static void shards_case(cumoe_context context, layer_spec s, rng *r)
+{
+  enum { SHARDS = 4 };
+  const layer_inputs whole = layer_inputs_new(&s);
+  const int32_t experts = s.desc.num_experts;
+  const size_t count = (size_t)(s.tokens * s.desc.hidden);
+  double *sum = scratch(count, sizeof *sum), *bound = scratch(count, sizeof *bound);
+  int32_t *order = scratch((size_t)experts, sizeof *order);
+  layer_spec shard = s;
+  shard.desc.local_experts = experts / SHARDS;
+  for (int32_t e = 0; e < experts; e++) order[e] = e;
+  for (int32_t e = experts - 1; e > 0; e--) {
+    const int64_t other = rng_below(r, e + 1);
+    const int32_t kept = order[e];
+    order[e] = order[other];
+    order[other] = kept;
+  }
+  for (int32_t i = 0; i < SHARDS; i++) {
+    const layer_inputs in = shard_inputs(&shard, &whole, order, i * shard.desc.local_experts);
+    const layer_outputs o = run_twice(context, &shard, &in);
+    check_layer(&shard, &in, &o);
+    add_shard(&shard, &in, &o, sum, bound);
+  }
+  check_sum(&s, &whole, sum, bound);
+}
+
+static void sweep_shards(cumoe_context context, int32_t dtype, rng *r)
+{
+  if (!group_begin("%s: shards, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int i = 0; i < 3; i++) {
+    layer_spec s = layer_spec_new(dtype, 41, 72, 40);
+    s.desc.num_experts = i == 2 ? 64 : 16;
+    s.desc.out_dtype = CUMOE_F32;
+    s.desc.routing = cumoe_routing_qwen3(6);
+    s.input = (routing_input)i;
+    s.optional_outputs = true;
+    s.bias_dtype = i ? CUMOE_F32 : 0;
+    s.seed = (uint64_t)i + 77;
+    case_begin("%d experts, input %d", s.desc.num_experts, i);
+    shards_case(context, s, r);
+    case_end();
+  }
+  group_end();
+}
+
+/* ---- relations without an oracle ------------------------------------------------------------------- */
+
+/* Layers that reach every stage, in sizes on both sides of the kernels' tiles. */
+static layer_spec relation_spec(cumoe_context context, int32_t dtype, int which)
+{
+  static const int64_t tokens[] = {5, 70, 257};
+  const bool large = on_device(context);
+  layer_spec s = layer_spec_new(dtype, tokens[which] * (large ? 3 : 1), large ? 520 : 72, large ? 264 : 40);
+  s.desc.num_experts = 12;
+  s.desc.routing = cumoe_routing_deepseek_v3(4, 4, 2, 1.5f);
+  s.desc.shared_inter = 48;
+  s.shared_gate = true;
+  s.residual = RESIDUAL_SEPARATE;
+  s.input = which == 1 ? INPUT_LOGITS : INPUT_ROUTER;
+  s.select_bias = true;
+  s.optional_outputs = true;
+  s.seed = (uint64_t)which + 5;
+  return s;
+}
+
+static void repeat_case(cumoe_context context, const layer_spec *spec)
+{
+  const layer_inputs in = layer_inputs_new(spec);
+  session s;
+  layer_outputs first = {0};
+  session_open(&s, context, spec, &in);
+  for (int i = 0; i < 20; i++) {
+    CHECK_OK(session_forward(&s));
+    layer_outputs o = session_collect(&s);
+    if (i == 0) first = o;
+    else check_outputs_same(&first, &o);
+  }
+  session_close(&s);
+}
+
+static tensor permuted_rows(const tensor *t, const int64_t *order)
+{
+  if (t->data == NULL) return *t;
+  tensor out = tensor_new(t->dtype, t->rows, t->cols);
+  const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  for (int64_t i = 0; i < t->rows; i++) memcpy(out.data + (size_t)i * row, t->data + (size_t)order[i] * row, row);
+  return out;
+}
+
+/* The inputs with rows order[0], order[1], ...; `count` of them. */
+static layer_inputs take_tokens(const layer_inputs *in, const int64_t *order, int64_t count)
+{
+  layer_inputs out = *in;
+  tensor *const per_token[] = {&out.x, &out.ids, &out.id_weights, &out.logits, &out.residual};
+  for (size_t i = 0; i < sizeof per_token / sizeof per_token[0]; i++) {
+    per_token[i]->rows = per_token[i]->data ? count : 0;
+    const tensor *from[] = {&in->x, &in->ids, &in->id_weights, &in->logits, &in->residual};
+    tensor part = *from[i];
+    part.rows = per_token[i]->rows;
+    *per_token[i] = permuted_rows(&part, order);
+  }
+  return out;
+}
+
+static void permute_case(cumoe_context context, const layer_spec *spec, rng *r)
+{
+  const layer_inputs in = layer_inputs_new(spec);
+  int64_t *order = scratch((size_t)spec->tokens, sizeof *order);
+  for (int64_t i = 0; i < spec->tokens; i++) order[i] = i;
+  for (int64_t i = spec->tokens - 1; i > 0; i--) {
+    const int64_t other = rng_below(r, i + 1), kept = order[i];
+    order[i] = order[other];
+    order[other] = kept;
+  }
+  const layer_inputs moved = take_tokens(&in, order, spec->tokens);
+  const layer_outputs a = run_layer(context, spec, &in), b = run_layer(context, spec, &moved);
+  layer_outputs want = {permuted_rows(&a.out, order), permuted_rows(&a.ids, order), permuted_rows(&a.weights, order), a.counts, a.load};
+  check_outputs_same(&want, &b);
+}
+
+/* Told, not demanded: more tokens may bring another kernel, whose sums run in another order. */
+static int64_t split_case(cumoe_context context, const layer_spec *spec)
+{
+  const layer_inputs in = layer_inputs_new(spec);
+  const layer_outputs whole = run_layer(context, spec, &in);
+  const int64_t parts[] = {1, 2, 16, 1 << 20};
+  const size_t row = (size_t)whole.out.cols * cumoe_dtype_bytes((cumoe_dtype)whole.out.dtype);
+  int64_t at = 0, different = 0;
+  int64_t *order = scratch((size_t)spec->tokens, sizeof *order);
+  for (int i = 0; at < spec->tokens; at += least(parts[i++], spec->tokens - at)) {
+    layer_spec part = *spec;
+    part.tokens = least(parts[i], spec->tokens - at);
+    for (int64_t t = 0; t < part.tokens; t++) order[t] = at + t;
+    const layer_inputs few = take_tokens(&in, order, part.tokens);
+    const layer_outputs o = run_layer(context, &part, &few);
+    check_layer(&part, &few, &o);
+    for (int64_t t = 0; t < part.tokens; t++)
+      different += memcmp(o.out.data + (size_t)t * row, whole.out.data + (size_t)(at + t) * row, row) != 0;
+  }
+  return different;
+}
+
+static void sweep_relations(cumoe_context context, int32_t dtype, rng *r)
+{
+  int64_t different = 0, tokens = 0;
+  if (!group_begin("%s: repeated, permuted, split, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int which = 0; which < 3; which++) {
+    const layer_spec s = relation_spec(context, dtype, which);
+    case_begin("20 times, T %" PRId64, s.tokens);
+    repeat_case(context, &s);
+    case_end();
+    case_begin("permuted, T %" PRId64, s.tokens);
+    permute_case(context, &s, r);
+    case_end();
+    case_begin("split, T %" PRId64, s.tokens);
+    different += split_case(context, &s);
+    tokens += s.tokens;
+    case_end();
+  }
+  printf("# %s %s: %" PRId64 " of %" PRId64 " tokens have other bits in another batch\n", context_name(context),
+         cumoe_dtype_name((cumoe_dtype)dtype), different, tokens);
+  group_end();
+}
+
+/* ---- hostile numbers ------------------------------------------------------------------------------- */
+
+static bool same_row(const tensor *a, const tensor *b, int64_t row)
+{
+  const size_t bytes = (size_t)a->cols * cumoe_dtype_bytes((cumoe_dtype)a->dtype);
+  return !memcmp(a->data + (size_t)row * bytes, b->data + (size_t)row * bytes, bytes);
+}
+
+static void check_others_same(const layer_spec *s, const tensor *clean, const tensor *dirty, const bool *bad)
+{
+  const int64_t width = clean->rows / s->tokens;
+  for (int64_t t = 0; t < clean->rows; t++)
+    CHECK_MSG(bad[t / width] || same_row(clean, dirty, t), "token %" PRId64 " changed with another token's row", t / width);
+}
+
+/* Rows of NaN, Inf and single bad numbers: nobody else's bits change. */
+static void bad_rows_case(cumoe_context context, layer_spec spec)
+{
+  static const double bad_values[] = {NAN, INFINITY, -INFINITY};
+  const layer_inputs in = layer_inputs_new(&spec);
+  layer_inputs dirty = in;
+  bool *bad = scratch((size_t)spec.tokens, sizeof *bad);
+  dirty.x = tensor_new(in.x.dtype, in.x.rows, in.x.cols);
+  memcpy(dirty.x.data, in.x.data, (size_t)(in.x.rows * in.x.cols) * cumoe_dtype_bytes((cumoe_dtype)in.x.dtype));
+  for (int64_t t = 1; t < spec.tokens; t += 6) {
+    bad[t] = true;
+    for (int64_t i = 0; i < in.x.cols; i += t & 1 ? 1 : 19) tensor_set(&dirty.x, t, i, bad_values[t % 3]);
+  }
+  const layer_outputs clean = run_layer(context, &spec, &in), got = run_layer(context, &spec, &dirty);
+  check_others_same(&spec, &clean.out, &got.out, bad);
+  CHECK_OK(cumoe_fault_clear(context, NULL));
+}
+
+/* An expert whose weights are NaN: only tokens that weigh it change, and weight 0 is not weighing. */
+static void bad_expert_case(cumoe_context context, layer_spec spec)
+{
+  spec.input = INPUT_IDS;
+  spec.pattern = PATTERN_ZIPF;
+  const layer_inputs in = layer_inputs_new(&spec);
+  layer_inputs dirty = in;
+  const int32_t k = spec.desc.routing.top_k;
+  bool *bad = scratch((size_t)spec.tokens, sizeof *bad);
+  for (int64_t t = 0; t < spec.tokens; t++)
+    for (int32_t j = 0; j < k; j++) {
+      if (tensor_get(&in.ids, t, j) != 0) continue;
+      if (t % 2) tensor_set(&in.id_weights, t, j, 0);
+      else bad[t] = true;
+    }
+  tensor *down = &dirty.routed.down.data;
+  *down = tensor_new(down->dtype, down->rows, down->cols);
+  memcpy(down->data, in.routed.down.data.data, (size_t)(down->rows * down->cols) * cumoe_dtype_bytes((cumoe_dtype)down->dtype));
+  for (int64_t i = 0; i < down->rows / spec.desc.num_experts * down->cols; i++) tensor_set(down, 0, i, NAN);
+  const layer_outputs clean = run_layer(context, &spec, &in), got = run_layer(context, &spec, &dirty);
+  check_others_same(&spec, &clean.out, &got.out, bad);
+  for (int64_t t = 0; t < spec.tokens; t++)
+    if (bad[t]) CHECK_MSG(isnan(tensor_get(&got.out, t, 0)), "token %" PRId64 " hides its expert's NaN", t);
+}
+
+static void sweep_hostile(cumoe_context context, int32_t dtype)
+{
+  if (!group_begin("%s: NaN and infinity stay at home, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int which = 0; which < 3; which++)
+    for (routing_input input = INPUT_IDS; input <= INPUT_ROUTER; input++) {
+      layer_spec s = relation_spec(context, dtype, which);
+      s.input = input;
+      s.select_bias = input != INPUT_IDS;
+      case_begin("rows, T %" PRId64 ", input %d", s.tokens, input);
+      bad_rows_case(context, s);
+      case_end();
+      s.select_bias = false;
+      if (input != INPUT_IDS) continue;
+      case_begin("expert, T %" PRId64, s.tokens);
+      bad_expert_case(context, s);
+      case_end();
+    }
+  group_end();
+}
+
+/* ---- every parameter matters ----------------------------------------------------------------------- */
+
+/* Each line changes one parameter of a layer; the same inputs must then give another output. */
+#define PARAMETERS(X)                                                                                         \
+  X("score", r->score = CUMOE_SCORE_SIGMOID)                                                                  \
+  X("top_k", r->top_k = 5)                                                                                    \
+  X("groups", (r->n_group = 8, r->topk_group = 2))                                                            \
+  X("topk_group", (r->n_group = 4, r->topk_group = 1))                                                        \
+  X("group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO))                \
+  X("renormalise", r->flags |= CUMOE_ROUTE_RENORMALIZE)                                                       \
+  X("score after top-k", r->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK)                                            \
+  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                               \
+  X("routed_scale", r->routed_scale = 1.5f)                                                                   \
+  X("softcap", r->softcap = 2.f)                                                                              \
+  X("renorm_eps", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.3f))                                \
+  X("renorm_min", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 2.f))                                 \
+  X("act", d->act = CUMOE_ACT_GELU_TANH)                                                                      \
+  X("act erf", d->act = CUMOE_ACT_GELU_ERF)                                                                   \
+  X("act relu", d->act = CUMOE_ACT_RELU)                                                                      \
+  X("act relu2", d->act = CUMOE_ACT_RELU2)                                                                    \
+  X("act identity", d->act = CUMOE_ACT_IDENTITY)                                                              \
+  X("act oai", d->act = CUMOE_ACT_SWIGLU_OAI)                                                                 \
+  X("act_alpha", (d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f))                                         \
+  X("act_limit", d->act_limit = 0.5f)                                                                         \
+  X("gate and up swapped", s->gate_order = CUMOE_UP_GATE_CONCAT)                                              \
+  X("interleaved", s->gate_order = CUMOE_GATE_UP_INTERLEAVED)                                                 \
+  X("interleaved and swapped", s->gate_order = CUMOE_UP_GATE_INTERLEAVED)                                     \
+  X("out_scale", s->out_scale = 0.5f)                                                                         \
+  X("zero experts", (r->zero_experts = 4, d->num_experts = 12))                                               \
+  X("identity experts", (r->identity_experts = 4, d->num_experts = 12))
+
+enum { PARAMETER_MAX = 64 };
+
+static int set_parameter(layer_spec *s, int parameter, const char **name)
+{
+  cumoe_moe_desc *d = &s->desc;
+  cumoe_routing *r = &d->routing;
+  int n = 0;
+#define PARAMETER_SET(text, change)                                                                           \
+  if (parameter == n++) *name = text, (void)(change);
+  PARAMETERS(PARAMETER_SET)
+#undef PARAMETER_SET
+  return n;
+}
+
+/* Fewer routed experts read the head of the same weights. */
+static layer_inputs with_experts(const layer_inputs *in, int32_t experts)
+{
+  layer_inputs out = *in;
+  out.routed.gate_up.data.rows = in->routed.gate_up.data.rows / in->routed.experts * experts;
+  out.routed.down.data.rows = in->routed.down.data.rows / in->routed.experts * experts;
+  out.routed.experts = experts;
+  return out;
+}
+
+static void sweep_parameters(cumoe_context context, int32_t dtype)
+{
+  tensor seen[PARAMETER_MAX];
+  const char *name = "base";
+  layer_spec base = layer_spec_new(dtype, 24, 72, 40);
+  base.desc.num_experts = 16;
+  base.desc.routing = cumoe_routing_qwen2(4);
+  base.input = INPUT_LOGITS;
+  if (!group_begin("%s: every parameter matters, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  case_begin("all");
+  const layer_inputs in = layer_inputs_new(&base);
+  const int count = set_parameter(&base, -1, &name);
+  for (int i = -1; i < count; i++) {
+    layer_spec s = base;
+    set_parameter(&s, i, &name);
+    layer_inputs mine = with_experts(&in, s.desc.num_experts);
+    mine.routed.gate_order = s.gate_order;
+    seen[i + 1] = run_layer(context, &s, &mine).out;
+    for (int j = 0; j <= i; j++) CHECK_MSG(!tensor_equal(&seen[i + 1], &seen[j]), "%s changes nothing (as case %d)", name, j);
+  }
+  case_end();
+  group_end();
+}
+
+/* ---- the test sees what it is for ------------------------------------------------------------------ */
+
+/* How far the output lies from another layer's answer, in bounds; of the worst element. */
+static double distance(const layer_spec *s, const layer_inputs *in, const tensor *out)
+{
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(s, in, &desc);
+  double worst = 0;
+  for (int64_t t = 0; t < s->tokens; t++) {
+    const layer_result want = oracle_layer(&c, t);
+    for (int32_t i = 0; i < s->desc.hidden; i++)
+      worst = fmax(worst, fabs(tensor_get(out, t, i) - want.out[i].value) / want.out[i].bound);
+  }
+  return worst;
+}
+
+static void sweep_controls(cumoe_context context, int32_t dtype)
+{
+  layer_spec s = layer_spec_new(dtype, 9, 72, 40);
+  if (!group_begin("%s: wrong layers are seen, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  case_begin("swapped, dropped, zero");
+  const layer_inputs in = layer_inputs_new(&s);
+  const layer_outputs o = run_layer(context, &s, &in);
+  CHECK_MSG(distance(&s, &in, &o.out) <= 1, "the right layer is %.3g bounds away", distance(&s, &in, &o.out));
+  layer_inputs other = in;
+  other.routed.gate_order = CUMOE_UP_GATE_CONCAT;
+  oracle_prepare(&other.routed);
+  CHECK_MSG(distance(&s, &other, &o.out) > 10, "gate and up swapped: only %.3g bounds away", distance(&s, &other, &o.out));
+  other = in;
+  other.ids = tensor_new(in.ids.dtype, in.ids.rows, in.ids.cols);
+  for (int64_t i = 0; i < in.ids.rows * in.ids.cols; i++) tensor_set(&other.ids, 0, i, i == 3 ? -1 : tensor_get(&in.ids, 0, i));
+  CHECK_MSG(distance(&s, &other, &o.out) > 10, "a dropped slot: only %.3g bounds away", distance(&s, &other, &o.out));
+  const tensor zero = tensor_new(o.out.dtype, o.out.rows, o.out.cols);
+  CHECK_MSG(distance(&s, &in, &zero) > 10, "an output of zeros: only %.3g bounds away", distance(&s, &in, &zero));
+  case_end();
+  group_end();
+}
+
+/* ---- offsets past 2^31 ----------------------------------------------------------------------------- */
+
+/* Tokens of a huge call against the last of them alone, with the same kernels: bitwise. */
+typedef struct giant {
+  const char *name;
+  int64_t tokens;
+  int32_t experts, slots, hidden, inter;
+  uint32_t flags;
+  routing_input input;
+  int64_t gib; /* of device memory */
+} giant;
+
+static const giant giants[] = {
+    {"T k H past 2^31", 37500, 4, 8, 7168, 64, 0, INPUT_IDS, 8},
+    {"unreduced out past 2^31", 37500, 4, 8, 7168, 64, CUMOE_MOE_UNREDUCED, INPUT_IDS, 12},
+    {"T k I past 2^31", 37500, 4, 8, 64, 7168, 0, INPUT_IDS, 8},
+    {"x past 2^31", 300000, 4, 1, 7168, 64, 0, INPUT_IDS, 18},
+    {"logits past 2^31", 2100000, 1024, 1, 8, 8, 0, INPUT_ROUTER, 12},
+};
+
+enum { TAIL = 64 };
+
+/* Forces one usable row of the operation, the `which`-th whose name holds `type`; false: there are no more. */
+static bool force_row(cumoe_context context, const char *op, const char *type, int which, const char **name)
+{
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info info = {.size = sizeof info};
+    if (!CHECK_OK(cumoe_variant_get(context, i, &info))) return false;
+    if (!info.usable || strcmp(info.op, op) || !strstr(info.name, type) || which-- > 0) continue;
+    *name = info.name;
+    return CHECK_OK(cumoe_variant_force(context, i));
+  }
+  return false;
+}
+
+/* Rows repeat after 4099 tokens, so that large inputs are made quickly. */
+static layer_spec giant_spec(const giant *g, int64_t tokens)
+{
+  layer_spec s = layer_spec_new(CUMOE_BF16, tokens, g->hidden, g->inter);
+  s.desc.num_experts = g->experts;
+  s.desc.flags = g->flags;
+  s.desc.routing = cumoe_routing_qwen3(g->slots);
+  s.input = g->input;
+  s.pattern = PATTERN_ROUND_ROBIN;
+  s.distinct = 4099;
+  return s;
+}
+
+/* Only the last rows are read; the guards of a buffer that large are left alone. */
+static tensor run_tail(session *s, cumoe_status *status)
+{
+  cumoe_view tail = cumoe_const(s->args.out);
+  const int64_t rows = TAIL * (tail.rows / s->spec->tokens);
+  session_reset(s);
+  *status = session_forward(s);
+  CHECK_OK(cumoe_synchronize(s->context, NULL));
+  CHECK_OK(cumoe_view_rows(tail, tail.rows - rows, rows, &tail));
+  return device_get(s->context, tail);
+}
+
+static layer_inputs last_tokens(const layer_inputs *in, int64_t count)
+{
+  int64_t *order = scratch((size_t)count, sizeof *order);
+  for (int64_t i = 0; i < count; i++) order[i] = in->x.rows - count + i;
+  return take_tokens(in, order, count);
+}
+
+static void compare_giant(session *large, session *small, const char *up, const char *down)
+{
+  cumoe_status status[2];
+  const tensor want = run_tail(small, &status[0]), got = run_tail(large, &status[1]);
+  CHECK_MSG(status[0] == status[1], "%s, %s: %s for few tokens, %s for many", up, down, cumoe_status_name(status[0]), cumoe_status_name(status[1]));
+  if (status[0] == CUMOE_ERR_NOT_SUPPORTED) return; /* another layout's kernel */
+  CHECK_OK(status[0]);
+  CHECK_MSG(tensor_equal(&want, &got), "%s, %s: the last tokens differ from the same tokens alone", up, down);
+}
+
+static void giant_case(cumoe_context context, const giant *g)
+{
+  const layer_spec spec = giant_spec(g, g->tokens), tail = giant_spec(g, TAIL);
+  const layer_inputs in = layer_inputs_new(&spec), few = last_tokens(&in, TAIL);
+  const bool routes = g->input == INPUT_ROUTER;
+  const char *up = "", *down = "";
+  session large, small;
+  session_open(&large, context, &spec, &in);
+  session_open(&small, context, &tail, &few);
+  for (int i = 0; force_row(context, "up", "bf16", i, &up); i++) {
+    const int mark = scratch_mark();
+    if (!force_row(context, "down", "bf16", i, &down)) break;
+    if (routes && !force_row(context, "router", "bf16_bf16", i, &down)) break;
+    compare_giant(&large, &small, up, down);
+    CHECK_OK(cumoe_variant_force(context, -1));
+    scratch_release(mark);
+  }
+  CHECK_OK(cumoe_variant_force(context, -1));
+  check_fault(context, NULL, CUMOE_FAULT_NONE);
+  session_close(&large);
+  session_close(&small);
+}
+
+static void sweep_giants(cumoe_context context)
+{
+  cumoe_device_info info = {.size = sizeof info};
+  if (!group_begin("%s: offsets past 2^31", context_name(context))) return;
+  CHECK_OK(cumoe_context_info(context, &info));
+  for (size_t i = 0; i < sizeof giants / sizeof giants[0]; i++) {
+    case_begin("%s", giants[i].name);
+    if (!on_device(context)) case_skip("too slow on the CPU device");
+    else if (info.total_memory >> 30 < 2 * giants[i].gib) case_skip("needs %" PRId64 " GiB", giants[i].gib);
+    else {
+      giant_case(context, &giants[i]);
+      case_end();
+    }
+  }
+  group_end();
+}
+
+/* ---- all ------------------------------------------------------------------------------------------- */
+
+static void run_type(cumoe_context context, int32_t dtype, rng *r)
+{
+  sweep_controls(context, dtype);
+  sweep_parameters(context, dtype);
+  sweep_features(context, dtype);
+  sweep_tokens(context, dtype, r);
+  sweep_experts(context, dtype, r);
+  sweep_random(context, dtype);
+  sweep_shards(context, dtype, r);
+  sweep_relations(context, dtype, r);
+  sweep_hostile(context, dtype);
+  sweep_models(context, dtype);
+}
+
+int main(int argc, char **argv)
+{
+  cumoe_context contexts[2];
+  test_begin(argc, argv);
+  const int count = open_contexts(contexts);
+  for (int i = 0; i < count; i++) {
+    rng r = {42};
+    for (int t = 0; t < 3; t++) run_type(contexts[i], types[t], &r);
+    sweep_giants(contexts[i]);
+    close_context(contexts[i]);
+  }
+  return test_end();
+}
