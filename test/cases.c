@@ -1,5 +1,5 @@
 #include "cases.h"
-#include "layer.h"
+#include "parts.h"
 
 #include <math.h>
 #include <string.h>

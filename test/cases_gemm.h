@@ -2,7 +2,7 @@
 #ifndef TEST_CASES_GEMM_H
 #define TEST_CASES_GEMM_H
 
-#include "layer.h"
+#include "parts.h"
 
 void cases_up(cumoe_context context);
 void cases_down(cumoe_context context);

@@ -2,7 +2,7 @@
 #ifndef TEST_CASES_LAYER_H
 #define TEST_CASES_LAYER_H
 
-#include "layer.h"
+#include "parts.h"
 
 void cases_layer(cumoe_context context);
 

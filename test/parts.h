@@ -1,6 +1,6 @@
 /* A layer's parts for tests: weights in every layout on host and device, a route made by the test itself. */
-#ifndef TEST_LAYER_H
-#define TEST_LAYER_H
+#ifndef TEST_PARTS_H
+#define TEST_PARTS_H
 
 #include "oracle.h"
 
