@@ -153,4 +153,7 @@ typedef struct combine_args {
   fault_sink fault;
 } combine_args;
 
+/* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
+#define COMBINE_TOKENS(top_k) ((top_k) <= 2 ? 4 : (top_k) <= 4 ? 2 : 1)
+
 #endif

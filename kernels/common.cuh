@@ -44,6 +44,24 @@ template <class T> DEVICE T warp_scan(T value)
   return value;
 }
 
+/* N sums at once (N a power of two, at most 32): lane l gets that of value[l / (32 / N)]. Each step halves what a lane
+ * holds, so that all of it costs about N shuffles. Overwrites `value`. */
+template <int N> DEVICE float warp_sum_each(float (&value)[N])
+{
+  int mask = WARP_SIZE / 2;
+#pragma unroll
+  for (int half = N / 2; half > 0; half /= 2, mask /= 2) {
+    const bool upper = lane_id() & mask;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+      const float given = upper ? value[i] : value[i + half], kept = upper ? value[i + half] : value[i];
+      value[i] = kept + __shfl_xor_sync(ALL_LANES, given, mask);
+    }
+  }
+  for (; mask > 0; mask /= 2) value[0] += __shfl_xor_sync(ALL_LANES, value[0], mask);
+  return value[0];
+}
+
 /* T of this launch, clamped; whoever makes the map reports a device count out of range. */
 DEVICE int64_t token_total(const token_count &tokens)
 {
@@ -59,6 +77,13 @@ static __device__ __noinline__ void report_fault(const fault_sink &sink, int cod
   unsigned long long record = FAULT_RECORD(code, slot, token);
   if (atomicCAS((unsigned long long *)sink.record, 0ull, record) == 0ull && sink.mirror)
     *(volatile uint32_t *)sink.mirror = 1u;
+}
+
+/* Called by the whole grid; the first thread speaks. */
+DEVICE void check_token_count(const token_count &tokens, const fault_sink &sink)
+{
+  if (!tokens.device || blockIdx.x != 0 || threadIdx.x != 0) return;
+  if (*tokens.device < 0 || *tokens.device > tokens.count) report_fault(sink, FAULT_TOKEN_COUNT, 0, 0);
 }
 
 #endif
