@@ -6,6 +6,9 @@
 
 bool cases_forced;
 int64_t cases_served;
+int32_t cases_dtype;
+
+bool case_wanted(int32_t dtype) { return cases_dtype == 0 || cases_dtype == dtype; }
 
 const int32_t case_experts[10] = {1, 8, 60, 128, 160, 256, 384, 512, 1000, 1024};
 const int32_t case_tokens[12] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33};
@@ -54,6 +57,7 @@ static void check_logits(const router_case *c, const tensor *x, const tensor *w,
 
 static void run_router(cumoe_context context, const router_case *c)
 {
+  if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->experts * 77 + (uint64_t)c->tokens};
   case_begin("router T %d E %d H %d %s x %s bias %s%s%s", c->tokens, c->experts, c->hidden, cumoe_dtype_name((cumoe_dtype)c->dtype),
              cumoe_dtype_name((cumoe_dtype)c->w_dtype), cumoe_dtype_name((cumoe_dtype)c->bias_dtype), c->integers ? " exact" : "",
@@ -98,7 +102,7 @@ void cases_router(cumoe_context context)
 typedef enum logit_kind {
   LOGITS_NORMAL,
   LOGITS_TIES,      /* 0 or 1 */
-  LOGITS_NEGATIVE,  /* -60 .. -59 */
+  LOGITS_NEGATIVE,  /* far below 0: exp without the maximum is 0 */
   LOGITS_LAST_BEST, /* rising with the id: winners are the last experts */
   LOGITS_HOSTILE,   /* NaN, infinities and largest values among numbers; some rows nothing else */
   LOGIT_KINDS
@@ -110,7 +114,8 @@ typedef struct gate_case {
   bool bias;
 } gate_case;
 
-static tensor make_logits(rng *r, logit_kind kind, int32_t dtype, int64_t tokens, int32_t experts)
+/* Scores without a maximum to subtract get logits that they can still tell apart in f32. */
+static tensor make_logits(rng *r, logit_kind kind, int32_t score, int32_t dtype, int64_t tokens, int32_t experts)
 {
   const double odd[] = {NAN, INFINITY, -INFINITY, -NAN, 3.0e38};
   tensor t = tensor_new(dtype, tokens, experts);
@@ -118,7 +123,7 @@ static tensor make_logits(rng *r, logit_kind kind, int32_t dtype, int64_t tokens
     for (int32_t e = 0; e < experts; e++) {
       double v = 2 * rng_normal(r);
       if (kind == LOGITS_TIES) v = (double)rng_below(r, 2);
-      if (kind == LOGITS_NEGATIVE) v = -60 + rng_uniform(r);
+      if (kind == LOGITS_NEGATIVE) v = (score == CUMOE_SCORE_SOFTMAX ? -160 : -60) + rng_uniform(r);
       if (kind == LOGITS_LAST_BEST) v = (double)e / 64 - (double)(token % 3);
       if (kind == LOGITS_HOSTILE && rng_below(r, 4) == 0) v = odd[rng_below(r, 5)];
       if (kind == LOGITS_HOSTILE && token % 8 < 5) v = token % 8 == 4 ? odd[rng_below(r, 5)] : token % 8 == 3 ? v : odd[token % 8];
@@ -160,7 +165,7 @@ static void run_gate(cumoe_context context, const gate_case *c, logit_kind kind,
   rng r = {(uint64_t)experts * 131 + (uint64_t)tokens * 7 + (uint64_t)kind};
   case_begin("gate %s k %d T %d E %d logits %d %s ids %s", c->name, c->routing.top_k, tokens, experts, kind, cumoe_dtype_name((cumoe_dtype)dtype),
              cumoe_dtype_name((cumoe_dtype)ids_dtype));
-  tensor logits = make_logits(&r, kind, dtype, tokens, experts), ids[PASSES], weights[PASSES];
+  tensor logits = make_logits(&r, kind, c->routing.score, dtype, tokens, experts), ids[PASSES], weights[PASSES];
   tensor bias = tensor_normal(&r, CUMOE_F32, 1, experts, 0, 0.2);
   double *plain_bias = scratch((size_t)experts, sizeof *plain_bias);
   for (int32_t e = 0; e < experts; e++) plain_bias[e] = tensor_get(&bias, 0, e);
@@ -475,6 +480,7 @@ static cumoe_status combine_on(cumoe_context context, cumoe_plan plan, const com
 
 static void run_combine(cumoe_context context, const combine_case *c)
 {
+  if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->tokens * 17 + (uint64_t)c->top_k};
   case_begin("combine T %d k %d H %d %s -> %s%s%s%s%s%s%s%s%s present %d", c->tokens, c->top_k, c->hidden, cumoe_dtype_name((cumoe_dtype)c->dtype),
              cumoe_dtype_name((cumoe_dtype)c->out_dtype), c->unreduced ? " unreduced" : "", c->shared ? " shared" : "",

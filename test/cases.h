@@ -11,6 +11,9 @@
 /* With a forced kernel NOT_SUPPORTED is an answer: such cases count as nothing. The others are counted here. */
 extern bool cases_forced;
 extern int64_t cases_served;
+/* Only cases with activations of this type, 0: all. A kernel of one type need not be offered the others. */
+extern int32_t cases_dtype;
+bool case_wanted(int32_t dtype);
 
 /* False: the case is over (dropped or failed). */
 bool case_served(cumoe_status status, const char *call);

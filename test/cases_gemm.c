@@ -168,6 +168,7 @@ static void check_passes(const gemm_run *run, tensor *a, const tensor *b)
 
 static void run_gemm(cumoe_context context, const gemm_case *c, bool up)
 {
+  if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->experts * 1009 + (uint64_t)c->tokens * 31 + (uint64_t)c->hidden + (up ? 0 : 5)};
   name_case(up ? "up" : "down", c);
   gemm_run run = {.desc = gemm_desc(c), .host = make_weights(&r, c), .up = up};
@@ -191,29 +192,31 @@ static void run_gemm(cumoe_context context, const gemm_case *c, bool up)
 
 static const int32_t majors[2] = {CUMOE_OUT_IN, CUMOE_IN_OUT};
 
-/* Every layout with every dtype; activation, bias, routing and shape take turns beside them. */
+static int32_t pick(rng *r, const int32_t *list, int64_t count) { return list[rng_below(r, count)]; }
+
+/* Every layout with every dtype; the rest is drawn beside them. */
 static gemm_case layout_case(int i)
 {
-  static const int32_t hiddens[] = {8, 24, 64, 72, 136, 200, 264}, inters[] = {16, 8, 40, 64, 104, 136};
-  static const int32_t ks[] = {1, 2, 3, 4, 6, 8, 9, 10}, acts[] = {0, 1, 2, 3, 4, 5, 6};
-  int layout = i % 24, round = i / 24;
-  gemm_case c = {.dtype = case_dtypes[round % 3], .tokens = case_tokens[(i + round) % 12], .experts = case_experts[i % 3], .top_k = ks[(i + round) % 8],
-                 .hidden = hiddens[(i + round) % 7], .inter = inters[(i + round * 2) % 6], .act = acts[(i + i / 24) % 7],
-                 .pattern = (pattern)((i + round) % PATTERN_COUNT), .content = i % 5 == 1 ? CONTENT_SAME_SIGN : CONTENT_NORMAL};
+  static const int32_t hiddens[] = {8, 24, 64, 72, 136, 200, 264}, inters[] = {16, 8, 40, 64, 104, 136}, ks[] = {1, 2, 3, 4, 6, 8, 9, 10};
+  rng r = {(uint64_t)i};
+  gemm_case c = {.dtype = case_dtypes[i / 24 % 3], .tokens = pick(&r, case_tokens, 12), .experts = pick(&r, case_experts, 3), .top_k = pick(&r, ks, 8),
+                 .hidden = pick(&r, hiddens, 7), .inter = pick(&r, inters, 6), .act = (int32_t)rng_below(&r, 7),
+                 .pattern = (pattern)rng_below(&r, PATTERN_COUNT), .content = rng_below(&r, 4) ? CONTENT_NORMAL : CONTENT_SAME_SIGN};
   int32_t biases[] = {0, CUMOE_F32, c.dtype};
-  c.form = (weights_form){layout / 4 + 1, majors[layout % 2], majors[(layout / 2 + round) % 2], biases[(i + round) % 3], i % 3, layout / 2 % 2};
-  if (c.form.gate_order == CUMOE_UNGATED && c.act == CUMOE_ACT_SWIGLU_OAI) c.act = CUMOE_ACT_SILU;
-  if (c.form.gate_order != CUMOE_UNGATED && i % 2) c.limit = i % 4 == 1 ? 0.5f : 7;
-  if (c.act == CUMOE_ACT_SWIGLU_OAI && i % 3 == 0) c.alpha = 1;
+  c.form = (weights_form){i % 24 / 4 + 1, majors[i % 2], pick(&r, majors, 2), pick(&r, biases, 3), (int32_t)rng_below(&r, 3), i / 2 % 2};
+  bool ungated = c.form.gate_order == CUMOE_UNGATED;
+  if (ungated && c.act == CUMOE_ACT_SWIGLU_OAI) c.act = CUMOE_ACT_SILU;
+  if (!ungated && rng_below(&r, 2)) c.limit = rng_below(&r, 2) ? 0.5f : 2;
+  if (c.act == CUMOE_ACT_SWIGLU_OAI && rng_below(&r, 2)) c.alpha = 1;
   if (c.top_k > c.experts) c.top_k = c.experts;
-  c.on_input = i % 6 == 4;
-  c.nan_token = i % 10 == 7;
+  c.on_input = rng_below(&r, 4) == 0;
+  c.nan_token = rng_below(&r, 6) == 0;
   return c;
 }
 
 static void run_layouts(cumoe_context context, bool up)
 {
-  for (int i = 0; i < 24 * 12; i++) {
+  for (int i = 0; i < 24 * 3 * 5; i++) {
     gemm_case c = layout_case(i);
     run_gemm(context, &c, up);
   }

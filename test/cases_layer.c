@@ -236,6 +236,7 @@ static void check_reversed(cumoe_context context, const forward_case *c, const f
 
 static void run_forward(cumoe_context context, const forward_case *c)
 {
+  if (!case_wanted(c->desc.dtype)) return;
   static const char *forms[] = {"router", "logits", "ids"};
   const cumoe_moe_desc *d = &c->desc;
   rng r = {(uint64_t)d->num_experts * 13 + (uint64_t)c->tokens * 7 + (uint64_t)d->hidden};
@@ -333,32 +334,34 @@ static forward_case family(int i)
   }
 }
 
+/* Every family in every dtype from every form of routing; the rest is drawn beside them. */
 static forward_case layer_case_of(int i)
 {
   forward_case c = family(i % FAMILIES);
   int round = i / FAMILIES;
+  rng r = {(uint64_t)i};
   c.desc.dtype = case_dtypes[round % 3];
-  c.desc.out_dtype = (i + round) % 4 == 3 ? CUMOE_F32 : c.desc.dtype;
+  c.desc.out_dtype = rng_below(&r, 3) ? c.desc.dtype : CUMOE_F32;
   c.desc.local_experts = local_count(&c.desc);
-  c.tokens = case_tokens[(i * 5 + round * 7 + 3) % 12];
-  c.from = (routing_form)((i + round) % 3);
-  c.logits_dtype = case_dtypes[(i / 2 + round) % 3];
-  c.ids_dtype = i % 2 ? CUMOE_I64 : CUMOE_I32;
+  c.tokens = case_tokens[rng_below(&r, 12)];
+  c.from = (routing_form)(round / 3 % 3);
+  c.logits_dtype = case_dtypes[rng_below(&r, 3)];
+  c.ids_dtype = rng_below(&r, 2) ? CUMOE_I64 : CUMOE_I32;
   if (c.router_dtype == 0) c.router_dtype = c.desc.dtype;
-  c.pattern = (pattern)((i / 3 + round) % PATTERN_COUNT);
-  c.residual = i % 3 == 1 && !unreduced(&c.desc);
-  c.in_place = c.residual && i % 2;
-  c.out_scale = i % 4 == 2 ? 0.5f : 0;
-  c.zero_weights = i % 5 == 2;
-  c.nan_token = i % 6 == 5;
-  if (i % 7 == 4) c.present = i % 2 ? c.tokens / 2 : c.tokens + 1;
+  c.pattern = (pattern)rng_below(&r, PATTERN_COUNT);
+  c.residual = rng_below(&r, 2) && !unreduced(&c.desc);
+  c.in_place = c.residual && rng_below(&r, 2);
+  c.out_scale = rng_below(&r, 3) ? 0 : 0.5f;
+  c.zero_weights = rng_below(&r, 4) == 0;
+  c.nan_token = rng_below(&r, 6) == 0;
+  if (rng_below(&r, 6) == 0) c.present = rng_below(&r, 2) ? c.tokens / 2 : c.tokens + 1;
   return c;
 }
 
 void cases_layer(cumoe_context context)
 {
   open_tokens = layer_tokens = 0;
-  for (int i = 0; i < FAMILIES * 12; i++) {
+  for (int i = 0; i < FAMILIES * 9 * 2; i++) {
     forward_case c = layer_case_of(i);
     run_forward(context, &c);
   }

@@ -1,0 +1,113 @@
+/*
+ * Every CUDA kernel of the table, forced through the public calls, against the oracle: the cases that the CPU device
+ * passes in cpu.c. First the library's own choice, then row by row; a row that serves no case has failed. Rows
+ * can be run side by side on a machine with many cores: --only TEXT takes a part of a kernel's name.
+ */
+#include "cases.h"
+#include "cases_gemm.h"
+#include "cases_layer.h"
+
+#include <string.h>
+
+typedef struct operation_cases {
+  const char *op;
+  void (*cases[2])(cumoe_context); /* dense GEMMs (shared experts) are only reached through the layer */
+} operation_cases;
+
+static const operation_cases operations[] = {
+    {"router", {cases_router, NULL}},       {"gate", {cases_gate, NULL}},   {"map_count", {cases_map, NULL}},
+    {"map", {cases_map, cases_layer}},      {"up", {cases_up, cases_layer}}, {"down", {cases_down, cases_layer}},
+    {"combine", {cases_combine, cases_layer}},
+};
+enum { OPERATIONS = sizeof operations / sizeof operations[0] };
+
+static void run_cases(const operation_cases *o, cumoe_context context)
+{
+  for (int i = 0; i < 2; i++)
+    if (o->cases[i]) o->cases[i](context);
+}
+
+/* The <in> of cumoe_<op>_<arch>_<form>_<in>_<w>_<tile>; 0 when it is chosen at run time. */
+static int32_t dtype_in_name(const char *name)
+{
+  if (strstr(name, "_bf16_")) return CUMOE_BF16;
+  if (strstr(name, "_f16_")) return CUMOE_F16;
+  return strstr(name, "_f32_f32_") ? CUMOE_F32 : 0;
+}
+
+static void run_variant(cumoe_context context, int32_t index)
+{
+  cumoe_variant_info info = {.size = sizeof info};
+  if (!CHECK_OK(cumoe_variant_get(context, index, &info)) || strstr(info.name, "_cpu")) return;
+  if (!group_begin("%s", info.name)) return;
+  case_begin("force %s", info.name);
+  if (!info.usable) {
+    case_skip("this GPU cannot run it");
+    group_end();
+    return;
+  }
+  CHECK_OK(cumoe_variant_force(context, -1));
+  CHECK_OK(cumoe_variant_force(context, index));
+  case_end();
+  cases_forced = true;
+  cases_served = 0;
+  cases_dtype = dtype_in_name(info.name);
+  for (int i = 0; i < OPERATIONS; i++)
+    if (!strcmp(operations[i].op, info.op)) run_cases(&operations[i], context);
+  cases_forced = false;
+  cases_dtype = 0;
+  case_begin("%s serves cases", info.name);
+  CHECK_MSG(cases_served > 0, "no case was served");
+  CHECK_OK(cumoe_variant_force(context, -1));
+  case_end();
+  group_end();
+}
+
+/* ---- the gate's ids are the CPU device's, over many tokens ----------------------------------------- */
+
+static tensor gate_ids(cumoe_context context, const cumoe_routing *routing, const tensor *logits)
+{
+  cumoe_view_mut ids = device_new(context, CUMOE_I32, logits->rows, routing->top_k, 1);
+  cumoe_view_mut weights = device_new(context, CUMOE_F32, logits->rows, routing->top_k, 1);
+  CHECK_OK(cumoe_gate(context, routing, device_put(context, logits, 3), no_view(), ids, weights, NULL));
+  CHECK_OK(cumoe_fault_clear(context, NULL));
+  return device_get(context, cumoe_const(ids));
+}
+
+static void compare_gates(cumoe_context cuda)
+{
+  const cumoe_routing routings[] = {cumoe_routing_mixtral(8), cumoe_routing_llama4(32), cumoe_routing_gpt_oss(4)};
+  cumoe_context cpu = NULL;
+  if (!group_begin("gate: ids of the CPU device")) return;
+  for (int i = 0; i < 9; i++) {
+    rng r = {(uint64_t)i};
+    int32_t experts = i % 2 ? 128 : 384;
+    case_begin("gate routing %d E %d %s logits", i % 3, experts, cumoe_dtype_name((cumoe_dtype)case_dtypes[i / 3]));
+    CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &cpu));
+    tensor logits = tensor_normal(&r, case_dtypes[i / 3], 5000, experts, 0, 2); /* 16-bit logits tie all the time */
+    tensor want = gate_ids(cpu, &routings[i % 3], &logits), got = gate_ids(cuda, &routings[i % 3], &logits);
+    check_same("ids", &got, &want);
+    case_end();
+    case_begin("close");
+    CHECK_OK(cumoe_context_destroy(cpu));
+    case_end();
+  }
+  group_end();
+}
+
+int main(int argc, char **argv)
+{
+  test_begin(argc, argv);
+  cumoe_context context = open_context(0);
+  if (context) {
+    compare_gates(context);
+    for (int i = 0; i < OPERATIONS; i++) {
+      if (!group_begin("library's choice: %s", operations[i].op)) continue;
+      run_cases(&operations[i], context);
+      group_end();
+    }
+    for (int32_t i = 0; i < cumoe_variant_count(); i++) run_variant(context, i);
+    close_context(context);
+  }
+  return test_end();
+}
