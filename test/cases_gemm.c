@@ -18,6 +18,7 @@ typedef struct gemm_case {
   content content;
   bool on_input;
   bool nan_token; /* token 1 holds a NaN */
+  bool bad_route; /* the last expert's count, and the pair of its first row, are nonsense */
 } gemm_case;
 
 static const char *order_name(int32_t order)
@@ -29,11 +30,11 @@ static const char *order_name(int32_t order)
 static void name_case(const char *op, const gemm_case *c)
 {
   static const char *contents[] = {"", " same sign", " integers", " codes"};
-  case_begin("%s %s T %d E %d k %d H %d I %d %s %s/%s%s gap %d bias %s act %d limit %g %s%s%s%s", op, cumoe_dtype_name((cumoe_dtype)c->dtype),
+  case_begin("%s %s T %d E %d k %d H %d I %d %s %s/%s%s gap %d bias %s act %d limit %g %s%s%s%s%s", op, cumoe_dtype_name((cumoe_dtype)c->dtype),
              c->tokens, c->experts, c->top_k, c->hidden, c->inter, order_name(c->form.gate_order), c->form.up_major == CUMOE_OUT_IN ? "oi" : "io",
              c->form.down_major == CUMOE_OUT_IN ? "oi" : "io", c->form.per_expert ? " per expert" : "", c->form.gap,
              cumoe_dtype_name((cumoe_dtype)c->form.bias), c->act, (double)c->limit, pattern_name(c->pattern), contents[c->content],
-             c->on_input ? " weight on input" : "", c->nan_token ? " nan" : "");
+             c->on_input ? " weight on input" : "", c->nan_token ? " nan" : "", c->bad_route ? " bad route" : "");
 }
 
 static cumoe_moe_desc gemm_desc(const gemm_case *c)
@@ -112,7 +113,7 @@ static cumoe_status gemm_on(cumoe_context context, const gemm_case *c, const gem
   cumoe_status status = run->up ? cumoe_up(plan, weights, in, &route, pair_weights, out, NULL) : cumoe_down(plan, weights, in, &route, out, NULL);
   *got = device_get(context, cumoe_const(out));
   check_guards(context, "rows", out);
-  expect_fault(context, CUMOE_FAULT_NONE);
+  expect_fault(context, c->bad_route ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
   CHECK_OK(cumoe_weights_destroy(weights));
   CHECK_OK(cumoe_plan_destroy(plan));
   return status;
@@ -145,8 +146,8 @@ static void check_rows(const gemm_case *c, const gemm_run *run)
   bounded *want = scratch((size_t)(c->inter + c->hidden), sizeof *want);
   bool good = true;
   for (int64_t row = 0; row < run->got[1].rows && good; row++)
-    if (!row_used(&run->route, row)) good = CHECK_MSG(row_is_poison(&run->got[1], row), "row %d of no expert was written", (int)row);
-  for (int32_t e = 0; e < c->experts && good; e++) {
+    if (!row_used(&run->route, row) && !c->bad_route) good = CHECK_MSG(row_is_poison(&run->got[1], row), "row %d of no expert was written", (int)row);
+  for (int32_t e = 0; e < c->experts - c->bad_route && good; e++) {
     int64_t first = (int64_t)tensor_get(&run->route.offsets, 0, e), count = (int64_t)tensor_get(&run->route.counts, 0, e);
     for (int64_t row = first; row < first + count && good; row++) {
       char what[64];
@@ -155,6 +156,17 @@ static void check_rows(const gemm_case *c, const gemm_run *run)
       good = check_bounded_row(what, &run->got[1], row, want);
     }
   }
+}
+
+/* The last expert claims rows up to the end of memory and beyond; what it computes there is nobody's. */
+static void break_route(host_route *r, int64_t choice)
+{
+  int32_t last = (int32_t)r->counts.cols - 1;
+  int64_t first = (int64_t)tensor_get(&r->offsets, 0, last);
+  const int32_t bad_pairs[] = {INT32_MAX, INT32_MIN, -1};
+  tensor_set(&r->counts, 0, last, choice == 0 ? INT32_MAX : (double)(r->row_pair.cols + 1));
+  if (choice == 1) tensor_set(&r->offsets, 0, last, INT32_MAX);
+  for (int64_t row = first; row < r->row_pair.cols; row++) tensor_set(&r->row_pair, 0, row, choice == 1 ? -1 : bad_pairs[row % 3]);
 }
 
 /* The rows of no expert keep each pass's poison: they cannot be equal. */
@@ -178,6 +190,7 @@ static void run_gemm(cumoe_context context, const gemm_case *c, bool up)
   run.route = route_new(&ids, c->experts);
   run.input = make_rows(&r, c, up ? c->tokens : (int64_t)c->tokens * c->top_k, up ? c->hidden : c->inter);
   run.pair_weights = tensor_normal(&r, CUMOE_F32, c->tokens, c->top_k, 0.5, 0.2);
+  if (c->bad_route) break_route(&run.route, c->tokens % 3);
   if (c->nan_token && run.input.rows > 1) tensor_set(&run.input, 1, 3, NAN);
   for (int pass = 0; pass < PASSES; pass++) {
     set_poison(pass);
@@ -247,6 +260,15 @@ static void run_exact(cumoe_context context, bool up)
   }
 }
 
+static void run_bad_routes(cumoe_context context, bool up)
+{
+  for (int i = 0; i < 24; i++) {
+    gemm_case c = {.dtype = case_dtypes[i % 3], .tokens = 3 + i, .experts = i % 2 ? 5 : 40, .top_k = 3, .hidden = 64, .inter = 40,
+                   .form = {i % 6 + 1, majors[i % 2], majors[i / 2 % 2], 0, 0, false}, .pattern = PATTERN_ROUND_ROBIN, .bad_route = true};
+    run_gemm(context, &c, up);
+  }
+}
+
 /* Shapes of real layers, narrow in experts: deep sums, many tiles, rows of an expert past a tile. */
 static void run_deep(cumoe_context context, bool up)
 {
@@ -265,6 +287,7 @@ static void cases_gemm(cumoe_context context, bool up)
   run_layouts(context, up);
   run_expert_counts(context, up);
   run_exact(context, up);
+  run_bad_routes(context, up);
   if (on_device(context)) run_deep(context, up);
 }
 

@@ -26,30 +26,28 @@ typedef struct unit {
 } unit;
 
 typedef struct row_source {
-  int64_t row, pair; /* of a; row -1: the route is bad here */
+  int64_t row, pair; /* of a; row -1: the route is bad here, reads as zeros */
 } row_source;
 
 static row_source source_of(const gemm_args *g, int64_t row)
 {
   if (g->row_pair == NULL) return (row_source){row, row};
   int64_t pair = g->row_pair[row];
-  if (pair >= 0 && pair < g->rows_cap) return (row_source){pair / g->top_k, pair};
+  if (pair >= 0 && pair < tokens_present(g->tokens) * g->top_k) return (row_source){pair / g->top_k, pair};
   record_fault(g->fault, FAULT_ROUTE, 0, 0);
   return (row_source){-1, 0};
 }
 
+static int64_t within(int64_t v, int64_t low, int64_t high) { return v < low ? low : v > high ? high : v; }
+
 static void rows_of_expert(const gemm_args *g, unit *u)
 {
-  if (g->counts == NULL) {
-    int64_t tokens = tokens_present(g->tokens);
-    u->first_row = 0;
-    u->end_row = tokens < g->rows_cap ? tokens : g->rows_cap;
-    return;
-  }
-  int64_t first = g->offsets[u->expert], end = first + g->counts[u->expert];
-  u->first_row = first < 0 ? 0 : first;
-  u->end_row = end > g->rows_cap ? g->rows_cap : end;
-  if (first < 0 || end > g->rows_cap || end < first) record_fault(g->fault, FAULT_ROUTE, u->expert, 0);
+  int64_t begin = g->counts ? g->offsets[u->expert] : 0;
+  int64_t count = g->counts ? g->counts[u->expert] : tokens_present(g->tokens);
+  u->first_row = within(begin, 0, g->rows_cap);
+  u->end_row = u->first_row + within(count, 0, g->rows_cap - u->first_row);
+  if (count != 0 && (u->first_row != begin || u->end_row - u->first_row != count))
+    record_fault(g->fault, FAULT_ROUTE, u->expert, 0);
 }
 
 static void load_weights(tile *t, const gemm_args *g, const unit *u, int32_t k0, int32_t depth)
@@ -112,8 +110,7 @@ static void store_row(const tile *t, const gemm_args *g, const unit *u, int64_t 
     double v[2] = {0, 1};
     for (int h = 0; h < u->halves; h++)
       v[h] = t->sum[h][at][n] * weight + bias_of(&g->b, h, u->expert, u->n0 + n);
-    double c = from.row < 0 ? 0 : activate(g, v[0], v[1]);
-    store_element(g->c, row * g->c_ld + u->n0 + n, g->dtype, c);
+    store_element(g->c, row * g->c_ld + u->n0 + n, g->dtype, activate(g, v[0], v[1]));
   }
 }
 
