@@ -1,0 +1,423 @@
+/* Contexts: device facts, kernels, pool, fault record. Whatever is slow or may fail happens here, once. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "internal.h"
+#include "variants.h"
+
+static const uint32_t MAGIC = 0x656f6d63; /* "cmoe" */
+
+enum { DEFAULT_SMEM = 48 * 1024, MIN_CC = 80 };
+
+_Static_assert(OP_COUNT <= sizeof((struct cumoe_context_s){0}.forced) / sizeof(int32_t), "raise forced[]");
+
+/* ---- fork: neither CUDA nor the worker threads survive it ---- */
+
+static atomic_uint forks;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void count_fork(void)
+{
+  atomic_fetch_add(&forks, 1);
+}
+
+static void watch_forks(void)
+{
+  (void)pthread_atfork(NULL, NULL, count_fork);
+}
+
+cumoe_status check_context(cumoe_context context)
+{
+  if (context == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "context is NULL");
+  if (context->magic != MAGIC) return fail(CUMOE_ERR_STALE_HANDLE, "context is destroyed or not a context");
+  if (context->forks != atomic_load_explicit(&forks, memory_order_relaxed))
+    return fail(CUMOE_ERR_NOT_SUPPORTED, "context was made before fork(); a child process must make its own");
+  return CUMOE_OK;
+}
+
+/* ---- current device ---- */
+
+cumoe_status enter_device(cumoe_context context, device_scope *scope)
+{
+  scope->previous = -1;
+  if (on_cpu(context)) return CUMOE_OK;
+  note_cuda_error();
+  int current = -1;
+  TRY_CUDA(cudaGetDevice(&current));
+  if (current == context->device) return CUMOE_OK;
+  TRY_CUDA(cudaSetDevice(context->device));
+  scope->previous = current;
+  return CUMOE_OK;
+}
+
+void leave_device(device_scope *scope)
+{
+  if (scope->previous >= 0 && cudaSetDevice(scope->previous) != cudaSuccess) clear_cuda_error();
+}
+
+/* ---- opening a CUDA device ---- */
+
+static cumoe_status read_facts(cumoe_context context)
+{
+  struct cudaDeviceProp facts;
+  TRY_CUDA(cudaGetDeviceProperties(&facts, context->device));
+  cumoe_device_info *info = &context->info;
+  info->cc_major = facts.major;
+  info->cc_minor = facts.minor;
+  info->multiprocessors = facts.multiProcessorCount;
+  info->l2_bytes = facts.l2CacheSize;
+  info->smem_per_block_optin = (int32_t)facts.sharedMemPerBlockOptin;
+  info->smem_per_sm = (int32_t)facts.sharedMemPerMultiprocessor;
+  info->total_memory = (int64_t)facts.totalGlobalMem;
+  (void)snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, facts.name);
+  if (facts.memoryPoolsSupported) return CUMOE_OK;
+  return fail(CUMOE_ERR_NOT_SUPPORTED, "device %d (%s) has no memory pools", context->device, info->name);
+}
+
+static cumoe_status no_image(cumoe_context context, const char *what, const char *why)
+{
+  const cumoe_device_info *info = &context->info;
+  return fail(CUMOE_ERR_NO_KERNEL_IMAGE, "device %d is a %s of compute capability %d.%d; this build has code for %s (%s: %s)",
+              context->device, info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
+}
+
+static cumoe_status make_pool(cumoe_context context)
+{
+  struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
+                                    .location = {.type = cudaMemLocationTypeDevice, .id = context->device}};
+  uint64_t keep_all = UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
+  TRY_CUDA(cudaMemPoolCreate(&context->pool, &wanted));
+  TRY_CUDA(cudaMemPoolSetAttribute(context->pool, cudaMemPoolAttrReleaseThreshold, &keep_all));
+  return CUMOE_OK;
+}
+
+static bool runs_on(const variant *v, const cumoe_device_info *info)
+{
+  int cc = info->cc_major * 10 + info->cc_minor;
+  switch ((arch)v->arch) {
+  case ARCH_any: return cc >= MIN_CC;
+  case ARCH_sm90: return cc == 90; /* architecture-specific code: this one and no later */
+  case ARCH_cpu: break;
+  }
+  return false;
+}
+
+static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibrary_t *library)
+{
+  if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
+  enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved; /* rodata: the driver needs no copy */
+  int yes = 1;
+  void *value = &yes;
+  cudaError_t error = cudaLibraryLoadData(library, v->image, NULL, NULL, 0, &option, &value, 1);
+  if (error != cudaSuccess) {
+    cumoe_status status = fail_cuda(error, "cudaLibraryLoadData");
+    return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
+  }
+  context->libraries[context->library_count++] = *library;
+  return CUMOE_OK;
+}
+
+/* Reading the attributes makes the driver load the kernel now; its lazy loading could otherwise fall into a capture. */
+static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cudaKernel_t kernel)
+{
+  struct cudaFuncAttributes facts;
+  cudaError_t error = cudaFuncGetAttributes(&facts, (const void *)kernel);
+  if (error != cudaSuccess) {
+    cumoe_status status = fail_cuda(error, "cudaFuncGetAttributes");
+    return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
+  }
+  if (facts.maxThreadsPerBlock < v->threads)
+    return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name, facts.maxThreadsPerBlock,
+                v->threads);
+  if (v->smem + (int)facts.sharedSizeBytes <= DEFAULT_SMEM) return CUMOE_OK;
+  TRY_CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem));
+  return CUMOE_OK;
+}
+
+static cumoe_status load_kernel(cumoe_context context, int32_t index, cudaLibrary_t library)
+{
+  const variant *v = &variants[index];
+  cudaKernel_t kernel = NULL;
+  cudaError_t error = cudaLibraryGetKernel(&kernel, library, v->name);
+  if (error == cudaErrorSymbolNotFound) {
+    clear_cuda_error();
+    return fail(CUMOE_ERR_INTERNAL, "kernel %s is not in its image", v->name);
+  }
+  if (error != cudaSuccess) {
+    cumoe_status status = fail_cuda(error, "cudaLibraryGetKernel");
+    return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
+  }
+  TRY(prepare_kernel(context, v, kernel));
+  context->kernels[index] = kernel;
+  return CUMOE_OK;
+}
+
+/* A row that needs more shared memory than the GPU has stays without a kernel. */
+static cumoe_status load_kernels(cumoe_context context)
+{
+  const unsigned char *loaded[MAX_IMAGES];
+  if (context->info.cc_major * 10 + context->info.cc_minor < MIN_CC)
+    return no_image(context, "kernels", "compute capability 8.0 is the least");
+  for (int32_t i = 0; i < variant_count; i++) {
+    const variant *v = &variants[i];
+    if (!runs_on(v, &context->info) || v->smem > context->info.smem_per_block_optin) continue;
+    int32_t image = 0;
+    while (image < context->library_count && loaded[image] != v->image) image++;
+    if (image == context->library_count) {
+      cudaLibrary_t library = NULL;
+      TRY(load_image(context, v, &library));
+      loaded[image] = v->image;
+    }
+    TRY(load_kernel(context, i, context->libraries[image]));
+  }
+  return CUMOE_OK;
+}
+
+/* In a stream of its own: the default stream would drag a capture of another thread into an error. */
+static cumoe_status make_fault_record(cumoe_context context)
+{
+  TRY_CUDA(cudaHostAlloc((void **)&context->fault.mirror, sizeof *context->fault.mirror,
+                         cudaHostAllocMapped | cudaHostAllocPortable));
+  *context->fault.mirror = 0;
+  TRY_CUDA(cudaMalloc((void **)&context->fault.record, sizeof *context->fault.record));
+  cudaStream_t stream = NULL;
+  TRY_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  cudaError_t error = cudaMemsetAsync(context->fault.record, 0, sizeof *context->fault.record, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  (void)cudaStreamDestroy(stream);
+  TRY_CUDA(error);
+  return CUMOE_OK;
+}
+
+static cumoe_status open_entered(cumoe_context context)
+{
+  TRY(read_facts(context));
+  TRY(make_pool(context));
+  TRY(load_kernels(context));
+  return make_fault_record(context);
+}
+
+/* Allocating and freeing outside streams is forbidden while any thread captures in CUDA's default mode, unless
+ * the thread that does it says that it knows. */
+static enum cudaStreamCaptureMode relax_capture(void)
+{
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) clear_cuda_error();
+  return mode;
+}
+
+static cumoe_status open_cuda(cumoe_context context, int32_t device)
+{
+  note_cuda_error();
+  int count = 0;
+  TRY_CUDA(cudaGetDeviceCount(&count));
+  if (device >= count)
+    return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d", device, count - 1);
+  context->device = context->info.device = device;
+  device_scope scope;
+  TRY(enter_device(context, &scope));
+  enum cudaStreamCaptureMode mode = relax_capture();
+  cumoe_status status = open_entered(context);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  leave_device(&scope);
+  return status;
+}
+
+/* ---- closing ---- */
+
+#define DROP_CUDA(call)                                                                                       \
+  do {                                                                                                        \
+    if ((call) != cudaSuccess) clear_cuda_error();                                                            \
+  } while (0)
+
+/* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
+static void close_entered(cumoe_context context)
+{
+  buffers_abandon(context);
+  for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(cudaLibraryUnload(context->libraries[i]));
+  if (context->fault.record != NULL) DROP_CUDA(cudaFree(context->fault.record));
+  if (context->fault.mirror != NULL) DROP_CUDA(cudaFreeHost(context->fault.mirror));
+  if (context->pool != NULL) DROP_CUDA(cudaMemPoolDestroy(context->pool));
+}
+
+/* Work in flight may use the buffers and the code, on any stream: only the whole device's end is safe. Refused while
+ * a capture is under way; any other failure, such as a lost device, is reported but stops nothing. */
+static cumoe_status wait_device(void)
+{
+  TRY_CUDA(cudaDeviceSynchronize());
+  return CUMOE_OK;
+}
+
+static cumoe_status close_cuda(cumoe_context context)
+{
+  device_scope scope = {-1};
+  cumoe_status status = enter_device(context, &scope);
+  enum cudaStreamCaptureMode mode = relax_capture();
+  if (status == CUMOE_OK) status = wait_device();
+  if (status != CUMOE_ERR_CAPTURE_UNSAFE) close_entered(context);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  leave_device(&scope);
+  return status;
+}
+
+/* ---- the CPU device ---- */
+
+static cumoe_status open_cpu(cumoe_context context, int32_t threads)
+{
+  cumoe_device_info *info = &context->info;
+  context->device = info->device = CUMOE_DEVICE_CPU;
+  context->threads = threads_create(threads);
+  if (context->threads == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "the CPU device's threads could not be made");
+  info->multiprocessors = threads_count(context->threads);
+  info->total_memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+  (void)snprintf(info->name, sizeof info->name, "CPU, %d threads", info->multiprocessors);
+  context->fault.record = &context->cpu_fault_record;
+  context->fault.mirror = &context->cpu_fault_mirror;
+  return CUMOE_OK;
+}
+
+static void close_cpu(cumoe_context context)
+{
+  buffers_abandon(context);
+  threads_destroy(context->threads);
+}
+
+/* ---- create, destroy ---- */
+
+static cumoe_status open_one(int32_t device, int32_t cpu_threads, cumoe_context *made)
+{
+  cumoe_context context = calloc(1, sizeof *context);
+  if (context == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *context);
+  context->device = CUMOE_DEVICE_CPU;
+  context->forks = atomic_load(&forks);
+  context->info.size = sizeof context->info;
+  cumoe_status status = device == CUMOE_DEVICE_CPU ? open_cpu(context, cpu_threads) : open_cuda(context, device);
+  if (status != CUMOE_OK) {
+    error_text why; /* closing may fail as well; the first failure is the one to tell */
+    save_error(&why);
+    if (!on_cpu(context)) (void)close_cuda(context);
+    restore_error(&why);
+    free(context);
+    return status;
+  }
+  context->magic = MAGIC;
+  *made = context;
+  log_message(CUMOE_LOG_INFO, "cumoe: device %d: %s", context->device, context->info.name);
+  return CUMOE_OK;
+}
+
+/* The first ordinal that opens; without any, the reason given is that of device 0. */
+static cumoe_status open_auto(int32_t cpu_threads, cumoe_context *made)
+{
+  error_text before, why;
+  save_error(&before);
+  for (int32_t device = 0;; device++) {
+    cumoe_status status = open_one(device, 0, made);
+    if (status == CUMOE_OK) break;
+    if (device == 0) save_error(&why);
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess) clear_cuda_error();
+    if (device + 1 < count) continue;
+    log_message(CUMOE_LOG_WARNING, "no usable GPU, the CPU device is used instead: %s", why.text);
+    TRY(open_one(CUMOE_DEVICE_CPU, cpu_threads, made));
+    break;
+  }
+  restore_error(&before);
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *config, cumoe_context *context)
+{
+  begin_call(__func__);
+  if (context == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "context is NULL");
+  *context = NULL;
+  if (config != NULL && config->size != sizeof *config)
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.size is %u, sizeof(cumoe_context_config) is %zu", config->size,
+                sizeof *config);
+  int32_t cpu_threads = config != NULL ? config->cpu_threads : 0;
+  if (cpu_threads < 0) return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", cpu_threads);
+  if (device < CUMOE_DEVICE_CPU)
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU", device);
+  (void)pthread_once(&fork_once, watch_forks);
+  return device == CUMOE_DEVICE_AUTO ? open_auto(cpu_threads, context) : open_one(device, cpu_threads, context);
+}
+
+cumoe_status cumoe_context_destroy(cumoe_context context)
+{
+  begin_call(__func__);
+  if (context == NULL) return CUMOE_OK;
+  TRY(check_context(context));
+  cumoe_status status = CUMOE_OK;
+  if (on_cpu(context))
+    close_cpu(context);
+  else
+    status = close_cuda(context);
+  if (status == CUMOE_ERR_CAPTURE_UNSAFE) return status;
+  context->magic = 0;
+  free(context);
+  return status;
+}
+
+cumoe_status cumoe_context_info(cumoe_context context, cumoe_device_info *info)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (info == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is NULL");
+  if (info->size != sizeof *info)
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, sizeof(cumoe_device_info) is %zu", info->size, sizeof *info);
+  *info = context->info;
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_synchronize(cumoe_context context, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  return memory_wait(context, stream);
+}
+
+/* ---- fault record ---- */
+
+int cumoe_fault_pending(cumoe_context context)
+{
+  begin_call(__func__);
+  if (check_context(context) != CUMOE_OK) return 0;
+  return __atomic_load_n(context->fault.mirror, __ATOMIC_ACQUIRE) != 0;
+}
+
+cumoe_status cumoe_fault_read(cumoe_context context, cumoe_stream stream, cumoe_fault *fault)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (fault == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "fault is NULL");
+  uint64_t record = 0;
+  if (on_cpu(context)) {
+    record = __atomic_load_n(context->fault.record, __ATOMIC_ACQUIRE);
+  } else {
+    TRY(memory_wait(context, stream)); /* also refuses capture */
+    TRY(memory_copy(context, &record, sizeof record, context->fault.record, sizeof record, sizeof record, 1,
+                    cudaMemcpyDeviceToHost, stream));
+    TRY(memory_wait(context, stream));
+  }
+  fault->code = (int32_t)(record >> 56);
+  fault->slot = (int32_t)(record >> 44 & 0xfff);
+  fault->token = (int64_t)(record & 0xfffffffffffULL);
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_fault_clear(cumoe_context context, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (on_cpu(context)) {
+    __atomic_store_n(context->fault.record, 0, __ATOMIC_RELEASE);
+    __atomic_store_n(context->fault.mirror, 0, __ATOMIC_RELEASE);
+    return CUMOE_OK;
+  }
+  TRY(memory_fill(context, context->fault.record, sizeof(uint64_t), 0, sizeof(uint64_t), 1, stream));
+  return memory_fill(context, context->fault.mirror, sizeof(uint32_t), 0, sizeof(uint32_t), 1, stream);
+}

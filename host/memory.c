@@ -1,0 +1,235 @@
+/* How bytes are allocated, freed and moved: the one place that tells the CUDA device from the CPU device. */
+#include <cuda.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { ALIGNMENT = 256 };
+static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
+
+/* Runs an expression that yields a status with the context's device current. */
+#define ON_DEVICE(context, expression)                                                                        \
+  do {                                                                                                        \
+    device_scope scope_;                                                                                      \
+    TRY(enter_device(context, &scope_));                                                                      \
+    cumoe_status status_ = (expression);                                                                      \
+    leave_device(&scope_);                                                                                    \
+    return status_;                                                                                           \
+  } while (0)
+
+/* ---- waiting ---- */
+
+static cumoe_status refuse_capture_cuda(cumoe_stream stream)
+{
+  enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  TRY_CUDA(cudaStreamIsCapturing(stream, &capture));
+  if (capture == cudaStreamCaptureStatusNone) return CUMOE_OK;
+  return fail(CUMOE_ERR_CAPTURE_UNSAFE, "the stream is being captured into a graph");
+}
+
+cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream)
+{
+  if (on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE(context, refuse_capture_cuda(stream));
+}
+
+static cumoe_status wait_cuda(cumoe_stream stream)
+{
+  TRY(refuse_capture_cuda(stream));
+  TRY_CUDA(cudaStreamSynchronize(stream));
+  return CUMOE_OK;
+}
+
+cumoe_status memory_wait(cumoe_context context, cumoe_stream stream)
+{
+  if (on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE(context, wait_cuda(stream));
+}
+
+/* ---- allocation ---- */
+
+static cumoe_status alloc_cpu(size_t bytes, void **data)
+{
+  size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  if (rounded >= bytes && rounded <= PTRDIFF_MAX) *data = aligned_alloc(ALIGNMENT, rounded);
+  if (*data != NULL) return CUMOE_OK;
+  return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory could not be allocated", bytes);
+}
+
+/* Memory freed on other streams, and a fragmented pool, become usable when the stream has passed and the pool has given
+ * its idle memory back. That costs a wait, which is cheaper than failing. */
+static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+{
+  cudaError_t error = cudaMallocFromPoolAsync(data, bytes, context->pool, stream);
+  if (error == cudaErrorMemoryAllocation) {
+    clear_cuda_error();
+    TRY_CUDA(cudaStreamSynchronize(stream));
+    TRY_CUDA(cudaMemPoolTrimTo(context->pool, 0));
+    error = cudaMallocFromPoolAsync(data, bytes, context->pool, stream);
+  }
+  if (error == cudaSuccess) return CUMOE_OK;
+  *data = NULL;
+  if (error != cudaErrorMemoryAllocation) return fail_cuda(error, "cudaMallocFromPoolAsync");
+  clear_cuda_error();
+  size_t available = 0, total = 0;
+  if (cudaMemGetInfo(&available, &total) != cudaSuccess) clear_cuda_error();
+  return fail(CUMOE_ERR_OUT_OF_MEMORY, "cudaMallocFromPoolAsync: %s: %zu bytes asked, %zu of %zu bytes free on device %d",
+              cudaGetErrorName(error), bytes, available, total, context->device);
+}
+
+static cumoe_status alloc_cuda_uncaptured(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+{
+  TRY(refuse_capture_cuda(stream)); /* it would become a node of the graph, and so would the free */
+  return alloc_cuda(context, bytes, stream, data);
+}
+
+cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+{
+  *data = NULL;
+  if (bytes == 0) return CUMOE_OK;
+  if (on_cpu(context)) return alloc_cpu(bytes, data);
+  ON_DEVICE(context, alloc_cuda_uncaptured(context, bytes, stream, data));
+}
+
+static cumoe_status free_cuda(void *data, cumoe_stream stream)
+{
+  TRY_CUDA(cudaFreeAsync(data, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream)
+{
+  if (data == NULL) return CUMOE_OK;
+  if (!on_cpu(context)) ON_DEVICE(context, free_cuda(data, stream));
+  free(data);
+  return CUMOE_OK;
+}
+
+void memory_drop(cumoe_context context, void *data)
+{
+  if (on_cpu(context))
+    free(data);
+  else if (cudaFree(data) != cudaSuccess) /* legal for pool memory too, once nothing uses it */
+    clear_cuda_error();
+}
+
+/* ---- foreign memory ---- */
+
+/* The driver's own answer; there is no runtime call for it. False, the slower way to free, when in doubt. */
+static bool from_pool(const void *data)
+{
+  void *entry = NULL;
+  enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &entry, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) clear_cuda_error();
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || entry == NULL) return false;
+  CUresult (*attribute)(void *, CUpointer_attribute, CUdeviceptr);
+  memcpy(&attribute, &entry, sizeof attribute);
+  CUmemoryPool pool = NULL;
+  return attribute(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, (CUdeviceptr)(uintptr_t)data) == CUDA_SUCCESS &&
+         pool != NULL;
+}
+
+static cumoe_status inspect_cuda(cumoe_context context, const void *data, bool *pooled)
+{
+  struct cudaPointerAttributes facts;
+  TRY_CUDA(cudaPointerGetAttributes(&facts, data));
+  if (facts.type != cudaMemoryTypeDevice)
+    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p is not device memory", data);
+  if (facts.device != context->device)
+    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p lies on device %d, the context is on device %d", data, facts.device,
+                context->device);
+  *pooled = from_pool(data);
+  return CUMOE_OK;
+}
+
+cumoe_status memory_inspect(cumoe_context context, const void *data, bool *pooled)
+{
+  *pooled = false;
+  if (data == NULL || on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE(context, inspect_cuda(context, data, pooled));
+}
+
+/* cudaFree looks at no stream, so the home stream has to be passed first. */
+static cumoe_status free_after_wait(void *data, cumoe_stream stream)
+{
+  TRY(wait_cuda(stream));
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed; /* another thread may be capturing */
+  TRY_CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
+  cudaError_t error = cudaFree(data);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  TRY_CUDA(error);
+  return CUMOE_OK;
+}
+
+cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled, cumoe_stream stream)
+{
+  if (data == NULL || pooled || on_cpu(context)) return memory_free(context, data, stream);
+  ON_DEVICE(context, free_after_wait(data, stream));
+}
+
+/* ---- moving bytes ---- */
+
+static void copy_rows(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows)
+{
+  for (size_t r = 0; r < rows; r++) memcpy(dst + r * dst_pitch, src + r * src_pitch, width);
+}
+
+static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows,
+                              enum cudaMemcpyKind kind, cumoe_stream stream)
+{
+  if (dst_pitch <= MAX_PITCH && src_pitch <= MAX_PITCH) {
+    TRY_CUDA(cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
+    return CUMOE_OK;
+  }
+  for (size_t r = 0; r < rows; r++) /* rows of 2 GiB: few */
+    TRY_CUDA(cudaMemcpyAsync(dst + r * dst_pitch, src + r * src_pitch, width, kind, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
+                         size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream)
+{
+  if (width == 0 || rows == 0) return CUMOE_OK;
+  if (rows == 1 || (dst_pitch == width && src_pitch == width)) { /* one run of bytes */
+    width *= rows;
+    rows = 1;
+    dst_pitch = src_pitch = width;
+  }
+  if (on_cpu(context)) {
+    copy_rows(dst, dst_pitch, src, src_pitch, width, rows);
+    return CUMOE_OK;
+  }
+  if (rows == 1) dst_pitch = src_pitch = SIZE_MAX; /* the 1-D call has no limit on the width */
+  ON_DEVICE(context, copy_cuda(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
+}
+
+static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t width, size_t rows, cumoe_stream stream)
+{
+  if (pitch <= MAX_PITCH) {
+    TRY_CUDA(cudaMemset2DAsync(dst, pitch, byte, width, rows, stream));
+    return CUMOE_OK;
+  }
+  for (size_t r = 0; r < rows; r++) TRY_CUDA(cudaMemsetAsync(dst + r * pitch, byte, width, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
+                         cumoe_stream stream)
+{
+  if (width == 0 || rows == 0) return CUMOE_OK;
+  if (rows == 1 || pitch == width) {
+    width *= rows;
+    rows = 1;
+    pitch = width;
+  }
+  if (on_cpu(context)) {
+    for (size_t r = 0; r < rows; r++) memset((char *)dst + r * pitch, byte, width);
+    return CUMOE_OK;
+  }
+  if (rows == 1) pitch = SIZE_MAX;
+  ON_DEVICE(context, fill_cuda(dst, pitch, byte, width, rows, stream));
+}
