@@ -69,17 +69,34 @@ cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
   return CUMOE_OK;
 }
 
-static uintptr_t view_end(const cumoe_view *v)
+/* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
+typedef struct span {
+  uintptr_t begin, end; /* of all; equal when there are none */
+  uintptr_t width, pitch;
+} span;
+
+static span span_of(const cumoe_view *v)
 {
-  if (v->rows == 0 || v->cols == 0) return (uintptr_t)v->data;
-  return (uintptr_t)v->data + (uintptr_t)((v->rows - 1) * v->ld + v->cols) * cumoe_dtype_bytes((cumoe_dtype)v->dtype);
+  const uintptr_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype), begin = (uintptr_t)v->data;
+  if (!v->data || v->rows == 0 || v->cols == 0) return (span){begin, begin, 0, 0};
+  return (span){begin, begin + (uintptr_t)((v->rows - 1) * v->ld + v->cols) * element, (uintptr_t)v->cols * element, (uintptr_t)v->ld * element};
+}
+
+/* Column ranges of one matrix interleave without touching each other: an engine may keep x and out side by side. */
+static bool spans_overlap(const span *a, const span *b)
+{
+  if (a->begin == a->end || b->begin == b->end || a->end <= b->begin || b->end <= a->begin) return false;
+  if (a->pitch != b->pitch) return true;
+  const uintptr_t from_a = a->begin < b->begin ? (b->begin - a->begin) % a->pitch : a->pitch - 1 - (a->begin - b->begin - 1) % a->pitch;
+  return from_a < a->width || from_a + b->width > a->pitch;
 }
 
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in)
 {
-  cumoe_view o = cumoe_const(out);
-  if (!o.data || !in.data || view_end(&o) <= (uintptr_t)in.data || view_end(&in) <= (uintptr_t)o.data) return CUMOE_OK;
-  return fail(CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s", output, input);
+  const cumoe_view o = cumoe_const(out);
+  const span a = span_of(&o), b = span_of(&in);
+  REQUIRE(!spans_overlap(&a, &b), CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s", output, input);
+  return CUMOE_OK;
 }
 
 cumoe_status take_struct(const char *name, const void *from, void *to, size_t size)
@@ -225,6 +242,7 @@ cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t toke
   const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
   REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
   REQUIRE(route->size == sizeof *route, CUMOE_ERR_INVALID_ARGUMENT, "route.size is %u, must be %zu", route->size, sizeof *route);
+  REQUIRE(route->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "route.reserved is %d, must be 0", (int)route->reserved);
   const operand counts = {"route.counts", 1, d->local_experts, i32, 4}, offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
   const operand row_pair = {"route.row_pair", 1, tokens * d->routing.top_k, i32, 4};
   const operand slot_row = {"route.slot_row", tokens, d->routing.top_k, i32, 4};
@@ -298,6 +316,7 @@ cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc 
           "desc.gate_order is %d: it must be set, no order is guessed", (int)d->gate_order);
   TRY(check_major("desc.up_major", d->up_major));
   TRY(check_major("desc.down_major", d->down_major));
+  REQUIRE(d->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "desc.reserved is %d, must be 0", (int)d->reserved);
   REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "desc.experts is %d, must be 1 .. %d",
           (int)d->experts, CUMOE_MAX_EXPERTS);
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
@@ -382,11 +401,27 @@ static cumoe_status check_outputs(cumoe_plan plan, const cumoe_moe_args *a)
   TRY(check_optional(plan->context, &weights_out, cumoe_const(a->weights_out)));
   TRY(check_optional(plan->context, &counts_out, cumoe_const(a->counts_out)));
   TRY(check_optional(plan->context, &load, cumoe_const(a->load)));
-  TRY(check_disjoint("args.out", a->out, "args.x", a->x));
-  TRY(check_disjoint("args.out", a->out, "args.logits", a->logits));
-  TRY(check_disjoint("args.out", a->out, "args.ids", a->ids));
-  TRY(check_disjoint("args.out", a->out, "args.weights", a->weights));
-  if (a->residual.data != a->out.data || a->residual.ld != a->out.ld) TRY(check_disjoint("args.out", a->out, "args.residual", a->residual));
+  return CUMOE_OK;
+}
+
+/* No output shares a byte with an input or with another output. */
+static cumoe_status check_overlaps(const cumoe_moe_args *a)
+{
+  enum { OUTPUTS = 6, ALL = 17 };
+  static const char *const names[ALL] = {"out", "ids_out", "weights_out", "counts_out", "load", "workspace", "x", "device_tokens",
+                                         "router_weight", "router_bias", "logits", "ids", "weights", "select_bias", "expert_map",
+                                         "shared_gate", "residual"};
+  const bool in_place = a->residual.data == a->out.data && a->residual.ld == a->out.ld;
+  const cumoe_view outputs[OUTPUTS] = {cumoe_const(a->out), cumoe_const(a->ids_out), cumoe_const(a->weights_out), cumoe_const(a->counts_out),
+                                       cumoe_const(a->load), cumoe_const(a->workspace)};
+  const cumoe_view *inputs[ALL - OUTPUTS] = {&a->x, &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits, &a->ids,
+                                             &a->weights, &a->select_bias, &a->expert_map, &a->shared_gate, &a->residual};
+  span spans[ALL];
+  for (int i = 0; i < ALL; ++i) spans[i] = span_of(i < OUTPUTS ? &outputs[i] : inputs[i - OUTPUTS]);
+  if (in_place) spans[ALL - 1].end = spans[ALL - 1].begin;
+  for (int i = 0; i < OUTPUTS; ++i)
+    for (int j = i + 1; j < ALL; ++j)
+      REQUIRE(!spans_overlap(&spans[i], &spans[j]), CUMOE_ERR_INVALID_ARGUMENT, "args.%s overlaps args.%s", names[i], names[j]);
   return CUMOE_OK;
 }
 
@@ -402,8 +437,7 @@ static cumoe_status check_workspace(cumoe_plan plan, const cumoe_moe_args *a)
   const operand workspace = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
   TRY(check_operand(plan->context, &workspace, w));
   REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed", (long long)w.cols, need);
-  TRY(check_disjoint("args.workspace", a->workspace, "args.x", a->x));
-  return check_disjoint("args.workspace", a->workspace, "args.out", cumoe_const(a->out));
+  return CUMOE_OK;
 }
 
 cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *a)
@@ -420,7 +454,8 @@ cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_m
   TRY(check_routing_inputs(plan, a));
   TRY(check_shared(plan, a));
   TRY(check_outputs(plan, a));
-  return check_workspace(plan, a);
+  TRY(check_workspace(plan, a));
+  return check_overlaps(a);
 }
 
 cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *a, int64_t tokens)
@@ -446,5 +481,7 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
   TRY(check_disjoint("args.out", a->out, "args.y", a->y));
   TRY(check_disjoint("args.out", a->out, "args.x", a->x));
+  TRY(check_disjoint("args.out", a->out, "args.pair_weights", a->pair_weights));
+  if (a->residual.data != a->out.data || a->residual.ld != a->out.ld) TRY(check_disjoint("args.out", a->out, "args.residual", a->residual));
   return check_disjoint("args.out", a->out, "args.shared", a->shared);
 }

@@ -25,6 +25,7 @@ cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view wei
 static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, cumoe_view logits)
 {
   TRY(check_context(context));
+  TRY(check_owner(context, "weight", &weight)); /* its shape means nothing once it is freed; the same below */
   REQUIRE(weight.rows >= 1 && weight.rows <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "weight.rows is %lld, must be 1 .. %d",
           (long long)weight.rows, CUMOE_MAX_EXPERTS);
   REQUIRE(weight.cols >= 8 && weight.cols % 8 == 0 && weight.cols <= INT32_MAX / 2, CUMOE_ERR_INVALID_ARGUMENT,
@@ -68,6 +69,7 @@ cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cum
   cumoe_routing r;
   TRY(check_context(context));
   TRY(take_struct("routing", routing, &r, sizeof r));
+  TRY(check_owner(context, "logits", &logits));
   REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "logits.cols is %lld, must be 1 .. %d",
           (long long)logits.cols, CUMOE_MAX_EXPERTS);
   TRY(check_routing(&r, (int32_t)logits.cols));
@@ -146,6 +148,8 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
   const size_t need = hist_bytes(plan, ids.rows);
   const operand workspace_want = {"workspace", 1, workspace.cols, DTYPE_BIT(CUMOE_U8), 16};
   if (need) {
+    const cumoe_view given = cumoe_const(workspace);
+    TRY(check_owner(plan->context, "workspace", &given));
     REQUIRE(workspace.cols >= 0 && (size_t)workspace.cols >= need, CUMOE_ERR_WORKSPACE, "workspace has %lld bytes, %zu are needed",
             (long long)workspace.cols, need);
     TRY(check_operand(plan->context, &workspace_want, cumoe_const(workspace)));
@@ -233,7 +237,9 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
   REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  const int64_t tokens = route->slot_row.rows;
+  const cumoe_view slots = cumoe_const(route->slot_row);
+  TRY(check_owner(plan->context, "route.slot_row", &slots));
+  const int64_t tokens = slots.rows;
   TRY(check_tokens("route.slot_row.rows", tokens, d->routing.top_k));
   TRY(check_route(plan, route, tokens));
   const int64_t rows = tokens * d->routing.top_k;
@@ -273,7 +279,9 @@ cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  const int64_t tokens = route->slot_row.rows;
+  const cumoe_view slots = cumoe_const(route->slot_row);
+  TRY(check_owner(plan->context, "route.slot_row", &slots));
+  const int64_t tokens = slots.rows;
   TRY(check_tokens("route.slot_row.rows", tokens, d->routing.top_k));
   const operand out = {"args.out", unreduced ? tokens * d->routing.top_k : tokens, d->hidden, DTYPE_BIT(d->out_dtype), 16};
   TRY(check_operand(plan->context, &out, cumoe_const(a.out)));
