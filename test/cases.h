@@ -16,7 +16,7 @@ extern int32_t cases_dtype;
 bool case_wanted(int32_t dtype);
 
 /* False: the case is over (dropped or failed). */
-bool case_served(cumoe_status status, const char *call);
+bool case_served(cumoe_context context, cumoe_status status, const char *call);
 
 enum { PASSES = 2 };
 void set_poison(int pass);

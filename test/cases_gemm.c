@@ -113,7 +113,7 @@ static cumoe_status gemm_on(cumoe_context context, const gemm_case *c, const gem
   cumoe_status status = run->up ? cumoe_up(plan, weights, in, &route, pair_weights, out, NULL) : cumoe_down(plan, weights, in, &route, out, NULL);
   *got = device_get(context, cumoe_const(out));
   check_guards(context, "rows", out);
-  expect_fault(context, c->bad_route ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
+  if (status == CUMOE_OK) expect_fault(context, c->bad_route ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
   CHECK_OK(cumoe_weights_destroy(weights));
   CHECK_OK(cumoe_plan_destroy(plan));
   return status;
@@ -194,7 +194,7 @@ static void run_gemm(cumoe_context context, const gemm_case *c, bool up)
   if (c->nan_token && run.input.rows > 1) tensor_set(&run.input, 1, 3, NAN);
   for (int pass = 0; pass < PASSES; pass++) {
     set_poison(pass);
-    if (!case_served(gemm_on(context, c, &run, &run.got[pass]), up ? "cumoe_up" : "cumoe_down")) return;
+    if (!case_served(context, gemm_on(context, c, &run, &run.got[pass]), up ? "cumoe_up" : "cumoe_down")) return;
   }
   check_passes(&run, &run.got[0], &run.got[1]);
   check_rows(c, &run);

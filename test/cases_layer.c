@@ -248,7 +248,7 @@ static void run_forward(cumoe_context context, const forward_case *c)
   forward_result got[PASSES];
   for (int pass = 0; pass < PASSES; pass++) {
     set_poison(pass);
-    if (!case_served(forward_on(context, c, &a, &got[pass]), "cumoe_moe_forward")) return;
+    if (!case_served(context, forward_on(context, c, &a, &got[pass]), "cumoe_moe_forward")) return;
     expect_fault(context, expected_fault(c, &a));
     if (c->present >= 0) got[pass].out.rows = tokens_present(c) * (unreduced(d) ? d->routing.top_k : 1);
   }
