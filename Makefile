@@ -2,6 +2,7 @@
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := all
 
 # ---- configuration: everything here may be set on the command line or in the environment ----------------------
 
@@ -224,8 +225,76 @@ bench: $(LIB)/bench/bench
 
 tests: $(PROGRAMS)
 
+# ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
+
+script_env = LIB='$(LIB)' V='$(V)' CC='$(CC)' CXX='$(CXX)' NVCC='$(NVCC)' MAKE='$(MAKE)' VERSION='$(VERSION)' \
+	CUDA_HOME='$(CUDA_HOME)' CUDA_LIB='$(CUDA_LIB)' ARCH_DEFINES='$(ARCH_DEFINES)' CUBINS='$(CUBINS)' \
+	FORMATTED='$(FORMATTED)'
+chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
+test_programs  := $(call chosen,$(PROGRAMS))
+test_scripts   := $(call chosen,test/check/install.sh)
+# Programs that run under the sanitizers.
+ASAN_TESTS     ?= $(TESTS)
+check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
+check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh))
+
+test: $(test_programs) $(LIB)/libcumoe.a
+	@$(script_env) test/run.sh $(test_programs) $(test_scripts)
+
+# A sanitized program has no GPU to see: the driver's own memory is not under test.
+check: $(check_programs) $(LIB)/libcumoe.a
+	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
+
+# ---- install ------------------------------------------------------------------------------------------------------
+
+PKG_DIR   := $(LIBDIR)/pkgconfig
+CMAKE_DIR := $(LIBDIR)/cmake/cumoe
+# Package files name their neighbours relative to themselves, so that an installed tree can be moved.
+relative = $(shell realpath -m --relative-to='$(1)' '$(2)')
+fill = sed -e 's|@PREFIX@|$(call relative,$(1),$(PREFIX))|' -e 's|@INCLUDEDIR@|$(call relative,$(1),$(INCLUDEDIR))|' \
+	-e 's|@LIBDIR@|$(call relative,$(1),$(LIBDIR))|' -e 's|@CUDA_LIB@|$(CUDA_LIB)|' -e 's|@VERSION@|$(VERSION)|' \
+	-e 's|@MAJOR_MINOR@|$(basename $(VERSION))|'
+
+install: $(LIB)/libcumoe.a
+	$(Q)mkdir -p '$(DESTDIR)$(INCLUDEDIR)/cumoe' '$(DESTDIR)$(PKG_DIR)' '$(DESTDIR)$(CMAKE_DIR)'
+	$(Q)install -m 644 include/cumoe/*.h '$(DESTDIR)$(INCLUDEDIR)/cumoe'
+	$(Q)install -m 644 $< '$(DESTDIR)$(LIBDIR)'
+	$(Q)$(call fill,$(PKG_DIR)) host/cumoe.pc.in > '$(DESTDIR)$(PKG_DIR)/cumoe.pc'
+	$(Q)$(call fill,$(CMAKE_DIR)) host/cumoeConfig.cmake.in > '$(DESTDIR)$(CMAKE_DIR)/cumoeConfig.cmake'
+	$(Q)$(call fill,$(CMAKE_DIR)) host/cumoeConfigVersion.cmake.in > '$(DESTDIR)$(CMAKE_DIR)/cumoeConfigVersion.cmake'
+	@echo "cumoe $(VERSION) is in $(DESTDIR)$(PREFIX)"
+
+uninstall:
+	rm -rf '$(DESTDIR)$(INCLUDEDIR)/cumoe' '$(DESTDIR)$(CMAKE_DIR)'
+	rm -f '$(DESTDIR)$(LIBDIR)/libcumoe.a' '$(DESTDIR)$(PKG_DIR)/cumoe.pc'
+
+# ---- for those who change the code --------------------------------------------------------------------------------
+
+format:
+	clang-format --style=file -i $(FORMATTED)
+
+TIDY := clang-analyzer-*,bugprone-*,-bugprone-easily-swappable-parameters,-bugprone-reserved-identifier
+TIDY := $(TIDY),-clang-analyzer-security.insecureAPI.DeprecatedOrUnsafeBufferHandling
+lint:
+	clang-tidy --quiet --warnings-as-errors='*' --checks='-*,$(TIDY)' $(LIB_C) -- $(filter-out -MMD -MP,$(C_HOST)) $(CFLAGS)
+	cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability --inline-suppr \
+	--suppress=missingIncludeSystem $(ARCH_DEFINES) -Iinclude $(LIB_C)
+
 clean:
 	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix
+
+help:
+	@echo 'make            $(LIB)/libcumoe.a'
+	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
+	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
+	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
+	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format (T=symbols: one)'
+	@echo 'make bench      speed, against the roofline and other libraries            (BENCH_ARGS)'
+	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
+	@echo 'make format, lint, clean, print-NAME'
+	@echo
+	@echo 'ARCHS="$(ARCHS)" PTX="$(PTX)"   GPUs with machine code; V=1 shows commands'
+	@echo 'CC CXX NVCC CUDA_HOME CFLAGS NVCCFLAGS LDFLAGS LDLIBS   tools, and flags that follow ours'
 
 print-%:
 	@echo '$($*)'

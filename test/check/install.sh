@@ -1,0 +1,48 @@
+#!/bin/sh
+# Installs into a staging folder and builds programs against it the way users do: pkg-config, CMake, cargo.
+. test/check/count.sh
+lib=$(cd "${LIB:-lib}" && pwd) make=${MAKE:-make}
+unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES
+stage=$lib/prefix
+rm -rf "$stage"
+quiet "make install" $make install LIB="${LIB:-lib}" DESTDIR="$stage" PREFIX=/usr || finish
+prefix=$stage/usr
+PKG_CONFIG_PATH=$prefix/lib/pkgconfig
+export PKG_CONFIG_PATH
+
+built_by_pkg_config() {
+  ${CC:-cc} -std=c11 $1 test/examples/first.c -o "$stage/first-$2" $(pkg-config --cflags --libs cumoe) && "$stage/first-$2"
+}
+if have pkg-config; then
+  for compiler in ${CC:-cc} clang; do
+    have "$compiler" || { skip "pkg-config, $compiler" "not installed"; continue; }
+    CC=$compiler
+    quiet "pkg-config, $compiler: build and run" built_by_pkg_config "" "$compiler"
+  done
+  quiet "pkg-config: the version of the headers" test "$(pkg-config --modversion cumoe)" = "$VERSION"
+else
+  skip "pkg-config" "not installed"
+fi
+
+built_by_cmake() {
+  cmake -S test/examples -B "$stage/cmake-$1" -DCMAKE_PREFIX_PATH="$prefix" -DCUMOE_CUDART="$1" \
+    -DCUDAToolkit_ROOT="$CUDA_HOME" && cmake --build "$stage/cmake-$1" || return 1
+  LD_LIBRARY_PATH=$CUDA_LIB "$stage/cmake-$1/first"
+}
+if have cmake; then
+  quiet "CMake, static CUDA runtime: build and run" built_by_cmake static
+  quiet "CMake, shared CUDA runtime: build and run" built_by_cmake shared
+else
+  skip "CMake" "not installed"
+fi
+
+built_by_cargo() {
+  cp -r test/examples/rust "$stage/rust" && cd "$stage/rust" && cargo run --offline
+}
+if have cargo && have pkg-config; then quiet "cargo: build and run" built_by_cargo
+else skip "cargo" "not installed"; fi
+
+quiet "make uninstall" $make uninstall LIB="${LIB:-lib}" DESTDIR="$stage" PREFIX=/usr
+empty "nothing is left" "$(find "$prefix" -type f)"
+rm -rf "$stage"
+finish

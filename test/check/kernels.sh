@@ -1,0 +1,47 @@
+#!/bin/sh
+# Facts of the machine code: every row of the table is there, no spills, no local memory, no float atomics, no trap.
+. test/check/count.sh
+lib=${LIB:-lib}
+work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
+
+# The table, as "file kernel" lines.
+printf '%s\n' '#define ROWS_ALL' \
+  '#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, ...) @ file cumoe_##op##_##arch##_##form##_##in##_##w##_##BM##x##BN##x##BK @' \
+  '#include "kernels/variants.def"' | ${CC:-cc} -E -P $ARCH_DEFINES -I. - | tr '@' '\n' | awk 'NF == 2' > "$work/rows"
+[ -s "$work/rows" ] && pass "the table has $(wc -l < "$work/rows") rows" || fail "the table has rows"
+empty "kernel names are unique" "$(awk '{ print $2 }' "$work/rows" | sort | uniq -d)"
+empty "every row's file is built" "$(awk '{ print $1 }' "$work/rows" | sort -u | while read -r stem; do
+  [ -n "$(ls "$lib/obj/$stem".sm_*.cubin 2> /dev/null)" ] || echo "$stem"
+done)"
+
+for cubin in $CUBINS; do
+  name=${cubin##*/} stem=${cubin##*/} stem=${stem%.sm_*} arch=${cubin##*.sm_} arch=${arch%.cubin}
+  readelf -sW "$cubin" 2> /dev/null | awk '$4 == "FUNC" && $5 == "GLOBAL" { print $NF }' | sort > "$work/kernels"
+  awk -v stem="$stem" '$1 == stem { print $2 }' "$work/rows" | sort > "$work/wanted"
+  empty "$name: all rows of the table" "$(comm -13 "$work/kernels" "$work/wanted")"
+  empty "$name: no kernel outside the table" "$(comm -23 "$work/kernels" "$work/wanted")"
+  # ptxas -v, kept by the build: a stack frame is local memory
+  empty "$name: no spills, no local memory" "$(awk '/Function properties for/ { name = $NF }
+    /bytes stack frame/ && !/ 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads/ { print name ": " $0 }
+    / bytes stack frame/ { seen++ } END { if (!seen) print "no ptxas report" }' "$cubin.log")"
+done
+
+${CC:-cc} -std=c11 -Wall -Wextra -Werror -O1 -o "$work/opcodes" test/check/opcodes.c || fail "opcodes.c compiles"
+for arch in $(for cubin in $CUBINS; do a=${cubin##*.sm_}; echo "${a%.cubin}"; done | sort -u); do
+  ${NVCC:-nvcc} -cubin -arch="sm_$arch" -O3 -std=c++17 -o "$work/probe" test/check/probe.cu 2> "$work/log" &&
+    "$work/opcodes" "$work/probe" > "$work/probe.$arch" || { fail "probe for sm_$arch" "$(cat "$work/log")"; continue; }
+  for what in float_red float_atom double_red half_red trap local_memory; do
+    # An opcode that integer atomics share counts with its type only.
+    awk -v what=$what '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "int_atomics" { shared[$2] = 1; allowed[$2 "." $3] = 1 }
+      $1 == what { pair[$2 "." $3] = $2 }
+      END { for (p in pair) if (!(pair[p] in plain) && !(p in allowed)) print pair[p] in shared ? p : pair[p] }' \
+      "$work/probe.$arch" | sort -u > "$work/guilty"
+    [ -s "$work/guilty" ] || { fail "sm_$arch: $what can be told from other code"; continue; }
+    found=$(for cubin in $CUBINS; do
+      case $cubin in *.sm_"$arch".cubin) "$work/opcodes" "$cubin" ;; esac
+    done | awk -v bad="$(tr '\n' ' ' < "$work/guilty")" 'BEGIN { n = split(bad, b); for (i = 1; i <= n; i++) is[b[i]] = 1 }
+      is[$2] || is[$2 "." $3] { print $1 ": opcode 0x" $2 " type " $3 ", " $4 " times" }')
+    empty "sm_$arch: no $what ($(tr '\n' ' ' < "$work/guilty" | sed 's/ $//'))" "$found"
+  done
+done
+finish

@@ -1,0 +1,57 @@
+/*
+ * Probes for test/check/kernels.sh: what the library's kernels must not contain, one thing a kernel. What a probe has
+ * beyond `plain...` (ordinary code) and `int_atomics` (allowed) is how that thing looks in this architecture's machine
+ * code. Float atomics on shared memory are loops of compare-and-swap and cannot be seen this way.
+ */
+#define PROBE extern "C" __global__ void
+
+PROBE plain(int *p, float *f, double *d)
+{
+  __shared__ int s[256];
+  s[threadIdx.x] = p[threadIdx.x];
+  __syncthreads();
+  float x = f[s[255 - threadIdx.x]];
+  for (int i = 0; i < p[1]; i++) x = x * f[i] + (float)p[i & 63];
+  for (int i = 0; i < 64; i++) p[i] = p[i + 64] + 1;
+  for (int i = 0; i < p[64]; i++) s[p[i] & 63] += s[p[i + 1] & 63] + p[i + 2] + (p[i + 3] << i) + (p[i + 4] >> 5) + (p[i + 5] << 7);
+  if (p[0]) return;
+  f[threadIdx.x] = x + __shfl_xor_sync(0xffffffff, x, 1);
+  d[0] = d[1] + 1.;
+}
+
+PROBE int_atomics(int *p, unsigned long long *q)
+{
+  atomicAdd(p, 1);
+  atomicMax(p + 1, 2);
+  atomicOr(p + 2, 3);
+  atomicAdd(q, 1ull);
+  p[3] = atomicAdd(p + 4, 1) + atomicMax(p + 5, 3) + atomicCAS(p + 6, 0, 1) + (int)atomicAdd(q + 4, 2ull) +
+         (int)atomicCAS(q + 5, 0ull, 1ull);
+}
+
+PROBE float_red(float *f) { atomicAdd(f, 1.f); }
+PROBE float_atom(float *f) { f[1] = atomicAdd(f, 1.f); }
+PROBE double_red(double *d) { atomicAdd(d, 1.); }
+PROBE half_red(int *p) { asm volatile("red.global.add.noftz.f16x2 [%0], %1;" ::"l"(p), "r"(3) : "memory"); }
+
+PROBE trap(int *p)
+{
+  if (p[0]) __trap();
+}
+
+PROBE local_memory(int *p)
+{
+  int l[64];
+#pragma unroll 1
+  for (int i = 0; i < 64; i++) l[p[i]] = p[i];
+  p[0] = l[p[64]];
+}
+
+PROBE plain_twin(int *p)
+{
+  __shared__ int l[64 * 64];
+  int *mine = l + threadIdx.x * 64;
+#pragma unroll 1
+  for (int i = 0; i < 64; i++) mine[p[i]] = p[i];
+  p[0] = mine[p[64]];
+}

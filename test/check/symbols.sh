@@ -1,0 +1,35 @@
+#!/bin/sh
+# What the archive brings into a program: exactly the declared functions, no start-up code, no C++, no surprises.
+. test/check/count.sh
+archive=${LIB:-lib}/libcumoe.a
+work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
+
+printf '#define CUMOE_EXPERIMENTAL\n#include <cumoe/cumoe.h>\n' | ${CC:-cc} -Iinclude -E -P - | tr '\n' ' ' | tr ';' '\n' |
+  sed -n 's/.*visibility("default")[^)]*))//p' | grep -o 'cumoe_[a-z0-9_]* *(' | tr -d ' (' | sort -u > "$work/declared"
+nm -g --defined-only "$archive" 2> /dev/null | awk 'NF == 3 { print $3 }' | sort -u > "$work/exported"
+nm -g --undefined-only "$archive" 2> /dev/null | awk 'NF == 2 { print $2 }' | sort -u > "$work/needed"
+objdump -t "$archive" > "$work/table" 2> /dev/null
+readelf -SW "$archive" > "$work/sections" 2> /dev/null
+
+[ -s "$work/exported" ] || fail "the archive has symbols" "$archive"
+empty "every declared function is exported" "$(comm -23 "$work/declared" "$work/exported")"
+empty "every exported symbol is declared" "$(comm -13 "$work/declared" "$work/exported")"
+empty "one member" "$(ar t "$archive" | sed 1d)"
+
+# The CUDA runtime, and nothing of the driver, cuBLAS, NVRTC, NCCL or C++; nothing that ends the process or prints.
+empty "no undefined internal names" "$(grep -v '^cuda[A-Z]' "$work/needed" | while read -r name; do
+  printf 'extern char %s[]; const void *p_%s = %s;\n' "$name" "$name" "$name"
+done | { cat; echo 'int main(void) { return 0; }'; } > "$work/needed.c"
+  ${CC:-cc} -w -fno-builtin "$work/needed.c" -o "$work/needed.out" -lm -lpthread -ldl -lrt 2>&1 |
+  sed -n 's/.*undefined reference to/undefined:/p')"
+empty "no forbidden library" "$(grep -E '^(cu[A-Z]|cublas|nvrtc|nccl|_Z|__cxa|__gxx|__cudaRegister)' "$work/needed")"
+empty "no exit, abort or printing" "$(grep -xE '_?exit|_Exit|quick_exit|abort|__assert_fail|v?f?printf|__v?f?printf_chk|puts|putchar|fputs|fputc|fwrite|perror|stdout|stderr|raise|signal|sigaction' "$work/needed")"
+empty "no code at program start or end" "$(grep -oE '\.(init_array|fini_array|preinit_array|ctors|dtors|init|fini)\b' "$work/sections")"
+empty "no executable stack" "$(grep 'note.GNU-stack' "$work/sections" | grep -E ' W?A?X ' ; grep -q note.GNU-stack "$work/sections" || echo missing)"
+empty "kernel images are read-only" "$(grep -E ' cumoe_image_' "$work/table" | grep -v '\.rodata')"
+
+# Data that changes: thread-local or listed, with a reason, in globals.allow.
+empty "no unlisted writable globals" "$(awk '$3 == "O" && $4 ~ /^\.(data|bss|tdata|tbss)/ && $4 !~ /^\.data\.rel\.ro/ { print $NF }
+  $2 ~ /^[lg]$/ && $4 ~ /^\.(tdata|tbss)/ { print $NF }' "$work/table" | sed 's/\.[0-9]*$//' | sort -u |
+  while read -r name; do grep -q "^$name\( \|$\)" test/check/globals.allow || echo "$name"; done)"
+finish

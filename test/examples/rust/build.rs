@@ -1,0 +1,15 @@
+// Asks pkg-config how to link cumoe and tells cargo.
+use std::process::Command;
+
+fn main() {
+    let output = Command::new("pkg-config").args(["--libs", "cumoe"]).output().expect("pkg-config");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for word in String::from_utf8(output.stdout).unwrap().split_whitespace() {
+        if let Some(folder) = word.strip_prefix("-L") {
+            println!("cargo:rustc-link-search=native={folder}");
+        } else if let Some(name) = word.strip_prefix("-l") {
+            let kind = if ["cumoe", "cudart_static"].contains(&name) { "static" } else { "dylib" };
+            println!("cargo:rustc-link-lib={kind}={name}");
+        }
+    }
+}
