@@ -7,9 +7,9 @@
 DEVICE float sigmoid_of(float x, float scale) { return 1.f / (1.f + expf(-scale * x)); }
 
 /* Comparisons are written so that NaN goes through. */
-DEVICE float activation(int act, float alpha, float g)
+template <int ACT> DEVICE float activation(float alpha, float g)
 {
-  switch (act) {
+  switch (ACT) {
   case ACT_SILU: return g / (1.f + expf(-g));
   case ACT_GELU_ERF: return .5f * g * erfcf(-.70710678f * g); /* erfc: no cancellation for negative g */
   case ACT_GELU_TANH: return g * sigmoid_of(g * (1.f + .044715f * g * g), 1.5957691f); /* 1 + tanh z = 2 sigmoid(2z) */
@@ -20,17 +20,34 @@ DEVICE float activation(int act, float alpha, float g)
   }
 }
 
-/* The output element from the accumulators of its channel, weighted and with their biases. */
-DEVICE float activate(const gemm_args &args, float g, float u)
+template <int ACT, int N> DEVICE void activate_each(float alpha, float (&g)[N])
 {
-  if (!args.gated) return activation(args.act, args.act_alpha, g);
-  float limit = args.act_limit;
-  if (limit > 0.f) {
-    g = g > limit ? limit : g;
-    u = u > limit ? limit : u < -limit ? -limit : u;
+#pragma unroll
+  for (int i = 0; i < N; i++) g[i] = activation<ACT>(alpha, g[i]);
+}
+
+/* g = act(g) u of N channels, or act(g); one choice of the activation for all. */
+template <int N> DEVICE void activate(const gemm_args &args, float (&g)[N], float (&u)[N])
+{
+  const float limit = args.act_limit, shift = args.act == ACT_SWIGLU_OAI ? 1.f : 0.f;
+  if (args.gated && limit > 0.f) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      g[i] = g[i] > limit ? limit : g[i];
+      u[i] = u[i] > limit ? limit : u[i] < -limit ? -limit : u[i];
+    }
   }
-  if (args.act == ACT_SWIGLU_OAI) u += 1.f;
-  return activation(args.act, args.act_alpha, g) * u;
+  switch (args.act) {
+  case ACT_SILU: activate_each<ACT_SILU>(args.act_alpha, g); break;
+  case ACT_GELU_ERF: activate_each<ACT_GELU_ERF>(args.act_alpha, g); break;
+  case ACT_GELU_TANH: activate_each<ACT_GELU_TANH>(args.act_alpha, g); break;
+  case ACT_RELU: activate_each<ACT_RELU>(args.act_alpha, g); break;
+  case ACT_RELU2: activate_each<ACT_RELU2>(args.act_alpha, g); break;
+  case ACT_SWIGLU_OAI: activate_each<ACT_SWIGLU_OAI>(args.act_alpha, g); break;
+  }
+  if (!args.gated) return;
+#pragma unroll
+  for (int i = 0; i < N; i++) g[i] *= u[i] + shift;
 }
 
 #endif

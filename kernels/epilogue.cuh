@@ -22,66 +22,63 @@ DEVICE columns columns_of(const gemm_args &args, bool up, bool n_major)
   return gate < above ? COLUMNS_gate_up : COLUMNS_up_gate;
 }
 
-/* Accumulators of CHANNELS consecutive channels, from `channel` of the tile on, out of a staged row. */
-template <int CHANNELS>
-DEVICE void take_columns(columns order, const float *row, int channel, float (&g)[CHANNELS], float (&u)[CHANNELS])
+/* Staged accumulators: rows of f32 with 4 floats of air after every 32 and 8 at the end, so that neither the rows of a
+ * fragment nor the blocks of 16 that neighbouring threads read fall into the same banks. */
+DEVICE constexpr int staged_place(int column) { return column + column / 32 * 4; }
+template <int COLUMNS> constexpr int STAGED_LD = COLUMNS + COLUMNS / 32 * 4 + 8;
+
+/* Accumulators of eight consecutive channels, from `channel` of the tile on, out of a staged row. */
+DEVICE void take_channels(columns order, const float *row, int channel, float (&g)[8], float (&u)[8])
 {
+  if (order == COLUMNS_plain) {
+    load_f32<8>(row + staged_place(channel), g);
+    return;
+  }
+  float both[16];
+  load_f32<16>(row + staged_place(2 * channel), both);
 #pragma unroll
-  for (int i = 0; i < CHANNELS; i++) u[i] = 0.f;
-  switch (order) {
-  case COLUMNS_plain:
-    load_f32<CHANNELS>(row + channel, g);
-    break;
-  case COLUMNS_blocks:
-    load_f32<CHANNELS>(row + channel / 8 * 16 + channel % 8, g);
-    load_f32<CHANNELS>(row + channel / 8 * 16 + channel % 8 + 8, u);
-    break;
-  default:
-    float pair[2 * CHANNELS];
-    load_f32<2 * CHANNELS>(row + 2 * channel, pair);
-#pragma unroll
-    for (int i = 0; i < CHANNELS; i++) {
-      g[i] = order == COLUMNS_gate_up ? pair[2 * i] : pair[2 * i + 1];
-      u[i] = order == COLUMNS_gate_up ? pair[2 * i + 1] : pair[2 * i];
-    }
+  for (int i = 0; i < 8; i++) {
+    g[i] = order == COLUMNS_blocks ? both[i] : order == COLUMNS_gate_up ? both[2 * i] : both[2 * i + 1];
+    u[i] = order == COLUMNS_blocks ? both[8 + i] : order == COLUMNS_gate_up ? both[2 * i + 1] : both[2 * i];
   }
 }
 
-DEVICE float bias_of(const expert_matrix &b, int half, int expert, int channel)
+/* value = value * weight + bias for N channels. */
+template <int N>
+DEVICE void weigh(const expert_matrix &b, int half, int expert, int channel, float weight, float (&value)[N])
 {
-  if (!b.bias[half]) return 0.f;
-  return load_any(b.bias[half], expert * b.bias_expert_stride + channel * b.bias_n_stride, b.bias_dtype);
-}
-
-/* UP: with activation. `weight` is the row's. */
-template <bool UP> DEVICE float finish(const gemm_args &args, int expert, int channel, float weight, float g, float u)
-{
-  g = g * weight + bias_of(args.b, 0, expert, channel);
-  if (!UP) return g;
-  if (args.gated) u = u * weight + bias_of(args.b, 1, expert, channel);
-  return activate(args, g, u);
-}
-
-/*
- * Writes a unit whose accumulators are staged in shared memory, `ld` floats a row: stores of 16 bytes, rolled over
- * the tile so that the activations are in the program once. Channels come in eights (n is a multiple of 8).
- */
-template <class T, bool UP, int THREADS>
-DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float *staged, int ld, columns order,
-                       int tile_channels)
-{
-  constexpr int EIGHT = 8;
-  const int first = unit.n * tile_channels, eights = tile_channels / EIGHT;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < unit.rows * eights; i += THREADS) {
-    int row = i / eights, channel = i % eights * EIGHT;
-    if (first + channel >= args.n) continue;
-    float g[EIGHT], u[EIGHT], out[EIGHT];
-    take_columns<EIGHT>(order, staged + row * ld, channel, g, u);
-    float weight = row_weight(args, unit.row + row);
+  const int64_t first = expert * b.bias_expert_stride + channel * b.bias_n_stride;
 #pragma unroll
-    for (int j = 0; j < EIGHT; j++) out[j] = finish<UP>(args, unit.expert, first + channel + j, weight, g[j], u[j]);
-    store_f32<EIGHT>(static_cast<T *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, out);
+  for (int i = 0; i < N; i++) value[i] *= weight;
+  if (!b.bias[half]) return;
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] += load_any(b.bias[half], first + i * b.bias_n_stride, b.bias_dtype);
+}
+
+/* g becomes the output of N channels, in f32. UP: with activation. `weight` is the row's. */
+template <bool UP, int N>
+DEVICE void finish(const gemm_args &args, int expert, int channel, float weight, float (&g)[N], float (&u)[N])
+{
+  weigh<N>(args.b, 0, expert, channel, weight, g);
+  if (!UP) return;
+  if (args.gated) weigh<N>(args.b, 1, expert, channel, weight, u);
+  activate<N>(args, g, u);
+}
+
+/* Writes a unit whose accumulators are staged in shared memory: stores of 16 bytes, rolled over the tile so that the
+ * activations are in the program once. Channels come in eights (n is a multiple of 8). */
+template <class T, bool UP, int COLUMNS, int THREADS>
+DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float *staged, columns order)
+{
+  const int channels = order == COLUMNS_plain ? COLUMNS : COLUMNS / 2, first = unit.n * channels;
+#pragma unroll 1
+  for (int i = threadIdx.x * 8; i < unit.rows * channels; i += THREADS * 8) {
+    const int row = order == COLUMNS_plain ? i / COLUMNS : i / (COLUMNS / 2), channel = i % channels;
+    if (first + channel >= args.n) continue;
+    float g[8], u[8];
+    take_channels(order, staged + row * STAGED_LD<COLUMNS>, channel, g, u);
+    finish<UP, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
+    store_f32<8>(static_cast<T *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
   }
 }
 

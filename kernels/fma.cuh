@@ -16,7 +16,6 @@ template <bool UP_, int BM_, int BN, int BK_, int WARPS> struct fma_shape {
   static constexpr int M_EACH = BM / ROWS, N_EACH = COLUMNS / COLS;
   static_assert(BM % ROWS == 0 && COLUMNS % (4 * COLS) == 0 && BM * BK % THREADS == 0 && COLUMNS * BK % THREADS == 0,
                 "every thread has the same share");
-  static constexpr int STAGED_LD = COLUMNS + 8;
 };
 
 template <class S> struct fma_smem {
@@ -24,7 +23,7 @@ template <class S> struct fma_smem {
     struct {
       float a[S::BK][S::BM + 4], b[S::BK][S::COLUMNS + 4];
     };
-    float staged[S::BM * S::STAGED_LD];
+    float staged[S::BM * STAGED_LD<S::COLUMNS>];
   };
   int32_t row[S::BM]; /* of the A operand */
   tile_table table;
@@ -75,8 +74,9 @@ template <class S> DEVICE void multiply_fma(const fma_smem<S> &smem, float (&acc
   }
 }
 
-template <class S> DEVICE void fma_unit(const gemm_args &args, const tile_unit &unit, columns order, int channels, fma_smem<S> &smem)
+template <class S> DEVICE void fma_unit(const gemm_args &args, const tile_unit &unit, columns order, fma_smem<S> &smem)
 {
+  const int channels = order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2;
   float acc[S::M_EACH][S::N_EACH] = {};
   for (int r = threadIdx.x; r < S::BM; r += S::THREADS) smem.row[r] = r < unit.rows ? source_row(args, unit.row + r) : -1;
   __syncthreads();
@@ -92,9 +92,9 @@ template <class S> DEVICE void fma_unit(const gemm_args &args, const tile_unit &
   for (int i = 0; i < S::M_EACH; i++)
 #pragma unroll
     for (int j = 0; j < S::N_EACH; j++)
-      smem.staged[(row0 + i) * S::STAGED_LD + column0 + j / 4 * 4 * S::COLS + j % 4] = acc[i][j];
+      smem.staged[(row0 + i) * STAGED_LD<S::COLUMNS> + staged_place(column0 + j / 4 * 4 * S::COLS + j % 4)] = acc[i][j];
   __syncthreads();
-  store_unit<float, S::UP, S::THREADS>(args, unit, smem.staged, S::STAGED_LD, order, channels);
+  store_unit<float, S::UP, S::COLUMNS, S::THREADS>(args, unit, smem.staged, order);
   __syncthreads();
 }
 
@@ -106,7 +106,7 @@ template <class S> DEVICE void fma_gemm(const gemm_args &args, fma_smem<S> &smem
   const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table) * n_tiles;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < units; index += gridDim.x)
-    fma_unit<S>(args, unit_of<S::BM, 2048 / S::BM>(args, smem.table, index, n_tiles), order, channels, smem);
+    fma_unit<S>(args, unit_of<S::BM, 2048 / S::BM>(args, smem.table, index, n_tiles), order, smem);
 }
 
 #endif

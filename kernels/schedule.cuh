@@ -97,15 +97,15 @@ struct tile_unit {
  * few channel tiles and the rows of one band, whose sum is what L2 has to hold. */
 template <int BM, int BAND> DEVICE tile_unit unit_of(const gemm_args &args, const tile_table &table, int64_t index, int n_tiles)
 {
+  const int32_t tile = (int32_t)(index / n_tiles), n = (int32_t)(index - (int64_t)tile * n_tiles);
   tile_unit unit;
-  unit.expert = expert_of_tile(args, table, (int)(index / n_tiles));
-  row_range rows = expert_rows(args, unit.expert);
-  int32_t first = table.before[unit.expert], m_tiles = table.before[unit.expert + 1] - first;
-  int64_t inside = index - (int64_t)first * n_tiles;
-  int32_t band = (int32_t)(inside / ((int64_t)BAND * n_tiles));
-  int32_t in_band = (int32_t)(inside - (int64_t)band * BAND * n_tiles), height = min(m_tiles - band * BAND, BAND);
+  unit.expert = expert_of_tile(args, table, tile);
+  const row_range rows = expert_rows(args, unit.expert);
+  const int32_t first = table.before[unit.expert], m = tile - first;
+  const int32_t height = min(table.before[unit.expert + 1] - first - m / BAND * BAND, BAND);
+  const uint32_t in_band = (uint32_t)(m % BAND) * n_tiles + n; /* units are counted through the band, not row by row */
   unit.n = in_band / height;
-  int32_t begin = (band * BAND + in_band % height) * BM;
+  const int32_t begin = (m / BAND * BAND + in_band % height) * BM;
   unit.row = rows.begin + begin;
   unit.rows = min(rows.count - begin, BM);
   return unit;

@@ -19,7 +19,7 @@ template <class T_, bool UP_, bool N_MAJOR_, int BM_, int BN, int BK_, int STAGE
   static constexpr int VECTOR = 8;                 /* elements of a 16-byte copy */
 
   /* Warps: as square as the tile allows; a warp tile is WM x WN. */
-  static constexpr int WARPS_M = BM >= 64 ? 2 : 1, WARPS_N = WARPS / WARPS_M;
+  static constexpr int WARPS_M = BM >= 128 || BM == 64 && COLUMNS / WARPS < 64 ? 2 : 1, WARPS_N = WARPS / WARPS_M;
   static constexpr int WM = BM / WARPS_M, WN = COLUMNS / WARPS_N;
   static constexpr int M_BLOCKS = WM / 16, N_BLOCKS = WN / 8, K_BLOCKS = BK / 16;
   static_assert(WM % 16 == 0 && WN % 16 == 0 && K_BLOCKS % 2 == 0, "warp tiles are whole pairs of mma blocks");
@@ -33,7 +33,6 @@ template <class T_, bool UP_, bool N_MAJOR_, int BM_, int BN, int BK_, int STAGE
   static_assert(BM % ROWS_A_PASS == 0 && B_ROWS % ROWS_B_PASS == 0, "passes are full");
   static_assert(N_MAJOR || ROWS_B_PASS % 16 == 0, "a thread's B rows belong to one half");
 
-  static constexpr int STAGED_LD = COLUMNS + 8; /* f32; + 8: rows of a fragment fall into different banks */
 };
 
 template <class S> struct tile_smem {
@@ -41,10 +40,12 @@ template <class S> struct tile_smem {
     struct {
       typename S::T a[S::STAGES][S::BM * S::BK], b[S::STAGES][S::COLUMNS * S::BK];
     };
-    float staged[S::BM * S::STAGED_LD];
+    float staged[S::BM * STAGED_LD<S::COLUMNS>];
   };
   int32_t source_rows[S::BM]; /* rows of the A operand; -1: zeros */
-  tile_unit unit;             /* kept here, not in registers, while the accumulators fill those */
+  tile_unit unit;             /* kept here, not in registers, while the accumulators fill those; rows 0: no more */
+  int64_t next;               /* index of the unit after it */
+  columns order;
   tile_table table;
 };
 
@@ -56,65 +57,65 @@ template <int VECTORS> DEVICE int swizzled(int row, int vector)
   return (row * VECTORS + (VECTORS == 4 ? vector ^ (row / 2 % 4) : vector ^ (row % 8))) * 8;
 }
 
-/* What a thread copies of the A rows of a unit: the same 16 bytes of k in rows ROWS_A_PASS apart. */
-template <class S> DEVICE void copy_a(const gemm_args &args, const int32_t *source_rows, typename S::T *stage, int k0)
-{
-  const int row = threadIdx.x / S::K_VECTORS, vector = threadIdx.x % S::K_VECTORS, k = k0 + vector * S::VECTOR;
-#pragma unroll
-  for (int i = 0; i < S::A_PASSES; i++) {
-    const int32_t source = source_rows[row + i * S::ROWS_A_PASS];
-    const bool there = source >= 0 && k < args.k;
-    cp_async_cg_16(shared_address(stage + swizzled<S::K_VECTORS>(row + i * S::ROWS_A_PASS, vector)),
-                   static_cast<const typename S::T *>(args.a) + (there ? source * args.a_ld + k : 0), there ? 16 : 0);
-  }
-}
+/*
+ * What a thread copies of one k tile: A_PASSES + B_PASSES times 16 bytes. A: the same k in rows ROWS_A_PASS apart. B,
+ * K-major: the same k in columns of the tile ROWS_B_PASS apart; N-major: the same columns in k ROWS_B_PASS apart. The
+ * N-major stage of a gated tile in blocks holds all gate channels, then all up channels, as they lie in memory: there
+ * the fragments alternate.
+ */
+template <class S> struct tile_copies {
+  using T = typename S::T;
+  const T *source;           /* B: of the next pass */
+  int64_t step, rewind;      /* B: elements from one pass to the next; from the last to the next k tile's first */
+  int passes;                /* B: those before have channels */
 
-/* What a thread copies of the weights. K-major: stage rows are columns of the tile; N-major: stage rows are k. */
-template <class S> struct b_source {
-  const typename S::T *origin; /* this thread's first copy at k = 0 */
-  int64_t step;                /* elements from one pass to the next */
-  int channel, channel_step;   /* of the first pass; from one pass to the next (K-major) */
-
-  DEVICE b_source(const gemm_args &args, const tile_unit &unit, columns order)
+  DEVICE tile_copies(const gemm_args &args, const tile_unit &unit, columns order)
   {
     const expert_matrix &b = args.b;
-    const int column = S::N_MAJOR ? threadIdx.x % S::B_VECTORS * S::VECTOR : threadIdx.x / S::B_VECTORS;
-    int half = 0;
-    channel = unit.n * (order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2);
-    channel_step = S::ROWS_B_PASS;
-    switch (order) {
-    case COLUMNS_plain: channel += column; break;
-    case COLUMNS_blocks:
-      half = column / 8 % 2;
-      channel += column / 16 * 8 + column % 8;
-      channel_step /= 2;
-      break;
-    default: /* element by element: one run of memory that starts with the half that lies first */
+    const int row = threadIdx.x / S::B_VECTORS, vector = threadIdx.x % S::B_VECTORS;
+    const int column = S::N_MAJOR ? vector * S::VECTOR : row;
+    int half = 0, local = column; /* channel of the tile */
+    if (order == COLUMNS_blocks) {
+      half = S::N_MAJOR ? column / (S::COLUMNS / 2) : column / 8 % 2;
+      local = S::N_MAJOR ? column % (S::COLUMNS / 2) : column / 16 * 8 + column % 8;
+    } else if (order != COLUMNS_plain) { /* one run of memory that starts with the half that lies first */
       half = order == COLUMNS_up_gate;
-      channel += column / 2;
+      local = column / 2;
     }
-    origin = expert_base<typename S::T>(b, half, unit.expert) + channel * b.n_stride;
-    if (S::N_MAJOR) {
-      origin += threadIdx.x / S::B_VECTORS * b.k_stride;
-      step = S::ROWS_B_PASS * b.k_stride;
-    } else {
-      origin += threadIdx.x % S::B_VECTORS * S::VECTOR;
-      step = channel_step * b.n_stride;
-    }
+    const int channel = unit.n * (order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2) + local;
+    const int channel_step = order == COLUMNS_plain ? S::ROWS_B_PASS : S::ROWS_B_PASS / 2;
+    passes = channel >= args.n ? 0 : S::N_MAJOR ? S::B_PASSES : ceil_div(args.n - channel, channel_step);
+    source = expert_base<T>(b, half, unit.expert) + channel * b.n_stride;
+    source += S::N_MAJOR ? row * b.k_stride : vector * S::VECTOR;
+    step = S::N_MAJOR ? S::ROWS_B_PASS * b.k_stride : channel_step * b.n_stride;
+    rewind = (S::N_MAJOR ? S::BK * b.k_stride : S::BK) - S::B_PASSES * step;
   }
 
-  DEVICE void copy(const gemm_args &args, typename S::T *stage, int k0) const
+  DEVICE void a_pass(const gemm_args &args, const int32_t *source_rows, T *stage, int k0, int i) const
   {
-    const int row = threadIdx.x / S::B_VECTORS, vector = threadIdx.x % S::B_VECTORS;
-    const typename S::T *source = origin + (S::N_MAJOR ? k0 * args.b.k_stride : k0);
+    const int row = threadIdx.x / S::K_VECTORS + i * S::ROWS_A_PASS, vector = threadIdx.x % S::K_VECTORS;
+    const int source = source_rows[row], k = k0 + vector * S::VECTOR;
+    const bool there = source >= 0 && k < args.k;
+    cp_async_cg_16(shared_address(stage + swizzled<S::K_VECTORS>(row, vector)),
+                   static_cast<const T *>(args.a) + (there ? source * args.a_ld + k : 0), there ? 16 : 0);
+  }
+
+  DEVICE void b_pass(const gemm_args &args, T *stage, int k0, int i)
+  {
+    const int row = threadIdx.x / S::B_VECTORS + i * S::ROWS_B_PASS, vector = threadIdx.x % S::B_VECTORS;
+    const bool there = i < passes && k0 + (S::N_MAJOR ? row : vector * S::VECTOR) < args.k;
+    cp_async_cg_16(shared_address(stage + swizzled<S::B_VECTORS>(row, vector)), there ? source : args.a,
+                   there ? 16 : 0); /* a copy of nothing still wants an address */
+    source += step;
+  }
+
+  DEVICE void copy(const gemm_args &args, tile_smem<S> &smem, int stage, int k0)
+  {
 #pragma unroll
-    for (int i = 0; i < S::B_PASSES; i++) {
-      bool there = S::N_MAJOR ? channel < args.n && k0 + row + i * S::ROWS_B_PASS < args.k
-                              : channel + i * channel_step < args.n && k0 + vector * S::VECTOR < args.k;
-      cp_async_cg_16(shared_address(stage + swizzled<S::B_VECTORS>(row + i * S::ROWS_B_PASS, vector)),
-                     there ? source : args.a, there ? 16 : 0); /* a copy of nothing still wants an address */
-      source += step;
-    }
+    for (int i = 0; i < S::B_PASSES; i++) b_pass(args, smem.b[stage], k0, i);
+    source += rewind;
+#pragma unroll
+    for (int i = 0; i < S::A_PASSES; i++) a_pass(args, smem.source_rows, smem.a[stage], k0, i);
   }
 };
 
@@ -126,28 +127,29 @@ template <class S> struct fragments {
 /* Where a lane's fragments lie in a stage: the swizzle is an exclusive or on address bits 5 and 6, so the place of any
  * other k block (N-major: column block) is this one's with those bits turned. */
 template <class S> struct fragment_places {
-  uint32_t a, b; /* bytes from the stage's begin */
+  uint32_t a, b, b_turn; /* bytes from the stage's begin; N-major: from one pair of column blocks to the next */
 
-  DEVICE fragment_places()
+  DEVICE fragment_places(columns order)
   {
     const int lane = lane_id(), row = warp_id() % S::WARPS_M * S::WM, column = warp_id() / S::WARPS_M * S::WN;
+    const bool apart = S::N_MAJOR && order == COLUMNS_blocks; /* a pair's blocks: gate, and half a stage row on, up */
+    const int vector = apart ? column / 16 + lane / 16 * (S::B_VECTORS / 2) : column / 8 + lane / 16;
+    b_turn = apart ? 16 : 32;
     a = swizzled<S::K_VECTORS>(row + lane % 16, lane / 16) * sizeof(typename S::T);
-    b = sizeof(typename S::T) * (S::N_MAJOR ? swizzled<S::B_VECTORS>(lane % 16, column / 8 + lane / 16)
+    b = sizeof(typename S::T) * (S::N_MAJOR ? swizzled<S::B_VECTORS>(lane % 16, vector)
                                             : swizzled<S::B_VECTORS>(column + lane / 16 * 8 + lane % 8, lane / 8 % 2));
   }
 
-  DEVICE void load(fragments<S> &f, uint32_t stage_a, uint32_t stage_b, int k_block) const
+  DEVICE void load(fragments<S> &f, const tile_smem<S> &smem, int stage, int k_block) const
   {
     constexpr int BYTES = sizeof(typename S::T), BLOCK_ROWS = 16;
+    const uint32_t from_a = shared_address(smem.a[stage]) + a, from_b = shared_address(smem.b[stage]) + b;
 #pragma unroll
-    for (int i = 0; i < S::M_BLOCKS; i++)
-      ldmatrix_x4(f.a[i], ((stage_a + a) ^ k_block * 32) + i * BLOCK_ROWS * S::BK * BYTES);
+    for (int i = 0; i < S::M_BLOCKS; i++) ldmatrix_x4(f.a[i], (from_a ^ k_block * 32) + i * BLOCK_ROWS * S::BK * BYTES);
 #pragma unroll
     for (int j = 0; j < S::N_BLOCKS / 2; j++) {
-      if (S::N_MAJOR)
-        ldmatrix_x4_trans(f.b[j], ((stage_b + b) ^ j % 4 * 32) + j / 4 * 128 + k_block * BLOCK_ROWS * S::COLUMNS * BYTES);
-      else
-        ldmatrix_x4(f.b[j], ((stage_b + b) ^ k_block * 32) + j * BLOCK_ROWS * S::BK * BYTES);
+      if (S::N_MAJOR) ldmatrix_x4_trans(f.b[j], (from_b ^ j * b_turn) + k_block * BLOCK_ROWS * S::COLUMNS * BYTES);
+      else ldmatrix_x4(f.b[j], (from_b ^ k_block * 32) + j * BLOCK_ROWS * S::BK * BYTES);
     }
   }
 };
@@ -157,59 +159,44 @@ template <class S> DEVICE void multiply(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4
 #pragma unroll
   for (int i = 0; i < S::M_BLOCKS; i++)
 #pragma unroll
-    for (int j = 0; j < S::N_BLOCKS; j++) {
-      uint32_t b[2] = {f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]};
-      mma_m16n8k16<typename S::T>(acc[i][j], f.a[i], b);
-    }
+    for (int j = 0; j < S::N_BLOCKS; j++)
+      mma_m16n8k16<typename S::T>(acc[i][j], f.a[i], {f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]});
 }
 
 /* acc = A B of a unit. The fragments of the next k block are read while the tensor cores work on this one, across
  * stages too; a stage is refilled one k tile after its last read, which the barrier of that tile has confirmed. */
 template <class S>
-DEVICE void accumulate(const gemm_args &args, const tile_unit &unit, columns order, tile_smem<S> &smem,
-                       float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4])
+DEVICE void accumulate(const gemm_args &args, tile_smem<S> &smem, float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4])
 {
-  const b_source<S> b(args, unit, order);
-  const int k_end = round_up(args.k, S::BK) + (S::STAGES - 1) * S::BK;
+  tile_copies<S> copies(args, smem.unit, smem.order);
 #pragma unroll
   for (int s = 0; s < S::STAGES - 1; s++) {
-    if (s * S::BK < args.k) {
-      b.copy(args, smem.b[s], s * S::BK);
-      copy_a<S>(args, smem.source_rows, smem.a[s], s * S::BK);
-    }
+    copies.copy(args, smem, s, s * S::BK);
     cp_async_commit_group();
   }
   cp_async_wait_group<S::STAGES - 2>();
   __syncthreads();
 
-  const fragment_places<S> places;
-  const uint32_t stages_a = shared_address(smem.a), stages_b = shared_address(smem.b);
+  const fragment_places<S> places(smem.order);
   fragments<S> f[2];
-  places.load(f[0], stages_a, stages_b, 0);
-  int stage = 0, refill = S::STAGES - 1;
+  places.load(f[0], smem, 0, 0);
+  int stage = 0;
+  const int k_end = round_up(args.k, S::BK) + (S::STAGES - 1) * S::BK;
 #pragma unroll 1
   for (int k0 = (S::STAGES - 1) * S::BK; k0 < k_end; k0 += S::BK) { /* k0: of the tile to fetch */
-    const int next = stage + 1 == S::STAGES ? 0 : stage + 1;
+    const int next = stage + 1 == S::STAGES ? 0 : stage + 1, refill = stage == 0 ? S::STAGES - 1 : stage - 1;
 #pragma unroll
     for (int block = 0; block < S::K_BLOCKS; block++) {
-      if (block == S::K_BLOCKS - 1) {
+      const bool last = block == S::K_BLOCKS - 1;
+      if (last) {
+        cp_async_commit_group();
         cp_async_wait_group<S::STAGES - 2>();
         __syncthreads();
-        places.load(f[0], stages_a + next * (int)sizeof smem.a[0], stages_b + next * (int)sizeof smem.b[0], 0);
-      } else {
-        places.load(f[(block + 1) % 2], stages_a + stage * (int)sizeof smem.a[0],
-                    stages_b + stage * (int)sizeof smem.b[0], block + 1);
       }
-      if (block == 0) {
-        if (k0 < args.k) {
-          b.copy(args, smem.b[refill], k0);
-          copy_a<S>(args, smem.source_rows, smem.a[refill], k0);
-        }
-        cp_async_commit_group();
-      }
+      places.load(f[(block + 1) % 2], smem, last ? next : stage, last ? 0 : block + 1);
       multiply<S>(acc, f[block % 2]);
+      if (block == 0) copies.copy(args, smem, refill, k0); /* after the mma: one of the fragments is dead then */
     }
-    refill = stage;
     stage = next;
   }
   cp_async_wait_group<0>();
@@ -227,29 +214,39 @@ template <class S> DEVICE void stage_accumulators(float *staged, const float (&a
     for (int j = 0; j < S::N_BLOCKS; j++)
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        *reinterpret_cast<float2 *>(staged + (row0 + i * 16 + h * 8) * S::STAGED_LD + column0 + j * 8) =
+        *reinterpret_cast<float2 *>(staged + (row0 + i * 16 + h * 8) * STAGED_LD<S::COLUMNS> + staged_place(column0 + j * 8)) =
             make_float2(acc[i][j][2 * h], acc[i][j][2 * h + 1]);
+}
+
+template <class S> DEVICE void take_unit(const gemm_args &args, tile_smem<S> &smem)
+{
+  const int n_tiles = smem.order == COLUMNS_plain ? ceil_div(args.n, S::COLUMNS) : ceil_div(args.n, S::COLUMNS / 2);
+  if (threadIdx.x == 0) {
+    smem.unit.rows = 0;
+    if (smem.next < (int64_t)smem.table.before[args.experts] * n_tiles)
+      smem.unit = unit_of<S::BM, 2048 / S::BM>(args, smem.table, smem.next, n_tiles);
+    smem.next += gridDim.x;
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < S::BM; r += S::THREADS)
+    smem.source_rows[r] = r < smem.unit.rows ? source_row(args, smem.unit.row + r) : -1;
+  __syncthreads();
 }
 
 template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &smem)
 {
-  constexpr int BAND = 2048 / S::BM;
-  const columns order = columns_of(args, S::UP, S::N_MAJOR);
-  const int channels = order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2;
-  const int n_tiles = ceil_div(args.n, channels);
-  const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table) * n_tiles;
+  if (threadIdx.x == 0) {
+    smem.next = blockIdx.x;
+    smem.order = columns_of(args, S::UP, S::N_MAJOR);
+  }
+  build_tile_table<S::BM, S::THREADS>(args, smem.table);
 #pragma unroll 1
-  for (int64_t index = blockIdx.x; index < units; index += gridDim.x) {
-    if (threadIdx.x == 0) smem.unit = unit_of<S::BM, BAND>(args, smem.table, index, n_tiles);
-    __syncthreads();
-    for (int r = threadIdx.x; r < S::BM; r += S::THREADS)
-      smem.source_rows[r] = r < smem.unit.rows ? source_row(args, smem.unit.row + r) : -1;
-    __syncthreads();
+  for (take_unit<S>(args, smem); smem.unit.rows > 0; take_unit<S>(args, smem)) {
     float acc[S::M_BLOCKS][S::N_BLOCKS][4] = {};
-    accumulate<S>(args, smem.unit, order, smem, acc);
+    accumulate<S>(args, smem, acc);
     stage_accumulators<S>(smem.staged, acc);
     __syncthreads();
-    store_unit<typename S::T, S::UP, S::THREADS>(args, smem.unit, smem.staged, S::STAGED_LD, order, channels);
+    store_unit<typename S::T, S::UP, S::COLUMNS, S::THREADS>(args, smem.unit, smem.staged, smem.order);
     __syncthreads();
   }
 }
