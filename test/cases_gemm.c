@@ -80,7 +80,8 @@ static host_weights make_weights(rng *r, const gemm_case *c)
   return w;
 }
 
-/* Rows of x or h. Integers are sparse, so that sums stay exact in every type. */
+/* Rows of x or h. Integers are sparse, so that sums and products stay exact in f32 and finite in f16; what is stored
+ * is their nearest, and often a tie. */
 static tensor make_rows(rng *r, const gemm_case *c, int64_t rows, int64_t cols)
 {
   if (c->content == CONTENT_NORMAL) return tensor_normal(r, c->dtype, rows, cols, 0, 1);
@@ -88,7 +89,7 @@ static tensor make_rows(rng *r, const gemm_case *c, int64_t rows, int64_t cols)
   tensor t = tensor_new(c->dtype, rows, cols);
   for (int64_t row = 0; row < rows; row++) {
     if (c->content == CONTENT_CODES) tensor_set(&t, row, row % cols, 1);
-    for (int i = 0; c->content == CONTENT_INTEGERS && i < 12; i++) tensor_set(&t, row, rng_below(r, cols), (double)rng_below(r, 3) - 1);
+    for (int i = 0; c->content == CONTENT_INTEGERS && i < 12; i++) tensor_set(&t, row, rng_below(r, cols), (double)rng_below(r, 41) - 20);
   }
   return t;
 }
@@ -133,7 +134,7 @@ static void want_row(const gemm_case *c, const gemm_run *run, int64_t row, int32
   if (run->up) oracle_up(&run->desc, &run->host, expert, a, weight, want);
   else oracle_down(&run->host, expert, h, want);
   bool exact = c->content == CONTENT_INTEGERS || c->content == CONTENT_CODES;
-  for (int32_t n = 0; n < outs; n++) want[n] = exact ? (bounded){want[n].value, 0} : oracle_stored(want[n], c->dtype);
+  for (int32_t n = 0; n < outs; n++) want[n] = exact ? (bounded){round_to(want[n].value, c->dtype), 0} : oracle_stored(want[n], c->dtype);
 }
 
 static bool row_is_poison(const tensor *t, int64_t row)
