@@ -57,7 +57,7 @@ static void set_layout(rng *r, layer_spec *s)
 /* Widths that are multiples of 8 and mostly of nothing more; smaller for many tokens on the CPU. */
 static layer_spec sized_spec(rng *r, cumoe_context context, int32_t dtype, int64_t tokens)
 {
-  const int64_t most = on_device(context) ? 400 : tokens > 300 ? 24 : tokens > 100 ? 56 : 136;
+  const int64_t most = on_device(context) ? 200 : tokens > 300 ? 24 : tokens > 100 ? 56 : 136;
   layer_spec s = layer_spec_new(dtype, tokens, (int32_t)multiple_of_8(r, most), (int32_t)multiple_of_8(r, most));
   s.distinct = tokens > 61 ? 61 : 0;
   s.pad = rng_below(r, 3);
@@ -286,7 +286,7 @@ static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
 static void sweep_random(cumoe_context context, int32_t dtype)
 {
   if (!group_begin("%s: random layers, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < (on_device(context) ? 400 : 120); i++) {
+  for (int i = 0; i < (on_device(context) ? 250 : 120); i++) {
     rng r = {(uint64_t)i * 3 + (uint64_t)dtype};
     layer_spec s = random_spec(&r, context, dtype);
     case_begin("seed %d: T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u", i, s.tokens, s.desc.num_experts,
@@ -294,36 +294,6 @@ static void sweep_random(cumoe_context context, int32_t dtype)
     run_case(context, &s);
     case_end();
   }
-  group_end();
-}
-
-/* ---- larger layers --------------------------------------------------------------------------------- */
-
-typedef struct big_shape {
-  int32_t experts, slots, hidden, inter;
-} big_shape;
-
-/* Widths of real models with fewer experts; the number of tokens decides between the kernels. */
-static void sweep_models(cumoe_context context, int32_t dtype)
-{
-  static const big_shape shapes[] = {{8, 2, 1024, 1792}, {16, 6, 2048, 1408}, {16, 4, 2880, 2880}, {32, 8, 2048, 768}};
-  static const int64_t tokens[] = {1, 5, 33, 300, 2100};
-  if (!on_device(context)) return; /* sizes that tell CUDA kernels apart; the CPU device has one */
-  if (!group_begin("%s: widths of models, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
-    for (size_t j = 0; j < sizeof tokens / sizeof tokens[0]; j++) {
-      layer_spec s = layer_spec_new(dtype, tokens[j], shapes[i].hidden, shapes[i].inter);
-      s.desc.num_experts = shapes[i].experts;
-      s.desc.routing = cumoe_routing_qwen3(shapes[i].slots);
-      s.distinct = 3;
-      s.input = INPUT_ROUTER;
-      s.optional_outputs = true;
-      s.up_major = j & 1 ? CUMOE_IN_OUT : CUMOE_OUT_IN;
-      s.down_major = j & 2 ? CUMOE_IN_OUT : CUMOE_OUT_IN;
-      case_begin("T %" PRId64 " E %d k %d H %d I %d", tokens[j], shapes[i].experts, shapes[i].slots, shapes[i].hidden, shapes[i].inter);
-      run_case(context, &s);
-      case_end();
-    }
   group_end();
 }
 
@@ -558,6 +528,48 @@ static void sweep_relations(cumoe_context context, int32_t dtype, rng *r)
   }
   printf("# %s %s: %" PRId64 " of %" PRId64 " tokens have other bits in another batch\n", context_name(context),
          cumoe_dtype_name((cumoe_dtype)dtype), different, tokens);
+  group_end();
+}
+
+/* ---- larger layers --------------------------------------------------------------------------------- */
+
+typedef struct big_shape {
+  int32_t experts, slots, hidden, inter, up_major, down_major;
+} big_shape;
+
+/* The same weights for all numbers of tokens, which decide between the kernels; three tokens take turns. */
+static void model_cases(cumoe_context context, int32_t dtype, const big_shape *shape)
+{
+  static const int64_t tokens[] = {1, 5, 33, 300, 2100};
+  layer_spec s = layer_spec_new(dtype, 2100, shape->hidden, shape->inter);
+  s.desc.num_experts = shape->experts;
+  s.desc.routing = cumoe_routing_qwen3(shape->slots);
+  s.distinct = 3;
+  s.input = INPUT_ROUTER;
+  s.optional_outputs = true;
+  s.up_major = shape->up_major;
+  s.down_major = shape->down_major;
+  case_begin("E %d k %d H %d I %d major %d %d", shape->experts, shape->slots, shape->hidden, shape->inter, s.up_major, s.down_major);
+  const layer_inputs in = layer_inputs_new(&s);
+  int64_t *order = scratch(2100, sizeof *order);
+  for (int64_t t = 0; t < 2100; t++) order[t] = t;
+  for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
+    const layer_inputs some = take_tokens(&in, order, tokens[i]);
+    s.tokens = tokens[i];
+    const layer_outputs o = run_twice(context, &s, &some);
+    check_layer(&s, &some, &o);
+  }
+  case_end();
+}
+
+/* Widths of real models with fewer experts. */
+static void sweep_models(cumoe_context context, int32_t dtype)
+{
+  static const big_shape shapes[] = {{8, 2, 1024, 1792, CUMOE_OUT_IN, CUMOE_OUT_IN}, {8, 8, 2048, 768, CUMOE_IN_OUT, CUMOE_IN_OUT},
+                                     {8, 6, 2048, 1408, CUMOE_OUT_IN, CUMOE_OUT_IN}, {4, 4, 2880, 2880, CUMOE_OUT_IN, CUMOE_IN_OUT}};
+  if (!on_device(context)) return; /* sizes that tell CUDA kernels apart; the CPU device has one */
+  if (!group_begin("%s: widths of models, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int i = 0; i < (dtype == CUMOE_BF16 ? 4 : 2); i++) model_cases(context, dtype, &shapes[i]);
   group_end();
 }
 
