@@ -154,6 +154,6 @@ typedef struct combine_args {
 } combine_args;
 
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
-#define COMBINE_TOKENS(top_k) ((top_k) <= 2 ? 4 : (top_k) <= 4 ? 2 : 1)
+#define COMBINE_TOKENS(top_k) ((top_k) == 1 ? 8 : (top_k) == 2 ? 4 : (top_k) <= 4 ? 2 : 1)
 
 #endif

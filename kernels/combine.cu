@@ -1,138 +1,144 @@
 /*
- * The combine: each output element gathers its k expert outputs. A thread owns one 16-byte column of a few tokens
- * and has all their rows in flight before the first sum; where k is small, more tokens make up for it, because
- * the price of a launch is waiting for memory, not arithmetic. The sum runs in slot order, in f32.
+ * The combine: each output element gathers its k expert outputs. A thread owns one 16-byte column of a few tokens and
+ * has eight of their rows in flight; where k is small, more tokens make up for it: the price is waiting for memory.
+ * The sum runs in slot order, in f32.
  */
 #include "mma.cuh"
 
 /* Where y(t, j) begins: a row of y, the token's own x, or nowhere (dropped). */
-template <class In> DEVICE const In *slot_source(const combine_args &a, int64_t token, int slot)
+template <class In> DEVICE const In *slot_source(const combine_args &a, int64_t token, int row)
 {
-  const int row = a.slot_row[token * a.top_k + slot];
   if (row >= 0 && row < a.rows_cap) return static_cast<const In *>(a.y) + row * a.y_ld;
   return row == ROW_IDENTITY && a.x ? static_cast<const In *>(a.x) + token * a.x_ld : nullptr;
 }
 
-/* By one thread a token, outside the loops: a call among them would cost the registers that hold rows in flight. */
-DEVICE void check_rows(const combine_args &a, int64_t token)
-{
-  for (int slot = 0; slot < a.top_k; slot++) {
-    const int row = a.slot_row[token * a.top_k + slot];
-    if (row >= a.rows_cap || row < ROW_IDENTITY || (row == ROW_IDENTITY && !a.x)) report_fault(a.fault, FAULT_ROUTE, slot, token);
-  }
-}
-
-template <class In> DEVICE void unpack(const uint4 &raw, float (&value)[16 / sizeof(In)])
-{
-#pragma unroll
-  for (int i = 0; i < 16 / (int)sizeof(In); i++) value[i] = to_f32(reinterpret_cast<const In *>(&raw)[i]);
-}
-
-/* Some slots of a token, in flight. */
-template <int SLOTS> struct slots {
-  uint4 y[SLOTS];
-  float weight[SLOTS]; /* 0: y was not loaded */
+/* Eight elements (f32: four) as they lie in memory. */
+template <class In> struct column_of {
+  static constexpr int SIZE = 16 / sizeof(In);
+  uint4 raw;
+  DEVICE float operator[](int i) const { return to_f32(reinterpret_cast<const In *>(&raw)[i]); }
 };
 
-/* Without branches: what is known of the slots first, then all rows. Slots past the last one weigh 0. */
-template <class In, int SLOTS>
-DEVICE void load_slots(const combine_args &a, int64_t token, int first, int column, slots<SLOTS> &s)
-{
-  const In *source[SLOTS];
+/* Slots of a token on their way. */
+template <class In, int SLOTS> struct slots_in_flight {
+  column_of<In> y[SLOTS];
+  float weight[SLOTS]; /* 0: y was not loaded */
+
+  /* No branches: what is known of the slots first, then all rows. Slots past the last one weigh 0. */
+  DEVICE void load(const combine_args &a, int64_t token, int first, int at)
+  {
+    int row[SLOTS];
 #pragma unroll
-  for (int j = 0; j < SLOTS; j++) {
-    const int slot = min(first + j, a.top_k - 1);
-    source[j] = slot_source<In>(a, token, slot);
-    const float weight = a.pair_weights ? a.pair_weights[token * a.pair_weights_ld + slot] : 1.f;
-    s.weight[j] = source[j] && first + j < a.top_k ? weight : 0.f;
+    for (int j = 0; j < SLOTS; j++) {
+      const int slot = min(first + j, a.top_k - 1);
+      row[j] = a.slot_row[token * a.top_k + slot];
+      weight[j] = a.pair_weights ? a.pair_weights[token * a.pair_weights_ld + slot] : 1.f;
+    }
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      const In *source = slot_source<In>(a, token, row[j]);
+      if (!source || first + j >= a.top_k) weight[j] = 0;
+      y[j] = {ld_global_nc_no_allocate(source + at, weight[j] != 0)};
+    }
   }
+};
+
+template <class In> DEVICE void add(column_of<In> y, float weight, float (&sum)[column_of<In>::SIZE])
+{
+  if (weight == 0) return; /* never multiplied: 0 * NaN would not be 0 */
 #pragma unroll
-  for (int j = 0; j < SLOTS; j++) s.y[j] = ld_global_nc_no_allocate(source[j] + column, s.weight[j] != 0);
+  for (int i = 0; i < column_of<In>::SIZE; i++) sum[i] = fmaf(weight, y[i], sum[i]);
 }
 
-template <class In, int SLOTS, int VECTOR> DEVICE void add_slots(const slots<SLOTS> &s, float (&sum)[VECTOR])
+template <class In> DEVICE column_of<In> load_shared(const combine_args &a, int64_t token, int at)
 {
-#pragma unroll
-  for (int j = 0; j < SLOTS; j++) {
-    if (s.weight[j] == 0) continue; /* never multiplied: 0 * NaN would not be 0 */
-    float y[VECTOR];
-    unpack<In>(s.y[j], y);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) sum[i] = fmaf(s.weight[j], y[i], sum[i]);
-  }
-}
-
-template <class In, int VECTOR>
-DEVICE void add_shared(const combine_args &a, int64_t token, int column, float (&sum)[VECTOR])
-{
-  if (!a.shared) return;
-  float y[VECTOR];
-  load_f32<VECTOR>(static_cast<const In *>(a.shared) + token * a.shared_ld + column, y);
-  float weight = a.shared_logit ? 1.f / (1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
-#pragma unroll
-  for (int i = 0; i < VECTOR; i++) sum[i] = fmaf(weight, y[i], sum[i]);
+  return {ld_global_nc(static_cast<const In *>(a.shared) + token * a.shared_ld + at, true)};
 }
 
 /* The residual may be `out` itself: each element is read by the thread that writes it. */
 template <class Out, int VECTOR>
-DEVICE void store_sum(const combine_args &a, int64_t token, int column, const float (&sum)[VECTOR])
+DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float (&sum)[VECTOR])
 {
   float out[VECTOR] = {};
-  if (a.residual) load_f32<VECTOR>(static_cast<const Out *>(a.residual) + token * a.residual_ld + column, out);
+  if (a.residual) load_f32<VECTOR>(static_cast<const Out *>(a.residual) + token * a.residual_ld + at, out);
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
-  store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + column, out);
+  store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + at, out);
 }
 
-template <class In, class Out, int TOKENS, int SLOTS>
-DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int64_t tokens, int column)
+DEVICE float shared_weight(const combine_args &a, int64_t token)
 {
-  slots<SLOTS> in_flight[TOKENS];
+  return a.shared_logit ? 1.f / (1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
+}
+
+/* TOKENS > 1: top_k <= SLOTS. The loop over tokens stays a loop, which moves the rows down: unrolled, it would hold the
+ * addresses and sums of all of them at once. */
+template <class In, class Out, int TOKENS, int SLOTS>
+DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens, int at)
+{
+  slots_in_flight<In, SLOTS> slots[TOKENS];
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++)
-    if (first_token + t < tokens) load_slots<In>(a, first_token + t, 0, column, in_flight[t]);
+  for (int t = 0; t < TOKENS; t++) slots[t].load(a, first_token + min(t, tokens - 1), 0, at);
+#pragma unroll 1
+  for (int t = 0; t < tokens; t++) {
+    const int64_t token = first_token + t;
+    float sum[column_of<In>::SIZE] = {};
+    for (int first = 0;;) {
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    if (first_token + t >= tokens) break;
-    float sum[16 / sizeof(In)] = {};
-    add_slots<In>(in_flight[t], sum);
-    for (int slot = SLOTS; slot < a.top_k; slot += SLOTS) {
-      load_slots<In>(a, first_token + t, slot, column, in_flight[t]);
-      add_slots<In>(in_flight[t], sum);
+      for (int j = 0; j < SLOTS; j++) add(slots[0].y[j], slots[0].weight[j], sum);
+      first += SLOTS;
+      if (TOKENS > 1 || first >= a.top_k) break;
+      slots[0].load(a, token, first, at);
     }
-    add_shared<In>(a, first_token + t, column, sum);
-    store_sum<Out>(a, first_token + t, column, sum);
+    if (a.shared) add(load_shared<In>(a, token, at), shared_weight(a, token), sum);
+    store_sum<Out>(a, token, at, sum);
+#pragma unroll
+    for (int next = 1; next < TOKENS; next++) slots[next - 1] = slots[next];
   }
 }
 
 /* out[t * k + j] = y(t, j), four rows in flight. */
-template <class In, class Out> DEVICE void copy_slots(const combine_args &a, int64_t token, int column)
+template <class In, class Out> DEVICE void copy_slots(const combine_args &a, int64_t token, int at)
 {
 #pragma unroll 4
   for (int slot = 0; slot < a.top_k; slot++) {
-    const In *source = slot_source<In>(a, token, slot);
-    float y[16 / sizeof(In)];
-    unpack<In>(ld_global_nc_no_allocate(source + column, source != nullptr), y);
-    store_f32(static_cast<Out *>(a.out) + (token * a.top_k + slot) * a.out_ld + column, y);
+    const int row = a.slot_row[token * a.top_k + slot];
+    const In *source = slot_source<In>(a, token, row);
+    const column_of<In> y = {ld_global_nc_no_allocate(source + at, source != nullptr)};
+    float out[column_of<In>::SIZE];
+#pragma unroll
+    for (int i = 0; i < column_of<In>::SIZE; i++) out[i] = y[i];
+    store_f32(static_cast<Out *>(a.out) + (token * a.top_k + slot) * a.out_ld + at, out);
+  }
+}
+
+/* By one warp of the CTAs that share the tokens, when its own rows are done. */
+DEVICE void check_rows(const combine_args &a, int64_t first_token, int tokens)
+{
+  for (int i = lane_id(); i < tokens * a.top_k; i += WARP_SIZE) {
+    const int row = a.slot_row[first_token * a.top_k + i];
+    if (row >= a.rows_cap || row < ROW_IDENTITY || (row == ROW_IDENTITY && !a.x))
+      report_fault_inline(a.fault, FAULT_ROUTE, i % a.top_k, first_token + i / a.top_k);
   }
 }
 
 template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const combine_args &a)
 {
   const unsigned slices = ceil_div(a.hidden, COLUMNS);
-  const int column = blockIdx.x % slices * COLUMNS + threadIdx.x * (16 / sizeof(In));
-  const int64_t tokens = token_total(a.tokens), count = COMBINE_TOKENS(a.top_k);
-  const int64_t first_token = blockIdx.x / slices * count;
+  const int at = blockIdx.x % slices * COLUMNS + threadIdx.x * column_of<In>::SIZE, most = COMBINE_TOKENS(a.top_k);
+  const int64_t first_token = (int64_t)(blockIdx.x / slices) * most;
+  const int tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
   check_token_count(a.tokens, a.fault);
-  if (column >= a.hidden || first_token >= tokens) return;
-  const int64_t end = min(first_token + count, tokens);
-  if (column == 0)
-    for (int64_t t = first_token; t < end; t++) check_rows(a, t);
-  if (!a.reduce)
-    for (int64_t t = first_token; t < end; t++) copy_slots<In, Out>(a, t, column);
-  else if (count == 4) reduce_tokens<In, Out, 4, 2>(a, first_token, tokens, column);
-  else if (count == 2) reduce_tokens<In, Out, 2, 4>(a, first_token, tokens, column);
-  else reduce_tokens<In, Out, 1, 8>(a, first_token, tokens, column);
+  if (tokens <= 0) return;
+  if (at < a.hidden) {
+    if (!a.reduce)
+      for (int t = 0; t < tokens; t++) copy_slots<In, Out>(a, first_token + t, at);
+    else if (most == 8) reduce_tokens<In, Out, 8, 1>(a, first_token, tokens, at);
+    else if (most == 4) reduce_tokens<In, Out, 4, 2>(a, first_token, tokens, at);
+    else if (most == 2) reduce_tokens<In, Out, 2, 4>(a, first_token, tokens, at);
+    else reduce_tokens<In, Out, 1, 8>(a, first_token, 1, at);
+  }
+  if (at < WARP_SIZE * column_of<In>::SIZE) check_rows(a, first_token, tokens);
 }
 
 #define ROWS_combine

@@ -71,7 +71,7 @@ DEVICE int64_t token_total(const token_count &tokens)
 }
 
 /* Any thread, any number of times: the first report since the last clear stays. */
-static __device__ __noinline__ void report_fault(const fault_sink &sink, int code, int64_t slot, int64_t token)
+DEVICE void report_fault_inline(const fault_sink &sink, int code, int64_t slot, int64_t token)
 {
   if (!sink.record) return;
   unsigned long long record = FAULT_RECORD(code, slot, token);
@@ -79,11 +79,17 @@ static __device__ __noinline__ void report_fault(const fault_sink &sink, int cod
     *(volatile uint32_t *)sink.mirror = 1u;
 }
 
+/* A call, so that rare reports take no room; but a call claims registers, where every one counts. */
+static __device__ __noinline__ void report_fault(const fault_sink &sink, int code, int64_t slot, int64_t token)
+{
+  report_fault_inline(sink, code, slot, token);
+}
+
 /* Called by the whole grid; the first thread speaks. */
 DEVICE void check_token_count(const token_count &tokens, const fault_sink &sink)
 {
   if (!tokens.device || blockIdx.x != 0 || threadIdx.x != 0) return;
-  if (*tokens.device < 0 || *tokens.device > tokens.count) report_fault(sink, FAULT_TOKEN_COUNT, 0, 0);
+  if (*tokens.device < 0 || *tokens.device > tokens.count) report_fault_inline(sink, FAULT_TOKEN_COUNT, 0, 0);
 }
 
 #endif

@@ -63,16 +63,6 @@ DEVICE float score_of(const gate_args &a, const gate_token &t, float l)
   }
 }
 
-/* Reads the logits again: for the forms that registers do not hold them for. */
-static __device__ __noinline__ float2 softmax_over_row(const gate_args &a, int64_t row)
-{
-  float max = -INFINITY, sum = 0;
-  for (int e = lane_id(); e < a.experts; e += WARP_SIZE) max = fmaxf(max, soft_cap(a, load_logit(a, row + e)));
-  max = warp_max(max);
-  for (int e = lane_id(); e < a.experts; e += WARP_SIZE) sum += softmax_term(soft_cap(a, load_logit(a, row + e)), max);
-  return make_float2(max, warp_sum(sum));
-}
-
 /* ---- gate: groups ---- */
 
 struct best_two {
@@ -129,54 +119,267 @@ DEVICE void close_groups(const gate_args &a, uint32_t *choice)
 {
   const unsigned inverse = ceil_div(1u << 21, (unsigned)(a.experts / a.n_group));
   const uint64_t open = open_groups(a, choice);
+  __syncwarp();
   for (unsigned e = lane_id(); e < a.experts; e += WARP_SIZE)
     if (!(open >> (e * inverse >> 21) & 1)) choice[e] = KEY_NONE;
 }
 
-/* With a bias or groups: keys of the choice scores, in shared memory, which groups need. Returns the lane's first
- * NaN logit. */
-DEVICE unsigned choose_by_score(const gate_args &a, const gate_token &t, uint32_t *choice)
+/* ---- gate: what the experts are ranked by ---- */
+
+/* N logits a lane, in flight together: value[i] is that of expert first + 32 i + lane. Returns the first NaN's expert. */
+template <int N, class T> DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
 {
+  const T *logits = static_cast<const T *>(a.logits) + row;
   unsigned first_nan = ~0u;
-#pragma unroll 2
-  for (int e = lane_id(); e < a.experts; e += WARP_SIZE) {
-    float l = soft_cap(a, load_logit(a, t.logits + e)), s = score_of(a, t, l);
-    if (l != l) first_nan = min(first_nan, (unsigned)e);
-    if (a.select_bias) s += a.select_bias[e];
-    choice[e] = l == l ? key_of(s) : KEY_NAN;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    int e = first + i * WARP_SIZE + lane_id();
+    value[i] = e < a.experts ? to_f32(logits[e]) : -INFINITY;
   }
+#pragma unroll
+  for (int i = N - 1; i >= 0; i--) {
+    value[i] = finite_or_nan(value[i]);
+    if (value[i] != value[i]) first_nan = first + i * WARP_SIZE + lane_id();
+  }
+  return first_nan;
+}
+
+template <int N> DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
+{
+  switch (a.logits_dtype) {
+  case DT_F16: return load_logits<N, f16>(a, row, first, value);
+  case DT_BF16: return load_logits<N, bf16>(a, row, first, value);
+  default: return load_logits<N, f32>(a, row, first, value);
+  }
+}
+
+/* In registers: keys of the logits themselves. Every score keeps their order, but may round. */
+template <int N> DEVICE unsigned keys_of_logits(const gate_args &a, gate_token &t, uint32_t (&key)[N])
+{
+  float l[N], sum = 0;
+  unsigned first_nan = load_logits(a, t.logits, 0, l);
+  if (softmax_over_all(a)) {
+    t.max = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < N; i++) t.max = fmaxf(t.max, l[i]);
+    t.max = warp_max(t.max);
+#pragma unroll
+    for (int i = 0; i < N; i++) sum += softmax_term(l[i], t.max);
+    t.sum = warp_sum(sum);
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) key[i] = i * WARP_SIZE + lane_id() < a.experts ? key_of(l[i]) : KEY_NONE;
+  return first_nan;
+}
+
+/* A lane's values in shared memory are those of experts lane, lane + 32, ..; first logits, then keys. */
+template <class F> DEVICE void each_own_expert(const gate_args &a, F use)
+{
+#pragma unroll 4
+  for (int e = lane_id(); e < a.experts; e += WARP_SIZE) use(e);
+}
+
+DEVICE void softmax_over_row(const gate_args &a, gate_token &t, const float *l)
+{
+  float max = -INFINITY, sum = 0;
+  each_own_expert(a, [&](int e) { max = fmaxf(max, soft_cap(a, l[e])); });
+  t.max = warp_max(max);
+  each_own_expert(a, [&](int e) { sum += softmax_term(soft_cap(a, l[e]), t.max); });
+  t.sum = warp_sum(sum);
+}
+
+/* In shared memory, for what registers have no room or no order for: many experts, bias, groups. */
+DEVICE unsigned keys_in_shared(const gate_args &a, gate_token &t, bool by_logit, uint32_t *choice)
+{
+  constexpr int N = 8;
+  float *values = reinterpret_cast<float *>(choice), l[N];
+  unsigned first_nan = ~0u;
+  for (int first = 0; first < a.experts; first += N * WARP_SIZE) {
+    first_nan = min(first_nan, load_logits(a, t.logits, first, l));
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (first + i * WARP_SIZE + lane_id() < MAX_EXPERTS) values[first + i * WARP_SIZE + lane_id()] = l[i];
+  }
+  if (softmax_over_all(a)) softmax_over_row(a, t, values);
+  each_own_expert(a, [&](int e) {
+    float value = values[e];
+    if (!by_logit && value == value) {
+      value = score_of(a, t, soft_cap(a, value));
+      if (a.select_bias) value += a.select_bias[e];
+    }
+    choice[e] = key_of(value);
+  });
   __syncwarp();
   if (a.n_group > 0) close_groups(a, choice);
   return first_nan;
 }
 
-/* ---- gate: the token ---- */
+/* ---- gate: the best k ---- */
 
-/* Lane j gets the j-th best expert, -1 if there are fewer. key[i] is that of expert 32 i + lane. */
-template <int N> DEVICE int take_best(const gate_args &a, uint32_t (&key)[N])
-{
-  int chosen = -1, removed = -1;
-  for (int j = 0; j < a.top_k; j++) {
-    uint32_t best = KEY_NONE;
-    int where = 0;
+/* A lane's candidates: N keys in registers, each the best of `each` consecutive experts of the lane; if that is more
+ * than one, the keys of all are in shared memory, and `sub` holds two bits a key: which of them it is. */
+template <int N> struct candidates {
+  uint32_t key[N];
+  int each = 1;
+  unsigned sub = 0;
+
+  DEVICE void refresh(const gate_args &a, const uint32_t *choice, int i, uint32_t &best, unsigned &which) const
+  {
+    best = KEY_NONE, which = 0;
+    for (int g = 0; g < each; g++) {
+      int e = (i * each + g) * WARP_SIZE + lane_id();
+      uint32_t other = e < a.experts ? choice[e] : KEY_NONE;
+      if (other > best) best = other, which = g;
+    }
+  }
+
+  DEVICE void load(const gate_args &a, const uint32_t *choice)
+  {
+    each = ceil_div(a.experts, N * WARP_SIZE);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      if (i == removed) key[i] = KEY_NONE;
-      if (key[i] > best) best = key[i], where = i;
+      unsigned which;
+      refresh(a, choice, i, key[i], which);
+      sub |= which << 2 * i;
     }
-    uint32_t winner = __reduce_max_sync(ALL_LANES, best);
-    if (winner == KEY_NONE) break;
-    unsigned id = __reduce_min_sync(ALL_LANES, best == winner ? where * WARP_SIZE + lane_id() : ~0u);
-    if (lane_id() == j) chosen = id;
-    removed = id % WARP_SIZE == lane_id() ? where : -1;
   }
+
+  /* A tree; of equals the lower. */
+  DEVICE uint32_t best(int &where) const
+  {
+    uint32_t k[N];
+    int w[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) k[i] = key[i], w[i] = i;
+#pragma unroll
+    for (int width = N / 2; width > 0; width /= 2)
+#pragma unroll
+      for (int i = 0; i < width; i++) {
+        const bool right = k[2 * i + 1] > k[2 * i];
+        k[i] = right ? k[2 * i + 1] : k[2 * i], w[i] = right ? w[2 * i + 1] : w[2 * i];
+      }
+    where = w[0];
+    return k[0];
+  }
+
+  DEVICE unsigned expert(int where) const { return (where * each + (sub >> 2 * where & 3)) * WARP_SIZE + lane_id(); }
+
+  DEVICE void remove(const gate_args &a, uint32_t *choice, int where)
+  {
+    uint32_t next = KEY_NONE;
+    if (each > 1) {
+      unsigned which;
+      choice[expert(where)] = KEY_NONE;
+      refresh(a, choice, where, next, which);
+      sub = (sub & ~(3u << 2 * where)) | which << 2 * where;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (i == where) key[i] = next;
+  }
+};
+
+struct chosen_expert {
+  int id; /* -1: there are fewer */
+  uint32_t key;
+};
+
+/* A warp's notes. */
+struct gate_scratch {
+  uint4 best[WARP_SIZE / 4];        /* of each lane */
+  chosen_expert found[WARP_SIZE];   /* in any order */
+  chosen_expert ordered[WARP_SIZE]; /* best first */
+};
+
+/* The k-th best of the lanes' best keys, which at least k keys reach; KEY_NONE if fewer lanes have one. */
+DEVICE uint32_t kth_of_lanes(uint32_t best, int k, gate_scratch &s)
+{
+  reinterpret_cast<uint32_t *>(s.best)[lane_id()] = best;
+  __syncwarp();
+  int above = 0;
+#pragma unroll
+  for (int i = 0; i < WARP_SIZE / 4; i++) {
+    const uint4 other = s.best[i];
+    above += (other.x > best) + (other.y > best) + (other.z > best) + (other.w > best);
+  }
+  return __reduce_min_sync(ALL_LANES, above < k ? best : ~0u);
+}
+
+/* Notes the keys that reach the threshold, if the lane's key does; returns how many there are by now. */
+DEVICE int note_key(uint32_t key, int id, uint32_t threshold, int found, gate_scratch &s)
+{
+  const bool reaches = key >= threshold;
+  const unsigned lanes = __ballot_sync(ALL_LANES, reaches);
+  const int at = found + __popc(lanes & ((1u << lane_id()) - 1));
+  if (reaches && at < WARP_SIZE) s.found[at] = {id, key};
+  return found + __popc(lanes);
+}
+
+template <int N>
+DEVICE int note_keys(const gate_args &a, const candidates<N> &c, const uint32_t *choice, uint32_t threshold, gate_scratch &s)
+{
+  int found = 0;
+  if (c.each == 1) {
+#pragma unroll
+    for (int i = 0; i < N; i++) found = note_key(c.key[i], i * WARP_SIZE + lane_id(), threshold, found, s);
+  } else {
+    for (int first = 0; first < a.experts; first += WARP_SIZE) {
+      const int e = first + lane_id();
+      found = note_key(e < a.experts ? choice[e] : KEY_NONE, e, threshold, found, s);
+    }
+  }
+  return found;
+}
+
+/* The quick way, where a threshold leaves at most a warp of candidates: each counts those that rank above it. */
+template <int N>
+DEVICE bool take_few(const gate_args &a, const candidates<N> &c, const uint32_t *choice, gate_scratch &s, chosen_expert &chosen)
+{
+  int where;
+  const uint32_t threshold = kth_of_lanes(c.best(where), a.top_k, s);
+  if (threshold == KEY_NONE) return false;
+  const int found = note_keys(a, c, choice, threshold, s);
+  if (found > WARP_SIZE) return false;
+  __syncwarp();
+  const chosen_expert own = lane_id() < found ? s.found[lane_id()] : chosen_expert{-1, KEY_NONE};
+  int above = 0;
+#pragma unroll 4
+  for (int i = 0; i < found; i++) {
+    const chosen_expert other = s.found[i];
+    above += other.key > own.key || (other.key == own.key && other.id < own.id);
+  }
+  if (lane_id() < found) s.ordered[above] = own;
+  __syncwarp();
+  if (lane_id() < a.top_k) chosen = s.ordered[lane_id()];
+  return true;
+}
+
+/* One after the other, for many ties and much of a row. */
+template <int N> DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
+{
+#pragma unroll 1
+  for (int j = 0; j < a.top_k; j++) {
+    int where;
+    const uint32_t best = c.best(where), winner = __reduce_max_sync(ALL_LANES, best);
+    if (winner == KEY_NONE) break;
+    const unsigned id = __reduce_min_sync(ALL_LANES, best == winner ? c.expert(where) : ~0u);
+    if (lane_id() == j) chosen = {(int)id, winner};
+    if (id % WARP_SIZE == lane_id()) c.remove(a, choice, where);
+  }
+}
+
+/* Lane j gets the j-th best expert. */
+template <int N> DEVICE chosen_expert take_best(const gate_args &a, candidates<N> &c, uint32_t *choice, gate_scratch &s)
+{
+  chosen_expert chosen = {-1, KEY_NAN};
+  if (!take_few(a, c, choice, s, chosen)) take_in_turn(a, c, choice, chosen);
   return chosen;
 }
 
-/* Lane j: the weight of slot j. */
-DEVICE float slot_weight(const gate_args &a, const gate_token &t, int chosen)
+/* Lane j: the weight of slot j from its logit, NaN where there is none. */
+DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
 {
-  float l = chosen >= 0 ? soft_cap(a, load_logit(a, t.logits + chosen)) : not_a_number(), weight = 0;
+  float weight = 0;
   if (weigh_after(a)) {
     float term = softmax_term(l, warp_max(fmaxf(l, -INFINITY))), sum = warp_sum(term);
     weight = sum > 0 ? term / sum : 0.f;
@@ -190,88 +393,43 @@ DEVICE float slot_weight(const gate_args &a, const gate_token &t, int chosen)
   return weight * a.routed_scale;
 }
 
-template <int N, class T> DEVICE void load_keys(const gate_args &a, const gate_token &t, uint32_t (&key)[N])
-{
-  const T *logits = static_cast<const T *>(a.logits) + t.logits;
-  float l[N];
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    int e = i * WARP_SIZE + lane_id();
-    l[i] = e < a.experts ? to_f32(logits[e]) : 0.f;
-  }
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    key[i] = i * WARP_SIZE + lane_id() < a.experts ? key_of(finite_or_nan(l[i])) : KEY_NONE;
-}
-
-/* Keys of the logits themselves: every score keeps their order, but may round. */
-template <int N> DEVICE unsigned choose_by_logit(const gate_args &a, gate_token &t, uint32_t (&key)[N])
-{
-  switch (a.logits_dtype) {
-  case DT_F16: load_keys<N, f16>(a, t, key); break;
-  case DT_BF16: load_keys<N, bf16>(a, t, key); break;
-  default: load_keys<N, f32>(a, t, key);
-  }
-  unsigned first_nan = ~0u;
-  uint32_t best = KEY_NAN;
-#pragma unroll
-  for (int i = N - 1; i >= 0; i--) {
-    if (key[i] == KEY_NAN) first_nan = i * WARP_SIZE + lane_id();
-    best = max(best, key[i]);
-  }
-  if (softmax_over_all(a) && a.softcap <= 0) {
-    t.max = value_of(__reduce_max_sync(ALL_LANES, best));
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < N; i++) sum += key[i] > KEY_NAN ? softmax_term(value_of(key[i]), t.max) : 0.f;
-    t.sum = warp_sum(sum);
-  }
-  return first_nan;
-}
-
-template <int N> DEVICE void route_token(const gate_args &a, int64_t token, uint32_t *choice)
+/* N: keys a lane holds in registers. */
+template <int N> DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice, gate_scratch &scratch)
 {
   const bool by_logit = !a.select_bias && a.n_group == 0;
   gate_token t = {token * a.logits_ld, 0.f, 0.f};
-  uint32_t key[N];
-  unsigned first_nan;
-  if (softmax_over_all(a) && (!by_logit || a.softcap > 0)) {
-    float2 of_row = softmax_over_row(a, t.logits);
-    t.max = of_row.x, t.sum = of_row.y;
-  }
-  if (by_logit) {
-    first_nan = choose_by_logit(a, t, key);
-  } else {
-    first_nan = choose_by_score(a, t, choice);
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      int e = i * WARP_SIZE + lane_id();
-      key[i] = e < a.experts ? choice[e] : KEY_NONE;
-    }
+  candidates<N> c;
+  unsigned first_nan = ~0u;
+  if (in_registers) {
+    first_nan = keys_of_logits(a, t, c.key);
+  } else if (N == 8) {
+    first_nan = keys_in_shared(a, t, by_logit, choice);
+    c.load(a, choice);
   }
   first_nan = __reduce_min_sync(ALL_LANES, first_nan);
-  if (first_nan != ~0u && lane_id() == 0) report_fault(a.fault, FAULT_NAN_LOGIT, first_nan, token);
-  int chosen = take_best(a, key);
-  float weight = slot_weight(a, t, chosen);
+  if (first_nan != ~0u && lane_id() == 0) report_fault_inline(a.fault, FAULT_NAN_LOGIT, first_nan, token);
+  const chosen_expert chosen = take_best(a, c, choice, scratch);
+  float l = by_logit ? value_of(chosen.key) : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id) : not_a_number();
+  const float weight = slot_weight(a, t, soft_cap(a, l));
   if (lane_id() >= a.top_k) return;
-  if (a.ids_dtype == DT_I64) static_cast<int64_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen;
-  else static_cast<int32_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen;
+  if (a.ids_dtype == DT_I64) static_cast<int64_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen.id;
+  else static_cast<int32_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen.id;
   a.weights[token * a.weights_ld + lane_id()] = weight;
 }
 
 template <int TOKENS> DEVICE void gate_warp(const gate_args &a)
 {
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
+  __shared__ gate_scratch scratch[TOKENS];
   const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
+  const bool by_logit = !a.select_bias && a.n_group == 0, capped_softmax = softmax_over_all(a) && a.softcap > 0;
   check_token_count(a.tokens, a.fault);
   if (token >= token_total(a.tokens)) return;
-  uint32_t *own = choice[warp_id()];
-  if (a.experts <= 64) route_token<2>(a, token, own);
-  else if (a.experts <= 128) route_token<4>(a, token, own);
-  else if (a.experts <= 256) route_token<8>(a, token, own);
-  else if (a.experts <= 384) route_token<12>(a, token, own);
-  else if (a.experts <= 512) route_token<16>(a, token, own);
-  else route_token<32>(a, token, own);
+  const int warp = warp_id();
+  if (!by_logit || capped_softmax || a.experts > 256) route_token<8>(a, token, false, choice[warp], scratch[warp]);
+  else if (a.experts <= 64) route_token<2>(a, token, true, choice[warp], scratch[warp]);
+  else if (a.experts <= 128) route_token<4>(a, token, true, choice[warp], scratch[warp]);
+  else route_token<8>(a, token, true, choice[warp], scratch[warp]);
 }
 
 /* ---- map ---- */
@@ -282,12 +440,13 @@ constexpr int RUN = 1024, RUN_WARPS = RUN / WARP_SIZE, BLOCK_WARPS = 8, BLOCKS =
 struct map_shared {
   int32_t next[MAX_EXPERTS]; /* counts first, then the row that the run's first pair of each expert gets */
   union {
-    int32_t earlier[MAX_EXPERTS];          /* rows in earlier chunks */
-    uint16_t in_block[BLOCKS][MAX_EXPERTS]; /* rows in each block of warps */
+    int32_t earlier[MAX_EXPERTS]; /* rows in earlier chunks */
+    int32_t warp_rows[RUN_WARPS]; /* of the experts that a warp scans */
   };
-  alignas(16) uint8_t in_warp[RUN_WARPS][MAX_EXPERTS]; /* rows in each warp, then in the earlier warps of its block */
-  int32_t warp_rows[RUN_WARPS];
+  uint16_t in_block[BLOCKS][MAX_EXPERTS]; /* rows in each block of warps */
+  uint8_t in_warp[RUN_WARPS][MAX_EXPERTS]; /* rows in each warp, then in the earlier warps of its block */
 };
+static_assert(sizeof(map_shared) <= 48 * 1024, "static shared memory");
 
 struct pair_range {
   int64_t begin, end, padded_end; /* this chunk's pairs; up to padded_end: of tokens that are not there */
@@ -347,7 +506,7 @@ DEVICE void sum_chunks(const map_args &a, map_shared &s)
   __syncthreads();
   if (e < a.local_experts && reader < readers) {
     int total = 0, earlier = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int chunk = reader; chunk < a.chunks; chunk += readers) {
       int rows = a.hist[(int64_t)chunk * a.local_experts + e];
       total += rows;
@@ -359,18 +518,26 @@ DEVICE void sum_chunks(const map_args &a, map_shared &s)
   __syncthreads();
 }
 
+/* Sum of `count` over the threads before this one. */
+DEVICE int scan_threads(int count, int32_t *warp_rows)
+{
+  const int inclusive = warp_scan(count);
+  __syncthreads();
+  if (lane_id() == WARP_SIZE - 1) warp_rows[warp_id()] = inclusive;
+  __syncthreads();
+  const int of_warp = warp_rows[lane_id()];
+  return __shfl_sync(ALL_LANES, warp_scan(of_warp) - of_warp, warp_id()) + inclusive - count;
+}
+
 /* Counts to offsets, a thread an expert; the first CTA writes them out. */
 DEVICE void lay_out_rows(const map_args &a, map_shared &s)
 {
   const int e = threadIdx.x;
   const bool is_expert = e < a.local_experts;
-  const int count = is_expert ? s.next[e] : 0, inclusive = warp_scan(count);
-  if (lane_id() == WARP_SIZE - 1) s.warp_rows[warp_id()] = inclusive;
+  const int count = is_expert ? s.next[e] : 0, earlier = is_expert && a.chunks > 1 ? s.earlier[e] : 0;
+  const int offset = scan_threads(count, s.warp_rows);
+  if (is_expert) s.next[e] = offset + earlier;
   __syncthreads();
-  const int of_warp = s.warp_rows[lane_id()], warps_before = __shfl_sync(ALL_LANES, warp_scan(of_warp) - of_warp, warp_id());
-  const int offset = warps_before + inclusive - count;
-  if (is_expert) s.next[e] = offset + (a.chunks > 1 ? s.earlier[e] : 0);
-  __syncthreads(); /* `earlier` gives way to `in_block` */
   if (blockIdx.x != 0 || !is_expert) return;
   a.counts[e] = count;
   a.offsets[e] = offset;
@@ -399,43 +566,66 @@ DEVICE void scan_warps(const map_args &a, map_shared &s)
     s.in_block[block][word * 4 + i] = (before >> 8 * i & 0xff) + (rows[BLOCK_WARPS - 1] >> 8 * i & 0xff);
 }
 
-/* One pair a thread: its place among the run's pairs of the same expert. */
-DEVICE void place_run(const map_args &a, map_shared &s, pair_range chunk, int64_t begin)
+/* A thread's pair: the local expert it goes to, and its place among the warp's pairs of that expert. */
+struct ranked_pair {
+  int64_t pair;
+  int to, before;
+};
+
+DEVICE ranked_pair rank_run(const map_args &a, map_shared &s, pair_range chunk, int64_t begin)
 {
   const int64_t pair = begin + threadIdx.x;
   const int to = pair < chunk.end ? destination<true>(a, pair) : ROW_DROPPED;
   uint8_t *own = s.in_warp[warp_id()];
   for (int word = lane_id(); word * 4 < a.local_experts; word += WARP_SIZE) reinterpret_cast<uint32_t *>(own)[word] = 0;
   __syncwarp();
-  const unsigned peers = __match_any_sync(ALL_LANES, to), before = __popc(peers & ((1u << lane_id()) - 1));
+  const unsigned peers = __match_any_sync(ALL_LANES, to);
+  const int before = __popc(peers & ((1u << lane_id()) - 1));
   if (to >= 0 && before == 0) own[to] = __popc(peers);
   __syncthreads();
   scan_warps(a, s);
   __syncthreads();
-  int row = to;
-  if (to >= 0) {
-    row = s.next[to] + own[to] + before;
-    for (int block = 0; block < warp_id() / BLOCK_WARPS; block++) row += s.in_block[block][to];
-    a.row_pair[row] = (int32_t)pair;
-  }
-  if (pair < chunk.padded_end) a.slot_row[pair] = row;
+  return {pair, to, before};
 }
 
+DEVICE int rows_in_run(const map_shared &s, int expert)
+{
+  int rows = 0;
+  for (int block = 0; block < BLOCKS; block++) rows += s.in_block[block][expert];
+  return rows;
+}
+
+DEVICE void place_pair(const map_args &a, const map_shared &s, pair_range chunk, ranked_pair r)
+{
+  int row = r.to;
+  if (r.to >= 0) {
+    row = s.next[r.to] + s.in_warp[warp_id()][r.to] + r.before;
+    for (int block = 0; block < warp_id() / BLOCK_WARPS; block++) row += s.in_block[block][r.to];
+    a.row_pair[row] = (int32_t)r.pair;
+  }
+  if (r.pair < chunk.padded_end) a.slot_row[r.pair] = row;
+}
+
+/* The first run is ranked before rows are laid out: alone, it needs no other count. */
 template <int PAIRS> DEVICE void map_chunk(const map_args &a)
 {
   static_assert(PAIRS == RUN && RUN >= MAX_EXPERTS, "a thread a pair, a thread an expert");
-  __shared__ map_shared s;
+  __shared__ __align__(16) map_shared s;
   const pair_range chunk = chunk_of(a);
+  const bool is_expert = threadIdx.x < a.local_experts;
   check_token_count(a.tokens, a.fault);
+  ranked_pair r = rank_run(a, s, chunk, chunk.begin);
   if (a.chunks > 1) sum_chunks(a, s);
-  else count_chunk(a, chunk, s.next);
+  else if (chunk.end - chunk.begin > RUN) count_chunk(a, chunk, s.next);
+  else if (is_expert) s.next[threadIdx.x] = rows_in_run(s, threadIdx.x);
   lay_out_rows(a, s);
-  for (int64_t begin = chunk.begin; begin < chunk.padded_end; begin += RUN) {
-    place_run(a, s, chunk, begin);
+  for (int64_t begin = chunk.begin;;) {
+    place_pair(a, s, chunk, r);
+    begin += RUN;
+    if (begin >= chunk.padded_end) break;
     __syncthreads();
-    if (threadIdx.x < a.local_experts)
-      for (int block = 0; block < BLOCKS; block++) s.next[threadIdx.x] += s.in_block[block][threadIdx.x];
-    __syncthreads();
+    if (is_expert) s.next[threadIdx.x] += rows_in_run(s, threadIdx.x);
+    r = rank_run(a, s, chunk, begin);
   }
 }
 

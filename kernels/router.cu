@@ -83,7 +83,7 @@ template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVIC
 /* A CTA's tile and how its warps share it: SPLITS parts of the reduction, each with M x N warps. */
 template <int BM_, int BN_, int BK_, int STAGES_, int WARPS_> struct tile_shape {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_, WARPS = WARPS_, THREADS = WARPS * WARP_SIZE;
-  static constexpr int SPLITS = BM * BN >= 128 * 128 ? 1 : WARPS;
+  static constexpr int SPLITS = BM * BN >= 64 * 128 ? 1 : WARPS;
   static constexpr int M_WARPS = SPLITS == 1 ? 2 : 1, N_WARPS = SPLITS == 1 ? WARPS / 2 : 1;
   static constexpr int WM = BM / M_WARPS, WN = BN / N_WARPS;     /* of a warp */
   static constexpr int MT = WM / 16, NT = WN / 8;                /* mma tiles of a warp */
@@ -95,48 +95,80 @@ template <int BM_, int BN_, int BK_, int STAGES_, int WARPS_> struct tile_shape 
 
 /* Rows of x come first in a stage, rows of w after them. The chunk's place in its row turns with the row, so that
  * neither the copies nor the eight rows of a matrix meet in a bank. */
-template <class S> DEVICE int chunk_offset(int row, int chunk) { return (row * S::CHUNKS + (chunk ^ (row & 7))) * 16; }
+template <class S> DEVICE uint32_t chunk_offset(int row, int chunk) { return (row * S::CHUNKS + (chunk ^ (row & 7))) * 16; }
 
-template <class T, class S, int ROWS>
-DEVICE void copy_rows(const void *base, int64_t first, int64_t end, int64_t ld, int k, int hidden, uint32_t stage, int stage_row)
-{
-  constexpr int EACH = S::THREADS / S::CHUNKS;
-  static_assert(ROWS % EACH == 0 || EACH > ROWS, "whole passes");
-  const int chunk = threadIdx.x % S::CHUNKS, row = threadIdx.x / S::CHUNKS;
+/* One thread's copies of an operand: every EACH-th row, one chunk of each stage. */
+template <class T, class S, int ROWS> struct row_copier {
+  static constexpr int EACH = S::THREADS / S::CHUNKS, COPIES = ceil_div(ROWS, EACH);
+  static_assert(EACH % 8 == 0 && ROWS % 8 == 0, "a thread's rows turn alike");
+  const T *source;
+  int64_t ld;
+  uint32_t target, there; /* bit i: its i-th row exists */
+
+  DEVICE row_copier(const void *base, int64_t first, int64_t end, int64_t row_ld, int stage_row)
+  {
+    const int row = threadIdx.x / S::CHUNKS, chunk = threadIdx.x % S::CHUNKS;
+    source = row_of<T>(base, first + row, row_ld) + chunk * 8;
+    ld = row_ld * EACH;
+    target = chunk_offset<S>(stage_row + row, chunk);
+    there = 0;
 #pragma unroll
-  for (int r = row; r < ROWS; r += EACH) {
-    const bool there = first + r < end && k + chunk * 8 < hidden;
-    const T *source = row_of<T>(base, there ? first + r : 0, ld) + (there ? k + chunk * 8 : 0);
-    cp_async_cg_16(stage + chunk_offset<S>(stage_row + r, chunk), source, there ? 16 : 0);
+    for (int i = 0; i < COPIES; i++) there |= (uint32_t)(row + i * EACH < ROWS && first + row + i * EACH < end) << i;
   }
-}
 
-template <class T, class S>
-DEVICE void copy_stage(const router_args &a, tile_place at, int64_t tokens, int step, uint32_t shared)
-{
-  const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
-  if (step * S::BK < a.hidden) {
-    copy_rows<T, S, S::BM>(a.x, at.token, tokens, a.x_ld, step * S::BK, a.hidden, stage, 0);
-    copy_rows<T, S, S::BN>(a.w, at.expert, a.experts, a.w_ld, step * S::BK, a.hidden, stage, S::BM);
+  DEVICE void copy(uint32_t stage, int k, bool inside) const
+  {
+    const int row = threadIdx.x / S::CHUNKS;
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+      if (ROWS % EACH && row + i * EACH >= ROWS) break;
+      cp_async_cg_16(stage + target + i * EACH * S::CHUNKS * 16, source + i * ld + k, inside && there >> i & 1 ? 16 : 0);
+    }
   }
-  cp_async_commit_group(); /* an empty group too: the wait counts them */
-}
+};
 
-/* sum += x w^T over 16 of the stage's columns. */
-template <class T, class S> DEVICE void multiply(uint32_t stage, int chunk, int m, int n, float (&sum)[S::MT][S::NT][4])
-{
+template <class T, class S> struct stage_copier {
+  row_copier<T, S, S::BM> x;
+  row_copier<T, S, S::BN> w;
+
+  DEVICE stage_copier(const router_args &a, tile_place at, int64_t tokens)
+      : x(a.x, at.token, tokens, a.x_ld, 0), w(a.w, at.expert, a.experts, a.w_ld, S::BM)
+  {
+  }
+
+  DEVICE void copy(const router_args &a, int step, uint32_t shared) const
+  {
+    const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
+    const int k = step * S::BK;
+    const bool inside = k + (int)(threadIdx.x % S::CHUNKS) * 8 < a.hidden;
+    if (k < a.hidden) x.copy(stage, k, inside), w.copy(stage, k, inside);
+    cp_async_commit_group(); /* an empty group too: the wait counts them */
+  }
+};
+
+/* A warp's operands of one mma step (16 columns of a stage). */
+template <class T, class S> struct fragments {
   uint32_t x[S::MT][4], w[S::NT / 2][4];
-  const int lane = lane_id();
+
+  DEVICE void load(uint32_t stage, int m, int n, int chunk)
+  {
+    const int lane = lane_id();
+    const uint32_t x_at = stage + chunk_offset<S>(m + lane % 16, chunk + lane / 16);
+    const uint32_t w_at = stage + chunk_offset<S>(S::BM + n + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2);
 #pragma unroll
-  for (int i = 0; i < S::MT; i++) ldmatrix_x4(x[i], stage + chunk_offset<S>(m + i * 16 + lane % 16, chunk + lane / 16));
+    for (int i = 0; i < S::MT; i++) ldmatrix_x4(x[i], x_at + i * 16 * S::CHUNKS * 16);
 #pragma unroll
-  for (int j = 0; j < S::NT / 2; j++)
-    ldmatrix_x4(w[j], stage + chunk_offset<S>(S::BM + n + j * 16 + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+    for (int j = 0; j < S::NT / 2; j++) ldmatrix_x4(w[j], w_at + j * 16 * S::CHUNKS * 16);
+  }
+
+  DEVICE void multiply(float (&sum)[S::MT][S::NT][4]) const
+  {
 #pragma unroll
-  for (int i = 0; i < S::MT; i++)
+    for (int i = 0; i < S::MT; i++)
 #pragma unroll
-    for (int j = 0; j < S::NT; j++) mma_m16n8k16<T>(sum[i][j], x[i], {w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]});
-}
+      for (int j = 0; j < S::NT; j++) mma_m16n8k16<T>(sum[i][j], x[i], {w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]});
+  }
+};
 
 /* Calls use(row, column, sum) for the lane's elements of the warp's tile. */
 template <class S, class F> DEVICE void each_element(const float (&sum)[S::MT][S::NT][4], F use)
@@ -167,24 +199,38 @@ DEVICE void add_splits(const router_args &a, tile_place at, int64_t tokens, cons
   }
 }
 
+/* The next step's operands leave shared memory while this one's are multiplied, across the stage's end too: there
+ * the warps wait for the next stage, and with them for the one that the next copies overwrite. */
 template <class T, class S> DEVICE void router_mma(const router_args &a)
 {
   extern __shared__ __align__(128) uint8_t stages[];
+  constexpr int STEP = 2 * S::SPLITS; /* chunks of a stage that the warps multiply at once */
   const uint32_t shared = shared_address(stages);
   const tile_place at = place_of_cta<S::BM, S::BN>(a);
   const int64_t tokens = token_total(a.tokens);
   if (at.token >= tokens) return;
-  const int steps = ceil_div(a.hidden, S::BK), split = S::SPLITS == 1 ? 0 : warp_id();
+  const int steps = ceil_div(a.hidden, S::BK), split = S::SPLITS == 1 ? 0 : warp_id() * 2;
   const int m = S::SPLITS == 1 ? warp_id() % S::M_WARPS * S::WM : 0, n = S::SPLITS == 1 ? warp_id() / S::M_WARPS * S::WN : 0;
+  const stage_copier<T, S> copier(a, at, tokens);
   float sum[S::MT][S::NT][4] = {};
-  for (int step = 0; step < S::STAGES - 1; step++) copy_stage<T, S>(a, at, tokens, step, shared);
+  fragments<T, S> now, next;
+  for (int step = 0; step < S::STAGES - 1; step++) copier.copy(a, step, shared);
+  cp_async_wait_group<S::STAGES - 2>();
+  __syncthreads();
+  now.load(shared, m, n, split);
   for (int step = 0; step < steps; step++) {
-    cp_async_wait_group<S::STAGES - 2>();
-    __syncthreads();
-    copy_stage<T, S>(a, at, tokens, step + S::STAGES - 1, shared);
-    const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
 #pragma unroll
-    for (int chunk = 0; chunk < S::CHUNKS; chunk += 2 * S::SPLITS) multiply<T, S>(stage, chunk + 2 * split, m, n, sum);
+    for (int chunk = 0; chunk < S::CHUNKS; chunk += STEP) {
+      if (chunk == 0) copier.copy(a, step + S::STAGES - 1, shared);
+      const bool last = chunk + STEP == S::CHUNKS;
+      if (last) {
+        cp_async_wait_group<S::STAGES - 2>();
+        __syncthreads();
+      }
+      next.load(shared + (step + last) % S::STAGES * S::STAGE_BYTES, m, n, split + (last ? 0 : chunk + STEP));
+      now.multiply(sum);
+      now = next;
+    }
   }
   cp_async_wait_group<0>();
   if constexpr (S::SPLITS > 1) add_splits<S>(a, at, tokens, sum, reinterpret_cast<float *>(stages));
