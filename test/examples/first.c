@@ -33,14 +33,24 @@ int main(void)
   check(cumoe_context_create(CUMOE_DEVICE_AUTO, NULL, &context));
 
   /* What the layer is. */
-  cumoe_moe_desc desc = {.size = sizeof desc, .num_experts = EXPERTS, .hidden = HIDDEN, .inter = INTER,
-                         .dtype = CUMOE_F32, .routing = cumoe_routing_mixtral(TOP_K)};
+  cumoe_moe_desc desc = {.size = sizeof desc,
+                         .num_experts = EXPERTS,
+                         .hidden = HIDDEN,
+                         .inter = INTER,
+                         .dtype = CUMOE_F32,
+                         .routing = cumoe_routing_mixtral(TOP_K)};
   cumoe_plan plan;
   check(cumoe_plan_create(context, &desc, &plan));
 
-  /* Where its weights lie: of each expert, gate and up as one [2 * INTER, HIDDEN] matrix, down as [HIDDEN, INTER]. */
-  cumoe_weights_desc where = {.size = sizeof where, .experts = EXPERTS, .hidden = HIDDEN, .inter = INTER,
-                              .gate_order = CUMOE_GATE_UP_CONCAT, .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN};
+  /* Where its weights lie: of each expert, gate and up as one [2 * INTER, HIDDEN] matrix, down as [HIDDEN,
+   * INTER]. */
+  cumoe_weights_desc where = {.size = sizeof where,
+                              .experts = EXPERTS,
+                              .hidden = HIDDEN,
+                              .inter = INTER,
+                              .gate_order = CUMOE_GATE_UP_CONCAT,
+                              .up_major = CUMOE_OUT_IN,
+                              .down_major = CUMOE_OUT_IN};
   where.gate_up.data = cumoe_const(matrix(context, EXPERTS * 2 * INTER, HIDDEN));
   where.down.data = cumoe_const(matrix(context, EXPERTS * HIDDEN, INTER));
   cumoe_weights weights;
@@ -61,7 +71,8 @@ int main(void)
   float out[TOKENS][HIDDEN];
   check(cumoe_copy_to_host(context, out, sizeof out, cumoe_const(args.out), NULL));
   check(cumoe_synchronize(context, NULL));
-  for (int t = 0; t < TOKENS; t++) printf("token %d: %9.6f %9.6f %9.6f ...\n", t, out[t][0], out[t][1], out[t][2]);
+  for (int t = 0; t < TOKENS; t++)
+    printf("token %d: %9.6f %9.6f %9.6f ...\n", t, out[t][0], out[t][1], out[t][2]);
 
   check(cumoe_weights_destroy(weights));
   check(cumoe_plan_destroy(plan));
