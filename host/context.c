@@ -81,15 +81,19 @@ static cumoe_status read_facts(cumoe_context context)
 static cumoe_status no_image(cumoe_context context, const char *what, const char *why)
 {
   const cumoe_device_info *info = &context->info;
-  return fail(CUMOE_ERR_NO_KERNEL_IMAGE, "device %d is a %s of compute capability %d.%d; this build has code for %s (%s: %s)",
+  return fail(CUMOE_ERR_NO_KERNEL_IMAGE,
+              "device %d is a %s of compute capability %d.%d; this build has code for %s (%s: %s)",
               context->device, info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
 }
 
 static cumoe_status make_pool(cumoe_context context)
 {
-  struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
-                                    .location = {.type = cudaMemLocationTypeDevice, .id = context->device}};
-  uint64_t keep_all = UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
+  struct cudaMemPoolProps wanted = {
+      .allocType = cudaMemAllocationTypePinned,
+      .location = {.type = cudaMemLocationTypeDevice, .id = context->device}
+  };
+  uint64_t keep_all =
+      UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
   TRY_CUDA(cudaMemPoolCreate(&context->pool, &wanted));
   TRY_CUDA(cudaMemPoolSetAttribute(context->pool, cudaMemPoolAttrReleaseThreshold, &keep_all));
   return CUMOE_OK;
@@ -108,7 +112,8 @@ static bool runs_on(const variant *v, const cumoe_device_info *info)
 
 static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibrary_t *library)
 {
-  if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
+  if (context->library_count == MAX_IMAGES)
+    return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
   enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved; /* rodata: the driver needs no copy */
   int yes = 1;
   void *value = &yes;
@@ -121,7 +126,8 @@ static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibr
   return CUMOE_OK;
 }
 
-/* Reading the attributes makes the driver load the kernel now; its lazy loading could otherwise fall into a capture. */
+/* Reading the attributes makes the driver load the kernel now; its lazy loading could otherwise fall into a
+ * capture. */
 static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cudaKernel_t kernel)
 {
   struct cudaFuncAttributes facts;
@@ -131,8 +137,8 @@ static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cuda
     return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
   }
   if (facts.maxThreadsPerBlock < v->threads)
-    return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name, facts.maxThreadsPerBlock,
-                v->threads);
+    return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name,
+                facts.maxThreadsPerBlock, v->threads);
   if (v->smem + (int)facts.sharedSizeBytes <= DEFAULT_SMEM) return CUMOE_OK;
   TRY_CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem));
   return CUMOE_OK;
@@ -201,8 +207,8 @@ static cumoe_status open_entered(cumoe_context context)
   return make_fault_record(context);
 }
 
-/* Allocating and freeing outside streams is forbidden while any thread captures in CUDA's default mode, unless
- * the thread that does it says that it knows. */
+/* Allocating and freeing outside streams is forbidden while any thread captures in CUDA's default mode,
+ * unless the thread that does it says that it knows. */
 static enum cudaStreamCaptureMode relax_capture(void)
 {
   enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -216,7 +222,8 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
   int count = 0;
   TRY_CUDA(cudaGetDeviceCount(&count));
   if (device >= count)
-    return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d", device, count - 1);
+    return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d",
+                device, count - 1);
   context->device = context->info.device = device;
   device_scope scope;
   TRY(enter_device(context, &scope));
@@ -229,9 +236,9 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
 
 /* ---- closing ---- */
 
-#define DROP_CUDA(call)                                                                                       \
-  do {                                                                                                        \
-    if ((call) != cudaSuccess) clear_cuda_error();                                                            \
+#define DROP_CUDA(call)                                                                                      \
+  do {                                                                                                       \
+    if ((call) != cudaSuccess) clear_cuda_error();                                                           \
   } while (0)
 
 /* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
@@ -244,8 +251,9 @@ static void close_entered(cumoe_context context)
   if (context->pool != NULL) DROP_CUDA(cudaMemPoolDestroy(context->pool));
 }
 
-/* Work in flight may use the buffers and the code, on any stream: only the whole device's end is safe. Refused while
- * a capture is under way; any other failure, such as a lost device, is reported but stops nothing. */
+/* Work in flight may use the buffers and the code, on any stream: only the whole device's end is safe.
+ * Refused while a capture is under way; any other failure, such as a lost device, is reported but stops
+ * nothing. */
 static cumoe_status wait_device(void)
 {
   TRY_CUDA(cudaDeviceSynchronize());
@@ -271,7 +279,8 @@ static cumoe_status open_cpu(cumoe_context context, int32_t threads)
   cumoe_device_info *info = &context->info;
   context->device = info->device = CUMOE_DEVICE_CPU;
   context->threads = threads_create(threads);
-  if (context->threads == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "the CPU device's threads could not be made");
+  if (context->threads == NULL)
+    return fail(CUMOE_ERR_OUT_OF_MEMORY, "the CPU device's threads could not be made");
   info->multiprocessors = threads_count(context->threads);
   info->total_memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
   (void)snprintf(info->name, sizeof info->name, "CPU, %d threads", info->multiprocessors);
@@ -295,7 +304,8 @@ static cumoe_status open_one(int32_t device, int32_t cpu_threads, cumoe_context 
   context->device = CUMOE_DEVICE_CPU;
   context->forks = atomic_load(&forks);
   context->info.size = sizeof context->info;
-  cumoe_status status = device == CUMOE_DEVICE_CPU ? open_cpu(context, cpu_threads) : open_cuda(context, device);
+  cumoe_status status =
+      device == CUMOE_DEVICE_CPU ? open_cpu(context, cpu_threads) : open_cuda(context, device);
   if (status != CUMOE_OK) {
     error_text why; /* closing may fail as well; the first failure is the one to tell */
     save_error(&why);
@@ -336,14 +346,16 @@ cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *co
   if (context == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "context is NULL");
   *context = NULL;
   if (config != NULL && config->size != sizeof *config)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.size is %u, sizeof(cumoe_context_config) is %zu", config->size,
-                sizeof *config);
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.size is %u, sizeof(cumoe_context_config) is %zu",
+                config->size, sizeof *config);
   int32_t cpu_threads = config != NULL ? config->cpu_threads : 0;
   if (cpu_threads < 0) return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", cpu_threads);
   if (device < CUMOE_DEVICE_CPU)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU", device);
+    return fail(CUMOE_ERR_INVALID_ARGUMENT,
+                "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU", device);
   (void)pthread_once(&fork_once, watch_forks);
-  return device == CUMOE_DEVICE_AUTO ? open_auto(cpu_threads, context) : open_one(device, cpu_threads, context);
+  return device == CUMOE_DEVICE_AUTO ? open_auto(cpu_threads, context)
+                                     : open_one(device, cpu_threads, context);
 }
 
 cumoe_status cumoe_context_destroy(cumoe_context context)
@@ -368,7 +380,8 @@ cumoe_status cumoe_context_info(cumoe_context context, cumoe_device_info *info)
   TRY(check_context(context));
   if (info == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is NULL");
   if (info->size != sizeof *info)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, sizeof(cumoe_device_info) is %zu", info->size, sizeof *info);
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, sizeof(cumoe_device_info) is %zu", info->size,
+                sizeof *info);
   *info = context->info;
   return CUMOE_OK;
 }

@@ -111,7 +111,7 @@ cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream); /* CAPT
 cumoe_status memory_wait(cumoe_context context, cumoe_stream stream);    /* refuse_capture, then waits */
 
 /* Memory that cumoe did not allocate: whether it can be owned, and how it will have to be freed. */
-cumoe_status memory_inspect(cumoe_context context, const void *data, bool *pooled);
+cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled);
 cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled, cumoe_stream stream);
 
 /* After the device has been waited for: frees memory of any kind, in no stream. */

@@ -10,13 +10,13 @@ enum { ALIGNMENT = 256 };
 static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
 
 /* Runs an expression that yields a status with the context's device current. */
-#define ON_DEVICE(context, expression)                                                                        \
-  do {                                                                                                        \
-    device_scope scope_;                                                                                      \
-    TRY(enter_device(context, &scope_));                                                                      \
-    cumoe_status status_ = (expression);                                                                      \
-    leave_device(&scope_);                                                                                    \
-    return status_;                                                                                           \
+#define ON_DEVICE(context, expression)                                                                       \
+  do {                                                                                                       \
+    device_scope scope_;                                                                                     \
+    TRY(enter_device(context, &scope_));                                                                     \
+    cumoe_status status_ = (expression);                                                                     \
+    leave_device(&scope_);                                                                                   \
+    return status_;                                                                                          \
   } while (0)
 
 /* ---- waiting ---- */
@@ -58,8 +58,8 @@ static cumoe_status alloc_cpu(size_t bytes, void **data)
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory could not be allocated", bytes);
 }
 
-/* Memory freed on other streams, and a fragmented pool, become usable when the stream has passed and the pool has given
- * its idle memory back. That costs a wait, which is cheaper than failing. */
+/* Memory freed on other streams, and a fragmented pool, become usable when the stream has passed and the pool
+ * has given its idle memory back. That costs a wait, which is cheaper than failing. */
 static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
 {
   cudaError_t error = cudaMallocFromPoolAsync(data, bytes, context->pool, stream);
@@ -75,11 +75,13 @@ static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream
   clear_cuda_error();
   size_t available = 0, total = 0;
   if (cudaMemGetInfo(&available, &total) != cudaSuccess) clear_cuda_error();
-  return fail(CUMOE_ERR_OUT_OF_MEMORY, "cudaMallocFromPoolAsync: %s: %zu bytes asked, %zu of %zu bytes free on device %d",
+  return fail(CUMOE_ERR_OUT_OF_MEMORY,
+              "cudaMallocFromPoolAsync: %s: %zu bytes asked, %zu of %zu bytes free on device %d",
               cudaGetErrorName(error), bytes, available, total, context->device);
 }
 
-static cumoe_status alloc_cuda_uncaptured(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+static cumoe_status alloc_cuda_uncaptured(cumoe_context context, size_t bytes, cumoe_stream stream,
+                                          void **data)
 {
   TRY(refuse_capture_cuda(stream)); /* it would become a node of the graph, and so would the free */
   return alloc_cuda(context, bytes, stream, data);
@@ -117,40 +119,60 @@ void memory_drop(cumoe_context context, void *data)
 
 /* ---- foreign memory ---- */
 
-/* The driver's own answer; there is no runtime call for it. False, the slower way to free, when in doubt. */
-static bool from_pool(const void *data)
+typedef CUresult pointer_attribute(void *value, CUpointer_attribute attribute, CUdeviceptr data);
+
+/* The runtime has no call that tells pool memory from other memory, or where an allocation begins: the driver
+ * has. */
+static pointer_attribute *find_pointer_attribute(void)
 {
   void *entry = NULL;
+  pointer_attribute *query = NULL;
   enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   cudaError_t error =
       cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &entry, 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) clear_cuda_error();
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess || entry == NULL) return false;
-  CUresult (*attribute)(void *, CUpointer_attribute, CUdeviceptr);
-  memcpy(&attribute, &entry, sizeof attribute);
-  CUmemoryPool pool = NULL;
-  return attribute(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, (CUdeviceptr)(uintptr_t)data) == CUDA_SUCCESS &&
-         pool != NULL;
+  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) memcpy(&query, &entry, sizeof query);
+  return query;
 }
 
-static cumoe_status inspect_cuda(cumoe_context context, const void *data, bool *pooled)
+static cumoe_status inspect_range(const void *data, size_t bytes, bool *pooled)
+{
+  pointer_attribute *query = find_pointer_attribute();
+  const CUdeviceptr at = (CUdeviceptr)(uintptr_t)data;
+  CUdeviceptr start = 0;
+  size_t size = 0;
+  CUmemoryPool pool = NULL;
+  if (query == NULL) return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no cuPointerGetAttribute");
+  if (query(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at) != CUDA_SUCCESS ||
+      query(&size, CU_POINTER_ATTRIBUTE_RANGE_SIZE, at) != CUDA_SUCCESS)
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "data %p is in no allocation that the CUDA driver knows", data);
+  if (start != at)
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "data %p lies inside the allocation that begins at %p", data,
+                (void *)(uintptr_t)start);
+  if (size < bytes)
+    return fail(CUMOE_ERR_OUT_OF_BOUNDS, "the allocation at %p has %zu bytes, the buffer %zu", data, size,
+                bytes);
+  *pooled = query(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, at) == CUDA_SUCCESS && pool != NULL;
+  return CUMOE_OK;
+}
+
+static cumoe_status inspect_cuda(cumoe_context context, const void *data, size_t bytes, bool *pooled)
 {
   struct cudaPointerAttributes facts;
   TRY_CUDA(cudaPointerGetAttributes(&facts, data));
   if (facts.type != cudaMemoryTypeDevice)
     return fail(CUMOE_ERR_WRONG_DEVICE, "data %p is not device memory", data);
   if (facts.device != context->device)
-    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p lies on device %d, the context is on device %d", data, facts.device,
-                context->device);
-  *pooled = from_pool(data);
-  return CUMOE_OK;
+    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p lies on device %d, the context is on device %d", data,
+                facts.device, context->device);
+  return inspect_range(data, bytes, pooled);
 }
 
-cumoe_status memory_inspect(cumoe_context context, const void *data, bool *pooled)
+cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled)
 {
   *pooled = false;
   if (data == NULL || on_cpu(context)) return CUMOE_OK;
-  ON_DEVICE(context, inspect_cuda(context, data, pooled));
+  ON_DEVICE(context, inspect_cuda(context, data, bytes, pooled));
 }
 
 /* cudaFree looks at no stream, so the home stream has to be passed first. */
@@ -173,13 +195,14 @@ cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled,
 
 /* ---- moving bytes ---- */
 
-static void copy_rows(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows)
+static void copy_rows(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width,
+                      size_t rows)
 {
   for (size_t r = 0; r < rows; r++) memcpy(dst + r * dst_pitch, src + r * src_pitch, width);
 }
 
-static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows,
-                              enum cudaMemcpyKind kind, cumoe_stream stream)
+static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width,
+                              size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream)
 {
   if (dst_pitch <= MAX_PITCH && src_pitch <= MAX_PITCH) {
     TRY_CUDA(cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
@@ -190,8 +213,9 @@ static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size
   return CUMOE_OK;
 }
 
-cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
-                         size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream)
+cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src,
+                         size_t src_pitch, size_t width, size_t rows, enum cudaMemcpyKind kind,
+                         cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;
   if (rows == 1 || (dst_pitch == width && src_pitch == width)) { /* one run of bytes */
@@ -207,7 +231,8 @@ cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, con
   ON_DEVICE(context, copy_cuda(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
 }
 
-static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t width, size_t rows, cumoe_stream stream)
+static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
+                              cumoe_stream stream)
 {
   if (pitch <= MAX_PITCH) {
     TRY_CUDA(cudaMemset2DAsync(dst, pitch, byte, width, rows, stream));
@@ -217,8 +242,8 @@ static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t widt
   return CUMOE_OK;
 }
 
-cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
-                         cumoe_stream stream)
+cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width,
+                         size_t rows, cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;
   if (rows == 1 || pitch == width) {

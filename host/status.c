@@ -15,8 +15,8 @@
 #define LENGTH(array) (sizeof(array) / sizeof((array)[0]))
 
 static _Thread_local struct {
-  const char *call;            /* public function that runs */
-  cudaError_t pending;         /* CUDA's last error when the device was entered: the caller's, not ours */
+  const char *call;    /* public function that runs */
+  cudaError_t pending; /* CUDA's last error when the device was entered: the caller's, not ours */
   error_text error;
 } thread_state;
 
@@ -65,7 +65,8 @@ const char *cumoe_architectures(void)
 
 /* ---- log ---- */
 
-/* Callers hold the lock for reading while fn runs, so that no message arrives after cumoe_set_log has returned. */
+/* Callers hold the lock for reading while fn runs, so that no message arrives after cumoe_set_log has
+ * returned. */
 static pthread_rwlock_t log_lock = PTHREAD_RWLOCK_INITIALIZER;
 static atomic_int log_level; /* 0 without a callback: the common case costs one load */
 static cumoe_log_fn log_fn;
@@ -139,8 +140,8 @@ void note_cuda_error(void)
   thread_state.pending = cudaPeekAtLastError();
 }
 
-/* CUDA keeps one error a thread. If the caller had one pending, ours has overwritten it; leaving ours in place at
- * least keeps the caller's later check failing, as it should. */
+/* CUDA keeps one error a thread. If the caller had one pending, ours has overwritten it; leaving ours in
+ * place at least keeps the caller's later check failing, as it should. */
 void clear_cuda_error(void)
 {
   if (thread_state.pending == cudaSuccess) (void)cudaGetLastError();

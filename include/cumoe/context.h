@@ -3,6 +3,9 @@
  *
  * Threads: any number of threads may use one context at once; create and destroy exclude all other calls on
  * it. Any number of contexts and devices per process. No call changes the thread's current CUDA device.
+ *
+ * After fork(), the child cannot use its parent's contexts (NOT_SUPPORTED); it may make its own on the CPU
+ * device.
  */
 #ifndef CUMOE_CONTEXT_H
 #define CUMOE_CONTEXT_H
@@ -32,8 +35,10 @@ CUMOE_CHECKED cumoe_status cumoe_context_create(int32_t device, const cumoe_cont
                                                 cumoe_context *context);
 
 /*
- * Waits for the device's outstanding work of this context's buffers, frees what the context owns (its live
- * buffers become stale), closes it. NULL is allowed. Plans and weights of the context must be destroyed before.
+ * Waits for all work of the device, frees what the context owns (its live buffers become stale), closes it.
+ * NULL is allowed. Plans and weights of the context must be destroyed before. While a stream of the device is
+ * being captured: CAPTURE_UNSAFE, and the context lives on. After any other failure, such as a lost device,
+ * it is closed all the same.
  */
 CUMOE_API cumoe_status cumoe_context_destroy(cumoe_context context);
 
