@@ -1,7 +1,7 @@
 /*
- * The combine: each output element gathers its k expert outputs. A thread owns one 16-byte column of a few tokens and
- * has eight of their rows in flight; where k is small, more tokens make up for it: the price is waiting for memory.
- * The sum runs in slot order, in f32.
+ * The combine: each output element gathers its k expert outputs. A thread owns one 16-byte column of a few
+ * tokens and has eight of their rows in flight; where k is small, more tokens make up for it: the price is
+ * waiting for memory. The sum runs in slot order, in f32.
  */
 #include "mma.cuh"
 
@@ -62,7 +62,8 @@ DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float 
   float out[VECTOR] = {};
   if (a.residual) load_f32<VECTOR>(static_cast<const Out *>(a.residual) + token * a.residual_ld + at, out);
 #pragma unroll
-  for (int i = 0; i < VECTOR; i++) out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
+  for (int i = 0; i < VECTOR; i++)
+    out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
   store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + at, out);
 }
 
@@ -71,8 +72,8 @@ DEVICE float shared_weight(const combine_args &a, int64_t token)
   return a.shared_logit ? 1.f / (1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
 }
 
-/* TOKENS > 1: top_k <= SLOTS. The loop over tokens stays a loop, which moves the rows down: unrolled, it would hold the
- * addresses and sums of all of them at once. */
+/* TOKENS > 1: top_k <= SLOTS. The loop over tokens stays a loop, which moves the rows down: unrolled, it
+ * would hold the addresses and sums of all of them at once. */
 template <class In, class Out, int TOKENS, int SLOTS>
 DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens, int at)
 {
@@ -125,7 +126,8 @@ DEVICE void check_rows(const combine_args &a, int64_t first_token, int tokens)
 template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const combine_args &a)
 {
   const unsigned slices = ceil_div(a.hidden, COLUMNS);
-  const int at = blockIdx.x % slices * COLUMNS + threadIdx.x * column_of<In>::SIZE, most = COMBINE_TOKENS(a.top_k);
+  const int at = blockIdx.x % slices * COLUMNS + threadIdx.x * column_of<In>::SIZE,
+            most = COMBINE_TOKENS(a.top_k);
   const int64_t first_token = (int64_t)(blockIdx.x / slices) * most;
   const int tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
   check_token_count(a.tokens, a.fault);
@@ -133,20 +135,24 @@ template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const com
   if (at < a.hidden) {
     if (!a.reduce)
       for (int t = 0; t < tokens; t++) copy_slots<In, Out>(a, first_token + t, at);
-    else if (most == 8) reduce_tokens<In, Out, 8, 1>(a, first_token, tokens, at);
-    else if (most == 4) reduce_tokens<In, Out, 4, 2>(a, first_token, tokens, at);
-    else if (most == 2) reduce_tokens<In, Out, 2, 4>(a, first_token, tokens, at);
-    else reduce_tokens<In, Out, 1, 8>(a, first_token, 1, at);
+    else if (most == 8)
+      reduce_tokens<In, Out, 8, 1>(a, first_token, tokens, at);
+    else if (most == 4)
+      reduce_tokens<In, Out, 4, 2>(a, first_token, tokens, at);
+    else if (most == 2)
+      reduce_tokens<In, Out, 2, 4>(a, first_token, tokens, at);
+    else
+      reduce_tokens<In, Out, 1, 8>(a, first_token, 1, at);
   }
   if (at < WARP_SIZE * column_of<In>::SIZE) check_rows(a, first_token, tokens);
 }
 
 #define ROWS_combine
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                           \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                        \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                    \
-  {                                                                                                           \
-    static_assert(BN == WARPS * WARP_SIZE * 16 / (int)sizeof(in), "16 bytes a thread");                       \
-    op##_##form<in, w, BN>(a);                                                                                \
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                          \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
+  {                                                                                                          \
+    static_assert(BN == WARPS * WARP_SIZE * 16 / (int)sizeof(in), "16 bytes a thread");                      \
+    op##_##form<in, w, BN>(a);                                                                               \
   }
 #include "variants.def"

@@ -1,10 +1,11 @@
 /*
  * From logits to rows: the gate (a warp a token) and the map (counting by chunks of pairs, no sorting).
  *
- * The gate ranks by integers that order like floats, so that ties are exact and NaN has a place; a token's logits
- * are read into registers once, and again only where they were chosen. The map ranks a pair among the pairs of
- * its expert by what lies before it: in its warp (match), in earlier warps (counts in shared memory), in earlier
- * chunks (counts in global memory). Nothing depends on the order in which warps or CTAs run.
+ * The gate ranks by integers that order like floats, so that ties are exact and NaN has a place; a token's
+ * logits are read into registers once, and again only where they were chosen. The map ranks a pair among the
+ * pairs of its expert by what lies before it: in its warp (match), in earlier warps (counts in shared
+ * memory), in earlier chunks (counts in global memory). Nothing depends on the order in which warps or CTAs
+ * run.
  */
 #include "dtype.cuh"
 
@@ -12,7 +13,8 @@ using map_count_args = map_args;
 
 /* ---- gate: keys ---- */
 
-/* Orders like the float, NaN lowest: greater float, greater key; -0 = +0. 0 is below every float: not to be chosen. */
+/* Orders like the float, NaN lowest: greater float, greater key; -0 = +0. 0 is below every float: not to be
+ * chosen. */
 constexpr uint32_t KEY_NONE = 0, KEY_NAN = 1;
 
 DEVICE uint32_t key_of(float value)
@@ -32,26 +34,44 @@ DEVICE float value_of(uint32_t key)
 
 /* One token's softmax over all experts, where the score is that. */
 struct gate_token {
-  int64_t logits;        /* index of its first logit */
+  int64_t logits; /* index of its first logit */
   float max, sum;
 };
 
-DEVICE bool weigh_after(const gate_args &a) { return a.flags & ROUTE_SCORE_AFTER_TOPK; }
-DEVICE bool softmax_over_all(const gate_args &a) { return a.score == SCORE_SOFTMAX && !weigh_after(a); }
+DEVICE bool weigh_after(const gate_args &a)
+{
+  return a.flags & ROUTE_SCORE_AFTER_TOPK;
+}
+DEVICE bool softmax_over_all(const gate_args &a)
+{
+  return a.score == SCORE_SOFTMAX && !weigh_after(a);
+}
 
 constexpr float LARGEST = 3.402823466e38f;
-DEVICE float finite_or_nan(float l) { return l > LARGEST ? LARGEST : l; }
-DEVICE float not_a_number() { return __uint_as_float(0x7fffffffu); }
+DEVICE float finite_or_nan(float l)
+{
+  return l > LARGEST ? LARGEST : l;
+}
+DEVICE float not_a_number()
+{
+  return __uint_as_float(0x7fffffffu);
+}
 
 DEVICE float load_logit(const gate_args &a, int64_t index)
 {
   return finite_or_nan(load_any(a.logits, index, a.logits_dtype));
 }
 
-DEVICE float soft_cap(const gate_args &a, float l) { return a.softcap > 0 ? a.softcap * tanhf(l / a.softcap) : l; }
+DEVICE float soft_cap(const gate_args &a, float l)
+{
+  return a.softcap > 0 ? a.softcap * tanhf(l / a.softcap) : l;
+}
 
 /* NaN and -Inf have no part in a softmax. */
-DEVICE float softmax_term(float l, float max) { return l > -INFINITY ? expf(l - max) : 0.f; }
+DEVICE float softmax_term(float l, float max)
+{
+  return l > -INFINITY ? expf(l - max) : 0.f;
+}
 
 DEVICE float score_of(const gate_args &a, const gate_token &t, float l)
 {
@@ -74,8 +94,8 @@ DEVICE best_two better(best_two a, best_two b)
   return {max(a.first, b.first), max(min(a.first, b.first), max(a.second, b.second))};
 }
 
-/* The key of a group's score, known to the `lanes` lanes that share the group. Each starts at another place, so
- * that groups whose size is a multiple of 32 words do not meet in one bank. */
+/* The key of a group's score, known to the `lanes` lanes that share the group. Each starts at another place,
+ * so that groups whose size is a multiple of 32 words do not meet in one bank. */
 DEVICE uint32_t group_key(const gate_args &a, const uint32_t *choice, int group, int lanes)
 {
   const int size = a.experts / a.n_group, steps = ceil_div(size, lanes);
@@ -87,9 +107,11 @@ DEVICE uint32_t group_key(const gate_args &a, const uint32_t *choice, int group,
     step = step + 1 == steps ? 0 : step + 1;
   }
   for (int mask = lanes / 2; mask > 0; mask /= 2)
-    best = better(best, {__shfl_xor_sync(ALL_LANES, best.first, mask), __shfl_xor_sync(ALL_LANES, best.second, mask)});
+    best = better(
+        best, {__shfl_xor_sync(ALL_LANES, best.first, mask), __shfl_xor_sync(ALL_LANES, best.second, mask)});
   if (group >= a.n_group) return KEY_NONE;
-  return a.group_score == GROUP_BEST || size == 1 ? best.first : key_of(value_of(best.first) + value_of(best.second));
+  return a.group_score == GROUP_BEST || size == 1 ? best.first
+                                                  : key_of(value_of(best.first) + value_of(best.second));
 }
 
 /* Bit g: group g stays. */
@@ -126,8 +148,10 @@ DEVICE void close_groups(const gate_args &a, uint32_t *choice)
 
 /* ---- gate: what the experts are ranked by ---- */
 
-/* N logits a lane, in flight together: value[i] is that of expert first + 32 i + lane. Returns the first NaN's expert. */
-template <int N, class T> DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
+/* N logits a lane, in flight together: value[i] is that of expert first + 32 i + lane. Returns the first
+ * NaN's expert. */
+template <int N, class T>
+DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
 {
   const T *logits = static_cast<const T *>(a.logits) + row;
   unsigned first_nan = ~0u;
@@ -216,14 +240,16 @@ DEVICE unsigned keys_in_shared(const gate_args &a, gate_token &t, bool by_logit,
 
 /* ---- gate: the best k ---- */
 
-/* A lane's candidates: N keys in registers, each the best of `each` consecutive experts of the lane; if that is more
- * than one, the keys of all are in shared memory, and `sub` holds two bits a key: which of them it is. */
+/* A lane's candidates: N keys in registers, each the best of `each` consecutive experts of the lane; if that
+ * is more than one, the keys of all are in shared memory, and `sub` holds two bits a key: which of them it
+ * is. */
 template <int N> struct candidates {
   uint32_t key[N];
   int each = 1;
   unsigned sub = 0;
 
-  DEVICE void refresh(const gate_args &a, const uint32_t *choice, int i, uint32_t &best, unsigned &which) const
+  DEVICE void refresh(const gate_args &a, const uint32_t *choice, int i, uint32_t &best,
+                      unsigned &which) const
   {
     best = KEY_NONE, which = 0;
     for (int g = 0; g < each; g++) {
@@ -262,7 +288,10 @@ template <int N> struct candidates {
     return k[0];
   }
 
-  DEVICE unsigned expert(int where) const { return (where * each + (sub >> 2 * where & 3)) * WARP_SIZE + lane_id(); }
+  DEVICE unsigned expert(int where) const
+  {
+    return (where * each + (sub >> 2 * where & 3)) * WARP_SIZE + lane_id();
+  }
 
   DEVICE void remove(const gate_args &a, uint32_t *choice, int where)
   {
@@ -316,7 +345,8 @@ DEVICE int note_key(uint32_t key, int id, uint32_t threshold, int found, gate_sc
 }
 
 template <int N>
-DEVICE int note_keys(const gate_args &a, const candidates<N> &c, const uint32_t *choice, uint32_t threshold, gate_scratch &s)
+DEVICE int note_keys(const gate_args &a, const candidates<N> &c, const uint32_t *choice, uint32_t threshold,
+                     gate_scratch &s)
 {
   int found = 0;
   if (c.each == 1) {
@@ -331,9 +361,11 @@ DEVICE int note_keys(const gate_args &a, const candidates<N> &c, const uint32_t 
   return found;
 }
 
-/* The quick way, where a threshold leaves at most a warp of candidates: each counts those that rank above it. */
+/* The quick way, where a threshold leaves at most a warp of candidates: each counts those that rank above it.
+ */
 template <int N>
-DEVICE bool take_few(const gate_args &a, const candidates<N> &c, const uint32_t *choice, gate_scratch &s, chosen_expert &chosen)
+DEVICE bool take_few(const gate_args &a, const candidates<N> &c, const uint32_t *choice, gate_scratch &s,
+                     chosen_expert &chosen)
 {
   int where;
   const uint32_t threshold = kth_of_lanes(c.best(where), a.top_k, s);
@@ -355,7 +387,8 @@ DEVICE bool take_few(const gate_args &a, const candidates<N> &c, const uint32_t 
 }
 
 /* One after the other, for many ties and much of a row. */
-template <int N> DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
+template <int N>
+DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
 {
 #pragma unroll 1
   for (int j = 0; j < a.top_k; j++) {
@@ -369,7 +402,8 @@ template <int N> DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, 
 }
 
 /* Lane j gets the j-th best expert. */
-template <int N> DEVICE chosen_expert take_best(const gate_args &a, candidates<N> &c, uint32_t *choice, gate_scratch &s)
+template <int N>
+DEVICE chosen_expert take_best(const gate_args &a, candidates<N> &c, uint32_t *choice, gate_scratch &s)
 {
   chosen_expert chosen = {-1, KEY_NAN};
   if (!take_few(a, c, choice, s, chosen)) take_in_turn(a, c, choice, chosen);
@@ -394,7 +428,9 @@ DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
 }
 
 /* N: keys a lane holds in registers. */
-template <int N> DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice, gate_scratch &scratch)
+template <int N>
+DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice,
+                        gate_scratch &scratch)
 {
   const bool by_logit = !a.select_bias && a.n_group == 0;
   gate_token t = {token * a.logits_ld, 0.f, 0.f};
@@ -409,11 +445,15 @@ template <int N> DEVICE void route_token(const gate_args &a, int64_t token, bool
   first_nan = __reduce_min_sync(ALL_LANES, first_nan);
   if (first_nan != ~0u && lane_id() == 0) report_fault_inline(a.fault, FAULT_NAN_LOGIT, first_nan, token);
   const chosen_expert chosen = take_best(a, c, choice, scratch);
-  float l = by_logit ? value_of(chosen.key) : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id) : not_a_number();
+  float l = by_logit         ? value_of(chosen.key)
+            : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id)
+                             : not_a_number();
   const float weight = slot_weight(a, t, soft_cap(a, l));
   if (lane_id() >= a.top_k) return;
-  if (a.ids_dtype == DT_I64) static_cast<int64_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen.id;
-  else static_cast<int32_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen.id;
+  if (a.ids_dtype == DT_I64)
+    static_cast<int64_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen.id;
+  else
+    static_cast<int32_t *>(a.ids)[token * a.ids_ld + lane_id()] = chosen.id;
   a.weights[token * a.weights_ld + lane_id()] = weight;
 }
 
@@ -422,14 +462,19 @@ template <int TOKENS> DEVICE void gate_warp(const gate_args &a)
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
   __shared__ gate_scratch scratch[TOKENS];
   const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
-  const bool by_logit = !a.select_bias && a.n_group == 0, capped_softmax = softmax_over_all(a) && a.softcap > 0;
+  const bool by_logit = !a.select_bias && a.n_group == 0,
+             capped_softmax = softmax_over_all(a) && a.softcap > 0;
   check_token_count(a.tokens, a.fault);
   if (token >= token_total(a.tokens)) return;
   const int warp = warp_id();
-  if (!by_logit || capped_softmax || a.experts > 256) route_token<8>(a, token, false, choice[warp], scratch[warp]);
-  else if (a.experts <= 64) route_token<2>(a, token, true, choice[warp], scratch[warp]);
-  else if (a.experts <= 128) route_token<4>(a, token, true, choice[warp], scratch[warp]);
-  else route_token<8>(a, token, true, choice[warp], scratch[warp]);
+  if (!by_logit || capped_softmax || a.experts > 256)
+    route_token<8>(a, token, false, choice[warp], scratch[warp]);
+  else if (a.experts <= 64)
+    route_token<2>(a, token, true, choice[warp], scratch[warp]);
+  else if (a.experts <= 128)
+    route_token<4>(a, token, true, choice[warp], scratch[warp]);
+  else
+    route_token<8>(a, token, true, choice[warp], scratch[warp]);
 }
 
 /* ---- map ---- */
@@ -443,7 +488,7 @@ struct map_shared {
     int32_t earlier[MAX_EXPERTS]; /* rows in earlier chunks */
     int32_t warp_rows[RUN_WARPS]; /* of the experts that a warp scans */
   };
-  uint16_t in_block[BLOCKS][MAX_EXPERTS]; /* rows in each block of warps */
+  uint16_t in_block[BLOCKS][MAX_EXPERTS];  /* rows in each block of warps */
   uint8_t in_warp[RUN_WARPS][MAX_EXPERTS]; /* rows in each warp, then in the earlier warps of its block */
 };
 static_assert(sizeof(map_shared) <= 48 * 1024, "static shared memory");
@@ -461,9 +506,11 @@ DEVICE pair_range chunk_of(const map_args &a)
 /* Local expert of a pair, or ROW_DROPPED, or ROW_IDENTITY. */
 template <bool REPORT> DEVICE int destination(const map_args &a, int64_t pair)
 {
-  const unsigned token = (unsigned)pair / (unsigned)a.top_k, slot = (unsigned)pair - token * (unsigned)a.top_k;
+  const unsigned token = (unsigned)pair / (unsigned)a.top_k,
+                 slot = (unsigned)pair - token * (unsigned)a.top_k;
   const int64_t at = token * a.ids_ld + slot;
-  const int64_t id = a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at] : static_cast<const int32_t *>(a.ids)[at];
+  const int64_t id = a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at]
+                                           : static_cast<const int32_t *>(a.ids)[at];
   const int zero_end = a.num_experts + a.zero_experts;
   if (id == -1) return ROW_DROPPED;
   if (id < 0 || id >= zero_end + a.identity_experts) {
@@ -546,7 +593,8 @@ DEVICE void lay_out_rows(const map_args &a, map_shared &s)
   if (a.load) a.load[e] += count;
 }
 
-/* Rows a warp -> rows in the earlier warps of its block and rows a block; a thread takes four experts of a block. */
+/* Rows a warp -> rows in the earlier warps of its block and rows a block; a thread takes four experts of a
+ * block. */
 DEVICE void scan_warps(const map_args &a, map_shared &s)
 {
   constexpr int WORDS = MAX_EXPERTS / 4;
@@ -577,7 +625,8 @@ DEVICE ranked_pair rank_run(const map_args &a, map_shared &s, pair_range chunk, 
   const int64_t pair = begin + threadIdx.x;
   const int to = pair < chunk.end ? destination<true>(a, pair) : ROW_DROPPED;
   uint8_t *own = s.in_warp[warp_id()];
-  for (int word = lane_id(); word * 4 < a.local_experts; word += WARP_SIZE) reinterpret_cast<uint32_t *>(own)[word] = 0;
+  for (int word = lane_id(); word * 4 < a.local_experts; word += WARP_SIZE)
+    reinterpret_cast<uint32_t *>(own)[word] = 0;
   __syncwarp();
   const unsigned peers = __match_any_sync(ALL_LANES, to);
   const int before = __popc(peers & ((1u << lane_id()) - 1));
@@ -615,9 +664,12 @@ template <int PAIRS> DEVICE void map_chunk(const map_args &a)
   const bool is_expert = threadIdx.x < a.local_experts;
   check_token_count(a.tokens, a.fault);
   ranked_pair r = rank_run(a, s, chunk, chunk.begin);
-  if (a.chunks > 1) sum_chunks(a, s);
-  else if (chunk.end - chunk.begin > RUN) count_chunk(a, chunk, s.next);
-  else if (is_expert) s.next[threadIdx.x] = rows_in_run(s, threadIdx.x);
+  if (a.chunks > 1)
+    sum_chunks(a, s);
+  else if (chunk.end - chunk.begin > RUN)
+    count_chunk(a, chunk, s.next);
+  else if (is_expert)
+    s.next[threadIdx.x] = rows_in_run(s, threadIdx.x);
   lay_out_rows(a, s);
   for (int64_t begin = chunk.begin;;) {
     place_pair(a, s, chunk, r);
@@ -632,10 +684,10 @@ template <int PAIRS> DEVICE void map_chunk(const map_args &a)
 /* ---- kernels ---- */
 
 #define ROWS_route
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                           \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                        \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                    \
-  {                                                                                                           \
-    op##_##form<BM>(a);                                                                                       \
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                          \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
+  {                                                                                                          \
+    op##_##form<BM>(a);                                                                                      \
   }
 #include "variants.def"

@@ -1,10 +1,9 @@
 /*
  * The router: logits = x w^T + bias, f32. Three regimes:
  *   rows       few tokens: the weights are the traffic, so a CTA takes two experts and all SMs pull at them
- *   tile       16-bit operands on tensor cores; small tiles split the reduction over the CTA's warps, so that few
- *              experts or middling token counts still fill the GPU
- *   tile, f32  an operand in f32 keeps its precision: plain FMA
- * All sums have a fixed order that the number of tokens does not touch.
+ *   tile       16-bit operands on tensor cores; small tiles split the reduction over the CTA's warps, so that
+ * few experts or middling token counts still fill the GPU tile, f32  an operand in f32 keeps its precision:
+ * plain FMA All sums have a fixed order that the number of tokens does not touch.
  */
 #include "mma.cuh"
 
@@ -26,7 +25,10 @@ DEVICE void store_logit(const router_args &a, int64_t tokens, int64_t token, int
   a.logits[token * a.logits_ld + expert] = a.bias ? sum + load_any(a.bias, expert, a.bias_dtype) : sum;
 }
 
-template <class T> DEVICE const T *row_of(const void *base, int64_t row, int64_t ld) { return static_cast<const T *>(base) + row * ld; }
+template <class T> DEVICE const T *row_of(const void *base, int64_t row, int64_t ld)
+{
+  return static_cast<const T *>(base) + row * ld;
+}
 
 /* ---- rows ---- */
 
@@ -45,12 +47,14 @@ DEVICE void dot_rows(const router_args &a, tile_place at, int present, int k, fl
   for (int v = 0; v < (int)sizeof(W) / 2; v++)
 #pragma unroll
     for (int e = 0; e < BN; e++)
-      w[e].raw[v] = ld_global_nc_no_allocate(row_of<W>(a.w, at.expert + e, a.w_ld) + k + v * (16 / sizeof(W)), at.expert + e < a.experts);
+      w[e].raw[v] = ld_global_nc_no_allocate(row_of<W>(a.w, at.expert + e, a.w_ld) + k + v * (16 / sizeof(W)),
+                                             at.expert + e < a.experts);
 #pragma unroll
   for (int v = 0; v < (int)sizeof(X) / 2; v++)
 #pragma unroll
     for (int t = 0; t < BM; t++)
-      x[t].raw[v] = ld_global_nc(row_of<X>(a.x, at.token + t, a.x_ld) + k + v * (16 / sizeof(X)), t < present);
+      x[t].raw[v] =
+          ld_global_nc(row_of<X>(a.x, at.token + t, a.x_ld) + k + v * (16 / sizeof(X)), t < present);
 #pragma unroll
   for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -59,7 +63,8 @@ DEVICE void dot_rows(const router_args &a, tile_place at, int present, int k, fl
       for (int e = 0; e < BN; e++) sum[t * BN + e] = fmaf(x[t][i], w[e][i], sum[t * BN + e]);
 }
 
-template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVICE void router_rows(const router_args &a)
+template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS>
+DEVICE void router_rows(const router_args &a)
 {
   __shared__ float partial[WARPS][BM * BN];
   const tile_place at = place_of_cta<BM, BN>(a);
@@ -67,7 +72,8 @@ template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVIC
   if (at.token >= tokens) return;
   const int present = (int)min(tokens - at.token, (int64_t)BM);
   float sum[BM * BN] = {};
-  for (int k = threadIdx.x * 8; k < a.hidden; k += WARPS * WARP_SIZE * 8) dot_rows<X, W, BM, BN>(a, at, present, k, sum);
+  for (int k = threadIdx.x * 8; k < a.hidden; k += WARPS * WARP_SIZE * 8)
+    dot_rows<X, W, BM, BN>(a, at, present, k, sum);
   const float own = warp_sum_each(sum);
   constexpr int LANES = WARP_SIZE / (BM * BN);
   if (lane_id() % LANES == 0) partial[warp_id()][lane_id() / LANES] = own;
@@ -82,20 +88,24 @@ template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVIC
 
 /* A CTA's tile and how its warps share it: SPLITS parts of the reduction, each with M x N warps. */
 template <int BM_, int BN_, int BK_, int STAGES_, int WARPS_> struct tile_shape {
-  static constexpr int BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_, WARPS = WARPS_, THREADS = WARPS * WARP_SIZE;
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_, WARPS = WARPS_,
+                       THREADS = WARPS * WARP_SIZE;
   static constexpr int SPLITS = BM * BN >= 64 * 128 ? 1 : WARPS;
   static constexpr int M_WARPS = SPLITS == 1 ? 2 : 1, N_WARPS = SPLITS == 1 ? WARPS / 2 : 1;
-  static constexpr int WM = BM / M_WARPS, WN = BN / N_WARPS;     /* of a warp */
-  static constexpr int MT = WM / 16, NT = WN / 8;                /* mma tiles of a warp */
-  static constexpr int CHUNKS = BK / 8;                          /* of 16 bytes a row */
+  static constexpr int WM = BM / M_WARPS, WN = BN / N_WARPS; /* of a warp */
+  static constexpr int MT = WM / 16, NT = WN / 8;            /* mma tiles of a warp */
+  static constexpr int CHUNKS = BK / 8;                      /* of 16 bytes a row */
   static constexpr int STAGE_BYTES = (BM + BN) * BK * 2;
   static_assert(WM % 16 == 0 && WN % 16 == 0 && BK % (16 * SPLITS) == 0, "whole mma tiles");
   static_assert(CHUNKS % 8 == 0 && THREADS % CHUNKS == 0, "rows of at least 128 bytes, whole rows a pass");
 };
 
-/* Rows of x come first in a stage, rows of w after them. The chunk's place in its row turns with the row, so that
- * neither the copies nor the eight rows of a matrix meet in a bank. */
-template <class S> DEVICE uint32_t chunk_offset(int row, int chunk) { return (row * S::CHUNKS + (chunk ^ (row & 7))) * 16; }
+/* Rows of x come first in a stage, rows of w after them. The chunk's place in its row turns with the row, so
+ * that neither the copies nor the eight rows of a matrix meet in a bank. */
+template <class S> DEVICE uint32_t chunk_offset(int row, int chunk)
+{
+  return (row * S::CHUNKS + (chunk ^ (row & 7))) * 16;
+}
 
 /* One thread's copies of an operand: every EACH-th row, one chunk of each stage. */
 template <class T, class S, int ROWS> struct row_copier {
@@ -113,7 +123,8 @@ template <class T, class S, int ROWS> struct row_copier {
     target = chunk_offset<S>(stage_row + row, chunk);
     there = 0;
 #pragma unroll
-    for (int i = 0; i < COPIES; i++) there |= (uint32_t)(row + i * EACH < ROWS && first + row + i * EACH < end) << i;
+    for (int i = 0; i < COPIES; i++)
+      there |= (uint32_t)(row + i * EACH < ROWS && first + row + i * EACH < end) << i;
   }
 
   DEVICE void copy(uint32_t stage, int k, bool inside) const
@@ -122,7 +133,8 @@ template <class T, class S, int ROWS> struct row_copier {
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
       if (ROWS % EACH && row + i * EACH >= ROWS) break;
-      cp_async_cg_16(stage + target + i * EACH * S::CHUNKS * 16, source + i * ld + k, inside && there >> i & 1 ? 16 : 0);
+      cp_async_cg_16(stage + target + i * EACH * S::CHUNKS * 16, source + i * ld + k,
+                     inside && there >> i & 1 ? 16 : 0);
     }
   }
 };
@@ -166,7 +178,8 @@ template <class T, class S> struct fragments {
 #pragma unroll
     for (int i = 0; i < S::MT; i++)
 #pragma unroll
-      for (int j = 0; j < S::NT; j++) mma_m16n8k16<T>(sum[i][j], x[i], {w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]});
+      for (int j = 0; j < S::NT; j++)
+        mma_m16n8k16<T>(sum[i][j], x[i], {w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]});
   }
 };
 
@@ -178,12 +191,14 @@ template <class S, class F> DEVICE void each_element(const float (&sum)[S::MT][S
 #pragma unroll
     for (int j = 0; j < S::NT; j++)
 #pragma unroll
-      for (int q = 0; q < 4; q++) use(i * 16 + lane_id() / 4 + q / 2 * 8, j * 8 + lane_id() % 4 * 2 + q % 2, sum[i][j][q]);
+      for (int q = 0; q < 4; q++)
+        use(i * 16 + lane_id() / 4 + q / 2 * 8, j * 8 + lane_id() % 4 * 2 + q % 2, sum[i][j][q]);
 }
 
 /* The warps' parts meet in shared memory, where the stages were, and are added in the order of the warps. */
 template <class S>
-DEVICE void add_splits(const router_args &a, tile_place at, int64_t tokens, const float (&sum)[S::MT][S::NT][4], float *shared)
+DEVICE void add_splits(const router_args &a, tile_place at, int64_t tokens,
+                       const float (&sum)[S::MT][S::NT][4], float *shared)
 {
   constexpr int LD = S::BN + 4;
   static_assert(S::WARPS * S::BM * LD * 4 <= S::STAGES * S::STAGE_BYTES, "the parts fit");
@@ -199,8 +214,8 @@ DEVICE void add_splits(const router_args &a, tile_place at, int64_t tokens, cons
   }
 }
 
-/* The next step's operands leave shared memory while this one's are multiplied, across the stage's end too: there
- * the warps wait for the next stage, and with them for the one that the next copies overwrite. */
+/* The next step's operands leave shared memory while this one's are multiplied, across the stage's end too:
+ * there the warps wait for the next stage, and with them for the one that the next copies overwrite. */
 template <class T, class S> DEVICE void router_mma(const router_args &a)
 {
   extern __shared__ __align__(128) uint8_t stages[];
@@ -210,7 +225,8 @@ template <class T, class S> DEVICE void router_mma(const router_args &a)
   const int64_t tokens = token_total(a.tokens);
   if (at.token >= tokens) return;
   const int steps = ceil_div(a.hidden, S::BK), split = S::SPLITS == 1 ? 0 : warp_id() * 2;
-  const int m = S::SPLITS == 1 ? warp_id() % S::M_WARPS * S::WM : 0, n = S::SPLITS == 1 ? warp_id() / S::M_WARPS * S::WN : 0;
+  const int m = S::SPLITS == 1 ? warp_id() % S::M_WARPS * S::WM : 0,
+            n = S::SPLITS == 1 ? warp_id() / S::M_WARPS * S::WN : 0;
   const stage_copier<T, S> copier(a, at, tokens);
   float sum[S::MT][S::NT][4] = {};
   fragments<T, S> now, next;
@@ -233,15 +249,20 @@ template <class T, class S> DEVICE void router_mma(const router_args &a)
     }
   }
   cp_async_wait_group<0>();
-  if constexpr (S::SPLITS > 1) add_splits<S>(a, at, tokens, sum, reinterpret_cast<float *>(stages));
+  if constexpr (S::SPLITS > 1)
+    add_splits<S>(a, at, tokens, sum, reinterpret_cast<float *>(stages));
   else
-    each_element<S>(sum, [&](int row, int column, float value) { store_logit(a, tokens, at.token + m + row, at.expert + n + column, value); });
+    each_element<S>(sum, [&](int row, int column, float value) {
+      store_logit(a, tokens, at.token + m + row, at.expert + n + column, value);
+    });
 }
 
 /* ---- tile, FMA ---- */
 
 /* Four elements of a row, zeros outside. */
-template <class T> DEVICE void load_four(const void *base, int64_t row, int64_t end, int64_t ld, int k, int hidden, float (&v)[4])
+template <class T>
+DEVICE void load_four(const void *base, int64_t row, int64_t end, int64_t ld, int k, int hidden,
+                      float (&v)[4])
 {
 #pragma unroll
   for (int i = 0; i < 4; i++) v[i] = 0;
@@ -252,7 +273,8 @@ template <class T> DEVICE void load_four(const void *base, int64_t row, int64_t 
 template <class X, class W, int BM, int BN, int BK> struct fma_tile {
   static constexpr int THREADS = 256, QUADS = BK / 4, XS = BM * QUADS / THREADS, WS = BN * QUADS / THREADS;
   static constexpr int X_LD = BM + 4, W_LD = BN + 4;
-  static_assert(BM == 128 && BN == 64 && XS * THREADS == BM * QUADS && WS * THREADS == BN * QUADS, "8 x 4 a thread");
+  static_assert(BM == 128 && BN == 64 && XS * THREADS == BM * QUADS && WS * THREADS == BN * QUADS,
+                "8 x 4 a thread");
   float x[XS][4], w[WS][4];
 
   DEVICE void load(const router_args &a, tile_place at, int64_t tokens, int k)
@@ -280,7 +302,8 @@ template <class X, class W, int BM, int BN, int BK> struct fma_tile {
 };
 
 template <int BK, int X_LD, int W_LD>
-DEVICE void multiply_fma(const float (&xs)[BK][X_LD], const float (&ws)[BK][W_LD], int m, int n, float (&sum)[8][4])
+DEVICE void multiply_fma(const float (&xs)[BK][X_LD], const float (&ws)[BK][W_LD], int m, int n,
+                         float (&sum)[8][4])
 {
 #pragma unroll
   for (int k = 0; k < BK; k++) {
@@ -322,17 +345,20 @@ template <class X, class W, int BM, int BN, int BK> DEVICE void router_fma(const
 template <class A, class B> constexpr bool same_type = false;
 template <class A> constexpr bool same_type<A, A> = true;
 
-template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVICE void router_tile(const router_args &a)
+template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS>
+DEVICE void router_tile(const router_args &a)
 {
-  if constexpr (same_type<X, W> && sizeof(X) == 2) router_mma<X, tile_shape<BM, BN, BK, STAGES, WARPS>>(a);
-  else router_fma<X, W, BM, BN, BK>(a);
+  if constexpr (same_type<X, W> && sizeof(X) == 2)
+    router_mma<X, tile_shape<BM, BN, BK, STAGES, WARPS>>(a);
+  else
+    router_fma<X, W, BM, BN, BK>(a);
 }
 
 #define ROWS_router
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                           \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                        \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                    \
-  {                                                                                                           \
-    op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                         \
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                          \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
+  {                                                                                                          \
+    op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                        \
   }
 #include "variants.def"
