@@ -46,8 +46,9 @@ enum {
  *   5. ids = the top_k best by choice, in order of decreasing choice. Ties: the lower id. NaN ranks below all.
  *   6. weights = s[ids] (without bias); softmax over the chosen l if SCORE_AFTER_TOPK
  *   7. renormalise, then multiply by routed_scale.
- * Where step 3 has no bias and there are no groups, the choice is made on l (same order, no rounding). A +Inf
- * logit counts as the largest finite float. A chosen NaN logit weighs exactly 0.
+ * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding). With
+ * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A chosen NaN logit
+ * weighs exactly 0. If all logits are -Inf, or the divisor of step 7 is not above 0, the weights are 0.
  */
 typedef struct cumoe_routing {
   uint32_t size;                 /* sizeof(cumoe_routing) */

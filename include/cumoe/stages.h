@@ -98,7 +98,7 @@ CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t inde
 /*
  * From now on, calls on this context use this row wherever it can serve the operation, dtype and layout; other
  * operations choose as usual. Forcing one row of each operation is possible. A call that a forced row cannot serve
- * answers NOT_SUPPORTED. index -1 clears all. Not to be changed while other threads launch.
+ * answers NOT_SUPPORTED (cumoe_moe_forward: perhaps after earlier stages were launched). index -1 clears all. Not to be changed while other threads launch.
  */
 CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t index);
 
