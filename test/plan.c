@@ -229,7 +229,7 @@ static shape threshold_shape(const threshold *t, int64_t per_expert, int32_t exp
   shape s = {.op = (operation)t->op, .in = type, .w = type, .tokens = per_expert, .rows = per_expert * experts,
              .experts = experts, .n = 512, .k = 512, .top_k = 1};
   if (s.op == OP_up || s.op == OP_down) s.major = bits & 1 ? MAJOR_N : MAJOR_K;
-  if (s.op == OP_router) s.w = other, s.rows = s.tokens, s.experts = s.n = 256; /* the table counts 256 logits as a row */
+  if (s.op == OP_router) s.w = other, s.rows = s.tokens, s.experts = s.n = 256; /* a token counts as one */
   if (s.op == OP_combine) s.w = other;
   if (s.op == OP_gate || s.op == OP_map || s.op == OP_map_count) s.in = s.w = 0;
   return s;
