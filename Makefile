@@ -60,7 +60,8 @@ C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fv
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0
 C_TOOL   := $(C_COMMON) -O2 -g0 -Iinclude
-C_ASAN   := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+SANITIZE ?= address,undefined
+C_ASAN   := -O1 -g1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 NV_FLAGS := -O3 -std=c++17 -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
 
@@ -104,6 +105,7 @@ $(OBJ)/flags.$(1): $(if $(filter x$(subst $(SPACE),_,$(strip $(2))),x$(subst $(S
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
 $(eval $(call stamp,cc,$(CC) $(C_HOST) $(CFLAGS)))
+$(eval $(call stamp,asan,$(C_ASAN)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
 $(eval $(call stamp,objects,$(OBJS)))
@@ -174,13 +176,13 @@ $(OBJ)/bench/%.o: bench/%.c $(c_needs)
 	$(call compile,$(C_TOOL))
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
-$(OBJ)/asan/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs)
+$(OBJ)/asan/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs) $(OBJ)/flags.asan
 	$(call compile,$(C_CPU) $(C_ASAN))
-$(OBJ)/asan/host/%.o: host/%.c $(c_needs)
+$(OBJ)/asan/host/%.o: host/%.c $(c_needs) $(OBJ)/flags.asan
 	$(call compile,$(C_HOST) $(C_ASAN))
-$(OBJ)/asan/test/%.o: test/%.c $(c_needs)
+$(OBJ)/asan/test/%.o: test/%.c $(c_needs) $(OBJ)/flags.asan
 	$(call compile,$(C_TOOL) $(C_ASAN))
-$(OBJ)/asan/bench/%.o: bench/%.c $(c_needs)
+$(OBJ)/asan/bench/%.o: bench/%.c $(c_needs) $(OBJ)/flags.asan
 	$(call compile,$(C_TOOL) $(C_ASAN))
 
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`.
@@ -211,7 +213,7 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(LIB)/libcumoe.a $(OBJ)/flags.
 $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$< $(helper_objs) $(LIB)/libcumoe.a)
 $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flags.link
-	$(call link,-fsanitize=address$(COMMA)undefined $< $(asan_helpers) $(ASAN_OBJS))
+	$(call link,-fsanitize=$(SANITIZE) $< $(asan_helpers) $(ASAN_OBJS))
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
 $(LIB)/bench/bench: $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
@@ -289,6 +291,7 @@ help:
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format (T=symbols: one)'
+	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make bench      speed, against the roofline and other libraries            (BENCH_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'

@@ -279,13 +279,13 @@ static cumoe_status check_projection(cumoe_context context, const cumoe_projecti
   const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
   REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT, "%s.expert_stride is %lld, must be at least one matrix, %lld",
           s->name, (long long)p->expert_stride, (long long)matrix);
-  REQUIRE(stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype) % 16 == 0, CUMOE_ERR_MISALIGNED,
+  REQUIRE((uint64_t)stride * cumoe_dtype_bytes((cumoe_dtype)dtype) % 16 == 0, CUMOE_ERR_MISALIGNED,
           "%s.expert_stride is %lld elements, must be a multiple of 16 bytes", s->name, (long long)stride);
   if (!p->per_expert) { /* the whole stack must lie in its buffer, not only expert 0 */
     cumoe_view all = cumoe_vector(v.data, (cumoe_dtype)dtype, 0);
-    REQUIRE(!__builtin_mul_overflow((int64_t)experts - 1, stride, &all.cols), CUMOE_ERR_INVALID_ARGUMENT, "%s.expert_stride is %lld, too large",
-            s->name, (long long)stride);
-    all.cols += matrix;
+    REQUIRE(!__builtin_mul_overflow((int64_t)experts - 1, stride, &all.cols) &&
+                !__builtin_add_overflow(all.cols, matrix, &all.cols),
+            CUMOE_ERR_INVALID_ARGUMENT, "%s.expert_stride is %lld, too large", s->name, (long long)stride);
     all.ld = all.cols;
     all.rows = 1;
     all.owner = v.owner;
