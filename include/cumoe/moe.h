@@ -215,7 +215,8 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent
  * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
- * Outputs may not overlap inputs, except residual == out (accumulate in place).
+ * Outputs may not overlap inputs or each other, except residual == out (accumulate in place). At T = 0 nothing is written,
+ * counts_out included.
  */
 typedef struct cumoe_moe_args {
   uint32_t size;
