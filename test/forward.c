@@ -781,9 +781,9 @@ typedef struct giant {
 } giant;
 
 static const giant giants[] = {
-    {"T k H past 2^31", 37500, 4, 8, 7168, 64, 0, INPUT_IDS, 8},
-    {"unreduced out past 2^31", 37500, 4, 8, 7168, 64, CUMOE_MOE_UNREDUCED, INPUT_IDS, 12},
-    {"T k I past 2^31", 37500, 4, 8, 64, 7168, 0, INPUT_IDS, 8},
+    {"T k H past 2^31", 37500, 8, 8, 7168, 64, 0, INPUT_IDS, 8},
+    {"unreduced out past 2^31", 37500, 8, 8, 7168, 64, CUMOE_MOE_UNREDUCED, INPUT_IDS, 12},
+    {"T k I past 2^31", 37500, 8, 8, 64, 7168, 0, INPUT_IDS, 8},
     {"x past 2^31", 300000, 4, 1, 7168, 64, 0, INPUT_IDS, 18},
     {"logits past 2^31", 2100000, 1024, 1, 8, 8, 0, INPUT_ROUTER, 12},
 };

@@ -200,6 +200,8 @@ static void replay_x_and_weights(session *s, const captured *c, layer_inputs in,
   layer_spec other = *spec;
   other.seed = 99;
   const layer_inputs fresh = layer_inputs_new(&other);
+  if (in.ids.data) device_set(s->context, as_mut(s->args.ids), &in.ids); /* back to what `in` says */
+  if (in.logits.data) device_set(s->context, as_mut(s->args.logits), &in.logits);
   in.x = fresh.x;
   device_set(s->context, as_mut(s->args.x), &in.x);
   compare_replay(s, c, &in, spec);
