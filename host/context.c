@@ -1,4 +1,5 @@
 /* Contexts: device facts, kernels, pool, fault record. Whatever is slow or may fail happens here, once. */
+#include <cuda.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -39,24 +40,82 @@ cumoe_status check_context(cumoe_context context)
   return CUMOE_OK;
 }
 
+/* ---- the driver, for what the runtime cannot do ---- */
+
+driver_function *find_driver_function(const char *name)
+{
+  void *entry = NULL;
+  driver_function *function = NULL;
+  enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found);
+  if (error != cudaSuccess) clear_cuda_error();
+  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess)
+    memcpy(&function, &entry, sizeof function);
+  return function;
+}
+
+static struct {
+  CUresult (*get_current)(CUcontext *);
+  CUresult (*push_current)(CUcontext);
+  CUresult (*pop_current)(CUcontext *);
+  CUresult (*get_device)(CUdevice *);
+  CUresult (*retain_primary)(CUcontext *, CUdevice);
+  bool complete;
+} driver;
+static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
+
+static void find_driver(void)
+{
+  driver.get_current = (CUresult(*)(CUcontext *))find_driver_function("cuCtxGetCurrent");
+  driver.push_current = (CUresult(*)(CUcontext))find_driver_function("cuCtxPushCurrent");
+  driver.pop_current = (CUresult(*)(CUcontext *))find_driver_function("cuCtxPopCurrent");
+  driver.get_device = (CUresult(*)(CUdevice *))find_driver_function("cuCtxGetDevice");
+  driver.retain_primary =
+      (CUresult(*)(CUcontext *, CUdevice))find_driver_function("cuDevicePrimaryCtxRetain");
+  driver.complete = driver.get_current && driver.push_current && driver.pop_current && driver.get_device &&
+                    driver.retain_primary;
+}
+
+/* The driver's codes are the runtime's. */
+#define TRY_DRIVER(expression) TRY_CUDA((cudaError_t)(expression))
+
 /* ---- current device ---- */
 
+/* Not cudaSetDevice: to restore the device of a thread that has none yet, that would create a CUDA context on
+ * GPU 0, half a gigabyte of it. A current context of the engine's own making is left alone if it is on the
+ * same GPU. */
 cumoe_status enter_device(cumoe_context context, device_scope *scope)
 {
-  scope->previous = -1;
+  scope->pushed = false;
   if (on_cpu(context)) return CUMOE_OK;
   note_cuda_error();
-  int current = -1;
-  TRY_CUDA(cudaGetDevice(&current));
-  if (current == context->device) return CUMOE_OK;
-  TRY_CUDA(cudaSetDevice(context->device));
-  scope->previous = current;
+  CUcontext current = NULL;
+  CUdevice device = -1;
+  TRY_DRIVER(driver.get_current(&current));
+  if (current == context->primary) return CUMOE_OK;
+  if (current != NULL) TRY_DRIVER(driver.get_device(&device));
+  if (device == context->device) return CUMOE_OK;
+  TRY_DRIVER(driver.push_current(context->primary));
+  scope->pushed = true;
   return CUMOE_OK;
 }
 
 void leave_device(device_scope *scope)
 {
-  if (scope->previous >= 0 && cudaSetDevice(scope->previous) != cudaSuccess) clear_cuda_error();
+  CUcontext ours = NULL;
+  if (scope->pushed) (void)driver.pop_current(&ours);
+}
+
+enum cudaStreamCaptureMode relax_capture(void)
+{
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) clear_cuda_error();
+  return mode;
+}
+
+void restore_capture(enum cudaStreamCaptureMode before)
+{
+  if (cudaThreadExchangeStreamCaptureMode(&before) != cudaSuccess) clear_cuda_error();
 }
 
 /* ---- opening a CUDA device ---- */
@@ -88,10 +147,8 @@ static cumoe_status no_image(cumoe_context context, const char *what, const char
 
 static cumoe_status make_pool(cumoe_context context)
 {
-  struct cudaMemPoolProps wanted = {
-      .allocType = cudaMemAllocationTypePinned,
-      .location = {.type = cudaMemLocationTypeDevice, .id = context->device}
-  };
+  struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
+                                    .location = {.type = cudaMemLocationTypeDevice, .id = context->device}};
   uint64_t keep_all =
       UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
   TRY_CUDA(cudaMemPoolCreate(&context->pool, &wanted));
@@ -207,15 +264,7 @@ static cumoe_status open_entered(cumoe_context context)
   return make_fault_record(context);
 }
 
-/* Allocating and freeing outside streams is forbidden while any thread captures in CUDA's default mode,
- * unless the thread that does it says that it knows. */
-static enum cudaStreamCaptureMode relax_capture(void)
-{
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) clear_cuda_error();
-  return mode;
-}
-
+/* The runtime never gives a primary context back either: memory and streams of the engine may live in it. */
 static cumoe_status open_cuda(cumoe_context context, int32_t device)
 {
   note_cuda_error();
@@ -224,12 +273,15 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
   if (device >= count)
     return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d",
                 device, count - 1);
+  (void)pthread_once(&driver_once, find_driver);
+  if (!driver.complete) return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver lacks functions of CUDA 12.0");
+  TRY_DRIVER(driver.retain_primary(&context->primary, device));
   context->device = context->info.device = device;
   device_scope scope;
   TRY(enter_device(context, &scope));
-  enum cudaStreamCaptureMode mode = relax_capture();
+  enum cudaStreamCaptureMode before = relax_capture();
   cumoe_status status = open_entered(context);
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  restore_capture(before);
   leave_device(&scope);
   return status;
 }
@@ -241,35 +293,34 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
     if ((call) != cudaSuccess) clear_cuda_error();                                                           \
   } while (0)
 
-/* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
-static void close_entered(cumoe_context context)
+/* Work in flight may use the buffers and the code, on any stream. cudaDeviceSynchronize would wait for it,
+ * but break every capture under way on the device; cudaFree waits just as well, and breaks none. */
+static cumoe_status wait_device(cumoe_context context)
 {
-  buffers_abandon(context);
-  for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(cudaLibraryUnload(context->libraries[i]));
-  if (context->fault.record != NULL) DROP_CUDA(cudaFree(context->fault.record));
-  if (context->fault.mirror != NULL) DROP_CUDA(cudaFreeHost(context->fault.mirror));
-  if (context->pool != NULL) DROP_CUDA(cudaMemPoolDestroy(context->pool));
+  if (context->fault.record != NULL) TRY_CUDA(cudaFree(context->fault.record));
+  return CUMOE_OK;
 }
 
-/* Work in flight may use the buffers and the code, on any stream: only the whole device's end is safe.
- * Refused while a capture is under way; any other failure, such as a lost device, is reported but stops
- * nothing. */
-static cumoe_status wait_device(void)
+/* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
+static cumoe_status close_entered(cumoe_context context)
 {
-  TRY_CUDA(cudaDeviceSynchronize());
-  return CUMOE_OK;
+  cumoe_status status = wait_device(context);
+  buffers_abandon(context);
+  for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(cudaLibraryUnload(context->libraries[i]));
+  if (context->fault.mirror != NULL) DROP_CUDA(cudaFreeHost(context->fault.mirror));
+  if (context->pool != NULL) DROP_CUDA(cudaMemPoolDestroy(context->pool));
+  return status;
 }
 
 static cumoe_status close_cuda(cumoe_context context)
 {
-  device_scope scope = {-1};
-  cumoe_status status = enter_device(context, &scope);
-  enum cudaStreamCaptureMode mode = relax_capture();
-  if (status == CUMOE_OK) status = wait_device();
-  if (status != CUMOE_ERR_CAPTURE_UNSAFE) close_entered(context);
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  device_scope scope;
+  cumoe_status entered = enter_device(context, &scope);
+  enum cudaStreamCaptureMode before = relax_capture();
+  cumoe_status status = close_entered(context);
+  restore_capture(before);
   leave_device(&scope);
-  return status;
+  return entered != CUMOE_OK ? entered : status;
 }
 
 /* ---- the CPU device ---- */
@@ -368,7 +419,6 @@ cumoe_status cumoe_context_destroy(cumoe_context context)
     close_cpu(context);
   else
     status = close_cuda(context);
-  if (status == CUMOE_ERR_CAPTURE_UNSAFE) return status;
   context->magic = 0;
   free(context);
   return status;

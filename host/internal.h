@@ -75,6 +75,7 @@ struct cumoe_context_s {
   cudaLibrary_t libraries[MAX_IMAGES];
   int32_t library_count;
   cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */
+  struct CUctx_st *primary;           /* the CUDA context that the runtime uses on this device */
   cudaMemPool_t pool;                 /* private, release threshold max */
   int32_t forced[16];                 /* by operation: variant index + 1, 0 = free choice */
   fault_sink fault;                   /* record in device memory, mirror in pinned host memory */
@@ -89,13 +90,22 @@ cumoe_status check_context(cumoe_context context);
 
 static inline bool on_cpu(cumoe_context context) { return context->device == CUMOE_DEVICE_CPU; }
 
-/* Makes the context's device current and remembers the caller's; leave_device restores it. No-ops on the CPU.
- * May be nested. */
+/* Makes the context's device current and remembers what was; leave_device restores it. No-ops on the CPU. May be
+ * nested. */
 typedef struct device_scope {
-  int previous; /* -1: nothing to restore */
+  bool pushed;
 } device_scope;
 cumoe_status enter_device(cumoe_context context, device_scope *scope);
 void leave_device(device_scope *scope);
+
+/* While another thread captures in CUDA's default mode, this one may neither allocate nor wait, not even in streams of
+ * its own, unless it says that it knows what it does: until restore_capture. Never a capture of this very stream. */
+enum cudaStreamCaptureMode relax_capture(void);
+void restore_capture(enum cudaStreamCaptureMode before);
+
+/* A function of the driver, by the ABI of CUDA 12.0, for what the runtime has no call for; NULL if it is not there. */
+typedef void driver_function(void);
+driver_function *find_driver_function(const char *name);
 
 /* ---- memory (memory.c): the only place that knows how bytes move on either device ---- */
 

@@ -9,12 +9,24 @@
 enum { ALIGNMENT = 256 };
 static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
 
-/* Runs an expression that yields a status with the context's device current. */
+/* Runs an expression that yields a status with the context's device current; RELAXED: while other threads
+ * capture. */
 #define ON_DEVICE(context, expression)                                                                       \
   do {                                                                                                       \
     device_scope scope_;                                                                                     \
     TRY(enter_device(context, &scope_));                                                                     \
     cumoe_status status_ = (expression);                                                                     \
+    leave_device(&scope_);                                                                                   \
+    return status_;                                                                                          \
+  } while (0)
+
+#define ON_DEVICE_RELAXED(context, expression)                                                               \
+  do {                                                                                                       \
+    device_scope scope_;                                                                                     \
+    TRY(enter_device(context, &scope_));                                                                     \
+    enum cudaStreamCaptureMode mode_ = relax_capture();                                                      \
+    cumoe_status status_ = (expression);                                                                     \
+    restore_capture(mode_);                                                                                  \
     leave_device(&scope_);                                                                                   \
     return status_;                                                                                          \
   } while (0)
@@ -45,7 +57,7 @@ static cumoe_status wait_cuda(cumoe_stream stream)
 cumoe_status memory_wait(cumoe_context context, cumoe_stream stream)
 {
   if (on_cpu(context)) return CUMOE_OK;
-  ON_DEVICE(context, wait_cuda(stream));
+  ON_DEVICE_RELAXED(context, wait_cuda(stream));
 }
 
 /* ---- allocation ---- */
@@ -92,7 +104,7 @@ cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stre
   *data = NULL;
   if (bytes == 0) return CUMOE_OK;
   if (on_cpu(context)) return alloc_cpu(bytes, data);
-  ON_DEVICE(context, alloc_cuda_uncaptured(context, bytes, stream, data));
+  ON_DEVICE_RELAXED(context, alloc_cuda_uncaptured(context, bytes, stream, data));
 }
 
 static cumoe_status free_cuda(void *data, cumoe_stream stream)
@@ -104,7 +116,7 @@ static cumoe_status free_cuda(void *data, cumoe_stream stream)
 cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream)
 {
   if (data == NULL) return CUMOE_OK;
-  if (!on_cpu(context)) ON_DEVICE(context, free_cuda(data, stream));
+  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, free_cuda(data, stream));
   free(data);
   return CUMOE_OK;
 }
@@ -123,21 +135,9 @@ typedef CUresult pointer_attribute(void *value, CUpointer_attribute attribute, C
 
 /* The runtime has no call that tells pool memory from other memory, or where an allocation begins: the driver
  * has. */
-static pointer_attribute *find_pointer_attribute(void)
-{
-  void *entry = NULL;
-  pointer_attribute *query = NULL;
-  enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuPointerGetAttribute", &entry, 12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess) clear_cuda_error();
-  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) memcpy(&query, &entry, sizeof query);
-  return query;
-}
-
 static cumoe_status inspect_range(const void *data, size_t bytes, bool *pooled)
 {
-  pointer_attribute *query = find_pointer_attribute();
+  pointer_attribute *query = (pointer_attribute *)find_driver_function("cuPointerGetAttribute");
   const CUdeviceptr at = (CUdeviceptr)(uintptr_t)data;
   CUdeviceptr start = 0;
   size_t size = 0;
@@ -179,18 +179,14 @@ cumoe_status memory_inspect(cumoe_context context, const void *data, size_t byte
 static cumoe_status free_after_wait(void *data, cumoe_stream stream)
 {
   TRY(wait_cuda(stream));
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed; /* another thread may be capturing */
-  TRY_CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
-  cudaError_t error = cudaFree(data);
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
-  TRY_CUDA(error);
+  TRY_CUDA(cudaFree(data));
   return CUMOE_OK;
 }
 
 cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled, cumoe_stream stream)
 {
   if (data == NULL || pooled || on_cpu(context)) return memory_free(context, data, stream);
-  ON_DEVICE(context, free_after_wait(data, stream));
+  ON_DEVICE_RELAXED(context, free_after_wait(data, stream));
 }
 
 /* ---- moving bytes ---- */

@@ -1,6 +1,6 @@
 /*
- * What lies under the layer: status codes, error texts, the log, contexts, buffers, views, copies; on every device
- * there is, and on a machine that has none.
+ * What lies under the layer: status codes, error texts, the log, contexts, buffers, views, copies; on every
+ * device there is, and on a machine that has none.
  */
 #include <ctype.h>
 #include <inttypes.h>
@@ -18,9 +18,15 @@
 
 /* A failed allocation is a result here, and a child of a threaded program makes threads. */
 const char *__asan_default_options(void);
-const char *__asan_default_options(void) { return "allocator_may_return_null=1"; }
+const char *__asan_default_options(void)
+{
+  return "allocator_may_return_null=1";
+}
 const char *__tsan_default_options(void);
-const char *__tsan_default_options(void) { return "allocator_may_return_null=1:die_after_fork=0"; }
+const char *__tsan_default_options(void)
+{
+  return "allocator_may_return_null=1:die_after_fork=0";
+}
 
 #define CHECK_CUDA(call) test_cuda((call), #call, __LINE__)
 static bool test_cuda(cudaError_t error, const char *call, int line)
@@ -28,11 +34,14 @@ static bool test_cuda(cudaError_t error, const char *call, int line)
   return test_check(error == cudaSuccess, __FILE__, line, "%s: %s", call, cudaGetErrorName(error));
 }
 
-static bool begins(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
+static bool begins(const char *text, const char *with)
+{
+  return strncmp(text, with, strlen(with)) == 0;
+}
 
 /* The last error names the call and has a word in it. */
-#define CHECK_TEXT(call, word)                                                                                \
-  CHECK_MSG(begins(cumoe_last_error(), call ": ") && strstr(cumoe_last_error(), word) != NULL,                \
+#define CHECK_TEXT(call, word)                                                                               \
+  CHECK_MSG(begins(cumoe_last_error(), call ": ") && strstr(cumoe_last_error(), word) != NULL,               \
             "the text is \"%s\"", cumoe_last_error())
 
 /* ---- names, texts, log ------------------------------------------------------------------------------ */
@@ -41,8 +50,8 @@ static void test_names(void)
 {
   if (!group_begin("names and texts")) return;
   case_begin("status codes");
-#define CHECK_STATUS_ROW(name, value, text)                                                                   \
-  CHECK(CUMOE_##name == (value) && !strcmp(cumoe_status_name((cumoe_status)(value)), "CUMOE_" #name) &&       \
+#define CHECK_STATUS_ROW(name, value, text)                                                                  \
+  CHECK(CUMOE_##name == (value) && !strcmp(cumoe_status_name((cumoe_status)(value)), "CUMOE_" #name) &&      \
         !strcmp(cumoe_status_text((cumoe_status)(value)), text));
   CUMOE_STATUS_LIST(CHECK_STATUS_ROW)
   for (int i = -3; i < 1000; i += i < 0 ? 1 : 100) {
@@ -162,7 +171,8 @@ static int cuda_devices(void)
   return 0;
 }
 
-/* AUTO is a GPU where there is one; else the CPU device, a warning that says why, and no error left behind. */
+/* AUTO is a GPU where there is one; else the CPU device, a warning that says why, and no error left behind.
+ */
 static void test_auto(void)
 {
   cumoe_context context = NULL;
@@ -182,7 +192,8 @@ static void test_auto(void)
     CHECK(info.device >= 0 && info.cc_major >= 8 && atomic_load(&log.count) == 0);
   } else {
     CHECK(info.device == CUMOE_DEVICE_CPU && info.cc_major == 0 && atomic_load(&log.count) == 1);
-    CHECK_MSG(strstr(log.last, "CPU") != NULL && strstr(log.last, "cudaError") != NULL, "the warning is \"%s\"", log.last);
+    CHECK_MSG(strstr(log.last, "CPU") != NULL && strstr(log.last, "cudaError") != NULL,
+              "the warning is \"%s\"", log.last);
   }
   CHECK(info.multiprocessors > 0 && info.total_memory > 0 && info.name[0] != 0);
   CHECK_OK(cumoe_context_destroy(context));
@@ -254,7 +265,8 @@ static int in_child(cumoe_context inherited, cumoe_buffer buffer)
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = CHILD_THREADS};
   cumoe_context own = NULL;
   cumoe_buffer mine = {0};
-  if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork")) return 1;
+  if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork"))
+    return 1;
   if (cumoe_buffer_free(&buffer) != CUMOE_ERR_NOT_SUPPORTED) return 2;
   if (cumoe_context_destroy(inherited) != CUMOE_ERR_NOT_SUPPORTED) return 3;
   if (cumoe_context_create(CUMOE_DEVICE_CPU, &config, &own) != CUMOE_OK) return 4;
@@ -295,10 +307,12 @@ static void test_lifetime(cumoe_context context)
   CHECK(cumoe_buffer_live(context, &bytes) == live + 1 && bytes == live_bytes + 70);
   CHECK(cumoe_buffer_live(context, NULL) == live + 1 && cumoe_buffer_live(NULL, &bytes) == 0 && bytes == 0);
   CHECK_OK(cumoe_buffer_get_info(a, &info));
-  CHECK(info.dtype == CUMOE_BF16 && info.rows == 5 && info.cols == 7 && info.bytes == 70 && info.stream == NULL);
+  CHECK(info.dtype == CUMOE_BF16 && info.rows == 5 && info.cols == 7 && info.bytes == 70 &&
+        info.stream == NULL);
   CHECK(info.line == line && strstr(info.file, "base.c") != NULL && (uintptr_t)info.data % 256 == 0);
   cumoe_view v = cumoe_buffer_view(a);
-  CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id && v.dtype == CUMOE_BF16);
+  CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id &&
+        v.dtype == CUMOE_BF16);
   CHECK(v.device == info.device);
   info.size = 4;
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_get_info(a, &info));
@@ -320,7 +334,8 @@ static void test_lifetime(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_view_rows(v, 0, 1, &v));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_copy_to_host(context, &info, 70, v, NULL));
   CHECK(cumoe_buffer_view(copy).data == NULL && cumoe_buffer_view(copy).owner == copy.id);
-  const uint64_t forged[] = {1, 0xffffffff, 1ull << 32, 1ull << 32 | 0xffffffff, UINT64_MAX, a.id + 1, a.id - (1ull << 32), a.id + (2ull << 32)};
+  const uint64_t forged[] = {1,          0xffffffff, 1ull << 32,          1ull << 32 | 0xffffffff,
+                             UINT64_MAX, a.id + 1,   a.id - (1ull << 32), a.id + (2ull << 32)};
   for (size_t i = 0; i < sizeof forged / sizeof forged[0]; i++) {
     copy.id = forged[i];
     CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&copy));
@@ -336,11 +351,20 @@ static void test_lifetime(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_buffer_alloc(context, (cumoe_dtype)0, 1, 1, NULL, &b));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, -1, 1, NULL, &b));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, 1, INT64_MIN, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, INT64_MAX, INT64_MAX, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_I64, (int64_t)1 << 61, 1, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 46, 1, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 45, 1, NULL, &b));
-  CHECK_TEXT("cumoe_buffer_alloc", "35184372088832");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_buffer_alloc(context, CUMOE_F32, INT64_MAX, INT64_MAX, NULL, &b));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_buffer_alloc(context, CUMOE_I64, (int64_t)1 << 61, 1, NULL, &b));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 46, 1, NULL, &b));
+  const cumoe_status huge = cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 45, 1, NULL, &b);
+  if (huge == CUMOE_OK &&
+      !on_device(context)) { /* a kernel that overcommits promises any amount of host memory */
+    CHECK_OK(cumoe_buffer_free(&b));
+  } else {
+    CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, huge);
+    CHECK_TEXT("cumoe_buffer_alloc", "35184372088832");
+  }
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_free(NULL));
   CHECK(b.id == 0 && cumoe_buffer_live(context, NULL) == live);
   case_end();
@@ -402,7 +426,9 @@ static void test_scope(cumoe_context context)
 
 static void test_slices(cumoe_context context)
 {
-  static const int64_t bad[][2] = {{-1, 1}, {0, -1}, {0, 11}, {10, 1}, {11, 0}, {INT64_MAX, 1}, {1, INT64_MAX}, {INT64_MAX, INT64_MAX}, {INT64_MIN, 1}, {5, INT64_MIN}};
+  static const int64_t bad[][2] = {{-1, 1},        {0, -1},        {0, 11},        {10, 1},
+                                   {11, 0},        {INT64_MAX, 1}, {1, INT64_MAX}, {INT64_MAX, INT64_MAX},
+                                   {INT64_MIN, 1}, {5, INT64_MIN}};
   CUMOE_AUTO_BUFFER buffer = {0};
   cumoe_view part;
   if (!group_begin("%s: slices", context_name(context))) return;
@@ -410,9 +436,11 @@ static void test_slices(cumoe_context context)
   const cumoe_view v = cumoe_buffer_view(buffer);
   case_begin("within");
   CHECK_OK(cumoe_view_rows(v, 3, 4, &part));
-  CHECK((const char *)part.data == (const char *)v.data + 60 && part.rows == 4 && part.cols == 10 && part.ld == 10);
+  CHECK((const char *)part.data == (const char *)v.data + 60 && part.rows == 4 && part.cols == 10 &&
+        part.ld == 10);
   CHECK_OK(cumoe_view_cols(part, 2, 5, &part));
-  CHECK((const char *)part.data == (const char *)v.data + 64 && part.rows == 4 && part.cols == 5 && part.ld == 10);
+  CHECK((const char *)part.data == (const char *)v.data + 64 && part.rows == 4 && part.cols == 5 &&
+        part.ld == 10);
   CHECK(part.owner == buffer.id && part.dtype == CUMOE_F16 && part.device == v.device);
   CHECK_OK(cumoe_view_rows(part, 4, 0, &part)); /* in place, too */
   CHECK(part.rows == 0 && part.cols == 5);
@@ -458,21 +486,37 @@ static void test_bad_views(cumoe_context context)
   } cases[] = {
       {"too many rows", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 9, 8, 8, good.owner, good.device, good.dtype}},
       {"ld too large", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, 9, good.owner, good.device, good.dtype}},
-      {"ld absurd", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, INT64_MAX, good.owner, good.device, good.dtype}},
-      {"rows absurd", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, INT64_MAX, 8, 8, good.owner, good.device, good.dtype}},
-      {"one element on", CUMOE_ERR_OUT_OF_BOUNDS, {(char *)good.data + 4, 8, 8, 8, good.owner, good.device, good.dtype}},
-      {"one element back", CUMOE_ERR_OUT_OF_BOUNDS, {(char *)good.data - 4, 8, 8, 8, good.owner, good.device, good.dtype}},
+      {"ld absurd",
+       CUMOE_ERR_OUT_OF_BOUNDS,
+       {good.data, 8, 8, INT64_MAX, good.owner, good.device, good.dtype}},
+      {"rows absurd",
+       CUMOE_ERR_OUT_OF_BOUNDS,
+       {good.data, INT64_MAX, 8, 8, good.owner, good.device, good.dtype}},
+      {"one element on",
+       CUMOE_ERR_OUT_OF_BOUNDS,
+       {(char *)good.data + 4, 8, 8, 8, good.owner, good.device, good.dtype}},
+      {"one element back",
+       CUMOE_ERR_OUT_OF_BOUNDS,
+       {(char *)good.data - 4, 8, 8, 8, good.owner, good.device, good.dtype}},
       {"wider elements", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, 8, good.owner, good.device, CUMOE_I64}},
       {"no data", CUMOE_ERR_OUT_OF_BOUNDS, {NULL, 8, 8, 8, good.owner, good.device, good.dtype}},
       {"foreign, no data", CUMOE_ERR_INVALID_ARGUMENT, {NULL, 8, 8, 8, 0, good.device, good.dtype}},
       {"ld too small", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, 8, 7, good.owner, good.device, good.dtype}},
       {"negative ld", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, 8, -8, good.owner, good.device, good.dtype}},
-      {"negative rows", CUMOE_ERR_INVALID_ARGUMENT, {good.data, -8, 8, 8, good.owner, good.device, good.dtype}},
-      {"negative cols", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, -8, 8, good.owner, good.device, good.dtype}},
-      {"foreign and absurd", CUMOE_ERR_INVALID_ARGUMENT, {good.data, INT64_MAX, 8, 8, 0, good.device, good.dtype}},
+      {"negative rows",
+       CUMOE_ERR_INVALID_ARGUMENT,
+       {good.data, -8, 8, 8, good.owner, good.device, good.dtype}},
+      {"negative cols",
+       CUMOE_ERR_INVALID_ARGUMENT,
+       {good.data, 8, -8, 8, good.owner, good.device, good.dtype}},
+      {"foreign and absurd",
+       CUMOE_ERR_INVALID_ARGUMENT,
+       {good.data, INT64_MAX, 8, 8, 0, good.device, good.dtype}},
       {"no type", CUMOE_ERR_WRONG_DTYPE, {good.data, 9, 8, 8, good.owner, good.device, 0}},
       {"type 99", CUMOE_ERR_WRONG_DTYPE, {good.data, 8, 8, 8, 0, good.device, 99}},
-      {"misaligned", CUMOE_ERR_MISALIGNED, {(char *)good.data + 1, 4, 8, 8, good.owner, good.device, good.dtype}},
+      {"misaligned",
+       CUMOE_ERR_MISALIGNED,
+       {(char *)good.data + 1, 4, 8, 8, good.owner, good.device, good.dtype}},
       {"another device", CUMOE_ERR_WRONG_DEVICE, {good.data, 8, 8, 8, 0, 12345, good.dtype}},
       {"stale", CUMOE_ERR_STALE_HANDLE, {good.data, 8, 8, 8, good.owner + (2ull << 32), 12345, 0}},
   };
@@ -528,7 +572,8 @@ static void copy_case(cumoe_context context, int32_t dtype, shape s, bool owned)
 {
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)dtype), width = (size_t)s.cols * element;
   const size_t pitch = (size_t)(s.cols + s.pad) * element, rows = (size_t)s.rows, total = pitch * (rows + 2);
-  unsigned char *in = scratch(rows * width + 1, 1), *out = scratch(rows * width + 1, 1), *all = scratch(total, 1);
+  unsigned char *in = scratch(rows * width + 1, 1), *out = scratch(rows * width + 1, 1),
+                *all = scratch(total, 1);
   rng r = {(uint64_t)(s.rows * 1000 + s.cols * 10 + s.pad)};
   for (size_t i = 0; i < rows * width; i++) in[i] = (unsigned char)rng_next(&r);
   CUMOE_AUTO_BUFFER a = {0}, b = {0};
@@ -566,11 +611,13 @@ static void copy_case(cumoe_context context, int32_t dtype, shape s, bool owned)
 
 static void test_copies(cumoe_context context)
 {
-  static const shape shapes[] = {{1, 1, 0}, {1, 1, 1}, {1, 17, 5}, {17, 1, 3}, {3, 5, 0}, {3, 5, 1}, {64, 64, 0}, {64, 63, 2}, {129, 257, 3}, {0, 5, 1}, {1000, 7, 1}};
+  static const shape shapes[] = {{1, 1, 0},   {1, 1, 1},   {1, 17, 5},    {17, 1, 3}, {3, 5, 0},   {3, 5, 1},
+                                 {64, 64, 0}, {64, 63, 2}, {129, 257, 3}, {0, 5, 1},  {1000, 7, 1}};
   if (!group_begin("%s: copies", context_name(context))) return;
   for (int32_t dtype = CUMOE_F32; dtype <= CUMOE_I64; dtype++)
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
-      case_begin("%s [%" PRId64 ", %" PRId64 "] + %" PRId64, cumoe_dtype_name((cumoe_dtype)dtype), shapes[i].rows, shapes[i].cols, shapes[i].pad);
+      case_begin("%s [%" PRId64 ", %" PRId64 "] + %" PRId64, cumoe_dtype_name((cumoe_dtype)dtype),
+                 shapes[i].rows, shapes[i].cols, shapes[i].pad);
       copy_case(context, dtype, shapes[i], i % 2 == 0);
       case_end();
     }
@@ -588,7 +635,8 @@ typedef struct churn {
   int rounds, failures, stale;
 } churn;
 
-/* Reads through a handle that another thread may free at any moment: a status or a consistent answer, nothing else. */
+/* Reads through a handle that another thread may free at any moment: a status or a consistent answer, nothing
+ * else. */
 static void probe(churn *c, uint64_t id)
 {
   cumoe_buffer_info info = {.size = sizeof info};
@@ -597,8 +645,11 @@ static void probe(churn *c, uint64_t id)
   const cumoe_view v = cumoe_buffer_view((cumoe_buffer){id});
   const cumoe_status status = cumoe_buffer_get_info((cumoe_buffer){id}, &info);
   if (v.data != NULL && (v.rows < 1 || v.cols != v.rows + 1 || v.dtype != CUMOE_I32)) c->failures++;
-  if (status == CUMOE_ERR_STALE_HANDLE) c->stale++;
-  else if (status != CUMOE_OK || info.cols != info.rows + 1 || info.bytes != (size_t)(info.rows * info.cols) * 4) c->failures++;
+  if (status == CUMOE_ERR_STALE_HANDLE)
+    c->stale++;
+  else if (status != CUMOE_OK || info.cols != info.rows + 1 ||
+           info.bytes != (size_t)(info.rows * info.cols) * 4)
+    c->failures++;
   const cumoe_status sliced = cumoe_view_rows(v, 0, v.rows / 2, &slice);
   if (sliced != CUMOE_OK && sliced != CUMOE_ERR_STALE_HANDLE) c->failures++;
 }
@@ -614,7 +665,8 @@ static void *run_churn(void *argument)
     const size_t bytes = (size_t)(rows * (rows + 1)) * 4;
     for (int64_t j = 0; j < rows * (rows + 1); j++) in[j] = (int32_t)rng_next(&r);
     if (cumoe_buffer_alloc(c->context, CUMOE_I32, rows, rows + 1, NULL, &mine) != CUMOE_OK) c->failures++;
-    if (cumoe_copy_from_host(c->context, cumoe_buffer_view_mut(mine), in, bytes, NULL) != CUMOE_OK) c->failures++;
+    if (cumoe_copy_from_host(c->context, cumoe_buffer_view_mut(mine), in, bytes, NULL) != CUMOE_OK)
+      c->failures++;
     if (cumoe_copy_to_host(c->context, out, bytes, cumoe_buffer_view(mine), NULL) != CUMOE_OK) c->failures++;
     if (cumoe_synchronize(c->context, NULL) != CUMOE_OK || memcmp(in, out, bytes) != 0) c->failures++;
     _Atomic uint64_t *place = &c->handles[rng_below(&r, HANDLES)];
@@ -686,8 +738,10 @@ static void test_adopt_cpu(cumoe_context context)
   case_begin("there and back");
   void *memory = malloc(64);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, NULL, CUMOE_F32, 4, 4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_buffer_adopt(context, memory, (cumoe_dtype)9, 4, 4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, -4, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE,
+               cumoe_buffer_adopt(context, memory, (cumoe_dtype)9, 4, 4, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, -4, NULL, &buffer));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, NULL));
   CHECK_OK(cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, &buffer));
   CHECK(cumoe_buffer_view(buffer).data == memory);
@@ -710,9 +764,11 @@ static void adopt_cuda(cumoe_context context, void *memory, cudaStream_t stream)
 {
   cumoe_buffer buffer = {0};
   const size_t bytes = 1 << 20;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, (char *)memory + 512, CUMOE_U8, 1, 16, stream, &buffer));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_buffer_adopt(context, (char *)memory + 512, CUMOE_U8, 1, 16, stream, &buffer));
   CHECK_TEXT("cumoe_buffer_adopt", "inside");
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_buffer_adopt(context, memory, CUMOE_U8, 1 << 20, 1 << 12, stream, &buffer));
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS,
+               cumoe_buffer_adopt(context, memory, CUMOE_U8, 1 << 20, 1 << 12, stream, &buffer));
   CHECK(buffer.id == 0);
   CHECK_OK(cumoe_buffer_adopt(context, memory, CUMOE_U8, 1, (int64_t)bytes, stream, &buffer));
   CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(buffer), 1, stream));
@@ -786,14 +842,15 @@ static void *contexts_elsewhere(void *failures)
   if (cumoe_buffer_alloc(other, CUMOE_U8, 100, 100, stream, &buffer) != CUMOE_OK) *wrong |= 4;
   if (cumoe_fill(other, cumoe_buffer_view_mut(buffer), 1, stream) != CUMOE_OK) *wrong |= 8;
   if (cumoe_synchronize(other, stream) != CUMOE_OK) *wrong |= 16;
-  if (cumoe_context_destroy(other) != CUMOE_ERR_CAPTURE_UNSAFE) *wrong |= 32;
-  if (cumoe_buffer_free(&buffer) != CUMOE_OK) *wrong |= 64;
-  return other;
+  if (cumoe_buffer_free(&buffer) != CUMOE_OK) *wrong |= 32;
+  if (cumoe_context_destroy(other) != CUMOE_OK) *wrong |= 64;
+  return NULL;
 }
 
 static void test_capture(cumoe_context context)
 {
-  static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed};
+  static const enum cudaStreamCaptureMode modes[] = {
+      cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed};
   if (!group_begin("cuda: captures")) return;
   for (int m = 0; m < 3; m++) {
     cudaStream_t stream = NULL;
@@ -803,7 +860,6 @@ static void test_capture(cumoe_context context)
     unsigned char host[64] = {0}, want[64];
     pthread_t thread;
     int wrong = 0;
-    void *other = NULL;
     case_begin("mode %d", m);
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 8, 8, stream, &a));
@@ -818,15 +874,13 @@ static void test_capture(cumoe_context context)
     CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_copy_to_host(context, host, 64, cumoe_const(va), stream));
     CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_synchronize(context, stream));
     CHECK_TEXT("cumoe_synchronize", "captured");
-    CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_context_destroy(context));
     CHECK_OK(cumoe_copy(context, vb, cumoe_const(va), stream));
     CHECK_OK(cumoe_fill(context, odd, 9, stream));
     CHECK(pthread_create(&thread, NULL, contexts_elsewhere, &wrong) == 0);
-    CHECK(pthread_join(thread, &other) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
     CHECK_MSG(wrong == 0, "another thread failed at 0x%x", wrong);
     CHECK_CUDA(cudaStreamEndCapture(stream, &graph)); /* and none of it broke the capture */
     CHECK_CUDA(cudaGetLastError());
-    CHECK_OK(cumoe_context_destroy(other));
     CHECK(a.id != 0 && none.id == 0);
     CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
     CHECK_CUDA(cudaGraphLaunch(exec, stream));
@@ -849,8 +903,10 @@ static void test_last_cuda_error(cumoe_context context)
 {
   cumoe_buffer buffer = {0};
   if (!group_begin("cuda: CUDA's last error")) return;
+  (void)cudaGetLastError();
   case_begin("ours is taken back");
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY,
+               cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
   CHECK_TEXT("cumoe_buffer_alloc", "17592186044416");
   CHECK_MSG(cudaPeekAtLastError() == cudaSuccess, "%s is left", cudaGetErrorName(cudaPeekAtLastError()));
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 64, 64, NULL, &buffer));
@@ -864,8 +920,37 @@ static void test_last_cuda_error(cumoe_context context)
   CHECK_OK(cumoe_buffer_free(&buffer));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&(cumoe_buffer){1ull << 32 | 99}));
   CHECK_MSG(cudaPeekAtLastError() == planted, "it became %s", cudaGetErrorName(cudaPeekAtLastError()));
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY,
+               cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
   CHECK_MSG(cudaGetLastError() != cudaSuccess, "the caller's error is gone");
+  case_end();
+  group_end();
+}
+
+static void CUDART_CB sleep_a_while(void *awake)
+{
+  usleep(300000);
+  atomic_store((atomic_bool *)awake, true);
+}
+
+/* Work on any stream may still use the context's buffers and kernels. */
+static void test_destroy_waits(void)
+{
+  cumoe_context context = NULL;
+  cumoe_buffer buffer = {0};
+  cudaStream_t stream = NULL;
+  atomic_bool awake = false;
+  if (!group_begin("cuda: destroying a context with work in flight")) return;
+  case_begin("waits");
+  CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CHECK_OK(cumoe_context_create(0, NULL, &context));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1 << 10, 1 << 10, stream, &buffer));
+  CHECK_CUDA(cudaLaunchHostFunc(stream, sleep_a_while, &awake));
+  CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(buffer), 1, stream));
+  CHECK_OK(cumoe_context_destroy(context));
+  CHECK(atomic_load(&awake));
+  CHECK_CUDA(cudaStreamQuery(stream));
+  CHECK_CUDA(cudaStreamDestroy(stream));
   case_end();
   group_end();
 }
@@ -928,10 +1013,51 @@ static void test_device_kept(void)
   group_end();
 }
 
+static int primary_active(int device)
+{
+  void *entry = NULL;
+  int (*state)(int, unsigned *, int *), active = -1;
+  unsigned flags = 0;
+  enum cudaDriverEntryPointQueryResult found;
+  CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &entry, 12000, cudaEnableDefault,
+                                              &found));
+  memcpy(&state, &entry, sizeof state);
+  CHECK(entry != NULL && state(device, &flags, &active) == 0);
+  return active;
+}
+
+/* Half a gigabyte of GPU 0 is not spent by a process that works on GPU 1. Nothing may have used GPU 0 before.
+ */
+static void test_other_gpu_alone(void)
+{
+  cumoe_context context = NULL;
+  cumoe_buffer buffer = {0};
+  int device = -1;
+  if (!group_begin("cuda: a GPU that is not used")) return;
+  case_begin("has no context");
+  if (cuda_devices() < 2) {
+    case_skip("one GPU only");
+  } else {
+    CHECK(primary_active(0) == 0);
+    CHECK_OK(cumoe_context_create(1, NULL, &context));
+    CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 64, 64, NULL, &buffer));
+    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(buffer), 1, NULL));
+    CHECK_OK(cumoe_synchronize(context, NULL));
+    CHECK_OK(cumoe_buffer_free(&buffer));
+    CHECK_OK(cumoe_context_destroy(context));
+    CHECK_MSG(primary_active(0) == 0, "one was created");
+    CHECK_CUDA(cudaGetDevice(&device));
+    CHECK_MSG(device == 0, "the current device became %d", device);
+    case_end();
+  }
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   cumoe_context contexts[2];
   test_begin(argc, argv);
+  test_other_gpu_alone();
   test_names();
   test_log();
   test_auto();
@@ -954,6 +1080,7 @@ int main(int argc, char **argv)
       test_capture(contexts[i]);
       test_last_cuda_error(contexts[i]);
       test_giant_pitch(contexts[i]);
+      test_destroy_waits();
       test_device_kept();
     }
     close_context(contexts[i]);

@@ -36,9 +36,9 @@ CUMOE_CHECKED cumoe_status cumoe_context_create(int32_t device, const cumoe_cont
 
 /*
  * Waits for all work of the device, frees what the context owns (its live buffers become stale), closes it.
- * NULL is allowed. Plans and weights of the context must be destroyed before. While a stream of the device is
- * being captured: CAPTURE_UNSAFE, and the context lives on. After any other failure, such as a lost device,
- * it is closed all the same.
+ * NULL is allowed. Plans and weights of the context must be destroyed before, graphs that hold its kernels
+ * too; other captures under way are not disturbed. A failure, such as a lost device, is reported after
+ * closing it all the same.
  */
 CUMOE_API cumoe_status cumoe_context_destroy(cumoe_context context);
 
