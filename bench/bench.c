@@ -26,11 +26,7 @@ static shape shape_at(int32_t index)
 }
 
 static const gpu_rates known_gpus[] = {
-    {"H200", 4.8e12,   989e12 },
-    {"H100", 3.35e12,  989e12 },
-    {"B200", 8e12,     2250e12},
-    {"A100", 2.039e12, 312e12 }
-};
+    {"H200", 4.8e12, 989e12}, {"H100", 3.35e12, 989e12}, {"B200", 8e12, 2250e12}, {"A100", 2.039e12, 312e12}};
 
 /* ---- options --------------------------------------------------------------------------------------- */
 
@@ -126,8 +122,7 @@ static bool in_list(const char *list, const char *name)
   for (const char *p = list; p; p = strchr(p, ',')) {
     p += *p == ',';
     const size_t part = strcspn(p, ",");
-    if ((part == length && memcmp(p, name, length) == 0) || (part == 3 && memcmp(p, "all", 3) == 0))
-      return true;
+    if ((part == length && memcmp(p, name, length) == 0) || (part == 3 && memcmp(p, "all", 3) == 0)) return true;
   }
   return false;
 }
@@ -192,8 +187,7 @@ static cumoe_status force_variants(bench *b)
   for (int32_t i = 0; i < b->o.forced_count; ++i) {
     const int32_t index = find_variant(b, b->o.forced[i]);
     if (index < 0) {
-      snprintf(b->error, sizeof b->error, "%s is no row of the kernel table (--list prints it)",
-               b->o.forced[i]);
+      snprintf(b->error, sizeof b->error, "%s is no row of the kernel table (--list prints it)", b->o.forced[i]);
       return CUMOE_ERR_INVALID_ARGUMENT;
     }
     TRY(cumoe_variant_force(b->context, index));
@@ -263,8 +257,7 @@ static bool run_shape(bench *b, const shape *s)
     printf("%s: %s\n", cumoe_status_name(status), failure_text(b));
     good = false;
   }
-  for (int32_t i = 0; i < b->o.tokens_count && status == CUMOE_OK; ++i)
-    good = run_cell(b, &m, b->o.tokens[i]) && good;
+  for (int32_t i = 0; i < b->o.tokens_count && status == CUMOE_OK; ++i) good = run_cell(b, &m, b->o.tokens[i]) && good;
   model_destroy(&m);
   return good;
 }
@@ -327,10 +320,7 @@ static void stop(bench *b)
 
 int main(int argc, char **argv)
 {
-  bench b = {
-      .o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16},
-        .seed = 1
-  };
+  bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16}, .seed = 1};
   const int early = parse_options(argc, argv, &b.o);
   if (early) return early - 1;
   if (b.o.models && !models_known(b.o.models)) return 2;

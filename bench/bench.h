@@ -187,19 +187,19 @@ bool csv_open(bench *b);
 void csv_row(const bench *b, const result *r);
 const char *failure_text(const bench *b);
 
-#define TRY(expression)                                                                                      \
-  do {                                                                                                       \
-    cumoe_status try_status_ = (expression);                                                                 \
-    if (try_status_ != CUMOE_OK) return try_status_;                                                         \
+#define TRY(expression)                                                                                                \
+  do {                                                                                                                 \
+    cumoe_status try_status_ = (expression);                                                                           \
+    if (try_status_ != CUMOE_OK) return try_status_;                                                                   \
   } while (0)
 
-#define TRY_CUDA(b, expression)                                                                              \
-  do {                                                                                                       \
-    cudaError_t try_error_ = (expression);                                                                   \
-    if (try_error_ != cudaSuccess) {                                                                         \
-      snprintf((b)->error, sizeof(b)->error, "%s: %s", #expression, cudaGetErrorString(try_error_));         \
-      return CUMOE_ERR_CUDA;                                                                                 \
-    }                                                                                                        \
+#define TRY_CUDA(b, expression)                                                                                        \
+  do {                                                                                                                 \
+    cudaError_t try_error_ = (expression);                                                                             \
+    if (try_error_ != cudaSuccess) {                                                                                   \
+      snprintf((b)->error, sizeof(b)->error, "%s: %s", #expression, cudaGetErrorString(try_error_));                   \
+      return CUMOE_ERR_CUDA;                                                                                           \
+    }                                                                                                                  \
   } while (0)
 
 #endif

@@ -62,8 +62,7 @@ static cumoe_status upload_noise(bench *b, uint16_t *host, int64_t count, double
 {
   static uint16_t table[TABLE];
   cumoe_view_mut block;
-  for (int32_t i = 0; i < TABLE; ++i)
-    table[i] = narrow((float)(deviation * random_normal(&b->seed)), b->o.dtype);
+  for (int32_t i = 0; i < TABLE; ++i) table[i] = narrow((float)(deviation * random_normal(&b->seed)), b->o.dtype);
   for (int64_t i = 0; i + 4 <= count; i += 4) {
     const uint64_t bits = random_bits(&b->seed);
     for (int32_t j = 0; j < 4; ++j) host[i + j] = table[bits >> 16 * j & (TABLE - 1)];
@@ -117,8 +116,7 @@ static cumoe_status upload_zipf(bench *b, cumoe_view_mut logits)
   if (!host) return CUMOE_ERR_OUT_OF_MEMORY;
   for (int64_t i = 0; i < count; ++i)
     host[i] = (float)(-b->o.zipf * log((double)(i % logits.cols + 1)) - log(-log(random_unit(&b->seed))));
-  cumoe_status status =
-      cumoe_copy_from_host(b->context, logits, host, (size_t)count * sizeof *host, b->stream);
+  cumoe_status status = cumoe_copy_from_host(b->context, logits, host, (size_t)count * sizeof *host, b->stream);
   if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
   free(host);
   return status;
@@ -214,8 +212,7 @@ cumoe_status cell_create(bench *b, model *m, int64_t tokens, cell *c)
 {
   const shape *s = m->shape;
   size_t bytes, map_bytes;
-  *c = (cell){
-      .bench = b, .model = m, .tokens = tokens, .rows = tokens * s->top_k, .inputs = inputs_for(tokens)};
+  *c = (cell){.bench = b, .model = m, .tokens = tokens, .rows = tokens * s->top_k, .inputs = inputs_for(tokens)};
   c->host_counts = calloc((size_t)c->inputs * (size_t)s->experts, sizeof *c->host_counts);
   if (!c->host_counts) return CUMOE_ERR_OUT_OF_MEMORY;
   TRY(cumoe_plan_workspace(m->plan, tokens, &bytes));
@@ -240,11 +237,8 @@ void cell_destroy(cell *c)
 cumoe_status cell_forward(cell *c, int32_t i, bool report, cumoe_stream stream)
 {
   const model *m = c->model;
-  cumoe_moe_args a = {.size = sizeof a,
-                      .x = c->x[i],
-                      .select_bias = m->select_bias,
-                      .out = c->out,
-                      .workspace = c->workspace};
+  cumoe_moe_args a = {
+      .size = sizeof a, .x = c->x[i], .select_bias = m->select_bias, .out = c->out, .workspace = c->workspace};
   if (c->bench->o.zipf > 0)
     a.logits = cumoe_const(c->logits[i]);
   else
@@ -271,15 +265,14 @@ static cumoe_status call_router(void *user, int32_t i, cumoe_stream stream)
 static cumoe_status call_gate(void *user, int32_t i, cumoe_stream stream)
 {
   cell *c = user;
-  return cumoe_gate(c->bench->context, &c->model->shape->routing, cumoe_const(c->logits[i]),
-                    c->model->select_bias, c->ids[i], c->weights[i], stream);
+  return cumoe_gate(c->bench->context, &c->model->shape->routing, cumoe_const(c->logits[i]), c->model->select_bias,
+                    c->ids[i], c->weights[i], stream);
 }
 
 static cumoe_status call_map(void *user, int32_t i, cumoe_stream stream)
 {
   cell *c = user;
-  return cumoe_map(c->model->plan, cumoe_const(c->ids[i]), (cumoe_view){0}, &c->route[i], c->map_workspace,
-                   stream);
+  return cumoe_map(c->model->plan, cumoe_const(c->ids[i]), (cumoe_view){0}, &c->route[i], c->map_workspace, stream);
 }
 
 static cumoe_status call_up(void *user, int32_t i, cumoe_stream stream)

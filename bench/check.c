@@ -109,9 +109,7 @@ static activated activate(const slot *s, int64_t i)
 static void *compute_slot(void *user)
 {
   slot *s = user;
-  sum y[ELEMENTS] = {
-      {0, 0}
-  };
+  sum y[ELEMENTS] = {{0, 0}};
   double slack[ELEMENTS] = {0};
   for (int64_t i = 0; i < s->inter; ++i) {
     const activated h = activate(s, i);
@@ -152,14 +150,9 @@ static cumoe_status fetch_slot(cell *c, const token *t, int32_t j, slot *s)
 {
   const shape *p = c->model->shape;
   const int64_t expert = t->ids[j], inter = p->inter, hidden = p->hidden;
-  uint16_t *gate_up = malloc((size_t)(2 * inter * hidden) * 2),
-           *down = malloc((size_t)(ELEMENTS * inter) * 2);
-  *s = (slot){.x = t->x,
-              .gate_up = gate_up,
-              .down = down,
-              .hidden = p->hidden,
-              .inter = p->inter,
-              .dtype = c->bench->o.dtype};
+  uint16_t *gate_up = malloc((size_t)(2 * inter * hidden) * 2), *down = malloc((size_t)(ELEMENTS * inter) * 2);
+  *s = (slot){
+      .x = t->x, .gate_up = gate_up, .down = down, .hidden = p->hidden, .inter = p->inter, .dtype = c->bench->o.dtype};
   if (!gate_up || !down) return CUMOE_ERR_OUT_OF_MEMORY;
   TRY(fetch(c, c->model->gate_up, expert * 2 * inter, 2 * inter, gate_up));
   for (int32_t e = 0; e < ELEMENTS; ++e)
@@ -298,8 +291,7 @@ static cumoe_status fetch_token(cell *c, token *t)
   const shape *p = c->model->shape;
   bench *b = c->bench;
   t->index = (int64_t)(random_bits(&b->seed) % (uint64_t)c->tokens);
-  for (int32_t e = 0; e < ELEMENTS; ++e)
-    t->columns[e] = (int32_t)(random_bits(&b->seed) % (uint64_t)p->hidden);
+  for (int32_t e = 0; e < ELEMENTS; ++e) t->columns[e] = (int32_t)(random_bits(&b->seed) % (uint64_t)p->hidden);
   TRY(fetch(c, c->x[0], t->index, 1, t->bytes));
   TRY(fetch(c, cumoe_const(c->ids[0]), t->index, 1, t->ids));
   TRY(fetch(c, cumoe_const(c->weights[0]), t->index, 1, t->weights));

@@ -20,15 +20,14 @@ typedef struct options {
   uint64_t seed;
 } options;
 
-static const char usage[] =
-    "usage: demo [options] [prompt]\n"
-    "  --device auto|cpu|cuda|N  where the MoE layers run (auto: the first GPU, else the CPU)\n"
-    "  --dtype bf16|f32          type of their weights and activations (bf16)\n"
-    "  --tokens N                bytes of text to generate (384)\n"
-    "  --temperature X           of the sampling (0.7); 0 is --greedy\n"
-    "  --greedy                  always the likeliest byte\n"
-    "  --seed N                  of the sampling (1)\n"
-    "  --model FOLDER            config.json and model.safetensors (test/data/tinymoe)\n";
+static const char usage[] = "usage: demo [options] [prompt]\n"
+                            "  --device auto|cpu|cuda|N  where the MoE layers run (auto: the first GPU, else the CPU)\n"
+                            "  --dtype bf16|f32          type of their weights and activations (bf16)\n"
+                            "  --tokens N                bytes of text to generate (384)\n"
+                            "  --temperature X           of the sampling (0.7); 0 is --greedy\n"
+                            "  --greedy                  always the likeliest byte\n"
+                            "  --seed N                  of the sampling (1)\n"
+                            "  --model FOLDER            config.json and model.safetensors (test/data/tinymoe)\n";
 
 /* ---- options --------------------------------------------------------------------------------------- */
 
@@ -213,8 +212,8 @@ static void print_load_row(int32_t layer, const int64_t *load, int32_t experts)
     fputs(bars[height], stderr);
   }
   double percent = total > 0 ? 100 / (double)total : 0;
-  fprintf(stderr, "|  most: expert %d, %.1f %%   least: expert %d, %.1f %%\n", (int)most,
-          percent * (double)load[most], (int)least, percent * (double)load[least]);
+  fprintf(stderr, "|  most: expert %d, %.1f %%   least: expert %d, %.1f %%\n", (int)most, percent * (double)load[most],
+          (int)least, percent * (double)load[least]);
 }
 
 static bool print_report(tinylm *model, const run *r, const cumoe_device_info *device, cumoe_dtype dtype)
@@ -227,8 +226,8 @@ static bool print_report(tinylm *model, const run *r, const cumoe_device_info *d
     return false;
   }
   fprintf(stderr, "\n%d tokens, %.0f tokens/s (prompt: %d tokens in %.1f ms) on %s, %s\n", (int)made,
-          r->seconds > 0 ? (double)made / r->seconds : 0., (int)r->prompt_length, 1e3 * r->prompt_seconds,
-          device->name, cumoe_dtype_name(dtype));
+          r->seconds > 0 ? (double)made / r->seconds : 0., (int)r->prompt_length, 1e3 * r->prompt_seconds, device->name,
+          cumoe_dtype_name(dtype));
   fprintf(stderr, "expert load, experts 0 .. %d; an even share is %.1f %%\n", (int)c->experts - 1,
           100. / (double)c->experts);
   for (int32_t i = 0; i < c->layers; i++) print_load_row(i, load + (int64_t)i * c->experts, c->experts);
@@ -271,9 +270,9 @@ static int talk(const options *o, cumoe_context context)
     return 1;
   }
   const tinylm_config *c = tinylm_get_config(model);
-  fprintf(stderr, "cumoe %d.%d.%d, %s, %s: %d layers of %d experts (%d a token), hidden %d\n\n",
-          CUMOE_VERSION_MAJOR, CUMOE_VERSION_MINOR, CUMOE_VERSION_PATCH, device.name,
-          cumoe_dtype_name(o->dtype), (int)c->layers, (int)c->experts, (int)c->top_k, (int)c->hidden);
+  fprintf(stderr, "cumoe %d.%d.%d, %s, %s: %d layers of %d experts (%d a token), hidden %d\n\n", CUMOE_VERSION_MAJOR,
+          CUMOE_VERSION_MINOR, CUMOE_VERSION_PATCH, device.name, cumoe_dtype_name(o->dtype), (int)c->layers,
+          (int)c->experts, (int)c->top_k, (int)c->hidden);
   bool room = prepare(o, c, &r);
   bool good = room && generate(model, o, &r) && print_report(model, &r, &device, o->dtype);
   if (!good) fprintf(stderr, "\ndemo: %s\n", room ? tinylm_error(model) : "out of memory");

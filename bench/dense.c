@@ -21,12 +21,12 @@ struct cublas {
   int (*set_stream)(void *handle, cudaStream_t stream);
   int (*set_workspace)(void *handle, void *workspace, size_t bytes);
   int (*gemm)(void *handle, int opa, int opb, int m, int n, int k, const void *alpha, const void *a,
-              cudaDataType type_a, int lda, const void *b, cudaDataType type_b, int ldb, const void *beta,
-              void *c, cudaDataType type_c, int ldc, int compute, int algorithm);
+              cudaDataType type_a, int lda, const void *b, cudaDataType type_b, int ldb, const void *beta, void *c,
+              cudaDataType type_c, int ldc, int compute, int algorithm);
   int (*grouped)(void *handle, const int *opa, const int *opb, const int *m, const int *n, const int *k,
-                 const void *alpha, const void *const *a, cudaDataType type_a, const int *lda,
-                 const void *const *b, cudaDataType type_b, const int *ldb, const void *beta, void *const *c,
-                 cudaDataType type_c, const int *ldc, int groups, const int *group_size, int compute);
+                 const void *alpha, const void *const *a, cudaDataType type_a, const int *lda, const void *const *b,
+                 cudaDataType type_b, const int *ldb, const void *beta, void *const *c, cudaDataType type_c,
+                 const int *ldc, int groups, const int *group_size, int compute);
 };
 
 /* ---- library ---- */
@@ -42,8 +42,7 @@ static bool find_all(cublas *blas)
 {
   (void)find(blas, "cublasGemmGroupedBatchedEx", &blas->grouped); /* since CUDA 12.5 */
   return find(blas, "cublasCreate_v2", &blas->create) && find(blas, "cublasDestroy_v2", &blas->destroy) &&
-         find(blas, "cublasGetVersion_v2", &blas->version) &&
-         find(blas, "cublasSetStream_v2", &blas->set_stream) &&
+         find(blas, "cublasGetVersion_v2", &blas->version) && find(blas, "cublasSetStream_v2", &blas->set_stream) &&
          find(blas, "cublasSetWorkspace_v2", &blas->set_workspace) && find(blas, "cublasGemmEx", &blas->gemm);
 }
 
@@ -62,8 +61,7 @@ static bool start(bench *b, cublas *blas)
 {
   const int64_t bytes = 32 << 20;
   cumoe_view_mut workspace;
-  return find_all(blas) && blas->create(&blas->handle) == 0 &&
-         blas->set_stream(blas->handle, b->stream) == 0 &&
+  return find_all(blas) && blas->create(&blas->handle) == 0 && blas->set_stream(blas->handle, b->stream) == 0 &&
          take(b, &b->store, CUMOE_U8, 1, bytes, &workspace) == CUMOE_OK &&
          blas->set_workspace(blas->handle, workspace.data, (size_t)bytes) == 0;
 }
@@ -147,8 +145,8 @@ static cumoe_status call_dense(void *user, int32_t input, cumoe_stream stream)
     const product *q = &p->products[i];
     const char *w = q->w + expert * q->n * q->k * 2;
     TRY(failed(b, "cublasGemmEx",
-               b->blas->gemm(b->blas->handle, OP_T, OP_N, q->n, (int)p->cell->rows, q->k, &one, w, type, q->k,
-                             q->a, type, q->k, &zero, q->c, type, q->n, COMPUTE_32F, GEMM_DEFAULT)));
+               b->blas->gemm(b->blas->handle, OP_T, OP_N, q->n, (int)p->cell->rows, q->k, &one, w, type, q->k, q->a,
+                             type, q->k, &zero, q->c, type, q->n, COMPUTE_32F, GEMM_DEFAULT)));
   }
   return CUMOE_OK;
 }
@@ -162,9 +160,8 @@ static cumoe_status call_grouped(void *user, int32_t input, cumoe_stream stream)
   for (int32_t i = 0; i < 2; ++i) {
     const groups *g = p->grouped[input][i];
     TRY(failed(b, "cublasGemmGroupedBatchedEx",
-               b->blas->grouped(b->blas->handle, g->op_t, g->op_n, g->m, g->n, g->k, g->one, g->a, type, g->k,
-                                g->b, type, g->k, g->zero, (void *const *)g->c, type, g->m, g->count, g->size,
-                                COMPUTE_32F)));
+               b->blas->grouped(b->blas->handle, g->op_t, g->op_n, g->m, g->n, g->k, g->one, g->a, type, g->k, g->b,
+                                type, g->k, g->zero, (void *const *)g->c, type, g->m, g->count, g->size, COMPUTE_32F)));
   }
   return CUMOE_OK;
 }

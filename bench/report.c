@@ -30,8 +30,7 @@ static void read_driver(char *text, size_t bytes)
     fclose(file);
   }
   if (cudaDriverGetVersion(&cuda) == cudaSuccess && cuda > 0)
-    length =
-        snprintf(text, bytes, "%s%sCUDA %d.%d", kernel, kernel[0] ? " " : "", cuda / 1000, cuda % 1000 / 10);
+    length = snprintf(text, bytes, "%s%sCUDA %d.%d", kernel, kernel[0] ? " " : "", cuda / 1000, cuda % 1000 / 10);
   if (length <= 0) snprintf(text, bytes, "none");
 }
 
@@ -83,8 +82,7 @@ void print_header(const bench *b)
   else
     printf("%s, %d multiprocessors, L2 %.0f MB; driver %s, CUDA runtime %s, cuBLAS %s\n", b->device.name,
            (int)b->device.multiprocessors, 1e-6 * (double)b->device.l2_bytes, f.driver, f.runtime, f.cublas);
-  printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "",
-         forced);
+  printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "", forced);
   printf("Times: microseconds a call, median of graph replays over rotating inputs. layer: the whole of it, "
          "hidden states in, "
          "combined out.\n");
@@ -172,8 +170,7 @@ bool csv_open(bench *b)
         "floor_part,tflops,weights_gbs",
         b->csv);
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
-  fputs(",vs_dense,vs_grouped,check,worst_error,gpu,driver,cuda_runtime,cublas,library,commit,date\n",
-        b->csv);
+  fputs(",vs_dense,vs_grouped,check,worst_error,gpu,driver,cuda_runtime,cublas,library,commit,date\n", b->csv);
   return true;
 }
 
@@ -191,16 +188,15 @@ static void csv_identity(const bench *b, const result *r)
   char forced[256], routing[32];
   forced_text(b, forced, sizeof forced);
   routing_text(b, routing, sizeof routing);
-  fprintf(b->csv, "cumoe,%s,%d,%d,%d,%d,%s,%s,%s,%lld", s->name, (int)s->experts, (int)s->top_k,
-          (int)s->hidden, (int)s->inter, cumoe_dtype_name(b->o.dtype), routing, forced,
-          (long long)r->cell->tokens);
+  fprintf(b->csv, "cumoe,%s,%d,%d,%d,%d,%s,%s,%s,%lld", s->name, (int)s->experts, (int)s->top_k, (int)s->hidden,
+          (int)s->inter, cumoe_dtype_name(b->o.dtype), routing, forced, (long long)r->cell->tokens);
 }
 
 static void csv_facts(const bench *b, const result *r)
 {
   const facts f = read_facts(b);
-  fprintf(b->csv, ",%s,%.3g,\"%s\",%s,%s,%s,%s,%s,%s\n", verdict_good(&r->verdict) ? "ok" : "WRONG",
-          r->verdict.worst, b->device.name, f.driver, f.runtime, f.cublas, f.library, f.commit, f.date);
+  fprintf(b->csv, ",%s,%.3g,\"%s\",%s,%s,%s,%s,%s,%s\n", verdict_good(&r->verdict) ? "ok" : "WRONG", r->verdict.worst,
+          b->device.name, f.driver, f.runtime, f.cublas, f.library, f.commit, f.date);
   fflush(b->csv);
 }
 

@@ -63,8 +63,7 @@ static cumoe_status capture(bench *b, const work *w, int32_t inputs, replay *r)
 {
   cumoe_status status = CUMOE_OK;
   TRY_CUDA(b, cudaStreamBeginCapture(b->stream, cudaStreamCaptureModeThreadLocal));
-  for (int32_t i = 0; i < r->calls && status == CUMOE_OK; ++i)
-    status = w->call(w->user, i % inputs, b->stream);
+  for (int32_t i = 0; i < r->calls && status == CUMOE_OK; ++i) status = w->call(w->user, i % inputs, b->stream);
   const cudaError_t ended = cudaStreamEndCapture(b->stream, &r->graph);
   if (status != CUMOE_OK) return status;
   TRY_CUDA(b, ended);
@@ -112,8 +111,8 @@ static cumoe_status give_up(replay *r)
   return CUMOE_OK;
 }
 
-static cumoe_status measure_replays(bench *b, const work *works, int32_t count, int32_t inputs,
-                                    replay *replays, timing *timings)
+static cumoe_status measure_replays(bench *b, const work *works, int32_t count, int32_t inputs, replay *replays,
+                                    timing *timings)
 {
   const int32_t samples = effort_of(b).samples;
   cudaEvent_t events[2];

@@ -153,8 +153,8 @@ static bool read_fields(tinylm *m, json root)
   if (!json_bool(json_find(root, "norm_topk_prob"), &c->renormalize))
     return failed(m, "config.json: norm_topk_prob is missing");
   if (c->heads % c->kv_heads != 0 || c->head_dim % 2 != 0)
-    return failed(m, "config.json: %d heads do not share %d key/value heads of even size evenly",
-                  (int)c->heads, (int)c->kv_heads);
+    return failed(m, "config.json: %d heads do not share %d key/value heads of even size evenly", (int)c->heads,
+                  (int)c->kv_heads);
   return true;
 }
 
@@ -166,8 +166,7 @@ static bool read_config(tinylm *m, const char *path)
   json root = json_parse((const char *)text, size);
   char type[32];
   bool good = root.begin ? true : failed(m, "%s: not JSON", path);
-  if (good &&
-      !(json_string(json_find(root, "model_type"), type, sizeof type) && strcmp(type, "qwen3_moe") == 0))
+  if (good && !(json_string(json_find(root, "model_type"), type, sizeof type) && strcmp(type, "qwen3_moe") == 0))
     good = failed(m, "%s: model_type is not qwen3_moe", path);
   good = good && read_fields(m, root);
   free(text);
@@ -180,8 +179,8 @@ static bool read_tensor(tinylm *m, const char *name, int64_t rows, int64_t cols,
 {
   const file_tensor *t = safetensors_find(&m->file, name);
   if (!t) return failed(m, "tensor %s is missing", name);
-  bool fits = cols == 0 ? t->dims == 1 && t->shape[0] == rows
-                        : t->dims == 2 && t->shape[0] == rows && t->shape[1] == cols;
+  bool fits =
+      cols == 0 ? t->dims == 1 && t->shape[0] == rows : t->dims == 2 && t->shape[0] == rows && t->shape[1] == cols;
   if (!fits) return failed(m, "tensor %s does not have the shape that config.json says", name);
   return file_floats(t, 0, t->count, to) || failed(m, "tensor %s is not of a floating type", name);
 }
@@ -214,8 +213,7 @@ static bool load_attention(tinylm *m, int32_t index, layer *l)
 }
 
 /* One matrix of the checkpoint, in a buffer of its own. */
-static bool load_matrix(tinylm *m, const char *name, int64_t rows, int64_t cols, float *staging,
-                        cumoe_view_mut *view)
+static bool load_matrix(tinylm *m, const char *name, int64_t rows, int64_t cols, float *staging, cumoe_view_mut *view)
 {
   return read_tensor(m, name, rows, cols, staging) && device_matrix(m, m->dtype, rows, cols, view) &&
          upload(m, *view, staging);
@@ -234,8 +232,7 @@ static bool load_experts(tinylm *m, int32_t index, layer *l, const void **pointe
     int64_t out = p == DOWN ? c->hidden : c->inter, in = p == DOWN ? c->inter : c->hidden;
     const void **table = pointers + (int64_t)p * c->experts;
     for (int32_t e = 0; e < c->experts; e++) {
-      snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.weight", (int)index, (int)e,
-               projection[p]);
+      snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.weight", (int)index, (int)e, projection[p]);
       if (!load_matrix(m, name, out, in, staging, &view)) return false;
       table[e] = view.data;
     }
@@ -274,8 +271,7 @@ static bool load_weights(tinylm *m)
   float *staging = floats(m, staging_elements(c));
   if (!m->narrow || !m->layers || !pointers || !staging) return false;
   for (int32_t i = 0; i < c->layers; i++)
-    if (!load_attention(m, i, &m->layers[i]) || !load_experts(m, i, &m->layers[i], pointers, staging))
-      return false;
+    if (!load_attention(m, i, &m->layers[i]) || !load_experts(m, i, &m->layers[i], pointers, staging)) return false;
   return (m->embed = dense(m, -1, "model.embed_tokens.weight", c->vocab, c->hidden)) &&
          (m->norm = dense(m, -1, "model.norm.weight", c->hidden, 0)) &&
          (m->head = dense(m, -1, "lm_head.weight", c->vocab, c->hidden));
@@ -284,15 +280,14 @@ static bool load_weights(tinylm *m)
 static bool make_plan(tinylm *m)
 {
   const tinylm_config *c = &m->config;
-  cumoe_moe_desc desc = {
-      .size = sizeof desc,
-      .num_experts = c->experts,
-      .hidden = c->hidden,
-      .inter = c->inter,
-      .dtype = m->dtype,
-      .out_dtype = CUMOE_F32, /* the residual stream is f32 on the host: no need to round here */
-      .act = CUMOE_ACT_SILU,
-      .routing = c->renormalize ? cumoe_routing_qwen3(c->top_k) : cumoe_routing_qwen2(c->top_k)};
+  cumoe_moe_desc desc = {.size = sizeof desc,
+                         .num_experts = c->experts,
+                         .hidden = c->hidden,
+                         .inter = c->inter,
+                         .dtype = m->dtype,
+                         .out_dtype = CUMOE_F32, /* the residual stream is f32 on the host: no need to round here */
+                         .act = CUMOE_ACT_SILU,
+                         .routing = c->renormalize ? cumoe_routing_qwen3(c->top_k) : cumoe_routing_qwen2(c->top_k)};
   size_t bytes;
   return ok(m, cumoe_plan_create(m->context, &desc, &m->plan)) &&
          ok(m, cumoe_plan_workspace(m->plan, c->context, &bytes)) &&
@@ -325,8 +320,7 @@ static bool load_model(tinylm *m, const char *folder)
 {
   char path[1024];
   if (m->dtype != CUMOE_F32 && m->dtype != CUMOE_BF16) return failed(m, "dtype is neither f32 nor bf16");
-  if (snprintf(path, sizeof path, "%s/config.json", folder) >= (int)sizeof path)
-    return failed(m, "path too long");
+  if (snprintf(path, sizeof path, "%s/config.json", folder) >= (int)sizeof path) return failed(m, "path too long");
   if (!read_config(m, path)) return false;
   if (snprintf(path, sizeof path, "%s/model.safetensors", folder) >= (int)sizeof path)
     return failed(m, "path too long");
@@ -334,8 +328,7 @@ static bool load_model(tinylm *m, const char *folder)
          make_scratch(m);
 }
 
-tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error,
-                      size_t error_bytes)
+tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error, size_t error_bytes)
 {
   tinylm *m = calloc(1, sizeof *m);
   if (!m) {
@@ -416,8 +409,7 @@ static void rotate(const tinylm *m, float *rows, int64_t count, int64_t heads)
 }
 
 /* One head of one query against the first `length` cached positions: softmax(q k / sqrt d) v. */
-static void attend(const tinylm *m, const layer *l, const float *q, int64_t kv_head, int64_t length,
-                   float *out)
+static void attend(const tinylm *m, const layer *l, const float *q, int64_t kv_head, int64_t length, float *out)
 {
   const tinylm_config *c = &m->config;
   int64_t d = c->head_dim, ld = d * c->kv_heads;
@@ -458,13 +450,11 @@ static void attention(tinylm *m, const layer *l, int64_t count)
 
 /* ---- the MoE layer --------------------------------------------------------------------------------- */
 
-bool tinylm_moe(tinylm *m, int32_t index, const float *in, int32_t count, float *out, int32_t *ids,
-                float *weights)
+bool tinylm_moe(tinylm *m, int32_t index, const float *in, int32_t count, float *out, int32_t *ids, float *weights)
 {
   cumoe_view_mut x, y, dev_ids, dev_weights, load;
   if (index < 0 || index >= m->config.layers) return failed(m, "there is no layer %d", (int)index);
-  if (!ok(m, cumoe_view_rows_mut(m->dev_x, 0, count, &x)) ||
-      !ok(m, cumoe_view_rows_mut(m->dev_out, 0, count, &y)) ||
+  if (!ok(m, cumoe_view_rows_mut(m->dev_x, 0, count, &x)) || !ok(m, cumoe_view_rows_mut(m->dev_out, 0, count, &y)) ||
       !ok(m, cumoe_view_rows_mut(m->dev_ids, 0, count, &dev_ids)) ||
       !ok(m, cumoe_view_rows_mut(m->dev_weights, 0, count, &dev_weights)) ||
       !ok(m, cumoe_view_rows_mut(m->dev_load, index, 1, &load)) || !upload(m, x, in))
@@ -486,8 +476,7 @@ static bool moe(tinylm *m, int32_t index, int32_t count)
   int64_t h = m->config.hidden;
   bool watched = m->observer != NULL;
   rms_norm(m->x, m->layers[index].post_norm, count, h, m->config.norm_eps, m->n);
-  if (!tinylm_moe(m, index, m->n, count, m->out, watched ? m->ids : NULL, watched ? m->weights : NULL))
-    return false;
+  if (!tinylm_moe(m, index, m->n, count, m->out, watched ? m->ids : NULL, watched ? m->weights : NULL)) return false;
   if (watched) {
     tinylm_seen seen = {index, count, m->n, m->out, m->ids, m->weights};
     m->observer(m->user, &seen);
@@ -503,12 +492,10 @@ bool tinylm_forward(tinylm *m, const int32_t *tokens, int32_t count, int32_t row
   const tinylm_config *c = &m->config;
   int64_t h = c->hidden;
   if (count < 1 || count > c->context - m->position)
-    return failed(m, "%d tokens do not fit after position %d of %d", (int)count, (int)m->position,
-                  (int)c->context);
+    return failed(m, "%d tokens do not fit after position %d of %d", (int)count, (int)m->position, (int)c->context);
   if (rows < 0 || rows > count) return failed(m, "logits of %d of %d tokens", (int)rows, (int)count);
   for (int32_t t = 0; t < count; t++) {
-    if (tokens[t] < 0 || tokens[t] >= c->vocab)
-      return failed(m, "token %d is outside the vocabulary", (int)tokens[t]);
+    if (tokens[t] < 0 || tokens[t] >= c->vocab) return failed(m, "token %d is outside the vocabulary", (int)tokens[t]);
     memcpy(m->x + t * h, m->embed + tokens[t] * h, (size_t)h * sizeof *m->x);
   }
   for (int32_t i = 0; i < c->layers; i++) {

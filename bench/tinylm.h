@@ -25,8 +25,7 @@ typedef struct tinylm tinylm;
  * Loads folder/config.json and folder/model.safetensors. dtype: of the MoE layers' activations and weights,
  * CUMOE_F32 (bf16 weights widened, exactly) or CUMOE_BF16. NULL with a text in error.
  */
-tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error,
-                      size_t error_bytes);
+tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error, size_t error_bytes);
 void tinylm_destroy(tinylm *model);
 
 const tinylm_config *tinylm_get_config(const tinylm *model);
@@ -40,8 +39,7 @@ void tinylm_rewind(tinylm *model); /* to position 0 */
 
 /* One MoE layer alone, as tinylm_forward runs it: in, out [count, hidden]; ids, weights [count, top_k] or
  * NULL. */
-bool tinylm_moe(tinylm *model, int32_t layer, const float *in, int32_t count, float *out, int32_t *ids,
-                float *weights);
+bool tinylm_moe(tinylm *model, int32_t layer, const float *in, int32_t count, float *out, int32_t *ids, float *weights);
 
 /* Rows that each expert has had since creation, [layers, experts]. */
 bool tinylm_load(tinylm *model, int64_t *load);

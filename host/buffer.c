@@ -132,8 +132,7 @@ static bool retire(uint64_t id, record *was)
 
 static cumoe_status stale(const char *what, uint64_t id)
 {
-  return fail(CUMOE_ERR_STALE_HANDLE, "%s 0x%llx was freed, or never was a buffer", what,
-              (unsigned long long)id);
+  return fail(CUMOE_ERR_STALE_HANDLE, "%s 0x%llx was freed, or never was a buffer", what, (unsigned long long)id);
 }
 
 /* ---- making and ending buffers ---- */
@@ -143,10 +142,10 @@ static cumoe_status matrix_bytes(cumoe_dtype dtype, int64_t rows, int64_t cols, 
   const size_t element = cumoe_dtype_bytes(dtype);
   int64_t count, total;
   REQUIRE(element, CUMOE_ERR_WRONG_DTYPE, "dtype is %d, not a cumoe_dtype", (int)dtype);
-  REQUIRE(rows >= 0 && cols >= 0, CUMOE_ERR_INVALID_ARGUMENT,
-          "rows is %lld, cols is %lld: must not be negative", (long long)rows, (long long)cols);
-  REQUIRE(!__builtin_mul_overflow(rows, cols, &count) &&
-              !__builtin_mul_overflow(count, (int64_t)element, &total) && total < (int64_t)1 << 46,
+  REQUIRE(rows >= 0 && cols >= 0, CUMOE_ERR_INVALID_ARGUMENT, "rows is %lld, cols is %lld: must not be negative",
+          (long long)rows, (long long)cols);
+  REQUIRE(!__builtin_mul_overflow(rows, cols, &count) && !__builtin_mul_overflow(count, (int64_t)element, &total) &&
+              total < (int64_t)1 << 46,
           CUMOE_ERR_INVALID_ARGUMENT, "%lld x %lld elements of %zu bytes are more than an address space",
           (long long)rows, (long long)cols, element);
   *bytes = (size_t)total;
@@ -175,8 +174,8 @@ cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int
   return status;
 }
 
-cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype, int64_t rows,
-                                int64_t cols, cumoe_stream stream, cumoe_buffer *buffer)
+cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype, int64_t rows, int64_t cols,
+                                cumoe_stream stream, cumoe_buffer *buffer)
 {
   begin_call(__func__);
   REQUIRE(buffer, CUMOE_ERR_INVALID_ARGUMENT, "buffer is null");
@@ -300,10 +299,10 @@ cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_vi
   record r;
   if (v->owner == 0) return CUMOE_OK;
   REQUIRE(find(v->owner, &r), CUMOE_ERR_STALE_HANDLE, "%s is a view of a buffer that was freed", what);
-  REQUIRE(r.context == context, CUMOE_ERR_WRONG_DEVICE,
-          "%s is a view of a buffer of another context (device %d)", what, (int)r.device);
-  REQUIRE(cumoe_dtype_bytes((cumoe_dtype)v->dtype), CUMOE_ERR_WRONG_DTYPE,
-          "%s.dtype is %d, not a cumoe_dtype", what, (int)v->dtype);
+  REQUIRE(r.context == context, CUMOE_ERR_WRONG_DEVICE, "%s is a view of a buffer of another context (device %d)", what,
+          (int)r.device);
+  REQUIRE(cumoe_dtype_bytes((cumoe_dtype)v->dtype), CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %d, not a cumoe_dtype", what,
+          (int)v->dtype);
   REQUIRE(v->rows >= 0 && v->cols >= 0 && v->ld >= v->cols, CUMOE_ERR_INVALID_ARGUMENT,
           "%s is [%lld, %lld] with ld %lld", what, (long long)v->rows, (long long)v->cols, (long long)v->ld);
   REQUIRE(v->rows == 0 || v->cols == 0 || within(v, &r), CUMOE_ERR_OUT_OF_BOUNDS,
@@ -332,8 +331,8 @@ static cumoe_status slice(const char *what, int64_t first, int64_t count, int64_
 }
 
 /* An empty slice keeps the view's own pointer: the row it would begin at need not exist. */
-static cumoe_status slice_view(cumoe_view_mut v, int64_t first_row, int64_t rows, int64_t first_col,
-                               int64_t cols, cumoe_view_mut *out)
+static cumoe_status slice_view(cumoe_view_mut v, int64_t first_row, int64_t rows, int64_t first_col, int64_t cols,
+                               cumoe_view_mut *out)
 {
   record r;
   int64_t skip = 0;
@@ -344,8 +343,7 @@ static cumoe_status slice_view(cumoe_view_mut v, int64_t first_row, int64_t rows
   TRY(slice("rows", first_row, rows, v.rows));
   TRY(slice("cols", first_col, cols, v.cols));
   if (v.data && rows > 0 && cols > 0)
-    REQUIRE(!__builtin_mul_overflow(first_row, v.ld, &skip) &&
-                !__builtin_add_overflow(skip, first_col, &skip) &&
+    REQUIRE(!__builtin_mul_overflow(first_row, v.ld, &skip) && !__builtin_add_overflow(skip, first_col, &skip) &&
                 !__builtin_mul_overflow(skip, element, &skip),
             CUMOE_ERR_INVALID_ARGUMENT, "view.ld is %lld: the slice would begin past the address space",
             (long long)v.ld);
@@ -406,8 +404,8 @@ static cumoe_status check_view(cumoe_context context, const char *what, const cu
   return check_extent(what, v, (uint32_t)element);
 }
 
-static cumoe_status check_host_copy(cumoe_context context, const char *what, const cumoe_view *v,
-                                    const void *host, size_t bytes, cumoe_stream stream)
+static cumoe_status check_host_copy(cumoe_context context, const char *what, const cumoe_view *v, const void *host,
+                                    size_t bytes, cumoe_stream stream)
 {
   TRY(check_context(context));
   TRY(check_view(context, what, v));
@@ -415,8 +413,7 @@ static cumoe_status check_host_copy(cumoe_context context, const char *what, con
   REQUIRE(bytes == need, CUMOE_ERR_OUT_OF_BOUNDS, "bytes is %zu, %s [%lld, %lld] has %zu", bytes, what,
           (long long)v->rows, (long long)v->cols, need);
   REQUIRE(host || need == 0, CUMOE_ERR_INVALID_ARGUMENT, "the host pointer is null");
-  return need ? refuse_capture(context, stream)
-              : CUMOE_OK; /* a graph would read the host memory at every replay */
+  return need ? refuse_capture(context, stream) : CUMOE_OK; /* a graph would read the host memory at every replay */
 }
 
 cumoe_status cumoe_copy_from_host(cumoe_context context, cumoe_view_mut dst, const void *src, size_t bytes,
@@ -427,12 +424,11 @@ cumoe_status cumoe_copy_from_host(cumoe_context context, cumoe_view_mut dst, con
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)v.dtype);
   TRY(check_host_copy(context, "dst", &v, src, bytes, stream));
   if (bytes == 0) return CUMOE_OK;
-  return memory_copy(context, dst.data, (size_t)v.ld * element, src, (size_t)v.cols * element,
-                     (size_t)v.cols * element, (size_t)v.rows, cudaMemcpyHostToDevice, stream);
+  return memory_copy(context, dst.data, (size_t)v.ld * element, src, (size_t)v.cols * element, (size_t)v.cols * element,
+                     (size_t)v.rows, cudaMemcpyHostToDevice, stream);
 }
 
-cumoe_status cumoe_copy_to_host(cumoe_context context, void *dst, size_t bytes, cumoe_view src,
-                                cumoe_stream stream)
+cumoe_status cumoe_copy_to_host(cumoe_context context, void *dst, size_t bytes, cumoe_view src, cumoe_stream stream)
 {
   begin_call(__func__);
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)src.dtype);
@@ -453,8 +449,8 @@ cumoe_status cumoe_copy(cumoe_context context, cumoe_view_mut dst, cumoe_view sr
   REQUIRE(dst.dtype == src.dtype, CUMOE_ERR_WRONG_DTYPE, "dst is %s, src is %s",
           cumoe_dtype_name((cumoe_dtype)dst.dtype), cumoe_dtype_name((cumoe_dtype)src.dtype));
   REQUIRE(dst.rows == src.rows && dst.cols == src.cols, CUMOE_ERR_INVALID_ARGUMENT,
-          "dst is [%lld, %lld], src is [%lld, %lld]", (long long)dst.rows, (long long)dst.cols,
-          (long long)src.rows, (long long)src.cols);
+          "dst is [%lld, %lld], src is [%lld, %lld]", (long long)dst.rows, (long long)dst.cols, (long long)src.rows,
+          (long long)src.cols);
   if (src.rows == 0 || src.cols == 0) return CUMOE_OK;
   TRY(check_disjoint("dst", dst, "src", src));
   return memory_copy(context, dst.data, (size_t)dst.ld * element, src.data, (size_t)src.ld * element,
@@ -469,6 +465,5 @@ cumoe_status cumoe_fill(cumoe_context context, cumoe_view_mut dst, uint8_t byte,
   TRY(check_context(context));
   TRY(check_view(context, "dst", &d));
   if (d.rows == 0 || d.cols == 0) return CUMOE_OK;
-  return memory_fill(context, dst.data, (size_t)d.ld * element, byte, (size_t)d.cols * element,
-                     (size_t)d.rows, stream);
+  return memory_fill(context, dst.data, (size_t)d.ld * element, byte, (size_t)d.cols * element, (size_t)d.rows, stream);
 }

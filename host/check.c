@@ -7,7 +7,10 @@
 
 /* ---- views ---- */
 
-bool absent(const cumoe_view *v) { return !v->data && !v->owner && v->rows == 0 && v->cols == 0; }
+bool absent(const cumoe_view *v)
+{
+  return !v->data && !v->owner && v->rows == 0 && v->cols == 0;
+}
 
 static void list_dtypes(uint32_t mask, char *text, size_t bytes)
 {
@@ -30,12 +33,14 @@ cumoe_status check_extent(const char *name, const cumoe_view *v, uint32_t align)
   REQUIRE(v->data, CUMOE_ERR_INVALID_ARGUMENT, "%s.data is null", name);
   const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
   int64_t elements, bytes;
-  REQUIRE(!__builtin_mul_overflow(v->rows, v->ld, &elements) && !__builtin_mul_overflow(elements, element, &bytes) && bytes <= limit,
+  REQUIRE(!__builtin_mul_overflow(v->rows, v->ld, &elements) && !__builtin_mul_overflow(elements, element, &bytes) &&
+              bytes <= limit,
           CUMOE_ERR_INVALID_ARGUMENT, "%s [%lld, %lld] with ld %lld is larger than an address space", name,
           (long long)v->rows, (long long)v->cols, (long long)v->ld);
-  REQUIRE((uintptr_t)v->data % align == 0, CUMOE_ERR_MISALIGNED, "%s.data is %p, must be aligned to %u bytes", name, v->data, align);
-  REQUIRE(v->rows == 1 || v->ld * element % align == 0, CUMOE_ERR_MISALIGNED, "%s.ld is %lld elements, must be a multiple of %u bytes",
-          name, (long long)v->ld, align);
+  REQUIRE((uintptr_t)v->data % align == 0, CUMOE_ERR_MISALIGNED, "%s.data is %p, must be aligned to %u bytes", name,
+          v->data, align);
+  REQUIRE(v->rows == 1 || v->ld * element % align == 0, CUMOE_ERR_MISALIGNED,
+          "%s.ld is %lld elements, must be a multiple of %u bytes", name, (long long)v->ld, align);
   return CUMOE_OK;
 }
 
@@ -52,7 +57,8 @@ cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_vie
   if (v.dtype < 1 || v.dtype > 31 || !(want->dtypes & DTYPE_BIT(v.dtype))) {
     char names[64];
     list_dtypes(want->dtypes, names, sizeof names);
-    return fail(CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %s, must be %s", want->name, cumoe_dtype_name((cumoe_dtype)v.dtype), names);
+    return fail(CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %s, must be %s", want->name, cumoe_dtype_name((cumoe_dtype)v.dtype),
+                names);
   }
   const uint32_t element = (uint32_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
   return check_extent(want->name, &v, want->align > element ? want->align : element);
@@ -79,7 +85,8 @@ static span span_of(const cumoe_view *v)
 {
   const uintptr_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype), begin = (uintptr_t)v->data;
   if (!v->data || v->rows == 0 || v->cols == 0) return (span){begin, begin, 0, 0};
-  return (span){begin, begin + (uintptr_t)((v->rows - 1) * v->ld + v->cols) * element, (uintptr_t)v->cols * element, (uintptr_t)v->ld * element};
+  return (span){begin, begin + (uintptr_t)((v->rows - 1) * v->ld + v->cols) * element, (uintptr_t)v->cols * element,
+                (uintptr_t)v->ld * element};
 }
 
 /* Column ranges of one matrix interleave without touching each other: an engine may keep x and out side by side. */
@@ -87,7 +94,8 @@ static bool spans_overlap(const span *a, const span *b)
 {
   if (a->begin == a->end || b->begin == b->end || a->end <= b->begin || b->end <= a->begin) return false;
   if (a->pitch != b->pitch) return true;
-  const uintptr_t from_a = a->begin < b->begin ? (b->begin - a->begin) % a->pitch : a->pitch - 1 - (a->begin - b->begin - 1) % a->pitch;
+  const uintptr_t from_a =
+      a->begin < b->begin ? (b->begin - a->begin) % a->pitch : a->pitch - 1 - (a->begin - b->begin - 1) % a->pitch;
   return from_a < a->width || from_a + b->width > a->pitch;
 }
 
@@ -104,9 +112,11 @@ cumoe_status take_struct(const char *name, const void *from, void *to, size_t si
   uint32_t given;
   REQUIRE(from, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
   memcpy(&given, from, sizeof given);
-  REQUIRE(given >= 8 && given <= 4096, CUMOE_ERR_INVALID_ARGUMENT, "%s.size is %u, must be sizeof the struct (%zu)", name, given, size);
+  REQUIRE(given >= 8 && given <= 4096, CUMOE_ERR_INVALID_ARGUMENT, "%s.size is %u, must be sizeof the struct (%zu)",
+          name, given, size);
   for (size_t i = size; i < given; ++i)
-    REQUIRE(((const unsigned char *)from)[i] == 0, CUMOE_ERR_NOT_SUPPORTED, "%s has fields that this version of the library does not know", name);
+    REQUIRE(((const unsigned char *)from)[i] == 0, CUMOE_ERR_NOT_SUPPORTED,
+            "%s has fields that this version of the library does not know", name);
   memset(to, 0, size);
   memcpy(to, from, given < size ? given : size);
   return CUMOE_OK;
@@ -122,7 +132,8 @@ int32_t router_experts(const cumoe_moe_desc *d)
 static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
 {
   if (r->n_group == 0) {
-    REQUIRE(r->topk_group == 0, CUMOE_ERR_INVALID_ARGUMENT, "routing.topk_group is %d, must be 0 without groups", (int)r->topk_group);
+    REQUIRE(r->topk_group == 0, CUMOE_ERR_INVALID_ARGUMENT, "routing.topk_group is %d, must be 0 without groups",
+            (int)r->topk_group);
     return CUMOE_OK;
   }
   REQUIRE(r->n_group >= 1 && r->n_group <= 64 && experts % r->n_group == 0, CUMOE_ERR_INVALID_ARGUMENT,
@@ -144,9 +155,11 @@ cumoe_status check_routing(const cumoe_routing *r, int32_t experts)
   REQUIRE(r->score >= CUMOE_SCORE_SOFTMAX && r->score <= CUMOE_SCORE_IDENTITY, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.score is %d, not a cumoe_score", (int)r->score);
   REQUIRE(r->top_k >= 1 && r->top_k <= CUMOE_MAX_TOP_K && r->top_k <= experts, CUMOE_ERR_INVALID_ARGUMENT,
-          "routing.top_k is %d, must be 1 .. %d and at most the %d experts", (int)r->top_k, CUMOE_MAX_TOP_K, (int)experts);
+          "routing.top_k is %d, must be 1 .. %d and at most the %d experts", (int)r->top_k, CUMOE_MAX_TOP_K,
+          (int)experts);
   REQUIRE(!(r->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "routing.flags is 0x%x, known are 0x%x", r->flags, known);
-  REQUIRE(r->routed_scale >= 0 && r->softcap >= 0 && r->renorm_eps >= 0 && r->renorm_min >= 0, CUMOE_ERR_INVALID_ARGUMENT,
+  REQUIRE(r->routed_scale >= 0 && r->softcap >= 0 && r->renorm_eps >= 0 && r->renorm_min >= 0,
+          CUMOE_ERR_INVALID_ARGUMENT,
           "routing: routed_scale %g, softcap %g, renorm_eps %g, renorm_min %g must not be negative or NaN",
           (double)r->routed_scale, (double)r->softcap, (double)r->renorm_eps, (double)r->renorm_min);
   REQUIRE(!(r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK) || r->score == CUMOE_SCORE_SOFTMAX, CUMOE_ERR_INVALID_ARGUMENT,
@@ -167,8 +180,9 @@ static cumoe_status check_shape(const cumoe_moe_desc *d)
           "desc.inter is %d, must be a multiple of 8, 8 .. %d", (int)d->inter, (int)limit);
   REQUIRE(d->shared_inter >= 0 && d->shared_inter % 8 == 0 && d->shared_inter <= limit, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.shared_inter is %d, must be a multiple of 8, 0 .. %d", (int)d->shared_inter, (int)limit);
-  REQUIRE(d->routing.zero_experts >= 0 && d->routing.zero_experts <= CUMOE_MAX_EXPERTS && d->routing.identity_experts >= 0 &&
-              d->routing.identity_experts <= CUMOE_MAX_EXPERTS && router_experts(d) <= CUMOE_MAX_EXPERTS,
+  REQUIRE(d->routing.zero_experts >= 0 && d->routing.zero_experts <= CUMOE_MAX_EXPERTS &&
+              d->routing.identity_experts >= 0 && d->routing.identity_experts <= CUMOE_MAX_EXPERTS &&
+              router_experts(d) <= CUMOE_MAX_EXPERTS,
           CUMOE_ERR_INVALID_ARGUMENT, "desc: num_experts + zero_experts %d + identity_experts %d, must be at most %d",
           (int)d->routing.zero_experts, (int)d->routing.identity_experts, CUMOE_MAX_EXPERTS);
   return CUMOE_OK;
@@ -226,8 +240,8 @@ cumoe_status check_weights(const char *name, cumoe_weights w, const cumoe_plan p
   REQUIRE(w, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
   REQUIRE(w->magic == WEIGHTS_MAGIC, CUMOE_ERR_STALE_HANDLE, "%s is not a live weights object", name);
   REQUIRE(w->context == plan->context, CUMOE_ERR_WRONG_DEVICE, "%s belongs to another context than the plan", name);
-  REQUIRE(w->dtype == d->dtype, CUMOE_ERR_WRONG_DTYPE, "%s are %s, desc.dtype is %s", name, cumoe_dtype_name((cumoe_dtype)w->dtype),
-          cumoe_dtype_name((cumoe_dtype)d->dtype));
+  REQUIRE(w->dtype == d->dtype, CUMOE_ERR_WRONG_DTYPE, "%s are %s, desc.dtype is %s", name,
+          cumoe_dtype_name((cumoe_dtype)w->dtype), cumoe_dtype_name((cumoe_dtype)d->dtype));
   REQUIRE(w->experts == experts && w->hidden == d->hidden && w->inter == inter, CUMOE_ERR_INVALID_ARGUMENT,
           "%s have experts %d, hidden %d, inter %d; the plan needs %d, %d, %d", name, (int)w->experts, (int)w->hidden,
           (int)w->inter, (int)experts, (int)d->hidden, (int)inter);
@@ -241,17 +255,20 @@ cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t toke
   const cumoe_moe_desc *d = &plan->desc;
   const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
   REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  REQUIRE(route->size == sizeof *route, CUMOE_ERR_INVALID_ARGUMENT, "route.size is %u, must be %zu", route->size, sizeof *route);
+  REQUIRE(route->size == sizeof *route, CUMOE_ERR_INVALID_ARGUMENT, "route.size is %u, must be %zu", route->size,
+          sizeof *route);
   REQUIRE(route->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "route.reserved is %d, must be 0", (int)route->reserved);
-  const operand counts = {"route.counts", 1, d->local_experts, i32, 4}, offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
+  const operand counts = {"route.counts", 1, d->local_experts, i32, 4},
+                offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
   const operand row_pair = {"route.row_pair", 1, tokens * d->routing.top_k, i32, 4};
   const operand slot_row = {"route.slot_row", tokens, d->routing.top_k, i32, 4};
   TRY(check_operand(plan->context, &counts, cumoe_const(route->counts)));
   TRY(check_operand(plan->context, &offsets, cumoe_const(route->offsets)));
   TRY(check_operand(plan->context, &row_pair, cumoe_const(route->row_pair)));
   TRY(check_operand(plan->context, &slot_row, cumoe_const(route->slot_row)));
-  REQUIRE(tokens <= 1 || route->slot_row.ld == route->slot_row.cols, CUMOE_ERR_LAYOUT, "route.slot_row.ld is %lld, must be top_k = %lld",
-          (long long)route->slot_row.ld, (long long)route->slot_row.cols);
+  REQUIRE(tokens <= 1 || route->slot_row.ld == route->slot_row.cols, CUMOE_ERR_LAYOUT,
+          "route.slot_row.ld is %lld, must be top_k = %lld", (long long)route->slot_row.ld,
+          (long long)route->slot_row.cols);
   return CUMOE_OK;
 }
 
@@ -263,7 +280,8 @@ typedef struct projection_shape {
   int32_t major;
 } projection_shape;
 
-static cumoe_status check_projection(cumoe_context context, const cumoe_projection *p, const projection_shape *s, int32_t experts, int32_t dtype)
+static cumoe_status check_projection(cumoe_context context, const cumoe_projection *p, const projection_shape *s,
+                                     int32_t experts, int32_t dtype)
 {
   const bool out_in = s->major == CUMOE_OUT_IN;
   cumoe_view v = p->data;
@@ -277,8 +295,9 @@ static cumoe_status check_projection(cumoe_context context, const cumoe_projecti
   const operand data = {s->name, out_in ? s->out : s->in, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
   TRY(check_operand(context, &data, v));
   const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
-  REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT, "%s.expert_stride is %lld, must be at least one matrix, %lld",
-          s->name, (long long)p->expert_stride, (long long)matrix);
+  REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT,
+          "%s.expert_stride is %lld, must be at least one matrix, %lld", s->name, (long long)p->expert_stride,
+          (long long)matrix);
   REQUIRE((uint64_t)stride * cumoe_dtype_bytes((cumoe_dtype)dtype) % 16 == 0, CUMOE_ERR_MISALIGNED,
           "%s.expert_stride is %lld elements, must be a multiple of 16 bytes", s->name, (long long)stride);
   if (!p->per_expert) { /* the whole stack must lie in its buffer, not only expert 0 */
@@ -303,7 +322,8 @@ static bool projection_absent(const cumoe_projection *p)
 
 static cumoe_status check_major(const char *name, int32_t major)
 {
-  REQUIRE(major == CUMOE_OUT_IN || major == CUMOE_IN_OUT, CUMOE_ERR_LAYOUT, "%s is %d, must be CUMOE_OUT_IN or CUMOE_IN_OUT", name, (int)major);
+  REQUIRE(major == CUMOE_OUT_IN || major == CUMOE_IN_OUT, CUMOE_ERR_LAYOUT,
+          "%s is %d, must be CUMOE_OUT_IN or CUMOE_IN_OUT", name, (int)major);
   return CUMOE_OK;
 }
 
@@ -317,17 +337,19 @@ cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc 
   TRY(check_major("desc.up_major", d->up_major));
   TRY(check_major("desc.down_major", d->down_major));
   REQUIRE(d->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "desc.reserved is %d, must be 0", (int)d->reserved);
-  REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "desc.experts is %d, must be 1 .. %d",
-          (int)d->experts, CUMOE_MAX_EXPERTS);
+  REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
   REQUIRE(dtype == CUMOE_BF16 || dtype == CUMOE_F16 || dtype == CUMOE_F32, CUMOE_ERR_WRONG_DTYPE,
           "desc.down.data.dtype is %s, must be bf16, f16 or f32", cumoe_dtype_name((cumoe_dtype)dtype));
-  REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT, "desc.gate_up must be absent with this gate_order");
+  REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT,
+          "desc.gate_up must be absent with this gate_order");
   REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
   REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
   const projection_shape gate_up = {"desc.gate_up", 2 * (int64_t)d->inter, d->hidden, d->up_major};
-  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major}, up = {"desc.up", d->inter, d->hidden, d->up_major};
+  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major},
+                         up = {"desc.up", d->inter, d->hidden, d->up_major};
   const projection_shape down = {"desc.down", d->hidden, d->inter, d->down_major};
   if (fused) TRY(check_projection(context, &d->gate_up, &gate_up, d->experts, dtype));
   if (separate) TRY(check_projection(context, &d->gate, &gate, d->experts, dtype));
@@ -348,7 +370,8 @@ static cumoe_status check_routing_inputs(cumoe_plan plan, const cumoe_moe_args *
   const cumoe_moe_desc *d = &plan->desc;
   const int64_t tokens = a->x.rows, experts = router_experts(d), k = d->routing.top_k;
   const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), i32 = DTYPE_BIT(CUMOE_I32);
-  const operand router_weight = {"args.router_weight", experts, d->hidden, own | f32, 16}, router_bias = {"args.router_bias", 1, experts, own | f32, 0};
+  const operand router_weight = {"args.router_weight", experts, d->hidden, own | f32, 16},
+                router_bias = {"args.router_bias", 1, experts, own | f32, 0};
   const operand logits = {"args.logits", tokens, experts, FLOAT_BITS, 0}, ids = {"args.ids", tokens, k, INDEX_BITS, 0};
   const operand weights = {"args.weights", tokens, k, f32, 0}, select_bias = {"args.select_bias", 1, experts, f32, 0};
   const operand expert_map = {"args.expert_map", 1, d->num_experts, i32, 0};
@@ -391,9 +414,12 @@ static cumoe_status check_outputs(cumoe_plan plan, const cumoe_moe_args *a)
   const int64_t tokens = a->x.rows, k = d->routing.top_k;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   const uint32_t out_type = DTYPE_BIT(d->out_dtype);
-  const operand out = {"args.out", unreduced ? tokens * k : tokens, d->hidden, out_type, 16}, residual = {"args.residual", tokens, d->hidden, out_type, 16};
-  const operand ids_out = {"args.ids_out", tokens, k, INDEX_BITS, 0}, weights_out = {"args.weights_out", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
-  const operand counts_out = {"args.counts_out", 1, d->local_experts, DTYPE_BIT(CUMOE_I32), 0}, load = {"args.load", 1, d->local_experts, DTYPE_BIT(CUMOE_I64), 0};
+  const operand out = {"args.out", unreduced ? tokens * k : tokens, d->hidden, out_type, 16},
+                residual = {"args.residual", tokens, d->hidden, out_type, 16};
+  const operand ids_out = {"args.ids_out", tokens, k, INDEX_BITS, 0},
+                weights_out = {"args.weights_out", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
+  const operand counts_out = {"args.counts_out", 1, d->local_experts, DTYPE_BIT(CUMOE_I32), 0},
+                load = {"args.load", 1, d->local_experts, DTYPE_BIT(CUMOE_I64), 0};
   TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
   TRY(check_optional(plan->context, &residual, a->residual));
   if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
@@ -408,20 +434,23 @@ static cumoe_status check_outputs(cumoe_plan plan, const cumoe_moe_args *a)
 static cumoe_status check_overlaps(const cumoe_moe_args *a)
 {
   enum { OUTPUTS = 6, ALL = 17 };
-  static const char *const names[ALL] = {"out", "ids_out", "weights_out", "counts_out", "load", "workspace", "x", "device_tokens",
-                                         "router_weight", "router_bias", "logits", "ids", "weights", "select_bias", "expert_map",
+  static const char *const names[ALL] = {"out",         "ids_out", "weights_out",   "counts_out",    "load",
+                                         "workspace",   "x",       "device_tokens", "router_weight", "router_bias",
+                                         "logits",      "ids",     "weights",       "select_bias",   "expert_map",
                                          "shared_gate", "residual"};
   const bool in_place = a->residual.data == a->out.data && a->residual.ld == a->out.ld;
-  const cumoe_view outputs[OUTPUTS] = {cumoe_const(a->out), cumoe_const(a->ids_out), cumoe_const(a->weights_out), cumoe_const(a->counts_out),
-                                       cumoe_const(a->load), cumoe_const(a->workspace)};
-  const cumoe_view *inputs[ALL - OUTPUTS] = {&a->x, &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits, &a->ids,
-                                             &a->weights, &a->select_bias, &a->expert_map, &a->shared_gate, &a->residual};
+  const cumoe_view outputs[OUTPUTS] = {cumoe_const(a->out),        cumoe_const(a->ids_out), cumoe_const(a->weights_out),
+                                       cumoe_const(a->counts_out), cumoe_const(a->load),    cumoe_const(a->workspace)};
+  const cumoe_view *inputs[ALL - OUTPUTS] = {&a->x,          &a->device_tokens, &a->router_weight, &a->router_bias,
+                                             &a->logits,     &a->ids,           &a->weights,       &a->select_bias,
+                                             &a->expert_map, &a->shared_gate,   &a->residual};
   span spans[ALL];
   for (int i = 0; i < ALL; ++i) spans[i] = span_of(i < OUTPUTS ? &outputs[i] : inputs[i - OUTPUTS]);
   if (in_place) spans[ALL - 1].end = spans[ALL - 1].begin;
   for (int i = 0; i < OUTPUTS; ++i)
     for (int j = i + 1; j < ALL; ++j)
-      REQUIRE(!spans_overlap(&spans[i], &spans[j]), CUMOE_ERR_INVALID_ARGUMENT, "args.%s overlaps args.%s", names[i], names[j]);
+      REQUIRE(!spans_overlap(&spans[i], &spans[j]), CUMOE_ERR_INVALID_ARGUMENT, "args.%s overlaps args.%s", names[i],
+              names[j]);
   return CUMOE_OK;
 }
 
@@ -436,7 +465,8 @@ static cumoe_status check_workspace(cumoe_plan plan, const cumoe_moe_args *a)
   REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", need);
   const operand workspace = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
   TRY(check_operand(plan->context, &workspace, w));
-  REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed", (long long)w.cols, need);
+  REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
+          (long long)w.cols, need);
   return CUMOE_OK;
 }
 
@@ -447,8 +477,10 @@ cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_m
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
   REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
   REQUIRE(a->x.rows >= 0 && a->x.rows <= INT32_MAX / d->routing.top_k, CUMOE_ERR_INVALID_ARGUMENT,
-          "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows, (int)(INT32_MAX / d->routing.top_k));
-  const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16}, device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+          "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows,
+          (int)(INT32_MAX / d->routing.top_k));
+  const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
+                device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_operand(plan->context, &x, a->x));
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   TRY(check_routing_inputs(plan, a));
@@ -462,17 +494,24 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
 {
   TRY(check_route(plan, route, tokens));
   const cumoe_moe_desc *d = &plan->desc;
-  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, weigh = !unreduced && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED,
+             weigh = !unreduced && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
   const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), out_type = DTYPE_BIT(d->out_dtype);
   const operand y = {"args.y", a->y.rows, d->hidden, own, 16}, x = {"args.x", tokens, d->hidden, own, 16};
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
-  const operand shared = {"args.shared", tokens, d->hidden, own, 16}, shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
-  const operand residual = {"args.residual", tokens, d->hidden, out_type, 16}, device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  const operand shared = {"args.shared", tokens, d->hidden, own, 16},
+                shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
+  const operand residual = {"args.residual", tokens, d->hidden, out_type, 16},
+                device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_operand(plan->context, &y, a->y));
-  if (weigh) TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
-  else TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED or weighs the input"));
-  if (d->routing.identity_experts) TRY(check_operand(plan->context, &x, a->x));
-  else TRY(check_optional(plan->context, &x, a->x));
+  if (weigh)
+    TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
+  else
+    TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED or weighs the input"));
+  if (d->routing.identity_experts)
+    TRY(check_operand(plan->context, &x, a->x));
+  else
+    TRY(check_optional(plan->context, &x, a->x));
   TRY(check_optional(plan->context, &shared, a->shared));
   TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
   TRY(check_optional(plan->context, &residual, a->residual));
@@ -482,6 +521,7 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   TRY(check_disjoint("args.out", a->out, "args.y", a->y));
   TRY(check_disjoint("args.out", a->out, "args.x", a->x));
   TRY(check_disjoint("args.out", a->out, "args.pair_weights", a->pair_weights));
-  if (a->residual.data != a->out.data || a->residual.ld != a->out.ld) TRY(check_disjoint("args.out", a->out, "args.residual", a->residual));
+  if (a->residual.data != a->out.data || a->residual.ld != a->out.ld)
+    TRY(check_disjoint("args.out", a->out, "args.residual", a->residual));
   return check_disjoint("args.out", a->out, "args.shared", a->shared);
 }

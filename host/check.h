@@ -31,8 +31,8 @@ typedef struct operand {
 } operand;
 
 #define DTYPE_BIT(dtype) (1u << (dtype))
-#define FLOAT_BITS (DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(CUMOE_F16) | DTYPE_BIT(CUMOE_BF16))
-#define INDEX_BITS (DTYPE_BIT(CUMOE_I32) | DTYPE_BIT(CUMOE_I64))
+#define FLOAT_BITS       (DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(CUMOE_F16) | DTYPE_BIT(CUMOE_BF16))
+#define INDEX_BITS       (DTYPE_BIT(CUMOE_I32) | DTYPE_BIT(CUMOE_I64))
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_view view);
@@ -49,7 +49,8 @@ cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts)
 /* Checks and fills in defaults. */
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *to);
 cumoe_status check_plan(cumoe_plan plan);
-cumoe_status check_weights(const char *name, cumoe_weights weights, const cumoe_plan plan, int32_t experts, int32_t inter);
+cumoe_status check_weights(const char *name, cumoe_weights weights, const cumoe_plan plan, int32_t experts,
+                           int32_t inter);
 cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc *desc);
 cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens);
 cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args);

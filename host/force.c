@@ -4,7 +4,10 @@
 #include "check.h"
 #include "variants.h"
 
-int32_t cumoe_variant_count(void) { return variant_count; }
+int32_t cumoe_variant_count(void)
+{
+  return variant_count;
+}
 
 cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_variant_info *info)
 {

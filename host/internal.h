@@ -36,21 +36,21 @@ void restore_error(const error_text *saved);
 
 void log_message(cumoe_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-#define TRY(expression)                                                                                       \
-  do {                                                                                                        \
-    cumoe_status try_status_ = (expression);                                                                  \
-    if (try_status_ != CUMOE_OK) return try_status_;                                                          \
+#define TRY(expression)                                                                                                \
+  do {                                                                                                                 \
+    cumoe_status try_status_ = (expression);                                                                           \
+    if (try_status_ != CUMOE_OK) return try_status_;                                                                   \
   } while (0)
 
-#define REQUIRE(condition, status, ...)                                                                       \
-  do {                                                                                                        \
-    if (!(condition)) return fail(status, __VA_ARGS__);                                                       \
+#define REQUIRE(condition, status, ...)                                                                                \
+  do {                                                                                                                 \
+    if (!(condition)) return fail(status, __VA_ARGS__);                                                                \
   } while (0)
 
-#define TRY_CUDA(expression)                                                                                  \
-  do {                                                                                                        \
-    cudaError_t try_error_ = (expression);                                                                    \
-    if (try_error_ != cudaSuccess) return fail_cuda(try_error_, #expression);                                 \
+#define TRY_CUDA(expression)                                                                                           \
+  do {                                                                                                                 \
+    cudaError_t try_error_ = (expression);                                                                             \
+    if (try_error_ != cudaSuccess) return fail_cuda(try_error_, #expression);                                          \
   } while (0)
 
 /* ---- threads of the CPU device (threads.c) ---- */
@@ -69,9 +69,9 @@ enum { MAX_VARIANTS = 256, MAX_IMAGES = 32 };
 
 struct cumoe_context_s {
   uint32_t magic;
-  int32_t device;          /* CUDA ordinal or CUMOE_DEVICE_CPU */
+  int32_t device; /* CUDA ordinal or CUMOE_DEVICE_CPU */
   cumoe_device_info info;
-  thread_pool *threads;    /* CPU device only */
+  thread_pool *threads; /* CPU device only */
   cudaLibrary_t libraries[MAX_IMAGES];
   int32_t library_count;
   cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */
@@ -81,14 +81,17 @@ struct cumoe_context_s {
   fault_sink fault;                   /* record in device memory, mirror in pinned host memory */
   uint64_t cpu_fault_record;          /* what `fault` points to on the CPU device */
   uint32_t cpu_fault_mirror;
-  uint32_t forks;                     /* of the process when it was made: a child cannot use it */
+  uint32_t forks; /* of the process when it was made: a child cannot use it */
   _Atomic int64_t live_buffers;
   _Atomic size_t live_bytes;
 };
 
 cumoe_status check_context(cumoe_context context);
 
-static inline bool on_cpu(cumoe_context context) { return context->device == CUMOE_DEVICE_CPU; }
+static inline bool on_cpu(cumoe_context context)
+{
+  return context->device == CUMOE_DEVICE_CPU;
+}
 
 /* Makes the context's device current and remembers what was; leave_device restores it. No-ops on the CPU. May be
  * nested. */
@@ -97,6 +100,16 @@ typedef struct device_scope {
 } device_scope;
 cumoe_status enter_device(cumoe_context context, device_scope *scope);
 void leave_device(device_scope *scope);
+
+/* Runs `expression` with the context's device current. */
+#define ON_DEVICE(context, expression)                                                                                 \
+  do {                                                                                                                 \
+    device_scope scope_;                                                                                               \
+    TRY(enter_device(context, &scope_));                                                                               \
+    cumoe_status status_ = (expression);                                                                               \
+    leave_device(&scope_);                                                                                             \
+    return status_;                                                                                                    \
+  } while (0)
 
 /* While another thread captures in CUDA's default mode, this one may neither allocate nor wait, not even in streams of
  * its own, unless it says that it knows what it does: until restore_capture. Never a capture of this very stream. */

@@ -9,26 +9,16 @@
 enum { ALIGNMENT = 256 };
 static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
 
-/* Runs an expression that yields a status with the context's device current; RELAXED: while other threads
- * capture. */
-#define ON_DEVICE(context, expression)                                                                       \
-  do {                                                                                                       \
-    device_scope scope_;                                                                                     \
-    TRY(enter_device(context, &scope_));                                                                     \
-    cumoe_status status_ = (expression);                                                                     \
-    leave_device(&scope_);                                                                                   \
-    return status_;                                                                                          \
-  } while (0)
-
-#define ON_DEVICE_RELAXED(context, expression)                                                               \
-  do {                                                                                                       \
-    device_scope scope_;                                                                                     \
-    TRY(enter_device(context, &scope_));                                                                     \
-    enum cudaStreamCaptureMode mode_ = relax_capture();                                                      \
-    cumoe_status status_ = (expression);                                                                     \
-    restore_capture(mode_);                                                                                  \
-    leave_device(&scope_);                                                                                   \
-    return status_;                                                                                          \
+/* ON_DEVICE while other threads capture. */
+#define ON_DEVICE_RELAXED(context, expression)                                                                         \
+  do {                                                                                                                 \
+    device_scope scope_;                                                                                               \
+    TRY(enter_device(context, &scope_));                                                                               \
+    enum cudaStreamCaptureMode mode_ = relax_capture();                                                                \
+    cumoe_status status_ = (expression);                                                                               \
+    restore_capture(mode_);                                                                                            \
+    leave_device(&scope_);                                                                                             \
+    return status_;                                                                                                    \
   } while (0)
 
 /* ---- waiting ---- */
@@ -92,8 +82,7 @@ static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream
               cudaGetErrorName(error), bytes, available, total, context->device);
 }
 
-static cumoe_status alloc_cuda_uncaptured(cumoe_context context, size_t bytes, cumoe_stream stream,
-                                          void **data)
+static cumoe_status alloc_cuda_uncaptured(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
 {
   TRY(refuse_capture_cuda(stream)); /* it would become a node of the graph, and so would the free */
   return alloc_cuda(context, bytes, stream, data);
@@ -150,8 +139,7 @@ static cumoe_status inspect_range(const void *data, size_t bytes, bool *pooled)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "data %p lies inside the allocation that begins at %p", data,
                 (void *)(uintptr_t)start);
   if (size < bytes)
-    return fail(CUMOE_ERR_OUT_OF_BOUNDS, "the allocation at %p has %zu bytes, the buffer %zu", data, size,
-                bytes);
+    return fail(CUMOE_ERR_OUT_OF_BOUNDS, "the allocation at %p has %zu bytes, the buffer %zu", data, size, bytes);
   *pooled = query(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, at) == CUDA_SUCCESS && pool != NULL;
   return CUMOE_OK;
 }
@@ -160,11 +148,10 @@ static cumoe_status inspect_cuda(cumoe_context context, const void *data, size_t
 {
   struct cudaPointerAttributes facts;
   TRY_CUDA(cudaPointerGetAttributes(&facts, data));
-  if (facts.type != cudaMemoryTypeDevice)
-    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p is not device memory", data);
+  if (facts.type != cudaMemoryTypeDevice) return fail(CUMOE_ERR_WRONG_DEVICE, "data %p is not device memory", data);
   if (facts.device != context->device)
-    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p lies on device %d, the context is on device %d", data,
-                facts.device, context->device);
+    return fail(CUMOE_ERR_WRONG_DEVICE, "data %p lies on device %d, the context is on device %d", data, facts.device,
+                context->device);
   return inspect_range(data, bytes, pooled);
 }
 
@@ -191,14 +178,13 @@ cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled,
 
 /* ---- moving bytes ---- */
 
-static void copy_rows(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width,
-                      size_t rows)
+static void copy_rows(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows)
 {
   for (size_t r = 0; r < rows; r++) memcpy(dst + r * dst_pitch, src + r * src_pitch, width);
 }
 
-static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width,
-                              size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream)
+static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size_t src_pitch, size_t width, size_t rows,
+                              enum cudaMemcpyKind kind, cumoe_stream stream)
 {
   if (dst_pitch <= MAX_PITCH && src_pitch <= MAX_PITCH) {
     TRY_CUDA(cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
@@ -209,9 +195,8 @@ static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size
   return CUMOE_OK;
 }
 
-cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src,
-                         size_t src_pitch, size_t width, size_t rows, enum cudaMemcpyKind kind,
-                         cumoe_stream stream)
+cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
+                         size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;
   if (rows == 1 || (dst_pitch == width && src_pitch == width)) { /* one run of bytes */
@@ -227,8 +212,7 @@ cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, con
   ON_DEVICE(context, copy_cuda(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
 }
 
-static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
-                              cumoe_stream stream)
+static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t width, size_t rows, cumoe_stream stream)
 {
   if (pitch <= MAX_PITCH) {
     TRY_CUDA(cudaMemset2DAsync(dst, pitch, byte, width, rows, stream));
@@ -238,8 +222,8 @@ static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t widt
   return CUMOE_OK;
 }
 
-cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width,
-                         size_t rows, cumoe_stream stream)
+cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
+                         cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;
   if (rows == 1 || pitch == width) {

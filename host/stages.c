@@ -1,16 +1,6 @@
 /* The public stages: check, fill the argument struct, dispatch. */
 #include "dispatch.h"
 
-/* Runs `expression` with the context's device current. */
-#define ON_DEVICE(context, expression)                                                                        \
-  do {                                                                                                        \
-    device_scope scope_;                                                                                      \
-    TRY(enter_device(context, &scope_));                                                                      \
-    cumoe_status status_ = (expression);                                                                      \
-    leave_device(&scope_);                                                                                    \
-    return status_;                                                                                           \
-  } while (0)
-
 /* ---- router ---- */
 
 cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,

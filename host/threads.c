@@ -48,8 +48,7 @@ static void *worker(void *argument)
   uint64_t seen = 0;
   pthread_mutex_lock(&pool->lock);
   for (;;) {
-    while (!pool->stop && (!pool->open || pool->serial == seen))
-      pthread_cond_wait(&pool->posted, &pool->lock);
+    while (!pool->stop && (!pool->open || pool->serial == seen)) pthread_cond_wait(&pool->posted, &pool->lock);
     if (pool->stop) break;
     seen = pool->serial;
     pool->working++;

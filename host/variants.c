@@ -10,26 +10,27 @@ _Static_assert((int)FAULT_ROUTE == CUMOE_FAULT_ROUTE, "kernels/args.h and cumoe/
 enum { DT_bf16 = DT_BF16, DT_f16 = DT_F16, DT_f32 = DT_F32, DT_x = DT_NONE };
 
 #define ROWS_ALL
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM) extern const unsigned char cumoe_image_##file[];
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern const unsigned char cumoe_image_##file[];
 #include "../kernels/variants.def"
 
-#define VARIANT(op_, arch_, file, form_, in_, w_, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                      \
-  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #in_ "_" #w_ "_" #BM "x" #BN "x" #BK,                      \
-   .op_name = #op_,                                                                                           \
-   .image = cumoe_image_##file,                                                                               \
-   .op = OP_##op_,                                                                                            \
-   .arch = ARCH_##arch_,                                                                                      \
-   .form = FORM_##form_,                                                                                      \
-   .in = DT_##in_,                                                                                            \
-   .w = DT_##w_,                                                                                              \
-   .bm = BM,                                                                                                  \
-   .bn = BN,                                                                                                  \
-   .bk = BK,                                                                                                  \
-   .stages = STAGES,                                                                                          \
-   .threads = (WARPS)*32,                                                                                     \
-   .ctas = CTAS,                                                                                              \
+#define VARIANT(op_, arch_, file, form_, in_, w_, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                               \
+  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #in_ "_" #w_ "_" #BM "x" #BN "x" #BK,                               \
+   .op_name = #op_,                                                                                                    \
+   .image = cumoe_image_##file,                                                                                        \
+   .op = OP_##op_,                                                                                                     \
+   .arch = ARCH_##arch_,                                                                                               \
+   .form = FORM_##form_,                                                                                               \
+   .in = DT_##in_,                                                                                                     \
+   .w = DT_##w_,                                                                                                       \
+   .bm = BM,                                                                                                           \
+   .bn = BN,                                                                                                           \
+   .bk = BK,                                                                                                           \
+   .stages = STAGES,                                                                                                   \
+   .threads = (WARPS)*32,                                                                                              \
+   .ctas = CTAS,                                                                                                       \
    .smem = SMEM},
-#define CPU_VARIANT(op_, function)                                                                            \
+#define CPU_VARIANT(op_, function)                                                                                     \
   {.name = "cumoe_" #op_ "_cpu", .op_name = #op_, .cpu = function, .op = OP_##op_, .arch = ARCH_cpu, .form = FORM_ref},
 
 const variant variants[] = {
@@ -41,8 +42,8 @@ _Static_assert(sizeof variants / sizeof variants[0] <= MAX_VARIANTS, "raise MAX_
 int32_t operation_arg_bytes(operation op)
 {
   static const int32_t bytes[OP_COUNT] = {
-      [OP_router] = sizeof(router_args), [OP_gate] = sizeof(gate_args), [OP_map_count] = sizeof(map_args),
-      [OP_map] = sizeof(map_args),       [OP_up] = sizeof(gemm_args),   [OP_down] = sizeof(gemm_args),
+      [OP_router] = sizeof(router_args),  [OP_gate] = sizeof(gate_args), [OP_map_count] = sizeof(map_args),
+      [OP_map] = sizeof(map_args),        [OP_up] = sizeof(gemm_args),   [OP_down] = sizeof(gemm_args),
       [OP_combine] = sizeof(combine_args)};
   return bytes[op];
 }

@@ -55,14 +55,16 @@ static expert_matrix normal_form(const half *halves, int count, int32_t major, i
 }
 
 /* Fills host rows of the pointer table; table[h] becomes its device address. Returns the rows used. */
-static int fill_tables(const half *halves, int count, int32_t experts, const void **host, const void **device, expert_matrix *m)
+static int fill_tables(const half *halves, int count, int32_t experts, const void **host, const void **device,
+                       expert_matrix *m)
 {
   int rows = 0;
   for (int h = 0; h < count; ++h) {
     const cumoe_projection *p = halves[h].projection;
     if (!p->per_expert) continue;
     for (int32_t e = 0; e < experts; ++e)
-      host[rows * experts + e] = element_at(p->per_expert[e], halves[h].offset, cumoe_dtype_bytes((cumoe_dtype)p->data.dtype));
+      host[rows * experts + e] =
+          element_at(p->per_expert[e], halves[h].offset, cumoe_dtype_bytes((cumoe_dtype)p->data.dtype));
     m->table[h] = (const void *const *)(device + rows * experts);
     ++rows;
   }
@@ -70,7 +72,8 @@ static int fill_tables(const half *halves, int count, int32_t experts, const voi
 }
 
 /* Pointer tables travel to the device once, here: three rows at most (gate, up, down). */
-static cumoe_status upload_tables(cumoe_context context, cumoe_weights w, const half *up, int up_count, const half *down)
+static cumoe_status upload_tables(cumoe_context context, cumoe_weights w, const half *up, int up_count,
+                                  const half *down)
 {
   if (!up[0].projection->per_expert && !down->projection->per_expert) return CUMOE_OK;
   const size_t bytes = 3 * (size_t)w->experts * sizeof(void *);

@@ -40,9 +40,9 @@ static bool begins(const char *text, const char *with)
 }
 
 /* The last error names the call and has a word in it. */
-#define CHECK_TEXT(call, word)                                                                               \
-  CHECK_MSG(begins(cumoe_last_error(), call ": ") && strstr(cumoe_last_error(), word) != NULL,               \
-            "the text is \"%s\"", cumoe_last_error())
+#define CHECK_TEXT(call, word)                                                                                         \
+  CHECK_MSG(begins(cumoe_last_error(), call ": ") && strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"",   \
+            cumoe_last_error())
 
 /* ---- names, texts, log ------------------------------------------------------------------------------ */
 
@@ -50,8 +50,8 @@ static void test_names(void)
 {
   if (!group_begin("names and texts")) return;
   case_begin("status codes");
-#define CHECK_STATUS_ROW(name, value, text)                                                                  \
-  CHECK(CUMOE_##name == (value) && !strcmp(cumoe_status_name((cumoe_status)(value)), "CUMOE_" #name) &&      \
+#define CHECK_STATUS_ROW(name, value, text)                                                                            \
+  CHECK(CUMOE_##name == (value) && !strcmp(cumoe_status_name((cumoe_status)(value)), "CUMOE_" #name) &&                \
         !strcmp(cumoe_status_text((cumoe_status)(value)), text));
   CUMOE_STATUS_LIST(CHECK_STATUS_ROW)
   for (int i = -3; i < 1000; i += i < 0 ? 1 : 100) {
@@ -192,8 +192,8 @@ static void test_auto(void)
     CHECK(info.device >= 0 && info.cc_major >= 8 && atomic_load(&log.count) == 0);
   } else {
     CHECK(info.device == CUMOE_DEVICE_CPU && info.cc_major == 0 && atomic_load(&log.count) == 1);
-    CHECK_MSG(strstr(log.last, "CPU") != NULL && strstr(log.last, "cudaError") != NULL,
-              "the warning is \"%s\"", log.last);
+    CHECK_MSG(strstr(log.last, "CPU") != NULL && strstr(log.last, "cudaError") != NULL, "the warning is \"%s\"",
+              log.last);
   }
   CHECK(info.multiprocessors > 0 && info.total_memory > 0 && info.name[0] != 0);
   CHECK_OK(cumoe_context_destroy(context));
@@ -265,8 +265,7 @@ static int in_child(cumoe_context inherited, cumoe_buffer buffer)
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = CHILD_THREADS};
   cumoe_context own = NULL;
   cumoe_buffer mine = {0};
-  if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork"))
-    return 1;
+  if (cumoe_synchronize(inherited, NULL) != CUMOE_ERR_NOT_SUPPORTED || !strstr(cumoe_last_error(), "fork")) return 1;
   if (cumoe_buffer_free(&buffer) != CUMOE_ERR_NOT_SUPPORTED) return 2;
   if (cumoe_context_destroy(inherited) != CUMOE_ERR_NOT_SUPPORTED) return 3;
   if (cumoe_context_create(CUMOE_DEVICE_CPU, &config, &own) != CUMOE_OK) return 4;
@@ -307,12 +306,10 @@ static void test_lifetime(cumoe_context context)
   CHECK(cumoe_buffer_live(context, &bytes) == live + 1 && bytes == live_bytes + 70);
   CHECK(cumoe_buffer_live(context, NULL) == live + 1 && cumoe_buffer_live(NULL, &bytes) == 0 && bytes == 0);
   CHECK_OK(cumoe_buffer_get_info(a, &info));
-  CHECK(info.dtype == CUMOE_BF16 && info.rows == 5 && info.cols == 7 && info.bytes == 70 &&
-        info.stream == NULL);
+  CHECK(info.dtype == CUMOE_BF16 && info.rows == 5 && info.cols == 7 && info.bytes == 70 && info.stream == NULL);
   CHECK(info.line == line && strstr(info.file, "base.c") != NULL && (uintptr_t)info.data % 256 == 0);
   cumoe_view v = cumoe_buffer_view(a);
-  CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id &&
-        v.dtype == CUMOE_BF16);
+  CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id && v.dtype == CUMOE_BF16);
   CHECK(v.device == info.device);
   info.size = 4;
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_get_info(a, &info));
@@ -351,15 +348,11 @@ static void test_lifetime(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_buffer_alloc(context, (cumoe_dtype)0, 1, 1, NULL, &b));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, -1, 1, NULL, &b));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, 1, INT64_MIN, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
-               cumoe_buffer_alloc(context, CUMOE_F32, INT64_MAX, INT64_MAX, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
-               cumoe_buffer_alloc(context, CUMOE_I64, (int64_t)1 << 61, 1, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
-               cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 46, 1, NULL, &b));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, INT64_MAX, INT64_MAX, NULL, &b));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_I64, (int64_t)1 << 61, 1, NULL, &b));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 46, 1, NULL, &b));
   const cumoe_status huge = cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 45, 1, NULL, &b);
-  if (huge == CUMOE_OK &&
-      !on_device(context)) { /* a kernel that overcommits promises any amount of host memory */
+  if (huge == CUMOE_OK && !on_device(context)) { /* a kernel that overcommits promises any amount of host memory */
     CHECK_OK(cumoe_buffer_free(&b));
   } else {
     CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, huge);
@@ -436,11 +429,9 @@ static void test_slices(cumoe_context context)
   const cumoe_view v = cumoe_buffer_view(buffer);
   case_begin("within");
   CHECK_OK(cumoe_view_rows(v, 3, 4, &part));
-  CHECK((const char *)part.data == (const char *)v.data + 60 && part.rows == 4 && part.cols == 10 &&
-        part.ld == 10);
+  CHECK((const char *)part.data == (const char *)v.data + 60 && part.rows == 4 && part.cols == 10 && part.ld == 10);
   CHECK_OK(cumoe_view_cols(part, 2, 5, &part));
-  CHECK((const char *)part.data == (const char *)v.data + 64 && part.rows == 4 && part.cols == 5 &&
-        part.ld == 10);
+  CHECK((const char *)part.data == (const char *)v.data + 64 && part.rows == 4 && part.cols == 5 && part.ld == 10);
   CHECK(part.owner == buffer.id && part.dtype == CUMOE_F16 && part.device == v.device);
   CHECK_OK(cumoe_view_rows(part, 4, 0, &part)); /* in place, too */
   CHECK(part.rows == 0 && part.cols == 5);
@@ -486,12 +477,8 @@ static void test_bad_views(cumoe_context context)
   } cases[] = {
       {"too many rows", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 9, 8, 8, good.owner, good.device, good.dtype}},
       {"ld too large", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, 9, good.owner, good.device, good.dtype}},
-      {"ld absurd",
-       CUMOE_ERR_OUT_OF_BOUNDS,
-       {good.data, 8, 8, INT64_MAX, good.owner, good.device, good.dtype}},
-      {"rows absurd",
-       CUMOE_ERR_OUT_OF_BOUNDS,
-       {good.data, INT64_MAX, 8, 8, good.owner, good.device, good.dtype}},
+      {"ld absurd", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, INT64_MAX, good.owner, good.device, good.dtype}},
+      {"rows absurd", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, INT64_MAX, 8, 8, good.owner, good.device, good.dtype}},
       {"one element on",
        CUMOE_ERR_OUT_OF_BOUNDS,
        {(char *)good.data + 4, 8, 8, 8, good.owner, good.device, good.dtype}},
@@ -503,20 +490,12 @@ static void test_bad_views(cumoe_context context)
       {"foreign, no data", CUMOE_ERR_INVALID_ARGUMENT, {NULL, 8, 8, 8, 0, good.device, good.dtype}},
       {"ld too small", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, 8, 7, good.owner, good.device, good.dtype}},
       {"negative ld", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, 8, -8, good.owner, good.device, good.dtype}},
-      {"negative rows",
-       CUMOE_ERR_INVALID_ARGUMENT,
-       {good.data, -8, 8, 8, good.owner, good.device, good.dtype}},
-      {"negative cols",
-       CUMOE_ERR_INVALID_ARGUMENT,
-       {good.data, 8, -8, 8, good.owner, good.device, good.dtype}},
-      {"foreign and absurd",
-       CUMOE_ERR_INVALID_ARGUMENT,
-       {good.data, INT64_MAX, 8, 8, 0, good.device, good.dtype}},
+      {"negative rows", CUMOE_ERR_INVALID_ARGUMENT, {good.data, -8, 8, 8, good.owner, good.device, good.dtype}},
+      {"negative cols", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, -8, 8, good.owner, good.device, good.dtype}},
+      {"foreign and absurd", CUMOE_ERR_INVALID_ARGUMENT, {good.data, INT64_MAX, 8, 8, 0, good.device, good.dtype}},
       {"no type", CUMOE_ERR_WRONG_DTYPE, {good.data, 9, 8, 8, good.owner, good.device, 0}},
       {"type 99", CUMOE_ERR_WRONG_DTYPE, {good.data, 8, 8, 8, 0, good.device, 99}},
-      {"misaligned",
-       CUMOE_ERR_MISALIGNED,
-       {(char *)good.data + 1, 4, 8, 8, good.owner, good.device, good.dtype}},
+      {"misaligned", CUMOE_ERR_MISALIGNED, {(char *)good.data + 1, 4, 8, 8, good.owner, good.device, good.dtype}},
       {"another device", CUMOE_ERR_WRONG_DEVICE, {good.data, 8, 8, 8, 0, 12345, good.dtype}},
       {"stale", CUMOE_ERR_STALE_HANDLE, {good.data, 8, 8, 8, good.owner + (2ull << 32), 12345, 0}},
   };
@@ -572,8 +551,7 @@ static void copy_case(cumoe_context context, int32_t dtype, shape s, bool owned)
 {
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)dtype), width = (size_t)s.cols * element;
   const size_t pitch = (size_t)(s.cols + s.pad) * element, rows = (size_t)s.rows, total = pitch * (rows + 2);
-  unsigned char *in = scratch(rows * width + 1, 1), *out = scratch(rows * width + 1, 1),
-                *all = scratch(total, 1);
+  unsigned char *in = scratch(rows * width + 1, 1), *out = scratch(rows * width + 1, 1), *all = scratch(total, 1);
   rng r = {(uint64_t)(s.rows * 1000 + s.cols * 10 + s.pad)};
   for (size_t i = 0; i < rows * width; i++) in[i] = (unsigned char)rng_next(&r);
   CUMOE_AUTO_BUFFER a = {0}, b = {0};
@@ -616,8 +594,8 @@ static void test_copies(cumoe_context context)
   if (!group_begin("%s: copies", context_name(context))) return;
   for (int32_t dtype = CUMOE_F32; dtype <= CUMOE_I64; dtype++)
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
-      case_begin("%s [%" PRId64 ", %" PRId64 "] + %" PRId64, cumoe_dtype_name((cumoe_dtype)dtype),
-                 shapes[i].rows, shapes[i].cols, shapes[i].pad);
+      case_begin("%s [%" PRId64 ", %" PRId64 "] + %" PRId64, cumoe_dtype_name((cumoe_dtype)dtype), shapes[i].rows,
+                 shapes[i].cols, shapes[i].pad);
       copy_case(context, dtype, shapes[i], i % 2 == 0);
       case_end();
     }
@@ -647,8 +625,7 @@ static void probe(churn *c, uint64_t id)
   if (v.data != NULL && (v.rows < 1 || v.cols != v.rows + 1 || v.dtype != CUMOE_I32)) c->failures++;
   if (status == CUMOE_ERR_STALE_HANDLE)
     c->stale++;
-  else if (status != CUMOE_OK || info.cols != info.rows + 1 ||
-           info.bytes != (size_t)(info.rows * info.cols) * 4)
+  else if (status != CUMOE_OK || info.cols != info.rows + 1 || info.bytes != (size_t)(info.rows * info.cols) * 4)
     c->failures++;
   const cumoe_status sliced = cumoe_view_rows(v, 0, v.rows / 2, &slice);
   if (sliced != CUMOE_OK && sliced != CUMOE_ERR_STALE_HANDLE) c->failures++;
@@ -665,8 +642,7 @@ static void *run_churn(void *argument)
     const size_t bytes = (size_t)(rows * (rows + 1)) * 4;
     for (int64_t j = 0; j < rows * (rows + 1); j++) in[j] = (int32_t)rng_next(&r);
     if (cumoe_buffer_alloc(c->context, CUMOE_I32, rows, rows + 1, NULL, &mine) != CUMOE_OK) c->failures++;
-    if (cumoe_copy_from_host(c->context, cumoe_buffer_view_mut(mine), in, bytes, NULL) != CUMOE_OK)
-      c->failures++;
+    if (cumoe_copy_from_host(c->context, cumoe_buffer_view_mut(mine), in, bytes, NULL) != CUMOE_OK) c->failures++;
     if (cumoe_copy_to_host(c->context, out, bytes, cumoe_buffer_view(mine), NULL) != CUMOE_OK) c->failures++;
     if (cumoe_synchronize(c->context, NULL) != CUMOE_OK || memcmp(in, out, bytes) != 0) c->failures++;
     _Atomic uint64_t *place = &c->handles[rng_below(&r, HANDLES)];
@@ -738,10 +714,8 @@ static void test_adopt_cpu(cumoe_context context)
   case_begin("there and back");
   void *memory = malloc(64);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, NULL, CUMOE_F32, 4, 4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE,
-               cumoe_buffer_adopt(context, memory, (cumoe_dtype)9, 4, 4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
-               cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, -4, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_buffer_adopt(context, memory, (cumoe_dtype)9, 4, 4, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, -4, NULL, &buffer));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, NULL));
   CHECK_OK(cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, &buffer));
   CHECK(cumoe_buffer_view(buffer).data == memory);
@@ -849,8 +823,8 @@ static void *contexts_elsewhere(void *failures)
 
 static void test_capture(cumoe_context context)
 {
-  static const enum cudaStreamCaptureMode modes[] = {
-      cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed};
+  static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
+                                                     cudaStreamCaptureModeRelaxed};
   if (!group_begin("cuda: captures")) return;
   for (int m = 0; m < 3; m++) {
     cudaStream_t stream = NULL;
@@ -905,8 +879,7 @@ static void test_last_cuda_error(cumoe_context context)
   if (!group_begin("cuda: CUDA's last error")) return;
   (void)cudaGetLastError();
   case_begin("ours is taken back");
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY,
-               cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
   CHECK_TEXT("cumoe_buffer_alloc", "17592186044416");
   CHECK_MSG(cudaPeekAtLastError() == cudaSuccess, "%s is left", cudaGetErrorName(cudaPeekAtLastError()));
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 64, 64, NULL, &buffer));
@@ -920,8 +893,7 @@ static void test_last_cuda_error(cumoe_context context)
   CHECK_OK(cumoe_buffer_free(&buffer));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&(cumoe_buffer){1ull << 32 | 99}));
   CHECK_MSG(cudaPeekAtLastError() == planted, "it became %s", cudaGetErrorName(cudaPeekAtLastError()));
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY,
-               cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
   CHECK_MSG(cudaGetLastError() != cudaSuccess, "the caller's error is gone");
   case_end();
   group_end();
@@ -1019,8 +991,7 @@ static int primary_active(int device)
   int (*state)(int, unsigned *, int *), active = -1;
   unsigned flags = 0;
   enum cudaDriverEntryPointQueryResult found;
-  CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &entry, 12000, cudaEnableDefault,
-                                              &found));
+  CHECK_CUDA(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &entry, 12000, cudaEnableDefault, &found));
   memcpy(&state, &entry, sizeof state);
   CHECK(entry != NULL && state(device, &flags, &active) == 0);
   return active;

@@ -105,8 +105,7 @@ static bool take(opening *o, const char *name, const file_tensor **t)
   return !name || *t || complain(o, "no such tensor", name);
 }
 
-static bool take_shaped(opening *o, const char *name, int64_t d0, int64_t d1, int64_t d2,
-                        const file_tensor **t)
+static bool take_shaped(opening *o, const char *name, int64_t d0, int64_t d1, int64_t d2, const file_tensor **t)
 {
   const int64_t want[] = {d0, d1, d2};
   int32_t dims = d2 ? 3 : d1 ? 2 : 1;
@@ -139,8 +138,7 @@ static bool describe(opening *o, const architecture *a)
   if (!config_int(o, a->experts_key, &d->num_experts) || !config_int(o, "hidden_size", &d->hidden) ||
       !config_int(o, a->inter_key, &d->inter) || !config_int(o, "num_experts_per_tok", &top_k))
     return false;
-  if (json_find(o->config, "n_shared_experts").begin && !config_int(o, "n_shared_experts", &shared))
-    return false;
+  if (json_find(o->config, "n_shared_experts").begin && !config_int(o, "n_shared_experts", &shared)) return false;
   d->shared_inter = a->shared ? shared * d->inter : 0;
   if (!a->routing) return deepseek_routing(o, top_k, &d->routing);
   d->routing = a->routing(top_k);
@@ -175,8 +173,7 @@ static bool take_tensors(opening *o, const architecture *a)
          take_shaped(o, "experts.down_proj", e, out_in ? h : n, out_in ? n : h, &b->down) &&
          take_shaped(o, bias ? "experts.gate_up_proj_bias" : NULL, e, 2 * n, 0, &b->gate_up_bias) &&
          take_shaped(o, bias ? "experts.down_proj_bias" : NULL, e, h, 0, &b->down_bias) &&
-         take_shaped(o, a->router, e, h, 0, &b->router) &&
-         take_shaped(o, a->router_bias, e, 0, 0, &b->router_bias) &&
+         take_shaped(o, a->router, e, h, 0, &b->router) && take_shaped(o, a->router_bias, e, 0, 0, &b->router_bias) &&
          take_shaped(o, a->select_bias, e, 0, 0, &b->select_bias) && take_shared(o, a->shared);
 }
 
@@ -187,13 +184,12 @@ static bool widen(opening *o, const file_tensor *t, float **out)
   *out = NULL;
   if (!t) return true;
   *out = calloc((size_t)t->count + 1, sizeof **out);
-  return *out && file_floats(t, 0, t->count, *out) ? true
-                                                   : complain(o, "no memory, or not floating", t->name);
+  return *out && file_floats(t, 0, t->count, *out) ? true : complain(o, "no memory, or not floating", t->name);
 }
 
 /* out[e, row, col] = in[e * in_expert + first + row * row_step + col * col_step], expert by expert */
-static float *arrange(const float *in, int64_t experts, int64_t in_expert, int64_t first, int64_t rows,
-                      int64_t cols, int64_t row_step, int64_t col_step)
+static float *arrange(const float *in, int64_t experts, int64_t in_expert, int64_t first, int64_t rows, int64_t cols,
+                      int64_t row_step, int64_t col_step)
 {
   float *out = in ? calloc((size_t)(experts * rows * cols), sizeof *out) : NULL;
   for (int64_t e = 0; out && e < experts; e++)
@@ -234,9 +230,8 @@ static bool widen_all(opening *o)
   block *b = o->block;
   b->shared.count = 1;
   b->shared.inter = b->desc.shared_inter;
-  return arrange_routed(o) && widen(o, b->shared_gate, &b->shared.gate) &&
-         widen(o, b->shared_up, &b->shared.up) && widen(o, b->shared_down, &b->shared.down) &&
-         widen(o, b->input, &b->x) && widen(o, b->router, &b->router_f) &&
+  return arrange_routed(o) && widen(o, b->shared_gate, &b->shared.gate) && widen(o, b->shared_up, &b->shared.up) &&
+         widen(o, b->shared_down, &b->shared.down) && widen(o, b->input, &b->x) && widen(o, b->router, &b->router_f) &&
          widen(o, b->router_bias, &b->router_bias_f) && widen(o, b->select_bias, &b->select_bias_f);
 }
 
@@ -245,14 +240,10 @@ bool block_open(int index, const char *folder, block *b, char *error, size_t err
   const architecture *a = &architectures[index];
   char path[512], text[4096];
   *b = (block){.name = a->name, .gate_order = a->gate_order, .major = a->major, .ordered = a->ordered};
-  opening o = {
-      b, {NULL, NULL},
-       error, error_bytes
-  };
+  opening o = {b, {NULL, NULL}, error, error_bytes};
   snprintf(path, sizeof path, "%s/%s.safetensors", folder, a->name);
   if (!safetensors_open(path, &b->file, error, error_bytes)) return false;
-  if (json_string(json_find(b->file.metadata, "config"), text, sizeof text))
-    o.config = json_parse(text, strlen(text));
+  if (json_string(json_find(b->file.metadata, "config"), text, sizeof text)) o.config = json_parse(text, strlen(text));
   bool good = o.config.begin ? describe(&o, a) && take_tensors(&o, a) && widen_all(&o)
                              : complain(&o, "missing, or not JSON", "__metadata__.config");
   if (!good) block_close(b);
@@ -303,15 +294,14 @@ static double dot(const float *w, const double *a, int64_t n, double *size)
 }
 
 /* out += weight * expert(x) */
-static void add_expert(const cumoe_moe_desc *d, const block_experts *w, int64_t e, const double *x,
-                       double weight, bounded *out)
+static void add_expert(const cumoe_moe_desc *d, const block_experts *w, int64_t e, const double *x, double weight,
+                       bounded *out)
 {
   int64_t hidden = d->hidden, inter = w->inter;
   double *h = scratch((size_t)inter, sizeof *h), size;
   for (int64_t n = 0; n < inter; n++) {
     int64_t row = e * inter + n;
-    double gate = dot(w->gate + row * hidden, x, hidden, &size),
-           up = dot(w->up + row * hidden, x, hidden, &size);
+    double gate = dot(w->gate + row * hidden, x, hidden, &size), up = dot(w->up + row * hidden, x, hidden, &size);
     if (w->gate_bias) gate += (double)w->gate_bias[row];
     if (w->up_bias) up += (double)w->up_bias[row];
     h[n] = activated(d, gate, up);

@@ -8,7 +8,10 @@ bool cases_forced;
 int64_t cases_served;
 int32_t cases_dtype;
 
-bool case_wanted(int32_t dtype) { return cases_dtype == 0 || cases_dtype == dtype; }
+bool case_wanted(int32_t dtype)
+{
+  return cases_dtype == 0 || cases_dtype == dtype;
+}
 
 const int32_t case_experts[10] = {1, 8, 60, 128, 160, 256, 384, 512, 1000, 1024};
 const int32_t case_tokens[12] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33};
@@ -29,9 +32,15 @@ bool case_served(cumoe_context context, cumoe_status status, const char *call)
   return false;
 }
 
-void set_poison(int pass) { test_poison = pass == 0 ? 0xff : 0x3c; }
+void set_poison(int pass)
+{
+  test_poison = pass == 0 ? 0xff : 0x3c;
+}
 
-static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+static int32_t least(int32_t a, int32_t b)
+{
+  return a < b ? a : b;
+}
 
 /* ---- router ---------------------------------------------------------------------------------------- */
 
@@ -46,7 +55,8 @@ static tensor random_matrix(rng *r, int32_t dtype, int64_t rows, int64_t cols, b
   return integers ? tensor_integers(r, dtype, rows, cols, 3) : tensor_normal(r, dtype, rows, cols, 0, 1);
 }
 
-static void check_logits(const router_case *c, const tensor *x, const tensor *w, const tensor *bias, const tensor *logits)
+static void check_logits(const router_case *c, const tensor *x, const tensor *w, const tensor *bias,
+                         const tensor *logits)
 {
   bounded *want = scratch((size_t)c->experts, sizeof *want);
   for (int32_t t = 0; t < c->tokens; t++) {
@@ -60,8 +70,9 @@ static void run_router(cumoe_context context, const router_case *c)
 {
   if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->experts * 77 + (uint64_t)c->tokens};
-  case_begin("router T %d E %d H %d %s x %s bias %s%s%s", c->tokens, c->experts, c->hidden, cumoe_dtype_name((cumoe_dtype)c->dtype),
-             cumoe_dtype_name((cumoe_dtype)c->w_dtype), cumoe_dtype_name((cumoe_dtype)c->bias_dtype), c->integers ? " exact" : "",
+  case_begin("router T %d E %d H %d %s x %s bias %s%s%s", c->tokens, c->experts, c->hidden,
+             cumoe_dtype_name((cumoe_dtype)c->dtype), cumoe_dtype_name((cumoe_dtype)c->w_dtype),
+             cumoe_dtype_name((cumoe_dtype)c->bias_dtype), c->integers ? " exact" : "",
              c->nan_token >= 0 ? " nan" : "");
   tensor x = random_matrix(&r, c->dtype, c->tokens, c->hidden, c->integers), bias = {0}, logits[PASSES];
   tensor w = random_matrix(&r, c->w_dtype, c->experts, c->hidden, c->integers);
@@ -86,14 +97,16 @@ void cases_router(cumoe_context context)
   static const int32_t hiddens[] = {8, 24, 64, 136, 264, 520};
   for (int i = 0; i < 120; i++) {
     int32_t dtype = case_dtypes[i % 3], biases[] = {0, CUMOE_F32, dtype};
-    router_case c = {case_tokens[i % 12], case_experts[i / 12], hiddens[(i + i / 12) % 6], dtype, i % 2 ? CUMOE_F32 : dtype,
-                     biases[i / 3 % 3], i % 5 == 0, i % 7 == 0 ? 1 : -1};
+    router_case c = {
+        case_tokens[i % 12], case_experts[i / 12], hiddens[(i + i / 12) % 6], dtype, i % 2 ? CUMOE_F32 : dtype,
+        biases[i / 3 % 3],   i % 5 == 0,           i % 7 == 0 ? 1 : -1};
     while (c.tokens * c.experts * c.hidden > 2000000) c.hidden = c.hidden / 16 * 8;
     run_router(context, &c);
   }
   if (!on_device(context)) return;
   for (int i = 0; i < 6; i++) { /* real depths, and enough tokens for tiles */
-    router_case c = {i % 2 ? 5 : 130, i < 3 ? 64 : 33, i % 2 ? 7168 : 2880, case_dtypes[i % 3], case_dtypes[i % 3], 0, false, -1};
+    router_case c = {
+        i % 2 ? 5 : 130, i < 3 ? 64 : 33, i % 2 ? 7168 : 2880, case_dtypes[i % 3], case_dtypes[i % 3], 0, false, -1};
     run_router(context, &c);
   }
 }
@@ -127,7 +140,8 @@ static tensor make_logits(rng *r, logit_kind kind, int32_t score, int32_t dtype,
       if (kind == LOGITS_NEGATIVE) v = (score == CUMOE_SCORE_SOFTMAX ? -160 : -60) + rng_uniform(r);
       if (kind == LOGITS_LAST_BEST) v = (double)e / 64 - (double)(token % 3);
       if (kind == LOGITS_HOSTILE && rng_below(r, 4) == 0) v = odd[rng_below(r, 5)];
-      if (kind == LOGITS_HOSTILE && token % 8 < 5) v = token % 8 == 4 ? odd[rng_below(r, 5)] : token % 8 == 3 ? v : odd[token % 8];
+      if (kind == LOGITS_HOSTILE && token % 8 < 5)
+        v = token % 8 == 4 ? odd[rng_below(r, 5)] : token % 8 == 3 ? v : odd[token % 8];
       tensor_set(&t, token, e, v);
     }
   return t;
@@ -136,7 +150,8 @@ static tensor make_logits(rng *r, logit_kind kind, int32_t score, int32_t dtype,
 /* Tokens whose ids the bounds leave open, over all gate cases of a group. */
 static int64_t open_tokens, gate_tokens;
 
-static void check_gated(const gate_case *c, const tensor *logits, const double *bias, const tensor *ids, const tensor *weights)
+static void check_gated(const gate_case *c, const tensor *logits, const double *bias, const tensor *ids,
+                        const tensor *weights)
 {
   int32_t experts = (int32_t)logits->cols, k = c->routing.top_k, want_ids[CUMOE_MAX_TOP_K];
   bounded *l = scratch((size_t)experts, sizeof *l), want[CUMOE_MAX_TOP_K];
@@ -149,7 +164,8 @@ static void check_gated(const gate_case *c, const tensor *logits, const double *
     }
     bool same = true;
     for (int32_t j = 0; j < k && same; j++)
-      same = CHECK_MSG(tensor_get(ids, t, j) == want_ids[j], "token %d slot %d: id %g, want %d", (int)t, j, tensor_get(ids, t, j), want_ids[j]);
+      same = CHECK_MSG(tensor_get(ids, t, j) == want_ids[j], "token %d slot %d: id %g, want %d", (int)t, j,
+                       tensor_get(ids, t, j), want_ids[j]);
     if (same) check_bounded_row("weights", weights, t, want);
   }
 }
@@ -161,11 +177,12 @@ static bool any_nan(const tensor *t)
   return false;
 }
 
-static void run_gate(cumoe_context context, const gate_case *c, logit_kind kind, int32_t tokens, int32_t experts, int32_t dtype, int32_t ids_dtype)
+static void run_gate(cumoe_context context, const gate_case *c, logit_kind kind, int32_t tokens, int32_t experts,
+                     int32_t dtype, int32_t ids_dtype)
 {
   rng r = {(uint64_t)experts * 131 + (uint64_t)tokens * 7 + (uint64_t)kind};
-  case_begin("gate %s k %d T %d E %d logits %d %s ids %s", c->name, c->routing.top_k, tokens, experts, kind, cumoe_dtype_name((cumoe_dtype)dtype),
-             cumoe_dtype_name((cumoe_dtype)ids_dtype));
+  case_begin("gate %s k %d T %d E %d logits %d %s ids %s", c->name, c->routing.top_k, tokens, experts, kind,
+             cumoe_dtype_name((cumoe_dtype)dtype), cumoe_dtype_name((cumoe_dtype)ids_dtype));
   tensor logits = make_logits(&r, kind, c->routing.score, dtype, tokens, experts), ids[PASSES], weights[PASSES];
   tensor bias = tensor_normal(&r, CUMOE_F32, 1, experts, 0, 0.2);
   double *plain_bias = scratch((size_t)experts, sizeof *plain_bias);
@@ -175,7 +192,8 @@ static void run_gate(cumoe_context context, const gate_case *c, logit_kind kind,
     cumoe_view_mut out_ids = device_new(context, ids_dtype, tokens, c->routing.top_k, 1);
     cumoe_view_mut out_weights = device_new(context, CUMOE_F32, tokens, c->routing.top_k, 5);
     cumoe_view in = device_put(context, &logits, 3), bias_in = c->bias ? device_put(context, &bias, 1) : no_view();
-    if (!case_served(context, cumoe_gate(context, &c->routing, in, bias_in, out_ids, out_weights, NULL), "cumoe_gate")) return;
+    if (!case_served(context, cumoe_gate(context, &c->routing, in, bias_in, out_ids, out_weights, NULL), "cumoe_gate"))
+      return;
     ids[pass] = device_get(context, cumoe_const(out_ids));
     weights[pass] = device_get(context, cumoe_const(out_weights));
     check_guards(context, "ids", out_ids);
@@ -188,7 +206,10 @@ static void run_gate(cumoe_context context, const gate_case *c, logit_kind kind,
   case_end();
 }
 
-static gate_case with(const char *name, cumoe_routing routing, bool bias) { return (gate_case){name, routing, bias}; }
+static gate_case with(const char *name, cumoe_routing routing, bool bias)
+{
+  return (gate_case){name, routing, bias};
+}
 
 enum { GATE_CASES = 15 };
 
@@ -298,26 +319,35 @@ static void check_route_contract(const cumoe_moe_desc *d, const tensor *ids, con
 
 static cumoe_moe_desc map_desc(const map_case *c)
 {
-  cumoe_moe_desc d = {.size = sizeof d, .num_experts = c->experts, .local_experts = c->local, .hidden = 8, .inter = 8,
-                      .dtype = CUMOE_BF16, .out_dtype = CUMOE_BF16, .routing = cumoe_routing_qwen2(c->top_k)};
+  cumoe_moe_desc d = {.size = sizeof d,
+                      .num_experts = c->experts,
+                      .local_experts = c->local,
+                      .hidden = 8,
+                      .inter = 8,
+                      .dtype = CUMOE_BF16,
+                      .out_dtype = CUMOE_BF16,
+                      .routing = cumoe_routing_qwen2(c->top_k)};
   d.routing.zero_experts = c->zero;
   d.routing.identity_experts = c->identity;
   return d;
 }
 
-static cumoe_status map_on(cumoe_context context, cumoe_plan plan, const tensor *ids, const tensor *map, const host_route *shape, got_route *got)
+static cumoe_status map_on(cumoe_context context, cumoe_plan plan, const tensor *ids, const tensor *map,
+                           const host_route *shape, got_route *got)
 {
   size_t bytes = 0;
   cumoe_route route = route_put(context, shape);
   CHECK_OK(cumoe_map_workspace(plan, ids->rows, &bytes));
-  cumoe_view_mut workspace = bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256)) : no_view_mut();
+  cumoe_view_mut workspace =
+      bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256)) : no_view_mut();
   cumoe_view map_view = map ? device_put(context, map, 1) : no_view();
   CHECK_OK(cumoe_fill(context, route.slot_row, test_poison, NULL));
   CHECK_OK(cumoe_fill(context, route.counts, test_poison, NULL));
   CHECK_OK(cumoe_fill(context, route.offsets, test_poison, NULL));
   cumoe_status status = cumoe_map(plan, device_put(context, ids, 3), map_view, &route, workspace, NULL);
-  *got = (got_route){device_get(context, cumoe_const(route.counts)), device_get(context, cumoe_const(route.offsets)),
-                     device_get(context, cumoe_const(route.row_pair)), device_get(context, cumoe_const(route.slot_row))};
+  *got =
+      (got_route){device_get(context, cumoe_const(route.counts)), device_get(context, cumoe_const(route.offsets)),
+                  device_get(context, cumoe_const(route.row_pair)), device_get(context, cumoe_const(route.slot_row))};
   check_guards(context, "counts", route.counts);
   check_guards(context, "offsets", route.offsets);
   check_guards(context, "row_pair", route.row_pair);
@@ -328,8 +358,8 @@ static cumoe_status map_on(cumoe_context context, cumoe_plan plan, const tensor 
 static void run_map(cumoe_context context, const map_case *c)
 {
   rng r = {(uint64_t)c->experts * 31 + (uint64_t)c->tokens};
-  case_begin("map T %d k %d E %d local %d zero %d identity %d ids %s %s", c->tokens, c->top_k, c->experts, c->local, c->zero, c->identity,
-             cumoe_dtype_name((cumoe_dtype)c->ids_dtype), pattern_name(c->pattern));
+  case_begin("map T %d k %d E %d local %d zero %d identity %d ids %s %s", c->tokens, c->top_k, c->experts, c->local,
+             c->zero, c->identity, cumoe_dtype_name((cumoe_dtype)c->ids_dtype), pattern_name(c->pattern));
   cumoe_moe_desc d = map_desc(c);
   cumoe_plan plan = NULL;
   tensor ids = route_tokens(&r, c->pattern, c->ids_dtype, c->tokens, c->top_k, c->experts + c->zero + c->identity);
@@ -360,8 +390,8 @@ void cases_map(cumoe_context context)
   static const int32_t ks[] = {1, 2, 4, 8, 9, 32};
   for (int i = 0; i < 240; i++) {
     int32_t experts = case_experts[i / 24];
-    map_case c = {case_tokens[i % 12], least(ks[i % 6], experts), experts, experts, 0, 0, i % 2 ? CUMOE_I64 : CUMOE_I32,
-                  (pattern)(i / 3 % PATTERN_COUNT), false};
+    map_case c = {case_tokens[i % 12],           least(ks[i % 6], experts),        experts, experts, 0, 0,
+                  i % 2 ? CUMOE_I64 : CUMOE_I32, (pattern)(i / 3 % PATTERN_COUNT), false};
     if (i % 4 == 1 && experts > 1) c.local = experts / 2;
     if (i % 4 == 2 && experts < 1000) c.zero = 5, c.identity = 3;
     if (i % 16 == 3) c.broken_map = true;
@@ -369,7 +399,8 @@ void cases_map(cumoe_context context)
   }
   static const int32_t many[] = {1023, 1024, 1025, 2047, 4096, 8191};
   for (int i = 0; i < 24; i++) { /* chunks of pairs: every remainder class of 1024 */
-    map_case c = {many[i % 6], i % 3 + 1, case_experts[i * 5 % 10], 0, 0, 0, CUMOE_I32, (pattern)(i % PATTERN_COUNT), false};
+    map_case c = {many[i % 6], i % 3 + 1, case_experts[i * 5 % 10],     0,    0,
+                  0,           CUMOE_I32, (pattern)(i % PATTERN_COUNT), false};
     c.local = c.experts;
     c.top_k = least(c.top_k, c.experts);
     run_map(context, &c);
@@ -387,8 +418,14 @@ typedef struct combine_case {
 
 static cumoe_moe_desc combine_desc(const combine_case *c)
 {
-  cumoe_moe_desc d = {.size = sizeof d, .num_experts = 32, .local_experts = 32, .hidden = c->hidden, .inter = 8, .dtype = c->dtype,
-                      .out_dtype = c->out_dtype, .routing = cumoe_routing_qwen2(c->top_k)};
+  cumoe_moe_desc d = {.size = sizeof d,
+                      .num_experts = 32,
+                      .local_experts = 32,
+                      .hidden = c->hidden,
+                      .inter = 8,
+                      .dtype = c->dtype,
+                      .out_dtype = c->out_dtype,
+                      .routing = cumoe_routing_qwen2(c->top_k)};
   d.flags = c->unreduced ? CUMOE_MOE_UNREDUCED : 0;
   d.routing.identity_experts = c->identity ? 1 : 0;
   return d;
@@ -442,15 +479,22 @@ static void want_combined(const combine_case *c, const combine_data *d, int64_t 
     shared[i] = (bounded){tensor_get(&d->shared, token, i), 0};
     residual[i] = tensor_get(&d->residual, token, i);
   }
-  combine_terms terms = {c->hidden, c->top_k, y, weights, c->shared ? shared : NULL, c->shared && c->shared_logit ? &logit : NULL,
-                         c->residual ? residual : NULL, c->out_scale == 0 ? 1 : c->out_scale};
+  combine_terms terms = {c->hidden,
+                         c->top_k,
+                         y,
+                         weights,
+                         c->shared ? shared : NULL,
+                         c->shared && c->shared_logit ? &logit : NULL,
+                         c->residual ? residual : NULL,
+                         c->out_scale == 0 ? 1 : c->out_scale};
   oracle_combine(&terms, out);
   for (int32_t i = 0; i < c->hidden; i++) out[i] = oracle_stored(out[i], c->out_dtype);
 }
 
 static void check_combined(const combine_case *c, const combine_data *d, const tensor *out)
 {
-  int64_t rows = c->unreduced ? c->top_k : 1, present = c->present >= 0 && c->present < c->tokens ? c->present : c->tokens;
+  int64_t rows = c->unreduced ? c->top_k : 1,
+          present = c->present >= 0 && c->present < c->tokens ? c->present : c->tokens;
   bounded *want = scratch((size_t)(rows * c->hidden), sizeof *want);
   for (int64_t t = 0; t < present; t++) {
     want_combined(c, d, t, want);
@@ -458,7 +502,8 @@ static void check_combined(const combine_case *c, const combine_data *d, const t
   }
 }
 
-static cumoe_status combine_on(cumoe_context context, cumoe_plan plan, const combine_case *c, const combine_data *d, cumoe_view_mut *out)
+static cumoe_status combine_on(cumoe_context context, cumoe_plan plan, const combine_case *c, const combine_data *d,
+                               cumoe_view_mut *out)
 {
   cumoe_moe_desc desc = combine_desc(c);
   tensor none = tensor_new(CUMOE_I32, c->tokens, c->top_k), present = tensor_new(CUMOE_I32, 1, 1);
@@ -468,7 +513,8 @@ static cumoe_status combine_on(cumoe_context context, cumoe_plan plan, const com
   device_set(context, route.slot_row, &d->slot_row);
   tensor_set(&present, 0, 0, c->present);
   *out = device_new(context, c->out_dtype, c->unreduced ? (int64_t)c->tokens * c->top_k : c->tokens, c->hidden, 8);
-  cumoe_combine_args a = {.size = sizeof a, .out_scale = c->out_scale, .y = device_put(context, &d->y, 16), .out = *out};
+  cumoe_combine_args a = {
+      .size = sizeof a, .out_scale = c->out_scale, .y = device_put(context, &d->y, 16), .out = *out};
   if (!c->unreduced) a.pair_weights = device_put(context, &d->weights, 1);
   if (c->identity) a.x = device_put(context, &d->x, 24);
   if (c->shared) a.shared = device_put(context, &d->shared, 8);
@@ -483,9 +529,10 @@ static void run_combine(cumoe_context context, const combine_case *c)
 {
   if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->tokens * 17 + (uint64_t)c->top_k};
-  case_begin("combine T %d k %d H %d %s -> %s%s%s%s%s%s%s%s%s present %d", c->tokens, c->top_k, c->hidden, cumoe_dtype_name((cumoe_dtype)c->dtype),
-             cumoe_dtype_name((cumoe_dtype)c->out_dtype), c->unreduced ? " unreduced" : "", c->shared ? " shared" : "",
-             c->shared_logit ? " gated" : "", c->residual ? " residual" : "", c->in_place ? " in place" : "", c->identity ? " identity" : "",
+  case_begin("combine T %d k %d H %d %s -> %s%s%s%s%s%s%s%s%s present %d", c->tokens, c->top_k, c->hidden,
+             cumoe_dtype_name((cumoe_dtype)c->dtype), cumoe_dtype_name((cumoe_dtype)c->out_dtype),
+             c->unreduced ? " unreduced" : "", c->shared ? " shared" : "", c->shared_logit ? " gated" : "",
+             c->residual ? " residual" : "", c->in_place ? " in place" : "", c->identity ? " identity" : "",
              c->nan_behind_zero ? " nan behind 0" : "", c->bad_rows ? " bad rows" : "", c->present);
   cumoe_moe_desc desc = combine_desc(c);
   cumoe_plan plan = NULL;
@@ -505,7 +552,10 @@ static void run_combine(cumoe_context context, const combine_case *c)
     if (fewer) got[pass].rows = c->present * rows;
     check_guards(context, "out", out);
     bool any_bad = c->bad_rows && (fewer ? c->present : c->tokens) * c->top_k > 1;
-    expect_fault(context, c->tokens == 0 ? CUMOE_FAULT_NONE : c->present > c->tokens ? CUMOE_FAULT_TOKEN_COUNT : any_bad ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
+    expect_fault(context, c->tokens == 0           ? CUMOE_FAULT_NONE
+                          : c->present > c->tokens ? CUMOE_FAULT_TOKEN_COUNT
+                          : any_bad                ? CUMOE_FAULT_ROUTE
+                                                   : CUMOE_FAULT_NONE);
   }
   check_same("two poisons", &got[0], &got[1]);
   check_combined(c, &d, &got[0]);
@@ -518,7 +568,8 @@ void cases_combine(cumoe_context context)
   static const int32_t hiddens[] = {8, 24, 64, 136, 264, 1032}, ks[] = {1, 2, 3, 4, 6, 8, 9, 16, 31, 32};
   for (int i = 0; i < 120; i++) {
     int32_t dtype = case_dtypes[i % 3];
-    combine_case c = {.tokens = case_tokens[(i + i / 12) % 12], .top_k = ks[i % 10], .hidden = hiddens[i % 6], .dtype = dtype};
+    combine_case c = {
+        .tokens = case_tokens[(i + i / 12) % 12], .top_k = ks[i % 10], .hidden = hiddens[i % 6], .dtype = dtype};
     c.out_dtype = i % 4 == 1 ? CUMOE_F32 : dtype;
     c.unreduced = i % 8 == 7;
     c.shared = !c.unreduced && i % 3 == 1;

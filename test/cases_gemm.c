@@ -20,31 +20,43 @@ typedef struct gemm_case {
   pattern pattern;
   content content;
   bool on_input;
-  bool nan_token; /* token 1 holds a NaN */
+  bool nan_token;      /* token 1 holds a NaN */
   bad_route bad_route; /* of the last expert */
 } gemm_case;
 
 static const char *order_name(int32_t order)
 {
-  static const char *names[] = {"?", "gate-up", "up-gate", "gate-up-interleaved", "up-gate-interleaved", "separate", "ungated"};
+  static const char *names[] = {"?",        "gate-up", "up-gate", "gate-up-interleaved", "up-gate-interleaved",
+                                "separate", "ungated"};
   return names[order];
 }
 
 static void name_case(const char *op, const gemm_case *c)
 {
   static const char *contents[] = {"", " same sign", " integers", " codes"};
-  case_begin("%s %s T %d E %d k %d H %d I %d %s %s/%s%s gap %d bias %s act %d limit %g %s%s%s%s%s", op, cumoe_dtype_name((cumoe_dtype)c->dtype),
-             c->tokens, c->experts, c->top_k, c->hidden, c->inter, order_name(c->form.gate_order), c->form.up_major == CUMOE_OUT_IN ? "oi" : "io",
+  case_begin("%s %s T %d E %d k %d H %d I %d %s %s/%s%s gap %d bias %s act %d limit %g %s%s%s%s%s", op,
+             cumoe_dtype_name((cumoe_dtype)c->dtype), c->tokens, c->experts, c->top_k, c->hidden, c->inter,
+             order_name(c->form.gate_order), c->form.up_major == CUMOE_OUT_IN ? "oi" : "io",
              c->form.down_major == CUMOE_OUT_IN ? "oi" : "io", c->form.per_expert ? " per expert" : "", c->form.gap,
-             cumoe_dtype_name((cumoe_dtype)c->form.bias), c->act, (double)c->limit, pattern_name(c->pattern), contents[c->content],
-             c->on_input ? " weight on input" : "", c->nan_token ? " nan" : "", c->bad_route ? " bad route" : "");
+             cumoe_dtype_name((cumoe_dtype)c->form.bias), c->act, (double)c->limit, pattern_name(c->pattern),
+             contents[c->content], c->on_input ? " weight on input" : "", c->nan_token ? " nan" : "",
+             c->bad_route ? " bad route" : "");
 }
 
 static cumoe_moe_desc gemm_desc(const gemm_case *c)
 {
-  cumoe_moe_desc d = {.size = sizeof d, .num_experts = c->experts, .local_experts = c->experts, .hidden = c->hidden, .inter = c->inter,
-                      .dtype = c->dtype, .out_dtype = c->dtype, .act = c->act, .act_alpha = c->alpha, .act_limit = c->limit,
-                      .routing = cumoe_routing_make(CUMOE_SCORE_SIGMOID, c->top_k, c->on_input ? CUMOE_ROUTE_WEIGHT_ON_INPUT : 0)};
+  cumoe_moe_desc d = {
+      .size = sizeof d,
+      .num_experts = c->experts,
+      .local_experts = c->experts,
+      .hidden = c->hidden,
+      .inter = c->inter,
+      .dtype = c->dtype,
+      .out_dtype = c->dtype,
+      .act = c->act,
+      .act_alpha = c->alpha,
+      .act_limit = c->limit,
+      .routing = cumoe_routing_make(CUMOE_SCORE_SIGMOID, c->top_k, c->on_input ? CUMOE_ROUTE_WEIGHT_ON_INPUT : 0)};
   d.flags = c->form.gate_order == CUMOE_UNGATED ? CUMOE_MOE_UNGATED : 0;
   return d;
 }
@@ -74,8 +86,10 @@ static host_weights make_weights(rng *r, const gemm_case *c)
   static const fill fills[] = {FILL_NORMAL, FILL_SAME_SIGN, FILL_INTEGERS};
   cumoe_moe_desc d = gemm_desc(c);
   host_weights w = weights_new(&d, c->experts, c->inter, c->form);
-  if (c->content == CONTENT_CODES) fill_codes(&w);
-  else weights_fill(r, &w, fills[c->content]);
+  if (c->content == CONTENT_CODES)
+    fill_codes(&w);
+  else
+    weights_fill(r, &w, fills[c->content]);
   oracle_prepare(&w);
   return w;
 }
@@ -89,7 +103,8 @@ static tensor make_rows(rng *r, const gemm_case *c, int64_t rows, int64_t cols)
   tensor t = tensor_new(c->dtype, rows, cols);
   for (int64_t row = 0; row < rows; row++) {
     if (c->content == CONTENT_CODES) tensor_set(&t, row, row % cols, 1);
-    for (int i = 0; c->content == CONTENT_INTEGERS && i < 12; i++) tensor_set(&t, row, rng_below(r, cols), (double)rng_below(r, 41) - 20);
+    for (int i = 0; c->content == CONTENT_INTEGERS && i < 12; i++)
+      tensor_set(&t, row, rng_below(r, cols), (double)rng_below(r, 41) - 20);
   }
   return t;
 }
@@ -114,7 +129,8 @@ static cumoe_status gemm_on(cumoe_context context, const gemm_case *c, const gem
   cumoe_view_mut out = device_new(context, c->dtype, rows, run->up ? c->inter : c->hidden, 8);
   cumoe_view in = device_put(context, &run->input, 24);
   cumoe_view pair_weights = c->on_input && run->up ? device_put(context, &run->pair_weights, 1) : no_view();
-  cumoe_status status = run->up ? cumoe_up(plan, weights, in, &route, pair_weights, out, NULL) : cumoe_down(plan, weights, in, &route, out, NULL);
+  cumoe_status status = run->up ? cumoe_up(plan, weights, in, &route, pair_weights, out, NULL)
+                                : cumoe_down(plan, weights, in, &route, out, NULL);
   *got = device_get(context, cumoe_const(out));
   check_guards(context, "rows", out);
   if (status == CUMOE_OK) expect_fault(context, c->bad_route ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
@@ -131,10 +147,13 @@ static void want_row(const gemm_case *c, const gemm_run *run, int64_t row, int32
   bounded *h = scratch((size_t)ins, sizeof *h);
   for (int32_t i = 0; i < ins; i++) h[i] = (bounded){a[i] = tensor_get(&run->input, from, i), 0};
   bounded weight = {c->on_input ? tensor_get(&run->pair_weights, 0, pair) : 1, 0};
-  if (run->up) oracle_up(&run->desc, &run->host, expert, a, weight, want);
-  else oracle_down(&run->host, expert, h, want);
+  if (run->up)
+    oracle_up(&run->desc, &run->host, expert, a, weight, want);
+  else
+    oracle_down(&run->host, expert, h, want);
   bool exact = c->content == CONTENT_INTEGERS || c->content == CONTENT_CODES;
-  for (int32_t n = 0; n < outs; n++) want[n] = exact ? (bounded){round_to(want[n].value, c->dtype), 0} : oracle_stored(want[n], c->dtype);
+  for (int32_t n = 0; n < outs; n++)
+    want[n] = exact ? (bounded){round_to(want[n].value, c->dtype), 0} : oracle_stored(want[n], c->dtype);
 }
 
 static bool row_is_poison(const tensor *t, int64_t row)
@@ -150,9 +169,11 @@ static void check_rows(const gemm_case *c, const gemm_run *run)
   bounded *want = scratch((size_t)(c->inter + c->hidden), sizeof *want);
   bool good = true;
   for (int64_t row = 0; row < run->got[1].rows && good; row++)
-    if (!row_used(&run->route, row) && !c->bad_route) good = CHECK_MSG(row_is_poison(&run->got[1], row), "row %d of no expert was written", (int)row);
+    if (!row_used(&run->route, row) && !c->bad_route)
+      good = CHECK_MSG(row_is_poison(&run->got[1], row), "row %d of no expert was written", (int)row);
   for (int32_t e = 0; e < c->experts - (c->bad_route != ROUTE_GOOD) && good; e++) {
-    int64_t first = (int64_t)tensor_get(&run->route.offsets, 0, e), count = (int64_t)tensor_get(&run->route.counts, 0, e);
+    int64_t first = (int64_t)tensor_get(&run->route.offsets, 0, e),
+            count = (int64_t)tensor_get(&run->route.counts, 0, e);
     for (int64_t row = first; row < first + count && good; row++) {
       char what[64];
       snprintf(what, sizeof what, "row %d, expert %d", (int)row, e);
@@ -212,18 +233,29 @@ static void run_gemm(cumoe_context context, const gemm_case *c, bool up)
 
 static const int32_t majors[2] = {CUMOE_OUT_IN, CUMOE_IN_OUT};
 
-static int32_t pick(rng *r, const int32_t *list, int64_t count) { return list[rng_below(r, count)]; }
+static int32_t pick(rng *r, const int32_t *list, int64_t count)
+{
+  return list[rng_below(r, count)];
+}
 
 /* Every layout with every dtype; the rest is drawn beside them. */
 static gemm_case layout_case(int i)
 {
-  static const int32_t hiddens[] = {8, 24, 64, 72, 136, 200, 264}, inters[] = {16, 8, 40, 64, 104, 136}, ks[] = {1, 2, 3, 4, 6, 8, 9, 10};
+  static const int32_t hiddens[] = {8, 24, 64, 72, 136, 200, 264}, inters[] = {16, 8, 40, 64, 104, 136},
+                       ks[] = {1, 2, 3, 4, 6, 8, 9, 10};
   rng r = {(uint64_t)i};
-  gemm_case c = {.dtype = case_dtypes[i / 24 % 3], .tokens = pick(&r, case_tokens, 12), .experts = pick(&r, case_experts, 3), .top_k = pick(&r, ks, 8),
-                 .hidden = pick(&r, hiddens, 7), .inter = pick(&r, inters, 6), .act = (int32_t)rng_below(&r, 7),
-                 .pattern = (pattern)rng_below(&r, PATTERN_COUNT), .content = rng_below(&r, 4) ? CONTENT_NORMAL : CONTENT_SAME_SIGN};
+  gemm_case c = {.dtype = case_dtypes[i / 24 % 3],
+                 .tokens = pick(&r, case_tokens, 12),
+                 .experts = pick(&r, case_experts, 3),
+                 .top_k = pick(&r, ks, 8),
+                 .hidden = pick(&r, hiddens, 7),
+                 .inter = pick(&r, inters, 6),
+                 .act = (int32_t)rng_below(&r, 7),
+                 .pattern = (pattern)rng_below(&r, PATTERN_COUNT),
+                 .content = rng_below(&r, 4) ? CONTENT_NORMAL : CONTENT_SAME_SIGN};
   int32_t biases[] = {0, CUMOE_F32, c.dtype};
-  c.form = (weights_form){i % 24 / 4 + 1, majors[i % 2], pick(&r, majors, 2), pick(&r, biases, 3), (int32_t)rng_below(&r, 3), i / 2 % 2};
+  c.form = (weights_form){
+      i % 24 / 4 + 1, majors[i % 2], pick(&r, majors, 2), pick(&r, biases, 3), (int32_t)rng_below(&r, 3), i / 2 % 2};
   bool ungated = c.form.gate_order == CUMOE_UNGATED;
   if (ungated && c.act == CUMOE_ACT_SWIGLU_OAI) c.act = CUMOE_ACT_SILU;
   if (!ungated && rng_below(&r, 2)) c.limit = rng_below(&r, 2) ? 0.5f : 2;
@@ -246,8 +278,14 @@ static void run_expert_counts(cumoe_context context, bool up)
 {
   static const int32_t ks[] = {1, 2, 8, 16, 17, 31, 32};
   for (int i = 0; i < 60; i++) {
-    gemm_case c = {.dtype = case_dtypes[i % 3], .tokens = case_tokens[i * 5 % 12], .experts = case_experts[i / 6], .top_k = ks[i % 7], .hidden = 16,
-                   .inter = 8, .form = {i % 6 + 1, majors[i / 2 % 2], majors[i / 3 % 2], 0, 0, i % 4 == 3}, .pattern = (pattern)(i % PATTERN_COUNT)};
+    gemm_case c = {.dtype = case_dtypes[i % 3],
+                   .tokens = case_tokens[i * 5 % 12],
+                   .experts = case_experts[i / 6],
+                   .top_k = ks[i % 7],
+                   .hidden = 16,
+                   .inter = 8,
+                   .form = {i % 6 + 1, majors[i / 2 % 2], majors[i / 3 % 2], 0, 0, i % 4 == 3},
+                   .pattern = (pattern)(i % PATTERN_COUNT)};
     if (c.top_k > c.experts) c.top_k = c.experts;
     if (c.form.gate_order == CUMOE_UNGATED) c.act = CUMOE_ACT_RELU2;
     run_gemm(context, &c, up);
@@ -259,9 +297,18 @@ static void run_exact(cumoe_context context, bool up)
 {
   for (int i = 0; i < 24 * 3; i++) {
     content kind = i / 12 % 2 ? CONTENT_INTEGERS : CONTENT_CODES;
-    gemm_case c = {.dtype = case_dtypes[i / 24], .tokens = 150, .experts = 3, .top_k = i % 2 + 1, .hidden = i % 2 ? 136 : 72, .inter = i % 3 ? 72 : 136,
-                   .act = CUMOE_ACT_IDENTITY, .content = kind, .pattern = kind == CONTENT_CODES ? PATTERN_ROUND_ROBIN : PATTERN_ZIPF};
-    c.form = (weights_form){i % 6 + 1, majors[i / 6 % 2], majors[i / 3 % 2], kind == CONTENT_INTEGERS && i % 2 ? CUMOE_F32 : 0, i % 2, i / 2 % 2};
+    gemm_case c = {.dtype = case_dtypes[i / 24],
+                   .tokens = 150,
+                   .experts = 3,
+                   .top_k = i % 2 + 1,
+                   .hidden = i % 2 ? 136 : 72,
+                   .inter = i % 3 ? 72 : 136,
+                   .act = CUMOE_ACT_IDENTITY,
+                   .content = kind,
+                   .pattern = kind == CONTENT_CODES ? PATTERN_ROUND_ROBIN : PATTERN_ZIPF};
+    c.form = (weights_form){
+        i % 6 + 1, majors[i / 6 % 2], majors[i / 3 % 2], kind == CONTENT_INTEGERS && i % 2 ? CUMOE_F32 : 0,
+        i % 2,     i / 2 % 2};
     if (c.form.gate_order == CUMOE_UNGATED) c.act = i % 4 ? CUMOE_ACT_RELU : CUMOE_ACT_IDENTITY;
     run_gemm(context, &c, up);
   }
@@ -270,8 +317,15 @@ static void run_exact(cumoe_context context, bool up)
 static void run_bad_routes(cumoe_context context, bool up)
 {
   for (int i = 0; i < 48; i++) {
-    gemm_case c = {.dtype = case_dtypes[i % 3], .tokens = 3 + i, .experts = i % 2 ? 5 : 40, .top_k = 3, .hidden = 64, .inter = 40,
-                   .form = {i % 6 + 1, majors[i % 2], majors[i / 2 % 2], 0, 0, i % 4 == 1}, .pattern = PATTERN_ROUND_ROBIN, .bad_route = (bad_route)(i / 3 % 4 + 1)};
+    gemm_case c = {.dtype = case_dtypes[i % 3],
+                   .tokens = 3 + i,
+                   .experts = i % 2 ? 5 : 40,
+                   .top_k = 3,
+                   .hidden = 64,
+                   .inter = 40,
+                   .form = {i % 6 + 1, majors[i % 2], majors[i / 2 % 2], 0, 0, i % 4 == 1},
+                   .pattern = PATTERN_ROUND_ROBIN,
+                   .bad_route = (bad_route)(i / 3 % 4 + 1)};
     run_gemm(context, &c, up);
   }
 }
@@ -281,9 +335,15 @@ static void run_deep(cumoe_context context, bool up)
 {
   static const int32_t tokens[] = {1, 5, 16, 33, 70, 140};
   for (int i = 0; i < 36; i++) {
-    gemm_case c = {.dtype = case_dtypes[i % 3], .tokens = tokens[i / 6], .experts = i % 2 ? 2 : 5, .top_k = 1, .hidden = i % 2 ? 2048 : 1000, .inter = i % 4 == 1 ? 1408 : 768,
+    gemm_case c = {.dtype = case_dtypes[i % 3],
+                   .tokens = tokens[i / 6],
+                   .experts = i % 2 ? 2 : 5,
+                   .top_k = 1,
+                   .hidden = i % 2 ? 2048 : 1000,
+                   .inter = i % 4 == 1 ? 1408 : 768,
                    .form = {i % 6 + 1, majors[i / 2 % 2], majors[i % 2], i % 3 ? 0 : CUMOE_F32, i % 2, i % 5 == 0},
-                   .content = i % 4 == 3 ? CONTENT_SAME_SIGN : CONTENT_NORMAL, .pattern = i % 2 ? PATTERN_ZIPF : PATTERN_UNIFORM};
+                   .content = i % 4 == 3 ? CONTENT_SAME_SIGN : CONTENT_NORMAL,
+                   .pattern = i % 2 ? PATTERN_ZIPF : PATTERN_UNIFORM};
     if (c.tokens > 33) c.inter = 264;
     run_gemm(context, &c, up);
   }
@@ -298,5 +358,11 @@ static void cases_gemm(cumoe_context context, bool up)
   if (on_device(context)) run_deep(context, up);
 }
 
-void cases_up(cumoe_context context) { cases_gemm(context, true); }
-void cases_down(cumoe_context context) { cases_gemm(context, false); }
+void cases_up(cumoe_context context)
+{
+  cases_gemm(context, true);
+}
+void cases_down(cumoe_context context)
+{
+  cases_gemm(context, false);
+}

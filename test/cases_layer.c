@@ -28,10 +28,22 @@ typedef struct forward_result {
   tensor out, ids, weights, counts, load;
 } forward_result;
 
-static int32_t logit_count(const cumoe_moe_desc *d) { return d->num_experts + d->routing.zero_experts + d->routing.identity_experts; }
-static int32_t local_count(const cumoe_moe_desc *d) { return d->local_experts ? d->local_experts : d->num_experts; }
-static bool unreduced(const cumoe_moe_desc *d) { return d->flags & CUMOE_MOE_UNREDUCED; }
-static bool mapped(const forward_case *c) { return local_count(&c->desc) < c->desc.num_experts; }
+static int32_t logit_count(const cumoe_moe_desc *d)
+{
+  return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
+}
+static int32_t local_count(const cumoe_moe_desc *d)
+{
+  return d->local_experts ? d->local_experts : d->num_experts;
+}
+static bool unreduced(const cumoe_moe_desc *d)
+{
+  return d->flags & CUMOE_MOE_UNREDUCED;
+}
+static bool mapped(const forward_case *c)
+{
+  return local_count(&c->desc) < c->desc.num_experts;
+}
 
 static forward_data make_data(rng *r, const forward_case *c)
 {
@@ -57,7 +69,8 @@ static forward_data make_data(rng *r, const forward_case *c)
   a.expert_map = tensor_new(CUMOE_I32, 1, d->num_experts);
   for (int32_t e = 0; e < d->num_experts; e++) /* every other expert, in reverse */
     tensor_set(&a.expert_map, 0, e, e % 2 && e / 2 < local ? local - 1 - e / 2 : -1);
-  for (int64_t i = 0; c->zero_weights && i < a.id_weights.rows * a.id_weights.cols; i += 2) tensor_set(&a.id_weights, 0, i, 0);
+  for (int64_t i = 0; c->zero_weights && i < a.id_weights.rows * a.id_weights.cols; i += 2)
+    tensor_set(&a.id_weights, 0, i, 0);
   if (c->nan_token && c->tokens > 1) tensor_set(&a.x, 1, 5, NAN);
   return a;
 }
@@ -102,7 +115,8 @@ static cumoe_view_mut make_workspace(cumoe_context context, cumoe_plan plan, int
 
 static forward_result take_results(cumoe_context context, const cumoe_moe_args *args)
 {
-  forward_result r = {.out = device_get(context, cumoe_const(args->out)), .counts = device_get(context, cumoe_const(args->counts_out)),
+  forward_result r = {.out = device_get(context, cumoe_const(args->out)),
+                      .counts = device_get(context, cumoe_const(args->counts_out)),
                       .load = device_get(context, cumoe_const(args->load))};
   check_guards(context, "out", args->out);
   check_guards(context, "counts_out", args->counts_out);
@@ -116,7 +130,8 @@ static forward_result take_results(cumoe_context context, const cumoe_moe_args *
   return r;
 }
 
-static cumoe_status forward_on(cumoe_context context, const forward_case *c, const forward_data *a, forward_result *result)
+static cumoe_status forward_on(cumoe_context context, const forward_case *c, const forward_data *a,
+                               forward_result *result)
 {
   cumoe_plan plan = NULL;
   cumoe_weights shared = NULL;
@@ -125,7 +140,10 @@ static cumoe_status forward_on(cumoe_context context, const forward_case *c, con
   CHECK_OK(cumoe_plan_create(context, &c->desc, &plan));
   cumoe_weights weights = weights_put(context, &a->weights, c->form);
   if (c->desc.shared_inter) shared = weights_put(context, &a->shared, c->form);
-  cumoe_moe_args args = {.size = sizeof args, .x = device_put(context, &a->x, 16), .shared = shared, .out_scale = c->out_scale,
+  cumoe_moe_args args = {.size = sizeof args,
+                         .x = device_put(context, &a->x, 16),
+                         .shared = shared,
+                         .out_scale = c->out_scale,
                          .workspace = make_workspace(context, plan, c->tokens)};
   if (c->shared_gate) args.shared_gate = device_put(context, &a->shared_gate, 0);
   if (c->present >= 0) args.device_tokens = device_put(context, &present, 0);
@@ -134,7 +152,8 @@ static cumoe_status forward_on(cumoe_context context, const forward_case *c, con
   cumoe_status status = cumoe_moe_forward(plan, weights, &args, NULL);
   *result = take_results(context, &args);
   int64_t rows = c->tokens ? args.out.rows / c->tokens : 0;
-  if (c->present >= 0 && c->present < c->tokens && !c->in_place) check_untouched(context, "out", args.out, c->present * rows);
+  if (c->present >= 0 && c->present < c->tokens && !c->in_place)
+    check_untouched(context, "out", args.out, c->present * rows);
   CHECK_OK(cumoe_weights_destroy(weights));
   CHECK_OK(cumoe_weights_destroy(shared));
   CHECK_OK(cumoe_plan_destroy(plan));
@@ -143,14 +162,19 @@ static cumoe_status forward_on(cumoe_context context, const forward_case *c, con
 
 /* ---- what is expected ------------------------------------------------------------------------------ */
 
-static int64_t tokens_present(const forward_case *c) { return c->present >= 0 && c->present < c->tokens ? c->present : c->tokens; }
+static int64_t tokens_present(const forward_case *c)
+{
+  return c->present >= 0 && c->present < c->tokens ? c->present : c->tokens;
+}
 
 static layer_case oracle_case(const forward_case *c, const forward_data *a)
 {
-  layer_case l = {.desc = &c->desc, .weights = &a->weights, .x = &a->x, .out_scale = c->out_scale == 0 ? 1 : c->out_scale};
+  layer_case l = {
+      .desc = &c->desc, .weights = &a->weights, .x = &a->x, .out_scale = c->out_scale == 0 ? 1 : c->out_scale};
   if (c->desc.shared_inter) l.shared = &a->shared;
   if (c->shared_gate) l.shared_gate = &a->shared_gate;
-  if (c->from == FROM_ROUTER) l.router_weight = &a->router_weight, l.router_bias = c->router_bias ? &a->router_bias : NULL;
+  if (c->from == FROM_ROUTER)
+    l.router_weight = &a->router_weight, l.router_bias = c->router_bias ? &a->router_bias : NULL;
   if (c->from == FROM_LOGITS) l.logits = &a->logits;
   if (c->from == FROM_IDS) l.ids = &a->ids, l.id_weights = &a->id_weights;
   if (c->select_bias && c->from != FROM_IDS) l.select_bias = &a->select_bias;
@@ -170,8 +194,10 @@ static void check_counts(const forward_case *c, const forward_data *a, const for
   }
   bool good = c->tokens > 0;
   for (int32_t e = 0; e < local_count(d) && good; e++) {
-    good = CHECK_MSG(tensor_get(&r->counts, 0, e) == (double)counts[e], "counts_out[%d] is %g, want %d", e, tensor_get(&r->counts, 0, e), (int)counts[e]) &&
-           CHECK_MSG(tensor_get(&r->load, 0, e) == (double)(1000 + e + counts[e]), "load[%d] is %g", e, tensor_get(&r->load, 0, e));
+    good = CHECK_MSG(tensor_get(&r->counts, 0, e) == (double)counts[e], "counts_out[%d] is %g, want %d", e,
+                     tensor_get(&r->counts, 0, e), (int)counts[e]) &&
+           CHECK_MSG(tensor_get(&r->load, 0, e) == (double)(1000 + e + counts[e]), "load[%d] is %g", e,
+                     tensor_get(&r->load, 0, e));
   }
 }
 
@@ -182,15 +208,18 @@ static void check_forward(const forward_case *c, const forward_data *a, const fo
   layer_case l = oracle_case(c, a);
   int64_t k = c->desc.routing.top_k, rows = unreduced(&c->desc) ? k : 1;
   for (int64_t t = 0; t < tokens_present(c); t++) {
-    if (c->nan_token && t == 1 && c->from == FROM_ROUTER) continue; /* its ids are those of NaN logits; others must not care */
+    if (c->nan_token && t == 1 && c->from == FROM_ROUTER)
+      continue; /* its ids are those of NaN logits; others must not care */
     layer_result want = oracle_layer(&l, t);
     layer_tokens++;
     open_tokens += !want.decided;
     if (!want.decided) continue;
     for (int64_t j = 0; r->ids.data && j < k; j++)
-      CHECK_MSG(tensor_get(&r->ids, t, j) == want.ids[j], "ids_out[%d, %d] is %g, want %d", (int)t, (int)j, tensor_get(&r->ids, t, j), want.ids[j]);
+      CHECK_MSG(tensor_get(&r->ids, t, j) == want.ids[j], "ids_out[%d, %d] is %g, want %d", (int)t, (int)j,
+                tensor_get(&r->ids, t, j), want.ids[j]);
     if (r->weights.data) check_bounded_row("weights_out", &r->weights, t, want.weights);
-    for (int64_t row = 0; row < rows; row++) check_bounded_row("out", &r->out, t * rows + row, want.out + row * c->desc.hidden);
+    for (int64_t row = 0; row < rows; row++)
+      check_bounded_row("out", &r->out, t * rows + row, want.out + row * c->desc.hidden);
   }
   check_counts(c, a, r);
 }
@@ -240,10 +269,11 @@ static void run_forward(cumoe_context context, const forward_case *c)
   static const char *forms[] = {"router", "logits", "ids"};
   const cumoe_moe_desc *d = &c->desc;
   rng r = {(uint64_t)d->num_experts * 13 + (uint64_t)c->tokens * 7 + (uint64_t)d->hidden};
-  case_begin("layer %s %s T %d E %d/%d k %d H %d I %d shared %d order %d up %d down %d act %d from %s%s%s%s%s", c->name, cumoe_dtype_name((cumoe_dtype)d->dtype),
-             c->tokens, local_count(d), d->num_experts, d->routing.top_k, d->hidden, d->inter, d->shared_inter, c->form.gate_order, c->form.up_major,
-             c->form.down_major, d->act, forms[c->from], c->residual ? " residual" : "", unreduced(d) ? " unreduced" : "", c->nan_token ? " nan" : "",
-             c->present >= 0 ? " device tokens" : "");
+  case_begin("layer %s %s T %d E %d/%d k %d H %d I %d shared %d order %d up %d down %d act %d from %s%s%s%s%s", c->name,
+             cumoe_dtype_name((cumoe_dtype)d->dtype), c->tokens, local_count(d), d->num_experts, d->routing.top_k,
+             d->hidden, d->inter, d->shared_inter, c->form.gate_order, c->form.up_major, c->form.down_major, d->act,
+             forms[c->from], c->residual ? " residual" : "", unreduced(d) ? " unreduced" : "",
+             c->nan_token ? " nan" : "", c->present >= 0 ? " device tokens" : "");
   forward_data a = make_data(&r, c);
   forward_result got[PASSES];
   for (int pass = 0; pass < PASSES; pass++) {
@@ -263,7 +293,8 @@ static void run_forward(cumoe_context context, const forward_case *c)
 static forward_case named(const char *name, int32_t experts, int32_t hidden, int32_t inter, cumoe_routing routing)
 {
   forward_case c = {.name = name, .present = -1, .logits_dtype = CUMOE_F32, .ids_dtype = CUMOE_I32};
-  c.desc = (cumoe_moe_desc){.size = sizeof c.desc, .num_experts = experts, .hidden = hidden, .inter = inter, .routing = routing};
+  c.desc = (cumoe_moe_desc){
+      .size = sizeof c.desc, .num_experts = experts, .hidden = hidden, .inter = inter, .routing = routing};
   c.form = (weights_form){CUMOE_GATE_UP_CONCAT, CUMOE_OUT_IN, CUMOE_OUT_IN, 0, 0, false};
   return c;
 }

@@ -12,8 +12,14 @@
 #include "session.h"
 
 #define BIT(dtype) (1u << (dtype))
-enum { I32 = BIT(CUMOE_I32), I64 = BIT(CUMOE_I64), U8 = BIT(CUMOE_U8), F32 = BIT(CUMOE_F32), BF16 = BIT(CUMOE_BF16),
-       FLOATS = BIT(CUMOE_F32) | BIT(CUMOE_F16) | BIT(CUMOE_BF16) };
+enum {
+  I32 = BIT(CUMOE_I32),
+  I64 = BIT(CUMOE_I64),
+  U8 = BIT(CUMOE_U8),
+  F32 = BIT(CUMOE_F32),
+  BF16 = BIT(CUMOE_BF16),
+  FLOATS = BIT(CUMOE_F32) | BIT(CUMOE_F16) | BIT(CUMOE_BF16)
+};
 
 static cumoe_view_mut as_mut(cumoe_view v)
 {
@@ -30,8 +36,18 @@ static cumoe_view foreign(cumoe_view v)
 
 /* ---- what is called -------------------------------------------------------------------------------- */
 
-enum { DEFINES_ROWS = 1, DEFINES_COLS = 2, AT_LEAST_ROWS = 4, AT_LEAST_COLS = 8, OPTIONAL = 16, OUTPUT = 32, NO_ABSENCE = 64,
-       PACKED = 128, WORKSPACE = 256, CALL_OPERANDS = 20 };
+enum {
+  DEFINES_ROWS = 1,
+  DEFINES_COLS = 2,
+  AT_LEAST_ROWS = 4,
+  AT_LEAST_COLS = 8,
+  OPTIONAL = 16,
+  OUTPUT = 32,
+  NO_ABSENCE = 64,
+  PACKED = 128,
+  WORKSPACE = 256,
+  CALL_OPERANDS = 20
+};
 
 typedef struct operand_rule {
   const char *name; /* as texts must have it */
@@ -50,30 +66,38 @@ typedef struct target {
   session *s;
 } target;
 
-static const operand_rule router_rules[] = {{"x", FLOATS, 16, DEFINES_ROWS}, {"weight", BF16 | F32, 16, DEFINES_ROWS | DEFINES_COLS},
-                                            {"bias", BF16 | F32, 0, OPTIONAL}, {"logits", F32, 0, OUTPUT}};
+static const operand_rule router_rules[] = {{"x", FLOATS, 16, DEFINES_ROWS},
+                                            {"weight", BF16 | F32, 16, DEFINES_ROWS | DEFINES_COLS},
+                                            {"bias", BF16 | F32, 0, OPTIONAL},
+                                            {"logits", F32, 0, OUTPUT}};
 static cumoe_status call_router(const target *t, const cumoe_view *v)
 {
   return cumoe_router(t->s->context, v[0], v[1], v[2], as_mut(v[3]), NULL);
 }
 
-static const operand_rule gate_rules[] = {{"logits", FLOATS, 0, DEFINES_ROWS | DEFINES_COLS}, {"select_bias", F32, 0, OPTIONAL},
-                                          {"ids", I32 | I64, 0, OUTPUT}, {"weights", F32, 0, OUTPUT}};
+static const operand_rule gate_rules[] = {{"logits", FLOATS, 0, DEFINES_ROWS | DEFINES_COLS},
+                                          {"select_bias", F32, 0, OPTIONAL},
+                                          {"ids", I32 | I64, 0, OUTPUT},
+                                          {"weights", F32, 0, OUTPUT}};
 static cumoe_status call_gate(const target *t, const cumoe_view *v)
 {
   return cumoe_gate(t->s->context, &t->s->spec->desc.routing, v[0], v[1], as_mut(v[2]), as_mut(v[3]), NULL);
 }
 
-#define ROUTE_RULES(defines)                                                                                  \
-  {"route.counts", I32, 0, OUTPUT}, {"route.offsets", I32, 0, OUTPUT}, {"route.row_pair", I32, 0, OUTPUT},     \
-  {"route.slot_row", I32, 0, OUTPUT | PACKED | (defines)}
+#define ROUTE_RULES(defines)                                                                                           \
+  {"route.counts", I32, 0, OUTPUT}, {"route.offsets", I32, 0, OUTPUT}, {"route.row_pair", I32, 0, OUTPUT},             \
+  {                                                                                                                    \
+    "route.slot_row", I32, 0, OUTPUT | PACKED | (defines)                                                              \
+  }
 
 static cumoe_route route_of(const cumoe_view *v)
 {
   return (cumoe_route){sizeof(cumoe_route), 0, as_mut(v[0]), as_mut(v[1]), as_mut(v[2]), as_mut(v[3])};
 }
 
-static const operand_rule map_rules[] = {{"ids", I32 | I64, 0, DEFINES_ROWS}, {"expert_map", I32, 0, 0}, ROUTE_RULES(0),
+static const operand_rule map_rules[] = {{"ids", I32 | I64, 0, DEFINES_ROWS},
+                                         {"expert_map", I32, 0, 0},
+                                         ROUTE_RULES(0),
                                          {"workspace", U8, 16, OUTPUT | AT_LEAST_COLS | WORKSPACE}};
 static cumoe_status call_map(const target *t, const cumoe_view *v)
 {
@@ -81,14 +105,16 @@ static cumoe_status call_map(const target *t, const cumoe_view *v)
   return cumoe_map(t->s->plan, v[0], v[1], &route, as_mut(v[6]), NULL);
 }
 
-static const operand_rule up_rules[] = {{"x", BF16, 16, DEFINES_ROWS}, ROUTE_RULES(0), {"h", BF16, 16, OUTPUT | AT_LEAST_ROWS}};
+static const operand_rule up_rules[] = {
+    {"x", BF16, 16, DEFINES_ROWS}, ROUTE_RULES(0), {"h", BF16, 16, OUTPUT | AT_LEAST_ROWS}};
 static cumoe_status call_up(const target *t, const cumoe_view *v)
 {
   const cumoe_route route = route_of(v + 1);
   return cumoe_up(t->s->plan, t->s->routed, v[0], &route, no_view(), as_mut(v[5]), NULL);
 }
 
-static const operand_rule down_rules[] = {{"h", BF16, 16, AT_LEAST_ROWS}, ROUTE_RULES(DEFINES_ROWS | NO_ABSENCE), {"y", BF16, 16, OUTPUT | AT_LEAST_ROWS}};
+static const operand_rule down_rules[] = {
+    {"h", BF16, 16, AT_LEAST_ROWS}, ROUTE_RULES(DEFINES_ROWS | NO_ABSENCE), {"y", BF16, 16, OUTPUT | AT_LEAST_ROWS}};
 static cumoe_status call_down(const target *t, const cumoe_view *v)
 {
   const cumoe_route route = route_of(v + 1);
@@ -96,41 +122,88 @@ static cumoe_status call_down(const target *t, const cumoe_view *v)
 }
 
 static const operand_rule combine_rules[] = {
-    {"args.y", BF16, 16, DEFINES_ROWS}, {"args.pair_weights", F32, 0, 0}, {"args.x", BF16, 16, OPTIONAL},
-    {"args.shared", BF16, 16, OPTIONAL}, {"args.shared_logit", F32, 0, OPTIONAL}, {"args.residual", BF16, 16, OPTIONAL},
-    {"args.device_tokens", I32, 0, OPTIONAL}, {"args.out", BF16, 16, OUTPUT}, ROUTE_RULES(DEFINES_ROWS | NO_ABSENCE)};
+    {"args.y", BF16, 16, DEFINES_ROWS},       {"args.pair_weights", F32, 0, 0},
+    {"args.x", BF16, 16, OPTIONAL},           {"args.shared", BF16, 16, OPTIONAL},
+    {"args.shared_logit", F32, 0, OPTIONAL},  {"args.residual", BF16, 16, OPTIONAL},
+    {"args.device_tokens", I32, 0, OPTIONAL}, {"args.out", BF16, 16, OUTPUT},
+    ROUTE_RULES(DEFINES_ROWS | NO_ABSENCE)};
 static cumoe_status call_combine(const target *t, const cumoe_view *v)
 {
   const cumoe_route route = route_of(v + 8);
-  const cumoe_combine_args a = {.size = sizeof a, .y = v[0], .pair_weights = v[1], .x = v[2], .shared = v[3], .shared_logit = v[4],
-                                .residual = v[5], .device_tokens = v[6], .out = as_mut(v[7])};
+  const cumoe_combine_args a = {.size = sizeof a,
+                                .y = v[0],
+                                .pair_weights = v[1],
+                                .x = v[2],
+                                .shared = v[3],
+                                .shared_logit = v[4],
+                                .residual = v[5],
+                                .device_tokens = v[6],
+                                .out = as_mut(v[7])};
   return cumoe_combine(t->s->plan, &route, &a, NULL);
 }
 
 /* The fields of cumoe_moe_args in this order; absent ones stay absent. */
-static const operand_rule forward_rules[] = {
-    {"args.x", BF16, 16, DEFINES_ROWS}, {"args.device_tokens", I32, 0, OPTIONAL}, {"args.router_weight", BF16 | F32, 16, 0},
-    {"args.router_bias", BF16 | F32, 0, OPTIONAL}, {"args.logits", FLOATS, 0, 0}, {"args.ids", I32 | I64, 0, 0},
-    {"args.weights", F32, 0, 0}, {"args.select_bias", F32, 0, OPTIONAL}, {"args.expert_map", I32, 0, 0},
-    {"args.shared_gate", BF16 | F32, 16, OPTIONAL}, {"args.residual", BF16, 16, OPTIONAL}, {"args.out", BF16, 16, OUTPUT},
-    {"args.ids_out", I32 | I64, 0, OPTIONAL | OUTPUT}, {"args.weights_out", F32, 0, OPTIONAL | OUTPUT},
-    {"args.counts_out", I32, 0, OPTIONAL | OUTPUT}, {"args.load", I64, 0, OPTIONAL | OUTPUT},
-    {"args.workspace", U8, 256, OUTPUT | AT_LEAST_COLS | WORKSPACE}};
+static const operand_rule forward_rules[] = {{"args.x", BF16, 16, DEFINES_ROWS},
+                                             {"args.device_tokens", I32, 0, OPTIONAL},
+                                             {"args.router_weight", BF16 | F32, 16, 0},
+                                             {"args.router_bias", BF16 | F32, 0, OPTIONAL},
+                                             {"args.logits", FLOATS, 0, 0},
+                                             {"args.ids", I32 | I64, 0, 0},
+                                             {"args.weights", F32, 0, 0},
+                                             {"args.select_bias", F32, 0, OPTIONAL},
+                                             {"args.expert_map", I32, 0, 0},
+                                             {"args.shared_gate", BF16 | F32, 16, OPTIONAL},
+                                             {"args.residual", BF16, 16, OPTIONAL},
+                                             {"args.out", BF16, 16, OUTPUT},
+                                             {"args.ids_out", I32 | I64, 0, OPTIONAL | OUTPUT},
+                                             {"args.weights_out", F32, 0, OPTIONAL | OUTPUT},
+                                             {"args.counts_out", I32, 0, OPTIONAL | OUTPUT},
+                                             {"args.load", I64, 0, OPTIONAL | OUTPUT},
+                                             {"args.workspace", U8, 256, OUTPUT | AT_LEAST_COLS | WORKSPACE}};
 
 static void views_of(const cumoe_moe_args *a, cumoe_view *v)
 {
-  const cumoe_view all[] = {a->x, a->device_tokens, a->router_weight, a->router_bias, a->logits, a->ids, a->weights, a->select_bias,
-                            a->expert_map, a->shared_gate, a->residual, cumoe_const(a->out), cumoe_const(a->ids_out),
-                            cumoe_const(a->weights_out), cumoe_const(a->counts_out), cumoe_const(a->load), cumoe_const(a->workspace)};
+  const cumoe_view all[] = {a->x,
+                            a->device_tokens,
+                            a->router_weight,
+                            a->router_bias,
+                            a->logits,
+                            a->ids,
+                            a->weights,
+                            a->select_bias,
+                            a->expert_map,
+                            a->shared_gate,
+                            a->residual,
+                            cumoe_const(a->out),
+                            cumoe_const(a->ids_out),
+                            cumoe_const(a->weights_out),
+                            cumoe_const(a->counts_out),
+                            cumoe_const(a->load),
+                            cumoe_const(a->workspace)};
   memcpy(v, all, sizeof all);
 }
 
 static cumoe_moe_args args_of(const session *s, const cumoe_view *v)
 {
-  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args), .x = v[0], .device_tokens = v[1], .router_weight = v[2], .router_bias = v[3],
-                          .logits = v[4], .ids = v[5], .weights = v[6], .select_bias = v[7], .expert_map = v[8], .shared = s->shared,
-                          .shared_gate = v[9], .residual = v[10], .out = as_mut(v[11]), .ids_out = as_mut(v[12]),
-                          .weights_out = as_mut(v[13]), .counts_out = as_mut(v[14]), .load = as_mut(v[15]), .workspace = as_mut(v[16])};
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = v[0],
+                          .device_tokens = v[1],
+                          .router_weight = v[2],
+                          .router_bias = v[3],
+                          .logits = v[4],
+                          .ids = v[5],
+                          .weights = v[6],
+                          .select_bias = v[7],
+                          .expert_map = v[8],
+                          .shared = s->shared,
+                          .shared_gate = v[9],
+                          .residual = v[10],
+                          .out = as_mut(v[11]),
+                          .ids_out = as_mut(v[12]),
+                          .weights_out = as_mut(v[13]),
+                          .counts_out = as_mut(v[14]),
+                          .load = as_mut(v[15]),
+                          .workspace = as_mut(v[16])};
 }
 
 static cumoe_status call_forward(const target *t, const cumoe_view *v)
@@ -141,20 +214,28 @@ static cumoe_status call_forward(const target *t, const cumoe_view *v)
 
 /* ---- the matrix of mistakes ------------------------------------------------------------------------ */
 
-static bool absent(const cumoe_view *v) { return v->data == NULL && v->rows == 0 && v->cols == 0; }
+static bool absent(const cumoe_view *v)
+{
+  return v->data == NULL && v->rows == 0 && v->cols == 0;
+}
 
 static void check_outputs_untouched(const target *t, const cumoe_view *owned)
 {
   for (int i = 0; i < t->count; i++)
-    if (t->rules[i].flags & OUTPUT && !absent(&owned[i])) check_untouched(t->s->context, t->rules[i].name, as_mut(owned[i]), 0);
+    if (t->rules[i].flags & OUTPUT && !absent(&owned[i]))
+      check_untouched(t->s->context, t->rules[i].name, as_mut(owned[i]), 0);
 }
 
 /* Status, text, and nothing written. */
 static void refused(const target *t, const char *how, cumoe_status got, cumoe_status want, const char *text)
 {
-  CHECK_MSG(got == want, "%s: %s is %s, want %s (%s)", how, text, cumoe_status_name(got), cumoe_status_name(want), cumoe_last_error());
-  CHECK_MSG(strstr(cumoe_last_error(), text) != NULL, "%s: the text does not name %s: %s", how, text, cumoe_last_error());
-  if (t) CHECK_MSG(strstr(cumoe_last_error(), t->name) == cumoe_last_error(), "the text does not begin with %s: %s", t->name, cumoe_last_error());
+  CHECK_MSG(got == want, "%s: %s is %s, want %s (%s)", how, text, cumoe_status_name(got), cumoe_status_name(want),
+            cumoe_last_error());
+  CHECK_MSG(strstr(cumoe_last_error(), text) != NULL, "%s: the text does not name %s: %s", how, text,
+            cumoe_last_error());
+  if (t)
+    CHECK_MSG(strstr(cumoe_last_error(), t->name) == cumoe_last_error(), "the text does not begin with %s: %s", t->name,
+              cumoe_last_error());
 }
 
 typedef struct mistake {
@@ -175,11 +256,11 @@ static void expect_refusal(const mistake *m, cumoe_view bad, cumoe_status want, 
   case_end();
 }
 
-#define MISTAKE(want, how, change)                                                                            \
-  do {                                                                                                        \
-    cumoe_view v = m->t->base[m->operand];                                                                    \
-    change;                                                                                                   \
-    expect_refusal(m, v, want, how);                                                                          \
+#define MISTAKE(want, how, change)                                                                                     \
+  do {                                                                                                                 \
+    cumoe_view v = m->t->base[m->operand];                                                                             \
+    change;                                                                                                            \
+    expect_refusal(m, v, want, how);                                                                                   \
   } while (0)
 
 static void wrong_extents(const mistake *m, int flags)
@@ -190,7 +271,8 @@ static void wrong_extents(const mistake *m, int flags)
   if (!(flags & WORKSPACE)) MISTAKE(CUMOE_ERR_INVALID_ARGUMENT, "with -1 columns", v.cols = -1);
   if (!(flags & DEFINES_ROWS)) MISTAKE(CUMOE_ERR_INVALID_ARGUMENT, "with a row less", v.rows--);
   if (!(flags & (DEFINES_ROWS | AT_LEAST_ROWS))) MISTAKE(CUMOE_ERR_INVALID_ARGUMENT, "with a row more", v.rows++);
-  if (!(flags & (DEFINES_ROWS | AT_LEAST_ROWS))) MISTAKE(CUMOE_ERR_INVALID_ARGUMENT, "with INT64_MAX rows", v.rows = INT64_MAX);
+  if (!(flags & (DEFINES_ROWS | AT_LEAST_ROWS)))
+    MISTAKE(CUMOE_ERR_INVALID_ARGUMENT, "with INT64_MAX rows", v.rows = INT64_MAX);
   if (flags & WORKSPACE) MISTAKE(CUMOE_ERR_WORKSPACE, "one byte short", v.cols--; v.ld--);
   if (!(flags & (DEFINES_COLS | AT_LEAST_COLS))) {
     MISTAKE(CUMOE_ERR_INVALID_ARGUMENT, "with a column less", v.cols--);
@@ -204,7 +286,8 @@ static void wrong_extents(const mistake *m, int flags)
 
 static void wrong_types(const mistake *m, uint32_t dtypes)
 {
-  static const int32_t all[] = {0, CUMOE_F32, CUMOE_F16, CUMOE_BF16, CUMOE_U8, CUMOE_I32, CUMOE_I64, 7, 31, 32, 33, 99, -1, INT32_MIN};
+  static const int32_t all[] = {0, CUMOE_F32, CUMOE_F16, CUMOE_BF16, CUMOE_U8, CUMOE_I32, CUMOE_I64,
+                                7, 31,        32,        33,         99,       -1,        INT32_MIN};
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
     if (all[i] < 1 || all[i] > 6 || !(dtypes & BIT(all[i]))) {
       char how[40];
@@ -216,7 +299,8 @@ static void wrong_types(const mistake *m, uint32_t dtypes)
 static void wrong_alignment(const mistake *m, const operand_rule *rule)
 {
   const cumoe_view *base = &m->t->base[m->operand];
-  const uint32_t element = (uint32_t)cumoe_dtype_bytes((cumoe_dtype)base->dtype), align = rule->align > element ? rule->align : element;
+  const uint32_t element = (uint32_t)cumoe_dtype_bytes((cumoe_dtype)base->dtype),
+                 align = rule->align > element ? rule->align : element;
   for (uint32_t by = 1; by < align; by *= 2) {
     char how[40];
     snprintf(how, sizeof how, "%u bytes off", by);
@@ -318,8 +402,13 @@ static cumoe_projection kept_projection(bench *b, const host_projection *p, int3
 
 static cumoe_weights_desc kept_weights(bench *b, const host_weights *w)
 {
-  cumoe_weights_desc d = {.size = sizeof d, .experts = w->experts, .hidden = w->hidden, .inter = w->inter,
-                          .gate_order = w->gate_order, .up_major = w->up_major, .down_major = w->down_major};
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = w->experts,
+                          .hidden = w->hidden,
+                          .inter = w->inter,
+                          .gate_order = w->gate_order,
+                          .up_major = w->up_major,
+                          .down_major = w->down_major};
   d.gate_up = kept_projection(b, &w->gate_up, w->experts);
   d.gate = kept_projection(b, &w->gate, w->experts);
   d.up = kept_projection(b, &w->up, w->experts);
@@ -381,7 +470,11 @@ static void set_route(bench *b, cumoe_view *v)
   v[3] = cumoe_const(keep(b, CUMOE_I32, b->spec.tokens, b->spec.desc.routing.top_k));
 }
 
-#define TARGET(function, b) {.name = "cumoe_" #function, .rules = function##_rules, .count = (int)(sizeof function##_rules / sizeof function##_rules[0]), .call = call_##function, .s = &(b)->s}
+#define TARGET(function, b)                                                                                            \
+  {                                                                                                                    \
+    .name = "cumoe_" #function, .rules = function##_rules,                                                             \
+    .count = (int)(sizeof function##_rules / sizeof function##_rules[0]), .call = call_##function, .s = &(b)->s        \
+  }
 
 static void test_stage_operands(cumoe_context context)
 {
@@ -395,10 +488,12 @@ static void test_stage_operands(cumoe_context context)
   size_t bytes = 0;
   CHECK_OK(cumoe_map_workspace(b.s.plan, 5000, &bytes));
   const cumoe_view logits = cumoe_const(keep(&b, CUMOE_F32, t, 8)), ids = cumoe_const(keep(&b, CUMOE_I32, t, k));
-  const cumoe_view weights = cumoe_const(keep(&b, CUMOE_F32, t, k)), h_rows = cumoe_const(keep(&b, CUMOE_BF16, pairs, spec.desc.inter));
+  const cumoe_view weights = cumoe_const(keep(&b, CUMOE_F32, t, k)),
+                   h_rows = cumoe_const(keep(&b, CUMOE_BF16, pairs, spec.desc.inter));
   const cumoe_view y = cumoe_const(keep(&b, CUMOE_BF16, pairs, h)), shared = cumoe_const(keep(&b, CUMOE_BF16, t, h));
   const cumoe_view logit = cumoe_const(keep(&b, CUMOE_F32, t, 1)), many = cumoe_const(keep(&b, CUMOE_I32, 5000, k));
-  target router = TARGET(router, &b), gate = TARGET(gate, &b), map = TARGET(map, &b), up = TARGET(up, &b), down = TARGET(down, &b), combine = TARGET(combine, &b);
+  target router = TARGET(router, &b), gate = TARGET(gate, &b), map = TARGET(map, &b), up = TARGET(up, &b),
+         down = TARGET(down, &b), combine = TARGET(combine, &b);
   memcpy(router.base, (cumoe_view[]){a->x, a->router_weight, a->router_bias, logits}, 4 * sizeof(cumoe_view));
   all_mistakes(&router, stale);
   memcpy(gate.base, (cumoe_view[]){logits, a->select_bias, ids, weights}, 4 * sizeof(cumoe_view));
@@ -412,7 +507,9 @@ static void test_stage_operands(cumoe_context context)
   down.base[0] = h_rows;
   down.base[5] = y;
   all_mistakes(&down, stale);
-  memcpy(combine.base, (cumoe_view[]){y, weights, a->x, shared, logit, a->residual, a->device_tokens, cumoe_const(a->out)}, 8 * sizeof(cumoe_view));
+  memcpy(combine.base,
+         (cumoe_view[]){y, weights, a->x, shared, logit, a->residual, a->device_tokens, cumoe_const(a->out)},
+         8 * sizeof(cumoe_view));
   all_mistakes(&combine, stale);
   /* so many tokens that the map needs a workspace */
   layer_spec *spec_now = &b.spec;
@@ -467,54 +564,57 @@ typedef struct misfits {
 #define OVERLAP(a, b) ((a).data = (void *)(uintptr_t)(b).data)
 
 /* status, text, change of c (the call); x: misfits. */
-#define BAD_CALLS(X)                                                                                          \
-  X(INVALID_ARGUMENT, "args", c->args = NULL)                                                                 \
-  X(INVALID_ARGUMENT, "args.size", c->a.size = 0)                                                             \
-  X(INVALID_ARGUMENT, "args.size", c->a.size = 7)                                                             \
-  X(INVALID_ARGUMENT, "args.size", c->a.size = 1u << 31)                                                      \
-  X(NOT_SUPPORTED, "args", (x->longer.args = c->a, x->longer.args.size = sizeof x->longer, x->longer.more = 1, c->args = &x->longer.args)) \
-  X(INVALID_ARGUMENT, "plan", c->plan = NULL)                                                                 \
-  X(INVALID_ARGUMENT, "weights", c->weights = NULL)                                                           \
-  X(INVALID_ARGUMENT, "weights", c->weights = x->shape)                                                       \
-  X(WRONG_DTYPE, "weights", c->weights = x->dtype)                                                            \
-  X(LAYOUT, "weights", c->weights = x->ungated)                                                               \
-  X(WRONG_DEVICE, "weights", c->weights = x->context)                                                         \
-  X(INVALID_ARGUMENT, "args.flags", c->a.flags = 1)                                                           \
-  X(INVALID_ARGUMENT, "args.reserved", c->a.reserved = 1)                                                     \
-  X(INVALID_ARGUMENT, "args.x.rows", c->a.x.rows = INT32_MAX / 2 + 1)                                         \
-  X(INVALID_ARGUMENT, "args.x.rows", c->a.x.rows = INT64_MAX)                                                 \
-  X(INVALID_ARGUMENT, "args.logits", c->a.logits = x->logits)                                                 \
-  X(INVALID_ARGUMENT, "args.ids", (c->a.ids = x->ids, c->a.weights = x->weights))                             \
-  X(INVALID_ARGUMENT, "args.ids", c->a.ids = x->ids)                                                          \
-  X(INVALID_ARGUMENT, "args.weights", c->a.weights = x->weights)                                              \
-  X(INVALID_ARGUMENT, "args.router_weight", c->a.router_weight = no_view())                                   \
-  X(INVALID_ARGUMENT, "args.router_bias", (c->a.router_weight = no_view(), c->a.logits = x->logits))          \
-  X(INVALID_ARGUMENT, "args.select_bias", (c->a.router_weight = no_view(), c->a.router_bias = no_view(),      \
-    c->a.ids = x->ids, c->a.weights = x->weights))                                                            \
-  X(INVALID_ARGUMENT, "args.ids_out", (c->a.router_weight = no_view(), c->a.router_bias = no_view(),          \
-    c->a.select_bias = no_view(), c->a.ids = x->ids, c->a.weights = x->weights))                              \
-  X(INVALID_ARGUMENT, "args.weights_out", (c->a.router_weight = no_view(), c->a.router_bias = no_view(),      \
-    c->a.select_bias = no_view(), c->a.ids_out = no_view_mut(), c->a.ids = x->ids, c->a.weights = x->weights)) \
-  X(INVALID_ARGUMENT, "args.expert_map", c->a.expert_map = no_view())                                         \
-  X(INVALID_ARGUMENT, "args.shared", c->a.shared = NULL)                                                      \
-  X(INVALID_ARGUMENT, "args.shared", c->a.shared = c->weights)                                                \
-  X(WRONG_DEVICE, "args.shared", c->a.shared = x->context)                                                    \
-  X(WORKSPACE, "args.workspace", c->a.workspace = no_view_mut())                                              \
-  X(WORKSPACE, "args.workspace", (c->a.workspace.cols = 0, c->a.workspace.ld = 0))                            \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.x))                                                   \
-  X(INVALID_ARGUMENT, "overlap", c->a.out.data = (char *)(uintptr_t)c->a.x.data + 16)                         \
-  X(INVALID_ARGUMENT, "overlap", c->a.out.data = (char *)(uintptr_t)c->a.residual.data + 16)                  \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.router_weight))                                       \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.workspace))                                           \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.expert_map))                                          \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.shared_gate))                                         \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.ids_out, c->a.x))                                               \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.weights_out, c->a.residual))                                    \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.counts_out, c->a.expert_map))                                   \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.load, c->a.router_weight))                                      \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.ids_out))                                             \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.ids_out, c->a.weights_out))                                     \
-  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.workspace, c->a.router_weight))                                 \
+#define BAD_CALLS(X)                                                                                                   \
+  X(INVALID_ARGUMENT, "args", c->args = NULL)                                                                          \
+  X(INVALID_ARGUMENT, "args.size", c->a.size = 0)                                                                      \
+  X(INVALID_ARGUMENT, "args.size", c->a.size = 7)                                                                      \
+  X(INVALID_ARGUMENT, "args.size", c->a.size = 1u << 31)                                                               \
+  X(NOT_SUPPORTED, "args",                                                                                             \
+    (x->longer.args = c->a, x->longer.args.size = sizeof x->longer, x->longer.more = 1, c->args = &x->longer.args))    \
+  X(INVALID_ARGUMENT, "plan", c->plan = NULL)                                                                          \
+  X(INVALID_ARGUMENT, "weights", c->weights = NULL)                                                                    \
+  X(INVALID_ARGUMENT, "weights", c->weights = x->shape)                                                                \
+  X(WRONG_DTYPE, "weights", c->weights = x->dtype)                                                                     \
+  X(LAYOUT, "weights", c->weights = x->ungated)                                                                        \
+  X(WRONG_DEVICE, "weights", c->weights = x->context)                                                                  \
+  X(INVALID_ARGUMENT, "args.flags", c->a.flags = 1)                                                                    \
+  X(INVALID_ARGUMENT, "args.reserved", c->a.reserved = 1)                                                              \
+  X(INVALID_ARGUMENT, "args.x.rows", c->a.x.rows = INT32_MAX / 2 + 1)                                                  \
+  X(INVALID_ARGUMENT, "args.x.rows", c->a.x.rows = INT64_MAX)                                                          \
+  X(INVALID_ARGUMENT, "args.logits", c->a.logits = x->logits)                                                          \
+  X(INVALID_ARGUMENT, "args.ids", (c->a.ids = x->ids, c->a.weights = x->weights))                                      \
+  X(INVALID_ARGUMENT, "args.ids", c->a.ids = x->ids)                                                                   \
+  X(INVALID_ARGUMENT, "args.weights", c->a.weights = x->weights)                                                       \
+  X(INVALID_ARGUMENT, "args.router_weight", c->a.router_weight = no_view())                                            \
+  X(INVALID_ARGUMENT, "args.router_bias", (c->a.router_weight = no_view(), c->a.logits = x->logits))                   \
+  X(INVALID_ARGUMENT, "args.select_bias",                                                                              \
+    (c->a.router_weight = no_view(), c->a.router_bias = no_view(), c->a.ids = x->ids, c->a.weights = x->weights))      \
+  X(INVALID_ARGUMENT, "args.ids_out",                                                                                  \
+    (c->a.router_weight = no_view(), c->a.router_bias = no_view(), c->a.select_bias = no_view(), c->a.ids = x->ids,    \
+     c->a.weights = x->weights))                                                                                       \
+  X(INVALID_ARGUMENT, "args.weights_out",                                                                              \
+    (c->a.router_weight = no_view(), c->a.router_bias = no_view(), c->a.select_bias = no_view(),                       \
+     c->a.ids_out = no_view_mut(), c->a.ids = x->ids, c->a.weights = x->weights))                                      \
+  X(INVALID_ARGUMENT, "args.expert_map", c->a.expert_map = no_view())                                                  \
+  X(INVALID_ARGUMENT, "args.shared", c->a.shared = NULL)                                                               \
+  X(INVALID_ARGUMENT, "args.shared", c->a.shared = c->weights)                                                         \
+  X(WRONG_DEVICE, "args.shared", c->a.shared = x->context)                                                             \
+  X(WORKSPACE, "args.workspace", c->a.workspace = no_view_mut())                                                       \
+  X(WORKSPACE, "args.workspace", (c->a.workspace.cols = 0, c->a.workspace.ld = 0))                                     \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.x))                                                            \
+  X(INVALID_ARGUMENT, "overlap", c->a.out.data = (char *)(uintptr_t)c->a.x.data + 16)                                  \
+  X(INVALID_ARGUMENT, "overlap", c->a.out.data = (char *)(uintptr_t)c->a.residual.data + 16)                           \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.router_weight))                                                \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.workspace))                                                    \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.expert_map))                                                   \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.shared_gate))                                                  \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.ids_out, c->a.x))                                                        \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.weights_out, c->a.residual))                                             \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.counts_out, c->a.expert_map))                                            \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.load, c->a.router_weight))                                               \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.out, c->a.ids_out))                                                      \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.ids_out, c->a.weights_out))                                              \
+  X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.workspace, c->a.router_weight))                                          \
   X(INVALID_ARGUMENT, "overlap", OVERLAP(c->a.counts_out, c->a.workspace))
 
 typedef struct expectation {
@@ -525,7 +625,7 @@ typedef struct expectation {
 static int spoil_call(int which, forward_call *c, misfits *x, expectation *e)
 {
   int n = 0;
-#define BAD_CALL(want, named, change)                                                                         \
+#define BAD_CALL(want, named, change)                                                                                  \
   if (which == n++) *e = (expectation){CUMOE_ERR_##want, named, #change}, (void)(change);
   BAD_CALLS(BAD_CALL)
 #undef BAD_CALL
@@ -538,8 +638,13 @@ static cumoe_weights bind_other(bench *b, cumoe_context context, int32_t dtype, 
   cumoe_weights w = NULL;
   const int64_t h = b->spec.desc.hidden, halves = ungated ? 1 : 2;
   const int32_t e = b->spec.desc.local_experts;
-  cumoe_weights_desc d = {.size = sizeof d, .experts = e, .hidden = (int32_t)h, .inter = inter,
-                          .gate_order = ungated ? CUMOE_UNGATED : CUMOE_GATE_UP_CONCAT, .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN};
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = e,
+                          .hidden = (int32_t)h,
+                          .inter = inter,
+                          .gate_order = ungated ? CUMOE_UNGATED : CUMOE_GATE_UP_CONCAT,
+                          .up_major = CUMOE_OUT_IN,
+                          .down_major = CUMOE_OUT_IN};
   cumoe_projection *up = ungated ? &d.up : &d.gate_up;
   up->data = foreign(cumoe_const(keep(b, dtype, e * halves * inter, h)));
   up->data.rows = halves * inter;
@@ -591,72 +696,72 @@ static void test_bad_calls(cumoe_context context)
 
 /* ---- bad descriptions of a layer ------------------------------------------------------------------- */
 
-#define BAD_LAYERS(X)                                                                                         \
-  X(INVALID_ARGUMENT, "desc.size", d->size = 0)                                                               \
-  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 0)                                                 \
-  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = -1)                                                \
-  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 1025)                                              \
-  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = INT32_MIN)                                         \
-  X(INVALID_ARGUMENT, "desc.local_experts", d->local_experts = 17)                                            \
-  X(INVALID_ARGUMENT, "desc.local_experts", d->local_experts = -1)                                            \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 0)                                                           \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 4)                                                           \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 68)                                                          \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = -8)                                                          \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = (1 << 24) + 8)                                               \
-  X(INVALID_ARGUMENT, "desc.inter", d->inter = 0)                                                             \
-  X(INVALID_ARGUMENT, "desc.inter", d->inter = 12)                                                            \
-  X(INVALID_ARGUMENT, "desc.inter", d->inter = INT32_MIN)                                                     \
-  X(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = 9)                                               \
-  X(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = -8)                                              \
-  X(NOT_SUPPORTED, "desc.dtype", d->dtype = 0)                                                                \
-  X(NOT_SUPPORTED, "desc.dtype", d->dtype = CUMOE_U8)                                                         \
-  X(NOT_SUPPORTED, "desc.dtype", d->dtype = 99)                                                               \
-  X(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_F16)                                                \
-  X(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_I32)                                                \
-  X(INVALID_ARGUMENT, "desc.act", d->act = -1)                                                                \
-  X(INVALID_ARGUMENT, "desc.act", d->act = 7)                                                                 \
-  X(INVALID_ARGUMENT, "desc.flags", d->flags = 4)                                                             \
-  X(INVALID_ARGUMENT, "desc.act", (d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_UNGATED))              \
-  X(INVALID_ARGUMENT, "act_limit", d->act_limit = -1)                                                         \
-  X(INVALID_ARGUMENT, "act_limit", d->act_limit = NAN)                                                        \
-  X(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)                                                        \
-  X(NOT_SUPPORTED, "desc.act_limit", (d->act_limit = 1, d->flags = CUMOE_MOE_UNGATED))                        \
-  X(NOT_SUPPORTED, "desc.shared_inter", (d->shared_inter = 8, d->flags = CUMOE_MOE_UNREDUCED))                \
-  X(INVALID_ARGUMENT, "routing.size", r->size = 0)                                                            \
-  X(INVALID_ARGUMENT, "routing.score", r->score = -1)                                                         \
-  X(INVALID_ARGUMENT, "routing.score", r->score = 4)                                                          \
-  X(INVALID_ARGUMENT, "routing.top_k", r->top_k = 0)                                                          \
-  X(INVALID_ARGUMENT, "routing.top_k", r->top_k = -1)                                                         \
-  X(INVALID_ARGUMENT, "routing.top_k", r->top_k = 17)                                                         \
-  X(INVALID_ARGUMENT, "routing.top_k", (d->num_experts = 64, r->top_k = 33))                                  \
-  X(INVALID_ARGUMENT, "routing.n_group", (r->n_group = 3, r->topk_group = 1))                                 \
-  X(INVALID_ARGUMENT, "routing.n_group", (r->n_group = -1, r->topk_group = 1))                                \
-  X(INVALID_ARGUMENT, "routing.n_group", (d->num_experts = 256, r->n_group = 128, r->topk_group = 1))         \
-  X(INVALID_ARGUMENT, "routing.topk_group", (r->n_group = 4, r->topk_group = 0))                              \
-  X(INVALID_ARGUMENT, "routing.topk_group", (r->n_group = 4, r->topk_group = 5))                              \
-  X(INVALID_ARGUMENT, "routing.topk_group", r->topk_group = 1)                                                \
-  X(INVALID_ARGUMENT, "routing.group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = 2))         \
-  X(INVALID_ARGUMENT, "routing.top_k", (r->n_group = 8, r->topk_group = 1, r->top_k = 3))                     \
-  X(INVALID_ARGUMENT, "routing.flags", r->flags = 8)                                                          \
-  X(INVALID_ARGUMENT, "SCORE_AFTER_TOPK", (r->flags = CUMOE_ROUTE_SCORE_AFTER_TOPK, r->score = CUMOE_SCORE_SIGMOID)) \
-  X(INVALID_ARGUMENT, "routed_scale", r->routed_scale = -1)                                                   \
-  X(INVALID_ARGUMENT, "routed_scale", r->routed_scale = NAN)                                                  \
-  X(INVALID_ARGUMENT, "softcap", r->softcap = -1)                                                             \
-  X(INVALID_ARGUMENT, "renorm_eps", r->renorm_eps = NAN)                                                      \
-  X(INVALID_ARGUMENT, "renorm_min", r->renorm_min = -0.5f)                                                    \
-  X(INVALID_ARGUMENT, "zero_experts", r->zero_experts = -1)                                                   \
-  X(INVALID_ARGUMENT, "zero_experts", r->zero_experts = 1009)                                                 \
-  X(INVALID_ARGUMENT, "zero_experts", r->zero_experts = INT32_MAX)                                            \
-  X(INVALID_ARGUMENT, "identity_experts", r->identity_experts = -1)                                           \
-  X(INVALID_ARGUMENT, "identity_experts", r->identity_experts = INT32_MAX)                                    \
+#define BAD_LAYERS(X)                                                                                                  \
+  X(INVALID_ARGUMENT, "desc.size", d->size = 0)                                                                        \
+  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 0)                                                          \
+  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = -1)                                                         \
+  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 1025)                                                       \
+  X(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = INT32_MIN)                                                  \
+  X(INVALID_ARGUMENT, "desc.local_experts", d->local_experts = 17)                                                     \
+  X(INVALID_ARGUMENT, "desc.local_experts", d->local_experts = -1)                                                     \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 0)                                                                    \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 4)                                                                    \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 68)                                                                   \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = -8)                                                                   \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = (1 << 24) + 8)                                                        \
+  X(INVALID_ARGUMENT, "desc.inter", d->inter = 0)                                                                      \
+  X(INVALID_ARGUMENT, "desc.inter", d->inter = 12)                                                                     \
+  X(INVALID_ARGUMENT, "desc.inter", d->inter = INT32_MIN)                                                              \
+  X(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = 9)                                                        \
+  X(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = -8)                                                       \
+  X(NOT_SUPPORTED, "desc.dtype", d->dtype = 0)                                                                         \
+  X(NOT_SUPPORTED, "desc.dtype", d->dtype = CUMOE_U8)                                                                  \
+  X(NOT_SUPPORTED, "desc.dtype", d->dtype = 99)                                                                        \
+  X(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_F16)                                                         \
+  X(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_I32)                                                         \
+  X(INVALID_ARGUMENT, "desc.act", d->act = -1)                                                                         \
+  X(INVALID_ARGUMENT, "desc.act", d->act = 7)                                                                          \
+  X(INVALID_ARGUMENT, "desc.flags", d->flags = 4)                                                                      \
+  X(INVALID_ARGUMENT, "desc.act", (d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_UNGATED))                       \
+  X(INVALID_ARGUMENT, "act_limit", d->act_limit = -1)                                                                  \
+  X(INVALID_ARGUMENT, "act_limit", d->act_limit = NAN)                                                                 \
+  X(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)                                                                 \
+  X(NOT_SUPPORTED, "desc.act_limit", (d->act_limit = 1, d->flags = CUMOE_MOE_UNGATED))                                 \
+  X(NOT_SUPPORTED, "desc.shared_inter", (d->shared_inter = 8, d->flags = CUMOE_MOE_UNREDUCED))                         \
+  X(INVALID_ARGUMENT, "routing.size", r->size = 0)                                                                     \
+  X(INVALID_ARGUMENT, "routing.score", r->score = -1)                                                                  \
+  X(INVALID_ARGUMENT, "routing.score", r->score = 4)                                                                   \
+  X(INVALID_ARGUMENT, "routing.top_k", r->top_k = 0)                                                                   \
+  X(INVALID_ARGUMENT, "routing.top_k", r->top_k = -1)                                                                  \
+  X(INVALID_ARGUMENT, "routing.top_k", r->top_k = 17)                                                                  \
+  X(INVALID_ARGUMENT, "routing.top_k", (d->num_experts = 64, r->top_k = 33))                                           \
+  X(INVALID_ARGUMENT, "routing.n_group", (r->n_group = 3, r->topk_group = 1))                                          \
+  X(INVALID_ARGUMENT, "routing.n_group", (r->n_group = -1, r->topk_group = 1))                                         \
+  X(INVALID_ARGUMENT, "routing.n_group", (d->num_experts = 256, r->n_group = 128, r->topk_group = 1))                  \
+  X(INVALID_ARGUMENT, "routing.topk_group", (r->n_group = 4, r->topk_group = 0))                                       \
+  X(INVALID_ARGUMENT, "routing.topk_group", (r->n_group = 4, r->topk_group = 5))                                       \
+  X(INVALID_ARGUMENT, "routing.topk_group", r->topk_group = 1)                                                         \
+  X(INVALID_ARGUMENT, "routing.group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = 2))                  \
+  X(INVALID_ARGUMENT, "routing.top_k", (r->n_group = 8, r->topk_group = 1, r->top_k = 3))                              \
+  X(INVALID_ARGUMENT, "routing.flags", r->flags = 8)                                                                   \
+  X(INVALID_ARGUMENT, "SCORE_AFTER_TOPK", (r->flags = CUMOE_ROUTE_SCORE_AFTER_TOPK, r->score = CUMOE_SCORE_SIGMOID))   \
+  X(INVALID_ARGUMENT, "routed_scale", r->routed_scale = -1)                                                            \
+  X(INVALID_ARGUMENT, "routed_scale", r->routed_scale = NAN)                                                           \
+  X(INVALID_ARGUMENT, "softcap", r->softcap = -1)                                                                      \
+  X(INVALID_ARGUMENT, "renorm_eps", r->renorm_eps = NAN)                                                               \
+  X(INVALID_ARGUMENT, "renorm_min", r->renorm_min = -0.5f)                                                             \
+  X(INVALID_ARGUMENT, "zero_experts", r->zero_experts = -1)                                                            \
+  X(INVALID_ARGUMENT, "zero_experts", r->zero_experts = 1009)                                                          \
+  X(INVALID_ARGUMENT, "zero_experts", r->zero_experts = INT32_MAX)                                                     \
+  X(INVALID_ARGUMENT, "identity_experts", r->identity_experts = -1)                                                    \
+  X(INVALID_ARGUMENT, "identity_experts", r->identity_experts = INT32_MAX)                                             \
   X(NOT_SUPPORTED, "identity_experts", (r->identity_experts = 1, r->flags = CUMOE_ROUTE_WEIGHT_ON_INPUT))
 
 static int spoil_layer(int which, cumoe_moe_desc *d, expectation *e)
 {
   cumoe_routing *r = d ? &d->routing : NULL;
   int n = 0;
-#define BAD_LAYER(want, named, change)                                                                        \
+#define BAD_LAYER(want, named, change)                                                                                 \
   if (which == n++) *e = (expectation){CUMOE_ERR_##want, named, #change}, (void)(change);
   BAD_LAYERS(BAD_LAYER)
 #undef BAD_LAYER
@@ -672,7 +777,8 @@ static void check_bad_layer(cumoe_context context, const cumoe_moe_desc *d, cons
   refused(NULL, e->how, cumoe_moe_supports(CUMOE_DEVICE_CPU, d, why, sizeof why), e->status, e->text);
   CHECK_MSG(strstr(why, e->text) != NULL, "%s: why does not name %s: %s", e->how, e->text, why);
   memset(why, 'x', sizeof why);
-  CHECK_MSG(cumoe_moe_supports(CUMOE_DEVICE_CPU, d, why, 5) == e->status && why[4] == 0 && why[5] == 'x', "%s: why is not cut at 5 bytes", e->how);
+  CHECK_MSG(cumoe_moe_supports(CUMOE_DEVICE_CPU, d, why, 5) == e->status && why[4] == 0 && why[5] == 'x',
+            "%s: why is not cut at 5 bytes", e->how);
   CHECK_MSG(cumoe_moe_supports(CUMOE_DEVICE_CPU, d, NULL, 0) == e->status, "%s: without why", e->how);
 }
 
@@ -686,8 +792,10 @@ static void test_bad_layers(cumoe_context context)
     s.desc.num_experts = 16;
     spoil_layer(i, &s.desc, &e);
     case_begin("%s", i < 0 ? "good" : e.how);
-    if (i >= 0) check_bad_layer(context, &s.desc, &e);
-    else CHECK_OK(cumoe_moe_supports(CUMOE_DEVICE_CPU, &s.desc, NULL, 0));
+    if (i >= 0)
+      check_bad_layer(context, &s.desc, &e);
+    else
+      CHECK_OK(cumoe_moe_supports(CUMOE_DEVICE_CPU, &s.desc, NULL, 0));
     case_end();
   }
   case_begin("null");
@@ -701,7 +809,8 @@ static void test_bad_layers(cumoe_context context)
   refused(NULL, "device -9", cumoe_moe_supports(-9, &s.desc, NULL, 0), CUMOE_ERR_INVALID_ARGUMENT, "device");
   CHECK_OK(cumoe_plan_create(context, &s.desc, &plan));
   refused(NULL, "-1 tokens", cumoe_plan_workspace(plan, -1, &bytes), CUMOE_ERR_INVALID_ARGUMENT, "tokens");
-  refused(NULL, "too many tokens", cumoe_plan_workspace(plan, INT32_MAX / 2 + 1, &bytes), CUMOE_ERR_INVALID_ARGUMENT, "tokens");
+  refused(NULL, "too many tokens", cumoe_plan_workspace(plan, INT32_MAX / 2 + 1, &bytes), CUMOE_ERR_INVALID_ARGUMENT,
+          "tokens");
   refused(NULL, "no bytes", cumoe_plan_workspace(plan, 1, NULL), CUMOE_ERR_INVALID_ARGUMENT, "bytes");
   refused(NULL, "no plan", cumoe_plan_workspace(NULL, 1, &bytes), CUMOE_ERR_INVALID_ARGUMENT, "plan");
   refused(NULL, "-1 tokens", cumoe_map_workspace(plan, -1, &bytes), CUMOE_ERR_INVALID_ARGUMENT, "tokens");
@@ -719,60 +828,64 @@ static void test_bad_layers(cumoe_context context)
 /* ---- bad weights ----------------------------------------------------------------------------------- */
 
 /* A description of 4 experts, H 32, I 24, concatenated; `list` holds 4 good pointers. */
-#define BAD_WEIGHTS(X)                                                                                        \
-  X(INVALID_ARGUMENT, "desc.size", d->size = 0)                                                               \
-  X(LAYOUT, "desc.gate_order", d->gate_order = CUMOE_GATE_ORDER_UNSET)                                        \
-  X(LAYOUT, "desc.gate_order", d->gate_order = 7)                                                             \
-  X(LAYOUT, "desc.gate_order", d->gate_order = -1)                                                            \
-  X(LAYOUT, "desc.up_major", d->up_major = CUMOE_MAJOR_UNSET)                                                 \
-  X(LAYOUT, "desc.up_major", d->up_major = 3)                                                                 \
-  X(LAYOUT, "desc.down_major", d->down_major = CUMOE_MAJOR_UNSET)                                             \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->up_major = CUMOE_IN_OUT)                                             \
-  X(INVALID_ARGUMENT, "desc.down", d->down_major = CUMOE_IN_OUT)                                              \
-  X(INVALID_ARGUMENT, "desc.experts", d->experts = 0)                                                         \
-  X(INVALID_ARGUMENT, "desc.experts", d->experts = 1025)                                                      \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 0)                                                           \
-  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 31)                                                          \
-  X(INVALID_ARGUMENT, "desc.inter", d->inter = -16)                                                           \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->inter = 16)                                                          \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->hidden = 40)                                                         \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.data.data = NULL)                                            \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.data = no_view())                                            \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.data.ld = 31)                                                \
-  X(MISALIGNED, "desc.gate_up", d->gate_up.data.ld = 33)                                                      \
-  X(MISALIGNED, "desc.gate_up", d->gate_up.data.data = (const char *)d->gate_up.data.data + 8)                \
-  X(WRONG_DTYPE, "desc.gate_up", d->gate_up.data.dtype = CUMOE_F16)                                           \
-  X(WRONG_DEVICE, "desc.gate_up", d->gate_up.data.device = 5)                                                 \
-  X(STALE_HANDLE, "desc.gate_up", d->gate_up.data.owner = stale)                                              \
-  X(WRONG_DTYPE, "desc.down", d->down.data.dtype = CUMOE_I32)                                                 \
-  X(WRONG_DTYPE, "desc.down", d->down.data.dtype = 0)                                                         \
-  X(INVALID_ARGUMENT, "desc.down", d->down.data.rows = 33)                                                    \
-  X(INVALID_ARGUMENT, "desc.down", d->down.data.cols = 8)                                                     \
-  X(MISALIGNED, "desc.down", d->down.data.data = (const char *)d->down.data.data + 2)                         \
-  X(LAYOUT, "desc.gate_up.expert_stride", d->gate_up.expert_stride = 48 * 32 - 1)                             \
-  X(LAYOUT, "desc.gate_up.expert_stride", d->gate_up.expert_stride = -1024)                                   \
-  X(MISALIGNED, "desc.gate_up.expert_stride", d->gate_up.expert_stride = 48 * 32 + 1)                         \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.expert_stride = INT64_MAX / 8 * 8)                           \
-  X(INVALID_ARGUMENT, "desc.down", d->down.expert_stride = (int64_t)1 << 60)                                  \
-  X(LAYOUT, "desc.gate ", d->gate = d->gate_up)                                                               \
-  X(LAYOUT, "desc.up ", d->up = d->gate_up)                                                                   \
-  X(LAYOUT, "desc.up ", d->up.per_expert = list)                                                              \
-  X(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_UNGATED)                                                    \
-  X(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)                                           \
-  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = list)                                           \
-  X(MISALIGNED, "desc.gate_up.per_expert[2]", (d->gate_up.data.data = NULL, d->gate_up.per_expert = list, list[2] = NULL)) \
-  X(MISALIGNED, "desc.gate_up.per_expert[3]", (d->gate_up.data.data = NULL, d->gate_up.per_expert = list, list[3] = (const char *)list[3] + 8)) \
-  X(INVALID_ARGUMENT, "bias", (d->gate_up.bias = bias, d->gate_up.bias.cols = 16))                            \
-  X(INVALID_ARGUMENT, "bias", (d->gate_up.bias = bias, d->gate_up.bias.rows = 3))                             \
-  X(WRONG_DTYPE, "bias", (d->gate_up.bias = bias, d->gate_up.bias.dtype = CUMOE_F16))                         \
-  X(MISALIGNED, "bias", (d->down.bias = bias, d->down.bias.cols = 32, d->down.bias.data = (const char *)bias.data + 1))               \
-  X(INVALID_ARGUMENT, "bias", (d->down.bias = bias, d->down.bias.cols = 32, d->down.bias.data = NULL))                                \
+#define BAD_WEIGHTS(X)                                                                                                 \
+  X(INVALID_ARGUMENT, "desc.size", d->size = 0)                                                                        \
+  X(LAYOUT, "desc.gate_order", d->gate_order = CUMOE_GATE_ORDER_UNSET)                                                 \
+  X(LAYOUT, "desc.gate_order", d->gate_order = 7)                                                                      \
+  X(LAYOUT, "desc.gate_order", d->gate_order = -1)                                                                     \
+  X(LAYOUT, "desc.up_major", d->up_major = CUMOE_MAJOR_UNSET)                                                          \
+  X(LAYOUT, "desc.up_major", d->up_major = 3)                                                                          \
+  X(LAYOUT, "desc.down_major", d->down_major = CUMOE_MAJOR_UNSET)                                                      \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->up_major = CUMOE_IN_OUT)                                                      \
+  X(INVALID_ARGUMENT, "desc.down", d->down_major = CUMOE_IN_OUT)                                                       \
+  X(INVALID_ARGUMENT, "desc.experts", d->experts = 0)                                                                  \
+  X(INVALID_ARGUMENT, "desc.experts", d->experts = 1025)                                                               \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 0)                                                                    \
+  X(INVALID_ARGUMENT, "desc.hidden", d->hidden = 31)                                                                   \
+  X(INVALID_ARGUMENT, "desc.inter", d->inter = -16)                                                                    \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->inter = 16)                                                                   \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->hidden = 40)                                                                  \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.data.data = NULL)                                                     \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.data = no_view())                                                     \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.data.ld = 31)                                                         \
+  X(MISALIGNED, "desc.gate_up", d->gate_up.data.ld = 33)                                                               \
+  X(MISALIGNED, "desc.gate_up", d->gate_up.data.data = (const char *)d->gate_up.data.data + 8)                         \
+  X(WRONG_DTYPE, "desc.gate_up", d->gate_up.data.dtype = CUMOE_F16)                                                    \
+  X(WRONG_DEVICE, "desc.gate_up", d->gate_up.data.device = 5)                                                          \
+  X(STALE_HANDLE, "desc.gate_up", d->gate_up.data.owner = stale)                                                       \
+  X(WRONG_DTYPE, "desc.down", d->down.data.dtype = CUMOE_I32)                                                          \
+  X(WRONG_DTYPE, "desc.down", d->down.data.dtype = 0)                                                                  \
+  X(INVALID_ARGUMENT, "desc.down", d->down.data.rows = 33)                                                             \
+  X(INVALID_ARGUMENT, "desc.down", d->down.data.cols = 8)                                                              \
+  X(MISALIGNED, "desc.down", d->down.data.data = (const char *)d->down.data.data + 2)                                  \
+  X(LAYOUT, "desc.gate_up.expert_stride", d->gate_up.expert_stride = 48 * 32 - 1)                                      \
+  X(LAYOUT, "desc.gate_up.expert_stride", d->gate_up.expert_stride = -1024)                                            \
+  X(MISALIGNED, "desc.gate_up.expert_stride", d->gate_up.expert_stride = 48 * 32 + 1)                                  \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.expert_stride = INT64_MAX / 8 * 8)                                    \
+  X(INVALID_ARGUMENT, "desc.down", d->down.expert_stride = (int64_t)1 << 60)                                           \
+  X(LAYOUT, "desc.gate ", d->gate = d->gate_up)                                                                        \
+  X(LAYOUT, "desc.up ", d->up = d->gate_up)                                                                            \
+  X(LAYOUT, "desc.up ", d->up.per_expert = list)                                                                       \
+  X(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_UNGATED)                                                             \
+  X(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)                                                    \
+  X(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = list)                                                    \
+  X(MISALIGNED, "desc.gate_up.per_expert[2]",                                                                          \
+    (d->gate_up.data.data = NULL, d->gate_up.per_expert = list, list[2] = NULL))                                       \
+  X(MISALIGNED, "desc.gate_up.per_expert[3]",                                                                          \
+    (d->gate_up.data.data = NULL, d->gate_up.per_expert = list, list[3] = (const char *)list[3] + 8))                  \
+  X(INVALID_ARGUMENT, "bias", (d->gate_up.bias = bias, d->gate_up.bias.cols = 16))                                     \
+  X(INVALID_ARGUMENT, "bias", (d->gate_up.bias = bias, d->gate_up.bias.rows = 3))                                      \
+  X(WRONG_DTYPE, "bias", (d->gate_up.bias = bias, d->gate_up.bias.dtype = CUMOE_F16))                                  \
+  X(MISALIGNED, "bias",                                                                                                \
+    (d->down.bias = bias, d->down.bias.cols = 32, d->down.bias.data = (const char *)bias.data + 1))                    \
+  X(INVALID_ARGUMENT, "bias", (d->down.bias = bias, d->down.bias.cols = 32, d->down.bias.data = NULL))                 \
   X(INVALID_ARGUMENT, "desc.reserved", d->reserved = 1)
 
-static int spoil_weights(int which, cumoe_weights_desc *d, const void **list, cumoe_view bias, uint64_t stale, expectation *e)
+static int spoil_weights(int which, cumoe_weights_desc *d, const void **list, cumoe_view bias, uint64_t stale,
+                         expectation *e)
 {
   int n = 0;
-#define BAD_WEIGHT(want, named, change)                                                                       \
+#define BAD_WEIGHT(want, named, change)                                                                                \
   if (which == n++) *e = (expectation){CUMOE_ERR_##want, named, #change}, (void)(change);
   BAD_WEIGHTS(BAD_WEIGHT)
 #undef BAD_WEIGHT
@@ -785,20 +898,30 @@ static void test_bad_weights(cumoe_context context)
   expectation e = {0};
   if (!group_begin("%s: bad weights", context_name(context))) return;
   const uint64_t stale = stale_owner(context);
-  const cumoe_view gate_up = foreign(cumoe_const(keep(&b, CUMOE_BF16, 4 * 48, 32))), down = foreign(cumoe_const(keep(&b, CUMOE_BF16, 4 * 32, 24)));
+  const cumoe_view gate_up = foreign(cumoe_const(keep(&b, CUMOE_BF16, 4 * 48, 32))),
+                   down = foreign(cumoe_const(keep(&b, CUMOE_BF16, 4 * 32, 24)));
   const cumoe_view bias = foreign(cumoe_const(keep(&b, CUMOE_F32, 4, 48)));
   const int count = spoil_weights(-1, NULL, NULL, no_view(), 0, NULL);
   for (int i = -1; i < count; i++) {
     const void *list[4] = {gate_up.data, gate_up.data, gate_up.data, gate_up.data};
-    cumoe_weights_desc d = {.size = sizeof d, .experts = 4, .hidden = 32, .inter = 24, .gate_order = CUMOE_GATE_UP_CONCAT,
-                            .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN, .gate_up.data = gate_up, .down.data = down};
+    cumoe_weights_desc d = {.size = sizeof d,
+                            .experts = 4,
+                            .hidden = 32,
+                            .inter = 24,
+                            .gate_order = CUMOE_GATE_UP_CONCAT,
+                            .up_major = CUMOE_OUT_IN,
+                            .down_major = CUMOE_OUT_IN,
+                            .gate_up.data = gate_up,
+                            .down.data = down};
     cumoe_weights w = i < 0 ? NULL : (cumoe_weights)(uintptr_t)16;
     d.gate_up.data.rows = 48;
     d.down.data.rows = 32;
     spoil_weights(i, &d, list, bias, stale, &e);
     case_begin("%s", i < 0 ? "good" : e.how);
-    if (i < 0) CHECK_OK(cumoe_weights_bind(context, &d, &w));
-    else refused(NULL, e.how, cumoe_weights_bind(context, &d, &w), e.status, e.text);
+    if (i < 0)
+      CHECK_OK(cumoe_weights_bind(context, &d, &w));
+    else
+      refused(NULL, e.how, cumoe_weights_bind(context, &d, &w), e.status, e.text);
     if (i >= 0) CHECK_MSG(w == NULL, "%s: the handle is not null", e.how);
     CHECK_OK(cumoe_weights_destroy(w));
     if (i < 0) {
@@ -859,14 +982,15 @@ static void no_tokens_stages(cumoe_context context)
   const cumoe_view x = cumoe_matrix(NULL, CUMOE_BF16, 0, 32, 32), h = cumoe_matrix(NULL, CUMOE_BF16, 0, 16, 16);
   size_t bytes = 1;
   CHECK_OK(cumoe_router(context, x, a->router_weight, none, cumoe_matrix_mut(NULL, CUMOE_F32, 0, 8, 8), NULL));
-  CHECK_OK(cumoe_gate(context, &spec.desc.routing, cumoe_matrix(NULL, CUMOE_F32, 0, 8, 8), none, cumoe_matrix_mut(NULL, CUMOE_I32, 0, 2, 2),
-                      cumoe_matrix_mut(NULL, CUMOE_F32, 0, 2, 2), NULL));
+  CHECK_OK(cumoe_gate(context, &spec.desc.routing, cumoe_matrix(NULL, CUMOE_F32, 0, 8, 8), none,
+                      cumoe_matrix_mut(NULL, CUMOE_I32, 0, 2, 2), cumoe_matrix_mut(NULL, CUMOE_F32, 0, 2, 2), NULL));
   CHECK_OK(cumoe_map_workspace(b.s.plan, 0, &bytes));
   CHECK(bytes == 0);
   CHECK_OK(cumoe_map(b.s.plan, cumoe_matrix(NULL, CUMOE_I32, 0, 2, 2), a->expert_map, &route, none_mut, NULL));
   CHECK_OK(cumoe_up(b.s.plan, b.s.routed, x, &route, none, as_mut(h), NULL));
   CHECK_OK(cumoe_down(b.s.plan, b.s.routed, h, &route, as_mut(x), NULL));
-  const cumoe_combine_args c = {.size = sizeof c, .y = x, .pair_weights = cumoe_matrix(NULL, CUMOE_F32, 0, 2, 2), .out = as_mut(x)};
+  const cumoe_combine_args c = {
+      .size = sizeof c, .y = x, .pair_weights = cumoe_matrix(NULL, CUMOE_F32, 0, 2, 2), .out = as_mut(x)};
   CHECK_OK(cumoe_combine(b.s.plan, &route, &c, NULL));
   check_untouched(context, "counts", as_mut(r[0]), 0);
   case_end();
@@ -906,7 +1030,8 @@ static layer_outputs run_expecting(cumoe_context context, const layer_spec *s, c
   session_close(&run);
   CHECK_OK(cumoe_fault_read(context, NULL, &fault));
   CHECK_MSG(fault.code == want.code && fault.token == want.token && fault.slot == want.slot,
-            "fault %d token %" PRId64 " slot %d, want %d %" PRId64 " %d", fault.code, fault.token, fault.slot, want.code, want.token, want.slot);
+            "fault %d token %" PRId64 " slot %d, want %d %" PRId64 " %d", fault.code, fault.token, fault.slot,
+            want.code, want.token, want.slot);
   CHECK(cumoe_fault_pending(context) == (want.code != 0));
   return o;
 }
@@ -954,11 +1079,13 @@ static void nan_logits(cumoe_context context)
   const layer_outputs got = session_collect(&run);
   session_close(&run);
   CHECK_OK(cumoe_fault_read(context, NULL, &fault));
-  CHECK_MSG(fault.code == CUMOE_FAULT_NAN_LOGIT && (fault.token == 12 || fault.token == 40), "fault %d, token %" PRId64, fault.code, fault.token);
+  CHECK_MSG(fault.code == CUMOE_FAULT_NAN_LOGIT && (fault.token == 12 || fault.token == 40), "fault %d, token %" PRId64,
+            fault.code, fault.token);
   check_layer(&s, &bad, &got);
   for (int64_t t = 0; t < s.tokens; t++)
     CHECK_MSG(t == 12 || t == 40 || row_equal(&clean.out, &got.out, t), "token %" PRId64 " changed", t);
-  for (int64_t i = 0; i < 72; i++) CHECK_MSG(tensor_get(&got.out, 40, i) == 0, "a token without a number among its logits has output");
+  for (int64_t i = 0; i < 72; i++)
+    CHECK_MSG(tensor_get(&got.out, 40, i) == 0, "a token without a number among its logits has output");
   CHECK_OK(cumoe_fault_clear(context, NULL));
   case_end();
 }
@@ -1016,8 +1143,12 @@ static void staged_open(staged *g, cumoe_context context, const layer_spec *spec
   const int64_t k = spec->desc.routing.top_k, pairs = spec->tokens * k;
   *g = (staged){.context = context};
   session_open(&g->s, context, spec, in);
-  g->route = (cumoe_route){sizeof g->route, 0, device_new(context, CUMOE_I32, 1, 8, 0), device_new(context, CUMOE_I32, 1, 9, 0),
-                           device_new(context, CUMOE_I32, 1, pairs, 0), device_new(context, CUMOE_I32, spec->tokens, k, 0)};
+  g->route = (cumoe_route){sizeof g->route,
+                           0,
+                           device_new(context, CUMOE_I32, 1, 8, 0),
+                           device_new(context, CUMOE_I32, 1, 9, 0),
+                           device_new(context, CUMOE_I32, 1, pairs, 0),
+                           device_new(context, CUMOE_I32, spec->tokens, k, 0)};
   g->h = device_new(context, CUMOE_BF16, pairs, spec->desc.inter, 8);
   g->y = device_new(context, CUMOE_BF16, pairs, spec->desc.hidden, 8);
   g->out = device_new(context, CUMOE_BF16, spec->tokens, spec->desc.hidden, 8);
@@ -1026,7 +1157,8 @@ static void staged_open(staged *g, cumoe_context context, const layer_spec *spec
 
 static void staged_run(staged *g)
 {
-  const cumoe_combine_args c = {.size = sizeof c, .y = cumoe_const(g->y), .pair_weights = g->s.args.weights, .out = g->out};
+  const cumoe_combine_args c = {
+      .size = sizeof c, .y = cumoe_const(g->y), .pair_weights = g->s.args.weights, .out = g->out};
   CHECK_OK(cumoe_up(g->s.plan, g->s.routed, g->s.args.x, &g->route, no_view(), g->h, NULL));
   CHECK_OK(cumoe_down(g->s.plan, g->s.routed, cumoe_const(g->h), &g->route, g->y, NULL));
   CHECK_OK(cumoe_combine(g->s.plan, &g->route, &c, NULL));
@@ -1062,7 +1194,8 @@ static void bad_route(cumoe_context context, int kind, int32_t value)
 
 static void test_device_data(cumoe_context context)
 {
-  static const double ids[] = {-2, 8, 9, 1000, 1 << 30, INT32_MIN, INT32_MAX}, wide[] = {4294967296.0, 4294967297.0, -4294967296.0, 0x1p40, -0x1p62};
+  static const double ids[] = {-2, 8, 9, 1000, 1 << 30, INT32_MIN, INT32_MAX},
+                      wide[] = {4294967296.0, 4294967297.0, -4294967296.0, 0x1p40, -0x1p62};
   static const int32_t counts[] = {-1, INT32_MIN, 1000, INT32_MAX}, offsets[] = {-1, INT32_MIN, 100000, INT32_MAX};
   static const int32_t pairs[] = {-1, INT32_MIN, 140, INT32_MAX}, rows[] = {-3, INT32_MIN, 140, INT32_MAX};
   if (!group_begin("%s: bad device data", context_name(context))) return;
@@ -1165,7 +1298,8 @@ static void test_error_text(void)
   CHECK(strstr(cumoe_last_error(), "cumoe_context_create") == cumoe_last_error());
   CHECK(pthread_create(&thread, NULL, fail_elsewhere, other) == 0 && pthread_join(thread, NULL) == 0);
   CHECK_MSG(strstr(other, "cumoe_plan_workspace") == other, "the other thread's text is %s", other);
-  CHECK_MSG(strstr(cumoe_last_error(), "cumoe_context_create") == cumoe_last_error(), "this thread's text is %s", cumoe_last_error());
+  CHECK_MSG(strstr(cumoe_last_error(), "cumoe_context_create") == cumoe_last_error(), "this thread's text is %s",
+            cumoe_last_error());
   case_end();
   group_end();
 }
@@ -1219,7 +1353,8 @@ static void test_handles(cumoe_context context)
   CHECK_OK(cumoe_buffer_free(&mine));
   CHECK(mine.id == 0);
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_gate(context, &routing, gone, no_view(), ids, weights, NULL));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_gate(context, &routing, cumoe_buffer_view(copy), no_view(), ids, weights, NULL));
+  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE,
+               cumoe_gate(context, &routing, cumoe_buffer_view(copy), no_view(), ids, weights, NULL));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&copy));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&orphan));
   check_untouched(context, "ids", ids, 0);

@@ -15,7 +15,10 @@
 static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
 static const uint8_t poisons[] = {0xff, 0x3b};
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t least(int64_t a, int64_t b)
+{
+  return a < b ? a : b;
+}
 
 /* ---- one case -------------------------------------------------------------------------------------- */
 
@@ -40,10 +43,13 @@ static void run_case(cumoe_context context, const layer_spec *spec)
 
 /* ---- tokens x patterns ----------------------------------------------------------------------------- */
 
-static const int64_t token_counts[] = {0,  1,  2,  3,   7,   8,   15,  16,  17,  31,   32,   33,  63,
-                                       64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2047, 4096, 8193};
+static const int64_t token_counts[] = {0,  1,   2,   3,   7,   8,   15,  16,   17,   31,   32,   33,   63,  64,
+                                       65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2047, 4096, 8193};
 
-static int64_t multiple_of_8(rng *r, int64_t most) { return 8 * (1 + rng_below(r, most / 8)); }
+static int64_t multiple_of_8(rng *r, int64_t most)
+{
+  return 8 * (1 + rng_below(r, most / 8));
+}
 
 static void set_layout(rng *r, layer_spec *s)
 {
@@ -78,8 +84,9 @@ static void sweep_tokens(cumoe_context context, int32_t dtype, rng *r)
       s.pattern = p;
       s.optional_outputs = p & 1;
       set_layout(r, &s);
-      case_begin("T %" PRId64 " %s E %d k %d H %d I %d order %d major %d %d", s.tokens, pattern_name(p), s.desc.num_experts,
-                 s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.gate_order, s.up_major, s.down_major);
+      case_begin("T %" PRId64 " %s E %d k %d H %d I %d order %d major %d %d", s.tokens, pattern_name(p),
+                 s.desc.num_experts, s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.gate_order, s.up_major,
+                 s.down_major);
       run_case(context, &s);
       case_end();
     }
@@ -90,7 +97,8 @@ static void sweep_tokens(cumoe_context context, int32_t dtype, rng *r)
 
 static void sweep_experts(cumoe_context context, int32_t dtype, rng *r)
 {
-  static const int32_t experts[] = {1, 8, 60, 128, 160, 255, 256, 257, 384, 512, 1000, 1023, 1024}, slots[] = {1, 2, 4, 8, 10, 17, 32};
+  static const int32_t experts[] = {1, 8, 60, 128, 160, 255, 256, 257, 384, 512, 1000, 1023, 1024},
+                       slots[] = {1, 2, 4, 8, 10, 17, 32};
   if (!group_begin("%s: experts x slots, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
   for (size_t i = 0; i < sizeof experts / sizeof experts[0]; i++)
     for (size_t j = 0; j < sizeof slots / sizeof slots[0]; j++) {
@@ -113,75 +121,78 @@ static void sweep_experts(cumoe_context context, int32_t dtype, rng *r)
 /* ---- features one by one --------------------------------------------------------------------------- */
 
 /* Each line changes `s`; the layer has 16 experts, 4 slots, and routes from logits in f32. */
-#define FEATURES(X)                                                                                           \
-  X("router weight", s->input = INPUT_ROUTER)                                                                 \
-  X("router weight in f32", s->input = INPUT_ROUTER, s->router_dtype = CUMOE_F32)                             \
-  X("router weight and bias", s->input = INPUT_ROUTER, s->router_bias = true)                                 \
-  X("logits f32", s->logits_dtype = CUMOE_F32)                                                                \
-  X("logits bf16", s->logits_dtype = CUMOE_BF16)                                                              \
-  X("logits f16", s->logits_dtype = CUMOE_F16)                                                                \
-  X("ids i32", s->input = INPUT_IDS)                                                                          \
-  X("ids i64", s->input = INPUT_IDS, s->ids_dtype = CUMOE_I64)                                                \
-  X("mixtral", r->flags = CUMOE_ROUTE_RENORMALIZE)                                                            \
-  X("qwen3", *r = cumoe_routing_qwen3(4))                                                                     \
-  X("qwen2", *r = cumoe_routing_qwen2(4))                                                                     \
-  X("gpt-oss", *r = cumoe_routing_gpt_oss(4), d->act = CUMOE_ACT_SWIGLU_OAI, d->act_limit = 1.5f,              \
-    s->gate_order = CUMOE_GATE_UP_INTERLEAVED, s->bias_dtype = CUMOE_F32, s->input = INPUT_ROUTER,             \
-    s->router_bias = true)                                                                                    \
-  X("llama4", *r = cumoe_routing_llama4(1), d->shared_inter = 40)                                             \
-  X("llama4 with more slots", *r = cumoe_routing_llama4(3))                                                   \
-  X("deepseek-v3", *r = cumoe_routing_deepseek_v3(4, 8, 4, 2.5f), s->select_bias = true, d->shared_inter = 24) \
-  X("groups by best", r->n_group = 4, r->topk_group = 2)                                                      \
-  X("groups by best two", r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO)           \
-  X("groups of one", r->n_group = 16, r->topk_group = 5, r->group_score = CUMOE_GROUP_BEST_TWO)               \
-  X("sigmoid", r->score = CUMOE_SCORE_SIGMOID)                                                                \
-  X("square root of softplus", r->score = CUMOE_SCORE_SQRT_SOFTPLUS)                                          \
-  X("identity score", r->score = CUMOE_SCORE_IDENTITY)                                                        \
-  X("sigmoid renormalised with eps", r->score = CUMOE_SCORE_SIGMOID, r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.5f) \
-  X("renormalised with minimum", r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f)                     \
-  X("selection bias", s->select_bias = true, r->score = CUMOE_SCORE_SIGMOID)                                  \
-  X("softcap", r->softcap = 1.5f)                                                                             \
-  X("routed scale", r->routed_scale = 2.446f)                                                                 \
-  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                               \
-  X("zero experts", r->zero_experts = 5)                                                                      \
-  X("identity experts", r->identity_experts = 6)                                                              \
-  X("zero and identity experts", r->zero_experts = 3, r->identity_experts = 4, s->input = INPUT_ROUTER)       \
-  X("zero and identity experts from ids", r->zero_experts = 9, r->identity_experts = 8, s->input = INPUT_IDS) \
-  X("shuffled expert map", s->expert_map = true)                                                              \
-  X("a third of the experts", d->local_experts = 5)                                                           \
-  X("one expert of 16", d->local_experts = 1)                                                                 \
-  X("shared expert", d->shared_inter = 56)                                                                    \
-  X("gated shared expert", d->shared_inter = 56, s->shared_gate = true)                                       \
-  X("gated shared expert, gate in f32", d->shared_inter = 8, s->shared_gate = true, s->router_dtype = CUMOE_F32) \
-  X("shared expert with bias", d->shared_inter = 56, s->bias_dtype = CUMOE_F32)                               \
-  X("residual", s->residual = RESIDUAL_SEPARATE)                                                              \
-  X("residual in place", s->residual = RESIDUAL_IN_PLACE)                                                     \
-  X("out_scale", s->out_scale = 0.37f)                                                                        \
-  X("everything scaled", s->out_scale = -1.7f, d->shared_inter = 24, s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE) \
-  X("out in f32", d->out_dtype = CUMOE_F32)                                                                   \
-  X("out in f32 with residual in place", d->out_dtype = CUMOE_F32, s->residual = RESIDUAL_IN_PLACE)           \
-  X("unreduced", d->flags = CUMOE_MOE_UNREDUCED)                                                              \
-  X("unreduced in f32", d->flags = CUMOE_MOE_UNREDUCED, d->out_dtype = CUMOE_F32)                             \
-  X("unreduced, hostile ids", d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS, s->pattern = PATTERN_HOSTILE) \
-  X("unreduced, identity experts", d->flags = CUMOE_MOE_UNREDUCED, r->identity_experts = 9)                   \
-  X("ungated", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED)                                   \
-  X("ungated relu2 with bias", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED, d->act = CUMOE_ACT_RELU2, \
-    s->bias_dtype = CUMOE_F32)                                                                                \
-  X("geglu erf", d->act = CUMOE_ACT_GELU_ERF)                                                                 \
-  X("geglu tanh", d->act = CUMOE_ACT_GELU_TANH)                                                               \
-  X("relu", d->act = CUMOE_ACT_RELU)                                                                          \
-  X("relu2", d->act = CUMOE_ACT_RELU2)                                                                        \
-  X("bilinear", d->act = CUMOE_ACT_IDENTITY)                                                                  \
-  X("clamped swiglu", d->act_limit = 0.6f)                                                                    \
-  X("gpt-oss act, other alpha", d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f)                            \
-  X("all tokens by device count", s->device_count = true, s->device_tokens = 45)                              \
-  X("some tokens by device count", s->device_count = true, s->device_tokens = 17)                             \
-  X("no token by device count", s->device_count = true, s->device_tokens = 0)                                 \
-  X("negative device count", s->device_count = true, s->device_tokens = -3)                                   \
-  X("device count too large", s->device_count = true, s->device_tokens = 46)                                  \
-  X("device count, shared, in place", s->device_count = true, s->device_tokens = 33, d->shared_inter = 40,    \
-    s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE, s->input = INPUT_ROUTER)                          \
-  X("device count, unreduced, ids", s->device_count = true, s->device_tokens = 7, d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS)
+#define FEATURES(X)                                                                                                    \
+  X("router weight", s->input = INPUT_ROUTER)                                                                          \
+  X("router weight in f32", s->input = INPUT_ROUTER, s->router_dtype = CUMOE_F32)                                      \
+  X("router weight and bias", s->input = INPUT_ROUTER, s->router_bias = true)                                          \
+  X("logits f32", s->logits_dtype = CUMOE_F32)                                                                         \
+  X("logits bf16", s->logits_dtype = CUMOE_BF16)                                                                       \
+  X("logits f16", s->logits_dtype = CUMOE_F16)                                                                         \
+  X("ids i32", s->input = INPUT_IDS)                                                                                   \
+  X("ids i64", s->input = INPUT_IDS, s->ids_dtype = CUMOE_I64)                                                         \
+  X("mixtral", r->flags = CUMOE_ROUTE_RENORMALIZE)                                                                     \
+  X("qwen3", *r = cumoe_routing_qwen3(4))                                                                              \
+  X("qwen2", *r = cumoe_routing_qwen2(4))                                                                              \
+  X("gpt-oss", *r = cumoe_routing_gpt_oss(4), d->act = CUMOE_ACT_SWIGLU_OAI, d->act_limit = 1.5f,                      \
+    s->gate_order = CUMOE_GATE_UP_INTERLEAVED, s->bias_dtype = CUMOE_F32, s->input = INPUT_ROUTER,                     \
+    s->router_bias = true)                                                                                             \
+  X("llama4", *r = cumoe_routing_llama4(1), d->shared_inter = 40)                                                      \
+  X("llama4 with more slots", *r = cumoe_routing_llama4(3))                                                            \
+  X("deepseek-v3", *r = cumoe_routing_deepseek_v3(4, 8, 4, 2.5f), s->select_bias = true, d->shared_inter = 24)         \
+  X("groups by best", r->n_group = 4, r->topk_group = 2)                                                               \
+  X("groups by best two", r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO)                    \
+  X("groups of one", r->n_group = 16, r->topk_group = 5, r->group_score = CUMOE_GROUP_BEST_TWO)                        \
+  X("sigmoid", r->score = CUMOE_SCORE_SIGMOID)                                                                         \
+  X("square root of softplus", r->score = CUMOE_SCORE_SQRT_SOFTPLUS)                                                   \
+  X("identity score", r->score = CUMOE_SCORE_IDENTITY)                                                                 \
+  X("sigmoid renormalised with eps", r->score = CUMOE_SCORE_SIGMOID, r->flags = CUMOE_ROUTE_RENORMALIZE,               \
+    r->renorm_eps = 0.5f)                                                                                              \
+  X("renormalised with minimum", r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f)                              \
+  X("selection bias", s->select_bias = true, r->score = CUMOE_SCORE_SIGMOID)                                           \
+  X("softcap", r->softcap = 1.5f)                                                                                      \
+  X("routed scale", r->routed_scale = 2.446f)                                                                          \
+  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                                        \
+  X("zero experts", r->zero_experts = 5)                                                                               \
+  X("identity experts", r->identity_experts = 6)                                                                       \
+  X("zero and identity experts", r->zero_experts = 3, r->identity_experts = 4, s->input = INPUT_ROUTER)                \
+  X("zero and identity experts from ids", r->zero_experts = 9, r->identity_experts = 8, s->input = INPUT_IDS)          \
+  X("shuffled expert map", s->expert_map = true)                                                                       \
+  X("a third of the experts", d->local_experts = 5)                                                                    \
+  X("one expert of 16", d->local_experts = 1)                                                                          \
+  X("shared expert", d->shared_inter = 56)                                                                             \
+  X("gated shared expert", d->shared_inter = 56, s->shared_gate = true)                                                \
+  X("gated shared expert, gate in f32", d->shared_inter = 8, s->shared_gate = true, s->router_dtype = CUMOE_F32)       \
+  X("shared expert with bias", d->shared_inter = 56, s->bias_dtype = CUMOE_F32)                                        \
+  X("residual", s->residual = RESIDUAL_SEPARATE)                                                                       \
+  X("residual in place", s->residual = RESIDUAL_IN_PLACE)                                                              \
+  X("out_scale", s->out_scale = 0.37f)                                                                                 \
+  X("everything scaled", s->out_scale = -1.7f, d->shared_inter = 24, s->shared_gate = true,                            \
+    s->residual = RESIDUAL_IN_PLACE)                                                                                   \
+  X("out in f32", d->out_dtype = CUMOE_F32)                                                                            \
+  X("out in f32 with residual in place", d->out_dtype = CUMOE_F32, s->residual = RESIDUAL_IN_PLACE)                    \
+  X("unreduced", d->flags = CUMOE_MOE_UNREDUCED)                                                                       \
+  X("unreduced in f32", d->flags = CUMOE_MOE_UNREDUCED, d->out_dtype = CUMOE_F32)                                      \
+  X("unreduced, hostile ids", d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS, s->pattern = PATTERN_HOSTILE)      \
+  X("unreduced, identity experts", d->flags = CUMOE_MOE_UNREDUCED, r->identity_experts = 9)                            \
+  X("ungated", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED)                                            \
+  X("ungated relu2 with bias", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED, d->act = CUMOE_ACT_RELU2,  \
+    s->bias_dtype = CUMOE_F32)                                                                                         \
+  X("geglu erf", d->act = CUMOE_ACT_GELU_ERF)                                                                          \
+  X("geglu tanh", d->act = CUMOE_ACT_GELU_TANH)                                                                        \
+  X("relu", d->act = CUMOE_ACT_RELU)                                                                                   \
+  X("relu2", d->act = CUMOE_ACT_RELU2)                                                                                 \
+  X("bilinear", d->act = CUMOE_ACT_IDENTITY)                                                                           \
+  X("clamped swiglu", d->act_limit = 0.6f)                                                                             \
+  X("gpt-oss act, other alpha", d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f)                                     \
+  X("all tokens by device count", s->device_count = true, s->device_tokens = 45)                                       \
+  X("some tokens by device count", s->device_count = true, s->device_tokens = 17)                                      \
+  X("no token by device count", s->device_count = true, s->device_tokens = 0)                                          \
+  X("negative device count", s->device_count = true, s->device_tokens = -3)                                            \
+  X("device count too large", s->device_count = true, s->device_tokens = 46)                                           \
+  X("device count, shared, in place", s->device_count = true, s->device_tokens = 33, d->shared_inter = 40,             \
+    s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE, s->input = INPUT_ROUTER)                                   \
+  X("device count, unreduced, ids", s->device_count = true, s->device_tokens = 7, d->flags = CUMOE_MOE_UNREDUCED,      \
+    s->input = INPUT_IDS)
 
 static const char *const feature_names[] = {
 #define FEATURE_NAME(name, ...) name,
@@ -195,7 +206,7 @@ static void set_feature(layer_spec *s, int feature)
   cumoe_moe_desc *d = &s->desc;
   cumoe_routing *r = &d->routing;
   int n = 0;
-#define FEATURE_SET(name, ...)                                                                                \
+#define FEATURE_SET(name, ...)                                                                                         \
   if (feature == n++) (void)(__VA_ARGS__);
   FEATURES(FEATURE_SET)
 #undef FEATURE_SET
@@ -231,7 +242,8 @@ static void sweep_features(cumoe_context context, int32_t dtype)
 static void set_random_routing(rng *r, layer_spec *s)
 {
   cumoe_routing *g = &s->desc.routing;
-  *g = cumoe_routing_make((cumoe_score)rng_below(r, 4), 1, (uint32_t)rng_below(r, 8) & ~(uint32_t)CUMOE_ROUTE_SCORE_AFTER_TOPK);
+  *g = cumoe_routing_make((cumoe_score)rng_below(r, 4), 1,
+                          (uint32_t)rng_below(r, 8) & ~(uint32_t)CUMOE_ROUTE_SCORE_AFTER_TOPK);
   if (g->score == CUMOE_SCORE_SOFTMAX && rng_below(r, 2)) g->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK;
   if (g->score == CUMOE_SCORE_IDENTITY) g->flags &= ~(uint32_t)CUMOE_ROUTE_RENORMALIZE; /* sums near 0 decide nothing */
   if (rng_below(r, 3) == 0) g->routed_scale = 1.3f;
@@ -258,12 +270,15 @@ static void set_random_routing(rng *r, layer_spec *s)
 
 static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
 {
-  static const int32_t acts[] = {CUMOE_ACT_SILU, CUMOE_ACT_GELU_ERF, CUMOE_ACT_GELU_TANH, CUMOE_ACT_RELU, CUMOE_ACT_RELU2, CUMOE_ACT_IDENTITY};
+  static const int32_t acts[] = {CUMOE_ACT_SILU, CUMOE_ACT_GELU_ERF, CUMOE_ACT_GELU_TANH,
+                                 CUMOE_ACT_RELU, CUMOE_ACT_RELU2,    CUMOE_ACT_IDENTITY};
   layer_spec s = sized_spec(r, context, dtype, rng_below(r, on_device(context) ? 400 : 90));
   s.desc.num_experts = 1 + (int32_t)rng_below(r, 40);
   s.desc.act = acts[rng_below(r, 6)];
-  if (rng_below(r, 5) == 0) s.desc.flags |= CUMOE_MOE_UNGATED;
-  else if (rng_below(r, 4) == 0) s.desc.act = CUMOE_ACT_SWIGLU_OAI, s.desc.act_alpha = (float)rng_below(r, 2) * 1.2f;
+  if (rng_below(r, 5) == 0)
+    s.desc.flags |= CUMOE_MOE_UNGATED;
+  else if (rng_below(r, 4) == 0)
+    s.desc.act = CUMOE_ACT_SWIGLU_OAI, s.desc.act_alpha = (float)rng_below(r, 2) * 1.2f;
   if (!(s.desc.flags & CUMOE_MOE_UNGATED) && rng_below(r, 3) == 0) s.desc.act_limit = 0.9f;
   if (rng_below(r, 5) == 0) s.desc.flags |= CUMOE_MOE_UNREDUCED;
   if (rng_below(r, 3) == 0) s.desc.out_dtype = CUMOE_F32;
@@ -344,9 +359,10 @@ static void check_sum(const layer_spec *s, const layer_inputs *in, const double 
     const int mark = scratch_mark();
     const layer_result want = oracle_layer(&c, t);
     for (int32_t i = 0; want.decided && i < hidden; i++) {
-      const double error = fabs(sum[t * hidden + i] - want.out[i].value), most = bound[t * hidden + i] + want.out[i].bound;
-      CHECK_MSG(error <= most, "token %" PRId64 " channel %d: the shards sum to %.9g, the whole is %.9g within %.3g", t, i,
-                sum[t * hidden + i], want.out[i].value, most);
+      const double error = fabs(sum[t * hidden + i] - want.out[i].value),
+                   most = bound[t * hidden + i] + want.out[i].bound;
+      CHECK_MSG(error <= most, "token %" PRId64 " channel %d: the shards sum to %.9g, the whole is %.9g within %.3g", t,
+                i, sum[t * hidden + i], want.out[i].value, most);
     }
     scratch_release(mark);
   }
@@ -441,8 +457,10 @@ static void repeat_case(cumoe_context context, const layer_spec *spec)
   for (int i = 0; i < 20; i++) {
     CHECK_OK(session_forward(&s));
     layer_outputs o = session_collect(&s);
-    if (i == 0) first = o;
-    else check_outputs_same(&first, &o);
+    if (i == 0)
+      first = o;
+    else
+      check_outputs_same(&first, &o);
   }
   session_close(&s);
 }
@@ -483,7 +501,8 @@ static void permute_case(cumoe_context context, const layer_spec *spec, rng *r)
   }
   const layer_inputs moved = take_tokens(&in, order, spec->tokens);
   const layer_outputs a = run_layer(context, spec, &in), b = run_layer(context, spec, &moved);
-  layer_outputs want = {permuted_rows(&a.out, order), permuted_rows(&a.ids, order), permuted_rows(&a.weights, order), a.counts, a.load};
+  layer_outputs want = {permuted_rows(&a.out, order), permuted_rows(&a.ids, order), permuted_rows(&a.weights, order),
+                        a.counts, a.load};
   check_outputs_same(&want, &b);
 }
 
@@ -512,7 +531,8 @@ static int64_t split_case(cumoe_context context, const layer_spec *spec)
 static void sweep_relations(cumoe_context context, int32_t dtype, rng *r)
 {
   int64_t different = 0, tokens = 0;
-  if (!group_begin("%s: repeated, permuted, split, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  if (!group_begin("%s: repeated, permuted, split, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype)))
+    return;
   for (int which = 0; which < 3; which++) {
     const layer_spec s = relation_spec(context, dtype, which);
     case_begin("20 times, T %" PRId64, s.tokens);
@@ -549,7 +569,8 @@ static void model_cases(cumoe_context context, int32_t dtype, const big_shape *s
   s.optional_outputs = true;
   s.up_major = shape->up_major;
   s.down_major = shape->down_major;
-  case_begin("E %d k %d H %d I %d major %d %d", shape->experts, shape->slots, shape->hidden, shape->inter, s.up_major, s.down_major);
+  case_begin("E %d k %d H %d I %d major %d %d", shape->experts, shape->slots, shape->hidden, shape->inter, s.up_major,
+             s.down_major);
   const layer_inputs in = layer_inputs_new(&s);
   int64_t *order = scratch(2100, sizeof *order);
   for (int64_t t = 0; t < 2100; t++) order[t] = t;
@@ -565,8 +586,10 @@ static void model_cases(cumoe_context context, int32_t dtype, const big_shape *s
 /* Widths of real models with fewer experts. */
 static void sweep_models(cumoe_context context, int32_t dtype)
 {
-  static const big_shape shapes[] = {{8, 2, 1024, 1792, CUMOE_OUT_IN, CUMOE_OUT_IN}, {8, 8, 2048, 768, CUMOE_IN_OUT, CUMOE_IN_OUT},
-                                     {8, 6, 2048, 1408, CUMOE_OUT_IN, CUMOE_OUT_IN}, {4, 4, 2880, 2880, CUMOE_OUT_IN, CUMOE_IN_OUT}};
+  static const big_shape shapes[] = {{8, 2, 1024, 1792, CUMOE_OUT_IN, CUMOE_OUT_IN},
+                                     {8, 8, 2048, 768, CUMOE_IN_OUT, CUMOE_IN_OUT},
+                                     {8, 6, 2048, 1408, CUMOE_OUT_IN, CUMOE_OUT_IN},
+                                     {4, 4, 2880, 2880, CUMOE_OUT_IN, CUMOE_IN_OUT}};
   if (!on_device(context)) return; /* sizes that tell CUDA kernels apart; the CPU device has one */
   if (!group_begin("%s: widths of models, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
   for (int i = 0; i < (dtype == CUMOE_BF16 ? 4 : 2); i++) model_cases(context, dtype, &shapes[i]);
@@ -585,7 +608,8 @@ static void check_others_same(const layer_spec *s, const tensor *clean, const te
 {
   const int64_t width = clean->rows / s->tokens;
   for (int64_t t = 0; t < clean->rows; t++)
-    CHECK_MSG(bad[t / width] || same_row(clean, dirty, t), "token %" PRId64 " changed with another token's row", t / width);
+    CHECK_MSG(bad[t / width] || same_row(clean, dirty, t), "token %" PRId64 " changed with another token's row",
+              t / width);
 }
 
 /* Rows of NaN, Inf and single bad numbers: nobody else's bits change. */
@@ -618,12 +642,15 @@ static void bad_expert_case(cumoe_context context, layer_spec spec)
   for (int64_t t = 0; t < spec.tokens; t++)
     for (int32_t j = 0; j < k; j++) {
       if (tensor_get(&in.ids, t, j) != 0) continue;
-      if (t % 2) tensor_set(&in.id_weights, t, j, 0);
-      else bad[t] = true;
+      if (t % 2)
+        tensor_set(&in.id_weights, t, j, 0);
+      else
+        bad[t] = true;
     }
   tensor *down = &dirty.routed.down.data;
   *down = tensor_new(down->dtype, down->rows, down->cols);
-  memcpy(down->data, in.routed.down.data.data, (size_t)(down->rows * down->cols) * cumoe_dtype_bytes((cumoe_dtype)down->dtype));
+  memcpy(down->data, in.routed.down.data.data,
+         (size_t)(down->rows * down->cols) * cumoe_dtype_bytes((cumoe_dtype)down->dtype));
   for (int64_t i = 0; i < down->rows / spec.desc.num_experts * down->cols; i++) tensor_set(down, 0, i, NAN);
   const layer_outputs clean = run_layer(context, &spec, &in), got = run_layer(context, &spec, &dirty);
   check_others_same(&spec, &clean.out, &got.out, bad);
@@ -633,7 +660,9 @@ static void bad_expert_case(cumoe_context context, layer_spec spec)
 
 static void sweep_hostile(cumoe_context context, int32_t dtype)
 {
-  if (!group_begin("%s: NaN and infinity stay at home, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  if (!group_begin("%s: NaN and infinity stay at home, %s", context_name(context),
+                   cumoe_dtype_name((cumoe_dtype)dtype)))
+    return;
   for (int which = 0; which < 3; which++)
     for (routing_input input = INPUT_IDS; input <= INPUT_ROUTER; input++) {
       layer_spec s = relation_spec(context, dtype, which);
@@ -654,32 +683,32 @@ static void sweep_hostile(cumoe_context context, int32_t dtype)
 /* ---- every parameter matters ----------------------------------------------------------------------- */
 
 /* Each line changes one parameter of a layer; the same inputs must then give another output. */
-#define PARAMETERS(X)                                                                                         \
-  X("score", r->score = CUMOE_SCORE_SIGMOID)                                                                  \
-  X("top_k", r->top_k = 5)                                                                                    \
-  X("groups", (r->n_group = 8, r->topk_group = 2))                                                            \
-  X("topk_group", (r->n_group = 4, r->topk_group = 1))                                                        \
-  X("group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO))                \
-  X("renormalise", r->flags |= CUMOE_ROUTE_RENORMALIZE)                                                       \
-  X("score after top-k", (r->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK, r->softcap = 3.f))                                          \
-  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                               \
-  X("routed_scale", r->routed_scale = 1.5f)                                                                   \
-  X("softcap", r->softcap = 2.f)                                                                              \
-  X("renorm_eps", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.3f))                                \
-  X("renorm_min", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f))                                 \
-  X("act", d->act = CUMOE_ACT_GELU_TANH)                                                                      \
-  X("act erf", d->act = CUMOE_ACT_GELU_ERF)                                                                   \
-  X("act relu", d->act = CUMOE_ACT_RELU)                                                                      \
-  X("act relu2", d->act = CUMOE_ACT_RELU2)                                                                    \
-  X("act identity", d->act = CUMOE_ACT_IDENTITY)                                                              \
-  X("act oai", d->act = CUMOE_ACT_SWIGLU_OAI)                                                                 \
-  X("act_alpha", (d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f))                                         \
-  X("act_limit", d->act_limit = 0.5f)                                                                         \
-  X("gate and up swapped", s->gate_order = CUMOE_UP_GATE_CONCAT)                                              \
-  X("interleaved", s->gate_order = CUMOE_GATE_UP_INTERLEAVED)                                                 \
-  X("interleaved and swapped", s->gate_order = CUMOE_UP_GATE_INTERLEAVED)                                     \
-  X("out_scale", s->out_scale = 0.5f)                                                                         \
-  X("zero experts", (r->zero_experts = 4, d->num_experts = 12))                                               \
+#define PARAMETERS(X)                                                                                                  \
+  X("score", r->score = CUMOE_SCORE_SIGMOID)                                                                           \
+  X("top_k", r->top_k = 5)                                                                                             \
+  X("groups", (r->n_group = 8, r->topk_group = 2))                                                                     \
+  X("topk_group", (r->n_group = 4, r->topk_group = 1))                                                                 \
+  X("group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO))                         \
+  X("renormalise", r->flags |= CUMOE_ROUTE_RENORMALIZE)                                                                \
+  X("score after top-k", (r->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK, r->softcap = 3.f))                                 \
+  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                                        \
+  X("routed_scale", r->routed_scale = 1.5f)                                                                            \
+  X("softcap", r->softcap = 2.f)                                                                                       \
+  X("renorm_eps", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.3f))                                         \
+  X("renorm_min", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f))                                          \
+  X("act", d->act = CUMOE_ACT_GELU_TANH)                                                                               \
+  X("act erf", d->act = CUMOE_ACT_GELU_ERF)                                                                            \
+  X("act relu", d->act = CUMOE_ACT_RELU)                                                                               \
+  X("act relu2", d->act = CUMOE_ACT_RELU2)                                                                             \
+  X("act identity", d->act = CUMOE_ACT_IDENTITY)                                                                       \
+  X("act oai", d->act = CUMOE_ACT_SWIGLU_OAI)                                                                          \
+  X("act_alpha", (d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f))                                                  \
+  X("act_limit", d->act_limit = 0.5f)                                                                                  \
+  X("gate and up swapped", s->gate_order = CUMOE_UP_GATE_CONCAT)                                                       \
+  X("interleaved", s->gate_order = CUMOE_GATE_UP_INTERLEAVED)                                                          \
+  X("interleaved and swapped", s->gate_order = CUMOE_UP_GATE_INTERLEAVED)                                              \
+  X("out_scale", s->out_scale = 0.5f)                                                                                  \
+  X("zero experts", (r->zero_experts = 4, d->num_experts = 12))                                                        \
   X("identity experts", (r->identity_experts = 4, d->num_experts = 12))
 
 enum { PARAMETER_MAX = 64 };
@@ -689,7 +718,7 @@ static int set_parameter(layer_spec *s, int parameter, const char **name)
   cumoe_moe_desc *d = &s->desc;
   cumoe_routing *r = &d->routing;
   int n = 0;
-#define PARAMETER_SET(text, change)                                                                           \
+#define PARAMETER_SET(text, change)                                                                                    \
   if (parameter == n++) *name = text, (void)(change);
   PARAMETERS(PARAMETER_SET)
 #undef PARAMETER_SET
@@ -714,7 +743,8 @@ static void sweep_parameters(cumoe_context context, int32_t dtype)
   base.desc.num_experts = 16;
   base.desc.routing = cumoe_routing_qwen2(4);
   base.input = INPUT_LOGITS;
-  if (!group_begin("%s: every parameter matters, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  if (!group_begin("%s: every parameter matters, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype)))
+    return;
   case_begin("all");
   const layer_inputs in = layer_inputs_new(&base);
   const int count = set_parameter(&base, -1, &name);
@@ -724,7 +754,8 @@ static void sweep_parameters(cumoe_context context, int32_t dtype)
     layer_inputs mine = with_experts(&in, s.desc.num_experts);
     mine.routed.gate_order = s.gate_order;
     seen[i + 1] = run_layer(context, &s, &mine).out;
-    for (int j = 0; j <= i; j++) CHECK_MSG(!tensor_equal(&seen[i + 1], &seen[j]), "%s changes nothing (as case %d)", name, j);
+    for (int j = 0; j <= i; j++)
+      CHECK_MSG(!tensor_equal(&seen[i + 1], &seen[j]), "%s changes nothing (as case %d)", name, j);
   }
   case_end();
   group_end();
@@ -749,7 +780,8 @@ static double distance(const layer_spec *s, const layer_inputs *in, const tensor
 static void sweep_controls(cumoe_context context, int32_t dtype)
 {
   layer_spec s = layer_spec_new(dtype, 9, 72, 40);
-  if (!group_begin("%s: wrong layers are seen, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  if (!group_begin("%s: wrong layers are seen, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype)))
+    return;
   case_begin("swapped, dropped, zero");
   const layer_inputs in = layer_inputs_new(&s);
   const layer_outputs o = run_layer(context, &s, &in);
@@ -757,10 +789,12 @@ static void sweep_controls(cumoe_context context, int32_t dtype)
   layer_inputs other = in;
   other.routed.gate_order = CUMOE_UP_GATE_CONCAT;
   oracle_prepare(&other.routed);
-  CHECK_MSG(distance(&s, &other, &o.out) > 10, "gate and up swapped: only %.3g bounds away", distance(&s, &other, &o.out));
+  CHECK_MSG(distance(&s, &other, &o.out) > 10, "gate and up swapped: only %.3g bounds away",
+            distance(&s, &other, &o.out));
   other = in;
   other.ids = tensor_new(in.ids.dtype, in.ids.rows, in.ids.cols);
-  for (int64_t i = 0; i < in.ids.rows * in.ids.cols; i++) tensor_set(&other.ids, 0, i, i == 3 ? -1 : tensor_get(&in.ids, 0, i));
+  for (int64_t i = 0; i < in.ids.rows * in.ids.cols; i++)
+    tensor_set(&other.ids, 0, i, i == 3 ? -1 : tensor_get(&in.ids, 0, i));
   CHECK_MSG(distance(&s, &other, &o.out) > 10, "a dropped slot: only %.3g bounds away", distance(&s, &other, &o.out));
   const tensor zero = tensor_new(o.out.dtype, o.out.rows, o.out.cols);
   CHECK_MSG(distance(&s, &in, &zero) > 10, "an output of zeros: only %.3g bounds away", distance(&s, &in, &zero));
@@ -839,7 +873,8 @@ static void compare_giant(session *large, session *small, const char *up, const 
 {
   cumoe_status status[2];
   const tensor want = run_tail(small, &status[0]), got = run_tail(large, &status[1]);
-  CHECK_MSG(status[0] == status[1], "%s, %s: %s for few tokens, %s for many", up, down, cumoe_status_name(status[0]), cumoe_status_name(status[1]));
+  CHECK_MSG(status[0] == status[1], "%s, %s: %s for few tokens, %s for many", up, down, cumoe_status_name(status[0]),
+            cumoe_status_name(status[1]));
   if (status[0] == CUMOE_ERR_NOT_SUPPORTED) return; /* another layout's kernel */
   CHECK_OK(status[0]);
   CHECK_MSG(tensor_equal(&want, &got), "%s, %s: the last tokens differ from the same tokens alone", up, down);
@@ -875,8 +910,10 @@ static void sweep_giants(cumoe_context context)
   CHECK_OK(cumoe_context_info(context, &info));
   for (size_t i = 0; i < sizeof giants / sizeof giants[0]; i++) {
     case_begin("%s", giants[i].name);
-    if (!on_device(context)) case_skip("too slow on the CPU device");
-    else if (info.total_memory >> 30 < 2 * giants[i].gib) case_skip("needs %" PRId64 " GiB", giants[i].gib);
+    if (!on_device(context))
+      case_skip("too slow on the CPU device");
+    else if (info.total_memory >> 30 < 2 * giants[i].gib)
+      case_skip("needs %" PRId64 " GiB", giants[i].gib);
     else {
       giant_case(context, &giants[i]);
       case_end();

@@ -205,10 +205,9 @@ static void check_token_routing(const setup *s, int64_t token, const tensor *ids
   CHECK_MSG(want->decided, "token %d: the scores do not decide the ids", (int)token);
   for (int32_t j = 0; j < k; j++) {
     int32_t id = (int32_t)tensor_get(ids, token, j), slot = s->b->ordered ? j : file_slot(s->b, token, id);
-    CHECK_MSG(id == want->ids[j], "token %d slot %d: id %d, oracle %d", (int)token, (int)j, (int)id,
-              (int)want->ids[j]);
-    if (!CHECK_MSG(slot >= 0 && file_ids[slot] == id, "token %d slot %d: id %d is not the file's", (int)token,
-                   (int)j, (int)id))
+    CHECK_MSG(id == want->ids[j], "token %d slot %d: id %d, oracle %d", (int)token, (int)j, (int)id, (int)want->ids[j]);
+    if (!CHECK_MSG(slot >= 0 && file_ids[slot] == id, "token %d slot %d: id %d is not the file's", (int)token, (int)j,
+                   (int)id))
       return;
     expected[j] = want->weights[j];
     expected[j].value = file_weights[slot];
@@ -229,8 +228,8 @@ static void check_token_output(const setup *s, int64_t token, const tensor *out,
   block_exact(s->b, token, ids, weights, file);
   for (int32_t i = 0; i < hidden; i++) {
     double value = file_value(s->b->output, token, i), slack = 4 * file_roundoff * file[i].bound;
-    CHECK_MSG(fabs(file[i].value - value) <= slack, "token %d: the file's output %d is %.9g, exactly %.9g",
-              (int)token, (int)i, value, file[i].value);
+    CHECK_MSG(fabs(file[i].value - value) <= slack, "token %d: the file's output %d is %.9g, exactly %.9g", (int)token,
+              (int)i, value, file[i].value);
     /* 1.01: roundoff of roundoff */
     file[i] = (bounded){value, want->out[i].bound + 1.01 * roundoff * file[i].bound + slack};
   }
@@ -243,10 +242,9 @@ static void check_counts(const setup *s, const tensor *ids, const tensor *counts
   int64_t *want = scratch((size_t)s->desc.num_experts, sizeof *want);
   for (int64_t i = 0; i < ids->rows * ids->cols; i++) want[(int64_t)tensor_get(ids, 0, i)]++;
   for (int64_t e = 0; e < s->desc.num_experts; e++)
-    CHECK_MSG((int64_t)tensor_get(counts, 0, e) == want[e] &&
-                  (int64_t)tensor_get(load, 0, e) == want[e] + 1000 * e,
-              "expert %d: counts %g, load %g, has %d rows", (int)e, tensor_get(counts, 0, e),
-              tensor_get(load, 0, e), (int)want[e]);
+    CHECK_MSG((int64_t)tensor_get(counts, 0, e) == want[e] && (int64_t)tensor_get(load, 0, e) == want[e] + 1000 * e,
+              "expert %d: counts %g, load %g, has %d rows", (int)e, tensor_get(counts, 0, e), tensor_get(load, 0, e),
+              (int)want[e]);
 }
 
 static void check_forward(const setup *s)
@@ -257,8 +255,7 @@ static void check_forward(const setup *s)
   tensor load = tensor_new(CUMOE_I64, 1, e);
   for (int64_t i = 0; i < e; i++) tensor_set(&load, 0, i, 1000. * (double)i);
   CHECK_OK(cumoe_plan_workspace(s->plan, t, &bytes));
-  cumoe_moe_args args = {
-      .size = sizeof args, .x = s->x, .router_weight = s->router, .router_bias = s->router_bias};
+  cumoe_moe_args args = {.size = sizeof args, .x = s->x, .router_weight = s->router, .router_bias = s->router_bias};
   args.select_bias = s->select_bias;
   args.shared = s->shared;
   args.out = device_new(s->context, s->desc.dtype, t, s->desc.hidden, 8);
@@ -269,8 +266,7 @@ static void check_forward(const setup *s)
   args.workspace = device_new(s->context, CUMOE_U8, 1, (int64_t)bytes, 0);
   device_set(s->context, args.load, &load);
   if (!CHECK_OK(cumoe_moe_forward(s->plan, s->routed, &args, NULL))) return;
-  tensor out = device_get(s->context, cumoe_const(args.out)),
-         ids = device_get(s->context, cumoe_const(args.ids_out));
+  tensor out = device_get(s->context, cumoe_const(args.out)), ids = device_get(s->context, cumoe_const(args.ids_out));
   tensor weights = device_get(s->context, cumoe_const(args.weights_out));
   tensor counts = device_get(s->context, cumoe_const(args.counts_out));
   load = device_get(s->context, cumoe_const(args.load));
@@ -334,8 +330,7 @@ static bool parses(const void *bytes, size_t size)
   CHECK(good == (error[0] == 0));
   for (int32_t i = 0; i < file.count; i++) {
     const file_tensor *t = &file.tensors[i];
-    CHECK_MSG(t->data >= copy && t->bytes <= size - (size_t)(t->data - copy), "%s lies outside the file",
-              t->name);
+    CHECK_MSG(t->data >= copy && t->bytes <= size - (size_t)(t->data - copy), "%s lies outside the file", t->name);
   }
   safetensors_close(&file);
   free(copy);
@@ -380,22 +375,22 @@ static const char *const bad_headers[] = {
     "{\"a\":\"\\u12g4\"}",
     "{\"a\":\"\n\"}",
     "{\"a\":[1,]}",
-    "{\"a\":1}",                                                                           /* no tensor */
-    "{\"a\":{\"dtype\":\"F33\",\"shape\":[4],\"data_offsets\":[0,16]}}",                   /* type */
-    "{\"a\":{\"shape\":[4],\"data_offsets\":[0,16]}}",                                     /* none */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,17]}}",                   /* past the end */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[16,0]}}",                   /* backwards */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[-16,0]}}",                  /* before */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[0,16]}}",                   /* another size */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[-4],\"data_offsets\":[0,16]}}",                  /* negative */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4.0],\"data_offsets\":[0,16]}}",                 /* not whole */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":4,\"data_offsets\":[0,16]}}",                     /* no list */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0]}}",                      /* one offset */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16,16]}}",                /* three */
-    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,99999999999999999999]}}", /* too large */
+    "{\"a\":1}",                                                                              /* no tensor */
+    "{\"a\":{\"dtype\":\"F33\",\"shape\":[4],\"data_offsets\":[0,16]}}",                      /* type */
+    "{\"a\":{\"shape\":[4],\"data_offsets\":[0,16]}}",                                        /* none */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,17]}}",                      /* past the end */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[16,0]}}",                      /* backwards */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[-16,0]}}",                     /* before */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[3],\"data_offsets\":[0,16]}}",                      /* another size */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[-4],\"data_offsets\":[0,16]}}",                     /* negative */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4.0],\"data_offsets\":[0,16]}}",                    /* not whole */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":4,\"data_offsets\":[0,16]}}",                        /* no list */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0]}}",                         /* one offset */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,16,16]}}",                   /* three */
+    "{\"a\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[0,99999999999999999999]}}",    /* too large */
     "{\"a\":{\"dtype\":\"F32\",\"shape\":[4294967296,4294967296,4],\"data_offsets\":[0,0]}}", /* product wraps
                                                                                                  to 0 */
-    "{\"a\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,1]}}", /* 9 dimensions */
+    "{\"a\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,1]}}",        /* 9 dimensions */
     "{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"a\":{\"dtype\":\"U8\",\"shape\":[1],"
     "\"data_offsets\":[0,1]}}", /* twice */
 };
@@ -429,8 +424,7 @@ static void test_damage(void)
   unsigned char *bytes = file_read(path, &size, error, sizeof error);
   size_t end = bytes ? 8 + (size_t)(bytes[0] | bytes[1] << 8) : 0; /* the header is shorter than 64 KiB */
   bool good = CHECK_MSG(bytes && end < size, "%s", error);
-  for (size_t cut = 0; good && cut < end + 2; cut++)
-    CHECK_MSG(!parses(bytes, cut), "cut after %zu bytes", cut);
+  for (size_t cut = 0; good && cut < end + 2; cut++) CHECK_MSG(!parses(bytes, cut), "cut after %zu bytes", cut);
   case_end();
   case_begin("%s, bits turned", path);
   for (size_t bit = 0; good && bit < 8 * end; bit++) {
@@ -444,16 +438,14 @@ static void test_damage(void)
 
 static void test_strings(void)
 {
-  static const char text[] =
-      "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true]";
+  static const char text[] = "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true]";
   char out[16], fit[9];
   json key, v = {NULL, NULL}, root = json_parse(text, sizeof text - 1);
   int64_t n = 0;
   double d = 0;
   bool truth = false;
   case_begin("JSON values");
-  CHECK(json_next(root, &key, &v) && json_string(v, out, sizeof out) &&
-        !strcmp(out, "a\xc3\xa9\xf0\x9f\x98\x80\n\"/"));
+  CHECK(json_next(root, &key, &v) && json_string(v, out, sizeof out) && !strcmp(out, "a\xc3\xa9\xf0\x9f\x98\x80\n\"/"));
   CHECK(json_next(root, &key, &v) && !json_string(v, out, sizeof out));
   CHECK(json_next(root, &key, &v) && json_string(v, fit, 9) && !json_string(v, fit, 8) && !json_int(v, &n));
   CHECK(json_next(root, &key, &v) && json_int(v, &n) && n == 12 && !json_bool(v, &truth));

@@ -117,7 +117,8 @@ static void first_call_case(int32_t dtype, int64_t tokens, enum cudaStreamCaptur
 
 static void test_first_call(void)
 {
-  static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed};
+  static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
+                                                     cudaStreamCaptureModeRelaxed};
   static const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   if (!group_begin("captured as the first call")) return;
   for (int mode = 0; mode < 3; mode++)
@@ -189,7 +190,8 @@ static void replay_logits(session *s, const captured *c, layer_inputs in, const 
   for (int first = 0; first <= experts - 4; first += experts - 4) {
     in.logits = tensor_new(spec->logits_dtype, spec->tokens, experts);
     for (int64_t t = 0; t < spec->tokens; t++)
-      for (int32_t e = 0; e < experts; e++) tensor_set(&in.logits, t, e, e >= first && e < first + 4 ? 5 - e * 0.25 : -3 + e * 0.125);
+      for (int32_t e = 0; e < experts; e++)
+        tensor_set(&in.logits, t, e, e >= first && e < first + 4 ? 5 - e * 0.25 : -3 + e * 0.125);
     device_set(s->context, as_mut(s->args.logits), &in.logits);
     compare_replay(s, c, &in, spec);
   }
@@ -276,21 +278,29 @@ static void staged_open(staged *g, cumoe_context context, const layer_spec *spec
   g->logits = device_new(context, CUMOE_F32, t, e, 1);
   g->ids = device_new(context, CUMOE_I64, t, k, 1);
   g->weights = device_new(context, CUMOE_F32, t, k, 1);
-  g->route = (cumoe_route){sizeof g->route, 0, device_new(context, CUMOE_I32, 1, e, 0), device_new(context, CUMOE_I32, 1, e + 1, 0),
-                           device_new(context, CUMOE_I32, 1, pairs, 0), device_new(context, CUMOE_I32, t, k, 0)};
+  g->route = (cumoe_route){sizeof g->route,
+                           0,
+                           device_new(context, CUMOE_I32, 1, e, 0),
+                           device_new(context, CUMOE_I32, 1, e + 1, 0),
+                           device_new(context, CUMOE_I32, 1, pairs, 0),
+                           device_new(context, CUMOE_I32, t, k, 0)};
   g->h = device_new(context, spec->desc.dtype, pairs, spec->desc.inter, 8);
   g->y = device_new(context, spec->desc.dtype, pairs, spec->desc.hidden, 8);
   g->out = device_new(context, spec->desc.dtype, t, spec->desc.hidden, 8);
-  g->map_workspace = bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16, 0) : no_view_mut();
+  g->map_workspace =
+      bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16, 0) : no_view_mut();
 }
 
 static cumoe_status run_stage(staged *g, int stage)
 {
   const cumoe_moe_args *a = &g->s.args;
-  const cumoe_combine_args c = {.size = sizeof c, .y = cumoe_const(g->y), .pair_weights = cumoe_const(g->weights), .out = g->out};
+  const cumoe_combine_args c = {
+      .size = sizeof c, .y = cumoe_const(g->y), .pair_weights = cumoe_const(g->weights), .out = g->out};
   switch (stage) {
   case STAGE_ROUTER: return cumoe_router(g->s.context, a->x, a->router_weight, no_view(), g->logits, g->s.stream);
-  case STAGE_GATE: return cumoe_gate(g->s.context, &g->s.spec->desc.routing, cumoe_const(g->logits), no_view(), g->ids, g->weights, g->s.stream);
+  case STAGE_GATE:
+    return cumoe_gate(g->s.context, &g->s.spec->desc.routing, cumoe_const(g->logits), no_view(), g->ids, g->weights,
+                      g->s.stream);
   case STAGE_MAP: return cumoe_map(g->s.plan, cumoe_const(g->ids), no_view(), &g->route, g->map_workspace, g->s.stream);
   case STAGE_UP: return cumoe_up(g->s.plan, g->s.routed, a->x, &g->route, no_view(), g->h, g->s.stream);
   case STAGE_DOWN: return cumoe_down(g->s.plan, g->s.routed, cumoe_const(g->h), &g->route, g->y, g->s.stream);
@@ -447,8 +457,10 @@ static void test_no_allocation(cumoe_context context)
     const size_t before = free_memory();
     const int64_t live = cumoe_buffer_live(context, NULL);
     for (int i = 0; i < 1000; i++) {
-      if (i % 4 == 3) replay(&s, &c);
-      else if (!CHECK_OK(session_forward(&s))) break;
+      if (i % 4 == 3)
+        replay(&s, &c);
+      else if (!CHECK_OK(session_forward(&s)))
+        break;
     }
     CHECK_MSG(free_memory() == before, "free memory was %zu, is %zu bytes", before, free_memory());
     CHECK(cumoe_buffer_live(context, NULL) == live);
@@ -472,7 +484,8 @@ static void test_last_error(cumoe_context context)
   session s;
   int device = -1;
   session_open(&s, context, &spec, &in);
-  CHECK_MSG(cudaPeekAtLastError() == cudaSuccess, "a session leaves %s behind", cudaGetErrorName(cudaPeekAtLastError()));
+  CHECK_MSG(cudaPeekAtLastError() == cudaSuccess, "a session leaves %s behind",
+            cudaGetErrorName(cudaPeekAtLastError()));
   CHECK_OK(session_forward(&s));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   (void)cudaSetDevice(123456);
@@ -538,7 +551,8 @@ static void capture_often(worker *w)
     bool ok = cudaStreamBeginCapture(w->s.stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess;
     ok = ok && session_forward(&w->s) == CUMOE_OK;
     ok = cudaStreamEndCapture(w->s.stream, &graph) == cudaSuccess && ok;
-    ok = ok && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphLaunch(exec, w->s.stream) == cudaSuccess;
+    ok =
+        ok && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphLaunch(exec, w->s.stream) == cudaSuccess;
     ok = cudaStreamSynchronize(w->s.stream) == cudaSuccess && ok;
     if (exec) (void)cudaGraphExecDestroy(exec);
     if (graph) (void)cudaGraphDestroy(graph);

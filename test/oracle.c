@@ -7,7 +7,10 @@
 
 static const double ulp = 0x1p-24; /* unit roundoff of f32 */
 
-static double product_factor(int64_t depth) { return (2 * ceil((double)depth / 16) + 8) * ulp; }
+static double product_factor(int64_t depth)
+{
+  return (2 * ceil((double)depth / 16) + 8) * ulp;
+}
 
 /* Largest distance from b.value to the stored form of its neighbours at both ends of the bound. */
 bounded oracle_stored(bounded b, int32_t dtype)
@@ -95,9 +98,9 @@ void oracle_router(const tensor *x, int64_t token, const tensor *weight, const t
 
 typedef struct candidate {
   int32_t id;
-  bool open;             /* its group stays */
-  bounded logit, score;  /* capped logit; what it weighs */
-  double raw;            /* the logit as given: equal raw values are equal in every implementation */
+  bool open;            /* its group stays */
+  bounded logit, score; /* capped logit; what it weighs */
+  double raw;           /* the logit as given: equal raw values are equal in every implementation */
   double choice, slack; /* what it is ranked by, and how exactly that is known */
   double bias;
 } candidate;
@@ -132,8 +135,7 @@ static bounded unary_score(int32_t score, bounded l)
 {
   switch (score) {
   case CUMOE_SCORE_SIGMOID: return with_error(1 / (1 + exp(-l.value)), l.bound);
-  case CUMOE_SCORE_SQRT_SOFTPLUS:
-    return with_error(sqrt(l.value > 30 ? l.value : log1p(exp(l.value))), l.bound);
+  case CUMOE_SCORE_SQRT_SOFTPLUS: return with_error(sqrt(l.value > 30 ? l.value : log1p(exp(l.value))), l.bound);
   default: return l;
   }
 }
@@ -147,8 +149,10 @@ static void softmax(bounded *l, int32_t count)
   for (int32_t i = 0; i < count; i++)
     if (l[i].value > -INFINITY) sum += exp(l[i].value - max);
   for (int32_t i = 0; i < count; i++) {
-    if (!(l[i].value > -INFINITY)) l[i] = (bounded){0, 0};
-    else l[i] = with_error(exp(l[i].value - max) / sum, 2 * (l[i].bound + max_bound) + 2 * ulp * (max - l[i].value));
+    if (!(l[i].value > -INFINITY))
+      l[i] = (bounded){0, 0};
+    else
+      l[i] = with_error(exp(l[i].value - max) / sum, 2 * (l[i].bound + max_bound) + 2 * ulp * (max - l[i].value));
   }
 }
 
@@ -170,7 +174,8 @@ static void load_candidates(const cumoe_routing *r, int32_t experts, const bound
   for (int32_t e = 0; e < experts; e++) c[e].score = s[e];
 }
 
-static void set_choices(const cumoe_routing *r, int32_t experts, const bounded *logits, const double *bias, candidate *c)
+static void set_choices(const cumoe_routing *r, int32_t experts, const bounded *logits, const double *bias,
+                        candidate *c)
 {
   for (int32_t e = 0; e < experts; e++) {
     bool by_logit = bias == NULL && r->n_group == 0;
@@ -189,8 +194,12 @@ static bool choose_groups(const cumoe_routing *r, int32_t experts, candidate *c)
   for (int32_t g = 0; g < r->n_group; g++) {
     memcpy(members, c + g * size, (size_t)size * sizeof *members);
     qsort(members, (size_t)size, sizeof *members, compare_candidates);
-    groups[g] = (candidate){.id = g, .open = true, .raw = members[0].raw, .bias = members[0].bias,
-                            .choice = members[0].choice, .slack = members[0].slack};
+    groups[g] = (candidate){.id = g,
+                            .open = true,
+                            .raw = members[0].raw,
+                            .bias = members[0].bias,
+                            .choice = members[0].choice,
+                            .slack = members[0].slack};
     if (r->group_score == CUMOE_GROUP_BEST || size == 1) continue;
     groups[g].choice += members[1].choice;
     groups[g].slack += members[1].slack + 2 * ulp * fabs(groups[g].choice);
@@ -217,7 +226,8 @@ static void renormalize(const cumoe_routing *r, bounded *w)
     if (divisor > 0) {
       double value = w[j].value / divisor;
       w[j] = (bounded){value, (w[j].bound + fabs(value) * bound) / divisor + 2 * ulp * fabs(value)};
-    } else w[j] = (bounded){0, 0};
+    } else
+      w[j] = (bounded){0, 0};
   }
 }
 
@@ -313,7 +323,8 @@ static bounded projected(const host_weights *w, int part, int64_t expert, int64_
   return (bounded){value + bias, bound};
 }
 
-void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, const double *x, bounded weight, bounded *h)
+void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, const double *x, bounded weight,
+               bounded *h)
 {
   bounded *a = scratch((size_t)w->hidden, sizeof *a);
   for (int64_t k = 0; k < w->hidden; k++) a[k] = (bounded){x[k], 0};
@@ -394,7 +405,8 @@ static bool route_token(const layer_case *c, int64_t token, int32_t *ids, bounde
 }
 
 /* An expert's output as stored: h and y rounded to the type of the layer. */
-static bounded *expert_output(const layer_case *c, const host_weights *w, int64_t expert, const double *x, bounded weight)
+static bounded *expert_output(const layer_case *c, const host_weights *w, int64_t expert, const double *x,
+                              bounded weight)
 {
   bounded *h = scratch((size_t)w->inter, sizeof *h), *y = scratch((size_t)w->hidden, sizeof *y);
   oracle_up(c->desc, w, expert, x, weight, h);
@@ -434,7 +446,8 @@ layer_result oracle_layer(const layer_case *c, int64_t token)
   const cumoe_moe_desc *d = c->desc;
   int32_t k = d->routing.top_k, hidden = d->hidden;
   bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  layer_result r = {.ids = scratch((size_t)k, sizeof *r.ids), .weights = scratch((size_t)k, sizeof *r.weights),
+  layer_result r = {.ids = scratch((size_t)k, sizeof *r.ids),
+                    .weights = scratch((size_t)k, sizeof *r.weights),
                     .out = scratch((size_t)k * (size_t)hidden, sizeof *r.out)};
   double *x = scratch((size_t)hidden, sizeof *x);
   const bounded **y = scratch((size_t)k, sizeof *y);

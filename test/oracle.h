@@ -51,7 +51,8 @@ bool oracle_gate(const cumoe_routing *routing, int32_t experts, const bounded *l
                  int32_t *ids, bounded *weights);
 
 /* h[I] before rounding to its type, of one row; weight: the pair's weight on the input, or 1. */
-void oracle_up(const cumoe_moe_desc *desc, const host_weights *w, int64_t expert, const double *x, bounded weight, bounded *h);
+void oracle_up(const cumoe_moe_desc *desc, const host_weights *w, int64_t expert, const double *x, bounded weight,
+               bounded *h);
 
 /* y[H] before rounding to its type. */
 void oracle_down(const host_weights *w, int64_t expert, const bounded *h, bounded *y);
@@ -78,10 +79,10 @@ typedef struct layer_case {
 } layer_case;
 
 typedef struct layer_result {
-  bool decided;    /* ids and out can be compared */
-  int32_t *ids;    /* [k] */
+  bool decided;     /* ids and out can be compared */
+  int32_t *ids;     /* [k] */
   bounded *weights; /* [k] */
-  bounded *out;    /* [H], or [k, H] unreduced */
+  bounded *out;     /* [H], or [k, H] unreduced */
 } layer_result;
 
 /* Results live in scratch memory. */

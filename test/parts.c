@@ -16,8 +16,13 @@ static host_projection projection_new(const host_weights *w, int64_t outs, int64
 
 host_weights weights_new(const cumoe_moe_desc *d, int32_t experts, int32_t inter, weights_form form)
 {
-  host_weights w = {.experts = experts, .hidden = d->hidden, .inter = inter, .dtype = d->dtype,
-                    .gate_order = form.gate_order, .up_major = form.up_major, .down_major = form.down_major};
+  host_weights w = {.experts = experts,
+                    .hidden = d->hidden,
+                    .inter = inter,
+                    .dtype = d->dtype,
+                    .gate_order = form.gate_order,
+                    .up_major = form.up_major,
+                    .down_major = form.down_major};
   bool separate = form.gate_order == CUMOE_GATE_UP_SEPARATE, ungated = form.gate_order == CUMOE_UNGATED;
   if (!separate && !ungated) w.gate_up = projection_new(&w, 2 * (int64_t)inter, d->hidden, form.up_major, form.bias);
   if (separate) w.gate = projection_new(&w, inter, d->hidden, form.up_major, form.bias);
@@ -53,11 +58,13 @@ void weights_set(host_weights *w, int part, int64_t expert, int64_t out, int64_t
 }
 
 /* Expert e's matrix lies at place (e * step) mod E of the stack: with per_expert, out of order. */
-static cumoe_projection projection_put(cumoe_context context, const host_projection *p, int32_t experts, weights_form form)
+static cumoe_projection projection_put(cumoe_context context, const host_projection *p, int32_t experts,
+                                       weights_form form)
 {
   cumoe_projection result = {0};
   if (p->data.data == NULL) return result;
-  int64_t rows = p->data.rows / experts, pitch = rows + form.gap, bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
+  int64_t rows = p->data.rows / experts, pitch = rows + form.gap,
+          bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
   cumoe_view_mut stack = device_new(context, p->data.dtype, experts * pitch, p->data.cols, form.gap ? 24 : 0);
   const void **pointers = scratch((size_t)experts, sizeof *pointers);
   for (int64_t e = 0; e < experts; e++) {
@@ -83,8 +90,13 @@ static cumoe_projection projection_put(cumoe_context context, const host_project
 cumoe_weights weights_put(cumoe_context context, const host_weights *w, weights_form form)
 {
   cumoe_weights weights = NULL;
-  cumoe_weights_desc d = {.size = sizeof d, .experts = w->experts, .hidden = w->hidden, .inter = w->inter,
-                          .gate_order = w->gate_order, .up_major = w->up_major, .down_major = w->down_major};
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = w->experts,
+                          .hidden = w->hidden,
+                          .inter = w->inter,
+                          .gate_order = w->gate_order,
+                          .up_major = w->up_major,
+                          .down_major = w->down_major};
   d.gate_up = projection_put(context, &w->gate_up, w->experts, form);
   d.gate = projection_put(context, &w->gate, w->experts, form);
   d.up = projection_put(context, &w->up, w->experts, form);

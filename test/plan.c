@@ -15,9 +15,18 @@
 
 __extension__ typedef __int128 wide;
 
-static wide wide_ceil(wide a, wide b) { return (a + b - 1) / b; }
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static wide wide_ceil(wide a, wide b)
+{
+  return (a + b - 1) / b;
+}
+static int64_t smaller(int64_t a, int64_t b)
+{
+  return a < b ? a : b;
+}
+static int64_t larger(int64_t a, int64_t b)
+{
+  return a > b ? a : b;
+}
 
 /* ---- machines and shapes --------------------------------------------------------------------------- */
 
@@ -26,11 +35,14 @@ typedef struct gpu {
 } gpu;
 
 /* CPU, A100, RTX 3090, L4, H200, B200, RTX 5090 */
-static const gpu gpus[] = {{0, 8, 0},        {80, 108, 166912}, {86, 82, 101376},  {89, 58, 101376},
+static const gpu gpus[] = {{0, 8, 0},         {80, 108, 166912},  {86, 82, 101376},  {89, 58, 101376},
                            {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 enum { GPU_COUNT = sizeof gpus / sizeof gpus[0] };
 
-static machine machine_of(const gpu *g, const int32_t *forced) { return (machine){g->cc, g->sms, forced, g->smem}; }
+static machine machine_of(const gpu *g, const int32_t *forced)
+{
+  return (machine){g->cc, g->sms, forced, g->smem};
+}
 
 /* Mostly small, sometimes huge: uniform in the number of bits. */
 static int64_t log_uniform(rng *r, int64_t most)
@@ -41,7 +53,10 @@ static int64_t log_uniform(rng *r, int64_t most)
   return 1 + rng_below(r, limit);
 }
 
-static int32_t one_of(rng *r, const int32_t *list, int count) { return list[rng_below(r, count)]; }
+static int32_t one_of(rng *r, const int32_t *list, int count)
+{
+  return list[rng_below(r, count)];
+}
 
 /* A description that check_moe_desc accepts, from the whole of what the manual allows. */
 static cumoe_moe_desc random_desc(rng *r)
@@ -73,17 +88,25 @@ static int64_t random_tokens(rng *r, const cumoe_moe_desc *d)
 }
 
 /* The shapes that a forward pass dispatches, as many as fit in `out`; w_f32: a router in f32. */
-static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, weight_major down, bool w_f32, shape *out)
+static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, weight_major down, bool w_f32,
+                     shape *out)
 {
   const int32_t k = d->routing.top_k, experts = router_experts(d);
   int n = 0;
-  out[n++] = (shape){.op = OP_router, .in = d->dtype, .w = w_f32 ? DT_F32 : d->dtype, .tokens = tokens, .rows = tokens,
-                     .experts = experts, .n = experts, .k = d->hidden};
+  out[n++] = (shape){.op = OP_router,
+                     .in = d->dtype,
+                     .w = w_f32 ? DT_F32 : d->dtype,
+                     .tokens = tokens,
+                     .rows = tokens,
+                     .experts = experts,
+                     .n = experts,
+                     .k = d->hidden};
   out[n++] = (shape){.op = OP_gate, .tokens = tokens, .experts = experts, .top_k = k};
   out[n++] = (shape){.op = OP_map_count, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   out[n] = out[n - 1];
   out[n++].op = OP_map;
-  shape gemm = {.in = d->dtype, .w = d->dtype, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
+  shape gemm = {
+      .in = d->dtype, .w = d->dtype, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   for (int dense = 0; dense <= (d->shared_inter != 0); dense++) {
     const int32_t inter = dense ? d->shared_inter : d->inter;
     gemm.rows = dense ? tokens : tokens * k;
@@ -101,8 +124,8 @@ enum { MAX_SHAPES = 9 };
 static const char *shape_name(const gpu *g, const shape *s)
 {
   static char text[200];
-  snprintf(text, sizeof text, "cc %d op %d in %d w %d major %d T %lld rows %lld E %d n %d k %d", g->cc, (int)s->op, s->in,
-           s->w, (int)s->major, (long long)s->tokens, (long long)s->rows, s->experts, s->n, s->k);
+  snprintf(text, sizeof text, "cc %d op %d in %d w %d major %d T %lld rows %lld E %d n %d k %d", g->cc, (int)s->op,
+           s->in, s->w, (int)s->major, (long long)s->tokens, (long long)s->rows, s->experts, s->n, s->k);
   return text;
 }
 
@@ -180,7 +203,9 @@ static void test_forced_rows(rng *r)
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int count = shapes_of(&d, random_tokens(r, &d), n & 1 ? MAJOR_K : MAJOR_N, MAJOR_K, n & 2, s);
       for (int j = 0; j < count; j++) {
-        int32_t want = (int)s[j].op != variants[row].op ? choose(&free_choice, &s[j]) : row_can(&variants[row], g, &s[j]) ? row : -1;
+        int32_t want = (int)s[j].op != variants[row].op    ? choose(&free_choice, &s[j])
+                       : row_can(&variants[row], g, &s[j]) ? row
+                                                           : -1;
         CHECK_MSG(choose(&m, &s[j]) == want, "row %d, not %d, for %s", choose(&m, &s[j]), want, shape_name(g, &s[j]));
       }
     }
@@ -226,8 +251,15 @@ static int line_by_table(const gpu *g, const shape *s, int64_t rows, int32_t *ro
 static shape threshold_shape(const threshold *t, int64_t per_expert, int32_t experts, int32_t type, int bits)
 {
   const int32_t other = bits & 2 ? DT_F32 : type;
-  shape s = {.op = (operation)t->op, .in = type, .w = type, .tokens = per_expert, .rows = per_expert * experts,
-             .experts = experts, .n = 512, .k = 512, .top_k = 1};
+  shape s = {.op = (operation)t->op,
+             .in = type,
+             .w = type,
+             .tokens = per_expert,
+             .rows = per_expert * experts,
+             .experts = experts,
+             .n = 512,
+             .k = 512,
+             .top_k = 1};
   if (s.op == OP_up || s.op == OP_down) s.major = bits & 1 ? MAJOR_N : MAJOR_K;
   if (s.op == OP_router) s.w = other, s.rows = s.tokens, s.experts = s.n = 256; /* a token counts as one */
   if (s.op == OP_combine) s.w = other;
@@ -261,13 +293,15 @@ static void test_threshold_table(void)
     CHECK_MSG(found, "op %d up to %d: no kernel of form %d, %dx%d", t->op, t->up_to, t->form, t->bm, t->bn);
     case_end();
     if (!line_decides(t))
-      printf("# never decides: line %d, op %d up to %d, form %d, %dx%d\n", (int)(t - thresholds) + 1, t->op, t->up_to, t->form, t->bm, t->bn);
+      printf("# never decides: line %d, op %d up to %d, form %d, %dx%d\n", (int)(t - thresholds) + 1, t->op, t->up_to,
+             t->form, t->bm, t->bn);
   }
   group_end();
 }
 
 /* At the threshold and one row an expert past it: rows = per_expert * experts, so the expectation is exact. */
-static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert, int32_t experts, int32_t type, int bits)
+static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert, int32_t experts, int32_t type,
+                            int bits)
 {
   int32_t want;
   if (per_expert < 1 || per_expert * experts > INT32_MAX) return;
@@ -276,8 +310,8 @@ static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert
   const int32_t got = choose(&m, &s);
   line_by_table(g, &s, per_expert, &want);
   if (got >= 0) chosen[got] = true;
-  CHECK_MSG(want < 0 || got == want, "%lld rows an expert: row %d, the table says %d, for %s", (long long)per_expert, got, want,
-            shape_name(g, &s));
+  CHECK_MSG(want < 0 || got == want, "%lld rows an expert: row %d, the table says %d, for %s", (long long)per_expert,
+            got, want, shape_name(g, &s));
   CHECK_MSG(got >= 0, "no row for %s", shape_name(g, &s));
 }
 
@@ -290,7 +324,8 @@ static void test_thresholds(void)
     for (int i = 1; i < GPU_COUNT; i++)
       for (int n = 0; n < 3 * 4 * 4; n++)
         for (int64_t at = -1; at <= 1; at++)
-          check_threshold(&gpus[i], t, (t->up_to == ANY_ROWS ? 100000 : t->up_to) + at, counts[n / 12], float_types[n % 3], n / 3 % 4);
+          check_threshold(&gpus[i], t, (t->up_to == ANY_ROWS ? 100000 : t->up_to) + at, counts[n / 12],
+                          float_types[n % 3], n / 3 % 4);
     case_end();
   }
   group_end();
@@ -322,11 +357,13 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const shape 
 {
   static int64_t count[CUMOE_MAX_EXPERTS];
   const int64_t full = (int64_t)g->sms * v->ctas;
-  CHECK_MSG(grid >= 1 && grid <= full, "%s: grid %lld of %lld for %s", v->name, (long long)grid, (long long)full, shape_name(g, s));
+  CHECK_MSG(grid >= 1 && grid <= full, "%s: grid %lld of %lld for %s", v->name, (long long)grid, (long long)full,
+            shape_name(g, s));
   for (int kind = 0; kind < 4; kind++) {
     distribute(r, kind, s->rows, s->experts, count);
     int64_t tiles = tiles_of(count, s->experts, v, s->n);
-    CHECK_MSG(grid == full || grid >= tiles, "%s: grid %lld, %lld tiles for %s", v->name, (long long)grid, (long long)tiles, shape_name(g, s));
+    CHECK_MSG(grid == full || grid >= tiles, "%s: grid %lld, %lld tiles for %s", v->name, (long long)grid,
+              (long long)tiles, shape_name(g, s));
   }
 }
 
@@ -356,10 +393,12 @@ static void check_grid(rng *r, const gpu *g, const shape *s)
     return;
   }
   CHECK_MSG(grid > 0 && grid <= INT32_MAX, "%s: grid %lld for %s", v->name, (long long)grid, shape_name(g, s));
-  if (s->op == OP_up || s->op == OP_down) check_gemm_grid(r, g, v, s, grid);
+  if (s->op == OP_up || s->op == OP_down)
+    check_gemm_grid(r, g, v, s, grid);
   else if (s->op != OP_map && s->op != OP_map_count)
     CHECK_MSG(grid == (int64_t)simple_grid(v, s), "%s: grid %lld for %s", v->name, (long long)grid, shape_name(g, s));
-  else CHECK_MSG(grid == map_chunking(s->rows).chunks, "%s: grid %lld for %s", v->name, (long long)grid, shape_name(g, s));
+  else
+    CHECK_MSG(grid == map_chunking(s->rows).chunks, "%s: grid %lld for %s", v->name, (long long)grid, shape_name(g, s));
 }
 
 static void test_grids(rng *r)
@@ -372,7 +411,8 @@ static void test_grids(rng *r)
       shape s[MAX_SHAPES];
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int64_t tokens = random_tokens(r, &d);
-      while ((wide)tokens * d.hidden * 2 > (wide)1 << 40) tokens = (tokens + 1) / 2; /* x in a TiB: more than any GPU has */
+      while ((wide)tokens * d.hidden * 2 > (wide)1 << 40)
+        tokens = (tokens + 1) / 2; /* x in a TiB: more than any GPU has */
       int count = shapes_of(&d, tokens, n & 1 ? MAJOR_K : MAJOR_N, n & 2 ? MAJOR_K : MAJOR_N, n & 4, s);
       for (int j = 0; j < count; j++) check_grid(r, &gpus[i], &s[j]);
     }
@@ -393,10 +433,18 @@ static void test_grids_around_tiles(rng *r)
     const machine m = machine_of(&g, NULL);
     for (int64_t tokens = 1; tokens <= 4 * v->bm + 1; tokens++)
       for (int32_t n = v->bn < 8 ? v->bn : 8; n <= 3 * v->bn; n += (int32_t)larger(8, (v->bn / 4) & ~7)) {
-        shape s = {.op = (operation)v->op, .tokens = tokens, .rows = tokens, .experts = 1 + (int32_t)rng_below(r, 16), .n = n, .k = 64, .top_k = 1};
+        shape s = {.op = (operation)v->op,
+                   .tokens = tokens,
+                   .rows = tokens,
+                   .experts = 1 + (int32_t)rng_below(r, 16),
+                   .n = n,
+                   .k = 64,
+                   .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
-        if (v->op == OP_up || v->op == OP_down) check_gemm_grid(r, &g, v, &s, grid);
-        else CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
+        if (v->op == OP_up || v->op == OP_down)
+          check_gemm_grid(r, &g, v, &s, grid);
+        else
+          CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
       }
     case_end();
   }
@@ -408,11 +456,12 @@ static void test_grids_around_tiles(rng *r)
 static void check_chunking(int64_t pairs)
 {
   const map_chunks c = map_chunking(pairs);
-  CHECK_MSG(c.chunks >= 1 && c.chunks <= 256 && c.chunk_pairs >= 1024 && c.chunk_pairs % 1024 == 0, "%lld pairs: %d chunks of %d",
+  CHECK_MSG(c.chunks >= 1 && c.chunks <= 256 && c.chunk_pairs >= 1024 && c.chunk_pairs % 1024 == 0,
+            "%lld pairs: %d chunks of %d", (long long)pairs, c.chunks, c.chunk_pairs);
+  CHECK_MSG((int64_t)c.chunks * c.chunk_pairs >= pairs, "%lld pairs: %d chunks of %d do not cover them",
             (long long)pairs, c.chunks, c.chunk_pairs);
-  CHECK_MSG((int64_t)c.chunks * c.chunk_pairs >= pairs, "%lld pairs: %d chunks of %d do not cover them", (long long)pairs, c.chunks, c.chunk_pairs);
-  CHECK_MSG(c.chunks == 1 || (int64_t)(c.chunks - 1) * c.chunk_pairs < pairs, "%lld pairs: the last of %d chunks of %d is empty",
-            (long long)pairs, c.chunks, c.chunk_pairs);
+  CHECK_MSG(c.chunks == 1 || (int64_t)(c.chunks - 1) * c.chunk_pairs < pairs,
+            "%lld pairs: the last of %d chunks of %d is empty", (long long)pairs, c.chunks, c.chunk_pairs);
 }
 
 static void test_chunking(rng *r)
@@ -445,20 +494,19 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
-  const region all[MAX_REGIONS] = {
-      {"logits", w->logits, t * router_experts(d) * 4},
-      {"ids", w->ids, t * k * 4},
-      {"weights", w->weights, t * k * 4},
-      {"counts", w->counts, local * 4},
-      {"offsets", w->offsets, (local + 1) * 4},
-      {"row_pair", w->row_pair, t * k * 4},
-      {"slot_row", w->slot_row, t * k * 4},
-      {"hist", w->hist, c.chunks > 1 ? (wide)c.chunks * local * 4 : 0},
-      {"h", w->h, t * k * d->inter * element},
-      {"y", w->y, t * k * d->hidden * element},
-      {"shared_h", w->shared_h, t * d->shared_inter * element},
-      {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
-      {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0}};
+  const region all[MAX_REGIONS] = {{"logits", w->logits, t * router_experts(d) * 4},
+                                   {"ids", w->ids, t * k * 4},
+                                   {"weights", w->weights, t * k * 4},
+                                   {"counts", w->counts, local * 4},
+                                   {"offsets", w->offsets, (local + 1) * 4},
+                                   {"row_pair", w->row_pair, t * k * 4},
+                                   {"slot_row", w->slot_row, t * k * 4},
+                                   {"hist", w->hist, c.chunks > 1 ? (wide)c.chunks * local * 4 : 0},
+                                   {"h", w->h, t * k * d->inter * element},
+                                   {"y", w->y, t * k * d->hidden * element},
+                                   {"shared_h", w->shared_h, t * d->shared_inter * element},
+                                   {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
+                                   {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0}};
   memcpy(out, all, sizeof all);
   return MAX_REGIONS;
 }
@@ -515,17 +563,20 @@ static size_t bytes_for(const cumoe_moe_desc *d, int64_t tokens)
 
 static void check_growth(const cumoe_moe_desc *d, int64_t from, int64_t to)
 {
-  CHECK_MSG(bytes_for(d, from) <= bytes_for(d, to), "%lld tokens need %zu bytes, %lld need %zu (k %d, %d local experts)",
-            (long long)from, bytes_for(d, from), (long long)to, bytes_for(d, to), d->routing.top_k, d->local_experts);
+  CHECK_MSG(bytes_for(d, from) <= bytes_for(d, to),
+            "%lld tokens need %zu bytes, %lld need %zu (k %d, %d local experts)", (long long)from, bytes_for(d, from),
+            (long long)to, bytes_for(d, to), d->routing.top_k, d->local_experts);
 }
 
 static void check_growth_by_dimension(rng *r, const cumoe_moe_desc *d, int64_t tokens)
 {
   for (int i = 0; i < 6; i++) {
     cumoe_moe_desc more = *d;
-    int32_t *field[] = {&more.num_experts, &more.local_experts, &more.hidden, &more.inter, &more.shared_inter, &more.routing.top_k};
+    int32_t *field[] = {&more.num_experts, &more.local_experts, &more.hidden,
+                        &more.inter,       &more.shared_inter,  &more.routing.top_k};
     *field[i] += i >= 2 && i <= 4 ? 8 * (int32_t)log_uniform(r, 100) : (int32_t)log_uniform(r, 4);
-    CHECK_MSG(bytes_for(d, tokens) <= bytes_for(&more, tokens), "dimension %d: more of it needs less (%lld tokens)", i, (long long)tokens);
+    CHECK_MSG(bytes_for(d, tokens) <= bytes_for(&more, tokens), "dimension %d: more of it needs less (%lld tokens)", i,
+              (long long)tokens);
   }
 }
 
@@ -581,7 +632,8 @@ static void test_overflow(rng *r)
     CHECK_MSG(!fits || (wide)w.bytes == sum, "%lld tokens: %zu bytes", (long long)tokens, w.bytes);
     fits ? taken++ : refused++;
   }
-  CHECK_MSG(refused > 1000 && taken > 1000, "%d refused, %d accepted: the test does not reach the limit", refused, taken);
+  CHECK_MSG(refused > 1000 && taken > 1000, "%d refused, %d accepted: the test does not reach the limit", refused,
+            taken);
   case_end();
   group_end();
 }

@@ -257,8 +257,7 @@ bool json_string(json value, char *out, size_t out_bytes)
 
 /* ---- safetensors ----------------------------------------------------------------------------------- */
 
-static bool say(char *error, size_t error_bytes, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
+static bool say(char *error, size_t error_bytes, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 static bool say(char *error, size_t error_bytes, const char *format, ...)
 {
@@ -299,21 +298,9 @@ typedef struct type_name {
 } type_name;
 
 static const type_name types[] = {
-    {"F32",     CUMOE_F32,  4},
-    {"BF16",    CUMOE_BF16, 2},
-    {"F16",     CUMOE_F16,  2},
-    {"I32",     CUMOE_I32,  4},
-    {"I64",     CUMOE_I64,  8},
-    {"U8",      CUMOE_U8,   1},
-    {"F64",     0,          8},
-    {"I8",      0,          1},
-    {"I16",     0,          2},
-    {"U16",     0,          2},
-    {"U32",     0,          4},
-    {"U64",     0,          8},
-    {"BOOL",    0,          1},
-    {"F8_E4M3", 0,          1},
-    {"F8_E5M2", 0,          1},
+    {"F32", CUMOE_F32, 4}, {"BF16", CUMOE_BF16, 2}, {"F16", CUMOE_F16, 2}, {"I32", CUMOE_I32, 4}, {"I64", CUMOE_I64, 8},
+    {"U8", CUMOE_U8, 1},   {"F64", 0, 8},           {"I8", 0, 1},          {"I16", 0, 2},         {"U16", 0, 2},
+    {"U32", 0, 4},         {"U64", 0, 8},           {"BOOL", 0, 1},        {"F8_E4M3", 0, 1},     {"F8_E5M2", 0, 1},
 };
 
 static const type_name *find_type(json name)
@@ -345,9 +332,8 @@ static bool read_shape(json shape, file_tensor *t)
 static bool read_offsets(json offsets, int64_t *begin, int64_t *end)
 {
   json key, value = {NULL, NULL};
-  return offsets.begin && *offsets.begin == '[' && json_next(offsets, &key, &value) &&
-         json_int(value, begin) && json_next(offsets, &key, &value) && json_int(value, end) &&
-         !json_next(offsets, &key, &value);
+  return offsets.begin && *offsets.begin == '[' && json_next(offsets, &key, &value) && json_int(value, begin) &&
+         json_next(offsets, &key, &value) && json_int(value, end) && !json_next(offsets, &key, &value);
 }
 
 static bool read_tensor(json entry, const unsigned char *data, size_t data_bytes, file_tensor *t, char *error,
@@ -356,8 +342,7 @@ static bool read_tensor(json entry, const unsigned char *data, size_t data_bytes
   const type_name *type = find_type(json_find(entry, "dtype"));
   int64_t begin, end;
   if (!type) return say(error, error_bytes, "tensor %s: unknown dtype", t->name);
-  if (!read_shape(json_find(entry, "shape"), t))
-    return say(error, error_bytes, "tensor %s: bad shape", t->name);
+  if (!read_shape(json_find(entry, "shape"), t)) return say(error, error_bytes, "tensor %s: bad shape", t->name);
   if (!read_offsets(json_find(entry, "data_offsets"), &begin, &end) || begin < 0 || end < begin ||
       (uint64_t)end > data_bytes)
     return say(error, error_bytes, "tensor %s: data_offsets outside the file", t->name);
@@ -369,21 +354,19 @@ static bool read_tensor(json entry, const unsigned char *data, size_t data_bytes
   return true;
 }
 
-static bool read_header(json header, const unsigned char *data, size_t data_bytes, safetensors *file,
-                        char *error, size_t error_bytes)
+static bool read_header(json header, const unsigned char *data, size_t data_bytes, safetensors *file, char *error,
+                        size_t error_bytes)
 {
   json key, value = {NULL, NULL};
   int32_t entries = 0;
-  if (!header.begin || *header.begin != '{')
-    return say(error, error_bytes, "the header is not a JSON object");
+  if (!header.begin || *header.begin != '{') return say(error, error_bytes, "the header is not a JSON object");
   while (json_next(header, &key, &value)) entries++;
   file->tensors = calloc((size_t)entries + 1, sizeof *file->tensors);
   if (!file->tensors) return say(error, error_bytes, "no memory for %d tensors", (int)entries);
   value = (json){NULL, NULL};
   while (json_next(header, &key, &value)) {
     file_tensor *t = &file->tensors[file->count];
-    if (!json_string(key, t->name, sizeof t->name))
-      return say(error, error_bytes, "a tensor's name is too long");
+    if (!json_string(key, t->name, sizeof t->name)) return say(error, error_bytes, "a tensor's name is too long");
     if (strcmp(t->name, "__metadata__") == 0) {
       file->metadata = value;
       continue;
@@ -395,16 +378,14 @@ static bool read_header(json header, const unsigned char *data, size_t data_byte
   return true;
 }
 
-bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *file, char *error,
-                       size_t error_bytes)
+bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *file, char *error, size_t error_bytes)
 {
   *file = (safetensors){0};
   if (size < 8) return say(error, error_bytes, "%zu bytes are no safetensors file", size);
   uint64_t length = 0;
   for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
   if (length > size - 8)
-    return say(error, error_bytes, "the header of %llu bytes reaches past the end",
-               (unsigned long long)length);
+    return say(error, error_bytes, "the header of %llu bytes reaches past the end", (unsigned long long)length);
   json header = json_parse((const char *)bytes + 8, (size_t)length);
   const unsigned char *data = bytes + 8 + length;
   if (read_header(header, data, size - 8 - (size_t)length, file, error, error_bytes)) return true;

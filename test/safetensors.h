@@ -58,8 +58,7 @@ typedef struct safetensors {
 bool safetensors_open(const char *path, safetensors *file, char *error, size_t error_bytes);
 
 /* The same from memory, which stays the caller's and must outlive the file. */
-bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *file, char *error,
-                       size_t error_bytes);
+bool safetensors_parse(const unsigned char *bytes, size_t size, safetensors *file, char *error, size_t error_bytes);
 
 void safetensors_close(safetensors *file);
 

@@ -8,9 +8,19 @@
 
 layer_spec layer_spec_new(int32_t dtype, int64_t tokens, int32_t hidden, int32_t inter)
 {
-  layer_spec s = {.tokens = tokens, .router_dtype = dtype, .logits_dtype = CUMOE_F32, .ids_dtype = CUMOE_I32,
-                  .gate_order = CUMOE_GATE_UP_CONCAT, .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN, .seed = 1};
-  s.desc = (cumoe_moe_desc){.size = sizeof s.desc, .num_experts = 8, .hidden = hidden, .inter = inter, .dtype = dtype,
+  layer_spec s = {.tokens = tokens,
+                  .router_dtype = dtype,
+                  .logits_dtype = CUMOE_F32,
+                  .ids_dtype = CUMOE_I32,
+                  .gate_order = CUMOE_GATE_UP_CONCAT,
+                  .up_major = CUMOE_OUT_IN,
+                  .down_major = CUMOE_OUT_IN,
+                  .seed = 1};
+  s.desc = (cumoe_moe_desc){.size = sizeof s.desc,
+                            .num_experts = 8,
+                            .hidden = hidden,
+                            .inter = inter,
+                            .dtype = dtype,
                             .routing = cumoe_routing_mixtral(2)};
   return s;
 }
@@ -25,8 +35,14 @@ static int32_t local_experts(const layer_spec *s)
   return s->desc.local_experts ? s->desc.local_experts : s->desc.num_experts;
 }
 
-static bool is_unreduced(const layer_spec *s) { return s->desc.flags & CUMOE_MOE_UNREDUCED; }
-static int32_t out_dtype(const layer_spec *s) { return s->desc.out_dtype ? s->desc.out_dtype : s->desc.dtype; }
+static bool is_unreduced(const layer_spec *s)
+{
+  return s->desc.flags & CUMOE_MOE_UNREDUCED;
+}
+static int32_t out_dtype(const layer_spec *s)
+{
+  return s->desc.out_dtype ? s->desc.out_dtype : s->desc.dtype;
+}
 
 static int64_t rows_of_out(const layer_spec *s, int64_t tokens)
 {
@@ -62,10 +78,12 @@ static void repeat_rows(const layer_spec *s, tensor *t)
 {
   if (s->distinct == 0 || t->data == NULL || t->rows == 0) return;
   const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
-  for (int64_t i = s->distinct; i < t->rows; i++) memcpy(t->data + (size_t)i * row, t->data + (size_t)(i % s->distinct) * row, row);
+  for (int64_t i = s->distinct; i < t->rows; i++)
+    memcpy(t->data + (size_t)i * row, t->data + (size_t)(i % s->distinct) * row, row);
 }
 
-static host_projection projection_new(rng *r, const layer_spec *s, int32_t experts, int64_t out, int64_t in, int32_t major)
+static host_projection projection_new(rng *r, const layer_spec *s, int32_t experts, int64_t out, int64_t in,
+                                      int32_t major)
 {
   const bool out_in = major == CUMOE_OUT_IN;
   host_projection p = {{0}, {0}};
@@ -76,12 +94,19 @@ static host_projection projection_new(rng *r, const layer_spec *s, int32_t exper
 
 static host_weights weights_new(rng *r, const layer_spec *s, int32_t experts, int32_t inter)
 {
-  host_weights w = {.experts = experts, .hidden = s->desc.hidden, .inter = inter, .dtype = s->desc.dtype,
-                    .gate_order = s->gate_order, .up_major = s->up_major, .down_major = s->down_major};
+  host_weights w = {.experts = experts,
+                    .hidden = s->desc.hidden,
+                    .inter = inter,
+                    .dtype = s->desc.dtype,
+                    .gate_order = s->gate_order,
+                    .up_major = s->up_major,
+                    .down_major = s->down_major};
   const bool separate = s->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = s->gate_order == CUMOE_UNGATED;
   if (separate) w.gate = projection_new(r, s, experts, inter, w.hidden, s->up_major);
-  if (separate || ungated) w.up = projection_new(r, s, experts, inter, w.hidden, s->up_major);
-  else w.gate_up = projection_new(r, s, experts, 2 * (int64_t)inter, w.hidden, s->up_major);
+  if (separate || ungated)
+    w.up = projection_new(r, s, experts, inter, w.hidden, s->up_major);
+  else
+    w.gate_up = projection_new(r, s, experts, 2 * (int64_t)inter, w.hidden, s->up_major);
   w.down = projection_new(r, s, experts, w.hidden, inter, s->down_major);
   oracle_prepare(&w);
   return w;
@@ -154,8 +179,13 @@ static cumoe_projection put_projection(const session *s, const host_projection *
 static cumoe_weights bind(const session *s, const host_weights *w)
 {
   cumoe_weights bound = NULL;
-  cumoe_weights_desc d = {.size = sizeof d, .experts = w->experts, .hidden = w->hidden, .inter = w->inter,
-                          .gate_order = w->gate_order, .up_major = w->up_major, .down_major = w->down_major};
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = w->experts,
+                          .hidden = w->hidden,
+                          .inter = w->inter,
+                          .gate_order = w->gate_order,
+                          .up_major = w->up_major,
+                          .down_major = w->down_major};
   d.gate_up = put_projection(s, &w->gate_up, w->experts);
   d.gate = put_projection(s, &w->gate, w->experts);
   d.up = put_projection(s, &w->up, w->experts);
@@ -200,7 +230,10 @@ static void make_outputs(session *s)
   a->load = device_new(s->context, CUMOE_I64, 1, local_experts(p), p->pad);
 }
 
-static int64_t load_before(int64_t expert) { return 1000000007 * expert + 5; }
+static int64_t load_before(int64_t expert)
+{
+  return 1000000007 * expert + 5;
+}
 
 static void poison(session *s, cumoe_view_mut view)
 {
@@ -218,7 +251,8 @@ void session_reset(session *s)
   poison(s, a->workspace);
   if (s->spec->residual == RESIDUAL_IN_PLACE) {
     CHECK_OK(cumoe_copy_from_host(s->context, a->out, s->inputs->residual.data,
-                                  (size_t)(a->out.rows * a->out.cols) * cumoe_dtype_bytes((cumoe_dtype)a->out.dtype), s->stream));
+                                  (size_t)(a->out.rows * a->out.cols) * cumoe_dtype_bytes((cumoe_dtype)a->out.dtype),
+                                  s->stream));
     a->residual = cumoe_const(a->out);
   }
   if (a->load.data == NULL) return;
@@ -229,7 +263,10 @@ void session_reset(session *s)
 
 void session_open(session *s, cumoe_context context, const layer_spec *spec, const layer_inputs *inputs)
 {
-  *s = (session){.context = context, .spec = spec, .inputs = inputs, .args = {.size = sizeof s->args, .out_scale = spec->out_scale}};
+  *s = (session){.context = context,
+                 .spec = spec,
+                 .inputs = inputs,
+                 .args = {.size = sizeof s->args, .out_scale = spec->out_scale}};
   CHECK_OK(cumoe_plan_create(context, &spec->desc, &s->plan));
   s->routed = bind(s, &inputs->routed);
   if (spec->desc.shared_inter) s->shared = s->args.shared = bind(s, &inputs->shared);
@@ -258,7 +295,8 @@ static tensor collect(session *s, const char *what, cumoe_view_mut view, int64_t
   cumoe_view part = cumoe_const(view);
   if (view.owner == 0) return (tensor){0};
   check_guards(s->context, what, view);
-  if (s->spec->residual != RESIDUAL_IN_PLACE || view.data != s->args.out.data) check_untouched(s->context, what, view, rows);
+  if (s->spec->residual != RESIDUAL_IN_PLACE || view.data != s->args.out.data)
+    check_untouched(s->context, what, view, rows);
   part.rows = rows;
   return device_get(s->context, part);
 }
@@ -305,17 +343,29 @@ void check_outputs_same(const layer_outputs *a, const layer_outputs *b)
 
 /* ---- the oracle ------------------------------------------------------------------------------------ */
 
-static const tensor *given(const tensor *t) { return t->data ? t : NULL; }
+static const tensor *given(const tensor *t)
+{
+  return t->data ? t : NULL;
+}
 
 layer_case layer_case_of(const layer_spec *spec, const layer_inputs *in, cumoe_moe_desc *desc)
 {
   *desc = spec->desc;
   desc->local_experts = local_experts(spec);
   desc->out_dtype = out_dtype(spec);
-  return (layer_case){.desc = desc, .weights = &in->routed, .shared = desc->shared_inter ? &in->shared : NULL, .x = &in->x,
-                      .router_weight = given(&in->router_weight), .router_bias = given(&in->router_bias), .logits = given(&in->logits),
-                      .ids = given(&in->ids), .id_weights = given(&in->id_weights), .select_bias = given(&in->select_bias),
-                      .expert_map = given(&in->expert_map), .shared_gate = given(&in->shared_gate), .residual = given(&in->residual),
+  return (layer_case){.desc = desc,
+                      .weights = &in->routed,
+                      .shared = desc->shared_inter ? &in->shared : NULL,
+                      .x = &in->x,
+                      .router_weight = given(&in->router_weight),
+                      .router_bias = given(&in->router_bias),
+                      .logits = given(&in->logits),
+                      .ids = given(&in->ids),
+                      .id_weights = given(&in->id_weights),
+                      .select_bias = given(&in->select_bias),
+                      .expert_map = given(&in->expert_map),
+                      .shared_gate = given(&in->shared_gate),
+                      .residual = given(&in->residual),
                       .out_scale = spec->out_scale == 0 ? 1 : (double)spec->out_scale};
 }
 
@@ -326,7 +376,8 @@ static void check_choice_valid(const layer_spec *s, const layer_outputs *got, in
   for (int32_t j = 0; j < k; j++) {
     const double id = tensor_get(&got->ids, token, j);
     CHECK_MSG(id >= 0 && id < experts, "token %" PRId64 ": id %g of %d experts", token, id, experts);
-    for (int32_t i = 0; i < j; i++) CHECK_MSG(tensor_get(&got->ids, token, i) != id, "token %" PRId64 ": expert %g twice", token, id);
+    for (int32_t i = 0; i < j; i++)
+      CHECK_MSG(tensor_get(&got->ids, token, i) != id, "token %" PRId64 ": expert %g twice", token, id);
   }
 }
 
@@ -354,7 +405,8 @@ static bool check_token(const layer_spec *s, layer_case c, const layer_outputs *
   for (int64_t t = token; t < spec_present(s); t += step) {
     if (got->ids.data) check_choice_valid(s, got, t);
     if (got->ids.data && decided) check_routing(s, got, &want, t);
-    for (int64_t j = 0; j < width; j++) check_bounded_row("out", &got->out, t * width + j, want.out + j * s->desc.hidden);
+    for (int64_t j = 0; j < width; j++)
+      check_bounded_row("out", &got->out, t * width + j, want.out + j * s->desc.hidden);
   }
   return decided;
 }
@@ -371,8 +423,10 @@ static void check_counts(const layer_spec *s, const layer_inputs *in, const laye
       if (to >= 0) want[to]++;
     }
   for (int32_t e = 0; e < desc.local_experts; e++) {
-    CHECK_MSG(tensor_get(&got->counts, 0, e) == (double)want[e], "counts_out[%d] is %g, want %" PRId64, e, tensor_get(&got->counts, 0, e), want[e]);
-    CHECK_MSG(tensor_get(&got->load, 0, e) == (double)want[e], "load[%d] grew by %g, want %" PRId64, e, tensor_get(&got->load, 0, e), want[e]);
+    CHECK_MSG(tensor_get(&got->counts, 0, e) == (double)want[e], "counts_out[%d] is %g, want %" PRId64, e,
+              tensor_get(&got->counts, 0, e), want[e]);
+    CHECK_MSG(tensor_get(&got->load, 0, e) == (double)want[e], "load[%d] grew by %g, want %" PRId64, e,
+              tensor_get(&got->load, 0, e), want[e]);
   }
 }
 
@@ -380,14 +434,16 @@ void check_layer(const layer_spec *spec, const layer_inputs *inputs, const layer
 {
   cumoe_moe_desc desc;
   const layer_case c = layer_case_of(spec, inputs, &desc);
-  const int64_t present = spec_present(spec), distinct = spec->distinct && spec->distinct < present ? spec->distinct : present;
+  const int64_t present = spec_present(spec),
+                distinct = spec->distinct && spec->distinct < present ? spec->distinct : present;
   int64_t open = 0;
   for (int64_t t = 0; t < distinct; t++) {
     const int mark = scratch_mark();
     if (!check_token(spec, c, got, t)) open++;
     scratch_release(mark);
   }
-  CHECK_MSG(open * 3 <= distinct + 3, "%" PRId64 " of %" PRId64 " tokens cannot be decided: the case tests too little", open, distinct);
+  CHECK_MSG(open * 3 <= distinct + 3, "%" PRId64 " of %" PRId64 " tokens cannot be decided: the case tests too little",
+            open, distinct);
   if (got->counts.data && spec->tokens > 0) check_counts(spec, inputs, got);
 }
 
@@ -397,8 +453,10 @@ void check_fault(cumoe_context context, cumoe_stream stream, int32_t code)
 {
   cumoe_fault fault = {0};
   CHECK_OK(cumoe_fault_read(context, stream, &fault));
-  CHECK_MSG(fault.code == code, "fault %d (token %" PRId64 ", slot %d), want %d", fault.code, fault.token, fault.slot, code);
-  CHECK_MSG(cumoe_fault_pending(context) == (code != CUMOE_FAULT_NONE), "fault_pending is %d", cumoe_fault_pending(context));
+  CHECK_MSG(fault.code == code, "fault %d (token %" PRId64 ", slot %d), want %d", fault.code, fault.token, fault.slot,
+            code);
+  CHECK_MSG(cumoe_fault_pending(context) == (code != CUMOE_FAULT_NONE), "fault_pending is %d",
+            cumoe_fault_pending(context));
   CHECK_OK(cumoe_fault_clear(context, stream));
 }
 

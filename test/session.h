@@ -15,15 +15,15 @@ typedef struct layer_spec {
   int64_t tokens;
   int64_t distinct; /* tokens repeat after so many, so that a large call can be checked everywhere; 0: never */
   routing_input input;
-  pattern pattern; /* of INPUT_IDS */
+  pattern pattern;                                           /* of INPUT_IDS */
   int32_t router_dtype, logits_dtype, ids_dtype, bias_dtype; /* bias_dtype: of the experts; 0 = no biases */
   bool router_bias, select_bias, expert_map, shared_gate, optional_outputs;
   residual_form residual;
   float out_scale;
   int32_t gate_order, up_major, down_major;
-  int64_t pad;              /* added to leading dimensions: of x, out and weights by 8 elements, of the others by 1 */
-  bool device_count;        /* args.device_tokens is given ... */
-  int32_t device_tokens;    /* ... and holds this */
+  int64_t pad;           /* added to leading dimensions: of x, out and weights by 8 elements, of the others by 1 */
+  bool device_count;     /* args.device_tokens is given ... */
+  int32_t device_tokens; /* ... and holds this */
   uint64_t seed;
 } layer_spec;
 

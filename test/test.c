@@ -35,8 +35,10 @@ void test_begin(int argc, char **argv)
   test.want_cpu = test.want_cuda = true;
   for (int i = 1; i < argc; i++) {
     const char *value = i + 1 < argc ? argv[i + 1] : "";
-    if (!strcmp(argv[i], "--verbose")) test.verbose = true;
-    else if (!strcmp(argv[i], "--only")) test.only = value, i++;
+    if (!strcmp(argv[i], "--verbose"))
+      test.verbose = true;
+    else if (!strcmp(argv[i], "--only"))
+      test.only = value, i++;
     else if (!strcmp(argv[i], "--device")) {
       test.want_cpu = !strcmp(value, "cpu") || !strcmp(value, "all");
       test.want_cuda = !strcmp(value, "cuda") || !strcmp(value, "all");
@@ -97,7 +99,10 @@ bool on_device(cumoe_context context)
   return CHECK_OK(cumoe_context_info(context, &info)) && info.device != CUMOE_DEVICE_CPU;
 }
 
-const char *context_name(cumoe_context context) { return on_device(context) ? "cuda" : "cpu"; }
+const char *context_name(cumoe_context context)
+{
+  return on_device(context) ? "cuda" : "cpu";
+}
 
 bool group_begin(const char *format, ...)
 {
@@ -142,12 +147,17 @@ void case_end(void)
 {
   free_case();
   test.group_cases++;
-  if (test.case_failed) test.failed++, test.group_failed++;
-  else test.passed++;
+  if (test.case_failed)
+    test.failed++, test.group_failed++;
+  else
+    test.passed++;
   if (test.verbose) printf("# %s %s\n", test.case_failed ? "failed" : "passed", test.name);
 }
 
-void case_drop(void) { free_case(); }
+void case_drop(void)
+{
+  free_case();
+}
 
 void case_skip(const char *format, ...)
 {
@@ -195,7 +205,10 @@ void *scratch(size_t count, size_t bytes)
   return p;
 }
 
-int scratch_mark(void) { return test.memory_count; }
+int scratch_mark(void)
+{
+  return test.memory_count;
+}
 
 void scratch_release(int mark)
 {
@@ -213,9 +226,15 @@ uint64_t rng_next(rng *r)
   return z ^ z >> 31;
 }
 
-int64_t rng_below(rng *r, int64_t limit) { return (int64_t)(rng_next(r) % (uint64_t)limit); }
+int64_t rng_below(rng *r, int64_t limit)
+{
+  return (int64_t)(rng_next(r) % (uint64_t)limit);
+}
 
-double rng_uniform(rng *r) { return (double)(rng_next(r) >> 11) * 0x1p-53; }
+double rng_uniform(rng *r)
+{
+  return (double)(rng_next(r) >> 11) * 0x1p-53;
+}
 
 /* Four uniform numbers from one draw: a bell of variance 1, at most 3.5 from its middle. Large tests draw millions. */
 double rng_normal(rng *r)
@@ -247,7 +266,10 @@ static double power_of_two(int exponent)
   return value;
 }
 
-double unit_roundoff(int32_t dtype) { return power_of_two(-format_of(dtype).digits); }
+double unit_roundoff(int32_t dtype)
+{
+  return power_of_two(-format_of(dtype).digits);
+}
 
 double round_to(double value, int32_t dtype)
 {
@@ -321,8 +343,7 @@ static size_t tensor_bytes(const tensor *t)
 
 bool tensor_equal(const tensor *a, const tensor *b)
 {
-  return a->dtype == b->dtype && a->rows == b->rows && a->cols == b->cols &&
-         !memcmp(a->data, b->data, tensor_bytes(a));
+  return a->dtype == b->dtype && a->rows == b->rows && a->cols == b->cols && !memcmp(a->data, b->data, tensor_bytes(a));
 }
 
 tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation)
@@ -341,7 +362,8 @@ tensor tensor_integers(rng *r, int32_t dtype, int64_t rows, int64_t cols, int ra
 
 const char *pattern_name(pattern p)
 {
-  static const char *names[PATTERN_COUNT] = {"uniform", "one", "last", "zipf", "round-robin", "none", "duplicates", "hostile"};
+  static const char *names[PATTERN_COUNT] = {"uniform",     "one",  "last",       "zipf",
+                                             "round-robin", "none", "duplicates", "hostile"};
   return names[p];
 }
 
@@ -365,7 +387,10 @@ static int64_t pattern_id(rng *r, pattern p, int64_t token, int32_t slot, int32_
   }
 }
 
-static int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common_divisor(b, a % b); }
+static int64_t common_divisor(int64_t a, int64_t b)
+{
+  return b == 0 ? a : common_divisor(b, a % b);
+}
 
 tensor route_tokens(rng *r, pattern p, int32_t dtype, int64_t tokens, int32_t k, int32_t experts)
 {
@@ -383,8 +408,14 @@ tensor route_tokens(rng *r, pattern p, int32_t dtype, int64_t tokens, int32_t k,
 
 /* ---- device memory --------------------------------------------------------------------------------- */
 
-cumoe_view no_view(void) { return (cumoe_view){0}; }
-cumoe_view_mut no_view_mut(void) { return (cumoe_view_mut){0}; }
+cumoe_view no_view(void)
+{
+  return (cumoe_view){0};
+}
+cumoe_view_mut no_view_mut(void)
+{
+  return (cumoe_view_mut){0};
+}
 
 cumoe_view_mut device_new(cumoe_context context, int32_t dtype, int64_t rows, int64_t cols, int64_t pad)
 {
@@ -467,10 +498,11 @@ static bool compare(const char *what, const tensor *got, int64_t first, int64_t 
     test.worst = worst;
     snprintf(test.worst_at, sizeof test.worst_at, "%s, %s", test.name, what);
   }
-  return CHECK_MSG(worst <= 1, "%s: %" PRId64 " of %" PRId64 " elements wrong, worst at row %" PRId64 " col %" PRId64
-                   ": got %.9g, want %.9g within %.3g (error/bound %.3g)", what, wrong, rows * got->cols,
-                   first + at / got->cols, at % got->cols, tensor_get(got, first, at), want[at].value, want[at].bound,
-                   worst);
+  return CHECK_MSG(worst <= 1,
+                   "%s: %" PRId64 " of %" PRId64 " elements wrong, worst at row %" PRId64 " col %" PRId64
+                   ": got %.9g, want %.9g within %.3g (error/bound %.3g)",
+                   what, wrong, rows * got->cols, first + at / got->cols, at % got->cols, tensor_get(got, first, at),
+                   want[at].value, want[at].bound, worst);
 }
 
 bool check_bounded(const char *what, const tensor *got, const bounded *want)

@@ -25,7 +25,7 @@ int test_end(void); /* prints the last line; the program's exit status */
 int open_contexts(cumoe_context contexts[2]);
 cumoe_context open_context(int32_t device); /* NULL: skipped or failed, already counted */
 void close_context(cumoe_context context);
-bool on_device(cumoe_context context);          /* false on the CPU device */
+bool on_device(cumoe_context context);           /* false on the CPU device */
 const char *context_name(cumoe_context context); /* "cpu", "cuda" */
 
 /* A group prints one line. False: not wanted (--only). */
@@ -38,10 +38,10 @@ void case_skip(const char *format, ...) __attribute__((format(printf, 1, 2))); /
 void case_drop(void); /* instead of case_end: counts as nothing */
 
 bool test_check(bool ok, const char *file, int line, const char *format, ...) __attribute__((format(printf, 4, 5)));
-#define CHECK(condition) test_check((condition), __FILE__, __LINE__, "%s", #condition)
-#define CHECK_MSG(condition, ...) test_check((condition), __FILE__, __LINE__, __VA_ARGS__)
+#define CHECK(condition)               test_check((condition), __FILE__, __LINE__, "%s", #condition)
+#define CHECK_MSG(condition, ...)      test_check((condition), __FILE__, __LINE__, __VA_ARGS__)
 #define CHECK_STATUS(want, expression) test_status((want), (expression), #expression, __FILE__, __LINE__)
-#define CHECK_OK(expression) CHECK_STATUS(CUMOE_OK, expression)
+#define CHECK_OK(expression)           CHECK_STATUS(CUMOE_OK, expression)
 bool test_status(cumoe_status want, cumoe_status got, const char *expression, const char *file, int line);
 
 void *scratch(size_t count, size_t bytes); /* zeroed, freed by case_end */
@@ -55,7 +55,7 @@ typedef struct rng {
 } rng;
 uint64_t rng_next(rng *r);
 int64_t rng_below(rng *r, int64_t limit); /* 0 .. limit - 1 */
-double rng_uniform(rng *r);                 /* [0, 1) */
+double rng_uniform(rng *r);               /* [0, 1) */
 double rng_normal(rng *r);
 
 /* ---- host tensors ---------------------------------------------------------------------------------- */
@@ -73,7 +73,7 @@ typedef struct tensor {
 tensor tensor_new(int32_t dtype, int64_t rows, int64_t cols);
 double tensor_get(const tensor *t, int64_t row, int64_t col);
 void tensor_set(const tensor *t, int64_t row, int64_t col, double value); /* rounds */
-bool tensor_equal(const tensor *a, const tensor *b);                        /* bitwise */
+bool tensor_equal(const tensor *a, const tensor *b);                      /* bitwise */
 
 /* Normal with this deviation, plus mean; or integers -range .. range. */
 tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation);

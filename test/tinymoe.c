@@ -34,8 +34,7 @@ static const file_tensor *find(const safetensors *file, const char *name, int64_
   return CHECK_MSG(t && t->count == rows * cols, "%s: missing, or of another size", name) ? t : NULL;
 }
 
-static tensor read_matrix(const safetensors *file, const char *name, int32_t dtype, int64_t rows,
-                          int64_t cols)
+static tensor read_matrix(const safetensors *file, const char *name, int32_t dtype, int64_t rows, int64_t cols)
 {
   tensor out = tensor_new(dtype, rows, cols);
   const file_tensor *t = find(file, name, rows, cols);
@@ -70,8 +69,7 @@ static tensor layer_ids(const subject *s, int32_t layer)
 }
 
 /* All experts' matrices of one projection below one another. */
-static host_projection expert_stack(const subject *s, int32_t layer, const char *part, int64_t rows,
-                                    int64_t cols)
+static host_projection expert_stack(const subject *s, int32_t layer, const char *part, int64_t rows, int64_t cols)
 {
   char name[TENSOR_NAME];
   host_projection p = {.data = tensor_new(s->dtype, s->config->experts * rows, cols)};
@@ -97,8 +95,8 @@ static layer_run run_layer(const subject *s, int32_t layer, const tensor *in, in
                  tensor_new(CUMOE_F32, CASE_TOKENS, k), tensor_new(CUMOE_F32, CASE_TOKENS, h)};
   const float *x = (const float *)(const void *)in->data + first * h;
   for (int64_t i = 0; i < CASE_TOKENS * h; i++) tensor_set(&r.in, 0, i, (double)x[i]);
-  CHECK_MSG(tinylm_moe(s->model, layer, x, CASE_TOKENS, (float *)(void *)r.out.data,
-                       (int32_t *)(void *)r.ids.data, (float *)(void *)r.weights.data),
+  CHECK_MSG(tinylm_moe(s->model, layer, x, CASE_TOKENS, (float *)(void *)r.out.data, (int32_t *)(void *)r.ids.data,
+                       (float *)(void *)r.weights.data),
             "%s", tinylm_error(s->model));
   return r;
 }
@@ -106,8 +104,8 @@ static layer_run run_layer(const subject *s, int32_t layer, const tensor *in, in
 /* Another row of the file's than the oracle's: the file's float64 input was rounded to f32 on the way. That
  * moves every product sum by less than its own bound allows, so the file's value lies within the bound of the
  * oracle's. */
-static void check_file_row(const char *what, const tensor *got, int64_t row, const bounded *want,
-                           const tensor *file, int64_t file_row)
+static void check_file_row(const char *what, const tensor *got, int64_t row, const bounded *want, const tensor *file,
+                           int64_t file_row)
 {
   bounded *moved = scratch((size_t)file->cols, sizeof *moved);
   for (int64_t i = 0; i < file->cols; i++)
@@ -130,8 +128,8 @@ static void test_layer_part(const subject *s, int32_t layer, const layer_case *b
     for (int32_t j = 0; j < c->top_k; j++) {
       int32_t id = (int32_t)tensor_get(&r.ids, t, j), stored = (int32_t)tensor_get(&ids, first + t, j);
       CHECK_MSG(id == want.ids[j] && (s->dtype != CUMOE_F32 || id == stored),
-                "token %d slot %d: id %d, oracle %d, file %d", (int)(first + t), (int)j, (int)id,
-                (int)want.ids[j], (int)stored);
+                "token %d slot %d: id %d, oracle %d, file %d", (int)(first + t), (int)j, (int)id, (int)want.ids[j],
+                (int)stored);
     }
     check_bounded_row("weights, oracle", &r.weights, t, want.weights);
     check_bounded_row("moe_out, oracle", &r.out, t, want.out);
@@ -155,8 +153,8 @@ static void test_layer(const subject *s, int32_t layer)
                          .out_dtype = CUMOE_F32,
                          .routing = cumoe_routing_qwen3(c->top_k)};
   for (int64_t first = 0; first < TOKENS; first += CASE_TOKENS) {
-    case_begin("%s %s layer %d, tokens %d ..", context_name(s->context), cumoe_dtype_name(s->dtype),
-               (int)layer, (int)first);
+    case_begin("%s %s layer %d, tokens %d ..", context_name(s->context), cumoe_dtype_name(s->dtype), (int)layer,
+               (int)first);
     host_weights w = {.experts = c->experts,
                       .hidden = c->hidden,
                       .inter = c->inter,
@@ -193,8 +191,7 @@ static void watch_routing(void *user, const tinylm_seen *seen)
 static double largest_difference(const tensor *a, const tensor *b)
 {
   double most = 0;
-  for (int64_t i = 0; i < a->rows * a->cols; i++)
-    most = fmax(most, fabs(tensor_get(a, 0, i) - tensor_get(b, 0, i)));
+  for (int64_t i = 0; i < a->rows * a->cols; i++) most = fmax(most, fabs(tensor_get(a, 0, i) - tensor_get(b, 0, i)));
   return most;
 }
 
@@ -209,14 +206,13 @@ static void test_logits(const subject *s)
   routing_watch watch = {s, 0};
   tinylm_observe(s->model, watch_routing, &watch);
   tinylm_rewind(s->model);
-  CHECK_MSG(tinylm_forward(s->model, (const int32_t *)(const void *)prompt.data, TOKENS, TOKENS,
-                           (float *)(void *)got.data),
-            "%s", tinylm_error(s->model));
+  CHECK_MSG(
+      tinylm_forward(s->model, (const int32_t *)(const void *)prompt.data, TOKENS, TOKENS, (float *)(void *)got.data),
+      "%s", tinylm_error(s->model));
   tinylm_observe(s->model, NULL, NULL);
   double most = largest_difference(&got, &want);
   printf("# %s %s: logits differ by %.2g at most; %d of %d expert ids differ\n", context_name(s->context),
-         cumoe_dtype_name(s->dtype), most, (int)watch.different,
-         (int)(TOKENS * s->config->top_k * s->config->layers));
+         cumoe_dtype_name(s->dtype), most, (int)watch.different, (int)(TOKENS * s->config->top_k * s->config->layers));
   if (s->dtype == CUMOE_F32) {
     CHECK_MSG(most <= 1e-4, "logits differ by %g", most);
     CHECK_MSG(watch.different == 0, "%d expert ids differ", (int)watch.different);
@@ -258,8 +254,8 @@ static void test_greedy(const subject *s)
   if (s->dtype == CUMOE_F32)
     CHECK_MSG(same == TOKENS, "the text differs first at byte %d", (int)same);
   else if (same < TOKENS)
-    printf("# %s %s: the text differs first at byte %d\n", context_name(s->context),
-           cumoe_dtype_name(s->dtype), (int)same);
+    printf("# %s %s: the text differs first at byte %d\n", context_name(s->context), cumoe_dtype_name(s->dtype),
+           (int)same);
   else
     printf("# %s %s: the same text\n", context_name(s->context), cumoe_dtype_name(s->dtype));
   case_end();
@@ -275,20 +271,17 @@ static void test_load(const subject *s, int64_t tokens)
   for (int32_t layer = 0; layer < c->layers; layer++) {
     int64_t rows = 0;
     for (int32_t e = 0; e < c->experts; e++) rows += load[layer * c->experts + e];
-    CHECK_MSG(rows == tokens * c->top_k, "layer %d: %d rows, not %d", (int)layer, (int)rows,
-              (int)(tokens * c->top_k));
+    CHECK_MSG(rows == tokens * c->top_k, "layer %d: %d rows, not %d", (int)layer, (int)rows, (int)(tokens * c->top_k));
   }
   case_end();
 }
 
-static void test_model(cumoe_context context, cumoe_dtype dtype, const safetensors *stored,
-                       const safetensors *expected)
+static void test_model(cumoe_context context, cumoe_dtype dtype, const safetensors *stored, const safetensors *expected)
 {
   char error[600] = "";
   if (!group_begin("%s %s", context_name(context), cumoe_dtype_name(dtype))) return;
   case_begin("load");
-  subject s = {context, dtype,  tinylm_create(context, FOLDER, dtype, error, sizeof error),
-               NULL,    stored, expected};
+  subject s = {context, dtype, tinylm_create(context, FOLDER, dtype, error, sizeof error), NULL, stored, expected};
   CHECK_MSG(s.model != NULL, "%s", error);
   case_end();
   if (s.model) {
@@ -336,10 +329,8 @@ int main(int argc, char **argv)
   cumoe_context contexts[2];
   test_begin(argc, argv);
   case_begin("open");
-  bool good =
-      CHECK_MSG(safetensors_open(FOLDER "/model.safetensors", &stored, error, sizeof error), "%s", error) &
-      CHECK_MSG(safetensors_open(FOLDER "/expected.safetensors", &expected, error, sizeof error), "%s",
-                error);
+  bool good = CHECK_MSG(safetensors_open(FOLDER "/model.safetensors", &stored, error, sizeof error), "%s", error) &
+              CHECK_MSG(safetensors_open(FOLDER "/expected.safetensors", &expected, error, sizeof error), "%s", error);
   case_end();
   int count = good ? open_contexts(contexts) : 0;
   for (int i = 0; i < count; i++) {

@@ -37,11 +37,10 @@ typedef struct cumoe_buffer {
  * OUT_OF_MEMORY (text has the sizes), CUDA. On failure *buffer is the null handle. `file` is kept as a
  * pointer: a literal such as __FILE__.
  */
-#define cumoe_buffer_alloc(context, dtype, rows, cols, stream, buffer)                                       \
+#define cumoe_buffer_alloc(context, dtype, rows, cols, stream, buffer)                                                 \
   cumoe_buffer_alloc_at(context, dtype, rows, cols, stream, __FILE__, __LINE__, buffer)
-CUMOE_CHECKED cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int64_t rows,
-                                                 int64_t cols, cumoe_stream stream, const char *file,
-                                                 int line, cumoe_buffer *buffer);
+CUMOE_CHECKED cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
+                                                 cumoe_stream stream, const char *file, int line, cumoe_buffer *buffer);
 
 /*
  * Frees in the home stream's order and sets *buffer to null. A null handle is allowed; a stale one is a
@@ -57,9 +56,8 @@ CUMOE_API cumoe_status cumoe_buffer_free(cumoe_buffer *buffer);
  * (allocation too small), WRONG_DEVICE (memory of the host or of another GPU); then the memory stays the
  * caller's.
  */
-CUMOE_CHECKED cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype,
-                                              int64_t rows, int64_t cols, cumoe_stream stream,
-                                              cumoe_buffer *buffer);
+CUMOE_CHECKED cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype, int64_t rows,
+                                              int64_t cols, cumoe_stream stream, cumoe_buffer *buffer);
 
 /*
  * Gives the memory to the caller and sets *buffer to null; views of it become stale. An adopted buffer's
@@ -108,12 +106,10 @@ CUMOE_CHECKED cumoe_status cumoe_copy_to_host(cumoe_context context, void *dst, 
                                               cumoe_stream stream);
 
 /* dst = src, same shape and dtype; an overlap is INVALID_ARGUMENT. Stream-ordered, may be captured. */
-CUMOE_CHECKED cumoe_status cumoe_copy(cumoe_context context, cumoe_view_mut dst, cumoe_view src,
-                                      cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_copy(cumoe_context context, cumoe_view_mut dst, cumoe_view src, cumoe_stream stream);
 
 /* Every byte of dst's elements = byte (gaps between rows untouched). Stream-ordered, may be captured. */
-CUMOE_CHECKED cumoe_status cumoe_fill(cumoe_context context, cumoe_view_mut dst, uint8_t byte,
-                                      cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_fill(cumoe_context context, cumoe_view_mut dst, uint8_t byte, cumoe_stream stream);
 
 /* Live buffers of the context: their number, and their bytes if `bytes` is not NULL. */
 CUMOE_API int64_t cumoe_buffer_live(cumoe_context context, size_t *bytes);

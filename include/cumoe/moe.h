@@ -51,17 +51,17 @@ enum {
  * weighs exactly 0. If all logits are -Inf, or the divisor of step 7 is not above 0, the weights are 0.
  */
 typedef struct cumoe_routing {
-  uint32_t size;                 /* sizeof(cumoe_routing) */
-  int32_t score;                 /* cumoe_score */
-  int32_t top_k;                 /* 1 .. CUMOE_MAX_TOP_K, <= number of experts that can be chosen */
-  int32_t n_group, topk_group;   /* 0: no groups; n_group divides the expert count, 1 <= topk_group <= n_group <= 64 */
-  int32_t group_score;           /* cumoe_group_score */
-  uint32_t flags;                /* CUMOE_ROUTE_* */
-  float routed_scale;            /* 0 = 1 */
-  float softcap;                 /* 0 = none */
-  float renorm_eps, renorm_min;  /* with RENORMALIZE */
-  int32_t zero_experts;          /* ids E .. E+z-1 contribute nothing */
-  int32_t identity_experts;      /* ids E+z .. E+z+i-1 contribute weight * x */
+  uint32_t size;                /* sizeof(cumoe_routing) */
+  int32_t score;                /* cumoe_score */
+  int32_t top_k;                /* 1 .. CUMOE_MAX_TOP_K, <= number of experts that can be chosen */
+  int32_t n_group, topk_group;  /* 0: no groups; n_group divides the expert count, 1 <= topk_group <= n_group <= 64 */
+  int32_t group_score;          /* cumoe_group_score */
+  uint32_t flags;               /* CUMOE_ROUTE_* */
+  float routed_scale;           /* 0 = 1 */
+  float softcap;                /* 0 = none */
+  float renorm_eps, renorm_min; /* with RENORMALIZE */
+  int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
+  int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
 } cumoe_routing;
 
 static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k, uint32_t flags)
@@ -72,12 +72,28 @@ static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k,
 
 /* Presets of known families: Mixtral and Qwen3 (softmax, renormalised), Qwen2-MoE and OLMoE (softmax), gpt-oss
  * (softmax over the chosen), Llama 4 (sigmoid on the input), DeepSeek-V3, Kimi K2 (sigmoid, bias, groups). */
-static inline cumoe_routing cumoe_routing_mixtral(int32_t top_k) { return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_RENORMALIZE); }
-static inline cumoe_routing cumoe_routing_qwen3(int32_t top_k) { return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_RENORMALIZE); }
-static inline cumoe_routing cumoe_routing_qwen2(int32_t top_k) { return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, 0); }
-static inline cumoe_routing cumoe_routing_gpt_oss(int32_t top_k) { return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_SCORE_AFTER_TOPK); }
-static inline cumoe_routing cumoe_routing_llama4(int32_t top_k) { return cumoe_routing_make(CUMOE_SCORE_SIGMOID, top_k, CUMOE_ROUTE_WEIGHT_ON_INPUT); }
-static inline cumoe_routing cumoe_routing_deepseek_v3(int32_t top_k, int32_t n_group, int32_t topk_group, float routed_scale)
+static inline cumoe_routing cumoe_routing_mixtral(int32_t top_k)
+{
+  return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_RENORMALIZE);
+}
+static inline cumoe_routing cumoe_routing_qwen3(int32_t top_k)
+{
+  return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_RENORMALIZE);
+}
+static inline cumoe_routing cumoe_routing_qwen2(int32_t top_k)
+{
+  return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, 0);
+}
+static inline cumoe_routing cumoe_routing_gpt_oss(int32_t top_k)
+{
+  return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_SCORE_AFTER_TOPK);
+}
+static inline cumoe_routing cumoe_routing_llama4(int32_t top_k)
+{
+  return cumoe_routing_make(CUMOE_SCORE_SIGMOID, top_k, CUMOE_ROUTE_WEIGHT_ON_INPUT);
+}
+static inline cumoe_routing cumoe_routing_deepseek_v3(int32_t top_k, int32_t n_group, int32_t topk_group,
+                                                      float routed_scale)
 {
   cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, top_k, CUMOE_ROUTE_RENORMALIZE);
   r.n_group = n_group;
@@ -183,12 +199,12 @@ typedef struct cumoe_projection {
 
 typedef struct cumoe_weights_desc {
   uint32_t size;
-  int32_t experts;         /* local_experts of the plan; 1 for a shared expert */
-  int32_t hidden, inter;   /* H; I or shared_inter */
-  int32_t gate_order;      /* cumoe_gate_order */
-  int32_t up_major;        /* cumoe_major of gate_up, gate, up */
-  int32_t down_major;      /* cumoe_major of down */
-  int32_t reserved;        /* 0 */
+  int32_t experts;          /* local_experts of the plan; 1 for a shared expert */
+  int32_t hidden, inter;    /* H; I or shared_inter */
+  int32_t gate_order;       /* cumoe_gate_order */
+  int32_t up_major;         /* cumoe_major of gate_up, gate, up */
+  int32_t down_major;       /* cumoe_major of down */
+  int32_t reserved;         /* 0 */
   cumoe_projection gate_up; /* [2I, H] or [H, 2I]: concatenated and interleaved orders */
   cumoe_projection gate;    /* [I, H] or [H, I]: SEPARATE */
   cumoe_projection up;      /* SEPARATE and UNGATED */
@@ -201,7 +217,8 @@ typedef struct cumoe_weights_s *cumoe_weights;
  * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
  * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
  */
-CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc, cumoe_weights *weights);
+CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc,
+                                              cumoe_weights *weights);
 
 /* NULL is allowed. No launched work that uses the weights may be outstanding. */
 CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
@@ -220,27 +237,27 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
  */
 typedef struct cumoe_moe_args {
   uint32_t size;
-  uint32_t flags;              /* 0 */
-  cumoe_view x;                /* [T, H] dtype */
-  cumoe_view device_tokens;    /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
-  cumoe_view router_weight;    /* [Er, H] dtype or f32; Er = num_experts + zero_experts + identity_experts */
-  cumoe_view router_bias;      /* optional [1, Er] dtype or f32 */
-  cumoe_view logits;           /* [T, Er] f32, bf16 or f16 */
-  cumoe_view ids;              /* [T, k] i32 or i64 */
-  cumoe_view weights;          /* [T, k] f32 */
-  cumoe_view select_bias;      /* optional [1, Er] f32: added to the score for the choice only */
-  cumoe_view expert_map;       /* optional [1, E] i32: global expert -> local expert, -1 = not here */
-  cumoe_weights shared;        /* shared expert; required if and only if the plan has shared_inter */
-  cumoe_view shared_gate;      /* optional [1, H] dtype or f32: the shared expert is scaled by sigmoid(x . gate) */
-  cumoe_view residual;         /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED */
-  float out_scale;             /* 0 = 1: scales routed and shared experts, not the residual */
-  int32_t reserved;            /* 0 */
-  cumoe_view_mut out;          /* [T, H], or [T * k, H] with CUMOE_MOE_UNREDUCED */
-  cumoe_view_mut ids_out;      /* optional [T, k] i32 or i64; -1 never occurs in the library's own routing */
-  cumoe_view_mut weights_out;  /* optional [T, k] f32 */
-  cumoe_view_mut counts_out;   /* optional [1, local_experts] i32: rows of each local expert in this call */
-  cumoe_view_mut load;         /* optional [1, local_experts] i64: counts are added to it */
-  cumoe_view_mut workspace;    /* [1, bytes] u8 */
+  uint32_t flags;             /* 0 */
+  cumoe_view x;               /* [T, H] dtype */
+  cumoe_view device_tokens;   /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view router_weight;   /* [Er, H] dtype or f32; Er = num_experts + zero_experts + identity_experts */
+  cumoe_view router_bias;     /* optional [1, Er] dtype or f32 */
+  cumoe_view logits;          /* [T, Er] f32, bf16 or f16 */
+  cumoe_view ids;             /* [T, k] i32 or i64 */
+  cumoe_view weights;         /* [T, k] f32 */
+  cumoe_view select_bias;     /* optional [1, Er] f32: added to the score for the choice only */
+  cumoe_view expert_map;      /* optional [1, E] i32: global expert -> local expert, -1 = not here */
+  cumoe_weights shared;       /* shared expert; required if and only if the plan has shared_inter */
+  cumoe_view shared_gate;     /* optional [1, H] dtype or f32: the shared expert is scaled by sigmoid(x . gate) */
+  cumoe_view residual;        /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED */
+  float out_scale;            /* 0 = 1: scales routed and shared experts, not the residual */
+  int32_t reserved;           /* 0 */
+  cumoe_view_mut out;         /* [T, H], or [T * k, H] with CUMOE_MOE_UNREDUCED */
+  cumoe_view_mut ids_out;     /* optional [T, k] i32 or i64; -1 never occurs in the library's own routing */
+  cumoe_view_mut weights_out; /* optional [T, k] f32 */
+  cumoe_view_mut counts_out;  /* optional [1, local_experts] i32: rows of each local expert in this call */
+  cumoe_view_mut load;        /* optional [1, local_experts] i64: counts are added to it */
+  cumoe_view_mut workspace;   /* [1, bytes] u8 */
 } cumoe_moe_args;
 
 /*

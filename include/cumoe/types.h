@@ -17,10 +17,10 @@ extern "C" {
 #define CUMOE_VERSION_MAJOR 0 /* breaking changes */
 #define CUMOE_VERSION_MINOR 1 /* additions */
 #define CUMOE_VERSION_PATCH 0 /* repairs */
-#define CUMOE_VERSION (CUMOE_VERSION_MAJOR * 10000 + CUMOE_VERSION_MINOR * 100 + CUMOE_VERSION_PATCH)
+#define CUMOE_VERSION       (CUMOE_VERSION_MAJOR * 10000 + CUMOE_VERSION_MINOR * 100 + CUMOE_VERSION_PATCH)
 
 #if defined(__GNUC__)
-#define CUMOE_API __attribute__((visibility("default")))
+#define CUMOE_API     __attribute__((visibility("default")))
 #define CUMOE_CHECKED __attribute__((visibility("default"), warn_unused_result))
 #else
 #define CUMOE_API
@@ -30,25 +30,25 @@ extern "C" {
 /* ---- status ---------------------------------------------------------------------------------------- */
 
 /* One list makes the codes, the names and the texts. Numbers are stable: new ones are only appended. */
-#define CUMOE_STATUS_LIST(X)                                                                                 \
-  X(OK, 0, "success")                                                                                        \
-  X(ERR_INVALID_ARGUMENT, 1, "an argument is null, out of its range, or contradicts another one")            \
-  X(ERR_OUT_OF_BOUNDS, 2, "a slice or copy reaches past the end of its view or buffer")                      \
-  X(ERR_STALE_HANDLE, 3, "a handle or view refers to an object that was freed")                              \
-  X(ERR_WRONG_DEVICE, 4, "an operand lives on another device than the context")                              \
-  X(ERR_WRONG_DTYPE, 5, "an operand has another element type than required")                                 \
-  X(ERR_LAYOUT, 6, "a layout is unset or does not fit the shape")                                            \
-  X(ERR_MISALIGNED, 7, "a pointer or leading dimension is not aligned as documented")                        \
-  X(ERR_WORKSPACE, 8, "the workspace is smaller than the query says")                                        \
-  X(ERR_NOT_SUPPORTED, 9, "this combination is not supported")                                               \
-  X(ERR_NO_KERNEL_IMAGE, 10, "the library holds no machine code for this GPU")                               \
-  X(ERR_DRIVER_TOO_OLD, 11, "the CUDA driver is older than the CUDA runtime needs")                          \
-  X(ERR_NO_DEVICE, 12, "there is no usable CUDA device")                                                     \
-  X(ERR_OUT_OF_MEMORY, 13, "an allocation failed")                                                           \
-  X(ERR_CAPTURE_UNSAFE, 14, "this call is not allowed while the stream is being captured")                   \
-  X(ERR_LIBRARY_MISSING, 15, "a shared library needed by this call could not be opened")                     \
-  X(ERR_CUDA, 16, "a CUDA call failed")                                                                      \
-  X(ERR_CUDA_STICKY, 17, "the CUDA context is lost; only a new process can use the device again")            \
+#define CUMOE_STATUS_LIST(X)                                                                                           \
+  X(OK, 0, "success")                                                                                                  \
+  X(ERR_INVALID_ARGUMENT, 1, "an argument is null, out of its range, or contradicts another one")                      \
+  X(ERR_OUT_OF_BOUNDS, 2, "a slice or copy reaches past the end of its view or buffer")                                \
+  X(ERR_STALE_HANDLE, 3, "a handle or view refers to an object that was freed")                                        \
+  X(ERR_WRONG_DEVICE, 4, "an operand lives on another device than the context")                                        \
+  X(ERR_WRONG_DTYPE, 5, "an operand has another element type than required")                                           \
+  X(ERR_LAYOUT, 6, "a layout is unset or does not fit the shape")                                                      \
+  X(ERR_MISALIGNED, 7, "a pointer or leading dimension is not aligned as documented")                                  \
+  X(ERR_WORKSPACE, 8, "the workspace is smaller than the query says")                                                  \
+  X(ERR_NOT_SUPPORTED, 9, "this combination is not supported")                                                         \
+  X(ERR_NO_KERNEL_IMAGE, 10, "the library holds no machine code for this GPU")                                         \
+  X(ERR_DRIVER_TOO_OLD, 11, "the CUDA driver is older than the CUDA runtime needs")                                    \
+  X(ERR_NO_DEVICE, 12, "there is no usable CUDA device")                                                               \
+  X(ERR_OUT_OF_MEMORY, 13, "an allocation failed")                                                                     \
+  X(ERR_CAPTURE_UNSAFE, 14, "this call is not allowed while the stream is being captured")                             \
+  X(ERR_LIBRARY_MISSING, 15, "a shared library needed by this call could not be opened")                               \
+  X(ERR_CUDA, 16, "a CUDA call failed")                                                                                \
+  X(ERR_CUDA_STICKY, 17, "the CUDA context is lost; only a new process can use the device again")                      \
   X(ERR_INTERNAL, 18, "the library contradicts itself; please report it")
 
 typedef enum cumoe_status {
@@ -77,7 +77,12 @@ CUMOE_API const char *cumoe_architectures(void);
 
 /* ---- log ------------------------------------------------------------------------------------------- */
 
-typedef enum cumoe_log_level { CUMOE_LOG_ERROR = 1, CUMOE_LOG_WARNING = 2, CUMOE_LOG_INFO = 3, CUMOE_LOG_TRACE = 4 } cumoe_log_level;
+typedef enum cumoe_log_level {
+  CUMOE_LOG_ERROR = 1,
+  CUMOE_LOG_WARNING = 2,
+  CUMOE_LOG_INFO = 3,
+  CUMOE_LOG_TRACE = 4
+} cumoe_log_level;
 
 typedef void (*cumoe_log_fn)(void *user, cumoe_log_level level, const char *message);
 

@@ -44,7 +44,10 @@ static inline uint16_t float_to_f16(float f)
   return (uint16_t)(sign | ((rest - (112u << 23) + 0xfffu + odd) >> 13));
 }
 
-static inline float bf16_to_float(uint16_t b) { return bits_float((uint32_t)b << 16); }
+static inline float bf16_to_float(uint16_t b)
+{
+  return bits_float((uint32_t)b << 16);
+}
 
 static inline uint16_t float_to_bf16(float f)
 {
@@ -64,7 +67,10 @@ static inline float double_to_odd(double d)
   return bits_float(bits | 1u);
 }
 
-static inline int element_bytes(int dtype) { return dtype == DT_F32 ? 4 : 2; }
+static inline int element_bytes(int dtype)
+{
+  return dtype == DT_F32 ? 4 : 2;
+}
 
 static inline float load_element(const void *base, int64_t i, int dtype)
 {
@@ -75,9 +81,12 @@ static inline float load_element(const void *base, int64_t i, int dtype)
 
 static inline void store_element(void *base, int64_t i, int dtype, double value)
 {
-  if (dtype == DT_F32) ((float *)base)[i] = (float)value;
-  else if (dtype == DT_F16) ((uint16_t *)base)[i] = float_to_f16(double_to_odd(value));
-  else ((uint16_t *)base)[i] = float_to_bf16(double_to_odd(value));
+  if (dtype == DT_F32)
+    ((float *)base)[i] = (float)value;
+  else if (dtype == DT_F16)
+    ((uint16_t *)base)[i] = float_to_f16(double_to_odd(value));
+  else
+    ((uint16_t *)base)[i] = float_to_bf16(double_to_odd(value));
 }
 
 /* dst[i * dst_stride] = base[first + i * stride], the type decided once a run. */

@@ -16,7 +16,10 @@ typedef struct token_scores {
 } token_scores;
 
 /* Numbers in order, NaN below all; equal values leave the first comer, which has the lower id. */
-static bool ranks_above(float a, float b) { return a > b || (b != b && a == a); }
+static bool ranks_above(float a, float b)
+{
+  return a > b || (b != b && a == a);
+}
 
 static float unary_score(int score, float l)
 {
@@ -113,8 +116,10 @@ static void gate_token(const gate_args *a, int64_t token)
     int e = take_best(s.choice, taken, a->experts);
     int64_t at = token * a->ids_ld + j;
     weight[j] = e < 0 || s.logit[e] != s.logit[e] ? (after ? NAN : 0.f) : after ? s.logit[e] : s.score[e];
-    if (a->ids_dtype == DT_I64) ((int64_t *)a->ids)[at] = e;
-    else ((int32_t *)a->ids)[at] = e;
+    if (a->ids_dtype == DT_I64)
+      ((int64_t *)a->ids)[at] = e;
+    else
+      ((int32_t *)a->ids)[at] = e;
   }
   if (after) softmax(weight, a->top_k);
   if (a->flags & ROUTE_RENORMALIZE) renormalize(a, weight);

@@ -38,7 +38,10 @@ static row_source source_of(const gemm_args *g, int64_t row)
   return (row_source){-1, 0};
 }
 
-static int64_t within(int64_t v, int64_t low, int64_t high) { return v < low ? low : v > high ? high : v; }
+static int64_t within(int64_t v, int64_t low, int64_t high)
+{
+  return v < low ? low : v > high ? high : v;
+}
 
 static void rows_of_expert(const gemm_args *g, unit *u)
 {
@@ -57,14 +60,15 @@ static void load_weights(tile *t, const gemm_args *g, const unit *u, int32_t k0,
     const void *p = b->table[h] ? b->table[h][u->expert] : b->base[h];
     int64_t first = b->table[h] ? 0 : u->expert * b->expert_stride;
     for (int32_t n = 0; n < u->width; n++)
-      load_run(&t->w[h][0][n], CPU_N_BLOCK, p, first + (u->n0 + n) * b->n_stride + k0 * b->k_stride, b->k_stride,
-               depth, g->dtype);
+      load_run(&t->w[h][0][n], CPU_N_BLOCK, p, first + (u->n0 + n) * b->n_stride + k0 * b->k_stride, b->k_stride, depth,
+               g->dtype);
     for (int32_t n = u->width; n < CPU_N_BLOCK; n++)
       for (int32_t k = 0; k < depth; k++) t->w[h][k][n] = 0;
   }
 }
 
-static void multiply_row(double *restrict sum, const double *restrict a, double (*restrict w)[CPU_N_BLOCK], int32_t depth)
+static void multiply_row(double *restrict sum, const double *restrict a, double (*restrict w)[CPU_N_BLOCK],
+                         int32_t depth)
 {
   for (int32_t n = 0; n < CPU_N_BLOCK; n += LANES) {
     double part[LANES];
@@ -75,7 +79,10 @@ static void multiply_row(double *restrict sum, const double *restrict a, double 
   }
 }
 
-static double clamp(double v, double low, double high) { return v < low ? low : v > high ? high : v; }
+static double clamp(double v, double low, double high)
+{
+  return v < low ? low : v > high ? high : v;
+}
 
 static double activate(const gemm_args *g, double gate, double up)
 {
@@ -108,8 +115,7 @@ static void store_row(const tile *t, const gemm_args *g, const unit *u, int64_t 
     weight = g->pair_weights[from.pair / g->top_k * g->pair_weights_ld + from.pair % g->top_k];
   for (int32_t n = 0; n < u->width; n++) {
     double v[2] = {0, 1};
-    for (int h = 0; h < u->halves; h++)
-      v[h] = t->sum[h][at][n] * weight + bias_of(&g->b, h, u->expert, u->n0 + n);
+    for (int h = 0; h < u->halves; h++) v[h] = t->sum[h][at][n] * weight + bias_of(&g->b, h, u->expert, u->n0 + n);
     store_element(g->c, row * g->c_ld + u->n0 + n, g->dtype, activate(g, v[0], v[1]));
   }
 }

@@ -71,8 +71,7 @@ int main(void)
   float out[TOKENS][HIDDEN];
   check(cumoe_copy_to_host(context, out, sizeof out, cumoe_const(args.out), NULL));
   check(cumoe_synchronize(context, NULL));
-  for (int t = 0; t < TOKENS; t++)
-    printf("token %d: %9.6f %9.6f %9.6f ...\n", t, out[t][0], out[t][1], out[t][2]);
+  for (int t = 0; t < TOKENS; t++) printf("token %d: %9.6f %9.6f %9.6f ...\n", t, out[t][0], out[t][1], out[t][2]);
 
   check(cumoe_weights_destroy(weights));
   check(cumoe_plan_destroy(plan));
