@@ -17,6 +17,33 @@ if [ $# -eq 0 ]; then
   done
 fi
 
+cores=$(nproc 2> /dev/null || echo 1)
+
+# Output and exit status of a program. The long ones are cut into shards that run side by side where there are cores.
+run() {
+  case ${1##*/}:$cores in
+  variants:[89] | variants:??* | forward:[89] | forward:??*) run_shards "$1" $((cores * 3 / 4)) ;;
+  *) timeout "${TEST_TIMEOUT:-900}" "$1" 2>&1; echo "exit status $?" ;;
+  esac
+}
+
+run_shards() {
+  parts=$(mktemp -d) worst=0
+  for i in $(seq 0 $(($2 - 1))); do
+    { timeout "${TEST_TIMEOUT:-900}" "$1" --shard "$i/$2" 2>&1; echo "exit status $?"; } > "$parts/$i" &
+  done
+  wait
+  for i in $(seq 0 $(($2 - 1))); do
+    status=$(sed -n '$s/.*exit status //p' "$parts/$i")
+    [ "$status" -gt "$worst" ] && worst=$status
+    sed '$d' "$parts/$i" | grep -v "$line"
+  done
+  cat "$parts"/* | awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$/ { p += $1; f += $3; s += $5 }
+    END { printf "%d passed, %d failed, %d skipped\n", p, f, s }'
+  rm -r "$parts"
+  echo "exit status $worst"
+}
+
 passed=0 failed=0 skipped=0
 line='^\([0-9][0-9]*\) passed, \([0-9][0-9]*\) failed, \([0-9][0-9]*\) skipped$'
 for program; do
@@ -24,9 +51,9 @@ for program; do
   start=$(date +%s)
   if [ -n "$V" ]; then
     echo "== $program"
-    { timeout "${TEST_TIMEOUT:-900}" "$program" 2>&1; echo "exit status $?"; } | tee "$log"
+    run "$program" | tee "$log"
   else
-    { timeout "${TEST_TIMEOUT:-900}" "$program" 2>&1; echo "exit status $?"; } > "$log"
+    run "$program" > "$log"
   fi
   status=$(tail -n 1 "$log" | sed -n 's/.*exit status \([0-9]*\)$/\1/p')
   counts=$(tail -n 2 "$log" | head -n 1 | sed -n "s/$line/\1 \2 \3/p")

@@ -17,7 +17,8 @@ static struct {
   bool want_cpu, want_cuda, verbose;
   const char *only;
   int64_t passed, failed, skipped;
-  int groups;
+  int groups, met; /* groups run, groups begun */
+  int shard, shards;
   char group[160], name[320];
   int64_t group_cases, group_failed, group_skipped;
   int printed;
@@ -33,19 +34,23 @@ static struct {
 void test_begin(int argc, char **argv)
 {
   test.want_cpu = test.want_cuda = true;
+  test.shards = 1;
   for (int i = 1; i < argc; i++) {
     const char *value = i + 1 < argc ? argv[i + 1] : "";
     if (!strcmp(argv[i], "--verbose"))
       test.verbose = true;
     else if (!strcmp(argv[i], "--only"))
       test.only = value, i++;
-    else if (!strcmp(argv[i], "--device")) {
+    else if (!strcmp(argv[i], "--shard")) {
+      if (sscanf(value, "%d/%d", &test.shard, &test.shards) != 2 || test.shards < 1) test.want_cpu = test.want_cuda = false;
+      i++;
+    } else if (!strcmp(argv[i], "--device")) {
       test.want_cpu = !strcmp(value, "cpu") || !strcmp(value, "all");
       test.want_cuda = !strcmp(value, "cuda") || !strcmp(value, "all");
       i++;
     }
     if (!test.want_cpu && !test.want_cuda) {
-      fprintf(stderr, "usage: %s [--device cpu|cuda|all] [--only TEXT] [--verbose]\n", argv[0]);
+      fprintf(stderr, "usage: %s [--device cpu|cuda|all] [--only TEXT] [--shard I/N] [--verbose]\n", argv[0]);
       exit(2);
     }
   }
@@ -114,7 +119,8 @@ bool group_begin(const char *format, ...)
   test.printed = 0;
   test.worst = 0;
   test.worst_at[0] = 0;
-  return test.only == NULL || strstr(test.group, test.only) != NULL;
+  if (test.only && !strstr(test.group, test.only)) return false;
+  return test.met++ % test.shards == test.shard; /* a shard takes every N-th group */
 }
 
 void group_end(void)
