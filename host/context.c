@@ -12,7 +12,7 @@
 
 static const uint32_t MAGIC = 0x656f6d63; /* "cmoe" */
 
-enum { DEFAULT_SMEM = 48 * 1024, MIN_CC = 80 };
+enum { DEFAULT_SMEM = 48 * 1024, MIN_CC = 80, WAITS_FROM = 90 };
 
 _Static_assert(OP_COUNT <= sizeof((struct cumoe_context_s){0}.forced) / sizeof(int32_t), "raise forced[]");
 
@@ -185,7 +185,7 @@ static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibr
 
 /* Reading the attributes makes the driver load the kernel now; its lazy loading could otherwise fall into a
  * capture. */
-static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cudaKernel_t kernel)
+static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cudaKernel_t kernel, bool *waits)
 {
   struct cudaFuncAttributes facts;
   cudaError_t error = cudaFuncGetAttributes(&facts, (const void *)kernel);
@@ -196,6 +196,9 @@ static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cuda
   if (facts.maxThreadsPerBlock < v->threads)
     return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name,
                 facts.maxThreadsPerBlock, v->threads);
+  /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs, from
+   * its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
+  *waits = facts.ptxVersion >= WAITS_FROM && facts.binaryVersion >= WAITS_FROM;
   if (v->smem + (int)facts.sharedSizeBytes <= DEFAULT_SMEM) return CUMOE_OK;
   TRY_CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem));
   return CUMOE_OK;
@@ -214,7 +217,7 @@ static cumoe_status load_kernel(cumoe_context context, int32_t index, cudaLibrar
     cumoe_status status = fail_cuda(error, "cudaLibraryGetKernel");
     return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
   }
-  TRY(prepare_kernel(context, v, kernel));
+  TRY(prepare_kernel(context, v, kernel, &context->waits[index]));
   context->kernels[index] = kernel;
   return CUMOE_OK;
 }

@@ -75,6 +75,7 @@ struct cumoe_context_s {
   cudaLibrary_t libraries[MAX_IMAGES];
   int32_t library_count;
   cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */
+  bool waits[MAX_VARIANTS];           /* the loaded code waits for earlier grids itself, so it may start early */
   struct CUctx_st *primary;           /* the CUDA context that the runtime uses on this device */
   cudaMemPool_t pool;                 /* private, release threshold max */
   int32_t forced[16];                 /* by operation: variant index + 1, 0 = free choice */

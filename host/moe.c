@@ -128,7 +128,10 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   up.c = region(p, h_offset);
   up.c_ld = weights->inter;
   const cumoe_view h = cumoe_matrix(up.c, (cumoe_dtype)d->dtype, up.rows_cap, weights->inter, weights->inter);
+  /* The map is behind both; behind up of the routed experts it is the grid before, unless the shared expert lies between. */
+  up.settled = !route || p->args->shared;
   gemm_args down = down_arguments(p->plan, weights, h, route, p->tokens.count);
+  down.settled = true;
   down.tokens = p->tokens;
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
@@ -158,7 +161,8 @@ static cumoe_status combine_rows(const pass *p)
   if (weigh) c.pair_weights = p->weights;
   if (a->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
   if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, p->at.shared_logit), CUMOE_F32, tokens, 1, 1);
-  const combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
+  combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
+  raw.settled = true;
   return dispatch(p->plan->context, OP_combine, &raw, p->stream);
 }
 

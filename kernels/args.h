@@ -125,6 +125,7 @@ typedef struct gemm_args {
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
   int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  int32_t settled;           /* weights, counts and offsets were complete before the grid before this one started */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
   fault_sink fault;
 } gemm_args;
@@ -149,6 +150,7 @@ typedef struct combine_args {
   token_count tokens;
   int64_t rows_cap;
   int32_t top_k, hidden, dtype, out_dtype, reduce;
+  int32_t settled; /* slot_row, pair_weights and a device token count were complete before the grid before this one started */
   float out_scale;
   fault_sink fault;
 } combine_args;

@@ -23,22 +23,26 @@ template <class In> struct column_of {
 template <class In, int SLOTS> struct slots_in_flight {
   column_of<In> y[SLOTS];
   float weight[SLOTS]; /* 0: y was not loaded */
+  int row[SLOTS];
 
   /* No branches: what is known of the slots first, then all rows. Slots past the last one weigh 0. */
-  DEVICE void load(const combine_args &a, int64_t token, int first, int at)
+  DEVICE void look_up(const combine_args &a, int64_t token, int first)
   {
-    int row[SLOTS];
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
       const int slot = min(first + j, a.top_k - 1);
-      row[j] = a.slot_row[token * a.top_k + slot];
-      weight[j] = a.pair_weights ? a.pair_weights[token * a.pair_weights_ld + slot] : 1.f;
+      row[j] = load_settled(a.slot_row + token * a.top_k + slot);
+      weight[j] = a.pair_weights ? load_settled(a.pair_weights + token * a.pair_weights_ld + slot) : 1.f;
     }
+  }
+
+  DEVICE void load(const combine_args &a, int64_t token, int first, int at)
+  {
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
       const In *source = slot_source<In>(a, token, row[j]);
       if (!source || first + j >= a.top_k) weight[j] = 0;
-      y[j] = {ld_global_nc_no_allocate(source + at, weight[j] != 0)};
+      y[j] = {ld_global_no_allocate(source + at, weight[j] != 0)};
     }
   }
 };
@@ -52,7 +56,7 @@ template <class In> DEVICE void add(column_of<In> y, float weight, float (&sum)[
 
 template <class In> DEVICE column_of<In> load_shared(const combine_args &a, int64_t token, int at)
 {
-  return {ld_global_nc(static_cast<const In *>(a.shared) + token * a.shared_ld + at, true)};
+  return {ld_global(static_cast<const In *>(a.shared) + token * a.shared_ld + at, true)};
 }
 
 /* The residual may be `out` itself: each element is read by the thread that writes it. */
@@ -79,6 +83,9 @@ DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens
 {
   slots_in_flight<In, SLOTS> slots[TOKENS];
 #pragma unroll
+  for (int t = 0; t < TOKENS; t++) slots[t].look_up(a, first_token + min(t, tokens - 1), 0);
+  wait_for_earlier_grids();
+#pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].load(a, first_token + min(t, tokens - 1), 0, at);
 #pragma unroll 1
   for (int t = 0; t < tokens; t++) {
@@ -89,6 +96,7 @@ DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens
       for (int j = 0; j < SLOTS; j++) add(slots[0].y[j], slots[0].weight[j], sum);
       first += SLOTS;
       if (TOKENS > 1 || first >= a.top_k) break;
+      slots[0].look_up(a, token, first);
       slots[0].load(a, token, first, at);
     }
     if (a.shared) add(load_shared<In>(a, token, at), shared_weight(a, token), sum);
@@ -105,7 +113,7 @@ template <class In, class Out> DEVICE void copy_slots(const combine_args &a, int
   for (int slot = 0; slot < a.top_k; slot++) {
     const int row = a.slot_row[token * a.top_k + slot];
     const In *source = slot_source<In>(a, token, row);
-    const column_of<In> y = {ld_global_nc_no_allocate(source + at, source != nullptr)};
+    const column_of<In> y = {ld_global_no_allocate(source + at, source != nullptr)};
     float out[column_of<In>::SIZE];
 #pragma unroll
     for (int i = 0; i < column_of<In>::SIZE; i++) out[i] = y[i];
@@ -125,13 +133,15 @@ DEVICE void check_rows(const combine_args &a, int64_t first_token, int tokens)
 
 template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const combine_args &a)
 {
+  if (!a.settled || !a.reduce) wait_for_earlier_grids();
   const unsigned slices = ceil_div(a.hidden, COLUMNS);
   const int at = blockIdx.x % slices * COLUMNS + threadIdx.x * column_of<In>::SIZE,
             most = COMBINE_TOKENS(a.top_k);
   const int64_t first_token = (int64_t)(blockIdx.x / slices) * most;
   const int tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
   check_token_count(a.tokens, a.fault);
-  if (tokens <= 0) return;
+  if (tokens <= 0) return wait_for_earlier_grids();
+  if (at >= a.hidden) wait_for_earlier_grids();
   if (at < a.hidden) {
     if (!a.reduce)
       for (int t = 0; t < tokens; t++) copy_slots<In, Out>(a, first_token + t, at);

@@ -18,6 +18,36 @@ template <class T> __host__ __device__ constexpr T round_up(T a, T b) { return c
 DEVICE int lane_id() { return threadIdx.x % WARP_SIZE; }
 DEVICE int warp_id() { return threadIdx.x / WARP_SIZE; }
 
+/*
+ * Programmatic dependent launch: a grid may start while the one before it in the stream is still at work. Every kernel, on
+ * every path, calls this before it reads what an earlier grid wrote and before it writes what an earlier grid may read. The
+ * wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In this order, so
+ * that a grid that has started knows more without waiting: all that was complete before the grid before it is
+ * (`settled` in args.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
+ * later (host/context.c): below, there is no such instruction, and no early start either.
+ */
+DEVICE void wait_for_earlier_grids()
+{
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* Of what was complete before this grid started: from L2, whatever L1 still holds of earlier grids; stays behind what
+ * stands before it. */
+DEVICE int32_t load_settled(const int32_t *source)
+{
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE float load_settled(const float *source)
+{
+  return __int_as_float(load_settled(reinterpret_cast<const int32_t *>(source)));
+}
+
 /* The butterfly leaves the same bits in every lane: addition commutes. */
 template <class T> DEVICE T warp_sum(T value)
 {

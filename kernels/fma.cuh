@@ -44,7 +44,7 @@ DEVICE void load_fma_tiles(const gemm_args &args, const tile_unit &unit, columns
   for (int i = threadIdx.x; i < S::BM * S::BK; i += S::THREADS) {
     int r = i / S::BK, k = i % S::BK, row = smem.row[r];
     bool there = row >= 0 && k0 + k < args.k;
-    smem.a[k][r] = there ? __ldg(static_cast<const float *>(args.a) + row * args.a_ld + k0 + k) : 0.f;
+    smem.a[k][r] = there ? static_cast<const float *>(args.a)[row * args.a_ld + k0 + k] : 0.f;
   }
 #pragma unroll 4
   for (int i = threadIdx.x; i < S::COLUMNS * S::BK; i += S::THREADS) {
@@ -103,6 +103,7 @@ template <class S> DEVICE void fma_gemm(const gemm_args &args, fma_smem<S> &smem
   const columns order = S::UP && args.gated ? COLUMNS_blocks : COLUMNS_plain;
   const int channels = order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2;
   const int n_tiles = ceil_div(args.n, channels);
+  wait_for_earlier_grids();
   const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table) * n_tiles;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < units; index += gridDim.x)

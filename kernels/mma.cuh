@@ -55,26 +55,41 @@ DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: 
 template <int PENDING> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 /* For weights, which a launch reads once: no place in L1. Zeros, and no access, if not `there`. The source may not be
- * written during the kernel. Not volatile: the compiler may move it up, which is what hides its latency. */
+ * written during the kernel. Volatile, so that it stays behind wait_for_earlier_grids where it is written behind it. */
 DEVICE uint4 ld_global_nc_no_allocate(const void *global, bool there)
 {
   uint4 v;
-  asm("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
-      "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(global), "r"((unsigned)there));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+               "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(global), "r"((unsigned)there));
   return v;
 }
 
-/* For activations: small, read again by every channel tile, so L1 keeps them. */
-DEVICE uint4 ld_global_nc(const void *global, bool there)
+/* For activations. Volatile, and not nc: they may be written until wait_for_earlier_grids returns, so neither the compiler
+ * nor the assembler may move it up past that. Small and read again by every channel tile, so L1 keeps them. */
+DEVICE uint4 ld_global(const void *global, bool there)
 {
   uint4 v;
-  asm("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
-      "@p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(global), "r"((unsigned)there));
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+               "@p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(global), "r"((unsigned)there));
   return v;
 }
+
+/* For activations that are read once. */
+DEVICE uint4 ld_global_no_allocate(const void *global, bool there)
+{
+  uint4 v;
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+               "@p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+               : "l"(global), "r"((unsigned)there));
+  return v;
+}
+
+/* To L2, of weights that a later load will want. */
+DEVICE void prefetch_l2(const void *global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 #endif

@@ -688,6 +688,7 @@ template <int PAIRS> DEVICE void map_chunk(const map_args &a)
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
   {                                                                                                          \
+    wait_for_earlier_grids();                                                                                \
     op##_##form<BM>(a);                                                                                      \
   }
 #include "variants.def"

@@ -54,7 +54,7 @@ DEVICE void dot_rows(const router_args &a, tile_place at, int present, int k, fl
 #pragma unroll
     for (int t = 0; t < BM; t++)
       x[t].raw[v] =
-          ld_global_nc(row_of<X>(a.x, at.token + t, a.x_ld) + k + v * (16 / sizeof(X)), t < present);
+          ld_global(row_of<X>(a.x, at.token + t, a.x_ld) + k + v * (16 / sizeof(X)), t < present);
 #pragma unroll
   for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -359,6 +359,7 @@ DEVICE void router_tile(const router_args &a)
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
   {                                                                                                          \
+    wait_for_earlier_grids();                                                                                \
     op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                        \
   }
 #include "variants.def"

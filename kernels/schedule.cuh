@@ -17,8 +17,8 @@ DEVICE row_range expert_rows(const gemm_args &args, int expert, bool *bad = null
 {
   int64_t begin = 0, count, cap = args.rows_cap;
   if (args.counts) {
-    begin = __ldg(args.offsets + expert);
-    count = __ldg(args.counts + expert);
+    begin = load_settled(args.offsets + expert);
+    count = load_settled(args.counts + expert);
   } else {
     count = token_total(args.tokens);
   }
@@ -117,7 +117,7 @@ template <int BM, int BAND> DEVICE tile_unit unit_of(const gemm_args &args, cons
 DEVICE int32_t source_row(const gemm_args &args, int32_t row)
 {
   if (!args.row_pair) return row;
-  int64_t pair = __ldg(args.row_pair + row), pairs = token_total(args.tokens) * args.top_k;
+  int64_t pair = args.row_pair[row], pairs = token_total(args.tokens) * args.top_k;
   if (pair >= 0 && pair < pairs) return (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
   report_fault(args.fault, FAULT_ROUTE, 0, pair);
   return -1;
@@ -128,7 +128,7 @@ DEVICE float row_weight(const gemm_args &args, int32_t row)
 {
   if (!args.pair_weights) return 1.f;
   if (!args.row_pair) return args.pair_weights[row * args.pair_weights_ld];
-  int64_t pair = __ldg(args.row_pair + row);
+  int64_t pair = args.row_pair[row];
   if (pair < 0 || pair >= token_total(args.tokens) * args.top_k) return 0.f;
   return args.pair_weights[pair / args.top_k * args.pair_weights_ld + pair % args.top_k];
 }

@@ -91,7 +91,7 @@ template <class S> struct thin_step {
   DEVICE static void load_tokens(const gemm_args &args, const typename S::T *tokens, int k0, uint4 (&token)[S::GROUPS])
   {
 #pragma unroll
-    for (int g = 0; g < S::GROUPS; g++) token[g] = ld_global_nc(tokens + k0 + g * 32, tokens && k_there(args, k0, g));
+    for (int g = 0; g < S::GROUPS; g++) token[g] = ld_global(tokens + k0 + g * 32, tokens && k_there(args, k0, g));
   }
 
   DEVICE static bool k_there(const gemm_args &args, int k0, int g) { return k0 + g * 32 + lane_id() % 4 * 8 < args.k; }
@@ -140,13 +140,14 @@ DEVICE void reduce_and_store(const gemm_args &args, const thin_run &run, int til
 }
 
 /* Weights are loaded one step ahead, over the ends of channel tiles too; the first leave before anything about the
- * tokens is known. */
+ * tokens is known, and before the grid ahead, which makes them, has ended. */
 template <class S> DEVICE void stream_run(const gemm_args &args, const thin_run &run, columns order, thin_smem<S> &smem)
 {
   const thin_weights<S> weights(args, run.expert, order != COLUMNS_plain);
   const int k_first = warp_id() / S::WARPS_N * S::BK;
   thin_step<S> next;
   next.load_weights(args, weights, run.first, k_first);
+  wait_for_earlier_grids();
   const typename S::T *tokens = thin_tokens<S>(args, run);
   int next_tile = run.first, next_k = 0;
 #pragma unroll 1
@@ -168,6 +169,7 @@ template <class S> DEVICE void stream_run(const gemm_args &args, const thin_run 
 
 template <class S> DEVICE void thin_gemm(const gemm_args &args, thin_smem<S> &smem)
 {
+  if (!args.settled) wait_for_earlier_grids();
   const columns order = S::UP && args.gated ? COLUMNS_blocks : COLUMNS_plain;
   const int n_tiles = ceil_div(args.n, order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2);
   const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table) * n_tiles;
@@ -184,6 +186,7 @@ template <class S> DEVICE void thin_gemm(const gemm_args &args, thin_smem<S> &sm
     index += run.last - run.first;
     stream_run<S>(args, run, order, smem);
   }
+  wait_for_earlier_grids(); /* of a CTA that had no unit */
 }
 
 #endif

@@ -235,6 +235,7 @@ template <class S> DEVICE void take_unit(const gemm_args &args, tile_smem<S> &sm
 
 template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &smem)
 {
+  wait_for_earlier_grids();
   if (threadIdx.x == 0) {
     smem.next = blockIdx.x;
     smem.order = columns_of(args, S::UP, S::N_MAJOR);
