@@ -49,8 +49,7 @@ driver_function *find_driver_function(const char *name)
   enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found);
   if (error != cudaSuccess) clear_cuda_error();
-  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess)
-    memcpy(&function, &entry, sizeof function);
+  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) memcpy(&function, &entry, sizeof function);
   return function;
 }
 
@@ -70,10 +69,9 @@ static void find_driver(void)
   driver.push_current = (CUresult(*)(CUcontext))find_driver_function("cuCtxPushCurrent");
   driver.pop_current = (CUresult(*)(CUcontext *))find_driver_function("cuCtxPopCurrent");
   driver.get_device = (CUresult(*)(CUdevice *))find_driver_function("cuCtxGetDevice");
-  driver.retain_primary =
-      (CUresult(*)(CUcontext *, CUdevice))find_driver_function("cuDevicePrimaryCtxRetain");
-  driver.complete = driver.get_current && driver.push_current && driver.pop_current && driver.get_device &&
-                    driver.retain_primary;
+  driver.retain_primary = (CUresult(*)(CUcontext *, CUdevice))find_driver_function("cuDevicePrimaryCtxRetain");
+  driver.complete =
+      driver.get_current && driver.push_current && driver.pop_current && driver.get_device && driver.retain_primary;
 }
 
 /* The driver's codes are the runtime's. */
@@ -141,16 +139,15 @@ static cumoe_status no_image(cumoe_context context, const char *what, const char
 {
   const cumoe_device_info *info = &context->info;
   return fail(CUMOE_ERR_NO_KERNEL_IMAGE,
-              "device %d is a %s of compute capability %d.%d; this build has code for %s (%s: %s)",
-              context->device, info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
+              "device %d is a %s of compute capability %d.%d; this build has code for %s (%s: %s)", context->device,
+              info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
 }
 
 static cumoe_status make_pool(cumoe_context context)
 {
   struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
                                     .location = {.type = cudaMemLocationTypeDevice, .id = context->device}};
-  uint64_t keep_all =
-      UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
+  uint64_t keep_all = UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
   TRY_CUDA(cudaMemPoolCreate(&context->pool, &wanted));
   TRY_CUDA(cudaMemPoolSetAttribute(context->pool, cudaMemPoolAttrReleaseThreshold, &keep_all));
   return CUMOE_OK;
@@ -169,8 +166,7 @@ static bool runs_on(const variant *v, const cumoe_device_info *info)
 
 static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibrary_t *library)
 {
-  if (context->library_count == MAX_IMAGES)
-    return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
+  if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
   enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved; /* rodata: the driver needs no copy */
   int yes = 1;
   void *value = &yes;
@@ -194,8 +190,8 @@ static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cuda
     return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
   }
   if (facts.maxThreadsPerBlock < v->threads)
-    return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name,
-                facts.maxThreadsPerBlock, v->threads);
+    return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name, facts.maxThreadsPerBlock,
+                v->threads);
   /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs, from
    * its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
   *waits = facts.ptxVersion >= WAITS_FROM && facts.binaryVersion >= WAITS_FROM;
@@ -274,8 +270,8 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
   int count = 0;
   TRY_CUDA(cudaGetDeviceCount(&count));
   if (device >= count)
-    return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d",
-                device, count - 1);
+    return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d", device,
+                count - 1);
   (void)pthread_once(&driver_once, find_driver);
   if (!driver.complete) return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver lacks functions of CUDA 12.0");
   TRY_DRIVER(driver.retain_primary(&context->primary, device));
@@ -291,9 +287,9 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
 
 /* ---- closing ---- */
 
-#define DROP_CUDA(call)                                                                                      \
-  do {                                                                                                       \
-    if ((call) != cudaSuccess) clear_cuda_error();                                                           \
+#define DROP_CUDA(call)                                                                                                \
+  do {                                                                                                                 \
+    if ((call) != cudaSuccess) clear_cuda_error();                                                                     \
   } while (0)
 
 /* Work in flight may use the buffers and the code, on any stream. cudaDeviceSynchronize would wait for it,
@@ -333,8 +329,7 @@ static cumoe_status open_cpu(cumoe_context context, int32_t threads)
   cumoe_device_info *info = &context->info;
   context->device = info->device = CUMOE_DEVICE_CPU;
   context->threads = threads_create(threads);
-  if (context->threads == NULL)
-    return fail(CUMOE_ERR_OUT_OF_MEMORY, "the CPU device's threads could not be made");
+  if (context->threads == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "the CPU device's threads could not be made");
   info->multiprocessors = threads_count(context->threads);
   info->total_memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
   (void)snprintf(info->name, sizeof info->name, "CPU, %d threads", info->multiprocessors);
@@ -358,8 +353,7 @@ static cumoe_status open_one(int32_t device, int32_t cpu_threads, cumoe_context 
   context->device = CUMOE_DEVICE_CPU;
   context->forks = atomic_load(&forks);
   context->info.size = sizeof context->info;
-  cumoe_status status =
-      device == CUMOE_DEVICE_CPU ? open_cpu(context, cpu_threads) : open_cuda(context, device);
+  cumoe_status status = device == CUMOE_DEVICE_CPU ? open_cpu(context, cpu_threads) : open_cuda(context, device);
   if (status != CUMOE_OK) {
     error_text why; /* closing may fail as well; the first failure is the one to tell */
     save_error(&why);
@@ -400,16 +394,15 @@ cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *co
   if (context == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "context is NULL");
   *context = NULL;
   if (config != NULL && config->size != sizeof *config)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.size is %u, sizeof(cumoe_context_config) is %zu",
-                config->size, sizeof *config);
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.size is %u, sizeof(cumoe_context_config) is %zu", config->size,
+                sizeof *config);
   int32_t cpu_threads = config != NULL ? config->cpu_threads : 0;
   if (cpu_threads < 0) return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", cpu_threads);
   if (device < CUMOE_DEVICE_CPU)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT,
-                "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU", device);
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU",
+                device);
   (void)pthread_once(&fork_once, watch_forks);
-  return device == CUMOE_DEVICE_AUTO ? open_auto(cpu_threads, context)
-                                     : open_one(device, cpu_threads, context);
+  return device == CUMOE_DEVICE_AUTO ? open_auto(cpu_threads, context) : open_one(device, cpu_threads, context);
 }
 
 cumoe_status cumoe_context_destroy(cumoe_context context)

@@ -16,7 +16,8 @@ cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, const vo
     threads_run(context->threads, v->cpu, args, grid);
     return CUMOE_OK;
   }
-  if (grid > INT32_MAX) return fail(CUMOE_ERR_NOT_SUPPORTED, "%s would need %lld CTAs, the limit is 2^31 - 1", v->name, (long long)grid);
+  if (grid > INT32_MAX)
+    return fail(CUMOE_ERR_NOT_SUPPORTED, "%s would need %lld CTAs, the limit is 2^31 - 1", v->name, (long long)grid);
   cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
                                .val = {.programmaticStreamSerializationAllowed = 1}};
   cudaLaunchConfig_t config = {
@@ -25,7 +26,8 @@ cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, const vo
       .dynamicSmemBytes = (size_t)v->smem,
       .stream = stream,
       .attrs = &early,
-      .numAttrs = context->waits[index], /* a grid that starts early and does not wait would race with the one before it */
+      .numAttrs =
+          context->waits[index], /* a grid that starts early and does not wait would race with the one before it */
   };
   void *parameters[] = {(void *)(uintptr_t)args};
   cudaError_t error = cudaLaunchKernelExC(&config, (const void *)context->kernels[index], parameters);

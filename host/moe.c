@@ -10,8 +10,9 @@ cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char
 {
   begin_call(__func__);
   cumoe_moe_desc d;
-  cumoe_status status = device < CUMOE_DEVICE_CPU ? fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d, not a device", (int)device)
-                                                  : check_moe_desc(desc, &d);
+  cumoe_status status = device < CUMOE_DEVICE_CPU
+                            ? fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d, not a device", (int)device)
+                            : check_moe_desc(desc, &d);
   if (why && why_bytes) {
     const char *text = status == CUMOE_OK ? "" : cumoe_last_error();
     const size_t length = strlen(text) < why_bytes ? strlen(text) : why_bytes - 1;
@@ -53,9 +54,10 @@ cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes
   TRY(check_plan(plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   const int32_t most = INT32_MAX / plan->desc.routing.top_k;
-  REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)", (long long)tokens, (int)most);
-  REQUIRE(plan_workspace_layout(&plan->desc, tokens, &layout), CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld: the workspace would exceed 2^62 bytes",
-          (long long)tokens);
+  REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)",
+          (long long)tokens, (int)most);
+  REQUIRE(plan_workspace_layout(&plan->desc, tokens, &layout), CUMOE_ERR_INVALID_ARGUMENT,
+          "tokens is %lld: the workspace would exceed 2^62 bytes", (long long)tokens);
   *bytes = layout.bytes;
   return CUMOE_OK;
 }
@@ -74,7 +76,10 @@ typedef struct pass {
   route_pointers route;
 } pass;
 
-static void *region(const pass *p, size_t offset) { return p->workspace + offset; }
+static void *region(const pass *p, size_t offset)
+{
+  return p->workspace + offset;
+}
 
 static cumoe_view_mut or_region(cumoe_view_mut given, const pass *p, size_t offset, cumoe_dtype dtype, int64_t cols)
 {
@@ -109,7 +114,8 @@ static cumoe_status route_tokens(pass *p)
 static cumoe_status map_rows(pass *p)
 {
   const cumoe_moe_args *a = p->args;
-  p->route = (route_pointers){region(p, p->at.counts), region(p, p->at.offsets), region(p, p->at.row_pair), region(p, p->at.slot_row)};
+  p->route = (route_pointers){region(p, p->at.counts), region(p, p->at.offsets), region(p, p->at.row_pair),
+                              region(p, p->at.slot_row)};
   map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, region(p, p->at.hist));
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
@@ -118,7 +124,8 @@ static cumoe_status map_rows(pass *p)
 }
 
 /* up and down of one weights object; route NULL: the shared expert, where every token is a row */
-static cumoe_status run_experts(const pass *p, cumoe_weights weights, const route_pointers *route, size_t h_offset, size_t y_offset)
+static cumoe_status run_experts(const pass *p, cumoe_weights weights, const route_pointers *route, size_t h_offset,
+                                size_t y_offset)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const bool weigh_input = route && d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
@@ -146,7 +153,8 @@ static cumoe_status run_shared(const pass *p)
   if (!a->shared) return CUMOE_OK;
   TRY(run_experts(p, a->shared, NULL, p->at.shared_h, p->at.shared_y));
   if (!a->shared_gate.data) return CUMOE_OK;
-  return dispatch_router(p->plan->context, a->x, a->shared_gate, none, p->tokens, region(p, p->at.shared_logit), 1, p->stream);
+  return dispatch_router(p->plan->context, a->x, a->shared_gate, none, p->tokens, region(p, p->at.shared_logit), 1,
+                         p->stream);
 }
 
 static cumoe_status combine_rows(const pass *p)
@@ -156,7 +164,8 @@ static cumoe_status combine_rows(const pass *p)
   const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
   const int64_t tokens = p->tokens.count, rows = tokens * d->routing.top_k, hidden = d->hidden;
   const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
-  cumoe_combine_args c = {.out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
+  cumoe_combine_args c = {
+      .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
   c.y = cumoe_matrix(region(p, p->at.y), dtype, rows, hidden, hidden);
   if (weigh) c.pair_weights = p->weights;
   if (a->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
@@ -182,7 +191,11 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
   TRY(take_struct("args", args, &a, sizeof a));
   TRY(check_forward(plan, weights, &a));
   if (a.x.rows == 0) return CUMOE_OK;
-  pass p = {.plan = plan, .args = &a, .stream = stream, .tokens = {a.x.rows, a.device_tokens.data}, .workspace = a.workspace.data};
+  pass p = {.plan = plan,
+            .args = &a,
+            .stream = stream,
+            .tokens = {a.x.rows, a.device_tokens.data},
+            .workspace = a.workspace.data};
   (void)plan_workspace_layout(&plan->desc, a.x.rows, &p.at);
   device_scope scope;
   TRY(enter_device(plan->context, &scope));

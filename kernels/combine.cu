@@ -66,8 +66,7 @@ DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float 
   float out[VECTOR] = {};
   if (a.residual) load_f32<VECTOR>(static_cast<const Out *>(a.residual) + token * a.residual_ld + at, out);
 #pragma unroll
-  for (int i = 0; i < VECTOR; i++)
-    out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
+  for (int i = 0; i < VECTOR; i++) out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
   store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + at, out);
 }
 
@@ -135,8 +134,7 @@ template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const com
 {
   if (!a.settled || !a.reduce) wait_for_earlier_grids();
   const unsigned slices = ceil_div(a.hidden, COLUMNS);
-  const int at = blockIdx.x % slices * COLUMNS + threadIdx.x * column_of<In>::SIZE,
-            most = COMBINE_TOKENS(a.top_k);
+  const int at = blockIdx.x % slices * COLUMNS + threadIdx.x * column_of<In>::SIZE, most = COMBINE_TOKENS(a.top_k);
   const int64_t first_token = (int64_t)(blockIdx.x / slices) * most;
   const int tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
   check_token_count(a.tokens, a.fault);
@@ -158,11 +156,11 @@ template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const com
 }
 
 #define ROWS_combine
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                          \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
-  {                                                                                                          \
-    static_assert(BN == WARPS * WARP_SIZE * 16 / (int)sizeof(in), "16 bytes a thread");                      \
-    op##_##form<in, w, BN>(a);                                                                               \
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+  {                                                                                                                    \
+    static_assert(BN == WARPS * WARP_SIZE * 16 / (int)sizeof(in), "16 bytes a thread");                                \
+    op##_##form<in, w, BN>(a);                                                                                         \
   }
 #include "variants.def"

@@ -12,11 +12,23 @@
 constexpr int WARP_SIZE = 32;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-template <class T> __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
-template <class T> __host__ __device__ constexpr T round_up(T a, T b) { return ceil_div(a, b) * b; }
+template <class T> __host__ __device__ constexpr T ceil_div(T a, T b)
+{
+  return (a + b - 1) / b;
+}
+template <class T> __host__ __device__ constexpr T round_up(T a, T b)
+{
+  return ceil_div(a, b) * b;
+}
 
-DEVICE int lane_id() { return threadIdx.x % WARP_SIZE; }
-DEVICE int warp_id() { return threadIdx.x / WARP_SIZE; }
+DEVICE int lane_id()
+{
+  return threadIdx.x % WARP_SIZE;
+}
+DEVICE int warp_id()
+{
+  return threadIdx.x / WARP_SIZE;
+}
 
 /*
  * Programmatic dependent launch: a grid may start while the one before it in the stream is still at work. Every kernel, on

@@ -37,7 +37,8 @@ DEVICE int column_channel(columns order, int column, int &half)
 }
 
 template <class S>
-DEVICE void load_fma_tiles(const gemm_args &args, const tile_unit &unit, columns order, int first, int k0, fma_smem<S> &smem)
+DEVICE void load_fma_tiles(const gemm_args &args, const tile_unit &unit, columns order, int first, int k0,
+                           fma_smem<S> &smem)
 {
   const bool k_major = args.b.k_stride == 1;
 #pragma unroll 4
@@ -78,7 +79,8 @@ template <class S> DEVICE void fma_unit(const gemm_args &args, const tile_unit &
 {
   const int channels = order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2;
   float acc[S::M_EACH][S::N_EACH] = {};
-  for (int r = threadIdx.x; r < S::BM; r += S::THREADS) smem.row[r] = r < unit.rows ? source_row(args, unit.row + r) : -1;
+  for (int r = threadIdx.x; r < S::BM; r += S::THREADS)
+    smem.row[r] = r < unit.rows ? source_row(args, unit.row + r) : -1;
   __syncthreads();
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK) {

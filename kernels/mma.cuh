@@ -4,7 +4,10 @@
 
 #include "dtype.cuh"
 
-DEVICE uint32_t shared_address(const void *pointer) { return (uint32_t)__cvta_generic_to_shared(pointer); }
+DEVICE uint32_t shared_address(const void *pointer)
+{
+  return (uint32_t)__cvta_generic_to_shared(pointer);
+}
 
 /* d += a b: a 16 x 16 (4 registers), b 16 x 8 (2), d 16 x 8 f32.
  * Lane l: a = rows l/4, l/4+8 x columns 2(l%4) + {0,1}, then the same rows at columns + 8;
@@ -43,7 +46,8 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address)
 /* 16 bytes global -> shared, of which the first `bytes` are read and the rest are zero. */
 DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes)
 {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
 }
 
 DEVICE void cp_async_ca_4(uint32_t shared, const void *global, int bytes)
@@ -51,8 +55,14 @@ DEVICE void cp_async_ca_4(uint32_t shared, const void *global, int bytes)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void cp_async_commit_group()
+{
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING> DEVICE void cp_async_wait_group()
+{
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 /* For weights, which a launch reads once: no place in L1. Zeros, and no access, if not `there`. The source may not be
  * written during the kernel. Volatile, so that it stays behind wait_for_earlier_grids where it is written behind it. */
@@ -90,6 +100,9 @@ DEVICE uint4 ld_global_no_allocate(const void *global, bool there)
 }
 
 /* To L2, of weights that a later load will want. */
-DEVICE void prefetch_l2(const void *global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+DEVICE void prefetch_l2(const void *global)
+{
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
 
 #endif

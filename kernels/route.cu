@@ -107,11 +107,9 @@ DEVICE uint32_t group_key(const gate_args &a, const uint32_t *choice, int group,
     step = step + 1 == steps ? 0 : step + 1;
   }
   for (int mask = lanes / 2; mask > 0; mask /= 2)
-    best = better(
-        best, {__shfl_xor_sync(ALL_LANES, best.first, mask), __shfl_xor_sync(ALL_LANES, best.second, mask)});
+    best = better(best, {__shfl_xor_sync(ALL_LANES, best.first, mask), __shfl_xor_sync(ALL_LANES, best.second, mask)});
   if (group >= a.n_group) return KEY_NONE;
-  return a.group_score == GROUP_BEST || size == 1 ? best.first
-                                                  : key_of(value_of(best.first) + value_of(best.second));
+  return a.group_score == GROUP_BEST || size == 1 ? best.first : key_of(value_of(best.first) + value_of(best.second));
 }
 
 /* Bit g: group g stays. */
@@ -150,8 +148,7 @@ DEVICE void close_groups(const gate_args &a, uint32_t *choice)
 
 /* N logits a lane, in flight together: value[i] is that of expert first + 32 i + lane. Returns the first
  * NaN's expert. */
-template <int N, class T>
-DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
+template <int N, class T> DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
 {
   const T *logits = static_cast<const T *>(a.logits) + row;
   unsigned first_nan = ~0u;
@@ -248,8 +245,7 @@ template <int N> struct candidates {
   int each = 1;
   unsigned sub = 0;
 
-  DEVICE void refresh(const gate_args &a, const uint32_t *choice, int i, uint32_t &best,
-                      unsigned &which) const
+  DEVICE void refresh(const gate_args &a, const uint32_t *choice, int i, uint32_t &best, unsigned &which) const
   {
     best = KEY_NONE, which = 0;
     for (int g = 0; g < each; g++) {
@@ -387,8 +383,7 @@ DEVICE bool take_few(const gate_args &a, const candidates<N> &c, const uint32_t 
 }
 
 /* One after the other, for many ties and much of a row. */
-template <int N>
-DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
+template <int N> DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
 {
 #pragma unroll 1
   for (int j = 0; j < a.top_k; j++) {
@@ -402,8 +397,7 @@ DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice,
 }
 
 /* Lane j gets the j-th best expert. */
-template <int N>
-DEVICE chosen_expert take_best(const gate_args &a, candidates<N> &c, uint32_t *choice, gate_scratch &s)
+template <int N> DEVICE chosen_expert take_best(const gate_args &a, candidates<N> &c, uint32_t *choice, gate_scratch &s)
 {
   chosen_expert chosen = {-1, KEY_NAN};
   if (!take_few(a, c, choice, s, chosen)) take_in_turn(a, c, choice, chosen);
@@ -429,8 +423,7 @@ DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
 
 /* N: keys a lane holds in registers. */
 template <int N>
-DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice,
-                        gate_scratch &scratch)
+DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice, gate_scratch &scratch)
 {
   const bool by_logit = !a.select_bias && a.n_group == 0;
   gate_token t = {token * a.logits_ld, 0.f, 0.f};
@@ -445,9 +438,7 @@ DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, ui
   first_nan = __reduce_min_sync(ALL_LANES, first_nan);
   if (first_nan != ~0u && lane_id() == 0) report_fault_inline(a.fault, FAULT_NAN_LOGIT, first_nan, token);
   const chosen_expert chosen = take_best(a, c, choice, scratch);
-  float l = by_logit         ? value_of(chosen.key)
-            : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id)
-                             : not_a_number();
+  float l = by_logit ? value_of(chosen.key) : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id) : not_a_number();
   const float weight = slot_weight(a, t, soft_cap(a, l));
   if (lane_id() >= a.top_k) return;
   if (a.ids_dtype == DT_I64)
@@ -462,8 +453,7 @@ template <int TOKENS> DEVICE void gate_warp(const gate_args &a)
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
   __shared__ gate_scratch scratch[TOKENS];
   const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
-  const bool by_logit = !a.select_bias && a.n_group == 0,
-             capped_softmax = softmax_over_all(a) && a.softcap > 0;
+  const bool by_logit = !a.select_bias && a.n_group == 0, capped_softmax = softmax_over_all(a) && a.softcap > 0;
   check_token_count(a.tokens, a.fault);
   if (token >= token_total(a.tokens)) return;
   const int warp = warp_id();
@@ -506,11 +496,10 @@ DEVICE pair_range chunk_of(const map_args &a)
 /* Local expert of a pair, or ROW_DROPPED, or ROW_IDENTITY. */
 template <bool REPORT> DEVICE int destination(const map_args &a, int64_t pair)
 {
-  const unsigned token = (unsigned)pair / (unsigned)a.top_k,
-                 slot = (unsigned)pair - token * (unsigned)a.top_k;
+  const unsigned token = (unsigned)pair / (unsigned)a.top_k, slot = (unsigned)pair - token * (unsigned)a.top_k;
   const int64_t at = token * a.ids_ld + slot;
-  const int64_t id = a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at]
-                                           : static_cast<const int32_t *>(a.ids)[at];
+  const int64_t id =
+      a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at] : static_cast<const int32_t *>(a.ids)[at];
   const int zero_end = a.num_experts + a.zero_experts;
   if (id == -1) return ROW_DROPPED;
   if (id < 0 || id >= zero_end + a.identity_experts) {
@@ -625,8 +614,7 @@ DEVICE ranked_pair rank_run(const map_args &a, map_shared &s, pair_range chunk, 
   const int64_t pair = begin + threadIdx.x;
   const int to = pair < chunk.end ? destination<true>(a, pair) : ROW_DROPPED;
   uint8_t *own = s.in_warp[warp_id()];
-  for (int word = lane_id(); word * 4 < a.local_experts; word += WARP_SIZE)
-    reinterpret_cast<uint32_t *>(own)[word] = 0;
+  for (int word = lane_id(); word * 4 < a.local_experts; word += WARP_SIZE) reinterpret_cast<uint32_t *>(own)[word] = 0;
   __syncwarp();
   const unsigned peers = __match_any_sync(ALL_LANES, to);
   const int before = __popc(peers & ((1u << lane_id()) - 1));
@@ -684,11 +672,11 @@ template <int PAIRS> DEVICE void map_chunk(const map_args &a)
 /* ---- kernels ---- */
 
 #define ROWS_route
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                          \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
-  {                                                                                                          \
-    wait_for_earlier_grids();                                                                                \
-    op##_##form<BM>(a);                                                                                      \
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+  {                                                                                                                    \
+    wait_for_earlier_grids();                                                                                          \
+    op##_##form<BM>(a);                                                                                                \
   }
 #include "variants.def"

@@ -53,8 +53,7 @@ DEVICE void dot_rows(const router_args &a, tile_place at, int present, int k, fl
   for (int v = 0; v < (int)sizeof(X) / 2; v++)
 #pragma unroll
     for (int t = 0; t < BM; t++)
-      x[t].raw[v] =
-          ld_global(row_of<X>(a.x, at.token + t, a.x_ld) + k + v * (16 / sizeof(X)), t < present);
+      x[t].raw[v] = ld_global(row_of<X>(a.x, at.token + t, a.x_ld) + k + v * (16 / sizeof(X)), t < present);
 #pragma unroll
   for (int i = 0; i < 8; i++)
 #pragma unroll
@@ -63,8 +62,7 @@ DEVICE void dot_rows(const router_args &a, tile_place at, int present, int k, fl
       for (int e = 0; e < BN; e++) sum[t * BN + e] = fmaf(x[t][i], w[e][i], sum[t * BN + e]);
 }
 
-template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS>
-DEVICE void router_rows(const router_args &a)
+template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVICE void router_rows(const router_args &a)
 {
   __shared__ float partial[WARPS][BM * BN];
   const tile_place at = place_of_cta<BM, BN>(a);
@@ -88,8 +86,7 @@ DEVICE void router_rows(const router_args &a)
 
 /* A CTA's tile and how its warps share it: SPLITS parts of the reduction, each with M x N warps. */
 template <int BM_, int BN_, int BK_, int STAGES_, int WARPS_> struct tile_shape {
-  static constexpr int BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_, WARPS = WARPS_,
-                       THREADS = WARPS * WARP_SIZE;
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_, WARPS = WARPS_, THREADS = WARPS * WARP_SIZE;
   static constexpr int SPLITS = BM * BN >= 64 * 128 ? 1 : WARPS;
   static constexpr int M_WARPS = SPLITS == 1 ? 2 : 1, N_WARPS = SPLITS == 1 ? WARPS / 2 : 1;
   static constexpr int WM = BM / M_WARPS, WN = BN / N_WARPS; /* of a warp */
@@ -123,8 +120,7 @@ template <class T, class S, int ROWS> struct row_copier {
     target = chunk_offset<S>(stage_row + row, chunk);
     there = 0;
 #pragma unroll
-    for (int i = 0; i < COPIES; i++)
-      there |= (uint32_t)(row + i * EACH < ROWS && first + row + i * EACH < end) << i;
+    for (int i = 0; i < COPIES; i++) there |= (uint32_t)(row + i * EACH < ROWS && first + row + i * EACH < end) << i;
   }
 
   DEVICE void copy(uint32_t stage, int k, bool inside) const
@@ -178,8 +174,7 @@ template <class T, class S> struct fragments {
 #pragma unroll
     for (int i = 0; i < S::MT; i++)
 #pragma unroll
-      for (int j = 0; j < S::NT; j++)
-        mma_m16n8k16<T>(sum[i][j], x[i], {w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]});
+      for (int j = 0; j < S::NT; j++) mma_m16n8k16<T>(sum[i][j], x[i], {w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]});
   }
 };
 
@@ -197,8 +192,8 @@ template <class S, class F> DEVICE void each_element(const float (&sum)[S::MT][S
 
 /* The warps' parts meet in shared memory, where the stages were, and are added in the order of the warps. */
 template <class S>
-DEVICE void add_splits(const router_args &a, tile_place at, int64_t tokens,
-                       const float (&sum)[S::MT][S::NT][4], float *shared)
+DEVICE void add_splits(const router_args &a, tile_place at, int64_t tokens, const float (&sum)[S::MT][S::NT][4],
+                       float *shared)
 {
   constexpr int LD = S::BN + 4;
   static_assert(S::WARPS * S::BM * LD * 4 <= S::STAGES * S::STAGE_BYTES, "the parts fit");
@@ -261,8 +256,7 @@ template <class T, class S> DEVICE void router_mma(const router_args &a)
 
 /* Four elements of a row, zeros outside. */
 template <class T>
-DEVICE void load_four(const void *base, int64_t row, int64_t end, int64_t ld, int k, int hidden,
-                      float (&v)[4])
+DEVICE void load_four(const void *base, int64_t row, int64_t end, int64_t ld, int k, int hidden, float (&v)[4])
 {
 #pragma unroll
   for (int i = 0; i < 4; i++) v[i] = 0;
@@ -273,8 +267,7 @@ DEVICE void load_four(const void *base, int64_t row, int64_t end, int64_t ld, in
 template <class X, class W, int BM, int BN, int BK> struct fma_tile {
   static constexpr int THREADS = 256, QUADS = BK / 4, XS = BM * QUADS / THREADS, WS = BN * QUADS / THREADS;
   static constexpr int X_LD = BM + 4, W_LD = BN + 4;
-  static_assert(BM == 128 && BN == 64 && XS * THREADS == BM * QUADS && WS * THREADS == BN * QUADS,
-                "8 x 4 a thread");
+  static_assert(BM == 128 && BN == 64 && XS * THREADS == BM * QUADS && WS * THREADS == BN * QUADS, "8 x 4 a thread");
   float x[XS][4], w[WS][4];
 
   DEVICE void load(const router_args &a, tile_place at, int64_t tokens, int k)
@@ -302,8 +295,7 @@ template <class X, class W, int BM, int BN, int BK> struct fma_tile {
 };
 
 template <int BK, int X_LD, int W_LD>
-DEVICE void multiply_fma(const float (&xs)[BK][X_LD], const float (&ws)[BK][W_LD], int m, int n,
-                         float (&sum)[8][4])
+DEVICE void multiply_fma(const float (&xs)[BK][X_LD], const float (&ws)[BK][W_LD], int m, int n, float (&sum)[8][4])
 {
 #pragma unroll
   for (int k = 0; k < BK; k++) {
@@ -345,8 +337,7 @@ template <class X, class W, int BM, int BN, int BK> DEVICE void router_fma(const
 template <class A, class B> constexpr bool same_type = false;
 template <class A> constexpr bool same_type<A, A> = true;
 
-template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS>
-DEVICE void router_tile(const router_args &a)
+template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVICE void router_tile(const router_args &a)
 {
   if constexpr (same_type<X, W> && sizeof(X) == 2)
     router_mma<X, tile_shape<BM, BN, BK, STAGES, WARPS>>(a);
@@ -355,11 +346,11 @@ DEVICE void router_tile(const router_args &a)
 }
 
 #define ROWS_router
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                          \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                       \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                   \
-  {                                                                                                          \
-    wait_for_earlier_grids();                                                                                \
-    op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                        \
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+  {                                                                                                                    \
+    wait_for_earlier_grids();                                                                                          \
+    op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                                  \
   }
 #include "variants.def"

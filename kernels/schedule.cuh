@@ -80,8 +80,10 @@ DEVICE int expert_of_tile(const gemm_args &args, const tile_table &table, int ti
   int low = 0, high = args.experts;
   while (high - low > 1) {
     int middle = (low + high) / 2;
-    if (table.before[middle] <= tile) low = middle;
-    else high = middle;
+    if (table.before[middle] <= tile)
+      low = middle;
+    else
+      high = middle;
   }
   return low;
 }
@@ -95,7 +97,8 @@ struct tile_unit {
 
 /* Row tiles advance first inside a band of BAND of them, then channels: the CTAs at work share both the weights of a
  * few channel tiles and the rows of one band, whose sum is what L2 has to hold. */
-template <int BM, int BAND> DEVICE tile_unit unit_of(const gemm_args &args, const tile_table &table, int64_t index, int n_tiles)
+template <int BM, int BAND>
+DEVICE tile_unit unit_of(const gemm_args &args, const tile_table &table, int64_t index, int n_tiles)
 {
   const int32_t tile = (int32_t)(index / n_tiles), n = (int32_t)(index - (int64_t)tile * n_tiles);
   tile_unit unit;

@@ -94,7 +94,10 @@ template <class S> struct thin_step {
     for (int g = 0; g < S::GROUPS; g++) token[g] = ld_global(tokens + k0 + g * 32, tokens && k_there(args, k0, g));
   }
 
-  DEVICE static bool k_there(const gemm_args &args, int k0, int g) { return k0 + g * 32 + lane_id() % 4 * 8 < args.k; }
+  DEVICE static bool k_there(const gemm_args &args, int k0, int g)
+  {
+    return k0 + g * 32 + lane_id() % 4 * 8 < args.k;
+  }
 
   DEVICE void multiply(float (&acc)[S::BLOCKS][4], const uint4 (&token)[S::GROUPS]) const
   {
@@ -135,7 +138,8 @@ DEVICE void reduce_and_store(const gemm_args &args, const thin_run &run, int til
       if (order != COLUMNS_plain) u[0] += smem.partial[w][row][column + 8];
     }
     finish<S::UP, 1>(args, run.expert, channel, row_weight(args, run.row + row), g, u);
-    static_cast<typename S::T *>(args.c)[(int64_t)(run.row + row) * args.c_ld + channel] = from_f32<typename S::T>(g[0]);
+    static_cast<typename S::T *>(args.c)[(int64_t)(run.row + row) * args.c_ld + channel] =
+        from_f32<typename S::T>(g[0]);
   }
 }
 

@@ -32,7 +32,6 @@ template <class T_, bool UP_, bool N_MAJOR_, int BM_, int BN, int BK_, int STAGE
   static constexpr int B_PASSES = B_ROWS / ROWS_B_PASS;
   static_assert(BM % ROWS_A_PASS == 0 && B_ROWS % ROWS_B_PASS == 0, "passes are full");
   static_assert(N_MAJOR || ROWS_B_PASS % 16 == 0, "a thread's B rows belong to one half");
-
 };
 
 template <class S> struct tile_smem {
@@ -65,9 +64,9 @@ template <int VECTORS> DEVICE int swizzled(int row, int vector)
  */
 template <class S> struct tile_copies {
   using T = typename S::T;
-  const T *source;           /* B: of the next pass */
-  int64_t step, rewind;      /* B: elements from one pass to the next; from the last to the next k tile's first */
-  int passes;                /* B: those before have channels */
+  const T *source;      /* B: of the next pass */
+  int64_t step, rewind; /* B: elements from one pass to the next; from the last to the next k tile's first */
+  int passes;           /* B: those before have channels */
 
   DEVICE tile_copies(const gemm_args &args, const tile_unit &unit, columns order)
   {
@@ -148,8 +147,10 @@ template <class S> struct fragment_places {
     for (int i = 0; i < S::M_BLOCKS; i++) ldmatrix_x4(f.a[i], (from_a ^ k_block * 32) + i * BLOCK_ROWS * S::BK * BYTES);
 #pragma unroll
     for (int j = 0; j < S::N_BLOCKS / 2; j++) {
-      if (S::N_MAJOR) ldmatrix_x4_trans(f.b[j], (from_b ^ j * b_turn) + k_block * BLOCK_ROWS * S::COLUMNS * BYTES);
-      else ldmatrix_x4(f.b[j], (from_b ^ k_block * 32) + j * BLOCK_ROWS * S::BK * BYTES);
+      if (S::N_MAJOR)
+        ldmatrix_x4_trans(f.b[j], (from_b ^ j * b_turn) + k_block * BLOCK_ROWS * S::COLUMNS * BYTES);
+      else
+        ldmatrix_x4(f.b[j], (from_b ^ k_block * 32) + j * BLOCK_ROWS * S::BK * BYTES);
     }
   }
 };
@@ -214,7 +215,8 @@ template <class S> DEVICE void stage_accumulators(float *staged, const float (&a
     for (int j = 0; j < S::N_BLOCKS; j++)
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        *reinterpret_cast<float2 *>(staged + (row0 + i * 16 + h * 8) * STAGED_LD<S::COLUMNS> + staged_place(column0 + j * 8)) =
+        *reinterpret_cast<float2 *>(staged + (row0 + i * 16 + h * 8) * STAGED_LD<S::COLUMNS> +
+                                    staged_place(column0 + j * 8)) =
             make_float2(acc[i][j][2 * h], acc[i][j][2 * h + 1]);
 }
 

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Facts of the machine code: every row of the table is there, no spills, no local memory, no float atomics, no trap.
+# Facts of the machine code: every row of the table is there, no spills, no local memory, no float atomics, no trap, and
+# from sm_90 on a wait for earlier grids.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
@@ -43,5 +44,14 @@ for arch in $(for cubin in $CUBINS; do a=${cubin##*.sm_}; echo "${a%.cubin}"; do
       is[$2] || is[$2 "." $3] { print $1 ": opcode 0x" $2 " type " $3 ", " $4 " times" }')
     empty "sm_$arch: no $what ($(tr '\n' ' ' < "$work/guilty" | sed 's/ $//'))" "$found"
   done
+  # host/context.c lets every kernel of these start before the grid ahead has ended.
+  case $arch in [1-8][0-9]*) [ ${#arch} -gt 2 ] || continue ;; esac
+  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "grid_wait" { op[$2] = 1 } END { for (o in op) if (!(o in plain)) print o }' \
+    "$work/probe.$arch" > "$work/waits"
+  [ "$(wc -l < "$work/waits")" -eq 1 ] || { fail "sm_$arch: a wait for earlier grids can be told from other code"; continue; }
+  empty "sm_$arch: every kernel waits for earlier grids" "$(for cubin in $CUBINS; do
+    case $cubin in *.sm_"$arch".cubin) "$work/opcodes" "$cubin" ;; esac
+  done | awk -v wait="$(cat "$work/waits")" '{ seen[$1] = 1 } $2 == wait { waits[$1] = 1 }
+    END { for (k in seen) if (!(k in waits)) print k }')"
 done
 finish

@@ -47,6 +47,14 @@ PROBE local_memory(int *p)
   p[0] = l[p[64]];
 }
 
+PROBE grid_wait(int *p)
+{
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  p[0] = 1;
+}
+
 PROBE plain_twin(int *p)
 {
   __shared__ int l[64 * 64];
