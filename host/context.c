@@ -221,7 +221,7 @@ static cumoe_status load_kernel(cumoe_context context, int32_t index, cudaLibrar
 /* A row that needs more shared memory than the GPU has stays without a kernel. */
 static cumoe_status load_kernels(cumoe_context context)
 {
-  const unsigned char *loaded[MAX_IMAGES];
+  const unsigned char *loaded[MAX_IMAGES] = {NULL};
   if (context->info.cc_major * 10 + context->info.cc_minor < MIN_CC)
     return no_image(context, "kernels", "compute capability 8.0 is the least");
   for (int32_t i = 0; i < variant_count; i++) {
@@ -260,6 +260,7 @@ static cumoe_status open_entered(cumoe_context context)
   TRY(read_facts(context));
   TRY(make_pool(context));
   TRY(load_kernels(context));
+  if (context->info.cc_major == 9) context->encode_tiled = find_driver_function("cuTensorMapEncodeTiled");
   return make_fault_record(context);
 }
 

@@ -55,14 +55,14 @@ static expert_matrix normal_form(const half *halves, int count, int32_t major, i
 }
 
 /* Fills host rows of the pointer table; table[h] becomes its device address. Returns the rows used. */
-static int fill_tables(const half *halves, int count, int32_t experts, const void **host, const void **device,
-                       expert_matrix *m)
+static size_t fill_tables(const half *halves, int count, size_t experts, const void **host, const void **device,
+                          expert_matrix *m)
 {
-  int rows = 0;
+  size_t rows = 0;
   for (int h = 0; h < count; ++h) {
     const cumoe_projection *p = halves[h].projection;
     if (!p->per_expert) continue;
-    for (int32_t e = 0; e < experts; ++e)
+    for (size_t e = 0; e < experts; ++e)
       host[rows * experts + e] =
           element_at(p->per_expert[e], halves[h].offset, cumoe_dtype_bytes((cumoe_dtype)p->data.dtype));
     m->table[h] = (const void *const *)(device + rows * experts);
@@ -82,14 +82,12 @@ static cumoe_status upload_tables(cumoe_context context, cumoe_weights w, const 
   cumoe_status status = memory_alloc(context, bytes, NULL, &w->tables);
   if (status == CUMOE_OK) {
     const void **device = w->tables;
-    int rows = fill_tables(up, up_count, w->experts, host, device, &w->up);
-    rows += fill_tables(down, 1, w->experts, host + rows * w->experts, device + rows * w->experts, &w->down);
-    const size_t used = (size_t)rows * (size_t)w->experts * sizeof(void *);
+    const size_t experts = (size_t)w->experts;
+    size_t rows = fill_tables(up, up_count, experts, host, device, &w->up);
+    rows += fill_tables(down, 1, experts, host + rows * experts, device + rows * experts, &w->down);
+    const size_t used = rows * experts * sizeof(void *);
     status = memory_copy(context, w->tables, used, host, used, used, 1, cudaMemcpyHostToDevice, NULL);
-    if (status == CUMOE_OK && !on_cpu(context)) {
-      cudaError_t error = cudaStreamSynchronize(NULL);
-      if (error != cudaSuccess) status = fail_cuda(error, "cudaStreamSynchronize");
-    }
+    if (status == CUMOE_OK) status = memory_wait(context, NULL);
   }
   free(host);
   return status;

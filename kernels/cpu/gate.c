@@ -72,7 +72,7 @@ static void rank_experts(const gate_args *a, token_scores *s)
 static int take_best(const float *value, bool *taken, int count)
 {
   int best = -1;
-  for (int i = 0; i < count; i++)
+  for (int i = 0; i < count; i++) /* NOLINTNEXTLINE: the analyser cannot see that all `count` values were written */
     if (!taken[i] && (best < 0 || ranks_above(value[i], value[best]))) best = i;
   if (best >= 0) taken[best] = true;
   return best;
@@ -82,13 +82,15 @@ static int take_best(const float *value, bool *taken, int count)
 static void close_groups(const gate_args *a, const float *choice, bool *taken)
 {
   int size = a->experts / a->n_group;
-  float value[MAX_EXPERTS];
+  float value[MAX_EXPERTS] = {0};
   bool open[MAX_EXPERTS] = {false};
   for (int g = 0; g < a->n_group; g++) {
     bool used[MAX_EXPERTS] = {false};
-    const float *in_group = choice + g * size;
-    value[g] = in_group[take_best(in_group, used, size)];
-    if (a->group_score == GROUP_BEST_TWO && size > 1) value[g] += in_group[take_best(in_group, used, size)];
+    const float *in_group = choice + (size_t)g * (size_t)size;
+    for (int i = 0; i < (a->group_score == GROUP_BEST_TWO && size > 1 ? 2 : 1); i++) {
+      const int best = take_best(in_group, used, size);
+      if (best >= 0) value[g] += in_group[best]; /* NOLINT: as above */
+    }
   }
   for (int i = 0; i < a->topk_group; i++) take_best(value, open, a->n_group);
   for (int e = 0; e < a->n_group * size; e++) taken[e] = !open[e / size];
