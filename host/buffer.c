@@ -50,7 +50,7 @@ static slot *slot_at(uint32_t index)
 
 static void read_record(slot *s, record *r)
 {
-  uint64_t words[RECORD_WORDS];
+  uint64_t words[RECORD_WORDS] = {0};
   for (int i = 0; i < RECORD_WORDS; ++i) words[i] = atomic_load_explicit(&s->words[i], memory_order_acquire);
   memcpy(r, words, sizeof *r);
 }
