@@ -1,22 +1,42 @@
 /* See dispatch.h. */
 #include "dispatch.h"
 #include "launch.h"
+#include "tmap.h"
 
 static shape router_shape(const router_args *a)
 {
-  return (shape){.op = OP_router, .in = a->x_dtype, .w = a->w_dtype, .tokens = a->tokens.count, .rows = a->tokens.count,
-                 .experts = a->experts, .n = a->experts, .k = a->hidden};
+  return (shape){.op = OP_router,
+                 .in = a->x_dtype,
+                 .w = a->w_dtype,
+                 .tokens = a->tokens.count,
+                 .rows = a->tokens.count,
+                 .experts = a->experts,
+                 .n = a->experts,
+                 .k = a->hidden};
 }
 
 static shape map_shape(operation op, const map_args *a)
 {
-  return (shape){.op = op, .tokens = a->tokens.count, .rows = a->tokens.count * a->top_k, .experts = a->local_experts, .top_k = a->top_k};
+  return (shape){.op = op,
+                 .tokens = a->tokens.count,
+                 .rows = a->tokens.count * a->top_k,
+                 .experts = a->local_experts,
+                 .top_k = a->top_k};
 }
 
 static shape gemm_shape(operation op, const gemm_args *a)
 {
-  return (shape){.op = op, .in = a->dtype, .w = a->dtype, .major = a->b.k_stride == 1 ? MAJOR_K : MAJOR_N, .tokens = a->tokens.count,
-                 .rows = a->rows_cap, .experts = a->experts, .n = a->n, .k = a->k, .top_k = a->top_k};
+  return (shape){.op = op,
+                 .in = a->dtype,
+                 .w = a->dtype,
+                 .major = a->b.k_stride == 1 ? MAJOR_K : MAJOR_N,
+                 .tokens = a->tokens.count,
+                 .rows = a->rows_cap,
+                 .experts = a->experts,
+                 .n = a->n,
+                 .k = a->k,
+                 .top_k = a->top_k,
+                 .no_tmap = !tmap_serves(a)};
 }
 
 static shape shape_of(operation op, const void *args)
@@ -30,9 +50,27 @@ static shape shape_of(operation op, const void *args)
   case OP_up:
   case OP_down: return gemm_shape(op, args);
   case OP_gate: return (shape){.op = op, .tokens = gate->tokens.count, .experts = gate->experts, .top_k = gate->top_k};
-  default: return (shape){.op = op, .in = combine->dtype, .w = combine->out_dtype, .tokens = combine->tokens.count, .n = combine->hidden,
-                          .top_k = combine->top_k};
+  default:
+    return (shape){.op = op,
+                   .in = combine->dtype,
+                   .w = combine->out_dtype,
+                   .tokens = combine->tokens.count,
+                   .n = combine->hidden,
+                   .top_k = combine->top_k};
   }
+}
+
+/* Kernels that read through tensor maps get them encoded here, anew each time: host work only, and nothing to keep. */
+static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid, const void *args, cumoe_stream stream)
+{
+  const variant *v = &variants[row];
+  if (v->form != FORM_wgmma && v->form != FORM_pair) return launch(context, row, grid, args, stream);
+  const bool up = v->op == OP_up;
+  const int32_t columns = up ? 2 * v->bn : v->bn, ctas = v->form == FORM_pair ? 2 : 1; /* that load a part each */
+  gemm_sm90_args mapped = {.g = *(const gemm_args *)args};
+  if (!tmap_encode(context->encode_tiled, columns / ctas, !up, &mapped))
+    return fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
+  return launch(context, row, grid, &mapped, stream);
 }
 
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
@@ -40,10 +78,12 @@ cumoe_status dispatch(cumoe_context context, operation op, const void *args, cum
   const cumoe_device_info *info = &context->info;
   const machine m = {on_cpu(context) ? 0 : info->cc_major * 10 + info->cc_minor, info->multiprocessors, context->forced,
                      info->smem_per_block_optin};
-  const shape s = shape_of(op, args);
+  shape s = shape_of(op, args);
+  s.no_tmap |= context->encode_tiled == NULL;
   const int32_t row = choose(&m, &s);
   if (row < 0)
-    return fail(CUMOE_ERR_NOT_SUPPORTED, "no kernel%s serves this operation (%s x %s, %s-major weights)", context->forced[op] ? " (one is forced)" : "",
-                cumoe_dtype_name((cumoe_dtype)s.in), cumoe_dtype_name((cumoe_dtype)s.w), s.major == MAJOR_N ? "N" : "K");
-  return launch(context, row, grid_size(&m, &variants[row], &s), args, stream);
+    return fail(CUMOE_ERR_NOT_SUPPORTED, "no kernel%s serves this operation (%s x %s, %s-major weights)",
+                context->forced[op] ? " (one is forced)" : "", cumoe_dtype_name((cumoe_dtype)s.in),
+                cumoe_dtype_name((cumoe_dtype)s.w), s.major == MAJOR_N ? "N" : "K");
+  return launch_row(context, row, grid_size(&m, &variants[row], &s), args, stream);
 }

@@ -1,8 +1,14 @@
 /* Pure functions of shapes and device; see plan.h. */
 #include "plan.h"
 
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t ceil_div(int64_t a, int64_t b)
+{
+  return (a + b - 1) / b;
+}
+static int64_t min64(int64_t a, int64_t b)
+{
+  return a < b ? a : b;
+}
 
 /* ---- choice ---- */
 
@@ -20,6 +26,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;
+  if (v->form == FORM_wgmma || v->form == FORM_pair) return s->major == MAJOR_K && !s->no_tmap;
   return true;
 }
 
@@ -93,6 +100,13 @@ static int64_t most_tiles(const variant *v, const shape *s)
   return (s->rows / v->bm + partial) * ceil_div(s->n, v->bn);
 }
 
+/* FORM_pair is launched by twos. */
+static int64_t whole_clusters(const variant *v, int64_t grid, int64_t most)
+{
+  if (v->form != FORM_pair || grid % 2 == 0) return grid;
+  return grid < most || grid == 1 ? grid + 1 : grid - 1;
+}
+
 int64_t grid_size(const machine *m, const variant *v, const shape *s)
 {
   if (v->arch == ARCH_cpu) return cpu_units(s);
@@ -100,7 +114,7 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   case OP_map_count:
   case OP_map: return map_chunking(s->rows).chunks;
   case OP_up:
-  case OP_down: return min64(most_tiles(v, s), (int64_t)m->sms * v->ctas);
+  case OP_down: return whole_clusters(v, min64(most_tiles(v, s), (int64_t)m->sms * v->ctas), (int64_t)m->sms * v->ctas);
   case OP_router: return ceil_div(s->tokens, v->bm) * ceil_div(s->n, v->bn);
   case OP_combine: return ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->bn);
   default: return ceil_div(s->tokens, v->bm);

@@ -21,6 +21,7 @@ typedef struct shape {
   operation op;
   int32_t in, w;        /* DT_* of activations and weights */
   weight_major major;   /* of the weights */
+  bool no_tmap;         /* tensor maps cannot describe the weights, or the driver makes none */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
   int32_t n, k;         /* output channels, reduction length */

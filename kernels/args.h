@@ -133,6 +133,21 @@ typedef struct gemm_args {
 enum { CPU_N_BLOCK = 32 };
 
 /*
+ * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
+ *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x the weight rows of a tile, for a gated up 8 of
+ *            one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
+ *   rows:    down only: (k, row); a box is WGMMA_BK x WGMMA_STEP
+ */
+typedef struct gemm_sm90_args {
+  gemm_args g;
+  unsigned char weights[128] __attribute__((aligned(64)));
+  unsigned char rows[128] __attribute__((aligned(64)));
+  int32_t up_first;
+} gemm_sm90_args;
+
+enum { WGMMA_BK = 64, WGMMA_STEP = 16 };
+
+/*
  * reduce:   out[t] = residual[t] + out_scale * (sum_j w[t,j] y(t,j) + s[t] shared[t]);  s = sigmoid(shared_logit) or 1
  * else:     out[t * k + j] = y(t,j)
  * y(t,j) = y[slot_row[t,j]]; 0 if dropped; x[t] if identity. A slot of weight 0 adds exactly nothing.

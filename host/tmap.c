@@ -1,0 +1,81 @@
+/* See tmap.h. */
+#include "tmap.h"
+
+#include <stddef.h>
+#include <cuda.h>
+
+typedef CUresult (*encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                 const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+_Static_assert(sizeof(CUtensorMap) == sizeof((gemm_sm90_args *)NULL)->weights, "kernels/args.h holds tensor maps");
+
+enum { MAX_RANK = 5, ELEMENT = 2 /* bytes */ };
+
+/* A tensor from the innermost dimension on; stride[0] is not asked: elements are neighbours. Strides in elements. */
+typedef struct tensor {
+  const void *base;
+  uint32_t rank;
+  uint64_t size[MAX_RANK];
+  int64_t stride[MAX_RANK];
+  uint32_t box[MAX_RANK];
+} tensor;
+
+static bool encode(void (*encoder)(void), int32_t dtype, const tensor *t, void *map)
+{
+  cuuint64_t bytes[MAX_RANK];
+  cuuint32_t steps[MAX_RANK] = {1, 1, 1, 1, 1};
+  for (uint32_t i = 1; i < t->rank; ++i) bytes[i - 1] = (cuuint64_t)t->stride[i] * ELEMENT;
+  return ((encode_tiled)encoder)(map,
+                                 dtype == DT_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                 t->rank, (void *)(uintptr_t)t->base, t->size, bytes, t->box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+/* Distance from the half that lies first to the other, in bytes. */
+static int64_t half_distance(const expert_matrix *b)
+{
+  const int64_t distance = (int64_t)((intptr_t)b->base[1] - (intptr_t)b->base[0]);
+  return distance < 0 ? -distance : distance;
+}
+
+static bool stride_fits(int64_t bytes)
+{
+  return bytes > 0 && bytes % 16 == 0 && bytes < (int64_t)1 << 40;
+}
+
+bool tmap_serves(const gemm_args *args)
+{
+  const expert_matrix *b = &args->b;
+  if (b->k_stride != 1 || b->table[0] || b->table[1] || args->n % 8 || (intptr_t)b->base[0] % 16) return false;
+  if (!stride_fits(b->n_stride * 8 * ELEMENT) || !stride_fits(b->n_stride * ELEMENT)) return false;
+  if (args->experts > 1 && !stride_fits(b->expert_stride * ELEMENT)) return false;
+  if (args->gated && !stride_fits(half_distance(b))) return false;
+  return true;
+}
+
+bool tmap_encode(void (*encoder)(void), int32_t columns, bool rows, gemm_sm90_args *args)
+{
+  const gemm_args *g = &args->g;
+  const uint32_t halves = g->gated ? 2 : 1;
+  const int64_t half = g->gated ? half_distance(&g->b) / ELEMENT : 8 * g->b.n_stride;
+  args->up_first = g->gated && (uintptr_t)g->b.base[1] < (uintptr_t)g->b.base[0];
+  const tensor weights = {
+      .base = g->b.base[args->up_first ? 1 : 0],
+      .rank = 5,
+      .size = {(uint64_t)g->k, 8, halves, (uint64_t)g->n / 8, (uint64_t)g->experts},
+      .stride = {1, g->b.n_stride, half, 8 * g->b.n_stride, g->experts > 1 ? g->b.expert_stride : 8 * g->b.n_stride},
+      .box = {WGMMA_BK, 8, halves, (uint32_t)columns / 8 / halves, 1},
+  };
+  if (!encode(encoder, g->dtype, &weights, args->weights)) return false;
+  if (!rows) return true;
+  const tensor a = {
+      .base = g->a,
+      .rank = 2,
+      .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
+      .stride = {1, g->a_ld},
+      .box = {WGMMA_BK, WGMMA_STEP},
+  };
+  return encode(encoder, g->dtype, &a, args->rows);
+}

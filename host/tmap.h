@@ -1,0 +1,15 @@
+/* Tensor maps of the sm_90 kernels: host-only arithmetic, encoded anew for every launch. */
+#ifndef CUMOE_TMAP_H
+#define CUMOE_TMAP_H
+
+#include <stdbool.h>
+#include "../kernels/args.h"
+
+/* Whether tensor maps can describe the weights: K-major, one base pointer, strides that the hardware takes. */
+bool tmap_serves(const gemm_args *args);
+
+/* args->g is set; fills in the rest, for boxes of `columns` weight rows. `rows`: the rows of A too, as down reads them.
+ * `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
+bool tmap_encode(void (*encoder)(void), int32_t columns, bool rows, gemm_sm90_args *args);
+
+#endif
