@@ -61,16 +61,17 @@ static shape shape_of(operation op, const void *args)
 }
 
 /* Kernels that read through tensor maps get them encoded here, anew each time: host work only, and nothing to keep. */
-static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid, const void *args, cumoe_stream stream)
+static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid, bool early, const void *args,
+                               cumoe_stream stream)
 {
   const variant *v = &variants[row];
-  if (v->form != FORM_wgmma && v->form != FORM_pair) return launch(context, row, grid, args, stream);
+  if (v->form != FORM_wgmma && v->form != FORM_pair) return launch(context, row, grid, early, args, stream);
   const bool up = v->op == OP_up;
   const int32_t columns = up ? 2 * v->bn : v->bn, ctas = v->form == FORM_pair ? 2 : 1; /* that load a part each */
   gemm_sm90_args mapped = {.g = *(const gemm_args *)args};
   if (!tmap_encode(context->encode_tiled, columns / ctas, !up, &mapped))
     return fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
-  return launch(context, row, grid, &mapped, stream);
+  return launch(context, row, grid, early, &mapped, stream);
 }
 
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
@@ -85,5 +86,6 @@ cumoe_status dispatch(cumoe_context context, operation op, const void *args, cum
     return fail(CUMOE_ERR_NOT_SUPPORTED, "no kernel%s serves this operation (%s x %s, %s-major weights)",
                 context->forced[op] ? " (one is forced)" : "", cumoe_dtype_name((cumoe_dtype)s.in),
                 cumoe_dtype_name((cumoe_dtype)s.w), s.major == MAJOR_N ? "N" : "K");
-  return launch_row(context, row, grid_size(&m, &variants[row], &s), args, stream);
+  const variant *v = &variants[row];
+  return launch_row(context, row, grid_size(&m, v, &s), starts_early(v, &s), args, stream);
 }

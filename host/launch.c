@@ -8,7 +8,8 @@ static cumoe_status explain(cudaError_t error, const variant *v, int64_t grid)
               cudaGetErrorString(error), v->name, (long long)grid, (int)v->threads, (int)v->smem);
 }
 
-cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, const void *args, cumoe_stream stream)
+cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, bool early, const void *args,
+                    cumoe_stream stream)
 {
   const variant *v = &variants[index];
   if (grid == 0) return CUMOE_OK;
@@ -18,16 +19,15 @@ cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, const vo
   }
   if (grid > INT32_MAX)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "%s would need %lld CTAs, the limit is 2^31 - 1", v->name, (long long)grid);
-  cudaLaunchAttribute early = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                               .val = {.programmaticStreamSerializationAllowed = 1}};
+  cudaLaunchAttribute overlap = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                                 .val = {.programmaticStreamSerializationAllowed = 1}};
   cudaLaunchConfig_t config = {
       .gridDim = {(unsigned)grid, 1, 1},
       .blockDim = {(unsigned)v->threads, 1, 1},
       .dynamicSmemBytes = (size_t)v->smem,
       .stream = stream,
-      .attrs = &early,
-      .numAttrs =
-          context->waits[index], /* a grid that starts early and does not wait would race with the one before it */
+      .attrs = &overlap,
+      .numAttrs = early && context->waits[index], /* one that starts early and does not wait would race */
   };
   void *parameters[] = {(void *)(uintptr_t)args};
   cudaError_t error = cudaLaunchKernelExC(&config, (const void *)context->kernels[index], parameters);

@@ -121,6 +121,15 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   }
 }
 
+/* Active experts by E R / (E + R), a little below the mean of even routing; weights of one half. */
+bool starts_early(const variant *v, const shape *s)
+{
+  const double longest = 1.6e9; /* bytes */
+  if (v->form != FORM_thin) return true;
+  const double active = (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
+  return active * (double)s->n * (double)s->k * (s->w == DT_F32 ? 4 : 2) <= longest;
+}
+
 /* One CTA maps up to 1024 pairs by itself; for more, a second launch costs less than it saves (H200, 4096 pairs: 7.3 us
  * instead of 14.6). */
 enum { MAP_UNIT = 1024, MAP_MOST_CHUNKS = 256 };

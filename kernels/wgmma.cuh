@@ -114,7 +114,8 @@ template <class S> struct gather {
   DEVICE void aim(const gemm_args &args, const tile_unit &unit)
   {
     const int64_t pairs = args.row_pair ? token_total(args.tokens) * args.top_k : args.rows_cap;
-    int64_t bad = -1;
+    constexpr int64_t NONE = INT64_MIN; /* -1 is a bad pair too */
+    int64_t bad = NONE;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       const int r = row_of(i);
@@ -126,7 +127,7 @@ template <class S> struct gather {
       else
         source[i] = args.row_pair ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : pair;
     }
-    if (bad != -1) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
+    if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
   }
 
   DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int stage, int k0) const

@@ -638,6 +638,44 @@ static void test_overflow(rng *r)
   group_end();
 }
 
+/* ---- early starts ---------------------------------------------------------------------------------- */
+
+/* The layers that decided the limit, on both sides of it, in up and down alike. */
+static void test_early_starts(void)
+{
+  static const struct {
+    const char *name;
+    int32_t experts, top_k, hidden, inter, tokens;
+    bool early;
+  } layers[] = {
+      {"qwen3-235b T 32", 128, 8, 4096, 1536, 32, true},   {"gpt-oss T 32", 128, 4, 2880, 2880, 32, true},
+      {"gpt-oss T 128", 128, 4, 2880, 2880, 128, false},   {"deepseek-v3 T 8", 256, 8, 7168, 2048, 8, true},
+      {"deepseek-v3 T 32", 256, 8, 7168, 2048, 32, false}, {"deepseek-v3 T 128", 256, 8, 7168, 2048, 128, false},
+      {"mixtral-8x7b T 2", 8, 2, 4096, 14336, 2, true},
+  };
+  const variant thin = {.form = FORM_thin}, tile = {.form = FORM_tile};
+  if (!group_begin("early starts")) return;
+  for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
+    const int64_t rows = (int64_t)layers[i].tokens * layers[i].top_k;
+    const shape up = {.op = OP_up,
+                      .in = DT_BF16,
+                      .w = DT_BF16,
+                      .tokens = layers[i].tokens,
+                      .rows = rows,
+                      .experts = layers[i].experts,
+                      .n = layers[i].inter,
+                      .k = layers[i].hidden};
+    shape down = up;
+    down.op = OP_down, down.n = up.k, down.k = up.n;
+    case_begin("%s", layers[i].name);
+    CHECK(starts_early(&thin, &up) == layers[i].early);
+    CHECK(starts_early(&thin, &down) == layers[i].early);
+    CHECK(starts_early(&tile, &up));
+    case_end();
+  }
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   rng r = {20240917};
@@ -648,6 +686,7 @@ int main(int argc, char **argv)
   test_thresholds();
   test_grids(&r);
   test_grids_around_tiles(&r);
+  test_early_starts();
   test_chunking(&r);
   test_layout(&r);
   test_growth(&r);
