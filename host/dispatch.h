@@ -14,16 +14,22 @@ typedef struct route_pointers {
 } route_pointers;
 
 map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist);
-gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route, cumoe_view pair_weights);
-gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route, int64_t tokens);
+gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route,
+                       cumoe_view pair_weights);
+gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,
+                         int64_t tokens);
 cumoe_status dispatch_map(cumoe_context context, const map_args *args, cumoe_stream stream);
-cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
-                             int64_t logits_ld, cumoe_stream stream);
-gate_args gate_arguments(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias, cumoe_view_mut ids,
-                         cumoe_view_mut weights);
+cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+                             token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream);
+gate_args gate_arguments(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
+                         cumoe_view_mut ids, cumoe_view_mut weights);
 
-combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const cumoe_combine_args *args, int64_t tokens);
+combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const cumoe_combine_args *args,
+                               int64_t tokens);
 
-static inline token_count all_tokens(int64_t tokens) { return (token_count){tokens, NULL}; }
+static inline token_count all_tokens(int64_t tokens)
+{
+  return (token_count){tokens, NULL};
+}
 
 #endif

@@ -72,7 +72,7 @@ struct cumoe_context_s {
   int32_t device; /* CUDA ordinal or CUMOE_DEVICE_CPU */
   cumoe_device_info info;
   void (*encode_tiled)(void); /* the driver's cuTensorMapEncodeTiled, where kernels take tensor maps; else NULL */
-  thread_pool *threads; /* CPU device only */
+  thread_pool *threads;       /* CPU device only */
   cudaLibrary_t libraries[MAX_IMAGES];
   int32_t library_count;
   cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */

@@ -3,34 +3,47 @@
 
 /* ---- router ---- */
 
-cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
-                             int64_t logits_ld, cumoe_stream stream)
+cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+                             token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream)
 {
-  const router_args a = {.x = x.data, .w = weight.data, .bias = bias.data, .logits = logits, .x_ld = x.ld, .w_ld = weight.ld,
-                         .logits_ld = logits_ld, .tokens = tokens, .experts = (int32_t)weight.rows, .hidden = (int32_t)x.cols,
-                         .x_dtype = x.dtype, .w_dtype = weight.dtype, .bias_dtype = bias.data ? bias.dtype : DT_NONE};
+  const router_args a = {.x = x.data,
+                         .w = weight.data,
+                         .bias = bias.data,
+                         .logits = logits,
+                         .x_ld = x.ld,
+                         .w_ld = weight.ld,
+                         .logits_ld = logits_ld,
+                         .tokens = tokens,
+                         .experts = (int32_t)weight.rows,
+                         .hidden = (int32_t)x.cols,
+                         .x_dtype = x.dtype,
+                         .w_dtype = weight.dtype,
+                         .bias_dtype = bias.data ? bias.dtype : DT_NONE};
   return dispatch(context, OP_router, &a, stream);
 }
 
-static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, cumoe_view logits)
+static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+                                 cumoe_view logits)
 {
   TRY(check_context(context));
   TRY(check_owner(context, "weight", &weight)); /* its shape means nothing once it is freed; the same below */
-  REQUIRE(weight.rows >= 1 && weight.rows <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "weight.rows is %lld, must be 1 .. %d",
-          (long long)weight.rows, CUMOE_MAX_EXPERTS);
+  REQUIRE(weight.rows >= 1 && weight.rows <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "weight.rows is %lld, must be 1 .. %d", (long long)weight.rows, CUMOE_MAX_EXPERTS);
   REQUIRE(weight.cols >= 8 && weight.cols % 8 == 0 && weight.cols <= INT32_MAX / 2, CUMOE_ERR_INVALID_ARGUMENT,
           "weight.cols is %lld, must be a positive multiple of 8", (long long)weight.cols);
   const operand x_want = {"x", x.rows, weight.cols, FLOAT_BITS, 16};
   TRY(check_operand(context, &x_want, x));
   const uint32_t types = DTYPE_BIT(x.dtype & 31) | DTYPE_BIT(CUMOE_F32);
-  const operand weight_want = {"weight", weight.rows, weight.cols, types, 16}, bias_want = {"bias", 1, weight.rows, types, 0};
+  const operand weight_want = {"weight", weight.rows, weight.cols, types, 16},
+                bias_want = {"bias", 1, weight.rows, types, 0};
   const operand logits_want = {"logits", x.rows, weight.rows, DTYPE_BIT(CUMOE_F32), 0};
   TRY(check_operand(context, &weight_want, weight));
   TRY(check_optional(context, &bias_want, bias));
   return check_operand(context, &logits_want, logits);
 }
 
-cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, cumoe_view_mut logits, cumoe_stream stream)
+cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+                          cumoe_view_mut logits, cumoe_stream stream)
 {
   begin_call(__func__);
   TRY(check_router(context, x, weight, bias, cumoe_const(logits)));
@@ -41,30 +54,48 @@ cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight
 
 /* ---- gate ---- */
 
-gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias, cumoe_view_mut ids,
-                         cumoe_view_mut weights)
+gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
+                         cumoe_view_mut ids, cumoe_view_mut weights)
 {
-  return (gate_args){.logits = logits.data, .select_bias = select_bias.data, .ids = ids.data, .weights = weights.data,
-                     .logits_ld = logits.ld, .ids_ld = ids.ld, .weights_ld = weights.ld, .tokens = all_tokens(logits.rows),
-                     .experts = (int32_t)logits.cols, .logits_dtype = logits.dtype, .ids_dtype = ids.dtype, .score = r->score,
-                     .top_k = r->top_k, .n_group = r->n_group, .topk_group = r->topk_group, .group_score = r->group_score,
-                     .flags = r->flags, .routed_scale = r->routed_scale == 0 ? 1 : r->routed_scale, .softcap = r->softcap,
-                     .renorm_eps = r->renorm_eps, .renorm_min = r->renorm_min, .fault = context->fault};
+  return (gate_args){.logits = logits.data,
+                     .select_bias = select_bias.data,
+                     .ids = ids.data,
+                     .weights = weights.data,
+                     .logits_ld = logits.ld,
+                     .ids_ld = ids.ld,
+                     .weights_ld = weights.ld,
+                     .tokens = all_tokens(logits.rows),
+                     .experts = (int32_t)logits.cols,
+                     .logits_dtype = logits.dtype,
+                     .ids_dtype = ids.dtype,
+                     .score = r->score,
+                     .top_k = r->top_k,
+                     .n_group = r->n_group,
+                     .topk_group = r->topk_group,
+                     .group_score = r->group_score,
+                     .flags = r->flags,
+                     .routed_scale = r->routed_scale == 0 ? 1 : r->routed_scale,
+                     .softcap = r->softcap,
+                     .renorm_eps = r->renorm_eps,
+                     .renorm_min = r->renorm_min,
+                     .fault = context->fault};
 }
 
-cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias, cumoe_view_mut ids,
-                        cumoe_view_mut weights, cumoe_stream stream)
+cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
+                        cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
 {
   begin_call(__func__);
   cumoe_routing r;
   TRY(check_context(context));
   TRY(take_struct("routing", routing, &r, sizeof r));
   TRY(check_owner(context, "logits", &logits));
-  REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "logits.cols is %lld, must be 1 .. %d",
-          (long long)logits.cols, CUMOE_MAX_EXPERTS);
+  REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "logits.cols is %lld, must be 1 .. %d", (long long)logits.cols, CUMOE_MAX_EXPERTS);
   TRY(check_routing(&r, (int32_t)logits.cols));
-  const operand logits_want = {"logits", logits.rows, logits.cols, FLOAT_BITS, 0}, bias_want = {"select_bias", 1, logits.cols, DTYPE_BIT(CUMOE_F32), 0};
-  const operand ids_want = {"ids", logits.rows, r.top_k, INDEX_BITS, 0}, weights_want = {"weights", logits.rows, r.top_k, DTYPE_BIT(CUMOE_F32), 0};
+  const operand logits_want = {"logits", logits.rows, logits.cols, FLOAT_BITS, 0},
+                bias_want = {"select_bias", 1, logits.cols, DTYPE_BIT(CUMOE_F32), 0};
+  const operand ids_want = {"ids", logits.rows, r.top_k, INDEX_BITS, 0},
+                weights_want = {"weights", logits.rows, r.top_k, DTYPE_BIT(CUMOE_F32), 0};
   TRY(check_operand(context, &logits_want, logits));
   TRY(check_optional(context, &bias_want, select_bias));
   TRY(check_operand(context, &ids_want, cumoe_const(ids)));
@@ -87,11 +118,24 @@ map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, r
 {
   const cumoe_moe_desc *d = &plan->desc;
   const map_chunks cut = map_chunking(ids.rows * d->routing.top_k);
-  return (map_args){.ids = ids.data, .ids_ld = ids.ld, .expert_map = expert_map.data, .counts = route.counts, .offsets = route.offsets,
-                    .row_pair = route.row_pair, .slot_row = route.slot_row, .hist = hist, .tokens = all_tokens(ids.rows),
-                    .ids_dtype = ids.dtype, .top_k = d->routing.top_k, .num_experts = d->num_experts,
-                    .zero_experts = d->routing.zero_experts, .identity_experts = d->routing.identity_experts,
-                    .local_experts = d->local_experts, .chunks = cut.chunks, .chunk_pairs = cut.chunk_pairs, .fault = plan->context->fault};
+  return (map_args){.ids = ids.data,
+                    .ids_ld = ids.ld,
+                    .expert_map = expert_map.data,
+                    .counts = route.counts,
+                    .offsets = route.offsets,
+                    .row_pair = route.row_pair,
+                    .slot_row = route.slot_row,
+                    .hist = hist,
+                    .tokens = all_tokens(ids.rows),
+                    .ids_dtype = ids.dtype,
+                    .top_k = d->routing.top_k,
+                    .num_experts = d->num_experts,
+                    .zero_experts = d->routing.zero_experts,
+                    .identity_experts = d->routing.identity_experts,
+                    .local_experts = d->local_experts,
+                    .chunks = cut.chunks,
+                    .chunk_pairs = cut.chunk_pairs,
+                    .fault = plan->context->fault};
 }
 
 static size_t hist_bytes(cumoe_plan plan, int64_t tokens)
@@ -102,8 +146,8 @@ static size_t hist_bytes(cumoe_plan plan, int64_t tokens)
 
 static cumoe_status check_tokens(const char *name, int64_t tokens, int32_t top_k)
 {
-  REQUIRE(tokens >= 0 && tokens <= INT32_MAX / top_k, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 .. %d (2^31 / top_k)", name,
-          (long long)tokens, (int)(INT32_MAX / top_k));
+  REQUIRE(tokens >= 0 && tokens <= INT32_MAX / top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld, must be 0 .. %d (2^31 / top_k)", name, (long long)tokens, (int)(INT32_MAX / top_k));
   return CUMOE_OK;
 }
 
@@ -122,14 +166,15 @@ static route_pointers pointers_of(const cumoe_route *route)
   return (route_pointers){route->counts.data, route->offsets.data, route->row_pair.data, route->slot_row.data};
 }
 
-cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route, cumoe_view_mut workspace,
-                       cumoe_stream stream)
+cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
+                       cumoe_view_mut workspace, cumoe_stream stream)
 {
   begin_call(__func__);
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
-  const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0}, map_want = {"expert_map", 1, d->num_experts, DTYPE_BIT(CUMOE_I32), 0};
+  const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0},
+                map_want = {"expert_map", 1, d->num_experts, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_operand(plan->context, &ids_want, ids));
   TRY(check_optional(plan->context, &map_want, expert_map));
   REQUIRE(d->local_experts == d->num_experts || !absent(&expert_map), CUMOE_ERR_INVALID_ARGUMENT,
@@ -140,8 +185,8 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
   if (need) {
     const cumoe_view given = cumoe_const(workspace);
     TRY(check_owner(plan->context, "workspace", &given));
-    REQUIRE(workspace.cols >= 0 && (size_t)workspace.cols >= need, CUMOE_ERR_WORKSPACE, "workspace has %lld bytes, %zu are needed",
-            (long long)workspace.cols, need);
+    REQUIRE(workspace.cols >= 0 && (size_t)workspace.cols >= need, CUMOE_ERR_WORKSPACE,
+            "workspace has %lld bytes, %zu are needed", (long long)workspace.cols, need);
     TRY(check_operand(plan->context, &workspace_want, cumoe_const(workspace)));
   }
   if (ids.rows == 0) return CUMOE_OK;
@@ -154,8 +199,13 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
 static gemm_args gemm_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view a, const route_pointers *route)
 {
   const cumoe_moe_desc *d = &plan->desc;
-  gemm_args g = {.a = a.data, .a_ld = a.ld, .experts = weights->experts, .top_k = d->routing.top_k, .dtype = d->dtype,
-                 .act = ACT_IDENTITY, .fault = plan->context->fault};
+  gemm_args g = {.a = a.data,
+                 .a_ld = a.ld,
+                 .experts = weights->experts,
+                 .top_k = d->routing.top_k,
+                 .dtype = d->dtype,
+                 .act = ACT_IDENTITY,
+                 .fault = plan->context->fault};
   if (route) {
     g.counts = route->counts;
     g.offsets = route->offsets;
@@ -164,7 +214,8 @@ static gemm_args gemm_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_vi
 }
 
 /* route NULL: dense, every token is a row of the only expert. */
-gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route, cumoe_view pair_weights)
+gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route,
+                       cumoe_view pair_weights)
 {
   const cumoe_moe_desc *d = &plan->desc;
   gemm_args g = gemm_arguments(plan, weights, x, route);
@@ -183,7 +234,8 @@ gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, con
   return g;
 }
 
-gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route, int64_t tokens)
+gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,
+                         int64_t tokens)
 {
   gemm_args g = gemm_arguments(plan, weights, h, route);
   g.b = weights->down;
@@ -194,8 +246,8 @@ gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, c
   return g;
 }
 
-cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
-                      cumoe_stream stream)
+cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
+                      cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call(__func__);
   TRY(check_plan(plan));
@@ -204,12 +256,15 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const int64_t rows = x.rows * d->routing.top_k;
   const uint32_t own = DTYPE_BIT(d->dtype);
-  const operand x_want = {"x", x.rows, d->hidden, own, 16}, h_want = {"h", rows > h.rows ? rows : h.rows, d->inter, own, 16};
+  const operand x_want = {"x", x.rows, d->hidden, own, 16},
+                h_want = {"h", rows > h.rows ? rows : h.rows, d->inter, own, 16};
   const operand weights_want = {"pair_weights", x.rows, d->routing.top_k, DTYPE_BIT(CUMOE_F32), 0};
   TRY(check_operand(plan->context, &x_want, x));
   TRY(check_route(plan, route, x.rows));
-  if (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) TRY(check_operand(plan->context, &weights_want, pair_weights));
-  else TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
+  if (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT)
+    TRY(check_operand(plan->context, &weights_want, pair_weights));
+  else
+    TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
   TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
   TRY(check_disjoint("h", h, "x", x));
   if (x.rows == 0) return CUMOE_OK;
@@ -220,7 +275,8 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
   ON_DEVICE(plan->context, dispatch(plan->context, OP_up, &g, stream));
 }
 
-cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
+                        cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call(__func__);
   TRY(check_plan(plan));
@@ -234,7 +290,8 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
   TRY(check_route(plan, route, tokens));
   const int64_t rows = tokens * d->routing.top_k;
   const uint32_t own = DTYPE_BIT(d->dtype);
-  const operand h_want = {"h", rows > h.rows ? rows : h.rows, d->inter, own, 16}, y_want = {"y", rows > y.rows ? rows : y.rows, d->hidden, own, 16};
+  const operand h_want = {"h", rows > h.rows ? rows : h.rows, d->inter, own, 16},
+                y_want = {"y", rows > y.rows ? rows : y.rows, d->hidden, own, 16};
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
   TRY(check_disjoint("y", y, "h", h));
@@ -251,16 +308,34 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
 combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const cumoe_combine_args *a, int64_t tokens)
 {
   const cumoe_moe_desc *d = &plan->desc;
-  return (combine_args){.y = a->y.data, .x = a->x.data, .shared = a->shared.data, .residual = a->residual.data, .out = a->out.data,
-                        .y_ld = a->y.ld, .x_ld = a->x.ld, .shared_ld = a->shared.ld, .residual_ld = a->residual.ld, .out_ld = a->out.ld,
-                        .slot_row = slot_row, .pair_weights = a->pair_weights.data, .pair_weights_ld = a->pair_weights.ld,
-                        .shared_logit = a->shared_logit.data, .shared_logit_ld = a->shared_logit.ld,
-                        .tokens = {tokens, a->device_tokens.data}, .rows_cap = a->y.rows, .top_k = d->routing.top_k, .hidden = d->hidden,
-                        .dtype = d->dtype, .out_dtype = d->out_dtype, .reduce = !(d->flags & CUMOE_MOE_UNREDUCED),
-                        .out_scale = a->out_scale == 0 ? 1 : a->out_scale, .fault = plan->context->fault};
+  return (combine_args){.y = a->y.data,
+                        .x = a->x.data,
+                        .shared = a->shared.data,
+                        .residual = a->residual.data,
+                        .out = a->out.data,
+                        .y_ld = a->y.ld,
+                        .x_ld = a->x.ld,
+                        .shared_ld = a->shared.ld,
+                        .residual_ld = a->residual.ld,
+                        .out_ld = a->out.ld,
+                        .slot_row = slot_row,
+                        .pair_weights = a->pair_weights.data,
+                        .pair_weights_ld = a->pair_weights.ld,
+                        .shared_logit = a->shared_logit.data,
+                        .shared_logit_ld = a->shared_logit.ld,
+                        .tokens = {tokens, a->device_tokens.data},
+                        .rows_cap = a->y.rows,
+                        .top_k = d->routing.top_k,
+                        .hidden = d->hidden,
+                        .dtype = d->dtype,
+                        .out_dtype = d->out_dtype,
+                        .reduce = !(d->flags & CUMOE_MOE_UNREDUCED),
+                        .out_scale = a->out_scale == 0 ? 1 : a->out_scale,
+                        .fault = plan->context->fault};
 }
 
-cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args, cumoe_stream stream)
+cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args,
+                           cumoe_stream stream)
 {
   begin_call(__func__);
   cumoe_combine_args a;
@@ -273,7 +348,8 @@ cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   TRY(check_owner(plan->context, "route.slot_row", &slots));
   const int64_t tokens = slots.rows;
   TRY(check_tokens("route.slot_row.rows", tokens, d->routing.top_k));
-  const operand out = {"args.out", unreduced ? tokens * d->routing.top_k : tokens, d->hidden, DTYPE_BIT(d->out_dtype), 16};
+  const operand out = {"args.out", unreduced ? tokens * d->routing.top_k : tokens, d->hidden, DTYPE_BIT(d->out_dtype),
+                       16};
   TRY(check_operand(plan->context, &out, cumoe_const(a.out)));
   TRY(check_combine(plan, route, &a, tokens));
   if (tokens == 0) return CUMOE_OK;

@@ -29,8 +29,8 @@ typedef struct fault_sink {
   uint32_t *mirror;
 } fault_sink;
 
-#define FAULT_RECORD(code, slot, token)                                                                       \
-  ((uint64_t)(code) << 56 | ((uint64_t)(slot) & 0xfff) << 44 | ((uint64_t)(token) & 0xfffffffffffULL))
+#define FAULT_RECORD(code, slot, token)                                                                                \
+  ((uint64_t)(code) << 56 | ((uint64_t)(slot)&0xfff) << 44 | ((uint64_t)(token)&0xfffffffffffULL))
 
 /* T = min(max(*device, 0), count) if device is set, else count. */
 typedef struct token_count {
@@ -124,8 +124,8 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
-  int32_t settled;           /* weights, counts and offsets were complete before the grid before this one started */
+  int32_t dtype, act, gated;  /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  int32_t settled;            /* weights, counts and offsets were complete before the grid before this one started */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
   fault_sink fault;
 } gemm_args;
@@ -165,7 +165,8 @@ typedef struct combine_args {
   token_count tokens;
   int64_t rows_cap;
   int32_t top_k, hidden, dtype, out_dtype, reduce;
-  int32_t settled; /* slot_row, pair_weights and a device token count were complete before the grid before this one started */
+  int32_t
+      settled; /* slot_row, pair_weights and a device token count were complete before the grid before this one started */
   float out_scale;
   fault_sink fault;
 } combine_args;

@@ -11,14 +11,32 @@ using f32 = float;
 using f16 = __half;
 using bf16 = __nv_bfloat16;
 
-DEVICE float to_f32(f32 value) { return value; }
-DEVICE float to_f32(f16 value) { return __half2float(value); }
-DEVICE float to_f32(bf16 value) { return __bfloat162float(value); }
+DEVICE float to_f32(f32 value)
+{
+  return value;
+}
+DEVICE float to_f32(f16 value)
+{
+  return __half2float(value);
+}
+DEVICE float to_f32(bf16 value)
+{
+  return __bfloat162float(value);
+}
 
 template <class T> DEVICE T from_f32(float value);
-template <> DEVICE f32 from_f32<f32>(float value) { return value; }
-template <> DEVICE f16 from_f32<f16>(float value) { return __float2half_rn(value); }
-template <> DEVICE bf16 from_f32<bf16>(float value) { return __float2bfloat16_rn(value); }
+template <> DEVICE f32 from_f32<f32>(float value)
+{
+  return value;
+}
+template <> DEVICE f16 from_f32<f16>(float value)
+{
+  return __float2half_rn(value);
+}
+template <> DEVICE bf16 from_f32<bf16>(float value)
+{
+  return __float2bfloat16_rn(value);
+}
 
 /* Two elements in one register, the first in the low half. */
 template <class T> DEVICE uint32_t pack_pair(float low, float high);
@@ -34,17 +52,28 @@ template <> DEVICE uint32_t pack_pair<bf16>(float low, float high)
 }
 
 template <class T> DEVICE float2 unpack_pair(uint32_t pair);
-template <> DEVICE float2 unpack_pair<f16>(uint32_t pair) { return __half22float2(*reinterpret_cast<__half2 *>(&pair)); }
+template <> DEVICE float2 unpack_pair<f16>(uint32_t pair)
+{
+  return __half22float2(*reinterpret_cast<__half2 *>(&pair));
+}
 template <> DEVICE float2 unpack_pair<bf16>(uint32_t pair)
 {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 /* The widest register vector that N bytes can be moved in (N a power of two or a multiple of 16). */
-template <int BYTES> struct bytes_vector { using type = uint4; };
-template <> struct bytes_vector<2> { using type = uint16_t; };
-template <> struct bytes_vector<4> { using type = uint32_t; };
-template <> struct bytes_vector<8> { using type = uint2; };
+template <int BYTES> struct bytes_vector {
+  using type = uint4;
+};
+template <> struct bytes_vector<2> {
+  using type = uint16_t;
+};
+template <> struct bytes_vector<4> {
+  using type = uint32_t;
+};
+template <> struct bytes_vector<8> {
+  using type = uint2;
+};
 
 /* N consecutive elements as f32, by the widest loads there are: `source` is aligned to min(N elements, 16 bytes). */
 template <int N, class T> DEVICE void load_f32(const T *source, float (&value)[N])

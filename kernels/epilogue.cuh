@@ -8,9 +8,9 @@
 
 /* How accumulator columns name channels. */
 enum columns {
-  COLUMNS_plain,    /* column = channel */
-  COLUMNS_blocks,   /* 8 gate channels, the same 8 up channels, the next 8 gate ... */
-  COLUMNS_gate_up,  /* gate and up element by element */
+  COLUMNS_plain,   /* column = channel */
+  COLUMNS_blocks,  /* 8 gate channels, the same 8 up channels, the next 8 gate ... */
+  COLUMNS_gate_up, /* gate and up element by element */
   COLUMNS_up_gate
 };
 
@@ -24,7 +24,10 @@ DEVICE columns columns_of(const gemm_args &args, bool up, bool n_major)
 
 /* Staged accumulators: rows of f32 with 4 floats of air after every 32 and 8 at the end, so that neither the rows of a
  * fragment nor the blocks of 16 that neighbouring threads read fall into the same banks. */
-DEVICE constexpr int staged_place(int column) { return column + column / 32 * 4; }
+DEVICE constexpr int staged_place(int column)
+{
+  return column + column / 32 * 4;
+}
 template <int COLUMNS> constexpr int STAGED_LD = COLUMNS + COLUMNS / 32 * 4 + 8;
 
 /* Accumulators of eight consecutive channels, from `channel` of the tile on, out of a staged row. */

@@ -42,7 +42,8 @@ void test_begin(int argc, char **argv)
     else if (!strcmp(argv[i], "--only"))
       test.only = value, i++;
     else if (!strcmp(argv[i], "--shard")) {
-      if (sscanf(value, "%d/%d", &test.shard, &test.shards) != 2 || test.shards < 1) test.want_cpu = test.want_cuda = false;
+      if (sscanf(value, "%d/%d", &test.shard, &test.shards) != 2 || test.shards < 1)
+        test.want_cpu = test.want_cuda = false;
       i++;
     } else if (!strcmp(argv[i], "--device")) {
       test.want_cpu = !strcmp(value, "cpu") || !strcmp(value, "all");
