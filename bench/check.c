@@ -271,7 +271,7 @@ static bool weighted_well(const shape *p, const token *t, const scores *s)
   return true;
 }
 
-static cumoe_status check_routing(cell *c, const token *t, verdict *v)
+static cumoe_status verify_routing(cell *c, const token *t, verdict *v)
 {
   scores *s = calloc(1, sizeof *s);
   if (!s) return CUMOE_ERR_OUT_OF_MEMORY;
@@ -305,7 +305,7 @@ static cumoe_status check_token(cell *c, const uint16_t *out, verdict *v)
   const size_t hidden = (size_t)c->model->shape->hidden;
   token t = {.x = malloc(hidden * sizeof *t.x), .bytes = malloc(hidden * sizeof *t.bytes)};
   cumoe_status status = t.x && t.bytes ? fetch_token(c, &t) : CUMOE_ERR_OUT_OF_MEMORY;
-  if (status == CUMOE_OK) status = check_routing(c, &t, v);
+  if (status == CUMOE_OK) status = verify_routing(c, &t, v);
   if (status == CUMOE_OK && v->routed && v->finite) status = check_elements(c, &t, out, v);
   free(t.x);
   free(t.bytes);
