@@ -59,7 +59,7 @@ C_COMMON := -std=c11 -D_GNU_SOURCE $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-is
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0
-C_TOOL   := $(C_COMMON) -O2 -g0 -Iinclude
+C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 SANITIZE ?= address,undefined
 C_ASAN   := -O1 -g1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 NV_FLAGS := -O3 -std=c++17 -Xptxas -v,-warn-spills,-warn-lmem-usage

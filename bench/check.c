@@ -332,7 +332,7 @@ static bool all_finite(const uint16_t *out, int64_t count, cumoe_dtype dtype)
   return bad == 0;
 }
 
-static cumoe_status check_outputs(cell *c, uint16_t *first, uint16_t *second, verdict *v)
+static cumoe_status verify_outputs(cell *c, uint16_t *first, uint16_t *second, verdict *v)
 {
   const int64_t count = c->tokens * c->model->shape->hidden;
   TRY(run_poisoned(c, 0xff, first));
@@ -363,7 +363,7 @@ cumoe_status check_cell(cell *c, verdict *v)
   *v = (verdict){0};
   TRY(cumoe_fault_clear(b->context, b->stream));
   cumoe_status status = first && second ? count_inputs(c) : CUMOE_ERR_OUT_OF_MEMORY;
-  if (status == CUMOE_OK) status = check_outputs(c, first, second, v);
+  if (status == CUMOE_OK) status = verify_outputs(c, first, second, v);
   if (status == CUMOE_OK) status = cumoe_fault_read(b->context, b->stream, &fault);
   v->faultless = status == CUMOE_OK && fault.code == CUMOE_FAULT_NONE;
   free(first);
