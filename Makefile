@@ -104,7 +104,7 @@ $(OBJ)/flags.$(1): $(if $(filter x$(subst $(SPACE),_,$(strip $(2))),x$(subst $(S
 	@mkdir -p $$(@D)
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
-$(eval $(call stamp,cc,$(CC) $(C_HOST) $(CFLAGS)))
+$(eval $(call stamp,cc,$(CC) $(C_HOST) $(C_TOOL) $(CFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
