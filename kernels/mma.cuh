@@ -99,4 +99,10 @@ DEVICE uint4 ld_global_no_allocate(const void *global, bool there)
   return v;
 }
 
+/* To L2, of weights that a later load will want. */
+DEVICE void prefetch_l2(const void *global)
+{
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 #endif
