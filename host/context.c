@@ -8,11 +8,11 @@
 #include <unistd.h>
 
 #include "internal.h"
-#include "variants.h"
+#include "plan.h"
 
 static const uint32_t MAGIC = 0x656f6d63; /* "cmoe" */
 
-enum { DEFAULT_SMEM = 48 * 1024, MIN_CC = 80, WAITS_FROM = 90 };
+enum { DEFAULT_SMEM = 48 * 1024, WAITS_FROM = 90 };
 
 _Static_assert(OP_COUNT <= sizeof((struct cumoe_context_s){0}.forced) / sizeof(int32_t), "raise forced[]");
 
@@ -153,17 +153,6 @@ static cumoe_status make_pool(cumoe_context context)
   return CUMOE_OK;
 }
 
-static bool runs_on(const variant *v, const cumoe_device_info *info)
-{
-  int cc = info->cc_major * 10 + info->cc_minor;
-  switch ((arch)v->arch) {
-  case ARCH_any: return cc >= MIN_CC;
-  case ARCH_sm90: return cc == 90; /* architecture-specific code: this one and no later */
-  case ARCH_cpu: break;
-  }
-  return false;
-}
-
 static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibrary_t *library)
 {
   if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
@@ -222,11 +211,11 @@ static cumoe_status load_kernel(cumoe_context context, int32_t index, cudaLibrar
 static cumoe_status load_kernels(cumoe_context context)
 {
   const unsigned char *loaded[MAX_IMAGES] = {NULL};
-  if (context->info.cc_major * 10 + context->info.cc_minor < MIN_CC)
-    return no_image(context, "kernels", "compute capability 8.0 is the least");
+  const machine m = machine_of(&context->info, NULL);
+  if (m.cc < MIN_CC) return no_image(context, "kernels", "compute capability 8.0 is the least");
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
-    if (!runs_on(v, &context->info) || v->smem > context->info.smem_per_block_optin) continue;
+    if (!runs_on(&m, v)) continue;
     int32_t image = 0;
     while (image < context->library_count && loaded[image] != v->image) image++;
     if (image == context->library_count) {

@@ -76,9 +76,7 @@ static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid,
 
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
 {
-  const cumoe_device_info *info = &context->info;
-  const machine m = {on_cpu(context) ? 0 : info->cc_major * 10 + info->cc_minor, info->multiprocessors, context->forced,
-                     info->smem_per_block_optin};
+  const machine m = machine_of(&context->info, context->forced);
   shape s = shape_of(op, args);
   s.no_tmap |= context->encode_tiled == NULL;
   const int32_t row = choose(&m, &s);

@@ -12,11 +12,17 @@ static int64_t min64(int64_t a, int64_t b)
 
 /* ---- choice ---- */
 
-static bool runs_on(const machine *m, const variant *v)
+machine machine_of(const cumoe_device_info *info, const int32_t *forced)
+{
+  const int32_t cc = info->device == CUMOE_DEVICE_CPU ? 0 : info->cc_major * 10 + info->cc_minor;
+  return (machine){cc, info->multiprocessors, forced, info->smem_per_block_optin};
+}
+
+bool runs_on(const machine *m, const variant *v)
 {
   if (m->cc == 0) return v->arch == ARCH_cpu;
   if (v->smem > m->smem) return false;
-  return (v->arch == ARCH_any && m->cc >= 80) || (v->arch == ARCH_sm90 && m->cc == 90);
+  return (v->arch == ARCH_any && m->cc >= MIN_CC) || (v->arch == ARCH_sm90 && m->cc == 90);
 }
 
 static bool serves(const machine *m, const variant *v, const shape *s)

@@ -14,6 +14,13 @@ typedef struct machine {
   int32_t smem;          /* bytes of shared memory a block may ask for; a row that needs more was not loaded */
 } machine;
 
+enum { MIN_CC = 80 }; /* of the GPUs that the library serves */
+
+machine machine_of(const cumoe_device_info *info, const int32_t *forced);
+
+/* Whether the device can run the row: contexts load the kernels of these rows, and only these are chosen. */
+bool runs_on(const machine *m, const variant *v);
+
 typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N } weight_major;
 
 /* One operation's shape. Fields that an operation does not have stay 0. */

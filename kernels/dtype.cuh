@@ -121,13 +121,4 @@ template <int N> DEVICE void load_any(const void *base, int64_t index, int dtype
   }
 }
 
-template <int N> DEVICE void store_any(void *base, int64_t index, int dtype, const float (&value)[N])
-{
-  switch (dtype) {
-  case DT_F16: store_f32<N>(static_cast<f16 *>(base) + index, value); break;
-  case DT_BF16: store_f32<N>(static_cast<bf16 *>(base) + index, value); break;
-  default: store_f32<N>(static_cast<float *>(base) + index, value);
-  }
-}
-
 #endif

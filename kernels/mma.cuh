@@ -50,11 +50,6 @@ DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes)
                : "memory");
 }
 
-DEVICE void cp_async_ca_4(uint32_t shared, const void *global, int bytes)
-{
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-
 DEVICE void cp_async_commit_group()
 {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -97,12 +92,6 @@ DEVICE uint4 ld_global_no_allocate(const void *global, bool there)
                : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
                : "l"(global), "r"((unsigned)there));
   return v;
-}
-
-/* To L2, of weights that a later load will want. */
-DEVICE void prefetch_l2(const void *global)
-{
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 #endif

@@ -39,7 +39,7 @@ static const gpu gpus[] = {{0, 8, 0},         {80, 108, 166912},  {86, 82, 10137
                            {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 enum { GPU_COUNT = sizeof gpus / sizeof gpus[0] };
 
-static machine machine_of(const gpu *g, const int32_t *forced)
+static machine gpu_machine(const gpu *g, const int32_t *forced)
 {
   return (machine){g->cc, g->sms, forced, g->smem};
 }
@@ -149,7 +149,7 @@ static bool row_can(const variant *v, const gpu *g, const shape *s)
 
 static bool check_choice(const gpu *g, const shape *s, bool *chosen)
 {
-  const machine m = machine_of(g, NULL);
+  const machine m = gpu_machine(g, NULL);
   if (g->cc == 0 && s->op == OP_map_count) return true; /* the CPU map counts by itself */
   int32_t row = choose(&m, s);
   if (!CHECK_MSG(row >= 0 && row < variant_count, "no row for %s", shape_name(g, s))) return false;
@@ -197,7 +197,7 @@ static void test_forced_rows(rng *r)
     forced[variants[row].op] = row + 1;
     for (int n = 0; n < 500; n++) {
       const gpu *g = &gpus[n % GPU_COUNT];
-      const machine free_choice = machine_of(g, NULL), m = machine_of(g, forced);
+      const machine free_choice = gpu_machine(g, NULL), m = gpu_machine(g, forced);
       cumoe_moe_desc given = random_desc(r), d;
       shape s[MAX_SHAPES];
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
@@ -306,7 +306,7 @@ static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert
   int32_t want;
   if (per_expert < 1 || per_expert * experts > INT32_MAX) return;
   const shape s = threshold_shape(t, per_expert, experts, type, bits);
-  const machine m = machine_of(g, NULL);
+  const machine m = gpu_machine(g, NULL);
   const int32_t got = choose(&m, &s);
   line_by_table(g, &s, per_expert, &want);
   if (got >= 0) chosen[got] = true;
@@ -383,7 +383,7 @@ static wide cpu_grid(const shape *s)
 
 static void check_grid(rng *r, const gpu *g, const shape *s)
 {
-  const machine m = machine_of(g, NULL);
+  const machine m = gpu_machine(g, NULL);
   int32_t row = choose(&m, s);
   if (row < 0) return; /* told elsewhere */
   const variant *v = &variants[row];
@@ -430,7 +430,7 @@ static void test_grids_around_tiles(rng *r)
     if (v->arch == ARCH_cpu || v->op == OP_map || v->op == OP_map_count) continue;
     case_begin("%s", v->name);
     const gpu g = {90, 132, 232448};
-    const machine m = machine_of(&g, NULL);
+    const machine m = gpu_machine(&g, NULL);
     for (int64_t tokens = 1; tokens <= 4 * v->bm + 1; tokens++)
       for (int32_t n = v->bn < 8 ? v->bn : 8; n <= 3 * v->bn; n += (int32_t)larger(8, (v->bn / 4) & ~7)) {
         shape s = {.op = (operation)v->op,
