@@ -174,22 +174,73 @@ template <int N> DEVICE unsigned load_logits(const gate_args &a, int64_t row, in
   }
 }
 
+template <int N> DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, const float (&l)[N])
+{
+  float sum = 0;
+  t.max = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < N; i++) t.max = fmaxf(t.max, l[i]);
+  t.max = warp_max(t.max);
+#pragma unroll
+  for (int i = 0; i < N; i++) sum += softmax_term(l[i], t.max);
+  t.sum = warp_sum(sum);
+}
+
 /* In registers: keys of the logits themselves. Every score keeps their order, but may round. */
 template <int N> DEVICE unsigned keys_of_logits(const gate_args &a, gate_token &t, uint32_t (&key)[N])
 {
-  float l[N], sum = 0;
+  float l[N];
   unsigned first_nan = load_logits(a, t.logits, 0, l);
-  if (softmax_over_all(a)) {
-    t.max = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < N; i++) t.max = fmaxf(t.max, l[i]);
-    t.max = warp_max(t.max);
-#pragma unroll
-    for (int i = 0; i < N; i++) sum += softmax_term(l[i], t.max);
-    t.sum = warp_sum(sum);
-  }
+  if (softmax_over_all(a)) softmax_over_lanes(a, t, l);
 #pragma unroll
   for (int i = 0; i < N; i++) key[i] = i * WARP_SIZE + lane_id() < a.experts ? key_of(l[i]) : KEY_NONE;
+  return first_nan;
+}
+
+/* The same for groups of whole rows of 32 lanes: their best two by reductions that do not wait for each other, then lane
+ * g ranks group g. */
+template <int N> DEVICE void close_groups_of_rows(const gate_args &a, uint32_t (&key)[N])
+{
+  const int rows = a.experts / a.n_group / WARP_SIZE;
+  best_two group = {KEY_NONE, KEY_NONE};
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const uint32_t first = __reduce_max_sync(ALL_LANES, key[i]);
+    const int winner = __ffs(__ballot_sync(ALL_LANES, key[i] == first)) - 1;
+    const uint32_t second = __reduce_max_sync(ALL_LANES, lane_id() == winner ? KEY_NONE : key[i]);
+    if (i / rows == lane_id()) group = better(group, {first, second});
+  }
+  const uint32_t mine = lane_id() >= a.n_group        ? KEY_NONE
+                        : a.group_score == GROUP_BEST ? group.first
+                                                      : key_of(value_of(group.first) + value_of(group.second));
+  int above = 0;
+#pragma unroll
+  for (int g = 0; g < N; g++) {
+    const uint32_t other = __shfl_sync(ALL_LANES, mine, g);
+    above += other > mine || (other == mine && g < lane_id());
+  }
+  const unsigned open = __ballot_sync(ALL_LANES, mine != KEY_NONE && above < a.topk_group);
+#pragma unroll
+  for (int i = 0; i < N; i++)
+    if (!(open >> i / rows & 1)) key[i] = KEY_NONE;
+}
+
+/* In registers: keys of the scores, where a bias or groups make them differ from the logits'. */
+template <int N> DEVICE unsigned keys_of_scores(const gate_args &a, gate_token &t, uint32_t (&key)[N])
+{
+  float l[N];
+  const unsigned first_nan = load_logits(a, t.logits, 0, l);
+#pragma unroll
+  for (int i = 0; i < N; i++) l[i] = i * WARP_SIZE + lane_id() < a.experts ? soft_cap(a, l[i]) : l[i];
+  if (softmax_over_all(a)) softmax_over_lanes(a, t, l);
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int e = i * WARP_SIZE + lane_id();
+    const float bias = a.select_bias && e < a.experts ? a.select_bias[e] : 0.f;
+    const float value = l[i] == l[i] ? score_of(a, t, l[i]) + bias : l[i];
+    key[i] = e < a.experts ? key_of(value) : KEY_NONE;
+  }
+  if (a.n_group > 0) close_groups_of_rows(a, key);
   return first_nan;
 }
 
@@ -430,7 +481,7 @@ DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, ui
   candidates<N> c;
   unsigned first_nan = ~0u;
   if (in_registers) {
-    first_nan = keys_of_logits(a, t, c.key);
+    first_nan = N < 8 || by_logit ? keys_of_logits(a, t, c.key) : keys_of_scores(a, t, c.key);
   } else if (N == 8) {
     first_nan = keys_in_shared(a, t, by_logit, choice);
     c.load(a, choice);
@@ -448,23 +499,28 @@ DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, ui
   a.weights[token * a.weights_ld + lane_id()] = weight;
 }
 
+/* One token by one warp. */
+DEVICE void choose_for_token(const gate_args &a, int64_t token, uint32_t *choice, gate_scratch &scratch)
+{
+  const bool by_logit = !a.select_bias && a.n_group == 0, capped_softmax = softmax_over_all(a) && a.softcap > 0;
+  const bool whole_rows = a.n_group == 0 || a.experts / a.n_group % WARP_SIZE == 0;
+  if (a.experts > 256 || !whole_rows || (by_logit && capped_softmax))
+    route_token<8>(a, token, false, choice, scratch);
+  else if (by_logit && a.experts <= 64)
+    route_token<2>(a, token, true, choice, scratch);
+  else if (by_logit && a.experts <= 128)
+    route_token<4>(a, token, true, choice, scratch);
+  else
+    route_token<8>(a, token, true, choice, scratch);
+}
+
 template <int TOKENS> DEVICE void gate_warp(const gate_args &a)
 {
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
   __shared__ gate_scratch scratch[TOKENS];
   const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
-  const bool by_logit = !a.select_bias && a.n_group == 0, capped_softmax = softmax_over_all(a) && a.softcap > 0;
   check_token_count(a.tokens, a.fault);
-  if (token >= token_total(a.tokens)) return;
-  const int warp = warp_id();
-  if (!by_logit || capped_softmax || a.experts > 256)
-    route_token<8>(a, token, false, choice[warp], scratch[warp]);
-  else if (a.experts <= 64)
-    route_token<2>(a, token, true, choice[warp], scratch[warp]);
-  else if (a.experts <= 128)
-    route_token<4>(a, token, true, choice[warp], scratch[warp]);
-  else
-    route_token<8>(a, token, true, choice[warp], scratch[warp]);
+  if (token < token_total(a.tokens)) choose_for_token(a, token, choice[warp_id()], scratch[warp_id()]);
 }
 
 /* ---- map ---- */

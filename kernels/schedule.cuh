@@ -40,8 +40,10 @@ template <int BM> DEVICE int tile_limit(const gemm_args &args)
   return (int)(args.rows_cap / BM + args.experts);
 }
 
-/* Fills the table; all threads. Returns the number of row tiles. A scan over E experts: two barriers. */
-template <int BM, int THREADS> DEVICE int build_tile_table(const gemm_args &args, tile_table &table)
+/* Fills the table, and `rows` with every expert's if it is there; all threads. Returns the number of row tiles. A scan
+ * over E experts: two barriers. */
+template <int BM, int THREADS>
+DEVICE int build_tile_table(const gemm_args &args, tile_table &table, row_range *all_rows = nullptr)
 {
   const int limit = tile_limit<BM>(args), each = ceil_div(args.experts, THREADS);
   const int first = min((int)threadIdx.x * each, args.experts), last = min(first + each, args.experts);
@@ -49,7 +51,9 @@ template <int BM, int THREADS> DEVICE int build_tile_table(const gemm_args &args
   for (int e = first; e < last; e++) {
     bool bad;
     row_range rows = expert_rows(args, e, &bad);
-    own = min(own + ceil_div(rows.count, BM), limit);
+    table.before[e] = ceil_div(rows.count, BM); /* its own tiles, for now */
+    if (all_rows) all_rows[e] = rows;
+    own = min(own + table.before[e], limit);
     if (bad && blockIdx.x == 0) report_fault(args.fault, FAULT_ROUTE, e, 0);
   }
   /* Sums are cut at the limit: 1024 of them, each at most 2^31 / BM + 1024, fit 32 bits only when cut as they go. */
@@ -66,8 +70,9 @@ template <int BM, int THREADS> DEVICE int build_tile_table(const gemm_args &args
   int inclusive = __shfl_up_sync(ALL_LANES, upto, 1);
   if (lane_id() > 0) before = min(before + inclusive, limit);
   for (int e = first; e < last; e++) {
+    const int tiles = table.before[e];
     table.before[e] = before;
-    before = min(before + ceil_div(expert_rows(args, e).count, BM), limit);
+    before = min(before + tiles, limit);
   }
   if (threadIdx.x == THREADS - 1) table.before[args.experts] = before;
   __syncthreads();

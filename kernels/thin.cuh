@@ -31,6 +31,7 @@ template <class T_, bool UP_, int BM_, int BN, int BK_, int WARPS> struct thin_s
 template <class S> struct thin_smem {
   float partial[S::WARPS_K][S::BM][S::LD];
   tile_table table;
+  row_range rows[MAX_EXPERTS];
 };
 
 /* A run of channel tiles of one block of rows of one expert. */
@@ -176,19 +177,19 @@ template <class S> DEVICE void thin_gemm(const gemm_args &args, thin_smem<S> &sm
   if (!args.settled) wait_for_earlier_grids();
   const columns order = S::UP && args.gated ? COLUMNS_blocks : COLUMNS_plain;
   const int n_tiles = ceil_div(args.n, order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2);
-  const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table) * n_tiles;
+  const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.rows) * n_tiles;
   const int64_t last = units * (blockIdx.x + 1) / gridDim.x;
 #pragma unroll 1
   for (int64_t index = units * blockIdx.x / gridDim.x; index < last;) {
     const int row_tile = (int)(index / n_tiles), first = (int)(index % n_tiles);
     thin_run run = {expert_of_tile(args, smem.table, row_tile), 0, 0, first,
                     (int)min((int64_t)n_tiles, first + last - index)};
-    const row_range rows = expert_rows(args, run.expert);
-    const int begin = (row_tile - smem.table.before[run.expert]) * S::BM;
-    run.row = rows.begin + begin;
-    run.rows = min(rows.count - begin, S::BM);
-    index += run.last - run.first;
+    const row_range rows = smem.rows[run.expert];
+    const int skipped = (row_tile - smem.table.before[run.expert]) * S::BM;
+    run.row = rows.begin + skipped;
+    run.rows = min(rows.count - skipped, S::BM);
     stream_run<S>(args, run, order, smem);
+    index += run.last - run.first;
   }
   wait_for_earlier_grids(); /* of a CTA that had no unit */
 }
