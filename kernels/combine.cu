@@ -26,14 +26,23 @@ template <class In, int SLOTS> struct slots_in_flight {
   int row[SLOTS];
 
   /* No branches: what is known of the slots first, then all rows. Slots past the last one weigh 0. */
-  DEVICE void look_up(const combine_args &a, int64_t token, int first)
+  template <class F> DEVICE void look_up(const combine_args &a, int64_t token, int first, F read)
   {
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
       const int slot = min(first + j, a.top_k - 1);
-      row[j] = load_settled(a.slot_row + token * a.top_k + slot);
-      weight[j] = a.pair_weights ? load_settled(a.pair_weights + token * a.pair_weights_ld + slot) : 1.f;
+      row[j] = read(a.slot_row + token * a.top_k + slot);
+      weight[j] = a.pair_weights ? read(a.pair_weights + token * a.pair_weights_ld + slot) : 1.f;
     }
+  }
+
+  /* All threads of a token want the same: from L1, unless that may be behind. */
+  DEVICE void look_up(const combine_args &a, int64_t token, int first)
+  {
+    if (a.settled)
+      look_up(a, token, first, [](auto at) { return load_settled(at); });
+    else
+      look_up(a, token, first, [](auto at) { return *at; });
   }
 
   DEVICE void load(const combine_args &a, int64_t token, int first, int at)
@@ -83,7 +92,7 @@ DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens
   slots_in_flight<In, SLOTS> slots[TOKENS];
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].look_up(a, first_token + min(t, tokens - 1), 0);
-  wait_for_earlier_grids();
+  if (a.settled) wait_for_earlier_grids();
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].load(a, first_token + min(t, tokens - 1), 0, at);
 #pragma unroll 1
