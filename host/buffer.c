@@ -1,18 +1,9 @@
-/*
- * Buffers: owned memory behind generation-checked handles.
- *
- * One table of slots for the process, grown in chunks that never move or go away, so a lookup needs no lock,
- * and a stale handle finds a slot whose generation has moved on. handle = generation << 32 | slot + 1; a slot
- * is live while its generation is odd. Making and ending buffers takes the table's mutex.
- */
+/* Buffers: owned memory behind generation-checked handles. */
 #include "check.h"
+#include "handles.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
-
-enum { CHUNK_SLOTS = 1024, MAX_CHUNKS = 4096 };
 
 typedef struct record {
   cumoe_context context;
@@ -25,109 +16,32 @@ typedef struct record {
   bool foreign, pooled; /* adopted; and from a pool */
 } record;
 
-enum { RECORD_WORDS = (sizeof(record) + 7) / 8 };
+static handle_table buffers = HANDLE_TABLE(record);
 
-/* A record is stored word by word, so that a lookup that races with the buffer's end reads garbage at worst,
- * and sees by the generation that it did. */
-typedef struct slot {
-  _Atomic uint32_t generation; /* odd: live */
-  uint32_t next_free;          /* slot + 1 */
-  _Atomic uint64_t words[RECORD_WORDS];
-} slot;
-
-static _Atomic(slot *) chunks[MAX_CHUNKS];
-static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
-static uint32_t slot_count;
-static uint32_t first_free; /* slot + 1 */
-
-/* ---- the table ---- */
-
-static slot *slot_at(uint32_t index)
-{
-  slot *chunk = atomic_load_explicit(&chunks[index / CHUNK_SLOTS], memory_order_acquire);
-  return chunk ? &chunk[index % CHUNK_SLOTS] : NULL;
-}
-
-static void read_record(slot *s, record *r)
-{
-  uint64_t words[RECORD_WORDS] = {0};
-  for (int i = 0; i < RECORD_WORDS; ++i) words[i] = atomic_load_explicit(&s->words[i], memory_order_acquire);
-  memcpy(r, words, sizeof *r);
-}
-
-static void write_record(slot *s, const record *r)
-{
-  uint64_t words[RECORD_WORDS] = {0};
-  memcpy(words, r, sizeof *r);
-  for (int i = 0; i < RECORD_WORDS; ++i) atomic_store_explicit(&s->words[i], words[i], memory_order_release);
-}
-
-/* What a handle names; false if it is null, forged or stale. The generation is looked at before and after: a
- * word written for a later buffer was written after the generation had moved on. */
+/* What a handle names; false if it is null, forged or stale. */
 static bool find(uint64_t id, record *r)
 {
-  const uint32_t name = (uint32_t)id, generation = (uint32_t)(id >> 32);
-  if (name == 0 || !(generation & 1) || (name - 1) / CHUNK_SLOTS >= MAX_CHUNKS) return false;
-  slot *s = slot_at(name - 1);
-  if (!s || atomic_load_explicit(&s->generation, memory_order_acquire) != generation) return false;
-  read_record(s, r);
-  return atomic_load_explicit(&s->generation, memory_order_relaxed) == generation;
-}
-
-/* With the lock held: a dead slot's index + 1, or 0 when there is no memory. */
-static uint32_t take_slot(void)
-{
-  if (first_free) {
-    const uint32_t taken = first_free;
-    first_free = slot_at(taken - 1)->next_free;
-    return taken;
-  }
-  if (slot_count == (uint32_t)CHUNK_SLOTS * MAX_CHUNKS) return 0;
-  if (slot_count % CHUNK_SLOTS == 0) {
-    slot *chunk = calloc(CHUNK_SLOTS, sizeof *chunk);
-    if (!chunk) return 0;
-    atomic_store_explicit(&chunks[slot_count / CHUNK_SLOTS], chunk, memory_order_release);
-  }
-  return ++slot_count;
+  return handle_find(&buffers, id, r, sizeof *r);
 }
 
 static cumoe_status publish(const record *r, cumoe_buffer *buffer)
 {
-  pthread_mutex_lock(&table_lock);
-  const uint32_t name = take_slot();
-  if (name) {
-    slot *s = slot_at(name - 1);
-    const uint32_t generation = atomic_load_explicit(&s->generation, memory_order_relaxed) + 1;
-    write_record(s, r);
-    atomic_store_explicit(&s->generation, generation, memory_order_release);
-    buffer->id = (uint64_t)generation << 32 | name;
-    atomic_fetch_add(&r->context->live_buffers, 1);
-    atomic_fetch_add(&r->context->live_bytes, r->bytes);
-  }
-  pthread_mutex_unlock(&table_lock);
-  if (name) return CUMOE_OK;
+  atomic_fetch_add(&r->context->live_buffers, 1); /* before another thread can end it */
+  atomic_fetch_add(&r->context->live_bytes, r->bytes);
+  buffer->id = handle_publish(&buffers, r, sizeof *r);
+  if (buffer->id) return CUMOE_OK;
+  atomic_fetch_sub(&r->context->live_buffers, 1);
+  atomic_fetch_sub(&r->context->live_bytes, r->bytes);
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another buffer handle");
 }
 
-/* Ends the buffer that `id` names and hands out what it was: only one of several racing callers succeeds. A
- * slot whose generations are used up is never taken again, so no handle ever names two buffers. */
+/* Ends the buffer that `id` names and hands out what it was: only one of several racing callers succeeds. */
 static bool retire(uint64_t id, record *was)
 {
-  pthread_mutex_lock(&table_lock);
-  const bool live = find(id, was);
-  if (live) {
-    const uint32_t name = (uint32_t)id, dead = (uint32_t)(id >> 32) + 1;
-    slot *s = slot_at(name - 1);
-    atomic_store_explicit(&s->generation, dead, memory_order_release);
-    if (dead != 0) {
-      s->next_free = first_free;
-      first_free = name;
-    }
-    atomic_fetch_sub(&was->context->live_buffers, 1);
-    atomic_fetch_sub(&was->context->live_bytes, was->bytes);
-  }
-  pthread_mutex_unlock(&table_lock);
-  return live;
+  if (!handle_retire(&buffers, id, was, sizeof *was)) return false;
+  atomic_fetch_sub(&was->context->live_buffers, 1);
+  atomic_fetch_sub(&was->context->live_bytes, was->bytes);
+  return true;
 }
 
 static cumoe_status stale(const char *what, uint64_t id)
@@ -223,28 +137,12 @@ cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
   return CUMOE_OK;
 }
 
-/* The handle of slot `index` if it is a live buffer of the context, else 0; false past the last slot. */
-static bool owned_by(cumoe_context context, uint32_t index, uint64_t *id)
-{
-  record r;
-  *id = 0;
-  pthread_mutex_lock(&table_lock);
-  const bool exists = index < slot_count;
-  if (exists) {
-    const uint64_t generation = atomic_load_explicit(&slot_at(index)->generation, memory_order_relaxed);
-    const uint64_t named = generation << 32 | (index + 1);
-    if (find(named, &r) && r.context == context) *id = named;
-  }
-  pthread_mutex_unlock(&table_lock);
-  return exists;
-}
-
 void buffers_abandon(cumoe_context context)
 {
   uint64_t id;
   record r;
-  for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && owned_by(context, i, &id); ++i)
-    if (id && retire(id, &r) && r.data) memory_drop(context, r.data);
+  for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r, sizeof r); ++i)
+    if (id && r.context == context && retire(id, &r) && r.data) memory_drop(context, r.data);
 }
 
 /* ---- facts and views ---- */
