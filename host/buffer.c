@@ -16,19 +16,19 @@ typedef struct record {
   bool foreign, pooled; /* adopted; and from a pool */
 } record;
 
-static handle_table buffers = HANDLE_TABLE(record);
+HANDLE_TABLE(buffers, record);
 
 /* What a handle names; false if it is null, forged or stale. */
 static bool find(uint64_t id, record *r)
 {
-  return handle_find(&buffers, id, r, sizeof *r);
+  return handle_find(&buffers, id, r);
 }
 
 static cumoe_status publish(const record *r, cumoe_buffer *buffer)
 {
   atomic_fetch_add(&r->context->live_buffers, 1); /* before another thread can end it */
   atomic_fetch_add(&r->context->live_bytes, r->bytes);
-  buffer->id = handle_publish(&buffers, r, sizeof *r);
+  buffer->id = handle_publish(&buffers, r);
   if (buffer->id) return CUMOE_OK;
   atomic_fetch_sub(&r->context->live_buffers, 1);
   atomic_fetch_sub(&r->context->live_bytes, r->bytes);
@@ -38,7 +38,7 @@ static cumoe_status publish(const record *r, cumoe_buffer *buffer)
 /* Ends the buffer that `id` names and hands out what it was: only one of several racing callers succeeds. */
 static bool retire(uint64_t id, record *was)
 {
-  if (!handle_retire(&buffers, id, was, sizeof *was)) return false;
+  if (!handle_retire(&buffers, id, was)) return false;
   atomic_fetch_sub(&was->context->live_buffers, 1);
   atomic_fetch_sub(&was->context->live_bytes, was->bytes);
   return true;
@@ -141,7 +141,7 @@ void buffers_abandon(cumoe_context context)
 {
   uint64_t id;
   record r;
-  for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r, sizeof r); ++i)
+  for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r); ++i)
     if (id && r.context == context && retire(id, &r) && r.data) memory_drop(context, r.data);
 }
 

@@ -27,29 +27,32 @@ static handle_slot *slot_at(handle_table *table, uint32_t index)
   return (handle_slot *)(void *)((char *)chunk + index % CHUNK_SLOTS * slot_bytes(table));
 }
 
-static void read_record(const handle_table *table, handle_slot *slot, void *record, uint32_t bytes)
+static void read_record(const handle_table *table, handle_slot *slot, void *record)
 {
-  uint64_t words[HANDLE_WORDS];
-  for (uint32_t i = 0; i < table->words; ++i) words[i] = atomic_load_explicit(&slot->words[i], memory_order_acquire);
-  memcpy(record, words, bytes);
+  for (uint32_t i = 0; i < table->words; ++i) {
+    const uint64_t word = atomic_load_explicit(&slot->words[i], memory_order_acquire);
+    memcpy((char *)record + i * sizeof word, &word, sizeof word);
+  }
 }
 
-static void write_record(const handle_table *table, handle_slot *slot, const void *record, uint32_t bytes)
+static void write_record(const handle_table *table, handle_slot *slot, const void *record)
 {
-  uint64_t words[HANDLE_WORDS] = {0};
-  memcpy(words, record, bytes);
-  for (uint32_t i = 0; i < table->words; ++i) atomic_store_explicit(&slot->words[i], words[i], memory_order_release);
+  for (uint32_t i = 0; i < table->words; ++i) {
+    uint64_t word;
+    memcpy(&word, (const char *)record + i * sizeof word, sizeof word);
+    atomic_store_explicit(&slot->words[i], word, memory_order_release);
+  }
 }
 
 /* The generation is looked at before and after: a word written for a later handle was written after the generation had moved
  * on. */
-bool handle_find(handle_table *table, uint64_t id, void *record, uint32_t bytes)
+bool handle_find(handle_table *table, uint64_t id, void *record)
 {
   const uint32_t name = (uint32_t)id, generation = (uint32_t)(id >> 32);
   if (name == 0 || !(generation & 1) || (name - 1) / CHUNK_SLOTS >= HANDLE_CHUNKS) return false;
   handle_slot *slot = slot_at(table, name - 1);
   if (!slot || atomic_load_explicit(&slot->generation, memory_order_acquire) != generation) return false;
-  read_record(table, slot, record, bytes);
+  read_record(table, slot, record);
   return atomic_load_explicit(&slot->generation, memory_order_relaxed) == generation;
 }
 
@@ -70,7 +73,7 @@ static uint32_t take_slot(handle_table *table)
   return ++table->count;
 }
 
-uint64_t handle_publish(handle_table *table, const void *record, uint32_t bytes)
+uint64_t handle_publish(handle_table *table, const void *record)
 {
   uint64_t id = 0;
   pthread_mutex_lock(&table->lock);
@@ -78,7 +81,7 @@ uint64_t handle_publish(handle_table *table, const void *record, uint32_t bytes)
   if (name) {
     handle_slot *slot = slot_at(table, name - 1);
     const uint32_t generation = atomic_load_explicit(&slot->generation, memory_order_relaxed) + 1;
-    write_record(table, slot, record, bytes);
+    write_record(table, slot, record);
     atomic_store_explicit(&slot->generation, generation, memory_order_release);
     id = (uint64_t)generation << 32 | name;
   }
@@ -87,10 +90,10 @@ uint64_t handle_publish(handle_table *table, const void *record, uint32_t bytes)
 }
 
 /* A slot whose generations are used up is never taken again, so no handle ever names two objects. */
-bool handle_retire(handle_table *table, uint64_t id, void *record, uint32_t bytes)
+bool handle_retire(handle_table *table, uint64_t id, void *record)
 {
   pthread_mutex_lock(&table->lock);
-  const bool live = handle_find(table, id, record, bytes);
+  const bool live = handle_find(table, id, record);
   if (live) {
     const uint32_t name = (uint32_t)id, dead = (uint32_t)(id >> 32) + 1;
     handle_slot *slot = slot_at(table, name - 1);
@@ -104,7 +107,7 @@ bool handle_retire(handle_table *table, uint64_t id, void *record, uint32_t byte
   return live;
 }
 
-bool handle_at(handle_table *table, uint32_t index, uint64_t *id, void *record, uint32_t bytes)
+bool handle_at(handle_table *table, uint32_t index, uint64_t *id, void *record)
 {
   *id = 0;
   pthread_mutex_lock(&table->lock);
@@ -112,7 +115,7 @@ bool handle_at(handle_table *table, uint32_t index, uint64_t *id, void *record, 
   if (exists) {
     const uint64_t generation = atomic_load_explicit(&slot_at(table, index)->generation, memory_order_relaxed);
     const uint64_t named = generation << 32 | (index + 1);
-    if (handle_find(table, named, record, bytes)) *id = named;
+    if (handle_find(table, named, record)) *id = named;
   }
   pthread_mutex_unlock(&table->lock);
   return exists;

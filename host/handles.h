@@ -11,31 +11,29 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { HANDLE_CHUNKS = 4096, HANDLE_WORDS = 40 /* 8-byte words of the largest record */ };
+enum { HANDLE_CHUNKS = 4096 };
 
 struct handle_slot;
 
 typedef struct handle_table {
-  uint32_t words; /* of a record */
+  uint32_t words; /* of 8 bytes, of a record */
   uint32_t count;
   uint32_t first_free; /* slot + 1 */
   pthread_mutex_t lock;
   _Atomic(struct handle_slot *) chunks[HANDLE_CHUNKS];
 } handle_table;
 
-/* A static table of records of a type. */
-#define HANDLE_TABLE(type)                                                                                             \
-  {                                                                                                                    \
-    .words = (sizeof(type) + 7) / 8 + 0 * sizeof(char[sizeof(type) <= 8 * HANDLE_WORDS ? 1 : -1]),                     \
-    .lock = PTHREAD_MUTEX_INITIALIZER                                                                                  \
-  }
+/* A table of records of a type. */
+#define HANDLE_TABLE(name, type)                                                                                       \
+  _Static_assert(sizeof(type) % 8 == 0, "a record is whole words");                                                    \
+  static handle_table name = {.words = sizeof(type) / 8, .lock = PTHREAD_MUTEX_INITIALIZER}
 
-/* Any thread may call any of these. `record`: a whole record of the table's type. */
-uint64_t handle_publish(handle_table *table, const void *record, uint32_t bytes); /* 0: no host memory */
-bool handle_find(handle_table *table, uint64_t id, void *record, uint32_t bytes);
+/* Any thread may call any of these. `record`: one of the table's type. */
+uint64_t handle_publish(handle_table *table, const void *record); /* 0: no host memory */
+bool handle_find(handle_table *table, uint64_t id, void *record);
 /* Ends the handle and hands out what it named: only one of several racing callers succeeds. */
-bool handle_retire(handle_table *table, uint64_t id, void *record, uint32_t bytes);
+bool handle_retire(handle_table *table, uint64_t id, void *record);
 /* The live handle in slot `index` and its record, else *id = 0; false past the last slot. */
-bool handle_at(handle_table *table, uint32_t index, uint64_t *id, void *record, uint32_t bytes);
+bool handle_at(handle_table *table, uint32_t index, uint64_t *id, void *record);
 
 #endif
