@@ -82,11 +82,8 @@ static void find_driver(void)
 /* Not cudaSetDevice: to restore the device of a thread that has none yet, that would create a CUDA context on
  * GPU 0, half a gigabyte of it. A current context of the engine's own making is left alone if it is on the
  * same GPU. */
-cumoe_status enter_device(cumoe_context context, device_scope *scope)
+static cumoe_status push_device(cumoe_context context, device_scope *scope)
 {
-  scope->pushed = false;
-  if (on_cpu(context)) return CUMOE_OK;
-  note_cuda_error();
   CUcontext current = NULL;
   CUdevice device = -1;
   TRY_DRIVER(driver.get_current(&current));
@@ -98,10 +95,27 @@ cumoe_status enter_device(cumoe_context context, device_scope *scope)
   return CUMOE_OK;
 }
 
+cumoe_status enter_lost_device(cumoe_context context, device_scope *scope)
+{
+  *scope = (device_scope){.outer = run_for(context)};
+  if (on_cpu(context)) return CUMOE_OK;
+  note_cuda_error();
+  const cumoe_status status = push_device(context, scope);
+  if (status != CUMOE_OK) (void)run_for(scope->outer);
+  return status;
+}
+
+cumoe_status enter_device(cumoe_context context, device_scope *scope)
+{
+  TRY(check_alive(context));
+  return enter_lost_device(context, scope);
+}
+
 void leave_device(device_scope *scope)
 {
   CUcontext ours = NULL;
   if (scope->pushed) (void)driver.pop_current(&ours);
+  (void)run_for(scope->outer);
 }
 
 enum cudaStreamCaptureMode relax_capture(void)
@@ -304,12 +318,13 @@ static cumoe_status close_entered(cumoe_context context)
 static cumoe_status close_cuda(cumoe_context context)
 {
   device_scope scope;
-  cumoe_status entered = enter_device(context, &scope);
+  cumoe_status entered = enter_lost_device(context, &scope);
   enum cudaStreamCaptureMode before = relax_capture();
   cumoe_status status = close_entered(context);
   restore_capture(before);
   leave_device(&scope);
-  return entered != CUMOE_OK ? entered : status;
+  if (entered != CUMOE_OK) return entered;
+  return status == CUMOE_ERR_CUDA_STICKY ? check_alive(context) : status;
 }
 
 /* ---- the CPU device ---- */

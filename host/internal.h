@@ -27,6 +27,11 @@ cumoe_status fail_cuda(cudaError_t error, const char *expression);
 void note_cuda_error(void);
 void clear_cuda_error(void);
 
+/* Whose device this thread's CUDA calls are for, from now on; returns whose they were for. A sticky error makes that context
+ * lost: no later call reaches the device, each answers CUDA_STICKY with the first cause (check_alive). */
+struct cumoe_context_s *run_for(struct cumoe_context_s *context);
+cumoe_status check_alive(struct cumoe_context_s *context);
+
 /* For a call that may succeed after a failure inside it: a success leaves cumoe_last_error alone. */
 typedef struct error_text {
   char text[1024];
@@ -86,6 +91,8 @@ struct cumoe_context_s {
   uint32_t forks; /* of the process when it was made: a child cannot use it */
   _Atomic int64_t live_buffers;
   _Atomic size_t live_bytes;
+  _Atomic int32_t lost;  /* 2: a sticky error has ended the device for this process, 1: its text is being written */
+  error_text lost_cause; /* of the first one */
 };
 
 cumoe_status check_context(cumoe_context context);
@@ -96,11 +103,13 @@ static inline bool on_cpu(cumoe_context context)
 }
 
 /* Makes the context's device current and remembers what was; leave_device restores it. No-ops on the CPU. May be
- * nested. */
+ * nested. CUDA_STICKY if the device is lost; enter_lost_device is for giving back what can be given back all the same. */
 typedef struct device_scope {
   bool pushed;
+  cumoe_context outer; /* whose device the thread's calls were for */
 } device_scope;
 cumoe_status enter_device(cumoe_context context, device_scope *scope);
+cumoe_status enter_lost_device(cumoe_context context, device_scope *scope);
 void leave_device(device_scope *scope);
 
 /* Runs `expression` with the context's device current. */
@@ -109,6 +118,18 @@ void leave_device(device_scope *scope);
     device_scope scope_;                                                                                               \
     TRY(enter_device(context, &scope_));                                                                               \
     cumoe_status status_ = (expression);                                                                               \
+    leave_device(&scope_);                                                                                             \
+    return status_;                                                                                                    \
+  } while (0)
+
+/* ON_DEVICE while other threads capture. */
+#define ON_DEVICE_RELAXED(context, expression)                                                                         \
+  do {                                                                                                                 \
+    device_scope scope_;                                                                                               \
+    TRY(enter_device(context, &scope_));                                                                               \
+    enum cudaStreamCaptureMode mode_ = relax_capture();                                                                \
+    cumoe_status status_ = (expression);                                                                               \
+    restore_capture(mode_);                                                                                            \
     leave_device(&scope_);                                                                                             \
     return status_;                                                                                                    \
   } while (0)

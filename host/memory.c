@@ -9,18 +9,6 @@
 enum { ALIGNMENT = 256 };
 static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
 
-/* ON_DEVICE while other threads capture. */
-#define ON_DEVICE_RELAXED(context, expression)                                                                         \
-  do {                                                                                                                 \
-    device_scope scope_;                                                                                               \
-    TRY(enter_device(context, &scope_));                                                                               \
-    enum cudaStreamCaptureMode mode_ = relax_capture();                                                                \
-    cumoe_status status_ = (expression);                                                                               \
-    restore_capture(mode_);                                                                                            \
-    leave_device(&scope_);                                                                                             \
-    return status_;                                                                                                    \
-  } while (0)
-
 /* ---- waiting ---- */
 
 static cumoe_status refuse_capture_cuda(cumoe_stream stream)

@@ -17,6 +17,7 @@
 static _Thread_local struct {
   const char *call;    /* public function that runs */
   cudaError_t pending; /* CUDA's last error when the device was entered: the caller's, not ours */
+  cumoe_context on;    /* the context whose device was entered */
   error_text error;
 } thread_state;
 
@@ -211,11 +212,40 @@ static cumoe_status classify(cudaError_t error)
   }
 }
 
+cumoe_context run_for(cumoe_context context)
+{
+  cumoe_context before = thread_state.on;
+  thread_state.on = context;
+  return before;
+}
+
+/* The first cause stays: what other threads and later calls meet are its consequences. */
+static cumoe_status lose_device(cudaError_t error, const char *expression, int name)
+{
+  const cumoe_status status = fail(CUMOE_ERR_CUDA_STICKY, "%.*s: %s (%d): %s", name, expression,
+                                   cudaGetErrorName(error), (int)error, cudaGetErrorString(error));
+  cumoe_context context = thread_state.on;
+  int32_t alive = 0;
+  if (context != NULL && atomic_compare_exchange_strong(&context->lost, &alive, 1)) {
+    save_error(&context->lost_cause);
+    atomic_store_explicit(&context->lost, 2, memory_order_release);
+  }
+  return status;
+}
+
+cumoe_status check_alive(cumoe_context context)
+{
+  if (atomic_load_explicit(&context->lost, memory_order_acquire) != 2) return CUMOE_OK;
+  return fail(CUMOE_ERR_CUDA_STICKY, "device %d was lost earlier, in %s", (int)context->device,
+              context->lost_cause.text);
+}
+
 cumoe_status fail_cuda(cudaError_t error, const char *expression)
 {
   cumoe_status status = classify(error);
   int name = (int)strcspn(expression, "("); /* the call without its arguments */
-  if (status != CUMOE_ERR_CUDA_STICKY) clear_cuda_error();
+  if (status == CUMOE_ERR_CUDA_STICKY) return lose_device(error, expression, name);
+  clear_cuda_error();
   if (error == cudaErrorInsufficientDriver && status == CUMOE_ERR_NO_DEVICE)
     return fail(status, "no CUDA driver is installed (%.*s: %s)", name, expression, cudaGetErrorName(error));
   return fail(status, "%.*s: %s (%d): %s", name, expression, cudaGetErrorName(error), (int)error,
