@@ -16,14 +16,15 @@ typedef struct architecture {
   cumoe_routing (*routing)(int32_t top_k);
 } architecture;
 
+/* What most routers return, in this order. */
+#define ROUTER_OUTPUTS .logits = "router_out0", .weights = "router_out1", .ids = "router_out2"
+
 static const architecture architectures[BLOCK_COUNT] = {
     {.name = "mixtral",
      .experts_key = "num_local_experts",
      .inter_key = "intermediate_size",
      .router = "gate.weight",
-     .logits = "router_out0",
-     .weights = "router_out1",
-     .ids = "router_out2",
+     ROUTER_OUTPUTS,
      .gate_order = CUMOE_GATE_UP_CONCAT,
      .major = CUMOE_OUT_IN,
      .ordered = true,
@@ -32,9 +33,7 @@ static const architecture architectures[BLOCK_COUNT] = {
      .experts_key = "num_local_experts",
      .inter_key = "moe_intermediate_size",
      .router = "gate.weight",
-     .logits = "router_out0",
-     .weights = "router_out1",
-     .ids = "router_out2",
+     ROUTER_OUTPUTS,
      .gate_order = CUMOE_GATE_UP_CONCAT,
      .major = CUMOE_OUT_IN,
      .ordered = true,
@@ -45,9 +44,7 @@ static const architecture architectures[BLOCK_COUNT] = {
      .router = "gate.weight",
      .select_bias = "gate.e_score_correction_bias",
      .shared = "shared_experts",
-     .logits = "router_out0",
-     .weights = "router_out1",
-     .ids = "router_out2",
+     ROUTER_OUTPUTS,
      .gate_order = CUMOE_GATE_UP_CONCAT,
      .major = CUMOE_OUT_IN},
     {.name = "gpt_oss",
@@ -55,9 +52,7 @@ static const architecture architectures[BLOCK_COUNT] = {
      .inter_key = "intermediate_size",
      .router = "router.weight",
      .router_bias = "router.bias",
-     .logits = "router_out0",
-     .weights = "router_out1",
-     .ids = "router_out2",
+     ROUTER_OUTPUTS,
      .gate_order = CUMOE_GATE_UP_INTERLEAVED,
      .major = CUMOE_IN_OUT,
      .act = CUMOE_ACT_SWIGLU_OAI,

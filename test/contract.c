@@ -402,13 +402,7 @@ static cumoe_projection kept_projection(bench *b, const host_projection *p, int3
 
 static cumoe_weights_desc kept_weights(bench *b, const host_weights *w)
 {
-  cumoe_weights_desc d = {.size = sizeof d,
-                          .experts = w->experts,
-                          .hidden = w->hidden,
-                          .inter = w->inter,
-                          .gate_order = w->gate_order,
-                          .up_major = w->up_major,
-                          .down_major = w->down_major};
+  cumoe_weights_desc d = weights_desc(w);
   d.gate_up = kept_projection(b, &w->gate_up, w->experts);
   d.gate = kept_projection(b, &w->gate, w->experts);
   d.up = kept_projection(b, &w->up, w->experts);

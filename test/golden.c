@@ -63,13 +63,7 @@ static cumoe_projection placed(const setup *s, const host_projection *p)
 
 static void bind(const setup *s, host_weights *w, cumoe_weights *weights)
 {
-  cumoe_weights_desc d = {.size = sizeof d,
-                          .experts = w->experts,
-                          .hidden = w->hidden,
-                          .inter = w->inter,
-                          .gate_order = w->gate_order,
-                          .up_major = w->up_major,
-                          .down_major = w->down_major};
+  cumoe_weights_desc d = weights_desc(w);
   d.gate_up = placed(s, &w->gate_up);
   d.gate = placed(s, &w->gate);
   d.up = placed(s, &w->up);

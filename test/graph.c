@@ -32,6 +32,19 @@ static cumoe_view_mut as_mut(cumoe_view v)
 
 /* ---- layers ---------------------------------------------------------------------------------------- */
 
+/* A session on a stream of its own. */
+static void streamed_open(session *s, cumoe_context context, const layer_spec *spec, const layer_inputs *inputs)
+{
+  session_open(s, context, spec, inputs);
+  s->stream = stream_new();
+}
+
+static void streamed_close(session *s)
+{
+  CHECK_CUDA(cudaStreamDestroy(s->stream));
+  session_close(s);
+}
+
 /* Reaches every stage, in sizes of decoding and of prefill. */
 static layer_spec graph_spec(int32_t dtype, int64_t tokens, routing_input input)
 {
@@ -231,16 +244,14 @@ static void replay_case(cumoe_context context, int32_t dtype, int64_t tokens, ro
   const layer_spec spec = graph_spec(dtype, tokens, input);
   const layer_inputs in = layer_inputs_new(&spec);
   session s;
-  session_open(&s, context, &spec, &in);
-  s.stream = stream_new();
+  streamed_open(&s, context, &spec, &in);
   captured c = capture_forward(&s, cudaStreamCaptureModeGlobal);
   replay_counts(&s, &c, &in, &spec);
   if (input == INPUT_IDS) replay_ids(&s, &c, in, &spec);
   if (input == INPUT_LOGITS) replay_logits(&s, &c, in, &spec);
   replay_x_and_weights(&s, &c, in, &spec);
   captured_free(&c);
-  CHECK_CUDA(cudaStreamDestroy(s.stream));
-  session_close(&s);
+  streamed_close(&s);
 }
 
 static void test_replays(cumoe_context context)
@@ -272,8 +283,7 @@ static void staged_open(staged *g, cumoe_context context, const layer_spec *spec
 {
   const int64_t t = spec->tokens, k = spec->desc.routing.top_k, pairs = t * k, e = spec->desc.num_experts;
   size_t bytes = 0;
-  session_open(&g->s, context, spec, in);
-  g->s.stream = stream_new();
+  streamed_open(&g->s, context, spec, in);
   CHECK_OK(cumoe_map_workspace(g->s.plan, t, &bytes));
   g->logits = device_new(context, CUMOE_F32, t, e, 1);
   g->ids = device_new(context, CUMOE_I64, t, k, 1);
@@ -345,8 +355,7 @@ static void stages_case(cumoe_context context, int32_t dtype, int64_t tokens)
   }
   layer_outputs whole = {.out = eager[STAGE_COMBINE]};
   check_layer(&spec, &in, &whole);
-  CHECK_CUDA(cudaStreamDestroy(g.s.stream));
-  session_close(&g.s);
+  streamed_close(&g.s);
 }
 
 static void test_stages(cumoe_context context)
@@ -373,8 +382,7 @@ static void test_refused_in_capture(cumoe_context context)
   session s;
   cumoe_buffer buffer = {0};
   cumoe_fault fault;
-  session_open(&s, context, &spec, &in);
-  s.stream = stream_new();
+  streamed_open(&s, context, &spec, &in);
   capture_begin(s.stream, cudaStreamCaptureModeGlobal);
   CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, s.stream, &buffer));
   CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_synchronize(context, s.stream));
@@ -387,8 +395,7 @@ static void test_refused_in_capture(cumoe_context context)
   const layer_outputs o = session_collect(&s);
   check_layer(&spec, &in, &o);
   captured_free(&c);
-  CHECK_CUDA(cudaStreamDestroy(s.stream));
-  session_close(&s);
+  streamed_close(&s);
   case_end();
   group_end();
 }
@@ -403,8 +410,7 @@ static void test_faults_in_graphs(cumoe_context context)
   layer_inputs bad = good;
   session s;
   cumoe_fault fault = {0};
-  session_open(&s, context, &spec, &good);
-  s.stream = stream_new();
+  streamed_open(&s, context, &spec, &good);
   captured c = capture_forward(&s, cudaStreamCaptureModeGlobal);
   capture_begin(s.stream, cudaStreamCaptureModeGlobal);
   CHECK_OK(cumoe_fault_clear(context, s.stream));
@@ -426,8 +432,7 @@ static void test_faults_in_graphs(cumoe_context context)
   CHECK(cumoe_fault_pending(context) == 0);
   captured_free(&clear);
   captured_free(&c);
-  CHECK_CUDA(cudaStreamDestroy(s.stream));
-  session_close(&s);
+  streamed_close(&s);
   case_end();
   group_end();
 }
@@ -450,8 +455,7 @@ static void test_no_allocation(cumoe_context context)
     const layer_spec spec = graph_spec(CUMOE_BF16, tokens, INPUT_ROUTER);
     const layer_inputs in = layer_inputs_new(&spec);
     session s;
-    session_open(&s, context, &spec, &in);
-    s.stream = stream_new();
+    streamed_open(&s, context, &spec, &in);
     captured c = capture_forward(&s, cudaStreamCaptureModeGlobal);
     replay(&s, &c);
     const size_t before = free_memory();
@@ -467,8 +471,7 @@ static void test_no_allocation(cumoe_context context)
     const layer_outputs o = session_collect(&s);
     check_layer(&spec, &in, &o);
     captured_free(&c);
-    CHECK_CUDA(cudaStreamDestroy(s.stream));
-    session_close(&s);
+    streamed_close(&s);
     case_end();
   }
   group_end();
@@ -580,8 +583,7 @@ static void threads_case(cumoe_context context, bool captures)
   const layer_outputs want = run_layer(context, &spec, &in);
   for (int i = 0; i < 2; i++) {
     w[i] = (worker){.captures = captures && i == 1, .calls = captures && i == 1 ? 50 : 300};
-    session_open(&w[i].s, context, &spec, &in);
-    w[i].s.stream = stream_new();
+    streamed_open(&w[i].s, context, &spec, &in);
   }
   const session own = w[1].s;
   w[1].s.plan = w[0].s.plan;
@@ -597,10 +599,7 @@ static void threads_case(cumoe_context context, bool captures)
   }
   w[1].s.plan = own.plan;
   w[1].s.routed = own.routed;
-  for (int i = 0; i < 2; i++) {
-    CHECK_CUDA(cudaStreamDestroy(w[i].s.stream));
-    session_close(&w[i].s);
-  }
+  for (int i = 0; i < 2; i++) streamed_close(&w[i].s);
 }
 
 static void test_threads(cumoe_context context)

@@ -30,6 +30,17 @@ bounded oracle_rounded(bounded b, int32_t dtype)
 
 /* ---- weights --------------------------------------------------------------------------------------- */
 
+cumoe_weights_desc weights_desc(const host_weights *w)
+{
+  return (cumoe_weights_desc){.size = sizeof(cumoe_weights_desc),
+                              .experts = w->experts,
+                              .hidden = w->hidden,
+                              .inter = w->inter,
+                              .gate_order = w->gate_order,
+                              .up_major = w->up_major,
+                              .down_major = w->down_major};
+}
+
 static int64_t up_channel(const host_weights *w, int part, int64_t out)
 {
   bool gate = part == PLAIN_GATE;

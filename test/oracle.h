@@ -27,6 +27,9 @@ typedef struct host_weights {
 
 enum { PLAIN_GATE, PLAIN_UP, PLAIN_DOWN };
 
+/* Shapes and layout; the projections are the caller's to fill in. */
+cumoe_weights_desc weights_desc(const host_weights *w);
+
 /* Where element (out, in) of a projection part lies: the documented meaning of gate_order and major. */
 typedef struct place {
   const host_projection *projection;

@@ -90,13 +90,7 @@ static cumoe_projection projection_put(cumoe_context context, const host_project
 cumoe_weights weights_put(cumoe_context context, const host_weights *w, weights_form form)
 {
   cumoe_weights weights = NULL;
-  cumoe_weights_desc d = {.size = sizeof d,
-                          .experts = w->experts,
-                          .hidden = w->hidden,
-                          .inter = w->inter,
-                          .gate_order = w->gate_order,
-                          .up_major = w->up_major,
-                          .down_major = w->down_major};
+  cumoe_weights_desc d = weights_desc(w);
   d.gate_up = projection_put(context, &w->gate_up, w->experts, form);
   d.gate = projection_put(context, &w->gate, w->experts, form);
   d.up = projection_put(context, &w->up, w->experts, form);

@@ -179,13 +179,7 @@ static cumoe_projection put_projection(const session *s, const host_projection *
 static cumoe_weights bind(const session *s, const host_weights *w)
 {
   cumoe_weights bound = NULL;
-  cumoe_weights_desc d = {.size = sizeof d,
-                          .experts = w->experts,
-                          .hidden = w->hidden,
-                          .inter = w->inter,
-                          .gate_order = w->gate_order,
-                          .up_major = w->up_major,
-                          .down_major = w->down_major};
+  cumoe_weights_desc d = weights_desc(w);
   d.gate_up = put_projection(s, &w->gate_up, w->experts);
   d.gate = put_projection(s, &w->gate, w->experts);
   d.up = put_projection(s, &w->up, w->experts);
