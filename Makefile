@@ -17,6 +17,7 @@ CUDA_HOME ?= $(or $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC))
 
 # The user's flags come after ours, so they win.
 CFLAGS    ?=
+CXXFLAGS  ?=
 NVCCFLAGS ?=
 LDFLAGS   ?=
 LDLIBS    ?=
@@ -61,6 +62,7 @@ C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 SANITIZE ?= address,undefined
+CXX_TOOL := -std=c++17 $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE)) -O2 -g0 -Iinclude
 C_ASAN   := -O1 -g1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 NV_FLAGS := -O3 -std=c++17 -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
@@ -87,12 +89,13 @@ TESTS        := $(filter-out $(TEST_HELPERS),$(test_stems))
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
 EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
+EXAMPLES_CXX := $(sort $(patsubst test/examples/%.cpp,%,$(wildcard test/examples/*.cpp)))
 BENCH_C := $(sort $(filter-out bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
-PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(EXAMPLES:%=$(LIB)/test/examples/%)
+PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
-	test/*.[ch] test/examples/*.c bench/*.[ch]))
+	test/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
 .PHONY: all demo test bench check tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
@@ -105,6 +108,7 @@ $(OBJ)/flags.$(1): $(if $(filter x$(subst $(SPACE),_,$(strip $(2))),x$(subst $(S
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
 $(eval $(call stamp,cc,$(CC) $(C_HOST) $(C_TOOL) $(CFLAGS)))
+$(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
@@ -172,6 +176,10 @@ $(OBJ)/test/examples/readme.c: README.md
 	$(Q)awk '/^```/ { if (on) exit; on = /^```c$$/; next } on' $< > $@
 $(OBJ)/test/examples/readme.o: $(OBJ)/test/examples/readme.c $(c_needs)
 	$(call compile,$(C_TOOL))
+$(OBJ)/test/examples/%.o: test/examples/%.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
+	$(call say,CXX,$@)
+	@mkdir -p $(@D)
+	$(Q)$(CXX) $(CXX_TOOL) $(CXXFLAGS) -c -o $@ $<
 $(OBJ)/bench/%.o: bench/%.c $(c_needs)
 	$(call compile,$(C_TOOL))
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
@@ -208,6 +216,7 @@ asan_helpers := $(HELPER_C:%.c=$(OBJ)/asan/%.o)
 
 $(WHITE_BOX:%=$(LIB)/test/%): $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(OBJS) $(OBJ)/flags.link
 	$(call link,$< $(helper_objs) $(OBJS))
+$(EXAMPLES_CXX:%=$(LIB)/test/examples/%): private CC = $(CXX)
 $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$< $(LIB)/libcumoe.a)
 $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(LIB)/libcumoe.a $(OBJ)/flags.link
@@ -230,7 +239,7 @@ tests: $(PROGRAMS)
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
 
 script_env = LIB='$(LIB)' V='$(V)' CC='$(CC)' CXX='$(CXX)' NVCC='$(NVCC)' MAKE='$(MAKE)' VERSION='$(VERSION)' \
-	CUDA_HOME='$(CUDA_HOME)' CUDA_LIB='$(CUDA_LIB)' ARCH_DEFINES='$(ARCH_DEFINES)' CUBINS='$(CUBINS)' \
+	CUDA_HOME='$(CUDA_HOME)' CUDA_LIB='$(CUDA_LIB)' CUDA_INCLUDE='$(CUDA_INCLUDE)' ARCH_DEFINES='$(ARCH_DEFINES)' CUBINS='$(CUBINS)' \
 	FORMATTED='$(FORMATTED)'
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))

@@ -10,14 +10,20 @@ prefix=$stage/usr
 PKG_CONFIG_PATH=$prefix/lib/pkgconfig
 export PKG_CONFIG_PATH
 
+# COMPILER AND FLAGS, SOURCE, with what pkg-config says.
 built_by_pkg_config() {
-  ${CC:-cc} -std=c11 $1 test/examples/first.c -o "$stage/first-$2" $(pkg-config --cflags --libs cumoe) && "$stage/first-$2"
+  $1 -o "$stage/program" "test/examples/$2" $(pkg-config --cflags --libs cumoe) && "$stage/program"
 }
 if have pkg-config; then
-  for compiler in ${CC:-cc} clang; do
+  for compiler in "${CC:-cc}" clang; do
     have "$compiler" || { skip "pkg-config, $compiler" "not installed"; continue; }
-    CC=$compiler
-    quiet "pkg-config, $compiler: build and run" built_by_pkg_config "" "$compiler"
+    quiet "pkg-config, $compiler: build and run" built_by_pkg_config "$compiler -std=c11" first.c
+  done
+  # An engine calls the CUDA runtime itself.
+  quiet "pkg-config, an engine: build and run" built_by_pkg_config "${CC:-cc} -std=c11 -I$CUDA_INCLUDE" engine.c
+  for compiler in "${CXX:-g++}" clang++; do
+    have "$compiler" || { skip "pkg-config, $compiler" "not installed"; continue; }
+    quiet "pkg-config, $compiler: build and run" built_by_pkg_config "$compiler -std=c++17" raii.cpp
   done
   quiet "pkg-config: the version of the headers" test "$(pkg-config --modversion cumoe)" = "$VERSION"
 else
@@ -27,7 +33,7 @@ fi
 built_by_cmake() {
   cmake -S test/examples -B "$stage/cmake-$1" -DCMAKE_PREFIX_PATH="$prefix" -DCUMOE_CUDART="$1" \
     -DCUDAToolkit_ROOT="$CUDA_HOME" && cmake --build "$stage/cmake-$1" || return 1
-  LD_LIBRARY_PATH=$CUDA_LIB "$stage/cmake-$1/first"
+  LD_LIBRARY_PATH=$CUDA_LIB "$stage/cmake-$1/first" && LD_LIBRARY_PATH=$CUDA_LIB "$stage/cmake-$1/engine"
 }
 if have cmake; then
   quiet "CMake, static CUDA runtime: build and run" built_by_cmake static
@@ -37,7 +43,7 @@ else
 fi
 
 built_by_cargo() {
-  cp -r test/examples/rust "$stage/rust" && cd "$stage/rust" && cargo run --offline
+  cp -r test/examples/rust "$stage/rust" && cd "$stage/rust" && RUSTFLAGS="-D warnings" cargo run --offline
 }
 if have cargo && have pkg-config; then quiet "cargo: build and run" built_by_cargo
 else skip "cargo" "not installed"; fi

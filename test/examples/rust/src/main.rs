@@ -1,70 +1,135 @@
-// cumoe from Rust: opens a context and a buffer, writes, reads back, closes.
-use std::ffi::{c_char, c_int, c_void, CStr};
-use std::ptr::{null, null_mut};
+// A Mixture-of-Experts layer from Rust, on the GPU if there is one, else on the CPU, compared with a naive one.
+mod cumoe;
+use cumoe::*;
+use std::mem::size_of;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct View {
-    data: *mut c_void,
-    rows: i64,
-    cols: i64,
-    ld: i64,
-    owner: u64,
-    device: i32,
-    dtype: i32,
+const TOKENS: usize = 6;
+const HIDDEN: usize = 32;
+const INTER: usize = 24;
+const EXPERTS: usize = 8;
+const TOP_K: usize = 2;
+
+/// Numbers between -limit and limit.
+fn numbers(count: usize, limit: f32, mut seed: u32) -> Vec<f32> {
+    let mut next = || {
+        seed = seed.wrapping_mul(1664525).wrapping_add(1013904223);
+        ((seed >> 8) as f32 / 8388608.0 - 1.0) * limit
+    };
+    (0..count).map(|_| next()).collect()
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Buffer {
-    id: u64,
+struct Model {
+    x: Vec<f32>,
+    router: Vec<f32>,
+    gate_up: Vec<f32>,
+    down: Vec<f32>,
 }
 
-type Context = *mut c_void;
-type Stream = *mut c_void;
-const DEVICE_AUTO: i32 = -1;
-const F32: i32 = 1;
-
-extern "C" {
-    fn cumoe_context_create(device: i32, config: *const c_void, context: *mut Context) -> i32;
-    fn cumoe_context_destroy(context: Context) -> i32;
-    fn cumoe_synchronize(context: Context, stream: Stream) -> i32;
-    fn cumoe_buffer_alloc_at(
-        context: Context, dtype: i32, rows: i64, cols: i64, stream: Stream, file: *const c_char, line: c_int,
-        buffer: *mut Buffer,
-    ) -> i32;
-    fn cumoe_buffer_free(buffer: *mut Buffer) -> i32;
-    fn cumoe_buffer_view_mut(buffer: Buffer) -> View;
-    fn cumoe_copy_from_host(context: Context, dst: View, src: *const c_void, bytes: usize, stream: Stream) -> i32;
-    fn cumoe_copy_to_host(context: Context, dst: *mut c_void, bytes: usize, src: View, stream: Stream) -> i32;
-    fn cumoe_last_error() -> *const c_char;
-    fn cumoe_architectures() -> *const c_char;
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-fn check(status: i32) {
-    if status != 0 {
-        panic!("{}", unsafe { CStr::from_ptr(cumoe_last_error()) }.to_string_lossy());
+fn naive_token(m: &Model, x: &[f32]) -> Vec<f64> {
+    let scores: Vec<f64> = m.router.chunks(HIDDEN).map(|row| dot(row, x).exp()).collect();
+    let mut order: Vec<usize> = (0..EXPERTS).collect();
+    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+    let total: f64 = order[..TOP_K].iter().map(|e| scores[*e]).sum();
+    let mut out = vec![0f64; HIDDEN];
+    for &e in &order[..TOP_K] {
+        let gate_up: Vec<f64> = m.gate_up.chunks(HIDDEN).skip(e * 2 * INTER).take(2 * INTER).map(|row| dot(row, x)).collect();
+        let h: Vec<f32> = (0..INTER).map(|i| (gate_up[i] / (1.0 + (-gate_up[i]).exp()) * gate_up[INTER + i]) as f32).collect();
+        for (o, row) in m.down.chunks(INTER).skip(e * HIDDEN).take(HIDDEN).enumerate() {
+            out[o] += scores[e] / total * dot(row, &h);
+        }
     }
+    out
 }
 
-fn main() {
-    let sent = [1.5f32, -2.0, 3.25, 4.0, 5.0, -6.5];
-    let mut received = [0f32; 6];
-    let bytes = std::mem::size_of_val(&sent);
-    let mut context: Context = null_mut();
-    let mut buffer = Buffer { id: 0 };
-    unsafe {
-        check(cumoe_context_create(DEVICE_AUTO, null(), &mut context));
-        check(cumoe_buffer_alloc_at(context, F32, 2, 3, null_mut(), c"main.rs".as_ptr(), line!() as c_int, &mut buffer));
-        let view = cumoe_buffer_view_mut(buffer);
-        check(cumoe_copy_from_host(context, view, sent.as_ptr().cast(), bytes, null_mut()));
-        check(cumoe_copy_to_host(context, received.as_mut_ptr().cast(), bytes, view, null_mut()));
-        check(cumoe_synchronize(context, null_mut()));
-        let mut stale = buffer;
-        check(cumoe_buffer_free(&mut buffer));
-        assert_ne!(cumoe_buffer_free(&mut stale), 0, "a stale handle is refused");
-        check(cumoe_context_destroy(context));
-        println!("machine code for {}", CStr::from_ptr(cumoe_architectures()).to_string_lossy());
+fn layer(context: &Context, m: &Model) -> Result<Vec<f32>, Error> {
+    let routing = Routing {
+        size: size_of::<Routing>() as u32,
+        top_k: TOP_K as i32,
+        flags: ROUTE_RENORMALIZE,
+        ..Routing::default()
+    };
+    let desc = MoeDesc {
+        size: size_of::<MoeDesc>() as u32,
+        num_experts: EXPERTS as i32,
+        hidden: HIDDEN as i32,
+        inter: INTER as i32,
+        dtype: F32,
+        routing,
+        ..MoeDesc::default()
+    };
+    let plan = context.plan(&desc)?;
+    let (gate_up, down) = (context.matrix(&m.gate_up, HIDDEN)?, context.matrix(&m.down, INTER)?);
+    let weights = context.bind(&WeightsDesc {
+        size: size_of::<WeightsDesc>() as u32,
+        experts: desc.num_experts,
+        hidden: desc.hidden,
+        inter: desc.inter,
+        gate_order: GATE_UP_CONCAT,
+        up_major: OUT_IN,
+        down_major: OUT_IN,
+        reserved: 0,
+        gate_up: Projection { data: gate_up.view(), ..NO_PROJECTION },
+        gate: NO_PROJECTION,
+        up: NO_PROJECTION,
+        down: Projection { data: down.view(), ..NO_PROJECTION },
+    })?;
+    let (x, router) = (context.matrix(&m.x, HIDDEN)?, context.matrix(&m.router, HIDDEN)?);
+    let out = context.buffer(F32, TOKENS, HIDDEN)?;
+    let workspace = context.buffer(U8, 1, plan.workspace(TOKENS)?)?;
+    let args = MoeArgs {
+        size: size_of::<MoeArgs>() as u32,
+        flags: 0,
+        x: x.view(),
+        router_weight: router.view(),
+        out: out.view(),
+        workspace: workspace.view(),
+        shared: std::ptr::null_mut(),
+        out_scale: 0.0,
+        reserved: 0,
+        device_tokens: ABSENT,
+        router_bias: ABSENT,
+        logits: ABSENT,
+        ids: ABSENT,
+        weights: ABSENT,
+        select_bias: ABSENT,
+        expert_map: ABSENT,
+        shared_gate: ABSENT,
+        residual: ABSENT,
+        ids_out: ABSENT,
+        weights_out: ABSENT,
+        counts_out: ABSENT,
+        load: ABSENT,
+    };
+    plan.forward(&weights, &args)?;
+    out.values()
+}
+
+fn main() -> Result<(), Error> {
+    let m = Model {
+        x: numbers(TOKENS * HIDDEN, 1.0, 1),
+        router: numbers(EXPERTS * HIDDEN, 0.3, 2),
+        gate_up: numbers(EXPERTS * 2 * INTER * HIDDEN, 0.3, 3),
+        down: numbers(EXPERTS * HIDDEN * INTER, 0.3, 4),
+    };
+    let context = Context::open(DEVICE_AUTO)?;
+    let got = layer(&context, &m)?;
+    let mut worst = 0f64;
+    for (x, row) in m.x.chunks(HIDDEN).zip(got.chunks(HIDDEN)) {
+        for (want, got) in naive_token(&m, x).iter().zip(row) {
+            worst = worst.max((want - f64::from(*got)).abs());
+        }
     }
-    assert_eq!(sent, received);
+    println!("machine code for {}; largest difference {worst:.2e}", architectures());
+    assert!(worst < 1e-5);
+
+    // What the compiler cannot forbid, a view that outlives its buffer, is a status.
+    let stale = context.matrix(&m.x, HIDDEN)?.view();
+    let error = Buffer::read(&context, stale).unwrap_err();
+    assert_eq!(error.status, ERR_STALE_HANDLE);
+    println!("{}", error.text);
+    Ok(())
 }
