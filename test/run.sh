@@ -4,7 +4,8 @@
 #
 # A program ends with the line "N passed, N failed, N skipped" and exits 0 exactly when nothing failed; one in a
 # folder `examples` has no such line: its exit status is the answer, and "skipped: why" as its last line says that this
-# machine cannot run it. Breaking these rules, a crash and a timeout each count as a failure. The sum is the last line; the exit status is 0 when nothing failed and something passed.
+# machine cannot run it. Breaking these rules, a crash and a timeout each count as a failure. The sum is the last line;
+# the exit status is 0 when nothing failed and something passed.
 # V=1 shows all output, TEST_TIMEOUT is in seconds.
 case $0 in */*) cd "${0%/*}/.." || exit 1 ;; esac
 lib=${LIB:-lib}
