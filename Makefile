@@ -30,7 +30,7 @@ DESTDIR    ?=
 T ?=
 V ?=
 DEMO_ARGS  ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= --grouped
 
 # ---- derived --------------------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ help:
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format (T=symbols: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
-	@echo 'make bench      speed, against the roofline and other libraries            (BENCH_ARGS)'
+	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

@@ -37,6 +37,8 @@ static const char usage[] =
     "  --tokens N,M      token counts (1,8,32,128,512,2048,8192)\n"
     "  --dtype bf16|f16  type of activations and weights (bf16)\n"
     "  --zipf X          caller's logits, experts' popularity 1 / rank^X, instead of the router\n"
+    "  --one             caller's ids, all tokens to one expert; with it and --zipf the time that this would\n"
+    "                    need if it came as near to its floor as evenly spread tokens do is printed too\n"
     "  --variant ROW     force a row of the kernel table, by name or index; repeatable, one an operation\n"
     "  --list            print the rows of the kernel table\n"
     "  --grouped         time cuBLAS's grouped products too\n"
@@ -95,6 +97,7 @@ static bool parse_flag(const char *name, options *o)
   if (strcmp(name, "--quick") == 0) return o->quick = true;
   if (strcmp(name, "--grouped") == 0) return o->grouped = true;
   if (strcmp(name, "--list") == 0) return o->list = true;
+  if (strcmp(name, "--one") == 0) return o->one = true;
   return false;
 }
 
@@ -223,9 +226,41 @@ static cumoe_status time_cell(bench *b, cell *c, result *r)
   account(r);
   cell_works(c, works);
   cumoe_status status = peers_create(c, &p, works);
-  if (status == CUMOE_OK) status = measure(b, works, ITEM_COUNT, c->inputs, r->timings);
+  if (status == CUMOE_OK) status = measure(b, works, ITEM_COUNT, c->inputs, r->timings, &r->clocks);
   peers_destroy(p);
   return status;
+}
+
+static spread spread_of(const bench *b)
+{
+  if (b->o.one) return SPREAD_one;
+  return b->o.zipf > 0 ? SPREAD_zipf : SPREAD_router;
+}
+
+/* What the layer takes with evenly spread tokens, and the floor of that. */
+static cumoe_status time_even(bench *b, model *m, int64_t tokens, result *even)
+{
+  cell c;
+  work works[ITEM_COUNT] = {{0}};
+  *even = (result){.cell = &c};
+  cumoe_status status = cell_create(b, m, tokens, SPREAD_even, &c);
+  if (status == CUMOE_OK) status = check_cell(&c, &even->verdict);
+  if (status == CUMOE_OK) {
+    account(even);
+    cell_works(&c, works);
+    status = measure(b, works, ITEM_layer + 1, c.inputs, even->timings, NULL);
+  }
+  cell_destroy(&c);
+  return status;
+}
+
+static cumoe_status add_needed(bench *b, model *m, result *r)
+{
+  result even;
+  if (r->cell->spread == SPREAD_router) return CUMOE_OK;
+  TRY(time_even(b, m, r->cell->tokens, &even));
+  if (even.floor_us > 0) r->needed_us = r->floor_us * even.timings[ITEM_layer].median / even.floor_us;
+  return CUMOE_OK;
 }
 
 /* False: wrong or failed. A forced row that cannot serve a cell is neither. */
@@ -233,8 +268,9 @@ static bool run_cell(bench *b, model *m, int64_t tokens)
 {
   cell c;
   result r = {.cell = &c};
-  cumoe_status status = cell_create(b, m, tokens, &c);
+  cumoe_status status = cell_create(b, m, tokens, spread_of(b), &c);
   if (status == CUMOE_OK) status = time_cell(b, &c, &r);
+  if (status == CUMOE_OK) status = add_needed(b, m, &r);
   if (status == CUMOE_OK) {
     print_row(b, &r);
     csv_row(b, &r);
@@ -289,6 +325,7 @@ static cumoe_status start_cuda(bench *b)
   b->blas = cublas_open(b);
   if (!b->blas) fprintf(stderr, "bench: no cuBLAS peers: %s\n", b->error);
   b->error[0] = 0;
+  b->nvml = nvml_open(b);
   for (size_t i = 0; i < sizeof known_gpus / sizeof *known_gpus && !b->rates; ++i)
     if (strstr(b->device.name, known_gpus[i].name)) b->rates = &known_gpus[i];
   return CUMOE_OK;
@@ -312,6 +349,7 @@ static cumoe_status start(bench *b)
 static void stop(bench *b)
 {
   cublas_close(b->blas);
+  nvml_close(b->nvml);
   store_free(&b->store);
   if (b->context) (void)cumoe_context_destroy(b->context);
   if (b->stream) cudaStreamDestroy(b->stream);

@@ -27,6 +27,7 @@ typedef struct options {
   int32_t device;
   cumoe_dtype dtype;
   double zipf; /* exponent of the experts' popularity; 0: the router decides */
+  bool one;    /* every slot of every token to one expert */
   bool quick, grouped, list;
 } options;
 
@@ -57,6 +58,7 @@ typedef struct store {
 } store;
 
 typedef struct cublas cublas;
+typedef struct nvml nvml;
 
 typedef struct bench {
   options o;
@@ -68,6 +70,7 @@ typedef struct bench {
   noise unit, small; /* standard deviation 1 and 0.02 */
   uint64_t seed;
   cublas *blas; /* NULL: not there */
+  nvml *nvml;   /* NULL: not there */
   FILE *csv;
   char error[512]; /* text of a failure that is not the library's */
 } bench;
@@ -82,11 +85,20 @@ typedef struct model {
   cumoe_view gate_up, down, router, select_bias; /* gate_up: [E * 2I, H]; down: [E * H, I] */
 } model;
 
+/* Who decides which experts a token goes to: the layer's router, or the caller by logits or by ids. */
+typedef enum spread {
+  SPREAD_router,
+  SPREAD_even, /* logits, all experts alike */
+  SPREAD_zipf, /* logits */
+  SPREAD_one   /* ids, all of them the same */
+} spread;
+
 /* One layer and T tokens: everything that the timed calls read and write. */
 typedef struct cell {
   bench *bench;
   model *model;
   store store;
+  spread spread;
   int64_t tokens, rows;
   int32_t inputs; /* inputs that the calls rotate over, so that no call finds its weights in L2 */
   cumoe_view x[MAX_INPUTS];
@@ -109,8 +121,23 @@ typedef struct timing {
   double median, least, most; /* microseconds a call; 0: not timed */
 } timing;
 
-/* Times all works, their samples taken in turn, so that a drifting clock or a power limit meets all alike. */
-cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings);
+/* Times all works, their samples taken in turn, so that a drifting clock or a power limit meets all alike. `clocks`, read
+ * while the first work runs, may be NULL. */
+typedef struct clock_state clock_state;
+cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings, clock_state *clocks);
+
+/* ---- clocks (clocks.c) ---- */
+
+/* The GPU's own word on its state; 0: not known. */
+struct clock_state {
+  unsigned sm_mhz, sm_most_mhz, memory_mhz, watts, limit_watts;
+  unsigned long long reasons; /* NVML's bits for what holds the clock down */
+};
+
+nvml *nvml_open(bench *b); /* NULL: not there */
+void nvml_close(nvml *n);
+clock_state clocks_now(const nvml *n);
+void clocks_text(const clock_state *c, char *text, size_t bytes);
 
 /* ---- a cell (cell.c) ---- */
 
@@ -131,7 +158,7 @@ extern const char *const item_names[ITEM_COUNT];
 cumoe_status make_noise(bench *b);
 cumoe_status model_create(bench *b, const shape *s, model *m);
 void model_destroy(model *m);
-cumoe_status cell_create(bench *b, model *m, int64_t tokens, cell *c);
+cumoe_status cell_create(bench *b, model *m, int64_t tokens, spread how, cell *c);
 void cell_destroy(cell *c);
 cumoe_status cell_forward(cell *c, int32_t input, bool report,
                           cumoe_stream stream); /* report: also ids, weights, counts */
@@ -177,7 +204,9 @@ typedef struct result {
   const cell *cell;
   verdict verdict;
   timing timings[ITEM_COUNT];
+  clock_state clocks;
   double active, weight_bytes, flops, floor_us; /* means over the inputs */
+  double needed_us; /* floor at the part of it that evenly spread tokens reach; 0: not a skewed cell */
 } result;
 
 void print_header(const bench *b);

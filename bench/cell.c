@@ -108,17 +108,38 @@ cumoe_status fill_noise(bench *b, cumoe_view_mut dst, noise *from)
   return CUMOE_OK;
 }
 
-/* Noisy popularity: the k best of log(p) + Gumbel noise is a draw of k experts by p, p ~ 1 / rank^zipf. */
-static cumoe_status upload_zipf(bench *b, cumoe_view_mut logits)
+/* Noisy popularity: the k best of log(p) + Gumbel noise is a draw of k experts by p, p ~ 1 / rank^exponent. */
+static cumoe_status upload_logits(bench *b, cumoe_view_mut logits, double exponent)
 {
   const int64_t count = logits.rows * logits.cols;
   float *host = malloc((size_t)count * sizeof *host);
   if (!host) return CUMOE_ERR_OUT_OF_MEMORY;
   for (int64_t i = 0; i < count; ++i)
-    host[i] = (float)(-b->o.zipf * log((double)(i % logits.cols + 1)) - log(-log(random_unit(&b->seed))));
+    host[i] = (float)(-exponent * log((double)(i % logits.cols + 1)) - log(-log(random_unit(&b->seed))));
   cumoe_status status = cumoe_copy_from_host(b->context, logits, host, (size_t)count * sizeof *host, b->stream);
   if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
   free(host);
+  return status;
+}
+
+/* All pairs to one expert, another one for each input. */
+static cumoe_status upload_one(cell *c, int32_t input)
+{
+  bench *b = c->bench;
+  const int32_t expert = input * (c->model->shape->experts / c->inputs);
+  int32_t *ids = malloc((size_t)c->rows * sizeof *ids);
+  float *weights = malloc((size_t)c->rows * sizeof *weights);
+  cumoe_status status = ids && weights ? CUMOE_OK : CUMOE_ERR_OUT_OF_MEMORY;
+  for (int64_t i = 0; i < c->rows && status == CUMOE_OK; ++i) {
+    ids[i] = expert;
+    weights[i] = 1 / (float)c->model->shape->top_k;
+  }
+  const size_t bytes = (size_t)c->rows * 4;
+  if (status == CUMOE_OK) status = cumoe_copy_from_host(b->context, c->ids[input], ids, bytes, b->stream);
+  if (status == CUMOE_OK) status = cumoe_copy_from_host(b->context, c->weights[input], weights, bytes, b->stream);
+  if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
+  free(ids);
+  free(weights);
   return status;
 }
 
@@ -164,7 +185,7 @@ cumoe_status model_create(bench *b, const shape *s, model *m)
   TRY(fill_noise(b, gate_up, &b->small));
   TRY(fill_noise(b, down, &b->small));
   TRY(fill_noise(b, router, &b->small));
-  if (s->routing.score == CUMOE_SCORE_SIGMOID && b->o.zipf <= 0) TRY(upload_select_bias(b, m));
+  if (s->routing.score == CUMOE_SCORE_SIGMOID && b->o.zipf <= 0 && !b->o.one) TRY(upload_select_bias(b, m));
   m->gate_up = cumoe_const(gate_up);
   m->down = cumoe_const(down);
   m->router = cumoe_const(router);
@@ -198,7 +219,12 @@ static cumoe_status create_input(cell *c, int32_t i)
   TRY(take(b, &c->store, CUMOE_I32, c->tokens, s->top_k, &r->slot_row));
   TRY(fill_noise(b, x, &b->unit));
   c->x[i] = cumoe_const(x);
-  return b->o.zipf > 0 ? upload_zipf(b, c->logits[i]) : CUMOE_OK;
+  switch (c->spread) {
+  case SPREAD_even: return upload_logits(b, c->logits[i], 0);
+  case SPREAD_zipf: return upload_logits(b, c->logits[i], b->o.zipf);
+  case SPREAD_one: return upload_one(c, i);
+  default: return CUMOE_OK;
+  }
 }
 
 /* Weights of up to 512 tokens may stay in L2 from one call to the next if all have the same routing; more
@@ -208,11 +234,12 @@ static int32_t inputs_for(int64_t tokens)
   return tokens <= 512 ? MAX_INPUTS : 2;
 }
 
-cumoe_status cell_create(bench *b, model *m, int64_t tokens, cell *c)
+cumoe_status cell_create(bench *b, model *m, int64_t tokens, spread how, cell *c)
 {
   const shape *s = m->shape;
   size_t bytes, map_bytes;
-  *c = (cell){.bench = b, .model = m, .tokens = tokens, .rows = tokens * s->top_k, .inputs = inputs_for(tokens)};
+  *c = (cell){
+      .bench = b, .model = m, .spread = how, .tokens = tokens, .rows = tokens * s->top_k, .inputs = inputs_for(tokens)};
   c->host_counts = calloc((size_t)c->inputs * (size_t)s->experts, sizeof *c->host_counts);
   if (!c->host_counts) return CUMOE_ERR_OUT_OF_MEMORY;
   TRY(cumoe_plan_workspace(m->plan, tokens, &bytes));
@@ -239,15 +266,19 @@ cumoe_status cell_forward(cell *c, int32_t i, bool report, cumoe_stream stream)
   const model *m = c->model;
   cumoe_moe_args a = {
       .size = sizeof a, .x = c->x[i], .select_bias = m->select_bias, .out = c->out, .workspace = c->workspace};
-  if (c->bench->o.zipf > 0)
-    a.logits = cumoe_const(c->logits[i]);
-  else
+  if (c->spread == SPREAD_one) {
+    a.ids = cumoe_const(c->ids[i]);
+    a.weights = cumoe_const(c->weights[i]);
+  } else if (c->spread == SPREAD_router) {
     a.router_weight = m->router;
-  if (report) {
+  } else {
+    a.logits = cumoe_const(c->logits[i]);
+  }
+  if (report && c->spread != SPREAD_one) {
     a.ids_out = c->ids[i];
     a.weights_out = c->weights[i];
-    a.counts_out = c->counts[i];
   }
+  if (report) a.counts_out = c->counts[i];
   return cumoe_moe_forward(m->plan, m->weights, &a, stream);
 }
 
@@ -299,8 +330,8 @@ static cumoe_status call_combine(void *user, int32_t i, cumoe_stream stream)
 void cell_works(cell *c, work works[ITEM_COUNT])
 {
   works[ITEM_layer] = (work){call_layer, c, false};
-  if (c->bench->o.zipf <= 0) works[ITEM_router] = (work){call_router, c, false};
-  works[ITEM_gate] = (work){call_gate, c, false};
+  if (c->spread == SPREAD_router) works[ITEM_router] = (work){call_router, c, false};
+  if (c->spread != SPREAD_one) works[ITEM_gate] = (work){call_gate, c, false};
   works[ITEM_map] = (work){call_map, c, false};
   works[ITEM_up] = (work){call_up, c, false};
   works[ITEM_down] = (work){call_down, c, false};

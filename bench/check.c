@@ -211,7 +211,7 @@ typedef struct scores {
 static cumoe_status fetch_logits(cell *c, const token *t, scores *s)
 {
   const shape *p = c->model->shape;
-  if (c->bench->o.zipf > 0) {
+  if (c->spread != SPREAD_router) {
     float row[CUMOE_MAX_EXPERTS];
     TRY(fetch(c, cumoe_const(c->logits[0]), t->index, 1, row));
     TRY(cumoe_synchronize(c->bench->context, c->bench->stream));
@@ -273,6 +273,8 @@ static bool weighted_well(const shape *p, const token *t, const scores *s)
 
 static cumoe_status verify_routing(cell *c, const token *t, verdict *v)
 {
+  v->routed = c->spread == SPREAD_one; /* by the caller */
+  if (v->routed) return CUMOE_OK;
   scores *s = calloc(1, sizeof *s);
   if (!s) return CUMOE_ERR_OUT_OF_MEMORY;
   cumoe_status status = CUMOE_OK;

@@ -62,10 +62,17 @@ static void forced_text(const bench *b, char *text, size_t bytes)
 
 static void routing_text(const bench *b, char *text, size_t bytes)
 {
-  if (b->o.zipf > 0)
+  if (b->o.one)
+    snprintf(text, bytes, "one expert");
+  else if (b->o.zipf > 0)
     snprintf(text, bytes, "zipf %g", b->o.zipf);
   else
     snprintf(text, bytes, "router");
+}
+
+static bool skewed(const bench *b)
+{
+  return b->o.one || b->o.zipf > 0;
 }
 
 /* ---- table ---- */
@@ -82,6 +89,12 @@ void print_header(const bench *b)
   else
     printf("%s, %d multiprocessors, L2 %.0f MB; driver %s, CUDA runtime %s, cuBLAS %s\n", b->device.name,
            (int)b->device.multiprocessors, 1e-6 * (double)b->device.l2_bytes, f.driver, f.runtime, f.cublas);
+  if (b->nvml) {
+    const clock_state c = clocks_now(b->nvml);
+    char text[160];
+    clocks_text(&c, text, sizeof text);
+    printf("before the run: %s\n", text);
+  }
   printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "", forced);
   printf("Times: microseconds a call, median of graph replays over rotating inputs. layer: the whole of it, "
          "hidden states in, "
@@ -91,7 +104,10 @@ void print_header(const bench *b)
            1e-12 * b->rates->bytes_per_second, 1e-12 * b->rates->flops);
   printf("dense: cuBLAS, one expert's two products with T k rows.\nvs: the peer's time over the layer's "
          "(above 1: the layer is "
-         "faster).\n");
+         "faster). MHz, W: of the SMs, while the layer ran.\n");
+  if (skewed(b))
+    printf("needed: what this would take at the part of the floor that the layer reaches with as many tokens spread "
+           "evenly.\n");
 }
 
 static const char columns[] = "     T active    layer    floor  of it  TFLOPS   GB/s |  router    gate     "
@@ -101,8 +117,9 @@ static const char columns[] = "     T active    layer    floor  of it  TFLOPS   
 void print_shape(const bench *b, const model *m)
 {
   const shape *s = m->shape;
-  printf("\n%s: %d experts, %d a token, hidden %d, inter %d\n%s%s\n", s->name, (int)s->experts, (int)s->top_k,
-         (int)s->hidden, (int)s->inter, columns, b->o.grouped ? "  grouped    vs | check" : " check");
+  printf("\n%s: %d experts, %d a token, hidden %d, inter %d\n%s%s%s  MHz    W check\n", s->name, (int)s->experts,
+         (int)s->top_k, (int)s->hidden, (int)s->inter, columns, b->o.grouped ? "  grouped    vs |" : "",
+         skewed(b) ? "  needed over |" : "");
 }
 
 /* Three or four digits that matter. */
@@ -154,6 +171,12 @@ void print_row(const bench *b, const result *r)
   printf(" |");
   print_peer(r->timings[ITEM_dense].median, layer);
   if (b->o.grouped) print_peer(r->timings[ITEM_grouped].median, layer);
+  if (skewed(b)) {
+    print_number(8, r->needed_us);
+    print_number(4, r->needed_us > 0 ? layer / r->needed_us : 0);
+    printf(" |");
+  }
+  printf(" %4u %4u", r->clocks.sm_mhz, r->clocks.watts);
   print_verdict(&r->verdict);
   fflush(stdout);
 }
@@ -170,7 +193,9 @@ bool csv_open(bench *b)
         "floor_part,tflops,weights_gbs",
         b->csv);
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
-  fputs(",vs_dense,vs_grouped,check,worst_error,gpu,driver,cuda_runtime,cublas,library,commit,date\n", b->csv);
+  fputs(",vs_dense,vs_grouped,needed_us,over_needed,sm_mhz,watts,check,worst_error,gpu,driver,cuda_runtime,cublas,"
+        "library,commit,date\n",
+        b->csv);
   return true;
 }
 
@@ -217,5 +242,9 @@ void csv_row(const bench *b, const result *r)
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) csv_number(b->csv, t[i].median);
   csv_number(b->csv, t[ITEM_dense].median / layer);
   csv_number(b->csv, t[ITEM_grouped].median / layer);
+  csv_number(b->csv, r->needed_us);
+  csv_number(b->csv, r->needed_us > 0 ? layer / r->needed_us : 0);
+  csv_number(b->csv, r->clocks.sm_mhz);
+  csv_number(b->csv, r->clocks.watts);
   csv_facts(b, r);
 }

@@ -84,12 +84,13 @@ static cumoe_status prepare(bench *b, const work *w, int32_t inputs, const cudaE
 }
 
 /* The untimed replay in front lets the host run ahead of the device. */
-static cumoe_status sample(bench *b, const replay *r, const cudaEvent_t events[2], double *us)
+static cumoe_status sample(bench *b, const replay *r, const cudaEvent_t events[2], double *us, clock_state *clocks)
 {
   TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[0], b->stream));
   for (int32_t i = 0; i < r->repeats; ++i) TRY_CUDA(b, cudaGraphLaunch(r->exec, b->stream));
   TRY_CUDA(b, cudaEventRecord(events[1], b->stream));
+  if (clocks) *clocks = clocks_now(b->nvml);
   TRY(elapsed(b, events, us));
   *us /= (double)r->repeats * r->calls;
   return CUMOE_OK;
@@ -112,7 +113,7 @@ static cumoe_status give_up(replay *r)
 }
 
 static cumoe_status measure_replays(bench *b, const work *works, int32_t count, int32_t inputs, replay *replays,
-                                    timing *timings)
+                                    timing *timings, clock_state *clocks)
 {
   const int32_t samples = effort_of(b).samples;
   cudaEvent_t events[2];
@@ -125,7 +126,8 @@ static cumoe_status measure_replays(bench *b, const work *works, int32_t count, 
   }
   for (int32_t s = 0; s < samples; ++s)
     for (int32_t i = 0; i < count && status == CUMOE_OK; ++i)
-      if (replays[i].exec) status = sample(b, &replays[i], events, &replays[i].samples[s]);
+      if (replays[i].exec)
+        status = sample(b, &replays[i], events, &replays[i].samples[s], i == 0 && s == samples - 1 ? clocks : NULL);
   for (int32_t i = 0; i < count && status == CUMOE_OK; ++i)
     if (replays[i].exec) timings[i] = summary(replays[i].samples, samples);
   cudaEventDestroy(events[0]);
@@ -133,11 +135,12 @@ static cumoe_status measure_replays(bench *b, const work *works, int32_t count, 
   return status;
 }
 
-static cumoe_status measure_cuda(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings)
+static cumoe_status measure_cuda(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings,
+                                 clock_state *clocks)
 {
   replay *replays = calloc((size_t)count, sizeof *replays);
   if (!replays) return CUMOE_ERR_OUT_OF_MEMORY;
-  const cumoe_status status = measure_replays(b, works, count, inputs, replays, timings);
+  const cumoe_status status = measure_replays(b, works, count, inputs, replays, timings, clocks);
   for (int32_t i = 0; i < count; ++i) discard(&replays[i]);
   free(replays);
   return status;
@@ -167,9 +170,9 @@ static cumoe_status measure_cpu(const work *works, int32_t count, int32_t inputs
   return CUMOE_OK;
 }
 
-cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings)
+cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings, clock_state *clocks)
 {
   for (int32_t i = 0; i < count; ++i) timings[i] = (timing){0, 0, 0};
   if (b->device.device == CUMOE_DEVICE_CPU) return measure_cpu(works, count, inputs, timings);
-  return measure_cuda(b, works, count, inputs, timings);
+  return measure_cuda(b, works, count, inputs, timings, clocks);
 }
