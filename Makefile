@@ -85,7 +85,11 @@ test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
 TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
 # The demo's model is a helper too: test/tinymoe.c runs it.
 HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
-TESTS        := $(filter-out $(TEST_HELPERS),$(test_stems))
+# A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
+SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
+SHIM_C       := $(wildcard test/shim/*.c)
+SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create
+TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems))
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
 EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
@@ -95,7 +99,7 @@ DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
-	test/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
+	test/*.[ch] test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
 .PHONY: all demo test bench check tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
@@ -221,6 +225,10 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(LIB)/libcumoe.a $(OBJ)/flags.
 	$(call link,$< $(LIB)/libcumoe.a)
 $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$< $(helper_objs) $(LIB)/libcumoe.a)
+$(SHIMMED:%=$(OBJ)/asan/bin/%): LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -lpthread -lrt -lm
+$(SHIMMED:%=$(OBJ)/asan/bin/%): $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(SHIM_C:%.c=$(OBJ)/asan/%.o) \
+	$(ASAN_OBJS) $(OBJ)/flags.link
+	$(call link,-fsanitize=$(SANITIZE) $< $(asan_helpers) $(SHIM_C:%.c=$(OBJ)/asan/%.o) $(ASAN_OBJS))
 $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flags.link
 	$(call link,-fsanitize=$(SANITIZE) $< $(asan_helpers) $(ASAN_OBJS))
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
@@ -245,7 +253,7 @@ chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
 test_scripts   := $(call chosen,test/check/install.sh)
 # Programs that run under the sanitizers.
-ASAN_TESTS     ?= $(TESTS)
+ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
 check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh))
 
@@ -314,4 +322,4 @@ print-%:
 	@echo '$($*)'
 
 -include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/bench/*.d \
-	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/bench/*.d)
+	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/test/shim/*.d $(OBJ)/asan/bench/*.d)

@@ -118,11 +118,12 @@ cumoe_status cumoe_buffer_free(cumoe_buffer *buffer)
   if (buffer->id == 0) return CUMOE_OK;
   if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
   TRY(check_context(r.context));
-  if (r.data) TRY(refuse_capture(r.context, r.stream)); /* a graph may not free what it did not allocate */
+  const bool plain = r.foreign && !r.pooled; /* cudaFree looks at no stream: the home stream has to be passed first */
+  if (r.data && plain) TRY(memory_wait(r.context, r.stream));
+  if (r.data && !plain) TRY(refuse_capture(r.context, r.stream)); /* a graph may not free what it did not allocate */
   if (!retire(buffer->id, &r)) return stale("buffer", buffer->id);
   buffer->id = 0;
-  if (r.foreign) return memory_free_foreign(r.context, r.data, r.pooled, r.stream);
-  return memory_free(r.context, r.data, r.stream);
+  return plain ? memory_drop(r.context, r.data) : memory_free(r.context, r.data, r.stream);
 }
 
 cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
@@ -137,12 +138,17 @@ cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
   return CUMOE_OK;
 }
 
-void buffers_abandon(cumoe_context context)
+cumoe_status buffers_abandon(cumoe_context context)
 {
   uint64_t id;
   record r;
-  for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r); ++i)
-    if (id && r.context == context && retire(id, &r) && r.data) memory_drop(context, r.data);
+  cumoe_status first = CUMOE_OK;
+  for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r); ++i) {
+    if (!id || r.context != context || !retire(id, &r)) continue;
+    const cumoe_status status = memory_drop(context, r.data);
+    if (first == CUMOE_OK) first = status;
+  }
+  return first;
 }
 
 /* ---- facts and views ---- */

@@ -42,15 +42,15 @@ cumoe_status check_context(cumoe_context context)
 
 /* ---- the driver, for what the runtime cannot do ---- */
 
-driver_function *find_driver_function(const char *name)
+cumoe_status find_driver_function(const char *name, driver_function **function)
 {
   void *entry = NULL;
-  driver_function *function = NULL;
   enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found);
-  if (error != cudaSuccess) clear_cuda_error();
-  if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) memcpy(&function, &entry, sizeof function);
-  return function;
+  TRY_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found));
+  if (found != cudaDriverEntryPointSuccess)
+    return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no %s of CUDA 12.0", name);
+  memcpy(function, &entry, sizeof *function);
+  return CUMOE_OK;
 }
 
 static struct {
@@ -61,21 +61,34 @@ static struct {
   CUresult (*retain_primary)(CUcontext *, CUdevice);
   bool complete;
 } driver;
-static pthread_once_t driver_once = PTHREAD_ONCE_INIT;
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void find_driver(void)
+static cumoe_status look_up_driver(void)
 {
-  driver.get_current = (CUresult(*)(CUcontext *))find_driver_function("cuCtxGetCurrent");
-  driver.push_current = (CUresult(*)(CUcontext))find_driver_function("cuCtxPushCurrent");
-  driver.pop_current = (CUresult(*)(CUcontext *))find_driver_function("cuCtxPopCurrent");
-  driver.get_device = (CUresult(*)(CUdevice *))find_driver_function("cuCtxGetDevice");
-  driver.retain_primary = (CUresult(*)(CUcontext *, CUdevice))find_driver_function("cuDevicePrimaryCtxRetain");
-  driver.complete =
-      driver.get_current && driver.push_current && driver.pop_current && driver.get_device && driver.retain_primary;
+  TRY(find_driver_function("cuCtxGetCurrent", (driver_function **)&driver.get_current));
+  TRY(find_driver_function("cuCtxPushCurrent", (driver_function **)&driver.push_current));
+  TRY(find_driver_function("cuCtxPopCurrent", (driver_function **)&driver.pop_current));
+  TRY(find_driver_function("cuCtxGetDevice", (driver_function **)&driver.get_device));
+  TRY(find_driver_function("cuDevicePrimaryCtxRetain", (driver_function **)&driver.retain_primary));
+  driver.complete = true;
+  return CUMOE_OK;
+}
+
+/* Not pthread_once: a look-up that fails is tried again by the next context. */
+static cumoe_status find_driver(void)
+{
+  pthread_mutex_lock(&driver_lock);
+  cumoe_status status = driver.complete ? CUMOE_OK : look_up_driver();
+  pthread_mutex_unlock(&driver_lock);
+  return status;
 }
 
 /* The driver's codes are the runtime's. */
-#define TRY_DRIVER(expression) TRY_CUDA((cudaError_t)(expression))
+#define TRY_DRIVER(name, call)                                                                                         \
+  do {                                                                                                                 \
+    CUresult try_result_ = (call);                                                                                     \
+    if (try_result_ != CUDA_SUCCESS) return fail_cuda((cudaError_t)try_result_, name);                                 \
+  } while (0)
 
 /* ---- current device ---- */
 
@@ -86,11 +99,11 @@ static cumoe_status push_device(cumoe_context context, device_scope *scope)
 {
   CUcontext current = NULL;
   CUdevice device = -1;
-  TRY_DRIVER(driver.get_current(&current));
+  TRY_DRIVER("cuCtxGetCurrent", driver.get_current(&current));
   if (current == context->primary) return CUMOE_OK;
-  if (current != NULL) TRY_DRIVER(driver.get_device(&device));
+  if (current != NULL) TRY_DRIVER("cuCtxGetDevice", driver.get_device(&device));
   if (device == context->device) return CUMOE_OK;
-  TRY_DRIVER(driver.push_current(context->primary));
+  TRY_DRIVER("cuCtxPushCurrent", driver.push_current(context->primary));
   scope->pushed = true;
   return CUMOE_OK;
 }
@@ -125,9 +138,11 @@ enum cudaStreamCaptureMode relax_capture(void)
   return mode;
 }
 
+/* Relaxed before, or relaxing failed: there is nothing to restore. */
 void restore_capture(enum cudaStreamCaptureMode before)
 {
-  if (cudaThreadExchangeStreamCaptureMode(&before) != cudaSuccess) clear_cuda_error();
+  if (before != cudaStreamCaptureModeRelaxed && cudaThreadExchangeStreamCaptureMode(&before) != cudaSuccess)
+    clear_cuda_error();
 }
 
 /* ---- opening a CUDA device ---- */
@@ -253,9 +268,9 @@ static cumoe_status make_fault_record(cumoe_context context)
   TRY_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   cudaError_t error = cudaMemsetAsync(context->fault.record, 0, sizeof *context->fault.record, stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  (void)cudaStreamDestroy(stream);
-  TRY_CUDA(error);
-  return CUMOE_OK;
+  cudaError_t ended = cudaStreamDestroy(stream);
+  if (error == cudaSuccess) error = ended;
+  return error == cudaSuccess ? CUMOE_OK : fail_cuda(error, "clearing the fault record");
 }
 
 static cumoe_status open_entered(cumoe_context context)
@@ -263,7 +278,7 @@ static cumoe_status open_entered(cumoe_context context)
   TRY(read_facts(context));
   TRY(make_pool(context));
   TRY(load_kernels(context));
-  if (context->info.cc_major == 9) context->encode_tiled = find_driver_function("cuTensorMapEncodeTiled");
+  if (context->info.cc_major == 9) TRY(find_driver_function("cuTensorMapEncodeTiled", &context->encode_tiled));
   return make_fault_record(context);
 }
 
@@ -276,9 +291,8 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
   if (device >= count)
     return fail(CUMOE_ERR_NO_DEVICE, "device %d does not exist: CUDA devices here are numbered 0 to %d", device,
                 count - 1);
-  (void)pthread_once(&driver_once, find_driver);
-  if (!driver.complete) return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver lacks functions of CUDA 12.0");
-  TRY_DRIVER(driver.retain_primary(&context->primary, device));
+  TRY(find_driver());
+  TRY_DRIVER("cuDevicePrimaryCtxRetain", driver.retain_primary(&context->primary, device));
   context->device = context->info.device = device;
   device_scope scope;
   TRY(enter_device(context, &scope));
@@ -291,10 +305,17 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
 
 /* ---- closing ---- */
 
-#define DROP_CUDA(call)                                                                                                \
-  do {                                                                                                                 \
-    if ((call) != cudaSuccess) clear_cuda_error();                                                                     \
-  } while (0)
+/* The first failure is the one to report. */
+static void note_failure(cumoe_status *first, cudaError_t error, const char *call)
+{
+  if (error == cudaSuccess) return;
+  if (*first == CUMOE_OK)
+    *first = fail_cuda(error, call);
+  else
+    clear_cuda_error();
+}
+
+#define DROP_CUDA(first, call) note_failure((first), (call), #call)
 
 /* Work in flight may use the buffers and the code, on any stream. cudaDeviceSynchronize would wait for it,
  * but break every capture under way on the device; cudaFree waits just as well, and breaks none. */
@@ -307,11 +328,11 @@ static cumoe_status wait_device(cumoe_context context)
 /* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
 static cumoe_status close_entered(cumoe_context context)
 {
-  cumoe_status status = wait_device(context);
-  buffers_abandon(context);
-  for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(cudaLibraryUnload(context->libraries[i]));
-  if (context->fault.mirror != NULL) DROP_CUDA(cudaFreeHost(context->fault.mirror));
-  if (context->pool != NULL) DROP_CUDA(cudaMemPoolDestroy(context->pool));
+  cumoe_status status = wait_device(context), abandoned = buffers_abandon(context);
+  if (status == CUMOE_OK) status = abandoned;
+  for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(&status, cudaLibraryUnload(context->libraries[i]));
+  if (context->fault.mirror != NULL) DROP_CUDA(&status, cudaFreeHost(context->fault.mirror));
+  if (context->pool != NULL) DROP_CUDA(&status, cudaMemPoolDestroy(context->pool));
   return status;
 }
 
@@ -345,7 +366,7 @@ static cumoe_status open_cpu(cumoe_context context, int32_t threads)
 
 static void close_cpu(cumoe_context context)
 {
-  buffers_abandon(context);
+  (void)buffers_abandon(context);
   threads_destroy(context->threads);
 }
 

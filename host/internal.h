@@ -139,9 +139,10 @@ void leave_device(device_scope *scope);
 enum cudaStreamCaptureMode relax_capture(void);
 void restore_capture(enum cudaStreamCaptureMode before);
 
-/* A function of the driver, by the ABI of CUDA 12.0, for what the runtime has no call for; NULL if it is not there. */
+/* A function of the driver, by the ABI of CUDA 12.0, for what the runtime has no call for. DRIVER_TOO_OLD if it is not
+ * there. */
 typedef void driver_function(void);
-driver_function *find_driver_function(const char *name);
+cumoe_status find_driver_function(const char *name, driver_function **function);
 
 /* ---- memory (memory.c): the only place that knows how bytes move on either device ---- */
 
@@ -156,17 +157,16 @@ cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t
 cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream); /* CAPTURE_UNSAFE while capturing */
 cumoe_status memory_wait(cumoe_context context, cumoe_stream stream);    /* refuse_capture, then waits */
 
-/* Memory that cumoe did not allocate: whether it can be owned, and how it will have to be freed. */
+/* Memory that cumoe did not allocate: whether it can be owned, and whether it is a pool's: then memory_free frees it. */
 cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled);
-cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled, cumoe_stream stream);
 
-/* After the device has been waited for: frees memory of any kind, in no stream. */
-void memory_drop(cumoe_context context, void *data);
+/* Frees memory of any kind, in no stream: what uses it has been waited for. */
+cumoe_status memory_drop(cumoe_context context, void *data);
 
 /* ---- owners of views (buffer.c) ---- */
 
 /* STALE_HANDLE, WRONG_DEVICE or OUT_OF_BOUNDS if the view has an owner and it is gone, elsewhere, or too small. */
 cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *view);
-void buffers_abandon(cumoe_context context); /* frees all of the context's buffers; the device is idle */
+cumoe_status buffers_abandon(cumoe_context context); /* frees all of the context's buffers; the device is idle */
 
 #endif

@@ -84,26 +84,38 @@ cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stre
   ON_DEVICE_RELAXED(context, alloc_cuda_uncaptured(context, bytes, stream, data));
 }
 
-static cumoe_status free_cuda(void *data, cumoe_stream stream)
+/* The handle is gone already: memory is given back even where the device cannot be entered, or is lost. */
+static cumoe_status free_cuda(cumoe_context context, void *data, cumoe_stream stream, bool ordered)
 {
-  TRY_CUDA(cudaFreeAsync(data, stream));
-  return CUMOE_OK;
+  device_scope scope;
+  cumoe_status status = enter_lost_device(context, &scope);
+  enum cudaStreamCaptureMode mode = relax_capture();
+  cudaError_t error = ordered ? cudaFreeAsync(data, stream) : cudaFree(data);
+  if (error != cudaSuccess) {
+    cumoe_status failed = fail_cuda(error, ordered ? "cudaFreeAsync" : "cudaFree");
+    if (status == CUMOE_OK) status = failed;
+  }
+  restore_capture(mode);
+  leave_device(&scope);
+  TRY(check_alive(context));
+  return status;
 }
 
 cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream)
 {
   if (data == NULL) return CUMOE_OK;
-  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, free_cuda(data, stream));
+  if (!on_cpu(context)) return free_cuda(context, data, stream, true);
   free(data);
   return CUMOE_OK;
 }
 
-void memory_drop(cumoe_context context, void *data)
+/* cudaFree is legal for pool memory too, once nothing uses it. */
+cumoe_status memory_drop(cumoe_context context, void *data)
 {
-  if (on_cpu(context))
-    free(data);
-  else if (cudaFree(data) != cudaSuccess) /* legal for pool memory too, once nothing uses it */
-    clear_cuda_error();
+  if (data == NULL) return CUMOE_OK;
+  if (!on_cpu(context)) return free_cuda(context, data, NULL, false);
+  free(data);
+  return CUMOE_OK;
 }
 
 /* ---- foreign memory ---- */
@@ -114,21 +126,26 @@ typedef CUresult pointer_attribute(void *value, CUpointer_attribute attribute, C
  * has. */
 static cumoe_status inspect_range(const void *data, size_t bytes, bool *pooled)
 {
-  pointer_attribute *query = (pointer_attribute *)find_driver_function("cuPointerGetAttribute");
+  driver_function *function = NULL;
+  TRY(find_driver_function("cuPointerGetAttribute", &function));
+  pointer_attribute *query = (pointer_attribute *)function;
   const CUdeviceptr at = (CUdeviceptr)(uintptr_t)data;
   CUdeviceptr start = 0;
   size_t size = 0;
   CUmemoryPool pool = NULL;
-  if (query == NULL) return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no cuPointerGetAttribute");
-  if (query(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at) != CUDA_SUCCESS ||
-      query(&size, CU_POINTER_ATTRIBUTE_RANGE_SIZE, at) != CUDA_SUCCESS)
+  CUresult result = query(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at);
+  if (result == CUDA_SUCCESS) result = query(&size, CU_POINTER_ATTRIBUTE_RANGE_SIZE, at);
+  if (result == CUDA_ERROR_INVALID_VALUE)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "data %p is in no allocation that the CUDA driver knows", data);
+  if (result == CUDA_SUCCESS) result = query(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, at);
+  if (result != CUDA_SUCCESS && result != CUDA_ERROR_INVALID_VALUE)
+    return fail_cuda((cudaError_t)result, "cuPointerGetAttribute");
   if (start != at)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "data %p lies inside the allocation that begins at %p", data,
                 (void *)(uintptr_t)start);
   if (size < bytes)
     return fail(CUMOE_ERR_OUT_OF_BOUNDS, "the allocation at %p has %zu bytes, the buffer %zu", data, size, bytes);
-  *pooled = query(&pool, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, at) == CUDA_SUCCESS && pool != NULL;
+  *pooled = pool != NULL;
   return CUMOE_OK;
 }
 
@@ -148,20 +165,6 @@ cumoe_status memory_inspect(cumoe_context context, const void *data, size_t byte
   *pooled = false;
   if (data == NULL || on_cpu(context)) return CUMOE_OK;
   ON_DEVICE(context, inspect_cuda(context, data, bytes, pooled));
-}
-
-/* cudaFree looks at no stream, so the home stream has to be passed first. */
-static cumoe_status free_after_wait(void *data, cumoe_stream stream)
-{
-  TRY(wait_cuda(stream));
-  TRY_CUDA(cudaFree(data));
-  return CUMOE_OK;
-}
-
-cumoe_status memory_free_foreign(cumoe_context context, void *data, bool pooled, cumoe_stream stream)
-{
-  if (data == NULL || pooled || on_cpu(context)) return memory_free(context, data, stream);
-  ON_DEVICE_RELAXED(context, free_after_wait(data, stream));
 }
 
 /* ---- moving bytes ---- */

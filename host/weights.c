@@ -158,15 +158,7 @@ cumoe_status cumoe_weights_destroy(cumoe_weights w)
   begin_call(__func__);
   if (!w) return CUMOE_OK;
   if (w->magic != WEIGHTS_MAGIC) return fail(CUMOE_ERR_STALE_HANDLE, "weights is not a live weights object");
-  cumoe_status status = CUMOE_OK;
-  if (w->tables) {
-    device_scope scope;
-    status = enter_device(w->context, &scope);
-    if (status == CUMOE_OK) {
-      status = memory_free(w->context, w->tables, NULL);
-      leave_device(&scope);
-    }
-  }
+  const cumoe_status status = memory_free(w->context, w->tables, NULL);
   w->magic = 0;
   free(w);
   return status;

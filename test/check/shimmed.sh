@@ -1,0 +1,31 @@
+# Sourced: builds programs over the shim (test/shim/) outside the Makefile's own folders, with flags of their own.
+# Needs lib/obj/flags.cc and the kernel images, which `make` leaves.
+lib=${LIB:-lib}
+wrap=$(sed -n 's/^SHIM_WRAP *:= *//p' Makefile)
+images=$(echo "$lib"/obj/*.image.o)
+
+# compile FOLDER FLAGS FILE...: those that are older than their source or than any header, two at a time.
+compile() {
+  compile_to=$1 compile_flags=$2
+  shift 2
+  mkdir -p "$compile_to"
+  newest=$(ls -t host/*.h host/*.def include/cumoe/*.h kernels/*.h kernels/*.def test/*.h test/shim/*.h | head -n 1)
+  for file; do
+    object=$compile_to/$(echo "$file" | tr / _).o
+    [ "$object" -nt "$file" ] && [ "$object" -nt "$newest" ] || printf '%s %s\n' "$file" "$object"
+  done | xargs -r -P "$(nproc 2> /dev/null || echo 2)" -L 1 sh -c "$(cat "$lib/obj/flags.cc") $compile_flags -MF /dev/null -c -o \$1 \$0"
+}
+
+# link_shimmed FOLDER FLAGS PROGRAM: from the objects that compile left there
+link_shimmed() {
+  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" "$1"/test_test.c.o "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o $images \
+    $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
+}
+
+# build_shimmed FOLDER FLAGS PROGRAM...
+build_shimmed() {
+  build_to=$1 build_flags=$2
+  shift 2
+  compile "$build_to" "$build_flags" host/*.c kernels/cpu/*.c test/shim/*.c test/test.c $(printf 'test/%s.c ' "$@") || return 1
+  for program; do link_shimmed "$build_to" "$build_flags" "$program" || return 1; done
+}

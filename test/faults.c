@@ -1,0 +1,747 @@
+/*
+ * Everything that may fail does: call n of the CUDA runtime, of the heap and of thread creation, for n = 1, 2, 3 ...
+ * until a run completes, once and from there on. Each time: a right status and a text, nothing leaked, destroying
+ * works, the thread's device and last error are as before, and the same again works and does the same.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "shim/shim.h"
+#include "test.h"
+
+/* ---- what a scenario works with ---------------------------------------------------------------------- */
+
+enum { BUFFERS = 8 };
+
+typedef struct world {
+  cumoe_context context, other; /* on devices 1 and 0 */
+  cudaStream_t stream;          /* of device 1 */
+  cumoe_buffer buffers[BUFFERS];
+  cumoe_plan plan;
+  cumoe_weights weights, shared;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  uintptr_t next; /* address of the next operand that nobody touches */
+} world;
+
+#define STEP(expression)                                                                                               \
+  do {                                                                                                                 \
+    const cumoe_status step_ = (expression);                                                                           \
+    if (step_ != CUMOE_OK) return step_;                                                                               \
+  } while (0)
+
+/* The test's own call: it always works, and does not count. */
+#define OWN(call) own((call), #call)
+static bool own(cudaError_t error, const char *call)
+{
+  return CHECK_MSG(error == cudaSuccess, "%s: %s", call, cudaGetErrorName(error));
+}
+
+typedef struct scenario {
+  const char *name;
+  void (*prepare)(world *w);
+  cumoe_status (*act)(world *w);
+  bool again; /* act may run twice in one world, whatever became of the first */
+  bool falls_back;
+} scenario;
+
+/* Device memory that no kernel of the shim reads. */
+static cumoe_view_mut lend(world *w, int32_t dtype, int64_t rows, int64_t cols)
+{
+  const uintptr_t at = w->next;
+  w->next += ((uintptr_t)(rows * cols) * cumoe_dtype_bytes((cumoe_dtype)dtype) + 4096) / 4096 * 4096;
+  return cumoe_matrix_mut((void *)at, (cumoe_dtype)dtype, rows, cols, cols);
+}
+
+static cumoe_view lend_in(world *w, int32_t dtype, int64_t rows, int64_t cols)
+{
+  return cumoe_const(lend(w, dtype, rows, cols));
+}
+
+/* ---- context ------------------------------------------------------------------------------------------ */
+
+static void nothing(world *w)
+{
+  (void)w;
+}
+
+static void on_device_0(world *w)
+{
+  (void)w;
+  OWN(cudaSetDevice(0));
+}
+
+static cumoe_status open_close(world *w)
+{
+  cumoe_device_info info = {.size = sizeof info};
+  STEP(cumoe_context_create(1, NULL, &w->context));
+  STEP(cumoe_context_info(w->context, &info));
+  CHECK(info.device == 1 && info.multiprocessors == 132);
+  cumoe_context closed = w->context;
+  w->context = NULL; /* destroyed, whatever it says */
+  return cumoe_context_destroy(closed);
+}
+
+static cumoe_status open_any(world *w)
+{
+  STEP(cumoe_context_create(CUMOE_DEVICE_AUTO, NULL, &w->context));
+  STEP(cumoe_synchronize(w->context, NULL));
+  cumoe_context closed = w->context;
+  w->context = NULL;
+  return cumoe_context_destroy(closed);
+}
+
+static cumoe_status close_with_buffers(world *w)
+{
+  cumoe_buffer left[3] = {{0}};
+  STEP(cumoe_context_create(1, NULL, &w->context));
+  for (int i = 0; i < 3; i++) STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, i, 100, NULL, &left[i]));
+  cumoe_context closed = w->context;
+  w->context = NULL;
+  const cumoe_status status = cumoe_context_destroy(closed);
+  for (int i = 0; i < 3; i++) CHECK(cumoe_buffer_free(&left[i]) == CUMOE_ERR_STALE_HANDLE);
+  return status;
+}
+
+/* ---- buffers ------------------------------------------------------------------------------------------ */
+
+static void open_one(world *w)
+{
+  CHECK_OK(cumoe_context_create(1, NULL, &w->context));
+  const int before = shim_current_device();
+  OWN(cudaSetDevice(1));
+  OWN(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+  if (before < 0)
+    shim_drop_context();
+  else
+    OWN(cudaSetDevice(before));
+}
+
+static void open_two(world *w)
+{
+  OWN(cudaSetDevice(0));
+  open_one(w);
+  CHECK_OK(cumoe_context_create(0, NULL, &w->other));
+}
+
+static cumoe_status allocate(world *w)
+{
+  cumoe_buffer_info info = {.size = sizeof info};
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_BF16, 7, 64, w->stream, &w->buffers[0]));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 0, 64, w->stream, &w->buffers[1]));
+  STEP(cumoe_buffer_get_info(w->buffers[0], &info));
+  CHECK(info.bytes == 7 * 64 * 2 && info.stream == w->stream);
+  STEP(cumoe_buffer_free(&w->buffers[1]));
+  return cumoe_buffer_free(&w->buffers[0]);
+}
+
+static cumoe_status hand_over(world *w)
+{
+  void *data = NULL;
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_BF16, 7, 64, w->stream, &w->buffers[0]));
+  STEP(cumoe_buffer_release(&w->buffers[0], &data));
+  const cumoe_status taken = cumoe_buffer_adopt(w->context, data, CUMOE_U8, 1, 896, w->stream, &w->buffers[1]);
+  if (taken != CUMOE_OK) { /* then the memory is still ours */
+    shim_pause(true);
+    OWN(cudaSetDevice(1));
+    if (cudaFreeAsync(data, w->stream) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
+    shim_drop_context();
+    shim_pause(false);
+    return taken;
+  }
+  return cumoe_buffer_free(&w->buffers[1]);
+}
+
+/* Memory of cudaMalloc. */
+static cumoe_status adopt_plain(world *w)
+{
+  void *data = NULL;
+  shim_pause(true);
+  OWN(cudaSetDevice(1));
+  OWN(cudaMalloc(&data, 4096));
+  shim_drop_context();
+  shim_pause(false);
+  const cumoe_status taken = cumoe_buffer_adopt(w->context, data, CUMOE_F32, 16, 64, w->stream, &w->buffers[0]);
+  if (taken != CUMOE_OK) {
+    shim_pause(true);
+    OWN(cudaSetDevice(1));
+    if (cudaFree(data) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
+    shim_drop_context();
+    shim_pause(false);
+    return taken;
+  }
+  return cumoe_buffer_free(&w->buffers[0]);
+}
+
+static void two_buffers(world *w)
+{
+  open_one(w);
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_I32, 6, 32, w->stream, &w->buffers[0]));
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_I32, 6, 40, w->stream, &w->buffers[1]));
+}
+
+static cumoe_status move_bytes(world *w)
+{
+  int32_t in[6 * 8], out[6 * 8] = {0};
+  cumoe_view_mut left, right;
+  for (int i = 0; i < 48; i++) in[i] = i * 77;
+  STEP(cumoe_view_cols_mut(cumoe_buffer_view_mut(w->buffers[0]), 8, 8, &left));
+  STEP(cumoe_view_cols_mut(cumoe_buffer_view_mut(w->buffers[1]), 16, 8, &right));
+  STEP(cumoe_fill(w->context, cumoe_buffer_view_mut(w->buffers[0]), 0x11, w->stream));
+  STEP(cumoe_fill(w->context, right, 0x22, w->stream));
+  STEP(cumoe_copy_from_host(w->context, left, in, sizeof in, w->stream));
+  STEP(cumoe_copy(w->context, right, cumoe_const(left), w->stream));
+  STEP(cumoe_copy_to_host(w->context, out, sizeof out, cumoe_const(right), w->stream));
+  STEP(cumoe_synchronize(w->context, w->stream));
+  CHECK(memcmp(in, out, sizeof in) == 0);
+  return CUMOE_OK;
+}
+
+static cumoe_status fault_word(world *w)
+{
+  cumoe_fault fault = {7, 7, 7};
+  STEP(cumoe_fault_clear(w->context, w->stream));
+  STEP(cumoe_fault_read(w->context, w->stream, &fault));
+  CHECK(fault.code == CUMOE_FAULT_NONE && fault.slot == 0 && fault.token == 0 && !cumoe_fault_pending(w->context));
+  return CUMOE_OK;
+}
+
+/* ---- the layer ---------------------------------------------------------------------------------------- */
+
+enum { HIDDEN = 512, INTER = 256, EXPERTS = 8, TOP_K = 2 };
+
+static cumoe_moe_desc describe(int32_t dtype)
+{
+  return (cumoe_moe_desc){.size = sizeof(cumoe_moe_desc),
+                          .num_experts = EXPERTS,
+                          .hidden = HIDDEN,
+                          .inter = INTER,
+                          .dtype = dtype,
+                          .routing = cumoe_routing_mixtral(TOP_K)};
+}
+
+static cumoe_weights_desc describe_weights(world *w, int32_t dtype, int32_t experts, int32_t inter, int32_t order)
+{
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = experts,
+                          .hidden = HIDDEN,
+                          .inter = inter,
+                          .gate_order = order,
+                          .up_major = CUMOE_OUT_IN,
+                          .down_major = CUMOE_OUT_IN};
+  const bool separate = order == CUMOE_GATE_UP_SEPARATE, fused = !separate && order != CUMOE_UNGATED;
+  const int64_t rows = (int64_t)experts * inter;
+  if (fused) d.gate_up.data = lend_in(w, dtype, 2 * rows, HIDDEN);
+  if (separate) d.gate.data = lend_in(w, dtype, rows, HIDDEN);
+  if (!fused) d.up.data = lend_in(w, dtype, rows, HIDDEN);
+  d.down.data = lend_in(w, dtype, (int64_t)experts * HIDDEN, inter);
+  return d;
+}
+
+static void bind_layer(world *w, const cumoe_moe_desc *desc, int32_t order)
+{
+  CHECK_OK(cumoe_plan_create(w->context, desc, &w->plan));
+  const cumoe_weights_desc routed = describe_weights(w, desc->dtype, EXPERTS, INTER, order);
+  CHECK_OK(cumoe_weights_bind(w->context, &routed, &w->weights));
+  if (desc->shared_inter == 0) return;
+  const cumoe_weights_desc shared = describe_weights(w, desc->dtype, 1, desc->shared_inter, order);
+  CHECK_OK(cumoe_weights_bind(w->context, &shared, &w->shared));
+}
+
+static void small_layer(world *w)
+{
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  open_one(w);
+  bind_layer(w, &d, CUMOE_GATE_UP_CONCAT);
+}
+
+static void shared_layer(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_F16);
+  d.shared_inter = 128;
+  d.out_dtype = CUMOE_F32;
+  open_two(w);
+  bind_layer(w, &d, CUMOE_GATE_UP_INTERLEAVED);
+}
+
+static void unreduced_layer(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_F32);
+  d.flags = CUMOE_MOE_UNREDUCED | CUMOE_MOE_UNGATED;
+  d.act = CUMOE_ACT_RELU2;
+  d.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  open_one(w);
+  bind_layer(w, &d, CUMOE_UNGATED);
+}
+
+static cumoe_moe_args arguments(world *w, const cumoe_moe_desc *d, int64_t tokens)
+{
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
+  cumoe_moe_args a = {.size = sizeof a};
+  size_t bytes = 0;
+  CHECK_OK(cumoe_plan_workspace(w->plan, tokens, &bytes));
+  a.x = lend_in(w, d->dtype, tokens, HIDDEN);
+  a.out = lend(w, d->out_dtype ? d->out_dtype : d->dtype, unreduced ? tokens * TOP_K : tokens, HIDDEN);
+  a.workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes);
+  a.shared = w->shared;
+  return a;
+}
+
+static cumoe_status run_routed(world *w)
+{
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  cumoe_moe_args a = arguments(w, &d, 4);
+  a.ids = lend_in(w, CUMOE_I32, 4, TOP_K);
+  a.weights = lend_in(w, CUMOE_F32, 4, TOP_K);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+static cumoe_status run_logits(world *w)
+{
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  cumoe_moe_args a = arguments(w, &d, 3000); /* several chunks of the map, the sm_90a kernels */
+  a.logits = lend_in(w, CUMOE_F32, 3000, EXPERTS);
+  a.ids_out = lend(w, CUMOE_I64, 3000, TOP_K);
+  a.counts_out = lend(w, CUMOE_I32, 1, EXPERTS);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+static cumoe_status run_everything(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_F16);
+  d.out_dtype = CUMOE_F32;
+  d.shared_inter = 128;
+  cumoe_moe_args a = arguments(w, &d, 64);
+  a.router_weight = lend_in(w, CUMOE_F16, EXPERTS, HIDDEN);
+  a.shared_gate = lend_in(w, CUMOE_F16, 1, HIDDEN);
+  a.residual = cumoe_const(a.out);
+  a.device_tokens = lend_in(w, CUMOE_I32, 1, 1);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+static cumoe_status run_unreduced(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_F32);
+  d.flags = CUMOE_MOE_UNREDUCED;
+  cumoe_moe_args a = arguments(w, &d, 5);
+  a.logits = lend_in(w, CUMOE_BF16, 5, EXPERTS);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+static cumoe_status run_stages(world *w)
+{
+  enum { TOKENS = 9 };
+  const cumoe_view x = lend_in(w, CUMOE_BF16, TOKENS, HIDDEN), none = {0};
+  const cumoe_view_mut logits = lend(w, CUMOE_F32, TOKENS, EXPERTS), ids = lend(w, CUMOE_I32, TOKENS, TOP_K),
+                       weights = lend(w, CUMOE_F32, TOKENS, TOP_K), h = lend(w, CUMOE_BF16, TOKENS * TOP_K, INTER),
+                       y = lend(w, CUMOE_BF16, TOKENS * TOP_K, HIDDEN), unused = {0};
+  const cumoe_routing routing = cumoe_routing_mixtral(TOP_K);
+  const cumoe_route route = {.size = sizeof route,
+                             .counts = lend(w, CUMOE_I32, 1, EXPERTS),
+                             .offsets = lend(w, CUMOE_I32, 1, EXPERTS + 1),
+                             .row_pair = lend(w, CUMOE_I32, 1, TOKENS * TOP_K),
+                             .slot_row = lend(w, CUMOE_I32, TOKENS, TOP_K)};
+  const cumoe_combine_args combine = {.size = sizeof combine,
+                                      .y = cumoe_const(y),
+                                      .pair_weights = cumoe_const(weights),
+                                      .out = lend(w, CUMOE_BF16, TOKENS, HIDDEN)};
+  STEP(cumoe_router(w->context, x, lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN), none, logits, w->stream));
+  STEP(cumoe_gate(w->context, &routing, cumoe_const(logits), none, ids, weights, w->stream));
+  STEP(cumoe_map(w->plan, cumoe_const(ids), none, &route, unused, w->stream));
+  STEP(cumoe_up(w->plan, w->weights, x, &route, none, h, w->stream));
+  STEP(cumoe_down(w->plan, w->weights, cumoe_const(h), &route, y, w->stream));
+  return cumoe_combine(w->plan, &route, &combine, w->stream);
+}
+
+/* Every row of the table that serves bf16, one after the other. */
+static cumoe_status run_forced(world *w)
+{
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info info = {.size = sizeof info};
+    STEP(cumoe_variant_get(w->context, i, &info));
+    if (!info.usable || strstr(info.name, "bf16_bf16") == NULL || strstr(info.name, "ntile") != NULL) continue;
+    STEP(cumoe_variant_force(w->context, -1));
+    STEP(cumoe_variant_force(w->context, i));
+    STEP(run_routed(w));
+  }
+  return cumoe_variant_force(w->context, -1);
+}
+
+static cumoe_status bind_pointers(world *w)
+{
+  const void *matrices[EXPERTS];
+  cumoe_weights bound = NULL;
+  cumoe_weights_desc d = describe_weights(w, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_SEPARATE);
+  for (int e = 0; e < EXPERTS; e++) matrices[e] = lend_in(w, CUMOE_BF16, INTER, HIDDEN).data;
+  cumoe_projection *const parts[3] = {&d.gate, &d.up, &d.down};
+  for (int p = 0; p < 3; p++) {
+    parts[p]->data.data = NULL;
+    parts[p]->data.rows /= EXPERTS;
+    parts[p]->per_expert = matrices;
+  }
+  STEP(cumoe_weights_bind(w->context, &d, &bound));
+  return cumoe_weights_destroy(bound);
+}
+
+/* A graph of one forward call: captured with the test's calls, replayed once. */
+static cumoe_status capture(world *w)
+{
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  shim_pause(true);
+  OWN(cudaSetDevice(1));
+  OWN(cudaStreamBeginCapture(w->stream, cudaStreamCaptureModeGlobal));
+  shim_pause(false);
+  cumoe_status status = run_routed(w);
+  if (status == CUMOE_OK) status = cumoe_fault_clear(w->context, w->stream);
+  const bool before = shim_failed() != NULL;
+  const cumoe_status refused = cumoe_synchronize(w->context, w->stream);
+  CHECK(refused != CUMOE_OK);
+  if (!before && shim_failed() != NULL) status = refused;
+  if (shim_failed() == NULL) CHECK(refused == CUMOE_ERR_CAPTURE_UNSAFE);
+  shim_pause(true);
+  const cudaError_t ended = cudaStreamEndCapture(w->stream, &graph);
+  if (shim_failed() == NULL) CHECK(ended == cudaSuccess && graph != NULL);
+  if (graph != NULL) {
+    OWN(cudaGraphInstantiate(&exec, graph, 0));
+    OWN(cudaGraphLaunch(exec, w->stream));
+    OWN(cudaGraphExecDestroy(exec));
+    OWN(cudaGraphDestroy(graph));
+  }
+  shim_drop_context();
+  shim_pause(false);
+  return status;
+}
+
+/* Another thread's capture, in CUDA's strictest mode, is not disturbed by what allocates and waits. */
+static cumoe_status beside_a_capture(world *w)
+{
+  cudaStream_t busy = NULL;
+  cudaGraph_t graph = NULL;
+  shim_pause(true);
+  OWN(cudaSetDevice(1));
+  OWN(cudaStreamCreateWithFlags(&busy, cudaStreamNonBlocking));
+  OWN(cudaStreamBeginCapture(busy, cudaStreamCaptureModeGlobal));
+  shim_drop_context();
+  shim_pause(false);
+  cumoe_status status = cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 5, w->stream, &w->buffers[0]);
+  if (status == CUMOE_OK) status = cumoe_synchronize(w->context, w->stream);
+  if (status == CUMOE_OK) status = cumoe_buffer_free(&w->buffers[0]);
+  if (status == CUMOE_OK) status = open_close(&(world){0});
+  shim_pause(true);
+  OWN(cudaSetDevice(1));
+  const cudaError_t ended = cudaStreamEndCapture(busy, &graph);
+  if (shim_failed() == NULL) CHECK(ended == cudaSuccess);
+  if (ended != cudaSuccess) (void)cudaGetLastError();
+  if (graph != NULL) OWN(cudaGraphDestroy(graph));
+  (void)cudaStreamDestroy(busy);
+  shim_drop_context();
+  shim_pause(false);
+  return status;
+}
+
+static cumoe_status two_devices(world *w)
+{
+  cumoe_buffer there = {0};
+  STEP(cumoe_buffer_alloc(w->other, CUMOE_F32, 4, 4, NULL, &there));
+  cumoe_status status = cumoe_fill(w->other, cumoe_buffer_view_mut(there), 1, NULL);
+  if (status == CUMOE_OK) status = run_everything(w);
+  if (status == CUMOE_OK) {
+    const cumoe_status wrong = cumoe_fill(w->context, cumoe_buffer_view_mut(there), 1, NULL);
+    CHECK(wrong == CUMOE_ERR_WRONG_DEVICE);
+  }
+  const cumoe_status freed = cumoe_buffer_free(&there);
+  if (freed != CUMOE_OK) w->buffers[BUFFERS - 1] = there; /* it may live on */
+  return status != CUMOE_OK ? status : freed;
+}
+
+/* ---- the CPU device ----------------------------------------------------------------------------------- */
+
+static cumoe_status whole_cpu(world *w)
+{
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
+  const cumoe_moe_desc d = describe(CUMOE_F32);
+  static float memory[1 << 20];
+  cumoe_fault fault;
+  w->next = (uintptr_t)memory / 4096 * 4096 + 4096;
+  STEP(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &w->context));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 5, NULL, &w->buffers[0]));
+  STEP(cumoe_plan_create(w->context, &d, &w->plan));
+  STEP(bind_pointers(w));
+  cumoe_weights_desc weights = describe_weights(w, CUMOE_F32, 1, 16, CUMOE_UP_GATE_CONCAT);
+  STEP(cumoe_weights_bind(w->context, &weights, &w->weights));
+  STEP(cumoe_fault_clear(w->context, NULL));
+  STEP(cumoe_fault_read(w->context, NULL, &fault));
+  STEP(cumoe_synchronize(w->context, NULL));
+  return cumoe_buffer_free(&w->buffers[0]);
+}
+
+/* ---- the runs ----------------------------------------------------------------------------------------- */
+
+static const scenario scenarios[] = {
+    {"open and close", nothing, open_close, true, false},
+    {"open on another device", on_device_0, open_close, true, false},
+    {"open any device", nothing, open_any, false, true},
+    {"close with live buffers", nothing, close_with_buffers, false, false},
+    {"buffers", open_one, allocate, false, false},
+    {"release and adopt", open_one, hand_over, false, false},
+    {"adopt from cudaMalloc", open_one, adopt_plain, false, false},
+    {"copies and fills", two_buffers, move_bytes, true, false},
+    {"fault word", open_one, fault_word, true, false},
+    {"weights by pointers", open_one, bind_pointers, true, false},
+    {"forward from ids", small_layer, run_routed, true, false},
+    {"forward from logits", small_layer, run_logits, true, false},
+    {"forward with everything", shared_layer, run_everything, true, false},
+    {"forward, unreduced", unreduced_layer, run_unreduced, true, false},
+    {"stages", small_layer, run_stages, true, false},
+    {"forced rows", small_layer, run_forced, true, false},
+    {"capture", small_layer, capture, true, false},
+    {"beside a capture", open_one, beside_a_capture, false, false},
+    {"two devices", shared_layer, two_devices, false, false},
+    {"CPU device", nothing, whole_cpu, false, false},
+};
+
+static const cudaError_t errors[] = {cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorIllegalAddress,
+                                     cudaErrorStreamCaptureUnsupported};
+enum { ERRORS = sizeof errors / sizeof errors[0] };
+
+static cumoe_status plain_status(cudaError_t error)
+{
+  return error == cudaErrorMemoryAllocation           ? CUMOE_ERR_OUT_OF_MEMORY
+         : error == cudaErrorStreamCaptureUnsupported ? CUMOE_ERR_CAPTURE_UNSAFE
+         : shim_sticky(error)                         ? CUMOE_ERR_CUDA_STICKY
+                                                      : CUMOE_ERR_CUDA;
+}
+
+/* Calls whose failure has another status than the plain one, with the reason. */
+static const struct {
+  const char *call;
+  cudaError_t error; /* cudaSuccess: any */
+  bool forever;      /* false: only when it fails once */
+  cumoe_status status;
+} exceptions[] = {
+    {"cudaMallocFromPoolAsync", cudaErrorMemoryAllocation, false, CUMOE_OK}, /* tried again after trimming */
+    {"cudaThreadExchangeStreamCaptureMode", cudaSuccess, true, CUMOE_OK},    /* matters beside a capture only */
+    {"cudaThreadExchangeStreamCaptureMode", cudaSuccess, true, CUMOE_ERR_CAPTURE_UNSAFE}, /* there */
+    {"cuCtxPopCurrent", cudaSuccess, true, CUMOE_OK},                                     /* cannot fail after a push */
+    {"cuTensorMapEncodeTiled", cudaSuccess, true, CUMOE_ERR_INTERNAL}, /* fails for bad operands only */
+    {"cuPointerGetAttribute", cudaErrorInvalidValue, true, CUMOE_ERR_INVALID_ARGUMENT}, /* it means "unknown" ... */
+    {"cuPointerGetAttribute", cudaErrorInvalidValue, false, CUMOE_OK},                  /* ... or "in no pool" */
+    {"pthread_create", cudaSuccess, true, CUMOE_OK},                                    /* fewer threads */
+};
+
+static bool status_is_right(const scenario *s, cumoe_status status, cudaError_t error, bool forever)
+{
+  if (status == plain_status(error)) return true;
+  if (s->falls_back && status == CUMOE_OK) return true; /* to the CPU device */
+  for (size_t i = 0; i < sizeof exceptions / sizeof exceptions[0]; i++)
+    if (!strcmp(exceptions[i].call, shim_failed()) && status == exceptions[i].status &&
+        (exceptions[i].error == error || exceptions[i].error == cudaSuccess) && (exceptions[i].forever || !forever))
+      return true;
+  return false;
+}
+
+/* Ends everything of the world. With `must`, each end has to succeed. */
+static void finish(world *w, bool must)
+{
+  cumoe_status worst = CUMOE_OK, status;
+  for (int i = 0; i < BUFFERS; i++)
+    if ((status = cumoe_buffer_free(&w->buffers[i])) != CUMOE_OK) worst = status;
+  if ((status = cumoe_weights_destroy(w->weights)) != CUMOE_OK) worst = status;
+  if ((status = cumoe_weights_destroy(w->shared)) != CUMOE_OK) worst = status;
+  if ((status = cumoe_plan_destroy(w->plan)) != CUMOE_OK) worst = status;
+  if ((status = cumoe_context_destroy(w->other)) != CUMOE_OK) worst = status;
+  if ((status = cumoe_context_destroy(w->context)) != CUMOE_OK) worst = status;
+  if (must) CHECK_MSG(worst == CUMOE_OK, "ending: %s: %s", cumoe_status_name(worst), cumoe_last_error());
+  shim_pause(true);
+  if (w->stream != NULL) OWN(cudaStreamDestroy(w->stream));
+  shim_pause(false);
+}
+
+static void begin_world(const scenario *s, world *w)
+{
+  shim_heal();
+  shim_drop_context();
+  *w = (world){.next = (uintptr_t)1 << 40};
+  s->prepare(w);
+  shim_mark();
+}
+
+/* Nothing is left, of CUDA or of the heap. */
+static void check_nothing_left(int64_t live, int64_t heap)
+{
+  CHECK_MSG(shim_live() == live, "%lld CUDA objects are left", (long long)(shim_live() - live));
+  if (shim_live() != live) shim_print_live();
+  CHECK_MSG(shim_heap() == heap, "%lld blocks of the heap are left", (long long)(shim_heap() - heap));
+}
+
+/* A run without a fault; its trace, to be freed. */
+static char *run_whole(const scenario *s)
+{
+  world w;
+  begin_world(s, &w);
+  const int64_t implicit = shim_implicit();
+  const int before = shim_current_device();
+  CHECK_OK(s->act(&w));
+  CHECK(shim_current_device() == before && shim_implicit() == implicit && shim_last_error() == cudaSuccess);
+  shim_pause(true);
+  char *trace = strdup(shim_trace());
+  shim_pause(false);
+  finish(&w, true);
+  return trace;
+}
+
+typedef struct plan {
+  shim_channel channel;
+  int64_t nth;
+  bool forever;
+  cudaError_t error;
+} plan;
+
+/* A device that cannot be entered or left is not left as it was. */
+static bool breaks_device(const char *failed)
+{
+  return strncmp(failed, "cuCtx", 5) == 0;
+}
+
+/* The status, the text, the thread's device and its last error, after act has met the fault. */
+static void check_failure(const scenario *s, const plan *p, cumoe_status status, int device, bool lost)
+{
+  const char *const failed = shim_failed(), *const text = cumoe_last_error();
+  CHECK_MSG(status_is_right(s, status, p->error, p->forever), "%s failed: %s: %s", failed, cumoe_status_name(status),
+            text);
+  if (status != CUMOE_OK) CHECK_MSG(strncmp(text, "cumoe_", 6) == 0, "the text is \"%s\"", text);
+  if (!breaks_device(failed)) CHECK(shim_current_device() == device);
+  if (!p->forever && strcmp(failed, "cudaThreadExchangeStreamCaptureMode") != 0)
+    CHECK(shim_capture_mode() == cudaStreamCaptureModeGlobal);
+  if (!lost) CHECK_MSG(shim_last_error() == cudaSuccess, "%s left its error behind", failed);
+}
+
+static void check_same_trace(const char *want, const char *got)
+{
+  size_t same = 0, line = 0;
+  while (want[same] != 0 && want[same] == got[same]) same++;
+  for (line = same; line > 0 && want[line - 1] != '\n'; line--) {
+  }
+  CHECK_MSG(want[same] == got[same], "done again, it does something else: %.60s instead of %.60s", got + line,
+            want + line);
+}
+
+/* One run with one fault. False: the fault was not reached, the scenario is through. */
+static bool run_once(const scenario *s, const plan *p, const char *trace)
+{
+  const int64_t live = shim_live(), heap = shim_heap();
+  world w;
+  begin_world(s, &w);
+  const int device = shim_current_device();
+  shim_fail(p->channel, p->nth, p->forever, p->error);
+  const cumoe_status status = s->act(&w);
+  const bool met = shim_failed() != NULL, lost = met && p->channel == SHIM_CUDA && shim_sticky(p->error);
+  if (met)
+    check_failure(s, p, status, device, lost);
+  else
+    CHECK_OK(status);
+  const bool again = met && !lost && s->again;
+  if (again || !met) shim_heal();
+  if (again) {
+    if (device < 0) shim_drop_context();
+    shim_mark();
+    CHECK_OK(s->act(&w));
+    check_same_trace(trace, shim_trace());
+  }
+  finish(&w, !lost && (again || !met || !p->forever));
+  shim_heal();
+  check_nothing_left(live, heap);
+  return met;
+}
+
+static void run_channel(const scenario *s, shim_channel channel, cudaError_t error, bool forever)
+{
+  static const char *const names[SHIM_CHANNELS] = {"cuda", "heap", "thread"};
+  char *trace = run_whole(s);
+  bool more = true;
+  for (int64_t n = 1; more; n++) {
+    const plan p = {channel, n, forever, error};
+    case_begin("%s: %s call %lld, %s, %s", s->name, names[channel], (long long)n, cudaGetErrorName(error),
+               forever ? "for ever" : "once");
+    more = run_once(s, &p, trace);
+    case_end();
+  }
+  char *after = run_whole(s);
+  case_begin("%s: as before the faults", s->name);
+  check_same_trace(trace, after);
+  case_end();
+  free(trace);
+  free(after);
+}
+
+static void run_scenario(const scenario *s)
+{
+  if (!group_begin("%s", s->name)) return;
+  for (int forever = 0; forever < 2; forever++) {
+    for (int e = 0; e < ERRORS; e++) run_channel(s, SHIM_CUDA, errors[e], forever);
+    run_channel(s, SHIM_HEAP, cudaErrorMemoryAllocation, forever);
+    run_channel(s, SHIM_THREAD, cudaErrorMemoryAllocation, forever);
+  }
+  group_end();
+}
+
+/* What is done once a process is done in a new one for each fault. */
+static void first_calls(void)
+{
+  if (!group_begin("first calls of a process")) return;
+  const scenario *first[] = {&scenarios[0], &scenarios[4], &scenarios[7]};
+  for (int i = 0; i < 3; i++)
+    for (int n = 1; n <= 12; n++)
+      for (int channel = 0; channel < 2; channel++) {
+        const plan p = {(shim_channel)channel, n, false, cudaErrorMemoryAllocation};
+        case_begin("%s: call %d", first[i]->name, n);
+        fflush(stdout);
+        const pid_t child = fork();
+        if (child == 0) {
+          world w;
+          const int64_t live = shim_live();
+          shim_fail(p.channel, p.nth, false, p.error);
+          w = (world){.next = (uintptr_t)1 << 40};
+          cumoe_status status = cumoe_context_create(1, NULL, &w.context);
+          if (status == CUMOE_OK) status = allocate(&w);
+          const bool right = shim_failed() == NULL || status_is_right(first[i], status, p.error, false);
+          if (!right) printf("# %s failed: %s: %s\n", shim_failed(), cumoe_status_name(status), cumoe_last_error());
+          finish(&w, false);
+          shim_heal();
+          w = (world){.next = (uintptr_t)1 << 40};
+          first[i]->prepare(&w);
+          const bool works = first[i]->act(&w) == CUMOE_OK;
+          if (!works) printf("# no second try: %s\n", cumoe_last_error());
+          finish(&w, true);
+          fflush(stdout);
+          _exit((right ? 0 : 1) | (works ? 0 : 2) | (shim_live() == live ? 0 : 4));
+        }
+        int end = 0;
+        CHECK(waitpid(child, &end, 0) == child);
+        CHECK_MSG(WIFEXITED(end) && WEXITSTATUS(end) == 0, "1 wrong status, 2 no second try, 4 leaks: %d",
+                  WEXITSTATUS(end));
+        case_end();
+      }
+  group_end();
+}
+
+int main(int argc, char **argv)
+{
+  test_begin(argc, argv);
+  shim_reset();
+  first_calls();
+  free(run_whole(&scenarios[0]));
+  for (size_t i = 0; i < sizeof scenarios / sizeof scenarios[0]; i++) run_scenario(&scenarios[i]);
+  if (group_begin("the shim")) {
+    case_begin("it knew everything that was asked for");
+    CHECK(shim_unknown() == 0);
+    case_end();
+    group_end();
+  }
+  printf("# %lld faults injected\n", (long long)shim_faults());
+  return test_end();
+}

@@ -1,0 +1,132 @@
+/* What the parts of the shim share. */
+#ifndef SHIM_CORE_H
+#define SHIM_CORE_H
+
+#include "shim.h"
+
+#include <cuda.h>
+#include <pthread.h>
+
+enum { MAX_DEVICES = 4, MAX_DEPTH = 16, GUARD = 64, GUARD_BYTE = 0xe7 };
+
+typedef enum object_kind {
+  DEVICE_BLOCK,
+  HOST_BLOCK,
+  POOL,
+  STREAM,
+  EVENT,
+  LIBRARY,
+  GRAPH,
+  GRAPH_EXEC,
+  KINDS
+} object_kind;
+
+/* Every object begins with this and is in one list. */
+typedef struct object {
+  struct object *next;
+  object_kind kind;
+  int device;
+} object;
+
+typedef struct block {
+  object object;
+  uintptr_t at;
+  size_t bytes;
+  struct CUmemPoolHandle_st *pool; /* NULL: not from a pool */
+  unsigned char *backing;          /* with guards, for a host block */
+} block;
+
+struct CUmemPoolHandle_st {
+  object object;
+  uint64_t threshold, used, used_high;
+  int blocks;
+  bool ended; /* destroyed, but memory from it lives on */
+};
+
+typedef struct node {
+  void *dst;
+  const void *src; /* NULL: a fill */
+  size_t dst_pitch, src_pitch, width, rows;
+  int byte;
+  char text[200]; /* of a kernel; "" otherwise */
+} node;
+
+struct CUgraph_st {
+  object object;
+  node *nodes;
+  int count;
+};
+
+struct CUgraphExec_st {
+  object object;
+  node *nodes;
+  int count;
+};
+
+struct CUstream_st {
+  object object;
+  unsigned flags;
+  struct CUgraph_st *graph; /* being captured into; not NULL: capturing */
+  bool invalid;             /* that capture */
+  enum cudaStreamCaptureMode mode;
+  pthread_t thread;
+};
+
+struct CUevent_st {
+  object object;
+  bool recorded;
+};
+
+struct CUlib_st {
+  object object;
+  const void *image;
+};
+
+struct CUctx_st {
+  int device;
+};
+
+typedef struct thread_state {
+  cudaError_t last;
+  struct CUctx_st *stack[MAX_DEPTH];
+  int depth;
+  enum cudaStreamCaptureMode mode;
+} thread_state;
+
+extern _Thread_local thread_state thread;
+extern struct CUctx_st primaries[MAX_DEVICES];
+
+/* The lock is held from begin to end. begin: cudaSuccess, or why the call fails. */
+cudaError_t shim_begin(const char *name, unsigned kinds, const char *format, ...) __attribute__((format(printf, 3, 4)));
+cudaError_t shim_end(cudaError_t error); /* also remembers it for the thread */
+CUresult shim_end_driver(cudaError_t error);
+#define BEGIN(kinds, ...) shim_begin(__func__, (kinds), __VA_ARGS__)
+
+object *shim_objects(void);  /* the list of all */
+bool implicit_capture(void); /* a blocking stream is being captured: the legacy stream must stay out of it */
+void graph_add(struct CUgraph_st *graph, const node *n);
+cudaError_t shim_move(const node *n); /* a copy or a fill, now */
+void count_unknown(void);
+
+void note_text(const char *text); /* a line of the trace */
+int current_device(void);         /* 0 if the thread has no context */
+object *object_new(object_kind kind, size_t bytes);
+void object_end(object *o);
+object *object_find(object_kind kind, const void *o);
+block *block_holding(const void *at, size_t bytes); /* wholly inside a live device block */
+
+/* The stream, or the device's default one; NULL if it is none. */
+struct CUstream_st *stream_of(cudaStream_t stream);
+/* For work put into a stream: cudaSuccess, or why not. */
+cudaError_t stream_takes_work(cudaStream_t stream);
+bool capture_forbids(void);
+void invalidate_captures(void);
+
+/* What --wrap leaves of the heap: the shim's own memory is not counted. */
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t bytes);
+void *__real_realloc(void *block, size_t bytes);
+void __real_free(void *block);
+bool shim_heap_fails(shim_channel channel, const char *name);
+
+#endif

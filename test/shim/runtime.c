@@ -1,0 +1,432 @@
+/* The shim's devices, errors, streams, graphs, libraries and launches. */
+#include "core.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../host/variants.h"
+
+/* ---- errors ---- */
+
+cudaError_t cudaPeekAtLastError(void)
+{
+  (void)BEGIN(SHIM_NEUTRAL | SHIM_FAULTLESS, "%s", "");
+  const cudaError_t error = thread.last;
+  (void)shim_end(cudaSuccess);
+  return error;
+}
+
+cudaError_t cudaGetLastError(void)
+{
+  (void)BEGIN(SHIM_NEUTRAL | SHIM_FAULTLESS, "%s", "");
+  const cudaError_t error = thread.last;
+  if (!shim_sticky(error)) thread.last = cudaSuccess;
+  (void)shim_end(cudaSuccess);
+  return error;
+}
+
+const char *cudaGetErrorName(cudaError_t error)
+{
+  switch ((int)error) {
+  case cudaSuccess: return "cudaSuccess";
+#define ERROR_CASE(name)                                                                                               \
+  case cudaError##name: return "cudaError" #name;
+    ERROR_CASE(InvalidValue)
+    ERROR_CASE(MemoryAllocation)
+    ERROR_CASE(InsufficientDriver)
+    ERROR_CASE(NoDevice)
+    ERROR_CASE(InvalidDevice)
+    ERROR_CASE(NoKernelImageForDevice)
+    ERROR_CASE(IllegalAddress)
+    ERROR_CASE(StreamCaptureUnsupported)
+    ERROR_CASE(StreamCaptureImplicit)
+    ERROR_CASE(StreamCaptureInvalidated)
+    ERROR_CASE(InvalidResourceHandle)
+    ERROR_CASE(SymbolNotFound)
+    ERROR_CASE(LaunchFailure)
+    ERROR_CASE(InvalidConfiguration)
+  default: return "cudaErrorOther";
+  }
+}
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+  return error == cudaSuccess ? "no error" : "an error of the shim";
+}
+
+/* ---- devices ---- */
+
+cudaError_t cudaDriverGetVersion(int *version)
+{
+  (void)BEGIN(SHIM_QUERY | SHIM_FAULTLESS, "%s", "");
+  *version = shim.driver;
+  return shim_end(cudaSuccess);
+}
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%s", "");
+  *count = 0;
+  if (error == cudaSuccess && shim.devices == 0) error = cudaErrorNoDevice;
+  if (error == cudaSuccess) *count = shim.devices;
+  return shim_end(error);
+}
+
+cudaError_t cudaGetDevice(int *device)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%s", "");
+  *device = current_device();
+  return shim_end(error);
+}
+
+cudaError_t cudaSetDevice(int device)
+{
+  cudaError_t error = BEGIN(SHIM_NEUTRAL, "%d", device);
+  if (error == cudaSuccess && (device < 0 || device >= shim.devices)) error = cudaErrorInvalidDevice;
+  if (error == cudaSuccess) {
+    if (thread.depth == 0) thread.depth = 1;
+    thread.stack[thread.depth - 1] = &primaries[device];
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *facts, int device)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%d", device);
+  if (error == cudaSuccess && (device < 0 || device >= shim.devices)) error = cudaErrorInvalidDevice;
+  if (error == cudaSuccess) {
+    memset(facts, 0, sizeof *facts);
+    snprintf(facts->name, sizeof facts->name, "Shim %d.%d", shim.major, shim.minor);
+    facts->major = shim.major;
+    facts->minor = shim.minor;
+    facts->totalGlobalMem = shim.memory;
+    facts->multiProcessorCount = 132;
+    facts->l2CacheSize = 50 << 20;
+    facts->sharedMemPerBlock = 48 * 1024;
+    facts->sharedMemPerBlockOptin = (size_t)shim.smem;
+    facts->sharedMemPerMultiprocessor = (size_t)shim.smem + 1024;
+    facts->memoryPoolsSupported = !shim.no_pools;
+  }
+  return shim_end(error);
+}
+
+/* ---- streams ---- */
+
+static struct CUstream_st defaults[MAX_DEVICES][2]; /* legacy, per thread */
+
+struct CUstream_st *stream_of(cudaStream_t stream)
+{
+  const int device = current_device();
+  if (stream == NULL || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
+    struct CUstream_st *s = &defaults[device][stream == cudaStreamPerThread];
+    s->object.device = device;
+    return s;
+  }
+  return (struct CUstream_st *)object_find(STREAM, stream);
+}
+
+cudaError_t stream_takes_work(cudaStream_t stream)
+{
+  struct CUstream_st *s = stream_of(stream);
+  if (s == NULL || s->object.device != current_device()) return cudaErrorInvalidResourceHandle;
+  if (s->invalid) return cudaErrorStreamCaptureInvalidated;
+  if (s == &defaults[current_device()][0] && implicit_capture()) {
+    invalidate_captures();
+    return cudaErrorStreamCaptureImplicit;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_CONTEXT, "flags %u", flags);
+  if (error == cudaSuccess) {
+    *out = (cudaStream_t)object_new(STREAM, sizeof **out);
+    (*out)->flags = flags;
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t *out)
+{
+  return cudaStreamCreateWithFlags(out, cudaStreamDefault);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC, "%s", "");
+  struct CUstream_st *s = (struct CUstream_st *)object_find(STREAM, stream);
+  if (s != NULL)
+    object_end(&s->object);
+  else if (error == cudaSuccess)
+    error = cudaErrorInvalidResourceHandle;
+  return shim_end(error);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+  cudaError_t error = BEGIN(SHIM_SYNC | SHIM_CONTEXT | SHIM_UNSAFE, "%s", "");
+  if (error == cudaSuccess) error = stream_takes_work(stream);
+  if (error == cudaSuccess && stream_of(stream)->graph != NULL) {
+    stream_of(stream)->invalid = true;
+    error = cudaErrorStreamCaptureUnsupported;
+  }
+  return shim_end(error);
+}
+
+/* ---- capture ---- */
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY | SHIM_CONTEXT, "%s", "");
+  struct CUstream_st *s = stream_of(stream);
+  if (error == cudaSuccess && s == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess && !s->invalid) error = stream_takes_work(stream);
+  if (error == cudaSuccess)
+    *status = s->graph == NULL ? cudaStreamCaptureStatusNone
+              : s->invalid     ? cudaStreamCaptureStatusInvalidated
+                               : cudaStreamCaptureStatusActive;
+  return shim_end(error);
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
+{
+  cudaError_t error = BEGIN(SHIM_CONTEXT, "mode %d", (int)mode);
+  struct CUstream_st *s = (struct CUstream_st *)object_find(STREAM, stream);
+  if (error == cudaSuccess && (s == NULL || s->graph != NULL)) error = cudaErrorStreamCaptureUnsupported;
+  if (error == cudaSuccess) {
+    s->graph = (struct CUgraph_st *)object_new(GRAPH, sizeof *s->graph);
+    s->invalid = false;
+    s->mode = mode;
+    s->thread = pthread_self();
+  }
+  return shim_end(error);
+}
+
+static void end_graph(struct CUgraph_st *graph)
+{
+  __real_free(graph->nodes);
+  object_end(&graph->object);
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *out)
+{
+  cudaError_t error = BEGIN(SHIM_CONTEXT, "%s", "");
+  struct CUstream_st *s = (struct CUstream_st *)object_find(STREAM, stream);
+  *out = NULL;
+  if (s == NULL || s->graph == NULL) {
+    error = error ? error : cudaErrorIllegalState;
+  } else {
+    if (error == cudaSuccess && s->invalid) error = cudaErrorStreamCaptureInvalidated;
+    if (error == cudaSuccess)
+      *out = s->graph;
+    else
+      end_graph(s->graph);
+    s->graph = NULL;
+    s->invalid = false;
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+  cudaError_t error = BEGIN(SHIM_NEUTRAL, "%d", (int)*mode);
+  if (error == cudaSuccess) {
+    const enum cudaStreamCaptureMode before = thread.mode;
+    thread.mode = *mode;
+    *mode = before;
+  }
+  return shim_end(error);
+}
+
+void graph_add(struct CUgraph_st *graph, const node *n)
+{
+  graph->nodes = __real_realloc(graph->nodes, (size_t)(graph->count + 1) * sizeof *n);
+  graph->nodes[graph->count++] = *n;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsigned long long flags)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_CONTEXT, "flags %llu", flags);
+  if (error == cudaSuccess && object_find(GRAPH, graph) == NULL) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess) {
+    *out = (cudaGraphExec_t)object_new(GRAPH_EXEC, sizeof **out);
+    (*out)->count = graph->count;
+    (*out)->nodes = __real_malloc((size_t)graph->count * sizeof *graph->nodes + 1);
+    if (graph->count) memcpy((*out)->nodes, graph->nodes, (size_t)graph->count * sizeof *graph->nodes);
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
+{
+  cudaError_t error = BEGIN(SHIM_LAUNCH | SHIM_CONTEXT, "%s", "");
+  if (error == cudaSuccess && object_find(GRAPH_EXEC, exec) == NULL) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess) error = stream_takes_work(stream);
+  for (int i = 0; error == cudaSuccess && i < exec->count; i++) {
+    const node *n = &exec->nodes[i];
+    if (n->text[0])
+      note_text(n->text);
+    else
+      error = shim_move(n);
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC, "%s", "");
+  if (object_find(GRAPH_EXEC, exec) != NULL) {
+    __real_free(exec->nodes);
+    object_end(&exec->object);
+  } else if (error == cudaSuccess) {
+    error = cudaErrorInvalidValue;
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC, "%s", "");
+  if (object_find(GRAPH, graph) != NULL)
+    end_graph(graph);
+  else if (error == cudaSuccess)
+    error = cudaErrorInvalidValue;
+  return shim_end(error);
+}
+
+/* ---- libraries ---- */
+
+cudaError_t cudaLibraryLoadData(cudaLibrary_t *out, const void *code, enum cudaJitOption *jit, void **jit_values,
+                                unsigned jit_count, enum cudaLibraryOption *options, void **values, unsigned count)
+{
+  (void)jit, (void)jit_values, (void)jit_count, (void)options, (void)values;
+  cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_UNSAFE, "%u options", count);
+  if (error == cudaSuccess && shim.no_image) error = cudaErrorNoKernelImageForDevice;
+  if (error == cudaSuccess) {
+    *out = (cudaLibrary_t)object_new(LIBRARY, sizeof **out);
+    (*out)->image = code;
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaLibraryUnload(cudaLibrary_t library)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_UNSAFE, "%s", "");
+  if (object_find(LIBRARY, library) != NULL)
+    object_end(&library->object);
+  else if (error == cudaSuccess)
+    error = cudaErrorInvalidResourceHandle;
+  return shim_end(error);
+}
+
+/* A kernel's handle is its row of the table. */
+static const variant *row_of(const void *kernel)
+{
+  const variant *v = kernel;
+  return v >= variants && v < variants + variant_count ? v : NULL;
+}
+
+static bool is_loaded(const variant *v)
+{
+  for (object *o = shim_objects(); o != NULL; o = o->next)
+    if (o->kind == LIBRARY && ((struct CUlib_st *)o)->image == v->image) return true;
+  return false;
+}
+
+cudaError_t cudaLibraryGetKernel(cudaKernel_t *out, cudaLibrary_t library, const char *name)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%s", name);
+  if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) {
+    error = cudaErrorSymbolNotFound;
+    for (int32_t i = 0; i < variant_count; i++) {
+      if (variants[i].image != library->image || strcmp(variants[i].name, name) != 0) continue;
+      if (shim.missing != NULL && strcmp(name, shim.missing) == 0) continue;
+      *out = (cudaKernel_t)(uintptr_t)&variants[i];
+      error = cudaSuccess;
+    }
+  }
+  return shim_end(error);
+}
+
+static int dynamic_limit[MAX_DEVICES][512]; /* by row: bytes above the default that were asked for */
+
+cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *facts, const void *kernel)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY | SHIM_CONTEXT, "%s", row_of(kernel) ? row_of(kernel)->name : "?");
+  if (error == cudaSuccess && (row_of(kernel) == NULL || !is_loaded(row_of(kernel))))
+    error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess && row_of(kernel)->arch == ARCH_sm90 && shim.major != 9)
+    error = cudaErrorNoKernelImageForDevice;
+  if (error == cudaSuccess) {
+    memset(facts, 0, sizeof *facts);
+    facts->maxThreadsPerBlock = shim.max_threads;
+    facts->numRegs = 64;
+    facts->binaryVersion = facts->ptxVersion = shim.major * 10 + shim.minor;
+    dynamic_limit[current_device()][row_of(kernel) - variants] = 0;
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value)
+{
+  cudaError_t error =
+      BEGIN(0 | SHIM_CONTEXT, "%s %d = %d", row_of(kernel) ? row_of(kernel)->name : "?", (int)attribute, value);
+  if (error == cudaSuccess && (row_of(kernel) == NULL || value > shim.smem)) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess && attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
+    dynamic_limit[current_device()][row_of(kernel) - variants] = value;
+  return shim_end(error);
+}
+
+/* ---- launches ---- */
+
+enum { KEPT = 64 };
+
+static struct {
+  const variant *row;
+  _Alignas(64) unsigned char args[1024];
+} kept[KEPT];
+static int kept_count;
+
+static size_t arg_bytes(const variant *v)
+{
+  if (v->form == FORM_wgmma || v->form == FORM_pair) return sizeof(gemm_sm90_args);
+  return (size_t)operation_arg_bytes((operation)v->op);
+}
+
+const void *shim_last_args(const char *part)
+{
+  for (int i = kept_count; i > 0 && i > kept_count - KEPT; i--)
+    if (strstr(kept[(i - 1) % KEPT].row->name, part) != NULL) return kept[(i - 1) % KEPT].args;
+  return NULL;
+}
+
+static cudaError_t check_launch(const cudaLaunchConfig_t *c, const variant *v)
+{
+  const unsigned threads = c->blockDim.x * c->blockDim.y * c->blockDim.z;
+  if (v == NULL || !is_loaded(v)) return cudaErrorInvalidResourceHandle;
+  const int limit = dynamic_limit[current_device()][v - variants];
+  if (c->gridDim.x == 0 || c->gridDim.y != 1 || c->gridDim.z != 1) return cudaErrorInvalidConfiguration;
+  if (threads == 0 || threads > (unsigned)shim.max_threads) return cudaErrorInvalidConfiguration;
+  if (c->dynamicSmemBytes > (size_t)(limit > 48 * 1024 ? limit : 48 * 1024)) return cudaErrorInvalidValue;
+  return stream_takes_work(c->stream);
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel, void **args)
+{
+  node n = {.rows = 0};
+  const variant *v = row_of(kernel);
+  snprintf(n.text, sizeof n.text, "%s grid %u block %u smem %zu attrs %u", v ? v->name : "?", c->gridDim.x,
+           c->blockDim.x, c->dynamicSmemBytes, c->numAttrs);
+  cudaError_t error = BEGIN(SHIM_LAUNCH | SHIM_CONTEXT, "%s", n.text);
+  if (error == cudaSuccess) error = check_launch(c, v);
+  if (error == cudaSuccess) {
+    kept[kept_count % KEPT].row = v;
+    memcpy(kept[kept_count % KEPT].args, args[0], arg_bytes(v));
+    kept_count++;
+    if (stream_of(c->stream)->graph != NULL) graph_add(stream_of(c->stream)->graph, &n);
+  }
+  return shim_end(error);
+}
