@@ -4,7 +4,7 @@
 archive=${LIB:-lib}/libcumoe.a
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
-printf '#define CUMOE_EXPERIMENTAL\n#include <cumoe/cumoe.h>\n' | ${CC:-cc} -Iinclude -E -P - | tr '\n' ' ' | tr ';' '\n' |
+{ echo '#define CUMOE_EXPERIMENTAL'; (cd include && printf '#include <%s>\n' cumoe/*.h); } | ${CC:-cc} -Iinclude -E -P - | tr '\n' ' ' | tr ';' '\n' |
   sed -n 's/.*visibility("default")[^)]*))//p' | grep -o 'cumoe_[a-z0-9_]* *(' | tr -d ' (' | sort -u > "$work/declared"
 nm -g --defined-only "$archive" 2> /dev/null | awk 'NF == 3 { print $3 }' | sort -u > "$work/exported"
 nm -g --undefined-only "$archive" 2> /dev/null | awk 'NF == 2 { print $2 }' | sort -u > "$work/needed"
@@ -32,4 +32,22 @@ empty "kernel images are read-only" "$(grep -E ' cumoe_image_' "$work/table" | g
 empty "no unlisted writable globals" "$(awk '$3 == "O" && $4 ~ /^\.(data|bss)/ && $4 !~ /^\.data\.rel\.ro/ { print $NF }
   $3 ~ /^\.(tdata|tbss)/ { print $NF }' "$work/table" | sed 's/\.[0-9]*$//' | sort -u |
   while read -r name; do grep -q "^$name\( \|$\)" test/check/globals.allow || echo "$name"; done)"
+
+# A program with functions of its own, named like each internal one: it keeps them, and the library calls none of them.
+nm "$archive" 2> /dev/null | awk '$2 ~ /[tT]/ && $3 ~ /^[a-z_][a-z0-9_]*$/ && $3 !~ /^cumoe_/ { print $3 }' | sort -u > "$work/internal"
+{
+  echo 'static int calls;'
+  sed 's/.*/int &(void) { return ++calls; }/' "$work/internal"
+  echo 'int example(void); int main(void) { if (example() != 0 || calls != 0) return 1;'
+  sed 's/.*/  &();/' "$work/internal"
+  echo "  return calls != $(wc -l < "$work/internal"); }"
+} > "$work/namesakes.c"
+namesakes() {
+  ${CC:-cc} -w -fno-builtin -c "$work/namesakes.c" -o "$work/namesakes.o" &&
+    ${CC:-cc} -std=c11 -Iinclude -Dmain=example -c test/examples/first.c -o "$work/example.o" &&
+    ${CC:-cc} "$work/example.o" "$work/namesakes.o" "$archive" ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl -lpthread -lrt -lm \
+      -o "$work/namesakes" && "$work/namesakes"
+}
+[ "$(grep -cxE 'launch|fail|check_context' "$work/internal")" -eq 3 ] || fail "internal names are found" "$(cat "$work/internal")"
+quiet "a program with $(wc -l < "$work/internal") functions named like internal ones keeps its own" namesakes
 finish
