@@ -99,21 +99,30 @@ static bool spans_overlap(const span *a, const span *b)
   return from_a < a->width || from_a + b->width > a->pitch;
 }
 
-cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in)
+cumoe_status check_overlaps(const named_view *views, int outputs, int all)
 {
-  const cumoe_view o = cumoe_const(out);
-  const span a = span_of(&o), b = span_of(&in);
-  REQUIRE(!spans_overlap(&a, &b), CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s", output, input);
+  span spans[MAX_NAMED_VIEWS];
+  for (int i = 0; i < all; ++i) spans[i] = span_of(&views[i].view);
+  for (int i = 0; i < outputs; ++i)
+    for (int j = i + 1; j < all; ++j)
+      REQUIRE(!spans_overlap(&spans[i], &spans[j]), CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s", views[i].name,
+              views[j].name);
   return CUMOE_OK;
 }
 
-cumoe_status take_struct(const char *name, const void *from, void *to, size_t size)
+cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in)
+{
+  const named_view views[] = {{output, cumoe_const(out)}, {input, in}};
+  return check_overlaps(views, 1, 2);
+}
+
+cumoe_status take_bytes(const char *name, const void *from, void *to, size_t size, size_t align)
 {
   uint32_t given;
   REQUIRE(from, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
   memcpy(&given, from, sizeof given);
-  REQUIRE(given >= 8 && given <= 4096, CUMOE_ERR_INVALID_ARGUMENT, "%s.size is %u, must be sizeof the struct (%zu)",
-          name, given, size);
+  REQUIRE(given >= 8 && given <= 4096 && given % align == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.size is %u, must be sizeof the struct (%zu)", name, given, size);
   for (size_t i = size; i < given; ++i)
     REQUIRE(((const unsigned char *)from)[i] == 0, CUMOE_ERR_NOT_SUPPORTED,
             "%s has fields that this version of the library does not know", name);
@@ -430,28 +439,33 @@ static cumoe_status check_outputs(cumoe_plan plan, const cumoe_moe_args *a)
   return CUMOE_OK;
 }
 
-/* No output shares a byte with an input or with another output. */
-static cumoe_status check_overlaps(const cumoe_moe_args *a)
+/* Accumulating in place is the one overlap that is meant. */
+static cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out)
 {
-  enum { OUTPUTS = 6, ALL = 17 };
-  static const char *const names[ALL] = {"out",         "ids_out", "weights_out",   "counts_out",    "load",
-                                         "workspace",   "x",       "device_tokens", "router_weight", "router_bias",
-                                         "logits",      "ids",     "weights",       "select_bias",   "expert_map",
-                                         "shared_gate", "residual"};
-  const bool in_place = a->residual.data == a->out.data && a->residual.ld == a->out.ld;
-  const cumoe_view outputs[OUTPUTS] = {cumoe_const(a->out),        cumoe_const(a->ids_out), cumoe_const(a->weights_out),
-                                       cumoe_const(a->counts_out), cumoe_const(a->load),    cumoe_const(a->workspace)};
-  const cumoe_view *inputs[ALL - OUTPUTS] = {&a->x,          &a->device_tokens, &a->router_weight, &a->router_bias,
-                                             &a->logits,     &a->ids,           &a->weights,       &a->select_bias,
-                                             &a->expert_map, &a->shared_gate,   &a->residual};
-  span spans[ALL];
-  for (int i = 0; i < ALL; ++i) spans[i] = span_of(i < OUTPUTS ? &outputs[i] : inputs[i - OUTPUTS]);
-  if (in_place) spans[ALL - 1].end = spans[ALL - 1].begin;
-  for (int i = 0; i < OUTPUTS; ++i)
-    for (int j = i + 1; j < ALL; ++j)
-      REQUIRE(!spans_overlap(&spans[i], &spans[j]), CUMOE_ERR_INVALID_ARGUMENT, "args.%s overlaps args.%s", names[i],
-              names[j]);
-  return CUMOE_OK;
+  const cumoe_view nothing = {0};
+  return residual.data == out.data && residual.ld == out.ld ? nothing : residual;
+}
+
+static cumoe_status check_forward_overlaps(const cumoe_moe_args *a)
+{
+  const named_view views[] = {{"args.out", cumoe_const(a->out)},
+                              {"args.ids_out", cumoe_const(a->ids_out)},
+                              {"args.weights_out", cumoe_const(a->weights_out)},
+                              {"args.counts_out", cumoe_const(a->counts_out)},
+                              {"args.load", cumoe_const(a->load)},
+                              {"args.workspace", cumoe_const(a->workspace)},
+                              {"args.x", a->x},
+                              {"args.device_tokens", a->device_tokens},
+                              {"args.router_weight", a->router_weight},
+                              {"args.router_bias", a->router_bias},
+                              {"args.logits", a->logits},
+                              {"args.ids", a->ids},
+                              {"args.weights", a->weights},
+                              {"args.select_bias", a->select_bias},
+                              {"args.expert_map", a->expert_map},
+                              {"args.shared_gate", a->shared_gate},
+                              {"args.residual", unless_in_place(a->residual, a->out)}};
+  return check_overlaps(views, 6, sizeof views / sizeof *views);
 }
 
 static cumoe_status check_workspace(cumoe_plan plan, const cumoe_moe_args *a)
@@ -487,7 +501,7 @@ cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_m
   TRY(check_shared(plan, a));
   TRY(check_outputs(plan, a));
   TRY(check_workspace(plan, a));
-  return check_overlaps(a);
+  return check_forward_overlaps(a);
 }
 
 cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *a, int64_t tokens)
@@ -518,10 +532,14 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   if (unreduced) TRY(check_absent("args.shared", a->shared, "the plan is UNREDUCED"));
   if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
-  TRY(check_disjoint("args.out", a->out, "args.y", a->y));
-  TRY(check_disjoint("args.out", a->out, "args.x", a->x));
-  TRY(check_disjoint("args.out", a->out, "args.pair_weights", a->pair_weights));
-  if (a->residual.data != a->out.data || a->residual.ld != a->out.ld)
-    TRY(check_disjoint("args.out", a->out, "args.residual", a->residual));
-  return check_disjoint("args.out", a->out, "args.shared", a->shared);
+  const named_view views[] = {{"args.out", cumoe_const(a->out)},
+                              {"args.y", a->y},
+                              {"args.x", a->x},
+                              {"args.pair_weights", a->pair_weights},
+                              {"args.residual", unless_in_place(a->residual, a->out)},
+                              {"args.shared", a->shared},
+                              {"args.shared_logit", a->shared_logit},
+                              {"args.device_tokens", a->device_tokens},
+                              ROUTE_VIEWS(route)};
+  return check_overlaps(views, 1, sizeof views / sizeof *views);
 }

@@ -39,11 +39,25 @@ cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_vie
 cumoe_status check_optional(cumoe_context context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
+/* Of these views, the first `outputs` are written: they may overlap neither each other nor any other. */
+typedef struct named_view {
+  const char *name;
+  cumoe_view view;
+} named_view;
+enum { MAX_NAMED_VIEWS = 20 };
+/* clang-format off */
+#define ROUTE_VIEWS(route)                                                                                             \
+  {"route.counts", cumoe_const((route)->counts)}, {"route.offsets", cumoe_const((route)->offsets)},                    \
+  {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
+/* clang-format on */
+cumoe_status check_overlaps(const named_view *views, int outputs, int all);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 
-/* Copies a caller's struct by its size field: a shorter one is padded with zeros, a longer one must end in zeros. */
-cumoe_status take_struct(const char *name, const void *from, void *to, size_t size);
+/* Copies a caller's struct by its size field: a shorter one is padded with zeros, a longer one must end in zeros. A size
+ * that no version of the struct can have, not a multiple of its alignment, is refused: it may end inside a pointer. */
+#define take_struct(name, from, to, size) take_bytes(name, from, to, size, _Alignof(__typeof__(*(to))))
+cumoe_status take_bytes(const char *name, const void *from, void *to, size_t size, size_t align);
 
 cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts);
 /* Checks and fills in defaults. */

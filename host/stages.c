@@ -47,7 +47,8 @@ cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight
 {
   begin_call(__func__);
   TRY(check_router(context, x, weight, bias, cumoe_const(logits)));
-  TRY(check_disjoint("logits", logits, "x", x));
+  const named_view views[] = {{"logits", cumoe_const(logits)}, {"x", x}, {"weight", weight}, {"bias", bias}};
+  TRY(check_overlaps(views, 1, 4));
   if (x.rows == 0) return CUMOE_OK;
   ON_DEVICE(context, dispatch_router(context, x, weight, bias, all_tokens(x.rows), logits.data, logits.ld, stream));
 }
@@ -100,6 +101,9 @@ cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cum
   TRY(check_optional(context, &bias_want, select_bias));
   TRY(check_operand(context, &ids_want, cumoe_const(ids)));
   TRY(check_operand(context, &weights_want, cumoe_const(weights)));
+  const named_view views[] = {
+      {"ids", cumoe_const(ids)}, {"weights", cumoe_const(weights)}, {"logits", logits}, {"select_bias", select_bias}};
+  TRY(check_overlaps(views, 2, 4));
   if (logits.rows == 0) return CUMOE_OK;
   const gate_args a = gate_arguments(context, &r, logits, select_bias, ids, weights);
   ON_DEVICE(context, dispatch(context, OP_gate, &a, stream));
@@ -166,6 +170,14 @@ static route_pointers pointers_of(const cumoe_route *route)
   return (route_pointers){route->counts.data, route->offsets.data, route->row_pair.data, route->slot_row.data};
 }
 
+/* Rows are written through what was counted: overlapping arrays would send them anywhere. */
+static cumoe_status check_map_overlaps(const cumoe_route *route, cumoe_view workspace, cumoe_view ids,
+                                       cumoe_view expert_map)
+{
+  const named_view views[] = {ROUTE_VIEWS(route), {"workspace", workspace}, {"ids", ids}, {"expert_map", expert_map}};
+  return check_overlaps(views, 5, sizeof views / sizeof *views);
+}
+
 cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                        cumoe_view_mut workspace, cumoe_stream stream)
 {
@@ -189,6 +201,7 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
             "workspace has %lld bytes, %zu are needed", (long long)workspace.cols, need);
     TRY(check_operand(plan->context, &workspace_want, cumoe_const(workspace)));
   }
+  TRY(check_map_overlaps(route, cumoe_const(need ? workspace : (cumoe_view_mut){0}), ids, expert_map));
   if (ids.rows == 0) return CUMOE_OK;
   const map_args a = map_arguments(plan, ids, expert_map, pointers_of(route), workspace.data);
   ON_DEVICE(plan->context, dispatch_map(plan->context, &a, stream));
@@ -266,7 +279,8 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
   else
     TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
   TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
-  TRY(check_disjoint("h", h, "x", x));
+  const named_view views[] = {{"h", cumoe_const(h)}, {"x", x}, {"pair_weights", pair_weights}, ROUTE_VIEWS(route)};
+  TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (x.rows == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);
   gemm_args g = up_arguments(plan, weights, x, &pointers, pair_weights);
@@ -294,7 +308,8 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
                 y_want = {"y", rows > y.rows ? rows : y.rows, d->hidden, own, 16};
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
-  TRY(check_disjoint("y", y, "h", h));
+  const named_view views[] = {{"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route)};
+  TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);
   gemm_args g = down_arguments(plan, weights, h, &pointers, tokens);

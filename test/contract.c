@@ -84,10 +84,11 @@ static cumoe_status call_gate(const target *t, const cumoe_view *v)
   return cumoe_gate(t->s->context, &t->s->spec->desc.routing, v[0], v[1], as_mut(v[2]), as_mut(v[3]), NULL);
 }
 
-#define ROUTE_RULES(defines)                                                                                           \
-  {"route.counts", I32, 0, OUTPUT}, {"route.offsets", I32, 0, OUTPUT}, {"route.row_pair", I32, 0, OUTPUT},             \
+#define ROUTE_RULES(flags)                                                                                             \
+  {"route.counts", I32, 0, (flags)&OUTPUT}, {"route.offsets", I32, 0, (flags)&OUTPUT},                                 \
+      {"route.row_pair", I32, 0, (flags)&OUTPUT},                                                                      \
   {                                                                                                                    \
-    "route.slot_row", I32, 0, OUTPUT | PACKED | (defines)                                                              \
+    "route.slot_row", I32, 0, PACKED | (flags)                                                                         \
   }
 
 static cumoe_route route_of(const cumoe_view *v)
@@ -97,7 +98,7 @@ static cumoe_route route_of(const cumoe_view *v)
 
 static const operand_rule map_rules[] = {{"ids", I32 | I64, 0, DEFINES_ROWS},
                                          {"expert_map", I32, 0, 0},
-                                         ROUTE_RULES(0),
+                                         ROUTE_RULES(OUTPUT),
                                          {"workspace", U8, 16, OUTPUT | AT_LEAST_COLS | WORKSPACE}};
 static cumoe_status call_map(const target *t, const cumoe_view *v)
 {
@@ -322,6 +323,25 @@ static void wrong_places(const mistake *m, const operand_rule *rule, uint64_t st
     MISTAKE(rule->flags & WORKSPACE ? CUMOE_ERR_WORKSPACE : CUMOE_ERR_INVALID_ARGUMENT, "left out", v = no_view());
 }
 
+/* What a call writes lies on something else that it reads or writes. */
+static void overlaps(const target *t, const cumoe_view *owned)
+{
+  for (int i = 0; i < t->count; i++)
+    for (int j = 0; j < t->count && t->rules[i].flags & OUTPUT; j++) {
+      cumoe_view v[CALL_OPERANDS];
+      const bool in_place = strcmp(t->rules[j].name, "args.residual") == 0;
+      if (i == j || in_place || absent(&t->base[i]) || absent(&t->base[j])) continue;
+      memcpy(v, t->base, sizeof v);
+      v[i].data = v[j].data;
+      if ((uintptr_t)v[i].data % 16 != 0) continue;
+      case_begin("%s: %s over %s", t->name, t->rules[i].name, t->rules[j].name);
+      refused(t, "an overlap", t->call(t, v), CUMOE_ERR_INVALID_ARGUMENT, t->rules[i].name);
+      CHECK_MSG(strstr(cumoe_last_error(), " overlaps ") != NULL, "%s", cumoe_last_error());
+      check_outputs_untouched(t, owned);
+      case_end();
+    }
+}
+
 static void all_mistakes(target *t, uint64_t stale)
 {
   cumoe_view owned[CALL_OPERANDS];
@@ -335,6 +355,7 @@ static void all_mistakes(target *t, uint64_t stale)
     wrong_alignment(&m, &t->rules[i]);
     wrong_places(&m, &t->rules[i], stale);
   }
+  overlaps(t, owned);
 }
 
 /* ---- the layers ------------------------------------------------------------------------------------ */
@@ -563,6 +584,7 @@ typedef struct misfits {
   X(INVALID_ARGUMENT, "args.size", c->a.size = 0)                                                                      \
   X(INVALID_ARGUMENT, "args.size", c->a.size = 7)                                                                      \
   X(INVALID_ARGUMENT, "args.size", c->a.size = 1u << 31)                                                               \
+  X(INVALID_ARGUMENT, "args.size", c->a.size -= 4) /* ends inside a pointer */                                         \
   X(NOT_SUPPORTED, "args",                                                                                             \
     (x->longer.args = c->a, x->longer.args.size = sizeof x->longer, x->longer.more = 1, c->args = &x->longer.args))    \
   X(INVALID_ARGUMENT, "plan", c->plan = NULL)                                                                          \

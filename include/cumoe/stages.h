@@ -1,5 +1,6 @@
 /*
- * cumoe/stages.h: the stages of the layer, each usable alone. Contract as in cumoe/cumoe.h.
+ * cumoe/stages.h: the stages of the layer, each usable alone. Contract as in cumoe/cumoe.h. What a stage writes may
+ * overlap neither what it reads nor anything else it writes (INVALID_ARGUMENT), except combine's residual == out.
  */
 #ifndef CUMOE_STAGES_H
 #define CUMOE_STAGES_H
