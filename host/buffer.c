@@ -60,7 +60,7 @@ static cumoe_status matrix_bytes(cumoe_dtype dtype, int64_t rows, int64_t cols, 
           (long long)rows, (long long)cols);
   REQUIRE(!__builtin_mul_overflow(rows, cols, &count) && !__builtin_mul_overflow(count, (int64_t)element, &total) &&
               total < (int64_t)1 << 46,
-          CUMOE_ERR_INVALID_ARGUMENT, "%lld x %lld elements of %zu bytes are more than an address space",
+          CUMOE_ERR_INVALID_ARGUMENT, "rows %lld x cols %lld elements of %zu bytes are more than an address space",
           (long long)rows, (long long)cols, element);
   *bytes = (size_t)total;
   return CUMOE_OK;

@@ -1,0 +1,1342 @@
+/*
+ * Every public function with every argument made wrong in every way that its kind allows, one at a time: the right
+ * status, a text that names the call and the argument, no CUDA call, no memory taken, nothing written.
+ *
+ * A table a function says what its arguments are; the ways to be wrong follow from the kind. Each is run on a CUDA device
+ * (the shim's) and on the CPU device.
+ */
+#include <glob.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "shim/shim.h"
+#include "test.h"
+
+/* ---- all arguments of all functions ------------------------------------------------------------------- */
+
+enum { POISON = 0x5a };
+
+typedef struct arguments {
+  cumoe_context context;
+  cumoe_plan plan;
+  cumoe_weights weights;
+  cumoe_buffer *buffer;
+  void *pointer;    /* of the caller's memory or structs; what is meant by it stands in the table */
+  void *out;        /* where results go: to `results` */
+  void *info;       /* a struct to be filled in: to one of those below */
+  const void *host; /* copied from or to */
+  size_t bytes;
+  int64_t rows, cols;
+  int32_t device, dtype, index;
+  cumoe_view v[6];
+  cumoe_buffer handle;
+  cumoe_context_config config;
+  cumoe_device_info device_info;
+  cumoe_buffer_info buffer_info;
+  cumoe_variant_info variant_info;
+  cumoe_moe_desc desc;
+  cumoe_weights_desc bind;
+  cumoe_moe_args args;
+  cumoe_combine_args combine;
+  cumoe_route route;
+  cumoe_routing routing;
+} arguments;
+
+/* Not an argument: what a call may set to null. */
+static struct {
+  _Alignas(16) unsigned char bytes[256];
+} results;
+
+/* ---- kinds of arguments ------------------------------------------------------------------------------- */
+
+typedef enum kind {
+  A_CONTEXT,
+  A_PLAN,
+  A_WEIGHTS,
+  A_VIEW,
+  A_NOT_NULL,
+  A_SIZE,      /* of a struct: exactly */
+  A_OPEN_SIZE, /* of a struct that may be older or newer */
+  A_INT,       /* int32_t in low .. high, a multiple of step */
+  A_LONG,      /* int64_t */
+  A_BYTES,     /* size_t, exactly what it is */
+  A_VALUE,     /* int64_t; low is a wrong one */
+  A_FLAGS,     /* uint32_t, known bits in dtypes */
+  A_FLOAT,     /* not negative, not NaN */
+  A_DTYPE,     /* int32_t, one of dtypes */
+  A_HANDLE,    /* of a live buffer */
+  A_OVERLAP,   /* a view that may not share memory with the one at `with` */
+} kind;
+
+enum {
+  FREE_ROWS = 1, /* any number is legal by itself */
+  FREE_COLS = 2,
+  LOOSE = 4,    /* a wrong shape is noticed at another argument */
+  OPTIONAL = 8, /* may be absent */
+  FOREIGN = 16  /* a plan of another device is noticed */
+};
+
+typedef struct argument {
+  const char *name;
+  kind kind;
+  size_t at;
+  int64_t low, high; /* A_INT, A_LONG */
+  int32_t step;
+  cumoe_status status; /* of a wrong value, where it is not INVALID_ARGUMENT */
+  uint32_t dtypes, align;
+  unsigned traits;
+  size_t with;
+} argument;
+
+typedef struct function {
+  const char *name, *title; /* title: of this form of the call */
+  void (*fill)(arguments *a);
+  cumoe_status (*call)(arguments *a);
+  const argument *arguments;
+  int count;
+  void (*undo)(arguments *a); /* after a call that succeeded */
+} function;
+
+#define BIT(dtype)   (1u << CUMOE_##dtype)
+#define FLOATS       (BIT(F32) | BIT(F16) | BIT(BF16))
+#define INDICES      (BIT(I32) | BIT(I64))
+#define ALL_TYPES    (FLOATS | INDICES | BIT(U8))
+#define AT(member)   .at = offsetof(arguments, member)
+#define WITH(member) .with = offsetof(arguments, member)
+
+/* ---- the bench: a device with everything that calls need ------------------------------------------------ */
+
+enum { TOKENS = 3, HIDDEN = 64, INTER = 16, EXPERTS = 8, TOP_K = 2, ARENA = 1 << 19 };
+
+static struct {
+  cumoe_context context, other; /* other: of another device */
+  bool cpu;
+  cumoe_plan plan, shared_plan, weighing_plan, foreign_plan;
+  cumoe_weights weights, shared, foreign_weights;
+  cumoe_buffer buffer, freed, foreign, tiny;
+  uintptr_t next;
+  size_t workspace;
+  cumoe_status before; /* text */
+} bench;
+
+static _Alignas(4096) unsigned char arena[ARENA], arena_before[ARENA];
+static _Alignas(64) unsigned char dead[1 << 16]; /* what a destroyed object may look like */
+
+static cumoe_view give(int32_t dtype, int64_t rows, int64_t cols)
+{
+  const uintptr_t at = bench.next;
+  bench.next += ((uintptr_t)(rows * cols) * cumoe_dtype_bytes((cumoe_dtype)dtype) + 511) / 256 * 256;
+  if (bench.cpu && bench.next > (uintptr_t)arena + ARENA) {
+    printf("# the arena is too small\n");
+    exit(1);
+  }
+  return cumoe_matrix((const void *)at, (cumoe_dtype)dtype, rows, cols, cols);
+}
+
+static cumoe_view_mut mut(cumoe_view v)
+{
+  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
+}
+
+static cumoe_view_mut give_mut(int32_t dtype, int64_t rows, int64_t cols)
+{
+  return mut(give(dtype, rows, cols));
+}
+
+/* ---- the functions -------------------------------------------------------------------------------------- */
+
+static cumoe_stream no_stream;
+
+/* cumoe/context.h */
+
+static void fill_create(arguments *a)
+{
+  a->config = (cumoe_context_config){.size = sizeof a->config, .cpu_threads = 1};
+  a->info = &a->config;
+  a->device = CUMOE_DEVICE_CPU;
+  a->out = &results;
+}
+static cumoe_status call_create(arguments *a)
+{
+  return cumoe_context_create(a->device, a->info, a->out);
+}
+static void undo_create(arguments *a)
+{
+  CHECK_OK(cumoe_context_destroy(*(cumoe_context *)a->out));
+}
+static const argument create_arguments[] = {{"context", A_NOT_NULL, AT(out)},
+                                            {"device", A_INT, AT(device), .low = -2, .high = INT32_MAX},
+                                            {"config.size", A_SIZE, AT(config.size)},
+                                            {"config.cpu_threads", A_INT, AT(config.cpu_threads), .high = INT32_MAX}};
+
+static void fill_context(arguments *a)
+{
+  a->context = bench.context;
+  a->device_info.size = sizeof a->device_info;
+  a->info = &a->device_info;
+  a->out = &results;
+}
+static cumoe_status call_destroy(arguments *a)
+{
+  return cumoe_context_destroy(a->context == bench.context ? NULL : a->context);
+}
+static const argument destroy_arguments[] = {{"context", A_CONTEXT, AT(context), .traits = OPTIONAL}};
+
+static cumoe_status call_info(arguments *a)
+{
+  return cumoe_context_info(a->context, a->info);
+}
+static const argument info_arguments[] = {
+    {"context", A_CONTEXT, AT(context)}, {"info", A_NOT_NULL, AT(info)}, {"info.size", A_SIZE, AT(device_info.size)}};
+
+static cumoe_status call_synchronize(arguments *a)
+{
+  return cumoe_synchronize(a->context, no_stream);
+}
+static cumoe_status call_fault_clear(arguments *a)
+{
+  return cumoe_fault_clear(a->context, no_stream);
+}
+static const argument context_arguments[] = {{"context", A_CONTEXT, AT(context)}};
+
+static cumoe_status call_fault_read(arguments *a)
+{
+  return cumoe_fault_read(a->context, no_stream, a->out);
+}
+static const argument fault_read_arguments[] = {{"context", A_CONTEXT, AT(context)}, {"fault", A_NOT_NULL, AT(out)}};
+
+/* cumoe/buffer.h */
+
+static void fill_alloc(arguments *a)
+{
+  fill_context(a);
+  a->dtype = CUMOE_BF16;
+  a->rows = 3;
+  a->cols = 5;
+}
+static cumoe_status call_alloc(arguments *a)
+{
+  return cumoe_buffer_alloc(a->context, (cumoe_dtype)a->dtype, a->rows, a->cols, no_stream, (cumoe_buffer *)a->out);
+}
+static void undo_alloc(arguments *a)
+{
+  CHECK_OK(cumoe_buffer_free(a->out));
+}
+static const argument alloc_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"dtype", A_DTYPE, AT(dtype), .dtypes = ALL_TYPES},
+    {"rows", A_LONG, AT(rows), .high = ((int64_t)1 << 46) / 10},
+    {"cols", A_LONG, AT(cols), .high = ((int64_t)1 << 46) / 6},
+    {"buffer", A_NOT_NULL, AT(out)},
+};
+
+static void fill_adopt(arguments *a)
+{
+  fill_alloc(a);
+  if (bench.cpu) {
+    a->pointer = malloc(30);
+    return;
+  }
+  cudaSetDevice(1);
+  CHECK(cudaMalloc(&a->pointer, 30) == cudaSuccess);
+  shim_drop_context();
+}
+static cumoe_status call_adopt(arguments *a)
+{
+  return cumoe_buffer_adopt(a->context, a->pointer, (cumoe_dtype)a->dtype, a->rows, a->cols, no_stream, a->out);
+}
+static const argument adopt_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"data", A_NOT_NULL, AT(pointer)},
+    {"dtype", A_DTYPE, AT(dtype), .dtypes = ALL_TYPES},
+    {"rows", A_LONG, AT(rows), .high = ((int64_t)1 << 46) / 10},
+    {"cols", A_LONG, AT(cols), .high = ((int64_t)1 << 46) / 6},
+    {"buffer", A_NOT_NULL, AT(out)},
+};
+
+static void fill_handle(arguments *a)
+{
+  a->handle = bench.buffer;
+  a->buffer = &a->handle;
+  a->out = &results;
+  a->buffer_info.size = sizeof a->buffer_info;
+  a->info = &a->buffer_info;
+}
+static cumoe_status call_free(arguments *a)
+{
+  cumoe_buffer none = {0};
+  if (a->buffer && a->buffer->id == bench.buffer.id) return cumoe_buffer_free(&none);
+  return cumoe_buffer_free(a->buffer);
+}
+static const argument free_arguments[] = {{"buffer", A_NOT_NULL, AT(buffer)}, {"buffer", A_HANDLE, AT(handle)}};
+
+static cumoe_status call_release(arguments *a)
+{
+  if (a->buffer && a->out && a->buffer->id == bench.buffer.id) return CUMOE_OK;
+  return cumoe_buffer_release(a->buffer, a->out);
+}
+static const argument release_arguments[] = {
+    {"buffer", A_NOT_NULL, AT(buffer)}, {"data", A_NOT_NULL, AT(out)}, {"buffer", A_HANDLE, AT(handle)}};
+
+static cumoe_status call_get_info(arguments *a)
+{
+  return cumoe_buffer_get_info(a->handle, a->info);
+}
+static const argument get_info_arguments[] = {
+    {"buffer", A_HANDLE, AT(handle)}, {"info", A_NOT_NULL, AT(info)}, {"info.size", A_SIZE, AT(buffer_info.size)}};
+
+static void fill_slice(arguments *a)
+{
+  a->v[0] = cumoe_buffer_view(bench.buffer); /* [8, 64] */
+  a->rows = 2;
+  a->cols = 4;
+  a->out = &results;
+}
+static cumoe_status call_rows(arguments *a)
+{
+  return cumoe_view_rows(a->v[0], a->rows, a->cols, a->out);
+}
+static cumoe_status call_cols(arguments *a)
+{
+  return cumoe_view_cols(a->v[0], a->rows, a->cols, a->out);
+}
+static cumoe_status call_rows_mut(arguments *a)
+{
+  return cumoe_view_rows_mut(mut(a->v[0]), a->rows, a->cols, a->out);
+}
+static cumoe_status call_cols_mut(arguments *a)
+{
+  return cumoe_view_cols_mut(mut(a->v[0]), a->rows, a->cols, a->out);
+}
+static const argument rows_arguments[] = {
+    {"rows", A_LONG, AT(rows), .high = 4, .status = CUMOE_ERR_OUT_OF_BOUNDS},
+    {"rows", A_LONG, AT(cols), .high = 6, .status = CUMOE_ERR_OUT_OF_BOUNDS},
+    {"view", A_HANDLE, AT(v[0].owner)},
+    {"slice", A_NOT_NULL, AT(out)},
+};
+static const argument cols_arguments[] = {
+    {"cols", A_LONG, AT(rows), .high = 60, .status = CUMOE_ERR_OUT_OF_BOUNDS},
+    {"cols", A_LONG, AT(cols), .high = 62, .status = CUMOE_ERR_OUT_OF_BOUNDS},
+    {"view", A_HANDLE, AT(v[0].owner)},
+    {"slice", A_NOT_NULL, AT(out)},
+};
+
+static unsigned char host_bytes[4096];
+
+static void fill_copy(arguments *a)
+{
+  fill_context(a);
+  a->v[1] = cumoe_buffer_view(bench.buffer); /* [8, 64] f32 */
+  a->v[1].dtype = CUMOE_I32;
+  a->v[1].rows = 4;
+  a->v[1].cols = 8;
+  a->v[0] = a->v[1]; /* the rows below it, as the caller's own memory */
+  a->v[0].owner = 0;
+  a->v[0].data = (const char *)a->v[1].data + 4 * 64 * 4;
+  a->host = host_bytes;
+  a->bytes = 128;
+}
+static cumoe_status call_from_host(arguments *a)
+{
+  return cumoe_copy_from_host(a->context, mut(a->v[1]), a->host, a->bytes, no_stream);
+}
+static cumoe_status call_to_host(arguments *a)
+{
+  return cumoe_copy_to_host(a->context, (void *)(uintptr_t)a->host, a->bytes, a->v[1], no_stream);
+}
+static cumoe_status call_copy(arguments *a)
+{
+  return cumoe_copy(a->context, mut(a->v[0]), a->v[1], no_stream);
+}
+static cumoe_status call_fill(arguments *a)
+{
+  return cumoe_fill(a->context, mut(a->v[1]), 0, no_stream);
+}
+#define MOVED .align = 4, .dtypes = ALL_TYPES
+static const argument from_host_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"dst", A_VIEW, AT(v[1]), MOVED, .traits = LOOSE},
+    {"host pointer", A_NOT_NULL, AT(host)},
+    {"bytes", A_BYTES, AT(bytes), .status = CUMOE_ERR_OUT_OF_BOUNDS},
+};
+static const argument to_host_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"src", A_VIEW, AT(v[1]), MOVED, .traits = LOOSE},
+    {"host pointer", A_NOT_NULL, AT(host)},
+    {"bytes", A_BYTES, AT(bytes), .status = CUMOE_ERR_OUT_OF_BOUNDS},
+};
+static const argument copy_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"dst", A_VIEW, AT(v[0]), MOVED},
+    {"src", A_VIEW, AT(v[1]), MOVED},
+    {"dst", A_OVERLAP, AT(v[0]), WITH(v[1])},
+};
+static const argument fill_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"dst", A_VIEW, AT(v[1]), MOVED, .traits = FREE_ROWS | FREE_COLS},
+};
+
+/* cumoe/moe.h */
+
+static void fill_desc(arguments *a)
+{
+  fill_context(a);
+  a->desc = (cumoe_moe_desc){.size = sizeof a->desc,
+                             .num_experts = EXPERTS,
+                             .local_experts = EXPERTS,
+                             .hidden = HIDDEN,
+                             .inter = INTER,
+                             .dtype = CUMOE_BF16,
+                             .out_dtype = CUMOE_BF16,
+                             .routing = cumoe_routing_deepseek_v3(TOP_K, 4, 2, 2.5f)};
+  a->info = &a->desc;
+  a->bytes = 200;
+}
+static cumoe_status call_supports(arguments *a)
+{
+  return cumoe_moe_supports(a->device, a->info, NULL, 0);
+}
+static cumoe_status call_plan_create(arguments *a)
+{
+  return cumoe_plan_create(a->context, a->info, a->out);
+}
+static void undo_plan(arguments *a)
+{
+  CHECK_OK(cumoe_plan_destroy(*(cumoe_plan *)a->out));
+}
+#define ROUTING_FIELDS(where)                                                                                          \
+  {"routing.score", A_INT, AT(where.score), .high = 3},                                                                \
+      {"routing.top_k", A_INT, AT(where.top_k), .low = 1, .high = 4},                                                  \
+      {"routing.n_group", A_INT, AT(where.n_group), .low = 2, .high = 8, .step = 2, .traits = LOOSE},                  \
+      {"routing.topk_group", A_INT, AT(where.topk_group), .low = 1, .high = 4},                                        \
+      {"routing.group_score", A_INT, AT(where.group_score), .high = 1},                                                \
+      {"routing.flags", A_FLAGS, AT(where.flags), .dtypes = 7}, {"routing", A_FLOAT, AT(where.routed_scale)},          \
+      {"routing", A_FLOAT, AT(where.softcap)}, {"routing", A_FLOAT, AT(where.renorm_eps)},                             \
+  {                                                                                                                    \
+    "routing", A_FLOAT, AT(where.renorm_min)                                                                           \
+  }
+#define DESC_FIELDS                                                                                                    \
+  {"desc", A_NOT_NULL, AT(info)}, {"desc.size", A_OPEN_SIZE, AT(desc.size)},                                           \
+      {"desc.num_experts", A_INT, AT(desc.num_experts), .low = EXPERTS, .high = 1024, .traits = LOOSE},                \
+      {"desc.local_experts", A_INT, AT(desc.local_experts), .high = EXPERTS},                                          \
+      {"desc.hidden", A_INT, AT(desc.hidden), .low = 8, .high = 1 << 22, .step = 8},                                   \
+      {"desc.inter", A_INT, AT(desc.inter), .low = 8, .high = 1 << 22, .step = 8},                                     \
+      {"desc.shared_inter", A_INT, AT(desc.shared_inter), .high = 1 << 22, .step = 8},                                 \
+      {"desc.dtype", A_DTYPE, AT(desc.dtype), .dtypes = FLOATS, .status = CUMOE_ERR_NOT_SUPPORTED},                    \
+      {"desc.out_dtype", A_DTYPE, AT(desc.out_dtype), .dtypes = BIT(BF16) | BIT(F32) | 1,                              \
+       .status = CUMOE_ERR_NOT_SUPPORTED},                                                                             \
+      {"desc.act", A_INT, AT(desc.act), .high = 6}, {"desc", A_FLOAT, AT(desc.act_limit)},                             \
+      {"desc.flags", A_FLAGS, AT(desc.flags), .dtypes = 3}, {"routing.size", A_SIZE, AT(desc.routing.size)},           \
+      ROUTING_FIELDS(desc.routing), {"desc", A_INT, AT(desc.routing.zero_experts), .high = 1024 - EXPERTS},            \
+  {                                                                                                                    \
+    "desc", A_INT, AT(desc.routing.identity_experts), .high = 1024 - EXPERTS                                           \
+  }
+static const argument supports_arguments[] = {{"device", A_INT, AT(device), .low = -2, .high = INT32_MAX}, DESC_FIELDS};
+static const argument plan_create_arguments[] = {
+    {"context", A_CONTEXT, AT(context)}, {"plan", A_NOT_NULL, AT(out)}, DESC_FIELDS};
+
+static void fill_plan(arguments *a)
+{
+  a->plan = bench.plan;
+  a->rows = TOKENS;
+  a->out = &results;
+}
+static cumoe_status call_plan_destroy(arguments *a)
+{
+  return cumoe_plan_destroy(a->plan == bench.plan ? NULL : a->plan);
+}
+static cumoe_status call_plan_workspace(arguments *a)
+{
+  return cumoe_plan_workspace(a->plan, a->rows, a->out);
+}
+static cumoe_status call_map_workspace(arguments *a)
+{
+  return cumoe_map_workspace(a->plan, a->rows, a->out);
+}
+static const argument plan_destroy_arguments[] = {{"plan", A_PLAN, AT(plan), .traits = OPTIONAL}};
+static const argument workspace_arguments[] = {{"plan", A_PLAN, AT(plan)},
+                                               {"tokens", A_LONG, AT(rows), .high = INT32_MAX / TOP_K},
+                                               {"bytes", A_NOT_NULL, AT(out)}};
+
+static const void *pointers[EXPERTS];
+
+static void fill_bind(arguments *a)
+{
+  fill_context(a);
+  a->bind = (cumoe_weights_desc){.size = sizeof a->bind,
+                                 .experts = EXPERTS,
+                                 .hidden = HIDDEN,
+                                 .inter = INTER,
+                                 .gate_order = CUMOE_GATE_UP_CONCAT,
+                                 .up_major = CUMOE_OUT_IN,
+                                 .down_major = CUMOE_OUT_IN};
+  a->bind.gate_up.data = give(CUMOE_BF16, 2 * INTER, HIDDEN);
+  a->bind.gate_up.expert_stride = 2 * INTER * HIDDEN;
+  a->bind.gate_up.bias = give(CUMOE_F32, EXPERTS, 2 * INTER);
+  a->bind.down.data = give(CUMOE_BF16, HIDDEN, INTER);
+  a->bind.down.expert_stride = INTER * HIDDEN;
+  a->bind.down.bias = give(CUMOE_BF16, EXPERTS, HIDDEN);
+  a->info = &a->bind;
+}
+static void fill_bind_separate(arguments *a)
+{
+  fill_bind(a);
+  a->bind.gate_order = CUMOE_GATE_UP_SEPARATE;
+  a->bind.gate_up = (cumoe_projection){{0}, NULL, 0, {0}};
+  for (int e = 0; e < EXPERTS; e++) pointers[e] = (const void *)(bench.next & ~(uintptr_t)255);
+  a->bind.gate.data = give(CUMOE_BF16, INTER, HIDDEN);
+  a->bind.gate.data.data = NULL;
+  a->bind.gate.per_expert = pointers;
+  a->bind.up = a->bind.gate;
+}
+static cumoe_status call_bind(arguments *a)
+{
+  return cumoe_weights_bind(a->context, a->info, a->out);
+}
+static void undo_bind(arguments *a)
+{
+  CHECK_OK(cumoe_weights_destroy(*(cumoe_weights *)a->out));
+}
+#define STRIDE(field_) "desc." #field_ ".expert_stride"
+#define PROJECTION(field_, types)                                                                                      \
+  {"desc." #field_, A_VIEW, AT(bind.field_.data), .dtypes = (types), .align = 16},                                     \
+      {STRIDE(field_), A_LONG, AT(bind.field_.expert_stride), .high = INT64_MAX, .status = CUMOE_ERR_LAYOUT},          \
+      {STRIDE(field_), A_VALUE, AT(bind.field_.expert_stride), .low = 8, .status = CUMOE_ERR_LAYOUT},                  \
+      {STRIDE(field_), A_VALUE, AT(bind.field_.expert_stride), .low = 2052, .status = CUMOE_ERR_MISALIGNED},           \
+      {STRIDE(field_), A_VALUE, AT(bind.field_.expert_stride), .low = (int64_t)1 << 61},                               \
+      {"desc." #field_, A_VALUE, AT(bind.field_.expert_stride), .low = (int64_t)1 << 45},                              \
+  {                                                                                                                    \
+    "bias", A_VIEW, AT(bind.field_.bias), .dtypes = BIT(F32) | BIT(BF16), .traits = OPTIONAL                           \
+  }
+#define BIND_FIELDS                                                                                                    \
+  {"context", A_CONTEXT, AT(context)}, {"weights", A_NOT_NULL, AT(out)}, {"desc", A_NOT_NULL, AT(info)},               \
+      {"desc.size", A_OPEN_SIZE, AT(bind.size)},                                                                       \
+      {"desc.gate_order", A_INT, AT(bind.gate_order), .low = 1, .high = 6, .status = CUMOE_ERR_LAYOUT},                \
+      {"desc.up_major", A_INT, AT(bind.up_major), .low = 1, .high = 2, .status = CUMOE_ERR_LAYOUT},                    \
+      {"desc.down_major", A_INT, AT(bind.down_major), .low = 1, .high = 2, .status = CUMOE_ERR_LAYOUT},                \
+      {"desc.reserved", A_INT, AT(bind.reserved), .low = 0, .high = 0},                                                \
+      {"desc.hidden", A_INT, AT(bind.hidden), .low = 8, .high = INT32_MAX, .step = 8},                                 \
+      {"desc.inter", A_INT, AT(bind.inter), .low = 8, .high = INT32_MAX, .step = 8},                                   \
+  {                                                                                                                    \
+    "desc.experts", A_INT, AT(bind.experts), .low = 1, .high = 1024                                                    \
+  }
+static const argument bind_arguments[] = {BIND_FIELDS, PROJECTION(gate_up, BIT(BF16)), PROJECTION(down, FLOATS)};
+static const argument bind_separate_arguments[] = {BIND_FIELDS, PROJECTION(down, FLOATS)};
+
+static void fill_weights(arguments *a)
+{
+  a->weights = bench.weights;
+}
+static cumoe_status call_weights_destroy(arguments *a)
+{
+  return cumoe_weights_destroy(a->weights == bench.weights ? NULL : a->weights);
+}
+static const argument weights_destroy_arguments[] = {{"weights", A_WEIGHTS, AT(weights), .traits = OPTIONAL}};
+
+/* cumoe_moe_forward */
+
+static void fill_forward(arguments *a, cumoe_plan plan)
+{
+  size_t bytes = 0;
+  a->plan = plan;
+  a->weights = bench.weights;
+  a->args = (cumoe_moe_args){.size = sizeof a->args};
+  a->args.x = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->args.out = give_mut(CUMOE_BF16, TOKENS, HIDDEN);
+  a->args.residual = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->args.counts_out = give_mut(CUMOE_I32, 1, EXPERTS);
+  a->args.load = give_mut(CUMOE_I64, 1, EXPERTS);
+  a->args.expert_map = give(CUMOE_I32, 1, EXPERTS);
+  a->args.device_tokens = give(CUMOE_I32, 1, 1);
+  CHECK_OK(cumoe_plan_workspace(plan, TOKENS, &bytes));
+  a->args.workspace = give_mut(CUMOE_U8, 1, (int64_t)bytes);
+  bench.workspace = bytes;
+  a->info = &a->args;
+}
+static void fill_forward_ids(arguments *a)
+{
+  fill_forward(a, bench.plan);
+  a->args.ids = give(CUMOE_I32, TOKENS, TOP_K);
+  a->args.weights = give(CUMOE_F32, TOKENS, TOP_K);
+}
+static void fill_forward_logits(arguments *a)
+{
+  fill_forward(a, bench.plan);
+  a->args.logits = give(CUMOE_F32, TOKENS, EXPERTS);
+  a->args.select_bias = give(CUMOE_F32, 1, EXPERTS);
+  a->args.ids_out = give_mut(CUMOE_I64, TOKENS, TOP_K);
+  a->args.weights_out = give_mut(CUMOE_F32, TOKENS, TOP_K);
+}
+static void fill_forward_router(arguments *a)
+{
+  fill_forward(a, bench.shared_plan);
+  a->args.router_weight = give(CUMOE_BF16, EXPERTS, HIDDEN);
+  a->args.router_bias = give(CUMOE_F32, 1, EXPERTS);
+  a->args.shared = bench.shared;
+  a->args.shared_gate = give(CUMOE_BF16, 1, HIDDEN);
+}
+static cumoe_status call_forward(arguments *a)
+{
+  return cumoe_moe_forward(a->plan, a->weights, a->info, no_stream);
+}
+#define OVER(out_, in_)                                                                                                \
+  {                                                                                                                    \
+#out_, A_OVERLAP, AT(args.out_), WITH(args.in_)                                                                    \
+  }
+#define FORWARD_FIELDS                                                                                                 \
+  {"plan", A_PLAN, AT(plan), .traits = FOREIGN}, {"weights", A_WEIGHTS, AT(weights)}, {"args", A_NOT_NULL, AT(info)},  \
+      {"args.size", A_OPEN_SIZE, AT(args.size)}, {"args.flags", A_FLAGS, AT(args.flags)},                              \
+      {"args.reserved", A_INT, AT(args.reserved)},                                                                     \
+      {"args.x", A_VIEW, AT(args.x), .dtypes = BIT(BF16), .align = 16, .traits = LOOSE},                               \
+      {"args.device_tokens", A_VIEW, AT(args.device_tokens), .dtypes = BIT(I32), .traits = OPTIONAL},                  \
+      {"args.expert_map", A_VIEW, AT(args.expert_map), .dtypes = BIT(I32), .traits = OPTIONAL},                        \
+      {"args.out", A_VIEW, AT(args.out), .dtypes = BIT(BF16), .align = 16},                                            \
+      {"args.residual", A_VIEW, AT(args.residual), .dtypes = BIT(BF16), .align = 16, .traits = OPTIONAL},              \
+      {"args.counts_out", A_VIEW, AT(args.counts_out), .dtypes = BIT(I32), .traits = OPTIONAL},                        \
+      {"args.load", A_VIEW, AT(args.load), .dtypes = BIT(I64), .traits = OPTIONAL},                                    \
+      {"args.workspace", A_VIEW, AT(args.workspace), .dtypes = BIT(U8), .align = 256, .traits = FREE_COLS},            \
+      {"args.workspace", A_LONG, AT(args.workspace.cols), .high = -1, .status = CUMOE_ERR_WORKSPACE}, OVER(out, x),    \
+      OVER(out, counts_out), OVER(out, load), OVER(out, workspace), OVER(out, device_tokens), OVER(out, expert_map),   \
+      OVER(counts_out, load), OVER(counts_out, workspace), OVER(load, x), OVER(workspace, x),                          \
+      OVER(workspace, residual), OVER(workspace, device_tokens)
+static const argument forward_ids_arguments[] = {
+    FORWARD_FIELDS,
+    {"args.ids", A_VIEW, AT(args.ids), .dtypes = INDICES},
+    {"args.weights", A_VIEW, AT(args.weights), .dtypes = BIT(F32)},
+    OVER(out, ids),
+    OVER(out, weights),
+    OVER(workspace, ids),
+};
+static const argument forward_logits_arguments[] = {
+    FORWARD_FIELDS,
+    {"args.logits", A_VIEW, AT(args.logits), .dtypes = FLOATS, .traits = OPTIONAL},
+    {"args.select_bias", A_VIEW, AT(args.select_bias), .dtypes = BIT(F32), .traits = OPTIONAL},
+    {"args.ids_out", A_VIEW, AT(args.ids_out), .dtypes = INDICES, .traits = OPTIONAL},
+    {"args.weights_out", A_VIEW, AT(args.weights_out), .dtypes = BIT(F32), .traits = OPTIONAL},
+    OVER(out, logits),
+    OVER(ids_out, logits),
+    OVER(ids_out, weights_out),
+    OVER(weights_out, select_bias),
+};
+static const argument forward_router_arguments[] = {
+    FORWARD_FIELDS,
+    {"args.router_weight", A_VIEW, AT(args.router_weight), .dtypes = BIT(BF16) | BIT(F32), .align = 16},
+    {"args.router_bias", A_VIEW, AT(args.router_bias), .dtypes = BIT(BF16) | BIT(F32), .traits = OPTIONAL},
+    {"args.shared", A_WEIGHTS, AT(args.shared)},
+    {"args.shared_gate", A_VIEW, AT(args.shared_gate), .dtypes = BIT(BF16) | BIT(F32), .align = 16, .traits = OPTIONAL},
+    OVER(out, router_weight),
+    OVER(workspace, router_weight),
+    OVER(load, shared_gate),
+};
+
+/* cumoe/stages.h */
+
+static void fill_router(arguments *a)
+{
+  a->context = bench.context;
+  a->v[0] = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->v[1] = give(CUMOE_BF16, EXPERTS, HIDDEN);
+  a->v[2] = give(CUMOE_F32, 1, EXPERTS);
+  a->v[3] = give(CUMOE_F32, TOKENS, EXPERTS);
+}
+static cumoe_status call_router(arguments *a)
+{
+  return cumoe_router(a->context, a->v[0], a->v[1], a->v[2], mut(a->v[3]), no_stream);
+}
+static const argument router_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"x", A_VIEW, AT(v[0]), .dtypes = FLOATS, .align = 16, .traits = LOOSE},
+    {"weight", A_VIEW, AT(v[1]), .dtypes = BIT(BF16) | BIT(F32), .align = 16, .traits = LOOSE},
+    {"bias", A_VIEW, AT(v[2]), .dtypes = BIT(BF16) | BIT(F32), .traits = OPTIONAL},
+    {"logits", A_VIEW, AT(v[3]), .dtypes = BIT(F32)},
+    {"logits", A_OVERLAP, AT(v[3]), WITH(v[0])},
+    {"logits", A_OVERLAP, AT(v[3]), WITH(v[1])},
+    {"logits", A_OVERLAP, AT(v[3]), WITH(v[2])},
+};
+
+static void fill_gate(arguments *a)
+{
+  a->context = bench.context;
+  a->routing = cumoe_routing_deepseek_v3(TOP_K, 4, 2, 2.5f);
+  a->v[0] = give(CUMOE_F32, TOKENS, EXPERTS);
+  a->v[1] = give(CUMOE_F32, 1, EXPERTS);
+  a->v[2] = give(CUMOE_I32, TOKENS, TOP_K);
+  a->v[3] = give(CUMOE_F32, TOKENS, TOP_K);
+  a->info = &a->routing;
+}
+static cumoe_status call_gate(arguments *a)
+{
+  return cumoe_gate(a->context, a->info, a->v[0], a->v[1], mut(a->v[2]), mut(a->v[3]), no_stream);
+}
+static const argument gate_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"routing", A_NOT_NULL, AT(info)},
+    {"routing.size", A_OPEN_SIZE, AT(routing.size)},
+    ROUTING_FIELDS(routing),
+    {"logits", A_VIEW, AT(v[0]), .dtypes = FLOATS, .traits = LOOSE},
+    {"select_bias", A_VIEW, AT(v[1]), .dtypes = BIT(F32), .traits = OPTIONAL},
+    {"ids", A_VIEW, AT(v[2]), .dtypes = INDICES},
+    {"weights", A_VIEW, AT(v[3]), .dtypes = BIT(F32)},
+};
+
+static void fill_route(arguments *a, int64_t tokens)
+{
+  a->plan = bench.plan;
+  a->weights = bench.weights;
+  a->route = (cumoe_route){.size = sizeof a->route,
+                           .counts = give_mut(CUMOE_I32, 1, EXPERTS),
+                           .offsets = give_mut(CUMOE_I32, 1, EXPERTS + 1),
+                           .row_pair = give_mut(CUMOE_I32, 1, tokens * TOP_K),
+                           .slot_row = give_mut(CUMOE_I32, tokens, TOP_K)};
+  if (bench.cpu) memset(a->route.counts.data, 0, EXPERTS * 4);
+  a->pointer = &a->route;
+}
+#define ROUTE_FIELDS                                                                                                   \
+  {"route", A_NOT_NULL, AT(pointer)}, {"route.size", A_SIZE, AT(route.size)},                                          \
+      {"route.reserved", A_INT, AT(route.reserved)}, {"route.counts", A_VIEW, AT(route.counts), .dtypes = BIT(I32)},   \
+      {"route.offsets", A_VIEW, AT(route.offsets), .dtypes = BIT(I32)},                                                \
+  {                                                                                                                    \
+    "route.row_pair", A_VIEW, AT(route.row_pair), .dtypes = BIT(I32)                                                   \
+  }
+
+static void fill_map(arguments *a)
+{
+  fill_route(a, TOKENS);
+  a->v[0] = give(CUMOE_I32, TOKENS, TOP_K);
+  a->v[1] = give(CUMOE_I32, 1, EXPERTS);
+  a->v[2] = give(CUMOE_U8, 1, 16);
+}
+static void fill_long_map(arguments *a)
+{
+  fill_route(a, 1500);
+  a->v[0] = give(CUMOE_I32, 1500, TOP_K);
+  a->v[1] = give(CUMOE_I32, 1, EXPERTS);
+  a->v[2] = give(CUMOE_U8, 1, 3 * EXPERTS * 4);
+}
+static cumoe_status call_map(arguments *a)
+{
+  return cumoe_map(a->plan, a->v[0], a->v[1], a->pointer, mut(a->v[2]), no_stream);
+}
+#define MAP_FIELDS                                                                                                     \
+  {"plan", A_PLAN, AT(plan)}, {"ids", A_VIEW, AT(v[0]), .dtypes = INDICES, .traits = LOOSE},                           \
+      {"expert_map", A_VIEW, AT(v[1]), .dtypes = BIT(I32), .traits = OPTIONAL}, ROUTE_FIELDS,                          \
+  {                                                                                                                    \
+    "route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32)                                                   \
+  }
+static const argument map_arguments[] = {MAP_FIELDS};
+static const argument long_map_arguments[] = {
+    MAP_FIELDS,
+    {"workspace", A_VIEW, AT(v[2]), .dtypes = BIT(U8), .align = 16, .status = CUMOE_ERR_WORKSPACE, .traits = FREE_COLS},
+    {"workspace", A_LONG, AT(v[2].cols), .low = 96, .high = 96, .status = CUMOE_ERR_WORKSPACE, .traits = OPTIONAL},
+};
+
+static void fill_up(arguments *a)
+{
+  fill_route(a, TOKENS);
+  a->v[0] = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->v[2] = give(CUMOE_BF16, TOKENS * TOP_K, INTER);
+}
+static void fill_weighing_up(arguments *a)
+{
+  fill_up(a);
+  a->plan = bench.weighing_plan;
+  a->v[1] = give(CUMOE_F32, TOKENS, TOP_K);
+}
+static cumoe_status call_up(arguments *a)
+{
+  return cumoe_up(a->plan, a->weights, a->v[0], a->pointer, a->v[1], mut(a->v[2]), no_stream);
+}
+#define UP_FIELDS                                                                                                      \
+  {"plan", A_PLAN, AT(plan), .traits = FOREIGN}, {"weights", A_WEIGHTS, AT(weights)},                                  \
+      {"x", A_VIEW, AT(v[0]), .dtypes = BIT(BF16), .align = 16, .traits = LOOSE}, ROUTE_FIELDS,                        \
+      {"route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32)},                                              \
+      {"h", A_VIEW, AT(v[2]), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},                                  \
+      {"h", A_LONG, AT(v[2].rows), .low = TOKENS * TOP_K, .high = INT64_MAX, .traits = LOOSE},                         \
+  {                                                                                                                    \
+    "h", A_OVERLAP, AT(v[2]), WITH(v[0])                                                                               \
+  }
+static const argument up_arguments[] = {UP_FIELDS};
+static const argument weighing_up_arguments[] = {UP_FIELDS, {"pair_weights", A_VIEW, AT(v[1]), .dtypes = BIT(F32)}};
+
+static void fill_down(arguments *a)
+{
+  fill_route(a, TOKENS);
+  a->v[0] = give(CUMOE_BF16, TOKENS * TOP_K, INTER);
+  a->v[2] = give(CUMOE_BF16, TOKENS * TOP_K, HIDDEN);
+}
+static cumoe_status call_down(arguments *a)
+{
+  return cumoe_down(a->plan, a->weights, a->v[0], a->pointer, mut(a->v[2]), no_stream);
+}
+static const argument down_arguments[] = {
+    {"plan", A_PLAN, AT(plan), .traits = FOREIGN},
+    {"weights", A_WEIGHTS, AT(weights)},
+    {"h", A_VIEW, AT(v[0]), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
+    {"h", A_LONG, AT(v[0].rows), .low = TOKENS * TOP_K, .high = INT64_MAX, .traits = LOOSE},
+    ROUTE_FIELDS,
+    {"route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32), .traits = LOOSE},
+    {"y", A_VIEW, AT(v[2]), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
+    {"y", A_LONG, AT(v[2].rows), .low = TOKENS * TOP_K, .high = INT64_MAX, .traits = LOOSE},
+    {"y", A_OVERLAP, AT(v[2]), WITH(v[0])},
+};
+
+static void fill_combine(arguments *a)
+{
+  fill_route(a, TOKENS);
+  if (bench.cpu) memset(a->route.slot_row.data, 0xff, TOKENS * TOP_K * 4);
+  a->combine = (cumoe_combine_args){.size = sizeof a->combine,
+                                    .y = give(CUMOE_BF16, TOKENS * TOP_K, HIDDEN),
+                                    .pair_weights = give(CUMOE_F32, TOKENS, TOP_K),
+                                    .x = give(CUMOE_BF16, TOKENS, HIDDEN),
+                                    .shared = give(CUMOE_BF16, TOKENS, HIDDEN),
+                                    .shared_logit = give(CUMOE_F32, TOKENS, 1),
+                                    .residual = give(CUMOE_BF16, TOKENS, HIDDEN),
+                                    .device_tokens = give(CUMOE_I32, 1, 1),
+                                    .out = give_mut(CUMOE_BF16, TOKENS, HIDDEN)};
+  a->info = &a->combine;
+}
+static cumoe_status call_combine(arguments *a)
+{
+  return cumoe_combine(a->plan, a->pointer, a->info, no_stream);
+}
+static const argument combine_arguments[] = {
+    {"plan", A_PLAN, AT(plan)},
+    ROUTE_FIELDS,
+    {"route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32), .traits = LOOSE},
+    {"args", A_NOT_NULL, AT(info)},
+    {"args.size", A_OPEN_SIZE, AT(combine.size)},
+    {"args.y", A_VIEW, AT(combine.y), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
+    {"args.pair_weights", A_VIEW, AT(combine.pair_weights), .dtypes = BIT(F32)},
+    {"args.x", A_VIEW, AT(combine.x), .dtypes = BIT(BF16), .align = 16, .traits = OPTIONAL},
+    {"args.shared", A_VIEW, AT(combine.shared), .dtypes = BIT(BF16), .align = 16, .traits = OPTIONAL},
+    {"args.shared_logit", A_VIEW, AT(combine.shared_logit), .dtypes = BIT(F32), .traits = OPTIONAL},
+    {"args.residual", A_VIEW, AT(combine.residual), .dtypes = BIT(BF16), .align = 16, .traits = OPTIONAL},
+    {"args.device_tokens", A_VIEW, AT(combine.device_tokens), .dtypes = BIT(I32), .traits = OPTIONAL},
+    {"args.out", A_VIEW, AT(combine.out), .dtypes = BIT(BF16), .align = 16},
+    {"args.out", A_OVERLAP, AT(combine.out), WITH(combine.y)},
+    {"args.out", A_OVERLAP, AT(combine.out), WITH(combine.x)},
+    {"args.out", A_OVERLAP, AT(combine.out), WITH(combine.pair_weights)},
+    {"args.out", A_OVERLAP, AT(combine.out), WITH(combine.shared)},
+};
+
+static void fill_variant(arguments *a)
+{
+  fill_context(a);
+  a->variant_info.size = sizeof a->variant_info;
+  a->info = &a->variant_info;
+  for (a->index = 0; a->index < cumoe_variant_count(); a->index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    if (cumoe_variant_get(a->context, a->index, &v) == CUMOE_OK && v.usable) return;
+  }
+}
+static cumoe_status call_variant_get(arguments *a)
+{
+  return cumoe_variant_get(a->context, a->index, a->info);
+}
+static cumoe_status call_variant_force(arguments *a)
+{
+  return cumoe_variant_force(a->context, a->index);
+}
+static void undo_force(arguments *a)
+{
+  CHECK_OK(cumoe_variant_force(a->context, -1));
+}
+static const argument variant_get_arguments[] = {{"context", A_CONTEXT, AT(context)},
+                                                 {"index", A_INT, AT(index), .high = 9999},
+                                                 {"info", A_NOT_NULL, AT(info)},
+                                                 {"info.size", A_SIZE, AT(variant_info.size)}};
+static const argument variant_force_arguments[] = {{"context", A_CONTEXT, AT(context)},
+                                                   {"index", A_INT, AT(index), .low = -1, .high = 9999}};
+
+#define FORM(name_, title_, fill_, call_, table, undo_)                                                                \
+  {                                                                                                                    \
+#name_, title_, fill_, call_, table, (int)(sizeof table / sizeof table[0]), undo_                                  \
+  }
+static const function functions[] = {
+    FORM(cumoe_context_create, "", fill_create, call_create, create_arguments, undo_create),
+    FORM(cumoe_context_destroy, "", fill_context, call_destroy, destroy_arguments, NULL),
+    FORM(cumoe_context_info, "", fill_context, call_info, info_arguments, NULL),
+    FORM(cumoe_synchronize, "", fill_context, call_synchronize, context_arguments, NULL),
+    FORM(cumoe_fault_read, "", fill_context, call_fault_read, fault_read_arguments, NULL),
+    FORM(cumoe_fault_clear, "", fill_context, call_fault_clear, context_arguments, NULL),
+    FORM(cumoe_buffer_alloc, "", fill_alloc, call_alloc, alloc_arguments, undo_alloc),
+    FORM(cumoe_buffer_adopt, "", fill_adopt, call_adopt, adopt_arguments, undo_alloc),
+    FORM(cumoe_buffer_free, "", fill_handle, call_free, free_arguments, NULL),
+    FORM(cumoe_buffer_release, "", fill_handle, call_release, release_arguments, NULL),
+    FORM(cumoe_buffer_get_info, "", fill_handle, call_get_info, get_info_arguments, NULL),
+    FORM(cumoe_view_rows, "", fill_slice, call_rows, rows_arguments, NULL),
+    FORM(cumoe_view_cols, "", fill_slice, call_cols, cols_arguments, NULL),
+    FORM(cumoe_view_rows_mut, "", fill_slice, call_rows_mut, rows_arguments, NULL),
+    FORM(cumoe_view_cols_mut, "", fill_slice, call_cols_mut, cols_arguments, NULL),
+    FORM(cumoe_copy_from_host, "", fill_copy, call_from_host, from_host_arguments, NULL),
+    FORM(cumoe_copy_to_host, "", fill_copy, call_to_host, to_host_arguments, NULL),
+    FORM(cumoe_copy, "", fill_copy, call_copy, copy_arguments, NULL),
+    FORM(cumoe_fill, "", fill_copy, call_fill, fill_arguments, NULL),
+    FORM(cumoe_moe_supports, "", fill_desc, call_supports, supports_arguments, NULL),
+    FORM(cumoe_plan_create, "", fill_desc, call_plan_create, plan_create_arguments, undo_plan),
+    FORM(cumoe_plan_destroy, "", fill_plan, call_plan_destroy, plan_destroy_arguments, NULL),
+    FORM(cumoe_plan_workspace, "", fill_plan, call_plan_workspace, workspace_arguments, NULL),
+    FORM(cumoe_weights_bind, "strided", fill_bind, call_bind, bind_arguments, undo_bind),
+    FORM(cumoe_weights_bind, "pointers", fill_bind_separate, call_bind, bind_separate_arguments, undo_bind),
+    FORM(cumoe_weights_destroy, "", fill_weights, call_weights_destroy, weights_destroy_arguments, NULL),
+    FORM(cumoe_moe_forward, "ids", fill_forward_ids, call_forward, forward_ids_arguments, NULL),
+    FORM(cumoe_moe_forward, "logits", fill_forward_logits, call_forward, forward_logits_arguments, NULL),
+    FORM(cumoe_moe_forward, "router", fill_forward_router, call_forward, forward_router_arguments, NULL),
+    FORM(cumoe_router, "", fill_router, call_router, router_arguments, NULL),
+    FORM(cumoe_gate, "", fill_gate, call_gate, gate_arguments, NULL),
+    FORM(cumoe_map, "", fill_map, call_map, map_arguments, NULL),
+    FORM(cumoe_map, "chunks", fill_long_map, call_map, long_map_arguments, NULL),
+    FORM(cumoe_map_workspace, "", fill_plan, call_map_workspace, workspace_arguments, NULL),
+    FORM(cumoe_up, "", fill_up, call_up, up_arguments, NULL),
+    FORM(cumoe_up, "weighing", fill_weighing_up, call_up, weighing_up_arguments, NULL),
+    FORM(cumoe_down, "", fill_down, call_down, down_arguments, NULL),
+    FORM(cumoe_combine, "", fill_combine, call_combine, combine_arguments, NULL),
+    FORM(cumoe_variant_get, "", fill_variant, call_variant_get, variant_get_arguments, NULL),
+    FORM(cumoe_variant_force, "", fill_variant, call_variant_force, variant_force_arguments, undo_force),
+};
+enum { FUNCTIONS = sizeof functions / sizeof functions[0] };
+
+/* Functions without a row above, and why. */
+static const char *const exempt[] = {
+    /* cannot fail, whatever they are given: test/base.c */
+    "cumoe_status_name", "cumoe_status_text", "cumoe_last_error", "cumoe_version", "cumoe_architectures",
+    "cumoe_set_log", "cumoe_dtype_bytes", "cumoe_dtype_name", "cumoe_variant_count",
+    /* answer with a value: no_status() below */
+    "cumoe_buffer_view", "cumoe_buffer_view_mut", "cumoe_buffer_live", "cumoe_fault_pending",
+    /* what the macro cumoe_buffer_alloc calls */
+    "cumoe_buffer_alloc_at"};
+
+/* ---- ways to be wrong ------------------------------------------------------------------------------------ */
+
+static const function *now;
+static arguments right; /* the call as it succeeds */
+
+/* One wrong call. says: what the text has in it; "" for anything. */
+static void expect(arguments *a, cumoe_status want, const char *says, const char *format, long long value)
+{
+  char what[80], begin[80];
+  arguments before;
+  snprintf(what, sizeof what, format, value);
+  snprintf(begin, sizeof begin, "%s: ", now->name);
+  case_begin("%s %s", says, what);
+  memcpy(&before, a, sizeof before);
+  memcpy(arena_before, arena, sizeof arena);
+  memset(&results, POISON, sizeof results);
+  const int64_t heap = shim_heap();
+  shim_mark();
+  const cumoe_status got = now->call(a);
+  CHECK_MSG(got == want, "status %s, want %s: %s", cumoe_status_name(got), cumoe_status_name(want), cumoe_last_error());
+  CHECK_MSG(got == CUMOE_OK || (strncmp(cumoe_last_error(), begin, strlen(begin)) == 0 &&
+                                strstr(cumoe_last_error() + strlen(begin), says) != NULL),
+            "the text is \"%s\"", cumoe_last_error());
+  CHECK_MSG(shim_calls(SHIM_ALL) == 0, "CUDA was called: %s", shim_trace());
+  CHECK_MSG(shim_heap() == heap, "memory was taken or freed");
+  CHECK_MSG(memcmp(&before, a, sizeof before) == 0, "an argument was changed");
+  CHECK_MSG(memcmp(arena, arena_before, sizeof arena) == 0, "memory was written");
+  for (size_t i = 0; i < sizeof results; i++)
+    if (results.bytes[i] != POISON && results.bytes[i] != 0) CHECK_MSG(false, "a result was written");
+  case_end();
+}
+
+/* Pointers into `right` become pointers into its copy. */
+static void rebase(arguments *a)
+{
+  void **const inner[] = {&a->pointer, &a->info, (void **)(void *)&a->buffer};
+  const uintptr_t begin = (uintptr_t)&right;
+  for (int i = 0; i < 3; i++) {
+    const uintptr_t at = (uintptr_t)*inner[i];
+    if (at >= begin && at < begin + sizeof right) *inner[i] = (char *)a + (at - begin);
+  }
+}
+
+static void wrong_value(size_t at, const void *value, size_t bytes, cumoe_status want, const char *says,
+                        const char *how)
+{
+  arguments wrong;
+  int64_t number = 0;
+  memcpy(&wrong, &right, sizeof wrong);
+  rebase(&wrong);
+  memcpy((char *)&wrong + at, value, bytes);
+  memcpy(&number, value, bytes < 8 ? bytes : 8);
+  expect(&wrong, want, says, how, bytes == 4 ? (long long)(int32_t)number : (long long)number);
+}
+
+#define WRONG(type, at, value, want, says, how)                                                                        \
+  do {                                                                                                                 \
+    const type value_ = (value);                                                                                       \
+    wrong_value((at), &value_, sizeof value_, (want), (says), (how));                                                  \
+  } while (0)
+
+static void wrong_views(const argument *f)
+{
+  const cumoe_view v = *(cumoe_view *)(void *)((char *)&right + f->at);
+  const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  const uint32_t align = f->align > element ? f->align : (uint32_t)element;
+  const char *loose = f->traits & LOOSE ? "" : f->name;
+  const size_t at = f->at;
+#define WRONG_VIEW(member, value, status_, says)                                                                       \
+  WRONG(__typeof__(v.member), at + offsetof(cumoe_view, member), value, status_, says, #member " %lld")
+  if (v.data) WRONG_VIEW(data, NULL, v.owner ? CUMOE_ERR_OUT_OF_BOUNDS : CUMOE_ERR_INVALID_ARGUMENT, f->name);
+  for (uint32_t by = 1; v.data && v.owner == 0 && by < align; by *= 2)
+    WRONG_VIEW(data, (const char *)v.data + by, CUMOE_ERR_MISALIGNED, f->name);
+  const int64_t lengths[] = {-1, INT64_MIN, INT64_MAX};
+  for (int i = 0; i < 3; i++) {
+    const cumoe_status past = i == 2 && v.owner ? CUMOE_ERR_OUT_OF_BOUNDS : CUMOE_ERR_INVALID_ARGUMENT;
+    WRONG_VIEW(rows, lengths[i], past, loose);
+    WRONG_VIEW(cols, lengths[i], i < 2 && f->status ? f->status : CUMOE_ERR_INVALID_ARGUMENT, loose);
+    WRONG_VIEW(ld, lengths[i], past, f->name);
+  }
+  if (!(f->traits & FREE_ROWS)) {
+    const cumoe_status wrong = v.owner ? CUMOE_ERR_OUT_OF_BOUNDS : CUMOE_ERR_INVALID_ARGUMENT;
+    if (!v.owner) WRONG_VIEW(rows, v.rows + 1, CUMOE_ERR_INVALID_ARGUMENT, loose);
+    if (!v.owner) WRONG_VIEW(rows, v.rows - 1, CUMOE_ERR_INVALID_ARGUMENT, loose);
+    if (v.owner) WRONG_VIEW(rows, v.rows + 5, wrong, loose);
+  }
+  if (!(f->traits & FREE_COLS) && !v.owner) {
+    WRONG_VIEW(cols, v.cols + 1, CUMOE_ERR_INVALID_ARGUMENT, loose);
+    WRONG_VIEW(cols, v.cols - 1, CUMOE_ERR_INVALID_ARGUMENT, loose);
+  }
+  WRONG_VIEW(ld, v.cols - 1, CUMOE_ERR_INVALID_ARGUMENT, f->name);
+  if (v.rows > 1)
+    WRONG_VIEW(ld, INT64_MAX / v.rows, v.owner ? CUMOE_ERR_OUT_OF_BOUNDS : CUMOE_ERR_INVALID_ARGUMENT, f->name);
+  if (v.rows > 1)
+    WRONG_VIEW(ld, (int64_t)1 << 60, v.owner ? CUMOE_ERR_OUT_OF_BOUNDS : CUMOE_ERR_INVALID_ARGUMENT, f->name);
+  if (v.rows > 1 && align > element) WRONG_VIEW(ld, v.ld + 1, CUMOE_ERR_MISALIGNED, f->name);
+  const int32_t types[] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 31, 32, 33, 99, INT32_MIN, INT32_MAX};
+  for (size_t i = 0; i < sizeof types / sizeof types[0]; i++)
+    if (types[i] < 0 || types[i] > 31 || !(f->dtypes >> types[i] & 1))
+      WRONG_VIEW(dtype, types[i], CUMOE_ERR_WRONG_DTYPE, f->name);
+  const int32_t devices[] = {0, 2, 99, -4, CUMOE_DEVICE_AUTO, bench.cpu ? 1 : CUMOE_DEVICE_CPU, INT32_MIN};
+  for (int i = 0; i < 7; i++) WRONG_VIEW(device, devices[i], CUMOE_ERR_WRONG_DEVICE, f->name);
+  WRONG_VIEW(owner, bench.freed.id, CUMOE_ERR_STALE_HANDLE, f->name);
+  WRONG_VIEW(owner, bench.buffer.id + ((uint64_t)4096 << 32), CUMOE_ERR_STALE_HANDLE, f->name);
+  WRONG_VIEW(owner, UINT64_MAX, CUMOE_ERR_STALE_HANDLE, f->name);
+  WRONG_VIEW(owner, bench.foreign.id, CUMOE_ERR_WRONG_DEVICE, f->name);
+  if (v.data) WRONG_VIEW(owner, bench.tiny.id, CUMOE_ERR_OUT_OF_BOUNDS, f->name);
+}
+
+/* A view of a buffer that is one byte too short. */
+static void short_view(const argument *f)
+{
+  cumoe_view v = *(cumoe_view *)(void *)((char *)&right + f->at);
+  const int64_t bytes = ((v.rows - 1) * v.ld + v.cols) * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  cumoe_buffer small = {0};
+  if (v.data == NULL || bytes < 2) return;
+  CHECK_OK(cumoe_buffer_alloc(bench.context, CUMOE_U8, 1, bytes - 1, no_stream, &small));
+  v.data = cumoe_buffer_view(small).data;
+  v.owner = small.id;
+  WRONG(cumoe_view, f->at, v, CUMOE_ERR_OUT_OF_BOUNDS, f->name, "one byte short");
+  CHECK_OK(cumoe_buffer_free(&small));
+}
+
+/* Values outside low .. high, or between steps. */
+static int list_numbers(const argument *f, int64_t least, int64_t most, int64_t *list)
+{
+  const int64_t tries[] = {f->low > least ? f->low - 1 : 0, f->high < most ? f->high + 1 : 0, least, most, -1, 0,
+                           f->step > 1 ? f->low + 1 : 0};
+  int count = 0;
+  for (int i = 0; i < 7; i++) {
+    const int64_t n = tries[i];
+    bool new = n < f->low || n > f->high || (f->step > 1 && n % f->step != 0);
+    for (int j = 0; j < count; j++) new = new &&list[j] != n;
+    if (new) list[count++] = n;
+  }
+  return count;
+}
+
+static cumoe_status status_of(const argument *f)
+{
+  return f->status != CUMOE_OK ? f->status : CUMOE_ERR_INVALID_ARGUMENT;
+}
+
+static void wrong_numbers(const argument *f)
+{
+  int64_t list[8];
+  const char *says = f->traits & LOOSE ? "" : f->name;
+  if (f->kind == A_INT) {
+    const int count = list_numbers(f, INT32_MIN, INT32_MAX, list);
+    for (int i = 0; i < count; i++) WRONG(int32_t, f->at, (int32_t)list[i], status_of(f), says, "%lld");
+    return;
+  }
+  const int count = list_numbers(f, INT64_MIN, INT64_MAX, list);
+  for (int i = 0; i < count; i++)
+    if (f->status != CUMOE_ERR_WORKSPACE) WRONG(int64_t, f->at, list[i], status_of(f), says, "%lld");
+  if (f->status == CUMOE_ERR_WORKSPACE) { /* one byte short; ld as before is legal */
+    const int64_t cols = *(int64_t *)(void *)((char *)&right + f->at);
+    WRONG(int64_t, f->at, cols - 1, CUMOE_ERR_WORKSPACE, f->name, "%lld");
+    WRONG(int64_t, f->at, 1, CUMOE_ERR_WORKSPACE, f->name, "%lld");
+  }
+}
+
+static void wrong_sizes(const argument *f)
+{
+  const uint32_t size = *(uint32_t *)(void *)((char *)&right + f->at);
+  const uint32_t exact[] = {0, 1, size - 1, size + 1, size * 2, UINT32_MAX},
+                 open[] = {0, 1, 7, 4097, 1u << 31, UINT32_MAX};
+  for (int i = 0; i < 6; i++)
+    WRONG(uint32_t, f->at, (f->kind == A_SIZE ? exact : open)[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
+}
+
+static void wrong_objects(const argument *f)
+{
+  if (!(f->traits & OPTIONAL)) WRONG(void *, f->at, NULL, CUMOE_ERR_INVALID_ARGUMENT, f->name, "null");
+  WRONG(void *, f->at, (void *)dead, CUMOE_ERR_STALE_HANDLE, f->name, "destroyed");
+  if (f->traits & FOREIGN)
+    WRONG(void *, f->at, (void *)bench.foreign_plan, CUMOE_ERR_WRONG_DEVICE, "", "of another device");
+  if (f->kind == A_WEIGHTS && !(f->traits & OPTIONAL))
+    WRONG(void *, f->at, (void *)bench.foreign_weights, CUMOE_ERR_WRONG_DEVICE, f->name, "of another device");
+}
+
+static void wrong_handles(const argument *f)
+{
+  const uint64_t live = bench.buffer.id;
+  const uint64_t ids[] = {
+      bench.freed.id, live + ((uint64_t)1 << 32), live + ((uint64_t)4096 << 32), UINT64_MAX, 1, (uint64_t)1 << 32,
+      0xffffffff};
+  for (int i = 0; i < 7; i++) WRONG(uint64_t, f->at, ids[i], CUMOE_ERR_STALE_HANDLE, f->name, "handle %llx");
+}
+
+static void wrong_bytes(const argument *f)
+{
+  const size_t n = right.bytes, list[] = {0, n - 1, n + 1, n / 2, n * 2, SIZE_MAX};
+  for (int i = 0; i < 6; i++) WRONG(size_t, f->at, list[i], status_of(f), f->name, "%lld");
+}
+
+static void wrong_flags(const argument *f)
+{
+  const uint32_t set = *(uint32_t *)(void *)((char *)&right + f->at);
+  for (int b = 0; b < 32; b++)
+    if (!(f->dtypes >> b & 1)) WRONG(uint32_t, f->at, set | 1u << b, CUMOE_ERR_INVALID_ARGUMENT, f->name, "%llx");
+}
+
+static void wrong_floats(const argument *f)
+{
+  const float list[] = {-1, -1e-30f, -3e38f, -__builtin_inff(), __builtin_nanf(""), -__builtin_nanf("")};
+  for (int i = 0; i < 6; i++) WRONG(float, f->at, list[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "float %llx");
+}
+
+static void wrong_types(const argument *f)
+{
+  const cumoe_status status = f->status != CUMOE_OK ? f->status : CUMOE_ERR_WRONG_DTYPE;
+  const int32_t types[] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 31, 32, 33, 99, INT32_MIN, INT32_MAX};
+  for (size_t i = 0; i < sizeof types / sizeof types[0]; i++)
+    if (types[i] < 0 || types[i] > 31 || !(f->dtypes >> types[i] & 1))
+      WRONG(int32_t, f->at, types[i], status, f->name, "%lld");
+}
+
+/* The output begins where the other one begins. */
+static void overlapping(const argument *f)
+{
+  const cumoe_view out = *(cumoe_view *)(void *)((char *)&right + f->at),
+                   in = *(cumoe_view *)(void *)((char *)&right + f->with);
+  cumoe_view wrong = out;
+  wrong.data = in.data;
+  if ((uintptr_t)wrong.data % 256 == 0)
+    WRONG(cumoe_view, f->at, wrong, CUMOE_ERR_INVALID_ARGUMENT, f->name, "begins with another");
+}
+
+static void wrong(const argument *f)
+{
+  switch (f->kind) {
+  case A_CONTEXT:
+  case A_PLAN:
+  case A_WEIGHTS: wrong_objects(f); break;
+  case A_VIEW:
+    wrong_views(f);
+    short_view(f);
+    break;
+  case A_NOT_NULL: WRONG(void *, f->at, NULL, CUMOE_ERR_INVALID_ARGUMENT, f->name, "null"); break;
+  case A_SIZE:
+  case A_OPEN_SIZE: wrong_sizes(f); break;
+  case A_INT:
+  case A_LONG: wrong_numbers(f); break;
+  case A_VALUE: WRONG(int64_t, f->at, f->low, status_of(f), f->name, "%lld"); break;
+  case A_BYTES: wrong_bytes(f); break;
+  case A_FLAGS: wrong_flags(f); break;
+  case A_FLOAT: wrong_floats(f); break;
+  case A_DTYPE: wrong_types(f); break;
+  case A_HANDLE: wrong_handles(f); break;
+  case A_OVERLAP: overlapping(f); break;
+  }
+}
+
+/* ---- runs ------------------------------------------------------------------------------------------------ */
+
+static cumoe_weights bind_plain(cumoe_context context, int32_t experts, int32_t inter)
+{
+  cumoe_weights bound = NULL;
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = experts,
+                          .hidden = HIDDEN,
+                          .inter = inter,
+                          .gate_order = CUMOE_GATE_UP_CONCAT,
+                          .up_major = CUMOE_OUT_IN,
+                          .down_major = CUMOE_OUT_IN};
+  d.gate_up.data = give(CUMOE_BF16, 2 * (int64_t)experts * inter, HIDDEN);
+  d.down.data = give(CUMOE_BF16, (int64_t)experts * HIDDEN, inter);
+  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+  return bound;
+}
+
+static cumoe_plan plan_for(cumoe_context context, uint32_t flags, int32_t shared)
+{
+  cumoe_plan plan = NULL;
+  const cumoe_moe_desc d = {.size = sizeof d,
+                            .num_experts = EXPERTS,
+                            .hidden = HIDDEN,
+                            .inter = INTER,
+                            .shared_inter = shared,
+                            .dtype = CUMOE_BF16,
+                            .routing = cumoe_routing_make(CUMOE_SCORE_SOFTMAX, TOP_K, flags)};
+  CHECK_OK(cumoe_plan_create(context, &d, &plan));
+  return plan;
+}
+
+static void open_bench(int32_t device)
+{
+  bench.cpu = device == CUMOE_DEVICE_CPU;
+  bench.next = bench.cpu ? (uintptr_t)arena : (uintptr_t)1 << 40;
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  CHECK_OK(cumoe_context_create(device, &config, &bench.context));
+  CHECK_OK(cumoe_context_create(bench.cpu ? 1 : 0, NULL, &bench.other));
+  bench.plan = plan_for(bench.context, CUMOE_ROUTE_RENORMALIZE, 0);
+  bench.shared_plan = plan_for(bench.context, CUMOE_ROUTE_RENORMALIZE, 8);
+  bench.weighing_plan = plan_for(bench.context, CUMOE_ROUTE_WEIGHT_ON_INPUT, 0);
+  bench.foreign_plan = plan_for(bench.other, CUMOE_ROUTE_RENORMALIZE, 0);
+  bench.weights = bind_plain(bench.context, EXPERTS, INTER);
+  bench.shared = bind_plain(bench.context, 1, 8);
+  bench.foreign_weights = bind_plain(bench.other, EXPERTS, INTER);
+  CHECK_OK(cumoe_buffer_alloc(bench.context, CUMOE_F32, 8, 64, no_stream, &bench.buffer));
+  CHECK_OK(cumoe_buffer_alloc(bench.context, CUMOE_U8, 1, 1, no_stream, &bench.tiny));
+  CHECK_OK(cumoe_buffer_alloc(bench.other, CUMOE_F32, 64, 64, no_stream, &bench.foreign));
+  CHECK_OK(cumoe_buffer_alloc(bench.context, CUMOE_F32, 8, 64, no_stream, &bench.freed));
+  cumoe_buffer gone = bench.freed;
+  CHECK_OK(cumoe_buffer_free(&gone));
+}
+
+static void close_bench(void)
+{
+  CHECK_OK(cumoe_plan_destroy(bench.plan));
+  CHECK_OK(cumoe_plan_destroy(bench.shared_plan));
+  CHECK_OK(cumoe_plan_destroy(bench.weighing_plan));
+  CHECK_OK(cumoe_plan_destroy(bench.foreign_plan));
+  CHECK_OK(cumoe_weights_destroy(bench.weights));
+  CHECK_OK(cumoe_weights_destroy(bench.shared));
+  CHECK_OK(cumoe_weights_destroy(bench.foreign_weights));
+  CHECK_OK(cumoe_buffer_free(&bench.buffer));
+  CHECK_OK(cumoe_buffer_free(&bench.tiny));
+  CHECK_OK(cumoe_buffer_free(&bench.foreign));
+  CHECK_OK(cumoe_context_destroy(bench.context));
+  CHECK_OK(cumoe_context_destroy(bench.other));
+}
+
+/* The call as it should be works before and after all the wrong ones. */
+static void run_function(const function *f)
+{
+  const uintptr_t next = bench.next;
+  if (!group_begin("%s %s%s%s", bench.cpu ? "cpu" : "cuda", f->name, f->title[0] ? ", " : "", f->title)) return;
+  now = f;
+  for (int round = 0; round < 2; round++) {
+    case_begin("as it should be");
+    memset(&right, 0, sizeof right);
+    memset(&results, 0, sizeof results);
+    bench.next = next;
+    f->fill(&right);
+    CHECK_OK(f->call(&right));
+    if (f->undo) f->undo(&right);
+    case_end();
+    if (round == 0)
+      for (int i = 0; i < f->count; i++) wrong(&f->arguments[i]);
+  }
+  bench.next = next;
+  group_end();
+}
+
+static void run_device(int32_t device)
+{
+  case_begin("open");
+  open_bench(device);
+  case_end();
+  for (int i = 0; i < FUNCTIONS; i++) run_function(&functions[i]);
+  case_begin("close");
+  close_bench();
+  case_end();
+}
+
+/* Functions that answer with a value. */
+static void no_status(void)
+{
+  size_t bytes = 77;
+  cumoe_context fake = (cumoe_context)(void *)dead;
+  const cumoe_buffer stale = {UINT64_MAX}, null = {0};
+  if (!group_begin("functions without a status")) return;
+  case_begin("buffers and faults of no context");
+  CHECK(cumoe_buffer_live(NULL, &bytes) == 0 && bytes == 0 && cumoe_buffer_live(fake, NULL) == 0);
+  CHECK(cumoe_fault_pending(NULL) == 0 && cumoe_fault_pending(fake) == 0);
+  case_end();
+  case_begin("views of no buffer");
+  CHECK(cumoe_buffer_view(stale).data == NULL && cumoe_buffer_view(stale).owner == UINT64_MAX);
+  CHECK(cumoe_buffer_view_mut(null).data == NULL && cumoe_buffer_view_mut(null).rows == 0);
+  case_end();
+  group_end();
+}
+
+/* ---- completeness ----------------------------------------------------------------------------------------- */
+
+static bool is_listed(const char *name)
+{
+  for (int i = 0; i < FUNCTIONS; i++)
+    if (!strcmp(functions[i].name, name)) return true;
+  for (size_t i = 0; i < sizeof exempt / sizeof exempt[0]; i++)
+    if (!strcmp(exempt[i], name)) return true;
+  return false;
+}
+
+/* The function that a declaration declares: the last word before its first parenthesis. */
+static void check_declaration(const char *from)
+{
+  char name[80] = "";
+  const char *end = strchr(from, '('), *begin = end;
+  if (end == NULL) return;
+  while (begin[-1] == '_' || (begin[-1] >= 'a' && begin[-1] <= 'z') || (begin[-1] >= '0' && begin[-1] <= '9')) begin--;
+  snprintf(name, sizeof name, "%.*s", (int)(end - begin), begin);
+  case_begin("%s", name);
+  CHECK_MSG(is_listed(name), "%s has no row in the table of wrong arguments, and no exemption", name);
+  case_end();
+}
+
+static void check_header(const char *path)
+{
+  static char text[1 << 18];
+  FILE *file = fopen(path, "r");
+  if (!CHECK_MSG(file != NULL, "%s cannot be read", path)) return;
+  text[fread(text, 1, sizeof text - 1, file)] = 0;
+  fclose(file);
+  for (const char *at = text; (at = strstr(at, "\nCUMOE_")) != NULL; at++)
+    if (!strncmp(at + 1, "CUMOE_API ", 10) || !strncmp(at + 1, "CUMOE_CHECKED ", 14)) check_declaration(at);
+}
+
+static void every_function(void)
+{
+  glob_t found;
+  if (!group_begin("every declared function has a row")) return;
+  case_begin("headers");
+  CHECK(glob("include/cumoe/*.h", 0, NULL, &found) == 0 && found.gl_pathc > 4);
+  case_end();
+  for (size_t i = 0; i < found.gl_pathc; i++) check_header(found.gl_pathv[i]);
+  globfree(&found);
+  group_end();
+}
+
+int main(int argc, char **argv)
+{
+  test_begin(argc, argv);
+  shim_reset();
+  run_device(1);
+  run_device(CUMOE_DEVICE_CPU);
+  no_status();
+  every_function();
+  return test_end();
+}
