@@ -12,6 +12,7 @@ LIB   ?= lib# where everything built goes
 
 CXX     ?= g++
 OBJCOPY ?= objcopy
+FUZZ_CC ?= clang# with libFuzzer's runtime, if there is one
 NVCC    ?= nvcc
 CUDA_HOME ?= $(or $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC)))),/usr/local/cuda)
 
@@ -64,6 +65,7 @@ C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 SANITIZE ?= address,undefined
 CXX_TOOL := -std=c++17 $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE)) -O2 -g0 -Iinclude
 C_ASAN   := -O1 -g1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
+C_FUZZ   := -O1 -g1 -fsanitize=fuzzer-no-link,$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 NV_FLAGS := -O3 -std=c++17 -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
 
@@ -94,6 +96,8 @@ TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems))
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
 EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
 EXAMPLES_CXX := $(sort $(patsubst test/examples/%.cpp,%,$(wildcard test/examples/*.cpp)))
+# Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
+FUZZERS      := $(patsubst test/fuzz/%.c,%,$(filter-out test/fuzz/main.c,$(sort $(wildcard test/fuzz/*.c))))
 BENCH_C := $(sort $(filter-out bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
@@ -113,7 +117,7 @@ $(OBJ)/flags.$(1): $(if $(filter x$(subst $(SPACE),_,$(strip $(2))),x$(subst $(S
 endef
 $(eval $(call stamp,cc,$(CC) $(C_HOST) $(C_TOOL) $(CFLAGS)))
 $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
-$(eval $(call stamp,asan,$(C_ASAN)))
+$(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
 $(eval $(call stamp,objects,$(OBJS)))
@@ -196,6 +200,22 @@ $(OBJ)/asan/test/%.o: test/%.c $(c_needs) $(OBJ)/flags.asan
 	$(call compile,$(C_TOOL) $(C_ASAN))
 $(OBJ)/asan/bench/%.o: bench/%.c $(c_needs) $(OBJ)/flags.asan
 	$(call compile,$(C_TOOL) $(C_ASAN))
+$(OBJ)/fuzz/%.o: private CC = $(FUZZ_CC)
+$(OBJ)/fuzz/host/%.o: host/%.c $(c_needs) $(OBJ)/flags.asan
+	$(call compile,$(C_HOST) $(C_FUZZ))
+$(OBJ)/fuzz/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs) $(OBJ)/flags.asan
+	$(call compile,$(C_HOST) $(C_FUZZ))
+$(OBJ)/fuzz/test/%.o: test/%.c $(c_needs) $(OBJ)/flags.asan
+	$(call compile,$(C_TOOL) $(C_FUZZ))
+
+# What a harness is linked with.
+fuzz_c = $(LIB_C) test/safetensors.c
+$(FUZZERS:%=$(OBJ)/asan/fuzz/%): $(OBJ)/asan/fuzz/%: $(OBJ)/asan/test/fuzz/%.o $(OBJ)/asan/test/fuzz/main.o \
+	$(fuzz_c:%.c=$(OBJ)/asan/%.o) $(IMAGES) $(OBJ)/flags.link
+	$(call link,-fsanitize=$(SANITIZE) $(filter %.o,$^))
+$(FUZZERS:%=$(OBJ)/fuzz/%): private CC = $(FUZZ_CC)
+$(FUZZERS:%=$(OBJ)/fuzz/%): $(OBJ)/fuzz/%: $(OBJ)/fuzz/test/fuzz/%.o $(fuzz_c:%.c=$(OBJ)/fuzz/%.o) $(IMAGES) $(OBJ)/flags.link
+	$(call link,-fsanitize=fuzzer$(COMMA)$(SANITIZE) $(filter %.o,$^))
 
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`.
 $(OBJ)/cumoe.o: $(OBJS) $(OBJ)/flags.objects
@@ -248,20 +268,24 @@ tests: $(PROGRAMS)
 
 script_env = LIB='$(LIB)' V='$(V)' CC='$(CC)' CXX='$(CXX)' NVCC='$(NVCC)' MAKE='$(MAKE)' VERSION='$(VERSION)' \
 	CUDA_HOME='$(CUDA_HOME)' CUDA_LIB='$(CUDA_LIB)' CUDA_INCLUDE='$(CUDA_INCLUDE)' ARCH_DEFINES='$(ARCH_DEFINES)' CUBINS='$(CUBINS)' \
-	FORMATTED='$(FORMATTED)'
+	FORMATTED='$(FORMATTED)' FUZZERS='$(FUZZERS)'
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
 test_scripts   := $(call chosen,test/check/install.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
-check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh))
+check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
+# Two drivers a harness; libFuzzer only where clang has its runtime.
+libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)
+fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
+	$(FUZZERS:%=$(OBJ)/asan/fuzz/%) $(if $(libfuzzer),$(FUZZERS:%=$(OBJ)/fuzz/%)))
 
 test: $(test_programs) $(LIB)/libcumoe.a
 	@$(script_env) test/run.sh $(test_programs) $(test_scripts)
 
 # A sanitized program has no GPU to see: the driver's own memory is not under test.
-check: $(check_programs) $(LIB)/libcumoe.a
+check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a
 	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
 
 # ---- install ------------------------------------------------------------------------------------------------------
@@ -309,7 +333,7 @@ help:
 	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
-	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format (T=symbols: one)'
+	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format, fuzzing (T=symbols: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
@@ -322,4 +346,5 @@ print-%:
 	@echo '$($*)'
 
 -include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/bench/*.d \
-	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/test/shim/*.d $(OBJ)/asan/bench/*.d)
+	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/test/shim/*.d $(OBJ)/asan/bench/*.d \
+	$(OBJ)/asan/test/fuzz/*.d $(OBJ)/fuzz/*/*.d $(OBJ)/fuzz/*/*/*.d)

@@ -252,7 +252,8 @@ static cumoe_status slice_view(cumoe_view_mut v, int64_t first_row, int64_t rows
             CUMOE_ERR_INVALID_ARGUMENT, "view.ld is %lld: the slice would begin past the address space",
             (long long)v.ld);
   *out = v;
-  out->data = skip ? (char *)v.data + skip : v.data;
+  out->data =
+      (void *)((uintptr_t)v.data + (uintptr_t)skip); /* may be anywhere: views are checked where they are used */
   out->rows = rows;
   out->cols = cols;
   return CUMOE_OK;

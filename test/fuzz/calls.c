@@ -1,0 +1,548 @@
+/*
+ * The structs that callers fill. An input names a call and a layer, then changes the call's structs: bytes, words and
+ * 64-bit words anywhere in them, sizes, layouts, shapes, types, owners, pointers. A pointer is kept to what a caller
+ * may rightly give: null, memory that holds all that its view describes, or a view of an owned buffer, which may say
+ * anything, for the library knows the buffer. Then every call on the CPU device must
+ *   answer with a status of the list and, unless it is OK, a text;
+ *   change no memory when it refuses;
+ *   stay within the memory it was given (the sanitizers' part).
+ *
+ * Input: call, layer, then changes of 4 bytes: offset (two bytes), kind, value.
+ */
+#include "fuzz.h"
+
+#define CUMOE_EXPERIMENTAL
+#include <cumoe/cumoe.h>
+#include <stdalign.h>
+#include <stdbool.h>
+#include <string.h>
+
+enum { ARENAS = 32, ARENA = 1 << 15, HIDDEN = 16, INTER = 24, TOKENS = 6, LAYERS = 6, ROOM = 8192 };
+
+/* ---- memory ----------------------------------------------------------------------------------------- */
+
+static unsigned char *arenas[ARENAS];
+static unsigned char *untouched; /* what the arenas hold before a call */
+
+/* Even arenas hold small numbers, good as ids and counts, odd ones anything. */
+static void make_arenas(void)
+{
+  uint64_t state = 7;
+  untouched = malloc((size_t)ARENAS * ARENA);
+  PROMISE(untouched, "no memory");
+  for (size_t i = 0; i < (size_t)ARENAS * ARENA; i += 4) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const uint32_t any = (uint32_t)(state >> 32), small = any % 10 - 1;
+    memcpy(untouched + i, i / ARENA % 2 ? &any : &small, 4);
+  }
+  for (int i = 0; i < ARENAS; i++) {
+    arenas[i] = malloc(ARENA);
+    PROMISE(arenas[i], "no memory");
+  }
+}
+
+static void reset_arenas(void)
+{
+  for (int i = 0; i < ARENAS; i++) memcpy(arenas[i], untouched + (size_t)i * ARENA, ARENA);
+}
+
+static bool arenas_untouched(void)
+{
+  for (int i = 0; i < ARENAS; i++)
+    if (memcmp(arenas[i], untouched + (size_t)i * ARENA, ARENA) != 0) return false;
+  return true;
+}
+
+/* ---- where a view may point -------------------------------------------------------------------------- */
+
+/* Before a call, `data` of a view is a wish: an arena, how it is aligned. 0 is null. */
+static void *wish(int arena)
+{
+  return (void *)(uintptr_t)(0x10000u | (uint32_t)arena);
+}
+
+__extension__ typedef __int128 wide;
+
+static wide bytes_of(const cumoe_view *v, wide more_elements)
+{
+  const wide element = (wide)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
+  if (v->rows <= 0 || v->cols <= 0 || element == 0) return 0;
+  return (((wide)v->rows - 1) * v->ld + v->cols + more_elements) * element;
+}
+
+/* The end of what is described is the end of the arena, so that one element more is seen. Null if it does not fit. */
+static void *place(uintptr_t wished, wide bytes)
+{
+  const size_t align = wished >> 8 & 1 ? (size_t)1 << (wished >> 9 & 7) : 256;
+  if (wished == 0 || bytes > ARENA) return NULL;
+  unsigned char *end = arenas[wished % ARENAS] + ARENA;
+  unsigned char *at = end - (bytes < 0 ? 0 : (size_t)bytes);
+  return at - (uintptr_t)at % align < arenas[wished % ARENAS] ? NULL : at - (uintptr_t)at % align;
+}
+
+static cumoe_context context;
+static cumoe_buffer live, freed;
+
+/* Owner, as wished: none, a live buffer (then the pointer may be anything), a freed one, or any handle. */
+static void settle(cumoe_view *v, wide more_elements)
+{
+  if (v->owner == 0) {
+    v->data = place((uintptr_t)v->data, bytes_of(v, more_elements));
+    return;
+  }
+  if (v->owner % 4 == 1) {
+    const uintptr_t wished = (uintptr_t)v->data;
+    v->owner = live.id;
+    if (wished >> 16 == 1) v->data = (const char *)cumoe_buffer_view(live).data + (wished & 0xff) * 16;
+  } else if (v->owner % 4 == 2) {
+    v->owner = freed.id;
+  } else if (v->owner == live.id) {
+    v->owner ^= 1ull << 40;
+  }
+}
+
+static void settle_mut(cumoe_view_mut *v)
+{
+  cumoe_view same = cumoe_const(*v);
+  settle(&same, 0);
+  memcpy(v, &same, sizeof same);
+}
+
+/* All that the manual lets bind read, whichever of the three forms it is. */
+static void settle_projection(cumoe_projection *p, const cumoe_weights_desc *d, const void **table)
+{
+  const wide experts = d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS ? d->experts : 1;
+  const wide step = p->expert_stride ? p->expert_stride : (wide)p->data.rows * p->data.ld;
+  const bool stack = p->expert_stride == 0 && p->data.rows % experts == 0 &&
+                     (p->data.rows / experts == d->hidden || p->data.rows / experts == d->inter ||
+                      p->data.rows / experts == 2 * (int64_t)d->inter);
+  settle(&p->bias, 0);
+  if (p->per_expert) {
+    cumoe_view each = p->data;
+    each.data = each.data ? each.data : wish(1);
+    const void *at = place((uintptr_t)each.data, bytes_of(&each, 0));
+    for (int e = 0; e < CUMOE_MAX_EXPERTS; e++) table[e] = at;
+    p->per_expert = table;
+    if (!((uintptr_t)p->data.data >> 17)) p->data.data = NULL;
+  }
+  settle(&p->data, stack || step < 0 ? 0 : (experts - 1) * step);
+}
+
+/* ---- layers ------------------------------------------------------------------------------------------ */
+
+typedef struct layer {
+  cumoe_moe_desc desc;
+  cumoe_weights_desc where;
+  cumoe_plan plan;
+  cumoe_weights weights, shared;
+} layer;
+static layer layers[LAYERS];
+
+static cumoe_view wished_view(int arena, int32_t dtype, int64_t rows, int64_t cols)
+{
+  return cumoe_matrix(wish(arena), (cumoe_dtype)dtype, rows, cols, cols);
+}
+
+static cumoe_view_mut wished_mut(int arena, int32_t dtype, int64_t rows, int64_t cols)
+{
+  return cumoe_matrix_mut(wish(arena), (cumoe_dtype)dtype, rows, cols, cols);
+}
+
+static cumoe_weights_desc where_of(const cumoe_moe_desc *d, int32_t experts, int32_t inter, int32_t order)
+{
+  const int32_t major = order % 2 ? CUMOE_OUT_IN : CUMOE_IN_OUT;
+  const int64_t e = experts, h = d->hidden, i = inter;
+  cumoe_weights_desc w = {.size = sizeof w, .experts = experts, .hidden = d->hidden, .inter = inter};
+  w.gate_order = order;
+  w.up_major = w.down_major = major;
+  const cumoe_view half =
+      major == CUMOE_OUT_IN ? wished_view(1, d->dtype, e * i, h) : wished_view(1, d->dtype, e * h, i);
+  w.down.data = major == CUMOE_OUT_IN ? wished_view(2, d->dtype, e * h, i) : wished_view(2, d->dtype, e * i, h);
+  w.down.bias = wished_view(4, CUMOE_F32, e, h);
+  if (order == CUMOE_GATE_UP_SEPARATE) w.gate.data = half;
+  if (order >= CUMOE_GATE_UP_SEPARATE)
+    w.up.data = half;
+  else
+    w.gate_up.data =
+        major == CUMOE_OUT_IN ? wished_view(1, d->dtype, e * 2 * i, h) : wished_view(1, d->dtype, e * h, 2 * i);
+  return w;
+}
+
+static void settle_weights(cumoe_weights_desc *w)
+{
+  static const void *tables[4][CUMOE_MAX_EXPERTS];
+  settle_projection(&w->gate_up, w, tables[0]);
+  settle_projection(&w->gate, w, tables[1]);
+  settle_projection(&w->up, w, tables[2]);
+  settle_projection(&w->down, w, tables[3]);
+}
+
+static cumoe_weights bound(cumoe_weights_desc w)
+{
+  cumoe_weights made = NULL;
+  settle_weights(&w);
+  PROMISE(cumoe_weights_bind(context, &w, &made) == CUMOE_OK, "%s", cumoe_last_error());
+  return made;
+}
+
+static void make_layer(int index)
+{
+  static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
+  layer *l = &layers[index];
+  l->desc = (cumoe_moe_desc){.size = sizeof l->desc,
+                             .num_experts = 8,
+                             .hidden = HIDDEN,
+                             .inter = INTER,
+                             .dtype = types[index % 3],
+                             .routing = cumoe_routing_qwen3(2)};
+  const int32_t order = index + 1; /* every gate order */
+  if (order == CUMOE_UNGATED) l->desc.flags = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED;
+  if (index == 1) l->desc.shared_inter = 8;
+  if (index == 2) l->desc.routing = cumoe_routing_deepseek_v3(2, 4, 2, 2.5f);
+  if (index == 3) l->desc.routing = cumoe_routing_llama4(2);
+  if (index == 4) l->desc.local_experts = 3;
+  if (index == 4) l->desc.routing.zero_experts = l->desc.routing.identity_experts = 1;
+  l->where = where_of(&l->desc, index == 4 ? 3 : 8, INTER, order);
+  PROMISE(cumoe_plan_create(context, &l->desc, &l->plan) == CUMOE_OK, "%s", cumoe_last_error());
+  l->weights = bound(l->where);
+  if (l->desc.shared_inter) l->shared = bound(where_of(&l->desc, 1, l->desc.shared_inter, order));
+}
+
+static int32_t router_columns(const layer *l)
+{
+  return l->desc.num_experts + l->desc.routing.zero_experts + l->desc.routing.identity_experts;
+}
+
+static int32_t local_experts(const layer *l)
+{
+  return l->desc.local_experts ? l->desc.local_experts : l->desc.num_experts;
+}
+
+/* ---- input ------------------------------------------------------------------------------------------- */
+
+typedef struct input {
+  const uint8_t *at, *end;
+} input;
+
+static uint8_t next_byte(input *in)
+{
+  return in->at < in->end ? *in->at++ : 0;
+}
+
+/* Changes the struct as the rest of the input says. */
+static void change(input *in, void *object, size_t size)
+{
+  static const int64_t words[] = {0,         1,          -1,         2,          3,         4,         7,
+                                  8,         16,         24,         32,         1023,      1024,      1025,
+                                  INT32_MAX, INT32_MIN,  INT64_MAX,  INT64_MIN,  1ll << 31, 1ll << 32, 1ll << 46,
+                                  1ll << 62, 0x7f800000, 0x7fc00000, 0xbf800000, 0x10001,   0x10100,   0x10302,
+                                  0x10700,   5,          6,          48};
+  unsigned char *bytes = object;
+  while (in->at < in->end) {
+    size_t at = next_byte(in);
+    at = (at | (size_t)next_byte(in) << 8) % size;
+    const uint8_t kind = next_byte(in), value = next_byte(in);
+    const int64_t word = words[value % (sizeof words / sizeof *words)];
+    const size_t width = kind % 4 == 0 ? 1 : kind % 2 ? 4 : 8;
+    int64_t now = 0;
+    at -= at % width;
+    if (at + width > size) continue;
+    memcpy(&now, bytes + at, width);
+    now = kind % 4 == 0  ? now ^ value
+          : kind % 8 < 4 ? word
+                         : (int64_t)((uint64_t)now + (uint64_t)(int64_t)(int8_t)value);
+    memcpy(bytes + at, &now, width);
+  }
+}
+
+/* In memory that ends as the manual allows: a struct may say that it is longer, up to 4096 bytes, if zeros follow. */
+static const void *with_room(const void *object, size_t size)
+{
+  static alignas(16) unsigned char room[4][ROOM];
+  static int turn;
+  unsigned char *at = room[turn++ % 4];
+  memset(at, 0, ROOM);
+  memcpy(at, object, size);
+  return at;
+}
+
+/* ---- calls ------------------------------------------------------------------------------------------- */
+
+static cumoe_status call_context(input *in, const layer *l)
+{
+  cumoe_context made = NULL;
+  cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  (void)l;
+  change(in, &config, sizeof config);
+  if (config.cpu_threads > 4 || config.cpu_threads == 0) config.cpu_threads = 2;
+  const cumoe_status status = cumoe_context_create(CUMOE_DEVICE_CPU, with_room(&config, sizeof config), &made);
+  PROMISE((made != NULL) == (status == CUMOE_OK), "context %p, status %d", (void *)made, (int)status);
+  if (made) PROMISE(cumoe_context_destroy(made) == CUMOE_OK, "%s", cumoe_last_error());
+  return status;
+}
+
+typedef struct plan_input {
+  cumoe_moe_desc desc;
+  int64_t tokens;
+} plan_input;
+
+static cumoe_status call_plan(input *in, const layer *l)
+{
+  plan_input p = {l->desc, TOKENS};
+  cumoe_plan plan = NULL;
+  size_t bytes = 0, more = 0;
+  char why[16];
+  change(in, &p, sizeof p);
+  const cumoe_moe_desc *desc = with_room(&p.desc, sizeof p.desc);
+  const cumoe_status status = cumoe_plan_create(context, desc, &plan);
+  PROMISE((plan != NULL) == (status == CUMOE_OK), "plan %p, status %d", (void *)plan, (int)status);
+  PROMISE(cumoe_moe_supports(CUMOE_DEVICE_CPU, desc, why, sizeof why) == status, "supports differs from create");
+  PROMISE(memchr(why, 0, sizeof why), "the reason has no end");
+  if (!plan) return status;
+  if (cumoe_plan_workspace(plan, p.tokens, &bytes) == CUMOE_OK && p.tokens > 0 &&
+      cumoe_plan_workspace(plan, p.tokens - 1, &more) == CUMOE_OK)
+    PROMISE(more <= bytes, "%zu bytes for %lld tokens, %zu for one less", bytes, (long long)p.tokens, more);
+  PROMISE(cumoe_map_workspace(plan, p.tokens, &bytes) != CUMOE_ERR_INTERNAL, "%s", cumoe_last_error());
+  PROMISE(cumoe_plan_destroy(plan) == CUMOE_OK, "%s", cumoe_last_error());
+  return status;
+}
+
+/* What a call wants, in the form that the layer's number and a byte of the input choose. */
+static cumoe_moe_args args_of(const layer *l, uint8_t form)
+{
+  const int64_t h = HIDDEN, k = l->desc.routing.top_k, columns = router_columns(l), dtype = l->desc.dtype;
+  const bool reduced = !(l->desc.flags & CUMOE_MOE_UNREDUCED);
+  size_t bytes = 0;
+  cumoe_moe_args a = {.size = sizeof a, .shared = l->shared};
+  PROMISE(cumoe_plan_workspace(l->plan, TOKENS, &bytes) == CUMOE_OK, "%s", cumoe_last_error());
+  a.x = wished_view(3, (int32_t)dtype, TOKENS, h);
+  if (form % 3 == 0) a.router_weight = wished_view(5, (int32_t)dtype, columns, h);
+  if (form % 3 == 1) a.logits = wished_view(7, CUMOE_F32, TOKENS, columns);
+  if (form % 3 == 2) {
+    a.ids = wished_view(6, form & 16 ? CUMOE_I64 : CUMOE_I32, TOKENS, k);
+    a.weights = wished_view(8, CUMOE_F32, TOKENS, k);
+  } else if (form & 32) {
+    a.ids_out = wished_mut(9, CUMOE_I32, TOKENS, k);
+    a.weights_out = wished_mut(10, CUMOE_F32, TOKENS, k);
+    a.select_bias = wished_view(11, CUMOE_F32, 1, columns);
+  }
+  if (local_experts(l) < l->desc.num_experts || form & 64)
+    a.expert_map = wished_view(12, CUMOE_I32, 1, l->desc.num_experts);
+  if (form & 128) a.counts_out = wished_mut(13, CUMOE_I32, 1, local_experts(l));
+  if (form & 128) a.load = wished_mut(14, CUMOE_I64, 1, local_experts(l));
+  if (form & 64) a.device_tokens = wished_view(16, CUMOE_I32, 1, 1);
+  if (l->shared && form & 32) a.shared_gate = wished_view(18, (int32_t)dtype, 1, h);
+  if (reduced && form & 16) a.residual = wished_view(20, (int32_t)dtype, TOKENS, h);
+  a.out = wished_mut(22, (int32_t)dtype, reduced ? TOKENS : TOKENS * k, h);
+  a.workspace = wished_mut(23, CUMOE_U8, 1, (int64_t)bytes);
+  return a;
+}
+
+static void settle_args(cumoe_moe_args *a, const layer *l)
+{
+  cumoe_view *in[] = {&a->x,       &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits,  &a->ids,
+                      &a->weights, &a->select_bias,   &a->expert_map,    &a->shared_gate, &a->residual};
+  cumoe_view_mut *out[] = {&a->out, &a->ids_out, &a->weights_out, &a->counts_out, &a->load, &a->workspace};
+  for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
+  for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
+  const uintptr_t shared = (uintptr_t)a->shared;
+  if (a->shared != l->shared) a->shared = shared % 2 ? l->weights : NULL;
+}
+
+static cumoe_status call_forward(input *in, const layer *l)
+{
+  cumoe_moe_args a = args_of(l, next_byte(in));
+  change(in, &a, sizeof a);
+  settle_args(&a, l);
+  return cumoe_moe_forward(l->plan, l->weights, with_room(&a, sizeof a), NULL);
+}
+
+/* Whatever is bound serves the layer, or is refused there. */
+static cumoe_status call_weights(input *in, const layer *l)
+{
+  cumoe_weights_desc w = l->where;
+  cumoe_weights made = NULL;
+  if (next_byte(in) % 2) w.down.per_expert = (const void *const *)&w;
+  if (w.down.per_expert) w.down.data.rows /= w.experts;
+  change(in, &w, sizeof w);
+  settle_weights(&w);
+  const cumoe_status status = cumoe_weights_bind(context, with_room(&w, sizeof w), &made);
+  PROMISE((made != NULL) == (status == CUMOE_OK), "weights %p, status %d", (void *)made, (int)status);
+  if (!made) return status;
+  cumoe_moe_args a = args_of(l, 2);
+  settle_args(&a, l);
+  PROMISE(cumoe_moe_forward(l->plan, made, &a, NULL) != CUMOE_ERR_INTERNAL, "%s", cumoe_last_error());
+  PROMISE(cumoe_weights_destroy(made) == CUMOE_OK, "%s", cumoe_last_error());
+  return status;
+}
+
+/* Arguments of the stages, in one struct so that one change can reach any of them. */
+typedef struct stage_input {
+  cumoe_routing routing;
+  cumoe_route route;
+  cumoe_combine_args combine;
+  cumoe_view x, weight, bias, logits, select_bias, ids, expert_map, pair_weights, h;
+  cumoe_view_mut logits_out, ids_out, weights_out, h_out, y_out, workspace;
+} stage_input;
+
+static stage_input stage_of(const layer *l)
+{
+  const int64_t k = l->desc.routing.top_k, pairs = TOKENS * k, local = local_experts(l), columns = router_columns(l);
+  const int32_t dtype = l->desc.dtype;
+  const bool on_input = l->desc.routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const bool reduced = !(l->desc.flags & CUMOE_MOE_UNREDUCED);
+  size_t bytes = 0;
+  PROMISE(cumoe_map_workspace(l->plan, TOKENS, &bytes) == CUMOE_OK, "%s", cumoe_last_error());
+  stage_input s = {.routing = l->desc.routing};
+  s.route = (cumoe_route){sizeof s.route,
+                          0,
+                          wished_mut(0, CUMOE_I32, 1, local),
+                          wished_mut(2, CUMOE_I32, 1, local + 1),
+                          wished_mut(4, CUMOE_I32, 1, pairs),
+                          wished_mut(6, CUMOE_I32, TOKENS, k)};
+  s.x = wished_view(3, dtype, TOKENS, HIDDEN);
+  s.weight = wished_view(5, dtype, columns, HIDDEN);
+  s.logits = wished_view(7, CUMOE_F32, TOKENS, columns);
+  s.ids = wished_view(8, CUMOE_I32, TOKENS, k);
+  if (local < l->desc.num_experts) s.expert_map = wished_view(10, CUMOE_I32, 1, l->desc.num_experts);
+  if (on_input) s.pair_weights = wished_view(9, CUMOE_F32, TOKENS, k);
+  s.h = wished_view(11, dtype, pairs, INTER);
+  s.logits_out = wished_mut(12, CUMOE_F32, TOKENS, columns);
+  s.ids_out = wished_mut(13, CUMOE_I64, TOKENS, k);
+  s.weights_out = wished_mut(14, CUMOE_F32, TOKENS, k);
+  s.h_out = wished_mut(15, dtype, pairs, INTER);
+  s.y_out = wished_mut(16, dtype, pairs, HIDDEN);
+  s.workspace = wished_mut(17, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16);
+  s.combine = (cumoe_combine_args){.size = sizeof s.combine, .y = wished_view(19, dtype, pairs, HIDDEN)};
+  if (reduced && !on_input) s.combine.pair_weights = wished_view(9, CUMOE_F32, TOKENS, k);
+  if (l->desc.routing.identity_experts) s.combine.x = s.x;
+  s.combine.out = wished_mut(21, dtype, reduced ? TOKENS : pairs, HIDDEN);
+  return s;
+}
+
+static void settle_stage(stage_input *s)
+{
+  cumoe_combine_args *c = &s->combine;
+  cumoe_view *in[] = {&s->x,
+                      &s->weight,
+                      &s->bias,
+                      &s->logits,
+                      &s->select_bias,
+                      &s->ids,
+                      &s->expert_map,
+                      &s->pair_weights,
+                      &s->h,
+                      &c->y,
+                      &c->pair_weights,
+                      &c->x,
+                      &c->shared,
+                      &c->shared_logit,
+                      &c->residual,
+                      &c->device_tokens};
+  cumoe_view_mut *out[] = {&s->logits_out,     &s->ids_out,        &s->weights_out,  &s->h_out,
+                           &s->y_out,          &s->workspace,      &s->route.counts, &s->route.offsets,
+                           &s->route.row_pair, &s->route.slot_row, &c->out};
+  for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
+  for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
+}
+
+static cumoe_status call_stage(input *in, const layer *l)
+{
+  stage_input s = stage_of(l);
+  const uint8_t stage = next_byte(in);
+  change(in, &s, sizeof s);
+  settle_stage(&s);
+  const cumoe_route *route = with_room(&s.route, sizeof s.route);
+  switch (stage % 6) {
+  case 0: return cumoe_router(context, s.x, s.weight, s.bias, s.logits_out, NULL);
+  case 1:
+    return cumoe_gate(context, with_room(&s.routing, sizeof s.routing), s.logits, s.select_bias, s.ids_out,
+                      s.weights_out, NULL);
+  case 2: return cumoe_map(l->plan, s.ids, s.expert_map, route, s.workspace, NULL);
+  case 3: return cumoe_up(l->plan, l->weights, s.x, route, s.pair_weights, s.h_out, NULL);
+  case 4: return cumoe_down(l->plan, l->weights, s.h, route, s.y_out, NULL);
+  default: return cumoe_combine(l->plan, route, with_room(&s.combine, sizeof s.combine), NULL);
+  }
+}
+
+/* Buffers and views: shapes, slices, copies, handles that never were. */
+typedef struct buffer_input {
+  cumoe_view a;
+  cumoe_view_mut b;
+  int64_t rows, cols, first, count;
+  uint64_t bytes, handle;
+  int32_t dtype, unused;
+} buffer_input;
+
+static cumoe_status call_buffer(input *in, const layer *l)
+{
+  static unsigned char host[ARENA];
+  const uint8_t which = next_byte(in);
+  buffer_input p = {wished_view(1, CUMOE_F32, 4, 8), wished_mut(2, CUMOE_F32, 4, 8), 4, 8, 1, 2, 128, 5, CUMOE_F32, 0};
+  cumoe_buffer made = {0};
+  cumoe_view slice;
+  cumoe_view_mut slice_mut;
+  cumoe_buffer_info info = {.size = sizeof info};
+  (void)l;
+  change(in, &p, sizeof p);
+  settle(&p.a, 0);
+  settle_mut(&p.b);
+  switch (which % 10) {
+  case 0: return cumoe_view_rows(p.a, p.first, p.count, &slice);
+  case 1: return cumoe_view_cols(p.a, p.first, p.count, &slice);
+  case 2: return cumoe_view_rows_mut(p.b, p.first, p.count, &slice_mut);
+  case 3: return cumoe_view_cols_mut(p.b, p.first, p.count, &slice_mut);
+  case 4:
+    return p.bytes > ARENA && p.bytes <= 1 << 20 ? CUMOE_OK : cumoe_copy_from_host(context, p.b, host, p.bytes, NULL);
+  case 5:
+    return p.bytes > ARENA && p.bytes <= 1 << 20 ? CUMOE_OK : cumoe_copy_to_host(context, host, p.bytes, p.a, NULL);
+  case 6: return cumoe_copy(context, p.b, p.a, NULL);
+  case 7: return cumoe_fill(context, p.b, (uint8_t)p.first, NULL);
+  case 8:
+    if (p.handle == live.id) return CUMOE_OK;
+    made.id = p.handle;
+    PROMISE(cumoe_buffer_get_info(made, &info) != CUMOE_OK, "0x%llx is a buffer", (unsigned long long)p.handle);
+    return cumoe_buffer_free(&made);
+  default: {
+    if (p.rows > 1 << 10 && p.rows < 1ll << 40 && p.cols > 0) p.rows = 1 << 10;
+    if (p.cols > 1 << 10 && p.cols < 1ll << 40) p.cols = 1 << 10;
+    const cumoe_status status = cumoe_buffer_alloc(context, (cumoe_dtype)p.dtype, p.rows, p.cols, NULL, &made);
+    PROMISE((made.id != 0) == (status == CUMOE_OK), "handle 0x%llx, status %d", (unsigned long long)made.id,
+            (int)status);
+    return cumoe_buffer_free(&made) == CUMOE_OK ? status : CUMOE_ERR_INTERNAL;
+  }
+  }
+}
+
+/* ---- one input --------------------------------------------------------------------------------------- */
+
+typedef cumoe_status call(input *in, const layer *l);
+static call *const calls[] = {call_context, call_plan, call_weights, call_forward, call_stage, call_buffer};
+
+static void set_up(void)
+{
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  make_arenas();
+  PROMISE(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context) == CUMOE_OK, "%s", cumoe_last_error());
+  PROMISE(cumoe_buffer_alloc(context, CUMOE_U8, 1, ARENA, NULL, &live) == CUMOE_OK, "%s", cumoe_last_error());
+  PROMISE(cumoe_buffer_alloc(context, CUMOE_U8, 1, 1, NULL, &freed) == CUMOE_OK, "%s", cumoe_last_error());
+  cumoe_buffer last = freed;
+  PROMISE(cumoe_buffer_free(&last) == CUMOE_OK, "%s", cumoe_last_error());
+  for (int i = 0; i < LAYERS; i++) make_layer(i);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+  input in = {data, data + (size < 256 ? size : 256)};
+  if (!context) set_up();
+  const int which = next_byte(&in) % (int)(sizeof calls / sizeof *calls);
+  const layer *l = &layers[next_byte(&in) % LAYERS];
+  reset_arenas();
+  const cumoe_status status = calls[which](&in, l);
+  PROMISE(strcmp(cumoe_status_name(status), "CUMOE_ERR_UNKNOWN") != 0 && status != CUMOE_ERR_INTERNAL, "status %d",
+          (int)status);
+  if (status == CUMOE_OK) return 0;
+  PROMISE(strncmp(cumoe_last_error(), "cumoe_", 6) == 0, "status %d, text \"%s\"", (int)status, cumoe_last_error());
+  PROMISE(which == 2 || arenas_untouched(), "%s, and memory was changed", cumoe_last_error());
+  return 0;
+}
