@@ -1,9 +1,11 @@
 /*
  * CUDA graphs and the rest of what a launch must not do: captured as the very first call in every mode, replayed
- * with other data, without an allocation, a change of the current device or of CUDA's last error. Needs a GPU.
+ * with other data, without an allocation, a change of the current device or of CUDA's last error; the same bits a thousand
+ * times, eager and by replay. Needs a GPU.
  */
 #include <inttypes.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -614,6 +616,125 @@ static void test_threads(cumoe_context context)
   group_end();
 }
 
+/* ---- a thousand repeats ---------------------------------------------------------------------------- */
+
+enum { REPEATS = 1000, WRITTEN = 4 };
+
+/* What a call writes, as host bytes: of the first call, and of the one just made. */
+typedef struct snapshot {
+  cumoe_view_mut view[WRITTEN];
+  size_t bytes[WRITTEN];
+  void *first[WRITTEN], *now[WRITTEN];
+} snapshot;
+
+static snapshot snapshot_of(const session *s)
+{
+  snapshot n = {.view = {s->args.out, s->args.ids_out, s->args.weights_out, s->args.counts_out}};
+  for (int i = 0; i < WRITTEN; i++) {
+    n.bytes[i] = (size_t)(n.view[i].rows * n.view[i].cols) * cumoe_dtype_bytes((cumoe_dtype)n.view[i].dtype);
+    n.first[i] = scratch(1, n.bytes[i]);
+    n.now[i] = scratch(1, n.bytes[i]);
+  }
+  return n;
+}
+
+static bool fetch(const session *s, const snapshot *n, void *const to[WRITTEN])
+{
+  bool ok = true;
+  for (int i = 0; i < WRITTEN; i++)
+    ok = ok && CHECK_OK(cumoe_copy_to_host(s->context, to[i], n->bytes[i], cumoe_const(n->view[i]), s->stream));
+  return ok && CHECK_OK(cumoe_synchronize(s->context, s->stream));
+}
+
+/* A call into differently poisoned memory; c: by replay, else eager. */
+static bool repeat(session *s, const captured *c, const snapshot *n, int round)
+{
+  const uint8_t byte = round % 2 ? 0x7b : 0xff;
+  bool ok = CHECK_OK(cumoe_fill(s->context, s->args.workspace, byte, s->stream));
+  for (int i = 0; i < WRITTEN; i++) ok = ok && CHECK_OK(cumoe_fill(s->context, n->view[i], byte, s->stream));
+  if (c)
+    replay(s, c);
+  else
+    ok = ok && CHECK_OK(session_forward(s));
+  return ok;
+}
+
+static void repeat_often(session *s, const captured *c, const snapshot *n)
+{
+  static const char *const names[WRITTEN] = {"out", "ids_out", "weights_out", "counts_out"};
+  for (int round = 0; round < REPEATS; round++) {
+    if (!repeat(s, c, n, round) || !fetch(s, n, n->now)) return;
+    for (int i = 0; i < WRITTEN; i++)
+      if (!CHECK_MSG(memcmp(n->first[i], n->now[i], n->bytes[i]) == 0, "%s: other bits in %s %d", names[i],
+                     c ? "replay" : "call", round))
+        return;
+  }
+}
+
+/* Another stream's work while the repeats run: a layer of other sizes, again and again. */
+typedef struct load {
+  session s;
+  captured c;
+  atomic_bool stop;
+  pthread_t thread;
+  bool failed;
+} load;
+
+static void *keep_busy(void *argument)
+{
+  load *l = argument;
+  while (!atomic_load(&l->stop) && !l->failed) {
+    for (int i = 0; i < 16 && !l->failed; i++) l->failed = cudaGraphLaunch(l->c.exec, l->s.stream) != cudaSuccess;
+    l->failed = l->failed || cudaStreamSynchronize(l->s.stream) != cudaSuccess;
+  }
+  return NULL;
+}
+
+static void repeats_case(cumoe_context context, int32_t dtype, int64_t tokens, bool loaded)
+{
+  const layer_spec spec = graph_spec(dtype, tokens, INPUT_ROUTER), other = graph_spec(dtype, 1900, INPUT_ROUTER);
+  const layer_inputs in = layer_inputs_new(&spec), others = layer_inputs_new(&other);
+  session s;
+  static load l;
+  memset(&l, 0, sizeof l);
+  streamed_open(&s, context, &spec, &in);
+  streamed_open(&l.s, context, &other, &others);
+  captured c = capture_forward(&s, cudaStreamCaptureModeGlobal);
+  l.c = capture_forward(&l.s, cudaStreamCaptureModeGlobal);
+  const snapshot n = snapshot_of(&s);
+  loaded = loaded && CHECK(l.c.exec && pthread_create(&l.thread, NULL, keep_busy, &l) == 0);
+  if (repeat(&s, NULL, &n, 0) && fetch(&s, &n, n.first)) {
+    repeat_often(&s, NULL, &n);
+    repeat_often(&s, &c, &n);
+  }
+  atomic_store(&l.stop, true);
+  if (loaded) CHECK(pthread_join(l.thread, NULL) == 0);
+  CHECK(!l.failed);
+  const layer_outputs o = session_collect(&s);
+  check_layer(&spec, &in, &o);
+  captured_free(&c);
+  captured_free(&l.c);
+  streamed_close(&s);
+  streamed_close(&l.s);
+}
+
+/* 1, 2, 7, 22, 175, 250 and 675 rows an expert: every regime of the table of thresholds. */
+static void test_repeats(cumoe_context context)
+{
+  static const int32_t types[] = {CUMOE_BF16, CUMOE_F16};
+  static const int64_t tokens[] = {1, 8, 30, 90, 700, 1000, 2700};
+  if (!group_begin("%d repeats", REPEATS)) return;
+  for (int type = 0; type < 2; type++)
+    for (int t = 0; t < 7; t++)
+      for (int loaded = 0; loaded < 2; loaded++) {
+        case_begin("%s, T %" PRId64 "%s", cumoe_dtype_name((cumoe_dtype)types[type]), tokens[t],
+                   loaded ? ", GPU shared with other work" : "");
+        repeats_case(context, types[type], tokens[t], loaded);
+        case_end();
+      }
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
@@ -628,6 +749,7 @@ int main(int argc, char **argv)
     test_last_error(context);
     test_other_device(context);
     test_threads(context);
+    test_repeats(context);
     close_context(context);
   }
   return test_end();
