@@ -1,0 +1,77 @@
+#!/bin/bash
+# On a GPU: every kernel of the table under compute-sanitizer's memcheck, racecheck and synccheck (test/rows.c), and proof
+# that each tool sees a bug in them. Last line as in test/run.sh.
+#
+#   test/gpu.sh plant    anywhere with nvcc: builds the test with planted bugs, lib/planted/lib/test/rows
+#   test/gpu.sh          on the GPU machine; all tools side by side, each stopped after SECONDS_EACH (120)
+cd "$(dirname "$0")/.." || exit 1
+. test/check/count.sh
+lib=${LIB:-lib} each=${SECONDS_EACH:-120}
+planted=$lib/planted
+
+# bug FILE SED: plants it in the copy.
+bug() {
+  cp "$planted/$1" "$planted/before"
+  sed -i "$2" "$planted/$1"
+  ! cmp -s "$planted/$1" "$planted/before" || { echo "gpu.sh: the bug for $1 no longer fits it" >&2; exit 1; }
+}
+
+if [ "$1" = plant ]; then
+  rm -rf "$planted" && mkdir -p "$planted/lib" || exit 1
+  cp -a Makefile README.md include host kernels bench test "$planted" && cp -a "$lib/obj" "$planted/lib" || exit 1
+  # A chunk is stored while other warps still stage it.
+  bug kernels/wgmma.cuh 's/^    bar_sync(barrier, S::GROUP);$//'
+  # Counts are added to while other threads still clear them.
+  bug kernels/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  for (int64_t pair = chunk.begin\)/\1/}'
+  # One thread of a warp misses a barrier.
+  bug kernels/router.cu '/^  __syncthreads();$/{N;s/\(  \)\(__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;\)/\1if (threadIdx.x % 32) \2/}'
+  # The layer's output goes past its end, to memory that is mapped but nobody's.
+  bug kernels/combine.cu 's/\(static_cast<Out \*>(a.out) + token \* a.out_ld + at\), out/\1 + (1 << 19), out/'
+  ${MAKE:-make} -C "$planted" LIB=lib lib/test/rows
+  exit
+fi
+
+have compute-sanitizer || PATH=$PATH:/usr/local/cuda/bin
+if ! have compute-sanitizer || ! nvidia-smi > /dev/null 2>&1; then
+  skip "compute-sanitizer" "no GPU, or not installed"
+  finish
+fi
+work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
+
+
+# run PROGRAM TOOL NAME: the tool's exit status and seconds go to NAME.rc, what it says to NAME.log.
+run() {
+  local start=$SECONDS
+  timeout -k 5 "$each" compute-sanitizer --tool "$2" --error-exitcode 9 --print-limit 200 "$1" --device cuda \
+    > "$work/$3.log" 2>&1
+  echo "$? $((SECONDS - start))" > "$work/$3.rc"
+}
+
+tools="memcheck racecheck synccheck"
+for tool in $tools; do
+  run "$lib/test/rows" "$tool" "clean.$tool" &
+  [ ! -x "$planted/lib/test/rows" ] || run "$planted/lib/test/rows" "$tool" "planted.$tool" &
+done
+wait
+
+for tool in $tools; do
+  read -r status took < "$work/clean.$tool.rc"
+  case $status:$(tail -n 1 "$work/clean.$tool.log") in
+  0:*) pass "$tool, $took s: $(grep ' passed, ' "$work/clean.$tool.log")" ;;
+  124:*) fail "$tool: longer than $each s" "$(tail -n 3 "$work/clean.$tool.log")" ;;
+  *) fail "$tool, $took s: exit status $status" "$(grep -m 40 -v '^ok' "$work/clean.$tool.log"; tail -n 5 "$work/clean.$tool.log")" ;;
+  esac
+done
+
+# seen TOOL KERNEL: the planted bug in it is reported.
+seen() {
+  [ -f "$work/planted.$1.log" ] || { skip "planted bug in $2, $1" "not built: test/gpu.sh plant"; return; }
+  if grep '^========= ' "$work/planted.$1.log" | grep -q "$2"; then pass "$1 sees the planted bug in $2"
+  else fail "$1 sees the planted bug in $2" "$(tail -n 20 "$work/planted.$1.log")"; fi
+}
+seen racecheck cumoe_up_sm90_wgmma
+seen racecheck cumoe_map_any
+seen synccheck cumoe_router_any_rows
+seen memcheck cumoe_combine_any_gather
+[ -z "$KEEP" ] || cp "$work"/* "$KEEP"
+finish

@@ -1,0 +1,71 @@
+/*
+ * Every CUDA kernel of the table once, forced, in two small layers against the oracle: little enough to run under
+ * compute-sanitizer (test/gpu.sh). What the kernels have to be able to do is variants.c.
+ */
+#include "session.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+static const char *const type_names[] = {"f32", "f16", "bf16"};
+static const int32_t types[] = {CUMOE_F32, CUMOE_F16, CUMOE_BF16};
+
+/* A layer that the kernel serves, by its name: cumoe_<op>_<arch>_<form>_<in>_<w>_<tile>; types x: any. */
+static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
+{
+  int32_t in = CUMOE_BF16, w = CUMOE_BF16;
+  char text[32];
+  for (int i = 0; i < 9; i++) {
+    snprintf(text, sizeof text, "_%s_%s_", type_names[i / 3], type_names[i % 3]);
+    if (strstr(info->name, text)) in = types[i / 3], w = types[i % 3];
+  }
+  layer_spec s = layer_spec_new(in, tokens, 264, 136);
+  s.input = INPUT_ROUTER;
+  s.optional_outputs = true;
+  s.distinct = tokens > 70 ? 70 : 0;
+  if (!strcmp(info->op, "router")) s.router_dtype = w;
+  if (!strcmp(info->op, "combine") && w != in) s.desc.out_dtype = w;
+  if (strstr(info->name, "_ntile_")) s.up_major = s.down_major = CUMOE_IN_OUT;
+  return s;
+}
+
+static void run_row(cumoe_context context, int32_t index, int64_t tokens)
+{
+  cumoe_variant_info info = {.size = sizeof info};
+  CHECK_OK(cumoe_variant_get(context, index, &info));
+  if (strstr(info.name, "_cpu")) {
+    case_drop();
+    return;
+  }
+  if (!info.usable) {
+    case_skip("%s: this GPU cannot run it", info.name);
+    return;
+  }
+  const layer_spec spec = spec_of(&info, tokens);
+  const layer_inputs in = layer_inputs_new(&spec);
+  CHECK_OK(cumoe_variant_force(context, index));
+  const layer_outputs out = run_layer(context, &spec, &in);
+  check_layer(&spec, &in, &out);
+  check_fault(context, NULL, CUMOE_FAULT_NONE);
+  CHECK_OK(cumoe_variant_force(context, -1));
+  case_end();
+}
+
+int main(int argc, char **argv)
+{
+  test_begin(argc, argv);
+  cumoe_context context = open_context(0);
+  if (context) {
+    for (int64_t tokens = 70; tokens <= 700; tokens *= 10) /* 700: the map takes two kernels */
+      if (group_begin("every row, T %" PRId64, tokens)) {
+        for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+          case_begin("row %d", i);
+          run_row(context, i, tokens);
+        }
+        group_end();
+      }
+    close_context(context);
+  }
+  return test_end();
+}
