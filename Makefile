@@ -32,6 +32,7 @@ T ?=
 V ?=
 DEMO_ARGS  ?=
 BENCH_ARGS ?= --grouped
+TUNE_ARGS  ?=
 
 # ---- derived --------------------------------------------------------------------------------------------------
 
@@ -98,14 +99,16 @@ EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*
 EXAMPLES_CXX := $(sort $(patsubst test/examples/%.cpp,%,$(wildcard test/examples/*.cpp)))
 # Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
 FUZZERS      := $(patsubst test/fuzz/%.c,%,$(filter-out test/fuzz/main.c,$(sort $(wildcard test/fuzz/*.c))))
-BENCH_C := $(sort $(filter-out bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
+# Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
+BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c)
+BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
 	test/*.[ch] test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
-.PHONY: all demo test bench check tests install uninstall format lint clean help FORCE
+.PHONY: all demo test bench tune check tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
 
 # ---- stamps: a file that holds the flags, rewritten when they change, so that what was built with them is rebuilt
@@ -253,14 +256,18 @@ $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flag
 	$(call link,-fsanitize=$(SANITIZE) $< $(asan_helpers) $(ASAN_OBJS))
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
-$(LIB)/bench/bench: $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
-	$(call link,$(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
+$(BENCH_MAINS:bench/%.c=$(LIB)/bench/%): $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
+	$(call link,$< $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
 
 demo: $(LIB)/demo
 	$(Q)$(LIB)/demo $(DEMO_ARGS)
 
 bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
+
+# On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
+tune: $(LIB)/bench/tune
+	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune_any.def && cp $(LIB)/tune_any.def host/tune_any.def
 
 tests: $(PROGRAMS)
 
@@ -326,7 +333,7 @@ lint:
 	--suppress=missingIncludeSystem $(ARCH_DEFINES) -Iinclude $(LIB_C)
 
 clean:
-	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix
+	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix $(LIB)/planted
 
 help:
 	@echo 'make            $(LIB)/libcumoe.a'
@@ -336,6 +343,7 @@ help:
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format, fuzzing (T=symbols: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
+	@echo 'make tune       measures every kernel and rewrites host/tune_any.def       (TUNE_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

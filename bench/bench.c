@@ -7,27 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const shape shapes[] = {
-#define SHAPE(name, e, k, h, i, routing, when) {name, e, k, h, i, {0}, SHAPE_##when},
-#include "shapes.def"
-};
-enum { SHAPES = sizeof shapes / sizeof *shapes };
-
-/* Routings are function calls, so they cannot stand in the table. */
-static shape shape_at(int32_t index)
-{
-  const cumoe_routing routings[SHAPES] = {
-#define SHAPE(name, e, k, h, i, routing, when) routing,
-#include "shapes.def"
-  };
-  shape s = shapes[index];
-  s.routing = routings[index];
-  return s;
-}
-
-static const gpu_rates known_gpus[] = {
-    {"H200", 4.8e12, 989e12}, {"H100", 3.35e12, 989e12}, {"B200", 8e12, 2250e12}, {"A100", 2.039e12, 312e12}};
-
 /* ---- options --------------------------------------------------------------------------------------- */
 
 static const char usage[] =
@@ -142,8 +121,10 @@ static bool models_known(const char *list)
   for (const char *p = list; p && *p;) {
     const size_t part = strcspn(p, ",");
     bool known = part == 3 && memcmp(p, "all", 3) == 0;
-    for (int32_t i = 0; i < SHAPES; ++i)
-      known = known || (strlen(shapes[i].name) == part && memcmp(p, shapes[i].name, part) == 0);
+    for (int32_t i = 0; i < shape_count(); ++i) {
+      const shape s = shape_at(i);
+      known = known || (strlen(s.name) == part && memcmp(p, s.name, part) == 0);
+    }
     if (!known) {
       fprintf(stderr, "bench: %.*s is no row of bench/shapes.def\n", (int)part, p);
       return false;
@@ -302,7 +283,7 @@ static bool run_all(bench *b)
 {
   bool good = true;
   print_header(b);
-  for (int32_t i = 0; i < SHAPES; ++i) {
+  for (int32_t i = 0; i < shape_count(); ++i) {
     const shape s = shape_at(i);
     if (wanted(b, &s)) good = run_shape(b, &s) && good;
   }
@@ -311,37 +292,17 @@ static bool run_all(bench *b)
 
 /* ---- main ------------------------------------------------------------------------------------------ */
 
-static void print_log(void *user, cumoe_log_level level, const char *message)
-{
-  (void)user;
-  (void)level;
-  fprintf(stderr, "cumoe: %s\n", message);
-}
-
-static cumoe_status start_cuda(bench *b)
-{
-  TRY_CUDA(b, cudaSetDevice(b->device.device));
-  TRY_CUDA(b, cudaStreamCreateWithFlags(&b->stream, cudaStreamNonBlocking));
-  b->blas = cublas_open(b);
-  if (!b->blas) fprintf(stderr, "bench: no cuBLAS peers: %s\n", b->error);
-  b->error[0] = 0;
-  b->nvml = nvml_open(b);
-  for (size_t i = 0; i < sizeof known_gpus / sizeof *known_gpus && !b->rates; ++i)
-    if (strstr(b->device.name, known_gpus[i].name)) b->rates = &known_gpus[i];
-  return CUMOE_OK;
-}
-
 static cumoe_status start(bench *b)
 {
-  TRY(cumoe_context_create(b->o.device, NULL, &b->context));
-  b->device.size = sizeof b->device;
-  TRY(cumoe_context_info(b->context, &b->device));
+  TRY(bench_open(b));
   const bool cpu = b->device.device == CUMOE_DEVICE_CPU;
   if (cpu && b->o.device != CUMOE_DEVICE_CPU)
     fprintf(stderr, "bench: no usable GPU: a toy layer on the CPU device instead\n");
   default_tokens(&b->o, cpu);
   if (b->o.list) return CUMOE_OK;
-  if (!cpu) TRY(start_cuda(b));
+  b->blas = cpu ? NULL : cublas_open(b);
+  if (!cpu && !b->blas) fprintf(stderr, "bench: no cuBLAS peers: %s\n", b->error);
+  b->error[0] = 0;
   TRY(force_variants(b));
   return make_noise(b);
 }
@@ -349,11 +310,8 @@ static cumoe_status start(bench *b)
 static void stop(bench *b)
 {
   cublas_close(b->blas);
-  nvml_close(b->nvml);
-  store_free(&b->store);
-  if (b->context) (void)cumoe_context_destroy(b->context);
-  if (b->stream) cudaStreamDestroy(b->stream);
   if (b->csv) fclose(b->csv);
+  bench_close(b);
 }
 
 int main(int argc, char **argv)
@@ -362,7 +320,6 @@ int main(int argc, char **argv)
   const int early = parse_options(argc, argv, &b.o);
   if (early) return early - 1;
   if (b.o.models && !models_known(b.o.models)) return 2;
-  cumoe_set_log(print_log, NULL, CUMOE_LOG_WARNING);
   cumoe_status status = start(&b);
   bool good = status == CUMOE_OK;
   if (good && b.o.list) {

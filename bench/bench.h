@@ -25,9 +25,10 @@ typedef struct options {
   int64_t tokens[MAX_TOKENS];
   int32_t forced_count, tokens_count;
   int32_t device;
-  cumoe_dtype dtype;
-  double zipf; /* exponent of the experts' popularity; 0: the router decides */
-  bool one;    /* every slot of every token to one expert */
+  cumoe_dtype dtype, router; /* router: of its weights; 0: dtype */
+  double zipf;               /* exponent of the experts' popularity; 0: the router decides */
+  bool one;                  /* every slot of every token to one expert */
+  bool in_out;               /* weights [E, in, out] */
   bool quick, grouped, list;
 } options;
 
@@ -107,6 +108,14 @@ typedef struct cell {
   cumoe_view_mut h, y, out, workspace, map_workspace;
   int32_t *host_counts; /* [inputs, E] */
 } cell;
+
+/* ---- opening and closing (setup.c) ---- */
+
+int32_t shape_count(void);
+shape shape_at(int32_t index);
+/* Context, stream, rates and clocks of b->o.device; bench_close after a failure too. */
+cumoe_status bench_open(bench *b);
+void bench_close(bench *b);
 
 /* ---- what is timed (timing.c) ---- */
 

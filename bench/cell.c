@@ -61,13 +61,14 @@ enum { TABLE = 1 << 16 };
 static cumoe_status upload_noise(bench *b, uint16_t *host, int64_t count, double deviation, noise *n)
 {
   static uint16_t table[TABLE];
+  const cumoe_dtype dtype = b->o.dtype == CUMOE_F16 ? CUMOE_F16 : CUMOE_BF16;
   cumoe_view_mut block;
-  for (int32_t i = 0; i < TABLE; ++i) table[i] = narrow((float)(deviation * random_normal(&b->seed)), b->o.dtype);
+  for (int32_t i = 0; i < TABLE; ++i) table[i] = narrow((float)(deviation * random_normal(&b->seed)), dtype);
   for (int64_t i = 0; i + 4 <= count; i += 4) {
     const uint64_t bits = random_bits(&b->seed);
     for (int32_t j = 0; j < 4; ++j) host[i + j] = table[bits >> 16 * j & (TABLE - 1)];
   }
-  TRY(take(b, &b->store, b->o.dtype, 1, count, &block));
+  TRY(take(b, &b->store, dtype, 1, count, &block));
   TRY(cumoe_copy_from_host(b->context, block, host, (size_t)count * 2, b->stream));
   *n = (noise){cumoe_const(block), 0};
   return cumoe_synchronize(b->context, b->stream);
@@ -89,10 +90,13 @@ cumoe_status make_noise(bench *b)
   return status;
 }
 
+/* An f32 is filled with two bf16, of which the upper one is nearly its value. */
 cumoe_status fill_noise(bench *b, cumoe_view_mut dst, noise *from)
 {
-  const int64_t count = dst.rows * dst.cols, length = from->block.cols;
+  const int64_t pieces = dst.dtype == CUMOE_F32 ? 2 : 1;
+  const int64_t count = dst.rows * dst.cols * pieces, length = from->block.cols;
   cumoe_view_mut flat = dst;
+  flat.dtype = from->block.dtype;
   flat.rows = 1;
   flat.cols = flat.ld = count;
   for (int64_t done = 0; done < count;) {
@@ -156,14 +160,26 @@ static cumoe_status upload_select_bias(bench *b, model *m)
   return cumoe_synchronize(b->context, b->stream);
 }
 
+/* The same bytes as a matrix of the other shape. */
+static void turn(cumoe_view *v)
+{
+  const int64_t rows = v->rows;
+  v->rows = v->cols;
+  v->cols = v->ld = rows;
+}
+
 static cumoe_status bind_weights(bench *b, model *m)
 {
   const shape *s = m->shape;
   cumoe_weights_desc d = {.size = sizeof d, .experts = s->experts, .hidden = s->hidden, .inter = s->inter};
   d.gate_order = CUMOE_GATE_UP_CONCAT;
-  d.up_major = d.down_major = CUMOE_OUT_IN;
+  d.up_major = d.down_major = b->o.in_out ? CUMOE_IN_OUT : CUMOE_OUT_IN;
   TRY(cumoe_view_rows(m->gate_up, 0, 2 * (int64_t)s->inter, &d.gate_up.data));
   TRY(cumoe_view_rows(m->down, 0, s->hidden, &d.down.data));
+  if (b->o.in_out) {
+    turn(&d.gate_up.data);
+    turn(&d.down.data);
+  }
   return cumoe_weights_bind(b->context, &d, &m->weights);
 }
 
@@ -181,7 +197,7 @@ cumoe_status model_create(bench *b, const shape *s, model *m)
   TRY(cumoe_plan_create(b->context, &m->desc, &m->plan));
   TRY(take(b, &m->store, b->o.dtype, experts * 2 * s->inter, s->hidden, &gate_up));
   TRY(take(b, &m->store, b->o.dtype, experts * s->hidden, s->inter, &down));
-  TRY(take(b, &m->store, b->o.dtype, experts, s->hidden, &router));
+  TRY(take(b, &m->store, b->o.router ? b->o.router : b->o.dtype, experts, s->hidden, &router));
   TRY(fill_noise(b, gate_up, &b->small));
   TRY(fill_noise(b, down, &b->small));
   TRY(fill_noise(b, router, &b->small));

@@ -1,0 +1,60 @@
+/* What the programs of this folder share: the table of shapes, the GPU and its rates, opening and closing. */
+#include "bench.h"
+
+#include <string.h>
+
+static const shape shapes[] = {
+#define SHAPE(name, e, k, h, i, routing, when) {name, e, k, h, i, {0}, SHAPE_##when},
+#include "shapes.def"
+};
+enum { SHAPES = sizeof shapes / sizeof *shapes };
+
+int32_t shape_count(void)
+{
+  return SHAPES;
+}
+
+/* Routings are function calls, so they cannot stand in the table. */
+shape shape_at(int32_t index)
+{
+  const cumoe_routing routings[SHAPES] = {
+#define SHAPE(name, e, k, h, i, routing, when) routing,
+#include "shapes.def"
+  };
+  shape s = shapes[index];
+  s.routing = routings[index];
+  return s;
+}
+
+static const gpu_rates known_gpus[] = {
+    {"H200", 4.8e12, 989e12}, {"H100", 3.35e12, 989e12}, {"B200", 8e12, 2250e12}, {"A100", 2.039e12, 312e12}};
+
+static void print_log(void *user, cumoe_log_level level, const char *message)
+{
+  (void)user;
+  (void)level;
+  fprintf(stderr, "cumoe: %s\n", message);
+}
+
+cumoe_status bench_open(bench *b)
+{
+  cumoe_set_log(print_log, NULL, CUMOE_LOG_WARNING);
+  TRY(cumoe_context_create(b->o.device, NULL, &b->context));
+  b->device.size = sizeof b->device;
+  TRY(cumoe_context_info(b->context, &b->device));
+  if (b->device.device == CUMOE_DEVICE_CPU) return CUMOE_OK;
+  TRY_CUDA(b, cudaSetDevice(b->device.device));
+  TRY_CUDA(b, cudaStreamCreateWithFlags(&b->stream, cudaStreamNonBlocking));
+  b->nvml = nvml_open(b);
+  for (size_t i = 0; i < sizeof known_gpus / sizeof *known_gpus && !b->rates; ++i)
+    if (strstr(b->device.name, known_gpus[i].name)) b->rates = &known_gpus[i];
+  return CUMOE_OK;
+}
+
+void bench_close(bench *b)
+{
+  nvml_close(b->nvml);
+  store_free(&b->store);
+  if (b->context) (void)cumoe_context_destroy(b->context);
+  if (b->stream) cudaStreamDestroy(b->stream);
+}
