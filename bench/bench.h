@@ -25,11 +25,11 @@ typedef struct options {
   int64_t tokens[MAX_TOKENS];
   int32_t forced_count, tokens_count;
   int32_t device;
-  cumoe_dtype dtype, router; /* router: of its weights; 0: dtype */
-  double zipf;               /* exponent of the experts' popularity; 0: the router decides */
-  bool one;                  /* every slot of every token to one expert */
-  bool in_out;               /* weights [E, in, out] */
-  bool quick, grouped, list;
+  cumoe_dtype dtype, router;         /* router: of its weights; 0: dtype */
+  double zipf;                       /* exponent of the experts' popularity; 0: the router decides */
+  bool one;                          /* every slot of every token to one expert */
+  bool in_out;                       /* weights [E, in, out] */
+  bool quick, coarse, grouped, list; /* quick: short samples; coarse: shorter still, for bench/tune */
 } options;
 
 typedef enum shape_when { SHAPE_always, SHAPE_request, SHAPE_cpu } shape_when;

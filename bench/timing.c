@@ -13,6 +13,7 @@ typedef struct effort {
 
 static effort effort_of(const bench *b)
 {
+  if (b->o.coarse) return (effort){5, 300};
   return b->o.quick ? (effort){7, 1000} : (effort){11, 3000};
 }
 

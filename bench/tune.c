@@ -68,7 +68,7 @@ typedef struct samples {
   int32_t count;
 } samples;
 
-static const double UNABLE = 1e6;
+static const double UNABLE = 1e6, SWITCH = 0.02;
 
 static point *point_at(samples *s, int64_t rows)
 {
@@ -203,7 +203,7 @@ static int32_t between(const samples *s, int32_t i)
   return (int32_t)sqrt((double)s->points[i].rows * (double)s->points[i + 1].rows);
 }
 
-/* The cheapest choices for the points from `first` on, of those allowed; a switch costs half a percent a layer. */
+/* The cheapest choices for the points from `first` on, of those allowed; a switch costs SWITCH a layer. */
 static thresholds cut(const samples *s, int32_t first, const bool *allowed)
 {
   static double least[MAX_POINTS][MAX_CHOICES];
@@ -215,7 +215,7 @@ static thresholds cut(const samples *s, int32_t first, const bool *allowed)
       double rest = i < last ? HUGE_VAL : 0;
       next[i][c] = c;
       for (int32_t d = 0; d < s->choices && i < last; ++d) {
-        const double cost = least[i + 1][d] + (c == d ? 0 : 0.005 * s->points[i].layers);
+        const double cost = least[i + 1][d] + (c == d ? 0 : SWITCH * s->points[i].layers);
         if (allowed[d] && (cost < rest || (cost <= rest && d == c))) rest = cost, next[i][c] = d;
       }
       least[i][c] = rest + s->points[i].cost[c];
@@ -277,7 +277,7 @@ static int32_t first_of_sm90(const samples *s, const thresholds *portable, thres
   allow(s, false, INT32_MAX, allowed);
   for (int32_t i = 0; i < s->count; ++i) {
     const thresholds t = cut(s, i, allowed);
-    const double cost = t.cost + cost_before(s, portable, i) + 0.005;
+    const double cost = t.cost + cost_before(s, portable, i) + SWITCH * s->points[i].layers;
     if (cost < least) least = cost, best = i, *sm90 = t;
   }
   return best;
@@ -360,7 +360,7 @@ static bool tune(bench *b, const char *ops, const char *models)
 
 int main(int argc, char **argv)
 {
-  bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16, .quick = true}, .seed = 1};
+  bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16, .coarse = true}, .seed = 1};
   const char *ops = NULL, *models = NULL;
   for (int i = 1; i + 1 < argc; i += 2)
     if (strcmp(argv[i], "--op") == 0)

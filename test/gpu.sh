@@ -3,7 +3,8 @@
 # that each tool sees a bug in them. Last line as in test/run.sh.
 #
 #   test/gpu.sh plant    anywhere with nvcc: builds the test with planted bugs, lib/planted/lib/test/rows
-#   test/gpu.sh          on the GPU machine; all tools side by side, each stopped after SECONDS_EACH (120)
+#   test/gpu.sh          on the GPU machine; all tools side by side, each stopped after SECONDS_EACH (120);
+#                        KEEP=FOLDER keeps what they said
 cd "$(dirname "$0")/.." || exit 1
 . test/check/count.sh
 lib=${LIB:-lib} each=${SECONDS_EACH:-120}

@@ -14,16 +14,17 @@ static const int32_t types[] = {CUMOE_F32, CUMOE_F16, CUMOE_BF16};
 /* A layer that the kernel serves, by its name: cumoe_<op>_<arch>_<form>_<in>_<w>_<tile>; types x: any. */
 static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
 {
+  const bool many = tokens > 70;
   int32_t in = CUMOE_BF16, w = CUMOE_BF16;
   char text[32];
   for (int i = 0; i < 9; i++) {
     snprintf(text, sizeof text, "_%s_%s_", type_names[i / 3], type_names[i % 3]);
     if (strstr(info->name, text)) in = types[i / 3], w = types[i % 3];
   }
-  layer_spec s = layer_spec_new(in, tokens, 264, 136);
+  layer_spec s = layer_spec_new(in, tokens, many ? 72 : 264, many ? 40 : 136);
   s.input = INPUT_ROUTER;
   s.optional_outputs = true;
-  s.distinct = tokens > 70 ? 70 : 0;
+  s.distinct = many ? 70 : 0;
   if (!strcmp(info->op, "router")) s.router_dtype = w;
   if (!strcmp(info->op, "combine") && w != in) s.desc.out_dtype = w;
   if (strstr(info->name, "_ntile_")) s.up_major = s.down_major = CUMOE_IN_OUT;
@@ -57,7 +58,7 @@ int main(int argc, char **argv)
   test_begin(argc, argv);
   cumoe_context context = open_context(0);
   if (context) {
-    for (int64_t tokens = 70; tokens <= 700; tokens *= 10) /* 700: the map takes two kernels */
+    for (int64_t tokens = 70; tokens <= 700; tokens *= 10) /* 700: the map takes two kernels, experts more tiles */
       if (group_begin("every row, T %" PRId64, tokens)) {
         for (int32_t i = 0; i < cumoe_variant_count(); i++) {
           case_begin("row %d", i);
