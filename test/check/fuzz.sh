@@ -4,7 +4,6 @@
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
-export ASAN_OPTIONS="allocator_may_return_null=1${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 seconds=${FUZZ_SECONDS:-60} harnesses=$(echo "$FUZZERS" | wc -w)
 
 for name in $FUZZERS; do

@@ -4,8 +4,7 @@
 archive=${LIB:-lib}/libcumoe.a
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
-{ echo '#define CUMOE_EXPERIMENTAL'; (cd include && printf '#include <%s>\n' cumoe/*.h); } | ${CC:-cc} -Iinclude -E -P - | tr '\n' ' ' | tr ';' '\n' |
-  sed -n 's/.*visibility("default")[^)]*))//p' | grep -o 'cumoe_[a-z0-9_]* *(' | tr -d ' (' | sort -u > "$work/declared"
+declared > "$work/declared"
 nm -g --defined-only "$archive" 2> /dev/null | awk 'NF == 3 { print $3 }' | sort -u > "$work/exported"
 nm -g --undefined-only "$archive" 2> /dev/null | awk 'NF == 2 { print $2 }' | sort -u > "$work/needed"
 objdump -t "$archive" > "$work/table" 2> /dev/null
