@@ -39,6 +39,15 @@ static shape gemm_shape(operation op, const gemm_args *a)
                  .no_tmap = !tmap_serves(a)};
 }
 
+static shape permute_shape(const permute_args *a)
+{
+  return (shape){.op = OP_permute,
+                 .tokens = a->tokens.count,
+                 .rows = a->rows_cap,
+                 .n = a->hidden * a->element,
+                 .top_k = a->top_k};
+}
+
 static shape shape_of(operation op, const void *args)
 {
   const gate_args *gate = args;
@@ -47,6 +56,7 @@ static shape shape_of(operation op, const void *args)
   case OP_router: return router_shape(args);
   case OP_map_count:
   case OP_map: return map_shape(op, args);
+  case OP_permute: return permute_shape(args);
   case OP_up:
   case OP_down: return gemm_shape(op, args);
   case OP_gate: return (shape){.op = op, .tokens = gate->tokens.count, .experts = gate->experts, .top_k = gate->top_k};
@@ -65,20 +75,32 @@ static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid,
                                cumoe_stream stream)
 {
   const variant *v = &variants[row];
-  if (v->form != FORM_wgmma && v->form != FORM_pair) return launch(context, row, grid, early, args, stream);
-  const bool up = v->op == OP_up;
-  const int32_t columns = up ? 2 * v->bn : v->bn, ctas = v->form == FORM_pair ? 2 : 1; /* that load a part each */
+  if (v->form != FORM_wgmma) return launch(context, row, grid, early, args, stream);
+  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
   gemm_sm90_args mapped = {.g = *(const gemm_args *)args};
-  if (!tmap_encode(context->encode_tiled, columns / ctas, !up, &mapped))
+  if (!tmap_encode(context->encode_tiled, columns / 2, &mapped))
     return fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
   return launch(context, row, grid, early, &mapped, stream);
+}
+
+static shape shape_in(cumoe_context context, operation op, const void *args)
+{
+  shape s = shape_of(op, args);
+  s.no_tmap |= context->encode_tiled == NULL;
+  return s;
+}
+
+bool dispatch_wants_permuted(cumoe_context context, const gemm_args *up)
+{
+  const machine m = machine_of(&context->info, context->forced);
+  const shape s = shape_in(context, OP_up, up);
+  return wants_permuted(&m, &s);
 }
 
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
 {
   const machine m = machine_of(&context->info, context->forced);
-  shape s = shape_of(op, args);
-  s.no_tmap |= context->encode_tiled == NULL;
+  const shape s = shape_in(context, op, args);
   const int32_t row = choose(&m, &s);
   if (row < 0)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "no kernel%s serves this operation (%s x %s, %s-major weights)",

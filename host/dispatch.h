@@ -8,6 +8,9 @@
 /* `args` is the operation's struct of kernels/args.h. Inside enter_device/leave_device. */
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream);
 
+/* Whether `up` would gain from permuted rows (plan.h: wants_permuted). */
+bool dispatch_wants_permuted(cumoe_context context, const gemm_args *up);
+
 /* The stages' raw form, shared by the single calls and by the forward pass. */
 typedef struct route_pointers {
   int32_t *counts, *offsets, *row_pair, *slot_row;

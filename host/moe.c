@@ -123,6 +123,27 @@ static cumoe_status map_rows(pass *p)
   return dispatch_map(p->plan->context, &m, p->stream);
 }
 
+/* x in row order, in the region of y: up is the last to read it, down the first to write there. */
+static cumoe_status permute_rows(const pass *p, void *rows, gemm_args *up)
+{
+  const permute_args a = {.x = up->a,
+                          .rows = rows,
+                          .x_ld = up->a_ld,
+                          .rows_ld = up->k,
+                          .slot_row = p->route.slot_row,
+                          .tokens = p->tokens,
+                          .rows_cap = up->rows_cap,
+                          .top_k = up->top_k,
+                          .hidden = up->k,
+                          .element = up->dtype == DT_F32 ? 4 : 2,
+                          .fault = up->fault};
+  up->a = rows;
+  up->a_ld = up->k;
+  up->packed = true;
+  up->settled = true; /* the map is no longer the grid before */
+  return dispatch(p->plan->context, OP_permute, &a, p->stream);
+}
+
 /* up and down of one weights object; route NULL: the shared expert, where every token is a row */
 static cumoe_status run_experts(const pass *p, cumoe_weights weights, const route_pointers *route, size_t h_offset,
                                 size_t y_offset)
@@ -142,6 +163,7 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   down.tokens = p->tokens;
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
+  if (route && dispatch_wants_permuted(p->plan->context, &up)) TRY(permute_rows(p, region(p, y_offset), &up));
   TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
   return dispatch(p->plan->context, OP_down, &down, p->stream);
 }

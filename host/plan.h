@@ -31,12 +31,15 @@ typedef struct shape {
   bool no_tmap;         /* tensor maps cannot describe the weights, or the driver makes none */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
-  int32_t n, k;         /* output channels, reduction length */
+  int32_t n, k;         /* output channels, reduction length; permute: n bytes a token */
   int32_t top_k;
 } shape;
 
 /* The row to run: the forced one, else the best one for the shape; -1 if none can. */
 int32_t choose(const machine *m, const shape *s);
+
+/* Whether up's rows should be permuted into a copy first: its row is fed by bulk copies then, which gathers cannot use. */
+bool wants_permuted(const machine *m, const shape *up);
 
 /* CTAs (CUDA row) or work units (CPU row) for a chosen row. */
 int64_t grid_size(const machine *m, const variant *v, const shape *s);

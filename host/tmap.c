@@ -55,7 +55,7 @@ bool tmap_serves(const gemm_args *args)
   return true;
 }
 
-bool tmap_encode(void (*encoder)(void), int32_t columns, bool rows, gemm_sm90_args *args)
+bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
 {
   const gemm_args *g = &args->g;
   const uint32_t halves = g->gated ? 2 : 1;
@@ -69,7 +69,7 @@ bool tmap_encode(void (*encoder)(void), int32_t columns, bool rows, gemm_sm90_ar
       .box = {WGMMA_BK, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
   if (!encode(encoder, g->dtype, &weights, args->weights)) return false;
-  if (!rows) return true;
+  if (g->row_pair && !g->packed) return true;
   const tensor a = {
       .base = g->a,
       .rank = 2,

@@ -8,8 +8,8 @@
 /* Whether tensor maps can describe the weights: K-major, one base pointer, strides that the hardware takes. */
 bool tmap_serves(const gemm_args *args);
 
-/* args->g is set; fills in the rest, for boxes of `columns` weight rows. `rows`: the rows of A too, as down reads them.
+/* args->g is set; fills in the rest, for boxes of `columns` weight rows, and of the rows of A unless they are gathered.
  * `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
-bool tmap_encode(void (*encoder)(void), int32_t columns, bool rows, gemm_sm90_args *args);
+bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args);
 
 #endif

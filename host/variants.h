@@ -4,7 +4,7 @@
 
 #include "../kernels/cpu/cpu.h"
 
-typedef enum operation { OP_router, OP_gate, OP_map_count, OP_map, OP_up, OP_down, OP_combine, OP_COUNT } operation;
+typedef enum operation { OP_router, OP_gate, OP_map_count, OP_map, OP_permute, OP_up, OP_down, OP_combine, OP_COUNT } operation;
 
 typedef enum arch { ARCH_cpu, ARCH_any, ARCH_sm90 } arch;
 
@@ -13,12 +13,12 @@ typedef enum form {
   FORM_ref,   /* CPU: everything */
   FORM_warp,  /* gate: a warp a token */
   FORM_chunk, /* map: counting by chunks of pairs */
+  FORM_scatter, /* permute */
   FORM_rows,  /* router: few tokens, a dot product an expert */
   FORM_tile,  /* GEMM on tensor cores, K-major weights; router: many tokens */
   FORM_ntile, /* GEMM on tensor cores, N-major weights */
   FORM_thin,  /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_wgmma, /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
-  FORM_pair,  /* the same by clusters of two CTAs that share the weights */
   FORM_fma,   /* f32 GEMM by plain FMA, any layout */
   FORM_gather /* combine */
 } form;

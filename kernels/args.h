@@ -86,6 +86,18 @@ typedef struct map_args {
   fault_sink fault;
 } map_args;
 
+/* rows[slot_row[t, j]] = x[t] for every slot that has a row. Grid: tokens * ceil(hidden * element / BN). CPU unit: one token. */
+typedef struct permute_args {
+  const void *x; /* [T, H] */
+  void *rows;    /* [rows_cap, H]; 16-byte aligned like x, base and leading dimension */
+  int64_t x_ld, rows_ld;
+  const int32_t *slot_row; /* [T, k], ld = k */
+  token_count tokens;
+  int64_t rows_cap;
+  int32_t top_k, hidden, element; /* bytes of an element */
+  fault_sink fault;
+} permute_args;
+
 /*
  * The weights of one projection in normal form, whatever their layout: element (n, k) of half h of expert e is
  *   p[n * n_stride + k * k_stride],  p = table[h] ? table[h][e] : base[h] + e * expert_stride
@@ -104,7 +116,7 @@ typedef struct expert_matrix {
 
 /*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
- *   a(r) = row_pair ? a[row_pair[r] / top_k] : a[r]
+ *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]
  *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation)
  *   acc_h[n] *= pair_weights[token, slot] if pair_weights (weight on input: linear, so applied to the sum)
  *   acc_h[n] += bias_h[e, n]
@@ -125,6 +137,7 @@ typedef struct gemm_args {
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
   int32_t dtype, act, gated;  /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
   int32_t settled;            /* weights, counts and offsets were complete before the grid before this one started */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
   fault_sink fault;
@@ -134,9 +147,9 @@ enum { CPU_N_BLOCK = 32 };
 
 /*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
- *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x the weight rows of a tile, for a gated up 8 of
- *            one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
- *   rows:    down only: (k, row); a box is WGMMA_BK x WGMMA_STEP
+ *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x half the weight rows of a tile, for a gated up
+ *            8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
+ *   rows:    of rows of a in row order: (k, row); a box is WGMMA_BK x WGMMA_STEP
  */
 typedef struct gemm_sm90_args {
   gemm_args g;

@@ -87,6 +87,15 @@ DEVICE void cp_async_bulk_tensor_5d_multicast(void *shared, const void *map, int
                : "memory");
 }
 
+DEVICE void cp_async_bulk_tensor_2d_multicast(void *shared, const void *map, int32_t c0, int32_t c1, uint64_t *barrier,
+                                              uint16_t ctas)
+{
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+               "l"(map), "r"(c0), "r"(c1), "r"(shared_address(barrier)), "h"(ctas)
+               : "memory");
+}
+
 DEVICE void prefetch_tensormap(const void *map)
 {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -102,6 +111,14 @@ DEVICE void fence_proxy_async_shared()
 DEVICE void fence_proxy_async_global()
 {
   asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+/* The smaller; NaN if one is. */
+DEVICE float min_or_nan(float a, float b)
+{
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
 }
 
 /* ---- warps, clusters ---- */

@@ -124,7 +124,7 @@ DEVICE tile_unit unit_of(const gemm_args &args, const tile_table &table, int64_t
 /* Where row `row` of the A operand lies; -1 if its pair is none (reads as zeros). */
 DEVICE int32_t source_row(const gemm_args &args, int32_t row)
 {
-  if (!args.row_pair) return row;
+  if (!args.row_pair || args.packed) return row;
   int64_t pair = args.row_pair[row], pairs = token_total(args.tokens) * args.top_k;
   if (pair >= 0 && pair < pairs) return (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
   report_fault(args.fault, FAULT_ROUTE, 0, pair);

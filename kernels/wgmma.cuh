@@ -1,18 +1,19 @@
 /*
- * FORM_wgmma and FORM_pair: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights and more than 16 rows
- * an expert.
+ * FORM_wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights and more than 16 rows an expert.
  *
  * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16: an expert's rows
  * are cut evenly, and nothing is computed but the last few columns' padding. A CTA has one warpgroup of producers and
  * two of consumers around a ring of stages of 64 k:
- *   weights  one TMA box a stage, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c), so
- *            a thread finds both factors of a channel in its own registers;
- *   rows     up: gathered by cp.async into the same 128-byte swizzle; down: TMA boxes of 16 rows.
- * The 64-row blocks of a tile belong to the consumers in turn. Nothing joins the two but the ring.
+ *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c), so a thread
+ *            finds both factors of a channel in its own registers;
+ *   rows     TMA boxes of 16 rows where they lie one after another (down; up of permuted rows), else gathered by
+ *            cp.async into the same 128-byte swizzle.
+ * Each consumer has half of the weight rows of a tile. Nothing joins the two but the ring.
  *
- * FORM_pair is the same by clusters of two CTAs that work on two row tiles of an expert: each loads half of the weights,
- * for both. It pays where the weights' way from L2 is the limit; where they come from memory, and each is used by two
- * tiles at most, the two CTAs only wait for each other (bench/NOTES.md).
+ * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2, some
+ * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). Where an expert has an even
+ * number of row tiles, the two take two of them and share the weights, which then leave L2 half as often; else they take
+ * neighbouring channels of one row tile and share its rows.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
@@ -20,25 +21,23 @@
 #include "epilogue.cuh"
 #include "mma_sm90.cuh"
 
-template <class T_, bool UP_, int CLUSTER_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct wgmma_shape {
+template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct wgmma_shape {
   using T = T_;
   static constexpr bool UP = UP_;
-  static constexpr int CLUSTER = CLUSTER_, PAIR_BM = CLUSTER * BM_; /* CTAs; rows of them together */
-  static constexpr int BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_, THREADS = WARPS * WARP_SIZE;
+  static constexpr int CLUSTER = 2, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
   static constexpr int COLUMNS =
       UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
-  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64;
+  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
-  static_assert(BK == WGMMA_BK && WARPS == 12, "a swizzle line of k; three warpgroups");
+  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256 && COLUMNS % (BLOCK * CONSUMERS) == 0, "whole wgmma operands");
 
-  static constexpr int CONSUMER_REGISTERS = BLOCKS * ACCUMULATORS > 160 ? 232 : 224;
-  static constexpr int PRODUCER_REGISTERS = 504 - CONSUMERS * CONSUMER_REGISTERS; /* 384 threads start with 168 each */
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = GROUP / 8, GATHERS = BM / GATHER_ROWS;
-  static constexpr int CHUNK = 32;               /* tokens that a consumer finishes at once, as registers allow */
+  static constexpr int CHUNK = 32;               /* tokens that a consumer finishes at once: what is left of shared memory */
   static constexpr int CHUNK_VALUES = CHUNK / 4; /* of them, of a channel, in a thread */
 };
 
@@ -47,7 +46,7 @@ enum { UNITS_AHEAD = 8 }; /* more than stages: a unit has at least one */
 template <class S> struct wgmma_smem {
   typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
   typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
-  uint4 staged[S::CONSUMERS][S::BLOCKS][S::CHUNK * 8]; /* a block: tokens of 128 bytes */
+  uint4 staged[S::CONSUMERS][S::CHUNK * 8]; /* 64 channels of each token */
   float row_weights[S::CONSUMERS][S::BM];
   uint64_t full[S::STAGES], empty[S::STAGES];
   tile_unit units[UNITS_AHEAD];
@@ -76,31 +75,47 @@ template <class S> DEVICE int wgmma_channels(const gemm_args &args)
   return S::UP && args.gated ? S::COLUMNS / 2 : S::COLUMNS;
 }
 
-/* What this CTA does of pair `index`; expert -1 past the last. An expert's rows are cut at multiples of WGMMA_STEP into
- * tiles as equal as can be, a multiple of CLUSTER of them: the CTAs of a cluster take row tiles of the same channels. Row
- * tiles advance first, inside bands, then channels. */
-template <class S> DEVICE tile_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
+/* A unit of a cluster as one of its CTAs sees it. */
+struct cluster_unit {
+  tile_unit tile; /* expert -1: past the last unit */
+  bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
+  bool absent;    /* neither has channels: an odd number of channel tiles, paired */
+};
+
+/* An expert's rows are cut at multiples of WGMMA_STEP into tiles as equal as can be. Row tiles advance first, inside
+ * bands, then channels. */
+template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
-  constexpr int BAND = 2304 / S::PAIR_BM;
-  const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args));
-  tile_unit unit = {-1, 0, 0, 0};
-  if (index >= (int64_t)table.before[args.experts] * n_tiles) return unit;
-  unit.expert = expert_of_tile(args, table, (int)(index / n_tiles));
-  const row_range rows = expert_rows(args, unit.expert);
-  const int first = table.before[unit.expert], pairs = table.before[unit.expert + 1] - first,
-            tiles = pairs * S::CLUSTER;
-  const int64_t local = index - (int64_t)first * n_tiles;
-  const int band = (int)(local / (BAND * n_tiles)) * BAND, height = min(pairs - band, BAND);
-  const int in_band = (int)(local - (int64_t)band * n_tiles);
-  const int m = (band + in_band % height) * S::CLUSTER + cluster_ctarank();
-  unit.n = in_band / height;
+  const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, 2);
+  const int rank = cluster_ctarank();
+  cluster_unit unit = {{-1, 0, 0, 0}, false, false};
+  if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
+  const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
+  const row_range rows = expert_rows(args, expert);
+  const int first = table.before[expert], tiles = table.before[expert + 1] - first;
+  unit.paired = tiles % 2 == 0;
+  const int tall = unit.paired ? 2 : 1, wide = 2 / tall; /* tiles of the cluster */
+  const int heights = tiles / tall, widths = n_pairs * tall, most = 2304 / S::BM / tall;
+  const int64_t local = index - (int64_t)first * n_pairs;
+  const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
+  const int in_band = (int)(local - (int64_t)band * widths);
+  const int m = (band + in_band % height) * tall + (unit.paired ? rank : 0);
   const int64_t steps = ceil_div(rows.count, S::STEP);
   const int32_t begin = (int32_t)(steps * m / tiles) * WGMMA_STEP,
                 end = (int32_t)(steps * (m + 1) / tiles) * WGMMA_STEP;
-  unit.row = rows.begin + begin;
-  unit.rows =
+  unit.tile.expert = expert;
+  unit.tile.n = in_band / height * wide + (unit.paired ? 0 : rank);
+  unit.tile.row = rows.begin + begin;
+  unit.tile.rows =
       min(min(end, rows.count) - begin, S::BM); /* more only if a bad route had its table cut; of few rows none */
+  unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
+}
+
+/* Whether rows of A are anywhere, as the route says, or one after another. */
+template <class S> DEVICE bool gathers(const gemm_args &args)
+{
+  return S::UP && args.row_pair && !args.packed;
 }
 
 /* ---- producers ---- */
@@ -113,7 +128,7 @@ template <class S> struct gather {
 
   DEVICE void aim(const gemm_args &args, const tile_unit &unit)
   {
-    const int64_t pairs = args.row_pair ? token_total(args.tokens) * args.top_k : args.rows_cap;
+    const int64_t pairs = token_total(args.tokens) * args.top_k;
     constexpr int64_t NONE = INT64_MIN; /* -1 is a bad pair too */
     int64_t bad = NONE;
 #pragma unroll
@@ -121,11 +136,11 @@ template <class S> struct gather {
       const int r = row_of(i);
       source[i] = -1;
       if (r >= unit.rows) continue;
-      const int32_t row = unit.row + r, pair = args.row_pair ? __ldg(args.row_pair + row) : row;
+      const int32_t pair = __ldg(args.row_pair + unit.row + r);
       if (pair < 0 || pair >= pairs)
         bad = pair;
       else
-        source[i] = args.row_pair ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : pair;
+        source[i] = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
     }
     if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
   }
@@ -147,54 +162,65 @@ template <class S> struct gather {
   }
 };
 
-/* The thread that speaks to the copy engine: a half of the weights of a stage, for both CTAs; down's rows, which lie one
- * after another. */
+/* The thread that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest for itself. */
 template <class S>
-DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int stage, int k0)
+DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const cluster_unit &unit, int stage, int k0)
 {
-  const int boxes = S::UP ? 0 : ceil_div(unit.rows, S::STEP), part = cluster_ctarank();
+  constexpr int HALF = S::COLUMNS / 2; /* weight rows of a box */
+  constexpr uint16_t BOTH = 3;
+  const tile_unit &tile = unit.tile;
+  const int boxes = gathers<S>(args.g) ? 0 : ceil_div(tile.rows, S::STEP), rank = cluster_ctarank();
   const int eights = wgmma_channels<S>(args.g) / 8; /* of channels */
   uint64_t *full = &smem.full[stage];
   mbarrier_arrive_expect_tx(full, (S::COLUMNS + boxes * WGMMA_STEP) * WGMMA_BK * sizeof(typename S::T));
-  if constexpr (S::CLUSTER == 1)
-    cp_async_bulk_tensor_5d(smem.weights[stage], &args.weights, k0, 0, 0, unit.n * eights, unit.expert, full);
-  else
-    cp_async_bulk_tensor_5d_multicast(smem.weights[stage] + part * (S::COLUMNS / S::CLUSTER) * WGMMA_BK, &args.weights,
-                                      k0, 0, 0, unit.n * eights + part * (eights / S::CLUSTER), unit.expert, full,
-                                      (1 << S::CLUSTER) - 1);
-  for (int i = 0; i < boxes; i++)
-    cp_async_bulk_tensor_2d(smem.rows[stage] + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, unit.row + i * WGMMA_STEP,
-                            full);
+  for (int half = unit.paired ? rank : 0; half < (unit.paired ? rank + 1 : 2); half++) {
+    typename S::T *to = smem.weights[stage] + half * HALF * WGMMA_BK;
+    const int channels = tile.n * eights + half * (eights / 2);
+    if (unit.paired)
+      cp_async_bulk_tensor_5d_multicast(to, &args.weights, k0, 0, 0, channels, tile.expert, full, BOTH);
+    else
+      cp_async_bulk_tensor_5d(to, &args.weights, k0, 0, 0, channels, tile.expert, full);
+  }
+  for (int i = unit.paired ? 0 : rank; i < boxes; i += unit.paired ? 1 : 2) {
+    typename S::T *to = smem.rows[stage] + i * WGMMA_STEP * WGMMA_BK;
+    const int row = tile.row + i * WGMMA_STEP;
+    if (unit.paired)
+      cp_async_bulk_tensor_2d(to, &args.rows, k0, row, full);
+    else
+      cp_async_bulk_tensor_2d_multicast(to, &args.rows, k0, row, full, BOTH);
+  }
 }
 
 /* Units are told to the consumers through the barrier of their first stage; one without expert is the last. */
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  if (!S::UP && threadIdx.x != 0) return;
+  const bool gathering = gathers<S>(args.g);
+  if (!gathering && threadIdx.x != 0) return;
   ring_place<S> at;
   gather<S> rows;
   int slot = 0;
-  tile_unit unit;
 #pragma unroll 1
-  for (int64_t index = blockIdx.x / S::CLUSTER;; index += gridDim.x / S::CLUSTER, slot = (slot + 1) % UNITS_AHEAD) {
-    unit = wgmma_unit<S>(args.g, smem.table, index);
-    if (S::UP) rows.aim(args.g, unit);
+  for (int64_t index = blockIdx.x / S::CLUSTER;; index += gridDim.x / S::CLUSTER) {
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, index);
+    if (unit.absent) continue;
+    if (gathering) rows.aim(args.g, unit.tile);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       if (threadIdx.x == 0) {
-        if (k0 == 0) smem.units[slot] = unit;
-        if (unit.expert >= 0)
+        if (k0 == 0) smem.units[slot] = unit.tile;
+        if (unit.tile.expert >= 0)
           copy_boxes<S>(args, smem, unit, at.stage, k0);
         else
           mbarrier_arrive(&smem.full[at.stage]);
       }
-      if (S::UP) {
+      if (gathering) {
         __syncwarp();
-        rows.copy(args, smem, unit, at.stage, k0);
+        rows.copy(args, smem, unit.tile, at.stage, k0);
       }
-      if (unit.expert < 0) return;
+      if (unit.tile.expert < 0) return;
     }
+    slot = (slot + 1) % UNITS_AHEAD;
   }
 }
 
@@ -203,11 +229,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
 /* A warp is done with a stage, which both CTAs fill. */
 template <class S> DEVICE void release_stage(wgmma_smem<S> &smem, int stage)
 {
-  if constexpr (S::CLUSTER == 1) {
-    if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
-  } else if (lane_id() < S::CLUSTER) {
-    mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
-  }
+  if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
 }
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over. */
@@ -215,19 +237,20 @@ template <class S, int N>
 DEVICE void multiply_n(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S> &at, int group,
                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
+  const bool gathered = gathers<S>(args);
   int before = -1;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
-    if (S::UP) fence_proxy_async_shared(); /* gathered rows came by cp.async */
-    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCK * WGMMA_BK);
+    if (gathered) fence_proxy_async_shared(); /* they came by cp.async */
+    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * WGMMA_BK);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < WGMMA_BK / 16; k++)
 #pragma unroll
       for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * S::CONSUMERS * 512, b + k * 2, k > 0 || k0 > 0);
+        wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 512, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
     wgmma_wait_group<1>();
     if (before >= 0) release_stage<S>(smem, before);
@@ -264,7 +287,7 @@ template <class S> struct row_bias {
     for (int i = 0; i < S::BLOCKS; i++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int block = (i * S::CONSUMERS + group) * S::BLOCK, half = gated ? h : 0;
+        const int block = (group * S::BLOCKS + i) * S::BLOCK, half = gated ? h : 0;
         const int local = gated ? (block + row - lane_id() / 4) / 2 + lane_id() / 4 : block + row + 8 * h;
         const int64_t channel = unit.n * wgmma_channels<S>(args) + local;
         of[i][h] = 0.f;
@@ -276,7 +299,8 @@ template <class S> struct row_bias {
   }
 };
 
-/* A block's accumulators of CHUNK tokens become outputs: one of (first, second) if gated, else both. */
+/* A block's accumulators of CHUNK tokens become outputs: one of (first, second) if gated, else both. Whatever the
+ * activation. */
 template <class S>
 DEVICE void finish_block(const gemm_sm90_args &args, const float *row_weights, const float (&bias)[2],
                          const float (&acc)[S::ACCUMULATORS], float (&first)[S::CHUNK_VALUES],
@@ -296,42 +320,75 @@ DEVICE void finish_block(const gemm_sm90_args &args, const float *row_weights, c
   if (!args.g.gated) activate<S::CHUNK_VALUES, true>(args.g, second, first);
 }
 
-/* 8 channels of a chunk of tokens, from a warp to the staging rows of the tokens: 16-byte place `vector` of 8. */
-template <class S> DEVICE void stage_channels(uint4 *staged, int vector, const float (&value)[S::CHUNK_VALUES])
+/* The same for what nearly every model wants: in place, a third of the instructions. */
+enum finish_kind { FINISH_any, FINISH_silu, FINISH_swiglu /* biased, clamped, scaled */ };
+
+DEVICE finish_kind finish_of(const gemm_args &args)
 {
-#pragma unroll
-  for (int i = 0; i < S::CHUNK / 32; i++) {
-    uint32_t packed[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) packed[j] = pack_pair<typename S::T>(value[8 * i + 2 * j], value[8 * i + 2 * j + 1]);
-    stmatrix_x4_trans(shared_address(staged + (i * 32 + lane_id()) * 8 + (vector ^ lane_id() % 8)), packed);
-  }
+  if (!args.gated || args.pair_weights || (args.act != ACT_SILU && args.act != ACT_SWIGLU_OAI)) return FINISH_any;
+  return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !(args.act_limit > 0.f) ? FINISH_silu
+                                                                                              : FINISH_swiglu;
 }
 
-/* Staged tokens to memory: a thread has the same 8 channels of every few tokens. */
-template <class S>
-DEVICE void store_chunk(const gemm_args &args, const tile_unit &unit, uint4 (*staged)[S::CHUNK * 8], int group,
-                        int token0)
+struct swiglu {
+  float limit, alpha, shift; /* limit: infinity if none */
+  bool up_first;
+
+  DEVICE swiglu(const gemm_sm90_args &args)
+      : limit(args.g.act_limit > 0.f ? args.g.act_limit : INFINITY),
+        alpha(args.g.act == ACT_SILU ? 1.f : args.g.act_alpha), shift(args.g.act == ACT_SILU ? 0.f : 1.f),
+        up_first(args.up_first)
+  {
+  }
+
+  template <finish_kind KIND> DEVICE float of(float low, float high, const float (&bias)[2]) const
+  {
+    float g = up_first ? high : low, u = up_first ? low : high;
+    if (KIND == FINISH_silu) return g * sigmoid_of<true>(g, 1.f) * u;
+    g = min_or_nan(g + bias[0], limit);
+    u = -min_or_nan(-min_or_nan(u + bias[1], limit), limit);
+    return g * sigmoid_of<true>(g, alpha) * (u + shift);
+  }
+};
+
+/* 8 channels of a chunk of tokens, from a warp to the staging rows of the tokens: 16-byte place `vector` of 8. */
+template <class S> DEVICE void stage_channels(uint4 *staged, int vector, const uint32_t (&packed)[4])
 {
-  const int shift = S::UP && args.gated ? 2 : 3, vectors = 1 << shift; /* of a block of a token */
-  const int thread = threadIdx.x % S::GROUP, vector = thread & (vectors - 1), block = (thread >> shift) % S::BLOCKS;
-  const int first = (thread >> shift) / S::BLOCKS, step = S::GROUP / S::BLOCKS >> shift;
-  const int channel = (unit.n * S::BLOCKS * S::CONSUMERS + block * S::CONSUMERS + group) * vectors * 8 + vector * 8;
+  static_assert(S::CHUNK == 32, "four matrices");
+  stmatrix_x4_trans(shared_address(staged + lane_id() * 8 + (vector ^ lane_id() % 8)), packed);
+}
+
+template <class S> DEVICE void stage_channels(uint4 *staged, int vector, const float (&value)[S::CHUNK_VALUES])
+{
+  uint32_t packed[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) packed[j] = pack_pair<typename S::T>(value[2 * j], value[2 * j + 1]);
+  stage_channels<S>(staged, vector, packed);
+}
+
+/* A chunk's 64 staged channels to memory: a thread has the same 8 of every 16th token. */
+template <class S>
+DEVICE void store_chunk(const gemm_args &args, const tile_unit &unit, const uint4 *staged, int channel0, int token0)
+{
+  constexpr int STEP = S::GROUP / 8;
+  const int thread = threadIdx.x % S::GROUP, vector = thread % 8, first = thread / 8, channel = channel0 + vector * 8;
   const int tokens = channel < args.n ? min(unit.rows - token0, S::CHUNK) : 0;
   typename S::T *to = static_cast<typename S::T *>(args.c) + (int64_t)(unit.row + token0 + first) * args.c_ld + channel;
-#pragma unroll 4
-  for (int token = first; token < tokens; token += step, to += step * args.c_ld)
-    *reinterpret_cast<uint4 *>(to) = staged[block][token * 8 + (vector ^ token % 8)];
+#pragma unroll
+  for (int i = 0; i < S::CHUNK; i += STEP)
+    if (first + i < tokens)
+      *reinterpret_cast<uint4 *>(to + i * args.c_ld) = staged[(first + i) * 8 + (vector ^ first % 8)];
 }
 
 /* A chunk of tokens a turn; the accumulators of the later ones move down, so that the activations are in the program
  * once. */
 template <class S>
-DEVICE void store_tile(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group,
-                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_any(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group, int channel0,
+                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const int warp = warp_id() % 4, barrier = 1 + group;
   const bool gated = S::UP && args.g.gated;
+  uint4 *staged = smem.staged[group];
   if (S::UP && args.g.pair_weights)
     for (int r = threadIdx.x % S::GROUP; r < unit.rows; r += S::GROUP)
       smem.row_weights[group][r] = row_weight(args.g, unit.row + r);
@@ -343,29 +400,123 @@ DEVICE void store_tile(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     for (int i = 0; i < S::BLOCKS; i++) {
       float first[S::CHUNK_VALUES], second[S::CHUNK_VALUES];
       finish_block<S>(args, smem.row_weights[group] + token0, bias.of[i], acc[i], first, second);
-      uint4 *staged = smem.staged[group][i];
-      stage_channels<S>(staged, gated ? warp : warp * 2, first);
-      if (!gated) stage_channels<S>(staged, warp * 2 + 1, second);
+      if (gated) {
+        stage_channels<S>(staged, i * 4 + warp, first);
+      } else {
+        if (i > 0) bar_sync(barrier, S::GROUP);
+        stage_channels<S>(staged, warp * 2, first);
+        stage_channels<S>(staged, warp * 2 + 1, second);
+        bar_sync(barrier, S::GROUP);
+        store_chunk<S>(args.g, unit, staged, channel0 + i * S::BLOCK, token0);
+      }
 #pragma unroll
       for (int j = 0; j < S::ACCUMULATORS - S::CHUNK / 2; j++) acc[i][j] = acc[i][j + S::CHUNK / 2];
     }
+    if (!gated) continue;
     bar_sync(barrier, S::GROUP);
-    store_chunk<S>(args.g, unit, smem.staged[group], group, token0);
+    store_chunk<S>(args.g, unit, staged, channel0, token0);
+  }
+}
+
+/* Gated up of two blocks a consumer, which are 64 channels. Every accumulator stays where it is. */
+template <class S, finish_kind KIND>
+DEVICE void store_swiglu(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group,
+                         int channel0, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  static_assert(S::BLOCKS == 2 && S::ACCUMULATORS % (S::CHUNK / 2) == 0, "64 channels; whole chunks");
+  const row_bias<S> bias(args.g, unit, group);
+  const swiglu act(args);
+  uint4 *staged = smem.staged[group];
+#pragma unroll
+  for (int token0 = 0; token0 < S::BM; token0 += S::CHUNK) {
+    if (token0 >= unit.rows) break;
+    bar_sync(1 + group, S::GROUP);
+#pragma unroll
+    for (int i = 0; i < S::BLOCKS; i++) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float *v = &acc[i][token0 / 2 + j * 4];
+        packed[j] = pack_pair<typename S::T>(act.of<KIND>(v[0], v[2], bias.of[i]), act.of<KIND>(v[1], v[3], bias.of[i]));
+      }
+      stage_channels<S>(staged, i * 4 + warp_id() % 4, packed);
+    }
+    bar_sync(1 + group, S::GROUP);
+    store_chunk<S>(args.g, unit, staged, channel0, token0);
+  }
+}
+
+template <class S>
+DEVICE void store_down(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group, int channel0,
+                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const row_bias<S> bias(args.g, unit, group);
+  uint4 *staged = smem.staged[group];
+#pragma unroll
+  for (int token0 = 0; token0 < S::BM; token0 += S::CHUNK) {
+    if (token0 >= unit.rows) break;
+#pragma unroll
+    for (int i = 0; i < S::BLOCKS; i++) {
+      bar_sync(1 + group, S::GROUP);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float *v = &acc[i][token0 / 2 + j * 4 + 2 * h];
+          packed[j] = pack_pair<typename S::T>(v[0] + bias.of[i][h], v[1] + bias.of[i][h]);
+        }
+        stage_channels<S>(staged, warp_id() % 4 * 2 + h, packed);
+      }
+      bar_sync(1 + group, S::GROUP);
+      store_chunk<S>(args.g, unit, staged, channel0 + i * S::BLOCK, token0);
+    }
+  }
+}
+
+template <class S>
+DEVICE void store_tile(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group, int channel0,
+                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if constexpr (!S::UP) {
+    store_down<S>(args, smem, unit, group, channel0, acc);
+  } else {
+    switch (finish_of(args.g)) {
+    case FINISH_silu: store_swiglu<S, FINISH_silu>(args, smem, unit, group, channel0, acc); break;
+    case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, smem, unit, group, channel0, acc); break;
+    default: store_any<S>(args, smem, unit, group, channel0, acc);
+    }
+  }
+}
+
+/* A consumer whose channels are all past the last one keeps the ring going. */
+template <class S> DEVICE void skip(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S> &at)
+{
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+    __syncwarp();
+    release_stage<S>(smem, at.stage);
   }
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int group = threadIdx.x / S::GROUP - 1;
+  const int group = threadIdx.x / S::GROUP - 1, channels = wgmma_channels<S>(args.g);
   ring_place<S> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
+    const int channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
+    if (channel0 >= args.g.n) {
+      skip<S>(args.g, smem, at);
+      continue;
+    }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
-    store_tile<S>(args, smem, unit, group, acc);
+    store_tile<S>(args, smem, unit, group, channel0, acc);
   }
 }
 
@@ -373,16 +524,16 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
 {
   if (threadIdx.x == 0) {
     prefetch_tensormap(&args.weights);
-    if (!S::UP) prefetch_tensormap(&args.rows);
+    if (!gathers<S>(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::UP ? 1 + S::GROUP : 1);
+      mbarrier_init(&smem.full[s], gathers<S>(args.g) ? 1 + S::GROUP : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     fence_mbarrier_init();
   }
   wait_for_earlier_grids();
-  fence_proxy_async_global(); /* they wrote the rows that down copies */
-  build_tile_table<S::PAIR_BM, S::THREADS>(args.g, smem.table);
+  fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
+  build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are there */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();

@@ -389,6 +389,20 @@ static forward_case layer_case_of(int i)
   return c;
 }
 
+/* Experts of one to three tiles of 160 rows, where rows are permuted before they are multiplied. */
+static void many_rows_case(cumoe_context context, int i)
+{
+  static const int64_t rows_each[] = {97, 125, 161, 250, 330};
+  forward_case c = layer_case_of(i);
+  const int64_t tokens = rows_each[i % 5] * c.desc.num_experts / c.desc.routing.top_k;
+  c.desc.dtype = i / 2 % 2 ? CUMOE_F16 : CUMOE_BF16;
+  if (c.desc.out_dtype != CUMOE_F32) c.desc.out_dtype = c.desc.dtype;
+  if (c.router_dtype != CUMOE_F32) c.router_dtype = c.desc.dtype;
+  c.tokens = tokens > 5000 ? 5000 : tokens;
+  c.present = i % 4 == 3 ? c.tokens - 7 : -1;
+  run_forward(context, &c);
+}
+
 void cases_layer(cumoe_context context)
 {
   open_tokens = layer_tokens = 0;
@@ -407,4 +421,5 @@ void cases_layer(cumoe_context context)
     c.present = -1;
     run_forward(context, &c);
   }
+  for (int i = 0; i < FAMILIES; i++) many_rows_case(context, i);
 }

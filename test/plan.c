@@ -105,6 +105,8 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
   out[n++] = (shape){.op = OP_map_count, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   out[n] = out[n - 1];
   out[n++].op = OP_map;
+  out[n++] = (shape){
+      .op = OP_permute, .tokens = tokens, .rows = tokens * k, .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2), .top_k = k};
   shape gemm = {
       .in = d->dtype, .w = d->dtype, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   for (int dense = 0; dense <= (d->shared_inter != 0); dense++) {
@@ -119,7 +121,7 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
   out[n++] = (shape){.op = OP_combine, .in = d->dtype, .w = d->out_dtype, .tokens = tokens, .n = d->hidden, .top_k = k};
   return n;
 }
-enum { MAX_SHAPES = 9 };
+enum { MAX_SHAPES = 10 };
 
 static const char *shape_name(const gpu *g, const shape *s)
 {

@@ -33,7 +33,8 @@ static row_source source_of(const gemm_args *g, int64_t row)
 {
   if (g->row_pair == NULL) return (row_source){row, row};
   int64_t pair = g->row_pair[row];
-  if (pair >= 0 && pair < tokens_present(g->tokens) * g->top_k) return (row_source){pair / g->top_k, pair};
+  if (pair >= 0 && pair < tokens_present(g->tokens) * g->top_k)
+    return (row_source){g->packed ? row : pair / g->top_k, pair};
   record_fault(g->fault, FAULT_ROUTE, 0, 0);
   return (row_source){-1, 0};
 }
