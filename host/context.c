@@ -330,6 +330,8 @@ static cumoe_status close_entered(cumoe_context context)
 {
   cumoe_status status = wait_device(context), abandoned = buffers_abandon(context);
   if (status == CUMOE_OK) status = abandoned;
+  abandoned = modules_abandon(context);
+  if (status == CUMOE_OK) status = abandoned;
   for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(&status, cudaLibraryUnload(context->libraries[i]));
   if (context->fault.mirror != NULL) DROP_CUDA(&status, cudaFreeHost(context->fault.mirror));
   if (context->pool != NULL) DROP_CUDA(&status, cudaMemPoolDestroy(context->pool));

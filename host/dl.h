@@ -10,7 +10,8 @@
  *   result = ((nvrtcResult(*)(nvrtcProgram, int, const char *const *))found)(program, 0, NULL);
  *
  * Order: the file that the environment variable names, and no other; a copy that the process has already, so that the
- * engine's is used; the names as given, versioned ones first. A symbol that is missing fails the call that needs it and no other.
+ * engine's is used; the names as given, versioned ones first. A symbol that is missing fails the call that needs it
+ * and no other.
  */
 #ifndef CUMOE_DL_H
 #define CUMOE_DL_H
@@ -32,8 +33,8 @@ typedef struct shared_symbol {
   _Atomic uintptr_t address;
 } shared_symbol;
 
-/* LIBRARY_MISSING, with what was tried and the loader's own words; nothing is remembered, so a later call tries again. Any
- * thread. Both objects are static. */
+/* LIBRARY_MISSING, with what was tried and the loader's own words; nothing is remembered, so a later call tries
+ * again. Any thread. Both objects are static. */
 cumoe_status find_shared(shared_library *library, shared_symbol *symbol, any_function **function);
 
 #endif

@@ -44,8 +44,8 @@ static void write_record(const handle_table *table, handle_slot *slot, const voi
   }
 }
 
-/* The generation is looked at before and after: a word written for a later handle was written after the generation had moved
- * on. */
+/* The generation is looked at before and after: a word written for a later handle was written after the generation
+ * had moved on. */
 bool handle_find(handle_table *table, uint64_t id, void *record)
 {
   const uint32_t name = (uint32_t)id, generation = (uint32_t)(id >> 32);

@@ -1,8 +1,9 @@
 /*
- * Tables of generation-checked handles: what a stale, null or forged handle names is never found, and nothing crashes.
+ * Tables of generation-checked handles: what a stale, null or forged handle names is never found, and nothing
+ * crashes.
  *
- * handle = generation << 32 | slot + 1; a slot is live while its generation is odd. Slots are made in chunks that never move or
- * go away, so a lookup needs no lock, and a stale handle finds a slot whose generation has moved on.
+ * handle = generation << 32 | slot + 1; a slot is live while its generation is odd. Slots are made in chunks that
+ * never move or go away, so a lookup needs no lock, and a stale handle finds a slot whose generation has moved on.
  */
 #ifndef CUMOE_HANDLES_H
 #define CUMOE_HANDLES_H

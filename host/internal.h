@@ -122,17 +122,20 @@ void leave_device(device_scope *scope);
     return status_;                                                                                                    \
   } while (0)
 
-/* ON_DEVICE while other threads capture. */
-#define ON_DEVICE_RELAXED(context, expression)                                                                         \
+#define ENTERED_RELAXED(enter, context, expression)                                                                    \
   do {                                                                                                                 \
     device_scope scope_;                                                                                               \
-    TRY(enter_device(context, &scope_));                                                                               \
+    TRY(enter(context, &scope_));                                                                                      \
     enum cudaStreamCaptureMode mode_ = relax_capture();                                                                \
     cumoe_status status_ = (expression);                                                                               \
     restore_capture(mode_);                                                                                            \
     leave_device(&scope_);                                                                                             \
     return status_;                                                                                                    \
   } while (0)
+
+/* ON_DEVICE while other threads capture; and the same for giving something back, to a lost device too. */
+#define ON_DEVICE_RELAXED(context, expression)      ENTERED_RELAXED(enter_device, context, expression)
+#define ON_LOST_DEVICE_RELAXED(context, expression) ENTERED_RELAXED(enter_lost_device, context, expression)
 
 /* While another thread captures in CUDA's default mode, this one may neither allocate nor wait, not even in streams of
  * its own, unless it says that it knows what it does: until restore_capture. Never a capture of this very stream. */
@@ -168,5 +171,6 @@ cumoe_status memory_drop(cumoe_context context, void *data);
 /* STALE_HANDLE, WRONG_DEVICE or OUT_OF_BOUNDS if the view has an owner and it is gone, elsewhere, or too small. */
 cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *view);
 cumoe_status buffers_abandon(cumoe_context context); /* frees all of the context's buffers; the device is idle */
+cumoe_status modules_abandon(cumoe_context context); /* unloads its modules likewise (module.c) */
 
 #endif

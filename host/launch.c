@@ -1,11 +1,45 @@
 /* THE launch path. Kernels and their attributes were set up at context creation; nothing is initialised here. */
 #include "launch.h"
 
-static cumoe_status explain(cudaError_t error, const variant *v, int64_t grid)
+static cumoe_status explain(cudaError_t error, const char *name, const launch_shape *s)
 {
-  cumoe_status status = fail_cuda(error, v->name);
-  return fail(status, "%s: %s: kernel %s, grid %lld, block %d, shared memory %d bytes", cudaGetErrorName(error),
-              cudaGetErrorString(error), v->name, (long long)grid, (int)v->threads, (int)v->smem);
+  const cumoe_status status = fail_cuda(error, name);
+  return fail(status, "%s: %s: kernel %s, grid %u, %u, %u, block %u, %u, %u, shared memory %zu bytes",
+              cudaGetErrorName(error), cudaGetErrorString(error), name, s->grid.x, s->grid.y, s->grid.z, s->block.x,
+              s->block.y, s->block.z, s->smem);
+}
+
+void launch_config(const launch_shape *shape, cumoe_stream stream, cudaLaunchAttribute attributes[LAUNCH_ATTRIBUTES],
+                   cudaLaunchConfig_t *config)
+{
+  unsigned count = 0;
+  if (shape->early)
+    attributes[count++] = (cudaLaunchAttribute){.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                                                .val = {.programmaticStreamSerializationAllowed = 1}};
+  if (shape->cooperative)
+    attributes[count++] = (cudaLaunchAttribute){.id = cudaLaunchAttributeCooperative, .val = {.cooperative = 1}};
+  if (shape->cluster.x) {
+    attributes[count] = (cudaLaunchAttribute){.id = cudaLaunchAttributeClusterDimension};
+    attributes[count].val.clusterDim.x = shape->cluster.x;
+    attributes[count].val.clusterDim.y = shape->cluster.y;
+    attributes[count++].val.clusterDim.z = shape->cluster.z;
+  }
+  *config = (cudaLaunchConfig_t){.gridDim = shape->grid,
+                                 .blockDim = shape->block,
+                                 .dynamicSmemBytes = shape->smem,
+                                 .stream = stream,
+                                 .attrs = attributes,
+                                 .numAttrs = count};
+}
+
+cumoe_status launch_kernel(cudaKernel_t kernel, const char *name, const launch_shape *shape, void **parameters,
+                           cumoe_stream stream)
+{
+  cudaLaunchAttribute attributes[LAUNCH_ATTRIBUTES];
+  cudaLaunchConfig_t config;
+  launch_config(shape, stream, attributes, &config);
+  const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, parameters);
+  return error == cudaSuccess ? CUMOE_OK : explain(error, name, shape);
 }
 
 cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, bool early, const void *args,
@@ -19,17 +53,12 @@ cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, bool ear
   }
   if (grid > INT32_MAX)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "%s would need %lld CTAs, the limit is 2^31 - 1", v->name, (long long)grid);
-  cudaLaunchAttribute overlap = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                                 .val = {.programmaticStreamSerializationAllowed = 1}};
-  cudaLaunchConfig_t config = {
-      .gridDim = {(unsigned)grid, 1, 1},
-      .blockDim = {(unsigned)v->threads, 1, 1},
-      .dynamicSmemBytes = (size_t)v->smem,
-      .stream = stream,
-      .attrs = &overlap,
-      .numAttrs = early && context->waits[index], /* one that starts early and does not wait would race */
+  const launch_shape shape = {
+      .grid = {(unsigned)grid, 1, 1},
+      .block = {(unsigned)v->threads, 1, 1},
+      .smem = (size_t)v->smem,
+      .early = early && context->waits[index], /* one that starts early and does not wait would race */
   };
   void *parameters[] = {(void *)(uintptr_t)args};
-  cudaError_t error = cudaLaunchKernelExC(&config, (const void *)context->kernels[index], parameters);
-  return error == cudaSuccess ? CUMOE_OK : explain(error, v, grid);
+  return launch_kernel(context->kernels[index], v->name, &shape, parameters, stream);
 }

@@ -36,6 +36,11 @@ typedef struct arguments {
   cumoe_device_info device_info;
   cumoe_buffer_info buffer_info;
   cumoe_variant_info variant_info;
+  uint64_t object; /* a module or a function */
+  uint32_t flags;
+  cumoe_launch launch;
+  cumoe_function_info function_info;
+  cumoe_occupancy occupancy;
   cumoe_moe_desc desc;
   cumoe_weights_desc bind;
   cumoe_moe_args args;
@@ -67,6 +72,7 @@ typedef enum kind {
   A_FLOAT,     /* not negative, not NaN */
   A_DTYPE,     /* int32_t, one of dtypes */
   A_HANDLE,    /* of a live buffer */
+  A_OBJECT,    /* of a live module or function */
   A_OVERLAP,   /* a view that may not share memory with the one at `with` */
 } kind;
 
@@ -75,7 +81,8 @@ enum {
   FREE_COLS = 2,
   LOOSE = 4,    /* a wrong shape is noticed at another argument */
   OPTIONAL = 8, /* may be absent */
-  FOREIGN = 16  /* a plan of another device is noticed */
+  FOREIGN = 16, /* a plan of another device is noticed */
+  CUDA_ONLY = 32
 };
 
 typedef struct argument {
@@ -97,6 +104,7 @@ typedef struct function {
   const argument *arguments;
   int count;
   void (*undo)(arguments *a); /* after a call that succeeded */
+  bool cuda_only;             /* no module can be had on the CPU device */
 } function;
 
 #define BIT(dtype)   (1u << CUMOE_##dtype)
@@ -116,6 +124,11 @@ static struct {
   cumoe_plan plan, shared_plan, weighing_plan, foreign_plan;
   cumoe_weights weights, shared, foreign_weights;
   cumoe_buffer buffer, freed, foreign, tiny;
+  cumoe_stream stream;
+  cumoe_event event;
+  cumoe_graph graph;
+  cumoe_module module;
+  cumoe_function function;
   uintptr_t next;
   size_t workspace;
   cumoe_status before; /* text */
@@ -850,9 +863,323 @@ static const argument variant_get_arguments[] = {{"context", A_CONTEXT, AT(conte
 static const argument variant_force_arguments[] = {{"context", A_CONTEXT, AT(context)},
                                                    {"index", A_INT, AT(index), .low = -1, .high = 9999}};
 
+/* cumoe/stream.h */
+
+/* What cannot work on the CPU device says so after all checks. */
+static cumoe_status unless_cpu(cumoe_status status)
+{
+  return bench.cpu && status == CUMOE_ERR_NOT_SUPPORTED ? CUMOE_OK : status;
+}
+
+static void fill_stream(arguments *a)
+{
+  fill_context(a);
+  a->pointer = bench.event;
+}
+static cumoe_status call_stream_create(arguments *a)
+{
+  return cumoe_stream_create(a->context, -1, a->out);
+}
+static void undo_stream(arguments *a)
+{
+  CHECK_OK(cumoe_stream_destroy(a->context, *(cumoe_stream *)a->out));
+}
+static cumoe_status call_stream_destroy(arguments *a)
+{
+  return cumoe_stream_destroy(a->context, NULL);
+}
+static cumoe_status call_stream_query(arguments *a)
+{
+  return cumoe_stream_query(a->context, no_stream, a->out);
+}
+static cumoe_status call_stream_join(arguments *a)
+{
+  return cumoe_stream_join(a->context, no_stream, bench.stream);
+}
+static cumoe_status call_event_create(arguments *a)
+{
+  return cumoe_event_create(a->context, a->flags, a->out);
+}
+static void undo_event(arguments *a)
+{
+  CHECK_OK(cumoe_event_destroy(a->context, *(cumoe_event *)a->out));
+}
+static cumoe_status call_event_destroy(arguments *a)
+{
+  return cumoe_event_destroy(a->context, NULL);
+}
+static cumoe_status call_event_record(arguments *a)
+{
+  return cumoe_event_record(a->context, a->pointer, no_stream);
+}
+static cumoe_status call_event_wait(arguments *a)
+{
+  return cumoe_event_wait(a->context, a->pointer, no_stream);
+}
+static cumoe_status call_event_synchronize(arguments *a)
+{
+  return cumoe_event_synchronize(a->context, a->pointer);
+}
+static cumoe_status call_event_query(arguments *a)
+{
+  return cumoe_event_query(a->context, a->pointer, a->out);
+}
+static cumoe_status call_event_elapsed_from(arguments *a)
+{
+  return unless_cpu(cumoe_event_elapsed(a->context, a->pointer, bench.event, a->out));
+}
+static cumoe_status call_event_elapsed_to(arguments *a)
+{
+  return unless_cpu(cumoe_event_elapsed(a->context, bench.event, a->pointer, a->out));
+}
+#define CONTEXT_ROW                                                                                                    \
+  {                                                                                                                    \
+    "context", A_CONTEXT, AT(context)                                                                                  \
+  }
+static const argument stream_out_arguments[] = {CONTEXT_ROW, {"stream", A_NOT_NULL, AT(out)}};
+static const argument progress_arguments[] = {CONTEXT_ROW, {"progress", A_NOT_NULL, AT(out)}};
+static const argument event_create_arguments[] = {
+    CONTEXT_ROW, {"event", A_NOT_NULL, AT(out)}, {"flags", A_FLAGS, AT(flags), .dtypes = 3}};
+static const argument event_arguments[] = {CONTEXT_ROW, {"event", A_NOT_NULL, AT(pointer), .traits = CUDA_ONLY}};
+static const argument event_query_arguments[] = {
+    CONTEXT_ROW, {"event", A_NOT_NULL, AT(pointer), .traits = CUDA_ONLY}, {"progress", A_NOT_NULL, AT(out)}};
+static const argument elapsed_from_arguments[] = {
+    CONTEXT_ROW, {"first", A_NOT_NULL, AT(pointer), .traits = CUDA_ONLY}, {"milliseconds", A_NOT_NULL, AT(out)}};
+static const argument elapsed_to_arguments[] = {
+    CONTEXT_ROW, {"last", A_NOT_NULL, AT(pointer), .traits = CUDA_ONLY}, {"milliseconds", A_NOT_NULL, AT(out)}};
+
+static void fill_graph(arguments *a)
+{
+  fill_context(a);
+  a->pointer = bench.graph;
+  a->host = bench.stream;
+}
+static cumoe_status call_graph_status(arguments *a)
+{
+  return cumoe_graph_status(a->context, bench.stream, a->out);
+}
+static cumoe_status call_graph_begin(arguments *a)
+{
+  return unless_cpu(cumoe_graph_begin(a->context, (cumoe_stream)(uintptr_t)a->host));
+}
+static void undo_graph_begin(arguments *a)
+{
+  cumoe_graph graph = NULL;
+  CHECK_OK(unless_cpu(cumoe_graph_end(a->context, bench.stream, &graph)));
+  CHECK_OK(cumoe_graph_destroy(a->context, graph));
+}
+static void fill_graph_end(arguments *a)
+{
+  fill_graph(a);
+  CHECK_OK(unless_cpu(cumoe_graph_begin(a->context, bench.stream)));
+}
+static cumoe_status call_graph_end(arguments *a)
+{
+  return unless_cpu(cumoe_graph_end(a->context, (cumoe_stream)(uintptr_t)a->host, a->out));
+}
+static void undo_graph_end(arguments *a)
+{
+  CHECK_OK(cumoe_graph_destroy(a->context, *(cumoe_graph *)a->out));
+}
+static cumoe_status call_graph_launch(arguments *a)
+{
+  return unless_cpu(cumoe_graph_launch(a->context, a->pointer, no_stream));
+}
+static cumoe_status call_graph_upload(arguments *a)
+{
+  return unless_cpu(cumoe_graph_upload(a->context, a->pointer, no_stream));
+}
+static cumoe_status call_graph_destroy(arguments *a)
+{
+  return cumoe_graph_destroy(a->context, NULL);
+}
+static const argument capture_arguments[] = {CONTEXT_ROW, {"capture", A_NOT_NULL, AT(out)}};
+static const argument graph_begin_arguments[] = {CONTEXT_ROW, {"stream", A_NOT_NULL, AT(host), .traits = CUDA_ONLY}};
+static const argument graph_end_arguments[] = {
+    CONTEXT_ROW, {"stream", A_NOT_NULL, AT(host), .traits = CUDA_ONLY}, {"graph", A_NOT_NULL, AT(out)}};
+static const argument graph_arguments[] = {CONTEXT_ROW, {"graph", A_NOT_NULL, AT(pointer), .traits = CUDA_ONLY}};
+
+/* cumoe/kernel.h */
+
+static const char ptx_text[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
+
+static void fill_image(arguments *a)
+{
+  fill_context(a);
+  a->host = ptx_text;
+  a->bytes = sizeof ptx_text;
+}
+static cumoe_status call_module_load(arguments *a)
+{
+  return unless_cpu(cumoe_module_load(a->context, a->host, a->bytes, a->out));
+}
+static void undo_module(arguments *a)
+{
+  CHECK_OK(cumoe_module_unload(a->out));
+}
+static void fill_path(arguments *a)
+{
+  fill_context(a);
+  a->host = "include/cumoe/kernel.h";
+}
+/* A file that is no device code: the answer says that it was read. */
+static cumoe_status call_module_load_file(arguments *a)
+{
+  const cumoe_status status = cumoe_module_load_file(a->context, a->host, a->out);
+  const bool read = status == CUMOE_ERR_INVALID_ARGUMENT && strstr(cumoe_last_error(), ": image: ") != NULL;
+  return read ? CUMOE_OK : status;
+}
+static const char *const no_options[] = {"-lineinfo"};
+static void fill_source(arguments *a)
+{
+  fill_context(a);
+  a->host = "extern \"C\" __global__ void nothing() {}";
+  a->pointer = (void *)(uintptr_t)no_options;
+  a->index = 1;
+}
+/* A machine may do without NVRTC. */
+static cumoe_status unless_missing(cumoe_status status)
+{
+  return status == CUMOE_ERR_LIBRARY_MISSING ? CUMOE_OK : unless_cpu(status);
+}
+static cumoe_status call_module_compile(arguments *a)
+{
+  return unless_missing(cumoe_module_compile(a->context, a->host, a->pointer, a->index, NULL, a->bytes, a->out));
+}
+static void fill_target(arguments *a)
+{
+  fill_source(a);
+  a->info = (void *)(uintptr_t) "compute_80";
+}
+static cumoe_status call_compile(arguments *a)
+{
+  return unless_missing(cumoe_compile(a->host, a->info, a->pointer, a->index, NULL, a->bytes, a->out));
+}
+static void undo_compile(arguments *a)
+{
+  cumoe_image_free(a->out);
+}
+static const argument module_load_arguments[] = {
+    CONTEXT_ROW, {"image", A_NOT_NULL, AT(host)}, {"module", A_NOT_NULL, AT(out)}};
+static const argument module_load_file_arguments[] = {
+    CONTEXT_ROW, {"path", A_NOT_NULL, AT(host)}, {"module", A_NOT_NULL, AT(out)}};
+#define SOURCE_ROWS                                                                                                    \
+  {"source", A_NOT_NULL, AT(host)}, {"options", A_NOT_NULL, AT(pointer)},                                              \
+      {"option_count", A_INT, AT(index), .high = 256, .traits = LOOSE},                                                \
+  {                                                                                                                    \
+    "log", A_VALUE, AT(bytes), .low = 1                                                                                \
+  }
+static const argument module_compile_arguments[] = {CONTEXT_ROW, SOURCE_ROWS, {"module", A_NOT_NULL, AT(out)}};
+static const argument compile_arguments[] = {
+    SOURCE_ROWS, {"target", A_NOT_NULL, AT(info)}, {"image", A_NOT_NULL, AT(out)}};
+
+static void fill_module(arguments *a)
+{
+  fill_context(a);
+  a->object = bench.module.id;
+  a->host = "add";
+  a->dtype = CUMOE_F32;
+  a->flags = 1024;
+}
+static cumoe_status call_module_unload(arguments *a)
+{
+  cumoe_module none = {0}, module = {a->object};
+  return cumoe_module_unload(a->out == NULL ? NULL : a->object == bench.module.id ? &none : &module);
+}
+static cumoe_status call_module_function(arguments *a)
+{
+  return cumoe_module_function((cumoe_module){a->object}, a->host, a->flags, a->out);
+}
+static void fill_global(arguments *a)
+{
+  fill_module(a);
+  a->host = "counter";
+}
+static cumoe_status call_module_global(arguments *a)
+{
+  return cumoe_module_global((cumoe_module){a->object}, a->host, (cumoe_dtype)a->dtype, a->out);
+}
+static void fill_function(arguments *a)
+{
+  fill_context(a);
+  a->object = bench.function.id;
+  a->function_info.size = sizeof a->function_info;
+  a->info = &a->function_info;
+}
+static cumoe_status call_function_info(arguments *a)
+{
+  return cumoe_function_get_info((cumoe_function){a->object}, a->info);
+}
+static cumoe_status call_function_block(arguments *a)
+{
+  return cumoe_function_block((cumoe_function){a->object}, 0, a->out);
+}
+static void fill_launch(arguments *a)
+{
+  fill_function(a);
+  a->launch = cumoe_launch_elements(1000, no_stream);
+  a->occupancy.size = sizeof a->occupancy;
+  a->info = &a->launch;
+  a->index = 4;
+}
+static cumoe_status call_launch_kernel(arguments *a)
+{
+  static cumoe_arg list[4];
+  for (int i = 0; i < 3; i++) list[i] = cumoe_arg_view(cumoe_buffer_view(bench.buffer));
+  list[3] = cumoe_arg_i32(1000);
+  return cumoe_launch_kernel((cumoe_function){a->object}, a->info, a->out == NULL ? NULL : list, a->index);
+}
+static cumoe_status call_function_occupancy(arguments *a)
+{
+  return cumoe_function_occupancy((cumoe_function){a->object}, a->info, a->out == NULL ? NULL : &a->occupancy);
+}
+#define MODULE_ROW                                                                                                     \
+  {                                                                                                                    \
+    "module", A_OBJECT, AT(object)                                                                                     \
+  }
+#define FUNCTION_ROW                                                                                                   \
+  {                                                                                                                    \
+    "function", A_OBJECT, AT(object)                                                                                   \
+  }
+static const argument module_unload_arguments[] = {{"module", A_OBJECT, AT(object), .traits = OPTIONAL},
+                                                   {"module", A_NOT_NULL, AT(out)}};
+static const argument module_function_arguments[] = {
+    MODULE_ROW, {"name", A_NOT_NULL, AT(host)}, {"function", A_NOT_NULL, AT(out)}};
+static const argument module_global_arguments[] = {MODULE_ROW,
+                                                   {"name", A_NOT_NULL, AT(host)},
+                                                   {"dtype", A_DTYPE, AT(dtype), .dtypes = ALL_TYPES},
+                                                   {"global", A_NOT_NULL, AT(out)}};
+static const argument function_info_arguments[] = {
+    FUNCTION_ROW, {"info", A_NOT_NULL, AT(info)}, {"info.size", A_SIZE, AT(function_info.size)}};
+static const argument function_block_arguments[] = {FUNCTION_ROW, {"threads", A_NOT_NULL, AT(out)}};
+#define LAUNCH_ROWS                                                                                                    \
+  FUNCTION_ROW, {"launch", A_NOT_NULL, AT(info)}, {"launch.size", A_OPEN_SIZE, AT(launch.size)},                       \
+      {"launch.flags", A_FLAGS, AT(launch.flags), .dtypes = 3},                                                        \
+      {"launch.block[0]", A_INT, AT(launch.block[0]), .low = 1, .high = 1024},                                         \
+      {"launch.block", A_INT, AT(launch.block[1]), .low = 0, .high = 4},                                               \
+      {"launch.block", A_INT, AT(launch.block[2]), .low = 0, .high = 4},                                               \
+      {"launch.cluster", A_INT, AT(launch.cluster[0]), .low = 0, .high = 8},                                           \
+      {"launch.cluster", A_INT, AT(launch.cluster[2]), .low = 0, .high = 8},                                           \
+  {                                                                                                                    \
+    "launch.dynamic_smem", A_INT, AT(launch.dynamic_smem), .low = 0, .high = 48 * 1024                                 \
+  }
+static const argument launch_arguments[] = {LAUNCH_ROWS,
+                                            {"launch.grid[0]", A_INT, AT(launch.grid[0]), .high = INT32_MAX},
+                                            {"launch.grid[1]", A_INT, AT(launch.grid[1]), .low = 1, .high = 65535},
+                                            {"launch.grid[2]", A_INT, AT(launch.grid[2]), .low = 1, .high = 65535},
+                                            {"arg_count", A_INT, AT(index), .low = 4, .high = 4},
+                                            {"args", A_NOT_NULL, AT(out)}};
+static const argument occupancy_arguments[] = {
+    LAUNCH_ROWS, {"occupancy", A_NOT_NULL, AT(out)}, {"occupancy.size", A_SIZE, AT(occupancy.size)}};
+
 #define FORM(name_, title_, fill_, call_, table, undo_)                                                                \
   {                                                                                                                    \
-#name_, title_, fill_, call_, table, (int)(sizeof table / sizeof table[0]), undo_                                  \
+#name_, title_, fill_, call_, table, (int)(sizeof table / sizeof table[0]), undo_, false                           \
+  }
+#define ON_CUDA(name_, fill_, call_, table)                                                                            \
+  {                                                                                                                    \
+    .name = #name_, .title = "", .fill = fill_, .call = call_, .arguments = table,                                     \
+    .count = (int)(sizeof table / sizeof table[0]), .cuda_only = true                                                  \
   }
 static const function functions[] = {
     FORM(cumoe_context_create, "", fill_create, call_create, create_arguments, undo_create),
@@ -895,6 +1222,35 @@ static const function functions[] = {
     FORM(cumoe_combine, "", fill_combine, call_combine, combine_arguments, NULL),
     FORM(cumoe_variant_get, "", fill_variant, call_variant_get, variant_get_arguments, NULL),
     FORM(cumoe_variant_force, "", fill_variant, call_variant_force, variant_force_arguments, undo_force),
+    FORM(cumoe_stream_create, "", fill_stream, call_stream_create, stream_out_arguments, undo_stream),
+    FORM(cumoe_stream_destroy, "", fill_stream, call_stream_destroy, context_arguments, NULL),
+    FORM(cumoe_stream_query, "", fill_stream, call_stream_query, progress_arguments, NULL),
+    FORM(cumoe_stream_join, "", fill_stream, call_stream_join, context_arguments, NULL),
+    FORM(cumoe_event_create, "", fill_stream, call_event_create, event_create_arguments, undo_event),
+    FORM(cumoe_event_destroy, "", fill_stream, call_event_destroy, context_arguments, NULL),
+    FORM(cumoe_event_record, "", fill_stream, call_event_record, event_arguments, NULL),
+    FORM(cumoe_event_wait, "", fill_stream, call_event_wait, event_arguments, NULL),
+    FORM(cumoe_event_synchronize, "", fill_stream, call_event_synchronize, event_arguments, NULL),
+    FORM(cumoe_event_query, "", fill_stream, call_event_query, event_query_arguments, NULL),
+    FORM(cumoe_event_elapsed, "from", fill_stream, call_event_elapsed_from, elapsed_from_arguments, NULL),
+    FORM(cumoe_event_elapsed, "to", fill_stream, call_event_elapsed_to, elapsed_to_arguments, NULL),
+    FORM(cumoe_graph_status, "", fill_graph, call_graph_status, capture_arguments, NULL),
+    FORM(cumoe_graph_begin, "", fill_graph, call_graph_begin, graph_begin_arguments, undo_graph_begin),
+    FORM(cumoe_graph_end, "", fill_graph_end, call_graph_end, graph_end_arguments, undo_graph_end),
+    FORM(cumoe_graph_launch, "", fill_graph, call_graph_launch, graph_arguments, NULL),
+    FORM(cumoe_graph_upload, "", fill_graph, call_graph_upload, graph_arguments, NULL),
+    FORM(cumoe_graph_destroy, "", fill_graph, call_graph_destroy, context_arguments, NULL),
+    FORM(cumoe_module_load, "", fill_image, call_module_load, module_load_arguments, undo_module),
+    FORM(cumoe_module_load_file, "", fill_path, call_module_load_file, module_load_file_arguments, NULL),
+    FORM(cumoe_module_compile, "", fill_source, call_module_compile, module_compile_arguments, undo_module),
+    FORM(cumoe_compile, "", fill_target, call_compile, compile_arguments, undo_compile),
+    FORM(cumoe_module_unload, "", fill_module, call_module_unload, module_unload_arguments, NULL),
+    ON_CUDA(cumoe_module_function, fill_module, call_module_function, module_function_arguments),
+    ON_CUDA(cumoe_module_global, fill_global, call_module_global, module_global_arguments),
+    ON_CUDA(cumoe_function_get_info, fill_function, call_function_info, function_info_arguments),
+    ON_CUDA(cumoe_function_block, fill_function, call_function_block, function_block_arguments),
+    ON_CUDA(cumoe_function_occupancy, fill_launch, call_function_occupancy, occupancy_arguments),
+    ON_CUDA(cumoe_launch_kernel, fill_launch, call_launch_kernel, launch_arguments),
 };
 enum { FUNCTIONS = sizeof functions / sizeof functions[0] };
 
@@ -902,7 +1258,7 @@ enum { FUNCTIONS = sizeof functions / sizeof functions[0] };
 static const char *const exempt[] = {
     /* cannot fail, whatever they are given: test/base.c */
     "cumoe_status_name", "cumoe_status_text", "cumoe_last_error", "cumoe_version", "cumoe_architectures",
-    "cumoe_set_log", "cumoe_dtype_bytes", "cumoe_dtype_name", "cumoe_variant_count",
+    "cumoe_set_log", "cumoe_dtype_bytes", "cumoe_dtype_name", "cumoe_variant_count", "cumoe_image_free",
     /* answer with a value: no_status() below */
     "cumoe_buffer_view", "cumoe_buffer_view_mut", "cumoe_buffer_live", "cumoe_fault_pending",
     /* what the macro cumoe_buffer_alloc calls */
@@ -1098,6 +1454,21 @@ static void wrong_handles(const argument *f)
   for (int i = 0; i < 7; i++) WRONG(uint64_t, f->at, ids[i], CUMOE_ERR_STALE_HANDLE, f->name, "handle %llx");
 }
 
+static void wrong_modules(const argument *f)
+{
+  const uint64_t live = right.object;
+  const uint64_t ids[] = {live + ((uint64_t)1 << 32),
+                          live + ((uint64_t)4096 << 32),
+                          live + 1000,
+                          UINT64_MAX,
+                          1,
+                          (uint64_t)1 << 32,
+                          0xffffffff,
+                          0};
+  for (int i = 0; i < (f->traits & OPTIONAL ? 7 : 8); i++)
+    WRONG(uint64_t, f->at, ids[i], CUMOE_ERR_STALE_HANDLE, f->name, "handle %llx");
+}
+
 static void wrong_bytes(const argument *f)
 {
   const size_t n = right.bytes, list[] = {0, n - 1, n + 1, n / 2, n * 2, SIZE_MAX};
@@ -1139,6 +1510,7 @@ static void overlapping(const argument *f)
 
 static void wrong(const argument *f)
 {
+  if (bench.cpu && f->traits & CUDA_ONLY) return;
   switch (f->kind) {
   case A_CONTEXT:
   case A_PLAN:
@@ -1158,6 +1530,7 @@ static void wrong(const argument *f)
   case A_FLOAT: wrong_floats(f); break;
   case A_DTYPE: wrong_types(f); break;
   case A_HANDLE: wrong_handles(f); break;
+  case A_OBJECT: wrong_modules(f); break;
   case A_OVERLAP: overlapping(f); break;
   }
 }
@@ -1194,6 +1567,15 @@ static cumoe_plan plan_for(cumoe_context context, uint32_t flags, int32_t shared
   return plan;
 }
 
+/* A graph, and a module of the caller's. */
+static void open_caller_work(void)
+{
+  CHECK_OK(cumoe_graph_begin(bench.context, bench.stream));
+  CHECK_OK(cumoe_graph_end(bench.context, bench.stream, &bench.graph));
+  CHECK_OK(cumoe_module_load(bench.context, ptx_text, sizeof ptx_text, &bench.module));
+  CHECK_OK(cumoe_module_function(bench.module, "add", 0, &bench.function));
+}
+
 static void open_bench(int32_t device)
 {
   bench.cpu = device == CUMOE_DEVICE_CPU;
@@ -1214,10 +1596,19 @@ static void open_bench(int32_t device)
   CHECK_OK(cumoe_buffer_alloc(bench.context, CUMOE_F32, 8, 64, no_stream, &bench.freed));
   cumoe_buffer gone = bench.freed;
   CHECK_OK(cumoe_buffer_free(&gone));
+  CHECK_OK(cumoe_stream_create(bench.context, 0, &bench.stream));
+  CHECK_OK(cumoe_event_create(bench.context, CUMOE_EVENT_TIMING, &bench.event));
+  CHECK_OK(cumoe_event_record(bench.context, bench.event, bench.stream));
+  if (!bench.cpu) open_caller_work();
 }
 
 static void close_bench(void)
 {
+  CHECK_OK(cumoe_event_destroy(bench.context, bench.event));
+  CHECK_OK(cumoe_graph_destroy(bench.context, bench.graph));
+  CHECK_OK(cumoe_stream_destroy(bench.context, bench.stream));
+  CHECK_OK(cumoe_module_unload(&bench.module));
+  bench.graph = NULL;
   CHECK_OK(cumoe_plan_destroy(bench.plan));
   CHECK_OK(cumoe_plan_destroy(bench.shared_plan));
   CHECK_OK(cumoe_plan_destroy(bench.weighing_plan));
@@ -1236,6 +1627,7 @@ static void close_bench(void)
 static void run_function(const function *f)
 {
   const uintptr_t next = bench.next;
+  if (bench.cpu && f->cuda_only) return;
   if (!group_begin("%s %s%s%s", bench.cpu ? "cpu" : "cuda", f->name, f->title[0] ? ", " : "", f->title)) return;
   now = f;
   for (int round = 0; round < 2; round++) {

@@ -47,5 +47,7 @@
 #include "buffer.h"
 #include "moe.h"
 #include "stages.h"
+#include "stream.h"
+#include "kernel.h"
 
 #endif

@@ -298,6 +298,43 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 
 /* ---- libraries ---- */
 
+/* What every library of a caller holds: two kernels, and a variable of 16 bytes that is called counter. */
+static const variant caller_rows[] = {{.name = "add", .op = -1}, {.name = "nothing", .op = -1}};
+enum { CALLER_ROWS = sizeof caller_rows / sizeof caller_rows[0], ROWS = 512, COUNTER_BYTES = 16 };
+static const size_t add_bytes[] = {8, 8, 8, 4};
+
+/* A kernel's handle is its row of the table. */
+static const variant *row_of(const void *kernel)
+{
+  const variant *v = kernel;
+  if (v >= caller_rows && v < caller_rows + CALLER_ROWS) return v;
+  return v >= variants && v < variants + variant_count ? v : NULL;
+}
+
+static int index_of(const variant *v)
+{
+  return v >= caller_rows && v < caller_rows + CALLER_ROWS ? ROWS + (int)(v - caller_rows) : (int)(v - variants);
+}
+
+static bool is_callers(const void *image)
+{
+  for (int32_t i = 0; i < variant_count; i++)
+    if (variants[i].image == image) return false;
+  return true;
+}
+
+static bool is_loaded(const variant *v)
+{
+  for (object *o = shim_objects(); o != NULL; o = o->next) {
+    if (o->kind != LIBRARY) continue;
+    const void *image = ((struct CUlib_st *)o)->image;
+    if (v->op < 0 ? is_callers(image) : image == v->image) return true;
+  }
+  return false;
+}
+
+static int dynamic_limit[MAX_DEVICES][ROWS + CALLER_ROWS]; /* by row: bytes above the default that were asked for */
+
 cudaError_t cudaLibraryLoadData(cudaLibrary_t *out, const void *code, enum cudaJitOption *jit, void **jit_values,
                                 unsigned jit_count, enum cudaLibraryOption *options, void **values, unsigned count)
 {
@@ -307,6 +344,8 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t *out, const void *code, enum cudaJ
   if (error == cudaSuccess) {
     *out = (cudaLibrary_t)object_new(LIBRARY, sizeof **out);
     (*out)->image = code;
+    if (is_callers(code))
+      for (int i = 0; i < MAX_DEVICES * CALLER_ROWS; i++) dynamic_limit[i / CALLER_ROWS][ROWS + i % CALLER_ROWS] = 0;
   }
   return shim_end(error);
 }
@@ -321,18 +360,13 @@ cudaError_t cudaLibraryUnload(cudaLibrary_t library)
   return shim_end(error);
 }
 
-/* A kernel's handle is its row of the table. */
-static const variant *row_of(const void *kernel)
+static const variant *row_in(cudaLibrary_t library, const char *name)
 {
-  const variant *v = kernel;
-  return v >= variants && v < variants + variant_count ? v : NULL;
-}
-
-static bool is_loaded(const variant *v)
-{
-  for (object *o = shim_objects(); o != NULL; o = o->next)
-    if (o->kind == LIBRARY && ((struct CUlib_st *)o)->image == v->image) return true;
-  return false;
+  const bool callers = is_callers(library->image);
+  const variant *rows = callers ? caller_rows : variants;
+  for (int32_t i = 0; i < (callers ? CALLER_ROWS : variant_count); i++)
+    if ((callers || rows[i].image == library->image) && strcmp(rows[i].name, name) == 0) return &rows[i];
+  return NULL;
 }
 
 cudaError_t cudaLibraryGetKernel(cudaKernel_t *out, cudaLibrary_t library, const char *name)
@@ -340,18 +374,89 @@ cudaError_t cudaLibraryGetKernel(cudaKernel_t *out, cudaLibrary_t library, const
   cudaError_t error = BEGIN(SHIM_QUERY, "%s", name);
   if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
   if (error == cudaSuccess) {
-    error = cudaErrorSymbolNotFound;
-    for (int32_t i = 0; i < variant_count; i++) {
-      if (variants[i].image != library->image || strcmp(variants[i].name, name) != 0) continue;
-      if (shim.missing != NULL && strcmp(name, shim.missing) == 0) continue;
-      *out = (cudaKernel_t)(uintptr_t)&variants[i];
-      error = cudaSuccess;
-    }
+    const variant *v = shim.missing != NULL && strcmp(name, shim.missing) == 0 ? NULL : row_in(library, name);
+    if (v == NULL) error = cudaErrorSymbolNotFound;
+    if (v != NULL) *out = (cudaKernel_t)(uintptr_t)v;
   }
   return shim_end(error);
 }
 
-static int dynamic_limit[MAX_DEVICES][512]; /* by row: bytes above the default that were asked for */
+cudaError_t cudaLibraryGetKernelCount(unsigned *count, cudaLibrary_t library)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%s", "");
+  if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) *count = CALLER_ROWS;
+  return shim_end(error);
+}
+
+cudaError_t cudaLibraryEnumerateKernels(cudaKernel_t *kernels, unsigned count, cudaLibrary_t library)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%u", count);
+  if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
+  for (unsigned i = 0; error == cudaSuccess && i < count && i < CALLER_ROWS; i++)
+    kernels[i] = (cudaKernel_t)(uintptr_t)&caller_rows[i];
+  return shim_end(error);
+}
+
+cudaError_t cudaLibraryGetGlobal(void **data, size_t *bytes, cudaLibrary_t library, const char *name)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY | SHIM_CONTEXT, "%s", name);
+  if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess && strcmp(name, "counter") != 0) error = cudaErrorSymbolNotFound;
+  if (error == cudaSuccess) {
+    *data = (void *)(uintptr_t)0x7000; /* no kernel of the shim touches it */
+    *bytes = COUNTER_BYTES;
+  }
+  return shim_end(error);
+}
+
+cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offset, size_t *bytes)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%zu", index);
+  const bool add = row_of(kernel) == &caller_rows[0];
+  if (error == cudaSuccess && row_of(kernel) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess && (!add || index >= sizeof add_bytes / sizeof add_bytes[0])) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess) {
+    *offset = index * 8;
+    *bytes = add_bytes[index];
+  }
+  return shim_end(error);
+}
+
+/* ---- occupancy: what fits one block fits two ---- */
+
+static cudaError_t occupancy(const void *kernel, int *out, int value)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY | SHIM_CONTEXT, "%s", "");
+  if (error == cudaSuccess && row_of(kernel) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) *out = value;
+  return shim_end(error);
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel, int threads, size_t smem)
+{
+  return occupancy(kernel, blocks, threads <= shim.max_threads && smem <= (size_t)shim.smem ? 2 : 0);
+}
+
+cudaError_t cudaOccupancyAvailableDynamicSMemPerBlock(size_t *bytes, const void *kernel, int blocks, int threads)
+{
+  int value = 0;
+  (void)threads;
+  const cudaError_t error = occupancy(kernel, &value, shim.smem / (blocks > 0 ? blocks : 1));
+  *bytes = (size_t)value;
+  return error;
+}
+
+cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *kernel, const cudaLaunchConfig_t *config)
+{
+  return occupancy(kernel, clusters, config->numAttrs > 0 ? 16 : 0);
+}
+
+cudaError_t cudaOccupancyMaxPotentialClusterSize(int *size, const void *kernel, const cudaLaunchConfig_t *config)
+{
+  (void)config;
+  return occupancy(kernel, size, 8);
+}
 
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *facts, const void *kernel)
 {
@@ -365,7 +470,9 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *facts, const void *
     facts->maxThreadsPerBlock = shim.max_threads;
     facts->numRegs = 64;
     facts->binaryVersion = facts->ptxVersion = shim.major * 10 + shim.minor;
-    dynamic_limit[current_device()][row_of(kernel) - variants] = 0;
+    if (row_of(kernel)->op >= 0) dynamic_limit[current_device()][index_of(row_of(kernel))] = 0;
+    const int limit = dynamic_limit[current_device()][index_of(row_of(kernel))];
+    facts->maxDynamicSharedSizeBytes = limit > 0 ? limit : 48 * 1024;
   }
   return shim_end(error);
 }
@@ -376,7 +483,7 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
       BEGIN(0 | SHIM_CONTEXT, "%s %d = %d", row_of(kernel) ? row_of(kernel)->name : "?", (int)attribute, value);
   if (error == cudaSuccess && (row_of(kernel) == NULL || value > shim.smem)) error = cudaErrorInvalidValue;
   if (error == cudaSuccess && attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
-    dynamic_limit[current_device()][row_of(kernel) - variants] = value;
+    dynamic_limit[current_device()][index_of(row_of(kernel))] = value;
   return shim_end(error);
 }
 
@@ -407,7 +514,7 @@ static cudaError_t check_launch(const cudaLaunchConfig_t *c, const variant *v)
 {
   const unsigned threads = c->blockDim.x * c->blockDim.y * c->blockDim.z;
   if (v == NULL || !is_loaded(v)) return cudaErrorInvalidResourceHandle;
-  const int limit = dynamic_limit[current_device()][v - variants];
+  const int limit = dynamic_limit[current_device()][index_of(v)];
   if (c->gridDim.x == 0 || c->gridDim.y != 1 || c->gridDim.z != 1) return cudaErrorInvalidConfiguration;
   if (threads == 0 || threads > (unsigned)shim.max_threads) return cudaErrorInvalidConfiguration;
   if (c->dynamicSmemBytes > (size_t)(limit > 48 * 1024 ? limit : 48 * 1024)) return cudaErrorInvalidValue;
@@ -424,7 +531,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel,
   if (error == cudaSuccess) error = check_launch(c, v);
   if (error == cudaSuccess) {
     kept[kept_count % KEPT].row = v;
-    memcpy(kept[kept_count % KEPT].args, args[0], arg_bytes(v));
+    if (v->op >= 0) memcpy(kept[kept_count % KEPT].args, args[0], arg_bytes(v));
     kept_count++;
     if (stream_of(c->stream)->graph != NULL) graph_add(stream_of(c->stream)->graph, &n);
   }

@@ -1,0 +1,328 @@
+/* Streams, events and graphs: CUDA's own, on the context's device. */
+#include "internal.h"
+
+#include "../include/cumoe/stream.h"
+
+#define REQUIRE_POINTER(pointer) REQUIRE((pointer) != NULL, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", #pointer)
+
+/* ---- streams ---- */
+
+static cumoe_status create_stream(int32_t priority, cumoe_stream *stream)
+{
+  const cudaError_t error = cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority);
+  if (error == cudaSuccess) return CUMOE_OK;
+  *stream = NULL;
+  return fail_cuda(error, "cudaStreamCreateWithPriority");
+}
+
+cumoe_status cumoe_stream_create(cumoe_context context, int32_t priority, cumoe_stream *stream)
+{
+  begin_call(__func__);
+  REQUIRE_POINTER(stream);
+  *stream = NULL;
+  TRY(check_context(context));
+  if (on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE_RELAXED(context, create_stream(priority, stream));
+}
+
+static cumoe_status destroy_stream(cumoe_stream stream)
+{
+  TRY_CUDA(cudaStreamDestroy(stream));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_stream_destroy(cumoe_context context, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (stream == NULL || on_cpu(context)) return CUMOE_OK;
+  REQUIRE(stream != CUMOE_STREAM_PER_THREAD, CUMOE_ERR_INVALID_ARGUMENT, "stream is CUDA's own, of every thread");
+  if (check_alive(context) == CUMOE_OK) TRY(refuse_capture(context, stream));
+  ON_LOST_DEVICE_RELAXED(context, destroy_stream(stream));
+}
+
+/* CUDA reports "not ready" as an error; it is none. */
+static cumoe_status progress_of(cudaError_t error, const char *call, cumoe_progress *progress)
+{
+  *progress = error == cudaSuccess ? CUMOE_DONE : error == cudaErrorNotReady ? CUMOE_PENDING : CUMOE_FAILED;
+  if (*progress == CUMOE_PENDING) clear_cuda_error();
+  return *progress == CUMOE_FAILED ? fail_cuda(error, call) : CUMOE_OK;
+}
+
+static cumoe_status query_stream(cumoe_stream stream, cumoe_progress *progress)
+{
+  return progress_of(cudaStreamQuery(stream), "cudaStreamQuery", progress);
+}
+
+cumoe_status cumoe_stream_query(cumoe_context context, cumoe_stream stream, cumoe_progress *progress)
+{
+  begin_call(__func__);
+  REQUIRE_POINTER(progress);
+  *progress = CUMOE_FAILED;
+  TRY(check_context(context));
+  TRY(refuse_capture(context, stream));
+  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, query_stream(stream, progress));
+  *progress = CUMOE_DONE;
+  return CUMOE_OK;
+}
+
+/* The waiter keeps what it needs of the event, which may go at once. */
+static cumoe_status join(cumoe_stream waiter, cumoe_stream on)
+{
+  cudaEvent_t event = NULL;
+  TRY_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  cudaError_t error = cudaEventRecord(event, on);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(waiter, event, 0);
+  const cudaError_t last = cudaEventDestroy(event);
+  if (error == cudaSuccess) error = last;
+  return error == cudaSuccess ? CUMOE_OK : fail_cuda(error, "cudaEventRecord, cudaStreamWaitEvent");
+}
+
+cumoe_status cumoe_stream_join(cumoe_context context, cumoe_stream waiter, cumoe_stream on)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (waiter == on || on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE_RELAXED(context, join(waiter, on));
+}
+
+/* ---- events ---- */
+
+static cumoe_status create_event(uint32_t flags, cumoe_event *event)
+{
+  const unsigned cuda = (flags & CUMOE_EVENT_TIMING ? cudaEventDefault : cudaEventDisableTiming) |
+                        (flags & CUMOE_EVENT_SLEEP ? cudaEventBlockingSync : cudaEventDefault);
+  const cudaError_t error = cudaEventCreateWithFlags(event, cuda);
+  if (error == cudaSuccess) return CUMOE_OK;
+  *event = NULL;
+  return fail_cuda(error, "cudaEventCreateWithFlags");
+}
+
+cumoe_status cumoe_event_create(cumoe_context context, uint32_t flags, cumoe_event *event)
+{
+  begin_call(__func__);
+  const uint32_t known = CUMOE_EVENT_TIMING | CUMOE_EVENT_SLEEP;
+  REQUIRE_POINTER(event);
+  *event = NULL;
+  TRY(check_context(context));
+  REQUIRE((flags & ~known) == 0, CUMOE_ERR_INVALID_ARGUMENT, "flags is 0x%x, known are 0x%x", flags, known);
+  if (on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE_RELAXED(context, create_event(flags, event));
+}
+
+static cumoe_status destroy_event(cumoe_event event)
+{
+  TRY_CUDA(cudaEventDestroy(event));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_event_destroy(cumoe_context context, cumoe_event event)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (event == NULL || on_cpu(context)) return CUMOE_OK;
+  ON_LOST_DEVICE_RELAXED(context, destroy_event(event));
+}
+
+static cumoe_status record_event(cumoe_event event, cumoe_stream stream)
+{
+  TRY_CUDA(cudaEventRecord(event, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_event_record(cumoe_context context, cumoe_event event, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (on_cpu(context)) return CUMOE_OK;
+  REQUIRE_POINTER(event);
+  ON_DEVICE(context, record_event(event, stream));
+}
+
+static cumoe_status wait_event(cumoe_event event, cumoe_stream stream)
+{
+  TRY_CUDA(cudaStreamWaitEvent(stream, event, 0));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_event_wait(cumoe_context context, cumoe_event event, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (on_cpu(context)) return CUMOE_OK;
+  REQUIRE_POINTER(event);
+  ON_DEVICE(context, wait_event(event, stream));
+}
+
+static cumoe_status synchronize_event(cumoe_event event)
+{
+  TRY_CUDA(cudaEventSynchronize(event));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_event_synchronize(cumoe_context context, cumoe_event event)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (on_cpu(context)) return CUMOE_OK;
+  REQUIRE_POINTER(event);
+  ON_DEVICE_RELAXED(context, synchronize_event(event));
+}
+
+static cumoe_status query_event(cumoe_event event, cumoe_progress *progress)
+{
+  return progress_of(cudaEventQuery(event), "cudaEventQuery", progress);
+}
+
+cumoe_status cumoe_event_query(cumoe_context context, cumoe_event event, cumoe_progress *progress)
+{
+  begin_call(__func__);
+  REQUIRE_POINTER(progress);
+  *progress = CUMOE_FAILED;
+  TRY(check_context(context));
+  REQUIRE(event != NULL || on_cpu(context), CUMOE_ERR_INVALID_ARGUMENT, "event is null");
+  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, query_event(event, progress));
+  *progress = CUMOE_DONE;
+  return CUMOE_OK;
+}
+
+static cumoe_status elapsed(cumoe_event first, cumoe_event last, float *milliseconds)
+{
+  const cudaError_t error = cudaEventElapsedTime(milliseconds, first, last);
+  if (error == cudaSuccess) return CUMOE_OK;
+  *milliseconds = 0;
+  if (error != cudaErrorNotReady) return fail_cuda(error, "cudaEventElapsedTime of CUMOE_EVENT_TIMING events");
+  clear_cuda_error();
+  return fail(CUMOE_ERR_INVALID_ARGUMENT, "first or last is pending: wait for it, there is no time yet");
+}
+
+cumoe_status cumoe_event_elapsed(cumoe_context context, cumoe_event first, cumoe_event last, float *milliseconds)
+{
+  begin_call(__func__);
+  REQUIRE_POINTER(milliseconds);
+  *milliseconds = 0;
+  TRY(check_context(context));
+  REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "the CPU device's events have no times");
+  REQUIRE_POINTER(first);
+  REQUIRE_POINTER(last);
+  ON_DEVICE_RELAXED(context, elapsed(first, last, milliseconds));
+}
+
+/* ---- graphs ---- */
+
+static cumoe_status no_graphs(void)
+{
+  return fail(CUMOE_ERR_NOT_SUPPORTED, "the CPU device has no graphs");
+}
+
+static cumoe_status capture_state(cumoe_stream stream, cumoe_capture *capture)
+{
+  enum cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+  TRY_CUDA(cudaStreamIsCapturing(stream, &state));
+  *capture = state == cudaStreamCaptureStatusNone     ? CUMOE_CAPTURE_NONE
+             : state == cudaStreamCaptureStatusActive ? CUMOE_CAPTURE_ACTIVE
+                                                      : CUMOE_CAPTURE_INVALIDATED;
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_graph_status(cumoe_context context, cumoe_stream stream, cumoe_capture *capture)
+{
+  begin_call(__func__);
+  REQUIRE_POINTER(capture);
+  *capture = CUMOE_CAPTURE_NONE;
+  TRY(check_context(context));
+  if (on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE(context, capture_state(stream, capture));
+}
+
+static cumoe_status begin_capture(cumoe_stream stream)
+{
+  TRY_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_graph_begin(cumoe_context context, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (on_cpu(context)) return no_graphs();
+  REQUIRE(stream != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stream is NULL: CUDA's legacy stream cannot be captured");
+  TRY(refuse_capture(context, stream));
+  ON_DEVICE(context, begin_capture(stream));
+}
+
+static cumoe_status end_capture(cumoe_stream stream, cumoe_graph *graph)
+{
+  cumoe_capture state = CUMOE_CAPTURE_NONE;
+  cudaGraph_t recorded = NULL;
+  TRY(capture_state(stream, &state));
+  REQUIRE(state != CUMOE_CAPTURE_NONE, CUMOE_ERR_INVALID_ARGUMENT, "stream is not being captured");
+  TRY_CUDA(cudaStreamEndCapture(stream, &recorded));
+  const cudaError_t error = cudaGraphInstantiate(graph, recorded, 0);
+  const cudaError_t last = cudaGraphDestroy(recorded); /* the graph that runs is a copy */
+  if (error == cudaSuccess && last == cudaSuccess) return CUMOE_OK;
+  if (error == cudaSuccess && cudaGraphExecDestroy(*graph) != cudaSuccess) clear_cuda_error();
+  *graph = NULL;
+  return error == cudaSuccess ? fail_cuda(last, "cudaGraphDestroy") : fail_cuda(error, "cudaGraphInstantiate");
+}
+
+cumoe_status cumoe_graph_end(cumoe_context context, cumoe_stream stream, cumoe_graph *graph)
+{
+  begin_call(__func__);
+  REQUIRE_POINTER(graph);
+  *graph = NULL;
+  TRY(check_context(context));
+  if (on_cpu(context)) return no_graphs();
+  REQUIRE(stream != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stream is NULL: CUDA's legacy stream cannot be captured");
+  ON_DEVICE_RELAXED(context, end_capture(stream, graph));
+}
+
+/* Launching or uploading into a capture would break it. */
+static cumoe_status check_graph(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
+{
+  TRY(check_context(context));
+  if (on_cpu(context)) return no_graphs();
+  REQUIRE_POINTER(graph);
+  return refuse_capture(context, stream);
+}
+
+static cumoe_status launch_graph(cumoe_graph graph, cumoe_stream stream)
+{
+  TRY_CUDA(cudaGraphLaunch(graph, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_graph_launch(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_graph(context, graph, stream));
+  ON_DEVICE(context, launch_graph(graph, stream));
+}
+
+static cumoe_status upload_graph(cumoe_graph graph, cumoe_stream stream)
+{
+  TRY_CUDA(cudaGraphUpload(graph, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_graph_upload(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
+{
+  begin_call(__func__);
+  TRY(check_graph(context, graph, stream));
+  ON_DEVICE_RELAXED(context, upload_graph(graph, stream));
+}
+
+static cumoe_status destroy_graph(cumoe_graph graph)
+{
+  TRY_CUDA(cudaGraphExecDestroy(graph));
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_graph_destroy(cumoe_context context, cumoe_graph graph)
+{
+  begin_call(__func__);
+  TRY(check_context(context));
+  if (graph == NULL) return CUMOE_OK;
+  if (on_cpu(context)) return no_graphs();
+  ON_LOST_DEVICE_RELAXED(context, destroy_graph(graph));
+}
