@@ -392,9 +392,9 @@ static forward_case layer_case_of(int i)
 /* Experts of one to three tiles of 160 rows, where rows are permuted before they are multiplied. */
 static void many_rows_case(cumoe_context context, int i)
 {
-  static const int64_t rows_each[] = {97, 125, 161, 250, 330};
+  static const int32_t rows_each[] = {97, 125, 161, 250, 330};
   forward_case c = layer_case_of(i);
-  const int64_t tokens = rows_each[i % 5] * c.desc.num_experts / c.desc.routing.top_k;
+  const int32_t tokens = rows_each[i % 5] * c.desc.num_experts / c.desc.routing.top_k;
   c.desc.dtype = i / 2 % 2 ? CUMOE_F16 : CUMOE_BF16;
   if (c.desc.out_dtype != CUMOE_F32) c.desc.out_dtype = c.desc.dtype;
   if (c.router_dtype != CUMOE_F32) c.router_dtype = c.desc.dtype;
