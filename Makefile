@@ -108,7 +108,7 @@ PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMP
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
 	test/*.[ch] test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
-.PHONY: all demo test bench tune check tests install uninstall format lint clean help FORCE
+.PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
 
 # ---- stamps: a file that holds the flags, rewritten when they change, so that what was built with them is rebuilt
@@ -282,7 +282,7 @@ test_scripts   := $(call chosen,test/check/install.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
-check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
+check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh tsan.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
 # Two drivers a harness; libFuzzer only where clang has its runtime.
 libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
@@ -294,6 +294,10 @@ test: $(test_programs) $(LIB)/libcumoe.a
 # A sanitized program has no GPU to see: the driver's own memory is not under test.
 check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a
 	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
+
+# How good the tests of host/ are: branches that none takes, changes that none notices. Minutes; on demand.
+coverage mutants: $(LIB)/libcumoe.a
+	@$(script_env) test/check/$@.sh
 
 # ---- install ------------------------------------------------------------------------------------------------------
 
@@ -342,6 +346,7 @@ help:
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format, fuzzing (T=symbols: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
+	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
 	@echo 'make tune       measures every kernel and rewrites host/tune_any.def       (TUNE_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'

@@ -9,36 +9,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "shim/shim.h"
-#include "test.h"
+#include "shim/layer.h"
 
-/* ---- what a scenario works with ---------------------------------------------------------------------- */
-
-enum { BUFFERS = 8 };
-
-typedef struct world {
-  cumoe_context context, other; /* on devices 1 and 0 */
-  cudaStream_t stream;          /* of device 1 */
-  cumoe_buffer buffers[BUFFERS];
-  cumoe_plan plan;
-  cumoe_weights weights, shared;
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  uintptr_t next; /* address of the next operand that nobody touches */
-} world;
-
-#define STEP(expression)                                                                                               \
-  do {                                                                                                                 \
-    const cumoe_status step_ = (expression);                                                                           \
-    if (step_ != CUMOE_OK) return step_;                                                                               \
-  } while (0)
-
-/* The test's own call: it always works, and does not count. */
-#define OWN(call) own((call), #call)
-static bool own(cudaError_t error, const char *call)
-{
-  return CHECK_MSG(error == cudaSuccess, "%s: %s", call, cudaGetErrorName(error));
-}
+/* ---- scenarios ---------------------------------------------------------------------------------------- */
 
 typedef struct scenario {
   const char *name;
@@ -47,19 +20,6 @@ typedef struct scenario {
   bool again; /* act may run twice in one world, whatever became of the first */
   bool falls_back;
 } scenario;
-
-/* Device memory that no kernel of the shim reads. */
-static cumoe_view_mut lend(world *w, int32_t dtype, int64_t rows, int64_t cols)
-{
-  const uintptr_t at = w->next;
-  w->next += ((uintptr_t)(rows * cols) * cumoe_dtype_bytes((cumoe_dtype)dtype) + 4096) / 4096 * 4096;
-  return cumoe_matrix_mut((void *)at, (cumoe_dtype)dtype, rows, cols, cols);
-}
-
-static cumoe_view lend_in(world *w, int32_t dtype, int64_t rows, int64_t cols)
-{
-  return cumoe_const(lend(w, dtype, rows, cols));
-}
 
 /* ---- context ------------------------------------------------------------------------------------------ */
 
@@ -107,25 +67,6 @@ static cumoe_status close_with_buffers(world *w)
 }
 
 /* ---- buffers ------------------------------------------------------------------------------------------ */
-
-static void open_one(world *w)
-{
-  CHECK_OK(cumoe_context_create(1, NULL, &w->context));
-  const int before = shim_current_device();
-  OWN(cudaSetDevice(1));
-  OWN(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
-  if (before < 0)
-    shim_drop_context();
-  else
-    OWN(cudaSetDevice(before));
-}
-
-static void open_two(world *w)
-{
-  OWN(cudaSetDevice(0));
-  open_one(w);
-  CHECK_OK(cumoe_context_create(0, NULL, &w->other));
-}
 
 static cumoe_status allocate(world *w)
 {
@@ -210,151 +151,6 @@ static cumoe_status fault_word(world *w)
 }
 
 /* ---- the layer ---------------------------------------------------------------------------------------- */
-
-enum { HIDDEN = 512, INTER = 256, EXPERTS = 8, TOP_K = 2 };
-
-static cumoe_moe_desc describe(int32_t dtype)
-{
-  return (cumoe_moe_desc){.size = sizeof(cumoe_moe_desc),
-                          .num_experts = EXPERTS,
-                          .hidden = HIDDEN,
-                          .inter = INTER,
-                          .dtype = dtype,
-                          .routing = cumoe_routing_mixtral(TOP_K)};
-}
-
-static cumoe_weights_desc describe_weights(world *w, int32_t dtype, int32_t experts, int32_t inter, int32_t order)
-{
-  cumoe_weights_desc d = {.size = sizeof d,
-                          .experts = experts,
-                          .hidden = HIDDEN,
-                          .inter = inter,
-                          .gate_order = order,
-                          .up_major = CUMOE_OUT_IN,
-                          .down_major = CUMOE_OUT_IN};
-  const bool separate = order == CUMOE_GATE_UP_SEPARATE, fused = !separate && order != CUMOE_UNGATED;
-  const int64_t rows = (int64_t)experts * inter;
-  if (fused) d.gate_up.data = lend_in(w, dtype, 2 * rows, HIDDEN);
-  if (separate) d.gate.data = lend_in(w, dtype, rows, HIDDEN);
-  if (!fused) d.up.data = lend_in(w, dtype, rows, HIDDEN);
-  d.down.data = lend_in(w, dtype, (int64_t)experts * HIDDEN, inter);
-  return d;
-}
-
-static void bind_layer(world *w, const cumoe_moe_desc *desc, int32_t order)
-{
-  CHECK_OK(cumoe_plan_create(w->context, desc, &w->plan));
-  const cumoe_weights_desc routed = describe_weights(w, desc->dtype, EXPERTS, INTER, order);
-  CHECK_OK(cumoe_weights_bind(w->context, &routed, &w->weights));
-  if (desc->shared_inter == 0) return;
-  const cumoe_weights_desc shared = describe_weights(w, desc->dtype, 1, desc->shared_inter, order);
-  CHECK_OK(cumoe_weights_bind(w->context, &shared, &w->shared));
-}
-
-static void small_layer(world *w)
-{
-  const cumoe_moe_desc d = describe(CUMOE_BF16);
-  open_one(w);
-  bind_layer(w, &d, CUMOE_GATE_UP_CONCAT);
-}
-
-static void shared_layer(world *w)
-{
-  cumoe_moe_desc d = describe(CUMOE_F16);
-  d.shared_inter = 128;
-  d.out_dtype = CUMOE_F32;
-  open_two(w);
-  bind_layer(w, &d, CUMOE_GATE_UP_INTERLEAVED);
-}
-
-static void unreduced_layer(world *w)
-{
-  cumoe_moe_desc d = describe(CUMOE_F32);
-  d.flags = CUMOE_MOE_UNREDUCED | CUMOE_MOE_UNGATED;
-  d.act = CUMOE_ACT_RELU2;
-  d.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  open_one(w);
-  bind_layer(w, &d, CUMOE_UNGATED);
-}
-
-static cumoe_moe_args arguments(world *w, const cumoe_moe_desc *d, int64_t tokens)
-{
-  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
-  cumoe_moe_args a = {.size = sizeof a};
-  size_t bytes = 0;
-  CHECK_OK(cumoe_plan_workspace(w->plan, tokens, &bytes));
-  a.x = lend_in(w, d->dtype, tokens, HIDDEN);
-  a.out = lend(w, d->out_dtype ? d->out_dtype : d->dtype, unreduced ? tokens * TOP_K : tokens, HIDDEN);
-  a.workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes);
-  a.shared = w->shared;
-  return a;
-}
-
-static cumoe_status run_routed(world *w)
-{
-  const cumoe_moe_desc d = describe(CUMOE_BF16);
-  cumoe_moe_args a = arguments(w, &d, 4);
-  a.ids = lend_in(w, CUMOE_I32, 4, TOP_K);
-  a.weights = lend_in(w, CUMOE_F32, 4, TOP_K);
-  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
-}
-
-static cumoe_status run_logits(world *w)
-{
-  const cumoe_moe_desc d = describe(CUMOE_BF16);
-  cumoe_moe_args a = arguments(w, &d, 3000); /* several chunks of the map, the sm_90a kernels */
-  a.logits = lend_in(w, CUMOE_F32, 3000, EXPERTS);
-  a.ids_out = lend(w, CUMOE_I64, 3000, TOP_K);
-  a.counts_out = lend(w, CUMOE_I32, 1, EXPERTS);
-  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
-}
-
-static cumoe_status run_everything(world *w)
-{
-  cumoe_moe_desc d = describe(CUMOE_F16);
-  d.out_dtype = CUMOE_F32;
-  d.shared_inter = 128;
-  cumoe_moe_args a = arguments(w, &d, 64);
-  a.router_weight = lend_in(w, CUMOE_F16, EXPERTS, HIDDEN);
-  a.shared_gate = lend_in(w, CUMOE_F16, 1, HIDDEN);
-  a.residual = cumoe_const(a.out);
-  a.device_tokens = lend_in(w, CUMOE_I32, 1, 1);
-  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
-}
-
-static cumoe_status run_unreduced(world *w)
-{
-  cumoe_moe_desc d = describe(CUMOE_F32);
-  d.flags = CUMOE_MOE_UNREDUCED;
-  cumoe_moe_args a = arguments(w, &d, 5);
-  a.logits = lend_in(w, CUMOE_BF16, 5, EXPERTS);
-  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
-}
-
-static cumoe_status run_stages(world *w)
-{
-  enum { TOKENS = 9 };
-  const cumoe_view x = lend_in(w, CUMOE_BF16, TOKENS, HIDDEN), none = {0};
-  const cumoe_view_mut logits = lend(w, CUMOE_F32, TOKENS, EXPERTS), ids = lend(w, CUMOE_I32, TOKENS, TOP_K),
-                       weights = lend(w, CUMOE_F32, TOKENS, TOP_K), h = lend(w, CUMOE_BF16, TOKENS * TOP_K, INTER),
-                       y = lend(w, CUMOE_BF16, TOKENS * TOP_K, HIDDEN), unused = {0};
-  const cumoe_routing routing = cumoe_routing_mixtral(TOP_K);
-  const cumoe_route route = {.size = sizeof route,
-                             .counts = lend(w, CUMOE_I32, 1, EXPERTS),
-                             .offsets = lend(w, CUMOE_I32, 1, EXPERTS + 1),
-                             .row_pair = lend(w, CUMOE_I32, 1, TOKENS * TOP_K),
-                             .slot_row = lend(w, CUMOE_I32, TOKENS, TOP_K)};
-  const cumoe_combine_args combine = {.size = sizeof combine,
-                                      .y = cumoe_const(y),
-                                      .pair_weights = cumoe_const(weights),
-                                      .out = lend(w, CUMOE_BF16, TOKENS, HIDDEN)};
-  STEP(cumoe_router(w->context, x, lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN), none, logits, w->stream));
-  STEP(cumoe_gate(w->context, &routing, cumoe_const(logits), none, ids, weights, w->stream));
-  STEP(cumoe_map(w->plan, cumoe_const(ids), none, &route, unused, w->stream));
-  STEP(cumoe_up(w->plan, w->weights, x, &route, none, h, w->stream));
-  STEP(cumoe_down(w->plan, w->weights, cumoe_const(h), &route, y, w->stream));
-  return cumoe_combine(w->plan, &route, &combine, w->stream);
-}
 
 /* Every row of the table that serves bf16, one after the other. */
 static cumoe_status run_forced(world *w)

@@ -36,8 +36,8 @@ static cudaError_t device_block(void **out, size_t bytes, struct CUmemPoolHandle
   b->object.device = device;
   b->at = take_addresses(device, bytes);
   b->bytes = bytes;
-  b->backing = __real_malloc(bytes);
-  memset(b->backing, 0xcd, bytes);
+  b->backing = __real_calloc(1, bytes);
+  if (bytes < 1 << 20) memset(b->backing, 0xcd, bytes); /* larger ones would cost real memory */
   b->pool = pool;
   if (pool != NULL) {
     pool->blocks++;

@@ -1,0 +1,570 @@
+/*
+ * What the host layer calls of CUDA: launches make no allocating, waiting or asking call and leave the thread's device
+ * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads on
+ * one context.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "shim/layer.h"
+#include "../kernels/args.h"
+
+/* ---- launches ------------------------------------------------------------------------------------------- */
+
+typedef struct launching {
+  const char *name;
+  void (*prepare)(world *w);
+  cumoe_status (*act)(world *w);
+  const char *kernels; /* the operations in order */
+} launching;
+
+static cumoe_status clear_fault(world *w)
+{
+  return cumoe_fault_clear(w->context, w->stream);
+}
+
+static const launching launches[] = {
+    {"forward from ids", small_layer, run_routed, "map up down combine "},
+    {"forward from logits", small_layer, run_logits, "gate map map up down combine "},
+    {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
+    {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
+    {"stages", small_layer, run_stages, "router gate map up down combine "},
+    {"fault word cleared", small_layer, clear_fault, ""},
+};
+enum { LAUNCHES = sizeof launches / sizeof launches[0] };
+
+/* "up down " from the lines of the trace that launch cumoe_up_... and cumoe_down_... */
+static void list_kernels(const char *trace, char *list, size_t bytes)
+{
+  static const char begin[] = "cudaLaunchKernelExC cumoe_";
+  list[0] = 0;
+  for (const char *at = trace; (at = strstr(at, begin)) != NULL;) {
+    at += sizeof begin - 1;
+    const size_t used = strlen(list);
+    snprintf(list + used, bytes - used, "%.*s ", (int)strcspn(at, "_"), at);
+  }
+}
+
+typedef enum before { NO_DEVICE, ITS_DEVICE, OTHER_DEVICE, BEFORES } before;
+
+static void make_current(before b)
+{
+  shim_drop_context();
+  if (b == ITS_DEVICE) OWN(cudaSetDevice(1));
+  if (b == OTHER_DEVICE) OWN(cudaSetDevice(0));
+}
+
+static void end_world(world *w)
+{
+  CHECK_OK(cumoe_weights_destroy(w->weights));
+  CHECK_OK(cumoe_weights_destroy(w->shared));
+  CHECK_OK(cumoe_plan_destroy(w->plan));
+  CHECK_OK(cumoe_context_destroy(w->context));
+  CHECK_OK(cumoe_context_destroy(w->other));
+  if (w->stream) OWN(cudaStreamDestroy(w->stream));
+}
+
+/* Nothing but launches, fills, and what is cheap anywhere; everything as it was before. */
+static void check_launch(const launching *l, world *w, before b, bool pending)
+{
+  char kernels[400];
+  make_current(b);
+  if (pending) CHECK(cudaSetDevice(99) == cudaErrorInvalidDevice);
+  const cudaError_t error = shim_last_error();
+  const int device = shim_current_device();
+  const int64_t implicit = shim_implicit();
+  shim_mark();
+  CHECK_OK(l->act(w));
+  const int64_t cheap = shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH) + shim_calls(SHIM_MOVE);
+  CHECK_MSG(shim_calls(SHIM_ALL) == cheap && shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0, "%s", shim_trace());
+  CHECK(strstr(shim_trace(), "cudaThreadExchange") == NULL && strstr(shim_trace(), "cudaSetDevice") == NULL);
+  CHECK(shim_current_device() == device && shim_last_error() == error && shim_implicit() == implicit);
+  list_kernels(shim_trace(), kernels, sizeof kernels);
+  CHECK_MSG(strcmp(kernels, l->kernels) == 0, "the kernels are: %s", kernels);
+  shim_heal();
+}
+
+/* The same in a capture that is the process's first: nothing of it is refused, and the graph launches the same. */
+static void check_captured(const launching *l, world *w)
+{
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  make_current(ITS_DEVICE);
+  OWN(cudaStreamBeginCapture(w->stream, cudaStreamCaptureModeGlobal));
+  CHECK_OK(l->act(w));
+  OWN(cudaStreamEndCapture(w->stream, &graph));
+  if (graph == NULL) return;
+  OWN(cudaGraphInstantiate(&exec, graph, 0));
+  OWN(cudaGraphLaunch(exec, w->stream));
+  OWN(cudaGraphExecDestroy(exec));
+  OWN(cudaGraphDestroy(graph));
+}
+
+static void test_launches(void)
+{
+  if (!group_begin("launches")) return;
+  for (int i = 0; i < LAUNCHES; i++) {
+    const launching *l = &launches[i];
+    world w = {.next = (uintptr_t)1 << 40};
+    shim_drop_context();
+    l->prepare(&w);
+    case_begin("%s, captured first", l->name);
+    check_captured(l, &w);
+    case_end();
+    for (int b = 0; b < BEFORES; b++)
+      for (int pending = 0; pending < 2; pending++) {
+        case_begin("%s, device %d, %s", l->name, b, pending ? "an error pending" : "no error");
+        check_launch(l, &w, (before)b, pending);
+        case_end();
+      }
+    case_begin("%s: end", l->name);
+    end_world(&w);
+    case_end();
+  }
+  group_end();
+}
+
+/* What the kernels were told, of a forward call with everything. */
+static void test_arguments(void)
+{
+  if (!group_begin("arguments of the kernels")) return;
+  world w = {.next = (uintptr_t)1 << 40};
+  case_begin("forward with everything");
+  shared_layer(&w);
+  const uintptr_t from = w.next;
+  CHECK_OK(run_everything(&w));
+  w.next = from; /* the same operands again */
+  cumoe_moe_desc d = describe(CUMOE_F16);
+  d.out_dtype = CUMOE_F32;
+  d.shared_inter = 128;
+  const cumoe_moe_args a = arguments(&w, &d, 64);
+  const gate_args *gate = shim_last_args("gate");
+  const map_args *map = shim_last_args("cumoe_map_");
+  const gemm_args *up = shim_last_args("up"), *down = shim_last_args("down");
+  const combine_args *combine = shim_last_args("combine");
+  const router_args *router = shim_last_args("router");
+  const char *begin = a.workspace.data, *end = begin + a.workspace.cols;
+  CHECK(router->x == a.x.data && router->experts == 1 && router->hidden == HIDDEN); /* the shared gate */
+  CHECK(gate->experts == EXPERTS && gate->top_k == TOP_K && gate->tokens.count == 64 && gate->routed_scale == 1);
+  CHECK(map->local_experts == EXPERTS && map->top_k == TOP_K && map->num_experts == EXPERTS);
+  CHECK(map->ids == gate->ids && map->tokens.device == gate->tokens.device && map->tokens.device != NULL);
+  CHECK(up->a == a.x.data && up->n == INTER && up->k == HIDDEN && up->experts == EXPERTS && up->rows_cap == 128);
+  CHECK(up->counts == map->counts && up->offsets == map->offsets && up->row_pair == map->row_pair && up->gated == 1);
+  CHECK(up->settled == 1 && down->settled == 1); /* the shared expert lies between the map and up */
+  CHECK(down->a == up->c && down->n == HIDDEN && down->k == INTER && down->act == ACT_IDENTITY && !down->gated);
+  CHECK(combine->y == down->c && combine->out == a.out.data && combine->residual == a.out.data && combine->reduce == 1);
+  CHECK(combine->pair_weights == gate->weights && combine->shared_logit == router->logits && combine->out_scale == 1);
+  CHECK(combine->shared != NULL && combine->slot_row == map->slot_row && combine->settled == 1);
+  CHECK((const char *)up->c >= begin && (const char *)down->c >= begin && (const char *)combine->shared < end);
+  case_end();
+  case_begin("end");
+  end_world(&w);
+  case_end();
+  group_end();
+}
+
+/* ---- machines ------------------------------------------------------------------------------------------- */
+
+typedef struct machine_case {
+  const char *name;
+  void (*change)(void);
+  cumoe_status status;
+  const char *says;
+} machine_case;
+
+static void no_driver(void)
+{
+  shim.driver = 0;
+}
+static void no_gpu(void)
+{
+  shim.devices = 0;
+}
+static void one_gpu(void)
+{
+  shim.devices = 1;
+}
+static void old_gpu(void)
+{
+  shim.major = 7, shim.minor = 5;
+}
+static void no_pools(void)
+{
+  shim.no_pools = true;
+}
+static void no_image(void)
+{
+  shim.no_image = true;
+}
+static void no_push(void)
+{
+  shim.hidden = "cuCtxPushCurrent";
+}
+static void no_maps(void)
+{
+  shim.hidden = "cuTensorMapEncodeTiled";
+}
+static void no_kernel(void)
+{
+  shim.missing = "cumoe_gate_any_warp_x_x_8x1x1";
+}
+static void few_threads(void)
+{
+  shim.max_threads = 64;
+}
+static void little_memory(void)
+{
+  shim.memory = 4;
+}
+static void ampere(void)
+{
+  shim.major = 8, shim.smem = 163 * 1024;
+}
+static void ada(void)
+{
+  shim.major = 8, shim.minor = 9, shim.smem = 99 * 1024;
+}
+static void later(void)
+{
+  shim.major = 10;
+}
+
+static const machine_case machines[] = {
+    {"no driver", no_driver, CUMOE_ERR_NO_DEVICE, "no CUDA driver"},
+    {"no GPU", no_gpu, CUMOE_ERR_NO_DEVICE, "cudaErrorNoDevice"},
+    {"one GPU", one_gpu, CUMOE_ERR_NO_DEVICE, "device 1 does not exist"},
+    {"compute capability 7.5", old_gpu, CUMOE_ERR_NO_KERNEL_IMAGE, "7.5"},
+    {"no memory pools", no_pools, CUMOE_ERR_NOT_SUPPORTED, "memory pools"},
+    {"no machine code", no_image, CUMOE_ERR_NO_KERNEL_IMAGE, "this build has code for"},
+    {"no tensor maps", no_maps, CUMOE_ERR_DRIVER_TOO_OLD, "cuTensorMapEncodeTiled"},
+    {"a kernel is not in its image", no_kernel, CUMOE_ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x1x1"},
+    {"kernels of few threads", few_threads, CUMOE_ERR_INTERNAL, "compiled for 64 threads"},
+    {"four bytes of memory", little_memory, CUMOE_ERR_OUT_OF_MEMORY, "cudaMalloc"},
+    {"compute capability 8.0", ampere, CUMOE_OK, ""},
+    {"compute capability 8.9", ada, CUMOE_OK, ""},
+    {"compute capability 10.0", later, CUMOE_OK, ""},
+};
+
+static void check_machine(const machine_case *m)
+{
+  const int64_t live = shim_live(), heap = shim_heap();
+  cumoe_context context = NULL;
+  m->change();
+  CHECK_STATUS(m->status, cumoe_context_create(1, NULL, &context));
+  CHECK_MSG(m->status == CUMOE_OK || strstr(cumoe_last_error(), m->says) != NULL, "the text is \"%s\"",
+            cumoe_last_error());
+  if (m->status != CUMOE_OK) {
+    CHECK(context == NULL);
+    CHECK_OK(cumoe_context_create(CUMOE_DEVICE_AUTO, NULL, &context));
+    CHECK(on_device(context) == (m->change == one_gpu || m->change == little_memory) || m->change == little_memory);
+  }
+  CHECK_OK(cumoe_context_destroy(context));
+  CHECK(shim_live() == live && shim_heap() == heap);
+  shim_reset();
+}
+
+/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has ended. */
+static void check_portable(void (*change)(void), bool early)
+{
+  world w = {.next = (uintptr_t)1 << 40};
+  change();
+  small_layer(&w);
+  shim_mark();
+  CHECK_OK(run_routed(&w));
+  CHECK_OK(run_logits(&w));
+  CHECK(strstr(shim_trace(), "sm90") == NULL && strstr(shim_trace(), "cuTensorMap") == NULL);
+  CHECK_MSG((strstr(shim_trace(), "attrs 1") != NULL) == early, "%s", shim_trace());
+  cumoe_variant_info info = {.size = sizeof info};
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    CHECK_OK(cumoe_variant_get(w.context, i, &info));
+    if (strstr(info.name, "sm90") == NULL) continue;
+    CHECK(!info.usable);
+    CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_variant_force(w.context, i));
+  }
+  end_world(&w);
+  shim_reset();
+}
+
+static void test_machines(void)
+{
+  if (!group_begin("machines")) return;
+  for (size_t i = 0; i < sizeof machines / sizeof machines[0]; i++) {
+    case_begin("%s", machines[i].name);
+    check_machine(&machines[i]);
+    case_end();
+  }
+  case_begin("rows on compute capability 8.0");
+  check_portable(ampere, false);
+  case_end();
+  case_begin("rows on compute capability 10.0");
+  check_portable(later, true);
+  case_end();
+  group_end();
+}
+
+/* Must come first: the driver is looked up once. */
+static void test_old_driver(void)
+{
+  if (!group_begin("a driver that lacks a function")) return;
+  case_begin("no cuCtxPushCurrent");
+  cumoe_context context = NULL;
+  no_push();
+  CHECK_STATUS(CUMOE_ERR_DRIVER_TOO_OLD, cumoe_context_create(1, NULL, &context));
+  CHECK(strstr(cumoe_last_error(), "cuCtxPushCurrent") != NULL);
+  shim_reset();
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+  group_end();
+}
+
+/* ---- errors --------------------------------------------------------------------------------------------- */
+
+static const struct {
+  cudaError_t error;
+  cumoe_status status;
+} errors[] = {
+    {cudaErrorInvalidValue, CUMOE_ERR_CUDA},
+    {cudaErrorUnknown, CUMOE_ERR_CUDA},
+    {cudaErrorNotSupported, CUMOE_ERR_CUDA},
+    {cudaErrorInvalidResourceHandle, CUMOE_ERR_CUDA},
+    {cudaErrorMemoryAllocation, CUMOE_ERR_OUT_OF_MEMORY},
+    {cudaErrorInsufficientDriver, CUMOE_ERR_DRIVER_TOO_OLD},
+    {cudaErrorCallRequiresNewerDriver, CUMOE_ERR_DRIVER_TOO_OLD},
+    {cudaErrorUnsupportedPtxVersion, CUMOE_ERR_DRIVER_TOO_OLD},
+    {cudaErrorSystemDriverMismatch, CUMOE_ERR_DRIVER_TOO_OLD},
+    {cudaErrorCompatNotSupportedOnDevice, CUMOE_ERR_DRIVER_TOO_OLD},
+    {cudaErrorNoDevice, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorInvalidDevice, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorDevicesUnavailable, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorDeviceNotLicensed, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorStubLibrary, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorSystemNotReady, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorMpsConnectionFailed, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorMpsServerNotReady, CUMOE_ERR_NO_DEVICE},
+    {cudaErrorNoKernelImageForDevice, CUMOE_ERR_NO_KERNEL_IMAGE},
+    {cudaErrorInvalidKernelImage, CUMOE_ERR_NO_KERNEL_IMAGE},
+    {cudaErrorInvalidPtx, CUMOE_ERR_NO_KERNEL_IMAGE},
+    {cudaErrorJitCompilerNotFound, CUMOE_ERR_NO_KERNEL_IMAGE},
+    {cudaErrorJitCompilationDisabled, CUMOE_ERR_NO_KERNEL_IMAGE},
+    {cudaErrorStreamCaptureUnsupported, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureInvalidated, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureMerge, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureUnmatched, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureUnjoined, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureIsolation, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureImplicit, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorStreamCaptureWrongThread, CUMOE_ERR_CAPTURE_UNSAFE},
+    {cudaErrorECCUncorrectable, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorNvlinkUncorrectable, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorIllegalAddress, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorLaunchTimeout, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorContextIsDestroyed, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorAssert, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorHardwareStackError, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorIllegalInstruction, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorMisalignedAddress, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorInvalidAddressSpace, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorInvalidPc, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorLaunchFailure, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorTensorMemoryLeak, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorMpsClientTerminated, CUMOE_ERR_CUDA_STICKY},
+    {cudaErrorExternalDevice, CUMOE_ERR_CUDA_STICKY},
+};
+
+static void test_errors(void)
+{
+  if (!group_begin("the status of each CUDA error")) return;
+  for (size_t i = 0; i < sizeof errors / sizeof errors[0]; i++) {
+    cumoe_context context = NULL;
+    const bool sticky = errors[i].status == CUMOE_ERR_CUDA_STICKY;
+    case_begin("error %d", (int)errors[i].error);
+    CHECK_OK(cumoe_context_create(1, NULL, &context));
+    make_current(ITS_DEVICE);
+    shim_fail(SHIM_CUDA, 3, false,
+              errors[i].error); /* after the context and the mode of captures: the stream's state */
+    CHECK_STATUS(errors[i].status, cumoe_synchronize(context, NULL));
+    CHECK_MSG(strstr(cumoe_last_error(), sticky ? "lost" : "cudaStreamIsCapturing") != NULL ||
+                  strstr(cumoe_last_error(), "cudaStreamIsCapturing") != NULL,
+              "the text is \"%s\"", cumoe_last_error());
+    if (!sticky) CHECK(shim_last_error() == cudaSuccess);
+    shim_heal();
+    shim_mark();
+    CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_synchronize(context, NULL));
+    CHECK((shim_calls(SHIM_ALL) == 0) == sticky);
+    (void)cumoe_context_destroy(context);
+    case_end();
+  }
+  case_begin("a driver that is there, but too old");
+  shim.driver = 11000;
+  cumoe_context context = NULL;
+  shim_fail(SHIM_CUDA, 1, true, cudaErrorInsufficientDriver);
+  CHECK_STATUS(CUMOE_ERR_DRIVER_TOO_OLD, cumoe_context_create(1, NULL, &context));
+  shim_reset();
+  case_end();
+  case_begin("a kernel that cannot be launched");
+  world w = {.next = (uintptr_t)1 << 40};
+  small_layer(&w);
+  make_current(ITS_DEVICE);
+  shim_fail(SHIM_CUDA, 2, false, cudaErrorInvalidValue);
+  CHECK_STATUS(CUMOE_ERR_CUDA, run_routed(&w));
+  CHECK(strstr(cumoe_last_error(), "kernel cumoe_map") != NULL &&
+        strstr(cumoe_last_error(), "grid 1, block 1024") != NULL);
+  shim_heal();
+  end_world(&w);
+  case_end();
+  case_begin("a failed relaxing leaves the thread as strict as it was");
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  make_current(ITS_DEVICE);
+  shim_fail(SHIM_CUDA, 2, false, cudaErrorInvalidValue);
+  cumoe_buffer buffer = {0};
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 1, NULL, &buffer));
+  CHECK(shim_failed() != NULL && strcmp(shim_failed(), "cudaThreadExchangeStreamCaptureMode") == 0);
+  CHECK(shim_capture_mode() == cudaStreamCaptureModeGlobal && shim_last_error() == cudaSuccess);
+  CHECK_OK(cumoe_buffer_free(&buffer));
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+  group_end();
+}
+
+/* ---- sizes that only the shim can pretend -------------------------------------------------------------------- */
+
+/* More CTAs than a grid may have. */
+static void test_grids(void)
+{
+  enum { WIDE = 1 << 15 };
+  if (!group_begin("grids")) return;
+  case_begin("2^32 CTAs");
+  world w = {.next = (uintptr_t)1 << 30};
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  const int64_t tokens = (int64_t)1 << 30;
+  d.hidden = WIDE;
+  d.routing.top_k = 1;
+  open_one(&w);
+  CHECK_OK(cumoe_plan_create(w.context, &d, &w.plan));
+  const cumoe_route route = {.size = sizeof route,
+                             .counts = lend(&w, CUMOE_I32, 1, EXPERTS),
+                             .offsets = lend(&w, CUMOE_I32, 1, EXPERTS + 1),
+                             .row_pair = lend(&w, CUMOE_I32, 1, tokens),
+                             .slot_row = lend(&w, CUMOE_I32, tokens, 1)};
+  const cumoe_combine_args a = {.size = sizeof a,
+                                .y = lend_in(&w, CUMOE_BF16, tokens, WIDE),
+                                .pair_weights = lend_in(&w, CUMOE_F32, tokens, 1),
+                                .out = lend(&w, CUMOE_BF16, tokens, WIDE)};
+  shim_mark();
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_combine(w.plan, &route, &a, w.stream));
+  CHECK(strstr(cumoe_last_error(), "4294967296 CTAs") != NULL && shim_calls(SHIM_LAUNCH) == 0);
+  end_world(&w);
+  case_end();
+  case_begin("rows of 2 GiB");
+  cumoe_view_mut there;
+  world v = {.next = (uintptr_t)1 << 30};
+  shim.memory = (size_t)5 << 30;
+  open_one(&v);
+  CHECK_OK(cumoe_buffer_alloc(v.context, CUMOE_U8, 2, ((int64_t)1 << 31) + 8, v.stream, &v.buffers[0]));
+  CHECK_OK(cumoe_view_cols_mut(cumoe_buffer_view_mut(v.buffers[0]), 1, 3, &there));
+  unsigned char in[6] = {1, 2, 3, 4, 5, 6}, out[6] = {0};
+  shim_mark();
+  CHECK_OK(cumoe_fill(v.context, there, 9, v.stream));
+  CHECK_OK(cumoe_copy_from_host(v.context, there, in, 6, v.stream));
+  CHECK_OK(cumoe_copy_to_host(v.context, out, 6, cumoe_const(there), v.stream));
+  CHECK(memcmp(in, out, 6) == 0);
+  CHECK(strstr(shim_trace(), "2DAsync") == NULL); /* whose pitches end at 2^31 - 1 */
+  CHECK_OK(cumoe_buffer_free(&v.buffers[0]));
+  end_world(&v);
+  shim_reset();
+  case_end();
+  group_end();
+}
+
+/* ---- threads --------------------------------------------------------------------------------------------- */
+
+enum { THREADS = 8, ROUNDS = 300 };
+
+typedef struct seat {
+  world w;
+  int number;
+  int64_t wrong;
+} seat;
+
+static atomic_uint_fast64_t shared_ids[4]; /* handles that any thread may look at, stale at times */
+
+#define WANT(condition) s->wrong += (condition) ? 0 : 1
+
+/* One round of everything a thread may do; the text of its failures is its own. */
+static void take_turn(seat *s, int round)
+{
+  world *w = &s->w;
+  cumoe_buffer mine = {0};
+  cumoe_fault fault;
+  char text[64];
+  WANT(cumoe_buffer_alloc(w->context, CUMOE_F32, s->number + 1, 16, w->stream, &mine) == CUMOE_OK);
+  WANT(cumoe_fill(w->context, cumoe_buffer_view_mut(mine), (uint8_t)round, w->stream) == CUMOE_OK);
+  WANT(run_routed(w) == CUMOE_OK);
+  w->next = (uintptr_t)1 << 40;
+  atomic_store(&shared_ids[s->number % 4], mine.id);
+  const cumoe_buffer seen = {atomic_load(&shared_ids[(s->number + 1) % 4])};
+  const cumoe_view view = cumoe_buffer_view(seen);
+  WANT(view.data == NULL || view.cols == 16);
+  const cumoe_status used = cumoe_fill(w->context, cumoe_buffer_view_mut(seen), 1, w->stream);
+  WANT(used == CUMOE_OK || used == CUMOE_ERR_STALE_HANDLE || used == CUMOE_ERR_WRONG_DTYPE || used == CUMOE_ERR_CUDA);
+  WANT(cumoe_plan_workspace(w->plan, -1 - s->number, &(size_t){0}) == CUMOE_ERR_INVALID_ARGUMENT);
+  snprintf(text, sizeof text, "tokens is %d,", -1 - s->number);
+  WANT(strstr(cumoe_last_error(), text) != NULL);
+  WANT(cumoe_fault_read(w->context, w->stream, &fault) == CUMOE_OK && cumoe_fault_pending(w->context) == 0);
+  WANT(cumoe_buffer_live(w->context, NULL) >= 1);
+  if (round % 50 == s->number) cumoe_set_log(NULL, NULL, CUMOE_LOG_INFO);
+  WANT(cumoe_buffer_free(&mine) == CUMOE_OK);
+}
+
+static void *sit(void *argument)
+{
+  seat *s = argument;
+  if (s->number % 2) WANT(cudaSetDevice(s->number / 2 % 2) == cudaSuccess);
+  const int device = shim_current_device();
+  WANT(cumoe_context_create(s->number == 7 ? 0 : 1, NULL, &s->w.other) == CUMOE_OK);
+  for (int round = 0; round < ROUNDS; round++) take_turn(s, round);
+  WANT(cumoe_context_destroy(s->w.other) == CUMOE_OK);
+  WANT(shim_current_device() == device && shim_last_error() == cudaSuccess);
+  return NULL;
+}
+
+static void test_threads(void)
+{
+  if (!group_begin("threads")) return;
+  case_begin("%d threads on one context", THREADS);
+  world w = {.next = (uintptr_t)1 << 40};
+  static seat seats[THREADS];
+  pthread_t threads[THREADS];
+  shim_drop_context();
+  small_layer(&w);
+  const int64_t live = shim_live();
+  for (int i = 0; i < THREADS; i++) {
+    seats[i] = (seat){.w = w, .number = i};
+    CHECK(pthread_create(&threads[i], NULL, sit, &seats[i]) == 0);
+  }
+  for (int i = 0; i < THREADS; i++) {
+    CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK_MSG(seats[i].wrong == 0, "thread %d: %lld things were wrong", i, (long long)seats[i].wrong);
+  }
+  CHECK(shim_live() == live && cumoe_buffer_live(w.context, NULL) == 0);
+  end_world(&w);
+  case_end();
+  group_end();
+}
+
+int main(int argc, char **argv)
+{
+  test_begin(argc, argv);
+  shim_reset();
+  test_old_driver();
+  test_launches();
+  test_arguments();
+  test_machines();
+  test_errors();
+  test_grids();
+  test_threads();
+  return test_end();
+}
