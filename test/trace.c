@@ -27,7 +27,7 @@ static cumoe_status clear_fault(world *w)
 
 static const launching launches[] = {
     {"forward from ids", small_layer, run_routed, "map up down combine "},
-    {"forward from logits", small_layer, run_logits, "gate map map up down combine "},
+    {"forward from logits", small_layer, run_logits, "gate map map permute up down combine "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
     {"stages", small_layer, run_stages, "router gate map up down combine "},

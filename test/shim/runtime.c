@@ -499,7 +499,7 @@ static int kept_count;
 
 static size_t arg_bytes(const variant *v)
 {
-  if (v->form == FORM_wgmma || v->form == FORM_pair) return sizeof(gemm_sm90_args);
+  if (v->arch == ARCH_sm90) return sizeof(gemm_sm90_args);
   return (size_t)operation_arg_bytes((operation)v->op);
 }
 
