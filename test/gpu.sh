@@ -22,8 +22,8 @@ if [ "$1" = plant ]; then
   cp -a Makefile README.md include host kernels bench test "$planted" && cp -a "$lib/obj" "$planted/lib" || exit 1
   # A chunk is stored while other warps still stage it.
   bug kernels/wgmma.cuh 's/^    bar_sync(barrier, S::GROUP);$//'
-  # Counts are added to while other threads still clear them.
-  bug kernels/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  for (int64_t pair = chunk.begin\)/\1/}'
+  # Pairs counted by a warp are read while others still count theirs.
+  bug kernels/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
   # One thread of a warp misses a barrier.
   bug kernels/router.cu '/^  __syncthreads();$/{N;s/\(  \)\(__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;\)/\1if (threadIdx.x % 32) \2/}'
   # The layer's output goes past its end, to memory that is mapped but nobody's.
@@ -40,18 +40,18 @@ fi
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
 
-# run PROGRAM TOOL NAME: the tool's exit status and seconds go to NAME.rc, what it says to NAME.log.
+# run NAME TOOL PROGRAM...: the tool's exit status and seconds go to NAME.rc, what it says to NAME.log.
 run() {
-  local start=$SECONDS
-  timeout -k 5 "$each" compute-sanitizer --tool "$2" --error-exitcode 9 --print-limit 200 "$1" --device cuda \
-    > "$work/$3.log" 2>&1
-  echo "$? $((SECONDS - start))" > "$work/$3.rc"
+  local name=$1 tool=$2 start=$SECONDS
+  shift 2
+  timeout -k 5 "$each" compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 200 "$@" > "$work/$name.log" 2>&1
+  echo "$? $((SECONDS - start))" > "$work/$name.rc"
 }
 
 tools="memcheck racecheck synccheck"
 for tool in $tools; do
-  run "$lib/test/rows" "$tool" "clean.$tool" &
-  [ ! -x "$planted/lib/test/rows" ] || run "$planted/lib/test/rows" "$tool" "planted.$tool" &
+  run "clean.$tool" "$tool" "$lib/test/rows" &
+  [ ! -x "$planted/lib/test/rows" ] || run "planted.$tool" "$tool" "$planted/lib/test/rows" --only "T 70:" &
 done
 wait
 

@@ -59,7 +59,7 @@ int main(int argc, char **argv)
   cumoe_context context = open_context(0);
   if (context) {
     for (int64_t tokens = 70; tokens <= 700; tokens *= 10) /* 700: the map takes two kernels, experts more tiles */
-      if (group_begin("every row, T %" PRId64, tokens)) {
+      if (group_begin("T %" PRId64 ": every row", tokens)) {
         for (int32_t i = 0; i < cumoe_variant_count(); i++) {
           case_begin("row %d", i);
           run_row(context, i, tokens);
