@@ -21,7 +21,7 @@ if [ "$1" = plant ]; then
   rm -rf "$planted" && mkdir -p "$planted/lib" || exit 1
   cp -a Makefile README.md include host kernels bench test "$planted" && cp -a "$lib/obj" "$planted/lib" || exit 1
   # A chunk is stored while other warps still stage it.
-  bug kernels/wgmma.cuh 's/^    bar_sync(barrier, S::GROUP);$//'
+  bug kernels/wgmma.cuh '/^ *bar_sync(.*);$/{N;s/^.*\n\( *store_chunk\)/\1/}'
   # Pairs counted by a warp are read while others still count theirs.
   bug kernels/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
   # One thread of a warp misses a barrier.

@@ -105,8 +105,11 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
   out[n++] = (shape){.op = OP_map_count, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   out[n] = out[n - 1];
   out[n++].op = OP_map;
-  out[n++] = (shape){
-      .op = OP_permute, .tokens = tokens, .rows = tokens * k, .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2), .top_k = k};
+  out[n++] = (shape){.op = OP_permute,
+                     .tokens = tokens,
+                     .rows = tokens * k,
+                     .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2),
+                     .top_k = k};
   shape gemm = {
       .in = d->dtype, .w = d->dtype, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   for (int dense = 0; dense <= (d->shared_inter != 0); dense++) {
@@ -678,6 +681,33 @@ static void test_early_starts(void)
   group_end();
 }
 
+/* ---- permuted rows --------------------------------------------------------------------------------- */
+
+/* Copied first from 97 rows an expert up, and only where bulk copies will fetch them. */
+static void test_permuted_rows(void)
+{
+  bool built = false;
+  for (int32_t i = 0; i < variant_count; i++) built = built || variants[i].arch == ARCH_sm90;
+  if (!group_begin("permuted rows")) return;
+  for (int n = 0; n < 2 * 3; n++) {
+    const int64_t per_expert = 96 + n % 3;
+    const threshold up = {OP_up, 0, 0, 0, 0};
+    case_begin("%lld rows an expert, %s", (long long)per_expert, n / 3 ? "f16" : "bf16");
+    shape s = threshold_shape(&up, per_expert, 128, n / 3 ? DT_F16 : DT_BF16, 0);
+    for (int i = 0; i < GPU_COUNT; i++) {
+      const machine m = gpu_machine(&gpus[i], NULL);
+      CHECK_MSG(wants_permuted(&m, &s) == (built && gpus[i].cc == 90 && per_expert >= 97), "cc %d", gpus[i].cc);
+      shape other = s;
+      other.no_tmap = true;
+      CHECK(!wants_permuted(&m, &other));
+      other = threshold_shape(&up, per_expert, 128, s.in, 1);
+      CHECK(!wants_permuted(&m, &other));
+    }
+    case_end();
+  }
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   rng r = {20240917};
@@ -689,6 +719,7 @@ int main(int argc, char **argv)
   test_grids(&r);
   test_grids_around_tiles(&r);
   test_early_starts();
+  test_permuted_rows();
   test_chunking(&r);
   test_layout(&r);
   test_growth(&r);
