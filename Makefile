@@ -282,7 +282,7 @@ test_scripts   := $(call chosen,test/check/install.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
-check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh symbols.sh kernels.sh format.sh tsan.sh \
+check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh kernels.sh format.sh tsan.sh \
 	$(if $(findstring address,$(SANITIZE)),fuzz.sh)))
 # Two drivers a harness; libFuzzer only where clang has its runtime.
 libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)

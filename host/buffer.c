@@ -1,22 +1,37 @@
-/* Buffers: owned memory behind generation-checked handles. */
+/* Buffers: owned memory behind generation-checked handles, which may share it. */
+#include "block.h"
 #include "check.h"
 #include "handles.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef struct record {
   cumoe_context context;
+  block *block; /* to be followed with block_lock held only, and only after find() under it */
   void *data;
   int64_t rows, cols;
   size_t bytes;
   cumoe_stream stream;
-  const char *file;
-  int32_t dtype, line, device;
-  bool foreign, pooled; /* adopted; and from a pool */
+  int32_t dtype, device;
 } record;
 
 HANDLE_TABLE(buffers, record);
+
+/* Guards blocks: what handles share, and the lists of what is live. Handles are made and ended with it held. */
+static pthread_mutex_t block_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void lock_blocks(void)
+{
+  pthread_mutex_lock(&block_lock);
+}
+
+void unlock_blocks(void)
+{
+  pthread_mutex_unlock(&block_lock);
+}
 
 /* What a handle names; false if it is null, forged or stale. */
 static bool find(uint64_t id, record *r)
@@ -24,24 +39,60 @@ static bool find(uint64_t id, record *r)
   return handle_find(&buffers, id, r);
 }
 
-static cumoe_status publish(const record *r, cumoe_buffer *buffer)
+/* With the lock held: a handle for the block; the first one puts it on its context's list. */
+static bool publish_locked(block *b, cumoe_buffer *buffer)
 {
-  atomic_fetch_add(&r->context->live_buffers, 1); /* before another thread can end it */
-  atomic_fetch_add(&r->context->live_bytes, r->bytes);
-  buffer->id = handle_publish(&buffers, r);
-  if (buffer->id) return CUMOE_OK;
-  atomic_fetch_sub(&r->context->live_buffers, 1);
-  atomic_fetch_sub(&r->context->live_bytes, r->bytes);
+  const record r = {.context = b->context,
+                    .block = b,
+                    .data = b->data,
+                    .rows = b->rows,
+                    .cols = b->cols,
+                    .bytes = b->bytes,
+                    .stream = b->stream,
+                    .dtype = b->dtype,
+                    .device = b->context->device};
+  buffer->id = handle_publish(&buffers, &r);
+  if (buffer->id && b->handles++ == 0) block_link(b);
+  return buffer->id != 0;
+}
+
+static cumoe_status no_handle(void)
+{
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another buffer handle");
 }
 
-/* Ends the buffer that `id` names and hands out what it was: only one of several racing callers succeeds. */
-static bool retire(uint64_t id, record *was)
+/* `stated` is copied; when that fails its memory is still the caller's. */
+static cumoe_status publish(const block *stated, cumoe_buffer *buffer)
 {
-  if (!handle_retire(&buffers, id, was)) return false;
-  atomic_fetch_sub(&was->context->live_buffers, 1);
-  atomic_fetch_sub(&was->context->live_bytes, was->bytes);
+  block *b = block_keep(stated);
+  if (!b) return no_handle();
+  lock_blocks();
+  const bool done = publish_locked(b, buffer);
+  unlock_blocks();
+  if (done) return CUMOE_OK;
+  free(b);
+  return no_handle();
+}
+
+/* Ends the handle `id`: only one of several racing callers succeeds. *last is the block if that was its last
+ * handle, taken off its list, else NULL. */
+static bool retire_locked(uint64_t id, block **last)
+{
+  record was;
+  *last = NULL;
+  if (!handle_retire(&buffers, id, &was)) return false;
+  if (--was.block->handles > 0) return true;
+  block_unlink(was.block);
+  *last = was.block;
   return true;
+}
+
+static bool retire(uint64_t id, block **last)
+{
+  lock_blocks();
+  const bool live = retire_locked(id, last);
+  unlock_blocks();
+  return live;
 }
 
 static cumoe_status stale(const char *what, uint64_t id)
@@ -66,89 +117,213 @@ static cumoe_status matrix_bytes(cumoe_dtype dtype, int64_t rows, int64_t cols, 
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
-                                   cumoe_stream stream, const char *file, int line, cumoe_buffer *buffer)
+/* A block that states what the caller asked for. */
+static cumoe_status state(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols, cumoe_stream stream,
+                          cumoe_buffer *buffer, block *b)
 {
-  begin_call("cumoe_buffer_alloc");
   REQUIRE(buffer, CUMOE_ERR_INVALID_ARGUMENT, "buffer is null");
   buffer->id = 0;
   TRY(check_context(context));
-  record r = {.context = context,
-              .rows = rows,
-              .cols = cols,
-              .stream = stream,
-              .file = file,
-              .line = line,
-              .dtype = (int32_t)dtype,
-              .device = context->device};
-  TRY(matrix_bytes(dtype, rows, cols, &r.bytes));
-  TRY(memory_alloc(context, r.bytes, stream, &r.data));
-  const cumoe_status status = publish(&r, buffer);
-  if (status != CUMOE_OK) (void)memory_free(context, r.data, stream);
+  *b = (block){.context = context, .rows = rows, .cols = cols, .stream = stream, .dtype = (int32_t)dtype};
+  return matrix_bytes(dtype, rows, cols, &b->bytes);
+}
+
+cumoe_status cumoe_buffer_alloc_with_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
+                                        uint32_t flags, cumoe_stream stream, const char *file, int line,
+                                        cumoe_buffer *buffer)
+{
+  begin_call("cumoe_buffer_alloc");
+  block b;
+  TRY(state(context, dtype, rows, cols, stream, buffer, &b));
+  REQUIRE(flags == 0 || flags == CUMOE_ALLOC_ZERO || flags == CUMOE_ALLOC_POISON, CUMOE_ERR_INVALID_ARGUMENT,
+          "flags is 0x%x, must be 0, ZERO or POISON", flags);
+  b.file = file ? file : "?";
+  b.line = line;
+  TRY(block_alloc(&b, flags, false));
+  const cumoe_status status = publish(&b, buffer);
+  if (status != CUMOE_OK) (void)pool_free(context, b.memory, b.taken, stream);
   return status;
+}
+
+cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
+                                   cumoe_stream stream, const char *file, int line, cumoe_buffer *buffer)
+{
+  return cumoe_buffer_alloc_with_at(context, dtype, rows, cols, 0, stream, file, line, buffer);
 }
 
 cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype, int64_t rows, int64_t cols,
                                 cumoe_stream stream, cumoe_buffer *buffer)
 {
   begin_call(__func__);
-  REQUIRE(buffer, CUMOE_ERR_INVALID_ARGUMENT, "buffer is null");
-  buffer->id = 0;
-  TRY(check_context(context));
-  record r = {.context = context,
-              .data = data,
-              .rows = rows,
-              .cols = cols,
-              .stream = stream,
-              .file = "(adopted)",
-              .dtype = (int32_t)dtype,
-              .device = context->device,
-              .foreign = true};
-  TRY(matrix_bytes(dtype, rows, cols, &r.bytes));
-  REQUIRE(data || r.bytes == 0, CUMOE_ERR_INVALID_ARGUMENT, "data is null");
-  TRY(memory_inspect(context, data, r.bytes, &r.pooled));
-  return publish(&r, buffer);
+  block b;
+  bool pooled = false;
+  TRY(state(context, dtype, rows, cols, stream, buffer, &b));
+  REQUIRE(data || b.bytes == 0, CUMOE_ERR_INVALID_ARGUMENT, "data is null");
+  TRY(memory_inspect(context, data, b.bytes, &pooled));
+  b.kind = pooled ? BLOCK_FOREIGN_POOLED : BLOCK_FOREIGN;
+  b.memory = b.data = data;
+  b.file = "(adopted)";
+  return publish(&b, buffer);
+}
+
+/* Memory of cudaMalloc: cudaFree looks at no stream, so the home stream has to be passed first. */
+static bool needs_wait(uint64_t id)
+{
+  record r;
+  lock_blocks();
+  const bool plain = find(id, &r) && r.block->kind == BLOCK_FOREIGN;
+  unlock_blocks();
+  return plain;
 }
 
 cumoe_status cumoe_buffer_free(cumoe_buffer *buffer)
 {
   begin_call(__func__);
   record r;
+  block *last;
   REQUIRE(buffer, CUMOE_ERR_INVALID_ARGUMENT, "buffer is null");
   if (buffer->id == 0) return CUMOE_OK;
   if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
   TRY(check_context(r.context));
-  const bool plain = r.foreign && !r.pooled; /* cudaFree looks at no stream: the home stream has to be passed first */
-  if (r.data && plain) TRY(memory_wait(r.context, r.stream));
-  if (r.data && !plain) TRY(refuse_capture(r.context, r.stream)); /* a graph may not free what it did not allocate */
-  if (!retire(buffer->id, &r)) return stale("buffer", buffer->id);
+  if (r.data && needs_wait(buffer->id))
+    TRY(memory_wait(r.context, r.stream));
+  else if (r.data)
+    TRY(refuse_capture(r.context, r.stream)); /* a graph may not free what it did not allocate */
+  if (!retire(buffer->id, &last)) return stale("buffer", buffer->id);
   buffer->id = 0;
-  return plain ? memory_drop(r.context, r.data) : memory_free(r.context, r.data, r.stream);
+  return last ? block_end(last) : CUMOE_OK;
+}
+
+cumoe_status cumoe_buffer_retain(cumoe_buffer buffer, cumoe_buffer *another)
+{
+  begin_call(__func__);
+  record r;
+  REQUIRE(another, CUMOE_ERR_INVALID_ARGUMENT, "another is null");
+  another->id = 0;
+  if (!find(buffer.id, &r)) return stale("buffer", buffer.id);
+  TRY(check_context(r.context));
+  lock_blocks();
+  const bool live = find(buffer.id, &r), done = live && publish_locked(r.block, another);
+  unlock_blocks();
+  if (!live) return stale("buffer", buffer.id);
+  return done ? CUMOE_OK : no_handle();
+}
+
+/* The event takes the place of an earlier one of the same stream. */
+static cumoe_status declare_use(uint64_t id, cumoe_stream stream, cudaEvent_t *event)
+{
+  record r;
+  block_use *use = NULL;
+  lock_blocks();
+  const bool live = find(id, &r);
+  if (live) use = block_use_on(r.block, stream);
+  if (use) {
+    const cudaEvent_t earlier = use->event;
+    use->event = *event;
+    use->call = NULL;
+    *event = earlier;
+  }
+  unlock_blocks();
+  if (!live) return stale("buffer", id);
+  return use ? CUMOE_OK : fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *use);
+}
+
+cumoe_status cumoe_buffer_record_use(cumoe_buffer buffer, cumoe_stream stream)
+{
+  begin_call(__func__);
+  record r;
+  cudaEvent_t event = NULL;
+  if (!find(buffer.id, &r)) return stale("buffer", buffer.id);
+  TRY(check_context(r.context));
+  if (stream == r.stream || !r.data) return CUMOE_OK;
+  TRY(memory_mark(r.context, stream, &event));
+  const cumoe_status status = declare_use(buffer.id, stream, &event);
+  if (status != CUMOE_OK) (void)memory_unmark(r.context, event);
+  return status != CUMOE_OK ? status : memory_unmark(r.context, event);
+}
+
+/* What the caller gets of memory between red zones: a copy without them. */
+static cumoe_status copy_out(const record *r, void **data)
+{
+  TRY(pool_alloc(r->context, r->bytes, r->stream, data));
+  const cumoe_status status =
+      memory_copy(r->context, *data, r->bytes, r->data, r->bytes, r->bytes, 1, cudaMemcpyDeviceToDevice, r->stream);
+  if (status != CUMOE_OK) (void)pool_free(r->context, *data, r->bytes, r->stream);
+  return status;
+}
+
+/* Ends a handle that shares its memory with no other. */
+static cumoe_status retire_alone(uint64_t id, block **last)
+{
+  record r;
+  lock_blocks();
+  const bool live = find(id, &r), shared = live && r.block->handles > 1;
+  if (live && !shared) (void)retire_locked(id, last);
+  unlock_blocks();
+  if (!live) return stale("buffer", id);
+  REQUIRE(!shared, CUMOE_ERR_INVALID_ARGUMENT, "other handles share the memory of buffer 0x%llx",
+          (unsigned long long)id);
+  return CUMOE_OK;
+}
+
+static bool between_zones(uint64_t id)
+{
+  record r;
+  lock_blocks();
+  const bool zones = find(id, &r) && r.block->data != r.block->memory;
+  unlock_blocks();
+  return zones;
 }
 
 cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
 {
   begin_call(__func__);
   record r;
+  block *last = NULL;
+  void *copy = NULL;
   REQUIRE(buffer && data, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", buffer ? "data" : "buffer");
   *data = NULL;
-  if (!retire(buffer->id, &r)) return stale("buffer", buffer->id);
+  if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
+  TRY(check_context(r.context));
+  if (between_zones(buffer->id)) TRY(copy_out(&r, &copy));
+  const cumoe_status status = retire_alone(buffer->id, &last);
+  if (status != CUMOE_OK) {
+    (void)pool_free(r.context, copy, r.bytes, r.stream);
+    return status;
+  }
   buffer->id = 0;
-  *data = r.data;
-  return CUMOE_OK;
+  *data = copy ? copy : r.data;
+  if (copy) pool_forget(r.context, r.bytes);
+  return copy ? block_end(last) : block_forget(last);
+}
+
+static cumoe_status pinned_abandon(cumoe_context context)
+{
+  cumoe_status first = CUMOE_OK;
+  lock_blocks();
+  while (context->pinned) {
+    block *b = context->pinned;
+    block_unlink(b);
+    const cumoe_status status = block_drop(b);
+    if (first == CUMOE_OK) first = status;
+  }
+  unlock_blocks();
+  return first;
 }
 
 cumoe_status buffers_abandon(cumoe_context context)
 {
   uint64_t id;
   record r;
+  block *last;
   cumoe_status first = CUMOE_OK;
   for (uint32_t i = 0; atomic_load(&context->live_buffers) > 0 && handle_at(&buffers, i, &id, &r); ++i) {
-    if (!id || r.context != context || !retire(id, &r)) continue;
-    const cumoe_status status = memory_drop(context, r.data);
+    if (!id || r.context != context || !retire(id, &last) || !last) continue;
+    const cumoe_status status = block_drop(last);
     if (first == CUMOE_OK) first = status;
   }
-  return first;
+  const cumoe_status pinned = pinned_abandon(context);
+  return first != CUMOE_OK ? first : pinned;
 }
 
 /* ---- facts and views ---- */
@@ -160,18 +335,11 @@ cumoe_status cumoe_buffer_get_info(cumoe_buffer buffer, cumoe_buffer_info *info)
   REQUIRE(info, CUMOE_ERR_INVALID_ARGUMENT, "info is null");
   REQUIRE(info->size == sizeof *info, CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size,
           sizeof *info);
-  if (!find(buffer.id, &r)) return stale("buffer", buffer.id);
-  *info = (cumoe_buffer_info){.size = sizeof *info,
-                              .device = r.device,
-                              .dtype = r.dtype,
-                              .line = r.line,
-                              .rows = r.rows,
-                              .cols = r.cols,
-                              .bytes = r.bytes,
-                              .data = r.data,
-                              .stream = r.stream,
-                              .file = r.file};
-  return CUMOE_OK;
+  lock_blocks();
+  const bool live = find(buffer.id, &r);
+  if (live) *info = block_info(r.block);
+  unlock_blocks();
+  return live ? CUMOE_OK : stale("buffer", buffer.id);
 }
 
 cumoe_view_mut cumoe_buffer_view_mut(cumoe_buffer buffer)
@@ -198,6 +366,21 @@ static bool within(const cumoe_view *v, const record *r)
   return !__builtin_mul_overflow(elements, element, &bytes) && bytes <= r->bytes - (begin - base);
 }
 
+/* At debug level 1: a use on another stream than the home stream, to be declared before the buffer is freed. */
+static void note_use(uint64_t id)
+{
+  const char *call;
+  cumoe_stream stream;
+  record r;
+  if (!running_call(&call, &stream)) return;
+  lock_blocks();
+  if (find(id, &r) && r.stream != stream && r.bytes != 0) {
+    block_use *use = block_use_on(r.block, stream);
+    if (use && !use->call) use->call = call;
+  }
+  unlock_blocks();
+}
+
 cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *v)
 {
   record r;
@@ -212,7 +395,14 @@ cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_vi
   REQUIRE(v->rows == 0 || v->cols == 0 || within(v, &r), CUMOE_ERR_OUT_OF_BOUNDS,
           "%s [%lld, %lld] with ld %lld is not within its buffer of %zu bytes", what, (long long)v->rows,
           (long long)v->cols, (long long)v->ld, r.bytes);
+  if (context->debug >= 1) note_use(v->owner);
   return CUMOE_OK;
+}
+
+cumoe_status check_live(const char *what, uint64_t id)
+{
+  record r;
+  return id == 0 || find(id, &r) ? CUMOE_OK : stale(what, id);
 }
 
 int64_t cumoe_buffer_live(cumoe_context context, size_t *bytes)
@@ -222,153 +412,4 @@ int64_t cumoe_buffer_live(cumoe_context context, size_t *bytes)
   if (check_context(context) != CUMOE_OK) return 0;
   if (bytes) *bytes = atomic_load(&context->live_bytes);
   return atomic_load(&context->live_buffers);
-}
-
-/* ---- slices ---- */
-
-static cumoe_status slice(const char *what, int64_t first, int64_t count, int64_t extent)
-{
-  REQUIRE(first >= 0 && count >= 0 && first <= extent && count <= extent - first, CUMOE_ERR_OUT_OF_BOUNDS,
-          "%s %lld .. %lld + %lld are not all within 0 .. %lld", what, (long long)first, (long long)first,
-          (long long)count, (long long)extent);
-  return CUMOE_OK;
-}
-
-/* An empty slice keeps the view's own pointer: the row it would begin at need not exist. */
-static cumoe_status slice_view(cumoe_view_mut v, int64_t first_row, int64_t rows, int64_t first_col, int64_t cols,
-                               cumoe_view_mut *out)
-{
-  record r;
-  int64_t skip = 0;
-  REQUIRE(out, CUMOE_ERR_INVALID_ARGUMENT, "slice is null");
-  if (v.owner && !find(v.owner, &r)) return stale("view of buffer", v.owner);
-  const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
-  REQUIRE(element, CUMOE_ERR_WRONG_DTYPE, "view.dtype is %d, not a cumoe_dtype", (int)v.dtype);
-  TRY(slice("rows", first_row, rows, v.rows));
-  TRY(slice("cols", first_col, cols, v.cols));
-  if (v.data && rows > 0 && cols > 0)
-    REQUIRE(!__builtin_mul_overflow(first_row, v.ld, &skip) && !__builtin_add_overflow(skip, first_col, &skip) &&
-                !__builtin_mul_overflow(skip, element, &skip),
-            CUMOE_ERR_INVALID_ARGUMENT, "view.ld is %lld: the slice would begin past the address space",
-            (long long)v.ld);
-  *out = v;
-  out->data =
-      (void *)((uintptr_t)v.data + (uintptr_t)skip); /* may be anywhere: views are checked where they are used */
-  out->rows = rows;
-  out->cols = cols;
-  return CUMOE_OK;
-}
-
-static cumoe_view_mut as_mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
-cumoe_status cumoe_view_rows_mut(cumoe_view_mut view, int64_t first, int64_t count, cumoe_view_mut *out)
-{
-  begin_call(__func__);
-  return slice_view(view, first, count, 0, view.cols, out);
-}
-
-cumoe_status cumoe_view_cols_mut(cumoe_view_mut view, int64_t first, int64_t count, cumoe_view_mut *out)
-{
-  begin_call(__func__);
-  return slice_view(view, 0, view.rows, first, count, out);
-}
-
-cumoe_status cumoe_view_rows(cumoe_view view, int64_t first, int64_t count, cumoe_view *out)
-{
-  begin_call(__func__);
-  cumoe_view_mut m;
-  REQUIRE(out, CUMOE_ERR_INVALID_ARGUMENT, "slice is null");
-  TRY(slice_view(as_mut(view), first, count, 0, view.cols, &m));
-  *out = cumoe_const(m);
-  return CUMOE_OK;
-}
-
-cumoe_status cumoe_view_cols(cumoe_view view, int64_t first, int64_t count, cumoe_view *out)
-{
-  begin_call(__func__);
-  cumoe_view_mut m;
-  REQUIRE(out, CUMOE_ERR_INVALID_ARGUMENT, "slice is null");
-  TRY(slice_view(as_mut(view), 0, view.rows, first, count, &m));
-  *out = cumoe_const(m);
-  return CUMOE_OK;
-}
-
-/* ---- moving bytes ---- */
-
-/* A view that a copy or fill may touch: alive, here, in bounds. */
-static cumoe_status check_view(cumoe_context context, const char *what, const cumoe_view *v)
-{
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype);
-  TRY(check_owner(context, what, v));
-  REQUIRE(v->device == CUMOE_DEVICE_ANY || v->device == context->device, CUMOE_ERR_WRONG_DEVICE,
-          "%s is on device %d, the context is on %d", what, (int)v->device, (int)context->device);
-  REQUIRE(element, CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %d, not a cumoe_dtype", what, (int)v->dtype);
-  return check_extent(what, v, (uint32_t)element);
-}
-
-static cumoe_status check_host_copy(cumoe_context context, const char *what, const cumoe_view *v, const void *host,
-                                    size_t bytes, cumoe_stream stream)
-{
-  TRY(check_context(context));
-  TRY(check_view(context, what, v));
-  const size_t need = (size_t)(v->rows * v->cols) * cumoe_dtype_bytes((cumoe_dtype)v->dtype);
-  REQUIRE(bytes == need, CUMOE_ERR_OUT_OF_BOUNDS, "bytes is %zu, %s [%lld, %lld] has %zu", bytes, what,
-          (long long)v->rows, (long long)v->cols, need);
-  REQUIRE(host || need == 0, CUMOE_ERR_INVALID_ARGUMENT, "the host pointer is null");
-  return need ? refuse_capture(context, stream) : CUMOE_OK; /* a graph would read the host memory at every replay */
-}
-
-cumoe_status cumoe_copy_from_host(cumoe_context context, cumoe_view_mut dst, const void *src, size_t bytes,
-                                  cumoe_stream stream)
-{
-  begin_call(__func__);
-  const cumoe_view v = cumoe_const(dst);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)v.dtype);
-  TRY(check_host_copy(context, "dst", &v, src, bytes, stream));
-  if (bytes == 0) return CUMOE_OK;
-  return memory_copy(context, dst.data, (size_t)v.ld * element, src, (size_t)v.cols * element, (size_t)v.cols * element,
-                     (size_t)v.rows, cudaMemcpyHostToDevice, stream);
-}
-
-cumoe_status cumoe_copy_to_host(cumoe_context context, void *dst, size_t bytes, cumoe_view src, cumoe_stream stream)
-{
-  begin_call(__func__);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)src.dtype);
-  TRY(check_host_copy(context, "src", &src, dst, bytes, stream));
-  if (bytes == 0) return CUMOE_OK;
-  return memory_copy(context, dst, (size_t)src.cols * element, src.data, (size_t)src.ld * element,
-                     (size_t)src.cols * element, (size_t)src.rows, cudaMemcpyDeviceToHost, stream);
-}
-
-cumoe_status cumoe_copy(cumoe_context context, cumoe_view_mut dst, cumoe_view src, cumoe_stream stream)
-{
-  begin_call(__func__);
-  const cumoe_view d = cumoe_const(dst);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)src.dtype);
-  TRY(check_context(context));
-  TRY(check_view(context, "dst", &d));
-  TRY(check_view(context, "src", &src));
-  REQUIRE(dst.dtype == src.dtype, CUMOE_ERR_WRONG_DTYPE, "dst is %s, src is %s",
-          cumoe_dtype_name((cumoe_dtype)dst.dtype), cumoe_dtype_name((cumoe_dtype)src.dtype));
-  REQUIRE(dst.rows == src.rows && dst.cols == src.cols, CUMOE_ERR_INVALID_ARGUMENT,
-          "dst is [%lld, %lld], src is [%lld, %lld]", (long long)dst.rows, (long long)dst.cols, (long long)src.rows,
-          (long long)src.cols);
-  if (src.rows == 0 || src.cols == 0) return CUMOE_OK;
-  TRY(check_disjoint("dst", dst, "src", src));
-  return memory_copy(context, dst.data, (size_t)dst.ld * element, src.data, (size_t)src.ld * element,
-                     (size_t)src.cols * element, (size_t)src.rows, cudaMemcpyDeviceToDevice, stream);
-}
-
-cumoe_status cumoe_fill(cumoe_context context, cumoe_view_mut dst, uint8_t byte, cumoe_stream stream)
-{
-  begin_call(__func__);
-  const cumoe_view d = cumoe_const(dst);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)d.dtype);
-  TRY(check_context(context));
-  TRY(check_view(context, "dst", &d));
-  if (d.rows == 0 || d.cols == 0) return CUMOE_OK;
-  return memory_fill(context, dst.data, (size_t)d.ld * element, byte, (size_t)d.cols * element, (size_t)d.rows, stream);
 }

@@ -20,6 +20,7 @@ struct cumoe_weights_s {
   bool gated;
   expert_matrix up, down; /* normal form */
   void *tables;           /* device arrays behind up.table and down.table, or NULL */
+  size_t table_bytes;
 };
 
 /* What an operand has to be. dtypes: bit mask of 1 << CUMOE_*; align: bytes, for the base and for ld. */

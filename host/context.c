@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "check.h"
 #include "plan.h"
 
 static const uint32_t MAGIC = 0x656f6d63; /* "cmoe" */
@@ -172,16 +172,6 @@ static cumoe_status no_image(cumoe_context context, const char *what, const char
               info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
 }
 
-static cumoe_status make_pool(cumoe_context context)
-{
-  struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
-                                    .location = {.type = cudaMemLocationTypeDevice, .id = context->device}};
-  uint64_t keep_all = UINT64_MAX; /* memory goes back to the system by trimming only, never in the middle of a step */
-  TRY_CUDA(cudaMemPoolCreate(&context->pool, &wanted));
-  TRY_CUDA(cudaMemPoolSetAttribute(context->pool, cudaMemPoolAttrReleaseThreshold, &keep_all));
-  return CUMOE_OK;
-}
-
 static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibrary_t *library)
 {
   if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
@@ -276,7 +266,7 @@ static cumoe_status make_fault_record(cumoe_context context)
 static cumoe_status open_entered(cumoe_context context)
 {
   TRY(read_facts(context));
-  TRY(make_pool(context));
+  TRY(pool_open(context));
   TRY(load_kernels(context));
   if (context->info.cc_major == 9) TRY(find_driver_function("cuTensorMapEncodeTiled", &context->encode_tiled));
   return make_fault_record(context);
@@ -305,18 +295,6 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
 
 /* ---- closing ---- */
 
-/* The first failure is the one to report. */
-static void note_failure(cumoe_status *first, cudaError_t error, const char *call)
-{
-  if (error == cudaSuccess) return;
-  if (*first == CUMOE_OK)
-    *first = fail_cuda(error, call);
-  else
-    clear_cuda_error();
-}
-
-#define DROP_CUDA(first, call) note_failure((first), (call), #call)
-
 /* Work in flight may use the buffers and the code, on any stream. cudaDeviceSynchronize would wait for it,
  * but break every capture under way on the device; cudaFree waits just as well, and breaks none. */
 static cumoe_status wait_device(cumoe_context context)
@@ -328,14 +306,16 @@ static cumoe_status wait_device(cumoe_context context)
 /* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
 static cumoe_status close_entered(cumoe_context context)
 {
-  cumoe_status status = wait_device(context), abandoned = buffers_abandon(context);
+  cumoe_status status = wait_device(context);
+  report_leaks(context);
+  const cumoe_status abandoned = buffers_abandon(context);
   if (status == CUMOE_OK) status = abandoned;
   abandoned = modules_abandon(context);
   if (status == CUMOE_OK) status = abandoned;
   for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(&status, cudaLibraryUnload(context->libraries[i]));
   if (context->fault.mirror != NULL) DROP_CUDA(&status, cudaFreeHost(context->fault.mirror));
-  if (context->pool != NULL) DROP_CUDA(&status, cudaMemPoolDestroy(context->pool));
-  return status;
+  const cumoe_status closed = pool_close(context);
+  return status != CUMOE_OK ? status : closed;
 }
 
 static cumoe_status close_cuda(cumoe_context context)
@@ -368,20 +348,24 @@ static cumoe_status open_cpu(cumoe_context context, int32_t threads)
 
 static void close_cpu(cumoe_context context)
 {
+  report_leaks(context);
   (void)buffers_abandon(context);
   threads_destroy(context->threads);
 }
 
 /* ---- create, destroy ---- */
 
-static cumoe_status open_one(int32_t device, int32_t cpu_threads, cumoe_context *made)
+static cumoe_status open_one(int32_t device, const cumoe_context_config *config, cumoe_context *made)
 {
   cumoe_context context = calloc(1, sizeof *context);
   if (context == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *context);
   context->device = CUMOE_DEVICE_CPU;
   context->forks = atomic_load(&forks);
   context->info.size = sizeof context->info;
-  cumoe_status status = device == CUMOE_DEVICE_CPU ? open_cpu(context, cpu_threads) : open_cuda(context, device);
+  context->debug = config->debug;
+  cumoe_status status = pool_configure(&context->pool, config);
+  if (status == CUMOE_OK)
+    status = device == CUMOE_DEVICE_CPU ? open_cpu(context, config->cpu_threads) : open_cuda(context, device);
   if (status != CUMOE_OK) {
     error_text why; /* closing may fail as well; the first failure is the one to tell */
     save_error(&why);
@@ -397,40 +381,49 @@ static cumoe_status open_one(int32_t device, int32_t cpu_threads, cumoe_context 
 }
 
 /* The first ordinal that opens; without any, the reason given is that of device 0. */
-static cumoe_status open_auto(int32_t cpu_threads, cumoe_context *made)
+static cumoe_status open_auto(const cumoe_context_config *config, cumoe_context *made)
 {
   error_text before, why;
   save_error(&before);
   for (int32_t device = 0;; device++) {
-    cumoe_status status = open_one(device, 0, made);
+    cumoe_status status = open_one(device, config, made);
     if (status == CUMOE_OK) break;
     if (device == 0) save_error(&why);
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess) clear_cuda_error();
     if (device + 1 < count) continue;
     log_message(CUMOE_LOG_WARNING, "no usable GPU, the CPU device is used instead: %s", why.text);
-    TRY(open_one(CUMOE_DEVICE_CPU, cpu_threads, made));
+    TRY(open_one(CUMOE_DEVICE_CPU, config, made));
     break;
   }
   restore_error(&before);
   return CUMOE_OK;
 }
 
+/* Everything that can be refused before a device is touched. */
+static cumoe_status check_config(const cumoe_context_config *from, cumoe_context_config *to)
+{
+  memory_pool unused = {.cuda = NULL};
+  *to = (cumoe_context_config){.size = sizeof *to};
+  if (from != NULL) TRY(take_struct("config", from, to, sizeof *to));
+  REQUIRE(to->cpu_threads >= 0, CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", (int)to->cpu_threads);
+  REQUIRE(to->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)to->reserved);
+  TRY(pool_configure(&unused, to));
+  return choose_debug_level(to->debug, &to->debug);
+}
+
 cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *config, cumoe_context *context)
 {
   begin_call(__func__);
+  cumoe_context_config c;
   if (context == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "context is NULL");
   *context = NULL;
-  if (config != NULL && config->size != sizeof *config)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.size is %u, sizeof(cumoe_context_config) is %zu", config->size,
-                sizeof *config);
-  int32_t cpu_threads = config != NULL ? config->cpu_threads : 0;
-  if (cpu_threads < 0) return fail(CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", cpu_threads);
+  TRY(check_config(config, &c));
   if (device < CUMOE_DEVICE_CPU)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU",
                 device);
   (void)pthread_once(&fork_once, watch_forks);
-  return device == CUMOE_DEVICE_AUTO ? open_auto(cpu_threads, context) : open_one(device, cpu_threads, context);
+  return device == CUMOE_DEVICE_AUTO ? open_auto(&c, context) : open_one(device, &c, context);
 }
 
 cumoe_status cumoe_context_destroy(cumoe_context context)

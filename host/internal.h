@@ -8,12 +8,18 @@
 #include <cuda_runtime_api.h>
 
 #include "../include/cumoe/buffer.h"
+#include "../include/cumoe/pool.h"
 #include "../kernels/args.h"
 
 /* ---- errors (status.c) ---- */
 
 /* Names the public call that runs on this thread, for error texts. Every public function starts with it. */
 void begin_call(const char *name);
+
+/* The same, and the stream that its operands will be used on: at debug level 1, check_owner compares that with their
+ * home stream. running_call tells the call's name, and false if it has no stream. */
+void begin_call_on(const char *name, cumoe_stream stream);
+bool running_call(const char **name, cumoe_stream *stream);
 
 /* Records "<call>: <text>" for cumoe_last_error and returns status. */
 cumoe_status fail(cumoe_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -58,6 +64,10 @@ void log_message(cumoe_log_level level, const char *format, ...) __attribute__((
     if (try_error_ != cudaSuccess) return fail_cuda(try_error_, #expression);                                          \
   } while (0)
 
+/* For what is given back whatever happens: the first failure is the one to report. */
+void note_failure(cumoe_status *first, cudaError_t error, const char *call);
+#define DROP_CUDA(first, call) note_failure((first), (call), #call)
+
 /* ---- threads of the CPU device (threads.c) ---- */
 
 typedef struct thread_pool thread_pool;
@@ -72,6 +82,16 @@ void threads_run(thread_pool *pool, void (*kernel)(const void *, int64_t, int64_
 
 enum { MAX_VARIANTS = 256, MAX_IMAGES = 32 };
 
+/* Where memory comes from (pool.c). The counts are of all devices. */
+typedef struct memory_pool {
+  cudaMemPool_t cuda;        /* private, stream-ordered; NULL on the CPU device and with an allocator */
+  cumoe_allocator allocator; /* the caller's; alloc is NULL without one */
+  uint64_t initial, limit, keep;
+  _Atomic uint64_t peers; /* bit by ordinal: may reach the pool, tested */
+  _Atomic uint64_t used, used_high, allocs, frees, retries, pinned;
+  _Atomic int64_t live;
+} memory_pool;
+
 struct cumoe_context_s {
   uint32_t magic;
   int32_t device; /* CUDA ordinal or CUMOE_DEVICE_CPU */
@@ -83,10 +103,13 @@ struct cumoe_context_s {
   cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */
   bool waits[MAX_VARIANTS];           /* the loaded code waits for earlier grids itself, so it may start early */
   struct CUctx_st *primary;           /* the CUDA context that the runtime uses on this device */
-  cudaMemPool_t pool;                 /* private, release threshold max */
-  int32_t forced[16];                 /* by operation: variant index + 1, 0 = free choice */
-  fault_sink fault;                   /* record in device memory, mirror in pinned host memory */
-  uint64_t cpu_fault_record;          /* what `fault` points to on the CPU device */
+  memory_pool pool;
+  int32_t debug;                 /* level: cumoe/debug.h */
+  struct block *blocks, *pinned; /* what is live (block.h), the newest first; lock_blocks guards both */
+  uint64_t serials;              /* blocks so far; likewise */
+  int32_t forced[16];            /* by operation: variant index + 1, 0 = free choice */
+  fault_sink fault;              /* record in device memory, mirror in pinned host memory */
+  uint64_t cpu_fault_record;     /* what `fault` points to on the CPU device */
   uint32_t cpu_fault_mirror;
   uint32_t forks; /* of the process when it was made: a child cannot use it */
   _Atomic int64_t live_buffers;
@@ -147,18 +170,46 @@ void restore_capture(enum cudaStreamCaptureMode before);
 typedef void driver_function(void);
 cumoe_status find_driver_function(const char *name, driver_function **function);
 
+/* ---- the pool (pool.c) ---- */
+
+enum { MEMORY_ALIGNMENT = 256 };
+
+cumoe_status pool_configure(memory_pool *pool, const cumoe_context_config *config); /* checks, no CUDA call */
+cumoe_status pool_open(cumoe_context context);                                      /* CUDA, with the device entered */
+cumoe_status pool_close(cumoe_context context);                                     /* whatever pool_open answered */
+
+/* Each of these enters the device by itself. `bytes` of a free are those of its allocation. */
+cumoe_status pool_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data);
+cumoe_status pool_free(cumoe_context context, void *data, size_t bytes, cumoe_stream stream);
+void pool_forget(cumoe_context context, size_t bytes);                   /* the memory is the caller's now */
+cumoe_status pool_drop(cumoe_context context, void *data, size_t bytes); /* the device is idle: in no stream */
+
 /* ---- memory (memory.c): the only place that knows how bytes move on either device ---- */
 
-/* Each of these enters the device by itself. */
-cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data); /* 256-byte aligned */
+/* Memory of a pool of CUDA's, in the stream's order; free() on the CPU device. */
 cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream);
 /* rows of `width` bytes with pitches in bytes; kind as in CUDA, ignored on the CPU */
 cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
                          size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream);
 cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
                          cumoe_stream stream);
+/* From another GPU's memory to that of the context; on a stream of the context's. */
+cumoe_status memory_copy_peer(cumoe_context context, void *dst, size_t dst_pitch, int32_t src_device, const void *src,
+                              size_t src_pitch, size_t width, size_t rows, cumoe_stream stream);
 cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream); /* CAPTURE_UNSAFE while capturing */
 cumoe_status memory_wait(cumoe_context context, cumoe_stream stream);    /* refuse_capture, then waits */
+
+/* What is on `stream` now, as an event that other streams can wait for; refuses capture. NULL on the CPU device. */
+cumoe_status memory_mark(cumoe_context context, cumoe_stream stream, cudaEvent_t *event);
+cumoe_status memory_follow(cumoe_context context, cumoe_stream stream, cudaEvent_t event); /* NULL: nothing */
+cumoe_status memory_unmark(cumoe_context context, cudaEvent_t event);                      /* NULL: nothing */
+
+/* Pinned host memory; malloc on the CPU device. */
+cumoe_status memory_pin(cumoe_context context, size_t bytes, bool write_combined, void **data);
+cumoe_status memory_unpin(cumoe_context context, void *data);
+
+/* Host memory of the CPU device, aligned; NULL without. */
+void *memory_of_host(size_t bytes);
 
 /* Memory that cumoe did not allocate: whether it can be owned, and whether it is a pool's: then memory_free frees it. */
 cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled);
@@ -170,7 +221,13 @@ cumoe_status memory_drop(cumoe_context context, void *data);
 
 /* STALE_HANDLE, WRONG_DEVICE or OUT_OF_BOUNDS if the view has an owner and it is gone, elsewhere, or too small. */
 cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *view);
-cumoe_status buffers_abandon(cumoe_context context); /* frees all of the context's buffers; the device is idle */
-cumoe_status modules_abandon(cumoe_context context); /* unloads its modules likewise (module.c) */
+cumoe_status check_live(const char *what, uint64_t owner); /* STALE_HANDLE if there is an owner and it is gone */
+cumoe_status buffers_abandon(cumoe_context context);       /* frees what is live of the context's; the device is idle */
+cumoe_status modules_abandon(cumoe_context context);       /* unloads its modules likewise (module.c) */
+
+/* ---- debug levels (debug.c) ---- */
+
+cumoe_status choose_debug_level(int32_t configured, int32_t *level);
+void report_leaks(cumoe_context context); /* to the log, at level 1 and up */
 
 #endif

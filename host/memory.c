@@ -1,4 +1,4 @@
-/* How bytes are allocated, freed and moved: the one place that tells the CUDA device from the CPU device. */
+/* How bytes are freed, moved and waited for: the one place that tells the CUDA device from the CPU device. */
 #include <cuda.h>
 #include <limits.h>
 #include <stdlib.h>
@@ -6,7 +6,6 @@
 
 #include "internal.h"
 
-enum { ALIGNMENT = 256 };
 static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
 
 /* ---- waiting ---- */
@@ -38,84 +37,126 @@ cumoe_status memory_wait(cumoe_context context, cumoe_stream stream)
   ON_DEVICE_RELAXED(context, wait_cuda(stream));
 }
 
-/* ---- allocation ---- */
+/* ---- events: what one stream has done, for another to wait for ---- */
 
-static cumoe_status alloc_cpu(size_t bytes, void **data)
+static cumoe_status mark_cuda(cumoe_stream stream, cudaEvent_t *event)
 {
-  size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  if (rounded >= bytes && rounded <= PTRDIFF_MAX) *data = aligned_alloc(ALIGNMENT, rounded);
+  TRY(refuse_capture_cuda(stream));
+  TRY_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  cumoe_status status = CUMOE_OK;
+  DROP_CUDA(&status, cudaEventRecord(*event, stream));
+  if (status == CUMOE_OK) return CUMOE_OK;
+  DROP_CUDA(&status, cudaEventDestroy(*event));
+  *event = NULL;
+  return status;
+}
+
+cumoe_status memory_mark(cumoe_context context, cumoe_stream stream, cudaEvent_t *event)
+{
+  *event = NULL;
+  if (on_cpu(context)) return CUMOE_OK;
+  ON_DEVICE_RELAXED(context, mark_cuda(stream, event));
+}
+
+static cumoe_status follow_cuda(cumoe_stream stream, cudaEvent_t event)
+{
+  TRY_CUDA(cudaStreamWaitEvent(stream, event, 0));
+  return CUMOE_OK;
+}
+
+cumoe_status memory_follow(cumoe_context context, cumoe_stream stream, cudaEvent_t event)
+{
+  if (event == NULL) return CUMOE_OK;
+  ON_DEVICE(context, follow_cuda(stream, event));
+}
+
+/* Whoever waits for it goes on waiting. */
+cumoe_status memory_unmark(cumoe_context context, cudaEvent_t event)
+{
+  device_scope scope;
+  if (event == NULL) return CUMOE_OK;
+  cumoe_status status = enter_lost_device(context, &scope);
+  DROP_CUDA(&status, cudaEventDestroy(event));
+  leave_device(&scope);
+  return status;
+}
+
+/* ---- host memory ---- */
+
+void *memory_of_host(size_t bytes)
+{
+  const size_t rounded = (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
+  return rounded >= bytes && rounded <= PTRDIFF_MAX ? aligned_alloc(MEMORY_ALIGNMENT, rounded) : NULL;
+}
+
+static cumoe_status pin_cuda(size_t bytes, bool write_combined, void **data)
+{
+  const unsigned combined = write_combined ? cudaHostAllocWriteCombined : 0;
+  const cudaError_t error = cudaHostAlloc(data, bytes, cudaHostAllocPortable | cudaHostAllocMapped | combined);
+  if (error == cudaSuccess) return CUMOE_OK;
+  *data = NULL;
+  if (error != cudaErrorMemoryAllocation) return fail_cuda(error, "cudaHostAlloc");
+  clear_cuda_error();
+  return fail(CUMOE_ERR_OUT_OF_MEMORY, "cudaHostAlloc: %s: %zu bytes of pinned memory", cudaGetErrorName(error), bytes);
+}
+
+cumoe_status memory_pin(cumoe_context context, size_t bytes, bool write_combined, void **data)
+{
+  *data = NULL;
+  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, pin_cuda(bytes, write_combined, data));
+  *data = memory_of_host(bytes);
   if (*data != NULL) return CUMOE_OK;
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory could not be allocated", bytes);
 }
 
-/* Memory freed on other streams, and a fragmented pool, become usable when the stream has passed and the pool
- * has given its idle memory back. That costs a wait, which is cheaper than failing. */
-static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+/* ---- freeing ---- */
+
+typedef enum how_to_free { FREE_IN_ORDER, FREE_NOW, FREE_PINNED } how_to_free;
+
+static void free_entered(void *data, cumoe_stream stream, how_to_free how, cumoe_status *status)
 {
-  cudaError_t error = cudaMallocFromPoolAsync(data, bytes, context->pool, stream);
-  if (error == cudaErrorMemoryAllocation) {
-    clear_cuda_error();
-    TRY_CUDA(cudaStreamSynchronize(stream));
-    TRY_CUDA(cudaMemPoolTrimTo(context->pool, 0));
-    error = cudaMallocFromPoolAsync(data, bytes, context->pool, stream);
+  switch (how) {
+  case FREE_IN_ORDER: DROP_CUDA(status, cudaFreeAsync(data, stream)); break;
+  case FREE_NOW: DROP_CUDA(status, cudaFree(data)); break;
+  case FREE_PINNED: DROP_CUDA(status, cudaFreeHost(data)); break;
   }
-  if (error == cudaSuccess) return CUMOE_OK;
-  *data = NULL;
-  if (error != cudaErrorMemoryAllocation) return fail_cuda(error, "cudaMallocFromPoolAsync");
-  clear_cuda_error();
-  size_t available = 0, total = 0;
-  if (cudaMemGetInfo(&available, &total) != cudaSuccess) clear_cuda_error();
-  return fail(CUMOE_ERR_OUT_OF_MEMORY,
-              "cudaMallocFromPoolAsync: %s: %zu bytes asked, %zu of %zu bytes free on device %d",
-              cudaGetErrorName(error), bytes, available, total, context->device);
-}
-
-static cumoe_status alloc_cuda_uncaptured(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
-{
-  TRY(refuse_capture_cuda(stream)); /* it would become a node of the graph, and so would the free */
-  return alloc_cuda(context, bytes, stream, data);
-}
-
-cumoe_status memory_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
-{
-  *data = NULL;
-  if (bytes == 0) return CUMOE_OK;
-  if (on_cpu(context)) return alloc_cpu(bytes, data);
-  ON_DEVICE_RELAXED(context, alloc_cuda_uncaptured(context, bytes, stream, data));
 }
 
 /* The handle is gone already: memory is given back even where the device cannot be entered, or is lost. */
-static cumoe_status free_cuda(cumoe_context context, void *data, cumoe_stream stream, bool ordered)
+static cumoe_status free_cuda(cumoe_context context, void *data, cumoe_stream stream, how_to_free how)
 {
   device_scope scope;
   cumoe_status status = enter_lost_device(context, &scope);
   enum cudaStreamCaptureMode mode = relax_capture();
-  cudaError_t error = ordered ? cudaFreeAsync(data, stream) : cudaFree(data);
-  if (error != cudaSuccess) {
-    cumoe_status failed = fail_cuda(error, ordered ? "cudaFreeAsync" : "cudaFree");
-    if (status == CUMOE_OK) status = failed;
-  }
+  free_entered(data, stream, how, &status);
   restore_capture(mode);
   leave_device(&scope);
   TRY(check_alive(context));
   return status;
 }
 
-cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream)
+static cumoe_status free_any(cumoe_context context, void *data, cumoe_stream stream, how_to_free how)
 {
   if (data == NULL) return CUMOE_OK;
-  if (!on_cpu(context)) return free_cuda(context, data, stream, true);
+  if (!on_cpu(context)) return free_cuda(context, data, stream, how);
   free(data);
   return CUMOE_OK;
+}
+
+cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream)
+{
+  return free_any(context, data, stream, FREE_IN_ORDER);
 }
 
 /* cudaFree is legal for pool memory too, once nothing uses it. */
 cumoe_status memory_drop(cumoe_context context, void *data)
 {
-  if (data == NULL) return CUMOE_OK;
-  if (!on_cpu(context)) return free_cuda(context, data, NULL, false);
-  free(data);
-  return CUMOE_OK;
+  return free_any(context, data, NULL, FREE_NOW);
+}
+
+cumoe_status memory_unpin(cumoe_context context, void *data)
+{
+  return free_any(context, data, NULL, FREE_PINNED);
 }
 
 /* ---- foreign memory ---- */
@@ -201,6 +242,36 @@ cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, con
   }
   if (rows == 1) dst_pitch = src_pitch = SIZE_MAX; /* the 1-D call has no limit on the width */
   ON_DEVICE(context, copy_cuda(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
+}
+
+static cumoe_status copy_peer_rows(cumoe_context context, char *dst, size_t dst_pitch, int32_t src_device,
+                                   const char *src, size_t src_pitch, size_t width, size_t rows, cumoe_stream stream)
+{
+  const struct cudaMemcpy3DPeerParms block = {
+      .srcPtr = {(void *)(uintptr_t)src, src_pitch, width, rows},
+      .srcDevice = src_device,
+      .dstPtr = {dst, dst_pitch, width, rows},
+      .dstDevice = context->device,
+      .extent = {width, rows, 1},
+  };
+  if (rows > 1 && dst_pitch <= MAX_PITCH && src_pitch <= MAX_PITCH) {
+    TRY_CUDA(cudaMemcpy3DPeerAsync(&block, stream));
+    return CUMOE_OK;
+  }
+  for (size_t r = 0; r < rows; r++)
+    TRY_CUDA(cudaMemcpyPeerAsync(dst + r * dst_pitch, context->device, src + r * src_pitch, src_device, width, stream));
+  return CUMOE_OK;
+}
+
+cumoe_status memory_copy_peer(cumoe_context context, void *dst, size_t dst_pitch, int32_t src_device, const void *src,
+                              size_t src_pitch, size_t width, size_t rows, cumoe_stream stream)
+{
+  if (width == 0 || rows == 0) return CUMOE_OK;
+  if (dst_pitch == width && src_pitch == width) {
+    width *= rows;
+    rows = 1;
+  }
+  ON_DEVICE(context, copy_peer_rows(context, dst, dst_pitch, src_device, src, src_pitch, width, rows, stream));
 }
 
 static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t width, size_t rows, cumoe_stream stream)

@@ -212,7 +212,7 @@ static cumoe_status run(pass *p, cumoe_weights weights)
 
 cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   cumoe_moe_args a;
   TRY(take_struct("args", args, &a, sizeof a));
   TRY(check_forward(plan, weights, &a));

@@ -45,7 +45,7 @@ static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view
 cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                           cumoe_view_mut logits, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   TRY(check_router(context, x, weight, bias, cumoe_const(logits)));
   const named_view views[] = {{"logits", cumoe_const(logits)}, {"x", x}, {"weight", weight}, {"bias", bias}};
   TRY(check_overlaps(views, 1, 4));
@@ -85,7 +85,7 @@ gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_vi
 cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
                         cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   cumoe_routing r;
   TRY(check_context(context));
   TRY(take_struct("routing", routing, &r, sizeof r));
@@ -181,7 +181,7 @@ static cumoe_status check_map_overlaps(const cumoe_route *route, cumoe_view work
 cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                        cumoe_view_mut workspace, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
@@ -262,7 +262,7 @@ gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, c
 cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
                       cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
@@ -292,7 +292,7 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
 cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
                         cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
@@ -352,7 +352,7 @@ combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const c
 cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args,
                            cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   cumoe_combine_args a;
   TRY(check_plan(plan));
   TRY(take_struct("args", args, &a, sizeof a));

@@ -16,6 +16,8 @@
 
 static _Thread_local struct {
   const char *call;    /* public function that runs */
+  cumoe_stream stream; /* that it works on */
+  bool on_stream;      /* if it does */
   cudaError_t pending; /* CUDA's last error when the device was entered: the caller's, not ours */
   cumoe_context on;    /* the context whose device was entered */
   error_text error;
@@ -107,6 +109,21 @@ const char *cumoe_last_error(void)
 void begin_call(const char *name)
 {
   thread_state.call = name;
+  thread_state.on_stream = false;
+}
+
+void begin_call_on(const char *name, cumoe_stream stream)
+{
+  thread_state.call = name;
+  thread_state.stream = stream;
+  thread_state.on_stream = true;
+}
+
+bool running_call(const char **name, cumoe_stream *stream)
+{
+  *name = thread_state.call;
+  *stream = thread_state.stream;
+  return thread_state.on_stream;
 }
 
 void save_error(error_text *saved)
@@ -250,4 +267,13 @@ cumoe_status fail_cuda(cudaError_t error, const char *expression)
     return fail(status, "no CUDA driver is installed (%.*s: %s)", name, expression, cudaGetErrorName(error));
   return fail(status, "%.*s: %s (%d): %s", name, expression, cudaGetErrorName(error), (int)error,
               cudaGetErrorString(error));
+}
+
+void note_failure(cumoe_status *first, cudaError_t error, const char *call)
+{
+  if (error == cudaSuccess) return;
+  if (*first == CUMOE_OK)
+    *first = fail_cuda(error, call);
+  else
+    clear_cuda_error();
 }

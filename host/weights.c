@@ -79,7 +79,8 @@ static cumoe_status upload_tables(cumoe_context context, cumoe_weights w, const 
   const size_t bytes = 3 * (size_t)w->experts * sizeof(void *);
   const void **host = malloc(bytes);
   if (!host) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", bytes);
-  cumoe_status status = memory_alloc(context, bytes, NULL, &w->tables);
+  w->table_bytes = bytes;
+  cumoe_status status = pool_alloc(context, bytes, NULL, &w->tables);
   if (status == CUMOE_OK) {
     const void **device = w->tables;
     const size_t experts = (size_t)w->experts;
@@ -142,7 +143,7 @@ cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc 
   cumoe_status status = enter_device(context, &scope);
   if (status == CUMOE_OK) {
     status = bind(context, &d, w);
-    if (status != CUMOE_OK && w->tables) (void)memory_free(context, w->tables, NULL);
+    if (status != CUMOE_OK && w->tables) (void)pool_free(context, w->tables, w->table_bytes, NULL);
     leave_device(&scope);
   }
   if (status != CUMOE_OK) {
@@ -158,7 +159,7 @@ cumoe_status cumoe_weights_destroy(cumoe_weights w)
   begin_call(__func__);
   if (!w) return CUMOE_OK;
   if (w->magic != WEIGHTS_MAGIC) return fail(CUMOE_ERR_STALE_HANDLE, "weights is not a live weights object");
-  const cumoe_status status = memory_free(w->context, w->tables, NULL);
+  const cumoe_status status = pool_free(w->context, w->tables, w->table_bytes, NULL);
   w->magic = 0;
   free(w);
   return status;

@@ -18,10 +18,21 @@ extern "C" {
 
 typedef struct cumoe_context_s *cumoe_context;
 
-/* Zero means default in every field. */
+/*
+ * Zero means default in every field. The struct may grow: the library reads as much as `size` says.
+ *
+ * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
+ * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
+ */
 typedef struct cumoe_context_config {
-  uint32_t size;       /* sizeof(cumoe_context_config) */
-  int32_t cpu_threads; /* CPU device: worker threads, 0 = one per core */
+  uint32_t size;         /* sizeof(cumoe_context_config) */
+  int32_t cpu_threads;   /* CPU device: worker threads, 0 = one per core */
+  int32_t debug;         /* 0 .. 2, see cumoe/debug.h; the environment's CUMOE_DEBUG may raise it */
+  int32_t reserved;      /* 0 */
+  uint64_t pool_initial; /* taken from the GPU at once, at most pool_max and pool_keep; CPU device: ignored */
+  uint64_t pool_max;     /* limit of bytes in use, in steps of 256 a buffer; 0 = none */
+  uint64_t pool_keep;    /* CUDA's release threshold; 0 = keep everything */
+  const struct cumoe_allocator *allocator; /* instead of the pool; copied; see cumoe/pool.h */
 } cumoe_context_config;
 
 /*
@@ -29,7 +40,7 @@ typedef struct cumoe_context_config {
  * attributes now, so that the first launch may already be captured into a graph. `config` may be NULL.
  * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING).
  * Errors: NO_DEVICE (no driver, no GPU, ordinal too large), NO_KERNEL_IMAGE (text names the GPU and the
- * architectures built), DRIVER_TOO_OLD, OUT_OF_MEMORY, CUDA. On failure *context is NULL.
+ * architectures built), DRIVER_TOO_OLD, OUT_OF_MEMORY (also for pool_initial), CUDA. On failure *context is NULL.
  */
 CUMOE_CHECKED cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *config,
                                                 cumoe_context *context);

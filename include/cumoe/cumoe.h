@@ -44,7 +44,9 @@
 
 #include "types.h"
 #include "context.h"
+#include "pool.h"
 #include "buffer.h"
+#include "debug.h"
 #include "moe.h"
 #include "stages.h"
 #include "stream.h"
