@@ -1,0 +1,123 @@
+/* The shim's events and what reaches across devices: peers and the access to pools. Work is done when it is launched, so
+ * that waiting for an event is no more than a check that it may be waited for. */
+#include "core.h"
+
+#include <stdint.h>
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_CONTEXT, "flags %u", flags);
+  if (error == cudaSuccess) *out = (cudaEvent_t)object_new(EVENT, sizeof **out);
+  return shim_end(error);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+  cudaError_t error = BEGIN(SHIM_ALLOC, "%s", "");
+  object *o = object_find(EVENT, event);
+  if (o != NULL)
+    object_end(o);
+  else if (error == cudaSuccess)
+    error = cudaErrorInvalidResourceHandle;
+  return shim_end(error);
+}
+
+/* An event belongs to the device of the stream that it is recorded on. */
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+  cudaError_t error = BEGIN(SHIM_CONTEXT, "%s", "");
+  if (error == cudaSuccess && object_find(EVENT, event) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) error = stream_takes_work(stream);
+  if (error == cudaSuccess && event->object.device != stream_of(stream)->object.device)
+    error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) event->recorded = true;
+  return shim_end(error);
+}
+
+/* Of any device. A capture may not wait for what was recorded outside it. */
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
+{
+  cudaError_t error = BEGIN(SHIM_CONTEXT, "flags %u", flags);
+  if (error == cudaSuccess && object_find(EVENT, event) == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess) error = stream_takes_work(stream);
+  if (error == cudaSuccess && stream_of(stream)->graph != NULL) {
+    stream_of(stream)->invalid = true;
+    error = cudaErrorStreamCaptureIsolation;
+  }
+  return shim_end(error);
+}
+
+/* ---- peers ---- */
+
+static bool on_device(const void *at, size_t bytes, int device)
+{
+  const block *b = block_holding(at, bytes);
+  return b != NULL && b->object.device == device;
+}
+
+static cudaError_t move_peer(const node *n, int dst_device, int src_device, cudaStream_t stream)
+{
+  const size_t dst_bytes = n->dst_pitch * (n->rows - 1) + n->width, src_bytes = n->src_pitch * (n->rows - 1) + n->width;
+  cudaError_t error = stream_takes_work(stream);
+  if (error == cudaSuccess && (!on_device(n->dst, dst_bytes, dst_device) || !on_device(n->src, src_bytes, src_device)))
+    error = cudaErrorInvalidValue;
+  if (error != cudaSuccess) return error;
+  if (stream_of(stream)->graph == NULL) return shim_move(n);
+  graph_add(stream_of(stream)->graph, n);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyPeerAsync(void *dst, int dst_device, const void *src, int src_device, size_t bytes,
+                                cudaStream_t stream)
+{
+  const node n = {dst, src, bytes, bytes, bytes, 1, 0, ""};
+  cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu, from %d to %d", bytes, src_device, dst_device);
+  if (error == cudaSuccess) error = move_peer(&n, dst_device, src_device, stream);
+  return shim_end(error);
+}
+
+cudaError_t cudaMemcpy3DPeerAsync(const struct cudaMemcpy3DPeerParms *p, cudaStream_t stream)
+{
+  const node n = {
+      p->dstPtr.ptr, p->srcPtr.ptr, p->dstPtr.pitch, p->srcPtr.pitch, p->extent.width, p->extent.height, 0, ""};
+  cudaError_t error =
+      BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu x %zu, from %d to %d", n.rows, n.width, p->srcDevice, p->dstDevice);
+  if (error == cudaSuccess && (p->extent.depth != 1 || n.dst_pitch < n.width || n.src_pitch < n.width))
+    error = cudaErrorInvalidValue;
+  if (error == cudaSuccess) error = move_peer(&n, p->dstDevice, p->srcDevice, stream);
+  return shim_end(error);
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%d from %d", peer, device);
+  if (error == cudaSuccess && (device < 0 || device >= shim.devices || peer < 0 || peer >= shim.devices))
+    error = cudaErrorInvalidDevice;
+  if (error == cudaSuccess) *can = device != peer;
+  return shim_end(error);
+}
+
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessDesc *access, size_t count)
+{
+  cudaError_t error = BEGIN(0, "%zu, device %d, flags %d", count, access->location.id, (int)access->flags);
+  if (error == cudaSuccess && (object_find(POOL, pool) == NULL || access->location.id == pool->object.device))
+    error = cudaErrorInvalidValue;
+  return shim_end(error);
+}
+
+/* What is reserved is what is used: the shim keeps nothing. */
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value)
+{
+  cudaError_t error = BEGIN(SHIM_QUERY, "%d", (int)attribute);
+  if (error == cudaSuccess && object_find(POOL, pool) == NULL) error = cudaErrorInvalidValue;
+  if (error != cudaSuccess) return shim_end(error);
+  switch (attribute) {
+  case cudaMemPoolAttrReservedMemCurrent:
+  case cudaMemPoolAttrUsedMemCurrent: *(uint64_t *)value = pool->used; break;
+  case cudaMemPoolAttrReservedMemHigh:
+  case cudaMemPoolAttrUsedMemHigh: *(uint64_t *)value = pool->used_high; break;
+  case cudaMemPoolAttrReleaseThreshold: *(uint64_t *)value = pool->threshold; break;
+  default: error = cudaErrorInvalidValue;
+  }
+  return shim_end(error);
+}
