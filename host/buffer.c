@@ -128,27 +128,39 @@ static cumoe_status state(cumoe_context context, cumoe_dtype dtype, int64_t rows
   return matrix_bytes(dtype, rows, cols, &b->bytes);
 }
 
+/* `b` states everything but where it lies. */
+static cumoe_status alloc(block *b, uint32_t flags, cumoe_buffer *buffer)
+{
+  REQUIRE(flags == 0 || flags == CUMOE_ALLOC_ZERO || flags == CUMOE_ALLOC_POISON, CUMOE_ERR_INVALID_ARGUMENT,
+          "flags is 0x%x, must be 0, ZERO or POISON", flags);
+  if (!b->file) b->file = "?";
+  TRY(block_alloc(b, flags, false));
+  const cumoe_status status = publish(b, buffer);
+  if (status != CUMOE_OK) (void)pool_free(b->context, b->memory, b->taken, b->stream);
+  return status;
+}
+
 cumoe_status cumoe_buffer_alloc_with_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
                                         uint32_t flags, cumoe_stream stream, const char *file, int line,
                                         cumoe_buffer *buffer)
 {
-  begin_call("cumoe_buffer_alloc");
+  begin_call("cumoe_buffer_alloc_with");
   block b;
   TRY(state(context, dtype, rows, cols, stream, buffer, &b));
-  REQUIRE(flags == 0 || flags == CUMOE_ALLOC_ZERO || flags == CUMOE_ALLOC_POISON, CUMOE_ERR_INVALID_ARGUMENT,
-          "flags is 0x%x, must be 0, ZERO or POISON", flags);
-  b.file = file ? file : "?";
+  b.file = file;
   b.line = line;
-  TRY(block_alloc(&b, flags, false));
-  const cumoe_status status = publish(&b, buffer);
-  if (status != CUMOE_OK) (void)pool_free(context, b.memory, b.taken, stream);
-  return status;
+  return alloc(&b, flags, buffer);
 }
 
 cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
                                    cumoe_stream stream, const char *file, int line, cumoe_buffer *buffer)
 {
-  return cumoe_buffer_alloc_with_at(context, dtype, rows, cols, 0, stream, file, line, buffer);
+  begin_call("cumoe_buffer_alloc");
+  block b;
+  TRY(state(context, dtype, rows, cols, stream, buffer, &b));
+  b.file = file;
+  b.line = line;
+  return alloc(&b, 0, buffer);
 }
 
 cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype, int64_t rows, int64_t cols,

@@ -382,9 +382,9 @@ cumoe_status cumoe_pool_allow_peer(cumoe_context context, int32_t peer)
 {
   begin_call(__func__);
   TRY(check_context(context));
-  REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "memory of the CPU device cannot be granted to a GPU");
   REQUIRE(peer >= 0 && peer < MAX_PEERS, CUMOE_ERR_INVALID_ARGUMENT, "peer is %d, must be 0 .. %d", (int)peer,
           MAX_PEERS - 1);
+  REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "memory of the CPU device cannot be granted to a GPU");
   if (peer == context->device) return CUMOE_OK;
   REQUIRE(context->pool.cuda != NULL, CUMOE_ERR_NOT_SUPPORTED, "the memory is allocator %s's to grant",
           context->pool.allocator.name);

@@ -33,6 +33,8 @@ typedef struct arguments {
   cumoe_view v[6];
   cumoe_buffer handle;
   cumoe_context_config config;
+  cumoe_allocator allocator;
+  cumoe_pool_stats stats;
   cumoe_device_info device_info;
   cumoe_buffer_info buffer_info;
   cumoe_variant_info variant_info;
@@ -164,9 +166,21 @@ static cumoe_stream no_stream;
 
 /* cumoe/context.h */
 
+static int take_nothing(void *user, void **data, size_t bytes, size_t alignment, cumoe_stream stream)
+{
+  (void)user, (void)data, (void)bytes, (void)alignment, (void)stream;
+  return 1;
+}
+static void give_nothing(void *user, void *data, size_t bytes, cumoe_stream stream)
+{
+  (void)user, (void)data, (void)bytes, (void)stream;
+}
+
 static void fill_create(arguments *a)
 {
-  a->config = (cumoe_context_config){.size = sizeof a->config, .cpu_threads = 1};
+  a->config = (cumoe_context_config){
+      .size = sizeof a->config, .cpu_threads = 1, .pool_max = 1 << 20, .allocator = &a->allocator};
+  a->allocator = (cumoe_allocator){.size = sizeof a->allocator, .alloc = take_nothing, .free = give_nothing};
   a->info = &a->config;
   a->device = CUMOE_DEVICE_CPU;
   a->out = &results;
@@ -181,8 +195,15 @@ static void undo_create(arguments *a)
 }
 static const argument create_arguments[] = {{"context", A_NOT_NULL, AT(out)},
                                             {"device", A_INT, AT(device), .low = -2, .high = INT32_MAX},
-                                            {"config.size", A_SIZE, AT(config.size)},
-                                            {"config.cpu_threads", A_INT, AT(config.cpu_threads), .high = INT32_MAX}};
+                                            {"config.size", A_OPEN_SIZE, AT(config.size)},
+                                            {"config.cpu_threads", A_INT, AT(config.cpu_threads), .high = INT32_MAX},
+                                            {"config.debug", A_INT, AT(config.debug), .high = 2},
+                                            {"config.reserved", A_INT, AT(config.reserved)},
+                                            {"config.pool_initial", A_VALUE, AT(config.pool_initial), .low = -1},
+                                            {"config.allocator.size", A_OPEN_SIZE, AT(allocator.size)},
+                                            {"config.allocator.alloc", A_NOT_NULL, AT(allocator.alloc)},
+                                            {"config.allocator.free", A_NOT_NULL, AT(allocator.free)},
+                                            {"config.allocator.reserved", A_FLAGS, AT(allocator.reserved)}};
 
 static void fill_context(arguments *a)
 {
@@ -390,6 +411,175 @@ static const argument fill_arguments[] = {
     {"context", A_CONTEXT, AT(context)},
     {"dst", A_VIEW, AT(v[1]), MOVED, .traits = FREE_ROWS | FREE_COLS},
 };
+
+static cumoe_status call_alloc_with(arguments *a)
+{
+  return cumoe_buffer_alloc_with(a->context, (cumoe_dtype)a->dtype, a->rows, a->cols, (uint32_t)a->index, no_stream,
+                                 (cumoe_buffer *)a->out);
+}
+static const argument alloc_with_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"dtype", A_DTYPE, AT(dtype), .dtypes = ALL_TYPES},
+    {"rows", A_LONG, AT(rows), .high = ((int64_t)1 << 46) / 10},
+    {"cols", A_LONG, AT(cols), .high = ((int64_t)1 << 46) / 6},
+    {"flags", A_FLAGS, AT(index), .dtypes = 3},
+    {"buffer", A_NOT_NULL, AT(out)},
+};
+
+static cumoe_status call_retain(arguments *a)
+{
+  return cumoe_buffer_retain(a->handle, a->out);
+}
+static const argument retain_arguments[] = {{"buffer", A_HANDLE, AT(handle)}, {"another", A_NOT_NULL, AT(out)}};
+
+static cumoe_status call_record_use(arguments *a)
+{
+  return cumoe_buffer_record_use(a->handle, no_stream);
+}
+static const argument record_use_arguments[] = {{"buffer", A_HANDLE, AT(handle)}};
+
+static void fill_split(arguments *a)
+{
+  fill_slice(a);
+  a->pointer = (char *)&results + sizeof results / 2;
+}
+static cumoe_status call_split(arguments *a)
+{
+  return cumoe_view_split(a->v[0], a->rows, a->out, a->pointer);
+}
+static cumoe_status call_split_mut(arguments *a)
+{
+  return cumoe_view_split_mut(mut(a->v[0]), a->rows, a->out, a->pointer);
+}
+static const argument split_arguments[] = {
+    {"rows", A_LONG, AT(rows), .high = 8, .status = CUMOE_ERR_OUT_OF_BOUNDS},
+    {"view", A_HANDLE, AT(v[0].owner)},
+    {"head", A_NOT_NULL, AT(out)},
+    {"tail", A_NOT_NULL, AT(pointer)},
+};
+
+static void fill_cast(arguments *a)
+{
+  fill_slice(a);
+  a->dtype = CUMOE_I64;
+}
+static cumoe_status call_cast(arguments *a)
+{
+  return cumoe_view_cast(a->v[0], (cumoe_dtype)a->dtype, a->out);
+}
+static cumoe_status call_cast_mut(arguments *a)
+{
+  return cumoe_view_cast_mut(mut(a->v[0]), (cumoe_dtype)a->dtype, a->out);
+}
+static const argument cast_arguments[] = {
+    {"dtype", A_DTYPE, AT(dtype), .dtypes = ALL_TYPES},
+    {"view.dtype", A_DTYPE, AT(v[0].dtype), .dtypes = ALL_TYPES},
+    {"view.cols", A_LONG, AT(v[0].cols), .high = INT64_MAX / 4},
+    {"view.ld", A_LONG, AT(v[0].ld), .high = INT64_MAX / 4},
+    {"view.cols", A_VALUE, AT(v[0].cols), .low = 63, .status = CUMOE_ERR_LAYOUT},
+    {"view.ld", A_VALUE, AT(v[0].ld), .low = 65, .status = CUMOE_ERR_LAYOUT},
+    {"view.data", A_VALUE, AT(v[0].data), .low = 4097, .status = CUMOE_ERR_MISALIGNED},
+    {"view", A_HANDLE, AT(v[0].owner)},
+    {"as", A_NOT_NULL, AT(out)},
+};
+
+static cumoe_status call_fill_value(arguments *a)
+{
+  return cumoe_fill_value(a->context, mut(a->v[1]), a->host, no_stream);
+}
+static const argument fill_value_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"dst", A_VIEW, AT(v[1]), MOVED, .traits = FREE_ROWS | FREE_COLS},
+    {"value", A_NOT_NULL, AT(host)},
+};
+
+static void fill_between(arguments *a)
+{
+  fill_copy(a);
+  a->pointer = bench.context;
+}
+static cumoe_status call_between(arguments *a)
+{
+  return cumoe_copy_between(a->context, mut(a->v[0]), no_stream, a->pointer, a->v[1], no_stream);
+}
+static const argument between_arguments[] = {
+    {"context", A_CONTEXT, AT(context)}, {"context", A_CONTEXT, AT(pointer)},      {"dst", A_VIEW, AT(v[0]), MOVED},
+    {"src", A_VIEW, AT(v[1]), MOVED},    {"dst", A_OVERLAP, AT(v[0]), WITH(v[1])},
+};
+
+static void fill_pinned(arguments *a)
+{
+  fill_context(a);
+  a->bytes = 100;
+}
+static cumoe_status call_pinned_alloc(arguments *a)
+{
+  return cumoe_pinned_alloc(a->context, a->bytes, (uint32_t)a->index, (void **)a->out);
+}
+static void undo_pinned(arguments *a)
+{
+  CHECK_OK(cumoe_pinned_free(a->context, *(void **)a->out));
+}
+static const argument pinned_alloc_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"flags", A_FLAGS, AT(index), .dtypes = 1},
+    {"bytes", A_LONG, AT(bytes), .high = ((int64_t)1 << 46) - 1},
+    {"data", A_NOT_NULL, AT(out)},
+};
+static cumoe_status call_pinned_free(arguments *a)
+{
+  return cumoe_pinned_free(a->context, a->pointer);
+}
+static const argument pinned_free_arguments[] = {
+    {"context", A_CONTEXT, AT(context)},
+    {"data", A_VALUE, AT(pointer), .low = 4096, .status = CUMOE_ERR_STALE_HANDLE},
+};
+
+/* cumoe/pool.h, cumoe/debug.h */
+
+static void fill_stats(arguments *a)
+{
+  fill_context(a);
+  a->stats.size = sizeof a->stats;
+  a->info = &a->stats;
+}
+static cumoe_status call_stats(arguments *a)
+{
+  return cumoe_pool_get_stats(a->context, a->info);
+}
+static const argument stats_arguments[] = {
+    {"context", A_CONTEXT, AT(context)}, {"stats", A_NOT_NULL, AT(info)}, {"stats.size", A_SIZE, AT(stats.size)}};
+
+static cumoe_status call_reset_highs(arguments *a)
+{
+  return cumoe_pool_reset_highs(a->context);
+}
+static cumoe_status call_trim(arguments *a)
+{
+  return cumoe_pool_trim(a->context, a->bytes);
+}
+
+/* The CPU device has no peers. */
+static cumoe_status call_allow_peer(arguments *a)
+{
+  if (bench.cpu && a->context == bench.context && a->index == 0) return CUMOE_OK;
+  return cumoe_pool_allow_peer(a->context, a->index);
+}
+static const argument allow_peer_arguments[] = {{"context", A_CONTEXT, AT(context)},
+                                                {"peer", A_INT, AT(index), .high = 63}};
+
+static void fill_check(arguments *a)
+{
+  fill_context(a);
+  a->buffer_info.size = sizeof a->buffer_info;
+  a->info = &a->buffer_info;
+}
+static cumoe_status call_check(arguments *a)
+{
+  return cumoe_debug_check(a->context, no_stream, a->info);
+}
+static const argument check_arguments[] = {{"context", A_CONTEXT, AT(context)},
+                                           {"first_bad.size", A_SIZE, AT(buffer_info.size)}};
 
 /* cumoe/moe.h */
 
@@ -1201,6 +1391,22 @@ static const function functions[] = {
     FORM(cumoe_copy_to_host, "", fill_copy, call_to_host, to_host_arguments, NULL),
     FORM(cumoe_copy, "", fill_copy, call_copy, copy_arguments, NULL),
     FORM(cumoe_fill, "", fill_copy, call_fill, fill_arguments, NULL),
+    FORM(cumoe_buffer_alloc_with, "", fill_alloc, call_alloc_with, alloc_with_arguments, undo_alloc),
+    FORM(cumoe_buffer_retain, "", fill_handle, call_retain, retain_arguments, undo_alloc),
+    FORM(cumoe_buffer_record_use, "", fill_handle, call_record_use, record_use_arguments, NULL),
+    FORM(cumoe_view_split, "", fill_split, call_split, split_arguments, NULL),
+    FORM(cumoe_view_split_mut, "", fill_split, call_split_mut, split_arguments, NULL),
+    FORM(cumoe_view_cast, "", fill_cast, call_cast, cast_arguments, NULL),
+    FORM(cumoe_view_cast_mut, "", fill_cast, call_cast_mut, cast_arguments, NULL),
+    FORM(cumoe_fill_value, "", fill_copy, call_fill_value, fill_value_arguments, NULL),
+    FORM(cumoe_copy_between, "", fill_between, call_between, between_arguments, NULL),
+    FORM(cumoe_pinned_alloc, "", fill_pinned, call_pinned_alloc, pinned_alloc_arguments, undo_pinned),
+    FORM(cumoe_pinned_free, "", fill_context, call_pinned_free, pinned_free_arguments, NULL),
+    FORM(cumoe_pool_get_stats, "", fill_stats, call_stats, stats_arguments, NULL),
+    FORM(cumoe_pool_reset_highs, "", fill_context, call_reset_highs, context_arguments, NULL),
+    FORM(cumoe_pool_trim, "", fill_context, call_trim, context_arguments, NULL),
+    FORM(cumoe_pool_allow_peer, "", fill_context, call_allow_peer, allow_peer_arguments, NULL),
+    FORM(cumoe_debug_check, "", fill_check, call_check, check_arguments, NULL),
     FORM(cumoe_moe_supports, "", fill_desc, call_supports, supports_arguments, NULL),
     FORM(cumoe_plan_create, "", fill_desc, call_plan_create, plan_create_arguments, undo_plan),
     FORM(cumoe_plan_destroy, "", fill_plan, call_plan_destroy, plan_destroy_arguments, NULL),
@@ -1260,9 +1466,9 @@ static const char *const exempt[] = {
     "cumoe_status_name", "cumoe_status_text", "cumoe_last_error", "cumoe_version", "cumoe_architectures",
     "cumoe_set_log", "cumoe_dtype_bytes", "cumoe_dtype_name", "cumoe_variant_count", "cumoe_image_free",
     /* answer with a value: no_status() below */
-    "cumoe_buffer_view", "cumoe_buffer_view_mut", "cumoe_buffer_live", "cumoe_fault_pending",
-    /* what the macro cumoe_buffer_alloc calls */
-    "cumoe_buffer_alloc_at"};
+    "cumoe_buffer_view", "cumoe_buffer_view_mut", "cumoe_buffer_live", "cumoe_fault_pending", "cumoe_debug_live",
+    /* what macros call that have a row */
+    "cumoe_buffer_alloc_at", "cumoe_buffer_alloc_with_at", "cumoe_pinned_alloc_at"};
 
 /* ---- ways to be wrong ------------------------------------------------------------------------------------ */
 
@@ -1299,9 +1505,9 @@ static void expect(arguments *a, cumoe_status want, const char *says, const char
 /* Pointers into `right` become pointers into its copy. */
 static void rebase(arguments *a)
 {
-  void **const inner[] = {&a->pointer, &a->info, (void **)(void *)&a->buffer};
+  void **const inner[] = {&a->pointer, &a->info, (void **)(void *)&a->buffer, (void **)(void *)&a->config.allocator};
   const uintptr_t begin = (uintptr_t)&right;
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 4; i++) {
     const uintptr_t at = (uintptr_t)*inner[i];
     if (at >= begin && at < begin + sizeof right) *inner[i] = (char *)a + (at - begin);
   }
@@ -1666,6 +1872,7 @@ static void no_status(void)
   if (!group_begin("functions without a status")) return;
   case_begin("buffers and faults of no context");
   CHECK(cumoe_buffer_live(NULL, &bytes) == 0 && bytes == 0 && cumoe_buffer_live(fake, NULL) == 0);
+  CHECK(cumoe_debug_live(NULL, NULL, NULL) == -1 && cumoe_debug_live(fake, NULL, NULL) == -1);
   CHECK(cumoe_fault_pending(NULL) == 0 && cumoe_fault_pending(fake) == 0);
   case_end();
   case_begin("views of no buffer");
