@@ -1,53 +1,7 @@
-/* The shim's events and what reaches across devices: peers and the access to pools. Work is done when it is launched, so
- * that waiting for an event is no more than a check that it may be waited for. */
+/* What reaches across the shim's devices: copies between peers, and the access to pools. */
 #include "core.h"
 
 #include <stdint.h>
-
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags)
-{
-  cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_CONTEXT, "flags %u", flags);
-  if (error == cudaSuccess) *out = (cudaEvent_t)object_new(EVENT, sizeof **out);
-  return shim_end(error);
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t event)
-{
-  cudaError_t error = BEGIN(SHIM_ALLOC, "%s", "");
-  object *o = object_find(EVENT, event);
-  if (o != NULL)
-    object_end(o);
-  else if (error == cudaSuccess)
-    error = cudaErrorInvalidResourceHandle;
-  return shim_end(error);
-}
-
-/* An event belongs to the device of the stream that it is recorded on. */
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
-{
-  cudaError_t error = BEGIN(SHIM_CONTEXT, "%s", "");
-  if (error == cudaSuccess && object_find(EVENT, event) == NULL) error = cudaErrorInvalidResourceHandle;
-  if (error == cudaSuccess) error = stream_takes_work(stream);
-  if (error == cudaSuccess && event->object.device != stream_of(stream)->object.device)
-    error = cudaErrorInvalidResourceHandle;
-  if (error == cudaSuccess) event->recorded = true;
-  return shim_end(error);
-}
-
-/* Of any device. A capture may not wait for what was recorded outside it. */
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags)
-{
-  cudaError_t error = BEGIN(SHIM_CONTEXT, "flags %u", flags);
-  if (error == cudaSuccess && object_find(EVENT, event) == NULL) error = cudaErrorInvalidResourceHandle;
-  if (error == cudaSuccess) error = stream_takes_work(stream);
-  if (error == cudaSuccess && stream_of(stream)->graph != NULL) {
-    stream_of(stream)->invalid = true;
-    error = cudaErrorStreamCaptureIsolation;
-  }
-  return shim_end(error);
-}
-
-/* ---- peers ---- */
 
 static bool on_device(const void *at, size_t bytes, int device)
 {
