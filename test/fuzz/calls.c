@@ -30,6 +30,14 @@ const char *__asan_default_options(void)
 
 static unsigned char *arenas[ARENAS];
 static unsigned char *untouched; /* what the arenas hold before a call */
+static uint32_t lent;            /* the arenas that the call has pointers to: a bit each */
+
+static void reset_arenas(void)
+{
+  for (int i = 0; i < ARENAS; i++)
+    if (lent >> i & 1) memcpy(arenas[i], untouched + (size_t)i * ARENA, ARENA);
+  lent = 0;
+}
 
 /* Even arenas hold small numbers, good as ids and counts, odd ones anything. */
 static void make_arenas(void)
@@ -46,17 +54,14 @@ static void make_arenas(void)
     arenas[i] = malloc(ARENA);
     PROMISE(arenas[i], "no memory");
   }
-}
-
-static void reset_arenas(void)
-{
-  for (int i = 0; i < ARENAS; i++) memcpy(arenas[i], untouched + (size_t)i * ARENA, ARENA);
+  lent = UINT32_MAX;
+  reset_arenas();
 }
 
 static bool arenas_untouched(void)
 {
   for (int i = 0; i < ARENAS; i++)
-    if (memcmp(arenas[i], untouched + (size_t)i * ARENA, ARENA) != 0) return false;
+    if (lent >> i & 1 && memcmp(arenas[i], untouched + (size_t)i * ARENA, ARENA) != 0) return false;
   return true;
 }
 
@@ -82,6 +87,7 @@ static void *place(uintptr_t wished, wide bytes)
 {
   const size_t align = wished >> 8 & 1 ? (size_t)1 << (wished >> 9 & 7) : 256;
   if (wished == 0 || bytes > ARENA) return NULL;
+  lent |= 1u << wished % ARENAS;
   unsigned char *end = arenas[wished % ARENAS] + ARENA;
   unsigned char *at = end - (bytes < 0 ? 0 : (size_t)bytes);
   return at - (uintptr_t)at % align < arenas[wished % ARENAS] ? NULL : at - (uintptr_t)at % align;
