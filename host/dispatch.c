@@ -41,11 +41,8 @@ static shape gemm_shape(operation op, const gemm_args *a)
 
 static shape permute_shape(const permute_args *a)
 {
-  return (shape){.op = OP_permute,
-                 .tokens = a->tokens.count,
-                 .rows = a->rows_cap,
-                 .n = a->hidden * a->element,
-                 .top_k = a->top_k};
+  return (shape){
+      .op = OP_permute, .tokens = a->tokens.count, .rows = a->rows_cap, .n = a->hidden * a->element, .top_k = a->top_k};
 }
 
 static shape shape_of(operation op, const void *args)

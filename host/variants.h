@@ -4,23 +4,33 @@
 
 #include "../kernels/cpu/cpu.h"
 
-typedef enum operation { OP_router, OP_gate, OP_map_count, OP_map, OP_permute, OP_up, OP_down, OP_combine, OP_COUNT } operation;
+typedef enum operation {
+  OP_router,
+  OP_gate,
+  OP_map_count,
+  OP_map,
+  OP_permute,
+  OP_up,
+  OP_down,
+  OP_combine,
+  OP_COUNT
+} operation;
 
 typedef enum arch { ARCH_cpu, ARCH_any, ARCH_sm90 } arch;
 
 /* Algorithms; a row serves what its form can (host/plan.c: serves). */
 typedef enum form {
-  FORM_ref,   /* CPU: everything */
-  FORM_warp,  /* gate: a warp a token */
-  FORM_chunk, /* map: counting by chunks of pairs */
+  FORM_ref,     /* CPU: everything */
+  FORM_warp,    /* gate: a warp a token */
+  FORM_chunk,   /* map: counting by chunks of pairs */
   FORM_scatter, /* permute */
-  FORM_rows,  /* router: few tokens, a dot product an expert */
-  FORM_tile,  /* GEMM on tensor cores, K-major weights; router: many tokens */
-  FORM_ntile, /* GEMM on tensor cores, N-major weights */
-  FORM_thin,  /* GEMM for few rows an expert: weights streamed once, K-major */
-  FORM_wgmma, /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
-  FORM_fma,   /* f32 GEMM by plain FMA, any layout */
-  FORM_gather /* combine */
+  FORM_rows,    /* router: few tokens, a dot product an expert */
+  FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */
+  FORM_ntile,   /* GEMM on tensor cores, N-major weights */
+  FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
+  FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
+  FORM_fma,     /* f32 GEMM by plain FMA, any layout */
+  FORM_gather   /* combine */
 } form;
 
 typedef struct variant {

@@ -37,7 +37,7 @@ template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> s
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = GROUP / 8, GATHERS = BM / GATHER_ROWS;
-  static constexpr int CHUNK = 32;               /* tokens that a consumer finishes at once: what is left of shared memory */
+  static constexpr int CHUNK = 32; /* tokens that a consumer finishes at once: what is left of shared memory */
   static constexpr int CHUNK_VALUES = CHUNK / 4; /* of them, of a channel, in a thread */
 };
 
@@ -163,35 +163,63 @@ template <class S> struct gather {
 };
 
 /* The thread that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest for itself. */
-template <class S>
-DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const cluster_unit &unit, int stage, int k0)
+template <class S, bool PAIRED>
+DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
+                       int k0)
 {
   constexpr int HALF = S::COLUMNS / 2; /* weight rows of a box */
   constexpr uint16_t BOTH = 3;
-  const tile_unit &tile = unit.tile;
-  const int boxes = gathers<S>(args.g) ? 0 : ceil_div(tile.rows, S::STEP), rank = cluster_ctarank();
-  const int eights = wgmma_channels<S>(args.g) / 8; /* of channels */
+  const int eights = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
   uint64_t *full = &smem.full[stage];
+  typename S::T *weights = smem.weights[stage], *rows = smem.rows[stage];
   mbarrier_arrive_expect_tx(full, (S::COLUMNS + boxes * WGMMA_STEP) * WGMMA_BK * sizeof(typename S::T));
-  for (int half = unit.paired ? rank : 0; half < (unit.paired ? rank + 1 : 2); half++) {
-    typename S::T *to = smem.weights[stage] + half * HALF * WGMMA_BK;
-    const int channels = tile.n * eights + half * (eights / 2);
-    if (unit.paired)
-      cp_async_bulk_tensor_5d_multicast(to, &args.weights, k0, 0, 0, channels, tile.expert, full, BOTH);
-    else
-      cp_async_bulk_tensor_5d(to, &args.weights, k0, 0, 0, channels, tile.expert, full);
-  }
-  for (int i = unit.paired ? 0 : rank; i < boxes; i += unit.paired ? 1 : 2) {
-    typename S::T *to = smem.rows[stage] + i * WGMMA_STEP * WGMMA_BK;
-    const int row = tile.row + i * WGMMA_STEP;
-    if (unit.paired)
-      cp_async_bulk_tensor_2d(to, &args.rows, k0, row, full);
-    else
-      cp_async_bulk_tensor_2d_multicast(to, &args.rows, k0, row, full, BOTH);
+  if constexpr (PAIRED) {
+    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * WGMMA_BK, &args.weights, k0, 0, 0,
+                                      tile.n * eights + rank * (eights / 2), tile.expert, full, BOTH);
+    for (int i = 0; i < boxes; i++)
+      cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
+  } else {
+    cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * eights, tile.expert, full);
+    cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * eights + eights / 2,
+                            tile.expert, full);
+    for (int i = rank; i < boxes; i += 2)
+      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP,
+                                        full, BOTH);
   }
 }
 
-/* Units are told to the consumers through the barrier of their first stage; one without expert is the last. */
+/* All of a unit's stages. It is told to the consumers through the barrier of the first. */
+template <class S, bool PAIRED>
+DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                         const gather<S> &rows, ring_place<S> &at)
+{
+  const bool gathering = gathers<S>(args.g);
+  const int boxes = gathering ? 0 : ceil_div(tile.rows, S::STEP);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (threadIdx.x == 0) {
+      if (k0 == 0) smem.units[slot] = tile;
+      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at.stage, k0);
+    }
+    if (!gathering) continue;
+    __syncwarp();
+    rows.copy(args, smem, tile, at.stage, k0);
+  }
+}
+
+/* A unit without expert is the last. */
+template <class S>
+DEVICE void produce_end(wgmma_smem<S> &smem, const tile_unit &tile, int slot, bool gathering, const ring_place<S> &at)
+{
+  wait_for(&smem.empty[at.stage], at.phase ^ 1);
+  if (threadIdx.x == 0) {
+    smem.units[slot] = tile;
+    mbarrier_arrive(&smem.full[at.stage]);
+  }
+  if (gathering) mbarrier_arrive(&smem.full[at.stage]);
+}
+
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const bool gathering = gathers<S>(args.g);
@@ -202,24 +230,13 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
 #pragma unroll 1
   for (int64_t index = blockIdx.x / S::CLUSTER;; index += gridDim.x / S::CLUSTER) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, index);
+    if (unit.tile.expert < 0) return produce_end(smem, unit.tile, slot, gathering, at);
     if (unit.absent) continue;
     if (gathering) rows.aim(args.g, unit.tile);
-#pragma unroll 1
-    for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
-      wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      if (threadIdx.x == 0) {
-        if (k0 == 0) smem.units[slot] = unit.tile;
-        if (unit.tile.expert >= 0)
-          copy_boxes<S>(args, smem, unit, at.stage, k0);
-        else
-          mbarrier_arrive(&smem.full[at.stage]);
-      }
-      if (gathering) {
-        __syncwarp();
-        rows.copy(args, smem, unit.tile, at.stage, k0);
-      }
-      if (unit.tile.expert < 0) return;
-    }
+    if (unit.paired)
+      produce_unit<S, true>(args, smem, unit.tile, slot, rows, at);
+    else
+      produce_unit<S, false>(args, smem, unit.tile, slot, rows, at);
     slot = (slot + 1) % UNITS_AHEAD;
   }
 }
@@ -327,7 +344,7 @@ DEVICE finish_kind finish_of(const gemm_args &args)
 {
   if (!args.gated || args.pair_weights || (args.act != ACT_SILU && args.act != ACT_SWIGLU_OAI)) return FINISH_any;
   return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !(args.act_limit > 0.f) ? FINISH_silu
-                                                                                              : FINISH_swiglu;
+                                                                                               : FINISH_swiglu;
 }
 
 struct swiglu {
@@ -437,7 +454,8 @@ DEVICE void store_swiglu(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const float *v = &acc[i][token0 / 2 + j * 4];
-        packed[j] = pack_pair<typename S::T>(act.of<KIND>(v[0], v[2], bias.of[i]), act.of<KIND>(v[1], v[3], bias.of[i]));
+        packed[j] =
+            pack_pair<typename S::T>(act.of<KIND>(v[0], v[2], bias.of[i]), act.of<KIND>(v[1], v[3], bias.of[i]));
       }
       stage_channels<S>(staged, i * 4 + warp_id() % 4, packed);
     }

@@ -15,9 +15,10 @@ typedef struct operation_cases {
 } operation_cases;
 
 static const operation_cases operations[] = {
-    {"router", {cases_router, NULL}},          {"gate", {cases_gate, NULL}},    {"map_count", {cases_map, NULL}},
-    {"map", {cases_map, cases_layer}},         {"up", {cases_up, cases_layer}}, {"down", {cases_down, cases_layer}},
-    {"permute", {cases_layer, NULL}},          {"combine", {cases_combine, cases_layer}},
+    {"router", {cases_router, NULL}}, {"gate", {cases_gate, NULL}},
+    {"map_count", {cases_map, NULL}}, {"map", {cases_map, cases_layer}},
+    {"up", {cases_up, cases_layer}},  {"down", {cases_down, cases_layer}},
+    {"permute", {cases_layer, NULL}}, {"combine", {cases_combine, cases_layer}},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
