@@ -82,7 +82,7 @@ static cumoe_status give_memory_back(const block *b)
 static cumoe_status write_first_bytes(const block *b, uint32_t flags)
 {
   const bool poison = flags & CUMOE_ALLOC_POISON || b->context->debug >= 2;
-  if (b->bytes == 0) return CUMOE_OK;
+  if (b->memory == NULL) return CUMOE_OK; /* no elements */
   if (has_zones(b)) {
     TRY(write_bytes(b, b->memory, ZONE_BYTE, ZONE));
     TRY(write_bytes(b, b->data + b->bytes, ZONE_BYTE, rear_zone(b)));
@@ -146,12 +146,15 @@ void block_unlink(block *b)
 
 /* ---- uses on other streams ---- */
 
-block_use *block_use_on(block *b, cumoe_stream stream)
+block_use *block_use_on(block *b, cumoe_stream stream, bool grow)
 {
   block_use *use = b->uses;
   while (use != NULL && use->stream != stream) use = use->next;
   if (use != NULL) return use;
-  use = calloc(1, sizeof *use);
+  if (b->own_taken < BLOCK_OWN_USES)
+    use = &b->own[b->own_taken++];
+  else if (grow)
+    use = calloc(1, sizeof *use);
   if (use == NULL) return NULL;
   use->stream = stream;
   use->next = b->uses;
@@ -174,7 +177,7 @@ static cumoe_status forget_uses(block *b)
   for (block_use *use = b->uses, *next; use != NULL; use = next) {
     next = use->next;
     AND_THEN(status, memory_unmark(b->context, use->event));
-    free(use);
+    if (use < b->own || use >= b->own + BLOCK_OWN_USES) free(use);
   }
   b->uses = NULL;
   return status;
@@ -216,17 +219,21 @@ cumoe_status block_check(const block *b)
 
 /* ---- ending ---- */
 
+static bool is_poisoned_at_end(const block *b)
+{
+  return b->context->debug >= 2 && b->memory != NULL && (b->kind == BLOCK_POOL || b->kind == BLOCK_PINNED);
+}
+
 static cumoe_status leave_in_order(const block *b)
 {
   TRY(follow_uses(b));
-  const cumoe_status status = block_check(b);
+  cumoe_status status = block_check(b);
   if (status == CUMOE_ERR_OUT_OF_BOUNDS) {
     error_text why;
     save_error(&why);
     log_message(CUMOE_LOG_ERROR, "%s", why.text);
   }
-  if (b->context->debug >= 2 && b->bytes != 0 && (b->kind == BLOCK_POOL || b->kind == BLOCK_PINNED))
-    (void)write_bytes(b, b->data, POISON_BYTE, b->bytes); /* a help, not a promise */
+  if (is_poisoned_at_end(b)) AND_THEN(status, write_bytes(b, b->data, POISON_BYTE, b->bytes));
   return status;
 }
 

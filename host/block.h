@@ -14,6 +14,8 @@ typedef struct block_use {
   const char *call;  /* the first call since then that used it; NULL: none. Kept at debug level 1 and up */
 } block_use;
 
+enum { BLOCK_OWN_USES = 4 };
+
 typedef struct block {
   struct block *newer, *older; /* in the context's list */
   cumoe_context context;
@@ -27,6 +29,8 @@ typedef struct block {
   uint64_t serial;
   uint32_t handles; /* with the lock held, like `uses` and the list */
   block_use *uses;
+  block_use own[BLOCK_OWN_USES]; /* the first ones of the list: launches take no memory */
+  int32_t own_taken;
 } block;
 
 /* One lock for all blocks and handles of the process (buffer.c). */
@@ -50,8 +54,9 @@ cumoe_status block_end(block *b);
 cumoe_status block_drop(block *b);
 cumoe_status block_forget(block *b);
 
-/* With the lock held. The use of a block on a stream; NULL without host memory. */
-block_use *block_use_on(block *b, cumoe_stream stream);
+/* With the lock held. The use of a block on a stream; NULL without host memory, and, unless it may `grow`, when the
+ * block's own places are taken. */
+block_use *block_use_on(block *b, cumoe_stream stream, bool grow);
 
 /* OUT_OF_BOUNDS if the red zones were written to. Waits for the home stream. */
 cumoe_status block_check(const block *b);

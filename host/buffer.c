@@ -228,7 +228,7 @@ static cumoe_status declare_use(uint64_t id, cumoe_stream stream, cudaEvent_t *e
   block_use *use = NULL;
   lock_blocks();
   const bool live = find(id, &r);
-  if (live) use = block_use_on(r.block, stream);
+  if (live) use = block_use_on(r.block, stream, true);
   if (use) {
     const cudaEvent_t earlier = use->event;
     use->event = *event;
@@ -387,7 +387,7 @@ static void note_use(uint64_t id)
   if (!running_call(&call, &stream)) return;
   lock_blocks();
   if (find(id, &r) && r.stream != stream && r.bytes != 0) {
-    block_use *use = block_use_on(r.block, stream);
+    block_use *use = block_use_on(r.block, stream, false);
     if (use && !use->call) use->call = call;
   }
   unlock_blocks();

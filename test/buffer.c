@@ -352,7 +352,7 @@ static void test_pinned(cumoe_context context)
 static void between_case(cumoe_context a, cumoe_context b, int64_t rows, int64_t cols, int64_t pad)
 {
   rng r = {(uint64_t)(rows * 100 + cols + pad)};
-  const tensor t = tensor_integers(&r, CUMOE_I32, rows, cols, 1 << 30);
+  const tensor t = tensor_integers(&r, CUMOE_I32, rows, cols, 1 << 29);
   const cumoe_view from = device_put(a, &t, pad);
   const cumoe_view_mut to = device_new(b, CUMOE_I32, rows, cols, pad == 0 ? 0 : pad + 1);
   CHECK_OK(cumoe_copy_between(b, to, NULL, a, from, NULL));

@@ -237,6 +237,24 @@ static void test_uses(int32_t device, const char *name)
   CHECK(heard.count == 1);
   stop_listening();
   case_end();
+  case_begin("on more streams than a buffer has places for");
+  listen_to();
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));
+  CHECK_OK(cumoe_synchronize(context, home));
+  cumoe_stream many[10];
+  for (int i = 0; i < 10; i++) {
+    many[i] = make_stream(device, i + 4);
+    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, many[i]));
+    CHECK_OK(cumoe_buffer_record_use(a, many[i]));
+    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(a), 1, many[i]));
+    if (i % 2 == 0) CHECK_OK(cumoe_buffer_record_use(a, many[i]));
+    CHECK_OK(cumoe_synchronize(context, many[i]));
+  }
+  CHECK_OK(cumoe_buffer_free(&a));
+  CHECK_TOLD(5, "cumoe_fill", "without cumoe_buffer_record_use");
+  stop_listening();
+  for (int i = 0; i < 10; i++) end_stream(device, many[i]);
+  case_end();
   case_begin("a refused call is no use");
   listen_to();
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, home, &a));

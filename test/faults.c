@@ -254,6 +254,179 @@ static cumoe_status two_devices(world *w)
   return status != CUMOE_OK ? status : freed;
 }
 
+/* ---- what buffers can do, the pool, debug levels ------------------------------------------------------- */
+
+static cumoe_status open_with_pool(world *w)
+{
+  const cumoe_context_config config = {.size = sizeof config, .pool_initial = 1 << 20, .pool_keep = 1 << 21};
+  STEP(cumoe_context_create(1, &config, &w->context));
+  STEP(cumoe_buffer_alloc_with(w->context, CUMOE_F32, 9, 9, CUMOE_ALLOC_ZERO, NULL, &w->buffers[0]));
+  cumoe_context closed = w->context;
+  w->context = NULL;
+  w->buffers[0].id = 0;
+  return cumoe_context_destroy(closed);
+}
+
+/* Two owners, a use on another stream. */
+static cumoe_status share_and_use(world *w)
+{
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, w->stream, &w->buffers[2]));
+  STEP(cumoe_buffer_retain(w->buffers[2], &w->buffers[3]));
+  STEP(cumoe_fill(w->context, cumoe_buffer_view_mut(w->buffers[3]), 1, NULL));
+  STEP(cumoe_buffer_record_use(w->buffers[3], NULL));
+  STEP(cumoe_buffer_record_use(w->buffers[2], NULL));
+  STEP(cumoe_buffer_free(&w->buffers[2]));
+  return cumoe_buffer_free(&w->buffers[3]);
+}
+
+static cumoe_status fill_patterns(world *w)
+{
+  const int32_t value = 0x01020304, same = -1;
+  int32_t out[6 * 40] = {0};
+  STEP(cumoe_fill_value(w->context, cumoe_buffer_view_mut(w->buffers[1]), &same, w->stream));
+  STEP(cumoe_fill_value(w->context, cumoe_buffer_view_mut(w->buffers[1]), &value, w->stream));
+  STEP(cumoe_copy_to_host(w->context, out, sizeof out, cumoe_buffer_view(w->buffers[1]), w->stream));
+  STEP(cumoe_synchronize(w->context, w->stream));
+  CHECK(out[0] == value && out[6 * 40 - 1] == value);
+  return CUMOE_OK;
+}
+
+/* Memory that is freed whatever happens, so that only what cumoe does is on trial. */
+static cumoe_status pinned(world *w)
+{
+  void *data = NULL;
+  STEP(cumoe_pinned_alloc(w->context, 960, 0, &data));
+  cumoe_status status = cumoe_copy_to_host(w->context, data, 960, cumoe_buffer_view(w->buffers[1]), w->stream);
+  if (status == CUMOE_OK) status = cumoe_synchronize(w->context, w->stream);
+  const cumoe_status freed = cumoe_pinned_free(w->context, data);
+  return status != CUMOE_OK ? status : freed;
+}
+
+static cumoe_status pinned_left(world *w)
+{
+  void *data = NULL;
+  STEP(cumoe_context_create(1, NULL, &w->context));
+  STEP(cumoe_pinned_alloc(w->context, 960, CUMOE_PINNED_WRITE_COMBINED, &data));
+  cumoe_context closed = w->context;
+  w->context = NULL;
+  return cumoe_context_destroy(closed);
+}
+
+static void two_contexts(world *w)
+{
+  two_buffers(w);
+  CHECK_OK(cumoe_context_create(0, NULL, &w->other));
+  CHECK_OK(cumoe_buffer_alloc(w->other, CUMOE_I32, 6, 40, NULL, &w->buffers[4]));
+}
+
+/* Packed, with gaps, back, and by way of the CPU device's kind of memory. */
+static cumoe_status copy_between(world *w)
+{
+  const cumoe_view_mut here = cumoe_buffer_view_mut(w->buffers[1]), there = cumoe_buffer_view_mut(w->buffers[4]);
+  int32_t in[6 * 40], out[6 * 40] = {0};
+  cumoe_view_mut here_part, there_part;
+  for (int i = 0; i < 240; i++) in[i] = i + 1;
+  STEP(cumoe_copy_from_host(w->context, here, in, sizeof in, w->stream));
+  STEP(cumoe_copy_between(w->other, there, NULL, w->context, cumoe_const(here), w->stream));
+  STEP(cumoe_fill(w->context, here, 0, w->stream));
+  STEP(cumoe_view_cols_mut(here, 1, 30, &here_part));
+  STEP(cumoe_view_cols_mut(there, 1, 30, &there_part));
+  STEP(cumoe_copy_between(w->context, here_part, w->stream, w->other, cumoe_const(there_part), NULL));
+  STEP(cumoe_copy_to_host(w->context, out, sizeof out, cumoe_const(here), w->stream));
+  STEP(cumoe_synchronize(w->context, w->stream));
+  CHECK(out[0] == 0 && out[1] == in[1] && out[30] == in[30] && out[31] == 0 && out[6 * 40 - 10] == in[6 * 40 - 10]);
+  return CUMOE_OK;
+}
+
+static cumoe_status grant_and_ask(world *w)
+{
+  cumoe_pool_stats stats = {.size = sizeof stats};
+  STEP(cumoe_pool_allow_peer(w->context, 0));
+  STEP(cumoe_pool_allow_peer(w->context, 0)); /* known by now */
+  STEP(cumoe_pool_get_stats(w->context, &stats));
+  CHECK(stats.live == 2 && stats.used == 768 + 1024);
+  STEP(cumoe_pool_reset_highs(w->context));
+  return cumoe_pool_trim(w->context, 0);
+}
+
+/* A stream of device 1, and no context yet. */
+static void open_stream(world *w)
+{
+  OWN(cudaSetDevice(1));
+  OWN(cudaStreamCreateWithFlags(&w->stream, cudaStreamNonBlocking));
+  shim_drop_context();
+}
+
+/* Whatever release says, what it hands out is the caller's. */
+static cumoe_status release_and_free(cumoe_buffer *buffer)
+{
+  void *data = NULL;
+  const cumoe_status status = cumoe_buffer_release(buffer, &data);
+  CHECK(status != CUMOE_OK || data != NULL);
+  if (data == NULL) return status;
+  shim_pause(true);
+  OWN(cudaSetDevice(1));
+  if (cudaFree(data) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
+  shim_drop_context();
+  shim_pause(false);
+  return status;
+}
+
+/* Everything that level 2 adds, and a buffer and pinned memory that are left. */
+static cumoe_status at_level_two(world *w)
+{
+  const cumoe_context_config config = {.size = sizeof config, .debug = 2};
+  void *data = NULL;
+  STEP(cumoe_context_create(1, &config, &w->context));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, NULL, &w->buffers[0]));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, w->stream, &w->buffers[1]));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, w->stream, &w->buffers[2]));
+  STEP(cumoe_pinned_alloc(w->context, 100, 0, &data));
+  STEP(cumoe_copy(w->context, cumoe_buffer_view_mut(w->buffers[0]), cumoe_buffer_view(w->buffers[1]), NULL));
+  STEP(cumoe_buffer_record_use(w->buffers[1], NULL));
+  STEP(cumoe_debug_check(w->context, w->stream, NULL));
+  STEP(cumoe_buffer_free(&w->buffers[1]));
+  STEP(release_and_free(&w->buffers[0]));
+  cumoe_context closed = w->context;
+  w->context = NULL;
+  w->buffers[2].id = 0;
+  return cumoe_context_destroy(closed);
+}
+
+/* An allocator whose own calls always work. */
+static int lend_memory(void *user, void **data, size_t bytes, size_t alignment, cumoe_stream stream)
+{
+  (void)user, (void)alignment, (void)stream;
+  shim_pause(true);
+  const cudaError_t error = cudaMalloc(data, bytes);
+  shim_pause(false);
+  return error != cudaSuccess;
+}
+
+static void take_memory_back(void *user, void *data, size_t bytes, cumoe_stream stream)
+{
+  (void)user, (void)bytes, (void)stream;
+  shim_pause(true);
+  (void)cudaFree(data);
+  (void)cudaGetLastError();
+  shim_pause(false);
+}
+
+static cumoe_status by_allocator(world *w)
+{
+  const cumoe_allocator allocator = {.size = sizeof allocator, .alloc = lend_memory, .free = take_memory_back};
+  const cumoe_context_config config = {.size = sizeof config, .allocator = &allocator};
+  STEP(cumoe_context_create(1, &config, &w->context));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, w->stream, &w->buffers[0]));
+  STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, NULL, &w->buffers[1]));
+  STEP(cumoe_fill(w->context, cumoe_buffer_view_mut(w->buffers[0]), 7, w->stream));
+  STEP(cumoe_buffer_free(&w->buffers[0]));
+  cumoe_context closed = w->context;
+  w->context = NULL;
+  w->buffers[1].id = 0;
+  return cumoe_context_destroy(closed);
+}
+
 /* ---- the CPU device ----------------------------------------------------------------------------------- */
 
 static cumoe_status whole_cpu(world *w)
@@ -297,6 +470,15 @@ static const scenario scenarios[] = {
     {"capture", small_layer, capture, true, false},
     {"beside a capture", open_one, beside_a_capture, false, false},
     {"two devices", shared_layer, two_devices, false, false},
+    {"a pool of a size", nothing, open_with_pool, false, false},
+    {"shared and used elsewhere", open_one, share_and_use, false, false},
+    {"fill patterns", two_buffers, fill_patterns, true, false},
+    {"pinned memory", two_buffers, pinned, false, false},
+    {"pinned memory left", nothing, pinned_left, false, false},
+    {"between devices", two_contexts, copy_between, true, false},
+    {"peers and figures", two_buffers, grant_and_ask, false, false},
+    {"debug level 2", open_stream, at_level_two, false, false},
+    {"an engine's allocator", open_stream, by_allocator, false, false},
     {"CPU device", nothing, whole_cpu, false, false},
 };
 

@@ -92,7 +92,8 @@ CUMOE_CHECKED cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data,
  * Gives the memory to the caller and sets *buffer to null; views of it become stale; recorded uses are the
  * caller's to wait for. An adopted buffer's memory is freed as it was allocated; any other goes back to the
  * caller's allocator if the context has one, else to cudaFreeAsync (CUDA) or free (CPU); it may outlive the
- * context. INVALID_ARGUMENT while there are other handles of it.
+ * context. INVALID_ARGUMENT while there are other handles of it. Whenever *data is not NULL it is the caller's,
+ * even if giving back what belonged to the buffer failed.
  */
 CUMOE_CHECKED cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data);
 
