@@ -281,16 +281,55 @@ static const void *with_room(const void *object, size_t size)
 
 /* ---- calls ------------------------------------------------------------------------------------------- */
 
+/* An engine's allocator that does what the manual asks for. */
+static int lend(void *user, void **data, size_t bytes, size_t alignment, cumoe_stream stream)
+{
+  (void)user;
+  (void)stream;
+  *data = bytes <= 1 << 16 ? aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment) : NULL;
+  return *data == NULL;
+}
+
+static void take_back(void *user, void *data, size_t bytes, cumoe_stream stream)
+{
+  (void)user;
+  (void)bytes;
+  (void)stream;
+  free(data);
+}
+
+typedef struct context_input {
+  cumoe_context_config config;
+  cumoe_allocator allocator;
+} context_input;
+
+static void use_context(cumoe_context made)
+{
+  cumoe_buffer buffer = {0};
+  cumoe_pool_stats stats = {.size = sizeof stats};
+  if (cumoe_buffer_alloc(made, CUMOE_F32, 3, 5, NULL, &buffer) == CUMOE_OK) {
+    PROMISE(cumoe_fill(made, cumoe_buffer_view_mut(buffer), 1, NULL) == CUMOE_OK, "%s", cumoe_last_error());
+    PROMISE(cumoe_pool_get_stats(made, &stats) == CUMOE_OK && stats.live == 1, "%lld live", (long long)stats.live);
+    PROMISE(cumoe_buffer_free(&buffer) == CUMOE_OK, "%s", cumoe_last_error());
+  }
+  PROMISE(cumoe_context_destroy(made) == CUMOE_OK, "%s", cumoe_last_error());
+}
+
 static cumoe_status call_context(input *in, const layer *l)
 {
   cumoe_context made = NULL;
-  cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  context_input p = {{.size = sizeof p.config, .cpu_threads = 1},
+                     {.size = sizeof p.allocator, .alloc = lend, .free = take_back}};
   (void)l;
-  change(in, &config, sizeof config);
-  if (config.cpu_threads > 4 || config.cpu_threads == 0) config.cpu_threads = 2;
-  const cumoe_status status = cumoe_context_create(CUMOE_DEVICE_CPU, with_room(&config, sizeof config), &made);
+  change(in, &p, sizeof p);
+  if (p.config.cpu_threads > 4 || p.config.cpu_threads == 0) p.config.cpu_threads = 2;
+  if (p.allocator.alloc != lend) p.allocator.alloc = NULL;
+  if (p.allocator.free != take_back) p.allocator.free = NULL;
+  if (p.allocator.name) p.allocator.name = "an engine's";
+  if (p.config.allocator) p.config.allocator = with_room(&p.allocator, sizeof p.allocator);
+  const cumoe_status status = cumoe_context_create(CUMOE_DEVICE_CPU, with_room(&p.config, sizeof p.config), &made);
   PROMISE((made != NULL) == (status == CUMOE_OK), "context %p, status %d", (void *)made, (int)status);
-  if (made) PROMISE(cumoe_context_destroy(made) == CUMOE_OK, "%s", cumoe_last_error());
+  if (made) use_context(made);
   return status;
 }
 
@@ -484,7 +523,8 @@ typedef struct buffer_input {
   cumoe_view_mut b;
   int64_t rows, cols, first, count;
   uint64_t bytes, handle;
-  int32_t dtype, unused;
+  int32_t dtype;
+  uint32_t flags;
 } buffer_input;
 
 static cumoe_status call_buffer(input *in, const layer *l)
@@ -500,7 +540,7 @@ static cumoe_status call_buffer(input *in, const layer *l)
   change(in, &p, sizeof p);
   settle(&p.a, 0);
   settle_mut(&p.b);
-  switch (which % 10) {
+  switch (which % 15) {
   case 0: return cumoe_view_rows(p.a, p.first, p.count, &slice);
   case 1: return cumoe_view_cols(p.a, p.first, p.count, &slice);
   case 2: return cumoe_view_rows_mut(p.b, p.first, p.count, &slice_mut);
@@ -516,10 +556,16 @@ static cumoe_status call_buffer(input *in, const layer *l)
     made.id = p.handle;
     PROMISE(cumoe_buffer_get_info(made, &info) != CUMOE_OK, "0x%llx is a buffer", (unsigned long long)p.handle);
     return cumoe_buffer_free(&made);
+  case 9: return cumoe_view_split(p.a, p.first, &slice, &p.a);
+  case 10: return cumoe_view_split_mut(p.b, p.first, &slice_mut, &p.b);
+  case 11: return cumoe_view_cast(p.a, (cumoe_dtype)p.dtype, &slice);
+  case 12: return cumoe_view_cast_mut(p.b, (cumoe_dtype)p.dtype, &slice_mut);
+  case 13: return cumoe_fill_value(context, p.b, &p.bytes, NULL);
   default: {
     if (p.rows > 1 << 10 && p.rows < 1ll << 40 && p.cols > 0) p.rows = 1 << 10;
     if (p.cols > 1 << 10 && p.cols < 1ll << 40) p.cols = 1 << 10;
-    const cumoe_status status = cumoe_buffer_alloc(context, (cumoe_dtype)p.dtype, p.rows, p.cols, NULL, &made);
+    const cumoe_status status =
+        cumoe_buffer_alloc_with(context, (cumoe_dtype)p.dtype, p.rows, p.cols, p.flags, NULL, &made);
     PROMISE((made.id != 0) == (status == CUMOE_OK), "handle 0x%llx, status %d", (unsigned long long)made.id,
             (int)status);
     return cumoe_buffer_free(&made) == CUMOE_OK ? status : CUMOE_ERR_INTERNAL;
