@@ -308,6 +308,7 @@ static cumoe_status close_entered(cumoe_context context)
 {
   cumoe_status status = wait_device(context);
   report_leaks(context);
+  blas_close(context);
   cumoe_status abandoned = buffers_abandon(context);
   if (status == CUMOE_OK) status = abandoned;
   abandoned = modules_abandon(context);

@@ -45,10 +45,31 @@ static shape permute_shape(const permute_args *a)
       .op = OP_permute, .tokens = a->tokens.count, .rows = a->rows_cap, .n = a->hidden * a->element, .top_k = a->top_k};
 }
 
+/* Of the operations of ops.h, `tokens` counts what grids are made of: units, rows, or blocks of rows. */
+static shape elementwise_shape(const elementwise_args *a)
+{
+  const int64_t unit = UNIT_ELEMENTS(a->dtype);
+  return (shape){
+      .op = OP_elementwise, .in = a->dtype, .w = a->dtype, .tokens = a->rows * ((a->cols + unit - 1) / unit)};
+}
+
+static shape row_shape(operation op, int32_t dtype, int64_t rows, int32_t cols)
+{
+  return (shape){.op = op, .in = dtype, .w = dtype, .tokens = rows, .n = cols};
+}
+
+static shape matmul_shape(const matmul_args *a)
+{
+  const int64_t blocks = (a->m + MATMUL_ROWS - 1) / MATMUL_ROWS;
+  return (shape){.op = OP_matmul, .in = a->dtype, .w = a->dtype, .tokens = a->batch * blocks};
+}
+
 static shape shape_of(operation op, const void *args)
 {
   const gate_args *gate = args;
   const combine_args *combine = args;
+  const softmax_args *softmax = args;
+  const norm_args *norm = args;
   switch (op) {
   case OP_router: return router_shape(args);
   case OP_map_count:
@@ -56,6 +77,10 @@ static shape shape_of(operation op, const void *args)
   case OP_permute: return permute_shape(args);
   case OP_up:
   case OP_down: return gemm_shape(op, args);
+  case OP_elementwise: return elementwise_shape(args);
+  case OP_softmax: return row_shape(op, softmax->dtype, softmax->rows, softmax->cols);
+  case OP_norm: return row_shape(op, norm->dtype, norm->rows, norm->cols);
+  case OP_matmul: return matmul_shape(args);
   case OP_gate: return (shape){.op = op, .tokens = gate->tokens.count, .experts = gate->experts, .top_k = gate->top_k};
   default:
     return (shape){.op = op,

@@ -108,6 +108,7 @@ struct cumoe_context_s {
   struct block *blocks, *pinned; /* what is live (block.h), the newest first; lock_blocks guards both */
   uint64_t serials;              /* blocks so far; likewise */
   int32_t forced[16];            /* by operation: variant index + 1, 0 = free choice */
+  struct blas *_Atomic blas;     /* cuBLAS, once a product needed it (matmul.c) */
   fault_sink fault;              /* record in device memory, mirror in pinned host memory */
   uint64_t cpu_fault_record;     /* what `fault` points to on the CPU device */
   uint32_t cpu_fault_mirror;
@@ -216,6 +217,10 @@ cumoe_status memory_inspect(cumoe_context context, const void *data, size_t byte
 
 /* Frees memory of any kind, in no stream: what uses it has been waited for. */
 cumoe_status memory_drop(cumoe_context context, void *data);
+
+/* ---- cuBLAS (matmul.c) ---- */
+
+void blas_close(cumoe_context context); /* does nothing where it was not opened */
 
 /* ---- owners of views (buffer.c) ---- */
 

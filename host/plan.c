@@ -29,6 +29,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
 {
   if (v->op != (int)s->op || !runs_on(m, v)) return false;
   if ((v->in && v->in != s->in) || (v->w && v->w != s->w)) return false;
+  if (v->form == FORM_row && s->n > v->bn) return false;
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;

@@ -41,9 +41,17 @@ _Static_assert(sizeof variants / sizeof variants[0] <= MAX_VARIANTS, "raise MAX_
 
 int32_t operation_arg_bytes(operation op)
 {
-  static const int32_t bytes[OP_COUNT] = {
-      [OP_router] = sizeof(router_args), [OP_gate] = sizeof(gate_args),       [OP_map_count] = sizeof(map_args),
-      [OP_map] = sizeof(map_args),       [OP_permute] = sizeof(permute_args), [OP_up] = sizeof(gemm_args),
-      [OP_down] = sizeof(gemm_args),     [OP_combine] = sizeof(combine_args)};
+  static const int32_t bytes[OP_COUNT] = {[OP_router] = sizeof(router_args),
+                                          [OP_gate] = sizeof(gate_args),
+                                          [OP_map_count] = sizeof(map_args),
+                                          [OP_map] = sizeof(map_args),
+                                          [OP_permute] = sizeof(permute_args),
+                                          [OP_up] = sizeof(gemm_args),
+                                          [OP_down] = sizeof(gemm_args),
+                                          [OP_combine] = sizeof(combine_args),
+                                          [OP_elementwise] = sizeof(elementwise_args),
+                                          [OP_softmax] = sizeof(softmax_args),
+                                          [OP_norm] = sizeof(norm_args),
+                                          [OP_matmul] = sizeof(matmul_args)};
   return bytes[op];
 }

@@ -13,6 +13,10 @@ typedef enum operation {
   OP_up,
   OP_down,
   OP_combine,
+  OP_elementwise,
+  OP_softmax,
+  OP_norm,
+  OP_matmul, /* on CUDA cuBLAS's, see host/matmul.c */
   OP_COUNT
 } operation;
 
@@ -30,7 +34,10 @@ typedef enum form {
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
-  FORM_gather   /* combine */
+  FORM_gather,  /* combine */
+  FORM_flat,    /* elementwise */
+  FORM_row,     /* softmax, norm: rows of up to bn columns, read once */
+  FORM_sweep    /* softmax, norm: rows of any length, read twice */
 } form;
 
 typedef struct variant {

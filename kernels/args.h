@@ -187,4 +187,49 @@ typedef struct combine_args {
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
 #define COMBINE_TOKENS(top_k) ((top_k) == 1 ? 8 : (top_k) == 2 ? 4 : (top_k) <= 4 ? 2 : 1)
 
+/* ---- operations of ops.h ---- */
+
+enum { EW_ADD = 0, EW_MUL, EW_SCALE, EW_RELU, EW_SIGMOID, EW_SILU, EW_GELU, EW_GELU_TANH };
+
+/* y = function(a, b). A unit is 16 bytes of a row: UNIT_ELEMENTS(dtype), at the row's end perhaps fewer. */
+typedef struct elementwise_args {
+  const void *a, *b; /* b: add, mul */
+  void *y;
+  int64_t a_ld, b_ld, y_ld, rows, cols;
+  float factor; /* scale */
+  int32_t function, dtype;
+  int32_t aligned; /* all bases, and all lds if there are several rows, to 16 bytes */
+} elementwise_args;
+
+#define UNIT_ELEMENTS(dtype) ((dtype) == DT_F32 ? 4 : 8)
+
+/* y[r] = exp(x[r] - max) / sum. CPU unit: one row; the same for norm. */
+typedef struct softmax_args {
+  const void *x;
+  void *y;
+  int64_t x_ld, y_ld, rows;
+  int32_t cols, dtype, aligned;
+} softmax_args;
+
+/* y[r] = (x[r] - mean) / sqrt(mean of the squares of x[r] - mean, + eps) * weight + bias; mean 0 unless `centered`. */
+typedef struct norm_args {
+  const void *x, *weight, *bias; /* weight, bias: [cols] or NULL */
+  void *y;
+  int64_t x_ld, y_ld, rows;
+  int32_t cols, dtype, weight_dtype, bias_dtype, aligned, centered;
+  float eps;
+} norm_args;
+
+/* c = alpha op(a) op(b) + beta c, `batch` times. On the CPU only; its unit: MATMUL_ROWS rows of one c. */
+typedef struct matmul_args {
+  const void *a, *b;
+  void *c;
+  int64_t a_ld, b_ld, c_ld, a_stride, b_stride, c_stride, batch;
+  int64_t m, n, k;
+  int32_t dtype, c_dtype, transpose_a, transpose_b;
+  float alpha, beta; /* beta 0: c is not read */
+} matmul_args;
+
+enum { MATMUL_ROWS = 8 };
+
 #endif

@@ -2,6 +2,7 @@
 #include "cases.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"
+#include "cases_ops.h"
 
 static void run_group(const char *name, void (*cases)(cumoe_context), cumoe_context context)
 {
@@ -22,6 +23,9 @@ int main(int argc, char **argv)
     run_group("down", cases_down, context);
     run_group("combine", cases_combine, context);
     run_group("layer", cases_layer, context);
+    run_group("elementwise", cases_elementwise, context);
+    run_group("softmax", cases_softmax, context);
+    run_group("norm", cases_norm, context);
     close_context(context);
   }
   return test_end();

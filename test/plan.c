@@ -147,6 +147,7 @@ static bool arch_fits(const variant *v, int32_t cc)
 static bool row_can(const variant *v, const gpu *g, const shape *s)
 {
   bool type = (v->in == 0 || v->in == s->in) && (v->w == 0 || v->w == s->w);
+  if (v->form == FORM_row && s->n > v->bn) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
                 (s->major == MAJOR_N) == (v->form == FORM_ntile);
   return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout;
@@ -376,6 +377,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const shape 
 static wide simple_grid(const variant *v, const shape *s)
 {
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : v->bm;
+  if (v->form == FORM_row) return wide_ceil(s->tokens, tokens); /* bn: what it can hold */
   return wide_ceil(s->tokens, tokens) * (v->bn > 1 && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
 }
 

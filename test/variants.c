@@ -6,6 +6,7 @@
 #include "cases.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"
+#include "cases_ops.h"
 
 #include <string.h>
 
@@ -15,10 +16,17 @@ typedef struct operation_cases {
 } operation_cases;
 
 static const operation_cases operations[] = {
-    {"router", {cases_router, NULL}}, {"gate", {cases_gate, NULL}},
-    {"map_count", {cases_map, NULL}}, {"map", {cases_map, cases_layer}},
-    {"up", {cases_up, cases_layer}},  {"down", {cases_down, cases_layer}},
-    {"permute", {cases_layer, NULL}}, {"combine", {cases_combine, cases_layer}},
+    {"router", {cases_router, NULL}},
+    {"gate", {cases_gate, NULL}},
+    {"map_count", {cases_map, NULL}},
+    {"map", {cases_map, cases_layer}},
+    {"permute", {cases_layer, NULL}},
+    {"up", {cases_up, cases_layer}},
+    {"down", {cases_down, cases_layer}},
+    {"combine", {cases_combine, cases_layer}},
+    {"elementwise", {cases_elementwise, NULL}},
+    {"softmax", {cases_softmax, NULL}},
+    {"norm", {cases_norm, NULL}},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 

@@ -51,5 +51,6 @@
 #include "stages.h"
 #include "stream.h"
 #include "kernel.h"
+#include "ops.h"
 
 #endif
