@@ -281,7 +281,7 @@ static cumoe_status multiply(cumoe_context context, const matmul_args *m, bool t
 
 cumoe_status cumoe_matmul(cumoe_context context, const cumoe_matmul_args *args, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   cumoe_matmul_args m;
   TRY(check_context(context));
   TRY(take_struct("args", args, &m, sizeof m));

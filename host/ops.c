@@ -84,49 +84,49 @@ static cumoe_status binary(cumoe_context context, int32_t function, cumoe_view a
 
 cumoe_status cumoe_add(cumoe_context context, cumoe_view a, cumoe_view b, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return binary(context, EW_ADD, a, b, y, stream);
 }
 
 cumoe_status cumoe_mul(cumoe_context context, cumoe_view a, cumoe_view b, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return binary(context, EW_MUL, a, b, y, stream);
 }
 
 cumoe_status cumoe_scale(cumoe_context context, float factor, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return unary(context, EW_SCALE, factor, x, y, stream);
 }
 
 cumoe_status cumoe_relu(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return unary(context, EW_RELU, 0, x, y, stream);
 }
 
 cumoe_status cumoe_sigmoid(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return unary(context, EW_SIGMOID, 0, x, y, stream);
 }
 
 cumoe_status cumoe_silu(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return unary(context, EW_SILU, 0, x, y, stream);
 }
 
 cumoe_status cumoe_gelu(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return unary(context, EW_GELU, 0, x, y, stream);
 }
 
 cumoe_status cumoe_gelu_tanh(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return unary(context, EW_GELU_TANH, 0, x, y, stream);
 }
 
@@ -143,7 +143,7 @@ static cumoe_status check_rows(cumoe_context context, cumoe_view x, cumoe_view_m
 
 cumoe_status cumoe_softmax(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   TRY(check_rows(context, x, y));
   if (x.rows == 0 || x.cols == 0) return CUMOE_OK;
   const softmax_args s = {.x = x.data,
@@ -193,13 +193,13 @@ static cumoe_status norm(cumoe_context context, bool centered, cumoe_view x, cum
 cumoe_status cumoe_layernorm(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, float eps,
                              cumoe_view_mut y, cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return norm(context, true, x, weight, bias, eps, y, stream);
 }
 
 cumoe_status cumoe_rmsnorm(cumoe_context context, cumoe_view x, cumoe_view weight, float eps, cumoe_view_mut y,
                            cumoe_stream stream)
 {
-  begin_call(__func__);
+  begin_call_on(__func__, stream);
   return norm(context, false, x, weight, (cumoe_view){0}, eps, y, stream);
 }
