@@ -75,11 +75,17 @@ static void *wish(int arena)
 
 __extension__ typedef __int128 wide;
 
+/* More than an arena holds is as good as any more. */
+static wide clamped(wide value)
+{
+  return value > ARENA ? ARENA + 1 : value < -ARENA ? -ARENA - 1 : value;
+}
+
 static wide bytes_of(const cumoe_view *v, wide more_elements)
 {
   const wide element = (wide)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
   if (v->rows <= 0 || v->cols <= 0 || element == 0) return 0;
-  return (((wide)v->rows - 1) * v->ld + v->cols + more_elements) * element;
+  return clamped(clamped(((wide)v->rows - 1) * v->ld) + v->cols + more_elements) * element;
 }
 
 /* The end of what is described is the end of the arena, so that one element more is seen. Null if it does not fit. */
@@ -125,7 +131,7 @@ static void settle_mut(cumoe_view_mut *v)
 static void settle_projection(cumoe_projection *p, const cumoe_weights_desc *d, const void **table)
 {
   const wide experts = d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS ? d->experts : 1;
-  const wide step = p->expert_stride ? p->expert_stride : (wide)p->data.rows * p->data.ld;
+  const wide step = clamped(p->expert_stride ? p->expert_stride : (wide)p->data.rows * p->data.ld);
   const bool stack = p->expert_stride == 0 && p->data.rows % experts == 0 &&
                      (p->data.rows / experts == d->hidden || p->data.rows / experts == d->inter ||
                       p->data.rows / experts == 2 * (int64_t)d->inter);
@@ -573,10 +579,73 @@ static cumoe_status call_buffer(input *in, const layer *l)
   }
 }
 
+/* Operations: shapes, strides, batches. */
+typedef struct op_input {
+  cumoe_matmul_args matmul;
+  cumoe_view a, b, c;
+  cumoe_view_mut y;
+  float value, unused;
+} op_input;
+
+static wide steps_of(int64_t batch, int64_t stride)
+{
+  return batch > 1 ? clamped(((wide)batch - 1) * stride) : 0;
+}
+
+/* Null instead of hours of work. */
+static void settle_matmul(cumoe_matmul_args *m)
+{
+  const double inner = (double)(m->flags & CUMOE_MATMUL_TRANSPOSE_A ? m->a.rows : m->a.cols),
+               work = (double)(m->batch > 1 ? m->batch : 1) * (double)m->c.rows * (double)m->c.cols * inner;
+  cumoe_view c = cumoe_const(m->c);
+  settle(&m->a, steps_of(m->batch, m->a_stride));
+  settle(&m->b, steps_of(m->batch, m->b_stride));
+  settle(&c, steps_of(m->batch, m->c_stride));
+  memcpy(&m->c, &c, sizeof c);
+  settle_mut(&m->workspace);
+  if (work > 1 << 22) m->batch = -1;
+}
+
+static cumoe_status call_op(input *in, const layer *l)
+{
+  const int32_t type = l->desc.dtype;
+  const uint8_t which = next_byte(in);
+  op_input p = {.matmul = {.size = sizeof p.matmul, .batch = 2, .a_stride = 40, .c_stride = 48},
+                .a = wished_view(1, type, 4, 8),
+                .b = wished_view(3, type, 4, 8),
+                .c = wished_view(5, type, 1, 8),
+                .y = wished_mut(7, type, 4, 8),
+                .value = 0.5f};
+  p.matmul.a = wished_view(9, type, 5, 8);
+  p.matmul.b = wished_view(11, type, 8, 6);
+  p.matmul.c = wished_mut(13, type, 5, 6);
+  p.matmul.workspace = wished_mut(15, CUMOE_U8, 1, 256);
+  change(in, &p, sizeof p);
+  settle_matmul(&p.matmul);
+  settle(&p.a, 0);
+  settle(&p.b, 0);
+  settle(&p.c, 0);
+  settle_mut(&p.y);
+  switch (which % 12) {
+  case 0: return cumoe_add(context, p.a, p.b, p.y, NULL);
+  case 1: return cumoe_mul(context, p.a, p.b, p.y, NULL);
+  case 2: return cumoe_scale(context, p.value, p.a, p.y, NULL);
+  case 3: return cumoe_relu(context, p.a, p.y, NULL);
+  case 4: return cumoe_sigmoid(context, p.a, p.y, NULL);
+  case 5: return cumoe_silu(context, p.a, p.y, NULL);
+  case 6: return cumoe_gelu(context, p.a, p.y, NULL);
+  case 7: return cumoe_gelu_tanh(context, p.a, p.y, NULL);
+  case 8: return cumoe_softmax(context, p.a, p.y, NULL);
+  case 9: return cumoe_layernorm(context, p.a, p.c, p.c, p.value, p.y, NULL);
+  case 10: return cumoe_rmsnorm(context, p.a, p.c, p.value, p.y, NULL);
+  default: return cumoe_matmul(context, with_room(&p.matmul, sizeof p.matmul), NULL);
+  }
+}
+
 /* ---- one input --------------------------------------------------------------------------------------- */
 
 typedef cumoe_status call(input *in, const layer *l);
-static call *const calls[] = {call_context, call_plan, call_weights, call_forward, call_stage, call_buffer};
+static call *const calls[] = {call_context, call_plan, call_weights, call_forward, call_stage, call_buffer, call_op};
 
 static void set_up(void)
 {
