@@ -12,4 +12,13 @@ for header in include/cumoe/*.h; do
     empty "${header##*/} $compiler" "$text"
   done
 done
+
+# Hand-written bindings rely on these: test/examples/rust asserts the same numbers. A struct that grows changes both.
+for struct in cumoe_view=48 cumoe_buffer=8 cumoe_routing=52 cumoe_moe_desc=100 \
+  cumoe_projection=112 cumoe_weights_desc=480 cumoe_moe_args=840; do
+  quiet "${struct%=*} has ${struct#*=} bytes" ${CC:-cc} -x c -std=c11 -Iinclude -fsyntax-only - <<- END
+	#include <cumoe/cumoe.h>
+	_Static_assert(sizeof(${struct%=*}) == ${struct#*=}, "another size");
+	END
+done
 finish

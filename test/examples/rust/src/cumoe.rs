@@ -1,5 +1,6 @@
 // What of cumoe's C interface this program uses, declared by hand, and owners that clean up after themselves.
 use std::ffi::{c_char, c_int, c_void, CStr};
+use std::mem::size_of;
 use std::ptr::{null, null_mut};
 
 pub const DEVICE_AUTO: i32 = -1;
@@ -119,6 +120,17 @@ pub struct MoeArgs {
 pub struct Handle {
     pub id: u64,
 }
+
+// As in C: test/check/headers.sh holds the headers to the same numbers.
+const _: () = {
+    assert!(size_of::<View>() == 48);
+    assert!(size_of::<Handle>() == 8);
+    assert!(size_of::<Routing>() == 52);
+    assert!(size_of::<MoeDesc>() == 100);
+    assert!(size_of::<Projection>() == 112);
+    assert!(size_of::<WeightsDesc>() == 480);
+    assert!(size_of::<MoeArgs>() == 840);
+};
 
 type Pointer = *mut c_void;
 
