@@ -106,7 +106,7 @@ DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
-	test/*.[ch] test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
+	test/*.[ch] test/*.cu test/examples/*.cu test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
 .PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
@@ -166,6 +166,22 @@ $(foreach s,$(STEMS),$(eval $(call fatbin_rule,$s)))
 $(OBJ)/%.image.o: host/embed.S $(OBJ)/%.fatbin
 	$(call say,EMBED,$@)
 	$(Q)$(CC) -c -DIMAGE=cumoe_image_$* -DFATBIN='"$(OBJ)/$*.fatbin"' -o $@ $<
+
+# Device code that programs of test/ load themselves, as a caller would: it lies beside them.
+CALLER_CODE := $(patsubst test/%.cu,$(LIB)/test/%.ptx,$(wildcard test/*.cu test/examples/*.cu)) \
+	$(patsubst test/%.cu,$(LIB)/test/%.fatbin,$(wildcard test/*.cu)) \
+	$(foreach a,80 90,$(patsubst test/%.cu,$(LIB)/test/%.sm_$a.cubin,$(wildcard test/*.cu)))
+
+define caller_rule
+$(LIB)/test/%.$(1): test/%.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+	$$(call say,NVCC,$$@)
+	@mkdir -p $$(@D)
+	$(Q)$(NVCC) -O3 $(2) -o $$@ $$<
+endef
+$(eval $(call caller_rule,ptx,-ptx -arch=compute_80))
+$(eval $(call caller_rule,fatbin,-fatbin -gencode arch=compute_80$(COMMA)code=[sm_80$(COMMA)compute_80] \
+	-gencode arch=compute_90$(COMMA)code=sm_90))
+$(foreach a,80 90,$(eval $(call caller_rule,sm_$a.cubin,-cubin -arch=sm_$a)))
 
 # ---- host objects and the archive ------------------------------------------------------------------------------
 
@@ -258,6 +274,9 @@ $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
 $(BENCH_MAINS:bench/%.c=$(LIB)/bench/%): $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
 	$(call link,$< $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
+
+$(LIB)/test/kernel $(OBJ)/asan/bin/kernel $(LIB)/test/examples/vector_add: \
+	| $(CALLER_CODE)
 
 demo: $(LIB)/demo
 	$(Q)$(LIB)/demo $(DEMO_ARGS)
