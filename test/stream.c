@@ -94,6 +94,14 @@ static cumoe_progress progress_of(cumoe_context context, cumoe_stream stream)
   return progress;
 }
 
+/* Filled on the default stream, which other streams do not wait for. */
+static cumoe_view_mut fresh_bytes(cumoe_context context)
+{
+  const cumoe_view_mut v = device_new(context, CUMOE_U8, 1, 4096, 0);
+  CHECK_OK(cumoe_synchronize(context, NULL));
+  return v;
+}
+
 static bool bytes_are(cumoe_context context, cumoe_view_mut v, int want)
 {
   const tensor got = device_get(context, cumoe_const(v));
@@ -143,7 +151,7 @@ static void test_join(cumoe_context context)
   if (!group_begin("cuda: joins")) return;
   case_begin("the waiter's work comes after");
   cumoe_stream a = stream_new(context, 0), b = stream_new(context, 0);
-  const cumoe_view_mut v = device_new(context, CUMOE_U8, 1, 4096, 0);
+  const cumoe_view_mut v = fresh_bytes(context);
   hold(a, &gate);
   CHECK_OK(cumoe_fill(context, v, 1, a));
   CHECK_OK(cumoe_stream_join(context, b, a));
@@ -232,7 +240,7 @@ static void test_capture(cumoe_context context)
   if (!group_begin("cuda: captures")) return;
   case_begin("recorded, not run; refusals do not break it");
   cumoe_stream stream = stream_new(context, 0);
-  const cumoe_view_mut v = device_new(context, CUMOE_U8, 1, 4096, 0);
+  const cumoe_view_mut v = fresh_bytes(context);
   CHECK_OK(cumoe_fill(context, v, 1, stream));
   CHECK_OK(cumoe_synchronize(context, stream));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_graph_begin(context, NULL));
@@ -270,7 +278,7 @@ static void test_forks(cumoe_context context)
   if (!group_begin("cuda: captures over two streams")) return;
   cumoe_stream a = stream_new(context, 0), b = stream_new(context, 0);
   case_begin("forked and joined");
-  const cumoe_view_mut v = device_new(context, CUMOE_U8, 1, 4096, 0);
+  const cumoe_view_mut v = fresh_bytes(context);
   CHECK_OK(cumoe_fill(context, v, 1, a));
   CHECK_OK(cumoe_synchronize(context, a));
   CHECK_OK(cumoe_graph_begin(context, a));
