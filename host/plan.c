@@ -33,7 +33,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;
-  if (v->form == FORM_wgmma) return s->major == MAJOR_K && !s->no_tmap;
+  if (v->form == FORM_wgmma || v->form == FORM_alone) return s->major == MAJOR_K && !s->no_tmap;
   return true;
 }
 

@@ -14,6 +14,8 @@
  * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). Where an expert has an even
  * number of row tiles, the two take two of them and share the weights, which then leave L2 half as often; else they take
  * neighbouring channels of one row tile and share its rows.
+ *
+ * FORM_alone is the same without clusters: experts of few rows wait for memory, and two CTAs only for each other.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
@@ -21,10 +23,10 @@
 #include "epilogue.cuh"
 #include "mma_sm90.cuh"
 
-template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct wgmma_shape {
+template <class T_, bool UP_, int CLUSTER_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct wgmma_shape {
   using T = T_;
   static constexpr bool UP = UP_;
-  static constexpr int CLUSTER = 2, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
+  static constexpr int CLUSTER = CLUSTER_, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
   static constexpr int COLUMNS =
       UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
@@ -86,15 +88,15 @@ struct cluster_unit {
  * bands, then channels. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
-  const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, 2);
+  const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
   const int rank = cluster_ctarank();
   cluster_unit unit = {{-1, 0, 0, 0}, false, false};
   if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  unit.paired = tiles % 2 == 0;
-  const int tall = unit.paired ? 2 : 1, wide = 2 / tall; /* tiles of the cluster */
+  unit.paired = S::CLUSTER == 2 && tiles % 2 == 0;
+  const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
   const int heights = tiles / tall, widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int64_t local = index - (int64_t)first * n_pairs;
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
@@ -182,9 +184,13 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * eights, tile.expert, full);
     cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * eights + eights / 2,
                             tile.expert, full);
-    for (int i = rank; i < boxes; i += 2)
-      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP,
-                                        full, BOTH);
+    for (int i = rank; i < boxes; i += S::CLUSTER) {
+      typename S::T *to = rows + i * WGMMA_STEP * WGMMA_BK;
+      if constexpr (S::CLUSTER == 1)
+        cp_async_bulk_tensor_2d(to, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
+      else
+        cp_async_bulk_tensor_2d_multicast(to, &args.rows, k0, tile.row + i * WGMMA_STEP, full, BOTH);
+    }
   }
 }
 
@@ -233,7 +239,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (unit.tile.expert < 0) return produce_end(smem, unit.tile, slot, gathering, at);
     if (unit.absent) continue;
     if (gathering) rows.aim(args.g, unit.tile);
-    if (unit.paired)
+    if (S::CLUSTER == 2 && unit.paired)
       produce_unit<S, true>(args, smem, unit.tile, slot, rows, at);
     else
       produce_unit<S, false>(args, smem, unit.tile, slot, rows, at);
@@ -246,7 +252,11 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
 /* A warp is done with a stage, which both CTAs fill. */
 template <class S> DEVICE void release_stage(wgmma_smem<S> &smem, int stage)
 {
-  if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
+  if constexpr (S::CLUSTER == 1) {
+    if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
+  } else if (lane_id() < S::CLUSTER) {
+    mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
+  }
 }
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over. */
