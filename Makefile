@@ -301,7 +301,7 @@ test_scripts   := $(call chosen,test/check/install.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
-check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh kernels.sh format.sh tsan.sh \
+check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh docs.sh kernels.sh format.sh tsan.sh \
 	$(if $(findstring address,$(SANITIZE)),fuzz.sh)))
 # Two drivers a harness; libFuzzer only where clang has its runtime.
 libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)
@@ -364,7 +364,7 @@ help:
 	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
-	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, format, fuzzing (T=symbols: one)'
+	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
