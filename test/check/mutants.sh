@@ -1,0 +1,52 @@
+#!/bin/sh
+# Each change of mutants.txt is built and has to make a test fail: test/check/mutants.sh [N ...]: those lines only.
+. test/check/count.sh
+. test/check/shimmed.sh
+list=${MUTANTS:-test/check/mutants.txt}
+folder=$lib/obj/mutants
+shimmed='badargs trace faults'
+others='base contract plan'
+helpers=$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)
+helper_objects=$(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done)
+
+# fails NUMBER OBJECT SOURCE: some program fails with this object in place of its own
+fails() {
+  rest=$(for o in "$folder"/host_*.o; do [ "$o" = "$folder/$(echo "$3" | tr / _).o" ] || echo "$o"; done)
+  for program in $shimmed $others; do
+    case " $shimmed " in
+    *" $program "*) set -- "$1" "$2" "$3" "$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
+    *) set -- "$1" "$2" "$3" "$helper_objects $cudart" ;;
+    esac
+    ${CC:-cc} -o "$1" "$folder/test_$program.c.o" "$2" $rest "$folder"/kernels_*.o $images $4 -ldl -lpthread -lm || return 1
+    CUDA_VISIBLE_DEVICES= timeout 60 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
+  done
+  return 1
+}
+
+# one NUMBER: one line of the list, in a process of its own
+one() {
+  line=$(sed -n "$1p" "$list")
+  source=${line%%	*} change=${line#*	}
+  mutant=$folder/$1.c
+  sed "$change" "$source" > "$mutant"
+  if cmp -s "$source" "$mutant"; then echo "stale $1: $line"; return; fi
+  if ! eval "$(cat "$lib/obj/flags.cc") -O1 -g0 -w -iquote host -MF /dev/null -c -o $folder/$1.o $mutant" 2> "$folder/$1.log"; then
+    echo "stale $1: does not compile: $line"
+    return
+  fi
+  if by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source"); then echo "killed $1 by $by"; else echo "alive $1: $line"; fi
+  rm -f "$folder/$1".*
+}
+
+wraps=$(for name in $wrap; do echo "-Wl,--wrap=$name"; done)
+cudart=$(${MAKE:-make} -s print-LINK_LIBS 2> /dev/null)
+if [ "$1" = --one ]; then one "$2"; exit; fi
+
+compile "$folder" "-O1 -g0" host/*.c kernels/cpu/*.c test/shim/*.c $helpers bench/tinylm.c \
+  $(printf 'test/%s.c ' $shimmed $others) || exit 1
+[ $# -gt 0 ] || set -- $(grep -n '^host/' "$list" | cut -d: -f1)
+printf '%s\n' "$@" | xargs -P "$(nproc 2> /dev/null || echo 2)" -n 1 sh "$0" --one > "$folder/results"
+sort -k1,1 -k2,2n "$folder/results" | grep -v '^killed'
+passed=$(grep -c '^killed' "$folder/results") failed=$(grep -vc '^killed' "$folder/results")
+awk '/^killed/ { n[$4]++ } END { for (p in n) printf "      %d by %s\n", n[p], p }' "$folder/results"
+finish
