@@ -13,12 +13,17 @@
 
 /* ---- scenarios ---------------------------------------------------------------------------------------- */
 
+enum {
+  AGAIN = 1, /* act may run twice in one world, whatever became of the first */
+  LAX = 2,   /* may succeed although something failed, as documented */
+  FAILS = 4  /* calls that have to fail are a part of it */
+};
+
 typedef struct scenario {
   const char *name;
   void (*prepare)(world *w);
   cumoe_status (*act)(world *w);
-  bool again; /* act may run twice in one world, whatever became of the first */
-  bool falls_back;
+  unsigned traits;
 } scenario;
 
 /* ---- context ------------------------------------------------------------------------------------------ */
@@ -427,6 +432,87 @@ static cumoe_status by_allocator(world *w)
   return cumoe_context_destroy(closed);
 }
 
+/* ---- streams, events, graphs ---------------------------------------------------------------------------- */
+
+/* The status of a call that ends *object; what is live still is left to finish(). */
+static cumoe_status ended(cumoe_status status, void *object)
+{
+  void **at = object;
+  if (status == CUMOE_OK || !shim_has(*at)) *at = NULL;
+  return status;
+}
+
+static cumoe_status use_events(world *w)
+{
+  cumoe_progress progress;
+  float milliseconds;
+  STEP(cumoe_event_create(w->context, CUMOE_EVENT_TIMING, &w->events[0]));
+  STEP(cumoe_event_create(w->context, CUMOE_EVENT_TIMING | CUMOE_EVENT_SLEEP, &w->events[1]));
+  STEP(cumoe_event_record(w->context, w->events[0], w->stream));
+  STEP(cumoe_event_wait(w->context, w->events[0], w->made));
+  STEP(cumoe_event_record(w->context, w->events[1], w->made));
+  STEP(cumoe_event_synchronize(w->context, w->events[1]));
+  STEP(cumoe_event_query(w->context, w->events[1], &progress));
+  CHECK(progress == CUMOE_DONE);
+  STEP(cumoe_event_elapsed(w->context, w->events[0], w->events[1], &milliseconds));
+  STEP(ended(cumoe_event_destroy(w->context, w->events[0]), &w->events[0]));
+  return ended(cumoe_event_destroy(w->context, w->events[1]), &w->events[1]);
+}
+
+static cumoe_status use_streams(world *w)
+{
+  cumoe_progress progress;
+  STEP(cumoe_stream_create(w->context, -1, &w->made));
+  STEP(use_events(w));
+  STEP(cumoe_stream_join(w->context, w->made, w->stream));
+  STEP(cumoe_stream_query(w->context, w->made, &progress));
+  CHECK(progress == CUMOE_DONE);
+  return ended(cumoe_stream_destroy(w->context, w->made), &w->made);
+}
+
+static cumoe_status use_graphs(world *w)
+{
+  cumoe_capture state;
+  STEP(cumoe_graph_begin(w->context, w->stream));
+  STEP(cumoe_graph_status(w->context, w->stream, &state));
+  CHECK(state == CUMOE_CAPTURE_ACTIVE);
+  STEP(run_routed(w));
+  STEP(cumoe_graph_end(w->context, w->stream, &w->captured));
+  STEP(cumoe_graph_upload(w->context, w->captured, w->stream));
+  STEP(cumoe_graph_launch(w->context, w->captured, w->stream));
+  return ended(cumoe_graph_destroy(w->context, w->captured), &w->captured);
+}
+
+/* ---- modules and launches --------------------------------------------------------------------------------- */
+
+static cumoe_status use_module(world *w)
+{
+  static const char ptx[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
+  cumoe_module module = {0};
+  cumoe_function add = {0};
+  cumoe_function_info info = {.size = sizeof info};
+  cumoe_occupancy occupancy = {.size = sizeof occupancy};
+  cumoe_view_mut global;
+  uint32_t threads = 0;
+  cumoe_launch l = cumoe_launch_elements(1000, w->stream);
+  const cumoe_arg args[4] = {cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 1000)),
+                             cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 1000)),
+                             cumoe_arg_view_mut(lend(w, CUMOE_F32, 1, 1000)), cumoe_arg_i32(1000)};
+  STEP(cumoe_module_load(w->context, ptx, sizeof ptx, &module));
+  STEP(cumoe_module_function(module, "add", 100 * 1024, &add));
+  STEP(cumoe_function_get_info(add, &info));
+  STEP(cumoe_function_block(add, 1024, &threads));
+  STEP(cumoe_module_global(module, "counter", CUMOE_U8, &global));
+  STEP(cumoe_launch_kernel(add, &l, args, 4));
+  l.flags = CUMOE_LAUNCH_EARLY | CUMOE_LAUNCH_COOPERATIVE;
+  l.grid[0] = 8;
+  l.cluster[0] = 2;
+  l.cluster[1] = l.cluster[2] = 1;
+  STEP(cumoe_function_occupancy(add, &l, &occupancy));
+  STEP(cumoe_launch_kernel(add, &l, args, 4));
+  return cumoe_module_unload(&module);
+}
+
 /* ---- the CPU device ----------------------------------------------------------------------------------- */
 
 static cumoe_status whole_cpu(world *w)
@@ -451,35 +537,38 @@ static cumoe_status whole_cpu(world *w)
 /* ---- the runs ----------------------------------------------------------------------------------------- */
 
 static const scenario scenarios[] = {
-    {"open and close", nothing, open_close, true, false},
-    {"open on another device", on_device_0, open_close, true, false},
-    {"open any device", nothing, open_any, false, true},
-    {"close with live buffers", nothing, close_with_buffers, false, false},
-    {"buffers", open_one, allocate, false, false},
-    {"release and adopt", open_one, hand_over, false, false},
-    {"adopt from cudaMalloc", open_one, adopt_plain, false, false},
-    {"copies and fills", two_buffers, move_bytes, true, false},
-    {"fault word", open_one, fault_word, true, false},
-    {"weights by pointers", open_one, bind_pointers, true, false},
-    {"forward from ids", small_layer, run_routed, true, false},
-    {"forward from logits", small_layer, run_logits, true, false},
-    {"forward with everything", shared_layer, run_everything, true, false},
-    {"forward, unreduced", unreduced_layer, run_unreduced, true, false},
-    {"stages", small_layer, run_stages, true, false},
-    {"forced rows", small_layer, run_forced, true, false},
-    {"capture", small_layer, capture, true, false},
-    {"beside a capture", open_one, beside_a_capture, false, false},
-    {"two devices", shared_layer, two_devices, false, false},
-    {"a pool of a size", nothing, open_with_pool, false, false},
-    {"shared and used elsewhere", open_one, share_and_use, false, false},
-    {"fill patterns", two_buffers, fill_patterns, true, false},
-    {"pinned memory", two_buffers, pinned, false, false},
-    {"pinned memory left", nothing, pinned_left, false, false},
-    {"between devices", two_contexts, copy_between, true, false},
-    {"peers and figures", two_buffers, grant_and_ask, false, false},
-    {"debug level 2", open_stream, at_level_two, false, false},
-    {"an engine's allocator", open_stream, by_allocator, false, false},
-    {"CPU device", nothing, whole_cpu, false, false},
+    {"open and close", nothing, open_close, AGAIN},
+    {"open on another device", on_device_0, open_close, AGAIN},
+    {"open any device", nothing, open_any, LAX},
+    {"close with live buffers", nothing, close_with_buffers, FAILS},
+    {"buffers", open_one, allocate, 0},
+    {"release and adopt", open_one, hand_over, 0},
+    {"adopt from cudaMalloc", open_one, adopt_plain, 0},
+    {"copies and fills", two_buffers, move_bytes, AGAIN},
+    {"fault word", open_one, fault_word, AGAIN},
+    {"weights by pointers", open_one, bind_pointers, AGAIN},
+    {"forward from ids", small_layer, run_routed, AGAIN},
+    {"forward from logits", small_layer, run_logits, AGAIN},
+    {"forward with everything", shared_layer, run_everything, AGAIN},
+    {"forward, unreduced", unreduced_layer, run_unreduced, AGAIN},
+    {"stages", small_layer, run_stages, AGAIN},
+    {"forced rows", small_layer, run_forced, AGAIN},
+    {"capture", small_layer, capture, AGAIN | FAILS},
+    {"beside a capture", open_one, beside_a_capture, 0},
+    {"two devices", shared_layer, two_devices, FAILS},
+    {"a pool of a size", nothing, open_with_pool, 0},
+    {"shared and used elsewhere", open_one, share_and_use, 0},
+    {"fill patterns", two_buffers, fill_patterns, AGAIN},
+    {"pinned memory", two_buffers, pinned, 0},
+    {"pinned memory left", nothing, pinned_left, 0},
+    {"between devices", two_contexts, copy_between, AGAIN},
+    {"peers and figures", two_buffers, grant_and_ask, 0},
+    {"debug level 2", open_stream, at_level_two, 0},
+    {"an engine's allocator", open_stream, by_allocator, 0},
+    {"CPU device", nothing, whole_cpu, 0},
+    {"streams and events", open_one, use_streams, 0},
+    {"graphs", small_layer, use_graphs, 0},
+    {"modules and launches", open_one, use_module, AGAIN},
 };
 
 static const cudaError_t errors[] = {cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorIllegalAddress,
@@ -508,13 +597,14 @@ static const struct {
     {"cuTensorMapEncodeTiled", cudaSuccess, true, CUMOE_ERR_INTERNAL}, /* fails for bad operands only */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, true, CUMOE_ERR_INVALID_ARGUMENT}, /* it means "unknown" ... */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, false, CUMOE_OK},                  /* ... or "in no pool" */
+    {"cudaFuncGetParamInfo", cudaErrorInvalidValue, false, CUMOE_OK},                   /* its way to say "no more" */
     {"pthread_create", cudaSuccess, true, CUMOE_OK},                                    /* fewer threads */
 };
 
 static bool status_is_right(const scenario *s, cumoe_status status, cudaError_t error, bool forever)
 {
   if (status == plain_status(error)) return true;
-  if (s->falls_back && status == CUMOE_OK) return true; /* to the CPU device */
+  if (s->traits & LAX && status == CUMOE_OK) return true; /* to the CPU device */
   for (size_t i = 0; i < sizeof exceptions / sizeof exceptions[0]; i++)
     if (!strcmp(exceptions[i].call, shim_failed()) && status == exceptions[i].status &&
         (exceptions[i].error == error || exceptions[i].error == cudaSuccess) && (exceptions[i].forever || !forever))
@@ -522,20 +612,37 @@ static bool status_is_right(const scenario *s, cumoe_status status, cudaError_t 
   return false;
 }
 
+/* What is the caller's, and what a lost device did not let the library give back. */
+static void end_own(world *w)
+{
+  cudaGraph_t graph = NULL;
+  if (w->stream != NULL && cudaStreamEndCapture(w->stream, &graph) == cudaSuccess) (void)cudaGraphDestroy(graph);
+  if (w->stream != NULL) OWN(cudaStreamDestroy(w->stream));
+  if (shim_has(w->made)) OWN(cudaStreamDestroy(w->made));
+  for (int i = 0; i < 2; i++)
+    if (shim_has(w->events[i])) OWN(cudaEventDestroy(w->events[i]));
+  if (shim_has(w->captured)) OWN(cudaGraphExecDestroy(w->captured));
+}
+
 /* Ends everything of the world. With `must`, each end has to succeed. */
 static void finish(world *w, bool must)
 {
   cumoe_status worst = CUMOE_OK, status;
+  if (w->captured && (status = cumoe_graph_destroy(w->context, w->captured)) != CUMOE_OK) worst = status;
+  for (int i = 0; i < 2; i++)
+    if (w->events[i] && (status = cumoe_event_destroy(w->context, w->events[i])) != CUMOE_OK) worst = status;
+  if (w->pinned && (status = cumoe_pinned_free(w->context, w->pinned)) != CUMOE_OK) worst = status;
   for (int i = 0; i < BUFFERS; i++)
     if ((status = cumoe_buffer_free(&w->buffers[i])) != CUMOE_OK) worst = status;
   if ((status = cumoe_weights_destroy(w->weights)) != CUMOE_OK) worst = status;
   if ((status = cumoe_weights_destroy(w->shared)) != CUMOE_OK) worst = status;
   if ((status = cumoe_plan_destroy(w->plan)) != CUMOE_OK) worst = status;
+  if (w->made && (status = cumoe_stream_destroy(w->context, w->made)) != CUMOE_OK) worst = status;
   if ((status = cumoe_context_destroy(w->other)) != CUMOE_OK) worst = status;
   if ((status = cumoe_context_destroy(w->context)) != CUMOE_OK) worst = status;
   if (must) CHECK_MSG(worst == CUMOE_OK, "ending: %s: %s", cumoe_status_name(worst), cumoe_last_error());
   shim_pause(true);
-  if (w->stream != NULL) OWN(cudaStreamDestroy(w->stream));
+  end_own(w);
   shim_pause(false);
 }
 
@@ -586,12 +693,15 @@ static bool breaks_device(const char *failed)
 }
 
 /* The status, the text, the thread's device and its last error, after act has met the fault. */
-static void check_failure(const scenario *s, const plan *p, cumoe_status status, int device, bool lost)
+static void check_failure(const scenario *s, const plan *p, cumoe_status status, int device, bool lost,
+                          const char *text_before)
 {
   const char *const failed = shim_failed(), *const text = cumoe_last_error();
   CHECK_MSG(status_is_right(s, status, p->error, p->forever), "%s failed: %s: %s", failed, cumoe_status_name(status),
             text);
   if (status != CUMOE_OK) CHECK_MSG(strncmp(text, "cumoe_", 6) == 0, "the text is \"%s\"", text);
+  if (status == CUMOE_OK && !(s->traits & FAILS))
+    CHECK_MSG(strcmp(text, text_before) == 0, "a success changed the text: %s", text);
   if (!breaks_device(failed)) CHECK(shim_current_device() == device);
   if (!p->forever && strcmp(failed, "cudaThreadExchangeStreamCaptureMode") != 0)
     CHECK(shim_capture_mode() == cudaStreamCaptureModeGlobal);
@@ -615,14 +725,16 @@ static bool run_once(const scenario *s, const plan *p, const char *trace)
   world w;
   begin_world(s, &w);
   const int device = shim_current_device();
+  char text[1024];
+  snprintf(text, sizeof text, "%s", cumoe_last_error());
   shim_fail(p->channel, p->nth, p->forever, p->error);
   const cumoe_status status = s->act(&w);
   const bool met = shim_failed() != NULL, lost = met && p->channel == SHIM_CUDA && shim_sticky(p->error);
   if (met)
-    check_failure(s, p, status, device, lost);
+    check_failure(s, p, status, device, lost, text);
   else
     CHECK_OK(status);
-  const bool again = met && !lost && s->again;
+  const bool again = met && !lost && s->traits & AGAIN;
   if (again || !met) shim_heal();
   if (again) {
     if (device < 0) shim_drop_context();

@@ -411,7 +411,7 @@ static void test_errors(void)
   shim_fail(SHIM_CUDA, 2, false, cudaErrorInvalidValue);
   CHECK_STATUS(CUMOE_ERR_CUDA, run_routed(&w));
   CHECK(strstr(cumoe_last_error(), "kernel cumoe_map") != NULL &&
-        strstr(cumoe_last_error(), "grid 1, block 1024") != NULL);
+        strstr(cumoe_last_error(), "grid 1, 1, 1, block 1024, 1, 1") != NULL);
   shim_heal();
   end_world(&w);
   case_end();

@@ -330,6 +330,13 @@ int64_t shim_live(void)
   return state.live;
 }
 
+bool shim_has(const void *it)
+{
+  for (object *o = state.objects; o != NULL; o = o->next)
+    if (o == it) return true;
+  return false;
+}
+
 size_t shim_device_bytes(int device)
 {
   size_t sum = 0;

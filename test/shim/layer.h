@@ -13,8 +13,10 @@ typedef struct world {
   cumoe_buffer buffers[BUFFERS];
   cumoe_plan plan;
   cumoe_weights weights, shared;
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
+  cumoe_stream made; /* by the library; the same below */
+  cumoe_event events[2];
+  cumoe_graph captured;
+  void *pinned;
   uintptr_t next; /* address of the next operand that nobody touches */
 } world;
 

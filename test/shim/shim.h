@@ -78,8 +78,9 @@ int64_t shim_unknown(void);   /* driver functions asked for that the shim does n
 int64_t shim_live(void); /* CUDA objects */
 int64_t shim_heap(void); /* blocks of the heap */
 size_t shim_device_bytes(int device);
-void shim_print_live(void);   /* to stdout, as "# ..." */
-bool shim_guards_whole(void); /* nothing was written around pinned host memory */
+bool shim_has(const void *it); /* a stream, event, graph ... that is live */
+void shim_print_live(void);    /* to stdout, as "# ..." */
+bool shim_guards_whole(void);  /* nothing was written around pinned host memory */
 
 /* ---- for tests ---- */
 
