@@ -17,7 +17,7 @@ fails() {
     *" $program "*) set -- "$1" "$2" "$3" "$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
     *) set -- "$1" "$2" "$3" "$helper_objects $cudart" ;;
     esac
-    ${CC:-cc} -o "$1" "$folder/test_$program.c.o" "$2" $rest "$folder"/kernels_*.o $images $4 -ldl -lpthread -lm || return 1
+    ${CC:-cc} -o "$1" "$folder/test_$program.c.o" "$2" $rest "$folder"/kernels_*.o "$folder/images.o" $4 -ldl -lpthread -lm || return 1
     CUDA_VISIBLE_DEVICES= timeout 60 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
   done
   return 1
@@ -44,6 +44,7 @@ if [ "$1" = --one ]; then one "$2"; exit; fi
 
 compile "$folder" "-O1 -g0" host/*.c kernels/cpu/*.c test/shim/*.c $helpers bench/tinylm.c \
   $(printf 'test/%s.c ' $shimmed $others) || exit 1
+name_images "$folder" || exit 1
 if by=$(fails "$folder/whole" "$folder/host_buffer.c.o" host/buffer.c); then
   fail "the programs pass unchanged" "$by fails: $(grep -E '^# failed|^not ok' "$folder/whole.log" | head -n 3)"
   finish

@@ -1,8 +1,13 @@
 # Sourced: builds programs over the shim (test/shim/) outside the Makefile's own folders, with flags of their own.
-# Needs lib/obj/flags.cc and the kernel images, which `make` leaves.
+# Needs lib/obj/flags.cc, which `make` leaves, and no kernel: nobody without a GPU reads an image.
 lib=${LIB:-lib}
 wrap=$(sed -n 's/^SHIM_WRAP *:= *//p' Makefile)
-images=$(echo "$lib"/obj/*.image.o)
+
+# name_images FOLDER: an object with a name for every kernel image
+name_images() {
+  nm "$1/host_variants.c.o" | sed -n 's/.* U \(cumoe_image_[a-z0-9_]*\)$/const unsigned char \1[16];/p' > "$1/images.c"
+  ${CC:-cc} -c -o "$1/images.o" "$1/images.c"
+}
 
 # compile FOLDER FLAGS FILE...: those that are older than their source or than any header, two at a time.
 compile() {
@@ -18,7 +23,7 @@ compile() {
 
 # link_shimmed FOLDER FLAGS PROGRAM: from the objects that compile left there
 link_shimmed() {
-  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" "$1"/test_test.c.o "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o $images \
+  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" "$1"/test_test.c.o "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o "$1/images.o" \
     $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
 }
 
@@ -27,5 +32,6 @@ build_shimmed() {
   build_to=$1 build_flags=$2
   shift 2
   compile "$build_to" "$build_flags" host/*.c kernels/cpu/*.c test/shim/*.c test/test.c $(printf 'test/%s.c ' "$@") || return 1
+  name_images "$build_to" || return 1
   for program; do link_shimmed "$build_to" "$build_flags" "$program" || return 1; done
 }
