@@ -16,18 +16,23 @@ template <class T> constexpr bool FAST = sizeof(T) == 2;
 
 /* ---- packets ---- */
 
-/* Whole packets are asked for first, all of a thread; then the short ones, element by element, which has to wait. */
-template <class T, bool ALIGNED> DEVICE uint4 load_whole(const T *source, int count)
+/*
+ * Whole packets are asked for first, all of a thread; then the short ones, element by element, which has to wait. `left`:
+ * elements from here to the row's end, negative past it. It is compared as it is, never clamped: of
+ * max(min(left, SIZE), 0) == SIZE, ptxas 13.0 for sm_90a takes the answer from a predicate of VIMNMX.RELU that means something
+ * else, and rows were overrun.
+ */
+template <class T, bool ALIGNED> DEVICE uint4 load_whole(const T *source, int left)
 {
-  return ld_global_no_allocate(source, ALIGNED && count == SIZE<T>);
+  return ld_global_no_allocate(source, ALIGNED && left >= SIZE<T>);
 }
 
-template <class T, bool ALIGNED> DEVICE void load_short(const T *source, int count, uint4 &raw)
+template <class T, bool ALIGNED> DEVICE void load_short(const T *source, int left, uint4 &raw)
 {
-  if (ALIGNED && count == SIZE<T>) return;
+  if (ALIGNED && left >= SIZE<T>) return;
 #pragma unroll
   for (int i = 0; i < SIZE<T>; i++)
-    if (i < count) reinterpret_cast<T *>(&raw)[i] = source[i];
+    if (i < left) reinterpret_cast<T *>(&raw)[i] = source[i];
 }
 
 template <class T> DEVICE float element_of(const uint4 &raw, int i)
@@ -35,12 +40,27 @@ template <class T> DEVICE float element_of(const uint4 &raw, int i)
   return to_f32(reinterpret_cast<const T *>(&raw)[i]);
 }
 
-template <class T, bool ALIGNED> DEVICE void store_packet(T *target, int count, const float (&value)[SIZE<T>])
+template <class T, bool ALIGNED> DEVICE void store_packet(T *target, int left, const float (&value)[SIZE<T>])
 {
-  if (ALIGNED && count == SIZE<T>) return store_f32<SIZE<T>>(target, value);
+  if (ALIGNED && left >= SIZE<T>) return store_f32<SIZE<T>>(target, value);
 #pragma unroll
   for (int i = 0; i < SIZE<T>; i++)
-    if (i < count) target[i] = from_f32<T>(value[i]);
+    if (i < left) target[i] = from_f32<T>(value[i]);
+}
+
+/* e^x by one MUFU: to 2^-21 (1 + |x|) of itself; below 2^-126 it is 0. */
+DEVICE float exp_fast(float x)
+{
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  return y;
+}
+
+DEVICE float reciprocal_fast(float x)
+{
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 /* ---- elementwise ---- */
@@ -48,7 +68,7 @@ template <class T, bool ALIGNED> DEVICE void store_packet(T *target, int count, 
 /* erfc to 2^-22 of itself: Numerical Recipes, erfcc. A third of erfcf. */
 DEVICE float erfc_fast(float x)
 {
-  const float z = fabsf(x), t = __fdividef(1.f, fmaf(.5f, z, 1.f));
+  const float z = fabsf(x), t = reciprocal_fast(fmaf(.5f, z, 1.f));
   float p = .17087277f;
   p = fmaf(p, t, -.82215223f);
   p = fmaf(p, t, 1.48851587f);
@@ -59,8 +79,13 @@ DEVICE float erfc_fast(float x)
   p = fmaf(p, t, .37409196f);
   p = fmaf(p, t, 1.00002368f);
   p = fmaf(p, t, -1.26551223f);
-  const float tail = t * __expf(fmaf(-z, z, p));
+  const float tail = t * exp_fast(fmaf(-z, z, p));
   return x < 0.f ? 2.f - tail : tail;
+}
+
+DEVICE float sigmoid_fast(float x)
+{
+  return reciprocal_fast(1.f + exp_fast(-x));
 }
 
 template <int FUNCTION, bool QUICK> DEVICE float apply(float x, float other, float factor)
@@ -70,17 +95,19 @@ template <int FUNCTION, bool QUICK> DEVICE float apply(float x, float other, flo
   case EW_MUL: return x * other;
   case EW_SCALE: return factor * x;
   case EW_RELU: return activation<ACT_RELU, QUICK>(0.f, x);
-  case EW_SIGMOID: return sigmoid_of<QUICK>(x, 1.f);
-  case EW_SILU: return activation<ACT_SILU, QUICK>(0.f, x);
+  case EW_SIGMOID: return QUICK ? sigmoid_fast(x) : sigmoid_of<false>(x, 1.f);
+  case EW_SILU: return QUICK ? x * sigmoid_fast(x) : activation<ACT_SILU, false>(0.f, x);
   case EW_GELU: return QUICK ? .5f * x * erfc_fast(-.70710678f * x) : activation<ACT_GELU_ERF, false>(0.f, x);
-  default: return activation<ACT_GELU_TANH, QUICK>(0.f, x);
+  default:
+    return QUICK ? x * sigmoid_fast(1.5957691f * x * fmaf(.044715f * x, x, 1.f))
+                 : activation<ACT_GELU_TANH, false>(0.f, x);
   }
 }
 
-/* Where a unit lies; count 0: past the last one. */
+/* Where a unit lies; left 0: past the last one. */
 struct place {
   int64_t row, column;
-  int count;
+  int left; /* elements from here on, but no more than a unit has */
 };
 
 /* `units` consecutive ones from `first` on. One division for all, if a row has as many. */
@@ -100,7 +127,7 @@ template <class T, int UNITS> struct places {
     const int64_t at = first + i;
     const int64_t rows = in_row >= UNITS ? at >= in_row : (unsigned)at / (unsigned)in_row;
     place p = {first_row + rows, (at - rows * in_row) * SIZE<T>, 0};
-    if (p.row < a.rows) p.count = (int)min(a.cols - p.column, (int64_t)SIZE<T>);
+    if (p.row < a.rows) p.left = (int)min(a.cols - p.column, (int64_t)SIZE<T>);
     return p;
   }
 };
@@ -116,18 +143,18 @@ DEVICE void elementwise_units(const elementwise_args &a)
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     at[i] = places_of(a, i * THREADS + threadIdx.x);
-    x[i] = load_whole<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].count);
-    if (TWO) other[i] = load_whole<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].count);
+    x[i] = load_whole<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].left);
+    if (TWO) other[i] = load_whole<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].left);
   }
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    load_short<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].count, x[i]);
-    if (TWO) load_short<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].count, other[i]);
+    load_short<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].left, x[i]);
+    if (TWO) load_short<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].left, other[i]);
     float y[SIZE<T>];
 #pragma unroll
     for (int j = 0; j < SIZE<T>; j++)
       y[j] = apply<FUNCTION, FAST<T>>(element_of<T>(x[i], j), TWO ? element_of<T>(other[i], j) : 0.f, a.factor);
-    store_packet<T, ALIGNED>(static_cast<T *>(a.y) + at[i].row * a.y_ld + at[i].column, at[i].count, y);
+    store_packet<T, ALIGNED>(static_cast<T *>(a.y) + at[i].row * a.y_ld + at[i].column, at[i].left, y);
   }
 }
 
@@ -182,7 +209,7 @@ template <class HOW, int LANES> DEVICE float over_row(float value, float (&share
 
 template <class T> DEVICE float exponential(float x)
 {
-  return FAST<T> ? __expf(x) : expf(x);
+  return FAST<T> ? exp_fast(x) : expf(x);
 }
 
 /* PACKETS packets of a row from `first` on, in the registers of LANES threads: packet i of a lane is number i * LANES + lane.
@@ -192,16 +219,16 @@ template <class T, int PACKETS, int LANES> struct row_part {
   int left; /* columns from this thread's first packet on */
 
   static DEVICE int column(int i) { return i * LANES * SIZE<T>; }
-  DEVICE int count(int i) const { return max(min(left - column(i), SIZE<T>), 0); }
+  DEVICE int left_at(int i) const { return left - column(i); }
 
   /* What lies past the row's end is 0. `row` and `cols` begin at this thread's first packet. */
   template <bool ALIGNED> DEVICE void load(const T *row, int cols)
   {
     left = cols;
 #pragma unroll
-    for (int i = 0; i < PACKETS; i++) raw[i] = load_whole<T, ALIGNED>(row + column(i), count(i));
+    for (int i = 0; i < PACKETS; i++) raw[i] = load_whole<T, ALIGNED>(row + column(i), left_at(i));
 #pragma unroll
-    for (int i = 0; i < PACKETS; i++) load_short<T, ALIGNED>(row + column(i), count(i), raw[i]);
+    for (int i = 0; i < PACKETS; i++) load_short<T, ALIGNED>(row + column(i), left_at(i), raw[i]);
   }
 
   /* Before another pass over the elements: they are converted again rather than kept as f32, which would take the registers
@@ -212,16 +239,20 @@ template <class T, int PACKETS, int LANES> struct row_part {
     for (int i = 0; i < PACKETS; i++) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
   }
 
-  /* of(element, whether it is there). A sum for each packet first: shorter chains, smaller errors. */
+  /* A sum for each packet first: shorter chains, smaller errors. Only packets at the row's end ask element by element. */
   template <class F> DEVICE float sum(F of) const
   {
     float total = 0;
 #pragma unroll
     for (int i = 0; i < PACKETS; i++) {
-      const int there = count(i);
       float part = 0;
+      if (left_at(i) >= SIZE<T>) {
 #pragma unroll
-      for (int j = 0; j < SIZE<T>; j++) part += of(element_of<T>(raw[i], j), j < there);
+        for (int j = 0; j < SIZE<T>; j++) part += of(element_of<T>(raw[i], j));
+      } else {
+#pragma unroll
+        for (int j = 0; j < SIZE<T>; j++) part += j < left_at(i) ? of(element_of<T>(raw[i], j)) : 0.f;
+      }
       total += part;
     }
     return total;
@@ -232,9 +263,12 @@ template <class T, int PACKETS, int LANES> struct row_part {
     float most = -INFINITY;
 #pragma unroll
     for (int i = 0; i < PACKETS; i++) {
-      const int there = count(i);
+      const bool whole = left_at(i) >= SIZE<T>;
 #pragma unroll
-      for (int j = 0; j < SIZE<T>; j++) most = fmaxf(most, j < there ? element_of<T>(raw[i], j) : -INFINITY);
+      for (int j = 0; j < SIZE<T>; j++) {
+        const float v = element_of<T>(raw[i], j);
+        most = fmaxf(most, whole || j < left_at(i) ? v : -INFINITY);
+      }
     }
     return most;
   }
@@ -248,7 +282,7 @@ template <class T, int PACKETS, int LANES> struct row_part {
 #pragma unroll
       for (int j = 0; j < SIZE<T>; j++) value[j] = element_of<T>(raw[i], j);
       change(i, value);
-      store_packet<T, ALIGNED>(row + column(i), count(i), value);
+      store_packet<T, ALIGNED>(row + column(i), left_at(i), value);
     }
   }
 };
@@ -258,7 +292,7 @@ template <class T, int PACKETS, int LANES> struct row_part {
 template <class T, int PACKETS, int LANES> DEVICE float exponentials(row_part<T, PACKETS, LANES> &x, float most)
 {
   x.renew();
-  return x.sum([=](float v, bool there) { return there ? exponential<T>(v - most) : 0.f; });
+  return x.sum([=](float v) { return exponential<T>(v - most); });
 }
 
 template <bool ALIGNED, class T, int PACKETS, int LANES>
@@ -336,10 +370,10 @@ template <class T, int, int, int THREADS> DEVICE void softmax_sweep(const softma
 
 /* Weights or biases of one packet, T or f32; `otherwise` if there are none. */
 template <class T, bool ALIGNED>
-DEVICE void load_parameters(const void *base, int dtype, int64_t column, int count, float otherwise,
+DEVICE void load_parameters(const void *base, int dtype, int64_t column, int left, float otherwise,
                             float (&value)[SIZE<T>])
 {
-  if (base && ALIGNED && count == SIZE<T>) {
+  if (base && ALIGNED && left >= SIZE<T>) {
     if (dtype == DT_F32)
       load_f32<SIZE<T>>(static_cast<const float *>(base) + column, value);
     else
@@ -347,7 +381,7 @@ DEVICE void load_parameters(const void *base, int dtype, int64_t column, int cou
     return;
   }
 #pragma unroll
-  for (int j = 0; j < SIZE<T>; j++) value[j] = base && j < count ? load_any(base, column + j, dtype) : otherwise;
+  for (int j = 0; j < SIZE<T>; j++) value[j] = base && j < left ? load_any(base, column + j, dtype) : otherwise;
 }
 
 /* row = (x - mean) * factor * weight + bias; `first`: the column where `row` begins. */
@@ -358,8 +392,8 @@ DEVICE void store_normal(const norm_args &a, T *row, int64_t first, float mean, 
   x.renew();
   x.template store<ALIGNED>(row, [&](int i, float(&value)[SIZE<T>]) {
     float weight[SIZE<T>], bias[SIZE<T>];
-    load_parameters<T, ALIGNED>(a.weight, a.weight_dtype, first + x.column(i), x.count(i), 1.f, weight);
-    load_parameters<T, ALIGNED>(a.bias, a.bias_dtype, first + x.column(i), x.count(i), 0.f, bias);
+    load_parameters<T, ALIGNED>(a.weight, a.weight_dtype, first + x.column(i), x.left_at(i), 1.f, weight);
+    load_parameters<T, ALIGNED>(a.bias, a.bias_dtype, first + x.column(i), x.left_at(i), 0.f, bias);
 #pragma unroll
     for (int j = 0; j < SIZE<T>; j++) value[j] = fmaf((value[j] - mean) * factor, weight[j], bias[j]);
   });
@@ -374,9 +408,9 @@ template <class T, int ROWS, int COLUMNS, int THREADS, bool ALIGNED> DEVICE void
   row_part<T, COLUMNS / LANES / SIZE<T>, LANES> x;
   x.template load<ALIGNED>(static_cast<const T *>(a.x) + row * a.x_ld + column, row < a.rows ? a.cols - column : 0);
   float mean = 0;
-  if (a.centered) mean = over_row<adding, LANES>(x.sum([](float v, bool) { return v; }), shared[0]) / (float)a.cols;
+  if (a.centered) mean = over_row<adding, LANES>(x.sum([](float v) { return v; }), shared[0]) / (float)a.cols;
   x.renew();
-  const float squares = x.sum([=](float v, bool there) { return there ? (v - mean) * (v - mean) : 0.f; });
+  const float squares = x.sum([=](float v) { return (v - mean) * (v - mean); });
   const float factor = 1.f / sqrtf(over_row<adding, LANES>(squares, shared[1]) / (float)a.cols + a.eps);
   store_normal<ALIGNED>(a, static_cast<T *>(a.y) + row * a.y_ld + column, column, mean, factor, x);
 }
@@ -388,9 +422,9 @@ struct moments {
   /* Chan, Golub, LeVeque 1979: no cancellation, whatever the mean is. */
   template <class PART> DEVICE void take(const PART &x)
   {
-    const float more = x.sum([](float, bool there) { return there ? 1.f : 0.f; }), total = count + more;
-    const float part = x.sum([](float v, bool) { return v; }) / more, distance = part - mean;
-    squares += x.sum([=](float v, bool there) { return there ? (v - part) * (v - part) : 0.f; });
+    const float more = x.sum([](float) { return 1.f; }), total = count + more;
+    const float part = x.sum([](float v) { return v; }) / more, distance = part - mean;
+    squares += x.sum([=](float v) { return (v - part) * (v - part); });
     squares += distance * distance * (count * (more / total));
     mean += distance * (more / total);
     count = total;
@@ -410,7 +444,7 @@ template <class T, int THREADS, bool ALIGNED> DEVICE void norm_twice(const norm_
     if (a.centered)
       seen.take(x);
     else
-      seen.squares += x.sum([](float v, bool) { return v * v; });
+      seen.squares += x.sum([](float v) { return v * v; });
   }
   const float mean = a.centered ? over_row<adding, THREADS>(seen.count * seen.mean, shared[0]) / (float)a.cols : 0.f;
   if (a.centered) seen.squares += seen.count * (seen.mean - mean) * (seen.mean - mean);

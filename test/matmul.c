@@ -1,7 +1,8 @@
 /*
  * The matrix product against double: transposes, types, alpha, beta, leading dimensions, batches; on CUDA also cuBLAS's
  * coming and going, captures, threads. An element may be off by (K + 8) 2^-24 sum |alpha a b| + 4 2^-24 |beta c|, and the
- * rounding to its type; products of small integers have to be exact.
+ * rounding to its type; with beta and a 16-bit c, cuBLAS may also have rounded the product first. Products of small integers
+ * have to be exact.
  */
 #include <math.h>
 #include <pthread.h>
@@ -86,7 +87,8 @@ static bounded expected(const product *p, const matrices *a, const matrices *b, 
   }
   const double before = beta != 0 ? beta * element(c, i, row, col) : 0;
   const double error = p->integers ? 0 : ((double)p->k + 8) * u * fabs(alpha) * size + 4 * u * fabs(before);
-  return oracle_stored((bounded){alpha * sum + before, error}, p->c_dtype);
+  const double first = before != 0 && !p->integers ? 2 * unit_roundoff(p->c_dtype) * fabs(alpha * sum) : 0;
+  return oracle_stored((bounded){alpha * sum + before, error + first}, p->c_dtype);
 }
 
 static bounded *expect_all(const product *p, const matrices *a, const matrices *b, const matrices *c)

@@ -5,7 +5,7 @@
  * very first call excepted), calls may be captured into graphs and replayed after the data changed; results are bitwise
  * repeatable; 0 rows or columns are legal. On the CPU device sums run in double and are rounded once.
  *
- * Element types: f32, f16 and bf16. Arithmetic is in f32; a result is rounded once. Results smaller than 2^-126 may become 0.
+ * Element types: f32, f16 and bf16. Arithmetic is in f32; a result is rounded once. Results smaller than 2^-119 may become 0.
  *
  * Views: any ld, any size, aligned to one element. Fastest with bases and lds of 16 bytes; the alignment does not change a
  * bit of any result. An output may be one of its inputs itself (same data, same ld) where it says so; any other overlap
@@ -96,8 +96,9 @@ typedef struct cumoe_matmul_args {
 } cumoe_matmul_args;
 
 /*
- * c = alpha a b + beta c, row-major, for every matrix of the batch. Sums and alpha, beta are in f32 and rounded once; the order
- * of a sum is cuBLAS's choice, the same for the same call on the same GPU model and cuBLAS version.
+ * c = alpha a b + beta c, row-major, for every matrix of the batch. Sums and alpha, beta are in f32 and rounded once
+ * (with beta and a 16-bit c, cuBLAS may round the product as well, before it adds c); the order of a sum is cuBLAS's choice, the
+ * same for the same call on the same GPU model and cuBLAS version.
  * c may overlap neither a nor b nor, within the batch, itself: its matrices lie behind each other, or side by side in
  * the columns of one (heads of an attention). The workspace may serve any number of calls of one stream; calls that can run
  * at the same time need one each.
@@ -114,7 +115,8 @@ CUMOE_CHECKED cumoe_status cumoe_matmul_workspace(cumoe_context context, size_t 
 
 /*
  * Opens cuBLAS for this context, so that cumoe_matmul can be captured. It keeps some device memory of its own until the context
- * is destroyed. Does nothing when done before, or on the CPU device. Not from a thread that captures in CUDA's global mode
+ * is destroyed. Does nothing when done before, or on the CPU device. Not from a thread that captures in CUDA's global mode. Destroying a
+ * context that used cuBLAS ends captures under way on its device.
  * Errors: LIBRARY_MISSING, OUT_OF_MEMORY, CUDA.
  */
 CUMOE_CHECKED cumoe_status cumoe_matmul_prepare(cumoe_context context);
