@@ -152,6 +152,7 @@ cumoe_status cumoe_launch_kernel(cumoe_function function, const cumoe_launch *la
   void *parameters[CUMOE_MAX_PARAMETERS];
   TRY(find_function(function, &f));
   TRY(check_launch(&f, launch, false, &shape, &stream));
+  begin_call_on(__func__, stream);
   TRY(check_arguments(&f, args, arg_count, parameters));
   if (shape.grid.x == 0) return CUMOE_OK;
   ON_DEVICE(f.context, launch_kernel(f.kernel, f.name, &shape, parameters, stream));

@@ -108,6 +108,17 @@ static void test_leaks(int32_t device, const char *name)
   CHECK_TOLD(8, "1 buffers", "elsewhere.c:");
   CHECK_TOLD(1, "93 buffers", "other places");
   case_end();
+  case_begin("places of one line number");
+  static const char *const files[] = {"first.c", "second.c", NULL, NULL};
+  context = open_at(device, 1);
+  for (int i = 0; i < 4; i++) CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, i + 1, NULL, files[i], 7, &buffer));
+  listen_to();
+  CHECK_OK(cumoe_context_destroy(context));
+  stop_listening();
+  CHECK_TOLD(1, "1 buffers, 1 bytes", "first.c:7");
+  CHECK_TOLD(1, "1 buffers, 2 bytes", "second.c:7");
+  CHECK_TOLD(1, "2 buffers, 7 bytes", "?:7");
+  case_end();
   case_begin("nothing left, or not asked for");
   listen_to();
   context = open_at(device, 1);
@@ -512,8 +523,9 @@ static void test_environment(void)
     const char *text;
     int32_t configured, want;
     bool odd;
-  } cases[] = {{NULL, 0, 0, false}, {NULL, 2, 2, false}, {"", 0, 0, false}, {"0", 1, 1, false},    {"1", 0, 1, false},
-               {"2", 0, 2, false},  {"1", 2, 2, false},  {"3", 0, 0, true}, {"leaks", 1, 1, true}, {"-1", 0, 0, true}};
+  } cases[] = {{NULL, 0, 0, false},   {NULL, 2, 2, false}, {"", 0, 0, false},  {"0", 1, 1, false},
+               {"1", 0, 1, false},    {"2", 0, 2, false},  {"1", 2, 2, false}, {"3", 0, 0, true},
+               {"leaks", 1, 1, true}, {"-1", 0, 0, true},  {"2x", 0, 0, true}, {"10", 0, 0, true}};
   const char *was = getenv("CUMOE_DEBUG");
   char *kept = was ? strdup(was) : NULL;
   if (!group_begin("CUMOE_DEBUG")) return;
