@@ -91,6 +91,31 @@ static void test_limits(cumoe_context context)
   group_end();
 }
 
+/* ---- layouts: each operand has gaps of its own, or none ---- */
+
+static void test_gaps(cumoe_context context)
+{
+  if (!group_begin("%s gaps", context_name(context))) return;
+  for (op o = 0; o < OPS; o++) {
+    rng r = {7};
+    case_begin("%s", names[o]);
+    tensor data = tensor_normal(&r, CUMOE_BF16, 6, 24, 0, 1), other = tensor_normal(&r, CUMOE_BF16, 6, 24, 0, 1), first;
+    for (int gaps = 0; gaps < 8; gaps++) {
+      cumoe_view x = device_put(context, &data, gaps & 1 ? 8 : 0), b = device_put(context, &other, gaps & 2 ? 16 : 0);
+      cumoe_view weight = b;
+      weight.rows = 1;
+      cumoe_view_mut y = device_new(context, CUMOE_BF16, 6, 24, gaps & 4 ? 32 : 0);
+      CHECK_OK(call(context, o, x, b, weight, y, NULL));
+      tensor got = device_get(context, cumoe_const(y));
+      check_guards(context, "y", y);
+      if (gaps == 0) first = got;
+      check_same("other gaps", &got, &first);
+    }
+    case_end();
+  }
+  group_end();
+}
+
 /* ---- bits ------------------------------------------------------------------------------------------ */
 
 static void test_repeats(cumoe_context context)
@@ -252,6 +277,7 @@ int main(int argc, char **argv)
     if (on_device(contexts[i])) test_capture();
     test_overlaps(contexts[i]);
     test_limits(contexts[i]);
+    test_gaps(contexts[i]);
     test_repeats(contexts[i]);
     test_giants(contexts[i]);
     close_context(contexts[i]);

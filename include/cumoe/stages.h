@@ -87,7 +87,7 @@ CUMOE_CHECKED cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *rou
 
 typedef struct cumoe_variant_info {
   uint32_t size;
-  const char *op;   /* "router", "gate", "map", "up", "down", "combine" */
+  const char *op;   /* "router", "gate", "map", "permute", "up", "down", "combine", "elementwise", "softmax", "norm" */
   const char *name; /* the kernel's name, as profilers show it */
   int32_t usable;   /* 1 if this context can run it */
 } cumoe_variant_info;
