@@ -146,10 +146,11 @@ void leave_device(device_scope *scope);
     return status_;                                                                                                    \
   } while (0)
 
-#define ENTERED_RELAXED(enter, context, expression)                                                                    \
+/* ON_DEVICE while other threads capture. */
+#define ON_DEVICE_RELAXED(context, expression)                                                                         \
   do {                                                                                                                 \
     device_scope scope_;                                                                                               \
-    TRY(enter(context, &scope_));                                                                                      \
+    TRY(enter_device(context, &scope_));                                                                               \
     enum cudaStreamCaptureMode mode_ = relax_capture();                                                                \
     cumoe_status status_ = (expression);                                                                               \
     restore_capture(mode_);                                                                                            \
@@ -157,9 +158,17 @@ void leave_device(device_scope *scope);
     return status_;                                                                                                    \
   } while (0)
 
-/* ON_DEVICE while other threads capture; and the same for giving something back, to a lost device too. */
-#define ON_DEVICE_RELAXED(context, expression)      ENTERED_RELAXED(enter_device, context, expression)
-#define ON_LOST_DEVICE_RELAXED(context, expression) ENTERED_RELAXED(enter_lost_device, context, expression)
+/* The same for giving something back, which is done even where the device is lost or cannot be entered. */
+#define GIVE_BACK_RELAXED(context, expression)                                                                         \
+  do {                                                                                                                 \
+    device_scope scope_;                                                                                               \
+    cumoe_status entered_ = enter_lost_device(context, &scope_);                                                       \
+    enum cudaStreamCaptureMode mode_ = relax_capture();                                                                \
+    cumoe_status status_ = (expression);                                                                               \
+    restore_capture(mode_);                                                                                            \
+    leave_device(&scope_);                                                                                             \
+    return entered_ != CUMOE_OK ? entered_ : status_;                                                                  \
+  } while (0)
 
 /* While another thread captures in CUDA's default mode, this one may neither allocate nor wait, not even in streams of
  * its own, unless it says that it knows what it does: until restore_capture. Never a capture of this very stream. */

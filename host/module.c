@@ -101,20 +101,16 @@ static cumoe_status load_library(cumoe_context context, const void *image, jit *
   ON_DEVICE_RELAXED(context, load_entered(context, image, j, library));
 }
 
-/* The handle is gone already: the library is unloaded even where the device cannot be entered. */
+static cumoe_status unload_entered(const module_record *m)
+{
+  TRY_CUDA(cudaLibraryUnload(m->library));
+  return CUMOE_OK;
+}
+
+/* The handle is gone already. */
 static cumoe_status unload_library(const module_record *m)
 {
-  device_scope scope;
-  cumoe_status status = enter_lost_device(m->context, &scope);
-  const enum cudaStreamCaptureMode mode = relax_capture();
-  const cudaError_t error = cudaLibraryUnload(m->library);
-  if (error != cudaSuccess && status == CUMOE_OK)
-    status = fail_cuda(error, "cudaLibraryUnload");
-  else if (error != cudaSuccess)
-    clear_cuda_error();
-  restore_capture(mode);
-  leave_device(&scope);
-  return status;
+  GIVE_BACK_RELAXED(m->context, unload_entered(m));
 }
 
 static cumoe_status publish_module(cumoe_context context, const void *image, cumoe_module *module)

@@ -25,10 +25,25 @@ cumoe_status cumoe_stream_create(cumoe_context context, int32_t priority, cumoe_
   ON_DEVICE_RELAXED(context, create_stream(priority, stream));
 }
 
+static cumoe_status capture_state(cumoe_stream stream, cumoe_capture *capture)
+{
+  enum cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
+  TRY_CUDA(cudaStreamIsCapturing(stream, &state));
+  *capture = state == cudaStreamCaptureStatusNone     ? CUMOE_CAPTURE_NONE
+             : state == cudaStreamCaptureStatusActive ? CUMOE_CAPTURE_ACTIVE
+                                                      : CUMOE_CAPTURE_INVALIDATED;
+  return CUMOE_OK;
+}
+
+/* Only a capture that is known keeps a stream alive: when CUDA does not even answer that, it goes. */
 static cumoe_status destroy_stream(cumoe_stream stream)
 {
+  cumoe_capture state = CUMOE_CAPTURE_NONE;
+  const cumoe_status asked = capture_state(stream, &state);
+  if (asked == CUMOE_OK && state != CUMOE_CAPTURE_NONE)
+    return fail(CUMOE_ERR_CAPTURE_UNSAFE, "the stream is being captured into a graph");
   TRY_CUDA(cudaStreamDestroy(stream));
-  return CUMOE_OK;
+  return asked;
 }
 
 cumoe_status cumoe_stream_destroy(cumoe_context context, cumoe_stream stream)
@@ -37,8 +52,7 @@ cumoe_status cumoe_stream_destroy(cumoe_context context, cumoe_stream stream)
   TRY(check_context(context));
   if (stream == NULL || on_cpu(context)) return CUMOE_OK;
   REQUIRE(stream != CUMOE_STREAM_PER_THREAD, CUMOE_ERR_INVALID_ARGUMENT, "stream is CUDA's own, of every thread");
-  if (check_alive(context) == CUMOE_OK) TRY(refuse_capture(context, stream));
-  ON_LOST_DEVICE_RELAXED(context, destroy_stream(stream));
+  GIVE_BACK_RELAXED(context, destroy_stream(stream));
 }
 
 /* CUDA reports "not ready" as an error; it is none. */
@@ -121,7 +135,7 @@ cumoe_status cumoe_event_destroy(cumoe_context context, cumoe_event event)
   begin_call(__func__);
   TRY(check_context(context));
   if (event == NULL || on_cpu(context)) return CUMOE_OK;
-  ON_LOST_DEVICE_RELAXED(context, destroy_event(event));
+  GIVE_BACK_RELAXED(context, destroy_event(event));
 }
 
 static cumoe_status record_event(cumoe_event event, cumoe_stream stream)
@@ -215,16 +229,6 @@ static cumoe_status no_graphs(void)
   return fail(CUMOE_ERR_NOT_SUPPORTED, "the CPU device has no graphs");
 }
 
-static cumoe_status capture_state(cumoe_stream stream, cumoe_capture *capture)
-{
-  enum cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
-  TRY_CUDA(cudaStreamIsCapturing(stream, &state));
-  *capture = state == cudaStreamCaptureStatusNone     ? CUMOE_CAPTURE_NONE
-             : state == cudaStreamCaptureStatusActive ? CUMOE_CAPTURE_ACTIVE
-                                                      : CUMOE_CAPTURE_INVALIDATED;
-  return CUMOE_OK;
-}
-
 cumoe_status cumoe_graph_status(cumoe_context context, cumoe_stream stream, cumoe_capture *capture)
 {
   begin_call(__func__);
@@ -251,19 +255,26 @@ cumoe_status cumoe_graph_begin(cumoe_context context, cumoe_stream stream)
   ON_DEVICE(context, begin_capture(stream));
 }
 
+/* Asks nothing before it ends the capture: that is over in any case. */
 static cumoe_status end_capture(cumoe_stream stream, cumoe_graph *graph)
 {
-  cumoe_capture state = CUMOE_CAPTURE_NONE;
   cudaGraph_t recorded = NULL;
-  TRY(capture_state(stream, &state));
-  REQUIRE(state != CUMOE_CAPTURE_NONE, CUMOE_ERR_INVALID_ARGUMENT, "stream is not being captured");
-  TRY_CUDA(cudaStreamEndCapture(stream, &recorded));
-  const cudaError_t error = cudaGraphInstantiate(graph, recorded, 0);
+  cudaError_t error = cudaStreamEndCapture(stream, &recorded);
+  if (error == cudaErrorIllegalState) {
+    clear_cuda_error();
+    return fail(CUMOE_ERR_INVALID_ARGUMENT, "stream is not being captured");
+  }
+  if (error != cudaSuccess) return fail_cuda(error, "cudaStreamEndCapture");
+  error = cudaGraphInstantiate(graph, recorded, 0);
+  if (error != cudaSuccess) *graph = NULL;
   const cudaError_t last = cudaGraphDestroy(recorded); /* the graph that runs is a copy */
-  if (error == cudaSuccess && last == cudaSuccess) return CUMOE_OK;
-  if (error == cudaSuccess && cudaGraphExecDestroy(*graph) != cudaSuccess) clear_cuda_error();
-  *graph = NULL;
-  return error == cudaSuccess ? fail_cuda(last, "cudaGraphDestroy") : fail_cuda(error, "cudaGraphInstantiate");
+  if (error != cudaSuccess) return fail_cuda(error, "cudaGraphInstantiate");
+  return last == cudaSuccess ? CUMOE_OK : fail_cuda(last, "cudaGraphDestroy");
+}
+
+static cumoe_status end_on_device(cumoe_context context, cumoe_stream stream, cumoe_graph *graph)
+{
+  GIVE_BACK_RELAXED(context, end_capture(stream, graph));
 }
 
 cumoe_status cumoe_graph_end(cumoe_context context, cumoe_stream stream, cumoe_graph *graph)
@@ -274,7 +285,11 @@ cumoe_status cumoe_graph_end(cumoe_context context, cumoe_stream stream, cumoe_g
   TRY(check_context(context));
   if (on_cpu(context)) return no_graphs();
   REQUIRE(stream != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stream is NULL: CUDA's legacy stream cannot be captured");
-  ON_DEVICE_RELAXED(context, end_capture(stream, graph));
+  const cumoe_status status = end_on_device(context, stream, graph);
+  if (status == CUMOE_OK || *graph == NULL) return status;
+  if (cudaGraphExecDestroy(*graph) != cudaSuccess) clear_cuda_error();
+  *graph = NULL;
+  return status;
 }
 
 /* Launching or uploading into a capture would break it. */
@@ -324,5 +339,5 @@ cumoe_status cumoe_graph_destroy(cumoe_context context, cumoe_graph graph)
   TRY(check_context(context));
   if (graph == NULL) return CUMOE_OK;
   if (on_cpu(context)) return no_graphs();
-  ON_LOST_DEVICE_RELAXED(context, destroy_graph(graph));
+  GIVE_BACK_RELAXED(context, destroy_graph(graph));
 }
