@@ -287,6 +287,78 @@ static void check_portable(void (*change)(void), bool early)
   shim_reset();
 }
 
+/* What a graph cannot hold is refused while the stream is captured: nothing changes, and the capture goes on. */
+static void test_refused_in_capture(void)
+{
+  world w = {0};
+  cumoe_buffer buffer = {0}, plain = {0}, none = {0};
+  cudaGraph_t graph = NULL;
+  unsigned char host[64] = {0};
+  void *memory = NULL;
+  if (!group_begin("refused in a capture")) return;
+  case_begin("buffers");
+  open_one(&w);
+  OWN(cudaSetDevice(1));
+  OWN(cudaMalloc(&memory, 64));
+  CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, 64, w.stream, &buffer));
+  CHECK_OK(cumoe_buffer_adopt(w.context, memory, CUMOE_U8, 1, 64, w.stream, &plain));
+  const cumoe_view_mut v = cumoe_buffer_view_mut(buffer), u = cumoe_buffer_view_mut(plain);
+  OWN(cudaStreamBeginCapture(w.stream, cudaStreamCaptureModeGlobal));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_buffer_alloc(w.context, CUMOE_U8, 1, 64, w.stream, &none));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_buffer_free(&buffer));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_buffer_free(&plain));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_copy_from_host(w.context, v, host, 64, w.stream));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_copy_to_host(w.context, host, 64, cumoe_const(v), w.stream));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE,
+               cumoe_copy_between(w.context, u, w.stream, w.context, cumoe_const(v), w.stream));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_synchronize(w.context, w.stream));
+  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_debug_check(w.context, w.stream, NULL));
+  CHECK_OK(cumoe_copy(w.context, u, cumoe_const(v), w.stream));
+  CHECK(buffer.id != 0 && plain.id != 0 && none.id == 0);
+  OWN(cudaStreamEndCapture(w.stream, &graph));
+  OWN(cudaGraphDestroy(graph));
+  CHECK_OK(cumoe_buffer_free(&buffer));
+  CHECK_OK(cumoe_buffer_free(&plain));
+  OWN(cudaStreamDestroy(w.stream));
+  CHECK_OK(cumoe_context_destroy(w.context));
+  case_end();
+  shim_reset();
+  group_end();
+}
+
+/* Access is granted to a peer only if what is sent to it comes back unchanged; else it is taken back. */
+static void test_peers(void)
+{
+  if (!group_begin("peers")) return;
+  for (int broken = 0; broken < 2; broken++) {
+    cumoe_context a = NULL, b = NULL;
+    cumoe_buffer x = {0}, y = {0};
+    unsigned char host[64] = {0};
+    case_begin(broken ? "access breaks copies" : "no path");
+    shim_reset();
+    shim.broken_peers = broken;
+    shim.no_peers = !broken;
+    CHECK_OK(cumoe_context_create(1, NULL, &a));
+    CHECK_OK(cumoe_context_create(0, NULL, &b));
+    CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_pool_allow_peer(a, 0));
+    CHECK_MSG(strstr(cumoe_last_error(), broken ? "comes back changed" : "cannot reach") != NULL, "the text is \"%s\"",
+              cumoe_last_error());
+    CHECK_OK(cumoe_buffer_alloc(a, CUMOE_U8, 1, 64, NULL, &x));
+    CHECK_OK(cumoe_buffer_alloc(b, CUMOE_U8, 1, 64, NULL, &y));
+    CHECK_OK(cumoe_fill(a, cumoe_buffer_view_mut(x), 9, NULL));
+    CHECK_OK(cumoe_copy_between(b, cumoe_buffer_view_mut(y), NULL, a, cumoe_buffer_view(x), NULL));
+    CHECK_OK(cumoe_copy_to_host(b, host, 64, cumoe_buffer_view(y), NULL));
+    CHECK(host[0] == 9 && host[63] == 9); /* copies work as before */
+    CHECK_OK(cumoe_buffer_free(&x));
+    CHECK_OK(cumoe_buffer_free(&y));
+    CHECK_OK(cumoe_context_destroy(a));
+    CHECK_OK(cumoe_context_destroy(b));
+    case_end();
+  }
+  shim_reset();
+  group_end();
+}
+
 static void test_machines(void)
 {
   if (!group_begin("machines")) return;
@@ -563,6 +635,8 @@ int main(int argc, char **argv)
   test_launches();
   test_arguments();
   test_machines();
+  test_peers();
+  test_refused_in_capture();
   test_errors();
   test_grids();
   test_threads();

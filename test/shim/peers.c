@@ -9,6 +9,8 @@ static bool on_device(const void *at, size_t bytes, int device)
   return b != NULL && b->object.device == device;
 }
 
+static bool granted; /* some pool to some peer */
+
 static cudaError_t move_peer(const node *n, int dst_device, int src_device, cudaStream_t stream)
 {
   const size_t dst_bytes = n->dst_pitch * (n->rows - 1) + n->width, src_bytes = n->src_pitch * (n->rows - 1) + n->width;
@@ -16,6 +18,10 @@ static cudaError_t move_peer(const node *n, int dst_device, int src_device, cuda
   if (error == cudaSuccess && (!on_device(n->dst, dst_bytes, dst_device) || !on_device(n->src, src_bytes, src_device)))
     error = cudaErrorInvalidValue;
   if (error != cudaSuccess) return error;
+  if (shim.broken_peers && granted) {
+    const node nothing = {n->dst, NULL, n->dst_pitch, n->dst_pitch, n->width, n->rows, 0, ""};
+    return shim_move(&nothing);
+  }
   if (stream_of(stream)->graph == NULL) return shim_move(n);
   graph_add(stream_of(stream)->graph, n);
   return cudaSuccess;
@@ -47,7 +53,7 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
   cudaError_t error = BEGIN(SHIM_QUERY, "%d from %d", peer, device);
   if (error == cudaSuccess && (device < 0 || device >= shim.devices || peer < 0 || peer >= shim.devices))
     error = cudaErrorInvalidDevice;
-  if (error == cudaSuccess) *can = device != peer;
+  if (error == cudaSuccess) *can = device != peer && !shim.no_peers;
   return shim_end(error);
 }
 
@@ -56,6 +62,7 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessD
   cudaError_t error = BEGIN(0, "%zu, device %d, flags %d", count, access->location.id, (int)access->flags);
   if (error == cudaSuccess && (object_find(POOL, pool) == NULL || access->location.id == pool->object.device))
     error = cudaErrorInvalidValue;
+  if (error == cudaSuccess) granted = access->flags != cudaMemAccessFlagsProtNone;
   return shim_end(error);
 }
 

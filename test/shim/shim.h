@@ -20,14 +20,15 @@
 /* ---- the machine: may be changed while nothing is live ---- */
 
 typedef struct shim_machine {
-  int devices, major, minor; /* 2 of compute capability 9.0 by default */
-  int driver;                /* its CUDA version, 13000; 0: none installed */
-  size_t memory;             /* bytes of each device */
-  int smem;                  /* bytes of shared memory a block may ask for */
-  bool no_pools, no_image;   /* devices without memory pools; images without code for them */
-  const char *hidden;        /* a driver function that this driver does not have */
-  const char *missing;       /* a kernel that is not in its image */
-  int max_threads;           /* of every kernel */
+  int devices, major, minor;   /* 2 of compute capability 9.0 by default */
+  int driver;                  /* its CUDA version, 13000; 0: none installed */
+  size_t memory;               /* bytes of each device */
+  int smem;                    /* bytes of shared memory a block may ask for */
+  bool no_pools, no_image;     /* devices without memory pools; images without code for them */
+  bool broken_peers, no_peers; /* granted access breaks copies between devices; no path between them */
+  const char *hidden;          /* a driver function that this driver does not have */
+  const char *missing;         /* a kernel that is not in its image */
+  int max_threads;             /* of every kernel */
 } shim_machine;
 
 extern shim_machine shim;
