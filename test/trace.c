@@ -326,6 +326,26 @@ static void test_refused_in_capture(void)
   group_end();
 }
 
+/* Waits, trims, tries once more; then the sizes are told. */
+static void test_full_device(void)
+{
+  cumoe_context context = NULL;
+  cumoe_buffer buffer = {0};
+  cumoe_pool_stats stats = {.size = sizeof stats};
+  if (!group_begin("a full device")) return;
+  case_begin("one retry");
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  shim_mark();
+  CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
+  CHECK_MSG(strstr(cumoe_last_error(), "17592186044416 bytes asked") != NULL, "the text is \"%s\"", cumoe_last_error());
+  CHECK(strstr(shim_trace(), "cudaStreamSynchronize") != NULL && strstr(shim_trace(), "cudaMemPoolTrimTo") != NULL);
+  CHECK_OK(cumoe_pool_get_stats(context, &stats));
+  CHECK(stats.oom_retries == 1 && stats.used == 0 && stats.live == 0 && stats.allocs == 0);
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+  group_end();
+}
+
 /* Access is granted to a peer only if what is sent to it comes back unchanged; else it is taken back. */
 static void test_peers(void)
 {
@@ -635,6 +655,7 @@ int main(int argc, char **argv)
   test_launches();
   test_arguments();
   test_machines();
+  test_full_device();
   test_peers();
   test_refused_in_capture();
   test_errors();
