@@ -346,6 +346,47 @@ static void test_full_device(void)
   group_end();
 }
 
+static int count_calls(const char *name)
+{
+  int count = 0;
+  for (const char *at = shim_trace(); (at = strstr(at, name)) != NULL; at++) count++;
+  return count;
+}
+
+/* The shim does everything at once: that streams wait for each other shows in the calls only. */
+static void test_orders(void)
+{
+  world w = {0};
+  cumoe_buffer a = {0}, b = {0}, plain = {0};
+  void *memory = NULL;
+  if (!group_begin("streams that wait")) return;
+  case_begin("for recorded uses and for copies between contexts");
+  open_two(&w);
+  OWN(cudaSetDevice(1));
+  OWN(cudaMalloc(&memory, 64));
+  CHECK_OK(cumoe_buffer_alloc(w.context, CUMOE_U8, 1, 64, w.stream, &a));
+  CHECK_OK(cumoe_buffer_alloc(w.other, CUMOE_U8, 1, 64, NULL, &b));
+  CHECK_OK(cumoe_buffer_adopt(w.context, memory, CUMOE_U8, 1, 64, w.stream, &plain));
+  shim_mark();
+  CHECK_OK(cumoe_copy_between(w.other, cumoe_buffer_view_mut(b), NULL, w.context, cumoe_buffer_view(a), w.stream));
+  CHECK(count_calls("cudaStreamWaitEvent") == 2);
+  CHECK_OK(cumoe_buffer_record_use(a, NULL));
+  CHECK_OK(cumoe_buffer_record_use(plain, NULL));
+  shim_mark();
+  CHECK_OK(cumoe_buffer_free(&a));
+  CHECK(count_calls("cudaStreamWaitEvent") == 1 && count_calls("cudaStreamSynchronize") == 0);
+  shim_mark();
+  CHECK_OK(cumoe_buffer_free(&plain));
+  CHECK(count_calls("cudaStreamWaitEvent") == 1 && count_calls("cudaStreamSynchronize") == 2);
+  CHECK_OK(cumoe_buffer_free(&b));
+  OWN(cudaStreamDestroy(w.stream));
+  CHECK_OK(cumoe_context_destroy(w.context));
+  CHECK_OK(cumoe_context_destroy(w.other));
+  case_end();
+  shim_reset();
+  group_end();
+}
+
 /* Access is granted to a peer only if what is sent to it comes back unchanged; else it is taken back. */
 static void test_peers(void)
 {
@@ -656,6 +697,7 @@ int main(int argc, char **argv)
   test_arguments();
   test_machines();
   test_full_device();
+  test_orders();
   test_peers();
   test_refused_in_capture();
   test_errors();
