@@ -1746,10 +1746,11 @@ static void short_view(const argument *f)
 /* Values outside low .. high, or between steps. */
 static int list_numbers(const argument *f, int64_t least, int64_t most, int64_t *list)
 {
-  const int64_t tries[] = {f->low > least ? f->low - 1 : 0, f->high < most ? f->high + 1 : 0, least, most, -1, 0,
-                           f->step > 1 ? f->low + 1 : 0};
+  const int64_t tries[] = {
+      f->low > least ? f->low - 1 : 0, f->high < most ? f->high + 1 : 0,          least, most, -1, 0,
+      f->step > 1 ? f->low + 1 : 0,    f->step > 1 ? most / f->step * f->step : 0};
   int count = 0;
-  for (int i = 0; i < 7; i++) {
+  for (int i = 0; i < 8; i++) {
     const int64_t n = tries[i];
     bool new = n < f->low || n > f->high || (f->step > 1 && n % f->step != 0);
     for (int j = 0; j < count; j++) new = new &&list[j] != n;
@@ -2013,6 +2014,34 @@ static void run_device(int32_t device)
   case_end();
 }
 
+/* Columns of one matrix side by side touch nowhere; with other distances between their rows they do. */
+static void side_by_side(void)
+{
+  if (!group_begin("columns side by side")) return;
+  case_begin("open");
+  open_bench(1);
+  case_end();
+  case_begin("one pitch, two pitches");
+  cumoe_view_mut dst;
+  cumoe_view src;
+  CHECK_OK(cumoe_view_cols_mut(cumoe_buffer_view_mut(bench.buffer), 16, 8, &dst));
+  CHECK_OK(cumoe_view_cols(cumoe_buffer_view(bench.buffer), 0, 8, &src));
+  dst.rows = src.rows = 4;
+  CHECK_OK(cumoe_copy(bench.context, dst, src, no_stream));
+  dst.ld = 128;
+  shim_mark();
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, dst, src, no_stream));
+  CHECK(strstr(cumoe_last_error(), "overlaps") != NULL && shim_calls(SHIM_ALL) == 0);
+  dst.ld = 64;
+  dst.data = (char *)dst.data - 9 * 4; /* column 7: the last of src */
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, dst, src, no_stream));
+  case_end();
+  case_begin("close");
+  close_bench();
+  case_end();
+  group_end();
+}
+
 /* Functions that answer with a value. */
 static void no_status(void)
 {
@@ -2085,6 +2114,7 @@ int main(int argc, char **argv)
   shim_reset();
   run_device(1);
   run_device(CUMOE_DEVICE_CPU);
+  side_by_side();
   no_status();
   every_function();
   return test_end();

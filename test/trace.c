@@ -514,7 +514,9 @@ static void test_errors(void)
     cumoe_context context = NULL;
     const bool sticky = errors[i].status == CUMOE_ERR_CUDA_STICKY;
     case_begin("error %d", (int)errors[i].error);
+    cumoe_buffer buffer = {0};
     CHECK_OK(cumoe_context_create(1, NULL, &context));
+    CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 1, NULL, &buffer));
     make_current(ITS_DEVICE);
     shim_fail(SHIM_CUDA, 3, false,
               errors[i].error); /* after the context and the mode of captures: the stream's state */
@@ -527,6 +529,8 @@ static void test_errors(void)
     shim_mark();
     CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_synchronize(context, NULL));
     CHECK((shim_calls(SHIM_ALL) == 0) == sticky);
+    CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_buffer_free(&buffer));
+    if (sticky) CHECK_MSG(strstr(cumoe_last_error(), "lost earlier") != NULL, "the text is \"%s\"", cumoe_last_error());
     (void)cumoe_context_destroy(context);
     case_end();
   }
@@ -547,6 +551,16 @@ static void test_errors(void)
         strstr(cumoe_last_error(), "grid 1, 1, 1, block 1024, 1, 1") != NULL);
   shim_heal();
   end_world(&w);
+  case_end();
+  case_begin("memory that is not the device's");
+  void *pinned = NULL;
+  cumoe_buffer owned = {0};
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  make_current(ITS_DEVICE);
+  OWN(cudaHostAlloc(&pinned, 64, 0));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DEVICE, cumoe_buffer_adopt(context, pinned, CUMOE_U8, 1, 64, NULL, &owned));
+  OWN(cudaFreeHost(pinned));
+  CHECK_OK(cumoe_context_destroy(context));
   case_end();
   case_begin("a failed relaxing leaves the thread as strict as it was");
   CHECK_OK(cumoe_context_create(1, NULL, &context));
