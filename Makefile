@@ -91,7 +91,7 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create
+SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems))
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))

@@ -513,6 +513,58 @@ static cumoe_status use_module(world *w)
   return cumoe_module_unload(&module);
 }
 
+/* ---- the compiler and cuBLAS ----------------------------------------------------------------------------- */
+
+static const char source[] = "extern \"C\" __global__ void add() {}";
+
+static cumoe_status use_compiler(world *w)
+{
+  static const char *const options[] = {"-lineinfo"};
+  char log[100];
+  cumoe_module module = {0};
+  cumoe_image image = {0};
+  STEP(cumoe_module_compile(w->context, source, options, 1, log, sizeof log, &module));
+  CHECK(strcmp(log, "a remark") == 0);
+  const cumoe_status status = cumoe_compile(source, "compute_90", NULL, 0, NULL, 0, &image);
+  CHECK((status == CUMOE_OK) == (image.data != NULL));
+  cumoe_image_free(&image);
+  const cumoe_status unloaded = cumoe_module_unload(&module);
+  return status != CUMOE_OK ? status : unloaded;
+}
+
+static cumoe_status use_blas(world *w)
+{
+  size_t bytes = 0;
+  STEP(cumoe_matmul_workspace(w->context, &bytes));
+  cumoe_matmul_args m = {.size = sizeof m,
+                         .batch = 2,
+                         .a = lend_in(w, CUMOE_BF16, 8, 16),
+                         .b = lend_in(w, CUMOE_BF16, 16, 8),
+                         .c = lend(w, CUMOE_F32, 16, 8),
+                         .workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes)};
+  m.c.rows = 8;
+  m.c_stride = 64;
+  STEP(cumoe_matmul(w->context, &m, w->stream));
+  m.flags = CUMOE_MATMUL_TRANSPOSE_A | CUMOE_MATMUL_TRANSPOSE_B | CUMOE_MATMUL_TF32;
+  m.a = lend_in(w, CUMOE_F32, 16, 8);
+  m.b = lend_in(w, CUMOE_F32, 8, 16);
+  return cumoe_matmul(w->context, &m, w->stream);
+}
+
+static cumoe_status prepare_blas(world *w)
+{
+  return cumoe_matmul_prepare(w->context);
+}
+
+static cumoe_status use_operations(world *w)
+{
+  const cumoe_view x = lend_in(w, CUMOE_BF16, 7, 512), weight = lend_in(w, CUMOE_BF16, 1, 512);
+  const cumoe_view_mut y = lend(w, CUMOE_BF16, 7, 512);
+  const cumoe_view none = {0};
+  STEP(cumoe_layernorm(w->context, x, weight, none, 1e-5f, y, w->stream));
+  return cumoe_rmsnorm(w->context, x, weight, 1e-5f, y, w->stream);
+}
+
 /* ---- the CPU device ----------------------------------------------------------------------------------- */
 
 static cumoe_status whole_cpu(world *w)
@@ -569,6 +621,10 @@ static const scenario scenarios[] = {
     {"streams and events", open_one, use_streams, 0},
     {"graphs", small_layer, use_graphs, 0},
     {"modules and launches", open_one, use_module, AGAIN},
+    {"compiler", open_one, use_compiler, 0},
+    {"matrix product", open_one, use_blas, 0},
+    {"matrix product prepared", open_one, prepare_blas, 0},
+    {"operations", open_one, use_operations, AGAIN},
 };
 
 static const cudaError_t errors[] = {cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorIllegalAddress,
@@ -768,6 +824,51 @@ static void run_channel(const scenario *s, shim_channel channel, cudaError_t err
   free(after);
 }
 
+/* Each call of the other libraries with each of their codes. */
+static const struct {
+  const char *scenario;
+  int code;
+  cumoe_status status;
+} codes[] = {
+    {"compiler", 1, CUMOE_ERR_OUT_OF_MEMORY},        {"compiler", 5, CUMOE_ERR_INVALID_ARGUMENT},
+    {"compiler", 6, CUMOE_ERR_INVALID_ARGUMENT},     {"compiler", 7, CUMOE_ERR_LIBRARY_MISSING},
+    {"compiler", 11, CUMOE_ERR_NOT_SUPPORTED},       {"matrix product", 3, CUMOE_ERR_OUT_OF_MEMORY},
+    {"matrix product", 15, CUMOE_ERR_NOT_SUPPORTED}, {"matrix product", 13, CUMOE_ERR_CUDA},
+    {"matrix product", 2, CUMOE_ERR_CUDA},           {"matrix product prepared", 3, CUMOE_ERR_OUT_OF_MEMORY},
+};
+
+static void run_code(const scenario *s, int code, cumoe_status want)
+{
+  bool more = true;
+  for (int64_t n = 1; more; n++) {
+    const int64_t live = shim_live(), heap = shim_heap();
+    world w;
+    case_begin("%s: library call %lld answers %d", s->name, (long long)n, code);
+    begin_world(s, &w);
+    shim_fail(SHIM_LIBRARY, n, false, (cudaError_t)code);
+    const cumoe_status status = s->act(&w);
+    more = shim_failed() != NULL;
+    if (more && strstr(shim_failed(), "Destroy") == NULL) CHECK_STATUS(want, status);
+    shim_heal();
+    finish(&w, true);
+    check_nothing_left(live, heap);
+    case_end();
+  }
+}
+
+static void run_libraries(void)
+{
+  if (!group_begin("codes of other libraries")) return;
+  for (int round = 0; round < 2; round++)
+    for (size_t c = 0; c < sizeof codes / sizeof codes[0]; c++)
+      for (size_t i = 0; i < sizeof scenarios / sizeof scenarios[0]; i++) {
+        shim.ptx_only = round == 1;
+        if (!strcmp(scenarios[i].name, codes[c].scenario)) run_code(&scenarios[i], codes[c].code, codes[c].status);
+      }
+  shim_reset();
+  group_end();
+}
+
 static void run_scenario(const scenario *s)
 {
   if (!group_begin("%s", s->name)) return;
@@ -778,6 +879,8 @@ static void run_scenario(const scenario *s)
   }
   group_end();
 }
+
+void __gcov_dump(void) __attribute__((weak)); /* _exit writes no counts of branches */
 
 /* What is done once a process is done in a new one for each fault. */
 static void first_calls(void)
@@ -808,6 +911,7 @@ static void first_calls(void)
           if (!works) printf("# no second try: %s\n", cumoe_last_error());
           finish(&w, true);
           fflush(stdout);
+          if (__gcov_dump) __gcov_dump();
           _exit((right ? 0 : 1) | (works ? 0 : 2) | (shim_live() == live ? 0 : 4));
         }
         int end = 0;
@@ -826,6 +930,7 @@ int main(int argc, char **argv)
   first_calls();
   free(run_whole(&scenarios[0]));
   for (size_t i = 0; i < sizeof scenarios / sizeof scenarios[0]; i++) run_scenario(&scenarios[i]);
+  run_libraries();
   if (group_begin("the shim")) {
     case_begin("it knew everything that was asked for");
     CHECK(shim_unknown() == 0);

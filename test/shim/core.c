@@ -173,12 +173,17 @@ void shim_pause(bool on)
   pthread_mutex_unlock(&lock);
 }
 
-bool shim_heap_fails(shim_channel channel, const char *name)
+int shim_planned(shim_channel channel, const char *name)
 {
   pthread_mutex_lock(&lock);
-  const bool fails = is_planned(channel, name);
+  const int error = is_planned(channel, name) ? (int)state.plan[channel].error : 0;
   pthread_mutex_unlock(&lock);
-  return fails;
+  return error;
+}
+
+bool shim_heap_fails(shim_channel channel, const char *name)
+{
+  return shim_planned(channel, name) != 0;
 }
 
 static cudaError_t needs_context(void)
@@ -347,8 +352,15 @@ size_t shim_device_bytes(int device)
 
 void shim_print_live(void)
 {
-  static const char *const names[KINDS] = {"device block", "pinned block", "pool",  "stream",
-                                           "event",        "library",      "graph", "executable graph"};
+  static const char *const names[KINDS] = {"device block",
+                                           "pinned block",
+                                           "pool",
+                                           "stream",
+                                           "event",
+                                           "library",
+                                           "graph",
+                                           "executable graph",
+                                           "handle of another library"};
   for (object *o = state.objects; o != NULL; o = o->next)
     printf("# live: %s of device %d\n", names[o->kind], o->device);
 }

@@ -18,6 +18,7 @@ typedef enum object_kind {
   LIBRARY,
   GRAPH,
   GRAPH_EXEC,
+  FOREIGN,
   KINDS
 } object_kind;
 
@@ -127,6 +128,7 @@ void *__real_malloc(size_t bytes);
 void *__real_calloc(size_t count, size_t bytes);
 void *__real_realloc(void *block, size_t bytes);
 void __real_free(void *block);
+int shim_planned(shim_channel channel, const char *name); /* 0, or the error to fail with */
 bool shim_heap_fails(shim_channel channel, const char *name);
 
 #endif

@@ -26,7 +26,8 @@ typedef struct shim_machine {
   int smem;                    /* bytes of shared memory a block may ask for */
   bool no_pools, no_image;     /* devices without memory pools; images without code for them */
   bool broken_peers, no_peers; /* granted access breaks copies between devices; no path between them */
-  const char *hidden;          /* a driver function that this driver does not have */
+  const char *hidden;          /* a function that the driver, or another library, does not have */
+  bool no_libraries, ptx_only; /* neither NVRTC nor cuBLAS is installed; the compiler makes PTX only */
   const char *missing;         /* a kernel that is not in its image */
   int max_threads;             /* of every kernel */
 } shim_machine;
@@ -37,9 +38,10 @@ void shim_reset(void); /* the default machine, whole and empty-handed; forgets t
 /* ---- faults ---- */
 
 typedef enum shim_channel {
-  SHIM_CUDA,   /* runtime and driver calls that can fail */
-  SHIM_HEAP,   /* malloc, calloc, realloc, aligned_alloc of everything linked with --wrap */
-  SHIM_THREAD, /* pthread_create */
+  SHIM_CUDA,    /* runtime and driver calls that can fail */
+  SHIM_HEAP,    /* malloc, calloc, realloc, aligned_alloc of everything linked with --wrap */
+  SHIM_THREAD,  /* pthread_create */
+  SHIM_LIBRARY, /* NVRTC and cuBLAS: fails with their own code, given as the error */
   SHIM_CHANNELS
 } shim_channel;
 
