@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "shim/layer.h"
-#include "../kernels/args.h"
+#include "../host/tmap.h"
 
 /* ---- launches ------------------------------------------------------------------------------------------- */
 
@@ -626,6 +626,249 @@ static void test_grids(void)
   group_end();
 }
 
+/* ---- corners that no other program comes to --------------------------------------------------------------- */
+
+#define REFUSED(want, word, call)                                                                                      \
+  do {                                                                                                                 \
+    CHECK_STATUS(want, call);                                                                                          \
+    CHECK_MSG(strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"", cumoe_last_error());                     \
+  } while (0)
+
+/* What may be adopted, and how it is freed. */
+static void adopt(world *w)
+{
+  void *here = NULL, *there = NULL;
+  cumoe_buffer owned = {0};
+  make_current(OTHER_DEVICE);
+  OWN(cudaMalloc(&there, 512));
+  make_current(ITS_DEVICE);
+  OWN(cudaMalloc(&here, 512));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "inside",
+          cumoe_buffer_adopt(w->context, (char *)here + 256, CUMOE_U8, 1, 8, NULL, &owned));
+  REFUSED(CUMOE_ERR_OUT_OF_BOUNDS, "512 bytes", cumoe_buffer_adopt(w->context, here, CUMOE_U8, 1, 513, NULL, &owned));
+  REFUSED(CUMOE_ERR_WRONG_DEVICE, "device 0", cumoe_buffer_adopt(w->context, there, CUMOE_U8, 1, 8, NULL, &owned));
+  REFUSED(CUMOE_ERR_WRONG_DEVICE, "not device memory", cumoe_buffer_adopt(w->context, w, CUMOE_U8, 1, 8, NULL, &owned));
+  CHECK_OK(cumoe_buffer_adopt(w->context, here, CUMOE_U8, 1, 512, w->stream, &owned));
+  shim_mark();
+  CHECK_OK(cumoe_buffer_free(&owned));
+  CHECK(strstr(shim_trace(), "cudaFree ") != NULL && strstr(shim_trace(), "cudaStreamSynchronize") != NULL);
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_U8, 1, 512, w->stream, &owned));
+  CHECK_OK(cumoe_buffer_release(&owned, &here));
+  CHECK_OK(cumoe_buffer_adopt(w->context, here, CUMOE_U8, 1, 512, w->stream, &owned));
+  shim_mark();
+  CHECK_OK(cumoe_buffer_free(&owned));
+  CHECK(strstr(shim_trace(), "cudaFreeAsync") != NULL && shim_calls(SHIM_SYNC) == 0);
+  make_current(OTHER_DEVICE);
+  OWN(cudaFree(there));
+}
+
+/* Which weights tensor maps can describe. */
+static void map_weights(world *w)
+{
+  (void)w;
+  gemm_args a = {.n = 64, .k = 64, .experts = 8, .gated = 1};
+  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192}, .expert_stride = 4096, .n_stride = 64, .k_stride = 1};
+  CHECK(tmap_serves(&a));
+  gemm_args b = a;
+#define NOT_SERVED(change)                                                                                             \
+  b = a;                                                                                                               \
+  change;                                                                                                              \
+  CHECK(!tmap_serves(&b))
+  NOT_SERVED(b.b.k_stride = 64);
+  NOT_SERVED(b.b.table[0] = (const void *const *)4096);
+  NOT_SERVED(b.b.table[1] = (const void *const *)4096);
+  NOT_SERVED(b.n = 60);
+  NOT_SERVED(b.b.base[0] = (void *)4104);
+  NOT_SERVED(b.b.n_stride = 60);
+  NOT_SERVED(b.b.n_stride = 0);
+  NOT_SERVED(b.b.n_stride = (int64_t)1 << 37);
+  NOT_SERVED(b.b.expert_stride = 4);
+  NOT_SERVED(b.b.base[1] = (void *)4100);
+  NOT_SERVED(b.b.base[1] = b.b.base[0]);
+  a.experts = 1;
+  a.gated = 0;
+  a.b.expert_stride = 4;
+  a.b.base[1] = NULL;
+  CHECK(tmap_serves(&a));
+}
+
+static void pair_up(world *w)
+{
+  cumoe_weights bound = NULL;
+  cumoe_weights_desc d = describe_weights(w, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_SEPARATE), e = d;
+  e.up.data.ld = HIDDEN + 8;
+  REFUSED(CUMOE_ERR_LAYOUT, "same ld", cumoe_weights_bind(w->context, &e, &bound));
+  e = d;
+  e.up.bias = lend_in(w, CUMOE_F32, EXPERTS, INTER);
+  REFUSED(CUMOE_ERR_LAYOUT, "bias form", cumoe_weights_bind(w->context, &e, &bound));
+  e.gate.bias = lend_in(w, CUMOE_BF16, EXPERTS, INTER);
+  REFUSED(CUMOE_ERR_LAYOUT, "bias form", cumoe_weights_bind(w->context, &e, &bound));
+  e.gate.bias = e.up.bias;
+  e.gate.bias.ld += 8;
+  REFUSED(CUMOE_ERR_LAYOUT, "bias form", cumoe_weights_bind(w->context, &e, &bound));
+  e = d;
+  e.up.expert_stride = (int64_t)INTER * HIDDEN;
+  e.up.data.rows = INTER;
+  REFUSED(CUMOE_ERR_LAYOUT, "expert_stride", cumoe_weights_bind(w->context, &e, &bound));
+  e = d;
+  e.gate_up = d.up;
+  REFUSED(CUMOE_ERR_LAYOUT, "gate_up must be absent", cumoe_weights_bind(w->context, &e, &bound));
+  e.gate_order = CUMOE_GATE_UP_CONCAT;
+  REFUSED(CUMOE_ERR_LAYOUT, "gate must be absent", cumoe_weights_bind(w->context, &e, &bound));
+  e.gate = (cumoe_projection){{0}, NULL, 0, {0}};
+  REFUSED(CUMOE_ERR_LAYOUT, "up must be absent", cumoe_weights_bind(w->context, &e, &bound));
+}
+
+/* The layer of the world has neither a shared expert nor ungated weights. */
+static void mix_up(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  cumoe_moe_args a = arguments(w, &d, 4);
+  cumoe_plan plan = NULL;
+  a.ids = lend_in(w, CUMOE_I32, 4, TOP_K);
+  a.weights = lend_in(w, CUMOE_F32, 4, TOP_K);
+  a.shared = w->weights;
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.shared is given", cumoe_moe_forward(w->plan, w->weights, &a, NULL));
+  a.shared = NULL;
+  d.flags = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED;
+  CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
+  REFUSED(CUMOE_ERR_LAYOUT, "ungated", cumoe_moe_forward(plan, w->weights, &a, NULL));
+  CHECK_OK(cumoe_plan_destroy(plan));
+  d.flags = CUMOE_MOE_UNREDUCED;
+  CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
+  a.out = lend(w, CUMOE_BF16, 4 * TOP_K, HIDDEN);
+  a.residual = lend_in(w, CUMOE_BF16, 4, HIDDEN);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "UNREDUCED", cumoe_moe_forward(plan, w->weights, &a, NULL));
+  CHECK_OK(cumoe_plan_destroy(plan));
+  d.inter = 1 << 24;
+  d.inter += 8;
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "desc.inter", cumoe_plan_create(w->context, &d, &plan));
+  d.inter = INTER;
+  d.shared_inter = (1 << 24) + 8;
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "desc.shared_inter", cumoe_plan_create(w->context, &d, &plan));
+}
+
+static void combine_otherwise(world *w)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  cumoe_plan plan = NULL;
+  const cumoe_view rows = lend_in(w, CUMOE_BF16, 3, HIDDEN), none = {0};
+  const cumoe_route route = {.size = sizeof route,
+                             .counts = lend(w, CUMOE_I32, 1, EXPERTS),
+                             .offsets = lend(w, CUMOE_I32, 1, EXPERTS + 1),
+                             .row_pair = lend(w, CUMOE_I32, 1, 3 * TOP_K),
+                             .slot_row = lend(w, CUMOE_I32, 3, TOP_K)};
+  cumoe_combine_args a = {.size = sizeof a,
+                          .out_scale = 2,
+                          .y = lend_in(w, CUMOE_BF16, 3 * TOP_K, HIDDEN),
+                          .out = lend(w, CUMOE_BF16, 3 * TOP_K, HIDDEN)};
+  d.flags = CUMOE_MOE_UNREDUCED;
+  CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
+  CHECK_OK(cumoe_combine(plan, &route, &a, NULL));
+  a.shared = rows;
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.shared must", cumoe_combine(plan, &route, &a, NULL));
+  a.shared = none;
+  a.residual = rows;
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.residual must", cumoe_combine(plan, &route, &a, NULL));
+  a.residual = none;
+  a.pair_weights = lend_in(w, CUMOE_F32, 3, TOP_K);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.pair_weights must", cumoe_combine(plan, &route, &a, NULL));
+  CHECK_OK(cumoe_plan_destroy(plan));
+  d.flags = 0;
+  d.routing.identity_experts = 1;
+  CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
+  a.out = lend(w, CUMOE_BF16, 3, HIDDEN);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.x", cumoe_combine(plan, &route, &a, NULL));
+  a.x = rows;
+  CHECK_OK(cumoe_combine(plan, &route, &a, NULL));
+  CHECK_OK(cumoe_plan_destroy(plan));
+}
+
+/* A forced row that cannot serve is no reason to take another one. */
+static void force_wrongly(world *w)
+{
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info info = {.size = sizeof info};
+    CHECK_OK(cumoe_variant_get(w->context, i, &info));
+    if (!info.usable || strstr(info.name, "cumoe_up_any_ntile_bf16") == NULL) continue;
+    CHECK_OK(cumoe_variant_force(w->context, i));
+    REFUSED(CUMOE_ERR_NOT_SUPPORTED, "one is forced", run_routed(w));
+    CHECK_OK(cumoe_variant_force(w->context, -1));
+  }
+}
+
+static void use_functions(world *w)
+{
+  static const char ptx[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
+  cumoe_module module = {0};
+  cumoe_function add = {0};
+  cumoe_view_mut global;
+  cumoe_graph graph = NULL;
+  uint32_t threads = 0;
+  cumoe_launch l = cumoe_launch_elements(0, NULL);
+  CHECK_OK(cumoe_module_load(w->context, ptx, sizeof ptx - 1, &module)); /* without its NUL: copied */
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "sub", cumoe_module_function(module, "sub", 0, &add));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "max_dynamic_smem", cumoe_module_function(module, "add", 1 << 20, &add));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "name", cumoe_module_function(module, "", 0, &add));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "nowhere", cumoe_module_global(module, "nowhere", CUMOE_F32, &global));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "name", cumoe_module_global(module, "", CUMOE_F32, &global));
+  CHECK_OK(cumoe_module_function(module, "add", 0, &add));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "dynamic_smem", cumoe_function_block(add, UINT32_MAX, &threads));
+  const cumoe_arg args[4] = {cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 8)), cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 8)),
+                             cumoe_arg_view_mut(lend(w, CUMOE_F32, 1, 8)), cumoe_arg_i32(0)};
+  shim_mark();
+  CHECK_OK(cumoe_launch_kernel(add, &l, args, 4));
+  CHECK(shim_calls(SHIM_ALL) == 0); /* of nothing */
+  CHECK_OK(cumoe_module_unload(&module));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "not being captured", cumoe_graph_end(w->context, w->stream, &graph));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "every thread", cumoe_stream_destroy(w->context, CUMOE_STREAM_PER_THREAD));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "peer is 7", cumoe_pool_allow_peer(w->context, 7));
+  CHECK_OK(cumoe_pool_allow_peer(w->context, 1));
+}
+
+static void many_threads(world *w)
+{
+  (void)w;
+  cumoe_context context = NULL;
+  cumoe_device_info info = {.size = sizeof info};
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 100000};
+  shim_fail(SHIM_THREAD, 4, true, cudaErrorMemoryAllocation); /* more than three cannot be had */
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
+  CHECK_OK(cumoe_context_info(context, &info));
+  CHECK(info.multiprocessors == 4);
+  CHECK_OK(cumoe_context_destroy(context));
+  shim_heal();
+}
+
+static const struct {
+  const char *name;
+  void (*test)(world *w);
+} corners[] = {
+    {"adopted memory", adopt},
+    {"tensor maps", map_weights},
+    {"gate and up unlike", pair_up},
+    {"parts of other layers", mix_up},
+    {"combine: unreduced, identity experts", combine_otherwise},
+    {"a forced row that cannot serve", force_wrongly},
+    {"functions, graphs, peers", use_functions},
+    {"threads", many_threads},
+};
+
+static void test_corners(void)
+{
+  if (!group_begin("corners")) return;
+  for (size_t i = 0; i < sizeof corners / sizeof corners[0]; i++) {
+    world w = {.next = (uintptr_t)1 << 40};
+    case_begin("%s", corners[i].name);
+    small_layer(&w);
+    corners[i].test(&w);
+    end_world(&w);
+    shim_reset();
+    case_end();
+  }
+  group_end();
+}
+
 /* ---- threads --------------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8, ROUNDS = 300 };
@@ -716,6 +959,7 @@ int main(int argc, char **argv)
   test_refused_in_capture();
   test_errors();
   test_grids();
+  test_corners();
   test_threads();
   return test_end();
 }
