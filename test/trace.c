@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "shim/layer.h"
+#include "../host/internal.h"
 #include "../host/tmap.h"
 
 /* ---- launches ------------------------------------------------------------------------------------------- */
@@ -81,6 +82,7 @@ static void check_launch(const launching *l, world *w, before b, bool pending)
   CHECK_MSG(shim_calls(SHIM_ALL) == cheap && shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0, "%s", shim_trace());
   CHECK(strstr(shim_trace(), "cudaThreadExchange") == NULL && strstr(shim_trace(), "cudaSetDevice") == NULL);
   CHECK(shim_current_device() == device && shim_last_error() == error && shim_implicit() == implicit);
+  CHECK(strstr(shim_trace(), "stream 0") == NULL);
   list_kernels(shim_trace(), kernels, sizeof kernels);
   CHECK_MSG(strcmp(kernels, l->kernels) == 0, "the kernels are: %s", kernels);
   shim_heal();
@@ -840,6 +842,205 @@ static void many_threads(world *w)
   shim_heal();
 }
 
+/* What belongs to one context, or to the caller, is left alone by what happens to another. */
+static void leave_alone(world *w)
+{
+  cumoe_context context = NULL;
+  cumoe_buffer kept = {0}, gone = {0};
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_F32, 1, 8, NULL, &kept));
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 1, 8, NULL, &gone));
+  CHECK_OK(cumoe_context_destroy(context));
+  CHECK_OK(cumoe_fill(w->context, cumoe_buffer_view_mut(kept), 0, NULL));
+  CHECK_OK(cumoe_buffer_free(&kept));
+  make_current(ITS_DEVICE);
+  CHECK(cudaSetDevice(99) == cudaErrorInvalidDevice); /* pending; a failure of ours does not take it away */
+  REFUSED(CUMOE_ERR_OUT_OF_MEMORY, "bytes asked",
+          cumoe_buffer_alloc(w->context, CUMOE_F32, 1 << 20, 1 << 20, NULL, &kept));
+  CHECK(shim_last_error() != cudaSuccess);
+  shim_heal();
+  shim_engine_context(1); /* on the same GPU: it does */
+  shim_mark();
+  CHECK_OK(run_routed(w));
+  CHECK(strstr(shim_trace(), "cuCtxPush") == NULL && strstr(shim_trace(), "cuCtxGetDevice") != NULL);
+  shim_engine_context(0);
+  shim_mark();
+  CHECK_OK(run_routed(w));
+  CHECK(strstr(shim_trace(), "cuCtxPush") != NULL && shim_current_device() == 0);
+}
+
+/* Of several failures, the first is told; of a lost device, what lost it. */
+static void first_cause(world *w)
+{
+  cumoe_context context = NULL;
+  for (int n = 2; n < 60; n++) {
+    shim_fail(SHIM_CUDA, n, true, cudaErrorInvalidValue);
+    if (cumoe_context_create(1, NULL, &context) == CUMOE_OK) CHECK(false);
+    CHECK_MSG(strstr(cumoe_last_error(), shim_failed()) != NULL || strstr(shim_failed(), "Exchange") != NULL,
+              "%s failed: %s", shim_failed(), cumoe_last_error());
+    shim_heal();
+  }
+  const void *matrices[EXPERTS];
+  cumoe_weights bound = NULL;
+  cumoe_weights_desc d = describe_weights(w, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
+  for (int e = 0; e < EXPERTS; e++) matrices[e] = lend_in(w, CUMOE_BF16, HIDDEN, INTER).data;
+  d.down.data.data = NULL;
+  d.down.data.rows = HIDDEN;
+  d.down.per_expert = matrices;
+  make_current(ITS_DEVICE);
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+  shim_fail(SHIM_CUDA, 3, false, cudaErrorIllegalAddress);
+  REFUSED(CUMOE_ERR_CUDA_STICKY, "IllegalAddress", cumoe_synchronize(context, NULL));
+  REFUSED(CUMOE_ERR_CUDA_STICKY, "lost earlier", cumoe_weights_destroy(bound));
+  CHECK(strstr(cumoe_last_error(), "IllegalAddress") != NULL);
+  CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_context_destroy(context));
+  shim_heal();
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  shim_mark();
+  cumoe_context again = NULL;
+  CHECK_OK(cumoe_context_create(1, NULL, &again));
+  CHECK(strstr(shim_trace(), "ByVersion cuCtx") == NULL); /* looked up once */
+  CHECK_OK(cumoe_context_destroy(again));
+  CHECK_OK(cumoe_context_destroy(context));
+}
+
+/* Without NVRTC, without cuBLAS, without one of their functions. */
+static void no_libraries(world *w)
+{
+  (void)w;
+  cumoe_image image;
+  shim.hidden = "nvrtcGetPTX";
+  REFUSED(CUMOE_ERR_LIBRARY_MISSING, "nvrtcGetPTX", cumoe_compile("", "sm_90a", NULL, 0, NULL, 0, &image));
+  shim.hidden = NULL;
+  const char *const target[] = {"-arch=sm_80"}, *const hole[] = {NULL};
+  char log[4];
+  CHECK_OK(cumoe_compile("", "sm_90a", target, 1, log, sizeof log, &image));
+  CHECK(strcmp(log, "a r") == 0);
+  cumoe_image_free(&image);
+  cumoe_image_free(NULL);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "options[0]", cumoe_compile("", "sm_90a", hole, 1, NULL, 0, &image));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "target is gpu", cumoe_compile("", "gpu", NULL, 0, NULL, 0, &image));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "log is null", cumoe_compile("", "sm_90a", NULL, 0, NULL, 9, &image));
+}
+
+/* Every unit once, and no other. */
+static void count_units(const void *args, int64_t begin, int64_t end)
+{
+  atomic_int *const units = *(atomic_int *const *)args;
+  for (int64_t i = begin; i < end; i++) atomic_fetch_add(&units[i], 1);
+}
+
+static void deal_units(world *w)
+{
+  enum { MOST = 100 };
+  static atomic_int units[2 * MOST];
+  atomic_int *const counts = units;
+  (void)w;
+  thread_pool *pool = threads_create(3);
+  for (int64_t n = 0; n <= MOST; n++) {
+    for (int i = 0; i < 2 * MOST; i++) atomic_store(&units[i], 0);
+    threads_run(pool, count_units, &counts, n);
+    for (int i = 0; i < 2 * MOST; i++) CHECK(atomic_load(&units[i]) == (i < n));
+  }
+  threads_destroy(pool);
+  threads_destroy(NULL);
+}
+
+static void wrong_launches(world *w)
+{
+  static const char ptx[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
+  cumoe_module module = {0};
+  cumoe_function add = {0};
+  cumoe_launch l = cumoe_launch_elements(1000, NULL);
+  cumoe_arg args[4] = {cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 8)), cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 8)),
+                       cumoe_arg_i32(0), cumoe_arg_i32(0)};
+  CHECK_OK(cumoe_module_load(w->context, ptx, sizeof ptx, &module));
+  CHECK_OK(cumoe_module_function(module, "add", 0, &add));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args[2]", cumoe_launch_kernel(add, &l, args, 4));
+  args[2] = cumoe_arg_view_mut(lend(w, CUMOE_F32, 1, 8));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "arg_count", cumoe_launch_kernel(add, &l, args, 3));
+  l.grid[0] = 7;
+  l.cluster[0] = 2;
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "cluster", cumoe_launch_kernel(add, &l, args, 4));
+  l.grid[0] = 8;
+  CHECK_OK(cumoe_launch_kernel(add, &l, args, 4));
+  CHECK_OK(cumoe_module_unload(&module));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "index is", cumoe_variant_force(w->context, cumoe_variant_count()));
+  const cumoe_view none = {0};
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "weight.rows is 1025",
+          cumoe_router(w->context, lend_in(w, CUMOE_BF16, 1, HIDDEN), lend_in(w, CUMOE_BF16, 1025, HIDDEN), none,
+                       lend(w, CUMOE_F32, 1, 1025), NULL));
+}
+
+/* 1200 pairs: two chunks, so they are counted first. */
+static void two_chunks(world *w)
+{
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  char kernels[200];
+  cumoe_moe_args a = arguments(w, &d, 600);
+  a.ids = lend_in(w, CUMOE_I32, 600, TOP_K);
+  a.weights = lend_in(w, CUMOE_F32, 600, TOP_K);
+  shim_mark();
+  CHECK_OK(cumoe_moe_forward(w->plan, w->weights, &a, w->stream));
+  list_kernels(shim_trace(), kernels, sizeof kernels);
+  CHECK_MSG(strncmp(kernels, "map map ", 8) == 0, "%s", kernels);
+}
+
+static void products(world *w)
+{
+  static const char *const names[] = {"cublasCreate_v2",    "cublasDestroy_v2",      "cublasSetMathMode",
+                                      "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGemmStridedBatchedEx_64"};
+  size_t bytes = 0;
+  CHECK_OK(cumoe_matmul_workspace(w->context, &bytes));
+  cumoe_matmul_args m = {.size = sizeof m,
+                         .flags = CUMOE_MATMUL_TF32,
+                         .a = lend_in(w, CUMOE_F16, 8, 16),
+                         .b = lend_in(w, CUMOE_F16, 16, 8),
+                         .c = lend(w, CUMOE_F16, 8, 8)};
+  REFUSED(CUMOE_ERR_WORKSPACE, "absent", cumoe_matmul(w->context, &m, NULL));
+  m.workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes - 1);
+  REFUSED(CUMOE_ERR_WORKSPACE, "are needed", cumoe_matmul(w->context, &m, NULL));
+  m.workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes);
+  for (int i = 0; i < 6; i++) {
+    shim.hidden = names[i];
+    REFUSED(CUMOE_ERR_LIBRARY_MISSING, names[i], cumoe_matmul(w->context, &m, NULL));
+  }
+  shim.hidden = NULL;
+  CHECK_OK(cumoe_matmul(w->context, &m, NULL));
+  CHECK_OK(cumoe_matmul_prepare(w->context));
+  m.a = lend_in(w, CUMOE_F16, 8, 0);
+  m.b = lend_in(w, CUMOE_F16, 0, 8);
+  CHECK_OK(cumoe_matmul(w->context, &m, NULL));
+}
+
+static void operations(world *w)
+{
+  const cumoe_view wide = lend_in(w, CUMOE_BF16, 4, 64), bias = lend_in(w, CUMOE_F32, 1, 32), none = {0};
+  cumoe_view x = wide, empty = wide, odd = wide;
+  const cumoe_view_mut y = lend(w, CUMOE_BF16, 4, 32);
+  x.cols = 32; /* rows apart */
+  odd.cols = 32;
+  odd.data = (const char *)odd.data + 2;
+  empty.cols = 0;
+  cumoe_view_mut nothing = y;
+  nothing.cols = 0;
+  const cumoe_view views[] = {x, odd};
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(cumoe_add(w->context, views[i], views[i], y, NULL));
+    CHECK_OK(cumoe_mul(w->context, cumoe_const(y), views[i], y, NULL));
+    CHECK_OK(cumoe_add(w->context, views[i], cumoe_const(y), y, NULL));
+    CHECK_OK(cumoe_silu(w->context, views[i], y, NULL));
+    CHECK_OK(cumoe_softmax(w->context, views[i], y, NULL));
+    CHECK_OK(cumoe_layernorm(w->context, views[i], bias, bias, 0, y, NULL));
+    CHECK_OK(cumoe_rmsnorm(w->context, views[i], none, 0, y, NULL));
+  }
+  shim_mark();
+  CHECK_OK(cumoe_add(w->context, empty, empty, nothing, NULL));
+  CHECK_OK(cumoe_softmax(w->context, empty, nothing, NULL));
+  CHECK(shim_calls(SHIM_ALL) == 0);
+}
+
 static const struct {
   const char *name;
   void (*test)(world *w);
@@ -852,6 +1053,14 @@ static const struct {
     {"a forced row that cannot serve", force_wrongly},
     {"functions, graphs, peers", use_functions},
     {"threads", many_threads},
+    {"what is left alone", leave_alone},
+    {"the first cause", first_cause},
+    {"other libraries", no_libraries},
+    {"units dealt to threads", deal_units},
+    {"launches that do not fit", wrong_launches},
+    {"a map in two chunks", two_chunks},
+    {"products", products},
+    {"operations", operations},
 };
 
 static void test_corners(void)

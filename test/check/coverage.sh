@@ -19,7 +19,7 @@ name_images "$folder" || exit 1
 cudart=$(${MAKE:-make} -s print-LINK_LIBS)
 for program; do
   case " $(echo $shimmed) " in
-  *" $program "*) link_shimmed "$folder" --coverage "$program" || exit 1 ;;
+  *" $program "*) link_shimmed "$folder" "--coverage -Wl,-u,__gcov_dump" "$program" || exit 1 ;;
   *) ${CC:-cc} --coverage -o "$folder/$program" "$folder/test_$program.c.o" \
     $(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done) "$folder"/host_*.o "$folder"/kernels_*.o \
     "$folder/images.o" $cudart || exit 1 ;;

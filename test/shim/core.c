@@ -62,6 +62,14 @@ int current_device(void)
   return thread.depth ? thread.stack[thread.depth - 1]->device : 0;
 }
 
+void shim_engine_context(int device)
+{
+  static struct CUctx_st engines[MAX_DEVICES];
+  engines[device].device = device;
+  thread.depth = 1;
+  thread.stack[0] = &engines[device];
+}
+
 void shim_drop_context(void)
 {
   thread.depth = 0;

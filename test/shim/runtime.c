@@ -525,8 +525,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel,
 {
   node n = {.rows = 0};
   const variant *v = row_of(kernel);
-  snprintf(n.text, sizeof n.text, "%s grid %u block %u smem %zu attrs %u", v ? v->name : "?", c->gridDim.x,
-           c->blockDim.x, c->dynamicSmemBytes, c->numAttrs);
+  snprintf(n.text, sizeof n.text, "%s grid %u block %u smem %zu attrs %u stream %d", v ? v->name : "?", c->gridDim.x,
+           c->blockDim.x, c->dynamicSmemBytes, c->numAttrs, c->stream != NULL);
   cudaError_t error = BEGIN(SHIM_LAUNCH | SHIM_CONTEXT, "%s", n.text);
   if (error == cudaSuccess) error = check_launch(c, v);
   if (error == cudaSuccess) {

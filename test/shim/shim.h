@@ -91,8 +91,9 @@ void shim_write(void *device, const void *from, size_t bytes); /* device memory,
 void shim_read(void *to, const void *device, size_t bytes);
 cudaError_t shim_last_error(void); /* of the thread; no call recorded */
 enum cudaStreamCaptureMode shim_capture_mode(void);
-int shim_current_device(void); /* -1: the thread has no context */
-void shim_drop_context(void);  /* the thread has none */
+int shim_current_device(void);        /* -1: the thread has no context */
+void shim_drop_context(void);         /* the thread has none */
+void shim_engine_context(int device); /* it has one that is not the runtime's */
 /* The arguments of the last launch of a kernel whose name contains `part`; NULL: there was none since the mark. */
 const void *shim_last_args(const char *part);
 
