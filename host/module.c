@@ -72,13 +72,25 @@ static cumoe_status explain_load(cumoe_context context, cudaError_t error, const
               (int)length, j->log);
 }
 
-/* Loading is lazy in most processes: touching one kernel makes the driver do it, and compile, now. */
+/* Asks for a kernel that no module has: that it is missing is known only once the code was loaded. */
+static cudaError_t load_by_asking(cudaLibrary_t library)
+{
+  cudaKernel_t none = NULL;
+  const cudaError_t error = cudaLibraryGetKernel(&none, library, "cumoe: no such kernel");
+  if (error != cudaErrorSymbolNotFound) return error;
+  clear_cuda_error();
+  return cudaSuccess;
+}
+
+/* Loading is lazy in most processes: touching a kernel makes the driver do it, and compile, now. Code that cannot be loaded
+ * (another architecture's, PTX that does not compile) counts as no kernels. */
 static cumoe_status touch(cumoe_context context, cudaLibrary_t library, const jit *j)
 {
   unsigned count = 0;
   cudaKernel_t first = NULL;
   struct cudaFuncAttributes facts;
   cudaError_t error = cudaLibraryGetKernelCount(&count, library);
+  if (error == cudaSuccess && count == 0) error = load_by_asking(library);
   if (error == cudaSuccess && count) error = cudaLibraryEnumerateKernels(&first, 1, library);
   if (error == cudaSuccess && count) error = cudaFuncGetAttributes(&facts, (const void *)first);
   return error == cudaSuccess ? CUMOE_OK : explain_load(context, error, "loading its kernels", j);
