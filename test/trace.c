@@ -680,7 +680,7 @@ static void map_weights(world *w)
   NOT_SERVED(b.b.table[0] = (const void *const *)4096);
   NOT_SERVED(b.b.table[1] = (const void *const *)4096);
   NOT_SERVED(b.n = 60);
-  NOT_SERVED(b.b.base[0] = (void *)4104);
+  NOT_SERVED((b.gated = 0, b.b.base[0] = (void *)4104));
   NOT_SERVED(b.b.n_stride = 60);
   NOT_SERVED(b.b.n_stride = 0);
   NOT_SERVED(b.b.n_stride = (int64_t)1 << 37);
@@ -846,11 +846,14 @@ static void many_threads(world *w)
 static void leave_alone(world *w)
 {
   cumoe_context context = NULL;
-  cumoe_buffer kept = {0}, gone = {0};
-  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_F32, 1, 8, NULL, &kept));
+  cumoe_buffer kept = {0}, also = {0}, gone[2] = {{0}};
   CHECK_OK(cumoe_context_create(1, NULL, &context));
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 1, 8, NULL, &gone));
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_F32, 1, 8, NULL, &kept));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 1, 8, NULL, &gone[0]));
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_F32, 1, 8, NULL, &also));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 1, 8, NULL, &gone[1]));
   CHECK_OK(cumoe_context_destroy(context));
+  CHECK_OK(cumoe_buffer_free(&also));
   CHECK_OK(cumoe_fill(w->context, cumoe_buffer_view_mut(kept), 0, NULL));
   CHECK_OK(cumoe_buffer_free(&kept));
   make_current(ITS_DEVICE);
