@@ -9,7 +9,7 @@
 enum { GAP = 1 << 16 };
 
 /* Device addresses: reserved, never backed. */
-static const size_t ARENA = (size_t)1 << 36;
+static const size_t ARENA = (size_t)1 << 34;
 static uintptr_t arenas[MAX_DEVICES], tops[MAX_DEVICES];
 
 static uintptr_t take_addresses(int device, size_t bytes)
