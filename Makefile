@@ -278,6 +278,13 @@ $(BENCH_MAINS:bench/%.c=$(LIB)/bench/%): $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENC
 $(LIB)/test/kernel $(OBJ)/asan/bin/kernel $(LIB)/test/examples/vector_add: \
 	| $(CALLER_CODE)
 
+# Not executable: test/run.sh runs what is. Without NVTX's headers test/ranges.c skips.
+$(LIB)/test/profiler.so: test/tool/profiler.c $(c_needs)
+	$(call say,LINK,$@)
+	@mkdir -p $(@D)
+	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/test/profiler.d -fPIC -shared -o $@ $< && chmod -x $@
+$(LIB)/test/ranges $(OBJ)/asan/bin/ranges: | $(if $(wildcard $(CUDA_INCLUDE)/nvtx3/nvToolsExt.h),$(LIB)/test/profiler.so)
+
 demo: $(LIB)/demo
 	$(Q)$(LIB)/demo $(DEMO_ARGS)
 

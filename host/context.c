@@ -424,6 +424,7 @@ cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *co
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "device is %d: give an ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU",
                 device);
   (void)pthread_once(&fork_once, watch_forks);
+  ranges_open();
   return device == CUMOE_DEVICE_AUTO ? open_auto(&c, context) : open_one(device, &c, context);
 }
 

@@ -97,7 +97,7 @@ static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid,
                                cumoe_stream stream)
 {
   const variant *v = &variants[row];
-  if (v->form != FORM_wgmma && v->form != FORM_alone) return launch(context, row, grid, early, args, stream);
+  if (!takes_tensor_maps(v)) return launch(context, row, grid, early, args, stream);
   const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
   gemm_sm90_args mapped = {.g = *(const gemm_args *)args};
   if (!tmap_encode(context->encode_tiled, columns / 2, &mapped))

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <cuda_runtime_api.h>
 
+#include "range.h"
 #include "../include/cumoe/buffer.h"
 #include "../include/cumoe/pool.h"
 #include "../kernels/args.h"
@@ -17,8 +18,11 @@
 void begin_call(const char *name);
 
 /* The same, and the stream that its operands will be used on: at debug level 1, check_owner compares that with their
- * home stream. running_call tells the call's name, and false if it has no stream. */
-void begin_call_on(const char *name, cumoe_stream stream);
+ * home stream. Profilers see a range until the call returns. running_call tells the call's name, and false if it has no stream. */
+void name_call_on(const char *name, cumoe_stream stream);
+#define begin_call_on(name, stream)                                                                                    \
+  name_call_on(name, stream);                                                                                          \
+  const bool range_pushed_ __attribute__((cleanup(range_pop), unused)) = range_push(name)
 bool running_call(const char **name, cumoe_stream *stream);
 
 /* Records "<call>: <text>" for cumoe_last_error and returns status. */

@@ -25,6 +25,11 @@ bool runs_on(const machine *m, const variant *v)
   return (v->arch == ARCH_any && m->cc >= MIN_CC) || (v->arch == ARCH_sm90 && m->cc == 90);
 }
 
+bool takes_tensor_maps(const variant *v)
+{
+  return v->form == FORM_wgmma || v->form == FORM_alone;
+}
+
 static bool serves(const machine *m, const variant *v, const shape *s)
 {
   if (v->op != (int)s->op || !runs_on(m, v)) return false;
@@ -33,7 +38,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;
-  if (v->form == FORM_wgmma || v->form == FORM_alone) return s->major == MAJOR_K && !s->no_tmap;
+  if (takes_tensor_maps(v)) return s->major == MAJOR_K && !s->no_tmap;
   return true;
 }
 

@@ -38,6 +38,9 @@ typedef struct shape {
 /* The row to run: the forced one, else the best one for the shape; -1 if none can. */
 int32_t choose(const machine *m, const shape *s);
 
+/* Whether a row of the table reads its operands through tensor maps (host/tmap.c). */
+bool takes_tensor_maps(const variant *v);
+
 /* Whether up's rows should be permuted into a copy first: its row is fed by bulk copies then, which gathers cannot use. */
 bool wants_permuted(const machine *m, const shape *up);
 

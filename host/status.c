@@ -112,7 +112,7 @@ void begin_call(const char *name)
   thread_state.on_stream = false;
 }
 
-void begin_call_on(const char *name, cumoe_stream stream)
+void name_call_on(const char *name, cumoe_stream stream)
 {
   thread_state.call = name;
   thread_state.stream = stream;

@@ -343,7 +343,7 @@ cumoe_status cumoe_copy_between(cumoe_context dst_context, cumoe_view_mut dst, c
   TRY(check_context(dst_context));
   TRY(check_context(src_context));
   TRY(check_view(dst_context, "dst", &d));
-  begin_call_on(__func__, src_stream);
+  name_call_on(__func__, src_stream);
   TRY(check_view(src_context, "src", &src));
   TRY(check_same_matrix(&d, &src));
   if (src.rows == 0 || src.cols == 0) return CUMOE_OK;

@@ -34,7 +34,9 @@
  *   - results are bitwise repeatable for the same inputs, library and GPU model;
  *   - a NaN or Inf in one token's row changes that token's output only;
  *   - structs and views are read during the call and may be reused when it returns; device memory must
- *     stay valid until the stream has passed the call.
+ *     stay valid until the stream has passed the call;
+ *   - a profiler that reads NVTX sees the call as a range of its name in the domain "cumoe"; without one this costs a
+ *     branch. It is looked for when the first context is created.
  *
  * Every struct begins with its own size, set by the caller (.size = sizeof(the type)); all other fields may be
  * zero for a default, except layout enums, where zero is an error: no layout is ever guessed.

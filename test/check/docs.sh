@@ -17,7 +17,7 @@ empty "every cumoe name of the README is in the headers" "$(grep -oE '\b(cumoe_[
   grep -vxE 'CUMOE_CUDART|cumoe_' | while read -r name; do
   grep -qw -- "$name" "$work/headers" || grep -rqw -- "$name" host/*.c || echo "$name"
 done)"
-empty "every file of the README is there" "$(grep -oE '(`|\()(include|host|kernels|test|bench)/[A-Za-z0-9_./*]+' README.md | tr -d '`(' |
+empty "every file of the README is there" "$(grep -oE '(`|\()(include|host|kernels|test|bench)/[A-Za-z0-9_./*-]+' README.md | tr -d '`(' |
   sort -u | while read -r path; do ls $path > /dev/null 2>&1 || echo "$path"; done)"
 
 # The table of cudarc's features: function | test, "text", where the text names a group or case of that file.
