@@ -1,5 +1,5 @@
 /*
- * FORM_wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights and more than 16 rows an expert.
+ * FORM_wgmma, FORM_alone: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
  *
  * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16: an expert's rows
  * are cut evenly, and nothing is computed but the last few columns' padding. A CTA has one warpgroup of producers and
@@ -15,7 +15,8 @@
  * number of row tiles, the two take two of them and share the weights, which then leave L2 half as often; else they take
  * neighbouring channels of one row tile and share its rows.
  *
- * FORM_alone is the same without clusters: experts of few rows wait for memory, and two CTAs only for each other.
+ * FORM_alone is the same without clusters, for up to 48 rows an expert: these wait for memory, and two CTAs would wait
+ * for each other besides.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
