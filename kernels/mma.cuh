@@ -59,39 +59,25 @@ template <int PENDING> DEVICE void cp_async_wait_group()
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* For weights, which a launch reads once: no place in L1. Zeros, and no access, if not `there`. The source may not be
- * written during the kernel. Volatile, so that it stays behind wait_for_earlier_grids where it is written behind it. */
-DEVICE uint4 ld_global_nc_no_allocate(const void *global, bool there)
-{
-  uint4 v;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
-               "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-               : "l"(global), "r"((unsigned)there));
-  return v;
-}
+/* 16 bytes by one qualified load; zeros, and no access, if not `there`. Volatile, so that it stays behind
+ * wait_for_earlier_grids where it is written behind it. */
+#define PREDICATED_LOAD(name, qualifiers)                                                                              \
+  DEVICE uint4 name(const void *global, bool there)                                                                    \
+  {                                                                                                                    \
+    uint4 v;                                                                                                           \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"    \
+                 "@p ld.global" qualifiers ".v4.u32 {%0,%1,%2,%3}, [%4];}"                                             \
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                                      \
+                 : "l"(global), "r"((unsigned)there));                                                                 \
+    return v;                                                                                                          \
+  }
 
-/* For activations. Volatile, and not nc: they may be written until wait_for_earlier_grids returns, so neither the compiler
- * nor the assembler may move it up past that. Small and read again by every channel tile, so L1 keeps them. */
-DEVICE uint4 ld_global(const void *global, bool there)
-{
-  uint4 v;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
-               "@p ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-               : "l"(global), "r"((unsigned)there));
-  return v;
-}
-
+/* For weights, which a launch reads once: no place in L1. The source may not be written during the kernel. */
+PREDICATED_LOAD(ld_global_nc_no_allocate, ".nc.L1::no_allocate.L2::128B")
+/* For activations: not nc, for they may be written until wait_for_earlier_grids returns, and neither the compiler nor the
+ * assembler may move the load up past that. Small and read again by every channel tile, so L1 keeps them. */
+PREDICATED_LOAD(ld_global, "")
 /* For activations that are read once. */
-DEVICE uint4 ld_global_no_allocate(const void *global, bool there)
-{
-  uint4 v;
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
-               "@p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
-               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-               : "l"(global), "r"((unsigned)there));
-  return v;
-}
+PREDICATED_LOAD(ld_global_no_allocate, ".L1::no_allocate.L2::128B")
 
 #endif
