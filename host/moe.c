@@ -126,17 +126,8 @@ static cumoe_status map_rows(pass *p)
 /* x in row order, in the region of y: up is the last to read it, down the first to write there. */
 static cumoe_status permute_rows(const pass *p, void *rows, gemm_args *up)
 {
-  const permute_args a = {.x = up->a,
-                          .rows = rows,
-                          .x_ld = up->a_ld,
-                          .rows_ld = up->k,
-                          .slot_row = p->route.slot_row,
-                          .tokens = p->tokens,
-                          .rows_cap = up->rows_cap,
-                          .top_k = up->top_k,
-                          .hidden = up->k,
-                          .element = up->dtype == DT_F32 ? 4 : 2,
-                          .fault = up->fault};
+  permute_args a = permute_arguments(p->plan, p->args->x, p->route.slot_row, rows, up->k);
+  a.tokens = p->tokens;
   up->a = rows;
   up->a_ld = up->k;
   up->packed = true;

@@ -259,6 +259,49 @@ gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, c
   return g;
 }
 
+/* A matrix that has a row for every pair, or more. */
+static operand rows_operand(cumoe_plan plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
+{
+  const int64_t rows = tokens * plan->desc.routing.top_k;
+  return (operand){name, rows > view.rows ? rows : view.rows, cols, DTYPE_BIT(plan->desc.dtype), 16};
+}
+
+/* Tokens of a call whose only operand with a row a token is the route. */
+static cumoe_status tokens_of(cumoe_plan plan, const cumoe_route *route, int64_t *tokens)
+{
+  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
+  const cumoe_view slots = cumoe_const(route->slot_row);
+  TRY(check_owner(plan->context, "route.slot_row", &slots));
+  *tokens = slots.rows;
+  return check_tokens("route.slot_row.rows", slots.rows, plan->desc.routing.top_k);
+}
+
+/* What cumoe_up and cumoe_up_permuted have in common; `in` is checked: x, or rows. */
+static cumoe_status up_stage(cumoe_plan plan, cumoe_weights weights, named_view in, int64_t tokens, bool permuted,
+                             const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const operand h_want = rows_operand(plan, "h", cumoe_const(h), tokens, d->inter);
+  const operand weights_want = {"pair_weights", tokens, d->routing.top_k, DTYPE_BIT(CUMOE_F32), 0};
+  TRY(check_route(plan, route, tokens));
+  if (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT)
+    TRY(check_operand(plan->context, &weights_want, pair_weights));
+  else
+    TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
+  TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
+  const named_view views[] = {{"h", cumoe_const(h)}, in, {"pair_weights", pair_weights}, ROUTE_VIEWS(route)};
+  TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
+  if (tokens == 0) return CUMOE_OK;
+  const route_pointers pointers = pointers_of(route);
+  cumoe_view x = in.view;
+  x.rows = tokens;
+  gemm_args g = up_arguments(plan, weights, x, &pointers, pair_weights);
+  g.packed = permuted;
+  g.c = h.data;
+  g.c_ld = h.ld;
+  ON_DEVICE(plan->context, dispatch(plan->context, OP_up, &g, stream));
+}
+
 cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
                       cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
@@ -267,27 +310,65 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
-  const int64_t rows = x.rows * d->routing.top_k;
-  const uint32_t own = DTYPE_BIT(d->dtype);
-  const operand x_want = {"x", x.rows, d->hidden, own, 16},
-                h_want = {"h", rows > h.rows ? rows : h.rows, d->inter, own, 16};
-  const operand weights_want = {"pair_weights", x.rows, d->routing.top_k, DTYPE_BIT(CUMOE_F32), 0};
+  const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
+  TRY(check_operand(plan->context, &x_want, x));
+  const named_view in = {"x", x};
+  return up_stage(plan, weights, in, x.rows, false, route, pair_weights, h, stream);
+}
+
+cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_view rows, const cumoe_route *route,
+                               cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  int64_t tokens;
+  TRY(check_plan(plan));
+  const cumoe_moe_desc *d = &plan->desc;
+  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(tokens_of(plan, route, &tokens));
+  const operand rows_want = rows_operand(plan, "rows", rows, tokens, d->hidden);
+  TRY(check_operand(plan->context, &rows_want, rows));
+  const named_view in = {"rows", rows};
+  return up_stage(plan, weights, in, tokens, true, route, pair_weights, h, stream);
+}
+
+/* ---- permute ---- */
+
+permute_args permute_arguments(cumoe_plan plan, cumoe_view x, const int32_t *slot_row, void *rows, int64_t rows_ld)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  return (permute_args){.x = x.data,
+                        .rows = rows,
+                        .x_ld = x.ld,
+                        .rows_ld = rows_ld,
+                        .slot_row = slot_row,
+                        .tokens = all_tokens(x.rows),
+                        .rows_cap = x.rows * d->routing.top_k,
+                        .top_k = d->routing.top_k,
+                        .hidden = d->hidden,
+                        .element = (int32_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype),
+                        .fault = plan->context->fault};
+}
+
+cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
+                           cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  TRY(check_plan(plan));
+  const cumoe_moe_desc *d = &plan->desc;
+  TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
+  const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
+  const operand rows_want = rows_operand(plan, "rows", cumoe_const(rows), x.rows, d->hidden);
   TRY(check_operand(plan->context, &x_want, x));
   TRY(check_route(plan, route, x.rows));
-  if (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT)
-    TRY(check_operand(plan->context, &weights_want, pair_weights));
-  else
-    TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
-  TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
-  const named_view views[] = {{"h", cumoe_const(h)}, {"x", x}, {"pair_weights", pair_weights}, ROUTE_VIEWS(route)};
+  TRY(check_operand(plan->context, &rows_want, cumoe_const(rows)));
+  const named_view views[] = {{"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route)};
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (x.rows == 0) return CUMOE_OK;
-  const route_pointers pointers = pointers_of(route);
-  gemm_args g = up_arguments(plan, weights, x, &pointers, pair_weights);
-  g.c = h.data;
-  g.c_ld = h.ld;
-  ON_DEVICE(plan->context, dispatch(plan->context, OP_up, &g, stream));
+  const permute_args a = permute_arguments(plan, x, route->slot_row.data, rows.data, rows.ld);
+  ON_DEVICE(plan->context, dispatch(plan->context, OP_permute, &a, stream));
 }
+
+/* ---- down ---- */
 
 cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
                         cumoe_view_mut y, cumoe_stream stream)
@@ -296,16 +377,11 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  const cumoe_view slots = cumoe_const(route->slot_row);
-  TRY(check_owner(plan->context, "route.slot_row", &slots));
-  const int64_t tokens = slots.rows;
-  TRY(check_tokens("route.slot_row.rows", tokens, d->routing.top_k));
+  int64_t tokens;
+  TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));
-  const int64_t rows = tokens * d->routing.top_k;
-  const uint32_t own = DTYPE_BIT(d->dtype);
-  const operand h_want = {"h", rows > h.rows ? rows : h.rows, d->inter, own, 16},
-                y_want = {"y", rows > y.rows ? rows : y.rows, d->hidden, own, 16};
+  const operand h_want = rows_operand(plan, "h", h, tokens, d->inter),
+                y_want = rows_operand(plan, "y", cumoe_const(y), tokens, d->hidden);
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
   const named_view views[] = {{"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route)};
@@ -358,11 +434,8 @@ cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   TRY(take_struct("args", args, &a, sizeof a));
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  const cumoe_view slots = cumoe_const(route->slot_row);
-  TRY(check_owner(plan->context, "route.slot_row", &slots));
-  const int64_t tokens = slots.rows;
-  TRY(check_tokens("route.slot_row.rows", tokens, d->routing.top_k));
+  int64_t tokens;
+  TRY(tokens_of(plan, route, &tokens));
   const operand out = {"args.out", unreduced ? tokens * d->routing.top_k : tokens, d->hidden, DTYPE_BIT(d->out_dtype),
                        16};
   TRY(check_operand(plan->context, &out, cumoe_const(a.out)));

@@ -967,6 +967,49 @@ static cumoe_status call_up(arguments *a)
 static const argument up_arguments[] = {UP_FIELDS};
 static const argument weighing_up_arguments[] = {UP_FIELDS, {"pair_weights", A_VIEW, AT(v[1]), .dtypes = BIT(F32)}};
 
+static void fill_permute(arguments *a)
+{
+  fill_route(a, TOKENS);
+  if (bench.cpu) memset(a->route.slot_row.data, 0xff, TOKENS * TOP_K * 4);
+  a->v[0] = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->v[2] = give(CUMOE_BF16, TOKENS * TOP_K, HIDDEN);
+}
+static cumoe_status call_permute(arguments *a)
+{
+  return cumoe_permute(a->plan, a->v[0], a->pointer, mut(a->v[2]), no_stream);
+}
+static const argument permute_arguments[] = {
+    {"plan", A_PLAN, AT(plan)},
+    {"x", A_VIEW, AT(v[0]), .dtypes = BIT(BF16), .align = 16, .traits = LOOSE},
+    ROUTE_FIELDS,
+    {"route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32)},
+    {"rows", A_VIEW, AT(v[2]), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
+    {"rows", A_LONG, AT(v[2].rows), .low = TOKENS * TOP_K, .high = INT64_MAX, .traits = LOOSE},
+    {"rows", A_OVERLAP, AT(v[2]), WITH(v[0])},
+};
+
+static void fill_up_permuted(arguments *a)
+{
+  fill_route(a, TOKENS);
+  a->v[0] = give(CUMOE_BF16, TOKENS * TOP_K, HIDDEN);
+  a->v[2] = give(CUMOE_BF16, TOKENS * TOP_K, INTER);
+}
+static cumoe_status call_up_permuted(arguments *a)
+{
+  return cumoe_up_permuted(a->plan, a->weights, a->v[0], a->pointer, a->v[1], mut(a->v[2]), no_stream);
+}
+static const argument up_permuted_arguments[] = {
+    {"plan", A_PLAN, AT(plan), .traits = FOREIGN},
+    {"weights", A_WEIGHTS, AT(weights)},
+    {"rows", A_VIEW, AT(v[0]), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
+    {"rows", A_LONG, AT(v[0].rows), .low = TOKENS * TOP_K, .high = INT64_MAX, .traits = LOOSE},
+    ROUTE_FIELDS,
+    {"route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32), .traits = LOOSE},
+    {"h", A_VIEW, AT(v[2]), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
+    {"h", A_LONG, AT(v[2].rows), .low = TOKENS * TOP_K, .high = INT64_MAX, .traits = LOOSE},
+    {"h", A_OVERLAP, AT(v[2]), WITH(v[0])},
+};
+
 static void fill_down(arguments *a)
 {
   fill_route(a, TOKENS);
@@ -1561,6 +1604,8 @@ static const function functions[] = {
     FORM(cumoe_map_workspace, "", fill_plan, call_map_workspace, workspace_arguments, NULL),
     FORM(cumoe_up, "", fill_up, call_up, up_arguments, NULL),
     FORM(cumoe_up, "weighing", fill_weighing_up, call_up, weighing_up_arguments, NULL),
+    FORM(cumoe_permute, "", fill_permute, call_permute, permute_arguments, NULL),
+    FORM(cumoe_up_permuted, "", fill_up_permuted, call_up_permuted, up_permuted_arguments, NULL),
     FORM(cumoe_down, "", fill_down, call_down, down_arguments, NULL),
     FORM(cumoe_combine, "", fill_combine, call_combine, combine_arguments, NULL),
     FORM(cumoe_add, "", fill_elementwise, call_add, binary_arguments, NULL),

@@ -31,7 +31,7 @@ static const launching launches[] = {
     {"forward from logits", small_layer, run_logits, "gate map map permute up down combine "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
-    {"stages", small_layer, run_stages, "router gate map up down combine "},
+    {"stages", small_layer, run_stages, "router gate map up permute up down combine "},
     {"fault word cleared", small_layer, clear_fault, ""},
 };
 enum { LAUNCHES = sizeof launches / sizeof launches[0] };

@@ -52,11 +52,25 @@ CUMOE_CHECKED cumoe_status cumoe_map_workspace(cumoe_plan plan, int64_t tokens, 
 
 /*
  * h[r] = act(x[token(r)] Wgate^T + bgate) * (x[token(r)] Wup^T + bup) for every row r of the route: a grouped GEMM
- * that gathers the rows of x; x is never copied. x [T, H], h [>= rows, I], both dtype. pair_weights is [T, k] f32
+ * that gathers the rows of x: no copy of it. x [T, H], h [>= rows, I], both dtype. pair_weights is [T, k] f32
  * if the plan's routing has WEIGHT_ON_INPUT, else absent. Rows of h past the last row are not touched.
  */
 CUMOE_CHECKED cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
                                     cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream);
+
+/*
+ * The permutation: rows[r] = x[token(r)] for every row r of the route, by route.slot_row. x [T, H], rows [>= T * k, H], both dtype
+ * and aligned to 16 bytes, without overlap. Rows past the last one are not touched. For cumoe_up_permuted: experts of
+ * about 100 rows and more multiply rows in order so much faster on GPUs of compute capability 9.0 that the copy pays
+ * (cumoe_moe_forward then makes it in its workspace, by itself); elsewhere cumoe_up is as fast.
+ */
+CUMOE_CHECKED cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
+                                         cumoe_stream stream);
+
+/* cumoe_up with the rows of x in order, as cumoe_permute leaves them: rows [>= T * k, H], h as there. */
+CUMOE_CHECKED cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_view rows,
+                                             const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
+                                             cumoe_stream stream);
 
 /* y[r] = h[r] Wdown^T + bdown. h [>= rows, I], y [>= rows, H], both dtype. */
 CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,

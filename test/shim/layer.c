@@ -175,6 +175,8 @@ cumoe_status run_stages(world *w)
   STEP(cumoe_gate(w->context, &routing, cumoe_const(logits), none, ids, weights, w->stream));
   STEP(cumoe_map(w->plan, cumoe_const(ids), none, &route, unused, w->stream));
   STEP(cumoe_up(w->plan, w->weights, x, &route, none, h, w->stream));
+  STEP(cumoe_permute(w->plan, x, &route, y, w->stream)); /* y is free until down */
+  STEP(cumoe_up_permuted(w->plan, w->weights, cumoe_const(y), &route, none, h, w->stream));
   STEP(cumoe_down(w->plan, w->weights, cumoe_const(h), &route, y, w->stream));
   return cumoe_combine(w->plan, &route, &combine, w->stream);
 }
