@@ -167,7 +167,7 @@ cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype d
                                 cumoe_stream stream, cumoe_buffer *buffer)
 {
   begin_call(__func__);
-  block b;
+  block b = {0};
   bool pooled = false;
   TRY(state(context, dtype, rows, cols, stream, buffer, &b));
   REQUIRE(data || b.bytes == 0, CUMOE_ERR_INVALID_ARGUMENT, "data is null");

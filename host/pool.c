@@ -312,7 +312,7 @@ static cumoe_status make_peer_test(cumoe_context context, int32_t peer, peer_tes
   TRY_CUDA(cudaStreamCreateWithFlags(&t->stream, cudaStreamNonBlocking));
   TRY_CUDA(cudaMemPoolCreate(&t->pool, &wanted));
   TRY_CUDA(cudaMallocFromPoolAsync((void **)&t->theirs, PEER_TEST_BYTES, t->pool, t->stream));
-  TRY_CUDA(cudaMallocFromPoolAsync((void **)&t->ours, 2 * PEER_TEST_BYTES, context->pool.cuda, t->stream));
+  TRY_CUDA(cudaMallocFromPoolAsync((void **)&t->ours, (size_t)2 * PEER_TEST_BYTES, context->pool.cuda, t->stream));
   return CUMOE_OK;
 }
 

@@ -320,7 +320,7 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_vie
                                cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  int64_t tokens;
+  int64_t tokens = 0;
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
@@ -377,7 +377,7 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
   TRY(check_plan(plan));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
-  int64_t tokens;
+  int64_t tokens = 0;
   TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));
   const operand h_want = rows_operand(plan, "h", h, tokens, d->inter),
@@ -434,7 +434,7 @@ cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   TRY(take_struct("args", args, &a, sizeof a));
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
-  int64_t tokens;
+  int64_t tokens = 0;
   TRY(tokens_of(plan, route, &tokens));
   const operand out = {"args.out", unreduced ? tokens * d->routing.top_k : tokens, d->hidden, DTYPE_BIT(d->out_dtype),
                        16};
