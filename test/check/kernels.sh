@@ -72,6 +72,10 @@ for arch in $(for cubin in $CUBINS; do a=${cubin##*.sm_}; echo "${a%.cubin}"; do
     END { for (k in seen) if (!(k in waits)) print k }')"
 done
 
+empty "sm_90a: no minimum fused with a comparison (opcodes.c)" "$(for cubin in $CUBINS; do
+  case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
+done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
+
 # An instruction per 16 k, 64-row block and token width; the widths are the multiples of 16 up to the tile's, and each has
 # a loop of its own (wgmma.cuh). The two consumers share the blocks of the tile; an up tile has gate and up rows.
 awk '$7 == "sm90" { print $2, $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2 }' "$work/rows" | sort > "$work/expected"

@@ -1,5 +1,6 @@
 /*
- * opcodes FILE.cubin: one line "kernel opcode type count" for each kernel and kind of instruction in it.
+ * opcodes FILE.cubin: one line "kernel opcode type count" for each kernel and kind of instruction in it, and "kernel
+ * relu_predicate 0 count" where it has such as ptxas 13.0 gets wrong (below).
  *
  * Since compute capability 7.0 an instruction is 16 bytes and its low 12 bits are the opcode, so that no
  * disassembler is needed to say which kinds of instruction a kernel has. Atomics on integers and on floats share an
@@ -22,12 +23,25 @@ static unsigned char *read_file(const char *path, size_t *bytes)
   return data;
 }
 
+/* VIMNMX.RELU (sm_90a: opcodes 248, 848, bit 76) whose predicate (bits 81 to 83) is used: max(min(x, n), 0) == n became one,
+ * and its predicate does not mean that. */
+static int is_relu_predicate(const unsigned char *instruction)
+{
+  const unsigned op = instruction[0] | (instruction[1] & 15u) << 8;
+  return (op == 0x248 || op == 0x848) && instruction[9] >> 4 & 1 && (instruction[10] >> 1 & 7) != 7;
+}
+
 static void count_opcodes(const char *kernel, const unsigned char *code, size_t bytes)
 {
   enum { OPCODES = 4096, TYPES = 8 };
   static unsigned count[OPCODES][TYPES];
+  unsigned relu_predicates = 0;
   memset(count, 0, sizeof count);
-  for (size_t i = 0; i + 16 <= bytes; i += 16) count[code[i] | (code[i + 1] & 15) << 8][code[i + 9] >> 1 & 7]++;
+  for (size_t i = 0; i + 16 <= bytes; i += 16) {
+    count[code[i] | (code[i + 1] & 15) << 8][code[i + 9] >> 1 & 7]++;
+    relu_predicates += (unsigned)is_relu_predicate(code + i);
+  }
+  if (relu_predicates) printf("%s relu_predicate 0 %u\n", kernel, relu_predicates);
   for (unsigned op = 0; op < OPCODES; op++)
     for (unsigned type = 0; type < TYPES; type++)
       if (count[op][type]) printf("%s %03x %u %u\n", kernel, op, type, count[op][type]);
