@@ -68,6 +68,10 @@ void log_message(cumoe_log_level level, const char *format, ...) __attribute__((
     if (try_error_ != cudaSuccess) return fail_cuda(try_error_, #expression);                                          \
   } while (0)
 
+/* One CUDA call where a status is wanted, as ON_DEVICE does. */
+cumoe_status cuda_status(cudaError_t error, const char *expression);
+#define CUDA_STATUS(call) cuda_status((call), #call)
+
 /* For what is given back whatever happens: the first failure is the one to report. */
 void note_failure(cumoe_status *first, cudaError_t error, const char *call);
 #define DROP_CUDA(first, call) note_failure((first), (call), #call)

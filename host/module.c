@@ -113,16 +113,10 @@ static cumoe_status load_library(cumoe_context context, const void *image, jit *
   ON_DEVICE_RELAXED(context, load_entered(context, image, j, library));
 }
 
-static cumoe_status unload_entered(const module_record *m)
-{
-  TRY_CUDA(cudaLibraryUnload(m->library));
-  return CUMOE_OK;
-}
-
 /* The handle is gone already. */
 static cumoe_status unload_library(const module_record *m)
 {
-  GIVE_BACK_RELAXED(m->context, unload_entered(m));
+  GIVE_BACK_RELAXED(m->context, CUDA_STATUS(cudaLibraryUnload(m->library)));
 }
 
 static cumoe_status publish_module(cumoe_context context, const void *image, cumoe_module *module)

@@ -269,6 +269,11 @@ cumoe_status fail_cuda(cudaError_t error, const char *expression)
               cudaGetErrorString(error));
 }
 
+cumoe_status cuda_status(cudaError_t error, const char *expression)
+{
+  return error == cudaSuccess ? CUMOE_OK : fail_cuda(error, expression);
+}
+
 void note_failure(cumoe_status *first, cudaError_t error, const char *call)
 {
   if (error == cudaSuccess) return;

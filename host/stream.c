@@ -124,24 +124,12 @@ cumoe_status cumoe_event_create(cumoe_context context, uint32_t flags, cumoe_eve
   ON_DEVICE_RELAXED(context, create_event(flags, event));
 }
 
-static cumoe_status destroy_event(cumoe_event event)
-{
-  TRY_CUDA(cudaEventDestroy(event));
-  return CUMOE_OK;
-}
-
 cumoe_status cumoe_event_destroy(cumoe_context context, cumoe_event event)
 {
   begin_call(__func__);
   TRY(check_context(context));
   if (event == NULL || on_cpu(context)) return CUMOE_OK;
-  GIVE_BACK_RELAXED(context, destroy_event(event));
-}
-
-static cumoe_status record_event(cumoe_event event, cumoe_stream stream)
-{
-  TRY_CUDA(cudaEventRecord(event, stream));
-  return CUMOE_OK;
+  GIVE_BACK_RELAXED(context, CUDA_STATUS(cudaEventDestroy(event)));
 }
 
 cumoe_status cumoe_event_record(cumoe_context context, cumoe_event event, cumoe_stream stream)
@@ -150,13 +138,7 @@ cumoe_status cumoe_event_record(cumoe_context context, cumoe_event event, cumoe_
   TRY(check_context(context));
   if (on_cpu(context)) return CUMOE_OK;
   REQUIRE_POINTER(event);
-  ON_DEVICE(context, record_event(event, stream));
-}
-
-static cumoe_status wait_event(cumoe_event event, cumoe_stream stream)
-{
-  TRY_CUDA(cudaStreamWaitEvent(stream, event, 0));
-  return CUMOE_OK;
+  ON_DEVICE(context, CUDA_STATUS(cudaEventRecord(event, stream)));
 }
 
 cumoe_status cumoe_event_wait(cumoe_context context, cumoe_event event, cumoe_stream stream)
@@ -165,13 +147,7 @@ cumoe_status cumoe_event_wait(cumoe_context context, cumoe_event event, cumoe_st
   TRY(check_context(context));
   if (on_cpu(context)) return CUMOE_OK;
   REQUIRE_POINTER(event);
-  ON_DEVICE(context, wait_event(event, stream));
-}
-
-static cumoe_status synchronize_event(cumoe_event event)
-{
-  TRY_CUDA(cudaEventSynchronize(event));
-  return CUMOE_OK;
+  ON_DEVICE(context, CUDA_STATUS(cudaStreamWaitEvent(stream, event, 0)));
 }
 
 cumoe_status cumoe_event_synchronize(cumoe_context context, cumoe_event event)
@@ -180,12 +156,7 @@ cumoe_status cumoe_event_synchronize(cumoe_context context, cumoe_event event)
   TRY(check_context(context));
   if (on_cpu(context)) return CUMOE_OK;
   REQUIRE_POINTER(event);
-  ON_DEVICE_RELAXED(context, synchronize_event(event));
-}
-
-static cumoe_status query_event(cumoe_event event, cumoe_progress *progress)
-{
-  return progress_of(cudaEventQuery(event), "cudaEventQuery", progress);
+  ON_DEVICE_RELAXED(context, CUDA_STATUS(cudaEventSynchronize(event)));
 }
 
 cumoe_status cumoe_event_query(cumoe_context context, cumoe_event event, cumoe_progress *progress)
@@ -195,7 +166,7 @@ cumoe_status cumoe_event_query(cumoe_context context, cumoe_event event, cumoe_p
   *progress = CUMOE_FAILED;
   TRY(check_context(context));
   REQUIRE(event != NULL || on_cpu(context), CUMOE_ERR_INVALID_ARGUMENT, "event is null");
-  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, query_event(event, progress));
+  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, progress_of(cudaEventQuery(event), "cudaEventQuery", progress));
   *progress = CUMOE_DONE;
   return CUMOE_OK;
 }
@@ -239,12 +210,6 @@ cumoe_status cumoe_graph_status(cumoe_context context, cumoe_stream stream, cumo
   ON_DEVICE(context, capture_state(stream, capture));
 }
 
-static cumoe_status begin_capture(cumoe_stream stream)
-{
-  TRY_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  return CUMOE_OK;
-}
-
 cumoe_status cumoe_graph_begin(cumoe_context context, cumoe_stream stream)
 {
   begin_call(__func__);
@@ -252,7 +217,7 @@ cumoe_status cumoe_graph_begin(cumoe_context context, cumoe_stream stream)
   if (on_cpu(context)) return no_graphs();
   REQUIRE(stream != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stream is NULL: CUDA's legacy stream cannot be captured");
   TRY(refuse_capture(context, stream));
-  ON_DEVICE(context, begin_capture(stream));
+  ON_DEVICE(context, CUDA_STATUS(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)));
 }
 
 /* Asks nothing before it ends the capture: that is over in any case. */
@@ -301,36 +266,18 @@ static cumoe_status check_graph(cumoe_context context, cumoe_graph graph, cumoe_
   return refuse_capture(context, stream);
 }
 
-static cumoe_status launch_graph(cumoe_graph graph, cumoe_stream stream)
-{
-  TRY_CUDA(cudaGraphLaunch(graph, stream));
-  return CUMOE_OK;
-}
-
 cumoe_status cumoe_graph_launch(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
 {
   begin_call(__func__);
   TRY(check_graph(context, graph, stream));
-  ON_DEVICE(context, launch_graph(graph, stream));
-}
-
-static cumoe_status upload_graph(cumoe_graph graph, cumoe_stream stream)
-{
-  TRY_CUDA(cudaGraphUpload(graph, stream));
-  return CUMOE_OK;
+  ON_DEVICE(context, CUDA_STATUS(cudaGraphLaunch(graph, stream)));
 }
 
 cumoe_status cumoe_graph_upload(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
 {
   begin_call(__func__);
   TRY(check_graph(context, graph, stream));
-  ON_DEVICE_RELAXED(context, upload_graph(graph, stream));
-}
-
-static cumoe_status destroy_graph(cumoe_graph graph)
-{
-  TRY_CUDA(cudaGraphExecDestroy(graph));
-  return CUMOE_OK;
+  ON_DEVICE_RELAXED(context, CUDA_STATUS(cudaGraphUpload(graph, stream)));
 }
 
 cumoe_status cumoe_graph_destroy(cumoe_context context, cumoe_graph graph)
@@ -339,5 +286,5 @@ cumoe_status cumoe_graph_destroy(cumoe_context context, cumoe_graph graph)
   TRY(check_context(context));
   if (graph == NULL) return CUMOE_OK;
   if (on_cpu(context)) return no_graphs();
-  GIVE_BACK_RELAXED(context, destroy_graph(graph));
+  GIVE_BACK_RELAXED(context, CUDA_STATUS(cudaGraphExecDestroy(graph)));
 }
