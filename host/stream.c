@@ -63,11 +63,6 @@ static cumoe_status progress_of(cudaError_t error, const char *call, cumoe_progr
   return *progress == CUMOE_FAILED ? fail_cuda(error, call) : CUMOE_OK;
 }
 
-static cumoe_status query_stream(cumoe_stream stream, cumoe_progress *progress)
-{
-  return progress_of(cudaStreamQuery(stream), "cudaStreamQuery", progress);
-}
-
 cumoe_status cumoe_stream_query(cumoe_context context, cumoe_stream stream, cumoe_progress *progress)
 {
   begin_call(__func__);
@@ -75,7 +70,7 @@ cumoe_status cumoe_stream_query(cumoe_context context, cumoe_stream stream, cumo
   *progress = CUMOE_FAILED;
   TRY(check_context(context));
   TRY(refuse_capture(context, stream));
-  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, query_stream(stream, progress));
+  if (!on_cpu(context)) ON_DEVICE_RELAXED(context, progress_of(cudaStreamQuery(stream), "cudaStreamQuery", progress));
   *progress = CUMOE_DONE;
   return CUMOE_OK;
 }
