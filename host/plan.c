@@ -27,7 +27,7 @@ bool runs_on(const machine *m, const variant *v)
 
 bool takes_tensor_maps(const variant *v)
 {
-  return v->form == FORM_wgmma || v->form == FORM_alone;
+  return v->form == FORM_wgmma;
 }
 
 static bool serves(const machine *m, const variant *v, const shape *s)
@@ -36,7 +36,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if ((v->in && v->in != s->in) || (v->w && v->w != s->w)) return false;
   if (v->form == FORM_row && s->n > v->bn) return false;
   if (s->major == MAJOR_none) return true;
-  if (v->form == FORM_tile || v->form == FORM_thin) return s->major == MAJOR_K;
+  if (v->form == FORM_tile || v->form == FORM_thin || v->form == FORM_stream) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;
   if (takes_tensor_maps(v)) return s->major == MAJOR_K && !s->no_tmap;
   return true;

@@ -32,8 +32,8 @@ typedef enum form {
   FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */
   FORM_ntile,   /* GEMM on tensor cores, N-major weights */
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
+  FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
-  FORM_alone,   /* the same without clusters, for few rows an expert */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise */

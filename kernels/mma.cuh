@@ -50,6 +50,22 @@ DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes)
                : "memory");
 }
 
+/* What streams through L2 leaves the rest there: activations, code. */
+DEVICE uint64_t evict_first_policy()
+{
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/* The same with such a policy. */
+DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes, uint64_t policy)
+{
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 DEVICE void cp_async_commit_group()
 {
   asm volatile("cp.async.commit_group;" ::: "memory");

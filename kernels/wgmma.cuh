@@ -1,5 +1,5 @@
 /*
- * FORM_wgmma, FORM_alone: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
+ * FORM_wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
  *
  * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16: an expert's rows
  * are cut evenly, and nothing is computed but the last few columns' padding. A CTA has one warpgroup of producers and
@@ -14,9 +14,6 @@
  * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). Where an expert has an even
  * number of row tiles, the two take two of them and share the weights, which then leave L2 half as often; else they take
  * neighbouring channels of one row tile and share its rows.
- *
- * FORM_alone is the same without clusters, for up to 48 rows an expert: these wait for memory, and two CTAs would wait
- * for each other besides.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
@@ -24,16 +21,17 @@
 #include "epilogue.cuh"
 #include "mma_sm90.cuh"
 
-template <class T_, bool UP_, int CLUSTER_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct wgmma_shape {
+template <class T_, bool UP_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct wgmma_shape {
   using T = T_;
   static constexpr bool UP = UP_;
-  static constexpr int CLUSTER = CLUSTER_, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
+  static constexpr int CLUSTER = 2, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
+  static constexpr bool COPIED = false; /* by threads, weights and rows */
   static constexpr int COLUMNS =
       UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
-  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
+  static_assert(BK_ == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256 && COLUMNS % (BLOCK * CONSUMERS) == 0, "whole wgmma operands");
 
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
@@ -44,13 +42,18 @@ template <class T_, bool UP_, int CLUSTER_, int BM_, int BN, int BK, int STAGES_
   static constexpr int CHUNK_VALUES = CHUNK / 4; /* of them, of a channel, in a thread */
 };
 
-enum { UNITS_AHEAD = 8 }; /* more than stages: a unit has at least one */
+enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
+
+/* Between accumulators and memory, a consumer's own. */
+template <class S> struct wgmma_staging {
+  uint4 staged[S::CONSUMERS][S::CHUNK * 8]; /* 64 channels of each token */
+  float row_weights[S::CONSUMERS][S::BM];
+};
 
 template <class S> struct wgmma_smem {
   typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
   typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
-  uint4 staged[S::CONSUMERS][S::CHUNK * 8]; /* 64 channels of each token */
-  float row_weights[S::CONSUMERS][S::BM];
+  wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];
   tile_unit units[UNITS_AHEAD];
   tile_table table;
@@ -91,12 +94,12 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
   const int rank = cluster_ctarank();
-  cluster_unit unit = {{-1, 0, 0, 0}, false, false};
+  cluster_unit unit = {{-1, 0, 0, 0, 0}, false, false};
   if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  unit.paired = S::CLUSTER == 2 && tiles % 2 == 0;
+  unit.paired = tiles % 2 == 0;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
   const int heights = tiles / tall, widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int64_t local = index - (int64_t)first * n_pairs;
@@ -186,11 +189,8 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * eights + eights / 2,
                             tile.expert, full);
     for (int i = rank; i < boxes; i += S::CLUSTER) {
-      typename S::T *to = rows + i * WGMMA_STEP * WGMMA_BK;
-      if constexpr (S::CLUSTER == 1)
-        cp_async_bulk_tensor_2d(to, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
-      else
-        cp_async_bulk_tensor_2d_multicast(to, &args.rows, k0, tile.row + i * WGMMA_STEP, full, BOTH);
+      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP,
+                                        full, BOTH);
     }
   }
 }
@@ -216,8 +216,8 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 }
 
 /* A unit without expert is the last. */
-template <class S>
-DEVICE void produce_end(wgmma_smem<S> &smem, const tile_unit &tile, int slot, bool gathering, const ring_place<S> &at)
+template <class S, class Smem>
+DEVICE void produce_end(Smem &smem, const tile_unit &tile, int slot, bool gathering, const ring_place<S> &at)
 {
   wait_for(&smem.empty[at.stage], at.phase ^ 1);
   if (threadIdx.x == 0) {
@@ -240,7 +240,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (unit.tile.expert < 0) return produce_end(smem, unit.tile, slot, gathering, at);
     if (unit.absent) continue;
     if (gathering) rows.aim(args.g, unit.tile);
-    if (S::CLUSTER == 2 && unit.paired)
+    if (unit.paired)
       produce_unit<S, true>(args, smem, unit.tile, slot, rows, at);
     else
       produce_unit<S, false>(args, smem, unit.tile, slot, rows, at);
@@ -251,7 +251,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
 /* ---- consumers ---- */
 
 /* A warp is done with a stage, which both CTAs fill. */
-template <class S> DEVICE void release_stage(wgmma_smem<S> &smem, int stage)
+template <class S, class Smem> DEVICE void release_stage(Smem &smem, int stage)
 {
   if constexpr (S::CLUSTER == 1) {
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
@@ -260,17 +260,18 @@ template <class S> DEVICE void release_stage(wgmma_smem<S> &smem, int stage)
   }
 }
 
-/* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over. */
-template <class S, int N>
-DEVICE void multiply_n(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S> &at, int group,
+/* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over; at once
+ * where memory is what all wait for. */
+template <class S, int N, class Smem>
+DEVICE void multiply_n(const gemm_args &args, Smem &smem, ring_place<S> &at, int group,
                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const bool gathered = gathers<S>(args);
+  const bool copied = S::COPIED || gathers<S>(args);
   int before = -1;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
-    if (gathered) fence_proxy_async_shared(); /* they came by cp.async */
+    if (copied) fence_proxy_async_shared(); /* by cp.async */
     const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * WGMMA_BK);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
@@ -280,18 +281,19 @@ DEVICE void multiply_n(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S>
       for (int i = 0; i < S::BLOCKS; i++)
         wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 512, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
-    wgmma_wait_group<1>();
+    wgmma_wait_group<S::COPIED ? 0 : 1>();
+    if (S::COPIED) before = at.stage;
     if (before >= 0) release_stage<S>(smem, before);
     before = at.stage;
   }
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
-  release_stage<S>(smem, before);
+  if (!S::COPIED) release_stage<S>(smem, before);
 }
 
-template <class S, int N>
-DEVICE void multiply(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S> &at, int group, int rows,
+template <class S, int N, class Smem>
+DEVICE void multiply(const gemm_args &args, Smem &smem, ring_place<S> &at, int group, int rows,
                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (N > WGMMA_STEP) {
@@ -307,7 +309,7 @@ DEVICE void multiply(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S> &
 template <class S> struct row_bias {
   float of[S::BLOCKS][2];
 
-  DEVICE row_bias(const gemm_args &args, const tile_unit &unit, int group)
+  DEVICE row_bias(const gemm_args &args, int expert, int channel0)
   {
     const bool gated = S::UP && args.gated;
     const int row = threadIdx.x / WARP_SIZE % 4 * 16 + lane_id() / 4;
@@ -315,14 +317,13 @@ template <class S> struct row_bias {
     for (int i = 0; i < S::BLOCKS; i++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int block = (group * S::BLOCKS + i) * S::BLOCK, half = gated ? h : 0;
+        const int block = i * S::BLOCK, half = gated ? h : 0;
         const int local = gated ? (block + row - lane_id() / 4) / 2 + lane_id() / 4 : block + row + 8 * h;
-        const int64_t channel = unit.n * wgmma_channels<S>(args) + local;
+        const int64_t channel = channel0 + local;
         of[i][h] = 0.f;
         if (args.b.bias[half] && channel < args.n)
-          of[i][h] =
-              load_any(args.b.bias[half], unit.expert * args.b.bias_expert_stride + channel * args.b.bias_n_stride,
-                       args.b.bias_dtype);
+          of[i][h] = load_any(args.b.bias[half], expert * args.b.bias_expert_stride + channel * args.b.bias_n_stride,
+                              args.b.bias_dtype);
       }
   }
 };
@@ -330,7 +331,7 @@ template <class S> struct row_bias {
 /* A block's accumulators of CHUNK tokens become outputs: one of (first, second) if gated, else both. Whatever the
  * activation. */
 template <class S>
-DEVICE void finish_block(const gemm_sm90_args &args, const float *row_weights, const float (&bias)[2],
+DEVICE void finish_block(const gemm_args &args, bool up_first, const float *row_weights, const float (&bias)[2],
                          const float (&acc)[S::ACCUMULATORS], float (&first)[S::CHUNK_VALUES],
                          float (&second)[S::CHUNK_VALUES])
 {
@@ -338,14 +339,14 @@ DEVICE void finish_block(const gemm_sm90_args &args, const float *row_weights, c
   for (int j = 0; j < S::CHUNK / 8; j++)
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const float weight = args.g.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
+      const float weight = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
       const float low = acc[4 * j + t], high = acc[4 * j + 2 + t];
-      first[2 * j + t] = (args.up_first ? high : low) * weight + bias[0];
-      second[2 * j + t] = (args.up_first ? low : high) * weight + bias[1];
+      first[2 * j + t] = (up_first ? high : low) * weight + bias[0];
+      second[2 * j + t] = (up_first ? low : high) * weight + bias[1];
     }
   if (!S::UP) return;
-  activate<S::CHUNK_VALUES, true>(args.g, first, second);
-  if (!args.g.gated) activate<S::CHUNK_VALUES, true>(args.g, second, first);
+  activate<S::CHUNK_VALUES, true>(args, first, second);
+  if (!args.gated) activate<S::CHUNK_VALUES, true>(args, second, first);
 }
 
 /* The same for what nearly every model wants: in place, a third of the instructions. */
@@ -362,10 +363,9 @@ struct swiglu {
   float limit, alpha, shift; /* limit: infinity if none */
   bool up_first;
 
-  DEVICE swiglu(const gemm_sm90_args &args)
-      : limit(args.g.act_limit > 0.f ? args.g.act_limit : INFINITY),
-        alpha(args.g.act == ACT_SILU ? 1.f : args.g.act_alpha), shift(args.g.act == ACT_SILU ? 0.f : 1.f),
-        up_first(args.up_first)
+  DEVICE swiglu(const gemm_args &args, bool up_lies_first)
+      : limit(args.act_limit > 0.f ? args.act_limit : INFINITY), alpha(args.act == ACT_SILU ? 1.f : args.act_alpha),
+        shift(args.act == ACT_SILU ? 0.f : 1.f), up_first(up_lies_first)
   {
   }
 
@@ -394,13 +394,19 @@ template <class S> DEVICE void stage_channels(uint4 *staged, int vector, const f
   stage_channels<S>(staged, vector, packed);
 }
 
-/* A chunk's 64 staged channels to memory: a thread has the same 8 of every 16th token. */
+/* Channels of a consumer's tile, from the first of its accumulators' on. */
+struct channel_span {
+  int32_t first, end;
+};
+
+/* A chunk's staged channels, up to 64, to memory: a thread has the same 8 of every 16th token. */
 template <class S>
-DEVICE void store_chunk(const gemm_args &args, const tile_unit &unit, const uint4 *staged, int channel0, int token0)
+DEVICE void store_chunk(const gemm_args &args, const tile_unit &unit, const uint4 *staged, channel_span span,
+                        int token0)
 {
   constexpr int STEP = S::GROUP / 8;
-  const int thread = threadIdx.x % S::GROUP, vector = thread % 8, first = thread / 8, channel = channel0 + vector * 8;
-  const int tokens = channel < args.n ? min(unit.rows - token0, S::CHUNK) : 0;
+  const int thread = threadIdx.x % S::GROUP, vector = thread % 8, first = thread / 8, channel = span.first + vector * 8;
+  const int tokens = channel < span.end ? min(unit.rows - token0, S::CHUNK) : 0;
   typename S::T *to = static_cast<typename S::T *>(args.c) + (int64_t)(unit.row + token0 + first) * args.c_ld + channel;
 #pragma unroll
   for (int i = 0; i < S::CHUNK; i += STEP)
@@ -411,23 +417,23 @@ DEVICE void store_chunk(const gemm_args &args, const tile_unit &unit, const uint
 /* A chunk of tokens a turn; the accumulators of the later ones move down, so that the activations are in the program
  * once. */
 template <class S>
-DEVICE void store_any(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group, int channel0,
-                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_any(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                      channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const int warp = warp_id() % 4, barrier = 1 + group;
-  const bool gated = S::UP && args.g.gated;
+  const bool gated = S::UP && args.gated;
   uint4 *staged = smem.staged[group];
-  if (S::UP && args.g.pair_weights)
+  if (S::UP && args.pair_weights)
     for (int r = threadIdx.x % S::GROUP; r < unit.rows; r += S::GROUP)
-      smem.row_weights[group][r] = row_weight(args.g, unit.row + r);
+      smem.row_weights[group][r] = row_weight(args, unit.row + r);
 #pragma unroll 1
   for (int token0 = 0; token0 < unit.rows; token0 += S::CHUNK) {
-    bar_sync(barrier, S::GROUP);                 /* the last chunk is read, the weights are there */
-    const row_bias<S> bias(args.g, unit, group); /* again each time: registers are full */
+    bar_sync(barrier, S::GROUP);                           /* the last chunk is read, the weights are there */
+    const row_bias<S> bias(args, unit.expert, span.first); /* again each time: registers are full */
 #pragma unroll
     for (int i = 0; i < S::BLOCKS; i++) {
       float first[S::CHUNK_VALUES], second[S::CHUNK_VALUES];
-      finish_block<S>(args, smem.row_weights[group] + token0, bias.of[i], acc[i], first, second);
+      finish_block<S>(args, up_first, smem.row_weights[group] + token0, bias.of[i], acc[i], first, second);
       if (gated) {
         stage_channels<S>(staged, i * 4 + warp, first);
       } else {
@@ -435,25 +441,25 @@ DEVICE void store_any(const gemm_sm90_args &args, wgmma_smem<S> &smem, const til
         stage_channels<S>(staged, warp * 2, first);
         stage_channels<S>(staged, warp * 2 + 1, second);
         bar_sync(barrier, S::GROUP);
-        store_chunk<S>(args.g, unit, staged, channel0 + i * S::BLOCK, token0);
+        store_chunk<S>(args, unit, staged, {span.first + i * S::BLOCK, span.end}, token0);
       }
 #pragma unroll
       for (int j = 0; j < S::ACCUMULATORS - S::CHUNK / 2; j++) acc[i][j] = acc[i][j + S::CHUNK / 2];
     }
     if (!gated) continue;
     bar_sync(barrier, S::GROUP);
-    store_chunk<S>(args.g, unit, staged, channel0, token0);
+    store_chunk<S>(args, unit, staged, span, token0);
   }
 }
 
-/* Gated up of two blocks a consumer, which are 64 channels. Every accumulator stays where it is. */
+/* Gated up of at most two blocks a consumer, which are 64 channels. Every accumulator stays where it is. */
 template <class S, finish_kind KIND>
-DEVICE void store_swiglu(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group,
-                         int channel0, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_swiglu(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                         channel_span span, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  static_assert(S::BLOCKS == 2 && S::ACCUMULATORS % (S::CHUNK / 2) == 0, "64 channels; whole chunks");
-  const row_bias<S> bias(args.g, unit, group);
-  const swiglu act(args);
+  static_assert(S::BLOCKS <= 2 && S::ACCUMULATORS % (S::CHUNK / 2) == 0, "up to 64 channels; whole chunks");
+  const row_bias<S> bias(args, unit.expert, span.first);
+  const swiglu act(args, up_first);
   uint4 *staged = smem.staged[group];
 #pragma unroll
   for (int token0 = 0; token0 < S::BM; token0 += S::CHUNK) {
@@ -471,15 +477,15 @@ DEVICE void store_swiglu(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
       stage_channels<S>(staged, i * 4 + warp_id() % 4, packed);
     }
     bar_sync(1 + group, S::GROUP);
-    store_chunk<S>(args.g, unit, staged, channel0, token0);
+    store_chunk<S>(args, unit, staged, span, token0);
   }
 }
 
 template <class S>
-DEVICE void store_down(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group, int channel0,
-                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_down(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                       channel_span span, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const row_bias<S> bias(args.g, unit, group);
+  const row_bias<S> bias(args, unit.expert, span.first);
   uint4 *staged = smem.staged[group];
 #pragma unroll
   for (int token0 = 0; token0 < S::BM; token0 += S::CHUNK) {
@@ -498,28 +504,28 @@ DEVICE void store_down(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
         stage_channels<S>(staged, warp_id() % 4 * 2 + h, packed);
       }
       bar_sync(1 + group, S::GROUP);
-      store_chunk<S>(args.g, unit, staged, channel0 + i * S::BLOCK, token0);
+      store_chunk<S>(args, unit, staged, {span.first + i * S::BLOCK, span.end}, token0);
     }
   }
 }
 
 template <class S>
-DEVICE void store_tile(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int group, int channel0,
-                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                       channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (!S::UP) {
-    store_down<S>(args, smem, unit, group, channel0, acc);
+    store_down<S>(args, up_first, smem, unit, group, span, acc);
   } else {
-    switch (finish_of(args.g)) {
-    case FINISH_silu: store_swiglu<S, FINISH_silu>(args, smem, unit, group, channel0, acc); break;
-    case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, smem, unit, group, channel0, acc); break;
-    default: store_any<S>(args, smem, unit, group, channel0, acc);
+    switch (finish_of(args)) {
+    case FINISH_silu: store_swiglu<S, FINISH_silu>(args, up_first, smem, unit, group, span, acc); break;
+    case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, up_first, smem, unit, group, span, acc); break;
+    default: store_any<S>(args, up_first, smem, unit, group, span, acc);
     }
   }
 }
 
 /* A consumer whose channels are all past the last one keeps the ring going. */
-template <class S> DEVICE void skip(const gemm_args &args, wgmma_smem<S> &smem, ring_place<S> &at)
+template <class S, class Smem> DEVICE void skip(const gemm_args &args, Smem &smem, ring_place<S> &at)
 {
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
@@ -545,7 +551,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
-    store_tile<S>(args, smem, unit, group, channel0, acc);
+    store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
   }
 }
 

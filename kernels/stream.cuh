@@ -1,0 +1,300 @@
+/*
+ * FORM_stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the
+ * speed of memory. K-major weights, any layout that thin takes.
+ *
+ * A CTA has a warpgroup of producers and two of consumers around a ring of stages of 64 k. Producers fill two
+ * stages at once: 16 lanes ask for 256 neighbouring bytes of a weight row, which memory gives 3 % faster than the 128 of a
+ * stage (bench/NOTES.md). Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads:
+ * weights are its 64-row operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a channel in its
+ * own registers.
+ *
+ * Every CTA takes an equal run of granules of 16 weight rows, over the ends of experts, and cuts its part of each into
+ * tiles as equal as can be: few waves of whole tiles would leave SMs idle at the end.
+ */
+#ifndef CUMOE_STREAM_CUH
+#define CUMOE_STREAM_CUH
+
+#include "wgmma.cuh"
+
+template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct stream_shape {
+  using T = T_;
+  static constexpr bool UP = UP_, COPIED = true;
+  static constexpr int CLUSTER = 1, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
+  static constexpr int COLUMNS = UP ? 2 * BN : BN; /* weight rows of a tile */
+  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
+  static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS, ACCUMULATORS = BM / 2; /* see wgmma_shape */
+  static constexpr int CHUNK = 32, CHUNK_VALUES = CHUNK / 4;
+  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
+  static_assert(BM % CHUNK == 0 && BM <= 256 && COLUMNS % (BLOCK * CONSUMERS) == 0, "whole chunks, whole blocks");
+
+  static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
+  /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
+  static constexpr int LANES = 2 * BK / 8, ROWS = GROUP / LANES;
+  static_assert(ROWS == 8, "a thread's rows have the same place in the swizzle");
+};
+
+template <class S> struct stream_smem {
+  typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
+  typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
+  wgmma_staging<S> staging;
+  uint64_t full[S::STAGES], empty[S::STAGES];
+  tile_unit units[UNITS_AHEAD];
+  tile_table table;
+  row_range ranges[MAX_EXPERTS];
+};
+
+/* ---- units: n counts granules here ---- */
+
+template <class S> DEVICE int granule_channels(const gemm_args &args)
+{
+  return S::UP && args.gated ? S::GRANULE / 2 : S::GRANULE;
+}
+
+/* What a CTA still has to do: `left` granules from n of row tile `tile` on, one row tile after another. */
+template <class S> struct stream_run {
+  int64_t left;
+  int32_t granules; /* of a row tile */
+  int32_t tile, n, expert;
+
+  DEVICE stream_run(const gemm_args &args, const tile_table &table)
+      : granules(ceil_div(args.n, granule_channels<S>(args)))
+  {
+    const int32_t tiles = table.before[args.experts], step = step_of(tiles), steps = ceil_div(granules, step);
+    const int64_t all = (int64_t)tiles * steps, first = all * blockIdx.x / gridDim.x,
+                  last = all * (blockIdx.x + 1) / gridDim.x;
+    tile = (int32_t)(first / steps);
+    n = (int32_t)(first - (int64_t)tile * steps) * step;
+    const int32_t end = (int32_t)(last / steps);
+    left = (int64_t)(end - tile) * granules + min((int32_t)(last - (int64_t)end * steps) * step, granules) - n;
+    expert = left > 0 ? expert_of_tile(args, table, tile) : -1;
+  }
+
+  /* Granules a run may end after. One, unless runs are so short that most would be a tile and a bit, which streams with few
+   * bytes in flight, while whole tiles deal out nearly as evenly (H200, mixtral T 32 down: 223 instead of 269 us). */
+  DEVICE int32_t step_of(int32_t tiles) const
+  {
+    const int64_t all = (int64_t)tiles * granules, whole = (int64_t)tiles * ceil_div(granules, S::GRANULES);
+    const int64_t most = ceil_div(whole, (int64_t)gridDim.x) * S::GRANULES * gridDim.x;
+    return all < 2ll * S::GRANULES * gridDim.x && most - all < all / 8 ? S::GRANULES : 1;
+  }
+
+  /* The next tile: up to GRANULES of one row tile, `end` past its last. */
+  DEVICE tile_unit next(const stream_smem<S> &smem)
+  {
+    if (left <= 0) return {-1, 0, 0, 0, 0};
+    while (smem.table.before[expert + 1] <= tile) expert++;
+    const row_range rows = smem.ranges[expert];
+    const int first = smem.table.before[expert], tiles = smem.table.before[expert + 1] - first;
+    const int64_t steps = ceil_div(rows.count, S::STEP);
+    const int32_t begin = (int32_t)(steps * (tile - first) / tiles) * S::STEP,
+                  end = (int32_t)(steps * (tile - first + 1) / tiles) * S::STEP;
+    const int there = (int)min((int64_t)(granules - n), left), part = ceil_div(there, ceil_div(there, S::GRANULES));
+    const tile_unit unit = {expert, rows.begin + begin, min(min(end, rows.count) - begin, S::BM), n, n + part};
+    left -= part;
+    n += part;
+    if (n == granules) n = 0, tile++;
+    return unit;
+  }
+};
+
+/* ---- producers ---- */
+
+/* A producer's 16 bytes of k are in the first or in the second of two stages. */
+template <class S> DEVICE int producer_line()
+{
+  return threadIdx.x % S::LANES / 8;
+}
+
+/* Where they go, of its first row of an operand. */
+template <class S> DEVICE uint32_t producer_place(const typename S::T *operand)
+{
+  const int row = threadIdx.x / S::LANES;
+  return shared_address(operand) + row * 128 + (threadIdx.x % 8 ^ row) * 16;
+}
+
+template <class S> DEVICE int producer_k()
+{
+  return threadIdx.x % S::LANES * 8;
+}
+
+/* A thread's weight rows of a tile. */
+template <class S> struct stream_weights {
+  const typename S::T *origin[2]; /* of the rows of even and of odd number */
+  int64_t step;                   /* elements from a row to the next of the same parity */
+  int left;                       /* weight rows of the tile */
+  uint64_t policy = evict_first_policy();
+
+  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  {
+    const bool gated = S::UP && args.gated;
+    const int channel = unit.n * granule_channels<S>(args) + threadIdx.x / S::LANES;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      origin[h] = expert_base<typename S::T>(args.b, gated ? h : 0, unit.expert) +
+                  (channel + (gated ? 0 : 8 * h)) * args.b.n_stride + producer_k<S>();
+    step = (gated ? 8 : 16) * args.b.n_stride;
+    left = (unit.end - unit.n) * S::GRANULE;
+    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+  }
+
+  /* Channels come in eights, so the second eight of the last granule may not be there. */
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  {
+    const bool there = k0 + producer_k<S>() < args.k;
+    uint32_t to = producer_place<S>(smem.weights[stage]);
+    int64_t at = k0;
+#pragma unroll 4
+    for (int row = 0; row < left; row += 2 * S::ROWS, at += step, to += 2 * S::ROWS * 128) {
+      cp_async_cg_16(to, there ? origin[0] + at : origin[0], there ? 16 : 0, policy);
+      const bool both = there && row + S::ROWS < left;
+      cp_async_cg_16(to + S::ROWS * 128, both ? origin[1] + at : origin[0], both ? 16 : 0, policy);
+    }
+  }
+};
+
+/* A thread's rows of A; -1: zeros. */
+template <class S> struct stream_rows {
+  int32_t source[S::BM / S::ROWS];
+
+  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  {
+#pragma unroll
+    for (int i = 0; i < S::BM / S::ROWS; i++) {
+      const int r = threadIdx.x / S::LANES + i * S::ROWS;
+      source[i] = r < unit.rows ? source_row(args, unit.row + r) : -1;
+    }
+  }
+
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int rows, int stage, int k0) const
+  {
+    const int k = k0 + producer_k<S>();
+    const typename S::T *from = static_cast<const typename S::T *>(args.a) + k;
+    const uint32_t to = producer_place<S>(smem.rows[stage]);
+#pragma unroll
+    for (int i = 0; i < S::BM / S::ROWS; i++) {
+      if (i * S::ROWS >= rows) break;
+      const bool there = source[i] >= 0 && k < args.k;
+      cp_async_cg_16(to + i * S::ROWS * 128, there ? from + source[i] * args.a_ld : args.a, there ? 16 : 0);
+    }
+  }
+};
+
+/* Two stages at a time; the second may not be there at the end of k. */
+template <class S> struct stage_pair {
+  ring_place<S> first, second;
+  bool two;
+
+  DEVICE stage_pair(const gemm_args &args, const ring_place<S> &at, int k0)
+      : first(at), second(at), two(k0 + WGMMA_BK < args.k)
+  {
+    second.advance();
+  }
+
+  DEVICE void wait(stream_smem<S> &smem) const
+  {
+    wait_for(&smem.empty[first.stage], first.phase ^ 1);
+    if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
+  }
+
+  /* The one that this thread copies into; of two: k past the end is copied as zeros. */
+  DEVICE int mine() const { return producer_line<S>() ? second.stage : first.stage; }
+  DEVICE bool copies() const { return two || producer_line<S>() == 0; }
+
+  DEVICE void arrive(stream_smem<S> &smem) const
+  {
+    cp_async_mbarrier_arrive_noinc(&smem.full[first.stage]);
+    if (two) cp_async_mbarrier_arrive_noinc(&smem.full[second.stage]);
+    if (threadIdx.x != 0) return;
+    mbarrier_arrive(&smem.full[first.stage]);
+    if (two) mbarrier_arrive(&smem.full[second.stage]);
+  }
+};
+
+/* All of a tile's stages. The weights of k < ahead are on their way. */
+template <class S>
+DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile_unit &unit, int slot,
+                         const stream_weights<S> &weights, int ahead, ring_place<S> &at)
+{
+  stream_rows<S> rows;
+  rows.aim(args, unit);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += 2 * WGMMA_BK) {
+    const stage_pair<S> pair(args, at, k0);
+    pair.wait(smem);
+    if (k0 == 0 && threadIdx.x == 0) smem.units[slot] = unit;
+    if (pair.copies()) {
+      if (k0 >= ahead) weights.copy(args, smem, pair.mine(), k0);
+      rows.copy(args, smem, unit.rows, pair.mine(), k0);
+    }
+    pair.arrive(smem);
+    at.advance();
+    if (pair.two) at.advance();
+  }
+}
+
+/* Where weights and counts were settled early, the ring fills with the first tile's weights before the grid ahead, which
+ * makes the rows, has ended. */
+template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &smem)
+{
+  stream_run<S> run(args, smem.table);
+  ring_place<S> at;
+  bool waited = !args.settled;
+#pragma unroll 1
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
+    const tile_unit unit = run.next(smem);
+    int ahead = 0;
+    stream_weights<S> weights;
+    if (unit.expert >= 0) weights.aim(args, unit);
+    if (!waited) {
+#pragma unroll 1
+      for (; unit.expert >= 0 && ahead + 2 * WGMMA_BK <= min(args.k, S::STAGES * WGMMA_BK); ahead += 2 * WGMMA_BK)
+        weights.copy(args, smem, ahead / WGMMA_BK + producer_line<S>(), ahead);
+      wait_for_earlier_grids();
+      waited = true;
+    }
+    if (unit.expert < 0) return produce_end<S>(smem, unit, slot, true, at);
+    produce_tile<S>(args, smem, unit, slot, weights, ahead, at);
+  }
+}
+
+/* ---- consumers ---- */
+
+template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &smem)
+{
+  const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
+            granules = S::GRANULES / S::CONSUMERS;
+  ring_place<S> at;
+#pragma unroll 1
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
+    wait_for(&smem.full[at.stage], at.phase);
+    const tile_unit unit = smem.units[slot];
+    if (unit.expert < 0) break;
+    const int first = unit.n + group * granules, end = min(unit.end, first + granules);
+    if (first >= end) {
+      skip<S>(args, smem, at);
+      continue;
+    }
+    float acc[S::BLOCKS][S::ACCUMULATORS] = {};
+    multiply<S, S::BM>(args, smem, at, group, unit.rows, acc);
+    store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
+  }
+}
+
+template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S> &smem)
+{
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S::STAGES; s++) {
+      mbarrier_init(&smem.full[s], 1 + S::GROUP);
+      mbarrier_init(&smem.empty[s], S::CONSUMERS * S::GROUP / WARP_SIZE);
+    }
+    fence_mbarrier_init();
+  }
+  if (!args.settled) wait_for_earlier_grids();
+  build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.ranges); /* its barriers show those above to all */
+  if (threadIdx.x < S::GROUP)
+    produce<S>(args, smem);
+  else
+    consume<S>(args, smem);
+}
+
+#endif
