@@ -49,9 +49,9 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s);
 
 /*
  * Whether the grid should be launched before the one ahead of it has ended, where the kernel can (host/launch.c). Saves 2 to
- * 5 us a launch. Not for thin grids that stream for about a millisecond: on an H200 the layer then took 20 % longer
- * instead (deepseek-v3 T 32: 3812 instead of 3193 us, T 128: 6240, 5201; gpt-oss T 128: 1775, 1490) and varied from
- * replay to replay, while each grid alone kept its time. Why is not known yet.
+ * 5 us a launch. Not for thin grids that stream for about a millisecond: thin reads its tokens through L1, and a grid that
+ * starts early finds the SMs divided as the router ahead wanted, with 28 KiB of L1 left (H200, deepseek-v3 T 32: 3812 instead of
+ * 3193 us; gpt-oss T 128: 1775, 1490).
  */
 bool starts_early(const variant *v, const shape *s);
 
