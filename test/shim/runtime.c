@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../host/variants.h"
+#include "../../host/plan.h"
 
 /* ---- errors ---- */
 
@@ -499,7 +499,7 @@ static int kept_count;
 
 static size_t arg_bytes(const variant *v)
 {
-  if (v->arch == ARCH_sm90) return sizeof(gemm_sm90_args);
+  if (takes_tensor_maps(v)) return sizeof(gemm_sm90_args);
   return (size_t)operation_arg_bytes((operation)v->op);
 }
 
