@@ -81,6 +81,8 @@ static shape shape_of(operation op, const void *args)
   case OP_softmax: return row_shape(op, softmax->dtype, softmax->rows, softmax->cols);
   case OP_norm: return row_shape(op, norm->dtype, norm->rows, norm->cols);
   case OP_matmul: return matmul_shape(args);
+  case OP_few_up:
+  case OP_few_down: return gemm_shape(op, &((const few_args *)args)->g);
   case OP_gate: return (shape){.op = op, .tokens = gate->tokens.count, .experts = gate->experts, .top_k = gate->top_k};
   default:
     return (shape){.op = op,
@@ -117,6 +119,13 @@ bool dispatch_wants_permuted(cumoe_context context, const gemm_args *up)
   const machine m = machine_of(&context->info, context->forced);
   const shape s = shape_in(context, OP_up, up);
   return wants_permuted(&m, &s);
+}
+
+bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down)
+{
+  const machine m = machine_of(&context->info, context->forced);
+  const shape u = shape_in(context, OP_few_up, up), d = shape_in(context, OP_few_down, down);
+  return wants_few(&m, &u, &d);
 }
 
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)

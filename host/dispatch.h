@@ -11,6 +11,9 @@ cumoe_status dispatch(cumoe_context context, operation op, const void *args, cum
 /* Whether `up` would gain from permuted rows (plan.h: wants_permuted). */
 bool dispatch_wants_permuted(cumoe_context context, const gemm_args *up);
 
+/* Whether few_up and few_down should do for map, up, down and combine (plan.h: wants_few). */
+bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down);
+
 /* The stages' raw form, shared by the single calls and by the forward pass. */
 typedef struct route_pointers {
   int32_t *counts, *offsets, *row_pair, *slot_row;

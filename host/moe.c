@@ -110,8 +110,7 @@ static cumoe_status route_tokens(pass *p)
   return dispatch(p->plan->context, OP_gate, &g, p->stream);
 }
 
-/* ids -> where each pair's row lies */
-static cumoe_status map_rows(pass *p)
+static map_args map_pass(pass *p)
 {
   const cumoe_moe_args *a = p->args;
   p->route = (route_pointers){region(p, p->at.counts), region(p, p->at.offsets), region(p, p->at.row_pair),
@@ -120,6 +119,13 @@ static cumoe_status map_rows(pass *p)
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
   m.load = a->load.data;
+  return m;
+}
+
+/* ids -> where each pair's row lies */
+static cumoe_status map_rows(pass *p)
+{
+  const map_args m = map_pass(p);
   return dispatch_map(p->plan->context, &m, p->stream);
 }
 
@@ -174,7 +180,7 @@ static cumoe_status run_shared(const pass *p)
  * took 12 to 19 % longer on an H200.) */
 enum { EARLY_COMBINE_TOKENS = 64 };
 
-static cumoe_status combine_rows(const pass *p)
+static combine_args combine_pass(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_moe_desc *d = &p->plan->desc;
@@ -189,12 +195,52 @@ static cumoe_status combine_rows(const pass *p)
   if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, p->at.shared_logit), CUMOE_F32, tokens, 1, 1);
   combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
   raw.settled = tokens <= EARLY_COMBINE_TOKENS;
+  return raw;
+}
+
+static cumoe_status combine_rows(const pass *p)
+{
+  const combine_args raw = combine_pass(p);
   return dispatch(p->plan->context, OP_combine, &raw, p->stream);
+}
+
+/* Few tokens: two grids for map, up, down and combine. */
+typedef struct few_pass {
+  few_args up, down;
+} few_pass;
+
+static few_pass few_arguments(pass *p, cumoe_weights weights)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const cumoe_view none = {0};
+  few_pass few = {.up = {.map = map_pass(p)}};
+  few.up.g = up_arguments(p->plan, weights, p->args->x, &p->route, none);
+  few.up.g.c = region(p, p->at.h);
+  few.up.g.c_ld = weights->inter;
+  few.down = few.up;
+  const cumoe_view h =
+      cumoe_matrix(few.up.g.c, (cumoe_dtype)d->dtype, few.up.g.rows_cap, weights->inter, weights->inter);
+  few.down.g = down_arguments(p->plan, weights, h, &p->route, p->tokens.count);
+  few.down.out = combine_pass(p);
+  return few;
+}
+
+static bool takes_few(const pass *p, const few_pass *few)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  if (d->flags & CUMOE_MOE_UNREDUCED || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
+  return dispatch_wants_few(p->plan->context, &few->up, &few->down);
 }
 
 static cumoe_status run(pass *p, cumoe_weights weights)
 {
   TRY(route_tokens(p));
+  const few_pass few = few_arguments(p, weights);
+  if (takes_few(p, &few)) {
+    TRY(run_shared(p));
+    TRY(dispatch(p->plan->context, OP_few_up, &few.up, p->stream));
+    return dispatch(p->plan->context, OP_few_down, &few.down, p->stream);
+  }
   TRY(map_rows(p));
   TRY(run_shared(p));
   TRY(run_experts(p, weights, &p->route, p->at.h, p->at.y));

@@ -38,6 +38,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin || v->form == FORM_stream) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;
+  if (v->form == FORM_ring) return s->major == MAJOR_K && s->tokens <= v->bm && s->rows <= FEW_PAIRS;
   if (takes_tensor_maps(v)) return s->major == MAJOR_K && !s->no_tmap;
   return true;
 }
@@ -103,6 +104,31 @@ bool wants_permuted(const machine *m, const shape *up)
   return row >= 0 && variants[row].form == FORM_wgmma;
 }
 
+static bool is_forced(const machine *m, operation op)
+{
+  return m->forced && m->forced[op];
+}
+
+/* few_down deals its output to SMs by 16 channels, for all experts, and an expert's part of that to its warps by 128 k. What that
+ * leaves idle costs one token less than map and combine; for more the limit is a tenth. On an H200, GEMMs alone, T 8: gpt-oss
+ * (32 % idle) 15 us longer, deepseek-v3 (15 %) 27 us; where it is 3 %, 5 to 7 us shorter. The whole layer at T 1: K = 768
+ * (qwen3-30b) 34.3 us instead of 35.0, K = 512 (qwen3-next) 50.1 instead of 44.8. */
+enum { FEW_CHANNELS = 16, FEW_FROM_K = 768 };
+
+bool wants_few(const machine *m, const shape *up, const shape *down)
+{
+  static const operation stages[] = {OP_map_count, OP_map, OP_up, OP_down, OP_combine};
+  if (up->tokens > FEW_TOKENS) return false; /* first: many tokens look nothing up */
+  const int32_t up_row = choose(m, up), down_row = choose(m, down);
+  if (up_row < 0 || down_row < 0) return false;
+  if (variants[up_row].bm != variants[down_row].bm) return false; /* they agree on which pairs have a row of h */
+  if (is_forced(m, OP_few_up) || is_forced(m, OP_few_down)) return true;
+  for (size_t i = 0; i < sizeof stages / sizeof *stages; ++i)
+    if (is_forced(m, stages[i])) return false;
+  const int64_t runs = ceil_div(down->n, FEW_CHANNELS), rounds = ceil_div(runs, m->sms);
+  return down->k >= FEW_FROM_K && (down->tokens == 1 || runs * 10 >= rounds * m->sms * 9);
+}
+
 /* ---- grids ---- */
 
 static int64_t cpu_units(const shape *s)
@@ -138,6 +164,8 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   case OP_map: return map_chunking(s->rows).chunks;
   case OP_up:
   case OP_down: return whole_clusters(v, min64(most_tiles(v, s), (int64_t)m->sms * v->ctas), (int64_t)m->sms * v->ctas);
+  case OP_few_up: return min64(s->rows * ceil_div(s->n, v->bn), (int64_t)m->sms * v->ctas);
+  case OP_few_down: return min64(ceil_div(s->n, v->bn), (int64_t)m->sms * v->ctas);
   case OP_router: return ceil_div(s->tokens, v->bm) * ceil_div(s->n, v->bn);
   case OP_permute: return s->tokens * ceil_div(s->n, v->bn);
   case OP_combine: return ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->bn);

@@ -44,6 +44,10 @@ bool takes_tensor_maps(const variant *v);
 /* Whether up's rows should be permuted into a copy first: its row is fed by bulk copies then, which gathers cannot use. */
 bool wants_permuted(const machine *m, const shape *up);
 
+/* Whether few_up and few_down should do what map, up, down and combine do: rows for both serve the shapes, no row of those is
+ * forced, and it pays, or one of theirs is forced. */
+bool wants_few(const machine *m, const shape *up, const shape *down);
+
 /* CTAs (CUDA row) or work units (CPU row) for a chosen row. */
 int64_t grid_size(const machine *m, const variant *v, const shape *s);
 

@@ -49,6 +49,8 @@ int32_t operation_arg_bytes(operation op)
                                           [OP_up] = sizeof(gemm_args),
                                           [OP_down] = sizeof(gemm_args),
                                           [OP_combine] = sizeof(combine_args),
+                                          [OP_few_up] = sizeof(few_args),
+                                          [OP_few_down] = sizeof(few_args),
                                           [OP_elementwise] = sizeof(elementwise_args),
                                           [OP_softmax] = sizeof(softmax_args),
                                           [OP_norm] = sizeof(norm_args),

@@ -13,6 +13,8 @@ typedef enum operation {
   OP_up,
   OP_down,
   OP_combine,
+  OP_few_up,
+  OP_few_down,
   OP_elementwise,
   OP_softmax,
   OP_norm,
@@ -34,6 +36,7 @@ typedef enum form {
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
+  FORM_ring,    /* the experts of few tokens without a map, K-major weights */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise */

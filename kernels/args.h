@@ -184,6 +184,21 @@ typedef struct combine_args {
   fault_sink fault;
 } combine_args;
 
+/*
+ * The experts of few tokens, in two grids and without a map: at most FEW_TOKENS tokens and FEW_PAIRS pairs. Whoever needs to
+ * know where a pair goes works it out from the ids; the row of a pair in h is the pair itself.
+ *   few_up:   `g` as up, c[pair] of the first pair of each (token, expert); and of `map` counts_out, load and the faults
+ *   few_down: `g` as down, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
+ * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of `g` no counts, offsets, row_pair or pair_weights.
+ */
+typedef struct few_args {
+  gemm_args g;
+  map_args map;
+  combine_args out;
+} few_args;
+
+enum { FEW_TOKENS = 8, FEW_PAIRS = 64 };
+
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
 #define COMBINE_TOKENS(top_k) ((top_k) == 1 ? 8 : (top_k) == 2 ? 4 : (top_k) <= 4 ? 2 : 1)
 

@@ -79,11 +79,6 @@ DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float 
   store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + at, out);
 }
 
-DEVICE float shared_weight(const combine_args &a, int64_t token)
-{
-  return a.shared_logit ? 1.f / (1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
-}
-
 /* TOKENS > 1: top_k <= SLOTS. The loop over tokens stays a loop, which moves the rows down: unrolled, it
  * would hold the addresses and sums of all of them at once. */
 template <class In, class Out, int TOKENS, int SLOTS>

@@ -55,6 +55,13 @@ DEVICE int32_t load_settled(const int32_t *source)
   return value;
 }
 
+DEVICE int64_t load_settled(const int64_t *source)
+{
+  int64_t value;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
+  return value;
+}
+
 DEVICE float load_settled(const float *source)
 {
   return __int_as_float(load_settled(reinterpret_cast<const int32_t *>(source)));
@@ -110,6 +117,12 @@ DEVICE int64_t token_total(const token_count &tokens)
   if (!tokens.device) return tokens.count;
   int64_t there = *tokens.device;
   return min(max(there, (int64_t)0), tokens.count);
+}
+
+/* Of the shared expert's output in a token's sum. */
+DEVICE float shared_weight(const combine_args &a, int64_t token)
+{
+  return a.shared_logit ? 1.f / (1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
 }
 
 /* Any thread, any number of times: the first report since the last clear stays. */

@@ -8,6 +8,7 @@
  * run.
  */
 #include "dtype.cuh"
+#include "pairs.cuh"
 
 using map_count_args = map_args;
 
@@ -547,26 +548,6 @@ DEVICE pair_range chunk_of(const map_args &a)
 {
   int64_t begin = (int64_t)blockIdx.x * a.chunk_pairs, end = begin + a.chunk_pairs;
   return {begin, min(end, token_total(a.tokens) * a.top_k), min(end, a.tokens.count * a.top_k)};
-}
-
-/* Local expert of a pair, or ROW_DROPPED, or ROW_IDENTITY. */
-template <bool REPORT> DEVICE int destination(const map_args &a, int64_t pair)
-{
-  const unsigned token = (unsigned)pair / (unsigned)a.top_k, slot = (unsigned)pair - token * (unsigned)a.top_k;
-  const int64_t at = token * a.ids_ld + slot;
-  const int64_t id =
-      a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at] : static_cast<const int32_t *>(a.ids)[at];
-  const int zero_end = a.num_experts + a.zero_experts;
-  if (id == -1) return ROW_DROPPED;
-  if (id < 0 || id >= zero_end + a.identity_experts) {
-    if (REPORT) report_fault(a.fault, FAULT_EXPERT_ID, slot, token);
-    return ROW_DROPPED;
-  }
-  if (id >= a.num_experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
-  const int local = a.expert_map ? a.expert_map[id] : (int)id;
-  if (local >= 0 && local < a.local_experts) return local;
-  if (REPORT && local != -1) report_fault(a.fault, FAULT_EXPERT_MAP, slot, token);
-  return ROW_DROPPED;
 }
 
 /* Integer sums: the order of the atomics does not show. */

@@ -601,6 +601,7 @@ static const scenario scenarios[] = {
     {"weights by pointers", open_one, bind_pointers, AGAIN},
     {"forward from ids", small_layer, run_routed, AGAIN},
     {"forward from logits", small_layer, run_logits, AGAIN},
+    {"forward of one token", wide_layer, run_wide, AGAIN},
     {"forward with everything", shared_layer, run_everything, AGAIN},
     {"forward, unreduced", unreduced_layer, run_unreduced, AGAIN},
     {"stages", small_layer, run_stages, AGAIN},

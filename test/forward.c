@@ -225,12 +225,17 @@ static layer_spec feature_spec(int feature, int32_t dtype, int64_t tokens, uint6
   return s;
 }
 
+/* For many tokens, and for one with an intermediate width for which that has kernels of its own. */
 static void sweep_features(cumoe_context context, int32_t dtype)
 {
+  enum { MANY = 45, WIDE = 776 }; /* MANY: the device counts of the table are meant for it */
   if (!group_begin("%s: features, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < FEATURE_COUNT; i++) {
-    layer_spec s = feature_spec(i, dtype, 45, (uint64_t)i + 1);
-    case_begin("%s", feature_names[i]);
+  for (int i = 0; i < FEATURE_COUNT * 2; i++) {
+    const bool one = i % 2;
+    layer_spec s = feature_spec(i / 2, dtype, one ? 1 : MANY, (uint64_t)i + 1);
+    if (one) s.desc.inter = WIDE;
+    if (one && s.device_tokens > 0) s.device_tokens = (s.device_tokens + MANY - 1) / MANY;
+    case_begin("%s, T %d", feature_names[i / 2], one ? 1 : MANY);
     run_case(context, &s);
     case_end();
   }

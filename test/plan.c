@@ -35,8 +35,10 @@ typedef struct gpu {
 } gpu;
 
 /* CPU, A100, RTX 3090, L4, H200, B200, RTX 5090 */
-static const gpu gpus[] = {{0, 8, 0},         {80, 108, 166912},  {86, 82, 101376},  {89, 58, 101376},
-                           {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
+enum { HOPPER_SMS = 132 };
+static const gpu gpus[] = {{0, 8, 0},         {80, 108, 166912},        {86, 82, 101376},
+                           {89, 58, 101376},  {90, HOPPER_SMS, 232448}, {100, 148, 232448},
+                           {120, 170, 101376}};
 enum { GPU_COUNT = sizeof gpus / sizeof gpus[0] };
 
 static machine gpu_machine(const gpu *g, const int32_t *forced)
@@ -373,9 +375,11 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const shape 
   }
 }
 
-/* Token ranges, times column ranges where a row has them. */
+/* Token ranges, times column ranges where a row has them; few_up may meet an expert a pair, and no more CTAs than SMs. */
 static wide simple_grid(const variant *v, const shape *s)
 {
+  if (s->op == OP_few_up || s->op == OP_few_down)
+    return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : v->bm;
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens); /* bn: what it can hold */
   return wide_ceil(s->tokens, tokens) * (v->bn > 1 && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
@@ -436,7 +440,7 @@ static void test_grids_around_tiles(rng *r)
     const variant *v = &variants[row];
     if (v->arch == ARCH_cpu || v->op == OP_map || v->op == OP_map_count) continue;
     case_begin("%s", v->name);
-    const gpu g = {90, 132, 232448};
+    const gpu g = {90, HOPPER_SMS, 232448};
     const machine m = gpu_machine(&g, NULL);
     for (int64_t tokens = 1; tokens <= 4 * v->bm + 1; tokens++)
       for (int32_t n = v->bn < 8 ? v->bn : 8; n <= 3 * v->bn; n += (int32_t)larger(8, (v->bn / 4) & ~7)) {
@@ -710,6 +714,107 @@ static void test_permuted_rows(void)
   group_end();
 }
 
+/* ---- few tokens ------------------------------------------------------------------------------------ */
+
+typedef struct few_shapes {
+  shape up, down;
+} few_shapes;
+
+static few_shapes few_layer(int64_t tokens, int32_t top_k, int32_t hidden, int32_t inter)
+{
+  const shape up = {.op = OP_few_up,
+                    .in = DT_BF16,
+                    .w = DT_BF16,
+                    .major = MAJOR_K,
+                    .tokens = tokens,
+                    .rows = tokens * top_k,
+                    .experts = 128,
+                    .n = inter,
+                    .k = hidden,
+                    .top_k = top_k,
+                    .no_tmap = true}; /* they take none */
+  few_shapes s = {up, up};
+  s.down.op = OP_few_down, s.down.n = hidden, s.down.k = inter;
+  return s;
+}
+
+static bool few_on(const gpu *g, const int32_t *forced, few_shapes s)
+{
+  const machine m = gpu_machine(g, forced);
+  return wants_few(&m, &s.up, &s.down);
+}
+
+/* By sizes: layers on both sides of each limit, of HOPPER_SMS runs of 16 channels. */
+static void check_few_sizes(const gpu *hopper)
+{
+  static const struct {
+    int64_t tokens;
+    int32_t top_k, hidden, inter;
+    bool wanted;
+  } layers[] = {
+      {1, 8, 2048, 768, true},  {1, 8, 2048, 760, false},  {8, 8, 2048, 768, true},  {8, 8, 2048, 760, false},
+      {9, 4, 2048, 768, false}, {1, 32, 64, 768, true},    {2, 32, 2048, 768, true}, {2, 33, 2048, 768, false},
+      {1, 4, 2880, 2880, true}, {2, 4, 2880, 2880, false}, {1, 8, 7168, 2048, true}, {8, 8, 7168, 2048, false},
+      {2, 8, 1904, 768, true},  {2, 8, 1888, 768, false},  {2, 8, 2112, 768, true},  {2, 8, 2120, 768, false},
+      {2, 8, 3800, 768, true},  {2, 8, 3792, 768, false},  {2, 8, 64, 14336, false},
+  };
+  for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
+    case_begin("T %d k %d H %d I %d", (int)layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
+    const few_shapes s = few_layer(layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
+    CHECK(few_on(hopper, NULL, s) == layers[i].wanted);
+    case_end();
+  }
+}
+
+/* By machine, layout and type. */
+static void check_few_kinds(bool built)
+{
+  case_begin("machines, layouts, types");
+  for (int i = 0; i < GPU_COUNT; i++) {
+    few_shapes s = few_layer(1, 8, 2048, 768);
+    CHECK_MSG(few_on(&gpus[i], NULL, s) == (built && gpus[i].cc == 90), "cc %d", gpus[i].cc);
+    s.up.major = MAJOR_N;
+    CHECK(!few_on(&gpus[i], NULL, s));
+    s = few_layer(1, 8, 2048, 768);
+    s.down.major = MAJOR_N;
+    CHECK(!few_on(&gpus[i], NULL, s));
+    s = few_layer(1, 8, 2048, 768);
+    s.up.in = s.up.w = s.down.in = s.down.w = DT_F32;
+    CHECK(!few_on(&gpus[i], NULL, s));
+  }
+  case_end();
+}
+
+/* By what is forced: one of theirs takes whatever both can serve with rows alike, one of the stages' keeps them out. */
+static void check_few_forced(const gpu *hopper)
+{
+  for (int32_t i = 0; i < variant_count; i++) {
+    const variant *v = &variants[i];
+    if (v->arch == ARCH_cpu || v->in == DT_F16 || v->in == DT_F32) continue;
+    const bool few = v->op == OP_few_up || v->op == OP_few_down;
+    const bool stage = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;
+    int32_t forced[OP_COUNT] = {0};
+    forced[v->op] = i + 1;
+    case_begin("%s", v->name);
+    CHECK(few_on(hopper, forced, few_layer(1, 8, 2048, 768)) == (few ? v->bm == 1 : !stage));
+    CHECK(few_on(hopper, forced, few_layer(2, 8, 2048, 768)) == (few ? v->bm == FEW_TOKENS : !stage));
+    CHECK(few_on(hopper, forced, few_layer(2, 8, 64, 64)) == (few && v->bm == FEW_TOKENS));
+    case_end();
+  }
+}
+
+static void test_few(void)
+{
+  static const gpu hopper = {90, HOPPER_SMS, 232448};
+  bool built = false;
+  for (int32_t i = 0; i < variant_count; i++) built = built || variants[i].op == OP_few_up;
+  if (!group_begin("few tokens")) return;
+  check_few_kinds(built);
+  if (built) check_few_sizes(&hopper);
+  if (built) check_few_forced(&hopper);
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   rng r = {20240917};
@@ -722,6 +827,7 @@ int main(int argc, char **argv)
   test_grids_around_tiles(&r);
   test_early_starts();
   test_permuted_rows();
+  test_few();
   test_chunking(&r);
   test_layout(&r);
   test_growth(&r);

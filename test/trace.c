@@ -29,6 +29,7 @@ static cumoe_status clear_fault(world *w)
 static const launching launches[] = {
     {"forward from ids", small_layer, run_routed, "map up down combine "},
     {"forward from logits", small_layer, run_logits, "gate map map permute up down combine "},
+    {"forward of one token", wide_layer, run_wide, "gate few few "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
     {"stages", small_layer, run_stages, "router gate map up permute up down combine "},
@@ -164,6 +165,59 @@ static void test_arguments(void)
   case_begin("end");
   end_world(&w);
   case_end();
+  group_end();
+}
+
+/* The same of one token, where two kernels are told what map, up, down and combine would be. */
+static void test_few_arguments(void)
+{
+  if (!group_begin("arguments of the kernels of few tokens")) return;
+  world w = {.next = (uintptr_t)1 << 40};
+  case_begin("forward of one token");
+  wide_layer(&w);
+  CHECK_OK(run_wide(&w));
+  const gate_args *gate = shim_last_args("gate");
+  const few_args *up = shim_last_args("few_up"), *down = shim_last_args("few_down");
+  CHECK(up->g.n == FEW_INTER && up->g.k == HIDDEN && up->g.gated && up->g.tokens.count == 1 && up->g.rows_cap == TOP_K);
+  CHECK((const char *)up->g.b.base[0] > (const char *)up->g.b.base[1]); /* up lies first */
+  CHECK(down->g.a == up->g.c && down->g.a_ld == FEW_INTER && down->g.n == HIDDEN && down->g.k == FEW_INTER &&
+        !down->g.gated);
+  for (int i = 0; i < 2; i++) {
+    const map_args *map = i ? &down->map : &up->map;
+    CHECK(map->ids == gate->ids && map->top_k == TOP_K && map->local_experts == EXPERTS && map->counts_out != NULL);
+  }
+  CHECK(down->out.pair_weights == gate->weights && down->out.out_scale == 1 && down->out.reduce == 1);
+  CHECK(down->out.residual == down->out.out && down->out.hidden == HIDDEN && down->out.shared == NULL);
+  end_world(&w);
+  case_end();
+  group_end();
+}
+
+/* One token too, but with an output or weights that those two do not make. */
+static void check_not_few(const char *name, uint32_t flags, uint32_t routing)
+{
+  char kernels[400];
+  world w = {.next = (uintptr_t)1 << 40};
+  case_begin("%s", name);
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.inter = FEW_INTER, d.flags = flags, d.routing.flags |= routing;
+  open_one(&w);
+  bind_layer(&w, &d, CUMOE_GATE_UP_CONCAT);
+  cumoe_moe_args a = arguments(&w, &d, 1);
+  a.logits = lend_in(&w, CUMOE_F32, 1, EXPERTS);
+  shim_mark();
+  CHECK_OK(cumoe_moe_forward(w.plan, w.weights, &a, w.stream));
+  list_kernels(shim_trace(), kernels, sizeof kernels);
+  CHECK_MSG(strcmp(kernels, "gate map up down combine ") == 0, "the kernels are: %s", kernels);
+  end_world(&w);
+  case_end();
+}
+
+static void test_not_few(void)
+{
+  if (!group_begin("few tokens of other layers")) return;
+  check_not_few("unreduced", CUMOE_MOE_UNREDUCED, 0);
+  check_not_few("weights on the input", 0, CUMOE_ROUTE_WEIGHT_ON_INPUT);
   group_end();
 }
 
@@ -1164,6 +1218,8 @@ int main(int argc, char **argv)
   test_old_driver();
   test_launches();
   test_arguments();
+  test_few_arguments();
+  test_not_few();
   test_machines();
   test_full_device();
   test_orders();

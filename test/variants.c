@@ -24,6 +24,8 @@ static const operation_cases operations[] = {
     {"up", {cases_up, cases_layer}},
     {"down", {cases_down, cases_layer}},
     {"combine", {cases_combine, cases_layer}},
+    {"few_up", {cases_layer, NULL}},
+    {"few_down", {cases_layer, NULL}},
     {"elementwise", {cases_elementwise, NULL}},
     {"softmax", {cases_softmax, NULL}},
     {"norm", {cases_norm, NULL}},

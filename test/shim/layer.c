@@ -67,7 +67,7 @@ cumoe_weights_desc describe_weights(world *w, int32_t dtype, int32_t experts, in
 void bind_layer(world *w, const cumoe_moe_desc *desc, int32_t order)
 {
   CHECK_OK(cumoe_plan_create(w->context, desc, &w->plan));
-  const cumoe_weights_desc routed = describe_weights(w, desc->dtype, EXPERTS, INTER, order);
+  const cumoe_weights_desc routed = describe_weights(w, desc->dtype, EXPERTS, desc->inter, order);
   CHECK_OK(cumoe_weights_bind(w->context, &routed, &w->weights));
   if (desc->shared_inter == 0) return;
   const cumoe_weights_desc shared = describe_weights(w, desc->dtype, 1, desc->shared_inter, order);
@@ -79,6 +79,20 @@ void small_layer(world *w)
   const cumoe_moe_desc d = describe(CUMOE_BF16);
   open_one(w);
   bind_layer(w, &d, CUMOE_GATE_UP_CONCAT);
+}
+
+static cumoe_moe_desc describe_wide(void)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.inter = FEW_INTER;
+  return d;
+}
+
+void wide_layer(world *w)
+{
+  const cumoe_moe_desc d = describe_wide();
+  open_one(w);
+  bind_layer(w, &d, CUMOE_UP_GATE_CONCAT);
 }
 
 void shared_layer(world *w)
@@ -129,6 +143,17 @@ cumoe_status run_logits(world *w)
   a.logits = lend_in(w, CUMOE_F32, 3000, EXPERTS);
   a.ids_out = lend(w, CUMOE_I64, 3000, TOP_K);
   a.counts_out = lend(w, CUMOE_I32, 1, EXPERTS);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+/* One token, which few_up and few_down take. */
+cumoe_status run_wide(world *w)
+{
+  const cumoe_moe_desc d = describe_wide();
+  cumoe_moe_args a = arguments(w, &d, 1);
+  a.logits = lend_in(w, CUMOE_F32, 1, EXPERTS);
+  a.counts_out = lend(w, CUMOE_I32, 1, EXPERTS);
+  a.residual = cumoe_const(a.out);
   return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
 }
 

@@ -38,21 +38,23 @@ cumoe_view lend_in(world *w, int32_t dtype, int64_t rows, int64_t cols);
 void open_one(world *w);
 void open_two(world *w);
 
-enum { HIDDEN = 512, INTER = 256, EXPERTS = 8, TOP_K = 2 };
+enum { HIDDEN = 512, INTER = 256, FEW_INTER = 1024, EXPERTS = 8, TOP_K = 2 };
 
 cumoe_moe_desc describe(int32_t dtype);
 cumoe_weights_desc describe_weights(world *w, int32_t dtype, int32_t experts, int32_t inter, int32_t order);
 void bind_layer(world *w, const cumoe_moe_desc *desc, int32_t order);
 cumoe_moe_args arguments(world *w, const cumoe_moe_desc *d, int64_t tokens);
 
-/* Layers, with what they need: bf16; f16 with a shared expert, on two devices; f32, unreduced and weighing the input. */
+/* Layers, with what they need: bf16; the same with FEW_INTER; f16 with a shared expert, on two devices; f32, unreduced and weighing the input. */
 void small_layer(world *w);
+void wide_layer(world *w);
 void shared_layer(world *w);
 void unreduced_layer(world *w);
 
 /* Calls: the first two and the stages on the small layer, the others on the layer of that name. */
 cumoe_status run_routed(world *w);
 cumoe_status run_logits(world *w);
+cumoe_status run_wide(world *w);
 cumoe_status run_everything(world *w);
 cumoe_status run_unreduced(world *w);
 cumoe_status run_stages(world *w);

@@ -1,0 +1,36 @@
+/* Where a (token, slot) pair goes, as the ids say. */
+#ifndef CUMOE_PAIRS_CUH
+#define CUMOE_PAIRS_CUH
+
+#include "common.cuh"
+
+/* How ids and maps are read: as plain memory, or past L1 where that may be behind (load_settled). */
+struct plain_reader {
+  template <class T> DEVICE T operator()(const T *source) const { return *source; }
+};
+struct settled_reader {
+  template <class T> DEVICE T operator()(const T *source) const { return load_settled(source); }
+};
+
+/* Local expert of a pair, or ROW_DROPPED, or ROW_IDENTITY. */
+template <bool REPORT, class READER = plain_reader> DEVICE int destination(const map_args &a, int64_t pair)
+{
+  const READER read;
+  const unsigned token = (unsigned)pair / (unsigned)a.top_k, slot = (unsigned)pair - token * (unsigned)a.top_k;
+  const int64_t at = token * a.ids_ld + slot;
+  const int64_t id = a.ids_dtype == DT_I64 ? read(static_cast<const int64_t *>(a.ids) + at)
+                                           : read(static_cast<const int32_t *>(a.ids) + at);
+  const int zero_end = a.num_experts + a.zero_experts;
+  if (id == -1) return ROW_DROPPED;
+  if (id < 0 || id >= zero_end + a.identity_experts) {
+    if (REPORT) report_fault(a.fault, FAULT_EXPERT_ID, slot, token);
+    return ROW_DROPPED;
+  }
+  if (id >= a.num_experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
+  const int local = a.expert_map ? read(a.expert_map + id) : (int)id;
+  if (local >= 0 && local < a.local_experts) return local;
+  if (REPORT && local != -1) report_fault(a.fault, FAULT_EXPERT_MAP, slot, token);
+  return ROW_DROPPED;
+}
+
+#endif
