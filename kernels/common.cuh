@@ -140,11 +140,23 @@ static __device__ __noinline__ void report_fault(const fault_sink &sink, int cod
   report_fault_inline(sink, code, slot, token);
 }
 
+DEVICE void report_token_count(const token_count &tokens, const fault_sink &sink)
+{
+  if (!tokens.device) return;
+  if (*tokens.device < 0 || *tokens.device > tokens.count) report_fault_inline(sink, FAULT_TOKEN_COUNT, 0, 0);
+}
+
 /* Called by the whole grid; the first thread speaks. */
 DEVICE void check_token_count(const token_count &tokens, const fault_sink &sink)
 {
-  if (!tokens.device || blockIdx.x != 0 || threadIdx.x != 0) return;
-  if (*tokens.device < 0 || *tokens.device > tokens.count) report_fault_inline(sink, FAULT_TOKEN_COUNT, 0, 0);
+  if (blockIdx.x == 0 && threadIdx.x == 0) report_token_count(tokens, sink);
+}
+
+/* Of a token's own data: after a count out of range, whichever thread sees its fault first. */
+DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink, int code, int64_t slot, int64_t token)
+{
+  report_token_count(tokens, sink);
+  report_fault_inline(sink, code, slot, token);
 }
 
 #endif

@@ -12,6 +12,12 @@ struct settled_reader {
   template <class T> DEVICE T operator()(const T *source) const { return load_settled(source); }
 };
 
+/* A call: rare, and no room for it. */
+static __device__ __noinline__ void report_pair(const map_args &a, int code, int64_t slot, int64_t token)
+{
+  report_token_fault(a.tokens, a.fault, code, slot, token);
+}
+
 /* Local expert of a pair, or ROW_DROPPED, or ROW_IDENTITY. */
 template <bool REPORT, class READER = plain_reader> DEVICE int destination(const map_args &a, int64_t pair)
 {
@@ -23,13 +29,13 @@ template <bool REPORT, class READER = plain_reader> DEVICE int destination(const
   const int zero_end = a.num_experts + a.zero_experts;
   if (id == -1) return ROW_DROPPED;
   if (id < 0 || id >= zero_end + a.identity_experts) {
-    if (REPORT) report_fault(a.fault, FAULT_EXPERT_ID, slot, token);
+    if (REPORT) report_pair(a, FAULT_EXPERT_ID, slot, token);
     return ROW_DROPPED;
   }
   if (id >= a.num_experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
   const int local = a.expert_map ? read(a.expert_map + id) : (int)id;
   if (local >= 0 && local < a.local_experts) return local;
-  if (REPORT && local != -1) report_fault(a.fault, FAULT_EXPERT_MAP, slot, token);
+  if (REPORT && local != -1) report_pair(a, FAULT_EXPERT_MAP, slot, token);
   return ROW_DROPPED;
 }
 

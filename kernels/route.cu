@@ -488,7 +488,7 @@ DEVICE void route_token(const gate_args &a, int64_t token, bool in_registers, ui
     c.load(a, choice);
   }
   first_nan = __reduce_min_sync(ALL_LANES, first_nan);
-  if (first_nan != ~0u && lane_id() == 0) report_fault_inline(a.fault, FAULT_NAN_LOGIT, first_nan, token);
+  if (first_nan != ~0u && lane_id() == 0) report_token_fault(a.tokens, a.fault, FAULT_NAN_LOGIT, first_nan, token);
   const chosen_expert chosen = take_best(a, c, choice, scratch);
   float l = by_logit ? value_of(chosen.key) : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id) : not_a_number();
   const float weight = slot_weight(a, t, soft_cap(a, l));

@@ -55,7 +55,7 @@ void cpu_combine(const void *args, int64_t begin, int64_t end)
 {
   const combine_args *a = args;
   int64_t tokens = tokens_present(a->tokens);
-  if (begin == 0) check_token_count(a->tokens, a->fault);
+  check_token_count(a->tokens, a->fault);
   for (int64_t token = begin; token < end && token < tokens; token++) {
     if (a->reduce)
       reduce_slots(a, token);

@@ -21,6 +21,7 @@ static inline int64_t tokens_present(token_count tokens)
   return present < tokens.count ? present : tokens.count;
 }
 
+/* Every range of tokens begins with it: it comes before what is wrong with any token, whichever thread is quickest. */
 static inline void check_token_count(token_count tokens, fault_sink sink)
 {
   if (tokens.device != NULL && (*tokens.device < 0 || *tokens.device > tokens.count))

@@ -132,6 +132,6 @@ void cpu_gate(const void *args, int64_t begin, int64_t end)
 {
   const gate_args *a = args;
   int64_t tokens = tokens_present(a->tokens);
-  if (begin == 0) check_token_count(a->tokens, a->fault);
+  check_token_count(a->tokens, a->fault);
   for (int64_t token = begin; token < end && token < tokens; token++) gate_token(a, token);
 }

@@ -8,7 +8,7 @@ void cpu_permute(const void *args, int64_t begin, int64_t end)
   const permute_args *a = args;
   const int64_t tokens = tokens_present(a->tokens);
   const size_t bytes = (size_t)a->hidden * (size_t)a->element;
-  if (begin == 0) check_token_count(a->tokens, a->fault);
+  check_token_count(a->tokens, a->fault);
   for (int64_t token = begin; token < end && token < tokens; token++)
     for (int32_t j = 0; j < a->top_k; j++) {
       const int64_t row = a->slot_row[token * a->top_k + j];
