@@ -1124,6 +1124,43 @@ static void bad_expert_map(cumoe_context context, int32_t entry)
   case_end();
 }
 
+/* A count out of range and data of the tokens that is wrong as well, seen by many threads at once: the count is what is told. */
+static void count_before_data(cumoe_context context, routing_input input)
+{
+  layer_spec s = layer_spec_new(CUMOE_BF16, 700, 72, 40);
+  session run;
+  s.input = input;
+  s.device_count = true;
+  s.device_tokens = 701;
+  case_begin("a count before data of the tokens, input %d", (int)input);
+  layer_inputs in = layer_inputs_new(&s);
+  tensor *data = input == INPUT_LOGITS ? &in.logits : &in.ids;
+  for (int64_t t = 0; t < s.tokens; t++) tensor_set(data, t, 0, input == INPUT_LOGITS ? NAN : 1000);
+  session_open(&run, context, &s, &in);
+  for (int i = 0; i < 50; i++) {
+    CHECK_OK(session_forward(&run));
+    check_fault(context, NULL, CUMOE_FAULT_TOKEN_COUNT);
+  }
+  session_close(&run);
+  case_end();
+}
+
+static void test_count_before_data(cumoe_context context)
+{
+  const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 16};
+  cumoe_context many = NULL;
+  if (!group_begin("%s: a count before data", context_name(context))) return;
+  case_begin("threads");
+  CHECK_OK(cumoe_context_create(on_device(context) ? 0 : CUMOE_DEVICE_CPU, &config, &many));
+  case_end();
+  count_before_data(many, INPUT_LOGITS);
+  count_before_data(many, INPUT_IDS);
+  case_begin("close");
+  CHECK_OK(cumoe_context_destroy(many));
+  case_end();
+  group_end();
+}
+
 /* The first of two faults is the one kept; a clear takes it away, and the next one is recorded again. */
 static void sticky_record(cumoe_context context)
 {
@@ -1425,6 +1462,7 @@ int main(int argc, char **argv)
     test_out_of_bounds(contexts[i]);
     test_no_tokens(contexts[i]);
     test_device_data(contexts[i]);
+    test_count_before_data(contexts[i]);
     test_threads(contexts[i]);
     test_two_contexts(contexts[i]);
     test_handles(contexts[i]);
