@@ -144,7 +144,7 @@ template <class T, int UNITS> struct places {
   }
 };
 
-/* The same where all lie in one row: a quarter of the instructions of gelu, and more of the others'. */
+/* The same where all lie in one row, as those of a matrix without gaps do: one look for the CTA, not one a unit. */
 template <class T, int UNITS> struct places_in_row : places<T, UNITS> {
   using places<T, UNITS>::places;
 
@@ -196,9 +196,8 @@ DEVICE void elementwise_any(const elementwise_args &a, const PLACES &at)
   }
 }
 
-template <class T, int UNITS, int, int THREADS> DEVICE void elementwise_flat(const elementwise_args &a)
+template <class T, int UNITS, int, int THREADS> DEVICE void form_flat(const elementwise_args &a)
 {
-  wait_for_earlier_grids();
   const places_in_row<T, UNITS> one(a);
   const places<T, UNITS> any(a);
   if (a.aligned && one.in_one_row())
@@ -333,7 +332,7 @@ DEVICE void store_shares(T *row, float most, float share, row_part<T, PACKETS, L
   });
 }
 
-template <class T, int ROWS, int COLUMNS, int THREADS, bool ALIGNED> DEVICE void softmax_once(const softmax_args &a)
+template <class T, int ROWS, int COLUMNS, int THREADS, bool ALIGNED> DEVICE void once(const softmax_args &a)
 {
   constexpr int LANES = THREADS / ROWS;
   __shared__ float shared[2][WARP_SIZE];
@@ -353,7 +352,7 @@ DEVICE float shrink(float low, float high)
 }
 
 /* The greatest so far and the sum relative to it, in one pass; then the row again. */
-template <class T, int THREADS, bool ALIGNED> DEVICE void softmax_twice(const softmax_args &a)
+template <class T, int THREADS, bool ALIGNED> DEVICE void twice(const softmax_args &a)
 {
   constexpr int PACKETS = 4, STEP = PACKETS * THREADS * SIZE<T>;
   __shared__ float shared[2][WARP_SIZE];
@@ -374,24 +373,6 @@ template <class T, int THREADS, bool ALIGNED> DEVICE void softmax_twice(const so
     x.template load<ALIGNED>(source + column, (int)(a.cols - column));
     store_shares<ALIGNED>(static_cast<T *>(a.y) + row * a.y_ld + column, top, share, x);
   }
-}
-
-template <class T, int ROWS, int COLUMNS, int THREADS> DEVICE void softmax_row(const softmax_args &a)
-{
-  wait_for_earlier_grids();
-  if (a.aligned)
-    softmax_once<T, ROWS, COLUMNS, THREADS, true>(a);
-  else
-    softmax_once<T, ROWS, COLUMNS, THREADS, false>(a);
-}
-
-template <class T, int, int, int THREADS> DEVICE void softmax_sweep(const softmax_args &a)
-{
-  wait_for_earlier_grids();
-  if (a.aligned)
-    softmax_twice<T, THREADS, true>(a);
-  else
-    softmax_twice<T, THREADS, false>(a);
 }
 
 /* ---- norms ---- */
@@ -427,7 +408,7 @@ DEVICE void store_normal(const norm_args &a, T *row, int64_t first, float mean, 
   });
 }
 
-template <class T, int ROWS, int COLUMNS, int THREADS, bool ALIGNED> DEVICE void norm_once(const norm_args &a)
+template <class T, int ROWS, int COLUMNS, int THREADS, bool ALIGNED> DEVICE void once(const norm_args &a)
 {
   constexpr int LANES = THREADS / ROWS;
   __shared__ float shared[2][WARP_SIZE];
@@ -459,7 +440,7 @@ struct moments {
   }
 };
 
-template <class T, int THREADS, bool ALIGNED> DEVICE void norm_twice(const norm_args &a)
+template <class T, int THREADS, bool ALIGNED> DEVICE void twice(const norm_args &a)
 {
   constexpr int PACKETS = 4, STEP = PACKETS * THREADS * SIZE<T>;
   __shared__ float shared[2][WARP_SIZE];
@@ -483,22 +464,22 @@ template <class T, int THREADS, bool ALIGNED> DEVICE void norm_twice(const norm_
   }
 }
 
-template <class T, int ROWS, int COLUMNS, int THREADS> DEVICE void norm_row(const norm_args &a)
+/* ---- kernels ---- */
+
+template <class T, int ROWS, int COLUMNS, int THREADS, class ARGS> DEVICE void form_row(const ARGS &a)
 {
-  wait_for_earlier_grids();
   if (a.aligned)
-    norm_once<T, ROWS, COLUMNS, THREADS, true>(a);
+    once<T, ROWS, COLUMNS, THREADS, true>(a);
   else
-    norm_once<T, ROWS, COLUMNS, THREADS, false>(a);
+    once<T, ROWS, COLUMNS, THREADS, false>(a);
 }
 
-template <class T, int, int, int THREADS> DEVICE void norm_sweep(const norm_args &a)
+template <class T, int, int, int THREADS, class ARGS> DEVICE void form_sweep(const ARGS &a)
 {
-  wait_for_earlier_grids();
   if (a.aligned)
-    norm_twice<T, THREADS, true>(a);
+    twice<T, THREADS, true>(a);
   else
-    norm_twice<T, THREADS, false>(a);
+    twice<T, THREADS, false>(a);
 }
 
 #define ROWS_ops
@@ -506,6 +487,7 @@ template <class T, int, int, int THREADS> DEVICE void norm_sweep(const norm_args
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
   {                                                                                                                    \
-    op##_##form<in, BM, BN, WARPS * WARP_SIZE>(a);                                                                     \
+    wait_for_earlier_grids();                                                                                          \
+    form_##form<in, BM, BN, WARPS * WARP_SIZE>(a);                                                                     \
   }
 #include "variants.def"
