@@ -73,7 +73,8 @@ CUMOE_CHECKED cumoe_status cumoe_synchronize(cumoe_context context, cumoe_stream
 
 /*
  * Bad device data never faults a kernel: the slot concerned contributes exactly 0, the first such event since
- * the last clear is recorded here (first one wins), and the context stays usable.
+ * the last clear is recorded here (first one wins; of one stage's, the token count before what is wrong with tokens),
+ * and the context stays usable.
  */
 typedef enum cumoe_fault_code {
   CUMOE_FAULT_NONE = 0,
