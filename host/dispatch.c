@@ -12,7 +12,8 @@ static shape router_shape(const router_args *a)
                  .rows = a->tokens.count,
                  .experts = a->experts,
                  .n = a->experts,
-                 .k = a->hidden};
+                 .k = a->hidden,
+                 .no_tmap = !tmap_serves_router(a)};
 }
 
 static shape map_shape(operation op, const map_args *a)
@@ -95,16 +96,36 @@ static shape shape_of(operation op, const void *args)
 }
 
 /* Kernels that read through tensor maps get them encoded here, anew each time: host work only, and nothing to keep. */
+static cumoe_status refused(const variant *v)
+{
+  return fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
+}
+
+static cumoe_status launch_router(cumoe_context context, int32_t row, int64_t grid, bool early, const router_args *args,
+                                  cumoe_stream stream)
+{
+  const variant *v = &variants[row];
+  router_sm90_args mapped = {.r = *args};
+  if (!tmap_encode_router(context->encode_tiled, v->bm, v->bn, &mapped)) return refused(v);
+  return launch(context, row, grid, early, &mapped, stream);
+}
+
+static cumoe_status launch_gemm(cumoe_context context, int32_t row, int64_t grid, bool early, const gemm_args *args,
+                                cumoe_stream stream)
+{
+  const variant *v = &variants[row];
+  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
+  gemm_sm90_args mapped = {.g = *args};
+  if (!tmap_encode(context->encode_tiled, columns / 2, &mapped)) return refused(v);
+  return launch(context, row, grid, early, &mapped, stream);
+}
+
 static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid, bool early, const void *args,
                                cumoe_stream stream)
 {
-  const variant *v = &variants[row];
-  if (!takes_tensor_maps(v)) return launch(context, row, grid, early, args, stream);
-  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
-  gemm_sm90_args mapped = {.g = *(const gemm_args *)args};
-  if (!tmap_encode(context->encode_tiled, columns / 2, &mapped))
-    return fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
-  return launch(context, row, grid, early, &mapped, stream);
+  if (!takes_tensor_maps(&variants[row])) return launch(context, row, grid, early, args, stream);
+  if (variants[row].op == OP_router) return launch_router(context, row, grid, early, args, stream);
+  return launch_gemm(context, row, grid, early, args, stream);
 }
 
 static shape shape_in(cumoe_context context, operation op, const void *args)
@@ -114,11 +135,11 @@ static shape shape_in(cumoe_context context, operation op, const void *args)
   return s;
 }
 
-bool dispatch_wants_permuted(cumoe_context context, const gemm_args *up)
+bool dispatch_wants_copy(cumoe_context context, const gemm_args *up)
 {
   const machine m = machine_of(&context->info, context->forced);
   const shape s = shape_in(context, OP_up, up);
-  return wants_permuted(&m, &s);
+  return wants_copy(&m, &s);
 }
 
 bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down)

@@ -8,8 +8,8 @@
 /* `args` is the operation's struct of kernels/args.h. Inside enter_device/leave_device. */
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream);
 
-/* Whether `up` would gain from permuted rows (plan.h: wants_permuted). */
-bool dispatch_wants_permuted(cumoe_context context, const gemm_args *up);
+/* Whether `up` should copy its rows (plan.h: wants_copy). */
+bool dispatch_wants_copy(cumoe_context context, const gemm_args *up);
 
 /* Whether few_up and few_down should do for map, up, down and combine (plan.h: wants_few). */
 bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down);

@@ -110,6 +110,12 @@ static cumoe_status route_tokens(pass *p)
   return dispatch(p->plan->context, OP_gate, &g, p->stream);
 }
 
+/* Up's counters of its copies: where the logits were, which the gate was the last to read. The map clears them. */
+static int32_t *copy_progress(const pass *p)
+{
+  return region(p, p->at.logits);
+}
+
 static map_args map_pass(pass *p)
 {
   const cumoe_moe_args *a = p->args;
@@ -119,6 +125,7 @@ static map_args map_pass(pass *p)
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
   m.load = a->load.data;
+  m.progress = copy_progress(p);
   return m;
 }
 
@@ -127,18 +134,6 @@ static cumoe_status map_rows(pass *p)
 {
   const map_args m = map_pass(p);
   return dispatch_map(p->plan->context, &m, p->stream);
-}
-
-/* x in row order, in the region of y: up is the last to read it, down the first to write there. */
-static cumoe_status permute_rows(const pass *p, void *rows, gemm_args *up)
-{
-  permute_args a = permute_arguments(p->plan, p->args->x, p->route.slot_row, rows, up->k);
-  a.tokens = p->tokens;
-  up->a = rows;
-  up->a_ld = up->k;
-  up->packed = true;
-  up->settled = true; /* the map is no longer the grid before */
-  return dispatch(p->plan->context, OP_permute, &a, p->stream);
 }
 
 /* up and down of one weights object; route NULL: the shared expert, where every token is a row */
@@ -160,7 +155,10 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   down.tokens = p->tokens;
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
-  if (route && dispatch_wants_permuted(p->plan->context, &up)) TRY(permute_rows(p, region(p, y_offset), &up));
+  if (route && dispatch_wants_copy(p->plan->context, &up)) {
+    up.copy = down.c; /* up is the last to read it there, down the first to write */
+    up.progress = copy_progress(p);
+  }
   TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
   return dispatch(p->plan->context, OP_down, &down, p->stream);
 }

@@ -41,8 +41,8 @@ int32_t choose(const machine *m, const shape *s);
 /* Whether a row of the table reads its operands through tensor maps (host/tmap.c). */
 bool takes_tensor_maps(const variant *v);
 
-/* Whether up's rows should be permuted into a copy first: its row is fed by bulk copies then, which gathers cannot use. */
-bool wants_permuted(const machine *m, const shape *up);
+/* Whether up should put its rows in order in a copy, for the bulk copies that feed its products, rather than gather them. */
+bool wants_copy(const machine *m, const shape *up);
 
 /* Whether few_up and few_down should do what map, up, down and combine do: rows for both serve the shapes, no row of those is
  * forced, and it pays, or one of theirs is forced. */

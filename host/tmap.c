@@ -69,13 +69,45 @@ bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
       .box = {WGMMA_BK, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
   if (!encode(encoder, g->dtype, &weights, args->weights)) return false;
-  if (g->row_pair && !g->packed) return true;
+  if (g->row_pair && !g->packed && !g->copy) return true;
   const tensor a = {
-      .base = g->a,
+      .base = g->copy ? g->copy : g->a,
       .rank = 2,
       .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
-      .stride = {1, g->a_ld},
+      .stride = {1, g->copy ? g->k : g->a_ld},
       .box = {WGMMA_BK, WGMMA_STEP},
   };
   return encode(encoder, g->dtype, &a, args->rows);
+}
+
+static bool matrix_serves(const void *base, int64_t ld)
+{
+  return (intptr_t)base % 16 == 0 && stride_fits(ld * ELEMENT);
+}
+
+bool tmap_serves_router(const router_args *a)
+{
+  return a->x_dtype == a->w_dtype && a->x_dtype != DT_F32 && matrix_serves(a->x, a->x_ld) &&
+         matrix_serves(a->w, a->w_ld);
+}
+
+bool tmap_encode_router(void (*encoder)(void), int32_t tokens, int32_t experts, router_sm90_args *args)
+{
+  const router_args *r = &args->r;
+  args->columns = r->experts < experts ? (r->experts + 15) / 16 * 16 : experts;
+  const tensor x = {
+      .base = r->x,
+      .rank = 2,
+      .size = {(uint64_t)r->hidden, (uint64_t)r->tokens.count},
+      .stride = {1, r->x_ld},
+      .box = {WGMMA_BK, (uint32_t)tokens},
+  };
+  const tensor w = {
+      .base = r->w,
+      .rank = 2,
+      .size = {(uint64_t)r->hidden, (uint64_t)r->experts},
+      .stride = {1, r->w_ld},
+      .box = {WGMMA_BK, (uint32_t)args->columns / 2},
+  };
+  return encode(encoder, r->x_dtype, &x, args->x) && encode(encoder, r->w_dtype, &w, args->w);
 }

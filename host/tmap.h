@@ -12,4 +12,8 @@ bool tmap_serves(const gemm_args *args);
  * `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
 bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args);
 
+/* The same for the router, for a kernel whose tile has so many tokens and experts. */
+bool tmap_serves_router(const router_args *args);
+bool tmap_encode_router(void (*encoder)(void), int32_t tokens, int32_t experts, router_sm90_args *args);
+
 #endif

@@ -48,6 +48,15 @@ typedef struct router_args {
   int32_t x_dtype, w_dtype, bias_dtype;
 } router_args;
 
+/* The wgmma form: the same, and tensor maps of x, (k, token), and w, (k, expert): boxes of WGMMA_BK x BM tokens, and half of
+ * `columns` experts: BN, or if there are fewer, theirs in sixteens (rows outside a tensor cost more than those inside). */
+typedef struct router_sm90_args {
+  router_args r;
+  unsigned char x[128] __attribute__((aligned(64)));
+  unsigned char w[128] __attribute__((aligned(64)));
+  int32_t columns;
+} router_sm90_args;
+
 /* CPU unit: one token. */
 typedef struct gate_args {
   const void *logits;       /* [T, E] */
@@ -79,6 +88,7 @@ typedef struct map_args {
   int32_t *counts_out;       /* NULL, or a second place for counts */
   int64_t *load;             /* NULL, or [local_experts], += counts */
   int32_t *hist;             /* [chunks, local_experts]; unused with one chunk */
+  int32_t *progress; /* NULL, or what up counts its copies in (below): COPY_PROGRESS(T k), cleared; not on the CPU */
   token_count tokens;
   int32_t ids_dtype, top_k;
   int32_t num_experts, zero_experts, identity_experts, local_experts;
@@ -116,7 +126,7 @@ typedef struct expert_matrix {
 
 /*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
- *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]
+ *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (if `copy`, by way of there)
  *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation)
  *   acc_h[n] *= pair_weights[token, slot] if pair_weights (weight on input: linear, so applied to the sum)
  *   acc_h[n] += bias_h[e, n]
@@ -136,14 +146,19 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated;  /* act: ACT_*; down: ACT_IDENTITY, not gated */
-  int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
-  int32_t settled;            /* weights, counts and offsets were complete before the grid before this one started */
+  int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  void *copy;                /* wgmma, up: NULL, or [rows_cap, K], where the kernel puts its rows in order as it goes */
+  int32_t *progress;         /* of the copy: claims, then the rows there of each COPY_GROUP; zeros at first */
+  int32_t packed;            /* rows of a lie in row order although row_pair names their pairs */
+  int32_t settled;           /* weights, counts and offsets were complete before the grid before this one started */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
   fault_sink fault;
 } gemm_args;
 
 enum { CPU_N_BLOCK = 32 };
+
+enum { COPY_CLAIM = 4, COPY_GROUP = 64 };
+#define COPY_PROGRESS(rows) (2 + (rows) / COPY_GROUP)
 
 /*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).

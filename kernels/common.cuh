@@ -119,10 +119,10 @@ DEVICE int64_t token_total(const token_count &tokens)
   return min(max(there, (int64_t)0), tokens.count);
 }
 
-/* Of the shared expert's output in a token's sum. */
+/* Of the shared expert's output in a token's sum. The exact division is a call, which claims registers. */
 DEVICE float shared_weight(const combine_args &a, int64_t token)
 {
-  return a.shared_logit ? 1.f / (1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
+  return a.shared_logit ? __fdividef(1.f, 1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
 }
 
 /* Any thread, any number of times: the first report since the last clear stays. */

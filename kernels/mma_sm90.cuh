@@ -130,6 +130,15 @@ DEVICE uint32_t cluster_ctarank()
   return rank;
 }
 
+/* True in one lane of the warp. A bulk copy behind it is one instruction; behind a comparison of thread numbers ptxas makes
+ * it a loop over the lanes that might be there. */
+DEVICE bool elect_one()
+{
+  uint32_t elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected;
+}
+
 DEVICE void barrier_cluster()
 {
   asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");

@@ -680,6 +680,14 @@ DEVICE void place_pair(const map_args &a, const map_shared &s, pair_range chunk,
   if (r.pair < chunk.padded_end) a.slot_row[r.pair] = row;
 }
 
+/* For up, which begins when this grid is complete. */
+DEVICE void clear_progress(const map_args &a)
+{
+  if (!a.progress) return;
+  const int64_t words = COPY_PROGRESS(a.tokens.count * a.top_k), step = (int64_t)gridDim.x * blockDim.x;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) a.progress[i] = 0;
+}
+
 /* The first run is ranked before rows are laid out: alone, it needs no other count. */
 template <int PAIRS> DEVICE void map_chunk(const map_args &a)
 {
@@ -688,6 +696,7 @@ template <int PAIRS> DEVICE void map_chunk(const map_args &a)
   const pair_range chunk = chunk_of(a);
   const bool is_expert = threadIdx.x < a.local_experts;
   check_token_count(a.tokens, a.fault);
+  clear_progress(a);
   ranked_pair r = rank_run(a, s, chunk, chunk.begin);
   if (a.chunks > 1)
     sum_chunks(a, s);

@@ -6,8 +6,8 @@
  * two of consumers around a ring of stages of 64 k:
  *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c), so a thread
  *            finds both factors of a channel in its own registers;
- *   rows     TMA boxes of 16 rows where they lie one after another (down; up of permuted rows), else gathered by
- *            cp.async into the same 128-byte swizzle.
+ *   rows     TMA boxes of 16 rows where they lie one after another (down; up of permuted rows, or of a copy that idle
+ *            warps make on the way: ahead.cuh), else gathered by cp.async into the same 128-byte swizzle.
  * Each consumer has half of the weight rows of a tile. Nothing joins the two but the ring.
  *
  * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2, some
@@ -18,8 +18,8 @@
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
 
+#include "ahead.cuh"
 #include "epilogue.cuh"
-#include "mma_sm90.cuh"
 
 template <class T_, bool UP_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct wgmma_shape {
   using T = T_;
@@ -121,7 +121,12 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
 /* Whether rows of A are anywhere, as the route says, or one after another. */
 template <class S> DEVICE bool gathers(const gemm_args &args)
 {
-  return S::UP && args.row_pair && !args.packed;
+  return S::UP && args.row_pair && !args.packed && !args.copy;
+}
+
+template <class S> DEVICE bool copies(const gemm_args &args)
+{
+  return S::UP && args.copy;
 }
 
 /* ---- producers ---- */
@@ -168,7 +173,7 @@ template <class S> struct gather {
   }
 };
 
-/* The thread that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest for itself. */
+/* The lane that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest for itself. */
 template <class S, bool PAIRED>
 DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
                        int k0)
@@ -196,21 +201,20 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
 }
 
 /* All of a unit's stages. It is told to the consumers through the barrier of the first. */
-template <class S, bool PAIRED>
+template <class S, bool PAIRED, bool GATHERING>
 DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                          const gather<S> &rows, ring_place<S> &at)
 {
-  const bool gathering = gathers<S>(args.g);
-  const int boxes = gathering ? 0 : ceil_div(tile.rows, S::STEP);
+  const int boxes = GATHERING ? 0 : ceil_div(tile.rows, S::STEP);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < WARP_SIZE && elect_one()) {
       if (k0 == 0) smem.units[slot] = tile;
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at.stage, k0);
     }
-    if (!gathering) continue;
     __syncwarp();
+    if (!GATHERING) continue;
     rows.copy(args, smem, tile, at.stage, k0);
   }
 }
@@ -227,25 +231,32 @@ DEVICE void produce_end(Smem &smem, const tile_unit &tile, int slot, bool gather
   if (gathering) mbarrier_arrive(&smem.full[at.stage]);
 }
 
-template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const bool gathering = gathers<S>(args.g);
-  if (!gathering && threadIdx.x != 0) return;
+  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
   ring_place<S> at;
   gather<S> rows;
   int slot = 0;
 #pragma unroll 1
   for (int64_t index = blockIdx.x / S::CLUSTER;; index += gridDim.x / S::CLUSTER) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, index);
-    if (unit.tile.expert < 0) return produce_end(smem, unit.tile, slot, gathering, at);
+    if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, GATHERING, at);
     if (unit.absent) continue;
-    if (gathering) rows.aim(args.g, unit.tile);
+    if (GATHERING) rows.aim(args.g, unit.tile);
+    if (!GATHERING && copies<S>(args.g)) await_rows(args.g, copied, unit.tile.row, unit.tile.rows);
     if (unit.paired)
-      produce_unit<S, true>(args, smem, unit.tile, slot, rows, at);
+      produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
-      produce_unit<S, false>(args, smem, unit.tile, slot, rows, at);
+      produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
     slot = (slot + 1) % UNITS_AHEAD;
   }
+}
+
+template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  if (S::UP && gathers<S>(args.g)) return produce_units<S, S::UP>(args, smem);
+  if (copies<S>(args.g) && warp_id() != 0) return copy_rows(args.g);
+  if (warp_id() == 0) produce_units<S, false>(args, smem);
 }
 
 /* ---- consumers ---- */

@@ -104,9 +104,16 @@ void cases_router(cumoe_context context)
     run_router(context, &c);
   }
   if (!on_device(context)) return;
-  for (int i = 0; i < 6; i++) { /* real depths, and enough tokens for tiles */
-    router_case c = {
-        i % 2 ? 5 : 130, i < 3 ? 64 : 33, i % 2 ? 7168 : 2880, case_dtypes[i % 3], case_dtypes[i % 3], 0, false, -1};
+  static const int32_t experts[] = {64, 33, 101, 300};
+  for (int i = 0; i < 12; i++) { /* real depths, and enough tokens and experts for tiles */
+    router_case c = {i % 2 ? 5 : 130,
+                     experts[i / 3],
+                     i % 2 ? 7168 : 2880,
+                     case_dtypes[i % 3],
+                     case_dtypes[i % 3],
+                     i < 6 ? 0 : CUMOE_F32,
+                     false,
+                     -1};
     run_router(context, &c);
   }
 }

@@ -389,7 +389,7 @@ static forward_case layer_case_of(int i)
   return c;
 }
 
-/* Experts of one to three tiles of 160 rows, where rows are permuted before they are multiplied. */
+/* Experts of one to three tiles of 160 rows, where rows are copied in order for the products. */
 static void many_rows_case(cumoe_context context, int i)
 {
   static const int32_t rows_each[] = {97, 125, 161, 250, 330};

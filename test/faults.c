@@ -604,6 +604,7 @@ static const scenario scenarios[] = {
     {"forward of one token", wide_layer, run_wide, AGAIN},
     {"forward with everything", shared_layer, run_everything, AGAIN},
     {"forward, unreduced", unreduced_layer, run_unreduced, AGAIN},
+    {"router of many tokens", small_layer, run_router, AGAIN},
     {"stages", small_layer, run_stages, AGAIN},
     {"forced rows", small_layer, run_forced, AGAIN},
     {"capture", small_layer, capture, AGAIN | FAILS},

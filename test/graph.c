@@ -301,6 +301,7 @@ static void staged_open(staged *g, cumoe_context context, const layer_spec *spec
   g->out = device_new(context, spec->desc.dtype, t, spec->desc.hidden, 8);
   g->map_workspace =
       bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16, 0) : no_view_mut();
+  CHECK_CUDA(cudaDeviceSynchronize()); /* filled on another stream than the stages run on */
 }
 
 static cumoe_status run_stage(staged *g, int stage)

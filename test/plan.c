@@ -382,6 +382,7 @@ static wide simple_grid(const variant *v, const shape *s)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : v->bm;
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens); /* bn: what it can hold */
+  if (v->form == FORM_wgmma) return 2 * wide_ceil(s->tokens, 2 * tokens) * wide_ceil(s->n, v->bn); /* clusters of two */
   return wide_ceil(s->tokens, tokens) * (v->bn > 1 && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
 }
 
@@ -687,27 +688,28 @@ static void test_early_starts(void)
   group_end();
 }
 
-/* ---- permuted rows --------------------------------------------------------------------------------- */
+/* ---- copied rows ----------------------------------------------------------------------------------- */
 
-/* Copied first from 97 rows an expert up, and only where bulk copies will fetch them. */
-static void test_permuted_rows(void)
+/* From 97 rows an expert up (of fewer than 2048 channels 161), and only where bulk copies will fetch them. */
+static void test_copied_rows(void)
 {
   bool built = false;
   for (int32_t i = 0; i < variant_count; i++) built = built || variants[i].arch == ARCH_sm90;
-  if (!group_begin("permuted rows")) return;
-  for (int n = 0; n < 2 * 3; n++) {
-    const int64_t per_expert = 96 + n % 3;
+  if (!group_begin("copied rows")) return;
+  for (int n = 0; n < 2 * 2 * 3; n++) {
+    const int64_t from = n / 6 ? 161 : 97, per_expert = from - 1 + n % 3;
     const threshold up = {OP_up, 0, 0, 0, 0};
-    case_begin("%lld rows an expert, %s", (long long)per_expert, n / 3 ? "f16" : "bf16");
-    shape s = threshold_shape(&up, per_expert, 128, n / 3 ? DT_F16 : DT_BF16, 0);
+    case_begin("%lld rows an expert, %s", (long long)per_expert, n / 3 % 2 ? "f16" : "bf16");
+    shape s = threshold_shape(&up, per_expert, 128, n / 3 % 2 ? DT_F16 : DT_BF16, 0);
+    s.n = n / 6 ? 2040 : 2048;
     for (int i = 0; i < GPU_COUNT; i++) {
       const machine m = gpu_machine(&gpus[i], NULL);
-      CHECK_MSG(wants_permuted(&m, &s) == (built && gpus[i].cc == 90 && per_expert >= 97), "cc %d", gpus[i].cc);
+      CHECK_MSG(wants_copy(&m, &s) == (built && gpus[i].cc == 90 && per_expert >= from), "cc %d", gpus[i].cc);
       shape other = s;
       other.no_tmap = true;
-      CHECK(!wants_permuted(&m, &other));
+      CHECK(!wants_copy(&m, &other));
       other = threshold_shape(&up, per_expert, 128, s.in, 1);
-      CHECK(!wants_permuted(&m, &other));
+      CHECK(!wants_copy(&m, &other));
     }
     case_end();
   }
@@ -826,7 +828,7 @@ int main(int argc, char **argv)
   test_grids(&r);
   test_grids_around_tiles(&r);
   test_early_starts();
-  test_permuted_rows();
+  test_copied_rows();
   test_few();
   test_chunking(&r);
   test_layout(&r);

@@ -28,10 +28,11 @@ static cumoe_status clear_fault(world *w)
 
 static const launching launches[] = {
     {"forward from ids", small_layer, run_routed, "map up down combine "},
-    {"forward from logits", small_layer, run_logits, "gate map map permute up down combine "},
+    {"forward from logits", small_layer, run_logits, "gate map map up down combine "},
     {"forward of one token", wide_layer, run_wide, "gate few few "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
+    {"router of many tokens", small_layer, run_router, "router "},
     {"stages", small_layer, run_stages, "router gate map up permute up down combine "},
     {"fault word cleared", small_layer, clear_fault, ""},
 };

@@ -179,6 +179,14 @@ cumoe_status run_unreduced(world *w)
   return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
 }
 
+cumoe_status run_router(world *w)
+{
+  enum { TOKENS = 4000, MANY = 128 }; /* enough logits for the sm_90a kernel */
+  const cumoe_view x = lend_in(w, CUMOE_BF16, TOKENS, HIDDEN), none = {0};
+  return cumoe_router(w->context, x, lend_in(w, CUMOE_BF16, MANY, HIDDEN), none, lend(w, CUMOE_F32, TOKENS, MANY),
+                      w->stream);
+}
+
 cumoe_status run_stages(world *w)
 {
   enum { TOKENS = 9 };

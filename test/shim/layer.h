@@ -57,6 +57,7 @@ cumoe_status run_logits(world *w);
 cumoe_status run_wide(world *w);
 cumoe_status run_everything(world *w);
 cumoe_status run_unreduced(world *w);
+cumoe_status run_router(world *w);
 cumoe_status run_stages(world *w);
 
 #endif

@@ -499,7 +499,7 @@ static int kept_count;
 
 static size_t arg_bytes(const variant *v)
 {
-  if (takes_tensor_maps(v)) return sizeof(gemm_sm90_args);
+  if (takes_tensor_maps(v)) return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);
   return (size_t)operation_arg_bytes((operation)v->op);
 }
 
