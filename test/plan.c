@@ -506,7 +506,8 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
-  const region all[MAX_REGIONS] = {{"logits", w->logits, t * router_experts(d) * 4},
+  const wide logits = t * router_experts(d), progress = COPY_PROGRESS(t * k); /* of up, there later */
+  const region all[MAX_REGIONS] = {{"logits", w->logits, (logits > progress ? logits : progress) * 4},
                                    {"ids", w->ids, t * k * 4},
                                    {"weights", w->weights, t * k * 4},
                                    {"counts", w->counts, local * 4},

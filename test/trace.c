@@ -169,6 +169,24 @@ static void test_arguments(void)
   group_end();
 }
 
+/* Many tokens: up copies its rows to where down will write, and counts in what the map has cleared. */
+static void test_copy_arguments(void)
+{
+  if (!group_begin("arguments of up with a copy")) return;
+  world w = {.next = (uintptr_t)1 << 40};
+  case_begin("forward from logits");
+  small_layer(&w);
+  CHECK_OK(run_logits(&w));
+  const map_args *map = shim_last_args("cumoe_map_any");
+  const gemm_sm90_args *up = shim_last_args("cumoe_up_sm90_wgmma"), *down = shim_last_args("cumoe_down_sm90_wgmma");
+  CHECK(up->g.copy == down->g.c && up->g.copy != NULL && down->g.copy == NULL && !up->g.packed);
+  CHECK(up->g.progress == map->progress && map->progress != NULL && up->g.row_pair == map->row_pair);
+  CHECK(map->tokens.count * map->top_k == up->g.rows_cap);
+  end_world(&w);
+  case_end();
+  group_end();
+}
+
 /* The same of one token, where two kernels are told what map, up, down and combine would be. */
 static void test_few_arguments(void)
 {
@@ -1219,6 +1237,7 @@ int main(int argc, char **argv)
   test_old_driver();
   test_launches();
   test_arguments();
+  test_copy_arguments();
   test_few_arguments();
   test_not_few();
   test_machines();
