@@ -159,4 +159,14 @@ DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink
   report_fault_inline(sink, code, slot, token);
 }
 
+/* KERNEL_BODY(SMEM, body, shape ...): of a kernel that is body_gemm with body_smem in dynamic shared memory. */
+#define KERNEL_BODY(...) KERNEL_BODY_(__VA_ARGS__)
+#define KERNEL_BODY_(SMEM, body, ...)                                                                                  \
+  {                                                                                                                    \
+    using shape = __VA_ARGS__;                                                                                         \
+    static_assert(sizeof(body##_smem<shape>) <= SMEM, "raise SMEM in the row");                                        \
+    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
+    body##_gemm<shape>(args, *reinterpret_cast<body##_smem<shape> *>(smem));                                           \
+  }
+
 #endif

@@ -18,8 +18,8 @@
 #define CUMOE_FEW_CUH
 
 #include "epilogue.cuh"
-#include "mma_sm90.cuh"
 #include "pairs.cuh"
+#include "ring.cuh"
 
 template <class T_, bool UP_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_shape {
   using T = T_;
@@ -59,21 +59,6 @@ template <class S> struct few_smem {
   uint64_t summed[S::BUFFERS], taken[S::BUFFERS];
   few_table<S::PAIRS> table;
 };
-
-/* A place in a ring, and the parity of its round. */
-template <int COUNT> struct few_place {
-  uint32_t at = 0, parity = 0;
-  DEVICE void advance()
-  {
-    if (++at == COUNT) at = 0, parity ^= 1;
-  }
-};
-
-DEVICE void few_wait(uint64_t *barrier, uint32_t parity)
-{
-  while (!mbarrier_try_wait(barrier, parity)) {
-  }
-}
 
 /* ---- table ---- */
 
@@ -298,9 +283,9 @@ template <class S> struct few_copier {
   const few_args &args;
   few_smem<S> &smem;
   few_cursor<S> next;
-  few_place<S::STAGES> to;
+  ring_place<S::STAGES> to;
 
-  DEVICE few_stage<S> &stage() const { return smem.ring[warp_id()][to.at]; }
+  DEVICE few_stage<S> &stage() const { return smem.ring[warp_id()][to.stage]; }
   DEVICE void advance() { to.advance(), next.slice += S::CONSUMERS; }
 
   DEVICE void weights()
@@ -332,13 +317,13 @@ template <class S> DEVICE void begin_copies(few_copier<S> &copies)
 /* A warp's part of a unit that it has no more slices of. `first`: its first slice of that unit, below CONSUMERS, which names
  * the sum. */
 template <class S>
-DEVICE void hand_over(few_smem<S> &smem, few_place<S::BUFFERS> &buffer, int first, const float (&sum)[2][4])
+DEVICE void hand_over(few_smem<S> &smem, ring_place<S::BUFFERS> &buffer, int first, const float (&sum)[2][4])
 {
-  few_wait(&smem.taken[buffer.at], buffer.parity ^ 1);
-  smem.partial[buffer.at][first][lane_id()] =
+  wait_for(&smem.taken[buffer.stage], buffer.phase ^ 1);
+  smem.partial[buffer.stage][first][lane_id()] =
       make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
   __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.summed[buffer.at]);
+  if (lane_id() == 0) mbarrier_arrive(&smem.summed[buffer.stage]);
   buffer.advance();
 }
 
@@ -346,8 +331,8 @@ template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &sm
 {
   few_cursor<S> here(args.g, experts);
   few_copier<S> copies = {args, smem, here, {}};
-  few_place<S::STAGES> stage;
-  few_place<S::BUFFERS> buffer;
+  ring_place<S::STAGES> stage;
+  ring_place<S::BUFFERS> buffer;
   begin_copies<S>(copies);
 #pragma unroll 1
   for (; here.unit.left > 0; here.next_unit()) {
@@ -361,7 +346,7 @@ template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &sm
       copies.columns();
       cp_async_commit_group();
       copies.advance();
-      multiply_slice<S>(smem.ring[warp_id()][stage.at], sum);
+      multiply_slice<S>(smem.ring[warp_id()][stage.stage], sum);
     }
     hand_over<S>(smem, buffer, first, sum);
   }
@@ -370,16 +355,16 @@ template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &sm
 /* ---- finisher: one warp ---- */
 
 /* The sum of the warps' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S> DEVICE void take_sums(few_smem<S> &smem, few_place<S::BUFFERS> &buffer, float (&sum)[4])
+template <class S> DEVICE void take_sums(few_smem<S> &smem, ring_place<S::BUFFERS> &buffer, float (&sum)[4])
 {
-  few_wait(&smem.summed[buffer.at], buffer.parity);
+  wait_for(&smem.summed[buffer.stage], buffer.phase);
 #pragma unroll
   for (int w = 0; w < S::CONSUMERS; w++) {
-    const float4 part = smem.partial[buffer.at][w][lane_id()];
+    const float4 part = smem.partial[buffer.stage][w][lane_id()];
     sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
   }
   __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.taken[buffer.at]);
+  if (lane_id() == 0) mbarrier_arrive(&smem.taken[buffer.stage]);
   buffer.advance();
 }
 
@@ -393,7 +378,7 @@ DEVICE float few_bias(const expert_matrix &b, int half, int expert, int channel)
  * row, value). */
 template <class S, class STORE>
 DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit,
-                        few_place<S::BUFFERS> &buffer, STORE store)
+                        ring_place<S::BUFFERS> &buffer, STORE store)
 {
   const gemm_args &g = args.g;
   const bool gated = S::UP && g.gated;
@@ -463,7 +448,7 @@ template <class S> DEVICE void store_outputs(const combine_args &out, const few_
 template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
 {
   using T = typename S::T;
-  few_place<S::BUFFERS> buffer;
+  ring_place<S::BUFFERS> buffer;
   few_units<S> unit(args.g, experts);
   if constexpr (S::UP) {
 #pragma unroll 1

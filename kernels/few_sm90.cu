@@ -7,10 +7,5 @@ constexpr bool IS_few_up = true, IS_few_down = false;
 #define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ few_args args)                           \
-  {                                                                                                                    \
-    using shape = few_shape<in, IS_##op, BM, BK, STAGES, WARPS>;                                                       \
-    static_assert(sizeof(few_smem<shape>) <= SMEM, "raise SMEM in the row");                                           \
-    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
-    few_gemm<shape>(args, *reinterpret_cast<few_smem<shape> *>(smem));                                                 \
-  }
+          KERNEL_BODY(SMEM, few, few_shape<in, IS_##op, BM, BK, STAGES, WARPS>)
 #include "variants.def"

@@ -10,18 +10,8 @@ constexpr bool IS_up = true, IS_down = false;
 #define GEMM_thin(in, up, BM, BN, BK, STAGES, WARPS)  thin, thin_shape<in, up, BM, BN, BK, WARPS>
 #define GEMM_fma(in, up, BM, BN, BK, STAGES, WARPS)   fma, fma_shape<up, BM, BN, BK, WARPS>
 
-/* GEMM_BODY(SMEM, body, shape ...) */
-#define GEMM_BODY(...) GEMM_BODY_(__VA_ARGS__)
-#define GEMM_BODY_(SMEM, body, ...)                                                                                    \
-  {                                                                                                                    \
-    using shape = __VA_ARGS__;                                                                                         \
-    static_assert(sizeof(body##_smem<shape>) <= SMEM, "raise SMEM in the row");                                        \
-    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
-    body##_gemm<shape>(args, *reinterpret_cast<body##_smem<shape> *>(smem));                                           \
-  }
-
 #define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ gemm_args args)                          \
-          GEMM_BODY(SMEM, GEMM_##form(in, IS_##op, BM, BN, BK, STAGES, WARPS))
+          KERNEL_BODY(SMEM, GEMM_##form(in, IS_##op, BM, BN, BK, STAGES, WARPS))
 #include "variants.def"

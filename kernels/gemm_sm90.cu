@@ -7,10 +7,5 @@ constexpr bool IS_up = true, IS_down = false;
 #define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                      \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ gemm_sm90_args args)                     \
-  {                                                                                                                    \
-    using shape = wgmma_shape<in, IS_##op, BM, BN, BK, STAGES, WARPS>;                                                 \
-    static_assert(sizeof(wgmma_smem<shape>) <= SMEM, "raise SMEM in the row");                                         \
-    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
-    wgmma_gemm<shape>(args, *reinterpret_cast<wgmma_smem<shape> *>(smem));                                             \
-  }
+          KERNEL_BODY(SMEM, wgmma, wgmma_shape<in, IS_##op, BM, BN, BK, STAGES, WARPS>)
 #include "variants.def"

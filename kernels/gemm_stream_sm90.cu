@@ -7,10 +7,5 @@ constexpr bool IS_up = true, IS_down = false;
 #define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ gemm_args args)                          \
-  {                                                                                                                    \
-    using shape = stream_shape<in, IS_##op, BM, BN, BK, STAGES, WARPS>;                                                \
-    static_assert(sizeof(stream_smem<shape>) <= SMEM, "raise SMEM in the row");                                        \
-    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
-    stream_gemm<shape>(args, *reinterpret_cast<stream_smem<shape> *>(smem));                                           \
-  }
+          KERNEL_BODY(SMEM, stream, stream_shape<in, IS_##op, BM, BN, BK, STAGES, WARPS>)
 #include "variants.def"

@@ -5,7 +5,8 @@
  * bytes a clk come): so CTAs come in clusters of two, and each loads half of the weights for both.
  */
 #define ROWS_router_sm90
-#include "wgmma.cuh"
+#include "dtype.cuh"
+#include "ring.cuh"
 
 template <class T_, int BM_, int BN_, int BK, int STAGES_, int WARPS> struct router_shape {
   using T = T_;
@@ -38,7 +39,7 @@ template <class S> DEVICE void load_stages(const router_sm90_args &args, router_
   constexpr uint16_t BOTH = 3;
   const int half = cluster_ctarank() * (args.columns / S::CLUSTER);
   const uint32_t bytes = (S::BM + args.columns) * WGMMA_BK * sizeof(typename S::T);
-  ring_place<S> stage;
+  ring_place<S::STAGES> stage;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.r.hidden; k0 += WGMMA_BK, stage.advance()) {
     uint64_t *full = &smem.full[stage.stage];
@@ -73,7 +74,7 @@ DEVICE void store_logits(const router_args &a, int64_t tokens, int64_t token, in
 template <class S> DEVICE void multiply_stages(const router_args &a, router_smem<S> &smem, router_place at)
 {
   float acc[S::BN / 2] = {};
-  ring_place<S> stage;
+  ring_place<S::STAGES> stage;
   int before = -1;
 #pragma unroll 1
   for (int k0 = 0; k0 < a.hidden; k0 += WGMMA_BK, stage.advance()) {
@@ -99,7 +100,7 @@ template <class S> DEVICE void multiply_stages(const router_args &a, router_smem
                    acc[4 * j + 2 * h + 1]);
 }
 
-template <class S> DEVICE void router_wgmma(const router_sm90_args &args, router_smem<S> &smem)
+template <class S> DEVICE void router_gemm(const router_sm90_args &args, router_smem<S> &smem)
 {
   const router_place at = place_of_cta<S>(args.r);
   if (threadIdx.x == 0) {
@@ -126,10 +127,5 @@ template <class S> DEVICE void router_wgmma(const router_sm90_args &args, router
 #define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
   extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                      \
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ router_sm90_args args)                   \
-  {                                                                                                                    \
-    using shape = router_shape<in, BM, BN, BK, STAGES, WARPS>;                                                         \
-    static_assert(sizeof(router_smem<shape>) <= SMEM, "raise SMEM in the row");                                        \
-    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
-    router_wgmma<shape>(args, *reinterpret_cast<router_smem<shape> *>(smem));                                          \
-  }
+          KERNEL_BODY(SMEM, router, router_shape<in, BM, BN, BK, STAGES, WARPS>)
 #include "variants.def"

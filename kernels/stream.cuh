@@ -14,11 +14,11 @@
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
 
-#include "wgmma.cuh"
+#include "wgmma_tile.cuh"
 
 template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct stream_shape {
   using T = T_;
-  static constexpr bool UP = UP_, COPIED = true;
+  static constexpr bool UP = UP_, AT_ONCE = true;
   static constexpr int CLUSTER = 1, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
   static constexpr int COLUMNS = UP ? 2 * BN : BN; /* weight rows of a tile */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
@@ -31,6 +31,8 @@ template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> s
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
   static constexpr int LANES = 2 * BK / 8, ROWS = GROUP / LANES;
   static_assert(ROWS == 8, "a thread's rows have the same place in the swizzle");
+
+  DEVICE static bool gathers(const gemm_args &) { return true; }
 };
 
 template <class S> struct stream_smem {
@@ -181,10 +183,10 @@ template <class S> struct stream_rows {
 
 /* Two stages at a time; the second may not be there at the end of k. */
 template <class S> struct stage_pair {
-  ring_place<S> first, second;
+  ring_place<S::STAGES> first, second;
   bool two;
 
-  DEVICE stage_pair(const gemm_args &args, const ring_place<S> &at, int k0)
+  DEVICE stage_pair(const gemm_args &args, const ring_place<S::STAGES> &at, int k0)
       : first(at), second(at), two(k0 + WGMMA_BK < args.k)
   {
     second.advance();
@@ -213,7 +215,7 @@ template <class S> struct stage_pair {
 /* All of a tile's stages. The weights of k < ahead are on their way. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile_unit &unit, int slot,
-                         const stream_weights<S> &weights, int ahead, ring_place<S> &at)
+                         const stream_weights<S> &weights, int ahead, ring_place<S::STAGES> &at)
 {
   stream_rows<S> rows;
   rows.aim(args, unit);
@@ -237,7 +239,7 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
 template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &smem)
 {
   stream_run<S> run(args, smem.table);
-  ring_place<S> at;
+  ring_place<S::STAGES> at;
   bool waited = !args.settled;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
@@ -263,7 +265,7 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
 {
   const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
             granules = S::GRANULES / S::CONSUMERS;
-  ring_place<S> at;
+  ring_place<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);

@@ -29,7 +29,7 @@ if [ "$1" = plant ]; then
   rm -rf "$planted"
   copy_tree chunk
   # A chunk is stored while other warps still stage it.
-  bug kernels/wgmma.cuh '/^ *bar_sync(.*);$/{N;s/^.*\n\( *store_chunk\)/\1/}'
+  bug kernels/wgmma_tile.cuh '/^ *bar_sync(.*);$/{N;s/^.*\n\( *store_chunk\)/\1/}'
   copy_tree map
   # Pairs counted by a warp are read while others still count theirs.
   bug kernels/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
