@@ -23,6 +23,7 @@ static const char usage[] =
     "  --grouped         time cuBLAS's grouped products too\n"
     "  --cublas PATH     the library to open for the peers (libcublas.so.13)\n"
     "  --csv FILE        write the numbers there as well\n"
+    "  --ids FILE        write there which experts the tokens went to: peers.py --ids gives its peers the same\n"
     "  --commit TEXT     what to call this build in the header\n"
     "  --device N|cpu    CUDA ordinal or the CPU device (the first GPU)\n"
     "  --quick           few token counts, short samples\n";
@@ -52,6 +53,7 @@ static bool parse_value(const char *name, const char *text, options *o)
   char *end;
   if (strcmp(name, "--model") == 0) return (o->models = text) != NULL;
   if (strcmp(name, "--csv") == 0) return (o->csv = text) != NULL;
+  if (strcmp(name, "--ids") == 0) return (o->ids = text) != NULL;
   if (strcmp(name, "--cublas") == 0) return (o->cublas = text) != NULL;
   if (strcmp(name, "--commit") == 0) return (o->commit = text) != NULL;
   if (strcmp(name, "--tokens") == 0) return parse_tokens(text, o);
@@ -251,6 +253,7 @@ static bool run_cell(bench *b, model *m, int64_t tokens)
   result r = {.cell = &c};
   cumoe_status status = cell_create(b, m, tokens, spread_of(b), &c);
   if (status == CUMOE_OK) status = time_cell(b, &c, &r);
+  if (status == CUMOE_OK) status = ids_write(b, &c);
   if (status == CUMOE_OK) status = add_needed(b, m, &r);
   if (status == CUMOE_OK) {
     print_row(b, &r);
@@ -311,6 +314,7 @@ static void stop(bench *b)
 {
   cublas_close(b->blas);
   if (b->csv) fclose(b->csv);
+  if (b->ids) fclose(b->ids);
   bench_close(b);
 }
 
@@ -326,6 +330,9 @@ int main(int argc, char **argv)
     good = (status = list_variants(&b)) == CUMOE_OK;
   } else if (good && !csv_open(&b)) {
     fprintf(stderr, "bench: %s cannot be written\n", b.o.csv);
+    good = false;
+  } else if (good && !ids_open(&b)) {
+    fprintf(stderr, "bench: %s cannot be written\n", b.o.ids);
     good = false;
   } else if (good) {
     good = run_all(&b);

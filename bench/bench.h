@@ -20,7 +20,7 @@ enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160 };
 
 typedef struct options {
   const char *models; /* comma-separated names, "all", or NULL: those that always run */
-  const char *csv, *cublas, *commit;
+  const char *csv, *ids, *cublas, *commit;
   const char *forced[MAX_FORCED]; /* rows of the kernel table, by name or index */
   int64_t tokens[MAX_TOKENS];
   int32_t forced_count, tokens_count;
@@ -72,7 +72,7 @@ typedef struct bench {
   uint64_t seed;
   cublas *blas; /* NULL: not there */
   nvml *nvml;   /* NULL: not there */
-  FILE *csv;
+  FILE *csv, *ids;
   char error[512]; /* text of a failure that is not the library's */
 } bench;
 
@@ -223,6 +223,11 @@ void print_shape(const bench *b, const model *m);
 void print_row(const bench *b, const result *r);
 bool csv_open(bench *b);
 void csv_row(const bench *b, const result *r);
+
+/* The experts that a cell's tokens went to, for peers.py: "model tokens top_k inputs" on a line, then the ids of one input after
+ * the other, [tokens, top_k] little-endian i32. */
+bool ids_open(bench *b);
+cumoe_status ids_write(const bench *b, const cell *c);
 const char *failure_text(const bench *b);
 
 #define TRY(expression)                                                                                                \

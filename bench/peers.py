@@ -2,7 +2,7 @@
 """Times peers on the layers of shapes.def, in the key columns of bench --csv (see bench/results/README.md).
 
 By hand, on a GPU machine with PyTorch 2.11 and Triton 3.6 or newer, right after or before bench, on the same GPU:
-    python3 bench/peers.py [--model A,B] [--tokens N,M] [--peers A,B] > bench/results/<gpu>-<date>-<commit>-peers.csv
+    python3 bench/peers.py [--ids FILE] [--model A,B] [--tokens N,M] [--peers A,B] > bench/results/<gpu>-<date>-<commit>-peers.csv
 
 torch    the layer in PyTorch: router, top-k, sort, gather, grouped_mm, SwiGLU, grouped_mm, index_add, in one graph
 gemms    its two grouped_mm alone, rows already permuted
@@ -50,9 +50,12 @@ def permute(ids, experts):
 
 
 def torch_layer(x, router, gate_up, down, k):
-    weights, ids = route(x, router, k)
-    order, ends = permute(ids, router.shape[0])
-    token = order // k
+    return torch_experts(x, *route(x, router, k), gate_up, down)
+
+
+def torch_experts(x, weights, ids, gate_up, down):
+    order, ends = permute(ids, gate_up.shape[0])
+    token = order // ids.shape[1]
     gate, up = torch._grouped_mm(x[token], gate_up.transpose(1, 2), ends).chunk(2, -1)
     y = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), ends)
     out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
@@ -235,12 +238,29 @@ def measure(works, samples, least_us):
 
 # ---- cells
 
-def works_of(shape, weights, tokens, peers):
-    """The works of a cell by name, the Triton tiles and how far Triton is from PyTorch."""
+def read_ids(path):
+    """bench --ids: the experts of each input's tokens, by layer and number of tokens."""
+    cells = {}
+    with open(path, "rb") as file:
+        while head := file.readline().split():
+            tokens, k, inputs = map(int, head[1:])
+            ids = torch.frombuffer(bytearray(file.read(4 * inputs * tokens * k)), dtype=torch.int32)
+            cells[head[0].decode(), tokens] = ids.view(inputs, tokens, k).long()
+    return cells
+
+
+def routes_like(ids):
+    """Random weights for given ids, as route() returns them."""
+    weights = torch.rand(ids.shape, device="cuda") + 0.1
+    return list(zip(weights / weights.sum(-1, keepdim=True), ids.cuda()))
+
+
+def works_of(shape, weights, tokens, peers, ids):
+    """The works of a cell by name, the Triton tiles and how far Triton is from PyTorch. ids: of bench, or None."""
     _, experts, k, hidden, inter = shape
     router, gate_up, down = weights
     inputs = [normal(tokens, hidden, deviation=1.0) for _ in range(8 if tokens <= 512 else 2)]
-    routes = [route(x, router, k) for x in inputs]
+    routes = [route(x, router, k) for x in inputs] if ids is None else routes_like(ids)
     works, tiles, error = {}, "", None
     if "torch" in peers:
         works["torch"] = [lambda x=x: torch_layer(x, router, gate_up, down, k) for x in inputs]
@@ -256,7 +276,7 @@ def works_of(shape, weights, tokens, peers):
         works["triton"] = [lambda x=x, r=r, b=b: moe.layer(best, x, r[0].flatten(), b)
                            for x, r, b in zip(inputs, routes, blocks)]
         tiles = "+".join("x".join(map(str, t)) for t in best)
-        want, got = torch_layer(inputs[0], router, gate_up, down, k).float(), works["triton"][0]().float()
+        want, got = torch_experts(inputs[0], *routes[0], gate_up, down).float(), works["triton"][0]().float()
         error = ((got - want).abs().max() / want.abs().max()).item()
     active = sum(r[1].unique().numel() for r in routes) / len(routes)
     return works, active, tiles, error
@@ -267,13 +287,13 @@ def driver():
     return path.read_text().strip() if path.exists() else ""
 
 
-def cell(out, shape, weights, tokens, peers, quick):
+def cell(out, shape, weights, tokens, peers, ids, quick):
     name, experts, k, hidden, inter = shape
-    works, active, tiles, error = works_of(shape, weights, tokens, peers)
+    works, active, tiles, error = works_of(shape, weights, tokens, peers, ids)
     for side, times in measure(works, 7 if quick else 11, 1000 if quick else 3000).items():
         us = statistics.median(times)
         row = {"side": side, "model": name, "experts": experts, "top_k": k, "hidden": hidden, "inter": inter,
-               "dtype": "bf16", "routing": "router", "tokens": tokens, "active": f"{active:.6g}",
+               "dtype": "bf16", "routing": "router" if ids is None or side in ("torch", "dense") else "bench", "tokens": tokens, "active": f"{active:.6g}",
                "layer_us": f"{us:.6g}", "layer_least_us": f"{min(times):.6g}", "layer_most_us": f"{max(times):.6g}",
                "tflops": f"{6e-6 * tokens * k * hidden * inter / us:.6g}",
                "weights_gbs": f"{6e-3 * (1 if side == 'dense' else active) * hidden * inter / us:.6g}",
@@ -299,6 +319,7 @@ def main():
     names = lambda text: text.split(",")
     parser.add_argument("--model", type=names, help="rows of shapes.def, or all (those that always run)")
     parser.add_argument("--tokens", type=names, default=[1, 8, 32, 128, 512, 2048, 8192])
+    parser.add_argument("--ids", type=read_ids, default={}, help="what bench --ids wrote: its routing for gemms and triton")
     parser.add_argument("--peers", type=names, default=PEERS, help=",".join(PEERS))
     parser.add_argument("--seconds", type=float, default=150, help="start no cell after so many (150)")
     parser.add_argument("--quick", action="store_true", help="short samples")
@@ -318,7 +339,7 @@ def main():
             if time.monotonic() - begin > o.seconds:
                 left_out.append(f"{shape[0]} {tokens}")
                 continue
-            cell(out, shape, weights, tokens, o.peers, o.quick)
+            cell(out, shape, weights, tokens, o.peers, o.ids.get((shape[0], tokens)), o.quick)
         del weights
         torch.cuda.empty_cache()
     print(f"done after {time.monotonic() - begin:.0f} s", file=sys.stderr)

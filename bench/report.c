@@ -1,6 +1,7 @@
 /* The printed table and the CSV file: the same numbers, and the facts without which they mean nothing. */
 #include "bench.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -247,4 +248,27 @@ void csv_row(const bench *b, const result *r)
   csv_number(b->csv, r->clocks.sm_mhz);
   csv_number(b->csv, r->clocks.watts);
   csv_facts(b, r);
+}
+
+bool ids_open(bench *b)
+{
+  if (b->o.ids) b->ids = fopen(b->o.ids, "wb");
+  return !b->o.ids || b->ids;
+}
+
+cumoe_status ids_write(const bench *b, const cell *c)
+{
+  const size_t bytes = (size_t)c->rows * sizeof(int32_t);
+  if (!b->ids) return CUMOE_OK;
+  int32_t *ids = malloc(bytes);
+  cumoe_status status = ids ? CUMOE_OK : CUMOE_ERR_OUT_OF_MEMORY;
+  fprintf(b->ids, "%s %lld %d %d\n", c->model->shape->name, (long long)c->tokens, (int)c->model->shape->routing.top_k,
+          (int)c->inputs);
+  for (int32_t i = 0; i < c->inputs && status == CUMOE_OK; ++i) {
+    status = cumoe_copy_to_host(b->context, ids, bytes, cumoe_const(c->ids[i]), b->stream);
+    if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
+    if (status == CUMOE_OK) fwrite(ids, sizeof *ids, (size_t)c->rows, b->ids);
+  }
+  free(ids);
+  return status;
 }
