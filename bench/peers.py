@@ -293,7 +293,7 @@ def cell(out, shape, weights, tokens, peers, ids, quick):
     for side, times in measure(works, 7 if quick else 11, 1000 if quick else 3000).items():
         us = statistics.median(times)
         row = {"side": side, "model": name, "experts": experts, "top_k": k, "hidden": hidden, "inter": inter,
-               "dtype": "bf16", "routing": "router" if ids is None or side in ("torch", "dense") else "bench", "tokens": tokens, "active": f"{active:.6g}",
+               "dtype": "bf16", "routing": "router", "tokens": tokens, "active": f"{active:.6g}",
                "layer_us": f"{us:.6g}", "layer_least_us": f"{min(times):.6g}", "layer_most_us": f"{max(times):.6g}",
                "tflops": f"{6e-6 * tokens * k * hidden * inter / us:.6g}",
                "weights_gbs": f"{6e-3 * (1 if side == 'dense' else active) * hidden * inter / us:.6g}",
