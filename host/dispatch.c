@@ -95,12 +95,12 @@ static shape shape_of(operation op, const void *args)
   }
 }
 
-/* Kernels that read through tensor maps get them encoded here, anew each time: host work only, and nothing to keep. */
 static cumoe_status refused(const variant *v)
 {
   return fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
 }
 
+/* Kernels that read through tensor maps get them encoded here, anew each time: host work only, and nothing to keep. */
 static cumoe_status launch_router(cumoe_context context, int32_t row, int64_t grid, bool early, const router_args *args,
                                   cumoe_stream stream)
 {
