@@ -16,32 +16,19 @@
 
 #include "wgmma_tile.cuh"
 
-template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct stream_shape {
-  using T = T_;
-  static constexpr bool UP = UP_, AT_ONCE = true;
-  static constexpr int CLUSTER = 1, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
-  static constexpr int COLUMNS = UP ? 2 * BN : BN; /* weight rows of a tile */
-  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
-  static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS, ACCUMULATORS = BM / 2; /* see wgmma_shape */
-  static constexpr int CHUNK = 32, CHUNK_VALUES = CHUNK / 4;
-  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
-  static_assert(BM % CHUNK == 0 && BM <= 256 && COLUMNS % (BLOCK * CONSUMERS) == 0, "whole chunks, whole blocks");
-
-  static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
+template <class T, bool UP, int BM, int BN, int BK, int STAGES, int WARPS>
+struct stream_shape : ring_shape<T, UP, BM, BN, BK, STAGES, WARPS> {
+  static constexpr int CLUSTER = 1;
+  static constexpr bool AT_ONCE = true;
+  static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
-  static constexpr int LANES = 2 * BK / 8, ROWS = GROUP / LANES;
+  static constexpr int LANES = 2 * BK / 8, ROWS = stream_shape::GROUP / LANES;
   static_assert(ROWS == 8, "a thread's rows have the same place in the swizzle");
 
   DEVICE static bool gathers(const gemm_args &) { return true; }
 };
 
-template <class S> struct stream_smem {
-  typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
-  typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
-  wgmma_staging<S> staging;
-  uint64_t full[S::STAGES], empty[S::STAGES];
-  tile_unit units[UNITS_AHEAD];
-  tile_table table;
+template <class S> struct stream_smem : ring_smem<S> {
   row_range ranges[MAX_EXPERTS];
 };
 
@@ -85,13 +72,10 @@ template <class S> struct stream_run {
   {
     if (left <= 0) return {-1, 0, 0, 0, 0};
     while (smem.table.before[expert + 1] <= tile) expert++;
-    const row_range rows = smem.ranges[expert];
     const int first = smem.table.before[expert], tiles = smem.table.before[expert + 1] - first;
-    const int64_t steps = ceil_div(rows.count, S::STEP);
-    const int32_t begin = (int32_t)(steps * (tile - first) / tiles) * S::STEP,
-                  end = (int32_t)(steps * (tile - first + 1) / tiles) * S::STEP;
+    const row_range own = rows_of_tile<S>(smem.ranges[expert], tile - first, tiles);
     const int there = (int)min((int64_t)(granules - n), left), part = ceil_div(there, ceil_div(there, S::GRANULES));
-    const tile_unit unit = {expert, rows.begin + begin, min(min(end, rows.count) - begin, S::BM), n, n + part};
+    const tile_unit unit = {expert, own.begin, own.count, n, n + part};
     left -= part;
     n += part;
     if (n == granules) n = 0, tile++;

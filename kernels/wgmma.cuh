@@ -21,38 +21,20 @@
 #include "ahead.cuh"
 #include "wgmma_tile.cuh"
 
-template <class T_, bool UP_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct wgmma_shape {
-  using T = T_;
-  static constexpr bool UP = UP_;
-  static constexpr int CLUSTER = 2, BM = BM_, STEP = WGMMA_STEP, STAGES = STAGES_;
+template <class T, bool UP_, int BM, int BN, int BK, int STAGES, int WARPS>
+struct wgmma_shape : ring_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
+  static constexpr int CLUSTER = 2;
   static constexpr bool AT_ONCE = false;
-  static constexpr int COLUMNS =
-      UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
-  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
-  static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
-                       ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
-  static_assert(BK_ == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
-  static_assert(BM % WGMMA_STEP == 0 && BM <= 256 && COLUMNS % (BLOCK * CONSUMERS) == 0, "whole wgmma operands");
-
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
-  static constexpr int GATHER_ROWS = GROUP / 8, GATHERS = BM / GATHER_ROWS;
-  static constexpr int CHUNK = 32; /* tokens that a consumer finishes at once: what is left of shared memory */
-  static constexpr int CHUNK_VALUES = CHUNK / 4; /* of them, of a channel, in a thread */
+  static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
 
   /* Whether rows of A are anywhere, as the route says, or one after another. */
-  DEVICE static bool gathers(const gemm_args &args) { return UP && args.row_pair && !args.packed && !args.copy; }
+  DEVICE static bool gathers(const gemm_args &args) { return UP_ && args.row_pair && !args.packed && !args.copy; }
 };
 
-template <class S> struct wgmma_smem {
-  typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
-  typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
-  wgmma_staging<S> staging;
-  uint64_t full[S::STAGES], empty[S::STAGES];
-  tile_unit units[UNITS_AHEAD];
-  tile_table table;
-};
+template <class S> using wgmma_smem = ring_smem<S>;
 
 /* ---- units ---- */
 
@@ -68,8 +50,7 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* An expert's rows are cut at multiples of WGMMA_STEP into tiles as equal as can be. Row tiles advance first, inside
- * bands, then channels. */
+/* Row tiles advance first, inside bands, then channels. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -86,14 +67,8 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
   const int m = (band + in_band % height) * tall + (unit.paired ? rank : 0);
-  const int64_t steps = ceil_div(rows.count, S::STEP);
-  const int32_t begin = (int32_t)(steps * m / tiles) * WGMMA_STEP,
-                end = (int32_t)(steps * (m + 1) / tiles) * WGMMA_STEP;
-  unit.tile.expert = expert;
-  unit.tile.n = in_band / height * wide + (unit.paired ? 0 : rank);
-  unit.tile.row = rows.begin + begin;
-  unit.tile.rows =
-      min(min(end, rows.count) - begin, S::BM); /* more only if a bad route had its table cut; of few rows none */
+  const row_range own = rows_of_tile<S>(rows, m, tiles);
+  unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
 }
@@ -179,7 +154,7 @@ template <class S, bool PAIRED, bool GATHERING>
 DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                          const gather<S> &rows, ring_place<S::STAGES> &at)
 {
-  const int boxes = GATHERING ? 0 : ceil_div(tile.rows, S::STEP);
+  const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);

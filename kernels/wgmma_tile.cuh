@@ -1,12 +1,6 @@
 /*
  * What the forms wgmma and stream share: a warpgroup of producers and two of consumers around a ring; a tile of weight rows x
- * rows (tokens) from the ring to accumulators, and from there to memory. What a shape S tells of itself:
- *   T, UP, BM, STAGES, COLUMNS (weight rows), CONSUMERS, GROUP (threads of each), BLOCK (64 weight rows) and BLOCKS of a consumer,
- *   ACCUMULATORS of a block a thread, CHUNK (tokens finished at once) and CHUNK_VALUES
- *   CLUSTER         CTAs that fill each other's stages
- *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
- *   AT_ONCE         a stage is given back as soon as it is used, where memory is what all wait for; else one step later,
- *                   when the next products are under way
+ * rows (tokens) from the ring to accumulators, and from there to memory.
  */
 #ifndef CUMOE_WGMMA_TILE_CUH
 #define CUMOE_WGMMA_TILE_CUH
@@ -16,15 +10,58 @@
 
 enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
 
+/*
+ * Of a shape S made from it, three things are asked besides:
+ *   CLUSTER         CTAs that fill each other's stages
+ *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
+ *   AT_ONCE         a stage is given back as soon as it is used, where memory is what all wait for; else one step later,
+ *                   when the next products are under way
+ */
+template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct ring_shape {
+  using T = T_;
+  static constexpr bool UP = UP_;
+  static constexpr int BM = BM_, STAGES = STAGES_;
+  static constexpr int COLUMNS =
+      UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
+  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
+  static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
+                       ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
+  static constexpr int CHUNK = 32; /* tokens that a consumer finishes at once: what is left of shared memory */
+  static constexpr int CHUNK_VALUES = CHUNK / 4; /* of them, of a channel, in a thread */
+  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
+  static_assert(BM % CHUNK == 0 && BM % WGMMA_STEP == 0 && BM <= 256, "whole chunks, whole wgmma operands");
+  static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
+};
+
 /* Between accumulators and memory, a consumer's own. */
 template <class S> struct wgmma_staging {
   uint4 staged[S::CONSUMERS][S::CHUNK * 8]; /* 64 channels of each token */
   float row_weights[S::CONSUMERS][S::BM];
 };
 
+template <class S> struct ring_smem {
+  typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
+  typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
+  wgmma_staging<S> staging;
+  uint64_t full[S::STAGES], empty[S::STAGES];
+  tile_unit units[UNITS_AHEAD];
+  tile_table table;
+};
+
+/* Row tile `tile` of an expert's `tiles`: its rows are cut at multiples of WGMMA_STEP into tiles as equal as can be. More than BM
+ * rows only if a bad route had its table cut, of few rows none: those past BM are left. */
+template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int tiles)
+{
+  const int64_t steps = ceil_div(rows.count, (int)WGMMA_STEP);
+  const int32_t begin = (int32_t)(steps * tile / tiles) * WGMMA_STEP,
+                end = (int32_t)(steps * (tile + 1) / tiles) * WGMMA_STEP;
+  return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
+}
+
 /* A unit without expert is the last. */
-template <class S, class Smem>
-DEVICE void produce_end(Smem &smem, const tile_unit &tile, int slot, bool gathering, const ring_place<S::STAGES> &at)
+template <class S>
+DEVICE void produce_end(ring_smem<S> &smem, const tile_unit &tile, int slot, bool gathering,
+                        const ring_place<S::STAGES> &at)
 {
   wait_for(&smem.empty[at.stage], at.phase ^ 1);
   if (threadIdx.x == 0) {
@@ -35,7 +72,7 @@ DEVICE void produce_end(Smem &smem, const tile_unit &tile, int slot, bool gather
 }
 
 /* A warp is done with a stage, which both CTAs fill. */
-template <class S, class Smem> DEVICE void release_stage(Smem &smem, int stage)
+template <class S> DEVICE void release_stage(ring_smem<S> &smem, int stage)
 {
   if constexpr (S::CLUSTER == 1) {
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
@@ -46,8 +83,8 @@ template <class S, class Smem> DEVICE void release_stage(Smem &smem, int stage)
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over; at once
  * where memory is what all wait for. */
-template <class S, int N, class Smem>
-DEVICE void multiply_n(const gemm_args &args, Smem &smem, ring_place<S::STAGES> &at, int group,
+template <class S, int N>
+DEVICE void multiply_n(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group,
                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const bool gathered = S::gathers(args);
@@ -66,8 +103,8 @@ DEVICE void multiply_n(const gemm_args &args, Smem &smem, ring_place<S::STAGES> 
         wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 512, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
     wgmma_wait_group<S::AT_ONCE ? 0 : 1>();
-    if (S::AT_ONCE) before = at.stage;
-    if (before >= 0) release_stage<S>(smem, before);
+    const int done = S::AT_ONCE ? (int)at.stage : before;
+    if (done >= 0) release_stage<S>(smem, done);
     before = at.stage;
   }
   wgmma_wait_group<0>();
@@ -76,8 +113,8 @@ DEVICE void multiply_n(const gemm_args &args, Smem &smem, ring_place<S::STAGES> 
   if (!S::AT_ONCE) release_stage<S>(smem, before);
 }
 
-template <class S, int N, class Smem>
-DEVICE void multiply(const gemm_args &args, Smem &smem, ring_place<S::STAGES> &at, int group, int rows,
+template <class S, int N>
+DEVICE void multiply(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group, int rows,
                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (N > WGMMA_STEP) {
@@ -309,7 +346,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 }
 
 /* A consumer whose channels are all past the last one keeps the ring going. */
-template <class S, class Smem> DEVICE void skip(const gemm_args &args, Smem &smem, ring_place<S::STAGES> &at)
+template <class S> DEVICE void skip(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at)
 {
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
