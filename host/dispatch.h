@@ -20,7 +20,6 @@ typedef struct route_pointers {
 } route_pointers;
 
 map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist);
-permute_args permute_arguments(cumoe_plan plan, cumoe_view x, const int32_t *slot_row, void *rows, int64_t rows_ld);
 gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route,
                        cumoe_view pair_weights);
 gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,

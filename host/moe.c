@@ -223,18 +223,20 @@ static few_pass few_arguments(pass *p, cumoe_weights weights)
   return few;
 }
 
-static bool takes_few(const pass *p, const few_pass *few)
+static bool takes_few(pass *p, cumoe_weights weights, few_pass *few)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
+  if (p->tokens.count > FEW_TOKENS) return false; /* first: for many tokens nothing is filled in or looked up */
   if (d->flags & CUMOE_MOE_UNREDUCED || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
+  *few = few_arguments(p, weights);
   return dispatch_wants_few(p->plan->context, &few->up, &few->down);
 }
 
 static cumoe_status run(pass *p, cumoe_weights weights)
 {
   TRY(route_tokens(p));
-  const few_pass few = few_arguments(p, weights);
-  if (takes_few(p, &few)) {
+  few_pass few;
+  if (takes_few(p, weights, &few)) {
     TRY(run_shared(p));
     TRY(dispatch(p->plan->context, OP_few_up, &few.up, p->stream));
     return dispatch(p->plan->context, OP_few_down, &few.down, p->stream);

@@ -121,7 +121,6 @@ enum { FEW_CHANNELS = 16, FEW_FROM_K = 768 };
 bool wants_few(const machine *m, const shape *up, const shape *down)
 {
   static const operation stages[] = {OP_map_count, OP_map, OP_up, OP_down, OP_combine};
-  if (up->tokens > FEW_TOKENS) return false; /* first: many tokens look nothing up */
   const int32_t up_row = choose(m, up), down_row = choose(m, down);
   if (up_row < 0 || down_row < 0) return false;
   if (variants[up_row].bm != variants[down_row].bm) return false; /* they agree on which pairs have a row of h */

@@ -333,22 +333,6 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_vie
 
 /* ---- permute ---- */
 
-permute_args permute_arguments(cumoe_plan plan, cumoe_view x, const int32_t *slot_row, void *rows, int64_t rows_ld)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  return (permute_args){.x = x.data,
-                        .rows = rows,
-                        .x_ld = x.ld,
-                        .rows_ld = rows_ld,
-                        .slot_row = slot_row,
-                        .tokens = all_tokens(x.rows),
-                        .rows_cap = x.rows * d->routing.top_k,
-                        .top_k = d->routing.top_k,
-                        .hidden = d->hidden,
-                        .element = (int32_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype),
-                        .fault = plan->context->fault};
-}
-
 cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
                            cumoe_stream stream)
 {
@@ -364,7 +348,17 @@ cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *rou
   const named_view views[] = {{"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route)};
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (x.rows == 0) return CUMOE_OK;
-  const permute_args a = permute_arguments(plan, x, route->slot_row.data, rows.data, rows.ld);
+  const permute_args a = {.x = x.data,
+                          .rows = rows.data,
+                          .x_ld = x.ld,
+                          .rows_ld = rows.ld,
+                          .slot_row = route->slot_row.data,
+                          .tokens = all_tokens(x.rows),
+                          .rows_cap = x.rows * d->routing.top_k,
+                          .top_k = d->routing.top_k,
+                          .hidden = d->hidden,
+                          .element = (int32_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype),
+                          .fault = plan->context->fault};
   ON_DEVICE(plan->context, dispatch(plan->context, OP_permute, &a, stream));
 }
 
