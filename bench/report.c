@@ -266,7 +266,6 @@ cumoe_status ids_write(const bench *b, const cell *c)
           (int)c->inputs);
   for (int32_t i = 0; i < c->inputs && status == CUMOE_OK; ++i) {
     status = cumoe_copy_to_host(b->context, ids, bytes, cumoe_const(c->ids[i]), b->stream);
-    if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
     if (status == CUMOE_OK) fwrite(ids, sizeof *ids, (size_t)c->rows, b->ids);
   }
   free(ids);
