@@ -20,7 +20,7 @@ typedef struct timed_item {
 
 #define ROWS_OF(op_, dtype_)                                                                                           \
   {op_, dtype_, 64}, {op_, dtype_, 200}, {op_, dtype_, 1024}, {op_, dtype_, 2880}, {op_, dtype_, 4096},                \
-      {op_, dtype_, 8192}, {op_, dtype_, 16384},                                                                       \
+      {op_, dtype_, 8192}, {op_, dtype_, 16384}, {op_, dtype_, 32768}, {op_, dtype_, 65536},                           \
   {                                                                                                                    \
     op_, dtype_, 131072                                                                                                \
   }

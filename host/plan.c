@@ -165,6 +165,13 @@ static int64_t router_grid(const variant *v, const shape *s)
   return together * ceil_div(s->tokens, together * v->bm) * ceil_div(s->n, v->bn);
 }
 
+/* FORM_row: more threads a row than a CTA has make a cluster. */
+static int64_t rows_grid(const variant *v, const shape *s)
+{
+  const int64_t ctas = v->form == FORM_row && v->bk > v->threads ? v->bk / v->threads : 1;
+  return ctas * ceil_div(s->tokens, v->bm);
+}
+
 int64_t grid_size(const machine *m, const variant *v, const shape *s)
 {
   if (v->arch == ARCH_cpu) return cpu_units(s);
@@ -178,6 +185,8 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   case OP_router: return router_grid(v, s);
   case OP_permute: return s->tokens * ceil_div(s->n, v->bn);
   case OP_combine: return ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->bn);
+  case OP_softmax:
+  case OP_norm: return rows_grid(v, s);
   default: return ceil_div(s->tokens, v->bm);
   }
 }

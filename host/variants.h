@@ -40,7 +40,7 @@ typedef enum form {
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise */
-  FORM_row,     /* softmax, norm: rows of up to bn columns, read once */
+  FORM_row,     /* softmax, norm: rows of up to bn columns, read once; bk threads a row */
   FORM_sweep    /* softmax, norm: rows of any length, read twice */
 } form;
 

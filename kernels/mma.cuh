@@ -75,6 +75,12 @@ template <int PENDING> DEVICE void cp_async_wait_group()
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+/* All copies of this thread, committed or not. */
+DEVICE void cp_async_wait_all()
+{
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 /* 16 bytes by one qualified load; zeros, and no access, if not `there`. Volatile, so that it stays behind
  * wait_for_earlier_grids where it is written behind it. */
 #define PREDICATED_LOAD(name, qualifiers)                                                                              \

@@ -33,6 +33,15 @@ DEVICE void mbarrier_arrive_cluster(uint64_t *barrier, uint32_t rank)
                : "memory");
 }
 
+/* To the same place in the shared memory of CTA `rank`. */
+DEVICE void st_shared_cluster(float *place, uint32_t rank, float value)
+{
+  asm volatile(
+      "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; st.shared::cluster.f32 [a], %2;}" ::"r"(shared_address(place)),
+      "r"(rank), "f"(value)
+      : "memory");
+}
+
 DEVICE void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes)
 {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

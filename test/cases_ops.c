@@ -170,14 +170,15 @@ static void run_softmax(cumoe_context context, int32_t dtype, int64_t rows, int6
 }
 
 /* Around what the rows of the table hold, and beyond the longest. */
-static const int32_t lengths[] = {1,    2,    7,    8,    9,    33,   64,   127,  128,   129,  255,
-                                  256,  257,  511,  512,  513,  1023, 1024, 1025, 2047,  2048, 2049,
-                                  4095, 4096, 4097, 5760, 8191, 8192, 8193, 9000, 16384, 32771};
+static const int32_t lengths[] = {
+    1,    2,    7,    8,    9,     33,    63,    64,    65,    127,   129,   200,   255,   256,    257,    511,
+    512,  513,  1023, 1024, 1025,  2047,  2048,  2049,  2880,  3071,  3072,  3073,  4095,  4096,   4097,   5760,
+    8191, 8192, 8193, 9000, 16383, 16384, 16385, 32767, 32768, 32771, 65535, 65536, 65537, 131071, 131072, 131075};
 enum { LENGTHS = sizeof lengths / sizeof *lengths };
 
 static int64_t rows_for(int i)
 {
-  const int64_t few[] = {3, 1, 9, 33, 2, 67}, most = 40000 / lengths[i] + 1;
+  const int64_t few[] = {3, 1, 9, 33, 2, 67}, most = 40000 / lengths[i] + 2;
   return few[i % 6] < most ? few[i % 6] : most;
 }
 

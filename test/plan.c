@@ -381,7 +381,7 @@ static wide simple_grid(const variant *v, const shape *s)
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : v->bm;
-  if (v->form == FORM_row) return wide_ceil(s->tokens, tokens); /* bn: what it can hold */
+  if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->bk / v->threads); /* bn: what it holds */
   if (v->form == FORM_wgmma) return 2 * wide_ceil(s->tokens, 2 * tokens) * wide_ceil(s->n, v->bn); /* clusters of two */
   return wide_ceil(s->tokens, tokens) * (v->bn > 1 && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
 }
@@ -457,6 +457,42 @@ static void test_grids_around_tiles(rng *r)
           check_gemm_grid(r, &g, v, &s, grid);
         else
           CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
+      }
+    case_end();
+  }
+  group_end();
+}
+
+/* ---- rows of softmax and norms --------------------------------------------------------------------- */
+
+/* The shortest that holds it, of those that the GPU can run; else one that reads it twice. */
+static int32_t shortest_row(const gpu *g, const shape *s)
+{
+  int32_t best = -1;
+  for (int32_t i = 0; i < variant_count; i++) {
+    const variant *v = &variants[i];
+    if (!row_can(v, g, s)) continue;
+    const bool first = best < 0 || variants[best].form == FORM_sweep;
+    if (first || (v->form == FORM_row && v->bn < variants[best].bn)) best = i;
+  }
+  return best;
+}
+
+/* Around what each row of the table holds. */
+static void test_row_lengths(void)
+{
+  if (!group_begin("rows of softmax and norms")) return;
+  for (int32_t row = 0; row < variant_count; row++) {
+    const variant *v = &variants[row];
+    if (v->arch == ARCH_cpu || (v->op != OP_softmax && v->op != OP_norm)) continue;
+    case_begin("%s", v->name);
+    for (int i = 0; i < GPU_COUNT; i++)
+      for (int32_t n = v->bn > 1 ? v->bn - 1 : 1; n <= v->bn + 1; n++) {
+        const shape s = {.op = (operation)v->op, .in = v->in, .w = v->w, .tokens = 1000, .n = n};
+        const machine m = gpu_machine(&gpus[i], NULL);
+        const int32_t got = choose(&m, &s), want = shortest_row(&gpus[i], &s);
+        CHECK_MSG(got >= 0 && got == want, "row %d, not %d, for %s", got, want, shape_name(&gpus[i], &s));
+        if (got >= 0) chosen[got] = true;
       }
     case_end();
   }
@@ -828,6 +864,7 @@ int main(int argc, char **argv)
   test_thresholds();
   test_grids(&r);
   test_grids_around_tiles(&r);
+  test_row_lengths();
   test_early_starts();
   test_copied_rows();
   test_few();
