@@ -196,9 +196,19 @@ static combine_args combine_pass(const pass *p)
   return raw;
 }
 
+/* h and y are the workspace's, and combine is the last to want them. */
+static void give_up_rows(const pass *p, combine_args *combine)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  if (!discards_rows(d, p->tokens.count)) return;
+  combine->spent = region(p, p->at.h);
+  combine->spent_row = (int64_t)d->inter * (d->dtype == CUMOE_F32 ? 4 : 2);
+}
+
 static cumoe_status combine_rows(const pass *p)
 {
-  const combine_args raw = combine_pass(p);
+  combine_args raw = combine_pass(p);
+  give_up_rows(p, &raw);
   return dispatch(p->plan->context, OP_combine, &raw, p->stream);
 }
 

@@ -195,9 +195,18 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
 bool starts_early(const variant *v, const shape *s)
 {
   const double longest = 1.6e9; /* bytes */
+  const int64_t untiled = 2048; /* logits of a router without tiles (tune_any.def) */
   if (v->form != FORM_thin) return true;
+  if (s->tokens * s->experts > untiled) return false;
   const double active = (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
   return active * (double)s->n * (double)s->k * (s->w == DT_F32 ? 4 : 2) <= longest;
+}
+
+bool discards_rows(const cumoe_moe_desc *d, int64_t tokens)
+{
+  const int64_t element = d->dtype == CUMOE_F32 ? 4 : 2, line = 128, most = 80 << 20; /* bytes */
+  if (d->hidden * element % line || d->inter * element % line) return false;
+  return tokens * d->routing.top_k <= most / (element * ((int64_t)d->hidden + d->inter));
 }
 
 /* One CTA maps up to 1024 pairs by itself; for more, a second launch costs less than it saves (H200, 4096 pairs: 7.3 us

@@ -196,6 +196,8 @@ typedef struct combine_args {
   int32_t
       settled; /* slot_row, pair_weights and a device token count were complete before the grid before this one started */
   float out_scale;
+  void *spent; /* NULL, or h: it and y are the library's own, read for the last time, and need not reach memory; */
+  int64_t spent_row; /* bytes of a row of h; this and a row of y are multiples of 128, and so are the addresses */
   fault_sink fault;
 } combine_args;
 

@@ -105,6 +105,13 @@ DEVICE void cp_async_bulk_tensor_2d_multicast(void *shared, const void *map, int
                : "memory");
 }
 
+/* Into L2; address and size multiples of 16. */
+DEVICE void prefetch_l2(const void *from, uint32_t bytes)
+{
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
+
 DEVICE void prefetch_tensormap(const void *map)
 {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -9,7 +9,7 @@
  * own registers.
  *
  * Every CTA takes an equal run of granules of 16 weight rows, over the ends of experts, and cuts its part of each into
- * tiles as equal as can be: few waves of whole tiles would leave SMs idle at the end.
+ * tiles as equal as can be, unless whole tiles deal out as well.
  */
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
@@ -58,13 +58,15 @@ template <class S> struct stream_run {
     expert = left > 0 ? expert_of_tile(args, table, tile) : -1;
   }
 
-  /* Granules a run may end after. One, unless runs are so short that most would be a tile and a bit, which streams with few
-   * bytes in flight, while whole tiles deal out nearly as evenly (H200, mixtral T 32 down: 223 instead of 269 us). */
+  /* Granules a run may end after: a tile's, or one. Tiles stream in about equal times, wide or narrow, as their bytes in flight
+   * are fewer; a run that ends anywhere has about one more than its share of them, one of whole tiles what the most loaded CTA
+   * has more than the mean. (H200: mixtral T 128 682 instead of 705 us, deepseek-v3 T 512 5322 instead of 5301.) */
   DEVICE int32_t step_of(int32_t tiles) const
   {
-    const int64_t all = (int64_t)tiles * granules, whole = (int64_t)tiles * ceil_div(granules, S::GRANULES);
-    const int64_t most = ceil_div(whole, (int64_t)gridDim.x) * S::GRANULES * gridDim.x;
-    return all < 2ll * S::GRANULES * gridDim.x && most - all < all / 8 ? S::GRANULES : 1;
+    const int64_t round = (int64_t)S::GRANULES * gridDim.x, all = (int64_t)tiles * granules;
+    const int64_t whole = (int64_t)tiles * ceil_div(granules, S::GRANULES),
+                  most = ceil_div(whole, (int64_t)gridDim.x) * round;
+    return most - all < round / 2 ? S::GRANULES : 1;
   }
 
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
@@ -266,6 +268,25 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
   }
 }
 
+/* Memory is idle while the grids ahead find out who goes where. With two rows for every expert most have some, so L2 asks for
+ * the weights that a CTA begins with if all have: used, if not by this CTA, then by one close to it. (H200, T 32 to 512: 2 to
+ * 4 us.) */
+template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
+{
+  constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */
+  if (args.settled || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
+  const bool gated = S::UP && args.gated;
+  const int width = granule_channels<S>(args), granules = ceil_div(args.n, width),
+            row_bytes = args.k * sizeof(typename S::T);
+  const int64_t first = (int64_t)args.experts * granules * blockIdx.x / gridDim.x;
+  const int expert = (int)(first / granules), channel0 = (int)(first - (int64_t)expert * granules) * width;
+  for (int r = lane_id(); r < BYTES / row_bytes; r += WARP_SIZE) {
+    const int half = gated ? r / 8 % 2 : 0, channel = channel0 + (gated ? r / 16 * 8 + r % 8 : r);
+    if (channel < args.n)
+      prefetch_l2(expert_base<typename S::T>(args.b, half, expert) + channel * args.b.n_stride, row_bytes);
+  }
+}
+
 template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S> &smem)
 {
   if (threadIdx.x == 0) {
@@ -275,6 +296,7 @@ template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S>
     }
     fence_mbarrier_init();
   }
+  prefetch_likely_weights<S>(args);
   if (!args.settled) wait_for_earlier_grids();
   build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.ranges); /* its barriers show those above to all */
   if (threadIdx.x < S::GROUP)

@@ -697,7 +697,8 @@ static void test_early_starts(void)
     int32_t experts, top_k, hidden, inter, tokens;
     bool early;
   } layers[] = {
-      {"qwen3-235b T 32", 128, 8, 4096, 1536, 32, true},   {"gpt-oss T 32", 128, 4, 2880, 2880, 32, true},
+      {"qwen3-235b T 16", 128, 8, 4096, 1536, 16, true},   {"qwen3-235b T 17", 128, 8, 4096, 1536, 17, false},
+      {"gpt-oss T 8", 128, 4, 2880, 2880, 8, true},        {"gpt-oss T 32", 128, 4, 2880, 2880, 32, false},
       {"gpt-oss T 128", 128, 4, 2880, 2880, 128, false},   {"deepseek-v3 T 8", 256, 8, 7168, 2048, 8, true},
       {"deepseek-v3 T 32", 256, 8, 7168, 2048, 32, false}, {"deepseek-v3 T 128", 256, 8, 7168, 2048, 128, false},
       {"mixtral-8x7b T 2", 8, 2, 4096, 14336, 2, true},
@@ -720,6 +721,31 @@ static void test_early_starts(void)
     CHECK(starts_early(&thin, &up) == layers[i].early);
     CHECK(starts_early(&thin, &down) == layers[i].early);
     CHECK(starts_early(&tile, &up));
+    case_end();
+  }
+  group_end();
+}
+
+/* Up to 80 MiB of h and y, in whole lines. */
+static void test_discarded_rows(void)
+{
+  static const struct {
+    int32_t dtype, top_k, hidden, inter;
+    int64_t tokens;
+    bool discarded;
+  } layers[] = {{CUMOE_BF16, 8, 2048, 768, 1, true},     {CUMOE_BF16, 8, 2048, 768, 1861, true},
+                {CUMOE_BF16, 8, 2048, 768, 1862, false}, {CUMOE_F32, 8, 2048, 768, 930, true},
+                {CUMOE_F32, 8, 2048, 768, 931, false},   {CUMOE_F16, 4, 2880, 2880, 1, true},
+                {CUMOE_F16, 1, 2888, 2880, 1, false},    {CUMOE_F16, 1, 2880, 2848, 1, false},
+                {CUMOE_F32, 1, 2880, 2848, 1, true},     {CUMOE_BF16, 32, 1 << 20, 1 << 20, INT32_MAX / 32, false}};
+  if (!group_begin("discarded rows")) return;
+  for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
+    const cumoe_moe_desc d = {.dtype = layers[i].dtype,
+                              .hidden = layers[i].hidden,
+                              .inter = layers[i].inter,
+                              .routing.top_k = layers[i].top_k};
+    case_begin("line %d", (int)i + 1);
+    CHECK(discards_rows(&d, layers[i].tokens) == layers[i].discarded);
     case_end();
   }
   group_end();
@@ -866,6 +892,7 @@ int main(int argc, char **argv)
   test_grids_around_tiles(&r);
   test_row_lengths();
   test_early_starts();
+  test_discarded_rows();
   test_copied_rows();
   test_few();
   test_chunking(&r);

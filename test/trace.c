@@ -182,6 +182,16 @@ static void test_copy_arguments(void)
   CHECK(up->g.copy == down->g.c && up->g.copy != NULL && down->g.copy == NULL && !up->g.packed);
   CHECK(up->g.progress == map->progress && map->progress != NULL && up->g.row_pair == map->row_pair);
   CHECK(map->tokens.count * map->top_k == up->g.rows_cap);
+  const combine_args *combine = shim_last_args("combine");
+  CHECK(combine->spent == up->g.c && combine->spent_row == INTER * 2);
+  end_world(&w);
+  case_end();
+  case_begin("stages: what is lent is not discarded");
+  w = (world){.next = (uintptr_t)1 << 40};
+  small_layer(&w);
+  CHECK_OK(run_stages(&w));
+  combine = shim_last_args("combine");
+  CHECK(combine != NULL && combine->spent == NULL);
   end_world(&w);
   case_end();
   group_end();
