@@ -149,6 +149,12 @@ bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_arg
   return wants_few(&m, &u, &d);
 }
 
+bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate)
+{
+  const machine m = machine_of(&context->info, context->forced);
+  return few_up_gates(&m, gate);
+}
+
 cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
 {
   const machine m = machine_of(&context->info, context->forced);

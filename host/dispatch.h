@@ -25,6 +25,11 @@ gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, con
 gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,
                          int64_t tokens);
 cumoe_status dispatch_map(cumoe_context context, const map_args *args, cumoe_stream stream);
+/* Whether few_up should do for the gate as well (plan.h: few_up_gates). */
+bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate);
+
+router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
+                             int64_t logits_ld);
 cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                              token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream);
 gate_args gate_arguments(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,

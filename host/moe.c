@@ -86,28 +86,42 @@ static cumoe_view_mut or_region(cumoe_view_mut given, const pass *p, size_t offs
   return given.data ? given : cumoe_matrix_mut(region(p, offset), dtype, p->tokens.count, cols, cols);
 }
 
-/* logits (from x, or the caller's) -> ids and weights (or the caller's) */
-static cumoe_status route_tokens(pass *p)
+/* The gate, if ids and weights are not the caller's; where they will be, in any case. */
+static gate_args gate_pass(pass *p)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_moe_desc *d = &p->plan->desc;
   const int32_t experts = router_experts(d);
   p->ids = a->ids;
   p->weights = a->weights;
-  if (a->ids.data) return CUMOE_OK;
-  cumoe_view logits = a->logits;
-  if (a->router_weight.data) {
-    float *out = region(p, p->at.logits);
-    TRY(dispatch_router(p->plan->context, a->x, a->router_weight, a->router_bias, p->tokens, out, experts, p->stream));
-    logits = cumoe_matrix(out, CUMOE_F32, p->tokens.count, experts, experts);
-  }
+  if (a->ids.data) return (gate_args){0};
+  const cumoe_view own = cumoe_matrix(region(p, p->at.logits), CUMOE_F32, p->tokens.count, experts, experts);
   const cumoe_view_mut ids = or_region(a->ids_out, p, p->at.ids, CUMOE_I32, d->routing.top_k);
   const cumoe_view_mut weights = or_region(a->weights_out, p, p->at.weights, CUMOE_F32, d->routing.top_k);
-  gate_args g = gate_arguments(p->plan->context, &d->routing, logits, a->select_bias, ids, weights);
+  gate_args g = gate_arguments(p->plan->context, &d->routing, a->router_weight.data ? own : a->logits, a->select_bias,
+                               ids, weights);
   g.tokens = p->tokens;
   p->ids = cumoe_const(ids);
   p->weights = cumoe_const(weights);
-  return dispatch(p->plan->context, OP_gate, &g, p->stream);
+  return g;
+}
+
+/* x -> logits, if they are not the caller's; clears words for few_up and few_down, if they want that */
+static cumoe_status run_router(const pass *p, uint64_t *clear, int32_t words)
+{
+  const cumoe_moe_args *a = p->args;
+  const int32_t experts = router_experts(&p->plan->desc);
+  if (!a->router_weight.data) return CUMOE_OK;
+  router_args r = router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->at.logits), experts);
+  r.clear = (int32_t *)clear;
+  r.clear_words = words;
+  return dispatch(p->plan->context, OP_router, &r, p->stream);
+}
+
+/* logits -> ids and weights, if they are not the caller's */
+static cumoe_status run_gate(const pass *p, const gate_args *gate)
+{
+  return p->args->ids.data ? CUMOE_OK : dispatch(p->plan->context, OP_gate, gate, p->stream);
 }
 
 /* Up's counters of its copies: where the logits were, which the gate was the last to read. The map clears them. */
@@ -212,12 +226,25 @@ static cumoe_status combine_rows(const pass *p)
   return dispatch(p->plan->context, OP_combine, &raw, p->stream);
 }
 
-/* Few tokens: two grids for map, up, down and combine. */
+/* Few tokens: two grids for map, up, down and combine, and often for the gate. */
 typedef struct few_pass {
   few_args up, down;
 } few_pass;
 
-static few_pass few_arguments(pass *p, cumoe_weights weights)
+/* The router clears what they tell each other through, which lies where y would. */
+static void link_few(const pass *p, const gate_args *gate, few_args *few)
+{
+  const int32_t pairs = (int32_t)few->g.rows_cap, eights = few->g.n / 8;
+  few->units = few->g.gated ? eights : (eights + 1) / 2;
+  if (!p->args->router_weight.data) return;
+  uint64_t *words = region(p, p->at.y);
+  few->made = (int32_t *)(words + pairs);
+  if (!dispatch_few_up_gates(p->plan->context, gate)) return;
+  few->notes = words;
+  few->gate = *gate;
+}
+
+static few_pass few_arguments(pass *p, cumoe_weights weights, const gate_args *gate)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const cumoe_view none = {0};
@@ -225,6 +252,7 @@ static few_pass few_arguments(pass *p, cumoe_weights weights)
   few.up.g = up_arguments(p->plan, weights, p->args->x, &p->route, none);
   few.up.g.c = region(p, p->at.h);
   few.up.g.c_ld = weights->inter;
+  link_few(p, gate, &few.up);
   few.down = few.up;
   const cumoe_view h =
       cumoe_matrix(few.up.g.c, (cumoe_dtype)d->dtype, few.up.g.rows_cap, weights->inter, weights->inter);
@@ -233,24 +261,32 @@ static few_pass few_arguments(pass *p, cumoe_weights weights)
   return few;
 }
 
-static bool takes_few(pass *p, cumoe_weights weights, few_pass *few)
+static bool takes_few(pass *p, cumoe_weights weights, const gate_args *gate, few_pass *few)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   if (p->tokens.count > FEW_TOKENS) return false; /* first: for many tokens nothing is filled in or looked up */
   if (d->flags & CUMOE_MOE_UNREDUCED || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
-  *few = few_arguments(p, weights);
+  *few = few_arguments(p, weights, gate);
   return dispatch_wants_few(p->plan->context, &few->up, &few->down);
+}
+
+static cumoe_status run_few(const pass *p, const gate_args *gate, const few_pass *few)
+{
+  const int32_t words = FEW_CLEAR_WORDS((int32_t)few->up.g.rows_cap);
+  TRY(run_router(p, region(p, p->at.y), words));
+  if (!few->up.notes) TRY(run_gate(p, gate));
+  TRY(run_shared(p));
+  TRY(dispatch(p->plan->context, OP_few_up, &few->up, p->stream));
+  return dispatch(p->plan->context, OP_few_down, &few->down, p->stream);
 }
 
 static cumoe_status run(pass *p, cumoe_weights weights)
 {
-  TRY(route_tokens(p));
+  const gate_args gate = gate_pass(p);
   few_pass few;
-  if (takes_few(p, weights, &few)) {
-    TRY(run_shared(p));
-    TRY(dispatch(p->plan->context, OP_few_up, &few.up, p->stream));
-    return dispatch(p->plan->context, OP_few_down, &few.down, p->stream);
-  }
+  if (takes_few(p, weights, &gate, &few)) return run_few(p, &gate, &few);
+  TRY(run_router(p, NULL, 0));
+  TRY(run_gate(p, &gate));
   TRY(map_rows(p));
   TRY(run_shared(p));
   TRY(run_experts(p, weights, &p->route, p->at.h, p->at.y));

@@ -112,11 +112,12 @@ static bool is_forced(const machine *m, operation op)
   return m->forced && m->forced[op];
 }
 
-/* few_down deals its output to SMs by 16 channels, for all experts, and an expert's part of that to its warps by 128 k. What that
- * leaves idle costs one token less than map and combine; for more the limit is a tenth. On an H200, GEMMs alone, T 8: gpt-oss
- * (32 % idle) 15 us longer, deepseek-v3 (15 %) 27 us; where it is 3 %, 5 to 7 us shorter. The whole layer at T 1: K = 768
- * (qwen3-30b) 34.3 us instead of 35.0, K = 512 (qwen3-next) 50.1 instead of 44.8. */
-enum { FEW_CHANNELS = 16, FEW_FROM_K = 768 };
+/* few_down deals its output to SMs by 8 channels, for all experts, and an expert's part of that to its warps by 128 k. What that
+ * leaves idle costs one token less than map and combine; for more the limit is a tenth. On an H200, the whole layer, T 8, against
+ * map, thin and combine: gpt-oss (9 % idle) 337 us instead of 349, deepseek-v3 (3 %) 1094 instead of 1121; with 16 channels, so 32
+ * and 15 % idle, the GEMMs alone took 15 and 27 us longer. T 1, an earlier form: K = 768 (qwen3-30b) 34.3 us instead of 35.0, K = 512
+ * (qwen3-next) 50.1 instead of 44.8. */
+enum { FEW_CHANNELS = 8, FEW_FROM_K = 768 };
 
 bool wants_few(const machine *m, const shape *up, const shape *down)
 {
@@ -129,6 +130,11 @@ bool wants_few(const machine *m, const shape *up, const shape *down)
     if (is_forced(m, stages[i])) return false;
   const int64_t runs = ceil_div(down->n, FEW_CHANNELS), rounds = ceil_div(runs, m->sms);
   return down->k >= FEW_FROM_K && (down->tokens == 1 || runs * 10 >= rounds * m->sms * 9);
+}
+
+bool few_up_gates(const machine *m, const gate_args *gate)
+{
+  return !is_forced(m, OP_gate) && GATE_IN_FEW_UP(*gate);
 }
 
 /* ---- grids ---- */

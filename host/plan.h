@@ -48,6 +48,9 @@ bool wants_copy(const machine *m, const shape *up);
  * forced, and it pays, or one of theirs is forced. */
 bool wants_few(const machine *m, const shape *up, const shape *down);
 
+/* Whether few_up should also do what the gate does, where the router runs before it: GATE_IN_FEW_UP, and no gate is forced. */
+bool few_up_gates(const machine *m, const gate_args *gate);
+
 /* CTAs (CUDA row) or work units (CPU row) for a chosen row. */
 int64_t grid_size(const machine *m, const variant *v, const shape *s);
 

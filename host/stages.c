@@ -3,22 +3,28 @@
 
 /* ---- router ---- */
 
+router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
+                             int64_t logits_ld)
+{
+  return (router_args){.x = x.data,
+                       .w = weight.data,
+                       .bias = bias.data,
+                       .logits = logits,
+                       .x_ld = x.ld,
+                       .w_ld = weight.ld,
+                       .logits_ld = logits_ld,
+                       .tokens = tokens,
+                       .experts = (int32_t)weight.rows,
+                       .hidden = (int32_t)x.cols,
+                       .x_dtype = x.dtype,
+                       .w_dtype = weight.dtype,
+                       .bias_dtype = bias.data ? bias.dtype : DT_NONE};
+}
+
 cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                              token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream)
 {
-  const router_args a = {.x = x.data,
-                         .w = weight.data,
-                         .bias = bias.data,
-                         .logits = logits,
-                         .x_ld = x.ld,
-                         .w_ld = weight.ld,
-                         .logits_ld = logits_ld,
-                         .tokens = tokens,
-                         .experts = (int32_t)weight.rows,
-                         .hidden = (int32_t)x.cols,
-                         .x_dtype = x.dtype,
-                         .w_dtype = weight.dtype,
-                         .bias_dtype = bias.data ? bias.dtype : DT_NONE};
+  const router_args a = router_arguments(x, weight, bias, tokens, logits, logits_ld);
   return dispatch(context, OP_router, &a, stream);
 }
 

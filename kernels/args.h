@@ -46,6 +46,9 @@ typedef struct router_args {
   token_count tokens;
   int32_t experts, hidden;
   int32_t x_dtype, w_dtype, bias_dtype;
+  int32_t
+      clear_words; /* of `clear`, which the kernel fills with zeros for few_up and few_down (below); not on the CPU */
+  int32_t *clear;
 } router_args;
 
 /* The wgmma form: the same, and tensor maps of x, (k, token), and w, (k, expert): boxes of WGMMA_BK x BM tokens, and half of
@@ -71,6 +74,13 @@ typedef struct gate_args {
   float routed_scale, softcap, renorm_eps, renorm_min;    /* routed_scale already 1 when unset */
   fault_sink fault;
 } gate_args;
+
+/* Experts are ranked by their logits, as every score keeps the order; a row's keys fit a warp's registers (kernels/gate.cuh). */
+#define GATE_BY_LOGIT(a) (!(a).select_bias && (a).n_group == 0)
+#define GATE_IN_REGISTERS(a)                                                                                           \
+  ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \
+   !(GATE_BY_LOGIT(a) && GATE_SOFTMAX_OVER_ALL(a) && (a).softcap > 0))
+#define GATE_SOFTMAX_OVER_ALL(a) ((a).score == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
 
 /*
  * ids -> counts, offsets, row_pair, slot_row by counting. Pairs are cut into `chunks` runs of `chunk_pairs`
@@ -207,12 +217,25 @@ typedef struct combine_args {
  *   few_up:   `g` as up, c[pair] of the first pair of each (token, expert); and of `map` counts_out, load and the faults
  *   few_down: `g` as down, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
  * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of `g` no counts, offsets, row_pair or pair_weights.
+ * Where the router has cleared `made`, down does not wait for the end of up's grid; where it has cleared `notes`, too, up is the
+ * gate as well.
  */
 typedef struct few_args {
   gemm_args g;
   map_args map;
   combine_args out;
+  gate_args gate;  /* with `notes`: up's last CTA writes ids and weights as the gate would, and the notes */
+  uint64_t *notes; /* NULL, or [T k]: FEW_NOTE of each pair, for down; 0: not yet */
+  int32_t *made;   /* NULL, or [T k]: of each active expert, how many units of h there are */
+  int32_t units;   /* of h an expert */
 } few_args;
+
+/* What few_up does of gates: a score that is an expert's own is worked out by a thread of its own. */
+#define GATE_IN_FEW_UP(a)         (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
+#define FEW_NOTE(id, weight_bits) ((uint64_t)((id) + 2) << 32 | (weight_bits))
+#define FEW_NOTE_ID(note)         ((int32_t)((note) >> 32) - 2)
+/* What the router clears: notes, then made. */
+#define FEW_CLEAR_WORDS(pairs) (3 * (pairs))
 
 enum { FEW_TOKENS = 8, FEW_PAIRS = 64 };
 

@@ -36,7 +36,8 @@ DEVICE int warp_id()
  * wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In this order, so
  * that a grid that has started knows more without waiting: all that was complete before the grid before it is
  * (`settled` in args.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
- * later (host/context.c): below, there is no such instruction, and no early start either.
+ * later (host/context.c): below, there is no such instruction, and no early start either. (few_down reads what few_up has
+ * released before that, and waits before it writes: few.cuh.)
  */
 DEVICE void wait_for_earlier_grids()
 {
@@ -60,6 +61,31 @@ DEVICE int64_t load_settled(const int64_t *source)
   int64_t value;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
   return value;
+}
+
+/* What another grid writes meanwhile: one whole word, and what was written before it was stored. */
+DEVICE uint64_t load_acquire(const uint64_t *source)
+{
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE int32_t load_acquire(const int32_t *source)
+{
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE void store_release(uint64_t *target, uint64_t value)
+{
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(target), "l"(value) : "memory");
+}
+
+DEVICE void add_release(int32_t *target, int32_t value)
+{
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
 }
 
 DEVICE float load_settled(const float *source)
@@ -123,6 +149,13 @@ DEVICE int64_t token_total(const token_count &tokens)
 DEVICE float shared_weight(const combine_args &a, int64_t token)
 {
   return a.shared_logit ? __fdividef(1.f, 1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
+}
+
+/* By the first CTA. */
+DEVICE void clear_words(const router_args &a)
+{
+  if (blockIdx.x != 0) return;
+  for (int i = threadIdx.x; i < a.clear_words; i += blockDim.x) a.clear[i] = 0;
 }
 
 /* Any thread, any number of times: the first report since the last clear stays. */

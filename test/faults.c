@@ -602,6 +602,7 @@ static const scenario scenarios[] = {
     {"forward from ids", small_layer, run_routed, AGAIN},
     {"forward from logits", small_layer, run_logits, AGAIN},
     {"forward of one token", wide_layer, run_wide, AGAIN},
+    {"forward of one token from the router", wide_layer, run_wide_routed, AGAIN},
     {"forward with everything", shared_layer, run_everything, AGAIN},
     {"forward, unreduced", unreduced_layer, run_unreduced, AGAIN},
     {"router of many tokens", small_layer, run_router, AGAIN},

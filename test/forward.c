@@ -927,6 +927,73 @@ static void sweep_giants(cumoe_context context)
   group_end();
 }
 
+/* ---- few tokens: the gate in up, or by itself --------------------------------------------------------- */
+
+/* Routings on both sides of what up takes over: experts, groups, scores, soft caps. */
+static bool set_few_routing(layer_spec *s, int which)
+{
+  cumoe_routing *r = &s->desc.routing;
+  s->desc.num_experts = which % 3 ? 128 : 136;
+  switch (which) {
+  case 0: *r = cumoe_routing_qwen3(8); break;
+  case 1: *r = cumoe_routing_gpt_oss(4); break;
+  case 2: *r = cumoe_routing_mixtral(2), s->desc.num_experts = 8; break;
+  case 3: *r = cumoe_routing_deepseek_v3(8, 8, 4, 2.5f), s->desc.num_experts = 256, s->select_bias = true; break;
+  case 4: *r = cumoe_routing_deepseek_v3(8, 8, 4, 2.5f), s->desc.num_experts = 64; break; /* groups of 8: by itself */
+  case 5: *r = cumoe_routing_deepseek_v3(8, 1, 1, 2.8f), s->desc.num_experts = 256, s->select_bias = true; break;
+  case 6: *r = cumoe_routing_qwen3(8), s->desc.num_experts = 257; break; /* likewise */
+  case 7: *r = cumoe_routing_qwen3(8), r->softcap = 3; break;            /* likewise */
+  case 8: *r = cumoe_routing_qwen3(8), s->select_bias = true; break;     /* likewise */
+  case 9: *r = cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, 6, CUMOE_ROUTE_RENORMALIZE), s->select_bias = true; break;
+  case 10: *r = cumoe_routing_make(CUMOE_SCORE_IDENTITY, 5, 0), r->softcap = 3, s->select_bias = true; break;
+  case 11: *r = cumoe_routing_qwen3(8), s->desc.num_experts = 250, r->zero_experts = 4, r->identity_experts = 2; break;
+  case 12: *r = cumoe_routing_mixtral(32), s->desc.num_experts = 32, s->tokens = s->tokens > 2 ? 2 : s->tokens; break;
+  default: return false;
+  }
+  return true;
+}
+
+/* The same bits, whoever was the gate; and the same fault. */
+static void few_gate_case(cumoe_context context, const layer_spec *spec, int kernel, bool nan)
+{
+  const char *type = spec->desc.dtype == CUMOE_F16 ? "ring_f16" : "ring_bf16", *name;
+  const int64_t bad = nan ? spec->tokens / 2 : -1;
+  const int32_t fault = nan && bad < spec_present(spec) ? CUMOE_FAULT_NAN_LOGIT : CUMOE_FAULT_NONE;
+  layer_outputs got[2];
+  layer_inputs in = layer_inputs_new(spec);
+  for (int64_t i = 0; nan && i < in.x.cols; i++) tensor_set(&in.x, bad, i, NAN);
+  for (int alone = 0; alone < 2; alone++) {
+    if (!force_row(context, "few_up", type, kernel, &name)) return; /* not on this GPU */
+    if (alone) CHECK(force_row(context, "gate", "", 0, &name));
+    got[alone] = run_layer(context, spec, &in);
+    check_fault(context, NULL, fault);
+    CHECK_OK(cumoe_variant_force(context, -1));
+  }
+  check_outputs_same(&got[0], &got[1]);
+  if (!nan) check_layer(spec, &in, &got[0]);
+}
+
+static void sweep_few_gates(cumoe_context context, int32_t dtype)
+{
+  static const int32_t tokens[] = {1, 2, 7, 8};
+  if (!on_device(context) || dtype == CUMOE_F32) return;
+  if (!group_begin("%s: the gate in up, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  layer_spec s = layer_spec_new(dtype, 1, 72, 40);
+  for (int which = 0; set_few_routing(&s, which); which++)
+    for (int i = 0; i < 16; i++) {
+      s = layer_spec_new(dtype, tokens[i % 4], 72, 40);
+      (void)set_few_routing(&s, which);
+      s.input = INPUT_ROUTER;
+      s.optional_outputs = true;
+      s.ids_dtype = i % 2 ? CUMOE_I64 : CUMOE_I32;
+      s.device_count = which % 4 == 3, s.device_tokens = (int32_t)s.tokens - 1;
+      case_begin("routing %d, T %d%s, kernel %d", which, (int)s.tokens, i / 8 ? ", NaN" : "", i / 4 % 2);
+      few_gate_case(context, &s, i / 4 % 2, i / 8);
+      case_end();
+    }
+  group_end();
+}
+
 /* ---- all ------------------------------------------------------------------------------------------- */
 
 static void run_type(cumoe_context context, int32_t dtype, rng *r)
@@ -941,6 +1008,7 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_relations(context, dtype, r);
   sweep_hostile(context, dtype);
   sweep_models(context, dtype);
+  sweep_few_gates(context, dtype);
 }
 
 int main(int argc, char **argv)

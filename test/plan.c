@@ -809,7 +809,7 @@ static bool few_on(const gpu *g, const int32_t *forced, few_shapes s)
   return wants_few(&m, &s.up, &s.down);
 }
 
-/* By sizes: layers on both sides of each limit, of HOPPER_SMS runs of 16 channels. */
+/* By sizes: layers on both sides of each limit, of HOPPER_SMS runs of 8 channels. */
 static void check_few_sizes(const gpu *hopper)
 {
   static const struct {
@@ -817,11 +817,12 @@ static void check_few_sizes(const gpu *hopper)
     int32_t top_k, hidden, inter;
     bool wanted;
   } layers[] = {
-      {1, 8, 2048, 768, true},  {1, 8, 2048, 760, false},  {8, 8, 2048, 768, true},  {8, 8, 2048, 760, false},
-      {9, 4, 2048, 768, false}, {1, 32, 64, 768, true},    {2, 32, 2048, 768, true}, {2, 33, 2048, 768, false},
-      {1, 4, 2880, 2880, true}, {2, 4, 2880, 2880, false}, {1, 8, 7168, 2048, true}, {8, 8, 7168, 2048, false},
-      {2, 8, 1904, 768, true},  {2, 8, 1888, 768, false},  {2, 8, 2112, 768, true},  {2, 8, 2120, 768, false},
-      {2, 8, 3800, 768, true},  {2, 8, 3792, 768, false},  {2, 8, 64, 14336, false},
+      {1, 8, 2048, 768, true},  {1, 8, 2048, 760, false}, {8, 8, 2048, 768, true},  {8, 8, 2048, 760, false},
+      {9, 4, 2048, 768, false}, {1, 32, 64, 768, true},   {2, 32, 2048, 768, true}, {2, 33, 2048, 768, false},
+      {1, 4, 2880, 2880, true}, {2, 4, 2880, 2880, true}, {1, 8, 7168, 2048, true}, {8, 8, 7168, 2048, true},
+      {2, 8, 952, 768, true},   {2, 8, 944, 768, false},  {2, 8, 1056, 768, true},  {2, 8, 1064, 768, false},
+      {2, 8, 1904, 768, true},  {2, 8, 1896, 768, false}, {2, 8, 2112, 768, true},  {2, 8, 2120, 768, false},
+      {2, 8, 3808, 768, true},  {2, 8, 3800, 768, false}, {2, 8, 64, 14336, false},
   };
   for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
     case_begin("T %d k %d H %d I %d", (int)layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
@@ -868,6 +869,46 @@ static void check_few_forced(const gpu *hopper)
   }
 }
 
+/* What up can do of gates, unless one is forced. */
+static void check_few_gates(const gpu *hopper)
+{
+  static const struct {
+    int32_t experts, groups, score;
+    bool bias;
+    uint32_t flags;
+    float softcap;
+    bool wanted;
+  } gates[] = {
+      {256, 0, SCORE_SOFTMAX, false, 0, 0, true},
+      {257, 0, SCORE_SOFTMAX, false, 0, 0, false},
+      {256, 8, SCORE_SIGMOID, true, 0, 0, true},
+      {256, 16, SCORE_SIGMOID, true, 0, 0, false}, /* groups of 16 */
+      {64, 2, SCORE_SIGMOID, false, 0, 0, true},
+      {128, 0, SCORE_SOFTMAX, false, 0, 1, false},
+      {128, 0, SCORE_SOFTMAX, false, ROUTE_SCORE_AFTER_TOPK, 1, true},
+      {128, 0, SCORE_SIGMOID, false, 0, 1, true},
+      {128, 0, SCORE_SOFTMAX, true, 0, 0, false},
+      {128, 4, SCORE_SOFTMAX, false, 0, 0, false},
+      {128, 0, SCORE_SOFTMAX, true, ROUTE_SCORE_AFTER_TOPK, 0, true},
+  };
+  static const float bias = 0;
+  for (size_t i = 0; i < sizeof gates / sizeof *gates; i++) {
+    const gate_args a = {.experts = gates[i].experts,
+                         .n_group = gates[i].groups,
+                         .score = gates[i].score,
+                         .select_bias = gates[i].bias ? &bias : NULL,
+                         .flags = gates[i].flags,
+                         .softcap = gates[i].softcap};
+    int32_t forced[OP_COUNT] = {0};
+    const machine m = gpu_machine(hopper, NULL), forcing = gpu_machine(hopper, forced);
+    case_begin("gate %d", (int)i);
+    CHECK(few_up_gates(&m, &a) == gates[i].wanted && few_up_gates(&forcing, &a) == gates[i].wanted);
+    forced[OP_gate] = 1;
+    CHECK(!few_up_gates(&forcing, &a));
+    case_end();
+  }
+}
+
 static void test_few(void)
 {
   static const gpu hopper = {90, HOPPER_SMS, 232448};
@@ -877,6 +918,7 @@ static void test_few(void)
   check_few_kinds(built);
   if (built) check_few_sizes(&hopper);
   if (built) check_few_forced(&hopper);
+  check_few_gates(&hopper);
   group_end();
 }
 

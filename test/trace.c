@@ -30,6 +30,7 @@ static const launching launches[] = {
     {"forward from ids", small_layer, run_routed, "map up down combine "},
     {"forward from logits", small_layer, run_logits, "gate map map up down combine "},
     {"forward of one token", wide_layer, run_wide, "gate few few "},
+    {"forward of one token from the router", wide_layer, run_wide_routed, "router few few "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
     {"router of many tokens", small_layer, run_router, "router "},
@@ -217,6 +218,29 @@ static void test_few_arguments(void)
   }
   CHECK(down->out.pair_weights == gate->weights && down->out.out_scale == 1 && down->out.reduce == 1);
   CHECK(down->out.residual == down->out.out && down->out.hidden == HIDDEN && down->out.shared == NULL);
+  CHECK(!up->notes && !up->made && !down->notes && !down->made); /* nobody would clear them */
+  end_world(&w);
+  case_end();
+  group_end();
+}
+
+/* From hidden states: the router clears what the two tell each other through, inside the workspace and where nothing else is. */
+static void test_few_from_router(void)
+{
+  if (!group_begin("arguments of the kernels of few tokens, from the router")) return;
+  world w = {.next = (uintptr_t)1 << 40};
+  case_begin("forward of one token");
+  wide_layer(&w);
+  CHECK_OK(run_wide_routed(&w));
+  const router_args *router = shim_last_args("router");
+  const few_args *up = shim_last_args("few_up"), *down = shim_last_args("few_down");
+  CHECK((const void *)router->clear == (const void *)up->notes && router->clear_words == 3 * TOP_K && router->clear);
+  CHECK((const void *)up->made == (const void *)(up->notes + TOP_K) && up->units == FEW_INTER / 8);
+  CHECK(down->notes == up->notes && down->made == up->made && down->units == up->units);
+  CHECK((uintptr_t)up->notes >= (uintptr_t)up->g.c + 2 * TOP_K * FEW_INTER ||
+        (const void *)(up->made + TOP_K) <= up->g.c);
+  CHECK(up->gate.logits == router->logits && up->gate.experts == EXPERTS && up->gate.top_k == TOP_K);
+  CHECK(up->gate.ids == up->map.ids && up->gate.ids_dtype == DT_I64 && up->gate.weights == down->out.pair_weights);
   end_world(&w);
   case_end();
   group_end();
@@ -1249,6 +1273,7 @@ int main(int argc, char **argv)
   test_arguments();
   test_copy_arguments();
   test_few_arguments();
+  test_few_from_router();
   test_not_few();
   test_machines();
   test_full_device();

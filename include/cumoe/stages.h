@@ -115,8 +115,8 @@ CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t inde
  * From now on, calls on this context use this row wherever it can serve the operation, dtype and layout; other
  * operations choose as usual. Forcing one row of each operation is possible. A call that a forced row cannot serve
  * answers NOT_SUPPORTED (cumoe_moe_forward: perhaps after earlier stages were launched). index -1 clears all. A forced
- * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four. Not to be
- * changed while other threads launch.
+ * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four; one of gate
+ * keeps few_up from doing what the gate does. Not to be changed while other threads launch.
  */
 CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t index);
 

@@ -157,6 +157,17 @@ cumoe_status run_wide(world *w)
   return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
 }
 
+/* The same from hidden states, where few_up is the gate, too. */
+cumoe_status run_wide_routed(world *w)
+{
+  const cumoe_moe_desc d = describe_wide();
+  cumoe_moe_args a = arguments(w, &d, 1);
+  a.router_weight = lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN);
+  a.ids_out = lend(w, CUMOE_I64, 1, TOP_K);
+  a.weights_out = lend(w, CUMOE_F32, 1, TOP_K);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
 cumoe_status run_everything(world *w)
 {
   cumoe_moe_desc d = describe(CUMOE_F16);

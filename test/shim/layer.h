@@ -55,6 +55,7 @@ void unreduced_layer(world *w);
 cumoe_status run_routed(world *w);
 cumoe_status run_logits(world *w);
 cumoe_status run_wide(world *w);
+cumoe_status run_wide_routed(world *w);
 cumoe_status run_everything(world *w);
 cumoe_status run_unreduced(world *w);
 cumoe_status run_router(world *w);
