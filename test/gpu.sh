@@ -61,10 +61,12 @@ run() {
 # PROGRAM:TOOL:KERNEL. All kernels are checked: racecheck of CUDA 13.0 does not survive --kernel-name here.
 bugs="chunk:racecheck:cumoe_up_sm90_wgmma map:racecheck:cumoe_map_any
   rest:synccheck:cumoe_router_any_rows rest:memcheck:cumoe_combine_any_gather"
-tools="memcheck racecheck synccheck"
+tools="memcheck racecheck synccheck" shards=4
 [ "$1" != planted ] || tools=
 for tool in $tools; do
-  run "clean.$tool" "$tool" "$lib/test/rows" &
+  for shard in $(seq 0 $((shards - 1))); do
+    run "clean.$tool.$shard" "$tool" "$lib/test/rows" --shard "$shard/$shards" &
+  done
 done
 for bug in $bugs; do
   IFS=: read -r program tool kernel <<< "$bug"
@@ -74,12 +76,15 @@ done
 wait
 
 for tool in $tools; do
-  read -r status took < "$work/clean.$tool.rc"
-  case $status:$(tail -n 1 "$work/clean.$tool.log") in
-  0:*) pass "$tool, $took s: $(grep ' passed, ' "$work/clean.$tool.log")" ;;
-  124:*) fail "$tool: longer than $each s" "$(tail -n 3 "$work/clean.$tool.log")" ;;
-  *) fail "$tool, $took s: exit status $status" "$(grep -m 40 -v '^ok' "$work/clean.$tool.log"; tail -n 5 "$work/clean.$tool.log")" ;;
-  esac
+  for shard in $(seq 0 $((shards - 1))); do
+    name=clean.$tool.$shard
+    read -r status took < "$work/$name.rc"
+    case $status:$(tail -n 1 "$work/$name.log") in
+    0:*) pass "$tool $((shard + 1)) of $shards, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
+    124:*) fail "$name: longer than $each s" "$(tail -n 3 "$work/$name.log")" ;;
+    *) fail "$name, $took s: exit status $status" "$(grep -m 40 -v '^ok' "$work/$name.log"; tail -n 5 "$work/$name.log")" ;;
+    esac
+  done
 done
 
 # seen TOOL KERNEL: the planted bug in it is reported.
