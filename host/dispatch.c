@@ -50,8 +50,11 @@ static shape permute_shape(const permute_args *a)
 static shape elementwise_shape(const elementwise_args *a)
 {
   const int64_t unit = UNIT_ELEMENTS(a->dtype);
-  return (shape){
-      .op = OP_elementwise, .in = a->dtype, .w = a->dtype, .tokens = a->rows * ((a->cols + unit - 1) / unit)};
+  return (shape){.op = OP_elementwise,
+                 .in = a->dtype,
+                 .w = a->dtype,
+                 .tokens = a->rows * ((a->cols + unit - 1) / unit),
+                 .n = EW_KERNEL(a->function)};
 }
 
 static shape row_shape(operation op, int32_t dtype, int64_t rows, int32_t cols)

@@ -35,6 +35,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if (v->op != (int)s->op || !runs_on(m, v)) return false;
   if ((v->in && v->in != s->in) || (v->w && v->w != s->w)) return false;
   if (v->form == FORM_row && s->n > v->bn) return false;
+  if (v->form == FORM_flat && s->n != v->bn) return false;
   if (v->op == OP_router && takes_tensor_maps(v)) return !s->no_tmap;
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin || v->form == FORM_stream) return s->major == MAJOR_K;

@@ -246,6 +246,9 @@ enum { FEW_TOKENS = 8, FEW_PAIRS = 64 };
 
 enum { EW_ADD = 0, EW_MUL, EW_SCALE, EW_RELU, EW_SIGMOID, EW_SILU, EW_GELU, EW_GELU_TANH };
 
+/* The kernel that has the function: 2 has gelu alone, which is bound by instructions and needs more threads an SM. */
+#define EW_KERNEL(function) ((function) == EW_GELU ? 2 : 1)
+
 /* y = function(a, b). A unit is 16 bytes of a row: UNIT_ELEMENTS(dtype), at the row's end perhaps fewer. */
 typedef struct elementwise_args {
   const void *a, *b; /* b: add, mul */

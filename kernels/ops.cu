@@ -118,9 +118,10 @@ DEVICE void elementwise_units(const elementwise_args &a, const PLACES &places_of
   }
 }
 
-template <class T, int EACH, int THREADS, bool ALIGNED, class PLACES>
+template <class T, int KERNEL, int EACH, int THREADS, bool ALIGNED, class PLACES>
 DEVICE void elementwise_any(const elementwise_args &a, const PLACES &at)
 {
+  if (KERNEL == EW_KERNEL(EW_GELU)) return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU>(a, at);
   switch (a.function) {
   case EW_ADD: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_ADD>(a, at);
   case EW_MUL: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_MUL>(a, at);
@@ -128,21 +129,20 @@ DEVICE void elementwise_any(const elementwise_args &a, const PLACES &at)
   case EW_RELU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_RELU>(a, at);
   case EW_SIGMOID: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SIGMOID>(a, at);
   case EW_SILU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SILU>(a, at);
-  case EW_GELU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU>(a, at);
   default: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU_TANH>(a, at);
   }
 }
 
-template <class T, int UNITS, int, int, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)
+template <class T, int UNITS, int KERNEL, int, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)
 {
   const places_in_row<T, UNITS> one(a);
   const places<T, UNITS> any(a);
   if (a.aligned && one.in_one_row())
-    elementwise_any<T, UNITS / THREADS, THREADS, true>(a, one);
+    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, true>(a, one);
   else if (a.aligned)
-    elementwise_any<T, UNITS / THREADS, THREADS, true>(a, any);
+    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, true>(a, any);
   else
-    elementwise_any<T, UNITS / THREADS, THREADS, false>(a, any);
+    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, false>(a, any);
 }
 
 /* ---- kernels ---- */

@@ -40,38 +40,59 @@ template <class HOW, int LANES, int N> DEVICE void over_lanes(float (&value)[N])
     for (int r = 0; r < N; r++) value[r] = HOW::join(value[r], __shfl_xor_sync(ALL_LANES, value[r], mask));
 }
 
-/* What each warp of a row found: one number for each use. */
+/* What the warps of a row found. */
 template <class L> struct exchange {
   float part[2][L::WARPS];
 };
 
-/* To every warp of the row. A cluster needs no farewell: nobody is written to behind its last barrier. */
+/* To every warp of the row, who has it once all have met. A cluster needs no farewell: nobody is written to behind its last
+ * barrier. */
 template <class L> DEVICE void tell(float value, float (&part)[L::WARPS])
 {
   if constexpr (L::CTAS > 1) {
     float *place = &part[cluster_ctarank() * (L::WARPS / L::CTAS) + warp_id()];
     if (lane_id() < L::CTAS) st_shared_cluster(place, lane_id(), value);
-    barrier_cluster();
   } else {
     if (lane_id() == 0) part[warp_id()] = value;
-    __syncthreads();
   }
 }
 
-/* The same bits in every thread of a row: joining commutes. */
-template <class HOW, class L> DEVICE void over_row(float (&value)[L::ROWS], float (&part)[L::WARPS])
+template <class L> DEVICE void meet()
+{
+  if constexpr (L::CTAS > 1)
+    barrier_cluster();
+  else
+    __syncthreads();
+}
+
+/* of(warp), joined: the same bits in every thread, for joining commutes. */
+template <class HOW, class L, class F> DEVICE float over_warps(F of)
 {
   constexpr int WIDE = L::WARPS > 16 ? 32 : L::WARPS > 8 ? 16 : L::WARPS > 4 ? 8 : 4; /* lanes that look */
-  over_lanes<HOW, (L::LANES < WARP_SIZE ? L::LANES : WARP_SIZE)>(value);
-  if (L::WARPS == 1) return;
-  tell<L>(value[0], part);
-  value[0] = HOW::NONE;
+  float value[1] = {HOW::NONE};
 #pragma unroll
   for (int i = 0; i < L::WARPS; i += WIDE) {
     const int from = i + lane_id() % WIDE;
-    if (i + WIDE <= L::WARPS || from < L::WARPS) value[0] = HOW::join(value[0], part[from]);
+    if (i + WIDE <= L::WARPS || from < L::WARPS) value[0] = HOW::join(value[0], of(from));
   }
   over_lanes<HOW, WIDE>(value);
+  return value[0];
+}
+
+/* Over the lanes of a warp that share a row. */
+template <class HOW, class L> DEVICE void over_warp(float (&value)[L::ROWS])
+{
+  over_lanes<HOW, (L::LANES < WARP_SIZE ? L::LANES : WARP_SIZE)>(value);
+}
+
+template <class HOW, class L> DEVICE void over_row(float (&value)[L::ROWS], float (&part)[L::WARPS])
+{
+  over_warp<HOW, L>(value);
+  if constexpr (L::WARPS > 1) {
+    tell<L>(value[0], part);
+    meet<L>();
+    value[0] = over_warps<HOW, L>([&](int w) { return part[w]; });
+  }
 }
 
 /* ---- a thread's part of its rows ---- */
@@ -156,12 +177,12 @@ DEVICE float exponential(float x)
 /* exp(low - high) for low <= high; 0 for low -infinity, whatever high is. */
 DEVICE float shrink(float low, float high)
 {
-  return low == -INFINITY ? 0.f : expf(low - high);
+  return low == -INFINITY ? 0.f : power_of_two(LOG2_E * (low - high));
 }
 
 template <class L> struct shares {
   using T = typename L::T;
-  float most[L::ROWS], share[L::ROWS]; /* first the sum of the exponentials relative to `most` */
+  float most[L::ROWS], share[L::ROWS]; /* of all exponentials relative to `most`; until then their sum */
 
   DEVICE void ask(const softmax_args &, int64_t, int, int) {}
   DEVICE void take(const softmax_args &, int64_t, int, int) {}
@@ -170,12 +191,33 @@ template <class L> struct shares {
   {
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++) most[r] = x.template over<greater>(r, [](float v) { return v; });
-    over_row<greater, L>(most, shared.part[0]);
+    over_warp<greater, L>(most);
     x.renew();
+    if (L::KEPT < L::PACKETS) __syncwarp(); /* or ptxas keeps in registers what it has read of those in shared memory */
 #pragma unroll
-    for (int r = 0; r < L::ROWS; r++)
-      share[r] = x.template over<adding>(r, [top = most[r]](float v) { return exponential(v - top); });
-    over_row<adding, L>(share, shared.part[1]);
+    for (int r = 0; r < L::ROWS; r++) share[r] = exponentials(r, x);
+    join_warps(shared);
+  }
+
+  /* Where there is nothing but -infinity, all are 0. */
+  DEVICE float exponentials(int r, const row_part<L> &x) const
+  {
+    const float base = most[r] == -INFINITY ? 0.f : most[r];
+    return x.template over<adding>(r, [=](float v) { return exponential(v - base); });
+  }
+
+  /* `most` is the warp's by now, `share` still the thread's. */
+  DEVICE void join_warps(exchange<L> &shared)
+  {
+    over_warp<adding, L>(share);
+    if constexpr (L::WARPS > 1) {
+      tell<L>(most[0], shared.part[0]);
+      tell<L>(share[0], shared.part[1]);
+      meet<L>();
+      most[0] = over_warps<greater, L>([&](int w) { return shared.part[0][w]; });
+      share[0] = over_warps<adding, L>(
+          [&, top = most[0]](int w) { return shared.part[1][w] * shrink(shared.part[0][w], top); });
+    }
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++) share[r] = reciprocal(share[r]);
   }
@@ -190,19 +232,16 @@ template <class L> struct shares {
   {
     const float before = most[0];
     most[0] = fmaxf(before, x.template over<greater>(0, [](float v) { return v; }));
-    const float base = most[0] == -INFINITY ? 0.f : most[0]; /* nothing but -infinity yet: all exponentials are 0 */
     x.renew();
-    share[0] =
-        share[0] * shrink(before, most[0]) + x.template over<adding>(0, [=](float v) { return exponential(v - base); });
+    share[0] = share[0] * shrink(before, most[0]) + exponentials(0, x);
   }
 
   DEVICE void finish(const softmax_args &, exchange<L> &shared)
   {
     const float before = most[0];
-    over_row<greater, L>(most, shared.part[0]);
+    over_warp<greater, L>(most);
     share[0] *= shrink(before, most[0]);
-    over_row<adding, L>(share, shared.part[1]);
-    share[0] = reciprocal(share[0]);
+    join_warps(shared);
   }
 
   DEVICE void change(int r, float (&value)[SIZE<T>]) const

@@ -150,6 +150,7 @@ static bool row_can(const variant *v, const gpu *g, const shape *s)
 {
   bool type = (v->in == 0 || v->in == s->in) && (v->w == 0 || v->w == s->w);
   if (v->form == FORM_row && s->n > v->bn) return false;
+  if (v->form == FORM_flat && s->n != v->bn) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
                 (s->major == MAJOR_N) == (v->form == FORM_ntile);
   return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout;
@@ -496,6 +497,27 @@ static void test_row_lengths(void)
       }
     case_end();
   }
+  group_end();
+}
+
+/* gelu has kernels of its own. */
+static void test_functions(void)
+{
+  if (!group_begin("elementwise functions")) return;
+  for (int i = 1; i < GPU_COUNT; i++)
+    for (int f = EW_ADD; f <= EW_GELU_TANH; f++)
+      for (int type = 0; type < 3; type++) {
+        const int32_t dtype = float_types[type];
+        const shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = EW_KERNEL(f)};
+        const machine m = gpu_machine(&gpus[i], NULL);
+        case_begin("cc %d function %d type %d", gpus[i].cc, f, dtype);
+        const int32_t got = choose(&m, &s);
+        if (CHECK(got >= 0)) {
+          CHECK(row_can(&variants[got], &gpus[i], &s) && variants[got].bn == (f == EW_GELU ? 2 : 1));
+          chosen[got] = true;
+        }
+        case_end();
+      }
   group_end();
 }
 
@@ -933,6 +955,7 @@ int main(int argc, char **argv)
   test_grids(&r);
   test_grids_around_tiles(&r);
   test_row_lengths();
+  test_functions();
   test_early_starts();
   test_discarded_rows();
   test_copied_rows();
