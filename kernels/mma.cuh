@@ -75,6 +75,13 @@ template <int PENDING> DEVICE void cp_async_wait_group()
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+/* 16 bytes by one store: where elements may be stored one by one instead, the compiler splits the vector as well. It is not told what
+ * is written: not for memory that the thread reads again. */
+DEVICE void st_global(void *global, uint4 v)
+{
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+
 /* All copies of this thread, committed or not. */
 DEVICE void cp_async_wait_all()
 {

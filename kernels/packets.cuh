@@ -38,10 +38,22 @@ template <class T> DEVICE float element_of(const uint4 &raw, int i)
   }
 }
 
+template <class T> DEVICE uint4 packed(const float (&value)[SIZE<T>])
+{
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if constexpr (sizeof(T) == 4)
+      word[i] = __float_as_uint(value[i]);
+    else
+      word[i] = pack_pair<T>(value[2 * i], value[2 * i + 1]);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
 template <class T, bool ALIGNED> DEVICE void store_packet(T *target, int left, const float (&value)[SIZE<T>])
 {
   if (left <= 0) return;
-  if (ALIGNED && left >= SIZE<T>) return store_f32<SIZE<T>>(target, value);
+  if (ALIGNED && left >= SIZE<T>) return st_global(target, packed<T>(value));
 #pragma unroll
   for (int i = 0; i < SIZE<T>; i++)
     if (i < left) target[i] = from_f32<T>(value[i]);
