@@ -68,7 +68,7 @@ template <class S> struct few_smem {
   float4 partial[S::BUFFERS][S::CONSUMERS][WARP_SIZE]; /* accumulators as they are, of some units in turn */
   typename S::T y[S::UP ? 1 : S::PAIRS][S::ROWS];      /* of the channels at hand */
   uint64_t summed[S::BUFFERS], taken[S::BUFFERS];
-  uint64_t whole; /* in down, a bit an active expert: its h is there */
+  uint64_t whole[S::UP ? 1 : S::PAIRS]; /* passed when an active expert's h is there */
   few_table<S::PAIRS> table;
 };
 
@@ -436,7 +436,7 @@ template <class S> struct few_copier {
   few_smem<S> &smem;
   few_cursor<S> next;
   ring_place<S::STAGES> to;
-  uint64_t whole; /* of down's experts, as last seen */
+  uint64_t whole; /* a bit for each of down's experts whose h is there */
 
   DEVICE few_stage<S> &stage() const { return smem.ring[warp_id()][to.stage]; }
   DEVICE void advance() { to.advance(), next.slice += S::CONSUMERS; }
@@ -448,7 +448,10 @@ template <class S> struct few_copier {
   DEVICE void columns()
   {
     const int active = next.unit.active;
-    while (!S::UP && !(whole >> active & 1)) whole = load_shared_acquire(&smem.whole);
+    if (!S::UP && !(whole >> active & 1)) {
+      wait_for(&smem.whole[active], 0);
+      whole |= 1ull << active;
+    }
     copy_columns<S>(args.g, next.unit, smem.table.row[active], next.slice, stage());
   }
 };
@@ -470,15 +473,14 @@ template <class S> DEVICE void begin_copies(few_copier<S> &copies)
 }
 
 /* A warp's part of a unit that it has no more slices of. `first`: its first slice of that unit, below CONSUMERS, which names
- * the sum. */
+ * the sum. Every lane arrives for itself: racecheck knows no other order. */
 template <class S>
 DEVICE void hand_over(few_smem<S> &smem, ring_place<S::BUFFERS> &buffer, int first, const float (&sum)[2][4])
 {
   wait_for(&smem.taken[buffer.stage], buffer.phase ^ 1);
   smem.partial[buffer.stage][first][lane_id()] =
       make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.summed[buffer.stage]);
+  mbarrier_arrive(&smem.summed[buffer.stage]);
   buffer.advance();
 }
 
@@ -516,23 +518,31 @@ template <class S> struct few_watch {
   const few_args &args;
   few_smem<S> &smem;
   int experts;
+  uint32_t told; /* a bit for each of the lane's experts */
   bool done;
 
   DEVICE few_watch(const few_args &a, few_smem<S> &s, int active)
-      : args(a), smem(s), experts(active), done(S::UP || !a.made)
+      : args(a), smem(s), experts(active), told(0), done(S::UP || !a.made)
   {
   }
 
-  DEVICE bool is_whole(int active) const { return active >= experts || load_acquire(args.made + active) == args.units; }
+  /* Of expert 32 i + lane. */
+  DEVICE bool tell(int i)
+  {
+    const int active = i * WARP_SIZE + lane_id();
+    if (active >= experts || told >> i & 1) return true;
+    if (load_acquire(args.made + active) != args.units) return false;
+    mbarrier_arrive(&smem.whole[active]);
+    told |= 1u << i;
+    return true;
+  }
 
   DEVICE void look()
   {
-    uint64_t whole = __ballot_sync(ALL_LANES, is_whole(lane_id()));
-    whole |= (uint64_t)(S::PAIRS > WARP_SIZE ? __ballot_sync(ALL_LANES, is_whole(lane_id() + WARP_SIZE)) : ALL_LANES)
-             << 32;
-    __syncwarp();
-    if (lane_id() == 0) store_shared_release(&smem.whole, whole);
-    done = whole == ~0ull;
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < S::PAIRS / WARP_SIZE; i++) all &= tell(i);
+    done = __all_sync(ALL_LANES, all);
   }
 };
 
@@ -547,8 +557,7 @@ DEVICE void take_sums(few_smem<S> &smem, few_watch<S> &watch, ring_place<S::BUFF
     const float4 part = smem.partial[buffer.stage][w][lane_id()];
     sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
   }
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.taken[buffer.stage]);
+  mbarrier_arrive(&smem.taken[buffer.stage]);
   buffer.advance();
 }
 
@@ -666,10 +675,10 @@ template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &sme
 template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
 {
   if (threadIdx.x < S::BUFFERS) {
-    mbarrier_init(&smem.summed[threadIdx.x], S::CONSUMERS);
-    mbarrier_init(&smem.taken[threadIdx.x], 1);
+    mbarrier_init(&smem.summed[threadIdx.x], S::CONSUMERS * WARP_SIZE);
+    mbarrier_init(&smem.taken[threadIdx.x], WARP_SIZE);
   }
-  if (!S::UP && threadIdx.x == 0) smem.whole = 0;
+  if (!S::UP && threadIdx.x < S::PAIRS) mbarrier_init(&smem.whole[threadIdx.x], 1);
   if (S::UP) {
     wait_for_earlier_grids();
     check_token_count(args.map.tokens, args.map.fault);

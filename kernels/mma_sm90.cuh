@@ -54,19 +54,6 @@ DEVICE void cp_async_mbarrier_arrive_noinc(uint64_t *barrier)
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-/* A word of shared memory that says that others, or other memory, may be read. */
-DEVICE uint64_t load_shared_acquire(const uint64_t *source)
-{
-  uint64_t value;
-  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(source)) : "memory");
-  return value;
-}
-
-DEVICE void store_shared_release(uint64_t *target, uint64_t value)
-{
-  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(shared_address(target)), "l"(value) : "memory");
-}
-
 /* Whether the phase of this parity is over. */
 DEVICE bool mbarrier_test_wait(uint64_t *barrier, uint32_t parity)
 {
