@@ -758,6 +758,7 @@ static void test_discarded_rows(void)
   } layers[] = {{CUMOE_BF16, 8, 2048, 768, 1, true},     {CUMOE_BF16, 8, 2048, 768, 1861, true},
                 {CUMOE_BF16, 8, 2048, 768, 1862, false}, {CUMOE_F32, 8, 2048, 768, 930, true},
                 {CUMOE_F32, 8, 2048, 768, 931, false},   {CUMOE_F16, 4, 2880, 2880, 1, true},
+                {CUMOE_F16, 1, 2880, 2880, 7281, true},  {CUMOE_F16, 1, 2880, 2880, 7282, false},
                 {CUMOE_F16, 1, 2888, 2880, 1, false},    {CUMOE_F16, 1, 2880, 2848, 1, false},
                 {CUMOE_F32, 1, 2880, 2848, 1, true},     {CUMOE_BF16, 32, 1 << 20, 1 << 20, INT32_MAX / 32, false}};
   if (!group_begin("discarded rows")) return;
