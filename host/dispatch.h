@@ -14,6 +14,9 @@ bool dispatch_wants_copy(cumoe_context context, const gemm_args *up);
 /* Whether few_up and few_down should do for map, up, down and combine (plan.h: wants_few). */
 bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down);
 
+/* Whether few_up should do for the gate as well (plan.h: few_up_gates). */
+bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate);
+
 /* The stages' raw form, shared by the single calls and by the forward pass. */
 typedef struct route_pointers {
   int32_t *counts, *offsets, *row_pair, *slot_row;
@@ -25,9 +28,6 @@ gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, con
 gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,
                          int64_t tokens);
 cumoe_status dispatch_map(cumoe_context context, const map_args *args, cumoe_stream stream);
-/* Whether few_up should do for the gate as well (plan.h: few_up_gates). */
-bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate);
-
 router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
                              int64_t logits_ld);
 cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,

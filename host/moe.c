@@ -107,13 +107,13 @@ static gate_args gate_pass(pass *p)
 }
 
 /* x -> logits, if they are not the caller's; clears words for few_up and few_down, if they want that */
-static cumoe_status run_router(const pass *p, uint64_t *clear, int32_t words)
+static cumoe_status run_router(const pass *p, int32_t *clear, int32_t words)
 {
   const cumoe_moe_args *a = p->args;
   const int32_t experts = router_experts(&p->plan->desc);
   if (!a->router_weight.data) return CUMOE_OK;
   router_args r = router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->at.logits), experts);
-  r.clear = (int32_t *)clear;
+  r.clear = clear;
   r.clear_words = words;
   return dispatch(p->plan->context, OP_router, &r, p->stream);
 }
@@ -216,7 +216,7 @@ static void give_up_rows(const pass *p, combine_args *combine)
   const cumoe_moe_desc *d = &p->plan->desc;
   if (!discards_rows(d, p->tokens.count)) return;
   combine->spent = region(p, p->at.h);
-  combine->spent_row = (int64_t)d->inter * (d->dtype == CUMOE_F32 ? 4 : 2);
+  combine->spent_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
 }
 
 static cumoe_status combine_rows(const pass *p)

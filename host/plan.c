@@ -198,20 +198,29 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   }
 }
 
+/* Whether a router of 16-bit weights makes these logits by tiles, which claim shared memory. */
+static bool router_has_tiles(int64_t tokens, int32_t experts)
+{
+  const shape router = {.op = OP_router, .tokens = tokens, .experts = experts};
+  for (const tune_row *t = tune; t->op >= 0; ++t)
+    if (t->op == OP_router && expected_rows(&router) <= t->up_to) return t->form != FORM_rows;
+  return true;
+}
+
 /* Active experts by E R / (E + R), a little below the mean of even routing; weights of one half. */
 bool starts_early(const variant *v, const shape *s)
 {
   const double longest = 1.6e9; /* bytes */
-  const int64_t untiled = 2048; /* logits of a router without tiles (tune_any.def) */
   if (v->form != FORM_thin) return true;
-  if (s->tokens * s->experts > untiled) return false;
+  if (router_has_tiles(s->tokens, s->experts)) return false;
   const double active = (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
   return active * (double)s->n * (double)s->k * (s->w == DT_F32 ? 4 : 2) <= longest;
 }
 
 bool discards_rows(const cumoe_moe_desc *d, int64_t tokens)
 {
-  const int64_t element = d->dtype == CUMOE_F32 ? 4 : 2, line = 128, most = 80 << 20; /* bytes */
+  const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  const int64_t line = 128, most = 80 << 20; /* bytes */
   if (d->hidden * element % line || d->inter * element % line) return false;
   return tokens * d->routing.top_k <= most / (element * ((int64_t)d->hidden + d->inter));
 }
@@ -255,7 +264,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   if (tokens == 0) return true;
   const int64_t k = d->routing.top_k, pairs = tokens * k;
   const int64_t router_experts = (int64_t)d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
-  const size_t element = d->dtype == CUMOE_F32 ? 4 : 2;
+  const size_t element = cumoe_dtype_bytes((cumoe_dtype)d->dtype);
   /* by the finest chunking, so that more tokens never need less */
   const int64_t hist_chunks = pairs > MAP_UNIT ? min64(ceil_div(pairs, MAP_UNIT), MAP_MOST_CHUNKS) : 0;
   w->logits = carve(&c, tokens, router_experts, 4);

@@ -49,7 +49,6 @@ if ! have compute-sanitizer || ! nvidia-smi > /dev/null 2>&1; then
 fi
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
-
 # run NAME TOOL PROGRAM...: the tool's exit status and seconds go to NAME.rc, what it says to NAME.log.
 run() {
   local name=$1 tool=$2 start=$SECONDS
