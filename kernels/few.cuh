@@ -112,9 +112,8 @@ template <class T, int PAIRS> DEVICE void place_pairs_of_one(const gemm_args &g,
   *reinterpret_cast<uint4 *>(t.row[active]) = make_uint4(0xffff0000u | pair, ~0u, ~0u, ~0u);
 }
 
-/* By the threads that have a pair, and all others of their warps. */
-template <class T, int PAIRS>
-DEVICE void place_pairs(const gemm_args &g, few_table<PAIRS> &t, int pair, int to, int token, int top_k)
+/* By whole warps: a pair's first one with the same expert, and the token's row in it. */
+template <int PAIRS> DEVICE int note_first(few_table<PAIRS> &t, int pair, int to, int token, int top_k)
 {
   int first = pair;
   if (to >= 0) {
@@ -124,7 +123,16 @@ DEVICE void place_pairs(const gemm_args &g, few_table<PAIRS> &t, int pair, int t
   }
   const uint32_t firsts = __ballot_sync(ALL_LANES, to >= 0 && first == pair);
   if (lane_id() == 0) t.first[warp_id()] = firsts;
-  bar_sync(1, PAIRS);
+  return first;
+}
+
+/* All threads. The first of them have a pair each, which goes to `to`. */
+template <class T, int PAIRS>
+DEVICE void place_pairs(const gemm_args &g, few_table<PAIRS> &t, int pair, int to, int token, int top_k)
+{
+  __syncthreads(); /* of all, although few have something to do: racecheck takes what follows a barrier of some for a race */
+  const int first = pair < PAIRS ? note_first(t, pair, to, token, top_k) : 0;
+  __syncthreads();
   if (to < 0 || t.slot[pair].row != pair) return;
   const int active = active_before(t, first);
   t.row[active][token] = (int16_t)pair;
@@ -223,21 +231,19 @@ template <class S> DEVICE few_slot look_up_pair(const few_args &args, few_table<
  * that one started, or of notes. */
 template <class S> DEVICE int build_few_table(const few_args &args, few_table<S::PAIRS> &t)
 {
-  const int top_k = args.map.top_k, pair = threadIdx.x;
+  const int top_k = args.map.top_k, pair = threadIdx.x, token = S::TOKENS == 1 ? 0 : pair / top_k;
+  int to = ROW_DROPPED;
   if (pair < S::PAIRS) {
-    const int pairs = (int)token_total(args.map.tokens) * top_k, token = S::TOKENS == 1 ? 0 : pair / top_k;
+    const int pairs = (int)token_total(args.map.tokens) * top_k;
     const few_slot found = pair < pairs ? look_up_pair<S>(args, t, token, pair) : few_slot{0.f, ROW_DROPPED};
-    const int to = found.row;
-    t.to[pair] = to;
+    t.to[pair] = to = found.row;
     t.slot[pair] = {to == ROW_DROPPED ? 0.f : found.weight, to >= 0 ? pair : to};
-    if (S::TOKENS == 1) {
+    if (S::TOKENS == 1)
       place_pairs_of_one<typename S::T>(args.g, t, pair, to);
-    } else {
+    else
       *reinterpret_cast<uint4 *>(t.row[pair]) = make_uint4(~0u, ~0u, ~0u, ~0u);
-      bar_sync(1, S::PAIRS);
-      place_pairs<typename S::T>(args.g, t, pair, to, token, top_k);
-    }
   }
+  if (S::TOKENS > 1) place_pairs<typename S::T>(args.g, t, pair, to, token, top_k);
   __syncthreads();
   return active_before(t, S::PAIRS);
 }
