@@ -145,6 +145,13 @@ bool dispatch_wants_copy(cumoe_context context, const gemm_args *up)
   return wants_copy(&m, &s);
 }
 
+bool dispatch_goes_by_expert(cumoe_context context, const gemm_args *up, const gemm_args *down)
+{
+  const machine m = machine_of(&context->info, context->forced);
+  const shape u = shape_in(context, OP_up, up), d = shape_in(context, OP_down, down);
+  return goes_by_expert(&m, &u, &d);
+}
+
 bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down)
 {
   const machine m = machine_of(&context->info, context->forced);

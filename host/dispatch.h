@@ -11,6 +11,9 @@ cumoe_status dispatch(cumoe_context context, operation op, const void *args, cum
 /* Whether `up` should copy its rows (plan.h: wants_copy). */
 bool dispatch_wants_copy(cumoe_context context, const gemm_args *up);
 
+/* Whether `down` should follow `up` by expert (plan.h: goes_by_expert). */
+bool dispatch_goes_by_expert(cumoe_context context, const gemm_args *up, const gemm_args *down);
+
 /* Whether few_up and few_down should do for map, up, down and combine (plan.h: wants_few). */
 bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down);
 

@@ -124,12 +124,6 @@ static cumoe_status run_gate(const pass *p, const gate_args *gate)
   return p->args->ids.data ? CUMOE_OK : dispatch(p->plan->context, OP_gate, gate, p->stream);
 }
 
-/* Up's counters of its copies: where the logits were, which the gate was the last to read. The map clears them. */
-static int32_t *copy_progress(const pass *p)
-{
-  return region(p, p->at.logits);
-}
-
 static map_args map_pass(pass *p)
 {
   const cumoe_moe_args *a = p->args;
@@ -139,7 +133,7 @@ static map_args map_pass(pass *p)
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
   m.load = a->load.data;
-  m.progress = copy_progress(p);
+  m.progress = region(p, p->at.progress);
   return m;
 }
 
@@ -170,8 +164,12 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
   if (route && dispatch_wants_copy(p->plan->context, &up)) {
-    up.copy = down.c; /* up is the last to read it there, down the first to write */
-    up.progress = copy_progress(p);
+    up.copy = down.c; /* an expert's rows: up is the last to read them there, down the first to write */
+    up.progress = region(p, p->at.progress);
+  }
+  if (route && dispatch_goes_by_expert(p->plan->context, &up, &down)) {
+    up.progress = down.progress = region(p, p->at.progress);
+    up.by_expert = down.by_expert = true;
   }
   TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
   return dispatch(p->plan->context, OP_down, &down, p->stream);

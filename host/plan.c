@@ -108,6 +108,14 @@ bool wants_copy(const machine *m, const shape *up)
   return row >= 0 && variants[row].form == FORM_wgmma;
 }
 
+bool goes_by_expert(const machine *m, const shape *up, const shape *down)
+{
+  const int32_t up_row = choose(m, up), down_row = choose(m, down);
+  if (up_row < 0 || down_row < 0) return false;
+  const variant *u = &variants[up_row], *d = &variants[down_row];
+  return u->form == FORM_wgmma && d->form == FORM_wgmma && u->bm == d->bm;
+}
+
 static bool is_forced(const machine *m, operation op)
 {
   return m->forced && m->forced[op];
@@ -275,6 +283,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->row_pair = carve(&c, pairs, 1, 4);
   w->slot_row = carve(&c, pairs, 1, 4);
   w->hist = carve(&c, hist_chunks, d->local_experts, 4);
+  w->progress = carve(&c, 1, PROGRESS_WORDS(pairs, d->local_experts), 4);
   w->h = carve(&c, pairs, d->inter, element);
   w->y = carve(&c, pairs, d->hidden, element);
   if (d->shared_inter) {

@@ -44,6 +44,9 @@ bool takes_tensor_maps(const variant *v);
 /* Whether up should put its rows in order in a copy, for the bulk copies that feed its products, rather than gather them. */
 bool wants_copy(const machine *m, const shape *up);
 
+/* Whether down can wait for the h of an expert instead of for the end of up (kernels/handover.cuh). */
+bool goes_by_expert(const machine *m, const shape *up, const shape *down);
+
 /* Whether few_up and few_down should do what map, up, down and combine do: rows for both serve the shapes, no row of those is
  * forced, and it pays, or one of theirs is forced. */
 bool wants_few(const machine *m, const shape *up, const shape *down);
@@ -77,7 +80,7 @@ map_chunks map_chunking(int64_t pairs);
 
 /* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
 typedef struct workspace_layout {
-  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, h, y, shared_h, shared_y, shared_logit;
+  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, y, shared_h, shared_y, shared_logit;
   size_t bytes;
 } workspace_layout;
 

@@ -22,7 +22,7 @@ DEVICE int32_t rows_to_copy(const gemm_args &args)
 DEVICE int32_t claim_rows(const gemm_args &args, int32_t total, int32_t &pair)
 {
   int32_t claim = 0;
-  if (lane_id() == 0) claim = atomicAdd(args.progress, 1);
+  if (lane_id() == 0) claim = atomicAdd(args.progress + PROGRESS_CLAIMS, 1);
   claim = __shfl_sync(ALL_LANES, claim, 0);
   const int64_t row = (int64_t)claim * COPY_CLAIM + lane_id();
   pair = lane_id() < COPY_CLAIM && row < total ? __ldg(args.row_pair + row) : 0;
@@ -79,7 +79,7 @@ DEVICE void copy_rows(const gemm_args &args)
     for (int i = 0; i < count; i++) copy_row(args, first + i, __shfl_sync(ALL_LANES, token, i));
     __syncwarp();
     __threadfence();
-    if (lane_id() == 0) atomicAdd(args.progress + 1 + first / COPY_GROUP, count);
+    if (lane_id() == 0) atomicAdd(args.progress + PROGRESS_COPIED + first / COPY_GROUP, count);
     claim = next;
     pair = next_pair;
   }
@@ -96,7 +96,7 @@ DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int3
     missing = false;
 #pragma unroll 4
     for (int i = 0; i < groups; i++)
-      missing |= load_settled(args.progress + 1 + group + i) < min(total - (group + i) * COPY_GROUP, COPY_GROUP);
+      missing |= load_settled(args.progress + PROGRESS_COPIED + group + i) < min(total - (group + i) * COPY_GROUP, COPY_GROUP);
   }
   __threadfence();
   fence_proxy_async_global();

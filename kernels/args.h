@@ -98,7 +98,7 @@ typedef struct map_args {
   int32_t *counts_out;       /* NULL, or a second place for counts */
   int64_t *load;             /* NULL, or [local_experts], += counts */
   int32_t *hist;             /* [chunks, local_experts]; unused with one chunk */
-  int32_t *progress; /* NULL, or what up counts its copies in (below): COPY_PROGRESS(T k), cleared; not on the CPU */
+  int32_t *progress; /* NULL, or PROGRESS_WORDS(T k, local_experts) for up and down (below), cleared; not on the CPU */
   token_count tokens;
   int32_t ids_dtype, top_k;
   int32_t num_experts, zero_experts, identity_experts, local_experts;
@@ -158,8 +158,9 @@ typedef struct gemm_args {
   int32_t experts, top_k, n, k;
   int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
   void *copy;                /* wgmma, up: NULL, or [rows_cap, K], where the kernel puts its rows in order as it goes */
-  int32_t *progress;         /* of the copy: claims, then the rows there of each COPY_GROUP; zeros at first */
+  int32_t *progress;         /* with `copy` or `by_expert`: PROGRESS_*; zeros before up */
   int32_t packed;            /* rows of a lie in row order although row_pair names their pairs */
+  int32_t by_expert;         /* up tells how much of each expert's h there is, and down does not wait for up's end */
   int32_t settled;           /* weights, counts and offsets were complete before the grid before this one started */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
   fault_sink fault;
@@ -168,7 +169,17 @@ typedef struct gemm_args {
 enum { CPU_N_BLOCK = 32 };
 
 enum { COPY_CLAIM = 4, COPY_GROUP = 64 };
-#define COPY_PROGRESS(rows) (2 + (rows) / COPY_GROUP)
+
+/*
+ * Words in which the CTAs of a layer's up and down tell each other how far they are:
+ *   CLAIMS  of rows to copy
+ *   UNITS   of down, that clusters have claimed
+ *   COPIED  rows there, of each COPY_GROUP
+ *   MADE    of each expert: channels of h that are there, summed over its row tiles
+ */
+enum { PROGRESS_CLAIMS, PROGRESS_UNITS, PROGRESS_COPIED };
+#define PROGRESS_MADE(rows)           (PROGRESS_COPIED + (rows) / COPY_GROUP + 1)
+#define PROGRESS_WORDS(rows, experts) (PROGRESS_MADE(rows) + (experts))
 
 /*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).

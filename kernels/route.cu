@@ -185,11 +185,11 @@ DEVICE void place_pair(const map_args &a, const map_shared &s, pair_range chunk,
   if (r.pair < chunk.padded_end) a.slot_row[r.pair] = row;
 }
 
-/* For up, which begins when this grid is complete. */
+/* For up and down, which begin when this grid is complete. */
 DEVICE void clear_progress(const map_args &a)
 {
   if (!a.progress) return;
-  const int64_t words = COPY_PROGRESS(a.tokens.count * a.top_k), step = (int64_t)gridDim.x * blockDim.x;
+  const int64_t words = PROGRESS_WORDS(a.tokens.count * a.top_k, a.local_experts), step = (int64_t)gridDim.x * blockDim.x;
   for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) a.progress[i] = 0;
 }
 

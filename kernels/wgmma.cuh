@@ -19,6 +19,7 @@
 #define CUMOE_WGMMA_CUH
 
 #include "ahead.cuh"
+#include "handover.cuh"
 #include "wgmma_tile.cuh"
 
 template <class T, bool UP_, int BM, int BN, int BK, int STAGES, int WARPS>
@@ -34,7 +35,10 @@ struct wgmma_shape : ring_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
   DEVICE static bool gathers(const gemm_args &args) { return UP_ && args.row_pair && !args.packed && !args.copy; }
 };
 
-template <class S> using wgmma_smem = ring_smem<S>;
+template <class S> struct wgmma_smem : ring_smem<S> {
+  int32_t claim[UNITS_AHEAD];
+  uint64_t told[UNITS_AHEAD];
+};
 
 /* ---- units ---- */
 
@@ -77,6 +81,45 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 {
   return S::UP && args.copy;
 }
+
+/* Units of a grid dealt to its clusters: in turn, or, of a down that waits for nobody's end, to whoever comes first, so that a
+ * cluster that starts late has fewer. Then the first CTA of a cluster claims and tells the other; it is never more than STAGES
+ * units ahead, as both fill each other's stages. */
+template <class S> struct wgmma_deal {
+  int64_t index = blockIdx.x / S::CLUSTER;
+  int32_t next = 0;
+  ring_place<UNITS_AHEAD> turn;
+
+  DEVICE static bool claims(const gemm_args &args) { return !S::UP && args.by_expert; }
+
+  /* Whole warp, before the unit at `index`. One that is absent would be no unit ahead. */
+  DEVICE void claim(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    if (!claims(args) || cluster_ctarank() != 0) return;
+    do {
+      int32_t claimed = 0;
+      if (lane_id() == 0) claimed = atomicAdd(args.progress + PROGRESS_UNITS, 1);
+      next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, claimed, 0);
+    } while (wgmma_unit<S>(args, smem.table, next).absent);
+    if (lane_id() == 0) st_async_cluster(&smem.claim[turn.stage], 1, next, &smem.told[turn.stage]);
+  }
+
+  /* Behind it. */
+  DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    if (!claims(args)) {
+      index += gridDim.x / S::CLUSTER;
+      return;
+    }
+    if (cluster_ctarank() != 0) {
+      if (lane_id() == 0) mbarrier_arrive_expect_tx(&smem.told[turn.stage], sizeof smem.claim[0]);
+      wait_for(&smem.told[turn.stage], turn.phase);
+      next = smem.claim[turn.stage];
+    }
+    turn.advance();
+    index = next;
+  }
+};
 
 /* ---- producers ---- */
 
@@ -175,12 +218,17 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   gather<S> rows;
   int slot = 0;
 #pragma unroll 1
-  for (int64_t index = blockIdx.x / S::CLUSTER;; index += gridDim.x / S::CLUSTER) {
-    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, index);
+  for (wgmma_deal<S> deal;; deal.advance(args.g, smem)) {
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, deal.index);
     if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, GATHERING, at);
+    deal.claim(args.g, smem);
     if (unit.absent) continue;
     if (GATHERING) rows.aim(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g)) await_rows(args.g, copied, unit.tile.row, unit.tile.rows);
+    if (deal.claims(args.g)) {
+      await_h(args.g, smem.table, unit.tile.expert);
+      fence_proxy_async_global();
+    }
     if (unit.paired)
       produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
     else
@@ -194,20 +242,30 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   if (S::UP && S::gathers(args.g)) return produce_units<S, S::UP>(args, smem);
   if (copies<S>(args.g) && warp_id() != 0) return copy_rows(args.g);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
+  wait_for_earlier_grids(); /* if not yet */
 }
 
 /* ---- consumers ---- */
 
+/* A consumer's part of a tile of h is stored. (`tile` from shared memory: registers are full.) */
+template <class S> DEVICE void tell_tile_made(const gemm_args &args, const tile_unit &tile, int group)
+{
+  const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS;
+  bar_sync(1 + group, S::GROUP);
+  if (threadIdx.x % S::GROUP == 0)
+    tell_h_made(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
+}
+
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int group = threadIdx.x / S::GROUP - 1, channels = wgmma_channels<S>(args.g);
+  const int group = threadIdx.x / S::GROUP - 1;
   ring_place<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
-    const int channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
+    const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
       skip<S>(args.g, smem, at);
       continue;
@@ -215,6 +273,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
     store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
+    if (S::UP && args.g.by_expert) tell_tile_made<S>(args.g, smem.units[slot], group);
   }
 }
 
@@ -227,9 +286,10 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
       mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
+    for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.told[i], 1);
     fence_mbarrier_init();
   }
-  wait_for_earlier_grids();
+  if (!wgmma_deal<S>::claims(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are there */

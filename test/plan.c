@@ -558,14 +558,13 @@ typedef struct region {
   size_t at;
   wide bytes;
 } region;
-enum { MAX_REGIONS = 13 };
+enum { MAX_REGIONS = 14 };
 
 static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w, region *out)
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
-  const wide logits = t * router_experts(d), progress = COPY_PROGRESS(t * k); /* of up, there later */
-  const region all[MAX_REGIONS] = {{"logits", w->logits, (logits > progress ? logits : progress) * 4},
+  const region all[MAX_REGIONS] = {{"logits", w->logits, t * router_experts(d) * 4},
                                    {"ids", w->ids, t * k * 4},
                                    {"weights", w->weights, t * k * 4},
                                    {"counts", w->counts, local * 4},
@@ -573,6 +572,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
                                    {"row_pair", w->row_pair, t * k * 4},
                                    {"slot_row", w->slot_row, t * k * 4},
                                    {"hist", w->hist, c.chunks > 1 ? (wide)c.chunks * local * 4 : 0},
+                                   {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
                                    {"h", w->h, t * k * d->inter * element},
                                    {"y", w->y, t * k * d->hidden * element},
                                    {"shared_h", w->shared_h, t * d->shared_inter * element},

@@ -182,6 +182,7 @@ static void test_copy_arguments(void)
   const gemm_sm90_args *up = shim_last_args("cumoe_up_sm90_wgmma"), *down = shim_last_args("cumoe_down_sm90_wgmma");
   CHECK(up->g.copy == down->g.c && up->g.copy != NULL && down->g.copy == NULL && !up->g.packed);
   CHECK(up->g.progress == map->progress && map->progress != NULL && up->g.row_pair == map->row_pair);
+  CHECK(up->g.by_expert && down->g.by_expert && down->g.progress == map->progress && down->g.settled);
   CHECK(map->tokens.count * map->top_k == up->g.rows_cap);
   const combine_args *combine = shim_last_args("combine");
   CHECK(combine->spent == up->g.c && combine->spent_row == INTER * 2);
