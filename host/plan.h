@@ -80,7 +80,8 @@ map_chunks map_chunking(int64_t pairs);
 
 /* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
 typedef struct workspace_layout {
-  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, y, shared_h, shared_y, shared_logit;
+  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, y, shared_h, shared_y,
+      shared_logit;
   size_t bytes;
 } workspace_layout;
 

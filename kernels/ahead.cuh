@@ -96,7 +96,8 @@ DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int3
     missing = false;
 #pragma unroll 4
     for (int i = 0; i < groups; i++)
-      missing |= load_settled(args.progress + PROGRESS_COPIED + group + i) < min(total - (group + i) * COPY_GROUP, COPY_GROUP);
+      missing |=
+          load_settled(args.progress + PROGRESS_COPIED + group + i) < min(total - (group + i) * COPY_GROUP, COPY_GROUP);
   }
   __threadfence();
   fence_proxy_async_global();

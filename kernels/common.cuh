@@ -36,8 +36,8 @@ DEVICE int warp_id()
  * wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In this order, so
  * that a grid that has started knows more without waiting: all that was complete before the grid before it is
  * (`settled` in args.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
- * later (host/context.c): below, there is no such instruction, and no early start either. (few_down reads what few_up has
- * released before that, and waits before it writes: few.cuh.)
+ * later (host/context.c): below, there is no such instruction, and no early start either. (Down may read
+ * what up has released before that: few.cuh, handover.cuh.)
  */
 DEVICE void wait_for_earlier_grids()
 {

@@ -45,11 +45,11 @@ DEVICE void st_shared_cluster(float *place, uint32_t rank, float value)
 /* The same, counted as 4 bytes by the barrier at the same place there. */
 DEVICE void st_async_cluster(int32_t *place, uint32_t rank, int32_t value, uint64_t *barrier)
 {
-  asm volatile("{.reg .b32 a, b; mapa.shared::cluster.u32 a, %0, %2; mapa.shared::cluster.u32 b, %1, %2; "
-               "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], %3, [b];}" ::"r"(
-                   shared_address(place)),
-               "r"(shared_address(barrier)), "r"(rank), "r"(value)
-               : "memory");
+  asm volatile(
+      "{.reg .b32 a, b; mapa.shared::cluster.u32 a, %0, %2; mapa.shared::cluster.u32 b, %1, %2; "
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], %3, [b];}" ::"r"(shared_address(place)),
+      "r"(shared_address(barrier)), "r"(rank), "r"(value)
+      : "memory");
 }
 
 DEVICE void mbarrier_arrive_expect_tx(uint64_t *barrier, uint32_t bytes)

@@ -252,8 +252,7 @@ template <class S> DEVICE void tell_tile_made(const gemm_args &args, const tile_
 {
   const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS;
   bar_sync(1 + group, S::GROUP);
-  if (threadIdx.x % S::GROUP == 0)
-    tell_h_made(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
+  if (threadIdx.x % S::GROUP == 0) tell_h_made(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
