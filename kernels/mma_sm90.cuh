@@ -226,11 +226,12 @@ template <int COUNT> DEVICE void hold(float (&d)[COUNT])
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Rows of 128 bytes along k in the 128-byte swizzle, 1024-byte aligned: 8 rows are 1024 bytes. 16 elements of k on: + 2;
- * 64 rows on: + 512. */
-DEVICE uint64_t wgmma_operand(const void *shared)
+/* Rows of 128 bytes along k in the 128-byte swizzle, 1024-byte aligned: 8 rows are 1024 bytes. Every `each`-th eight of rows
+ * is the operand's. 16 elements of k on: + 2; 8 rows on: + 64. */
+DEVICE uint64_t wgmma_operand(const void *shared, int each = 1)
 {
-  return (uint64_t)(shared_address(shared) >> 4 & 0x3fff) | 1ull << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
+  return (uint64_t)(shared_address(shared) >> 4 & 0x3fff) | 1ull << 16 | (uint64_t)(each * 1024 >> 4) << 32 |
+         1ull << 62;
 }
 
 /* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory; d 64 x N f32. Warp w of the four has

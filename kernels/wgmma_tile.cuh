@@ -26,16 +26,16 @@ template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> s
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
-  static constexpr int CHUNK = 32; /* tokens that a consumer finishes at once: what is left of shared memory */
-  static constexpr int CHUNK_VALUES = CHUNK / 4; /* of them, of a channel, in a thread */
+  static constexpr int EIGHTS = 2 * BLOCKS;   /* of weight rows, of a warp */
   static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
-  static_assert(BM % CHUNK == 0 && BM % WGMMA_STEP == 0 && BM <= 256, "whole chunks, whole wgmma operands");
+  static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
   static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
+  static_assert(BLOCKS <= 2, "an stmatrix has four eights");
 };
 
-/* Between accumulators and memory, a consumer's own. */
+/* Between accumulators and memory. */
 template <class S> struct wgmma_staging {
-  uint4 staged[S::CONSUMERS][S::CHUNK * 8]; /* 64 channels of each token */
+  uint4 staged[S::CONSUMERS][S::GROUP / WARP_SIZE][WARP_SIZE]; /* a warp's own */
   float row_weights[S::CONSUMERS][S::BM];
 };
 
@@ -93,14 +93,14 @@ DEVICE void multiply_n(const gemm_args &args, ring_smem<S> &smem, ring_place<S::
   for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
     if (gathered) fence_proxy_async_shared(); /* by cp.async */
-    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * WGMMA_BK);
+    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * WGMMA_BK, S::BLOCKS);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < WGMMA_BK / 16; k++)
 #pragma unroll
       for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 512, b + k * 2, k > 0 || k0 > 0);
+        wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
     wgmma_wait_group<S::AT_ONCE ? 0 : 1>();
     const int done = S::AT_ONCE ? (int)at.stage : before;
@@ -126,48 +126,97 @@ DEVICE void multiply(const gemm_args &args, ring_smem<S> &smem, ring_place<S::ST
   multiply_n<S, N>(args, smem, at, group, acc);
 }
 
-/* Bias of a thread's two accumulator rows in each block: gate and up of one channel, or two channels. */
-template <class S> struct row_bias {
-  float of[S::BLOCKS][2];
+/* ---- from accumulators to memory: every warp for itself ---- */
 
-  DEVICE row_bias(const gemm_args &args, int expert, int channel0)
+/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are eights; eight g is in block g % BLOCKS. Of a thread's values
+ * in token group j: row lane / 4 of the eight, token 8 j + lane % 4 * 2 + t. In a gated up tile even eights are of the half
+ * that lies first and odd ones the same channels of the other. */
+template <class S> DEVICE float value_of(const float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
+{
+  return acc[g % S::BLOCKS][4 * j + g / S::BLOCKS * 2 + t];
+}
+
+/* Channels of a warp: where they begin, and where those of the matrix end. */
+struct channel_span {
+  int32_t first, end;
+};
+
+template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
+{
+  const int eights = S::UP && args.gated ? S::EIGHTS / 2 : S::EIGHTS;
+  return {consumer.first + warp_id() % 4 * eights * 8, consumer.end};
+}
+
+/* Biases of a thread's row in each eight: of a gated tile gate, up, gate, ... */
+template <class S> struct row_bias {
+  float of[S::EIGHTS];
+
+  DEVICE row_bias(const gemm_args &args, int expert, channel_span span)
   {
     const bool gated = S::UP && args.gated;
-    const int row = threadIdx.x / WARP_SIZE % 4 * 16 + lane_id() / 4;
 #pragma unroll
-    for (int i = 0; i < S::BLOCKS; i++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int block = i * S::BLOCK, half = gated ? h : 0;
-        const int local = gated ? (block + row - lane_id() / 4) / 2 + lane_id() / 4 : block + row + 8 * h;
-        const int64_t channel = channel0 + local;
-        of[i][h] = 0.f;
-        if (args.b.bias[half] && channel < args.n)
-          of[i][h] = load_any(args.b.bias[half], expert * args.b.bias_expert_stride + channel * args.b.bias_n_stride,
-                              args.b.bias_dtype);
-      }
+    for (int g = 0; g < S::EIGHTS; g++) {
+      const int half = gated ? g % 2 : 0;
+      const int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
+      of[g] = 0.f;
+      if (args.b.bias[half] && channel < span.end)
+        of[g] = load_any(args.b.bias[half], expert * args.b.bias_expert_stride + channel * args.b.bias_n_stride,
+                         args.b.bias_dtype);
+    }
   }
 };
 
-/* A block's accumulators of CHUNK tokens become outputs: one of (first, second) if gated, else both. Whatever the
- * activation. */
+/* EIGHTS * 8 channels of a turn's tokens through a warp's 512 bytes, so that a token's channels leave together. */
+template <class S, int EIGHTS> struct warp_store {
+  static constexpr int TOKENS = WARP_SIZE / EIGHTS;
+  typename S::T *to;
+  uint4 *staged;
+  int tokens; /* this lane's, and every TOKENS-th on, are there up to here */
+
+  DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
+  {
+    const int token = lane_id() / EIGHTS, channel = span.first + lane_id() % EIGHTS * 8;
+    tokens = channel < span.end ? unit.rows - token : 0;
+    to = static_cast<typename S::T *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
+  }
+
+  /* In which of its places an eight of a token lies, so that neither stmatrix nor the lanes that read meet in a bank. */
+  DEVICE uint4 *place(int token, int eight) const
+  {
+    const int turned = EIGHTS == 4 ? token / 2 % 4 : EIGHTS == 2 ? token / 4 % 2 : 0;
+    return staged + token * EIGHTS + (eight ^ turned);
+  }
+
+  /* packed[i]: eight i % EIGHTS of token group i / EIGHTS. */
+  DEVICE void turn(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
+  {
+    const int matrix = lane_id() / 8;
+    __syncwarp(); /* the last turn is read */
+    stmatrix_x4_trans(shared_address(place(matrix / EIGHTS * 8 + lane_id() % 8, matrix % EIGHTS)), packed);
+    __syncwarp();
+    if (token0 < tokens)
+      *reinterpret_cast<uint4 *>(to + token0 * args.c_ld) = *place(lane_id() / EIGHTS, lane_id() % EIGHTS);
+  }
+};
+
+/* A thread's accumulators of two eights and token group j become outputs: one of (first, second) if gated, else both.
+ * Whatever the activation. */
 template <class S>
-DEVICE void finish_block(const gemm_args &args, bool up_first, const float *row_weights, const float (&bias)[2],
-                         const float (&acc)[S::ACCUMULATORS], float (&first)[S::CHUNK_VALUES],
-                         float (&second)[S::CHUNK_VALUES])
+DEVICE void finish_eights(const gemm_args &args, bool up_first, const float *row_weights, const float *bias, int g,
+                          int j, const float (&acc)[S::BLOCKS][S::ACCUMULATORS], uint32_t &low, uint32_t &high)
 {
+  float first[2], second[2];
 #pragma unroll
-  for (int j = 0; j < S::CHUNK / 8; j++)
-#pragma unroll
-    for (int t = 0; t < 2; t++) {
-      const float weight = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
-      const float low = acc[4 * j + t], high = acc[4 * j + 2 + t];
-      first[2 * j + t] = (up_first ? high : low) * weight + bias[0];
-      second[2 * j + t] = (up_first ? low : high) * weight + bias[1];
-    }
-  if (!S::UP) return;
-  activate<S::CHUNK_VALUES, true>(args, first, second);
-  if (!args.gated) activate<S::CHUNK_VALUES, true>(args, second, first);
+  for (int t = 0; t < 2; t++) {
+    const float weight = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
+    const float a = value_of<S>(acc, g, j, t), b = value_of<S>(acc, g + 1, j, t);
+    first[t] = (up_first ? b : a) * weight + bias[0];
+    second[t] = (up_first ? a : b) * weight + bias[1];
+  }
+  if (S::UP) activate<2, true>(args, first, second);
+  if (S::UP && !args.gated) activate<2, true>(args, second, first);
+  low = pack_pair<typename S::T>(first[0], first[1]);
+  high = pack_pair<typename S::T>(second[0], second[1]);
 }
 
 /* The same for what nearly every model wants: in place, a third of the instructions. */
@@ -190,7 +239,8 @@ struct swiglu {
   {
   }
 
-  template <finish_kind KIND> DEVICE float of(float low, float high, const float (&bias)[2]) const
+  /* bias: gate's, up's */
+  template <finish_kind KIND> DEVICE float of(float low, float high, const float *bias) const
   {
     float g = up_first ? high : low, u = up_first ? low : high;
     if (KIND == FINISH_silu) return g * sigmoid_of<true>(g, 1.f) * u;
@@ -200,146 +250,116 @@ struct swiglu {
   }
 };
 
-/* 8 channels of a chunk of tokens, from a warp to the staging rows of the tokens: 16-byte place `vector` of 8. */
-template <class S> DEVICE void stage_channels(uint4 *staged, int vector, const uint32_t (&packed)[4])
-{
-  static_assert(S::CHUNK == 32, "four matrices");
-  stmatrix_x4_trans(shared_address(staged + lane_id() * 8 + (vector ^ lane_id() % 8)), packed);
-}
-
-template <class S> DEVICE void stage_channels(uint4 *staged, int vector, const float (&value)[S::CHUNK_VALUES])
-{
-  uint32_t packed[4];
-#pragma unroll
-  for (int j = 0; j < 4; j++) packed[j] = pack_pair<typename S::T>(value[2 * j], value[2 * j + 1]);
-  stage_channels<S>(staged, vector, packed);
-}
-
-/* Channels of a consumer's tile, from the first of its accumulators' on. */
-struct channel_span {
-  int32_t first, end;
-};
-
-/* A chunk's staged channels, up to 64, to memory: a thread has the same 8 of every 16th token. */
+/* Weights of a tile's rows, for a consumer's warps. */
 template <class S>
-DEVICE void store_chunk(const gemm_args &args, const tile_unit &unit, const uint4 *staged, channel_span span,
-                        int token0)
+DEVICE void load_row_weights(const gemm_args &args, wgmma_staging<S> &smem, const tile_unit &unit, int group)
 {
-  constexpr int STEP = S::GROUP / 8;
-  const int thread = threadIdx.x % S::GROUP, vector = thread % 8, first = thread / 8, channel = span.first + vector * 8;
-  const int tokens = channel < span.end ? min(unit.rows - token0, S::CHUNK) : 0;
-  typename S::T *to = static_cast<typename S::T *>(args.c) + (int64_t)(unit.row + token0 + first) * args.c_ld + channel;
-#pragma unroll
-  for (int i = 0; i < S::CHUNK; i += STEP)
-    if (first + i < tokens)
-      *reinterpret_cast<uint4 *>(to + i * args.c_ld) = staged[(first + i) * 8 + (vector ^ first % 8)];
+  bar_sync(1 + group, S::GROUP); /* those of the last tile are read */
+  for (int r = threadIdx.x % S::GROUP; r < unit.rows; r += S::GROUP)
+    smem.row_weights[group][r] = row_weight(args, unit.row + r);
+  bar_sync(1 + group, S::GROUP);
 }
 
-/* A chunk of tokens a turn; the accumulators of the later ones move down, so that the activations are in the program
- * once. */
+/* All channels of a warp, of the first 16 tokens in the accumulators; token0 of the tile. */
+template <class S>
+DEVICE void store_turn(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
+                       const tile_unit &unit, channel_span span, int token0,
+                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const bool gated = S::UP && args.gated;
+  const row_bias<S> bias(args, unit.expert, span); /* again each time: registers are full */
+  uint32_t packed[4] = {}, beside;
+#pragma unroll
+  for (int g = 0; g < S::EIGHTS; g += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (gated)
+        finish_eights<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[g / 2 + 2 * i], beside);
+      else
+        finish_eights<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[2 * i], packed[2 * i + 1]);
+    }
+    if (gated && g + 2 < S::EIGHTS) continue;
+    const int begin = span.first + (gated ? 0 : g * 8), wide = gated ? S::EIGHTS / 2 * 8 : 16;
+    warp_store<S, 2>(args, unit, staged, {begin, min(span.end, begin + wide)}).turn(args, token0, packed);
+  }
+}
+
+/* Token groups of a turn are always the first ones of the accumulators, where the later ones move down, so that the activations
+ * are in the program once. */
 template <class S>
 DEVICE void store_any(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
                       channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const int warp = warp_id() % 4, barrier = 1 + group;
-  const bool gated = S::UP && args.gated;
-  uint4 *staged = smem.staged[group];
-  if (S::UP && args.pair_weights)
-    for (int r = threadIdx.x % S::GROUP; r < unit.rows; r += S::GROUP)
-      smem.row_weights[group][r] = row_weight(args, unit.row + r);
+  constexpr int TOKENS = warp_store<S, 2>::TOKENS;
+  if (S::UP && args.pair_weights) load_row_weights<S>(args, smem, unit, group);
 #pragma unroll 1
-  for (int token0 = 0; token0 < unit.rows; token0 += S::CHUNK) {
-    bar_sync(barrier, S::GROUP);                           /* the last chunk is read, the weights are there */
-    const row_bias<S> bias(args, unit.expert, span.first); /* again each time: registers are full */
+  for (int token0 = 0; token0 < unit.rows; token0 += TOKENS) {
+    store_turn<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_id() % 4], unit, span,
+                  token0, acc);
 #pragma unroll
-    for (int i = 0; i < S::BLOCKS; i++) {
-      float first[S::CHUNK_VALUES], second[S::CHUNK_VALUES];
-      finish_block<S>(args, up_first, smem.row_weights[group] + token0, bias.of[i], acc[i], first, second);
-      if (gated) {
-        stage_channels<S>(staged, i * 4 + warp, first);
-      } else {
-        if (i > 0) bar_sync(barrier, S::GROUP);
-        stage_channels<S>(staged, warp * 2, first);
-        stage_channels<S>(staged, warp * 2 + 1, second);
-        bar_sync(barrier, S::GROUP);
-        store_chunk<S>(args, unit, staged, {span.first + i * S::BLOCK, span.end}, token0);
-      }
+    for (int i = 0; i < S::BLOCKS; i++)
 #pragma unroll
-      for (int j = 0; j < S::ACCUMULATORS - S::CHUNK / 2; j++) acc[i][j] = acc[i][j + S::CHUNK / 2];
-    }
-    if (!gated) continue;
-    bar_sync(barrier, S::GROUP);
-    store_chunk<S>(args, unit, staged, span, token0);
+      for (int j = 0; j < S::ACCUMULATORS - TOKENS / 2; j++) acc[i][j] = acc[i][j + TOKENS / 2];
   }
 }
 
-/* Gated up of at most two blocks a consumer, which are 64 channels. Every accumulator stays where it is. */
+/* Gated up. Every accumulator stays where it is; the same in down. */
 template <class S, finish_kind KIND>
-DEVICE void store_swiglu(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
-                         channel_span span, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_swiglu(const gemm_args &args, bool up_first, uint4 *staged, const tile_unit &unit, channel_span span,
+                         const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  static_assert(S::BLOCKS <= 2 && S::ACCUMULATORS % (S::CHUNK / 2) == 0, "up to 64 channels; whole chunks");
-  const row_bias<S> bias(args, unit.expert, span.first);
+  constexpr int EIGHTS = S::EIGHTS / 2;
+  const row_bias<S> bias(args, unit.expert, span);
   const swiglu act(args, up_first);
-  uint4 *staged = smem.staged[group];
+  const warp_store<S, EIGHTS> store(args, unit, staged, span);
 #pragma unroll
-  for (int token0 = 0; token0 < S::BM; token0 += S::CHUNK) {
+  for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
     if (token0 >= unit.rows) break;
-    bar_sync(1 + group, S::GROUP);
+    uint32_t packed[4];
 #pragma unroll
-    for (int i = 0; i < S::BLOCKS; i++) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float *v = &acc[i][token0 / 2 + j * 4];
-        packed[j] =
-            pack_pair<typename S::T>(act.of<KIND>(v[0], v[2], bias.of[i]), act.of<KIND>(v[1], v[3], bias.of[i]));
-      }
-      stage_channels<S>(staged, i * 4 + warp_id() % 4, packed);
+    for (int i = 0; i < 4; i++) {
+      const int j = token0 / 8 + i / EIGHTS, g = i % EIGHTS * 2;
+      packed[i] =
+          pack_pair<typename S::T>(act.of<KIND>(value_of<S>(acc, g, j, 0), value_of<S>(acc, g + 1, j, 0), bias.of + g),
+                                   act.of<KIND>(value_of<S>(acc, g, j, 1), value_of<S>(acc, g + 1, j, 1), bias.of + g));
     }
-    bar_sync(1 + group, S::GROUP);
-    store_chunk<S>(args, unit, staged, span, token0);
+    store.turn(args, token0, packed);
   }
 }
 
 template <class S>
-DEVICE void store_down(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
-                       channel_span span, const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_down(const gemm_args &args, uint4 *staged, const tile_unit &unit, channel_span span,
+                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const row_bias<S> bias(args, unit.expert, span.first);
-  uint4 *staged = smem.staged[group];
+  const row_bias<S> bias(args, unit.expert, span);
+  const warp_store<S, S::EIGHTS> store(args, unit, staged, span);
 #pragma unroll
-  for (int token0 = 0; token0 < S::BM; token0 += S::CHUNK) {
+  for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
     if (token0 >= unit.rows) break;
+    uint32_t packed[4];
 #pragma unroll
-    for (int i = 0; i < S::BLOCKS; i++) {
-      bar_sync(1 + group, S::GROUP);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float *v = &acc[i][token0 / 2 + j * 4 + 2 * h];
-          packed[j] = pack_pair<typename S::T>(v[0] + bias.of[i][h], v[1] + bias.of[i][h]);
-        }
-        stage_channels<S>(staged, warp_id() % 4 * 2 + h, packed);
-      }
-      bar_sync(1 + group, S::GROUP);
-      store_chunk<S>(args, unit, staged, {span.first + i * S::BLOCK, span.end}, token0);
+    for (int i = 0; i < 4; i++) {
+      const int j = token0 / 8 + i / S::EIGHTS, g = i % S::EIGHTS;
+      packed[i] =
+          pack_pair<typename S::T>(value_of<S>(acc, g, j, 0) + bias.of[g], value_of<S>(acc, g, j, 1) + bias.of[g]);
     }
+    store.turn(args, token0, packed);
   }
 }
 
+/* A consumer's part of a tile. */
 template <class S>
 DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
-                       channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                       channel_span consumer, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
+  const channel_span span = span_of_warp<S>(args, consumer);
+  uint4 *staged = smem.staged[group][warp_id() % 4];
   if constexpr (!S::UP) {
-    store_down<S>(args, up_first, smem, unit, group, span, acc);
+    store_down<S>(args, staged, unit, span, acc);
   } else {
     switch (finish_of(args)) {
-    case FINISH_silu: store_swiglu<S, FINISH_silu>(args, up_first, smem, unit, group, span, acc); break;
-    case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, up_first, smem, unit, group, span, acc); break;
+    case FINISH_silu: store_swiglu<S, FINISH_silu>(args, up_first, staged, unit, span, acc); break;
+    case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, up_first, staged, unit, span, acc); break;
     default: store_any<S>(args, up_first, smem, unit, group, span, acc);
     }
   }

@@ -389,10 +389,10 @@ static forward_case layer_case_of(int i)
   return c;
 }
 
-/* Experts of one to three tiles of 160 rows, where rows are copied in order for the products. */
+/* Experts of one to three tiles of wgmma, where rows are copied in order for the products. */
 static void many_rows_case(cumoe_context context, int i)
 {
-  static const int32_t rows_each[] = {97, 125, 161, 250, 330};
+  static const int32_t rows_each[] = {97, 125, 177, 250, 360};
   forward_case c = layer_case_of(i);
   const int32_t tokens = rows_each[i % 5] * c.desc.num_experts / c.desc.routing.top_k;
   c.desc.dtype = i / 2 % 2 ? CUMOE_F16 : CUMOE_BF16;
