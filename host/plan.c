@@ -113,7 +113,7 @@ bool goes_by_expert(const machine *m, const shape *up, const shape *down)
   const int32_t up_row = choose(m, up), down_row = choose(m, down);
   if (up_row < 0 || down_row < 0) return false;
   const variant *u = &variants[up_row], *d = &variants[down_row];
-  return u->form == FORM_wgmma && d->form == FORM_wgmma && u->bm == d->bm;
+  return u->form == FORM_wgmma && d->form == u->form && u->bm == d->bm;
 }
 
 static bool is_forced(const machine *m, operation op)

@@ -802,6 +802,40 @@ static void test_copied_rows(void)
   group_end();
 }
 
+/* ---- down after up by expert ----------------------------------------------------------------------- */
+
+static int32_t row_of_form(operation op, int wanted, int32_t dtype)
+{
+  for (int32_t i = 0; i < variant_count; i++)
+    if (variants[i].op == (int)op && variants[i].form == wanted && variants[i].in == dtype) return i;
+  return -1;
+}
+
+/* Where both are FORM_wgmma: from 49 rows an expert up, of weights and rows that tensor maps can describe. */
+static void test_by_expert(void)
+{
+  const bool built = row_of_form(OP_up, FORM_wgmma, DT_BF16) >= 0;
+  const threshold op_up = {OP_up, 0, 0, 0, 0}, op_down = {OP_down, 0, 0, 0, 0};
+  if (!group_begin("down after up by expert")) return;
+  for (int64_t per_expert = 48; per_expert <= 50; per_expert++) {
+    case_begin("%lld rows an expert", (long long)per_expert);
+    const shape up = threshold_shape(&op_up, per_expert, 128, DT_BF16, 0),
+                down = threshold_shape(&op_down, per_expert, 128, DT_BF16, 0);
+    shape bare_up = up, bare_down = down;
+    bare_up.no_tmap = bare_down.no_tmap = true;
+    int32_t forced[16] = {0};
+    forced[OP_down] = row_of_form(OP_down, FORM_tile, DT_BF16) + 1;
+    for (int i = 0; i < GPU_COUNT; i++) {
+      const machine m = gpu_machine(&gpus[i], NULL), other = gpu_machine(&gpus[i], forced);
+      CHECK_MSG(goes_by_expert(&m, &up, &down) == (built && gpus[i].cc == 90 && per_expert > 48), "cc %d", gpus[i].cc);
+      CHECK(!goes_by_expert(&m, &bare_up, &down) && !goes_by_expert(&m, &up, &bare_down));
+      CHECK(!goes_by_expert(&other, &up, &down));
+    }
+    case_end();
+  }
+  group_end();
+}
+
 /* ---- few tokens ------------------------------------------------------------------------------------ */
 
 typedef struct few_shapes {
@@ -960,6 +994,7 @@ int main(int argc, char **argv)
   test_early_starts();
   test_discarded_rows();
   test_copied_rows();
+  test_by_expert();
   test_few();
   test_chunking(&r);
   test_layout(&r);

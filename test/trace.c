@@ -159,6 +159,9 @@ static void test_arguments(void)
   CHECK(up->counts == map->counts && up->offsets == map->offsets && up->row_pair == map->row_pair && up->gated == 1);
   CHECK(up->settled == 1 && down->settled == 1); /* the shared expert lies between the map and up */
   CHECK(down->a == up->c && down->n == HIDDEN && down->k == INTER && down->act == ACT_IDENTITY && !down->gated);
+  const gemm_sm90_args *shared =
+      shim_last_args("cumoe_down_sm90_wgmma"); /* the shared expert's, without a map's words */
+  CHECK(shared != NULL && shared->g.counts == NULL && !shared->g.by_expert);
   CHECK(combine->y == down->c && combine->out == a.out.data && combine->residual == a.out.data && combine->reduce == 1);
   CHECK(combine->pair_weights == gate->weights && combine->shared_logit == router->logits && combine->out_scale == 1);
   CHECK(combine->shared != NULL && combine->slot_row == map->slot_row && combine->settled == 1);
