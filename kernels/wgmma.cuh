@@ -11,9 +11,9 @@
  * Each consumer has half of the weight rows of a tile. Nothing joins the two but the ring.
  *
  * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2, some
- * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). Where an expert has an even
- * number of row tiles, the two take two of them and share the weights, which then leave L2 half as often; else they take
- * neighbouring channels of one row tile and share its rows.
+ * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). The two take two row tiles of an
+ * expert and share the weights, which then leave L2 half as often; of a row tile that is left over they take neighbouring
+ * channels and share its rows.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
@@ -54,7 +54,7 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* Row tiles advance first, inside bands, then channels. */
+/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -64,13 +64,15 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
   const row_range rows = expert_rows(args, expert);
   const int first = table.before[expert], tiles = table.before[expert + 1] - first;
-  unit.paired = tiles % 2 == 0;
+  const int even = tiles / 2 * 2;
+  int64_t local = index - (int64_t)first * n_pairs;
+  unit.paired = local < (int64_t)even * n_pairs;
+  if (!unit.paired) local -= (int64_t)even * n_pairs;
   const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
-  const int heights = tiles / tall, widths = n_pairs * tall, most = 2304 / S::BM / tall;
-  const int64_t local = index - (int64_t)first * n_pairs;
+  const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
-  const int m = (band + in_band % height) * tall + (unit.paired ? rank : 0);
+  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
   const row_range own = rows_of_tile<S>(rows, m, tiles);
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
