@@ -150,11 +150,13 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const bool weigh_input = route && d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const bool discarded = route && discards_rows(d, p->tokens.count);
   const cumoe_view none = {0};
   gemm_args up = up_arguments(p->plan, weights, p->args->x, route, weigh_input ? p->weights : none);
   up.tokens = p->tokens;
   up.c = region(p, h_offset);
   up.c_ld = weights->inter;
+  up.discarded = discarded;
   const cumoe_view h = cumoe_matrix(up.c, (cumoe_dtype)d->dtype, up.rows_cap, weights->inter, weights->inter);
   /* The map is behind both; behind up of the routed experts it is the grid before, unless the shared expert lies between. */
   up.settled = !route || p->args->shared;
@@ -163,6 +165,7 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   down.tokens = p->tokens;
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
+  down.discarded = discarded;
   if (route && dispatch_wants_copy(p->plan->context, &up)) {
     up.copy = down.c; /* an expert's rows: up is the last to read them there, down the first to write */
     up.progress = region(p, p->at.progress);

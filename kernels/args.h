@@ -157,6 +157,7 @@ typedef struct gemm_args {
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
   int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  int32_t discarded;         /* c is the library's own, and combine discards it: it should stay in L2 until then */
   void *copy;                /* wgmma, up: NULL, or [rows_cap, K], where the kernel puts its rows in order as it goes */
   int32_t *progress;         /* with `copy` or `by_expert`: PROGRESS_*; zeros before up */
   int32_t packed;            /* rows of a lie in row order although row_pair names their pairs */

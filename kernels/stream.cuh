@@ -8,8 +8,8 @@
  * weights are its 64-row operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a channel in its
  * own registers.
  *
- * Every CTA takes an equal run of granules of 16 weight rows, over the ends of experts, and cuts its part of each into
- * tiles as equal as can be, unless whole tiles deal out as well.
+ * Every CTA takes an equal run of whole tiles, over the ends of experts, and an equal part of those that are left over, in
+ * granules of 16 weight rows.
  */
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
@@ -39,48 +39,72 @@ template <class S> DEVICE int granule_channels(const gemm_args &args)
   return S::UP && args.gated ? S::GRANULE / 2 : S::GRANULE;
 }
 
-/* What a CTA still has to do: `left` granules from n of row tile `tile` on, one row tile after another. */
-template <class S> struct stream_run {
+/* `left` granules from n of row tile `tile` on, one row tile after another. */
+struct stretch {
   int64_t left;
-  int32_t granules; /* of a row tile */
-  int32_t tile, n, expert;
+  int32_t tile, n;
+};
 
-  DEVICE stream_run(const gemm_args &args, const tile_table &table)
-      : granules(ceil_div(args.n, granule_channels<S>(args)))
+/*
+ * What a CTA still has to do. Tiles stream in about equal times, wide or narrow, as the bytes in flight are fewer where they are
+ * narrow: what counts is how many a CTA has. Equal runs of granules would begin and end amid tiles, and have one more than they
+ * must. So row tiles are cut into whole tiles, and every CTA takes the same number of these, one after another; those left over are
+ * dealt to all CTAs in narrower pieces, one each. Pieces come at different times, so that others keep memory busy. (H200, gpt-oss
+ * T 32: up + down 923 us instead of 941 with runs; pieces at the end of all CTAs: qwen3-30b T 32 255 us, now 246.)
+ */
+template <class S> struct stream_run {
+  stretch now, later;
+  int32_t tiles, granules, parts; /* row tiles; granules of each, and the whole tiles that it is cut into */
+  int32_t whole;                  /* tiles until the piece */
+  int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
+  bool piece = true;              /* is still to come */
+
+  DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
+      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, S::GRANULES))
   {
-    const int32_t tiles = table.before[args.experts], step = step_of(tiles), steps = ceil_div(granules, step);
-    const int64_t all = (int64_t)tiles * steps, first = all * blockIdx.x / gridDim.x,
-                  last = all * (blockIdx.x + 1) / gridDim.x;
-    tile = (int32_t)(first / steps);
-    n = (int32_t)(first - (int64_t)tile * steps) * step;
-    const int32_t end = (int32_t)(last / steps);
-    left = (int64_t)(end - tile) * granules + min((int32_t)(last - (int64_t)end * steps) * step, granules) - n;
-    expert = left > 0 ? expert_of_tile(args, table, tile) : -1;
+    const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
+    now.tile = (int32_t)(first / parts);
+    now.n = granule_of(first - (int64_t)now.tile * parts);
+    now.left = (end - now.tile) * granules + granule_of(first + share - end * parts) - now.n;
+    later.left = 0;
+    whole = share > 0 ? 1 + (int32_t)(blockIdx.x % share) : 0;
   }
 
-  /* Granules a run may end after: a tile's, or one. Tiles stream in about equal times, wide or narrow, as their bytes in flight
-   * are fewer; a run that ends anywhere has about one more than its share of them, one of whole tiles what the most loaded CTA
-   * has more than the mean. (H200: mixtral T 128 682 instead of 705 us, deepseek-v3 T 512 5322 instead of 5301.) */
-  DEVICE int32_t step_of(int32_t tiles) const
+  /* The first granule of a row tile's whole tile `part`. */
+  DEVICE int32_t granule_of(int64_t part) const { return (int32_t)(granules * part / parts); }
+
+  /* Of the whole tiles that do not deal out. They may begin amid a row tile; of the grid, a row tile gets the part that it is of `all`
+   * their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all, rounded, if c granules lie before
+   * it. */
+  DEVICE stretch own_piece() const
   {
-    const int64_t round = (int64_t)S::GRANULES * gridDim.x, all = (int64_t)tiles * granules;
-    const int64_t whole = (int64_t)tiles * ceil_div(granules, S::GRANULES),
-                  most = ceil_div(whole, (int64_t)gridDim.x) * round;
-    return most - all < round / 2 ? S::GRANULES : 1;
+    const int64_t grid = gridDim.x, dealt = (int64_t)tiles * parts / grid * grid;
+    const int32_t tile = (int32_t)(dealt / parts), begin = granule_of(dealt - (int64_t)tile * parts);
+    const int64_t all = (int64_t)(tiles - tile) * granules - begin;
+    if (all <= 0) return {0, 0, 0};
+    const int64_t row = ((2 * (int64_t)blockIdx.x + 1) * all + 2 * grid * begin - 1) / (2 * grid * granules);
+    const int64_t from = row > 0 ? row * granules - begin : 0, to = (row + 1) * granules - begin;
+    const int64_t first = (2 * grid * from + all) / (2 * all), ctas = (2 * grid * to + all) / (2 * all) - first,
+                  own = blockIdx.x - first, n = (to - from) * own / ctas;
+    return {(to - from) * (own + 1) / ctas - n, tile + (int32_t)row, (int32_t)(granules - (to - from) + n)};
   }
 
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
-  DEVICE tile_unit next(const stream_smem<S> &smem)
+  DEVICE tile_unit next(const gemm_args &args, const stream_smem<S> &smem)
   {
-    if (left <= 0) return {-1, 0, 0, 0, 0};
-    while (smem.table.before[expert + 1] <= tile) expert++;
-    const int first = smem.table.before[expert], tiles = smem.table.before[expert + 1] - first;
-    const row_range own = rows_of_tile<S>(smem.ranges[expert], tile - first, tiles);
-    const int there = (int)min((int64_t)(granules - n), left), part = ceil_div(there, ceil_div(there, S::GRANULES));
-    const tile_unit unit = {expert, own.begin, own.count, n, n + part};
-    left -= part;
-    n += part;
-    if (n == granules) n = 0, tile++;
+    if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
+    if (now.left == 0) now = later, later.left = 0, expert = -1;
+    if (now.left == 0) return {-1, 0, 0, 0, 0};
+    if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);
+    while (smem.table.before[expert + 1] <= now.tile) expert++;
+    const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
+    const row_range own = rows_of_tile<S>(smem.ranges[expert], now.tile - first, those);
+    const int there = (int)min((int64_t)(granules - now.n), now.left),
+              part = ceil_div(there, ceil_div(there, S::GRANULES));
+    const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};
+    now.left -= part;
+    now.n += part;
+    if (now.n == granules) now.n = 0, now.tile++;
     return unit;
   }
 };
@@ -224,12 +248,12 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
  * makes the rows, has ended. */
 template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &smem)
 {
-  stream_run<S> run(args, smem.table);
+  stream_run<S> run(args, smem.table.before[args.experts]);
   ring_place<S::STAGES> at;
   bool waited = !args.settled;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
-    const tile_unit unit = run.next(smem);
+    const tile_unit unit = run.next(args, smem);
     int ahead = 0;
     stream_weights<S> weights;
     if (unit.expert >= 0) weights.aim(args, unit);
@@ -276,14 +300,13 @@ template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
   constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */
   if (args.settled || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
   const bool gated = S::UP && args.gated;
-  const int width = granule_channels<S>(args), granules = ceil_div(args.n, width),
-            row_bytes = args.k * sizeof(typename S::T);
-  const int64_t first = (int64_t)args.experts * granules * blockIdx.x / gridDim.x;
-  const int expert = (int)(first / granules), channel0 = (int)(first - (int64_t)expert * granules) * width;
+  const stream_run<S> run(args, args.experts);
+  if (run.now.left == 0) return;
+  const int channel0 = run.now.n * granule_channels<S>(args), row_bytes = args.k * sizeof(typename S::T);
   for (int r = lane_id(); r < BYTES / row_bytes; r += WARP_SIZE) {
     const int half = gated ? r / 8 % 2 : 0, channel = channel0 + (gated ? r / 16 * 8 + r % 8 : r);
     if (channel < args.n)
-      prefetch_l2(expert_base<typename S::T>(args.b, half, expert) + channel * args.b.n_stride, row_bytes);
+      prefetch_l2(expert_base<typename S::T>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
   }
 }
 

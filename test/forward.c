@@ -594,10 +594,11 @@ static void sweep_models(cumoe_context context, int32_t dtype)
   static const big_shape shapes[] = {{8, 2, 1024, 1792, CUMOE_OUT_IN, CUMOE_OUT_IN},
                                      {8, 8, 2048, 768, CUMOE_IN_OUT, CUMOE_IN_OUT},
                                      {8, 6, 2048, 1408, CUMOE_OUT_IN, CUMOE_OUT_IN},
-                                     {4, 4, 2880, 2880, CUMOE_OUT_IN, CUMOE_IN_OUT}};
+                                     {4, 4, 2880, 2880, CUMOE_OUT_IN, CUMOE_IN_OUT},
+                                     {40, 2, 1000, 776, CUMOE_OUT_IN, CUMOE_OUT_IN}}; /* tiles for two rounds, uneven */
   if (!on_device(context)) return; /* sizes that tell CUDA kernels apart; the CPU device has one */
   if (!group_begin("%s: widths of models, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < (dtype == CUMOE_BF16 ? 4 : 2); i++) model_cases(context, dtype, &shapes[i]);
+  for (int i = 0; i < (dtype == CUMOE_BF16 ? 5 : 2); i++) model_cases(context, dtype, &shapes[i]);
   group_end();
 }
 

@@ -188,7 +188,7 @@ static void test_copy_arguments(void)
   CHECK(up->g.by_expert && down->g.by_expert && down->g.progress == map->progress && down->g.settled);
   CHECK(map->tokens.count * map->top_k == up->g.rows_cap);
   const combine_args *combine = shim_last_args("combine");
-  CHECK(combine->spent == up->g.c && combine->spent_row == INTER * 2);
+  CHECK(combine->spent == up->g.c && combine->spent_row == INTER * 2 && up->g.discarded && down->g.discarded);
   end_world(&w);
   case_end();
   case_begin("stages: what is lent is not discarded");
@@ -196,7 +196,8 @@ static void test_copy_arguments(void)
   small_layer(&w);
   CHECK_OK(run_stages(&w));
   combine = shim_last_args("combine");
-  CHECK(combine != NULL && combine->spent == NULL);
+  const gemm_args *lent_up = shim_last_args("cumoe_up_"), *lent_down = shim_last_args("cumoe_down_");
+  CHECK(combine != NULL && combine->spent == NULL && !lent_up->discarded && !lent_down->discarded);
   end_world(&w);
   case_end();
   group_end();
