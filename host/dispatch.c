@@ -72,6 +72,7 @@ static shape shape_of(operation op, const void *args)
 {
   const gate_args *gate = args;
   const combine_args *combine = args;
+  const few_args *few = args;
   const softmax_args *softmax = args;
   const norm_args *norm = args;
   switch (op) {
@@ -85,8 +86,8 @@ static shape shape_of(operation op, const void *args)
   case OP_softmax: return row_shape(op, softmax->dtype, softmax->rows, softmax->cols);
   case OP_norm: return row_shape(op, norm->dtype, norm->rows, norm->cols);
   case OP_matmul: return matmul_shape(args);
-  case OP_few_up:
-  case OP_few_down: return gemm_shape(op, &((const few_args *)args)->g);
+  case OP_few_up: return gemm_shape(op, &few->up);
+  case OP_few_down: return gemm_shape(op, &few->down);
   case OP_gate: return (shape){.op = op, .tokens = gate->tokens.count, .experts = gate->experts, .top_k = gate->top_k};
   default:
     return (shape){.op = op,
@@ -152,11 +153,17 @@ bool dispatch_goes_by_expert(cumoe_context context, const gemm_args *up, const g
   return goes_by_expert(&m, &u, &d);
 }
 
-bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down)
+bool dispatch_wants_few(cumoe_context context, const few_args *few)
 {
   const machine m = machine_of(&context->info, context->forced);
-  const shape u = shape_in(context, OP_few_up, up), d = shape_in(context, OP_few_down, down);
+  const shape u = shape_in(context, OP_few_up, few), d = shape_in(context, OP_few_down, few);
   return wants_few(&m, &u, &d);
+}
+
+bool dispatch_few_in_one(cumoe_context context)
+{
+  const machine m = machine_of(&context->info, context->forced);
+  return few_in_one(&m);
 }
 
 bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate)

@@ -15,7 +15,10 @@ bool dispatch_wants_copy(cumoe_context context, const gemm_args *up);
 bool dispatch_goes_by_expert(cumoe_context context, const gemm_args *up, const gemm_args *down);
 
 /* Whether few_up and few_down should do for map, up, down and combine (plan.h: wants_few). */
-bool dispatch_wants_few(cumoe_context context, const few_args *up, const few_args *down);
+bool dispatch_wants_few(cumoe_context context, const few_args *few);
+
+/* Whether few_up should do what few_down would as well, where the router runs before it (plan.h: few_in_one). */
+bool dispatch_few_in_one(cumoe_context context);
 
 /* Whether few_up should do for the gate as well (plan.h: few_up_gates). */
 bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate);

@@ -106,15 +106,15 @@ static gate_args gate_pass(pass *p)
   return g;
 }
 
-/* x -> logits, if they are not the caller's; clears words for few_up and few_down, if they want that */
-static cumoe_status run_router(const pass *p, int32_t *clear, int32_t words)
+/* x -> logits, if they are not the caller's; few_up may want some memory cleared */
+static cumoe_status run_router(const pass *p, void *clear, size_t bytes)
 {
   const cumoe_moe_args *a = p->args;
   const int32_t experts = router_experts(&p->plan->desc);
   if (!a->router_weight.data) return CUMOE_OK;
   router_args r = router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->at.logits), experts);
   r.clear = clear;
-  r.clear_words = words;
+  r.clear_quads = (int32_t)((bytes + 15) / 16);
   return dispatch(p->plan->context, OP_router, &r, p->stream);
 }
 
@@ -227,64 +227,56 @@ static cumoe_status combine_rows(const pass *p)
   return dispatch(p->plan->context, OP_combine, &raw, p->stream);
 }
 
-/* Few tokens: two grids for map, up, down and combine, and often for the gate. */
-typedef struct few_pass {
-  few_args up, down;
-} few_pass;
-
-/* The router clears what they tell each other through, which lies where y would. */
+/* Few tokens: one grid for map, up, down and combine, and often for the gate, or two if there is no router ahead, which
+ * clears what the CTAs tell each other through. That lies where y would. */
 static void link_few(const pass *p, const gate_args *gate, few_args *few)
 {
-  const int32_t pairs = (int32_t)few->g.rows_cap, eights = few->g.n / 8;
-  few->units = few->g.gated ? eights : (eights + 1) / 2;
-  if (!p->args->router_weight.data) return;
+  if (!p->args->router_weight.data || !dispatch_few_in_one(p->plan->context)) return;
   uint64_t *words = region(p, p->at.y);
-  few->made = (int32_t *)(words + pairs);
+  few->claims = (int32_t *)(words + few->up.rows_cap);
   if (!dispatch_few_up_gates(p->plan->context, gate)) return;
   few->notes = words;
   few->gate = *gate;
 }
 
-static few_pass few_arguments(pass *p, cumoe_weights weights, const gate_args *gate)
+static few_args few_arguments(pass *p, cumoe_weights weights, const gate_args *gate)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const cumoe_view none = {0};
-  few_pass few = {.up = {.map = map_pass(p)}};
-  few.up.g = up_arguments(p->plan, weights, p->args->x, &p->route, none);
-  few.up.g.c = region(p, p->at.h);
-  few.up.g.c_ld = weights->inter;
-  link_few(p, gate, &few.up);
-  few.down = few.up;
-  const cumoe_view h =
-      cumoe_matrix(few.up.g.c, (cumoe_dtype)d->dtype, few.up.g.rows_cap, weights->inter, weights->inter);
-  few.down.g = down_arguments(p->plan, weights, h, &p->route, p->tokens.count);
-  few.down.out = combine_pass(p);
+  few_args few = {.map = map_pass(p)};
+  few.up = up_arguments(p->plan, weights, p->args->x, &p->route, none);
+  few.up.c = region(p, p->at.h);
+  few.up.c_ld = weights->inter;
+  const cumoe_view h = cumoe_matrix(few.up.c, (cumoe_dtype)d->dtype, few.up.rows_cap, weights->inter, weights->inter);
+  few.down = down_arguments(p->plan, weights, h, &p->route, p->tokens.count);
+  few.out = combine_pass(p);
+  link_few(p, gate, &few);
   return few;
 }
 
-static bool takes_few(pass *p, cumoe_weights weights, const gate_args *gate, few_pass *few)
+static bool takes_few(pass *p, cumoe_weights weights, const gate_args *gate, few_args *few)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   if (p->tokens.count > FEW_TOKENS) return false; /* first: for many tokens nothing is filled in or looked up */
   if (d->flags & CUMOE_MOE_UNREDUCED || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
   *few = few_arguments(p, weights, gate);
-  return dispatch_wants_few(p->plan->context, &few->up, &few->down);
+  return dispatch_wants_few(p->plan->context, few);
 }
 
-static cumoe_status run_few(const pass *p, const gate_args *gate, const few_pass *few)
+static cumoe_status run_few(const pass *p, const gate_args *gate, const few_args *few)
 {
-  const int32_t words = FEW_CLEAR_WORDS((int32_t)few->up.g.rows_cap);
-  TRY(run_router(p, region(p, p->at.y), words));
-  if (!few->up.notes) TRY(run_gate(p, gate));
+  const size_t words = FEW_WORDS((size_t)few->up.rows_cap) * sizeof(int32_t);
+  TRY(run_router(p, few->up.c, few->claims ? p->at.y - p->at.h + words : 0));
+  if (!few->notes) TRY(run_gate(p, gate));
   TRY(run_shared(p));
-  TRY(dispatch(p->plan->context, OP_few_up, &few->up, p->stream));
-  return dispatch(p->plan->context, OP_few_down, &few->down, p->stream);
+  TRY(dispatch(p->plan->context, OP_few_up, few, p->stream));
+  return few->claims ? CUMOE_OK : dispatch(p->plan->context, OP_few_down, few, p->stream);
 }
 
 static cumoe_status run(pass *p, cumoe_weights weights)
 {
   const gate_args gate = gate_pass(p);
-  few_pass few;
+  few_args few;
   if (takes_few(p, weights, &gate, &few)) return run_few(p, &gate, &few);
   TRY(run_router(p, NULL, 0));
   TRY(run_gate(p, &gate));

@@ -141,6 +141,11 @@ bool wants_few(const machine *m, const shape *up, const shape *down)
   return down->k >= FEW_FROM_K && (down->tokens == 1 || runs * 10 >= rounds * m->sms * 9);
 }
 
+bool few_in_one(const machine *m)
+{
+  return !is_forced(m, OP_few_down);
+}
+
 bool few_up_gates(const machine *m, const gate_args *gate)
 {
   return !is_forced(m, OP_gate) && GATE_IN_FEW_UP(*gate);

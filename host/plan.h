@@ -51,6 +51,9 @@ bool goes_by_expert(const machine *m, const shape *up, const shape *down);
  * forced, and it pays, or one of theirs is forced. */
 bool wants_few(const machine *m, const shape *up, const shape *down);
 
+/* Whether few_up should also do what few_down does, where the router runs before it: no few_down is forced. */
+bool few_in_one(const machine *m);
+
 /* Whether few_up should also do what the gate does, where the router runs before it: GATE_IN_FEW_UP, and no gate is forced. */
 bool few_up_gates(const machine *m, const gate_args *gate);
 

@@ -47,8 +47,8 @@ typedef struct router_args {
   int32_t experts, hidden;
   int32_t x_dtype, w_dtype, bias_dtype;
   int32_t
-      clear_words; /* of `clear`, which the kernel fills with zeros for few_up and few_down (below); not on the CPU */
-  int32_t *clear;
+      clear_quads; /* 16 bytes each, of `clear`, which the kernel fills with ones for few_up (below); not on the CPU */
+  void *clear;
 } router_args;
 
 /* The wgmma form: the same, and tensor maps of x, (k, token), and w, (k, expert): boxes of WGMMA_BK x BM tokens, and half of
@@ -224,30 +224,29 @@ typedef struct combine_args {
 } combine_args;
 
 /*
- * The experts of few tokens, in two grids and without a map: at most FEW_TOKENS tokens and FEW_PAIRS pairs. Whoever needs to
- * know where a pair goes works it out from the ids; the row of a pair in h is the pair itself.
- *   few_up:   `g` as up, c[pair] of the first pair of each (token, expert); and of `map` counts_out, load and the faults
- *   few_down: `g` as down, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
- * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of `g` no counts, offsets, row_pair or pair_weights.
- * Where the router has cleared `made`, down does not wait for the end of up's grid; where it has cleared `notes`, too, up is the
- * gate as well.
+ * The experts of few tokens, without a map: at most FEW_TOKENS tokens and FEW_PAIRS pairs. Whoever needs to know where a pair
+ * goes works it out from the ids; the row of a pair in h is the pair itself.
+ *   few_up:   `up`, c[pair] of the first pair of each (token, expert); and of `map` counts_out, load and the faults
+ *   few_down: `down`, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
+ * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of up and down no counts, offsets, row_pair or
+ * pair_weights. Where the router has filled `claims` and h with ones, few_up does what few_down would; where `notes`, too, the
+ * gate's work as well.
  */
 typedef struct few_args {
-  gemm_args g;
+  gemm_args up, down;
   map_args map;
   combine_args out;
-  gate_args gate;  /* with `notes`: up's last CTA writes ids and weights as the gate would, and the notes */
-  uint64_t *notes; /* NULL, or [T k]: FEW_NOTE of each pair, for down; 0: not yet */
-  int32_t *made;   /* NULL, or [T k]: of each active expert, how many units of h there are */
-  int32_t units;   /* of h an expert */
+  gate_args gate;  /* with `notes`: few_up writes ids and weights as the gate would, and the notes */
+  uint64_t *notes; /* NULL, or [T k]: FEW_NOTE of each pair's weight; FEW_NO_NOTE: not yet */
+  int32_t *claims; /* NULL, or how many parts of up CTAs have claimed, less one */
 } few_args;
 
 /* What few_up does of gates: a score that is an expert's own is worked out by a thread of its own. */
-#define GATE_IN_FEW_UP(a)         (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
-#define FEW_NOTE(id, weight_bits) ((uint64_t)((id) + 2) << 32 | (weight_bits))
-#define FEW_NOTE_ID(note)         ((int32_t)((note) >> 32) - 2)
-/* What the router clears: notes, then made. */
-#define FEW_CLEAR_WORDS(pairs) (3 * (pairs))
+#define GATE_IN_FEW_UP(a)     (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
+#define FEW_NOTE(weight_bits) ((uint64_t)(weight_bits))
+#define FEW_NO_NOTE           (~(uint64_t)0)
+/* Where h was notes and claims follow. */
+#define FEW_WORDS(pairs) (2 * (pairs) + 1)
 
 enum { FEW_TOKENS = 8, FEW_PAIRS = 64 };
 

@@ -37,7 +37,7 @@ DEVICE int warp_id()
  * that a grid that has started knows more without waiting: all that was complete before the grid before it is
  * (`settled` in args.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
  * later (host/context.c): below, there is no such instruction, and no early start either. (Down may read
- * what up has released before that: few.cuh, handover.cuh.)
+ * what up has released before that: handover.cuh.)
  */
 DEVICE void wait_for_earlier_grids()
 {
@@ -63,14 +63,12 @@ DEVICE int64_t load_settled(const int64_t *source)
   return value;
 }
 
-/* What another grid writes meanwhile: one whole word, and what was written before it was stored. */
-DEVICE uint64_t load_acquire(const uint64_t *source)
+DEVICE uint64_t load_settled(const uint64_t *source)
 {
-  uint64_t value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
-  return value;
+  return (uint64_t)load_settled(reinterpret_cast<const int64_t *>(source));
 }
 
+/* What another grid writes meanwhile: one whole word, and what was written before it was stored. */
 DEVICE int32_t load_acquire(const int32_t *source)
 {
   int32_t value;
@@ -78,14 +76,32 @@ DEVICE int32_t load_acquire(const int32_t *source)
   return value;
 }
 
-DEVICE void store_release(uint64_t *target, uint64_t value)
-{
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(target), "l"(value) : "memory");
-}
-
 DEVICE void add_release(int32_t *target, int32_t value)
 {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+/* What other CTAs write meanwhile, each word of it whole; nothing else follows from its being there. */
+DEVICE uint4 load_relaxed(const void *source)
+{
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+
+DEVICE void store_relaxed(uint64_t *target, uint64_t value)
+{
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(target), "l"(value) : "memory");
+}
+
+template <class T> DEVICE void store_relaxed(T *target, T value)
+{
+  static_assert(sizeof(T) == 2, "16-bit types");
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(target), "h"(*reinterpret_cast<const uint16_t *>(&value))
+               : "memory");
 }
 
 DEVICE float load_settled(const float *source)
@@ -151,11 +167,12 @@ DEVICE float shared_weight(const combine_args &a, int64_t token)
   return a.shared_logit ? __fdividef(1.f, 1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
 }
 
-/* By the first CTA. */
-DEVICE void clear_words(const router_args &a)
+/* With ones. */
+DEVICE void clear_quads(const router_args &a)
 {
-  if (blockIdx.x != 0) return;
-  for (int i = threadIdx.x; i < a.clear_words; i += blockDim.x) a.clear[i] = 0;
+  const int threads = gridDim.x * blockDim.x;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.clear_quads; i += threads)
+    static_cast<uint4 *>(a.clear)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
 /* Any thread, any number of times: the first report since the last clear stays. */

@@ -1,18 +1,21 @@
 /*
- * FORM_ring: the experts of up to FEW_TOKENS tokens in two grids, few_up and few_down, from ids or logits to the layer's output.
- * What counts besides the weights' way from memory is how often the whole GPU waits for something small, so there is no map, no
- * combine, and a CTA of down asks for its first weights as soon as up has left its SM. Where the router has cleared words for
- * it, every CTA of up is the gate for itself, and down waits for the h of an expert rather than for up's end: counts say how
- * much of it is made. Down starts when all of up runs, so that what it waits for comes.
+ * FORM_ring: the experts of up to FEW_TOKENS tokens, from ids or logits to the layer's output. What counts besides the weights'
+ * way from memory is how often the whole GPU waits for something small, so there is no map and no combine; and where the
+ * router has cleared memory for it, few_up is the gate, up and down in one grid. Else few_down is a second grid, whose CTAs ask
+ * for their first weights as soon as few_up has left their SM.
  *
  * Weights are the 16-row operand of mma.sync (8 gate and the same 8 up channels, or 16 channels), the tokens themselves the
- * other: column t is token t, whatever expert is at hand, zero if it has not chosen it. The CTAs of up take (expert, channel
- * tile) units in turn; a CTA of down takes a few channels of all experts, so that it has all that their outputs are made of.
+ * other: column t is token t, whatever expert is at hand, zero if it has not chosen it. The CTAs take (expert, channel tile)
+ * units of up in turn, then each a few channels of down for all experts, so that it has all that their outputs are made of.
  *
  * Slices of 16 rows x 128 k of the CTA's units are dealt in turn to its warps, each of which has its own ring of stages in
  * shared memory, filled by its own copies: no warp waits for another. What they make of a unit (all of k) goes to shared
  * memory, where one more warp adds it up and finishes it while they go on. Sums do not depend on which warp had which slice of
  * a unit, hence not on other tokens.
+ *
+ * In one grid, down's weights follow up's in the rings without a gap, and h tells by itself whether it is there: it is all ones
+ * before. Who finds that in a slice's columns reads them again until they have changed; no fence, no counter. What a CTA
+ * waits for is always in the hands of one that has started: its part of up is claimed (claim_place), not given.
  *
  * Within 32 elements of k both operands take k in another order, as in thin.cuh.
  */
@@ -24,18 +27,27 @@
 #include "pairs.cuh"
 #include "ring.cuh"
 
-template <class T_, bool UP_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_shape {
+template <class T_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
+  using layout = few_layout;
   using T = T_;
-  static constexpr bool UP = UP_, WIDE = !UP_; /* WIDE: has slices of 8 rows, too */
   static constexpr int TOKENS = TOKENS_, PAIRS = TOKENS == 1 ? (int)MAX_TOP_K : (int)FEW_PAIRS; /* at most */
   static constexpr int BK = BK_, STAGES = STAGES_, ROWS = 16, WEIGHTS = ROWS * BK;              /* elements */
-  static constexpr int COLUMNS = WIDE ? 2 * BK : BK; /* k of the tokens in a stage, at most */
-  static constexpr int CONSUMERS = WARPS - 1, THREADS = WARPS * WARP_SIZE, BUFFERS = 3;
+  static constexpr int COLUMNS = 2 * BK; /* k of the tokens in a stage, at most */
+  static constexpr int CONSUMERS = WARPS - 2, FINISHER = CONSUMERS, CLERK = FINISHER + 1; /* warps */
+  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = 3;
   static constexpr int GROUPS = BK / 32, CHUNKS = BK / 8, COPY_ROWS = WARP_SIZE / CHUNKS, COPIES = ROWS / COPY_ROWS;
-  static_assert(BK == 128 && THREADS >= FEW_PAIRS && WARPS >= FEW_TOKENS && FEW_TOKENS == 8 &&
+  static_assert(BK == 128 && THREADS >= FEW_PAIRS && CONSUMERS >= FEW_TOKENS && FEW_TOKENS == 8 &&
                     (TOKENS == 1 || TOKENS == FEW_TOKENS),
                 "see below");
 };
+
+/* up or down */
+template <class LAYOUT, bool UP_> struct few_part : LAYOUT {
+  static constexpr bool UP = UP_, WIDE = !UP_; /* WIDE: has slices of 8 rows, too */
+};
+
+template <class T, bool UP, int TOKENS, int BK, int STAGES, int WARPS>
+using few_shape = few_part<few_layout<T, TOKENS, BK, STAGES, WARPS>, UP>;
 
 /* What a pair adds to its token: y of this row, ROW_IDENTITY: x, ROW_DROPPED: nothing. */
 struct few_slot {
@@ -52,25 +64,35 @@ struct few_halves {
 template <int PAIRS> struct few_table {
   alignas(16) int32_t to[PAIRS];              /* of each pair: local expert, ROW_DROPPED or ROW_IDENTITY */
   alignas(16) int16_t row[PAIRS][FEW_TOKENS]; /* of an active expert: the token's row of h, a pair; -1: not chosen */
-  alignas(16) few_halves weights[PAIRS];      /* of an active expert */
+  alignas(16) few_halves weights[PAIRS];      /* of an active expert, up's */
+  const void *down[PAIRS];                    /* of an active expert, down's weights */
   int32_t expert[PAIRS];                      /* likewise */
   few_slot slot[PAIRS];
   uint32_t first[PAIRS / WARP_SIZE]; /* a bit a pair: the first of its expert */
 };
 
-/* A slice, and the same k of the rows of its expert's tokens: zeros where a token has not chosen it. */
-template <class S> struct few_stage {
-  typename S::T weights[S::WEIGHTS], columns[S::TOKENS][S::COLUMNS];
+struct few_range {
+  int first, count;
 };
 
-template <class S> struct few_smem {
-  few_stage<S> ring[S::CONSUMERS][S::STAGES];
-  float4 partial[S::BUFFERS][S::CONSUMERS][WARP_SIZE]; /* accumulators as they are, of some units in turn */
-  typename S::T y[S::UP ? 1 : S::PAIRS][S::ROWS];      /* of the channels at hand */
-  uint64_t summed[S::BUFFERS], taken[S::BUFFERS];
-  uint64_t whole[S::UP ? 1 : S::PAIRS]; /* passed when an active expert's h is there */
-  few_table<S::PAIRS> table;
+/* A slice, and the same k of the rows of its expert's tokens: zeros where a token has not chosen it. */
+template <class S> struct few_stage_of {
+  typename S::T weights[S::WEIGHTS], columns[S::TOKENS][S::COLUMNS];
 };
+template <class S> using few_stage = few_stage_of<typename S::layout>;
+
+template <class S> struct few_memory {
+  few_stage_of<S> ring[S::CONSUMERS][S::STAGES];
+  float4 partial[S::BUFFERS][S::CONSUMERS][WARP_SIZE]; /* accumulators as they are, of some units in turn */
+  typename S::T y[S::PAIRS][S::ROWS];                  /* of the channels at hand */
+  uint64_t summed[S::BUFFERS], taken[S::BUFFERS];
+  uint64_t dealt;   /* passed when it is known what the CTA does of up next */
+  int32_t place[2]; /* what it does: at first; then */
+  few_range own;    /* eights of down */
+  few_table<S::PAIRS> table;
+  gate_scratch scratch[S::TOKENS > 1 ? S::TOKENS : 2];
+};
+template <class S> using few_smem = few_memory<typename S::layout>;
 
 /* ---- table ---- */
 
@@ -95,20 +117,28 @@ template <int PAIRS> DEVICE int active_before(const few_table<PAIRS> &t, int pai
   return __popcll(pair < PAIRS ? firsts & ((1ull << pair) - 1) : firsts);
 }
 
-template <class T, int PAIRS> DEVICE void place_expert(const gemm_args &g, few_table<PAIRS> &t, int active, int expert)
+template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {
+  return S::UP ? args.up : args.down;
+}
+
+template <class S> DEVICE void place_expert(const few_args &args, few_table<S::PAIRS> &t, int active, int expert)
+{
+  using T = typename S::T;
+  const expert_matrix &up = args.up.b;
   t.expert[active] = expert;
-  t.weights[active] = {expert_base<T>(g.b, 0, expert), expert_base<T>(g.b, g.gated ? 1 : 0, expert)};
+  if (S::UP) t.weights[active] = {expert_base<T>(up, 0, expert), expert_base<T>(up, args.up.gated ? 1 : 0, expert)};
+  if (!S::UP || args.claims) t.down[active] = expert_base<T>(args.down.b, 0, expert);
 }
 
 /* Of one token: every pair is an expert of its own, also where two name the same. */
-template <class T, int PAIRS> DEVICE void place_pairs_of_one(const gemm_args &g, few_table<PAIRS> &t, int pair, int to)
+template <class S> DEVICE void place_pairs_of_one(const few_args &args, few_table<S::PAIRS> &t, int pair, int to)
 {
   const uint32_t firsts = __ballot_sync(ALL_LANES, to >= 0);
   if (lane_id() == 0) t.first[0] = firsts;
   if (to < 0) return;
   const int active = __popc(firsts & ((1u << pair) - 1));
-  place_expert<T>(g, t, active, to);
+  place_expert<S>(args, t, active, to);
   *reinterpret_cast<uint4 *>(t.row[active]) = make_uint4(0xffff0000u | pair, ~0u, ~0u, ~0u);
 }
 
@@ -127,16 +157,15 @@ template <int PAIRS> DEVICE int note_first(few_table<PAIRS> &t, int pair, int to
 }
 
 /* All threads. The first of them have a pair each, which goes to `to`. */
-template <class T, int PAIRS>
-DEVICE void place_pairs(const gemm_args &g, few_table<PAIRS> &t, int pair, int to, int token, int top_k)
+template <class S> DEVICE void place_pairs(const few_args &args, few_table<S::PAIRS> &t, int pair, int to, int token)
 {
   __syncthreads(); /* of all, although few have something to do: racecheck takes what follows a barrier of some for a race */
-  const int first = pair < PAIRS ? note_first(t, pair, to, token, top_k) : 0;
+  const int first = pair < S::PAIRS ? note_first(t, pair, to, token, args.map.top_k) : 0;
   __syncthreads();
   if (to < 0 || t.slot[pair].row != pair) return;
   const int active = active_before(t, first);
   t.row[active][token] = (int16_t)pair;
-  if (first == pair) place_expert<T>(g, t, active, to);
+  if (first == pair) place_expert<S>(args, t, active, to);
 }
 
 /* ---- gate ---- */
@@ -145,7 +174,6 @@ constexpr int FEW_KEYS = 8; /* a lane's */
 
 /* Lies where stages will be. */
 struct few_gate_smem {
-  gate_scratch scratch[FEW_TOKENS];
   uint32_t key[FEW_TOKENS][FEW_KEYS][WARP_SIZE];
 };
 
@@ -163,96 +191,92 @@ template <int THREADS> DEVICE void score_experts(const gate_args &a, few_gate_sm
   __syncthreads();
 }
 
-/* A token by a warp. N: keys of a lane. `all`: see choose_slots. */
-template <int N> DEVICE gate_slot route_few_token(const gate_args &a, int token, bool all, few_gate_smem &s)
+/* The ids of a token's slots, by a warp. N: keys of a lane. */
+template <int N> DEVICE int choose_few(const gate_args &a, int token, gate_scratch &scratch, few_gate_smem &s)
 {
   gate_token t = {token * a.logits_ld, 0.f, 0.f};
   candidates<N> c;
-  const unsigned first_nan = keys_of_logits(a, t, c.key, all);
-  if (N == FEW_KEYS && !GATE_BY_LOGIT(a)) {
+  if (N < FEW_KEYS || GATE_BY_LOGIT(a)) {
+    keys_of_logits(a, t, c.key, false);
+  } else {
 #pragma unroll
     for (int i = 0; i < N; i++) c.key[i] = i * WARP_SIZE < a.experts ? s.key[token][i][lane_id()] : KEY_NONE;
     if (a.n_group > 0) close_groups_of_rows(a, c.key);
   }
-  return choose_slots(a, t, token, first_nan, all, c, nullptr, s.scratch[token]);
+  return take_best(a, c, nullptr, scratch).id;
 }
 
-/* The gate's work, by every CTA for itself: leaves the ids in the table's `to`. The last one, which has as little to do as any,
- * also works out the weights and writes all down. */
-template <class S> DEVICE void route_few_tokens(const few_args &args, few_smem<S> &smem)
+/* By every CTA for itself: leaves the ids in the table's `to`. */
+template <class S> DEVICE void choose_experts(gate_args a, few_smem<S> &smem)
 {
-  gate_args a = args.gate;
   a.logits_dtype = DT_F32; /* the router's */
   few_gate_smem &s = *reinterpret_cast<few_gate_smem *>(&smem.ring);
   static_assert(sizeof s <= sizeof smem.ring, "room for it");
   const int token = warp_id();
-  const bool last = blockIdx.x == gridDim.x - 1, by_logit = GATE_BY_LOGIT(a);
+  const bool by_logit = GATE_BY_LOGIT(a);
   if (!by_logit) score_experts<S::THREADS>(a, s);
   if (token < token_total(a.tokens)) {
-    const gate_slot slot = by_logit && a.experts <= 4 * WARP_SIZE ? route_few_token<4>(a, token, last, s)
-                                                                  : route_few_token<FEW_KEYS>(a, token, last, s);
-    const int pair = token * a.top_k + lane_id();
-    if (lane_id() < a.top_k) smem.table.to[pair] = slot.id;
-    if (last && lane_id() < a.top_k) store_release(args.notes + pair, FEW_NOTE(slot.id, __float_as_uint(slot.weight)));
-    if (last) store_slot(a, token, slot);
+    const int id = by_logit && a.experts <= 4 * WARP_SIZE ? choose_few<4>(a, token, smem.scratch[token], s)
+                                                          : choose_few<FEW_KEYS>(a, token, smem.scratch[token], s);
+    if (lane_id() < a.top_k) smem.table.to[token * a.top_k + lane_id()] = id;
   }
   __syncthreads();
 }
 
+/* What the gate leaves behind, also the weights, for all: by a warp of whoever has the place, a token each. */
+template <class S> DEVICE void write_routing(const few_args &args, int place, gate_scratch &scratch)
+{
+  gate_args a = args.gate;
+  a.logits_dtype = DT_F32;
+#pragma unroll 1
+  for (int token = gridDim.x - 1 - place; token < token_total(a.tokens); token += gridDim.x) {
+    const gate_slot slot = route_token<FEW_KEYS>(a, token, true, nullptr, scratch);
+    if (lane_id() < a.top_k)
+      store_relaxed(args.notes + token * a.top_k + lane_id(), FEW_NOTE(__float_as_uint(slot.weight)));
+    store_slot(a, token, slot);
+  }
+}
+
 /* ---- where pairs go ---- */
 
-/* What a pair's note says, as soon as it is written: its CTA is at work, or this one would not have started. */
-DEVICE uint64_t await_note(const uint64_t *note)
-{
-  uint64_t value;
-  do value = load_acquire(note);
-  while (value == 0);
-  return value;
-}
-
-/* Where a pair goes, and with which weight. */
-template <class S> DEVICE few_slot look_up_pair(const few_args &args, few_table<S::PAIRS> &t, int token, int pair)
+/* Where a pair goes. */
+template <class S> DEVICE int look_up_pair(const few_args &args, const few_table<S::PAIRS> &t, int token, int pair)
 {
   const map_args &map = args.map;
-  const int slot = pair - token * map.top_k;
-  if (args.notes) {
-    const uint64_t note = S::UP ? 0 : await_note(args.notes + pair);
-    const int id = S::UP ? t.to[pair] : FEW_NOTE_ID(note);
-    const int to = S::UP && blockIdx.x == 0 ? destination_of<true, settled_reader>(map, id, token, slot)
-                                            : destination_of<false, settled_reader>(map, id, token, slot);
-    return {__uint_as_float((uint32_t)note), to};
+  const bool report = S::UP && blockIdx.x == 0;
+  if (S::UP && args.notes) {
+    const int slot = pair - token * map.top_k;
+    return report ? destination_of<true, settled_reader>(map, t.to[pair], token, slot)
+                  : destination_of<false, settled_reader>(map, t.to[pair], token, slot);
   }
-  const float weight = S::UP ? 0.f : load_settled(args.out.pair_weights + token * args.out.pair_weights_ld + slot);
-  return {weight, S::UP && blockIdx.x == 0 ? destination<true, settled_reader>(map, pair)
-                                           : destination<false, settled_reader>(map, pair)};
+  return report ? destination<true, settled_reader>(map, pair) : destination<false, settled_reader>(map, pair);
 }
 
-/* All threads; returns the number of active experts. In down, before the grid ahead has ended: of what was complete when
- * that one started, or of notes. */
+/* All threads; returns the number of active experts. In a grid of down alone, before the one ahead has ended: of what was
+ * complete when that started. */
 template <class S> DEVICE int build_few_table(const few_args &args, few_table<S::PAIRS> &t)
 {
   const int top_k = args.map.top_k, pair = threadIdx.x, token = S::TOKENS == 1 ? 0 : pair / top_k;
   int to = ROW_DROPPED;
   if (pair < S::PAIRS) {
-    const int pairs = (int)token_total(args.map.tokens) * top_k;
-    const few_slot found = pair < pairs ? look_up_pair<S>(args, t, token, pair) : few_slot{0.f, ROW_DROPPED};
-    t.to[pair] = to = found.row;
-    t.slot[pair] = {to == ROW_DROPPED ? 0.f : found.weight, to >= 0 ? pair : to};
+    if (pair < (int)token_total(args.map.tokens) * top_k) to = look_up_pair<S>(args, t, token, pair);
+    t.to[pair] = to;
+    t.slot[pair].row = to >= 0 ? pair : to;
     if (S::TOKENS == 1)
-      place_pairs_of_one<typename S::T>(args.g, t, pair, to);
+      place_pairs_of_one<S>(args, t, pair, to);
     else
       *reinterpret_cast<uint4 *>(t.row[pair]) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
-  if (S::TOKENS > 1) place_pairs<typename S::T>(args.g, t, pair, to, token, top_k);
+  if (S::TOKENS > 1) place_pairs<S>(args, t, pair, to, token);
   __syncthreads();
   return active_before(t, S::PAIRS);
 }
 
-/* By the last CTA, which has as little to do as any. */
+/* By a warp of the last CTA. */
 template <class S> DEVICE void report_counts(const map_args &a, const few_table<S::PAIRS> &t)
 {
   if (blockIdx.x != gridDim.x - 1 || (!a.counts_out && !a.load)) return;
-  for (int e = threadIdx.x; e < a.local_experts; e += S::THREADS) {
+  for (int e = lane_id(); e < a.local_experts; e += WARP_SIZE) {
     int count = 0;
     for (int pair = 0; pair < S::PAIRS; pair++) count += t.to[pair] == e;
     if (a.counts_out) a.counts_out[e] = count;
@@ -261,10 +285,6 @@ template <class S> DEVICE void report_counts(const map_args &a, const few_table<
 }
 
 /* ---- units ---- */
-
-struct few_range {
-  int first, count;
-};
 
 /* `count` things dealt to the grid. */
 DEVICE few_range part_of_cta(int count)
@@ -277,36 +297,41 @@ DEVICE few_range part_of_cta(int count)
  * two eights, or one if that is all. In up the grid takes units in turn, so that experts are done in their order; in down a
  * CTA goes expert by expert of some channels. */
 template <class S> struct few_units {
-  int active, eight, eights, left; /* left: units from this one on */
+  int active, eight, eights, left; /* left: units from this one on; in up also other CTAs' */
   int experts, end, step, tiles;   /* of all; eights end there */
 
-  DEVICE few_units(const gemm_args &g, int active_experts) : active(0), experts(active_experts)
+  /* Of up, whose units go to places in turn: the last place has the fewest, and gridDim.x none. */
+  DEVICE few_units(const gemm_args &g, int active_experts, int place) : active(0), experts(active_experts)
   {
-    const int all = g.n / 8, cta = blockIdx.x, ctas = gridDim.x;
-    step = S::UP && g.gated ? 1 : 2;
-    tiles = ceil_div(all, step);
-    if (S::UP) {
-      const int units = experts * tiles;
-      active = cta / tiles, eight = cta % tiles * step, left = cta < units ? (units - cta - 1) / ctas + 1 : 0,
-      end = all;
-    } else {
-      const few_range part = part_of_cta(all);
-      eight = part.first, end = part.first + part.count, left = experts * ceil_div(part.count, step);
-    }
+    end = g.n / 8, step = g.gated ? 1 : 2, tiles = g.gated ? end : (end + 1) / 2;
+    eight = place * step, left = place < gridDim.x ? experts * tiles - place : 0;
+    settle();
+  }
+
+  /* Of down. */
+  DEVICE few_units(few_range own, int active_experts) : active(0), experts(active_experts)
+  {
+    eight = own.first, end = own.first + own.count, left = experts * ((own.count + 1) / 2);
+    step = 2, tiles = 0;
+    eights = min(step, end - eight);
+  }
+
+  DEVICE void settle()
+  {
+    while (eight >= tiles * step && left > 0) eight -= tiles * step, active++;
     eights = min(step, end - eight);
   }
 
   DEVICE void next()
   {
-    left--;
     if (S::UP) {
-      eight += (int)gridDim.x * step;
-      while (eight >= tiles * step) eight -= tiles * step, active++;
+      left -= gridDim.x, eight += (int)gridDim.x * step;
+      settle();
     } else {
-      active++;
+      left--, active++;
       if (active == experts) active = 0, eight += step;
+      eights = min(step, end - eight);
     }
-    eights = min(step, end - eight);
   }
 
   /* In down one eight comes in slices of 8 rows and twice the k, so that as much is under way as of two. */
@@ -385,35 +410,80 @@ DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const int
     copy_column_chunks<S, S::CHUNKS>(g, of, slice, stage);
 }
 
-/* Lane l feeds weight row l/4; the other eight are zero. */
-template <class S> DEVICE void multiply_wide_slice(const few_stage<S> &stage, float (&sum)[2][4])
+/* What a lane feeds of the columns: of column l/4. */
+template <class S, int CHUNKS> DEVICE void load_columns(const few_stage<S> &stage, uint4 (&x)[CHUNKS / 4])
 {
-  const uint4 *weights = reinterpret_cast<const uint4 *>(stage.weights);
   const uint4 *columns = reinterpret_cast<const uint4 *>(stage.columns);
   const int row = lane_id() / 4;
 #pragma unroll
+  for (int i = 0; i < CHUNKS / 4; i++)
+    x[i] = row < S::TOKENS ? columns[few_chunk(row, i * 4 + lane_id() % 4, CHUNKS)] : make_uint4(0, 0, 0, 0);
+}
+
+/* Lane l feeds weight row l/4; the other eight are zero. */
+template <class S>
+DEVICE void multiply_wide_slice(const few_stage<S> &stage, const uint4 (&x)[2 * S::GROUPS], float (&sum)[2][4])
+{
+  const uint4 *weights = reinterpret_cast<const uint4 *>(stage.weights);
+#pragma unroll
   for (int i = 0; i < 2 * S::GROUPS; i++) {
-    const int at = few_chunk(row, i * 4 + lane_id() % 4, 2 * S::CHUNKS);
-    const uint4 w = weights[at], x = row < S::TOKENS ? columns[at] : make_uint4(0, 0, 0, 0);
-    mma_m16n8k16<typename S::T>(sum[0], {w.x, 0, w.y, 0}, {x.x, x.y});
-    mma_m16n8k16<typename S::T>(sum[1], {w.z, 0, w.w, 0}, {x.z, x.w});
+    const uint4 w = weights[few_chunk(lane_id() / 4, i * 4 + lane_id() % 4, 2 * S::CHUNKS)];
+    mma_m16n8k16<typename S::T>(sum[0], {w.x, 0, w.y, 0}, {x[i].x, x[i].y});
+    mma_m16n8k16<typename S::T>(sum[1], {w.z, 0, w.w, 0}, {x[i].z, x[i].w});
   }
 }
 
-/* Lane l feeds weight rows l/4 and l/4 + 8, and column l/4. */
-template <class S> DEVICE void multiply_slice(const few_stage<S> &stage, float (&sum)[2][4])
+/* Lane l feeds weight rows l/4 and l/4 + 8. */
+template <class S>
+DEVICE void multiply_slice(const few_stage<S> &stage, const uint4 (&x)[S::GROUPS], float (&sum)[2][4])
 {
   const uint4 *weights = reinterpret_cast<const uint4 *>(stage.weights);
-  const uint4 *columns = reinterpret_cast<const uint4 *>(stage.columns);
-  const int row = lane_id() / 4;
 #pragma unroll
   for (int i = 0; i < S::GROUPS; i++) {
-    const int at = few_chunk(row, i * 4 + lane_id() % 4, S::CHUNKS);
+    const int at = few_chunk(lane_id() / 4, i * 4 + lane_id() % 4, S::CHUNKS);
     const uint4 w0 = weights[at], w1 = weights[at + 8 * S::CHUNKS];
-    const uint4 x = row < S::TOKENS ? columns[at] : make_uint4(0, 0, 0, 0);
-    mma_m16n8k16<typename S::T>(sum[0], {w0.x, w1.x, w0.y, w1.y}, {x.x, x.y});
-    mma_m16n8k16<typename S::T>(sum[1], {w0.z, w1.z, w0.w, w1.w}, {x.z, x.w});
+    mma_m16n8k16<typename S::T>(sum[0], {w0.x, w1.x, w0.y, w1.y}, {x[i].x, x[i].y});
+    mma_m16n8k16<typename S::T>(sum[1], {w0.z, w1.z, w0.w, w1.w}, {x[i].z, x[i].w});
   }
+}
+
+/* ---- h that is still being made ---- */
+
+/* h is all ones before it is made, which no rounding gives: the NaN of those has another sign. */
+template <int N> DEVICE bool is_unmade(const uint4 (&x)[N])
+{
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < N; i++) most = __vimax3_u16x2(__vimax3_u16x2(most, x[i].x, x[i].y), x[i].z, x[i].w);
+  return most >= 0xffff0000u || (most & 0xffff) == 0xffff;
+}
+
+/* A slice's columns once more, as often as it takes. By a warp. */
+template <class S, int CHUNKS>
+DEVICE void await_columns(const gemm_args &g, const int16_t (&rows)[FEW_TOKENS], int slice, few_stage<S> &stage)
+{
+  const int chunk = lane_id() % CHUNKS, k = (slice * CHUNKS + chunk) * 8;
+#pragma unroll 1
+  for (int token = lane_id() / CHUNKS; token < S::TOKENS; token += WARP_SIZE / CHUNKS) {
+    if (rows[token] < 0 || k >= g.k) continue;
+    uint4 h[1];
+    do h[0] = load_relaxed(static_cast<const typename S::T *>(g.a) + rows[token] * g.a_ld + k);
+    while (is_unmade(h));
+    reinterpret_cast<uint4 *>(stage.columns)[few_chunk(token, chunk, CHUNKS)] = h[0];
+  }
+  __syncwarp();
+}
+
+/* made: h is known to be. */
+template <class S, int CHUNKS>
+DEVICE void take_columns(const gemm_args &g, bool made, const int16_t (&rows)[FEW_TOKENS], int slice,
+                         few_stage<S> &stage, uint4 (&x)[CHUNKS / 4])
+{
+  load_columns<S, CHUNKS>(stage, x);
+  if (S::UP || made || !__any_sync(ALL_LANES, is_unmade(x))) return;
+  __syncwarp();
+  await_columns<S, CHUNKS>(g, rows, slice, stage);
+  load_columns<S, CHUNKS>(stage, x);
 }
 
 /* Where a warp is: its slice of a unit, `slice` >= slices if it has no more of that one. */
@@ -421,8 +491,8 @@ template <class S> struct few_cursor {
   few_units<S> unit;
   int narrow, wide, slice; /* slices of a unit of either kind; the next */
 
-  DEVICE few_cursor(const gemm_args &g, int experts)
-      : unit(g, experts), narrow(ceil_div(g.k, S::BK)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
+  DEVICE few_cursor(const gemm_args &g, few_units<S> first)
+      : unit(first), narrow(ceil_div(g.k, S::BK)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
   {
   }
   DEVICE int slices() const { return unit.wide() ? wide : narrow; }
@@ -436,47 +506,56 @@ template <class S> struct few_cursor {
   }
 };
 
-/* The copies of a consumer warp. */
-template <class S> struct few_copier {
+/* The copies of a consumer warp: a group for each slice, be it empty. */
+template <class L> struct few_copier {
+  using U = few_part<L, true>;
+  using D = few_part<L, false>;
   const few_args &args;
-  few_smem<S> &smem;
-  few_cursor<S> next;
-  ring_place<S::STAGES> to;
-  uint64_t whole; /* a bit for each of down's experts whose h is there */
+  few_memory<L> &smem;
+  few_cursor<U> up;
+  few_cursor<D> down;
+  ring_place<L::STAGES> to;
 
-  DEVICE few_stage<S> &stage() const { return smem.ring[warp_id()][to.stage]; }
-  DEVICE void advance() { to.advance(), next.slice += S::CONSUMERS; }
-
-  DEVICE void weights()
+  DEVICE few_copier(const few_args &a, few_memory<L> &s, int experts, int place)
+      : args(a), smem(s), up(a.up, {a.up, experts, place}), down(a.down, {s.own, experts})
   {
-    copy_weights<S>(args.g, next.unit, smem.table.weights[next.unit.active], next.slice, stage());
   }
-  DEVICE void columns()
+
+  DEVICE few_stage_of<L> &stage() const { return smem.ring[warp_id()][to.stage]; }
+  DEVICE void advance()
   {
-    const int active = next.unit.active;
-    if (!S::UP && !(whole >> active & 1)) {
-      wait_for(&smem.whole[active], 0);
-      whole |= 1ull << active;
+    cp_async_commit_group();
+    to.advance();
+  }
+
+  DEVICE void down_weights()
+  {
+    const void *of = smem.table.down[down.unit.active];
+    copy_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
+  }
+  DEVICE void down_columns()
+  {
+    copy_columns<D>(args.down, down.unit, smem.table.row[down.unit.active], down.slice, stage());
+  }
+  DEVICE void next_of_down()
+  {
+    if (down.find()) down_weights(), down_columns();
+    down.slice += L::CONSUMERS;
+    advance();
+  }
+  /* When there is none left, down's, where the grid does both: with what there is of h. */
+  DEVICE void next_of_up()
+  {
+    if (!up.find() && args.claims) return next_of_down();
+    if (up.unit.left > 0) {
+      const int active = up.unit.active;
+      copy_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
+      copy_columns<U>(args.up, up.unit, smem.table.row[active], up.slice, stage());
+      up.slice += L::CONSUMERS;
     }
-    copy_columns<S>(args.g, next.unit, smem.table.row[active], next.slice, stage());
+    advance();
   }
 };
-
-/* All stages but one are under way. In down their weights are asked for before h is there. A group of copies for each slice,
- * be it empty; the first one has the first weights of all. */
-template <class S> DEVICE void begin_copies(few_copier<S> &copies)
-{
-  few_copier<S> weights = copies;
-#pragma unroll 1
-  for (int i = 0; i < S::STAGES - 1; i++, weights.advance())
-    if (weights.next.find()) weights.weights();
-  if (!S::UP && !copies.args.made) wait_for_earlier_grids();
-#pragma unroll 1
-  for (int i = 0; i < S::STAGES - 1; i++, copies.advance()) {
-    if (copies.next.find()) copies.columns();
-    cp_async_commit_group();
-  }
-}
 
 /* A warp's part of a unit that it has no more slices of. `first`: its first slice of that unit, below CONSUMERS, which names
  * the sum. Every lane arrives for itself: racecheck knows no other order. */
@@ -490,13 +569,30 @@ DEVICE void hand_over(few_smem<S> &smem, ring_place<S::BUFFERS> &buffer, int fir
   buffer.advance();
 }
 
-template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &smem, int experts)
+/* `here` is the slice in that stage. */
+template <class S>
+DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cursor<S> &here, int stage,
+                           float (&sum)[2][4])
 {
-  few_cursor<S> here(args.g, experts);
-  few_copier<S> copies = {args, smem, here, {}, args.made ? 0 : ~0ull};
-  ring_place<S::STAGES> stage;
-  ring_place<S::BUFFERS> buffer;
-  begin_copies<S>(copies);
+  const gemm_args &g = gemm_of<S>(args);
+  const int16_t(&rows)[FEW_TOKENS] = smem.table.row[here.unit.active];
+  few_stage<S> &at = smem.ring[warp_id()][stage];
+  if (here.unit.wide()) {
+    uint4 x[2 * S::GROUPS];
+    take_columns<S, 2 * S::CHUNKS>(g, !args.claims, rows, here.slice, at, x);
+    multiply_wide_slice<S>(at, x, sum);
+  } else {
+    uint4 x[S::GROUPS];
+    take_columns<S, S::CHUNKS>(g, !args.claims, rows, here.slice, at, x);
+    multiply_slice<S>(at, x, sum);
+  }
+}
+
+/* The warp's slices from `here` on, while next() asks for those to come. */
+template <class S, class NEXT>
+DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S> here, ring_place<S::STAGES> &stage,
+                          ring_place<S::BUFFERS> &buffer, NEXT next)
+{
 #pragma unroll 1
   for (; here.unit.left > 0; here.next_unit()) {
     const int first = here.slice;
@@ -505,58 +601,73 @@ template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &sm
     for (; here.slice < here.slices(); here.slice += S::CONSUMERS, stage.advance()) {
       cp_async_wait_group<S::STAGES - 2>();
       __syncwarp(); /* all lanes' copies are there, and the stage before is read */
-      if (copies.next.find()) copies.weights(), copies.columns();
-      cp_async_commit_group();
-      copies.advance();
-      if (here.unit.wide())
-        multiply_wide_slice<S>(smem.ring[warp_id()][stage.stage], sum);
-      else
-        multiply_slice<S>(smem.ring[warp_id()][stage.stage], sum);
+      next();
+      multiply_stage<S>(args, smem, here, stage.stage, sum);
     }
     hand_over<S>(smem, buffer, first, sum);
   }
 }
 
+/* At the end, where the grid does both, all stages but one are down's first, or under way. */
+template <class L>
+DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, few_copier<L> &copies,
+                       ring_place<L::STAGES> &stage, ring_place<L::BUFFERS> &buffer)
+{
+  using U = few_part<L, true>;
+  uint32_t phase = 0;
+  while (true) {
+    const few_cursor<U> here = copies.up;
+#pragma unroll 1
+    for (int i = 0; i < L::STAGES - 1; i++) copies.next_of_up();
+    consume_units<U>(args, smem, here, stage, buffer, [&] { copies.next_of_up(); });
+    if (!args.claims) return;
+    wait_for(&smem.dealt, phase);
+    const int place = smem.place[1];
+    if (place == gridDim.x) return;
+    phase ^= 1;
+    cp_async_wait_group<0>(); /* what was asked for ahead is asked for again */
+    __syncwarp();
+    copies.up = few_cursor<U>(args.up, {args.up, experts, place});
+    copies.down = few_cursor<few_part<L, false>>(args.down, {smem.own, experts});
+    copies.to = stage;
+  }
+}
+
+/* All stages but one are under way: their weights are asked for before h is there, all in one group. */
+template <class L> DEVICE void begin_down(few_copier<L> &copies)
+{
+  few_copier<L> weights = copies;
+#pragma unroll 1
+  for (int i = 0; i < L::STAGES - 1; i++, weights.to.advance(), weights.down.slice += L::CONSUMERS)
+    if (weights.down.find()) weights.down_weights();
+  wait_for_earlier_grids();
+#pragma unroll 1
+  for (int i = 0; i < L::STAGES - 1; i++, copies.advance(), copies.down.slice += L::CONSUMERS)
+    if (copies.down.find()) copies.down_columns();
+}
+
+template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &smem, int experts)
+{
+  using L = typename S::layout;
+  using D = few_part<L, false>;
+  ring_place<L::STAGES> stage;
+  ring_place<L::BUFFERS> buffer;
+  few_copier<L> copies(args, smem, experts, S::UP ? smem.place[0] : (int)gridDim.x);
+  if constexpr (S::UP) {
+    consume_up<L>(args, smem, experts, copies, stage, buffer);
+    if (!args.claims) return;
+  } else {
+    begin_down<L>(copies);
+  }
+  const few_cursor<D> here(args.down, {smem.own, experts});
+  consume_units<D>(args, smem, here, stage, buffer, [&] { copies.next_of_down(); });
+}
+
 /* ---- finisher: one warp ---- */
 
-/* In down, whose h is whole: asked for while there is nothing else to do, and told to the consumers. */
-template <class S> struct few_watch {
-  const few_args &args;
-  few_smem<S> &smem;
-  int experts;
-  uint32_t told; /* a bit for each of the lane's experts */
-  bool done;
-
-  DEVICE few_watch(const few_args &a, few_smem<S> &s, int active)
-      : args(a), smem(s), experts(active), told(0), done(S::UP || !a.made)
-  {
-  }
-
-  /* Of expert 32 i + lane. */
-  DEVICE bool tell(int i)
-  {
-    const int active = i * WARP_SIZE + lane_id();
-    if (active >= experts || told >> i & 1) return true;
-    if (load_acquire(args.made + active) != args.units) return false;
-    mbarrier_arrive(&smem.whole[active]);
-    told |= 1u << i;
-    return true;
-  }
-
-  DEVICE void look()
-  {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < S::PAIRS / WARP_SIZE; i++) all &= tell(i);
-    done = __all_sync(ALL_LANES, all);
-  }
-};
-
 /* The sum of the warps' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S>
-DEVICE void take_sums(few_smem<S> &smem, few_watch<S> &watch, ring_place<S::BUFFERS> &buffer, float (&sum)[4])
+template <class S> DEVICE void take_sums(few_smem<S> &smem, ring_place<S::BUFFERS> &buffer, float (&sum)[4])
 {
-  while (!watch.done && !mbarrier_test_wait(&smem.summed[buffer.stage], buffer.phase)) watch.look();
   wait_for(&smem.summed[buffer.stage], buffer.phase);
 #pragma unroll
   for (int w = 0; w < S::CONSUMERS; w++) {
@@ -567,7 +678,6 @@ DEVICE void take_sums(few_smem<S> &smem, few_watch<S> &watch, ring_place<S::BUFF
   buffer.advance();
 }
 
-/* In down perhaps before the grid ahead has ended. */
 DEVICE float few_bias(const expert_matrix &b, int half, int expert, int channel)
 {
   if (!b.bias[half]) return 0.f;
@@ -577,10 +687,10 @@ DEVICE float few_bias(const expert_matrix &b, int half, int expert, int channel)
 /* Of a unit: the outputs of lane l are channels l/4 (gated) or l/4 and l/4 + 8, of two tokens. store(channel of the unit,
  * row, value). */
 template <class S, class STORE>
-DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit, few_watch<S> &watch,
+DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit,
                         ring_place<S::BUFFERS> &buffer, STORE store)
 {
-  const gemm_args &g = args.g;
+  const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::UP && g.gated;
   const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.eight * 8 + local;
   const int16_t *rows = smem.table.row[unit.active] + lane_id() % 4 * 2;
@@ -590,7 +700,7 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
                           : second ? few_bias(g.b, 0, expert, channel + 8)
                                    : 0.f;
   float sum[4] = {};
-  take_sums<S>(smem, watch, buffer, sum);
+  take_sums<S>(smem, buffer, sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (rows[j] < 0) continue;
@@ -645,58 +755,150 @@ template <class S> DEVICE void store_outputs(const combine_args &out, const few_
   __syncwarp();
 }
 
-template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
+/* What the CTA does of up next: claimed, so that what a CTA waits for is never left to one that has not started. Each takes
+ * one place when it starts; who is done takes another if some are left. */
+DEVICE int claim_place(const few_args &args)
+{
+  const int ctas = gridDim.x, claimed = atomicAdd(args.claims, 1) + 1; /* -1 at first */
+  return claimed < ctas ? ctas - 1 - claimed : ctas;
+}
+
+/* The finisher's; the consumers are told when it is over, or of another place. */
+template <class S> struct few_dealer {
+  const few_args &args;
+  few_smem<S> &smem;
+  bool over; /* no place is left, and they know */
+
+  DEVICE void tell(int place)
+  {
+    if (lane_id() == 0) {
+      smem.place[1] = place;
+      mbarrier_arrive(&smem.dealt);
+    }
+    over = place == gridDim.x;
+  }
+
+  DEVICE void look()
+  {
+    if (over) return;
+    const int last = __shfl_sync(ALL_LANES, load_settled(args.claims), 0);
+    if (last >= (int)gridDim.x - 1) tell(gridDim.x);
+  }
+
+  DEVICE int claim()
+  {
+    look();
+    return over ? gridDim.x : __shfl_sync(ALL_LANES, lane_id() == 0 ? claim_place(args) : 0, 0);
+  }
+};
+
+/* A CTA's units of up. */
+template <class S>
+DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int place, few_dealer<S> &dealer,
+                      ring_place<S::BUFFERS> &buffer)
 {
   using T = typename S::T;
-  ring_place<S::BUFFERS> buffer;
-  few_units<S> unit(args.g, experts);
-  few_watch<S> watch(args, smem, experts);
-  if (!watch.done) watch.look(); /* whatever L1 held before is gone: biases */
-  if constexpr (S::UP) {
+  few_units<S> unit(args.up, experts, place);
 #pragma unroll 1
-    for (; unit.left > 0; unit.next()) {
-      finish_unit<S>(args, smem, unit, watch, buffer, [&](int local, int row, T value) {
-        static_cast<T *>(args.g.c)[row * args.g.c_ld + unit.eight * 8 + local] = value;
-      });
-      __syncwarp();
-      if (args.made && lane_id() == 0) add_release(args.made + unit.active, 1);
-    }
-  } else {
-#pragma unroll 1
-    while (unit.eight < unit.end) {
-      const int eight = unit.eight, eights = unit.eights;
-#pragma unroll 1
-      for (int i = 0; i < experts; i++, unit.next())
-        finish_unit<S>(args, smem, unit, watch, buffer,
-                       [&](int local, int row, T value) { smem.y[row][local] = value; });
-      wait_for_earlier_grids(); /* h of all experts is there, so it will not be long */
-      store_outputs<S>(args.out, smem, eight, eights);
-      if (experts == 0) unit.eight += unit.step, unit.eights = min(unit.step, unit.end - unit.eight);
-    }
+  for (; unit.left > 0; unit.next()) {
+    finish_unit<S>(args, smem, unit, buffer, [&](int local, int row, T value) {
+      store_relaxed(static_cast<T *>(args.up.c) + row * args.up.c_ld + unit.eight * 8 + local, value);
+    });
+    dealer.look(); /* all consumers have part in a unit, so they know of this place by now */
   }
+}
+
+/* What a pair's note says, as soon as it is written: by a CTA that has started, as h was. */
+DEVICE uint64_t await_note(const uint64_t *note)
+{
+  uint64_t value;
+  do value = load_settled(note);
+  while (value == FEW_NO_NOTE);
+  return value;
+}
+
+/* Of pairs, for the outputs. */
+template <class S> DEVICE void take_weights(const few_args &args, few_table<S::PAIRS> &t)
+{
+  const int top_k = args.map.top_k, pairs = (int)token_total(args.map.tokens) * top_k;
+  for (int pair = lane_id(); pair < pairs; pair += WARP_SIZE) {
+    const int token = pair / top_k;
+    const float weight =
+        args.notes ? __uint_as_float((uint32_t)await_note(args.notes + pair))
+                   : load_settled(args.out.pair_weights + token * args.out.pair_weights_ld + (pair - token * top_k));
+    t.slot[pair].weight = t.to[pair] == ROW_DROPPED ? 0.f : weight;
+  }
+  __syncwarp();
+}
+
+template <class S>
+DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, ring_place<S::BUFFERS> &buffer)
+{
+  using T = typename S::T;
+  few_units<S> unit(smem.own, experts);
+  take_weights<S>(args, smem.table);
+#pragma unroll 1
+  while (unit.eight < unit.end) {
+    const int eight = unit.eight, eights = unit.eights;
+#pragma unroll 1
+    for (int i = 0; i < experts; i++, unit.next())
+      finish_unit<S>(args, smem, unit, buffer, [&](int local, int row, T value) { smem.y[row][local] = value; });
+    store_outputs<S>(args.out, smem, eight, eights);
+    if (experts == 0) unit.eight += unit.step, unit.eights = min(unit.step, unit.end - unit.eight);
+  }
+}
+
+template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
+{
+  ring_place<S::BUFFERS> buffer;
+  if constexpr (S::UP) {
+    few_dealer<S> dealer = {args, smem, !args.claims};
+    int place = smem.place[0];
+    finish_up<S>(args, smem, experts, place, dealer, buffer);
+    if (!args.claims) return;
+    do {
+      place = dealer.claim();
+      if (args.notes && place < gridDim.x) write_routing<S>(args, place, smem.scratch[1]);
+      if (place < gridDim.x && few_units<S>(args.up, experts, place).left <= 0) continue;
+      if (!dealer.over) dealer.tell(place);
+      finish_up<S>(args, smem, experts, place, dealer, buffer);
+    } while (place < gridDim.x);
+  } else {
+    wait_for_earlier_grids();
+  }
+  finish_down<few_part<typename S::layout, false>>(args, smem, experts, buffer);
 }
 
 /* ---- kernel ---- */
 
-template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
+/* Before the wait: what does not depend on earlier grids. */
+template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
 {
   if (threadIdx.x < S::BUFFERS) {
     mbarrier_init(&smem.summed[threadIdx.x], S::CONSUMERS * WARP_SIZE);
     mbarrier_init(&smem.taken[threadIdx.x], WARP_SIZE);
   }
-  if (!S::UP && threadIdx.x < S::PAIRS) mbarrier_init(&smem.whole[threadIdx.x], 1);
+  if (threadIdx.x == 0) mbarrier_init(&smem.dealt, 1);
+  if (threadIdx.x == S::FINISHER * WARP_SIZE) smem.own = part_of_cta(args.down.n / 8);
+}
+
+template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
+{
+  prepare<S>(args, smem);
   if (S::UP) {
     wait_for_earlier_grids();
+    if (threadIdx.x == S::CLERK * WARP_SIZE) smem.place[0] = args.claims ? claim_place(args) : blockIdx.x;
     check_token_count(args.map.tokens, args.map.fault);
-    if (args.notes) route_few_tokens<S>(args, smem);
+    if (args.notes) choose_experts<S>(args.gate, smem);
   }
   const int experts = build_few_table<S>(args, smem.table);
-  if (S::UP) report_counts<S>(args.map, smem.table);
   if (warp_id() < S::CONSUMERS) {
     few_consume<S>(args, smem, experts);
-  } else {
-    if (!S::UP && !args.made) wait_for_earlier_grids();
+  } else if (warp_id() == S::FINISHER) {
     few_finish<S>(args, smem, experts);
+  } else if constexpr (S::UP) {
+    report_counts<S>(args.map, smem.table);
+    if (args.notes && smem.place[0] < gridDim.x) write_routing<S>(args, smem.place[0], smem.scratch[0]);
   }
 }
 

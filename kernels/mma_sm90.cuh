@@ -64,18 +64,7 @@ DEVICE void cp_async_mbarrier_arrive_noinc(uint64_t *barrier)
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-/* Whether the phase of this parity is over. */
-DEVICE bool mbarrier_test_wait(uint64_t *barrier, uint32_t parity)
-{
-  uint32_t over;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(over)
-               : "r"(shared_address(barrier)), "r"(parity)
-               : "memory");
-  return over;
-}
-
-/* The same; the thread may sleep until it is, or for a while. */
+/* Whether the phase of this parity is over; the thread may sleep until it is, or for a while. */
 DEVICE bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity)
 {
   uint32_t over;

@@ -384,7 +384,7 @@ static wide simple_grid(const variant *v, const shape *s)
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : v->bm;
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->bk / v->threads); /* bn: what it holds */
   if (v->form == FORM_wgmma) return 2 * wide_ceil(s->tokens, 2 * tokens) * wide_ceil(s->n, v->bn); /* clusters of two */
-  return wide_ceil(s->tokens, tokens) * (v->bn > 1 && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
+  return wide_ceil(s->tokens, tokens) * ((v->bn > 1 || s->op == OP_router) && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
 }
 
 static wide cpu_grid(const shape *s)
@@ -966,6 +966,20 @@ static void check_few_gates(const gpu *hopper)
   }
 }
 
+/* One grid or two: rows of few_down are asked for by name. */
+static void check_few_grids(const gpu *hopper)
+{
+  int32_t forced[OP_COUNT] = {0};
+  const machine m = gpu_machine(hopper, NULL), forcing = gpu_machine(hopper, forced);
+  case_begin("grids");
+  CHECK(few_in_one(&m) && few_in_one(&forcing));
+  forced[OP_few_up] = 1;
+  CHECK(few_in_one(&forcing));
+  forced[OP_few_down] = 1;
+  CHECK(!few_in_one(&forcing));
+  case_end();
+}
+
 static void test_few(void)
 {
   static const gpu hopper = {90, HOPPER_SMS, 232448};
@@ -976,6 +990,7 @@ static void test_few(void)
   if (built) check_few_sizes(&hopper);
   if (built) check_few_forced(&hopper);
   check_few_gates(&hopper);
+  check_few_grids(&hopper);
   group_end();
 }
 

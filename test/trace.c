@@ -30,7 +30,7 @@ static const launching launches[] = {
     {"forward from ids", small_layer, run_routed, "map up down combine "},
     {"forward from logits", small_layer, run_logits, "gate map map up down combine "},
     {"forward of one token", wide_layer, run_wide, "gate few few "},
-    {"forward of one token from the router", wide_layer, run_wide_routed, "router few few "},
+    {"forward of one token from the router", wide_layer, run_wide_routed, "router few "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
     {"router of many tokens", small_layer, run_router, "router "},
@@ -203,7 +203,7 @@ static void test_copy_arguments(void)
   group_end();
 }
 
-/* The same of one token, where two kernels are told what map, up, down and combine would be. */
+/* The same of one token, where two kernels are told alike what map, up, down and combine would be. */
 static void test_few_arguments(void)
 {
   if (!group_begin("arguments of the kernels of few tokens")) return;
@@ -212,24 +212,25 @@ static void test_few_arguments(void)
   wide_layer(&w);
   CHECK_OK(run_wide(&w));
   const gate_args *gate = shim_last_args("gate");
-  const few_args *up = shim_last_args("few_up"), *down = shim_last_args("few_down");
-  CHECK(up->g.n == FEW_INTER && up->g.k == HIDDEN && up->g.gated && up->g.tokens.count == 1 && up->g.rows_cap == TOP_K);
-  CHECK((const char *)up->g.b.base[0] > (const char *)up->g.b.base[1]); /* up lies first */
-  CHECK(down->g.a == up->g.c && down->g.a_ld == FEW_INTER && down->g.n == HIDDEN && down->g.k == FEW_INTER &&
-        !down->g.gated);
-  for (int i = 0; i < 2; i++) {
-    const map_args *map = i ? &down->map : &up->map;
-    CHECK(map->ids == gate->ids && map->top_k == TOP_K && map->local_experts == EXPERTS && map->counts_out != NULL);
-  }
-  CHECK(down->out.pair_weights == gate->weights && down->out.out_scale == 1 && down->out.reduce == 1);
-  CHECK(down->out.residual == down->out.out && down->out.hidden == HIDDEN && down->out.shared == NULL);
-  CHECK(!up->notes && !up->made && !down->notes && !down->made); /* nobody would clear them */
+  const few_args *few = shim_last_args("few_up");
+  const gemm_args *up = &few->up, *down = &few->down;
+  const combine_args *out = &few->out;
+  CHECK(memcmp(few, shim_last_args("few_down"), sizeof *few) == 0);
+  CHECK(up->n == FEW_INTER && up->k == HIDDEN && up->gated && up->tokens.count == 1 && up->rows_cap == TOP_K);
+  CHECK((const char *)up->b.base[0] > (const char *)up->b.base[1]); /* up lies first */
+  CHECK(down->a == up->c && down->a_ld == FEW_INTER && down->n == HIDDEN && down->k == FEW_INTER && !down->gated);
+  CHECK(few->map.ids == gate->ids && few->map.top_k == TOP_K && few->map.local_experts == EXPERTS);
+  CHECK(few->map.counts_out != NULL);
+  CHECK(out->pair_weights == gate->weights && out->out_scale == 1 && out->reduce == 1);
+  CHECK(out->residual == out->out && out->hidden == HIDDEN && out->shared == NULL);
+  CHECK(!few->notes && !few->claims); /* nobody would clear them */
   end_world(&w);
   case_end();
   group_end();
 }
 
-/* From hidden states: the router clears what the two tell each other through, inside the workspace and where nothing else is. */
+/* From hidden states one kernel does all. The router clears what its CTAs tell each other through: h, and words behind it that
+ * lie inside the workspace, where nothing else is. */
 static void test_few_from_router(void)
 {
   if (!group_begin("arguments of the kernels of few tokens, from the router")) return;
@@ -238,14 +239,14 @@ static void test_few_from_router(void)
   wide_layer(&w);
   CHECK_OK(run_wide_routed(&w));
   const router_args *router = shim_last_args("router");
-  const few_args *up = shim_last_args("few_up"), *down = shim_last_args("few_down");
-  CHECK((const void *)router->clear == (const void *)up->notes && router->clear_words == 3 * TOP_K && router->clear);
-  CHECK((const void *)up->made == (const void *)(up->notes + TOP_K) && up->units == FEW_INTER / 8);
-  CHECK(down->notes == up->notes && down->made == up->made && down->units == up->units);
-  CHECK((uintptr_t)up->notes >= (uintptr_t)up->g.c + 2 * TOP_K * FEW_INTER ||
-        (const void *)(up->made + TOP_K) <= up->g.c);
-  CHECK(up->gate.logits == router->logits && up->gate.experts == EXPERTS && up->gate.top_k == TOP_K);
-  CHECK(up->gate.ids == up->map.ids && up->gate.ids_dtype == DT_I64 && up->gate.weights == down->out.pair_weights);
+  const few_args *few = shim_last_args("few_up");
+  const char *clear = router->clear, *end = clear + 16 * (ptrdiff_t)router->clear_quads,
+             *notes = (const char *)few->notes;
+  CHECK(clear == few->up.c && notes >= clear + 2 * TOP_K * FEW_INTER && (uintptr_t)clear % 16 == 0);
+  CHECK((const char *)few->claims == notes + 8 * TOP_K && end >= notes + 8 * TOP_K + 4 && end < notes + 8 * TOP_K + 20);
+  CHECK(end <= notes + 2 * TOP_K * HIDDEN); /* where y would be */
+  CHECK(few->gate.logits == router->logits && few->gate.experts == EXPERTS && few->gate.top_k == TOP_K);
+  CHECK(few->gate.ids == few->map.ids && few->gate.ids_dtype == DT_I64 && few->gate.weights == few->out.pair_weights);
   end_world(&w);
   case_end();
   group_end();

@@ -493,7 +493,7 @@ enum { KEPT = 64 };
 
 static struct {
   const variant *row;
-  _Alignas(64) unsigned char args[1024];
+  _Alignas(64) unsigned char args[2048];
 } kept[KEPT];
 static int kept_count;
 
