@@ -170,8 +170,8 @@ DEVICE float shared_weight(const combine_args &a, int64_t token)
 /* With ones. */
 DEVICE void clear_quads(const router_args &a)
 {
-  const int threads = gridDim.x * blockDim.x;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < a.clear_quads; i += threads)
+  const int64_t threads = (int64_t)gridDim.x * blockDim.x; /* past 2^31 for many tokens by rows */
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.clear_quads; i += threads)
     static_cast<uint4 *>(a.clear)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
