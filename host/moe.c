@@ -166,13 +166,11 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
   down.discarded = discarded;
-  if (route && dispatch_wants_copy(p->plan->context, &up)) {
-    up.copy = down.c; /* an expert's rows: up is the last to read them there, down the first to write */
-    up.progress = region(p, p->at.progress);
-  }
-  if (route && dispatch_goes_by_expert(p->plan->context, &up, &down)) {
+  if (route) {
     up.progress = down.progress = region(p, p->at.progress);
-    up.by_expert = down.by_expert = true;
+    up.by_expert = down.by_expert = dispatch_goes_by_expert(p->plan->context, &up, &down);
+    /* An expert's rows: up is the last to read them there, down the first to write. */
+    if (dispatch_wants_copy(p->plan->context, &up)) up.copy = down.c;
   }
   TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
   return dispatch(p->plan->context, OP_down, &down, p->stream);

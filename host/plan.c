@@ -110,10 +110,10 @@ bool wants_copy(const machine *m, const shape *up)
 
 bool goes_by_expert(const machine *m, const shape *up, const shape *down)
 {
-  const int32_t up_row = choose(m, up), down_row = choose(m, down);
-  if (up_row < 0 || down_row < 0) return false;
-  const variant *u = &variants[up_row], *d = &variants[down_row];
-  return u->form == FORM_wgmma && d->form == u->form && u->bm == d->bm;
+  const int32_t up_row = choose(m, up);
+  if (up_row < 0 || variants[up_row].form != FORM_wgmma) return false; /* first: else the table is looked up once */
+  const int32_t down_row = choose(m, down);
+  return down_row >= 0 && variants[down_row].form == FORM_wgmma && variants[down_row].bm == variants[up_row].bm;
 }
 
 static bool is_forced(const machine *m, operation op)
