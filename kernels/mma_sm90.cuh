@@ -127,19 +127,17 @@ DEVICE void prefetch_tensormap(const void *map)
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* Of stores: lines that are discarded before long stay in L2 if they can, unwritten; others as ever. */
-DEVICE uint64_t store_policy(bool discarded)
+/* Lines that are discarded before long stay in L2 if they can, unwritten. */
+DEVICE void store_16(void *to, const uint4 &value, bool discarded)
 {
-  uint64_t last, normal;
+  if (!discarded) {
+    *static_cast<uint4 *>(to) = value;
+    return;
+  }
+  uint64_t last;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return discarded ? last : normal;
-}
-
-DEVICE void store_16(void *to, const uint4 &value, uint64_t policy)
-{
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(to), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w), "l"(policy)
+               "r"(value.z), "r"(value.w), "l"(last)
                : "memory");
 }
 
