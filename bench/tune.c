@@ -91,16 +91,19 @@ static void add_times(samples *s, int64_t rows, const double *us)
 }
 
 /* The scale of the table, as in host/plan.c. */
-static int64_t rows_of(const family *f, const shape *s, int64_t tokens)
+static int64_t rows_of(const bench *b, const family *f, const shape *s, int64_t tokens)
 {
   if (f->item == ITEM_router) return (tokens * s->experts + 255) / 256;
   const int64_t pairs = tokens * s->top_k, active = pairs < s->experts ? pairs : s->experts;
+  const int64_t channels = f->item == ITEM_up ? s->inter : s->hidden;
+  if (pairs <= s->experts && pairs * ((channels + 127) / 128) < 2 * b->device.multiprocessors) return 0;
   return (pairs + active - 1) / active;
 }
 
 static int64_t tokens_of(const family *f, const shape *s, int64_t rows)
 {
-  return f->item == ITEM_router ? rows * 256 / s->experts : rows * s->experts / s->top_k;
+  if (f->item == ITEM_router) return rows * 256 / s->experts;
+  return rows > 0 ? rows * s->experts / s->top_k : 1;
 }
 
 static cumoe_status time_choices(bench *b, const family *f, cell *c, samples *s)
@@ -123,13 +126,13 @@ static cumoe_status time_choices(bench *b, const family *f, cell *c, samples *s)
     us[i] = t.median;
     TRY(cumoe_variant_force(b->context, -1));
   }
-  add_times(s, rows_of(f, c->model->shape, c->tokens), us);
+  add_times(s, rows_of(b, f, c->model->shape, c->tokens), us);
   return CUMOE_OK;
 }
 
 static cumoe_status time_model(bench *b, const family *f, model *m, samples *s)
 {
-  static const int64_t gemm[] = {1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 176, 256, 352, 512, 1024};
+  static const int64_t gemm[] = {0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 176, 256, 352, 512, 1024};
   static const int64_t router[] = {1, 4, 8, 16, 32, 64, 128, 256, 400, 800, 1600, 2048, 3200, 5000, 8192};
   const int64_t *rows = f->item == ITEM_router ? router : gemm, most = 8192;
   const int32_t count = (int32_t)(f->item == ITEM_router ? sizeof router / 8 : sizeof gemm / 8);
@@ -327,7 +330,8 @@ static void print_head(const bench *b)
       " * Which kernel serves which regime: TUNE(op, up_to, form, BM, BN). The first row whose `up_to` is not below "
       "the "
       "expected\n"
-      " * rows per active expert (router: T * E / 256), and whose kernel can serve the types and layout, is taken.\n"
+      " * rows per active expert (router: T * E / 256; up, down: 0 for fewer than two tiles of 128 channels an SM), "
+      "and whose kernel can serve the types and layout, is taken.\n"
       " * Ordered by up_to within an operation and architecture; ANY_ROWS ends a list. Rows for a form that a GPU, a "
       "dtype or a layout\n"
       " * lacks are skipped.\n"

@@ -40,7 +40,7 @@ static bool serves(const machine *m, const variant *v, const shape *s)
   if (s->major == MAJOR_none) return true;
   if (v->form == FORM_tile || v->form == FORM_thin || v->form == FORM_stream) return s->major == MAJOR_K;
   if (v->form == FORM_ntile) return s->major == MAJOR_N;
-  if (v->form == FORM_ring) return s->major == MAJOR_K && s->tokens <= v->bm && s->rows <= FEW_PAIRS;
+  if (v->form == FORM_ring) return s->major == MAJOR_K && s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
   if (takes_tensor_maps(v)) return s->major == MAJOR_K && !s->no_tmap;
   return true;
 }
@@ -50,7 +50,7 @@ typedef struct tune_row {
   int32_t up_to, bm, bn;
 } tune_row;
 
-enum { ANY_ROWS = INT32_MAX };
+enum { ANY_ROWS = INT32_MAX, SCANT_CHANNELS = 128 };
 
 static const tune_row tune[] = {
 #define TUNE(op, up_to, form, BM, BN) {OP_##op, FORM_##form, up_to, BM, BN},
@@ -64,6 +64,21 @@ static int64_t expected_rows(const shape *s)
 {
   if (s->op == OP_router) return ceil_div(s->tokens * s->experts, 256);
   return s->experts > 0 ? ceil_div(s->rows, min64(s->experts, s->rows > 0 ? s->rows : 1)) : 0;
+}
+
+/* A little below the mean of even routing. */
+static double expected_active(const shape *s)
+{
+  return (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
+}
+
+/* stream deals out whole tiles: where there are fewer than two of 128 channels an SM, 0. (H200, T 1, thin and stream by themselves:
+ * qwen3-235b up 51, 55 us, mixtral down 57, 75 us; T 8, the layer: qwen3-235b in eight parts 91, 99 us, qwen3-next 146, 144 us.) */
+static int64_t tune_scale(const machine *m, const shape *s)
+{
+  const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
+  const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < 2 * (int64_t)m->sms;
+  return scant ? 0 : min64(rows, ANY_ROWS);
 }
 
 static int32_t find_row(const machine *m, const shape *s, const tune_row *t)
@@ -86,7 +101,7 @@ int32_t choose(const machine *m, const shape *s)
 {
   int32_t forced = m->forced ? m->forced[s->op] - 1 : -1;
   if (forced >= 0) return serves(m, &variants[forced], s) ? forced : -1;
-  int64_t rows = min64(expected_rows(s), ANY_ROWS);
+  const int64_t rows = tune_scale(m, s);
   for (const tune_row *t = tune; t->op >= 0 && m->cc != 0; ++t) {
     if (t->op != (int)s->op || rows > t->up_to) continue;
     int32_t found = find_row(m, s, t);
@@ -121,24 +136,34 @@ static bool is_forced(const machine *m, operation op)
   return m->forced && m->forced[op];
 }
 
-/* few_down deals its output to SMs by 8 channels, for all experts, and an expert's part of that to its warps by 128 k. What that
- * leaves idle costs one token less than map and combine; for more the limit is a tenth. On an H200, the whole layer, T 8, against
- * map, thin and combine: gpt-oss (9 % idle) 337 us instead of 349, deepseek-v3 (3 %) 1094 instead of 1121; with 16 channels, so 32
- * and 15 % idle, the GEMMs alone took 15 and 27 us longer. T 1, an earlier form: K = 768 (qwen3-30b) 34.3 us instead of 35.0, K = 512
- * (qwen3-next) 50.1 instead of 44.8. */
-enum { FEW_CHANNELS = 8, FEW_FROM_K = 768 };
+/* The start of few is some 20 us shorter than that of router, gate, map, up, down and combine; its weights come 1 % slower than
+ * stream's, and those of down, a third of all, by what dealing 8 channels at a time to SMs leaves idle. So it pays up to some size; the
+ * limits are measured ones. H200, whole layer, us, few / the best of the others: T 8, gpt-oss (9 % idle) 339 / 350, deepseek-v3 (3 %)
+ * 1120 / 1128, qwen3-30b 118 / 130; T 16, gpt-oss 596 / 605, qwen3-235b 690 / 706, deepseek-v3 2007 / 1989; T 24, gpt-oss 817 / 812, qwen3-30b
+ * 227 / 236; T 32 with two rows an expert, qwen3-30b 255 / 257, with four, olmoe 198 / 198; K = 512 (qwen3-next) T 1 41 / 47, T 16
+ * 222 / 230; K = 192 (qwen3-235b in eight parts) T 1 23 / 30, T 8 86 / 91, T 16 128 / 126. */
+enum { FEW_CHANNELS = 8, FEW_FROM_K = 192 };
+enum { FEW_MANY = 9 /* tokens; from here on: */, FEW_MANY_FROM_K = 512, FEW_MANY_ROWS = 2 };
+
+static bool few_pays(const machine *m, const shape *up, const shape *down)
+{
+  const int64_t runs = ceil_div(down->n, FEW_CHANNELS), places = ceil_div(runs, m->sms) * m->sms;
+  const double most = 95e6, idle = (double)(places - runs) / (double)places; /* bytes lost */
+  const double weights = 6. * expected_active(up) * (double)up->n * (double)up->k;
+  if (down->k < FEW_FROM_K || (down->tokens > 1 && runs * 10 < places * 9)) return false;
+  if (down->tokens >= FEW_MANY && (down->k < FEW_MANY_FROM_K || expected_rows(up) > FEW_MANY_ROWS)) return false;
+  return weights * (.01 + idle / 3) <= most;
+}
 
 bool wants_few(const machine *m, const shape *up, const shape *down)
 {
   static const operation stages[] = {OP_map_count, OP_map, OP_up, OP_down, OP_combine};
   const int32_t up_row = choose(m, up), down_row = choose(m, down);
   if (up_row < 0 || down_row < 0) return false;
-  if (variants[up_row].bm != variants[down_row].bm) return false; /* they agree on which pairs have a row of h */
   if (is_forced(m, OP_few_up) || is_forced(m, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof stages / sizeof *stages; ++i)
     if (is_forced(m, stages[i])) return false;
-  const int64_t runs = ceil_div(down->n, FEW_CHANNELS), rounds = ceil_div(runs, m->sms);
-  return down->k >= FEW_FROM_K && (down->tokens == 1 || runs * 10 >= rounds * m->sms * 9);
+  return few_pays(m, up, down);
 }
 
 bool few_in_one(const machine *m)
@@ -220,14 +245,13 @@ static bool router_has_tiles(int64_t tokens, int32_t experts)
   return true;
 }
 
-/* Active experts by E R / (E + R), a little below the mean of even routing; weights of one half. */
+/* Weights of one half. */
 bool starts_early(const variant *v, const shape *s)
 {
   const double longest = 1.6e9; /* bytes */
   if (v->form != FORM_thin) return true;
   if (router_has_tiles(s->tokens, s->experts)) return false;
-  const double active = (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
-  return active * (double)s->n * (double)s->k * (s->w == DT_F32 ? 4 : 2) <= longest;
+  return expected_active(s) * (double)s->n * (double)s->k * (s->w == DT_F32 ? 4 : 2) <= longest;
 }
 
 bool discards_rows(const cumoe_moe_desc *d, int64_t tokens)

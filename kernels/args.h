@@ -224,9 +224,9 @@ typedef struct combine_args {
 } combine_args;
 
 /*
- * The experts of few tokens, without a map: at most FEW_TOKENS tokens and FEW_PAIRS pairs. Whoever needs to know where a pair
+ * The experts of few tokens, without a map: at most as many tokens as the row's BM, FEW_TOKENS, and FEW_PAIRS(BM) pairs. Whoever needs to know where a pair
  * goes works it out from the ids; the row of a pair in h is the pair itself.
- *   few_up:   `up`, c[pair] of the first pair of each (token, expert); and of `map` counts_out, load and the faults
+ *   few_up:   `up`, c[pair]; and of `map` counts_out, load and the faults
  *   few_down: `down`, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
  * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of up and down no counts, offsets, row_pair or
  * pair_weights. Where the router has filled `claims` and h with ones, few_up does what few_down would; where `notes`, too, the
@@ -237,18 +237,18 @@ typedef struct few_args {
   map_args map;
   combine_args out;
   gate_args gate;  /* with `notes`: few_up writes ids and weights as the gate would, and the notes */
-  uint64_t *notes; /* NULL, or [T k]: FEW_NOTE of each pair's weight; FEW_NO_NOTE: not yet */
+  uint64_t *notes; /* NULL, or [T k]: the bits of each pair's weight; FEW_NO_NOTE: not yet */
   int32_t *claims; /* NULL, or how many parts of up CTAs have claimed, less one */
 } few_args;
 
 /* What few_up does of gates: a score that is an expert's own is worked out by a thread of its own. */
-#define GATE_IN_FEW_UP(a)     (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
-#define FEW_NOTE(weight_bits) ((uint64_t)(weight_bits))
-#define FEW_NO_NOTE           (~(uint64_t)0)
+#define GATE_IN_FEW_UP(a) (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
+#define FEW_NO_NOTE       (~(uint64_t)0)
 /* Where h was notes and claims follow. */
 #define FEW_WORDS(pairs) (2 * (pairs) + 1)
 
-enum { FEW_TOKENS = 8, FEW_PAIRS = 64 };
+enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplied at once */ };
+#define FEW_PAIRS(BM) ((BM) == 1 ? (int)MAX_TOP_K : 8 * (BM))
 
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
 #define COMBINE_TOKENS(top_k) ((top_k) == 1 ? 8 : (top_k) == 2 ? 4 : (top_k) <= 4 ? 2 : 1)

@@ -63,11 +63,6 @@ DEVICE int64_t load_settled(const int64_t *source)
   return value;
 }
 
-DEVICE uint64_t load_settled(const uint64_t *source)
-{
-  return (uint64_t)load_settled(reinterpret_cast<const int64_t *>(source));
-}
-
 /* What another grid writes meanwhile: one whole word, and what was written before it was stored. */
 DEVICE int32_t load_acquire(const int32_t *source)
 {
@@ -81,7 +76,18 @@ DEVICE void add_release(int32_t *target, int32_t value)
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
 }
 
-/* What other CTAs write meanwhile, each word of it whole; nothing else follows from its being there. */
+/* What other CTAs write meanwhile, each word of it whole; nothing else follows from its being there. The instruction of what
+ * is settled. */
+DEVICE int32_t load_relaxed(const int32_t *source)
+{
+  return load_settled(source);
+}
+
+DEVICE uint64_t load_relaxed(const uint64_t *source)
+{
+  return (uint64_t)load_settled(reinterpret_cast<const int64_t *>(source));
+}
+
 DEVICE uint4 load_relaxed(const void *source)
 {
   uint4 v;

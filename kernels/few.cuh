@@ -5,13 +5,13 @@
  * for their first weights as soon as few_up has left their SM.
  *
  * Weights are the 16-row operand of mma.sync (8 gate and the same 8 up channels, or 16 channels), the tokens themselves the
- * other: column t is token t, whatever expert is at hand, zero if it has not chosen it. The CTAs take (expert, channel tile)
+ * other: a column each of those that have chosen the expert at hand, eight at once. The CTAs take (expert, channel tile)
  * units of up in turn, then each a few channels of down for all experts, so that it has all that their outputs are made of.
  *
  * Slices of 16 rows x 128 k of the CTA's units are dealt in turn to its warps, each of which has its own ring of stages in
  * shared memory, filled by its own copies: no warp waits for another. What they make of a unit (all of k) goes to shared
- * memory, where one more warp adds it up and finishes it while they go on. Sums do not depend on which warp had which slice of
- * a unit, hence not on other tokens.
+ * memory, where one more warp, the finisher, adds it up and finishes it while they go on; with the clerk and the helpers it then sums
+ * y over a token's slots. Sums do not depend on which warp had which slice of a unit, hence not on other tokens.
  *
  * In one grid, down's weights follow up's in the rings without a gap, and h tells by itself whether it is there: it is all ones
  * before. Who finds that in a slice's columns reads them again until they have changed; no fence, no counter. What a CTA
@@ -30,15 +30,16 @@
 template <class T_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
   using layout = few_layout;
   using T = T_;
-  static constexpr int TOKENS = TOKENS_, PAIRS = TOKENS == 1 ? (int)MAX_TOP_K : (int)FEW_PAIRS; /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_, ROWS = 16, WEIGHTS = ROWS * BK;              /* elements */
-  static constexpr int COLUMNS = 2 * BK; /* k of the tokens in a stage, at most */
-  static constexpr int CONSUMERS = WARPS - 2, FINISHER = CONSUMERS, CLERK = FINISHER + 1; /* warps */
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                                   /* at most */
+  static constexpr int BK = BK_, STAGES = STAGES_, ROWS = 16, EIGHTS = ROWS / 8, WEIGHTS = ROWS * BK; /* elements */
+  static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS, COLUMN_K = 2 * BK; /* of a stage, at most */
+  /* Warps. Helpers have part in the gate and in the outputs. (H200: with more than 8 consumers of 3 stages, or 4 stages, one token
+   * takes up to 3 us longer, with fewer 3 to 4 %.) */
+  static constexpr int HELPERS = TOKENS > 1 ? 6 : 0, CONSUMERS = WARPS - 2 - HELPERS, FINISHER = CONSUMERS,
+                       CLERK = FINISHER + 1, WRITERS = WARPS - FINISHER;
   static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = 3;
   static constexpr int GROUPS = BK / 32, CHUNKS = BK / 8, COPY_ROWS = WARP_SIZE / CHUNKS, COPIES = ROWS / COPY_ROWS;
-  static_assert(BK == 128 && THREADS >= FEW_PAIRS && CONSUMERS >= FEW_TOKENS && FEW_TOKENS == 8 &&
-                    (TOKENS == 1 || TOKENS == FEW_TOKENS),
-                "see below");
+  static_assert(BK == 128 && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "see below");
 };
 
 /* up or down */
@@ -49,35 +50,45 @@ template <class LAYOUT, bool UP_> struct few_part : LAYOUT {
 template <class T, bool UP, int TOKENS, int BK, int STAGES, int WARPS>
 using few_shape = few_part<few_layout<T, TOKENS, BK, STAGES, WARPS>, UP>;
 
-/* What a pair adds to its token: y of this row, ROW_IDENTITY: x, ROW_DROPPED: nothing. */
-struct few_slot {
-  float weight;
-  int32_t row;
-};
+/* A pair, which is its row of h, and its token; negative: none. */
+using few_column = int16_t;
+DEVICE few_column few_column_of(int pair, int token)
+{
+  return (few_column)(token << 8 | pair);
+}
+DEVICE int pair_of(few_column column)
+{
+  return column & 255;
+}
+DEVICE int token_of(few_column column)
+{
+  return column >> 8;
+}
 
 /* An active expert's weights: gate and up, or, where there is only one half, that twice. */
 struct few_halves {
   const void *low, *high;
 };
 
-/* Who has chosen what: the active experts in the order of their first pairs. */
+/* Who has chosen what. "An active expert" stands for up to FEW_COLUMNS of its pairs: with more it is there again, and its weights
+ * are read again. In the order of their first pairs. */
 template <int PAIRS> struct few_table {
-  alignas(16) int32_t to[PAIRS];              /* of each pair: local expert, ROW_DROPPED or ROW_IDENTITY */
-  alignas(16) int16_t row[PAIRS][FEW_TOKENS]; /* of an active expert: the token's row of h, a pair; -1: not chosen */
-  alignas(16) few_halves weights[PAIRS];      /* of an active expert, up's */
-  const void *down[PAIRS];                    /* of an active expert, down's weights */
-  int32_t expert[PAIRS];                      /* likewise */
-  few_slot slot[PAIRS];
-  uint32_t first[PAIRS / WARP_SIZE]; /* a bit a pair: the first of its expert */
+  int32_t to[PAIRS];                                 /* of each pair: local expert, ROW_DROPPED or ROW_IDENTITY */
+  alignas(16) few_column column[PAIRS][FEW_COLUMNS]; /* of an active expert */
+  alignas(16) few_halves weights[PAIRS];             /* of an active expert, up's */
+  const void *down[PAIRS];                           /* of an active expert, down's weights */
+  int16_t expert[PAIRS];                             /* likewise */
+  float weight[PAIRS];                               /* of a pair's y in its token's sum; 0: it has none */
+  uint32_t first[PAIRS / WARP_SIZE];                 /* a bit a pair: the first of an active expert */
 };
 
 struct few_range {
   int first, count;
 };
 
-/* A slice, and the same k of the rows of its expert's tokens: zeros where a token has not chosen it. */
+/* A slice, and the same k of its expert's tokens: zeros where there are fewer. */
 template <class S> struct few_stage_of {
-  typename S::T weights[S::WEIGHTS], columns[S::TOKENS][S::COLUMNS];
+  typename S::T weights[S::WEIGHTS], columns[S::COLUMNS][S::COLUMN_K];
 };
 template <class S> using few_stage = few_stage_of<typename S::layout>;
 
@@ -86,35 +97,28 @@ template <class S> struct few_memory {
   float4 partial[S::BUFFERS][S::CONSUMERS][WARP_SIZE]; /* accumulators as they are, of some units in turn */
   typename S::T y[S::PAIRS][S::ROWS];                  /* of the channels at hand */
   uint64_t summed[S::BUFFERS], taken[S::BUFFERS];
-  uint64_t dealt;   /* passed when it is known what the CTA does of up next */
-  int32_t place[2]; /* what it does: at first; then */
-  few_range own;    /* eights of down */
+  uint64_t weighed;       /* passed when the pairs have their weights */
+  uint64_t ready, stored; /* passed when y is there, and when it may be another */
+  uint64_t dealt;         /* passed when it is known what the CTA does of up next */
+  int32_t place[2];       /* what it does: at first; then */
+  few_range own;          /* eights of down */
   few_table<S::PAIRS> table;
-  gate_scratch scratch[S::TOKENS > 1 ? S::TOKENS : 2];
+  gate_scratch scratch[2]; /* the clerk's, the finisher's */
 };
 template <class S> using few_smem = few_memory<typename S::layout>;
 
 /* ---- table ---- */
 
-/* A bit for each pair with this expert. */
-template <int PAIRS> DEVICE uint64_t pairs_alike(const few_table<PAIRS> &t, int to)
-{
-  uint64_t alike = 0;
-#pragma unroll
-  for (int i = 0; i < PAIRS; i += 4) {
-    const int4 others = *reinterpret_cast<const int4 *>(t.to + i);
-    const uint32_t bits = (others.x == to) | (others.y == to) << 1 | (others.z == to) << 2 | (others.w == to) << 3;
-    alike |= (uint64_t)bits << i;
-  }
-  return alike;
-}
-
 /* Experts whose first pair comes before `pair`. */
 template <int PAIRS> DEVICE int active_before(const few_table<PAIRS> &t, int pair)
 {
-  uint64_t firsts = t.first[0];
-  if (PAIRS > WARP_SIZE) firsts |= (uint64_t)t.first[PAIRS / WARP_SIZE - 1] << 32;
-  return __popcll(pair < PAIRS ? firsts & ((1ull << pair) - 1) : firsts);
+  int before = 0;
+#pragma unroll
+  for (int i = 0; i < PAIRS / WARP_SIZE; i++) {
+    const int there = min(max(pair - i * WARP_SIZE, 0), (int)WARP_SIZE);
+    before += __popc((uint32_t)(t.first[i] & ((1ull << there) - 1)));
+  }
+  return before;
 }
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
@@ -126,7 +130,7 @@ template <class S> DEVICE void place_expert(const few_args &args, few_table<S::P
 {
   using T = typename S::T;
   const expert_matrix &up = args.up.b;
-  t.expert[active] = expert;
+  t.expert[active] = (int16_t)expert;
   if (S::UP) t.weights[active] = {expert_base<T>(up, 0, expert), expert_base<T>(up, args.up.gated ? 1 : 0, expert)};
   if (!S::UP || args.claims) t.down[active] = expert_base<T>(args.down.b, 0, expert);
 }
@@ -139,33 +143,48 @@ template <class S> DEVICE void place_pairs_of_one(const few_args &args, few_tabl
   if (to < 0) return;
   const int active = __popc(firsts & ((1u << pair) - 1));
   place_expert<S>(args, t, active, to);
-  *reinterpret_cast<uint4 *>(t.row[active]) = make_uint4(0xffff0000u | pair, ~0u, ~0u, ~0u);
+  *reinterpret_cast<uint4 *>(t.column[active]) = make_uint4(0xffff0000u | few_column_of(pair, 0), ~0u, ~0u, ~0u);
 }
 
-/* By whole warps: a pair's first one with the same expert, and the token's row in it. */
-template <int PAIRS> DEVICE int note_first(few_table<PAIRS> &t, int pair, int to, int token, int top_k)
+/* Lies where stages will be. */
+template <int PAIRS> struct few_places {
+  uint8_t in_warp[PAIRS / WARP_SIZE][MAX_EXPERTS];  /* pairs of a warp with that expert */
+  uint8_t active[MAX_EXPERTS][PAIRS / FEW_COLUMNS]; /* of an expert's pairs, eight by eight */
+};
+
+/* Pairs before this one with the same expert. All threads; the first of them have a pair each. */
+template <int PAIRS> DEVICE int count_alike(few_places<PAIRS> &s, int experts, int pair, int to)
 {
-  int first = pair;
-  if (to >= 0) {
-    const uint64_t alike = pairs_alike(t, to);
-    first = __ffsll((long long)alike) - 1;
-    t.slot[pair].row = token * top_k + __ffsll((long long)(alike >> token * top_k)) - 1;
-  }
-  const uint32_t firsts = __ballot_sync(ALL_LANES, to >= 0 && first == pair);
-  if (lane_id() == 0) t.first[warp_id()] = firsts;
-  return first;
+  const int words = ceil_div(experts, 4), warp = warp_id();
+  for (int i = threadIdx.x; i < PAIRS / WARP_SIZE * words; i += blockDim.x)
+    reinterpret_cast<uint32_t *>(s.in_warp[i / words])[i % words] = 0;
+  __syncthreads();
+  const unsigned peers = __match_any_sync(ALL_LANES, to), earlier = peers & ((1u << lane_id()) - 1);
+  if (pair < PAIRS && to >= 0 && earlier == 0) s.in_warp[warp][to] = (uint8_t)__popc(peers);
+  __syncthreads();
+  int before = __popc(earlier);
+  for (int w = 0; w < min(warp, PAIRS / WARP_SIZE) && to >= 0; w++) before += s.in_warp[w][to];
+  return before;
 }
 
 /* All threads. The first of them have a pair each, which goes to `to`. */
-template <class S> DEVICE void place_pairs(const few_args &args, few_table<S::PAIRS> &t, int pair, int to, int token)
+template <class S> DEVICE void place_pairs(const few_args &args, few_smem<S> &smem, int pair, int to, int token)
 {
-  __syncthreads(); /* of all, although few have something to do: racecheck takes what follows a barrier of some for a race */
-  const int first = pair < S::PAIRS ? note_first(t, pair, to, token, args.map.top_k) : 0;
+  few_table<S::PAIRS> &t = smem.table;
+  few_places<S::PAIRS> &s = *reinterpret_cast<few_places<S::PAIRS> *>(&smem.ring);
+  static_assert(sizeof s <= sizeof smem.ring, "room for it");
+  const int before = count_alike<S::PAIRS>(s, args.map.local_experts, pair, to);
+  const bool first = to >= 0 && before % FEW_COLUMNS == 0;
+  const uint32_t firsts = __ballot_sync(ALL_LANES, first);
+  if (pair < S::PAIRS && lane_id() == 0) t.first[warp_id()] = firsts;
   __syncthreads();
-  if (to < 0 || t.slot[pair].row != pair) return;
-  const int active = active_before(t, first);
-  t.row[active][token] = (int16_t)pair;
-  if (first == pair) place_expert<S>(args, t, active, to);
+  if (first) {
+    const int active = active_before(t, pair);
+    s.active[to][before / FEW_COLUMNS] = (uint8_t)active;
+    place_expert<S>(args, t, active, to);
+  }
+  __syncthreads();
+  if (to >= 0) t.column[s.active[to][before / FEW_COLUMNS]][before % FEW_COLUMNS] = few_column_of(pair, token);
 }
 
 /* ---- gate ---- */
@@ -173,16 +192,17 @@ template <class S> DEVICE void place_pairs(const few_args &args, few_table<S::PA
 constexpr int FEW_KEYS = 8; /* a lane's */
 
 /* Lies where stages will be. */
-struct few_gate_smem {
-  uint32_t key[FEW_TOKENS][FEW_KEYS][WARP_SIZE];
+template <class S> struct few_gate_smem {
+  uint32_t key[S::TOKENS][FEW_KEYS][WARP_SIZE];
+  gate_scratch scratch[S::THREADS / WARP_SIZE];
 };
 
 /* All threads: the keys of all scores, an expert a thread. */
-template <int THREADS> DEVICE void score_experts(const gate_args &a, few_gate_smem &s)
+template <class S> DEVICE void score_experts(const gate_args &a, few_gate_smem<S> &s)
 {
   const int rows = ceil_div(a.experts, WARP_SIZE), items = (int)token_total(a.tokens) * rows;
 #pragma unroll 1
-  for (int item = warp_id(); item < items; item += THREADS / WARP_SIZE) {
+  for (int item = warp_id(); item < items; item += S::THREADS / WARP_SIZE) {
     const int token = item / rows, row = item - token * rows, e = row * WARP_SIZE + lane_id();
     const int64_t logits = token * a.logits_ld;
     const float l = e < a.experts ? soft_cap(a, load_logit(a, logits + e)) : -INFINITY;
@@ -192,7 +212,7 @@ template <int THREADS> DEVICE void score_experts(const gate_args &a, few_gate_sm
 }
 
 /* The ids of a token's slots, by a warp. N: keys of a lane. */
-template <int N> DEVICE int choose_few(const gate_args &a, int token, gate_scratch &scratch, few_gate_smem &s)
+template <int N, class S> DEVICE int choose_few(const gate_args &a, int token, few_gate_smem<S> &s)
 {
   gate_token t = {token * a.logits_ld, 0.f, 0.f};
   candidates<N> c;
@@ -203,21 +223,21 @@ template <int N> DEVICE int choose_few(const gate_args &a, int token, gate_scrat
     for (int i = 0; i < N; i++) c.key[i] = i * WARP_SIZE < a.experts ? s.key[token][i][lane_id()] : KEY_NONE;
     if (a.n_group > 0) close_groups_of_rows(a, c.key);
   }
-  return take_best(a, c, nullptr, scratch).id;
+  return take_best(a, c, nullptr, s.scratch[warp_id()]).id;
 }
 
 /* By every CTA for itself: leaves the ids in the table's `to`. */
 template <class S> DEVICE void choose_experts(gate_args a, few_smem<S> &smem)
 {
   a.logits_dtype = DT_F32; /* the router's */
-  few_gate_smem &s = *reinterpret_cast<few_gate_smem *>(&smem.ring);
+  few_gate_smem<S> &s = *reinterpret_cast<few_gate_smem<S> *>(&smem.ring);
   static_assert(sizeof s <= sizeof smem.ring, "room for it");
-  const int token = warp_id();
   const bool by_logit = GATE_BY_LOGIT(a);
-  if (!by_logit) score_experts<S::THREADS>(a, s);
-  if (token < token_total(a.tokens)) {
-    const int id = by_logit && a.experts <= 4 * WARP_SIZE ? choose_few<4>(a, token, smem.scratch[token], s)
-                                                          : choose_few<FEW_KEYS>(a, token, smem.scratch[token], s);
+  if (!by_logit) score_experts(a, s);
+#pragma unroll 1
+  for (int token = warp_id(); token < token_total(a.tokens); token += S::THREADS / WARP_SIZE) {
+    const int id =
+        by_logit && a.experts <= 4 * WARP_SIZE ? choose_few<4>(a, token, s) : choose_few<FEW_KEYS>(a, token, s);
     if (lane_id() < a.top_k) smem.table.to[token * a.top_k + lane_id()] = id;
   }
   __syncthreads();
@@ -232,7 +252,7 @@ template <class S> DEVICE void write_routing(const few_args &args, int place, ga
   for (int token = gridDim.x - 1 - place; token < token_total(a.tokens); token += gridDim.x) {
     const gate_slot slot = route_token<FEW_KEYS>(a, token, true, nullptr, scratch);
     if (lane_id() < a.top_k)
-      store_relaxed(args.notes + token * a.top_k + lane_id(), FEW_NOTE(__float_as_uint(slot.weight)));
+      store_relaxed(args.notes + token * a.top_k + lane_id(), (uint64_t)__float_as_uint(slot.weight));
     store_slot(a, token, slot);
   }
 }
@@ -254,20 +274,20 @@ template <class S> DEVICE int look_up_pair(const few_args &args, const few_table
 
 /* All threads; returns the number of active experts. In a grid of down alone, before the one ahead has ended: of what was
  * complete when that started. */
-template <class S> DEVICE int build_few_table(const few_args &args, few_table<S::PAIRS> &t)
+template <class S> DEVICE int build_few_table(const few_args &args, few_smem<S> &smem)
 {
+  few_table<S::PAIRS> &t = smem.table;
   const int top_k = args.map.top_k, pair = threadIdx.x, token = S::TOKENS == 1 ? 0 : pair / top_k;
   int to = ROW_DROPPED;
   if (pair < S::PAIRS) {
     if (pair < (int)token_total(args.map.tokens) * top_k) to = look_up_pair<S>(args, t, token, pair);
     t.to[pair] = to;
-    t.slot[pair].row = to >= 0 ? pair : to;
     if (S::TOKENS == 1)
       place_pairs_of_one<S>(args, t, pair, to);
     else
-      *reinterpret_cast<uint4 *>(t.row[pair]) = make_uint4(~0u, ~0u, ~0u, ~0u);
+      *reinterpret_cast<uint4 *>(t.column[pair]) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
-  if (S::TOKENS > 1) place_pairs<S>(args, t, pair, to, token);
+  if (S::TOKENS > 1) place_pairs<S>(args, smem, pair, to, token);
   __syncthreads();
   return active_before(t, S::PAIRS);
 }
@@ -311,8 +331,8 @@ template <class S> struct few_units {
   /* Of down. */
   DEVICE few_units(few_range own, int active_experts) : active(0), experts(active_experts)
   {
-    eight = own.first, end = own.first + own.count, left = experts * ((own.count + 1) / 2);
-    step = 2, tiles = 0;
+    eight = own.first, end = own.first + own.count, left = experts * ceil_div(own.count, S::EIGHTS);
+    step = S::EIGHTS, tiles = 0;
     eights = min(step, end - eight);
   }
 
@@ -384,24 +404,24 @@ DEVICE void copy_weights(const gemm_args &g, const few_units<S> &unit, few_halve
 
 /* Of x, or of h. */
 template <class S, int CHUNKS>
-DEVICE void copy_column_chunks(const gemm_args &g, const int16_t (&of)[FEW_TOKENS], int slice, few_stage<S> &stage)
+DEVICE void copy_column_chunks(const gemm_args &g, const few_column (&of)[FEW_COLUMNS], int slice, few_stage<S> &stage)
 {
   const int chunk = lane_id() % CHUNKS, k = (slice * CHUNKS + chunk) * 8;
   const uint4 all = *reinterpret_cast<const uint4 *>(of); /* by one load, ahead of the copies */
 #pragma unroll
-  for (int i = 0; i < S::TOKENS; i += WARP_SIZE / CHUNKS) {
-    const int token = i + lane_id() / CHUNKS;
-    if (token >= S::TOKENS) continue;
+  for (int i = 0; i < S::COLUMNS; i += WARP_SIZE / CHUNKS) {
+    const int c = i + lane_id() / CHUNKS;
+    if (c >= S::COLUMNS) continue;
     const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
-    const int row = (int16_t)(token % 2 ? two >> 16 : two);
-    const typename S::T *source = static_cast<const typename S::T *>(g.a) + (S::UP ? token : max(row, 0)) * g.a_ld + k;
-    cp_async_cg_16(shared_address(stage.columns) + few_chunk(token, chunk, CHUNKS) * 16, source,
-                   row >= 0 && k < g.k ? 16 : 0);
+    const few_column column = (few_column)(c % 2 ? two >> 16 : two);
+    const int row = column < 0 ? 0 : S::UP ? token_of(column) : pair_of(column);
+    cp_async_cg_16(shared_address(stage.columns) + few_chunk(c, chunk, CHUNKS) * 16,
+                   static_cast<const typename S::T *>(g.a) + row * g.a_ld + k, column >= 0 && k < g.k ? 16 : 0);
   }
 }
 
 template <class S>
-DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const int16_t (&of)[FEW_TOKENS], int slice,
+DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const few_column (&of)[FEW_COLUMNS], int slice,
                          few_stage<S> &stage)
 {
   if (unit.wide())
@@ -417,7 +437,7 @@ template <class S, int CHUNKS> DEVICE void load_columns(const few_stage<S> &stag
   const int row = lane_id() / 4;
 #pragma unroll
   for (int i = 0; i < CHUNKS / 4; i++)
-    x[i] = row < S::TOKENS ? columns[few_chunk(row, i * 4 + lane_id() % 4, CHUNKS)] : make_uint4(0, 0, 0, 0);
+    x[i] = row < S::COLUMNS ? columns[few_chunk(row, i * 4 + lane_id() % 4, CHUNKS)] : make_uint4(0, 0, 0, 0);
 }
 
 /* Lane l feeds weight row l/4; the other eight are zero. */
@@ -460,29 +480,29 @@ template <int N> DEVICE bool is_unmade(const uint4 (&x)[N])
 
 /* A slice's columns once more, as often as it takes. By a warp. */
 template <class S, int CHUNKS>
-DEVICE void await_columns(const gemm_args &g, const int16_t (&rows)[FEW_TOKENS], int slice, few_stage<S> &stage)
+DEVICE void await_columns(const gemm_args &g, const few_column (&of)[FEW_COLUMNS], int slice, few_stage<S> &stage)
 {
   const int chunk = lane_id() % CHUNKS, k = (slice * CHUNKS + chunk) * 8;
 #pragma unroll 1
-  for (int token = lane_id() / CHUNKS; token < S::TOKENS; token += WARP_SIZE / CHUNKS) {
-    if (rows[token] < 0 || k >= g.k) continue;
+  for (int c = lane_id() / CHUNKS; c < S::COLUMNS; c += WARP_SIZE / CHUNKS) {
+    if (of[c] < 0 || k >= g.k) continue;
     uint4 h[1];
-    do h[0] = load_relaxed(static_cast<const typename S::T *>(g.a) + rows[token] * g.a_ld + k);
+    do h[0] = load_relaxed(static_cast<const typename S::T *>(g.a) + pair_of(of[c]) * g.a_ld + k);
     while (is_unmade(h));
-    reinterpret_cast<uint4 *>(stage.columns)[few_chunk(token, chunk, CHUNKS)] = h[0];
+    reinterpret_cast<uint4 *>(stage.columns)[few_chunk(c, chunk, CHUNKS)] = h[0];
   }
   __syncwarp();
 }
 
 /* made: h is known to be. */
 template <class S, int CHUNKS>
-DEVICE void take_columns(const gemm_args &g, bool made, const int16_t (&rows)[FEW_TOKENS], int slice,
+DEVICE void take_columns(const gemm_args &g, bool made, const few_column (&of)[FEW_COLUMNS], int slice,
                          few_stage<S> &stage, uint4 (&x)[CHUNKS / 4])
 {
   load_columns<S, CHUNKS>(stage, x);
   if (S::UP || made || !__any_sync(ALL_LANES, is_unmade(x))) return;
   __syncwarp();
-  await_columns<S, CHUNKS>(g, rows, slice, stage);
+  await_columns<S, CHUNKS>(g, of, slice, stage);
   load_columns<S, CHUNKS>(stage, x);
 }
 
@@ -535,7 +555,7 @@ template <class L> struct few_copier {
   }
   DEVICE void down_columns()
   {
-    copy_columns<D>(args.down, down.unit, smem.table.row[down.unit.active], down.slice, stage());
+    copy_columns<D>(args.down, down.unit, smem.table.column[down.unit.active], down.slice, stage());
   }
   DEVICE void next_of_down()
   {
@@ -550,7 +570,7 @@ template <class L> struct few_copier {
     if (up.unit.left > 0) {
       const int active = up.unit.active;
       copy_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
-      copy_columns<U>(args.up, up.unit, smem.table.row[active], up.slice, stage());
+      copy_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
       up.slice += L::CONSUMERS;
     }
     advance();
@@ -575,15 +595,15 @@ DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cu
                            float (&sum)[2][4])
 {
   const gemm_args &g = gemm_of<S>(args);
-  const int16_t(&rows)[FEW_TOKENS] = smem.table.row[here.unit.active];
+  const few_column(&of)[FEW_COLUMNS] = smem.table.column[here.unit.active];
   few_stage<S> &at = smem.ring[warp_id()][stage];
   if (here.unit.wide()) {
     uint4 x[2 * S::GROUPS];
-    take_columns<S, 2 * S::CHUNKS>(g, !args.claims, rows, here.slice, at, x);
+    take_columns<S, 2 * S::CHUNKS>(g, !args.claims, of, here.slice, at, x);
     multiply_wide_slice<S>(at, x, sum);
   } else {
     uint4 x[S::GROUPS];
-    take_columns<S, S::CHUNKS>(g, !args.claims, rows, here.slice, at, x);
+    take_columns<S, S::CHUNKS>(g, !args.claims, of, here.slice, at, x);
     multiply_slice<S>(at, x, sum);
   }
 }
@@ -693,7 +713,7 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::UP && g.gated;
   const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.eight * 8 + local;
-  const int16_t *rows = smem.table.row[unit.active] + lane_id() % 4 * 2;
+  const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const bool second = unit.eights > 1;
   const float low_bias = few_bias(g.b, 0, expert, channel);
   const float high_bias = gated    ? few_bias(g.b, 1, expert, channel)
@@ -703,28 +723,30 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   take_sums<S>(smem, buffer, sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    if (rows[j] < 0) continue;
+    if (columns[j] < 0) continue;
+    const int row = pair_of(columns[j]);
     float low[1] = {sum[j] + low_bias}, high[1] = {sum[j + 2] + high_bias};
     if (S::UP) activate<1>(g, low, high);
-    store(local, rows[j], from_f32<typename S::T>(low[0]));
+    store(local, row, from_f32<typename S::T>(low[0]));
     if (gated || !second) continue;
     if (S::UP) activate<1>(g, high, low);
-    store(local + 8, rows[j], from_f32<typename S::T>(high[0]));
+    store(local + 8, row, from_f32<typename S::T>(high[0]));
   }
 }
 
-/* A token's sum over its slots, in their order; one of weight 0 adds nothing, whatever it holds. */
-template <class S>
+/* A token's sum over its slots, in their order; one of weight 0 adds nothing, whatever it holds. IDENTITY: some may add x. */
+template <class S, bool IDENTITY>
 DEVICE float sum_slots(const combine_args &out, const few_smem<S> &smem, int token, int local, int channel)
 {
   using T = typename S::T;
   float sum = 0;
 #pragma unroll 4
   for (int pair = token * out.top_k; pair < (token + 1) * out.top_k; pair++) {
-    const few_slot slot = smem.table.slot[pair];
-    float value = to_f32(smem.y[max(slot.row, 0)][local]);
-    if (slot.row == ROW_IDENTITY && out.x) value = to_f32(static_cast<const T *>(out.x)[token * out.x_ld + channel]);
-    if (slot.weight != 0 && (slot.row >= 0 || out.x)) sum = fmaf(slot.weight, value, sum);
+    const float weight = smem.table.weight[pair];
+    float value = to_f32(smem.y[pair][local]);
+    if (IDENTITY && weight != 0 && smem.table.to[pair] == ROW_IDENTITY)
+      value = to_f32(static_cast<const T *>(out.x)[token * out.x_ld + channel]);
+    if (weight != 0) sum = fmaf(weight, value, sum);
   }
   if (!out.shared) return sum;
   const float weight = shared_weight(out, token);
@@ -740,19 +762,36 @@ template <class T> DEVICE void store_any(void *base, int64_t index, float value,
     static_cast<T *>(base)[index] = from_f32<T>(value);
 }
 
-/* Of up to 16 channels, when y of all experts is there. The residual may be `out` itself. */
-template <class S> DEVICE void store_outputs(const combine_args &out, const few_smem<S> &smem, int eight, int eights)
+/* A writer's part of 8 or 16 channels, when y of all experts is there. The residual may be `out` itself. */
+template <class S> DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int eight, int eights)
 {
-  const int local = lane_id() % S::ROWS, channel = eight * 8 + local, tokens = (int)token_total(out.tokens);
-  __syncwarp();
-  for (int token = lane_id() / S::ROWS; token < tokens && local < eights * 8; token += WARP_SIZE / S::ROWS) {
-    const float sum = sum_slots<S>(out, smem, token, local, channel);
+  const combine_args &out = args.out;
+  const int width = eights * 8, local = lane_id() % width, channel = eight * 8 + local,
+            tokens = (int)token_total(out.tokens), at_once = WARP_SIZE / width;
+  for (int token = (warp_id() - S::FINISHER) * at_once + lane_id() / width; token < tokens;
+       token += S::WRITERS * at_once) {
+    const float sum = args.map.identity_experts > 0 ? sum_slots<S, true>(out, smem, token, local, channel)
+                                                    : sum_slots<S, false>(out, smem, token, local, channel);
     float value = out.out_scale * sum;
     if (out.residual)
       value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
     store_any<typename S::T>(out.out, token * out.out_ld + channel, value, out.out_dtype);
   }
-  __syncwarp();
+}
+
+/* All channels of the CTA, by a writer; before each round, make() by whoever makes y. */
+template <class S, class MAKE> DEVICE void write_outputs(const few_args &args, few_smem<S> &smem, MAKE make)
+{
+  const int end = smem.own.first + smem.own.count;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (int eight = smem.own.first; eight < end; eight += S::EIGHTS, phase ^= 1) {
+    make(eight > smem.own.first, phase ^ 1);
+    wait_for(&smem.ready, phase);
+    wait_for(&smem.weighed, 0);
+    store_outputs<S>(args, smem, eight, min((int)S::EIGHTS, end - eight));
+    mbarrier_arrive(&smem.stored);
+  }
 }
 
 /* What the CTA does of up next: claimed, so that what a CTA waits for is never left to one that has not started. Each takes
@@ -781,7 +820,7 @@ template <class S> struct few_dealer {
   DEVICE void look()
   {
     if (over) return;
-    const int last = __shfl_sync(ALL_LANES, load_settled(args.claims), 0);
+    const int last = __shfl_sync(ALL_LANES, load_relaxed(args.claims), 0);
     if (last >= (int)gridDim.x - 1) tell(gridDim.x);
   }
 
@@ -812,40 +851,38 @@ DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int 
 DEVICE uint64_t await_note(const uint64_t *note)
 {
   uint64_t value;
-  do value = load_settled(note);
+  do value = load_relaxed(note);
   while (value == FEW_NO_NOTE);
   return value;
 }
 
-/* Of pairs, for the outputs. */
-template <class S> DEVICE void take_weights(const few_args &args, few_table<S::PAIRS> &t)
+/* Of pairs, for the outputs; nothing can come of a dropped pair. By the clerk, as each look is a way to L2. */
+template <class S> DEVICE void take_weights(const few_args &args, few_smem<S> &smem)
 {
+  few_table<S::PAIRS> &t = smem.table;
   const int top_k = args.map.top_k, pairs = (int)token_total(args.map.tokens) * top_k;
   for (int pair = lane_id(); pair < pairs; pair += WARP_SIZE) {
     const int token = pair / top_k;
     const float weight =
         args.notes ? __uint_as_float((uint32_t)await_note(args.notes + pair))
                    : load_settled(args.out.pair_weights + token * args.out.pair_weights_ld + (pair - token * top_k));
-    t.slot[pair].weight = t.to[pair] == ROW_DROPPED ? 0.f : weight;
+    t.weight[pair] = t.to[pair] >= 0 || (t.to[pair] == ROW_IDENTITY && args.out.x) ? weight : 0.f;
   }
-  __syncwarp();
+  mbarrier_arrive(&smem.weighed);
 }
 
 template <class S>
 DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, ring_place<S::BUFFERS> &buffer)
 {
-  using T = typename S::T;
   few_units<S> unit(smem.own, experts);
-  take_weights<S>(args, smem.table);
-#pragma unroll 1
-  while (unit.eight < unit.end) {
-    const int eight = unit.eight, eights = unit.eights;
+  write_outputs<S>(args, smem, [&](bool again, uint32_t phase) {
+    if (again) wait_for(&smem.stored, phase);
 #pragma unroll 1
     for (int i = 0; i < experts; i++, unit.next())
-      finish_unit<S>(args, smem, unit, buffer, [&](int local, int row, T value) { smem.y[row][local] = value; });
-    store_outputs<S>(args.out, smem, eight, eights);
-    if (experts == 0) unit.eight += unit.step, unit.eights = min(unit.step, unit.end - unit.eight);
-  }
+      finish_unit<S>(args, smem, unit, buffer,
+                     [&](int local, int row, typename S::T value) { smem.y[row][local] = value; });
+    mbarrier_arrive(&smem.ready);
+  });
 }
 
 template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
@@ -869,6 +906,20 @@ template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &sme
   finish_down<few_part<typename S::layout, false>>(args, smem, experts, buffer);
 }
 
+/* ---- clerk: one warp; helpers ---- */
+
+template <class S> DEVICE void few_write(const few_args &args, few_smem<S> &smem)
+{
+  const bool clerk = warp_id() == S::CLERK;
+  if (S::UP && clerk && args.notes && smem.place[0] < gridDim.x) write_routing<S>(args, smem.place[0], smem.scratch[0]);
+  if (!S::UP) wait_for_earlier_grids();
+  if (!S::UP || args.claims) {
+    if (clerk) take_weights<S>(args, smem);
+    write_outputs<S>(args, smem, [](bool, uint32_t) {});
+  }
+  if (S::UP && clerk) report_counts<S>(args.map, smem.table);
+}
+
 /* ---- kernel ---- */
 
 /* Before the wait: what does not depend on earlier grids. */
@@ -878,7 +929,12 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
     mbarrier_init(&smem.summed[threadIdx.x], S::CONSUMERS * WARP_SIZE);
     mbarrier_init(&smem.taken[threadIdx.x], WARP_SIZE);
   }
-  if (threadIdx.x == 0) mbarrier_init(&smem.dealt, 1);
+  if (threadIdx.x == 0) {
+    mbarrier_init(&smem.weighed, WARP_SIZE);
+    mbarrier_init(&smem.ready, WARP_SIZE);
+    mbarrier_init(&smem.stored, S::WRITERS * WARP_SIZE);
+    mbarrier_init(&smem.dealt, 1);
+  }
   if (threadIdx.x == S::FINISHER * WARP_SIZE) smem.own = part_of_cta(args.down.n / 8);
 }
 
@@ -891,14 +947,13 @@ template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
     check_token_count(args.map.tokens, args.map.fault);
     if (args.notes) choose_experts<S>(args.gate, smem);
   }
-  const int experts = build_few_table<S>(args, smem.table);
+  const int experts = build_few_table<S>(args, smem);
   if (warp_id() < S::CONSUMERS) {
     few_consume<S>(args, smem, experts);
   } else if (warp_id() == S::FINISHER) {
     few_finish<S>(args, smem, experts);
-  } else if constexpr (S::UP) {
-    report_counts<S>(args.map, smem.table);
-    if (args.notes && smem.place[0] < gridDim.x) write_routing<S>(args, smem.place[0], smem.scratch[0]);
+  } else {
+    few_write<S>(args, smem);
   }
 }
 

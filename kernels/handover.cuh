@@ -8,6 +8,7 @@
 
 #include "schedule.cuh"
 
+/* How many channels of an expert's row tiles are stored. */
 DEVICE int32_t *h_made(const gemm_args &args, int expert)
 {
   return args.progress + PROGRESS_MADE(args.rows_cap) + expert;

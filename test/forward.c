@@ -879,6 +879,7 @@ static void compare_giant(session *large, session *small, const char *up, const 
 {
   cumoe_status status[2];
   const tensor want = run_tail(small, &status[0]), got = run_tail(large, &status[1]);
+  if (status[1] == CUMOE_ERR_NOT_SUPPORTED && strstr(cumoe_last_error(), "2^31 - 1")) return; /* a CTA a logit */
   CHECK_MSG(status[0] == status[1], "%s, %s: %s for few tokens, %s for many", up, down, cumoe_status_name(status[0]),
             cumoe_status_name(status[1]));
   if (status[0] == CUMOE_ERR_NOT_SUPPORTED) return; /* another layout's kernel */
@@ -948,7 +949,12 @@ static bool set_few_routing(layer_spec *s, int which)
   case 9: *r = cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, 6, CUMOE_ROUTE_RENORMALIZE), s->select_bias = true; break;
   case 10: *r = cumoe_routing_make(CUMOE_SCORE_IDENTITY, 5, 0), r->softcap = 3, s->select_bias = true; break;
   case 11: *r = cumoe_routing_qwen3(8), s->desc.num_experts = 250, r->zero_experts = 4, r->identity_experts = 2; break;
-  case 12: *r = cumoe_routing_mixtral(32), s->desc.num_experts = 32, s->tokens = s->tokens > 2 ? 2 : s->tokens; break;
+  case 12:
+    *r = cumoe_routing_mixtral(32), s->desc.num_experts = 32,
+    s->tokens = s->tokens > 8   ? 8
+                : s->tokens > 2 ? 2
+                                : s->tokens;
+    break;
   default: return false;
   }
   return true;
@@ -976,20 +982,21 @@ static void few_gate_case(cumoe_context context, const layer_spec *spec, int ker
 
 static void sweep_few_gates(cumoe_context context, int32_t dtype)
 {
-  static const int32_t tokens[] = {1, 2, 7, 8};
+  static const int32_t tokens[] = {1, 1, 2, 7, 9, 32};
   if (!on_device(context) || dtype == CUMOE_F32) return;
   if (!group_begin("%s: the gate in up, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
   layer_spec s = layer_spec_new(dtype, 1, 72, 40);
   for (int which = 0; set_few_routing(&s, which); which++)
-    for (int i = 0; i < 16; i++) {
-      s = layer_spec_new(dtype, tokens[i % 4], 72, 40);
+    for (int i = 0; i < 12; i++) {
+      const int kernel = i % 6 > 0, nan = i / 6;
+      s = layer_spec_new(dtype, tokens[i % 6], 72, 40);
       (void)set_few_routing(&s, which);
       s.input = INPUT_ROUTER;
       s.optional_outputs = true;
       s.ids_dtype = i % 2 ? CUMOE_I64 : CUMOE_I32;
       s.device_count = which % 4 == 3, s.device_tokens = (int32_t)s.tokens - 1;
-      case_begin("routing %d, T %d%s, kernel %d", which, (int)s.tokens, i / 8 ? ", NaN" : "", i / 4 % 2);
-      few_gate_case(context, &s, i / 4 % 2, i / 8);
+      case_begin("routing %d, T %d%s, kernel %d", which, (int)s.tokens, nan ? ", NaN" : "", kernel);
+      few_gate_case(context, &s, kernel, nan);
       case_end();
     }
   group_end();

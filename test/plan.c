@@ -308,6 +308,13 @@ static void test_threshold_table(void)
   group_end();
 }
 
+/* Of the table: with one row an expert, 0 for fewer than two tiles of 128 channels an SM. */
+static int64_t scale_of(const gpu *g, const shape *s, int64_t per_expert)
+{
+  const bool gemm = s->op == OP_up || s->op == OP_down;
+  return gemm && per_expert == 1 && s->rows * wide_ceil(s->n, 128) < 2 * g->sms ? 0 : per_expert;
+}
+
 /* At the threshold and one row an expert past it: rows = per_expert * experts, so the expectation is exact. */
 static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert, int32_t experts, int32_t type,
                             int bits)
@@ -317,11 +324,29 @@ static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert
   const shape s = threshold_shape(t, per_expert, experts, type, bits);
   const machine m = gpu_machine(g, NULL);
   const int32_t got = choose(&m, &s);
-  line_by_table(g, &s, per_expert, &want);
+  line_by_table(g, &s, scale_of(g, &s, per_expert), &want);
   if (got >= 0) chosen[got] = true;
   CHECK_MSG(want < 0 || got == want, "%lld rows an expert: row %d, the table says %d, for %s", (long long)per_expert,
             got, want, shape_name(g, &s));
   CHECK_MSG(got >= 0, "no row for %s", shape_name(g, &s));
+}
+
+/* Around two tiles an SM. */
+static void check_scant(const threshold *t, const gpu *g)
+{
+  for (int i = 0; i < 3 * 5 * 2; i++) {
+    const int32_t tiles = i / 3 % 5, rows = 2 * g->sms / (tiles + 1) + i % 3 - 1, n = 128 * tiles + (i / 15 ? 8 : 128);
+    shape s = threshold_shape(t, 1, rows, DT_BF16, 0);
+    int32_t want;
+    if (s.op != OP_up && s.op != OP_down) return;
+    s.n = n;
+    const machine m = gpu_machine(g, NULL);
+    line_by_table(g, &s, scale_of(g, &s, 1), &want);
+    CHECK_MSG(choose(&m, &s) == want, "%d rows, %d channels", rows, n);
+    s.experts--; /* two rows an expert */
+    line_by_table(g, &s, 2, &want);
+    CHECK_MSG(choose(&m, &s) == want, "%d rows, %d channels, an expert fewer", rows, n);
+  }
 }
 
 static void test_thresholds(void)
@@ -335,6 +360,7 @@ static void test_thresholds(void)
         for (int64_t at = -1; at <= 1; at++)
           check_threshold(&gpus[i], t, (t->up_to == ANY_ROWS ? 100000 : t->up_to) + at, counts[n / 12],
                           float_types[n % 3], n / 3 % 4);
+    for (int i = 1; i < GPU_COUNT; i++) check_scant(t, &gpus[i]);
     case_end();
   }
   group_end();
@@ -871,19 +897,28 @@ static void check_few_sizes(const gpu *hopper)
 {
   static const struct {
     int64_t tokens;
-    int32_t top_k, hidden, inter;
+    int32_t top_k, hidden, inter, experts;
     bool wanted;
   } layers[] = {
-      {1, 8, 2048, 768, true},  {1, 8, 2048, 760, false}, {8, 8, 2048, 768, true},  {8, 8, 2048, 760, false},
-      {9, 4, 2048, 768, false}, {1, 32, 64, 768, true},   {2, 32, 2048, 768, true}, {2, 33, 2048, 768, false},
-      {1, 4, 2880, 2880, true}, {2, 4, 2880, 2880, true}, {1, 8, 7168, 2048, true}, {8, 8, 7168, 2048, true},
-      {2, 8, 952, 768, true},   {2, 8, 944, 768, false},  {2, 8, 1056, 768, true},  {2, 8, 1064, 768, false},
-      {2, 8, 1904, 768, true},  {2, 8, 1896, 768, false}, {2, 8, 2112, 768, true},  {2, 8, 2120, 768, false},
-      {2, 8, 3808, 768, true},  {2, 8, 3800, 768, false}, {2, 8, 64, 14336, false},
+      {1, 8, 2048, 192, 128, true},    {1, 8, 2048, 184, 128, false},  {8, 8, 2048, 192, 128, true},
+      {8, 8, 2048, 184, 128, false},   {9, 8, 2048, 512, 128, true},   {9, 8, 2048, 504, 128, false},
+      {8, 8, 2048, 504, 128, true},    {9, 4, 2048, 768, 128, true},   {1, 32, 64, 768, 128, true},
+      {8, 32, 2048, 768, 128, true},   {8, 33, 2048, 768, 128, false}, {32, 8, 2048, 768, 128, true},
+      {33, 7, 2048, 768, 128, false},  {1, 4, 2880, 2880, 128, true},  {18, 4, 2880, 2880, 128, true},
+      {19, 4, 2880, 2880, 128, false}, {1, 8, 7168, 2048, 256, true},  {8, 8, 7168, 2048, 256, true},
+      {9, 8, 7168, 2048, 256, false},  {11, 8, 7168, 2048, 128, true}, {12, 8, 7168, 2048, 128, false},
+      {2, 8, 952, 768, 128, true},     {2, 8, 944, 768, 128, false},   {2, 8, 1056, 768, 128, true},
+      {2, 8, 1064, 768, 128, false},   {2, 8, 1904, 768, 128, true},   {2, 8, 1896, 768, 128, false},
+      {2, 8, 2112, 768, 128, true},    {2, 8, 2120, 768, 128, false},  {2, 8, 3808, 768, 128, true},
+      {2, 8, 3800, 768, 128, false},   {2, 8, 64, 14336, 128, false},  {16, 8, 2048, 1024, 64, true},
+      {17, 8, 2048, 1024, 64, false},  {8, 2, 4096, 14336, 8, true},   {8, 4, 2048, 768, 4, true},
+      {9, 2, 4096, 14336, 8, false},
   };
   for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
-    case_begin("T %d k %d H %d I %d", (int)layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
-    const few_shapes s = few_layer(layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
+    case_begin("T %d k %d H %d I %d E %d", (int)layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter,
+               layers[i].experts);
+    few_shapes s = few_layer(layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
+    s.up.experts = s.down.experts = layers[i].experts;
     CHECK(few_on(hopper, NULL, s) == layers[i].wanted);
     case_end();
   }
@@ -919,9 +954,13 @@ static void check_few_forced(const gpu *hopper)
     int32_t forced[OP_COUNT] = {0};
     forced[v->op] = i + 1;
     case_begin("%s", v->name);
-    CHECK(few_on(hopper, forced, few_layer(1, 8, 2048, 768)) == (few ? v->bm == 1 : !stage));
-    CHECK(few_on(hopper, forced, few_layer(2, 8, 2048, 768)) == (few ? v->bm == FEW_TOKENS : !stage));
-    CHECK(few_on(hopper, forced, few_layer(2, 8, 64, 64)) == (few && v->bm == FEW_TOKENS));
+    CHECK(few_on(hopper, forced, few_layer(1, 8, 2048, 768)) == (few || !stage));
+    CHECK(few_on(hopper, forced, few_layer(2, 8, 2048, 768)) == (few ? v->bm > 1 : !stage));
+    CHECK(few_on(hopper, forced, few_layer(9, 8, 2048, 768)) == (few ? v->bm > 1 : !stage));
+    CHECK(few_on(hopper, forced, few_layer(2, 8, 64, 64)) == (few && v->bm > 1));
+    CHECK(few_on(hopper, forced, few_layer(32, 8, 64, 64)) == (few && v->bm > 1));
+    CHECK(!few_on(hopper, forced, few_layer(33, 7, 2048, 768)));
+    CHECK(!few_on(hopper, forced, few_layer(32, 9, 2048, 768)));
     case_end();
   }
 }

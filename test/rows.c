@@ -22,7 +22,7 @@ static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
     snprintf(text, sizeof text, "_%s_%s_", type_names[i / 3], type_names[i % 3]);
     if (strstr(info->name, text)) in = types[i / 3], w = types[i % 3];
   }
-  if (!strncmp(info->op, "few_", 4)) tokens = strstr(info->name, "_1x") ? 1 : 8;
+  if (!strncmp(info->op, "few_", 4)) tokens = strstr(info->name, "_1x") ? 1 : 32;
   layer_spec s = layer_spec_new(in, tokens, combine ? 320 : many ? 72 : 264, combine ? 192 : many ? 40 : 136);
   s.input = INPUT_ROUTER;
   s.optional_outputs = true;
