@@ -139,11 +139,12 @@ static bool is_forced(const machine *m, operation op)
 /* The start of few is some 20 us shorter than that of router, gate, map, up, down and combine; its weights come 1 % slower than
  * stream's, and those of down, a third of all, by what dealing 8 channels at a time to SMs leaves idle. So it pays up to some size;
  * the limits are measured ones. H200, whole layer, us, few / the best of the others at the same part of the floor: T 8, gpt-oss (9 %
- * idle) 339 / 350, deepseek-v3 (3 %) 1120 / 1128, qwen3-30b 121 / 136; T 16, gpt-oss 592 / 600, qwen3-235b 691 / 707, deepseek-v3 2007 / 1989;
- * T 24, gpt-oss 817 / 812, qwen3-30b 222 / 233; T 32 with two rows an expert, qwen3-30b 250 / 258, with four, olmoe 193 / 199; K = 512
- * (qwen3-next) T 1 40 / 47, T 16 218 / 230; K = 192 (qwen3-235b in eight parts) T 1 23 / 30, T 8 84 / 94, T 16 128 / 126. */
+ * idle) 339 / 350, deepseek-v3 (3 %) 1120 / 1128, qwen3-30b 121 / 136; T 16, gpt-oss 592 / 600, qwen3-235b 691 / 707, deepseek-v3
+ * 2007 / 1989; T 24, gpt-oss 817 / 812, qwen3-30b 222 / 233; T 32, qwen3-30b 250 / 258, olmoe (four rows an expert) 194 / 201; mixtral
+ * T 16 (four) 649 / 656, T 20 653 / 657, T 24 (six: some experts have more than FEW_COLUMNS) 722 / 657; K = 512 (qwen3-next) T 1 40 / 47,
+ * T 16 218 / 230; K = 192 (qwen3-235b in eight parts) T 1 23 / 30, T 8 84 / 94, T 20 143 / 149, T 32 170 / 164. */
 enum { FEW_CHANNELS = 8, FEW_FROM_K = 192 };
-enum { FEW_MANY = 9 /* tokens; from here on: */, FEW_MANY_FROM_K = 512, FEW_MANY_ROWS = 2 };
+enum { FEW_MANY = 9 /* tokens; from here on: */, FEW_MANY_FROM_K = 512, FEW_MANY_ROWS = 4 };
 
 static bool few_pays(const machine *m, const shape *up, const shape *down)
 {

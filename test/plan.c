@@ -911,8 +911,8 @@ static void check_few_sizes(const gpu *hopper)
       {2, 8, 1064, 768, 128, false},   {2, 8, 1904, 768, 128, true},   {2, 8, 1896, 768, 128, false},
       {2, 8, 2112, 768, 128, true},    {2, 8, 2120, 768, 128, false},  {2, 8, 3808, 768, 128, true},
       {2, 8, 3800, 768, 128, false},   {2, 8, 64, 14336, 128, false},  {16, 8, 2048, 1024, 64, true},
-      {17, 8, 2048, 1024, 64, false},  {8, 2, 4096, 14336, 8, true},   {8, 4, 2048, 768, 4, true},
-      {9, 2, 4096, 14336, 8, false},
+      {32, 8, 2048, 1024, 64, true},   {8, 2, 4096, 14336, 8, true},   {8, 4, 2048, 768, 4, true},
+      {16, 2, 4096, 14336, 8, true},   {17, 2, 4096, 14336, 8, false}, {32, 8, 2048, 1024, 63, false},
   };
   for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
     case_begin("T %d k %d H %d I %d E %d", (int)layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter,
