@@ -50,7 +50,7 @@ typedef struct tune_row {
   int32_t up_to, bm, bn;
 } tune_row;
 
-enum { ANY_ROWS = INT32_MAX, SCANT_CHANNELS = 128 };
+enum { ANY_ROWS = INT32_MAX };
 
 static const tune_row tune[] = {
 #define TUNE(op, up_to, form, BM, BN) {OP_##op, FORM_##form, up_to, BM, BN},
@@ -74,6 +74,8 @@ static double expected_active(const shape *s)
 
 /* stream deals out whole tiles: where there are fewer than two of 128 channels an SM, 0. (H200, T 1, thin and stream by themselves:
  * qwen3-235b up 51, 55 us, mixtral down 57, 75 us; T 8, the layer: qwen3-235b in eight parts 91, 99 us, qwen3-next 146, 144 us.) */
+enum { SCANT_CHANNELS = 128 };
+
 static int64_t tune_scale(const machine *m, const shape *s)
 {
   const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
@@ -149,8 +151,9 @@ enum { FEW_MANY = 9 /* tokens; from here on: */, FEW_MANY_FROM_K = 512, FEW_MANY
 static bool few_pays(const machine *m, const shape *up, const shape *down)
 {
   const int64_t runs = ceil_div(down->n, FEW_CHANNELS), places = ceil_div(runs, m->sms) * m->sms;
-  const double most = 95e6, idle = (double)(places - runs) / (double)places; /* bytes lost */
-  const double weights = 6. * expected_active(up) * (double)up->n * (double)up->k;
+  const double most = 95e6; /* bytes that could have come meanwhile */
+  const double idle = (double)(places - runs) / (double)places;
+  const double weights = 6. * expected_active(up) * (double)up->n * (double)up->k; /* three matrices of 16 bits */
   if (down->k < FEW_FROM_K || (down->tokens > 1 && runs * 10 < places * 9)) return false;
   if (down->tokens >= FEW_MANY && (down->k < FEW_MANY_FROM_K || expected_rows(up) > FEW_MANY_ROWS)) return false;
   return weights * (.01 + idle / 3) <= most;

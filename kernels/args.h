@@ -224,8 +224,8 @@ typedef struct combine_args {
 } combine_args;
 
 /*
- * The experts of few tokens, without a map: at most as many tokens as the row's BM, FEW_TOKENS, and FEW_PAIRS(BM) pairs. Whoever needs to know where a pair
- * goes works it out from the ids; the row of a pair in h is the pair itself.
+ * The experts of few tokens, without a map: at most BM (of the row; FEW_TOKENS) tokens and FEW_PAIRS(BM) pairs. Whoever needs to know
+ * where a pair goes works it out from the ids; the row of a pair in h is the pair itself.
  *   few_up:   `up`, c[pair]; and of `map` counts_out, load and the faults
  *   few_down: `down`, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
  * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of up and down no counts, offsets, row_pair or
@@ -248,6 +248,7 @@ typedef struct few_args {
 #define FEW_WORDS(pairs) (2 * (pairs) + 1)
 
 enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplied at once */ };
+/* At most, of up to BM tokens. */
 #define FEW_PAIRS(BM) ((BM) == 1 ? (int)MAX_TOP_K : 8 * (BM))
 
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */

@@ -5,13 +5,14 @@
  * for their first weights as soon as few_up has left their SM.
  *
  * Weights are the 16-row operand of mma.sync (8 gate and the same 8 up channels, or 16 channels), the tokens themselves the
- * other: a column each of those that have chosen the expert at hand, eight at once (few_table.cuh). The CTAs take (expert, channel tile)
- * units of up in turn, then each a few channels of down for all experts, so that it has all that their outputs are made of.
+ * other: a column each of those that have chosen the expert at hand, eight at once (few_table.cuh). The CTAs take (expert,
+ * channel tile) units of up in turn, then each a few channels of down for all experts, so that it has all that their outputs are
+ * made of.
  *
  * Slices of 16 rows x 128 k of the CTA's units are dealt in turn to its warps, each of which has its own ring of stages in
  * shared memory, filled by its own copies: no warp waits for another. What they make of a unit (all of k) goes to shared
- * memory, where one more warp, the finisher, adds it up and finishes it while they go on; with the clerk and the helpers it then sums
- * y over a token's slots. Sums do not depend on which warp had which slice of a unit, hence not on other tokens.
+ * memory, where one more warp, the finisher, adds it up and finishes it while they go on; with the clerk and the helpers it then
+ * sums y over a token's slots. Sums do not depend on which warp had which slice of a unit, hence not on other tokens.
  *
  * In one grid, down's weights follow up's in the rings without a gap, and h tells by itself whether it is there: it is all ones
  * before. Who finds that in a slice's columns reads them again until they have changed; no fence, no counter. What a CTA
@@ -25,6 +26,11 @@
 #include "epilogue.cuh"
 #include "few_table.cuh"
 #include "ring.cuh"
+
+template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
+{
+  return S::UP ? args.up : args.down;
+}
 
 /* ---- units ---- */
 

@@ -21,7 +21,7 @@ template <class T_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_lay
                        CLERK = FINISHER + 1, WRITERS = WARPS - FINISHER;
   static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = 3;
   static constexpr int GROUPS = BK / 32, CHUNKS = BK / 8, COPY_ROWS = WARP_SIZE / CHUNKS, COPIES = ROWS / COPY_ROWS;
-  static_assert(BK == 128 && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "see below");
+  static_assert(BK == 128 && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "few.cuh, few_column");
 };
 
 /* up or down */
@@ -101,11 +101,6 @@ template <int PAIRS> DEVICE int active_before(const few_table<PAIRS> &t, int pai
     before += __popc((uint32_t)(t.first[i] & ((1ull << there) - 1)));
   }
   return before;
-}
-
-template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
-{
-  return S::UP ? args.up : args.down;
 }
 
 template <class S> DEVICE void place_expert(const few_args &args, few_table<S::PAIRS> &t, int active, int expert)

@@ -950,10 +950,8 @@ static bool set_few_routing(layer_spec *s, int which)
   case 10: *r = cumoe_routing_make(CUMOE_SCORE_IDENTITY, 5, 0), r->softcap = 3, s->select_bias = true; break;
   case 11: *r = cumoe_routing_qwen3(8), s->desc.num_experts = 250, r->zero_experts = 4, r->identity_experts = 2; break;
   case 12:
-    *r = cumoe_routing_mixtral(32), s->desc.num_experts = 32,
-    s->tokens = s->tokens > 8   ? 8
-                : s->tokens > 2 ? 2
-                                : s->tokens;
+    *r = cumoe_routing_mixtral(32), s->desc.num_experts = 32;
+    if (s->tokens > 2) s->tokens = s->tokens > 8 ? 8 : 2;
     break;
   default: return false;
   }
@@ -982,7 +980,7 @@ static void few_gate_case(cumoe_context context, const layer_spec *spec, int ker
 
 static void sweep_few_gates(cumoe_context context, int32_t dtype)
 {
-  static const int32_t tokens[] = {1, 1, 2, 7, 9, 32};
+  static const int32_t tokens[] = {1, 1, 2, 7, 9, 32}; /* the first for the kernel of one token */
   if (!on_device(context) || dtype == CUMOE_F32) return;
   if (!group_begin("%s: the gate in up, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
   layer_spec s = layer_spec_new(dtype, 1, 72, 40);

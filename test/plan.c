@@ -334,11 +334,11 @@ static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert
 /* Around two tiles an SM. */
 static void check_scant(const threshold *t, const gpu *g)
 {
+  if (t->op != OP_up && t->op != OP_down) return;
   for (int i = 0; i < 3 * 5 * 2; i++) {
     const int32_t tiles = i / 3 % 5, rows = 2 * g->sms / (tiles + 1) + i % 3 - 1, n = 128 * tiles + (i / 15 ? 8 : 128);
     shape s = threshold_shape(t, 1, rows, DT_BF16, 0);
     int32_t want;
-    if (s.op != OP_up && s.op != OP_down) return;
     s.n = n;
     const machine m = gpu_machine(g, NULL);
     line_by_table(g, &s, scale_of(g, &s, 1), &want);
