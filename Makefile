@@ -67,7 +67,7 @@ SANITIZE ?= address,undefined
 CXX_TOOL := -std=c++17 $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE)) -O2 -g0 -Iinclude
 C_ASAN   := -O1 -g1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_FUZZ   := -O1 -g1 -fsanitize=fuzzer-no-link,$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
-NV_FLAGS := -O3 -std=c++17 -Xptxas -v,-warn-spills,-warn-lmem-usage
+NV_FLAGS := -O3 -std=c++17 -Ikernels -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
 
 HOST_C  := $(sort $(wildcard host/*.c))
@@ -77,7 +77,9 @@ LIB_C   := $(HOST_C) $(CPU_C)
 sm_of    = $(if $(findstring _sm,$(1)),$(lastword $(subst _sm, ,$(1))))
 archs_of = $(if $(call sm_of,$(1)),$(filter $(call sm_of,$(1))a,$(ARCHS)),$(ARCHS))
 ptx_of   = $(if $(call sm_of,$(1)),,$(PTX))
-STEMS   := $(foreach s,$(sort $(patsubst kernels/%.cu,%,$(wildcard kernels/*.cu))),$(if $(call archs_of,$s),$s))
+KERNEL_CU := $(sort $(wildcard kernels/*/*.cu))
+vpath %.cu $(sort $(dir $(KERNEL_CU)))
+STEMS   := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call archs_of,$s),$s))
 IMAGES  := $(STEMS:%=$(OBJ)/%.image.o)
 CUBINS  := $(foreach s,$(STEMS),$(foreach a,$(call archs_of,$s),$(OBJ)/$s.sm_$a.cubin))
 OBJS    := $(LIB_C:%.c=$(OBJ)/%.o) $(IMAGES)
@@ -105,7 +107,7 @@ BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c,$(wild
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
-FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.cu kernels/*.cuh kernels/*.h kernels/cpu/*.[ch] \
+FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.h kernels/*/*.cu kernels/*/*.cuh kernels/cpu/*.[ch] \
 	test/*.[ch] test/*.cu test/examples/*.cu test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
 .PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
@@ -143,13 +145,13 @@ nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o
 	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2 || true
 
 define cubin_rule
-$(OBJ)/%.sm_$(1).cubin: kernels/%.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+$(OBJ)/%.sm_$(1).cubin: %.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
 	$$(call say,NVCC,$$@)
 	$(Q)$$(call nvcc_compile,-cubin -arch=sm_$(1))
 endef
 $(foreach a,$(ARCHS),$(eval $(call cubin_rule,$a)))
 
-$(OBJ)/%.compute_$(PTX).ptx: kernels/%.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+$(OBJ)/%.compute_$(PTX).ptx: %.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
 	$(call say,NVCC,$@)
 	$(Q)$(call nvcc_compile,-ptx -arch=compute_$(PTX))
 

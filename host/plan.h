@@ -44,7 +44,7 @@ bool takes_tensor_maps(const variant *v);
 /* Whether up should put its rows in order in a copy, for the bulk copies that feed its products, rather than gather them. */
 bool wants_copy(const machine *m, const shape *up);
 
-/* Whether down can wait for the h of an expert instead of for the end of up (kernels/handover.cuh). */
+/* Whether down can wait for the h of an expert instead of for the end of up (kernels/gemm/handover.cuh). */
 bool goes_by_expert(const machine *m, const shape *up, const shape *down);
 
 /* Whether few_up and few_down should do what map, up, down and combine do: rows for both serve the shapes, no row of those is

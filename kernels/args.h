@@ -75,7 +75,7 @@ typedef struct gate_args {
   fault_sink fault;
 } gate_args;
 
-/* Experts are ranked by their logits, as every score keeps the order; a row's keys fit a warp's registers (kernels/gate.cuh). */
+/* Experts are ranked by their logits, as every score keeps the order; a row's keys fit a warp's registers (kernels/route/gate.cuh). */
 #define GATE_BY_LOGIT(a) (!(a).select_bias && (a).n_group == 0)
 #define GATE_IN_REGISTERS(a)                                                                                           \
   ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \

@@ -29,15 +29,15 @@ if [ "$1" = plant ]; then
   rm -rf "$planted"
   copy_tree sums
   # A warp says that its sums are there before they are. (Races of stmatrix, wgmma or copies are not seen.)
-  bug kernels/few.cuh '/^ *smem.partial.* =$/{N;N;s/^\(.*;\)\n\( *mbarrier_arrive.*\)$/\2\n\1/}'
+  bug kernels/few/few.cuh '/^ *smem.partial.* =$/{N;N;s/^\(.*;\)\n\( *mbarrier_arrive.*\)$/\2\n\1/}'
   copy_tree map
   # Pairs counted by a warp are read while others still count theirs.
-  bug kernels/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
+  bug kernels/route/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
   copy_tree rest
   # One thread of a warp misses a barrier.
-  bug kernels/router.cu '/^  __syncthreads();$/{N;s/\(  \)\(__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;\)/\1if (threadIdx.x % 32) \2/}'
+  bug kernels/route/router.cu '/^  __syncthreads();$/{N;s/\(  \)\(__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;\)/\1if (threadIdx.x % 32) \2/}'
   # The layer's output goes past its end, to memory that is mapped but nobody's.
-  bug kernels/combine.cu 's/\(static_cast<Out \*>(a.out) + token \* a.out_ld + at\), out/\1 + (1 << 19), out/'
+  bug kernels/permute/combine.cu 's/\(static_cast<Out \*>(a.out) + token \* a.out_ld + at\), out/\1 + (1 << 19), out/'
   for copy in sums map rest; do ${MAKE:-make} -C "$planted/$copy" LIB=lib lib/test/rows || exit 1; done
   exit
 fi

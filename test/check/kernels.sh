@@ -77,7 +77,7 @@ empty "sm_90a: no minimum fused with a comparison (opcodes.c)" "$(for cubin in $
 done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 
 # An instruction per 16 k, 64-row block and token width; the widths are the multiples of 16 up to the tile's, and each has
-# a loop of its own (wgmma_tile.cuh). The two consumers share the blocks of the tile; an up tile has gate and up rows. The router
+# a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the tile; an up tile has gate and up rows. The router
 # has its tokens in the blocks, and one loop.
 awk '$7 == "sm90" && $8 != "ring" && $8 != "row" { print $2, $6 == "router" ? $11 / 16 * $9 / 64 : $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2 }' \
   "$work/rows" | sort > "$work/expected"

@@ -1,0 +1,112 @@
+/* Wrappers of single PTX instructions, named after them. All inline assembly of the portable kernels is here. */
+#ifndef CUMOE_MMA_CUH
+#define CUMOE_MMA_CUH
+
+#include "device/dtype.cuh"
+
+DEVICE uint32_t shared_address(const void *pointer)
+{
+  return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+/* d += a b: a 16 x 16 (4 registers), b 16 x 8 (2), d 16 x 8 f32.
+ * Lane l: a = rows l/4, l/4+8 x columns 2(l%4) + {0,1}, then the same rows at columns + 8;
+ * b = rows 2(l%4) + {0,1} and + 8, column l/4; d = row l/4, columns 2(l%4) + {0,1}; row l/4+8, the same columns. */
+template <class T> DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+template <> DEVICE void mma_m16n8k16<bf16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
+{
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <> DEVICE void mma_m16n8k16<f16>(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
+{
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* Four 8 x 8 matrices of 16-bit elements; lanes 8i .. 8i+7 give the row addresses of matrix i. */
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+/* 16 bytes global -> shared, of which the first `bytes` are read and the rest are zero. */
+DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes)
+{
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
+               : "memory");
+}
+
+/* What streams through L2 leaves the rest there: activations, code. */
+DEVICE uint64_t evict_first_policy()
+{
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/* The same with such a policy. */
+DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes, uint64_t policy)
+{
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+DEVICE void cp_async_commit_group()
+{
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING> DEVICE void cp_async_wait_group()
+{
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/* 16 bytes by one store: where elements may be stored one by one instead, the compiler splits the vector as well. It is not told what
+ * is written: not for memory that the thread reads again. */
+DEVICE void st_global(void *global, uint4 v)
+{
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+
+/* All copies of this thread, committed or not. */
+DEVICE void cp_async_wait_all()
+{
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+/* 16 bytes by one qualified load; zeros, and no access, if not `there`. Volatile, so that it stays behind
+ * wait_for_earlier_grids where it is written behind it. */
+#define PREDICATED_LOAD(name, qualifiers)                                                                              \
+  DEVICE uint4 name(const void *global, bool there)                                                                    \
+  {                                                                                                                    \
+    uint4 v;                                                                                                           \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"    \
+                 "@p ld.global" qualifiers ".v4.u32 {%0,%1,%2,%3}, [%4];}"                                             \
+                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)                                                      \
+                 : "l"(global), "r"((unsigned)there));                                                                 \
+    return v;                                                                                                          \
+  }
+
+/* For weights, which a launch reads once: no place in L1. The source may not be written during the kernel. */
+PREDICATED_LOAD(ld_global_nc_no_allocate, ".nc.L1::no_allocate.L2::128B")
+/* For activations: not nc, for they may be written until wait_for_earlier_grids returns, and neither the compiler nor the
+ * assembler may move the load up past that. Small and read again by every channel tile, so L1 keeps them. */
+PREDICATED_LOAD(ld_global, "")
+/* For activations that are read once. */
+PREDICATED_LOAD(ld_global_no_allocate, ".L1::no_allocate.L2::128B")
+
+#endif

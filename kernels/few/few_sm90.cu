@@ -1,0 +1,11 @@
+/* The experts of few tokens on sm_90a, bf16 and f16. */
+#define ROWS_few_sm90
+#include "few/few.cuh"
+
+constexpr bool IS_few_up = true, IS_few_down = false;
+
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ few_args args)                           \
+          KERNEL_BODY(SMEM, few, few_shape<in, IS_##op, BM, BK, STAGES, WARPS>)
+#include "variants.def"

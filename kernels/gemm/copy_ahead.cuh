@@ -1,0 +1,106 @@
+/*
+ * A copy of up's rows in row order, made by the kernel that multiplies them: warps that the products leave idle copy, a
+ * little ahead of them, and the thread that loads a tile waits until its rows are there. A launch of its own costs the
+ * time of its writes (H200, T 8192: qwen3-30b 82, deepseek-v3 284 us), in which the tensor cores do nothing.
+ *
+ * Warps claim the next few rows from a counter, whichever comes first: no CTA waits for one that has not started.
+ */
+#ifndef CUMOE_AHEAD_CUH
+#define CUMOE_AHEAD_CUH
+
+#include "device/ptx_sm90.cuh"
+
+/* Rows that the route has; those of bad routes, too, are all copied. */
+DEVICE int32_t rows_to_copy(const gemm_args &args)
+{
+  return (int32_t)min((int64_t)max(load_settled(args.offsets + args.experts), 0), args.rows_cap);
+}
+
+/* ---- copying ---- */
+
+/* Lane i gets the pair of row COPY_CLAIM * claim + i. */
+DEVICE int32_t claim_rows(const gemm_args &args, int32_t total, int32_t &pair)
+{
+  int32_t claim = 0;
+  if (lane_id() == 0) claim = atomicAdd(args.progress + PROGRESS_CLAIMS, 1);
+  claim = __shfl_sync(ALL_LANES, claim, 0);
+  const int64_t row = (int64_t)claim * COPY_CLAIM + lane_id();
+  pair = lane_id() < COPY_CLAIM && row < total ? __ldg(args.row_pair + row) : 0;
+  return claim;
+}
+
+/* EACH vectors a lane at once, up to the last one. */
+template <int EACH, bool INSIDE> DEVICE void copy_vectors(uint4 *to, const uint4 *from, int vectors, bool there)
+{
+  uint4 value[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+    value[i] = ld_global_no_allocate(from + i * WARP_SIZE, INSIDE || (there && i * WARP_SIZE < vectors));
+#pragma unroll
+  for (int i = 0; i < EACH; i++)
+    if (INSIDE || i * WARP_SIZE < vectors) to[i * WARP_SIZE] = value[i];
+}
+
+/* One row; zeros for a token that is none. */
+DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
+{
+  constexpr int MOST = 8, SOME = 4; /* 128 bytes a lane: what registers hold */
+  const uint4 *from =
+      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.a) + token * args.a_ld) + lane_id();
+  uint4 *to = static_cast<uint4 *>(args.copy) + (int64_t)row * (args.k / 8) + lane_id();
+  int left = args.k / 8 - lane_id();
+#pragma unroll 1
+  for (; token >= 0 && left > (MOST - 1) * WARP_SIZE; left -= MOST * WARP_SIZE) {
+    copy_vectors<MOST, true>(to, from, left, true);
+    to += MOST * WARP_SIZE, from += MOST * WARP_SIZE;
+  }
+#pragma unroll 1
+  for (; left > 0; left -= SOME * WARP_SIZE) {
+    copy_vectors<SOME, false>(to, from, left, token >= 0);
+    to += SOME * WARP_SIZE, from += SOME * WARP_SIZE;
+  }
+}
+
+/* Whole warps, any number of them. The next claim is under way while one is copied. */
+DEVICE void copy_rows(const gemm_args &args)
+{
+  const int32_t total = rows_to_copy(args), claims = total ? (total - 1) / COPY_CLAIM + 1 : 0;
+  const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
+  int32_t pair, next_pair;
+  int32_t claim = claim_rows(args, total, pair);
+#pragma unroll 1
+  while (claim < claims) {
+    const int32_t next = claim_rows(args, total, next_pair), first = claim * COPY_CLAIM;
+    const int count = min(COPY_CLAIM, total - first);
+    const bool there = (uint32_t)pair < (uint32_t)pairs;
+    if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
+    const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) copy_row(args, first + i, __shfl_sync(ALL_LANES, token, i));
+    __syncwarp();
+    __threadfence();
+    if (lane_id() == 0) atomicAdd(args.progress + PROGRESS_COPIED + first / COPY_GROUP, count);
+    claim = next;
+    pair = next_pair;
+  }
+}
+
+/* ---- waiting ---- */
+
+/* Returns when rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the last
+ * one count as there. */
+DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
+{
+  const int group = first / COPY_GROUP, groups = (first + count - 1) / COPY_GROUP + 1 - group;
+  for (bool missing = true; missing;) {
+    missing = false;
+#pragma unroll 4
+    for (int i = 0; i < groups; i++)
+      missing |=
+          load_settled(args.progress + PROGRESS_COPIED + group + i) < min(total - (group + i) * COPY_GROUP, COPY_GROUP);
+  }
+  __threadfence();
+  fence_proxy_async_global();
+}
+
+#endif

@@ -1,0 +1,88 @@
+/* From accumulators to output elements: pair weight, bias, activation, one rounding. */
+#ifndef CUMOE_EPILOGUE_CUH
+#define CUMOE_EPILOGUE_CUH
+
+#include "gemm/activation.cuh"
+#include "device/dtype.cuh"
+#include "gemm/schedule.cuh"
+
+/* How accumulator columns name channels. */
+enum columns {
+  COLUMNS_plain,   /* column = channel */
+  COLUMNS_blocks,  /* 8 gate channels, the same 8 up channels, the next 8 gate ... */
+  COLUMNS_gate_up, /* gate and up element by element */
+  COLUMNS_up_gate
+};
+
+DEVICE columns columns_of(const gemm_args &args, bool up, bool n_major)
+{
+  if (!up || !args.gated) return COLUMNS_plain;
+  if (!n_major || args.b.n_stride == 1) return COLUMNS_blocks;
+  const char *gate = expert_base<char>(args.b, 0, 0), *above = expert_base<char>(args.b, 1, 0);
+  return gate < above ? COLUMNS_gate_up : COLUMNS_up_gate;
+}
+
+/* Staged accumulators: rows of f32 with 4 floats of air after every 32 and 8 at the end, so that neither the rows of a
+ * fragment nor the blocks of 16 that neighbouring threads read fall into the same banks. */
+DEVICE constexpr int staged_place(int column)
+{
+  return column + column / 32 * 4;
+}
+template <int COLUMNS> constexpr int STAGED_LD = COLUMNS + COLUMNS / 32 * 4 + 8;
+
+/* Accumulators of eight consecutive channels, from `channel` of the tile on, out of a staged row. */
+DEVICE void take_channels(columns order, const float *row, int channel, float (&g)[8], float (&u)[8])
+{
+  if (order == COLUMNS_plain) {
+    load_f32<8>(row + staged_place(channel), g);
+    return;
+  }
+  float both[16];
+  load_f32<16>(row + staged_place(2 * channel), both);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    g[i] = order == COLUMNS_blocks ? both[i] : order == COLUMNS_gate_up ? both[2 * i] : both[2 * i + 1];
+    u[i] = order == COLUMNS_blocks ? both[8 + i] : order == COLUMNS_gate_up ? both[2 * i + 1] : both[2 * i];
+  }
+}
+
+/* value = value * weight + bias for N channels. */
+template <int N>
+DEVICE void weigh(const expert_matrix &b, int half, int expert, int channel, float weight, float (&value)[N])
+{
+  const int64_t first = expert * b.bias_expert_stride + channel * b.bias_n_stride;
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] *= weight;
+  if (!b.bias[half]) return;
+#pragma unroll
+  for (int i = 0; i < N; i++) value[i] += load_any(b.bias[half], first + i * b.bias_n_stride, b.bias_dtype);
+}
+
+/* g becomes the output of N channels, in f32. UP: with activation. `weight` is the row's. */
+template <bool UP, int N>
+DEVICE void finish(const gemm_args &args, int expert, int channel, float weight, float (&g)[N], float (&u)[N])
+{
+  weigh<N>(args.b, 0, expert, channel, weight, g);
+  if (!UP) return;
+  if (args.gated) weigh<N>(args.b, 1, expert, channel, weight, u);
+  activate<N>(args, g, u);
+}
+
+/* Writes a unit whose accumulators are staged in shared memory: stores of 16 bytes, rolled over the tile so that the
+ * activations are in the program once. Channels come in eights (n is a multiple of 8). */
+template <class T, bool UP, int COLUMNS, int THREADS>
+DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float *staged, columns order)
+{
+  const int channels = order == COLUMNS_plain ? COLUMNS : COLUMNS / 2, first = unit.n * channels;
+#pragma unroll 1
+  for (int i = threadIdx.x * 8; i < unit.rows * channels; i += THREADS * 8) {
+    const int row = order == COLUMNS_plain ? i / COLUMNS : i / (COLUMNS / 2), channel = i % channels;
+    if (first + channel >= args.n) continue;
+    float g[8], u[8];
+    take_channels(order, staged + row * STAGED_LD<COLUMNS>, channel, g, u);
+    finish<UP, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
+    store_f32<8>(static_cast<T *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
+  }
+}
+
+#endif

@@ -1,0 +1,11 @@
+/* Grouped GEMM of sm_90a, bf16 and f16. */
+#define ROWS_gemm_sm90
+#include "gemm/wgmma.cuh"
+
+constexpr bool IS_up = true, IS_down = false;
+
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                      \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ gemm_sm90_args args)                     \
+          KERNEL_BODY(SMEM, wgmma, wgmma_shape<in, IS_##op, BM, BN, BK, STAGES, WARPS>)
+#include "variants.def"

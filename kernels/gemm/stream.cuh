@@ -1,0 +1,331 @@
+/*
+ * FORM_stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the
+ * speed of memory. K-major weights, any layout that thin takes.
+ *
+ * A CTA has a warpgroup of producers and two of consumers around a ring of stages of 64 k. Producers fill two
+ * stages at once: 16 lanes ask for 256 neighbouring bytes of a weight row, which memory gives 3 % faster than the 128 of a
+ * stage (bench/NOTES.md). Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads:
+ * weights are its 64-row operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a channel in its
+ * own registers.
+ *
+ * Every CTA takes an equal run of whole tiles, over the ends of experts, and an equal part of those that are left over, in
+ * granules of 16 weight rows.
+ */
+#ifndef CUMOE_STREAM_CUH
+#define CUMOE_STREAM_CUH
+
+#include "gemm/warpgroup_tile.cuh"
+
+template <class T, bool UP, int BM, int BN, int BK, int STAGES, int WARPS>
+struct stream_shape : ring_shape<T, UP, BM, BN, BK, STAGES, WARPS> {
+  static constexpr int CLUSTER = 1;
+  static constexpr bool AT_ONCE = true;
+  static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
+  /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
+  static constexpr int LANES = 2 * BK / 8, ROWS = stream_shape::GROUP / LANES;
+  static_assert(ROWS == 8, "a thread's rows have the same place in the swizzle");
+
+  DEVICE static bool gathers(const gemm_args &) { return true; }
+};
+
+template <class S> struct stream_smem : ring_smem<S> {
+  row_range ranges[MAX_EXPERTS];
+};
+
+/* ---- units: n counts granules here ---- */
+
+template <class S> DEVICE int granule_channels(const gemm_args &args)
+{
+  return S::UP && args.gated ? S::GRANULE / 2 : S::GRANULE;
+}
+
+/* `left` granules from n of row tile `tile` on, one row tile after another. */
+struct stretch {
+  int64_t left;
+  int32_t tile, n;
+};
+
+/*
+ * What a CTA still has to do. Tiles stream in about equal times, wide or narrow, as the bytes in flight are fewer where they are
+ * narrow: what counts is how many a CTA has. Equal runs of granules would begin and end amid tiles, and have one more than they
+ * must. So row tiles are cut into whole tiles, and every CTA takes the same number of these, one after another; those left over are
+ * dealt to all CTAs in narrower pieces, one each. Pieces come at different times, so that others keep memory busy. (H200, gpt-oss
+ * T 32: up + down 923 us instead of 941 with runs; pieces at the end of all CTAs: qwen3-30b T 32 255 us, now 246.)
+ */
+template <class S> struct stream_run {
+  stretch now, later;
+  int32_t tiles, granules, parts; /* row tiles; granules of each, and the whole tiles that it is cut into */
+  int32_t whole;                  /* tiles until the piece */
+  int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
+  bool piece = true;              /* is still to come */
+
+  DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
+      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, S::GRANULES))
+  {
+    const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
+    now.tile = (int32_t)(first / parts);
+    now.n = granule_of(first - (int64_t)now.tile * parts);
+    now.left = (end - now.tile) * granules + granule_of(first + share - end * parts) - now.n;
+    later.left = 0;
+    whole = share > 0 ? 1 + (int32_t)(blockIdx.x % share) : 0;
+  }
+
+  /* The first granule of a row tile's whole tile `part`. */
+  DEVICE int32_t granule_of(int64_t part) const { return (int32_t)(granules * part / parts); }
+
+  /* Of the whole tiles that do not deal out. They may begin amid a row tile; of the grid, a row tile gets the part that it is of `all`
+   * their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all, rounded, if c granules lie before
+   * it. */
+  DEVICE stretch own_piece() const
+  {
+    const int64_t grid = gridDim.x, dealt = (int64_t)tiles * parts / grid * grid;
+    const int32_t tile = (int32_t)(dealt / parts), begin = granule_of(dealt - (int64_t)tile * parts);
+    const int64_t all = (int64_t)(tiles - tile) * granules - begin;
+    if (all <= 0) return {0, 0, 0};
+    const int64_t row = ((2 * (int64_t)blockIdx.x + 1) * all + 2 * grid * begin - 1) / (2 * grid * granules);
+    const int64_t from = row > 0 ? row * granules - begin : 0, to = (row + 1) * granules - begin;
+    const int64_t first = (2 * grid * from + all) / (2 * all), ctas = (2 * grid * to + all) / (2 * all) - first,
+                  own = blockIdx.x - first, n = (to - from) * own / ctas;
+    return {(to - from) * (own + 1) / ctas - n, tile + (int32_t)row, (int32_t)(granules - (to - from) + n)};
+  }
+
+  /* The next tile: up to GRANULES of one row tile, `end` past its last. */
+  DEVICE tile_unit next(const gemm_args &args, const stream_smem<S> &smem)
+  {
+    if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
+    if (now.left == 0) now = later, later.left = 0, expert = -1;
+    if (now.left == 0) return {-1, 0, 0, 0, 0};
+    if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);
+    while (smem.table.before[expert + 1] <= now.tile) expert++;
+    const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
+    const row_range own = rows_of_tile<S>(smem.ranges[expert], now.tile - first, those);
+    const int there = (int)min((int64_t)(granules - now.n), now.left),
+              part = ceil_div(there, ceil_div(there, S::GRANULES));
+    const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};
+    now.left -= part;
+    now.n += part;
+    if (now.n == granules) now.n = 0, now.tile++;
+    return unit;
+  }
+};
+
+/* ---- producers ---- */
+
+/* A producer's 16 bytes of k are in the first or in the second of two stages. */
+template <class S> DEVICE int producer_line()
+{
+  return threadIdx.x % S::LANES / 8;
+}
+
+/* Where they go, of its first row of an operand. */
+template <class S> DEVICE uint32_t producer_place(const typename S::T *operand)
+{
+  const int row = threadIdx.x / S::LANES;
+  return shared_address(operand) + row * 128 + (threadIdx.x % 8 ^ row) * 16;
+}
+
+template <class S> DEVICE int producer_k()
+{
+  return threadIdx.x % S::LANES * 8;
+}
+
+/* A thread's weight rows of a tile. */
+template <class S> struct stream_weights {
+  const typename S::T *origin[2]; /* of the rows of even and of odd number */
+  int64_t step;                   /* elements from a row to the next of the same parity */
+  int left;                       /* weight rows of the tile */
+  uint64_t policy = evict_first_policy();
+
+  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  {
+    const bool gated = S::UP && args.gated;
+    const int channel = unit.n * granule_channels<S>(args) + threadIdx.x / S::LANES;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      origin[h] = expert_base<typename S::T>(args.b, gated ? h : 0, unit.expert) +
+                  (channel + (gated ? 0 : 8 * h)) * args.b.n_stride + producer_k<S>();
+    step = (gated ? 8 : 16) * args.b.n_stride;
+    left = (unit.end - unit.n) * S::GRANULE;
+    if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
+  }
+
+  /* Channels come in eights, so the second eight of the last granule may not be there. */
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  {
+    const bool there = k0 + producer_k<S>() < args.k;
+    uint32_t to = producer_place<S>(smem.weights[stage]);
+    int64_t at = k0;
+#pragma unroll 4
+    for (int row = 0; row < left; row += 2 * S::ROWS, at += step, to += 2 * S::ROWS * 128) {
+      cp_async_cg_16(to, there ? origin[0] + at : origin[0], there ? 16 : 0, policy);
+      const bool both = there && row + S::ROWS < left;
+      cp_async_cg_16(to + S::ROWS * 128, both ? origin[1] + at : origin[0], both ? 16 : 0, policy);
+    }
+  }
+};
+
+/* A thread's rows of A; -1: zeros. */
+template <class S> struct stream_rows {
+  int32_t source[S::BM / S::ROWS];
+
+  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  {
+#pragma unroll
+    for (int i = 0; i < S::BM / S::ROWS; i++) {
+      const int r = threadIdx.x / S::LANES + i * S::ROWS;
+      source[i] = r < unit.rows ? source_row(args, unit.row + r) : -1;
+    }
+  }
+
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int rows, int stage, int k0) const
+  {
+    const int k = k0 + producer_k<S>();
+    const typename S::T *from = static_cast<const typename S::T *>(args.a) + k;
+    const uint32_t to = producer_place<S>(smem.rows[stage]);
+#pragma unroll
+    for (int i = 0; i < S::BM / S::ROWS; i++) {
+      if (i * S::ROWS >= rows) break;
+      const bool there = source[i] >= 0 && k < args.k;
+      cp_async_cg_16(to + i * S::ROWS * 128, there ? from + source[i] * args.a_ld : args.a, there ? 16 : 0);
+    }
+  }
+};
+
+/* Two stages at a time; the second may not be there at the end of k. */
+template <class S> struct stage_pair {
+  ring_place<S::STAGES> first, second;
+  bool two;
+
+  DEVICE stage_pair(const gemm_args &args, const ring_place<S::STAGES> &at, int k0)
+      : first(at), second(at), two(k0 + WGMMA_BK < args.k)
+  {
+    second.advance();
+  }
+
+  DEVICE void wait(stream_smem<S> &smem) const
+  {
+    wait_for(&smem.empty[first.stage], first.phase ^ 1);
+    if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
+  }
+
+  /* The one that this thread copies into; of two: k past the end is copied as zeros. */
+  DEVICE int mine() const { return producer_line<S>() ? second.stage : first.stage; }
+  DEVICE bool copies() const { return two || producer_line<S>() == 0; }
+
+  DEVICE void arrive(stream_smem<S> &smem) const
+  {
+    cp_async_mbarrier_arrive_noinc(&smem.full[first.stage]);
+    if (two) cp_async_mbarrier_arrive_noinc(&smem.full[second.stage]);
+    if (threadIdx.x != 0) return;
+    mbarrier_arrive(&smem.full[first.stage]);
+    if (two) mbarrier_arrive(&smem.full[second.stage]);
+  }
+};
+
+/* All of a tile's stages. The weights of k < ahead are on their way. */
+template <class S>
+DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile_unit &unit, int slot,
+                         const stream_weights<S> &weights, int ahead, ring_place<S::STAGES> &at)
+{
+  stream_rows<S> rows;
+  rows.aim(args, unit);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += 2 * WGMMA_BK) {
+    const stage_pair<S> pair(args, at, k0);
+    pair.wait(smem);
+    if (k0 == 0 && threadIdx.x == 0) smem.units[slot] = unit;
+    if (pair.copies()) {
+      if (k0 >= ahead) weights.copy(args, smem, pair.mine(), k0);
+      rows.copy(args, smem, unit.rows, pair.mine(), k0);
+    }
+    pair.arrive(smem);
+    at.advance();
+    if (pair.two) at.advance();
+  }
+}
+
+/* Where weights and counts were settled early, the ring fills with the first tile's weights before the grid ahead, which
+ * makes the rows, has ended. */
+template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &smem)
+{
+  stream_run<S> run(args, smem.table.before[args.experts]);
+  ring_place<S::STAGES> at;
+  bool waited = !args.settled;
+#pragma unroll 1
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
+    const tile_unit unit = run.next(args, smem);
+    int ahead = 0;
+    stream_weights<S> weights;
+    if (unit.expert >= 0) weights.aim(args, unit);
+    if (!waited) {
+#pragma unroll 1
+      for (; unit.expert >= 0 && ahead + 2 * WGMMA_BK <= min(args.k, S::STAGES * WGMMA_BK); ahead += 2 * WGMMA_BK)
+        weights.copy(args, smem, ahead / WGMMA_BK + producer_line<S>(), ahead);
+      wait_for_earlier_grids();
+      waited = true;
+    }
+    if (unit.expert < 0) return produce_end<S>(smem, unit, slot, true, at);
+    produce_tile<S>(args, smem, unit, slot, weights, ahead, at);
+  }
+}
+
+/* ---- consumers ---- */
+
+template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &smem)
+{
+  const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
+            granules = S::GRANULES / S::CONSUMERS;
+  ring_place<S::STAGES> at;
+#pragma unroll 1
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
+    wait_for(&smem.full[at.stage], at.phase);
+    const tile_unit unit = smem.units[slot];
+    if (unit.expert < 0) break;
+    const int first = unit.n + group * granules, end = min(unit.end, first + granules);
+    if (first >= end) {
+      skip<S>(args, smem, at);
+      continue;
+    }
+    float acc[S::BLOCKS][S::ACCUMULATORS] = {};
+    multiply<S, S::BM>(args, smem, at, group, unit.rows, acc);
+    store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
+  }
+}
+
+/* Memory is idle while the grids ahead find out who goes where. With two rows for every expert most have some, so L2 asks for
+ * the weights that a CTA begins with if all have: used, if not by this CTA, then by one close to it. (H200, T 32 to 512: 2 to
+ * 4 us.) */
+template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
+{
+  constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */
+  if (args.settled || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
+  const bool gated = S::UP && args.gated;
+  const stream_run<S> run(args, args.experts);
+  if (run.now.left == 0) return;
+  const int channel0 = run.now.n * granule_channels<S>(args), row_bytes = args.k * sizeof(typename S::T);
+  for (int r = lane_id(); r < BYTES / row_bytes; r += WARP_SIZE) {
+    const int half = gated ? r / 8 % 2 : 0, channel = channel0 + (gated ? r / 16 * 8 + r % 8 : r);
+    if (channel < args.n)
+      prefetch_l2(expert_base<typename S::T>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
+  }
+}
+
+template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S> &smem)
+{
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S::STAGES; s++) {
+      mbarrier_init(&smem.full[s], 1 + S::GROUP);
+      mbarrier_init(&smem.empty[s], S::CONSUMERS * S::GROUP / WARP_SIZE);
+    }
+    fence_mbarrier_init();
+  }
+  prefetch_likely_weights<S>(args);
+  if (!args.settled) wait_for_earlier_grids();
+  build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.ranges); /* its barriers show those above to all */
+  if (threadIdx.x < S::GROUP)
+    produce<S>(args, smem);
+  else
+    consume<S>(args, smem);
+}
+
+#endif

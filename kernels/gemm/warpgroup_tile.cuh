@@ -1,0 +1,379 @@
+/*
+ * What the forms wgmma and stream share: a warpgroup of producers and two of consumers around a ring; a tile of weight rows x
+ * rows (tokens) from the ring to accumulators, and from there to memory.
+ */
+#ifndef CUMOE_WGMMA_TILE_CUH
+#define CUMOE_WGMMA_TILE_CUH
+
+#include "gemm/epilogue.cuh"
+#include "device/pipeline.cuh"
+
+enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
+
+/*
+ * Of a shape S made from it, three things are asked besides:
+ *   CLUSTER         CTAs that fill each other's stages
+ *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
+ *   AT_ONCE         a stage is given back as soon as it is used, where memory is what all wait for; else one step later,
+ *                   when the next products are under way
+ */
+template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct ring_shape {
+  using T = T_;
+  static constexpr bool UP = UP_;
+  static constexpr int BM = BM_, STAGES = STAGES_;
+  static constexpr int COLUMNS =
+      UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
+  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
+  static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
+                       ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
+  static constexpr int EIGHTS = 2 * BLOCKS;   /* of weight rows, of a warp */
+  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
+  static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
+  static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
+  static_assert(BLOCKS <= 2, "an stmatrix has four eights");
+};
+
+/* Between accumulators and memory. */
+template <class S> struct wgmma_staging {
+  uint4 staged[S::CONSUMERS][S::GROUP / WARP_SIZE][WARP_SIZE]; /* a warp's own */
+  float row_weights[S::CONSUMERS][S::BM];
+};
+
+template <class S> struct ring_smem {
+  typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
+  typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
+  wgmma_staging<S> staging;
+  uint64_t full[S::STAGES], empty[S::STAGES];
+  tile_unit units[UNITS_AHEAD];
+  tile_table table;
+};
+
+/* Row tile `tile` of an expert's `tiles`: its rows are cut at multiples of WGMMA_STEP into tiles as equal as can be. More than BM
+ * rows only if a bad route had its table cut, of few rows none: those past BM are left. */
+template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int tiles)
+{
+  const int64_t steps = ceil_div(rows.count, (int)WGMMA_STEP);
+  const int32_t begin = (int32_t)(steps * tile / tiles) * WGMMA_STEP,
+                end = (int32_t)(steps * (tile + 1) / tiles) * WGMMA_STEP;
+  return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
+}
+
+/* A unit without expert is the last. */
+template <class S>
+DEVICE void produce_end(ring_smem<S> &smem, const tile_unit &tile, int slot, bool gathering,
+                        const ring_place<S::STAGES> &at)
+{
+  wait_for(&smem.empty[at.stage], at.phase ^ 1);
+  if (threadIdx.x == 0) {
+    smem.units[slot] = tile;
+    mbarrier_arrive(&smem.full[at.stage]);
+  }
+  if (gathering) mbarrier_arrive(&smem.full[at.stage]);
+}
+
+/* A warp is done with a stage, which both CTAs fill. */
+template <class S> DEVICE void release_stage(ring_smem<S> &smem, int stage)
+{
+  if constexpr (S::CLUSTER == 1) {
+    if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
+  } else if (lane_id() < S::CLUSTER) {
+    mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
+  }
+}
+
+/* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over; at once
+ * where memory is what all wait for. */
+template <class S, int N>
+DEVICE void multiply_n(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group,
+                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const bool gathered = S::gathers(args);
+  int before = -1;
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+    if (gathered) fence_proxy_async_shared(); /* by cp.async */
+    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * WGMMA_BK, S::BLOCKS);
+    const uint64_t b = wgmma_operand(smem.rows[at.stage]);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < WGMMA_BK / 16; k++)
+#pragma unroll
+      for (int i = 0; i < S::BLOCKS; i++)
+        wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<S::AT_ONCE ? 0 : 1>();
+    const int done = S::AT_ONCE ? (int)at.stage : before;
+    if (done >= 0) release_stage<S>(smem, done);
+    before = at.stage;
+  }
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
+  if (!S::AT_ONCE) release_stage<S>(smem, before);
+}
+
+template <class S, int N>
+DEVICE void multiply(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group, int rows,
+                     float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if constexpr (N > WGMMA_STEP) {
+    if (rows <= N - WGMMA_STEP) {
+      multiply<S, N - WGMMA_STEP>(args, smem, at, group, rows, acc);
+      return;
+    }
+  }
+  multiply_n<S, N>(args, smem, at, group, acc);
+}
+
+/* ---- from accumulators to memory: every warp for itself ---- */
+
+/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are eights; eight g is in block g % BLOCKS. Of a thread's values
+ * in token group j: row lane / 4 of the eight, token 8 j + lane % 4 * 2 + t. In a gated up tile even eights are of the half
+ * that lies first and odd ones the same channels of the other. */
+template <class S> DEVICE float value_of(const float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
+{
+  return acc[g % S::BLOCKS][4 * j + g / S::BLOCKS * 2 + t];
+}
+
+/* Channels of a warp: where they begin, and where those of the matrix end. */
+struct channel_span {
+  int32_t first, end;
+};
+
+template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
+{
+  const int eights = S::UP && args.gated ? S::EIGHTS / 2 : S::EIGHTS;
+  return {consumer.first + warp_id() % 4 * eights * 8, consumer.end};
+}
+
+/* Biases of a thread's row in each eight: of a gated tile gate, up, gate, ... */
+template <class S> struct row_bias {
+  float of[S::EIGHTS];
+
+  DEVICE row_bias(const gemm_args &args, int expert, channel_span span)
+  {
+    const bool gated = S::UP && args.gated;
+#pragma unroll
+    for (int g = 0; g < S::EIGHTS; g++) {
+      const int half = gated ? g % 2 : 0;
+      const int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
+      of[g] = 0.f;
+      if (args.b.bias[half] && channel < span.end)
+        of[g] = load_any(args.b.bias[half], expert * args.b.bias_expert_stride + channel * args.b.bias_n_stride,
+                         args.b.bias_dtype);
+    }
+  }
+};
+
+/* EIGHTS * 8 channels of a turn's tokens through a warp's 512 bytes, so that a token's channels leave together. */
+template <class S, int EIGHTS> struct warp_store {
+  static constexpr int TOKENS = WARP_SIZE / EIGHTS;
+  typename S::T *to;
+  uint4 *staged;
+  int tokens; /* this lane's, and every TOKENS-th on, are there up to here */
+
+  DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
+  {
+    const int token = lane_id() / EIGHTS, channel = span.first + lane_id() % EIGHTS * 8;
+    tokens = channel < span.end ? unit.rows - token : 0;
+    to = static_cast<typename S::T *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
+  }
+
+  /* In which of its places an eight of a token lies, so that neither stmatrix nor the lanes that read meet in a bank. */
+  DEVICE uint4 *place(int token, int eight) const
+  {
+    const int turned = EIGHTS == 4 ? token / 2 % 4 : EIGHTS == 2 ? token / 4 % 2 : 0;
+    return staged + token * EIGHTS + (eight ^ turned);
+  }
+
+  /* packed[i]: eight i % EIGHTS of token group i / EIGHTS. */
+  DEVICE void turn(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
+  {
+    const int matrix = lane_id() / 8;
+    __syncwarp(); /* the last turn is read */
+    stmatrix_x4_trans(shared_address(place(matrix / EIGHTS * 8 + lane_id() % 8, matrix % EIGHTS)), packed);
+    __syncwarp();
+    if (token0 < tokens)
+      store_16(to + token0 * args.c_ld, *place(lane_id() / EIGHTS, lane_id() % EIGHTS), args.discarded);
+  }
+};
+
+/* A thread's accumulators of two eights and token group j become outputs: one of (first, second) if gated, else both.
+ * Whatever the activation. */
+template <class S>
+DEVICE void finish_eights(const gemm_args &args, bool up_first, const float *row_weights, const float *bias, int g,
+                          int j, const float (&acc)[S::BLOCKS][S::ACCUMULATORS], uint32_t &low, uint32_t &high)
+{
+  float first[2], second[2];
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const float weight = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
+    const float a = value_of<S>(acc, g, j, t), b = value_of<S>(acc, g + 1, j, t);
+    first[t] = (up_first ? b : a) * weight + bias[0];
+    second[t] = (up_first ? a : b) * weight + bias[1];
+  }
+  if (S::UP) activate<2, true>(args, first, second);
+  if (S::UP && !args.gated) activate<2, true>(args, second, first);
+  low = pack_pair<typename S::T>(first[0], first[1]);
+  high = pack_pair<typename S::T>(second[0], second[1]);
+}
+
+/* The same for what nearly every model wants: in place, a third of the instructions. */
+enum finish_kind { FINISH_any, FINISH_silu, FINISH_swiglu /* biased, clamped, scaled */ };
+
+DEVICE finish_kind finish_of(const gemm_args &args)
+{
+  if (!args.gated || args.pair_weights || (args.act != ACT_SILU && args.act != ACT_SWIGLU_OAI)) return FINISH_any;
+  return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !(args.act_limit > 0.f) ? FINISH_silu
+                                                                                               : FINISH_swiglu;
+}
+
+struct swiglu {
+  float limit, alpha, shift; /* limit: infinity if none */
+  bool up_first;
+
+  DEVICE swiglu(const gemm_args &args, bool up_lies_first)
+      : limit(args.act_limit > 0.f ? args.act_limit : INFINITY), alpha(args.act == ACT_SILU ? 1.f : args.act_alpha),
+        shift(args.act == ACT_SILU ? 0.f : 1.f), up_first(up_lies_first)
+  {
+  }
+
+  /* bias: gate's, up's */
+  template <finish_kind KIND> DEVICE float of(float low, float high, const float *bias) const
+  {
+    float g = up_first ? high : low, u = up_first ? low : high;
+    if (KIND == FINISH_silu) return g * sigmoid_of<true>(g, 1.f) * u;
+    g = min_or_nan(g + bias[0], limit);
+    u = -min_or_nan(-min_or_nan(u + bias[1], limit), limit);
+    return g * sigmoid_of<true>(g, alpha) * (u + shift);
+  }
+};
+
+/* Weights of a tile's rows, for a consumer's warps. */
+template <class S>
+DEVICE void load_row_weights(const gemm_args &args, wgmma_staging<S> &smem, const tile_unit &unit, int group)
+{
+  bar_sync(1 + group, S::GROUP); /* those of the last tile are read */
+  for (int r = threadIdx.x % S::GROUP; r < unit.rows; r += S::GROUP)
+    smem.row_weights[group][r] = row_weight(args, unit.row + r);
+  bar_sync(1 + group, S::GROUP);
+}
+
+/* All channels of a warp, of the first 16 tokens in the accumulators; token0 of the tile. */
+template <class S>
+DEVICE void store_turn(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
+                       const tile_unit &unit, channel_span span, int token0,
+                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const bool gated = S::UP && args.gated;
+  const row_bias<S> bias(args, unit.expert, span); /* again each time: registers are full */
+  uint32_t packed[4] = {}, beside;
+#pragma unroll
+  for (int g = 0; g < S::EIGHTS; g += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (gated)
+        finish_eights<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[g / 2 + 2 * i], beside);
+      else
+        finish_eights<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[2 * i], packed[2 * i + 1]);
+    }
+    if (gated && g + 2 < S::EIGHTS) continue;
+    const int begin = span.first + (gated ? 0 : g * 8), wide = gated ? S::EIGHTS / 2 * 8 : 16;
+    warp_store<S, 2>(args, unit, staged, {begin, min(span.end, begin + wide)}).turn(args, token0, packed);
+  }
+}
+
+/* Token groups of a turn are always the first ones of the accumulators, where the later ones move down, so that the activations
+ * are in the program once. */
+template <class S>
+DEVICE void store_any(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                      channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int TOKENS = warp_store<S, 2>::TOKENS;
+  if (S::UP && args.pair_weights) load_row_weights<S>(args, smem, unit, group);
+#pragma unroll 1
+  for (int token0 = 0; token0 < unit.rows; token0 += TOKENS) {
+    store_turn<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_id() % 4], unit, span,
+                  token0, acc);
+#pragma unroll
+    for (int i = 0; i < S::BLOCKS; i++)
+#pragma unroll
+      for (int j = 0; j < S::ACCUMULATORS - TOKENS / 2; j++) acc[i][j] = acc[i][j + TOKENS / 2];
+  }
+}
+
+/* Gated up. Every accumulator stays where it is; the same in down. */
+template <class S, finish_kind KIND>
+DEVICE void store_swiglu(const gemm_args &args, bool up_first, uint4 *staged, const tile_unit &unit, channel_span span,
+                         const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int EIGHTS = S::EIGHTS / 2;
+  const row_bias<S> bias(args, unit.expert, span);
+  const swiglu act(args, up_first);
+  const warp_store<S, EIGHTS> store(args, unit, staged, span);
+#pragma unroll
+  for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
+    if (token0 >= unit.rows) break;
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int j = token0 / 8 + i / EIGHTS, g = i % EIGHTS * 2;
+      packed[i] =
+          pack_pair<typename S::T>(act.of<KIND>(value_of<S>(acc, g, j, 0), value_of<S>(acc, g + 1, j, 0), bias.of + g),
+                                   act.of<KIND>(value_of<S>(acc, g, j, 1), value_of<S>(acc, g + 1, j, 1), bias.of + g));
+    }
+    store.turn(args, token0, packed);
+  }
+}
+
+template <class S>
+DEVICE void store_down(const gemm_args &args, uint4 *staged, const tile_unit &unit, channel_span span,
+                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const row_bias<S> bias(args, unit.expert, span);
+  const warp_store<S, S::EIGHTS> store(args, unit, staged, span);
+#pragma unroll
+  for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
+    if (token0 >= unit.rows) break;
+    uint32_t packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int j = token0 / 8 + i / S::EIGHTS, g = i % S::EIGHTS;
+      packed[i] =
+          pack_pair<typename S::T>(value_of<S>(acc, g, j, 0) + bias.of[g], value_of<S>(acc, g, j, 1) + bias.of[g]);
+    }
+    store.turn(args, token0, packed);
+  }
+}
+
+/* A consumer's part of a tile. */
+template <class S>
+DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
+                       channel_span consumer, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const channel_span span = span_of_warp<S>(args, consumer);
+  uint4 *staged = smem.staged[group][warp_id() % 4];
+  if constexpr (!S::UP) {
+    store_down<S>(args, staged, unit, span, acc);
+  } else {
+    switch (finish_of(args)) {
+    case FINISH_silu: store_swiglu<S, FINISH_silu>(args, up_first, staged, unit, span, acc); break;
+    case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, up_first, staged, unit, span, acc); break;
+    default: store_any<S>(args, up_first, smem, unit, group, span, acc);
+    }
+  }
+}
+
+/* A consumer whose channels are all past the last one keeps the ring going. */
+template <class S> DEVICE void skip(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at)
+{
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+    __syncwarp();
+    release_stage<S>(smem, at.stage);
+  }
+}
+
+#endif

@@ -1,0 +1,308 @@
+/*
+ * FORM_wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
+ *
+ * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16: an expert's rows
+ * are cut evenly, and nothing is computed but the last few columns' padding. A CTA has one warpgroup of producers and
+ * two of consumers around a ring of stages of 64 k:
+ *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c), so a thread
+ *            finds both factors of a channel in its own registers;
+ *   rows     TMA boxes of 16 rows where they lie one after another (down; up of permuted rows, or of a copy that idle
+ *            warps make on the way: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle.
+ * Each consumer has half of the weight rows of a tile. Nothing joins the two but the ring.
+ *
+ * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2, some
+ * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). The two take two row tiles of an
+ * expert and share the weights, which then leave L2 half as often; of a row tile that is left over they take neighbouring
+ * channels and share its rows.
+ */
+#ifndef CUMOE_WGMMA_CUH
+#define CUMOE_WGMMA_CUH
+
+#include "gemm/copy_ahead.cuh"
+#include "gemm/handover.cuh"
+#include "gemm/warpgroup_tile.cuh"
+
+template <class T, bool UP_, int BM, int BN, int BK, int STAGES, int WARPS>
+struct wgmma_shape : ring_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
+  static constexpr int CLUSTER = 2;
+  static constexpr bool AT_ONCE = false;
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
+
+  /* Gathering: 8 threads copy the 128 bytes of a row. */
+  static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
+
+  /* Whether rows of A are anywhere, as the route says, or one after another. */
+  DEVICE static bool gathers(const gemm_args &args) { return UP_ && args.row_pair && !args.packed && !args.copy; }
+};
+
+template <class S> struct wgmma_smem : ring_smem<S> {
+  int32_t claim[UNITS_AHEAD];
+  uint64_t told[UNITS_AHEAD];
+};
+
+/* ---- units ---- */
+
+template <class S> DEVICE int wgmma_channels(const gemm_args &args)
+{
+  return S::UP && args.gated ? S::COLUMNS / 2 : S::COLUMNS;
+}
+
+/* A unit of a cluster as one of its CTAs sees it. */
+struct cluster_unit {
+  tile_unit tile; /* expert -1: past the last unit */
+  bool paired;    /* the CTAs have two row tiles of the same channels; else neighbouring channels of one row tile */
+  bool absent;    /* neither has channels: an odd number of channel tiles, paired */
+};
+
+/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. */
+template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
+{
+  const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
+  const int rank = cluster_ctarank();
+  cluster_unit unit = {{-1, 0, 0, 0, 0}, false, false};
+  if (index >= (int64_t)table.before[args.experts] * n_pairs) return unit;
+  const int expert = expert_of_tile(args, table, (int)(index / n_pairs));
+  const row_range rows = expert_rows(args, expert);
+  const int first = table.before[expert], tiles = table.before[expert + 1] - first;
+  const int even = tiles / 2 * 2;
+  int64_t local = index - (int64_t)first * n_pairs;
+  unit.paired = local < (int64_t)even * n_pairs;
+  if (!unit.paired) local -= (int64_t)even * n_pairs;
+  const int tall = unit.paired ? 2 : 1, wide = S::CLUSTER / tall; /* tiles of the cluster */
+  const int heights = unit.paired ? even / 2 : 1, widths = n_pairs * tall, most = 2304 / S::BM / tall;
+  const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
+  const int in_band = (int)(local - (int64_t)band * widths);
+  const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
+  const row_range own = rows_of_tile<S>(rows, m, tiles);
+  unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
+  unit.absent = unit.paired && unit.tile.n >= n_tiles;
+  return unit;
+}
+
+template <class S> DEVICE bool copies(const gemm_args &args)
+{
+  return S::UP && args.copy;
+}
+
+/* Units of a grid dealt to its clusters: in turn, or, of a down that waits for nobody's end, to whoever comes first, so that a
+ * cluster that starts late has fewer. Then the first CTA of a cluster claims and tells the other; it is never more than STAGES
+ * units ahead, as both fill each other's stages. */
+template <class S> struct wgmma_deal {
+  int64_t index = blockIdx.x / S::CLUSTER;
+  int32_t next = 0;
+  ring_place<UNITS_AHEAD> turn;
+
+  DEVICE static bool claims(const gemm_args &args) { return !S::UP && args.by_expert; }
+
+  /* Whole warp, before the unit at `index`. One that is absent would be no unit ahead. */
+  DEVICE void claim(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    if (!claims(args) || cluster_ctarank() != 0) return;
+    do {
+      int32_t claimed = 0;
+      if (lane_id() == 0) claimed = atomicAdd(args.progress + PROGRESS_UNITS, 1);
+      next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, claimed, 0);
+    } while (wgmma_unit<S>(args, smem.table, next).absent);
+    if (lane_id() == 0) st_async_cluster(&smem.claim[turn.stage], 1, next, &smem.told[turn.stage]);
+  }
+
+  /* Behind it. */
+  DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
+  {
+    if (!claims(args)) {
+      index += gridDim.x / S::CLUSTER;
+      return;
+    }
+    if (cluster_ctarank() != 0) {
+      if (lane_id() == 0) mbarrier_arrive_expect_tx(&smem.told[turn.stage], sizeof smem.claim[0]);
+      wait_for(&smem.told[turn.stage], turn.phase);
+      next = smem.claim[turn.stage];
+    }
+    turn.advance();
+    index = next;
+  }
+};
+
+/* ---- producers ---- */
+
+/* What a thread gathers: 16 bytes of k of each of these rows; -1: zeros. */
+template <class S> struct gather {
+  int32_t source[S::GATHERS];
+
+  DEVICE static int row_of(int i) { return threadIdx.x / 8 + i * S::GATHER_ROWS; }
+
+  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  {
+    const int64_t pairs = token_total(args.tokens) * args.top_k;
+    constexpr int64_t NONE = INT64_MIN; /* -1 is a bad pair too */
+    int64_t bad = NONE;
+#pragma unroll
+    for (int i = 0; i < S::GATHERS; i++) {
+      const int r = row_of(i);
+      source[i] = -1;
+      if (r >= unit.rows) continue;
+      const int32_t pair = __ldg(args.row_pair + unit.row + r);
+      if (pair < 0 || pair >= pairs)
+        bad = pair;
+      else
+        source[i] = (int32_t)((uint32_t)pair / (uint32_t)args.top_k);
+    }
+    if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
+  }
+
+  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int stage, int k0) const
+  {
+    const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * 8;
+    const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::T);
+    const uint32_t to = shared_address(smem.rows[stage]) + row * 128 + (vector ^ row % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < S::GATHERS; i++) {
+      if (i * S::GATHER_ROWS >= unit.rows) break;
+      const bool there = source[i] >= 0 && k < args.g.k;
+      cp_async_cg_16(to + i * S::GATHER_ROWS * 128,
+                     there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::T) : args.g.a,
+                     there ? 16 : 0);
+    }
+    cp_async_mbarrier_arrive_noinc(&smem.full[stage]);
+  }
+};
+
+/* The lane that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest for itself. */
+template <class S, bool PAIRED>
+DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
+                       int k0)
+{
+  constexpr int HALF = S::COLUMNS / 2; /* weight rows of a box */
+  constexpr uint16_t BOTH = 3;
+  const int eights = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
+  uint64_t *full = &smem.full[stage];
+  typename S::T *weights = smem.weights[stage], *rows = smem.rows[stage];
+  mbarrier_arrive_expect_tx(full, (S::COLUMNS + boxes * WGMMA_STEP) * WGMMA_BK * sizeof(typename S::T));
+  if constexpr (PAIRED) {
+    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * WGMMA_BK, &args.weights, k0, 0, 0,
+                                      tile.n * eights + rank * (eights / 2), tile.expert, full, BOTH);
+    for (int i = 0; i < boxes; i++)
+      cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
+  } else {
+    cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * eights, tile.expert, full);
+    cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * eights + eights / 2,
+                            tile.expert, full);
+    for (int i = rank; i < boxes; i += S::CLUSTER) {
+      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP,
+                                        full, BOTH);
+    }
+  }
+}
+
+/* All of a unit's stages. It is told to the consumers through the barrier of the first. */
+template <class S, bool PAIRED, bool GATHERING>
+DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                         const gather<S> &rows, ring_place<S::STAGES> &at)
+{
+  const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (threadIdx.x < WARP_SIZE && elect_one()) {
+      if (k0 == 0) smem.units[slot] = tile;
+      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at.stage, k0);
+    }
+    __syncwarp();
+    if (!GATHERING) continue;
+    rows.copy(args, smem, tile, at.stage, k0);
+  }
+}
+
+template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
+  ring_place<S::STAGES> at;
+  gather<S> rows;
+  int slot = 0;
+#pragma unroll 1
+  for (wgmma_deal<S> deal;; deal.advance(args.g, smem)) {
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, deal.index);
+    if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, GATHERING, at);
+    deal.claim(args.g, smem);
+    if (unit.absent) continue;
+    if (GATHERING) rows.aim(args.g, unit.tile);
+    if (!GATHERING && copies<S>(args.g)) await_rows(args.g, copied, unit.tile.row, unit.tile.rows);
+    if (deal.claims(args.g)) {
+      await_h(args.g, smem.table, unit.tile.expert);
+      fence_proxy_async_global();
+    }
+    if (unit.paired)
+      produce_unit<S, true, GATHERING>(args, smem, unit.tile, slot, rows, at);
+    else
+      produce_unit<S, false, GATHERING>(args, smem, unit.tile, slot, rows, at);
+    slot = (slot + 1) % UNITS_AHEAD;
+  }
+}
+
+template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  if (S::UP && S::gathers(args.g)) return produce_units<S, S::UP>(args, smem);
+  if (copies<S>(args.g) && warp_id() != 0) return copy_rows(args.g);
+  if (warp_id() == 0) produce_units<S, false>(args, smem);
+  wait_for_earlier_grids(); /* if not yet */
+}
+
+/* ---- consumers ---- */
+
+/* A consumer's part of a tile of h is stored. (`tile` from shared memory: registers are full.) */
+template <class S> DEVICE void tell_tile_made(const gemm_args &args, const tile_unit &tile, int group)
+{
+  const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS;
+  bar_sync(1 + group, S::GROUP);
+  if (threadIdx.x % S::GROUP == 0) tell_h_made(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
+}
+
+template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  const int group = threadIdx.x / S::GROUP - 1;
+  ring_place<S::STAGES> at;
+#pragma unroll 1
+  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
+    wait_for(&smem.full[at.stage], at.phase);
+    const tile_unit unit = smem.units[slot];
+    if (unit.expert < 0) break;
+    const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
+    if (channel0 >= args.g.n) {
+      skip<S>(args.g, smem, at);
+      continue;
+    }
+    float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
+    multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
+    store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
+    if (S::UP && args.g.by_expert) tell_tile_made<S>(args.g, smem.units[slot], group);
+  }
+}
+
+template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&args.weights);
+    if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
+    for (int s = 0; s < S::STAGES; s++) {
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1);
+      mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
+    }
+    for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.told[i], 1);
+    fence_mbarrier_init();
+  }
+  if (!wgmma_deal<S>::claims(args.g)) wait_for_earlier_grids();
+  fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
+  build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
+  barrier_cluster(); /* the other CTA's barriers are there */
+  if (threadIdx.x < S::GROUP) {
+    setmaxnreg_dec<S::PRODUCER_REGISTERS>();
+    produce<S>(args, smem);
+  } else {
+    setmaxnreg_inc<S::CONSUMER_REGISTERS>();
+    consume<S>(args, smem);
+  }
+  __syncwarp();
+  barrier_cluster(); /* nobody writes to a CTA that has left */
+}
+
+#endif

@@ -1,3 +1,0 @@
-/* Grouped GEMM, bf16. */
-#define ROWS_gemm_bf16
-#include "gemm_rows.cuh"

@@ -1,3 +1,0 @@
-/* Grouped GEMM, f32. */
-#define ROWS_gemm_f32
-#include "gemm_rows.cuh"

@@ -1,0 +1,158 @@
+/*
+ * Elementwise operations, softmax and norms. All are bound by memory: a thread has four 16-byte loads in flight (add and
+ * mul: eight), and a row that fits into the registers of its CTA is read once.
+ *
+ * Which thread holds which element depends on the shape alone: where 16-byte accesses are not possible, the same elements
+ * move one by one, and the bits of the result stay what they are.
+ */
+#include "gemm/activation.cuh"
+#include "ops/rows.cuh"
+
+/* ---- elementwise ---- */
+
+/* 1 / (1 + 2^x) */
+DEVICE float logistic(float x)
+{
+  return reciprocal(1.f + power_of_two(x));
+}
+
+/*
+ * The normal distribution's share below x. Its tail beyond z = |x| is t 2^(p(t) - z^2 log2(e) / 2) for t = 1 / (2 + .54 z): erfc's
+ * usual form, p by least squares of what is greatest, over all of f32. The powers are those of t - .3, so that sums stay short.
+ * Of all floats, x times this is at most .85 (10 + 2 x^2) units of 2^-24 off.
+ */
+DEVICE float normal_share(float x)
+{
+  const float t = reciprocal(fmaf(.54f, fabsf(x), 2.f)), v = t - .3f;
+  float p = -90.0855561f;
+  p = fmaf(p, v, 1.87384593f);
+  p = fmaf(p, v, 32.3086624f);
+  p = fmaf(p, v, 1.95668685f);
+  p = fmaf(p, v, -9.68069935f);
+  p = fmaf(p, v, -2.7219913f);
+  p = fmaf(p, v, 3.38639927f);
+  p = fmaf(p, v, 4.85385227f);
+  p = fmaf(p, v, -1.07144856f);
+  const float tail = power_of_two(fmaf(-.5f * LOG2_E * x, x, p));
+  return fmaf(-copysignf(t, x), tail, x < 0.f ? 0.f : 1.f);
+}
+
+template <int FUNCTION> DEVICE float apply(float x, float other, float factor)
+{
+  switch (FUNCTION) {
+  case EW_ADD: return x + other;
+  case EW_MUL: return x * other;
+  case EW_SCALE: return factor * x;
+  case EW_RELU: return activation<ACT_RELU, true>(0.f, x);
+  case EW_SIGMOID: return logistic(-LOG2_E * x);
+  case EW_SILU: return x * logistic(-LOG2_E * x);
+  case EW_GELU: return x * normal_share(x);
+  default: return x * logistic(x * fmaf(-.102943240f * x, x, -2.30220820f)); /* 1 + tanh z = 2 logistic(2 z) */
+  }
+}
+
+/* Where a unit lies; left 0: past the last one. */
+struct place {
+  int64_t row, column;
+  int left; /* elements from here to the row's end; more than a unit has need not be right */
+};
+
+/* UNITS consecutive ones from the CTA's first on. One division for all, if a row has as many. */
+template <class T, int UNITS> struct places {
+  int64_t in_row, first_row, first;
+
+  DEVICE places(const elementwise_args &a)
+  {
+    in_row = ceil_div(a.cols, (int64_t)SIZE<T>);
+    first = (int64_t)blockIdx.x * UNITS;
+    first_row = first < in_row ? 0 : first / in_row;
+    first -= first_row * in_row;
+  }
+
+  DEVICE bool in_one_row() const { return in_row - first >= UNITS; }
+
+  DEVICE place operator()(const elementwise_args &a, int i) const
+  {
+    const int64_t at = first + i;
+    const int64_t rows = in_row >= UNITS ? at >= in_row : (unsigned)at / (unsigned)in_row;
+    place p = {first_row + rows, (at - rows * in_row) * SIZE<T>, 0};
+    if (p.row < a.rows) p.left = (int)min(a.cols - p.column, (int64_t)SIZE<T>);
+    return p;
+  }
+};
+
+/* The same where all lie in one row, as those of a matrix without gaps do: one look for the CTA, not one a unit. */
+template <class T, int UNITS> struct places_in_row : places<T, UNITS> {
+  using places<T, UNITS>::places;
+
+  DEVICE place operator()(const elementwise_args &a, int i) const
+  {
+    const int64_t column = this->first * SIZE<T>;
+    const int left = (int)min(a.cols - column, (int64_t)UNITS * SIZE<T>);
+    return {this->first_row, column + i * SIZE<T>, left - i * SIZE<T>};
+  }
+};
+
+template <class T, int EACH, int THREADS, bool ALIGNED, int FUNCTION, class PLACES>
+DEVICE void elementwise_units(const elementwise_args &a, const PLACES &places_of)
+{
+  constexpr bool TWO = FUNCTION == EW_ADD || FUNCTION == EW_MUL;
+  const T *first = static_cast<const T *>(a.a), *second = static_cast<const T *>(a.b);
+  place at[EACH];
+  uint4 x[EACH], other[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    at[i] = places_of(a, i * THREADS + threadIdx.x);
+    x[i] = load_whole<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].left);
+    if (TWO) other[i] = load_whole<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].left);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    load_short<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].left, x[i]);
+    if (TWO) load_short<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].left, other[i]);
+    float y[SIZE<T>];
+#pragma unroll
+    for (int j = 0; j < SIZE<T>; j++)
+      y[j] = apply<FUNCTION>(element_of<T>(x[i], j), TWO ? element_of<T>(other[i], j) : 0.f, a.factor);
+    store_packet<T, ALIGNED>(static_cast<T *>(a.y) + at[i].row * a.y_ld + at[i].column, at[i].left, y);
+  }
+}
+
+template <class T, int KERNEL, int EACH, int THREADS, bool ALIGNED, class PLACES>
+DEVICE void elementwise_any(const elementwise_args &a, const PLACES &at)
+{
+  if (KERNEL == EW_KERNEL(EW_GELU)) return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU>(a, at);
+  switch (a.function) {
+  case EW_ADD: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_ADD>(a, at);
+  case EW_MUL: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_MUL>(a, at);
+  case EW_SCALE: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SCALE>(a, at);
+  case EW_RELU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_RELU>(a, at);
+  case EW_SIGMOID: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SIGMOID>(a, at);
+  case EW_SILU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SILU>(a, at);
+  default: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU_TANH>(a, at);
+  }
+}
+
+template <class T, int UNITS, int KERNEL, int, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)
+{
+  const places_in_row<T, UNITS> one(a);
+  const places<T, UNITS> any(a);
+  if (a.aligned && one.in_one_row())
+    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, true>(a, one);
+  else if (a.aligned)
+    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, true>(a, any);
+  else
+    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, false>(a, any);
+}
+
+/* ---- kernels ---- */
+
+#define ROWS_ops
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+  {                                                                                                                    \
+    wait_for_earlier_grids();                                                                                          \
+    form_##form<in, BM, BN, BK, STAGES, (WARPS)*WARP_SIZE, SMEM>(a);                                                   \
+  }
+#include "variants.def"

@@ -1,0 +1,93 @@
+/* What the simple operations share: 16-byte packets of a row, and exponentials. */
+#ifndef CUMOE_PACKETS_CUH
+#define CUMOE_PACKETS_CUH
+
+#include "device/ptx.cuh"
+
+/* Elements of a 16-byte packet. */
+template <class T> constexpr int SIZE = 16 / (int)sizeof(T);
+
+/*
+ * Whole packets are asked for first, all of a thread; then the short ones, element by element, which has to wait. `left`:
+ * elements from here to the row's end, negative past it. It is compared as it is, never clamped: of
+ * max(min(left, SIZE), 0) == SIZE, ptxas 13.0 for sm_90a takes the answer from a predicate of VIMNMX.RELU that means something
+ * else, and rows were overrun.
+ */
+template <class T, bool ALIGNED> DEVICE uint4 load_whole(const T *source, int left)
+{
+  return ld_global_no_allocate(source, ALIGNED && left >= SIZE<T>);
+}
+
+template <class T, bool ALIGNED> DEVICE void load_short(const T *source, int left, uint4 &raw)
+{
+  if (left <= 0 || (ALIGNED && left >= SIZE<T>)) return;
+#pragma unroll
+  for (int i = 0; i < SIZE<T>; i++)
+    if (i < left) reinterpret_cast<T *>(&raw)[i] = source[i];
+}
+
+/* By pairs: of a half taken out alone, the upper one costs an instruction more. */
+template <class T> DEVICE float element_of(const uint4 &raw, int i)
+{
+  const uint32_t *words = reinterpret_cast<const uint32_t *>(&raw);
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(words[i]);
+  } else {
+    const float2 pair = unpack_pair<T>(words[i / 2]);
+    return i % 2 ? pair.y : pair.x;
+  }
+}
+
+template <class T> DEVICE uint4 packed(const float (&value)[SIZE<T>])
+{
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if constexpr (sizeof(T) == 4)
+      word[i] = __float_as_uint(value[i]);
+    else
+      word[i] = pack_pair<T>(value[2 * i], value[2 * i + 1]);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+template <class T, bool ALIGNED> DEVICE void store_packet(T *target, int left, const float (&value)[SIZE<T>])
+{
+  if (left <= 0) return;
+  if (ALIGNED && left >= SIZE<T>) return st_global(target, packed<T>(value));
+#pragma unroll
+  for (int i = 0; i < SIZE<T>; i++)
+    if (i < left) target[i] = from_f32<T>(value[i]);
+}
+
+/* Unpacks of it before and after are not one: numbers as f32 would take the registers of other warps' loads. */
+DEVICE void hold_packet(uint4 &raw)
+{
+  asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
+}
+
+template <class T> DEVICE uint4 packet_of(float value)
+{
+  uint32_t word = __float_as_uint(value);
+  if constexpr (sizeof(T) == 2) word = pack_pair<T>(value, value);
+  return make_uint4(word, word, word, word);
+}
+
+/* 2^x to 2^-22 of itself; below 2^-126 it is 0. */
+DEVICE float power_of_two(float x)
+{
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* To 2^-23 of itself; 0 from 2^126 on. */
+DEVICE float reciprocal(float x)
+{
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+#endif

@@ -1,0 +1,234 @@
+/*
+ * The combine: each output element gathers its k expert outputs. A thread owns one 16-byte column of a few
+ * tokens and has eight of their rows in flight; where k is small, more tokens make up for it: the price is
+ * waiting for memory. The sum runs in slot order, in f32.
+ */
+#include "device/ptx.cuh"
+
+constexpr int LINE = 128; /* of L2 */
+
+/* A line that nobody reads again, for which L2 then has nothing to write to memory. */
+DEVICE void discard_line(const void *line)
+{
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
+}
+
+DEVICE unsigned cta_index_again()
+{
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+/* Where y(t, j) begins: a row of y, the token's own x, or nowhere (dropped). */
+template <class In> DEVICE const In *slot_source(const combine_args &a, int64_t token, int row)
+{
+  if (row >= 0 && row < a.rows_cap) return static_cast<const In *>(a.y) + row * a.y_ld;
+  return row == ROW_IDENTITY && a.x ? static_cast<const In *>(a.x) + token * a.x_ld : nullptr;
+}
+
+/* Eight elements (f32: four) as they lie in memory. */
+template <class In> struct column_of {
+  static constexpr int SIZE = 16 / sizeof(In);
+  uint4 raw;
+  DEVICE float operator[](int i) const { return to_f32(reinterpret_cast<const In *>(&raw)[i]); }
+};
+
+/* Slots of a token on their way. */
+template <class In, int SLOTS> struct slots_in_flight {
+  column_of<In> y[SLOTS];
+  float weight[SLOTS]; /* 0: y was not loaded */
+  int row[SLOTS];
+
+  /* No branches: what is known of the slots first, then all rows. Slots past the last one weigh 0. */
+  template <class F> DEVICE void look_up(const combine_args &a, int64_t token, int first, F read)
+  {
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      const int slot = min(first + j, a.top_k - 1);
+      row[j] = read(a.slot_row + token * a.top_k + slot);
+      weight[j] = a.pair_weights ? read(a.pair_weights + token * a.pair_weights_ld + slot) : 1.f;
+    }
+  }
+
+  /* All threads of a token want the same: from L1, unless that may be behind. */
+  DEVICE void look_up(const combine_args &a, int64_t token, int first)
+  {
+    if (a.settled)
+      look_up(a, token, first, [](auto at) { return load_settled(at); });
+    else
+      look_up(a, token, first, [](auto at) { return *at; });
+  }
+
+  DEVICE void load(const combine_args &a, int64_t token, int first, int at)
+  {
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      const In *source = slot_source<In>(a, token, row[j]);
+      if (!source || first + j >= a.top_k) weight[j] = 0;
+      y[j] = {ld_global_no_allocate(source + at, weight[j] != 0)};
+    }
+  }
+};
+
+template <class In> DEVICE void add(column_of<In> y, float weight, float (&sum)[column_of<In>::SIZE])
+{
+  if (weight == 0) return; /* never multiplied: 0 * NaN would not be 0 */
+#pragma unroll
+  for (int i = 0; i < column_of<In>::SIZE; i++) sum[i] = fmaf(weight, y[i], sum[i]);
+}
+
+template <class In> DEVICE column_of<In> load_shared(const combine_args &a, int64_t token, int at)
+{
+  return {ld_global(static_cast<const In *>(a.shared) + token * a.shared_ld + at, true)};
+}
+
+/* The residual may be `out` itself: each element is read by the thread that writes it. */
+template <class Out, int VECTOR>
+DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float (&sum)[VECTOR])
+{
+  float out[VECTOR] = {};
+  if (a.residual) load_f32<VECTOR>(static_cast<const Out *>(a.residual) + token * a.residual_ld + at, out);
+#pragma unroll
+  for (int i = 0; i < VECTOR; i++) out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
+  store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + at, out);
+}
+
+/* TOKENS > 1: top_k <= SLOTS. The loop over tokens stays a loop, which moves the rows down: unrolled, it
+ * would hold the addresses and sums of all of them at once. */
+template <class In, class Out, int TOKENS, int SLOTS>
+DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens, int at)
+{
+  slots_in_flight<In, SLOTS> slots[TOKENS];
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) slots[t].look_up(a, first_token + min(t, tokens - 1), 0);
+  if (a.settled) wait_for_earlier_grids();
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) slots[t].load(a, first_token + min(t, tokens - 1), 0, at);
+#pragma unroll 1
+  for (int t = 0; t < tokens; t++) {
+    const int64_t token = first_token + t;
+    float sum[column_of<In>::SIZE] = {};
+    for (int first = 0;;) {
+#pragma unroll
+      for (int j = 0; j < SLOTS; j++) add(slots[0].y[j], slots[0].weight[j], sum);
+      first += SLOTS;
+      if (TOKENS > 1 || first >= a.top_k) break;
+      slots[0].look_up(a, token, first);
+      slots[0].load(a, token, first, at);
+    }
+    if (a.shared) add(load_shared<In>(a, token, at), shared_weight(a, token), sum);
+    store_sum<Out>(a, token, at, sum);
+#pragma unroll
+    for (int next = 1; next < TOKENS; next++) slots[next - 1] = slots[next];
+  }
+}
+
+/* out[t * k + j] = y(t, j), four rows in flight. */
+template <class In, class Out> DEVICE void copy_slots(const combine_args &a, int64_t token, int at)
+{
+#pragma unroll 4
+  for (int slot = 0; slot < a.top_k; slot++) {
+    const int row = a.slot_row[token * a.top_k + slot];
+    const In *source = slot_source<In>(a, token, row);
+    const column_of<In> y = {ld_global_no_allocate(source + at, source != nullptr)};
+    float out[column_of<In>::SIZE];
+#pragma unroll
+    for (int i = 0; i < column_of<In>::SIZE; i++) out[i] = y[i];
+    store_f32(static_cast<Out *>(a.out) + (token * a.top_k + slot) * a.out_ld + at, out);
+  }
+}
+
+/* A CTA's part: a slice of the columns of some tokens. */
+struct combine_part {
+  int64_t first_token;
+  int tokens, most; /* tokens: may be less than 1 */
+  unsigned slice, slices;
+
+  DEVICE combine_part(const combine_args &a, unsigned cta, int columns)
+      : most(COMBINE_TOKENS(a.top_k)), slices(ceil_div(a.hidden, columns))
+  {
+    slice = cta % slices;
+    first_token = (int64_t)(cta / slices) * most;
+    tokens = (int)min(token_total(a.tokens) - first_token, (int64_t)most);
+  }
+};
+
+/* By one warp of the CTAs that share the tokens. */
+DEVICE void check_rows(const combine_args &a, const combine_part &part)
+{
+  for (int i = lane_id(); i < part.tokens * a.top_k; i += WARP_SIZE) {
+    const int row = a.slot_row[part.first_token * a.top_k + i];
+    if (row >= a.rows_cap || row < ROW_IDENTITY || (row == ROW_IDENTITY && !a.x))
+      report_fault_inline(a.fault, FAULT_ROUTE, i % a.top_k, part.first_token + i / a.top_k);
+  }
+}
+
+DEVICE void discard_row_line(const combine_args &a, int64_t slot, const void *base, int64_t row_bytes, int64_t at)
+{
+  const int row = a.slot_row[slot];
+  if (row >= 0 && row < a.rows_cap) discard_line(static_cast<const char *>(base) + row * row_bytes + at);
+}
+
+/* Rows of y that the warp has read, and the CTA's share of the tokens' rows of h: what L2 has not yet written to memory would
+ * be written while the next layer reads its weights (H200, qwen3-30b T 512: 14 of 341 us). */
+template <class In> DEVICE void discard_rows(const combine_args &a, const combine_part &part, int at)
+{
+  const int64_t first = part.first_token * a.top_k;
+  const int slots = part.tokens * a.top_k, lines = (int)(a.spent_row / LINE);
+  __syncwarp();
+  if (threadIdx.x % (LINE / 16) == 0 && at < a.hidden)
+#pragma unroll 1
+    for (int i = 0; i < slots; i++) discard_row_line(a, first + i, a.y, a.y_ld * sizeof(In), at * (int64_t)sizeof(In));
+#pragma unroll 1
+  for (int i = part.slice * blockDim.x + threadIdx.x; i < slots * lines; i += part.slices * blockDim.x)
+    discard_row_line(a, first + i / lines, a.spent, a.spent_row, i % lines * LINE);
+}
+
+/* When all is stored. The part is found again: kept, it would cost registers. */
+template <class In, int COLUMNS> DEVICE void leave(const combine_args &a)
+{
+  const combine_part part(a, cta_index_again(), COLUMNS);
+  if (a.spent) discard_rows<In>(a, part, part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE);
+  if (threadIdx.x < WARP_SIZE && part.slice == 0) check_rows(a, part);
+}
+
+template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const combine_args &a)
+{
+  if (!a.settled || !a.reduce) wait_for_earlier_grids();
+  const combine_part part(a, blockIdx.x, COLUMNS);
+  const int at = part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE, tokens = part.tokens;
+  check_token_count(a.tokens, a.fault);
+  if (tokens <= 0) return wait_for_earlier_grids();
+  if (at >= a.hidden) wait_for_earlier_grids();
+  if (at < a.hidden) {
+    if (!a.reduce)
+      for (int t = 0; t < tokens; t++) copy_slots<In, Out>(a, part.first_token + t, at);
+    else if (part.most == 8)
+      reduce_tokens<In, Out, 8, 1>(a, part.first_token, tokens, at);
+    else if (part.most == 4)
+      reduce_tokens<In, Out, 4, 2>(a, part.first_token, tokens, at);
+    else if (part.most == 2)
+      reduce_tokens<In, Out, 2, 4>(a, part.first_token, tokens, at);
+    else
+      reduce_tokens<In, Out, 1, 8>(a, part.first_token, 1, at);
+  }
+  leave<In, COLUMNS>(a);
+}
+
+/* CTAs an SM: on sm_90, 16-bit rows fit 72 registers without spills. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ == 900
+#define RESIDENT(in, CTAS) (sizeof(in) == 2 ? CTAS + 1 : CTAS)
+#else
+#define RESIDENT(in, CTAS) CTAS
+#endif
+
+#define ROWS_combine
+#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, RESIDENT(in, CTAS))                                   \
+      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+  {                                                                                                                    \
+    static_assert(BN == WARPS * WARP_SIZE * 16 / (int)sizeof(in), "16 bytes a thread");                                \
+    op##_##form<in, w, BN>(a);                                                                                         \
+  }
+#include "variants.def"
