@@ -133,11 +133,6 @@ cumoe_status take_bytes(const char *name, const void *from, void *to, size_t siz
 
 /* ---- routing and layer ---- */
 
-int32_t router_experts(const cumoe_moe_desc *d)
-{
-  return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
-}
-
 static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
 {
   if (r->n_group == 0) {

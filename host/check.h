@@ -3,6 +3,7 @@
 #define CUMOE_CHECK_H
 
 #include "internal.h"
+#include "plan.h"
 #include "../include/cumoe/stages.h"
 
 enum { PLAN_MAGIC = 0x4e4c5043, WEIGHTS_MAGIC = 0x54475743 };
@@ -19,7 +20,8 @@ struct cumoe_weights_s {
   int32_t experts, hidden, inter, dtype;
   bool gated;
   expert_matrix up, down; /* normal form */
-  void *tables;           /* device arrays behind up.table and down.table, or NULL */
+  bound_matrix up_facts, down_facts;
+  void *tables; /* device arrays behind up.table and down.table, or NULL */
   size_t table_bytes;
 };
 
@@ -70,7 +72,5 @@ cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc 
 cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens);
 cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args);
 cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args, int64_t tokens);
-
-int32_t router_experts(const cumoe_moe_desc *desc); /* columns of the logits */
 
 #endif

@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "check.h"
 #include "dispatch.h"
 #include "dl.h"
 #include "../include/cumoe/ops.h"

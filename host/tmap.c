@@ -45,14 +45,12 @@ static bool stride_fits(int64_t bytes)
   return bytes > 0 && bytes % 16 == 0 && bytes < (int64_t)1 << 40;
 }
 
-bool tmap_serves(const gemm_args *args)
+bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
 {
-  const expert_matrix *b = &args->b;
-  if (b->k_stride != 1 || b->table[0] || b->table[1] || args->n % 8 || (intptr_t)b->base[0] % 16) return false;
+  if (b->k_stride != 1 || b->table[0] || b->table[1] || n % 8 || (intptr_t)b->base[0] % 16) return false;
   if (!stride_fits(b->n_stride * 8 * ELEMENT) || !stride_fits(b->n_stride * ELEMENT)) return false;
-  if (args->experts > 1 && !stride_fits(b->expert_stride * ELEMENT)) return false;
-  if (args->gated && !stride_fits(half_distance(b))) return false;
-  return true;
+  if (experts > 1 && !stride_fits(b->expert_stride * ELEMENT)) return false;
+  return !gated || stride_fits(half_distance(b));
 }
 
 bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
@@ -89,6 +87,13 @@ bool tmap_serves_router(const router_args *a)
 {
   return a->x_dtype == a->w_dtype && a->x_dtype != DT_F32 && matrix_serves(a->x, a->x_ld) &&
          matrix_serves(a->w, a->w_ld);
+}
+
+bool tmap_serves_views(const cumoe_view *x, const cumoe_view *w)
+{
+  const router_args a = {
+      .x = x->data, .w = w->data, .x_ld = x->ld, .w_ld = w->ld, .x_dtype = x->dtype, .w_dtype = w->dtype};
+  return tmap_serves_router(&a);
 }
 
 bool tmap_encode_router(void (*encoder)(void), int32_t tokens, int32_t experts, router_sm90_args *args)

@@ -5,20 +5,8 @@
 #include "../kernels/cpu/cpu.h"
 
 typedef enum operation {
-  OP_router,
-  OP_gate,
-  OP_map_count,
-  OP_map,
-  OP_permute,
-  OP_up,
-  OP_down,
-  OP_combine,
-  OP_few_up,
-  OP_few_down,
-  OP_elementwise,
-  OP_softmax,
-  OP_norm,
-  OP_matmul, /* on CUDA cuBLAS's, see host/matmul.c */
+#define OPERATION(name, arguments, shape, grid, units) OP_##name,
+#include "operations.def"
   OP_COUNT
 } operation;
 
@@ -54,6 +42,8 @@ typedef struct variant {
 
 extern const variant variants[];
 extern const int32_t variant_count;
+
+const char *operation_name(operation op);
 
 /* Size of the operation's argument struct. */
 int32_t operation_arg_bytes(operation op);

@@ -778,17 +778,19 @@ static void adopt(world *w)
 }
 
 /* Which weights tensor maps can describe. */
+#define SERVED(a) tmap_serves(&(a).b, (a).n, (a).experts, (a).gated)
+
 static void map_weights(world *w)
 {
   (void)w;
   gemm_args a = {.n = 64, .k = 64, .experts = 8, .gated = 1};
   a.b = (expert_matrix){.base = {(void *)4096, (void *)8192}, .expert_stride = 4096, .n_stride = 64, .k_stride = 1};
-  CHECK(tmap_serves(&a));
+  CHECK(SERVED(a));
   gemm_args b = a;
 #define NOT_SERVED(change)                                                                                             \
   b = a;                                                                                                               \
   change;                                                                                                              \
-  CHECK(!tmap_serves(&b))
+  CHECK(!SERVED(b))
   NOT_SERVED(b.b.k_stride = 64);
   NOT_SERVED(b.b.table[0] = (const void *const *)4096);
   NOT_SERVED(b.b.table[1] = (const void *const *)4096);
@@ -804,7 +806,7 @@ static void map_weights(world *w)
   a.gated = 0;
   a.b.expert_stride = 4;
   a.b.base[1] = NULL;
-  CHECK(tmap_serves(&a));
+  CHECK(SERVED(a));
 }
 
 static void pair_up(world *w)
