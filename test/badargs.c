@@ -36,6 +36,7 @@ typedef struct arguments {
   cumoe_allocator allocator;
   cumoe_pool_stats stats;
   cumoe_device_info device_info;
+  cumoe_fault fault;
   cumoe_buffer_info buffer_info;
   cumoe_variant_info variant_info;
   uint64_t object; /* a module or a function */
@@ -66,18 +67,17 @@ typedef enum kind {
   A_WEIGHTS,
   A_VIEW,
   A_NOT_NULL,
-  A_SIZE,      /* of a struct: exactly */
-  A_OPEN_SIZE, /* of a struct that may be older or newer */
-  A_INT,       /* int32_t in low .. high, a multiple of step */
-  A_LONG,      /* int64_t */
-  A_BYTES,     /* size_t, exactly what it is */
-  A_VALUE,     /* int64_t; low is a wrong one */
-  A_FLAGS,     /* uint32_t, known bits in dtypes */
-  A_FLOAT,     /* not negative, not NaN */
-  A_DTYPE,     /* int32_t, one of dtypes */
-  A_HANDLE,    /* of a live buffer */
-  A_OBJECT,    /* of a live module or function */
-  A_OVERLAP,   /* a view that may not share memory with the one at `with` */
+  A_SIZE,    /* of a struct that may be older or newer */
+  A_INT,     /* int32_t in low .. high, a multiple of step */
+  A_LONG,    /* int64_t */
+  A_BYTES,   /* size_t, exactly what it is */
+  A_VALUE,   /* int64_t; low is a wrong one */
+  A_FLAGS,   /* uint32_t, known bits in dtypes */
+  A_FLOAT,   /* not negative, not NaN */
+  A_DTYPE,   /* int32_t, one of dtypes */
+  A_HANDLE,  /* of a live buffer */
+  A_OBJECT,  /* of a live module or function */
+  A_OVERLAP, /* a view that may not share memory with the one at `with` */
 } kind;
 
 enum {
@@ -199,12 +199,12 @@ static void undo_create(arguments *a)
 }
 static const argument create_arguments[] = {{"context", A_NOT_NULL, AT(out)},
                                             {"device", A_INT, AT(device), .low = -2, .high = INT32_MAX},
-                                            {"config.size", A_OPEN_SIZE, AT(config.size)},
+                                            {"config.size", A_SIZE, AT(config.size)},
                                             {"config.cpu_threads", A_INT, AT(config.cpu_threads), .high = INT32_MAX},
                                             {"config.debug", A_INT, AT(config.debug), .high = 2},
                                             {"config.reserved", A_INT, AT(config.reserved)},
                                             {"config.pool_initial", A_VALUE, AT(config.pool_initial), .low = -1},
-                                            {"config.allocator.size", A_OPEN_SIZE, AT(allocator.size)},
+                                            {"config.allocator.size", A_SIZE, AT(allocator.size)},
                                             {"config.allocator.alloc", A_NOT_NULL, AT(allocator.alloc)},
                                             {"config.allocator.free", A_NOT_NULL, AT(allocator.free)},
                                             {"config.allocator.reserved", A_FLAGS, AT(allocator.reserved)}};
@@ -239,11 +239,18 @@ static cumoe_status call_fault_clear(arguments *a)
 }
 static const argument context_arguments[] = {{"context", A_CONTEXT, AT(context)}};
 
+static void fill_fault(arguments *a)
+{
+  fill_context(a);
+  a->fault.size = sizeof a->fault;
+  a->info = &a->fault;
+}
 static cumoe_status call_fault_read(arguments *a)
 {
-  return cumoe_fault_read(a->context, no_stream, a->out);
+  return cumoe_fault_read(a->context, no_stream, a->info);
 }
-static const argument fault_read_arguments[] = {{"context", A_CONTEXT, AT(context)}, {"fault", A_NOT_NULL, AT(out)}};
+static const argument fault_read_arguments[] = {
+    {"context", A_CONTEXT, AT(context)}, {"fault", A_NOT_NULL, AT(info)}, {"fault.size", A_SIZE, AT(fault.size)}};
 
 /* cumoe/buffer.h */
 
@@ -624,8 +631,12 @@ static void undo_plan(arguments *a)
   {                                                                                                                    \
     "routing", A_FLOAT, AT(where.renorm_min)                                                                           \
   }
+#define RESERVE(what, word)                                                                                            \
+  {                                                                                                                    \
+#what ".reserved", A_VALUE, AT(word), .low = 1, .status = CUMOE_ERR_NOT_SUPPORTED                                  \
+  }
 #define DESC_FIELDS                                                                                                    \
-  {"desc", A_NOT_NULL, AT(info)}, {"desc.size", A_OPEN_SIZE, AT(desc.size)},                                           \
+  {"desc", A_NOT_NULL, AT(info)}, {"desc.size", A_SIZE, AT(desc.size)},                                                \
       {"desc.num_experts", A_INT, AT(desc.num_experts), .low = EXPERTS, .high = 1024, .traits = LOOSE},                \
       {"desc.local_experts", A_INT, AT(desc.local_experts), .high = EXPERTS},                                          \
       {"desc.hidden", A_INT, AT(desc.hidden), .low = 8, .high = 1 << 22, .step = 8},                                   \
@@ -635,7 +646,7 @@ static void undo_plan(arguments *a)
       {"desc.out_dtype", A_DTYPE, AT(desc.out_dtype), .dtypes = BIT(BF16) | BIT(F32) | 1,                              \
        .status = CUMOE_ERR_NOT_SUPPORTED},                                                                             \
       {"desc.act", A_INT, AT(desc.act), .high = 6}, {"desc", A_FLOAT, AT(desc.act_limit)},                             \
-      {"desc.flags", A_FLAGS, AT(desc.flags), .dtypes = 3}, {"routing.size", A_SIZE, AT(desc.routing.size)},           \
+      {"desc.flags", A_FLAGS, AT(desc.flags), .dtypes = 3}, RESERVE(routing, desc.routing.reserved[3]),                \
       ROUTING_FIELDS(desc.routing), {"desc", A_INT, AT(desc.routing.zero_experts), .high = 1024 - EXPERTS},            \
   {                                                                                                                    \
     "desc", A_INT, AT(desc.routing.identity_experts), .high = 1024 - EXPERTS                                           \
@@ -691,7 +702,7 @@ static void fill_bind_separate(arguments *a)
 {
   fill_bind(a);
   a->bind.gate_order = CUMOE_GATE_UP_SEPARATE;
-  a->bind.gate_up = (cumoe_projection){{0}, NULL, 0, {0}};
+  a->bind.gate_up = a->bind.gate;
   for (int e = 0; e < EXPERTS; e++) pointers[e] = (const void *)(bench.next & ~(uintptr_t)255);
   a->bind.gate.data = give(CUMOE_BF16, INTER, HIDDEN);
   a->bind.gate.data.data = NULL;
@@ -714,12 +725,14 @@ static void undo_bind(arguments *a)
       {STRIDE(field_), A_VALUE, AT(bind.field_.expert_stride), .low = 2052, .status = CUMOE_ERR_MISALIGNED},           \
       {STRIDE(field_), A_VALUE, AT(bind.field_.expert_stride), .low = (int64_t)1 << 61},                               \
       {"desc." #field_, A_VALUE, AT(bind.field_.expert_stride), .low = (int64_t)1 << 45},                              \
+      {"desc." #field_ ".reserved", A_VALUE, AT(bind.field_.reserved[7]), .low = 1,                                    \
+       .status = CUMOE_ERR_NOT_SUPPORTED},                                                                             \
   {                                                                                                                    \
     "bias", A_VIEW, AT(bind.field_.bias), .dtypes = BIT(F32) | BIT(BF16), .traits = OPTIONAL                           \
   }
 #define BIND_FIELDS                                                                                                    \
   {"context", A_CONTEXT, AT(context)}, {"weights", A_NOT_NULL, AT(out)}, {"desc", A_NOT_NULL, AT(info)},               \
-      {"desc.size", A_OPEN_SIZE, AT(bind.size)},                                                                       \
+      {"desc.size", A_SIZE, AT(bind.size)},                                                                            \
       {"desc.gate_order", A_INT, AT(bind.gate_order), .low = 1, .high = 6, .status = CUMOE_ERR_LAYOUT},                \
       {"desc.up_major", A_INT, AT(bind.up_major), .low = 1, .high = 2, .status = CUMOE_ERR_LAYOUT},                    \
       {"desc.down_major", A_INT, AT(bind.down_major), .low = 1, .high = 2, .status = CUMOE_ERR_LAYOUT},                \
@@ -794,7 +807,7 @@ static cumoe_status call_forward(arguments *a)
   }
 #define FORWARD_FIELDS                                                                                                 \
   {"plan", A_PLAN, AT(plan), .traits = FOREIGN}, {"weights", A_WEIGHTS, AT(weights)}, {"args", A_NOT_NULL, AT(info)},  \
-      {"args.size", A_OPEN_SIZE, AT(args.size)}, {"args.flags", A_FLAGS, AT(args.flags)},                              \
+      {"args.size", A_SIZE, AT(args.size)}, {"args.flags", A_FLAGS, AT(args.flags)},                                   \
       {"args.reserved", A_INT, AT(args.reserved)},                                                                     \
       {"args.x", A_VIEW, AT(args.x), .dtypes = BIT(BF16), .align = 16, .traits = LOOSE},                               \
       {"args.device_tokens", A_VIEW, AT(args.device_tokens), .dtypes = BIT(I32), .traits = OPTIONAL},                  \
@@ -880,7 +893,7 @@ static cumoe_status call_gate(arguments *a)
 static const argument gate_arguments[] = {
     {"context", A_CONTEXT, AT(context)},
     {"routing", A_NOT_NULL, AT(info)},
-    {"routing.size", A_OPEN_SIZE, AT(routing.size)},
+    RESERVE(routing, routing.reserved[9]),
     ROUTING_FIELDS(routing),
     {"logits", A_VIEW, AT(v[0]), .dtypes = FLOATS, .traits = LOOSE},
     {"select_bias", A_VIEW, AT(v[1]), .dtypes = BIT(F32), .traits = OPTIONAL},
@@ -1056,7 +1069,7 @@ static const argument combine_arguments[] = {
     ROUTE_FIELDS,
     {"route.slot_row", A_VIEW, AT(route.slot_row), .dtypes = BIT(I32), .traits = LOOSE},
     {"args", A_NOT_NULL, AT(info)},
-    {"args.size", A_OPEN_SIZE, AT(combine.size)},
+    {"args.size", A_SIZE, AT(combine.size)},
     {"args.y", A_VIEW, AT(combine.y), .dtypes = BIT(BF16), .align = 16, .traits = FREE_ROWS},
     {"args.pair_weights", A_VIEW, AT(combine.pair_weights), .dtypes = BIT(F32)},
     {"args.x", A_VIEW, AT(combine.x), .dtypes = BIT(BF16), .align = 16, .traits = OPTIONAL},
@@ -1390,7 +1403,7 @@ static const argument function_info_arguments[] = {
     FUNCTION_ROW, {"info", A_NOT_NULL, AT(info)}, {"info.size", A_SIZE, AT(function_info.size)}};
 static const argument function_block_arguments[] = {FUNCTION_ROW, {"threads", A_NOT_NULL, AT(out)}};
 #define LAUNCH_ROWS                                                                                                    \
-  FUNCTION_ROW, {"launch", A_NOT_NULL, AT(info)}, {"launch.size", A_OPEN_SIZE, AT(launch.size)},                       \
+  FUNCTION_ROW, {"launch", A_NOT_NULL, AT(info)}, {"launch.size", A_SIZE, AT(launch.size)},                            \
       {"launch.flags", A_FLAGS, AT(launch.flags), .dtypes = 3},                                                        \
       {"launch.block[0]", A_INT, AT(launch.block[0]), .low = 1, .high = 1024},                                         \
       {"launch.block", A_INT, AT(launch.block[1]), .low = 0, .high = 4},                                               \
@@ -1522,7 +1535,7 @@ static cumoe_status call_matmul_prepare(arguments *a)
 static const argument matmul_arguments[] = {
     {"context", A_CONTEXT, AT(context)},
     {"args", A_NOT_NULL, AT(info)},
-    {"args.size", A_OPEN_SIZE, AT(matmul.size)},
+    {"args.size", A_SIZE, AT(matmul.size)},
     {"args.flags", A_FLAGS, AT(matmul.flags), .dtypes = 7},
     {"args.batch", A_VALUE, AT(matmul.batch), .low = -1},
     {"args.batch", A_VALUE, AT(matmul.batch), .low = INT64_MIN},
@@ -1556,7 +1569,7 @@ static const function functions[] = {
     FORM(cumoe_context_destroy, "", fill_context, call_destroy, destroy_arguments, NULL),
     FORM(cumoe_context_info, "", fill_context, call_info, info_arguments, NULL),
     FORM(cumoe_synchronize, "", fill_context, call_synchronize, context_arguments, NULL),
-    FORM(cumoe_fault_read, "", fill_context, call_fault_read, fault_read_arguments, NULL),
+    FORM(cumoe_fault_read, "", fill_fault, call_fault_read, fault_read_arguments, NULL),
     FORM(cumoe_fault_clear, "", fill_context, call_fault_clear, context_arguments, NULL),
     FORM(cumoe_buffer_alloc, "", fill_alloc, call_alloc, alloc_arguments, undo_alloc),
     FORM(cumoe_buffer_adopt, "", fill_adopt, call_adopt, adopt_arguments, undo_alloc),
@@ -1830,11 +1843,8 @@ static void wrong_numbers(const argument *f)
 
 static void wrong_sizes(const argument *f)
 {
-  const uint32_t size = *(uint32_t *)(void *)((char *)&right + f->at);
-  const uint32_t exact[] = {0, 1, size - 1, size + 1, size * 2, UINT32_MAX},
-                 open[] = {0, 1, 7, 4097, 1u << 31, UINT32_MAX};
-  for (int i = 0; i < 6; i++)
-    WRONG(uint32_t, f->at, (f->kind == A_SIZE ? exact : open)[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
+  const uint32_t sizes[] = {0, 1, 7, 4097, 1u << 31, UINT32_MAX};
+  for (int i = 0; i < 6; i++) WRONG(uint32_t, f->at, sizes[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
 }
 
 static void wrong_objects(const argument *f)
@@ -1922,8 +1932,7 @@ static void wrong(const argument *f)
     short_view(f);
     break;
   case A_NOT_NULL: WRONG(void *, f->at, NULL, CUMOE_ERR_INVALID_ARGUMENT, f->name, "null"); break;
-  case A_SIZE:
-  case A_OPEN_SIZE: wrong_sizes(f); break;
+  case A_SIZE: wrong_sizes(f); break;
   case A_INT:
   case A_LONG: wrong_numbers(f); break;
   case A_VALUE: WRONG(int64_t, f->at, f->low, status_of(f), f->name, "%lld"); break;

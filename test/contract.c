@@ -744,7 +744,7 @@ static void test_bad_calls(cumoe_context context)
   X(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)                                                                 \
   X(NOT_SUPPORTED, "desc.act_limit", (d->act_limit = 1, d->flags = CUMOE_MOE_UNGATED))                                 \
   X(NOT_SUPPORTED, "desc.shared_inter", (d->shared_inter = 8, d->flags = CUMOE_MOE_UNREDUCED))                         \
-  X(INVALID_ARGUMENT, "routing.size", r->size = 0)                                                                     \
+  X(NOT_SUPPORTED, "routing.reserved[9]", r->reserved[9] = 1)                                                          \
   X(INVALID_ARGUMENT, "routing.score", r->score = -1)                                                                  \
   X(INVALID_ARGUMENT, "routing.score", r->score = 4)                                                                   \
   X(INVALID_ARGUMENT, "routing.top_k", r->top_k = 0)                                                                   \
@@ -895,7 +895,10 @@ static void test_bad_layers(cumoe_context context)
   X(MISALIGNED, "bias",                                                                                                \
     (d->down.bias = bias, d->down.bias.cols = 32, d->down.bias.data = (const char *)bias.data + 1))                    \
   X(INVALID_ARGUMENT, "bias", (d->down.bias = bias, d->down.bias.cols = 32, d->down.bias.data = NULL))                 \
-  X(INVALID_ARGUMENT, "desc.reserved", d->reserved = 1)
+  X(INVALID_ARGUMENT, "desc.reserved", d->reserved = 1)                                                                \
+  X(LAYOUT, "desc.up ", d->up.expert_stride = 1024)                                                                    \
+  X(NOT_SUPPORTED, "desc.gate.reserved[0]", d->gate.reserved[0] = 1)                                                   \
+  X(NOT_SUPPORTED, "desc.down.reserved[49]", d->down.reserved[49] = 1)
 
 static int spoil_weights(int which, cumoe_weights_desc *d, const void **list, cumoe_view bias, uint64_t stale,
                          expectation *e)
@@ -1039,7 +1042,7 @@ static tensor copy_of(const tensor *t)
 static layer_outputs run_expecting(cumoe_context context, const layer_spec *s, const layer_inputs *in, cumoe_fault want)
 {
   session run;
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   session_open(&run, context, s, in);
   CHECK_OK(session_forward(&run));
   const layer_outputs o = session_collect(&run);
@@ -1066,7 +1069,8 @@ static void wild_id(cumoe_context context, int32_t ids_dtype, double id, int32_t
   tensor_set(&bad.ids, 33, 1, id);
   tensor_set(&dropped.ids, 33, 1, -1);
   const layer_outputs want = run_expecting(context, &s, &dropped, (cumoe_fault){0});
-  const layer_outputs got = run_expecting(context, &s, &bad, code ? (cumoe_fault){code, 1, 33} : (cumoe_fault){0});
+  const layer_outputs got =
+      run_expecting(context, &s, &bad, (cumoe_fault){.code = code, .slot = code ? 1 : 0, .token = code ? 33 : 0});
   check_outputs_same(&want, &got);
   const layer_outputs clean = run_layer(context, &s, &in); /* does not hide the record */
   for (int64_t t = 0; t < s.tokens; t++)
@@ -1089,7 +1093,7 @@ static void nan_logits(cumoe_context context)
   for (int64_t e = 0; e < 8; e++) tensor_set(&bad.logits, 40, e, NAN);
   const layer_outputs clean = run_expecting(context, &s, &in, (cumoe_fault){0});
   session run;
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   session_open(&run, context, &s, &bad);
   CHECK_OK(session_forward(&run));
   const layer_outputs got = session_collect(&run);
@@ -1172,11 +1176,11 @@ static void sticky_record(cumoe_context context)
   second.ids = copy_of(&in.ids);
   tensor_set(&first.ids, 4, 0, 100);
   tensor_set(&second.ids, 7, 1, -5);
-  run_expecting(context, &s, &first, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 0, 4});
-  run_expecting(context, &s, &second, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 0, 4});
-  run_expecting(context, &s, &in, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 0, 4});
+  run_expecting(context, &s, &first, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
+  run_expecting(context, &s, &second, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
+  run_expecting(context, &s, &in, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
   CHECK_OK(cumoe_fault_clear(context, NULL));
-  run_expecting(context, &s, &second, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 1, 7});
+  run_expecting(context, &s, &second, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 1, .token = 7});
   CHECK_OK(cumoe_fault_clear(context, NULL));
   run_expecting(context, &s, &in, (cumoe_fault){0});
   case_end();
