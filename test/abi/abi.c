@@ -84,6 +84,8 @@ static void make_layer(layer *l, cumoe_context context, uint32_t less)
                                     .down_major = CUMOE_OUT_IN,
                                     .gate_up.data = device_put(context, &l->gate_up, 0),
                                     .down.data = device_put(context, &l->down, 0)};
+  char why[64];
+  CHECK_OK(cumoe_moe_supports(CUMOE_DEVICE_CPU, &desc, why, sizeof why));
   CHECK_OK(cumoe_plan_create(context, &desc, &l->plan));
   CHECK_OK(cumoe_weights_bind(context, &where, &l->weights));
   const tensor *const inputs[] = {&l->x, &l->ids, &l->pair_weights};
