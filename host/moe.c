@@ -161,7 +161,7 @@ static map_args map_pass(const pass *p)
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
   m.load = a->load.data;
-  m.progress = region(p, p->lp.at.progress);
+  m.protocol.progress = region(p, p->lp.at.progress);
   return m;
 }
 
@@ -188,13 +188,13 @@ static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
 {
   const layer_plan *lp = &p->lp;
   /* The map is behind both: it is the grid before up, unless the shared expert lies between. */
-  up->settled = p->args->shared != NULL;
-  down->settled = true;
-  up->progress = down->progress = region(p, lp->at.progress);
-  up->by_expert = down->by_expert = lp->by_expert;
-  up->discarded = down->discarded = lp->discards_rows;
+  up->protocol.early_inputs = p->args->shared != NULL;
+  down->protocol.early_inputs = true;
+  up->protocol.progress = down->protocol.progress = region(p, lp->at.progress);
+  up->protocol.by_expert = down->protocol.by_expert = lp->by_expert;
+  up->protocol.evict_last = down->protocol.evict_last = lp->discards_rows;
   /* An expert's rows: up is the last to read them there, down the first to write. */
-  if (lp->copies_rows) up->copy = down->c;
+  if (lp->copies_rows) up->protocol.x_copy = down->c;
 }
 
 static combine_args combine_pass(const pass *p)
@@ -221,23 +221,22 @@ static void routed_pass(const pass *p, cumoe_weights weights, layer_arguments *l
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
   l->combine = combine_pass(p);
-  l->combine.settled = p->lp.combine_looks_ahead;
+  l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;
-  l->combine.spent = region(p, p->lp.at.h);
-  l->combine.spent_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  l->combine.protocol.discard_h = region(p, p->lp.at.h);
+  l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
 }
 
-/* One grid does all: the router clears what its CTAs tell each other through, h and the words that lie where y would. */
+/* One grid does all: the router fills what its CTAs tell each other through. */
 static void link_few(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
-  uint64_t *words = region(p, at->y);
-  const int64_t pairs = l->few.up.rows_cap;
-  l->few.claims = (int32_t *)(words + pairs);
-  l->router.router.r.clear = region(p, at->h);
-  l->router.router.r.clear_quads = (int32_t)((at->y - at->h + FEW_WORDS((size_t)pairs) * sizeof(int32_t) + 15) / 16);
+  uint64_t *words = region(p, at->few_words);
+  l->few.protocol.tickets = (int32_t *)(words + l->few.up.rows_cap);
+  l->router.router.r.protocol.fill = region(p, at->h);
+  l->router.router.r.protocol.fill_vectors = (int32_t)(at->few_fill / 16);
   if (!p->lp.few_gates) return;
-  l->few.notes = words;
+  l->few.protocol.weights = words;
   l->few.gate = l->gate;
 }
 
@@ -246,7 +245,7 @@ static void few_pass(const pass *p, cumoe_weights weights, layer_arguments *l)
   few_args *few = &l->few;
   *few = (few_args){.map = map_pass(p), .out = combine_pass(p)};
   experts_pass(p, weights, &p->route, &few->up, &few->down);
-  few->out.settled = p->lp.combine_looks_ahead;
+  few->out.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (p->lp.few_in_one) link_few(p, l);
 }
 
@@ -255,7 +254,7 @@ static void shared_pass(const pass *p, layer_arguments *l)
   const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
   experts_pass(p, a->shared, NULL, &l->shared_up.gemm.g, &l->shared_down.gemm.g);
-  l->shared_up.gemm.g.settled = l->shared_down.gemm.g.settled = true;
+  l->shared_up.gemm.g.protocol.early_inputs = l->shared_down.gemm.g.protocol.early_inputs = true;
   if (a->shared_gate.data)
     l->shared_gate.router.r =
         router_arguments(a->x, a->shared_gate, none, p->tokens, region(p, p->lp.at.shared_logit), 1);
@@ -317,7 +316,7 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
 {
   begin_call_on(__func__, stream);
   cumoe_moe_args a;
-  TRY(take_struct("args", args, &a, sizeof a));
+  TRY(take_struct("args", args, &a));
   TRY(check_forward(plan, weights, &a));
   if (a.x.rows == 0) return CUMOE_OK;
   const layer_call call = call_of(weights, &a);
