@@ -83,7 +83,7 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
-TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems))
+TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -lsE '^.include "../(host|kernels)/' $(TESTS:%=test/%.c) /dev/null))
 EXAMPLES     := $(basename $(notdir $(sort $(wildcard test/examples/*.c)))) $(if $(wildcard README.md),readme)
@@ -96,7 +96,7 @@ BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c,$(wild
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
-formatted_in := include/cumoe host kernels kernels/* bench test test/examples test/shim test/fuzz
+formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
 .PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
@@ -190,6 +190,8 @@ $(eval $(call object_rule,fuzz/,$(C_FUZZ),$(OBJ)/flags.asan))
 $(OBJ)/test/examples/readme.o: $(OBJ)/test/examples/readme.c $(c_needs)
 	$(call begin,CC)
 	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -c -o $@ $<
+# A program of an earlier day, built against the headers of that day (test/abi/README.md).
+$(OBJ)/test/abi/abi.o $(OBJ)/asan/test/abi/abi.o: private C_TOOL := -Itest/abi/include $(C_TOOL)
 $(OBJ)/test/examples/readme.c: README.md
 	@mkdir -p $(@D)
 	$(Q)awk '/^```/ { if (on) exit; on = /^```c$$/; next } on' $< > $@
