@@ -84,7 +84,8 @@ typedef struct cumoe_combine_args {
   uint32_t size;
   float out_scale;          /* 0 = 1 */
   cumoe_view y;             /* [rows, H] dtype */
-  cumoe_view pair_weights;  /* [T, k] f32; absent with WEIGHT_ON_INPUT or UNREDUCED: every slot weighs 1 */
+  cumoe_view pair_weights;  /* [T, k] f32; absent with UNREDUCED: every slot weighs 1. With WEIGHT_ON_INPUT optional, also
+                               with UNREDUCED: slots of weight 0 count as dropped (their biases, too), others weigh 1 */
   cumoe_view x;             /* [T, H] dtype: only for identity experts (required if the plan has any) */
   cumoe_view shared;        /* optional [T, H] dtype */
   cumoe_view shared_logit;  /* optional [T, 1] f32 */
