@@ -51,8 +51,7 @@ static void reduce_slots(const combine_args *a, int64_t token)
   for (int32_t i = 0; i < a->hidden; i++) {
     double sum = 0;
     for (int32_t slot = 0; slot < a->top_k; slot++)
-      if (y[slot].base)
-        sum = f32_range(sum + weight[slot] * load_element(y[slot].base, y[slot].first + i, a->dtype));
+      if (y[slot].base) sum = f32_range(sum + weight[slot] * load_element(y[slot].base, y[slot].first + i, a->dtype));
     if (a->shared) sum = f32_range(sum + shared_weight * load_element(a->shared, token * a->shared_ld + i, a->dtype));
     double residual = a->residual ? load_element(a->residual, token * a->residual_ld + i, a->out_dtype) : 0;
     store_element(a->out, token * a->out_ld + i, a->out_dtype, residual + a->out_scale * sum);
