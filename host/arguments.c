@@ -145,5 +145,6 @@ combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const c
                         .out_dtype = d->out_dtype,
                         .reduce = !(d->flags & CUMOE_MOE_UNREDUCED),
                         .out_scale = a->out_scale == 0 ? 1 : a->out_scale,
+                        .on_input = (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) != 0,
                         .fault = plan->context->fault};
 }

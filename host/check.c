@@ -547,8 +547,7 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
 {
   TRY(check_route(plan, route, tokens));
   const cumoe_moe_desc *d = &plan->desc;
-  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED,
-             weigh = !unreduced && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
   const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), out_type = DTYPE_BIT(d->out_dtype);
   const operand y = {"args.y", a->y.rows, d->hidden, own, 16}, x = {"args.x", tokens, d->hidden, own, 16};
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
@@ -557,10 +556,12 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   const operand residual = {"args.residual", tokens, d->hidden, out_type, 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_operand(plan->context, &y, a->y));
-  if (weigh)
-    TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
+  if (on_input)
+    TRY(check_optional(plan->context, &pair_weights, a->pair_weights));
+  else if (unreduced)
+    TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED"));
   else
-    TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED or weighs the input"));
+    TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
   if (d->routing.identity_experts)
     TRY(check_operand(plan->context, &x, a->x));
   else

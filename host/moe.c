@@ -204,7 +204,7 @@ static combine_args combine_pass(const pass *p)
   const workspace_layout *at = &p->lp.at;
   const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
   const int64_t tokens = p->tokens.count, rows = tokens * d->routing.top_k, hidden = d->hidden;
-  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
   cumoe_combine_args c = {
       .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
   c.y = cumoe_matrix(region(p, at->y), dtype, rows, hidden, hidden);
