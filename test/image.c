@@ -291,7 +291,7 @@ static void shape_case(const function_facts *f, cumoe_launch l, cumoe_status wan
 static void test_shapes(void)
 {
   const cumoe_status bad = CUMOE_ERR_INVALID_ARGUMENT;
-  struct cumoe_context_s hopper = {.device = 0, .info = {.cc_major = 9}},
+  struct context hopper = {.device = 0, .info = {.cc_major = 9}},
                          ampere = {.device = 0, .info = {.cc_major = 8}};
   const function_facts f = fake_function(&hopper), old = fake_function(&ampere);
   if (!group_begin("shapes of launches")) return;
@@ -489,7 +489,7 @@ static void test_libraries(void)
 
 /* ---- a lost device ------------------------------------------------------------------------------------- */
 
-static cumoe_status touch_device(cumoe_context context)
+static cumoe_status touch_device(struct context *context)
 {
   begin_call("later_call");
   ON_DEVICE(context, CUMOE_OK);
@@ -497,7 +497,7 @@ static cumoe_status touch_device(cumoe_context context)
 
 static void test_lost(void)
 {
-  static struct cumoe_context_s one = {.device = 3}, other = {.device = 4};
+  static struct context one = {.device = 3}, other = {.device = 4};
   if (!group_begin("a lost device")) return;
   case_begin("the first cause stays");
   CHECK(run_for(&one) == NULL);

@@ -20,7 +20,7 @@ static cumoe_context context;
 static cumoe_buffer live, freed;
 static char *blob;
 
-static function_facts facts_of(struct cumoe_context_s *gpu)
+static function_facts facts_of(struct context *gpu)
 {
   const function_facts f = {.context = gpu,
                             .max_threads = 512,
@@ -91,7 +91,7 @@ static void check_args(const launch_input *p, const function_facts *f)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
   input in = {data, data + (size < 256 ? size : 256)};
-  struct cumoe_context_s hopper = {.device = 0, .info = {.cc_major = 9}};
+  struct context hopper = {.device = 0, .info = {.cc_major = 9}};
   if (!context) set_up();
   const function_facts on_gpu = facts_of(&hopper), on_cpu_device = facts_of(context);
   launch_input p = good();
