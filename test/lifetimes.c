@@ -174,7 +174,6 @@ static void test_context_first(cumoe_context like)
     cumoe_context context = open_at(like, debug), next = NULL;
     layer l = layer_new(context);
     cumoe_plan spare = NULL;
-    const void *const *const none = NULL;
     const void *table[EXPERTS];
     cumoe_weights_desc by_pointers = l.bound;
     cumoe_weights pointers = NULL;
@@ -183,7 +182,6 @@ static void test_context_first(cumoe_context like)
     by_pointers.down.data.data = NULL;
     by_pointers.down.data.rows = HIDDEN;
     by_pointers.down.data.owner = 0;
-    CHECK(none == NULL);
     CHECK_OK(cumoe_weights_bind(context, &by_pointers, &pointers));
     CHECK_OK(cumoe_plan_create(context, &layer_desc, &spare));
     CHECK_OK(forward(&l));
