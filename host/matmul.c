@@ -285,7 +285,7 @@ cumoe_status cumoe_matmul(cumoe_context handle, const cumoe_matmul_args *args, c
   struct context *context;
   cumoe_matmul_args m;
   TRY(find_context(handle, &context));
-  TRY(take_struct("args", args, &m, sizeof m));
+  TRY(take_struct("args", args, &m));
   TRY(check_matmul(context, &m));
   const matmul_args raw = matmul_arguments(&m);
   if (raw.m == 0 || raw.n == 0) return CUMOE_OK;

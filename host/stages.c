@@ -94,9 +94,9 @@ cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumo
 {
   begin_call_on(__func__, stream);
   struct context *context;
-  cumoe_routing r;
   TRY(find_context(handle, &context));
-  TRY(take_struct("routing", routing, &r, sizeof r));
+  REQUIRE(routing, CUMOE_ERR_INVALID_ARGUMENT, "routing is null");
+  const cumoe_routing r = *routing;
   TRY(check_owner(context, "logits", &logits));
   REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "logits.cols is %lld, must be 1 .. %d", (long long)logits.cols, CUMOE_MAX_EXPERTS);
@@ -192,7 +192,9 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
 {
   begin_call_on(__func__, stream);
   const struct plan *plan;
+  cumoe_route copy;
   TRY(find_plan(handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
   const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0},
@@ -280,7 +282,6 @@ static operand rows_operand(const struct plan *plan, const char *name, cumoe_vie
 /* Tokens of a call whose only operand with a row a token is the route. */
 static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens)
 {
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
   const cumoe_view slots = cumoe_const(route->slot_row);
   TRY(check_owner(plan->context, "route.slot_row", &slots));
   *tokens = slots.rows;
@@ -320,7 +321,9 @@ cumoe_status cumoe_up(cumoe_plan plan_handle, cumoe_weights weights_handle, cumo
   begin_call_on(__func__, stream);
   const struct plan *plan;
   const struct weights *weights;
+  cumoe_route copy;
   TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
@@ -336,8 +339,10 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan_handle, cumoe_weights weights_han
   begin_call_on(__func__, stream);
   const struct plan *plan;
   const struct weights *weights;
+  cumoe_route copy;
   int64_t tokens = 0;
   TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(tokens_of(plan, route, &tokens));
@@ -354,7 +359,9 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
 {
   begin_call_on(__func__, stream);
   const struct plan *plan;
+  cumoe_route copy;
   TRY(find_plan(handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
@@ -387,7 +394,9 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
   begin_call_on(__func__, stream);
   const struct plan *plan;
   const struct weights *weights;
+  cumoe_route copy;
   TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   int64_t tokens = 0;
@@ -444,9 +453,11 @@ cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cu
 {
   begin_call_on(__func__, stream);
   const struct plan *plan;
+  cumoe_route copy;
   cumoe_combine_args a;
   TRY(find_plan(handle, &plan));
-  TRY(take_struct("args", args, &a, sizeof a));
+  TRY(take_route(&route, &copy));
+  TRY(take_struct("args", args, &a));
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   int64_t tokens = 0;

@@ -48,9 +48,18 @@ static cumoe_status check_projection(struct context *context, const cumoe_projec
   return check_optional(context, &bias, p->bias);
 }
 
+static cumoe_status check_reserves(const cumoe_weights_desc *d)
+{
+  TRY(check_reserve("desc.gate_up", d->gate_up.reserved));
+  TRY(check_reserve("desc.gate", d->gate.reserved));
+  TRY(check_reserve("desc.up", d->up.reserved));
+  return check_reserve("desc.down", d->down.reserved);
+}
+
+/* Its reserve is checked by itself. */
 static bool projection_absent(const cumoe_projection *p)
 {
-  return absent(&p->data) && !p->per_expert && absent(&p->bias);
+  return absent(&p->data) && !p->per_expert && p->expert_stride == 0 && absent(&p->bias);
 }
 
 static cumoe_status check_major(const char *name, int32_t major)
@@ -70,6 +79,7 @@ static cumoe_status check_weights_desc(struct context *context, const cumoe_weig
   TRY(check_major("desc.up_major", d->up_major));
   TRY(check_major("desc.down_major", d->down_major));
   REQUIRE(d->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "desc.reserved is %d, must be 0", (int)d->reserved);
+  TRY(check_reserves(d));
   REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
@@ -283,7 +293,7 @@ cumoe_status cumoe_weights_bind(cumoe_context handle, const cumoe_weights_desc *
   if (!weights) return fail(CUMOE_ERR_INVALID_ARGUMENT, "weights is null");
   *weights = NULL;
   TRY(find_context(handle, &context));
-  TRY(take_struct("desc", desc, &d, sizeof d));
+  TRY(take_struct("desc", desc, &d));
   unstack_all(&d);
   TRY(check_weights_desc(context, &d));
   struct weights *w = malloc(sizeof *w);

@@ -32,7 +32,7 @@ static const cumoe_moe_desc layer_desc = {.size = sizeof layer_desc,
                                           .hidden = HIDDEN,
                                           .inter = INTER,
                                           .dtype = CUMOE_F32,
-                                          .routing = {.size = sizeof layer_desc.routing, .top_k = TOP_K}};
+                                          .routing = {.top_k = TOP_K}};
 
 static cumoe_view_mut give(layer *l, int which, int64_t rows, int64_t cols)
 {
