@@ -9,26 +9,26 @@ int32_t cumoe_variant_count(void)
   return variant_count;
 }
 
-cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_variant_info *info)
+cumoe_status cumoe_variant_get(cumoe_context handle, int32_t index, cumoe_variant_info *info)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (index < 0 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d", (int)index, (int)variant_count - 1);
-  if (!info) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is null");
-  if (info->size != sizeof *info)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size, sizeof *info);
+  TRY(check_struct("info", info));
   const variant *v = &variants[index];
-  info->op = v->op_name;
-  info->name = v->name;
-  info->usable = v->cpu ? on_cpu(context) : context->kernels[index] != NULL;
+  const cumoe_variant_info row = {
+      .op = v->op_name, .name = v->name, .usable = v->cpu ? on_cpu(context) : context->kernels[index] != NULL};
+  give_struct(&row, info);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_variant_force(cumoe_context context, int32_t index)
+cumoe_status cumoe_variant_force(cumoe_context handle, int32_t index)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (index < -1 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be -1 .. %d", (int)index, (int)variant_count - 1);
   if (index == -1) {

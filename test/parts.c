@@ -182,7 +182,7 @@ bool row_used(const host_route *r, int64_t row)
 
 void check_fault(cumoe_context context, cumoe_stream stream, int32_t code)
 {
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   CHECK_OK(cumoe_fault_read(context, stream, &fault));
   CHECK_MSG(fault.code == code, "fault %d (token %lld, slot %d), want %d", fault.code, (long long)fault.token,
             fault.slot, code);

@@ -351,7 +351,7 @@ template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVIC
       VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    clear_quads(a);                                                                                                    \
+    fill_with_ones(a);                                                                                                 \
     op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                                  \
   }
 #include "variants.def"
