@@ -94,7 +94,7 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
-TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems))
+TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
 EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
@@ -108,7 +108,7 @@ DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.h kernels/*/*.cu kernels/*/*.cuh kernels/cpu/*.[ch] \
-	test/*.[ch] test/*.cu test/examples/*.cu test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
+	test/*.[ch] test/*.cu test/abi/*.c test/examples/*.cu test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
 
 .PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
@@ -200,6 +200,8 @@ $(OBJ)/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs)
 	$(call compile,$(C_CPU))
 $(OBJ)/test/%.o: test/%.c $(c_needs)
 	$(call compile,$(C_TOOL))
+# A program of an earlier day, built against the headers of that day (test/abi/README.md).
+$(OBJ)/test/abi/abi.o $(OBJ)/asan/test/abi/abi.o: private C_TOOL := -Itest/abi/include $(C_TOOL)
 $(OBJ)/test/examples/readme.c: README.md
 	@mkdir -p $(@D)
 	$(Q)awk '/^```/ { if (on) exit; on = /^```c$$/; next } on' $< > $@
@@ -387,6 +389,6 @@ help:
 print-%:
 	@echo '$($*)'
 
--include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/bench/*.d \
-	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/test/shim/*.d $(OBJ)/asan/bench/*.d \
+-include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/test/abi/*.d $(OBJ)/bench/*.d \
+	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/test/abi/*.d $(OBJ)/asan/test/shim/*.d $(OBJ)/asan/bench/*.d \
 	$(OBJ)/asan/test/fuzz/*.d $(OBJ)/fuzz/*/*.d $(OBJ)/fuzz/*/*/*.d)

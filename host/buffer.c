@@ -344,13 +344,13 @@ cumoe_status cumoe_buffer_get_info(cumoe_buffer buffer, cumoe_buffer_info *info)
 {
   begin_call(__func__);
   record r;
-  REQUIRE(info, CUMOE_ERR_INVALID_ARGUMENT, "info is null");
-  REQUIRE(info->size == sizeof *info, CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size,
-          sizeof *info);
+  TRY(check_struct("info", info));
+  cumoe_buffer_info now;
   lock_blocks();
   const bool live = find(buffer.id, &r);
-  if (live) *info = block_info(r.block);
+  if (live) now = block_info(r.block);
   unlock_blocks();
+  if (live) give_struct(&now, info);
   return live ? CUMOE_OK : stale("buffer", buffer.id);
 }
 

@@ -116,18 +116,48 @@ cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *
   return check_overlaps(views, 1, 2);
 }
 
+static uint32_t size_of(const void *given)
+{
+  uint32_t size;
+  memcpy(&size, given, sizeof size);
+  return size;
+}
+
+cumoe_status check_size(const char *name, const void *given, size_t size, size_t align)
+{
+  REQUIRE(given, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
+  const uint32_t bytes = size_of(given);
+  REQUIRE(bytes >= 8 && bytes <= 4096 && bytes % align == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.size is %u, must be sizeof the struct (%zu)", name, bytes, size);
+  return CUMOE_OK;
+}
+
 cumoe_status take_bytes(const char *name, const void *from, void *to, size_t size, size_t align)
 {
-  uint32_t given;
-  REQUIRE(from, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
-  memcpy(&given, from, sizeof given);
-  REQUIRE(given >= 8 && given <= 4096 && given % align == 0, CUMOE_ERR_INVALID_ARGUMENT,
-          "%s.size is %u, must be sizeof the struct (%zu)", name, given, size);
+  TRY(check_size(name, from, size, align));
+  const uint32_t given = size_of(from);
   for (size_t i = size; i < given; ++i)
     REQUIRE(((const unsigned char *)from)[i] == 0, CUMOE_ERR_NOT_SUPPORTED,
             "%s has fields that this version of the library does not know", name);
   memset(to, 0, size);
   memcpy(to, from, given < size ? given : size);
+  return CUMOE_OK;
+}
+
+void give_bytes(const void *from, void *to, size_t size)
+{
+  const uint32_t given = size_of(to);
+  memset(to, 0, given);
+  memcpy(to, from, given < size ? given : size);
+  memcpy(to, &given, sizeof given);
+}
+
+cumoe_status check_words(const char *name, const uint64_t *words, size_t count)
+{
+  for (size_t i = 0; i < count; ++i)
+    REQUIRE(words[i] == 0, CUMOE_ERR_NOT_SUPPORTED,
+            "%s.reserved[%zu] is 0x%llx, must be 0: this version of the library knows no field there", name, i,
+            (unsigned long long)words[i]);
   return CUMOE_OK;
 }
 
@@ -160,7 +190,7 @@ static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
 cumoe_status check_routing(const cumoe_routing *r, int32_t experts)
 {
   const uint32_t known = CUMOE_ROUTE_RENORMALIZE | CUMOE_ROUTE_SCORE_AFTER_TOPK | CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  REQUIRE(r->size == sizeof *r, CUMOE_ERR_INVALID_ARGUMENT, "routing.size is %u, must be %zu", r->size, sizeof *r);
+  TRY(check_reserve("routing", r->reserved));
   REQUIRE(r->score >= CUMOE_SCORE_SOFTMAX && r->score <= CUMOE_SCORE_IDENTITY, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.score is %d, not a cumoe_score", (int)r->score);
   REQUIRE(r->top_k >= 1 && r->top_k <= CUMOE_MAX_TOP_K && r->top_k <= experts, CUMOE_ERR_INVALID_ARGUMENT,
@@ -219,7 +249,7 @@ static cumoe_status check_types(const cumoe_moe_desc *d)
 
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
 {
-  TRY(take_struct("desc", from, d, sizeof *d));
+  TRY(take_struct("desc", from, d));
   if (d->local_experts == 0) d->local_experts = d->num_experts;
   if (d->out_dtype == 0) d->out_dtype = d->dtype;
   if (d->act == CUMOE_ACT_SWIGLU_OAI && d->act_alpha == 0) d->act_alpha = 1.702f;
@@ -259,13 +289,17 @@ cumoe_status check_weights(const char *name, cumoe_weights w, const cumoe_plan p
   return CUMOE_OK;
 }
 
+cumoe_status take_route(const cumoe_route **route, cumoe_route *copy)
+{
+  TRY(take_struct("route", *route, copy));
+  *route = copy;
+  return CUMOE_OK;
+}
+
 cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  REQUIRE(route->size == sizeof *route, CUMOE_ERR_INVALID_ARGUMENT, "route.size is %u, must be %zu", route->size,
-          sizeof *route);
   REQUIRE(route->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "route.reserved is %d, must be 0", (int)route->reserved);
   const operand counts = {"route.counts", 1, d->local_experts, i32, 4},
                 offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
@@ -324,9 +358,18 @@ static cumoe_status check_projection(cumoe_context context, const cumoe_projecti
   return check_optional(context, &bias, p->bias);
 }
 
+static cumoe_status check_reserves(const cumoe_weights_desc *d)
+{
+  TRY(check_reserve("desc.gate_up", d->gate_up.reserved));
+  TRY(check_reserve("desc.gate", d->gate.reserved));
+  TRY(check_reserve("desc.up", d->up.reserved));
+  return check_reserve("desc.down", d->down.reserved);
+}
+
+/* Its reserve is checked by itself. */
 static bool projection_absent(const cumoe_projection *p)
 {
-  return absent(&p->data) && !p->per_expert && absent(&p->bias);
+  return absent(&p->data) && !p->per_expert && p->expert_stride == 0 && absent(&p->bias);
 }
 
 static cumoe_status check_major(const char *name, int32_t major)
@@ -346,6 +389,7 @@ cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc 
   TRY(check_major("desc.up_major", d->up_major));
   TRY(check_major("desc.down_major", d->down_major));
   REQUIRE(d->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "desc.reserved is %d, must be 0", (int)d->reserved);
+  TRY(check_reserves(d));
   REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,

@@ -55,10 +55,21 @@ cumoe_status check_overlaps(const named_view *views, int outputs, int all);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 
-/* Copies a caller's struct by its size field: a shorter one is padded with zeros, a longer one must end in zeros. A size
- * that no version of the struct can have, not a multiple of its alignment, is refused: it may end inside a pointer. */
-#define take_struct(name, from, to, size) take_bytes(name, from, to, size, _Alignof(__typeof__(*(to))))
+/* A caller's struct is not null and has a size that some version of it can have: none that ends inside a pointer. */
+#define check_struct(name, given) check_size(name, given, sizeof *(given), _Alignof(__typeof__(*(given))))
+cumoe_status check_size(const char *name, const void *given, size_t size, size_t align);
+
+/* check_struct, then copies it by its size: a shorter one is padded with zeros, a longer one must end in zeros. */
+#define take_struct(name, from, to) take_bytes(name, from, to, sizeof *(to), _Alignof(__typeof__(*(to))))
 cumoe_status take_bytes(const char *name, const void *from, void *to, size_t size, size_t align);
+
+/* Fills a caller's struct, which check_struct has passed: as much of `from` as there is room for, then zeros. */
+#define give_struct(from, to) give_bytes(1 ? (from) : (to), to, sizeof *(from)) /* both of one type */
+void give_bytes(const void *from, void *to, size_t size);
+
+/* What is kept for later versions in a struct that lies in others by value. */
+#define check_reserve(name, words) check_words(name, words, sizeof(words) / sizeof *(words))
+cumoe_status check_words(const char *name, const uint64_t *words, size_t count);
 
 cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts);
 /* Checks and fills in defaults. */
@@ -67,6 +78,8 @@ cumoe_status check_plan(cumoe_plan plan);
 cumoe_status check_weights(const char *name, cumoe_weights weights, const cumoe_plan plan, int32_t experts,
                            int32_t inter);
 cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc *desc);
+/* Makes *route point to a copy of what the caller gave, of today's size. */
+cumoe_status take_route(const cumoe_route **route, cumoe_route *copy);
 cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens);
 cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args);
 cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args, int64_t tokens);

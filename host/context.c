@@ -406,7 +406,7 @@ static cumoe_status check_config(const cumoe_context_config *from, cumoe_context
 {
   memory_pool unused = {.cuda = NULL};
   *to = (cumoe_context_config){.size = sizeof *to};
-  if (from != NULL) TRY(take_struct("config", from, to, sizeof *to));
+  if (from != NULL) TRY(take_struct("config", from, to));
   REQUIRE(to->cpu_threads >= 0, CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", (int)to->cpu_threads);
   REQUIRE(to->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)to->reserved);
   TRY(pool_configure(&unused, to));
@@ -447,11 +447,8 @@ cumoe_status cumoe_context_info(cumoe_context context, cumoe_device_info *info)
 {
   begin_call(__func__);
   TRY(check_context(context));
-  if (info == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is NULL");
-  if (info->size != sizeof *info)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, sizeof(cumoe_device_info) is %zu", info->size,
-                sizeof *info);
-  *info = context->info;
+  TRY(check_struct("info", info));
+  give_struct(&context->info, info);
   return CUMOE_OK;
 }
 
@@ -475,7 +472,7 @@ cumoe_status cumoe_fault_read(cumoe_context context, cumoe_stream stream, cumoe_
 {
   begin_call(__func__);
   TRY(check_context(context));
-  if (fault == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "fault is NULL");
+  TRY(check_struct("fault", fault));
   uint64_t record = 0;
   if (on_cpu(context)) {
     record = __atomic_load_n(context->fault.record, __ATOMIC_ACQUIRE);
@@ -485,9 +482,10 @@ cumoe_status cumoe_fault_read(cumoe_context context, cumoe_stream stream, cumoe_
                     cudaMemcpyDeviceToHost, stream));
     TRY(memory_wait(context, stream));
   }
-  fault->code = (int32_t)(record >> 56);
-  fault->slot = (int32_t)(record >> 44 & 0xfff);
-  fault->token = (int64_t)(record & 0xfffffffffffULL);
+  const cumoe_fault first = {.code = (int32_t)(record >> 56),
+                             .slot = (int32_t)(record >> 44 & 0xfff),
+                             .token = (int64_t)(record & 0xfffffffffffULL)};
+  give_struct(&first, fault);
   return CUMOE_OK;
 }
 

@@ -1,5 +1,6 @@
 /* Debug levels: the report of leaks, the list of what is live, the check of all red zones. */
 #include "block.h"
+#include "check.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -109,7 +110,10 @@ static cumoe_status check_all(const block *list, cumoe_buffer_info *first_bad)
 {
   for (const block *b = list; b != NULL; b = b->older) {
     const cumoe_status status = block_check(b);
-    if (status == CUMOE_ERR_OUT_OF_BOUNDS && first_bad != NULL) *first_bad = block_info(b);
+    if (status == CUMOE_ERR_OUT_OF_BOUNDS && first_bad != NULL) {
+      const cumoe_buffer_info bad = block_info(b);
+      give_struct(&bad, first_bad);
+    }
     TRY(status);
   }
   return CUMOE_OK;
@@ -119,8 +123,7 @@ cumoe_status cumoe_debug_check(cumoe_context context, cumoe_stream stream, cumoe
 {
   begin_call(__func__);
   TRY(check_context(context));
-  REQUIRE(first_bad == NULL || first_bad->size == sizeof *first_bad, CUMOE_ERR_INVALID_ARGUMENT,
-          "first_bad.size is %u, must be %zu", first_bad->size, sizeof *first_bad);
+  if (first_bad != NULL) TRY(check_struct("first_bad", first_bad));
   TRY(memory_wait(context, stream));
   lock_blocks();
   cumoe_status status = check_all(context->blocks, first_bad);

@@ -15,13 +15,11 @@ cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_varia
   TRY(check_context(context));
   if (index < 0 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d", (int)index, (int)variant_count - 1);
-  if (!info) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is null");
-  if (info->size != sizeof *info)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size, sizeof *info);
+  TRY(check_struct("info", info));
   const variant *v = &variants[index];
-  info->op = v->op_name;
-  info->name = v->name;
-  info->usable = v->cpu ? on_cpu(context) : context->kernels[index] != NULL;
+  const cumoe_variant_info row = {
+      .op = v->op_name, .name = v->name, .usable = v->cpu ? on_cpu(context) : context->kernels[index] != NULL};
+  give_struct(&row, info);
   return CUMOE_OK;
 }
 

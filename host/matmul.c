@@ -284,7 +284,7 @@ cumoe_status cumoe_matmul(cumoe_context context, const cumoe_matmul_args *args, 
   begin_call_on(__func__, stream);
   cumoe_matmul_args m;
   TRY(check_context(context));
-  TRY(take_struct("args", args, &m, sizeof m));
+  TRY(take_struct("args", args, &m));
   TRY(check_matmul(context, &m));
   const matmul_args raw = matmul_arguments(&m);
   if (raw.m == 0 || raw.n == 0) return CUMOE_OK;

@@ -287,7 +287,7 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
 {
   begin_call_on(__func__, stream);
   cumoe_moe_args a;
-  TRY(take_struct("args", args, &a, sizeof a));
+  TRY(take_struct("args", args, &a));
   TRY(check_forward(plan, weights, &a));
   if (a.x.rows == 0) return CUMOE_OK;
   pass p = {.plan = plan,

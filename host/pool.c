@@ -13,7 +13,7 @@ enum { MAX_PEERS = 64, PEER_TEST_BYTES = 1 << 20 };
 static cumoe_status take_allocator(const cumoe_allocator *from, cumoe_allocator *to)
 {
   if (from == NULL) return CUMOE_OK;
-  TRY(take_struct("config.allocator", from, to, sizeof *to));
+  TRY(take_struct("config.allocator", from, to));
   REQUIRE(to->alloc != NULL && to->free != NULL, CUMOE_ERR_INVALID_ARGUMENT, "config.allocator.%s is null",
           to->alloc == NULL ? "alloc" : "free");
   REQUIRE(to->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.allocator.reserved is %u, must be 0", to->reserved);
@@ -242,12 +242,9 @@ cumoe_status cumoe_pool_get_stats(cumoe_context context, cumoe_pool_stats *stats
 {
   begin_call(__func__);
   TRY(check_context(context));
-  REQUIRE(stats != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stats is null");
-  REQUIRE(stats->size == sizeof *stats, CUMOE_ERR_INVALID_ARGUMENT, "stats.size is %u, must be %zu", stats->size,
-          sizeof *stats);
+  TRY(check_struct("stats", stats));
   memory_pool *pool = &context->pool;
-  cumoe_pool_stats now = {.size = sizeof now,
-                          .live = atomic_load(&pool->live),
+  cumoe_pool_stats now = {.live = atomic_load(&pool->live),
                           .used = atomic_load(&pool->used),
                           .used_high = atomic_load(&pool->used_high),
                           .allocs = atomic_load(&pool->allocs),
@@ -258,7 +255,7 @@ cumoe_status cumoe_pool_get_stats(cumoe_context context, cumoe_pool_stats *stats
   now.reserved_high = now.used_high;
   TRY(add_reserved(context, &now));
   if (now.reserved_high < now.reserved) now.reserved_high = now.reserved; /* CUDA resets it to zero */
-  *stats = now;
+  give_struct(&now, stats);
   return CUMOE_OK;
 }
 

@@ -92,9 +92,9 @@ cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cum
                         cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  cumoe_routing r;
   TRY(check_context(context));
-  TRY(take_struct("routing", routing, &r, sizeof r));
+  REQUIRE(routing, CUMOE_ERR_INVALID_ARGUMENT, "routing is null");
+  const cumoe_routing r = *routing;
   TRY(check_owner(context, "logits", &logits));
   REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "logits.cols is %lld, must be 1 .. %d", (long long)logits.cols, CUMOE_MAX_EXPERTS);
@@ -188,7 +188,9 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
                        cumoe_view_mut workspace, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  cumoe_route copy;
   TRY(check_plan(plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
   const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0},
@@ -275,7 +277,6 @@ static operand rows_operand(cumoe_plan plan, const char *name, cumoe_view view, 
 /* Tokens of a call whose only operand with a row a token is the route. */
 static cumoe_status tokens_of(cumoe_plan plan, const cumoe_route *route, int64_t *tokens)
 {
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
   const cumoe_view slots = cumoe_const(route->slot_row);
   TRY(check_owner(plan->context, "route.slot_row", &slots));
   *tokens = slots.rows;
@@ -312,7 +313,9 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
                       cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  cumoe_route copy;
   TRY(check_plan(plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
@@ -326,8 +329,10 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_vie
                                cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  cumoe_route copy;
   int64_t tokens = 0;
   TRY(check_plan(plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
   TRY(tokens_of(plan, route, &tokens));
@@ -343,7 +348,9 @@ cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *rou
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  cumoe_route copy;
   TRY(check_plan(plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
@@ -374,7 +381,9 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
                         cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  cumoe_route copy;
   TRY(check_plan(plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
   int64_t tokens = 0;
@@ -429,9 +438,11 @@ cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumo
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  cumoe_route copy;
   cumoe_combine_args a;
   TRY(check_plan(plan));
-  TRY(take_struct("args", args, &a, sizeof a));
+  TRY(take_route(&route, &copy));
+  TRY(take_struct("args", args, &a));
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   int64_t tokens = 0;

@@ -134,7 +134,7 @@ cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc 
   if (!weights) return fail(CUMOE_ERR_INVALID_ARGUMENT, "weights is null");
   *weights = NULL;
   TRY(check_context(context));
-  TRY(take_struct("desc", desc, &d, sizeof d));
+  TRY(take_struct("desc", desc, &d));
   unstack_all(&d);
   TRY(check_weights_desc(context, &d));
   cumoe_weights w = malloc(sizeof *w);

@@ -19,7 +19,7 @@ extern "C" {
 typedef struct cumoe_context_s *cumoe_context;
 
 /*
- * Zero means default in every field. The struct may grow: the library reads as much as `size` says.
+ * Zero means default in every field.
  *
  * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
@@ -86,9 +86,11 @@ typedef enum cumoe_fault_code {
 } cumoe_fault_code;
 
 typedef struct cumoe_fault {
-  int32_t code;  /* cumoe_fault_code */
-  int32_t slot;  /* slot of the token, or expert, or 0 */
-  int64_t token; /* token index, or 0 */
+  uint32_t size;    /* sizeof(cumoe_fault), set by the caller */
+  int32_t code;     /* cumoe_fault_code */
+  int32_t slot;     /* slot of the token, or expert, or 0 */
+  int32_t reserved; /* 0 */
+  int64_t token;    /* token index, or 0 */
 } cumoe_fault;
 
 /* 1 if a fault was recorded and has reached host memory; never waits, may lag behind the stream. */

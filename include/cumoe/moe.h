@@ -49,9 +49,10 @@ enum {
  * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding). With
  * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A chosen NaN logit
  * weighs exactly 0. If all logits are -Inf, or the divisor of step 7 is not above 0, the weights are 0.
+ *
+ * Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
  */
 typedef struct cumoe_routing {
-  uint32_t size;                /* sizeof(cumoe_routing) */
   int32_t score;                /* cumoe_score */
   int32_t top_k;                /* 1 .. CUMOE_MAX_TOP_K, <= number of experts that can be chosen */
   int32_t n_group, topk_group;  /* 0: no groups; n_group divides the expert count, 1 <= topk_group <= n_group <= 64 */
@@ -62,11 +63,12 @@ typedef struct cumoe_routing {
   float renorm_eps, renorm_min; /* with RENORMALIZE */
   int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
   int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
+  uint64_t reserved[10];        /* 0 */
 } cumoe_routing;
 
 static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k, uint32_t flags)
 {
-  cumoe_routing r = {sizeof(cumoe_routing), (int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0};
+  cumoe_routing r = {(int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0, {0}};
   return r;
 }
 
@@ -195,6 +197,7 @@ typedef struct cumoe_projection {
   const void *const *per_expert;
   int64_t expert_stride; /* strided form: elements; 0 = a stack (or expert 0 of a packed one) */
   cumoe_view bias;
+  uint64_t reserved[50]; /* 0 */
 } cumoe_projection;
 
 typedef struct cumoe_weights_desc {
