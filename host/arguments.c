@@ -19,7 +19,7 @@ router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, t
                        .bias_dtype = bias.data ? bias.dtype : DT_NONE};
 }
 
-gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
+gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
                          cumoe_view ids, cumoe_view weights)
 {
   return (gate_args){.logits = logits.data,
@@ -46,7 +46,7 @@ gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_vi
                      .fault = context->fault};
 }
 
-map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
+map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const map_chunks cut = map_chunking(ids.rows * d->routing.top_k);
@@ -70,7 +70,8 @@ map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, r
                     .fault = plan->context->fault};
 }
 
-static gemm_args gemm_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view a, const route_pointers *route)
+static gemm_args gemm_arguments(const struct plan *plan, const struct weights *weights, cumoe_view a,
+                                const route_pointers *route)
 {
   const cumoe_moe_desc *d = &plan->desc;
   gemm_args g = {.a = a.data,
@@ -87,8 +88,8 @@ static gemm_args gemm_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_vi
   return g;
 }
 
-gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route,
-                       cumoe_view pair_weights)
+gemm_args up_arguments(const struct plan *plan, const struct weights *weights, cumoe_view x,
+                       const route_pointers *route, cumoe_view pair_weights)
 {
   const cumoe_moe_desc *d = &plan->desc;
   gemm_args g = gemm_arguments(plan, weights, x, route);
@@ -107,8 +108,8 @@ gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, con
   return g;
 }
 
-gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,
-                         int64_t tokens)
+gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
+                         const route_pointers *route, int64_t tokens)
 {
   gemm_args g = gemm_arguments(plan, weights, h, route);
   g.b = weights->down;
@@ -119,7 +120,8 @@ gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, c
   return g;
 }
 
-combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const cumoe_combine_args *a, int64_t tokens)
+combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *a,
+                               int64_t tokens)
 {
   const cumoe_moe_desc *d = &plan->desc;
   return (combine_args){.y = a->y.data,

@@ -2,28 +2,8 @@
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "internal.h"
-#include "plan.h"
+#include "weights.h"
 #include "../include/cumoe/stages.h"
-
-enum { PLAN_MAGIC = 0x4e4c5043, WEIGHTS_MAGIC = 0x54475743 };
-
-struct cumoe_plan_s {
-  uint32_t magic;
-  cumoe_context context;
-  cumoe_moe_desc desc; /* defaults filled in: local_experts, out_dtype, act_alpha, routed_scale */
-};
-
-struct cumoe_weights_s {
-  uint32_t magic;
-  cumoe_context context;
-  int32_t experts, hidden, inter, dtype;
-  bool gated;
-  expert_matrix up, down; /* normal form */
-  bound_matrix up_facts, down_facts;
-  void *tables; /* device arrays behind up.table and down.table, or NULL */
-  size_t table_bytes;
-};
 
 /* What an operand has to be. dtypes: bit mask of 1 << CUMOE_*; align: bytes, for the base and for ld. */
 typedef struct operand {
@@ -38,8 +18,8 @@ typedef struct operand {
 #define INDEX_BITS       (DTYPE_BIT(CUMOE_I32) | DTYPE_BIT(CUMOE_I64))
 
 bool absent(const cumoe_view *view);
-cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_view view);
-cumoe_status check_optional(cumoe_context context, const operand *want, cumoe_view view); /* absent is fine */
+cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
 /* Of these views, the first `outputs` are written: they may overlap neither each other nor any other. */
@@ -76,14 +56,16 @@ cumoe_status check_words(const char *name, const uint64_t *words, size_t count);
 cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts);
 /* Checks and fills in defaults. */
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *to);
-cumoe_status check_plan(cumoe_plan plan);
-cumoe_status check_weights(const char *name, cumoe_weights weights, const cumoe_plan plan, int32_t experts,
-                           int32_t inter);
-cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc *desc);
 /* Makes *route point to a copy of what the caller gave, of today's size. */
 cumoe_status take_route(const cumoe_route **route, cumoe_route *copy);
-cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens);
-cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args);
-cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args, int64_t tokens);
+cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens);
+/* What a call of cumoe_moe_forward works with. */
+typedef struct layer {
+  const struct plan *plan;
+  const struct weights *weights, *shared; /* shared: NULL without */
+} layer;
+cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, layer *with);
+cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *args,
+                           int64_t tokens);
 
 #endif

@@ -117,7 +117,7 @@ static op_shape shape_of(operation op, const void *args)
 
 /* ---- refusals ---- */
 
-cumoe_status refuse_step(cumoe_context context, const char *what, const launch_step *refused, operation op,
+cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
                          step_refusal why)
 {
   if (why == STEP_GRID_TOO_LARGE)
@@ -130,18 +130,18 @@ cumoe_status refuse_step(cumoe_context context, const char *what, const launch_s
 /* ---- tensor maps ---- */
 
 /* Encoded anew each time: host work only, and nothing to keep. */
-static bool encode_router(cumoe_context context, const variant *v, router_sm90_args *args)
+static bool encode_router(struct context *context, const variant *v, router_sm90_args *args)
 {
   return tmap_encode_router(context->encode_tiled, v->bm, v->bn, args);
 }
 
-static bool encode_gemm(cumoe_context context, const variant *v, gemm_sm90_args *args)
+static bool encode_gemm(struct context *context, const variant *v, gemm_sm90_args *args)
 {
   const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
   return tmap_encode(context->encode_tiled, columns / 2, args);
 }
 
-cumoe_status encode_maps(cumoe_context context, const launch_step *s, mapped_args *args)
+cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args)
 {
   const variant *v = s->row < 0 ? NULL : &variants[s->row];
   if (!v || !takes_tensor_maps(v)) return CUMOE_OK;
@@ -152,14 +152,14 @@ cumoe_status encode_maps(cumoe_context context, const launch_step *s, mapped_arg
 
 /* ---- one operation ---- */
 
-cumoe_status choose_step(cumoe_context context, operation op, const void *args, launch_step *result)
+cumoe_status choose_step(struct context *context, operation op, const void *args, launch_step *result)
 {
   const op_shape s = shape_of(op, args);
   const step_refusal why = plan_step(&context->machine, &s, result);
   return why == STEP_SERVED ? CUMOE_OK : refuse_step(context, operation_name(op), result, op, why);
 }
 
-cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
+cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream)
 {
   launch_step s;
   mapped_args mapped;

@@ -6,13 +6,13 @@
 #include "plan.h"
 
 /* `args` is the operation's struct of kernels/args.h. Inside enter_device/leave_device. */
-cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream);
+cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream);
 
 /* Its first half, where several launches have to be possible before the first is made. */
-cumoe_status choose_step(cumoe_context context, operation op, const void *args, launch_step *result);
+cumoe_status choose_step(struct context *context, operation op, const void *args, launch_step *result);
 
 /* The error of a step that plan_step refused; `what`: the stage, for the text. */
-cumoe_status refuse_step(cumoe_context context, const char *what, const launch_step *refused, operation op,
+cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
                          step_refusal why);
 
 /* Arguments of a kernel that may read through tensor maps; each begins with the struct of those that do not. */
@@ -22,6 +22,6 @@ typedef union mapped_args {
 } mapped_args;
 
 /* Fills in the maps, if the step's kernel reads through them. */
-cumoe_status encode_maps(cumoe_context context, const launch_step *s, mapped_args *args);
+cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args);
 
 #endif

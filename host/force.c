@@ -9,10 +9,11 @@ int32_t cumoe_variant_count(void)
   return variant_count;
 }
 
-cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_variant_info *info)
+cumoe_status cumoe_variant_get(cumoe_context handle, int32_t index, cumoe_variant_info *info)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (index < 0 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d", (int)index, (int)variant_count - 1);
   TRY(check_struct("info", info));
@@ -23,10 +24,11 @@ cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_varia
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_variant_force(cumoe_context context, int32_t index)
+cumoe_status cumoe_variant_force(cumoe_context handle, int32_t index)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (index < -1 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be -1 .. %d", (int)index, (int)variant_count - 1);
   if (index == -1) {

@@ -42,7 +42,7 @@ cumoe_status launch_kernel(cudaKernel_t kernel, const char *name, const launch_s
   return error == cudaSuccess ? CUMOE_OK : explain(error, name, shape);
 }
 
-cumoe_status launch(cumoe_context context, const launch_step *s, const void *args, cumoe_stream stream)
+cumoe_status launch(struct context *context, const launch_step *s, const void *args, cumoe_stream stream)
 {
   const variant *v = &variants[s->row];
   if (s->grid == 0) return CUMOE_OK;

@@ -6,7 +6,7 @@
 #include "plan.h"
 
 /* A grid of 0 launches nothing. Inside enter_device/leave_device. */
-cumoe_status launch(cumoe_context context, const launch_step *s, const void *args, cumoe_stream stream);
+cumoe_status launch(struct context *context, const launch_step *s, const void *args, cumoe_stream stream);
 
 /* How a CUDA kernel is launched; a caller's kernel (function.c) may ask for more than a row does. */
 typedef struct launch_shape {

@@ -1,6 +1,8 @@
 /* The layer: its plan, its workspace, and the forward pass in a straight line. */
 #include "arguments.h"
+#include "check.h"
 #include "dispatch.h"
+#include "objects.h"
 #include "tmap.h"
 
 #include <stdlib.h>
@@ -24,36 +26,58 @@ cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char
   return status;
 }
 
-cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_moe_desc *desc, cumoe_plan *plan)
+cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc, cumoe_plan *plan)
 {
   begin_call(__func__);
+  struct context *context;
   cumoe_moe_desc d;
   REQUIRE(plan, CUMOE_ERR_INVALID_ARGUMENT, "plan is null");
   *plan = NULL;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(check_moe_desc(desc, &d));
-  cumoe_plan p = malloc(sizeof *p);
+  struct plan *p = malloc(sizeof *p);
   REQUIRE(p, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *p);
-  *p = (struct cumoe_plan_s){PLAN_MAGIC, context, d};
-  *plan = p;
-  return CUMOE_OK;
+  *p = (struct plan){context, d};
+  *plan = publish_object(OBJECT_PLAN, context, p);
+  if (*plan) return CUMOE_OK;
+  free(p);
+  return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another plan");
 }
 
-cumoe_status cumoe_plan_destroy(cumoe_plan plan)
+cumoe_status find_plan(cumoe_plan handle, const struct plan **plan)
 {
-  begin_call(__func__);
-  if (!plan) return CUMOE_OK;
-  REQUIRE(plan->magic == PLAN_MAGIC, CUMOE_ERR_STALE_HANDLE, "plan is not a live plan");
-  plan->magic = 0;
+  void *found;
+  TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
+  *plan = found;
+  return check_process((*plan)->context);
+}
+
+static cumoe_status end_plan(void *plan)
+{
   free(plan);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes)
+cumoe_status plans_abandon(struct context *context)
+{
+  return retire_objects(OBJECT_PLAN, context, end_plan);
+}
+
+cumoe_status cumoe_plan_destroy(cumoe_plan handle)
 {
   begin_call(__func__);
+  void *found;
+  if (!handle) return CUMOE_OK;
+  TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
+  return retire_object(handle) ? end_plan(found) : find_object(OBJECT_PLAN, "plan", handle, &found);
+}
+
+cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *bytes)
+{
+  begin_call(__func__);
+  const struct plan *plan;
   workspace_layout layout;
-  TRY(check_plan(plan));
+  TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   const int32_t most = INT32_MAX / plan->desc.routing.top_k;
   REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)",
@@ -68,7 +92,8 @@ cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes
 
 /* A call under way: the caller's arguments, what will be launched, and where every intermediate lies. */
 typedef struct pass {
-  cumoe_plan plan;
+  const struct plan *plan;
+  const struct weights *shared; /* of the shared expert, or NULL */
   const cumoe_moe_args *args;
   layer_plan lp;
   token_count tokens;
@@ -166,7 +191,7 @@ static map_args map_pass(const pass *p)
 }
 
 /* up and down of one weights object; route NULL: the shared expert, where every token is a row. */
-static void experts_pass(const pass *p, cumoe_weights weights, const route_pointers *route, gemm_args *up,
+static void experts_pass(const pass *p, const struct weights *weights, const route_pointers *route, gemm_args *up,
                          gemm_args *down)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
@@ -188,7 +213,7 @@ static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
 {
   const layer_plan *lp = &p->lp;
   /* The map is behind both: it is the grid before up, unless the shared expert lies between. */
-  up->protocol.early_inputs = p->args->shared != NULL;
+  up->protocol.early_inputs = p->shared != NULL;
   down->protocol.early_inputs = true;
   up->protocol.progress = down->protocol.progress = region(p, lp->at.progress);
   up->protocol.by_expert = down->protocol.by_expert = lp->by_expert;
@@ -209,12 +234,12 @@ static combine_args combine_pass(const pass *p)
       .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
   c.y = cumoe_matrix(region(p, at->y), dtype, rows, hidden, hidden);
   if (weigh) c.pair_weights = p->weights;
-  if (a->shared) c.shared = cumoe_matrix(region(p, at->shared_y), dtype, tokens, hidden, hidden);
+  if (p->shared) c.shared = cumoe_matrix(region(p, at->shared_y), dtype, tokens, hidden, hidden);
   if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, at->shared_logit), CUMOE_F32, tokens, 1, 1);
   return combine_arguments(p->plan, p->route.slot_row, &c, tokens);
 }
 
-static void routed_pass(const pass *p, cumoe_weights weights, layer_arguments *l)
+static void routed_pass(const pass *p, const struct weights *weights, layer_arguments *l)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   l->map = map_pass(p);
@@ -240,7 +265,7 @@ static void link_few(const pass *p, layer_arguments *l)
   l->few.gate = l->gate;
 }
 
-static void few_pass(const pass *p, cumoe_weights weights, layer_arguments *l)
+static void few_pass(const pass *p, const struct weights *weights, layer_arguments *l)
 {
   few_args *few = &l->few;
   *few = (few_args){.map = map_pass(p), .out = combine_pass(p)};
@@ -253,14 +278,14 @@ static void shared_pass(const pass *p, layer_arguments *l)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
-  experts_pass(p, a->shared, NULL, &l->shared_up.gemm.g, &l->shared_down.gemm.g);
+  experts_pass(p, p->shared, NULL, &l->shared_up.gemm.g, &l->shared_down.gemm.g);
   l->shared_up.gemm.g.protocol.early_inputs = l->shared_down.gemm.g.protocol.early_inputs = true;
   if (a->shared_gate.data)
     l->shared_gate.router.r =
         router_arguments(a->x, a->shared_gate, none, p->tokens, region(p, p->lp.at.shared_logit), 1);
 }
 
-static void fill(const pass *p, cumoe_weights weights, layer_arguments *l)
+static void fill(const pass *p, const struct weights *weights, layer_arguments *l)
 {
   const cumoe_moe_args *a = p->args;
   if (a->router_weight.data) l->router.router.r = router_pass(p);
@@ -269,30 +294,30 @@ static void fill(const pass *p, cumoe_weights weights, layer_arguments *l)
     few_pass(p, weights, l);
   else
     routed_pass(p, weights, l);
-  if (a->shared) shared_pass(p, l);
+  if (p->shared) shared_pass(p, l);
 }
 
 /* ---- forward: the launches ---- */
 
-static layer_call call_of(const cumoe_weights w, const cumoe_moe_args *a)
+static layer_call call_of(const layer *with, const cumoe_moe_args *a)
 {
   layer_call c = {.tokens = a->x.rows,
-                  .up = w->up_facts,
-                  .down = w->down_facts,
+                  .up = with->weights->up_facts,
+                  .down = with->weights->down_facts,
                   .has_router = a->router_weight.data != NULL,
                   .has_ids = a->ids.data != NULL,
                   .has_select_bias = a->select_bias.data != NULL,
-                  .has_shared = a->shared != NULL,
+                  .has_shared = with->shared != NULL,
                   .has_shared_gate = a->shared_gate.data != NULL};
   if (c.has_router)
     c.router_dtype = a->router_weight.dtype, c.router_tmap = tmap_serves_views(&a->x, &a->router_weight);
-  if (c.has_shared) c.shared_up = a->shared->up_facts, c.shared_down = a->shared->down_facts;
+  if (c.has_shared) c.shared_up = with->shared->up_facts, c.shared_down = with->shared->down_facts;
   if (c.has_shared_gate)
     c.shared_gate_dtype = a->shared_gate.dtype, c.shared_gate_tmap = tmap_serves_views(&a->x, &a->shared_gate);
   return c;
 }
 
-static cumoe_status check_layer_plan(cumoe_context context, const layer_plan *lp)
+static cumoe_status check_layer_plan(struct context *context, const layer_plan *lp)
 {
   const stage s = lp->refused;
   if (s == STAGE_COUNT) return CUMOE_OK;
@@ -300,9 +325,9 @@ static cumoe_status check_layer_plan(cumoe_context context, const layer_plan *lp
 }
 
 /* Whatever may fail but the launches themselves comes before the first of them. */
-static cumoe_status run(const pass *p, cumoe_weights weights, cumoe_stream stream)
+static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream)
 {
-  cumoe_context context = p->plan->context;
+  struct context *context = p->plan->context;
   layer_arguments l;
   fill(p, weights, &l);
   for (stage s = 0; s < STAGE_COUNT; ++s)
@@ -316,16 +341,19 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
 {
   begin_call_on(__func__, stream);
   cumoe_moe_args a;
+  layer with;
   TRY(take_struct("args", args, &a));
-  TRY(check_forward(plan, weights, &a));
+  TRY(check_forward(plan, weights, &a, &with));
   if (a.x.rows == 0) return CUMOE_OK;
-  const layer_call call = call_of(weights, &a);
-  pass p = {.plan = plan,
+  struct context *context = with.plan->context;
+  const layer_call call = call_of(&with, &a);
+  pass p = {.plan = with.plan,
+            .shared = with.shared,
             .args = &a,
-            .lp = plan_layer(&plan->context->machine, &plan->desc, &call),
+            .lp = plan_layer(&context->machine, &with.plan->desc, &call),
             .tokens = {a.x.rows, a.device_tokens.data},
             .workspace = a.workspace.data};
-  TRY(check_layer_plan(plan->context, &p.lp));
+  TRY(check_layer_plan(context, &p.lp));
   locate(&p);
-  ON_DEVICE(plan->context, run(&p, weights, stream));
+  ON_DEVICE(context, run(&p, with.weights, stream));
 }

@@ -1,13 +1,13 @@
 /* The public stages: check, fill the argument struct, dispatch. */
 #include "arguments.h"
+#include "check.h"
 #include "dispatch.h"
 
 /* ---- router ---- */
 
-static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                  cumoe_view logits)
 {
-  TRY(check_context(context));
   TRY(check_owner(context, "weight", &weight)); /* its shape means nothing once it is freed; the same below */
   REQUIRE(weight.rows >= 1 && weight.rows <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "weight.rows is %lld, must be 1 .. %d", (long long)weight.rows, CUMOE_MAX_EXPERTS);
@@ -24,10 +24,12 @@ static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view
   return check_operand(context, &logits_want, logits);
 }
 
-cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
-                          cumoe_view_mut logits, cumoe_stream stream)
+cumoe_status cumoe_router(cumoe_context handle, cumoe_view x, cumoe_view weight, cumoe_view bias, cumoe_view_mut logits,
+                          cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_router(context, x, weight, bias, cumoe_const(logits)));
   const named_view views[] = {{"logits", cumoe_const(logits)}, {"x", x}, {"weight", weight}, {"bias", bias}};
   TRY(check_overlaps(views, 1, 4));
@@ -38,11 +40,12 @@ cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight
 
 /* ---- gate ---- */
 
-cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
+cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
                         cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   REQUIRE(routing, CUMOE_ERR_INVALID_ARGUMENT, "routing is null");
   const cumoe_routing r = *routing;
   TRY(check_owner(context, "logits", &logits));
@@ -68,7 +71,7 @@ cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cum
 /* ---- map ---- */
 
 /* One count launch (only with several chunks, and never on the CPU) and one placing launch, both or neither. */
-static cumoe_status run_map(cumoe_context context, const map_args *args, cumoe_stream stream)
+static cumoe_status run_map(struct context *context, const map_args *args, cumoe_stream stream)
 {
   const bool counts = args->chunks > 1 && !on_cpu(context);
   launch_step count = {0}, place = {0};
@@ -78,7 +81,7 @@ static cumoe_status run_map(cumoe_context context, const map_args *args, cumoe_s
   return launch(context, &place, args, stream);
 }
 
-static size_t hist_bytes(cumoe_plan plan, int64_t tokens)
+static size_t hist_bytes(const struct plan *plan, int64_t tokens)
 {
   const map_chunks cut = map_chunking(tokens * plan->desc.routing.top_k);
   return cut.chunks > 1 ? (size_t)cut.chunks * (size_t)plan->desc.local_experts * 4 : 0;
@@ -91,10 +94,11 @@ static cumoe_status check_tokens(const char *name, int64_t tokens, int32_t top_k
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_map_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes)
+cumoe_status cumoe_map_workspace(cumoe_plan handle, int64_t tokens, size_t *bytes)
 {
   begin_call(__func__);
-  TRY(check_plan(plan));
+  const struct plan *plan;
+  TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   TRY(check_tokens("tokens", tokens, plan->desc.routing.top_k));
   *bytes = hist_bytes(plan, tokens);
@@ -114,12 +118,13 @@ static cumoe_status check_map_overlaps(const cumoe_route *route, cumoe_view work
   return check_overlaps(views, 5, sizeof views / sizeof *views);
 }
 
-cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
+cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                        cumoe_view_mut workspace, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
   cumoe_route copy;
-  TRY(check_plan(plan));
+  TRY(find_plan(handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
@@ -148,14 +153,14 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
 /* ---- up, down ---- */
 
 /* A matrix that has a row for every pair, or more. */
-static operand rows_operand(cumoe_plan plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
+static operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
 {
   const int64_t rows = tokens * plan->desc.routing.top_k;
   return (operand){name, rows > view.rows ? rows : view.rows, cols, DTYPE_BIT(plan->desc.dtype), 16};
 }
 
 /* Tokens of a call whose only operand with a row a token is the route. */
-static cumoe_status tokens_of(cumoe_plan plan, const cumoe_route *route, int64_t *tokens)
+static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens)
 {
   const cumoe_view slots = cumoe_const(route->slot_row);
   TRY(check_owner(plan->context, "route.slot_row", &slots));
@@ -164,8 +169,9 @@ static cumoe_status tokens_of(cumoe_plan plan, const cumoe_route *route, int64_t
 }
 
 /* What cumoe_up and cumoe_up_permuted have in common; `in` is checked: x, or rows. */
-static cumoe_status up_stage(cumoe_plan plan, cumoe_weights weights, named_view in, int64_t tokens, bool permuted,
-                             const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
+static cumoe_status up_stage(const struct plan *plan, const struct weights *weights, named_view in, int64_t tokens,
+                             bool permuted, const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
+                             cumoe_stream stream)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const operand h_want = rows_operand(plan, "h", cumoe_const(h), tokens, d->inter);
@@ -189,15 +195,17 @@ static cumoe_status up_stage(cumoe_plan plan, cumoe_weights weights, named_view 
   ON_DEVICE(plan->context, dispatch(plan->context, OP_up, &g, stream));
 }
 
-cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
+cumoe_status cumoe_up(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view x, const cumoe_route *route,
                       cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *weights;
   cumoe_route copy;
-  TRY(check_plan(plan));
+  TRY(find_plan(plan_handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
   TRY(check_operand(plan->context, &x_want, x));
@@ -205,16 +213,18 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
   return up_stage(plan, weights, in, x.rows, false, route, pair_weights, h, stream);
 }
 
-cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_view rows, const cumoe_route *route,
-                               cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
+cumoe_status cumoe_up_permuted(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view rows,
+                               const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *weights;
   cumoe_route copy;
   int64_t tokens = 0;
-  TRY(check_plan(plan));
+  TRY(find_plan(plan_handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(tokens_of(plan, route, &tokens));
   const operand rows_want = rows_operand(plan, "rows", rows, tokens, d->hidden);
   TRY(check_operand(plan->context, &rows_want, rows));
@@ -224,12 +234,13 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_vie
 
 /* ---- permute ---- */
 
-cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
+cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
   cumoe_route copy;
-  TRY(check_plan(plan));
+  TRY(find_plan(handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
@@ -257,15 +268,17 @@ cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *rou
 
 /* ---- down ---- */
 
-cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
+cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view h, const cumoe_route *route,
                         cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *weights;
   cumoe_route copy;
-  TRY(check_plan(plan));
+  TRY(find_plan(plan_handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   int64_t tokens = 0;
   TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));
@@ -285,13 +298,14 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
 
 /* ---- combine ---- */
 
-cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args,
+cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cumoe_combine_args *args,
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
   cumoe_route copy;
   cumoe_combine_args a;
-  TRY(check_plan(plan));
+  TRY(find_plan(handle, &plan));
   TRY(take_route(&route, &copy));
   TRY(take_struct("args", args, &a));
   const cumoe_moe_desc *d = &plan->desc;

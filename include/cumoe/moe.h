@@ -157,7 +157,7 @@ CUMOE_CHECKED cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_de
 /* Checks and keeps a copy of the description. Host memory only; no CUDA call. */
 CUMOE_CHECKED cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_moe_desc *desc, cumoe_plan *plan);
 
-/* NULL is allowed. */
+/* NULL is allowed. STALE_HANDLE if it was destroyed already, by itself or with its context. */
 CUMOE_API cumoe_status cumoe_plan_destroy(cumoe_plan plan);
 
 /*
@@ -221,11 +221,13 @@ typedef struct cumoe_weights_s *cumoe_weights;
 /*
  * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
  * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
+ * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another way, every
+ * call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to keep.
  */
 CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc,
                                               cumoe_weights *weights);
 
-/* NULL is allowed. No launched work that uses the weights may be outstanding. */
+/* NULL is allowed. No launched work that uses the weights may be outstanding. STALE_HANDLE as for plans. */
 CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 
 /* ---- forward --------------------------------------------------------------------------------------- */
