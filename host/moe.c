@@ -113,8 +113,8 @@ static cumoe_status run_router(const pass *p, void *clear, size_t bytes)
   const int32_t experts = router_experts(&p->plan->desc);
   if (!a->router_weight.data) return CUMOE_OK;
   router_args r = router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->at.logits), experts);
-  r.clear = clear;
-  r.clear_quads = (int32_t)((bytes + 15) / 16);
+  r.protocol.fill = clear;
+  r.protocol.fill_vectors = (int32_t)(bytes / 16);
   return dispatch(p->plan->context, OP_router, &r, p->stream);
 }
 
@@ -133,7 +133,7 @@ static map_args map_pass(pass *p)
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
   m.load = a->load.data;
-  m.progress = region(p, p->at.progress);
+  m.protocol.progress = region(p, p->at.progress);
   return m;
 }
 
@@ -156,21 +156,21 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   up.tokens = p->tokens;
   up.c = region(p, h_offset);
   up.c_ld = weights->inter;
-  up.discarded = discarded;
+  up.protocol.evict_last = discarded;
   const cumoe_view h = cumoe_matrix(up.c, (cumoe_dtype)d->dtype, up.rows_cap, weights->inter, weights->inter);
   /* The map is behind both; behind up of the routed experts it is the grid before, unless the shared expert lies between. */
-  up.settled = !route || p->args->shared;
+  up.protocol.early_inputs = !route || p->args->shared;
   gemm_args down = down_arguments(p->plan, weights, h, route, p->tokens.count);
-  down.settled = true;
+  down.protocol.early_inputs = true;
   down.tokens = p->tokens;
   down.c = region(p, y_offset);
   down.c_ld = d->hidden;
-  down.discarded = discarded;
+  down.protocol.evict_last = discarded;
   if (route) {
-    up.progress = down.progress = region(p, p->at.progress);
-    up.by_expert = down.by_expert = dispatch_goes_by_expert(p->plan->context, &up, &down);
+    up.protocol.progress = down.protocol.progress = region(p, p->at.progress);
+    up.protocol.by_expert = down.protocol.by_expert = dispatch_goes_by_expert(p->plan->context, &up, &down);
     /* An expert's rows: up is the last to read them there, down the first to write. */
-    if (dispatch_wants_copy(p->plan->context, &up)) up.copy = down.c;
+    if (dispatch_wants_copy(p->plan->context, &up)) up.protocol.x_copy = down.c;
   }
   TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
   return dispatch(p->plan->context, OP_down, &down, p->stream);
@@ -205,7 +205,7 @@ static combine_args combine_pass(const pass *p)
   if (a->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
   if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, p->at.shared_logit), CUMOE_F32, tokens, 1, 1);
   combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
-  raw.settled = tokens <= EARLY_COMBINE_TOKENS;
+  raw.protocol.early_inputs = tokens <= EARLY_COMBINE_TOKENS;
   return raw;
 }
 
@@ -214,8 +214,8 @@ static void give_up_rows(const pass *p, combine_args *combine)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   if (!discards_rows(d, p->tokens.count)) return;
-  combine->spent = region(p, p->at.h);
-  combine->spent_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  combine->protocol.discard_h = region(p, p->at.h);
+  combine->protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
 }
 
 static cumoe_status combine_rows(const pass *p)
@@ -226,14 +226,14 @@ static cumoe_status combine_rows(const pass *p)
 }
 
 /* Few tokens: one grid for map, up, down and combine, and often for the gate, or two if there is no router ahead, which
- * clears what the CTAs tell each other through. That lies where y would. */
+ * fills with ones what the CTAs tell each other through. */
 static void link_few(const pass *p, const gate_args *gate, few_args *few)
 {
   if (!p->args->router_weight.data || !dispatch_few_in_one(p->plan->context)) return;
-  uint64_t *words = region(p, p->at.y);
-  few->claims = (int32_t *)(words + few->up.rows_cap);
+  uint64_t *words = region(p, p->at.few_words);
+  few->protocol.tickets = (int32_t *)(words + few->up.rows_cap);
   if (!dispatch_few_up_gates(p->plan->context, gate)) return;
-  few->notes = words;
+  few->protocol.weights = words;
   few->gate = *gate;
 }
 
@@ -263,12 +263,11 @@ static bool takes_few(pass *p, cumoe_weights weights, const gate_args *gate, few
 
 static cumoe_status run_few(const pass *p, const gate_args *gate, const few_args *few)
 {
-  const size_t words = FEW_WORDS((size_t)few->up.rows_cap) * sizeof(int32_t);
-  TRY(run_router(p, few->up.c, few->claims ? p->at.y - p->at.h + words : 0));
-  if (!few->notes) TRY(run_gate(p, gate));
+  TRY(run_router(p, few->up.c, few->protocol.tickets ? p->at.few_fill : 0));
+  if (!few->protocol.weights) TRY(run_gate(p, gate));
   TRY(run_shared(p));
   TRY(dispatch(p->plan->context, OP_few_up, few, p->stream));
-  return few->claims ? CUMOE_OK : dispatch(p->plan->context, OP_few_down, few, p->stream);
+  return few->protocol.tickets ? CUMOE_OK : dispatch(p->plan->context, OP_few_down, few, p->stream);
 }
 
 static cumoe_status run(pass *p, cumoe_weights weights)

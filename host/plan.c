@@ -248,7 +248,7 @@ bool starts_early(const variant *v, const shape *s)
 bool discards_rows(const cumoe_moe_desc *d, int64_t tokens)
 {
   const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  const int64_t line = 128, most = 80 << 20; /* bytes */
+  const int64_t line = DISCARD_LINE, most = 80 << 20; /* bytes */
   if (d->hidden * element % line || d->inter * element % line) return false;
   return tokens * d->routing.top_k <= most / (element * ((int64_t)d->hidden + d->inter));
 }
@@ -305,6 +305,8 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->hist = carve(&c, hist_chunks, d->local_experts, 4);
   w->progress = carve(&c, 1, PROGRESS_WORDS(pairs, d->local_experts), 4);
   w->h = carve(&c, pairs, d->inter, element);
+  w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);
+  w->few_fill = c.at - w->h;
   w->y = carve(&c, pairs, d->hidden, element);
   if (d->shared_inter) {
     w->shared_h = carve(&c, tokens, d->shared_inter, element);

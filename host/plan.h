@@ -81,8 +81,9 @@ map_chunks map_chunking(int64_t pairs);
 
 /* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
 typedef struct workspace_layout {
-  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, y, shared_h, shared_y,
+  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
       shared_logit;
+  size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
 } workspace_layout;
 

@@ -69,12 +69,12 @@ bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
       .box = {WGMMA_BK, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
   if (!encode(encoder, g->dtype, &weights, args->weights)) return false;
-  if (g->row_pair && !g->packed && !g->copy) return true;
+  if (g->row_pair && !g->packed && !g->protocol.x_copy) return true;
   const tensor a = {
-      .base = g->copy ? g->copy : g->a,
+      .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,
       .rank = 2,
       .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
-      .stride = {1, g->copy ? g->k : g->a_ld},
+      .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
       .box = {WGMMA_BK, WGMMA_STEP},
   };
   return encode(encoder, g->dtype, &a, args->rows);

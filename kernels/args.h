@@ -10,6 +10,8 @@
 
 #include <stdint.h>
 
+#include "protocol.h"
+
 /* Element types; the values are the public ones (checked in host/variants.c). */
 enum { DT_NONE = 0, DT_F32 = 1, DT_F16 = 2, DT_BF16 = 3, DT_U8 = 4, DT_I32 = 5, DT_I64 = 6 };
 
@@ -50,9 +52,7 @@ typedef struct router_args {
   token_count tokens;
   int32_t experts, hidden;
   int32_t x_dtype, w_dtype, bias_dtype;
-  int32_t
-      clear_quads; /* 16 bytes each, of `clear`, which the kernel fills with ones for few_up (below); not on the CPU */
-  void *clear;
+  router_protocol protocol;
 } router_args;
 
 /* The wgmma form: the same, and tensor maps of x, (k, token), and w, (k, expert): boxes of WGMMA_BK x BM tokens, and half of
@@ -102,12 +102,12 @@ typedef struct map_args {
   int32_t *counts_out;       /* NULL, or a second place for counts */
   int64_t *load;             /* NULL, or [local_experts], += counts */
   int32_t *hist;             /* [chunks, local_experts]; unused with one chunk */
-  int32_t *progress; /* NULL, or PROGRESS_WORDS(T k, local_experts) for up and down (below), cleared; not on the CPU */
   token_count tokens;
   int32_t ids_dtype, top_k;
   int32_t num_experts, zero_experts, identity_experts, local_experts;
   int32_t chunks, chunk_pairs;
   fault_sink fault;
+  map_protocol protocol;
 } map_args;
 
 /* rows[slot_row[t, j]] = x[t] for every slot that has a row. Grid: tokens * ceil(hidden * element / BN). CPU unit: one token. */
@@ -140,7 +140,7 @@ typedef struct expert_matrix {
 
 /*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
- *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (if `copy`, by way of there)
+ *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (by way of protocol.x_copy, if there is one)
  *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation)
  *   acc_h[n] *= pair_weights[token, slot] if pair_weights (weight on input: linear, so applied to the sum)
  *   acc_h[n] += bias_h[e, n]
@@ -160,31 +160,14 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated; /* act: ACT_*; down: ACT_IDENTITY, not gated */
-  int32_t discarded;         /* c is the library's own, and combine discards it: it should stay in L2 until then */
-  void *copy;                /* wgmma, up: NULL, or [rows_cap, K], where the kernel puts its rows in order as it goes */
-  int32_t *progress;         /* with `copy` or `by_expert`: PROGRESS_*; zeros before up */
-  int32_t packed;            /* rows of a lie in row order although row_pair names their pairs */
-  int32_t by_expert;         /* up tells how much of each expert's h there is, and down does not wait for up's end */
-  int32_t settled;           /* weights, counts and offsets were complete before the grid before this one started */
+  int32_t dtype, act, gated;  /* act: ACT_*; down: ACT_IDENTITY, not gated */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
+  int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
   fault_sink fault;
+  gemm_protocol protocol;
 } gemm_args;
 
 enum { CPU_N_BLOCK = 32 };
-
-enum { COPY_CLAIM = 4, COPY_GROUP = 64 };
-
-/*
- * Words in which the CTAs of a layer's up and down tell each other how far they are:
- *   CLAIMS  of rows to copy
- *   UNITS   of down, that clusters have claimed
- *   COPIED  rows there, of each COPY_GROUP
- *   MADE    of each expert: channels of h that are there, summed over its row tiles
- */
-enum { PROGRESS_CLAIMS, PROGRESS_UNITS, PROGRESS_COPIED };
-#define PROGRESS_MADE(rows)           (PROGRESS_COPIED + (rows) / COPY_GROUP + 1)
-#define PROGRESS_WORDS(rows, experts) (PROGRESS_MADE(rows) + (experts))
 
 /*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
@@ -219,12 +202,9 @@ typedef struct combine_args {
   token_count tokens;
   int64_t rows_cap;
   int32_t top_k, hidden, dtype, out_dtype, reduce;
-  int32_t
-      settled; /* slot_row, pair_weights and a device token count were complete before the grid before this one started */
   float out_scale;
-  void *spent; /* NULL, or h: it and y are the library's own, read for the last time, and need not reach memory; */
-  int64_t spent_row; /* bytes of a row of h; this and a row of y are multiples of 128, and so are the addresses */
   fault_sink fault;
+  combine_protocol protocol;
 } combine_args;
 
 /*
@@ -233,23 +213,18 @@ typedef struct combine_args {
  *   few_up:   `up`, c[pair]; and of `map` counts_out, load and the faults
  *   few_down: `down`, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
  * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of up and down no counts, offsets, row_pair or
- * pair_weights. Where the router has filled `claims` and h with ones, few_up does what few_down would; where `notes`, too, the
- * gate's work as well.
+ * pair_weights. With protocol.tickets few_up does what few_down would; with protocol.weights the gate's work as well.
  */
 typedef struct few_args {
   gemm_args up, down;
   map_args map;
   combine_args out;
-  gate_args gate;  /* with `notes`: few_up writes ids and weights as the gate would, and the notes */
-  uint64_t *notes; /* NULL, or [T k]: the bits of each pair's weight; FEW_NO_NOTE: not yet */
-  int32_t *claims; /* NULL, or how many parts of up CTAs have claimed, less one */
+  gate_args gate; /* with protocol.weights: few_up writes ids and weights as the gate would */
+  few_protocol protocol;
 } few_args;
 
 /* What few_up does of gates: a score that is an expert's own is worked out by a thread of its own. */
 #define GATE_IN_FEW_UP(a) (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
-#define FEW_NO_NOTE       (~(uint64_t)0)
-/* Where h was notes and claims follow. */
-#define FEW_WORDS(pairs) (2 * (pairs) + 1)
 
 enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplied at once */ };
 /* At most, of up to BM tokens. */

@@ -157,14 +157,15 @@ static void test_arguments(void)
   CHECK(map->ids == gate->ids && map->tokens.device == gate->tokens.device && map->tokens.device != NULL);
   CHECK(up->a == a.x.data && up->n == INTER && up->k == HIDDEN && up->experts == EXPERTS && up->rows_cap == 128);
   CHECK(up->counts == map->counts && up->offsets == map->offsets && up->row_pair == map->row_pair && up->gated == 1);
-  CHECK(up->settled == 1 && down->settled == 1); /* the shared expert lies between the map and up */
+  CHECK(up->protocol.early_inputs == 1 &&
+        down->protocol.early_inputs == 1); /* the shared expert lies between the map and up */
   CHECK(down->a == up->c && down->n == HIDDEN && down->k == INTER && down->act == ACT_IDENTITY && !down->gated);
   const gemm_sm90_args *shared =
       shim_last_args("cumoe_down_sm90_wgmma"); /* the shared expert's, without a map's words */
-  CHECK(shared != NULL && shared->g.counts == NULL && !shared->g.by_expert);
+  CHECK(shared != NULL && shared->g.counts == NULL && !shared->g.protocol.by_expert);
   CHECK(combine->y == down->c && combine->out == a.out.data && combine->residual == a.out.data && combine->reduce == 1);
   CHECK(combine->pair_weights == gate->weights && combine->shared_logit == router->logits && combine->out_scale == 1);
-  CHECK(combine->shared != NULL && combine->slot_row == map->slot_row && combine->settled == 1);
+  CHECK(combine->shared != NULL && combine->slot_row == map->slot_row && combine->protocol.early_inputs == 1);
   CHECK((const char *)up->c >= begin && (const char *)down->c >= begin && (const char *)combine->shared < end);
   case_end();
   case_begin("end");
@@ -183,12 +184,16 @@ static void test_copy_arguments(void)
   CHECK_OK(run_logits(&w));
   const map_args *map = shim_last_args("cumoe_map_any");
   const gemm_sm90_args *up = shim_last_args("cumoe_up_sm90_wgmma"), *down = shim_last_args("cumoe_down_sm90_wgmma");
-  CHECK(up->g.copy == down->g.c && up->g.copy != NULL && down->g.copy == NULL && !up->g.packed);
-  CHECK(up->g.progress == map->progress && map->progress != NULL && up->g.row_pair == map->row_pair);
-  CHECK(up->g.by_expert && down->g.by_expert && down->g.progress == map->progress && down->g.settled);
+  CHECK(up->g.protocol.x_copy == down->g.c && up->g.protocol.x_copy != NULL && down->g.protocol.x_copy == NULL &&
+        !up->g.packed);
+  CHECK(up->g.protocol.progress == map->protocol.progress && map->protocol.progress != NULL &&
+        up->g.row_pair == map->row_pair);
+  CHECK(up->g.protocol.by_expert && down->g.protocol.by_expert && down->g.protocol.progress == map->protocol.progress &&
+        down->g.protocol.early_inputs);
   CHECK(map->tokens.count * map->top_k == up->g.rows_cap);
   const combine_args *combine = shim_last_args("combine");
-  CHECK(combine->spent == up->g.c && combine->spent_row == INTER * 2 && up->g.discarded && down->g.discarded);
+  CHECK(combine->protocol.discard_h == up->g.c && combine->protocol.discard_h_row == INTER * 2 &&
+        up->g.protocol.evict_last && down->g.protocol.evict_last);
   end_world(&w);
   case_end();
   case_begin("stages: what is lent is not discarded");
@@ -197,7 +202,8 @@ static void test_copy_arguments(void)
   CHECK_OK(run_stages(&w));
   combine = shim_last_args("combine");
   const gemm_args *lent_up = shim_last_args("cumoe_up_"), *lent_down = shim_last_args("cumoe_down_");
-  CHECK(combine != NULL && combine->spent == NULL && !lent_up->discarded && !lent_down->discarded);
+  CHECK(combine != NULL && combine->protocol.discard_h == NULL && !lent_up->protocol.evict_last &&
+        !lent_down->protocol.evict_last);
   end_world(&w);
   case_end();
   group_end();
@@ -223,14 +229,14 @@ static void test_few_arguments(void)
   CHECK(few->map.counts_out != NULL);
   CHECK(out->pair_weights == gate->weights && out->out_scale == 1 && out->reduce == 1);
   CHECK(out->residual == out->out && out->hidden == HIDDEN && out->shared == NULL);
-  CHECK(!few->notes && !few->claims); /* nobody would clear them */
+  CHECK(!few->protocol.weights && !few->protocol.tickets); /* nobody would clear them */
   end_world(&w);
   case_end();
   group_end();
 }
 
-/* From hidden states one kernel does all. The router clears what its CTAs tell each other through: h, and words behind it that
- * lie inside the workspace, where nothing else is. */
+/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words behind
+ * it, which have a region of their own. */
 static void test_few_from_router(void)
 {
   if (!group_begin("arguments of the kernels of few tokens, from the router")) return;
@@ -240,11 +246,11 @@ static void test_few_from_router(void)
   CHECK_OK(run_wide_routed(&w));
   const router_args *router = shim_last_args("router");
   const few_args *few = shim_last_args("few_up");
-  const char *clear = router->clear, *end = clear + 16 * (ptrdiff_t)router->clear_quads,
-             *notes = (const char *)few->notes;
-  CHECK(clear == few->up.c && notes >= clear + 2 * TOP_K * FEW_INTER && (uintptr_t)clear % 16 == 0);
-  CHECK((const char *)few->claims == notes + 8 * TOP_K && end >= notes + 8 * TOP_K + 4 && end < notes + 8 * TOP_K + 20);
-  CHECK(end <= notes + 2 * TOP_K * HIDDEN); /* where y would be */
+  const char *fill = router->protocol.fill, *end = fill + 16 * (ptrdiff_t)router->protocol.fill_vectors,
+             *words = (const char *)few->protocol.weights;
+  CHECK(fill == few->up.c && words >= fill + 2 * TOP_K * FEW_INTER && (uintptr_t)fill % 16 == 0);
+  CHECK((const char *)few->protocol.tickets == words + 8 * TOP_K && end >= words + FEW_BYTES(TOP_K) &&
+        end <= words + 256);
   CHECK(few->gate.logits == router->logits && few->gate.experts == EXPERTS && few->gate.top_k == TOP_K);
   CHECK(few->gate.ids == few->map.ids && few->gate.ids_dtype == DT_I64 && few->gate.weights == few->out.pair_weights);
   end_world(&w);

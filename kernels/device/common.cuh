@@ -38,7 +38,7 @@ DEVICE int warp_id()
  * every path, calls this before it reads what an earlier grid wrote and before it writes what an earlier grid may read. The
  * wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In this order, so
  * that a grid that has started knows more without waiting: all that was complete before the grid before it is
- * (`settled` in args.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
+ * (`early_inputs` in protocol.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
  * later (host/context.c): below, there is no such instruction, and no early start either. (Down may read
  * what up has released before that: handover.cuh.)
  */
@@ -177,11 +177,11 @@ DEVICE float shared_weight(const combine_args &a, int64_t token)
 }
 
 /* With ones. */
-DEVICE void clear_quads(const router_args &a)
+DEVICE void fill_with_ones(const router_args &a)
 {
   const int64_t threads = (int64_t)gridDim.x * blockDim.x; /* past 2^31 for many tokens by rows */
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.clear_quads; i += threads)
-    static_cast<uint4 *>(a.clear)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.protocol.fill_vectors; i += threads)
+    static_cast<uint4 *>(a.protocol.fill)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
 /* Any thread, any number of times: the first report since the last clear stays. */

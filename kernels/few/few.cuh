@@ -294,7 +294,7 @@ template <class L> struct few_copier {
   /* When there is none left, down's, where the grid does both: with what there is of h. */
   DEVICE void next_of_up()
   {
-    if (!up.find() && args.claims) return next_of_down();
+    if (!up.find() && args.protocol.tickets) return next_of_down();
     if (up.unit.left > 0) {
       const int active = up.unit.active;
       copy_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
@@ -327,11 +327,11 @@ DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cu
   few_stage<S> &at = smem.ring[warp_id()][stage];
   if (here.unit.wide()) {
     uint4 x[2 * S::GROUPS];
-    take_columns<S, 2 * S::CHUNKS>(g, !args.claims, of, here.slice, at, x);
+    take_columns<S, 2 * S::CHUNKS>(g, !args.protocol.tickets, of, here.slice, at, x);
     multiply_wide_slice<S>(at, x, sum);
   } else {
     uint4 x[S::GROUPS];
-    take_columns<S, S::CHUNKS>(g, !args.claims, of, here.slice, at, x);
+    take_columns<S, S::CHUNKS>(g, !args.protocol.tickets, of, here.slice, at, x);
     multiply_slice<S>(at, x, sum);
   }
 }
@@ -368,7 +368,7 @@ DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, f
 #pragma unroll 1
     for (int i = 0; i < L::STAGES - 1; i++) copies.next_of_up();
     consume_units<U>(args, smem, here, stage, buffer, [&] { copies.next_of_up(); });
-    if (!args.claims) return;
+    if (!args.protocol.tickets) return;
     wait_for(&smem.dealt, phase);
     const int place = smem.place[1];
     if (place == gridDim.x) return;
@@ -403,7 +403,7 @@ template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &sm
   few_copier<L> copies(args, smem, experts, S::UP ? smem.place[0] : (int)gridDim.x);
   if constexpr (S::UP) {
     consume_up<L>(args, smem, experts, copies, stage, buffer);
-    if (!args.claims) return;
+    if (!args.protocol.tickets) return;
   } else {
     begin_down<L>(copies);
   }
@@ -526,7 +526,7 @@ template <class S, class MAKE> DEVICE void write_outputs(const few_args &args, f
  * one place when it starts; who is done takes another if some are left. */
 DEVICE int claim_place(const few_args &args)
 {
-  const int ctas = gridDim.x, claimed = atomicAdd(args.claims, 1) + 1; /* -1 at first */
+  const int ctas = gridDim.x, claimed = atomicAdd(args.protocol.tickets, 1) + 1; /* -1 at first */
   return claimed < ctas ? ctas - 1 - claimed : ctas;
 }
 
@@ -548,7 +548,7 @@ template <class S> struct few_dealer {
   DEVICE void look()
   {
     if (over) return;
-    const int last = __shfl_sync(ALL_LANES, load_relaxed(args.claims), 0);
+    const int last = __shfl_sync(ALL_LANES, load_relaxed(args.protocol.tickets), 0);
     if (last >= (int)gridDim.x - 1) tell(gridDim.x);
   }
 
@@ -580,7 +580,7 @@ DEVICE uint64_t await_note(const uint64_t *note)
 {
   uint64_t value;
   do value = load_relaxed(note);
-  while (value == FEW_NO_NOTE);
+  while (value == FEW_NOT_WRITTEN);
   return value;
 }
 
@@ -592,8 +592,9 @@ template <class S> DEVICE void take_weights(const few_args &args, few_smem<S> &s
   for (int pair = lane_id(); pair < pairs; pair += WARP_SIZE) {
     const int token = pair / top_k;
     const float weight =
-        args.notes ? __uint_as_float((uint32_t)await_note(args.notes + pair))
-                   : load_settled(args.out.pair_weights + token * args.out.pair_weights_ld + (pair - token * top_k));
+        args.protocol.weights
+            ? __uint_as_float((uint32_t)await_note(args.protocol.weights + pair))
+            : load_settled(args.out.pair_weights + token * args.out.pair_weights_ld + (pair - token * top_k));
     t.weight[pair] = t.to[pair] >= 0 || (t.to[pair] == ROW_IDENTITY && args.out.x) ? weight : 0.f;
   }
   mbarrier_arrive(&smem.weighed);
@@ -617,13 +618,13 @@ template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &sme
 {
   ring_place<S::BUFFERS> buffer;
   if constexpr (S::UP) {
-    few_dealer<S> dealer = {args, smem, !args.claims};
+    few_dealer<S> dealer = {args, smem, !args.protocol.tickets};
     int place = smem.place[0];
     finish_up<S>(args, smem, experts, place, dealer, buffer);
-    if (!args.claims) return;
+    if (!args.protocol.tickets) return;
     do {
       place = dealer.claim();
-      if (args.notes && place < gridDim.x) write_routing<S>(args, place, smem.scratch[1]);
+      if (args.protocol.weights && place < gridDim.x) write_routing<S>(args, place, smem.scratch[1]);
       if (place < gridDim.x && few_units<S>(args.up, experts, place).left <= 0) continue;
       if (!dealer.over) dealer.tell(place);
       finish_up<S>(args, smem, experts, place, dealer, buffer);
@@ -639,9 +640,10 @@ template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &sme
 template <class S> DEVICE void few_write(const few_args &args, few_smem<S> &smem)
 {
   const bool clerk = warp_id() == S::CLERK;
-  if (S::UP && clerk && args.notes && smem.place[0] < gridDim.x) write_routing<S>(args, smem.place[0], smem.scratch[0]);
+  if (S::UP && clerk && args.protocol.weights && smem.place[0] < gridDim.x)
+    write_routing<S>(args, smem.place[0], smem.scratch[0]);
   if (!S::UP) wait_for_earlier_grids();
-  if (!S::UP || args.claims) {
+  if (!S::UP || args.protocol.tickets) {
     if (clerk) take_weights<S>(args, smem);
     write_outputs<S>(args, smem, [](bool, uint32_t) {});
   }
@@ -671,9 +673,9 @@ template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
   prepare<S>(args, smem);
   if (S::UP) {
     wait_for_earlier_grids();
-    if (threadIdx.x == S::CLERK * WARP_SIZE) smem.place[0] = args.claims ? claim_place(args) : blockIdx.x;
+    if (threadIdx.x == S::CLERK * WARP_SIZE) smem.place[0] = args.protocol.tickets ? claim_place(args) : blockIdx.x;
     check_token_count(args.map.tokens, args.map.fault);
-    if (args.notes) choose_experts<S>(args.gate, smem);
+    if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   }
   const int experts = build_few_table<S>(args, smem);
   if (warp_id() < S::CONSUMERS) {

@@ -109,7 +109,7 @@ template <class S> DEVICE void place_expert(const few_args &args, few_table<S::P
   const expert_matrix &up = args.up.b;
   t.expert[active] = (int16_t)expert;
   if (S::UP) t.weights[active] = {expert_base<T>(up, 0, expert), expert_base<T>(up, args.up.gated ? 1 : 0, expert)};
-  if (!S::UP || args.claims) t.down[active] = expert_base<T>(args.down.b, 0, expert);
+  if (!S::UP || args.protocol.tickets) t.down[active] = expert_base<T>(args.down.b, 0, expert);
 }
 
 /* Of one token: every pair is an expert of its own, also where two name the same. */
@@ -229,7 +229,7 @@ template <class S> DEVICE void write_routing(const few_args &args, int place, ga
   for (int token = gridDim.x - 1 - place; token < token_total(a.tokens); token += gridDim.x) {
     const gate_slot slot = route_token<FEW_KEYS>(a, token, true, nullptr, scratch);
     if (lane_id() < a.top_k)
-      store_relaxed(args.notes + token * a.top_k + lane_id(), (uint64_t)__float_as_uint(slot.weight));
+      store_relaxed(args.protocol.weights + token * a.top_k + lane_id(), (uint64_t)__float_as_uint(slot.weight));
     store_slot(a, token, slot);
   }
 }
@@ -241,7 +241,7 @@ template <class S> DEVICE int look_up_pair(const few_args &args, const few_table
 {
   const map_args &map = args.map;
   const bool report = S::UP && blockIdx.x == 0;
-  if (S::UP && args.notes) {
+  if (S::UP && args.protocol.weights) {
     const int slot = pair - token * map.top_k;
     return report ? destination_of<true, settled_reader>(map, t.to[pair], token, slot)
                   : destination_of<false, settled_reader>(map, t.to[pair], token, slot);

@@ -18,14 +18,14 @@ DEVICE int32_t rows_to_copy(const gemm_args &args)
 
 /* ---- copying ---- */
 
-/* Lane i gets the pair of row COPY_CLAIM * claim + i. */
+/* Lane i gets the pair of row COPY_TICKET * claim + i. */
 DEVICE int32_t claim_rows(const gemm_args &args, int32_t total, int32_t &pair)
 {
   int32_t claim = 0;
-  if (lane_id() == 0) claim = atomicAdd(args.progress + PROGRESS_CLAIMS, 1);
+  if (lane_id() == 0) claim = atomicAdd(args.protocol.progress + PROGRESS_COPY_TICKETS, 1);
   claim = __shfl_sync(ALL_LANES, claim, 0);
-  const int64_t row = (int64_t)claim * COPY_CLAIM + lane_id();
-  pair = lane_id() < COPY_CLAIM && row < total ? __ldg(args.row_pair + row) : 0;
+  const int64_t row = (int64_t)claim * COPY_TICKET + lane_id();
+  pair = lane_id() < COPY_TICKET && row < total ? __ldg(args.row_pair + row) : 0;
   return claim;
 }
 
@@ -47,7 +47,7 @@ DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
   constexpr int MOST = 8, SOME = 4; /* 128 bytes a lane: what registers hold */
   const uint4 *from =
       reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.a) + token * args.a_ld) + lane_id();
-  uint4 *to = static_cast<uint4 *>(args.copy) + (int64_t)row * (args.k / 8) + lane_id();
+  uint4 *to = static_cast<uint4 *>(args.protocol.x_copy) + (int64_t)row * (args.k / 8) + lane_id();
   int left = args.k / 8 - lane_id();
 #pragma unroll 1
   for (; token >= 0 && left > (MOST - 1) * WARP_SIZE; left -= MOST * WARP_SIZE) {
@@ -64,14 +64,14 @@ DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
 /* Whole warps, any number of them. The next claim is under way while one is copied. */
 DEVICE void copy_rows(const gemm_args &args)
 {
-  const int32_t total = rows_to_copy(args), claims = total ? (total - 1) / COPY_CLAIM + 1 : 0;
+  const int32_t total = rows_to_copy(args), claims = total ? (total - 1) / COPY_TICKET + 1 : 0;
   const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
   int32_t pair, next_pair;
   int32_t claim = claim_rows(args, total, pair);
 #pragma unroll 1
   while (claim < claims) {
-    const int32_t next = claim_rows(args, total, next_pair), first = claim * COPY_CLAIM;
-    const int count = min(COPY_CLAIM, total - first);
+    const int32_t next = claim_rows(args, total, next_pair), first = claim * COPY_TICKET;
+    const int count = min(COPY_TICKET, total - first);
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
     const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
@@ -79,7 +79,7 @@ DEVICE void copy_rows(const gemm_args &args)
     for (int i = 0; i < count; i++) copy_row(args, first + i, __shfl_sync(ALL_LANES, token, i));
     __syncwarp();
     __threadfence();
-    if (lane_id() == 0) atomicAdd(args.progress + PROGRESS_COPIED + first / COPY_GROUP, count);
+    if (lane_id() == 0) atomicAdd(args.protocol.progress + PROGRESS_COPIED + first / COPY_GROUP, count);
     claim = next;
     pair = next_pair;
   }
@@ -96,8 +96,8 @@ DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int3
     missing = false;
 #pragma unroll 4
     for (int i = 0; i < groups; i++)
-      missing |=
-          load_settled(args.progress + PROGRESS_COPIED + group + i) < min(total - (group + i) * COPY_GROUP, COPY_GROUP);
+      missing |= load_settled(args.protocol.progress + PROGRESS_COPIED + group + i) <
+                 min(total - (group + i) * COPY_GROUP, COPY_GROUP);
   }
   __threadfence();
   fence_proxy_async_global();

@@ -11,7 +11,7 @@
 /* How many channels of an expert's row tiles are stored. */
 DEVICE int32_t *h_made(const gemm_args &args, int expert)
 {
-  return args.progress + PROGRESS_MADE(args.rows_cap) + expert;
+  return args.protocol.progress + PROGRESS_STORED(args.rows_cap) + expert;
 }
 
 /* Up, by one thread, behind a barrier that the stores of a tile's channels stand before. */

@@ -250,7 +250,7 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
 {
   stream_run<S> run(args, smem.table.before[args.experts]);
   ring_place<S::STAGES> at;
-  bool waited = !args.settled;
+  bool waited = !args.protocol.early_inputs;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     const tile_unit unit = run.next(args, smem);
@@ -298,7 +298,7 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
 template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
   constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */
-  if (args.settled || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
+  if (args.protocol.early_inputs || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
   const bool gated = S::UP && args.gated;
   const stream_run<S> run(args, args.experts);
   if (run.now.left == 0) return;
@@ -320,7 +320,7 @@ template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S>
     fence_mbarrier_init();
   }
   prefetch_likely_weights<S>(args);
-  if (!args.settled) wait_for_earlier_grids();
+  if (!args.protocol.early_inputs) wait_for_earlier_grids();
   build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.ranges); /* its barriers show those above to all */
   if (threadIdx.x < S::GROUP)
     produce<S>(args, smem);

@@ -174,7 +174,7 @@ template <class S> DEVICE void stream_run(const gemm_args &args, const thin_run 
 
 template <class S> DEVICE void thin_gemm(const gemm_args &args, thin_smem<S> &smem)
 {
-  if (!args.settled) wait_for_earlier_grids();
+  if (!args.protocol.early_inputs) wait_for_earlier_grids();
   const columns order = S::UP && args.gated ? COLUMNS_blocks : COLUMNS_plain;
   const int n_tiles = ceil_div(args.n, order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2);
   const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.rows) * n_tiles;

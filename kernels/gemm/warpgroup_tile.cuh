@@ -195,7 +195,7 @@ template <class S, int EIGHTS> struct warp_store {
     stmatrix_x4_trans(shared_address(place(matrix / EIGHTS * 8 + lane_id() % 8, matrix % EIGHTS)), packed);
     __syncwarp();
     if (token0 < tokens)
-      store_16(to + token0 * args.c_ld, *place(lane_id() / EIGHTS, lane_id() % EIGHTS), args.discarded);
+      store_16(to + token0 * args.c_ld, *place(lane_id() / EIGHTS, lane_id() % EIGHTS), args.protocol.evict_last);
   }
 };
 

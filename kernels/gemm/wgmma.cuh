@@ -33,7 +33,10 @@ struct wgmma_shape : ring_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
 
   /* Whether rows of A are anywhere, as the route says, or one after another. */
-  DEVICE static bool gathers(const gemm_args &args) { return UP_ && args.row_pair && !args.packed && !args.copy; }
+  DEVICE static bool gathers(const gemm_args &args)
+  {
+    return UP_ && args.row_pair && !args.packed && !args.protocol.x_copy;
+  }
 };
 
 template <class S> struct wgmma_smem : ring_smem<S> {
@@ -82,7 +85,7 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
 
 template <class S> DEVICE bool copies(const gemm_args &args)
 {
-  return S::UP && args.copy;
+  return S::UP && args.protocol.x_copy;
 }
 
 /* Units of a grid dealt to its clusters: in turn, or, of a down that waits for nobody's end, to whoever comes first, so that a
@@ -93,7 +96,7 @@ template <class S> struct wgmma_deal {
   int32_t next = 0;
   ring_place<UNITS_AHEAD> turn;
 
-  DEVICE static bool claims(const gemm_args &args) { return !S::UP && args.by_expert; }
+  DEVICE static bool claims(const gemm_args &args) { return !S::UP && args.protocol.by_expert; }
 
   /* Whole warp, before the unit at `index`. One that is absent would be no unit ahead. */
   DEVICE void claim(const gemm_args &args, wgmma_smem<S> &smem)
@@ -101,7 +104,7 @@ template <class S> struct wgmma_deal {
     if (!claims(args) || cluster_ctarank() != 0) return;
     do {
       int32_t claimed = 0;
-      if (lane_id() == 0) claimed = atomicAdd(args.progress + PROGRESS_UNITS, 1);
+      if (lane_id() == 0) claimed = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
       next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, claimed, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
     if (lane_id() == 0) st_async_cluster(&smem.claim[turn.stage], 1, next, &smem.told[turn.stage]);
@@ -275,7 +278,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
     store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
-    if (S::UP && args.g.by_expert) tell_tile_made<S>(args.g, smem.units[slot], group);
+    if (S::UP && args.g.protocol.by_expert) tell_tile_made<S>(args.g, smem.units[slot], group);
   }
 }
 

@@ -5,7 +5,7 @@
  */
 #include "device/ptx.cuh"
 
-constexpr int LINE = 128; /* of L2 */
+constexpr int LINE = DISCARD_LINE;
 
 /* A line that nobody reads again, for which L2 then has nothing to write to memory. */
 DEVICE void discard_line(const void *line)
@@ -54,7 +54,7 @@ template <class In, int SLOTS> struct slots_in_flight {
   /* All threads of a token want the same: from L1, unless that may be behind. */
   DEVICE void look_up(const combine_args &a, int64_t token, int first)
   {
-    if (a.settled)
+    if (a.protocol.early_inputs)
       look_up(a, token, first, [](auto at) { return load_settled(at); });
     else
       look_up(a, token, first, [](auto at) { return *at; });
@@ -102,7 +102,7 @@ DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens
   slots_in_flight<In, SLOTS> slots[TOKENS];
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].look_up(a, first_token + min(t, tokens - 1), 0);
-  if (a.settled) wait_for_earlier_grids();
+  if (a.protocol.early_inputs) wait_for_earlier_grids();
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) slots[t].load(a, first_token + min(t, tokens - 1), 0, at);
 #pragma unroll 1
@@ -175,27 +175,27 @@ DEVICE void discard_row_line(const combine_args &a, int64_t slot, const void *ba
 template <class In> DEVICE void discard_rows(const combine_args &a, const combine_part &part, int at)
 {
   const int64_t first = part.first_token * a.top_k;
-  const int slots = part.tokens * a.top_k, lines = (int)(a.spent_row / LINE);
+  const int slots = part.tokens * a.top_k, lines = (int)(a.protocol.discard_h_row / LINE);
   __syncwarp();
   if (threadIdx.x % (LINE / 16) == 0 && at < a.hidden)
 #pragma unroll 1
     for (int i = 0; i < slots; i++) discard_row_line(a, first + i, a.y, a.y_ld * sizeof(In), at * (int64_t)sizeof(In));
 #pragma unroll 1
   for (int i = part.slice * blockDim.x + threadIdx.x; i < slots * lines; i += part.slices * blockDim.x)
-    discard_row_line(a, first + i / lines, a.spent, a.spent_row, i % lines * LINE);
+    discard_row_line(a, first + i / lines, a.protocol.discard_h, a.protocol.discard_h_row, i % lines * LINE);
 }
 
 /* When all is stored. The part is found again: kept, it would cost registers. */
 template <class In, int COLUMNS> DEVICE void leave(const combine_args &a)
 {
   const combine_part part(a, cta_index_again(), COLUMNS);
-  if (a.spent) discard_rows<In>(a, part, part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE);
+  if (a.protocol.discard_h) discard_rows<In>(a, part, part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE);
   if (threadIdx.x < WARP_SIZE && part.slice == 0) check_rows(a, part);
 }
 
 template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const combine_args &a)
 {
-  if (!a.settled || !a.reduce) wait_for_earlier_grids();
+  if (!a.protocol.early_inputs || !a.reduce) wait_for_earlier_grids();
   const combine_part part(a, blockIdx.x, COLUMNS);
   const int at = part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE, tokens = part.tokens;
   check_token_count(a.tokens, a.fault);

@@ -188,10 +188,10 @@ DEVICE void place_pair(const map_args &a, const map_shared &s, pair_range chunk,
 /* For up and down, which begin when this grid is complete. */
 DEVICE void clear_progress(const map_args &a)
 {
-  if (!a.progress) return;
+  if (!a.protocol.progress) return;
   const int64_t words = PROGRESS_WORDS(a.tokens.count * a.top_k, a.local_experts),
                 step = (int64_t)gridDim.x * blockDim.x;
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) a.progress[i] = 0;
+  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += step) a.protocol.progress[i] = 0;
 }
 
 /* The first run is ranked before rows are laid out: alone, it needs no other count. */

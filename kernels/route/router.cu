@@ -358,7 +358,7 @@ DEVICE void router_tile(const router_args &a)
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ op##_args a)             \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    clear_quads(a);                                                                                                    \
+    fill_with_ones(a);                                                                                                 \
     op##_##form<X, W, BM, BN, BK, STAGES, WARPS, SMEM>(a);                                                             \
   }
 #include "variants.def"

@@ -113,7 +113,7 @@ template <class S> DEVICE void router_gemm(const router_sm90_args &args, router_
     fence_mbarrier_init();
   }
   wait_for_earlier_grids();
-  clear_quads(args.r);
+  fill_with_ones(args.r);
   fence_proxy_async_global(); /* they wrote what the copies bring */
   barrier_cluster();
   if (at.token - cluster_ctarank() * S::BM >= token_total(args.r.tokens)) return; /* both: nothing is under way */
