@@ -5,6 +5,7 @@
 #ifndef CUMOE_CPU_ELEMENT_H
 #define CUMOE_CPU_ELEMENT_H
 
+#include <math.h>
 #include <string.h>
 #include "../args.h"
 
@@ -65,6 +66,12 @@ static inline float double_to_odd(double d)
   double distance = (double)f - d;
   if ((distance > 0) == (d > 0)) bits--; /* rounded away from zero: step back */
   return bits_float(bits | 1u);
+}
+
+/* What the contract sums in float may be more exact here, but not larger: where a float would be infinite, so is this. */
+static inline double f32_range(double d)
+{
+  return d >= 0x1.ffffffp127 ? INFINITY : d <= -0x1.ffffffp127 ? -INFINITY : d;
 }
 
 static inline int element_bytes(int dtype)
