@@ -1177,6 +1177,14 @@ static int change_copy(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_path(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "path include is no regular file", a->host = "include")
+  CHANGE(INVALID_ARGUMENT, "path no/file cannot be opened: No such file", a->host = "no/file")
+  return n;
+}
+
 static int change_combine(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -1209,6 +1217,7 @@ static const struct {
                {"cumoe_map", "chunks", change_map},
                {"cumoe_copy", "plain", change_copy},
                {"cumoe_combine", "plain", change_combine},
+               {"cumoe_module_load_file", "plain", change_path},
                {"cumoe_up", "plain", change_up},
                {"cumoe_permute", "plain", change_up},
                {"cumoe_relu", "plain", change_up}};
