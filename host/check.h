@@ -19,6 +19,8 @@ typedef struct operand {
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+/* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
+cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
@@ -34,6 +36,9 @@ enum { MAX_NAMED_VIEWS = 20 };
   {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
 /* clang-format on */
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
+cumoe_status check_device(const char *name, const cumoe_view *view, int32_t device);
+cumoe_status check_finite(const char *name, float value);
+cumoe_status check_not_negative(const char *name, float value);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 
