@@ -2,8 +2,11 @@
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "weights.h"
+#include "internal.h"
 #include "../include/cumoe/stages.h"
+
+struct plan;
+struct weights;
 
 /* What an operand has to be. dtypes: bit mask of 1 << CUMOE_*; align: bytes, for the base and for ld. */
 typedef struct operand {
@@ -34,6 +37,15 @@ enum { MAX_NAMED_VIEWS = 20 };
   {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
 /* clang-format on */
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
+
+/* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
+typedef struct span {
+  uintptr_t begin, end; /* of all; equal when there are none */
+  uintptr_t width, pitch;
+} span;
+span span_of(const cumoe_view *view);
+bool spans_overlap(const span *a, const span *b);
+
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 
