@@ -1077,6 +1077,8 @@ static int change_bind(int which, arguments *a, expectation *e)
   static const void *gap[EXPERTS], *odd[EXPERTS];
   cumoe_weights_desc *d = &a->bind;
   int n = 0;
+  cumoe_view small = cumoe_buffer_view(bench.buffer); /* 1024 elements of bf16 */
+  small.dtype = CUMOE_BF16, small.rows = 16, small.cols = small.ld = 8;
   for (int i = 0; i < EXPERTS; i++) gap[i] = i == 2 ? NULL : d->down.data.data;
   for (int i = 0; i < EXPERTS; i++) odd[i] = (const char *)d->down.data.data + (i == 3 ? 8 : 0);
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->up_major = CUMOE_IN_OUT)
@@ -1094,6 +1096,8 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.expert_stride = INT64_MAX / 8 * 8)
+  CHANGE(OUT_OF_BOUNDS, "desc.gate_up", d->hidden = d->inter = 8, d->experts = 4, d->gate_up.data = small,
+         d->gate_up.expert_stride = 400, d->gate_up.bias = no_view())
   CHANGE(MISALIGNED, "desc.gate_up.per_expert[2]", d->gate_up.data.data = NULL, d->gate_up.per_expert = gap)
   CHANGE(MISALIGNED, "desc.gate_up.per_expert[3]", d->gate_up.data.data = NULL, d->gate_up.per_expert = odd)
   return n;
@@ -1265,7 +1269,7 @@ static void wrong_extents(const argument *f, cumoe_view v)
   if (v.rows < 2) return;
   WRONG_VIEW(ld, INT64_MAX / v.rows, past, f->name);
   WRONG_VIEW(ld, (int64_t)1 << 60, past, f->name);
-  WRONG_VIEW(ld, (int64_t)1 << 47, past, f->name);
+  WRONG_VIEW(ld, 2 * MOST / v.rows / (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype), past, f->name);
   if (f->traits & PACKED) WRONG_VIEW(ld, v.ld + 1, CUMOE_ERR_LAYOUT, f->name);
 }
 
@@ -1355,7 +1359,7 @@ static void wrong_numbers(const argument *f)
 static void wrong_sizes(const argument *f)
 {
   const uint32_t size = *(uint32_t *)(void *)((char *)&right + f->at);
-  const uint32_t sizes[] = {0, 1, 7, size - 1, 4097, UINT32_MAX};
+  const uint32_t sizes[] = {0, 1, 7, size - 1, 4104, UINT32_MAX};
   for (int i = 0; i < 6; i++) WRONG(uint32_t, f->at, sizes[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
 }
 

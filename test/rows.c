@@ -29,7 +29,7 @@ static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
   s.distinct = many ? 70 : 0;
   if (!strcmp(info->op, "router")) s.router_dtype = w;
   if (combine && w != in) s.desc.out_dtype = w;
-  if (strstr(info->name, "_ntile_")) s.up_major = s.down_major = CUMOE_IN_OUT;
+  if (strstr(info->name, "_ntile_")) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
   return s;
 }
 

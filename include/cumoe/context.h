@@ -28,10 +28,13 @@ typedef struct cumoe_context_s *cumoe_context;
  *
  * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
+ *
+ * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that thread
+ * keeps, and takes less than 32 KiB of its stack.
  */
 typedef struct cumoe_context_config {
   uint32_t size;         /* sizeof(cumoe_context_config) */
-  int32_t cpu_threads;   /* CPU device: worker threads, 0 = one per core */
+  int32_t cpu_threads;   /* CPU device: threads that compute, the caller's among them; 0 = one per core */
   int32_t debug;         /* 0 .. 2, see cumoe/debug.h; the environment's CUMOE_DEBUG may raise it */
   int32_t reserved;      /* 0 */
   uint64_t pool_initial; /* taken from the GPU at once, at most pool_max and pool_keep; CPU device: ignored */
