@@ -22,6 +22,8 @@ typedef struct operand {
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+/* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
+cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
@@ -37,7 +39,6 @@ enum { MAX_NAMED_VIEWS = 20 };
   {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
 /* clang-format on */
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
-
 /* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
 typedef struct span {
   uintptr_t begin, end; /* of all; equal when there are none */
@@ -46,6 +47,9 @@ typedef struct span {
 span span_of(const cumoe_view *view);
 bool spans_overlap(const span *a, const span *b);
 
+cumoe_status check_device(const char *name, const cumoe_view *view, int32_t device);
+cumoe_status check_finite(const char *name, float value);
+cumoe_status check_not_negative(const char *name, float value);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 
