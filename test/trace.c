@@ -1226,10 +1226,11 @@ static void take_turn(seat *s, int round)
   cumoe_buffer mine = {0};
   cumoe_fault fault = {.size = sizeof fault};
   char text[64];
+  const uintptr_t next = w->next;
   WANT(cumoe_buffer_alloc(w->context, CUMOE_F32, s->number + 1, 16, w->stream, &mine) == CUMOE_OK);
   WANT(cumoe_fill(w->context, cumoe_buffer_view_mut(mine), (uint8_t)round, w->stream) == CUMOE_OK);
   WANT(run_routed(w) == CUMOE_OK);
-  w->next = (uintptr_t)1 << 40;
+  w->next = next;
   atomic_store(&shared_ids[s->number % 4], mine.id);
   const cumoe_buffer seen = {atomic_load(&shared_ids[(s->number + 1) % 4])};
   const cumoe_view view = cumoe_buffer_view(seen);
