@@ -1,8 +1,8 @@
 /*
  * What experts are ranked by where a bias or groups make it differ from their logits: in f32, from operations that
  * IEEE 754 rounds in one way only (sum, product, quotient, root, fused multiply-add), so that the CPU and every GPU
- * choose the same experts. None may be contracted: on a GPU they are intrinsics, and the host compiles with -ffp-
- * contract=off. For numbers: NaN is the caller's to keep away. Within 3 ulps; exponentials below 2^-126 are 0.
+ * choose the same experts. None may be contracted: on a GPU they are intrinsics, and the host compiles with
+ * -ffp-contract=off. For numbers: NaN is the caller's to keep away. Within 3 ulps; exponentials below 2^-126 are 0.
  */
 #ifndef CUMOE_SCORE_H
 #define CUMOE_SCORE_H
