@@ -311,8 +311,9 @@ static bool set_machine(int which, machine_case *m)
   MACHINE("no memory pools", ERR_NOT_SUPPORTED, "memory pools", CPU, shim.no_pools = true)
   MACHINE("no machine code", ERR_NO_KERNEL_IMAGE, "this build has code for", CPU, shim.no_image = true)
   MACHINE("no tensor maps", ERR_DRIVER_TOO_OLD, "cuTensorMapEncodeTiled", CPU, shim.hidden = "cuTensorMapEncodeTiled")
-  MACHINE("a kernel is not in its image", ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x1x1", CPU,
-          shim.missing = "cumoe_gate_any_warp_x_x_8x1x1")
+  MACHINE("a kernel is not in its image", ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x0x32", CPU,
+          shim.missing = "cumoe_gate_any_warp_x_x_8x0x32")
+  MACHINE("a kernel's argument is longer", ERR_INTERNAL, "the host's has", CPU, shim.more_parameter = 8)
   MACHINE("kernels of few threads", ERR_INTERNAL, "compiled for 64 threads", CPU, shim.max_threads = 64)
   MACHINE("four bytes of memory", ERR_OUT_OF_MEMORY, "cudaMalloc", EITHER, shim.memory = 4)
   MACHINE("compute capability 8.0", OK, "", GPU, shim.major = 8, shim.smem = 163 * 1024)
@@ -351,7 +352,7 @@ static void check_portable(bool early)
   cumoe_variant_info info = {.size = sizeof info};
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     CHECK_OK(cumoe_variant_get(w.context, i, &info));
-    if (strstr(info.name, "sm90") == NULL) continue;
+    if (strcmp(info.arch, "sm90") != 0) continue;
     CHECK(!info.usable);
     CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_variant_force(w.context, i));
   }
@@ -782,7 +783,7 @@ static void force_wrongly(world *w)
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     cumoe_variant_info info = {.size = sizeof info};
     CHECK_OK(cumoe_variant_get(w->context, i, &info));
-    if (!info.usable || strstr(info.name, "cumoe_up_any_ntile_bf16") == NULL) continue;
+    if (!info.usable || strcmp(info.op, "up") != 0 || strcmp(info.major, "N") != 0 || info.x != CUMOE_BF16) continue;
     CHECK_OK(cumoe_variant_force(w->context, i));
     REFUSED(CUMOE_ERR_NOT_SUPPORTED, "one is forced", run_routed(w));
     CHECK_OK(cumoe_variant_force(w->context, -1));
@@ -1063,16 +1064,18 @@ static void take_turn(seat *s, int round)
   cumoe_buffer mine = {0};
   cumoe_fault fault = {.size = sizeof fault};
   char text[64];
+  const uintptr_t next = w->next;
   WANT(cumoe_buffer_alloc(w->context, CUMOE_F32, s->number + 1, 16, w->stream, &mine) == CUMOE_OK);
   WANT(cumoe_fill(w->context, cumoe_buffer_view_mut(mine), (uint8_t)round, w->stream) == CUMOE_OK);
   WANT(run_routed(w) == CUMOE_OK);
-  w->next = (uintptr_t)1 << 40;
+  w->next = next;
   atomic_store(&shared_ids[s->number % 4], mine.id);
   const cumoe_buffer seen = {atomic_load(&shared_ids[(s->number + 1) % 4])};
   const cumoe_view view = cumoe_buffer_view(seen);
   WANT(view.data == NULL || view.cols == 16);
   const cumoe_status used = cumoe_fill(w->context, cumoe_buffer_view_mut(seen), 1, w->stream);
-  WANT(used == CUMOE_OK || used == CUMOE_ERR_STALE_HANDLE || used == CUMOE_ERR_WRONG_DTYPE || used == CUMOE_ERR_CUDA);
+  WANT(used == CUMOE_OK || used == CUMOE_ERR_STALE_HANDLE || used == CUMOE_ERR_INVALID_ARGUMENT ||
+       used == CUMOE_ERR_CUDA);
   WANT(cumoe_plan_workspace(w->plan, -1 - s->number, &(size_t){0}) == CUMOE_ERR_INVALID_ARGUMENT);
   snprintf(text, sizeof text, "tokens is %d,", -1 - s->number);
   WANT(strstr(cumoe_last_error(), text) != NULL);

@@ -46,7 +46,8 @@ typedef struct cumoe_context_config {
 /*
  * Opens `device`: a CUDA ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU. Loads all kernels and sets all their
  * attributes now, so that the first launch may already be captured into a graph. `config` may be NULL.
- * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING).
+ * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING) and in
+ * cumoe_device_info.fallback.
  * Errors: NO_DEVICE (no driver, no GPU, ordinal too large), NO_KERNEL_IMAGE (text names the GPU and the
  * architectures built), DRIVER_TOO_OLD, OUT_OF_MEMORY (also for pool_initial), CUDA. On failure *context is NULL.
  */
@@ -69,6 +70,7 @@ typedef struct cumoe_device_info {
   int32_t l2_bytes, smem_per_block_optin, smem_per_sm;
   int64_t total_memory; /* bytes */
   char name[128];
+  char fallback[256]; /* why CUMOE_DEVICE_AUTO took the CPU device; "" on the device that was asked for */
 } cumoe_device_info;
 
 /* Facts read once at creation; no CUDA call. */
