@@ -43,27 +43,13 @@ bool takes_tensor_maps(const variant *v)
 /* Of a row that runs on the machine. */
 static bool serves(const machine *m, const variant *v, const op_shape *s)
 {
-  if ((v->in && v->in != s->in) || (v->w && v->w != s->w)) return false;
-  if (takes_tensor_maps(v) && !(s->tmap && m->tensor_maps)) return false;
-  switch ((form)v->form) {
-  case FORM_row: return s->n <= v->bn;
-  case FORM_flat: return s->n == v->bn;
-  case FORM_ntile: return s->major == MAJOR_N;
-  case FORM_ring: return s->major == MAJOR_K && s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
-  case FORM_tile:
-  case FORM_thin:
-  case FORM_stream:
-  case FORM_wgmma: return s->major != MAJOR_N;
-  case FORM_ref:
-  case FORM_warp:
-  case FORM_chunk:
-  case FORM_scatter:
-  case FORM_rows:
-  case FORM_fma:
-  case FORM_gather:
-  case FORM_sweep: return true;
-  }
-  return false;
+  const int other = v->w ? v->w : v->y;
+  if ((v->x && v->x != s->in) || (other && other != s->w)) return false;
+  if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
+  if (v->form == FORM_row) return s->n <= v->columns;
+  if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
+  if (v->form == FORM_ring) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  return !takes_tensor_maps(v) || (s->tmap && m->tensor_maps);
 }
 
 int64_t expected_rows(const op_shape *s)
@@ -134,14 +120,14 @@ static int64_t grid_none(const machine *m, const variant *v, const op_shape *s)
   return (void)m, (void)v, (void)s, 0;
 }
 
-static int64_t grid_tokens(const machine *m, const variant *v, const op_shape *s)
+static int64_t grid_units(const machine *m, const variant *v, const op_shape *s)
 {
-  return (void)m, ceil_div(s->tokens, v->bm);
+  return (void)m, v->cluster * ceil_div(s->tokens, v->units);
 }
 
-static int64_t grid_token_channels(const machine *m, const variant *v, const op_shape *s)
+static int64_t grid_token_columns(const machine *m, const variant *v, const op_shape *s)
 {
-  return (void)m, s->tokens * ceil_div(s->n, v->bn);
+  return (void)m, s->tokens * ceil_div(s->n, v->columns);
 }
 
 static int64_t grid_chunks(const machine *m, const variant *v, const op_shape *s)
@@ -149,25 +135,29 @@ static int64_t grid_chunks(const machine *m, const variant *v, const op_shape *s
   return (void)m, (void)v, map_chunking(s->rows).chunks;
 }
 
-/* A cluster of two has neighbouring tokens. */
+/* A cluster has neighbouring tokens. */
 static int64_t grid_router(const machine *m, const variant *v, const op_shape *s)
 {
-  const int64_t together = v->form == FORM_wgmma ? 2 : 1;
-  return (void)m, together * ceil_div(s->tokens, together * v->bm) * ceil_div(s->n, v->bn);
+  return (void)m, v->cluster * ceil_div(s->tokens, v->cluster * v->bm) * ceil_div(s->n, v->bn);
 }
 
-/* Every expert may end in a partial tile; more experts than rows cannot be active. wgmma is launched by clusters of two. */
+/* Up to the next cluster, if that is not more than `most` or the first. */
+static int64_t whole_clusters(const variant *v, int64_t grid, int64_t most)
+{
+  const int64_t up = ceil_div(grid, v->cluster) * v->cluster;
+  return up <= most || up == v->cluster ? up : up - v->cluster;
+}
+
+/* Every expert may end in a partial tile; more experts than rows cannot be active. */
 static int64_t grid_persistent(const machine *m, const variant *v, const op_shape *s)
 {
   const int64_t tiles = (s->rows / v->bm + min64(s->experts, s->rows)) * ceil_div(s->n, v->bn);
-  const int64_t most = resident(m, v), grid = min64(tiles, most);
-  if (v->form != FORM_wgmma || grid % 2 == 0) return grid;
-  return grid < most || grid == 1 ? grid + 1 : grid - 1;
+  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
 }
 
 static int64_t grid_combine(const machine *m, const variant *v, const op_shape *s)
 {
-  return (void)m, ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->bn);
+  return (void)m, ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->columns);
 }
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
@@ -178,13 +168,6 @@ static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s
 static int64_t grid_few_down(const machine *m, const variant *v, const op_shape *s)
 {
   return min64(ceil_div(s->n, v->bn), resident(m, v));
-}
-
-/* More threads a row than a CTA has make a cluster. */
-static int64_t grid_rows(const machine *m, const variant *v, const op_shape *s)
-{
-  const int64_t ctas = v->form == FORM_row && v->bk > v->threads ? v->bk / v->threads : 1;
-  return (void)m, ctas * ceil_div(s->tokens, v->bm);
 }
 
 /* ---- units of CPU rows: units_<column of operations.def> ---- */

@@ -27,12 +27,10 @@ void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t 
 /* Whether the device can run the row: contexts load the kernels of these rows, and only these are chosen. */
 bool runs_on(const machine *m, const variant *v);
 
-typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N } weight_major;
-
 /* One operation's shape. Fields that an operation does not have stay 0. */
 typedef struct op_shape {
   operation op;
-  int32_t in, w;        /* DT_* of activations and weights */
+  int32_t in, w;        /* DT_* of activations and of weights, where there are none of the result */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
   int64_t tokens, rows; /* T; T k, or T when dense */

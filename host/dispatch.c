@@ -57,11 +57,8 @@ static op_shape shape_of_elementwise(operation op, const void *args)
 {
   const elementwise_args *a = args;
   const int64_t unit = UNIT_ELEMENTS(a->dtype);
-  return (op_shape){.op = op,
-                    .in = a->dtype,
-                    .w = a->dtype,
-                    .tokens = a->rows * ((a->cols + unit - 1) / unit),
-                    .n = EW_KERNEL(a->function)};
+  return (op_shape){
+      .op = op, .in = a->dtype, .w = a->dtype, .tokens = a->rows * ((a->cols + unit - 1) / unit), .n = a->function};
 }
 
 static op_shape shape_of_softmax(operation op, const void *args)
@@ -132,13 +129,13 @@ cumoe_status refuse_step(struct context *context, const char *what, const launch
 /* Encoded anew each time: host work only, and nothing to keep. */
 static bool encode_router(struct context *context, const variant *v, router_sm90_args *args)
 {
-  return tmap_encode_router(context->encode_tiled, v->bm, v->bn, args);
+  return tmap_encode_router(context->encode_tiled, v, args);
 }
 
 static bool encode_gemm(struct context *context, const variant *v, gemm_sm90_args *args)
 {
-  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
-  return tmap_encode(context->encode_tiled, columns / 2, args);
+  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn; /* weight rows of a tile; a CTA loads its share for all */
+  return tmap_encode(context->encode_tiled, columns / v->cluster, args);
 }
 
 cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args)

@@ -4,7 +4,7 @@
 
 #include <stdbool.h>
 #include "../include/cumoe/types.h"
-#include "../kernels/args.h"
+#include "variants.h"
 
 /* Whether tensor maps can describe the weights: K-major, one base pointer, strides that the hardware takes. */
 bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated);
@@ -13,9 +13,9 @@ bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
  * `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
 bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args);
 
-/* The same for the router, for a kernel whose tile has so many tokens and experts. */
+/* The same for the router, for the boxes of the row. */
 bool tmap_serves_router(const router_args *args);
 bool tmap_serves_views(const cumoe_view *x, const cumoe_view *w);
-bool tmap_encode_router(void (*encoder)(void), int32_t tokens, int32_t experts, router_sm90_args *args);
+bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_args *args);
 
 #endif
