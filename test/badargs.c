@@ -1189,6 +1189,15 @@ static int change_path(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_matmul(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.c is absent", a->matmul.c = (cumoe_view_mut){.data = NULL})
+  CHANGE(INVALID_ARGUMENT, "args.a is absent", a->matmul.a = a->matmul.b = (cumoe_view){.data = NULL},
+         a->matmul.flags = CUMOE_MATMUL_TRANSPOSE_A)
+  return n;
+}
+
 static int change_combine(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -1222,6 +1231,7 @@ static const struct {
                {"cumoe_copy", "plain", change_copy},
                {"cumoe_combine", "plain", change_combine},
                {"cumoe_module_load_file", "plain", change_path},
+               {"cumoe_matmul", "plain", change_matmul},
                {"cumoe_up", "plain", change_up},
                {"cumoe_permute", "plain", change_up},
                {"cumoe_relu", "plain", change_up}};
