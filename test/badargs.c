@@ -182,6 +182,7 @@ static struct {
   bool cpu;
   cumoe_plan plan, shared_plan, weighing_plan, local_plan, unreduced_plan, foreign_plan;
   cumoe_weights weights, shared, narrow, halves, ungated, foreign_weights;
+  const void *bound; /* where all weights begin */
   cumoe_buffer buffer, freed, foreign, tiny;
   cumoe_stream stream;
   cumoe_event event;
@@ -1379,13 +1380,13 @@ static void short_view(const argument *f, cumoe_view v)
   CHECK_OK(cumoe_buffer_free(&small));
 }
 
-/* What a call writes begins where another view of the call begins. */
+/* What a call writes begins where another view of the call begins, or its weights. */
 static void overlapping(const argument *f, cumoe_view v)
 {
   for (int i = 0; i < now->count && f->traits & OUT; i++) {
     const argument *g = &now->arguments[i];
-    if (g == f || g->kind != A_VIEW || g->traits & IN_PLACE) continue;
-    v.data = right_view(g).data;
+    if (g == f || (g->kind != A_VIEW && g->kind != A_WEIGHTS) || g->traits & IN_PLACE) continue;
+    v.data = g->kind == A_WEIGHTS ? bench.bound : right_view(g).data;
     if (v.data && (uintptr_t)v.data % 256 == 0)
       WRONG(cumoe_view, f->at, v, CUMOE_ERR_INVALID_ARGUMENT, " overlaps ", "begins with another");
   }
@@ -1580,6 +1581,7 @@ static void open_bench(int32_t device)
   bench.local_plan = plan_for(bench.context, 0, 0, 2 * EXPERTS, 0);
   bench.unreduced_plan = plan_for(bench.context, 0, 0, EXPERTS, CUMOE_MOE_UNREDUCED);
   bench.foreign_plan = plan_for(bench.other, CUMOE_ROUTE_RENORMALIZE, 0, EXPERTS, 0);
+  bench.bound = (const void *)bench.next;
   bench.weights = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
   bench.shared = bind_plain(bench.context, CUMOE_BF16, 1, 8, CUMOE_GATE_UP_CONCAT);
   bench.narrow = bind_plain(bench.context, CUMOE_BF16, EXPERTS, 8, CUMOE_GATE_UP_CONCAT);

@@ -128,7 +128,7 @@ static void test_odd_callers(void)
     s.desc.shared_inter = 48;
     s.input = INPUT_ROUTER;
     s.shared_gate = s.select_bias = s.optional_outputs = true;
-    s.bias_dtype = CUMOE_F32;
+    s.form.bias = CUMOE_F32;
     s.residual = RESIDUAL_SEPARATE;
     const layer_inputs in = layer_inputs_new(&s);
     fesetround(FE_UPWARD); /* the workers do not take it over */

@@ -246,7 +246,8 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent
  * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
- * Outputs may not overlap inputs or each other, except residual == out (accumulate in place). At T = 0 nothing is
+ * Outputs and the workspace may not overlap inputs, each other or the bound weights and biases (INVALID_ARGUMENT),
+ * except residual == out (accumulate in place); memory between the matrices of two experts is free. At T = 0 nothing is
  * written, counts_out included.
  */
 typedef struct cumoe_moe_args {
