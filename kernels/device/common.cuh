@@ -5,7 +5,10 @@
 #include "args.h"
 
 /* The kernel's name from its row of variants.def. */
-#define VARIANT_NAME(op, arch, form, in, w, BM, BN, BK) cumoe_##op##_##arch##_##form##_##in##_##w##_##BM##x##BN##x##BK
+#define VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)                                                \
+  cumoe_##op##_##arch##_##form##_##X##_##W##_##Y##_##SCALE##_##MAJOR##_##BM##x##BN##x##BK
+#define UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)                                                      \
+  cumoe_##op##_##arch##_##form##_##X##_##Y##_##UNITS##x##COLUMNS##x##LANES
 
 #define DEVICE __device__ __forceinline__
 
@@ -31,13 +34,13 @@ DEVICE int warp_id()
 }
 
 /*
- * Programmatic dependent launch: a grid may start while the one before it in the stream is still at work. Every kernel, on
- * every path, calls this before it reads what an earlier grid wrote and before it writes what an earlier grid may read. The
- * wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In this order, so
- * that a grid that has started knows more without waiting: all that was complete before the grid before it is
- * (`early_inputs` in protocol.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
- * later (host/context.c): below, there is no such instruction, and no early start either. (Down may read
- * what up has released before that: handover.cuh.)
+ * Programmatic dependent launch: a grid may start while the one before it in the stream is still at work. Every kernel,
+ * on every path, calls this before it reads what an earlier grid wrote and before it writes what an earlier grid may
+ * read. The wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In
+ * this order, so that a grid that has started knows more without waiting: all that was complete before the grid before
+ * it is (`early_inputs` in protocol.h). May be called again, for nothing. The host launches this way only kernels
+ * compiled for sm_90 or later (host/context.c): below, there is no such instruction, and no early start either. (Down
+ * may read what up has released before that: handover.cuh.)
  */
 DEVICE void wait_for_earlier_grids()
 {
@@ -47,48 +50,33 @@ DEVICE void wait_for_earlier_grids()
 #endif
 }
 
-/* Of what was complete before this grid started: from L2, whatever L1 still holds of earlier grids; stays behind what
- * stands before it. */
-DEVICE int32_t load_settled(const int32_t *source)
+/* From L2, whatever L1 still holds of earlier grids; what other CTAs write meanwhile, each word of it whole. Says
+ * nothing of other words. Volatile: stays behind what stands before it. */
+DEVICE int32_t load_relaxed(const int32_t *source)
 {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
   return value;
 }
 
-DEVICE int64_t load_settled(const int64_t *source)
+DEVICE int64_t load_relaxed(const int64_t *source)
 {
   int64_t value;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
   return value;
 }
 
-/* What another grid writes meanwhile: one whole word, and what was written before it was stored. */
-DEVICE int32_t load_acquire(const int32_t *source)
-{
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
-  return value;
-}
-
-DEVICE void add_release(int32_t *target, int32_t value)
-{
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
-}
-
-/* What other CTAs write meanwhile, each word of it whole; nothing else follows from its being there. The instruction of what
- * is settled. */
-DEVICE int32_t load_relaxed(const int32_t *source)
-{
-  return load_settled(source);
-}
-
 DEVICE uint64_t load_relaxed(const uint64_t *source)
 {
-  return (uint64_t)load_settled(reinterpret_cast<const int64_t *>(source));
+  return (uint64_t)load_relaxed(reinterpret_cast<const int64_t *>(source));
 }
 
-DEVICE uint4 load_relaxed(const void *source)
+DEVICE float load_relaxed(const float *source)
+{
+  return __int_as_float(load_relaxed(reinterpret_cast<const int32_t *>(source)));
+}
+
+DEVICE uint4 load_relaxed_vector(const void *source)
 {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -110,9 +98,23 @@ template <class T> DEVICE void store_relaxed(T *target, T value)
                : "memory");
 }
 
-DEVICE float load_settled(const float *source)
+/* One whole word that another CTA has released, and with it all that was written before. */
+DEVICE int32_t load_acquire(const int32_t *source)
 {
-  return __int_as_float(load_settled(reinterpret_cast<const int32_t *>(source)));
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE void add_release(int32_t *target, int32_t value)
+{
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+/* Old name. */
+template <class T> DEVICE auto load_settled(const T *source)
+{
+  return load_relaxed(source);
 }
 
 /* The butterfly leaves the same bits in every lane: addition commutes. */
@@ -215,12 +217,18 @@ DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink
   report_fault_inline(sink, code, slot, token);
 }
 
+/* The column SMEM of a row is what its kernel lays out, no less and no more. */
+template <size_t LAID_OUT, size_t SMEM> struct exact_smem {
+  static_assert(LAID_OUT == SMEM, "the row's SMEM is not what its kernel lays out");
+  static constexpr bool OK = true;
+};
+
 /* KERNEL_BODY(SMEM, body, shape ...): of a kernel that is body_gemm with body_smem in dynamic shared memory. */
 #define KERNEL_BODY(...) KERNEL_BODY_(__VA_ARGS__)
 #define KERNEL_BODY_(SMEM, body, ...)                                                                                  \
   {                                                                                                                    \
     using shape = __VA_ARGS__;                                                                                         \
-    static_assert(sizeof(body##_smem<shape>) <= SMEM, "raise SMEM in the row");                                        \
+    static_assert(exact_smem<sizeof(body##_smem<shape>), SMEM>::OK);                                                   \
     extern __shared__ __align__(1024) unsigned char smem[];                                                            \
     body##_gemm<shape>(args, *reinterpret_cast<body##_smem<shape> *>(smem));                                           \
   }

@@ -30,6 +30,7 @@ typedef struct shim_machine {
   bool no_libraries, ptx_only; /* neither NVRTC nor cuBLAS is installed; the compiler makes PTX only */
   const char *missing;         /* a kernel that is not in its image */
   int max_threads;             /* of every kernel */
+  size_t more_parameter;       /* bytes that the argument of every kernel of the library has too many */
 } shim_machine;
 
 extern shim_machine shim;
@@ -96,5 +97,6 @@ void shim_drop_context(void);         /* the thread has none */
 void shim_engine_context(int device); /* it has one that is not the runtime's */
 /* The arguments of the last launch of a kernel whose name contains `part`; NULL: there was none since the mark. */
 const void *shim_last_args(const char *part);
+const void *shim_last_image(void); /* the address that was loaded last */
 
 #endif
