@@ -53,7 +53,7 @@ namesakes() {
       ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl -lpthread -lrt -lm \
       -o "$work/namesakes" && "$work/namesakes"
 }
-[ "$(grep -cxE 'launch|fail|check_context' "$work/internal")" -eq 3 ] ||
+[ "$(grep -cxE 'launch|fail|check_all' "$work/internal")" -eq 3 ] ||
   fail "internal names are found" "$(cat "$work/internal")"
 quiet "a program with $(wc -l < "$work/internal") functions named like internal ones keeps its own" namesakes
 finish
