@@ -8,16 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include <cuda_runtime_api.h>
-
+#include "cuda.h"
 #include "session.h"
-
-#define CHECK_CUDA(expression) check_cuda((expression), #expression, __LINE__)
-
-static bool check_cuda(cudaError_t error, const char *expression, int line)
-{
-  return test_check(error == cudaSuccess, __FILE__, line, "%s: %s", expression, cudaGetErrorName(error));
-}
 
 static cudaStream_t stream_new(void)
 {
