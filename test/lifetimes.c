@@ -5,7 +5,6 @@
 
 #include "test.h"
 
-#define CHECK_TEXT(word) CHECK_MSG(strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"", cumoe_last_error())
 #define CHECK_STALE(expression, word)                                                                                  \
   do {                                                                                                                 \
     if (CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, expression)) CHECK_TEXT(word);                                            \
