@@ -417,9 +417,9 @@ cudaError_t cudaLibraryGetGlobal(void **data, size_t *bytes, cudaLibrary_t libra
   return shim_end(error);
 }
 
-cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offset, size_t *bytes)
+CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
 {
-  cudaError_t error = BEGIN(SHIM_QUERY, "%zu", index);
+  cudaError_t error = shim_begin("cuKernelGetParamInfo", SHIM_QUERY, "%zu", index);
   const bool add = row_of(kernel) == &caller_rows[0];
   if (error == cudaSuccess && row_of(kernel) == NULL) error = cudaErrorInvalidResourceHandle;
   if (error == cudaSuccess && (!add || index >= sizeof add_bytes / sizeof add_bytes[0])) error = cudaErrorInvalidValue;
@@ -427,7 +427,7 @@ cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offse
     *offset = index * 8;
     *bytes = add_bytes[index];
   }
-  return shim_end(error);
+  return shim_end_driver(error);
 }
 
 /* ---- occupancy: what fits one block fits two ---- */
