@@ -78,8 +78,8 @@ CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cu
 
 /*
  * out[t] = residual[t] + out_scale * (sum_j w[t,j] * y[slot_row[t,j]] + sigmoid(shared_logit[t]) * shared[t])
- * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped.
- * A slot of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
+ * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped. A slot
+ * of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
  * slots weigh 1, and so do all without pair_weights.
  */
 typedef struct cumoe_combine_args {
@@ -107,6 +107,15 @@ typedef struct cumoe_variant_info {
                        cumoe_moe_forward alone), "elementwise", "softmax", "norm" */
   const char *name; /* the kernel's name, as profilers show it */
   int32_t usable;   /* 1 if this context can run it */
+
+  /* The row's columns, as kernels/variants.def explains them. Of what a row does not have: 0, or "" */
+  const char *arch, *form;              /* "cpu", "any", "sm90"; the algorithm */
+  int32_t x, w, y;                      /* cumoe_dtype of activations, weights, result; 0: chosen at run time */
+  const char *scale;                    /* where scales of weights come in: "none", "out", "block" */
+  const char *major;                    /* of the weights: "K", "N", "any" */
+  int32_t bm, bn, bk, stages;           /* operations with tiles */
+  int32_t units, columns, lanes, ahead; /* the others */
+  int32_t cluster, warps, ctas, smem;
 } cumoe_variant_info;
 
 /* Rows of the kernel table, 0 .. count - 1. */

@@ -8,9 +8,9 @@
 #include "device/dtype.cuh"
 #include "device/pipeline.cuh"
 
-template <class T_, int BM_, int BN_, int BK, int STAGES_, int WARPS> struct router_shape {
+template <class T_, int CLUSTER_, int BM_, int BN_, int BK, int STAGES_, int WARPS> struct router_shape {
   using T = T_;
-  static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CLUSTER = 2, GROUP = 128;
+  static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CLUSTER = CLUSTER_, GROUP = 128;
   static_assert(BM == 64 && BK == WGMMA_BK && WARPS * WARP_SIZE == GROUP + WARP_SIZE,
                 "a warpgroup's rows; one warp more");
 };
@@ -36,7 +36,7 @@ template <class S> DEVICE router_place place_of_cta(const router_args &a)
 /* One warp: its tokens, and its half of the weights for both CTAs. */
 template <class S> DEVICE void load_stages(const router_sm90_args &args, router_smem<S> &smem, router_place at)
 {
-  constexpr uint16_t BOTH = 3;
+  constexpr uint16_t ALL = (1 << S::CLUSTER) - 1;
   const int half = cluster_ctarank() * (args.columns / S::CLUSTER);
   const uint32_t bytes = (S::BM + args.columns) * WGMMA_BK * sizeof(typename S::T);
   ring_place<S::STAGES> stage;
@@ -48,7 +48,7 @@ template <class S> DEVICE void load_stages(const router_sm90_args &args, router_
       mbarrier_arrive_expect_tx(full, bytes);
       cp_async_bulk_tensor_2d(smem.x[stage.stage], &args.x, k0, (int32_t)at.token, full);
       cp_async_bulk_tensor_2d_multicast(smem.w[stage.stage] + half * WGMMA_BK, &args.w, k0, at.expert + half, full,
-                                        BOTH);
+                                        ALL);
     }
     __syncwarp();
   }
@@ -125,8 +125,8 @@ template <class S> DEVICE void router_gemm(const router_sm90_args &args, router_
   barrier_cluster(); /* nobody writes to a CTA that has left */
 }
 
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
-  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                      \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ router_sm90_args args)                   \
-          KERNEL_BODY(SMEM, router, router_shape<in, BM, BN, BK, STAGES, WARPS>)
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
+  extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                \
+      VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ router_sm90_args args)   \
+          KERNEL_BODY(SMEM, router, router_shape<X, CLUSTER, BM, BN, BK, STAGES, WARPS>)
 #include "variants.def"
