@@ -54,7 +54,8 @@ VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([
 # What the benchmark calls this build. No locks: make must not disturb a commit under way.
 COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbrev=12 2> /dev/null),unknown)
 
-WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion
+# A switch over an enum without a default names every enumerator.
+WARNINGS := -Werror=switch -Wall -Wextra -Wpedantic -Wshadow -Wconversion
 # An architecture-specific file is built only with its architecture; this tells variants.def which rows exist.
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
 ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))

@@ -39,7 +39,7 @@ static expert_matrix normal_form(const half *halves, int count, int32_t major, i
 {
   const cumoe_projection *first = halves[0].projection;
   const cumoe_view *v = &first->data, *bias = &first->bias;
-  expert_matrix m = {0};
+  expert_matrix m = {.format = dense_format((element_type)v->dtype)};
   m.expert_stride = first->expert_stride ? first->expert_stride : v->rows * v->ld;
   m.n_stride = channel_step * (major == CUMOE_OUT_IN ? v->ld : 1);
   m.k_stride = major == CUMOE_OUT_IN ? 1 : v->ld;

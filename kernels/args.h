@@ -10,20 +10,15 @@
 
 #include <stdint.h>
 
-#include "protocol.h"
+#include "formats.h"
 
-/* Element types; the values are the public ones (checked in host/variants.c). */
-enum { DT_NONE = 0, DT_F32 = 1, DT_F16 = 2, DT_BF16 = 3, DT_U8 = 4, DT_I32 = 5, DT_I64 = 6 };
+#include "protocol.h"
 
 enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3 };
 enum { GROUP_BEST = 0, GROUP_BEST_TWO = 1 };
 enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4 };
 enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
 enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
-
-/* Columns of variants.def. */
-typedef enum scale_case { SCALE_none, SCALE_out, SCALE_block } scale_case;
-typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N, MAJOR_any = MAJOR_none } weight_major;
 
 enum { MAX_EXPERTS = 1024, MAX_TOP_K = 32 };
 enum { ROW_DROPPED = -1, ROW_IDENTITY = -2 }; /* in slot_row */
@@ -136,6 +131,7 @@ typedef struct expert_matrix {
   const void *bias[2]; /* NULL: no bias */
   int64_t bias_expert_stride, bias_n_stride;
   int32_t bias_dtype;
+  int32_t format; /* weight_format */
 } expert_matrix;
 
 /*

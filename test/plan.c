@@ -63,14 +63,13 @@ static int32_t one_of(rng *r, const int32_t *list, int count)
 /* A description that check_moe_desc accepts, from the whole of what the manual allows. */
 static cumoe_moe_desc random_desc(rng *r)
 {
-  const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   cumoe_moe_desc d = {.size = sizeof d};
   d.num_experts = (int32_t)log_uniform(r, CUMOE_MAX_EXPERTS);
   d.local_experts = rng_below(r, 2) ? 0 : (int32_t)log_uniform(r, d.num_experts);
   d.hidden = 8 * (int32_t)log_uniform(r, 1 << 21);
   d.inter = 8 * (int32_t)log_uniform(r, 1 << 21);
   d.shared_inter = rng_below(r, 2) ? 0 : 8 * (int32_t)log_uniform(r, 1 << 21);
-  d.dtype = one_of(r, types, 3);
+  d.dtype = one_of(r, case_dtypes, 3);
   d.out_dtype = rng_below(r, 2) ? 0 : CUMOE_F32;
   d.act = (int32_t)rng_below(r, 7);
   d.flags = rng_below(r, 4) || d.act == CUMOE_ACT_SWIGLU_OAI ? 0 : CUMOE_MOE_UNGATED;
@@ -277,15 +276,13 @@ static shape threshold_shape(const threshold *t, int64_t per_expert, int32_t exp
   return s;
 }
 
-static const int32_t float_types[] = {DT_BF16, DT_F16, DT_F32};
-
 /* Whether the line is the answer for any type and layout on any GPU. */
 static bool line_decides(const threshold *t)
 {
   for (int i = 1; i < GPU_COUNT; i++)
     for (int n = 0; n < 3 * 4; n++) {
       const int64_t rows = t->up_to == ANY_ROWS ? 1000000 : t->up_to;
-      const shape s = threshold_shape(t, rows, 1, float_types[n % 3], n / 3);
+      const shape s = threshold_shape(t, rows, 1, case_dtypes[n % 3], n / 3);
       int32_t row;
       if (line_by_table(&gpus[i], &s, rows, &row) == (int)(t - thresholds)) return true;
     }
@@ -360,7 +357,7 @@ static void test_thresholds(void)
       for (int n = 0; n < 3 * 4 * 4; n++)
         for (int64_t at = -1; at <= 1; at++)
           check_threshold(&gpus[i], t, (t->up_to == ANY_ROWS ? 100000 : t->up_to) + at, counts[n / 12],
-                          float_types[n % 3], n / 3 % 4);
+                          case_dtypes[n % 3], n / 3 % 4);
     for (int i = 1; i < GPU_COUNT; i++) check_scant(t, &gpus[i]);
     case_end();
   }
@@ -536,7 +533,7 @@ static void test_functions(void)
   for (int i = 1; i < GPU_COUNT; i++)
     for (int f = EW_ADD; f <= EW_GELU_TANH; f++)
       for (int type = 0; type < 3; type++) {
-        const int32_t dtype = float_types[type];
+        const int32_t dtype = case_dtypes[type];
         const shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = f};
         const machine m = gpu_machine(&gpus[i], NULL);
         case_begin("cc %d function %d type %d", gpus[i].cc, f, dtype);
