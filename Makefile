@@ -16,29 +16,20 @@ FUZZ_CC ?= clang# with libFuzzer's runtime, if there is one
 NVCC    ?= nvcc
 CUDA_HOME ?= $(or $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC)))),/usr/local/cuda)
 
-# The user's flags come after ours, so they win.
-CFLAGS    ?=
-CXXFLAGS  ?=
-NVCCFLAGS ?=
-LDFLAGS   ?=
-LDLIBS    ?=
-
 PREFIX     ?= /usr/local
 INCLUDEDIR ?= $(PREFIX)/include
 LIBDIR     ?= $(PREFIX)/lib
-DESTDIR    ?=
-
-T ?=
-V ?=
-DEMO_ARGS  ?=
 BENCH_ARGS ?= --grouped
-TUNE_ARGS  ?=
+SANITIZE   ?= address,undefined
+# Empty unless set: DESTDIR DEMO_ARGS TUNE_ARGS T V, and CFLAGS CXXFLAGS NVCCFLAGS LDFLAGS LDLIBS, which follow ours, so
+# they win.
 
 # ---- derived --------------------------------------------------------------------------------------------------
 
 OBJ := $(LIB)/obj
 Q   := $(if $(V),,@)
-say  = $(if $(V),,@printf '  %-5s %s\n' $(1) $(2))
+# The first line of a recipe: a folder for what it makes, and its name.
+begin = @mkdir -p $(@D)$(if $(V),,; printf '  %-5s %s\n' $(1) $@)
 COMMA := ,
 QUOTE := '
 EMPTY :=
@@ -54,26 +45,24 @@ VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([
 # What the benchmark calls this build. No locks: make must not disturb a commit under way.
 COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbrev=12 2> /dev/null),unknown)
 
-# A switch over an enum without a default names every enumerator.
-WARNINGS := -Werror=switch -Wall -Wextra -Wpedantic -Wshadow -Wconversion
 # An architecture-specific file is built only with its architecture; this tells variants.def which rows exist.
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
 ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
-C_COMMON := -std=c11 -D_GNU_SOURCE $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+# A switch over an enum without a default names every enumerator.
+COMMON   := -Werror=switch -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
-SANITIZE ?= address,undefined
-CXX_TOOL := -std=c++17 $(WARNINGS) -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE)) -O2 -g0 -Iinclude
-C_ASAN   := -O1 -g1 -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
-C_FUZZ   := -O1 -g1 -fsanitize=fuzzer-no-link,$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
+CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
+CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
+C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
+C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
 NV_FLAGS := -O3 -std=c++17 -Ikernels -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
 
-HOST_C  := $(sort $(wildcard host/*.c))
-CPU_C   := $(sort $(wildcard kernels/cpu/*.c))
-LIB_C   := $(HOST_C) $(CPU_C)
+LIB_C   := $(sort $(wildcard host/*.c kernels/cpu/*.c))
 # sm_of: 90 for a stem that ends in _sm90, else nothing. archs_of: the architectures a stem is compiled for.
 sm_of    = $(if $(findstring _sm,$(1)),$(lastword $(subst _sm, ,$(1))))
 archs_of = $(if $(call sm_of,$(1)),$(filter $(call sm_of,$(1))a,$(ARCHS)),$(ARCHS))
@@ -95,29 +84,30 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
-TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems))
+TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
-WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -ls '^.include "\.\./\(host\|kernels\)/' $(TESTS:%=test/%.c) /dev/null))
-EXAMPLES     := $(sort $(patsubst test/examples/%.c,%,$(wildcard test/examples/*.c))) $(if $(wildcard README.md),readme)
-EXAMPLES_CXX := $(sort $(patsubst test/examples/%.cpp,%,$(wildcard test/examples/*.cpp)))
+WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -lsE '^.include "../(host|kernels)/' $(TESTS:%=test/%.c) /dev/null))
+EXAMPLES     := $(basename $(notdir $(sort $(wildcard test/examples/*.c)))) $(if $(wildcard README.md),readme)
+EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 # Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
-FUZZERS      := $(patsubst test/fuzz/%.c,%,$(filter-out test/fuzz/main.c,$(sort $(wildcard test/fuzz/*.c))))
+FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
 # Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
 BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c)
 BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
-FORMATTED := $(sort $(wildcard include/cumoe/*.h host/*.[ch] kernels/*.h kernels/*/*.cu kernels/*/*.cuh kernels/cpu/*.[ch] \
-	test/*.[ch] test/*.cu test/examples/*.cu test/shim/*.[ch] test/examples/*.c test/examples/*.cpp test/fuzz/*.[ch] bench/*.[ch]))
+formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
+FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
 .PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
 
 # ---- stamps: a file that holds the flags, rewritten when they change, so that what was built with them is rebuilt
 
+as_word = x$(subst $(SPACE),_,$(strip $(1)))
 define stamp
-$(OBJ)/flags.$(1): $(if $(filter x$(subst $(SPACE),_,$(strip $(2))),x$(subst $(SPACE),_,$(strip $(file < $(OBJ)/flags.$(1))))),,FORCE)
+$(OBJ)/flags.$(1): $(if $(filter $(call as_word,$(2)),$(call as_word,$(file < $(OBJ)/flags.$(1)))),,FORCE)
 	@mkdir -p $$(@D)
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
@@ -145,21 +135,19 @@ $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC
 nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
 	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2 || true
 
-define cubin_rule
-$(OBJ)/%.sm_$(1).cubin: %.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
-	$$(call say,NVCC,$$@)
-	$(Q)$$(call nvcc_compile,-cubin -arch=sm_$(1))
+# device_rule EXTENSION,FLAGS
+define device_rule
+$(OBJ)/%.$(1): %.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+	$$(call begin,NVCC)
+	$(Q)$$(call nvcc_compile,$(2))
 endef
-$(foreach a,$(ARCHS),$(eval $(call cubin_rule,$a)))
-
-$(OBJ)/%.compute_$(PTX).ptx: %.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
-	$(call say,NVCC,$@)
-	$(Q)$(call nvcc_compile,-ptx -arch=compute_$(PTX))
+$(foreach a,$(ARCHS),$(eval $(call device_rule,sm_$a.cubin,-cubin -arch=sm_$a)))
+$(foreach p,$(PTX),$(eval $(call device_rule,compute_$p.ptx,-ptx -arch=compute_$p)))
 
 define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(OBJ)/flags.archs
-	$$(call say,FATBIN,$$@)
+	$$(call begin,FATBIN)
 	$(Q)fatbinary --create=$$@ -64 --compress-all --compress-mode=size \
 	$(foreach a,$(call archs_of,$(1)),--image3=kind=elf$(COMMA)sm=$a$(COMMA)file=$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),--image3=kind=ptx$(COMMA)sm=$p$(COMMA)file=$(OBJ)/$(1).compute_$p.ptx)
@@ -167,7 +155,7 @@ endef
 $(foreach s,$(STEMS),$(eval $(call fatbin_rule,$s)))
 
 $(OBJ)/%.image.o: host/embed.S $(OBJ)/%.fatbin
-	$(call say,EMBED,$@)
+	$(call begin,EMBED)
 	$(Q)$(CC) -c -DIMAGE=cumoe_image_$* -DFATBIN='"$(OBJ)/$*.fatbin"' -o $@ $<
 
 # Device code that programs of test/ load themselves, as a caller would: it lies beside them.
@@ -177,8 +165,7 @@ CALLER_CODE := $(patsubst test/%.cu,$(LIB)/test/%.ptx,$(wildcard test/*.cu test/
 
 define caller_rule
 $(LIB)/test/%.$(1): test/%.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
-	$$(call say,NVCC,$$@)
-	@mkdir -p $$(@D)
+	$$(call begin,NVCC)
 	$(Q)$(NVCC) -O3 $(2) -o $$@ $$<
 endef
 $(eval $(call caller_rule,ptx,-ptx -arch=compute_80))
@@ -188,131 +175,111 @@ $(foreach a,80 90,$(eval $(call caller_rule,sm_$a.cubin,-cubin -arch=sm_$a)))
 
 # ---- host objects and the archive ------------------------------------------------------------------------------
 
-define compile
-	$(call say,CC,$@)
-	@mkdir -p $(@D)
-	$(Q)$(CC) $(1) $(CFLAGS) -c -o $@ $<
-endef
 c_needs = $(OBJ)/flags.cc $(OBJ)/toolkit
+c_flags = $(if $(filter host/%,$<),$(C_HOST),$(if $(filter kernels/cpu/%,$<),$(C_CPU),$(C_TOOL)))
 
-$(OBJ)/host/%.o: host/%.c $(c_needs)
-	$(call compile,$(C_HOST))
-$(OBJ)/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs)
-	$(call compile,$(C_CPU))
-$(OBJ)/test/%.o: test/%.c $(c_needs)
-	$(call compile,$(C_TOOL))
+# object_rule FOLDER/,FLAGS,STAMP: <source>.c -> $(OBJ)/FOLDER/<source>.o, by the flags of its own folder, then FLAGS.
+define object_rule
+$(OBJ)/$(1)%.o: %.c $(c_needs) $(3)
+	$$(call begin,CC)
+	$(Q)$$(CC) $$(c_flags) $(2) $$(CFLAGS) -c -o $$@ $$<
+endef
+$(eval $(call object_rule))
+$(eval $(call object_rule,asan/,$(C_ASAN),$(OBJ)/flags.asan))
+$(eval $(call object_rule,fuzz/,$(C_FUZZ),$(OBJ)/flags.asan))
+
+$(OBJ)/test/examples/readme.o: $(OBJ)/test/examples/readme.c $(c_needs)
+	$(call begin,CC)
+	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -c -o $@ $<
+# A program of an earlier day, built against the headers of that day (test/abi/README.md).
+$(OBJ)/test/abi/abi.o $(OBJ)/asan/test/abi/abi.o: private C_TOOL := -Itest/abi/include $(C_TOOL)
 $(OBJ)/test/examples/readme.c: README.md
 	@mkdir -p $(@D)
 	$(Q)awk '/^```/ { if (on) exit; on = /^```c$$/; next } on' $< > $@
-$(OBJ)/test/examples/readme.o: $(OBJ)/test/examples/readme.c $(c_needs)
-	$(call compile,$(C_TOOL))
-$(OBJ)/test/examples/%.o: test/examples/%.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
-	$(call say,CXX,$@)
-	@mkdir -p $(@D)
+$(OBJ)/%.o: %.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
+	$(call begin,CXX)
 	$(Q)$(CXX) $(CXX_TOOL) $(CXXFLAGS) -c -o $@ $<
-$(OBJ)/bench/%.o: bench/%.c $(c_needs)
-	$(call compile,$(C_TOOL))
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
-$(OBJ)/asan/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_CPU) $(C_ASAN))
-$(OBJ)/asan/host/%.o: host/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_HOST) $(C_ASAN))
-$(OBJ)/asan/test/%.o: test/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_TOOL) $(C_ASAN))
-$(OBJ)/asan/bench/%.o: bench/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_TOOL) $(C_ASAN))
-$(OBJ)/fuzz/%.o: private CC = $(FUZZ_CC)
-$(OBJ)/fuzz/host/%.o: host/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_HOST) $(C_FUZZ))
-$(OBJ)/fuzz/kernels/cpu/%.o: kernels/cpu/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_HOST) $(C_FUZZ))
-$(OBJ)/fuzz/test/%.o: test/%.c $(c_needs) $(OBJ)/flags.asan
-	$(call compile,$(C_TOOL) $(C_FUZZ))
-
-# What a harness is linked with.
-fuzz_c = $(LIB_C) test/safetensors.c
-$(FUZZERS:%=$(OBJ)/asan/fuzz/%): $(OBJ)/asan/fuzz/%: $(OBJ)/asan/test/fuzz/%.o $(OBJ)/asan/test/fuzz/main.o \
-	$(fuzz_c:%.c=$(OBJ)/asan/%.o) $(IMAGES) $(OBJ)/flags.link
-	$(call link,-fsanitize=$(SANITIZE) $(filter %.o,$^))
-$(FUZZERS:%=$(OBJ)/fuzz/%): private CC = $(FUZZ_CC)
-$(FUZZERS:%=$(OBJ)/fuzz/%): $(OBJ)/fuzz/%: $(OBJ)/fuzz/test/fuzz/%.o $(fuzz_c:%.c=$(OBJ)/fuzz/%.o) $(IMAGES) $(OBJ)/flags.link
-	$(call link,-fsanitize=fuzzer$(COMMA)$(SANITIZE) $(filter %.o,$^))
 
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`.
 $(OBJ)/cumoe.o: $(OBJS) $(OBJ)/flags.objects
-	$(call say,LD,$@)
+	$(call begin,LD)
 	$(Q)$(LD) -r -o $@ $(OBJS)
 	$(Q)$(OBJCOPY) --localize-hidden $@
 
 $(LIB)/libcumoe.a: $(OBJ)/cumoe.o
-	$(call say,AR,$@)
+	$(call begin,AR)
 	$(Q)rm -f $@ && $(AR) rcsD $@ $<
 
 # ---- programs ---------------------------------------------------------------------------------------------------
 
 define link
-	$(call say,LINK,$@)
-	@mkdir -p $(@D)
-	$(Q)$(CC) $(LDFLAGS) -o $@ $(1) $(LINK_LIBS) $(LDLIBS)
+	$(call begin,LINK)
+	$(Q)$(CC) $(LDFLAGS) $(link_flags) -o $@ $(filter %.o %.a,$^) $(LINK_LIBS) $(LDLIBS)
 endef
-helper_objs := $(HELPER_C:%.c=$(OBJ)/%.o)
+$(OBJ)/asan/%: private link_flags = -fsanitize=$(SANITIZE)
+$(OBJ)/fuzz/%: private link_flags = -fsanitize=fuzzer,$(SANITIZE)
+$(OBJ)/fuzz/%: private CC = $(FUZZ_CC)
+$(EXAMPLES_CXX:%=$(LIB)/test/examples/%): private CC = $(CXX)
+$(SHIMMED:%=$(OBJ)/asan/bin/%): LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -lpthread -lrt -lm
+
+archive      := $(LIB)/libcumoe.a $(OBJ)/flags.link
+helper_objs  := $(HELPER_C:%.c=$(OBJ)/%.o)
 asan_helpers := $(HELPER_C:%.c=$(OBJ)/asan/%.o)
+fuzz_c       := $(LIB_C) test/safetensors.c
 .SECONDARY:
 
+$(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(archive)
+	$(link)
 $(WHITE_BOX:%=$(LIB)/test/%): $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(OBJS) $(OBJ)/flags.link
-	$(call link,$< $(helper_objs) $(OBJS))
-$(EXAMPLES_CXX:%=$(LIB)/test/examples/%): private CC = $(CXX)
-$(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(LIB)/libcumoe.a $(OBJ)/flags.link
-	$(call link,$< $(LIB)/libcumoe.a)
-$(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(LIB)/libcumoe.a $(OBJ)/flags.link
-	$(call link,$< $(helper_objs) $(LIB)/libcumoe.a)
-$(SHIMMED:%=$(OBJ)/asan/bin/%): LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -lpthread -lrt -lm
-$(SHIMMED:%=$(OBJ)/asan/bin/%): $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(SHIM_C:%.c=$(OBJ)/asan/%.o) \
-	$(ASAN_OBJS) $(OBJ)/flags.link
-	$(call link,-fsanitize=$(SANITIZE) $< $(asan_helpers) $(SHIM_C:%.c=$(OBJ)/asan/%.o) $(ASAN_OBJS))
+	$(link)
+$(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(archive)
+	$(link)
+$(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
+	$(link)
+$(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
+	$(link)
 $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flags.link
-	$(call link,-fsanitize=$(SANITIZE) $< $(asan_helpers) $(ASAN_OBJS))
-$(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
-	$(call link,$(DEMO_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
-$(BENCH_MAINS:bench/%.c=$(LIB)/bench/%): $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a $(OBJ)/flags.link
-	$(call link,$< $(BENCH_C:%.c=$(OBJ)/%.o) $(LIB)/libcumoe.a)
+	$(link)
+$(SHIMMED:%=$(OBJ)/asan/bin/%): $(SHIM_C:%.c=$(OBJ)/asan/%.o)
+$(FUZZERS:%=$(OBJ)/asan/fuzz/%): $(OBJ)/asan/fuzz/%: $(OBJ)/asan/test/fuzz/%.o $(OBJ)/asan/test/fuzz/main.o \
+	$(fuzz_c:%.c=$(OBJ)/asan/%.o) $(IMAGES) $(OBJ)/flags.link
+	$(link)
+$(FUZZERS:%=$(OBJ)/fuzz/%): $(OBJ)/fuzz/%: $(OBJ)/fuzz/test/fuzz/%.o $(fuzz_c:%.c=$(OBJ)/fuzz/%.o) $(IMAGES) \
+	$(OBJ)/flags.link
+	$(link)
 
-$(LIB)/test/kernel $(OBJ)/asan/bin/kernel $(LIB)/test/examples/vector_add: \
-	| $(CALLER_CODE)
+$(LIB)/test/kernel $(OBJ)/asan/bin/kernel $(LIB)/test/examples/vector_add: | $(CALLER_CODE)
 
 # Not executable: test/run.sh runs what is. Without NVTX's headers test/ranges.c skips.
 $(LIB)/test/profiler.so: test/tool/profiler.c $(c_needs)
-	$(call say,LINK,$@)
-	@mkdir -p $(@D)
-	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/test/profiler.d -fPIC -shared -o $@ $< && chmod -x $@
-$(LIB)/test/ranges $(OBJ)/asan/bin/ranges: | $(if $(wildcard $(CUDA_INCLUDE)/nvtx3/nvToolsExt.h),$(LIB)/test/profiler.so)
+	$(call begin,LINK)
+	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/profiler.d -fPIC -shared -o $@ $< && chmod -x $@
+$(LIB)/test/ranges $(OBJ)/asan/bin/ranges: \
+	| $(if $(wildcard $(CUDA_INCLUDE)/nvtx3/nvToolsExt.h),$(LIB)/test/profiler.so)
 
+tests: $(PROGRAMS)
 demo: $(LIB)/demo
 	$(Q)$(LIB)/demo $(DEMO_ARGS)
-
 bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
-
 # On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
 tune: $(LIB)/bench/tune
 	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune_any.def && cp $(LIB)/tune_any.def host/tune_any.def
 
-tests: $(PROGRAMS)
-
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
 
-script_env = LIB='$(LIB)' V='$(V)' CC='$(CC)' CXX='$(CXX)' NVCC='$(NVCC)' MAKE='$(MAKE)' VERSION='$(VERSION)' \
-	CUDA_HOME='$(CUDA_HOME)' CUDA_LIB='$(CUDA_LIB)' CUDA_INCLUDE='$(CUDA_INCLUDE)' ARCH_DEFINES='$(ARCH_DEFINES)' CUBINS='$(CUBINS)' \
-	FORMATTED='$(FORMATTED)' FUZZERS='$(FUZZERS)'
+script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES CUBINS FORMATTED \
+	FUZZERS,$v='$($v)')
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
 test_scripts   := $(call chosen,test/check/install.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
-check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh docs.sh kernels.sh format.sh tsan.sh \
-	$(if $(findstring address,$(SANITIZE)),fuzz.sh)))
+check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh docs.sh kernels.sh format.sh \
+	tsan.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
 # Two drivers a harness; libFuzzer only where clang has its runtime.
 libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
@@ -357,12 +324,8 @@ uninstall:
 format:
 	clang-format --style=file -i $(FORMATTED)
 
-TIDY := clang-analyzer-*,bugprone-*,-bugprone-easily-swappable-parameters,-bugprone-reserved-identifier
-# Table macros paste their arguments bare; clang 14 takes every va_list for uninitialised.
-TIDY := $(TIDY),-clang-analyzer-security.insecureAPI.DeprecatedOrUnsafeBufferHandling,-bugprone-macro-parentheses
-TIDY := $(TIDY),-clang-analyzer-valist.Uninitialized
 lint:
-	clang-tidy --quiet --warnings-as-errors='*' --checks='-*,$(TIDY)' $(LIB_C) -- $(filter-out -MMD -MP,$(C_HOST)) $(CFLAGS)
+	clang-tidy --quiet $(LIB_C) -- $(filter-out -MMD -MP,$(C_HOST)) $(CFLAGS)
 	cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability --inline-suppr \
 	--suppress=missingIncludeSystem $(ARCH_DEFINES) -Iinclude $(LIB_C)
 
@@ -388,6 +351,4 @@ help:
 print-%:
 	@echo '$($*)'
 
--include $(OBJS:%.o=%.d) $(ASAN_OBJS:%.o=%.d) $(wildcard $(OBJ)/*.cubin.d $(OBJ)/*.ptx.d $(OBJ)/test/*.d $(OBJ)/bench/*.d \
-	$(OBJ)/test/examples/*.d $(OBJ)/asan/test/*.d $(OBJ)/asan/test/shim/*.d $(OBJ)/asan/bench/*.d \
-	$(OBJ)/asan/test/fuzz/*.d $(OBJ)/fuzz/*/*.d $(OBJ)/fuzz/*/*/*.d)
+-include $(shell find $(OBJ) -name '*.d' 2> /dev/null)

@@ -22,7 +22,7 @@ enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160 };
 /* Of n elements of weights, or of activations, of a layer of this type. */
 static inline int64_t format_size(cumoe_dtype dtype, int64_t n)
 {
-  return format_bytes(dense_format((element_type)dtype), n);
+  return format_bytes(dense_format((int32_t)dtype), n);
 }
 
 typedef struct options {

@@ -45,7 +45,7 @@ double random_normal(uint64_t *state)
 /* Of which data of a type are made: an f32 is filled with two bf16, of which the upper one is nearly its value. */
 static cumoe_dtype noise_type(cumoe_dtype dtype)
 {
-  switch (dense_format((element_type)dtype)) {
+  switch (dense_format((int32_t)dtype)) {
   case FORMAT_f16: return CUMOE_F16;
   case FORMAT_bf16:
   case FORMAT_f32:

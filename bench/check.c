@@ -358,7 +358,7 @@ static cumoe_status count_inputs(cell *c)
 
 cumoe_status check_cell(cell *c, verdict *v)
 {
-  cumoe_fault fault;
+  cumoe_fault fault = {.size = sizeof fault};
   bench *b = c->bench;
   const size_t bytes = (size_t)(c->tokens * c->model->shape->hidden) * sizeof(uint16_t);
   uint16_t *first = malloc(bytes), *second = malloc(bytes);

@@ -122,7 +122,7 @@ struct peers {
 
 static cudaDataType type_of(const bench *b)
 {
-  switch (dense_format((element_type)b->o.dtype)) {
+  switch (dense_format((int32_t)b->o.dtype)) {
   case FORMAT_bf16: return CUDA_R_16BF;
   case FORMAT_f16: return CUDA_R_16F;
   case FORMAT_f32: return CUDA_R_32F;

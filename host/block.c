@@ -285,13 +285,14 @@ cumoe_buffer_info block_info(const block *b)
 
 /* ---- pinned host memory ---- */
 
-cumoe_status cumoe_pinned_alloc_at(cumoe_context context, size_t bytes, uint32_t flags, const char *file, int line,
+cumoe_status cumoe_pinned_alloc_at(cumoe_context handle, size_t bytes, uint32_t flags, const char *file, int line,
                                    void **data)
 {
   begin_call("cumoe_pinned_alloc");
+  struct context *context;
   REQUIRE(data, CUMOE_ERR_INVALID_ARGUMENT, "data is null");
   *data = NULL;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   REQUIRE(!(flags & ~(uint32_t)CUMOE_PINNED_WRITE_COMBINED), CUMOE_ERR_INVALID_ARGUMENT,
           "flags is 0x%x, known are 0x%x", flags, CUMOE_PINNED_WRITE_COMBINED);
   REQUIRE(bytes < (size_t)1 << 46, CUMOE_ERR_INVALID_ARGUMENT, "%zu bytes are more than an address space", bytes);
@@ -317,10 +318,11 @@ cumoe_status cumoe_pinned_alloc_at(cumoe_context context, size_t bytes, uint32_t
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_pinned_free(cumoe_context context, void *data)
+cumoe_status cumoe_pinned_free(cumoe_context handle, void *data)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (data == NULL) return CUMOE_OK;
   lock_blocks();
   block *b = context->pinned;

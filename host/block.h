@@ -18,7 +18,7 @@ enum { BLOCK_OWN_USES = 4 };
 
 typedef struct block {
   struct block *newer, *older; /* in the context's list */
-  cumoe_context context;
+  struct context *context;
   block_kind kind;
   char *memory, *data; /* as allocated; what the caller sees of it. They differ if there are red zones */
   size_t taken, bytes;

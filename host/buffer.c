@@ -9,7 +9,7 @@
 #include <string.h>
 
 typedef struct record {
-  cumoe_context context;
+  struct context *context;
   block *block; /* to be followed with block_lock held only, and only after find() under it */
   void *data;
   int64_t rows, cols;
@@ -118,12 +118,13 @@ static cumoe_status matrix_bytes(cumoe_dtype dtype, int64_t rows, int64_t cols, 
 }
 
 /* A block that states what the caller asked for. */
-static cumoe_status state(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols, cumoe_stream stream,
+static cumoe_status state(cumoe_context handle, cumoe_dtype dtype, int64_t rows, int64_t cols, cumoe_stream stream,
                           cumoe_buffer *buffer, block *b)
 {
+  struct context *context;
   REQUIRE(buffer, CUMOE_ERR_INVALID_ARGUMENT, "buffer is null");
   buffer->id = 0;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   *b = (block){.context = context, .rows = rows, .cols = cols, .stream = stream, .dtype = (int32_t)dtype};
   return matrix_bytes(dtype, rows, cols, &b->bytes);
 }
@@ -140,38 +141,38 @@ static cumoe_status alloc(block *b, uint32_t flags, cumoe_buffer *buffer)
   return status;
 }
 
-cumoe_status cumoe_buffer_alloc_with_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
+cumoe_status cumoe_buffer_alloc_with_at(cumoe_context handle, cumoe_dtype dtype, int64_t rows, int64_t cols,
                                         uint32_t flags, cumoe_stream stream, const char *file, int line,
                                         cumoe_buffer *buffer)
 {
   begin_call("cumoe_buffer_alloc_with");
   block b;
-  TRY(state(context, dtype, rows, cols, stream, buffer, &b));
+  TRY(state(handle, dtype, rows, cols, stream, buffer, &b));
   b.file = file;
   b.line = line;
   return alloc(&b, flags, buffer);
 }
 
-cumoe_status cumoe_buffer_alloc_at(cumoe_context context, cumoe_dtype dtype, int64_t rows, int64_t cols,
+cumoe_status cumoe_buffer_alloc_at(cumoe_context handle, cumoe_dtype dtype, int64_t rows, int64_t cols,
                                    cumoe_stream stream, const char *file, int line, cumoe_buffer *buffer)
 {
   begin_call("cumoe_buffer_alloc");
   block b;
-  TRY(state(context, dtype, rows, cols, stream, buffer, &b));
+  TRY(state(handle, dtype, rows, cols, stream, buffer, &b));
   b.file = file;
   b.line = line;
   return alloc(&b, 0, buffer);
 }
 
-cumoe_status cumoe_buffer_adopt(cumoe_context context, void *data, cumoe_dtype dtype, int64_t rows, int64_t cols,
+cumoe_status cumoe_buffer_adopt(cumoe_context handle, void *data, cumoe_dtype dtype, int64_t rows, int64_t cols,
                                 cumoe_stream stream, cumoe_buffer *buffer)
 {
   begin_call(__func__);
   block b = {0};
   bool pooled = false;
-  TRY(state(context, dtype, rows, cols, stream, buffer, &b));
+  TRY(state(handle, dtype, rows, cols, stream, buffer, &b));
   REQUIRE(data || b.bytes == 0, CUMOE_ERR_INVALID_ARGUMENT, "data is null");
-  TRY(memory_inspect(context, data, b.bytes, &pooled));
+  TRY(memory_inspect(b.context, data, b.bytes, &pooled));
   b.kind = pooled ? BLOCK_FOREIGN_POOLED : BLOCK_FOREIGN;
   b.memory = b.data = data;
   b.file = "(adopted)";
@@ -196,7 +197,7 @@ cumoe_status cumoe_buffer_free(cumoe_buffer *buffer)
   REQUIRE(buffer, CUMOE_ERR_INVALID_ARGUMENT, "buffer is null");
   if (buffer->id == 0) return CUMOE_OK;
   if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
-  TRY(check_context(r.context));
+  TRY(check_process(r.context));
   if (r.data && needs_wait(buffer->id))
     TRY(memory_wait(r.context, r.stream));
   else if (r.data)
@@ -213,7 +214,7 @@ cumoe_status cumoe_buffer_retain(cumoe_buffer buffer, cumoe_buffer *another)
   REQUIRE(another, CUMOE_ERR_INVALID_ARGUMENT, "another is null");
   another->id = 0;
   if (!find(buffer.id, &r)) return stale("buffer", buffer.id);
-  TRY(check_context(r.context));
+  TRY(check_process(r.context));
   lock_blocks();
   const bool live = find(buffer.id, &r), done = live && publish_locked(r.block, another);
   unlock_blocks();
@@ -246,7 +247,7 @@ cumoe_status cumoe_buffer_record_use(cumoe_buffer buffer, cumoe_stream stream)
   record r;
   cudaEvent_t event = NULL;
   if (!find(buffer.id, &r)) return stale("buffer", buffer.id);
-  TRY(check_context(r.context));
+  TRY(check_process(r.context));
   if (stream == r.stream || !r.data) return CUMOE_OK;
   TRY(memory_mark(r.context, stream, &event));
   const cumoe_status status = declare_use(buffer.id, stream, &event);
@@ -296,7 +297,7 @@ cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
   REQUIRE(buffer && data, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", buffer ? "data" : "buffer");
   *data = NULL;
   if (!find(buffer->id, &r)) return stale("buffer", buffer->id);
-  TRY(check_context(r.context));
+  TRY(check_process(r.context));
   if (between_zones(buffer->id)) TRY(copy_out(&r, &copy));
   const cumoe_status status = retire_alone(buffer->id, &last);
   if (status != CUMOE_OK) {
@@ -309,7 +310,7 @@ cumoe_status cumoe_buffer_release(cumoe_buffer *buffer, void **data)
   return copy ? block_end(last) : block_forget(last);
 }
 
-static cumoe_status pinned_abandon(cumoe_context context)
+static cumoe_status pinned_abandon(struct context *context)
 {
   cumoe_status first = CUMOE_OK;
   lock_blocks();
@@ -323,7 +324,7 @@ static cumoe_status pinned_abandon(cumoe_context context)
   return first;
 }
 
-cumoe_status buffers_abandon(cumoe_context context)
+cumoe_status buffers_abandon(struct context *context)
 {
   uint64_t id;
   record r;
@@ -344,13 +345,13 @@ cumoe_status cumoe_buffer_get_info(cumoe_buffer buffer, cumoe_buffer_info *info)
 {
   begin_call(__func__);
   record r;
-  REQUIRE(info, CUMOE_ERR_INVALID_ARGUMENT, "info is null");
-  REQUIRE(info->size == sizeof *info, CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size,
-          sizeof *info);
+  TRY(check_struct("info", info));
+  cumoe_buffer_info now;
   lock_blocks();
   const bool live = find(buffer.id, &r);
-  if (live) *info = block_info(r.block);
+  if (live) now = block_info(r.block);
   unlock_blocks();
+  if (live) give_struct(&now, info);
   return live ? CUMOE_OK : stale("buffer", buffer.id);
 }
 
@@ -393,7 +394,7 @@ static void note_use(uint64_t id)
   unlock_blocks();
 }
 
-cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *v)
+cumoe_status check_owner(struct context *context, const char *what, const cumoe_view *v)
 {
   record r;
   if (v->owner == 0) return CUMOE_OK;
@@ -411,17 +412,22 @@ cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_vi
   return CUMOE_OK;
 }
 
-cumoe_status check_live(const char *what, uint64_t id)
+bool buffer_lives(uint64_t id)
 {
-  record r;
-  return id == 0 || find(id, &r) ? CUMOE_OK : stale(what, id);
+  return handle_lives(&buffers, id);
 }
 
-int64_t cumoe_buffer_live(cumoe_context context, size_t *bytes)
+cumoe_status check_live(const char *what, uint64_t id)
+{
+  return id == 0 || buffer_lives(id) ? CUMOE_OK : stale(what, id);
+}
+
+int64_t cumoe_buffer_live(cumoe_context handle, size_t *bytes)
 {
   begin_call(__func__);
+  struct context *context;
   if (bytes) *bytes = 0;
-  if (check_context(context) != CUMOE_OK) return 0;
+  if (find_context(handle, &context) != CUMOE_OK) return 0;
   if (bytes) *bytes = atomic_load(&context->live_bytes);
   return atomic_load(&context->live_buffers);
 }

@@ -22,6 +22,14 @@ static void list_dtypes(uint32_t mask, char *text, size_t bytes)
     }
 }
 
+cumoe_status check_dense(const char *name, int32_t dtype, cumoe_status otherwise)
+{
+  char names[96];
+  if (dense_format(dtype) != FORMAT_none) return CUMOE_OK;
+  list_dtypes(FLOAT_BITS, names, sizeof names);
+  return fail(otherwise, "%s is %s, must be %s", name, cumoe_dtype_name((cumoe_dtype)dtype), names);
+}
+
 cumoe_status check_extent(const char *name, const cumoe_view *v, uint32_t align)
 {
   const int64_t limit = (int64_t)1 << 46; /* bytes: the end of every device address space */
@@ -44,7 +52,7 @@ cumoe_status check_extent(const char *name, const cumoe_view *v, uint32_t align)
   return CUMOE_OK;
 }
 
-cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_view v)
+cumoe_status check_operand(struct context *context, const operand *want, cumoe_view v)
 {
   TRY(check_owner(context, want->name, &v));
   REQUIRE(v.device == CUMOE_DEVICE_ANY || v.device == context->device || absent(&v), CUMOE_ERR_WRONG_DEVICE,
@@ -64,7 +72,7 @@ cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_vie
   return check_extent(want->name, &v, want->align > element ? want->align : element);
 }
 
-cumoe_status check_optional(cumoe_context context, const operand *want, cumoe_view view)
+cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view)
 {
   return absent(&view) ? CUMOE_OK : check_operand(context, want, view);
 }
@@ -116,18 +124,48 @@ cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *
   return check_overlaps(views, 1, 2);
 }
 
+static uint32_t size_of(const void *given)
+{
+  uint32_t size;
+  memcpy(&size, given, sizeof size);
+  return size;
+}
+
+cumoe_status check_size(const char *name, const void *given, size_t size, size_t align)
+{
+  REQUIRE(given, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
+  const uint32_t bytes = size_of(given);
+  REQUIRE(bytes >= 8 && bytes <= 4096 && bytes % align == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.size is %u, must be sizeof the struct (%zu)", name, bytes, size);
+  return CUMOE_OK;
+}
+
 cumoe_status take_bytes(const char *name, const void *from, void *to, size_t size, size_t align)
 {
-  uint32_t given;
-  REQUIRE(from, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
-  memcpy(&given, from, sizeof given);
-  REQUIRE(given >= 8 && given <= 4096 && given % align == 0, CUMOE_ERR_INVALID_ARGUMENT,
-          "%s.size is %u, must be sizeof the struct (%zu)", name, given, size);
+  TRY(check_size(name, from, size, align));
+  const uint32_t given = size_of(from);
   for (size_t i = size; i < given; ++i)
     REQUIRE(((const unsigned char *)from)[i] == 0, CUMOE_ERR_NOT_SUPPORTED,
             "%s has fields that this version of the library does not know", name);
   memset(to, 0, size);
   memcpy(to, from, given < size ? given : size);
+  return CUMOE_OK;
+}
+
+void give_bytes(const void *from, void *to, size_t size)
+{
+  const uint32_t given = size_of(to);
+  memset(to, 0, given);
+  memcpy(to, from, given < size ? given : size);
+  memcpy(to, &given, sizeof given);
+}
+
+cumoe_status check_words(const char *name, const uint64_t *words, size_t count)
+{
+  for (size_t i = 0; i < count; ++i)
+    REQUIRE(words[i] == 0, CUMOE_ERR_NOT_SUPPORTED,
+            "%s.reserved[%zu] is 0x%llx, must be 0: this version of the library knows no field there", name, i,
+            (unsigned long long)words[i]);
   return CUMOE_OK;
 }
 
@@ -160,7 +198,7 @@ static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
 cumoe_status check_routing(const cumoe_routing *r, int32_t experts)
 {
   const uint32_t known = CUMOE_ROUTE_RENORMALIZE | CUMOE_ROUTE_SCORE_AFTER_TOPK | CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  REQUIRE(r->size == sizeof *r, CUMOE_ERR_INVALID_ARGUMENT, "routing.size is %u, must be %zu", r->size, sizeof *r);
+  TRY(check_reserve("routing", r->reserved));
   REQUIRE(r->score >= CUMOE_SCORE_SOFTMAX && r->score <= CUMOE_SCORE_IDENTITY, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.score is %d, not a cumoe_score", (int)r->score);
   REQUIRE(r->top_k >= 1 && r->top_k <= CUMOE_MAX_TOP_K && r->top_k <= experts, CUMOE_ERR_INVALID_ARGUMENT,
@@ -199,8 +237,7 @@ static cumoe_status check_shape(const cumoe_moe_desc *d)
 
 static cumoe_status check_types(const cumoe_moe_desc *d)
 {
-  REQUIRE(d->dtype == CUMOE_BF16 || d->dtype == CUMOE_F16 || d->dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
-          "desc.dtype is %s, supported are bf16, f16 and f32", cumoe_dtype_name((cumoe_dtype)d->dtype));
+  TRY(check_dense("desc.dtype", d->dtype, CUMOE_ERR_NOT_SUPPORTED));
   REQUIRE(d->out_dtype == d->dtype || d->out_dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
           "desc.out_dtype is %s, supported are %s and f32", cumoe_dtype_name((cumoe_dtype)d->out_dtype),
           cumoe_dtype_name((cumoe_dtype)d->dtype));
@@ -219,7 +256,7 @@ static cumoe_status check_types(const cumoe_moe_desc *d)
 
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
 {
-  TRY(take_struct("desc", from, d, sizeof *d));
+  TRY(take_struct("desc", from, d));
   if (d->local_experts == 0) d->local_experts = d->num_experts;
   if (d->out_dtype == 0) d->out_dtype = d->dtype;
   if (d->act == CUMOE_ACT_SWIGLU_OAI && d->act_alpha == 0) d->act_alpha = 1.702f;
@@ -234,38 +271,19 @@ cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
   return CUMOE_OK;
 }
 
-/* ---- plan, weights, route ---- */
+/* ---- route ---- */
 
-cumoe_status check_plan(cumoe_plan plan)
+cumoe_status take_route(const cumoe_route **route, cumoe_route *copy)
 {
-  REQUIRE(plan, CUMOE_ERR_INVALID_ARGUMENT, "plan is null");
-  REQUIRE(plan->magic == PLAN_MAGIC, CUMOE_ERR_STALE_HANDLE, "plan is not a live plan");
-  return check_context(plan->context);
-}
-
-cumoe_status check_weights(const char *name, cumoe_weights w, const cumoe_plan plan, int32_t experts, int32_t inter)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  REQUIRE(w, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);
-  REQUIRE(w->magic == WEIGHTS_MAGIC, CUMOE_ERR_STALE_HANDLE, "%s is not a live weights object", name);
-  REQUIRE(w->context == plan->context, CUMOE_ERR_WRONG_DEVICE, "%s belongs to another context than the plan", name);
-  REQUIRE(w->dtype == d->dtype, CUMOE_ERR_WRONG_DTYPE, "%s are %s, desc.dtype is %s", name,
-          cumoe_dtype_name((cumoe_dtype)w->dtype), cumoe_dtype_name((cumoe_dtype)d->dtype));
-  REQUIRE(w->experts == experts && w->hidden == d->hidden && w->inter == inter, CUMOE_ERR_INVALID_ARGUMENT,
-          "%s have experts %d, hidden %d, inter %d; the plan needs %d, %d, %d", name, (int)w->experts, (int)w->hidden,
-          (int)w->inter, (int)experts, (int)d->hidden, (int)inter);
-  REQUIRE(w->gated == !(d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_LAYOUT, "%s are %s, the plan is %s", name,
-          w->gated ? "gated" : "ungated", w->gated ? "ungated" : "gated");
+  TRY(take_struct("route", *route, copy));
+  *route = copy;
   return CUMOE_OK;
 }
 
-cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens)
+cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
-  REQUIRE(route->size == sizeof *route, CUMOE_ERR_INVALID_ARGUMENT, "route.size is %u, must be %zu", route->size,
-          sizeof *route);
   REQUIRE(route->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "route.reserved is %d, must be 0", (int)route->reserved);
   const operand counts = {"route.counts", 1, d->local_experts, i32, 4},
                 offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
@@ -281,100 +299,9 @@ cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t toke
   return CUMOE_OK;
 }
 
-/* ---- weights description ---- */
-
-typedef struct projection_shape {
-  const char *name;
-  int64_t out, in;
-  int32_t major;
-} projection_shape;
-
-static cumoe_status check_projection(cumoe_context context, const cumoe_projection *p, const projection_shape *s,
-                                     int32_t experts, int32_t dtype)
-{
-  const bool out_in = s->major == CUMOE_OUT_IN;
-  cumoe_view v = p->data;
-  REQUIRE(!(p->per_expert && v.data), CUMOE_ERR_INVALID_ARGUMENT, "%s has both data and per_expert", s->name);
-  if (p->per_expert) { /* the shape describes each expert's matrix; borrow the first one's pointer for the checks */
-    v.data = p->per_expert[0];
-    for (int32_t e = 0; e < experts; ++e)
-      REQUIRE(p->per_expert[e] && (uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
-              "%s.per_expert[%d] is %p, must be non-null and aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
-  }
-  const operand data = {s->name, out_in ? s->out : s->in, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
-  TRY(check_operand(context, &data, v));
-  const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
-  REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT,
-          "%s.expert_stride is %lld, must be at least one matrix, %lld", s->name, (long long)p->expert_stride,
-          (long long)matrix);
-  REQUIRE((uint64_t)stride * cumoe_dtype_bytes((cumoe_dtype)dtype) % 16 == 0, CUMOE_ERR_MISALIGNED,
-          "%s.expert_stride is %lld elements, must be a multiple of 16 bytes", s->name, (long long)stride);
-  if (!p->per_expert) { /* the whole stack must lie in its buffer, not only expert 0 */
-    cumoe_view all = cumoe_vector(v.data, (cumoe_dtype)dtype, 0);
-    REQUIRE(!__builtin_mul_overflow((int64_t)experts - 1, stride, &all.cols) &&
-                !__builtin_add_overflow(all.cols, matrix, &all.cols),
-            CUMOE_ERR_INVALID_ARGUMENT, "%s.expert_stride is %lld, too large", s->name, (long long)stride);
-    all.ld = all.cols;
-    all.rows = 1;
-    all.owner = v.owner;
-    TRY(check_extent(s->name, &all, 16));
-    TRY(check_owner(context, s->name, &all));
-  }
-  const operand bias = {"bias", experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
-  return check_optional(context, &bias, p->bias);
-}
-
-static bool projection_absent(const cumoe_projection *p)
-{
-  return absent(&p->data) && !p->per_expert && absent(&p->bias);
-}
-
-static cumoe_status check_major(const char *name, int32_t major)
-{
-  REQUIRE(major == CUMOE_OUT_IN || major == CUMOE_IN_OUT, CUMOE_ERR_LAYOUT,
-          "%s is %d, must be CUMOE_OUT_IN or CUMOE_IN_OUT", name, (int)major);
-  return CUMOE_OK;
-}
-
-cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc *d)
-{
-  const bool separate = d->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = d->gate_order == CUMOE_UNGATED;
-  const bool fused = !separate && !ungated;
-  const int32_t dtype = d->down.data.dtype;
-  REQUIRE(d->gate_order >= CUMOE_GATE_UP_CONCAT && d->gate_order <= CUMOE_UNGATED, CUMOE_ERR_LAYOUT,
-          "desc.gate_order is %d: it must be set, no order is guessed", (int)d->gate_order);
-  TRY(check_major("desc.up_major", d->up_major));
-  TRY(check_major("desc.down_major", d->down_major));
-  REQUIRE(d->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "desc.reserved is %d, must be 0", (int)d->reserved);
-  REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
-          "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
-  REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
-          "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
-  REQUIRE(dtype == CUMOE_BF16 || dtype == CUMOE_F16 || dtype == CUMOE_F32, CUMOE_ERR_WRONG_DTYPE,
-          "desc.down.data.dtype is %s, must be bf16, f16 or f32", cumoe_dtype_name((cumoe_dtype)dtype));
-  REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT,
-          "desc.gate_up must be absent with this gate_order");
-  REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
-  REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
-  const projection_shape gate_up = {"desc.gate_up", 2 * (int64_t)d->inter, d->hidden, d->up_major};
-  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major},
-                         up = {"desc.up", d->inter, d->hidden, d->up_major};
-  const projection_shape down = {"desc.down", d->hidden, d->inter, d->down_major};
-  if (fused) TRY(check_projection(context, &d->gate_up, &gate_up, d->experts, dtype));
-  if (separate) TRY(check_projection(context, &d->gate, &gate, d->experts, dtype));
-  if (!fused) TRY(check_projection(context, &d->up, &up, d->experts, dtype));
-  if (separate) {
-    const bool same = d->gate.data.ld == d->up.data.ld && d->gate.expert_stride == d->up.expert_stride &&
-                      !d->gate.per_expert == !d->up.per_expert && absent(&d->gate.bias) == absent(&d->up.bias) &&
-                      d->gate.bias.ld == d->up.bias.ld && d->gate.bias.dtype == d->up.bias.dtype;
-    REQUIRE(same, CUMOE_ERR_LAYOUT, "desc.gate and desc.up must have the same ld, expert_stride, form and bias form");
-  }
-  return check_projection(context, &d->down, &down, d->experts, dtype);
-}
-
 /* ---- forward ---- */
 
-static cumoe_status check_routing_inputs(cumoe_plan plan, const cumoe_moe_args *a)
+static cumoe_status check_routing_inputs(const struct plan *plan, const cumoe_moe_args *a)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const int64_t tokens = a->x.rows, experts = router_experts(d), k = d->routing.top_k;
@@ -405,7 +332,7 @@ static cumoe_status check_routing_inputs(cumoe_plan plan, const cumoe_moe_args *
   return check_optional(plan->context, &expert_map, a->expert_map);
 }
 
-static cumoe_status check_shared(cumoe_plan plan, const cumoe_moe_args *a)
+static cumoe_status check_shared(const struct plan *plan, const cumoe_moe_args *a, const struct weights **shared)
 {
   const cumoe_moe_desc *d = &plan->desc;
   if (d->shared_inter == 0) {
@@ -413,11 +340,11 @@ static cumoe_status check_shared(cumoe_plan plan, const cumoe_moe_args *a)
     return check_absent("args.shared_gate", a->shared_gate, "there is no shared expert");
   }
   const operand gate = {"args.shared_gate", 1, d->hidden, DTYPE_BIT(d->dtype) | DTYPE_BIT(CUMOE_F32), 16};
-  TRY(check_weights("args.shared", a->shared, plan, 1, d->shared_inter));
+  TRY(find_weights("args.shared", a->shared, plan, 1, d->shared_inter, shared));
   return check_optional(plan->context, &gate, a->shared_gate);
 }
 
-static cumoe_status check_outputs(cumoe_plan plan, const cumoe_moe_args *a)
+static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args *a)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const int64_t tokens = a->x.rows, k = d->routing.top_k;
@@ -468,7 +395,7 @@ static cumoe_status check_forward_overlaps(const cumoe_moe_args *a)
   return check_overlaps(views, 6, sizeof views / sizeof *views);
 }
 
-static cumoe_status check_workspace(cumoe_plan plan, const cumoe_moe_args *a)
+static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
 {
   workspace_layout layout;
   REQUIRE(plan_workspace_layout(&plan->desc, a->x.rows, &layout), CUMOE_ERR_INVALID_ARGUMENT,
@@ -484,11 +411,13 @@ static cumoe_status check_workspace(cumoe_plan plan, const cumoe_moe_args *a)
   return CUMOE_OK;
 }
 
-cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *a)
+cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights, const cumoe_moe_args *a, layer *with)
 {
-  TRY(check_plan(plan));
+  *with = (layer){0};
+  TRY(find_plan(plan_handle, &with->plan));
+  const struct plan *plan = with->plan;
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights, plan, d->local_experts, d->inter, &with->weights));
   REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
   REQUIRE(a->x.rows >= 0 && a->x.rows <= INT32_MAX / d->routing.top_k, CUMOE_ERR_INVALID_ARGUMENT,
           "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows,
@@ -498,18 +427,18 @@ cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_m
   TRY(check_operand(plan->context, &x, a->x));
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   TRY(check_routing_inputs(plan, a));
-  TRY(check_shared(plan, a));
+  TRY(check_shared(plan, a, &with->shared));
   TRY(check_outputs(plan, a));
   TRY(check_workspace(plan, a));
   return check_forward_overlaps(a);
 }
 
-cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *a, int64_t tokens)
+cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *a,
+                           int64_t tokens)
 {
   TRY(check_route(plan, route, tokens));
   const cumoe_moe_desc *d = &plan->desc;
-  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED,
-             weigh = !unreduced && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
   const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), out_type = DTYPE_BIT(d->out_dtype);
   const operand y = {"args.y", a->y.rows, d->hidden, own, 16}, x = {"args.x", tokens, d->hidden, own, 16};
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
@@ -518,10 +447,12 @@ cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumo
   const operand residual = {"args.residual", tokens, d->hidden, out_type, 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_operand(plan->context, &y, a->y));
-  if (weigh)
-    TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
+  if (on_input)
+    TRY(check_optional(plan->context, &pair_weights, a->pair_weights));
+  else if (unreduced)
+    TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED"));
   else
-    TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED or weighs the input"));
+    TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
   if (d->routing.identity_experts)
     TRY(check_operand(plan->context, &x, a->x));
   else

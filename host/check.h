@@ -2,26 +2,8 @@
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "internal.h"
+#include "weights.h"
 #include "../include/cumoe/stages.h"
-
-enum { PLAN_MAGIC = 0x4e4c5043, WEIGHTS_MAGIC = 0x54475743 };
-
-struct cumoe_plan_s {
-  uint32_t magic;
-  cumoe_context context;
-  cumoe_moe_desc desc; /* defaults filled in: local_experts, out_dtype, act_alpha, routed_scale */
-};
-
-struct cumoe_weights_s {
-  uint32_t magic;
-  cumoe_context context;
-  int32_t experts, hidden, inter, dtype;
-  bool gated;
-  expert_matrix up, down; /* normal form */
-  void *tables;           /* device arrays behind up.table and down.table, or NULL */
-  size_t table_bytes;
-};
 
 /* What an operand has to be. dtypes: bit mask of 1 << CUMOE_*; align: bytes, for the base and for ld. */
 typedef struct operand {
@@ -32,12 +14,17 @@ typedef struct operand {
 } operand;
 
 #define DTYPE_BIT(dtype) (1u << (dtype))
-#define FLOAT_BITS       (DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(CUMOE_F16) | DTYPE_BIT(CUMOE_BF16))
 #define INDEX_BITS       (DTYPE_BIT(CUMOE_I32) | DTYPE_BIT(CUMOE_I64))
+enum {
+  FLOAT_BITS = 0 /* the dense formats */
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS) | DTYPE_BIT(CUMOE_##DTYPE)
+#include "../kernels/formats.def"
+};
 
 bool absent(const cumoe_view *view);
-cumoe_status check_operand(cumoe_context context, const operand *want, cumoe_view view);
-cumoe_status check_optional(cumoe_context context, const operand *want, cumoe_view view); /* absent is fine */
+cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
 /* Of these views, the first `outputs` are written: they may overlap neither each other nor any other. */
@@ -52,24 +39,41 @@ enum { MAX_NAMED_VIEWS = 20 };
   {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
 /* clang-format on */
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
+/* A type that x, h and weights without scales have. */
+cumoe_status check_dense(const char *name, int32_t dtype, cumoe_status otherwise);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 
-/* Copies a caller's struct by its size field: a shorter one is padded with zeros, a longer one must end in zeros. A size
- * that no version of the struct can have, not a multiple of its alignment, is refused: it may end inside a pointer. */
-#define take_struct(name, from, to, size) take_bytes(name, from, to, size, _Alignof(__typeof__(*(to))))
+/* A caller's struct is not null and has a size that some version of it can have: none that ends inside a pointer. */
+#define check_struct(name, given) check_size(name, given, sizeof *(given), _Alignof(__typeof__(*(given))))
+cumoe_status check_size(const char *name, const void *given, size_t size, size_t align);
+
+/* check_struct, then copies it by its size: a shorter one is padded with zeros, a longer one must end in zeros. */
+#define take_struct(name, from, to) take_bytes(name, from, to, sizeof *(to), _Alignof(__typeof__(*(to))))
 cumoe_status take_bytes(const char *name, const void *from, void *to, size_t size, size_t align);
+
+/* Fills a caller's struct, which check_struct has passed: as much of `from` as there is room for, then zeros. */
+#define give_struct(from, to) give_bytes(1 ? (from) : (to), to, sizeof *(from)) /* both of one type */
+void give_bytes(const void *from, void *to, size_t size);
+
+/* What is kept for later versions in a struct that lies in others by value. */
+#define check_reserve(name, words) check_words(name, words, sizeof(words) / sizeof *(words))
+cumoe_status check_words(const char *name, const uint64_t *words, size_t count);
 
 cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts);
 /* Checks and fills in defaults. */
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *to);
-cumoe_status check_plan(cumoe_plan plan);
-cumoe_status check_weights(const char *name, cumoe_weights weights, const cumoe_plan plan, int32_t experts,
-                           int32_t inter);
-cumoe_status check_weights_desc(cumoe_context context, const cumoe_weights_desc *desc);
-cumoe_status check_route(cumoe_plan plan, const cumoe_route *route, int64_t tokens);
-cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args);
-cumoe_status check_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args, int64_t tokens);
+/* Makes *route point to a copy of what the caller gave, of today's size. */
+cumoe_status take_route(const cumoe_route **route, cumoe_route *copy);
+cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens);
+/* What a call of cumoe_moe_forward works with. */
+typedef struct layer {
+  const struct plan *plan;
+  const struct weights *weights, *shared; /* shared: NULL without */
+} layer;
+cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, layer *with);
+cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *args,
+                           int64_t tokens);
 
 int32_t router_experts(const cumoe_moe_desc *desc); /* columns of the logits */
 

@@ -182,24 +182,25 @@ cumoe_status cumoe_compile(const char *source, const char *target, const char *c
 }
 
 /* From 9.0 on a GPU has features that only its own code may use. */
-static void name_target(cumoe_context context, char target[ARCH_BYTES])
+static void name_target(struct context *context, char target[ARCH_BYTES])
 {
   const cumoe_device_info *info = &context->info;
   (void)snprintf(target, ARCH_BYTES, "sm_%d%d%s", (int)info->cc_major, (int)info->cc_minor,
                  info->cc_major >= 9 ? "a" : "");
 }
 
-cumoe_status cumoe_module_compile(cumoe_context context, const char *source, const char *const *options,
+cumoe_status cumoe_module_compile(cumoe_context handle, const char *source, const char *const *options,
                                   int32_t option_count, char *log, size_t log_bytes, cumoe_module *module)
 {
   begin_call(__func__);
+  struct context *context;
   bool targeted = false;
   char target[ARCH_BYTES];
   cumoe_image image = {0};
   REQUIRE(module, CUMOE_ERR_INVALID_ARGUMENT, "module is null");
   module->id = 0;
   if (log && log_bytes) log[0] = 0;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(check_source(source, log, log_bytes));
   TRY(check_options(options, option_count, &targeted));
   REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "the CPU device runs no CUDA code");

@@ -8,13 +8,13 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "objects.h"
 #include "plan.h"
-
-static const uint32_t MAGIC = 0x656f6d63; /* "cmoe" */
+#include "weights.h"
 
 enum { DEFAULT_SMEM = 48 * 1024, WAITS_FROM = 90 };
 
-_Static_assert(OP_COUNT <= sizeof((struct cumoe_context_s){0}.forced) / sizeof(int32_t), "raise forced[]");
+_Static_assert(OP_COUNT <= sizeof((struct context){0}.forced) / sizeof(int32_t), "raise forced[]");
 
 /* ---- fork: neither CUDA nor the worker threads survive it ---- */
 
@@ -31,13 +31,19 @@ static void watch_forks(void)
   (void)pthread_atfork(NULL, NULL, count_fork);
 }
 
-cumoe_status check_context(cumoe_context context)
+cumoe_status check_process(const struct context *context)
 {
-  if (context == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "context is NULL");
-  if (context->magic != MAGIC) return fail(CUMOE_ERR_STALE_HANDLE, "context is destroyed or not a context");
   if (context->forks != atomic_load_explicit(&forks, memory_order_relaxed))
     return fail(CUMOE_ERR_NOT_SUPPORTED, "context was made before fork(); a child process must make its own");
   return CUMOE_OK;
+}
+
+cumoe_status find_context(cumoe_context handle, struct context **context)
+{
+  void *found;
+  TRY(find_object(OBJECT_CONTEXT, "context", handle, &found));
+  *context = found;
+  return check_process(found);
 }
 
 /* ---- the driver, for what the runtime cannot do ---- */
@@ -95,7 +101,7 @@ static cumoe_status find_driver(void)
 /* Not cudaSetDevice: to restore the device of a thread that has none yet, that would create a CUDA context on
  * GPU 0, half a gigabyte of it. A current context of the engine's own making is left alone if it is on the
  * same GPU. */
-static cumoe_status push_device(cumoe_context context, device_scope *scope)
+static cumoe_status push_device(struct context *context, device_scope *scope)
 {
   CUcontext current = NULL;
   CUdevice device = -1;
@@ -108,7 +114,7 @@ static cumoe_status push_device(cumoe_context context, device_scope *scope)
   return CUMOE_OK;
 }
 
-cumoe_status enter_lost_device(cumoe_context context, device_scope *scope)
+cumoe_status enter_lost_device(struct context *context, device_scope *scope)
 {
   *scope = (device_scope){.outer = run_for(context)};
   if (on_cpu(context)) return CUMOE_OK;
@@ -118,7 +124,7 @@ cumoe_status enter_lost_device(cumoe_context context, device_scope *scope)
   return status;
 }
 
-cumoe_status enter_device(cumoe_context context, device_scope *scope)
+cumoe_status enter_device(struct context *context, device_scope *scope)
 {
   TRY(check_alive(context));
   return enter_lost_device(context, scope);
@@ -147,7 +153,7 @@ void restore_capture(enum cudaStreamCaptureMode before)
 
 /* ---- opening a CUDA device ---- */
 
-static cumoe_status read_facts(cumoe_context context)
+static cumoe_status read_facts(struct context *context)
 {
   struct cudaDeviceProp facts;
   TRY_CUDA(cudaGetDeviceProperties(&facts, context->device));
@@ -164,7 +170,7 @@ static cumoe_status read_facts(cumoe_context context)
   return fail(CUMOE_ERR_NOT_SUPPORTED, "device %d (%s) has no memory pools", context->device, info->name);
 }
 
-static cumoe_status no_image(cumoe_context context, const char *what, const char *why)
+static cumoe_status no_image(struct context *context, const char *what, const char *why)
 {
   const cumoe_device_info *info = &context->info;
   return fail(CUMOE_ERR_NO_KERNEL_IMAGE,
@@ -172,7 +178,7 @@ static cumoe_status no_image(cumoe_context context, const char *what, const char
               info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
 }
 
-static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibrary_t *library)
+static cumoe_status load_image(struct context *context, const variant *v, cudaLibrary_t *library)
 {
   if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
   enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved; /* rodata: the driver needs no copy */
@@ -189,7 +195,7 @@ static cumoe_status load_image(cumoe_context context, const variant *v, cudaLibr
 
 /* Reading the attributes makes the driver load the kernel now; its lazy loading could otherwise fall into a
  * capture. */
-static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cudaKernel_t kernel, bool *waits)
+static cumoe_status prepare_kernel(struct context *context, const variant *v, cudaKernel_t kernel, bool *waits)
 {
   struct cudaFuncAttributes facts;
   cudaError_t error = cudaFuncGetAttributes(&facts, (const void *)kernel);
@@ -213,7 +219,7 @@ static cumoe_status prepare_kernel(cumoe_context context, const variant *v, cuda
   return CUMOE_OK;
 }
 
-static cumoe_status load_kernel(cumoe_context context, int32_t index, cudaLibrary_t library)
+static cumoe_status load_kernel(struct context *context, int32_t index, cudaLibrary_t library)
 {
   const variant *v = &variants[index];
   cudaKernel_t kernel = NULL;
@@ -232,7 +238,7 @@ static cumoe_status load_kernel(cumoe_context context, int32_t index, cudaLibrar
 }
 
 /* A row that needs more shared memory than the GPU has stays without a kernel. */
-static cumoe_status load_kernels(cumoe_context context)
+static cumoe_status load_kernels(struct context *context)
 {
   const unsigned char *loaded[MAX_IMAGES] = {NULL};
   const machine m = machine_of(&context->info, NULL);
@@ -253,7 +259,7 @@ static cumoe_status load_kernels(cumoe_context context)
 }
 
 /* In a stream of its own: the default stream would drag a capture of another thread into an error. */
-static cumoe_status make_fault_record(cumoe_context context)
+static cumoe_status make_fault_record(struct context *context)
 {
   TRY_CUDA(cudaHostAlloc((void **)&context->fault.mirror, sizeof *context->fault.mirror,
                          cudaHostAllocMapped | cudaHostAllocPortable));
@@ -268,7 +274,7 @@ static cumoe_status make_fault_record(cumoe_context context)
   return error == cudaSuccess ? CUMOE_OK : fail_cuda(error, "clearing the fault record");
 }
 
-static cumoe_status open_entered(cumoe_context context)
+static cumoe_status open_entered(struct context *context)
 {
   TRY(read_facts(context));
   TRY(pool_open(context));
@@ -278,7 +284,7 @@ static cumoe_status open_entered(cumoe_context context)
 }
 
 /* The runtime never gives a primary context back either: memory and streams of the engine may live in it. */
-static cumoe_status open_cuda(cumoe_context context, int32_t device)
+static cumoe_status open_cuda(struct context *context, int32_t device)
 {
   note_cuda_error();
   int count = 0;
@@ -302,19 +308,21 @@ static cumoe_status open_cuda(cumoe_context context, int32_t device)
 
 /* Work in flight may use the buffers and the code, on any stream. cudaDeviceSynchronize would wait for it,
  * but break every capture under way on the device; cudaFree waits just as well, and breaks none. */
-static cumoe_status wait_device(cumoe_context context)
+static cumoe_status wait_device(struct context *context)
 {
   if (context->fault.record != NULL) TRY_CUDA(cudaFree(context->fault.record));
   return CUMOE_OK;
 }
 
 /* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
-static cumoe_status close_entered(cumoe_context context)
+static cumoe_status close_entered(struct context *context)
 {
   cumoe_status status = wait_device(context);
   report_leaks(context);
   blas_close(context);
-  cumoe_status abandoned = buffers_abandon(context);
+  cumoe_status abandoned = weights_abandon(context);
+  if (status == CUMOE_OK) status = abandoned;
+  abandoned = buffers_abandon(context);
   if (status == CUMOE_OK) status = abandoned;
   abandoned = modules_abandon(context);
   if (status == CUMOE_OK) status = abandoned;
@@ -324,7 +332,7 @@ static cumoe_status close_entered(cumoe_context context)
   return status != CUMOE_OK ? status : closed;
 }
 
-static cumoe_status close_cuda(cumoe_context context)
+static cumoe_status close_cuda(struct context *context)
 {
   device_scope scope;
   cumoe_status entered = enter_lost_device(context, &scope);
@@ -338,7 +346,7 @@ static cumoe_status close_cuda(cumoe_context context)
 
 /* ---- the CPU device ---- */
 
-static cumoe_status open_cpu(cumoe_context context, int32_t threads)
+static cumoe_status open_cpu(struct context *context, int32_t threads)
 {
   cumoe_device_info *info = &context->info;
   context->device = info->device = CUMOE_DEVICE_CPU;
@@ -352,36 +360,53 @@ static cumoe_status open_cpu(cumoe_context context, int32_t threads)
   return CUMOE_OK;
 }
 
-static void close_cpu(cumoe_context context)
+static void close_cpu(struct context *context)
 {
   report_leaks(context);
+  (void)weights_abandon(context);
   (void)buffers_abandon(context);
   threads_destroy(context->threads);
 }
 
 /* ---- create, destroy ---- */
 
+/* Plans and all that lies in the device's memory go with it. */
+static cumoe_status close_device(struct context *context)
+{
+  cumoe_status status = CUMOE_OK;
+  if (on_cpu(context))
+    close_cpu(context);
+  else
+    status = close_cuda(context);
+  (void)plans_abandon(context);
+  free(context);
+  return status;
+}
+
+static cumoe_status open_device(struct context *context, int32_t device, const cumoe_context_config *config)
+{
+  TRY(pool_configure(&context->pool, config));
+  return device == CUMOE_DEVICE_CPU ? open_cpu(context, config->cpu_threads) : open_cuda(context, device);
+}
+
 static cumoe_status open_one(int32_t device, const cumoe_context_config *config, cumoe_context *made)
 {
-  cumoe_context context = calloc(1, sizeof *context);
+  struct context *context = calloc(1, sizeof *context);
   if (context == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *context);
   context->device = CUMOE_DEVICE_CPU;
   context->forks = atomic_load(&forks);
   context->info.size = sizeof context->info;
   context->debug = config->debug;
-  cumoe_status status = pool_configure(&context->pool, config);
-  if (status == CUMOE_OK)
-    status = device == CUMOE_DEVICE_CPU ? open_cpu(context, config->cpu_threads) : open_cuda(context, device);
+  cumoe_status status = open_device(context, device, config);
+  if (status == CUMOE_OK) *made = publish_object(OBJECT_CONTEXT, context, context);
+  if (status == CUMOE_OK && *made == NULL) status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another context");
   if (status != CUMOE_OK) {
     error_text why; /* closing may fail as well; the first failure is the one to tell */
     save_error(&why);
-    if (!on_cpu(context)) (void)close_cuda(context);
+    (void)close_device(context);
     restore_error(&why);
-    free(context);
     return status;
   }
-  context->magic = MAGIC;
-  *made = context;
   log_message(CUMOE_LOG_INFO, "cumoe: device %d: %s", context->device, context->info.name);
   return CUMOE_OK;
 }
@@ -411,7 +436,7 @@ static cumoe_status check_config(const cumoe_context_config *from, cumoe_context
 {
   memory_pool unused = {.cuda = NULL};
   *to = (cumoe_context_config){.size = sizeof *to};
-  if (from != NULL) TRY(take_struct("config", from, to, sizeof *to));
+  if (from != NULL) TRY(take_struct("config", from, to));
   REQUIRE(to->cpu_threads >= 0, CUMOE_ERR_INVALID_ARGUMENT, "config.cpu_threads is %d", (int)to->cpu_threads);
   REQUIRE(to->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)to->reserved);
   TRY(pool_configure(&unused, to));
@@ -433,54 +458,49 @@ cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *co
   return device == CUMOE_DEVICE_AUTO ? open_auto(&c, context) : open_one(device, &c, context);
 }
 
-cumoe_status cumoe_context_destroy(cumoe_context context)
+cumoe_status cumoe_context_destroy(cumoe_context handle)
 {
   begin_call(__func__);
-  if (context == NULL) return CUMOE_OK;
-  TRY(check_context(context));
-  cumoe_status status = CUMOE_OK;
-  if (on_cpu(context))
-    close_cpu(context);
-  else
-    status = close_cuda(context);
-  context->magic = 0;
-  free(context);
-  return status;
+  struct context *context;
+  if (handle == NULL) return CUMOE_OK;
+  TRY(find_context(handle, &context));
+  return retire_object(handle) ? close_device(context) : find_context(handle, &context);
 }
 
-cumoe_status cumoe_context_info(cumoe_context context, cumoe_device_info *info)
+cumoe_status cumoe_context_info(cumoe_context handle, cumoe_device_info *info)
 {
   begin_call(__func__);
-  TRY(check_context(context));
-  if (info == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is NULL");
-  if (info->size != sizeof *info)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, sizeof(cumoe_device_info) is %zu", info->size,
-                sizeof *info);
-  *info = context->info;
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_struct("info", info));
+  give_struct(&context->info, info);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_synchronize(cumoe_context context, cumoe_stream stream)
+cumoe_status cumoe_synchronize(cumoe_context handle, cumoe_stream stream)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   return memory_wait(context, stream);
 }
 
 /* ---- fault record ---- */
 
-int cumoe_fault_pending(cumoe_context context)
+int cumoe_fault_pending(cumoe_context handle)
 {
   begin_call(__func__);
-  if (check_context(context) != CUMOE_OK) return 0;
+  struct context *context;
+  if (find_context(handle, &context) != CUMOE_OK) return 0;
   return __atomic_load_n(context->fault.mirror, __ATOMIC_ACQUIRE) != 0;
 }
 
-cumoe_status cumoe_fault_read(cumoe_context context, cumoe_stream stream, cumoe_fault *fault)
+cumoe_status cumoe_fault_read(cumoe_context handle, cumoe_stream stream, cumoe_fault *fault)
 {
   begin_call(__func__);
-  TRY(check_context(context));
-  if (fault == NULL) return fail(CUMOE_ERR_INVALID_ARGUMENT, "fault is NULL");
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_struct("fault", fault));
   uint64_t record = 0;
   if (on_cpu(context)) {
     record = __atomic_load_n(context->fault.record, __ATOMIC_ACQUIRE);
@@ -490,16 +510,18 @@ cumoe_status cumoe_fault_read(cumoe_context context, cumoe_stream stream, cumoe_
                     cudaMemcpyDeviceToHost, stream));
     TRY(memory_wait(context, stream));
   }
-  fault->code = (int32_t)(record >> 56);
-  fault->slot = (int32_t)(record >> 44 & 0xfff);
-  fault->token = (int64_t)(record & 0xfffffffffffULL);
+  const cumoe_fault first = {.code = (int32_t)(record >> 56),
+                             .slot = (int32_t)(record >> 44 & 0xfff),
+                             .token = (int64_t)(record & 0xfffffffffffULL)};
+  give_struct(&first, fault);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_fault_clear(cumoe_context context, cumoe_stream stream)
+cumoe_status cumoe_fault_clear(cumoe_context handle, cumoe_stream stream)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) {
     __atomic_store_n(context->fault.record, 0, __ATOMIC_RELEASE);
     __atomic_store_n(context->fault.mirror, 0, __ATOMIC_RELEASE);

@@ -1,5 +1,7 @@
 /* Debug levels: the report of leaks, the list of what is live, the check of all red zones. */
 #include "block.h"
+#include "check.h"
+#include "objects.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -59,13 +61,17 @@ static int by_bytes(const void *a, const void *b)
   return (x->bytes < y->bytes) - (x->bytes > y->bytes);
 }
 
-void report_leaks(cumoe_context context)
+void report_leaks(struct context *context)
 {
   site sites[MAX_SITES + 1] = {{0}}, sum = {0};
   int count = 0;
   if (context->debug < 1) return;
   add_sites(context->blocks, sites, &count, &sum);
   add_sites(context->pinned, sites, &count, &sum);
+  const int64_t plans = count_objects(OBJECT_PLAN, context), weights = count_objects(OBJECT_WEIGHTS, context);
+  if (plans || weights)
+    log_message(CUMOE_LOG_WARNING, "cumoe: alive at the end of the context on device %d: %lld plans, %lld weights",
+                (int)context->device, (long long)plans, (long long)weights);
   if (sum.count == 0) return;
   log_message(CUMOE_LOG_WARNING, "cumoe: leaked at the end of the context on device %d: %lld buffers, %zu bytes",
               (int)context->device, (long long)sum.count, sum.bytes);
@@ -94,10 +100,11 @@ static int64_t visit(const block *list, cumoe_live_fn fn, void *user)
   return count;
 }
 
-int64_t cumoe_debug_live(cumoe_context context, cumoe_live_fn fn, void *user)
+int64_t cumoe_debug_live(cumoe_context handle, cumoe_live_fn fn, void *user)
 {
   begin_call(__func__);
-  if (check_context(context) != CUMOE_OK) return -1;
+  struct context *context;
+  if (find_context(handle, &context) != CUMOE_OK) return -1;
   lock_blocks();
   const int64_t count = visit(context->blocks, fn, user) + visit(context->pinned, fn, user);
   unlock_blocks();
@@ -109,18 +116,21 @@ static cumoe_status check_all(const block *list, cumoe_buffer_info *first_bad)
 {
   for (const block *b = list; b != NULL; b = b->older) {
     const cumoe_status status = block_check(b);
-    if (status == CUMOE_ERR_OUT_OF_BOUNDS && first_bad != NULL) *first_bad = block_info(b);
+    if (status == CUMOE_ERR_OUT_OF_BOUNDS && first_bad != NULL) {
+      const cumoe_buffer_info bad = block_info(b);
+      give_struct(&bad, first_bad);
+    }
     TRY(status);
   }
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_debug_check(cumoe_context context, cumoe_stream stream, cumoe_buffer_info *first_bad)
+cumoe_status cumoe_debug_check(cumoe_context handle, cumoe_stream stream, cumoe_buffer_info *first_bad)
 {
   begin_call(__func__);
-  TRY(check_context(context));
-  REQUIRE(first_bad == NULL || first_bad->size == sizeof *first_bad, CUMOE_ERR_INVALID_ARGUMENT,
-          "first_bad.size is %u, must be %zu", first_bad->size, sizeof *first_bad);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  if (first_bad != NULL) TRY(check_struct("first_bad", first_bad));
   TRY(memory_wait(context, stream));
   lock_blocks();
   cumoe_status status = check_all(context->blocks, first_bad);

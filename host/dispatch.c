@@ -105,8 +105,8 @@ static cumoe_status refused(const variant *v)
 }
 
 /* Kernels that read through tensor maps get them encoded here, anew each time: host work only, and nothing to keep. */
-static cumoe_status launch_router(cumoe_context context, int32_t row, int64_t grid, bool early, const router_args *args,
-                                  cumoe_stream stream)
+static cumoe_status launch_router(struct context *context, int32_t row, int64_t grid, bool early,
+                                  const router_args *args, cumoe_stream stream)
 {
   const variant *v = &variants[row];
   router_sm90_args mapped = {.r = *args};
@@ -114,7 +114,7 @@ static cumoe_status launch_router(cumoe_context context, int32_t row, int64_t gr
   return launch(context, row, grid, early, &mapped, stream);
 }
 
-static cumoe_status launch_gemm(cumoe_context context, int32_t row, int64_t grid, bool early, const gemm_args *args,
+static cumoe_status launch_gemm(struct context *context, int32_t row, int64_t grid, bool early, const gemm_args *args,
                                 cumoe_stream stream)
 {
   const variant *v = &variants[row];
@@ -124,7 +124,7 @@ static cumoe_status launch_gemm(cumoe_context context, int32_t row, int64_t grid
   return launch(context, row, grid, early, &mapped, stream);
 }
 
-static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid, bool early, const void *args,
+static cumoe_status launch_row(struct context *context, int32_t row, int64_t grid, bool early, const void *args,
                                cumoe_stream stream)
 {
   if (!takes_tensor_maps(&variants[row])) return launch(context, row, grid, early, args, stream);
@@ -132,47 +132,47 @@ static cumoe_status launch_row(cumoe_context context, int32_t row, int64_t grid,
   return launch_gemm(context, row, grid, early, args, stream);
 }
 
-static shape shape_in(cumoe_context context, operation op, const void *args)
+static shape shape_in(struct context *context, operation op, const void *args)
 {
   shape s = shape_of(op, args);
   s.no_tmap |= context->encode_tiled == NULL;
   return s;
 }
 
-bool dispatch_wants_copy(cumoe_context context, const gemm_args *up)
+bool dispatch_wants_copy(struct context *context, const gemm_args *up)
 {
   const machine m = machine_of(&context->info, context->forced);
   const shape s = shape_in(context, OP_up, up);
   return wants_copy(&m, &s);
 }
 
-bool dispatch_goes_by_expert(cumoe_context context, const gemm_args *up, const gemm_args *down)
+bool dispatch_goes_by_expert(struct context *context, const gemm_args *up, const gemm_args *down)
 {
   const machine m = machine_of(&context->info, context->forced);
   const shape u = shape_in(context, OP_up, up), d = shape_in(context, OP_down, down);
   return goes_by_expert(&m, &u, &d);
 }
 
-bool dispatch_wants_few(cumoe_context context, const few_args *few)
+bool dispatch_wants_few(struct context *context, const few_args *few)
 {
   const machine m = machine_of(&context->info, context->forced);
   const shape u = shape_in(context, OP_few_up, few), d = shape_in(context, OP_few_down, few);
   return wants_few(&m, &u, &d);
 }
 
-bool dispatch_few_in_one(cumoe_context context)
+bool dispatch_few_in_one(struct context *context)
 {
   const machine m = machine_of(&context->info, context->forced);
   return few_in_one(&m);
 }
 
-bool dispatch_few_up_gates(cumoe_context context, const gate_args *gate)
+bool dispatch_few_up_gates(struct context *context, const gate_args *gate)
 {
   const machine m = machine_of(&context->info, context->forced);
   return few_up_gates(&m, gate);
 }
 
-cumoe_status dispatch(cumoe_context context, operation op, const void *args, cumoe_stream stream)
+cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream)
 {
   const machine m = machine_of(&context->info, context->forced);
   const shape s = shape_in(context, op, args);

@@ -9,52 +9,52 @@ int32_t cumoe_variant_count(void)
   return variant_count;
 }
 
-static void show_row(const variant *v, cumoe_variant_info *info)
+static cumoe_variant_info info_of(const variant *v)
 {
   static const char *const scales[] = {[SCALE_none] = "none", [SCALE_out] = "out", [SCALE_block] = "block"};
   static const char *const majors[] = {[MAJOR_any] = "any", [MAJOR_K] = "K", [MAJOR_N] = "N"};
-  *info = (cumoe_variant_info){.size = sizeof *info,
-                               .op = v->op_name,
-                               .name = v->name,
-                               .arch = v->arch_name,
-                               .form = v->form_name,
-                               .x = v->x,
-                               .w = v->w,
-                               .y = v->y,
-                               .scale = v->bm ? scales[v->scale] : "",
-                               .major = v->bm ? majors[v->major] : "",
-                               .bm = v->bm,
-                               .bn = v->bn,
-                               .bk = v->bk,
-                               .stages = v->stages,
-                               .units = v->units,
-                               .columns = v->columns,
-                               .lanes = v->lanes,
-                               .ahead = v->ahead,
-                               .cluster = v->cluster,
-                               .warps = v->threads / 32,
-                               .ctas = v->ctas,
-                               .smem = v->smem};
+  return (cumoe_variant_info){.op = v->op_name,
+                              .name = v->name,
+                              .arch = v->arch_name,
+                              .form = v->form_name,
+                              .x = v->x,
+                              .w = v->w,
+                              .y = v->y,
+                              .scale = v->bm ? scales[v->scale] : "",
+                              .major = v->bm ? majors[v->major] : "",
+                              .bm = v->bm,
+                              .bn = v->bn,
+                              .bk = v->bk,
+                              .stages = v->stages,
+                              .units = v->units,
+                              .columns = v->columns,
+                              .lanes = v->lanes,
+                              .ahead = v->ahead,
+                              .cluster = v->cluster,
+                              .warps = v->threads / 32,
+                              .ctas = v->ctas,
+                              .smem = v->smem};
 }
 
-cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_variant_info *info)
+cumoe_status cumoe_variant_get(cumoe_context handle, int32_t index, cumoe_variant_info *info)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (index < 0 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d", (int)index, (int)variant_count - 1);
-  if (!info) return fail(CUMOE_ERR_INVALID_ARGUMENT, "info is null");
-  if (info->size != sizeof *info)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size, sizeof *info);
-  show_row(&variants[index], info);
-  info->usable = variants[index].cpu ? on_cpu(context) : context->kernels[index] != NULL;
+  TRY(check_struct("info", info));
+  cumoe_variant_info row = info_of(&variants[index]);
+  row.usable = variants[index].cpu ? on_cpu(context) : context->kernels[index] != NULL;
+  give_struct(&row, info);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_variant_force(cumoe_context context, int32_t index)
+cumoe_status cumoe_variant_force(cumoe_context handle, int32_t index)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (index < -1 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be -1 .. %d", (int)index, (int)variant_count - 1);
   if (index == -1) {

@@ -64,7 +64,7 @@ cumoe_status check_launch(const function_facts *f, const cumoe_launch *launch, b
 {
   cumoe_launch l;
   const uint32_t known = CUMOE_LAUNCH_EARLY | CUMOE_LAUNCH_COOPERATIVE;
-  TRY(take_struct("launch", launch, &l, sizeof l));
+  TRY(take_struct("launch", launch, &l));
   REQUIRE((l.flags & ~known) == 0, CUMOE_ERR_INVALID_ARGUMENT, "launch.flags is 0x%x, known are 0x%x", l.flags, known);
   if (!any_grid) TRY(check_grid(l.grid));
   TRY(check_block(f, l.block));
@@ -164,17 +164,17 @@ static cumoe_status read_info(const function_facts *f, cumoe_function_info *info
 {
   struct cudaFuncAttributes facts;
   TRY_CUDA(cudaFuncGetAttributes(&facts, (const void *)f->kernel));
-  *info = (cumoe_function_info){.size = sizeof *info,
-                                .registers = facts.numRegs,
-                                .static_smem = (int32_t)facts.sharedSizeBytes,
-                                .max_dynamic_smem = facts.maxDynamicSharedSizeBytes,
-                                .local_bytes = (int32_t)facts.localSizeBytes,
-                                .constant_bytes = (int32_t)facts.constSizeBytes,
-                                .max_threads = facts.maxThreadsPerBlock,
-                                .ptx_version = facts.ptxVersion,
-                                .binary_version = facts.binaryVersion,
-                                .parameters = f->parameters};
-  for (int32_t i = 0; i < f->parameters; ++i) info->parameter_bytes[i] = f->parameter_bytes[i];
+  cumoe_function_info now = {.registers = facts.numRegs,
+                             .static_smem = (int32_t)facts.sharedSizeBytes,
+                             .max_dynamic_smem = facts.maxDynamicSharedSizeBytes,
+                             .local_bytes = (int32_t)facts.localSizeBytes,
+                             .constant_bytes = (int32_t)facts.constSizeBytes,
+                             .max_threads = facts.maxThreadsPerBlock,
+                             .ptx_version = facts.ptxVersion,
+                             .binary_version = facts.binaryVersion,
+                             .parameters = f->parameters};
+  for (int32_t i = 0; i < f->parameters; ++i) now.parameter_bytes[i] = f->parameter_bytes[i];
+  give_struct(&now, info);
   return CUMOE_OK;
 }
 
@@ -182,9 +182,7 @@ cumoe_status cumoe_function_get_info(cumoe_function function, cumoe_function_inf
 {
   begin_call(__func__);
   function_facts f;
-  REQUIRE(info, CUMOE_ERR_INVALID_ARGUMENT, "info is null");
-  REQUIRE(info->size == sizeof *info, CUMOE_ERR_INVALID_ARGUMENT, "info.size is %u, must be %zu", info->size,
-          sizeof *info);
+  TRY(check_struct("info", info));
   TRY(find_function(function, &f));
   ON_DEVICE_RELAXED(f.context, read_info(&f, info));
 }
@@ -209,17 +207,19 @@ static cumoe_status read_clusters(const function_facts *f, const launch_shape *s
   return CUMOE_OK;
 }
 
-static cumoe_status read_occupancy(const function_facts *f, const launch_shape *shape, cumoe_occupancy *o)
+static cumoe_status read_occupancy(const function_facts *f, const launch_shape *shape, cumoe_occupancy *occupancy)
 {
   const void *kernel = (const void *)f->kernel;
   const int threads = (int)(shape->block.x * shape->block.y * shape->block.z);
   size_t spare = 0;
-  *o = (cumoe_occupancy){.size = sizeof *o};
-  TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&o->blocks_per_sm, kernel, threads, shape->smem));
-  if (o->blocks_per_sm > 0)
-    TRY_CUDA(cudaOccupancyAvailableDynamicSMemPerBlock(&spare, kernel, o->blocks_per_sm, threads));
-  o->spare_smem = spare;
-  return read_clusters(f, shape, o);
+  cumoe_occupancy now = {0};
+  TRY_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&now.blocks_per_sm, kernel, threads, shape->smem));
+  if (now.blocks_per_sm > 0)
+    TRY_CUDA(cudaOccupancyAvailableDynamicSMemPerBlock(&spare, kernel, now.blocks_per_sm, threads));
+  now.spare_smem = spare;
+  TRY(read_clusters(f, shape, &now));
+  give_struct(&now, occupancy);
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_function_occupancy(cumoe_function function, const cumoe_launch *launch, cumoe_occupancy *occupancy)
@@ -228,9 +228,7 @@ cumoe_status cumoe_function_occupancy(cumoe_function function, const cumoe_launc
   function_facts f;
   launch_shape shape = {0};
   cumoe_stream stream = NULL;
-  REQUIRE(occupancy, CUMOE_ERR_INVALID_ARGUMENT, "occupancy is null");
-  REQUIRE(occupancy->size == sizeof *occupancy, CUMOE_ERR_INVALID_ARGUMENT, "occupancy.size is %u, must be %zu",
-          occupancy->size, sizeof *occupancy);
+  TRY(check_struct("occupancy", occupancy));
   TRY(find_function(function, &f));
   TRY(check_launch(&f, launch, true, &shape, &stream));
   ON_DEVICE_RELAXED(f.context, read_occupancy(&f, &shape, occupancy));

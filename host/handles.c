@@ -44,16 +44,28 @@ static void write_record(const handle_table *table, handle_slot *slot, const voi
   }
 }
 
+/* The slot of a handle that lives, else NULL. */
+static handle_slot *live_slot(handle_table *table, uint64_t id)
+{
+  const uint32_t name = (uint32_t)id, generation = (uint32_t)(id >> 32);
+  if (name == 0 || !(generation & 1) || (name - 1) / CHUNK_SLOTS >= HANDLE_CHUNKS) return NULL;
+  handle_slot *slot = slot_at(table, name - 1);
+  return slot && atomic_load_explicit(&slot->generation, memory_order_acquire) == generation ? slot : NULL;
+}
+
+bool handle_lives(handle_table *table, uint64_t id)
+{
+  return live_slot(table, id) != NULL;
+}
+
 /* The generation is looked at before and after: a word written for a later handle was written after the generation
  * had moved on. */
 bool handle_find(handle_table *table, uint64_t id, void *record)
 {
-  const uint32_t name = (uint32_t)id, generation = (uint32_t)(id >> 32);
-  if (name == 0 || !(generation & 1) || (name - 1) / CHUNK_SLOTS >= HANDLE_CHUNKS) return false;
-  handle_slot *slot = slot_at(table, name - 1);
-  if (!slot || atomic_load_explicit(&slot->generation, memory_order_acquire) != generation) return false;
+  handle_slot *slot = live_slot(table, id);
+  if (!slot) return false;
   read_record(table, slot, record);
-  return atomic_load_explicit(&slot->generation, memory_order_relaxed) == generation;
+  return atomic_load_explicit(&slot->generation, memory_order_relaxed) == (uint32_t)(id >> 32);
 }
 
 /* With the lock held: a dead slot's index + 1, or 0 when there is no memory. */

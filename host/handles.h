@@ -32,6 +32,7 @@ typedef struct handle_table {
 /* Any thread may call any of these. `record`: one of the table's type. */
 uint64_t handle_publish(handle_table *table, const void *record); /* 0: no host memory */
 bool handle_find(handle_table *table, uint64_t id, void *record);
+bool handle_lives(handle_table *table, uint64_t id);
 /* Ends the handle and hands out what it named: only one of several racing callers succeeds. */
 bool handle_retire(handle_table *table, uint64_t id, void *record);
 /* The live handle in slot `index` and its record, else *id = 0; false past the last slot. */

@@ -39,8 +39,8 @@ void clear_cuda_error(void);
 
 /* Whose device this thread's CUDA calls are for, from now on; returns whose they were for. A sticky error makes that context
  * lost: no later call reaches the device, each answers CUDA_STICKY with the first cause (check_alive). */
-struct cumoe_context_s *run_for(struct cumoe_context_s *context);
-cumoe_status check_alive(struct cumoe_context_s *context);
+struct context *run_for(struct context *context);
+cumoe_status check_alive(struct context *context);
 
 /* For a call that may succeed after a failure inside it: a success leaves cumoe_last_error alone. */
 typedef struct error_text {
@@ -100,8 +100,7 @@ typedef struct memory_pool {
   _Atomic int64_t live;
 } memory_pool;
 
-struct cumoe_context_s {
-  uint32_t magic;
+struct context {
   int32_t device; /* CUDA ordinal or CUMOE_DEVICE_CPU */
   cumoe_device_info info;
   void (*encode_tiled)(void); /* the driver's cuTensorMapEncodeTiled, where kernels take tensor maps; else NULL */
@@ -127,9 +126,10 @@ struct cumoe_context_s {
   error_text lost_cause; /* of the first one */
 };
 
-cumoe_status check_context(cumoe_context context);
+cumoe_status find_context(cumoe_context handle, struct context **context);
+cumoe_status check_process(const struct context *context); /* NOT_SUPPORTED in a child of the process that made it */
 
-static inline bool on_cpu(cumoe_context context)
+static inline bool on_cpu(struct context *context)
 {
   return context->device == CUMOE_DEVICE_CPU;
 }
@@ -138,10 +138,10 @@ static inline bool on_cpu(cumoe_context context)
  * nested. CUDA_STICKY if the device is lost; enter_lost_device is for giving back what can be given back all the same. */
 typedef struct device_scope {
   bool pushed;
-  cumoe_context outer; /* whose device the thread's calls were for */
+  struct context *outer; /* whose device the thread's calls were for */
 } device_scope;
-cumoe_status enter_device(cumoe_context context, device_scope *scope);
-cumoe_status enter_lost_device(cumoe_context context, device_scope *scope);
+cumoe_status enter_device(struct context *context, device_scope *scope);
+cumoe_status enter_lost_device(struct context *context, device_scope *scope);
 void leave_device(device_scope *scope);
 
 /* Runs `expression` with the context's device current. */
@@ -193,63 +193,64 @@ cumoe_status find_driver_function(const char *name, driver_function **function);
 enum { MEMORY_ALIGNMENT = 256 };
 
 cumoe_status pool_configure(memory_pool *pool, const cumoe_context_config *config); /* checks, no CUDA call */
-cumoe_status pool_open(cumoe_context context);                                      /* CUDA, with the device entered */
-cumoe_status pool_close(cumoe_context context);                                     /* whatever pool_open answered */
+cumoe_status pool_open(struct context *context);                                    /* CUDA, with the device entered */
+cumoe_status pool_close(struct context *context);                                   /* whatever pool_open answered */
 
 /* Each of these enters the device by itself. `bytes` of a free are those of its allocation. */
-cumoe_status pool_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data);
-cumoe_status pool_free(cumoe_context context, void *data, size_t bytes, cumoe_stream stream);
-void pool_forget(cumoe_context context, size_t bytes);                   /* the memory is the caller's now */
-cumoe_status pool_drop(cumoe_context context, void *data, size_t bytes); /* the device is idle: in no stream */
+cumoe_status pool_alloc(struct context *context, size_t bytes, cumoe_stream stream, void **data);
+cumoe_status pool_free(struct context *context, void *data, size_t bytes, cumoe_stream stream);
+void pool_forget(struct context *context, size_t bytes);                   /* the memory is the caller's now */
+cumoe_status pool_drop(struct context *context, void *data, size_t bytes); /* the device is idle: in no stream */
 
 /* ---- memory (memory.c): the only place that knows how bytes move on either device ---- */
 
 /* Memory of a pool of CUDA's, in the stream's order; free() on the CPU device. */
-cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream);
+cumoe_status memory_free(struct context *context, void *data, cumoe_stream stream);
 /* rows of `width` bytes with pitches in bytes; kind as in CUDA, ignored on the CPU */
-cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
+cumoe_status memory_copy(struct context *context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
                          size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream);
-cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
+cumoe_status memory_fill(struct context *context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
                          cumoe_stream stream);
 /* From another GPU's memory to that of the context; on a stream of the context's. */
-cumoe_status memory_copy_peer(cumoe_context context, void *dst, size_t dst_pitch, int32_t src_device, const void *src,
+cumoe_status memory_copy_peer(struct context *context, void *dst, size_t dst_pitch, int32_t src_device, const void *src,
                               size_t src_pitch, size_t width, size_t rows, cumoe_stream stream);
-cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream); /* CAPTURE_UNSAFE while capturing */
-cumoe_status memory_wait(cumoe_context context, cumoe_stream stream);    /* refuse_capture, then waits */
+cumoe_status refuse_capture(struct context *context, cumoe_stream stream); /* CAPTURE_UNSAFE while capturing */
+cumoe_status memory_wait(struct context *context, cumoe_stream stream);    /* refuse_capture, then waits */
 
 /* What is on `stream` now, as an event that other streams can wait for; refuses capture. NULL on the CPU device. */
-cumoe_status memory_mark(cumoe_context context, cumoe_stream stream, cudaEvent_t *event);
-cumoe_status memory_follow(cumoe_context context, cumoe_stream stream, cudaEvent_t event); /* NULL: nothing */
-cumoe_status memory_unmark(cumoe_context context, cudaEvent_t event);                      /* NULL: nothing */
+cumoe_status memory_mark(struct context *context, cumoe_stream stream, cudaEvent_t *event);
+cumoe_status memory_follow(struct context *context, cumoe_stream stream, cudaEvent_t event); /* NULL: nothing */
+cumoe_status memory_unmark(struct context *context, cudaEvent_t event);                      /* NULL: nothing */
 
 /* Pinned host memory; malloc on the CPU device. */
-cumoe_status memory_pin(cumoe_context context, size_t bytes, bool write_combined, void **data);
-cumoe_status memory_unpin(cumoe_context context, void *data);
+cumoe_status memory_pin(struct context *context, size_t bytes, bool write_combined, void **data);
+cumoe_status memory_unpin(struct context *context, void *data);
 
 /* Host memory of the CPU device, aligned; NULL without. */
 void *memory_of_host(size_t bytes);
 
 /* Memory that cumoe did not allocate: whether it can be owned, and whether it is a pool's: then memory_free frees it. */
-cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled);
+cumoe_status memory_inspect(struct context *context, const void *data, size_t bytes, bool *pooled);
 
 /* Frees memory of any kind, in no stream: what uses it has been waited for. */
-cumoe_status memory_drop(cumoe_context context, void *data);
+cumoe_status memory_drop(struct context *context, void *data);
 
 /* ---- cuBLAS (matmul.c) ---- */
 
-void blas_close(cumoe_context context); /* does nothing where it was not opened */
+void blas_close(struct context *context); /* does nothing where it was not opened */
 
 /* ---- owners of views (buffer.c) ---- */
 
 /* STALE_HANDLE, WRONG_DEVICE or OUT_OF_BOUNDS if the view has an owner and it is gone, elsewhere, or too small. */
-cumoe_status check_owner(cumoe_context context, const char *what, const cumoe_view *view);
+cumoe_status check_owner(struct context *context, const char *what, const cumoe_view *view);
+bool buffer_lives(uint64_t id);                            /* not null, forged or freed */
 cumoe_status check_live(const char *what, uint64_t owner); /* STALE_HANDLE if there is an owner and it is gone */
-cumoe_status buffers_abandon(cumoe_context context);       /* frees what is live of the context's; the device is idle */
-cumoe_status modules_abandon(cumoe_context context);       /* unloads its modules likewise (module.c) */
+cumoe_status buffers_abandon(struct context *context);     /* frees what is live of the context's; the device is idle */
+cumoe_status modules_abandon(struct context *context);     /* unloads its modules likewise (module.c) */
 
 /* ---- debug levels (debug.c) ---- */
 
 cumoe_status choose_debug_level(int32_t configured, int32_t *level);
-void report_leaks(cumoe_context context); /* to the log, at level 1 and up */
+void report_leaks(struct context *context); /* to the log, at level 1 and up */
 
 #endif

@@ -42,7 +42,7 @@ cumoe_status launch_kernel(cudaKernel_t kernel, const char *name, const launch_s
   return error == cudaSuccess ? CUMOE_OK : explain(error, name, shape);
 }
 
-cumoe_status launch(cumoe_context context, int32_t index, int64_t grid, bool early, const void *args,
+cumoe_status launch(struct context *context, int32_t index, int64_t grid, bool early, const void *args,
                     cumoe_stream stream)
 {
   const variant *v = &variants[index];

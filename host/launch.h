@@ -7,7 +7,7 @@
 
 /* `grid`: CTAs for a CUDA row, work units for a CPU row; 0 launches nothing. `early`: may start before the grid ahead of
  * it has ended, if its kernel waits by itself. Inside enter_device/leave_device. */
-cumoe_status launch(cumoe_context context, int32_t variant, int64_t grid, bool early, const void *args,
+cumoe_status launch(struct context *context, int32_t variant, int64_t grid, bool early, const void *args,
                     cumoe_stream stream);
 
 /* How a CUDA kernel is launched; a caller's kernel (function.c) may ask for more than a row does. */

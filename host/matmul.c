@@ -31,7 +31,7 @@ static cumoe_status whole_batch(const char *name, cumoe_view first, int64_t batc
 }
 
 /* The first matrix, then all of them. */
-static cumoe_status check_batch(cumoe_context context, const operand *want, cumoe_view first, int64_t batch,
+static cumoe_status check_batch(struct context *context, const operand *want, cumoe_view first, int64_t batch,
                                 int64_t stride, cumoe_view *whole)
 {
   TRY(check_operand(context, want, first));
@@ -52,13 +52,13 @@ static cumoe_status check_apart(const cumoe_matmul_args *m, int64_t batch)
   return CUMOE_OK;
 }
 
-static size_t workspace_bytes(cumoe_context context)
+static size_t workspace_bytes(struct context *context)
 {
   if (on_cpu(context)) return 0;
   return (size_t)(context->info.cc_major >= 9 ? 32 : 4) << 20; /* what cuBLAS's manual asks for */
 }
 
-static cumoe_status check_scratch(cumoe_context context, cumoe_view w)
+static cumoe_status check_scratch(struct context *context, cumoe_view w)
 {
   const size_t need = workspace_bytes(context);
   if (absent(&w) && need == 0) return CUMOE_OK;
@@ -70,7 +70,7 @@ static cumoe_status check_scratch(cumoe_context context, cumoe_view w)
   return CUMOE_OK;
 }
 
-static cumoe_status check_matmul(cumoe_context context, const cumoe_matmul_args *m)
+static cumoe_status check_matmul(struct context *context, const cumoe_matmul_args *m)
 {
   const uint32_t known = CUMOE_MATMUL_TRANSPOSE_A | CUMOE_MATMUL_TRANSPOSE_B | CUMOE_MATMUL_TF32;
   const bool ta = m->flags & CUMOE_MATMUL_TRANSPOSE_A, tb = m->flags & CUMOE_MATMUL_TRANSPOSE_B;
@@ -196,7 +196,7 @@ static cumoe_status start(struct blas *b)
   return status;
 }
 
-static cumoe_status make_blas(cumoe_context context)
+static cumoe_status make_blas(struct context *context)
 {
   struct blas *b = calloc(1, sizeof *b);
   REQUIRE(b, CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *b);
@@ -209,7 +209,7 @@ static cumoe_status make_blas(cumoe_context context)
   return status;
 }
 
-static cumoe_status prepare(cumoe_context context)
+static cumoe_status prepare(struct context *context)
 {
   cumoe_status status = CUMOE_OK;
   if (atomic_load_explicit(&context->blas, memory_order_acquire)) return CUMOE_OK;
@@ -219,7 +219,7 @@ static cumoe_status prepare(cumoe_context context)
   return status;
 }
 
-void blas_close(cumoe_context context)
+void blas_close(struct context *context)
 {
   struct blas *b = atomic_load_explicit(&context->blas, memory_order_acquire);
   if (b) drop(b);
@@ -274,7 +274,7 @@ static cumoe_status launch_blas(struct blas *b, const matmul_args *m, bool tf32,
   return status;
 }
 
-static cumoe_status multiply(cumoe_context context, const matmul_args *m, bool tf32, cumoe_view_mut workspace,
+static cumoe_status multiply(struct context *context, const matmul_args *m, bool tf32, cumoe_view_mut workspace,
                              cumoe_stream stream)
 {
   if (!atomic_load_explicit(&context->blas, memory_order_acquire)) {
@@ -288,12 +288,13 @@ static cumoe_status multiply(cumoe_context context, const matmul_args *m, bool t
   return launch_blas(atomic_load_explicit(&context->blas, memory_order_acquire), m, tf32, workspace, stream);
 }
 
-cumoe_status cumoe_matmul(cumoe_context context, const cumoe_matmul_args *args, cumoe_stream stream)
+cumoe_status cumoe_matmul(cumoe_context handle, const cumoe_matmul_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   cumoe_matmul_args m;
-  TRY(check_context(context));
-  TRY(take_struct("args", args, &m, sizeof m));
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &m));
   TRY(check_matmul(context, &m));
   const matmul_args raw = matmul_arguments(&m);
   if (raw.m == 0 || raw.n == 0) return CUMOE_OK;
@@ -301,19 +302,21 @@ cumoe_status cumoe_matmul(cumoe_context context, const cumoe_matmul_args *args, 
   ON_DEVICE(context, multiply(context, &raw, m.flags & CUMOE_MATMUL_TF32, m.workspace, stream));
 }
 
-cumoe_status cumoe_matmul_workspace(cumoe_context context, size_t *bytes)
+cumoe_status cumoe_matmul_workspace(cumoe_context handle, size_t *bytes)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   *bytes = workspace_bytes(context);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_matmul_prepare(cumoe_context context)
+cumoe_status cumoe_matmul_prepare(cumoe_context handle)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return CUMOE_OK;
   ON_DEVICE(context, prepare(context));
 }

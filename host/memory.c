@@ -18,7 +18,7 @@ static cumoe_status refuse_capture_cuda(cumoe_stream stream)
   return fail(CUMOE_ERR_CAPTURE_UNSAFE, "the stream is being captured into a graph");
 }
 
-cumoe_status refuse_capture(cumoe_context context, cumoe_stream stream)
+cumoe_status refuse_capture(struct context *context, cumoe_stream stream)
 {
   if (on_cpu(context)) return CUMOE_OK;
   ON_DEVICE(context, refuse_capture_cuda(stream));
@@ -31,7 +31,7 @@ static cumoe_status wait_cuda(cumoe_stream stream)
   return CUMOE_OK;
 }
 
-cumoe_status memory_wait(cumoe_context context, cumoe_stream stream)
+cumoe_status memory_wait(struct context *context, cumoe_stream stream)
 {
   if (on_cpu(context)) return CUMOE_OK;
   ON_DEVICE_RELAXED(context, wait_cuda(stream));
@@ -51,7 +51,7 @@ static cumoe_status mark_cuda(cumoe_stream stream, cudaEvent_t *event)
   return status;
 }
 
-cumoe_status memory_mark(cumoe_context context, cumoe_stream stream, cudaEvent_t *event)
+cumoe_status memory_mark(struct context *context, cumoe_stream stream, cudaEvent_t *event)
 {
   *event = NULL;
   if (on_cpu(context)) return CUMOE_OK;
@@ -64,14 +64,14 @@ static cumoe_status follow_cuda(cumoe_stream stream, cudaEvent_t event)
   return CUMOE_OK;
 }
 
-cumoe_status memory_follow(cumoe_context context, cumoe_stream stream, cudaEvent_t event)
+cumoe_status memory_follow(struct context *context, cumoe_stream stream, cudaEvent_t event)
 {
   if (event == NULL) return CUMOE_OK;
   ON_DEVICE(context, follow_cuda(stream, event));
 }
 
 /* Whoever waits for it goes on waiting. */
-cumoe_status memory_unmark(cumoe_context context, cudaEvent_t event)
+cumoe_status memory_unmark(struct context *context, cudaEvent_t event)
 {
   device_scope scope;
   if (event == NULL) return CUMOE_OK;
@@ -100,7 +100,7 @@ static cumoe_status pin_cuda(size_t bytes, bool write_combined, void **data)
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "cudaHostAlloc: %s: %zu bytes of pinned memory", cudaGetErrorName(error), bytes);
 }
 
-cumoe_status memory_pin(cumoe_context context, size_t bytes, bool write_combined, void **data)
+cumoe_status memory_pin(struct context *context, size_t bytes, bool write_combined, void **data)
 {
   *data = NULL;
   if (!on_cpu(context)) ON_DEVICE_RELAXED(context, pin_cuda(bytes, write_combined, data));
@@ -123,7 +123,7 @@ static void free_entered(void *data, cumoe_stream stream, how_to_free how, cumoe
 }
 
 /* The handle is gone already: memory is given back even where the device cannot be entered, or is lost. */
-static cumoe_status free_cuda(cumoe_context context, void *data, cumoe_stream stream, how_to_free how)
+static cumoe_status free_cuda(struct context *context, void *data, cumoe_stream stream, how_to_free how)
 {
   device_scope scope;
   cumoe_status status = enter_lost_device(context, &scope);
@@ -135,7 +135,7 @@ static cumoe_status free_cuda(cumoe_context context, void *data, cumoe_stream st
   return status;
 }
 
-static cumoe_status free_any(cumoe_context context, void *data, cumoe_stream stream, how_to_free how)
+static cumoe_status free_any(struct context *context, void *data, cumoe_stream stream, how_to_free how)
 {
   if (data == NULL) return CUMOE_OK;
   if (!on_cpu(context)) return free_cuda(context, data, stream, how);
@@ -143,18 +143,18 @@ static cumoe_status free_any(cumoe_context context, void *data, cumoe_stream str
   return CUMOE_OK;
 }
 
-cumoe_status memory_free(cumoe_context context, void *data, cumoe_stream stream)
+cumoe_status memory_free(struct context *context, void *data, cumoe_stream stream)
 {
   return free_any(context, data, stream, FREE_IN_ORDER);
 }
 
 /* cudaFree is legal for pool memory too, once nothing uses it. */
-cumoe_status memory_drop(cumoe_context context, void *data)
+cumoe_status memory_drop(struct context *context, void *data)
 {
   return free_any(context, data, NULL, FREE_NOW);
 }
 
-cumoe_status memory_unpin(cumoe_context context, void *data)
+cumoe_status memory_unpin(struct context *context, void *data)
 {
   return free_any(context, data, NULL, FREE_PINNED);
 }
@@ -190,7 +190,7 @@ static cumoe_status inspect_range(const void *data, size_t bytes, bool *pooled)
   return CUMOE_OK;
 }
 
-static cumoe_status inspect_cuda(cumoe_context context, const void *data, size_t bytes, bool *pooled)
+static cumoe_status inspect_cuda(struct context *context, const void *data, size_t bytes, bool *pooled)
 {
   struct cudaPointerAttributes facts;
   TRY_CUDA(cudaPointerGetAttributes(&facts, data));
@@ -201,7 +201,7 @@ static cumoe_status inspect_cuda(cumoe_context context, const void *data, size_t
   return inspect_range(data, bytes, pooled);
 }
 
-cumoe_status memory_inspect(cumoe_context context, const void *data, size_t bytes, bool *pooled)
+cumoe_status memory_inspect(struct context *context, const void *data, size_t bytes, bool *pooled)
 {
   *pooled = false;
   if (data == NULL || on_cpu(context)) return CUMOE_OK;
@@ -227,7 +227,7 @@ static cumoe_status copy_cuda(char *dst, size_t dst_pitch, const char *src, size
   return CUMOE_OK;
 }
 
-cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
+cumoe_status memory_copy(struct context *context, void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
                          size_t width, size_t rows, enum cudaMemcpyKind kind, cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;
@@ -244,7 +244,7 @@ cumoe_status memory_copy(cumoe_context context, void *dst, size_t dst_pitch, con
   ON_DEVICE(context, copy_cuda(dst, dst_pitch, src, src_pitch, width, rows, kind, stream));
 }
 
-static cumoe_status copy_peer_rows(cumoe_context context, char *dst, size_t dst_pitch, int32_t src_device,
+static cumoe_status copy_peer_rows(struct context *context, char *dst, size_t dst_pitch, int32_t src_device,
                                    const char *src, size_t src_pitch, size_t width, size_t rows, cumoe_stream stream)
 {
   const struct cudaMemcpy3DPeerParms block = {
@@ -263,7 +263,7 @@ static cumoe_status copy_peer_rows(cumoe_context context, char *dst, size_t dst_
   return CUMOE_OK;
 }
 
-cumoe_status memory_copy_peer(cumoe_context context, void *dst, size_t dst_pitch, int32_t src_device, const void *src,
+cumoe_status memory_copy_peer(struct context *context, void *dst, size_t dst_pitch, int32_t src_device, const void *src,
                               size_t src_pitch, size_t width, size_t rows, cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;
@@ -284,7 +284,7 @@ static cumoe_status fill_cuda(char *dst, size_t pitch, uint8_t byte, size_t widt
   return CUMOE_OK;
 }
 
-cumoe_status memory_fill(cumoe_context context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
+cumoe_status memory_fill(struct context *context, void *dst, size_t pitch, uint8_t byte, size_t width, size_t rows,
                          cumoe_stream stream)
 {
   if (width == 0 || rows == 0) return CUMOE_OK;

@@ -19,7 +19,7 @@ typedef struct jit {
 } jit;
 
 typedef struct module_record {
-  cumoe_context context;
+  struct context *context;
   cudaLibrary_t library;
   jit *jit;
 } module_record;
@@ -39,13 +39,13 @@ static cumoe_status stale(const char *what, uint64_t id)
 static cumoe_status find_module(cumoe_module module, module_record *m)
 {
   if (!handle_find(&modules, module.id, m)) return stale("module", module.id);
-  return check_context(m->context);
+  return check_process(m->context);
 }
 
 cumoe_status find_function(cumoe_function function, function_facts *facts)
 {
   if (!handle_find(&functions, function.id, facts)) return stale("function", function.id);
-  return check_context(facts->context);
+  return check_process(facts->context);
 }
 
 /* ---- loading ---- */
@@ -61,7 +61,7 @@ static jit *new_jit(void)
   return j;
 }
 
-static cumoe_status explain_load(cumoe_context context, cudaError_t error, const char *call, const jit *j)
+static cumoe_status explain_load(struct context *context, cudaError_t error, const char *call, const jit *j)
 {
   const cumoe_status status = fail_cuda(error, call);
   const size_t length = strnlen(j->log, sizeof j->log);
@@ -84,7 +84,7 @@ static cudaError_t load_by_asking(cudaLibrary_t library)
 
 /* Loading is lazy in most processes: touching a kernel makes the driver do it, and compile, now. Code that cannot be loaded
  * (another architecture's, PTX that does not compile) counts as no kernels. */
-static cumoe_status touch(cumoe_context context, cudaLibrary_t library, const jit *j)
+static cumoe_status touch(struct context *context, cudaLibrary_t library, const jit *j)
 {
   unsigned count = 0;
   cudaKernel_t first = NULL;
@@ -96,7 +96,7 @@ static cumoe_status touch(cumoe_context context, cudaLibrary_t library, const ji
   return error == cudaSuccess ? CUMOE_OK : explain_load(context, error, "loading its kernels", j);
 }
 
-static cumoe_status load_entered(cumoe_context context, const void *image, jit *j, cudaLibrary_t *library)
+static cumoe_status load_entered(struct context *context, const void *image, jit *j, cudaLibrary_t *library)
 {
   const cudaError_t error = cudaLibraryLoadData(library, image, j->options, j->values, JIT_OPTIONS, NULL, NULL, 0);
   if (error != cudaSuccess) {
@@ -108,7 +108,7 @@ static cumoe_status load_entered(cumoe_context context, const void *image, jit *
   return status;
 }
 
-static cumoe_status load_library(cumoe_context context, const void *image, jit *j, cudaLibrary_t *library)
+static cumoe_status load_library(struct context *context, const void *image, jit *j, cudaLibrary_t *library)
 {
   ON_DEVICE_RELAXED(context, load_entered(context, image, j, library));
 }
@@ -119,7 +119,7 @@ static cumoe_status unload_library(const module_record *m)
   GIVE_BACK_RELAXED(m->context, CUDA_STATUS(cudaLibraryUnload(m->library)));
 }
 
-static cumoe_status publish_module(cumoe_context context, const void *image, cumoe_module *module)
+static cumoe_status publish_module(struct context *context, const void *image, cumoe_module *module)
 {
   module_record m = {.context = context, .jit = new_jit()};
   if (!m.jit) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a module");
@@ -135,7 +135,7 @@ static cumoe_status publish_module(cumoe_context context, const void *image, cum
 }
 
 /* CUDA wants PTX to end with a NUL, and machine code to be aligned: a copy has both. */
-static cumoe_status load_copy(cumoe_context context, const void *image, size_t bytes, cumoe_module *module)
+static cumoe_status load_copy(struct context *context, const void *image, size_t bytes, cumoe_module *module)
 {
   char *copy = malloc(bytes + 1);
   if (!copy) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a copy of %zu bytes", bytes);
@@ -146,7 +146,7 @@ static cumoe_status load_copy(cumoe_context context, const void *image, size_t b
   return status;
 }
 
-cumoe_status load_module(cumoe_context context, const void *image, size_t bytes, cumoe_module *module)
+cumoe_status load_module(struct context *context, const void *image, size_t bytes, cumoe_module *module)
 {
   image_facts facts;
   REQUIRE(image_inspect(image, bytes, &facts), CUMOE_ERR_INVALID_ARGUMENT, "image: %s", facts.why);
@@ -156,12 +156,13 @@ cumoe_status load_module(cumoe_context context, const void *image, size_t bytes,
   return publish_module(context, image, module);
 }
 
-cumoe_status cumoe_module_load(cumoe_context context, const void *image, size_t bytes, cumoe_module *module)
+cumoe_status cumoe_module_load(cumoe_context handle, const void *image, size_t bytes, cumoe_module *module)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE(module, CUMOE_ERR_INVALID_ARGUMENT, "module is null");
   module->id = 0;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   REQUIRE(image, CUMOE_ERR_INVALID_ARGUMENT, "image is null");
   return load_module(context, image, bytes, module);
 }
@@ -188,14 +189,15 @@ static cumoe_status read_file(const char *path, char **data, size_t *bytes)
   return status;
 }
 
-cumoe_status cumoe_module_load_file(cumoe_context context, const char *path, cumoe_module *module)
+cumoe_status cumoe_module_load_file(cumoe_context handle, const char *path, cumoe_module *module)
 {
   begin_call(__func__);
+  struct context *context;
   char *data = NULL;
   size_t bytes = 0;
   REQUIRE(module, CUMOE_ERR_INVALID_ARGUMENT, "module is null");
   module->id = 0;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   REQUIRE(path, CUMOE_ERR_INVALID_ARGUMENT, "path is null");
   cumoe_status status = read_file(path, &data, &bytes);
   if (status == CUMOE_OK && data) status = load_module(context, data, bytes, module);
@@ -239,7 +241,7 @@ cumoe_status cumoe_module_unload(cumoe_module *module)
   return unload(id);
 }
 
-cumoe_status modules_abandon(cumoe_context context)
+cumoe_status modules_abandon(struct context *context)
 {
   uint64_t id;
   module_record m;

@@ -8,7 +8,7 @@
 
 /* A kernel with the facts that a launch is checked against, read once. */
 typedef struct function_facts {
-  cumoe_context context;
+  struct context *context;
   cudaKernel_t kernel;
   uint64_t module;
   int32_t max_threads, static_smem, max_dynamic_smem, parameters;
@@ -17,7 +17,7 @@ typedef struct function_facts {
 } function_facts;
 
 /* cumoe_module_load after its null checks. */
-cumoe_status load_module(cumoe_context context, const void *image, size_t bytes, cumoe_module *module);
+cumoe_status load_module(struct context *context, const void *image, size_t bytes, cumoe_module *module);
 
 /* STALE_HANDLE unless the function and its context live. */
 cumoe_status find_function(cumoe_function function, function_facts *facts);

@@ -1,5 +1,6 @@
 /* The layer: plan, workspace, and the forward pass in a straight line. */
 #include "dispatch.h"
+#include "objects.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,36 +23,58 @@ cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char
   return status;
 }
 
-cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_moe_desc *desc, cumoe_plan *plan)
+cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc, cumoe_plan *plan)
 {
   begin_call(__func__);
+  struct context *context;
   cumoe_moe_desc d;
   REQUIRE(plan, CUMOE_ERR_INVALID_ARGUMENT, "plan is null");
   *plan = NULL;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(check_moe_desc(desc, &d));
-  cumoe_plan p = malloc(sizeof *p);
+  struct plan *p = malloc(sizeof *p);
   REQUIRE(p, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *p);
-  *p = (struct cumoe_plan_s){PLAN_MAGIC, context, d};
-  *plan = p;
-  return CUMOE_OK;
+  *p = (struct plan){context, d};
+  *plan = publish_object(OBJECT_PLAN, context, p);
+  if (*plan) return CUMOE_OK;
+  free(p);
+  return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another plan");
 }
 
-cumoe_status cumoe_plan_destroy(cumoe_plan plan)
+cumoe_status find_plan(cumoe_plan handle, const struct plan **plan)
 {
-  begin_call(__func__);
-  if (!plan) return CUMOE_OK;
-  REQUIRE(plan->magic == PLAN_MAGIC, CUMOE_ERR_STALE_HANDLE, "plan is not a live plan");
-  plan->magic = 0;
+  void *found;
+  TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
+  *plan = found;
+  return check_process((*plan)->context);
+}
+
+static cumoe_status end_plan(void *plan)
+{
   free(plan);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes)
+cumoe_status plans_abandon(struct context *context)
+{
+  return retire_objects(OBJECT_PLAN, context, end_plan);
+}
+
+cumoe_status cumoe_plan_destroy(cumoe_plan handle)
 {
   begin_call(__func__);
+  void *found;
+  if (!handle) return CUMOE_OK;
+  TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
+  return retire_object(handle) ? end_plan(found) : find_object(OBJECT_PLAN, "plan", handle, &found);
+}
+
+cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *bytes)
+{
+  begin_call(__func__);
+  const struct plan *plan;
   workspace_layout layout;
-  TRY(check_plan(plan));
+  TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   const int32_t most = INT32_MAX / plan->desc.routing.top_k;
   REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)",
@@ -66,7 +89,8 @@ cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes
 
 /* A call under way: the caller's arguments, and where every intermediate lies. */
 typedef struct pass {
-  cumoe_plan plan;
+  const struct plan *plan;
+  const struct weights *shared; /* of the shared expert, or NULL */
   const cumoe_moe_args *args;
   cumoe_stream stream;
   token_count tokens;
@@ -145,8 +169,8 @@ static cumoe_status map_rows(pass *p)
 }
 
 /* up and down of one weights object; route NULL: the shared expert, where every token is a row */
-static cumoe_status run_experts(const pass *p, cumoe_weights weights, const route_pointers *route, size_t h_offset,
-                                size_t y_offset)
+static cumoe_status run_experts(const pass *p, const struct weights *weights, const route_pointers *route,
+                                size_t h_offset, size_t y_offset)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const bool weigh_input = route && d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
@@ -159,7 +183,7 @@ static cumoe_status run_experts(const pass *p, cumoe_weights weights, const rout
   up.protocol.evict_last = discarded;
   const cumoe_view h = cumoe_matrix(up.c, (cumoe_dtype)d->dtype, up.rows_cap, weights->inter, weights->inter);
   /* The map is behind both; behind up of the routed experts it is the grid before, unless the shared expert lies between. */
-  up.protocol.early_inputs = !route || p->args->shared;
+  up.protocol.early_inputs = !route || p->shared;
   gemm_args down = down_arguments(p->plan, weights, h, route, p->tokens.count);
   down.protocol.early_inputs = true;
   down.tokens = p->tokens;
@@ -180,8 +204,8 @@ static cumoe_status run_shared(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
-  if (!a->shared) return CUMOE_OK;
-  TRY(run_experts(p, a->shared, NULL, p->at.shared_h, p->at.shared_y));
+  if (!p->shared) return CUMOE_OK;
+  TRY(run_experts(p, p->shared, NULL, p->at.shared_h, p->at.shared_y));
   if (!a->shared_gate.data) return CUMOE_OK;
   return dispatch_router(p->plan->context, a->x, a->shared_gate, none, p->tokens, region(p, p->at.shared_logit), 1,
                          p->stream);
@@ -197,12 +221,12 @@ static combine_args combine_pass(const pass *p)
   const cumoe_moe_desc *d = &p->plan->desc;
   const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
   const int64_t tokens = p->tokens.count, rows = tokens * d->routing.top_k, hidden = d->hidden;
-  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT);
+  const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
   cumoe_combine_args c = {
       .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
   c.y = cumoe_matrix(region(p, p->at.y), dtype, rows, hidden, hidden);
   if (weigh) c.pair_weights = p->weights;
-  if (a->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
+  if (p->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
   if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, p->at.shared_logit), CUMOE_F32, tokens, 1, 1);
   combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
   raw.protocol.early_inputs = tokens <= EARLY_COMBINE_TOKENS;
@@ -237,7 +261,7 @@ static void link_few(const pass *p, const gate_args *gate, few_args *few)
   few->gate = *gate;
 }
 
-static few_args few_arguments(pass *p, cumoe_weights weights, const gate_args *gate)
+static few_args few_arguments(pass *p, const struct weights *weights, const gate_args *gate)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const cumoe_view none = {0};
@@ -252,7 +276,7 @@ static few_args few_arguments(pass *p, cumoe_weights weights, const gate_args *g
   return few;
 }
 
-static bool takes_few(pass *p, cumoe_weights weights, const gate_args *gate, few_args *few)
+static bool takes_few(pass *p, const struct weights *weights, const gate_args *gate, few_args *few)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   if (p->tokens.count > FEW_TOKENS) return false; /* first: for many tokens nothing is filled in or looked up */
@@ -270,7 +294,7 @@ static cumoe_status run_few(const pass *p, const gate_args *gate, const few_args
   return few->protocol.tickets ? CUMOE_OK : dispatch(p->plan->context, OP_few_down, few, p->stream);
 }
 
-static cumoe_status run(pass *p, cumoe_weights weights)
+static cumoe_status run(pass *p, const struct weights *weights)
 {
   const gate_args gate = gate_pass(p);
   few_args few;
@@ -287,18 +311,20 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
 {
   begin_call_on(__func__, stream);
   cumoe_moe_args a;
-  TRY(take_struct("args", args, &a, sizeof a));
-  TRY(check_forward(plan, weights, &a));
+  layer with;
+  TRY(take_struct("args", args, &a));
+  TRY(check_forward(plan, weights, &a, &with));
   if (a.x.rows == 0) return CUMOE_OK;
-  pass p = {.plan = plan,
+  pass p = {.plan = with.plan,
+            .shared = with.shared,
             .args = &a,
             .stream = stream,
             .tokens = {a.x.rows, a.device_tokens.data},
             .workspace = a.workspace.data};
-  (void)plan_workspace_layout(&plan->desc, a.x.rows, &p.at);
+  (void)plan_workspace_layout(&with.plan->desc, a.x.rows, &p.at);
   device_scope scope;
-  TRY(enter_device(plan->context, &scope));
-  const cumoe_status status = run(&p, weights);
+  TRY(enter_device(with.plan->context, &scope));
+  const cumoe_status status = run(&p, with.weights);
   leave_device(&scope);
   return status;
 }

@@ -11,16 +11,15 @@ static cumoe_status check_in_place(cumoe_view_mut y, const char *input, cumoe_vi
   return check_disjoint("y", y, input, x);
 }
 
-static cumoe_status check_input(cumoe_context context, const char *name, cumoe_view x)
+static cumoe_status check_input(struct context *context, const char *name, cumoe_view x)
 {
-  TRY(check_context(context));
   TRY(check_owner(context, name, &x)); /* its shape means nothing once it is freed */
   const operand want = {name, x.rows, x.cols, FLOAT_BITS, 0};
   return check_operand(context, &want, x);
 }
 
 /* Another operand of x's shape and type. */
-static cumoe_status check_alike(cumoe_context context, const char *name, cumoe_view v, cumoe_view x)
+static cumoe_status check_alike(struct context *context, const char *name, cumoe_view v, cumoe_view x)
 {
   const operand want = {name, x.rows, x.cols, DTYPE_BIT(x.dtype & 31), 0};
   return check_operand(context, &want, v);
@@ -42,7 +41,7 @@ static void flatten(elementwise_args *e)
   e->rows = 1;
 }
 
-static cumoe_status run_elementwise(cumoe_context context, int32_t function, cumoe_view a, cumoe_view b, float factor,
+static cumoe_status run_elementwise(struct context *context, int32_t function, cumoe_view a, cumoe_view b, float factor,
                                     cumoe_view_mut y, cumoe_stream stream)
 {
   if (a.rows == 0 || a.cols == 0) return CUMOE_OK;
@@ -62,18 +61,22 @@ static cumoe_status run_elementwise(cumoe_context context, int32_t function, cum
   ON_DEVICE(context, dispatch(context, OP_elementwise, &e, stream));
 }
 
-static cumoe_status unary(cumoe_context context, int32_t function, float factor, cumoe_view x, cumoe_view_mut y,
+static cumoe_status unary(cumoe_context handle, int32_t function, float factor, cumoe_view x, cumoe_view_mut y,
                           cumoe_stream stream)
 {
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_input(context, "x", x));
   TRY(check_alike(context, "y", cumoe_const(y), x));
   TRY(check_in_place(y, "x", x));
   return run_elementwise(context, function, x, (cumoe_view){0}, factor, y, stream);
 }
 
-static cumoe_status binary(cumoe_context context, int32_t function, cumoe_view a, cumoe_view b, cumoe_view_mut y,
+static cumoe_status binary(cumoe_context handle, int32_t function, cumoe_view a, cumoe_view b, cumoe_view_mut y,
                            cumoe_stream stream)
 {
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_input(context, "a", a));
   TRY(check_alike(context, "b", b, a));
   TRY(check_alike(context, "y", cumoe_const(y), a));
@@ -82,57 +85,57 @@ static cumoe_status binary(cumoe_context context, int32_t function, cumoe_view a
   return run_elementwise(context, function, a, b, 0, y, stream);
 }
 
-cumoe_status cumoe_add(cumoe_context context, cumoe_view a, cumoe_view b, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_add(cumoe_context handle, cumoe_view a, cumoe_view b, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return binary(context, EW_ADD, a, b, y, stream);
+  return binary(handle, EW_ADD, a, b, y, stream);
 }
 
-cumoe_status cumoe_mul(cumoe_context context, cumoe_view a, cumoe_view b, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_mul(cumoe_context handle, cumoe_view a, cumoe_view b, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return binary(context, EW_MUL, a, b, y, stream);
+  return binary(handle, EW_MUL, a, b, y, stream);
 }
 
-cumoe_status cumoe_scale(cumoe_context context, float factor, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_scale(cumoe_context handle, float factor, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return unary(context, EW_SCALE, factor, x, y, stream);
+  return unary(handle, EW_SCALE, factor, x, y, stream);
 }
 
-cumoe_status cumoe_relu(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_relu(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return unary(context, EW_RELU, 0, x, y, stream);
+  return unary(handle, EW_RELU, 0, x, y, stream);
 }
 
-cumoe_status cumoe_sigmoid(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_sigmoid(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return unary(context, EW_SIGMOID, 0, x, y, stream);
+  return unary(handle, EW_SIGMOID, 0, x, y, stream);
 }
 
-cumoe_status cumoe_silu(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_silu(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return unary(context, EW_SILU, 0, x, y, stream);
+  return unary(handle, EW_SILU, 0, x, y, stream);
 }
 
-cumoe_status cumoe_gelu(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_gelu(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return unary(context, EW_GELU, 0, x, y, stream);
+  return unary(handle, EW_GELU, 0, x, y, stream);
 }
 
-cumoe_status cumoe_gelu_tanh(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_gelu_tanh(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return unary(context, EW_GELU_TANH, 0, x, y, stream);
+  return unary(handle, EW_GELU_TANH, 0, x, y, stream);
 }
 
 /* ---- rows ---- */
 
-static cumoe_status check_rows(cumoe_context context, cumoe_view x, cumoe_view_mut y)
+static cumoe_status check_rows(struct context *context, cumoe_view x, cumoe_view_mut y)
 {
   TRY(check_input(context, "x", x));
   REQUIRE(x.cols <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "x.cols is %lld, must be at most 2^31 - 1",
@@ -141,9 +144,11 @@ static cumoe_status check_rows(cumoe_context context, cumoe_view x, cumoe_view_m
   return check_in_place(y, "x", x);
 }
 
-cumoe_status cumoe_softmax(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
+cumoe_status cumoe_softmax(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_rows(context, x, y));
   if (x.rows == 0 || x.cols == 0) return CUMOE_OK;
   const softmax_args s = {.x = x.data,
@@ -157,7 +162,7 @@ cumoe_status cumoe_softmax(cumoe_context context, cumoe_view x, cumoe_view_mut y
   ON_DEVICE(context, dispatch(context, OP_softmax, &s, stream));
 }
 
-static cumoe_status check_parameter(cumoe_context context, const char *name, cumoe_view v, cumoe_view x,
+static cumoe_status check_parameter(struct context *context, const char *name, cumoe_view v, cumoe_view x,
                                     cumoe_view_mut y)
 {
   const operand want = {name, 1, x.cols, DTYPE_BIT(x.dtype & 31) | DTYPE_BIT(CUMOE_F32), 0};
@@ -165,9 +170,11 @@ static cumoe_status check_parameter(cumoe_context context, const char *name, cum
   return check_disjoint("y", y, name, v);
 }
 
-static cumoe_status norm(cumoe_context context, bool centered, cumoe_view x, cumoe_view weight, cumoe_view bias,
+static cumoe_status norm(cumoe_context handle, bool centered, cumoe_view x, cumoe_view weight, cumoe_view bias,
                          float eps, cumoe_view_mut y, cumoe_stream stream)
 {
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_rows(context, x, y));
   TRY(check_parameter(context, "weight", weight, x, y));
   TRY(check_parameter(context, "bias", bias, x, y));
@@ -190,16 +197,16 @@ static cumoe_status norm(cumoe_context context, bool centered, cumoe_view x, cum
   ON_DEVICE(context, dispatch(context, OP_norm, &n, stream));
 }
 
-cumoe_status cumoe_layernorm(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias, float eps,
+cumoe_status cumoe_layernorm(cumoe_context handle, cumoe_view x, cumoe_view weight, cumoe_view bias, float eps,
                              cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return norm(context, true, x, weight, bias, eps, y, stream);
+  return norm(handle, true, x, weight, bias, eps, y, stream);
 }
 
-cumoe_status cumoe_rmsnorm(cumoe_context context, cumoe_view x, cumoe_view weight, float eps, cumoe_view_mut y,
+cumoe_status cumoe_rmsnorm(cumoe_context handle, cumoe_view x, cumoe_view weight, float eps, cumoe_view_mut y,
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return norm(context, false, x, weight, (cumoe_view){0}, eps, y, stream);
+  return norm(handle, false, x, weight, (cumoe_view){0}, eps, y, stream);
 }

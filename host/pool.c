@@ -13,7 +13,7 @@ enum { MAX_PEERS = 64, PEER_TEST_BYTES = 1 << 20 };
 static cumoe_status take_allocator(const cumoe_allocator *from, cumoe_allocator *to)
 {
   if (from == NULL) return CUMOE_OK;
-  TRY(take_struct("config.allocator", from, to, sizeof *to));
+  TRY(take_struct("config.allocator", from, to));
   REQUIRE(to->alloc != NULL && to->free != NULL, CUMOE_ERR_INVALID_ARGUMENT, "config.allocator.%s is null",
           to->alloc == NULL ? "alloc" : "free");
   REQUIRE(to->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.allocator.reserved is %u, must be 0", to->reserved);
@@ -53,7 +53,7 @@ static cumoe_status reserve(const memory_pool *pool)
   return status;
 }
 
-cumoe_status pool_open(cumoe_context context)
+cumoe_status pool_open(struct context *context)
 {
   memory_pool *pool = &context->pool;
   struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
@@ -64,7 +64,7 @@ cumoe_status pool_open(cumoe_context context)
   return pool->initial != 0 ? reserve(pool) : CUMOE_OK;
 }
 
-cumoe_status pool_close(cumoe_context context)
+cumoe_status pool_close(struct context *context)
 {
   cumoe_status status = CUMOE_OK;
   if (context->pool.cuda != NULL) DROP_CUDA(&status, cudaMemPoolDestroy(context->pool.cuda));
@@ -113,7 +113,7 @@ static cumoe_status alloc_cpu(size_t bytes, void **data)
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory could not be allocated", bytes);
 }
 
-static cumoe_status alloc_custom(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+static cumoe_status alloc_custom(struct context *context, size_t bytes, cumoe_stream stream, void **data)
 {
   const cumoe_allocator *a = &context->pool.allocator;
   int code = a->alloc(a->user, data, bytes, MEMORY_ALIGNMENT, stream);
@@ -133,7 +133,7 @@ static cumoe_status alloc_custom(cumoe_context context, size_t bytes, cumoe_stre
 
 /* Memory freed on other streams, and a fragmented pool, become usable when the stream has passed and the pool
  * has given its idle memory back. That costs a wait, which is cheaper than failing. */
-static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+static cumoe_status alloc_cuda(struct context *context, size_t bytes, cumoe_stream stream, void **data)
 {
   memory_pool *pool = &context->pool;
   cudaError_t error = cudaMallocFromPoolAsync(data, bytes, pool->cuda, stream);
@@ -158,21 +158,21 @@ static cumoe_status alloc_cuda(cumoe_context context, size_t bytes, cumoe_stream
               available, total, context->device);
 }
 
-static cumoe_status alloc_entered(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+static cumoe_status alloc_entered(struct context *context, size_t bytes, cumoe_stream stream, void **data)
 {
   TRY(refuse_capture(context, stream)); /* it would become a node of the graph, and so would the free */
   if (context->pool.allocator.alloc != NULL) return alloc_custom(context, bytes, stream, data);
   return alloc_cuda(context, bytes, stream, data);
 }
 
-static cumoe_status alloc_uncounted(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+static cumoe_status alloc_uncounted(struct context *context, size_t bytes, cumoe_stream stream, void **data)
 {
   if (!on_cpu(context)) ON_DEVICE_RELAXED(context, alloc_entered(context, bytes, stream, data));
   if (context->pool.allocator.alloc != NULL) return alloc_custom(context, bytes, stream, data);
   return alloc_cpu(bytes, data);
 }
 
-cumoe_status pool_alloc(cumoe_context context, size_t bytes, cumoe_stream stream, void **data)
+cumoe_status pool_alloc(struct context *context, size_t bytes, cumoe_stream stream, void **data)
 {
   memory_pool *pool = &context->pool;
   *data = NULL;
@@ -189,7 +189,7 @@ cumoe_status pool_alloc(cumoe_context context, size_t bytes, cumoe_stream stream
 /* ---- freeing ---- */
 
 /* Whatever CUDA says on the way: the handle is gone already. */
-static cumoe_status free_custom(cumoe_context context, void *data, size_t bytes, cumoe_stream stream)
+static cumoe_status free_custom(struct context *context, void *data, size_t bytes, cumoe_stream stream)
 {
   const cumoe_allocator *a = &context->pool.allocator;
   device_scope scope;
@@ -199,7 +199,7 @@ static cumoe_status free_custom(cumoe_context context, void *data, size_t bytes,
   return status;
 }
 
-cumoe_status pool_free(cumoe_context context, void *data, size_t bytes, cumoe_stream stream)
+cumoe_status pool_free(struct context *context, void *data, size_t bytes, cumoe_stream stream)
 {
   if (data == NULL) return CUMOE_OK;
   const bool custom = context->pool.allocator.free != NULL;
@@ -209,12 +209,12 @@ cumoe_status pool_free(cumoe_context context, void *data, size_t bytes, cumoe_st
   return status;
 }
 
-void pool_forget(cumoe_context context, size_t bytes)
+void pool_forget(struct context *context, size_t bytes)
 {
   if (bytes != 0) count_gone(&context->pool, bytes);
 }
 
-cumoe_status pool_drop(cumoe_context context, void *data, size_t bytes)
+cumoe_status pool_drop(struct context *context, void *data, size_t bytes)
 {
   if (data == NULL) return CUMOE_OK;
   const bool custom = context->pool.allocator.free != NULL;
@@ -232,22 +232,20 @@ static cumoe_status read_reserved(const memory_pool *pool, cumoe_pool_stats *sta
   return CUMOE_OK;
 }
 
-static cumoe_status add_reserved(cumoe_context context, cumoe_pool_stats *stats)
+static cumoe_status add_reserved(struct context *context, cumoe_pool_stats *stats)
 {
   if (context->pool.cuda == NULL) return CUMOE_OK;
   ON_DEVICE(context, read_reserved(&context->pool, stats));
 }
 
-cumoe_status cumoe_pool_get_stats(cumoe_context context, cumoe_pool_stats *stats)
+cumoe_status cumoe_pool_get_stats(cumoe_context handle, cumoe_pool_stats *stats)
 {
   begin_call(__func__);
-  TRY(check_context(context));
-  REQUIRE(stats != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stats is null");
-  REQUIRE(stats->size == sizeof *stats, CUMOE_ERR_INVALID_ARGUMENT, "stats.size is %u, must be %zu", stats->size,
-          sizeof *stats);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_struct("stats", stats));
   memory_pool *pool = &context->pool;
-  cumoe_pool_stats now = {.size = sizeof now,
-                          .live = atomic_load(&pool->live),
+  cumoe_pool_stats now = {.live = atomic_load(&pool->live),
                           .used = atomic_load(&pool->used),
                           .used_high = atomic_load(&pool->used_high),
                           .allocs = atomic_load(&pool->allocs),
@@ -258,7 +256,7 @@ cumoe_status cumoe_pool_get_stats(cumoe_context context, cumoe_pool_stats *stats
   now.reserved_high = now.used_high;
   TRY(add_reserved(context, &now));
   if (now.reserved_high < now.reserved) now.reserved_high = now.reserved; /* CUDA resets it to zero */
-  *stats = now;
+  give_struct(&now, stats);
   return CUMOE_OK;
 }
 
@@ -269,10 +267,11 @@ static cumoe_status reset_cuda(const memory_pool *pool)
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_pool_reset_highs(cumoe_context context)
+cumoe_status cumoe_pool_reset_highs(cumoe_context handle)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   atomic_store(&context->pool.used_high, atomic_load(&context->pool.used));
   if (context->pool.cuda == NULL) return CUMOE_OK;
   ON_DEVICE(context, reset_cuda(&context->pool));
@@ -284,10 +283,11 @@ static cumoe_status trim_cuda(const memory_pool *pool, uint64_t keep)
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_pool_trim(cumoe_context context, uint64_t keep)
+cumoe_status cumoe_pool_trim(cumoe_context handle, uint64_t keep)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (context->pool.cuda == NULL) return CUMOE_OK;
   ON_DEVICE_RELAXED(context, trim_cuda(&context->pool, keep));
 }
@@ -302,7 +302,7 @@ typedef struct peer_test {
   unsigned char *host; /* what is sent, and what comes back */
 } peer_test;
 
-static cumoe_status make_peer_test(cumoe_context context, int32_t peer, peer_test *t)
+static cumoe_status make_peer_test(struct context *context, int32_t peer, peer_test *t)
 {
   struct cudaMemPoolProps wanted = {.allocType = cudaMemAllocationTypePinned,
                                     .location = {.type = cudaMemLocationTypeDevice, .id = peer}};
@@ -316,7 +316,7 @@ static cumoe_status make_peer_test(cumoe_context context, int32_t peer, peer_tes
   return CUMOE_OK;
 }
 
-static cumoe_status run_peer_test(cumoe_context context, int32_t peer, const peer_test *t)
+static cumoe_status run_peer_test(struct context *context, int32_t peer, const peer_test *t)
 {
   const size_t bytes = PEER_TEST_BYTES;
   TRY_CUDA(cudaMemcpyAsync(t->ours, t->host, bytes, cudaMemcpyHostToDevice, t->stream));
@@ -340,7 +340,7 @@ static void end_peer_test(const peer_test *t, cumoe_status *status)
   free(t->host);
 }
 
-static cumoe_status test_peer(cumoe_context context, int32_t peer)
+static cumoe_status test_peer(struct context *context, int32_t peer)
 {
   peer_test t = {0};
   cumoe_status status = make_peer_test(context, peer, &t);
@@ -349,14 +349,14 @@ static cumoe_status test_peer(cumoe_context context, int32_t peer)
   return status;
 }
 
-static cumoe_status set_access(cumoe_context context, int32_t peer, enum cudaMemAccessFlags flags)
+static cumoe_status set_access(struct context *context, int32_t peer, enum cudaMemAccessFlags flags)
 {
   const struct cudaMemAccessDesc access = {.location = {.type = cudaMemLocationTypeDevice, .id = peer}, .flags = flags};
   TRY_CUDA(cudaMemPoolSetAccess(context->pool.cuda, &access, 1));
   return CUMOE_OK;
 }
 
-static cumoe_status allow_peer(cumoe_context context, int32_t peer)
+static cumoe_status allow_peer(struct context *context, int32_t peer)
 {
   int count = 0, possible = 0;
   TRY_CUDA(cudaGetDeviceCount(&count));
@@ -378,10 +378,11 @@ static cumoe_status allow_peer(cumoe_context context, int32_t peer)
   return status;
 }
 
-cumoe_status cumoe_pool_allow_peer(cumoe_context context, int32_t peer)
+cumoe_status cumoe_pool_allow_peer(cumoe_context handle, int32_t peer)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   REQUIRE(peer >= 0 && peer < MAX_PEERS, CUMOE_ERR_INVALID_ARGUMENT, "peer is %d, must be 0 .. %d", (int)peer,
           MAX_PEERS - 1);
   REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "memory of the CPU device cannot be granted to a GPU");

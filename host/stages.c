@@ -21,17 +21,16 @@ router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, t
                        .bias_dtype = bias.data ? bias.dtype : DT_NONE};
 }
 
-cumoe_status dispatch_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+cumoe_status dispatch_router(struct context *context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                              token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream)
 {
   const router_args a = router_arguments(x, weight, bias, tokens, logits, logits_ld);
   return dispatch(context, OP_router, &a, stream);
 }
 
-static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                  cumoe_view logits)
 {
-  TRY(check_context(context));
   TRY(check_owner(context, "weight", &weight)); /* its shape means nothing once it is freed; the same below */
   REQUIRE(weight.rows >= 1 && weight.rows <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "weight.rows is %lld, must be 1 .. %d", (long long)weight.rows, CUMOE_MAX_EXPERTS);
@@ -48,10 +47,12 @@ static cumoe_status check_router(cumoe_context context, cumoe_view x, cumoe_view
   return check_operand(context, &logits_want, logits);
 }
 
-cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
-                          cumoe_view_mut logits, cumoe_stream stream)
+cumoe_status cumoe_router(cumoe_context handle, cumoe_view x, cumoe_view weight, cumoe_view bias, cumoe_view_mut logits,
+                          cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_router(context, x, weight, bias, cumoe_const(logits)));
   const named_view views[] = {{"logits", cumoe_const(logits)}, {"x", x}, {"weight", weight}, {"bias", bias}};
   TRY(check_overlaps(views, 1, 4));
@@ -61,7 +62,7 @@ cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight
 
 /* ---- gate ---- */
 
-gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
+gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
                          cumoe_view_mut ids, cumoe_view_mut weights)
 {
   return (gate_args){.logits = logits.data,
@@ -88,13 +89,14 @@ gate_args gate_arguments(cumoe_context context, const cumoe_routing *r, cumoe_vi
                      .fault = context->fault};
 }
 
-cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
+cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
                         cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  cumoe_routing r;
-  TRY(check_context(context));
-  TRY(take_struct("routing", routing, &r, sizeof r));
+  struct context *context;
+  TRY(find_context(handle, &context));
+  REQUIRE(routing, CUMOE_ERR_INVALID_ARGUMENT, "routing is null");
+  const cumoe_routing r = *routing;
   TRY(check_owner(context, "logits", &logits));
   REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
           "logits.cols is %lld, must be 1 .. %d", (long long)logits.cols, CUMOE_MAX_EXPERTS);
@@ -118,13 +120,13 @@ cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cum
 /* ---- map ---- */
 
 /* A map is one count launch (only with several chunks, and never on the CPU) and one placing launch. */
-cumoe_status dispatch_map(cumoe_context context, const map_args *args, cumoe_stream stream)
+cumoe_status dispatch_map(struct context *context, const map_args *args, cumoe_stream stream)
 {
   if (args->chunks > 1 && !on_cpu(context)) TRY(dispatch(context, OP_map_count, args, stream));
   return dispatch(context, OP_map, args, stream);
 }
 
-map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
+map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const map_chunks cut = map_chunking(ids.rows * d->routing.top_k);
@@ -148,7 +150,7 @@ map_args map_arguments(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, r
                     .fault = plan->context->fault};
 }
 
-static size_t hist_bytes(cumoe_plan plan, int64_t tokens)
+static size_t hist_bytes(const struct plan *plan, int64_t tokens)
 {
   const map_chunks cut = map_chunking(tokens * plan->desc.routing.top_k);
   return cut.chunks > 1 ? (size_t)cut.chunks * (size_t)plan->desc.local_experts * 4 : 0;
@@ -161,10 +163,11 @@ static cumoe_status check_tokens(const char *name, int64_t tokens, int32_t top_k
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_map_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes)
+cumoe_status cumoe_map_workspace(cumoe_plan handle, int64_t tokens, size_t *bytes)
 {
   begin_call(__func__);
-  TRY(check_plan(plan));
+  const struct plan *plan;
+  TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   TRY(check_tokens("tokens", tokens, plan->desc.routing.top_k));
   *bytes = hist_bytes(plan, tokens);
@@ -184,11 +187,14 @@ static cumoe_status check_map_overlaps(const cumoe_route *route, cumoe_view work
   return check_overlaps(views, 5, sizeof views / sizeof *views);
 }
 
-cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
+cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                        cumoe_view_mut workspace, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  TRY(check_plan(plan));
+  const struct plan *plan;
+  cumoe_route copy;
+  TRY(find_plan(handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
   const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0},
@@ -215,7 +221,8 @@ cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, c
 
 /* ---- up, down ---- */
 
-static gemm_args gemm_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view a, const route_pointers *route)
+static gemm_args gemm_arguments(const struct plan *plan, const struct weights *weights, cumoe_view a,
+                                const route_pointers *route)
 {
   const cumoe_moe_desc *d = &plan->desc;
   gemm_args g = {.a = a.data,
@@ -233,8 +240,8 @@ static gemm_args gemm_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_vi
 }
 
 /* route NULL: dense, every token is a row of the only expert. */
-gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const route_pointers *route,
-                       cumoe_view pair_weights)
+gemm_args up_arguments(const struct plan *plan, const struct weights *weights, cumoe_view x,
+                       const route_pointers *route, cumoe_view pair_weights)
 {
   const cumoe_moe_desc *d = &plan->desc;
   gemm_args g = gemm_arguments(plan, weights, x, route);
@@ -253,8 +260,8 @@ gemm_args up_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view x, con
   return g;
 }
 
-gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const route_pointers *route,
-                         int64_t tokens)
+gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
+                         const route_pointers *route, int64_t tokens)
 {
   gemm_args g = gemm_arguments(plan, weights, h, route);
   g.b = weights->down;
@@ -266,16 +273,15 @@ gemm_args down_arguments(cumoe_plan plan, cumoe_weights weights, cumoe_view h, c
 }
 
 /* A matrix that has a row for every pair, or more. */
-static operand rows_operand(cumoe_plan plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
+static operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
 {
   const int64_t rows = tokens * plan->desc.routing.top_k;
   return (operand){name, rows > view.rows ? rows : view.rows, cols, DTYPE_BIT(plan->desc.dtype), 16};
 }
 
 /* Tokens of a call whose only operand with a row a token is the route. */
-static cumoe_status tokens_of(cumoe_plan plan, const cumoe_route *route, int64_t *tokens)
+static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens)
 {
-  REQUIRE(route, CUMOE_ERR_INVALID_ARGUMENT, "route is null");
   const cumoe_view slots = cumoe_const(route->slot_row);
   TRY(check_owner(plan->context, "route.slot_row", &slots));
   *tokens = slots.rows;
@@ -283,8 +289,9 @@ static cumoe_status tokens_of(cumoe_plan plan, const cumoe_route *route, int64_t
 }
 
 /* What cumoe_up and cumoe_up_permuted have in common; `in` is checked: x, or rows. */
-static cumoe_status up_stage(cumoe_plan plan, cumoe_weights weights, named_view in, int64_t tokens, bool permuted,
-                             const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
+static cumoe_status up_stage(const struct plan *plan, const struct weights *weights, named_view in, int64_t tokens,
+                             bool permuted, const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
+                             cumoe_stream stream)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const operand h_want = rows_operand(plan, "h", cumoe_const(h), tokens, d->inter);
@@ -308,13 +315,17 @@ static cumoe_status up_stage(cumoe_plan plan, cumoe_weights weights, named_view 
   ON_DEVICE(plan->context, dispatch(plan->context, OP_up, &g, stream));
 }
 
-cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
+cumoe_status cumoe_up(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view x, const cumoe_route *route,
                       cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  TRY(check_plan(plan));
+  const struct plan *plan;
+  const struct weights *weights;
+  cumoe_route copy;
+  TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
   TRY(check_operand(plan->context, &x_want, x));
@@ -322,14 +333,18 @@ cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, cons
   return up_stage(plan, weights, in, x.rows, false, route, pair_weights, h, stream);
 }
 
-cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_view rows, const cumoe_route *route,
-                               cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
+cumoe_status cumoe_up_permuted(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view rows,
+                               const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *weights;
+  cumoe_route copy;
   int64_t tokens = 0;
-  TRY(check_plan(plan));
+  TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(tokens_of(plan, route, &tokens));
   const operand rows_want = rows_operand(plan, "rows", rows, tokens, d->hidden);
   TRY(check_operand(plan->context, &rows_want, rows));
@@ -339,11 +354,14 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_vie
 
 /* ---- permute ---- */
 
-cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
+cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  TRY(check_plan(plan));
+  const struct plan *plan;
+  cumoe_route copy;
+  TRY(find_plan(handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
@@ -370,13 +388,17 @@ cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *rou
 
 /* ---- down ---- */
 
-cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
+cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view h, const cumoe_route *route,
                         cumoe_view_mut y, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  TRY(check_plan(plan));
+  const struct plan *plan;
+  const struct weights *weights;
+  cumoe_route copy;
+  TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_weights("weights", weights, plan, d->local_experts, d->inter));
+  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   int64_t tokens = 0;
   TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));
@@ -396,7 +418,8 @@ cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, co
 
 /* ---- combine ---- */
 
-combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const cumoe_combine_args *a, int64_t tokens)
+combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *a,
+                               int64_t tokens)
 {
   const cumoe_moe_desc *d = &plan->desc;
   return (combine_args){.y = a->y.data,
@@ -422,16 +445,20 @@ combine_args combine_arguments(cumoe_plan plan, const int32_t *slot_row, const c
                         .out_dtype = d->out_dtype,
                         .reduce = !(d->flags & CUMOE_MOE_UNREDUCED),
                         .out_scale = a->out_scale == 0 ? 1 : a->out_scale,
+                        .on_input = (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) != 0,
                         .fault = plan->context->fault};
 }
 
-cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args,
+cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cumoe_combine_args *args,
                            cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  const struct plan *plan;
+  cumoe_route copy;
   cumoe_combine_args a;
-  TRY(check_plan(plan));
-  TRY(take_struct("args", args, &a, sizeof a));
+  TRY(find_plan(handle, &plan));
+  TRY(take_route(&route, &copy));
+  TRY(take_struct("args", args, &a));
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   int64_t tokens = 0;

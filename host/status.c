@@ -19,7 +19,7 @@ static _Thread_local struct {
   cumoe_stream stream; /* that it works on */
   bool on_stream;      /* if it does */
   cudaError_t pending; /* CUDA's last error when the device was entered: the caller's, not ours */
-  cumoe_context on;    /* the context whose device was entered */
+  struct context *on;  /* the context whose device was entered */
   error_text error;
 } thread_state;
 
@@ -234,9 +234,9 @@ static cumoe_status classify(cudaError_t error)
   }
 }
 
-cumoe_context run_for(cumoe_context context)
+struct context *run_for(struct context *context)
 {
-  cumoe_context before = thread_state.on;
+  struct context *before = thread_state.on;
   thread_state.on = context;
   return before;
 }
@@ -246,7 +246,7 @@ static cumoe_status lose_device(cudaError_t error, const char *expression, int n
 {
   const cumoe_status status = fail(CUMOE_ERR_CUDA_STICKY, "%.*s: %s (%d): %s", name, expression,
                                    cudaGetErrorName(error), (int)error, cudaGetErrorString(error));
-  cumoe_context context = thread_state.on;
+  struct context *context = thread_state.on;
   int32_t alive = 0;
   if (context != NULL && atomic_compare_exchange_strong(&context->lost, &alive, 1)) {
     save_error(&context->lost_cause);
@@ -255,7 +255,7 @@ static cumoe_status lose_device(cudaError_t error, const char *expression, int n
   return status;
 }
 
-cumoe_status check_alive(cumoe_context context)
+cumoe_status check_alive(struct context *context)
 {
   if (atomic_load_explicit(&context->lost, memory_order_acquire) != 2) return CUMOE_OK;
   return fail(CUMOE_ERR_CUDA_STICKY, "device %d was lost earlier, in %s", (int)context->device,

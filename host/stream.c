@@ -15,12 +15,13 @@ static cumoe_status create_stream(int32_t priority, cumoe_stream *stream)
   return fail_cuda(error, "cudaStreamCreateWithPriority");
 }
 
-cumoe_status cumoe_stream_create(cumoe_context context, int32_t priority, cumoe_stream *stream)
+cumoe_status cumoe_stream_create(cumoe_context handle, int32_t priority, cumoe_stream *stream)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE_POINTER(stream);
   *stream = NULL;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return CUMOE_OK;
   ON_DEVICE_RELAXED(context, create_stream(priority, stream));
 }
@@ -46,10 +47,11 @@ static cumoe_status destroy_stream(cumoe_stream stream)
   return asked;
 }
 
-cumoe_status cumoe_stream_destroy(cumoe_context context, cumoe_stream stream)
+cumoe_status cumoe_stream_destroy(cumoe_context handle, cumoe_stream stream)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (stream == NULL || on_cpu(context)) return CUMOE_OK;
   REQUIRE(stream != CUMOE_STREAM_PER_THREAD, CUMOE_ERR_INVALID_ARGUMENT, "stream is CUDA's own, of every thread");
   GIVE_BACK_RELAXED(context, destroy_stream(stream));
@@ -63,12 +65,13 @@ static cumoe_status progress_of(cudaError_t error, const char *call, cumoe_progr
   return *progress == CUMOE_FAILED ? fail_cuda(error, call) : CUMOE_OK;
 }
 
-cumoe_status cumoe_stream_query(cumoe_context context, cumoe_stream stream, cumoe_progress *progress)
+cumoe_status cumoe_stream_query(cumoe_context handle, cumoe_stream stream, cumoe_progress *progress)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE_POINTER(progress);
   *progress = CUMOE_FAILED;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(refuse_capture(context, stream));
   if (!on_cpu(context)) ON_DEVICE_RELAXED(context, progress_of(cudaStreamQuery(stream), "cudaStreamQuery", progress));
   *progress = CUMOE_DONE;
@@ -87,10 +90,11 @@ static cumoe_status join(cumoe_stream waiter, cumoe_stream on)
   return error == cudaSuccess ? CUMOE_OK : fail_cuda(error, "cudaEventRecord, cudaStreamWaitEvent");
 }
 
-cumoe_status cumoe_stream_join(cumoe_context context, cumoe_stream waiter, cumoe_stream on)
+cumoe_status cumoe_stream_join(cumoe_context handle, cumoe_stream waiter, cumoe_stream on)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (waiter == on || on_cpu(context)) return CUMOE_OK;
   ON_DEVICE_RELAXED(context, join(waiter, on));
 }
@@ -107,59 +111,65 @@ static cumoe_status create_event(uint32_t flags, cumoe_event *event)
   return fail_cuda(error, "cudaEventCreateWithFlags");
 }
 
-cumoe_status cumoe_event_create(cumoe_context context, uint32_t flags, cumoe_event *event)
+cumoe_status cumoe_event_create(cumoe_context handle, uint32_t flags, cumoe_event *event)
 {
   begin_call(__func__);
+  struct context *context;
   const uint32_t known = CUMOE_EVENT_TIMING | CUMOE_EVENT_SLEEP;
   REQUIRE_POINTER(event);
   *event = NULL;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   REQUIRE((flags & ~known) == 0, CUMOE_ERR_INVALID_ARGUMENT, "flags is 0x%x, known are 0x%x", flags, known);
   if (on_cpu(context)) return CUMOE_OK;
   ON_DEVICE_RELAXED(context, create_event(flags, event));
 }
 
-cumoe_status cumoe_event_destroy(cumoe_context context, cumoe_event event)
+cumoe_status cumoe_event_destroy(cumoe_context handle, cumoe_event event)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (event == NULL || on_cpu(context)) return CUMOE_OK;
   GIVE_BACK_RELAXED(context, CUDA_STATUS(cudaEventDestroy(event)));
 }
 
-cumoe_status cumoe_event_record(cumoe_context context, cumoe_event event, cumoe_stream stream)
+cumoe_status cumoe_event_record(cumoe_context handle, cumoe_event event, cumoe_stream stream)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return CUMOE_OK;
   REQUIRE_POINTER(event);
   ON_DEVICE(context, CUDA_STATUS(cudaEventRecord(event, stream)));
 }
 
-cumoe_status cumoe_event_wait(cumoe_context context, cumoe_event event, cumoe_stream stream)
+cumoe_status cumoe_event_wait(cumoe_context handle, cumoe_event event, cumoe_stream stream)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return CUMOE_OK;
   REQUIRE_POINTER(event);
   ON_DEVICE(context, CUDA_STATUS(cudaStreamWaitEvent(stream, event, 0)));
 }
 
-cumoe_status cumoe_event_synchronize(cumoe_context context, cumoe_event event)
+cumoe_status cumoe_event_synchronize(cumoe_context handle, cumoe_event event)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return CUMOE_OK;
   REQUIRE_POINTER(event);
   ON_DEVICE_RELAXED(context, CUDA_STATUS(cudaEventSynchronize(event)));
 }
 
-cumoe_status cumoe_event_query(cumoe_context context, cumoe_event event, cumoe_progress *progress)
+cumoe_status cumoe_event_query(cumoe_context handle, cumoe_event event, cumoe_progress *progress)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE_POINTER(progress);
   *progress = CUMOE_FAILED;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   REQUIRE(event != NULL || on_cpu(context), CUMOE_ERR_INVALID_ARGUMENT, "event is null");
   if (!on_cpu(context)) ON_DEVICE_RELAXED(context, progress_of(cudaEventQuery(event), "cudaEventQuery", progress));
   *progress = CUMOE_DONE;
@@ -176,12 +186,13 @@ static cumoe_status elapsed(cumoe_event first, cumoe_event last, float *millisec
   return fail(CUMOE_ERR_INVALID_ARGUMENT, "first or last is pending: wait for it, there is no time yet");
 }
 
-cumoe_status cumoe_event_elapsed(cumoe_context context, cumoe_event first, cumoe_event last, float *milliseconds)
+cumoe_status cumoe_event_elapsed(cumoe_context handle, cumoe_event first, cumoe_event last, float *milliseconds)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE_POINTER(milliseconds);
   *milliseconds = 0;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "the CPU device's events have no times");
   REQUIRE_POINTER(first);
   REQUIRE_POINTER(last);
@@ -195,20 +206,22 @@ static cumoe_status no_graphs(void)
   return fail(CUMOE_ERR_NOT_SUPPORTED, "the CPU device has no graphs");
 }
 
-cumoe_status cumoe_graph_status(cumoe_context context, cumoe_stream stream, cumoe_capture *capture)
+cumoe_status cumoe_graph_status(cumoe_context handle, cumoe_stream stream, cumoe_capture *capture)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE_POINTER(capture);
   *capture = CUMOE_CAPTURE_NONE;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return CUMOE_OK;
   ON_DEVICE(context, capture_state(stream, capture));
 }
 
-cumoe_status cumoe_graph_begin(cumoe_context context, cumoe_stream stream)
+cumoe_status cumoe_graph_begin(cumoe_context handle, cumoe_stream stream)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return no_graphs();
   REQUIRE(stream != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stream is NULL: CUDA's legacy stream cannot be captured");
   TRY(refuse_capture(context, stream));
@@ -232,17 +245,18 @@ static cumoe_status end_capture(cumoe_stream stream, cumoe_graph *graph)
   return last == cudaSuccess ? CUMOE_OK : fail_cuda(last, "cudaGraphDestroy");
 }
 
-static cumoe_status end_on_device(cumoe_context context, cumoe_stream stream, cumoe_graph *graph)
+static cumoe_status end_on_device(struct context *context, cumoe_stream stream, cumoe_graph *graph)
 {
   GIVE_BACK_RELAXED(context, end_capture(stream, graph));
 }
 
-cumoe_status cumoe_graph_end(cumoe_context context, cumoe_stream stream, cumoe_graph *graph)
+cumoe_status cumoe_graph_end(cumoe_context handle, cumoe_stream stream, cumoe_graph *graph)
 {
   begin_call(__func__);
+  struct context *context;
   REQUIRE_POINTER(graph);
   *graph = NULL;
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   if (on_cpu(context)) return no_graphs();
   REQUIRE(stream != NULL, CUMOE_ERR_INVALID_ARGUMENT, "stream is NULL: CUDA's legacy stream cannot be captured");
   const cumoe_status status = end_on_device(context, stream, graph);
@@ -253,32 +267,36 @@ cumoe_status cumoe_graph_end(cumoe_context context, cumoe_stream stream, cumoe_g
 }
 
 /* Launching or uploading into a capture would break it. */
-static cumoe_status check_graph(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
+static cumoe_status check_graph(struct context *context, cumoe_graph graph, cumoe_stream stream)
 {
-  TRY(check_context(context));
   if (on_cpu(context)) return no_graphs();
   REQUIRE_POINTER(graph);
   return refuse_capture(context, stream);
 }
 
-cumoe_status cumoe_graph_launch(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
+cumoe_status cumoe_graph_launch(cumoe_context handle, cumoe_graph graph, cumoe_stream stream)
 {
   begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_graph(context, graph, stream));
   ON_DEVICE(context, CUDA_STATUS(cudaGraphLaunch(graph, stream)));
 }
 
-cumoe_status cumoe_graph_upload(cumoe_context context, cumoe_graph graph, cumoe_stream stream)
+cumoe_status cumoe_graph_upload(cumoe_context handle, cumoe_graph graph, cumoe_stream stream)
 {
   begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
   TRY(check_graph(context, graph, stream));
   ON_DEVICE_RELAXED(context, CUDA_STATUS(cudaGraphUpload(graph, stream)));
 }
 
-cumoe_status cumoe_graph_destroy(cumoe_context context, cumoe_graph graph)
+cumoe_status cumoe_graph_destroy(cumoe_context handle, cumoe_graph graph)
 {
   begin_call(__func__);
-  TRY(check_context(context));
+  struct context *context;
+  TRY(find_context(handle, &context));
   if (graph == NULL) return CUMOE_OK;
   if (on_cpu(context)) return no_graphs();
   GIVE_BACK_RELAXED(context, CUDA_STATUS(cudaGraphExecDestroy(graph)));

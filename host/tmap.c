@@ -89,7 +89,7 @@ bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
       .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
       .box = {WGMMA_BK, WGMMA_STEP},
   };
-  return encode(encoder, dense_format((element_type)g->dtype), &a, args->rows);
+  return encode(encoder, dense_format(g->dtype), &a, args->rows);
 }
 
 static bool matrix_serves(const void *base, int64_t ld, weight_format format)
@@ -99,7 +99,7 @@ static bool matrix_serves(const void *base, int64_t ld, weight_format format)
 
 bool tmap_serves_router(const router_args *a)
 {
-  const weight_format x = dense_format((element_type)a->x_dtype), w = dense_format((element_type)a->w_dtype);
+  const weight_format x = dense_format(a->x_dtype), w = dense_format(a->w_dtype);
   return x == w && format_bits(x) == 16 && matrix_serves(a->x, a->x_ld, x) && matrix_serves(a->w, a->w_ld, w);
 }
 
@@ -121,6 +121,6 @@ bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_arg
       .stride = {1, r->w_ld},
       .box = {WGMMA_BK, (uint32_t)(args->columns / v->cluster)},
   };
-  return encode(encoder, dense_format((element_type)r->x_dtype), &x, args->x) &&
-         encode(encoder, dense_format((element_type)r->w_dtype), &w, args->w);
+  return encode(encoder, dense_format(r->x_dtype), &x, args->x) &&
+         encode(encoder, dense_format(r->w_dtype), &w, args->w);
 }

@@ -174,7 +174,7 @@ cumoe_status cumoe_view_cast_mut(cumoe_view_mut view, cumoe_dtype dtype, cumoe_v
 /* ---- moving bytes ---- */
 
 /* A view that a copy or fill may touch: alive, here, in bounds. */
-static cumoe_status check_view(cumoe_context context, const char *what, const cumoe_view *v)
+static cumoe_status check_view(struct context *context, const char *what, const cumoe_view *v)
 {
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype);
   TRY(check_owner(context, what, v));
@@ -184,10 +184,9 @@ static cumoe_status check_view(cumoe_context context, const char *what, const cu
   return check_extent(what, v, (uint32_t)element);
 }
 
-static cumoe_status check_host_copy(cumoe_context context, const char *what, const cumoe_view *v, const void *host,
+static cumoe_status check_host_copy(struct context *context, const char *what, const cumoe_view *v, const void *host,
                                     size_t bytes, cumoe_stream stream)
 {
-  TRY(check_context(context));
   TRY(check_view(context, what, v));
   const size_t need = (size_t)(v->rows * v->cols) * cumoe_dtype_bytes((cumoe_dtype)v->dtype);
   REQUIRE(bytes == need, CUMOE_ERR_OUT_OF_BOUNDS, "bytes is %zu, %s [%lld, %lld] has %zu", bytes, what,
@@ -196,22 +195,26 @@ static cumoe_status check_host_copy(cumoe_context context, const char *what, con
   return need ? refuse_capture(context, stream) : CUMOE_OK; /* a graph would read the host memory at every replay */
 }
 
-cumoe_status cumoe_copy_from_host(cumoe_context context, cumoe_view_mut dst, const void *src, size_t bytes,
+cumoe_status cumoe_copy_from_host(cumoe_context handle, cumoe_view_mut dst, const void *src, size_t bytes,
                                   cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   const cumoe_view v = cumoe_const(dst);
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  TRY(find_context(handle, &context));
   TRY(check_host_copy(context, "dst", &v, src, bytes, stream));
   if (bytes == 0) return CUMOE_OK;
   return memory_copy(context, dst.data, (size_t)v.ld * element, src, (size_t)v.cols * element, (size_t)v.cols * element,
                      (size_t)v.rows, cudaMemcpyHostToDevice, stream);
 }
 
-cumoe_status cumoe_copy_to_host(cumoe_context context, void *dst, size_t bytes, cumoe_view src, cumoe_stream stream)
+cumoe_status cumoe_copy_to_host(cumoe_context handle, void *dst, size_t bytes, cumoe_view src, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)src.dtype);
+  TRY(find_context(handle, &context));
   TRY(check_host_copy(context, "src", &src, dst, bytes, stream));
   if (bytes == 0) return CUMOE_OK;
   return memory_copy(context, dst, (size_t)src.cols * element, src.data, (size_t)src.ld * element,
@@ -228,12 +231,13 @@ static cumoe_status check_same_matrix(const cumoe_view *dst, const cumoe_view *s
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_copy(cumoe_context context, cumoe_view_mut dst, cumoe_view src, cumoe_stream stream)
+cumoe_status cumoe_copy(cumoe_context handle, cumoe_view_mut dst, cumoe_view src, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   const cumoe_view d = cumoe_const(dst);
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)src.dtype);
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(check_view(context, "dst", &d));
   TRY(check_view(context, "src", &src));
   TRY(check_same_matrix(&d, &src));
@@ -243,12 +247,13 @@ cumoe_status cumoe_copy(cumoe_context context, cumoe_view_mut dst, cumoe_view sr
                      (size_t)src.cols * element, (size_t)src.rows, cudaMemcpyDeviceToDevice, stream);
 }
 
-cumoe_status cumoe_fill(cumoe_context context, cumoe_view_mut dst, uint8_t byte, cumoe_stream stream)
+cumoe_status cumoe_fill(cumoe_context handle, cumoe_view_mut dst, uint8_t byte, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   const cumoe_view d = cumoe_const(dst);
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)d.dtype);
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(check_view(context, "dst", &d));
   if (d.rows == 0 || d.cols == 0) return CUMOE_OK;
   return memory_fill(context, dst.data, (size_t)d.ld * element, byte, (size_t)d.cols * element, (size_t)d.rows, stream);
@@ -256,7 +261,7 @@ cumoe_status cumoe_fill(cumoe_context context, cumoe_view_mut dst, uint8_t byte,
 
 /* The first element byte by byte; then what is there is copied behind itself, until the row is full, and the rows
  * likewise: the copies need no kernel and can be captured. */
-static cumoe_status spread(cumoe_context context, cumoe_view_mut dst, const unsigned char *value, size_t element,
+static cumoe_status spread(struct context *context, cumoe_view_mut dst, const unsigned char *value, size_t element,
                            cumoe_stream stream)
 {
   char *data = dst.data;
@@ -278,12 +283,13 @@ static bool all_the_same(const unsigned char *bytes, size_t count)
   return memcmp(bytes, bytes + 1, count - 1) == 0;
 }
 
-cumoe_status cumoe_fill_value(cumoe_context context, cumoe_view_mut dst, const void *value, cumoe_stream stream)
+cumoe_status cumoe_fill_value(cumoe_context handle, cumoe_view_mut dst, const void *value, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   const cumoe_view d = cumoe_const(dst);
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)d.dtype);
-  TRY(check_context(context));
+  TRY(find_context(handle, &context));
   TRY(check_view(context, "dst", &d));
   REQUIRE(value, CUMOE_ERR_INVALID_ARGUMENT, "value is null");
   if (d.rows == 0 || d.cols == 0) return CUMOE_OK;
@@ -297,7 +303,7 @@ cumoe_status cumoe_fill_value(cumoe_context context, cumoe_view_mut dst, const v
 
 /* One end of a copy. */
 typedef struct place {
-  cumoe_context context;
+  struct context *context;
   cumoe_stream stream;
 } place;
 
@@ -334,20 +340,20 @@ static cumoe_status copy_across(place to, cumoe_view_mut dst, place from, const 
   return to_cpu || from_cpu ? memory_wait(on.context, on.stream) : CUMOE_OK;
 }
 
-cumoe_status cumoe_copy_between(cumoe_context dst_context, cumoe_view_mut dst, cumoe_stream dst_stream,
-                                cumoe_context src_context, cumoe_view src, cumoe_stream src_stream)
+cumoe_status cumoe_copy_between(cumoe_context dst_handle, cumoe_view_mut dst, cumoe_stream dst_stream,
+                                cumoe_context src_handle, cumoe_view src, cumoe_stream src_stream)
 {
   begin_call_on(__func__, dst_stream);
   const cumoe_view d = cumoe_const(dst);
-  const place to = {dst_context, dst_stream}, from = {src_context, src_stream};
-  TRY(check_context(dst_context));
-  TRY(check_context(src_context));
-  TRY(check_view(dst_context, "dst", &d));
+  place to = {.stream = dst_stream}, from = {.stream = src_stream};
+  TRY(find_context(dst_handle, &to.context));
+  TRY(find_context(src_handle, &from.context));
+  TRY(check_view(to.context, "dst", &d));
   name_call_on(__func__, src_stream);
-  TRY(check_view(src_context, "src", &src));
+  TRY(check_view(from.context, "src", &src));
   TRY(check_same_matrix(&d, &src));
   if (src.rows == 0 || src.cols == 0) return CUMOE_OK;
-  if (dst_context->device == src_context->device) TRY(check_disjoint("dst", dst, "src", src));
+  if (to.context->device == from.context->device) TRY(check_disjoint("dst", dst, "src", src));
   TRY(order(to, from));
   TRY(copy_across(to, dst, from, &src));
   return order(from, to);

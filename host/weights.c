@@ -1,7 +1,111 @@
 /* Binding weights: every documented layout becomes one normal form (expert_matrix in kernels/args.h). */
+#include "weights.h"
 #include "check.h"
+#include "objects.h"
 
 #include <stdlib.h>
+
+/* ---- checks of a description ---- */
+
+typedef struct projection_shape {
+  const char *name;
+  int64_t out, in;
+  int32_t major;
+} projection_shape;
+
+static cumoe_status check_projection(struct context *context, const cumoe_projection *p, const projection_shape *s,
+                                     int32_t experts, int32_t dtype)
+{
+  const bool out_in = s->major == CUMOE_OUT_IN;
+  cumoe_view v = p->data;
+  REQUIRE(!(p->per_expert && v.data), CUMOE_ERR_INVALID_ARGUMENT, "%s has both data and per_expert", s->name);
+  if (p->per_expert) { /* the shape describes each expert's matrix; borrow the first one's pointer for the checks */
+    v.data = p->per_expert[0];
+    for (int32_t e = 0; e < experts; ++e)
+      REQUIRE(p->per_expert[e] && (uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
+              "%s.per_expert[%d] is %p, must be non-null and aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
+  }
+  const operand data = {s->name, out_in ? s->out : s->in, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
+  TRY(check_operand(context, &data, v));
+  const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
+  REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT,
+          "%s.expert_stride is %lld, must be at least one matrix, %lld", s->name, (long long)p->expert_stride,
+          (long long)matrix);
+  REQUIRE((uint64_t)stride * cumoe_dtype_bytes((cumoe_dtype)dtype) % 16 == 0, CUMOE_ERR_MISALIGNED,
+          "%s.expert_stride is %lld elements, must be a multiple of 16 bytes", s->name, (long long)stride);
+  if (!p->per_expert) { /* the whole stack must lie in its buffer, not only expert 0 */
+    cumoe_view all = cumoe_vector(v.data, (cumoe_dtype)dtype, 0);
+    REQUIRE(!__builtin_mul_overflow((int64_t)experts - 1, stride, &all.cols) &&
+                !__builtin_add_overflow(all.cols, matrix, &all.cols),
+            CUMOE_ERR_INVALID_ARGUMENT, "%s.expert_stride is %lld, too large", s->name, (long long)stride);
+    all.ld = all.cols;
+    all.rows = 1;
+    all.owner = v.owner;
+    TRY(check_extent(s->name, &all, 16));
+    TRY(check_owner(context, s->name, &all));
+  }
+  const operand bias = {"bias", experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
+  return check_optional(context, &bias, p->bias);
+}
+
+static cumoe_status check_reserves(const cumoe_weights_desc *d)
+{
+  TRY(check_reserve("desc.gate_up", d->gate_up.reserved));
+  TRY(check_reserve("desc.gate", d->gate.reserved));
+  TRY(check_reserve("desc.up", d->up.reserved));
+  return check_reserve("desc.down", d->down.reserved);
+}
+
+/* Its reserve is checked by itself. */
+static bool projection_absent(const cumoe_projection *p)
+{
+  return absent(&p->data) && !p->per_expert && p->expert_stride == 0 && absent(&p->bias);
+}
+
+static cumoe_status check_major(const char *name, int32_t major)
+{
+  REQUIRE(major == CUMOE_OUT_IN || major == CUMOE_IN_OUT, CUMOE_ERR_LAYOUT,
+          "%s is %d, must be CUMOE_OUT_IN or CUMOE_IN_OUT", name, (int)major);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_weights_desc(struct context *context, const cumoe_weights_desc *d)
+{
+  const bool separate = d->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = d->gate_order == CUMOE_UNGATED;
+  const bool fused = !separate && !ungated;
+  const int32_t dtype = d->down.data.dtype;
+  REQUIRE(d->gate_order >= CUMOE_GATE_UP_CONCAT && d->gate_order <= CUMOE_UNGATED, CUMOE_ERR_LAYOUT,
+          "desc.gate_order is %d: it must be set, no order is guessed", (int)d->gate_order);
+  TRY(check_major("desc.up_major", d->up_major));
+  TRY(check_major("desc.down_major", d->down_major));
+  REQUIRE(d->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "desc.reserved is %d, must be 0", (int)d->reserved);
+  TRY(check_reserves(d));
+  REQUIRE(d->experts >= 1 && d->experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
+  REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
+  TRY(check_dense("desc.down.data.dtype", dtype, CUMOE_ERR_WRONG_DTYPE));
+  REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT,
+          "desc.gate_up must be absent with this gate_order");
+  REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
+  REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
+  const projection_shape gate_up = {"desc.gate_up", 2 * (int64_t)d->inter, d->hidden, d->up_major};
+  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major},
+                         up = {"desc.up", d->inter, d->hidden, d->up_major};
+  const projection_shape down = {"desc.down", d->hidden, d->inter, d->down_major};
+  if (fused) TRY(check_projection(context, &d->gate_up, &gate_up, d->experts, dtype));
+  if (separate) TRY(check_projection(context, &d->gate, &gate, d->experts, dtype));
+  if (!fused) TRY(check_projection(context, &d->up, &up, d->experts, dtype));
+  if (separate) {
+    const bool same = d->gate.data.ld == d->up.data.ld && d->gate.expert_stride == d->up.expert_stride &&
+                      !d->gate.per_expert == !d->up.per_expert && absent(&d->gate.bias) == absent(&d->up.bias) &&
+                      d->gate.bias.ld == d->up.bias.ld && d->gate.bias.dtype == d->up.bias.dtype;
+    REQUIRE(same, CUMOE_ERR_LAYOUT, "desc.gate and desc.up must have the same ld, expert_stride, form and bias form");
+  }
+  return check_projection(context, &d->down, &down, d->experts, dtype);
+}
+
+/* ---- the normal form ---- */
 
 /* Where one half (gate or up) of a projection lies: elements from the expert's start, and from its bias row's start. */
 typedef struct half {
@@ -39,7 +143,7 @@ static expert_matrix normal_form(const half *halves, int count, int32_t major, i
 {
   const cumoe_projection *first = halves[0].projection;
   const cumoe_view *v = &first->data, *bias = &first->bias;
-  expert_matrix m = {.format = dense_format((element_type)v->dtype)};
+  expert_matrix m = {.format = dense_format(v->dtype)};
   m.expert_stride = first->expert_stride ? first->expert_stride : v->rows * v->ld;
   m.n_stride = channel_step * (major == CUMOE_OUT_IN ? v->ld : 1);
   m.k_stride = major == CUMOE_OUT_IN ? 1 : v->ld;
@@ -72,7 +176,7 @@ static size_t fill_tables(const half *halves, int count, size_t experts, const v
 }
 
 /* Pointer tables travel to the device once, here: three rows at most (gate, up, down). */
-static cumoe_status upload_tables(cumoe_context context, cumoe_weights w, const half *up, int up_count,
+static cumoe_status upload_tables(struct context *context, struct weights *w, const half *up, int up_count,
                                   const half *down)
 {
   if (!up[0].projection->per_expert && !down->projection->per_expert) return CUMOE_OK;
@@ -94,18 +198,29 @@ static cumoe_status upload_tables(cumoe_context context, cumoe_weights w, const 
   return status;
 }
 
-static cumoe_status bind(cumoe_context context, const cumoe_weights_desc *d, cumoe_weights w)
+/* What use after free is told by. */
+static void note_owners(const cumoe_weights_desc *d, struct weights *w)
+{
+  const bound_view all[] = {{"gate_up", d->gate_up.data.owner}, {"gate_up.bias", d->gate_up.bias.owner},
+                            {"gate", d->gate.data.owner},       {"gate.bias", d->gate.bias.owner},
+                            {"up", d->up.data.owner},           {"up.bias", d->up.bias.owner},
+                            {"down", d->down.data.owner},       {"down.bias", d->down.bias.owner}};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; ++i)
+    if (all[i].owner) w->bound[w->bound_count++] = all[i];
+}
+
+static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, struct weights *w)
 {
   half up[2] = {{0}}, down = {&d->down, 0, 0};
   const int halves = locate_halves(d, up);
   const bool interleaved = d->gate_order == CUMOE_GATE_UP_INTERLEAVED || d->gate_order == CUMOE_UP_GATE_INTERLEAVED;
-  *w = (struct cumoe_weights_s){.magic = WEIGHTS_MAGIC,
-                                .context = context,
-                                .experts = d->experts,
-                                .hidden = d->hidden,
-                                .inter = d->inter,
-                                .dtype = d->down.data.dtype,
-                                .gated = halves == 2};
+  *w = (struct weights){.context = context,
+                        .experts = d->experts,
+                        .hidden = d->hidden,
+                        .inter = d->inter,
+                        .dtype = d->down.data.dtype,
+                        .gated = halves == 2};
+  note_owners(d, w);
   w->up = normal_form(up, halves, d->up_major, interleaved ? 2 : 1);
   w->down = normal_form(&down, 1, d->down_major, 1);
   return upload_tables(context, w, up, halves, &down);
@@ -127,40 +242,88 @@ static void unstack_all(cumoe_weights_desc *d)
   unstack(&d->down, d->experts, down_out_in ? d->hidden : inter);
 }
 
-cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc, cumoe_weights *weights)
+/* ---- as objects ---- */
+
+static cumoe_status check_owners(const char *name, const struct weights *w)
 {
-  begin_call(__func__);
-  cumoe_weights_desc d;
-  if (!weights) return fail(CUMOE_ERR_INVALID_ARGUMENT, "weights is null");
-  *weights = NULL;
-  TRY(check_context(context));
-  TRY(take_struct("desc", desc, &d, sizeof d));
-  unstack_all(&d);
-  TRY(check_weights_desc(context, &d));
-  cumoe_weights w = malloc(sizeof *w);
-  if (!w) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *w);
-  device_scope scope;
-  cumoe_status status = enter_device(context, &scope);
-  if (status == CUMOE_OK) {
-    status = bind(context, &d, w);
-    if (status != CUMOE_OK && w->tables) (void)pool_free(context, w->tables, w->table_bytes, NULL);
-    leave_device(&scope);
-  }
-  if (status != CUMOE_OK) {
-    free(w);
-    return status;
-  }
-  *weights = w;
+  for (int32_t i = 0; i < w->bound_count; ++i)
+    REQUIRE(buffer_lives(w->bound[i].owner), CUMOE_ERR_STALE_HANDLE, "%s: %s is bound to a buffer that was freed", name,
+            w->bound[i].name);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_weights_destroy(cumoe_weights w)
+cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, int32_t experts,
+                          int32_t inter, const struct weights **weights)
+{
+  void *found;
+  const cumoe_moe_desc *d = &plan->desc;
+  TRY(find_object(OBJECT_WEIGHTS, name, handle, &found));
+  const struct weights *w = *weights = found;
+  REQUIRE(w->context == plan->context, CUMOE_ERR_WRONG_DEVICE, "%s belongs to another context than the plan", name);
+  REQUIRE(w->dtype == d->dtype, CUMOE_ERR_WRONG_DTYPE, "%s are %s, desc.dtype is %s", name,
+          cumoe_dtype_name((cumoe_dtype)w->dtype), cumoe_dtype_name((cumoe_dtype)d->dtype));
+  REQUIRE(w->experts == experts && w->hidden == d->hidden && w->inter == inter, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s have experts %d, hidden %d, inter %d; the plan needs %d, %d, %d", name, (int)w->experts, (int)w->hidden,
+          (int)w->inter, (int)experts, (int)d->hidden, (int)inter);
+  REQUIRE(w->gated == !(d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_LAYOUT, "%s are %s, the plan is %s", name,
+          w->gated ? "gated" : "ungated", w->gated ? "ungated" : "gated");
+  return check_owners(name, w);
+}
+
+/* `w` is on the host's heap; what it becomes when it fails is the caller's. */
+static cumoe_status bind_and_publish(struct context *context, const cumoe_weights_desc *d, struct weights *w,
+                                     cumoe_weights *weights)
+{
+  device_scope scope;
+  TRY(enter_device(context, &scope));
+  cumoe_status status = bind(context, d, w);
+  if (status == CUMOE_OK) *weights = publish_object(OBJECT_WEIGHTS, context, w);
+  if (status == CUMOE_OK && !*weights) status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for more weights");
+  if (status != CUMOE_OK && w->tables) (void)pool_free(context, w->tables, w->table_bytes, NULL);
+  leave_device(&scope);
+  return status;
+}
+
+cumoe_status cumoe_weights_bind(cumoe_context handle, const cumoe_weights_desc *desc, cumoe_weights *weights)
 {
   begin_call(__func__);
-  if (!w) return CUMOE_OK;
-  if (w->magic != WEIGHTS_MAGIC) return fail(CUMOE_ERR_STALE_HANDLE, "weights is not a live weights object");
+  struct context *context;
+  cumoe_weights_desc d;
+  if (!weights) return fail(CUMOE_ERR_INVALID_ARGUMENT, "weights is null");
+  *weights = NULL;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("desc", desc, &d));
+  unstack_all(&d);
+  TRY(check_weights_desc(context, &d));
+  struct weights *w = malloc(sizeof *w);
+  if (!w) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *w);
+  const cumoe_status status = bind_and_publish(context, &d, w, weights);
+  if (status != CUMOE_OK) free(w);
+  return status;
+}
+
+cumoe_status cumoe_weights_destroy(cumoe_weights handle)
+{
+  begin_call(__func__);
+  void *found;
+  if (!handle) return CUMOE_OK;
+  TRY(find_object(OBJECT_WEIGHTS, "weights", handle, &found));
+  if (!retire_object(handle)) return find_object(OBJECT_WEIGHTS, "weights", handle, &found);
+  struct weights *w = found;
   const cumoe_status status = pool_free(w->context, w->tables, w->table_bytes, NULL);
-  w->magic = 0;
   free(w);
   return status;
+}
+
+static cumoe_status drop(void *object)
+{
+  struct weights *w = object;
+  const cumoe_status status = pool_drop(w->context, w->tables, w->table_bytes);
+  free(w);
+  return status;
+}
+
+cumoe_status weights_abandon(struct context *context)
+{
+  return retire_objects(OBJECT_WEIGHTS, context, drop);
 }

@@ -79,6 +79,8 @@ typedef struct gate_args {
 #define GATE_IN_REGISTERS(a)                                                                                           \
   ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \
    !(GATE_BY_LOGIT(a) && GATE_SOFTMAX_OVER_ALL(a) && (a).softcap > 0))
+/* Logits as weights may be as large as floats get, and MAX_TOP_K of them are summed. */
+#define RENORM_SCALE(a) ((a).score == SCORE_IDENTITY ? 0x1p-6f : 1.f)
 #define GATE_SOFTMAX_OVER_ALL(a) ((a).score == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
 
 /*
@@ -183,7 +185,8 @@ enum { WGMMA_BK = 64, WGMMA_STEP = 16 };
 /*
  * reduce:   out[t] = residual[t] + out_scale * (sum_j w[t,j] y(t,j) + s[t] shared[t]);  s = sigmoid(shared_logit) or 1
  * else:     out[t * k + j] = y(t,j)
- * y(t,j) = y[slot_row[t,j]]; 0 if dropped; x[t] if identity. A slot of weight 0 adds exactly nothing.
+ * y(t,j) = y[slot_row[t,j]]; 0 if dropped; x[t] if identity. A slot of weight 0 counts as dropped.
+ * Sums are f32: one past the largest float is infinite.
  * slot_row entries >= rows_cap count as dropped (FAULT_ROUTE). CPU unit: one token.
  */
 typedef struct combine_args {
@@ -199,6 +202,7 @@ typedef struct combine_args {
   int64_t rows_cap;
   int32_t top_k, hidden, dtype, out_dtype, reduce;
   float out_scale;
+  int32_t on_input; /* y has been weighed already: pair_weights only tell which slots weigh 0 */
   fault_sink fault;
   combine_protocol protocol;
 } combine_args;

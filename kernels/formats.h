@@ -28,13 +28,12 @@ typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N, MAJOR_any = MAJOR_none
 /* Of an element. */
 static inline int32_t format_bits(weight_format format)
 {
-  switch (format) {
-  case FORMAT_none: return 0;
-#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
-  case FORMAT_##name: return BITS;                                                                                     \
-      #include "formats.def"
-  }
-  return 0;
+  static const int32_t bits[] = {
+      0,
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR) BITS,
+#include "formats.def"
+  };
+  return bits[format];
 }
 
 /* Of n elements that lie one after another: whole bytes. */
@@ -43,20 +42,18 @@ static inline int64_t format_bytes(weight_format format, int64_t n)
   return n * format_bits(format) / 8;
 }
 
+#ifndef __cplusplus
 /* Of weights without scales; FORMAT_none: weights are never of this type. */
-static inline weight_format dense_format(element_type dtype)
+static inline weight_format dense_format(int32_t dtype)
 {
-  switch (dtype) {
+  static const weight_format formats[] = {
+      [DT_NONE] = FORMAT_none,
 #define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
-#define DENSE(name, DTYPE, BITS)                                                                                       \
-  case DT_##DTYPE: return FORMAT_##name;                                                                               \
-      #include "formats.def"
-  case DT_NONE:
-  case DT_U8:
-  case DT_I32:
-  case DT_I64: break;
-  }
-  return FORMAT_none;
+#define DENSE(name, DTYPE, BITS) [DT_##DTYPE] = FORMAT_##name,
+#include "formats.def"
+  };
+  return (uint32_t)dtype < sizeof formats / sizeof *formats ? formats[dtype] : FORMAT_none;
 }
+#endif
 
 #endif

@@ -39,6 +39,7 @@ typedef struct arguments {
   cumoe_pool_stats stats;
   cumoe_buffer_info buffer_info;
   cumoe_device_info device_info;
+  cumoe_fault fault;
   cumoe_variant_info variant_info;
   uint64_t object; /* a module or a function */
   uint32_t flags;
@@ -70,17 +71,16 @@ typedef enum kind {
   A_WEIGHTS,
   A_VIEW,
   A_NOT_NULL,
-  A_SIZE,      /* of a struct: exactly */
-  A_OPEN_SIZE, /* of a struct that may be older or newer */
-  A_INT,       /* int32_t in low .. high, a multiple of step */
-  A_LONG,      /* int64_t */
-  A_BYTES,     /* size_t, exactly what it is */
-  A_VALUE,     /* int64_t; low is a wrong one */
-  A_FLAGS,     /* uint32_t, known bits in types */
-  A_FLOAT,     /* not negative, not NaN */
-  A_TYPE,      /* int32_t, one of types */
-  A_HANDLE,    /* of a live buffer */
-  A_OBJECT     /* of a live module or function */
+  A_SIZE,   /* of a struct that may be older or newer */
+  A_INT,    /* int32_t in low .. high, a multiple of step */
+  A_LONG,   /* int64_t */
+  A_BYTES,  /* size_t, exactly what it is */
+  A_VALUE,  /* int64_t; low is a wrong one */
+  A_FLAGS,  /* uint32_t, known bits in types */
+  A_FLOAT,  /* not negative, not NaN */
+  A_TYPE,   /* int32_t, one of types */
+  A_HANDLE, /* of a live buffer */
+  A_OBJECT  /* of a live module or function */
 } kind;
 
 enum {
@@ -135,8 +135,7 @@ static int function_count;
   ROW(name, A_VIEW, member, .types = types_, .align = align_, .traits = traits_)
 #define NOT_NULL(name, member)               ROW(name, A_NOT_NULL, member, .low = 0)
 #define ON_CUDA_NOT_NULL(name, member)       ROW(name, A_NOT_NULL, member, .traits = CUDA_ONLY)
-#define EXACT_SIZE(name, member)             ROW(name, A_SIZE, member, .low = 0)
-#define OPEN_SIZE(name, member)              ROW(name, A_OPEN_SIZE, member, .low = 0)
+#define SIZE(name, member)                   ROW(name, A_SIZE, member, .low = 0)
 #define INT(name, member, low_, high_)       ROW(name, A_INT, member, .low = low_, .high = high_)
 #define LONG(name, member, low_, high_)      ROW(name, A_LONG, member, .low = low_, .high = high_)
 #define FLAGS(name, member, known)           ROW(name, A_FLAGS, member, .types = known)
@@ -149,6 +148,8 @@ static int function_count;
 #define FOREIGN_PLAN                         ROW("plan", A_PLAN, plan, .traits = FOREIGN)
 #define WEIGHTS(name, member)                ROW(name, A_WEIGHTS, member, .low = 0)
 #define VALUE(name, member, wrong_, status_) ROW(name, A_VALUE, member, .low = wrong_, .status = CUMOE_ERR_##status_)
+
+#define RESERVE(name, word) VALUE(name ".reserved", word, 1, NOT_SUPPORTED)
 
 #define FORM(name_, form_, fill_, undo_, on_cuda, expression, ...)                                                     \
   static cumoe_status call_##name_##_##form_(arguments *a)                                                             \
@@ -247,11 +248,11 @@ static void undo_create(arguments *a)
   CHECK_OK(cumoe_context_destroy(*(cumoe_context *)a->out));
 }
 CALL_UNDO(cumoe_context_create, fill_create, undo_create, cumoe_context_create(a->device, a->info, a->out),
-          NOT_NULL("context", out), INT("device", device, -2, INT32_MAX), OPEN_SIZE("config.size", config.size),
+          NOT_NULL("context", out), INT("device", device, -2, INT32_MAX), SIZE("config.size", config.size),
           INT("config.cpu_threads", config.cpu_threads, 0, INT32_MAX), INT("config.debug", config.debug, 0, 2),
           INT("config.reserved", config.reserved, 0, 0),
           VALUE("config.pool_initial", config.pool_initial, -1, INVALID_ARGUMENT),
-          OPEN_SIZE("config.allocator.size", allocator.size), NOT_NULL("config.allocator.alloc", allocator.alloc),
+          SIZE("config.allocator.size", allocator.size), NOT_NULL("config.allocator.alloc", allocator.alloc),
           NOT_NULL("config.allocator.free", allocator.free), FLAGS("config.allocator.reserved", allocator.reserved, 0))
 
 static void fill_context(arguments *a)
@@ -262,10 +263,16 @@ static void fill_context(arguments *a)
 CALL(cumoe_context_destroy, fill_context, cumoe_context_destroy(a->context == bench.context ? NULL : a->context),
      ROW("context", A_CONTEXT, context, .traits = OPTIONAL))
 CALL(cumoe_context_info, fill_context, cumoe_context_info(a->context, a->info), CONTEXT, NOT_NULL("info", info),
-     EXACT_SIZE("info.size", device_info.size))
+     SIZE("info.size", device_info.size))
 CALL(cumoe_synchronize, fill_context, cumoe_synchronize(a->context, no_stream), CONTEXT)
 CALL(cumoe_fault_clear, fill_context, cumoe_fault_clear(a->context, no_stream), CONTEXT)
-CALL(cumoe_fault_read, fill_context, cumoe_fault_read(a->context, no_stream, a->out), CONTEXT, NOT_NULL("fault", out))
+static void fill_fault(arguments *a)
+{
+  a->fault.size = sizeof a->fault;
+  a->info = &a->fault;
+}
+CALL(cumoe_fault_read, fill_fault, cumoe_fault_read(a->context, no_stream, a->info), CONTEXT, NOT_NULL("fault", info),
+     SIZE("fault.size", fault.size))
 
 /* ---- cumoe/buffer.h ------------------------------------------------------------------------------------- */
 
@@ -324,7 +331,7 @@ CALL(cumoe_buffer_free, fill_handle, is_right(a) ? CUMOE_OK : cumoe_buffer_free(
 CALL(cumoe_buffer_release, fill_handle, is_right(a) ? CUMOE_OK : cumoe_buffer_release(a->buffer, a->out),
      NOT_NULL("buffer", buffer), NOT_NULL("data", out), OF_BUFFER)
 CALL(cumoe_buffer_get_info, fill_handle, cumoe_buffer_get_info(a->handle, a->info), OF_BUFFER, NOT_NULL("info", info),
-     EXACT_SIZE("info.size", buffer_info.size))
+     SIZE("info.size", buffer_info.size))
 CALL_UNDO(cumoe_buffer_retain, fill_handle, undo_alloc, cumoe_buffer_retain(a->handle, a->out), OF_BUFFER,
           NOT_NULL("another", out))
 CALL(cumoe_buffer_record_use, fill_handle, cumoe_buffer_record_use(a->handle, no_stream), OF_BUFFER)
@@ -418,12 +425,12 @@ static cumoe_status allow_peer(arguments *a)
   return cumoe_pool_allow_peer(a->context, a->index);
 }
 CALL(cumoe_pool_get_stats, fill_stats, cumoe_pool_get_stats(a->context, a->info), CONTEXT, NOT_NULL("stats", info),
-     EXACT_SIZE("stats.size", stats.size))
+     SIZE("stats.size", stats.size))
 CALL(cumoe_pool_reset_highs, fill_context, cumoe_pool_reset_highs(a->context), CONTEXT)
 CALL(cumoe_pool_trim, fill_context, cumoe_pool_trim(a->context, a->bytes), CONTEXT)
 CALL(cumoe_pool_allow_peer, fill_context, allow_peer(a), CONTEXT, INT("peer", index, 0, 63))
 CALL(cumoe_debug_check, fill_handle, cumoe_debug_check(a->context, no_stream, a->info), CONTEXT,
-     EXACT_SIZE("first_bad.size", buffer_info.size))
+     SIZE("first_bad.size", buffer_info.size))
 
 /* ---- cumoe/moe.h ---------------------------------------------------------------------------------------- */
 
@@ -436,7 +443,7 @@ CALL(cumoe_debug_check, fill_handle, cumoe_debug_check(a->context, no_stream, a-
       FLOAT("routed_scale", where.routed_scale), FLOAT("softcap", where.softcap),                                      \
       FLOAT("renorm_eps", where.renorm_eps), FLOAT("renorm_min", where.renorm_min)
 #define DESC_ROWS                                                                                                      \
-  NOT_NULL("desc", info), OPEN_SIZE("desc.size", desc.size),                                                           \
+  NOT_NULL("desc", info), SIZE("desc.size", desc.size),                                                                \
       STEPS("desc.num_experts", desc.num_experts, EXPERTS, 1024, 1, LOOSE),                                            \
       INT("desc.local_experts", desc.local_experts, 0, EXPERTS), STEPS("desc.hidden", desc.hidden, 8, 1 << 22, 8, 0),  \
       STEPS("desc.inter", desc.inter, 8, 1 << 22, 8, 0),                                                               \
@@ -444,7 +451,7 @@ CALL(cumoe_debug_check, fill_handle, cumoe_debug_check(a->context, no_stream, a-
       ROW("desc.dtype", A_TYPE, desc.dtype, .types = FLOATS, .status = CUMOE_ERR_NOT_SUPPORTED),                       \
       ROW("desc.out_dtype", A_TYPE, desc.out_dtype, .types = OR_F32 | 1, .status = CUMOE_ERR_NOT_SUPPORTED),           \
       INT("desc.act", desc.act, 0, 6), FLOAT("act_limit", desc.act_limit), FLAGS("desc.flags", desc.flags, 3),         \
-      EXACT_SIZE("routing.size", desc.routing.size), ROUTING_ROWS(desc.routing),                                       \
+      RESERVE("routing", desc.routing.reserved[3]), ROUTING_ROWS(desc.routing),                                        \
       INT("zero_experts", desc.routing.zero_experts, 0, 1024 - EXPERTS),                                               \
       INT("identity_experts", desc.routing.identity_experts, 0, 1024 - EXPERTS)
 
@@ -513,7 +520,7 @@ static void fill_bind_separate(arguments *a)
 {
   fill_bind(a);
   a->bind.gate_order = CUMOE_GATE_UP_SEPARATE;
-  a->bind.gate_up = (cumoe_projection){{0}, NULL, 0, {0}};
+  a->bind.gate_up = a->bind.gate;
   for (int e = 0; e < EXPERTS; e++) pointers[e] = (const void *)(bench.next & ~(uintptr_t)255);
   a->bind.gate.data = give(CUMOE_BF16, INTER, HIDDEN);
   a->bind.gate.data.data = NULL;
@@ -526,7 +533,7 @@ static void undo_bind(arguments *a)
 }
 #define LAYOUT_OF(name, member, high_) ROW(name, A_INT, member, .low = 1, .high = high_, .status = CUMOE_ERR_LAYOUT)
 #define BIND_ROWS                                                                                                      \
-  CONTEXT, NOT_NULL("weights", out), NOT_NULL("desc", info), OPEN_SIZE("desc.size", bind.size),                        \
+  CONTEXT, NOT_NULL("weights", out), NOT_NULL("desc", info), SIZE("desc.size", bind.size),                             \
       LAYOUT_OF("desc.gate_order", bind.gate_order, 6), LAYOUT_OF("desc.up_major", bind.up_major, 2),                  \
       LAYOUT_OF("desc.down_major", bind.down_major, 2), INT("desc.reserved", bind.reserved, 0, 0),                     \
       STEPS("desc.hidden", bind.hidden, 8, INT32_MAX, 8, 0), STEPS("desc.inter", bind.inter, 8, INT32_MAX, 8, 0),      \
@@ -536,7 +543,7 @@ static void undo_bind(arguments *a)
   VIEW("desc." #field, bind.field.data, types, 16, 0), STRIDE(field, -1, LAYOUT), STRIDE(field, INT64_MIN, LAYOUT),    \
       STRIDE(field, 8, LAYOUT), STRIDE(field, 2052, MISALIGNED), STRIDE(field, (int64_t)1 << 61, INVALID_ARGUMENT),    \
       VALUE("desc." #field, bind.field.expert_stride, (int64_t)1 << 45, INVALID_ARGUMENT),                             \
-      VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
+      RESERVE("desc." #field, bind.field.reserved[49]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
 FORM(cumoe_weights_bind, strided, fill_bind, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      BIND_ROWS, PROJECTION(gate_up, BIT(BF16)))
 FORM(cumoe_weights_bind, pointers, fill_bind_separate, undo_bind, false,
@@ -589,7 +596,7 @@ static void fill_forward_router(arguments *a)
   a->args.shared_gate = give(CUMOE_BF16, 1, HIDDEN);
 }
 #define FORWARD_ROWS                                                                                                   \
-  FOREIGN_PLAN, WEIGHTS("weights", weights), NOT_NULL("args", info), OPEN_SIZE("args.size", args.size),                \
+  FOREIGN_PLAN, WEIGHTS("weights", weights), NOT_NULL("args", info), SIZE("args.size", args.size),                     \
       FLAGS("args.flags", args.flags, 0), INT("args.reserved", args.reserved, 0, 0),                                   \
       VIEW("args.x", args.x, BIT(BF16), 16, LOOSE),                                                                    \
       VIEW("args.device_tokens", args.device_tokens, BIT(I32), 0, OPTIONAL),                                           \
@@ -634,7 +641,7 @@ static void fill_gate(arguments *a)
   a->info = &a->routing;
 }
 CALL(cumoe_gate, fill_gate, cumoe_gate(a->context, a->info, a->v[0], a->v[1], mut(a->v[2]), mut(a->v[3]), no_stream),
-     CONTEXT, NOT_NULL("routing", info), OPEN_SIZE("routing.size", routing.size), ROUTING_ROWS(routing),
+     CONTEXT, NOT_NULL("routing", info), RESERVE("routing", routing.reserved[9]), ROUTING_ROWS(routing),
      VIEW("logits", v[0], FLOATS, 0, LOOSE), VIEW("select_bias", v[1], BIT(F32), 0, OPTIONAL),
      VIEW("ids", v[2], INDICES, 0, OUT), VIEW("weights", v[3], BIT(F32), 0, OUT))
 
@@ -652,7 +659,7 @@ static void fill_route(arguments *a, int64_t tokens)
   a->pointer = &a->route;
 }
 #define ROUTE_ROWS(traits, shape)                                                                                      \
-  NOT_NULL("route", pointer), EXACT_SIZE("route.size", route.size), INT("route.reserved", route.reserved, 0, 0),       \
+  NOT_NULL("route", pointer), SIZE("route.size", route.size), INT("route.reserved", route.reserved, 0, 0),             \
       VIEW("route.counts", route.counts, BIT(I32), 0, traits),                                                         \
       VIEW("route.offsets", route.offsets, BIT(I32), 0, traits),                                                       \
       VIEW("route.row_pair", route.row_pair, BIT(I32), 0, traits),                                                     \
@@ -739,7 +746,7 @@ static void fill_combine(arguments *a)
   a->info = &a->combine;
 }
 CALL(cumoe_combine, fill_combine, cumoe_combine(a->plan, a->pointer, a->info, no_stream), PLAN, ROUTE_ROWS(0, LOOSE),
-     NOT_NULL("args", info), OPEN_SIZE("args.size", combine.size), VIEW("args.y", combine.y, BIT(BF16), 16, FREE_ROWS),
+     NOT_NULL("args", info), SIZE("args.size", combine.size), VIEW("args.y", combine.y, BIT(BF16), 16, FREE_ROWS),
      VIEW("args.pair_weights", combine.pair_weights, BIT(F32), 0, 0),
      VIEW("args.x", combine.x, BIT(BF16), 16, OPTIONAL), VIEW("args.shared", combine.shared, BIT(BF16), 16, OPTIONAL),
      VIEW("args.shared_logit", combine.shared_logit, BIT(F32), 0, OPTIONAL),
@@ -761,7 +768,7 @@ static void undo_force(arguments *a)
   CHECK_OK(cumoe_variant_force(a->context, -1));
 }
 CALL(cumoe_variant_get, fill_variant, cumoe_variant_get(a->context, a->index, a->info), CONTEXT,
-     INT("index", index, 0, 9999), NOT_NULL("info", info), EXACT_SIZE("info.size", variant_info.size))
+     INT("index", index, 0, 9999), NOT_NULL("info", info), SIZE("info.size", variant_info.size))
 CALL_UNDO(cumoe_variant_force, fill_variant, undo_force, cumoe_variant_force(a->context, a->index), CONTEXT,
           INT("index", index, -1, 9999))
 
@@ -935,18 +942,18 @@ static cumoe_status launch_kernel(arguments *a)
   return cumoe_launch_kernel((cumoe_function){a->object}, a->info, a->out == NULL ? NULL : list, a->index);
 }
 ON_CUDA(cumoe_function_get_info, fill_function, cumoe_function_get_info((cumoe_function){a->object}, a->info),
-        OBJECT("function"), NOT_NULL("info", info), EXACT_SIZE("info.size", function_info.size))
+        OBJECT("function"), NOT_NULL("info", info), SIZE("info.size", function_info.size))
 ON_CUDA(cumoe_function_block, fill_function, cumoe_function_block((cumoe_function){a->object}, 0, a->out),
         OBJECT("function"), NOT_NULL("threads", out))
 #define LAUNCH_ROWS                                                                                                    \
-  OBJECT("function"), NOT_NULL("launch", info), OPEN_SIZE("launch.size", launch.size),                                 \
+  OBJECT("function"), NOT_NULL("launch", info), SIZE("launch.size", launch.size),                                      \
       FLAGS("launch.flags", launch.flags, 3), INT("launch.block[0]", launch.block[0], 1, 1024),                        \
       INT("launch.block", launch.block[1], 0, 4), INT("launch.block", launch.block[2], 0, 4),                          \
       INT("launch.cluster", launch.cluster[0], 0, 8), INT("launch.cluster", launch.cluster[2], 0, 8),                  \
       INT("launch.dynamic_smem", launch.dynamic_smem, 0, 48 * 1024)
 ON_CUDA(cumoe_function_occupancy, fill_launch,
         cumoe_function_occupancy((cumoe_function){a->object}, a->info, a->out == NULL ? NULL : &a->occupancy),
-        LAUNCH_ROWS, NOT_NULL("occupancy", out), EXACT_SIZE("occupancy.size", occupancy.size))
+        LAUNCH_ROWS, NOT_NULL("occupancy", out), SIZE("occupancy.size", occupancy.size))
 ON_CUDA(cumoe_launch_kernel, fill_launch, launch_kernel(a), LAUNCH_ROWS,
         INT("launch.grid[0]", launch.grid[0], 0, INT32_MAX), INT("launch.grid[1]", launch.grid[1], 1, 65535),
         INT("launch.grid[2]", launch.grid[2], 1, 65535), INT("arg_count", index, 4, 4), NOT_NULL("args", out))
@@ -1010,7 +1017,7 @@ static cumoe_status matmul_prepare(arguments *a)
   return a->context == bench.context && !bench.cpu ? CUMOE_OK : cumoe_matmul_prepare(a->context);
 }
 #define WRONG_STRIDE(name, wrong) VALUE("args." #name, matmul.name, wrong, INVALID_ARGUMENT)
-CALL(cumoe_matmul, fill_matmul, matmul(a), CONTEXT, NOT_NULL("args", info), OPEN_SIZE("args.size", matmul.size),
+CALL(cumoe_matmul, fill_matmul, matmul(a), CONTEXT, NOT_NULL("args", info), SIZE("args.size", matmul.size),
      FLAGS("args.flags", matmul.flags, 7), WRONG_STRIDE(batch, -1), WRONG_STRIDE(batch, INT64_MIN),
      VALUE("", matmul.batch, INT64_MAX, INVALID_ARGUMENT), WRONG_STRIDE(a_stride, -1),
      WRONG_STRIDE(b_stride, INT64_MIN), WRONG_STRIDE(b_stride, INT64_MAX), WRONG_STRIDE(c_stride, -1),
@@ -1079,6 +1086,9 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.up ", d->up = d->gate_up)
   CHANGE(LAYOUT, "desc.up ", d->up.per_expert = odd)
   CHANGE(LAYOUT, "desc.up ", d->up.bias = d->down.bias)
+  CHANGE(LAYOUT, "desc.up ", d->up.expert_stride = 8)
+  CHANGE(NOT_SUPPORTED, "desc.gate.reserved[0]", d->gate.reserved[0] = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up.reserved[49]", d->up.reserved[49] = 1)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_UNGATED)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)
@@ -1344,10 +1354,8 @@ static void wrong_numbers(const argument *f)
 static void wrong_sizes(const argument *f)
 {
   const uint32_t size = *(uint32_t *)(void *)((char *)&right + f->at);
-  const uint32_t exact[] = {0, 1, size - 1, size + 1, size * 2, UINT32_MAX},
-                 open[] = {0, 1, 7, size - 1, 4097, UINT32_MAX};
-  for (int i = 0; i < 6; i++)
-    WRONG(uint32_t, f->at, (f->kind == A_SIZE ? exact : open)[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
+  const uint32_t sizes[] = {0, 1, 7, size - 1, 4097, UINT32_MAX};
+  for (int i = 0; i < 6; i++) WRONG(uint32_t, f->at, sizes[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
 }
 
 static void wrong_objects(const argument *f)
@@ -1408,8 +1416,7 @@ static void wrong(const argument *f)
     overlapping(f, right_view(f));
     break;
   case A_NOT_NULL: WRONG(void *, f->at, NULL, CUMOE_ERR_INVALID_ARGUMENT, f->name, "null"); break;
-  case A_SIZE:
-  case A_OPEN_SIZE: wrong_sizes(f); break;
+  case A_SIZE: wrong_sizes(f); break;
   case A_INT:
   case A_LONG: wrong_numbers(f); break;
   case A_VALUE: WRONG(int64_t, f->at, f->low, f->status, f->name, "%lld"); break;

@@ -217,7 +217,7 @@ static gate_case with(const char *name, cumoe_routing routing, bool bias)
   return (gate_case){name, routing, bias};
 }
 
-enum { GATE_CASES = 15 };
+enum { GATE_CASES = 17 };
 
 static void make_gate_cases(gate_case *c, int32_t k, int32_t experts)
 {
@@ -245,6 +245,10 @@ static void make_gate_cases(gate_case *c, int32_t k, int32_t experts)
   c[13].routing.softcap = 7;
   c[14] = with("renorm_eps", cumoe_routing_make(CUMOE_SCORE_SIGMOID, k, CUMOE_ROUTE_RENORMALIZE), false);
   c[14].routing.renorm_eps = 0.25f;
+  c[15] = with("identity with cap", cumoe_routing_make(CUMOE_SCORE_IDENTITY, k, 0), true);
+  c[15].routing.softcap = 3;
+  c[16] = with("identity renormalised", cumoe_routing_make(CUMOE_SCORE_IDENTITY, k, CUMOE_ROUTE_RENORMALIZE), false);
+  c[16].routing.renorm_min = 1e30f; /* sums near 0 would decide nothing */
 }
 
 void cases_gate(cumoe_context context)
@@ -417,7 +421,7 @@ void cases_map(cumoe_context context)
 
 typedef struct combine_case {
   int32_t tokens, top_k, hidden, dtype, out_dtype;
-  bool unreduced, shared, shared_logit, residual, in_place, identity, nan_behind_zero, bad_rows;
+  bool unreduced, shared, shared_logit, residual, in_place, identity, nan_behind_zero, bad_rows, on_input, huge;
   int32_t present; /* device token count; -1: not given */
   float out_scale;
 } combine_case;
@@ -434,6 +438,7 @@ static cumoe_moe_desc combine_desc(const combine_case *c)
                       .routing = cumoe_routing_qwen2(c->top_k)};
   d.flags = c->unreduced ? CUMOE_MOE_UNREDUCED : 0;
   d.routing.identity_experts = c->identity ? 1 : 0;
+  d.routing.flags |= c->on_input ? CUMOE_ROUTE_WEIGHT_ON_INPUT : 0;
   return d;
 }
 
@@ -458,6 +463,9 @@ static combine_data make_combine(rng *r, const combine_case *c)
     if (c->nan_behind_zero && pair % 3 == 0 && row >= 0) {
       tensor_set(&d.weights, 0, pair, 0);
       for (int32_t i = 0; i < c->hidden; i++) tensor_set(&d.y, row, i, i % 2 ? NAN : INFINITY);
+    } else if (c->huge) { /* some sums pass the largest float and would come back */
+      tensor_set(&d.weights, 0, pair, 3e38);
+      for (int32_t i = 0; i < c->hidden; i++) tensor_set(&d.y, pair, i, (i % 2 ? 2 : .125) * (pair % 2 ? 1 : -1));
     }
     if (c->bad_rows && pair % 4 == 1) tensor_set(&d.slot_row, 0, pair, pair % 8 == 1 ? (double)pairs : INT32_MAX);
   }
@@ -477,6 +485,8 @@ static void want_combined(const combine_case *c, const combine_data *d, int64_t 
       at[i] = (bounded){row == -2 ? tensor_get(&d->x, token, i) : tensor_get(&d->y, (int64_t)row, i), 0};
     y[j] = there ? at : NULL;
     weights[j] = (bounded){tensor_get(&d->weights, token, j), 0};
+    if (c->on_input && weights[j].value == 0) memset(at, 0, (size_t)c->hidden * sizeof *at), y[j] = NULL;
+    if (c->on_input) weights[j].value = 1;
     for (int32_t i = 0; c->unreduced && i < c->hidden; i++) out[j * c->hidden + i] = at[i];
   }
   if (c->unreduced) return;
@@ -521,7 +531,7 @@ static cumoe_status combine_on(cumoe_context context, cumoe_plan plan, const com
   *out = device_new(context, c->out_dtype, c->unreduced ? (int64_t)c->tokens * c->top_k : c->tokens, c->hidden, 8);
   cumoe_combine_args a = {
       .size = sizeof a, .out_scale = c->out_scale, .y = device_put(context, &d->y, 16), .out = *out};
-  if (!c->unreduced) a.pair_weights = device_put(context, &d->weights, 1);
+  if (!c->unreduced || c->on_input) a.pair_weights = device_put(context, &d->weights, 1);
   if (c->identity) a.x = device_put(context, &d->x, 24);
   if (c->shared) a.shared = device_put(context, &d->shared, 8);
   if (c->shared && c->shared_logit) a.shared_logit = device_put(context, &d->shared_logit, 2);
@@ -535,11 +545,12 @@ static void run_combine(cumoe_context context, const combine_case *c)
 {
   if (!case_wanted(c->dtype)) return;
   rng r = {(uint64_t)c->tokens * 17 + (uint64_t)c->top_k};
-  case_begin("combine T %d k %d H %d %s -> %s%s%s%s%s%s%s%s%s present %d", c->tokens, c->top_k, c->hidden,
+  case_begin("combine T %d k %d H %d %s -> %s%s%s%s%s%s%s%s%s%s%s present %d", c->tokens, c->top_k, c->hidden,
              cumoe_dtype_name((cumoe_dtype)c->dtype), cumoe_dtype_name((cumoe_dtype)c->out_dtype),
              c->unreduced ? " unreduced" : "", c->shared ? " shared" : "", c->shared_logit ? " gated" : "",
              c->residual ? " residual" : "", c->in_place ? " in place" : "", c->identity ? " identity" : "",
-             c->nan_behind_zero ? " nan behind 0" : "", c->bad_rows ? " bad rows" : "", c->present);
+             c->nan_behind_zero ? " nan behind 0" : "", c->bad_rows ? " bad rows" : "", c->on_input ? " on input" : "",
+             c->huge ? " huge" : "", c->present);
   cumoe_moe_desc desc = combine_desc(c);
   cumoe_plan plan = NULL;
   combine_data d = make_combine(&r, c);
@@ -583,7 +594,9 @@ void cases_combine(cumoe_context context)
     c.residual = !c.unreduced && i % 5 < 2;
     c.in_place = c.residual && i % 5 == 1;
     c.identity = i % 7 == 2;
-    c.nan_behind_zero = !c.unreduced && i % 6 == 3;
+    c.on_input = !c.identity && i % 12 > 8;
+    c.nan_behind_zero = (!c.unreduced || c.on_input) && i % 6 > 2;
+    c.huge = !c.unreduced && i % 5 == 3;
     c.bad_rows = i % 11 == 4;
     c.present = i % 9 == 5 ? c.tokens / 2 : i % 27 == 8 && !c.bad_rows ? c.tokens + 3 : -1;
     c.out_scale = i % 4 == 2 ? 0.75f : 0;

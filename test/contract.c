@@ -127,7 +127,7 @@ static tensor copy_of(const tensor *t)
 static layer_outputs run_expecting(cumoe_context context, const layer_spec *s, const layer_inputs *in, cumoe_fault want)
 {
   session run;
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   session_open(&run, context, s, in);
   CHECK_OK(session_forward(&run));
   const layer_outputs o = session_collect(&run);
@@ -154,7 +154,8 @@ static void wild_id(cumoe_context context, int32_t ids_dtype, double id, int32_t
   tensor_set(&bad.ids, 33, 1, id);
   tensor_set(&dropped.ids, 33, 1, -1);
   const layer_outputs want = run_expecting(context, &s, &dropped, (cumoe_fault){0});
-  const layer_outputs got = run_expecting(context, &s, &bad, code ? (cumoe_fault){code, 1, 33} : (cumoe_fault){0});
+  const layer_outputs got =
+      run_expecting(context, &s, &bad, (cumoe_fault){.code = code, .slot = code ? 1 : 0, .token = code ? 33 : 0});
   check_outputs_same(&want, &got);
   const layer_outputs clean = run_layer(context, &s, &in); /* does not hide the record */
   for (int64_t t = 0; t < s.tokens; t++)
@@ -177,7 +178,7 @@ static void nan_logits(cumoe_context context)
   for (int64_t e = 0; e < 8; e++) tensor_set(&bad.logits, 40, e, NAN);
   const layer_outputs clean = run_expecting(context, &s, &in, (cumoe_fault){0});
   session run;
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   session_open(&run, context, &s, &bad);
   CHECK_OK(session_forward(&run));
   const layer_outputs got = session_collect(&run);
@@ -260,11 +261,11 @@ static void sticky_record(cumoe_context context)
   second.ids = copy_of(&in.ids);
   tensor_set(&first.ids, 4, 0, 100);
   tensor_set(&second.ids, 7, 1, -5);
-  run_expecting(context, &s, &first, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 0, 4});
-  run_expecting(context, &s, &second, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 0, 4});
-  run_expecting(context, &s, &in, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 0, 4});
+  run_expecting(context, &s, &first, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
+  run_expecting(context, &s, &second, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
+  run_expecting(context, &s, &in, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
   CHECK_OK(cumoe_fault_clear(context, NULL));
-  run_expecting(context, &s, &second, (cumoe_fault){CUMOE_FAULT_EXPERT_ID, 1, 7});
+  run_expecting(context, &s, &second, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 1, .token = 7});
   CHECK_OK(cumoe_fault_clear(context, NULL));
   run_expecting(context, &s, &in, (cumoe_fault){0});
   case_end();

@@ -148,7 +148,7 @@ static cumoe_status move_bytes(world *w)
 
 static cumoe_status fault_word(world *w)
 {
-  cumoe_fault fault = {7, 7, 7};
+  cumoe_fault fault = {sizeof fault, 7, 7, 7, 7};
   STEP(cumoe_fault_clear(w->context, w->stream));
   STEP(cumoe_fault_read(w->context, w->stream, &fault));
   CHECK(fault.code == CUMOE_FAULT_NONE && fault.slot == 0 && fault.token == 0 && !cumoe_fault_pending(w->context));
@@ -573,7 +573,7 @@ static cumoe_status whole_cpu(world *w)
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
   const cumoe_moe_desc d = describe(CUMOE_F32);
   static float memory[1 << 20];
-  cumoe_fault fault;
+  cumoe_fault fault = {.size = sizeof fault};
   w->next = (uintptr_t)memory / 4096 * 4096 + 4096;
   STEP(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &w->context));
   STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 5, NULL, &w->buffers[0]));

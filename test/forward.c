@@ -658,6 +658,7 @@ static void bad_expert_case(cumoe_context context, layer_spec spec)
          (size_t)(down->rows * down->cols) * cumoe_dtype_bytes((cumoe_dtype)down->dtype));
   for (int64_t i = 0; i < down->rows / spec.desc.num_experts * down->cols; i++) tensor_set(down, 0, i, NAN);
   const layer_outputs clean = run_layer(context, &spec, &in), got = run_layer(context, &spec, &dirty);
+  check_layer(&spec, &in, &clean);
   check_others_same(&spec, &clean.out, &got.out, bad);
   for (int64_t t = 0; t < spec.tokens; t++)
     if (bad[t]) CHECK_MSG(isnan(tensor_get(&got.out, t, 0)), "token %" PRId64 " hides its expert's NaN", t);
@@ -677,10 +678,13 @@ static void sweep_hostile(cumoe_context context, int32_t dtype)
       bad_rows_case(context, s);
       case_end();
       s.select_bias = false;
-      if (input != INPUT_IDS) continue;
-      case_begin("expert, T %" PRId64, s.tokens);
-      bad_expert_case(context, s);
-      case_end();
+      for (int on_input = 0; on_input < 2 && input == INPUT_IDS; on_input++) {
+        s.bias_dtype = on_input ? CUMOE_F32 : 0;
+        s.desc.routing.flags |= on_input ? CUMOE_ROUTE_WEIGHT_ON_INPUT : 0;
+        case_begin("expert, T %" PRId64 "%s", s.tokens, on_input ? ", weight on input" : "");
+        bad_expert_case(context, s);
+        case_end();
+      }
     }
   group_end();
 }

@@ -284,7 +284,7 @@ static void check_forward(const setup *s)
 
 static void check_fault(cumoe_context context)
 {
-  cumoe_fault fault;
+  cumoe_fault fault = {.size = sizeof fault};
   CHECK_OK(cumoe_fault_read(context, NULL, &fault));
   CHECK_MSG(fault.code == CUMOE_FAULT_NONE, "fault %d at token %d", (int)fault.code, (int)fault.token);
 }

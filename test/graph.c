@@ -382,7 +382,7 @@ static void test_refused_in_capture(cumoe_context context)
   const layer_inputs in = layer_inputs_new(&spec);
   session s;
   cumoe_buffer buffer = {0};
-  cumoe_fault fault;
+  cumoe_fault fault = {.size = sizeof fault};
   streamed_open(&s, context, &spec, &in);
   capture_begin(s.stream, cudaStreamCaptureModeGlobal);
   CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, s.stream, &buffer));
@@ -410,7 +410,7 @@ static void test_faults_in_graphs(cumoe_context context)
   const layer_inputs good = layer_inputs_new(&spec);
   layer_inputs bad = good;
   session s;
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   streamed_open(&s, context, &spec, &good);
   captured c = capture_forward(&s, cudaStreamCaptureModeGlobal);
   capture_begin(s.stream, cudaStreamCaptureModeGlobal);

@@ -265,7 +265,7 @@ static void test_random(void)
 
 /* ---- launches ----------------------------------------------------------------------------------------- */
 
-static function_facts fake_function(cumoe_context context)
+static function_facts fake_function(struct context *context)
 {
   function_facts f = {.context = context,
                       .max_threads = 512,
@@ -291,8 +291,7 @@ static void shape_case(const function_facts *f, cumoe_launch l, cumoe_status wan
 static void test_shapes(void)
 {
   const cumoe_status bad = CUMOE_ERR_INVALID_ARGUMENT;
-  struct cumoe_context_s hopper = {.device = 0, .info = {.cc_major = 9}},
-                         ampere = {.device = 0, .info = {.cc_major = 8}};
+  struct context hopper = {.device = 0, .info = {.cc_major = 9}}, ampere = {.device = 0, .info = {.cc_major = 8}};
   const function_facts f = fake_function(&hopper), old = fake_function(&ampere);
   if (!group_begin("shapes of launches")) return;
 #define SHAPE(...) ((cumoe_launch){.size = sizeof(cumoe_launch), __VA_ARGS__})
@@ -366,7 +365,9 @@ static void fill_arguments(arguments *a, cumoe_buffer buffer)
 static void test_arguments(cumoe_context context)
 {
   const cumoe_status bad = CUMOE_ERR_INVALID_ARGUMENT;
-  const function_facts f = fake_function(context);
+  struct context *found;
+  if (!CHECK_OK(find_context(context, &found))) return;
+  const function_facts f = fake_function(found);
   cumoe_buffer buffer = {0}, freed = {0};
   arguments a;
   void *at[CUMOE_MAX_PARAMETERS] = {NULL};
@@ -425,7 +426,7 @@ static void test_arguments(cumoe_context context)
   CHECK_STATUS(bad, check_arguments(&f, a.list, 10, at));
   CHECK_STATUS(bad, check_arguments(&f, a.list, -1, at));
   CHECK_STATUS(bad, check_arguments(&f, NULL, 9, at));
-  const function_facts none = {.context = context, .name = "nothing"};
+  const function_facts none = {.context = found, .name = "nothing"};
   CHECK_OK(check_arguments(&none, NULL, 0, at));
   CHECK_OK(cumoe_buffer_free(&buffer));
   case_end();
@@ -489,7 +490,7 @@ static void test_libraries(void)
 
 /* ---- a lost device ------------------------------------------------------------------------------------- */
 
-static cumoe_status touch_device(cumoe_context context)
+static cumoe_status touch_device(struct context *context)
 {
   begin_call("later_call");
   ON_DEVICE(context, CUMOE_OK);
@@ -497,7 +498,7 @@ static cumoe_status touch_device(cumoe_context context)
 
 static void test_lost(void)
 {
-  static struct cumoe_context_s one = {.device = 3}, other = {.device = 4};
+  static struct context one = {.device = 3}, other = {.device = 4};
   if (!group_begin("a lost device")) return;
   case_begin("the first cause stays");
   CHECK(run_for(&one) == NULL);

@@ -172,7 +172,7 @@ static void load_candidates(const cumoe_routing *r, int32_t experts, const bound
   for (int32_t e = 0; e < experts; e++) {
     double l = logits[e].value > FLT_MAX ? FLT_MAX : logits[e].value;
     c[e] = (candidate){.id = e, .open = true, .raw = l, .logit = {l, logits[e].bound}};
-    if (r->softcap > 0 && !isnan(l)) {
+    if (r->softcap > 0 && l > -INFINITY) {
       double capped = r->softcap * tanh(l / r->softcap);
       c[e].logit = (bounded){capped, logits[e].bound + 8 * ulp * fabs(capped)};
     }
@@ -256,7 +256,8 @@ bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits,
     ids[j] = c[j].id;
     if (j + 1 < experts && c[j + 1].open) sure &= decided(&c[j], &c[j + 1]);
     weights[j] = after ? c[j].logit : c[j].score;
-    if (isnan(c[j].raw)) weights[j] = (bounded){after ? NAN : 0, 0};
+    if (!(c[j].raw > -INFINITY) && !after) weights[j] = (bounded){0, 0};
+    if (isnan(c[j].raw) && after) weights[j] = (bounded){NAN, 0};
   }
   if (after) softmax(weights, r->top_k);
   if (r->flags & CUMOE_ROUTE_RENORMALIZE) renormalize(r, weights);
@@ -364,6 +365,7 @@ static void add_term(bounded *sum, double *size, bounded w, bounded y)
   sum->value += term;
   sum->bound += fabs(w.value) * y.bound + w.bound * (fabs(y.value) + y.bound);
   *size += fabs(term);
+  if (fabs(sum->value) >= 0x1.ffffffp127) sum->value = copysign(INFINITY, sum->value); /* summed in f32 */
 }
 
 void oracle_combine(const combine_terms *t, bounded *out)
@@ -467,6 +469,7 @@ layer_result oracle_layer(const layer_case *c, int64_t token)
   r.decided = route_token(c, token, r.ids, r.weights);
   for (int32_t j = 0; j < k; j++) {
     y[j] = slot_output(c, r.ids[j], x, on_input ? r.weights[j] : (bounded){1, 0});
+    if (on_input && r.weights[j].value == 0 && r.weights[j].bound == 0) y[j] = NULL;
     combine_weights[j] = on_input ? (bounded){1, 0} : r.weights[j];
     for (int32_t i = 0; unreduced && i < hidden; i++) r.out[j * hidden + i] = y[j] ? y[j][i] : (bounded){0, 0};
   }

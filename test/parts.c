@@ -156,7 +156,7 @@ bool row_used(const host_route *r, int64_t row)
 
 void expect_fault(cumoe_context context, int32_t code)
 {
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   CHECK_OK(cumoe_fault_read(context, NULL, &fault));
   CHECK_MSG(fault.code == code, "fault recorded is %d (slot %d, token %lld), want %d", fault.code, fault.slot,
             (long long)fault.token, code);

@@ -77,7 +77,7 @@ static void test_figures(int32_t device, const char *name)
   CHECK(stats_of(context).used == 0);
   case_end();
   case_begin("refused");
-  s.size = 8;
+  s.size = 4;
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_pool_get_stats(context, &s));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_pool_get_stats(context, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_pool_get_stats(NULL, &s));

@@ -13,7 +13,7 @@ log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 
 if [ $# -eq 0 ]; then
-  for program in "$lib"/test/* "$lib"/test/examples/*; do
+  for program in "$lib"/test/* "$lib"/test/abi/* "$lib"/test/examples/*; do
     [ -f "$program" ] && [ -x "$program" ] && set -- "$@" "$program"
   done
 fi

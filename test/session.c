@@ -445,7 +445,7 @@ void check_layer(const layer_spec *spec, const layer_inputs *inputs, const layer
 
 void check_fault(cumoe_context context, cumoe_stream stream, int32_t code)
 {
-  cumoe_fault fault = {0};
+  cumoe_fault fault = {.size = sizeof fault};
   CHECK_OK(cumoe_fault_read(context, stream, &fault));
   CHECK_MSG(fault.code == code, "fault %d (token %" PRId64 ", slot %d), want %d", fault.code, fault.token, fault.slot,
             code);

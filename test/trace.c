@@ -845,7 +845,7 @@ static void pair_up(world *w)
   REFUSED(CUMOE_ERR_LAYOUT, "gate_up must be absent", cumoe_weights_bind(w->context, &e, &bound));
   e.gate_order = CUMOE_GATE_UP_CONCAT;
   REFUSED(CUMOE_ERR_LAYOUT, "gate must be absent", cumoe_weights_bind(w->context, &e, &bound));
-  e.gate = (cumoe_projection){{0}, NULL, 0, {0}};
+  e.gate = (cumoe_projection){.per_expert = NULL};
   REFUSED(CUMOE_ERR_LAYOUT, "up must be absent", cumoe_weights_bind(w->context, &e, &bound));
 }
 
@@ -1228,7 +1228,7 @@ static void take_turn(seat *s, int round)
 {
   world *w = &s->w;
   cumoe_buffer mine = {0};
-  cumoe_fault fault;
+  cumoe_fault fault = {.size = sizeof fault};
   char text[64];
   WANT(cumoe_buffer_alloc(w->context, CUMOE_F32, s->number + 1, 16, w->stream, &mine) == CUMOE_OK);
   WANT(cumoe_fill(w->context, cumoe_buffer_view_mut(mine), (uint8_t)round, w->stream) == CUMOE_OK);

@@ -16,10 +16,15 @@
 extern "C" {
 #endif
 
+/*
+ * Contexts, plans and weights are handles: a pointer's type, so that NULL means none, but never an address. One that was destroyed,
+ * or never was one, is refused with STALE_HANDLE by every call, whatever took its place since; so is a second destroy. That holds
+ * between calls: a destroy must not run while another thread still uses the object.
+ */
 typedef struct cumoe_context_s *cumoe_context;
 
 /*
- * Zero means default in every field. The struct may grow: the library reads as much as `size` says.
+ * Zero means default in every field.
  *
  * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
@@ -46,10 +51,10 @@ CUMOE_CHECKED cumoe_status cumoe_context_create(int32_t device, const cumoe_cont
                                                 cumoe_context *context);
 
 /*
- * Waits for all work of the device, frees what the context owns (its live buffers become stale), closes it.
- * NULL is allowed. Plans and weights of the context must be destroyed before, graphs that hold its kernels
- * too; other captures under way are not disturbed. A failure, such as a lost device, is reported after
- * closing it all the same.
+ * Waits for all work of the device, frees what the context owns, closes it. Its plans, weights, buffers, modules and functions
+ * need not be destroyed before: they end with it, and are STALE_HANDLE from then on. Graphs that hold its kernels must be;
+ * other captures under way are not disturbed. NULL is allowed. A failure, such as a lost device, is reported after closing it
+ * all the same.
  */
 CUMOE_API cumoe_status cumoe_context_destroy(cumoe_context context);
 
@@ -86,9 +91,11 @@ typedef enum cumoe_fault_code {
 } cumoe_fault_code;
 
 typedef struct cumoe_fault {
-  int32_t code;  /* cumoe_fault_code */
-  int32_t slot;  /* slot of the token, or expert, or 0 */
-  int64_t token; /* token index, or 0 */
+  uint32_t size;    /* sizeof(cumoe_fault), set by the caller */
+  int32_t code;     /* cumoe_fault_code */
+  int32_t slot;     /* slot of the token, or expert, or 0 */
+  int32_t reserved; /* 0 */
+  int64_t token;    /* token index, or 0 */
 } cumoe_fault;
 
 /* 1 if a fault was recorded and has reached host memory; never waits, may lag behind the stream. */

@@ -6,7 +6,7 @@
  *
  *   0  nothing.
  *   1  What is still live at cumoe_context_destroy is told to the log (WARNING): count, bytes, and where most of it
- *      was allocated. So is, when it is freed, a buffer that cumoe used on another stream than its home without
+ *      was allocated; and how many plans and weights, where any are. So is, when it is freed, a buffer that cumoe used on another stream than its home without
  *      cumoe_buffer_record_use afterwards (four other streams of a buffer are watched, and those with a recorded
  *      use). Costs a lock for every view of an owned buffer.
  *   2  Also: memory is filled with 0xFF (NaN in every float type) when it is allocated and when it is freed, and

@@ -47,11 +47,13 @@ enum {
  *   6. weights = s[ids] (without bias); softmax over the chosen l if SCORE_AFTER_TOPK
  *   7. renormalise, then multiply by routed_scale.
  * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding). With
- * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A chosen NaN logit
- * weighs exactly 0. If all logits are -Inf, or the divisor of step 7 is not above 0, the weights are 0.
+ * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A -Inf logit is not
+ * capped and has no part in a softmax. A chosen NaN or -Inf logit weighs exactly 0, whatever the score. If the divisor of
+ * step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the largest, it is infinite.
+ *
+ * Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
  */
 typedef struct cumoe_routing {
-  uint32_t size;                /* sizeof(cumoe_routing) */
   int32_t score;                /* cumoe_score */
   int32_t top_k;                /* 1 .. CUMOE_MAX_TOP_K, <= number of experts that can be chosen */
   int32_t n_group, topk_group;  /* 0: no groups; n_group divides the expert count, 1 <= topk_group <= n_group <= 64 */
@@ -62,11 +64,12 @@ typedef struct cumoe_routing {
   float renorm_eps, renorm_min; /* with RENORMALIZE */
   int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
   int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
+  uint64_t reserved[10];        /* 0 */
 } cumoe_routing;
 
 static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k, uint32_t flags)
 {
-  cumoe_routing r = {sizeof(cumoe_routing), (int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0};
+  cumoe_routing r = {(int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0, {0}};
   return r;
 }
 
@@ -118,7 +121,8 @@ typedef enum cumoe_act {
 
 enum {
   CUMOE_MOE_UNGATED = 1u << 0,  /* h = act(x Wup^T): no gate projection */
-  CUMOE_MOE_UNREDUCED = 1u << 1 /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped slot */
+  CUMOE_MOE_UNREDUCED = 1u << 1 /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
+                                   slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
 };
 
 /*
@@ -153,7 +157,7 @@ CUMOE_CHECKED cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_de
 /* Checks and keeps a copy of the description. Host memory only; no CUDA call. */
 CUMOE_CHECKED cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_moe_desc *desc, cumoe_plan *plan);
 
-/* NULL is allowed. */
+/* NULL is allowed. STALE_HANDLE if it was destroyed already, by itself or with its context. */
 CUMOE_API cumoe_status cumoe_plan_destroy(cumoe_plan plan);
 
 /*
@@ -195,6 +199,7 @@ typedef struct cumoe_projection {
   const void *const *per_expert;
   int64_t expert_stride; /* strided form: elements; 0 = a stack (or expert 0 of a packed one) */
   cumoe_view bias;
+  uint64_t reserved[50]; /* 0 */
 } cumoe_projection;
 
 typedef struct cumoe_weights_desc {
@@ -216,11 +221,13 @@ typedef struct cumoe_weights_s *cumoe_weights;
 /*
  * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
  * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
+ * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another way, every
+ * call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to keep.
  */
 CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc,
                                               cumoe_weights *weights);
 
-/* NULL is allowed. No launched work that uses the weights may be outstanding. */
+/* NULL is allowed. No launched work that uses the weights may be outstanding. STALE_HANDLE as for plans. */
 CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 
 /* ---- forward --------------------------------------------------------------------------------------- */
@@ -264,7 +271,9 @@ typedef struct cumoe_moe_args {
  * The whole layer on `stream`:
  *   out[t] = residual[t] + out_scale * (sum_j weights[t,j] * expert(ids[t,j])(x[t]) + gate(x[t]) * shared(x[t]))
  * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs
- * in f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0.
+ * in f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0. With WEIGHT_ON_INPUT the weight
+ * multiplies the f32 sum of products of gate and up, before their biases: the product weight * x is never rounded itself.
+ * What is summed or weighed in f32 is infinite past the largest float (3.4e38), also where later terms would cancel it.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                              cumoe_stream stream);

@@ -39,6 +39,7 @@ typedef struct cumoe_allocator {
 
 typedef struct cumoe_pool_stats {
   uint32_t size;          /* sizeof(cumoe_pool_stats), set by the caller */
+  uint32_t padding;       /* 0 */
   int64_t live;           /* allocations in use: buffers, tables of weights; not adopted, not pinned */
   uint64_t used;          /* bytes of these, in steps of 256 */
   uint64_t used_high;     /* the most since creation or cumoe_pool_reset_highs */

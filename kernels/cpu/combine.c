@@ -21,10 +21,16 @@ static source slot_source(const combine_args *a, int64_t token, int32_t slot)
   return (source){NULL, 0};
 }
 
+static double slot_weight(const combine_args *a, int64_t token, int32_t slot)
+{
+  return a->pair_weights ? a->pair_weights[token * a->pair_weights_ld + slot] : 1;
+}
+
 static void copy_slots(const combine_args *a, int64_t token)
 {
   for (int32_t slot = 0; slot < a->top_k; slot++) {
     source y = slot_source(a, token, slot);
+    if (slot_weight(a, token, slot) == 0) y.base = NULL;
     int64_t to = (token * a->top_k + slot) * a->out_ld;
     for (int32_t i = 0; i < a->hidden; i++)
       store_element(a->out, to + i, a->out_dtype, y.base ? load_element(y.base, y.first + i, a->dtype) : 0);
@@ -37,15 +43,16 @@ static void reduce_slots(const combine_args *a, int64_t token)
   double weight[MAX_TOP_K], shared_weight = 1;
   for (int32_t slot = 0; slot < a->top_k; slot++) {
     y[slot] = slot_source(a, token, slot);
-    weight[slot] = a->pair_weights ? a->pair_weights[token * a->pair_weights_ld + slot] : 1;
+    weight[slot] = slot_weight(a, token, slot);
     if (weight[slot] == 0) y[slot].base = NULL; /* never multiplied: 0 * NaN would not be 0 */
+    if (a->on_input) weight[slot] = 1;
   }
   if (a->shared_logit) shared_weight = 1 / (1 + exp(-(double)a->shared_logit[token * a->shared_logit_ld]));
   for (int32_t i = 0; i < a->hidden; i++) {
     double sum = 0;
     for (int32_t slot = 0; slot < a->top_k; slot++)
-      if (y[slot].base) sum += weight[slot] * load_element(y[slot].base, y[slot].first + i, a->dtype);
-    if (a->shared) sum += shared_weight * load_element(a->shared, token * a->shared_ld + i, a->dtype);
+      if (y[slot].base) sum = f32_range(sum + weight[slot] * load_element(y[slot].base, y[slot].first + i, a->dtype));
+    if (a->shared) sum = f32_range(sum + shared_weight * load_element(a->shared, token * a->shared_ld + i, a->dtype));
     double residual = a->residual ? load_element(a->residual, token * a->residual_ld + i, a->out_dtype) : 0;
     store_element(a->out, token * a->out_ld + i, a->out_dtype, residual + a->out_scale * sum);
   }

@@ -68,6 +68,12 @@ static inline float double_to_odd(double d)
   return bits_float(bits | 1u);
 }
 
+/* What the contract sums in float may be more exact here, but not larger: where a float would be infinite, so is this. */
+static inline double f32_range(double d)
+{
+  return d >= 0x1.ffffffp127 ? INFINITY : d <= -0x1.ffffffp127 ? -INFINITY : d;
+}
+
 /* ---- by format: decode_NAME and encode_NAME for every row of formats.def that has them ---- */
 
 static inline float decode_f32(const void *base, int64_t i)
@@ -99,18 +105,21 @@ static inline void encode_bf16(void *base, int64_t i, double value)
 /* Of a dense type; NaN of any other, which the checks let nobody pass. */
 static inline float load_element(const void *base, int64_t i, int dtype)
 {
-  switch (dense_format((element_type)dtype)) {
+  float value = NAN;
+  switch (dense_format(dtype)) {
 #define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
-  case FORMAT_##name: return decode_##name(base, i);                                                                   \
-      #include "../formats.def"
+  case FORMAT_##name:                                                                                                  \
+    value = decode_##name(base, i);                                                                                    \
+    break;
+#include "../formats.def"
   case FORMAT_none: break;
   }
-  return NAN;
+  return value;
 }
 
 static inline void store_element(void *base, int64_t i, int dtype, double value)
 {
-  switch (dense_format((element_type)dtype)) {
+  switch (dense_format(dtype)) {
 #define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
   case FORMAT_##name:                                                                                                  \
     encode_##name(base, i, value);                                                                                     \

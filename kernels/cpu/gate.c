@@ -58,7 +58,7 @@ static void rank_experts(const gate_args *a, token_scores *s)
   bool by_logit = a->select_bias == NULL && a->n_group == 0, after = a->flags & ROUTE_SCORE_AFTER_TOPK;
   for (int32_t e = 0; e < a->experts; e++) {
     if (by_logit) s->choice[e] = s->logit[e];
-    if (a->softcap > 0) s->logit[e] = a->softcap * tanhf(s->logit[e] / a->softcap);
+    if (a->softcap > 0 && s->logit[e] > -INFINITY) s->logit[e] = a->softcap * tanhf(s->logit[e] / a->softcap);
     s->score[e] = unary_score(a->score, s->logit[e]);
   }
   if (a->score == SCORE_SOFTMAX && !after) softmax(s->score, a->experts);
@@ -99,9 +99,10 @@ static void close_groups(const gate_args *a, const float *choice, bool *taken)
 /* A sum that is not positive leaves nothing to divide by: the weights are 0 then, never Inf or NaN. */
 static void renormalize(const gate_args *a, float *weight)
 {
+  const float scale = RENORM_SCALE(*a);
   double sum = 0;
-  for (int j = 0; j < a->top_k; j++) sum += weight[j];
-  float divisor = fmaxf((float)sum + a->renorm_eps, a->renorm_min);
+  for (int j = 0; j < a->top_k; j++) sum += weight[j] *= scale;
+  float divisor = fmaxf((float)(sum + (double)a->renorm_eps * (double)scale), a->renorm_min * scale);
   for (int j = 0; j < a->top_k; j++) weight[j] = divisor > 0 ? weight[j] / divisor : 0.f;
 }
 
@@ -117,7 +118,8 @@ static void gate_token(const gate_args *a, int64_t token)
   for (int j = 0; j < a->top_k; j++) {
     int e = take_best(s.choice, taken, a->experts);
     int64_t at = token * a->ids_ld + j;
-    weight[j] = e < 0 || s.logit[e] != s.logit[e] ? (after ? NAN : 0.f) : after ? s.logit[e] : s.score[e];
+    float logit = e < 0 ? NAN : s.logit[e];
+    weight[j] = after ? logit : logit > -INFINITY ? s.score[e] : 0.f;
     if (a->ids_dtype == DT_I64)
       ((int64_t *)a->ids)[at] = e;
     else

@@ -116,7 +116,8 @@ static void store_row(const tile *t, const gemm_args *g, const unit *u, int64_t 
     weight = g->pair_weights[from.pair / g->top_k * g->pair_weights_ld + from.pair % g->top_k];
   for (int32_t n = 0; n < u->width; n++) {
     double v[2] = {0, 1};
-    for (int h = 0; h < u->halves; h++) v[h] = t->sum[h][at][n] * weight + bias_of(&g->b, h, u->expert, u->n0 + n);
+    for (int h = 0; h < u->halves; h++)
+      v[h] = f32_range(f32_range(t->sum[h][at][n]) * weight) + bias_of(&g->b, h, u->expert, u->n0 + n);
     store_element(g->c, row * g->c_ld + u->n0 + n, g->dtype, activate(g, v[0], v[1]));
   }
 }
@@ -133,7 +134,7 @@ static void multiply_rows(tile *t, const gemm_args *g, const unit *u, int64_t fi
     load_weights(t, g, u, k0, depth);
     for (int r = 0; r < count; r++) {
       if (from[r].row < 0) continue;
-      load_run(t->a[r], 1, g->a, from[r].row * g->a_ld + k0, 1, depth, dense_format((element_type)g->dtype));
+      load_run(t->a[r], 1, g->a, from[r].row * g->a_ld + k0, 1, depth, dense_format(g->dtype));
       for (int h = 0; h < u->halves; h++) multiply_row(t->sum[h][r], t->a[r], t->w[h], depth);
     }
   }

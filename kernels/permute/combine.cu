@@ -67,6 +67,7 @@ template <class In, int SLOTS> struct slots_in_flight {
       const In *source = slot_source<In>(a, token, row[j]);
       if (!source || first + j >= a.top_k) weight[j] = 0;
       y[j] = {ld_global_no_allocate(source + at, weight[j] != 0)};
+      if (a.on_input && weight[j] != 0) weight[j] = 1;
     }
   }
 };
@@ -130,7 +131,8 @@ template <class In, class Out> DEVICE void copy_slots(const combine_args &a, int
 #pragma unroll 4
   for (int slot = 0; slot < a.top_k; slot++) {
     const int row = a.slot_row[token * a.top_k + slot];
-    const In *source = slot_source<In>(a, token, row);
+    const bool weightless = a.pair_weights && a.pair_weights[token * a.pair_weights_ld + slot] == 0;
+    const In *source = weightless ? nullptr : slot_source<In>(a, token, row);
     const column_of<In> y = {ld_global_no_allocate(source + at, source != nullptr)};
     float out[column_of<In>::SIZE];
 #pragma unroll

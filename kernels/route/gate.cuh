@@ -61,7 +61,7 @@ DEVICE float load_logit(const gate_args &a, int64_t index)
 
 DEVICE float soft_cap(const gate_args &a, float l)
 {
-  return a.softcap > 0 ? a.softcap * tanhf(l / a.softcap) : l;
+  return a.softcap > 0 && l > -INFINITY ? a.softcap * tanhf(l / a.softcap) : l;
 }
 
 /* NaN and -Inf have no part in a softmax. */
@@ -464,11 +464,13 @@ DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
   if (weigh_after(a)) {
     float term = softmax_term(l, warp_max(fmaxf(l, -INFINITY))), sum = warp_sum(term);
     weight = sum > 0 ? term / sum : 0.f;
-  } else if (l == l) {
+  } else if (l > -INFINITY) {
     weight = score_of(a, t, l);
   }
   if (a.flags & ROUTE_RENORMALIZE) {
-    float divisor = fmaxf(warp_sum(weight) + a.renorm_eps, a.renorm_min);
+    const float scale = RENORM_SCALE(a);
+    weight *= scale;
+    const float divisor = fmaxf(fmaf(a.renorm_eps, scale, warp_sum(weight)), a.renorm_min * scale);
     weight = divisor > 0 ? weight / divisor : 0.f;
   }
   return weight * a.routed_scale;

@@ -5,7 +5,7 @@
 . test/check/shimmed.sh
 least=${COVERAGE_LEAST:-95}
 folder=$lib/obj/coverage
-[ $# -eq 0 ] && set -- faults badargs trace base buffer pool debug image kernel stream ranges ops matmul contract plan graph golden
+[ $# -eq 0 ] && set -- faults badargs trace base buffer pool debug lifetimes image kernel stream ranges ops matmul contract plan graph golden
 have gcov || { skip "coverage" "gcov is not installed"; finish; }
 
 # gcc counts a branch for each half of a condition, so the build is plain: no inlining, no merging.

@@ -5,7 +5,7 @@
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
 shimmed='badargs trace faults'
-others='base buffer pool debug contract plan'
+others='base buffer pool debug contract plan lifetimes abi/abi'
 helpers=$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)
 helper_objects=$(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
@@ -17,7 +17,7 @@ fails() {
     *" $program "*) set -- "$1" "$2" "$3" "$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
     *) set -- "$1" "$2" "$3" "$helper_objects $cudart" ;;
     esac
-    ${CC:-cc} -o "$1" "$folder/test_$program.c.o" "$2" $rest "$folder"/kernels_*.o "$folder/images.o" $4 -ldl -lpthread -lm || return 1
+    ${CC:-cc} -o "$1" "$folder/test_$(echo "$program" | tr / _).c.o" "$2" $rest "$folder"/kernels_*.o "$folder/images.o" $4 -ldl -lpthread -lm || return 1
     CUDA_VISIBLE_DEVICES= timeout 60 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
   done
   return 1

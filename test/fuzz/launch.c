@@ -16,11 +16,11 @@ typedef struct launch_input {
   int32_t count, any_grid;
 } launch_input;
 
-static cumoe_context context;
+static struct context *cpu;
 static cumoe_buffer live, freed;
 static char *blob;
 
-static function_facts facts_of(struct cumoe_context_s *gpu)
+static function_facts facts_of(struct context *gpu)
 {
   const function_facts f = {.context = gpu,
                             .max_threads = 512,
@@ -35,7 +35,9 @@ static function_facts facts_of(struct cumoe_context_s *gpu)
 static void set_up(void)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
+  cumoe_context context;
   PROMISE(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context) == CUMOE_OK, "%s", cumoe_last_error());
+  PROMISE(find_context(context, &cpu) == CUMOE_OK, "%s", cumoe_last_error());
   PROMISE(cumoe_buffer_alloc(context, CUMOE_F32, 4, 8, NULL, &live) == CUMOE_OK, "%s", cumoe_last_error());
   PROMISE(cumoe_buffer_alloc(context, CUMOE_F32, 4, 8, NULL, &freed) == CUMOE_OK, "%s", cumoe_last_error());
   cumoe_buffer last = freed;
@@ -91,9 +93,9 @@ static void check_args(const launch_input *p, const function_facts *f)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
   input in = {data, data + (size < 256 ? size : 256)};
-  struct cumoe_context_s hopper = {.device = 0, .info = {.cc_major = 9}};
-  if (!context) set_up();
-  const function_facts on_gpu = facts_of(&hopper), on_cpu_device = facts_of(context);
+  struct context hopper = {.device = 0, .info = {.cc_major = 9}};
+  if (!cpu) set_up();
+  const function_facts on_gpu = facts_of(&hopper), on_cpu_device = facts_of(cpu);
   launch_input p = good();
   change(&in, &p, sizeof p);
   if (p.launch.size > sizeof p.launch) p.launch.size = sizeof p.launch;

@@ -29,7 +29,6 @@ pub const ABSENT: View = View { data: null_mut(), rows: 0, cols: 0, ld: 0, owner
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct Routing {
-    pub size: u32,
     pub score: i32,
     pub top_k: i32,
     pub n_group: i32,
@@ -42,6 +41,7 @@ pub struct Routing {
     pub renorm_min: f32,
     pub zero_experts: i32,
     pub identity_experts: i32,
+    pub reserved: [u64; 10],
 }
 
 #[repr(C)]
@@ -69,9 +69,11 @@ pub struct Projection {
     pub per_expert: *const *const c_void,
     pub expert_stride: i64,
     pub bias: View,
+    pub reserved: [u64; 50],
 }
 
-pub const NO_PROJECTION: Projection = Projection { data: ABSENT, per_expert: null(), expert_stride: 0, bias: ABSENT };
+pub const NO_PROJECTION: Projection =
+    Projection { data: ABSENT, per_expert: null(), expert_stride: 0, bias: ABSENT, reserved: [0; 50] };
 
 #[repr(C)]
 pub struct WeightsDesc {
@@ -125,10 +127,10 @@ pub struct Handle {
 const _: () = {
     assert!(size_of::<View>() == 48);
     assert!(size_of::<Handle>() == 8);
-    assert!(size_of::<Routing>() == 52);
-    assert!(size_of::<MoeDesc>() == 100);
-    assert!(size_of::<Projection>() == 112);
-    assert!(size_of::<WeightsDesc>() == 480);
+    assert!(size_of::<Routing>() == 128);
+    assert!(size_of::<MoeDesc>() == 176);
+    assert!(size_of::<Projection>() == 512);
+    assert!(size_of::<WeightsDesc>() == 2080);
     assert!(size_of::<MoeArgs>() == 840);
 };
 

@@ -47,7 +47,6 @@ fn naive_token(m: &Model, x: &[f32]) -> Vec<f64> {
 
 fn layer(context: &Context, m: &Model) -> Result<Vec<f32>, Error> {
     let routing = Routing {
-        size: size_of::<Routing>() as u32,
         top_k: TOP_K as i32,
         flags: ROUTE_RENORMALIZE,
         ..Routing::default()

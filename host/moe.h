@@ -1,0 +1,16 @@
+/* The plan of a layer, as an object. */
+#ifndef CUMOE_HOST_MOE_H
+#define CUMOE_HOST_MOE_H
+
+#include "internal.h"
+#include "../include/cumoe/moe.h"
+
+struct plan {
+  struct context *context;
+  cumoe_moe_desc desc; /* defaults filled in: local_experts, out_dtype, act_alpha, routed_scale */
+};
+
+cumoe_status find_plan(cumoe_plan handle, const struct plan **plan);
+cumoe_status plans_abandon(struct context *context); /* frees all of a context that closes */
+
+#endif
