@@ -24,6 +24,8 @@ enum {
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+/* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
+cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
@@ -41,6 +43,9 @@ enum { MAX_NAMED_VIEWS = 20 };
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
 /* A type that x, h and weights without scales have. */
 cumoe_status check_dense(const char *name, int32_t dtype, cumoe_status otherwise);
+cumoe_status check_device(const char *name, const cumoe_view *view, int32_t device);
+cumoe_status check_finite(const char *name, float value);
+cumoe_status check_not_negative(const char *name, float value);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 

@@ -1,4 +1,5 @@
 /* The CPU device's threads: one job at a time, handed out in small ranges to the caller and the workers. */
+#include <fenv.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -46,6 +47,7 @@ static void *worker(void *argument)
 {
   thread_pool *pool = argument;
   uint64_t seen = 0;
+  fesetenv(FE_DFL_ENV); /* not its creator's */
   pthread_mutex_lock(&pool->lock);
   for (;;) {
     while (!pool->stop && (!pool->open || pool->serial == seen)) pthread_cond_wait(&pool->posted, &pool->lock);
@@ -116,13 +118,8 @@ int threads_count(const thread_pool *pool)
   return pool->workers + 1;
 }
 
-void threads_run(thread_pool *pool, range_kernel *kernel, const void *args, int64_t units)
+static void share_out(thread_pool *pool, range_kernel *kernel, const void *args, int64_t units)
 {
-  if (units <= 0) return;
-  if (units == 1 || pool->workers == 0) {
-    kernel(args, 0, units);
-    return;
-  }
   int64_t grain = units / ((int64_t)threads_count(pool) * RANGES_PER_THREAD);
   job mine = {kernel, args, units, grain > 0 ? grain : 1};
 
@@ -142,4 +139,18 @@ void threads_run(thread_pool *pool, range_kernel *kernel, const void *args, int6
   while (pool->working > 0) pthread_cond_wait(&pool->finished, &pool->lock);
   pthread_mutex_unlock(&pool->lock);
   pthread_mutex_unlock(&pool->callers);
+}
+
+/* Rounding and the treatment of subnormal numbers are the same on every thread, whatever the caller has set for its own. */
+void threads_run(thread_pool *pool, range_kernel *kernel, const void *args, int64_t units)
+{
+  if (units <= 0) return;
+  fenv_t callers;
+  fegetenv(&callers);
+  fesetenv(FE_DFL_ENV);
+  if (units == 1 || pool->workers == 0)
+    kernel(args, 0, units);
+  else
+    share_out(pool, kernel, args, units);
+  fesetenv(&callers);
 }

@@ -8,25 +8,45 @@
 /* ---- checks of a description ---- */
 
 typedef struct projection_shape {
-  const char *name;
+  const char *name, *data, *bias; /* in texts */
   int64_t out, in;
   int32_t major;
 } projection_shape;
 
+static cumoe_status check_table(const cumoe_projection *p, const projection_shape *s, int32_t experts)
+{
+  for (int32_t e = 0; e < experts; ++e) {
+    REQUIRE(p->per_expert[e], CUMOE_ERR_INVALID_ARGUMENT, "%s.per_expert[%d] is null", s->name, (int)e);
+    REQUIRE((uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
+            "%s.per_expert[%d] is %p, must be aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
+  }
+  return CUMOE_OK;
+}
+
+/* Shape and type of one expert's matrix. Where a stack was meant, its rows are what the text is about. */
+static cumoe_status check_matrix(struct context *context, const cumoe_projection *p, cumoe_view v,
+                                 const projection_shape *s, int32_t experts, int32_t dtype)
+{
+  const bool out_in = s->major == CUMOE_OUT_IN, stack = !p->per_expert && p->expert_stride == 0 && experts > 1;
+  const int64_t rows = out_in ? s->out : s->in;
+  const operand want = {s->data, stack && !absent(&v) ? v.rows : rows, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
+  TRY(check_operand(context, &want, v));
+  REQUIRE(v.rows == rows, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.rows is %lld, must be %lld (%lld for each of %d experts), or %lld (expert 0's)", s->data,
+          (long long)v.rows, (long long)(experts * rows), (long long)rows, (int)experts, (long long)rows);
+  return CUMOE_OK;
+}
+
 static cumoe_status check_projection(struct context *context, const cumoe_projection *p, const projection_shape *s,
                                      int32_t experts, int32_t dtype)
 {
-  const bool out_in = s->major == CUMOE_OUT_IN;
   cumoe_view v = p->data;
   REQUIRE(!(p->per_expert && v.data), CUMOE_ERR_INVALID_ARGUMENT, "%s has both data and per_expert", s->name);
   if (p->per_expert) { /* the shape describes each expert's matrix; borrow the first one's pointer for the checks */
+    TRY(check_table(p, s, experts));
     v.data = p->per_expert[0];
-    for (int32_t e = 0; e < experts; ++e)
-      REQUIRE(p->per_expert[e] && (uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
-              "%s.per_expert[%d] is %p, must be non-null and aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
   }
-  const operand data = {s->name, out_in ? s->out : s->in, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
-  TRY(check_operand(context, &data, v));
+  TRY(check_matrix(context, p, v, s, experts, dtype));
   const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
   REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT,
           "%s.expert_stride is %lld, must be at least one matrix, %lld", s->name, (long long)p->expert_stride,
@@ -41,10 +61,10 @@ static cumoe_status check_projection(struct context *context, const cumoe_projec
     all.ld = all.cols;
     all.rows = 1;
     all.owner = v.owner;
-    TRY(check_extent(s->name, &all, 16));
-    TRY(check_owner(context, s->name, &all));
+    TRY(check_extent(s->data, &all, 16));
+    TRY(check_owner(context, s->data, &all));
   }
-  const operand bias = {"bias", experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
+  const operand bias = {s->bias, experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
   return check_optional(context, &bias, p->bias);
 }
 
@@ -69,6 +89,8 @@ static cumoe_status check_major(const char *name, int32_t major)
   return CUMOE_OK;
 }
 
+#define NAMES(field) "desc." #field, "desc." #field ".data", "desc." #field ".bias"
+
 static cumoe_status check_weights_desc(struct context *context, const cumoe_weights_desc *d)
 {
   const bool separate = d->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = d->gate_order == CUMOE_UNGATED;
@@ -89,10 +111,10 @@ static cumoe_status check_weights_desc(struct context *context, const cumoe_weig
           "desc.gate_up must be absent with this gate_order");
   REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
   REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
-  const projection_shape gate_up = {"desc.gate_up", 2 * (int64_t)d->inter, d->hidden, d->up_major};
-  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major},
-                         up = {"desc.up", d->inter, d->hidden, d->up_major};
-  const projection_shape down = {"desc.down", d->hidden, d->inter, d->down_major};
+  const projection_shape gate_up = {NAMES(gate_up), 2 * (int64_t)d->inter, d->hidden, d->up_major};
+  const projection_shape gate = {NAMES(gate), d->inter, d->hidden, d->up_major},
+                         up = {NAMES(up), d->inter, d->hidden, d->up_major};
+  const projection_shape down = {NAMES(down), d->hidden, d->inter, d->down_major};
   if (fused) TRY(check_projection(context, &d->gate_up, &gate_up, d->experts, dtype));
   if (separate) TRY(check_projection(context, &d->gate, &gate, d->experts, dtype));
   if (!fused) TRY(check_projection(context, &d->up, &up, d->experts, dtype));

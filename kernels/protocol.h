@@ -1,6 +1,6 @@
 /*
- * What the kernels of one forward pass hand each other besides the arrays of the public manual. Every argument struct of
- * args.h that takes part ends with its side of it, `protocol`; all zeros is a kernel that stands alone.
+ * What the kernels of one forward pass hand each other besides the arrays of the public manual. Every argument struct
+ * of args.h that takes part ends with its side of it, `protocol`; all zeros is a kernel that stands alone.
  *
  *   memory           filled before     written by         read by           lies in          lifetime
  *   progress         zeros, by map     up, down           up, down          own region       map to down
@@ -10,9 +10,9 @@
  *   few.tickets      ones, by router   few_up             few_up            behind weights   router to few_up
  *   h of few_up      ones, by router   few_up             few_up            h                router to few_up
  *
- * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has; FEW_BYTES for weights and tickets. The workspace
- * (host/plan.c) gives each its region, and records the range that the router fills where it places it. A region is dead
- * outside its lifetime, so no launch depends on what an earlier forward left there.
+ * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has; FEW_BYTES for weights and tickets. The
+ * workspace (host/plan.c) gives each its region, and records the range that the router fills where it places it. A
+ * region is dead outside its lifetime, so no launch depends on what an earlier forward left there.
  */
 #ifndef CUMOE_PROTOCOL_H
 #define CUMOE_PROTOCOL_H
@@ -23,8 +23,8 @@
 /* ---- early reads ---- */
 
 /*
- * A grid may start while the one before it runs (wait_for_earlier_grids). What was complete before the previous grid started
- * is then visible without waiting, and `early_inputs` says that a kernel's small inputs are of that kind:
+ * A grid may start while the one before it runs (wait_for_earlier_grids). What was complete before the previous grid
+ * started is then visible without waiting, and `early_inputs` says that a kernel's small inputs are of that kind:
  *   up, down   weights, counts, offsets
  *   combine    slot_row, pair_weights, the device's token count
  */
@@ -70,8 +70,9 @@ typedef struct combine_protocol {
 /* ---- few_up ---- */
 
 /*
- * h and the words below carry their own flag: all ones is "not written yet", which no value is. A 16-bit element of all ones
- * is a NaN that no rounding gives; a weight fills the low half of its word. Readers poll, and need neither fence nor counter.
+ * h and the words below carry their own flag: all ones is "not written yet", which no value is. A 16-bit element of all
+ * ones is a NaN that no rounding gives; a weight fills the low half of its word. Readers poll, and need neither fence
+ * nor counter.
  */
 #define FEW_NOT_WRITTEN (~(uint64_t)0)
 

@@ -77,7 +77,7 @@ typedef enum kind {
   A_BYTES,  /* size_t, exactly what it is */
   A_VALUE,  /* int64_t; low is a wrong one */
   A_FLAGS,  /* uint32_t, known bits in types */
-  A_FLOAT,  /* not negative, not NaN */
+  A_FLOAT,  /* not negative, finite */
   A_TYPE,   /* int32_t, one of types */
   A_HANDLE, /* of a live buffer */
   A_OBJECT  /* of a live module or function */
@@ -1036,6 +1036,9 @@ static const char *const exempt[] = {
     /* what macros call that have a row */
     "cumoe_buffer_alloc_at", "cumoe_buffer_alloc_with_at", "cumoe_pinned_alloc_at"};
 
+/* The manual's example at cumoe_last_error. */
+#define SAMPLE "args.x.cols is 63, must be 64"
+
 /* ---- wrong calls spelled out ------------------------------------------------------------------------------ */
 
 typedef struct expectation {
@@ -1053,6 +1056,11 @@ static int change_desc(int which, arguments *a, expectation *e)
   int n = 0;
   CHANGE(INVALID_ARGUMENT, "desc.act", d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_UNGATED)
   CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)
+  CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = -INFINITY)
+  CHANGE(NOT_SUPPORTED, "desc.dtype is unset, supported are bf16, f16 and f32", d->dtype = 0)
+  CHANGE(NOT_SUPPORTED, "desc.dtype is 77 (no cumoe_dtype)", d->dtype = 77)
+  CHANGE(NOT_SUPPORTED, "desc.out_dtype is u8, must be f32 (or 0: dtype)", d->dtype = CUMOE_F32,
+         d->out_dtype = CUMOE_U8)
   CHANGE(NOT_SUPPORTED, "desc.act_limit", d->act_limit = 1, d->flags = CUMOE_MOE_UNGATED)
   CHANGE(NOT_SUPPORTED, "desc.shared_inter", d->shared_inter = 8, d->flags = CUMOE_MOE_UNREDUCED)
   CHANGE(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_F16)
@@ -1076,6 +1084,8 @@ static int change_bind(int which, arguments *a, expectation *e)
   static const void *gap[EXPERTS], *odd[EXPERTS];
   cumoe_weights_desc *d = &a->bind;
   int n = 0;
+  cumoe_view small = cumoe_buffer_view(bench.buffer); /* 1024 elements of bf16 */
+  small.dtype = CUMOE_BF16, small.rows = 16, small.cols = small.ld = 8;
   for (int i = 0; i < EXPERTS; i++) gap[i] = i == 2 ? NULL : d->down.data.data;
   for (int i = 0; i < EXPERTS; i++) odd[i] = (const char *)d->down.data.data + (i == 3 ? 8 : 0);
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->up_major = CUMOE_IN_OUT)
@@ -1093,7 +1103,15 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.expert_stride = INT64_MAX / 8 * 8)
-  CHANGE(MISALIGNED, "desc.gate_up.per_expert[2]", d->gate_up.data.data = NULL, d->gate_up.per_expert = gap)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.data.rows is 255, must be 256 (32 for each of 8 experts), or 32 (expert 0's)",
+         d->gate_up.expert_stride = 0, d->gate_up.data.rows = 255)
+  CHANGE(INVALID_ARGUMENT, "desc.down.data.rows is 65, must be 64", d->down.data.rows = 65)
+  CHANGE(WRONG_DTYPE, "desc.down.data.dtype is unset, must be", d->down.data.dtype = 0)
+  CHANGE(INVALID_ARGUMENT, "desc.down.data is absent", d->down.data = (cumoe_view){.dtype = CUMOE_BF16})
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.per_expert[2] is null", d->gate_up.data.data = NULL,
+         d->gate_up.per_expert = gap)
+  CHANGE(OUT_OF_BOUNDS, "desc.gate_up", d->hidden = d->inter = 8, d->experts = 4, d->gate_up.data = small,
+         d->gate_up.expert_stride = 400, d->gate_up.bias = no_view())
   CHANGE(MISALIGNED, "desc.gate_up.per_expert[3]", d->gate_up.data.data = NULL, d->gate_up.per_expert = odd)
   return n;
 }
@@ -1111,6 +1129,14 @@ static int change_forward_ids(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.ids_out", f->ids_out = mut(bench.ids))
   CHANGE(INVALID_ARGUMENT, "args.weights_out", f->weights_out = mut(bench.pair_weights))
   CHANGE(INVALID_ARGUMENT, "args.shared ", a->args.shared = bench.shared)
+  CHANGE(INVALID_ARGUMENT, "args.x is absent", *f = (cumoe_moe_args){.size = sizeof *f})
+  CHANGE(INVALID_ARGUMENT, "args.x is absent", f->x = no_view())
+  CHANGE(INVALID_ARGUMENT, SAMPLE, f->x = cumoe_matrix(NULL, CUMOE_BF16, 0, 63, 64))
+  CHANGE(WRONG_DTYPE, "args.x.dtype is unset, must be bf16", f->x = cumoe_matrix(NULL, 0, 0, 64, 64))
+  CHANGE(WRONG_DEVICE, "args.x is on device 7, the context is on ", f->x.device = 7)
+  CHANGE(INVALID_ARGUMENT, "args.out is absent, must be [3, 64]", f->out = (cumoe_view_mut){.data = NULL})
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is nan", f->out_scale = NAN)
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is -inf", f->out_scale = -INFINITY)
   CHANGE(INVALID_ARGUMENT, "args.shared_gate", f->shared_gate = bench.row)
   CHANGE(INVALID_ARGUMENT, "args.expert_map", a->plan = bench.local_plan, f->expert_map = no_view())
   CHANGE(INVALID_ARGUMENT, "args.out", a->plan = bench.unreduced_plan)
@@ -1146,6 +1172,37 @@ static int change_forward_router(int which, arguments *a, expectation *e)
   return n;
 }
 
+/* What a copy is told of a view that nobody filled in. */
+static int change_copy(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "src is absent", a->v[1] = (cumoe_view){.data = NULL})
+  CHANGE(WRONG_DEVICE, "0 where nothing is said: CUMOE_DEVICE_ANY", a->v[1] = (cumoe_view){a, 4, 8, 8, 0, 0, CUMOE_F32})
+  return n;
+}
+
+static int change_path(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "path include is no regular file", a->host = "include")
+  CHANGE(INVALID_ARGUMENT, "path no/file cannot be opened: No such file", a->host = "no/file")
+  return n;
+}
+
+static int change_combine(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", a->combine.out_scale = INFINITY)
+  return n;
+}
+
+static int change_up(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "x is absent", a->v[0] = (cumoe_view){.data = NULL})
+  return n;
+}
+
 static int change_map(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -1156,9 +1213,18 @@ static int change_map(int which, arguments *a, expectation *e)
 static const struct {
   const char *name, *form;
   int (*change)(int which, arguments *a, expectation *e);
-} changes[] = {{"cumoe_moe_supports", "plain", change_desc},           {"cumoe_plan_create", "plain", change_desc},
-               {"cumoe_weights_bind", "strided", change_bind},         {"cumoe_moe_forward", "ids", change_forward_ids},
-               {"cumoe_moe_forward", "router", change_forward_router}, {"cumoe_map", "chunks", change_map}};
+} changes[] = {{"cumoe_moe_supports", "plain", change_desc},
+               {"cumoe_plan_create", "plain", change_desc},
+               {"cumoe_weights_bind", "strided", change_bind},
+               {"cumoe_moe_forward", "ids", change_forward_ids},
+               {"cumoe_moe_forward", "router", change_forward_router},
+               {"cumoe_map", "chunks", change_map},
+               {"cumoe_copy", "plain", change_copy},
+               {"cumoe_combine", "plain", change_combine},
+               {"cumoe_module_load_file", "plain", change_path},
+               {"cumoe_up", "plain", change_up},
+               {"cumoe_permute", "plain", change_up},
+               {"cumoe_relu", "plain", change_up}};
 
 /* ---- ways to be wrong ------------------------------------------------------------------------------------ */
 
@@ -1264,7 +1330,7 @@ static void wrong_extents(const argument *f, cumoe_view v)
   if (v.rows < 2) return;
   WRONG_VIEW(ld, INT64_MAX / v.rows, past, f->name);
   WRONG_VIEW(ld, (int64_t)1 << 60, past, f->name);
-  WRONG_VIEW(ld, (int64_t)1 << 47, past, f->name);
+  WRONG_VIEW(ld, 2 * MOST / v.rows / (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype), past, f->name);
   if (f->traits & PACKED) WRONG_VIEW(ld, v.ld + 1, CUMOE_ERR_LAYOUT, f->name);
 }
 
@@ -1354,7 +1420,7 @@ static void wrong_numbers(const argument *f)
 static void wrong_sizes(const argument *f)
 {
   const uint32_t size = *(uint32_t *)(void *)((char *)&right + f->at);
-  const uint32_t sizes[] = {0, 1, 7, size - 1, 4097, UINT32_MAX};
+  const uint32_t sizes[] = {0, 1, 7, size - 1, 4104, UINT32_MAX};
   for (int i = 0; i < 6; i++) WRONG(uint32_t, f->at, sizes[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "%lld");
 }
 
@@ -1397,8 +1463,8 @@ static void wrong_flags(const argument *f)
 
 static void wrong_floats(const argument *f)
 {
-  const float list[] = {-1, -1e-30f, -3e38f, -INFINITY, NAN, -NAN};
-  for (int i = 0; i < 6; i++) WRONG(float, f->at, list[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "float %llx");
+  const float list[] = {-1, -1e-30f, -3e38f, -INFINITY, INFINITY, NAN, -NAN};
+  for (int i = 0; i < 7; i++) WRONG(float, f->at, list[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "float %llx");
 }
 
 static void wrong(const argument *f)
@@ -1487,6 +1553,7 @@ static void open_caller_work(void)
   CHECK_OK(cumoe_graph_begin(bench.context, bench.stream));
   CHECK_OK(cumoe_graph_end(bench.context, bench.stream, &bench.graph));
   CHECK_OK(cumoe_module_load(bench.context, ptx_text, sizeof ptx_text, &bench.module));
+  CHECK(shim_last_image() != ptx_text); /* CUDA reads what was inspected: a copy */
   CHECK_OK(cumoe_module_function(bench.module, "add", 0, &bench.function));
 }
 
@@ -1653,6 +1720,8 @@ static void check_declaration(const char *from)
   case_end();
 }
 
+static bool sample_found;
+
 static void check_header(const char *path)
 {
   static char text[1 << 18];
@@ -1660,6 +1729,7 @@ static void check_header(const char *path)
   if (!CHECK_MSG(file != NULL, "%s cannot be read", path)) return;
   text[fread(text, 1, sizeof text - 1, file)] = 0;
   fclose(file);
+  sample_found |= strstr(text, " \"cumoe_moe_forward: " SAMPLE "\". ") != NULL;
   for (const char *at = text; (at = strstr(at, "\nCUMOE_")) != NULL; at++)
     if (!strncmp(at + 1, "CUMOE_API ", 10) || !strncmp(at + 1, "CUMOE_CHECKED ", 14)) check_declaration(at);
 }
@@ -1672,6 +1742,9 @@ static void every_function(void)
   CHECK(glob("include/cumoe/*.h", 0, NULL, &found) == 0 && found.gl_pathc > 4);
   case_end();
   for (size_t i = 0; i < found.gl_pathc; i++) check_header(found.gl_pathv[i]);
+  case_begin("the manual's example of a text");
+  CHECK(sample_found);
+  case_end();
   globfree(&found);
   group_end();
 }

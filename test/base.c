@@ -189,11 +189,12 @@ static void test_auto(void)
   CHECK_OK(cumoe_context_info(context, &info));
   CHECK_MSG(!strcmp(before, cumoe_last_error()), "the text became \"%s\"", cumoe_last_error());
   if (cuda_devices() > 0) {
-    CHECK(info.device >= 0 && info.cc_major >= 8 && atomic_load(&log.count) == 0);
+    CHECK(info.device >= 0 && info.cc_major >= 8 && atomic_load(&log.count) == 0 && info.fallback[0] == 0);
   } else {
     CHECK(info.device == CUMOE_DEVICE_CPU && info.cc_major == 0 && atomic_load(&log.count) == 1);
     CHECK_MSG(strstr(log.last, "CPU") != NULL && strstr(log.last, "cudaError") != NULL, "the warning is \"%s\"",
               log.last);
+    CHECK_MSG(strstr(log.last, info.fallback) && strstr(info.fallback, "cudaError"), "fallback %s", info.fallback);
   }
   CHECK(info.multiprocessors > 0 && info.total_memory > 0 && info.name[0] != 0);
   CHECK_OK(cumoe_context_destroy(context));

@@ -145,7 +145,7 @@ static cumoe_status gemm_on(cumoe_context context, const gemm_case *c, const gem
                                       : cumoe_down(plan, weights, in, &route, out, NULL);
   *got = device_get(context, cumoe_const(out));
   check_guards(context, "rows", out);
-  if (status == CUMOE_OK) expect_fault(context, c->bad_route ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
+  if (status == CUMOE_OK) check_fault(context, NULL, c->bad_route ? CUMOE_FAULT_ROUTE : CUMOE_FAULT_NONE);
   CHECK_OK(cumoe_weights_destroy(weights));
   CHECK_OK(cumoe_plan_destroy(plan));
   return status;

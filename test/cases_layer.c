@@ -1,425 +1,188 @@
 #include "cases_layer.h"
 #include "cases.h"
 
-#include <math.h>
-#include <string.h>
+#include <stdio.h>
 
-typedef enum routing_form { FROM_ROUTER, FROM_LOGITS, FROM_IDS } routing_form;
+/* ---- features one by one --------------------------------------------------------------------------- */
 
-typedef struct forward_case {
-  const char *name;
-  cumoe_moe_desc desc;
-  weights_form form;
-  int32_t tokens, present; /* present -1: no device token count */
-  routing_form from;
-  int32_t logits_dtype, ids_dtype, router_dtype;
-  pattern pattern; /* of the caller's ids */
-  bool router_bias, select_bias, shared_gate, residual, in_place, zero_weights, nan_token;
-  float out_scale;
-} forward_case;
+#define FEATURE(name, ...)                                                                                             \
+  if (feature == n++) return (void)(__VA_ARGS__), name;
 
-/* Everything a call reads, on the host. */
-typedef struct forward_data {
-  host_weights weights, shared;
-  tensor x, router_weight, router_bias, logits, ids, id_weights, select_bias, expert_map, shared_gate, residual;
-} forward_data;
-
-typedef struct forward_result {
-  tensor out, ids, weights, counts, load;
-} forward_result;
-
-static int32_t logit_count(const cumoe_moe_desc *d)
+/* Each line changes `s`; the layer has 16 experts, 4 slots, routes from logits in f32; device counts are of 45 tokens. */
+static const char *set_feature(layer_spec *s, int feature)
 {
-  return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
-}
-static int32_t local_count(const cumoe_moe_desc *d)
-{
-  return d->local_experts ? d->local_experts : d->num_experts;
-}
-static bool unreduced(const cumoe_moe_desc *d)
-{
-  return d->flags & CUMOE_MOE_UNREDUCED;
-}
-static bool mapped(const forward_case *c)
-{
-  return local_count(&c->desc) < c->desc.num_experts;
-}
-
-static forward_data make_data(rng *r, const forward_case *c)
-{
-  const cumoe_moe_desc *d = &c->desc;
-  int32_t experts = logit_count(d), local = local_count(d);
-  forward_data a = {.weights = weights_new(d, local, d->inter, c->form)};
-  weights_fill(r, &a.weights, FILL_NORMAL);
-  oracle_prepare(&a.weights);
-  if (d->shared_inter) {
-    a.shared = weights_new(d, 1, d->shared_inter, c->form);
-    weights_fill(r, &a.shared, FILL_NORMAL);
-    oracle_prepare(&a.shared);
-  }
-  a.x = tensor_normal(r, d->dtype, c->tokens, d->hidden, 0, 1);
-  a.router_weight = tensor_normal(r, c->router_dtype, experts, d->hidden, 0, 2 / sqrt(d->hidden));
-  a.router_bias = tensor_normal(r, CUMOE_F32, 1, experts, 0, 0.3);
-  a.logits = tensor_normal(r, c->logits_dtype, c->tokens, experts, 0, 2);
-  a.ids = route_tokens(r, c->pattern, c->ids_dtype, c->tokens, d->routing.top_k, experts);
-  a.id_weights = tensor_normal(r, CUMOE_F32, c->tokens, d->routing.top_k, 0.4, 0.2);
-  a.select_bias = tensor_normal(r, CUMOE_F32, 1, experts, 0, 0.1);
-  a.shared_gate = tensor_normal(r, d->dtype, 1, d->hidden, 0, 1 / sqrt(d->hidden));
-  a.residual = tensor_normal(r, d->out_dtype, c->tokens, d->hidden, 0, 3);
-  a.expert_map = tensor_new(CUMOE_I32, 1, d->num_experts);
-  for (int32_t e = 0; e < d->num_experts; e++) /* every other expert, in reverse */
-    tensor_set(&a.expert_map, 0, e, e % 2 && e / 2 < local ? local - 1 - e / 2 : -1);
-  for (int64_t i = 0; c->zero_weights && i < a.id_weights.rows * a.id_weights.cols; i += 2)
-    tensor_set(&a.id_weights, 0, i, 0);
-  if (c->nan_token && c->tokens > 1) tensor_set(&a.x, 1, 5, NAN);
-  return a;
-}
-
-static void set_routing(cumoe_context context, const forward_case *c, const forward_data *a, cumoe_moe_args *args)
-{
-  if (c->from == FROM_ROUTER) {
-    args->router_weight = device_put(context, &a->router_weight, 8);
-    if (c->router_bias) args->router_bias = device_put(context, &a->router_bias, 1);
-  } else if (c->from == FROM_LOGITS) {
-    args->logits = device_put(context, &a->logits, 3);
-  } else {
-    args->ids = device_put(context, &a->ids, 1);
-    args->weights = device_put(context, &a->id_weights, 2);
-  }
-  if (c->select_bias && c->from != FROM_IDS) args->select_bias = device_put(context, &a->select_bias, 0);
-  if (mapped(c)) args->expert_map = device_put(context, &a->expert_map, 0);
-}
-
-static void set_outputs(cumoe_context context, const forward_case *c, const forward_data *a, cumoe_moe_args *args)
-{
-  const cumoe_moe_desc *d = &c->desc;
-  int64_t k = d->routing.top_k, local = local_count(d);
-  tensor load = tensor_new(CUMOE_I64, 1, local);
-  for (int64_t e = 0; e < local; e++) tensor_set(&load, 0, e, 1000 + (double)e);
-  args->out = device_new(context, d->out_dtype, c->tokens * (unreduced(d) ? k : 1), d->hidden, 8);
-  if (c->residual && c->in_place) device_set(context, args->out, &a->residual);
-  if (c->residual) args->residual = c->in_place ? cumoe_const(args->out) : device_put(context, &a->residual, 8);
-  if (c->from != FROM_IDS) args->ids_out = device_new(context, c->ids_dtype, c->tokens, k, 1);
-  if (c->from != FROM_IDS) args->weights_out = device_new(context, CUMOE_F32, c->tokens, k, 3);
-  args->counts_out = device_new(context, CUMOE_I32, 1, local, 1);
-  args->load = device_new(context, CUMOE_I64, 1, local, 1);
-  device_set(context, args->load, &load);
+  cumoe_moe_desc *d = &s->desc;
+  cumoe_routing *r = &d->routing;
+  int n = 0;
+  FEATURE("router weight", s->input = INPUT_ROUTER)
+  FEATURE("router weight in f32", s->input = INPUT_ROUTER, s->router_dtype = CUMOE_F32)
+  FEATURE("router weight and bias", s->input = INPUT_ROUTER, s->router_bias = true)
+  FEATURE("logits f32", s->logits_dtype = CUMOE_F32)
+  FEATURE("logits bf16", s->logits_dtype = CUMOE_BF16)
+  FEATURE("logits f16", s->logits_dtype = CUMOE_F16)
+  FEATURE("ids i32", s->input = INPUT_IDS)
+  FEATURE("ids i64", s->input = INPUT_IDS, s->ids_dtype = CUMOE_I64)
+  FEATURE("mixtral", r->flags = CUMOE_ROUTE_RENORMALIZE)
+  FEATURE("qwen3", *r = cumoe_routing_qwen3(4))
+  FEATURE("qwen2", *r = cumoe_routing_qwen2(4))
+  FEATURE("gpt-oss", *r = cumoe_routing_gpt_oss(4), d->act = CUMOE_ACT_SWIGLU_OAI, d->act_limit = 1.5f,
+          s->form.gate_order = CUMOE_GATE_UP_INTERLEAVED, s->form.bias = CUMOE_F32, s->input = INPUT_ROUTER,
+          s->router_bias = true)
+  FEATURE("llama4", *r = cumoe_routing_llama4(1), d->shared_inter = 40)
+  FEATURE("llama4 with more slots", *r = cumoe_routing_llama4(3))
+  FEATURE("deepseek-v3", *r = cumoe_routing_deepseek_v3(4, 8, 4, 2.5f), s->select_bias = true, d->shared_inter = 24)
+  FEATURE("groups by best", r->n_group = 4, r->topk_group = 2)
+  FEATURE("groups by best two", r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO)
+  FEATURE("groups of one", r->n_group = 16, r->topk_group = 5, r->group_score = CUMOE_GROUP_BEST_TWO)
+  FEATURE("sigmoid", r->score = CUMOE_SCORE_SIGMOID)
+  FEATURE("square root of softplus", r->score = CUMOE_SCORE_SQRT_SOFTPLUS)
+  FEATURE("identity score", r->score = CUMOE_SCORE_IDENTITY)
+  FEATURE("sigmoid renormalised with eps", r->score = CUMOE_SCORE_SIGMOID, r->flags = CUMOE_ROUTE_RENORMALIZE,
+          r->renorm_eps = 0.5f)
+  FEATURE("renormalised with minimum", r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f)
+  FEATURE("selection bias", s->select_bias = true, r->score = CUMOE_SCORE_SIGMOID)
+  FEATURE("softcap", r->softcap = 1.5f)
+  FEATURE("routed scale", r->routed_scale = 2.446f)
+  FEATURE("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)
+  FEATURE("zero experts", r->zero_experts = 5)
+  FEATURE("identity experts", r->identity_experts = 6)
+  FEATURE("zero and identity experts", r->zero_experts = 3, r->identity_experts = 4, s->input = INPUT_ROUTER)
+  FEATURE("zero and identity experts from ids", r->zero_experts = 9, r->identity_experts = 8, s->input = INPUT_IDS)
+  FEATURE("shuffled expert map", s->expert_map = true)
+  FEATURE("a third of the experts", d->local_experts = 5)
+  FEATURE("one expert of 16", d->local_experts = 1)
+  FEATURE("shared expert", d->shared_inter = 56)
+  FEATURE("gated shared expert", d->shared_inter = 56, s->shared_gate = true)
+  FEATURE("gated shared expert, gate in f32", d->shared_inter = 8, s->shared_gate = true, s->router_dtype = CUMOE_F32)
+  FEATURE("shared expert with bias", d->shared_inter = 56, s->form.bias = CUMOE_F32)
+  FEATURE("residual", s->residual = RESIDUAL_SEPARATE)
+  FEATURE("residual in place", s->residual = RESIDUAL_IN_PLACE)
+  FEATURE("out_scale", s->out_scale = 0.37f)
+  FEATURE("everything scaled", s->out_scale = -1.7f, d->shared_inter = 24, s->shared_gate = true,
+          s->residual = RESIDUAL_IN_PLACE)
+  FEATURE("out in f32", d->out_dtype = CUMOE_F32)
+  FEATURE("out in f32 with residual in place", d->out_dtype = CUMOE_F32, s->residual = RESIDUAL_IN_PLACE)
+  FEATURE("pointers to each expert", s->form.per_expert = true)
+  FEATURE("pointers to each half", s->form.per_expert = true, s->form.gate_order = CUMOE_GATE_UP_SEPARATE,
+          s->input = INPUT_ROUTER)
+  FEATURE("many experts", d->num_experts = 512, *r = cumoe_routing_qwen3(10), s->input = INPUT_ROUTER)
+  FEATURE("one expert", d->num_experts = 1, r->top_k = 1)
+  FEATURE("unreduced", d->flags = CUMOE_MOE_UNREDUCED)
+  FEATURE("unreduced in f32", d->flags = CUMOE_MOE_UNREDUCED, d->out_dtype = CUMOE_F32)
+  FEATURE("unreduced, hostile ids", d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS, s->pattern = PATTERN_HOSTILE)
+  FEATURE("unreduced, identity experts", d->flags = CUMOE_MOE_UNREDUCED, r->identity_experts = 9)
+  FEATURE("ungated", d->flags = CUMOE_MOE_UNGATED, s->form.gate_order = CUMOE_UNGATED)
+  FEATURE("ungated relu2 with bias", d->flags = CUMOE_MOE_UNGATED, s->form.gate_order = CUMOE_UNGATED,
+          d->act = CUMOE_ACT_RELU2, s->form.bias = CUMOE_F32)
+  FEATURE("geglu erf", d->act = CUMOE_ACT_GELU_ERF)
+  FEATURE("geglu tanh", d->act = CUMOE_ACT_GELU_TANH)
+  FEATURE("relu", d->act = CUMOE_ACT_RELU)
+  FEATURE("relu2", d->act = CUMOE_ACT_RELU2)
+  FEATURE("bilinear", d->act = CUMOE_ACT_IDENTITY)
+  FEATURE("clamped swiglu", d->act_limit = 0.6f)
+  FEATURE("gpt-oss act, other alpha", d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f)
+  FEATURE("all tokens by device count", s->device_count = true, s->device_tokens = 45)
+  FEATURE("some tokens by device count", s->device_count = true, s->device_tokens = 17)
+  FEATURE("no token by device count", s->device_count = true, s->device_tokens = 0)
+  FEATURE("negative device count", s->device_count = true, s->device_tokens = -3)
+  FEATURE("device count too large", s->device_count = true, s->device_tokens = 46)
+  FEATURE("device count, shared, in place", s->device_count = true, s->device_tokens = 33, d->shared_inter = 40,
+          s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE, s->input = INPUT_ROUTER)
+  FEATURE("device count, unreduced, ids", s->device_count = true, s->device_tokens = 7, d->flags = CUMOE_MOE_UNREDUCED,
+          s->input = INPUT_IDS)
+  return NULL;
 }
 
-static cumoe_view_mut make_workspace(cumoe_context context, cumoe_plan plan, int64_t tokens)
+const char *feature_name(int feature)
 {
-  size_t bytes = 0;
-  CHECK_OK(cumoe_plan_workspace(plan, tokens, &bytes));
-  return bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256)) : no_view_mut();
+  return set_feature(&(layer_spec){0}, feature);
 }
 
-static forward_result take_results(cumoe_context context, const cumoe_moe_args *args)
+layer_spec feature_spec(int feature, int32_t dtype, int64_t tokens, uint64_t seed)
 {
-  forward_result r = {.out = device_get(context, cumoe_const(args->out)),
-                      .counts = device_get(context, cumoe_const(args->counts_out)),
-                      .load = device_get(context, cumoe_const(args->load))};
-  check_guards(context, "out", args->out);
-  check_guards(context, "counts_out", args->counts_out);
-  check_guards(context, "load", args->load);
-  if (args->workspace.data) check_guards(context, "workspace", args->workspace);
-  if (!args->ids_out.owner) return r;
-  r.ids = device_get(context, cumoe_const(args->ids_out));
-  r.weights = device_get(context, cumoe_const(args->weights_out));
-  check_guards(context, "ids_out", args->ids_out);
-  check_guards(context, "weights_out", args->weights_out);
-  return r;
+  enum { COUNTED = 45 };
+  layer_spec s = layer_spec_new(dtype, tokens, 72, 56);
+  s.desc.num_experts = 16;
+  s.desc.routing = cumoe_routing_qwen2(4);
+  s.input = INPUT_LOGITS;
+  s.optional_outputs = true;
+  s.pad = 1;
+  s.seed = seed;
+  (void)set_feature(&s, feature);
+  if (s.device_tokens > COUNTED)
+    s.device_tokens = (int32_t)tokens + 1;
+  else if (s.device_tokens > 0)
+    s.device_tokens = (int32_t)((s.device_tokens * tokens + COUNTED - 1) / COUNTED);
+  return s;
 }
 
-static cumoe_status forward_on(cumoe_context context, const forward_case *c, const forward_data *a,
-                               forward_result *result)
+void layer_random_form(rng *r, layer_spec *s)
 {
-  cumoe_plan plan = NULL;
-  cumoe_weights shared = NULL;
-  tensor present = tensor_new(CUMOE_I32, 1, 1);
-  tensor_set(&present, 0, 0, c->present);
-  CHECK_OK(cumoe_plan_create(context, &c->desc, &plan));
-  cumoe_weights weights = weights_put(context, &a->weights, c->form);
-  if (c->desc.shared_inter) shared = weights_put(context, &a->shared, c->form);
-  cumoe_moe_args args = {.size = sizeof args,
-                         .x = device_put(context, &a->x, 16),
-                         .shared = shared,
-                         .out_scale = c->out_scale,
-                         .workspace = make_workspace(context, plan, c->tokens)};
-  if (c->shared_gate) args.shared_gate = device_put(context, &a->shared_gate, 0);
-  if (c->present >= 0) args.device_tokens = device_put(context, &present, 0);
-  set_routing(context, c, a, &args);
-  set_outputs(context, c, a, &args);
-  cumoe_status status = cumoe_moe_forward(plan, weights, &args, NULL);
-  *result = take_results(context, &args);
-  int64_t rows = c->tokens ? args.out.rows / c->tokens : 0;
-  if (c->present >= 0 && c->present < c->tokens && !c->in_place)
-    check_untouched(context, "out", args.out, c->present * rows);
-  CHECK_OK(cumoe_weights_destroy(weights));
-  CHECK_OK(cumoe_weights_destroy(shared));
-  CHECK_OK(cumoe_plan_destroy(plan));
-  return status;
+  const bool ungated = s->desc.flags & CUMOE_MOE_UNGATED;
+  s->form.gate_order = ungated ? CUMOE_UNGATED : (int32_t)(CUMOE_GATE_UP_CONCAT + rng_below(r, 5));
+  s->form.up_major = (int32_t)(CUMOE_OUT_IN + rng_below(r, 2));
+  s->form.down_major = (int32_t)(CUMOE_OUT_IN + rng_below(r, 2));
+  s->form.bias = rng_below(r, 3) ? 0 : rng_below(r, 2) ? CUMOE_F32 : s->desc.dtype;
 }
 
-/* ---- what is expected ------------------------------------------------------------------------------ */
+/* ---- on one context, or with a forced kernel ------------------------------------------------------- */
 
-static int64_t tokens_present(const forward_case *c)
+/* False: the case is over. */
+static bool run_once(cumoe_context context, const layer_spec *s, const layer_inputs *in, layer_outputs *o)
 {
-  return c->present >= 0 && c->present < c->tokens ? c->present : c->tokens;
+  session run;
+  session_open(&run, context, s, in);
+  const cumoe_status status = session_forward(&run);
+  if (status == CUMOE_OK) *o = session_collect(&run);
+  session_close(&run);
+  return case_served(context, status, "cumoe_moe_forward");
 }
 
-static layer_case oracle_case(const forward_case *c, const forward_data *a)
+/* With two poisons, against the oracle; tokens in reverse order give the same outputs in reverse order. */
+static void run_feature(cumoe_context context, const char *name, const layer_spec *s)
 {
-  layer_case l = {
-      .desc = &c->desc, .weights = &a->weights, .x = &a->x, .out_scale = c->out_scale == 0 ? 1 : c->out_scale};
-  if (c->desc.shared_inter) l.shared = &a->shared;
-  if (c->shared_gate) l.shared_gate = &a->shared_gate;
-  if (c->from == FROM_ROUTER)
-    l.router_weight = &a->router_weight, l.router_bias = c->router_bias ? &a->router_bias : NULL;
-  if (c->from == FROM_LOGITS) l.logits = &a->logits;
-  if (c->from == FROM_IDS) l.ids = &a->ids, l.id_weights = &a->id_weights;
-  if (c->select_bias && c->from != FROM_IDS) l.select_bias = &a->select_bias;
-  if (mapped(c)) l.expert_map = &a->expert_map;
-  if (c->residual) l.residual = &a->residual;
-  return l;
-}
-
-static void check_counts(const forward_case *c, const forward_data *a, const forward_result *r)
-{
-  const cumoe_moe_desc *d = &c->desc;
-  const tensor *ids = c->from == FROM_IDS ? &a->ids : &r->ids;
-  int64_t *counts = scratch((size_t)local_count(d), sizeof *counts);
-  for (int64_t i = 0; i < tokens_present(c) * d->routing.top_k; i++) {
-    int32_t to = oracle_destination(d, mapped(c) ? &a->expert_map : NULL, tensor_get(ids, 0, i));
-    if (to >= 0) counts[to]++;
-  }
-  bool good = c->tokens > 0;
-  for (int32_t e = 0; e < local_count(d) && good; e++) {
-    good = CHECK_MSG(tensor_get(&r->counts, 0, e) == (double)counts[e], "counts_out[%d] is %g, want %d", e,
-                     tensor_get(&r->counts, 0, e), (int)counts[e]) &&
-           CHECK_MSG(tensor_get(&r->load, 0, e) == (double)(1000 + e + counts[e]), "load[%d] is %g", e,
-                     tensor_get(&r->load, 0, e));
-  }
-}
-
-static int64_t open_tokens, layer_tokens;
-
-static void check_forward(const forward_case *c, const forward_data *a, const forward_result *r)
-{
-  layer_case l = oracle_case(c, a);
-  int64_t k = c->desc.routing.top_k, rows = unreduced(&c->desc) ? k : 1;
-  for (int64_t t = 0; t < tokens_present(c); t++) {
-    if (c->nan_token && t == 1 && c->from == FROM_ROUTER)
-      continue; /* its ids are those of NaN logits; others must not care */
-    layer_result want = oracle_layer(&l, t);
-    layer_tokens++;
-    open_tokens += !want.decided;
-    if (!want.decided) continue;
-    for (int64_t j = 0; r->ids.data && j < k; j++)
-      CHECK_MSG(tensor_get(&r->ids, t, j) == want.ids[j], "ids_out[%d, %d] is %g, want %d", (int)t, (int)j,
-                tensor_get(&r->ids, t, j), want.ids[j]);
-    if (r->weights.data) check_bounded_row("weights_out", &r->weights, t, want.weights);
-    for (int64_t row = 0; row < rows; row++)
-      check_bounded_row("out", &r->out, t * rows + row, want.out + row * c->desc.hidden);
-  }
-  check_counts(c, a, r);
-}
-
-static int32_t expected_fault(const forward_case *c, const forward_data *a)
-{
-  int32_t experts = logit_count(&c->desc);
-  if (c->tokens == 0) return CUMOE_FAULT_NONE;
-  if (c->present > c->tokens) return CUMOE_FAULT_TOKEN_COUNT;
-  if (c->nan_token && c->from == FROM_ROUTER && tokens_present(c) > 1) return CUMOE_FAULT_NAN_LOGIT;
-  for (int64_t i = 0; c->from == FROM_IDS && i < tokens_present(c) * c->desc.routing.top_k; i++)
-    if (tensor_get(&a->ids, 0, i) < -1 || tensor_get(&a->ids, 0, i) >= experts) return CUMOE_FAULT_EXPERT_ID;
-  return CUMOE_FAULT_NONE;
-}
-
-/* ---- relations between calls ----------------------------------------------------------------------- */
-
-static tensor reversed(const tensor *t, int64_t group)
-{
-  tensor r = tensor_new(t->dtype, t->rows, t->cols);
-  size_t bytes = (size_t)(group * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
-  for (int64_t i = 0, n = t->rows / (group ? group : 1); i < n; i++)
-    memcpy(r.data + (size_t)(n - 1 - i) * bytes, t->data + (size_t)i * bytes, bytes);
-  return r;
-}
-
-/* Tokens in reverse order give the same outputs in reverse order, bit for bit. */
-static void check_reversed(cumoe_context context, const forward_case *c, const forward_data *a, const forward_result *r)
-{
-  forward_data b = *a;
-  forward_result other;
-  if (c->present >= 0) return;
-  b.x = reversed(&a->x, 1);
-  b.logits = reversed(&a->logits, 1);
-  b.ids = reversed(&a->ids, 1);
-  b.id_weights = reversed(&a->id_weights, 1);
-  b.residual = reversed(&a->residual, 1);
-  if (!CHECK_OK(forward_on(context, c, &b, &other))) return;
-  tensor out = reversed(&other.out, unreduced(&c->desc) ? c->desc.routing.top_k : 1);
-  check_same("tokens reversed", &r->out, &out);
-  CHECK_OK(cumoe_fault_clear(context, NULL));
-}
-
-static void run_forward(cumoe_context context, const forward_case *c)
-{
-  if (!case_wanted(c->desc.dtype)) return;
-  static const char *forms[] = {"router", "logits", "ids"};
-  const cumoe_moe_desc *d = &c->desc;
-  rng r = {(uint64_t)d->num_experts * 13 + (uint64_t)c->tokens * 7 + (uint64_t)d->hidden};
-  case_begin("layer %s %s T %d E %d/%d k %d H %d I %d shared %d order %d up %d down %d act %d from %s%s%s%s%s", c->name,
-             cumoe_dtype_name((cumoe_dtype)d->dtype), c->tokens, local_count(d), d->num_experts, d->routing.top_k,
-             d->hidden, d->inter, d->shared_inter, c->form.gate_order, c->form.up_major, c->form.down_major, d->act,
-             forms[c->from], c->residual ? " residual" : "", unreduced(d) ? " unreduced" : "",
-             c->nan_token ? " nan" : "", c->present >= 0 ? " device tokens" : "");
-  forward_data a = make_data(&r, c);
-  forward_result got[PASSES];
+  if (!case_wanted(s->desc.dtype)) return;
+  case_begin("layer: %s, %s T %d E %d k %d H %d I %d order %d major %d %d seed %d", name,
+             cumoe_dtype_name((cumoe_dtype)s->desc.dtype), (int)s->tokens, s->desc.num_experts, s->desc.routing.top_k,
+             s->desc.hidden, s->desc.inter, s->form.gate_order, s->form.up_major, s->form.down_major, (int)s->seed);
+  const layer_inputs in = layer_inputs_new(s);
+  const int32_t fault = expected_fault(s, &in);
+  layer_outputs got[PASSES], turned;
   for (int pass = 0; pass < PASSES; pass++) {
     set_poison(pass);
-    if (!case_served(context, forward_on(context, c, &a, &got[pass]), "cumoe_moe_forward")) return;
-    expect_fault(context, expected_fault(c, &a));
-    if (c->present >= 0) got[pass].out.rows = tokens_present(c) * (unreduced(d) ? d->routing.top_k : 1);
+    if (!run_once(context, s, &in, &got[pass])) return;
+    check_fault(context, NULL, fault);
   }
-  check_same("out, two poisons", &got[0].out, &got[1].out);
-  check_reversed(context, c, &a, &got[0]);
-  check_forward(c, &a, &got[0]);
+  check_outputs_same(&got[0], &got[1]);
+  check_layer(s, &in, &got[0]);
+  if (!s->device_count) {
+    int64_t *order = scratch((size_t)s->tokens, sizeof *order);
+    for (int64_t t = 0; t < s->tokens; t++) order[t] = s->tokens - 1 - t;
+    const layer_inputs reversed = take_tokens(&in, order, s->tokens);
+    if (!run_once(context, s, &reversed, &turned)) return;
+    const layer_outputs want = permuted_outputs(s, &got[0], order);
+    check_outputs_same(&want, &turned);
+    check_fault(context, NULL, fault);
+  }
   case_end();
-}
-
-/* ---- the table ------------------------------------------------------------------------------------- */
-
-static forward_case named(const char *name, int32_t experts, int32_t hidden, int32_t inter, cumoe_routing routing)
-{
-  forward_case c = {.name = name, .present = -1, .logits_dtype = CUMOE_F32, .ids_dtype = CUMOE_I32};
-  c.desc = (cumoe_moe_desc){
-      .size = sizeof c.desc, .num_experts = experts, .hidden = hidden, .inter = inter, .routing = routing};
-  c.form = (weights_form){CUMOE_GATE_UP_CONCAT, CUMOE_OUT_IN, CUMOE_OUT_IN, 0, 0, false};
-  return c;
-}
-
-enum { FAMILIES = 14 };
-
-static forward_case family(int i)
-{
-  forward_case c;
-  switch (i) {
-  case 0: return named("mixtral", 8, 64, 104, cumoe_routing_mixtral(2));
-  case 1: return named("qwen3", 128, 72, 24, cumoe_routing_qwen3(8));
-  case 2: /* interleaved, biased, clamped */
-    c = named("gpt-oss", 32, 72, 72, cumoe_routing_gpt_oss(4));
-    c.desc.act = CUMOE_ACT_SWIGLU_OAI;
-    c.desc.act_limit = 7;
-    c.form = (weights_form){CUMOE_GATE_UP_INTERLEAVED, CUMOE_IN_OUT, CUMOE_IN_OUT, CUMOE_F32, 0, false};
-    c.router_bias = true;
-    return c;
-  case 3:
-    c = named("deepseek-v3", 64, 56, 32, cumoe_routing_deepseek_v3(8, 8, 4, 2.5f));
-    c.desc.shared_inter = 32;
-    c.select_bias = true;
-    return c;
-  case 4:
-    c = named("qwen2", 60, 64, 40, cumoe_routing_qwen2(4));
-    c.desc.shared_inter = 88;
-    c.shared_gate = true;
-    return c;
-  case 5:
-    c = named("llama4", 16, 64, 48, cumoe_routing_llama4(1));
-    c.desc.shared_inter = 48;
-    return c;
-  case 6:
-    c = named("zero and identity experts", 12, 40, 24, cumoe_routing_qwen2(4));
-    c.desc.routing.zero_experts = 3;
-    c.desc.routing.identity_experts = 2;
-    return c;
-  case 7: /* one shard of a split layer */
-    c = named("local experts", 24, 48, 32, cumoe_routing_mixtral(4));
-    c.desc.local_experts = 10;
-    return c;
-  case 8:
-    c = named("unreduced", 10, 64, 40, cumoe_routing_mixtral(3));
-    c.desc.flags = CUMOE_MOE_UNREDUCED;
-    return c;
-  case 9:
-    c = named("ungated relu^2", 16, 64, 72, cumoe_routing_mixtral(2));
-    c.desc.flags = CUMOE_MOE_UNGATED;
-    c.desc.act = CUMOE_ACT_RELU2;
-    c.form.gate_order = CUMOE_UNGATED;
-    return c;
-  case 10:
-    c = named("geglu, separate, per expert", 8, 40, 64, cumoe_routing_mixtral(2));
-    c.desc.act = CUMOE_ACT_GELU_TANH;
-    c.form = (weights_form){CUMOE_GATE_UP_SEPARATE, CUMOE_OUT_IN, CUMOE_IN_OUT, 0, 2, true};
-    return c;
-  case 11: /* on the input, more than one slot */
-    c = named("weight on input, f32 router", 9, 64, 24, cumoe_routing_llama4(3));
-    c.form.gate_order = CUMOE_UP_GATE_CONCAT;
-    c.router_dtype = CUMOE_F32;
-    return c;
-  case 12:
-    c = named("many experts", 512, 32, 16, cumoe_routing_mixtral(10));
-    c.desc.routing.softcap = 30;
-    return c;
-  default: return named("one expert", 1, 24, 8, cumoe_routing_qwen2(1));
-  }
-}
-
-/* Every family in every dtype from every form of routing; the rest is drawn beside them. */
-static forward_case layer_case_of(int i)
-{
-  forward_case c = family(i % FAMILIES);
-  int round = i / FAMILIES;
-  rng r = {(uint64_t)i};
-  c.desc.dtype = case_dtypes[round % 3];
-  c.desc.out_dtype = rng_below(&r, 3) ? c.desc.dtype : CUMOE_F32;
-  c.desc.local_experts = local_count(&c.desc);
-  c.tokens = case_tokens[rng_below(&r, 12)];
-  c.from = (routing_form)(round / 3 % 3);
-  c.logits_dtype = case_dtypes[rng_below(&r, 3)];
-  c.ids_dtype = rng_below(&r, 2) ? CUMOE_I64 : CUMOE_I32;
-  if (c.router_dtype == 0) c.router_dtype = c.desc.dtype;
-  c.pattern = (pattern)rng_below(&r, PATTERN_COUNT);
-  c.residual = rng_below(&r, 2) && !unreduced(&c.desc);
-  c.in_place = c.residual && rng_below(&r, 2);
-  c.out_scale = rng_below(&r, 3) ? 0 : 0.5f;
-  c.zero_weights = rng_below(&r, 4) == 0;
-  c.nan_token = rng_below(&r, 6) == 0;
-  if (rng_below(&r, 6) == 0) c.present = rng_below(&r, 2) ? c.tokens / 2 : c.tokens + 1;
-  return c;
-}
-
-/* Experts of one to three tiles of wgmma, where rows are copied in order for the products. */
-static void many_rows_case(cumoe_context context, int i)
-{
-  static const int32_t rows_each[] = {97, 125, 177, 250, 360};
-  forward_case c = layer_case_of(i);
-  const int32_t tokens = rows_each[i % 5] * c.desc.num_experts / c.desc.routing.top_k;
-  c.desc.dtype = i / 2 % 2 ? CUMOE_F16 : CUMOE_BF16;
-  if (c.desc.out_dtype != CUMOE_F32) c.desc.out_dtype = c.desc.dtype;
-  if (c.router_dtype != CUMOE_F32) c.router_dtype = c.desc.dtype;
-  c.tokens = tokens > 700 ? 700 : tokens;
-  c.present = i % 4 == 3 ? c.tokens - 7 : -1;
-  run_forward(context, &c);
 }
 
 void cases_layer(cumoe_context context)
 {
-  open_tokens = layer_tokens = 0;
-  for (int i = 0; i < FAMILIES * 9 * 2; i++) {
-    forward_case c = layer_case_of(i);
-    run_forward(context, &c);
-  }
-  case_begin("layer: ids left open by rounding");
-  CHECK_MSG(open_tokens * 50 <= layer_tokens, "%d of %d tokens", (int)open_tokens, (int)layer_tokens);
-  case_end();
-  if (!on_device(context)) return;
-  for (int i = 0; i < 2 * FAMILIES; i++) { /* past the tiles of every kernel */
-    forward_case c = layer_case_of(i);
-    c.tokens = i % 2 ? 200 : 65;
-    c.desc.hidden = 256 + c.desc.hidden;
-    c.present = -1;
-    run_forward(context, &c);
-  }
-  for (int i = 0; i < FAMILIES; i++) many_rows_case(context, i);
+  static const int32_t many[] = {65, 200, 97, 177, 360, 700}; /* past the tiles of every kernel */
+  const bool large = on_device(context);
+  const char *name;
+  for (int i = 0; (name = feature_name(i)) != NULL; i++)
+    for (int type = 0; type < 3; type++)
+      for (int size = 0; size < (large ? 2 : 1); size++) {
+        rng r = {(uint64_t)(i * 3 + type)};
+        const int64_t tokens = size ? many[rng_below(&r, 6)] : case_tokens[rng_below(&r, 12)];
+        layer_spec s = feature_spec(i, case_dtypes[type], tokens, (uint64_t)(i * 6 + type * 2 + size + 1));
+        s.desc.hidden = (size ? 256 : 0) + 8 * (int32_t)(1 + rng_below(&r, 12));
+        s.desc.inter = 8 * (int32_t)(1 + rng_below(&r, 12));
+        if (s.desc.num_experts > 100) s.desc.hidden = 24, s.desc.inter = 16;
+        if (size && i % 3 == type) continue; /* the large ones in two types */
+        if (rng_below(&r, 2) && s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(&r, &s);
+        run_feature(context, name, &s);
+      }
 }

@@ -1,8 +1,12 @@
-/* Cases of the whole layer, cumoe_moe_forward. See cases.h. */
+/* Cases of the whole layer, cumoe_moe_forward, a feature each. See cases.h. */
 #ifndef TEST_CASES_LAYER_H
 #define TEST_CASES_LAYER_H
 
-#include "parts.h"
+#include "session.h"
+
+const char *feature_name(int feature); /* NULL: there are no more */
+layer_spec feature_spec(int feature, int32_t dtype, int64_t tokens, uint64_t seed);
+void layer_random_form(rng *r, layer_spec *s); /* order of gate and up, majors, biases */
 
 void cases_layer(cumoe_context context);
 

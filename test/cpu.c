@@ -4,10 +4,17 @@
 #include "cases_gemm.h"
 #include "cases_layer.h"
 #include "cases_ops.h"
+#include "session.h"
 
 #include "../kernels/cpu/cpu.h"
+#include "../kernels/cpu/element.h"
 
+#include <fenv.h>
 #include <math.h>
+#include <pthread.h>
+#if defined __SSE2__
+#include <immintrin.h>
+#endif
 
 static void run_group(const char *name, void (*cases)(cumoe_context), cumoe_context context)
 {
@@ -47,10 +54,106 @@ static void test_count_before_data(void)
   group_end();
 }
 
+/* Doubles beside the midpoints of 16-bit values, nearer than a float can tell: rounded once, not twice. */
+static void test_rounded_once(void)
+{
+  static const int32_t dtypes[] = {CUMOE_BF16, CUMOE_F16};
+  rng r = {11};
+  if (!group_begin("cpu: sums are rounded once")) return;
+  for (int d = 0; d < 2; d++) {
+    const int bits = dtypes[d] == CUMOE_BF16 ? 8 : 11, low = d ? -26 : -130, high = d ? 16 : 128;
+    case_begin("%s", cumoe_dtype_name((cumoe_dtype)dtypes[d]));
+    for (int i = 0; i < 4000; i++) {
+      tensor got = tensor_new(dtypes[d], 1, 1);
+      const int exponent = low + (int)rng_below(&r, high - low);
+      const double middle = (double)(rng_below(&r, 1 << bits) * 2 + 1) / (1 << bits),
+                   nudge = (int)(i % 3 - 1) * 0x1p-45;
+      const double value = ldexp((i & 1 ? -1 : 1) * (middle + nudge), exponent);
+      store_element(got.data, 0, dtypes[d], value);
+      CHECK_MSG(tensor_get(&got, 0, 0) == round_to(value, dtypes[d]), "%a became %a", value, tensor_get(&got, 0, 0));
+    }
+    case_end();
+  }
+  group_end();
+}
+
+/* ---- the caller's thread ---- */
+
+#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
+enum { SANITIZER_STACK = 192 }; /* frames are larger */
+#else
+enum { SANITIZER_STACK = 0 };
+#endif
+
+typedef struct odd_caller {
+  session *session;
+  bool kept;
+} odd_caller;
+
+/* Rounds upwards, and reads subnormal numbers as 0 where that can be had. */
+static void *call_oddly(void *argument)
+{
+  odd_caller *c = argument;
+  fesetround(FE_UPWARD);
+#if defined __SSE2__
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+  const unsigned before = _mm_getcsr();
+#endif
+  CHECK_OK(session_forward(c->session));
+  c->kept = fegetround() == FE_UPWARD;
+#if defined __SSE2__
+  c->kept &= _mm_getcsr() == before;
+#endif
+  return NULL;
+}
+
+/* From a thread with a small stack and a floating-point environment of its own: the same bits, and the caller keeps it. */
+static void test_odd_callers(void)
+{
+  const size_t stack = (48 + SANITIZER_STACK) * 1024; /* 16 KiB are the C library's */
+  pthread_attr_t small;
+  if (!group_begin("cpu: callers with small stacks and another rounding")) return;
+  pthread_attr_init(&small);
+  CHECK(pthread_attr_setstacksize(&small, stack) == 0);
+  for (int threads = 1; threads <= 3; threads += 2) {
+    const cumoe_context_config config = {.size = sizeof config, .cpu_threads = threads};
+    cumoe_context context;
+    layer_spec s = layer_spec_new(CUMOE_BF16, 40, 264, 136);
+    session odd;
+    odd_caller caller = {&odd, false};
+    pthread_t thread;
+    case_begin("%d threads", threads);
+    s.desc.num_experts = 16;
+    s.desc.routing = cumoe_routing_deepseek_v3(4, 4, 2, 1.5f);
+    s.desc.shared_inter = 48;
+    s.input = INPUT_ROUTER;
+    s.shared_gate = s.select_bias = s.optional_outputs = true;
+    s.form.bias = CUMOE_F32;
+    s.residual = RESIDUAL_SEPARATE;
+    const layer_inputs in = layer_inputs_new(&s);
+    fesetround(FE_UPWARD); /* the workers do not take it over */
+    CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
+    fesetround(FE_TONEAREST);
+    const layer_outputs want = run_layer(context, &s, &in);
+    session_open(&odd, context, &s, &in);
+    CHECK(pthread_create(&thread, &small, call_oddly, &caller) == 0 && pthread_join(thread, NULL) == 0);
+    const layer_outputs got = session_collect(&odd);
+    check_outputs_same(&want, &got);
+    CHECK(caller.kept);
+    session_close(&odd);
+    case_end();
+    CHECK_OK(cumoe_context_destroy(context));
+  }
+  pthread_attr_destroy(&small);
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
   test_count_before_data();
+  test_rounded_once();
+  test_odd_callers();
   cumoe_context context = open_context(CUMOE_DEVICE_CPU);
   if (context) {
     run_group("router", cases_router, context);

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "session.h"
+#include "cases_layer.h"
 
 static const uint8_t poisons[] = {0xff, 0x3b};
 
@@ -50,15 +50,6 @@ static int64_t multiple_of_8(rng *r, int64_t most)
   return 8 * (1 + rng_below(r, most / 8));
 }
 
-static void set_layout(rng *r, layer_spec *s)
-{
-  const bool ungated = s->desc.flags & CUMOE_MOE_UNGATED;
-  s->gate_order = ungated ? CUMOE_UNGATED : (int32_t)(CUMOE_GATE_UP_CONCAT + rng_below(r, 5));
-  s->up_major = (int32_t)(CUMOE_OUT_IN + rng_below(r, 2));
-  s->down_major = (int32_t)(CUMOE_OUT_IN + rng_below(r, 2));
-  s->bias_dtype = rng_below(r, 3) ? 0 : rng_below(r, 2) ? CUMOE_F32 : s->desc.dtype;
-}
-
 /* Widths that are multiples of 8 and mostly of nothing more; smaller for many tokens on the CPU. */
 static layer_spec sized_spec(rng *r, cumoe_context context, int32_t dtype, int64_t tokens)
 {
@@ -82,10 +73,10 @@ static void sweep_tokens(cumoe_context context, int32_t dtype, rng *r)
       s.desc.routing.top_k = 1 + (int32_t)rng_below(r, least(4, s.desc.num_experts));
       s.pattern = p;
       s.optional_outputs = p & 1;
-      set_layout(r, &s);
+      layer_random_form(r, &s);
       case_begin("T %" PRId64 " %s E %d k %d H %d I %d order %d major %d %d", s.tokens, pattern_name(p),
-                 s.desc.num_experts, s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.gate_order, s.up_major,
-                 s.down_major);
+                 s.desc.num_experts, s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.form.gate_order,
+                 s.form.up_major, s.form.down_major);
       run_case(context, &s);
       case_end();
     }
@@ -119,123 +110,36 @@ static void sweep_experts(cumoe_context context, int32_t dtype, rng *r)
 
 /* ---- features one by one --------------------------------------------------------------------------- */
 
-/* Each line changes `s`; the layer has 16 experts, 4 slots, and routes from logits in f32. */
-#define FEATURES(X)                                                                                                    \
-  X("router weight", s->input = INPUT_ROUTER)                                                                          \
-  X("router weight in f32", s->input = INPUT_ROUTER, s->router_dtype = CUMOE_F32)                                      \
-  X("router weight and bias", s->input = INPUT_ROUTER, s->router_bias = true)                                          \
-  X("logits f32", s->logits_dtype = CUMOE_F32)                                                                         \
-  X("logits bf16", s->logits_dtype = CUMOE_BF16)                                                                       \
-  X("logits f16", s->logits_dtype = CUMOE_F16)                                                                         \
-  X("ids i32", s->input = INPUT_IDS)                                                                                   \
-  X("ids i64", s->input = INPUT_IDS, s->ids_dtype = CUMOE_I64)                                                         \
-  X("mixtral", r->flags = CUMOE_ROUTE_RENORMALIZE)                                                                     \
-  X("qwen3", *r = cumoe_routing_qwen3(4))                                                                              \
-  X("qwen2", *r = cumoe_routing_qwen2(4))                                                                              \
-  X("gpt-oss", *r = cumoe_routing_gpt_oss(4), d->act = CUMOE_ACT_SWIGLU_OAI, d->act_limit = 1.5f,                      \
-    s->gate_order = CUMOE_GATE_UP_INTERLEAVED, s->bias_dtype = CUMOE_F32, s->input = INPUT_ROUTER,                     \
-    s->router_bias = true)                                                                                             \
-  X("llama4", *r = cumoe_routing_llama4(1), d->shared_inter = 40)                                                      \
-  X("llama4 with more slots", *r = cumoe_routing_llama4(3))                                                            \
-  X("deepseek-v3", *r = cumoe_routing_deepseek_v3(4, 8, 4, 2.5f), s->select_bias = true, d->shared_inter = 24)         \
-  X("groups by best", r->n_group = 4, r->topk_group = 2)                                                               \
-  X("groups by best two", r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO)                    \
-  X("groups of one", r->n_group = 16, r->topk_group = 5, r->group_score = CUMOE_GROUP_BEST_TWO)                        \
-  X("sigmoid", r->score = CUMOE_SCORE_SIGMOID)                                                                         \
-  X("square root of softplus", r->score = CUMOE_SCORE_SQRT_SOFTPLUS)                                                   \
-  X("identity score", r->score = CUMOE_SCORE_IDENTITY)                                                                 \
-  X("sigmoid renormalised with eps", r->score = CUMOE_SCORE_SIGMOID, r->flags = CUMOE_ROUTE_RENORMALIZE,               \
-    r->renorm_eps = 0.5f)                                                                                              \
-  X("renormalised with minimum", r->flags = CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f)                              \
-  X("selection bias", s->select_bias = true, r->score = CUMOE_SCORE_SIGMOID)                                           \
-  X("softcap", r->softcap = 1.5f)                                                                                      \
-  X("routed scale", r->routed_scale = 2.446f)                                                                          \
-  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                                        \
-  X("zero experts", r->zero_experts = 5)                                                                               \
-  X("identity experts", r->identity_experts = 6)                                                                       \
-  X("zero and identity experts", r->zero_experts = 3, r->identity_experts = 4, s->input = INPUT_ROUTER)                \
-  X("zero and identity experts from ids", r->zero_experts = 9, r->identity_experts = 8, s->input = INPUT_IDS)          \
-  X("shuffled expert map", s->expert_map = true)                                                                       \
-  X("a third of the experts", d->local_experts = 5)                                                                    \
-  X("one expert of 16", d->local_experts = 1)                                                                          \
-  X("shared expert", d->shared_inter = 56)                                                                             \
-  X("gated shared expert", d->shared_inter = 56, s->shared_gate = true)                                                \
-  X("gated shared expert, gate in f32", d->shared_inter = 8, s->shared_gate = true, s->router_dtype = CUMOE_F32)       \
-  X("shared expert with bias", d->shared_inter = 56, s->bias_dtype = CUMOE_F32)                                        \
-  X("residual", s->residual = RESIDUAL_SEPARATE)                                                                       \
-  X("residual in place", s->residual = RESIDUAL_IN_PLACE)                                                              \
-  X("out_scale", s->out_scale = 0.37f)                                                                                 \
-  X("everything scaled", s->out_scale = -1.7f, d->shared_inter = 24, s->shared_gate = true,                            \
-    s->residual = RESIDUAL_IN_PLACE)                                                                                   \
-  X("out in f32", d->out_dtype = CUMOE_F32)                                                                            \
-  X("out in f32 with residual in place", d->out_dtype = CUMOE_F32, s->residual = RESIDUAL_IN_PLACE)                    \
-  X("unreduced", d->flags = CUMOE_MOE_UNREDUCED)                                                                       \
-  X("unreduced in f32", d->flags = CUMOE_MOE_UNREDUCED, d->out_dtype = CUMOE_F32)                                      \
-  X("unreduced, hostile ids", d->flags = CUMOE_MOE_UNREDUCED, s->input = INPUT_IDS, s->pattern = PATTERN_HOSTILE)      \
-  X("unreduced, identity experts", d->flags = CUMOE_MOE_UNREDUCED, r->identity_experts = 9)                            \
-  X("ungated", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED)                                            \
-  X("ungated relu2 with bias", d->flags = CUMOE_MOE_UNGATED, s->gate_order = CUMOE_UNGATED, d->act = CUMOE_ACT_RELU2,  \
-    s->bias_dtype = CUMOE_F32)                                                                                         \
-  X("geglu erf", d->act = CUMOE_ACT_GELU_ERF)                                                                          \
-  X("geglu tanh", d->act = CUMOE_ACT_GELU_TANH)                                                                        \
-  X("relu", d->act = CUMOE_ACT_RELU)                                                                                   \
-  X("relu2", d->act = CUMOE_ACT_RELU2)                                                                                 \
-  X("bilinear", d->act = CUMOE_ACT_IDENTITY)                                                                           \
-  X("clamped swiglu", d->act_limit = 0.6f)                                                                             \
-  X("gpt-oss act, other alpha", d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f)                                     \
-  X("all tokens by device count", s->device_count = true, s->device_tokens = 45)                                       \
-  X("some tokens by device count", s->device_count = true, s->device_tokens = 17)                                      \
-  X("no token by device count", s->device_count = true, s->device_tokens = 0)                                          \
-  X("negative device count", s->device_count = true, s->device_tokens = -3)                                            \
-  X("device count too large", s->device_count = true, s->device_tokens = 46)                                           \
-  X("device count, shared, in place", s->device_count = true, s->device_tokens = 33, d->shared_inter = 40,             \
-    s->shared_gate = true, s->residual = RESIDUAL_IN_PLACE, s->input = INPUT_ROUTER)                                   \
-  X("device count, unreduced, ids", s->device_count = true, s->device_tokens = 7, d->flags = CUMOE_MOE_UNREDUCED,      \
-    s->input = INPUT_IDS)
-
-static const char *const feature_names[] = {
-#define FEATURE_NAME(name, ...) name,
-    FEATURES(FEATURE_NAME)
-#undef FEATURE_NAME
-};
-enum { FEATURE_COUNT = sizeof feature_names / sizeof feature_names[0] };
-
-static void set_feature(layer_spec *s, int feature)
+/* An optional output is the same without the others. */
+static void alone_case(cumoe_context context, const layer_spec *spec)
 {
-  cumoe_moe_desc *d = &s->desc;
-  cumoe_routing *r = &d->routing;
-  int n = 0;
-#define FEATURE_SET(name, ...)                                                                                         \
-  if (feature == n++) (void)(__VA_ARGS__);
-  FEATURES(FEATURE_SET)
-#undef FEATURE_SET
-}
-
-static layer_spec feature_spec(int feature, int32_t dtype, int64_t tokens, uint64_t seed)
-{
-  layer_spec s = layer_spec_new(dtype, tokens, 72, 56);
-  s.desc.num_experts = 16;
-  s.desc.routing = cumoe_routing_qwen2(4);
-  s.input = INPUT_LOGITS;
-  s.optional_outputs = true;
-  s.pad = 1;
-  s.seed = seed;
-  set_feature(&s, feature);
-  return s;
+  const layer_inputs in = layer_inputs_new(spec);
+  const layer_outputs all = run_layer(context, spec, &in);
+  for (int kept = 0; kept < 4; kept++) {
+    session s;
+    session_open(&s, context, spec, &in);
+    cumoe_view_mut *optional[] = {&s.args.ids_out, &s.args.weights_out, &s.args.counts_out, &s.args.load};
+    for (int i = 0; i < 4; i++)
+      if (i != kept) *optional[i] = no_view_mut();
+    CHECK_OK(session_forward(&s));
+    const layer_outputs got = session_collect(&s);
+    check_outputs_same(&got, &all);
+    session_close(&s);
+  }
 }
 
 /* For many tokens, and for one with an intermediate width for which that has kernels of its own. */
 static void sweep_features(cumoe_context context, int32_t dtype)
 {
-  enum { MANY = 45, WIDE = 776 }; /* MANY: the device counts of the table are meant for it */
+  enum { MANY = 45, WIDE = 776 };
   if (!group_begin("%s: features, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < FEATURE_COUNT * 2; i++) {
+  for (int i = 0; feature_name(i / 2) != NULL; i++) {
     const bool one = i % 2;
     layer_spec s = feature_spec(i / 2, dtype, one ? 1 : MANY, (uint64_t)i + 1);
     if (one) s.desc.inter = WIDE;
-    if (one && s.device_tokens > 0) s.device_tokens = (s.device_tokens + MANY - 1) / MANY;
-    case_begin("%s, T %d", feature_names[i / 2], one ? 1 : MANY);
+    case_begin("%s, T %d", feature_name(i / 2), one ? 1 : MANY);
     run_case(context, &s);
+    if (i < 2) alone_case(context, &s);
     case_end();
   }
   group_end();
@@ -297,7 +201,7 @@ static layer_spec random_spec(rng *r, cumoe_context context, int32_t dtype)
   s.optional_outputs = true;
   s.device_count = rng_below(r, 3) == 0;
   s.device_tokens = (int32_t)rng_below(r, s.tokens + 1);
-  set_layout(r, &s);
+  layer_random_form(r, &s);
   set_random_routing(r, &s);
   return s;
 }
@@ -423,7 +327,7 @@ static void sweep_shards(cumoe_context context, int32_t dtype, rng *r)
     s.desc.routing = cumoe_routing_qwen3(6);
     s.input = (routing_input)i;
     s.optional_outputs = true;
-    s.bias_dtype = i ? CUMOE_F32 : 0;
+    s.form.bias = i ? CUMOE_F32 : 0;
     s.seed = (uint64_t)i + 77;
     case_begin("%d experts, input %d", s.desc.num_experts, i);
     shards_case(context, s, r);
@@ -469,30 +373,6 @@ static void repeat_case(cumoe_context context, const layer_spec *spec)
   session_close(&s);
 }
 
-static tensor permuted_rows(const tensor *t, const int64_t *order)
-{
-  if (t->data == NULL) return *t;
-  tensor out = tensor_new(t->dtype, t->rows, t->cols);
-  const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
-  for (int64_t i = 0; i < t->rows; i++) memcpy(out.data + (size_t)i * row, t->data + (size_t)order[i] * row, row);
-  return out;
-}
-
-/* The inputs with rows order[0], order[1], ...; `count` of them. */
-static layer_inputs take_tokens(const layer_inputs *in, const int64_t *order, int64_t count)
-{
-  layer_inputs out = *in;
-  tensor *const per_token[] = {&out.x, &out.ids, &out.id_weights, &out.logits, &out.residual};
-  for (size_t i = 0; i < sizeof per_token / sizeof per_token[0]; i++) {
-    per_token[i]->rows = per_token[i]->data ? count : 0;
-    const tensor *from[] = {&in->x, &in->ids, &in->id_weights, &in->logits, &in->residual};
-    tensor part = *from[i];
-    part.rows = per_token[i]->rows;
-    *per_token[i] = permuted_rows(&part, order);
-  }
-  return out;
-}
-
 static void permute_case(cumoe_context context, const layer_spec *spec, rng *r)
 {
   const layer_inputs in = layer_inputs_new(spec);
@@ -505,8 +385,7 @@ static void permute_case(cumoe_context context, const layer_spec *spec, rng *r)
   }
   const layer_inputs moved = take_tokens(&in, order, spec->tokens);
   const layer_outputs a = run_layer(context, spec, &in), b = run_layer(context, spec, &moved);
-  layer_outputs want = {permuted_rows(&a.out, order), permuted_rows(&a.ids, order), permuted_rows(&a.weights, order),
-                        a.counts, a.load};
+  const layer_outputs want = permuted_outputs(spec, &a, order);
   check_outputs_same(&want, &b);
 }
 
@@ -571,10 +450,10 @@ static void model_cases(cumoe_context context, int32_t dtype, const big_shape *s
   s.distinct = 3;
   s.input = INPUT_ROUTER;
   s.optional_outputs = true;
-  s.up_major = shape->up_major;
-  s.down_major = shape->down_major;
-  case_begin("E %d k %d H %d I %d major %d %d", shape->experts, shape->slots, shape->hidden, shape->inter, s.up_major,
-             s.down_major);
+  s.form.up_major = shape->up_major;
+  s.form.down_major = shape->down_major;
+  case_begin("E %d k %d H %d I %d major %d %d", shape->experts, shape->slots, shape->hidden, shape->inter,
+             s.form.up_major, s.form.down_major);
   const layer_inputs in = layer_inputs_new(&s);
   int64_t *order = scratch(2100, sizeof *order);
   for (int64_t t = 0; t < 2100; t++) order[t] = t;
@@ -679,7 +558,7 @@ static void sweep_hostile(cumoe_context context, int32_t dtype)
       case_end();
       s.select_bias = false;
       for (int on_input = 0; on_input < 2 && input == INPUT_IDS; on_input++) {
-        s.bias_dtype = on_input ? CUMOE_F32 : 0;
+        s.form.bias = on_input ? CUMOE_F32 : 0;
         s.desc.routing.flags |= on_input ? CUMOE_ROUTE_WEIGHT_ON_INPUT : 0;
         case_begin("expert, T %" PRId64 "%s", s.tokens, on_input ? ", weight on input" : "");
         bad_expert_case(context, s);
@@ -713,9 +592,9 @@ static void sweep_hostile(cumoe_context context, int32_t dtype)
   X("act oai", d->act = CUMOE_ACT_SWIGLU_OAI)                                                                          \
   X("act_alpha", (d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f))                                                  \
   X("act_limit", d->act_limit = 0.5f)                                                                                  \
-  X("gate and up swapped", s->gate_order = CUMOE_UP_GATE_CONCAT)                                                       \
-  X("interleaved", s->gate_order = CUMOE_GATE_UP_INTERLEAVED)                                                          \
-  X("interleaved and swapped", s->gate_order = CUMOE_UP_GATE_INTERLEAVED)                                              \
+  X("gate and up swapped", s->form.gate_order = CUMOE_UP_GATE_CONCAT)                                                  \
+  X("interleaved", s->form.gate_order = CUMOE_GATE_UP_INTERLEAVED)                                                     \
+  X("interleaved and swapped", s->form.gate_order = CUMOE_UP_GATE_INTERLEAVED)                                         \
   X("out_scale", s->out_scale = 0.5f)                                                                                  \
   X("zero experts", (r->zero_experts = 4, d->num_experts = 12))                                                        \
   X("identity experts", (r->identity_experts = 4, d->num_experts = 12))
@@ -761,7 +640,7 @@ static void sweep_parameters(cumoe_context context, int32_t dtype)
     layer_spec s = base;
     set_parameter(&s, i, &name);
     layer_inputs mine = with_experts(&in, s.desc.num_experts);
-    mine.routed.gate_order = s.gate_order;
+    mine.routed.gate_order = s.form.gate_order;
     seen[i + 1] = run_layer(context, &s, &mine).out;
     for (int j = 0; j <= i; j++)
       CHECK_MSG(!tensor_equal(&seen[i + 1], &seen[j]), "%s changes nothing (as case %d)", name, j);

@@ -432,7 +432,8 @@ static void test_damage(void)
 
 static void test_strings(void)
 {
-  static const char text[] = "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true]";
+  static const char text[] = "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true, "
+                             "\"\\ud83d\\ude00\"]";
   char out[16], fit[9];
   json key, v = {NULL, NULL}, root = json_parse(text, sizeof text - 1);
   int64_t n = 0;
@@ -446,6 +447,7 @@ static void test_strings(void)
   CHECK(json_next(root, &key, &v) && json_int(v, &n) && n == -7 && !json_string(v, out, sizeof out));
   CHECK(json_next(root, &key, &v) && !json_int(v, &n) && json_number(v, &d) && d == 1000);
   CHECK(json_next(root, &key, &v) && json_bool(v, &truth) && truth && !json_number(v, &d));
+  CHECK(json_next(root, &key, &v) && json_string(v, out, sizeof out) && !strcmp(out, "\xf0\x9f\x98\x80"));
   CHECK(!json_next(root, &key, &v) && !json_next(v, &key, &v) && !json_find(root, "a").begin);
   case_end();
 }

@@ -29,7 +29,7 @@ if [ "$1" = plant ]; then
   rm -rf "$planted"
   copy_tree sums
   # A warp says that its sums are there before they are. (Races of stmatrix, wgmma or copies are not seen.)
-  bug kernels/few/few.cuh '/^ *smem.partial.* =$/{N;N;s/^\(.*;\)\n\( *mbarrier_arrive.*\)$/\2\n\1/}'
+  bug kernels/few/products.cuh '/^ *smem.partial.* =$/{N;N;s/^\(.*;\)\n\( *mbarrier_arrive.*\)$/\2\n\1/}'
   copy_tree map
   # Pairs counted by a warp are read while others still count theirs.
   bug kernels/route/route.cu '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'

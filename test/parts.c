@@ -31,14 +31,32 @@ host_weights weights_new(const cumoe_moe_desc *d, int32_t experts, int32_t inter
   return w;
 }
 
+/* Large tensors take runs of a few thousand random numbers, from other places of them each time. */
+static void fill_normal(rng *r, const tensor *t, double deviation)
+{
+  enum { POOL = 8191 };
+  const int64_t count = t->rows * t->cols, bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  const tensor pool = tensor_normal(r, t->dtype, 1, count < POOL ? count : POOL, 0, deviation);
+  for (int64_t at = 0; at < count;) {
+    const int64_t from = count <= POOL ? 0 : rng_below(r, POOL), rest = pool.cols - from,
+                  run = rest < count - at ? rest : count - at;
+    memcpy(t->data + at * bytes, pool.data + from * bytes, (size_t)(run * bytes));
+    at += run;
+  }
+}
+
+tensor random_tensor(rng *r, int32_t dtype, int64_t rows, int64_t cols, double deviation)
+{
+  const tensor t = tensor_new(dtype, rows, cols);
+  fill_normal(r, &t, deviation);
+  return t;
+}
+
 static void fill_tensor(rng *r, const tensor *t, fill kind, double depth)
 {
-  for (int64_t i = 0; i < t->rows * t->cols; i++) {
-    double v = rng_normal(r) / sqrt(depth);
-    if (kind == FILL_SAME_SIGN) v = (1 + 0.5 * rng_uniform(r)) / depth;
-    if (kind == FILL_INTEGERS) v = (double)rng_below(r, 3) - 1;
-    tensor_set(t, 0, i, v);
-  }
+  if (kind == FILL_NORMAL) fill_normal(r, t, 1 / sqrt(depth));
+  for (int64_t i = 0; i < t->rows * t->cols && kind != FILL_NORMAL; i++)
+    tensor_set(t, 0, i, kind == FILL_SAME_SIGN ? (1 + 0.5 * rng_uniform(r)) / depth : (double)rng_below(r, 3) - 1);
 }
 
 void weights_fill(rng *r, host_weights *w, fill kind)
@@ -49,6 +67,14 @@ void weights_fill(rng *r, host_weights *w, fill kind)
     fill_tensor(r, &all[i]->data, kind, i == 3 ? w->inter : w->hidden);
     if (all[i]->bias.data) fill_tensor(r, &all[i]->bias, kind, 4);
   }
+}
+
+host_weights random_weights(rng *r, const cumoe_moe_desc *d, int32_t experts, int32_t inter, weights_form form)
+{
+  host_weights w = weights_new(d, experts, inter, form);
+  weights_fill(r, &w, FILL_NORMAL);
+  oracle_prepare(&w);
+  return w;
 }
 
 void weights_set(host_weights *w, int part, int64_t expert, int64_t out, int64_t in, double value)
@@ -154,11 +180,13 @@ bool row_used(const host_route *r, int64_t row)
   return row < r->row_pair.cols && tensor_get(&r->row_pair, 0, row) >= 0;
 }
 
-void expect_fault(cumoe_context context, int32_t code)
+void check_fault(cumoe_context context, cumoe_stream stream, int32_t code)
 {
   cumoe_fault fault = {.size = sizeof fault};
-  CHECK_OK(cumoe_fault_read(context, NULL, &fault));
-  CHECK_MSG(fault.code == code, "fault recorded is %d (slot %d, token %lld), want %d", fault.code, fault.slot,
-            (long long)fault.token, code);
-  CHECK_OK(cumoe_fault_clear(context, NULL));
+  CHECK_OK(cumoe_fault_read(context, stream, &fault));
+  CHECK_MSG(fault.code == code, "fault %d (token %lld, slot %d), want %d", fault.code, (long long)fault.token,
+            fault.slot, code);
+  CHECK_MSG(cumoe_fault_pending(context) == (code != CUMOE_FAULT_NONE), "fault_pending is %d",
+            cumoe_fault_pending(context));
+  CHECK_OK(cumoe_fault_clear(context, stream));
 }

@@ -13,6 +13,10 @@ typedef struct weights_form {
   bool per_expert;
 } weights_form;
 
+tensor random_tensor(rng *r, int32_t dtype, int64_t rows, int64_t cols, double deviation); /* quick for large ones */
+
+/* Prepared for the oracle. */
+host_weights random_weights(rng *r, const cumoe_moe_desc *desc, int32_t experts, int32_t inter, weights_form form);
 host_weights weights_new(const cumoe_moe_desc *desc, int32_t experts, int32_t inter, weights_form form);
 void weights_fill(rng *r, host_weights *w, fill kind);
 /* Sets element (out, in) of a part, wherever the layout has it. */
@@ -29,7 +33,7 @@ host_route route_new(const tensor *destinations, int32_t experts);
 cumoe_route route_put(cumoe_context context, const host_route *route);
 bool row_used(const host_route *route, int64_t row);
 
-/* The record has this code; it is cleared. */
-void expect_fault(cumoe_context context, int32_t code);
+/* The recorded fault is `code` (CUMOE_FAULT_NONE: none); then it is cleared. */
+void check_fault(cumoe_context context, cumoe_stream stream, int32_t code);
 
 #endif

@@ -600,7 +600,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
                                    {"hist", w->hist, c.chunks > 1 ? (wide)c.chunks * local * 4 : 0},
                                    {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
                                    {"h", w->h, t * k * d->inter * element},
-                                   {"few_words", w->few_words, FEW_BYTES(smaller(t * k, FEW_PAIRS(FEW_TOKENS)))},
+                                   {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
                                    {"y", w->y, t * k * d->hidden * element},
                                    {"shared_h", w->shared_h, t * d->shared_inter * element},
                                    {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},

@@ -12,9 +12,7 @@ layer_spec layer_spec_new(int32_t dtype, int64_t tokens, int32_t hidden, int32_t
                   .router_dtype = dtype,
                   .logits_dtype = CUMOE_F32,
                   .ids_dtype = CUMOE_I32,
-                  .gate_order = CUMOE_GATE_UP_CONCAT,
-                  .up_major = CUMOE_OUT_IN,
-                  .down_major = CUMOE_OUT_IN,
+                  .form = {.gate_order = CUMOE_GATE_UP_CONCAT, .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN},
                   .seed = 1};
   s.desc = (cumoe_moe_desc){.size = sizeof s.desc,
                             .num_experts = 8,
@@ -57,22 +55,6 @@ int64_t spec_present(const layer_spec *s)
 
 /* ---- inputs ---------------------------------------------------------------------------------------- */
 
-/* Large tensors take runs of a few thousand random numbers, from other places of them each time. */
-static tensor random_tensor(rng *r, int32_t dtype, int64_t rows, int64_t cols, double deviation)
-{
-  enum { POOL = 8191 };
-  const int64_t count = rows * cols;
-  if (count <= POOL) return tensor_normal(r, dtype, rows, cols, 0, deviation);
-  tensor pool = tensor_normal(r, dtype, 1, POOL, 0, deviation), t = tensor_new(dtype, rows, cols);
-  const int64_t bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype);
-  for (int64_t at = 0; at < count;) {
-    int64_t from = rng_below(r, POOL), run = POOL - from < count - at ? POOL - from : count - at;
-    memcpy(t.data + at * bytes, pool.data + from * bytes, (size_t)(run * bytes));
-    at += run;
-  }
-  return t;
-}
-
 /* Row t becomes row t % distinct. */
 static void repeat_rows(const layer_spec *s, tensor *t)
 {
@@ -80,36 +62,6 @@ static void repeat_rows(const layer_spec *s, tensor *t)
   const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
   for (int64_t i = s->distinct; i < t->rows; i++)
     memcpy(t->data + (size_t)i * row, t->data + (size_t)(i % s->distinct) * row, row);
-}
-
-static host_projection projection_new(rng *r, const layer_spec *s, int32_t experts, int64_t out, int64_t in,
-                                      int32_t major)
-{
-  const bool out_in = major == CUMOE_OUT_IN;
-  host_projection p = {{0}, {0}};
-  p.data = random_tensor(r, s->desc.dtype, experts * (out_in ? out : in), out_in ? in : out, 1 / sqrt((double)in));
-  if (s->bias_dtype) p.bias = random_tensor(r, s->bias_dtype, experts, out, 0.3);
-  return p;
-}
-
-static host_weights weights_new(rng *r, const layer_spec *s, int32_t experts, int32_t inter)
-{
-  host_weights w = {.experts = experts,
-                    .hidden = s->desc.hidden,
-                    .inter = inter,
-                    .dtype = s->desc.dtype,
-                    .gate_order = s->gate_order,
-                    .up_major = s->up_major,
-                    .down_major = s->down_major};
-  const bool separate = s->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = s->gate_order == CUMOE_UNGATED;
-  if (separate) w.gate = projection_new(r, s, experts, inter, w.hidden, s->up_major);
-  if (separate || ungated)
-    w.up = projection_new(r, s, experts, inter, w.hidden, s->up_major);
-  else
-    w.gate_up = projection_new(r, s, experts, 2 * (int64_t)inter, w.hidden, s->up_major);
-  w.down = projection_new(r, s, experts, w.hidden, inter, s->down_major);
-  oracle_prepare(&w);
-  return w;
 }
 
 /* Global experts in random order onto the local ones; with fewer local experts the rest is -1. */
@@ -149,8 +101,8 @@ layer_inputs layer_inputs_new(const layer_spec *s)
   const int32_t hidden = s->desc.hidden;
   layer_inputs in = {.x = random_tensor(&r, s->desc.dtype, s->tokens, hidden, 1)};
   make_routing(&r, s, &in);
-  in.routed = weights_new(&r, s, local_experts(s), s->desc.inter);
-  if (s->desc.shared_inter) in.shared = weights_new(&r, s, 1, s->desc.shared_inter);
+  in.routed = random_weights(&r, &s->desc, local_experts(s), s->desc.inter, s->form);
+  if (s->desc.shared_inter) in.shared = random_weights(&r, &s->desc, 1, s->desc.shared_inter, s->form);
   if (s->shared_gate) in.shared_gate = random_tensor(&r, s->router_dtype, 1, hidden, 1 / sqrt((double)hidden));
   if (s->residual) in.residual = random_tensor(&r, out_dtype(s), s->tokens, hidden, 1);
   tensor *const rows[] = {&in.x, &in.ids, &in.id_weights, &in.logits, &in.residual};
@@ -163,29 +115,6 @@ layer_inputs layer_inputs_new(const layer_spec *s)
 static cumoe_view put(const session *s, const tensor *t, int64_t unit)
 {
   return t->data ? device_put(s->context, t, s->spec->pad * unit) : no_view();
-}
-
-static cumoe_projection put_projection(const session *s, const host_projection *p, int32_t experts)
-{
-  cumoe_projection out = {0};
-  if (!p->data.data) return out;
-  out.data = put(s, &p->data, 8);
-  out.data.rows /= experts;
-  out.expert_stride = out.data.rows * out.data.ld;
-  out.bias = put(s, &p->bias, 1);
-  return out;
-}
-
-static cumoe_weights bind(const session *s, const host_weights *w)
-{
-  cumoe_weights bound = NULL;
-  cumoe_weights_desc d = weights_desc(w);
-  d.gate_up = put_projection(s, &w->gate_up, w->experts);
-  d.gate = put_projection(s, &w->gate, w->experts);
-  d.up = put_projection(s, &w->up, w->experts);
-  d.down = put_projection(s, &w->down, w->experts);
-  CHECK_OK(cumoe_weights_bind(s->context, &d, &bound));
-  return bound;
 }
 
 static void put_inputs(session *s)
@@ -262,8 +191,10 @@ void session_open(session *s, cumoe_context context, const layer_spec *spec, con
                  .inputs = inputs,
                  .args = {.size = sizeof s->args, .out_scale = spec->out_scale}};
   CHECK_OK(cumoe_plan_create(context, &spec->desc, &s->plan));
-  s->routed = bind(s, &inputs->routed);
-  if (spec->desc.shared_inter) s->shared = s->args.shared = bind(s, &inputs->shared);
+  weights_form form = spec->form;
+  form.gap += (int32_t)spec->pad;
+  s->routed = weights_put(context, &inputs->routed, form);
+  if (spec->desc.shared_inter) s->shared = s->args.shared = weights_put(context, &inputs->shared, form);
   put_inputs(s);
   make_outputs(s);
   session_reset(s);
@@ -324,6 +255,38 @@ layer_outputs run_layer(cumoe_context context, const layer_spec *spec, const lay
   layer_outputs o = session_collect(&s);
   session_close(&s);
   return o;
+}
+
+static tensor permuted_rows(const tensor *t, const int64_t *order)
+{
+  if (t->data == NULL) return *t;
+  tensor out = tensor_new(t->dtype, t->rows, t->cols);
+  const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  for (int64_t i = 0; i < t->rows; i++) memcpy(out.data + (size_t)i * row, t->data + (size_t)order[i] * row, row);
+  return out;
+}
+
+layer_inputs take_tokens(const layer_inputs *in, const int64_t *order, int64_t count)
+{
+  layer_inputs out = *in;
+  tensor *const per_token[] = {&out.x, &out.ids, &out.id_weights, &out.logits, &out.residual};
+  for (size_t i = 0; i < sizeof per_token / sizeof per_token[0]; i++) {
+    per_token[i]->rows = per_token[i]->data ? count : 0;
+    const tensor *from[] = {&in->x, &in->ids, &in->id_weights, &in->logits, &in->residual};
+    tensor part = *from[i];
+    part.rows = per_token[i]->rows;
+    *per_token[i] = permuted_rows(&part, order);
+  }
+  return out;
+}
+
+layer_outputs permuted_outputs(const layer_spec *spec, const layer_outputs *o, const int64_t *order)
+{
+  const int64_t width = is_unreduced(spec) ? spec->desc.routing.top_k : 1;
+  tensor wide = {o->out.dtype, o->out.rows / width, o->out.cols * width, o->out.data};
+  wide = permuted_rows(&wide, order);
+  wide.rows = o->out.rows, wide.cols = o->out.cols;
+  return (layer_outputs){wide, permuted_rows(&o->ids, order), permuted_rows(&o->weights, order), o->counts, o->load};
 }
 
 void check_outputs_same(const layer_outputs *a, const layer_outputs *b)
@@ -442,17 +405,6 @@ void check_layer(const layer_spec *spec, const layer_inputs *inputs, const layer
 }
 
 /* ---- faults ---------------------------------------------------------------------------------------- */
-
-void check_fault(cumoe_context context, cumoe_stream stream, int32_t code)
-{
-  cumoe_fault fault = {.size = sizeof fault};
-  CHECK_OK(cumoe_fault_read(context, stream, &fault));
-  CHECK_MSG(fault.code == code, "fault %d (token %" PRId64 ", slot %d), want %d", fault.code, fault.token, fault.slot,
-            code);
-  CHECK_MSG(cumoe_fault_pending(context) == (code != CUMOE_FAULT_NONE), "fault_pending is %d",
-            cumoe_fault_pending(context));
-  CHECK_OK(cumoe_fault_clear(context, stream));
-}
 
 int32_t expected_fault(const layer_spec *s, const layer_inputs *in)
 {

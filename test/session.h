@@ -5,7 +5,7 @@
 #ifndef TEST_SESSION_H
 #define TEST_SESSION_H
 
-#include "oracle.h"
+#include "parts.h"
 
 typedef enum routing_input { INPUT_IDS, INPUT_LOGITS, INPUT_ROUTER } routing_input;
 typedef enum residual_form { RESIDUAL_NONE, RESIDUAL_SEPARATE, RESIDUAL_IN_PLACE } residual_form;
@@ -15,13 +15,13 @@ typedef struct layer_spec {
   int64_t tokens;
   int64_t distinct; /* tokens repeat after so many, so that a large call can be checked everywhere; 0: never */
   routing_input input;
-  pattern pattern;                                           /* of INPUT_IDS */
-  int32_t router_dtype, logits_dtype, ids_dtype, bias_dtype; /* bias_dtype: of the experts; 0 = no biases */
+  pattern pattern; /* of INPUT_IDS */
+  int32_t router_dtype, logits_dtype, ids_dtype;
+  weights_form form;
   bool router_bias, select_bias, expert_map, shared_gate, optional_outputs;
   residual_form residual;
   float out_scale;
-  int32_t gate_order, up_major, down_major;
-  int64_t pad;           /* added to leading dimensions: of x, out and weights by 8 elements, of the others by 1 */
+  int64_t pad;           /* added to leading dimensions: of x and out by 8 elements, of the others by 1 */
   bool device_count;     /* args.device_tokens is given ... */
   int32_t device_tokens; /* ... and holds this */
   uint64_t seed;
@@ -67,6 +67,10 @@ layer_outputs session_collect(session *s);
 /* open, forward, collect, close */
 layer_outputs run_layer(cumoe_context context, const layer_spec *spec, const layer_inputs *inputs);
 
+/* The inputs with tokens order[0], order[1], ...; `count` of them. And outputs in that order. */
+layer_inputs take_tokens(const layer_inputs *in, const int64_t *order, int64_t count);
+layer_outputs permuted_outputs(const layer_spec *spec, const layer_outputs *o, const int64_t *order);
+
 /* Outputs of two calls, bitwise. */
 void check_outputs_same(const layer_outputs *a, const layer_outputs *b);
 /* Everything against the oracle. */
@@ -74,8 +78,6 @@ void check_layer(const layer_spec *spec, const layer_inputs *inputs, const layer
 /* The oracle's view of the inputs. */
 layer_case layer_case_of(const layer_spec *spec, const layer_inputs *inputs, cumoe_moe_desc *desc);
 
-/* The recorded fault is `code` (CUMOE_FAULT_NONE: none); then it is cleared. */
-void check_fault(cumoe_context context, cumoe_stream stream, int32_t code);
 /* What the inputs have to provoke. */
 int32_t expected_fault(const layer_spec *spec, const layer_inputs *inputs);
 

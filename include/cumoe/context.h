@@ -28,10 +28,13 @@ typedef struct cumoe_context_s *cumoe_context;
  *
  * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
+ *
+ * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that thread
+ * keeps, and takes less than 32 KiB of its stack.
  */
 typedef struct cumoe_context_config {
   uint32_t size;         /* sizeof(cumoe_context_config) */
-  int32_t cpu_threads;   /* CPU device: worker threads, 0 = one per core */
+  int32_t cpu_threads;   /* CPU device: threads that compute, the caller's among them; 0 = one per core */
   int32_t debug;         /* 0 .. 2, see cumoe/debug.h; the environment's CUMOE_DEBUG may raise it */
   int32_t reserved;      /* 0 */
   uint64_t pool_initial; /* taken from the GPU at once, at most pool_max and pool_keep; CPU device: ignored */
@@ -43,7 +46,8 @@ typedef struct cumoe_context_config {
 /*
  * Opens `device`: a CUDA ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU. Loads all kernels and sets all their
  * attributes now, so that the first launch may already be captured into a graph. `config` may be NULL.
- * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING).
+ * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING) and in
+ * cumoe_device_info.fallback.
  * Errors: NO_DEVICE (no driver, no GPU, ordinal too large), NO_KERNEL_IMAGE (text names the GPU and the
  * architectures built), DRIVER_TOO_OLD, OUT_OF_MEMORY (also for pool_initial), CUDA. On failure *context is NULL.
  */
@@ -66,6 +70,7 @@ typedef struct cumoe_device_info {
   int32_t l2_bytes, smem_per_block_optin, smem_per_sm;
   int64_t total_memory; /* bytes */
   char name[128];
+  char fallback[256]; /* why CUMOE_DEVICE_AUTO took the CPU device; "" on the device that was asked for */
 } cumoe_device_info;
 
 /* Facts read once at creation; no CUDA call. */

@@ -33,7 +33,8 @@ typedef enum cumoe_group_score {
 enum {
   CUMOE_ROUTE_RENORMALIZE = 1u << 0,      /* divide the k weights by max(their sum + renorm_eps, renorm_min) */
   CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1, /* softmax over the k chosen logits only */
-  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2   /* experts see weight * x; the combine does not weigh */
+  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2   /* experts see weight * x; the combine does not weigh. Not with
+                                             identity_experts (NOT_SUPPORTED) */
 };
 
 /*
@@ -51,7 +52,7 @@ enum {
  * capped and has no part in a softmax. A chosen NaN or -Inf logit weighs exactly 0, whatever the score. If the divisor of
  * step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the largest, it is infinite.
  *
- * Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
+ * The floats are finite and not negative. Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
  */
 typedef struct cumoe_routing {
   int32_t score;                /* cumoe_score */
@@ -139,8 +140,8 @@ typedef struct cumoe_moe_desc {
   int32_t dtype;         /* of x, weights and h: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
   int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
   int32_t act;           /* cumoe_act */
-  float act_alpha;       /* SWIGLU_OAI: 0 = 1.702 */
-  float act_limit;       /* clamp, see above; 0 = none */
+  float act_alpha;       /* finite; SWIGLU_OAI: 0 = 1.702 */
+  float act_limit;       /* clamp, see above: finite, >= 0; 0 = none */
   uint32_t flags;        /* CUMOE_MOE_* */
   cumoe_routing routing;
 } cumoe_moe_desc;
@@ -189,7 +190,7 @@ typedef enum cumoe_major {
  * One projection of all local experts, in one of three forms, each matrix [out, in] (OUT_IN) or [in, out] (IN_OUT):
  *   a stack    data is all experts' matrices one below the other, [experts * rows, cols];
  *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
- *   pointers   per_expert is a host array of `experts` device pointers (read during bind), and data, with data.data
+ *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with data.data
  *              NULL, states the shape, ld and dtype of each.
  * Alignment: base and rows to 16 bytes.
  * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; absent = 0.
@@ -233,7 +234,8 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 /* ---- forward --------------------------------------------------------------------------------------- */
 
 /*
- * Arguments of one call. T = x.rows. Alignment: x, out, residual and the workspace to 16 bytes and their ld to 16
+ * Arguments of one call. T = x.rows; x says its cols and dtype also where it has no rows: an x that is all zero is refused,
+ * not taken for T = 0. What has a row a token may then be absent. Alignment: x, out, residual and the workspace to 16 bytes and their ld to 16
  * bytes; everything else to its element. Routing input in exactly one of three forms:
  *   router_weight (+ router_bias)  the library computes the logits from x
  *   logits                         given by the caller
@@ -257,7 +259,7 @@ typedef struct cumoe_moe_args {
   cumoe_weights shared;       /* shared expert; required if and only if the plan has shared_inter */
   cumoe_view shared_gate;     /* optional [1, H] dtype or f32: the shared expert is scaled by sigmoid(x . gate) */
   cumoe_view residual;        /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED */
-  float out_scale;            /* 0 = 1: scales routed and shared experts, not the residual */
+  float out_scale;            /* finite; 0 = 1: scales routed and shared experts, not the residual */
   int32_t reserved;           /* 0 */
   cumoe_view_mut out;         /* [T, H], or [T * k, H] with CUMOE_MOE_UNREDUCED */
   cumoe_view_mut ids_out;     /* optional [T, k] i32 or i64; -1 never occurs in the library's own routing */

@@ -3,7 +3,8 @@
  *
  * Contract of all of them, as in cumoe/cumoe.h: work is ordered on `stream`, nothing is allocated, nothing waits (cumoe_matmul's
  * very first call excepted), calls may be captured into graphs and replayed after the data changed; results are bitwise
- * repeatable; 0 rows or columns are legal. On the CPU device sums run in double and are rounded once.
+ * repeatable; 0 rows or columns are legal, but a view that is all
+ * zero is not: it was forgotten. On the CPU device sums run in double and are rounded once.
  *
  * Element types: f32, f16 and bf16. Arithmetic is in f32; a result is rounded once. Results smaller than 2^-119 may become 0.
  *
@@ -61,7 +62,7 @@ CUMOE_CHECKED cumoe_status cumoe_softmax(cumoe_context context, cumoe_view x, cu
 /*
  * y[r, c] = (x[r, c] - mean) / sqrt(variance + eps) * weight[c] + bias[c], mean and variance (sum of squares / cols) of the
  * row, the variance from differences to the mean: no cancellation.              Ba, Kiros, Hinton, arXiv 1607.06450
- * weight, bias: optional, [1, cols] of x's type or f32, each; absent: 1 and 0. eps >= 0.
+ * weight, bias: optional, [1, cols] of x's type or f32, each; absent: 1 and 0. eps >= 0, finite.
  */
 CUMOE_CHECKED cumoe_status cumoe_layernorm(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                            float eps, cumoe_view_mut y, cumoe_stream stream);

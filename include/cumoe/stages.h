@@ -84,7 +84,7 @@ CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cu
  */
 typedef struct cumoe_combine_args {
   uint32_t size;
-  float out_scale;          /* 0 = 1 */
+  float out_scale;          /* finite; 0 = 1 */
   cumoe_view y;             /* [rows, H] dtype */
   cumoe_view pair_weights;  /* [T, k] f32; absent with UNREDUCED, optional with WEIGHT_ON_INPUT: see above */
   cumoe_view x;             /* [T, H] dtype: only for identity experts (required if the plan has any) */

@@ -9,6 +9,8 @@
 #include "element.h"
 #include "fault.h"
 
+enum { MAX_GROUPS = 64 }; /* cumoe_routing */
+
 typedef struct token_scores {
   float logit[MAX_EXPERTS];  /* +Inf already the largest finite float; soft cap applied */
   float score[MAX_EXPERTS];  /* what a chosen expert weighs, before renormalisation */
@@ -82,8 +84,8 @@ static int take_best(const float *value, bool *taken, int count)
 static void close_groups(const gate_args *a, const float *choice, bool *taken)
 {
   int size = a->experts / a->n_group;
-  float value[MAX_EXPERTS] = {0};
-  bool open[MAX_EXPERTS] = {false};
+  float value[MAX_GROUPS] = {0};
+  bool open[MAX_GROUPS] = {false};
   for (int g = 0; g < a->n_group; g++) {
     bool used[MAX_EXPERTS] = {false};
     const float *in_group = choice + (size_t)g * (size_t)size;

@@ -11,7 +11,8 @@
 #include "element.h"
 #include "fault.h"
 
-enum { ROW_BLOCK = 16, K_BLOCK = 128, LANES = 8 }; /* tile: 64 KiB of weights, 16 KiB of rows */
+/* The tile lies on the stack, which may be the small one of a caller's thread, and fits L1: 4 KiB of weights, 8 of sums. */
+enum { ROW_BLOCK = 16, K_BLOCK = 8, LANES = 8 };
 
 typedef struct tile {
   double w[2][K_BLOCK][CPU_N_BLOCK];

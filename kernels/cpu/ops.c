@@ -84,7 +84,7 @@ void cpu_norm(const void *args, int64_t begin, int64_t end)
 
 /* ---- matrix product: a unit is MATMUL_ROWS rows of one c ---- */
 
-enum { K_BLOCK = 64, N_BLOCK = 64 }; /* a tile of b is 32 KiB */
+enum { K_BLOCK = 8, N_BLOCK = 64 }; /* a tile lies on the stack: 4 KiB of b, 4 of sums */
 
 typedef struct tile {
   double a[MATMUL_ROWS][K_BLOCK], b[K_BLOCK][N_BLOCK], sum[MATMUL_ROWS][N_BLOCK];

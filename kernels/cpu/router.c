@@ -3,7 +3,7 @@
 #include "element.h"
 #include "fault.h"
 
-enum { K_BLOCK = 512, LANES = 8 };
+enum { K_BLOCK = 512, E_BLOCK = 256, LANES = 8 }; /* on the stack: 4 KiB each of x and w, 2 of sums */
 
 static double dot(const double *a, const double *b)
 {
@@ -21,20 +21,20 @@ static void load_block(double *dst, const void *base, int64_t first, int count, 
   for (int k = count; k < K_BLOCK; k++) dst[k] = 0;
 }
 
-static void route_token(const router_args *a, int64_t token)
+static void route_token(const router_args *a, int64_t token, int32_t first, int32_t end)
 {
-  double x[K_BLOCK], w[K_BLOCK], sum[MAX_EXPERTS] = {0};
+  double x[K_BLOCK], w[K_BLOCK], sum[E_BLOCK] = {0};
   for (int32_t k = 0; k < a->hidden; k += K_BLOCK) {
     int count = a->hidden - k < K_BLOCK ? a->hidden - k : K_BLOCK;
     load_block(x, a->x, token * a->x_ld + k, count, a->x_dtype);
-    for (int32_t e = 0; e < a->experts; e++) {
+    for (int32_t e = first; e < end; e++) {
       load_block(w, a->w, e * a->w_ld + k, count, a->w_dtype);
-      sum[e] += dot(x, w);
+      sum[e - first] += dot(x, w);
     }
   }
-  for (int32_t e = 0; e < a->experts; e++) {
+  for (int32_t e = first; e < end; e++) {
     double bias = a->bias ? load_element(a->bias, e, a->bias_dtype) : 0;
-    a->logits[token * a->logits_ld + e] = (float)(sum[e] + bias);
+    a->logits[token * a->logits_ld + e] = (float)(sum[e - first] + bias);
   }
 }
 
@@ -42,5 +42,7 @@ void cpu_router(const void *args, int64_t begin, int64_t end)
 {
   const router_args *a = args;
   int64_t tokens = tokens_present(a->tokens);
-  for (int64_t token = begin; token < end && token < tokens; token++) route_token(a, token);
+  for (int64_t token = begin; token < end && token < tokens; token++)
+    for (int32_t e = 0; e < a->experts; e += E_BLOCK)
+      route_token(a, token, e, a->experts - e < E_BLOCK ? a->experts : e + E_BLOCK);
 }

@@ -34,13 +34,13 @@ DEVICE int warp_id()
 }
 
 /*
- * Programmatic dependent launch: a grid may start while the one before it in the stream is still at work. Every kernel, on
- * every path, calls this before it reads what an earlier grid wrote and before it writes what an earlier grid may read. The
- * wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In this order, so
- * that a grid that has started knows more without waiting: all that was complete before the grid before it is
- * (`early_inputs` in protocol.h). May be called again, for nothing. The host launches this way only kernels compiled for sm_90 or
- * later (host/context.c): below, there is no such instruction, and no early start either. (Down may read
- * what up has released before that: handover.cuh.)
+ * Programmatic dependent launch: a grid may start while the one before it in the stream is still at work. Every kernel,
+ * on every path, calls this before it reads what an earlier grid wrote and before it writes what an earlier grid may
+ * read. The wait lasts until the grid before is complete and its stores are visible; then the next grid may start. In
+ * this order, so that a grid that has started knows more without waiting: all that was complete before the grid before
+ * it is (`early_inputs` in protocol.h). May be called again, for nothing. The host launches this way only kernels
+ * compiled for sm_90 or later (host/context.c): below, there is no such instruction, and no early start either. (Down
+ * may read what up has released before that: handover.cuh.)
  */
 DEVICE void wait_for_earlier_grids()
 {
@@ -50,48 +50,33 @@ DEVICE void wait_for_earlier_grids()
 #endif
 }
 
-/* Of what was complete before this grid started: from L2, whatever L1 still holds of earlier grids; stays behind what
- * stands before it. */
-DEVICE int32_t load_settled(const int32_t *source)
+/* From L2, whatever L1 still holds of earlier grids; what other CTAs write meanwhile, each word of it whole. Says
+ * nothing of other words. Volatile: stays behind what stands before it. */
+DEVICE int32_t load_relaxed(const int32_t *source)
 {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
   return value;
 }
 
-DEVICE int64_t load_settled(const int64_t *source)
+DEVICE int64_t load_relaxed(const int64_t *source)
 {
   int64_t value;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
   return value;
 }
 
-/* What another grid writes meanwhile: one whole word, and what was written before it was stored. */
-DEVICE int32_t load_acquire(const int32_t *source)
-{
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
-  return value;
-}
-
-DEVICE void add_release(int32_t *target, int32_t value)
-{
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
-}
-
-/* What other CTAs write meanwhile, each word of it whole; nothing else follows from its being there. The instruction of what
- * is settled. */
-DEVICE int32_t load_relaxed(const int32_t *source)
-{
-  return load_settled(source);
-}
-
 DEVICE uint64_t load_relaxed(const uint64_t *source)
 {
-  return (uint64_t)load_settled(reinterpret_cast<const int64_t *>(source));
+  return (uint64_t)load_relaxed(reinterpret_cast<const int64_t *>(source));
 }
 
-DEVICE uint4 load_relaxed(const void *source)
+DEVICE float load_relaxed(const float *source)
+{
+  return __int_as_float(load_relaxed(reinterpret_cast<const int32_t *>(source)));
+}
+
+DEVICE uint4 load_relaxed_vector(const void *source)
 {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -113,9 +98,23 @@ template <class T> DEVICE void store_relaxed(T *target, T value)
                : "memory");
 }
 
-DEVICE float load_settled(const float *source)
+/* One whole word that another CTA has released, and with it all that was written before. */
+DEVICE int32_t load_acquire(const int32_t *source)
 {
-  return __int_as_float(load_settled(reinterpret_cast<const int32_t *>(source)));
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE void add_release(int32_t *target, int32_t value)
+{
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+/* Old name. */
+template <class T> DEVICE auto load_settled(const T *source)
+{
+  return load_relaxed(source);
 }
 
 /* The butterfly leaves the same bits in every lane: addition commutes. */

@@ -1,17 +1,19 @@
-/* Stages in shared memory that go round between those who fill them and those who use them, each with a barrier of either. */
-#ifndef CUMOE_RING_CUH
-#define CUMOE_RING_CUH
+/* A pipeline of stages in shared memory between producers, who fill them, and consumers; a `full` and an `empty`
+ * barrier each. */
+#ifndef CUMOE_PIPELINE_CUH
+#define CUMOE_PIPELINE_CUH
 
 #include "device/ptx_sm90.cuh"
 
-/* A place in the ring; consumers wait for its phase, producers for the other. */
-template <int STAGES> struct ring_place {
+/* A stage and its phase: consumers wait for the phase of `full`, producers for the other one of `empty`. */
+template <int STAGES> struct pipeline_state {
   uint32_t stage = 0, phase = 0;
   DEVICE void advance()
   {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 };
+template <int STAGES> using ring_place = pipeline_state<STAGES>;
 
 DEVICE void wait_for(uint64_t *barrier, uint32_t parity)
 {

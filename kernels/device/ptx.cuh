@@ -75,8 +75,8 @@ template <int PENDING> DEVICE void cp_async_wait_group()
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* 16 bytes by one store: where elements may be stored one by one instead, the compiler splits the vector as well. It is not told what
- * is written: not for memory that the thread reads again. */
+/* 16 bytes by one store: where elements may be stored one by one instead, the compiler splits the vector as well. It is
+ * not told what is written: not for memory that the thread reads again. */
 DEVICE void st_global(void *global, uint4 v)
 {
   asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
@@ -103,8 +103,8 @@ DEVICE void cp_async_wait_all()
 
 /* For weights, which a launch reads once: no place in L1. The source may not be written during the kernel. */
 PREDICATED_LOAD(ld_global_nc_no_allocate, ".nc.L1::no_allocate.L2::128B")
-/* For activations: not nc, for they may be written until wait_for_earlier_grids returns, and neither the compiler nor the
- * assembler may move the load up past that. Small and read again by every channel tile, so L1 keeps them. */
+/* For activations: not nc, for they may be written until wait_for_earlier_grids returns, and neither the compiler nor
+ * the assembler may move the load up past that. Small and read again by every channel tile, so L1 keeps them. */
 PREDICATED_LOAD(ld_global, "")
 /* For activations that are read once. */
 PREDICATED_LOAD(ld_global_no_allocate, ".L1::no_allocate.L2::128B")

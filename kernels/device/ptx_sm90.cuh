@@ -1,6 +1,6 @@
 /*
- * Wrappers of single PTX instructions of sm_90a, named after them, and the one descriptor that wgmma wants of an operand
- * in shared memory.
+ * Wrappers of single PTX instructions of sm_90a, named after them, and the one descriptor that wgmma wants of an
+ * operand in shared memory.
  */
 #ifndef CUMOE_MMA_SM90_CUH
 #define CUMOE_MMA_SM90_CUH
@@ -170,8 +170,8 @@ DEVICE uint32_t cluster_ctarank()
   return rank;
 }
 
-/* True in one lane of the warp. A bulk copy behind it is one instruction; behind a comparison of thread numbers ptxas makes
- * it a loop over the lanes that might be there. */
+/* True in one lane of the warp. A bulk copy behind it is one instruction; behind a comparison of thread numbers ptxas
+ * makes it a loop over the lanes that might be there. */
 DEVICE bool elect_one()
 {
   uint32_t elected;
@@ -199,7 +199,8 @@ DEVICE void bar_sync(int barrier, int threads)
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* Four 8 x 8 matrices of 16-bit elements, transposed on their way; lanes 8i .. 8i+7 give the row addresses of matrix i. */
+/* Four 8 x 8 matrices of 16-bit elements, transposed on their way; lanes 8i .. 8i+7 give the row addresses of matrix
+ * i. */
 DEVICE void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4])
 {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]),
@@ -229,16 +230,16 @@ template <int COUNT> DEVICE void hold(float (&d)[COUNT])
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Rows of 128 bytes along k in the 128-byte swizzle, 1024-byte aligned: 8 rows are 1024 bytes. Every `each`-th eight of rows
- * is the operand's. 16 elements of k on: + 2; 8 rows on: + 64. */
+/* Rows of 128 bytes along k in the 128-byte swizzle, 1024-byte aligned: 8 rows are 1024 bytes. Every `each`-th eight of
+ * rows is the operand's. 16 elements of k on: + 2; 8 rows on: + 64. */
 DEVICE uint64_t wgmma_operand(const void *shared, int each = 1)
 {
   return (uint64_t)(shared_address(shared) >> 4 & 0x3fff) | 1ull << 16 | (uint64_t)(each * 1024 >> 4) << 32 |
          1ull << 62;
 }
 
-/* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory; d 64 x N f32. Warp w of the four has
- * rows 16w .. 16w + 15; d[4j + 2h + i] of lane l is row 16w + l/4 + 8h, column 8j + 2(l%4) + i. */
+/* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory; d 64 x N f32. Warp w of the four
+ * has rows 16w .. 16w + 15; d[4j + 2h + i] of lane l is row 16w + l/4 + 8h, column 8j + 2(l%4) + i. */
 template <class T, int N> struct wgmma_m64k16;
 
 #define D0   "%0,%1,%2,%3,%4,%5,%6,%7"

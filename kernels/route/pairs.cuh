@@ -4,12 +4,12 @@
 
 #include "device/common.cuh"
 
-/* How ids and maps are read: as plain memory, or past L1 where that may be behind (load_settled). */
+/* How ids and maps are read: as plain memory, or past L1 where that may be behind (load_relaxed). */
 struct plain_reader {
   template <class T> DEVICE T operator()(const T *source) const { return *source; }
 };
-struct settled_reader {
-  template <class T> DEVICE T operator()(const T *source) const { return load_settled(source); }
+struct l2_reader {
+  template <class T> DEVICE T operator()(const T *source) const { return load_relaxed(source); }
 };
 
 /* A call: rare, and no room for it. */
