@@ -80,7 +80,7 @@ typedef struct gate_args {
   ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \
    !(GATE_BY_LOGIT(a) && GATE_SOFTMAX_OVER_ALL(a) && (a).softcap > 0))
 /* Logits as weights may be as large as floats get, and MAX_TOP_K of them are summed. */
-#define RENORM_SCALE(a) ((a).score == SCORE_IDENTITY ? 0x1p-6f : 1.f)
+#define RENORM_SCALE(a)          ((a).score == SCORE_IDENTITY ? 0x1p-6f : 1.f)
 #define GATE_SOFTMAX_OVER_ALL(a) ((a).score == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
 
 /*
@@ -120,6 +120,22 @@ typedef struct permute_args {
 } permute_args;
 
 /*
+ * Scales of weights in normal form, whatever their format: of element (n, k) of half h of expert e
+ *   p[(n + n_origin) / block_n * n_stride + (k + k_origin) / block_k * k_stride],
+ *   p = table[h] ? table[h][e] : base[h] + e * expert_stride
+ * and its zero point in the same place of zero_table[h] or zero[h]. block_n and block_k are never 0 where there are scales; one that
+ * covers its axis has stride 0: a tensor's scale has two of these, a channel's one. The origin is the place of a slice's first weight
+ * in its first block.
+ */
+typedef struct scale_matrix {
+  const void *base[2], *zero[2];                      /* zero: NULL: none */
+  const void *const *table[2], *const *zero_table[2]; /* device arrays, or NULL */
+  int64_t expert_stride, n_stride, k_stride;
+  int32_t block_n, block_k, n_origin, k_origin;
+  int32_t dtype, zero_dtype; /* DT_NONE: no scales, no zero points */
+} scale_matrix;
+
+/*
  * The weights of one projection in normal form, whatever their layout: element (n, k) of half h of expert e is
  *   p[n * n_stride + k * k_stride],  p = table[h] ? table[h][e] : base[h] + e * expert_stride
  * h 0 is the only half of an ungated or down projection, or the gate; h 1 is up. One of the strides is 1:
@@ -134,6 +150,7 @@ typedef struct expert_matrix {
   int64_t bias_expert_stride, bias_n_stride;
   int32_t bias_dtype;
   int32_t format; /* weight_format */
+  scale_matrix scale;
 } expert_matrix;
 
 /*
