@@ -1,5 +1,5 @@
 /* Checks of every host-visible argument. Texts name the argument, its value and what it must be. */
-#include "check.h"
+#include "weights.h"
 #include "plan.h"
 
 #include <stdio.h>
@@ -105,13 +105,7 @@ cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
   return CUMOE_OK;
 }
 
-/* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
-typedef struct span {
-  uintptr_t begin, end; /* of all; equal when there are none */
-  uintptr_t width, pitch;
-} span;
-
-static span span_of(const cumoe_view *v)
+span span_of(const cumoe_view *v)
 {
   const uintptr_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype), begin = (uintptr_t)v->data;
   if (!v->data || v->rows == 0 || v->cols == 0) return (span){begin, begin, 0, 0};
@@ -120,7 +114,7 @@ static span span_of(const cumoe_view *v)
 }
 
 /* Column ranges of one matrix interleave without touching each other: an engine may keep x and out side by side. */
-static bool spans_overlap(const span *a, const span *b)
+bool spans_overlap(const span *a, const span *b)
 {
   if (a->begin == a->end || b->begin == b->end || a->end <= b->begin || b->end <= a->begin) return false;
   if (a->pitch != b->pitch) return true;
@@ -410,7 +404,7 @@ static cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out)
   return residual.data == out.data && residual.ld == out.ld ? nothing : residual;
 }
 
-static cumoe_status check_forward_overlaps(const cumoe_moe_args *a)
+static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer *with)
 {
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
                               {"args.ids_out", cumoe_const(a->ids_out)},
@@ -429,7 +423,10 @@ static cumoe_status check_forward_overlaps(const cumoe_moe_args *a)
                               {"args.expert_map", a->expert_map},
                               {"args.shared_gate", a->shared_gate},
                               {"args.residual", unless_in_place(a->residual, a->out)}};
-  return check_overlaps(views, 6, sizeof views / sizeof *views);
+  const int outputs = 6;
+  TRY(check_off_weights(views, outputs, "weights", with->weights));
+  if (with->shared) TRY(check_off_weights(views, outputs, "args.shared", with->shared));
+  return check_overlaps(views, outputs, sizeof views / sizeof *views);
 }
 
 static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
@@ -468,7 +465,7 @@ cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights, const 
   TRY(check_shared(plan, a, &with->shared));
   TRY(check_outputs(plan, a));
   TRY(check_workspace(plan, a));
-  return check_forward_overlaps(a);
+  return check_forward_overlaps(a, with);
 }
 
 cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *a,

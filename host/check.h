@@ -2,8 +2,11 @@
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "weights.h"
+#include "internal.h"
 #include "../include/cumoe/stages.h"
+
+struct plan;
+struct weights;
 
 /* What an operand has to be. dtypes: bit mask of 1 << CUMOE_*; align: bytes, for the base and for ld. */
 typedef struct operand {
@@ -43,6 +46,14 @@ enum { MAX_NAMED_VIEWS = 20 };
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
 /* A type that x, h and weights without scales have. */
 cumoe_status check_dense(const char *name, int32_t dtype, cumoe_status otherwise);
+/* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
+typedef struct span {
+  uintptr_t begin, end; /* of all; equal when there are none */
+  uintptr_t width, pitch;
+} span;
+span span_of(const cumoe_view *view);
+bool spans_overlap(const span *a, const span *b);
+
 cumoe_status check_device(const char *name, const cumoe_view *view, int32_t device);
 cumoe_status check_finite(const char *name, float value);
 cumoe_status check_not_negative(const char *name, float value);

@@ -303,6 +303,7 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
     TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
   TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
   const named_view views[] = {{"h", cumoe_const(h)}, in, {"pair_weights", pair_weights}, ROUTE_VIEWS(route)};
+  TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);
@@ -407,6 +408,7 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
   const named_view views[] = {{"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route)};
+  TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);

@@ -182,6 +182,7 @@ static struct {
   bool cpu;
   cumoe_plan plan, shared_plan, weighing_plan, local_plan, unreduced_plan, foreign_plan;
   cumoe_weights weights, shared, narrow, halves, ungated, foreign_weights;
+  const void *bound; /* where all weights begin */
   cumoe_buffer buffer, freed, foreign, tiny;
   cumoe_stream stream;
   cumoe_event event;
@@ -1066,6 +1067,7 @@ static int change_desc(int which, arguments *a, expectation *e)
   CHANGE(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_F16)
   CHANGE(INVALID_ARGUMENT, "desc.hidden", d->hidden = (1 << 24) + 8)
   CHANGE(INVALID_ARGUMENT, "desc.inter", d->inter = (1 << 24) + 8)
+  CHANGE(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = (1 << 24) + 8)
   CHANGE(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 0, d->local_experts = 0)
   CHANGE(INVALID_ARGUMENT, "routing.top_k", d->num_experts = 64, r->top_k = 33)
   CHANGE(INVALID_ARGUMENT, "routing.top_k", r->n_group = 4, r->topk_group = 1, r->top_k = 3)
@@ -1116,6 +1118,79 @@ static int change_bind(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_bind_pointers(int which, arguments *a, expectation *e)
+{
+  cumoe_weights_desc *d = &a->bind;
+  cumoe_view bias = d->down.bias, other = bias;
+  int n = 0;
+  bias.cols = other.cols = INTER;
+  other.ld += 8;
+  CHANGE(LAYOUT, "same ld", d->up.data.ld += 8)
+  CHANGE(LAYOUT, "bias form", d->up.bias = bias)
+  CHANGE(LAYOUT, "bias form", d->up.bias = bias, d->gate.bias = other)
+  CHANGE(LAYOUT, "bias form", d->up.bias = bias, d->gate.bias = bias, d->up.bias.dtype = CUMOE_F32)
+  CHANGE(LAYOUT, "expert_stride", d->up.expert_stride = INTER * HIDDEN)
+  CHANGE(LAYOUT, "gate_up must be absent", d->gate_up = d->down)
+  return n;
+}
+
+static int change_create(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "config.pool_initial", a->config.pool_initial = 2, a->config.pool_max = 1)
+  CHANGE(INVALID_ARGUMENT, "config.pool_initial", a->config.pool_initial = 2, a->config.pool_keep = 1)
+  return n;
+}
+
+static int change_router(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "weight.rows is 1025", a->v[1].rows = 1025)
+  return n;
+}
+
+/* What a sum over slots has, and a plan without one does not. */
+static bool leave_unreduced(arguments *a)
+{
+  cumoe_combine_args *c = &a->combine;
+  a->plan = bench.unreduced_plan;
+  c->out.rows = PAIRS;
+  c->x = c->shared = c->shared_logit = c->residual = c->pair_weights = no_view();
+  return true;
+}
+
+static int change_combine(int which, arguments *a, expectation *e)
+{
+  const cumoe_combine_args full = a->combine;
+  cumoe_combine_args *c = &a->combine;
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.shared must", leave_unreduced(a), c->shared = full.shared)
+  CHANGE(INVALID_ARGUMENT, "args.residual must", leave_unreduced(a), c->residual = full.residual)
+  CHANGE(INVALID_ARGUMENT, "args.pair_weights must", leave_unreduced(a), c->pair_weights = full.pair_weights)
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", c->out_scale = INFINITY)
+  return n;
+}
+
+static int change_matmul(int which, arguments *a, expectation *e)
+{
+  cumoe_matmul_args *m = &a->matmul;
+  cumoe_view small = cumoe_buffer_view(bench.buffer); /* 1024 elements of bf16 */
+  small.dtype = CUMOE_BF16, small.rows = TOKENS;
+  int n = 0;
+  CHANGE(OUT_OF_BOUNDS, "args.a", m->a = small, m->a_stride = 900)
+  CHANGE(INVALID_ARGUMENT, "args.b", m->flags = 0)
+  return n;
+}
+
+static int change_softmax(int which, arguments *a, expectation *e)
+{
+  const int64_t many = (int64_t)1 << 31;
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "x.cols is 2147483648", a->v[0].rows = a->v[2].rows = 1, a->v[0].cols = a->v[0].ld = many,
+         a->v[2].cols = a->v[2].ld = many)
+  return n;
+}
+
 static int change_forward_ids(int which, arguments *a, expectation *e)
 {
   cumoe_moe_args *f = &a->args;
@@ -1140,6 +1215,7 @@ static int change_forward_ids(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.shared_gate", f->shared_gate = bench.row)
   CHANGE(INVALID_ARGUMENT, "args.expert_map", a->plan = bench.local_plan, f->expert_map = no_view())
   CHANGE(INVALID_ARGUMENT, "args.out", a->plan = bench.unreduced_plan)
+  CHANGE(INVALID_ARGUMENT, "UNREDUCED", a->plan = bench.unreduced_plan, f->out.rows = PAIRS)
   return n;
 }
 
@@ -1189,13 +1265,6 @@ static int change_path(int which, arguments *a, expectation *e)
   return n;
 }
 
-static int change_combine(int which, arguments *a, expectation *e)
-{
-  int n = 0;
-  CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", a->combine.out_scale = INFINITY)
-  return n;
-}
-
 static int change_up(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -1215,12 +1284,17 @@ static const struct {
   int (*change)(int which, arguments *a, expectation *e);
 } changes[] = {{"cumoe_moe_supports", "plain", change_desc},
                {"cumoe_plan_create", "plain", change_desc},
+               {"cumoe_context_create", "plain", change_create},
+               {"cumoe_router", "plain", change_router},
+               {"cumoe_combine", "plain", change_combine},
+               {"cumoe_matmul", "plain", change_matmul},
+               {"cumoe_softmax", "plain", change_softmax},
+               {"cumoe_weights_bind", "pointers", change_bind_pointers},
                {"cumoe_weights_bind", "strided", change_bind},
                {"cumoe_moe_forward", "ids", change_forward_ids},
                {"cumoe_moe_forward", "router", change_forward_router},
                {"cumoe_map", "chunks", change_map},
                {"cumoe_copy", "plain", change_copy},
-               {"cumoe_combine", "plain", change_combine},
                {"cumoe_module_load_file", "plain", change_path},
                {"cumoe_up", "plain", change_up},
                {"cumoe_permute", "plain", change_up},
@@ -1369,13 +1443,13 @@ static void short_view(const argument *f, cumoe_view v)
   CHECK_OK(cumoe_buffer_free(&small));
 }
 
-/* What a call writes begins where another view of the call begins. */
+/* What a call writes begins where another view of the call begins, or its weights. */
 static void overlapping(const argument *f, cumoe_view v)
 {
   for (int i = 0; i < now->count && f->traits & OUT; i++) {
     const argument *g = &now->arguments[i];
-    if (g == f || g->kind != A_VIEW || g->traits & IN_PLACE) continue;
-    v.data = right_view(g).data;
+    if (g == f || (g->kind != A_VIEW && g->kind != A_WEIGHTS) || g->traits & IN_PLACE) continue;
+    v.data = g->kind == A_WEIGHTS ? bench.bound : right_view(g).data;
     if (v.data && (uintptr_t)v.data % 256 == 0)
       WRONG(cumoe_view, f->at, v, CUMOE_ERR_INVALID_ARGUMENT, " overlaps ", "begins with another");
   }
@@ -1570,6 +1644,7 @@ static void open_bench(int32_t device)
   bench.local_plan = plan_for(bench.context, 0, 0, 2 * EXPERTS, 0);
   bench.unreduced_plan = plan_for(bench.context, 0, 0, EXPERTS, CUMOE_MOE_UNREDUCED);
   bench.foreign_plan = plan_for(bench.other, CUMOE_ROUTE_RENORMALIZE, 0, EXPERTS, 0);
+  bench.bound = (const void *)bench.next;
   bench.weights = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
   bench.shared = bind_plain(bench.context, CUMOE_BF16, 1, 8, CUMOE_GATE_UP_CONCAT);
   bench.narrow = bind_plain(bench.context, CUMOE_BF16, EXPERTS, 8, CUMOE_GATE_UP_CONCAT);

@@ -29,8 +29,8 @@ typedef struct cumoe_context_s *cumoe_context;
  * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
  *
- * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that thread
- * keeps, and takes less than 32 KiB of its stack.
+ * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that
+ * thread keeps, and takes less than 32 KiB of its stack.
  */
 typedef struct cumoe_context_config {
   uint32_t size;         /* sizeof(cumoe_context_config) */

@@ -47,10 +47,13 @@ enum {
  *   5. ids = the top_k best by choice, in order of decreasing choice. Ties: the lower id. NaN ranks below all.
  *   6. weights = s[ids] (without bias); softmax over the chosen l if SCORE_AFTER_TOPK
  *   7. renormalise, then multiply by routed_scale.
- * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding). With
- * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A -Inf logit is not
- * capped and has no part in a softmax. A chosen NaN or -Inf logit weighs exactly 0, whatever the score. If the divisor of
- * step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the largest, it is infinite.
+ * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding).
+ * Else choices and sums of two are f32, each operation rounded once, in an order that all devices share: from the
+ * same logits the CPU and every GPU choose the same experts. Groups of the same score: the lower one. With
+ * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A -Inf logit is
+ * not capped and has no part in a softmax. A chosen NaN or -Inf logit weighs exactly 0, whatever the score. If the
+ * divisor of step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the
+ * largest, it is infinite.
  *
  * The floats are finite and not negative. Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
  */
@@ -241,7 +244,8 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent
  * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
- * Outputs may not overlap inputs or each other, except residual == out (accumulate in place). At T = 0 nothing is written,
+ * Outputs and the workspace may not overlap inputs, each other or the bound weights and biases (INVALID_ARGUMENT), except
+ * residual == out (accumulate in place); memory between the matrices of two experts is free. At T = 0 nothing is written,
  * counts_out included.
  */
 typedef struct cumoe_moe_args {
@@ -272,10 +276,11 @@ typedef struct cumoe_moe_args {
 /*
  * The whole layer on `stream`:
  *   out[t] = residual[t] + out_scale * (sum_j weights[t,j] * expert(ids[t,j])(x[t]) + gate(x[t]) * shared(x[t]))
- * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs
- * in f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0. With WEIGHT_ON_INPUT the weight
- * multiplies the f32 sum of products of gate and up, before their biases: the product weight * x is never rounded itself.
- * What is summed or weighed in f32 is infinite past the largest float (3.4e38), also where later terms would cancel it.
+ * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs in
+ * f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0. With WEIGHT_ON_INPUT the weight
+ * multiplies the f32 sum of products of gate and up, before their biases: the product weight * x is never rounded
+ * itself. What is summed or weighed in f32 is infinite past the largest float (3.4e38), also where later terms would
+ * cancel it.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                              cumoe_stream stream);

@@ -78,8 +78,8 @@ CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cu
 
 /*
  * out[t] = residual[t] + out_scale * (sum_j w[t,j] * y[slot_row[t,j]] + sigmoid(shared_logit[t]) * shared[t])
- * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped.
- * A slot of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
+ * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped. A slot
+ * of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
  * slots weigh 1, and so do all without pair_weights.
  */
 typedef struct cumoe_combine_args {

@@ -5,7 +5,7 @@
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
 shimmed='badargs trace faults'
-others='base buffer pool debug contract plan lifetimes abi/abi'
+others='base buffer pool debug image contract plan lifetimes abi/abi'
 helpers=$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)
 helper_objects=$(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
