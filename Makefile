@@ -111,7 +111,7 @@ $(OBJ)/flags.$(1): $(if $(filter $(call as_word,$(2)),$(call as_word,$(file < $(
 	@mkdir -p $$(@D)
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
-$(eval $(call stamp,cc,$(CC) $(C_HOST) $(C_TOOL) $(CFLAGS)))
+$(eval $(call stamp,cc,$(CC) $(C_CPU) $(C_HOST) $(C_TOOL) $(CFLAGS)))
 $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
@@ -266,7 +266,7 @@ bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
 # On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
 tune: $(LIB)/bench/tune
-	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune_any.def && cp $(LIB)/tune_any.def host/tune_any.def
+	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune_any.def && cp $(LIB)/tune_any.def host/tune/h200.def
 
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
 
@@ -341,7 +341,7 @@ help:
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
-	@echo 'make tune       measures every kernel and rewrites host/tune_any.def       (TUNE_ARGS)'
+	@echo 'make tune       measures every kernel and rewrites host/tune/h200.def       (TUNE_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

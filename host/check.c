@@ -202,11 +202,6 @@ cumoe_status check_not_negative(const char *name, float value)
 
 /* ---- routing and layer ---- */
 
-int32_t router_experts(const cumoe_moe_desc *d)
-{
-  return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
-}
-
 static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
 {
   if (r->n_group == 0) {

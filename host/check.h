@@ -91,6 +91,4 @@ cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_m
 cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *args,
                            int64_t tokens);
 
-int32_t router_experts(const cumoe_moe_desc *desc); /* columns of the logits */
-
 #endif

@@ -58,12 +58,12 @@ cumoe_status cumoe_variant_force(cumoe_context handle, int32_t index)
   if (index < -1 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be -1 .. %d", (int)index, (int)variant_count - 1);
   if (index == -1) {
-    for (int i = 0; i < OP_COUNT; ++i) context->forced[i] = 0;
+    for (int i = 0; i < OP_COUNT; ++i) context->machine.forced[i] = 0;
     return CUMOE_OK;
   }
   const variant *v = &variants[index];
   if (v->cpu ? !on_cpu(context) : context->kernels[index] == NULL)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "%s does not run on this context's device", v->name);
-  context->forced[v->op] = index + 1;
+  context->machine.forced[v->op] = index + 1;
   return CUMOE_OK;
 }

@@ -55,15 +55,13 @@ static bool stride_fits(int64_t bytes)
   return bytes > 0 && bytes % 16 == 0 && bytes < (int64_t)1 << 40;
 }
 
-bool tmap_serves(const gemm_args *args)
+bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
 {
-  const expert_matrix *b = &args->b;
-  if (b->k_stride != 1 || b->table[0] || b->table[1] || args->n % 8 || (intptr_t)b->base[0] % 16) return false;
   const weight_format f = (weight_format)b->format;
+  if (b->k_stride != 1 || b->table[0] || b->table[1] || n % 8 || (intptr_t)b->base[0] % 16) return false;
   if (!stride_fits(format_bytes(f, b->n_stride * 8)) || !stride_fits(format_bytes(f, b->n_stride))) return false;
-  if (args->experts > 1 && !stride_fits(format_bytes(f, b->expert_stride))) return false;
-  if (args->gated && !stride_fits(half_distance(b))) return false;
-  return true;
+  if (experts > 1 && !stride_fits(format_bytes(f, b->expert_stride))) return false;
+  return !gated || stride_fits(half_distance(b));
 }
 
 bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
@@ -101,6 +99,13 @@ bool tmap_serves_router(const router_args *a)
 {
   const weight_format x = dense_format(a->x_dtype), w = dense_format(a->w_dtype);
   return x == w && format_bits(x) == 16 && matrix_serves(a->x, a->x_ld, x) && matrix_serves(a->w, a->w_ld, w);
+}
+
+bool tmap_serves_views(const cumoe_view *x, const cumoe_view *w)
+{
+  const router_args a = {
+      .x = x->data, .w = w->data, .x_ld = x->ld, .w_ld = w->ld, .x_dtype = x->dtype, .w_dtype = w->dtype};
+  return tmap_serves_router(&a);
 }
 
 bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_args *args)

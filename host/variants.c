@@ -89,22 +89,21 @@ const variant variants[] = {
 const int32_t variant_count = sizeof variants / sizeof variants[0];
 _Static_assert(sizeof variants / sizeof variants[0] <= MAX_VARIANTS, "raise MAX_VARIANTS");
 
+const char *operation_name(operation op)
+{
+#define OPERATION(name, arguments, shape, grid, units) [OP_##name] = #name,
+  static const char *const names[OP_COUNT] = {
+#include "operations.def"
+  };
+  return names[op];
+}
+
 int32_t operation_arg_bytes(operation op)
 {
-  static const int32_t bytes[OP_COUNT] = {[OP_router] = sizeof(router_args),
-                                          [OP_gate] = sizeof(gate_args),
-                                          [OP_map_count] = sizeof(map_args),
-                                          [OP_map] = sizeof(map_args),
-                                          [OP_permute] = sizeof(permute_args),
-                                          [OP_up] = sizeof(gemm_args),
-                                          [OP_down] = sizeof(gemm_args),
-                                          [OP_combine] = sizeof(combine_args),
-                                          [OP_few_up] = sizeof(few_args),
-                                          [OP_few_down] = sizeof(few_args),
-                                          [OP_elementwise] = sizeof(elementwise_args),
-                                          [OP_softmax] = sizeof(softmax_args),
-                                          [OP_norm] = sizeof(norm_args),
-                                          [OP_matmul] = sizeof(matmul_args)};
+#define OPERATION(name, arguments, shape, grid, units) [OP_##name] = sizeof(arguments),
+  static const int32_t bytes[OP_COUNT] = {
+#include "operations.def"
+  };
   return bytes[op];
 }
 

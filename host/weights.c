@@ -1,6 +1,7 @@
 /* Binding weights: every documented layout becomes one normal form (expert_matrix in kernels/args.h). */
 #include "weights.h"
 #include "objects.h"
+#include "tmap.h"
 
 #include <stdlib.h>
 
@@ -310,6 +311,11 @@ cumoe_status check_off_weights(const named_view *outputs, int count, const char 
 
 /* ---- binding ---- */
 
+static weight_major major_of(const expert_matrix *b)
+{
+  return b->k_stride == 1 ? MAJOR_K : MAJOR_N;
+}
+
 static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, struct weights *w)
 {
   half up[2] = {{0}}, down = {&d->down, 0, 0};
@@ -324,7 +330,10 @@ static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, s
   note_parts(d, w);
   w->up = normal_form(up, halves, d->up_major, interleaved ? 2 : 1);
   w->down = normal_form(&down, 1, d->down_major, 1);
-  return upload_tables(context, w, up, halves, &down);
+  TRY(upload_tables(context, w, up, halves, &down));
+  w->up_facts = (bound_matrix){major_of(&w->up), tmap_serves(&w->up, w->inter, w->experts, w->gated)};
+  w->down_facts = (bound_matrix){major_of(&w->down), tmap_serves(&w->down, w->hidden, w->experts, false)};
+  return CUMOE_OK;
 }
 
 /* A stack [experts * rows, cols] becomes expert 0's matrix; the packed stride is the default. */

@@ -1179,6 +1179,8 @@ static int change_matmul(int which, arguments *a, expectation *e)
   int n = 0;
   CHANGE(OUT_OF_BOUNDS, "args.a", m->a = small, m->a_stride = 900)
   CHANGE(INVALID_ARGUMENT, "args.b", m->flags = 0)
+  CHANGE(INVALID_ARGUMENT, "args.c is absent", m->c = (cumoe_view_mut){.data = NULL})
+  CHANGE(INVALID_ARGUMENT, "args.a is absent", m->a = m->b = no_view(), m->flags = CUMOE_MATMUL_TRANSPOSE_A)
   return n;
 }
 

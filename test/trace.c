@@ -719,6 +719,8 @@ static void adopt(world *w)
 }
 
 /* Which weights tensor maps can describe. */
+#define SERVED(a) tmap_serves(&(a).b, (a).n, (a).experts, (a).gated)
+
 static void map_weights(world *w)
 {
   (void)w;
@@ -728,12 +730,12 @@ static void map_weights(world *w)
                         .n_stride = 64,
                         .k_stride = 1,
                         .format = FORMAT_bf16};
-  CHECK(tmap_serves(&a));
+  CHECK(SERVED(a));
   gemm_args b = a;
 #define NOT_SERVED(change)                                                                                             \
   b = a;                                                                                                               \
   change;                                                                                                              \
-  CHECK(!tmap_serves(&b))
+  CHECK(!SERVED(b))
   NOT_SERVED(b.b.k_stride = 64);
   NOT_SERVED(b.b.table[0] = (const void *const *)4096);
   NOT_SERVED(b.b.table[1] = (const void *const *)4096);
@@ -749,7 +751,7 @@ static void map_weights(world *w)
   a.gated = 0;
   a.b.expert_stride = 4;
   a.b.base[1] = NULL;
-  CHECK(tmap_serves(&a));
+  CHECK(SERVED(a));
 }
 
 static void combine_otherwise(world *w)

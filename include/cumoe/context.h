@@ -17,9 +17,9 @@ extern "C" {
 #endif
 
 /*
- * Contexts, plans and weights are handles: a pointer's type, so that NULL means none, but never an address. One that was destroyed,
- * or never was one, is refused with STALE_HANDLE by every call, whatever took its place since; so is a second destroy. That holds
- * between calls: a destroy must not run while another thread still uses the object.
+ * Contexts, plans and weights are handles: a pointer's type, so that NULL means none, but never an address. One that
+ * was destroyed, or never was one, is refused with STALE_HANDLE by every call, whatever took its place since; so is a
+ * second destroy. That holds between calls: a destroy must not run while another thread still uses the object.
  */
 typedef struct cumoe_context_s *cumoe_context;
 
@@ -55,10 +55,10 @@ CUMOE_CHECKED cumoe_status cumoe_context_create(int32_t device, const cumoe_cont
                                                 cumoe_context *context);
 
 /*
- * Waits for all work of the device, frees what the context owns, closes it. Its plans, weights, buffers, modules and functions
- * need not be destroyed before: they end with it, and are STALE_HANDLE from then on. Graphs that hold its kernels must be;
- * other captures under way are not disturbed. NULL is allowed. A failure, such as a lost device, is reported after closing it
- * all the same.
+ * Waits for all work of the device, frees what the context owns, closes it. Its plans, weights, buffers, modules and
+ * functions need not be destroyed before: they end with it, and are STALE_HANDLE from then on. Graphs that hold its
+ * kernels must be; other captures under way are not disturbed. NULL is allowed. A failure, such as a lost device, is
+ * reported after closing it all the same.
  */
 CUMOE_API cumoe_status cumoe_context_destroy(cumoe_context context);
 

@@ -39,8 +39,8 @@
  *   - a profiler that reads NVTX sees the call as a range of its name in the domain "cumoe"; without one this costs a
  *     branch. It is looked for when the first context is created.
  *
- * Structs. All fields may be zero for a default, except layout enums, where zero is an error: no layout is ever guessed.
- * Three kinds, so that a program that was built against older headers goes on working with a newer library:
+ * Structs. All fields may be zero for a default, except layout enums, where zero is an error: no layout is ever
+ * guessed. Three kinds, so that a program that was built against older headers goes on working with a newer library:
  *   - one that a call takes or fills by pointer begins with its size, set by the caller (.size = sizeof(the type)). Of
  *     a shorter, older one the library reads or fills what is there; what a longer, newer one has more must be zero
  *     (NOT_SUPPORTED), and is filled with zeros. The size itself is never changed;

@@ -6,9 +6,9 @@
  *
  *   0  nothing.
  *   1  What is still live at cumoe_context_destroy is told to the log (WARNING): count, bytes, and where most of it
- *      was allocated; and how many plans and weights, where any are. So is, when it is freed, a buffer that cumoe used on another stream than its home without
- *      cumoe_buffer_record_use afterwards (four other streams of a buffer are watched, and those with a recorded
- *      use). Costs a lock for every view of an owned buffer.
+ *      was allocated; and how many plans and weights, where any are. So is, when it is freed, a buffer that cumoe used
+ *      on another stream than its home without cumoe_buffer_record_use afterwards (four other streams of a buffer are
+ *      watched, and those with a recorded use). Costs a lock for every view of an owned buffer.
  *   2  Also: memory is filled with 0xFF (NaN in every float type) when it is allocated and when it is freed, and
  *      red zones of 256 bytes lie before and behind it. A free waits for the home stream, looks at the zones, and
  *      answers OUT_OF_BOUNDS (and the log: ERROR) if they were written to; the buffer is freed all the same.
@@ -29,7 +29,8 @@ typedef void (*cumoe_live_fn)(void *user, const cumoe_buffer_info *info);
 
 /*
  * Calls `fn` for every live buffer of the context, then for its pinned memory, each the newest first, and returns
- * their number. `fn` may be NULL; it must not call cumoe: a lock is held. -1 for a bad context.
+ * their number. `fn` may be NULL; it must not call cumoe: a lock is held. info->size says how much of the struct the
+ * library knows. -1 for a bad context.
  */
 CUMOE_API int64_t cumoe_debug_live(cumoe_context context, cumoe_live_fn fn, void *user);
 

@@ -55,7 +55,8 @@ enum {
  * divisor of step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the
  * largest, it is infinite.
  *
- * The floats are finite and not negative. Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
+ * The floats are finite and not negative. Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is
+ * passed alone: see "Structs" in cumoe.h.
  */
 typedef struct cumoe_routing {
   int32_t score;                /* cumoe_score */
@@ -193,10 +194,11 @@ typedef enum cumoe_major {
  * One projection of all local experts, in one of three forms, each matrix [out, in] (OUT_IN) or [in, out] (IN_OUT):
  *   a stack    data is all experts' matrices one below the other, [experts * rows, cols];
  *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
- *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with data.data
- *              NULL, states the shape, ld and dtype of each.
+ *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with
+ *              data.data NULL, states the shape, ld and dtype of each.
  * Alignment: base and rows to 16 bytes.
- * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; absent = 0.
+ * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; 0 where
+ * it is absent.
  */
 typedef struct cumoe_projection {
   cumoe_view data;
@@ -225,8 +227,9 @@ typedef struct cumoe_weights_s *cumoe_weights;
 /*
  * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
  * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
- * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another way, every
- * call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to keep.
+ * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another
+ * way, every call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to
+ * keep.
  */
 CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc,
                                               cumoe_weights *weights);
@@ -237,16 +240,17 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 /* ---- forward --------------------------------------------------------------------------------------- */
 
 /*
- * Arguments of one call. T = x.rows; x says its cols and dtype also where it has no rows: an x that is all zero is refused,
- * not taken for T = 0. What has a row a token may then be absent. Alignment: x, out, residual and the workspace to 16 bytes and their ld to 16
- * bytes; everything else to its element. Routing input in exactly one of three forms:
+ * Arguments of one call. T = x.rows; x says its cols and dtype also where it has no rows: an x that is all zero is
+ * refused, not taken for T = 0. What has a row a token may then be absent. Alignment: x, out, residual and the
+ * workspace to 16 bytes and their ld to 16 bytes; everything else to its element. Routing input in exactly one of three
+ * forms:
  *   router_weight (+ router_bias)  the library computes the logits from x
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent
  * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
- * Outputs and the workspace may not overlap inputs, each other or the bound weights and biases (INVALID_ARGUMENT), except
- * residual == out (accumulate in place); memory between the matrices of two experts is free. At T = 0 nothing is written,
- * counts_out included.
+ * Outputs and the workspace may not overlap inputs, each other or the bound weights and biases (INVALID_ARGUMENT),
+ * except residual == out (accumulate in place); memory between the matrices of two experts is free. At T = 0 nothing is
+ * written, counts_out included.
  */
 typedef struct cumoe_moe_args {
   uint32_t size;

@@ -137,8 +137,8 @@ CUMOE_API const char *cumoe_dtype_name(cumoe_dtype dtype);
 /*
  * A view is a row-major matrix by value: element (r, c) lies at data + (r * ld + c) elements. It owns nothing.
  * It is the only way to hand memory to cumoe: shape and type are checked where it is used. A view that is all zero is
- * absent; for an optional operand so is any with data NULL, rows and cols 0 and no owner. data may also be NULL where rows
- * or cols is 0. A view that is filled in by hand says CUMOE_DEVICE_ANY or a device: 0 is the first GPU.
+ * absent; for an optional operand so is any with data NULL, rows and cols 0 and no owner. data may also be NULL where
+ * rows or cols is 0. A view that is filled in by hand says CUMOE_DEVICE_ANY or a device: 0 is the first GPU.
  *
  * Views of owned buffers (cumoe/buffer.h) carry the owner's handle, so that use after free is a status and
  * not a crash. Views of foreign memory are made with the inline constructors below, at no cost.

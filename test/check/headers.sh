@@ -32,7 +32,8 @@ for compiler in "${CC:-cc} -x c -std=c11" "${CC:-cc} -x c -std=c2x" "${CXX:-g++}
 done
 
 # Of a struct with a hole an older program would say nothing where a newer library looks for a field.
-empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' | ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
+empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' |
+  ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
 
 # Hand-written bindings rely on these: test/examples/rust asserts the same numbers. A struct that grows changes both.
 for struct in cumoe_view=48 cumoe_buffer=8 cumoe_routing=128 cumoe_moe_desc=176 \
