@@ -277,8 +277,9 @@ CALL(cumoe_fault_read, fill_fault, cumoe_fault_read(a->context, no_stream, a->in
 
 /* ---- cumoe/buffer.h ------------------------------------------------------------------------------------- */
 
+#define SHAPE TYPE("dtype", dtype, ANY_TYPE), LONG("rows", rows, 0, MOST / 10), LONG("cols", cols, 0, MOST / 6)
+
 #define MOST                      ((int64_t)1 << 46) /* bytes of an address space */
-#define SHAPE                     TYPE("dtype", dtype, ANY_TYPE), LONG("rows", rows, 0, MOST / 10), LONG("cols", cols, 0, MOST / 6)
 #define OF_BUFFER                 HANDLE("buffer", handle)
 #define OUTSIDE                   .status = CUMOE_ERR_OUT_OF_BOUNDS
 #define PART(name, member, high_) ROW(name, A_LONG, member, .high = high_, OUTSIDE)
