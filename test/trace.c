@@ -725,7 +725,11 @@ static void map_weights(world *w)
 {
   (void)w;
   gemm_args a = {.n = 64, .k = 64, .experts = 8, .gated = 1};
-  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192}, .expert_stride = 4096, .n_stride = 64, .k_stride = 1};
+  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192},
+                        .expert_stride = 4096,
+                        .n_stride = 64,
+                        .k_stride = 1,
+                        .format = FORMAT_bf16};
   CHECK(SERVED(a));
   gemm_args b = a;
 #define NOT_SERVED(change)                                                                                             \
