@@ -2,7 +2,7 @@
 #ifndef BLOCK_H
 #define BLOCK_H
 
-#include "safetensors.h"
+#include "../bench/safetensors.h"
 #include "test.h"
 
 typedef struct block {
