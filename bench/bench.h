@@ -15,8 +15,15 @@
 
 #define CUMOE_EXPERIMENTAL
 #include "../include/cumoe/cumoe.h"
+#include "../kernels/formats.h"
 
 enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160 };
+
+/* Of n elements of weights, or of activations, of a layer of this type. */
+static inline int64_t format_size(cumoe_dtype dtype, int64_t n)
+{
+  return format_bytes(dense_format((int32_t)dtype), n);
+}
 
 typedef struct options {
   const char *models; /* comma-separated names, "all", or NULL: those that always run */
