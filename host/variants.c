@@ -18,7 +18,11 @@
 EACH_TYPE(SAME_TYPE)
 EACH_NAME(SAME_NAME)
 
-enum { DT_bf16 = DT_BF16, DT_f16 = DT_F16, DT_f32 = DT_F32, DT_x = DT_NONE };
+enum { DT_x = DT_NONE };
+enum {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR) DT_##name = DT_##DTYPE,
+#include "../kernels/formats.def"
+};
 
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
@@ -38,6 +42,7 @@ enum { DT_bf16 = DT_BF16, DT_f16 = DT_F16, DT_f32 = DT_F32, DT_x = DT_NONE };
    .form = FORM_##form_,                                                                                               \
    .x = DT_##X,                                                                                                        \
    .w = DT_##W,                                                                                                        \
+   .format = FORMAT_##W,                                                                                               \
    .y = DT_##Y,                                                                                                        \
    .scale = SCALE_##SCALE,                                                                                             \
    .major = MAJOR_##MAJOR,                                                                                             \

@@ -39,7 +39,7 @@ typedef struct variant {
   const unsigned char *image; /* fatbin; NULL on the CPU */
   cpu_kernel *cpu;
   int8_t op, arch, form, x, w, y; /* types: DT_*; 0 = chosen at run time, or none */
-  int8_t scale, major;            /* scale_case, weight_major */
+  int8_t format, scale, major;    /* weight_format, scale_case, weight_major */
   int32_t bm, bn, bk, stages;
   int32_t units, columns, lanes, ahead;
   int32_t cluster, threads, ctas, smem; /* threads: of a CTA */

@@ -106,8 +106,7 @@ static cumoe_status check_weights_desc(struct context *context, const cumoe_weig
           "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
-  REQUIRE(dtype == CUMOE_BF16 || dtype == CUMOE_F16 || dtype == CUMOE_F32, CUMOE_ERR_WRONG_DTYPE,
-          "desc.down.data.dtype is %s, must be bf16, f16 or f32", say_dtype(dtype).text);
+  TRY(check_dense("desc.down.data.dtype", dtype, CUMOE_ERR_WRONG_DTYPE));
   REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT,
           "desc.gate_up must be absent with this gate_order");
   REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
@@ -166,7 +165,7 @@ static expert_matrix normal_form(const half *halves, int count, int32_t major, i
 {
   const cumoe_projection *first = halves[0].projection;
   const cumoe_view *v = &first->data, *bias = &first->bias;
-  expert_matrix m = {0};
+  expert_matrix m = {.format = dense_format(v->dtype)};
   m.expert_stride = first->expert_stride ? first->expert_stride : v->rows * v->ld;
   m.n_stride = channel_step * (major == CUMOE_OUT_IN ? v->ld : 1);
   m.k_stride = major == CUMOE_OUT_IN ? 1 : v->ld;

@@ -15,7 +15,6 @@ bool case_wanted(int32_t dtype)
 
 const int32_t case_experts[10] = {1, 8, 60, 128, 160, 256, 384, 512, 1000, 1024};
 const int32_t case_tokens[12] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33};
-const int32_t case_dtypes[3] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
 
 bool case_served(cumoe_context context, cumoe_status status, const char *call)
 {

@@ -404,8 +404,7 @@ static void take_memory_back(void *user, void *data, size_t bytes, cumoe_stream 
 {
   (void)user, (void)bytes, (void)stream;
   shim_pause(true);
-  (void)cudaFree(data);
-  (void)cudaGetLastError();
+  if (cudaFree(data) != cudaSuccess) (void)cudaGetLastError();
   shim_pause(false);
 }
 
@@ -646,7 +645,7 @@ static const struct {
     {"cuTensorMapEncodeTiled", cudaSuccess, true, CUMOE_ERR_INTERNAL}, /* fails for bad operands only */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, true, CUMOE_ERR_INVALID_ARGUMENT}, /* it means "unknown" ... */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, false, CUMOE_OK},                  /* ... or "in no pool" */
-    {"cudaFuncGetParamInfo", cudaErrorInvalidValue, false, CUMOE_OK},                   /* its way to say "no more" */
+    {"cuKernelGetParamInfo", cudaErrorInvalidValue, false, CUMOE_OK},                   /* its way to say "no more" */
     {"pthread_create", cudaSuccess, true, CUMOE_OK},                                    /* fewer threads */
 };
 
@@ -710,6 +709,21 @@ static void check_nothing_left(int64_t live, int64_t heap)
   CHECK_MSG(shim_live() == live, "%lld CUDA objects are left", (long long)(shim_live() - live));
   if (shim_live() != live) shim_print_live();
   CHECK_MSG(shim_heap() == heap, "%lld blocks of the heap are left", (long long)(shim_heap() - heap));
+}
+
+/* An error that the caller left pending stays so, and is nobody else's, unless CUDA fails in the call itself. */
+static void run_pending(const scenario *s)
+{
+  world w;
+  begin_world(s, &w);
+  shim_pause(true);
+  CHECK(cudaSetDevice(99) == cudaErrorInvalidDevice);
+  shim_pause(false);
+  CHECK_OK(s->act(&w));
+  CHECK_MSG(shim_last_error() == cudaErrorInvalidDevice || s->traits & FAILS, "it is %s",
+            cudaGetErrorName(shim_last_error()));
+  shim_heal();
+  finish(&w, true);
 }
 
 /* A run without a fault; its trace, to be freed. */
@@ -865,6 +879,9 @@ static void run_libraries(void)
 static void run_scenario(const scenario *s)
 {
   if (!group_begin("%s", s->name)) return;
+  case_begin("with an error pending");
+  run_pending(s);
+  case_end();
   for (int forever = 0; forever < 2; forever++) {
     for (int e = 0; e < ERRORS; e++) run_channel(s, SHIM_CUDA, errors[e], forever);
     run_channel(s, SHIM_HEAP, cudaErrorMemoryAllocation, forever);

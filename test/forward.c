@@ -12,7 +12,6 @@
 
 #include "cases_layer.h"
 
-static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
 static const uint8_t poisons[] = {0xff, 0x3b};
 
 static int64_t least(int64_t a, int64_t b)
@@ -173,7 +172,7 @@ static void set_random_routing(rng *r, layer_spec *s)
   s->select_bias = s->input != INPUT_IDS && rng_below(r, 2);
   s->router_bias = rng_below(r, 2);
   s->pattern = (pattern)rng_below(r, PATTERN_COUNT);
-  s->logits_dtype = types[rng_below(r, 3)];
+  s->logits_dtype = case_dtypes[rng_below(r, 3)];
   if (rng_below(r, 2)) s->router_dtype = CUMOE_F32;
 }
 
@@ -788,7 +787,7 @@ int main(int argc, char **argv)
   const int count = open_contexts(contexts);
   for (int i = 0; i < count; i++) {
     rng r = {42};
-    for (int t = 0; t < 3; t++) run_type(contexts[i], types[t], &r);
+    for (int t = 0; t < 3; t++) run_type(contexts[i], case_dtypes[t], &r);
     sweep_giants(contexts[i]);
     close_context(contexts[i]);
   }

@@ -125,12 +125,11 @@ static void test_first_call(void)
 {
   static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
                                                      cudaStreamCaptureModeRelaxed};
-  static const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   for (int mode = 0; mode < 3; mode++)
     for (int type = 0; type < 3; type++)
       for (int64_t tokens = 3; tokens < 3000; tokens *= 30) { /* 3, 90, 2700 */
-        case_begin("mode %d, %s, T %" PRId64, mode, cumoe_dtype_name((cumoe_dtype)types[type]), tokens);
-        first_call_case(types[type], tokens, modes[mode]);
+        case_begin("mode %d, %s, T %" PRId64, mode, cumoe_dtype_name((cumoe_dtype)case_dtypes[type]), tokens);
+        first_call_case(case_dtypes[type], tokens, modes[mode]);
         case_end();
       }
 }
@@ -350,11 +349,10 @@ static void stages_case(cumoe_context context, int32_t dtype, int64_t tokens)
 
 static void test_stages(cumoe_context context)
 {
-  static const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   for (int type = 0; type < 3; type++)
     for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
-      case_begin("%s, T %" PRId64, cumoe_dtype_name((cumoe_dtype)types[type]), tokens);
-      stages_case(context, types[type], tokens);
+      case_begin("%s, T %" PRId64, cumoe_dtype_name((cumoe_dtype)case_dtypes[type]), tokens);
+      stages_case(context, case_dtypes[type], tokens);
       case_end();
     }
 }

@@ -81,14 +81,13 @@ static int32_t one_of(rng *r, const int32_t *list, int count)
 /* A description that check_moe_desc accepts, from the whole of what the manual allows. */
 static cumoe_moe_desc random_desc(rng *r)
 {
-  const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   cumoe_moe_desc d = {.size = sizeof d};
   d.num_experts = (int32_t)log_uniform(r, CUMOE_MAX_EXPERTS);
   d.local_experts = rng_below(r, 2) ? 0 : (int32_t)log_uniform(r, d.num_experts);
   d.hidden = 8 * (int32_t)log_uniform(r, 1 << 21);
   d.inter = 8 * (int32_t)log_uniform(r, 1 << 21);
   d.shared_inter = rng_below(r, 2) ? 0 : 8 * (int32_t)log_uniform(r, 1 << 21);
-  d.dtype = one_of(r, types, 3);
+  d.dtype = one_of(r, case_dtypes, 3);
   d.out_dtype = rng_below(r, 2) ? 0 : CUMOE_F32;
   d.act = (int32_t)rng_below(r, 7);
   d.flags = rng_below(r, 4) || d.act == CUMOE_ACT_SWIGLU_OAI ? 0 : CUMOE_MOE_UNGATED;
@@ -268,13 +267,11 @@ static int32_t row_by_table(const gpu *g, const op_shape *s, int64_t rows, int *
   return -1;
 }
 
-static const int32_t float_types[] = {DT_BF16, DT_F16, DT_F32};
-
 /* A shape of the line's operation with exactly `per_expert` rows for each expert. bits: layout, tensor maps, a type for x that
  * is not that of the weights. */
 static op_shape threshold_shape(const tune_line *t, int64_t per_expert, int32_t experts, int bits)
 {
-  const int32_t w = t->weights == WEIGHTS_f32 ? DT_F32 : float_types[bits & 1];
+  const int32_t w = t->weights == WEIGHTS_f32 ? DT_F32 : case_dtypes[bits & 1];
   op_shape s = {.op = (operation)t->op,
                 .in = w,
                 .w = w,
@@ -287,7 +284,7 @@ static op_shape threshold_shape(const tune_line *t, int64_t per_expert, int32_t 
                 .top_k = 1};
   if (s.op == OP_up || s.op == OP_down) s.major = bits & 2 ? MAJOR_N : MAJOR_K;
   if (s.op == OP_router) s.rows = s.tokens, s.experts = s.n = 256; /* a token counts as one */
-  if (s.op == OP_router && w == DT_F32 && bits & 2) s.in = float_types[bits & 1];
+  if (s.op == OP_router && w == DT_F32 && bits & 2) s.in = case_dtypes[bits & 1];
   return s;
 }
 
@@ -542,7 +539,7 @@ static void test_functions(void)
   for (int i = 1; i < GPU_COUNT; i++)
     for (int f = EW_ADD; f <= EW_GELU_TANH; f++)
       for (int type = 0; type < 3; type++) {
-        const int32_t dtype = float_types[type];
+        const int32_t dtype = case_dtypes[type];
         const op_shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = f};
         const machine m = gpu_machine(&gpus[i]);
         case_begin("cc %d function %d type %d", gpus[i].cc, f, dtype);

@@ -77,6 +77,14 @@ void *scratch(size_t count, size_t bytes); /* zeroed, freed by case_end */
 int scratch_mark(void);
 void scratch_release(int mark); /* frees what scratch() gave since the mark */
 
+/* Element types of layers. Cases deal three of them. */
+static const int32_t case_dtypes[] = {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS) CUMOE_##DTYPE,
+#include "../kernels/formats.def"
+};
+_Static_assert(sizeof case_dtypes / sizeof *case_dtypes == 3, "a type of layers that the cases leave out");
+
 /* ---- random numbers -------------------------------------------------------------------------------- */
 
 typedef struct rng {

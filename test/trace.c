@@ -654,6 +654,65 @@ static void test_grids(void)
   case_end();
 }
 
+/* ---- what a plan says in words ---- */
+
+/* The kernels' whole names, in the order of the text. */
+static void list_names(const char *text, char *list, size_t bytes)
+{
+  size_t used = 0;
+  list[0] = 0;
+  for (const char *at = text; (at = strstr(at, " cumoe_")) != NULL; at++)
+    used += (size_t)snprintf(list + used, bytes - used, "%.*s ", (int)strcspn(at + 1, ", \n"), at + 1);
+}
+
+static cumoe_status forward_from_router(world *w, int64_t tokens)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.inter = FEW_INTER;
+  cumoe_moe_args a = arguments(w, &d, tokens);
+  a.router_weight = lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+/* A description names what a forward launches, and follows the limits that are set. */
+static void test_descriptions(void)
+{
+  static const int64_t tokens[] = {1, 8, 33, 1000, 5000};
+  char text[4096], few[4096], named[2000], launched[2000];
+  cumoe_limit_info info = {.size = sizeof info};
+  world w = {.next = (uintptr_t)1 << 30};
+  wide_layer(&w);
+  for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
+    case_begin("T %d", (int)tokens[i]);
+    CHECK_OK(cumoe_plan_describe(w.plan, i % 2 ? w.weights : NULL, tokens[i], text, sizeof text));
+    shim_mark();
+    CHECK_OK(forward_from_router(&w, tokens[i]));
+    list_names(shim_trace(), launched, sizeof launched);
+    list_names(text, named, sizeof named);
+    CHECK_MSG(strcmp(named, launched) == 0, "described: %s\nlaunched: %s", named, launched);
+    CHECK_MSG(strlen(text) < sizeof text / 2 && strstr(text, "workspace "), "%s", text);
+    case_end();
+  }
+  case_begin("limits");
+  CHECK_OK(cumoe_plan_describe(w.plan, w.weights, 1, few, sizeof few));
+  for (int32_t i = 0; i < cumoe_limit_count(); i++) {
+    CHECK_OK(cumoe_limit_get(w.context, i, &info));
+    CHECK(*info.name && *info.unit && *info.text);
+    if (strcmp(info.name, "few_bytes") == 0) CHECK_OK(cumoe_limit_set(w.context, i, CUMOE_BF16, 0));
+  }
+  CHECK_OK(cumoe_plan_describe(w.plan, w.weights, 1, text, sizeof text));
+  CHECK((strstr(few, "cumoe_few_up") != NULL) == (strcmp(few, text) != 0) && strstr(text, "cumoe_few_up") == NULL);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_limit_set(w.context, 0, CUMOE_BF16, 0. / 0.));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_limit_set(w.context, 0, (cumoe_dtype)99, 0));
+  case_end();
+  case_begin("arguments");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_plan_describe(w.plan, NULL, 1, text, 0));
+  CHECK_OK(cumoe_plan_describe(w.plan, NULL, 1, text, 5));
+  CHECK(strcmp(text, "1 to") == 0);
+  end_world(&w);
+  case_end();
+}
+
 /* ---- corners that no other program comes to --------------------------------------------------------------- */
 
 #define REFUSED(want, word, call)                                                                                      \
@@ -697,7 +756,11 @@ static void map_weights(world *w)
 {
   (void)w;
   gemm_args a = {.n = 64, .k = 64, .experts = 8, .gated = 1};
-  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192}, .expert_stride = 4096, .n_stride = 64, .k_stride = 1};
+  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192},
+                        .expert_stride = 4096,
+                        .n_stride = 64,
+                        .k_stride = 1,
+                        .format = FORMAT_bf16};
   CHECK(SERVED(a));
   gemm_args b = a;
 #define NOT_SERVED(change)                                                                                             \
@@ -1106,6 +1169,7 @@ static const test_group groups[] = {
     ALONE("refused in a capture", test_refused_in_capture, ONCE),
     ALONE("the status of each CUDA error", test_errors, ONCE),
     ALONE("grids", test_grids, ONCE),
+    ALONE("descriptions of plans", test_descriptions, ONCE),
     ALONE("corners", test_corners, ONCE),
     ALONE("threads", test_threads, ONCE),
 };

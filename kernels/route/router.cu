@@ -336,9 +336,6 @@ template <class X, class W, int BM, int BN, int BK> DEVICE void router_fma(const
 
 /* ---- kernels ---- */
 
-template <class A, class B> constexpr bool same_type = false;
-template <class A> constexpr bool same_type<A, A> = true;
-
 template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS, int SMEM>
 DEVICE void router_tile(const router_args &a)
 {
