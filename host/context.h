@@ -11,7 +11,8 @@
 
 enum { MAX_IMAGES = 32 };
 
-/* What modules keep for a context and give back when it closes, in this order: its work is done, its device may be lost. */
+/* What modules keep for a context and give back when it closes, in this order. Its work is done; its device may be
+ * lost. */
 typedef enum close_step {
   CLOSE_REPORT, /* of leaks: while all is there */
   CLOSE_BLAS,
@@ -110,8 +111,8 @@ void leave_device(device_scope *scope);
 enum cudaStreamCaptureMode relax_capture(void);
 void restore_capture(enum cudaStreamCaptureMode before);
 
-/* A function of the driver, by the ABI of a version of CUDA (12000: 12.0), for what the runtime has no call for, or none that
- * leaves its last error alone. DRIVER_TOO_OLD if it is not there. */
+/* A function of the driver, by the ABI of a version of CUDA (12000: 12.0), for what the runtime has no call for, or
+ * none that leaves its last error alone. DRIVER_TOO_OLD if it is not there. */
 typedef void driver_function(void);
 cumoe_status find_driver_function(const char *name, unsigned version, driver_function **function);
 

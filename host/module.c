@@ -266,8 +266,8 @@ static cumoe_status unload_all(struct context *context)
 
 typedef CUresult parameter_query(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
 
-/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end. The driver is
- * asked, for it leaves the runtime's last error alone. */
+/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end.
+ * The driver is asked, for it leaves the runtime's last error alone. */
 static cumoe_status read_parameters(function_facts *f)
 {
   size_t offset = 0, bytes = 0;
