@@ -1058,7 +1058,7 @@ static int change_desc(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.act", d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_UNGATED)
   CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)
   CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = -INFINITY)
-  CHANGE(NOT_SUPPORTED, "desc.dtype is unset, supported are bf16, f16 and f32", d->dtype = 0)
+  CHANGE(NOT_SUPPORTED, "desc.dtype is unset, must be f32", d->dtype = 0)
   CHANGE(NOT_SUPPORTED, "desc.dtype is 77 (no cumoe_dtype)", d->dtype = 77)
   CHANGE(NOT_SUPPORTED, "desc.out_dtype is u8, must be f32 (or 0: dtype)", d->dtype = CUMOE_F32,
          d->out_dtype = CUMOE_U8)
