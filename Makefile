@@ -49,7 +49,8 @@ COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbre
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
 ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
 # A switch over an enum without a default names every enumerator.
-COMMON   := -Werror=switch -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror=switch -MMD -MP \
+	$(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
@@ -346,7 +347,7 @@ help:
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
-	@echo 'make tune       measures every kernel and writes host/tune/$(GPU).def          (TUNE_ARGS, GPU)'
+	@echo 'make tune       measures every kernel and writes host/tune/$(GPU).def         (TUNE_ARGS, GPU)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

@@ -278,8 +278,9 @@ CALL(cumoe_fault_read, fill_fault, cumoe_fault_read(a->context, no_stream, a->in
 
 /* ---- cumoe/buffer.h ------------------------------------------------------------------------------------- */
 
+#define SHAPE TYPE("dtype", dtype, ANY_TYPE), LONG("rows", rows, 0, MOST / 10), LONG("cols", cols, 0, MOST / 6)
+
 #define MOST                      ((int64_t)1 << 46) /* bytes of an address space */
-#define SHAPE                     TYPE("dtype", dtype, ANY_TYPE), LONG("rows", rows, 0, MOST / 10), LONG("cols", cols, 0, MOST / 6)
 #define OF_BUFFER                 HANDLE("buffer", handle)
 #define OUTSIDE                   .status = CUMOE_ERR_OUT_OF_BOUNDS
 #define PART(name, member, high_) ROW(name, A_LONG, member, .high = high_, OUTSIDE)
@@ -1765,6 +1766,14 @@ static void side_by_side(void)
   dst.ld = 64;
   dst.data = (char *)dst.data - 9 * 4; /* column 7: the last of src */
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, dst, src, no_stream));
+  case_end();
+  case_begin("one begins where the other ends");
+  cumoe_view_mut above, below;
+  CHECK_OK(cumoe_view_split_mut(cumoe_buffer_view_mut(bench.buffer), 2, &above, &below));
+  below.rows = 2;
+  below.ld = 128;
+  CHECK_OK(cumoe_copy(bench.context, below, cumoe_const(above), no_stream));
+  CHECK_OK(cumoe_copy(bench.context, above, cumoe_const(below), no_stream));
   case_end();
   case_begin("close");
   close_bench();
