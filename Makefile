@@ -49,7 +49,7 @@ COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbre
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
 ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
 # A switch over an enum without a default names every enumerator.
-COMMON   := -Werror=switch -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+COMMON   := -Werror=switch -Werror=implicit-function-declaration -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
