@@ -79,7 +79,7 @@ ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
 test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
 TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
 # The demo's model is a helper too: test/tinymoe.c runs it.
-HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
+HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safetensors.c)
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
@@ -93,8 +93,8 @@ EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
 # Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
 BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c)
-BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
-DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
+BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c bench/safetensors.c,$(wildcard bench/*.c)))
+DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c bench/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
@@ -227,7 +227,7 @@ $(SHIMMED:%=$(OBJ)/asan/bin/%): LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -l
 archive      := $(LIB)/libcumoe.a $(OBJ)/flags.link
 helper_objs  := $(HELPER_C:%.c=$(OBJ)/%.o)
 asan_helpers := $(HELPER_C:%.c=$(OBJ)/asan/%.o)
-fuzz_c       := $(LIB_C) test/safetensors.c
+fuzz_c       := $(LIB_C) bench/safetensors.c
 .SECONDARY:
 
 $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(archive)

@@ -45,13 +45,14 @@ cumoe_status find_context(cumoe_context handle, struct context **context)
 
 /* ---- the driver, for what the runtime cannot do ---- */
 
-cumoe_status find_driver_function(const char *name, driver_function **function)
+cumoe_status find_driver_function(const char *name, unsigned version, driver_function **function)
 {
   void *entry = NULL;
   enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  TRY_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found));
+  TRY_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found));
   if (found != cudaDriverEntryPointSuccess)
-    return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no %s of CUDA 12.0", name);
+    return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no %s of CUDA %u.%u", name, version / 1000,
+                version % 1000 / 10);
   memcpy(function, &entry, sizeof *function);
   return CUMOE_OK;
 }
@@ -68,11 +69,11 @@ static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static cumoe_status look_up_driver(void)
 {
-  TRY(find_driver_function("cuCtxGetCurrent", (driver_function **)&driver.get_current));
-  TRY(find_driver_function("cuCtxPushCurrent", (driver_function **)&driver.push_current));
-  TRY(find_driver_function("cuCtxPopCurrent", (driver_function **)&driver.pop_current));
-  TRY(find_driver_function("cuCtxGetDevice", (driver_function **)&driver.get_device));
-  TRY(find_driver_function("cuDevicePrimaryCtxRetain", (driver_function **)&driver.retain_primary));
+  TRY(find_driver_function("cuCtxGetCurrent", 12000, (driver_function **)&driver.get_current));
+  TRY(find_driver_function("cuCtxPushCurrent", 12000, (driver_function **)&driver.push_current));
+  TRY(find_driver_function("cuCtxPopCurrent", 12000, (driver_function **)&driver.pop_current));
+  TRY(find_driver_function("cuCtxGetDevice", 12000, (driver_function **)&driver.get_device));
+  TRY(find_driver_function("cuDevicePrimaryCtxRetain", 12000, (driver_function **)&driver.retain_primary));
   driver.complete = true;
   return CUMOE_OK;
 }
@@ -278,7 +279,7 @@ static cumoe_status open_entered(struct context *context)
   TRY(read_facts(context));
   TRY(pool_open(context));
   TRY(load_kernels(context));
-  if (context->info.cc_major == 9) TRY(find_driver_function("cuTensorMapEncodeTiled", &context->encode_tiled));
+  if (context->info.cc_major == 9) TRY(find_driver_function("cuTensorMapEncodeTiled", 12000, &context->encode_tiled));
   return make_fault_record(context);
 }
 

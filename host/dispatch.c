@@ -124,6 +124,13 @@ cumoe_status refuse_step(struct context *context, const char *what, const launch
               context->machine.forced[op] ? " (one is forced)" : "", what);
 }
 
+cumoe_status check_layer_plan(struct context *context, const layer_plan *lp)
+{
+  const stage s = lp->refused;
+  if (s == STAGE_COUNT) return CUMOE_OK;
+  return refuse_step(context, stage_name(s), &lp->steps[s], stage_operation(s), lp->why);
+}
+
 /* ---- tensor maps ---- */
 
 /* Encoded anew each time: host work only, and nothing to keep. */

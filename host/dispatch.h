@@ -15,6 +15,9 @@ cumoe_status choose_step(struct context *context, operation op, const void *args
 cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
                          step_refusal why);
 
+/* That of a layer, if its plan was refused. */
+cumoe_status check_layer_plan(struct context *context, const layer_plan *lp);
+
 /* Arguments of a kernel that may read through tensor maps; each begins with the struct of those that do not. */
 typedef union mapped_args {
   router_sm90_args router;

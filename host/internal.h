@@ -190,10 +190,10 @@ void leave_device(device_scope *scope);
 enum cudaStreamCaptureMode relax_capture(void);
 void restore_capture(enum cudaStreamCaptureMode before);
 
-/* A function of the driver, by the ABI of CUDA 12.0, for what the runtime has no call for. DRIVER_TOO_OLD if it is not
- * there. */
+/* A function of the driver, by the ABI of a version of CUDA (12000: 12.0), for what the runtime has no call for, or none that
+ * leaves its last error alone. DRIVER_TOO_OLD if it is not there. */
 typedef void driver_function(void);
-cumoe_status find_driver_function(const char *name, driver_function **function);
+cumoe_status find_driver_function(const char *name, unsigned version, driver_function **function);
 
 /* ---- the pool (pool.c) ---- */
 

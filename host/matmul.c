@@ -11,8 +11,8 @@
 
 /* ---- checks ---- */
 
-/* The memory of all matrices of a batch as one view: side by side in the columns of one, or else everything from the first
- * element to the last. */
+/* The memory of all matrices of a batch as one view: side by side in the columns of one, or else everything from the
+ * first element to the last. */
 static cumoe_status whole_batch(const char *name, cumoe_view first, int64_t batch, int64_t stride, cumoe_view *whole)
 {
   const int64_t limit = (int64_t)1 << 46;

@@ -317,13 +317,6 @@ static layer_call call_of(const layer *with, const cumoe_moe_args *a)
   return c;
 }
 
-static cumoe_status check_layer_plan(struct context *context, const layer_plan *lp)
-{
-  const stage s = lp->refused;
-  if (s == STAGE_COUNT) return CUMOE_OK;
-  return refuse_step(context, stage_name(s), &lp->steps[s], stage_operation(s), lp->why);
-}
-
 /* Whatever may fail but the launches themselves comes before the first of them. */
 static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream)
 {

@@ -16,7 +16,7 @@ const char *stage_name(stage s)
 #define STAGE(name, operation) [STAGE_##name] = #name,
   static const char *const names[STAGE_COUNT] = {STAGE_LIST(STAGE)};
 #undef STAGE
-  return names[s];
+  return s < STAGE_COUNT ? names[s] : "no stage";
 }
 
 int32_t router_experts(const cumoe_moe_desc *d)

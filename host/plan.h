@@ -100,7 +100,4 @@ layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_
 /* Columns of the logits: routed, zero and identity experts. */
 int32_t router_experts(const cumoe_moe_desc *desc);
 
-/* Prints it, NUL-terminated and cut at `bytes`; returns the length of the whole text. */
-size_t plan_describe(const machine *m, const cumoe_moe_desc *desc, const layer_plan *plan, char *text, size_t bytes);
-
 #endif

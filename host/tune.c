@@ -93,3 +93,8 @@ const char *limit_unit(limit_name limit)
 {
   return limits[limit].unit;
 }
+
+const char *limit_text(limit_name limit)
+{
+  return limits[limit].text;
+}

@@ -36,5 +36,6 @@ const tune_file *find_tune_file(const char *gpu, int32_t cc);
 
 const char *limit_title(limit_name limit);
 const char *limit_unit(limit_name limit);
+const char *limit_text(limit_name limit);
 
 #endif

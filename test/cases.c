@@ -569,10 +569,11 @@ static void run_combine(cumoe_context context, const combine_case *c)
     if (fewer) got[pass].rows = c->present * rows;
     check_guards(context, "out", out);
     bool any_bad = c->bad_rows && (fewer ? c->present : c->tokens) * c->top_k > 1;
-    check_fault(context, NULL, c->tokens == 0           ? CUMOE_FAULT_NONE
-                          : c->present > c->tokens ? CUMOE_FAULT_TOKEN_COUNT
-                          : any_bad                ? CUMOE_FAULT_ROUTE
-                                                   : CUMOE_FAULT_NONE);
+    check_fault(context, NULL,
+                c->tokens == 0           ? CUMOE_FAULT_NONE
+                : c->present > c->tokens ? CUMOE_FAULT_TOKEN_COUNT
+                : any_bad                ? CUMOE_FAULT_ROUTE
+                                         : CUMOE_FAULT_NONE);
   }
   check_same("two poisons", &got[0], &got[1]);
   check_combined(c, &d, &got[0]);
