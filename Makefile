@@ -49,8 +49,9 @@ COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbre
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
 ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
 # A switch over an enum without a default names every enumerator.
-COMMON   := -Werror=switch -Werror=implicit-function-declaration -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
-C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
+COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror=switch -MMD -MP \
+	$(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+C_COMMON := -std=c11 -D_GNU_SOURCE -Werror=implicit-function-declaration $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
@@ -266,7 +267,7 @@ bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
 # On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
 tune: $(LIB)/bench/tune
-	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune_any.def && cp $(LIB)/tune_any.def host/tune/h200.def
+	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune.def && cp $(LIB)/tune.def host/tune/h200.def
 
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
 
@@ -341,7 +342,7 @@ help:
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
-	@echo 'make tune       measures every kernel and rewrites host/tune/h200.def       (TUNE_ARGS)'
+	@echo 'make tune       measures every kernel and rewrites host/tune/h200.def      (TUNE_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

@@ -818,7 +818,8 @@ static const char *type_name(int32_t dtype)
 
 static void test_kernel_table(cumoe_context context)
 {
-  case_begin("kernel table");
+  if (!group_begin("%s: kernel table", context_name(context))) return;
+  case_begin("names and columns");
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     cumoe_variant_info v = {.size = sizeof v};
     char name[160];
@@ -837,6 +838,7 @@ static void test_kernel_table(cumoe_context context)
     CHECK(cpu || (v.bm > 0 ? v.stages >= 1 && v.units == 0 : v.units > 0 && v.ahead >= 0 && v.stages == 0));
   }
   case_end();
+  group_end();
 }
 
 int main(int argc, char **argv)
