@@ -1,10 +1,10 @@
 /*
- * Writes host/tune/h200.def: times every row of the kernel table that can serve a stage, forced through the public call,
- * over layers and token counts, and cuts the scale (rows an active expert; router: T E / 256) where another row becomes
- * the better one. The library itself never times anything.
+ * Writes host/tune/h200.def: times every row of the kernel table that can serve a stage, forced through the public
+ * call, over layers and token counts, and cuts the scale (rows an active expert; router: T E / 256) where another row
+ * becomes the better one. The library itself never times anything.
  *
- * A switch has to pay for itself, so that noise makes no thresholds; rows of sm_90a stand only behind the portable ones,
- * so that other GPUs, which skip them, find the portable thresholds in order.
+ * A switch has to pay for itself, so that noise makes no thresholds; rows of sm_90a stand only behind the portable
+ * ones, so that other GPUs, which skip them, find the portable thresholds in order.
  */
 #include "bench.h"
 

@@ -1767,6 +1767,14 @@ static void side_by_side(void)
   dst.data = (char *)dst.data - 9 * 4; /* column 7: the last of src */
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, dst, src, no_stream));
   case_end();
+  case_begin("one begins where the other ends");
+  cumoe_view_mut above, below;
+  CHECK_OK(cumoe_view_split_mut(cumoe_buffer_view_mut(bench.buffer), 2, &above, &below));
+  below.rows = 2;
+  below.ld = 128;
+  CHECK_OK(cumoe_copy(bench.context, below, cumoe_const(above), no_stream));
+  CHECK_OK(cumoe_copy(bench.context, above, cumoe_const(below), no_stream));
+  case_end();
   case_begin("close");
   close_bench();
   case_end();

@@ -101,12 +101,10 @@ static void no_tokens_stages(cumoe_context context)
 
 static void test_no_tokens(cumoe_context context)
 {
-  if (!group_begin("%s: no tokens", context_name(context))) return;
   no_tokens_forward(context, INPUT_ROUTER);
   no_tokens_forward(context, INPUT_IDS);
   no_tokens_forward(context, INPUT_LOGITS);
   no_tokens_stages(context);
-  group_end();
 }
 
 /* ---- bad device data ------------------------------------------------------------------------------- */
@@ -239,7 +237,6 @@ static void test_count_before_data(cumoe_context context)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 16};
   cumoe_context many = NULL;
-  if (!group_begin("%s: a count before data", context_name(context))) return;
   case_begin("threads");
   CHECK_OK(cumoe_context_create(on_device(context) ? 0 : CUMOE_DEVICE_CPU, &config, &many));
   case_end();
@@ -248,7 +245,6 @@ static void test_count_before_data(cumoe_context context)
   case_begin("close");
   CHECK_OK(cumoe_context_destroy(many));
   case_end();
-  group_end();
 }
 
 /* The first of two faults is the one kept; a clear takes it away, and the next one is recorded again. */
@@ -341,7 +337,6 @@ static void test_device_data(cumoe_context context)
                       wide[] = {4294967296.0, 4294967297.0, -4294967296.0, 0x1p40, -0x1p62};
   static const int32_t counts[] = {-1, INT32_MIN, 1000, INT32_MAX}, offsets[] = {-1, INT32_MIN, 100000, INT32_MAX};
   static const int32_t pairs[] = {-1, INT32_MIN, 140, INT32_MAX}, rows[] = {-3, INT32_MIN, 140, INT32_MAX};
-  if (!group_begin("%s: bad device data", context_name(context))) return;
   for (size_t i = 0; i < sizeof ids / sizeof ids[0]; i++) {
     wild_id(context, CUMOE_I32, ids[i], CUMOE_FAULT_EXPERT_ID);
     wild_id(context, CUMOE_I64, ids[i], CUMOE_FAULT_EXPERT_ID);
@@ -361,7 +356,6 @@ static void test_device_data(cumoe_context context)
     bad_route(context, SPOIL_ROW_PAIR, pairs[i]);
     bad_route(context, SPOIL_SLOT_ROW, rows[i]);
   }
-  group_end();
 }
 
 /* ---- threads --------------------------------------------------------------------------------------- */
@@ -389,7 +383,6 @@ static void *call_often(void *argument)
 static void test_threads(cumoe_context context)
 {
   enum { THREADS = 2 };
-  if (!group_begin("%s: two threads on one plan", context_name(context))) return;
   layer_spec s = layer_spec_new(CUMOE_BF16, 40, 72, 40);
   s.input = INPUT_ROUTER;
   s.desc.shared_inter = 24;
@@ -417,7 +410,6 @@ static void test_threads(cumoe_context context)
   w[1].s = own;
   session_close(&w[1].s);
   case_end();
-  group_end();
 }
 
 /* A failure's text belongs to its thread. */
@@ -434,7 +426,6 @@ static void test_error_text(void)
 {
   char other[200] = "";
   pthread_t thread;
-  if (!group_begin("error text")) return;
   case_begin("of each thread");
   CHECK(cumoe_status_name((cumoe_status)12345) != NULL && cumoe_status_text((cumoe_status)-1) != NULL);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(-77, NULL, &(cumoe_context){0}));
@@ -444,7 +435,6 @@ static void test_error_text(void)
   CHECK_MSG(strstr(cumoe_last_error(), "cumoe_context_create") == cumoe_last_error(), "this thread's text is %s",
             cumoe_last_error());
   case_end();
-  group_end();
 }
 
 /* ---- contexts -------------------------------------------------------------------------- */
@@ -453,7 +443,6 @@ static void test_two_contexts(cumoe_context context)
 {
   cumoe_context other = NULL;
   const int32_t device = on_device(context) ? 0 : CUMOE_DEVICE_CPU;
-  if (!group_begin("%s: two contexts", context_name(context))) return;
   case_begin("same bits, own faults");
   CHECK_OK(cumoe_context_create(device, NULL, &other));
   layer_spec s = layer_spec_new(CUMOE_BF16, 40, 72, 40);
@@ -475,22 +464,14 @@ static void test_two_contexts(cumoe_context context)
   case_begin("close the second");
   CHECK_OK(cumoe_context_destroy(other));
   case_end();
-  group_end();
 }
 
-int main(int argc, char **argv)
-{
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  const int count = open_contexts(contexts);
-  test_error_text();
-  for (int i = 0; i < count; i++) {
-    test_no_tokens(contexts[i]);
-    test_device_data(contexts[i]);
-    test_count_before_data(contexts[i]);
-    test_threads(contexts[i]);
-    test_two_contexts(contexts[i]);
-    close_context(contexts[i]);
-  }
-  return test_end();
-}
+static const test_group groups[] = {
+    ALONE("error text", test_error_text, ONCE),
+    GROUP("no tokens", test_no_tokens, ANYWHERE),
+    GROUP("bad device data", test_device_data, ANYWHERE),
+    GROUP("a count before data", test_count_before_data, ANYWHERE),
+    GROUP("two threads on one plan", test_threads, ANYWHERE),
+    GROUP("two contexts", test_two_contexts, ANYWHERE),
+};
+TEST_MAIN(groups)

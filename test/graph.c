@@ -125,7 +125,6 @@ static void test_first_call(void)
 {
   static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
                                                      cudaStreamCaptureModeRelaxed};
-  if (!group_begin("captured as the first call")) return;
   for (int mode = 0; mode < 3; mode++)
     for (int type = 0; type < 3; type++)
       for (int64_t tokens = 3; tokens < 3000; tokens *= 30) { /* 3, 90, 2700 */
@@ -133,7 +132,6 @@ static void test_first_call(void)
         first_call_case(case_dtypes[type], tokens, modes[mode]);
         case_end();
       }
-  group_end();
 }
 
 /* ---- replays with other data ----------------------------------------------------------------------- */
@@ -249,7 +247,6 @@ static void replay_case(cumoe_context context, int32_t dtype, int64_t tokens, ro
 static void test_replays(cumoe_context context)
 {
   static const int32_t types[] = {CUMOE_BF16, CUMOE_F32};
-  if (!group_begin("replayed with other data")) return;
   for (int type = 0; type < 2; type++)
     for (routing_input input = INPUT_IDS; input <= INPUT_ROUTER; input++)
       for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
@@ -257,7 +254,6 @@ static void test_replays(cumoe_context context)
         replay_case(context, types[type], tokens, input);
         case_end();
       }
-  group_end();
 }
 
 /* ---- the stages ------------------------------------------------------------------------------------ */
@@ -353,14 +349,12 @@ static void stages_case(cumoe_context context, int32_t dtype, int64_t tokens)
 
 static void test_stages(cumoe_context context)
 {
-  if (!group_begin("every stage captured")) return;
   for (int type = 0; type < 3; type++)
     for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
       case_begin("%s, T %" PRId64, cumoe_dtype_name((cumoe_dtype)case_dtypes[type]), tokens);
       stages_case(context, case_dtypes[type], tokens);
       case_end();
     }
-  group_end();
 }
 
 /* ---- faults ---------------------------------------------------------------------------------------- */
@@ -368,7 +362,6 @@ static void test_stages(cumoe_context context)
 /* A fault in one replay is sticky in the next, until a clear that is part of the graph. */
 static void test_faults_in_graphs(cumoe_context context)
 {
-  if (!group_begin("faults in graphs")) return;
   case_begin("recorded and cleared by replays");
   layer_spec spec = graph_spec(CUMOE_BF16, 20, INPUT_IDS);
   const layer_inputs good = layer_inputs_new(&spec);
@@ -399,7 +392,6 @@ static void test_faults_in_graphs(cumoe_context context)
   captured_free(&c);
   streamed_close(&s);
   case_end();
-  group_end();
 }
 
 /* ---- nothing left behind --------------------------------------------------------------------------- */
@@ -414,7 +406,6 @@ static size_t free_memory(void)
 
 static void test_no_allocation(cumoe_context context)
 {
-  if (!group_begin("no allocation")) return;
   for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
     case_begin("1000 launches, T %" PRId64, tokens);
     const layer_spec spec = graph_spec(CUMOE_BF16, tokens, INPUT_ROUTER);
@@ -439,7 +430,6 @@ static void test_no_allocation(cumoe_context context)
     streamed_close(&s);
     case_end();
   }
-  group_end();
 }
 
 /* ---- threads and streams --------------------------------------------------------------------------- */
@@ -508,14 +498,12 @@ static void threads_case(cumoe_context context, bool captures)
 
 static void test_threads(cumoe_context context)
 {
-  if (!group_begin("two threads, two streams")) return;
   case_begin("both launch");
   threads_case(context, false);
   case_end();
   case_begin("one launches, one captures");
   threads_case(context, true);
   case_end();
-  group_end();
 }
 
 /* ---- a thousand repeats ---------------------------------------------------------------------------- */
@@ -625,7 +613,6 @@ static void test_repeats(cumoe_context context)
 {
   static const int32_t types[] = {CUMOE_BF16, CUMOE_F16};
   static const int64_t tokens[] = {1, 8, 30, 90, 700, 1000, 2700};
-  if (!group_begin("%d repeats", REPEATS)) return;
   for (int type = 0; type < 2; type++)
     for (int t = 0; t < 7; t++)
       for (int loaded = 0; loaded < 2; loaded++) {
@@ -634,21 +621,24 @@ static void test_repeats(cumoe_context context)
         repeats_case(context, types[type], tokens[t], loaded);
         case_end();
       }
-  group_end();
 }
+
+static const test_group groups[] = {
+    ALONE("captured as the first call", test_first_call, ON_CUDA),
+    GROUP("replayed with other data", test_replays, ON_CUDA),
+    GROUP("every stage captured", test_stages, ON_CUDA),
+    GROUP("faults in graphs", test_faults_in_graphs, ON_CUDA),
+    GROUP("no allocation", test_no_allocation, ON_CUDA),
+    GROUP("two threads, two streams", test_threads, ON_CUDA),
+    GROUP("a thousand repeats", test_repeats, ON_CUDA),
+};
 
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
   cumoe_context context = open_context(0);
   if (context != NULL) {
-    test_first_call();
-    test_replays(context);
-    test_stages(context);
-    test_faults_in_graphs(context);
-    test_no_allocation(context);
-    test_threads(context);
-    test_repeats(context);
+    run_groups(context, groups, sizeof groups / sizeof groups[0]);
     close_context(context);
   }
   return test_end();

@@ -99,10 +99,16 @@ void close_context(cumoe_context context)
   case_end();
 }
 
-bool on_device(cumoe_context context)
+int32_t device_of(cumoe_context context)
 {
   cumoe_device_info info = {.size = sizeof info};
-  return CHECK_OK(cumoe_context_info(context, &info)) && info.device != CUMOE_DEVICE_CPU;
+  CHECK_OK(cumoe_context_info(context, &info));
+  return info.device;
+}
+
+bool on_device(cumoe_context context)
+{
+  return device_of(context) != CUMOE_DEVICE_CPU;
 }
 
 const char *context_name(cumoe_context context)
@@ -133,6 +139,33 @@ void group_end(void)
   if (test.worst > 0) printf(", worst error/bound %.3f (%s)", test.worst, test.worst_at);
   printf("\n");
   fflush(stdout);
+}
+
+void run_groups(cumoe_context context, const test_group *groups, size_t count)
+{
+  const unsigned here = context == NULL ? ONCE : on_device(context) ? ON_CUDA : ON_CPU;
+  for (size_t i = 0; i < count; i++) {
+    if (!(groups[i].where & here)) continue;
+    if (!group_begin("%s%s%s", context ? context_name(context) : "", context ? ": " : "", groups[i].name)) continue;
+    if (groups[i].alone)
+      groups[i].alone();
+    else
+      groups[i].run(context);
+    group_end();
+  }
+}
+
+int test_main(int argc, char **argv, const test_group *groups, size_t count)
+{
+  cumoe_context contexts[2];
+  test_begin(argc, argv);
+  run_groups(NULL, groups, count);
+  const int devices = open_contexts(contexts);
+  for (int i = 0; i < devices; i++) {
+    run_groups(contexts[i], groups, count);
+    close_context(contexts[i]);
+  }
+  return test_end();
 }
 
 void case_begin(const char *format, ...)

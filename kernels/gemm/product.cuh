@@ -1,6 +1,6 @@
 /*
- * What a grouped GEMM multiplies and makes: types and the scale's case from its row of variants.def, the rest from its operation. Every
- * shape inherits one of these.
+ * What a grouped GEMM multiplies and makes: types and the scale's case from its row of variants.def, the rest from its
+ * operation. Every shape inherits one of these.
  */
 #ifndef CUMOE_PRODUCT_CUH
 #define CUMOE_PRODUCT_CUH
