@@ -18,11 +18,6 @@ static cudaStream_t stream_new(void)
   return stream;
 }
 
-static cumoe_view_mut as_mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
 /* ---- layers ---------------------------------------------------------------------------------------- */
 
 /* A session on a stream of its own. */

@@ -58,11 +58,6 @@ static cumoe_view first_of(const matrices *s, cumoe_view all, int64_t *stride)
   return all;
 }
 
-static cumoe_view_mut mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
 static cumoe_view_mut workspace_for(cumoe_context context)
 {
   size_t bytes = 0;
@@ -111,7 +106,7 @@ static cumoe_matmul_args arguments_for(cumoe_context context, const product *p, 
   cumoe_matmul_args m = {.size = sizeof m, .flags = p->flags, .alpha = p->alpha, .beta = p->beta, .batch = p->batch};
   m.a = first_of(a, device_put(context, &a->all, p->pad), &m.a_stride);
   m.b = first_of(b, device_put(context, &b->all, 2 * p->pad), &m.b_stride);
-  m.c = mut(first_of(c, cumoe_const(all_c), &m.c_stride));
+  m.c = as_mut(first_of(c, cumoe_const(all_c), &m.c_stride));
   if (p->batch > 1 && m.c_stride == 0) m.c_stride = p->m * all_c.ld; /* no elements */
   m.workspace = workspace_for(context);
   return m;
