@@ -1270,6 +1270,7 @@ static int change_forward_router(int which, arguments *a, expectation *e)
 static int change_copy(int which, arguments *a, expectation *e)
 {
   int n = 0;
+  CHANGE(WRONG_DTYPE, "dst is f32, src is i32", a->v[0].dtype = CUMOE_F32)
   CHANGE(INVALID_ARGUMENT, "src is absent", a->v[1] = (cumoe_view){.data = NULL})
   CHANGE(WRONG_DEVICE, "0 where nothing is said: CUMOE_DEVICE_ANY", a->v[1] = (cumoe_view){a, 4, 8, 8, 0, 0, CUMOE_F32})
   return n;

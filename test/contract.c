@@ -10,8 +10,6 @@
 
 #include "session.h"
 
-/* ---- no tokens ------------------------------------------------------------------------------------- */
-
 /* A layer with everything optional that the input allows, and a part of the experts, so that the map is required. */
 static layer_spec spec_without_tokens(routing_input input)
 {
@@ -101,8 +99,6 @@ static void test_no_tokens(cumoe_context context)
   no_tokens_forward(context, INPUT_LOGITS);
   no_tokens_stages(context);
 }
-
-/* ---- bad device data ------------------------------------------------------------------------------- */
 
 static layer_outputs run_expecting(cumoe_context context, const layer_spec *s, const layer_inputs *in, cumoe_fault want)
 {
@@ -250,45 +246,6 @@ static void sticky_record(cumoe_context context)
   case_end();
 }
 
-/* ---- bad routes ------------------------------------------------------------------------------------ */
-
-typedef struct staged {
-  cumoe_context context;
-  session s;
-  cumoe_route route;
-  cumoe_view_mut h, y, out;
-} staged;
-
-static void staged_open(staged *g, cumoe_context context, const layer_spec *spec, const layer_inputs *in)
-{
-  const int64_t k = spec->desc.routing.top_k, pairs = spec->tokens * k;
-  *g = (staged){.context = context};
-  session_open(&g->s, context, spec, in);
-  g->route = (cumoe_route){sizeof g->route,
-                           0,
-                           device_new(context, CUMOE_I32, 1, 8, 0),
-                           device_new(context, CUMOE_I32, 1, 9, 0),
-                           device_new(context, CUMOE_I32, 1, pairs, 0),
-                           device_new(context, CUMOE_I32, spec->tokens, k, 0)};
-  g->h = device_new(context, CUMOE_BF16, pairs, spec->desc.inter, 8);
-  g->y = device_new(context, CUMOE_BF16, pairs, spec->desc.hidden, 8);
-  g->out = device_new(context, CUMOE_BF16, spec->tokens, spec->desc.hidden, 8);
-  CHECK_OK(cumoe_map(g->s.plan, g->s.args.ids, no_view(), &g->route, no_view_mut(), NULL));
-}
-
-static void staged_run(staged *g)
-{
-  const cumoe_combine_args c = {
-      .size = sizeof c, .y = cumoe_const(g->y), .pair_weights = g->s.args.weights, .out = g->out};
-  CHECK_OK(cumoe_up(g->s.plan, g->s.routed, g->s.args.x, &g->route, no_view(), g->h, NULL));
-  CHECK_OK(cumoe_down(g->s.plan, g->s.routed, cumoe_const(g->h), &g->route, g->y, NULL));
-  CHECK_OK(cumoe_combine(g->s.plan, &g->route, &c, NULL));
-  CHECK_OK(cumoe_synchronize(g->context, NULL));
-  check_guards(g->context, "h", g->h);
-  check_guards(g->context, "y", g->y);
-  check_guards(g->context, "out", g->out);
-}
-
 enum { SPOIL_COUNTS, SPOIL_OFFSETS, SPOIL_ROW_PAIR, SPOIL_SLOT_ROW, SPOIL_KINDS };
 
 /* One number of the route is wild; nothing outside h, y, out may be written and the fault is told. */
@@ -299,12 +256,17 @@ static void bad_route(cumoe_context context, int kind, int32_t value)
   case_begin("route.%s has %d", names[kind], value);
   const layer_inputs in = layer_inputs_new(&s);
   staged g;
-  staged_open(&g, context, &s, &in);
+  staged_open(&g, context, &s, &in, NULL);
+  CHECK_OK(run_stage(&g, STAGE_MAP));
   cumoe_view_mut all[] = {g.route.counts, g.route.offsets, g.route.row_pair, g.route.slot_row};
   tensor t = device_get(context, cumoe_const(all[kind]));
   tensor_set(&t, 0, kind == SPOIL_SLOT_ROW ? 5 : 3, value);
   device_set(context, all[kind], &t);
-  staged_run(&g);
+  for (stage which = STAGE_UP; which < STAGE_COUNT; which++) CHECK_OK(run_stage(&g, which));
+  CHECK_OK(cumoe_synchronize(context, NULL));
+  check_guards(context, "h", g.h);
+  check_guards(context, "y", g.y);
+  check_guards(context, "out", g.out);
   check_fault(context, NULL, CUMOE_FAULT_ROUTE);
   session_close(&g.s);
   const layer_outputs after = run_layer(context, &s, &in); /* the context stays usable */
@@ -339,8 +301,6 @@ static void test_device_data(cumoe_context context)
     bad_route(context, SPOIL_SLOT_ROW, rows[i]);
   }
 }
-
-/* ---- threads --------------------------------------------------------------------------------------- */
 
 /* Checks are the main thread's: a worker only calls and counts what went wrong. */
 typedef struct worker {
@@ -418,8 +378,6 @@ static void test_error_text(void)
             cumoe_last_error());
   case_end();
 }
-
-/* ---- contexts -------------------------------------------------------------------------- */
 
 static void test_two_contexts(cumoe_context context)
 {

@@ -8,8 +8,6 @@
 
 #include "cuda.h"
 
-/* ---- what the log was told --------------------------------------------------------------------------- */
-
 enum { MAX_MESSAGES = 32 };
 
 static struct {
@@ -63,8 +61,6 @@ static void destroy_and_listen(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(context));
   stop_listening();
 }
-
-/* ---- leaks ------------------------------------------------------------------------------------------- */
 
 static void test_leaks(cumoe_context given)
 {
@@ -127,8 +123,6 @@ static void test_leaks(cumoe_context given)
   case_end();
 }
 
-/* ---- what is live ------------------------------------------------------------------------------------ */
-
 typedef struct seen {
   int count, pinned;
   uint64_t last_serial;
@@ -173,8 +167,6 @@ static void test_live(cumoe_context given)
     case_end();
   }
 }
-
-/* ---- undeclared uses --------------------------------------------------------------------------------- */
 
 /* Streams are ignored by the CPU device, and compared all the same. */
 static cumoe_stream make_stream(int32_t device, int number)
@@ -298,8 +290,6 @@ static void test_stage_uses(cumoe_context given)
   close_context(context);
   end_stream(device, home), end_stream(device, other);
 }
-
-/* ---- poison and red zones ---------------------------------------------------------------------------- */
 
 static void write_at(cumoe_context context, void *data, int64_t offset, unsigned char byte)
 {
@@ -482,8 +472,6 @@ static void test_poison_on_free(cumoe_context given)
   case_end();
 }
 
-/* ---- the environment --------------------------------------------------------------------------------- */
-
 /* What the level does is told by what a fresh buffer holds, and by the report. */
 static int32_t level_in_force(int32_t device, int32_t configured)
 {
@@ -521,8 +509,6 @@ static void test_environment(void)
   CHECK((kept ? setenv("CUMOE_DEBUG", kept, 1) : unsetenv("CUMOE_DEBUG")) == 0);
   free(kept);
 }
-
-/* ---- threads ----------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8 };
 

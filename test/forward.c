@@ -19,8 +19,6 @@ static int64_t least(int64_t a, int64_t b)
   return a < b ? a : b;
 }
 
-/* ---- one case -------------------------------------------------------------------------------------- */
-
 static layer_outputs run_twice(cumoe_context context, const layer_spec *spec, const layer_inputs *in)
 {
   layer_outputs o[2];
@@ -39,8 +37,6 @@ static void run_case(cumoe_context context, const layer_spec *spec)
   const layer_outputs o = run_twice(context, spec, &in);
   check_layer(spec, &in, &o);
 }
-
-/* ---- tokens x patterns ----------------------------------------------------------------------------- */
 
 static const int64_t token_counts[] = {0,  1,   2,   3,   7,   8,   15,  16,   17,   31,   32,   33,   63,  64,
                                        65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 2047, 4096, 8193};
@@ -83,8 +79,6 @@ static void sweep_tokens(cumoe_context context, int32_t dtype, rng *r)
   group_end();
 }
 
-/* ---- experts x slots ------------------------------------------------------------------------------- */
-
 static void sweep_experts(cumoe_context context, int32_t dtype, rng *r)
 {
   static const int32_t experts[] = {1, 8, 60, 128, 160, 255, 256, 257, 384, 512, 1000, 1023, 1024},
@@ -107,8 +101,6 @@ static void sweep_experts(cumoe_context context, int32_t dtype, rng *r)
     }
   group_end();
 }
-
-/* ---- features one by one --------------------------------------------------------------------------- */
 
 /* An optional output is the same without the others. */
 static void alone_case(cumoe_context context, const layer_spec *spec)
@@ -144,8 +136,6 @@ static void sweep_features(cumoe_context context, int32_t dtype)
   }
   group_end();
 }
-
-/* ---- features together ----------------------------------------------------------------------------- */
 
 static void set_random_routing(rng *r, layer_spec *s)
 {
@@ -219,8 +209,6 @@ static void sweep_random(cumoe_context context, int32_t dtype)
   }
   group_end();
 }
-
-/* ---- relations without an oracle ------------------------------------------------------------------- */
 
 /* Layers that reach every stage, in sizes on both sides of the kernels' tiles. */
 static layer_spec relation_spec(cumoe_context context, int32_t dtype, int which)
@@ -318,8 +306,6 @@ static void sweep_relations(cumoe_context context, int32_t dtype, rng *r)
   group_end();
 }
 
-/* ---- larger layers --------------------------------------------------------------------------------- */
-
 typedef struct big_shape {
   int32_t experts, slots, hidden, inter, up_major, down_major;
 } big_shape;
@@ -363,8 +349,6 @@ static void sweep_models(cumoe_context context, int32_t dtype)
   for (int i = 0; i < (dtype == CUMOE_BF16 ? 5 : 2); i++) model_cases(context, dtype, &shapes[i]);
   group_end();
 }
-
-/* ---- hostile numbers ------------------------------------------------------------------------------- */
 
 static void check_others_same(const layer_spec *s, const tensor *clean, const tensor *dirty, const bool *bad)
 {
@@ -443,8 +427,6 @@ static void sweep_hostile(cumoe_context context, int32_t dtype)
   group_end();
 }
 
-/* ---- the test sees what it is for ------------------------------------------------------------------ */
-
 /* How far the output lies from another layer's answer, in bounds; of the worst element. */
 static double distance(const layer_spec *s, const layer_inputs *in, const tensor *out)
 {
@@ -482,8 +464,6 @@ static void sweep_controls(cumoe_context context, int32_t dtype)
   case_end();
   group_end();
 }
-
-/* ---- offsets past 2^31 ----------------------------------------------------------------------------- */
 
 /* Tokens of a huge call against the last of them alone, with the same kernels: bitwise. */
 typedef struct giant {
@@ -605,8 +585,6 @@ static void sweep_giants(cumoe_context context)
   group_end();
 }
 
-/* ---- few tokens: the gate in up, or by itself --------------------------------------------------------- */
-
 /* Routings on both sides of what up takes over: experts, groups, scores, soft caps. */
 static bool set_few_routing(layer_spec *s, int which)
 {
@@ -675,8 +653,6 @@ static void sweep_few_gates(cumoe_context context, int32_t dtype)
     }
   group_end();
 }
-
-/* ---- all ------------------------------------------------------------------------------------------- */
 
 static void run_type(cumoe_context context, int32_t dtype, rng *r)
 {

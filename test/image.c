@@ -13,8 +13,6 @@
 #include "../host/module.h"
 #include "test.h"
 
-/* ---- device code, made by hand ---------------------------------------------------------------------- */
-
 enum { SECTIONS = 4, CUBIN_BYTES = sizeof(Elf64_Ehdr) + sizeof(Elf64_Phdr) + 64 + SECTIONS * sizeof(Elf64_Shdr) };
 enum { ENTRY = 64, FATBIN_BYTES = 16 + ENTRY + CUBIN_BYTES };
 
@@ -253,8 +251,6 @@ static void test_random(void)
   case_end();
 }
 
-/* ---- launches ----------------------------------------------------------------------------------------- */
-
 static function_facts fake_function(struct context *context)
 {
   function_facts f = {.context = context,
@@ -414,8 +410,6 @@ static void test_arguments(cumoe_context context)
   case_end();
 }
 
-/* ---- optional libraries ------------------------------------------------------------------------------- */
-
 static void test_libraries(void)
 {
   static const char *const no_names[] = {"libnosuch.so.9", "libnosuch.so", NULL};
@@ -464,8 +458,6 @@ static void test_libraries(void)
   CHECK_OK(find_shared(&present, &allocate, &function));
   case_end();
 }
-
-/* ---- a lost device ------------------------------------------------------------------------------------- */
 
 static cumoe_status touch_device(struct context *context)
 {

@@ -25,8 +25,6 @@ typedef struct product {
   int64_t pad;
 } product;
 
-/* ---- operands -------------------------------------------------------------------------------------- */
-
 /* The matrices of a batch as one tensor: behind each other, or side by side. */
 typedef struct matrices {
   tensor all;
@@ -66,8 +64,6 @@ static cumoe_view_mut workspace_for(cumoe_context context)
   return bytes ? w : no_view_mut();
 }
 
-/* ---- what is right --------------------------------------------------------------------------------- */
-
 static bounded expected(const product *p, const matrices *a, const matrices *b, const matrices *c, int64_t i,
                         int64_t row, int64_t col)
 {
@@ -97,8 +93,6 @@ static bounded *expect_all(const product *p, const matrices *a, const matrices *
       }
   return want;
 }
-
-/* ---- cases ----------------------------------------------------------------------------------------- */
 
 static cumoe_matmul_args arguments_for(cumoe_context context, const product *p, const matrices *a, const matrices *b,
                                        const matrices *c, cumoe_view_mut all_c)
@@ -235,8 +229,6 @@ static void test_precision(cumoe_context context)
   group_end();
 }
 
-/* ---- cuBLAS comes and goes ------------------------------------------------------------------------- */
-
 /* Has to run before anything else opens cuBLAS. */
 static void test_missing_library(cumoe_context context)
 {
@@ -324,8 +316,6 @@ static void test_capture(void)
   close_context(context);
   group_end();
 }
-
-/* ---- threads: one context, a stream and a workspace each ---------------------------------------------- */
 
 enum { THREADS = 8, ROUNDS = 50 };
 
