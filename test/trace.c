@@ -9,10 +9,8 @@
 #include <string.h>
 
 #include "shim/layer.h"
-#include "../host/internal.h"
+#include "../host/context.h"
 #include "../host/tmap.h"
-
-/* ---- launches ------------------------------------------------------------------------------------------- */
 
 typedef struct launching {
   const char *name;
@@ -274,8 +272,6 @@ static void test_not_few(void)
   check_not_few("weights on the input", 0, CUMOE_ROUTE_WEIGHT_ON_INPUT);
 }
 
-/* ---- machines ------------------------------------------------------------------------------------------- */
-
 typedef enum automatic { CPU, GPU, EITHER } automatic;
 
 typedef struct machine_case {
@@ -505,8 +501,6 @@ static void test_old_driver(void)
   case_end();
 }
 
-/* ---- errors --------------------------------------------------------------------------------------------- */
-
 enum { MOST_ERRORS = 16 };
 
 static const struct {
@@ -606,8 +600,6 @@ static void test_errors(void)
   case_end();
 }
 
-/* ---- sizes that only the shim can pretend -------------------------------------------------------------------- */
-
 /* More CTAs than a grid may have. */
 static void test_grids(void)
 {
@@ -653,8 +645,6 @@ static void test_grids(void)
   shim_reset();
   case_end();
 }
-
-/* ---- what a plan says in words ---- */
 
 /* The kernels' whole names, in the order of the text. */
 static void list_names(const char *text, char *list, size_t bytes)
@@ -712,8 +702,6 @@ static void test_descriptions(void)
   end_world(&w);
   case_end();
 }
-
-/* ---- corners that no other program comes to --------------------------------------------------------------- */
 
 #define REFUSED(want, word, call)                                                                                      \
   do {                                                                                                                 \
@@ -849,7 +837,19 @@ static void use_functions(world *w)
   shim_mark();
   CHECK_OK(cumoe_launch_kernel(add, &l, args, 4));
   CHECK(shim_calls(SHIM_ALL) == 0); /* of nothing */
+  cumoe_module copy = module;
+  cumoe_function_info info = {.size = sizeof info};
   CHECK_OK(cumoe_module_unload(&module));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_launch_kernel(add, &l, args, 4));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_function_get_info(add, &info));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "module", cumoe_module_unload(&copy));
+  cumoe_context context = NULL;
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_module_load(context, ptx, sizeof ptx, &module));
+  CHECK(module.id != copy.id); /* though the slot may be the same */
+  CHECK_OK(cumoe_module_function(module, "add", 0, &add));
+  CHECK_OK(cumoe_context_destroy(context));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_launch_kernel(add, &l, args, 4));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "not being captured", cumoe_graph_end(w->context, w->stream, &graph));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "every thread", cumoe_stream_destroy(w->context, CUMOE_STREAM_PER_THREAD));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "peer is 7", cumoe_pool_allow_peer(w->context, 7));
@@ -1077,8 +1077,6 @@ static void test_corners(void)
     case_end();
   }
 }
-
-/* ---- threads --------------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8, ROUNDS = 300 };
 
