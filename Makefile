@@ -51,7 +51,7 @@ ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
 # A switch over an enum without a default names every enumerator.
 COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror=switch -MMD -MP \
 	$(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
-C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
+C_COMMON := -std=c11 -D_GNU_SOURCE -Werror=implicit-function-declaration $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h

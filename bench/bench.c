@@ -20,6 +20,7 @@ static const char usage[] =
     "                    need if it came as near to its floor as evenly spread tokens do is printed too\n"
     "  --variant ROW     force a row of the kernel table, by name or index; repeatable, one an operation\n"
     "  --list            print the rows of the kernel table\n"
+    "  --plan            print what each cell launches\n"
     "  --grouped         time cuBLAS's grouped products too\n"
     "  --cublas PATH     the library to open for the peers (libcublas.so.13)\n"
     "  --csv FILE        write the numbers there as well\n"

@@ -1,6 +1,9 @@
 /* Checks of every host-visible argument. Texts name the argument, its value and what it must be. */
-#include "weights.h"
+#include "buffer.h"
+#include "context.h"
 #include "plan.h"
+#include "status.h"
+#include "weights.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -2,9 +2,10 @@
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "internal.h"
+#include "status.h"
 #include "../include/cumoe/stages.h"
 
+struct context;
 struct plan;
 struct weights;
 

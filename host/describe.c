@@ -1,5 +1,6 @@
 /* The plan of a layer in words: cumoe_plan_describe. */
 #include "check.h"
+#include "context.h"
 #include "dispatch.h"
 #include "moe.h"
 #include "weights.h"

@@ -1,8 +1,11 @@
 /* The layer: its plan, its workspace, and the forward pass in a straight line. */
 #include "arguments.h"
 #include "check.h"
+#include "context.h"
+#include "debug.h"
 #include "dispatch.h"
 #include "objects.h"
+#include "status.h"
 #include "tmap.h"
 
 #include <stdlib.h>
@@ -26,6 +29,17 @@ cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char
   return status;
 }
 
+static cumoe_status end_plan(void *plan)
+{
+  free(plan);
+  return CUMOE_OK;
+}
+
+static cumoe_status end_plans(struct context *context)
+{
+  return retire_objects(OBJECT_PLAN, context, end_plan);
+}
+
 cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc, cumoe_plan *plan)
 {
   begin_call(__func__);
@@ -38,6 +52,8 @@ cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc,
   struct plan *p = malloc(sizeof *p);
   REQUIRE(p, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *p);
   *p = (struct plan){context, d};
+  on_close(context, CLOSE_PLANS, end_plans);
+  watch_leaks(context);
   *plan = publish_object(OBJECT_PLAN, context, p);
   if (*plan) return CUMOE_OK;
   free(p);
@@ -50,17 +66,6 @@ cumoe_status find_plan(cumoe_plan handle, const struct plan **plan)
   TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
   *plan = found;
   return check_process((*plan)->context);
-}
-
-static cumoe_status end_plan(void *plan)
-{
-  free(plan);
-  return CUMOE_OK;
-}
-
-cumoe_status plans_abandon(struct context *context)
-{
-  return retire_objects(OBJECT_PLAN, context, end_plan);
 }
 
 cumoe_status cumoe_plan_destroy(cumoe_plan handle)

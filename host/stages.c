@@ -1,7 +1,10 @@
 /* The public stages: check, fill the argument struct, dispatch. */
 #include "arguments.h"
+#include "buffer.h"
 #include "check.h"
+#include "context.h"
 #include "dispatch.h"
+#include "status.h"
 
 /* ---- router ---- */
 

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../host/context.h"
 #include "../host/dl.h"
 #include "../host/image.h"
 #include "../host/module.h"

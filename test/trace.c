@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "shim/layer.h"
-#include "../host/internal.h"
+#include "../host/context.h"
 #include "../host/tmap.h"
 
 /* ---- launches ------------------------------------------------------------------------------------------- */
