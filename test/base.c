@@ -755,12 +755,42 @@ static void test_other_gpu_alone(void)
   }
 }
 
+/* A kernel's name is made of its row's columns. */
+static const char *type_name(int32_t dtype)
+{
+  return dtype == 0 ? "x" : cumoe_dtype_name((cumoe_dtype)dtype);
+}
+
+static void test_kernel_table(cumoe_context context)
+{
+  case_begin("names and columns");
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    char name[160];
+    CHECK_OK(cumoe_variant_get(context, i, &v));
+    const bool cpu = !strcmp(v.arch, "cpu");
+    if (cpu)
+      snprintf(name, sizeof name, "cumoe_%s_cpu", v.op);
+    else if (v.bm > 0)
+      snprintf(name, sizeof name, "cumoe_%s_%s_%s_%s_%s_%s_%s_%s_%dx%dx%d", v.op, v.arch, v.form, type_name(v.x),
+               type_name(v.w), type_name(v.y), v.scale, v.major, (int)v.bm, (int)v.bn, (int)v.bk);
+    else
+      snprintf(name, sizeof name, "cumoe_%s_%s_%s_%s_%s_%dx%dx%d", v.op, v.arch, v.form, type_name(v.x), type_name(v.y),
+               (int)v.units, (int)v.columns, (int)v.lanes);
+    CHECK_MSG(!strcmp(name, v.name), "%s, by its columns %s", v.name, name);
+    CHECK(cpu || (v.warps >= 1 && v.warps <= 32 && v.ctas >= 1 && v.cluster >= 1 && v.smem >= 0));
+    CHECK(cpu || (v.bm > 0 ? v.stages >= 1 && v.units == 0 : v.units > 0 && v.ahead >= 0 && v.stages == 0));
+  }
+  case_end();
+}
+
 static const test_group groups[] = {
     ALONE("a GPU that is not used", test_other_gpu_alone, ONCE),
     ALONE("names and texts", test_names, ONCE),
     ALONE("log", test_log, ONCE),
     ALONE("automatic device", test_auto, ONCE),
     ALONE("contexts", test_many_contexts, ONCE),
+    GROUP("kernel table", test_kernel_table, ANYWHERE),
     GROUP("fork", test_fork, ANYWHERE),
     GROUP("lifetime of buffers", test_lifetime, ANYWHERE),
     GROUP("buffers of no elements", test_zero_sizes, ANYWHERE),

@@ -485,7 +485,8 @@ static const giant giants[] = {
 
 enum { TAIL = 64 };
 
-/* Forces one usable row of the operation, the `which`-th for activations and weights of the type; false: there are no more. */
+/* Forces one usable row of the operation, the `which`-th for activations and weights of the type; false: there are no
+ * more. */
 static bool force_row(cumoe_context context, const char *op, int32_t type, int which, const char **name)
 {
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {

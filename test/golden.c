@@ -163,8 +163,8 @@ static void check_token_routing(const setup *s, int64_t token, const tensor *ids
   check_bounded_row("weights, file", weights, token, expected);
 }
 
-/* In f32 the file's output lies within the bound of the oracle's: rounding its input to f32 moves every sum by less than
- * its own bound allows. In bf16 the oracle's numbers are rounded on the way, the file's are not. */
+/* In f32 the file's output lies within the bound of the oracle's: rounding its input to f32 moves every sum by less
+ * than its own bound allows. In bf16 the oracle's numbers are rounded on the way, the file's are not. */
 static void check_token_output(const setup *s, int64_t token, const tensor *out, const layer_result *want)
 {
   int32_t hidden = s->spec.desc.hidden;

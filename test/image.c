@@ -1,6 +1,6 @@
 /*
- * What stands between a caller's bytes and CUDA, without a GPU: the inspection of device code, the checks of a launch, optional
- * libraries, and the record of a lost device.
+ * What stands between a caller's bytes and CUDA, without a GPU: the inspection of device code, the checks of a launch,
+ * optional libraries, and the record of a lost device.
  */
 #include <elf.h>
 #include <stdio.h>
@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../host/context.h"
 #include "../host/dl.h"
 #include "../host/image.h"
 #include "../host/module.h"

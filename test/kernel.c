@@ -1,6 +1,7 @@
 /*
- * A caller's own kernels: run-time compilation (needs NVRTC, no GPU), and on a GPU modules of every kind, lookups, launches, occupancy,
- * and what is left after a kernel has lost the device. Loads lib/test/kernel.*, made from test/kernel.cu.
+ * A caller's own kernels: run-time compilation (needs NVRTC, no GPU), and on a GPU modules of every kind, lookups,
+ * launches, occupancy, and what is left after a kernel has lost the device. Loads lib/test/kernel.*, made from
+ * test/kernel.cu.
  */
 #include <pthread.h>
 #include <stdio.h>

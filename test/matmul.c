@@ -1,8 +1,8 @@
 /*
  * The matrix product against double: transposes, types, alpha, beta, leading dimensions, batches; on CUDA also cuBLAS's
- * coming and going, captures, threads. An element may be off by (K + 8) 2^-24 sum |alpha a b| + 4 2^-24 |beta c|, and the
- * rounding to its type; with beta and a 16-bit c, cuBLAS may also have rounded the product first. Products of small integers
- * have to be exact.
+ * coming and going, captures, threads. An element may be off by (K + 8) 2^-24 sum |alpha a b| + 4 2^-24 |beta c|, and
+ * the rounding to its type; with beta and a 16-bit c, cuBLAS may also have rounded the product first. Products of small
+ * integers have to be exact.
  */
 #include <math.h>
 #include <pthread.h>
@@ -273,7 +273,8 @@ static bool pair_right(cumoe_context context, const pair *p)
   return true;
 }
 
-/* The first product of a context in a capture is refused; after cumoe_matmul_prepare it is not, though cuBLAS never ran. */
+/* The first product of a context in a capture is refused; after cumoe_matmul_prepare it is not, though cuBLAS never
+ * ran. */
 static void test_capture(void)
 {
   cumoe_context context = NULL;

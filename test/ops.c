@@ -1,6 +1,6 @@
 /*
- * Elementwise operations, softmax and norms beyond their values (test/cases_ops.c, run by cpu and variants): what is refused,
- * captures as the first call of a context, repeated bits, offsets past 2^31.
+ * Elementwise operations, softmax and norms beyond their values (test/cases_ops.c, run by cpu and variants): what is
+ * refused, captures as the first call of a context, repeated bits, offsets past 2^31.
  */
 #include <math.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /*
  * What the host layer calls of CUDA: launches make no allocating, waiting or asking call and leave the thread's device
- * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads on
- * one context.
+ * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads
+ * on one context.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "shim/layer.h"
-#include "../host/internal.h"
+#include "../host/context.h"
 #include "../host/tmap.h"
 
 typedef struct launching {
@@ -225,8 +225,8 @@ static void test_few_arguments(void)
   case_end();
 }
 
-/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words behind
- * it, which have a region of their own. */
+/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words
+ * behind it, which have a region of their own. */
 static void test_few_from_router(void)
 {
   world w = {.next = (uintptr_t)1 << 40};
@@ -323,7 +323,8 @@ static void check_machine(const machine_case *m)
   shim_reset();
 }
 
-/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has ended. */
+/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has
+ * ended. */
 static void check_portable(bool early)
 {
   world w = {.next = (uintptr_t)1 << 40};

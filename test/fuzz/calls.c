@@ -444,9 +444,22 @@ static stage_input stage_of(const layer *l)
 static void settle_stage(stage_input *s)
 {
   cumoe_combine_args *c = &s->combine;
-  cumoe_view *in[] = {&s->x,   &s->weight,       &s->bias, &s->logits, &s->select_bias, &s->ids,    &s->expert_map,
-                      &s->pair_weights, &s->h, &c->y, &c->pair_weights, &c->x, &c->shared, &c->shared_logit,
-                      &c->residual, &c->device_tokens};
+  cumoe_view *in[] = {&s->x,
+                      &s->weight,
+                      &s->bias,
+                      &s->logits,
+                      &s->select_bias,
+                      &s->ids,
+                      &s->expert_map,
+                      &s->pair_weights,
+                      &s->h,
+                      &c->y,
+                      &c->pair_weights,
+                      &c->x,
+                      &c->shared,
+                      &c->shared_logit,
+                      &c->residual,
+                      &c->device_tokens};
   cumoe_view_mut *out[] = {&s->logits_out,     &s->ids_out,        &s->weights_out,  &s->h_out,
                            &s->y_out,          &s->workspace,      &s->route.counts, &s->route.offsets,
                            &s->route.row_pair, &s->route.slot_row, &c->out};
