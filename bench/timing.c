@@ -156,7 +156,8 @@ static double now_us(void)
   return 1e6 * (double)t.tv_sec + 1e-3 * (double)t.tv_nsec;
 }
 
-/* What an eager call costs the thread that makes it: a few at a time, so that none waits for room in the queue of launches. */
+/* What an eager call costs the thread that makes it: a few at a time, so that none waits for room in the queue of
+ * launches. */
 cumoe_status measure_host(bench *b, const work *w, int32_t inputs, double *us)
 {
   enum { ROUNDS = 31, CALLS = 8 };

@@ -216,8 +216,8 @@ static cumoe_status prepare_kernel(struct context *context, const variant *v, cu
   if (bytes != (size_t)variant_arg_bytes(v))
     return fail(CUMOE_ERR_INTERNAL, "%s takes an argument of %zu bytes, the host's has %d", v->name, bytes,
                 (int)variant_arg_bytes(v));
-  /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs, from
-   * its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
+  /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs,
+   * from its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
   *waits = facts.ptxVersion >= WAITS_FROM && facts.binaryVersion >= WAITS_FROM;
   if (v->smem + (int)facts.sharedSizeBytes <= DEFAULT_SMEM) return CUMOE_OK;
   TRY_CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem));

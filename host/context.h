@@ -63,7 +63,8 @@ static inline bool on_cpu(struct context *context)
 }
 
 /* Makes the context's device current and remembers what was; leave_device restores it. No-ops on the CPU. May be
- * nested. CUDA_STICKY if the device is lost; enter_lost_device is for giving back what can be given back all the same. */
+ * nested. CUDA_STICKY if the device is lost; enter_lost_device is for giving back what can be given back all the
+ * same. */
 typedef struct device_scope {
   bool pushed;
   struct context *outer; /* whose device the thread's calls were for */

@@ -29,7 +29,8 @@ cumoe_status memory_unpin(struct context *context, void *data);
 /* Host memory of the CPU device, aligned; NULL without. */
 void *memory_of_host(size_t bytes);
 
-/* Memory that cumoe did not allocate: whether it can be owned, and whether it is a pool's: then memory_free frees it. */
+/* Memory that cumoe did not allocate: whether it can be owned, and whether it is a pool's: then memory_free frees
+ * it. */
 cumoe_status memory_inspect(struct context *context, const void *data, size_t bytes, bool *pooled);
 
 /* Frees memory of any kind, in no stream: what uses it has been waited for. */

@@ -86,8 +86,8 @@ static cudaError_t load_by_asking(cudaLibrary_t library)
   return cudaSuccess;
 }
 
-/* Loading is lazy in most processes: touching a kernel makes the driver do it, and compile, now. Code that cannot be loaded
- * (another architecture's, PTX that does not compile) counts as no kernels. */
+/* Loading is lazy in most processes: touching a kernel makes the driver do it, and compile, now. Code that cannot be
+ * loaded (another architecture's, PTX that does not compile) counts as no kernels. */
 static cumoe_status touch(struct context *context, cudaLibrary_t library, const jit *j)
 {
   unsigned count = 0;
@@ -149,8 +149,8 @@ cumoe_status load_module(struct context *context, const void *image, size_t byte
   return publish_module(context, image, module);
 }
 
-/* CUDA reads what was inspected, even if another thread writes to the caller's memory meanwhile. The copy is aligned, as
- * machine code has to be, and ends with a NUL, as PTX has to. */
+/* CUDA reads what was inspected, even if another thread writes to the caller's memory meanwhile. The copy is aligned,
+ * as machine code has to be, and ends with a NUL, as PTX has to. */
 cumoe_status cumoe_module_load(cumoe_context handle, const void *image, size_t bytes, cumoe_module *module)
 {
   begin_call(__func__);

@@ -16,7 +16,8 @@ struct context;
 void begin_call(const char *name);
 
 /* The same, and the stream that its operands will be used on: at debug level 1, check_owner compares that with their
- * home stream. Profilers see a range until the call returns. running_call tells the call's name, and false if it has no stream. */
+ * home stream. Profilers see a range until the call returns. running_call tells the call's name, and false if it has no
+ * stream. */
 void name_call_on(const char *name, cumoe_stream stream);
 #define begin_call_on(name, stream)                                                                                    \
   name_call_on(name, stream);                                                                                          \
@@ -35,8 +36,8 @@ cumoe_status fail_cuda(cudaError_t error, const char *expression);
 void note_cuda_error(void);
 void clear_cuda_error(void);
 
-/* Whose device this thread's CUDA calls are for, from now on; returns whose they were for. A sticky error makes that context
- * lost: no later call reaches the device, each answers CUDA_STICKY with the first cause (check_alive). */
+/* Whose device this thread's CUDA calls are for, from now on; returns whose they were for. A sticky error makes that
+ * context lost: no later call reaches the device, each answers CUDA_STICKY with the first cause (check_alive). */
 struct context *run_for(struct context *context);
 cumoe_status check_alive(struct context *context);
 
