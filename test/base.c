@@ -26,8 +26,6 @@ const char *__tsan_default_options(void)
   return "allocator_may_return_null=1:die_after_fork=0";
 }
 
-/* ---- names, texts, log ------------------------------------------------------------------------------ */
-
 static void test_names(void)
 {
   case_begin("status codes");
@@ -117,7 +115,6 @@ static void test_log(void)
   CHECK(atomic_load(&log.count) == 2);
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-
   case_begin("no message after it was turned off");
   pthread_t threads[4];
   atomic_store(&stop, false);
@@ -138,8 +135,6 @@ static void test_log(void)
   CHECK(heard > 0);
   case_end();
 }
-
-/* ---- contexts --------------------------------------------------------------------------------------- */
 
 static int cuda_devices(void)
 {
@@ -247,8 +242,6 @@ static void test_fork(cumoe_context context)
   case_end();
 }
 
-/* ---- buffers ---------------------------------------------------------------------------------------- */
-
 static void test_lifetime(cumoe_context context)
 {
   cumoe_buffer a = {0}, copy, b = {77};
@@ -268,7 +261,6 @@ static void test_lifetime(cumoe_context context)
   CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id && v.dtype == CUMOE_BF16);
   CHECK(v.device == info.device);
   case_end();
-
   case_begin("stale");
   copy = a;
   CHECK_OK(cumoe_buffer_free(&a));
@@ -281,7 +273,6 @@ static void test_lifetime(cumoe_context context)
   CHECK(cumoe_buffer_view(copy).data == NULL && cumoe_buffer_view(copy).owner == copy.id);
   CHECK_OK(cumoe_buffer_free(&a));
   case_end();
-
   case_begin("more than there is");
   const cumoe_status huge = cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 45, 1, NULL, &b);
   if (huge == CUMOE_OK && !on_device(context)) { /* a kernel that overcommits promises any amount of host memory */
@@ -341,8 +332,6 @@ static void test_scope(cumoe_context context)
   case_end();
 }
 
-/* ---- views ------------------------------------------------------------------------------------------ */
-
 static void test_slices(cumoe_context context)
 {
   CUMOE_AUTO_BUFFER buffer = {0};
@@ -369,8 +358,6 @@ static void test_slices(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_view_rows(far, 0, 1, &part));
   case_end();
 }
-
-/* ---- copies ----------------------------------------------------------------------------------------- */
 
 typedef struct shape {
   int64_t rows, cols, pad;
@@ -429,8 +416,6 @@ static void test_copies(cumoe_context context)
       case_end();
     }
 }
-
-/* ---- threads ---------------------------------------------------------------------------------------- */
 
 enum { HANDLES = 64, CHURN_THREADS = 8 };
 
@@ -528,8 +513,6 @@ static void test_double_free(cumoe_context context)
   case_end();
 }
 
-/* ---- adopted and released memory -------------------------------------------------------------------- */
-
 static void test_adopt_cpu(cumoe_context context)
 {
   cumoe_buffer buffer = {0}, copy;
@@ -618,8 +601,6 @@ static void test_adopt_cuda(cumoe_context context)
   case_end();
   CHECK_CUDA(cudaStreamDestroy(stream));
 }
-
-/* ---- CUDA: captures, errors, devices ----------------------------------------------------------------- */
 
 static void *contexts_elsewhere(void *failures)
 {

@@ -27,8 +27,6 @@ static bool all_bytes(const void *data, size_t count, unsigned char want)
   return true;
 }
 
-/* ---- flags ------------------------------------------------------------------------------------------- */
-
 static void test_flags(cumoe_context context)
 {
   unsigned char host[300];
@@ -60,8 +58,6 @@ static void test_flags(cumoe_context context)
   CHECK_TEXT("flags");
   case_end();
 }
-
-/* ---- shared ownership -------------------------------------------------------------------------------- */
 
 static void test_retain(cumoe_context context)
 {
@@ -140,8 +136,6 @@ static void test_retain_threads(cumoe_context context)
   case_end();
 }
 
-/* ---- splits and casts -------------------------------------------------------------------------------- */
-
 static void test_split(cumoe_context context)
 {
   CUMOE_AUTO_BUFFER buffer = {0};
@@ -195,8 +189,6 @@ static void test_cast(cumoe_context context)
   case_end();
 }
 
-/* ---- patterns ---------------------------------------------------------------------------------------- */
-
 /* Every element is the value, every byte around the view is untouched. */
 static void pattern_case(cumoe_context context, int32_t dtype, int64_t rows, int64_t cols, int64_t pad, bool uniform)
 {
@@ -227,8 +219,6 @@ static void test_patterns(cumoe_context context)
         case_end();
       }
 }
-
-/* ---- pinned memory ----------------------------------------------------------------------------------- */
 
 static void test_pinned(cumoe_context context)
 {
@@ -271,8 +261,6 @@ static void test_pinned(cumoe_context context)
   case_end();
 }
 
-/* ---- copies between contexts ------------------------------------------------------------------------- */
-
 static void between_case(cumoe_context a, cumoe_context b, int64_t rows, int64_t cols, int64_t pad)
 {
   rng r = {(uint64_t)(rows * 100 + cols + pad)};
@@ -303,8 +291,6 @@ static void test_between(cumoe_context a, cumoe_context b, const char *what)
   case_end();
   group_end();
 }
-
-/* ---- typed wrappers ---------------------------------------------------------------------------------- */
 
 static void test_typed(cumoe_context context)
 {
@@ -372,8 +358,6 @@ static void test_typed(cumoe_context context)
   TYPED_CASE(i32, int32_t, CUMOE_I32, -123456789)
   TYPED_CASE(i64, int64_t, CUMOE_I64, 0x123456789abcdef0)
 }
-
-/* ---- CUDA: streams ----------------------------------------------------------------------------------- */
 
 static void CUDART_CB sleep_a_while(void *unused)
 {

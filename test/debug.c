@@ -8,8 +8,6 @@
 
 #include "cuda.h"
 
-/* ---- what the log was told --------------------------------------------------------------------------- */
-
 enum { MAX_MESSAGES = 32 };
 
 static struct {
@@ -56,7 +54,13 @@ static cumoe_context open_at(int32_t device, int32_t level)
   return context;
 }
 
-/* ---- leaks ------------------------------------------------------------------------------------------- */
+/* What a context says at its end. */
+static void destroy_and_listen(cumoe_context context)
+{
+  listen_to();
+  CHECK_OK(cumoe_context_destroy(context));
+  stop_listening();
+}
 
 static void test_leaks(cumoe_context given)
 {
@@ -76,9 +80,7 @@ static void test_leaks(cumoe_context given)
   CHECK_OK(cumoe_buffer_free(&freed));
   CHECK_OK(cumoe_pinned_alloc(context, 77, 0, &pinned));
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 0, 10, NULL, &more));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   CHECK_TOLD(1, "5 buffers", "1277 bytes");
   snprintf(at, sizeof at, "debug.c:%d", line);
   CHECK_TOLD(1, "3 buffers, 1200 bytes", at);
@@ -91,9 +93,7 @@ static void test_leaks(cumoe_context given)
   for (int i = 1; i <= 100; i++)
     CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, i, NULL, "elsewhere.c", i, &buffer));
   CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, 1, NULL, NULL, 0, &buffer));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   CHECK_TOLD(1, "101 buffers", "5051 bytes");
   CHECK_TOLD(8, "1 buffers", "elsewhere.c:");
   CHECK_TOLD(1, "93 buffers", "other places");
@@ -102,9 +102,7 @@ static void test_leaks(cumoe_context given)
   static const char *const files[] = {"first.c", "second.c", NULL, NULL};
   context = open_at(device, 1);
   for (int i = 0; i < 4; i++) CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, i + 1, NULL, files[i], 7, &buffer));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   CHECK_TOLD(1, "1 buffers, 1 bytes", "first.c:7");
   CHECK_TOLD(1, "1 buffers, 2 bytes", "second.c:7");
   CHECK_TOLD(1, "2 buffers, 7 bytes", "?:7");
@@ -124,8 +122,6 @@ static void test_leaks(cumoe_context given)
   CHECK_MSG(heard.count == 0, "%s", heard.text[0]);
   case_end();
 }
-
-/* ---- what is live ------------------------------------------------------------------------------------ */
 
 typedef struct seen {
   int count, pinned;
@@ -171,8 +167,6 @@ static void test_live(cumoe_context given)
     case_end();
   }
 }
-
-/* ---- undeclared uses --------------------------------------------------------------------------------- */
 
 /* Streams are ignored by the CPU device, and compared all the same. */
 static cumoe_stream make_stream(int32_t device, int number)
@@ -296,8 +290,6 @@ static void test_stage_uses(cumoe_context given)
   close_context(context);
   end_stream(device, home), end_stream(device, other);
 }
-
-/* ---- poison and red zones ---------------------------------------------------------------------------- */
 
 static void write_at(cumoe_context context, void *data, int64_t offset, unsigned char byte)
 {
@@ -480,8 +472,6 @@ static void test_poison_on_free(cumoe_context given)
   case_end();
 }
 
-/* ---- the environment --------------------------------------------------------------------------------- */
-
 /* What the level does is told by what a fresh buffer holds, and by the report. */
 static int32_t level_in_force(int32_t device, int32_t configured)
 {
@@ -490,9 +480,7 @@ static int32_t level_in_force(int32_t device, int32_t configured)
   cumoe_context context = open_at(device, configured);
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 256, NULL, &buffer));
   CHECK_OK(cumoe_pool_get_stats(context, &stats));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   return stats.used > 256 ? 2 : heard.count > 0 ? 1 : 0;
 }
 
@@ -521,8 +509,6 @@ static void test_environment(void)
   CHECK((kept ? setenv("CUMOE_DEBUG", kept, 1) : unsetenv("CUMOE_DEBUG")) == 0);
   free(kept);
 }
-
-/* ---- threads ----------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8 };
 

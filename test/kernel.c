@@ -1,6 +1,7 @@
 /*
- * A caller's own kernels: run-time compilation (needs NVRTC, no GPU), and on a GPU modules of every kind, lookups, launches, occupancy,
- * and what is left after a kernel has lost the device. Loads lib/test/kernel.*, made from test/kernel.cu.
+ * A caller's own kernels: run-time compilation (needs NVRTC, no GPU), and on a GPU modules of every kind, lookups,
+ * launches, occupancy, and what is left after a kernel has lost the device. Loads lib/test/kernel.*, made from
+ * test/kernel.cu.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -35,8 +36,6 @@ static void *read_whole(const char *path, size_t *bytes)
 
 static const char *const suffixes[] = {".ptx", ".fatbin", ".sm_80.cubin", ".sm_90.cubin"};
 
-/* ---- without a GPU ------------------------------------------------------------------------------------ */
-
 /* Bytes that pass the inspection are refused for the device only. */
 static void test_cpu(cumoe_context context)
 {
@@ -67,16 +66,7 @@ static void test_cpu(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "test/kernel.cu", &module));
   CHECK_TEXT("neither a fatbin nor a cubin nor PTX");
   case_end();
-  case_begin("handles that never were");
-  cumoe_function function = {1};
-  uint32_t threads = 7;
-  module.id = (uint64_t)1 << 32 | 1;
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_module_function(module, "add", 0, &function));
-  CHECK(function.id == 0);
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_function_block(function, 0, &threads));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_module_unload(&module));
-  module.id = 0;
-  CHECK_OK(cumoe_module_unload(&module));
+  case_begin("source");
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_module_compile(context, "", NULL, 0, NULL, 0, &module));
   case_end();
 }
@@ -171,8 +161,6 @@ static void test_compile(cumoe_context context)
   for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0 && failures[i] == 0);
   case_end();
 }
-
-/* ---- on a GPU ----------------------------------------------------------------------------------------- */
 
 static int32_t major_of(cumoe_context context)
 {
@@ -480,39 +468,6 @@ static void test_occupancy(cumoe_context context)
   case_end();
 }
 
-static void test_stale(cumoe_context context)
-{
-  cumoe_module module = {0};
-  cumoe_function_info info = {.size = sizeof info};
-  cumoe_context own = NULL;
-  const cumoe_launch launch = {.size = sizeof launch, .grid = {1, 1, 1}, .block = {1}};
-  case_begin("unloaded");
-  cumoe_function nothing = look_up(context, "nothing", 0, &module);
-  cumoe_module copy = module;
-  CHECK_OK(cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  CHECK_OK(cumoe_module_unload(&module));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_function_get_info(nothing, &info));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_module_unload(&copy));
-  case_end();
-  case_begin("the next module takes the slot, not the handle");
-  const cumoe_function next = look_up(context, "nothing", 0, &module);
-  CHECK(next.id != nothing.id);
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_OK(cumoe_launch_kernel(next, &launch, NULL, 0));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  CHECK_OK(cumoe_module_unload(&module));
-  case_end();
-  case_begin("ended with its context");
-  CHECK_OK(cumoe_context_create(0, NULL, &own));
-  nothing = look_up(own, "nothing", 0, &module);
-  CHECK_OK(cumoe_context_destroy(own));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_module_unload(&module));
-  case_end();
-}
-
 static void test_capture(cumoe_context context)
 {
   cumoe_module module = {0};
@@ -537,8 +492,6 @@ static void test_capture(cumoe_context context)
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
 }
-
-/* ---- a lost device ------------------------------------------------------------------------------------- */
 
 /* In a process of its own, which cannot use the GPU afterwards. True: everything is as it should be. */
 static bool lose_device(void)
@@ -594,7 +547,6 @@ static const test_group groups[] = {
     GROUP("arguments", test_arguments, ON_CUDA),
     GROUP("launches", test_shapes, ON_CUDA),
     GROUP("occupancy", test_occupancy, ON_CUDA),
-    GROUP("stale modules and functions", test_stale, ON_CUDA),
     GROUP("a kernel's first launch in a capture", test_capture, ON_CUDA),
     ALONE("a lost device", test_lost, ON_CUDA),
 };

@@ -1,6 +1,6 @@
 /*
- * Elementwise operations, softmax and norms beyond their values (test/cases_ops.c, run by cpu and variants): what is refused,
- * captures as the first call of a context, repeated bits, offsets past 2^31.
+ * Elementwise operations, softmax and norms beyond their values (test/cases_ops.c, run by cpu and variants): what is
+ * refused, captures as the first call of a context, repeated bits, offsets past 2^31.
  */
 #include <math.h>
 #include <string.h>
@@ -30,8 +30,6 @@ static cumoe_status call(cumoe_context c, op o, cumoe_view x, cumoe_view other, 
   default: return cumoe_rmsnorm(c, x, weight, 1e-5f, y, stream);
   }
 }
-
-/* ---- refused --------------------------------------------------------------------------------------- */
 
 /* y may be x itself, or the columns beside it; anything else that shares memory with it is refused. */
 static void test_overlaps(cumoe_context context)
@@ -68,8 +66,6 @@ static void test_overlaps(cumoe_context context)
   case_end();
 }
 
-/* ---- layouts: each operand has gaps of its own, or none ---- */
-
 static void test_gaps(cumoe_context context)
 {
   for (op o = 0; o < OPS; o++) {
@@ -90,8 +86,6 @@ static void test_gaps(cumoe_context context)
     case_end();
   }
 }
-
-/* ---- bits ------------------------------------------------------------------------------------------ */
 
 static void test_repeats(cumoe_context context)
 {
@@ -114,8 +108,6 @@ static void test_repeats(cumoe_context context)
       case_end();
     }
 }
-
-/* ---- captures -------------------------------------------------------------------------------------- */
 
 /* All operations of a fresh context in one graph; replayed with other data, they write what eager calls write. */
 static void test_capture(void)
@@ -159,8 +151,6 @@ static void test_capture(void)
   case_end();
   close_context(context);
 }
-
-/* ---- offsets past 2^31 ----------------------------------------------------------------------------- */
 
 /* A part of a huge matrix, packed. */
 static tensor get_part(cumoe_context context, cumoe_view_mut all, int64_t row, int64_t first, int64_t count)

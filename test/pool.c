@@ -23,8 +23,6 @@ static bool has_zones(void)
   return level != NULL && level[0] == '2';
 }
 
-/* ---- figures ----------------------------------------------------------------------------------------- */
-
 static void test_figures(cumoe_context given)
 {
   const int32_t device = device_of(given);
@@ -62,8 +60,6 @@ static void test_figures(cumoe_context given)
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
 }
-
-/* ---- configuration ----------------------------------------------------------------------------------- */
 
 static void test_config(cumoe_context given)
 {
@@ -105,8 +101,6 @@ static void test_limit(cumoe_context given)
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
 }
-
-/* ---- an engine's allocator --------------------------------------------------------------------------- */
 
 enum { SLOTS = 64, ARENA = 1 << 16 };
 
@@ -215,8 +209,6 @@ static void test_allocator(cumoe_context given)
     CHECK_CUDA(cudaFree(e.arena));
 }
 
-/* ---- threads ----------------------------------------------------------------------------------------- */
-
 enum { THREADS = 8 };
 
 typedef struct soak {
@@ -290,8 +282,6 @@ static void test_soak_cuda(cumoe_context context)
   for (int i = 0; i < 2; i++) CHECK_CUDA(cudaStreamDestroy(two[i]));
   case_end();
 }
-
-/* ---- CUDA -------------------------------------------------------------------------------------------- */
 
 static size_t free_memory(void)
 {

@@ -55,8 +55,6 @@ static void test_cpu(cumoe_context context)
   case_end();
 }
 
-/* ---- on a GPU ------------------------------------------------------------------------------------------- */
-
 static void CUDART_CB wait_for_gate(void *gate)
 {
   while (!atomic_load((atomic_int *)gate)) usleep(100);

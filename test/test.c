@@ -395,6 +395,19 @@ bool tensor_equal(const tensor *a, const tensor *b)
   return a->dtype == b->dtype && a->rows == b->rows && a->cols == b->cols && !memcmp(a->data, b->data, tensor_bytes(a));
 }
 
+bool tensor_row_equal(const tensor *a, const tensor *b, int64_t row)
+{
+  const size_t bytes = (size_t)a->cols * cumoe_dtype_bytes((cumoe_dtype)a->dtype);
+  return !memcmp(a->data + (size_t)row * bytes, b->data + (size_t)row * bytes, bytes);
+}
+
+tensor tensor_copy(const tensor *t)
+{
+  tensor c = tensor_new(t->dtype, t->rows, t->cols);
+  memcpy(c.data, t->data, tensor_bytes(t));
+  return c;
+}
+
 tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation)
 {
   tensor t = tensor_new(dtype, rows, cols);
@@ -456,6 +469,11 @@ tensor route_tokens(rng *r, pattern p, int32_t dtype, int64_t tokens, int32_t k,
 }
 
 /* ---- device memory --------------------------------------------------------------------------------- */
+
+cumoe_view_mut as_mut(cumoe_view v)
+{
+  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
+}
 
 cumoe_view no_view(void)
 {

@@ -111,6 +111,8 @@ tensor tensor_new(int32_t dtype, int64_t rows, int64_t cols);
 double tensor_get(const tensor *t, int64_t row, int64_t col);
 void tensor_set(const tensor *t, int64_t row, int64_t col, double value); /* rounds */
 bool tensor_equal(const tensor *a, const tensor *b);                      /* bitwise */
+bool tensor_row_equal(const tensor *a, const tensor *b, int64_t row);
+tensor tensor_copy(const tensor *t);
 
 /* Normal with this deviation, plus mean; or integers -range .. range. */
 tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation);
@@ -147,6 +149,7 @@ bool check_guards(cumoe_context context, const char *what, cumoe_view_mut view);
 bool check_untouched(cumoe_context context, const char *what, cumoe_view_mut view, int64_t first);
 cumoe_view no_view(void);
 cumoe_view_mut no_view_mut(void);
+cumoe_view_mut as_mut(cumoe_view v);
 
 /* ---- comparison ------------------------------------------------------------------------------------ */
 

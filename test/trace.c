@@ -1,7 +1,7 @@
 /*
  * What the host layer calls of CUDA: launches make no allocating, waiting or asking call and leave the thread's device
- * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads on
- * one context.
+ * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads
+ * on one context.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -9,10 +9,8 @@
 #include <string.h>
 
 #include "shim/layer.h"
-#include "../host/internal.h"
+#include "../host/context.h"
 #include "../host/tmap.h"
-
-/* ---- launches ------------------------------------------------------------------------------------------- */
 
 typedef struct launching {
   const char *name;
@@ -227,8 +225,8 @@ static void test_few_arguments(void)
   case_end();
 }
 
-/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words behind
- * it, which have a region of their own. */
+/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words
+ * behind it, which have a region of their own. */
 static void test_few_from_router(void)
 {
   world w = {.next = (uintptr_t)1 << 40};
@@ -273,8 +271,6 @@ static void test_not_few(void)
   check_not_few("unreduced", CUMOE_MOE_UNREDUCED, 0);
   check_not_few("weights on the input", 0, CUMOE_ROUTE_WEIGHT_ON_INPUT);
 }
-
-/* ---- machines ------------------------------------------------------------------------------------------- */
 
 typedef enum automatic { CPU, GPU, EITHER } automatic;
 
@@ -327,7 +323,8 @@ static void check_machine(const machine_case *m)
   shim_reset();
 }
 
-/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has ended. */
+/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has
+ * ended. */
 static void check_portable(bool early)
 {
   world w = {.next = (uintptr_t)1 << 40};
@@ -505,8 +502,6 @@ static void test_old_driver(void)
   case_end();
 }
 
-/* ---- errors --------------------------------------------------------------------------------------------- */
-
 enum { MOST_ERRORS = 16 };
 
 static const struct {
@@ -606,8 +601,6 @@ static void test_errors(void)
   case_end();
 }
 
-/* ---- sizes that only the shim can pretend -------------------------------------------------------------------- */
-
 /* More CTAs than a grid may have. */
 static void test_grids(void)
 {
@@ -653,8 +646,6 @@ static void test_grids(void)
   shim_reset();
   case_end();
 }
-
-/* ---- what a plan says in words ---- */
 
 /* The kernels' whole names, in the order of the text. */
 static void list_names(const char *text, char *list, size_t bytes)
@@ -712,8 +703,6 @@ static void test_descriptions(void)
   end_world(&w);
   case_end();
 }
-
-/* ---- corners that no other program comes to --------------------------------------------------------------- */
 
 #define REFUSED(want, word, call)                                                                                      \
   do {                                                                                                                 \
@@ -849,7 +838,19 @@ static void use_functions(world *w)
   shim_mark();
   CHECK_OK(cumoe_launch_kernel(add, &l, args, 4));
   CHECK(shim_calls(SHIM_ALL) == 0); /* of nothing */
+  cumoe_module copy = module;
+  cumoe_function_info info = {.size = sizeof info};
   CHECK_OK(cumoe_module_unload(&module));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_launch_kernel(add, &l, args, 4));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_function_get_info(add, &info));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "module", cumoe_module_unload(&copy));
+  cumoe_context context = NULL;
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_module_load(context, ptx, sizeof ptx, &module));
+  CHECK(module.id != copy.id); /* though the slot may be the same */
+  CHECK_OK(cumoe_module_function(module, "add", 0, &add));
+  CHECK_OK(cumoe_context_destroy(context));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_launch_kernel(add, &l, args, 4));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "not being captured", cumoe_graph_end(w->context, w->stream, &graph));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "every thread", cumoe_stream_destroy(w->context, CUMOE_STREAM_PER_THREAD));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "peer is 7", cumoe_pool_allow_peer(w->context, 7));
@@ -1077,8 +1078,6 @@ static void test_corners(void)
     case_end();
   }
 }
-
-/* ---- threads --------------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8, ROUNDS = 300 };
 
