@@ -123,9 +123,9 @@ typedef struct permute_args {
  * Scales of weights in normal form, whatever their format: of element (n, k) of half h of expert e
  *   p[(n + n_origin) / block_n * n_stride + (k + k_origin) / block_k * k_stride],
  *   p = table[h] ? table[h][e] : base[h] + e * expert_stride
- * and its zero point in the same place of zero_table[h] or zero[h]. block_n and block_k are never 0 where there are scales; one that
- * covers its axis has stride 0: a tensor's scale has two of these, a channel's one. The origin is the place of a slice's first weight
- * in its first block.
+ * and its zero point in the same place of zero_table[h] or zero[h]. block_n and block_k are never 0 where there are
+ * scales; one that covers its axis has stride 0: a tensor's scale has two of these, a channel's one. The origin is the
+ * place of a slice's first weight in its first block.
  */
 typedef struct scale_matrix {
   const void *base[2], *zero[2];                      /* zero: NULL: none */
@@ -264,7 +264,7 @@ typedef struct elementwise_args {
   int32_t aligned; /* all bases, and all lds if there are several rows, to 16 bytes */
 } elementwise_args;
 
-#define UNIT_ELEMENTS(dtype) ((dtype) == DT_F32 ? 4 : 8)
+#define UNIT_ELEMENTS(dtype) (128 / format_bits(dense_format(dtype))) /* the host's */
 
 /* y[r] = exp(x[r] - max) / sum. CPU unit: one row; the same for norm. */
 typedef struct softmax_args {

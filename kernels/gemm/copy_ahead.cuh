@@ -87,8 +87,8 @@ DEVICE void copy_rows(const gemm_args &args)
 
 /* ---- waiting ---- */
 
-/* Returns when rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the last
- * one count as there. */
+/* Returns when rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the
+ * last one count as there. */
 DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
 {
   const int group = first / COPY_GROUP, groups = (first + count - 1) / COPY_GROUP + 1 - group;

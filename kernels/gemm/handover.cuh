@@ -1,7 +1,7 @@
 /*
- * From up to down by expert. A grid of down that starts early finds all CTAs of up at work, or done; instead of waiting for the
- * last of them it waits, before each expert, until that expert's h is there, which for the first ones is long so. What up's CTAs
- * end apart (H200: the last one 5 to 8 % after the mean) is then down's time.
+ * From up to down by expert. A grid of down that starts early finds all CTAs of up at work, or done; instead of
+ * waiting for the last of them it waits, before each expert, until that expert's h is there, which for the first ones
+ * is long so. What up's CTAs end apart (H200: the last one 5 to 8 % after the mean) is then down's time.
  */
 #ifndef CUMOE_HANDOVER_CUH
 #define CUMOE_HANDOVER_CUH

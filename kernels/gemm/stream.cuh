@@ -2,14 +2,14 @@
  * FORM_stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the
  * speed of memory. K-major weights, any layout that thin takes.
  *
- * A CTA has a warpgroup of producers and two of consumers around a ring of stages of 64 k. Producers fill two
- * stages at once: 16 lanes ask for 256 neighbouring bytes of a weight row, which memory gives 3 % faster than the 128 of a
+ * A CTA has a warpgroup of producers and two of consumers around a ring of stages of 64 k. Producers fill two stages
+ * at once: 16 lanes ask for 256 neighbouring bytes of a weight row, which memory gives 3 % faster than the 128 of a
  * stage (bench/NOTES.md). Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads:
- * weights are its 64-row operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a channel in its
- * own registers.
+ * weights are its 64-row operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a
+ * thread finds both factors of a channel in its own registers.
  *
- * Every CTA takes an equal run of whole tiles, over the ends of experts, and an equal part of those that are left over, in
- * granules of 16 weight rows.
+ * Every CTA takes an equal run of whole tiles, over the ends of experts, and an equal part of those that are left
+ * over, in granules of 16 weight rows.
  */
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
@@ -47,11 +47,12 @@ struct stretch {
 };
 
 /*
- * What a CTA still has to do. Tiles stream in about equal times, wide or narrow, as the bytes in flight are fewer where they are
- * narrow: what counts is how many a CTA has. Equal runs of granules would begin and end amid tiles, and have one more than they
- * must. So row tiles are cut into whole tiles, and every CTA takes the same number of these, one after another; those left over are
- * dealt to all CTAs in narrower pieces, one each. Pieces come at different times, so that others keep memory busy. (H200, gpt-oss
- * T 32: up + down 923 us instead of 941 with runs; pieces at the end of all CTAs: qwen3-30b T 32 255 us, now 246.)
+ * What a CTA still has to do. Tiles stream in about equal times, wide or narrow, as the bytes in flight are fewer
+ * where they are narrow: what counts is how many a CTA has. Equal runs of granules would begin and end amid tiles,
+ * and have one more than they must. So row tiles are cut into whole tiles, and every CTA takes the same number of
+ * these, one after another; those left over are dealt to all CTAs in narrower pieces, one each. Pieces come at
+ * different times, so that others keep memory busy. (H200, gpt-oss T 32: up + down 923 us instead of 941 with runs;
+ * pieces at the end of all CTAs: qwen3-30b T 32 255 us, now 246.)
  */
 template <class S> struct stream_run {
   stretch now, later;
@@ -74,9 +75,9 @@ template <class S> struct stream_run {
   /* The first granule of a row tile's whole tile `part`. */
   DEVICE int32_t granule_of(int64_t part) const { return (int32_t)(granules * part / parts); }
 
-  /* Of the whole tiles that do not deal out. They may begin amid a row tile; of the grid, a row tile gets the part that it is of `all`
-   * their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all, rounded, if c granules lie before
-   * it. */
+  /* Of the whole tiles that do not deal out. They may begin amid a row tile; of the grid, a row tile gets the part
+   * that it is of `all` their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all,
+   * rounded, if c granules lie before it. */
   DEVICE stretch own_piece() const
   {
     const int64_t grid = gridDim.x, dealt = (int64_t)tiles * parts / grid * grid;
@@ -245,8 +246,8 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
   }
 }
 
-/* Where weights and counts were settled early, the ring fills with the first tile's weights before the grid ahead, which
- * makes the rows, has ended. */
+/* Where weights and counts were settled early, the ring fills with the first tile's weights before the grid ahead,
+ * which makes the rows, has ended. */
 template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &smem)
 {
   stream_run<S> run(args, smem.table.before[args.experts]);
@@ -293,9 +294,9 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
   }
 }
 
-/* Memory is idle while the grids ahead find out who goes where. With two rows for every expert most have some, so L2 asks for
- * the weights that a CTA begins with if all have: used, if not by this CTA, then by one close to it. (H200, T 32 to 512: 2 to
- * 4 us.) */
+/* Memory is idle while the grids ahead find out who goes where. With two rows for every expert most have some, so L2
+ * asks for the weights that a CTA begins with if all have: used, if not by this CTA, then by one close to it. (H200,
+ * T 32 to 512: 2 to 4 us.) */
 template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
   constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */

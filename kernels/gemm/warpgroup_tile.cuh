@@ -1,6 +1,6 @@
 /*
- * What the forms wgmma and stream share: a warpgroup of producers and two of consumers around a ring; a tile of weight rows x
- * rows (tokens) from the ring to accumulators, and from there to memory.
+ * What the forms wgmma and stream share: a warpgroup of producers and two of consumers around a ring; a tile of
+ * weight rows x rows (tokens) from the ring to accumulators, and from there to memory.
  */
 #ifndef CUMOE_WGMMA_TILE_CUH
 #define CUMOE_WGMMA_TILE_CUH
@@ -14,8 +14,8 @@ enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
  * Of a shape S made from it, three things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
  *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
- *   AT_ONCE         a stage is given back as soon as it is used, where memory is what all wait for; else one step later,
- *                   when the next products are under way
+ *   AT_ONCE         a stage is given back as soon as it is used, where memory is what all wait for; else one step
+ *                   later, when the next products are under way
  */
 template <class PRODUCT, int BM_, int BN, int BK, int STAGES_, int WARPS> struct ring_shape : PRODUCT {
   static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && operand<typename PRODUCT::X>::BITS == 16,
@@ -47,8 +47,8 @@ template <class S> struct ring_smem {
   tile_table table;
 };
 
-/* Row tile `tile` of an expert's `tiles`: its rows are cut at multiples of WGMMA_STEP into tiles as equal as can be. More than BM
- * rows only if a bad route had its table cut, of few rows none: those past BM are left. */
+/* Row tile `tile` of an expert's `tiles`: its rows are cut at multiples of WGMMA_STEP into tiles as equal as can be.
+ * More than BM rows only if a bad route had its table cut, of few rows none: those past BM are left. */
 template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int tiles)
 {
   const int64_t steps = ceil_div(rows.count, (int)WGMMA_STEP);
@@ -80,8 +80,8 @@ template <class S> DEVICE void release_stage(ring_smem<S> &smem, int stage)
   }
 }
 
-/* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over; at once
- * where memory is what all wait for. */
+/* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over; at
+ * once where memory is what all wait for. */
 template <class S, int N>
 DEVICE void multiply_n(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group,
                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
@@ -127,9 +127,9 @@ DEVICE void multiply(const gemm_args &args, ring_smem<S> &smem, ring_place<S::ST
 
 /* ---- from accumulators to memory: every warp for itself ---- */
 
-/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are eights; eight g is in block g % BLOCKS. Of a thread's values
- * in token group j: row lane / 4 of the eight, token 8 j + lane % 4 * 2 + t. In a gated up tile even eights are of the half
- * that lies first and odd ones the same channels of the other. */
+/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are eights; eight g is in block g % BLOCKS. Of a thread's
+ * values in token group j: row lane / 4 of the eight, token 8 j + lane % 4 * 2 + t. In a gated up tile even eights
+ * are of the half that lies first and odd ones the same channels of the other. */
 template <class S> DEVICE float value_of(const float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
 {
   return acc[g % S::BLOCKS][4 * j + g / S::BLOCKS * 2 + t];
@@ -178,7 +178,7 @@ template <class S, int EIGHTS> struct warp_store {
     to = static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
   }
 
-  /* In which of its places an eight of a token lies, so that neither stmatrix nor the lanes that read meet in a bank. */
+  /* In which of its places an eight of a token lies, so that neither stmatrix nor lanes that read meet in a bank. */
   DEVICE uint4 *place(int token, int eight) const
   {
     const int turned = EIGHTS == 4 ? token / 2 % 4 : EIGHTS == 2 ? token / 4 % 2 : 0;
@@ -284,8 +284,8 @@ DEVICE void store_turn(const gemm_args &args, bool up_first, const float *row_we
   }
 }
 
-/* Token groups of a turn are always the first ones of the accumulators, where the later ones move down, so that the activations
- * are in the program once. */
+/* Token groups of a turn are always the first ones of the accumulators, where the later ones move down, so that the
+ * activations are in the program once. */
 template <class S>
 DEVICE void store_any(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
                       channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])

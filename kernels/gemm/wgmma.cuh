@@ -10,10 +10,10 @@
  *            warps make on the way: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle.
  * Each consumer has half of the weight rows of a tile. Nothing joins the two but the ring.
  *
- * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2, some
- * 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). The two take two row tiles of an
- * expert and share the weights, which then leave L2 half as often; of a row tile that is left over they take neighbouring
- * channels and share its rows.
+ * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2,
+ * some 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). The two take two row
+ * tiles of an expert and share the weights, which then leave L2 half as often; of a row tile that is left over they
+ * take neighbouring channels and share its rows.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
@@ -89,9 +89,9 @@ template <class S> DEVICE bool copies(const gemm_args &args)
   return S::GATHERED && args.protocol.x_copy;
 }
 
-/* Units of a grid dealt to its clusters: in turn, or, of a down that waits for nobody's end, to whoever comes first, so that a
- * cluster that starts late has fewer. Then the first CTA of a cluster claims and tells the other; it is never more than STAGES
- * units ahead, as both fill each other's stages. */
+/* Units of a grid dealt to its clusters: in turn, or, of a down that waits for nobody's end, to whoever comes first,
+ * so that a cluster that starts late has fewer. Then the first CTA of a cluster claims and tells the other; it is
+ * never more than STAGES units ahead, as both fill each other's stages. */
 template <class S> struct wgmma_deal {
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
@@ -172,7 +172,7 @@ template <class S> struct gather {
   }
 };
 
-/* The lane that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest for itself. */
+/* The lane that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest alone. */
 template <class S, bool PAIRED>
 DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
                        int k0)
