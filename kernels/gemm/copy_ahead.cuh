@@ -13,7 +13,7 @@
 /* Rows that the route has; those of bad routes, too, are all copied. */
 DEVICE int32_t rows_to_copy(const gemm_args &args)
 {
-  return (int32_t)min((int64_t)max(load_settled(args.offsets + args.experts), 0), args.rows_cap);
+  return (int32_t)min((int64_t)max(load_relaxed(args.offsets + args.experts), 0), args.rows_cap);
 }
 
 /* ---- copying ---- */
@@ -96,7 +96,7 @@ DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int3
     missing = false;
 #pragma unroll 4
     for (int i = 0; i < groups; i++)
-      missing |= load_settled(args.protocol.progress + PROGRESS_COPIED + group + i) <
+      missing |= load_relaxed(args.protocol.progress + PROGRESS_COPIED + group + i) <
                  min(total - (group + i) * COPY_GROUP, COPY_GROUP);
   }
   __threadfence();

@@ -6,7 +6,7 @@
 #ifndef CUMOE_SCHEDULE_CUH
 #define CUMOE_SCHEDULE_CUH
 
-#include "device/common.cuh"
+#include "device/ptx.cuh"
 
 struct row_range {
   int32_t begin, count;
@@ -17,8 +17,8 @@ DEVICE row_range expert_rows(const gemm_args &args, int expert, bool *bad = null
 {
   int64_t begin = 0, count, cap = args.rows_cap;
   if (args.counts) {
-    begin = load_settled(args.offsets + expert);
-    count = load_settled(args.counts + expert);
+    begin = load_relaxed(args.offsets + expert);
+    count = load_relaxed(args.counts + expert);
   } else {
     count = token_total(args.tokens);
   }

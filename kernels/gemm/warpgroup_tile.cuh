@@ -195,7 +195,7 @@ template <class S, int EIGHTS> struct warp_store {
     stmatrix_x4_trans(shared_address(place(matrix / EIGHTS * 8 + lane_id() % 8, matrix % EIGHTS)), packed);
     __syncwarp();
     if (token0 < tokens)
-      store_16(to + token0 * args.c_ld, *place(lane_id() / EIGHTS, lane_id() % EIGHTS), args.protocol.evict_last);
+      st_global_16(to + token0 * args.c_ld, *place(lane_id() / EIGHTS, lane_id() % EIGHTS), args.protocol.evict_last);
   }
 };
 
@@ -244,8 +244,8 @@ struct swiglu {
   {
     float g = up_first ? high : low, u = up_first ? low : high;
     if (KIND == FINISH_silu) return g * sigmoid_of<true>(g, 1.f) * u;
-    g = min_or_nan(g + bias[0], limit);
-    u = -min_or_nan(-min_or_nan(u + bias[1], limit), limit);
+    g = min_nan(g + bias[0], limit);
+    u = -min_nan(-min_nan(u + bias[1], limit), limit);
     return g * sigmoid_of<true>(g, alpha) * (u + shift);
   }
 };

@@ -1,7 +1,7 @@
 /*
- * The gate: a token's experts and their weights from its logits, by a warp. Experts are ranked by integers that order like
- * floats, so that ties are exact and NaN has a place; a token's logits are read into registers once, and again only where they
- * were chosen.
+ * The gate: a token's experts and their weights from its logits, by a warp. Experts are ranked by integers that order
+ * like floats, so that ties are exact and NaN has a place; a token's logits are read into registers once, and again
+ * only where they were chosen.
  */
 #ifndef CUMOE_GATE_CUH
 #define CUMOE_GATE_CUH
@@ -183,8 +183,8 @@ template <int N> DEVICE void softmax_over_lanes(const gate_args &a, gate_token &
   t.sum = warp_sum(sum);
 }
 
-/* In registers: keys of the logits themselves. Every score keeps their order, but may round. `weigh`: weights will be asked
- * for. */
+/* In registers: keys of the logits themselves. Every score keeps their order, but may round. `weigh`: weights will be
+ * asked for. */
 template <int N>
 DEVICE unsigned keys_of_logits(const gate_args &a, gate_token &t, uint32_t (&key)[N], bool weigh = true)
 {
@@ -196,8 +196,8 @@ DEVICE unsigned keys_of_logits(const gate_args &a, gate_token &t, uint32_t (&key
   return first_nan;
 }
 
-/* The same for groups of whole rows of 32 lanes: their best two by reductions that do not wait for each other, then lane
- * g ranks group g. */
+/* The same for groups of whole rows of 32 lanes: their best two by reductions that do not wait for each other, then
+ * lane g ranks group g. */
 template <int N> DEVICE void close_groups_of_rows(const gate_args &a, uint32_t (&key)[N])
 {
   const int rows = a.experts / a.n_group / WARP_SIZE;
