@@ -25,8 +25,14 @@ typedef struct kernel {
 
 static const kernel kernels[] = {
 #define ROWS_ALL
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
-  {"cumoe_" #op "_" #arch "_" #form "_" #in "_" #w "_" #BM "x" #BN "x" #BK, #op, #form, #arch[0] == 'a', BM, BN, SMEM},
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
+  {"cumoe_" #op "_" #arch "_" #form "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK,                \
+   #op,                                                                                                                \
+   #form,                                                                                                              \
+   #arch[0] == 'a',                                                                                                    \
+   BM,                                                                                                                 \
+   BN,                                                                                                                 \
+   SMEM},
 #include "../kernels/variants.def"
 };
 enum { KERNELS = sizeof kernels / sizeof *kernels };
@@ -35,7 +41,7 @@ enum { KERNELS = sizeof kernels / sizeof *kernels };
 
 /* A stage with the types and the layout that other kernels serve. */
 typedef struct family {
-  const char *title, *op, *types; /* types: as in the kernels' names */
+  const char *title, *op;
   const char *models;
   item item;
   cumoe_dtype dtype, router;
@@ -44,14 +50,14 @@ typedef struct family {
 
 #define LARGE "mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b gpt-oss-120b deepseek-v3"
 static const family families[] = {
-    {"16-bit weights", "router", "_bf16_bf16_", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false},
-    {"f32 weights", "router", "_bf16_f32_", "qwen3-30b-a3b mixtral-8x7b", ITEM_router, CUMOE_BF16, CUMOE_F32, false},
-    {"K-major, 16-bit", "up", "_bf16_bf16_", LARGE, ITEM_up, CUMOE_BF16, CUMOE_BF16, false},
-    {"N-major, 16-bit", "up", "_bf16_bf16_", "qwen3-235b-a22b mixtral-8x7b", ITEM_up, CUMOE_BF16, CUMOE_BF16, true},
-    {"f32", "up", "_f32_f32_", "qwen3-30b-a3b", ITEM_up, CUMOE_F32, CUMOE_F32, false},
-    {"K-major, 16-bit", "down", "_bf16_bf16_", LARGE, ITEM_down, CUMOE_BF16, CUMOE_BF16, false},
-    {"N-major, 16-bit", "down", "_bf16_bf16_", "qwen3-235b-a22b mixtral-8x7b", ITEM_down, CUMOE_BF16, CUMOE_BF16, true},
-    {"f32", "down", "_f32_f32_", "qwen3-30b-a3b", ITEM_down, CUMOE_F32, CUMOE_F32, false},
+    {"16-bit weights", "router", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false},
+    {"f32 weights", "router", "qwen3-30b-a3b mixtral-8x7b", ITEM_router, CUMOE_BF16, CUMOE_F32, false},
+    {"K-major, 16-bit", "up", LARGE, ITEM_up, CUMOE_BF16, CUMOE_BF16, false},
+    {"N-major, 16-bit", "up", "qwen3-235b-a22b mixtral-8x7b", ITEM_up, CUMOE_BF16, CUMOE_BF16, true},
+    {"f32", "up", "qwen3-30b-a3b", ITEM_up, CUMOE_F32, CUMOE_F32, false},
+    {"K-major, 16-bit", "down", LARGE, ITEM_down, CUMOE_BF16, CUMOE_BF16, false},
+    {"N-major, 16-bit", "down", "qwen3-235b-a22b mixtral-8x7b", ITEM_down, CUMOE_BF16, CUMOE_BF16, true},
+    {"f32", "down", "qwen3-30b-a3b", ITEM_down, CUMOE_F32, CUMOE_F32, false},
 };
 enum { FAMILIES = sizeof families / sizeof *families };
 
@@ -155,9 +161,10 @@ static cumoe_status find_choices(bench *b, const family *f, samples *s)
     cumoe_variant_info info = {.size = sizeof info};
     TRY(cumoe_variant_get(b->context, v, &info));
     for (int32_t k = 0; k < KERNELS && info.usable && s->choices < MAX_CHOICES; ++k) {
-      const bool turned = strcmp(kernels[k].form, "ntile") == 0;
+      const bool turned = strcmp(info.major, "N") == 0;
+      const int32_t w = f->item == ITEM_router ? (int32_t)f->router : (int32_t)f->dtype;
       if (strcmp(info.name, kernels[k].name) != 0 || strcmp(info.op, f->op) != 0) continue;
-      if (strstr(info.name, f->types) && turned == f->in_out) s->choice[s->choices++] = k;
+      if (info.x == (int32_t)f->dtype && info.w == w && turned == f->in_out) s->choice[s->choices++] = k;
     }
   }
   return CUMOE_OK;

@@ -206,6 +206,11 @@ static cumoe_status prepare_kernel(struct context *context, const variant *v, cu
   if (facts.maxThreadsPerBlock < v->threads)
     return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name, facts.maxThreadsPerBlock,
                 v->threads);
+  size_t offset = 0, bytes = 0;
+  TRY_CUDA(cudaFuncGetParamInfo((const void *)kernel, 0, &offset, &bytes));
+  if (bytes != (size_t)variant_arg_bytes(v))
+    return fail(CUMOE_ERR_INTERNAL, "%s takes an argument of %zu bytes, the host's has %d", v->name, bytes,
+                (int)variant_arg_bytes(v));
   /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs, from
    * its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
   *waits = facts.ptxVersion >= WAITS_FROM && facts.binaryVersion >= WAITS_FROM;

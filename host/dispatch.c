@@ -54,7 +54,7 @@ static shape elementwise_shape(const elementwise_args *a)
                  .in = a->dtype,
                  .w = a->dtype,
                  .tokens = a->rows * ((a->cols + unit - 1) / unit),
-                 .n = EW_KERNEL(a->function)};
+                 .n = a->function};
 }
 
 static shape row_shape(operation op, int32_t dtype, int64_t rows, int32_t cols)
@@ -110,7 +110,7 @@ static cumoe_status launch_router(struct context *context, int32_t row, int64_t 
 {
   const variant *v = &variants[row];
   router_sm90_args mapped = {.r = *args};
-  if (!tmap_encode_router(context->encode_tiled, v->bm, v->bn, &mapped)) return refused(v);
+  if (!tmap_encode_router(context->encode_tiled, v, &mapped)) return refused(v);
   return launch(context, row, grid, early, &mapped, stream);
 }
 
@@ -118,9 +118,9 @@ static cumoe_status launch_gemm(struct context *context, int32_t row, int64_t gr
                                 cumoe_stream stream)
 {
   const variant *v = &variants[row];
-  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn;
+  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn; /* weight rows of a tile; a CTA loads its share for all */
   gemm_sm90_args mapped = {.g = *args};
-  if (!tmap_encode(context->encode_tiled, columns / 2, &mapped)) return refused(v);
+  if (!tmap_encode(context->encode_tiled, columns / v->cluster, &mapped)) return refused(v);
   return launch(context, row, grid, early, &mapped, stream);
 }
 

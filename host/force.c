@@ -9,6 +9,33 @@ int32_t cumoe_variant_count(void)
   return variant_count;
 }
 
+static cumoe_variant_info info_of(const variant *v)
+{
+  static const char *const scales[] = {[SCALE_none] = "none", [SCALE_out] = "out", [SCALE_block] = "block"};
+  static const char *const majors[] = {[MAJOR_any] = "any", [MAJOR_K] = "K", [MAJOR_N] = "N"};
+  return (cumoe_variant_info){.op = v->op_name,
+                              .name = v->name,
+                              .arch = v->arch_name,
+                              .form = v->form_name,
+                              .x = v->x,
+                              .w = v->w,
+                              .y = v->y,
+                              .scale = v->bm ? scales[v->scale] : "",
+                              .major = v->bm ? majors[v->major] : "",
+                              .bm = v->bm,
+                              .bn = v->bn,
+                              .bk = v->bk,
+                              .stages = v->stages,
+                              .units = v->units,
+                              .columns = v->columns,
+                              .lanes = v->lanes,
+                              .ahead = v->ahead,
+                              .cluster = v->cluster,
+                              .warps = v->threads / 32,
+                              .ctas = v->ctas,
+                              .smem = v->smem};
+}
+
 cumoe_status cumoe_variant_get(cumoe_context handle, int32_t index, cumoe_variant_info *info)
 {
   begin_call(__func__);
@@ -17,9 +44,8 @@ cumoe_status cumoe_variant_get(cumoe_context handle, int32_t index, cumoe_varian
   if (index < 0 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d", (int)index, (int)variant_count - 1);
   TRY(check_struct("info", info));
-  const variant *v = &variants[index];
-  const cumoe_variant_info row = {
-      .op = v->op_name, .name = v->name, .usable = v->cpu ? on_cpu(context) : context->kernels[index] != NULL};
+  cumoe_variant_info row = info_of(&variants[index]);
+  row.usable = variants[index].cpu ? on_cpu(context) : context->kernels[index] != NULL;
   give_struct(&row, info);
   return CUMOE_OK;
 }

@@ -33,16 +33,13 @@ bool takes_tensor_maps(const variant *v)
 static bool serves(const machine *m, const variant *v, const shape *s)
 {
   if (v->op != (int)s->op || !runs_on(m, v)) return false;
-  if ((v->in && v->in != s->in) || (v->w && v->w != s->w)) return false;
-  if (v->form == FORM_row && s->n > v->bn) return false;
-  if (v->form == FORM_flat && s->n != v->bn) return false;
-  if (v->op == OP_router && takes_tensor_maps(v)) return !s->no_tmap;
-  if (s->major == MAJOR_none) return true;
-  if (v->form == FORM_tile || v->form == FORM_thin || v->form == FORM_stream) return s->major == MAJOR_K;
-  if (v->form == FORM_ntile) return s->major == MAJOR_N;
-  if (v->form == FORM_ring) return s->major == MAJOR_K && s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
-  if (takes_tensor_maps(v)) return s->major == MAJOR_K && !s->no_tmap;
-  return true;
+  const int other = v->w ? v->w : v->y;
+  if ((v->x && v->x != s->in) || (other && other != s->w)) return false;
+  if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
+  if (v->form == FORM_row) return s->n <= v->columns;
+  if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
+  if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  return !takes_tensor_maps(v) || !s->no_tmap;
 }
 
 typedef struct tune_row {
@@ -200,25 +197,17 @@ static int64_t most_tiles(const variant *v, const shape *s)
   return (s->rows / v->bm + partial) * ceil_div(s->n, v->bn);
 }
 
-/* FORM_wgmma is launched by twos. */
+/* Up to the next cluster, if that is not more than `most` or the first. */
 static int64_t whole_clusters(const variant *v, int64_t grid, int64_t most)
 {
-  if (v->form != FORM_wgmma || grid % 2 == 0) return grid;
-  return grid < most || grid == 1 ? grid + 1 : grid - 1;
+  const int64_t up = ceil_div(grid, v->cluster) * v->cluster;
+  return up <= most || up == v->cluster ? up : up - v->cluster;
 }
 
-/* FORM_wgmma: a cluster of two has neighbouring tokens. */
+/* A cluster has neighbouring tokens. */
 static int64_t router_grid(const variant *v, const shape *s)
 {
-  const int64_t together = v->form == FORM_wgmma ? 2 : 1;
-  return together * ceil_div(s->tokens, together * v->bm) * ceil_div(s->n, v->bn);
-}
-
-/* FORM_row: more threads a row than a CTA has make a cluster. */
-static int64_t rows_grid(const variant *v, const shape *s)
-{
-  const int64_t ctas = v->form == FORM_row && v->bk > v->threads ? v->bk / v->threads : 1;
-  return ctas * ceil_div(s->tokens, v->bm);
+  return v->cluster * ceil_div(s->tokens, v->cluster * v->bm) * ceil_div(s->n, v->bn);
 }
 
 int64_t grid_size(const machine *m, const variant *v, const shape *s)
@@ -232,11 +221,9 @@ int64_t grid_size(const machine *m, const variant *v, const shape *s)
   case OP_few_up: return min64(s->rows * ceil_div(s->n, v->bn), (int64_t)m->sms * v->ctas);
   case OP_few_down: return min64(ceil_div(s->n, v->bn), (int64_t)m->sms * v->ctas);
   case OP_router: return router_grid(v, s);
-  case OP_permute: return s->tokens * ceil_div(s->n, v->bn);
-  case OP_combine: return ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->bn);
-  case OP_softmax:
-  case OP_norm: return rows_grid(v, s);
-  default: return ceil_div(s->tokens, v->bm);
+  case OP_permute: return s->tokens * ceil_div(s->n, v->columns);
+  case OP_combine: return ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->columns);
+  default: return v->cluster * ceil_div(s->tokens, v->units);
   }
 }
 
@@ -245,7 +232,7 @@ static bool router_has_tiles(int64_t tokens, int32_t experts)
 {
   const shape router = {.op = OP_router, .tokens = tokens, .experts = experts};
   for (const tune_row *t = tune; t->op >= 0; ++t)
-    if (t->op == OP_router && expected_rows(&router) <= t->up_to) return t->form != FORM_rows;
+    if (t->op == OP_router && expected_rows(&router) <= t->up_to) return t->form != FORM_dot;
   return true;
 }
 

@@ -21,12 +21,10 @@ machine machine_of(const cumoe_device_info *info, const int32_t *forced);
 /* Whether the device can run the row: contexts load the kernels of these rows, and only these are chosen. */
 bool runs_on(const machine *m, const variant *v);
 
-typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N } weight_major;
-
 /* One operation's shape. Fields that an operation does not have stay 0. */
 typedef struct shape {
   operation op;
-  int32_t in, w;        /* DT_* of activations and weights */
+  int32_t in, w;        /* DT_* of activations and weights, where there are none of the result */
   weight_major major;   /* of the weights */
   bool no_tmap;         /* tensor maps cannot describe the weights, or the driver makes none */
   int64_t tokens, rows; /* T; T k, or T when dense */

@@ -91,23 +91,23 @@ bool tmap_serves_router(const router_args *a)
          matrix_serves(a->w, a->w_ld);
 }
 
-bool tmap_encode_router(void (*encoder)(void), int32_t tokens, int32_t experts, router_sm90_args *args)
+bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_args *args)
 {
   const router_args *r = &args->r;
-  args->columns = r->experts < experts ? (r->experts + 15) / 16 * 16 : experts;
+  args->columns = r->experts < v->bn ? (r->experts + 15) / 16 * 16 : v->bn;
   const tensor x = {
       .base = r->x,
       .rank = 2,
       .size = {(uint64_t)r->hidden, (uint64_t)r->tokens.count},
       .stride = {1, r->x_ld},
-      .box = {WGMMA_BK, (uint32_t)tokens},
+      .box = {WGMMA_BK, (uint32_t)v->bm},
   };
   const tensor w = {
       .base = r->w,
       .rank = 2,
       .size = {(uint64_t)r->hidden, (uint64_t)r->experts},
       .stride = {1, r->w_ld},
-      .box = {WGMMA_BK, (uint32_t)args->columns / 2},
+      .box = {WGMMA_BK, (uint32_t)(args->columns / v->cluster)},
   };
   return encode(encoder, r->x_dtype, &x, args->x) && encode(encoder, r->w_dtype, &w, args->w);
 }

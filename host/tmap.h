@@ -3,7 +3,7 @@
 #define CUMOE_TMAP_H
 
 #include <stdbool.h>
-#include "../kernels/args.h"
+#include "variants.h"
 
 /* Whether tensor maps can describe the weights: K-major, one base pointer, strides that the hardware takes. */
 bool tmap_serves(const gemm_args *args);
@@ -12,8 +12,8 @@ bool tmap_serves(const gemm_args *args);
  * `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
 bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args);
 
-/* The same for the router, for a kernel whose tile has so many tokens and experts. */
+/* The same for the router, for the boxes of the row. */
 bool tmap_serves_router(const router_args *args);
-bool tmap_encode_router(void (*encoder)(void), int32_t tokens, int32_t experts, router_sm90_args *args);
+bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_args *args);
 
 #endif

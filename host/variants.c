@@ -1,37 +1,81 @@
 /* Expands kernels/variants.def into the dispatch table. */
-#include "variants.h"
+#include "../include/cumoe/moe.h"
 #include "internal.h"
+#include "variants.h"
 
-_Static_assert((int)DT_F32 == CUMOE_F32 && (int)DT_F16 == CUMOE_F16 && (int)DT_BF16 == CUMOE_BF16 &&
-                   (int)DT_U8 == CUMOE_U8 && (int)DT_I32 == CUMOE_I32 && (int)DT_I64 == CUMOE_I64,
-               "kernels/args.h and cumoe/types.h number the element types alike");
-_Static_assert((int)FAULT_ROUTE == CUMOE_FAULT_ROUTE, "kernels/args.h and cumoe/context.h number the faults alike");
+/* kernels/args.h, which includes nothing public, has these values too. */
+#define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);
+#define SAME_TYPE(name)    SAME(DT_##name, CUMOE_##name)
+#define SAME_NAME(name)    SAME(name, CUMOE_##name)
+#define EACH_TYPE(F)       F(F32) F(F16) F(BF16) F(U8) F(I32) F(I64)
+#define EACH_NAME(F)                                                                                                   \
+  F(SCORE_SOFTMAX)                                                                                                     \
+  F(SCORE_SIGMOID) F(SCORE_SQRT_SOFTPLUS) F(SCORE_IDENTITY) F(GROUP_BEST) F(GROUP_BEST_TWO) F(ROUTE_RENORMALIZE)       \
+      F(ROUTE_SCORE_AFTER_TOPK) F(ROUTE_WEIGHT_ON_INPUT) F(ACT_SILU) F(ACT_GELU_ERF) F(ACT_GELU_TANH) F(ACT_RELU)      \
+          F(ACT_RELU2) F(ACT_IDENTITY) F(ACT_SWIGLU_OAI) F(FAULT_NONE) F(FAULT_EXPERT_ID) F(FAULT_NAN_LOGIT)           \
+              F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
+EACH_TYPE(SAME_TYPE)
+EACH_NAME(SAME_NAME)
 
 enum { DT_bf16 = DT_BF16, DT_f16 = DT_F16, DT_f32 = DT_F32, DT_x = DT_NONE };
 
 #define ROWS_ALL
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
+  extern const unsigned char cumoe_image_##file[];
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   extern const unsigned char cumoe_image_##file[];
 #include "../kernels/variants.def"
 
-#define VARIANT(op_, arch_, file, form_, in_, w_, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                               \
-  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #in_ "_" #w_ "_" #BM "x" #BN "x" #BK,                               \
+#define VARIANT(op_, arch_, file, form_, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)        \
+  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK,     \
    .op_name = #op_,                                                                                                    \
+   .arch_name = #arch_,                                                                                                \
+   .form_name = #form_,                                                                                                \
    .image = cumoe_image_##file,                                                                                        \
    .op = OP_##op_,                                                                                                     \
    .arch = ARCH_##arch_,                                                                                               \
    .form = FORM_##form_,                                                                                               \
-   .in = DT_##in_,                                                                                                     \
-   .w = DT_##w_,                                                                                                       \
+   .x = DT_##X,                                                                                                        \
+   .w = DT_##W,                                                                                                        \
+   .y = DT_##Y,                                                                                                        \
+   .scale = SCALE_##SCALE,                                                                                             \
+   .major = MAJOR_##MAJOR,                                                                                             \
    .bm = BM,                                                                                                           \
    .bn = BN,                                                                                                           \
    .bk = BK,                                                                                                           \
    .stages = STAGES,                                                                                                   \
+   .cluster = CLUSTER,                                                                                                 \
+   .threads = (WARPS)*32,                                                                                              \
+   .ctas = CTAS,                                                                                                       \
+   .smem = SMEM},
+#define UNTILED(op_, arch_, file, form_, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)               \
+  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #X "_" #Y "_" #UNITS "x" #COLUMNS "x" #LANES,                       \
+   .op_name = #op_,                                                                                                    \
+   .arch_name = #arch_,                                                                                                \
+   .form_name = #form_,                                                                                                \
+   .image = cumoe_image_##file,                                                                                        \
+   .op = OP_##op_,                                                                                                     \
+   .arch = ARCH_##arch_,                                                                                               \
+   .form = FORM_##form_,                                                                                               \
+   .x = DT_##X,                                                                                                        \
+   .y = DT_##Y,                                                                                                        \
+   .units = UNITS,                                                                                                     \
+   .columns = COLUMNS,                                                                                                 \
+   .lanes = LANES,                                                                                                     \
+   .ahead = AHEAD,                                                                                                     \
+   .cluster = CLUSTER,                                                                                                 \
    .threads = (WARPS)*32,                                                                                              \
    .ctas = CTAS,                                                                                                       \
    .smem = SMEM},
 #define CPU_VARIANT(op_, function)                                                                                     \
-  {.name = "cumoe_" #op_ "_cpu", .op_name = #op_, .cpu = function, .op = OP_##op_, .arch = ARCH_cpu, .form = FORM_ref},
+  {.name = "cumoe_" #op_ "_cpu",                                                                                       \
+   .op_name = #op_,                                                                                                    \
+   .arch_name = "cpu",                                                                                                 \
+   .form_name = "ref",                                                                                                 \
+   .cpu = function,                                                                                                    \
+   .op = OP_##op_,                                                                                                     \
+   .arch = ARCH_cpu,                                                                                                   \
+   .form = FORM_ref},
 
 const variant variants[] = {
 #include "../kernels/variants.def"
@@ -56,4 +100,10 @@ int32_t operation_arg_bytes(operation op)
                                           [OP_norm] = sizeof(norm_args),
                                           [OP_matmul] = sizeof(matmul_args)};
   return bytes[op];
+}
+
+int32_t variant_arg_bytes(const variant *v)
+{
+  if (v->form != FORM_wgmma) return operation_arg_bytes((operation)v->op);
+  return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);
 }

@@ -30,32 +30,38 @@ typedef enum form {
   FORM_warp,    /* gate: a warp a token */
   FORM_chunk,   /* map: counting by chunks of pairs */
   FORM_scatter, /* permute */
-  FORM_rows,    /* router: few tokens, a dot product an expert */
+  FORM_dot,     /* router: few tokens, a dot product an expert */
   FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */
   FORM_ntile,   /* GEMM on tensor cores, N-major weights */
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
-  FORM_ring,    /* the experts of few tokens without a map, K-major weights */
+  FORM_few,     /* the experts of few tokens without a map, K-major weights */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
-  FORM_flat,    /* elementwise */
-  FORM_row,     /* softmax, norm: rows of up to bn columns, read once; bk threads a row */
+  FORM_flat,    /* elementwise, all functions but gelu */
+  FORM_gelu,    /* gelu alone */
+  FORM_row,     /* softmax, norm: rows of up to `columns`, read once */
   FORM_sweep    /* softmax, norm: rows of any length, read twice */
 } form;
 
+/* Columns as kernels/variants.def tells them; those that a row's table has not are 0. */
 typedef struct variant {
-  const char *name, *op_name;
+  const char *name, *op_name, *arch_name, *form_name;
   const unsigned char *image; /* fatbin; NULL on the CPU */
   cpu_kernel *cpu;
-  int8_t op, arch, form, in, w; /* DT_*; 0 = chosen at run time */
-  int32_t bm, bn, bk, stages, threads, ctas, smem;
+  int8_t op, arch, form, x, w, y; /* types: DT_*; 0 = chosen at run time, or none */
+  int8_t scale, major;            /* scale_case, weight_major */
+  int32_t bm, bn, bk, stages;
+  int32_t units, columns, lanes, ahead;
+  int32_t cluster, threads, ctas, smem; /* threads: of a CTA */
 } variant;
 
 extern const variant variants[];
 extern const int32_t variant_count;
 
-/* Size of the operation's argument struct. */
+/* Size of the operation's argument struct; of what a row's kernel takes, which may hold tensor maps besides. */
 int32_t operation_arg_bytes(operation op);
+int32_t variant_arg_bytes(const variant *v);
 
 #endif

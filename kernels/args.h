@@ -21,6 +21,10 @@ enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT 
 enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
 enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
 
+/* Columns of variants.def. */
+typedef enum scale_case { SCALE_none, SCALE_out, SCALE_block } scale_case;
+typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N, MAJOR_any = MAJOR_none } weight_major;
+
 enum { MAX_EXPERTS = 1024, MAX_TOP_K = 32 };
 enum { ROW_DROPPED = -1, ROW_IDENTITY = -2 }; /* in slot_row */
 
@@ -236,9 +240,6 @@ enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplie
 /* ---- operations of ops.h ---- */
 
 enum { EW_ADD = 0, EW_MUL, EW_SCALE, EW_RELU, EW_SIGMOID, EW_SILU, EW_GELU, EW_GELU_TANH };
-
-/* The kernel that has the function: 2 has gelu alone, which is bound by instructions and needs more threads an SM. */
-#define EW_KERNEL(function) ((function) == EW_GELU ? 2 : 1)
 
 /* y = function(a, b). A unit is 16 bytes of a row: UNIT_ELEMENTS(dtype), at the row's end perhaps fewer. */
 typedef struct elementwise_args {

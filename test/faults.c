@@ -163,7 +163,8 @@ static cumoe_status run_forced(world *w)
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     cumoe_variant_info info = {.size = sizeof info};
     STEP(cumoe_variant_get(w->context, i, &info));
-    if (!info.usable || strstr(info.name, "bf16_bf16") == NULL || strstr(info.name, "ntile") != NULL) continue;
+    const bool bf16 = info.x == CUMOE_BF16 && (info.w ? info.w : info.y) == CUMOE_BF16;
+    if (!info.usable || !bf16 || strcmp(info.major, "N") == 0) continue;
     STEP(cumoe_variant_force(w->context, -1));
     STEP(cumoe_variant_force(w->context, i));
     STEP(run_routed(w));

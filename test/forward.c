@@ -713,13 +713,14 @@ static const giant giants[] = {
 
 enum { TAIL = 64 };
 
-/* Forces one usable row of the operation, the `which`-th whose name holds `type`; false: there are no more. */
-static bool force_row(cumoe_context context, const char *op, const char *type, int which, const char **name)
+/* Forces one usable row of the operation, the `which`-th for activations and weights of the type; false: there are no more. */
+static bool force_row(cumoe_context context, const char *op, int32_t type, int which, const char **name)
 {
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     cumoe_variant_info info = {.size = sizeof info};
     if (!CHECK_OK(cumoe_variant_get(context, i, &info))) return false;
-    if (!info.usable || strcmp(info.op, op) || !strstr(info.name, type) || which-- > 0) continue;
+    const bool fits = (info.x == 0 || info.x == type) && (info.w == 0 || info.w == type);
+    if (!info.usable || strcmp(info.op, op) || !fits || which-- > 0) continue;
     *name = info.name;
     return CHECK_OK(cumoe_variant_force(context, i));
   }
@@ -779,10 +780,10 @@ static void giant_case(cumoe_context context, const giant *g)
   session large, small;
   session_open(&large, context, &spec, &in);
   session_open(&small, context, &tail, &few);
-  for (int i = 0; force_row(context, "up", "bf16", i, &up); i++) {
+  for (int i = 0; force_row(context, "up", CUMOE_BF16, i, &up); i++) {
     const int mark = scratch_mark();
-    if (!force_row(context, "down", "bf16", i, &down)) break;
-    if (routes && !force_row(context, "router", "bf16_bf16", i, &down)) break;
+    if (!force_row(context, "down", CUMOE_BF16, i, &down)) break;
+    if (routes && !force_row(context, "router", CUMOE_BF16, i, &down)) break;
     compare_giant(&large, &small, up, down);
     CHECK_OK(cumoe_variant_force(context, -1));
     scratch_release(mark);
@@ -844,15 +845,15 @@ static bool set_few_routing(layer_spec *s, int which)
 /* The same bits, whoever was the gate; and the same fault. */
 static void few_gate_case(cumoe_context context, const layer_spec *spec, int kernel, bool nan)
 {
-  const char *type = spec->desc.dtype == CUMOE_F16 ? "ring_f16" : "ring_bf16", *name;
+  const char *name;
   const int64_t bad = nan ? spec->tokens / 2 : -1;
   const int32_t fault = nan && bad < spec_present(spec) ? CUMOE_FAULT_NAN_LOGIT : CUMOE_FAULT_NONE;
   layer_outputs got[2];
   layer_inputs in = layer_inputs_new(spec);
   for (int64_t i = 0; nan && i < in.x.cols; i++) tensor_set(&in.x, bad, i, NAN);
   for (int alone = 0; alone < 2; alone++) {
-    if (!force_row(context, "few_up", type, kernel, &name)) return; /* not on this GPU */
-    if (alone) CHECK(force_row(context, "gate", "", 0, &name));
+    if (!force_row(context, "few_up", spec->desc.dtype, kernel, &name)) return; /* not on this GPU */
+    if (alone) CHECK(force_row(context, "gate", spec->desc.dtype, 0, &name));
     got[alone] = run_layer(context, spec, &in);
     check_fault(context, NULL, fault);
     CHECK_OK(cumoe_variant_force(context, -1));

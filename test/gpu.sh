@@ -58,8 +58,8 @@ run() {
 }
 
 # PROGRAM:TOOL:KERNEL. All kernels are checked: racecheck of CUDA 13.0 does not survive --kernel-name here.
-bugs="sums:racecheck:cumoe_few_up_sm90_ring map:racecheck:cumoe_map_any
-  rest:synccheck:cumoe_router_any_rows rest:memcheck:cumoe_combine_any_gather"
+bugs="sums:racecheck:cumoe_few_up_sm90_few map:racecheck:cumoe_map_any
+  rest:synccheck:cumoe_router_any_dot rest:memcheck:cumoe_combine_any_gather"
 tools="memcheck racecheck synccheck" shards=4
 [ "$1" != planted ] || tools=
 for tool in $tools; do

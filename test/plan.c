@@ -148,9 +148,10 @@ static bool arch_fits(const variant *v, int32_t cc)
 /* What the manual of the table says a row can do. */
 static bool row_can(const variant *v, const gpu *g, const shape *s)
 {
-  bool type = (v->in == 0 || v->in == s->in) && (v->w == 0 || v->w == s->w);
-  if (v->form == FORM_row && s->n > v->bn) return false;
-  if (v->form == FORM_flat && s->n != v->bn) return false;
+  const int other = v->w ? v->w : v->y;
+  bool type = (v->x == 0 || v->x == s->in) && (other == 0 || other == s->w);
+  if (v->form == FORM_row && s->n > v->columns) return false;
+  if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
                 (s->major == MAJOR_N) == (v->form == FORM_ntile);
   return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout;
@@ -407,10 +408,11 @@ static wide simple_grid(const variant *v, const shape *s)
 {
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
-  const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : v->bm;
-  if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->bk / v->threads); /* bn: what it holds */
+  const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
+  if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->lanes / v->threads);
   if (v->form == FORM_wgmma) return 2 * wide_ceil(s->tokens, 2 * tokens) * wide_ceil(s->n, v->bn); /* clusters of two */
-  return wide_ceil(s->tokens, tokens) * ((v->bn > 1 || s->op == OP_router) && s->n > 0 ? wide_ceil(s->n, v->bn) : 1);
+  const int32_t columns = s->op == OP_router ? v->bn : v->columns;
+  return wide_ceil(s->tokens, tokens) * (columns > 0 ? wide_ceil(s->n, columns) : 1);
 }
 
 static wide cpu_grid(const shape *s)
@@ -470,8 +472,9 @@ static void test_grids_around_tiles(rng *r)
     case_begin("%s", v->name);
     const gpu g = {90, HOPPER_SMS, 232448};
     const machine m = gpu_machine(&g, NULL);
-    for (int64_t tokens = 1; tokens <= 4 * v->bm + 1; tokens++)
-      for (int32_t n = v->bn < 8 ? v->bn : 8; n <= 3 * v->bn; n += (int32_t)larger(8, (v->bn / 4) & ~7)) {
+    const int32_t tile = (int32_t)larger(1, larger(v->bn, v->columns));
+    for (int64_t tokens = 1; tokens <= 4 * larger(v->bm, v->units) + 1; tokens++)
+      for (int32_t n = tile < 8 ? tile : 8; n <= 3 * tile; n += (int32_t)larger(8, (tile / 4) & ~7)) {
         shape s = {.op = (operation)v->op,
                    .tokens = tokens,
                    .rows = tokens,
@@ -500,7 +503,7 @@ static int32_t shortest_row(const gpu *g, const shape *s)
     const variant *v = &variants[i];
     if (!row_can(v, g, s)) continue;
     const bool first = best < 0 || variants[best].form == FORM_sweep;
-    if (first || (v->form == FORM_row && v->bn < variants[best].bn)) best = i;
+    if (first || (v->form == FORM_row && v->columns < variants[best].columns)) best = i;
   }
   return best;
 }
@@ -514,8 +517,8 @@ static void test_row_lengths(void)
     if (v->arch == ARCH_cpu || (v->op != OP_softmax && v->op != OP_norm)) continue;
     case_begin("%s", v->name);
     for (int i = 0; i < GPU_COUNT; i++)
-      for (int32_t n = v->bn > 1 ? v->bn - 1 : 1; n <= v->bn + 1; n++) {
-        const shape s = {.op = (operation)v->op, .in = v->in, .w = v->w, .tokens = 1000, .n = n};
+      for (int32_t n = v->columns > 1 ? v->columns - 1 : 1; n <= v->columns + 1; n++) {
+        const shape s = {.op = (operation)v->op, .in = v->x, .w = v->y, .tokens = 1000, .n = n};
         const machine m = gpu_machine(&gpus[i], NULL);
         const int32_t got = choose(&m, &s), want = shortest_row(&gpus[i], &s);
         CHECK_MSG(got >= 0 && got == want, "row %d, not %d, for %s", got, want, shape_name(&gpus[i], &s));
@@ -534,12 +537,12 @@ static void test_functions(void)
     for (int f = EW_ADD; f <= EW_GELU_TANH; f++)
       for (int type = 0; type < 3; type++) {
         const int32_t dtype = float_types[type];
-        const shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = EW_KERNEL(f)};
+        const shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = f};
         const machine m = gpu_machine(&gpus[i], NULL);
         case_begin("cc %d function %d type %d", gpus[i].cc, f, dtype);
         const int32_t got = choose(&m, &s);
         if (CHECK(got >= 0)) {
-          CHECK(row_can(&variants[got], &gpus[i], &s) && variants[got].bn == (f == EW_GELU ? 2 : 1));
+          CHECK(row_can(&variants[got], &gpus[i], &s));
           chosen[got] = true;
         }
         case_end();
@@ -834,7 +837,7 @@ static void test_copied_rows(void)
 static int32_t row_of_form(operation op, int wanted, int32_t dtype)
 {
   for (int32_t i = 0; i < variant_count; i++)
-    if (variants[i].op == (int)op && variants[i].form == wanted && variants[i].in == dtype) return i;
+    if (variants[i].op == (int)op && variants[i].form == wanted && variants[i].x == dtype) return i;
   return -1;
 }
 
@@ -949,7 +952,7 @@ static void check_few_forced(const gpu *hopper)
 {
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
-    if (v->arch == ARCH_cpu || v->in == DT_F16 || v->in == DT_F32) continue;
+    if (v->arch == ARCH_cpu || v->x == DT_F16 || v->x == DT_F32) continue;
     const bool few = v->op == OP_few_up || v->op == OP_few_down;
     const bool stage = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;
     int32_t forced[OP_COUNT] = {0};

@@ -5,31 +5,27 @@
 #include "session.h"
 
 #include <inttypes.h>
-#include <stdio.h>
 #include <string.h>
 
-static const char *const type_names[] = {"f32", "f16", "bf16"};
-static const int32_t types[] = {CUMOE_F32, CUMOE_F16, CUMOE_BF16};
-
-/* A layer that the kernel serves, by its name: cumoe_<op>_<arch>_<form>_<in>_<w>_<tile>; types x: any. Those of few tokens get as
- * many as they take; combine gets rows of whole lines of L2, which it discards. */
+/* A layer that the kernel serves. Those of few tokens get as many as they take; combine gets rows of whole lines of L2, which it
+ * discards. */
 static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
 {
   const bool many = tokens > 70, combine = !strcmp(info->op, "combine");
-  int32_t in = CUMOE_BF16, w = CUMOE_BF16;
-  char text[32];
-  for (int i = 0; i < 9; i++) {
-    snprintf(text, sizeof text, "_%s_%s_", type_names[i / 3], type_names[i % 3]);
-    if (strstr(info->name, text)) in = types[i / 3], w = types[i % 3];
-  }
-  if (!strncmp(info->op, "few_", 4)) tokens = strstr(info->name, "_1x") ? 1 : 32;
-  layer_spec s = layer_spec_new(in, tokens, combine ? 320 : many ? 72 : 264, combine ? 192 : many ? 40 : 136);
+  if (!strncmp(info->op, "few_", 4)) tokens = info->bm;
+  layer_spec s = layer_spec_new(info->x ? info->x : CUMOE_BF16, tokens,
+                                combine ? 320
+                                : many  ? 72
+                                        : 264,
+                                combine ? 192
+                                : many  ? 40
+                                        : 136);
   s.input = INPUT_ROUTER;
   s.optional_outputs = true;
   s.distinct = many ? 70 : 0;
-  if (!strcmp(info->op, "router")) s.router_dtype = w;
-  if (combine && w != in) s.desc.out_dtype = w;
-  if (strstr(info->name, "_ntile_")) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
+  if (!strcmp(info->op, "router")) s.router_dtype = info->w;
+  if (combine && info->y != info->x) s.desc.out_dtype = info->y;
+  if (!strcmp(info->major, "N")) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
   return s;
 }
 
@@ -39,7 +35,7 @@ static void run_row(cumoe_context context, int32_t index, int64_t tokens)
 {
   cumoe_variant_info info = {.size = sizeof info};
   CHECK_OK(cumoe_variant_get(context, index, &info));
-  if (strstr(info.name, "_cpu")) {
+  if (!strcmp(info.arch, "cpu")) {
     case_drop();
     return;
   }

@@ -329,11 +329,15 @@ static void no_maps(void)
 }
 static void no_kernel(void)
 {
-  shim.missing = "cumoe_gate_any_warp_x_x_8x1x1";
+  shim.missing = "cumoe_gate_any_warp_x_x_8x0x32";
 }
 static void few_threads(void)
 {
   shim.max_threads = 64;
+}
+static void long_argument(void)
+{
+  shim.more_parameter = 8;
 }
 static void little_memory(void)
 {
@@ -360,7 +364,8 @@ static const machine_case machines[] = {
     {"no memory pools", no_pools, CUMOE_ERR_NOT_SUPPORTED, "memory pools"},
     {"no machine code", no_image, CUMOE_ERR_NO_KERNEL_IMAGE, "this build has code for"},
     {"no tensor maps", no_maps, CUMOE_ERR_DRIVER_TOO_OLD, "cuTensorMapEncodeTiled"},
-    {"a kernel is not in its image", no_kernel, CUMOE_ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x1x1"},
+    {"a kernel is not in its image", no_kernel, CUMOE_ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x0x32"},
+    {"a kernel's argument is longer", long_argument, CUMOE_ERR_INTERNAL, "the host's has"},
     {"kernels of few threads", few_threads, CUMOE_ERR_INTERNAL, "compiled for 64 threads"},
     {"four bytes of memory", little_memory, CUMOE_ERR_OUT_OF_MEMORY, "cudaMalloc"},
     {"compute capability 8.0", ampere, CUMOE_OK, ""},
@@ -400,7 +405,7 @@ static void check_portable(void (*change)(void), bool early)
   cumoe_variant_info info = {.size = sizeof info};
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     CHECK_OK(cumoe_variant_get(w.context, i, &info));
-    if (strstr(info.name, "sm90") == NULL) continue;
+    if (strcmp(info.arch, "sm90") != 0) continue;
     CHECK(!info.usable);
     CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_variant_force(w.context, i));
   }
@@ -911,7 +916,7 @@ static void force_wrongly(world *w)
   for (int32_t i = 0; i < cumoe_variant_count(); i++) {
     cumoe_variant_info info = {.size = sizeof info};
     CHECK_OK(cumoe_variant_get(w->context, i, &info));
-    if (!info.usable || strstr(info.name, "cumoe_up_any_ntile_bf16") == NULL) continue;
+    if (!info.usable || strcmp(info.op, "up") != 0 || strcmp(info.major, "N") != 0 || info.x != CUMOE_BF16) continue;
     CHECK_OK(cumoe_variant_force(w->context, i));
     REFUSED(CUMOE_ERR_NOT_SUPPORTED, "one is forced", run_routed(w));
     CHECK_OK(cumoe_variant_force(w->context, -1));

@@ -38,18 +38,10 @@ static void run_cases(const operation_cases *o, cumoe_context context)
     if (o->cases[i]) o->cases[i](context);
 }
 
-/* The <in> of cumoe_<op>_<arch>_<form>_<in>_<w>_<tile>; 0 when it is chosen at run time. */
-static int32_t dtype_in_name(const char *name)
-{
-  if (strstr(name, "_bf16_")) return CUMOE_BF16;
-  if (strstr(name, "_f16_")) return CUMOE_F16;
-  return strstr(name, "_f32_f32_") ? CUMOE_F32 : 0;
-}
-
 static void run_variant(cumoe_context context, int32_t index)
 {
   cumoe_variant_info info = {.size = sizeof info};
-  if (!CHECK_OK(cumoe_variant_get(context, index, &info)) || strstr(info.name, "_cpu")) return;
+  if (!CHECK_OK(cumoe_variant_get(context, index, &info)) || !strcmp(info.arch, "cpu")) return;
   if (!group_begin("%s", info.name)) return;
   case_begin("force %s", info.name);
   if (!info.usable) {
@@ -62,7 +54,7 @@ static void run_variant(cumoe_context context, int32_t index)
   case_end();
   cases_forced = true;
   cases_served = 0;
-  cases_dtype = dtype_in_name(info.name);
+  cases_dtype = info.x;
   for (int i = 0; i < OPERATIONS; i++)
     if (!strcmp(operations[i].op, info.op)) run_cases(&operations[i], context);
   cases_forced = false;

@@ -107,6 +107,15 @@ typedef struct cumoe_variant_info {
                        cumoe_moe_forward alone), "elementwise", "softmax", "norm" */
   const char *name; /* the kernel's name, as profilers show it */
   int32_t usable;   /* 1 if this context can run it */
+
+  /* The row's columns, as kernels/variants.def explains them. Of what a row does not have: 0, or "" */
+  const char *arch, *form;              /* "cpu", "any", "sm90"; the algorithm */
+  int32_t x, w, y;                      /* cumoe_dtype of activations, weights, result; 0: chosen at run time */
+  const char *scale;                    /* where scales of weights come in: "none", "out", "block" */
+  const char *major;                    /* of the weights: "K", "N", "any" */
+  int32_t bm, bn, bk, stages;           /* operations with tiles */
+  int32_t units, columns, lanes, ahead; /* the others */
+  int32_t cluster, warps, ctas, smem;
 } cumoe_variant_info;
 
 /* Rows of the kernel table, 0 .. count - 1. */

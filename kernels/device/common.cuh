@@ -5,7 +5,10 @@
 #include "args.h"
 
 /* The kernel's name from its row of variants.def. */
-#define VARIANT_NAME(op, arch, form, in, w, BM, BN, BK) cumoe_##op##_##arch##_##form##_##in##_##w##_##BM##x##BN##x##BK
+#define VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)                                                \
+  cumoe_##op##_##arch##_##form##_##X##_##W##_##Y##_##SCALE##_##MAJOR##_##BM##x##BN##x##BK
+#define UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)                                                      \
+  cumoe_##op##_##arch##_##form##_##X##_##Y##_##UNITS##x##COLUMNS##x##LANES
 
 #define DEVICE __device__ __forceinline__
 
@@ -130,12 +133,18 @@ DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink
   report_fault_inline(sink, code, slot, token);
 }
 
+/* The column SMEM of a row is what its kernel lays out, no less and no more. */
+template <size_t LAID_OUT, size_t SMEM> struct exact_smem {
+  static_assert(LAID_OUT == SMEM, "the row's SMEM is not what its kernel lays out");
+  static constexpr bool OK = true;
+};
+
 /* KERNEL_BODY(SMEM, body, shape ...): of a kernel that is body_gemm with body_smem in dynamic shared memory. */
 #define KERNEL_BODY(...) KERNEL_BODY_(__VA_ARGS__)
 #define KERNEL_BODY_(SMEM, body, ...)                                                                                  \
   {                                                                                                                    \
     using shape = __VA_ARGS__;                                                                                         \
-    static_assert(sizeof(body##_smem<shape>) <= SMEM, "raise SMEM in the row");                                        \
+    static_assert(exact_smem<sizeof(body##_smem<shape>), SMEM>::OK);                                                   \
     extern __shared__ __align__(1024) unsigned char smem[];                                                            \
     body##_gemm<shape>(args, *reinterpret_cast<body##_smem<shape> *>(smem));                                           \
   }

@@ -4,8 +4,8 @@
 
 constexpr bool IS_few_up = true, IS_few_down = false;
 
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ few_args args)                           \
-          KERNEL_BODY(SMEM, few, few_shape<in, IS_##op, BM, BK, STAGES, WARPS>)
+      VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
+          KERNEL_BODY(SMEM, few, few_shape<X, IS_##op, BM, BK, STAGES, WARPS>)
 #include "variants.def"

@@ -22,9 +22,10 @@
 #include "gemm/handover.cuh"
 #include "gemm/warpgroup_tile.cuh"
 
-template <class T, bool UP_, int BM, int BN, int BK, int STAGES, int WARPS>
+template <class T, bool UP_, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape : ring_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
-  static constexpr int CLUSTER = 2;
+  static constexpr int CLUSTER = CLUSTER_;
+  static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool AT_ONCE = false;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
@@ -175,8 +176,8 @@ template <class S, bool PAIRED>
 DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
                        int k0)
 {
-  constexpr int HALF = S::COLUMNS / 2; /* weight rows of a box */
-  constexpr uint16_t BOTH = 3;
+  constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
+  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int eights = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
   uint64_t *full = &smem.full[stage];
   typename S::T *weights = smem.weights[stage], *rows = smem.rows[stage];

@@ -118,10 +118,10 @@ DEVICE void elementwise_units(const elementwise_args &a, const PLACES &places_of
   }
 }
 
-template <class T, int KERNEL, int EACH, int THREADS, bool ALIGNED, class PLACES>
+template <class T, bool GELU, int EACH, int THREADS, bool ALIGNED, class PLACES>
 DEVICE void elementwise_any(const elementwise_args &a, const PLACES &at)
 {
-  if (KERNEL == EW_KERNEL(EW_GELU)) return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU>(a, at);
+  if (GELU) return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU>(a, at);
   switch (a.function) {
   case EW_ADD: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_ADD>(a, at);
   case EW_MUL: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_MUL>(a, at);
@@ -133,26 +133,38 @@ DEVICE void elementwise_any(const elementwise_args &a, const PLACES &at)
   }
 }
 
-template <class T, int UNITS, int KERNEL, int, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)
+template <class T, bool GELU, int UNITS, int THREADS> DEVICE void elementwise(const elementwise_args &a)
 {
   const places_in_row<T, UNITS> one(a);
   const places<T, UNITS> any(a);
   if (a.aligned && one.in_one_row())
-    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, true>(a, one);
+    elementwise_any<T, GELU, UNITS / THREADS, THREADS, true>(a, one);
   else if (a.aligned)
-    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, true>(a, any);
+    elementwise_any<T, GELU, UNITS / THREADS, THREADS, true>(a, any);
   else
-    elementwise_any<T, KERNEL, UNITS / THREADS, THREADS, false>(a, any);
+    elementwise_any<T, GELU, UNITS / THREADS, THREADS, false>(a, any);
+}
+
+template <class T, int UNITS, int, int LANES, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)
+{
+  static_assert(LANES == 1, "a unit is a thread's");
+  elementwise<T, false, UNITS, THREADS>(a);
+}
+
+template <class T, int UNITS, int, int LANES, int, int THREADS, int> DEVICE void form_gelu(const elementwise_args &a)
+{
+  static_assert(LANES == 1, "a unit is a thread's");
+  elementwise<T, true, UNITS, THREADS>(a);
 }
 
 /* ---- kernels ---- */
 
 #define ROWS_ops
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+      UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    form_##form<in, BM, BN, BK, STAGES, (WARPS)*WARP_SIZE, SMEM>(a);                                                   \
+    form_##form<X, UNITS, COLUMNS, LANES, AHEAD, (WARPS)*WARP_SIZE, SMEM>(a);                                          \
   }
 #include "variants.def"

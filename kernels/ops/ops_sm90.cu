@@ -2,12 +2,12 @@
 #include "ops/rows.cuh"
 
 #define ROWS_ops_sm90
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
-  extern "C" __global__ void __cluster_dims__((BK) / ((WARPS)*WARP_SIZE), 1, 1)                                        \
-      __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                                       \
-          VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                         \
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
+  extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                \
+      UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    form_##form<in, BM, BN, BK, STAGES, (WARPS)*WARP_SIZE, SMEM>(a);                                                   \
+    static_assert(LANES == CLUSTER * (WARPS)*WARP_SIZE, "a row has the cluster's threads");                            \
+    form_##form<X, UNITS, COLUMNS, LANES, AHEAD, (WARPS)*WARP_SIZE, SMEM>(a);                                          \
   }
 #include "variants.def"

@@ -9,15 +9,17 @@
 #include "device/ptx_sm90.cuh"
 #include "ops/packets.cuh"
 
-/* Of a row of variants.def: BM rows of up to BN columns a CTA, or a cluster of CTAS; BK threads a row. Of a thread's PACKETS of a
- * row, those from KEPT on lie in shared memory, where nobody else looks. AHEAD: see parameters. */
-template <class T_, int BM, int BN, int BK, int STAGES, int THREADS_, int SMEM = 0> struct row_layout {
+/* Of a row of variants.def: ALL rows of up to COLUMNS a CTA, or a cluster of CTAS; ROW_LANES threads a row, LANES of them of a CTA. Of
+ * a thread's PACKETS of a row, those from KEPT on lie in shared memory, where nobody else looks. AHEAD: see parameters. */
+template <class T_, int ALL_, int COLUMNS, int ROW_LANES, int AHEAD_, int THREADS_, int SMEM = 0> struct row_layout {
   using T = T_;
-  static constexpr int THREADS = THREADS_, LANES = BK < THREADS ? BK : THREADS, CTAS = BK / LANES,
-                       BESIDE = THREADS / LANES, ALL = BM, ROWS = BM / BESIDE, STEP = BK * SIZE<T>, PACKETS = BN / STEP,
-                       KEPT = PACKETS - SMEM / 16 / THREADS, AHEAD = STAGES, WARPS = CTAS * ceil_div(LANES, WARP_SIZE);
-  static_assert(LANES * CTAS == BK && ROWS * BESIDE == BM && PACKETS * STEP == BN,
+  static constexpr int THREADS = THREADS_, LANES = ROW_LANES < THREADS ? ROW_LANES : THREADS, CTAS = ROW_LANES / LANES,
+                       BESIDE = THREADS / LANES, ALL = ALL_, ROWS = ALL / BESIDE, STEP = ROW_LANES * SIZE<T>,
+                       PACKETS = COLUMNS / STEP, KEPT = PACKETS - SMEM / 16 / THREADS, AHEAD = AHEAD_,
+                       WARPS = CTAS * ceil_div(LANES, WARP_SIZE);
+  static_assert(LANES * CTAS == ROW_LANES && ROWS * BESIDE == ALL && PACKETS * STEP == COLUMNS,
                 "threads, rows, packets come out even");
+  static_assert(exact_smem<(PACKETS - KEPT) * 16 * THREADS, SMEM>::OK);
   static_assert(WARPS == 1 || ROWS == 1, "several rows a thread: within a warp");
 };
 
@@ -468,19 +470,21 @@ template <bool SWEEP, class L> DEVICE void rows_of(const norm_args &a, exchange<
     rows_by<SWEEP, L, true, normal<L, true, true>>(a, shared, held);
 }
 
-template <class T, int BM, int BN, int BK, int STAGES, int THREADS, int SMEM, class ARGS>
+template <class T, int UNITS, int COLUMNS, int LANES, int AHEAD, int THREADS, int SMEM, class ARGS>
 DEVICE void form_row(const ARGS &a)
 {
-  using L = row_layout<T, BM, BN, BK, STAGES, THREADS, SMEM>;
+  using L = row_layout<T, UNITS, COLUMNS, LANES, AHEAD, THREADS, SMEM>;
   __shared__ exchange<L> shared;
   extern __shared__ __align__(16) uint4 held[];
   rows_of<false>(a, shared, held);
 }
 
-template <class T, int, int, int, int STAGES, int THREADS, int, class ARGS> DEVICE void form_sweep(const ARGS &a)
+template <class T, int UNITS, int, int LANES, int AHEAD, int THREADS, int SMEM, class ARGS>
+DEVICE void form_sweep(const ARGS &a)
 {
   constexpr int PACKETS = 4;
-  using L = row_layout<T, 1, PACKETS * THREADS * SIZE<T>, THREADS, STAGES, THREADS>;
+  static_assert(UNITS == 1 && LANES == THREADS && SMEM == 0, "a row a CTA, in registers");
+  using L = row_layout<T, UNITS, PACKETS * THREADS * SIZE<T>, LANES, AHEAD, THREADS>;
   __shared__ exchange<L> shared;
   rows_of<true>(a, shared, nullptr);
 }

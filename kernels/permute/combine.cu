@@ -211,11 +211,11 @@ template <class In, class Out, int COLUMNS> DEVICE void combine_gather(const com
 #endif
 
 #define ROWS_combine
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
-  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, RESIDENT(in, CTAS))                                   \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, RESIDENT(X, CTAS))                                    \
+      UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
   {                                                                                                                    \
-    static_assert(BN == WARPS * WARP_SIZE * 16 / (int)sizeof(in), "16 bytes a thread");                                \
-    op##_##form<in, w, BN>(a);                                                                                         \
+    static_assert(COLUMNS * sizeof(X) == LANES * 16 && LANES == WARPS * WARP_SIZE, "16 bytes a thread");               \
+    op##_##form<X, Y, COLUMNS>(a);                                                                                     \
   }
 #include "variants.def"

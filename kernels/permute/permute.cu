@@ -25,11 +25,11 @@ template <int BYTES> DEVICE void permute_scatter(const permute_args &a)
 }
 
 #define ROWS_permute
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+      UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
   {                                                                                                                    \
-    static_assert(BN == WARPS * WARP_SIZE * 16, "16 bytes a thread");                                                  \
-    op##_##form<BN>(a);                                                                                                \
+    static_assert(COLUMNS == LANES * 16 && LANES == WARPS * WARP_SIZE, "16 bytes a thread");                           \
+    op##_##form<COLUMNS>(a);                                                                                           \
   }
 #include "variants.def"

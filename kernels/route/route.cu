@@ -5,11 +5,11 @@
 using map_count_args = map_args;
 
 #define ROWS_route
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+      UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    op##_##form<BM>(a);                                                                                                \
+    op##_##form<UNITS>(a);                                                                                             \
   }
 #include "variants.def"

@@ -6,21 +6,26 @@
 template <class A, class B> constexpr bool same_type = false;
 template <class A> constexpr bool same_type<A, A> = true;
 
-template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVICE void router_tile(const router_args &a)
+template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS, int SMEM>
+DEVICE void router_tile(const router_args &a)
 {
-  if constexpr (same_type<X, W> && sizeof(X) == 2)
-    router_mma<X, router_tile_shape<BM, BN, BK, STAGES, WARPS>>(a);
-  else
+  if constexpr (same_type<X, W> && sizeof(X) == 2) {
+    using shape = router_tile_shape<BM, BN, BK, STAGES, WARPS>;
+    static_assert(exact_smem<STAGES * shape::STAGE_BYTES, SMEM>::OK);
+    router_mma<X, shape>(a);
+  } else {
+    static_assert(SMEM == 0, "nothing in dynamic shared memory");
     router_fma<X, W, BM, BN, BK>(a);
+  }
 }
 
 #define ROWS_router
-#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)                                    \
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
   extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
-      VARIANT_NAME(op, arch, form, in, w, BM, BN, BK)(const __grid_constant__ op##_args a)                             \
+      VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ op##_args a)             \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
     fill_with_ones(a);                                                                                                 \
-    op##_##form<in, w, BM, BN, BK, STAGES, WARPS>(a);                                                                  \
+    op##_##form<X, W, BM, BN, BK, STAGES, WARPS, SMEM>(a);                                                             \
   }
 #include "variants.def"

@@ -6,11 +6,14 @@
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
-# The table, as lines "file kernel warps ctas smem op arch form BM BN BK".
+# The table, as lines "file kernel warps ctas smem op arch form BM BN BK"; of operations without tiles no last three.
 printf '%s\n' '#define ROWS_ALL' \
-  '#define VARIANT(op, arch, file, form, in, w, BM, BN, BK, STAGES, WARPS, CTAS, SMEM) \
-    @ file cumoe_##op##_##arch##_##form##_##in##_##w##_##BM##x##BN##x##BK WARPS CTAS SMEM op arch form BM BN BK @' \
-  '#include "kernels/variants.def"' | ${CC:-cc} -E -P $ARCH_DEFINES -I. - | tr '@' '\n' | awk 'NF == 11' > "$work/rows"
+  '#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM) \
+    @ file cumoe_##op##_##arch##_##form##_##X##_##W##_##Y##_##SCALE##_##MAJOR##_##BM##x##BN##x##BK \
+    WARPS CTAS SMEM op arch form BM BN BK @' \
+  '#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM) \
+    @ file cumoe_##op##_##arch##_##form##_##X##_##Y##_##UNITS##x##COLUMNS##x##LANES WARPS CTAS SMEM op arch form @' \
+  '#include "kernels/variants.def"' | ${CC:-cc} -E -P $ARCH_DEFINES -I. - | tr '@' '\n' | awk 'NF == 11 || NF == 8' > "$work/rows"
 [ -s "$work/rows" ] && pass "the table has $(wc -l < "$work/rows") rows" || fail "the table has rows"
 empty "kernel names are unique" "$(awk '{ print $2 }' "$work/rows" | sort | uniq -d)"
 empty "every row's file is built" "$(awk '{ print $1 }' "$work/rows" | sort -u | while read -r stem; do
@@ -79,7 +82,7 @@ done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 # An instruction per 16 k, 64-row block and token width; the widths are the multiples of 16 up to the tile's, and each has
 # a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the tile; an up tile has gate and up rows. The router
 # has its tokens in the blocks, and one loop.
-awk '$7 == "sm90" && $8 != "ring" && $8 != "row" { print $2, $6 == "router" ? $11 / 16 * $9 / 64 : $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2 }' \
+awk '$7 == "sm90" && NF == 11 && $8 != "few" { print $2, $6 == "router" ? $11 / 16 * $9 / 64 : $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2 }' \
   "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
   awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "wgmma" && $4 == 3 { op[$2] = 1 } END { for (o in op) if (!(o in plain)) print o }' \

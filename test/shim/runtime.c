@@ -413,12 +413,13 @@ cudaError_t cudaLibraryGetGlobal(void **data, size_t *bytes, cudaLibrary_t libra
 cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offset, size_t *bytes)
 {
   cudaError_t error = BEGIN(SHIM_QUERY, "%zu", index);
-  const bool add = row_of(kernel) == &caller_rows[0];
-  if (error == cudaSuccess && row_of(kernel) == NULL) error = cudaErrorInvalidResourceHandle;
-  if (error == cudaSuccess && (!add || index >= sizeof add_bytes / sizeof add_bytes[0])) error = cudaErrorInvalidValue;
+  const variant *v = row_of(kernel);
+  const size_t count = v == &caller_rows[0] ? sizeof add_bytes / sizeof add_bytes[0] : v && v->op >= 0;
+  if (error == cudaSuccess && v == NULL) error = cudaErrorInvalidResourceHandle;
+  if (error == cudaSuccess && index >= count) error = cudaErrorInvalidValue;
   if (error == cudaSuccess) {
     *offset = index * 8;
-    *bytes = add_bytes[index];
+    *bytes = v->op < 0 ? add_bytes[index] : (size_t)variant_arg_bytes(v) + shim.more_parameter;
   }
   return shim_end(error);
 }

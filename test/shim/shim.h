@@ -30,6 +30,7 @@ typedef struct shim_machine {
   bool no_libraries, ptx_only; /* neither NVRTC nor cuBLAS is installed; the compiler makes PTX only */
   const char *missing;         /* a kernel that is not in its image */
   int max_threads;             /* of every kernel */
+  size_t more_parameter;       /* bytes that the argument of every kernel of the library has too many */
 } shim_machine;
 
 extern shim_machine shim;
