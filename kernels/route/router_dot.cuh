@@ -37,8 +37,10 @@ DEVICE void add_products(const router_args &a, logit_tile at, int present, int k
       for (int e = 0; e < BN; e++) sum[t * BN + e] = fmaf(x[t][i], w[e][i], sum[t * BN + e]);
 }
 
-template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS> DEVICE void router_dot(const router_args &a)
+template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS, int SMEM>
+DEVICE void router_dot(const router_args &a)
 {
+  static_assert(SMEM == 0, "nothing in dynamic shared memory");
   __shared__ float partial[WARPS][BM * BN];
   const logit_tile at = tile_of_cta<BM, BN>(a);
   const int64_t tokens = token_total(a.tokens);

@@ -9,9 +9,9 @@
 #include "device/dtype.cuh"
 #include "device/pipeline.cuh"
 
-template <class T_, int BM_, int BN_, int BK, int STAGES_, int WARPS> struct router_shape {
+template <class T_, int CLUSTER_, int BM_, int BN_, int BK, int STAGES_, int WARPS> struct router_shape {
   using T = T_;
-  static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CLUSTER = 2, GROUP = 128;
+  static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_, CLUSTER = CLUSTER_, GROUP = 128;
   static_assert(BM == 64 && BK == WGMMA_BK && WARPS * WARP_SIZE == GROUP + WARP_SIZE,
                 "a warpgroup's rows; one warp more");
 };
@@ -37,7 +37,7 @@ template <class S> DEVICE cluster_tile tile_of_cluster(const router_args &a)
 /* The producer warp: its tokens, and its half of the weights for both CTAs. */
 template <class S> DEVICE void load_stages(const router_sm90_args &args, router_smem<S> &smem, cluster_tile at)
 {
-  constexpr uint16_t BOTH = 3;
+  constexpr uint16_t ALL = (1 << S::CLUSTER) - 1;
   const int half = cluster_ctarank() * (args.columns / S::CLUSTER);
   const uint32_t bytes = (S::BM + args.columns) * WGMMA_BK * sizeof(typename S::T);
   pipeline_state<S::STAGES> stage;
@@ -49,7 +49,7 @@ template <class S> DEVICE void load_stages(const router_sm90_args &args, router_
       mbarrier_arrive_expect_tx(full, bytes);
       cp_async_bulk_tensor_2d(smem.x[stage.stage], &args.x, k0, (int32_t)at.token, full);
       cp_async_bulk_tensor_2d_multicast(smem.w[stage.stage] + half * WGMMA_BK, &args.w, k0, at.expert + half, full,
-                                        BOTH);
+                                        ALL);
     }
     __syncwarp();
   }
