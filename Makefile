@@ -52,7 +52,7 @@ COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_
 C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
-C_CPU    := $(C_LIB) -O3 -g0
+C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer

@@ -2,7 +2,8 @@
 """Times peers on the layers of shapes.def, in the key columns of bench --csv (see bench/results/README.md).
 
 By hand, on a GPU machine with PyTorch 2.11 and Triton 3.6 or newer, right after or before bench, on the same GPU:
-    python3 bench/peers.py [--ids FILE] [--model A,B] [--tokens N,M] [--peers A,B] > bench/results/<gpu>-<date>-<commit>-peers.csv
+    python3 bench/peers.py [--ids FILE] [--model A,B] [--tokens N,M] [--peers A,B] \\
+        > bench/results/<gpu>-<date>-<commit>-peers.csv
 
 torch    the layer in PyTorch: router, top-k, sort, gather, grouped_mm, SwiGLU, grouped_mm, index_add, in one graph
 gemms    its two grouped_mm alone, rows already permuted
@@ -319,7 +320,8 @@ def main():
     names = lambda text: text.split(",")
     parser.add_argument("--model", type=names, help="rows of shapes.def, or all (those that always run)")
     parser.add_argument("--tokens", type=names, default=[1, 8, 32, 128, 512, 2048, 8192])
-    parser.add_argument("--ids", type=read_ids, default={}, help="what bench --ids wrote: its routing for gemms and triton")
+    parser.add_argument("--ids", type=read_ids, default={},
+                        help="what bench --ids wrote: its routing for gemms and triton")
     parser.add_argument("--peers", type=names, default=PEERS, help=",".join(PEERS))
     parser.add_argument("--seconds", type=float, default=150, help="start no cell after so many (150)")
     parser.add_argument("--quick", action="store_true", help="short samples")

@@ -3,9 +3,9 @@
 
     python3 bench/plot.py bench/results/RUN.csv [bench/results/RUN-peers.csv] [-o bench/results/RUN.svg]
 
-Takes the files of bench --csv and of peers.py from the same run. The floor of a cell is bench's, for both sides. The best
-peer is the least time of any row or column that is a whole MoE layer or its two grouped products: torch, gemms, triton,
-cuBLAS grouped. Needs matplotlib.
+Takes the files of bench --csv and of peers.py from the same run. The floor of a cell is bench's, for both sides. The
+best peer is the least time of any row or column that is a whole MoE layer or its two grouped products: torch, gemms,
+triton, cuBLAS grouped. Needs matplotlib.
 """
 import argparse
 import collections

@@ -1,5 +1,5 @@
 /* Checks of every host-visible argument. Texts name the argument, its value and what it must be. */
-#include "check.h"
+#include "weights.h"
 #include "plan.h"
 
 #include <stdio.h>
@@ -44,24 +44,46 @@ cumoe_status check_extent(const char *name, const cumoe_view *v, uint32_t align)
   return CUMOE_OK;
 }
 
-cumoe_status check_operand(struct context *context, const operand *want, cumoe_view v)
+/* A view that was filled in by hand names GPU 0 unless something else is said. */
+cumoe_status check_device(const char *name, const cumoe_view *v, int32_t device)
 {
+  const char *hint = v->device == 0 && v->owner == 0 ? " (0 where nothing is said: CUMOE_DEVICE_ANY, -3, is any)" : "";
+  REQUIRE(v->device == CUMOE_DEVICE_ANY || v->device == device, CUMOE_ERR_WRONG_DEVICE,
+          "%s is on device %d, the context is on %d%s", name, (int)v->device, (int)device, hint);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_any(struct context *context, const operand *want, cumoe_view v, bool counted)
+{
+  const bool nothing = absent(&v);
   TRY(check_owner(context, want->name, &v));
-  REQUIRE(v.device == CUMOE_DEVICE_ANY || v.device == context->device || absent(&v), CUMOE_ERR_WRONG_DEVICE,
-          "%s is on device %d, the context is on %d", want->name, (int)v.device, (int)context->device);
+  REQUIRE(!nothing || want->rows == 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is absent, must be [%lld, %lld]", want->name,
+          (long long)want->rows, (long long)want->cols);
+  REQUIRE(!nothing || !counted || v.dtype, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is absent: without rows, too, it has its cols and dtype", want->name);
+  if (!nothing) TRY(check_device(want->name, &v, context->device));
   REQUIRE(v.rows == want->rows, CUMOE_ERR_INVALID_ARGUMENT, "%s.rows is %lld, must be %lld", want->name,
           (long long)v.rows, (long long)want->rows);
-  if (v.rows == 0 && !v.data) return CUMOE_OK; /* nothing there, nothing needed */
+  if (v.rows == 0 && !v.data && !counted) return CUMOE_OK; /* nothing there, nothing needed */
   REQUIRE(v.cols == want->cols, CUMOE_ERR_INVALID_ARGUMENT, "%s.cols is %lld, must be %lld", want->name,
           (long long)v.cols, (long long)want->cols);
   if (v.dtype < 1 || v.dtype > 31 || !(want->dtypes & DTYPE_BIT(v.dtype))) {
     char names[64];
     list_dtypes(want->dtypes, names, sizeof names);
-    return fail(CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %s, must be %s", want->name, cumoe_dtype_name((cumoe_dtype)v.dtype),
-                names);
+    return fail(CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %s, must be %s", want->name, say_dtype(v.dtype).text, names);
   }
   const uint32_t element = (uint32_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
   return check_extent(want->name, &v, want->align > element ? want->align : element);
+}
+
+cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view)
+{
+  return check_any(context, want, view, false);
+}
+
+cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view)
+{
+  return check_any(context, want, view, true);
 }
 
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view)
@@ -75,13 +97,7 @@ cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
   return CUMOE_OK;
 }
 
-/* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
-typedef struct span {
-  uintptr_t begin, end; /* of all; equal when there are none */
-  uintptr_t width, pitch;
-} span;
-
-static span span_of(const cumoe_view *v)
+span span_of(const cumoe_view *v)
 {
   const uintptr_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype), begin = (uintptr_t)v->data;
   if (!v->data || v->rows == 0 || v->cols == 0) return (span){begin, begin, 0, 0};
@@ -90,7 +106,7 @@ static span span_of(const cumoe_view *v)
 }
 
 /* Column ranges of one matrix interleave without touching each other: an engine may keep x and out side by side. */
-static bool spans_overlap(const span *a, const span *b)
+bool spans_overlap(const span *a, const span *b)
 {
   if (a->begin == a->end || b->begin == b->end || a->end <= b->begin || b->end <= a->begin) return false;
   if (a->pitch != b->pitch) return true;
@@ -161,6 +177,21 @@ cumoe_status check_words(const char *name, const uint64_t *words, size_t count)
   return CUMOE_OK;
 }
 
+/* ---- numbers ---- */
+
+cumoe_status check_finite(const char *name, float value)
+{
+  REQUIRE(value - value == 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is %g, must be finite", name, (double)value);
+  return CUMOE_OK;
+}
+
+cumoe_status check_not_negative(const char *name, float value)
+{
+  REQUIRE(value >= 0 && value - value == 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is %g, must be finite and not negative",
+          name, (double)value);
+  return CUMOE_OK;
+}
+
 /* ---- routing and layer ---- */
 
 int32_t router_experts(const cumoe_moe_desc *d)
@@ -197,10 +228,10 @@ cumoe_status check_routing(const cumoe_routing *r, int32_t experts)
           "routing.top_k is %d, must be 1 .. %d and at most the %d experts", (int)r->top_k, CUMOE_MAX_TOP_K,
           (int)experts);
   REQUIRE(!(r->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "routing.flags is 0x%x, known are 0x%x", r->flags, known);
-  REQUIRE(r->routed_scale >= 0 && r->softcap >= 0 && r->renorm_eps >= 0 && r->renorm_min >= 0,
-          CUMOE_ERR_INVALID_ARGUMENT,
-          "routing: routed_scale %g, softcap %g, renorm_eps %g, renorm_min %g must not be negative or NaN",
-          (double)r->routed_scale, (double)r->softcap, (double)r->renorm_eps, (double)r->renorm_min);
+  TRY(check_not_negative("routing.routed_scale", r->routed_scale));
+  TRY(check_not_negative("routing.softcap", r->softcap));
+  TRY(check_not_negative("routing.renorm_eps", r->renorm_eps));
+  TRY(check_not_negative("routing.renorm_min", r->renorm_min));
   REQUIRE(!(r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK) || r->score == CUMOE_SCORE_SOFTMAX, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.flags has SCORE_AFTER_TOPK, which is for SCORE_SOFTMAX only");
   return check_groups(r, experts);
@@ -230,18 +261,18 @@ static cumoe_status check_shape(const cumoe_moe_desc *d)
 static cumoe_status check_types(const cumoe_moe_desc *d)
 {
   REQUIRE(d->dtype == CUMOE_BF16 || d->dtype == CUMOE_F16 || d->dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
-          "desc.dtype is %s, supported are bf16, f16 and f32", cumoe_dtype_name((cumoe_dtype)d->dtype));
+          "desc.dtype is %s, supported are bf16, f16 and f32", say_dtype(d->dtype).text);
   REQUIRE(d->out_dtype == d->dtype || d->out_dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
-          "desc.out_dtype is %s, supported are %s and f32", cumoe_dtype_name((cumoe_dtype)d->out_dtype),
-          cumoe_dtype_name((cumoe_dtype)d->dtype));
+          "desc.out_dtype is %s, must be %s (or 0: dtype)%s", say_dtype(d->out_dtype).text, say_dtype(d->dtype).text,
+          d->dtype == CUMOE_F32 ? "" : " or f32");
   REQUIRE(d->act >= CUMOE_ACT_SILU && d->act <= CUMOE_ACT_SWIGLU_OAI, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.act is %d, not a cumoe_act", (int)d->act);
   REQUIRE(!(d->flags & ~(uint32_t)(CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED)), CUMOE_ERR_INVALID_ARGUMENT,
           "desc.flags is 0x%x, known are UNGATED and UNREDUCED", d->flags);
   REQUIRE(!(d->act == CUMOE_ACT_SWIGLU_OAI && d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_INVALID_ARGUMENT,
           "desc.act SWIGLU_OAI is gated, desc.flags says UNGATED");
-  REQUIRE(d->act_limit >= 0 && d->act_alpha == d->act_alpha, CUMOE_ERR_INVALID_ARGUMENT,
-          "desc: act_limit %g must not be negative, act_alpha %g not NaN", (double)d->act_limit, (double)d->act_alpha);
+  TRY(check_not_negative("desc.act_limit", d->act_limit));
+  TRY(check_finite("desc.act_alpha", d->act_alpha));
   REQUIRE(!(d->act_limit > 0 && d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_NOT_SUPPORTED,
           "desc.act_limit is %g, must be 0 for an ungated layer", (double)d->act_limit);
   return CUMOE_OK;
@@ -366,7 +397,7 @@ static cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out)
   return residual.data == out.data && residual.ld == out.ld ? nothing : residual;
 }
 
-static cumoe_status check_forward_overlaps(const cumoe_moe_args *a)
+static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer *with)
 {
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
                               {"args.ids_out", cumoe_const(a->ids_out)},
@@ -385,7 +416,10 @@ static cumoe_status check_forward_overlaps(const cumoe_moe_args *a)
                               {"args.expert_map", a->expert_map},
                               {"args.shared_gate", a->shared_gate},
                               {"args.residual", unless_in_place(a->residual, a->out)}};
-  return check_overlaps(views, 6, sizeof views / sizeof *views);
+  const int outputs = 6;
+  TRY(check_off_weights(views, outputs, "weights", with->weights));
+  if (with->shared) TRY(check_off_weights(views, outputs, "args.shared", with->shared));
+  return check_overlaps(views, outputs, sizeof views / sizeof *views);
 }
 
 static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
@@ -417,13 +451,14 @@ cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights, const 
           (int)(INT32_MAX / d->routing.top_k));
   const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
-  TRY(check_operand(plan->context, &x, a->x));
+  TRY(check_finite("args.out_scale", a->out_scale));
+  TRY(check_counted(plan->context, &x, a->x));
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   TRY(check_routing_inputs(plan, a));
   TRY(check_shared(plan, a, &with->shared));
   TRY(check_outputs(plan, a));
   TRY(check_workspace(plan, a));
-  return check_forward_overlaps(a);
+  return check_forward_overlaps(a, with);
 }
 
 cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *a,
@@ -439,6 +474,7 @@ cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, co
                 shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
   const operand residual = {"args.residual", tokens, d->hidden, out_type, 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  TRY(check_finite("args.out_scale", a->out_scale));
   TRY(check_operand(plan->context, &y, a->y));
   if (on_input)
     TRY(check_optional(plan->context, &pair_weights, a->pair_weights));

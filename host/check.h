@@ -2,8 +2,11 @@
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "weights.h"
+#include "internal.h"
 #include "../include/cumoe/stages.h"
+
+struct plan;
+struct weights;
 
 /* What an operand has to be. dtypes: bit mask of 1 << CUMOE_*; align: bytes, for the base and for ld. */
 typedef struct operand {
@@ -19,6 +22,8 @@ typedef struct operand {
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
+/* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
+cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
@@ -34,6 +39,17 @@ enum { MAX_NAMED_VIEWS = 20 };
   {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
 /* clang-format on */
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
+/* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
+typedef struct span {
+  uintptr_t begin, end; /* of all; equal when there are none */
+  uintptr_t width, pitch;
+} span;
+span span_of(const cumoe_view *view);
+bool spans_overlap(const span *a, const span *b);
+
+cumoe_status check_device(const char *name, const cumoe_view *view, int32_t device);
+cumoe_status check_finite(const char *name, float value);
+cumoe_status check_not_negative(const char *name, float value);
 /* ld < cols, overflowing extents, alignment: shape sanity of any view. */
 cumoe_status check_extent(const char *name, const cumoe_view *view, uint32_t align);
 

@@ -389,7 +389,9 @@ static cumoe_status open_device(struct context *context, int32_t device, const c
   return device == CUMOE_DEVICE_CPU ? open_cpu(context, config->cpu_threads) : open_cuda(context, device);
 }
 
-static cumoe_status open_one(int32_t device, const cumoe_context_config *config, cumoe_context *made)
+/* fallback: why this device and no other; "" for the one that was asked for. */
+static cumoe_status open_one(int32_t device, const cumoe_context_config *config, const char *fallback,
+                             cumoe_context *made)
 {
   struct context *context = calloc(1, sizeof *context);
   if (context == NULL) return fail(CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *context);
@@ -397,6 +399,7 @@ static cumoe_status open_one(int32_t device, const cumoe_context_config *config,
   context->forks = atomic_load(&forks);
   context->info.size = sizeof context->info;
   context->debug = config->debug;
+  (void)snprintf(context->info.fallback, sizeof context->info.fallback, "%s", fallback);
   cumoe_status status = open_device(context, device, config);
   if (status == CUMOE_OK) *made = publish_object(OBJECT_CONTEXT, context, context);
   if (status == CUMOE_OK && *made == NULL) status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another context");
@@ -417,14 +420,14 @@ static cumoe_status open_auto(const cumoe_context_config *config, cumoe_context 
   error_text before, why;
   save_error(&before);
   for (int32_t device = 0;; device++) {
-    cumoe_status status = open_one(device, config, made);
+    cumoe_status status = open_one(device, config, "", made);
     if (status == CUMOE_OK) break;
     if (device == 0) save_error(&why);
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess) clear_cuda_error();
     if (device + 1 < count) continue;
     log_message(CUMOE_LOG_WARNING, "no usable GPU, the CPU device is used instead: %s", why.text);
-    TRY(open_one(CUMOE_DEVICE_CPU, config, made));
+    TRY(open_one(CUMOE_DEVICE_CPU, config, why.text, made));
     break;
   }
   restore_error(&before);
@@ -455,7 +458,7 @@ cumoe_status cumoe_context_create(int32_t device, const cumoe_context_config *co
                 device);
   (void)pthread_once(&fork_once, watch_forks);
   ranges_open();
-  return device == CUMOE_DEVICE_AUTO ? open_auto(&c, context) : open_one(device, &c, context);
+  return device == CUMOE_DEVICE_AUTO ? open_auto(&c, context) : open_one(device, &c, "", context);
 }
 
 cumoe_status cumoe_context_destroy(cumoe_context handle)

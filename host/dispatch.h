@@ -3,6 +3,7 @@
 #define CUMOE_DISPATCH_H
 
 #include "check.h"
+#include "weights.h"
 #include "plan.h"
 
 /* `args` is the operation's struct of kernels/args.h. Inside enter_device/leave_device. */

@@ -88,8 +88,7 @@ static cumoe_status check_view(const function_facts *f, const char *name, const 
 {
   if (absent(v)) return CUMOE_OK;
   TRY(check_owner(f->context, name, v));
-  REQUIRE(v->device == CUMOE_DEVICE_ANY || v->device == f->context->device, CUMOE_ERR_WRONG_DEVICE,
-          "%s is on device %d, the function is on %d", name, (int)v->device, (int)f->context->device);
+  TRY(check_device(name, v, f->context->device));
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype);
   REQUIRE(element, CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %d, not a cumoe_dtype", name, (int)v->dtype);
   return check_extent(name, v, (uint32_t)element);

@@ -139,10 +139,7 @@ static bool is_ptx(const reader *r)
 
 static bool check_ptx(reader *r)
 {
-  while (r->bytes && r->data[r->bytes - 1] == 0) {
-    r->facts->terminated = true;
-    --r->bytes;
-  }
+  while (r->bytes && r->data[r->bytes - 1] == 0) --r->bytes;
   for (uint64_t i = 0; i < r->bytes; ++i) {
     const unsigned char c = r->data[i];
     if (c == 0x7f || (c < 0x20 && (c < '\t' || c > '\r')))

@@ -9,8 +9,7 @@ typedef enum image_kind { IMAGE_FATBIN = 1, IMAGE_CUBIN = 2, IMAGE_PTX = 3 } ima
 
 typedef struct image_facts {
   image_kind kind;
-  bool terminated; /* PTX: the bytes end with a NUL, as CUDA needs it */
-  char why[160];   /* why the bytes are refused */
+  char why[160]; /* why the bytes are refused */
 } image_facts;
 
 /* False, with why, for bytes that CUDA must not see: its own readers trust every offset and size of the headers. */

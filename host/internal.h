@@ -49,6 +49,12 @@ typedef struct error_text {
 void save_error(error_text *saved);
 void restore_error(const error_text *saved);
 
+/* An element type for texts: "bf16", "unset", "77 (no cumoe_dtype)". */
+typedef struct dtype_words {
+  char text[32];
+} dtype_words;
+dtype_words say_dtype(int32_t dtype);
+
 void log_message(cumoe_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #define TRY(expression)                                                                                                \

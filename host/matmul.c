@@ -34,7 +34,7 @@ static cumoe_status whole_batch(const char *name, cumoe_view first, int64_t batc
 static cumoe_status check_batch(struct context *context, const operand *want, cumoe_view first, int64_t batch,
                                 int64_t stride, cumoe_view *whole)
 {
-  TRY(check_operand(context, want, first));
+  TRY(check_counted(context, want, first));
   TRY(whole_batch(want->name, first, batch, stride, whole));
   TRY(check_owner(context, want->name, whole));
   return check_extent(want->name, whole, (uint32_t)cumoe_dtype_bytes((cumoe_dtype)first.dtype));
@@ -81,6 +81,7 @@ static cumoe_status check_matmul(struct context *context, const cumoe_matmul_arg
   REQUIRE(batch >= 1, CUMOE_ERR_INVALID_ARGUMENT, "args.batch is %lld, must not be negative", (long long)batch);
   TRY(check_owner(context, "args.a", &m->a)); /* shapes mean nothing once they are freed */
   TRY(check_owner(context, "args.c", &first_c));
+  REQUIRE(m->c.dtype || !absent(&first_c), CUMOE_ERR_INVALID_ARGUMENT, "args.c is absent");
   const int64_t rows = m->c.rows, cols = m->c.cols, depth = ta ? m->a.rows : m->a.cols;
   const uint32_t type = DTYPE_BIT(m->a.dtype & 31);
   const operand a_want = {"args.a", ta ? depth : rows, ta ? rows : depth, FLOAT_BITS, 0},

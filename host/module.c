@@ -4,10 +4,11 @@
 #include "image.h"
 
 #include <errno.h>
-#include <limits.h>
-#include <stdio.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum { LOG_BYTES = 4096, JIT_OPTIONS = 2, DEFAULT_SMEM = 48 * 1024 };
 
@@ -134,28 +135,16 @@ static cumoe_status publish_module(struct context *context, const void *image, c
   return status;
 }
 
-/* CUDA wants PTX to end with a NUL, and machine code to be aligned: a copy has both. */
-static cumoe_status load_copy(struct context *context, const void *image, size_t bytes, cumoe_module *module)
-{
-  char *copy = malloc(bytes + 1);
-  if (!copy) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a copy of %zu bytes", bytes);
-  memcpy(copy, image, bytes);
-  copy[bytes] = 0;
-  const cumoe_status status = publish_module(context, copy, module);
-  free(copy);
-  return status;
-}
-
 cumoe_status load_module(struct context *context, const void *image, size_t bytes, cumoe_module *module)
 {
   image_facts facts;
   REQUIRE(image_inspect(image, bytes, &facts), CUMOE_ERR_INVALID_ARGUMENT, "image: %s", facts.why);
   REQUIRE(!on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "the CPU device runs no CUDA code");
-  if ((facts.kind == IMAGE_PTX && !facts.terminated) || (uintptr_t)image % 8)
-    return load_copy(context, image, bytes, module);
   return publish_module(context, image, module);
 }
 
+/* CUDA reads what was inspected, even if another thread writes to the caller's memory meanwhile. The copy is aligned, as
+ * machine code has to be, and ends with a NUL, as PTX has to. */
 cumoe_status cumoe_module_load(cumoe_context handle, const void *image, size_t bytes, cumoe_module *module)
 {
   begin_call(__func__);
@@ -164,28 +153,41 @@ cumoe_status cumoe_module_load(cumoe_context handle, const void *image, size_t b
   module->id = 0;
   TRY(find_context(handle, &context));
   REQUIRE(image, CUMOE_ERR_INVALID_ARGUMENT, "image is null");
-  return load_module(context, image, bytes, module);
+  char *copy = bytes < SIZE_MAX ? malloc(bytes + 1) : NULL;
+  REQUIRE(copy, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a copy of %zu bytes", bytes);
+  memcpy(copy, image, bytes);
+  copy[bytes] = 0;
+  const cumoe_status status = load_module(context, copy, bytes, module);
+  free(copy);
+  return status;
 }
 
-static cumoe_status read_open_file(FILE *file, const char *path, char **data, size_t *bytes)
+static cumoe_status read_open_file(int file, const char *path, char **data, size_t *bytes)
 {
-  long length = -1;
-  if (fseek(file, 0, SEEK_END) == 0) length = ftell(file);
-  if (length < 0 || length == LONG_MAX || fseek(file, 0, SEEK_SET) != 0)
-    return fail(CUMOE_ERR_INVALID_ARGUMENT, "path %s cannot be read: %s", path, strerror(errno));
-  *data = malloc((size_t)length + 1);
-  if (!*data) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for the %ld bytes of %s", length, path);
-  *bytes = fread(*data, 1, (size_t)length, file);
-  if (*bytes == (size_t)length && !ferror(file)) return CUMOE_OK;
-  return fail(CUMOE_ERR_INVALID_ARGUMENT, "path %s: %zu of %ld bytes could be read", path, *bytes, length);
+  struct stat facts;
+  REQUIRE(fstat(file, &facts) == 0, CUMOE_ERR_INVALID_ARGUMENT, "path %s cannot be read: %s", path, strerror(errno));
+  REQUIRE(S_ISREG(facts.st_mode), CUMOE_ERR_INVALID_ARGUMENT, "path %s is no regular file", path);
+  const size_t length = (size_t)facts.st_size;
+  *data = malloc(length + 1);
+  REQUIRE(*data, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for the %zu bytes of %s", length, path);
+  for (*bytes = 0; *bytes < length;) {
+    const ssize_t more = read(file, *data + *bytes, length - *bytes);
+    if (more < 0 && errno == EINTR) continue;
+    REQUIRE(more > 0, CUMOE_ERR_INVALID_ARGUMENT, "path %s: %zu of %zu bytes could be read: %s", path, *bytes, length,
+            more < 0 ? strerror(errno) : "it became shorter");
+    *bytes += (size_t)more;
+  }
+  (*data)[length] = 0;
+  return CUMOE_OK;
 }
 
+/* Without waiting: a pipe that nobody writes to would otherwise open when somebody does. */
 static cumoe_status read_file(const char *path, char **data, size_t *bytes)
 {
-  FILE *file = fopen(path, "rb");
-  if (!file) return fail(CUMOE_ERR_INVALID_ARGUMENT, "path %s cannot be opened: %s", path, strerror(errno));
+  const int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  REQUIRE(file >= 0, CUMOE_ERR_INVALID_ARGUMENT, "path %s cannot be opened: %s", path, strerror(errno));
   const cumoe_status status = read_open_file(file, path, data, bytes);
-  (void)fclose(file);
+  (void)close(file);
   return status;
 }
 

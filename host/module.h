@@ -16,7 +16,7 @@ typedef struct function_facts {
   char name[64]; /* for texts; cut off if need be */
 } function_facts;
 
-/* cumoe_module_load after its null checks. */
+/* Of an image in memory of ours: aligned to 8 bytes, and PTX with a NUL at its end or behind it. */
 cumoe_status load_module(struct context *context, const void *image, size_t bytes, cumoe_module *module);
 
 /* STALE_HANDLE unless the function and its context live. */

@@ -15,7 +15,7 @@ static cumoe_status check_input(struct context *context, const char *name, cumoe
 {
   TRY(check_owner(context, name, &x)); /* its shape means nothing once it is freed */
   const operand want = {name, x.rows, x.cols, FLOAT_BITS, 0};
-  return check_operand(context, &want, x);
+  return check_counted(context, &want, x);
 }
 
 /* Another operand of x's shape and type. */
@@ -178,7 +178,7 @@ static cumoe_status norm(cumoe_context handle, bool centered, cumoe_view x, cumo
   TRY(check_rows(context, x, y));
   TRY(check_parameter(context, "weight", weight, x, y));
   TRY(check_parameter(context, "bias", bias, x, y));
-  REQUIRE(eps >= 0, CUMOE_ERR_INVALID_ARGUMENT, "eps is %g, must not be negative or NaN", (double)eps);
+  TRY(check_not_negative("eps", eps));
   if (x.rows == 0 || x.cols == 0) return CUMOE_OK;
   const norm_args n = {.x = x.data,
                        .weight = weight.data,

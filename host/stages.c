@@ -37,7 +37,7 @@ static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_vi
   REQUIRE(weight.cols >= 8 && weight.cols % 8 == 0 && weight.cols <= INT32_MAX / 2, CUMOE_ERR_INVALID_ARGUMENT,
           "weight.cols is %lld, must be a positive multiple of 8", (long long)weight.cols);
   const operand x_want = {"x", x.rows, weight.cols, FLOAT_BITS, 16};
-  TRY(check_operand(context, &x_want, x));
+  TRY(check_counted(context, &x_want, x));
   const uint32_t types = DTYPE_BIT(x.dtype & 31) | DTYPE_BIT(CUMOE_F32);
   const operand weight_want = {"weight", weight.rows, weight.cols, types, 16},
                 bias_want = {"bias", 1, weight.rows, types, 0};
@@ -199,7 +199,7 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
   TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
   const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0},
                 map_want = {"expert_map", 1, d->num_experts, DTYPE_BIT(CUMOE_I32), 0};
-  TRY(check_operand(plan->context, &ids_want, ids));
+  TRY(check_counted(plan->context, &ids_want, ids));
   TRY(check_optional(plan->context, &map_want, expert_map));
   REQUIRE(d->local_experts == d->num_experts || !absent(&expert_map), CUMOE_ERR_INVALID_ARGUMENT,
           "expert_map is absent, but only %d of %d experts are local", (int)d->local_experts, (int)d->num_experts);
@@ -303,6 +303,7 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
     TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
   TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
   const named_view views[] = {{"h", cumoe_const(h)}, in, {"pair_weights", pair_weights}, ROUTE_VIEWS(route)};
+  TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);
@@ -328,7 +329,7 @@ cumoe_status cumoe_up(cumoe_plan plan_handle, cumoe_weights weights_handle, cumo
   TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
-  TRY(check_operand(plan->context, &x_want, x));
+  TRY(check_counted(plan->context, &x_want, x));
   const named_view in = {"x", x};
   return up_stage(plan, weights, in, x.rows, false, route, pair_weights, h, stream);
 }
@@ -366,7 +367,7 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
   TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
   const operand rows_want = rows_operand(plan, "rows", cumoe_const(rows), x.rows, d->hidden);
-  TRY(check_operand(plan->context, &x_want, x));
+  TRY(check_counted(plan->context, &x_want, x));
   TRY(check_route(plan, route, x.rows));
   TRY(check_operand(plan->context, &rows_want, cumoe_const(rows)));
   const named_view views[] = {{"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route)};
@@ -407,6 +408,7 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
   const named_view views[] = {{"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route)};
+  TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);

@@ -56,6 +56,16 @@ const char *cumoe_dtype_name(cumoe_dtype dtype)
   return cumoe_dtype_bytes(dtype) != 0 ? dtype_names[dtype] : "?";
 }
 
+dtype_words say_dtype(int32_t dtype)
+{
+  dtype_words words = {"unset"};
+  if (cumoe_dtype_bytes((cumoe_dtype)dtype) != 0)
+    (void)snprintf(words.text, sizeof words.text, "%s", cumoe_dtype_name((cumoe_dtype)dtype));
+  else if (dtype != 0)
+    (void)snprintf(words.text, sizeof words.text, "%d (no cumoe_dtype)", (int)dtype);
+  return words;
+}
+
 int cumoe_version(void)
 {
   return CUMOE_VERSION;

@@ -141,7 +141,7 @@ static void share_out(thread_pool *pool, range_kernel *kernel, const void *args,
   pthread_mutex_unlock(&pool->callers);
 }
 
-/* Rounding and the treatment of subnormal numbers are the same on every thread, whatever the caller has set for its own. */
+/* Every thread computes in the default floating-point environment; the caller keeps what it has set. */
 void threads_run(thread_pool *pool, range_kernel *kernel, const void *args, int64_t units)
 {
   if (units <= 0) return;

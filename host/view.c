@@ -178,8 +178,8 @@ static cumoe_status check_view(struct context *context, const char *what, const 
 {
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)v->dtype);
   TRY(check_owner(context, what, v));
-  REQUIRE(v->device == CUMOE_DEVICE_ANY || v->device == context->device, CUMOE_ERR_WRONG_DEVICE,
-          "%s is on device %d, the context is on %d", what, (int)v->device, (int)context->device);
+  REQUIRE(v->dtype || !absent(v), CUMOE_ERR_INVALID_ARGUMENT, "%s is absent", what);
+  TRY(check_device(what, v, context->device));
   REQUIRE(element, CUMOE_ERR_WRONG_DTYPE, "%s.dtype is %d, not a cumoe_dtype", what, (int)v->dtype);
   return check_extent(what, v, (uint32_t)element);
 }

@@ -1,6 +1,5 @@
 /* Binding weights: every documented layout becomes one normal form (expert_matrix in kernels/args.h). */
 #include "weights.h"
-#include "check.h"
 #include "objects.h"
 
 #include <stdlib.h>
@@ -8,25 +7,45 @@
 /* ---- checks of a description ---- */
 
 typedef struct projection_shape {
-  const char *name;
+  const char *name, *data, *bias; /* in texts */
   int64_t out, in;
   int32_t major;
 } projection_shape;
 
+static cumoe_status check_table(const cumoe_projection *p, const projection_shape *s, int32_t experts)
+{
+  for (int32_t e = 0; e < experts; ++e) {
+    REQUIRE(p->per_expert[e], CUMOE_ERR_INVALID_ARGUMENT, "%s.per_expert[%d] is null", s->name, (int)e);
+    REQUIRE((uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
+            "%s.per_expert[%d] is %p, must be aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
+  }
+  return CUMOE_OK;
+}
+
+/* Shape and type of one expert's matrix. Where a stack was meant, its rows are what the text is about. */
+static cumoe_status check_matrix(struct context *context, const cumoe_projection *p, cumoe_view v,
+                                 const projection_shape *s, int32_t experts, int32_t dtype)
+{
+  const bool out_in = s->major == CUMOE_OUT_IN, stack = !p->per_expert && p->expert_stride == 0 && experts > 1;
+  const int64_t rows = out_in ? s->out : s->in;
+  const operand want = {s->data, stack && !absent(&v) ? v.rows : rows, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
+  TRY(check_operand(context, &want, v));
+  REQUIRE(v.rows == rows, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.rows is %lld, must be %lld (%lld for each of %d experts), or %lld (expert 0's)", s->data,
+          (long long)v.rows, (long long)(experts * rows), (long long)rows, (int)experts, (long long)rows);
+  return CUMOE_OK;
+}
+
 static cumoe_status check_projection(struct context *context, const cumoe_projection *p, const projection_shape *s,
                                      int32_t experts, int32_t dtype)
 {
-  const bool out_in = s->major == CUMOE_OUT_IN;
   cumoe_view v = p->data;
   REQUIRE(!(p->per_expert && v.data), CUMOE_ERR_INVALID_ARGUMENT, "%s has both data and per_expert", s->name);
   if (p->per_expert) { /* the shape describes each expert's matrix; borrow the first one's pointer for the checks */
+    TRY(check_table(p, s, experts));
     v.data = p->per_expert[0];
-    for (int32_t e = 0; e < experts; ++e)
-      REQUIRE(p->per_expert[e] && (uintptr_t)p->per_expert[e] % 16 == 0, CUMOE_ERR_MISALIGNED,
-              "%s.per_expert[%d] is %p, must be non-null and aligned to 16 bytes", s->name, (int)e, p->per_expert[e]);
   }
-  const operand data = {s->name, out_in ? s->out : s->in, out_in ? s->in : s->out, DTYPE_BIT(dtype), 16};
-  TRY(check_operand(context, &data, v));
+  TRY(check_matrix(context, p, v, s, experts, dtype));
   const int64_t matrix = (v.rows - 1) * v.ld + v.cols, stride = p->expert_stride ? p->expert_stride : v.rows * v.ld;
   REQUIRE(p->expert_stride == 0 || p->expert_stride >= matrix, CUMOE_ERR_LAYOUT,
           "%s.expert_stride is %lld, must be at least one matrix, %lld", s->name, (long long)p->expert_stride,
@@ -41,10 +60,10 @@ static cumoe_status check_projection(struct context *context, const cumoe_projec
     all.ld = all.cols;
     all.rows = 1;
     all.owner = v.owner;
-    TRY(check_extent(s->name, &all, 16));
-    TRY(check_owner(context, s->name, &all));
+    TRY(check_extent(s->data, &all, 16));
+    TRY(check_owner(context, s->data, &all));
   }
-  const operand bias = {"bias", experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
+  const operand bias = {s->bias, experts, s->out, DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(dtype), 0};
   return check_optional(context, &bias, p->bias);
 }
 
@@ -69,6 +88,8 @@ static cumoe_status check_major(const char *name, int32_t major)
   return CUMOE_OK;
 }
 
+#define NAMES(field) "desc." #field, "desc." #field ".data", "desc." #field ".bias"
+
 static cumoe_status check_weights_desc(struct context *context, const cumoe_weights_desc *d)
 {
   const bool separate = d->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = d->gate_order == CUMOE_UNGATED;
@@ -85,15 +106,15 @@ static cumoe_status check_weights_desc(struct context *context, const cumoe_weig
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
   REQUIRE(dtype == CUMOE_BF16 || dtype == CUMOE_F16 || dtype == CUMOE_F32, CUMOE_ERR_WRONG_DTYPE,
-          "desc.down.data.dtype is %s, must be bf16, f16 or f32", cumoe_dtype_name((cumoe_dtype)dtype));
+          "desc.down.data.dtype is %s, must be bf16, f16 or f32", say_dtype(dtype).text);
   REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT,
           "desc.gate_up must be absent with this gate_order");
   REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
   REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
-  const projection_shape gate_up = {"desc.gate_up", 2 * (int64_t)d->inter, d->hidden, d->up_major};
-  const projection_shape gate = {"desc.gate", d->inter, d->hidden, d->up_major},
-                         up = {"desc.up", d->inter, d->hidden, d->up_major};
-  const projection_shape down = {"desc.down", d->hidden, d->inter, d->down_major};
+  const projection_shape gate_up = {NAMES(gate_up), 2 * (int64_t)d->inter, d->hidden, d->up_major};
+  const projection_shape gate = {NAMES(gate), d->inter, d->hidden, d->up_major},
+                         up = {NAMES(up), d->inter, d->hidden, d->up_major};
+  const projection_shape down = {NAMES(down), d->hidden, d->inter, d->down_major};
   if (fused) TRY(check_projection(context, &d->gate_up, &gate_up, d->experts, dtype));
   if (separate) TRY(check_projection(context, &d->gate, &gate, d->experts, dtype));
   if (!fused) TRY(check_projection(context, &d->up, &up, d->experts, dtype));
@@ -199,16 +220,96 @@ static cumoe_status upload_tables(struct context *context, struct weights *w, co
   return status;
 }
 
-/* What use after free is told by. */
-static void note_owners(const cumoe_weights_desc *d, struct weights *w)
+/* ---- what is bound ---- */
+
+static int by_address(const void *a, const void *b)
 {
-  const bound_view all[] = {{"gate_up", d->gate_up.data.owner}, {"gate_up.bias", d->gate_up.bias.owner},
-                            {"gate", d->gate.data.owner},       {"gate.bias", d->gate.bias.owner},
-                            {"up", d->up.data.owner},           {"up.bias", d->up.bias.owner},
-                            {"down", d->down.data.owner},       {"down.bias", d->down.bias.owner}};
-  for (size_t i = 0; i < sizeof all / sizeof all[0]; ++i)
-    if (all[i].owner) w->bound[w->bound_count++] = all[i];
+  const uintptr_t x = *(const uintptr_t *)a, y = *(const uintptr_t *)b;
+  return (x > y) - (x < y);
 }
+
+static void add_part(struct weights *w, bound_part part)
+{
+  w->parts[w->part_count++] = part;
+}
+
+/* The addresses of pointers go to `begins`; the part reads them there. */
+static void note_projection(struct weights *w, const char *name, const char *bias, const cumoe_projection *p,
+                            uintptr_t *begins)
+{
+  const size_t experts = (size_t)w->experts, element = cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
+  cumoe_view one = p->data;
+  bound_part part = {.name = name, .owner = one.owner, .count = w->experts};
+  if (p->per_expert) {
+    for (size_t e = 0; e < experts; ++e) begins[e] = (uintptr_t)p->per_expert[e];
+    qsort(begins, experts, sizeof *begins, by_address);
+    one.data = (const void *)begins[0];
+    part.begins = begins;
+  }
+  part.first = span_of(&one);
+  part.stride = (uintptr_t)(p->expert_stride ? p->expert_stride : one.rows * one.ld) * element;
+  add_part(w, part);
+  if (p->bias.data) add_part(w, (bound_part){bias, p->bias.owner, span_of(&p->bias), 0, NULL, 1});
+}
+
+static void note_parts(const cumoe_weights_desc *d, struct weights *w)
+{
+  uintptr_t *const begins = w->begins;
+  const size_t experts = (size_t)w->experts;
+  if (d->gate_order == CUMOE_GATE_UP_SEPARATE) note_projection(w, "gate", "gate.bias", &d->gate, begins);
+  if (d->gate_order == CUMOE_GATE_UP_SEPARATE || d->gate_order == CUMOE_UNGATED)
+    note_projection(w, "up", "up.bias", &d->up, begins + experts);
+  else
+    note_projection(w, "gate_up", "gate_up.bias", &d->gate_up, begins + experts);
+  note_projection(w, "down", "down.bias", &d->down, begins + 2 * experts);
+}
+
+static uintptr_t begin_of(const bound_part *p, int32_t index)
+{
+  return p->begins ? p->begins[index] : p->first.begin + (uintptr_t)index * p->stride;
+}
+
+/* The first matrix that ends behind `address`; `count` without. */
+static int32_t first_behind(const bound_part *p, uintptr_t address)
+{
+  const uintptr_t extent = p->first.end - p->first.begin;
+  int32_t low = 0, high = p->count;
+  while (low < high) {
+    const int32_t middle = low + (high - low) / 2;
+    if (begin_of(p, middle) + extent > address)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+/* Looks at those matrices alone that the output may touch: most often none, for it lies elsewhere. */
+static bool lies_over(const span *output, const bound_part *p)
+{
+  const uintptr_t extent = p->first.end - p->first.begin;
+  if (output->begin == output->end || output->end <= p->first.begin) return false;
+  if (output->begin >= begin_of(p, p->count - 1) + extent) return false;
+  for (int32_t i = first_behind(p, output->begin); i < p->count && begin_of(p, i) < output->end; ++i) {
+    const uintptr_t begin = begin_of(p, i);
+    const span matrix = {begin, begin + extent, p->first.width, p->first.pitch};
+    if (spans_overlap(output, &matrix)) return true;
+  }
+  return false;
+}
+
+cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *w)
+{
+  for (int i = 0; i < count; ++i) {
+    const span output = span_of(&outputs[i].view);
+    for (int32_t p = 0; p < w->part_count; ++p)
+      REQUIRE(!lies_over(&output, &w->parts[p]), CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s: %s", outputs[i].name,
+              name, w->parts[p].name);
+  }
+  return CUMOE_OK;
+}
+
+/* ---- binding ---- */
 
 static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, struct weights *w)
 {
@@ -221,7 +322,7 @@ static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, s
                         .inter = d->inter,
                         .dtype = d->down.data.dtype,
                         .gated = halves == 2};
-  note_owners(d, w);
+  note_parts(d, w);
   w->up = normal_form(up, halves, d->up_major, interleaved ? 2 : 1);
   w->down = normal_form(&down, 1, d->down_major, 1);
   return upload_tables(context, w, up, halves, &down);
@@ -247,9 +348,9 @@ static void unstack_all(cumoe_weights_desc *d)
 
 static cumoe_status check_owners(const char *name, const struct weights *w)
 {
-  for (int32_t i = 0; i < w->bound_count; ++i)
-    REQUIRE(buffer_lives(w->bound[i].owner), CUMOE_ERR_STALE_HANDLE, "%s: %s is bound to a buffer that was freed", name,
-            w->bound[i].name);
+  for (int32_t i = 0; i < w->part_count; ++i)
+    REQUIRE(w->parts[i].owner == 0 || buffer_lives(w->parts[i].owner), CUMOE_ERR_STALE_HANDLE,
+            "%s: %s is bound to a buffer that was freed", name, w->parts[i].name);
   return CUMOE_OK;
 }
 
@@ -285,6 +386,11 @@ static cumoe_status bind_and_publish(struct context *context, const cumoe_weight
   return status;
 }
 
+static bool points(const cumoe_weights_desc *d)
+{
+  return d->gate_up.per_expert || d->gate.per_expert || d->up.per_expert || d->down.per_expert;
+}
+
 cumoe_status cumoe_weights_bind(cumoe_context handle, const cumoe_weights_desc *desc, cumoe_weights *weights)
 {
   begin_call(__func__);
@@ -296,8 +402,9 @@ cumoe_status cumoe_weights_bind(cumoe_context handle, const cumoe_weights_desc *
   TRY(take_struct("desc", desc, &d));
   unstack_all(&d);
   TRY(check_weights_desc(context, &d));
-  struct weights *w = malloc(sizeof *w);
-  if (!w) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *w);
+  const size_t host_bytes = sizeof(struct weights) + (points(&d) ? 3 * (size_t)d.experts * sizeof(uintptr_t) : 0);
+  struct weights *w = malloc(host_bytes);
+  if (!w) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", host_bytes);
   const cumoe_status status = bind_and_publish(context, &d, w, weights);
   if (status != CUMOE_OK) free(w);
   return status;

@@ -1,16 +1,21 @@
-/* Weights, as an object: where each projection lies, in one normal form, and who owns that memory. */
+/* Weights, as an object: where each projection lies, in one normal form, and whose memory that is. */
 #ifndef CUMOE_HOST_WEIGHTS_H
 #define CUMOE_HOST_WEIGHTS_H
 
+#include "check.h"
 #include "moe.h"
 
 enum { MAX_BOUND = 6 /* gate, up, down; the data and the biases of each */ };
 
-/* A view of an owned buffer, as it was when it was bound. */
-typedef struct bound_view {
+/* What was bound: `count` matrices of one shape, in order of their addresses. */
+typedef struct bound_part {
   const char *name;
-  uint64_t owner;
-} bound_view;
+  uint64_t owner; /* of the view; 0: foreign memory */
+  span first;
+  uintptr_t stride;        /* bytes from one matrix to the next, or */
+  const uintptr_t *begins; /* where each begins; NULL: by stride */
+  int32_t count;
+} bound_part;
 
 struct weights {
   struct context *context;
@@ -19,13 +24,17 @@ struct weights {
   expert_matrix up, down; /* normal form */
   void *tables;           /* device arrays behind up.table and down.table, or NULL */
   size_t table_bytes;
-  bound_view bound[MAX_BOUND]; /* views that have an owner */
-  int32_t bound_count;
+  bound_part parts[MAX_BOUND];
+  int32_t part_count;
+  uintptr_t begins[]; /* of parts with pointers: `experts` each */
 };
 
 /* Live weights of the plan's context that fit its layer, on buffers that live. `name` is for texts. */
 cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, int32_t experts,
                           int32_t inter, const struct weights **weights);
+
+/* None of these views, which are written, lies over a matrix or a bias; between them it may. */
+cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *weights);
 
 /* Frees all of a context that closes: the device is idle. */
 cumoe_status weights_abandon(struct context *context);

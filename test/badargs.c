@@ -77,7 +77,7 @@ typedef enum kind {
   A_BYTES,  /* size_t, exactly what it is */
   A_VALUE,  /* int64_t; low is a wrong one */
   A_FLAGS,  /* uint32_t, known bits in types */
-  A_FLOAT,  /* not negative, not NaN */
+  A_FLOAT,  /* not negative, finite */
   A_TYPE,   /* int32_t, one of types */
   A_HANDLE, /* of a live buffer */
   A_OBJECT  /* of a live module or function */
@@ -182,6 +182,7 @@ static struct {
   bool cpu;
   cumoe_plan plan, shared_plan, weighing_plan, local_plan, unreduced_plan, foreign_plan;
   cumoe_weights weights, shared, narrow, halves, ungated, foreign_weights;
+  const void *bound; /* where all weights begin */
   cumoe_buffer buffer, freed, foreign, tiny;
   cumoe_stream stream;
   cumoe_event event;
@@ -1036,6 +1037,9 @@ static const char *const exempt[] = {
     /* what macros call that have a row */
     "cumoe_buffer_alloc_at", "cumoe_buffer_alloc_with_at", "cumoe_pinned_alloc_at"};
 
+/* The manual's example at cumoe_last_error. */
+#define SAMPLE "args.x.cols is 63, must be 64"
+
 /* ---- wrong calls spelled out ------------------------------------------------------------------------------ */
 
 typedef struct expectation {
@@ -1053,11 +1057,17 @@ static int change_desc(int which, arguments *a, expectation *e)
   int n = 0;
   CHANGE(INVALID_ARGUMENT, "desc.act", d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_UNGATED)
   CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)
+  CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = -INFINITY)
+  CHANGE(NOT_SUPPORTED, "desc.dtype is unset, supported are bf16, f16 and f32", d->dtype = 0)
+  CHANGE(NOT_SUPPORTED, "desc.dtype is 77 (no cumoe_dtype)", d->dtype = 77)
+  CHANGE(NOT_SUPPORTED, "desc.out_dtype is u8, must be f32 (or 0: dtype)", d->dtype = CUMOE_F32,
+         d->out_dtype = CUMOE_U8)
   CHANGE(NOT_SUPPORTED, "desc.act_limit", d->act_limit = 1, d->flags = CUMOE_MOE_UNGATED)
   CHANGE(NOT_SUPPORTED, "desc.shared_inter", d->shared_inter = 8, d->flags = CUMOE_MOE_UNREDUCED)
   CHANGE(NOT_SUPPORTED, "desc.out_dtype", d->out_dtype = CUMOE_F16)
   CHANGE(INVALID_ARGUMENT, "desc.hidden", d->hidden = (1 << 24) + 8)
   CHANGE(INVALID_ARGUMENT, "desc.inter", d->inter = (1 << 24) + 8)
+  CHANGE(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = (1 << 24) + 8)
   CHANGE(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 0, d->local_experts = 0)
   CHANGE(INVALID_ARGUMENT, "routing.top_k", d->num_experts = 64, r->top_k = 33)
   CHANGE(INVALID_ARGUMENT, "routing.top_k", r->n_group = 4, r->topk_group = 1, r->top_k = 3)
@@ -1095,10 +1105,91 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.expert_stride = INT64_MAX / 8 * 8)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.data.rows is 255, must be 256 (32 for each of 8 experts), or 32 (expert 0's)",
+         d->gate_up.expert_stride = 0, d->gate_up.data.rows = 255)
+  CHANGE(INVALID_ARGUMENT, "desc.down.data.rows is 65, must be 64", d->down.data.rows = 65)
+  CHANGE(WRONG_DTYPE, "desc.down.data.dtype is unset, must be", d->down.data.dtype = 0)
+  CHANGE(INVALID_ARGUMENT, "desc.down.data is absent", d->down.data = (cumoe_view){.dtype = CUMOE_BF16})
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.per_expert[2] is null", d->gate_up.data.data = NULL,
+         d->gate_up.per_expert = gap)
   CHANGE(OUT_OF_BOUNDS, "desc.gate_up", d->hidden = d->inter = 8, d->experts = 4, d->gate_up.data = small,
          d->gate_up.expert_stride = 400, d->gate_up.bias = no_view())
-  CHANGE(MISALIGNED, "desc.gate_up.per_expert[2]", d->gate_up.data.data = NULL, d->gate_up.per_expert = gap)
   CHANGE(MISALIGNED, "desc.gate_up.per_expert[3]", d->gate_up.data.data = NULL, d->gate_up.per_expert = odd)
+  return n;
+}
+
+static int change_bind_pointers(int which, arguments *a, expectation *e)
+{
+  cumoe_weights_desc *d = &a->bind;
+  cumoe_view bias = d->down.bias, other = bias;
+  int n = 0;
+  bias.cols = other.cols = INTER;
+  other.ld += 8;
+  CHANGE(LAYOUT, "same ld", d->up.data.ld += 8)
+  CHANGE(LAYOUT, "bias form", d->up.bias = bias)
+  CHANGE(LAYOUT, "bias form", d->up.bias = bias, d->gate.bias = other)
+  CHANGE(LAYOUT, "bias form", d->up.bias = bias, d->gate.bias = bias, d->up.bias.dtype = CUMOE_F32)
+  CHANGE(LAYOUT, "expert_stride", d->up.expert_stride = INTER * HIDDEN)
+  CHANGE(LAYOUT, "gate_up must be absent", d->gate_up = d->down)
+  return n;
+}
+
+static int change_create(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "config.pool_initial", a->config.pool_initial = 2, a->config.pool_max = 1)
+  CHANGE(INVALID_ARGUMENT, "config.pool_initial", a->config.pool_initial = 2, a->config.pool_keep = 1)
+  return n;
+}
+
+static int change_router(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "weight.rows is 1025", a->v[1].rows = 1025)
+  return n;
+}
+
+/* What a sum over slots has, and a plan without one does not. */
+static bool leave_unreduced(arguments *a)
+{
+  cumoe_combine_args *c = &a->combine;
+  a->plan = bench.unreduced_plan;
+  c->out.rows = PAIRS;
+  c->x = c->shared = c->shared_logit = c->residual = c->pair_weights = no_view();
+  return true;
+}
+
+static int change_combine(int which, arguments *a, expectation *e)
+{
+  const cumoe_combine_args full = a->combine;
+  cumoe_combine_args *c = &a->combine;
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.shared must", leave_unreduced(a), c->shared = full.shared)
+  CHANGE(INVALID_ARGUMENT, "args.residual must", leave_unreduced(a), c->residual = full.residual)
+  CHANGE(INVALID_ARGUMENT, "args.pair_weights must", leave_unreduced(a), c->pair_weights = full.pair_weights)
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", c->out_scale = INFINITY)
+  return n;
+}
+
+static int change_matmul(int which, arguments *a, expectation *e)
+{
+  cumoe_matmul_args *m = &a->matmul;
+  cumoe_view small = cumoe_buffer_view(bench.buffer); /* 1024 elements of bf16 */
+  small.dtype = CUMOE_BF16, small.rows = TOKENS;
+  int n = 0;
+  CHANGE(OUT_OF_BOUNDS, "args.a", m->a = small, m->a_stride = 900)
+  CHANGE(INVALID_ARGUMENT, "args.b", m->flags = 0)
+  CHANGE(INVALID_ARGUMENT, "args.c is absent", m->c = (cumoe_view_mut){.data = NULL})
+  CHANGE(INVALID_ARGUMENT, "args.a is absent", m->a = m->b = no_view(), m->flags = CUMOE_MATMUL_TRANSPOSE_A)
+  return n;
+}
+
+static int change_softmax(int which, arguments *a, expectation *e)
+{
+  const int64_t many = (int64_t)1 << 31;
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "x.cols is 2147483648", a->v[0].rows = a->v[2].rows = 1, a->v[0].cols = a->v[0].ld = many,
+         a->v[2].cols = a->v[2].ld = many)
   return n;
 }
 
@@ -1115,9 +1206,18 @@ static int change_forward_ids(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.ids_out", f->ids_out = mut(bench.ids))
   CHANGE(INVALID_ARGUMENT, "args.weights_out", f->weights_out = mut(bench.pair_weights))
   CHANGE(INVALID_ARGUMENT, "args.shared ", a->args.shared = bench.shared)
+  CHANGE(INVALID_ARGUMENT, "args.x is absent", *f = (cumoe_moe_args){.size = sizeof *f})
+  CHANGE(INVALID_ARGUMENT, "args.x is absent", f->x = no_view())
+  CHANGE(INVALID_ARGUMENT, SAMPLE, f->x = cumoe_matrix(NULL, CUMOE_BF16, 0, 63, 64))
+  CHANGE(WRONG_DTYPE, "args.x.dtype is unset, must be bf16", f->x = cumoe_matrix(NULL, 0, 0, 64, 64))
+  CHANGE(WRONG_DEVICE, "args.x is on device 7, the context is on ", f->x.device = 7)
+  CHANGE(INVALID_ARGUMENT, "args.out is absent, must be [3, 64]", f->out = (cumoe_view_mut){.data = NULL})
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is nan", f->out_scale = NAN)
+  CHANGE(INVALID_ARGUMENT, "args.out_scale is -inf", f->out_scale = -INFINITY)
   CHANGE(INVALID_ARGUMENT, "args.shared_gate", f->shared_gate = bench.row)
   CHANGE(INVALID_ARGUMENT, "args.expert_map", a->plan = bench.local_plan, f->expert_map = no_view())
   CHANGE(INVALID_ARGUMENT, "args.out", a->plan = bench.unreduced_plan)
+  CHANGE(INVALID_ARGUMENT, "UNREDUCED", a->plan = bench.unreduced_plan, f->out.rows = PAIRS)
   return n;
 }
 
@@ -1150,6 +1250,30 @@ static int change_forward_router(int which, arguments *a, expectation *e)
   return n;
 }
 
+/* What a copy is told of a view that nobody filled in. */
+static int change_copy(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "src is absent", a->v[1] = (cumoe_view){.data = NULL})
+  CHANGE(WRONG_DEVICE, "0 where nothing is said: CUMOE_DEVICE_ANY", a->v[1] = (cumoe_view){a, 4, 8, 8, 0, 0, CUMOE_F32})
+  return n;
+}
+
+static int change_path(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "path include is no regular file", a->host = "include")
+  CHANGE(INVALID_ARGUMENT, "path no/file cannot be opened: No such file", a->host = "no/file")
+  return n;
+}
+
+static int change_up(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "x is absent", a->v[0] = (cumoe_view){.data = NULL})
+  return n;
+}
+
 static int change_map(int which, arguments *a, expectation *e)
 {
   int n = 0;
@@ -1160,9 +1284,23 @@ static int change_map(int which, arguments *a, expectation *e)
 static const struct {
   const char *name, *form;
   int (*change)(int which, arguments *a, expectation *e);
-} changes[] = {{"cumoe_moe_supports", "plain", change_desc},           {"cumoe_plan_create", "plain", change_desc},
-               {"cumoe_weights_bind", "strided", change_bind},         {"cumoe_moe_forward", "ids", change_forward_ids},
-               {"cumoe_moe_forward", "router", change_forward_router}, {"cumoe_map", "chunks", change_map}};
+} changes[] = {{"cumoe_moe_supports", "plain", change_desc},
+               {"cumoe_plan_create", "plain", change_desc},
+               {"cumoe_context_create", "plain", change_create},
+               {"cumoe_router", "plain", change_router},
+               {"cumoe_combine", "plain", change_combine},
+               {"cumoe_matmul", "plain", change_matmul},
+               {"cumoe_softmax", "plain", change_softmax},
+               {"cumoe_weights_bind", "pointers", change_bind_pointers},
+               {"cumoe_weights_bind", "strided", change_bind},
+               {"cumoe_moe_forward", "ids", change_forward_ids},
+               {"cumoe_moe_forward", "router", change_forward_router},
+               {"cumoe_map", "chunks", change_map},
+               {"cumoe_copy", "plain", change_copy},
+               {"cumoe_module_load_file", "plain", change_path},
+               {"cumoe_up", "plain", change_up},
+               {"cumoe_permute", "plain", change_up},
+               {"cumoe_relu", "plain", change_up}};
 
 /* ---- ways to be wrong ------------------------------------------------------------------------------------ */
 
@@ -1307,13 +1445,13 @@ static void short_view(const argument *f, cumoe_view v)
   CHECK_OK(cumoe_buffer_free(&small));
 }
 
-/* What a call writes begins where another view of the call begins. */
+/* What a call writes begins where another view of the call begins, or its weights. */
 static void overlapping(const argument *f, cumoe_view v)
 {
   for (int i = 0; i < now->count && f->traits & OUT; i++) {
     const argument *g = &now->arguments[i];
-    if (g == f || g->kind != A_VIEW || g->traits & IN_PLACE) continue;
-    v.data = right_view(g).data;
+    if (g == f || (g->kind != A_VIEW && g->kind != A_WEIGHTS) || g->traits & IN_PLACE) continue;
+    v.data = g->kind == A_WEIGHTS ? bench.bound : right_view(g).data;
     if (v.data && (uintptr_t)v.data % 256 == 0)
       WRONG(cumoe_view, f->at, v, CUMOE_ERR_INVALID_ARGUMENT, " overlaps ", "begins with another");
   }
@@ -1401,8 +1539,8 @@ static void wrong_flags(const argument *f)
 
 static void wrong_floats(const argument *f)
 {
-  const float list[] = {-1, -1e-30f, -3e38f, -INFINITY, NAN, -NAN};
-  for (int i = 0; i < 6; i++) WRONG(float, f->at, list[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "float %llx");
+  const float list[] = {-1, -1e-30f, -3e38f, -INFINITY, INFINITY, NAN, -NAN};
+  for (int i = 0; i < 7; i++) WRONG(float, f->at, list[i], CUMOE_ERR_INVALID_ARGUMENT, f->name, "float %llx");
 }
 
 static void wrong(const argument *f)
@@ -1491,6 +1629,7 @@ static void open_caller_work(void)
   CHECK_OK(cumoe_graph_begin(bench.context, bench.stream));
   CHECK_OK(cumoe_graph_end(bench.context, bench.stream, &bench.graph));
   CHECK_OK(cumoe_module_load(bench.context, ptx_text, sizeof ptx_text, &bench.module));
+  CHECK(shim_last_image() != ptx_text); /* CUDA reads what was inspected: a copy */
   CHECK_OK(cumoe_module_function(bench.module, "add", 0, &bench.function));
 }
 
@@ -1507,6 +1646,7 @@ static void open_bench(int32_t device)
   bench.local_plan = plan_for(bench.context, 0, 0, 2 * EXPERTS, 0);
   bench.unreduced_plan = plan_for(bench.context, 0, 0, EXPERTS, CUMOE_MOE_UNREDUCED);
   bench.foreign_plan = plan_for(bench.other, CUMOE_ROUTE_RENORMALIZE, 0, EXPERTS, 0);
+  bench.bound = (const void *)bench.next;
   bench.weights = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
   bench.shared = bind_plain(bench.context, CUMOE_BF16, 1, 8, CUMOE_GATE_UP_CONCAT);
   bench.narrow = bind_plain(bench.context, CUMOE_BF16, EXPERTS, 8, CUMOE_GATE_UP_CONCAT);
@@ -1657,6 +1797,8 @@ static void check_declaration(const char *from)
   case_end();
 }
 
+static bool sample_found;
+
 static void check_header(const char *path)
 {
   static char text[1 << 18];
@@ -1664,6 +1806,7 @@ static void check_header(const char *path)
   if (!CHECK_MSG(file != NULL, "%s cannot be read", path)) return;
   text[fread(text, 1, sizeof text - 1, file)] = 0;
   fclose(file);
+  sample_found |= strstr(text, " \"cumoe_moe_forward: " SAMPLE "\". ") != NULL;
   for (const char *at = text; (at = strstr(at, "\nCUMOE_")) != NULL; at++)
     if (!strncmp(at + 1, "CUMOE_API ", 10) || !strncmp(at + 1, "CUMOE_CHECKED ", 14)) check_declaration(at);
 }
@@ -1676,6 +1819,9 @@ static void every_function(void)
   CHECK(glob("include/cumoe/*.h", 0, NULL, &found) == 0 && found.gl_pathc > 4);
   case_end();
   for (size_t i = 0; i < found.gl_pathc; i++) check_header(found.gl_pathv[i]);
+  case_begin("the manual's example of a text");
+  CHECK(sample_found);
+  case_end();
   globfree(&found);
   group_end();
 }

@@ -189,11 +189,12 @@ static void test_auto(void)
   CHECK_OK(cumoe_context_info(context, &info));
   CHECK_MSG(!strcmp(before, cumoe_last_error()), "the text became \"%s\"", cumoe_last_error());
   if (cuda_devices() > 0) {
-    CHECK(info.device >= 0 && info.cc_major >= 8 && atomic_load(&log.count) == 0);
+    CHECK(info.device >= 0 && info.cc_major >= 8 && atomic_load(&log.count) == 0 && info.fallback[0] == 0);
   } else {
     CHECK(info.device == CUMOE_DEVICE_CPU && info.cc_major == 0 && atomic_load(&log.count) == 1);
     CHECK_MSG(strstr(log.last, "CPU") != NULL && strstr(log.last, "cudaError") != NULL, "the warning is \"%s\"",
               log.last);
+    CHECK_MSG(strstr(log.last, info.fallback) && strstr(info.fallback, "cudaError"), "fallback %s", info.fallback);
   }
   CHECK(info.multiprocessors > 0 && info.total_memory > 0 && info.name[0] != 0);
   CHECK_OK(cumoe_context_destroy(context));
@@ -210,30 +211,14 @@ static void test_auto(void)
   group_end();
 }
 
-static void test_context_arguments(void)
+static void test_many_contexts(void)
 {
   cumoe_context context = NULL;
   cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
-  cumoe_device_info info = {0};
-  if (!group_begin("arguments of contexts")) return;
-  case_begin("refused");
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(CUMOE_DEVICE_CPU, NULL, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(CUMOE_DEVICE_ANY, NULL, &context));
-  CHECK_TEXT("cumoe_context_create", "-3");
-  config.size = 0;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
-  CHECK_TEXT("cumoe_context_create", "config.size");
-  config.size = sizeof config;
-  config.cpu_threads = -1;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
-  CHECK_TEXT("cumoe_context_create", "config.cpu_threads");
-  config.cpu_threads = 3;
-  CHECK(context == NULL);
+  cumoe_device_info info = {.size = sizeof info};
+  if (!group_begin("contexts")) return;
+  case_begin("facts");
   CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_info(context, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_info(context, &info));
-  info.size = sizeof info;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_info(NULL, &info));
   CHECK_OK(cumoe_context_info(context, &info));
   CHECK(info.device == CUMOE_DEVICE_CPU && info.multiprocessors == 3 && info.size == sizeof info);
   CHECK_OK(cumoe_synchronize(context, NULL));
@@ -311,10 +296,6 @@ static void test_lifetime(cumoe_context context)
   cumoe_view v = cumoe_buffer_view(a);
   CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id && v.dtype == CUMOE_BF16);
   CHECK(v.device == info.device);
-  info.size = 4;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_get_info(a, &info));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_get_info(a, NULL));
-  info.size = sizeof info;
   case_end();
 
   case_begin("stale");
@@ -326,31 +307,11 @@ static void test_lifetime(cumoe_context context)
   CHECK(a.id != copy.id); /* though the slot, and perhaps the memory, is the same */
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&copy));
   CHECK_TEXT("cumoe_buffer_free", "freed");
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_get_info(copy, &info));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_fill(context, cumoe_buffer_view_mut(copy), 0, NULL));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_view_rows(v, 0, 1, &v));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_copy_to_host(context, &info, 70, v, NULL));
   CHECK(cumoe_buffer_view(copy).data == NULL && cumoe_buffer_view(copy).owner == copy.id);
-  const uint64_t forged[] = {1,          0xffffffff, 1ull << 32,          1ull << 32 | 0xffffffff,
-                             UINT64_MAX, a.id + 1,   a.id - (1ull << 32), a.id + (2ull << 32)};
-  for (size_t i = 0; i < sizeof forged / sizeof forged[0]; i++) {
-    copy.id = forged[i];
-    CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&copy));
-    CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_release(&copy, &(void *){NULL}));
-  }
   CHECK_OK(cumoe_buffer_free(&a));
   case_end();
 
-  case_begin("arguments");
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, 1, 1, NULL, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(NULL, CUMOE_F32, 1, 1, NULL, &b));
-  CHECK(b.id == 0);
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_buffer_alloc(context, (cumoe_dtype)0, 1, 1, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, -1, 1, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, 1, INT64_MIN, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_F32, INT64_MAX, INT64_MAX, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_I64, (int64_t)1 << 61, 1, NULL, &b));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 46, 1, NULL, &b));
+  case_begin("more than there is");
   const cumoe_status huge = cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 45, 1, NULL, &b);
   if (huge == CUMOE_OK && !on_device(context)) { /* a kernel that overcommits promises any amount of host memory */
     CHECK_OK(cumoe_buffer_free(&b));
@@ -358,7 +319,6 @@ static void test_lifetime(cumoe_context context)
     CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, huge);
     CHECK_TEXT("cumoe_buffer_alloc", "3518437208");
   }
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_free(NULL));
   CHECK(b.id == 0 && cumoe_buffer_live(context, NULL) == live);
   case_end();
   group_end();
@@ -419,9 +379,6 @@ static void test_scope(cumoe_context context)
 
 static void test_slices(cumoe_context context)
 {
-  static const int64_t bad[][2] = {{-1, 1},        {0, -1},        {0, 11},        {10, 1},
-                                   {11, 0},        {INT64_MAX, 1}, {1, INT64_MAX}, {INT64_MAX, INT64_MAX},
-                                   {INT64_MIN, 1}, {5, INT64_MIN}};
   CUMOE_AUTO_BUFFER buffer = {0};
   cumoe_view part;
   if (!group_begin("%s: slices", context_name(context))) return;
@@ -438,18 +395,6 @@ static void test_slices(cumoe_context context)
   CHECK_OK(cumoe_view_rows(v, 0, 10, &part));
   CHECK(memcmp(&part, &v, sizeof v) == 0);
   case_end();
-  case_begin("not within");
-  cumoe_view_mut changed = cumoe_buffer_view_mut(buffer);
-  for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-    CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_view_rows(v, bad[i][0], bad[i][1], &part));
-    CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_view_cols(v, bad[i][0], bad[i][1], &part));
-    CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_view_rows_mut(changed, bad[i][0], bad[i][1], &changed));
-    CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_view_cols_mut(changed, bad[i][0], bad[i][1], &changed));
-  }
-  CHECK(memcmp(&part, &v, sizeof v) == 0); /* a refused slice writes nothing */
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_view_rows(v, 0, 1, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_view_cols_mut(changed, 0, 1, NULL));
-  case_end();
   case_begin("foreign views of absurd extent");
   cumoe_view far = cumoe_matrix(&far, CUMOE_I64, INT64_MAX, 8, INT64_MAX / 2);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_view_rows(far, INT64_MAX - 1, 1, &part));
@@ -458,85 +403,6 @@ static void test_slices(cumoe_context context)
   far.dtype = 99;
   CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_view_rows(far, 0, 1, &part));
   case_end();
-  group_end();
-}
-
-/* A view is refused for what is wrong with it, the gravest thing first, and nothing is written. */
-static void test_bad_views(cumoe_context context)
-{
-  CUMOE_AUTO_BUFFER buffer = {0};
-  cumoe_context other = NULL;
-  if (!group_begin("%s: bad views", context_name(context))) return;
-  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 8, 8, NULL, &buffer));
-  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &other));
-  const cumoe_view_mut good = cumoe_buffer_view_mut(buffer);
-  const struct {
-    const char *what;
-    cumoe_status want;
-    cumoe_view_mut v;
-  } cases[] = {
-      {"too many rows", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 9, 8, 8, good.owner, good.device, good.dtype}},
-      {"ld too large", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, 9, good.owner, good.device, good.dtype}},
-      {"ld absurd", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, INT64_MAX, good.owner, good.device, good.dtype}},
-      {"rows absurd", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, INT64_MAX, 8, 8, good.owner, good.device, good.dtype}},
-      {"one element on",
-       CUMOE_ERR_OUT_OF_BOUNDS,
-       {(char *)good.data + 4, 8, 8, 8, good.owner, good.device, good.dtype}},
-      {"one element back",
-       CUMOE_ERR_OUT_OF_BOUNDS,
-       {(char *)good.data - 4, 8, 8, 8, good.owner, good.device, good.dtype}},
-      {"wider elements", CUMOE_ERR_OUT_OF_BOUNDS, {good.data, 8, 8, 8, good.owner, good.device, CUMOE_I64}},
-      {"no data", CUMOE_ERR_OUT_OF_BOUNDS, {NULL, 8, 8, 8, good.owner, good.device, good.dtype}},
-      {"foreign, no data", CUMOE_ERR_INVALID_ARGUMENT, {NULL, 8, 8, 8, 0, good.device, good.dtype}},
-      {"ld too small", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, 8, 7, good.owner, good.device, good.dtype}},
-      {"negative ld", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, 8, -8, good.owner, good.device, good.dtype}},
-      {"negative rows", CUMOE_ERR_INVALID_ARGUMENT, {good.data, -8, 8, 8, good.owner, good.device, good.dtype}},
-      {"negative cols", CUMOE_ERR_INVALID_ARGUMENT, {good.data, 8, -8, 8, good.owner, good.device, good.dtype}},
-      {"foreign and absurd", CUMOE_ERR_INVALID_ARGUMENT, {good.data, INT64_MAX, 8, 8, 0, good.device, good.dtype}},
-      {"no type", CUMOE_ERR_WRONG_DTYPE, {good.data, 9, 8, 8, good.owner, good.device, 0}},
-      {"type 99", CUMOE_ERR_WRONG_DTYPE, {good.data, 8, 8, 8, 0, good.device, 99}},
-      {"misaligned", CUMOE_ERR_MISALIGNED, {(char *)good.data + 1, 4, 8, 8, good.owner, good.device, good.dtype}},
-      {"another device", CUMOE_ERR_WRONG_DEVICE, {good.data, 8, 8, 8, 0, 12345, good.dtype}},
-      {"stale", CUMOE_ERR_STALE_HANDLE, {good.data, 8, 8, 8, good.owner + (2ull << 32), 12345, 0}},
-  };
-  char *host = scratch(8 * 8, 8);
-  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-    case_begin("%s", cases[i].what);
-    host = scratch(8 * 8, 8);
-    CHECK_STATUS(cases[i].want, cumoe_fill(context, cases[i].v, 1, NULL));
-    CHECK_TEXT("cumoe_fill", "dst");
-    CHECK_STATUS(cases[i].want, cumoe_copy_from_host(context, cases[i].v, host, 256, NULL));
-    CHECK_STATUS(cases[i].want, cumoe_copy_to_host(context, host, 256, cumoe_const(cases[i].v), NULL));
-    CHECK_TEXT("cumoe_copy_to_host", "src");
-    CHECK_STATUS(cases[i].want, cumoe_copy(context, cases[i].v, cumoe_const(good), NULL));
-    CHECK_STATUS(cases[i].want, cumoe_copy(context, good, cumoe_const(cases[i].v), NULL));
-    case_end();
-  }
-  case_begin("of another context");
-  CHECK_STATUS(CUMOE_ERR_WRONG_DEVICE, cumoe_fill(other, good, 1, NULL));
-  case_end();
-  case_begin("two views that do not fit each other");
-  host = scratch(8 * 8, 8);
-  cumoe_view_mut upper, lower, left, right, middle;
-  CHECK_OK(cumoe_view_rows_mut(good, 0, 4, &upper));
-  CHECK_OK(cumoe_view_rows_mut(good, 4, 4, &lower));
-  CHECK_OK(cumoe_view_rows_mut(good, 3, 4, &middle));
-  CHECK_OK(cumoe_view_cols_mut(good, 0, 4, &left));
-  CHECK_OK(cumoe_view_cols_mut(good, 4, 4, &right));
-  CHECK_OK(cumoe_fill(context, good, 1, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(context, upper, cumoe_const(left), NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(context, upper, cumoe_const(middle), NULL));
-  CHECK_TEXT("cumoe_copy", "overlaps");
-  CHECK_OK(cumoe_copy(context, upper, cumoe_const(lower), NULL));
-  CHECK_OK(cumoe_copy(context, left, cumoe_const(right), NULL));
-  lower.dtype = CUMOE_I32;
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_copy(context, upper, cumoe_const(lower), NULL));
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_copy_to_host(context, host, 255, cumoe_const(good), NULL));
-  CHECK_STATUS(CUMOE_ERR_OUT_OF_BOUNDS, cumoe_copy_from_host(context, good, host, 260, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy_from_host(context, good, NULL, 256, NULL));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  case_end();
-  CHECK_OK(cumoe_context_destroy(other));
   group_end();
 }
 
@@ -713,10 +579,6 @@ static void test_adopt_cpu(cumoe_context context)
   if (!group_begin("cpu: adopted and released memory")) return;
   case_begin("there and back");
   void *memory = malloc(64);
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, NULL, CUMOE_F32, 4, 4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_buffer_adopt(context, memory, (cumoe_dtype)9, 4, 4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, -4, NULL, &buffer));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, NULL));
   CHECK_OK(cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, &buffer));
   CHECK(cumoe_buffer_view(buffer).data == memory);
   copy = buffer;
@@ -927,64 +789,6 @@ static void test_destroy_waits(void)
   group_end();
 }
 
-/* Rows further apart than CUDA's 2-D copies allow. */
-static void test_giant_pitch(cumoe_context context)
-{
-  const int64_t ld = ((int64_t)1 << 31) + 64;
-  unsigned char in[6] = {1, 2, 3, 4, 5, 6}, out[6] = {0};
-  CUMOE_AUTO_BUFFER buffer = {0};
-  cumoe_view_mut v;
-  if (!group_begin("cuda: rows of more than 2 GiB")) return;
-  case_begin("copy and fill");
-  if (cumoe_buffer_alloc(context, CUMOE_U8, 2, ld, NULL, &buffer) != CUMOE_OK) {
-    case_skip("%s", cumoe_last_error());
-  } else {
-    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(buffer), 0x11, NULL));
-    CHECK_OK(cumoe_view_cols_mut(cumoe_buffer_view_mut(buffer), ld - 3, 3, &v));
-    CHECK_OK(cumoe_copy_from_host(context, v, in, 6, NULL));
-    CHECK_OK(cumoe_copy_to_host(context, out, 6, cumoe_const(v), NULL));
-    CHECK_OK(cumoe_synchronize(context, NULL));
-    CHECK(memcmp(in, out, 6) == 0);
-    CHECK_OK(cumoe_fill(context, v, 0x22, NULL));
-    CHECK_OK(cumoe_copy_to_host(context, out, 6, cumoe_const(v), NULL));
-    CHECK_OK(cumoe_synchronize(context, NULL));
-    CHECK(out[0] == 0x22 && out[5] == 0x22);
-    case_end();
-  }
-  group_end();
-}
-
-static void test_device_kept(void)
-{
-  cumoe_context context = NULL;
-  cumoe_buffer buffer = {0};
-  int device = -1;
-  if (!group_begin("cuda: the thread's current device")) return;
-  case_begin("kept by contexts of the other one");
-  if (cuda_devices() < 2) {
-    case_skip("one GPU only");
-    group_end();
-    return;
-  }
-  for (int current = 0; current < 2; current++) {
-    CHECK_CUDA(cudaSetDevice(current));
-    CHECK_OK(cumoe_context_create(1 - current, NULL, &context));
-    CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 64, 64, NULL, &buffer));
-    CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(buffer), 1, NULL));
-    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_fill(NULL, cumoe_buffer_view_mut(buffer), 1, NULL));
-    CHECK_OK(cumoe_synchronize(context, NULL));
-    CHECK_CUDA(cudaGetDevice(&device));
-    CHECK_MSG(device == current, "it became %d", device);
-    CHECK_OK(cumoe_buffer_free(&buffer));
-    CHECK_OK(cumoe_context_destroy(context));
-    CHECK_CUDA(cudaGetDevice(&device));
-    CHECK_MSG(device == current, "it became %d", device);
-  }
-  CHECK_CUDA(cudaSetDevice(0));
-  case_end();
-  group_end();
-}
-
 static int primary_active(int device)
 {
   void *entry = NULL;
@@ -1032,7 +836,7 @@ int main(int argc, char **argv)
   test_names();
   test_log();
   test_auto();
-  test_context_arguments();
+  test_many_contexts();
   const int count = open_contexts(contexts);
   for (int i = 0; i < count; i++) {
     test_fork(contexts[i]);
@@ -1040,7 +844,6 @@ int main(int argc, char **argv)
     test_zero_sizes(contexts[i]);
     test_scope(contexts[i]);
     test_slices(contexts[i]);
-    test_bad_views(contexts[i]);
     test_copies(contexts[i]);
     test_threads(contexts[i]);
     test_double_free(contexts[i]);
@@ -1050,9 +853,7 @@ int main(int argc, char **argv)
       test_adopt_cuda(contexts[i]);
       test_capture(contexts[i]);
       test_last_cuda_error(contexts[i]);
-      test_giant_pitch(contexts[i]);
       test_destroy_waits();
-      test_device_kept();
     }
     close_context(contexts[i]);
   }

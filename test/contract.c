@@ -48,7 +48,7 @@ static void no_tokens_forward(cumoe_context context, routing_input input)
   session_open(&s, context, &spec, &in);
   CHECK_OK(cumoe_fill(context, s.args.load, test_poison, NULL));
   cumoe_moe_args a = s.args, nothing = {.size = sizeof a, .shared = s.shared, .expert_map = a.expert_map};
-  a.x = cumoe_matrix(NULL, CUMOE_BF16, 0, 32, 32);
+  a.x = nothing.x = cumoe_matrix(NULL, CUMOE_BF16, 0, 32, 32);
   a.out = cumoe_matrix_mut(NULL, CUMOE_BF16, 0, 32, 32);
   a.logits = a.ids = a.weights = a.residual = no_view();
   a.ids_out = a.weights_out = a.workspace = no_view_mut();

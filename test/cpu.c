@@ -8,6 +8,7 @@
 
 #include "../kernels/cpu/cpu.h"
 #include "../kernels/cpu/element.h"
+#include "../kernels/score.h"
 
 #include <fenv.h>
 #include <math.h>
@@ -77,6 +78,40 @@ static void test_rounded_once(void)
   group_end();
 }
 
+/* What experts are ranked by: near the formula, and the same bits whatever compiled it. */
+static void test_exact_scores(void)
+{
+  static const char *const names[] = {"exp", "sigmoid", "sqrt softplus", "tanh"};
+  static const uint32_t digests[] = {0xb82829f5, 0x2744f6df, 0xada7afc8, 0x5c1b1b8c};
+  if (!group_begin("cpu: scores that rank experts")) return;
+  for (int f = 0; f < 4; f++) {
+    double worst = 0;
+    uint32_t digest = 0;
+    case_begin("%s", names[f]);
+    for (int i = -43000; i <= 43000; i++) {
+      const float x = (float)i / 500.f + 1e-3f;
+      const double d = x, plus = fmax(d, 0) + log1p(exp(-fabs(d)));
+      const float got = f == 0   ? exact_exp(x)
+                        : f == 3 ? exact_tanh(x)
+                                 : exact_score(f == 1 ? SCORE_SIGMOID : SCORE_SQRT_SOFTPLUS, x);
+      const double want = f == 0 ? exp(d) : f == 1 ? 1 / (1 + exp(-d)) : f == 2 ? sqrt(plus) : tanh(d);
+      worst = fmax(worst, fabs(got - want) / (want * want > 0 ? fabs(want) : 1));
+      digest = digest * 16777619 ^ float_bits(got);
+    }
+    CHECK_MSG(worst < 3 * 0x1p-23, "%g of the value off", worst);
+    CHECK_MSG(digest == digests[f], "bits changed: %#x", digest);
+    case_end();
+  }
+  case_begin("ends");
+  CHECK(exact_exp(-INFINITY) == 0 && exact_exp(INFINITY) == INFINITY && exact_exp(0) == 1 &&
+        exact_exp(88.7f) < INFINITY);
+  CHECK(exact_tanh(INFINITY) == 1 && exact_tanh(-3e38f) == -1 && exact_tanh(0) == 0);
+  CHECK(exact_score(SCORE_SIGMOID, -INFINITY) == 0 && exact_score(SCORE_SQRT_SOFTPLUS, -INFINITY) == 0);
+  CHECK(exact_cap(2, -INFINITY) == -INFINITY && exact_cap(2, 3e38f) == 2 && exact_cap(0, 5) == 5);
+  case_end();
+  group_end();
+}
+
 /* ---- the caller's thread ---- */
 
 #if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
@@ -107,7 +142,7 @@ static void *call_oddly(void *argument)
   return NULL;
 }
 
-/* From a thread with a small stack and a floating-point environment of its own: the same bits, and the caller keeps it. */
+/* From a thread with a small stack and another floating-point environment: the same bits, and the caller keeps it. */
 static void test_odd_callers(void)
 {
   const size_t stack = (48 + SANITIZER_STACK) * 1024; /* 16 KiB are the C library's */
@@ -128,7 +163,7 @@ static void test_odd_callers(void)
     s.desc.shared_inter = 48;
     s.input = INPUT_ROUTER;
     s.shared_gate = s.select_bias = s.optional_outputs = true;
-    s.bias_dtype = CUMOE_F32;
+    s.form.bias = CUMOE_F32;
     s.residual = RESIDUAL_SEPARATE;
     const layer_inputs in = layer_inputs_new(&s);
     fesetround(FE_UPWARD); /* the workers do not take it over */
@@ -153,6 +188,7 @@ int main(int argc, char **argv)
   test_begin(argc, argv);
   test_count_before_data();
   test_rounded_once();
+  test_exact_scores();
   test_odd_callers();
   cumoe_context context = open_context(CUMOE_DEVICE_CPU);
   if (context) {

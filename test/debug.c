@@ -445,14 +445,11 @@ static void test_zones_elsewhere(int32_t device, const char *name)
   CHECK_OK(cumoe_pool_get_stats(context, &after));
   CHECK(after.used == before.used && after.live == before.live);
   case_end();
-  case_begin("no elements, bad arguments");
+  case_begin("no elements");
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 0, 5, NULL, &none));
   CHECK(cumoe_buffer_view(none).data == NULL);
   CHECK_OK(cumoe_debug_check(context, NULL, &bad));
   CHECK_OK(cumoe_buffer_free(&none));
-  bad.size = 4;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_debug_check(context, NULL, &bad));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_debug_check(NULL, NULL, NULL));
   case_end();
   close_context(context);
   group_end();

@@ -11,23 +11,19 @@
 #include <string.h>
 
 #include "block.h"
-#include "oracle.h"
+#include "session.h"
 
 #define FOLDER "test/data/golden"
 
-/* A block on a device, and the same tensors on the host for the oracle. */
+/* A block as a layer: what session.c runs. */
 typedef struct setup {
   const block *b;
   cumoe_context context;
-  cumoe_moe_desc desc;
-  cumoe_plan plan;
-  cumoe_weights routed, shared;
-  host_weights host_routed, host_shared;
-  tensor host_x, host_router, host_router_bias, host_select_bias;
-  cumoe_view x, router, router_bias, select_bias;
+  layer_spec spec;
+  layer_inputs in;
 } setup;
 
-/* ---- from the file to the device ------------------------------------------------------------------- */
+/* ---- from the file to a layer ---------------------------------------------------------------------- */
 
 /* The file's tensor as a packed [rows, cols] matrix; bf16 keeps the file's bytes. Absent stays absent. */
 static tensor packed(const file_tensor *t, int32_t dtype, int64_t rows, int64_t cols)
@@ -42,88 +38,50 @@ static tensor packed(const file_tensor *t, int32_t dtype, int64_t rows, int64_t 
   return out;
 }
 
-static cumoe_view put(cumoe_context context, const tensor *t, int64_t pad)
-{
-  return t->data ? device_put(context, t, pad) : no_view();
-}
-
 /* A stack of matrices, one an expert, in the file's own layout. */
-static host_projection take(const setup *s, const file_tensor *t, const file_tensor *bias, int64_t experts)
+static host_projection take(const file_tensor *t, const file_tensor *bias, int32_t dtype, int64_t experts)
 {
-  int32_t dtype = s->desc.dtype;
-  int64_t cols = t->shape[t->dims - 1];
+  if (!t) return (host_projection){{0}, {0}};
+  const int64_t cols = t->shape[t->dims - 1];
   return (host_projection){packed(t, dtype, t->count / cols, cols),
                            packed(bias, dtype, experts, bias ? bias->count / experts : 0)};
 }
 
-static cumoe_projection placed(const setup *s, const host_projection *p)
-{
-  return (cumoe_projection){.data = put(s->context, &p->data, 0), .bias = put(s->context, &p->bias, 0)};
-}
-
-static void bind(const setup *s, host_weights *w, cumoe_weights *weights)
-{
-  cumoe_weights_desc d = weights_desc(w);
-  d.gate_up = placed(s, &w->gate_up);
-  d.gate = placed(s, &w->gate);
-  d.up = placed(s, &w->up);
-  d.down = placed(s, &w->down);
-  oracle_prepare(w);
-  CHECK_OK(cumoe_weights_bind(s->context, &d, weights));
-}
-
-static void bind_all(setup *s)
-{
-  const block *b = s->b;
-  const cumoe_moe_desc *d = &s->desc;
-  s->host_routed = (host_weights){.experts = d->num_experts,
-                                  .hidden = d->hidden,
-                                  .inter = d->inter,
-                                  .dtype = d->dtype,
-                                  .gate_order = b->gate_order,
-                                  .up_major = b->major,
-                                  .down_major = b->major};
-  s->host_routed.gate_up = take(s, b->gate_up, b->gate_up_bias, d->num_experts);
-  s->host_routed.down = take(s, b->down, b->down_bias, d->num_experts);
-  bind(s, &s->host_routed, &s->routed);
-  if (!d->shared_inter) return;
-  s->host_shared = (host_weights){.experts = 1,
-                                  .hidden = d->hidden,
-                                  .inter = d->shared_inter,
-                                  .dtype = d->dtype,
-                                  .gate_order = CUMOE_GATE_UP_SEPARATE,
-                                  .up_major = CUMOE_OUT_IN,
-                                  .down_major = CUMOE_OUT_IN};
-  s->host_shared.gate = take(s, b->shared_gate, NULL, 1);
-  s->host_shared.up = take(s, b->shared_up, NULL, 1);
-  s->host_shared.down = take(s, b->shared_down, NULL, 1);
-  bind(s, &s->host_shared, &s->shared);
-}
-
 static setup set_up(const block *b, cumoe_context context, cumoe_dtype dtype)
 {
-  setup s = {.b = b, .context = context, .desc = b->desc};
-  int64_t h = b->desc.hidden, e = b->desc.num_experts;
-  s.desc.dtype = s.desc.out_dtype = dtype;
-  s.desc.local_experts = b->desc.num_experts;
-  CHECK_OK(cumoe_plan_create(context, &s.desc, &s.plan));
-  bind_all(&s);
-  s.host_x = packed(b->input, dtype, b->tokens, h);
-  s.host_router = packed(b->router, dtype, e, h);
-  s.host_router_bias = packed(b->router_bias, dtype, 1, e);
-  s.host_select_bias = packed(b->select_bias, CUMOE_F32, 1, e);
-  s.x = put(context, &s.host_x, 8);
-  s.router = put(context, &s.host_router, 0);
-  s.router_bias = put(context, &s.host_router_bias, 0);
-  s.select_bias = put(context, &s.host_select_bias, 0);
+  const cumoe_moe_desc *d = &b->desc;
+  setup s = {.b = b, .context = context, .spec = layer_spec_new(dtype, b->tokens, d->hidden, d->inter)};
+  s.spec.desc = *d;
+  s.spec.desc.dtype = dtype;
+  s.spec.input = INPUT_ROUTER;
+  s.spec.optional_outputs = true;
+  s.spec.pad = 1;
+  host_weights routed = {.experts = d->num_experts,
+                         .hidden = d->hidden,
+                         .inter = d->inter,
+                         .dtype = dtype,
+                         .gate_order = b->gate_order,
+                         .up_major = b->major,
+                         .down_major = b->major},
+               shared = routed;
+  routed.gate_up = take(b->gate_up, b->gate_up_bias, dtype, d->num_experts);
+  routed.down = take(b->down, b->down_bias, dtype, d->num_experts);
+  oracle_prepare(&routed);
+  shared.experts = 1;
+  shared.inter = d->shared_inter;
+  shared.gate_order = CUMOE_GATE_UP_SEPARATE;
+  shared.up_major = shared.down_major = CUMOE_OUT_IN;
+  shared.gate = take(b->shared_gate, NULL, dtype, 1);
+  shared.up = take(b->shared_up, NULL, dtype, 1);
+  shared.down = take(b->shared_down, NULL, dtype, 1);
+  if (d->shared_inter) oracle_prepare(&shared);
+  s.in = (layer_inputs){.routed = routed,
+                        .shared = shared,
+                        .x = packed(b->input, dtype, b->tokens, d->hidden),
+                        .router_weight = packed(b->router, dtype, d->num_experts, d->hidden),
+                        .router_bias = packed(b->router_bias, dtype, 1, d->num_experts),
+                        .select_bias = packed(b->select_bias, CUMOE_F32, 1, d->num_experts)};
   return s;
-}
-
-static void tear_down(setup *s)
-{
-  CHECK_OK(cumoe_weights_destroy(s->routed));
-  CHECK_OK(cumoe_weights_destroy(s->shared));
-  CHECK_OK(cumoe_plan_destroy(s->plan));
 }
 
 /* ---- what the file expects ------------------------------------------------------------------------- */
@@ -170,16 +128,16 @@ static void file_route(const block *b, int64_t token, int32_t *ids, double *weig
 
 static const double file_roundoff = 0x1p-24; /* the file's numbers are f32 */
 
-static void check_logits(const setup *s)
+static void check_logits(const setup *s, const cumoe_moe_args *args)
 {
-  int64_t e = s->desc.num_experts;
+  int64_t e = s->spec.desc.num_experts;
   cumoe_view_mut out = device_new(s->context, CUMOE_F32, s->b->tokens, e, 3);
   bounded *want = scratch((size_t)e, sizeof *want);
-  CHECK_OK(cumoe_router(s->context, s->x, s->router, s->router_bias, out, NULL));
+  CHECK_OK(cumoe_router(s->context, args->x, args->router_weight, args->router_bias, out, NULL));
   tensor got = device_get(s->context, cumoe_const(out));
   check_guards(s->context, "logits", out);
   for (int64_t t = 0; t < s->b->tokens; t++) {
-    oracle_router(&s->host_x, t, &s->host_router, &s->host_router_bias, want);
+    oracle_router(&s->in.x, t, &s->in.router_weight, &s->in.router_bias, want);
     check_bounded_row("logits, oracle", &got, t, want);
     for (int64_t i = 0; i < e; i++) {
       want[i].value = file_value(s->b->logits, t, i);
@@ -192,7 +150,7 @@ static void check_logits(const setup *s)
 static void check_token_routing(const setup *s, int64_t token, const tensor *ids, const tensor *weights,
                                 const layer_result *want)
 {
-  int32_t k = s->desc.routing.top_k, file_ids[CUMOE_MAX_TOP_K];
+  int32_t k = s->spec.desc.routing.top_k, file_ids[CUMOE_MAX_TOP_K];
   double file_weights[CUMOE_MAX_TOP_K];
   bounded expected[CUMOE_MAX_TOP_K];
   file_route(s->b, token, file_ids, file_weights);
@@ -215,8 +173,8 @@ static void check_token_routing(const setup *s, int64_t token, const tensor *ids
  * give the file's output itself: then file, plain form and oracle agree on what the block means. */
 static void check_token_output(const setup *s, int64_t token, const tensor *out, const layer_result *want)
 {
-  int32_t hidden = s->desc.hidden, ids[CUMOE_MAX_TOP_K];
-  double weights[CUMOE_MAX_TOP_K], roundoff = unit_roundoff(s->desc.dtype);
+  int32_t hidden = s->spec.desc.hidden, ids[CUMOE_MAX_TOP_K];
+  double weights[CUMOE_MAX_TOP_K], roundoff = unit_roundoff(s->spec.desc.dtype);
   bounded *file = scratch((size_t)hidden, sizeof *file);
   file_route(s->b, token, ids, weights);
   block_exact(s->b, token, ids, weights, file);
@@ -231,62 +189,23 @@ static void check_token_output(const setup *s, int64_t token, const tensor *out,
   check_bounded_row("output, file", out, token, file);
 }
 
-static void check_counts(const setup *s, const tensor *ids, const tensor *counts, const tensor *load)
+static void check_block(const setup *s)
 {
-  int64_t *want = scratch((size_t)s->desc.num_experts, sizeof *want);
-  for (int64_t i = 0; i < ids->rows * ids->cols; i++) want[(int64_t)tensor_get(ids, 0, i)]++;
-  for (int64_t e = 0; e < s->desc.num_experts; e++)
-    CHECK_MSG((int64_t)tensor_get(counts, 0, e) == want[e] && (int64_t)tensor_get(load, 0, e) == want[e] + 1000 * e,
-              "expert %d: counts %g, load %g, has %d rows", (int)e, tensor_get(counts, 0, e), tensor_get(load, 0, e),
-              (int)want[e]);
-}
-
-static void check_forward(const setup *s)
-{
-  const block *b = s->b;
-  int64_t t = b->tokens, k = s->desc.routing.top_k, e = s->desc.num_experts;
-  size_t bytes = 0;
-  tensor load = tensor_new(CUMOE_I64, 1, e);
-  for (int64_t i = 0; i < e; i++) tensor_set(&load, 0, i, 1000. * (double)i);
-  CHECK_OK(cumoe_plan_workspace(s->plan, t, &bytes));
-  cumoe_moe_args args = {.size = sizeof args, .x = s->x, .router_weight = s->router, .router_bias = s->router_bias};
-  args.select_bias = s->select_bias;
-  args.shared = s->shared;
-  args.out = device_new(s->context, s->desc.dtype, t, s->desc.hidden, 8);
-  args.ids_out = device_new(s->context, CUMOE_I32, t, k, 0);
-  args.weights_out = device_new(s->context, CUMOE_F32, t, k, 0);
-  args.counts_out = device_new(s->context, CUMOE_I32, 1, e, 0);
-  args.load = device_new(s->context, CUMOE_I64, 1, e, 0);
-  args.workspace = device_new(s->context, CUMOE_U8, 1, (int64_t)bytes, 0);
-  device_set(s->context, args.load, &load);
-  if (!CHECK_OK(cumoe_moe_forward(s->plan, s->routed, &args, NULL))) return;
-  tensor out = device_get(s->context, cumoe_const(args.out)), ids = device_get(s->context, cumoe_const(args.ids_out));
-  tensor weights = device_get(s->context, cumoe_const(args.weights_out));
-  tensor counts = device_get(s->context, cumoe_const(args.counts_out));
-  load = device_get(s->context, cumoe_const(args.load));
-  check_guards(s->context, "out", args.out);
-  check_guards(s->context, "workspace", args.workspace);
-  layer_case c = {.desc = &s->desc,
-                  .weights = &s->host_routed,
-                  .x = &s->host_x,
-                  .router_weight = &s->host_router,
-                  .router_bias = &s->host_router_bias,
-                  .out_scale = 1};
-  if (s->shared) c.shared = &s->host_shared;
-  if (b->select_bias) c.select_bias = &s->host_select_bias;
-  for (int64_t token = 0; token < t; token++) {
-    layer_result want = oracle_layer(&c, token);
-    check_token_routing(s, token, &ids, &weights, &want);
-    check_token_output(s, token, &out, &want);
+  cumoe_moe_desc desc;
+  session run;
+  session_open(&run, s->context, &s->spec, &s->in);
+  check_logits(s, &run.args);
+  CHECK_OK(session_forward(&run));
+  const layer_outputs got = session_collect(&run);
+  const layer_case c = layer_case_of(&s->spec, &s->in, &desc);
+  for (int64_t token = 0; token < s->b->tokens; token++) {
+    const layer_result want = oracle_layer(&c, token);
+    check_token_routing(s, token, &got.ids, &got.weights, &want);
+    check_token_output(s, token, &got.out, &want);
   }
-  check_counts(s, &ids, &counts, &load);
-}
-
-static void check_fault(cumoe_context context)
-{
-  cumoe_fault fault = {.size = sizeof fault};
-  CHECK_OK(cumoe_fault_read(context, NULL, &fault));
-  CHECK_MSG(fault.code == CUMOE_FAULT_NONE, "fault %d at token %d", (int)fault.code, (int)fault.token);
+  check_layer(&s->spec, &s->in, &got);
+  check_fault(s->context, NULL, CUMOE_FAULT_NONE);
+  session_close(&run);
 }
 
 static void test_block(int index, cumoe_context *contexts, int count)
@@ -301,10 +220,7 @@ static void test_block(int index, cumoe_context *contexts, int count)
     cumoe_context context = contexts[i / 2];
     case_begin("%s %s %s", b.name, context_name(context), cumoe_dtype_name(dtypes[i % 2]));
     setup s = set_up(&b, context, dtypes[i % 2]);
-    check_logits(&s);
-    check_forward(&s);
-    check_fault(context);
-    tear_down(&s);
+    check_block(&s);
     case_end();
   }
   if (good) block_close(&b);
@@ -432,7 +348,8 @@ static void test_damage(void)
 
 static void test_strings(void)
 {
-  static const char text[] = "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true]";
+  static const char text[] = "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true, "
+                             "\"\\ud83d\\ude00\"]";
   char out[16], fit[9];
   json key, v = {NULL, NULL}, root = json_parse(text, sizeof text - 1);
   int64_t n = 0;
@@ -446,6 +363,7 @@ static void test_strings(void)
   CHECK(json_next(root, &key, &v) && json_int(v, &n) && n == -7 && !json_string(v, out, sizeof out));
   CHECK(json_next(root, &key, &v) && !json_int(v, &n) && json_number(v, &d) && d == 1000);
   CHECK(json_next(root, &key, &v) && json_bool(v, &truth) && truth && !json_number(v, &d));
+  CHECK(json_next(root, &key, &v) && json_string(v, out, sizeof out) && !strcmp(out, "\xf0\x9f\x98\x80"));
   CHECK(!json_next(root, &key, &v) && !json_next(v, &key, &v) && !json_find(root, "a").begin);
   case_end();
 }

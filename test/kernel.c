@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -42,6 +43,7 @@ static const char *const suffixes[] = {".ptx", ".fatbin", ".sm_80.cubin", ".sm_9
 static void test_cpu(cumoe_context context)
 {
   cumoe_module module;
+  char folder[] = "/tmp/cumoe-XXXXXX", fifo[40];
   if (!group_begin("cpu: modules")) return;
   for (int i = 0; i < 4; i++) {
     size_t bytes = 0;
@@ -58,9 +60,13 @@ static void test_cpu(cumoe_context context)
   case_begin("files");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "no/such/file", &module));
   CHECK_WORD("no/such/file cannot be opened: No such file");
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "test", &module));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "/dev/null", &module));
-  CHECK_WORD("image: 0 bytes");
+  CHECK(mkdtemp(folder) && mkfifo(strcat(strcpy(fifo, folder), "/fifo"), 0600) == 0);
+  const char *const strange[] = {"test", "/dev/null", fifo};
+  for (int i = 0; i < 3; i++) {
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, strange[i], &module));
+    CHECK_WORD("is no regular file");
+  }
+  CHECK(unlink(fifo) == 0 && rmdir(folder) == 0);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "test/kernel.cu", &module));
   CHECK_WORD("neither a fatbin nor a cubin nor PTX");
   case_end();

@@ -15,7 +15,7 @@ enum { EXPERTS = 4, HIDDEN = 16, INTER = 8, TOP_K = 2, TOKENS = 3 };
 
 /* ---- a layer of which every operand is a buffer of its own ------------------------------------------------------ */
 
-enum { GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS, BOUND, X = BOUND, LOGITS, OUT, WORKSPACE, BUFFERS };
+enum { GATE, UP, DOWN, GATE_BIAS, UP_BIAS, DOWN_BIAS, BOUND, X = BOUND, LOGITS, OUT, WORKSPACE, UNUSED, BUFFERS };
 static const char *const bound_names[BOUND] = {"gate", "up", "down", "gate.bias", "up.bias", "down.bias"};
 
 typedef struct layer {
@@ -235,6 +235,131 @@ static void test_freed_buffers(cumoe_context context)
   group_end();
 }
 
+/* ---- outputs over weights --------------------------------------------------------------------------------------- */
+
+enum { MATRIX = HIDDEN * INTER, GAP = 1024 /* elements before each expert of down, and behind the last */ };
+
+/* An output of `bytes` that ends where expert e's matrix begins, and one that begins where it ends, are legal; `step` bytes further
+ * in, neither is. */
+static void check_around(const layer *l, cumoe_view_mut *output, int64_t bytes, int64_t step, const char *name)
+{
+  const struct {
+    int64_t at;
+    cumoe_status want;
+  } places[] = {{-bytes, CUMOE_OK},
+                {step - bytes, CUMOE_ERR_INVALID_ARGUMENT},
+                {4 * MATRIX - step, CUMOE_ERR_INVALID_ARGUMENT},
+                {4 * MATRIX, CUMOE_OK}};
+  const cumoe_view_mut before = *output;
+  char *room = (char *)cumoe_buffer_view_mut(l->buffers[DOWN]).data + 4 * GAP;
+  for (int e = 0; e < EXPERTS; e++)
+    for (int i = 0; i < 4; i++) {
+      output->data = room + 4 * e * (MATRIX + GAP) + places[i].at;
+      output->owner = 0;
+      if (!CHECK_STATUS(places[i].want, forward(l)) || places[i].want == CUMOE_OK) continue;
+      CHECK_TEXT(name);
+      CHECK_TEXT("down");
+    }
+  *output = before;
+}
+
+static void refuse(const layer *l, cumoe_view_mut *output, const void *data, const char *text)
+{
+  const cumoe_view_mut before = *output;
+  output->data = (void *)(uintptr_t)data;
+  output->owner = 0;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, forward(l));
+  CHECK_TEXT(text);
+  *output = before;
+}
+
+/* Down in strided form, or by pointers in another order. */
+static layer layer_with_gaps(cumoe_context context, bool pointers)
+{
+  static const int order[EXPERTS] = {2, 0, 3, 1};
+  const void *table[EXPERTS];
+  layer l = layer_new(context);
+  CHECK_OK(cumoe_weights_destroy(l.weights));
+  CHECK_OK(cumoe_buffer_free(&l.buffers[DOWN]));
+  const float *room = give(&l, DOWN, 1, EXPERTS * (MATRIX + GAP) + GAP).data;
+  for (int e = 0; e < EXPERTS; e++) table[e] = room + GAP + order[e] * (MATRIX + GAP);
+  l.bound.down.data = cumoe_matrix(pointers ? NULL : room + GAP, CUMOE_F32, HIDDEN, INTER, INTER);
+  l.bound.down.expert_stride = pointers ? 0 : MATRIX + GAP;
+  l.bound.down.per_expert = pointers ? table : NULL;
+  CHECK_OK(cumoe_weights_bind(context, &l.bound, &l.weights));
+  l.bound.down.per_expert = NULL;
+  return l;
+}
+
+static void test_over_weights(cumoe_context context)
+{
+  if (!group_begin("%s: outputs over weights", context_name(context))) return;
+  for (int pointers = 0; pointers < 2; pointers++) {
+    case_begin("%s", pointers ? "by pointers" : "strided");
+    layer l = layer_with_gaps(context, pointers);
+    CHECK(l.args.workspace.cols <= 4 * GAP);
+    check_around(&l, &l.args.out, 4 * TOKENS * HIDDEN, 16, "args.out");
+    check_around(&l, &l.args.workspace, l.args.workspace.cols, 256, "args.workspace");
+    layer_free(&l);
+    case_end();
+  }
+  case_begin("every output, every projection");
+  layer l = layer_new(context);
+  const cumoe_projection *const parts[] = {&l.bound.gate, &l.bound.up, &l.bound.down};
+  l.args.ids_out = cumoe_matrix_mut(NULL, CUMOE_I32, TOKENS, TOP_K, TOP_K);
+  l.args.weights_out = cumoe_matrix_mut(NULL, CUMOE_F32, TOKENS, TOP_K, TOP_K);
+  l.args.counts_out = cumoe_vector_mut(NULL, CUMOE_I32, EXPERTS);
+  l.args.load = cumoe_vector_mut(NULL, CUMOE_I64, EXPERTS);
+  for (int p = 0; p < 3; p++)
+    for (int bias = 0; bias < 2; bias++) {
+      char text[60];
+      const void *data = bias ? parts[p]->bias.data : parts[p]->data.data;
+      (void)snprintf(text, sizeof text, " overlaps weights: %s", bound_names[p + bias * GATE_BIAS]);
+      cumoe_view_mut spare = give(&l, UNUSED, 4, 1024);
+      l.args.ids_out.data = spare.data;
+      l.args.weights_out.data = (float *)spare.data + 1024;
+      l.args.counts_out.data = (float *)spare.data + 2048;
+      l.args.load.data = (float *)spare.data + 3072;
+      CHECK_OK(forward(&l));
+      cumoe_view_mut *const outputs[] = {&l.args.out, &l.args.ids_out, &l.args.weights_out, &l.args.counts_out,
+                                         &l.args.load};
+      for (int i = 0; i < 5; i++) refuse(&l, outputs[i], data, text);
+      refuse(&l, &l.args.workspace, data, "args.workspace overlaps weights: "); /* and what lies behind */
+      CHECK_OK(cumoe_buffer_free(&l.buffers[UNUSED]));
+    }
+  case_end();
+  case_begin("the shared expert's");
+  cumoe_moe_desc with_shared = layer_desc;
+  cumoe_weights_desc one = l.bound;
+  cumoe_plan plain = l.plan;
+  with_shared.shared_inter = INTER;
+  one.experts = 1;
+  one.gate.data.rows = one.up.data.rows = INTER;
+  one.down.data.rows = HIDDEN;
+  one.gate.bias.rows = one.up.bias.rows = one.down.bias.rows = 1;
+  one.down.data = l.args.x; /* in memory of its own */
+  one.down.data.data = give(&l, UNUSED, HIDDEN, INTER).data;
+  one.down.data.rows = HIDDEN;
+  one.down.data.cols = one.down.data.ld = INTER;
+  one.down.data.owner = 0;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_plan_create(context, &with_shared, &l.plan));
+  CHECK_OK(cumoe_plan_workspace(l.plan, TOKENS, &bytes));
+  CHECK_OK(cumoe_buffer_free(&l.buffers[WORKSPACE]));
+  l.args.workspace = give(&l, WORKSPACE, 1, (int64_t)bytes);
+  l.args.ids_out = l.args.weights_out = l.args.counts_out = l.args.load = (cumoe_view_mut){0};
+  CHECK_OK(cumoe_weights_bind(context, &one, &l.args.shared));
+  CHECK_OK(forward(&l));
+  refuse(&l, &l.args.out, one.down.data.data, "args.out overlaps args.shared: down");
+  CHECK_OK(cumoe_buffer_free(&l.buffers[UP])); /* both are bound to it: the first is named */
+  CHECK_STALE(forward(&l), "weights: up is");
+  CHECK_OK(cumoe_weights_destroy(l.args.shared));
+  CHECK_OK(cumoe_plan_destroy(plain));
+  layer_free(&l);
+  case_end();
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   cumoe_context contexts[2];
@@ -244,6 +369,7 @@ int main(int argc, char **argv)
     test_destroyed(contexts[i]);
     test_context_first(contexts[i]);
     test_freed_buffers(contexts[i]);
+    test_over_weights(contexts[i]);
     close_context(contexts[i]);
   }
   return test_end();

@@ -240,54 +240,6 @@ static void test_precision(cumoe_context context)
   group_end();
 }
 
-/* ---- refused --------------------------------------------------------------------------------------- */
-
-static void test_refused(cumoe_context context)
-{
-  if (!group_begin("%s refused", context_name(context))) return;
-  case_begin("refused");
-  cumoe_matmul_args good = {.size = sizeof good, .batch = 2, .a_stride = 32, .b_stride = 32, .c_stride = 16};
-  cumoe_view_mut a = device_new(context, CUMOE_F32, 8, 8, 0), b = device_new(context, CUMOE_F32, 16, 4, 0),
-                 c = device_new(context, CUMOE_F32, 8, 4, 0);
-  CHECK_OK(cumoe_view_rows_mut(c, 0, 4, &good.c));
-  CHECK_OK(cumoe_view_rows(cumoe_const(a), 0, 4, &good.a));
-  CHECK_OK(cumoe_view_rows(cumoe_const(b), 0, 8, &good.b));
-  good.workspace = workspace_for(context);
-  cumoe_matmul_args m = good;
-#define REFUSED(change, status, says)                                                                                  \
-  do {                                                                                                                 \
-    m = good;                                                                                                          \
-    change;                                                                                                            \
-    CHECK_STATUS(status, cumoe_matmul(context, &m, NULL));                                                             \
-    CHECK_MSG(strstr(cumoe_last_error(), says) != NULL, "\"%s\" does not say \"%s\"", cumoe_last_error(), says);       \
-    check_untouched(context, "c", c, 0);                                                                               \
-  } while (0)
-  REFUSED(m.flags = 8, CUMOE_ERR_INVALID_ARGUMENT, "args.flags is 0x8");
-  REFUSED(m.batch = -1, CUMOE_ERR_INVALID_ARGUMENT, "args.batch is -1");
-  REFUSED(m.batch = 3, CUMOE_ERR_OUT_OF_BOUNDS, "args.a");
-  REFUSED(m.a_stride = 65, CUMOE_ERR_OUT_OF_BOUNDS, "args.a");
-  REFUSED(m.b_stride = INT64_MAX, CUMOE_ERR_INVALID_ARGUMENT, "args.b_stride");
-  REFUSED(m.c_stride = 15, CUMOE_ERR_INVALID_ARGUMENT, "args.c_stride is 15");
-  REFUSED(m.c_stride = 0, CUMOE_ERR_INVALID_ARGUMENT, "args.c_stride is 0");
-  REFUSED(m.b.rows = 7, CUMOE_ERR_INVALID_ARGUMENT, "args.b.rows is 7, must be 8");
-  REFUSED(m.flags = CUMOE_MATMUL_TRANSPOSE_B, CUMOE_ERR_INVALID_ARGUMENT, "args.b");
-  REFUSED(m.b.dtype = CUMOE_BF16, CUMOE_ERR_WRONG_DTYPE, "args.b.dtype is bf16, must be f32");
-  REFUSED(m.a.dtype = CUMOE_I32, CUMOE_ERR_WRONG_DTYPE, "args.a.dtype is i32");
-  REFUSED(m.b.data = m.a.data; m.b.owner = m.a.owner; m.c.data = a.data;
-          m.c.owner = a.owner, CUMOE_ERR_INVALID_ARGUMENT, "args.c overlaps args.a");
-  if (on_device(context)) {
-    REFUSED(m.workspace = no_view_mut(), CUMOE_ERR_WORKSPACE, "args.workspace is absent");
-    REFUSED(m.workspace.cols--, CUMOE_ERR_WORKSPACE, "args.workspace has");
-    REFUSED(m.workspace.data = (char *)m.workspace.data + 128;
-            m.workspace.owner = 0, CUMOE_ERR_MISALIGNED, "args.workspace");
-  }
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_matmul(context, NULL, NULL));
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_matmul_workspace(context, NULL));
-  CHECK_OK(cumoe_matmul(context, &good, NULL));
-  case_end();
-  group_end();
-}
-
 /* ---- cuBLAS comes and goes ------------------------------------------------------------------------- */
 
 /* Has to run before anything else opens cuBLAS. */
@@ -439,7 +391,6 @@ static void run_device(cumoe_context context)
   test_batches(context);
   test_empty(context);
   test_precision(context);
-  test_refused(context);
   test_threads(context);
 }
 

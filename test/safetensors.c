@@ -227,7 +227,7 @@ static size_t unescape(const char **p, const char *end, char out[4])
   }
   uint32_t code = escape_code(s + 2);
   *p = s + 6;
-  if (code >= 0xd800 && code < 0xdc00 && end - *p > 6 && s[6] == '\\' && s[7] == 'u') {
+  if (code >= 0xd800 && code < 0xdc00 && end - *p >= 6 && s[6] == '\\' && s[7] == 'u') {
     uint32_t low = escape_code(s + 8);
     if (low >= 0xdc00 && low < 0xe000) {
       code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);

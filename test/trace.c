@@ -288,103 +288,51 @@ static void test_not_few(void)
 
 /* ---- machines ------------------------------------------------------------------------------------------- */
 
+typedef enum automatic { CPU, GPU, EITHER } automatic;
+
 typedef struct machine_case {
   const char *name;
-  void (*change)(void);
   cumoe_status status;
   const char *says;
+  automatic becomes; /* what an automatic device is there */
 } machine_case;
 
-static void no_driver(void)
-{
-  shim.driver = 0;
-}
-static void no_gpu(void)
-{
-  shim.devices = 0;
-}
-static void one_gpu(void)
-{
-  shim.devices = 1;
-}
-static void old_gpu(void)
-{
-  shim.major = 7, shim.minor = 5;
-}
-static void no_pools(void)
-{
-  shim.no_pools = true;
-}
-static void no_image(void)
-{
-  shim.no_image = true;
-}
-static void no_push(void)
-{
-  shim.hidden = "cuCtxPushCurrent";
-}
-static void no_maps(void)
-{
-  shim.hidden = "cuTensorMapEncodeTiled";
-}
-static void no_kernel(void)
-{
-  shim.missing = "cumoe_gate_any_warp_x_x_8x0x32";
-}
-static void few_threads(void)
-{
-  shim.max_threads = 64;
-}
-static void long_argument(void)
-{
-  shim.more_parameter = 8;
-}
-static void little_memory(void)
-{
-  shim.memory = 4;
-}
-static void ampere(void)
-{
-  shim.major = 8, shim.smem = 163 * 1024;
-}
-static void ada(void)
-{
-  shim.major = 8, shim.minor = 9, shim.smem = 99 * 1024;
-}
-static void later(void)
-{
-  shim.major = 10;
-}
+#define MACHINE(name, status, says, becomes, ...)                                                                      \
+  if (which == n++) *m = (machine_case){name, CUMOE_##status, says, becomes}, (void)(__VA_ARGS__);
 
-static const machine_case machines[] = {
-    {"no driver", no_driver, CUMOE_ERR_NO_DEVICE, "no CUDA driver"},
-    {"no GPU", no_gpu, CUMOE_ERR_NO_DEVICE, "cudaErrorNoDevice"},
-    {"one GPU", one_gpu, CUMOE_ERR_NO_DEVICE, "device 1 does not exist"},
-    {"compute capability 7.5", old_gpu, CUMOE_ERR_NO_KERNEL_IMAGE, "7.5"},
-    {"no memory pools", no_pools, CUMOE_ERR_NOT_SUPPORTED, "memory pools"},
-    {"no machine code", no_image, CUMOE_ERR_NO_KERNEL_IMAGE, "this build has code for"},
-    {"no tensor maps", no_maps, CUMOE_ERR_DRIVER_TOO_OLD, "cuTensorMapEncodeTiled"},
-    {"a kernel is not in its image", no_kernel, CUMOE_ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x0x32"},
-    {"a kernel's argument is longer", long_argument, CUMOE_ERR_INTERNAL, "the host's has"},
-    {"kernels of few threads", few_threads, CUMOE_ERR_INTERNAL, "compiled for 64 threads"},
-    {"four bytes of memory", little_memory, CUMOE_ERR_OUT_OF_MEMORY, "cudaMalloc"},
-    {"compute capability 8.0", ampere, CUMOE_OK, ""},
-    {"compute capability 8.9", ada, CUMOE_OK, ""},
-    {"compute capability 10.0", later, CUMOE_OK, ""},
-};
+/* False: there are no more. */
+static bool set_machine(int which, machine_case *m)
+{
+  int n = 0;
+  MACHINE("no driver", ERR_NO_DEVICE, "no CUDA driver", CPU, shim.driver = 0)
+  MACHINE("no GPU", ERR_NO_DEVICE, "cudaErrorNoDevice", CPU, shim.devices = 0)
+  MACHINE("one GPU", ERR_NO_DEVICE, "device 1 does not exist", GPU, shim.devices = 1)
+  MACHINE("compute capability 7.5", ERR_NO_KERNEL_IMAGE, "7.5", CPU, shim.major = 7, shim.minor = 5)
+  MACHINE("no memory pools", ERR_NOT_SUPPORTED, "memory pools", CPU, shim.no_pools = true)
+  MACHINE("no machine code", ERR_NO_KERNEL_IMAGE, "this build has code for", CPU, shim.no_image = true)
+  MACHINE("no tensor maps", ERR_DRIVER_TOO_OLD, "cuTensorMapEncodeTiled", CPU, shim.hidden = "cuTensorMapEncodeTiled")
+  MACHINE("a kernel is not in its image", ERR_INTERNAL, "cumoe_gate_any_warp_x_x_8x0x32", CPU,
+          shim.missing = "cumoe_gate_any_warp_x_x_8x0x32")
+  MACHINE("a kernel's argument is longer", ERR_INTERNAL, "the host's has", CPU, shim.more_parameter = 8)
+  MACHINE("kernels of few threads", ERR_INTERNAL, "compiled for 64 threads", CPU, shim.max_threads = 64)
+  MACHINE("four bytes of memory", ERR_OUT_OF_MEMORY, "cudaMalloc", EITHER, shim.memory = 4)
+  MACHINE("compute capability 8.0", OK, "", GPU, shim.major = 8, shim.smem = 163 * 1024)
+  MACHINE("compute capability 8.9", OK, "", GPU, shim.major = 8, shim.minor = 9, shim.smem = 99 * 1024)
+  MACHINE("compute capability 10.0", OK, "", GPU, shim.major = 10)
+  return which < n;
+}
 
 static void check_machine(const machine_case *m)
 {
   const int64_t live = shim_live(), heap = shim_heap();
   cumoe_context context = NULL;
-  m->change();
   CHECK_STATUS(m->status, cumoe_context_create(1, NULL, &context));
   CHECK_MSG(m->status == CUMOE_OK || strstr(cumoe_last_error(), m->says) != NULL, "the text is \"%s\"",
             cumoe_last_error());
   if (m->status != CUMOE_OK) {
     CHECK(context == NULL);
     CHECK_OK(cumoe_context_create(CUMOE_DEVICE_AUTO, NULL, &context));
-    CHECK(on_device(context) == (m->change == one_gpu || m->change == little_memory) || m->change == little_memory);
+    CHECK(on_device(context) == (m->becomes == GPU) || m->becomes == EITHER);
   }
   CHECK_OK(cumoe_context_destroy(context));
   CHECK(shim_live() == live && shim_heap() == heap);
@@ -392,10 +340,9 @@ static void check_machine(const machine_case *m)
 }
 
 /* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has ended. */
-static void check_portable(void (*change)(void), bool early)
+static void check_portable(bool early)
 {
   world w = {.next = (uintptr_t)1 << 40};
-  change();
   small_layer(&w);
   shim_mark();
   CHECK_OK(run_routed(&w));
@@ -549,16 +496,19 @@ static void test_peers(void)
 static void test_machines(void)
 {
   if (!group_begin("machines")) return;
-  for (size_t i = 0; i < sizeof machines / sizeof machines[0]; i++) {
-    case_begin("%s", machines[i].name);
-    check_machine(&machines[i]);
+  machine_case m;
+  for (int i = 0; set_machine(i, &m); i++) {
+    case_begin("%s", m.name);
+    check_machine(&m);
     case_end();
   }
   case_begin("rows on compute capability 8.0");
-  check_portable(ampere, false);
+  shim.major = 8, shim.smem = 163 * 1024;
+  check_portable(false);
   case_end();
   case_begin("rows on compute capability 10.0");
-  check_portable(later, true);
+  shim.major = 10;
+  check_portable(true);
   case_end();
   group_end();
 }
@@ -569,7 +519,7 @@ static void test_old_driver(void)
   if (!group_begin("a driver that lacks a function")) return;
   case_begin("no cuCtxPushCurrent");
   cumoe_context context = NULL;
-  no_push();
+  shim.hidden = "cuCtxPushCurrent";
   CHECK_STATUS(CUMOE_ERR_DRIVER_TOO_OLD, cumoe_context_create(1, NULL, &context));
   CHECK(strstr(cumoe_last_error(), "cuCtxPushCurrent") != NULL);
   shim_reset();
@@ -581,85 +531,65 @@ static void test_old_driver(void)
 
 /* ---- errors --------------------------------------------------------------------------------------------- */
 
+enum { MOST_ERRORS = 16 };
+
 static const struct {
-  cudaError_t error;
   cumoe_status status;
-} errors[] = {
-    {cudaErrorInvalidValue, CUMOE_ERR_CUDA},
-    {cudaErrorUnknown, CUMOE_ERR_CUDA},
-    {cudaErrorNotSupported, CUMOE_ERR_CUDA},
-    {cudaErrorInvalidResourceHandle, CUMOE_ERR_CUDA},
-    {cudaErrorMemoryAllocation, CUMOE_ERR_OUT_OF_MEMORY},
-    {cudaErrorInsufficientDriver, CUMOE_ERR_DRIVER_TOO_OLD},
-    {cudaErrorCallRequiresNewerDriver, CUMOE_ERR_DRIVER_TOO_OLD},
-    {cudaErrorUnsupportedPtxVersion, CUMOE_ERR_DRIVER_TOO_OLD},
-    {cudaErrorSystemDriverMismatch, CUMOE_ERR_DRIVER_TOO_OLD},
-    {cudaErrorCompatNotSupportedOnDevice, CUMOE_ERR_DRIVER_TOO_OLD},
-    {cudaErrorNoDevice, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorInvalidDevice, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorDevicesUnavailable, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorDeviceNotLicensed, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorStubLibrary, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorSystemNotReady, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorMpsConnectionFailed, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorMpsServerNotReady, CUMOE_ERR_NO_DEVICE},
-    {cudaErrorNoKernelImageForDevice, CUMOE_ERR_NO_KERNEL_IMAGE},
-    {cudaErrorInvalidKernelImage, CUMOE_ERR_NO_KERNEL_IMAGE},
-    {cudaErrorInvalidPtx, CUMOE_ERR_NO_KERNEL_IMAGE},
-    {cudaErrorJitCompilerNotFound, CUMOE_ERR_NO_KERNEL_IMAGE},
-    {cudaErrorJitCompilationDisabled, CUMOE_ERR_NO_KERNEL_IMAGE},
-    {cudaErrorStreamCaptureUnsupported, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureInvalidated, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureMerge, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureUnmatched, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureUnjoined, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureIsolation, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureImplicit, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorStreamCaptureWrongThread, CUMOE_ERR_CAPTURE_UNSAFE},
-    {cudaErrorECCUncorrectable, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorNvlinkUncorrectable, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorIllegalAddress, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorLaunchTimeout, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorContextIsDestroyed, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorAssert, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorHardwareStackError, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorIllegalInstruction, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorMisalignedAddress, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorInvalidAddressSpace, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorInvalidPc, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorLaunchFailure, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorTensorMemoryLeak, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorMpsClientTerminated, CUMOE_ERR_CUDA_STICKY},
-    {cudaErrorExternalDevice, CUMOE_ERR_CUDA_STICKY},
+  cudaError_t errors[MOST_ERRORS]; /* up to cudaSuccess */
+} statuses[] = {
+    {CUMOE_ERR_CUDA, {cudaErrorInvalidValue, cudaErrorUnknown, cudaErrorNotSupported, cudaErrorInvalidResourceHandle}},
+    {CUMOE_ERR_OUT_OF_MEMORY, {cudaErrorMemoryAllocation}},
+    {CUMOE_ERR_DRIVER_TOO_OLD,
+     {cudaErrorInsufficientDriver, cudaErrorCallRequiresNewerDriver, cudaErrorUnsupportedPtxVersion,
+      cudaErrorSystemDriverMismatch, cudaErrorCompatNotSupportedOnDevice}},
+    {CUMOE_ERR_NO_DEVICE,
+     {cudaErrorNoDevice, cudaErrorInvalidDevice, cudaErrorDevicesUnavailable, cudaErrorDeviceNotLicensed,
+      cudaErrorStubLibrary, cudaErrorSystemNotReady, cudaErrorMpsConnectionFailed, cudaErrorMpsServerNotReady}},
+    {CUMOE_ERR_NO_KERNEL_IMAGE,
+     {cudaErrorNoKernelImageForDevice, cudaErrorInvalidKernelImage, cudaErrorInvalidPtx, cudaErrorJitCompilerNotFound,
+      cudaErrorJitCompilationDisabled}},
+    {CUMOE_ERR_CAPTURE_UNSAFE,
+     {cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated, cudaErrorStreamCaptureMerge,
+      cudaErrorStreamCaptureUnmatched, cudaErrorStreamCaptureUnjoined, cudaErrorStreamCaptureIsolation,
+      cudaErrorStreamCaptureImplicit, cudaErrorStreamCaptureWrongThread}},
+    {CUMOE_ERR_CUDA_STICKY,
+     {cudaErrorECCUncorrectable, cudaErrorNvlinkUncorrectable, cudaErrorIllegalAddress, cudaErrorLaunchTimeout,
+      cudaErrorContextIsDestroyed, cudaErrorAssert, cudaErrorHardwareStackError, cudaErrorIllegalInstruction,
+      cudaErrorMisalignedAddress, cudaErrorInvalidAddressSpace, cudaErrorInvalidPc, cudaErrorLaunchFailure,
+      cudaErrorTensorMemoryLeak, cudaErrorMpsClientTerminated, cudaErrorExternalDevice}},
 };
+
+/* A synchronisation that meets the error, and what comes after it. */
+static void check_error(cudaError_t error, cumoe_status status)
+{
+  cumoe_context context = NULL;
+  const bool sticky = status == CUMOE_ERR_CUDA_STICKY;
+  case_begin("error %d", (int)error);
+  cumoe_buffer buffer = {0};
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 1, NULL, &buffer));
+  make_current(ITS_DEVICE);
+  shim_fail(SHIM_CUDA, 3, false, error); /* after the context and the mode of captures: the stream's state */
+  CHECK_STATUS(status, cumoe_synchronize(context, NULL));
+  CHECK_MSG(strstr(cumoe_last_error(), sticky ? "lost" : "cudaStreamIsCapturing") != NULL ||
+                strstr(cumoe_last_error(), "cudaStreamIsCapturing") != NULL,
+            "the text is \"%s\"", cumoe_last_error());
+  if (!sticky) CHECK(shim_last_error() == cudaSuccess);
+  shim_heal();
+  shim_mark();
+  CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_synchronize(context, NULL));
+  CHECK((shim_calls(SHIM_ALL) == 0) == sticky);
+  CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_buffer_free(&buffer));
+  if (sticky) CHECK_MSG(strstr(cumoe_last_error(), "lost earlier") != NULL, "the text is \"%s\"", cumoe_last_error());
+  (void)cumoe_context_destroy(context);
+  case_end();
+}
 
 static void test_errors(void)
 {
   if (!group_begin("the status of each CUDA error")) return;
-  for (size_t i = 0; i < sizeof errors / sizeof errors[0]; i++) {
-    cumoe_context context = NULL;
-    const bool sticky = errors[i].status == CUMOE_ERR_CUDA_STICKY;
-    case_begin("error %d", (int)errors[i].error);
-    cumoe_buffer buffer = {0};
-    CHECK_OK(cumoe_context_create(1, NULL, &context));
-    CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 1, NULL, &buffer));
-    make_current(ITS_DEVICE);
-    shim_fail(SHIM_CUDA, 3, false,
-              errors[i].error); /* after the context and the mode of captures: the stream's state */
-    CHECK_STATUS(errors[i].status, cumoe_synchronize(context, NULL));
-    CHECK_MSG(strstr(cumoe_last_error(), sticky ? "lost" : "cudaStreamIsCapturing") != NULL ||
-                  strstr(cumoe_last_error(), "cudaStreamIsCapturing") != NULL,
-              "the text is \"%s\"", cumoe_last_error());
-    if (!sticky) CHECK(shim_last_error() == cudaSuccess);
-    shim_heal();
-    shim_mark();
-    CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_synchronize(context, NULL));
-    CHECK((shim_calls(SHIM_ALL) == 0) == sticky);
-    CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_buffer_free(&buffer));
-    if (sticky) CHECK_MSG(strstr(cumoe_last_error(), "lost earlier") != NULL, "the text is \"%s\"", cumoe_last_error());
-    (void)cumoe_context_destroy(context);
-    case_end();
-  }
+  for (size_t s = 0; s < sizeof statuses / sizeof statuses[0]; s++)
+    for (int i = 0; statuses[s].errors[i] != cudaSuccess; i++) check_error(statuses[s].errors[i], statuses[s].status);
   case_begin("a driver that is there, but too old");
   shim.driver = 11000;
   cumoe_context context = NULL;
@@ -818,67 +748,11 @@ static void map_weights(world *w)
   CHECK(tmap_serves(&a));
 }
 
-static void pair_up(world *w)
-{
-  cumoe_weights bound = NULL;
-  cumoe_weights_desc d = describe_weights(w, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_SEPARATE), e = d;
-  e.up.data.ld = HIDDEN + 8;
-  REFUSED(CUMOE_ERR_LAYOUT, "same ld", cumoe_weights_bind(w->context, &e, &bound));
-  e = d;
-  e.up.bias = lend_in(w, CUMOE_F32, EXPERTS, INTER);
-  REFUSED(CUMOE_ERR_LAYOUT, "bias form", cumoe_weights_bind(w->context, &e, &bound));
-  e.gate.bias = lend_in(w, CUMOE_BF16, EXPERTS, INTER);
-  REFUSED(CUMOE_ERR_LAYOUT, "bias form", cumoe_weights_bind(w->context, &e, &bound));
-  e.gate.bias = e.up.bias;
-  e.gate.bias.ld += 8;
-  REFUSED(CUMOE_ERR_LAYOUT, "bias form", cumoe_weights_bind(w->context, &e, &bound));
-  e = d;
-  e.up.expert_stride = (int64_t)INTER * HIDDEN;
-  e.up.data.rows = INTER;
-  REFUSED(CUMOE_ERR_LAYOUT, "expert_stride", cumoe_weights_bind(w->context, &e, &bound));
-  e = d;
-  e.gate_up = d.up;
-  REFUSED(CUMOE_ERR_LAYOUT, "gate_up must be absent", cumoe_weights_bind(w->context, &e, &bound));
-  e.gate_order = CUMOE_GATE_UP_CONCAT;
-  REFUSED(CUMOE_ERR_LAYOUT, "gate must be absent", cumoe_weights_bind(w->context, &e, &bound));
-  e.gate = (cumoe_projection){.per_expert = NULL};
-  REFUSED(CUMOE_ERR_LAYOUT, "up must be absent", cumoe_weights_bind(w->context, &e, &bound));
-}
-
-/* The layer of the world has neither a shared expert nor ungated weights. */
-static void mix_up(world *w)
-{
-  cumoe_moe_desc d = describe(CUMOE_BF16);
-  cumoe_moe_args a = arguments(w, &d, 4);
-  cumoe_plan plan = NULL;
-  a.ids = lend_in(w, CUMOE_I32, 4, TOP_K);
-  a.weights = lend_in(w, CUMOE_F32, 4, TOP_K);
-  a.shared = w->weights;
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.shared is given", cumoe_moe_forward(w->plan, w->weights, &a, NULL));
-  a.shared = NULL;
-  d.flags = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED;
-  CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
-  REFUSED(CUMOE_ERR_LAYOUT, "ungated", cumoe_moe_forward(plan, w->weights, &a, NULL));
-  CHECK_OK(cumoe_plan_destroy(plan));
-  d.flags = CUMOE_MOE_UNREDUCED;
-  CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
-  a.out = lend(w, CUMOE_BF16, 4 * TOP_K, HIDDEN);
-  a.residual = lend_in(w, CUMOE_BF16, 4, HIDDEN);
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "UNREDUCED", cumoe_moe_forward(plan, w->weights, &a, NULL));
-  CHECK_OK(cumoe_plan_destroy(plan));
-  d.inter = 1 << 24;
-  d.inter += 8;
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "desc.inter", cumoe_plan_create(w->context, &d, &plan));
-  d.inter = INTER;
-  d.shared_inter = (1 << 24) + 8;
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "desc.shared_inter", cumoe_plan_create(w->context, &d, &plan));
-}
-
 static void combine_otherwise(world *w)
 {
   cumoe_moe_desc d = describe(CUMOE_BF16);
   cumoe_plan plan = NULL;
-  const cumoe_view rows = lend_in(w, CUMOE_BF16, 3, HIDDEN), none = {0};
+  const cumoe_view rows = lend_in(w, CUMOE_BF16, 3, HIDDEN);
   const cumoe_route route = {.size = sizeof route,
                              .counts = lend(w, CUMOE_I32, 1, EXPERTS),
                              .offsets = lend(w, CUMOE_I32, 1, EXPERTS + 1),
@@ -891,19 +765,12 @@ static void combine_otherwise(world *w)
   d.flags = CUMOE_MOE_UNREDUCED;
   CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
   CHECK_OK(cumoe_combine(plan, &route, &a, NULL));
-  a.shared = rows;
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.shared must", cumoe_combine(plan, &route, &a, NULL));
-  a.shared = none;
-  a.residual = rows;
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.residual must", cumoe_combine(plan, &route, &a, NULL));
-  a.residual = none;
-  a.pair_weights = lend_in(w, CUMOE_F32, 3, TOP_K);
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.pair_weights must", cumoe_combine(plan, &route, &a, NULL));
   CHECK_OK(cumoe_plan_destroy(plan));
   d.flags = 0;
   d.routing.identity_experts = 1;
   CHECK_OK(cumoe_plan_create(w->context, &d, &plan));
   a.out = lend(w, CUMOE_BF16, 3, HIDDEN);
+  a.pair_weights = lend_in(w, CUMOE_F32, 3, TOP_K);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.x", cumoe_combine(plan, &route, &a, NULL));
   a.x = rows;
   CHECK_OK(cumoe_combine(plan, &route, &a, NULL));
@@ -1074,32 +941,6 @@ static void deal_units(world *w)
   threads_destroy(NULL);
 }
 
-static void wrong_launches(world *w)
-{
-  static const char ptx[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
-  cumoe_module module = {0};
-  cumoe_function add = {0};
-  cumoe_launch l = cumoe_launch_elements(1000, NULL);
-  cumoe_arg args[4] = {cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 8)), cumoe_arg_view(lend_in(w, CUMOE_F32, 1, 8)),
-                       cumoe_arg_i32(0), cumoe_arg_i32(0)};
-  CHECK_OK(cumoe_module_load(w->context, ptx, sizeof ptx, &module));
-  CHECK_OK(cumoe_module_function(module, "add", 0, &add));
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args[2]", cumoe_launch_kernel(add, &l, args, 4));
-  args[2] = cumoe_arg_view_mut(lend(w, CUMOE_F32, 1, 8));
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "arg_count", cumoe_launch_kernel(add, &l, args, 3));
-  l.grid[0] = 7;
-  l.cluster[0] = 2;
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "cluster", cumoe_launch_kernel(add, &l, args, 4));
-  l.grid[0] = 8;
-  CHECK_OK(cumoe_launch_kernel(add, &l, args, 4));
-  CHECK_OK(cumoe_module_unload(&module));
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "index is", cumoe_variant_force(w->context, cumoe_variant_count()));
-  const cumoe_view none = {0};
-  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "weight.rows is 1025",
-          cumoe_router(w->context, lend_in(w, CUMOE_BF16, 1, HIDDEN), lend_in(w, CUMOE_BF16, 1025, HIDDEN), none,
-                       lend(w, CUMOE_F32, 1, 1025), NULL));
-}
-
 /* 1200 pairs: two chunks, so they are counted first. */
 static void two_chunks(world *w)
 {
@@ -1174,8 +1015,6 @@ static const struct {
 } corners[] = {
     {"adopted memory", adopt},
     {"tensor maps", map_weights},
-    {"gate and up unlike", pair_up},
-    {"parts of other layers", mix_up},
     {"combine: unreduced, identity experts", combine_otherwise},
     {"a forced row that cannot serve", force_wrongly},
     {"functions, graphs, peers", use_functions},
@@ -1184,7 +1023,6 @@ static const struct {
     {"the first cause", first_cause},
     {"other libraries", no_libraries},
     {"units dealt to threads", deal_units},
-    {"launches that do not fit", wrong_launches},
     {"a map in two chunks", two_chunks},
     {"products", products},
     {"operations", operations},
@@ -1226,16 +1064,18 @@ static void take_turn(seat *s, int round)
   cumoe_buffer mine = {0};
   cumoe_fault fault = {.size = sizeof fault};
   char text[64];
+  const uintptr_t next = w->next;
   WANT(cumoe_buffer_alloc(w->context, CUMOE_F32, s->number + 1, 16, w->stream, &mine) == CUMOE_OK);
   WANT(cumoe_fill(w->context, cumoe_buffer_view_mut(mine), (uint8_t)round, w->stream) == CUMOE_OK);
   WANT(run_routed(w) == CUMOE_OK);
-  w->next = (uintptr_t)1 << 40;
+  w->next = next;
   atomic_store(&shared_ids[s->number % 4], mine.id);
   const cumoe_buffer seen = {atomic_load(&shared_ids[(s->number + 1) % 4])};
   const cumoe_view view = cumoe_buffer_view(seen);
   WANT(view.data == NULL || view.cols == 16);
   const cumoe_status used = cumoe_fill(w->context, cumoe_buffer_view_mut(seen), 1, w->stream);
-  WANT(used == CUMOE_OK || used == CUMOE_ERR_STALE_HANDLE || used == CUMOE_ERR_WRONG_DTYPE || used == CUMOE_ERR_CUDA);
+  WANT(used == CUMOE_OK || used == CUMOE_ERR_STALE_HANDLE || used == CUMOE_ERR_INVALID_ARGUMENT ||
+       used == CUMOE_ERR_CUDA);
   WANT(cumoe_plan_workspace(w->plan, -1 - s->number, &(size_t){0}) == CUMOE_ERR_INVALID_ARGUMENT);
   snprintf(text, sizeof text, "tokens is %d,", -1 - s->number);
   WANT(strstr(cumoe_last_error(), text) != NULL);

@@ -68,27 +68,55 @@ static void run_variant(cumoe_context context, int32_t index)
 
 /* ---- the gate's ids are the CPU device's, over many tokens ----------------------------------------- */
 
-static tensor gate_ids(cumoe_context context, const cumoe_routing *routing, const tensor *logits)
+static tensor gate_ids(cumoe_context context, const cumoe_routing *routing, const tensor *logits, const tensor *bias)
 {
   cumoe_view_mut ids = device_new(context, CUMOE_I32, logits->rows, routing->top_k, 1);
   cumoe_view_mut weights = device_new(context, CUMOE_F32, logits->rows, routing->top_k, 1);
-  CHECK_OK(cumoe_gate(context, routing, device_put(context, logits, 3), no_view(), ids, weights, NULL));
+  CHECK_OK(cumoe_gate(context, routing, device_put(context, logits, 3), bias ? device_put(context, bias, 1) : no_view(),
+                      ids, weights, NULL));
   CHECK_OK(cumoe_fault_clear(context, NULL));
   return device_get(context, cumoe_const(ids));
 }
 
+/* The last six are ranked by scores, with a bias, in groups, or both. */
+enum { ROUTINGS = 9, BIASED = 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 };
+
+static cumoe_routing routing_of(int which, int32_t experts)
+{
+  const cumoe_routing all[ROUTINGS] = {
+      cumoe_routing_mixtral(8),
+      cumoe_routing_llama4(32),
+      cumoe_routing_gpt_oss(4),
+      cumoe_routing_mixtral(8),
+      cumoe_routing_gpt_oss(4),
+      cumoe_routing_mixtral(8),
+      cumoe_routing_deepseek_v3(8, 4, 2, 1),
+      cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, 6, 0),
+      cumoe_routing_deepseek_v3(8, 8, 4, 1),
+  };
+  cumoe_routing r = all[which];
+  if (which == 4 || which == 5) r.softcap = 3;
+  if (which == 5 || which == 7) {
+    r.n_group = experts == 128 ? 4 : 8;
+    r.topk_group = 2;
+    r.group_score = CUMOE_GROUP_BEST_TWO;
+  }
+  return r;
+}
+
 static void compare_gates(cumoe_context cuda)
 {
-  const cumoe_routing routings[] = {cumoe_routing_mixtral(8), cumoe_routing_llama4(32), cumoe_routing_gpt_oss(4)};
   cumoe_context cpu = NULL;
   if (!group_begin("gate: ids of the CPU device")) return;
-  for (int i = 0; i < 9; i++) {
+  for (int i = 0; i < ROUTINGS * 6; i++) {
     rng r = {(uint64_t)i};
-    int32_t experts = i % 2 ? 128 : 384;
-    case_begin("gate routing %d E %d %s logits", i % 3, experts, cumoe_dtype_name((cumoe_dtype)case_dtypes[i / 3]));
+    const int which = i % ROUTINGS, dtype = case_dtypes[i / ROUTINGS % 3], experts = i / ROUTINGS % 2 ? 128 : 384;
+    const cumoe_routing routing = routing_of(which, experts);
+    case_begin("gate routing %d E %d %s logits", which, experts, cumoe_dtype_name((cumoe_dtype)dtype));
     CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &cpu));
-    tensor logits = tensor_normal(&r, case_dtypes[i / 3], 5000, experts, 0, 2); /* 16-bit logits tie all the time */
-    tensor want = gate_ids(cpu, &routings[i % 3], &logits), got = gate_ids(cuda, &routings[i % 3], &logits);
+    tensor logits = tensor_normal(&r, dtype, 5000, experts, 0, 2); /* 16-bit logits tie all the time */
+    tensor bias = tensor_normal(&r, CUMOE_F32, 1, experts, 0, .01), *biased = BIASED >> which & 1 ? &bias : NULL;
+    tensor want = gate_ids(cpu, &routing, &logits, biased), got = gate_ids(cuda, &routing, &logits, biased);
     check_same("ids", &got, &want);
     case_end();
     case_begin("close");

@@ -17,9 +17,9 @@ extern "C" {
 #endif
 
 /*
- * Contexts, plans and weights are handles: a pointer's type, so that NULL means none, but never an address. One that was destroyed,
- * or never was one, is refused with STALE_HANDLE by every call, whatever took its place since; so is a second destroy. That holds
- * between calls: a destroy must not run while another thread still uses the object.
+ * Contexts, plans and weights are handles: a pointer's type, so that NULL means none, but never an address. One that
+ * was destroyed, or never was one, is refused with STALE_HANDLE by every call, whatever took its place since; so is a
+ * second destroy. That holds between calls: a destroy must not run while another thread still uses the object.
  */
 typedef struct cumoe_context_s *cumoe_context;
 
@@ -29,8 +29,8 @@ typedef struct cumoe_context_s *cumoe_context;
  * The pool is the context's own (cumoe/pool.h); the three sizes are in bytes. Without an allocator, memory of
  * freed buffers stays in the pool until cumoe_pool_trim, or, above pool_keep, until the next wait of the device.
  *
- * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that thread
- * keeps, and takes less than 32 KiB of its stack.
+ * The CPU device computes in the default floating-point environment whatever a calling thread has set, which that
+ * thread keeps, and takes less than 32 KiB of its stack.
  */
 typedef struct cumoe_context_config {
   uint32_t size;         /* sizeof(cumoe_context_config) */
@@ -46,7 +46,8 @@ typedef struct cumoe_context_config {
 /*
  * Opens `device`: a CUDA ordinal, CUMOE_DEVICE_AUTO or CUMOE_DEVICE_CPU. Loads all kernels and sets all their
  * attributes now, so that the first launch may already be captured into a graph. `config` may be NULL.
- * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING).
+ * AUTO falls back to the CPU device when there is no usable GPU and says why through the log (WARNING) and in
+ * cumoe_device_info.fallback.
  * Errors: NO_DEVICE (no driver, no GPU, ordinal too large), NO_KERNEL_IMAGE (text names the GPU and the
  * architectures built), DRIVER_TOO_OLD, OUT_OF_MEMORY (also for pool_initial), CUDA. On failure *context is NULL.
  */
@@ -54,10 +55,10 @@ CUMOE_CHECKED cumoe_status cumoe_context_create(int32_t device, const cumoe_cont
                                                 cumoe_context *context);
 
 /*
- * Waits for all work of the device, frees what the context owns, closes it. Its plans, weights, buffers, modules and functions
- * need not be destroyed before: they end with it, and are STALE_HANDLE from then on. Graphs that hold its kernels must be;
- * other captures under way are not disturbed. NULL is allowed. A failure, such as a lost device, is reported after closing it
- * all the same.
+ * Waits for all work of the device, frees what the context owns, closes it. Its plans, weights, buffers, modules and
+ * functions need not be destroyed before: they end with it, and are STALE_HANDLE from then on. Graphs that hold its
+ * kernels must be; other captures under way are not disturbed. NULL is allowed. A failure, such as a lost device, is
+ * reported after closing it all the same.
  */
 CUMOE_API cumoe_status cumoe_context_destroy(cumoe_context context);
 
@@ -69,6 +70,7 @@ typedef struct cumoe_device_info {
   int32_t l2_bytes, smem_per_block_optin, smem_per_sm;
   int64_t total_memory; /* bytes */
   char name[128];
+  char fallback[256]; /* why CUMOE_DEVICE_AUTO took the CPU device; "" on the device that was asked for */
 } cumoe_device_info;
 
 /* Facts read once at creation; no CUDA call. */

@@ -30,7 +30,8 @@
  *   - bad arguments that the host can see are refused before anything happens: a status, a text from
  *     cumoe_last_error() that names the argument, its value and the limit, no CUDA call, no output touched;
  *   - bad device data (expert ids out of range, NaN logits, ...) never faults: see cumoe_fault_read();
- *   - T = 0 is legal: CUMOE_OK and nothing is launched;
+ *   - T = 0 is legal: CUMOE_OK and nothing is launched. The operand that T is taken from (x, ids) says its cols and
+ *     dtype without rows, too: one that is all zero was forgotten, and is refused by name;
  *   - results are bitwise repeatable for the same inputs, library and GPU model;
  *   - a NaN or Inf in one token's row changes that token's output only;
  *   - structs and views are read during the call and may be reused when it returns; device memory must
@@ -38,8 +39,8 @@
  *   - a profiler that reads NVTX sees the call as a range of its name in the domain "cumoe"; without one this costs a
  *     branch. It is looked for when the first context is created.
  *
- * Structs. All fields may be zero for a default, except layout enums, where zero is an error: no layout is ever guessed.
- * Three kinds, so that a program that was built against older headers goes on working with a newer library:
+ * Structs. All fields may be zero for a default, except layout enums, where zero is an error: no layout is ever
+ * guessed. Three kinds, so that a program that was built against older headers goes on working with a newer library:
  *   - one that a call takes or fills by pointer begins with its size, set by the caller (.size = sizeof(the type)). Of
  *     a shorter, older one the library reads or fills what is there; what a longer, newer one has more must be zero
  *     (NOT_SUPPORTED), and is filled with zeros. The size itself is never changed;

@@ -6,9 +6,9 @@
  *
  *   0  nothing.
  *   1  What is still live at cumoe_context_destroy is told to the log (WARNING): count, bytes, and where most of it
- *      was allocated; and how many plans and weights, where any are. So is, when it is freed, a buffer that cumoe used on another stream than its home without
- *      cumoe_buffer_record_use afterwards (four other streams of a buffer are watched, and those with a recorded
- *      use). Costs a lock for every view of an owned buffer.
+ *      was allocated; and how many plans and weights, where any are. So is, when it is freed, a buffer that cumoe used
+ *      on another stream than its home without cumoe_buffer_record_use afterwards (four other streams of a buffer are
+ *      watched, and those with a recorded use). Costs a lock for every view of an owned buffer.
  *   2  Also: memory is filled with 0xFF (NaN in every float type) when it is allocated and when it is freed, and
  *      red zones of 256 bytes lie before and behind it. A free waits for the home stream, looks at the zones, and
  *      answers OUT_OF_BOUNDS (and the log: ERROR) if they were written to; the buffer is freed all the same.

@@ -34,15 +34,16 @@ typedef struct cumoe_function {
 
 /*
  * Loads device code from memory, which may go when the call returns: a fatbin, a cubin, or PTX (with or without its
- * final NUL in `bytes`). The driver compiles PTX now, which takes its time. Bytes whose headers are inconsistent are
- * refused before CUDA sees them. Errors: INVALID_ARGUMENT (not device code; the text says what is wrong),
- * NO_KERNEL_IMAGE (no code for this GPU, or PTX that does not compile: the text has the log), DRIVER_TOO_OLD (PTX of
- * a newer toolkit), OUT_OF_MEMORY, CUDA. On failure *module is the null handle.
+ * final NUL in `bytes`). The driver compiles PTX now, which takes its time. The bytes are copied first, then inspected,
+ * and CUDA reads the copy: those whose headers are inconsistent are refused before CUDA sees them. Errors:
+ * INVALID_ARGUMENT (not device code; the text says what is wrong), NO_KERNEL_IMAGE (no code for this GPU, or PTX that
+ * does not compile: the text has the log), DRIVER_TOO_OLD (PTX of a newer toolkit), OUT_OF_MEMORY, CUDA. On failure
+ * *module is the null handle.
  */
 CUMOE_CHECKED cumoe_status cumoe_module_load(cumoe_context context, const void *image, size_t bytes,
                                              cumoe_module *module);
 
-/* The same from a file. INVALID_ARGUMENT when it cannot be read. */
+/* The same from a regular file. INVALID_ARGUMENT when it is none (nothing is waited for) or cannot be read. */
 CUMOE_CHECKED cumoe_status cumoe_module_load_file(cumoe_context context, const char *path, cumoe_module *module);
 
 /*

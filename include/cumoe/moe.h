@@ -33,7 +33,8 @@ typedef enum cumoe_group_score {
 enum {
   CUMOE_ROUTE_RENORMALIZE = 1u << 0,      /* divide the k weights by max(their sum + renorm_eps, renorm_min) */
   CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1, /* softmax over the k chosen logits only */
-  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2   /* experts see weight * x; the combine does not weigh */
+  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2   /* experts see weight * x; the combine does not weigh. Not with
+                                             identity_experts (NOT_SUPPORTED) */
 };
 
 /*
@@ -46,12 +47,16 @@ enum {
  *   5. ids = the top_k best by choice, in order of decreasing choice. Ties: the lower id. NaN ranks below all.
  *   6. weights = s[ids] (without bias); softmax over the chosen l if SCORE_AFTER_TOPK
  *   7. renormalise, then multiply by routed_scale.
- * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding). With
- * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A -Inf logit is not
- * capped and has no part in a softmax. A chosen NaN or -Inf logit weighs exactly 0, whatever the score. If the divisor of
- * step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the largest, it is infinite.
+ * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding).
+ * Else choices and sums of two are f32, each operation rounded once, in an order that all devices share: from the
+ * same logits the CPU and every GPU choose the same experts. Groups of the same score: the lower one. With
+ * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A -Inf logit is
+ * not capped and has no part in a softmax. A chosen NaN or -Inf logit weighs exactly 0, whatever the score. If the
+ * divisor of step 7 is not above 0, the weights are 0. Weights are f32: where routed_scale takes one past the
+ * largest, it is infinite.
  *
- * Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
+ * The floats are finite and not negative. Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is
+ * passed alone: see "Structs" in cumoe.h.
  */
 typedef struct cumoe_routing {
   int32_t score;                /* cumoe_score */
@@ -139,8 +144,8 @@ typedef struct cumoe_moe_desc {
   int32_t dtype;         /* of x, weights and h: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
   int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
   int32_t act;           /* cumoe_act */
-  float act_alpha;       /* SWIGLU_OAI: 0 = 1.702 */
-  float act_limit;       /* clamp, see above; 0 = none */
+  float act_alpha;       /* finite; SWIGLU_OAI: 0 = 1.702 */
+  float act_limit;       /* clamp, see above: finite, >= 0; 0 = none */
   uint32_t flags;        /* CUMOE_MOE_* */
   cumoe_routing routing;
 } cumoe_moe_desc;
@@ -189,10 +194,11 @@ typedef enum cumoe_major {
  * One projection of all local experts, in one of three forms, each matrix [out, in] (OUT_IN) or [in, out] (IN_OUT):
  *   a stack    data is all experts' matrices one below the other, [experts * rows, cols];
  *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
- *   pointers   per_expert is a host array of `experts` device pointers (read during bind), and data, with data.data
- *              NULL, states the shape, ld and dtype of each.
+ *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with
+ *              data.data NULL, states the shape, ld and dtype of each.
  * Alignment: base and rows to 16 bytes.
- * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; absent = 0.
+ * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; 0 where
+ * it is absent.
  */
 typedef struct cumoe_projection {
   cumoe_view data;
@@ -221,8 +227,9 @@ typedef struct cumoe_weights_s *cumoe_weights;
 /*
  * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
  * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
- * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another way, every
- * call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to keep.
+ * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another
+ * way, every call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to
+ * keep.
  */
 CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc,
                                               cumoe_weights *weights);
@@ -233,14 +240,17 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
 /* ---- forward --------------------------------------------------------------------------------------- */
 
 /*
- * Arguments of one call. T = x.rows. Alignment: x, out, residual and the workspace to 16 bytes and their ld to 16
- * bytes; everything else to its element. Routing input in exactly one of three forms:
+ * Arguments of one call. T = x.rows; x says its cols and dtype also where it has no rows: an x that is all zero is
+ * refused, not taken for T = 0. What has a row a token may then be absent. Alignment: x, out, residual and the
+ * workspace to 16 bytes and their ld to 16 bytes; everything else to its element. Routing input in exactly one of three
+ * forms:
  *   router_weight (+ router_bias)  the library computes the logits from x
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent
  * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
- * Outputs may not overlap inputs or each other, except residual == out (accumulate in place). At T = 0 nothing is written,
- * counts_out included.
+ * Outputs and the workspace may not overlap inputs, each other or the bound weights and biases (INVALID_ARGUMENT),
+ * except residual == out (accumulate in place); memory between the matrices of two experts is free. At T = 0 nothing is
+ * written, counts_out included.
  */
 typedef struct cumoe_moe_args {
   uint32_t size;
@@ -257,7 +267,7 @@ typedef struct cumoe_moe_args {
   cumoe_weights shared;       /* shared expert; required if and only if the plan has shared_inter */
   cumoe_view shared_gate;     /* optional [1, H] dtype or f32: the shared expert is scaled by sigmoid(x . gate) */
   cumoe_view residual;        /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED */
-  float out_scale;            /* 0 = 1: scales routed and shared experts, not the residual */
+  float out_scale;            /* finite; 0 = 1: scales routed and shared experts, not the residual */
   int32_t reserved;           /* 0 */
   cumoe_view_mut out;         /* [T, H], or [T * k, H] with CUMOE_MOE_UNREDUCED */
   cumoe_view_mut ids_out;     /* optional [T, k] i32 or i64; -1 never occurs in the library's own routing */
@@ -270,10 +280,11 @@ typedef struct cumoe_moe_args {
 /*
  * The whole layer on `stream`:
  *   out[t] = residual[t] + out_scale * (sum_j weights[t,j] * expert(ids[t,j])(x[t]) + gate(x[t]) * shared(x[t]))
- * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs
- * in f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0. With WEIGHT_ON_INPUT the weight
- * multiplies the f32 sum of products of gate and up, before their biases: the product weight * x is never rounded itself.
- * What is summed or weighed in f32 is infinite past the largest float (3.4e38), also where later terms would cancel it.
+ * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs in
+ * f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0. With WEIGHT_ON_INPUT the weight
+ * multiplies the f32 sum of products of gate and up, before their biases: the product weight * x is never rounded
+ * itself. What is summed or weighed in f32 is infinite past the largest float (3.4e38), also where later terms would
+ * cancel it.
  */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                              cumoe_stream stream);

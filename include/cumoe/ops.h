@@ -1,17 +1,20 @@
 /*
  * cumoe/ops.h: matrix product, elementwise operations, softmax, norms.
  *
- * Contract of all of them, as in cumoe/cumoe.h: work is ordered on `stream`, nothing is allocated, nothing waits (cumoe_matmul's
- * very first call excepted), calls may be captured into graphs and replayed after the data changed; results are bitwise
- * repeatable; 0 rows or columns are legal. On the CPU device sums run in double and are rounded once.
+ * Contract of all of them, as in cumoe/cumoe.h: work is ordered on `stream`, nothing is allocated, nothing waits
+ * (cumoe_matmul's very first call excepted), calls may be captured into graphs and replayed after the data changed;
+ * results are bitwise repeatable; 0 rows or columns are legal, but a first operand that is all zero is not: it was
+ * forgotten. On the CPU device sums run in double and are rounded once.
  *
- * Element types: f32, f16 and bf16. Arithmetic is in f32; a result is rounded once. Results smaller than 2^-119 may become 0.
+ * Element types: f32, f16 and bf16. Arithmetic is in f32; a result is rounded once. Results smaller than 2^-119 may
+ * become 0.
  *
- * Views: any ld, any size, aligned to one element. Fastest with bases and lds of 16 bytes; the alignment does not change a
- * bit of any result. An output may be one of its inputs itself (same data, same ld) where it says so; any other overlap
- * of output and input is refused.
+ * Views: any ld, any size, aligned to one element. Fastest with bases and lds of 16 bytes; the alignment does not
+ * change a bit of any result. An output may be one of its inputs itself (same data, same ld) where it says so; any
+ * other overlap of output and input is refused.
  *
- * Errors: INVALID_ARGUMENT (null, shape, overlap), STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, OUT_OF_BOUNDS, MISALIGNED, CUDA.
+ * Errors: INVALID_ARGUMENT (null, shape, overlap), STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, OUT_OF_BOUNDS, MISALIGNED,
+ * CUDA.
  */
 #ifndef CUMOE_OPS_H
 #define CUMOE_OPS_H
@@ -51,17 +54,17 @@ CUMOE_CHECKED cumoe_status cumoe_gelu_tanh(cumoe_context context, cumoe_view x, 
 /* ---- rows ------------------------------------------------------------------------------------------- */
 
 /*
- * x and y [rows, cols] of one type, cols below 2^31; y may be x itself. A row depends on itself only: a NaN in it, or a row of
- * softmax with +infinity or with nothing but -infinity, makes that whole row NaN and touches no other.
+ * x and y [rows, cols] of one type, cols below 2^31; y may be x itself. A row depends on itself only: a NaN in it, or a
+ * row of softmax with +infinity or with nothing but -infinity, makes that whole row NaN and touches no other.
  *
  * y[r, c] = exp(x[r, c] - max of the row) / sum over the row of the same.
  */
 CUMOE_CHECKED cumoe_status cumoe_softmax(cumoe_context context, cumoe_view x, cumoe_view_mut y, cumoe_stream stream);
 
 /*
- * y[r, c] = (x[r, c] - mean) / sqrt(variance + eps) * weight[c] + bias[c], mean and variance (sum of squares / cols) of the
- * row, the variance from differences to the mean: no cancellation.              Ba, Kiros, Hinton, arXiv 1607.06450
- * weight, bias: optional, [1, cols] of x's type or f32, each; absent: 1 and 0. eps >= 0.
+ * y[r, c] = (x[r, c] - mean) / sqrt(variance + eps) * weight[c] + bias[c]        Ba, Kiros, Hinton, arXiv 1607.06450
+ * mean and variance (sum of squares / cols) are of the row, the variance from differences to the mean: no cancellation.
+ * weight, bias: optional, [1, cols] of x's type or f32, each; absent: 1 and 0. eps >= 0, finite.
  */
 CUMOE_CHECKED cumoe_status cumoe_layernorm(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                            float eps, cumoe_view_mut y, cumoe_stream stream);
@@ -97,27 +100,28 @@ typedef struct cumoe_matmul_args {
 
 /*
  * c = alpha a b + beta c, row-major, for every matrix of the batch. Sums and alpha, beta are in f32 and rounded once
- * (with beta and a 16-bit c, cuBLAS may round the product as well, before it adds c); the order of a sum is cuBLAS's choice, the
- * same for the same call on the same GPU model and cuBLAS version.
- * c may overlap neither a nor b nor, within the batch, itself: its matrices lie behind each other, or side by side in
- * the columns of one (heads of an attention). The workspace may serve any number of calls of one stream; calls that can run
- * at the same time need one each.
+ * (with beta and a 16-bit c, cuBLAS may round the product as well, before it adds c); the order of a sum is cuBLAS's
+ * choice, the same for the same call on the same GPU model and cuBLAS version. c may overlap neither a nor b nor,
+ * within the batch, itself: its matrices lie behind each other, or side by side in the columns of one (heads of an
+ * attention). The workspace may serve any number of calls of one stream; calls that can run at the same time need one
+ * each.
  *
- * On CUDA this is cuBLAS (libcublas.so.13 or .12, or the file that CUMOE_CUBLAS_PATH names), opened by the first call, which
- * may allocate and wait. While `stream` is being captured, a first call is CAPTURE_UNSAFE: call
- * cumoe_matmul_prepare before. Calls of several threads on one context take turns while they launch.
- * Errors also: LIBRARY_MISSING (text has the names tried), WORKSPACE (too small), NOT_SUPPORTED (cuBLAS has no kernel).
+ * On CUDA this is cuBLAS (libcublas.so.13 or .12, or the file that CUMOE_CUBLAS_PATH names), opened by the first call,
+ * which may allocate and wait. While `stream` is being captured, a first call is CAPTURE_UNSAFE: call
+ * cumoe_matmul_prepare before. Calls of several threads on one context take turns while they launch. Errors also:
+ * LIBRARY_MISSING (text has the names tried), WORKSPACE (too small), NOT_SUPPORTED (cuBLAS has no kernel).
  */
 CUMOE_CHECKED cumoe_status cumoe_matmul(cumoe_context context, const cumoe_matmul_args *args, cumoe_stream stream);
 
-/* Bytes that cumoe_matmul needs on this context: 32 MiB from compute capability 9.0 up, 4 MiB below, 0 on the CPU device. */
+/* Bytes that cumoe_matmul needs on this context: 32 MiB from compute capability 9.0 up, 4 MiB below, 0 on the CPU
+ * device. */
 CUMOE_CHECKED cumoe_status cumoe_matmul_workspace(cumoe_context context, size_t *bytes);
 
 /*
- * Opens cuBLAS for this context, so that cumoe_matmul can be captured. It keeps some device memory of its own until the context
- * is destroyed. Does nothing when done before, or on the CPU device. Not from a thread that captures in CUDA's global mode. Destroying a
- * context that used cuBLAS ends captures under way on its device.
- * Errors: LIBRARY_MISSING, OUT_OF_MEMORY, CUDA.
+ * Opens cuBLAS for this context, so that cumoe_matmul can be captured. It keeps some device memory of its own until the
+ * context is destroyed. Does nothing when done before, or on the CPU device. Not from a thread that captures in CUDA's
+ * global mode. Destroying a context that used cuBLAS ends captures under way on its device. Errors: LIBRARY_MISSING,
+ * OUT_OF_MEMORY, CUDA.
  */
 CUMOE_CHECKED cumoe_status cumoe_matmul_prepare(cumoe_context context);
 

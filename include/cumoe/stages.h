@@ -59,10 +59,10 @@ CUMOE_CHECKED cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumo
                                     cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream);
 
 /*
- * The permutation: rows[r] = x[token(r)] for every row r of the route, by route.slot_row. x [T, H], rows [>= T * k, H], both dtype
- * and aligned to 16 bytes, without overlap. Rows past the last one are not touched. For cumoe_up_permuted: experts of
- * about 100 rows and more multiply rows in order so much faster on GPUs of compute capability 9.0 that the copy pays
- * (in cumoe_moe_forward up makes one of its own in the workspace as it goes); elsewhere cumoe_up is as fast.
+ * The permutation: rows[r] = x[token(r)] for every row r of the route, by route.slot_row. x [T, H], rows [>= T * k, H],
+ * both dtype and aligned to 16 bytes, without overlap. Rows past the last one are not touched. For cumoe_up_permuted:
+ * experts of about 100 rows and more multiply rows in order so much faster on GPUs of compute capability 9.0 that the
+ * copy pays (in cumoe_moe_forward up makes one of its own in the workspace as it goes); elsewhere cumoe_up is as fast.
  */
 CUMOE_CHECKED cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
                                          cumoe_stream stream);
@@ -78,13 +78,13 @@ CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cu
 
 /*
  * out[t] = residual[t] + out_scale * (sum_j w[t,j] * y[slot_row[t,j]] + sigmoid(shared_logit[t]) * shared[t])
- * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped.
- * A slot of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
+ * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped. A slot
+ * of weight 0 counts as dropped. With WEIGHT_ON_INPUT that is all that the weights say, also with UNREDUCED: other
  * slots weigh 1, and so do all without pair_weights.
  */
 typedef struct cumoe_combine_args {
   uint32_t size;
-  float out_scale;          /* 0 = 1 */
+  float out_scale;          /* finite; 0 = 1 */
   cumoe_view y;             /* [rows, H] dtype */
   cumoe_view pair_weights;  /* [T, k] f32; absent with UNREDUCED, optional with WEIGHT_ON_INPUT: see above */
   cumoe_view x;             /* [T, H] dtype: only for identity experts (required if the plan has any) */
@@ -126,8 +126,8 @@ CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t inde
  * From now on, calls on this context use this row wherever it can serve the operation, dtype and layout; other
  * operations choose as usual. Forcing one row of each operation is possible. A call that a forced row cannot serve
  * answers NOT_SUPPORTED (cumoe_moe_forward: perhaps after earlier stages were launched). index -1 clears all. A forced
- * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four; one of gate
- * keeps few_up from doing what the gate does. Not to be changed while other threads launch.
+ * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four; one of
+ * gate keeps few_up from doing what the gate does. Not to be changed while other threads launch.
  */
 CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t index);
 

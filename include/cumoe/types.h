@@ -20,12 +20,26 @@ extern "C" {
 #define CUMOE_VERSION       (CUMOE_VERSION_MAJOR * 10000 + CUMOE_VERSION_MINOR * 100 + CUMOE_VERSION_PATCH)
 
 #if defined(__GNUC__)
-#define CUMOE_API     __attribute__((visibility("default")))
-#define CUMOE_CHECKED __attribute__((visibility("default"), warn_unused_result))
+#define CUMOE_API __attribute__((visibility("default")))
 #else
 #define CUMOE_API
-#define CUMOE_CHECKED
 #endif
+
+/* Of a call whose status is to be looked at, the compiler warns where it is not. CUMOE_IGNORE(call); says that this is
+ * meant; from C23 and C++17 on, (void)call; does as well (gcc takes no cast for an answer before). */
+#if (defined(__cplusplus) && __cplusplus >= 201703L) || (defined(__STDC_VERSION__) && __STDC_VERSION__ > 201710L)
+#define CUMOE_NODISCARD [[nodiscard]]
+#elif defined(__GNUC__)
+#define CUMOE_NODISCARD __attribute__((warn_unused_result))
+#else
+#define CUMOE_NODISCARD
+#endif
+#define CUMOE_CHECKED CUMOE_NODISCARD CUMOE_API
+#define CUMOE_IGNORE(call)                                                                                             \
+  do {                                                                                                                 \
+    const cumoe_status cumoe_ignored_ = (call);                                                                        \
+    (void)cumoe_ignored_;                                                                                              \
+  } while (0)
 
 /* ---- status ---------------------------------------------------------------------------------------- */
 
@@ -64,8 +78,8 @@ CUMOE_API const char *cumoe_status_name(cumoe_status status);
 CUMOE_API const char *cumoe_status_text(cumoe_status status);
 
 /*
- * Text of the last failure on the calling thread: "cumoe_moe_forward: args.x.cols is 4095, desc.hidden is
- * 4096". "" before the first failure. A successful call leaves it alone. Valid until the thread's next failing call.
+ * Text of the last failure on the calling thread, such as "cumoe_moe_forward: args.x.cols is 63, must be 64". It is ""
+ * before the first failure. A successful call leaves it alone. Valid until the thread's next failing call.
  */
 CUMOE_API const char *cumoe_last_error(void);
 
@@ -122,8 +136,9 @@ CUMOE_API const char *cumoe_dtype_name(cumoe_dtype dtype);
 
 /*
  * A view is a row-major matrix by value: element (r, c) lies at data + (r * ld + c) elements. It owns nothing.
- * It is the only way to hand memory to cumoe: shape and type are checked where it is used. A view with data
- * NULL and rows 0 means "absent" for optional operands; data may also be NULL when rows or cols is 0.
+ * It is the only way to hand memory to cumoe: shape and type are checked where it is used. A view that is all zero is
+ * absent; for an optional operand so is any with data NULL, rows and cols 0 and no owner. data may also be NULL where
+ * rows or cols is 0. A view that is filled in by hand says CUMOE_DEVICE_ANY or a device: 0 is the first GPU.
  *
  * Views of owned buffers (cumoe/buffer.h) carry the owner's handle, so that use after free is a status and
  * not a crash. Views of foreign memory are made with the inline constructors below, at no cost.

@@ -68,7 +68,7 @@ static inline float double_to_odd(double d)
   return bits_float(bits | 1u);
 }
 
-/* What the contract sums in float may be more exact here, but not larger: where a float would be infinite, so is this. */
+/* What the contract sums in float may be more exact here, but not larger. */
 static inline double f32_range(double d)
 {
   return d >= 0x1.ffffffp127 ? INFINITY : d <= -0x1.ffffffp127 ? -INFINITY : d;

@@ -5,6 +5,7 @@
 #include <float.h>
 #include <math.h>
 #include <stdbool.h>
+#include "../score.h"
 #include "cpu.h"
 #include "element.h"
 #include "fault.h"
@@ -54,19 +55,36 @@ static void load_logits(const gate_args *a, int64_t token, token_scores *s)
   if (first_nan >= 0) record_fault(a->fault, FAULT_NAN_LOGIT, first_nan, token);
 }
 
+/* In place over all experts' capped logits, in the order of sums that score.h names. */
+static void exact_softmax(float *l, int count)
+{
+  enum { PARTS = 32 };
+  float max = -INFINITY, sum[PARTS] = {0};
+  for (int i = 0; i < count; i++) max = l[i] > max ? l[i] : max;
+  for (int i = 0; i < count; i++) sum[i % PARTS] += l[i] = exact_softmax_term(l[i], max);
+  for (int distance = PARTS / 2; distance > 0; distance /= 2)
+    for (int i = 0; i < distance; i++) sum[i] += sum[i + distance];
+  for (int i = 0; i < count; i++) l[i] = sum[0] > 0 ? l[i] / sum[0] : 0.f;
+}
+
 /* Without bias and groups the raw logits rank the experts: every score keeps their order, but may round. */
 static void rank_experts(const gate_args *a, token_scores *s)
 {
-  bool by_logit = a->select_bias == NULL && a->n_group == 0, after = a->flags & ROUTE_SCORE_AFTER_TOPK;
+  const bool by_logit = GATE_BY_LOGIT(*a), softmax_over_all = GATE_SOFTMAX_OVER_ALL(*a);
   for (int32_t e = 0; e < a->experts; e++) {
-    if (by_logit) s->choice[e] = s->logit[e];
+    s->choice[e] = by_logit ? s->logit[e] : exact_cap(a->softcap, s->logit[e]);
     if (a->softcap > 0 && s->logit[e] > -INFINITY) s->logit[e] = a->softcap * tanhf(s->logit[e] / a->softcap);
     s->score[e] = unary_score(a->score, s->logit[e]);
   }
-  if (a->score == SCORE_SOFTMAX && !after) softmax(s->score, a->experts);
-  for (int32_t e = 0; e < a->experts && !by_logit; e++) {
-    float choice = s->logit[e] == s->logit[e] ? s->score[e] : NAN;
-    s->choice[e] = a->select_bias ? choice + a->select_bias[e] : choice;
+  if (softmax_over_all) softmax(s->score, a->experts);
+  if (by_logit) return;
+  if (softmax_over_all) exact_softmax(s->choice, a->experts);
+  for (int32_t e = 0; e < a->experts; e++) {
+    if (s->logit[e] != s->logit[e])
+      s->choice[e] = NAN;
+    else if (!softmax_over_all)
+      s->choice[e] = exact_score(a->score, s->choice[e]);
+    if (a->select_bias) s->choice[e] += a->select_bias[e];
   }
 }
 

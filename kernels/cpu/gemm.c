@@ -11,7 +11,7 @@
 #include "element.h"
 #include "fault.h"
 
-/* The tile lies on the stack, which may be the small one of a caller's thread, and fits L1: 4 KiB of weights, 8 of sums. */
+/* The tile lies on the stack, a caller's may be small, and fits L1: 4 KiB of weights, 8 of sums. */
 enum { ROW_BLOCK = 16, K_BLOCK = 8, LANES = 8 };
 
 typedef struct tile {

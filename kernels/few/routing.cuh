@@ -22,7 +22,7 @@ template <class S> DEVICE void score_experts(const gate_args &a, few_gate_smem<S
   for (int item = warp_id(); item < items; item += S::THREADS / WARP_SIZE) {
     const int token = item / rows, row = item - token * rows, e = row * WARP_SIZE + lane_id();
     const int64_t logits = token * a.logits_ld;
-    const float l = e < a.experts ? soft_cap(a, load_logit(a, logits + e)) : -INFINITY;
+    const float l = e < a.experts ? exact_cap(a.softcap, load_logit(a, logits + e)) : -INFINITY;
     s.key[token][row][lane_id()] = key_of_score(a, {logits, 0.f, 0.f}, e, l);
   }
   __syncthreads();

@@ -7,6 +7,7 @@
 #define CUMOE_GATE_CUH
 
 #include "device/dtype.cuh"
+#include "score.h"
 
 /* ---- gate: keys ---- */
 
@@ -171,7 +172,8 @@ template <int N> DEVICE unsigned load_logits(const gate_args &a, int64_t row, in
   }
 }
 
-template <int N> DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, const float (&l)[N])
+/* EXACT_SUM: experts are ranked by it (kernels/score.h). */
+template <bool EXACT_SUM, int N> DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, const float (&l)[N])
 {
   float sum = 0;
   t.max = -INFINITY;
@@ -179,7 +181,7 @@ template <int N> DEVICE void softmax_over_lanes(const gate_args &a, gate_token &
   for (int i = 0; i < N; i++) t.max = fmaxf(t.max, l[i]);
   t.max = warp_max(t.max);
 #pragma unroll
-  for (int i = 0; i < N; i++) sum += softmax_term(l[i], t.max);
+  for (int i = 0; i < N; i++) sum += EXACT_SUM ? exact_softmax_term(l[i], t.max) : softmax_term(l[i], t.max);
   t.sum = warp_sum(sum);
 }
 
@@ -190,7 +192,7 @@ DEVICE unsigned keys_of_logits(const gate_args &a, gate_token &t, uint32_t (&key
 {
   float l[N];
   unsigned first_nan = load_logits(a, t.logits, 0, l);
-  if (weigh && softmax_over_all(a)) softmax_over_lanes(a, t, l);
+  if (weigh && softmax_over_all(a)) softmax_over_lanes<false>(a, t, l);
 #pragma unroll
   for (int i = 0; i < N; i++) key[i] = i * WARP_SIZE + lane_id() < a.experts ? key_of(l[i]) : KEY_NONE;
   return first_nan;
@@ -224,11 +226,18 @@ template <int N> DEVICE void close_groups_of_rows(const gate_args &a, uint32_t (
     if (!(open >> i / rows & 1)) key[i] = KEY_NONE;
 }
 
+/* What a soft-capped logit is ranked by, before the bias. */
+DEVICE float choice_of(const gate_args &a, const gate_token &t, float l)
+{
+  if (!softmax_over_all(a)) return exact_score(a.score, l);
+  return t.sum > 0 ? exact_div(exact_softmax_term(l, t.max), t.sum) : 0.f;
+}
+
 /* Of an expert's soft-capped logit. */
 DEVICE uint32_t key_of_score(const gate_args &a, const gate_token &t, int e, float l)
 {
   const float bias = a.select_bias && e < a.experts ? a.select_bias[e] : 0.f;
-  const float value = l == l ? score_of(a, t, l) + bias : l;
+  const float value = l == l ? exact_add(choice_of(a, t, l), bias) : l;
   return e < a.experts ? key_of(value) : KEY_NONE;
 }
 
@@ -238,8 +247,8 @@ template <int N> DEVICE unsigned keys_of_scores(const gate_args &a, gate_token &
   float l[N];
   const unsigned first_nan = load_logits(a, t.logits, 0, l);
 #pragma unroll
-  for (int i = 0; i < N; i++) l[i] = i * WARP_SIZE + lane_id() < a.experts ? soft_cap(a, l[i]) : l[i];
-  if (softmax_over_all(a)) softmax_over_lanes(a, t, l);
+  for (int i = 0; i < N; i++) l[i] = exact_cap(a.softcap, l[i]);
+  if (softmax_over_all(a)) softmax_over_lanes<true>(a, t, l);
 #pragma unroll
   for (int i = 0; i < N; i++) key[i] = key_of_score(a, t, i * WARP_SIZE + lane_id(), l[i]);
   if (a.n_group > 0) close_groups_of_rows(a, key);
@@ -253,12 +262,17 @@ template <class F> DEVICE void each_own_expert(const gate_args &a, F use)
   for (int e = lane_id(); e < a.experts; e += WARP_SIZE) use(e);
 }
 
-DEVICE void softmax_over_row(const gate_args &a, gate_token &t, const float *l)
+/* The same sum as softmax_over_lanes. */
+DEVICE void softmax_over_row(const gate_args &a, gate_token &t, bool exact, const float *l)
 {
   float max = -INFINITY, sum = 0;
-  each_own_expert(a, [&](int e) { max = fmaxf(max, soft_cap(a, l[e])); });
+  const auto capped = [&](float value) { return exact ? exact_cap(a.softcap, value) : soft_cap(a, value); };
+  each_own_expert(a, [&](int e) { max = fmaxf(max, capped(l[e])); });
   t.max = warp_max(max);
-  each_own_expert(a, [&](int e) { sum += softmax_term(soft_cap(a, l[e]), t.max); });
+  each_own_expert(a, [&](int e) {
+    const float value = capped(l[e]);
+    sum += exact ? exact_softmax_term(value, t.max) : softmax_term(value, t.max);
+  });
   t.sum = warp_sum(sum);
 }
 
@@ -274,12 +288,12 @@ DEVICE unsigned keys_in_shared(const gate_args &a, gate_token &t, bool by_logit,
     for (int i = 0; i < N; i++)
       if (first + i * WARP_SIZE + lane_id() < MAX_EXPERTS) values[first + i * WARP_SIZE + lane_id()] = l[i];
   }
-  if (softmax_over_all(a)) softmax_over_row(a, t, values);
+  if (softmax_over_all(a)) softmax_over_row(a, t, !by_logit, values);
   each_own_expert(a, [&](int e) {
     float value = values[e];
     if (!by_logit && value == value) {
-      value = score_of(a, t, soft_cap(a, value));
-      if (a.select_bias) value += a.select_bias[e];
+      value = choice_of(a, t, exact_cap(a.softcap, value));
+      if (a.select_bias) value = exact_add(value, a.select_bias[e]);
     }
     choice[e] = key_of(value);
   });

@@ -1,11 +1,13 @@
 #!/bin/sh
-# Branch coverage of host/ by the programs that need no GPU: test/check/coverage.sh [program ...]. Prints a line a file, the
-# branches never taken, and the sum; fails below COVERAGE_LEAST per cent. uncovered.txt says why those that are left are left.
+# Branch coverage of host/ by the programs that need no GPU: test/check/coverage.sh [program ...]. Prints a line a file,
+# the branches never taken, and the sum; fails below COVERAGE_LEAST per cent. uncovered.txt says why those that are left
+# are left.
 . test/check/count.sh
 . test/check/shimmed.sh
 least=${COVERAGE_LEAST:-95}
 folder=$lib/obj/coverage
-[ $# -eq 0 ] && set -- faults badargs trace base buffer pool debug lifetimes image kernel stream ranges ops matmul contract plan graph golden
+[ $# -eq 0 ] && set -- faults badargs trace base buffer pool debug lifetimes image kernel stream ranges ops matmul \
+  contract plan graph golden
 have gcov || { skip "coverage" "gcov is not installed"; finish; }
 
 # gcc counts a branch for each half of a condition, so the build is plain: no inlining, no merging.
@@ -21,8 +23,8 @@ for program; do
   case " $(echo $shimmed) " in
   *" $program "*) link_shimmed "$folder" "--coverage -Wl,-u,__gcov_dump" "$program" || exit 1 ;;
   *) ${CC:-cc} --coverage -o "$folder/$program" "$folder/test_$program.c.o" \
-    $(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done) "$folder"/host_*.o "$folder"/kernels_*.o \
-    "$folder/images.o" $cudart || exit 1 ;;
+    $(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done) \
+    "$folder"/host_*.o "$folder"/kernels_*.o "$folder/images.o" $cudart || exit 1 ;;
   esac
   quiet "$program" env CUDA_VISIBLE_DEVICES= "$folder/$program"
 done
@@ -39,13 +41,21 @@ for f in "$folder"/host_*.c.gcda; do gcov -b -c -t "$f" 2> /dev/null; done |
     if ($0 ~ /never executed|taken 0/) { missed[file]++; printf "%s:%s: branch %s: %s\n", file, line, $2, text > list }
     next
   }
-  /^ *[-#=0-9*]+: *[0-9]+:/ { text = $0; sub(/^[^:]*: */, "", text); line = text; sub(/:.*/, "", line); sub(/^[0-9]*:/, "", text) }
+  /^ *[-#=0-9*]+: *[0-9]+:/ {
+    text = $0; sub(/^[^:]*: */, "", text)
+    line = text; sub(/:.*/, "", line)
+    sub(/^[0-9]*:/, "", text)
+  }
+  function show(name, n, without) {
+    printf "%-20s %5d of %5d branches, %5.1f %%\n", name, n - without, n, 100 * (n - without) / n
+  }
   END {
-    for (f in all) { printf "%-20s %5d of %5d branches, %5.1f %%\n", f, all[f] - missed[f], all[f], 100 * (all[f] - missed[f]) / all[f]; a += all[f]; m += missed[f] }
-    printf "%-20s %5d of %5d branches, %5.1f %%\n", "~ all of host/", a - m, a, 100 * (a - m) / a
+    for (f in all) { show(f, all[f], missed[f]); a += all[f]; m += missed[f] }
+    show("~ all of host/", a, m)
   }' | sort > "$report"
 sort -t: -k1,1 -k2,2n "$folder/branches.txt"
 cat "$report"
 percent=$(sed -n 's/^~.* \([0-9.]*\) %$/\1/p' "$report")
-if awk "BEGIN { exit !($percent >= $least) }"; then pass "branches of host/: $percent %"; else fail "branches of host/: $percent %, at least $least"; fi
+if awk "BEGIN { exit !($percent >= $least) }"; then pass "branches of host/: $percent %"
+else fail "branches of host/: $percent %, at least $least"; fi
 finish

@@ -6,7 +6,7 @@ work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 declared > "$work/declared"
 [ "$(wc -l < "$work/declared")" -gt 40 ] || fail "declared functions are found" "$(cat "$work/declared")"
 # test/badargs.c calls every function, wrongly; another test has to call it for what it does.
-tests=$(ls test/*.c test/examples/*.c test/examples/*.cpp test/examples/rust/src/*.rs | grep -v badargs)
+tests=$(ls test/*.c test/abi/*.c test/examples/*.c test/examples/*.cpp test/examples/rust/src/*.rs | grep -v badargs)
 empty "every public function is called by a test" "$(while read -r name; do
   # A function behind a macro is called by the macro's name: cumoe_buffer_alloc for cumoe_buffer_alloc_at.
   grep -qw -e "$name" -e "${name%_at}" $tests || echo "$name"

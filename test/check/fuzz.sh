@@ -15,9 +15,11 @@ for name in $FUZZERS; do
   fi
   [ -x "$lib/obj/fuzz/$name" ] || { skip "$name with libFuzzer" "clang has no runtime for it"; continue; }
   mkdir "$work/new"
-  if "$lib/obj/fuzz/$name" -max_total_time=$((seconds * 4 / 5 / harnesses)) -max_len=4096 -timeout=20 -malloc_limit_mb=99999999 \
-    -print_final_stats=1 -artifact_prefix="$lib/obj/fuzz.$name." "$work/new" "$corpus" > "$work/log" 2>&1; then
-    pass "$name with libFuzzer: $(sed -n 's/stat::number_of_executed_units: *//p' "$work/log") runs, $(ls "$work/new" | wc -l) new inputs"
+  if "$lib/obj/fuzz/$name" -max_total_time=$((seconds * 4 / 5 / harnesses)) -max_len=4096 -timeout=20 \
+    -malloc_limit_mb=99999999 -print_final_stats=1 -artifact_prefix="$lib/obj/fuzz.$name." \
+    "$work/new" "$corpus" > "$work/log" 2>&1; then
+    runs=$(sed -n 's/stat::number_of_executed_units: *//p' "$work/log")
+    pass "$name with libFuzzer: $runs runs, $(ls "$work/new" | wc -l) new inputs"
   else
     fail "$name with libFuzzer" "$(tail -n 40 "$work/log")"
   fi

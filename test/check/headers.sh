@@ -13,8 +13,27 @@ for header in include/cumoe/*.h; do
   done
 done
 
+# A status that is dropped is a warning, one that is dropped on purpose is none. (gcc before C23 takes no cast for that.)
+dropping() {
+  printf '#include <cumoe/typed.h>\nvoid f(cumoe_buffer_f32 *a);\nvoid f(cumoe_buffer_f32 *a) { %s; }\n' "$1" |
+    $compiler -Wall -Wextra -Werror -Iinclude -S -o /dev/null - 2>&1
+}
+for compiler in "${CC:-cc} -x c -std=c11" "${CC:-cc} -x c -std=c2x" "${CXX:-g++} -x c++ -std=c++17" \
+  "clang -x c -std=c99" "clang++ -x c++ -std=c++17"; do
+  have "${compiler%% *}" || { skip "dropped status, $compiler" "not installed"; continue; }
+  for call in 'cumoe_buffer_retain(a->any, 0)' 'cumoe_buffer_retain_f32(*a, a)'; do
+    case $compiler in *gcc*c11 | cc*c11) cast= ;; *) cast="(void)$call" ;; esac
+    empty "dropped on purpose, $compiler: $call" "$(dropping "CUMOE_IGNORE($call); $cast")"
+    case $(dropping "$call") in
+    *unused-result* | *unused-value*) pass "dropped, $compiler: $call" ;;
+    *) fail "dropped, $compiler: $call" "no warning" ;;
+    esac
+  done
+done
+
 # Of a struct with a hole an older program would say nothing where a newer library looks for a field.
-empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' | ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
+empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' |
+  ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
 
 # Hand-written bindings rely on these: test/examples/rust asserts the same numbers. A struct that grows changes both.
 for struct in cumoe_view=48 cumoe_buffer=8 cumoe_routing=128 cumoe_moe_desc=176 \

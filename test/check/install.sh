@@ -50,7 +50,8 @@ else skip "cargo" "not installed"; fi
 
 # The README's line for this folder.
 built_by_hand() {
-  line=$(sed -n 's/^| by hand.*`\(cc .*\)` |$/\1/p' README.md | sed "s|app.c|test/examples/first.c|; s|-Llib|-L$lib|; s|/usr/local/cuda/lib64|$CUDA_LIB|")
+  line=$(sed -n 's/^| by hand.*`\(cc .*\)` |$/\1/p' README.md |
+    sed "s|app.c|test/examples/first.c|; s|-Llib|-L$lib|; s|/usr/local/cuda/lib64|$CUDA_LIB|")
   [ -n "$line" ] && eval "$line -o $stage/by-hand" && "$stage/by-hand"
 }
 quiet "the README's line by hand: build and run" built_by_hand

@@ -5,7 +5,7 @@
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
 shimmed='badargs trace faults'
-others='base buffer pool debug contract plan lifetimes abi/abi'
+others='base buffer pool debug image contract plan lifetimes abi/abi'
 helpers=$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)
 helper_objects=$(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
@@ -17,7 +17,8 @@ fails() {
     *" $program "*) set -- "$1" "$2" "$3" "$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
     *) set -- "$1" "$2" "$3" "$helper_objects $cudart" ;;
     esac
-    ${CC:-cc} -o "$1" "$folder/test_$(echo "$program" | tr / _).c.o" "$2" $rest "$folder"/kernels_*.o "$folder/images.o" $4 -ldl -lpthread -lm || return 1
+    ${CC:-cc} -o "$1" "$folder/test_$(echo "$program" | tr / _).c.o" "$2" $rest "$folder"/kernels_*.o \
+      "$folder/images.o" $4 -ldl -lpthread -lm || return 1
     CUDA_VISIBLE_DEVICES= timeout 60 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
   done
   return 1
@@ -30,11 +31,13 @@ one() {
   mutant=$folder/$1.c
   sed "$change" "$source" > "$mutant"
   if cmp -s "$source" "$mutant"; then echo "stale $1: $line"; return; fi
-  if ! eval "$(cat "$lib/obj/flags.cc") -O1 -g0 -w -iquote host -MF /dev/null -c -o $folder/$1.o $mutant" 2> "$folder/$1.log"; then
+  compile_one="$(cat "$lib/obj/flags.cc") -O1 -g0 -w -iquote host -MF /dev/null"
+  if ! eval "$compile_one -c -o $folder/$1.o $mutant" 2> "$folder/$1.log"; then
     echo "stale $1: does not compile: $line"
     return
   fi
-  if by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source"); then echo "killed $1 by $by"; else echo "alive $1: $line"; fi
+  if by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source"); then echo "killed $1 by $by"
+  else echo "alive $1: $line"; fi
   rm -f "$folder/$1".*
 }
 

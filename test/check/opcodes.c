@@ -23,8 +23,8 @@ static unsigned char *read_file(const char *path, size_t *bytes)
   return data;
 }
 
-/* VIMNMX.RELU (sm_90a: opcodes 248, 848, bit 76) whose predicate (bits 81 to 83) is used: max(min(x, n), 0) == n became one,
- * and its predicate does not mean that. */
+/* VIMNMX.RELU (sm_90a: opcodes 248, 848, bit 76) whose predicate (bits 81 to 83) is used: max(min(x, n), 0) == n became
+ * one, and its predicate does not mean that. */
 static int is_relu_predicate(const unsigned char *instruction)
 {
   const unsigned op = instruction[0] | (instruction[1] & 15u) << 8;

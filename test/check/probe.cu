@@ -13,7 +13,8 @@ PROBE plain(int *p, float *f, double *d)
   float x = f[s[255 - threadIdx.x]];
   for (int i = 0; i < p[1]; i++) x = x * f[i] + (float)p[i & 63];
   for (int i = 0; i < 64; i++) p[i] = p[i + 64] + 1;
-  for (int i = 0; i < p[64]; i++) s[p[i] & 63] += s[p[i + 1] & 63] + p[i + 2] + (p[i + 3] << i) + (p[i + 4] >> 5) + (p[i + 5] << 7);
+  for (int i = 0; i < p[64]; i++)
+    s[p[i] & 63] += s[p[i + 1] & 63] + p[i + 2] + (p[i + 3] << i) + (p[i + 4] >> 5) + (p[i + 5] << 7);
   if (p[0]) return;
   f[threadIdx.x] = x + __shfl_xor_sync(0xffffffff, x, 1);
   d[0] = d[1] + 1.;
@@ -61,8 +62,9 @@ PROBE wgmma(float *f, unsigned long long a)
   float d[4] = {f[0], f[1], f[2], f[3]};
 #pragma unroll
   for (int i = 0; i < 3; i++)
-    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, "
-                 "1, 1, 1, 0, 0; wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+                 "{%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0; "
+                 "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "l"(a));
   f[0] = d[0] + d[1] + d[2] + d[3];

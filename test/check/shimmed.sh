@@ -18,20 +18,22 @@ compile() {
   for file; do
     object=$compile_to/$(echo "$file" | tr / _).o
     [ "$object" -nt "$file" ] && [ "$object" -nt "$newest" ] || printf '%s %s\n' "$file" "$object"
-  done | xargs -r -P "$(nproc 2> /dev/null || echo 2)" -L 1 sh -c "$(cat "$lib/obj/flags.cc") $compile_flags -MF /dev/null -c -o \$1 \$0"
+  done | xargs -r -P "$(nproc 2> /dev/null || echo 2)" -L 1 \
+    sh -c "$(cat "$lib/obj/flags.cc") $compile_flags -MF /dev/null -c -o \$1 \$0"
 }
 
 # link_shimmed FOLDER FLAGS PROGRAM: from the objects that compile left there
 link_shimmed() {
-  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" "$1"/test_test.c.o "$1"/test_shim_*.o "$1"/host_*.o "$1"/kernels_*.o "$1/images.o" \
-    $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
+  ${CC:-cc} $2 -o "$1/$3" "$1/test_$3.c.o" "$1"/test_test.c.o "$1"/test_shim_*.o "$1"/host_*.o \
+    "$1"/kernels_*.o "$1/images.o" $(for name in $wrap; do echo "-Wl,--wrap=$name"; done) -ldl -lpthread -lm
 }
 
 # build_shimmed FOLDER FLAGS PROGRAM...
 build_shimmed() {
   build_to=$1 build_flags=$2
   shift 2
-  compile "$build_to" "$build_flags" host/*.c kernels/cpu/*.c test/shim/*.c test/test.c $(printf 'test/%s.c ' "$@") || return 1
+  compile "$build_to" "$build_flags" host/*.c kernels/cpu/*.c test/shim/*.c test/test.c $(printf 'test/%s.c ' "$@") ||
+    return 1
   name_images "$build_to" || return 1
   for program; do link_shimmed "$build_to" "$build_flags" "$program" || return 1; done
 }

@@ -22,9 +22,13 @@ done | { cat; echo 'int main(void) { return 0; }'; } > "$work/needed.c"
   ${CC:-cc} -w -fno-builtin "$work/needed.c" -o "$work/needed.out" -lm -lpthread -ldl -lrt 2>&1 |
   sed -n 's/.*undefined reference to/undefined:/p')"
 empty "no forbidden library" "$(grep -E '^(cu[A-Z]|cublas|nvrtc|nccl|_Z|__cxa|__gxx|__cudaRegister)' "$work/needed")"
-empty "no exit, abort or printing" "$(grep -xE '_?exit|_Exit|quick_exit|abort|__assert_fail|v?f?printf|__v?f?printf_chk|puts|putchar|fputs|fputc|fwrite|perror|stdout|stderr|raise|signal|sigaction' "$work/needed")"
-empty "no code at program start or end" "$(grep -oE '\.(init_array|fini_array|preinit_array|ctors|dtors|init|fini)\b' "$work/sections")"
-empty "no executable stack" "$(grep 'note.GNU-stack' "$work/sections" | grep -E ' W?A?X ' ; grep -q note.GNU-stack "$work/sections" || echo missing)"
+unwanted='_?exit|_Exit|quick_exit|abort|__assert_fail|raise|signal|sigaction'
+unwanted="$unwanted|v?f?printf|__v?f?printf_chk|puts|putchar|fputs|fputc|fwrite|perror|stdout|stderr"
+empty "no exit, abort or printing" "$(grep -xE "$unwanted" "$work/needed")"
+empty "no code at program start or end" \
+  "$(grep -oE '\.(init_array|fini_array|preinit_array|ctors|dtors|init|fini)\b' "$work/sections")"
+empty "no executable stack" "$(grep 'note.GNU-stack' "$work/sections" | grep -E ' W?A?X '
+  grep -q note.GNU-stack "$work/sections" || echo missing)"
 empty "kernel images are read-only" "$(grep -E ' O .* cumoe_image_' "$work/table" | grep -v '\.rodata')"
 
 # Data that changes: thread-local or listed, with a reason, in globals.allow.
@@ -33,7 +37,8 @@ empty "no unlisted writable globals" "$(awk '$3 == "O" && $4 ~ /^\.(data|bss)/ &
   while read -r name; do grep -q "^$name\( \|$\)" test/check/globals.allow || echo "$name"; done)"
 
 # A program with functions of its own, named like each internal one: it keeps them, and the library calls none of them.
-nm "$archive" 2> /dev/null | awk '$2 ~ /[tT]/ && $3 ~ /^[a-z_][a-z0-9_]*$/ && $3 !~ /^cumoe_/ { print $3 }' | sort -u > "$work/internal"
+nm "$archive" 2> /dev/null |
+  awk '$2 ~ /[tT]/ && $3 ~ /^[a-z_][a-z0-9_]*$/ && $3 !~ /^cumoe_/ { print $3 }' | sort -u > "$work/internal"
 {
   echo 'static int calls;'
   sed 's/.*/int &(void) { return ++calls; }/' "$work/internal"
@@ -44,9 +49,11 @@ nm "$archive" 2> /dev/null | awk '$2 ~ /[tT]/ && $3 ~ /^[a-z_][a-z0-9_]*$/ && $3
 namesakes() {
   ${CC:-cc} -w -fno-builtin -c "$work/namesakes.c" -o "$work/namesakes.o" &&
     ${CC:-cc} -std=c11 -Iinclude -Dmain=example -c test/examples/first.c -o "$work/example.o" &&
-    ${CC:-cc} "$work/example.o" "$work/namesakes.o" "$archive" ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl -lpthread -lrt -lm \
+    ${CC:-cc} "$work/example.o" "$work/namesakes.o" "$archive" \
+      ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl -lpthread -lrt -lm \
       -o "$work/namesakes" && "$work/namesakes"
 }
-[ "$(grep -cxE 'launch|fail|check_context' "$work/internal")" -eq 3 ] || fail "internal names are found" "$(cat "$work/internal")"
+[ "$(grep -cxE 'launch|fail|check_all' "$work/internal")" -eq 3 ] ||
+  fail "internal names are found" "$(cat "$work/internal")"
 quiet "a program with $(wc -l < "$work/internal") functions named like internal ones keeps its own" namesakes
 finish

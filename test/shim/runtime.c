@@ -323,6 +323,13 @@ static bool is_callers(const void *image)
   return true;
 }
 
+static const void *last_image;
+
+const void *shim_last_image(void)
+{
+  return last_image;
+}
+
 static bool is_loaded(const variant *v)
 {
   for (object *o = shim_objects(); o != NULL; o = o->next) {
@@ -343,7 +350,7 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t *out, const void *code, enum cudaJ
   if (error == cudaSuccess && shim.no_image) error = cudaErrorNoKernelImageForDevice;
   if (error == cudaSuccess) {
     *out = (cudaLibrary_t)object_new(LIBRARY, sizeof **out);
-    (*out)->image = code;
+    (*out)->image = last_image = code;
     if (is_callers(code))
       for (int i = 0; i < MAX_DEVICES * CALLER_ROWS; i++) dynamic_limit[i / CALLER_ROWS][ROWS + i % CALLER_ROWS] = 0;
   }

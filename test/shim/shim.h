@@ -97,5 +97,6 @@ void shim_drop_context(void);         /* the thread has none */
 void shim_engine_context(int device); /* it has one that is not the runtime's */
 /* The arguments of the last launch of a kernel whose name contains `part`; NULL: there was none since the mark. */
 const void *shim_last_args(const char *part);
+const void *shim_last_image(void); /* the address that was loaded last */
 
 #endif

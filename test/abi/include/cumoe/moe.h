@@ -1,79 +1,44 @@
-/*
- * cumoe/moe.h: the Mixture-of-Experts layer: routing, descriptors, plan, weights, forward.
- *
- * Three lifetimes: a plan (shapes and meaning; immutable, shared by threads), weights (bound once per layer;
- * immutable, shared by threads), arguments (per call). Contract of the launching functions: see cumoe/cumoe.h.
- */
 #ifndef CUMOE_MOE_H
-#define CUMOE_MOE_H
-
+#define CUMOE_MOE_H 
 #include "context.h"
-
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-#define CUMOE_MAX_EXPERTS 1024 /* routed + zero + identity experts, and local experts */
-#define CUMOE_MAX_TOP_K   32
-
-/* ---- routing --------------------------------------------------------------------------------------- */
-
+#define CUMOE_MAX_EXPERTS 1024
+#define CUMOE_MAX_TOP_K 32
 typedef enum cumoe_score {
   CUMOE_SCORE_SOFTMAX = 0,
   CUMOE_SCORE_SIGMOID = 1,
-  CUMOE_SCORE_SQRT_SOFTPLUS = 2, /* sqrt(log(1 + exp(l))) */
-  CUMOE_SCORE_IDENTITY = 3       /* the logit itself */
+  CUMOE_SCORE_SQRT_SOFTPLUS = 2,
+  CUMOE_SCORE_IDENTITY = 3
 } cumoe_score;
-
 typedef enum cumoe_group_score {
-  CUMOE_GROUP_BEST = 0,    /* a group's best choice score */
-  CUMOE_GROUP_BEST_TWO = 1 /* the sum of its two best */
+  CUMOE_GROUP_BEST = 0,
+  CUMOE_GROUP_BEST_TWO = 1
 } cumoe_group_score;
-
 enum {
-  CUMOE_ROUTE_RENORMALIZE = 1u << 0,      /* divide the k weights by max(their sum + renorm_eps, renorm_min) */
-  CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1, /* softmax over the k chosen logits only */
-  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2   /* experts see weight * x; the combine does not weigh */
+  CUMOE_ROUTE_RENORMALIZE = 1u << 0,
+  CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1,
+  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2
 };
-
-/*
- * From logits l[0 .. E-1] of a token to its ids and weights:
- *   1. l = softcap * tanh(l / softcap)                        if softcap > 0
- *   2. s = score(l)                                           softmax over all experts unless SCORE_AFTER_TOPK
- *   3. choice = s + select_bias                               if there is a selection bias, else s
- *   4. with groups: experts are split into n_group equal runs; the topk_group groups with the best group
- *      score (of choice) stay
- *   5. ids = the top_k best by choice, in order of decreasing choice. Ties: the lower id. NaN ranks below all.
- *   6. weights = s[ids] (without bias); softmax over the chosen l if SCORE_AFTER_TOPK
- *   7. renormalise, then multiply by routed_scale.
- * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding). With
- * SCORE_AFTER_TOPK and a bias, choice = l + bias. A +Inf logit counts as the largest finite float. A chosen NaN logit
- * weighs exactly 0. If all logits are -Inf, or the divisor of step 7 is not above 0, the weights are 0.
- *
- * Nested in cumoe_moe_desc, so it has a reserve and no size, also where it is passed alone: see "Structs" in cumoe.h.
- */
 typedef struct cumoe_routing {
-  int32_t score;                /* cumoe_score */
-  int32_t top_k;                /* 1 .. CUMOE_MAX_TOP_K, <= number of experts that can be chosen */
-  int32_t n_group, topk_group;  /* 0: no groups; n_group divides the expert count, 1 <= topk_group <= n_group <= 64 */
-  int32_t group_score;          /* cumoe_group_score */
-  uint32_t flags;               /* CUMOE_ROUTE_* */
-  float routed_scale;           /* 0 = 1 */
-  float softcap;                /* 0 = none */
-  float renorm_eps, renorm_min; /* with RENORMALIZE */
-  int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
-  int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
-  uint64_t reserved[10];        /* 0 */
+  int32_t score;
+  int32_t top_k;
+  int32_t n_group, topk_group;
+  int32_t group_score;
+  uint32_t flags;
+  float routed_scale;
+  float softcap;
+  float renorm_eps, renorm_min;
+  int32_t zero_experts;
+  int32_t identity_experts;
+  uint64_t reserved[10];
 } cumoe_routing;
-
 static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k, uint32_t flags)
 {
   cumoe_routing r = {(int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0, {0}};
   return r;
 }
-
-/* Presets of known families: Mixtral and Qwen3 (softmax, renormalised), Qwen2-MoE and OLMoE (softmax), gpt-oss
- * (softmax over the chosen), Llama 4 (sigmoid on the input), DeepSeek-V3, Kimi K2 (sigmoid, bias, groups). */
 static inline cumoe_routing cumoe_routing_mixtral(int32_t top_k)
 {
   return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_RENORMALIZE);
@@ -105,173 +70,103 @@ static inline cumoe_routing cumoe_routing_deepseek_v3(int32_t top_k, int32_t n_g
   r.renorm_eps = 1e-20f;
   return r;
 }
-
-/* ---- plan ------------------------------------------------------------------------------------------ */
-
 typedef enum cumoe_act {
-  CUMOE_ACT_SILU = 0,     /* g / (1 + exp(-g)) */
-  CUMOE_ACT_GELU_ERF = 1, /* g/2 (1 + erf(g / sqrt 2)) */
+  CUMOE_ACT_SILU = 0,
+  CUMOE_ACT_GELU_ERF = 1,
   CUMOE_ACT_GELU_TANH = 2,
   CUMOE_ACT_RELU = 3,
-  CUMOE_ACT_RELU2 = 4, /* max(g, 0)^2 */
+  CUMOE_ACT_RELU2 = 4,
   CUMOE_ACT_IDENTITY = 5,
-  CUMOE_ACT_SWIGLU_OAI = 6 /* gpt-oss: g * sigmoid(alpha g) * (u + 1), gated only */
+  CUMOE_ACT_SWIGLU_OAI = 6
 } cumoe_act;
-
 enum {
-  CUMOE_MOE_UNGATED = 1u << 0,  /* h = act(x Wup^T): no gate projection */
-  CUMOE_MOE_UNREDUCED = 1u << 1 /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped slot */
+  CUMOE_MOE_UNGATED = 1u << 0,
+  CUMOE_MOE_UNREDUCED = 1u << 1
 };
-
-/*
- * Shapes and meaning of a layer. Gated: h = act(g) * u; with act_limit > 0, first g = min(g, act_limit) and
- * u = clamp(u, -act_limit, act_limit). Biases, where bound, are added before the activation.
- */
 typedef struct cumoe_moe_desc {
   uint32_t size;
-  int32_t num_experts;   /* E: routed experts of the model, 1 .. CUMOE_MAX_EXPERTS */
-  int32_t local_experts; /* experts whose weights are here; 0 = all. Fewer need args.expert_map */
-  int32_t hidden;        /* H, a multiple of 8 */
-  int32_t inter;         /* I, a multiple of 8 */
-  int32_t shared_inter;  /* intermediate columns of the shared expert (several: their sum); 0 = none */
-  int32_t dtype;         /* of x, weights and h: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
-  int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
-  int32_t act;           /* cumoe_act */
-  float act_alpha;       /* SWIGLU_OAI: 0 = 1.702 */
-  float act_limit;       /* clamp, see above; 0 = none */
-  uint32_t flags;        /* CUMOE_MOE_* */
+  int32_t num_experts;
+  int32_t local_experts;
+  int32_t hidden;
+  int32_t inter;
+  int32_t shared_inter;
+  int32_t dtype;
+  int32_t out_dtype;
+  int32_t act;
+  float act_alpha;
+  float act_limit;
+  uint32_t flags;
   cumoe_routing routing;
 } cumoe_moe_desc;
-
 typedef struct cumoe_plan_s *cumoe_plan;
-
-/*
- * Says whether the layer is supported on `device` (as for cumoe_context_create; the answer needs no GPU), and
- * if not, why, in `why` (NUL-terminated, cut at why_bytes; may be NULL). CUMOE_OK or the status that
- * cumoe_plan_create would give.
- */
 CUMOE_CHECKED cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char *why, size_t why_bytes);
-
-/* Checks and keeps a copy of the description. Host memory only; no CUDA call. */
 CUMOE_CHECKED cumoe_status cumoe_plan_create(cumoe_context context, const cumoe_moe_desc *desc, cumoe_plan *plan);
-
-/* NULL is allowed. */
 CUMOE_API cumoe_status cumoe_plan_destroy(cumoe_plan plan);
-
-/*
- * Bytes of workspace that cumoe_moe_forward needs for `tokens` tokens, whichever routing input is used. Exact,
- * monotone in tokens, 0 for 0 tokens. The workspace must be 256-byte aligned; its content is irrelevant before
- * and undefined after. One workspace per stream at a time.
- */
 CUMOE_CHECKED cumoe_status cumoe_plan_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes);
-
-/* ---- weights --------------------------------------------------------------------------------------- */
-
 typedef enum cumoe_gate_order {
-  CUMOE_GATE_ORDER_UNSET = 0,    /* always an error */
-  CUMOE_GATE_UP_CONCAT = 1,      /* gate_up: I gate channels, then I up channels */
-  CUMOE_UP_GATE_CONCAT = 2,      /* gate_up: up first */
-  CUMOE_GATE_UP_INTERLEAVED = 3, /* gate_up: g0 u0 g1 u1 ... */
-  CUMOE_UP_GATE_INTERLEAVED = 4, /* gate_up: u0 g0 u1 g1 ... */
-  CUMOE_GATE_UP_SEPARATE = 5,    /* gate in `gate`, up in `up` */
-  CUMOE_UNGATED = 6              /* only `up` */
+  CUMOE_GATE_ORDER_UNSET = 0,
+  CUMOE_GATE_UP_CONCAT = 1,
+  CUMOE_UP_GATE_CONCAT = 2,
+  CUMOE_GATE_UP_INTERLEAVED = 3,
+  CUMOE_UP_GATE_INTERLEAVED = 4,
+  CUMOE_GATE_UP_SEPARATE = 5,
+  CUMOE_UNGATED = 6
 } cumoe_gate_order;
-
 typedef enum cumoe_major {
-  CUMOE_MAJOR_UNSET = 0, /* always an error */
-  CUMOE_OUT_IN = 1,      /* [E, out, in]: the reduction index is contiguous (checkpoints of nn.Linear) */
-  CUMOE_IN_OUT = 2       /* [E, in, out]: the output channel is contiguous */
+  CUMOE_MAJOR_UNSET = 0,
+  CUMOE_OUT_IN = 1,
+  CUMOE_IN_OUT = 2
 } cumoe_major;
-
-/*
- * One projection of all local experts, in one of three forms, each matrix [out, in] (OUT_IN) or [in, out] (IN_OUT):
- *   a stack    data is all experts' matrices one below the other, [experts * rows, cols];
- *   strided    data is expert 0's matrix, and expert e starts e * expert_stride elements further;
- *   pointers   per_expert is a host array of `experts` device pointers (read during bind), and data, with data.data
- *              NULL, states the shape, ld and dtype of each.
- * Alignment: base and rows to 16 bytes.
- * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; absent = 0.
- */
 typedef struct cumoe_projection {
   cumoe_view data;
   const void *const *per_expert;
-  int64_t expert_stride; /* strided form: elements; 0 = a stack (or expert 0 of a packed one) */
+  int64_t expert_stride;
   cumoe_view bias;
-  uint64_t reserved[50]; /* 0 */
+  uint64_t reserved[50];
 } cumoe_projection;
-
 typedef struct cumoe_weights_desc {
   uint32_t size;
-  int32_t experts;          /* local_experts of the plan; 1 for a shared expert */
-  int32_t hidden, inter;    /* H; I or shared_inter */
-  int32_t gate_order;       /* cumoe_gate_order */
-  int32_t up_major;         /* cumoe_major of gate_up, gate, up */
-  int32_t down_major;       /* cumoe_major of down */
-  int32_t reserved;         /* 0 */
-  cumoe_projection gate_up; /* [2I, H] or [H, 2I]: concatenated and interleaved orders */
-  cumoe_projection gate;    /* [I, H] or [H, I]: SEPARATE */
-  cumoe_projection up;      /* SEPARATE and UNGATED */
-  cumoe_projection down;    /* [H, I] or [I, H] */
+  int32_t experts;
+  int32_t hidden, inter;
+  int32_t gate_order;
+  int32_t up_major;
+  int32_t down_major;
+  int32_t reserved;
+  cumoe_projection gate_up;
+  cumoe_projection gate;
+  cumoe_projection up;
+  cumoe_projection down;
 } cumoe_weights_desc;
-
 typedef struct cumoe_weights_s *cumoe_weights;
-
-/*
- * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
- * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
- */
 CUMOE_CHECKED cumoe_status cumoe_weights_bind(cumoe_context context, const cumoe_weights_desc *desc,
                                               cumoe_weights *weights);
-
-/* NULL is allowed. No launched work that uses the weights may be outstanding. */
 CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
-
-/* ---- forward --------------------------------------------------------------------------------------- */
-
-/*
- * Arguments of one call. T = x.rows. Alignment: x, out, residual and the workspace to 16 bytes and their ld to 16
- * bytes; everything else to its element. Routing input in exactly one of three forms:
- *   router_weight (+ router_bias)  the library computes the logits from x
- *   logits                         given by the caller
- *   ids + weights                  routed by the caller; `select_bias` must be absent
- * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
- * Outputs may not overlap inputs or each other, except residual == out (accumulate in place). At T = 0 nothing is written,
- * counts_out included.
- */
 typedef struct cumoe_moe_args {
   uint32_t size;
-  uint32_t flags;             /* 0 */
-  cumoe_view x;               /* [T, H] dtype */
-  cumoe_view device_tokens;   /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
-  cumoe_view router_weight;   /* [Er, H] dtype or f32; Er = num_experts + zero_experts + identity_experts */
-  cumoe_view router_bias;     /* optional [1, Er] dtype or f32 */
-  cumoe_view logits;          /* [T, Er] f32, bf16 or f16 */
-  cumoe_view ids;             /* [T, k] i32 or i64 */
-  cumoe_view weights;         /* [T, k] f32 */
-  cumoe_view select_bias;     /* optional [1, Er] f32: added to the score for the choice only */
-  cumoe_view expert_map;      /* optional [1, E] i32: global expert -> local expert, -1 = not here */
-  cumoe_weights shared;       /* shared expert; required if and only if the plan has shared_inter */
-  cumoe_view shared_gate;     /* optional [1, H] dtype or f32: the shared expert is scaled by sigmoid(x . gate) */
-  cumoe_view residual;        /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED */
-  float out_scale;            /* 0 = 1: scales routed and shared experts, not the residual */
-  int32_t reserved;           /* 0 */
-  cumoe_view_mut out;         /* [T, H], or [T * k, H] with CUMOE_MOE_UNREDUCED */
-  cumoe_view_mut ids_out;     /* optional [T, k] i32 or i64; -1 never occurs in the library's own routing */
-  cumoe_view_mut weights_out; /* optional [T, k] f32 */
-  cumoe_view_mut counts_out;  /* optional [1, local_experts] i32: rows of each local expert in this call */
-  cumoe_view_mut load;        /* optional [1, local_experts] i64: counts are added to it */
-  cumoe_view_mut workspace;   /* [1, bytes] u8 */
+  uint32_t flags;
+  cumoe_view x;
+  cumoe_view device_tokens;
+  cumoe_view router_weight;
+  cumoe_view router_bias;
+  cumoe_view logits;
+  cumoe_view ids;
+  cumoe_view weights;
+  cumoe_view select_bias;
+  cumoe_view expert_map;
+  cumoe_weights shared;
+  cumoe_view shared_gate;
+  cumoe_view residual;
+  float out_scale;
+  int32_t reserved;
+  cumoe_view_mut out;
+  cumoe_view_mut ids_out;
+  cumoe_view_mut weights_out;
+  cumoe_view_mut counts_out;
+  cumoe_view_mut load;
+  cumoe_view_mut workspace;
 } cumoe_moe_args;
-
-/*
- * The whole layer on `stream`:
- *   out[t] = residual[t] + out_scale * (sum_j weights[t,j] * expert(ids[t,j])(x[t]) + gate(x[t]) * shared(x[t]))
- * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs
- * in f32 in slot order and is rounded once. A slot of weight 0 contributes exactly 0.
- */
 CUMOE_CHECKED cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                              cumoe_stream stream);
-
 #ifdef __cplusplus
 }
 #endif

@@ -1,127 +1,59 @@
-/*
- * cumoe/stages.h: the stages of the layer, each usable alone. Contract as in cumoe/cumoe.h. What a stage writes may
- * overlap neither what it reads nor anything else it writes (INVALID_ARGUMENT), except combine's residual == out.
- */
 #ifndef CUMOE_STAGES_H
-#define CUMOE_STAGES_H
-
+#define CUMOE_STAGES_H 
 #include "moe.h"
-
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/*
- * logits[t, e] = x[t] . weight[e] + bias[e], accumulated in f32.
- * x [T, H] bf16, f16 or f32; weight [E, H] of x's dtype or f32; bias optional [1, E] f32 or x's dtype;
- * logits [T, E] f32. H a multiple of 8, x and weight aligned to 16 bytes (base and ld); E 1 .. CUMOE_MAX_EXPERTS.
- */
 CUMOE_CHECKED cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                         cumoe_view_mut logits, cumoe_stream stream);
-
-/*
- * ids and weights of every token from its logits, as described at cumoe_routing.
- * logits [T, E] f32, bf16 or f16, E including zero and identity experts; select_bias optional [1, E] f32;
- * ids [T, k] i32 or i64; weights [T, k] f32. Records NAN_LOGIT.
- */
 CUMOE_CHECKED cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits,
                                       cumoe_view select_bias, cumoe_view_mut ids, cumoe_view_mut weights,
                                       cumoe_stream stream);
-
-/*
- * The map: where each pair's row lies. Rows of one expert are consecutive and ordered by pair; expert e's rows
- * are offsets[e] .. offsets[e] + counts[e] - 1; offsets[e + 1] >= offsets[e] + counts[e].
- */
 typedef struct cumoe_route {
   uint32_t size;
-  int32_t reserved;        /* 0 */
-  cumoe_view_mut counts;   /* [1, local_experts] i32 */
-  cumoe_view_mut offsets;  /* [1, local_experts + 1] i32; the last one is the number of rows */
-  cumoe_view_mut row_pair; /* [1, T * k] i32: row -> pair (token * k + slot); entries past the last row undefined */
-  cumoe_view_mut slot_row; /* [T, k] i32, ld = k: pair -> row; -1 dropped, -2 identity expert */
+  int32_t reserved;
+  cumoe_view_mut counts;
+  cumoe_view_mut offsets;
+  cumoe_view_mut row_pair;
+  cumoe_view_mut slot_row;
 } cumoe_route;
-
-/*
- * Builds `route` from ids [T, k] (i32 or i64) by counting, without sorting; deterministic. Uses the plan's expert
- * counts; expert_map as in cumoe_moe_args. Ids out of range and bad map entries drop the slot and are recorded.
- * workspace [1, bytes] u8, 16-byte aligned, bytes from cumoe_map_workspace.
- */
 CUMOE_CHECKED cumoe_status cumoe_map(cumoe_plan plan, cumoe_view ids, cumoe_view expert_map, const cumoe_route *route,
                                      cumoe_view_mut workspace, cumoe_stream stream);
 CUMOE_CHECKED cumoe_status cumoe_map_workspace(cumoe_plan plan, int64_t tokens, size_t *bytes);
-
-/*
- * h[r] = act(x[token(r)] Wgate^T + bgate) * (x[token(r)] Wup^T + bup) for every row r of the route: a grouped GEMM
- * that gathers the rows of x: no copy of it. x [T, H], h [>= rows, I], both dtype. pair_weights is [T, k] f32
- * if the plan's routing has WEIGHT_ON_INPUT, else absent. Rows of h past the last row are not touched.
- */
 CUMOE_CHECKED cumoe_status cumoe_up(cumoe_plan plan, cumoe_weights weights, cumoe_view x, const cumoe_route *route,
                                     cumoe_view pair_weights, cumoe_view_mut h, cumoe_stream stream);
-
-/*
- * The permutation: rows[r] = x[token(r)] for every row r of the route, by route.slot_row. x [T, H], rows [>= T * k, H], both dtype
- * and aligned to 16 bytes, without overlap. Rows past the last one are not touched. For cumoe_up_permuted: experts of
- * about 100 rows and more multiply rows in order so much faster on GPUs of compute capability 9.0 that the copy pays
- * (in cumoe_moe_forward up makes one of its own in the workspace as it goes); elsewhere cumoe_up is as fast.
- */
 CUMOE_CHECKED cumoe_status cumoe_permute(cumoe_plan plan, cumoe_view x, const cumoe_route *route, cumoe_view_mut rows,
                                          cumoe_stream stream);
-
-/* cumoe_up with the rows of x in order, as cumoe_permute leaves them: rows [>= T * k, H], h as there. */
 CUMOE_CHECKED cumoe_status cumoe_up_permuted(cumoe_plan plan, cumoe_weights weights, cumoe_view rows,
                                              const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
                                              cumoe_stream stream);
-
-/* y[r] = h[r] Wdown^T + bdown. h [>= rows, I], y [>= rows, H], both dtype. */
 CUMOE_CHECKED cumoe_status cumoe_down(cumoe_plan plan, cumoe_weights weights, cumoe_view h, const cumoe_route *route,
                                       cumoe_view_mut y, cumoe_stream stream);
-
-/*
- * out[t] = residual[t] + out_scale * (sum_j w[t,j] * y[slot_row[t,j]] + sigmoid(shared_logit[t]) * shared[t])
- * in f32, in slot order, rounded once. With CUMOE_MOE_UNREDUCED: out[t*k+j] = y[slot_row[t,j]], 0 if dropped.
- */
 typedef struct cumoe_combine_args {
   uint32_t size;
-  float out_scale;          /* 0 = 1 */
-  cumoe_view y;             /* [rows, H] dtype */
-  cumoe_view pair_weights;  /* [T, k] f32; absent with WEIGHT_ON_INPUT or UNREDUCED: every slot weighs 1 */
-  cumoe_view x;             /* [T, H] dtype: only for identity experts (required if the plan has any) */
-  cumoe_view shared;        /* optional [T, H] dtype */
-  cumoe_view shared_logit;  /* optional [T, 1] f32 */
-  cumoe_view residual;      /* optional [T, H] dtype of out; may be out itself */
-  cumoe_view device_tokens; /* optional [1, 1] i32 */
-  cumoe_view_mut out;       /* [T, H] or [T * k, H] */
+  float out_scale;
+  cumoe_view y;
+  cumoe_view pair_weights;
+  cumoe_view x;
+  cumoe_view shared;
+  cumoe_view shared_logit;
+  cumoe_view residual;
+  cumoe_view device_tokens;
+  cumoe_view_mut out;
 } cumoe_combine_args;
-
 CUMOE_CHECKED cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args,
                                          cumoe_stream stream);
-
-/* ---- experimental: kernels as data ----------------------------------------------------------------- */
 #ifdef CUMOE_EXPERIMENTAL
-
 typedef struct cumoe_variant_info {
   uint32_t size;
-  const char *op;   /* "router", "gate", "map", "permute", "up", "down", "combine", "few_up", "few_down" (inside
-                       cumoe_moe_forward alone), "elementwise", "softmax", "norm" */
-  const char *name; /* the kernel's name, as profilers show it */
-  int32_t usable;   /* 1 if this context can run it */
+  const char *op;
+  const char *name;
+  int32_t usable;
 } cumoe_variant_info;
-
-/* Rows of the kernel table, 0 .. count - 1. */
 CUMOE_API int32_t cumoe_variant_count(void);
 CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_variant_info *info);
-
-/*
- * From now on, calls on this context use this row wherever it can serve the operation, dtype and layout; other
- * operations choose as usual. Forcing one row of each operation is possible. A call that a forced row cannot serve
- * answers NOT_SUPPORTED (cumoe_moe_forward: perhaps after earlier stages were launched). index -1 clears all. A forced
- * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four; one of gate
- * keeps few_up from doing what the gate does. Not to be changed while other threads launch.
- */
 CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t index);
-
 #endif
-
 #ifdef __cplusplus
 }
 #endif
