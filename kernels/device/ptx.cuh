@@ -210,6 +210,13 @@ DEVICE float ex2_approx_ftz(float x)
   return y;
 }
 
+DEVICE float rcp_approx(float x)
+{
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /* To 2^-23 of itself; 0 from 2^126 on. */
 DEVICE float rcp_approx_ftz(float x)
 {
