@@ -48,7 +48,9 @@ COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbre
 # An architecture-specific file is built only with its architecture; this tells variants.def which rows exist.
 ARCH_DEFINES := $(patsubst %a,-DCUMOE_SM%=1,$(filter %a,$(ARCHS)))
 ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
-COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+# A switch over an enum without a default names every enumerator.
+COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror=switch -MMD -MP \
+	$(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
@@ -78,7 +80,7 @@ ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
 test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
 TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
 # The demo's model is a helper too: test/tinymoe.c runs it.
-HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c)
+HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safetensors.c)
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
@@ -92,8 +94,8 @@ EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
 # Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
 BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c)
-BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c,$(wildcard bench/*.c)))
-DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c test/safetensors.c)
+BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c bench/safetensors.c,$(wildcard bench/*.c)))
+DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c bench/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
@@ -110,7 +112,7 @@ $(OBJ)/flags.$(1): $(if $(filter $(call as_word,$(2)),$(call as_word,$(file < $(
 	@mkdir -p $$(@D)
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
-$(eval $(call stamp,cc,$(CC) $(C_HOST) $(C_TOOL) $(CFLAGS)))
+$(eval $(call stamp,cc,$(CC) $(C_CPU) $(C_HOST) $(C_TOOL) $(CFLAGS)))
 $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
@@ -226,7 +228,7 @@ $(SHIMMED:%=$(OBJ)/asan/bin/%): LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -l
 archive      := $(LIB)/libcumoe.a $(OBJ)/flags.link
 helper_objs  := $(HELPER_C:%.c=$(OBJ)/%.o)
 asan_helpers := $(HELPER_C:%.c=$(OBJ)/asan/%.o)
-fuzz_c       := $(LIB_C) test/safetensors.c
+fuzz_c       := $(LIB_C) bench/safetensors.c
 .SECONDARY:
 
 $(LIB)/test/%: $(OBJ)/test/%.o $(helper_objs) $(archive)
@@ -265,7 +267,7 @@ bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
 # On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
 tune: $(LIB)/bench/tune
-	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune_any.def && cp $(LIB)/tune_any.def host/tune_any.def
+	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune.def && cp $(LIB)/tune.def host/tune/h200.def
 
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
 
@@ -340,7 +342,7 @@ help:
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
-	@echo 'make tune       measures every kernel and rewrites host/tune_any.def       (TUNE_ARGS)'
+	@echo 'make tune       measures every kernel and rewrites host/tune/h200.def      (TUNE_ARGS)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

@@ -188,8 +188,9 @@ static void account(result *r)
   const cell *c = r->cell;
   const shape *s = c->model->shape;
   const gpu_rates *rates = c->bench->rates;
-  const double expert_bytes = 3.0 * s->hidden * s->inter * 2,
-               activation_bytes = 2.0 * (double)c->tokens * s->hidden * 2;
+  const cumoe_dtype dtype = c->bench->o.dtype;
+  const double expert_bytes = (double)format_size(dtype, INT64_C(3) * s->hidden * s->inter),
+               activation_bytes = (double)format_size(dtype, 2 * c->tokens * s->hidden);
   int64_t active = 0;
   for (int64_t i = 0; i < (int64_t)c->inputs * s->experts; ++i) active += c->host_counts[i] > 0;
   r->active = (double)active / c->inputs;

@@ -15,8 +15,15 @@
 
 #define CUMOE_EXPERIMENTAL
 #include "../include/cumoe/cumoe.h"
+#include "../kernels/formats.h"
 
 enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160 };
+
+/* Of n elements of weights, or of activations, of a layer of this type. */
+static inline int64_t format_size(cumoe_dtype dtype, int64_t n)
+{
+  return format_bytes(dense_format((int32_t)dtype), n);
+}
 
 typedef struct options {
   const char *models; /* comma-separated names, "all", or NULL: those that always run */
@@ -130,8 +137,8 @@ typedef struct timing {
   double median, least, most; /* microseconds a call; 0: not timed */
 } timing;
 
-/* Times all works, their samples taken in turn, so that a drifting clock or a power limit meets all alike. `clocks`, read
- * while the first work runs, may be NULL. */
+/* Times all works, their samples taken in turn, so that a drifting clock or a power limit meets all alike. `clocks`,
+ * read while the first work runs, may be NULL. */
 typedef struct clock_state clock_state;
 cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings, clock_state *clocks);
 
@@ -224,8 +231,8 @@ void print_row(const bench *b, const result *r);
 bool csv_open(bench *b);
 void csv_row(const bench *b, const result *r);
 
-/* The experts that a cell's tokens went to, for peers.py: "model tokens top_k inputs" on a line, then the ids of one input after
- * the other, [tokens, top_k] little-endian i32. */
+/* The experts that a cell's tokens went to, for peers.py: "model tokens top_k inputs" on a line, then the ids of one
+ * input after the other, [tokens, top_k] little-endian i32. */
 bool ids_open(bench *b);
 cumoe_status ids_write(const bench *b, const cell *c);
 const char *failure_text(const bench *b);

@@ -42,6 +42,18 @@ double random_normal(uint64_t *state)
   return sqrt(-2 * log(random_unit(state))) * cos(6.283185307179586 * random_unit(state));
 }
 
+/* Of which data of a type are made: an f32 is filled with two bf16, of which the upper one is nearly its value. */
+static cumoe_dtype noise_type(cumoe_dtype dtype)
+{
+  switch (dense_format((int32_t)dtype)) {
+  case FORMAT_f16: return CUMOE_F16;
+  case FORMAT_bf16:
+  case FORMAT_f32:
+  case FORMAT_none: break;
+  }
+  return CUMOE_BF16;
+}
+
 /* Truncated to the 16-bit type: these are data, only their distribution matters. */
 static uint16_t narrow(float f, cumoe_dtype dtype)
 {
@@ -61,7 +73,7 @@ enum { TABLE = 1 << 16 };
 static cumoe_status upload_noise(bench *b, uint16_t *host, int64_t count, double deviation, noise *n)
 {
   static uint16_t table[TABLE];
-  const cumoe_dtype dtype = b->o.dtype == CUMOE_F16 ? CUMOE_F16 : CUMOE_BF16;
+  const cumoe_dtype dtype = noise_type(b->o.dtype);
   cumoe_view_mut block;
   for (int32_t i = 0; i < TABLE; ++i) table[i] = narrow((float)(deviation * random_normal(&b->seed)), dtype);
   for (int64_t i = 0; i + 4 <= count; i += 4) {
@@ -90,10 +102,9 @@ cumoe_status make_noise(bench *b)
   return status;
 }
 
-/* An f32 is filled with two bf16, of which the upper one is nearly its value. */
 cumoe_status fill_noise(bench *b, cumoe_view_mut dst, noise *from)
 {
-  const int64_t pieces = dst.dtype == CUMOE_F32 ? 2 : 1;
+  const int64_t pieces = (int64_t)(cumoe_dtype_bytes((cumoe_dtype)dst.dtype) / sizeof(uint16_t));
   const int64_t count = dst.rows * dst.cols * pieces, length = from->block.cols;
   cumoe_view_mut flat = dst;
   flat.dtype = from->block.dtype;

@@ -122,7 +122,19 @@ struct peers {
 
 static cudaDataType type_of(const bench *b)
 {
-  return b->o.dtype == CUMOE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+  switch (dense_format((int32_t)b->o.dtype)) {
+  case FORMAT_bf16: return CUDA_R_16BF;
+  case FORMAT_f16: return CUDA_R_16F;
+  case FORMAT_f32: return CUDA_R_32F;
+  case FORMAT_none: break;
+  }
+  return (cudaDataType)-1; /* cuBLAS refuses it */
+}
+
+/* The n-th element of an operand. */
+static const char *element(const bench *b, const char *data, int64_t n)
+{
+  return data + format_size(b->o.dtype, n);
 }
 
 static cumoe_status failed(bench *b, const char *name, int status)
@@ -143,7 +155,7 @@ static cumoe_status call_dense(void *user, int32_t input, cumoe_stream stream)
   const int64_t expert = input % p->cell->model->shape->experts;
   for (int32_t i = 0; i < 2; ++i) {
     const product *q = &p->products[i];
-    const char *w = q->w + expert * q->n * q->k * 2;
+    const char *w = element(b, q->w, expert * q->n * q->k);
     TRY(failed(b, "cublasGemmEx",
                b->blas->gemm(b->blas->handle, OP_T, OP_N, q->n, (int)p->cell->rows, q->k, &one, w, type, q->k, q->a,
                              type, q->k, &zero, q->c, type, q->n, COMPUTE_32F, GEMM_DEFAULT)));
@@ -193,9 +205,9 @@ static cumoe_status create_groups(cell *c, int32_t input, const product *q, grou
     g->k[i] = q->k;
     g->size[i] = 1;
     g->one[i] = 1;
-    a[i] = q->w + (int64_t)e * q->n * q->k * 2;
-    b[i] = q->a + row * q->k * 2;
-    out[i] = q->c + row * q->n * 2;
+    a[i] = element(c->bench, q->w, (int64_t)e * q->n * q->k);
+    b[i] = element(c->bench, q->a, row * q->k);
+    out[i] = element(c->bench, q->c, row * q->n);
     row += counts[e];
   }
   TRY(upload_pointers(c, a, g->count, &g->a));

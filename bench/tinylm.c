@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../test/safetensors.h"
+#include "safetensors.h"
 
 typedef struct layer {
   float *input_norm, *q, *k, *v, *o, *q_norm, *k_norm, *post_norm; /* [out, in] row-major */

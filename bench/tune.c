@@ -1,5 +1,5 @@
 /*
- * Writes host/tune_any.def: times every row of the kernel table that can serve a stage, forced through the public call,
+ * Writes host/tune/h200.def: times every row of the kernel table that can serve a stage, forced through the public call,
  * over layers and token counts, and cuts the scale (rows an active expert; router: T E / 256) where another row becomes
  * the better one. The library itself never times anything.
  *

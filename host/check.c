@@ -22,6 +22,14 @@ static void list_dtypes(uint32_t mask, char *text, size_t bytes)
     }
 }
 
+cumoe_status check_dense(const char *name, int32_t dtype, cumoe_status otherwise)
+{
+  char names[96];
+  if (dense_format(dtype) != FORMAT_none) return CUMOE_OK;
+  list_dtypes(FLOAT_BITS, names, sizeof names);
+  return fail(otherwise, "%s is %s, must be %s", name, say_dtype(dtype).text, names);
+}
+
 cumoe_status check_extent(const char *name, const cumoe_view *v, uint32_t align)
 {
   const int64_t limit = (int64_t)1 << 46; /* bytes: the end of every device address space */
@@ -194,11 +202,6 @@ cumoe_status check_not_negative(const char *name, float value)
 
 /* ---- routing and layer ---- */
 
-int32_t router_experts(const cumoe_moe_desc *d)
-{
-  return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
-}
-
 static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
 {
   if (r->n_group == 0) {
@@ -260,8 +263,7 @@ static cumoe_status check_shape(const cumoe_moe_desc *d)
 
 static cumoe_status check_types(const cumoe_moe_desc *d)
 {
-  REQUIRE(d->dtype == CUMOE_BF16 || d->dtype == CUMOE_F16 || d->dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
-          "desc.dtype is %s, supported are bf16, f16 and f32", say_dtype(d->dtype).text);
+  TRY(check_dense("desc.dtype", d->dtype, CUMOE_ERR_NOT_SUPPORTED));
   REQUIRE(d->out_dtype == d->dtype || d->out_dtype == CUMOE_F32, CUMOE_ERR_NOT_SUPPORTED,
           "desc.out_dtype is %s, must be %s (or 0: dtype)%s", say_dtype(d->out_dtype).text, say_dtype(d->dtype).text,
           d->dtype == CUMOE_F32 ? "" : " or f32");

@@ -17,8 +17,13 @@ typedef struct operand {
 } operand;
 
 #define DTYPE_BIT(dtype) (1u << (dtype))
-#define FLOAT_BITS       (DTYPE_BIT(CUMOE_F32) | DTYPE_BIT(CUMOE_F16) | DTYPE_BIT(CUMOE_BF16))
 #define INDEX_BITS       (DTYPE_BIT(CUMOE_I32) | DTYPE_BIT(CUMOE_I64))
+enum {
+  FLOAT_BITS = 0 /* the dense formats */
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS) | DTYPE_BIT(CUMOE_##DTYPE)
+#include "../kernels/formats.def"
+};
 
 bool absent(const cumoe_view *view);
 cumoe_status check_operand(struct context *context, const operand *want, cumoe_view view);
@@ -39,6 +44,8 @@ enum { MAX_NAMED_VIEWS = 20 };
   {"route.row_pair", cumoe_const((route)->row_pair)}, {"route.slot_row", cumoe_const((route)->slot_row)}
 /* clang-format on */
 cumoe_status check_overlaps(const named_view *views, int outputs, int all);
+/* A type that x, h and weights without scales have. */
+cumoe_status check_dense(const char *name, int32_t dtype, cumoe_status otherwise);
 /* The bytes of a view: `rows` runs of `width`, one every `pitch`. */
 typedef struct span {
   uintptr_t begin, end; /* of all; equal when there are none */
@@ -83,7 +90,5 @@ typedef struct layer {
 cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, layer *with);
 cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *args,
                            int64_t tokens);
-
-int32_t router_experts(const cumoe_moe_desc *desc); /* columns of the logits */
 
 #endif

@@ -98,12 +98,13 @@ static cumoe_status take_image(const job *j, cumoe_image *image)
 {
   size_t bytes = 0;
   TRY_NVRTC(j, "nvrtcGetCUBINSize", size_function, CUBIN_SIZE, j->program, &bytes);
-  const bool machine = bytes != 0;
-  if (!machine) TRY_NVRTC(j, "nvrtcGetPTXSize", size_function, PTX_SIZE, j->program, &bytes);
+  const bool machine_code = bytes != 0;
+  if (!machine_code) TRY_NVRTC(j, "nvrtcGetPTXSize", size_function, PTX_SIZE, j->program, &bytes);
   image->data = malloc(bytes ? bytes : 1);
   if (!image->data) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for an image of %zu bytes", bytes);
   image->bytes = bytes;
-  TRY_NVRTC(j, machine ? "nvrtcGetCUBIN" : "nvrtcGetPTX", get_function, machine ? CUBIN : PTX, j->program, image->data);
+  TRY_NVRTC(j, machine_code ? "nvrtcGetCUBIN" : "nvrtcGetPTX", get_function, machine_code ? CUBIN : PTX, j->program,
+            image->data);
   return CUMOE_OK;
 }
 

@@ -9,12 +9,9 @@
 
 #include "check.h"
 #include "objects.h"
-#include "plan.h"
 #include "weights.h"
 
 enum { DEFAULT_SMEM = 48 * 1024, WAITS_FROM = 90 };
-
-_Static_assert(OP_COUNT <= sizeof((struct context){0}.forced) / sizeof(int32_t), "raise forced[]");
 
 /* ---- fork: neither CUDA nor the worker threads survive it ---- */
 
@@ -48,13 +45,14 @@ cumoe_status find_context(cumoe_context handle, struct context **context)
 
 /* ---- the driver, for what the runtime cannot do ---- */
 
-cumoe_status find_driver_function(const char *name, driver_function **function)
+cumoe_status find_driver_function(const char *name, unsigned version, driver_function **function)
 {
   void *entry = NULL;
   enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  TRY_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found));
+  TRY_CUDA(cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found));
   if (found != cudaDriverEntryPointSuccess)
-    return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no %s of CUDA 12.0", name);
+    return fail(CUMOE_ERR_DRIVER_TOO_OLD, "the CUDA driver has no %s of CUDA %u.%u", name, version / 1000,
+                version % 1000 / 10);
   memcpy(function, &entry, sizeof *function);
   return CUMOE_OK;
 }
@@ -71,11 +69,11 @@ static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static cumoe_status look_up_driver(void)
 {
-  TRY(find_driver_function("cuCtxGetCurrent", (driver_function **)&driver.get_current));
-  TRY(find_driver_function("cuCtxPushCurrent", (driver_function **)&driver.push_current));
-  TRY(find_driver_function("cuCtxPopCurrent", (driver_function **)&driver.pop_current));
-  TRY(find_driver_function("cuCtxGetDevice", (driver_function **)&driver.get_device));
-  TRY(find_driver_function("cuDevicePrimaryCtxRetain", (driver_function **)&driver.retain_primary));
+  TRY(find_driver_function("cuCtxGetCurrent", 12000, (driver_function **)&driver.get_current));
+  TRY(find_driver_function("cuCtxPushCurrent", 12000, (driver_function **)&driver.push_current));
+  TRY(find_driver_function("cuCtxPopCurrent", 12000, (driver_function **)&driver.pop_current));
+  TRY(find_driver_function("cuCtxGetDevice", 12000, (driver_function **)&driver.get_device));
+  TRY(find_driver_function("cuDevicePrimaryCtxRetain", 12000, (driver_function **)&driver.retain_primary));
   driver.complete = true;
   return CUMOE_OK;
 }
@@ -166,6 +164,8 @@ static cumoe_status read_facts(struct context *context)
   info->smem_per_sm = (int32_t)facts.sharedMemPerMultiprocessor;
   info->total_memory = (int64_t)facts.totalGlobalMem;
   (void)snprintf(info->name, sizeof info->name, "%.*s", (int)sizeof info->name - 1, facts.name);
+  machine_init(&context->machine, info->name, info->cc_major * 10 + info->cc_minor, info->multiprocessors,
+               info->smem_per_block_optin);
   if (facts.memoryPoolsSupported) return CUMOE_OK;
   return fail(CUMOE_ERR_NOT_SUPPORTED, "device %d (%s) has no memory pools", context->device, info->name);
 }
@@ -241,11 +241,11 @@ static cumoe_status load_kernel(struct context *context, int32_t index, cudaLibr
 static cumoe_status load_kernels(struct context *context)
 {
   const unsigned char *loaded[MAX_IMAGES] = {NULL};
-  const machine m = machine_of(&context->info, NULL);
-  if (m.cc < MIN_CC) return no_image(context, "kernels", "compute capability 8.0 is the least");
+  const machine *m = &context->machine;
+  if (m->cc < MIN_CC) return no_image(context, "kernels", "compute capability 8.0 is the least");
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
-    if (!runs_on(&m, v)) continue;
+    if (!runs_on(m, v)) continue;
     int32_t image = 0;
     while (image < context->library_count && loaded[image] != v->image) image++;
     if (image == context->library_count) {
@@ -279,7 +279,7 @@ static cumoe_status open_entered(struct context *context)
   TRY(read_facts(context));
   TRY(pool_open(context));
   TRY(load_kernels(context));
-  if (context->info.cc_major == 9) TRY(find_driver_function("cuTensorMapEncodeTiled", &context->encode_tiled));
+  if (context->info.cc_major == 9) TRY(find_driver_function("cuTensorMapEncodeTiled", 12000, &context->encode_tiled));
   return make_fault_record(context);
 }
 
@@ -355,6 +355,7 @@ static cumoe_status open_cpu(struct context *context, int32_t threads)
   info->multiprocessors = threads_count(context->threads);
   info->total_memory = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
   (void)snprintf(info->name, sizeof info->name, "CPU, %d threads", info->multiprocessors);
+  machine_init(&context->machine, info->name, 0, info->multiprocessors, 0);
   context->fault.record = &context->cpu_fault_record;
   context->fault.mirror = &context->cpu_fault_mirror;
   return CUMOE_OK;

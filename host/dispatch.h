@@ -1,54 +1,30 @@
-/* One door for one operation: argument struct -> shape -> row of the table -> grid -> launch. */
+/* From an operation's argument struct to its launch: shape -> row of the table -> grid -> tensor maps. */
 #ifndef CUMOE_DISPATCH_H
 #define CUMOE_DISPATCH_H
 
-#include "check.h"
-#include "weights.h"
+#include "launch.h"
 #include "plan.h"
 
 /* `args` is the operation's struct of kernels/args.h. Inside enter_device/leave_device. */
 cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream);
 
-/* Whether `up` should copy its rows (plan.h: wants_copy). */
-bool dispatch_wants_copy(struct context *context, const gemm_args *up);
+/* Its first half, where several launches have to be possible before the first is made. */
+cumoe_status choose_step(struct context *context, operation op, const void *args, launch_step *result);
 
-/* Whether `down` should follow `up` by expert (plan.h: goes_by_expert). */
-bool dispatch_goes_by_expert(struct context *context, const gemm_args *up, const gemm_args *down);
+/* The error of a step that plan_step refused; `what`: the stage, for the text. */
+cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
+                         step_refusal why);
 
-/* Whether few_up and few_down should do for map, up, down and combine (plan.h: wants_few). */
-bool dispatch_wants_few(struct context *context, const few_args *few);
+/* That of a layer, if its plan was refused. */
+cumoe_status check_layer_plan(struct context *context, const layer_plan *lp);
 
-/* Whether few_up should do what few_down would as well, where the router runs before it (plan.h: few_in_one). */
-bool dispatch_few_in_one(struct context *context);
+/* Arguments of a kernel that may read through tensor maps; each begins with the struct of those that do not. */
+typedef union mapped_args {
+  router_sm90_args router;
+  gemm_sm90_args gemm;
+} mapped_args;
 
-/* Whether few_up should do for the gate as well (plan.h: few_up_gates). */
-bool dispatch_few_up_gates(struct context *context, const gate_args *gate);
-
-/* The stages' raw form, shared by the single calls and by the forward pass. */
-typedef struct route_pointers {
-  int32_t *counts, *offsets, *row_pair, *slot_row;
-} route_pointers;
-
-map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route,
-                       void *hist);
-gemm_args up_arguments(const struct plan *plan, const struct weights *weights, cumoe_view x,
-                       const route_pointers *route, cumoe_view pair_weights);
-gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
-                         const route_pointers *route, int64_t tokens);
-cumoe_status dispatch_map(struct context *context, const map_args *args, cumoe_stream stream);
-router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
-                             int64_t logits_ld);
-cumoe_status dispatch_router(struct context *context, cumoe_view x, cumoe_view weight, cumoe_view bias,
-                             token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream);
-gate_args gate_arguments(struct context *context, const cumoe_routing *routing, cumoe_view logits,
-                         cumoe_view select_bias, cumoe_view_mut ids, cumoe_view_mut weights);
-
-combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *args,
-                               int64_t tokens);
-
-static inline token_count all_tokens(int64_t tokens)
-{
-  return (token_count){tokens, NULL};
-}
+/* Fills in the maps, if the step's kernel reads through them. */
+cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args);
 
 #endif

@@ -58,12 +58,54 @@ cumoe_status cumoe_variant_force(cumoe_context handle, int32_t index)
   if (index < -1 || index >= variant_count)
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be -1 .. %d", (int)index, (int)variant_count - 1);
   if (index == -1) {
-    for (int i = 0; i < OP_COUNT; ++i) context->forced[i] = 0;
+    for (int i = 0; i < OP_COUNT; ++i) context->machine.forced[i] = 0;
     return CUMOE_OK;
   }
   const variant *v = &variants[index];
   if (v->cpu ? !on_cpu(context) : context->kernels[index] == NULL)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "%s does not run on this context's device", v->name);
-  context->forced[v->op] = index + 1;
+  context->machine.forced[v->op] = index + 1;
+  return CUMOE_OK;
+}
+
+/* ---- limits of the tune file ---- */
+
+int32_t cumoe_limit_count(void)
+{
+  return LIMIT_COUNT;
+}
+
+static cumoe_status check_limit(int32_t index)
+{
+  REQUIRE(index >= 0 && index < (int32_t)LIMIT_COUNT, CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d",
+          (int)index, (int)LIMIT_COUNT - 1);
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_limit_get(cumoe_context handle, int32_t index, cumoe_limit_info *info)
+{
+  begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_limit(index));
+  TRY(check_struct("info", info));
+  const double *value = context->machine.limits[index];
+  cumoe_limit_info limit = {.name = limit_title((limit_name)index),
+                            .unit = limit_unit((limit_name)index),
+                            .text = limit_text((limit_name)index),
+                            .value = {value[WEIGHTS_w16], value[WEIGHTS_f32]}};
+  give_struct(&limit, info);
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_limit_set(cumoe_context handle, int32_t index, cumoe_dtype dtype, double value)
+{
+  begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_limit(index));
+  REQUIRE(cumoe_dtype_bytes(dtype), CUMOE_ERR_WRONG_DTYPE, "dtype is %d, not a cumoe_dtype", (int)dtype);
+  REQUIRE(value == value, CUMOE_ERR_INVALID_ARGUMENT, "value is NaN");
+  context->machine.limits[index][weights_class_of((int32_t)dtype)] = value;
   return CUMOE_OK;
 }

@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <cuda_runtime_api.h>
 
+#include "choice.h"
 #include "range.h"
 #include "../include/cumoe/buffer.h"
 #include "../include/cumoe/pool.h"
@@ -94,7 +95,7 @@ void threads_run(thread_pool *pool, void (*kernel)(const void *, int64_t, int64_
 
 /* ---- context (context.c) ---- */
 
-enum { MAX_VARIANTS = 256, MAX_IMAGES = 32 };
+enum { MAX_IMAGES = 32 };
 
 /* Where memory comes from (pool.c). The counts are of all devices. */
 typedef struct memory_pool {
@@ -120,7 +121,7 @@ struct context {
   int32_t debug;                 /* level: cumoe/debug.h */
   struct block *blocks, *pinned; /* what is live (block.h), the newest first; lock_blocks guards both */
   uint64_t serials;              /* blocks so far; likewise */
-  int32_t forced[16];            /* by operation: variant index + 1, 0 = free choice */
+  machine machine;               /* what kernels are chosen by */
   struct blas *_Atomic blas;     /* cuBLAS, once a product needed it (matmul.c) */
   fault_sink fault;              /* record in device memory, mirror in pinned host memory */
   uint64_t cpu_fault_record;     /* what `fault` points to on the CPU device */
@@ -189,10 +190,10 @@ void leave_device(device_scope *scope);
 enum cudaStreamCaptureMode relax_capture(void);
 void restore_capture(enum cudaStreamCaptureMode before);
 
-/* A function of the driver, by the ABI of CUDA 12.0, for what the runtime has no call for. DRIVER_TOO_OLD if it is not
- * there. */
+/* A function of the driver, by the ABI of a version of CUDA (12000: 12.0), for what the runtime has no call for, or none that
+ * leaves its last error alone. DRIVER_TOO_OLD if it is not there. */
 typedef void driver_function(void);
-cumoe_status find_driver_function(const char *name, driver_function **function);
+cumoe_status find_driver_function(const char *name, unsigned version, driver_function **function);
 
 /* ---- the pool (pool.c) ---- */
 

@@ -42,23 +42,20 @@ cumoe_status launch_kernel(cudaKernel_t kernel, const char *name, const launch_s
   return error == cudaSuccess ? CUMOE_OK : explain(error, name, shape);
 }
 
-cumoe_status launch(struct context *context, int32_t index, int64_t grid, bool early, const void *args,
-                    cumoe_stream stream)
+cumoe_status launch(struct context *context, const launch_step *s, const void *args, cumoe_stream stream)
 {
-  const variant *v = &variants[index];
-  if (grid == 0) return CUMOE_OK;
+  const variant *v = &variants[s->row];
+  if (s->grid == 0) return CUMOE_OK;
   if (v->cpu) {
-    threads_run(context->threads, v->cpu, args, grid);
+    threads_run(context->threads, v->cpu, args, s->grid);
     return CUMOE_OK;
   }
-  if (grid > INT32_MAX)
-    return fail(CUMOE_ERR_NOT_SUPPORTED, "%s would need %lld CTAs, the limit is 2^31 - 1", v->name, (long long)grid);
   const launch_shape shape = {
-      .grid = {(unsigned)grid, 1, 1},
+      .grid = {(unsigned)s->grid, 1, 1},
       .block = {(unsigned)v->threads, 1, 1},
       .smem = (size_t)v->smem,
-      .early = early && context->waits[index], /* one that starts early and does not wait would race */
+      .early = s->early && context->waits[s->row], /* one that starts early and does not wait would race */
   };
   void *parameters[] = {(void *)(uintptr_t)args};
-  return launch_kernel(context->kernels[index], v->name, &shape, parameters, stream);
+  return launch_kernel(context->kernels[s->row], v->name, &shape, parameters, stream);
 }

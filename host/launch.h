@@ -3,12 +3,10 @@
 #define CUMOE_LAUNCH_H
 
 #include "internal.h"
-#include "variants.h"
+#include "plan.h"
 
-/* `grid`: CTAs for a CUDA row, work units for a CPU row; 0 launches nothing. `early`: may start before the grid ahead of
- * it has ended, if its kernel waits by itself. Inside enter_device/leave_device. */
-cumoe_status launch(struct context *context, int32_t variant, int64_t grid, bool early, const void *args,
-                    cumoe_stream stream);
+/* A grid of 0 launches nothing. Inside enter_device/leave_device. */
+cumoe_status launch(struct context *context, const launch_step *s, const void *args, cumoe_stream stream);
 
 /* How a CUDA kernel is launched; a caller's kernel (function.c) may ask for more than a row does. */
 typedef struct launch_shape {

@@ -4,14 +4,15 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "check.h"
 #include "dispatch.h"
 #include "dl.h"
 #include "../include/cumoe/ops.h"
 
 /* ---- checks ---- */
 
-/* The memory of all matrices of a batch as one view: side by side in the columns of one, or else everything from the first
- * element to the last. */
+/* The memory of all matrices of a batch as one view: side by side in the columns of one, or else everything from the
+ * first element to the last. */
 static cumoe_status whole_batch(const char *name, cumoe_view first, int64_t batch, int64_t stride, cumoe_view *whole)
 {
   const int64_t limit = (int64_t)1 << 46;
@@ -230,7 +231,16 @@ void blas_close(struct context *context)
 
 static cudaDataType type_of(int32_t dtype)
 {
-  return dtype == DT_F32 ? CUDA_R_32F : dtype == DT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+  switch ((element_type)dtype) {
+  case DT_F32: return CUDA_R_32F;
+  case DT_F16: return CUDA_R_16F;
+  case DT_BF16: return CUDA_R_16BF;
+  case DT_NONE: /* the checks let none of these pass */
+  case DT_U8:
+  case DT_I32:
+  case DT_I64: break;
+  }
+  return (cudaDataType)-1; /* cuBLAS refuses it */
 }
 
 /* Of an operand without elements: cuBLAS wants a pointer and a positive ld all the same. */

@@ -168,7 +168,7 @@ typedef CUresult pointer_attribute(void *value, CUpointer_attribute attribute, C
 static cumoe_status inspect_range(const void *data, size_t bytes, bool *pooled)
 {
   driver_function *function = NULL;
-  TRY(find_driver_function("cuPointerGetAttribute", &function));
+  TRY(find_driver_function("cuPointerGetAttribute", 12000, &function));
   pointer_attribute *query = (pointer_attribute *)function;
   const CUdeviceptr at = (CUdeviceptr)(uintptr_t)data;
   CUdeviceptr start = 0;

@@ -3,6 +3,7 @@
 #include "handles.h"
 #include "image.h"
 
+#include <cuda.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -258,28 +259,28 @@ cumoe_status modules_abandon(struct context *context)
 
 /* ---- kernels ---- */
 
-/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end. */
+typedef CUresult parameter_query(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
+
+/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end. The driver is
+ * asked, for it leaves the runtime's last error alone. */
 static cumoe_status read_parameters(function_facts *f)
 {
   size_t offset = 0, bytes = 0;
+  parameter_query *query = NULL;
+  TRY(find_driver_function("cuKernelGetParamInfo", 12040, (driver_function **)&query));
   for (f->parameters = 0;; ++f->parameters) {
-    const void *kernel = (const void *)f->kernel;
     const size_t index = (size_t)f->parameters;
-    cudaError_t error = cudaFuncGetParamInfo(kernel, index, &offset, &bytes);
-    if (error == cudaErrorInvalidValue) {
-      clear_cuda_error();
-      const cudaError_t again = cudaFuncGetParamInfo(kernel, index, &offset, &bytes);
-      if (again == error) break;
-      if (again == cudaSuccess) error = cudaErrorUnknown; /* the first answer was none */
-      if (again != cudaSuccess) error = again;
+    CUresult error = query(f->kernel, index, &offset, &bytes);
+    if (error == CUDA_ERROR_INVALID_VALUE) {
+      const CUresult again = query(f->kernel, index, &offset, &bytes);
+      if (again == error) return CUMOE_OK;
+      error = again == CUDA_SUCCESS ? CUDA_ERROR_UNKNOWN : again; /* the first answer was none */
     }
-    if (error != cudaSuccess) return fail_cuda(error, "cudaFuncGetParamInfo");
+    if (error != CUDA_SUCCESS) return fail_cuda((cudaError_t)error, "cuKernelGetParamInfo");
     REQUIRE(index < CUMOE_MAX_PARAMETERS && bytes <= UINT16_MAX, CUMOE_ERR_NOT_SUPPORTED,
             "kernel %s has more than %d parameters, or one of more than 64 KiB", f->name, CUMOE_MAX_PARAMETERS);
     f->parameter_bytes[index] = (uint16_t)bytes;
   }
-  clear_cuda_error();
-  return CUMOE_OK;
 }
 
 /* The limit is a property of the kernel on this device, whoever looks it up: never lowered, for another may count on

@@ -1,6 +1,9 @@
-/* The layer: plan, workspace, and the forward pass in a straight line. */
+/* The layer: its plan, its workspace, and the forward pass in a straight line. */
+#include "arguments.h"
+#include "check.h"
 #include "dispatch.h"
 #include "objects.h"
+#include "tmap.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -85,16 +88,15 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
   return CUMOE_OK;
 }
 
-/* ---- forward ---- */
+/* ---- forward: where everything lies ---- */
 
-/* A call under way: the caller's arguments, and where every intermediate lies. */
+/* A call under way: the caller's arguments, what will be launched, and where every intermediate lies. */
 typedef struct pass {
   const struct plan *plan;
   const struct weights *shared; /* of the shared expert, or NULL */
   const cumoe_moe_args *args;
-  cumoe_stream stream;
+  layer_plan lp;
   token_count tokens;
-  workspace_layout at;
   char *workspace;
   cumoe_view ids, weights; /* of the routing, wherever it came from */
   route_pointers route;
@@ -105,206 +107,227 @@ static void *region(const pass *p, size_t offset)
   return p->workspace + offset;
 }
 
-static cumoe_view_mut or_region(cumoe_view_mut given, const pass *p, size_t offset, cumoe_dtype dtype, int64_t cols)
+static cumoe_view or_region(cumoe_view_mut given, const pass *p, size_t offset, cumoe_dtype dtype, int64_t cols)
 {
-  return given.data ? given : cumoe_matrix_mut(region(p, offset), dtype, p->tokens.count, cols, cols);
+  return cumoe_const(given.data ? given : cumoe_matrix_mut(region(p, offset), dtype, p->tokens.count, cols, cols));
 }
 
-/* The gate, if ids and weights are not the caller's; where they will be, in any case. */
-static gate_args gate_pass(pass *p)
+static void locate(pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  const workspace_layout *at = &p->lp.at;
+  const int32_t k = p->plan->desc.routing.top_k;
+  const bool routed = a->ids.data != NULL;
+  p->ids = routed ? a->ids : or_region(a->ids_out, p, at->ids, CUMOE_I32, k);
+  p->weights = routed ? a->weights : or_region(a->weights_out, p, at->weights, CUMOE_F32, k);
+  p->route =
+      (route_pointers){region(p, at->counts), region(p, at->offsets), region(p, at->row_pair), region(p, at->slot_row)};
+}
+
+/* ---- forward: arguments of each stage ---- */
+
+typedef struct layer_arguments {
+  mapped_args router, shared_gate, up, down, shared_up, shared_down;
+  gate_args gate;
+  map_args map;
+  combine_args combine;
+  few_args few;
+} layer_arguments;
+
+static mapped_args *mapped_of(layer_arguments *l, stage s)
+{
+  switch (s) {
+  case STAGE_router: return &l->router;
+  case STAGE_shared_gate: return &l->shared_gate;
+  case STAGE_up: return &l->up;
+  case STAGE_down: return &l->down;
+  case STAGE_shared_up: return &l->shared_up;
+  case STAGE_shared_down: return &l->shared_down;
+  default: return NULL;
+  }
+}
+
+static const void *arguments_of(layer_arguments *l, stage s)
+{
+  switch (s) {
+  case STAGE_gate: return &l->gate;
+  case STAGE_map_count:
+  case STAGE_map: return &l->map;
+  case STAGE_combine: return &l->combine;
+  case STAGE_few_up:
+  case STAGE_few_down: return &l->few;
+  default: return mapped_of(l, s);
+  }
+}
+
+static router_args router_pass(const pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  return router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->lp.at.logits),
+                          router_experts(&p->plan->desc));
+}
+
+static gate_args gate_pass(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_moe_desc *d = &p->plan->desc;
   const int32_t experts = router_experts(d);
-  p->ids = a->ids;
-  p->weights = a->weights;
-  if (a->ids.data) return (gate_args){0};
-  const cumoe_view own = cumoe_matrix(region(p, p->at.logits), CUMOE_F32, p->tokens.count, experts, experts);
-  const cumoe_view_mut ids = or_region(a->ids_out, p, p->at.ids, CUMOE_I32, d->routing.top_k);
-  const cumoe_view_mut weights = or_region(a->weights_out, p, p->at.weights, CUMOE_F32, d->routing.top_k);
+  const cumoe_view own = cumoe_matrix(region(p, p->lp.at.logits), CUMOE_F32, p->tokens.count, experts, experts);
   gate_args g = gate_arguments(p->plan->context, &d->routing, a->router_weight.data ? own : a->logits, a->select_bias,
-                               ids, weights);
+                               p->ids, p->weights);
   g.tokens = p->tokens;
-  p->ids = cumoe_const(ids);
-  p->weights = cumoe_const(weights);
   return g;
 }
 
-/* x -> logits, if they are not the caller's; few_up may want some memory cleared */
-static cumoe_status run_router(const pass *p, void *clear, size_t bytes)
+static map_args map_pass(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
-  const int32_t experts = router_experts(&p->plan->desc);
-  if (!a->router_weight.data) return CUMOE_OK;
-  router_args r = router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->at.logits), experts);
-  r.protocol.fill = clear;
-  r.protocol.fill_vectors = (int32_t)(bytes / 16);
-  return dispatch(p->plan->context, OP_router, &r, p->stream);
-}
-
-/* logits -> ids and weights, if they are not the caller's */
-static cumoe_status run_gate(const pass *p, const gate_args *gate)
-{
-  return p->args->ids.data ? CUMOE_OK : dispatch(p->plan->context, OP_gate, gate, p->stream);
-}
-
-static map_args map_pass(pass *p)
-{
-  const cumoe_moe_args *a = p->args;
-  p->route = (route_pointers){region(p, p->at.counts), region(p, p->at.offsets), region(p, p->at.row_pair),
-                              region(p, p->at.slot_row)};
-  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, region(p, p->at.hist));
+  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, region(p, p->lp.at.hist));
   m.tokens = p->tokens;
   m.counts_out = a->counts_out.data;
   m.load = a->load.data;
-  m.protocol.progress = region(p, p->at.progress);
+  m.protocol.progress = region(p, p->lp.at.progress);
   return m;
 }
 
-/* ids -> where each pair's row lies */
-static cumoe_status map_rows(pass *p)
-{
-  const map_args m = map_pass(p);
-  return dispatch_map(p->plan->context, &m, p->stream);
-}
-
-/* up and down of one weights object; route NULL: the shared expert, where every token is a row */
-static cumoe_status run_experts(const pass *p, const struct weights *weights, const route_pointers *route,
-                                size_t h_offset, size_t y_offset)
+/* up and down of one weights object; route NULL: the shared expert, where every token is a row. */
+static void experts_pass(const pass *p, const struct weights *weights, const route_pointers *route, gemm_args *up,
+                         gemm_args *down)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const bool weigh_input = route && d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  const bool discarded = route && discards_rows(d, p->tokens.count);
   const cumoe_view none = {0};
-  gemm_args up = up_arguments(p->plan, weights, p->args->x, route, weigh_input ? p->weights : none);
-  up.tokens = p->tokens;
-  up.c = region(p, h_offset);
-  up.c_ld = weights->inter;
-  up.protocol.evict_last = discarded;
-  const cumoe_view h = cumoe_matrix(up.c, (cumoe_dtype)d->dtype, up.rows_cap, weights->inter, weights->inter);
-  /* The map is behind both; behind up of the routed experts it is the grid before, unless the shared expert lies between. */
-  up.protocol.early_inputs = !route || p->shared;
-  gemm_args down = down_arguments(p->plan, weights, h, route, p->tokens.count);
-  down.protocol.early_inputs = true;
-  down.tokens = p->tokens;
-  down.c = region(p, y_offset);
-  down.c_ld = d->hidden;
-  down.protocol.evict_last = discarded;
-  if (route) {
-    up.protocol.progress = down.protocol.progress = region(p, p->at.progress);
-    up.protocol.by_expert = down.protocol.by_expert = dispatch_goes_by_expert(p->plan->context, &up, &down);
-    /* An expert's rows: up is the last to read them there, down the first to write. */
-    if (dispatch_wants_copy(p->plan->context, &up)) up.protocol.x_copy = down.c;
-  }
-  TRY(dispatch(p->plan->context, OP_up, &up, p->stream));
-  return dispatch(p->plan->context, OP_down, &down, p->stream);
+  *up = up_arguments(p->plan, weights, p->args->x, route, weigh_input ? p->weights : none);
+  up->tokens = p->tokens;
+  up->c = region(p, route ? p->lp.at.h : p->lp.at.shared_h);
+  up->c_ld = weights->inter;
+  const cumoe_view h = cumoe_matrix(up->c, (cumoe_dtype)d->dtype, up->rows_cap, weights->inter, weights->inter);
+  *down = down_arguments(p->plan, weights, h, route, p->tokens.count);
+  down->tokens = p->tokens;
+  down->c = region(p, route ? p->lp.at.y : p->lp.at.shared_y);
+  down->c_ld = d->hidden;
 }
 
-static cumoe_status run_shared(const pass *p)
+/* How the kernels of a routed layer work together: kernels/protocol.h. */
+static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
 {
-  const cumoe_moe_args *a = p->args;
-  const cumoe_view none = {0};
-  if (!p->shared) return CUMOE_OK;
-  TRY(run_experts(p, p->shared, NULL, p->at.shared_h, p->at.shared_y));
-  if (!a->shared_gate.data) return CUMOE_OK;
-  return dispatch_router(p->plan->context, a->x, a->shared_gate, none, p->tokens, region(p, p->at.shared_logit), 1,
-                         p->stream);
+  const layer_plan *lp = &p->lp;
+  /* The map is behind both: it is the grid before up, unless the shared expert lies between. */
+  up->protocol.early_inputs = p->shared != NULL;
+  down->protocol.early_inputs = true;
+  up->protocol.progress = down->protocol.progress = region(p, lp->at.progress);
+  up->protocol.by_expert = down->protocol.by_expert = lp->by_expert;
+  up->protocol.evict_last = down->protocol.evict_last = lp->discards_rows;
+  /* An expert's rows: up is the last to read them there, down the first to write. */
+  if (lp->copies_rows) up->protocol.x_copy = down->c;
 }
-
-/* Looking slots up before the wait saves a trip to L2 once a CTA, but goes past L1: for a grid of one wave. (With it, T 8192
- * took 12 to 19 % longer on an H200.) */
-enum { EARLY_COMBINE_TOKENS = 64 };
 
 static combine_args combine_pass(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_moe_desc *d = &p->plan->desc;
+  const workspace_layout *at = &p->lp.at;
   const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
   const int64_t tokens = p->tokens.count, rows = tokens * d->routing.top_k, hidden = d->hidden;
   const bool weigh = !(d->flags & CUMOE_MOE_UNREDUCED) || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
   cumoe_combine_args c = {
       .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
-  c.y = cumoe_matrix(region(p, p->at.y), dtype, rows, hidden, hidden);
+  c.y = cumoe_matrix(region(p, at->y), dtype, rows, hidden, hidden);
   if (weigh) c.pair_weights = p->weights;
-  if (p->shared) c.shared = cumoe_matrix(region(p, p->at.shared_y), dtype, tokens, hidden, hidden);
-  if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, p->at.shared_logit), CUMOE_F32, tokens, 1, 1);
-  combine_args raw = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
-  raw.protocol.early_inputs = tokens <= EARLY_COMBINE_TOKENS;
-  return raw;
+  if (p->shared) c.shared = cumoe_matrix(region(p, at->shared_y), dtype, tokens, hidden, hidden);
+  if (a->shared_gate.data) c.shared_logit = cumoe_matrix(region(p, at->shared_logit), CUMOE_F32, tokens, 1, 1);
+  return combine_arguments(p->plan, p->route.slot_row, &c, tokens);
 }
 
-/* h and y are the workspace's, and combine is the last to want them. */
-static void give_up_rows(const pass *p, combine_args *combine)
+static void routed_pass(const pass *p, const struct weights *weights, layer_arguments *l)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
-  if (!discards_rows(d, p->tokens.count)) return;
-  combine->protocol.discard_h = region(p, p->at.h);
-  combine->protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  l->map = map_pass(p);
+  experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
+  link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
+  l->combine = combine_pass(p);
+  l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
+  if (!p->lp.discards_rows) return;
+  l->combine.protocol.discard_h = region(p, p->lp.at.h);
+  l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
 }
 
-static cumoe_status combine_rows(const pass *p)
+/* One grid does all: the router fills what its CTAs tell each other through. */
+static void link_few(const pass *p, layer_arguments *l)
 {
-  combine_args raw = combine_pass(p);
-  give_up_rows(p, &raw);
-  return dispatch(p->plan->context, OP_combine, &raw, p->stream);
+  const workspace_layout *at = &p->lp.at;
+  uint64_t *words = region(p, at->few_words);
+  l->few.protocol.tickets = (int32_t *)(words + l->few.up.rows_cap);
+  l->router.router.r.protocol.fill = region(p, at->h);
+  l->router.router.r.protocol.fill_vectors = (int32_t)(at->few_fill / 16);
+  if (!p->lp.few_gates) return;
+  l->few.protocol.weights = words;
+  l->few.gate = l->gate;
 }
 
-/* Few tokens: one grid for map, up, down and combine, and often for the gate, or two if there is no router ahead, which
- * fills with ones what the CTAs tell each other through. */
-static void link_few(const pass *p, const gate_args *gate, few_args *few)
+static void few_pass(const pass *p, const struct weights *weights, layer_arguments *l)
 {
-  if (!p->args->router_weight.data || !dispatch_few_in_one(p->plan->context)) return;
-  uint64_t *words = region(p, p->at.few_words);
-  few->protocol.tickets = (int32_t *)(words + few->up.rows_cap);
-  if (!dispatch_few_up_gates(p->plan->context, gate)) return;
-  few->protocol.weights = words;
-  few->gate = *gate;
+  few_args *few = &l->few;
+  *few = (few_args){.map = map_pass(p), .out = combine_pass(p)};
+  experts_pass(p, weights, &p->route, &few->up, &few->down);
+  few->out.protocol.early_inputs = p->lp.combine_looks_ahead;
+  if (p->lp.few_in_one) link_few(p, l);
 }
 
-static few_args few_arguments(pass *p, const struct weights *weights, const gate_args *gate)
+static void shared_pass(const pass *p, layer_arguments *l)
 {
-  const cumoe_moe_desc *d = &p->plan->desc;
+  const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
-  few_args few = {.map = map_pass(p)};
-  few.up = up_arguments(p->plan, weights, p->args->x, &p->route, none);
-  few.up.c = region(p, p->at.h);
-  few.up.c_ld = weights->inter;
-  const cumoe_view h = cumoe_matrix(few.up.c, (cumoe_dtype)d->dtype, few.up.rows_cap, weights->inter, weights->inter);
-  few.down = down_arguments(p->plan, weights, h, &p->route, p->tokens.count);
-  few.out = combine_pass(p);
-  link_few(p, gate, &few);
-  return few;
+  experts_pass(p, p->shared, NULL, &l->shared_up.gemm.g, &l->shared_down.gemm.g);
+  l->shared_up.gemm.g.protocol.early_inputs = l->shared_down.gemm.g.protocol.early_inputs = true;
+  if (a->shared_gate.data)
+    l->shared_gate.router.r =
+        router_arguments(a->x, a->shared_gate, none, p->tokens, region(p, p->lp.at.shared_logit), 1);
 }
 
-static bool takes_few(pass *p, const struct weights *weights, const gate_args *gate, few_args *few)
+static void fill(const pass *p, const struct weights *weights, layer_arguments *l)
 {
-  const cumoe_moe_desc *d = &p->plan->desc;
-  if (p->tokens.count > FEW_TOKENS) return false; /* first: for many tokens nothing is filled in or looked up */
-  if (d->flags & CUMOE_MOE_UNREDUCED || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
-  *few = few_arguments(p, weights, gate);
-  return dispatch_wants_few(p->plan->context, few);
+  const cumoe_moe_args *a = p->args;
+  if (a->router_weight.data) l->router.router.r = router_pass(p);
+  if (!a->ids.data) l->gate = gate_pass(p);
+  if (p->lp.few)
+    few_pass(p, weights, l);
+  else
+    routed_pass(p, weights, l);
+  if (p->shared) shared_pass(p, l);
 }
 
-static cumoe_status run_few(const pass *p, const gate_args *gate, const few_args *few)
+/* ---- forward: the launches ---- */
+
+static layer_call call_of(const layer *with, const cumoe_moe_args *a)
 {
-  TRY(run_router(p, few->up.c, few->protocol.tickets ? p->at.few_fill : 0));
-  if (!few->protocol.weights) TRY(run_gate(p, gate));
-  TRY(run_shared(p));
-  TRY(dispatch(p->plan->context, OP_few_up, few, p->stream));
-  return few->protocol.tickets ? CUMOE_OK : dispatch(p->plan->context, OP_few_down, few, p->stream);
+  layer_call c = {.tokens = a->x.rows,
+                  .up = with->weights->up_facts,
+                  .down = with->weights->down_facts,
+                  .has_router = a->router_weight.data != NULL,
+                  .has_ids = a->ids.data != NULL,
+                  .has_select_bias = a->select_bias.data != NULL,
+                  .has_shared = with->shared != NULL,
+                  .has_shared_gate = a->shared_gate.data != NULL};
+  if (c.has_router)
+    c.router_dtype = a->router_weight.dtype, c.router_tmap = tmap_serves_views(&a->x, &a->router_weight);
+  if (c.has_shared) c.shared_up = with->shared->up_facts, c.shared_down = with->shared->down_facts;
+  if (c.has_shared_gate)
+    c.shared_gate_dtype = a->shared_gate.dtype, c.shared_gate_tmap = tmap_serves_views(&a->x, &a->shared_gate);
+  return c;
 }
 
-static cumoe_status run(pass *p, const struct weights *weights)
+/* Whatever may fail but the launches themselves comes before the first of them. */
+static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream)
 {
-  const gate_args gate = gate_pass(p);
-  few_args few;
-  if (takes_few(p, weights, &gate, &few)) return run_few(p, &gate, &few);
-  TRY(run_router(p, NULL, 0));
-  TRY(run_gate(p, &gate));
-  TRY(map_rows(p));
-  TRY(run_shared(p));
-  TRY(run_experts(p, weights, &p->route, p->at.h, p->at.y));
-  return combine_rows(p);
+  struct context *context = p->plan->context;
+  layer_arguments l;
+  fill(p, weights, &l);
+  for (stage s = 0; s < STAGE_COUNT; ++s)
+    if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
+  for (stage s = 0; s < STAGE_COUNT; ++s)
+    if (p->lp.steps[s].row >= 0) TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream)
@@ -315,16 +338,15 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
   TRY(take_struct("args", args, &a));
   TRY(check_forward(plan, weights, &a, &with));
   if (a.x.rows == 0) return CUMOE_OK;
+  struct context *context = with.plan->context;
+  const layer_call call = call_of(&with, &a);
   pass p = {.plan = with.plan,
             .shared = with.shared,
             .args = &a,
-            .stream = stream,
+            .lp = plan_layer(&context->machine, &with.plan->desc, &call),
             .tokens = {a.x.rows, a.device_tokens.data},
             .workspace = a.workspace.data};
-  (void)plan_workspace_layout(&with.plan->desc, a.x.rows, &p.at);
-  device_scope scope;
-  TRY(enter_device(with.plan->context, &scope));
-  const cumoe_status status = run(&p, with.weights);
-  leave_device(&scope);
-  return status;
+  TRY(check_layer_plan(context, &p.lp));
+  locate(&p);
+  ON_DEVICE(context, run(&p, with.weights, stream));
 }

@@ -1,4 +1,5 @@
 /* Elementwise operations, softmax, norms: check, fill the argument struct, dispatch. The product is in matmul.c. */
+#include "check.h"
 #include "dispatch.h"
 #include "../include/cumoe/ops.h"
 

@@ -1,32 +1,9 @@
 /* The public stages: check, fill the argument struct, dispatch. */
+#include "arguments.h"
+#include "check.h"
 #include "dispatch.h"
 
 /* ---- router ---- */
-
-router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
-                             int64_t logits_ld)
-{
-  return (router_args){.x = x.data,
-                       .w = weight.data,
-                       .bias = bias.data,
-                       .logits = logits,
-                       .x_ld = x.ld,
-                       .w_ld = weight.ld,
-                       .logits_ld = logits_ld,
-                       .tokens = tokens,
-                       .experts = (int32_t)weight.rows,
-                       .hidden = (int32_t)x.cols,
-                       .x_dtype = x.dtype,
-                       .w_dtype = weight.dtype,
-                       .bias_dtype = bias.data ? bias.dtype : DT_NONE};
-}
-
-cumoe_status dispatch_router(struct context *context, cumoe_view x, cumoe_view weight, cumoe_view bias,
-                             token_count tokens, float *logits, int64_t logits_ld, cumoe_stream stream)
-{
-  const router_args a = router_arguments(x, weight, bias, tokens, logits, logits_ld);
-  return dispatch(context, OP_router, &a, stream);
-}
 
 static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                  cumoe_view logits)
@@ -57,37 +34,11 @@ cumoe_status cumoe_router(cumoe_context handle, cumoe_view x, cumoe_view weight,
   const named_view views[] = {{"logits", cumoe_const(logits)}, {"x", x}, {"weight", weight}, {"bias", bias}};
   TRY(check_overlaps(views, 1, 4));
   if (x.rows == 0) return CUMOE_OK;
-  ON_DEVICE(context, dispatch_router(context, x, weight, bias, all_tokens(x.rows), logits.data, logits.ld, stream));
+  const router_args a = router_arguments(x, weight, bias, all_tokens(x.rows), logits.data, logits.ld);
+  ON_DEVICE(context, dispatch(context, OP_router, &a, stream));
 }
 
 /* ---- gate ---- */
-
-gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
-                         cumoe_view_mut ids, cumoe_view_mut weights)
-{
-  return (gate_args){.logits = logits.data,
-                     .select_bias = select_bias.data,
-                     .ids = ids.data,
-                     .weights = weights.data,
-                     .logits_ld = logits.ld,
-                     .ids_ld = ids.ld,
-                     .weights_ld = weights.ld,
-                     .tokens = all_tokens(logits.rows),
-                     .experts = (int32_t)logits.cols,
-                     .logits_dtype = logits.dtype,
-                     .ids_dtype = ids.dtype,
-                     .score = r->score,
-                     .top_k = r->top_k,
-                     .n_group = r->n_group,
-                     .topk_group = r->topk_group,
-                     .group_score = r->group_score,
-                     .flags = r->flags,
-                     .routed_scale = r->routed_scale == 0 ? 1 : r->routed_scale,
-                     .softcap = r->softcap,
-                     .renorm_eps = r->renorm_eps,
-                     .renorm_min = r->renorm_min,
-                     .fault = context->fault};
-}
 
 cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
                         cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
@@ -113,41 +64,21 @@ cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumo
       {"ids", cumoe_const(ids)}, {"weights", cumoe_const(weights)}, {"logits", logits}, {"select_bias", select_bias}};
   TRY(check_overlaps(views, 2, 4));
   if (logits.rows == 0) return CUMOE_OK;
-  const gate_args a = gate_arguments(context, &r, logits, select_bias, ids, weights);
+  const gate_args a = gate_arguments(context, &r, logits, select_bias, cumoe_const(ids), cumoe_const(weights));
   ON_DEVICE(context, dispatch(context, OP_gate, &a, stream));
 }
 
 /* ---- map ---- */
 
-/* A map is one count launch (only with several chunks, and never on the CPU) and one placing launch. */
-cumoe_status dispatch_map(struct context *context, const map_args *args, cumoe_stream stream)
+/* One count launch (only with several chunks, and never on the CPU) and one placing launch, both or neither. */
+static cumoe_status run_map(struct context *context, const map_args *args, cumoe_stream stream)
 {
-  if (args->chunks > 1 && !on_cpu(context)) TRY(dispatch(context, OP_map_count, args, stream));
-  return dispatch(context, OP_map, args, stream);
-}
-
-map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  const map_chunks cut = map_chunking(ids.rows * d->routing.top_k);
-  return (map_args){.ids = ids.data,
-                    .ids_ld = ids.ld,
-                    .expert_map = expert_map.data,
-                    .counts = route.counts,
-                    .offsets = route.offsets,
-                    .row_pair = route.row_pair,
-                    .slot_row = route.slot_row,
-                    .hist = hist,
-                    .tokens = all_tokens(ids.rows),
-                    .ids_dtype = ids.dtype,
-                    .top_k = d->routing.top_k,
-                    .num_experts = d->num_experts,
-                    .zero_experts = d->routing.zero_experts,
-                    .identity_experts = d->routing.identity_experts,
-                    .local_experts = d->local_experts,
-                    .chunks = cut.chunks,
-                    .chunk_pairs = cut.chunk_pairs,
-                    .fault = plan->context->fault};
+  const bool counts = args->chunks > 1 && !on_cpu(context);
+  launch_step count = {0}, place = {0};
+  if (counts) TRY(choose_step(context, OP_map_count, args, &count));
+  TRY(choose_step(context, OP_map, args, &place));
+  if (counts) TRY(launch(context, &count, args, stream));
+  return launch(context, &place, args, stream);
 }
 
 static size_t hist_bytes(const struct plan *plan, int64_t tokens)
@@ -216,61 +147,10 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
   TRY(check_map_overlaps(route, cumoe_const(need ? workspace : (cumoe_view_mut){0}), ids, expert_map));
   if (ids.rows == 0) return CUMOE_OK;
   const map_args a = map_arguments(plan, ids, expert_map, pointers_of(route), workspace.data);
-  ON_DEVICE(plan->context, dispatch_map(plan->context, &a, stream));
+  ON_DEVICE(plan->context, run_map(plan->context, &a, stream));
 }
 
 /* ---- up, down ---- */
-
-static gemm_args gemm_arguments(const struct plan *plan, const struct weights *weights, cumoe_view a,
-                                const route_pointers *route)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  gemm_args g = {.a = a.data,
-                 .a_ld = a.ld,
-                 .experts = weights->experts,
-                 .top_k = d->routing.top_k,
-                 .dtype = d->dtype,
-                 .act = ACT_IDENTITY,
-                 .fault = plan->context->fault};
-  if (route) {
-    g.counts = route->counts;
-    g.offsets = route->offsets;
-  }
-  return g;
-}
-
-/* route NULL: dense, every token is a row of the only expert. */
-gemm_args up_arguments(const struct plan *plan, const struct weights *weights, cumoe_view x,
-                       const route_pointers *route, cumoe_view pair_weights)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  gemm_args g = gemm_arguments(plan, weights, x, route);
-  g.b = weights->up;
-  g.tokens = all_tokens(x.rows);
-  g.rows_cap = route ? x.rows * d->routing.top_k : x.rows;
-  g.row_pair = route ? route->row_pair : NULL;
-  g.pair_weights = pair_weights.data;
-  g.pair_weights_ld = pair_weights.ld;
-  g.n = weights->inter;
-  g.k = weights->hidden;
-  g.act = d->act;
-  g.gated = weights->gated;
-  g.act_alpha = d->act_alpha;
-  g.act_limit = d->act_limit;
-  return g;
-}
-
-gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
-                         const route_pointers *route, int64_t tokens)
-{
-  gemm_args g = gemm_arguments(plan, weights, h, route);
-  g.b = weights->down;
-  g.tokens = all_tokens(tokens);
-  g.rows_cap = route ? tokens * plan->desc.routing.top_k : tokens;
-  g.n = weights->hidden;
-  g.k = weights->inter;
-  return g;
-}
 
 /* A matrix that has a row for every pair, or more. */
 static operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
@@ -419,37 +299,6 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
 }
 
 /* ---- combine ---- */
-
-combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *a,
-                               int64_t tokens)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  return (combine_args){.y = a->y.data,
-                        .x = a->x.data,
-                        .shared = a->shared.data,
-                        .residual = a->residual.data,
-                        .out = a->out.data,
-                        .y_ld = a->y.ld,
-                        .x_ld = a->x.ld,
-                        .shared_ld = a->shared.ld,
-                        .residual_ld = a->residual.ld,
-                        .out_ld = a->out.ld,
-                        .slot_row = slot_row,
-                        .pair_weights = a->pair_weights.data,
-                        .pair_weights_ld = a->pair_weights.ld,
-                        .shared_logit = a->shared_logit.data,
-                        .shared_logit_ld = a->shared_logit.ld,
-                        .tokens = {tokens, a->device_tokens.data},
-                        .rows_cap = a->y.rows,
-                        .top_k = d->routing.top_k,
-                        .hidden = d->hidden,
-                        .dtype = d->dtype,
-                        .out_dtype = d->out_dtype,
-                        .reduce = !(d->flags & CUMOE_MOE_UNREDUCED),
-                        .out_scale = a->out_scale == 0 ? 1 : a->out_scale,
-                        .on_input = (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) != 0,
-                        .fault = plan->context->fault};
-}
 
 cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cumoe_combine_args *args,
                            cumoe_stream stream)

@@ -42,9 +42,6 @@ const char *cumoe_status_text(cumoe_status status)
 
 #define DTYPE_BYTES(name, value, bytes) [value] = bytes,
 static const uint8_t dtype_sizes[] = {CUMOE_DTYPE_LIST(DTYPE_BYTES)};
-static const char *const dtype_names[] = {[CUMOE_F32] = "f32", [CUMOE_F16] = "f16", [CUMOE_BF16] = "bf16",
-                                          [CUMOE_U8] = "u8",   [CUMOE_I32] = "i32", [CUMOE_I64] = "i64"};
-_Static_assert(LENGTH(dtype_names) == LENGTH(dtype_sizes), "an element type lacks its name");
 
 size_t cumoe_dtype_bytes(cumoe_dtype dtype)
 {
@@ -53,7 +50,15 @@ size_t cumoe_dtype_bytes(cumoe_dtype dtype)
 
 const char *cumoe_dtype_name(cumoe_dtype dtype)
 {
-  return cumoe_dtype_bytes(dtype) != 0 ? dtype_names[dtype] : "?";
+  switch (dtype) {
+  case CUMOE_F32: return "f32";
+  case CUMOE_F16: return "f16";
+  case CUMOE_BF16: return "bf16";
+  case CUMOE_U8: return "u8";
+  case CUMOE_I32: return "i32";
+  case CUMOE_I64: return "i64";
+  }
+  return "?";
 }
 
 dtype_words say_dtype(int32_t dtype)

@@ -10,7 +10,7 @@ typedef CUresult (*encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t,
 
 _Static_assert(sizeof(CUtensorMap) == sizeof((gemm_sm90_args *)NULL)->weights, "kernels/args.h holds tensor maps");
 
-enum { MAX_RANK = 5, ELEMENT = 2 /* bytes */ };
+enum { MAX_RANK = 5 };
 
 /* A tensor from the innermost dimension on; stride[0] is not asked: elements are neighbours. Strides in elements. */
 typedef struct tensor {
@@ -21,15 +21,25 @@ typedef struct tensor {
   uint32_t box[MAX_RANK];
 } tensor;
 
-static bool encode(void (*encoder)(void), int32_t dtype, const tensor *t, void *map)
+/* FORMAT_none: the driver refuses it. */
+static CUtensorMapDataType map_type(weight_format format)
+{
+  switch (format) {
+  case FORMAT_f16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  case FORMAT_bf16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  case FORMAT_f32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  case FORMAT_none: break;
+  }
+  return (CUtensorMapDataType)-1;
+}
+
+static bool encode(void (*encoder)(void), weight_format format, const tensor *t, void *map)
 {
   cuuint64_t bytes[MAX_RANK];
   cuuint32_t steps[MAX_RANK] = {1, 1, 1, 1, 1};
-  for (uint32_t i = 1; i < t->rank; ++i) bytes[i - 1] = (cuuint64_t)t->stride[i] * ELEMENT;
-  return ((encode_tiled)encoder)(map,
-                                 dtype == DT_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                                 t->rank, (void *)(uintptr_t)t->base, t->size, bytes, t->box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  for (uint32_t i = 1; i < t->rank; ++i) bytes[i - 1] = (cuuint64_t)format_bytes(format, t->stride[i]);
+  return ((encode_tiled)encoder)(map, map_type(format), t->rank, (void *)(uintptr_t)t->base, t->size, bytes, t->box,
+                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -45,21 +55,21 @@ static bool stride_fits(int64_t bytes)
   return bytes > 0 && bytes % 16 == 0 && bytes < (int64_t)1 << 40;
 }
 
-bool tmap_serves(const gemm_args *args)
+bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
 {
-  const expert_matrix *b = &args->b;
-  if (b->k_stride != 1 || b->table[0] || b->table[1] || args->n % 8 || (intptr_t)b->base[0] % 16) return false;
-  if (!stride_fits(b->n_stride * 8 * ELEMENT) || !stride_fits(b->n_stride * ELEMENT)) return false;
-  if (args->experts > 1 && !stride_fits(b->expert_stride * ELEMENT)) return false;
-  if (args->gated && !stride_fits(half_distance(b))) return false;
-  return true;
+  const weight_format f = (weight_format)b->format;
+  if (b->k_stride != 1 || b->table[0] || b->table[1] || n % 8 || (intptr_t)b->base[0] % 16) return false;
+  if (!stride_fits(format_bytes(f, b->n_stride * 8)) || !stride_fits(format_bytes(f, b->n_stride))) return false;
+  if (experts > 1 && !stride_fits(format_bytes(f, b->expert_stride))) return false;
+  return !gated || stride_fits(half_distance(b));
 }
 
 bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
 {
   const gemm_args *g = &args->g;
   const uint32_t halves = g->gated ? 2 : 1;
-  const int64_t half = g->gated ? half_distance(&g->b) / ELEMENT : 8 * g->b.n_stride;
+  const weight_format format = (weight_format)g->b.format;
+  const int64_t half = g->gated ? half_distance(&g->b) * 8 / format_bits(format) : 8 * g->b.n_stride;
   args->up_first = g->gated && (uintptr_t)g->b.base[1] < (uintptr_t)g->b.base[0];
   const tensor weights = {
       .base = g->b.base[args->up_first ? 1 : 0],
@@ -68,7 +78,7 @@ bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
       .stride = {1, g->b.n_stride, half, 8 * g->b.n_stride, g->experts > 1 ? g->b.expert_stride : 8 * g->b.n_stride},
       .box = {WGMMA_BK, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
-  if (!encode(encoder, g->dtype, &weights, args->weights)) return false;
+  if (!encode(encoder, format, &weights, args->weights)) return false;
   if (g->row_pair && !g->packed && !g->protocol.x_copy) return true;
   const tensor a = {
       .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,
@@ -77,18 +87,25 @@ bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
       .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
       .box = {WGMMA_BK, WGMMA_STEP},
   };
-  return encode(encoder, g->dtype, &a, args->rows);
+  return encode(encoder, dense_format(g->dtype), &a, args->rows);
 }
 
-static bool matrix_serves(const void *base, int64_t ld)
+static bool matrix_serves(const void *base, int64_t ld, weight_format format)
 {
-  return (intptr_t)base % 16 == 0 && stride_fits(ld * ELEMENT);
+  return (intptr_t)base % 16 == 0 && stride_fits(format_bytes(format, ld));
 }
 
 bool tmap_serves_router(const router_args *a)
 {
-  return a->x_dtype == a->w_dtype && a->x_dtype != DT_F32 && matrix_serves(a->x, a->x_ld) &&
-         matrix_serves(a->w, a->w_ld);
+  const weight_format x = dense_format(a->x_dtype), w = dense_format(a->w_dtype);
+  return x == w && format_bits(x) == 16 && matrix_serves(a->x, a->x_ld, x) && matrix_serves(a->w, a->w_ld, w);
+}
+
+bool tmap_serves_views(const cumoe_view *x, const cumoe_view *w)
+{
+  const router_args a = {
+      .x = x->data, .w = w->data, .x_ld = x->ld, .w_ld = w->ld, .x_dtype = x->dtype, .w_dtype = w->dtype};
+  return tmap_serves_router(&a);
 }
 
 bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_args *args)
@@ -109,5 +126,6 @@ bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_arg
       .stride = {1, r->w_ld},
       .box = {WGMMA_BK, (uint32_t)(args->columns / v->cluster)},
   };
-  return encode(encoder, r->x_dtype, &x, args->x) && encode(encoder, r->w_dtype, &w, args->w);
+  return encode(encoder, dense_format(r->x_dtype), &x, args->x) &&
+         encode(encoder, dense_format(r->w_dtype), &w, args->w);
 }

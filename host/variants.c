@@ -10,14 +10,19 @@
 #define EACH_TYPE(F)       F(F32) F(F16) F(BF16) F(U8) F(I32) F(I64)
 #define EACH_NAME(F)                                                                                                   \
   F(SCORE_SOFTMAX)                                                                                                     \
-  F(SCORE_SIGMOID) F(SCORE_SQRT_SOFTPLUS) F(SCORE_IDENTITY) F(GROUP_BEST) F(GROUP_BEST_TWO) F(ROUTE_RENORMALIZE)       \
+  F(SCORE_SIGMOID)                                                                                                     \
+  F(SCORE_SQRT_SOFTPLUS) F(SCORE_IDENTITY) F(GROUP_BEST) F(GROUP_BEST_TWO) F(ROUTE_RENORMALIZE)                        \
       F(ROUTE_SCORE_AFTER_TOPK) F(ROUTE_WEIGHT_ON_INPUT) F(ACT_SILU) F(ACT_GELU_ERF) F(ACT_GELU_TANH) F(ACT_RELU)      \
           F(ACT_RELU2) F(ACT_IDENTITY) F(ACT_SWIGLU_OAI) F(FAULT_NONE) F(FAULT_EXPERT_ID) F(FAULT_NAN_LOGIT)           \
               F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)
 EACH_NAME(SAME_NAME)
 
-enum { DT_bf16 = DT_BF16, DT_f16 = DT_F16, DT_f32 = DT_F32, DT_x = DT_NONE };
+enum { DT_x = DT_NONE };
+enum {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR) DT_##name = DT_##DTYPE,
+#include "../kernels/formats.def"
+};
 
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
@@ -37,6 +42,7 @@ enum { DT_bf16 = DT_BF16, DT_f16 = DT_F16, DT_f32 = DT_F32, DT_x = DT_NONE };
    .form = FORM_##form_,                                                                                               \
    .x = DT_##X,                                                                                                        \
    .w = DT_##W,                                                                                                        \
+   .format = FORMAT_##W,                                                                                               \
    .y = DT_##Y,                                                                                                        \
    .scale = SCALE_##SCALE,                                                                                             \
    .major = MAJOR_##MAJOR,                                                                                             \
@@ -83,22 +89,21 @@ const variant variants[] = {
 const int32_t variant_count = sizeof variants / sizeof variants[0];
 _Static_assert(sizeof variants / sizeof variants[0] <= MAX_VARIANTS, "raise MAX_VARIANTS");
 
+const char *operation_name(operation op)
+{
+#define OPERATION(name, arguments, shape, grid, units) [OP_##name] = #name,
+  static const char *const names[OP_COUNT] = {
+#include "operations.def"
+  };
+  return names[op];
+}
+
 int32_t operation_arg_bytes(operation op)
 {
-  static const int32_t bytes[OP_COUNT] = {[OP_router] = sizeof(router_args),
-                                          [OP_gate] = sizeof(gate_args),
-                                          [OP_map_count] = sizeof(map_args),
-                                          [OP_map] = sizeof(map_args),
-                                          [OP_permute] = sizeof(permute_args),
-                                          [OP_up] = sizeof(gemm_args),
-                                          [OP_down] = sizeof(gemm_args),
-                                          [OP_combine] = sizeof(combine_args),
-                                          [OP_few_up] = sizeof(few_args),
-                                          [OP_few_down] = sizeof(few_args),
-                                          [OP_elementwise] = sizeof(elementwise_args),
-                                          [OP_softmax] = sizeof(softmax_args),
-                                          [OP_norm] = sizeof(norm_args),
-                                          [OP_matmul] = sizeof(matmul_args)};
+#define OPERATION(name, arguments, shape, grid, units) [OP_##name] = sizeof(arguments),
+  static const int32_t bytes[OP_COUNT] = {
+#include "operations.def"
+  };
   return bytes[op];
 }
 

@@ -5,26 +5,14 @@
 #include "../kernels/cpu/cpu.h"
 
 typedef enum operation {
-  OP_router,
-  OP_gate,
-  OP_map_count,
-  OP_map,
-  OP_permute,
-  OP_up,
-  OP_down,
-  OP_combine,
-  OP_few_up,
-  OP_few_down,
-  OP_elementwise,
-  OP_softmax,
-  OP_norm,
-  OP_matmul, /* on CUDA cuBLAS's, see host/matmul.c */
+#define OPERATION(name, arguments, shape, grid, units) OP_##name,
+#include "operations.def"
   OP_COUNT
 } operation;
 
 typedef enum arch { ARCH_cpu, ARCH_any, ARCH_sm90 } arch;
 
-/* Algorithms; a row serves what its form can (host/plan.c: serves). */
+/* Algorithms; a row serves what its form can (host/choice.c: serves). */
 typedef enum form {
   FORM_ref,     /* CPU: everything */
   FORM_warp,    /* gate: a warp a token */
@@ -51,7 +39,7 @@ typedef struct variant {
   const unsigned char *image; /* fatbin; NULL on the CPU */
   cpu_kernel *cpu;
   int8_t op, arch, form, x, w, y; /* types: DT_*; 0 = chosen at run time, or none */
-  int8_t scale, major;            /* scale_case, weight_major */
+  int8_t format, scale, major;    /* weight_format, scale_case, weight_major */
   int32_t bm, bn, bk, stages;
   int32_t units, columns, lanes, ahead;
   int32_t cluster, threads, ctas, smem; /* threads: of a CTA */
@@ -59,6 +47,8 @@ typedef struct variant {
 
 extern const variant variants[];
 extern const int32_t variant_count;
+
+const char *operation_name(operation op);
 
 /* Size of the operation's argument struct; of what a row's kernel takes, which may hold tensor maps besides. */
 int32_t operation_arg_bytes(operation op);

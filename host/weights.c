@@ -1,6 +1,7 @@
 /* Binding weights: every documented layout becomes one normal form (expert_matrix in kernels/args.h). */
 #include "weights.h"
 #include "objects.h"
+#include "tmap.h"
 
 #include <stdlib.h>
 
@@ -105,8 +106,7 @@ static cumoe_status check_weights_desc(struct context *context, const cumoe_weig
           "desc.experts is %d, must be 1 .. %d", (int)d->experts, CUMOE_MAX_EXPERTS);
   REQUIRE(d->hidden >= 8 && d->hidden % 8 == 0 && d->inter >= 8 && d->inter % 8 == 0, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.hidden is %d, desc.inter is %d: must be positive multiples of 8", (int)d->hidden, (int)d->inter);
-  REQUIRE(dtype == CUMOE_BF16 || dtype == CUMOE_F16 || dtype == CUMOE_F32, CUMOE_ERR_WRONG_DTYPE,
-          "desc.down.data.dtype is %s, must be bf16, f16 or f32", say_dtype(dtype).text);
+  TRY(check_dense("desc.down.data.dtype", dtype, CUMOE_ERR_WRONG_DTYPE));
   REQUIRE(fused || projection_absent(&d->gate_up), CUMOE_ERR_LAYOUT,
           "desc.gate_up must be absent with this gate_order");
   REQUIRE(separate || projection_absent(&d->gate), CUMOE_ERR_LAYOUT, "desc.gate must be absent with this gate_order");
@@ -165,7 +165,7 @@ static expert_matrix normal_form(const half *halves, int count, int32_t major, i
 {
   const cumoe_projection *first = halves[0].projection;
   const cumoe_view *v = &first->data, *bias = &first->bias;
-  expert_matrix m = {0};
+  expert_matrix m = {.format = dense_format(v->dtype)};
   m.expert_stride = first->expert_stride ? first->expert_stride : v->rows * v->ld;
   m.n_stride = channel_step * (major == CUMOE_OUT_IN ? v->ld : 1);
   m.k_stride = major == CUMOE_OUT_IN ? 1 : v->ld;
@@ -311,6 +311,11 @@ cumoe_status check_off_weights(const named_view *outputs, int count, const char 
 
 /* ---- binding ---- */
 
+static weight_major major_of(const expert_matrix *b)
+{
+  return b->k_stride == 1 ? MAJOR_K : MAJOR_N;
+}
+
 static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, struct weights *w)
 {
   half up[2] = {{0}}, down = {&d->down, 0, 0};
@@ -325,7 +330,10 @@ static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, s
   note_parts(d, w);
   w->up = normal_form(up, halves, d->up_major, interleaved ? 2 : 1);
   w->down = normal_form(&down, 1, d->down_major, 1);
-  return upload_tables(context, w, up, halves, &down);
+  TRY(upload_tables(context, w, up, halves, &down));
+  w->up_facts = (bound_matrix){major_of(&w->up), tmap_serves(&w->up, w->inter, w->experts, w->gated)};
+  w->down_facts = (bound_matrix){major_of(&w->down), tmap_serves(&w->down, w->hidden, w->experts, false)};
+  return CUMOE_OK;
 }
 
 /* A stack [experts * rows, cols] becomes expert 0's matrix; the packed stride is the default. */

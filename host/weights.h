@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "moe.h"
+#include "plan.h"
 
 enum { MAX_BOUND = 6 /* gate, up, down; the data and the biases of each */ };
 
@@ -21,8 +22,9 @@ struct weights {
   struct context *context;
   int32_t experts, hidden, inter, dtype;
   bool gated;
-  expert_matrix up, down; /* normal form */
-  void *tables;           /* device arrays behind up.table and down.table, or NULL */
+  expert_matrix up, down;            /* normal form */
+  bound_matrix up_facts, down_facts; /* what a choice of kernels depends on */
+  void *tables;                      /* device arrays behind up.table and down.table, or NULL */
   size_t table_bytes;
   bound_part parts[MAX_BOUND];
   int32_t part_count;

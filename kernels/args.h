@@ -10,20 +10,15 @@
 
 #include <stdint.h>
 
-#include "protocol.h"
+#include "formats.h"
 
-/* Element types; the values are the public ones (checked in host/variants.c). */
-enum { DT_NONE = 0, DT_F32 = 1, DT_F16 = 2, DT_BF16 = 3, DT_U8 = 4, DT_I32 = 5, DT_I64 = 6 };
+#include "protocol.h"
 
 enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3 };
 enum { GROUP_BEST = 0, GROUP_BEST_TWO = 1 };
 enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4 };
 enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
 enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
-
-/* Columns of variants.def. */
-typedef enum scale_case { SCALE_none, SCALE_out, SCALE_block } scale_case;
-typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N, MAJOR_any = MAJOR_none } weight_major;
 
 enum { MAX_EXPERTS = 1024, MAX_TOP_K = 32 };
 enum { ROW_DROPPED = -1, ROW_IDENTITY = -2 }; /* in slot_row */
@@ -128,6 +123,22 @@ typedef struct permute_args {
 } permute_args;
 
 /*
+ * Scales of weights in normal form, whatever their format: of element (n, k) of half h of expert e
+ *   p[(n + n_origin) / block_n * n_stride + (k + k_origin) / block_k * k_stride],
+ *   p = table[h] ? table[h][e] : base[h] + e * expert_stride
+ * and its zero point in the same place of zero_table[h] or zero[h]. block_n and block_k are never 0 where there are
+ * scales; one that covers its axis has stride 0: a tensor's scale has two of these, a channel's one. The origin is the
+ * place of a slice's first weight in its first block.
+ */
+typedef struct scale_matrix {
+  const void *base[2], *zero[2];                      /* zero: NULL: none */
+  const void *const *table[2], *const *zero_table[2]; /* device arrays, or NULL */
+  int64_t expert_stride, n_stride, k_stride;
+  int32_t block_n, block_k, n_origin, k_origin;
+  int32_t dtype, zero_dtype; /* DT_NONE: no scales, no zero points */
+} scale_matrix;
+
+/*
  * The weights of one projection in normal form, whatever their layout: element (n, k) of half h of expert e is
  *   p[n * n_stride + k * k_stride],  p = table[h] ? table[h][e] : base[h] + e * expert_stride
  * h 0 is the only half of an ungated or down projection, or the gate; h 1 is up. One of the strides is 1:
@@ -141,6 +152,8 @@ typedef struct expert_matrix {
   const void *bias[2]; /* NULL: no bias */
   int64_t bias_expert_stride, bias_n_stride;
   int32_t bias_dtype;
+  int32_t format; /* weight_format */
+  scale_matrix scale;
 } expert_matrix;
 
 /*

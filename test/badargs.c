@@ -41,6 +41,7 @@ typedef struct arguments {
   cumoe_device_info device_info;
   cumoe_fault fault;
   cumoe_variant_info variant_info;
+  cumoe_limit_info limit_info;
   uint64_t object; /* a module or a function */
   uint32_t flags;
   cumoe_launch launch;
@@ -277,8 +278,9 @@ CALL(cumoe_fault_read, fill_fault, cumoe_fault_read(a->context, no_stream, a->in
 
 /* ---- cumoe/buffer.h ------------------------------------------------------------------------------------- */
 
+#define SHAPE TYPE("dtype", dtype, ANY_TYPE), LONG("rows", rows, 0, MOST / 10), LONG("cols", cols, 0, MOST / 6)
+
 #define MOST                      ((int64_t)1 << 46) /* bytes of an address space */
-#define SHAPE                     TYPE("dtype", dtype, ANY_TYPE), LONG("rows", rows, 0, MOST / 10), LONG("cols", cols, 0, MOST / 6)
 #define OF_BUFFER                 HANDLE("buffer", handle)
 #define OUTSIDE                   .status = CUMOE_ERR_OUT_OF_BOUNDS
 #define PART(name, member, high_) ROW(name, A_LONG, member, .high = high_, OUTSIDE)
@@ -491,11 +493,14 @@ static void fill_plan(arguments *a)
 {
   a->plan = bench.plan;
   a->rows = TOKENS;
+  a->bytes = 16;
 }
 #define TOKENS_ROW LONG("tokens", rows, 0, INT32_MAX / TOP_K), NOT_NULL("bytes", out)
 CALL(cumoe_plan_destroy, fill_plan, cumoe_plan_destroy(a->plan == bench.plan ? NULL : a->plan),
      ROW("plan", A_PLAN, plan, .traits = OPTIONAL))
 CALL(cumoe_plan_workspace, fill_plan, cumoe_plan_workspace(a->plan, a->rows, a->out), PLAN, TOKENS_ROW)
+CALL(cumoe_plan_describe, fill_plan, cumoe_plan_describe(a->plan, NULL, a->rows, a->out, a->bytes), PLAN,
+     LONG("tokens", rows, 1, INT32_MAX / TOP_K), NOT_NULL("text", out))
 CALL(cumoe_map_workspace, fill_plan, cumoe_map_workspace(a->plan, a->rows, a->out), PLAN, TOKENS_ROW)
 
 static const void *pointers[EXPERTS];
@@ -773,6 +778,19 @@ CALL(cumoe_variant_get, fill_variant, cumoe_variant_get(a->context, a->index, a-
 CALL_UNDO(cumoe_variant_force, fill_variant, undo_force, cumoe_variant_force(a->context, a->index), CONTEXT,
           INT("index", index, -1, 9999))
 
+enum { LIMITS = 13 };
+static void fill_limit(arguments *a)
+{
+  a->limit_info.size = sizeof a->limit_info;
+  a->info = &a->limit_info;
+  a->dtype = CUMOE_BF16;
+  a->number = 8;
+}
+CALL(cumoe_limit_get, fill_limit, cumoe_limit_get(a->context, a->index, a->info), CONTEXT,
+     INT("index", index, 0, LIMITS - 1), NOT_NULL("info", info), SIZE("info.size", limit_info.size))
+CALL(cumoe_limit_set, fill_limit, cumoe_limit_set(a->context, a->index, (cumoe_dtype)a->dtype, (double)a->number), CONTEXT,
+     INT("index", index, 0, LIMITS - 1))
+
 /* ---- cumoe/stream.h ------------------------------------------------------------------------------------- */
 
 static void fill_stream(arguments *a)
@@ -1031,7 +1049,8 @@ CALL(cumoe_matmul_prepare, fill_context, matmul_prepare(a), CONTEXT)
 static const char *const exempt[] = {
     /* cannot fail, whatever they are given: test/base.c */
     "cumoe_status_name", "cumoe_status_text", "cumoe_last_error", "cumoe_version", "cumoe_architectures",
-    "cumoe_set_log", "cumoe_dtype_bytes", "cumoe_dtype_name", "cumoe_variant_count", "cumoe_image_free",
+    "cumoe_set_log", "cumoe_dtype_bytes", "cumoe_dtype_name", "cumoe_variant_count", "cumoe_limit_count",
+    "cumoe_image_free",
     /* answer with a value: no_status() below */
     "cumoe_buffer_view", "cumoe_buffer_view_mut", "cumoe_buffer_live", "cumoe_fault_pending", "cumoe_debug_live",
     /* what macros call that have a row */
@@ -1058,7 +1077,7 @@ static int change_desc(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.act", d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_UNGATED)
   CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = NAN)
   CHANGE(INVALID_ARGUMENT, "act_alpha", d->act_alpha = -INFINITY)
-  CHANGE(NOT_SUPPORTED, "desc.dtype is unset, supported are bf16, f16 and f32", d->dtype = 0)
+  CHANGE(NOT_SUPPORTED, "desc.dtype is unset, must be f32", d->dtype = 0)
   CHANGE(NOT_SUPPORTED, "desc.dtype is 77 (no cumoe_dtype)", d->dtype = 77)
   CHANGE(NOT_SUPPORTED, "desc.out_dtype is u8, must be f32 (or 0: dtype)", d->dtype = CUMOE_F32,
          d->out_dtype = CUMOE_U8)

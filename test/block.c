@@ -1,8 +1,6 @@
 #include "block.h"
 
-#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* What an architecture calls things and where they lie. */
@@ -172,64 +170,6 @@ static bool take_tensors(opening *o, const architecture *a)
          take_shaped(o, a->select_bias, e, 0, 0, &b->select_bias) && take_shared(o, a->shared);
 }
 
-/* ---- the plain form -------------------------------------------------------------------------------- */
-
-static bool widen(opening *o, const file_tensor *t, float **out)
-{
-  *out = NULL;
-  if (!t) return true;
-  *out = calloc((size_t)t->count + 1, sizeof **out);
-  return *out && file_floats(t, 0, t->count, *out) ? true : complain(o, "no memory, or not floating", t->name);
-}
-
-/* out[e, row, col] = in[e * in_expert + first + row * row_step + col * col_step], expert by expert */
-static float *arrange(const float *in, int64_t experts, int64_t in_expert, int64_t first, int64_t rows, int64_t cols,
-                      int64_t row_step, int64_t col_step)
-{
-  float *out = in ? calloc((size_t)(experts * rows * cols), sizeof *out) : NULL;
-  for (int64_t e = 0; out && e < experts; e++)
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t c = 0; c < cols; c++)
-        out[(e * rows + r) * cols + c] = in[e * in_expert + first + r * row_step + c * col_step];
-  return out;
-}
-
-/* Written from the architectures' own indexing, not from cumoe's: the two readings of a layout check each
- * other. */
-static bool arrange_routed(opening *o)
-{
-  block *b = o->block;
-  block_experts *x = &b->routed;
-  int64_t e = b->desc.num_experts, h = b->desc.hidden, n = b->desc.inter;
-  bool woven = b->gate_order == CUMOE_GATE_UP_INTERLEAVED, out_in = b->major == CUMOE_OUT_IN;
-  int64_t channel = woven ? 2 : 1, up_at = woven ? 1 : n; /* in channels */
-  int64_t out_step = out_in ? h : 1, in_step = out_in ? 1 : 2 * n;
-  float *both, *both_bias, *down;
-  *x = (block_experts){.count = (int32_t)e, .inter = (int32_t)n};
-  if (!widen(o, b->gate_up, &both)) return false;
-  x->gate = arrange(both, e, 2 * n * h, 0, n, h, channel * out_step, in_step);
-  x->up = arrange(both, e, 2 * n * h, up_at * out_step, n, h, channel * out_step, in_step);
-  free(both);
-  if (!widen(o, b->gate_up_bias, &both_bias)) return false;
-  x->gate_bias = arrange(both_bias, e, 2 * n, 0, 1, n, 0, channel);
-  x->up_bias = arrange(both_bias, e, 2 * n, up_at, 1, n, 0, channel);
-  free(both_bias);
-  if (!widen(o, b->down, &down)) return false;
-  x->down = arrange(down, e, n * h, 0, h, n, out_in ? n : 1, out_in ? 1 : h);
-  free(down);
-  return x->gate && x->up && x->down && widen(o, b->down_bias, &x->down_bias);
-}
-
-static bool widen_all(opening *o)
-{
-  block *b = o->block;
-  b->shared.count = 1;
-  b->shared.inter = b->desc.shared_inter;
-  return arrange_routed(o) && widen(o, b->shared_gate, &b->shared.gate) && widen(o, b->shared_up, &b->shared.up) &&
-         widen(o, b->shared_down, &b->shared.down) && widen(o, b->input, &b->x) && widen(o, b->router, &b->router_f) &&
-         widen(o, b->router_bias, &b->router_bias_f) && widen(o, b->select_bias, &b->select_bias_f);
-}
-
 bool block_open(int index, const char *folder, block *b, char *error, size_t error_bytes)
 {
   const architecture *a = &architectures[index];
@@ -239,88 +179,14 @@ bool block_open(int index, const char *folder, block *b, char *error, size_t err
   snprintf(path, sizeof path, "%s/%s.safetensors", folder, a->name);
   if (!safetensors_open(path, &b->file, error, error_bytes)) return false;
   if (json_string(json_find(b->file.metadata, "config"), text, sizeof text)) o.config = json_parse(text, strlen(text));
-  bool good = o.config.begin ? describe(&o, a) && take_tensors(&o, a) && widen_all(&o)
+  bool good = o.config.begin ? describe(&o, a) && take_tensors(&o, a)
                              : complain(&o, "missing, or not JSON", "__metadata__.config");
   if (!good) block_close(b);
   return good;
 }
 
-static void free_experts(block_experts *x)
-{
-  free(x->gate);
-  free(x->up);
-  free(x->down);
-  free(x->gate_bias);
-  free(x->up_bias);
-  free(x->down_bias);
-}
-
 void block_close(block *b)
 {
-  free_experts(&b->routed);
-  free_experts(&b->shared);
-  free(b->x);
-  free(b->router_f);
-  free(b->router_bias_f);
-  free(b->select_bias_f);
   safetensors_close(&b->file);
   *b = (block){0};
-}
-
-/* ---- exact arithmetic ------------------------------------------------------------------------------ */
-
-static double activated(const cumoe_moe_desc *d, double gate, double up)
-{
-  if (d->act != CUMOE_ACT_SWIGLU_OAI) return gate / (1 + exp(-gate)) * up;
-  gate = fmin(gate, (double)d->act_limit);
-  up = fmax(fmin(up, (double)d->act_limit), -(double)d->act_limit);
-  return gate / (1 + exp(-1.702 * gate)) * (up + 1);
-}
-
-static double dot(const float *w, const double *a, int64_t n, double *size)
-{
-  double sum = 0;
-  *size = 0;
-  for (int64_t i = 0; i < n; i++) {
-    sum += (double)w[i] * a[i];
-    *size += fabs((double)w[i] * a[i]);
-  }
-  return sum;
-}
-
-/* out += weight * expert(x) */
-static void add_expert(const cumoe_moe_desc *d, const block_experts *w, int64_t e, const double *x, double weight,
-                       bounded *out)
-{
-  int64_t hidden = d->hidden, inter = w->inter;
-  double *h = scratch((size_t)inter, sizeof *h), size;
-  for (int64_t n = 0; n < inter; n++) {
-    int64_t row = e * inter + n;
-    double gate = dot(w->gate + row * hidden, x, hidden, &size), up = dot(w->up + row * hidden, x, hidden, &size);
-    if (w->gate_bias) gate += (double)w->gate_bias[row];
-    if (w->up_bias) up += (double)w->up_bias[row];
-    h[n] = activated(d, gate, up);
-  }
-  for (int64_t n = 0; n < hidden; n++) {
-    double y = dot(w->down + (e * hidden + n) * inter, h, inter, &size);
-    if (w->down_bias) y += (double)w->down_bias[e * hidden + n];
-    out[n].value += weight * y;
-    out[n].bound += fabs(weight) * (size + fabs(y));
-  }
-}
-
-void block_exact(const block *b, int64_t token, const int32_t *ids, const double *weights, bounded *out)
-{
-  const cumoe_moe_desc *d = &b->desc;
-  bool on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
-  double *x = scratch((size_t)d->hidden, sizeof *x), *scaled = scratch((size_t)d->hidden, sizeof *scaled);
-  for (int64_t i = 0; i < d->hidden; i++) {
-    x[i] = (double)b->x[token * d->hidden + i];
-    out[i] = (bounded){0, 0};
-  }
-  for (int32_t j = 0; j < d->routing.top_k; j++) {
-    for (int64_t i = 0; i < d->hidden; i++) scaled[i] = on_input ? weights[j] * x[i] : x[i];
-    add_expert(d, &b->routed, ids[j], scaled, on_input ? 1 : weights[j], out);
-  }
-  if (d->shared_inter) add_expert(d, &b->shared, 0, x, 1, out);
 }

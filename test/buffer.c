@@ -8,18 +8,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include <cuda_runtime_api.h>
 #include <cumoe/typed.h>
 
-#include "test.h"
-
-#define CHECK_CUDA(call) test_cuda((call), #call, __LINE__)
-static bool test_cuda(cudaError_t error, const char *call, int line)
-{
-  return test_check(error == cudaSuccess, __FILE__, line, "%s: %s", call, cudaGetErrorName(error));
-}
-
-#define CHECK_TEXT(word) CHECK_MSG(strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"", cumoe_last_error())
+#include "cuda.h"
 
 static void read_back(cumoe_context context, cumoe_view view, void *host, cumoe_stream stream)
 {

@@ -15,7 +15,6 @@ bool case_wanted(int32_t dtype)
 
 const int32_t case_experts[10] = {1, 8, 60, 128, 160, 256, 384, 512, 1000, 1024};
 const int32_t case_tokens[12] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33};
-const int32_t case_dtypes[3] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
 
 bool case_served(cumoe_context context, cumoe_status status, const char *call)
 {
@@ -570,10 +569,11 @@ static void run_combine(cumoe_context context, const combine_case *c)
     if (fewer) got[pass].rows = c->present * rows;
     check_guards(context, "out", out);
     bool any_bad = c->bad_rows && (fewer ? c->present : c->tokens) * c->top_k > 1;
-    check_fault(context, NULL, c->tokens == 0           ? CUMOE_FAULT_NONE
-                          : c->present > c->tokens ? CUMOE_FAULT_TOKEN_COUNT
-                          : any_bad                ? CUMOE_FAULT_ROUTE
-                                                   : CUMOE_FAULT_NONE);
+    check_fault(context, NULL,
+                c->tokens == 0           ? CUMOE_FAULT_NONE
+                : c->present > c->tokens ? CUMOE_FAULT_TOKEN_COUNT
+                : any_bad                ? CUMOE_FAULT_ROUTE
+                                         : CUMOE_FAULT_NONE);
   }
   check_same("two poisons", &got[0], &got[1]);
   check_combined(c, &d, &got[0]);

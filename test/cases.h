@@ -28,6 +28,5 @@ void cases_combine(cumoe_context context);
 
 extern const int32_t case_experts[10]; /* 1 .. 1024 */
 extern const int32_t case_tokens[12];  /* 0 .. 33 */
-extern const int32_t case_dtypes[3];
 
 #endif

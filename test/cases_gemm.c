@@ -240,8 +240,8 @@ static void run_product(cumoe_context context, const gemm_case *c, bool up, bool
   case_end();
 }
 
-/* Rows in order mean the same as gathered ones, so they share the cases, a third of them. A bad route's row_pair is not read
- * for them. */
+/* Rows in order mean the same as gathered ones, so they share the cases, a third of them. A bad route's row_pair is not
+ * read for them. */
 static void run_gemm(cumoe_context context, const gemm_case *c, bool up)
 {
   if (!case_wanted(c->dtype)) return;

@@ -1,6 +1,6 @@
 /*
- * The cases of elementwise operations, softmax and norms, on any context and for each forced kernel, against double. What an
- * element may be off, before it is stored in its type (u = 2^-24; results down to 2^-119 may be 0):
+ * The cases of elementwise operations, softmax and norms, on any context and for each forced kernel, against double.
+ * What an element may be off, before it is stored in its type (u = 2^-24; results down to 2^-119 may be 0):
  *   add, mul, scale   u |y|                relu  0
  *   sigmoid, silu     (8 u + 2 u |x|) |y|  16-bit types: (32 u + 4 u |x|) |y|
  *   gelu              (10 u + 2 u x^2) |y|               (32 u + 8 u x^2) |y|

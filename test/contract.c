@@ -213,7 +213,8 @@ static void bad_expert_map(cumoe_context context, int32_t entry)
   case_end();
 }
 
-/* A count out of range and data of the tokens that is wrong as well, seen by many threads at once: the count is what is told. */
+/* A count out of range and data of the tokens that is wrong as well, seen by many threads at once: the count is what is
+ * told. */
 static void count_before_data(cumoe_context context, routing_input input)
 {
   layer_spec s = layer_spec_new(CUMOE_BF16, 700, 72, 40);

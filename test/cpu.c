@@ -1,5 +1,5 @@
-/* The CPU device against the oracle: every stage and the layer. The same cases run on CUDA in variants.c. White box where the
- * order of the threads is what matters. */
+/* The CPU device against the oracle: every stage and the layer. The same cases run on CUDA in variants.c. White box
+ * where the order of the threads is what matters. */
 #include "cases.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"

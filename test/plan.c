@@ -12,6 +12,7 @@
 
 #include "../host/check.h"
 #include "../host/plan.h"
+#include "../host/tune.h"
 
 __extension__ typedef __int128 wide;
 
@@ -41,9 +42,26 @@ static const gpu gpus[] = {{0, 8, 0},         {80, 108, 166912},        {86, 82,
                            {120, 170, 101376}};
 enum { GPU_COUNT = sizeof gpus / sizeof gpus[0] };
 
-static machine gpu_machine(const gpu *g, const int32_t *forced)
+/* Whether this build has kernels of sm_90a. */
+static bool gpus_have_sm90(void)
 {
-  return (machine){g->cc, g->sms, forced, g->smem};
+  for (int32_t i = 0; i < variant_count; i++)
+    if (variants[i].arch == ARCH_sm90) return true;
+  return false;
+}
+
+static machine gpu_machine(const gpu *g)
+{
+  machine m;
+  machine_init(&m, g->cc == 90 ? "NVIDIA H200" : "a GPU", g->cc, g->sms, g->smem);
+  return m;
+}
+
+static machine forcing(const gpu *g, int32_t row)
+{
+  machine m = gpu_machine(g);
+  m.forced[variants[row].op] = row + 1;
+  return m;
 }
 
 /* Mostly small, sometimes huge: uniform in the number of bits. */
@@ -63,14 +81,13 @@ static int32_t one_of(rng *r, const int32_t *list, int count)
 /* A description that check_moe_desc accepts, from the whole of what the manual allows. */
 static cumoe_moe_desc random_desc(rng *r)
 {
-  const int32_t types[] = {CUMOE_BF16, CUMOE_F16, CUMOE_F32};
   cumoe_moe_desc d = {.size = sizeof d};
   d.num_experts = (int32_t)log_uniform(r, CUMOE_MAX_EXPERTS);
   d.local_experts = rng_below(r, 2) ? 0 : (int32_t)log_uniform(r, d.num_experts);
   d.hidden = 8 * (int32_t)log_uniform(r, 1 << 21);
   d.inter = 8 * (int32_t)log_uniform(r, 1 << 21);
   d.shared_inter = rng_below(r, 2) ? 0 : 8 * (int32_t)log_uniform(r, 1 << 21);
-  d.dtype = one_of(r, types, 3);
+  d.dtype = one_of(r, case_dtypes, 3);
   d.out_dtype = rng_below(r, 2) ? 0 : CUMOE_F32;
   d.act = (int32_t)rng_below(r, 7);
   d.flags = rng_below(r, 4) || d.act == CUMOE_ACT_SWIGLU_OAI ? 0 : CUMOE_MOE_UNGATED;
@@ -91,29 +108,35 @@ static int64_t random_tokens(rng *r, const cumoe_moe_desc *d)
 
 /* The shapes that a forward pass dispatches, as many as fit in `out`; w_f32: a router in f32. */
 static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, weight_major down, bool w_f32,
-                     shape *out)
+                     op_shape *out)
 {
   const int32_t k = d->routing.top_k, experts = router_experts(d);
   int n = 0;
-  out[n++] = (shape){.op = OP_router,
-                     .in = d->dtype,
-                     .w = w_f32 ? DT_F32 : d->dtype,
-                     .tokens = tokens,
-                     .rows = tokens,
-                     .experts = experts,
-                     .n = experts,
-                     .k = d->hidden};
-  out[n++] = (shape){.op = OP_gate, .tokens = tokens, .experts = experts, .top_k = k};
-  out[n++] = (shape){.op = OP_map_count, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
+  out[n++] = (op_shape){.op = OP_router,
+                        .in = d->dtype,
+                        .w = w_f32 ? DT_F32 : d->dtype,
+                        .tokens = tokens,
+                        .rows = tokens,
+                        .experts = experts,
+                        .n = experts,
+                        .k = d->hidden};
+  out[n++] = (op_shape){.op = OP_gate, .tokens = tokens, .experts = experts, .top_k = k};
+  out[n++] =
+      (op_shape){.op = OP_map_count, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   out[n] = out[n - 1];
   out[n++].op = OP_map;
-  out[n++] = (shape){.op = OP_permute,
-                     .tokens = tokens,
-                     .rows = tokens * k,
-                     .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2),
-                     .top_k = k};
-  shape gemm = {
-      .in = d->dtype, .w = d->dtype, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
+  out[n++] = (op_shape){.op = OP_permute,
+                        .tokens = tokens,
+                        .rows = tokens * k,
+                        .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2),
+                        .top_k = k};
+  op_shape gemm = {.in = d->dtype,
+                   .w = d->dtype,
+                   .tmap = true,
+                   .tokens = tokens,
+                   .rows = tokens * k,
+                   .experts = d->local_experts,
+                   .top_k = k};
   for (int dense = 0; dense <= (d->shared_inter != 0); dense++) {
     const int32_t inter = dense ? d->shared_inter : d->inter;
     gemm.rows = dense ? tokens : tokens * k;
@@ -123,12 +146,13 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
     gemm.op = OP_down, gemm.major = down, gemm.n = d->hidden, gemm.k = inter;
     out[n++] = gemm;
   }
-  out[n++] = (shape){.op = OP_combine, .in = d->dtype, .w = d->out_dtype, .tokens = tokens, .n = d->hidden, .top_k = k};
+  out[n++] =
+      (op_shape){.op = OP_combine, .in = d->dtype, .w = d->out_dtype, .tokens = tokens, .n = d->hidden, .top_k = k};
   return n;
 }
 enum { MAX_SHAPES = 10 };
 
-static const char *shape_name(const gpu *g, const shape *s)
+static const char *shape_name(const gpu *g, const op_shape *s)
 {
   static char text[200];
   snprintf(text, sizeof text, "cc %d op %d in %d w %d major %d T %lld rows %lld E %d n %d k %d", g->cc, (int)s->op,
@@ -146,10 +170,11 @@ static bool arch_fits(const variant *v, int32_t cc)
 }
 
 /* What the manual of the table says a row can do. */
-static bool row_can(const variant *v, const gpu *g, const shape *s)
+static bool row_can(const variant *v, const gpu *g, const op_shape *s)
 {
   const int other = v->w ? v->w : v->y;
   bool type = (v->x == 0 || v->x == s->in) && (other == 0 || other == s->w);
+  if (v->form == FORM_wgmma && !s->tmap) return false;
   if (v->form == FORM_row && s->n > v->columns) return false;
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
@@ -157,9 +182,9 @@ static bool row_can(const variant *v, const gpu *g, const shape *s)
   return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout;
 }
 
-static bool check_choice(const gpu *g, const shape *s, bool *chosen)
+static bool check_choice(const gpu *g, const op_shape *s, bool *chosen)
 {
-  const machine m = gpu_machine(g, NULL);
+  const machine m = gpu_machine(g);
   if (g->cc == 0 && s->op == OP_map_count) return true; /* the CPU map counts by itself */
   int32_t row = choose(&m, s);
   if (!CHECK_MSG(row >= 0 && row < variant_count, "no row for %s", shape_name(g, s))) return false;
@@ -180,7 +205,7 @@ static void test_every_layer_has_kernels(rng *r)
     case_begin("cc %d", gpus[i].cc);
     for (int n = 0; n < 8000; n++) {
       cumoe_moe_desc given = random_desc(r), d;
-      shape s[MAX_SHAPES];
+      op_shape s[MAX_SHAPES];
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int count = shapes_of(&d, random_tokens(r, &d), majors[n & 1], majors[n >> 1 & 1], n >> 2 & 1, s);
       for (int j = 0; j < count; j++)
@@ -203,13 +228,11 @@ static void test_forced_rows(rng *r)
   if (!group_begin("forced rows")) return;
   for (int32_t row = 0; row < variant_count; row++) {
     case_begin("%s", variants[row].name);
-    int32_t forced[OP_COUNT] = {0};
-    forced[variants[row].op] = row + 1;
     for (int n = 0; n < 500; n++) {
       const gpu *g = &gpus[n % GPU_COUNT];
-      const machine free_choice = gpu_machine(g, NULL), m = gpu_machine(g, forced);
+      const machine free_choice = gpu_machine(g), m = forcing(g, row);
       cumoe_moe_desc given = random_desc(r), d;
-      shape s[MAX_SHAPES];
+      op_shape s[MAX_SHAPES];
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int count = shapes_of(&d, random_tokens(r, &d), n & 1 ? MAJOR_K : MAJOR_N, MAJOR_K, n & 2, s);
       for (int j = 0; j < count; j++) {
@@ -226,144 +249,124 @@ static void test_forced_rows(rng *r)
 
 /* ---- thresholds ------------------------------------------------------------------------------------ */
 
-typedef struct threshold {
-  int op, form;
-  int32_t up_to, bm, bn;
-} threshold;
-
-#define ANY_ROWS INT32_MAX
-static const threshold thresholds[] = {
-#define TUNE(op, up_to, form, BM, BN) {OP_##op, FORM_##form, up_to, BM, BN},
-#include "../host/tune_any.def"
-#undef TUNE
-    {-1, 0, 0, 0, 0}};
-
-static bool is_row(const threshold *t, const variant *v)
+static bool is_row(const tune_line *t, const variant *v)
 {
   return v->op == t->op && v->form == t->form && v->bm == t->bm && v->bn == t->bn;
 }
 
-/* The first line that reaches `rows` and has a kernel for the shape, and that kernel; -1: none. */
-static int line_by_table(const gpu *g, const shape *s, int64_t rows, int32_t *row)
+/* The row of the first line that reaches `rows` and has a kernel for the shape; -1: none. *line is its number. */
+static int32_t row_by_table(const gpu *g, const op_shape *s, int64_t rows, int *line)
 {
-  *row = -1;
-  for (const threshold *t = thresholds; t->op >= 0; t++)
-    for (int32_t i = 0; i < variant_count && t->op == (int)s->op && rows <= t->up_to; i++)
-      if (is_row(t, &variants[i]) && row_can(&variants[i], g, s)) {
-        *row = i;
-        return (int)(t - thresholds);
-      }
+  const tune_file *f = find_tune_file("NVIDIA H200", g->cc);
+  const int weights = s->w == DT_F32 ? WEIGHTS_f32 : WEIGHTS_w16;
+  for (*line = 0; *line < f->line_count; ++*line) {
+    const tune_line *t = &f->lines[*line];
+    for (int32_t i = 0; i < variant_count; i++)
+      if (t->weights == weights && rows <= t->up_to && is_row(t, &variants[i]) && row_can(&variants[i], g, s)) return i;
+  }
   return -1;
 }
 
-/* A shape of the line's operation with exactly `per_expert` rows for each expert. bits: layout, and f32 for the
- * second type. */
-static shape threshold_shape(const threshold *t, int64_t per_expert, int32_t experts, int32_t type, int bits)
+/* A shape of the line's operation with exactly `per_expert` rows for each expert. bits: layout, tensor maps, a type for x that
+ * is not that of the weights. */
+static op_shape threshold_shape(const tune_line *t, int64_t per_expert, int32_t experts, int bits)
 {
-  const int32_t other = bits & 2 ? DT_F32 : type;
-  shape s = {.op = (operation)t->op,
-             .in = type,
-             .w = type,
-             .tokens = per_expert,
-             .rows = per_expert * experts,
-             .experts = experts,
-             .n = 512,
-             .k = 512,
-             .top_k = 1};
-  if (s.op == OP_up || s.op == OP_down) s.major = bits & 1 ? MAJOR_N : MAJOR_K;
-  if (s.op == OP_router) s.w = other, s.rows = s.tokens, s.experts = s.n = 256; /* a token counts as one */
-  if (s.op == OP_combine) s.w = other;
-  if (s.op == OP_gate || s.op == OP_map || s.op == OP_map_count) s.in = s.w = 0;
+  const int32_t w = t->weights == WEIGHTS_f32 ? DT_F32 : case_dtypes[bits & 1];
+  op_shape s = {.op = (operation)t->op,
+                .in = w,
+                .w = w,
+                .tmap = bits & 4,
+                .tokens = per_expert,
+                .rows = per_expert * experts,
+                .experts = experts,
+                .n = 512,
+                .k = 512,
+                .top_k = 1};
+  if (s.op == OP_up || s.op == OP_down) s.major = bits & 2 ? MAJOR_N : MAJOR_K;
+  if (s.op == OP_router) s.rows = s.tokens, s.experts = s.n = 256; /* a token counts as one */
+  if (s.op == OP_router && w == DT_F32 && bits & 2) s.in = case_dtypes[bits & 1];
   return s;
 }
 
-static const int32_t float_types[] = {DT_BF16, DT_F16, DT_F32};
-
-/* Whether the line is the answer for any type and layout on any GPU. */
-static bool line_decides(const threshold *t)
-{
-  for (int i = 1; i < GPU_COUNT; i++)
-    for (int n = 0; n < 3 * 4; n++) {
-      const int64_t rows = t->up_to == ANY_ROWS ? 1000000 : t->up_to;
-      const shape s = threshold_shape(t, rows, 1, float_types[n % 3], n / 3);
-      int32_t row;
-      if (line_by_table(&gpus[i], &s, rows, &row) == (int)(t - thresholds)) return true;
-    }
-  return false;
-}
-
-/* Every line names a kernel that exists; a line that is never reached is told. */
-static void test_threshold_table(void)
-{
-  if (!group_begin("table of thresholds")) return;
-  for (const threshold *t = thresholds; t->op >= 0; t++) {
-    bool found = false;
-    case_begin("line %d", (int)(t - thresholds) + 1);
-    for (int32_t i = 0; i < variant_count; i++) found = found || is_row(t, &variants[i]);
-    CHECK_MSG(found, "op %d up to %d: no kernel of form %d, %dx%d", t->op, t->up_to, t->form, t->bm, t->bn);
-    case_end();
-    if (!line_decides(t))
-      printf("# never decides: line %d, op %d up to %d, form %d, %dx%d\n", (int)(t - thresholds) + 1, t->op, t->up_to,
-             t->form, t->bm, t->bn);
-  }
-  group_end();
-}
-
-/* Of the table: with one row an expert, 0 for fewer than two tiles of 128 channels an SM. */
-static int64_t scale_of(const gpu *g, const shape *s, int64_t per_expert)
+/* Of the tables: with one row an expert, 0 for fewer than two tiles of 128 channels an SM. */
+static int64_t scale_of(const gpu *g, const op_shape *s, int64_t per_expert)
 {
   const bool gemm = s->op == OP_up || s->op == OP_down;
   return gemm && per_expert == 1 && s->rows * wide_ceil(s->n, 128) < 2 * g->sms ? 0 : per_expert;
 }
 
-/* At the threshold and one row an expert past it: rows = per_expert * experts, so the expectation is exact. */
-static void check_threshold(const gpu *g, const threshold *t, int64_t per_expert, int32_t experts, int32_t type,
-                            int bits)
+/* rows = per_expert * experts, so the expectation is exact. */
+static void check_threshold(const gpu *g, const op_shape *s, int64_t per_expert, bool *decides)
 {
-  int32_t want;
-  if (per_expert < 1 || per_expert * experts > INT32_MAX) return;
-  const shape s = threshold_shape(t, per_expert, experts, type, bits);
-  const machine m = gpu_machine(g, NULL);
-  const int32_t got = choose(&m, &s);
-  line_by_table(g, &s, scale_of(g, &s, per_expert), &want);
+  int line;
+  const machine m = gpu_machine(g);
+  const int32_t got = choose(&m, s), want = row_by_table(g, s, scale_of(g, s, per_expert), &line);
   if (got >= 0) chosen[got] = true;
-  CHECK_MSG(want < 0 || got == want, "%lld rows an expert: row %d, the table says %d, for %s", (long long)per_expert,
-            got, want, shape_name(g, &s));
-  CHECK_MSG(got >= 0, "no row for %s", shape_name(g, &s));
+  if (want >= 0) decides[line] = true;
+  CHECK_MSG(got >= 0 && (want < 0 || got == want), "%lld rows an expert: row %d, the table says %d, for %s",
+            (long long)per_expert, got, want, shape_name(g, s));
 }
 
 /* Around two tiles an SM. */
-static void check_scant(const threshold *t, const gpu *g)
+static void check_scant(const tune_line *t, const gpu *g, bool *decides)
 {
   if (t->op != OP_up && t->op != OP_down) return;
   for (int i = 0; i < 3 * 5 * 2; i++) {
-    const int32_t tiles = i / 3 % 5, rows = 2 * g->sms / (tiles + 1) + i % 3 - 1, n = 128 * tiles + (i / 15 ? 8 : 128);
-    shape s = threshold_shape(t, 1, rows, DT_BF16, 0);
-    int32_t want;
-    s.n = n;
-    const machine m = gpu_machine(g, NULL);
-    line_by_table(g, &s, scale_of(g, &s, 1), &want);
-    CHECK_MSG(choose(&m, &s) == want, "%d rows, %d channels", rows, n);
+    const int32_t tiles = i / 3 % 5, rows = 2 * g->sms / (tiles + 1) + i % 3 - 1;
+    op_shape s = threshold_shape(t, 1, rows, 0);
+    s.n = 128 * tiles + (i / 15 ? 8 : 128);
+    check_threshold(g, &s, 1, decides);
     s.experts--; /* two rows an expert */
-    line_by_table(g, &s, 2, &want);
-    CHECK_MSG(choose(&m, &s) == want, "%d rows, %d channels, an expert fewer", rows, n);
+    check_threshold(g, &s, 2, decides);
   }
 }
 
+/* Every line names a kernel that exists; one that never decides is told. */
 static void test_thresholds(void)
 {
+  static bool decided[2][100];
   static const int32_t counts[] = {1, 8, 128, 1024};
-  if (!group_begin("thresholds +-1")) return;
-  for (const threshold *t = thresholds; t->op >= 0; t++) {
-    case_begin("op %d up to %d", t->op, t->up_to);
-    for (int i = 1; i < GPU_COUNT; i++)
-      for (int n = 0; n < 3 * 4 * 4; n++)
-        for (int64_t at = -1; at <= 1; at++)
-          check_threshold(&gpus[i], t, (t->up_to == ANY_ROWS ? 100000 : t->up_to) + at, counts[n / 12],
-                          float_types[n % 3], n / 3 % 4);
-    for (int i = 1; i < GPU_COUNT; i++) check_scant(t, &gpus[i]);
-    case_end();
+  for (int i = 1; i < GPU_COUNT; i++) {
+    const gpu *g = &gpus[i];
+    const tune_file *f = find_tune_file("NVIDIA H200", g->cc);
+    bool *decides = decided[f->cc == 90];
+    if (!group_begin("thresholds +-1, cc %d", g->cc)) continue;
+    for (int l = 0; l < f->line_count; l++) {
+      const tune_line *t = &f->lines[l];
+      bool found = false;
+      case_begin("line %d: %s up to %d", l + 1, operation_name((operation)t->op), t->up_to);
+      for (int32_t v = 0; v < variant_count; v++) found = found || is_row(t, &variants[v]);
+      CHECK_MSG(found, "no kernel of form %d, %dx%d", t->form, t->bm, t->bn);
+      CHECK_MSG(l == 0 || f->lines[l - 1].op <= t->op, "the lines of an operation stand together");
+      for (int n = 0; n < 4 * 8 * 3; n++) {
+        const int64_t per_expert = (t->up_to == ANY_ROWS ? 100000 : t->up_to) + n % 3 - 1;
+        if (per_expert < 1 || per_expert * counts[n / 24] > INT32_MAX) continue;
+        const op_shape s = threshold_shape(t, per_expert, counts[n / 24], n / 3 % 8);
+        check_threshold(g, &s, per_expert, decides);
+      }
+      check_scant(t, g, decides);
+      case_end();
+    }
+    group_end();
   }
+  for (int i = 0; i < 2; i++) {
+    const tune_file *f = find_tune_file("", i ? 90 : 80);
+    for (int l = 0; l < f->line_count; l++)
+      if (!decided[i][l]) printf("# never decides: %s.def line %d\n", f->name, l + 1);
+  }
+}
+
+/* Files go by the GPU's name, then by its compute capability. */
+static void test_tune_files(void)
+{
+  if (!group_begin("tune files")) return;
+  case_begin("by name");
+  CHECK(strcmp(find_tune_file("NVIDIA H200", 90)->name, gpus_have_sm90() ? "h200" : "any") == 0);
+  CHECK(find_tune_file("NVIDIA H100 80GB HBM3", 90) == find_tune_file("NVIDIA H200", 90));
+  CHECK(strcmp(find_tune_file("NVIDIA A100", 80)->name, "any") == 0);
+  CHECK(strcmp(find_tune_file("H200 of another kind", 100)->name, "any") == 0);
+  for (limit_name l = 0; l < LIMIT_COUNT; l++) CHECK(*limit_title(l) && *limit_unit(l));
+  case_end();
   group_end();
 }
 
@@ -389,7 +392,7 @@ static int64_t tiles_of(const int64_t *count, int32_t experts, const variant *v,
 }
 
 /* A persistent grid may be smaller than the work only when it fills the GPU. */
-static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const shape *s, int64_t grid)
+static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_shape *s, int64_t grid)
 {
   static int64_t count[CUMOE_MAX_EXPERTS];
   const int64_t full = (int64_t)g->sms * v->ctas;
@@ -404,7 +407,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const shape 
 }
 
 /* Token ranges, times column ranges where a row has them; few_up may meet an expert a pair, and no more CTAs than SMs. */
-static wide simple_grid(const variant *v, const shape *s)
+static wide simple_grid(const variant *v, const op_shape *s)
 {
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
@@ -415,16 +418,16 @@ static wide simple_grid(const variant *v, const shape *s)
   return wide_ceil(s->tokens, tokens) * (columns > 0 ? wide_ceil(s->n, columns) : 1);
 }
 
-static wide cpu_grid(const shape *s)
+static wide cpu_grid(const op_shape *s)
 {
   if (s->op == OP_map) return 1;
   if (s->op == OP_up || s->op == OP_down) return (wide)s->experts * wide_ceil(s->n, CPU_N_BLOCK);
   return s->tokens;
 }
 
-static void check_grid(rng *r, const gpu *g, const shape *s)
+static void check_grid(rng *r, const gpu *g, const op_shape *s)
 {
-  const machine m = gpu_machine(g, NULL);
+  const machine m = gpu_machine(g);
   int32_t row = choose(&m, s);
   if (row < 0) return; /* told elsewhere */
   const variant *v = &variants[row];
@@ -449,7 +452,7 @@ static void test_grids(rng *r)
     case_begin("cc %d", gpus[i].cc);
     for (int n = 0; n < 4000; n++) {
       cumoe_moe_desc given = random_desc(r), d;
-      shape s[MAX_SHAPES];
+      op_shape s[MAX_SHAPES];
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int64_t tokens = random_tokens(r, &d);
       while ((wide)tokens * d.hidden * 2 > (wide)1 << 40)
@@ -471,17 +474,17 @@ static void test_grids_around_tiles(rng *r)
     if (v->arch == ARCH_cpu || v->op == OP_map || v->op == OP_map_count) continue;
     case_begin("%s", v->name);
     const gpu g = {90, HOPPER_SMS, 232448};
-    const machine m = gpu_machine(&g, NULL);
+    const machine m = gpu_machine(&g);
     const int32_t tile = (int32_t)larger(1, larger(v->bn, v->columns));
     for (int64_t tokens = 1; tokens <= 4 * larger(v->bm, v->units) + 1; tokens++)
       for (int32_t n = tile < 8 ? tile : 8; n <= 3 * tile; n += (int32_t)larger(8, (tile / 4) & ~7)) {
-        shape s = {.op = (operation)v->op,
-                   .tokens = tokens,
-                   .rows = tokens,
-                   .experts = 1 + (int32_t)rng_below(r, 16),
-                   .n = n,
-                   .k = 64,
-                   .top_k = 1};
+        op_shape s = {.op = (operation)v->op,
+                      .tokens = tokens,
+                      .rows = tokens,
+                      .experts = 1 + (int32_t)rng_below(r, 16),
+                      .n = n,
+                      .k = 64,
+                      .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
         if (v->op == OP_up || v->op == OP_down)
           check_gemm_grid(r, &g, v, &s, grid);
@@ -496,7 +499,7 @@ static void test_grids_around_tiles(rng *r)
 /* ---- rows of softmax and norms --------------------------------------------------------------------- */
 
 /* The shortest that holds it, of those that the GPU can run; else one that reads it twice. */
-static int32_t shortest_row(const gpu *g, const shape *s)
+static int32_t shortest_row(const gpu *g, const op_shape *s)
 {
   int32_t best = -1;
   for (int32_t i = 0; i < variant_count; i++) {
@@ -518,8 +521,8 @@ static void test_row_lengths(void)
     case_begin("%s", v->name);
     for (int i = 0; i < GPU_COUNT; i++)
       for (int32_t n = v->columns > 1 ? v->columns - 1 : 1; n <= v->columns + 1; n++) {
-        const shape s = {.op = (operation)v->op, .in = v->x, .w = v->y, .tokens = 1000, .n = n};
-        const machine m = gpu_machine(&gpus[i], NULL);
+        const op_shape s = {.op = (operation)v->op, .in = v->x, .w = v->y, .tokens = 1000, .n = n};
+        const machine m = gpu_machine(&gpus[i]);
         const int32_t got = choose(&m, &s), want = shortest_row(&gpus[i], &s);
         CHECK_MSG(got >= 0 && got == want, "row %d, not %d, for %s", got, want, shape_name(&gpus[i], &s));
         if (got >= 0) chosen[got] = true;
@@ -536,9 +539,9 @@ static void test_functions(void)
   for (int i = 1; i < GPU_COUNT; i++)
     for (int f = EW_ADD; f <= EW_GELU_TANH; f++)
       for (int type = 0; type < 3; type++) {
-        const int32_t dtype = float_types[type];
-        const shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = f};
-        const machine m = gpu_machine(&gpus[i], NULL);
+        const int32_t dtype = case_dtypes[type];
+        const op_shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = f};
+        const machine m = gpu_machine(&gpus[i]);
         case_begin("cc %d function %d type %d", gpus[i].cc, f, dtype);
         const int32_t got = choose(&m, &s);
         if (CHECK(got >= 0)) {
@@ -593,21 +596,22 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
-  const region all[MAX_REGIONS] = {{"logits", w->logits, t * router_experts(d) * 4},
-                                   {"ids", w->ids, t * k * 4},
-                                   {"weights", w->weights, t * k * 4},
-                                   {"counts", w->counts, local * 4},
-                                   {"offsets", w->offsets, (local + 1) * 4},
-                                   {"row_pair", w->row_pair, t * k * 4},
-                                   {"slot_row", w->slot_row, t * k * 4},
-                                   {"hist", w->hist, c.chunks > 1 ? (wide)c.chunks * local * 4 : 0},
-                                   {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
-                                   {"h", w->h, t * k * d->inter * element},
-                                   {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
-                                   {"y", w->y, t * k * d->hidden * element},
-                                   {"shared_h", w->shared_h, t * d->shared_inter * element},
-                                   {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
-                                   {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0}};
+  const region all[MAX_REGIONS] = {
+      {"logits", w->logits, t * router_experts(d) * 4},
+      {"ids", w->ids, t * k * 4},
+      {"weights", w->weights, t * k * 4},
+      {"counts", w->counts, local * 4},
+      {"offsets", w->offsets, (local + 1) * 4},
+      {"row_pair", w->row_pair, t * k * 4},
+      {"slot_row", w->slot_row, t * k * 4},
+      {"hist", w->hist, c.chunks > 1 ? (wide)c.chunks * local * 4 : 0},
+      {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
+      {"h", w->h, t * k * d->inter * element},
+      {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
+      {"y", w->y, t * k * d->hidden * element},
+      {"shared_h", w->shared_h, t * d->shared_inter * element},
+      {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
+      {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0}};
   memcpy(out, all, sizeof all);
   return MAX_REGIONS;
 }
@@ -739,238 +743,305 @@ static void test_overflow(rng *r)
   group_end();
 }
 
-/* ---- early starts ---------------------------------------------------------------------------------- */
+/* ---- the layer's plan ------------------------------------------------------------------------------ */
 
-/* The layers that decided the limit, on both sides of it, in up and down alike. */
-static void test_early_starts(void)
+static const gpu hopper = {90, HOPPER_SMS, 232448};
+
+/* What a forward brings: every operand as kernels like it best, unless `bits` say otherwise. */
+static layer_call call_for(const cumoe_moe_desc *d, int64_t tokens, int bits)
 {
-  static const struct {
-    const char *name;
-    int32_t experts, top_k, hidden, inter, tokens;
-    bool early;
-  } layers[] = {
-      {"qwen3-235b T 16", 128, 8, 4096, 1536, 16, true},   {"qwen3-235b T 17", 128, 8, 4096, 1536, 17, false},
-      {"gpt-oss T 8", 128, 4, 2880, 2880, 8, true},        {"gpt-oss T 32", 128, 4, 2880, 2880, 32, false},
-      {"gpt-oss T 128", 128, 4, 2880, 2880, 128, false},   {"deepseek-v3 T 8", 256, 8, 7168, 2048, 8, true},
-      {"deepseek-v3 T 32", 256, 8, 7168, 2048, 32, false}, {"deepseek-v3 T 128", 256, 8, 7168, 2048, 128, false},
-      {"mixtral-8x7b T 2", 8, 2, 4096, 14336, 2, true},
-  };
-  const variant thin = {.form = FORM_thin}, tile = {.form = FORM_tile};
-  if (!group_begin("early starts")) return;
-  for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
-    const int64_t rows = (int64_t)layers[i].tokens * layers[i].top_k;
-    const shape up = {.op = OP_up,
-                      .in = DT_BF16,
-                      .w = DT_BF16,
-                      .tokens = layers[i].tokens,
-                      .rows = rows,
-                      .experts = layers[i].experts,
-                      .n = layers[i].inter,
-                      .k = layers[i].hidden};
-    shape down = up;
-    down.op = OP_down, down.n = up.k, down.k = up.n;
-    case_begin("%s", layers[i].name);
-    CHECK(starts_early(&thin, &up) == layers[i].early);
-    CHECK(starts_early(&thin, &down) == layers[i].early);
-    CHECK(starts_early(&tile, &up));
-    case_end();
-  }
-  group_end();
+  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, !(bits & 2)};
+  return (layer_call){.tokens = tokens,
+                      .up = b,
+                      .down = b,
+                      .has_router = !(bits & 4),
+                      .router_dtype = bits & 8 ? DT_F32 : d->dtype,
+                      .router_tmap = !(bits & 8),
+                      .has_ids = bits & 4 && bits & 16,
+                      .has_select_bias = bits & 32,
+                      .has_shared = d->shared_inter != 0,
+                      .shared_up = b,
+                      .shared_down = b,
+                      .has_shared_gate = d->shared_inter && bits & 64,
+                      .shared_gate_dtype = d->dtype};
 }
 
-/* Up to 80 MiB of h and y, in whole lines. */
-static void test_discarded_rows(void)
+static const variant *row_at(const layer_plan *p, stage s)
 {
-  static const struct {
-    int32_t dtype, top_k, hidden, inter;
-    int64_t tokens;
-    bool discarded;
-  } layers[] = {{CUMOE_BF16, 8, 2048, 768, 1, true},     {CUMOE_BF16, 8, 2048, 768, 1861, true},
-                {CUMOE_BF16, 8, 2048, 768, 1862, false}, {CUMOE_F32, 8, 2048, 768, 930, true},
-                {CUMOE_F32, 8, 2048, 768, 931, false},   {CUMOE_F16, 4, 2880, 2880, 1, true},
-                {CUMOE_F16, 1, 2880, 2880, 7281, true},  {CUMOE_F16, 1, 2880, 2880, 7282, false},
-                {CUMOE_F16, 1, 2888, 2880, 1, false},    {CUMOE_F16, 1, 2880, 2848, 1, false},
-                {CUMOE_F32, 1, 2880, 2848, 1, true},     {CUMOE_BF16, 32, 1 << 20, 1 << 20, INT32_MAX / 32, false}};
-  if (!group_begin("discarded rows")) return;
-  for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
-    const cumoe_moe_desc d = {.dtype = layers[i].dtype,
-                              .hidden = layers[i].hidden,
-                              .inter = layers[i].inter,
-                              .routing.top_k = layers[i].top_k};
-    case_begin("line %d", (int)i + 1);
-    CHECK(discards_rows(&d, layers[i].tokens) == layers[i].discarded);
-    case_end();
-  }
-  group_end();
+  return p->steps[s].row < 0 ? NULL : &variants[p->steps[s].row];
 }
 
-/* ---- copied rows ----------------------------------------------------------------------------------- */
-
-/* From 97 rows an expert up (of fewer than 2048 channels 161), and only where bulk copies will fetch them. */
-static void test_copied_rows(void)
+/* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and `grid_size`
+ * say of the shape as this program works it out. */
+static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
 {
-  bool built = false;
-  for (int32_t i = 0; i < variant_count; i++) built = built || variants[i].arch == ARCH_sm90;
-  if (!group_begin("copied rows")) return;
-  for (int n = 0; n < 2 * 2 * 3; n++) {
-    const int64_t from = n / 6 ? 161 : 97, per_expert = from - 1 + n % 3;
-    const threshold up = {OP_up, 0, 0, 0, 0};
-    case_begin("%lld rows an expert, %s", (long long)per_expert, n / 3 % 2 ? "f16" : "bf16");
-    shape s = threshold_shape(&up, per_expert, 128, n / 3 % 2 ? DT_F16 : DT_BF16, 0);
-    s.n = n / 6 ? 2040 : 2048;
-    for (int i = 0; i < GPU_COUNT; i++) {
-      const machine m = gpu_machine(&gpus[i], NULL);
-      CHECK_MSG(wants_copy(&m, &s) == (built && gpus[i].cc == 90 && per_expert >= from), "cc %d", gpus[i].cc);
-      shape other = s;
-      other.no_tmap = true;
-      CHECK(!wants_copy(&m, &other));
-      other = threshold_shape(&up, per_expert, 128, s.in, 1);
-      CHECK(!wants_copy(&m, &other));
-    }
-    case_end();
-  }
-  group_end();
-}
-
-/* ---- down after up by expert ----------------------------------------------------------------------- */
-
-static int32_t row_of_form(operation op, int wanted, int32_t dtype)
-{
-  for (int32_t i = 0; i < variant_count; i++)
-    if (variants[i].op == (int)op && variants[i].form == wanted && variants[i].x == dtype) return i;
-  return -1;
-}
-
-/* Where both are FORM_wgmma: from 49 rows an expert up, of weights and rows that tensor maps can describe. */
-static void test_by_expert(void)
-{
-  const bool built = row_of_form(OP_up, FORM_wgmma, DT_BF16) >= 0;
-  const threshold op_up = {OP_up, 0, 0, 0, 0}, op_down = {OP_down, 0, 0, 0, 0};
-  if (!group_begin("down after up by expert")) return;
-  for (int64_t per_expert = 48; per_expert <= 50; per_expert++) {
-    case_begin("%lld rows an expert", (long long)per_expert);
-    const shape up = threshold_shape(&op_up, per_expert, 128, DT_BF16, 0),
-                down = threshold_shape(&op_down, per_expert, 128, DT_BF16, 0);
-    shape bare_up = up, bare_down = down;
-    bare_up.no_tmap = bare_down.no_tmap = true;
-    int32_t forced[16] = {0};
-    forced[OP_down] = row_of_form(OP_down, FORM_tile, DT_BF16) + 1;
-    for (int i = 0; i < GPU_COUNT; i++) {
-      const machine m = gpu_machine(&gpus[i], NULL), other = gpu_machine(&gpus[i], forced);
-      CHECK_MSG(goes_by_expert(&m, &up, &down) == (built && gpus[i].cc == 90 && per_expert > 48), "cc %d", gpus[i].cc);
-      CHECK(!goes_by_expert(&m, &bare_up, &down) && !goes_by_expert(&m, &up, &bare_down));
-      CHECK(!goes_by_expert(&other, &up, &down));
-    }
-    case_end();
-  }
-  group_end();
-}
-
-/* ---- few tokens ------------------------------------------------------------------------------------ */
-
-typedef struct few_shapes {
-  shape up, down;
-} few_shapes;
-
-static few_shapes few_layer(int64_t tokens, int32_t top_k, int32_t hidden, int32_t inter)
-{
-  const shape up = {.op = OP_few_up,
-                    .in = DT_BF16,
-                    .w = DT_BF16,
-                    .major = MAJOR_K,
-                    .tokens = tokens,
-                    .rows = tokens * top_k,
-                    .experts = 128,
-                    .n = inter,
-                    .k = hidden,
-                    .top_k = top_k,
-                    .no_tmap = true}; /* they take none */
-  few_shapes s = {up, up};
-  s.down.op = OP_few_down, s.down.n = hidden, s.down.k = inter;
-  return s;
-}
-
-static bool few_on(const gpu *g, const int32_t *forced, few_shapes s)
-{
-  const machine m = gpu_machine(g, forced);
-  return wants_few(&m, &s.up, &s.down);
-}
-
-/* By sizes: layers on both sides of each limit, of HOPPER_SMS runs of 8 channels. */
-static void check_few_sizes(const gpu *hopper)
-{
-  static const struct {
-    int64_t tokens;
-    int32_t top_k, hidden, inter, experts;
-    bool wanted;
-  } layers[] = {
-      {1, 8, 2048, 192, 128, true},    {1, 8, 2048, 184, 128, false},  {8, 8, 2048, 192, 128, true},
-      {8, 8, 2048, 184, 128, false},   {9, 8, 2048, 512, 128, true},   {9, 8, 2048, 504, 128, false},
-      {8, 8, 2048, 504, 128, true},    {9, 4, 2048, 768, 128, true},   {1, 32, 64, 768, 128, true},
-      {8, 32, 2048, 768, 128, true},   {8, 33, 2048, 768, 128, false}, {32, 8, 2048, 768, 128, true},
-      {33, 7, 2048, 768, 128, false},  {1, 4, 2880, 2880, 128, true},  {18, 4, 2880, 2880, 128, true},
-      {19, 4, 2880, 2880, 128, false}, {1, 8, 7168, 2048, 256, true},  {8, 8, 7168, 2048, 256, true},
-      {9, 8, 7168, 2048, 256, false},  {11, 8, 7168, 2048, 128, true}, {12, 8, 7168, 2048, 128, false},
-      {2, 8, 952, 768, 128, true},     {2, 8, 944, 768, 128, false},   {2, 8, 1056, 768, 128, true},
-      {2, 8, 1064, 768, 128, false},   {2, 8, 1904, 768, 128, true},   {2, 8, 1896, 768, 128, false},
-      {2, 8, 2112, 768, 128, true},    {2, 8, 2120, 768, 128, false},  {2, 8, 3808, 768, 128, true},
-      {2, 8, 3800, 768, 128, false},   {2, 8, 64, 14336, 128, false},  {16, 8, 2048, 1024, 64, true},
-      {32, 8, 2048, 1024, 64, true},   {8, 2, 4096, 14336, 8, true},   {8, 4, 2048, 768, 4, true},
-      {16, 2, 4096, 14336, 8, true},   {17, 2, 4096, 14336, 8, false}, {32, 8, 2048, 1024, 63, false},
-  };
-  for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
-    case_begin("T %d k %d H %d I %d E %d", (int)layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter,
-               layers[i].experts);
-    few_shapes s = few_layer(layers[i].tokens, layers[i].top_k, layers[i].hidden, layers[i].inter);
-    s.up.experts = s.down.experts = layers[i].experts;
-    CHECK(few_on(hopper, NULL, s) == layers[i].wanted);
-    case_end();
+  const machine m = gpu_machine(g);
+  const bool routed = !p->few, counts = routed && g->cc != 0 && map_chunking(c->tokens * d->routing.top_k).chunks > 1;
+  const bool there[STAGE_COUNT] = {[STAGE_router] = c->has_router,
+                                   [STAGE_gate] = !c->has_ids && !p->few_gates,
+                                   [STAGE_map_count] = counts,
+                                   [STAGE_map] = routed,
+                                   [STAGE_shared_up] = c->has_shared,
+                                   [STAGE_shared_down] = c->has_shared,
+                                   [STAGE_shared_gate] = c->has_shared_gate,
+                                   [STAGE_up] = routed,
+                                   [STAGE_down] = routed,
+                                   [STAGE_combine] = routed,
+                                   [STAGE_few_up] = p->few,
+                                   [STAGE_few_down] = p->few && !p->few_in_one};
+  static const stage at[] = {STAGE_router, STAGE_gate, STAGE_map_count, STAGE_map, STAGE_COUNT, STAGE_up, STAGE_down};
+  op_shape s[MAX_SHAPES];
+  const int n = shapes_of(d, c->tokens, c->up.major, c->down.major, c->router_dtype == DT_F32, s);
+  for (stage i = 0; i < STAGE_COUNT; i++)
+    CHECK_MSG(there[i] == (p->steps[i].row >= 0), "%s is %s the plan", stage_name(i), there[i] ? "not in" : "in");
+  for (int i = 0; i < n; i++) {
+    const bool dense = s[i].op == OP_up && i > 5;
+    const stage where = i < 7                   ? at[i]
+                        : s[i].op == OP_combine ? STAGE_combine
+                        : dense                 ? STAGE_shared_up
+                                                : STAGE_shared_down;
+    s[i].tmap = s[i].op == OP_router ? c->router_tmap : c->up.tmap;
+    if (where == STAGE_COUNT || !there[where]) continue;
+    CHECK_MSG(p->steps[where].row == choose(&m, &s[i]), "%s: row %d", stage_name(where), p->steps[where].row);
+    CHECK_MSG(p->steps[where].grid == grid_size(&m, &variants[p->steps[where].row], &s[i]), "%s: grid %lld",
+              stage_name(where), (long long)p->steps[where].grid);
   }
 }
 
-/* By machine, layout and type. */
-static void check_few_kinds(bool built)
+static void test_random_plans(rng *r)
 {
-  case_begin("machines, layouts, types");
+  if (!group_begin("plans of random layers")) return;
   for (int i = 0; i < GPU_COUNT; i++) {
-    few_shapes s = few_layer(1, 8, 2048, 768);
-    CHECK_MSG(few_on(&gpus[i], NULL, s) == (built && gpus[i].cc == 90), "cc %d", gpus[i].cc);
-    s.up.major = MAJOR_N;
-    CHECK(!few_on(&gpus[i], NULL, s));
-    s = few_layer(1, 8, 2048, 768);
-    s.down.major = MAJOR_N;
-    CHECK(!few_on(&gpus[i], NULL, s));
-    s = few_layer(1, 8, 2048, 768);
-    s.up.in = s.up.w = s.down.in = s.down.w = DT_F32;
-    CHECK(!few_on(&gpus[i], NULL, s));
+    const machine m = gpu_machine(&gpus[i]);
+    case_begin("cc %d", gpus[i].cc);
+    for (int n = 0; n < 3000; n++) {
+      cumoe_moe_desc given = random_desc(r), d;
+      if (!CHECK_OK(check_moe_desc(&given, &d))) break;
+      int64_t tokens = n % 3 ? random_tokens(r, &d) : 1 + rng_below(r, 40);
+      while ((wide)tokens * d.hidden * 2 > (wide)1 << 40) tokens = (tokens + 1) / 2;
+      const layer_call c = call_for(&d, tokens, (int)rng_below(r, 128));
+      const layer_plan p = plan_layer(&m, &d, &c);
+      if (!CHECK_MSG(p.refused == STAGE_COUNT, "%s is refused", stage_name(p.refused))) break;
+      check_plan_steps(&gpus[i], &d, &c, &p);
+      workspace_layout at;
+      CHECK(plan_workspace_layout(&d, tokens, &at) && memcmp(&at, &p.at, sizeof at) == 0);
+    }
+    case_end();
   }
-  case_end();
+  group_end();
 }
 
-/* By what is forced: one of theirs takes whatever both can serve with rows alike, one of the stages' keeps them out. */
-static void check_few_forced(const gpu *hopper)
+/* ---- how kernels work together: layers on both sides of each limit, on an H200 ---- */
+
+typedef enum traits {
+  FEW = 1,
+  ONE = 2,   /* few in one grid */
+  GATES = 4, /* which does the gate's work */
+  ALONE = FEW | ONE | GATES,
+  COPY = 8,
+  BY_EXPERT = 16,
+  DISCARD = 32,
+  AHEAD = 64,     /* combine looks ahead */
+  UP_EARLY = 128, /* up starts before the grid ahead has ended */
+  DOWN_EARLY = 256,
+  EARLY = UP_EARLY | DOWN_EARLY
+} traits;
+
+static int traits_of(const layer_plan *p)
 {
+  const stage up = p->few ? STAGE_few_up : STAGE_up;
+  int t = 0;
+  if (p->few) t |= FEW | (p->few_in_one ? ONE : 0) | (p->few_gates ? GATES : 0);
+  t |= (p->copies_rows ? COPY : 0) | (p->by_expert ? BY_EXPERT : 0) | (p->discards_rows ? DISCARD : 0);
+  t |= p->combine_looks_ahead ? AHEAD : 0;
+  if (p->steps[up].early) t |= UP_EARLY;
+  if (!p->few && p->steps[STAGE_down].early) t |= DOWN_EARLY;
+  return t;
+}
+
+typedef struct layer_case {
+  int32_t tokens, top_k, hidden, inter, experts, dtype;
+  int bits; /* call_for */
+  int mask, want;
+} layer_case;
+
+static layer_plan plan_of(const machine *m, const layer_case *l)
+{
+  const cumoe_moe_desc given = {.size = sizeof given,
+                                .num_experts = l->experts,
+                                .hidden = l->hidden,
+                                .inter = l->inter,
+                                .dtype = l->dtype,
+                                .routing = cumoe_routing_mixtral(l->top_k)};
+  cumoe_moe_desc d;
+  CHECK_OK(check_moe_desc(&given, &d));
+  const layer_call c = call_for(&d, l->tokens, l->bits);
+  return plan_layer(m, &d, &c);
+}
+
+enum { IDS = 4 | 16, LOGITS = 4, N_MAJOR = 1, NO_MAPS = 2, F32_ROUTER = 8 };
+
+static const layer_case layer_cases[] = {
+    /* few: inter from 192, many tokens from 512; SMs idle; rows an expert; bytes */
+    {1, 8, 2048, 192, 128, DT_BF16, 0, ALONE, ALONE},
+    {1, 8, 2048, 184, 128, DT_BF16, 0, ALONE, 0},
+    {8, 8, 2048, 192, 128, DT_F16, 0, ALONE, ALONE},
+    {8, 8, 2048, 184, 128, DT_BF16, 0, ALONE, 0},
+    {9, 8, 2048, 512, 128, DT_BF16, 0, ALONE, ALONE},
+    {9, 8, 2048, 504, 128, DT_BF16, 0, ALONE, 0},
+    {8, 8, 2048, 504, 128, DT_BF16, 0, ALONE, ALONE},
+    {9, 4, 2048, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {1, 32, 64, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {8, 32, 2048, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {32, 8, 2048, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {33, 7, 2048, 768, 128, DT_BF16, 0, ALONE, 0},
+    {1, 4, 2880, 2880, 128, DT_BF16, 0, ALONE, ALONE},
+    {18, 4, 2880, 2880, 128, DT_BF16, 0, ALONE, ALONE},
+    {19, 4, 2880, 2880, 128, DT_BF16, 0, ALONE, 0},
+    {1, 8, 7168, 2048, 256, DT_BF16, 0, ALONE, ALONE},
+    {8, 8, 7168, 2048, 256, DT_BF16, 0, ALONE, ALONE},
+    {9, 8, 7168, 2048, 256, DT_BF16, 0, ALONE, 0},
+    {11, 8, 7168, 2048, 128, DT_BF16, 0, ALONE, ALONE},
+    {12, 8, 7168, 2048, 128, DT_BF16, 0, ALONE, 0},
+    {2, 8, 952, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {2, 8, 944, 768, 128, DT_BF16, 0, ALONE, 0},
+    {2, 8, 1056, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {2, 8, 1064, 768, 128, DT_BF16, 0, ALONE, 0},
+    {2, 8, 1904, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {2, 8, 1896, 768, 128, DT_BF16, 0, ALONE, 0},
+    {2, 8, 2112, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {2, 8, 2120, 768, 128, DT_BF16, 0, ALONE, 0},
+    {2, 8, 3808, 768, 128, DT_BF16, 0, ALONE, ALONE},
+    {2, 8, 3800, 768, 128, DT_BF16, 0, ALONE, 0},
+    {2, 8, 64, 14336, 128, DT_BF16, 0, ALONE, 0},
+    {16, 8, 2048, 1024, 64, DT_BF16, 0, ALONE, ALONE},
+    {32, 8, 2048, 1024, 64, DT_BF16, 0, ALONE, ALONE},
+    {32, 8, 2048, 1024, 63, DT_BF16, 0, ALONE, 0},
+    {8, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, ALONE},
+    {16, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, ALONE},
+    {17, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, 0},
+    /* few without a router ahead is two grids, and the gate's is its own; it takes no tensor maps */
+    {1, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, FEW},
+    {1, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, FEW},
+    {2, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, FEW},
+    {2, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, FEW},
+    {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW},
+    {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, 0},
+    {1, 8, 2048, 768, 128, DT_F32, 0, ALONE, 0},
+    {1, 8, 2048, 768, 257, DT_BF16, 0, ALONE, FEW | ONE}, /* more experts than a warp's registers rank */
+    /* thin (up here) starts early: not behind a router's tiles, nor where it streams for a millisecond */
+    {33, 1, 2048, 768, 128, DT_BF16, 0, EARLY, DOWN_EARLY},
+    {33, 1, 2048, 768, 128, DT_BF16, LOGITS, EARLY, EARLY},
+    {33, 1, 2048, 768, 128, DT_BF16, F32_ROUTER, EARLY, EARLY},
+    {1, 1, 1 << 17, 16384, 128, DT_BF16, LOGITS, EARLY, DOWN_EARLY},
+    {128, 4, 2880, 2880, 128, DT_BF16, 0, EARLY, EARLY},
+    /* copies from 97 rows an expert, narrow ones from 161; by expert from 49 */
+    {96 * 16, 8, 2048, 2048, 128, DT_BF16, 0, COPY, 0},
+    {97 * 16, 8, 2048, 2048, 128, DT_BF16, 0, COPY, COPY},
+    {97 * 16, 8, 2048, 2048, 128, DT_F16, 0, COPY, COPY},
+    {97 * 16, 8, 2048, 2040, 128, DT_BF16, 0, COPY, 0},
+    {160 * 16, 8, 2048, 2040, 128, DT_BF16, 0, COPY, 0},
+    {161 * 16, 8, 2048, 2040, 128, DT_BF16, 0, COPY, COPY},
+    {161 * 16, 8, 2048, 2040, 128, DT_BF16, NO_MAPS, COPY | BY_EXPERT, 0},
+    {161 * 16, 8, 2048, 2040, 128, DT_BF16, N_MAJOR, COPY | BY_EXPERT, 0},
+    {161 * 16, 8, 2048, 2040, 128, DT_F32, 0, COPY | BY_EXPERT, 0},
+    {48 * 16, 8, 2048, 2048, 128, DT_BF16, 0, BY_EXPERT, 0},
+    {49 * 16, 8, 2048, 2048, 128, DT_BF16, 0, BY_EXPERT, BY_EXPERT},
+    /* up to 80 MiB of h and y in whole lines */
+    {1861, 8, 2048, 768, 128, DT_BF16, 0, DISCARD, DISCARD},
+    {1862, 8, 2048, 768, 128, DT_BF16, 0, DISCARD, 0},
+    {930, 8, 2048, 768, 128, DT_F32, 0, DISCARD, DISCARD},
+    {931, 8, 2048, 768, 128, DT_F32, 0, DISCARD, 0},
+    {7281, 1, 2880, 2880, 128, DT_F16, 0, DISCARD, DISCARD},
+    {7282, 1, 2880, 2880, 128, DT_F16, 0, DISCARD, 0},
+    {33, 1, 2888, 2880, 128, DT_F16, 0, DISCARD, 0},
+    {33, 1, 2880, 2848, 128, DT_F16, 0, DISCARD, 0},
+    {33, 1, 2880, 2848, 128, DT_F32, 0, DISCARD, DISCARD},
+    /* combine looks ahead up to 64 tokens */
+    {64, 8, 2048, 768, 128, DT_BF16, 0, AHEAD, AHEAD},
+    {65, 8, 2048, 768, 128, DT_BF16, 0, AHEAD, 0},
+};
+
+static void test_layer_cases(void)
+{
+  const machine m = gpu_machine(&hopper);
+  if (!group_begin("how kernels work together")) return;
+  for (size_t i = 0; i < sizeof layer_cases / sizeof *layer_cases; i++) {
+    const layer_case *l = &layer_cases[i];
+    case_begin("T %d k %d H %d I %d E %d type %d bits %d", l->tokens, l->top_k, l->hidden, l->inter, l->experts,
+               l->dtype, l->bits);
+    const layer_plan p = plan_of(&m, l);
+    for (stage at = 0; at < STAGE_COUNT; at++)
+      if (p.steps[at].row >= 0) chosen[p.steps[at].row] = true;
+    CHECK_MSG((traits_of(&p) & l->mask) == l->want, "0x%x, not 0x%x", (unsigned)(traits_of(&p) & l->mask),
+              (unsigned)l->want);
+    for (int g = 0; g < GPU_COUNT; g++) { /* all of it is an H200's but what needs no kernel of sm_90a */
+      const machine other = gpu_machine(&gpus[g]);
+      const layer_plan q = plan_of(&other, l);
+      if (gpus[g].cc != 90) CHECK_MSG(!(traits_of(&q) & (ALONE | COPY | BY_EXPERT)), "cc %d", gpus[g].cc);
+    }
+    case_end();
+  }
+  group_end();
+}
+
+/* One of few's rows, forced, takes whatever both can serve; one of the stages' keeps few out; one of the gate keeps the gate. */
+static void test_forced_plans(void)
+{
+  const layer_case one = {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, two = {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0},
+                   small = {2, 8, 64, 64, 128, DT_BF16, 0, 0, 0}, most = {32, 8, 64, 64, 128, DT_BF16, 0, 0, 0},
+                   over = {33, 7, 2048, 768, 128, DT_BF16, 0, 0, 0}, pairs = {32, 9, 2048, 768, 128, DT_BF16, 0, 0, 0};
+  if (!group_begin("forced rows and few")) return;
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
-    if (v->arch == ARCH_cpu || v->x == DT_F16 || v->x == DT_F32) continue;
+    if (v->arch == ARCH_cpu || v->x == DT_F16 || v->x == DT_F32 || v->w == DT_F32 || v->y == DT_F32) continue;
     const bool few = v->op == OP_few_up || v->op == OP_few_down;
-    const bool stage = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;
-    int32_t forced[OP_COUNT] = {0};
-    forced[v->op] = i + 1;
+    const bool replaced = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;
+    const machine m = forcing(&hopper, i);
     case_begin("%s", v->name);
-    CHECK(few_on(hopper, forced, few_layer(1, 8, 2048, 768)) == (few || !stage));
-    CHECK(few_on(hopper, forced, few_layer(2, 8, 2048, 768)) == (few ? v->bm > 1 : !stage));
-    CHECK(few_on(hopper, forced, few_layer(9, 8, 2048, 768)) == (few ? v->bm > 1 : !stage));
-    CHECK(few_on(hopper, forced, few_layer(2, 8, 64, 64)) == (few && v->bm > 1));
-    CHECK(few_on(hopper, forced, few_layer(32, 8, 64, 64)) == (few && v->bm > 1));
-    CHECK(!few_on(hopper, forced, few_layer(33, 7, 2048, 768)));
-    CHECK(!few_on(hopper, forced, few_layer(32, 9, 2048, 768)));
+    CHECK(plan_of(&m, &one).few == (few || !replaced));
+    CHECK(plan_of(&m, &two).few == (few ? v->bm > 1 : !replaced));
+    CHECK(plan_of(&m, &small).few == (few && v->bm > 1));
+    CHECK(plan_of(&m, &most).few == (few && v->bm > 1));
+    CHECK(!plan_of(&m, &over).few && !plan_of(&m, &pairs).few);
+    CHECK(plan_of(&m, &one).few_in_one == (plan_of(&m, &one).few && v->op != OP_few_down));
+    CHECK(plan_of(&m, &one).few_gates == (plan_of(&m, &one).few_in_one && v->op != OP_gate));
     case_end();
   }
+  group_end();
 }
 
-/* What up can do of gates, unless one is forced. */
-static void check_few_gates(const gpu *hopper)
+/* A forced row that cannot serve the layer is refused by the plan, by name: nothing is launched. */
+static void test_refused_plans(void)
+{
+  const layer_case l = {4096, 8, 2048, 768, 128, DT_F32, 0, 0, 0};
+  if (!group_begin("refused plans")) return;
+  for (int32_t i = 0; i < variant_count; i++) {
+    const variant *v = &variants[i];
+    if (v->arch == ARCH_cpu || v->x != DT_BF16 || v->op == OP_elementwise || v->op == OP_softmax || v->op == OP_norm)
+      continue;
+    const machine m = forcing(&hopper, i);
+    const layer_plan p = plan_of(&m, &l);
+    case_begin("%s", v->name);
+    const bool in_layer = v->op != OP_few_up && v->op != OP_few_down;
+    CHECK_MSG((p.refused != STAGE_COUNT) == in_layer, "refused: %d", (int)p.refused);
+    if (in_layer) CHECK((int)stage_operation(p.refused) == v->op && p.why == STEP_NO_KERNEL);
+    case_end();
+  }
+  case_begin("2^32 CTAs");
+  const machine m = gpu_machine(&hopper);
+  const cumoe_moe_desc d = {.local_experts = 8, .hidden = 1 << 24, .routing.top_k = 1};
+  const op_shape s = {.op = OP_combine, .in = DT_BF16, .w = DT_BF16, .tokens = 1 << 30, .n = d.hidden, .top_k = 1};
+  launch_step step;
+  CHECK(plan_step(&m, &s, &step) == STEP_GRID_TOO_LARGE && step.grid > INT32_MAX);
+  case_end();
+  group_end();
+}
+
+/* What few_up can do of gates. */
+static void test_few_gates(void)
 {
   static const struct {
     int32_t experts, groups, score;
@@ -991,49 +1062,23 @@ static void check_few_gates(const gpu *hopper)
       {128, 4, SCORE_SOFTMAX, false, 0, 0, false},
       {128, 0, SCORE_SOFTMAX, true, ROUTE_SCORE_AFTER_TOPK, 0, true},
   };
-  static const float bias = 0;
+  const machine m = gpu_machine(&hopper);
+  if (!group_begin("gates in few")) return;
   for (size_t i = 0; i < sizeof gates / sizeof *gates; i++) {
-    const gate_args a = {.experts = gates[i].experts,
-                         .n_group = gates[i].groups,
-                         .score = gates[i].score,
-                         .select_bias = gates[i].bias ? &bias : NULL,
-                         .flags = gates[i].flags,
-                         .softcap = gates[i].softcap};
-    int32_t forced[OP_COUNT] = {0};
-    const machine m = gpu_machine(hopper, NULL), forcing = gpu_machine(hopper, forced);
+    cumoe_moe_desc d = {.num_experts = gates[i].experts,
+                        .local_experts = gates[i].experts,
+                        .hidden = 2048,
+                        .inter = 768,
+                        .dtype = DT_BF16,
+                        .out_dtype = DT_BF16,
+                        .routing = cumoe_routing_make((cumoe_score)gates[i].score, 8, gates[i].flags)};
+    d.routing.n_group = gates[i].groups, d.routing.softcap = gates[i].softcap;
+    const layer_call c = call_for(&d, 1, gates[i].bias ? 32 : 0);
     case_begin("gate %d", (int)i);
-    CHECK(few_up_gates(&m, &a) == gates[i].wanted && few_up_gates(&forcing, &a) == gates[i].wanted);
-    forced[OP_gate] = 1;
-    CHECK(!few_up_gates(&forcing, &a));
+    const layer_plan p = plan_layer(&m, &d, &c);
+    CHECK(p.few_in_one && p.few_gates == gates[i].wanted && (row_at(&p, STAGE_gate) == NULL) == gates[i].wanted);
     case_end();
   }
-}
-
-/* One grid or two: rows of few_down are asked for by name. */
-static void check_few_grids(const gpu *hopper)
-{
-  int32_t forced[OP_COUNT] = {0};
-  const machine m = gpu_machine(hopper, NULL), forcing = gpu_machine(hopper, forced);
-  case_begin("grids");
-  CHECK(few_in_one(&m) && few_in_one(&forcing));
-  forced[OP_few_up] = 1;
-  CHECK(few_in_one(&forcing));
-  forced[OP_few_down] = 1;
-  CHECK(!few_in_one(&forcing));
-  case_end();
-}
-
-static void test_few(void)
-{
-  static const gpu hopper = {90, HOPPER_SMS, 232448};
-  bool built = false;
-  for (int32_t i = 0; i < variant_count; i++) built = built || variants[i].op == OP_few_up;
-  if (!group_begin("few tokens")) return;
-  check_few_kinds(built);
-  if (built) check_few_sizes(&hopper);
-  if (built) check_few_forced(&hopper);
-  check_few_gates(&hopper);
-  check_few_grids(&hopper);
   group_end();
 }
 
@@ -1043,17 +1088,17 @@ int main(int argc, char **argv)
   test_begin(argc, argv);
   test_every_layer_has_kernels(&r);
   test_forced_rows(&r);
-  test_threshold_table();
+  test_tune_files();
   test_thresholds();
   test_grids(&r);
   test_grids_around_tiles(&r);
   test_row_lengths();
   test_functions();
-  test_early_starts();
-  test_discarded_rows();
-  test_copied_rows();
-  test_by_expert();
-  test_few();
+  test_random_plans(&r);
+  if (gpus_have_sm90()) test_layer_cases();
+  if (gpus_have_sm90()) test_forced_plans();
+  if (gpus_have_sm90()) test_few_gates();
+  test_refused_plans();
   test_chunking(&r);
   test_layout(&r);
   test_growth(&r);

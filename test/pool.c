@@ -7,17 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include <cuda_runtime_api.h>
-
-#include "test.h"
-
-#define CHECK_CUDA(call) test_cuda((call), #call, __LINE__)
-static bool test_cuda(cudaError_t error, const char *call, int line)
-{
-  return test_check(error == cudaSuccess, __FILE__, line, "%s: %s", call, cudaGetErrorName(error));
-}
-
-#define CHECK_TEXT(word) CHECK_MSG(strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"", cumoe_last_error())
+#include "cuda.h"
 
 static cumoe_pool_stats stats_of(cumoe_context context)
 {

@@ -7,8 +7,8 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* A layer that the kernel serves. Those of few tokens get as many as they take; combine gets rows of whole lines of L2, which it
- * discards. */
+/* A layer that the kernel serves. Those of few tokens get as many as they take; combine gets rows of whole lines of L2,
+ * which it discards. */
 static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
 {
   const bool many = tokens > 70, combine = !strcmp(info->op, "combine");

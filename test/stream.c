@@ -3,15 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include <cuda_runtime_api.h>
-
-#include "test.h"
-
-#define CHECK_CUDA(expression) check_cuda((expression), #expression, __LINE__)
-static bool check_cuda(cudaError_t error, const char *expression, int line)
-{
-  return test_check(error == cudaSuccess, __FILE__, line, "%s: %s", expression, cudaGetErrorName(error));
-}
+#include "cuda.h"
 
 static void test_cpu(cumoe_context context)
 {

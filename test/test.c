@@ -259,8 +259,14 @@ typedef struct float_format {
 
 static float_format format_of(int32_t dtype)
 {
-  if (dtype == CUMOE_F16) return (float_format){11, -14, 15, 16};
-  if (dtype == CUMOE_BF16) return (float_format){8, -126, 127, 16};
+  switch ((cumoe_dtype)dtype) {
+  case CUMOE_F16: return (float_format){11, -14, 15, 16};
+  case CUMOE_BF16: return (float_format){8, -126, 127, 16};
+  case CUMOE_F32:
+  case CUMOE_U8:
+  case CUMOE_I32:
+  case CUMOE_I64: break;
+  }
   return (float_format){24, -126, 127, 32};
 }
 
@@ -322,24 +328,27 @@ tensor tensor_new(int32_t dtype, int64_t rows, int64_t cols)
 double tensor_get(const tensor *t, int64_t row, int64_t col)
 {
   int64_t i = row * t->cols + col;
-  switch (t->dtype) {
+  switch ((cumoe_dtype)t->dtype) {
   case CUMOE_F32: return ((const float *)(const void *)t->data)[i];
   case CUMOE_I32: return ((const int32_t *)(const void *)t->data)[i];
   case CUMOE_I64: return (double)((const int64_t *)(const void *)t->data)[i];
   case CUMOE_U8: return t->data[i];
-  default: return decode(((const uint16_t *)(const void *)t->data)[i], t->dtype);
+  case CUMOE_F16:
+  case CUMOE_BF16: return decode(((const uint16_t *)(const void *)t->data)[i], t->dtype);
   }
+  return NAN;
 }
 
 void tensor_set(const tensor *t, int64_t row, int64_t col, double value)
 {
   int64_t i = row * t->cols + col;
-  switch (t->dtype) {
+  switch ((cumoe_dtype)t->dtype) {
   case CUMOE_F32: ((float *)(void *)t->data)[i] = (float)value; break;
   case CUMOE_I32: ((int32_t *)(void *)t->data)[i] = (int32_t)value; break;
   case CUMOE_I64: ((int64_t *)(void *)t->data)[i] = (int64_t)value; break;
   case CUMOE_U8: t->data[i] = (uint8_t)value; break;
-  default: ((uint16_t *)(void *)t->data)[i] = (uint16_t)encode(value, t->dtype);
+  case CUMOE_F16:
+  case CUMOE_BF16: ((uint16_t *)(void *)t->data)[i] = (uint16_t)encode(value, t->dtype);
   }
 }
 

@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define CUMOE_EXPERIMENTAL
 #include <cumoe/cumoe.h>
@@ -42,11 +43,21 @@ bool test_check(bool ok, const char *file, int line, const char *format, ...) __
 #define CHECK_MSG(condition, ...)      test_check((condition), __FILE__, __LINE__, __VA_ARGS__)
 #define CHECK_STATUS(want, expression) test_status((want), (expression), #expression, __FILE__, __LINE__)
 #define CHECK_OK(expression)           CHECK_STATUS(CUMOE_OK, expression)
+/* The last error has these words. */
+#define CHECK_TEXT(words) CHECK_MSG(strstr(cumoe_last_error(), words) != NULL, "the text is \"%s\"", cumoe_last_error())
 bool test_status(cumoe_status want, cumoe_status got, const char *expression, const char *file, int line);
 
 void *scratch(size_t count, size_t bytes); /* zeroed, freed by case_end */
 int scratch_mark(void);
 void scratch_release(int mark); /* frees what scratch() gave since the mark */
+
+/* Element types of layers. Cases deal three of them. */
+static const int32_t case_dtypes[] = {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS) CUMOE_##DTYPE,
+#include "../kernels/formats.def"
+};
+_Static_assert(sizeof case_dtypes / sizeof *case_dtypes == 3, "a type of layers that the cases leave out");
 
 /* ---- random numbers -------------------------------------------------------------------------------- */
 

@@ -9,9 +9,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../bench/safetensors.h"
 #include "../bench/tinylm.h"
 #include "oracle.h"
-#include "safetensors.h"
 
 #define FOLDER "test/data/tinymoe"
 

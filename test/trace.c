@@ -410,7 +410,7 @@ static void test_full_device(void)
   CHECK_OK(cumoe_context_create(1, NULL, &context));
   shim_mark();
   CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
-  CHECK_MSG(strstr(cumoe_last_error(), "17592186044416 bytes asked") != NULL, "the text is \"%s\"", cumoe_last_error());
+  CHECK_TEXT("17592186044416 bytes asked");
   CHECK(strstr(shim_trace(), "cudaStreamSynchronize") != NULL && strstr(shim_trace(), "cudaMemPoolTrimTo") != NULL);
   CHECK_OK(cumoe_pool_get_stats(context, &stats));
   CHECK(stats.oom_retries == 1 && stats.used == 0 && stats.live == 0 && stats.allocs == 0);
@@ -521,7 +521,7 @@ static void test_old_driver(void)
   cumoe_context context = NULL;
   shim.hidden = "cuCtxPushCurrent";
   CHECK_STATUS(CUMOE_ERR_DRIVER_TOO_OLD, cumoe_context_create(1, NULL, &context));
-  CHECK(strstr(cumoe_last_error(), "cuCtxPushCurrent") != NULL);
+  CHECK_TEXT("cuCtxPushCurrent");
   shim_reset();
   CHECK_OK(cumoe_context_create(1, NULL, &context));
   CHECK_OK(cumoe_context_destroy(context));
@@ -580,7 +580,7 @@ static void check_error(cudaError_t error, cumoe_status status)
   CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_synchronize(context, NULL));
   CHECK((shim_calls(SHIM_ALL) == 0) == sticky);
   CHECK_STATUS(sticky ? CUMOE_ERR_CUDA_STICKY : CUMOE_OK, cumoe_buffer_free(&buffer));
-  if (sticky) CHECK_MSG(strstr(cumoe_last_error(), "lost earlier") != NULL, "the text is \"%s\"", cumoe_last_error());
+  if (sticky) CHECK_TEXT("lost earlier");
   (void)cumoe_context_destroy(context);
   case_end();
 }
@@ -682,12 +682,73 @@ static void test_grids(void)
   group_end();
 }
 
+/* ---- what a plan says in words ---- */
+
+/* The kernels' whole names, in the order of the text. */
+static void list_names(const char *text, char *list, size_t bytes)
+{
+  size_t used = 0;
+  list[0] = 0;
+  for (const char *at = text; (at = strstr(at, " cumoe_")) != NULL; at++)
+    used += (size_t)snprintf(list + used, bytes - used, "%.*s ", (int)strcspn(at + 1, ", \n"), at + 1);
+}
+
+static cumoe_status forward_from_router(world *w, int64_t tokens)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.inter = FEW_INTER;
+  cumoe_moe_args a = arguments(w, &d, tokens);
+  a.router_weight = lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+/* A description names what a forward launches, and follows the limits that are set. */
+static void test_descriptions(void)
+{
+  static const int64_t tokens[] = {1, 8, 33, 1000, 5000};
+  char text[4096], few[4096], named[2000], launched[2000];
+  cumoe_limit_info info = {.size = sizeof info};
+  world w = {.next = (uintptr_t)1 << 30};
+  if (!group_begin("descriptions of plans")) return;
+  wide_layer(&w);
+  for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
+    case_begin("T %d", (int)tokens[i]);
+    CHECK_OK(cumoe_plan_describe(w.plan, i % 2 ? w.weights : NULL, tokens[i], text, sizeof text));
+    shim_mark();
+    CHECK_OK(forward_from_router(&w, tokens[i]));
+    list_names(shim_trace(), launched, sizeof launched);
+    list_names(text, named, sizeof named);
+    CHECK_MSG(strcmp(named, launched) == 0, "described: %s\nlaunched: %s", named, launched);
+    CHECK_MSG(strlen(text) < sizeof text / 2 && strstr(text, "workspace "), "%s", text);
+    case_end();
+  }
+  case_begin("limits");
+  CHECK_OK(cumoe_plan_describe(w.plan, w.weights, 1, few, sizeof few));
+  for (int32_t i = 0; i < cumoe_limit_count(); i++) {
+    CHECK_OK(cumoe_limit_get(w.context, i, &info));
+    CHECK(*info.name && *info.unit && *info.text);
+    if (strcmp(info.name, "few_bytes") == 0) CHECK_OK(cumoe_limit_set(w.context, i, CUMOE_BF16, 0));
+  }
+  CHECK_OK(cumoe_plan_describe(w.plan, w.weights, 1, text, sizeof text));
+  CHECK((strstr(few, "cumoe_few_up") != NULL) == (strcmp(few, text) != 0) && strstr(text, "cumoe_few_up") == NULL);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_limit_set(w.context, 0, CUMOE_BF16, 0. / 0.));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_limit_set(w.context, 0, (cumoe_dtype)99, 0));
+  case_end();
+  case_begin("arguments");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_plan_describe(w.plan, NULL, 1, text, 0));
+  CHECK_OK(cumoe_plan_describe(w.plan, NULL, 1, text, 5));
+  CHECK(strcmp(text, "1 to") == 0);
+  end_world(&w);
+  case_end();
+  group_end();
+}
+
 /* ---- corners that no other program comes to --------------------------------------------------------------- */
 
 #define REFUSED(want, word, call)                                                                                      \
   do {                                                                                                                 \
     CHECK_STATUS(want, call);                                                                                          \
-    CHECK_MSG(strstr(cumoe_last_error(), word) != NULL, "the text is \"%s\"", cumoe_last_error());                     \
+    CHECK_TEXT(word);                                                                                                  \
   } while (0)
 
 /* What may be adopted, and how it is freed. */
@@ -719,17 +780,23 @@ static void adopt(world *w)
 }
 
 /* Which weights tensor maps can describe. */
+#define SERVED(a) tmap_serves(&(a).b, (a).n, (a).experts, (a).gated)
+
 static void map_weights(world *w)
 {
   (void)w;
   gemm_args a = {.n = 64, .k = 64, .experts = 8, .gated = 1};
-  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192}, .expert_stride = 4096, .n_stride = 64, .k_stride = 1};
-  CHECK(tmap_serves(&a));
+  a.b = (expert_matrix){.base = {(void *)4096, (void *)8192},
+                        .expert_stride = 4096,
+                        .n_stride = 64,
+                        .k_stride = 1,
+                        .format = FORMAT_bf16};
+  CHECK(SERVED(a));
   gemm_args b = a;
 #define NOT_SERVED(change)                                                                                             \
   b = a;                                                                                                               \
   change;                                                                                                              \
-  CHECK(!tmap_serves(&b))
+  CHECK(!SERVED(b))
   NOT_SERVED(b.b.k_stride = 64);
   NOT_SERVED(b.b.table[0] = (const void *const *)4096);
   NOT_SERVED(b.b.table[1] = (const void *const *)4096);
@@ -745,7 +812,7 @@ static void map_weights(world *w)
   a.gated = 0;
   a.b.expert_stride = 4;
   a.b.base[1] = NULL;
-  CHECK(tmap_serves(&a));
+  CHECK(SERVED(a));
 }
 
 static void combine_otherwise(world *w)
@@ -887,7 +954,7 @@ static void first_cause(world *w)
   shim_fail(SHIM_CUDA, 3, false, cudaErrorIllegalAddress);
   REFUSED(CUMOE_ERR_CUDA_STICKY, "IllegalAddress", cumoe_synchronize(context, NULL));
   REFUSED(CUMOE_ERR_CUDA_STICKY, "lost earlier", cumoe_weights_destroy(bound));
-  CHECK(strstr(cumoe_last_error(), "IllegalAddress") != NULL);
+  CHECK_TEXT("IllegalAddress");
   CHECK_STATUS(CUMOE_ERR_CUDA_STICKY, cumoe_context_destroy(context));
   shim_heal();
   CHECK_OK(cumoe_context_create(1, NULL, &context));
@@ -1139,6 +1206,7 @@ int main(int argc, char **argv)
   test_refused_in_capture();
   test_errors();
   test_grids();
+  test_descriptions();
   test_corners();
   test_threads();
   return test_end();

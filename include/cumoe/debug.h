@@ -29,7 +29,8 @@ typedef void (*cumoe_live_fn)(void *user, const cumoe_buffer_info *info);
 
 /*
  * Calls `fn` for every live buffer of the context, then for its pinned memory, each the newest first, and returns
- * their number. `fn` may be NULL; it must not call cumoe: a lock is held. -1 for a bad context.
+ * their number. `fn` may be NULL; it must not call cumoe: a lock is held. info->size says how much of the struct the
+ * library knows. -1 for a bad context.
  */
 CUMOE_API int64_t cumoe_debug_live(cumoe_context context, cumoe_live_fn fn, void *user);
 

@@ -125,11 +125,24 @@ CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t inde
 /*
  * From now on, calls on this context use this row wherever it can serve the operation, dtype and layout; other
  * operations choose as usual. Forcing one row of each operation is possible. A call that a forced row cannot serve
- * answers NOT_SUPPORTED (cumoe_moe_forward: perhaps after earlier stages were launched). index -1 clears all. A forced
+ * answers NOT_SUPPORTED, before anything is launched. index -1 clears all. A forced
  * row of map, up, down or combine keeps cumoe_moe_forward from few_up and few_down, which stand for all four; one of
  * gate keeps few_up from doing what the gate does. Not to be changed while other threads launch.
  */
 CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t index);
+
+/* Limits of the context's tune file (host/tune/): where the layer's plan changes. */
+typedef struct cumoe_limit_info {
+  uint32_t size;
+  const char *name, *unit, *text; /* "copy_rows", "rows an expert", what it decides */
+  double value[2];                /* for weights of 16 bits, of f32 */
+} cumoe_limit_info;
+
+CUMOE_API int32_t cumoe_limit_count(void);
+CUMOE_CHECKED cumoe_status cumoe_limit_get(cumoe_context context, int32_t index, cumoe_limit_info *info);
+
+/* From now on, `value` on this context, for weights of the dtype's class; not NaN. Not to be changed while other threads launch. */
+CUMOE_CHECKED cumoe_status cumoe_limit_set(cumoe_context context, int32_t index, cumoe_dtype dtype, double value);
 
 #endif
 

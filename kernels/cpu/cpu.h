@@ -1,5 +1,5 @@
-/* The CPU device's kernels: one per operation, the same argument structs as the CUDA kernels. Each does the work
- * units begin .. end - 1 of its operation (args.h says what a unit is); several threads call it with disjoint ranges. */
+/* The CPU device's kernels: one per operation, the same argument structs as the CUDA kernels. Each does the work units
+ * begin .. end - 1 of its operation (args.h says what a unit is); several threads call it with disjoint ranges. */
 #ifndef CUMOE_CPU_H
 #define CUMOE_CPU_H
 

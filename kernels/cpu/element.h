@@ -74,41 +74,72 @@ static inline double f32_range(double d)
   return d >= 0x1.ffffffp127 ? INFINITY : d <= -0x1.ffffffp127 ? -INFINITY : d;
 }
 
-static inline int element_bytes(int dtype)
+/* ---- by format: decode_NAME and encode_NAME for every row of formats.def that has them ---- */
+
+static inline float decode_f32(const void *base, int64_t i)
 {
-  return dtype == DT_F32 ? 4 : 2;
+  return ((const float *)base)[i];
+}
+static inline float decode_f16(const void *base, int64_t i)
+{
+  return f16_to_float(((const uint16_t *)base)[i]);
+}
+static inline float decode_bf16(const void *base, int64_t i)
+{
+  return bf16_to_float(((const uint16_t *)base)[i]);
 }
 
+static inline void encode_f32(void *base, int64_t i, double value)
+{
+  ((float *)base)[i] = (float)value;
+}
+static inline void encode_f16(void *base, int64_t i, double value)
+{
+  ((uint16_t *)base)[i] = float_to_f16(double_to_odd(value));
+}
+static inline void encode_bf16(void *base, int64_t i, double value)
+{
+  ((uint16_t *)base)[i] = float_to_bf16(double_to_odd(value));
+}
+
+/* Of a dense type; NaN of any other, which the checks let nobody pass. */
 static inline float load_element(const void *base, int64_t i, int dtype)
 {
-  if (dtype == DT_F32) return ((const float *)base)[i];
-  uint16_t bits = ((const uint16_t *)base)[i];
-  return dtype == DT_F16 ? f16_to_float(bits) : bf16_to_float(bits);
+  float value = NAN;
+  switch (dense_format(dtype)) {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
+  case FORMAT_##name:                                                                                                  \
+    value = decode_##name(base, i);                                                                                    \
+    break;
+#include "../formats.def"
+  case FORMAT_none: break;
+  }
+  return value;
 }
 
 static inline void store_element(void *base, int64_t i, int dtype, double value)
 {
-  if (dtype == DT_F32)
-    ((float *)base)[i] = (float)value;
-  else if (dtype == DT_F16)
-    ((uint16_t *)base)[i] = float_to_f16(double_to_odd(value));
-  else
-    ((uint16_t *)base)[i] = float_to_bf16(double_to_odd(value));
+  switch (dense_format(dtype)) {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
+  case FORMAT_##name:                                                                                                  \
+    encode_##name(base, i, value);                                                                                     \
+    break;
+#include "../formats.def"
+  case FORMAT_none: break;
+  }
 }
 
-/* dst[i * dst_stride] = base[first + i * stride], the type decided once a run. */
+/* dst[i * dst_stride] = base[first + i * stride], the format decided once a run. */
 static inline void load_run(double *dst, int64_t dst_stride, const void *base, int64_t first, int64_t stride,
-                            int64_t count, int dtype)
+                            int64_t count, weight_format format)
 {
-  if (dtype == DT_F32) {
-    const float *p = (const float *)base + first;
-    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = p[i * stride];
-  } else if (dtype == DT_BF16) {
-    const uint16_t *p = (const uint16_t *)base + first;
-    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = bf16_to_float(p[i * stride]);
-  } else {
-    const uint16_t *p = (const uint16_t *)base + first;
-    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = f16_to_float(p[i * stride]);
+  switch (format) {
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
+  case FORMAT_##name:                                                                                                  \
+    for (int64_t i = 0; i < count; i++) dst[i * dst_stride] = decode_##name(base, first + i * stride);                 \
+    break;
+#include "../formats.def"
+  case FORMAT_none: break;
   }
 }
 

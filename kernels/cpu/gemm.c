@@ -63,7 +63,7 @@ static void load_weights(tile *t, const gemm_args *g, const unit *u, int32_t k0,
     int64_t first = b->table[h] ? 0 : u->expert * b->expert_stride;
     for (int32_t n = 0; n < u->width; n++)
       load_run(&t->w[h][0][n], CPU_N_BLOCK, p, first + (u->n0 + n) * b->n_stride + k0 * b->k_stride, b->k_stride, depth,
-               g->dtype);
+               (weight_format)b->format);
     for (int32_t n = u->width; n < CPU_N_BLOCK; n++)
       for (int32_t k = 0; k < depth; k++) t->w[h][k][n] = 0;
   }
@@ -135,7 +135,7 @@ static void multiply_rows(tile *t, const gemm_args *g, const unit *u, int64_t fi
     load_weights(t, g, u, k0, depth);
     for (int r = 0; r < count; r++) {
       if (from[r].row < 0) continue;
-      load_run(t->a[r], 1, g->a, from[r].row * g->a_ld + k0, 1, depth, g->dtype);
+      load_run(t->a[r], 1, g->a, from[r].row * g->a_ld + k0, 1, depth, dense_format(g->dtype));
       for (int h = 0; h < u->halves; h++) multiply_row(t->sum[h][r], t->a[r], t->w[h], depth);
     }
   }

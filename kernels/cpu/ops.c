@@ -101,11 +101,12 @@ static void load_tile(tile *t, const matmul_args *m, int64_t batch, int64_t row,
   const int64_t a_row = m->transpose_a ? 1 : m->a_ld, a_k = m->transpose_a ? m->a_ld : 1;
   const int64_t b_k = m->transpose_b ? 1 : m->b_ld, b_n = m->transpose_b ? m->b_ld : 1;
   const int64_t a = batch * m->a_stride + row * a_row + k * a_k, b = batch * m->b_stride + k * b_k + n * b_n;
-  for (int r = 0; r < rows; r++) load_run(t->a[r], 1, m->a, a + r * a_row, a_k, depth, m->dtype);
+  const weight_format format = dense_format(m->dtype);
+  for (int r = 0; r < rows; r++) load_run(t->a[r], 1, m->a, a + r * a_row, a_k, depth, format);
   if (m->transpose_b)
-    for (int i = 0; i < width; i++) load_run(&t->b[0][i], N_BLOCK, m->b, b + i * b_n, b_k, depth, m->dtype);
+    for (int i = 0; i < width; i++) load_run(&t->b[0][i], N_BLOCK, m->b, b + i * b_n, b_k, depth, format);
   else
-    for (int i = 0; i < depth; i++) load_run(t->b[i], 1, m->b, b + i * b_k, b_n, width, m->dtype);
+    for (int i = 0; i < depth; i++) load_run(t->b[i], 1, m->b, b + i * b_k, b_n, width, format);
 }
 
 static void multiply_row(double *restrict sum, const double *restrict a, const double (*restrict b)[N_BLOCK], int depth)

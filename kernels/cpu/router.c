@@ -17,7 +17,7 @@ static double dot(const double *a, const double *b)
 /* Fills the block up with zeros, so that dot has one length. */
 static void load_block(double *dst, const void *base, int64_t first, int count, int dtype)
 {
-  load_run(dst, 1, base, first, 1, count, dtype);
+  load_run(dst, 1, base, first, 1, count, dense_format(dtype));
   for (int k = count; k < K_BLOCK; k++) dst[k] = 0;
 }
 

@@ -10,6 +10,27 @@
 using f32 = float;
 using f16 = __half;
 using bf16 = __nv_bfloat16;
+using s32 = int32_t;
+
+/* A row of formats.def: elements of 16 bytes, what sums are in, how a weight becomes the type that is multiplied. */
+template <class W> struct operand;
+#define FORMAT(name, DTYPE, BITS_, K_PER_SCALE_, SCALE_, ACCUMULATOR)                                                  \
+  template <> struct operand<name> {                                                                                   \
+    static constexpr int BITS = BITS_, PER_16 = 128 / BITS, K_PER_SCALE = K_PER_SCALE_;                                \
+    static constexpr element_type SCALE = DT_##SCALE_;                                                                 \
+    using accumulator = ACCUMULATOR;                                                                                   \
+  };
+#include "formats.def"
+
+template <class A, class B> constexpr bool same_type = false;
+template <class A> constexpr bool same_type<A, A> = true;
+
+/* 16 bytes of weights as the X that are multiplied: themselves, where the types are one. */
+template <class X, class W> DEVICE const uint4 &unpack(const uint4 &raw)
+{
+  static_assert(same_type<X, W>, "no unpacking for this format yet");
+  return raw;
+}
 
 DEVICE float to_f32(f32 value)
 {
@@ -102,22 +123,32 @@ template <int N, class T> DEVICE void store_f32(T *target, const float (&value)[
   }
 }
 
-/* Element types known only at run time (DT_F32, DT_F16, DT_BF16). */
+/* Dense types known only at run time; the host lets no other pass. */
 DEVICE float load_any(const void *base, int64_t index, int dtype)
 {
+  float value;
   switch (dtype) {
-  case DT_F16: return to_f32(static_cast<const f16 *>(base)[index]);
-  case DT_BF16: return to_f32(static_cast<const bf16 *>(base)[index]);
-  default: return static_cast<const float *>(base)[index];
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS)                                                                                       \
+  case DT_##DTYPE:                                                                                                     \
+    value = to_f32(static_cast<const name *>(base)[index]);                                                            \
+    break;
+#include "formats.def"
+  default: __builtin_unreachable();
   }
+  return value;
 }
 
 template <int N> DEVICE void load_any(const void *base, int64_t index, int dtype, float (&value)[N])
 {
   switch (dtype) {
-  case DT_F16: load_f32<N>(static_cast<const f16 *>(base) + index, value); break;
-  case DT_BF16: load_f32<N>(static_cast<const bf16 *>(base) + index, value); break;
-  default: load_f32<N>(static_cast<const float *>(base) + index, value);
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS)                                                                                       \
+  case DT_##DTYPE:                                                                                                     \
+    load_f32<N>(static_cast<const name *>(base) + index, value);                                                       \
+    break;
+#include "formats.def"
+  default: __builtin_unreachable();
   }
 }
 

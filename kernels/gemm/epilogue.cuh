@@ -3,7 +3,7 @@
 #define CUMOE_EPILOGUE_CUH
 
 #include "gemm/activation.cuh"
-#include "device/dtype.cuh"
+#include "gemm/product.cuh"
 #include "gemm/schedule.cuh"
 
 /* How accumulator columns name channels. */
@@ -14,10 +14,10 @@ enum columns {
   COLUMNS_up_gate
 };
 
-DEVICE columns columns_of(const gemm_args &args, bool up, bool n_major)
+template <class S> DEVICE columns columns_of(const gemm_args &args)
 {
-  if (!up || !args.gated) return COLUMNS_plain;
-  if (!n_major || args.b.n_stride == 1) return COLUMNS_blocks;
+  if (!S::gated(args)) return COLUMNS_plain;
+  if (!S::N_MAJOR || args.b.n_stride == 1) return COLUMNS_blocks;
   const char *gate = expert_base<char>(args.b, 0, 0), *above = expert_base<char>(args.b, 1, 0);
   return gate < above ? COLUMNS_gate_up : COLUMNS_up_gate;
 }
@@ -58,30 +58,30 @@ DEVICE void weigh(const expert_matrix &b, int half, int expert, int channel, flo
   for (int i = 0; i < N; i++) value[i] += load_any(b.bias[half], first + i * b.bias_n_stride, b.bias_dtype);
 }
 
-/* g becomes the output of N channels, in f32. UP: with activation. `weight` is the row's. */
-template <bool UP, int N>
+/* g becomes the output of N channels, in f32. `weight` is the row's. */
+template <epilogue EPILOGUE, int N>
 DEVICE void finish(const gemm_args &args, int expert, int channel, float weight, float (&g)[N], float (&u)[N])
 {
   weigh<N>(args.b, 0, expert, channel, weight, g);
-  if (!UP) return;
+  if (EPILOGUE == EPILOGUE_plain) return;
   if (args.gated) weigh<N>(args.b, 1, expert, channel, weight, u);
   activate<N>(args, g, u);
 }
 
 /* Writes a unit whose accumulators are staged in shared memory: stores of 16 bytes, rolled over the tile so that the
  * activations are in the program once. Channels come in octets (n is a multiple of 8). */
-template <class T, bool UP, int COLUMNS, int THREADS>
+template <class S>
 DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float *staged, columns order)
 {
-  const int channels = order == COLUMNS_plain ? COLUMNS : COLUMNS / 2, first = unit.n * channels;
+  const int channels = order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2, first = unit.n * channels;
 #pragma unroll 1
-  for (int i = threadIdx.x * 8; i < unit.rows * channels; i += THREADS * 8) {
-    const int row = order == COLUMNS_plain ? i / COLUMNS : i / (COLUMNS / 2), channel = i % channels;
+  for (int i = threadIdx.x * 8; i < unit.rows * channels; i += S::THREADS * 8) {
+    const int row = order == COLUMNS_plain ? i / S::COLUMNS : i / (S::COLUMNS / 2), channel = i % channels;
     if (first + channel >= args.n) continue;
     float g[8], u[8];
-    take_channels(order, staged + row * STAGED_LD<COLUMNS>, channel, g, u);
-    finish<UP, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
-    store_f32<8>(static_cast<T *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
+    take_channels(order, staged + row * STAGED_LD<S::COLUMNS>, channel, g, u);
+    finish<S::EPILOGUE, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
+    store_f32<8>(static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
   }
 }
 

@@ -8,10 +8,9 @@
 #include "gemm/epilogue.cuh"
 
 /* Threads form a ROWS x COLS grid; each has BM / ROWS rows and 4 columns of every COLUMNS / 4 / COLS. */
-template <bool UP_, int BM_, int BN, int BK_, int WARPS> struct fma_shape {
-  static constexpr bool UP = UP_;
+template <class PRODUCT, int BM_, int BN, int BK_, int WARPS> struct fma_shape : PRODUCT {
   static constexpr int BM = BM_, BK = BK_, THREADS = WARPS * WARP_SIZE;
-  static constexpr int COLUMNS = UP ? 2 * BN : BN;
+  static constexpr int COLUMNS = PRODUCT::HALVES * BN;
   static constexpr int COLS = 16, ROWS = THREADS / COLS;
   static constexpr int M_EACH = BM / ROWS, N_EACH = COLUMNS / COLS;
   static_assert(BM % ROWS == 0 && COLUMNS % (4 * COLS) == 0 && BM * BK % THREADS == 0 && COLUMNS * BK % THREADS == 0,
@@ -45,15 +44,15 @@ DEVICE void load_fma_tiles(const gemm_args &args, const tile_unit &unit, columns
   for (int i = threadIdx.x; i < S::BM * S::BK; i += S::THREADS) {
     int r = i / S::BK, k = i % S::BK, row = smem.row[r];
     bool there = row >= 0 && k0 + k < args.k;
-    smem.a[k][r] = there ? static_cast<const float *>(args.a)[row * args.a_ld + k0 + k] : 0.f;
+    smem.a[k][r] = there ? to_f32(static_cast<const typename S::X *>(args.a)[row * args.a_ld + k0 + k]) : 0.f;
   }
 #pragma unroll 4
   for (int i = threadIdx.x; i < S::COLUMNS * S::BK; i += S::THREADS) {
     int column = k_major ? i / S::BK : i % S::COLUMNS, k = k_major ? i % S::BK : i / S::COLUMNS, half;
     int channel = first + column_channel(order, column, half);
-    const float *base = expert_base<float>(args.b, half, unit.expert);
+    const typename S::W *base = expert_base<typename S::W>(args.b, half, unit.expert);
     bool there = channel < args.n && k0 + k < args.k;
-    smem.b[k][column] = there ? __ldg(base + channel * args.b.n_stride + (k0 + k) * args.b.k_stride) : 0.f;
+    smem.b[k][column] = there ? to_f32(__ldg(base + channel * args.b.n_stride + (k0 + k) * args.b.k_stride)) : 0.f;
   }
 }
 
@@ -97,13 +96,13 @@ template <class S> DEVICE void fma_unit(const gemm_args &args, const tile_unit &
       smem.staged[(row0 + i) * STAGED_LD<S::COLUMNS> + staged_offset(column0 + j / 4 * 4 * S::COLS + j % 4)] =
           acc[i][j];
   __syncthreads();
-  store_unit<float, S::UP, S::COLUMNS, S::THREADS>(args, unit, smem.staged, order);
+  store_unit<S>(args, unit, smem.staged, order);
   __syncthreads();
 }
 
 template <class S> DEVICE void fma_gemm(const gemm_args &args, fma_smem<S> &smem)
 {
-  const columns order = S::UP && args.gated ? COLUMNS_blocks : COLUMNS_plain;
+  const columns order = S::gated(args) ? COLUMNS_blocks : COLUMNS_plain;
   const int channels = order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2;
   const int n_tiles = ceil_div(args.n, channels);
   wait_for_earlier_grids();

@@ -2,10 +2,11 @@
 #define ROWS_gemm_stream_sm90
 #include "gemm/stream.cuh"
 
-constexpr bool IS_up = true, IS_down = false;
-
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ gemm_args args)          \
-          KERNEL_BODY(SMEM, stream, stream_shape<X, IS_##op, BM, BN, BK, STAGES, WARPS>)
+  {                                                                                                                    \
+    using factors = product<X, W, Y, SCALE_##SCALE, operation_##op>;                                                   \
+    KERNEL_BODY(SMEM, stream, stream_shape<factors, CLUSTER, BM, BN, BK, STAGES, WARPS>)                               \
+  }
 #include "variants.def"

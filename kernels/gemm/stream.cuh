@@ -16,13 +16,14 @@
 
 #include "gemm/warpgroup_tile.cuh"
 
-template <class T, bool UP, int BM, int BN, int BK, int STAGES, int WARPS>
-struct stream_shape : pipeline_shape<T, UP, BM, BN, BK, STAGES, WARPS> {
-  static constexpr int CLUSTER = 1;
+template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
+struct stream_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
+  static constexpr int CLUSTER = CLUSTER_;
+  static_assert(CLUSTER == 1, "every CTA fills its own stages");
   static constexpr bool RELEASE_AT_ONCE = true;
   static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
-  static constexpr int LANES = 2 * BK / 8, ROWS = stream_shape::GROUP / LANES;
+  static constexpr int LANES = 2 * BK / operand<typename PRODUCT::W>::PER_16, ROWS = stream_shape::GROUP / LANES;
   static_assert(ROWS == 8, "a thread's rows are swizzled alike");
 
   DEVICE static bool gathers(const gemm_args &) { return true; }
@@ -36,7 +37,7 @@ template <class S> struct stream_smem : pipeline_smem<S> {
 
 template <class S> DEVICE int granule_channels(const gemm_args &args)
 {
-  return S::UP && args.gated ? S::GRANULE / 2 : S::GRANULE;
+  return S::gated(args) ? S::GRANULE / 2 : S::GRANULE;
 }
 
 /* `left` granules from n of row tile `tile` on, one row tile after another. */
@@ -117,7 +118,7 @@ template <class S> DEVICE int producer_half()
 }
 
 /* Where its first row of an operand goes. */
-template <class S> DEVICE uint32_t producer_address(const typename S::T *operand)
+template <class S, class T> DEVICE uint32_t producer_address(const T *operand)
 {
   const int row = threadIdx.x / S::LANES;
   return shared_address(operand) + row * 128 + (threadIdx.x % 8 ^ row) * 16;
@@ -130,18 +131,18 @@ template <class S> DEVICE int producer_k()
 
 /* A thread's weight rows of a tile. */
 template <class S> struct stream_weights {
-  const typename S::T *origin[2]; /* of the rows of even and of odd number */
+  const typename S::W *origin[2]; /* of the rows of even and of odd number */
   int64_t step;                   /* elements from a row to the next of the same parity */
   int left;                       /* weight rows of the tile */
   uint64_t policy = evict_first_policy();
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
-    const bool gated = S::UP && args.gated;
+    const bool gated = S::gated(args);
     const int channel = unit.n * granule_channels<S>(args) + threadIdx.x / S::LANES;
 #pragma unroll
     for (int h = 0; h < 2; h++)
-      origin[h] = expert_base<typename S::T>(args.b, gated ? h : 0, unit.expert) +
+      origin[h] = expert_base<typename S::W>(args.b, gated ? h : 0, unit.expert) +
                   (channel + (gated ? 0 : 8 * h)) * args.b.n_stride + producer_k<S>();
     step = (gated ? 8 : 16) * args.b.n_stride;
     left = (unit.end - unit.n) * S::GRANULE;
@@ -179,7 +180,7 @@ template <class S> struct stream_rows {
   DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int rows, int stage, int k0) const
   {
     const int k = k0 + producer_k<S>();
-    const typename S::T *from = static_cast<const typename S::T *>(args.a) + k;
+    const typename S::X *from = static_cast<const typename S::X *>(args.a) + k;
     const uint32_t to = producer_address<S>(smem.rows[stage]);
 #pragma unroll
     for (int i = 0; i < S::BM / S::ROWS; i++) {
@@ -297,14 +298,14 @@ template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
   constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */
   if (args.protocol.early_inputs || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
-  const bool gated = S::UP && args.gated;
+  const bool gated = S::gated(args);
   const stream_run<S> run(args, args.experts);
   if (run.now.left == 0) return;
-  const int channel0 = run.now.n * granule_channels<S>(args), row_bytes = args.k * sizeof(typename S::T);
+  const int channel0 = run.now.n * granule_channels<S>(args), row_bytes = args.k * sizeof(typename S::W);
   for (int r = lane_id(); r < BYTES / row_bytes; r += WARP_SIZE) {
     const int half = gated ? r / 8 % 2 : 0, channel = channel0 + (gated ? r / 16 * 8 + r % 8 : r);
     if (channel < args.n)
-      prefetch_l2(expert_base<typename S::T>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
+      prefetch_l2(expert_base<typename S::W>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
   }
 }
 

@@ -16,12 +16,10 @@
 #include "gemm/epilogue.cuh"
 #include "device/ptx.cuh"
 
-template <class T_, bool UP_, int BM_, int BN, int BK_, int WARPS> struct thin_shape {
-  using T = T_;
-  static constexpr bool UP = UP_;
+template <class PRODUCT, int BM_, int BN, int BK_, int WARPS> struct thin_shape : PRODUCT {
   static_assert(BM_ == 8 && BK_ % 32 == 0, "one mma block of tokens; whole groups of 32 k");
   static constexpr int BM = BM_, BK = BK_, GROUPS = BK / 32, THREADS = WARPS * WARP_SIZE;
-  static constexpr int COLUMNS = UP ? 2 * BN : BN; /* weight rows of a tile */
+  static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr int WARP_COLUMNS = COLUMNS < 32 ? COLUMNS : 32, WARPS_N = COLUMNS / WARP_COLUMNS;
   static constexpr int WARPS_K = WARPS / WARPS_N, BLOCKS = WARP_COLUMNS / 16;
   static constexpr int LD = COLUMNS + 4; /* of the partial sums: the fragment's stores fall into different banks */
@@ -40,7 +38,7 @@ struct thin_run {
 
 /* The weight rows of a warp: per mma block two rows a lane, l/4 of its first and of its second octet. */
 template <class S> struct thin_weights {
-  const typename S::T *origin[2]; /* at channel 0 of the tile and k = 0, for the first block's two octets */
+  const typename S::W *origin[2]; /* at channel 0 of the tile and k = 0, for the first block's two octets */
   int64_t block_step, tile_step;  /* elements */
   int left[2];                    /* channels from there on */
   int block_channels, tile_channels;
@@ -52,7 +50,7 @@ template <class S> struct thin_weights {
     for (int h = 0; h < 2; h++) {
       const int channel = gated ? row / 2 : row + 8 * h;
       left[h] = args.n - channel;
-      origin[h] = expert_base<typename S::T>(args.b, gated ? h : 0, expert) +
+      origin[h] = expert_base<typename S::W>(args.b, gated ? h : 0, expert) +
                   (channel + lane_id() / 4) * args.b.n_stride + lane_id() % 4 * 8;
     }
     block_channels = gated ? 8 : 16;
@@ -63,10 +61,10 @@ template <class S> struct thin_weights {
 };
 
 /* The rows (tokens) of a run: lane l feeds row l/4. */
-template <class S> DEVICE const typename S::T *thin_tokens(const gemm_args &args, const thin_run &run)
+template <class S> DEVICE const typename S::X *thin_tokens(const gemm_args &args, const thin_run &run)
 {
   const int r = lane_id() / 4, source = r < run.rows ? source_row(args, run.row + r) : -1;
-  return source < 0 ? nullptr : static_cast<const typename S::T *>(args.a) + source * args.a_ld + lane_id() % 4 * 8;
+  return source < 0 ? nullptr : static_cast<const typename S::X *>(args.a) + source * args.a_ld + lane_id() % 4 * 8;
 }
 
 /* One step's weights: BK elements of k. */
@@ -80,7 +78,7 @@ template <class S> struct thin_step {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const bool channel_there = tile * w.tile_channels + i * w.block_channels < w.left[h];
-        const typename S::T *source = w.origin[h] + tile * w.tile_step + i * w.block_step + k0;
+        const typename S::W *source = w.origin[h] + tile * w.tile_step + i * w.block_step + k0;
 #pragma unroll
         for (int g = 0; g < S::GROUPS; g++)
           weight[i][h][g] = ld_global_nc_no_allocate(source + g * 32, channel_there && k_there(args, k0, g));
@@ -88,7 +86,7 @@ template <class S> struct thin_step {
   }
 
   /* The tokens come from L1 or L2: asked for now they are here before the weights, asked for one step ago. */
-  DEVICE static void load_tokens(const gemm_args &args, const typename S::T *tokens, int k0, uint4 (&token)[S::GROUPS])
+  DEVICE static void load_tokens(const gemm_args &args, const typename S::X *tokens, int k0, uint4 (&token)[S::GROUPS])
   {
 #pragma unroll
     for (int g = 0; g < S::GROUPS; g++) token[g] = ld_global(tokens + k0 + g * 32, tokens && k_there(args, k0, g));
@@ -105,9 +103,10 @@ template <class S> struct thin_step {
     for (int g = 0; g < S::GROUPS; g++)
 #pragma unroll
       for (int i = 0; i < S::BLOCKS; i++) {
-        const uint4 &w0 = weight[i][0][g], &w1 = weight[i][1][g], &x = token[g];
-        mma_m16n8k16<typename S::T>(acc[i], {w0.x, w1.x, w0.y, w1.y}, {x.x, x.y});
-        mma_m16n8k16<typename S::T>(acc[i], {w0.z, w1.z, w0.w, w1.w}, {x.z, x.w});
+        const uint4 &w0 = unpack<typename S::X, typename S::W>(weight[i][0][g]),
+                    &w1 = unpack<typename S::X, typename S::W>(weight[i][1][g]), &x = token[g];
+        mma_m16n8k16<typename S::X>(acc[i], {w0.x, w1.x, w0.y, w1.y}, {x.x, x.y});
+        mma_m16n8k16<typename S::X>(acc[i], {w0.z, w1.z, w0.w, w1.w}, {x.z, x.w});
       }
   }
 };
@@ -137,9 +136,9 @@ DEVICE void reduce_and_store(const gemm_args &args, const thin_run &run, int til
       g[0] += smem.partial[w][row][column];
       if (order != COLUMNS_plain) u[0] += smem.partial[w][row][column + 8];
     }
-    finish<S::UP, 1>(args, run.expert, channel, row_weight(args, run.row + row), g, u);
-    static_cast<typename S::T *>(args.c)[(int64_t)(run.row + row) * args.c_ld + channel] =
-        from_f32<typename S::T>(g[0]);
+    finish<S::EPILOGUE, 1>(args, run.expert, channel, row_weight(args, run.row + row), g, u);
+    static_cast<typename S::Y *>(args.c)[(int64_t)(run.row + row) * args.c_ld + channel] =
+        from_f32<typename S::Y>(g[0]);
   }
 }
 
@@ -153,7 +152,7 @@ DEVICE void multiply_run(const gemm_args &args, const thin_run &run, columns ord
   thin_step<S> next;
   next.load_weights(args, weights, run.first, k_first);
   wait_for_earlier_grids();
-  const typename S::T *tokens = thin_tokens<S>(args, run);
+  const typename S::X *tokens = thin_tokens<S>(args, run);
   int next_tile = run.first, next_k = 0;
 #pragma unroll 1
   for (int tile = run.first; tile < run.last; tile++) {
@@ -175,7 +174,7 @@ DEVICE void multiply_run(const gemm_args &args, const thin_run &run, columns ord
 template <class S> DEVICE void thin_gemm(const gemm_args &args, thin_smem<S> &smem)
 {
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
-  const columns order = S::UP && args.gated ? COLUMNS_blocks : COLUMNS_plain;
+  const columns order = S::gated(args) ? COLUMNS_blocks : COLUMNS_plain;
   const int n_tiles = ceil_div(args.n, order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2);
   const int64_t units = (int64_t)build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.rows) * n_tiles;
   const int64_t last = units * (blockIdx.x + 1) / gridDim.x;

@@ -11,12 +11,15 @@
 #include "gemm/epilogue.cuh"
 #include "device/ptx.cuh"
 
-template <class T_, bool UP_, bool N_MAJOR_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct tile_shape {
-  using T = T_;
-  static constexpr bool UP = UP_, N_MAJOR = N_MAJOR_;
+template <class PRODUCT, weight_major MAJOR, int BM_, int BN, int BK_, int STAGES_, int WARPS>
+struct tile_shape : PRODUCT {
+  using X = typename PRODUCT::X;
+  using W = typename PRODUCT::W;
+  static_assert(same_type<X, W> && operand<X>::BITS == 16, "ldmatrix feeds mma.sync with both as they are");
+  static constexpr bool N_MAJOR = MAJOR == MAJOR_N;
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, THREADS = WARPS * WARP_SIZE;
-  static constexpr int COLUMNS = UP ? 2 * BN : BN; /* accumulator columns: an ungated up tile has twice the channels */
-  static constexpr int VECTOR = 8;                 /* elements of a 16-byte copy */
+  static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* accumulator columns */
+  static constexpr int VECTOR = operand<X>::PER_16;    /* elements of a 16-byte copy */
 
   /* Warps: as square as the tile allows; a warp tile is WM x WN. */
   static constexpr int WARPS_M = BM >= 128 || BM == 64 && COLUMNS / WARPS < 64 ? 2 : 1, WARPS_N = WARPS / WARPS_M;
@@ -37,7 +40,8 @@ template <class T_, bool UP_, bool N_MAJOR_, int BM_, int BN, int BK_, int STAGE
 template <class S> struct tile_smem {
   union {
     struct {
-      typename S::T a[S::STAGES][S::BM * S::BK], b[S::STAGES][S::COLUMNS * S::BK];
+      typename S::X a[S::STAGES][S::BM * S::BK];
+      typename S::W b[S::STAGES][S::COLUMNS * S::BK];
     };
     float staged[S::BM * STAGED_LD<S::COLUMNS>];
   };
@@ -63,8 +67,9 @@ template <int VECTORS> DEVICE int swizzled(int row, int vector)
  * the fragments alternate.
  */
 template <class S> struct tile_copies {
-  using T = typename S::T;
-  const T *source;      /* B: of the next pass */
+  using X = typename S::X;
+  using W = typename S::W;
+  const W *source;      /* B: of the next pass */
   int64_t step, rewind; /* B: elements from one pass to the next; from the last to the next k tile's first */
   int passes;           /* B: those before have channels */
 
@@ -84,22 +89,22 @@ template <class S> struct tile_copies {
     const int channel = unit.n * (order == COLUMNS_plain ? S::COLUMNS : S::COLUMNS / 2) + local;
     const int channel_step = order == COLUMNS_plain ? S::ROWS_B_PASS : S::ROWS_B_PASS / 2;
     passes = channel >= args.n ? 0 : S::N_MAJOR ? S::B_PASSES : ceil_div(args.n - channel, channel_step);
-    source = expert_base<T>(b, half, unit.expert) + channel * b.n_stride;
+    source = expert_base<W>(b, half, unit.expert) + channel * b.n_stride;
     source += S::N_MAJOR ? row * b.k_stride : vector * S::VECTOR;
     step = S::N_MAJOR ? S::ROWS_B_PASS * b.k_stride : channel_step * b.n_stride;
     rewind = (S::N_MAJOR ? S::BK * b.k_stride : S::BK) - S::B_PASSES * step;
   }
 
-  DEVICE void a_pass(const gemm_args &args, const int32_t *source_rows, T *stage, int k0, int i) const
+  DEVICE void a_pass(const gemm_args &args, const int32_t *source_rows, X *stage, int k0, int i) const
   {
     const int row = threadIdx.x / S::K_VECTORS + i * S::ROWS_A_PASS, vector = threadIdx.x % S::K_VECTORS;
     const int source = source_rows[row], k = k0 + vector * S::VECTOR;
     const bool there = source >= 0 && k < args.k;
     cp_async_cg_16(shared_address(stage + swizzled<S::K_VECTORS>(row, vector)),
-                   static_cast<const T *>(args.a) + (there ? source * args.a_ld + k : 0), there ? 16 : 0);
+                   static_cast<const X *>(args.a) + (there ? source * args.a_ld + k : 0), there ? 16 : 0);
   }
 
-  DEVICE void b_pass(const gemm_args &args, T *stage, int k0, int i)
+  DEVICE void b_pass(const gemm_args &args, W *stage, int k0, int i)
   {
     const int row = threadIdx.x / S::B_VECTORS + i * S::ROWS_B_PASS, vector = threadIdx.x % S::B_VECTORS;
     const bool there = i < passes && k0 + (S::N_MAJOR ? row : vector * S::VECTOR) < args.k;
@@ -134,14 +139,14 @@ template <class S> struct fragment_offsets {
     const bool apart = S::N_MAJOR && order == COLUMNS_blocks; /* a pair's blocks: gate, and half a stage row on, up */
     const int vector = apart ? column / 16 + lane / 16 * (S::B_VECTORS / 2) : column / 8 + lane / 16;
     b_step = apart ? 16 : 32;
-    a = swizzled<S::K_VECTORS>(row + lane % 16, lane / 16) * sizeof(typename S::T);
-    b = sizeof(typename S::T) * (S::N_MAJOR ? swizzled<S::B_VECTORS>(lane % 16, vector)
+    a = swizzled<S::K_VECTORS>(row + lane % 16, lane / 16) * sizeof(typename S::X);
+    b = sizeof(typename S::W) * (S::N_MAJOR ? swizzled<S::B_VECTORS>(lane % 16, vector)
                                             : swizzled<S::B_VECTORS>(column + lane / 16 * 8 + lane % 8, lane / 8 % 2));
   }
 
   DEVICE void load(fragments<S> &f, const tile_smem<S> &smem, int stage, int k_block) const
   {
-    constexpr int BYTES = sizeof(typename S::T), BLOCK_ROWS = 16;
+    constexpr int BYTES = sizeof(typename S::X), BLOCK_ROWS = 16;
     const uint32_t from_a = shared_address(smem.a[stage]) + a, from_b = shared_address(smem.b[stage]) + b;
 #pragma unroll
     for (int i = 0; i < S::M_BLOCKS; i++) ldmatrix_x4(f.a[i], (from_a ^ k_block * 32) + i * BLOCK_ROWS * S::BK * BYTES);
@@ -161,7 +166,7 @@ template <class S> DEVICE void multiply(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4
   for (int i = 0; i < S::M_BLOCKS; i++)
 #pragma unroll
     for (int j = 0; j < S::N_BLOCKS; j++)
-      mma_m16n8k16<typename S::T>(acc[i][j], f.a[i], {f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]});
+      mma_m16n8k16<typename S::X>(acc[i][j], f.a[i], {f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]});
 }
 
 /* acc = A B of a unit. The fragments of the next k block are read while the tensor cores work on this one, across
@@ -240,7 +245,7 @@ template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &sm
   wait_for_earlier_grids();
   if (threadIdx.x == 0) {
     smem.next = blockIdx.x;
-    smem.order = columns_of(args, S::UP, S::N_MAJOR);
+    smem.order = columns_of<S>(args);
   }
   build_tile_table<S::BM, S::THREADS>(args, smem.table);
 #pragma unroll 1
@@ -249,7 +254,7 @@ template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &sm
     accumulate<S>(args, smem, acc);
     stage_accumulators<S>(smem.staged, acc);
     __syncthreads();
-    store_unit<typename S::T, S::UP, S::COLUMNS, S::THREADS>(args, smem.unit, smem.staged, smem.order);
+    store_unit<S>(args, smem.unit, smem.staged, smem.order);
     __syncthreads();
   }
 }

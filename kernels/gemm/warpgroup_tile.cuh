@@ -17,12 +17,11 @@ enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
  *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where memory is the limit; else one step later,
  *                   when the next products are under way
  */
-template <class T_, bool UP_, int BM_, int BN, int BK, int STAGES_, int WARPS> struct pipeline_shape {
-  using T = T_;
-  static constexpr bool UP = UP_;
+template <class PRODUCT, int BM_, int BN, int BK, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
+  static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && operand<typename PRODUCT::X>::BITS == 16,
+                "both operands come from shared memory as they are");
   static constexpr int BM = BM_, STAGES = STAGES_;
-  static constexpr int COLUMNS =
-      UP ? 2 * BN : BN; /* weight rows of a tile: an ungated up tile has twice the channels */
+  static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
@@ -40,8 +39,8 @@ template <class S> struct wgmma_staging {
 };
 
 template <class S> struct pipeline_smem {
-  typename S::T weights[S::STAGES][S::COLUMNS * WGMMA_BK];
-  typename S::T rows[S::STAGES][S::BM * WGMMA_BK];
+  typename S::W weights[S::STAGES][S::COLUMNS * WGMMA_BK];
+  typename S::X rows[S::STAGES][S::BM * WGMMA_BK];
   wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];
   tile_unit units[UNITS_AHEAD];
@@ -100,7 +99,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
     for (int k = 0; k < WGMMA_BK / 16; k++)
 #pragma unroll
       for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_m64k16<typename S::T, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
+        wgmma_m64k16<typename S::X, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
     wgmma_wait_group<S::RELEASE_AT_ONCE ? 0 : 1>();
     const int done = S::RELEASE_AT_ONCE ? (int)at.stage : before;
@@ -143,7 +142,7 @@ struct channel_span {
 
 template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
 {
-  const int octets = S::UP && args.gated ? S::OCTETS / 2 : S::OCTETS;
+  const int octets = S::gated(args) ? S::OCTETS / 2 : S::OCTETS;
   return {consumer.first + warp_id() % 4 * octets * 8, consumer.end};
 }
 
@@ -153,7 +152,7 @@ template <class S> struct row_bias {
 
   DEVICE row_bias(const gemm_args &args, int expert, channel_span span)
   {
-    const bool gated = S::UP && args.gated;
+    const bool gated = S::gated(args);
 #pragma unroll
     for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
@@ -170,7 +169,7 @@ template <class S> struct row_bias {
  * together. */
 template <class S, int OCTETS> struct warp_store {
   static constexpr int TOKENS = WARP_SIZE / OCTETS;
-  typename S::T *to;
+  typename S::Y *to;
   uint4 *staged;
   int tokens; /* this lane's, and every TOKENS-th on, are there up to here */
 
@@ -178,7 +177,7 @@ template <class S, int OCTETS> struct warp_store {
   {
     const int token = lane_id() / OCTETS, channel = span.first + lane_id() % OCTETS * 8;
     tokens = channel < span.end ? unit.rows - token : 0;
-    to = static_cast<typename S::T *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
+    to = static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
   }
 
   /* Rotated, so that neither stmatrix nor the lanes that read meet in a bank. */
@@ -215,10 +214,11 @@ DEVICE void finish_octets(const gemm_args &args, bool up_first, const float *row
     first[t] = (up_first ? b : a) * weight + bias[0];
     second[t] = (up_first ? a : b) * weight + bias[1];
   }
-  if (S::UP) activate<2, true>(args, first, second);
-  if (S::UP && !args.gated) activate<2, true>(args, second, first);
-  low = pack_pair<typename S::T>(first[0], first[1]);
-  high = pack_pair<typename S::T>(second[0], second[1]);
+  constexpr bool ACTIVATED = S::EPILOGUE == EPILOGUE_activation;
+  if (ACTIVATED) activate<2, true>(args, first, second);
+  if (ACTIVATED && !args.gated) activate<2, true>(args, second, first);
+  low = pack_pair<typename S::Y>(first[0], first[1]);
+  high = pack_pair<typename S::Y>(second[0], second[1]);
 }
 
 /* What nearly every model wants is done in place, with a third of the instructions. */
@@ -268,7 +268,7 @@ DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_w
                         const tile_unit &unit, channel_span span, int token0,
                         const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const bool gated = S::UP && args.gated;
+  const bool gated = S::gated(args);
   const row_bias<S> bias(args, unit.expert, span); /* loaded again each time: registers are full */
   uint32_t packed[4] = {}, beside;
 #pragma unroll
@@ -292,7 +292,7 @@ DEVICE void store_generic(const gemm_args &args, bool up_first, wgmma_staging<S>
                           int group, channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int TOKENS = warp_store<S, 2>::TOKENS;
-  if (S::UP && args.pair_weights) load_row_weights<S>(args, smem, unit, group);
+  if (args.pair_weights) load_row_weights<S>(args, smem, unit, group);
 #pragma unroll 1
   for (int token0 = 0; token0 < unit.rows; token0 += TOKENS) {
     store_group<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_id() % 4], unit, span,
@@ -320,7 +320,7 @@ DEVICE void store_swiglu(const gemm_args &args, bool up_first, uint4 *staged, co
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int j = token0 / 8 + i / OCTETS, g = i % OCTETS * 2;
-      packed[i] = pack_pair<typename S::T>(
+      packed[i] = pack_pair<typename S::Y>(
           act.of<KIND>(accumulator_of<S>(acc, g, j, 0), accumulator_of<S>(acc, g + 1, j, 0), bias.of + g),
           act.of<KIND>(accumulator_of<S>(acc, g, j, 1), accumulator_of<S>(acc, g + 1, j, 1), bias.of + g));
     }
@@ -341,7 +341,7 @@ DEVICE void store_down(const gemm_args &args, uint4 *staged, const tile_unit &un
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int j = token0 / 8 + i / S::OCTETS, g = i % S::OCTETS;
-      packed[i] = pack_pair<typename S::T>(accumulator_of<S>(acc, g, j, 0) + bias.of[g],
+      packed[i] = pack_pair<typename S::Y>(accumulator_of<S>(acc, g, j, 0) + bias.of[g],
                                            accumulator_of<S>(acc, g, j, 1) + bias.of[g]);
     }
     store.transpose(args, token0, packed);
@@ -355,7 +355,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 {
   const channel_span span = span_of_warp<S>(args, consumer);
   uint4 *staged = smem.staged[group][warp_id() % 4];
-  if constexpr (!S::UP) {
+  if constexpr (S::EPILOGUE == EPILOGUE_plain) {
     store_down<S>(args, staged, unit, span, acc);
   } else {
     switch (finish_kind_of(args)) {

@@ -21,8 +21,9 @@
 #include "gemm/handover.cuh"
 #include "gemm/warpgroup_tile.cuh"
 
-template <class T, bool UP_, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
-struct wgmma_shape : pipeline_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
+template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
+struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
+  static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false;
@@ -34,7 +35,7 @@ struct wgmma_shape : pipeline_shape<T, UP_, BM, BN, BK, STAGES, WARPS> {
   /* Whether rows of A are anywhere, as the route says, or one after another. */
   DEVICE static bool gathers(const gemm_args &args)
   {
-    return UP_ && args.row_pair && !args.packed && !args.protocol.x_copy;
+    return GATHERED && args.row_pair && !args.packed && !args.protocol.x_copy;
   }
 };
 
@@ -47,7 +48,7 @@ template <class S> struct wgmma_smem : pipeline_smem<S> {
 
 template <class S> DEVICE int wgmma_channels(const gemm_args &args)
 {
-  return S::UP && args.gated ? S::COLUMNS / 2 : S::COLUMNS;
+  return S::gated(args) ? S::COLUMNS / 2 : S::COLUMNS;
 }
 
 /* A unit of a cluster as one of its CTAs sees it. */
@@ -84,7 +85,7 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
 
 template <class S> DEVICE bool copies(const gemm_args &args)
 {
-  return S::UP && args.protocol.x_copy;
+  return S::GATHERED && args.protocol.x_copy;
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
@@ -95,7 +96,7 @@ template <class S> struct unit_scheduler {
   int32_t next = 0;
   pipeline_state<UNITS_AHEAD> slot;
 
-  DEVICE static bool draws(const gemm_args &args) { return !S::UP && args.protocol.by_expert; }
+  DEVICE static bool draws(const gemm_args &args) { return !S::GATHERED && args.protocol.by_expert; }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
@@ -155,14 +156,14 @@ template <class S> struct gather {
   DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int stage, int k0) const
   {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * 8;
-    const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::T);
+    const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
     const uint32_t to = shared_address(smem.rows[stage]) + row * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
       const bool there = source[i] >= 0 && k < args.g.k;
       cp_async_cg_16(to + i * S::GATHER_ROWS * 128,
-                     there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::T) : args.g.a,
+                     there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::X) : args.g.a,
                      there ? 16 : 0);
     }
     cp_async_mbarrier_arrive_noinc(&smem.full[stage]);
@@ -178,8 +179,10 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
   uint64_t *full = &smem.full[stage];
-  typename S::T *weights = smem.weights[stage], *rows = smem.rows[stage];
-  mbarrier_arrive_expect_tx(full, (S::COLUMNS + boxes * WGMMA_STEP) * WGMMA_BK * sizeof(typename S::T));
+  typename S::W *weights = smem.weights[stage];
+  typename S::X *rows = smem.rows[stage];
+  mbarrier_arrive_expect_tx(full, (S::COLUMNS * sizeof(typename S::W) + boxes * WGMMA_STEP * sizeof(typename S::X)) *
+                                      WGMMA_BK);
   if constexpr (PAIRED) {
     cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * WGMMA_BK, &args.weights, k0, 0, 0,
                                       tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
@@ -243,7 +246,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  if (S::UP && S::gathers(args.g)) return produce_units<S, S::UP>(args, smem);
+  if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   if (copies<S>(args.g) && warp_id() != 0) return copy_rows(args.g);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
@@ -277,7 +280,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
     store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
-    if (S::UP && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
+    if (S::GATHERED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
   }
 }
 

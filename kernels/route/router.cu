@@ -3,9 +3,6 @@
 #include "route/router_fma.cuh"
 #include "route/router_tile.cuh"
 
-template <class A, class B> constexpr bool same_type = false;
-template <class A> constexpr bool same_type<A, A> = true;
-
 template <class X, class W, int BM, int BN, int BK, int STAGES, int WARPS, int SMEM>
 DEVICE void router_tile(const router_args &a)
 {

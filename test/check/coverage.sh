@@ -14,16 +14,16 @@ have gcov || { skip "coverage" "gcov is not installed"; finish; }
 flags='-O0 -g0 --coverage -fprofile-update=atomic'
 rm -f "$folder"/*.gcda "$folder"/*.gcov
 shimmed=$(grep -l '^.include "shim/' test/*.c | sed 's|test/\(.*\)\.c|\1|')
-helpers=$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)
+helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done) bench/tinylm.c bench/safetensors.c"
 compile "$folder" "$flags" host/*.c || exit 1
-compile "$folder" "-O1 -g0" kernels/cpu/*.c test/shim/*.c $helpers bench/tinylm.c $(printf 'test/%s.c ' "$@") || exit 1
+compile "$folder" "-O1 -g0" kernels/cpu/*.c test/shim/*.c $helpers $(printf 'test/%s.c ' "$@") || exit 1
 name_images "$folder" || exit 1
 cudart=$(${MAKE:-make} -s print-LINK_LIBS)
 for program; do
   case " $(echo $shimmed) " in
   *" $program "*) link_shimmed "$folder" "--coverage -Wl,-u,__gcov_dump" "$program" || exit 1 ;;
   *) ${CC:-cc} --coverage -o "$folder/$program" "$folder/test_$program.c.o" \
-    $(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done) \
+    $(for h in $helpers; do echo "$folder/$(echo "$h" | tr / _).o"; done) \
     "$folder"/host_*.o "$folder"/kernels_*.o "$folder/images.o" $cudart || exit 1 ;;
   esac
   quiet "$program" env CUDA_VISIBLE_DEVICES= "$folder/$program"

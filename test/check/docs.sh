@@ -12,20 +12,28 @@ empty "every public function is called by a test" "$(while read -r name; do
   grep -qw -e "$name" -e "${name%_at}" $tests || echo "$name"
 done < "$work/declared")"
 
-{ cat include/cumoe/*.h; (cd include && printf '#include <%s>\n' cumoe/*.h) | ${CC:-cc} -Iinclude -E -P -; } > "$work/headers"
-empty "every cumoe name of the README is in the headers" "$(grep -oE '\b(cumoe_[a-z0-9_]+|CUMOE_[A-Z0-9_]+)' README.md | sort -u |
+{
+  cat include/cumoe/*.h
+  (cd include && printf '#include <%s>\n' cumoe/*.h) | ${CC:-cc} -Iinclude -E -P -
+} > "$work/headers"
+empty "every cumoe name of the README is in the headers" "$(
+  grep -oE '\b(cumoe_[a-z0-9_]+|CUMOE_[A-Z0-9_]+)' README.md | sort -u |
   grep -vxE 'CUMOE_CUDART|cumoe_' | while read -r name; do
   grep -qw -- "$name" "$work/headers" || grep -rqw -- "$name" host/*.c || echo "$name"
 done)"
-empty "every file of the README is there" "$(grep -oE '(`|\()(include|host|kernels|test|bench)/[A-Za-z0-9_./*-]+' README.md | tr -d '`(' |
+empty "every file of the README is there" "$(
+  grep -oE '(`|\()(include|host|kernels|test|bench)/[A-Za-z0-9_./*-]+' README.md | tr -d '`(' |
   sort -u | while read -r path; do ls $path > /dev/null 2>&1 || echo "$path"; done)"
 
 # The table of cudarc's features: function | test, "text", where the text names a group or case of that file.
 sed -n '/^| cudarc /,/^$/p' README.md | sed '1,2d' > "$work/table"
 [ "$(grep -c '^|' "$work/table")" -gt 20 ] || fail "the table of cudarc's features is found"
-empty "every row of the table names a function" "$(grep '^|' "$work/table" | awk -F'|' '$3 !~ /cumoe_|CUMOE_/ { print $2 }')"
-empty "every row of the table names a test that is there" "$(grep '^|' "$work/table" | while IFS='|' read -r _ feature _ proof _; do
-  file=$(printf '%s\n' "$proof" | sed -n 's/[^`]*`\([^`]*\)`.*/\1/p') text=$(printf '%s\n' "$proof" | sed -n 's/[^"]*"\([^"]*\)".*/\1/p')
+empty "every row of the table names a function" "$(
+  grep '^|' "$work/table" | awk -F'|' '$3 !~ /cumoe_|CUMOE_/ { print $2 }')"
+empty "every row of the table names a test that is there" "$(grep '^|' "$work/table" |
+  while IFS='|' read -r _ feature _ proof _; do
+  file=$(printf '%s\n' "$proof" | sed -n 's/[^`]*`\([^`]*\)`.*/\1/p')
+  text=$(printf '%s\n' "$proof" | sed -n 's/[^"]*"\([^"]*\)".*/\1/p')
   [ -n "$file" ] && [ -f "test/$file" ] || { echo "$feature: no file $file"; continue; }
   [ -z "$text" ] || grep -qF -- "$text" "test/$file" || echo "$feature: $file has no $text"
 done)"

@@ -13,7 +13,8 @@ for header in include/cumoe/*.h; do
   done
 done
 
-# A status that is dropped is a warning, one that is dropped on purpose is none. (gcc before C23 takes no cast for that.)
+# A status that is dropped is a warning, one that is dropped on purpose is none. (gcc before C23 takes no cast for
+# that.)
 dropping() {
   printf '#include <cumoe/typed.h>\nvoid f(cumoe_buffer_f32 *a);\nvoid f(cumoe_buffer_f32 *a) { %s; }\n' "$1" |
     $compiler -Wall -Wextra -Werror -Iinclude -S -o /dev/null - 2>&1

@@ -5,14 +5,14 @@
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
 shimmed='badargs trace faults'
-others='base buffer pool debug image contract plan lifetimes abi/abi'
-helpers=$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done)
-helper_objects=$(for h in $helpers bench/tinylm.c; do echo "$folder/$(echo "$h" | tr / _).o"; done)
+programs='badargs trace image base buffer pool debug plan lifetimes abi/abi contract faults' # the quick ones first
+helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done) bench/tinylm.c bench/safetensors.c"
+helper_objects=$(for h in $helpers; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
 # fails OUTPUT OBJECT SOURCE: some program fails with this object in place of the one made from the source
 fails() {
   rest=$(for o in "$folder"/host_*.o; do [ "$o" = "$folder/$(echo "$3" | tr / _).o" ] || echo "$o"; done)
-  for program in $shimmed $others; do
+  for program in $programs; do
     case " $shimmed " in
     *" $program "*) set -- "$1" "$2" "$3" "$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
     *) set -- "$1" "$2" "$3" "$helper_objects $cudart" ;;
@@ -45,8 +45,8 @@ wraps=$(for name in $wrap; do echo "-Wl,--wrap=$name"; done)
 cudart=$(${MAKE:-make} -s print-LINK_LIBS 2> /dev/null)
 if [ "$1" = --one ]; then one "$2"; exit; fi
 
-compile "$folder" "-O1 -g0" host/*.c kernels/cpu/*.c test/shim/*.c $helpers bench/tinylm.c \
-  $(printf 'test/%s.c ' $shimmed $others) || exit 1
+compile "$folder" "-O1 -g0" host/*.c kernels/cpu/*.c test/shim/*.c $helpers \
+  $(printf 'test/%s.c ' $programs) || exit 1
 name_images "$folder" || exit 1
 if by=$(fails "$folder/whole" "$folder/host_buffer.c.o" host/buffer.c); then
   fail "the programs pass unchanged" "$by fails: $(grep -E '^# failed|^not ok' "$folder/whole.log" | head -n 3)"

@@ -1,6 +1,6 @@
 /*
- * Matrix products: 2 x 2, checked by hand, then 1024 x 1024, timed beside a naive loop on one core. On the GPU if there is
- * one (by cuBLAS, opened when it is first needed), else on the CPU.
+ * Matrix products: 2 x 2, checked by hand, then 1024 x 1024, timed beside a naive loop on one core. On the GPU if there
+ * is one (by cuBLAS, opened when it is first needed), else on the CPU.
  */
 #include <cumoe/cumoe.h>
 #include <math.h>

@@ -1,7 +1,7 @@
 /* The tests' and the demo's reader of safetensors files, and the JSON reader below it. */
 #include "fuzz.h"
 
-#include "../safetensors.h"
+#include "../../bench/safetensors.h"
 
 #include <string.h>
 

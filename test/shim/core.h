@@ -101,6 +101,7 @@ extern struct CUctx_st primaries[MAX_DEVICES];
 cudaError_t shim_begin(const char *name, unsigned kinds, const char *format, ...) __attribute__((format(printf, 3, 4)));
 cudaError_t shim_end(cudaError_t error); /* also remembers it for the thread */
 CUresult shim_end_driver(cudaError_t error);
+CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
 #define BEGIN(kinds, ...) shim_begin(__func__, (kinds), __VA_ARGS__)
 
 object *shim_objects(void);  /* the list of all */

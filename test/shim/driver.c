@@ -89,6 +89,7 @@ static const struct {
     {"cuCtxGetDevice", (void (*)(void))get_device},
     {"cuDevicePrimaryCtxRetain", (void (*)(void))retain_primary},
     {"cuPointerGetAttribute", (void (*)(void))pointer_attribute},
+    {"cuKernelGetParamInfo", (void (*)(void))kernel_parameter},
     {"cuTensorMapEncodeTiled", (void (*)(void))encode_tiled},
 };
 

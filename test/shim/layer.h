@@ -45,7 +45,8 @@ cumoe_weights_desc describe_weights(world *w, int32_t dtype, int32_t experts, in
 void bind_layer(world *w, const cumoe_moe_desc *desc, int32_t order);
 cumoe_moe_args arguments(world *w, const cumoe_moe_desc *d, int64_t tokens);
 
-/* Layers, with what they need: bf16; the same with FEW_INTER; f16 with a shared expert, on two devices; f32, unreduced and weighing the input. */
+/* Layers, with what they need: bf16; the same with FEW_INTER; f16 with a shared expert, on two devices; f32, unreduced
+ * and weighing the input. */
 void small_layer(world *w);
 void wide_layer(world *w);
 void shared_layer(world *w);

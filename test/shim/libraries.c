@@ -1,5 +1,5 @@
-/* NVRTC and cuBLAS as far as the host layer uses them: what dlopen and dlsym give. A call may be made to fail with any of
- * the library's own codes (channel SHIM_LIBRARY). The compiler's image is what the shim's driver takes for one. */
+/* NVRTC and cuBLAS as far as the host layer uses them: what dlopen and dlsym give. A call may be made to fail with any
+ * of the library's own codes (channel SHIM_LIBRARY). The compiler's image is what the shim's driver takes for one. */
 #include "core.h"
 
 #include <dlfcn.h>

@@ -417,18 +417,27 @@ cudaError_t cudaLibraryGetGlobal(void **data, size_t *bytes, cudaLibrary_t libra
   return shim_end(error);
 }
 
-cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offset, size_t *bytes)
+static cudaError_t parameter_of(const void *kernel, size_t index, size_t *offset, size_t *bytes)
 {
-  cudaError_t error = BEGIN(SHIM_QUERY, "%zu", index);
   const variant *v = row_of(kernel);
   const size_t count = v == &caller_rows[0] ? sizeof add_bytes / sizeof add_bytes[0] : v && v->op >= 0;
-  if (error == cudaSuccess && v == NULL) error = cudaErrorInvalidResourceHandle;
-  if (error == cudaSuccess && index >= count) error = cudaErrorInvalidValue;
-  if (error == cudaSuccess) {
-    *offset = index * 8;
-    *bytes = v->op < 0 ? add_bytes[index] : (size_t)variant_arg_bytes(v) + shim.more_parameter;
-  }
-  return shim_end(error);
+  if (v == NULL) return cudaErrorInvalidResourceHandle;
+  if (index >= count) return cudaErrorInvalidValue;
+  *offset = index * 8;
+  *bytes = v->op < 0 ? add_bytes[index] : (size_t)variant_arg_bytes(v) + shim.more_parameter;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offset, size_t *bytes)
+{
+  const cudaError_t error = BEGIN(SHIM_QUERY, "%zu", index);
+  return shim_end(error == cudaSuccess ? parameter_of(kernel, index, offset, bytes) : error);
+}
+
+CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
+{
+  const cudaError_t error = shim_begin("cuKernelGetParamInfo", SHIM_QUERY, "%zu", index);
+  return shim_end_driver(error == cudaSuccess ? parameter_of(kernel, index, offset, bytes) : error);
 }
 
 /* ---- occupancy: what fits one block fits two ---- */

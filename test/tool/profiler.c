@@ -1,5 +1,5 @@
-/* A profiler for test/ranges.c: what NVTX opens when its environment variable names this. Writes down what is opened and
- * closed as one line of text, which the test finds by symbol. */
+/* A profiler for test/ranges.c: what NVTX opens when its environment variable names this. Writes down what is opened
+ * and closed as one line of text, which the test finds by symbol. */
 #define NVTX_SUPPORT_STATIC_INJECTION_LIBRARY 0
 #include <nvtx3/nvToolsExt.h>
 

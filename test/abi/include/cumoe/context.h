@@ -26,6 +26,7 @@ typedef struct cumoe_device_info {
   int32_t l2_bytes, smem_per_block_optin, smem_per_sm;
   int64_t total_memory;
   char name[128];
+  char fallback[256];
 } cumoe_device_info;
 CUMOE_CHECKED cumoe_status cumoe_context_info(cumoe_context context, cumoe_device_info *info);
 CUMOE_CHECKED cumoe_status cumoe_synchronize(cumoe_context context, cumoe_stream stream);

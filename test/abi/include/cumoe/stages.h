@@ -49,6 +49,13 @@ typedef struct cumoe_variant_info {
   const char *op;
   const char *name;
   int32_t usable;
+  const char *arch, *form;
+  int32_t x, w, y;
+  const char *scale;
+  const char *major;
+  int32_t bm, bn, bk, stages;
+  int32_t units, columns, lanes, ahead;
+  int32_t cluster, warps, ctas, smem;
 } cumoe_variant_info;
 CUMOE_API int32_t cumoe_variant_count(void);
 CUMOE_CHECKED cumoe_status cumoe_variant_get(cumoe_context context, int32_t index, cumoe_variant_info *info);

@@ -11,7 +11,7 @@ typedef struct cumoe_bf16 {
   uint16_t bits;
 } cumoe_bf16;
 #if defined(__GNUC__)
-#define CUMOE_INLINE static inline __attribute__((warn_unused_result, unused))
+#define CUMOE_INLINE CUMOE_NODISCARD static inline __attribute__((unused))
 #else
 #define CUMOE_INLINE static inline
 #endif

@@ -11,11 +11,22 @@ extern "C" {
 #define CUMOE_VERSION (CUMOE_VERSION_MAJOR * 10000 + CUMOE_VERSION_MINOR * 100 + CUMOE_VERSION_PATCH)
 #if defined(__GNUC__)
 #define CUMOE_API __attribute__((visibility("default")))
-#define CUMOE_CHECKED __attribute__((visibility("default"), warn_unused_result))
 #else
 #define CUMOE_API 
-#define CUMOE_CHECKED 
 #endif
+#if (defined(__cplusplus) && __cplusplus >= 201703L) || (defined(__STDC_VERSION__) && __STDC_VERSION__ > 201710L)
+#define CUMOE_NODISCARD [[nodiscard]]
+#elif defined(__GNUC__)
+#define CUMOE_NODISCARD __attribute__((warn_unused_result))
+#else
+#define CUMOE_NODISCARD 
+#endif
+#define CUMOE_CHECKED CUMOE_NODISCARD CUMOE_API
+#define CUMOE_IGNORE(call) \
+  do { \
+    const cumoe_status cumoe_ignored_ = (call); \
+    (void)cumoe_ignored_; \
+  } while (0)
 #define CUMOE_STATUS_LIST(X) \
   X(OK, 0, "success") \
   X(ERR_INVALID_ARGUMENT, 1, "an argument is null, out of its range, or contradicts another one") \

@@ -36,8 +36,10 @@ fn naive_token(m: &Model, x: &[f32]) -> Vec<f64> {
     let total: f64 = order[..TOP_K].iter().map(|e| scores[*e]).sum();
     let mut out = vec![0f64; HIDDEN];
     for &e in &order[..TOP_K] {
-        let gate_up: Vec<f64> = m.gate_up.chunks(HIDDEN).skip(e * 2 * INTER).take(2 * INTER).map(|row| dot(row, x)).collect();
-        let h: Vec<f32> = (0..INTER).map(|i| (gate_up[i] / (1.0 + (-gate_up[i]).exp()) * gate_up[INTER + i]) as f32).collect();
+        let rows = m.gate_up.chunks(HIDDEN).skip(e * 2 * INTER).take(2 * INTER);
+        let gate_up: Vec<f64> = rows.map(|row| dot(row, x)).collect();
+        let silu = |v: f64| v / (1.0 + (-v).exp());
+        let h: Vec<f32> = (0..INTER).map(|i| (silu(gate_up[i]) * gate_up[INTER + i]) as f32).collect();
         for (o, row) in m.down.chunks(INTER).skip(e * HIDDEN).take(HIDDEN).enumerate() {
             out[o] += scores[e] / total * dot(row, &h);
         }

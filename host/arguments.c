@@ -1,0 +1,152 @@
+/* See arguments.h. */
+#include "arguments.h"
+
+router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
+                             int64_t logits_ld)
+{
+  return (router_args){.x = x.data,
+                       .w = weight.data,
+                       .bias = bias.data,
+                       .logits = logits,
+                       .x_ld = x.ld,
+                       .w_ld = weight.ld,
+                       .logits_ld = logits_ld,
+                       .tokens = tokens,
+                       .experts = (int32_t)weight.rows,
+                       .hidden = (int32_t)x.cols,
+                       .x_dtype = x.dtype,
+                       .w_dtype = weight.dtype,
+                       .bias_dtype = bias.data ? bias.dtype : DT_NONE};
+}
+
+gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
+                         cumoe_view ids, cumoe_view weights)
+{
+  return (gate_args){.logits = logits.data,
+                     .select_bias = select_bias.data,
+                     .ids = (void *)(uintptr_t)ids.data,
+                     .weights = (float *)(uintptr_t)weights.data,
+                     .logits_ld = logits.ld,
+                     .ids_ld = ids.ld,
+                     .weights_ld = weights.ld,
+                     .tokens = all_tokens(logits.rows),
+                     .experts = (int32_t)logits.cols,
+                     .logits_dtype = logits.dtype,
+                     .ids_dtype = ids.dtype,
+                     .score = r->score,
+                     .top_k = r->top_k,
+                     .n_group = r->n_group,
+                     .topk_group = r->topk_group,
+                     .group_score = r->group_score,
+                     .flags = r->flags,
+                     .routed_scale = r->routed_scale == 0 ? 1 : r->routed_scale,
+                     .softcap = r->softcap,
+                     .renorm_eps = r->renorm_eps,
+                     .renorm_min = r->renorm_min,
+                     .fault = context->fault};
+}
+
+map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const map_chunks cut = map_chunking(ids.rows * d->routing.top_k);
+  return (map_args){.ids = ids.data,
+                    .ids_ld = ids.ld,
+                    .expert_map = expert_map.data,
+                    .counts = route.counts,
+                    .offsets = route.offsets,
+                    .row_pair = route.row_pair,
+                    .slot_row = route.slot_row,
+                    .hist = hist,
+                    .tokens = all_tokens(ids.rows),
+                    .ids_dtype = ids.dtype,
+                    .top_k = d->routing.top_k,
+                    .num_experts = d->num_experts,
+                    .zero_experts = d->routing.zero_experts,
+                    .identity_experts = d->routing.identity_experts,
+                    .local_experts = d->local_experts,
+                    .chunks = cut.chunks,
+                    .chunk_pairs = cut.chunk_pairs,
+                    .fault = plan->context->fault};
+}
+
+static gemm_args gemm_arguments(const struct plan *plan, const struct weights *weights, cumoe_view a,
+                                const route_pointers *route)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  gemm_args g = {.a = a.data,
+                 .a_ld = a.ld,
+                 .experts = weights->experts,
+                 .top_k = d->routing.top_k,
+                 .dtype = d->dtype,
+                 .act = ACT_IDENTITY,
+                 .fault = plan->context->fault};
+  if (route) {
+    g.counts = route->counts;
+    g.offsets = route->offsets;
+  }
+  return g;
+}
+
+gemm_args up_arguments(const struct plan *plan, const struct weights *weights, cumoe_view x,
+                       const route_pointers *route, cumoe_view pair_weights)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  gemm_args g = gemm_arguments(plan, weights, x, route);
+  g.b = weights->up;
+  g.tokens = all_tokens(x.rows);
+  g.rows_cap = route ? x.rows * d->routing.top_k : x.rows;
+  g.row_pair = route ? route->row_pair : NULL;
+  g.pair_weights = pair_weights.data;
+  g.pair_weights_ld = pair_weights.ld;
+  g.n = weights->inter;
+  g.k = weights->hidden;
+  g.act = d->act;
+  g.gated = weights->gated;
+  g.act_alpha = d->act_alpha;
+  g.act_limit = d->act_limit;
+  return g;
+}
+
+gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
+                         const route_pointers *route, int64_t tokens)
+{
+  gemm_args g = gemm_arguments(plan, weights, h, route);
+  g.b = weights->down;
+  g.tokens = all_tokens(tokens);
+  g.rows_cap = route ? tokens * plan->desc.routing.top_k : tokens;
+  g.n = weights->hidden;
+  g.k = weights->inter;
+  return g;
+}
+
+combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *a,
+                               int64_t tokens)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  return (combine_args){.y = a->y.data,
+                        .x = a->x.data,
+                        .shared = a->shared.data,
+                        .residual = a->residual.data,
+                        .out = a->out.data,
+                        .y_ld = a->y.ld,
+                        .x_ld = a->x.ld,
+                        .shared_ld = a->shared.ld,
+                        .residual_ld = a->residual.ld,
+                        .out_ld = a->out.ld,
+                        .slot_row = slot_row,
+                        .pair_weights = a->pair_weights.data,
+                        .pair_weights_ld = a->pair_weights.ld,
+                        .shared_logit = a->shared_logit.data,
+                        .shared_logit_ld = a->shared_logit.ld,
+                        .tokens = {tokens, a->device_tokens.data},
+                        .rows_cap = a->y.rows,
+                        .top_k = d->routing.top_k,
+                        .hidden = d->hidden,
+                        .dtype = d->dtype,
+                        .out_dtype = d->out_dtype,
+                        .reduce = !(d->flags & CUMOE_MOE_UNREDUCED),
+                        .out_scale = a->out_scale == 0 ? 1 : a->out_scale,
+                        .on_input = (d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) != 0,
+                        .fault = plan->context->fault};
+}

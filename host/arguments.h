@@ -1,0 +1,34 @@
+/* From checked views to the kernels' argument structs (kernels/args.h): what the single stages and the layer share. */
+#ifndef CUMOE_ARGUMENTS_H
+#define CUMOE_ARGUMENTS_H
+
+#include "choice.h"
+#include "weights.h"
+#include "../include/cumoe/stages.h"
+
+/* A route's four arrays. */
+typedef struct route_pointers {
+  int32_t *counts, *offsets, *row_pair, *slot_row;
+} route_pointers;
+
+static inline token_count all_tokens(int64_t tokens)
+{
+  return (token_count){tokens, NULL};
+}
+
+router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
+                             int64_t logits_ld);
+gate_args gate_arguments(struct context *context, const cumoe_routing *routing, cumoe_view logits,
+                         cumoe_view select_bias, cumoe_view ids, cumoe_view weights);
+map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route,
+                       void *hist);
+
+/* route NULL: dense, every token is a row of the only expert. */
+gemm_args up_arguments(const struct plan *plan, const struct weights *weights, cumoe_view x,
+                       const route_pointers *route, cumoe_view pair_weights);
+gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
+                         const route_pointers *route, int64_t tokens);
+combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *args,
+                               int64_t tokens);
+
+#endif

@@ -1,0 +1,206 @@
+/* See choice.h. */
+#include "choice.h"
+
+#include <string.h>
+
+/* ---- the machine ---- */
+
+bool runs_on(const machine *m, const variant *v)
+{
+  if (m->cc == 0) return v->arch == ARCH_cpu;
+  if (v->smem > m->smem) return false;
+  return (v->arch == ARCH_any && m->cc >= MIN_CC) || (v->arch == ARCH_sm90 && m->cc == 90);
+}
+
+void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t smem)
+{
+  int16_t rows = 0, line = 0;
+  *m = (machine){.cc = cc, .sms = sms, .smem = smem, .tensor_maps = cc == 90, .tune = find_tune_file(gpu, cc)};
+  memcpy(m->limits, m->tune->limits, sizeof m->limits);
+  for (int op = 0; op < OP_COUNT; ++op) {
+    m->rows_begin[op] = rows;
+    for (int16_t i = 0; i < variant_count; ++i)
+      if (variants[i].op == op && runs_on(m, &variants[i])) m->rows[rows++] = i;
+    while (line < m->tune->line_count && m->tune->lines[line].op < op) ++line;
+    m->lines_begin[op] = line;
+  }
+  m->rows_begin[OP_COUNT] = rows;
+  m->lines_begin[OP_COUNT] = (int16_t)m->tune->line_count;
+}
+
+double limit_of(const machine *m, limit_name limit, int32_t weights_dtype)
+{
+  return m->limits[limit][weights_class_of(weights_dtype)];
+}
+
+/* ---- choice ---- */
+
+bool takes_tensor_maps(const variant *v)
+{
+  return v->form == FORM_wgmma;
+}
+
+/* Of a row that runs on the machine. */
+static bool serves(const machine *m, const variant *v, const op_shape *s)
+{
+  const int other = v->w ? v->w : v->y;
+  if ((v->x && v->x != s->in) || (other && other != s->w)) return false;
+  if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
+  if (v->form == FORM_row) return s->n <= v->columns;
+  if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
+  if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  return !takes_tensor_maps(v) || (s->tmap && m->tensor_maps);
+}
+
+int64_t expected_rows(const op_shape *s)
+{
+  if (s->op == OP_router) return ceil_div(s->tokens * s->experts, 256);
+  return s->experts > 0 ? ceil_div(s->rows, min64(s->experts, s->rows > 0 ? s->rows : 1)) : 0;
+}
+
+double expected_active(const op_shape *s)
+{
+  return (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
+}
+
+/* stream deals out whole tiles: where there are fewer than two of 128 channels an SM, the scale is 0, and thin may take over. */
+enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
+
+static int64_t tune_scale(const machine *m, const op_shape *s)
+{
+  const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
+  const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;
+  return scant ? 0 : min64(rows, ANY_ROWS);
+}
+
+/* The first of the operation's rows that serves the shape, and is the line's, if there is one. */
+static int32_t find_row(const machine *m, const op_shape *s, const tune_line *line)
+{
+  for (int16_t i = m->rows_begin[s->op]; i < m->rows_begin[s->op + 1]; ++i) {
+    const variant *v = &variants[m->rows[i]];
+    if (line && (v->form != line->form || v->bm != line->bm || v->bn != line->bn)) continue;
+    if (serves(m, v, s)) return m->rows[i];
+  }
+  return -1;
+}
+
+int32_t choose(const machine *m, const op_shape *s)
+{
+  const int32_t forced = m->forced[s->op] - 1;
+  if (forced >= 0) return runs_on(m, &variants[forced]) && serves(m, &variants[forced], s) ? forced : -1;
+  const int weights = (int)weights_class_of(s->w);
+  const int64_t rows = tune_scale(m, s);
+  for (int16_t i = m->lines_begin[s->op]; i < m->lines_begin[s->op + 1]; ++i) {
+    const tune_line *line = &m->tune->lines[i];
+    const int32_t found = line->weights == weights && rows <= line->up_to ? find_row(m, s, line) : -1;
+    if (found >= 0) return found;
+  }
+  return find_row(m, s, NULL);
+}
+
+/* ---- grids of CUDA rows: grid_<column of operations.def> ---- */
+
+/* One CTA maps up to MAP_UNIT pairs by itself; for more, a second launch costs less than it saves. */
+map_chunks map_chunking(int64_t pairs)
+{
+  const int64_t unit = MAP_UNIT;
+  if (pairs <= unit) return (map_chunks){1, MAP_UNIT};
+  const int64_t chunk_pairs = unit * ceil_div(pairs, unit * MAP_MOST_CHUNKS);
+  return (map_chunks){(int32_t)ceil_div(pairs, chunk_pairs), (int32_t)chunk_pairs};
+}
+
+/* CTAs that the GPU holds at once. */
+static int64_t resident(const machine *m, const variant *v)
+{
+  return (int64_t)m->sms * v->ctas;
+}
+
+static int64_t grid_none(const machine *m, const variant *v, const op_shape *s)
+{
+  return (void)m, (void)v, (void)s, 0;
+}
+
+static int64_t grid_units(const machine *m, const variant *v, const op_shape *s)
+{
+  return (void)m, v->cluster * ceil_div(s->tokens, v->units);
+}
+
+static int64_t grid_token_columns(const machine *m, const variant *v, const op_shape *s)
+{
+  return (void)m, s->tokens * ceil_div(s->n, v->columns);
+}
+
+static int64_t grid_chunks(const machine *m, const variant *v, const op_shape *s)
+{
+  return (void)m, (void)v, map_chunking(s->rows).chunks;
+}
+
+/* A cluster has neighbouring tokens. */
+static int64_t grid_router(const machine *m, const variant *v, const op_shape *s)
+{
+  return (void)m, v->cluster * ceil_div(s->tokens, v->cluster * v->bm) * ceil_div(s->n, v->bn);
+}
+
+/* Up to the next cluster, if that is not more than `most` or the first. */
+static int64_t whole_clusters(const variant *v, int64_t grid, int64_t most)
+{
+  const int64_t up = ceil_div(grid, v->cluster) * v->cluster;
+  return up <= most || up == v->cluster ? up : up - v->cluster;
+}
+
+/* Every expert may end in a partial tile; more experts than rows cannot be active. */
+static int64_t grid_persistent(const machine *m, const variant *v, const op_shape *s)
+{
+  const int64_t tiles = (s->rows / v->bm + min64(s->experts, s->rows)) * ceil_div(s->n, v->bn);
+  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+}
+
+static int64_t grid_combine(const machine *m, const variant *v, const op_shape *s)
+{
+  return (void)m, ceil_div(s->tokens, COMBINE_TOKENS(s->top_k)) * ceil_div(s->n, v->columns);
+}
+
+static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
+{
+  return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
+}
+
+static int64_t grid_few_down(const machine *m, const variant *v, const op_shape *s)
+{
+  return min64(ceil_div(s->n, v->bn), resident(m, v));
+}
+
+/* ---- units of CPU rows: units_<column of operations.def> ---- */
+
+static int64_t units_none(const op_shape *s)
+{
+  return (void)s, 0;
+}
+
+static int64_t units_one(const op_shape *s)
+{
+  return (void)s, 1;
+}
+
+static int64_t units_tokens(const op_shape *s)
+{
+  return s->tokens;
+}
+
+static int64_t units_channel_blocks(const op_shape *s)
+{
+  return s->experts * ceil_div(s->n, CPU_N_BLOCK);
+}
+
+int64_t grid_size(const machine *m, const variant *v, const op_shape *s)
+{
+#define OPERATION(name, arguments, shape, grid, units) [OP_##name] = grid_##grid,
+  static int64_t (*const grids[OP_COUNT])(const machine *, const variant *, const op_shape *) = {
+#include "operations.def"
+  };
+#define OPERATION(name, arguments, shape, grid, units) [OP_##name] = units_##units,
+  static int64_t (*const units[OP_COUNT])(const op_shape *) = {
+#include "operations.def"
+  };
+  return v->arch == ARCH_cpu ? units[s->op](s) : grids[s->op](m, v, s);
+}

@@ -1,0 +1,76 @@
+/* Pure functions of one operation's shape and the device: which kernel, which grid. No CUDA call, no globals. */
+#ifndef CUMOE_CHOICE_H
+#define CUMOE_CHOICE_H
+
+#include <stdbool.h>
+#include "../include/cumoe/context.h"
+#include "tune.h"
+
+enum { MIN_CC = 80 }; /* of the GPUs that the library serves */
+enum { MAX_VARIANTS = 256 };
+
+/* What a choice depends on besides the shape: facts of the device, and the rows of the table that run there. */
+typedef struct machine {
+  int32_t cc;       /* compute capability * 10 (90 = H200); 0 = CPU device */
+  int32_t sms;      /* multiprocessors */
+  int32_t smem;     /* bytes of shared memory a block may ask for; a row that needs more was not loaded */
+  bool tensor_maps; /* the driver makes them */
+  const tune_file *tune;
+  double limits[LIMIT_COUNT][WEIGHTS_CLASSES];                 /* the file's, unless one was set (cumoe_limit_set) */
+  int32_t forced[OP_COUNT];                                    /* variant + 1; 0 = free */
+  int16_t rows[MAX_VARIANTS];                                  /* by operation, in the order of the table */
+  int16_t rows_begin[OP_COUNT + 1], lines_begin[OP_COUNT + 1]; /* of an operation, in `rows` and in the tune file */
+} machine;
+
+void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t smem);
+
+/* Whether the device can run the row: contexts load the kernels of these rows, and only these are chosen. */
+bool runs_on(const machine *m, const variant *v);
+
+/* One operation's shape. Fields that an operation does not have stay 0. */
+typedef struct op_shape {
+  operation op;
+  int32_t in, w;        /* DT_* of activations and of weights, where there are none of the result */
+  weight_major major;   /* of the weights */
+  bool tmap;            /* tensor maps can describe the operands */
+  int64_t tokens, rows; /* T; T k, or T when dense */
+  int32_t experts;      /* local experts; router, gate: logits a token */
+  int32_t n, k;         /* output channels, reduction length; permute: n bytes a token */
+  int32_t top_k;
+} op_shape;
+
+/* The row to run: the forced one, else the best one for the shape; -1 if none can. */
+int32_t choose(const machine *m, const op_shape *s);
+
+/* CTAs (CUDA row) or work units (CPU row) for a chosen row. */
+int64_t grid_size(const machine *m, const variant *v, const op_shape *s);
+
+/* Whether a row of the table reads its operands through tensor maps (host/tmap.c). */
+bool takes_tensor_maps(const variant *v);
+
+/* Rows an active expert gets when pairs fall evenly (the host cannot know the true counts: graphs stay valid); router: logits,
+ * in rows of 256. */
+int64_t expected_rows(const op_shape *s);
+
+/* Active experts, a little below the mean of even routing. */
+double expected_active(const op_shape *s);
+
+double limit_of(const machine *m, limit_name limit, int32_t weights_dtype);
+
+/* How the map cuts its pairs: the same answer for kernel arguments, workspace and grid. */
+typedef struct map_chunks {
+  int32_t chunks, chunk_pairs;
+} map_chunks;
+enum { MAP_UNIT = 1024, MAP_MOST_CHUNKS = 256 };
+map_chunks map_chunking(int64_t pairs);
+
+static inline int64_t ceil_div(int64_t a, int64_t b)
+{
+  return (a + b - 1) / b;
+}
+static inline int64_t min64(int64_t a, int64_t b)
+{
+  return a < b ? a : b;
+}
+
+#endif

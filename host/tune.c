@@ -1,0 +1,100 @@
+/* See tune.h. */
+#include "tune.h"
+
+#include <string.h>
+
+weights_class weights_class_of(int32_t dtype)
+{
+  return dtype == DT_F32 ? WEIGHTS_f32 : WEIGHTS_w16;
+}
+
+/* ---- the files: each is read for its lines, for its limits and for their number ---- */
+
+#define LINE(op, weights, up_to, form, BM, BN) {OP_##op, WEIGHTS_##weights, FORM_##form, up_to, BM, BN},
+#define VALUES(name, ...)                      [LIMIT_##name] = {__VA_ARGS__},
+#define ONE(...)                               +1
+#define NOTHING(...)
+
+#define TUNE  LINE
+#define LIMIT NOTHING
+static const tune_line any_lines[] = {
+#include "tune/any.def"
+};
+#define TUNE  NOTHING
+#define LIMIT ONE
+_Static_assert(0
+#include "tune/any.def"
+                   == LIMIT_COUNT,
+               "host/tune/any.def states every limit");
+
+#ifdef CUMOE_SM90
+#define TUNE  LINE
+#define LIMIT NOTHING
+static const tune_line h200_lines[] = {
+#include "tune/h200.def"
+};
+#define TUNE  NOTHING
+#define LIMIT ONE
+_Static_assert(0
+#include "tune/h200.def"
+                   == LIMIT_COUNT,
+               "host/tune/h200.def states every limit");
+#endif
+
+#define LINES(array) .lines = array, .line_count = sizeof array / sizeof array[0]
+static const tune_file files[] = {
+#define TUNE  NOTHING
+#define LIMIT VALUES
+#ifdef CUMOE_SM90
+    {"h200",
+     "H200",
+     90,
+     LINES(h200_lines),
+     {
+#include "tune/h200.def"
+     }},
+#define TUNE  NOTHING
+#define LIMIT VALUES
+#endif
+    {"any",
+     "",
+     0,
+     LINES(any_lines),
+     {
+#include "tune/any.def"
+     }},
+};
+enum { FILES = sizeof files / sizeof files[0] };
+
+const tune_file *find_tune_file(const char *gpu, int32_t cc)
+{
+  for (int i = 0; i < FILES; ++i)
+    if (files[i].cc == cc && strstr(gpu, files[i].model)) return &files[i];
+  for (int i = 0; i < FILES - 1; ++i)
+    if (files[i].cc == cc) return &files[i];
+  return &files[FILES - 1];
+}
+
+/* ---- limits ---- */
+
+static const struct {
+  const char *name, *unit, *text;
+} limits[] = {
+#define LIMIT(name, unit, text) {#name, unit, text},
+#include "tune/limits.def"
+};
+
+const char *limit_title(limit_name limit)
+{
+  return limits[limit].name;
+}
+
+const char *limit_unit(limit_name limit)
+{
+  return limits[limit].unit;
+}
+
+const char *limit_text(limit_name limit)
+{
+  return limits[limit].text;
+}

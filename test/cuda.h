@@ -1,0 +1,15 @@
+/* The runtime's own calls, checked: for programs that use CUDA beside cumoe. */
+#ifndef TEST_CUDA_H
+#define TEST_CUDA_H
+
+#include <cuda_runtime_api.h>
+
+#include "test.h"
+
+#define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)
+static inline bool check_cuda(cudaError_t error, const char *file, int line, const char *call)
+{
+  return test_check(error == cudaSuccess, file, line, "%s: %s", call, cudaGetErrorName(error));
+}
+
+#endif
