@@ -51,7 +51,7 @@ ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
 # A switch over an enum without a default names every enumerator.
 COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror=switch -MMD -MP \
 	$(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
-C_COMMON := -std=c11 -D_GNU_SOURCE $(COMMON)
+C_COMMON := -std=c11 -D_GNU_SOURCE -Werror=implicit-function-declaration $(COMMON)
 C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
@@ -93,7 +93,7 @@ EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 # Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
 FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
 # Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
-BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c)
+BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c bench/plan.c)
 BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c bench/safetensors.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c bench/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
@@ -101,7 +101,7 @@ PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMP
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
-.PHONY: all demo test bench tune check coverage mutants tests install uninstall format lint clean help FORCE
+.PHONY: all demo test bench bench-plan tune check coverage mutants tests install uninstall format lint clean help FORCE
 all: $(LIB)/libcumoe.a
 
 # ---- stamps: a file that holds the flags, rewritten when they change, so that what was built with them is rebuilt
@@ -239,6 +239,8 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(archive)
 	$(link)
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
+$(LIB)/bench/plan: $(OBJ)/bench/plan.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) $(OBJ)/flags.link
+	$(link)
 $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
 $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flags.link
@@ -267,7 +269,10 @@ bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
 # On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
 tune: $(LIB)/bench/tune
-	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune.def && cp $(LIB)/tune.def host/tune/h200.def
+	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune.def && cp $(LIB)/tune.def host/tune/$(GPU).def
+# Needs no GPU: what the plan of a layer costs the host.
+bench-plan: $(LIB)/bench/plan
+	$(Q)$<
 
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
 
@@ -342,7 +347,7 @@ help:
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
-	@echo 'make tune       measures every kernel and rewrites host/tune/h200.def      (TUNE_ARGS)'
+	@echo 'make tune       measures every kernel and writes host/tune/$(GPU).def         (TUNE_ARGS, GPU)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

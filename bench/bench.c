@@ -211,6 +211,8 @@ static cumoe_status time_cell(bench *b, cell *c, result *r)
   cell_works(c, works);
   cumoe_status status = peers_create(c, &p, works);
   if (status == CUMOE_OK) status = measure(b, works, ITEM_COUNT, c->inputs, r->timings, &r->clocks);
+  if (status == CUMOE_OK && b->device.device != CUMOE_DEVICE_CPU)
+    status = measure_host(b, &works[ITEM_layer], c->inputs, &r->host_us);
   peers_destroy(p);
   return status;
 }

@@ -141,6 +141,8 @@ typedef struct timing {
  * read while the first work runs, may be NULL. */
 typedef struct clock_state clock_state;
 cumoe_status measure(bench *b, const work *works, int32_t count, int32_t inputs, timing *timings, clock_state *clocks);
+/* CUDA: median microseconds of the host for an eager call. */
+cumoe_status measure_host(bench *b, const work *w, int32_t inputs, double *us);
 
 /* ---- clocks (clocks.c) ---- */
 
@@ -222,6 +224,7 @@ typedef struct result {
   timing timings[ITEM_COUNT];
   clock_state clocks;
   double active, weight_bytes, flops, floor_us; /* means over the inputs */
+  double host_us;                               /* of the host for an eager call of the layer; 0: not timed */
   double needed_us; /* floor at the part of it that evenly spread tokens reach; 0: not a skewed cell */
 } result;
 

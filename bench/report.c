@@ -103,7 +103,8 @@ void print_header(const bench *b)
   if (b->rates)
     printf("floor: max(active weights + activations over %.2f TB/s, products over %.0f TFLOPS). ",
            1e-12 * b->rates->bytes_per_second, 1e-12 * b->rates->flops);
-  printf("dense: cuBLAS, one expert's two products with T k rows.\nvs: the peer's time over the layer's "
+  printf("host: of the CPU thread, for an eager call. dense: cuBLAS, one expert's two products with T k rows.\nvs: the "
+         "peer's time over the layer's "
          "(above 1: the layer is "
          "faster). MHz, W: of the SMs, while the layer ran.\n");
   if (skewed(b))
@@ -111,7 +112,7 @@ void print_header(const bench *b)
            "evenly.\n");
 }
 
-static const char columns[] = "     T active    layer    floor  of it  TFLOPS   GB/s |  router    gate     "
+static const char columns[] = "     T active    layer    floor  of it  TFLOPS   GB/s   host |  router    gate     "
                               "map       up     down combine "
                               "     sum |    dense    vs |";
 
@@ -163,6 +164,7 @@ void print_row(const bench *b, const result *r)
     printf(" %6s", "-");
   print_number(7, 1e-6 * r->flops / layer);
   print_number(6, 1e-3 * r->weight_bytes / layer);
+  print_number(6, r->host_us);
   printf(" |");
   for (int32_t i = ITEM_router; i <= ITEM_combine; ++i) {
     print_number(i == ITEM_up || i == ITEM_down ? 8 : 7, r->timings[i].median);
@@ -194,7 +196,8 @@ bool csv_open(bench *b)
         "floor_part,tflops,weights_gbs",
         b->csv);
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
-  fputs(",vs_dense,vs_grouped,needed_us,over_needed,sm_mhz,watts,check,worst_error,gpu,driver,cuda_runtime,cublas,"
+  fputs(",vs_dense,vs_grouped,needed_us,over_needed,sm_mhz,watts,host_us,check,worst_error,gpu,driver,cuda_runtime,"
+        "cublas,"
         "library,commit,date\n",
         b->csv);
   return true;
@@ -247,6 +250,7 @@ void csv_row(const bench *b, const result *r)
   csv_number(b->csv, r->needed_us > 0 ? layer / r->needed_us : 0);
   csv_number(b->csv, r->clocks.sm_mhz);
   csv_number(b->csv, r->clocks.watts);
+  csv_number(b->csv, r->host_us);
   csv_facts(b, r);
 }
 

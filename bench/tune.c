@@ -1,10 +1,9 @@
 /*
- * Writes host/tune/h200.def: times every row of the kernel table that can serve a stage, forced through the public call,
- * over layers and token counts, and cuts the scale (rows an active expert; router: T E / 256) where another row becomes
- * the better one. The library itself never times anything.
+ * Writes the tune file of this GPU (host/tune/): times every row of the kernel table that can serve a stage, forced through
+ * the public call, over layers and token counts, and cuts the scale (rows an active expert; router: T E / 256) where another
+ * row becomes the better one; then the layer on both sides of every limit. The library itself never times anything.
  *
- * A switch has to pay for itself, so that noise makes no thresholds; rows of sm_90a stand only behind the portable ones,
- * so that other GPUs, which skip them, find the portable thresholds in order.
+ * A switch has to pay for itself, so that noise makes no thresholds.
  */
 #include "bench.h"
 
@@ -13,51 +12,31 @@
 #include <string.h>
 #include <time.h>
 
-enum { MAX_ROWS = 160, MAX_POINTS = 64, MAX_CHOICES = 24, ANY_ROWS = INT32_MAX };
-enum { SMALL_SMEM = 101376 }; /* bytes a block of the smallest GPUs served */
-
-/* The kernel table, as text and numbers: what the public call does not tell. */
-typedef struct kernel {
-  const char *name, *op, *form;
-  bool portable;
-  int32_t bm, bn, smem;
-} kernel;
-
-static const kernel kernels[] = {
-#define ROWS_ALL
-#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  {"cumoe_" #op "_" #arch "_" #form "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK,                \
-   #op,                                                                                                                \
-   #form,                                                                                                              \
-   #arch[0] == 'a',                                                                                                    \
-   BM,                                                                                                                 \
-   BN,                                                                                                                 \
-   SMEM},
-#include "../kernels/variants.def"
-};
-enum { KERNELS = sizeof kernels / sizeof *kernels };
-
+enum { MAX_POINTS = 64, MAX_CHOICES = 24, ANY_ROWS = INT32_MAX };
 /* ---- what is measured ------------------------------------------------------------------------------ */
 
 /* A stage with the types and the layout that other kernels serve. */
 typedef struct family {
-  const char *title, *op;
-  const char *models;
+  const char *title, *op, *models;
   item item;
-  cumoe_dtype dtype, router;
-  bool in_out;
+  cumoe_dtype dtype, weights;
+  bool in_out, no_maps; /* no_maps: weights that tensor maps cannot describe */
 } family;
 
 #define LARGE "mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b gpt-oss-120b deepseek-v3"
+#define TWO   "qwen3-235b-a22b mixtral-8x7b"
 static const family families[] = {
-    {"16-bit weights", "router", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false},
-    {"f32 weights", "router", "qwen3-30b-a3b mixtral-8x7b", ITEM_router, CUMOE_BF16, CUMOE_F32, false},
-    {"K-major, 16-bit", "up", LARGE, ITEM_up, CUMOE_BF16, CUMOE_BF16, false},
-    {"N-major, 16-bit", "up", "qwen3-235b-a22b mixtral-8x7b", ITEM_up, CUMOE_BF16, CUMOE_BF16, true},
-    {"f32", "up", "qwen3-30b-a3b", ITEM_up, CUMOE_F32, CUMOE_F32, false},
-    {"K-major, 16-bit", "down", LARGE, ITEM_down, CUMOE_BF16, CUMOE_BF16, false},
-    {"N-major, 16-bit", "down", "qwen3-235b-a22b mixtral-8x7b", ITEM_down, CUMOE_BF16, CUMOE_BF16, true},
-    {"f32", "down", "qwen3-30b-a3b", ITEM_down, CUMOE_F32, CUMOE_F32, false},
+    {"", "router", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false, false},
+    {"not by tensor maps", "router", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false, true},
+    {"", "router", "qwen3-30b-a3b mixtral-8x7b", ITEM_router, CUMOE_BF16, CUMOE_F32, false, false},
+    {"K-major", "up", LARGE, ITEM_up, CUMOE_BF16, CUMOE_BF16, false, false},
+    {"K-major, not by tensor maps", "up", TWO, ITEM_up, CUMOE_BF16, CUMOE_BF16, false, true},
+    {"N-major", "up", TWO, ITEM_up, CUMOE_BF16, CUMOE_BF16, true, false},
+    {"", "up", "qwen3-30b-a3b", ITEM_up, CUMOE_F32, CUMOE_F32, false, false},
+    {"K-major", "down", LARGE, ITEM_down, CUMOE_BF16, CUMOE_BF16, false, false},
+    {"K-major, not by tensor maps", "down", TWO, ITEM_down, CUMOE_BF16, CUMOE_BF16, false, true},
+    {"N-major", "down", TWO, ITEM_down, CUMOE_BF16, CUMOE_BF16, true, false},
+    {"", "down", "qwen3-30b-a3b", ITEM_down, CUMOE_F32, CUMOE_F32, false, false},
 };
 enum { FAMILIES = sizeof families / sizeof *families };
 
@@ -69,7 +48,7 @@ typedef struct point {
 } point;
 
 typedef struct samples {
-  int32_t choice[MAX_CHOICES], choices; /* indices into kernels */
+  int32_t choice[MAX_CHOICES], choices; /* rows of the kernel table */
   point points[MAX_POINTS];
   int32_t count;
 } samples;
@@ -96,7 +75,7 @@ static void add_times(samples *s, int64_t rows, const double *us)
   for (int32_t i = 0; i < s->choices; ++i) p->cost[i] += us[i] > 0 ? log(us[i] / least) : UNABLE;
 }
 
-/* The scale of the table, as in host/plan.c. */
+/* The scale of the table, as in host/choice.c. */
 static int64_t rows_of(const bench *b, const family *f, const shape *s, int64_t tokens)
 {
   if (f->item == ITEM_router) return (tokens * s->experts + 255) / 256;
@@ -123,11 +102,7 @@ static cumoe_status time_choices(bench *b, const family *f, cell *c, samples *s)
   work stage = works[f->item];
   stage.optional = true; /* a row that cannot serve the layer */
   for (int32_t i = 0; i < s->choices; ++i) {
-    for (int32_t v = 0; v < cumoe_variant_count(); ++v) {
-      cumoe_variant_info info = {.size = sizeof info};
-      TRY(cumoe_variant_get(b->context, v, &info));
-      if (strcmp(info.name, kernels[s->choice[i]].name) == 0) TRY(cumoe_variant_force(b->context, v));
-    }
+    TRY(cumoe_variant_force(b->context, s->choice[i]));
     TRY(measure(b, &stage, 1, c->inputs, &t, NULL));
     us[i] = t.median;
     TRY(cumoe_variant_force(b->context, -1));
@@ -157,15 +132,13 @@ static cumoe_status time_model(bench *b, const family *f, model *m, samples *s)
 /* The family's kernels that this GPU has. */
 static cumoe_status find_choices(bench *b, const family *f, samples *s)
 {
-  for (int32_t v = 0; v < cumoe_variant_count(); ++v) {
-    cumoe_variant_info info = {.size = sizeof info};
-    TRY(cumoe_variant_get(b->context, v, &info));
-    for (int32_t k = 0; k < KERNELS && info.usable && s->choices < MAX_CHOICES; ++k) {
-      const bool turned = strcmp(info.major, "N") == 0;
-      const int32_t w = f->item == ITEM_router ? (int32_t)f->router : (int32_t)f->dtype;
-      if (strcmp(info.name, kernels[k].name) != 0 || strcmp(info.op, f->op) != 0) continue;
-      if (info.x == (int32_t)f->dtype && info.w == w && turned == f->in_out) s->choice[s->choices++] = k;
-    }
+  for (int32_t v = 0; v < cumoe_variant_count() && s->choices < MAX_CHOICES; ++v) {
+    cumoe_variant_info i = {.size = sizeof i};
+    TRY(cumoe_variant_get(b->context, v, &i));
+    const bool major = strcmp(i.major, "any") == 0 || (strcmp(i.major, "N") == 0) == f->in_out;
+    const bool types = i.x == (int32_t)f->dtype && i.w == (int32_t)f->weights;
+    const bool maps = strcmp(i.form, "wgmma") == 0;
+    if (i.usable && strcmp(i.op, f->op) == 0 && major && types && !(maps && f->no_maps)) s->choice[s->choices++] = v;
   }
   return CUMOE_OK;
 }
@@ -173,7 +146,7 @@ static cumoe_status find_choices(bench *b, const family *f, samples *s)
 static cumoe_status time_family(bench *b, const family *f, const char *only, samples *s)
 {
   b->o.dtype = f->dtype;
-  b->o.router = f->router;
+  b->o.router = f->item == ITEM_router ? f->weights : f->dtype;
   b->o.in_out = f->in_out;
   TRY(find_choices(b, f, s));
   for (int32_t i = 0; i < shape_count(); ++i) {
@@ -213,29 +186,27 @@ static int32_t between(const samples *s, int32_t i)
   return (int32_t)sqrt((double)s->points[i].rows * (double)s->points[i + 1].rows);
 }
 
-/* The cheapest choices for the points from `first` on, of those allowed; a switch costs SWITCH a layer. */
-static thresholds cut(const samples *s, int32_t first, const bool *allowed)
+/* The cheapest choices; a switch costs SWITCH a layer. */
+static thresholds cut(const samples *s)
 {
   static double least[MAX_POINTS][MAX_CHOICES];
   static int32_t next[MAX_POINTS][MAX_CHOICES];
-  thresholds t = {.cost = 0};
+  thresholds t = {.count = 0};
   const int32_t last = s->count - 1;
-  for (int32_t i = last; i >= first; --i)
+  for (int32_t i = last; i >= 0; --i)
     for (int32_t c = 0; c < s->choices; ++c) {
       double rest = i < last ? HUGE_VAL : 0;
       next[i][c] = c;
       for (int32_t d = 0; d < s->choices && i < last; ++d) {
         const double cost = least[i + 1][d] + (c == d ? 0 : SWITCH * s->points[i].layers);
-        if (allowed[d] && (cost < rest || (cost <= rest && d == c))) rest = cost, next[i][c] = d;
+        if (cost < rest || (cost <= rest && d == c)) rest = cost, next[i][c] = d;
       }
       least[i][c] = rest + s->points[i].cost[c];
     }
-  int32_t at = -1;
-  for (int32_t c = 0; c < s->choices && first <= last; ++c)
-    if (allowed[c] && (at < 0 || least[first][c] < least[first][at])) at = c;
-  if (at < 0) return (thresholds){.cost = first <= last ? HUGE_VAL : 0};
-  t.cost = least[first][at];
-  for (int32_t i = first; i <= last; at = next[i][at], ++i)
+  int32_t at = 0;
+  for (int32_t c = 1; c < s->choices; ++c)
+    if (least[0][c] < least[0][at]) at = c;
+  for (int32_t i = 0; i <= last; at = next[i][at], ++i)
     if (i == last)
       t.lines[t.count++] = (threshold){ANY_ROWS, at};
     else if (next[i][at] != at)
@@ -243,88 +214,21 @@ static thresholds cut(const samples *s, int32_t first, const bool *allowed)
   return t;
 }
 
-static double cost_before(const samples *s, const thresholds *t, int32_t end)
-{
-  double cost = 0;
-  for (int32_t i = 0, line = 0; i < end; ++i) {
-    while (s->points[i].rows > t->lines[line].up_to) ++line;
-    cost += s->points[i].cost[t->lines[line].choice];
-  }
-  return cost;
-}
-
 /* ---- the table ------------------------------------------------------------------------------------- */
 
-static void print_line(const family *f, const samples *s, const threshold *t, const char *remark)
+static cumoe_status print_family(bench *b, const family *f, samples *s)
 {
-  const kernel *k = &kernels[s->choice[t->choice]];
-  char up_to[16] = "ANY_ROWS";
-  if (t->up_to != ANY_ROWS) snprintf(up_to, sizeof up_to, "%d", (int)t->up_to);
-  printf("TUNE(%s, %s, %s, %d, %d)%s\n", f->op, up_to, k->form, (int)k->bm, (int)k->bn, remark);
-}
-
-/* Lines of t that reach past `from`. */
-static void print_from(const family *f, const samples *s, const thresholds *t, int32_t from, const char *remark)
-{
-  for (int32_t i = 0; i < t->count; ++i)
-    if (t->lines[i].up_to > from) print_line(f, s, &t->lines[i], remark);
-}
-
-static void allow(const samples *s, bool portable, int32_t smem, bool *allowed)
-{
-  for (int32_t i = 0; i < s->choices; ++i) {
-    const kernel *k = &kernels[s->choice[i]];
-    allowed[i] = k->portable == portable && k->smem <= smem;
-  }
-}
-
-/* The point from which on kernels of sm_90a are the better ones; s->count: from none. */
-static int32_t first_of_sm90(const samples *s, const thresholds *portable, thresholds *sm90)
-{
-  bool allowed[MAX_CHOICES];
-  int32_t best = s->count;
-  double least = portable->cost;
-  allow(s, false, INT32_MAX, allowed);
-  for (int32_t i = 0; i < s->count; ++i) {
-    const thresholds t = cut(s, i, allowed);
-    const double cost = t.cost + cost_before(s, portable, i) + SWITCH * s->points[i].layers;
-    if (cost < least) least = cost, best = i, *sm90 = t;
-  }
-  return best;
-}
-
-/* Portable lines up to where sm_90a takes over, its lines, the portable ones again for other GPUs. */
-static void print_family(const family *f, samples *s)
-{
-  bool allowed[MAX_CHOICES];
-  thresholds sm90 = {.count = 0};
   qsort(s->points, (size_t)s->count, sizeof *s->points, by_rows);
-  allow(s, true, INT32_MAX, allowed);
-  const thresholds portable = cut(s, 0, allowed);
-  const int32_t first = first_of_sm90(s, &portable, &sm90);
-  const int32_t from = first == s->count ? ANY_ROWS : first == 0 ? 0 : between(s, first - 1);
-  printf("/* %s */\n", f->title);
-  for (int32_t i = 0; i < portable.count; ++i) {
-    const int32_t before = i == 0 ? 0 : portable.lines[i - 1].up_to;
-    if (before >= from) break;
-    threshold line = portable.lines[i];
-    if (line.up_to > from) line.up_to = from;
-    print_line(f, s, &line, "");
+  const thresholds t = cut(s);
+  for (int32_t i = 0; i < t.count; ++i) {
+    cumoe_variant_info k = {.size = sizeof k};
+    char up_to[16] = "ANY_ROWS";
+    TRY(cumoe_variant_get(b->context, s->choice[t.lines[i].choice], &k));
+    if (t.lines[i].up_to != ANY_ROWS) snprintf(up_to, sizeof up_to, "%d", (int)t.lines[i].up_to);
+    printf("TUNE(%s, %s, %s, %s, %d, %d)%s%s%s\n", f->op, f->weights == CUMOE_F32 ? "f32" : "w16", up_to, k.form,
+           (int)k.bm, (int)k.bn, *f->title ? " /* " : "", f->title, *f->title ? " */" : "");
   }
-  if (sm90.count) {
-    printf("#ifdef CUMOE_SM90\n");
-    print_from(f, s, &sm90, 0, "");
-    printf("#endif\n");
-    print_from(f, s, &portable, from, "");
-  }
-  allow(s, true, SMALL_SMEM, allowed);
-  for (int32_t i = 0; i < portable.count; ++i)
-    if (!allowed[portable.lines[i].choice]) {
-      const thresholds small = cut(s, 0, allowed);
-      print_from(f, s, &small, i == 0 ? 0 : portable.lines[i - 1].up_to,
-                 " /* GPUs with 99 KiB of shared memory a block */");
-      break;
-    }
+  return CUMOE_OK;
 }
 
 static void print_head(const bench *b)
@@ -332,26 +236,117 @@ static void print_head(const bench *b)
   char date[32];
   const time_t now = time(NULL);
   strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
-  printf(
-      "/*\n"
-      " * Which kernel serves which regime: TUNE(op, up_to, form, BM, BN). The first row whose `up_to` is not below "
-      "the "
-      "expected\n"
-      " * rows per active expert (router: T * E / 256; up, down: 0 for fewer than two tiles of 128 channels an SM), "
-      "and whose kernel\n"
-      " * can serve the types and layout, is taken.\n"
-      " * Ordered by up_to within an operation and architecture; ANY_ROWS ends a list. Rows for a form that a GPU, a "
-      "dtype or a layout\n"
-      " * lacks are skipped.\n"
-      " *\n"
-      " * Written by `make tune` on %s, %s.\n"
-      " */\n",
-      b->device.name, date);
+  printf("/*\n"
+         " * Which kernel serves which regime on this GPU, and its limits: see h200.def.\n"
+         " * Written by `make tune` on %s, %s.\n"
+         " */\n",
+         b->device.name, date);
+}
+
+/* ---- limits ---------------------------------------------------------------------------------------- */
+
+/* Values to try, and the layers and tokens that they decide for. A value that changes no plan is not timed again. */
+typedef struct trial {
+  const char *name, *models;
+  double values[8]; /* 0 ends them */
+  int64_t tokens[8];
+} trial;
+
+static const trial trials[] = {
+    {"few_bytes", LARGE, {1, 48e6, 67e6, 95e6, 134e6, 190e6}, {4, 8, 12, 16, 20, 24, 32}},
+    {"few_many_rows", "mixtral-8x7b olmoe", {1, 2, 3, 4, 6, 8}, {12, 16, 20, 24, 32}},
+    {"copy_rows", "mixtral-8x7b gpt-oss-120b", {33, 65, 97, 129, 193, 257}, {512, 1024, 2048, 4096}},
+    {"narrow_copy_rows", "qwen3-30b-a3b qwen3-235b-a22b", {65, 97, 129, 161, 225, 289}, {1024, 2048, 4096}},
+    {"discard", "qwen3-30b-a3b gpt-oss-120b", {1, 20 << 20, 40 << 20, 80 << 20, 160 << 20}, {128, 512, 1024, 2048}},
+    {"combine_early", "qwen3-30b-a3b", {1, 16, 32, 64, 128, 256}, {16, 32, 64, 128, 256}},
+};
+enum { TRIALS = sizeof trials / sizeof *trials, VALUES = sizeof trials[0].values / sizeof(double) };
+
+static cumoe_status find_limit(bench *b, const char *name, int32_t *index, cumoe_limit_info *info)
+{
+  for (*index = 0; *index < cumoe_limit_count(); ++*index) {
+    TRY(cumoe_limit_get(b->context, *index, info));
+    if (strcmp(info->name, name) == 0) return CUMOE_OK;
+  }
+  return CUMOE_ERR_INTERNAL;
+}
+
+/* Adds to cost[v] what value v costs this cell: the log of its time over the least. */
+static cumoe_status try_values(bench *b, const trial *t, int32_t limit, cell *c, double *cost)
+{
+  static char text[VALUES][4096];
+  work works[ITEM_COUNT] = {{0}};
+  double us[VALUES] = {0}, least = HUGE_VAL;
+  cell_works(c, works);
+  for (int v = 0; v < VALUES && t->values[v] > 0; ++v) {
+    timing time = {0};
+    TRY(cumoe_limit_set(b->context, limit, CUMOE_BF16, t->values[v]));
+    TRY(cumoe_plan_describe(c->model->plan, c->model->weights, c->tokens, text[v], sizeof text[v]));
+    for (int earlier = 0; earlier < v; ++earlier)
+      if (strcmp(text[earlier], text[v]) == 0) us[v] = us[earlier];
+    if (us[v] <= 0) {
+      TRY(measure(b, &works[ITEM_layer], 1, c->inputs, &time, NULL));
+      us[v] = time.median;
+    }
+    if (us[v] < least) least = us[v];
+  }
+  for (int v = 0; v < VALUES && t->values[v] > 0; ++v) cost[v] += log(us[v] / least);
+  return CUMOE_OK;
+}
+
+static cumoe_status try_model(bench *b, const trial *t, int32_t limit, const shape *s, double *cost)
+{
+  model m;
+  cumoe_status status = model_create(b, s, &m);
+  for (int i = 0; i < 8 && t->tokens[i] > 0 && status == CUMOE_OK; ++i) {
+    cell c;
+    status = cell_create(b, &m, t->tokens[i], SPREAD_router, &c);
+    if (status == CUMOE_OK) status = try_values(b, t, limit, &c, cost);
+    cell_destroy(&c);
+  }
+  model_destroy(&m);
+  return status;
+}
+
+/* Stays at what it is unless another value is better by SWITCH. */
+static cumoe_status tune_limit(bench *b, const trial *t, const char *only)
+{
+  double cost[VALUES] = {0};
+  int32_t limit;
+  cumoe_limit_info info = {.size = sizeof info};
+  TRY(find_limit(b, t->name, &limit, &info));
+  fprintf(stderr, "tune: %s\n", t->name);
+  for (int32_t i = 0; i < shape_count(); ++i) {
+    const shape layer = shape_at(i);
+    if (!strstr(t->models, layer.name) || (only && !strstr(only, layer.name))) continue;
+    TRY(try_model(b, t, limit, &layer, cost));
+  }
+  int best = 0, now = -1;
+  for (int v = 0; v < VALUES && t->values[v] > 0; ++v) {
+    fprintf(stderr, "tune:   %g: %.4f\n", t->values[v], cost[v]);
+    if (cost[v] < cost[best]) best = v;
+    if (t->values[v] >= info.value[0] && t->values[v] <= info.value[0]) now = v;
+  }
+  const bool stays = now >= 0 && cost[now] - cost[best] < SWITCH;
+  return cumoe_limit_set(b->context, limit, CUMOE_BF16, stays ? info.value[0] : t->values[best]);
+}
+
+/* All of them, those that are not tried as they are. */
+static cumoe_status print_limits(bench *b)
+{
+  printf("#undef TUNE\n\n/* What limits.def names, for each class of weights: w16, f32. */\n");
+  for (int32_t i = 0; i < cumoe_limit_count(); ++i) {
+    cumoe_limit_info info = {.size = sizeof info};
+    TRY(cumoe_limit_get(b->context, i, &info));
+    printf("LIMIT(%s, %.9g, %.9g)\n", info.name, info.value[0], info.value[1]);
+  }
+  printf("#undef LIMIT\n");
+  return CUMOE_OK;
 }
 
 /* ---- main ------------------------------------------------------------------------------------------ */
 
-static bool tune(bench *b, const char *ops, const char *models)
+static cumoe_status tune(bench *b, const char *ops, const char *models)
 {
   static samples s;
   print_head(b);
@@ -359,15 +354,16 @@ static bool tune(bench *b, const char *ops, const char *models)
     const family *f = &families[i];
     if (ops && !strstr(ops, f->op)) continue;
     memset(&s, 0, sizeof s);
-    if (time_family(b, f, models, &s) != CUMOE_OK) {
-      fprintf(stderr, "tune: %s\n", failure_text(b));
-      return false;
-    }
+    TRY(time_family(b, f, models, &s));
     if (i == 0 || strcmp(f->op, families[i - 1].op) != 0) printf("\n");
-    if (s.count) print_family(f, &s);
+    if (s.count) TRY(print_family(b, f, &s));
     fflush(stdout);
   }
-  return true;
+  b->o.dtype = b->o.router = CUMOE_BF16;
+  b->o.in_out = false;
+  for (int32_t i = 0; i < TRIALS; ++i)
+    if (!ops || strstr(ops, "limits")) TRY(tune_limit(b, &trials[i], models));
+  return print_limits(b);
 }
 
 int main(int argc, char **argv)
@@ -382,7 +378,7 @@ int main(int argc, char **argv)
     else
       argc = 0;
   if (argc % 2 == 0) {
-    fprintf(stderr, "usage: tune [--op router,up,down] [--model A,B]\n");
+    fprintf(stderr, "usage: tune [--op router,up,down,limits] [--model A,B]\n");
     return 2;
   }
   bool good = bench_open(&b) == CUMOE_OK && make_noise(&b) == CUMOE_OK;
@@ -391,7 +387,10 @@ int main(int argc, char **argv)
     fprintf(stderr, "tune: needs a GPU\n");
     good = false;
   }
-  good = good && tune(&b, ops, models);
+  if (good && tune(&b, ops, models) != CUMOE_OK) {
+    fprintf(stderr, "tune: %s\n", failure_text(&b));
+    good = false;
+  }
   bench_close(&b);
   return good ? 0 : 1;
 }

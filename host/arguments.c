@@ -1,5 +1,6 @@
 /* See arguments.h. */
 #include "arguments.h"
+#include "context.h"
 
 router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
                              int64_t logits_ld)

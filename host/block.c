@@ -1,5 +1,10 @@
 /* Allocations with all that debug levels add to them: red zones, poison, uses on other streams. And pinned memory. */
 #include "block.h"
+#include "context.h"
+#include "debug.h"
+#include "memory.h"
+#include "pool.h"
+#include "status.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -121,6 +126,8 @@ void block_link(block *b)
   b->older = *list;
   if (*list != NULL) (*list)->newer = b;
   *list = b;
+  on_close(b->context, CLOSE_BUFFERS, buffers_abandon);
+  watch_leaks(b->context);
   if (b->kind == BLOCK_PINNED) {
     atomic_fetch_add(&b->context->pool.pinned, b->bytes);
   } else {

@@ -2,7 +2,10 @@
 #ifndef CUMOE_BLOCK_H
 #define CUMOE_BLOCK_H
 
-#include "internal.h"
+#include "status.h"
+#include "../include/cumoe/buffer.h"
+
+struct context;
 
 typedef enum block_kind { BLOCK_POOL, BLOCK_FOREIGN, BLOCK_FOREIGN_POOLED, BLOCK_PINNED } block_kind;
 
@@ -62,5 +65,8 @@ block_use *block_use_on(block *b, cumoe_stream stream, bool grow);
 cumoe_status block_check(const block *b);
 
 cumoe_buffer_info block_info(const block *b);
+
+/* Frees what is live of a context that closes (buffer.c). */
+cumoe_status buffers_abandon(struct context *context);
 
 #endif

@@ -1,7 +1,12 @@
 /* Buffers: owned memory behind generation-checked handles, which may share it. */
+#include "buffer.h"
 #include "block.h"
 #include "check.h"
+#include "context.h"
 #include "handles.h"
+#include "memory.h"
+#include "pool.h"
+#include "status.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

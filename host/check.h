@@ -1,10 +1,11 @@
-/* The door: every host-visible argument is checked here, before any CUDA call. Below the door, code trusts. */
+/* The doors that all calls share, before any CUDA call. Below them, code trusts. */
 #ifndef CUMOE_CHECK_H
 #define CUMOE_CHECK_H
 
-#include "internal.h"
+#include "status.h"
 #include "../include/cumoe/stages.h"
 
+struct context;
 struct plan;
 struct weights;
 
@@ -79,16 +80,7 @@ cumoe_status check_words(const char *name, const uint64_t *words, size_t count);
 cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts);
 /* Checks and fills in defaults. */
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *to);
-/* Makes *route point to a copy of what the caller gave, of today's size. */
-cumoe_status take_route(const cumoe_route **route, cumoe_route *copy);
-cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens);
-/* What a call of cumoe_moe_forward works with. */
-typedef struct layer {
-  const struct plan *plan;
-  const struct weights *weights, *shared; /* shared: NULL without */
-} layer;
-cumoe_status check_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, layer *with);
-cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *args,
-                           int64_t tokens);
+/* Nothing where accumulating in place is meant: the one overlap that is legal. */
+cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out);
 
 #endif

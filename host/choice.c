@@ -63,7 +63,8 @@ double expected_active(const op_shape *s)
   return (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
 }
 
-/* stream deals out whole tiles: where there are fewer than two of 128 channels an SM, the scale is 0, and thin may take over. */
+/* stream deals out whole tiles: where there are fewer than two of 128 channels an SM, the scale is 0, and thin may take
+ * over. */
 enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 
 static int64_t tune_scale(const machine *m, const op_shape *s)

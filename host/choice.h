@@ -48,8 +48,8 @@ int64_t grid_size(const machine *m, const variant *v, const op_shape *s);
 /* Whether a row of the table reads its operands through tensor maps (host/tmap.c). */
 bool takes_tensor_maps(const variant *v);
 
-/* Rows an active expert gets when pairs fall evenly (the host cannot know the true counts: graphs stay valid); router: logits,
- * in rows of 256. */
+/* Rows an active expert gets when pairs fall evenly (the host cannot know the true counts: graphs stay valid); router:
+ * logits, in rows of 256. */
 int64_t expected_rows(const op_shape *s);
 
 /* Active experts, a little below the mean of even routing. */

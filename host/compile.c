@@ -1,6 +1,8 @@
 /* CUDA C++ from source, through NVRTC, which is opened when it is first needed. */
+#include "context.h"
 #include "dl.h"
 #include "module.h"
+#include "status.h"
 
 #include <stdio.h>
 #include <stdlib.h>

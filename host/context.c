@@ -7,11 +7,16 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "context.h"
 #include "check.h"
+#include "memory.h"
 #include "objects.h"
+#include "pool.h"
+#include "status.h"
+#include "threads.h"
 #include "weights.h"
 
-enum { DEFAULT_SMEM = 48 * 1024, WAITS_FROM = 90 };
+enum { MAX_DEBUG_LEVEL = 2, DEFAULT_SMEM = 48 * 1024, WAITS_FROM = 90 };
 
 /* ---- fork: neither CUDA nor the worker threads survive it ---- */
 
@@ -211,8 +216,8 @@ static cumoe_status prepare_kernel(struct context *context, const variant *v, cu
   if (bytes != (size_t)variant_arg_bytes(v))
     return fail(CUMOE_ERR_INTERNAL, "%s takes an argument of %zu bytes, the host's has %d", v->name, bytes,
                 (int)variant_arg_bytes(v));
-  /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs, from
-   * its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
+  /* wait_for_earlier_grids is empty in code that was compiled for less than sm_90. On a newer GPU such code still runs,
+   * from its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
   *waits = facts.ptxVersion >= WAITS_FROM && facts.binaryVersion >= WAITS_FROM;
   if (v->smem + (int)facts.sharedSizeBytes <= DEFAULT_SMEM) return CUMOE_OK;
   TRY_CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem));
@@ -314,18 +319,29 @@ static cumoe_status wait_device(struct context *context)
   return CUMOE_OK;
 }
 
+void on_close(struct context *context, close_step step, close_function *close)
+{
+  atomic_store_explicit(&context->closers[step], close, memory_order_release);
+}
+
+/* The first failure. */
+static cumoe_status run_closers(struct context *context)
+{
+  cumoe_status first = CUMOE_OK;
+  for (int step = 0; step < CLOSE_STEPS; step++) {
+    close_function *const close = atomic_load_explicit(&context->closers[step], memory_order_acquire);
+    const cumoe_status status = close != NULL ? close(context) : CUMOE_OK;
+    if (first == CUMOE_OK) first = status;
+  }
+  return first;
+}
+
 /* Works on half-made contexts and on a lost device: every object is given back whatever the others say. */
 static cumoe_status close_entered(struct context *context)
 {
   cumoe_status status = wait_device(context);
-  report_leaks(context);
-  blas_close(context);
-  cumoe_status abandoned = weights_abandon(context);
-  if (status == CUMOE_OK) status = abandoned;
-  abandoned = buffers_abandon(context);
-  if (status == CUMOE_OK) status = abandoned;
-  abandoned = modules_abandon(context);
-  if (status == CUMOE_OK) status = abandoned;
+  const cumoe_status given_back = run_closers(context);
+  if (status == CUMOE_OK) status = given_back;
   for (int32_t i = 0; i < context->library_count; i++) DROP_CUDA(&status, cudaLibraryUnload(context->libraries[i]));
   if (context->fault.mirror != NULL) DROP_CUDA(&status, cudaFreeHost(context->fault.mirror));
   const cumoe_status closed = pool_close(context);
@@ -363,15 +379,12 @@ static cumoe_status open_cpu(struct context *context, int32_t threads)
 
 static void close_cpu(struct context *context)
 {
-  report_leaks(context);
-  (void)weights_abandon(context);
-  (void)buffers_abandon(context);
+  (void)run_closers(context);
   threads_destroy(context->threads);
 }
 
 /* ---- create, destroy ---- */
 
-/* Plans and all that lies in the device's memory go with it. */
 static cumoe_status close_device(struct context *context)
 {
   cumoe_status status = CUMOE_OK;
@@ -379,7 +392,6 @@ static cumoe_status close_device(struct context *context)
     close_cpu(context);
   else
     status = close_cuda(context);
-  (void)plans_abandon(context);
   free(context);
   return status;
 }
@@ -432,6 +444,22 @@ static cumoe_status open_auto(const cumoe_context_config *config, cumoe_context 
     break;
   }
   restore_error(&before);
+  return CUMOE_OK;
+}
+
+/* The level that is configured, or the environment's if that is higher. */
+static cumoe_status choose_debug_level(int32_t configured, int32_t *level)
+{
+  REQUIRE(configured >= 0 && configured <= MAX_DEBUG_LEVEL, CUMOE_ERR_INVALID_ARGUMENT,
+          "config.debug is %d, must be 0 .. %d", (int)configured, MAX_DEBUG_LEVEL);
+  const char *text = getenv("CUMOE_DEBUG");
+  *level = configured;
+  if (text == NULL || text[0] == 0) return CUMOE_OK;
+  const int32_t wanted = text[0] - '0';
+  if (text[1] != 0 || wanted < 0 || wanted > MAX_DEBUG_LEVEL)
+    log_message(CUMOE_LOG_WARNING, "cumoe: CUMOE_DEBUG is \"%s\", must be 0 .. %d: ignored", text, MAX_DEBUG_LEVEL);
+  else if (wanted > configured)
+    *level = wanted;
   return CUMOE_OK;
 }
 

@@ -1,29 +1,18 @@
 /* Debug levels: the report of leaks, the list of what is live, the check of all red zones. */
+#include "debug.h"
 #include "block.h"
 #include "check.h"
+#include "context.h"
+#include "memory.h"
 #include "objects.h"
+#include "status.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "../include/cumoe/debug.h"
 
-enum { MAX_LEVEL = 2, MAX_SITES = 64, TOLD_SITES = 8 };
-
-cumoe_status choose_debug_level(int32_t configured, int32_t *level)
-{
-  REQUIRE(configured >= 0 && configured <= MAX_LEVEL, CUMOE_ERR_INVALID_ARGUMENT, "config.debug is %d, must be 0 .. %d",
-          (int)configured, MAX_LEVEL);
-  const char *text = getenv("CUMOE_DEBUG");
-  *level = configured;
-  if (text == NULL || text[0] == 0) return CUMOE_OK;
-  const int32_t wanted = text[0] - '0';
-  if (text[1] != 0 || wanted < 0 || wanted > MAX_LEVEL)
-    log_message(CUMOE_LOG_WARNING, "cumoe: CUMOE_DEBUG is \"%s\", must be 0 .. %d: ignored", text, MAX_LEVEL);
-  else if (wanted > configured)
-    *level = wanted;
-  return CUMOE_OK;
-}
+enum { MAX_SITES = 64, TOLD_SITES = 8 };
 
 /* ---- leaks ---- */
 
@@ -61,18 +50,17 @@ static int by_bytes(const void *a, const void *b)
   return (x->bytes < y->bytes) - (x->bytes > y->bytes);
 }
 
-void report_leaks(struct context *context)
+static cumoe_status report_leaks(struct context *context)
 {
   site sites[MAX_SITES + 1] = {{0}}, sum = {0};
   int count = 0;
-  if (context->debug < 1) return;
   add_sites(context->blocks, sites, &count, &sum);
   add_sites(context->pinned, sites, &count, &sum);
   const int64_t plans = count_objects(OBJECT_PLAN, context), weights = count_objects(OBJECT_WEIGHTS, context);
   if (plans || weights)
     log_message(CUMOE_LOG_WARNING, "cumoe: alive at the end of the context on device %d: %lld plans, %lld weights",
                 (int)context->device, (long long)plans, (long long)weights);
-  if (sum.count == 0) return;
+  if (sum.count == 0) return CUMOE_OK;
   log_message(CUMOE_LOG_WARNING, "cumoe: leaked at the end of the context on device %d: %lld buffers, %zu bytes",
               (int)context->device, (long long)sum.count, sum.bytes);
   qsort(sites, (size_t)count, sizeof sites[0], by_bytes);
@@ -85,6 +73,12 @@ void report_leaks(struct context *context)
   if (sum.count != 0)
     log_message(CUMOE_LOG_WARNING, "cumoe: leaked: %lld buffers, %zu bytes from other places", (long long)sum.count,
                 sum.bytes);
+  return CUMOE_OK;
+}
+
+void watch_leaks(struct context *context)
+{
+  if (context->debug >= 1) on_close(context, CLOSE_REPORT, report_leaks);
 }
 
 /* ---- what is live ---- */

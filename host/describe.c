@@ -1,5 +1,6 @@
 /* The plan of a layer in words: cumoe_plan_describe. */
 #include "check.h"
+#include "context.h"
 #include "dispatch.h"
 #include "moe.h"
 #include "weights.h"
@@ -35,6 +36,7 @@ static void add_remarks(text *t, const layer_plan *p, stage s)
   if (s == STAGE_up && p->copies_rows) add(t, "; puts its rows in order in y first");
   if (s == STAGE_down && p->by_expert) add(t, "; waits for h expert by expert");
   if (s == STAGE_combine && p->discards_rows) add(t, "; discards h and y from L2");
+  if (s == STAGE_combine && p->combine_looks_ahead) add(t, "; looks its slots up first");
   if (!p->steps[s].early) add(t, "; starts when the grid ahead has ended");
 }
 

@@ -1,5 +1,7 @@
 /* See dispatch.h. */
 #include "dispatch.h"
+#include "context.h"
+#include "status.h"
 #include "tmap.h"
 
 #include <string.h>

@@ -1,5 +1,6 @@
 /* See dl.h. */
 #include "dl.h"
+#include "status.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -16,7 +16,7 @@
 #ifndef CUMOE_DL_H
 #define CUMOE_DL_H
 
-#include "internal.h"
+#include "status.h"
 
 typedef void any_function(void);
 

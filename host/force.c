@@ -2,6 +2,8 @@
 #define CUMOE_EXPERIMENTAL
 #include "../include/cumoe/stages.h"
 #include "check.h"
+#include "context.h"
+#include "status.h"
 #include "variants.h"
 
 int32_t cumoe_variant_count(void)

@@ -1,6 +1,9 @@
 /* A caller's kernels: facts, checked launches, occupancy. */
+#include "buffer.h"
 #include "check.h"
+#include "context.h"
 #include "module.h"
+#include "status.h"
 
 #include <stdio.h>
 #include <string.h>

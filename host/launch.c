@@ -1,5 +1,8 @@
 /* THE launch path. Kernels and their attributes were set up at context creation; nothing is initialised here. */
 #include "launch.h"
+#include "context.h"
+#include "status.h"
+#include "threads.h"
 
 static cumoe_status explain(cudaError_t error, const char *name, const launch_shape *s)
 {

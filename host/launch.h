@@ -2,7 +2,7 @@
 #ifndef CUMOE_LAUNCH_H
 #define CUMOE_LAUNCH_H
 
-#include "internal.h"
+#include "status.h"
 #include "plan.h"
 
 /* A grid of 0 launches nothing. Inside enter_device/leave_device. */

@@ -4,9 +4,13 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "buffer.h"
 #include "check.h"
+#include "context.h"
 #include "dispatch.h"
 #include "dl.h"
+#include "memory.h"
+#include "status.h"
 #include "../include/cumoe/ops.h"
 
 /* ---- checks ---- */
@@ -198,17 +202,25 @@ static cumoe_status start(struct blas *b)
   return status;
 }
 
+static cumoe_status close_blas(struct context *context)
+{
+  drop(atomic_load_explicit(&context->blas, memory_order_acquire));
+  return CUMOE_OK;
+}
+
 static cumoe_status make_blas(struct context *context)
 {
   struct blas *b = calloc(1, sizeof *b);
   REQUIRE(b, CUMOE_ERR_OUT_OF_MEMORY, "%zu bytes of host memory", sizeof *b);
   pthread_mutex_init(&b->lock, NULL);
   const cumoe_status status = start(b);
-  if (status == CUMOE_OK)
-    atomic_store_explicit(&context->blas, b, memory_order_release);
-  else
+  if (status != CUMOE_OK) {
     drop(b);
-  return status;
+    return status;
+  }
+  on_close(context, CLOSE_BLAS, close_blas);
+  atomic_store_explicit(&context->blas, b, memory_order_release);
+  return CUMOE_OK;
 }
 
 static cumoe_status prepare(struct context *context)
@@ -219,12 +231,6 @@ static cumoe_status prepare(struct context *context)
   if (!atomic_load_explicit(&context->blas, memory_order_relaxed)) status = make_blas(context);
   pthread_mutex_unlock(&making);
   return status;
-}
-
-void blas_close(struct context *context)
-{
-  struct blas *b = atomic_load_explicit(&context->blas, memory_order_acquire);
-  if (b) drop(b);
 }
 
 /* ---- the product ---- */

@@ -4,7 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "memory.h"
+#include "context.h"
+#include "pool.h"
+#include "status.h"
 
 static const size_t MAX_PITCH = INT32_MAX; /* of CUDA's 2-D copies */
 

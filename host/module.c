@@ -1,7 +1,9 @@
 /* Modules: device code from bytes to kernels and variables. Tables of modules and functions, as of buffers. */
 #include "module.h"
+#include "context.h"
 #include "handles.h"
 #include "image.h"
+#include "status.h"
 
 #include <cuda.h>
 #include <errno.h>
@@ -84,8 +86,8 @@ static cudaError_t load_by_asking(cudaLibrary_t library)
   return cudaSuccess;
 }
 
-/* Loading is lazy in most processes: touching a kernel makes the driver do it, and compile, now. Code that cannot be loaded
- * (another architecture's, PTX that does not compile) counts as no kernels. */
+/* Loading is lazy in most processes: touching a kernel makes the driver do it, and compile, now. Code that cannot be
+ * loaded (another architecture's, PTX that does not compile) counts as no kernels. */
 static cumoe_status touch(struct context *context, cudaLibrary_t library, const jit *j)
 {
   unsigned count = 0;
@@ -121,10 +123,13 @@ static cumoe_status unload_library(const module_record *m)
   GIVE_BACK_RELAXED(m->context, CUDA_STATUS(cudaLibraryUnload(m->library)));
 }
 
+static close_function unload_all;
+
 static cumoe_status publish_module(struct context *context, const void *image, cumoe_module *module)
 {
   module_record m = {.context = context, .jit = new_jit()};
   if (!m.jit) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a module");
+  on_close(context, CLOSE_MODULES, unload_all);
   cumoe_status status = load_library(context, image, m.jit, &m.library);
   if (status == CUMOE_OK) {
     module->id = handle_publish(&modules, &m);
@@ -144,8 +149,8 @@ cumoe_status load_module(struct context *context, const void *image, size_t byte
   return publish_module(context, image, module);
 }
 
-/* CUDA reads what was inspected, even if another thread writes to the caller's memory meanwhile. The copy is aligned, as
- * machine code has to be, and ends with a NUL, as PTX has to. */
+/* CUDA reads what was inspected, even if another thread writes to the caller's memory meanwhile. The copy is aligned,
+ * as machine code has to be, and ends with a NUL, as PTX has to. */
 cumoe_status cumoe_module_load(cumoe_context handle, const void *image, size_t bytes, cumoe_module *module)
 {
   begin_call(__func__);
@@ -244,7 +249,7 @@ cumoe_status cumoe_module_unload(cumoe_module *module)
   return unload(id);
 }
 
-cumoe_status modules_abandon(struct context *context)
+static cumoe_status unload_all(struct context *context)
 {
   uint64_t id;
   module_record m;
@@ -261,8 +266,8 @@ cumoe_status modules_abandon(struct context *context)
 
 typedef CUresult parameter_query(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
 
-/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end. The driver is
- * asked, for it leaves the runtime's last error alone. */
+/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end.
+ * The driver is asked, for it leaves the runtime's last error alone. */
 static cumoe_status read_parameters(function_facts *f)
 {
   size_t offset = 0, bytes = 0;

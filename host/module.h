@@ -2,7 +2,7 @@
 #ifndef CUMOE_MODULE_H
 #define CUMOE_MODULE_H
 
-#include "internal.h"
+#include "status.h"
 #include "launch.h"
 #include "../include/cumoe/kernel.h"
 

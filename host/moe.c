@@ -1,8 +1,11 @@
 /* The layer: its plan, its workspace, and the forward pass in a straight line. */
 #include "arguments.h"
 #include "check.h"
+#include "context.h"
+#include "debug.h"
 #include "dispatch.h"
 #include "objects.h"
+#include "status.h"
 #include "tmap.h"
 
 #include <stdlib.h>
@@ -26,6 +29,17 @@ cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char
   return status;
 }
 
+static cumoe_status end_plan(void *plan)
+{
+  free(plan);
+  return CUMOE_OK;
+}
+
+static cumoe_status end_plans(struct context *context)
+{
+  return retire_objects(OBJECT_PLAN, context, end_plan);
+}
+
 cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc, cumoe_plan *plan)
 {
   begin_call(__func__);
@@ -38,6 +52,8 @@ cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc,
   struct plan *p = malloc(sizeof *p);
   REQUIRE(p, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *p);
   *p = (struct plan){context, d};
+  on_close(context, CLOSE_PLANS, end_plans);
+  watch_leaks(context);
   *plan = publish_object(OBJECT_PLAN, context, p);
   if (*plan) return CUMOE_OK;
   free(p);
@@ -50,17 +66,6 @@ cumoe_status find_plan(cumoe_plan handle, const struct plan **plan)
   TRY(find_object(OBJECT_PLAN, "plan", handle, &found));
   *plan = found;
   return check_process((*plan)->context);
-}
-
-static cumoe_status end_plan(void *plan)
-{
-  free(plan);
-  return CUMOE_OK;
-}
-
-cumoe_status plans_abandon(struct context *context)
-{
-  return retire_objects(OBJECT_PLAN, context, end_plan);
 }
 
 cumoe_status cumoe_plan_destroy(cumoe_plan handle)
@@ -86,6 +91,143 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
           "tokens is %lld: the workspace would exceed 2^62 bytes", (long long)tokens);
   *bytes = layout.bytes;
   return CUMOE_OK;
+}
+
+/* ---- forward: the checks ---- */
+
+/* What a call of cumoe_moe_forward works with. */
+typedef struct layer {
+  const struct plan *plan;
+  const struct weights *weights, *shared; /* shared: NULL without */
+} layer;
+
+static cumoe_status check_routing_inputs(const struct plan *plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const int64_t tokens = a->x.rows, experts = router_experts(d), k = d->routing.top_k;
+  const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), i32 = DTYPE_BIT(CUMOE_I32);
+  const operand router_weight = {"args.router_weight", experts, d->hidden, own | f32, 16},
+                router_bias = {"args.router_bias", 1, experts, own | f32, 0};
+  const operand logits = {"args.logits", tokens, experts, FLOAT_BITS, 0}, ids = {"args.ids", tokens, k, INDEX_BITS, 0};
+  const operand weights = {"args.weights", tokens, k, f32, 0}, select_bias = {"args.select_bias", 1, experts, f32, 0};
+  const operand expert_map = {"args.expert_map", 1, d->num_experts, i32, 0};
+  const bool from_x = !absent(&a->router_weight), from_ids = !absent(&a->ids) || !absent(&a->weights);
+  const bool from_logits = !absent(&a->logits) || (!from_x && !from_ids && tokens == 0);
+  REQUIRE(from_x + from_logits + from_ids == 1, CUMOE_ERR_INVALID_ARGUMENT,
+          "exactly one of args.router_weight, args.logits and args.ids + args.weights must be given");
+  if (from_x) TRY(check_operand(plan->context, &router_weight, a->router_weight));
+  if (from_x) TRY(check_optional(plan->context, &router_bias, a->router_bias));
+  if (!from_x) TRY(check_absent("args.router_bias", a->router_bias, "there is no router_weight"));
+  if (from_logits) TRY(check_optional(plan->context, &logits, a->logits));
+  if (from_ids) {
+    TRY(check_operand(plan->context, &ids, a->ids));
+    TRY(check_operand(plan->context, &weights, a->weights));
+    TRY(check_absent("args.select_bias", a->select_bias, "the caller has routed"));
+    TRY(check_absent("args.ids_out", cumoe_const(a->ids_out), "the caller has routed"));
+    TRY(check_absent("args.weights_out", cumoe_const(a->weights_out), "the caller has routed"));
+  }
+  TRY(check_optional(plan->context, &select_bias, a->select_bias));
+  REQUIRE(d->local_experts == d->num_experts || !absent(&a->expert_map), CUMOE_ERR_INVALID_ARGUMENT,
+          "args.expert_map is absent, but only %d of %d experts are local", (int)d->local_experts, (int)d->num_experts);
+  return check_optional(plan->context, &expert_map, a->expert_map);
+}
+
+static cumoe_status check_shared(const struct plan *plan, const cumoe_moe_args *a, const struct weights **shared)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  if (d->shared_inter == 0) {
+    REQUIRE(!a->shared, CUMOE_ERR_INVALID_ARGUMENT, "args.shared is given, desc.shared_inter is 0");
+    return check_absent("args.shared_gate", a->shared_gate, "there is no shared expert");
+  }
+  const operand gate = {"args.shared_gate", 1, d->hidden, DTYPE_BIT(d->dtype) | DTYPE_BIT(CUMOE_F32), 16};
+  TRY(find_weights("args.shared", a->shared, plan, 1, d->shared_inter, shared));
+  return check_optional(plan->context, &gate, a->shared_gate);
+}
+
+static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const int64_t tokens = a->x.rows, k = d->routing.top_k;
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
+  const uint32_t out_type = DTYPE_BIT(d->out_dtype);
+  const operand out = {"args.out", unreduced ? tokens * k : tokens, d->hidden, out_type, 16},
+                residual = {"args.residual", tokens, d->hidden, out_type, 16};
+  const operand ids_out = {"args.ids_out", tokens, k, INDEX_BITS, 0},
+                weights_out = {"args.weights_out", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
+  const operand counts_out = {"args.counts_out", 1, d->local_experts, DTYPE_BIT(CUMOE_I32), 0},
+                load = {"args.load", 1, d->local_experts, DTYPE_BIT(CUMOE_I64), 0};
+  TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
+  TRY(check_optional(plan->context, &residual, a->residual));
+  if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
+  TRY(check_optional(plan->context, &ids_out, cumoe_const(a->ids_out)));
+  TRY(check_optional(plan->context, &weights_out, cumoe_const(a->weights_out)));
+  TRY(check_optional(plan->context, &counts_out, cumoe_const(a->counts_out)));
+  TRY(check_optional(plan->context, &load, cumoe_const(a->load)));
+  return CUMOE_OK;
+}
+
+static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer *with)
+{
+  const named_view views[] = {{"args.out", cumoe_const(a->out)},
+                              {"args.ids_out", cumoe_const(a->ids_out)},
+                              {"args.weights_out", cumoe_const(a->weights_out)},
+                              {"args.counts_out", cumoe_const(a->counts_out)},
+                              {"args.load", cumoe_const(a->load)},
+                              {"args.workspace", cumoe_const(a->workspace)},
+                              {"args.x", a->x},
+                              {"args.device_tokens", a->device_tokens},
+                              {"args.router_weight", a->router_weight},
+                              {"args.router_bias", a->router_bias},
+                              {"args.logits", a->logits},
+                              {"args.ids", a->ids},
+                              {"args.weights", a->weights},
+                              {"args.select_bias", a->select_bias},
+                              {"args.expert_map", a->expert_map},
+                              {"args.shared_gate", a->shared_gate},
+                              {"args.residual", unless_in_place(a->residual, a->out)}};
+  const int outputs = 6;
+  TRY(check_off_weights(views, outputs, "weights", with->weights));
+  if (with->shared) TRY(check_off_weights(views, outputs, "args.shared", with->shared));
+  return check_overlaps(views, outputs, sizeof views / sizeof *views);
+}
+
+static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
+{
+  workspace_layout layout;
+  REQUIRE(plan_workspace_layout(&plan->desc, a->x.rows, &layout), CUMOE_ERR_INVALID_ARGUMENT,
+          "args.x.rows is %lld: the workspace would exceed 2^62 bytes", (long long)a->x.rows);
+  const size_t need = layout.bytes;
+  if (need == 0) return CUMOE_OK;
+  const cumoe_view w = cumoe_const(a->workspace);
+  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", need);
+  const operand workspace = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
+  TRY(check_operand(plan->context, &workspace, w));
+  REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
+          (long long)w.cols, need);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights, const cumoe_moe_args *a, layer *with)
+{
+  *with = (layer){0};
+  TRY(find_plan(plan_handle, &with->plan));
+  const struct plan *plan = with->plan;
+  const cumoe_moe_desc *d = &plan->desc;
+  TRY(find_weights("weights", weights, plan, d->local_experts, d->inter, &with->weights));
+  REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
+  REQUIRE(a->x.rows >= 0 && a->x.rows <= INT32_MAX / d->routing.top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows,
+          (int)(INT32_MAX / d->routing.top_k));
+  const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
+                device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  TRY(check_finite("args.out_scale", a->out_scale));
+  TRY(check_counted(plan->context, &x, a->x));
+  TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
+  TRY(check_routing_inputs(plan, a));
+  TRY(check_shared(plan, a, &with->shared));
+  TRY(check_outputs(plan, a));
+  TRY(check_workspace(plan, a));
+  return check_forward_overlaps(a, with);
 }
 
 /* ---- forward: where everything lies ---- */

@@ -2,7 +2,7 @@
 #ifndef CUMOE_HOST_MOE_H
 #define CUMOE_HOST_MOE_H
 
-#include "internal.h"
+#include "status.h"
 #include "../include/cumoe/moe.h"
 
 struct plan {
@@ -11,6 +11,5 @@ struct plan {
 };
 
 cumoe_status find_plan(cumoe_plan handle, const struct plan **plan);
-cumoe_status plans_abandon(struct context *context); /* frees all of a context that closes */
 
 #endif

@@ -1,7 +1,7 @@
 /* See objects.h. One table for all kinds, so that no two handles are equal. */
 #include "objects.h"
 #include "handles.h"
-#include "internal.h"
+#include "status.h"
 
 typedef struct record {
   void *object;

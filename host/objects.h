@@ -1,6 +1,6 @@
 /*
  * The objects behind the API's pointers. The value of a cumoe_context, a cumoe_plan or a cumoe_weights is a handle
- * (handles.h) and not an address: one that is stale, forged or of another kind is not found, and nothing is ever read
+ * (handles.h), never an address: one that is stale, forged or of another kind is not found, and nothing is read
  * through it.
  */
 #ifndef CUMOE_OBJECTS_H
@@ -18,8 +18,8 @@ typedef enum object_kind { OBJECT_CONTEXT, OBJECT_PLAN, OBJECT_WEIGHTS } object_
 /* A handle for what belongs to `context`; NULL without host memory. */
 void *publish_object(object_kind kind, struct context *context, void *object);
 
-/* What a handle names: INVALID_ARGUMENT for NULL, STALE_HANDLE if it is not, or no longer, one of this kind. `name` is
- * for the text. Takes no lock. */
+/* What a handle names. INVALID_ARGUMENT for NULL, STALE_HANDLE if it is none of this kind, or no longer. `name` is for
+ * the text. Takes no lock. */
 cumoe_status find_object(object_kind kind, const char *name, const void *handle, void **object);
 
 /* Ends a handle that was found; false: another thread was faster, and the object is that one's to end. */

@@ -1,6 +1,9 @@
 /* Elementwise operations, softmax, norms: check, fill the argument struct, dispatch. The product is in matmul.c. */
+#include "buffer.h"
 #include "check.h"
+#include "context.h"
 #include "dispatch.h"
+#include "status.h"
 #include "../include/cumoe/ops.h"
 
 /* ---- what all share ---- */

@@ -1,7 +1,7 @@
 /*
- * The plan of a forward pass, as a value: every kernel that will be launched, its grid, how the kernels work together, and where
- * everything lies in the workspace. A pure function of the description, the device and what the call brings: no CUDA call, no
- * globals. All that can be refused is refused here; host/moe.c only runs it.
+ * The plan of a forward pass, as a value: every kernel that will be launched, its grid, how the kernels work together,
+ * and where everything lies in the workspace. A pure function of the description, the device and what the call brings:
+ * no CUDA call, no globals. All that can be refused is refused here; host/moe.c only runs it.
  */
 #ifndef CUMOE_PLAN_H
 #define CUMOE_PLAN_H
@@ -79,7 +79,8 @@ typedef struct layer_call {
   bool shared_gate_tmap;
 } layer_call;
 
-/* Of a routed layer (few false) the flags behind `copies_rows` tell how its kernels work together (kernels/protocol.h). */
+/* Of a routed layer (few false) the flags behind `copies_rows` tell how its kernels work together
+ * (kernels/protocol.h). */
 typedef struct layer_plan {
   launch_step steps[STAGE_COUNT];
   bool few;                 /* few_up does what map, up, down and combine do */

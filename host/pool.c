@@ -4,7 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pool.h"
 #include "check.h"
+#include "context.h"
+#include "memory.h"
+#include "status.h"
 
 enum { MAX_PEERS = 64, PEER_TEST_BYTES = 1 << 20 };
 

@@ -7,7 +7,7 @@
 /* Finds the profiler, if this process runs under one. Once; before the first range. */
 void ranges_open(void);
 
-/* Without a profiler: a branch each. The pair is made by begin_call_on (internal.h). */
+/* Without a profiler: a branch each. The pair is made by begin_call_on (status.h). */
 bool range_push(const char *name);
 void range_pop(const bool *pushed);
 

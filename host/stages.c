@@ -1,7 +1,10 @@
 /* The public stages: check, fill the argument struct, dispatch. */
 #include "arguments.h"
+#include "buffer.h"
 #include "check.h"
+#include "context.h"
 #include "dispatch.h"
+#include "status.h"
 
 /* ---- router ---- */
 
@@ -66,6 +69,34 @@ cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumo
   if (logits.rows == 0) return CUMOE_OK;
   const gate_args a = gate_arguments(context, &r, logits, select_bias, cumoe_const(ids), cumoe_const(weights));
   ON_DEVICE(context, dispatch(context, OP_gate, &a, stream));
+}
+
+/* ---- route ---- */
+
+static cumoe_status take_route(const cumoe_route **route, cumoe_route *copy)
+{
+  TRY(take_struct("route", *route, copy));
+  *route = copy;
+  return CUMOE_OK;
+}
+
+static cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
+  REQUIRE(route->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "route.reserved is %d, must be 0", (int)route->reserved);
+  const operand counts = {"route.counts", 1, d->local_experts, i32, 4},
+                offsets = {"route.offsets", 1, (int64_t)d->local_experts + 1, i32, 4};
+  const operand row_pair = {"route.row_pair", 1, tokens * d->routing.top_k, i32, 4};
+  const operand slot_row = {"route.slot_row", tokens, d->routing.top_k, i32, 4};
+  TRY(check_operand(plan->context, &counts, cumoe_const(route->counts)));
+  TRY(check_operand(plan->context, &offsets, cumoe_const(route->offsets)));
+  TRY(check_operand(plan->context, &row_pair, cumoe_const(route->row_pair)));
+  TRY(check_operand(plan->context, &slot_row, cumoe_const(route->slot_row)));
+  REQUIRE(tokens <= 1 || route->slot_row.ld == route->slot_row.cols, CUMOE_ERR_LAYOUT,
+          "route.slot_row.ld is %lld, must be top_k = %lld", (long long)route->slot_row.ld,
+          (long long)route->slot_row.cols);
+  return CUMOE_OK;
 }
 
 /* ---- map ---- */
@@ -299,6 +330,49 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
 }
 
 /* ---- combine ---- */
+
+static cumoe_status check_combine(const struct plan *plan, const cumoe_route *route, const cumoe_combine_args *a,
+                                  int64_t tokens)
+{
+  TRY(check_route(plan, route, tokens));
+  const cumoe_moe_desc *d = &plan->desc;
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), out_type = DTYPE_BIT(d->out_dtype);
+  const operand y = {"args.y", a->y.rows, d->hidden, own, 16}, x = {"args.x", tokens, d->hidden, own, 16};
+  const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
+  const operand shared = {"args.shared", tokens, d->hidden, own, 16},
+                shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
+  const operand residual = {"args.residual", tokens, d->hidden, out_type, 16},
+                device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  TRY(check_finite("args.out_scale", a->out_scale));
+  TRY(check_operand(plan->context, &y, a->y));
+  if (on_input)
+    TRY(check_optional(plan->context, &pair_weights, a->pair_weights));
+  else if (unreduced)
+    TRY(check_absent("args.pair_weights", a->pair_weights, "the plan is UNREDUCED"));
+  else
+    TRY(check_operand(plan->context, &pair_weights, a->pair_weights));
+  if (d->routing.identity_experts)
+    TRY(check_operand(plan->context, &x, a->x));
+  else
+    TRY(check_optional(plan->context, &x, a->x));
+  TRY(check_optional(plan->context, &shared, a->shared));
+  TRY(check_optional(plan->context, &shared_logit, a->shared_logit));
+  TRY(check_optional(plan->context, &residual, a->residual));
+  TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
+  if (unreduced) TRY(check_absent("args.shared", a->shared, "the plan is UNREDUCED"));
+  if (unreduced) TRY(check_absent("args.residual", a->residual, "the plan is UNREDUCED"));
+  const named_view views[] = {{"args.out", cumoe_const(a->out)},
+                              {"args.y", a->y},
+                              {"args.x", a->x},
+                              {"args.pair_weights", a->pair_weights},
+                              {"args.residual", unless_in_place(a->residual, a->out)},
+                              {"args.shared", a->shared},
+                              {"args.shared_logit", a->shared_logit},
+                              {"args.device_tokens", a->device_tokens},
+                              ROUTE_VIEWS(route)};
+  return check_overlaps(views, 1, sizeof views / sizeof *views);
+}
 
 cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cumoe_combine_args *args,
                            cumoe_stream stream)

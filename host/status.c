@@ -5,7 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "internal.h"
+#include "status.h"
+#include "context.h"
 
 /* The Makefile states the architectures it compiles for. */
 #ifndef CUMOE_ARCHS

@@ -1,5 +1,7 @@
 /* Streams, events and graphs: CUDA's own, on the context's device. */
-#include "internal.h"
+#include "context.h"
+#include "memory.h"
+#include "status.h"
 
 #include "../include/cumoe/stream.h"
 

@@ -4,9 +4,10 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 
-#include "internal.h"
+#include "threads.h"
 
 typedef void range_kernel(const void *args, int64_t begin, int64_t end);
 

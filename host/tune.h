@@ -1,4 +1,5 @@
-/* The tune files (host/tune/): for a GPU model, which kernel serves which regime, and at which limits the layer's plan changes. */
+/* The tune files (host/tune/): for a GPU model, which kernel serves which regime, and at which limits the layer's plan
+ * changes. */
 #ifndef CUMOE_TUNE_H
 #define CUMOE_TUNE_H
 

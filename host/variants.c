@@ -1,7 +1,7 @@
 /* Expands kernels/variants.def into the dispatch table. */
 #include "../include/cumoe/moe.h"
-#include "internal.h"
 #include "variants.h"
+#include "context.h"
 
 /* kernels/args.h, which includes nothing public, has these values too. */
 #define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);
@@ -11,10 +11,13 @@
 #define EACH_NAME(F)                                                                                                   \
   F(SCORE_SOFTMAX)                                                                                                     \
   F(SCORE_SIGMOID)                                                                                                     \
-  F(SCORE_SQRT_SOFTPLUS) F(SCORE_IDENTITY) F(GROUP_BEST) F(GROUP_BEST_TWO) F(ROUTE_RENORMALIZE)                        \
-      F(ROUTE_SCORE_AFTER_TOPK) F(ROUTE_WEIGHT_ON_INPUT) F(ACT_SILU) F(ACT_GELU_ERF) F(ACT_GELU_TANH) F(ACT_RELU)      \
-          F(ACT_RELU2) F(ACT_IDENTITY) F(ACT_SWIGLU_OAI) F(FAULT_NONE) F(FAULT_EXPERT_ID) F(FAULT_NAN_LOGIT)           \
-              F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
+  F(SCORE_SQRT_SOFTPLUS)                                                                                               \
+  F(SCORE_IDENTITY)                                                                                                    \
+  F(GROUP_BEST)                                                                                                        \
+  F(GROUP_BEST_TWO) F(ROUTE_RENORMALIZE) F(ROUTE_SCORE_AFTER_TOPK) F(ROUTE_WEIGHT_ON_INPUT) F(ACT_SILU)                \
+      F(ACT_GELU_ERF) F(ACT_GELU_TANH) F(ACT_RELU) F(ACT_RELU2) F(ACT_IDENTITY) F(ACT_SWIGLU_OAI) F(FAULT_NONE)        \
+          F(FAULT_EXPERT_ID) F(FAULT_NAN_LOGIT) F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) \
+              F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)
 EACH_NAME(SAME_NAME)
 

@@ -1,5 +1,9 @@
 /* Views: slices and casts of both kinds, and what moves the bytes that they show. */
+#include "buffer.h"
 #include "check.h"
+#include "context.h"
+#include "memory.h"
+#include "status.h"
 
 #include <string.h>
 

@@ -1,6 +1,12 @@
 /* Binding weights: every documented layout becomes one normal form (expert_matrix in kernels/args.h). */
 #include "weights.h"
+#include "buffer.h"
+#include "context.h"
+#include "debug.h"
+#include "memory.h"
 #include "objects.h"
+#include "pool.h"
+#include "status.h"
 #include "tmap.h"
 
 #include <stdlib.h>
@@ -380,6 +386,19 @@ cumoe_status find_weights(const char *name, cumoe_weights handle, const struct p
   return check_owners(name, w);
 }
 
+static cumoe_status drop(void *object)
+{
+  struct weights *w = object;
+  const cumoe_status status = pool_drop(w->context, w->tables, w->table_bytes);
+  free(w);
+  return status;
+}
+
+static cumoe_status drop_all(struct context *context)
+{
+  return retire_objects(OBJECT_WEIGHTS, context, drop);
+}
+
 /* `w` is on the host's heap; what it becomes when it fails is the caller's. */
 static cumoe_status bind_and_publish(struct context *context, const cumoe_weights_desc *d, struct weights *w,
                                      cumoe_weights *weights)
@@ -387,6 +406,8 @@ static cumoe_status bind_and_publish(struct context *context, const cumoe_weight
   device_scope scope;
   TRY(enter_device(context, &scope));
   cumoe_status status = bind(context, d, w);
+  on_close(context, CLOSE_WEIGHTS, drop_all);
+  watch_leaks(context);
   if (status == CUMOE_OK) *weights = publish_object(OBJECT_WEIGHTS, context, w);
   if (status == CUMOE_OK && !*weights) status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for more weights");
   if (status != CUMOE_OK && w->tables) (void)pool_free(context, w->tables, w->table_bytes, NULL);
@@ -429,17 +450,4 @@ cumoe_status cumoe_weights_destroy(cumoe_weights handle)
   const cumoe_status status = pool_free(w->context, w->tables, w->table_bytes, NULL);
   free(w);
   return status;
-}
-
-static cumoe_status drop(void *object)
-{
-  struct weights *w = object;
-  const cumoe_status status = pool_drop(w->context, w->tables, w->table_bytes);
-  free(w);
-  return status;
-}
-
-cumoe_status weights_abandon(struct context *context)
-{
-  return retire_objects(OBJECT_WEIGHTS, context, drop);
 }

@@ -38,7 +38,4 @@ cumoe_status find_weights(const char *name, cumoe_weights handle, const struct p
 /* None of these views, which are written, lies over a matrix or a bias; between them it may. */
 cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *weights);
 
-/* Frees all of a context that closes: the device is idle. */
-cumoe_status weights_abandon(struct context *context);
-
 #endif

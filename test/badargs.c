@@ -160,14 +160,14 @@ static int function_count;
   static const argument rows_##name_##_##form_[] = {__VA_ARGS__};                                                      \
   __attribute__((constructor)) static void add_##name_##_##form_(void)                                                 \
   {                                                                                                                    \
-    functions[function_count++] = (function){.name = #name_,                                                           \
-                                             .form = #form_,                                                           \
-                                             .fill = fill_,                                                            \
-                                             .call = call_##name_##_##form_,                                           \
-                                             .arguments = rows_##name_##_##form_,                                      \
-                                             .count = sizeof rows_##name_##_##form_ / sizeof(argument),                \
-                                             .undo = undo_,                                                            \
-                                             .cuda_only = on_cuda};                                                    \
+    functions[function_count++] = (function){#name_,                                                                   \
+                                             #form_,                                                                   \
+                                             fill_,                                                                    \
+                                             call_##name_##_##form_,                                                   \
+                                             rows_##name_##_##form_,                                                   \
+                                             sizeof rows_##name_##_##form_ / sizeof(argument),                         \
+                                             undo_,                                                                    \
+                                             on_cuda};                                                                 \
   }
 #define CALL(name, fill, expression, ...)            FORM(name, plain, fill, NULL, false, expression, __VA_ARGS__)
 #define CALL_FORM(name, form, fill, expression, ...) FORM(name, form, fill, NULL, false, expression, __VA_ARGS__)
@@ -209,14 +209,9 @@ static cumoe_view give(int32_t dtype, int64_t rows, int64_t cols)
   return cumoe_matrix((const void *)at, (cumoe_dtype)dtype, rows, cols, cols);
 }
 
-static cumoe_view_mut mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
 static cumoe_view_mut give_mut(int32_t dtype, int64_t rows, int64_t cols)
 {
-  return mut(give(dtype, rows, cols));
+  return as_mut(give(dtype, rows, cols));
 }
 
 /* What cannot work on the CPU device says so after all checks. */
@@ -350,15 +345,15 @@ static void fill_slice(arguments *a)
 #define OF_VIEW HANDLE("view", v[0].owner)
 CALL(cumoe_view_rows, fill_slice, cumoe_view_rows(a->v[0], a->rows, a->cols, a->out), PART("rows", rows, 4),
      PART("rows", cols, 6), OF_VIEW, NOT_NULL("slice", out))
-CALL(cumoe_view_rows_mut, fill_slice, cumoe_view_rows_mut(mut(a->v[0]), a->rows, a->cols, a->out),
+CALL(cumoe_view_rows_mut, fill_slice, cumoe_view_rows_mut(as_mut(a->v[0]), a->rows, a->cols, a->out),
      PART("rows", rows, 4), PART("rows", cols, 6), OF_VIEW, NOT_NULL("slice", out))
 CALL(cumoe_view_cols, fill_slice, cumoe_view_cols(a->v[0], a->rows, a->cols, a->out), PART("cols", rows, 60),
      PART("cols", cols, 62), OF_VIEW, NOT_NULL("slice", out))
-CALL(cumoe_view_cols_mut, fill_slice, cumoe_view_cols_mut(mut(a->v[0]), a->rows, a->cols, a->out),
+CALL(cumoe_view_cols_mut, fill_slice, cumoe_view_cols_mut(as_mut(a->v[0]), a->rows, a->cols, a->out),
      PART("cols", rows, 60), PART("cols", cols, 62), OF_VIEW, NOT_NULL("slice", out))
 CALL(cumoe_view_split, fill_slice, cumoe_view_split(a->v[0], a->rows, a->out, a->pointer), PART("rows", rows, 8),
      OF_VIEW, NOT_NULL("head", out), NOT_NULL("tail", pointer))
-CALL(cumoe_view_split_mut, fill_slice, cumoe_view_split_mut(mut(a->v[0]), a->rows, a->out, a->pointer),
+CALL(cumoe_view_split_mut, fill_slice, cumoe_view_split_mut(as_mut(a->v[0]), a->rows, a->out, a->pointer),
      PART("rows", rows, 8), OF_VIEW, NOT_NULL("head", out), NOT_NULL("tail", pointer))
 #define CAST_ROWS                                                                                                      \
   TYPE("dtype", dtype, ANY_TYPE), TYPE("view.dtype", v[0].dtype, ANY_TYPE),                                            \
@@ -366,7 +361,7 @@ CALL(cumoe_view_split_mut, fill_slice, cumoe_view_split_mut(mut(a->v[0]), a->row
       VALUE("view.cols", v[0].cols, 63, LAYOUT), VALUE("view.ld", v[0].ld, 65, LAYOUT),                                \
       VALUE("view.data", v[0].data, 4097, MISALIGNED), OF_VIEW, NOT_NULL("as", out)
 CALL(cumoe_view_cast, fill_slice, cumoe_view_cast(a->v[0], (cumoe_dtype)a->dtype, a->out), CAST_ROWS)
-CALL(cumoe_view_cast_mut, fill_slice, cumoe_view_cast_mut(mut(a->v[0]), (cumoe_dtype)a->dtype, a->out), CAST_ROWS)
+CALL(cumoe_view_cast_mut, fill_slice, cumoe_view_cast_mut(as_mut(a->v[0]), (cumoe_dtype)a->dtype, a->out), CAST_ROWS)
 
 static unsigned char host_bytes[4096];
 
@@ -385,19 +380,19 @@ static void fill_copy(arguments *a)
 }
 #define MOVED(name, member, traits) VIEW(name, member, ANY_TYPE, 4, traits)
 #define HOST_BYTES                  NOT_NULL("host pointer", host), ROW("bytes", A_BYTES, bytes, OUTSIDE)
-CALL(cumoe_copy_from_host, fill_copy, cumoe_copy_from_host(a->context, mut(a->v[1]), a->host, a->bytes, no_stream),
+CALL(cumoe_copy_from_host, fill_copy, cumoe_copy_from_host(a->context, as_mut(a->v[1]), a->host, a->bytes, no_stream),
      CONTEXT, MOVED("dst", v[1], LOOSE), HOST_BYTES)
 CALL(cumoe_copy_to_host, fill_copy,
      cumoe_copy_to_host(a->context, (void *)(uintptr_t)a->host, a->bytes, a->v[1], no_stream), CONTEXT,
      MOVED("src", v[1], LOOSE), HOST_BYTES)
-CALL(cumoe_copy, fill_copy, cumoe_copy(a->context, mut(a->v[0]), a->v[1], no_stream), CONTEXT, MOVED("dst", v[0], OUT),
-     MOVED("src", v[1], 0))
+CALL(cumoe_copy, fill_copy, cumoe_copy(a->context, as_mut(a->v[0]), a->v[1], no_stream), CONTEXT,
+     MOVED("dst", v[0], OUT), MOVED("src", v[1], 0))
 CALL(cumoe_copy_between, fill_copy,
-     cumoe_copy_between(a->context, mut(a->v[0]), no_stream, a->pointer, a->v[1], no_stream), CONTEXT,
+     cumoe_copy_between(a->context, as_mut(a->v[0]), no_stream, a->pointer, a->v[1], no_stream), CONTEXT,
      ROW("context", A_CONTEXT, pointer, .low = 0), MOVED("dst", v[0], OUT), MOVED("src", v[1], 0))
-CALL(cumoe_fill, fill_copy, cumoe_fill(a->context, mut(a->v[1]), 0, no_stream), CONTEXT,
+CALL(cumoe_fill, fill_copy, cumoe_fill(a->context, as_mut(a->v[1]), 0, no_stream), CONTEXT,
      MOVED("dst", v[1], FREE_ROWS | FREE_COLS))
-CALL(cumoe_fill_value, fill_copy, cumoe_fill_value(a->context, mut(a->v[1]), a->host, no_stream), CONTEXT,
+CALL(cumoe_fill_value, fill_copy, cumoe_fill_value(a->context, as_mut(a->v[1]), a->host, no_stream), CONTEXT,
      MOVED("dst", v[1], FREE_ROWS | FREE_COLS), NOT_NULL("value", host))
 
 static void fill_pinned(arguments *a)
@@ -633,8 +628,8 @@ static void fill_router(arguments *a)
   a->v[2] = give(CUMOE_F32, 1, EXPERTS);
   a->v[3] = give(CUMOE_F32, TOKENS, EXPERTS);
 }
-CALL(cumoe_router, fill_router, cumoe_router(a->context, a->v[0], a->v[1], a->v[2], mut(a->v[3]), no_stream), CONTEXT,
-     VIEW("x", v[0], FLOATS, 16, LOOSE), VIEW("weight", v[1], OR_F32, 16, LOOSE),
+CALL(cumoe_router, fill_router, cumoe_router(a->context, a->v[0], a->v[1], a->v[2], as_mut(a->v[3]), no_stream),
+     CONTEXT, VIEW("x", v[0], FLOATS, 16, LOOSE), VIEW("weight", v[1], OR_F32, 16, LOOSE),
      VIEW("bias", v[2], OR_F32, 0, OPTIONAL), VIEW("logits", v[3], BIT(F32), 0, OUT))
 
 static void fill_gate(arguments *a)
@@ -646,8 +641,9 @@ static void fill_gate(arguments *a)
   a->v[3] = give(CUMOE_F32, TOKENS, TOP_K);
   a->info = &a->routing;
 }
-CALL(cumoe_gate, fill_gate, cumoe_gate(a->context, a->info, a->v[0], a->v[1], mut(a->v[2]), mut(a->v[3]), no_stream),
-     CONTEXT, NOT_NULL("routing", info), RESERVE("routing", routing.reserved[9]), ROUTING_ROWS(routing),
+CALL(cumoe_gate, fill_gate,
+     cumoe_gate(a->context, a->info, a->v[0], a->v[1], as_mut(a->v[2]), as_mut(a->v[3]), no_stream), CONTEXT,
+     NOT_NULL("routing", info), RESERVE("routing", routing.reserved[9]), ROUTING_ROWS(routing),
      VIEW("logits", v[0], FLOATS, 0, LOOSE), VIEW("select_bias", v[1], BIT(F32), 0, OPTIONAL),
      VIEW("ids", v[2], INDICES, 0, OUT), VIEW("weights", v[3], BIT(F32), 0, OUT))
 
@@ -688,9 +684,9 @@ static void fill_long_map(arguments *a)
 }
 #define MAP_ROWS                                                                                                       \
   PLAN, VIEW("ids", v[0], INDICES, 0, LOOSE), VIEW("expert_map", v[1], BIT(I32), 0, OPTIONAL), ROUTE_ROWS(OUT, 0)
-CALL(cumoe_map, fill_map, cumoe_map(a->plan, a->v[0], a->v[1], a->pointer, mut(a->v[2]), no_stream), MAP_ROWS)
-CALL_FORM(cumoe_map, chunks, fill_long_map, cumoe_map(a->plan, a->v[0], a->v[1], a->pointer, mut(a->v[2]), no_stream),
-          MAP_ROWS,
+CALL(cumoe_map, fill_map, cumoe_map(a->plan, a->v[0], a->v[1], a->pointer, as_mut(a->v[2]), no_stream), MAP_ROWS)
+CALL_FORM(cumoe_map, chunks, fill_long_map,
+          cumoe_map(a->plan, a->v[0], a->v[1], a->pointer, as_mut(a->v[2]), no_stream), MAP_ROWS,
           ROW("workspace", A_VIEW, v[2], .types = BIT(U8), .align = 16, WORKSPACE_STATUS, .traits = FREE_COLS | OUT),
           ROW("workspace", A_LONG, v[2].cols, .low = 96, .high = 96, WORKSPACE_STATUS))
 
@@ -727,15 +723,15 @@ static void fill_down(arguments *a)
 #define TOKEN_ROWS(name)  VIEW(name, v[0], BIT(BF16), 16, LOOSE), ROUTE_ROWS(0, 0)
 #define PAIR_ROWS(name)   VIEW(name, v[0], BIT(BF16), 16, LEAST_ROWS), ROUTE_ROWS(0, LOOSE)
 #define OUTPUT_ROWS(name) VIEW(name, v[2], BIT(BF16), 16, LEAST_ROWS | OUT)
-#define UP(call)          call(a->plan, a->weights, a->v[0], a->pointer, a->v[1], mut(a->v[2]), no_stream)
+#define UP(call)          call(a->plan, a->weights, a->v[0], a->pointer, a->v[1], as_mut(a->v[2]), no_stream)
 CALL(cumoe_up, fill_up, UP(cumoe_up), LAYER_ROWS, TOKEN_ROWS("x"), OUTPUT_ROWS("h"))
 CALL_FORM(cumoe_up, weighing, fill_weighing_up, UP(cumoe_up), LAYER_ROWS, TOKEN_ROWS("x"), OUTPUT_ROWS("h"),
           VIEW("pair_weights", v[1], BIT(F32), 0, 0))
-CALL(cumoe_permute, fill_permute, cumoe_permute(a->plan, a->v[0], a->pointer, mut(a->v[2]), no_stream), PLAN,
+CALL(cumoe_permute, fill_permute, cumoe_permute(a->plan, a->v[0], a->pointer, as_mut(a->v[2]), no_stream), PLAN,
      TOKEN_ROWS("x"), OUTPUT_ROWS("rows"))
 CALL(cumoe_up_permuted, fill_up_permuted, UP(cumoe_up_permuted), LAYER_ROWS, PAIR_ROWS("rows"), OUTPUT_ROWS("h"))
-CALL(cumoe_down, fill_down, cumoe_down(a->plan, a->weights, a->v[0], a->pointer, mut(a->v[2]), no_stream), LAYER_ROWS,
-     PAIR_ROWS("h"), OUTPUT_ROWS("y"))
+CALL(cumoe_down, fill_down, cumoe_down(a->plan, a->weights, a->v[0], a->pointer, as_mut(a->v[2]), no_stream),
+     LAYER_ROWS, PAIR_ROWS("h"), OUTPUT_ROWS("y"))
 
 static void fill_combine(arguments *a)
 {
@@ -788,8 +784,8 @@ static void fill_limit(arguments *a)
 }
 CALL(cumoe_limit_get, fill_limit, cumoe_limit_get(a->context, a->index, a->info), CONTEXT,
      INT("index", index, 0, LIMITS - 1), NOT_NULL("info", info), SIZE("info.size", limit_info.size))
-CALL(cumoe_limit_set, fill_limit, cumoe_limit_set(a->context, a->index, (cumoe_dtype)a->dtype, (double)a->number), CONTEXT,
-     INT("index", index, 0, LIMITS - 1))
+CALL(cumoe_limit_set, fill_limit, cumoe_limit_set(a->context, a->index, (cumoe_dtype)a->dtype, (double)a->number),
+     CONTEXT, INT("index", index, 0, LIMITS - 1))
 
 /* ---- cumoe/stream.h ------------------------------------------------------------------------------------- */
 
@@ -989,10 +985,11 @@ static void fill_elementwise(arguments *a)
 #define OPERAND(name, member) VIEW(name, member, FLOATS, 0, LOOSE | IN_PLACE)
 #define RESULT                VIEW("y", v[2], BIT(BF16), 0, OUT)
 #define BINARY(name)                                                                                                   \
-  CALL(name, fill_elementwise, name(a->context, a->v[0], a->v[1], mut(a->v[2]), no_stream), CONTEXT,                   \
+  CALL(name, fill_elementwise, name(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream), CONTEXT,                \
        OPERAND("a", v[0]), VIEW("b", v[1], BIT(BF16), 0, IN_PLACE), RESULT)
 #define UNARY(name)                                                                                                    \
-  CALL(name, fill_elementwise, name(a->context, a->v[0], mut(a->v[2]), no_stream), CONTEXT, OPERAND("x", v[0]), RESULT)
+  CALL(name, fill_elementwise, name(a->context, a->v[0], as_mut(a->v[2]), no_stream), CONTEXT, OPERAND("x", v[0]),     \
+       RESULT)
 BINARY(cumoe_add)
 BINARY(cumoe_mul)
 UNARY(cumoe_relu)
@@ -1001,13 +998,13 @@ UNARY(cumoe_silu)
 UNARY(cumoe_gelu)
 UNARY(cumoe_gelu_tanh)
 UNARY(cumoe_softmax)
-CALL(cumoe_scale, fill_elementwise, cumoe_scale(a->context, a->number, a->v[0], mut(a->v[2]), no_stream), CONTEXT,
+CALL(cumoe_scale, fill_elementwise, cumoe_scale(a->context, a->number, a->v[0], as_mut(a->v[2]), no_stream), CONTEXT,
      OPERAND("x", v[0]), RESULT)
 #define NORM_ROWS CONTEXT, OPERAND("x", v[0]), RESULT, FLOAT("eps", number), VIEW("weight", v[3], OR_F32, 0, OPTIONAL)
-CALL(cumoe_rmsnorm, fill_elementwise, cumoe_rmsnorm(a->context, a->v[0], a->v[3], a->number, mut(a->v[2]), no_stream),
-     NORM_ROWS)
+CALL(cumoe_rmsnorm, fill_elementwise,
+     cumoe_rmsnorm(a->context, a->v[0], a->v[3], a->number, as_mut(a->v[2]), no_stream), NORM_ROWS)
 CALL(cumoe_layernorm, fill_elementwise,
-     cumoe_layernorm(a->context, a->v[0], a->v[3], a->v[4], a->number, mut(a->v[2]), no_stream), NORM_ROWS,
+     cumoe_layernorm(a->context, a->v[0], a->v[3], a->v[4], a->number, as_mut(a->v[2]), no_stream), NORM_ROWS,
      VIEW("bias", v[4], OR_F32, 0, OPTIONAL))
 
 static void fill_matmul(arguments *a)
@@ -1222,8 +1219,8 @@ static int change_forward_ids(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.ids", f->ids = f->weights = no_view())
   CHANGE(INVALID_ARGUMENT, "args.router_bias", f->router_bias = bench.row)
   CHANGE(INVALID_ARGUMENT, "args.select_bias", f->select_bias = bench.row)
-  CHANGE(INVALID_ARGUMENT, "args.ids_out", f->ids_out = mut(bench.ids))
-  CHANGE(INVALID_ARGUMENT, "args.weights_out", f->weights_out = mut(bench.pair_weights))
+  CHANGE(INVALID_ARGUMENT, "args.ids_out", f->ids_out = as_mut(bench.ids))
+  CHANGE(INVALID_ARGUMENT, "args.weights_out", f->weights_out = as_mut(bench.pair_weights))
   CHANGE(INVALID_ARGUMENT, "args.shared ", a->args.shared = bench.shared)
   CHANGE(INVALID_ARGUMENT, "args.x is absent", *f = (cumoe_moe_args){.size = sizeof *f})
   CHANGE(INVALID_ARGUMENT, "args.x is absent", f->x = no_view())
@@ -1273,6 +1270,7 @@ static int change_forward_router(int which, arguments *a, expectation *e)
 static int change_copy(int which, arguments *a, expectation *e)
 {
   int n = 0;
+  CHANGE(WRONG_DTYPE, "dst is f32, src is i32", a->v[0].dtype = CUMOE_F32)
   CHANGE(INVALID_ARGUMENT, "src is absent", a->v[1] = (cumoe_view){.data = NULL})
   CHANGE(WRONG_DEVICE, "0 where nothing is said: CUMOE_DEVICE_ANY", a->v[1] = (cumoe_view){a, 4, 8, 8, 0, 0, CUMOE_F32})
   return n;
@@ -1766,6 +1764,14 @@ static void side_by_side(void)
   dst.ld = 64;
   dst.data = (char *)dst.data - 9 * 4; /* column 7: the last of src */
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_copy(bench.context, dst, src, no_stream));
+  case_end();
+  case_begin("one begins where the other ends");
+  cumoe_view_mut above, below;
+  CHECK_OK(cumoe_view_split_mut(cumoe_buffer_view_mut(bench.buffer), 2, &above, &below));
+  below.rows = 2;
+  below.ld = 128;
+  CHECK_OK(cumoe_copy(bench.context, below, cumoe_const(above), no_stream));
+  CHECK_OK(cumoe_copy(bench.context, above, cumoe_const(below), no_stream));
   case_end();
   case_begin("close");
   close_bench();

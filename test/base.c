@@ -26,11 +26,8 @@ const char *__tsan_default_options(void)
   return "allocator_may_return_null=1:die_after_fork=0";
 }
 
-/* ---- names, texts, log ------------------------------------------------------------------------------ */
-
 static void test_names(void)
 {
-  if (!group_begin("names and texts")) return;
   case_begin("status codes");
 #define CHECK_STATUS_ROW(name, value, text)                                                                            \
   CHECK(CUMOE_##name == (value) && !strcmp(cumoe_status_name((cumoe_status)(value)), "CUMOE_" #name) &&                \
@@ -67,7 +64,6 @@ static void test_names(void)
   CHECK(cumoe_version() == CUMOE_VERSION);
   CHECK(isdigit((unsigned char)cumoe_architectures()[0]));
   case_end();
-  group_end();
 }
 
 typedef struct log_record {
@@ -103,7 +99,6 @@ static void *fail_until_stopped(void *unused)
 static void test_log(void)
 {
   cumoe_context context = NULL;
-  if (!group_begin("log")) return;
   case_begin("levels");
   log_record log = {0};
   cumoe_set_log(keep_message, &log, CUMOE_LOG_INFO);
@@ -120,7 +115,6 @@ static void test_log(void)
   CHECK(atomic_load(&log.count) == 2);
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-
   case_begin("no message after it was turned off");
   pthread_t threads[4];
   atomic_store(&stop, false);
@@ -140,10 +134,7 @@ static void test_log(void)
   for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   CHECK(heard > 0);
   case_end();
-  group_end();
 }
-
-/* ---- contexts --------------------------------------------------------------------------------------- */
 
 static int cuda_devices(void)
 {
@@ -161,7 +152,6 @@ static void test_auto(void)
   log_record log = {0};
   char before[1024];
   cumoe_device_info info = {.size = sizeof info};
-  if (!group_begin("automatic device")) return;
   case_begin("GPU or CPU");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(-77, NULL, &context));
   snprintf(before, sizeof before, "%s", cumoe_last_error());
@@ -190,7 +180,6 @@ static void test_auto(void)
     CHECK_TEXT(cuda_devices() > 0 ? "numbered 0 to" : "cudaError");
   }
   case_end();
-  group_end();
 }
 
 static void test_many_contexts(void)
@@ -198,7 +187,6 @@ static void test_many_contexts(void)
   cumoe_context context = NULL;
   cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
   cumoe_device_info info = {.size = sizeof info};
-  if (!group_begin("contexts")) return;
   case_begin("facts");
   CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
   CHECK_OK(cumoe_context_info(context, &info));
@@ -216,7 +204,6 @@ static void test_many_contexts(void)
     if (i % 3 == 0) CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&lost));
   }
   case_end();
-  group_end();
 }
 
 /* ThreadSanitizer cannot follow a child that makes threads after the parent had some. */
@@ -244,7 +231,6 @@ static void test_fork(cumoe_context context)
 {
   cumoe_buffer buffer = {0};
   int status = -1;
-  if (!group_begin("%s: fork", context_name(context))) return;
   case_begin("the child is told");
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 3, 3, NULL, &buffer));
   fflush(stdout);
@@ -254,17 +240,13 @@ static void test_fork(cumoe_context context)
   CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child ended with %d", status);
   CHECK_OK(cumoe_buffer_free(&buffer));
   case_end();
-  group_end();
 }
-
-/* ---- buffers ---------------------------------------------------------------------------------------- */
 
 static void test_lifetime(cumoe_context context)
 {
   cumoe_buffer a = {0}, copy, b = {77};
   cumoe_buffer_info info = {.size = sizeof info};
   size_t bytes = 0;
-  if (!group_begin("%s: lifetime of buffers", context_name(context))) return;
   case_begin("facts");
   const int64_t live = cumoe_buffer_live(context, &bytes);
   const size_t live_bytes = bytes;
@@ -279,7 +261,6 @@ static void test_lifetime(cumoe_context context)
   CHECK(v.data == info.data && v.rows == 5 && v.cols == 7 && v.ld == 7 && v.owner == a.id && v.dtype == CUMOE_BF16);
   CHECK(v.device == info.device);
   case_end();
-
   case_begin("stale");
   copy = a;
   CHECK_OK(cumoe_buffer_free(&a));
@@ -292,7 +273,6 @@ static void test_lifetime(cumoe_context context)
   CHECK(cumoe_buffer_view(copy).data == NULL && cumoe_buffer_view(copy).owner == copy.id);
   CHECK_OK(cumoe_buffer_free(&a));
   case_end();
-
   case_begin("more than there is");
   const cumoe_status huge = cumoe_buffer_alloc(context, CUMOE_U8, (int64_t)1 << 45, 1, NULL, &b);
   if (huge == CUMOE_OK && !on_device(context)) { /* a kernel that overcommits promises any amount of host memory */
@@ -303,13 +283,11 @@ static void test_lifetime(cumoe_context context)
   }
   CHECK(b.id == 0 && cumoe_buffer_live(context, NULL) == live);
   case_end();
-  group_end();
 }
 
 static void test_zero_sizes(cumoe_context context)
 {
   static const int64_t sizes[][2] = {{0, 0}, {0, 5}, {5, 0}, {0, INT64_MAX}, {INT64_MAX, 0}};
-  if (!group_begin("%s: buffers of no elements", context_name(context))) return;
   for (int i = 0; i < 5; i++) {
     case_begin("[%" PRId64 ", %" PRId64 "]", sizes[i][0], sizes[i][1]);
     CUMOE_AUTO_BUFFER a = {0};
@@ -330,7 +308,6 @@ static void test_zero_sizes(cumoe_context context)
     CHECK(cumoe_buffer_view(copy).owner == copy.id);
     case_end();
   }
-  group_end();
 }
 
 static cumoe_buffer made_in_scope(cumoe_context context, bool keep, uint64_t *id)
@@ -345,7 +322,6 @@ static cumoe_buffer made_in_scope(cumoe_context context, bool keep, uint64_t *id
 static void test_scope(cumoe_context context)
 {
   uint64_t id = 0;
-  if (!group_begin("%s: buffers of a scope", context_name(context))) return;
   case_begin("freed, unless taken");
   CHECK(made_in_scope(context, false, &id).id == 0);
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&(cumoe_buffer){id}));
@@ -354,16 +330,12 @@ static void test_scope(cumoe_context context)
   CHECK_OK(cumoe_fill(context, cumoe_buffer_view_mut(kept), 3, NULL));
   CHECK_OK(cumoe_buffer_free(&kept));
   case_end();
-  group_end();
 }
-
-/* ---- views ------------------------------------------------------------------------------------------ */
 
 static void test_slices(cumoe_context context)
 {
   CUMOE_AUTO_BUFFER buffer = {0};
   cumoe_view part;
-  if (!group_begin("%s: slices", context_name(context))) return;
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F16, 10, 10, NULL, &buffer));
   const cumoe_view v = cumoe_buffer_view(buffer);
   case_begin("within");
@@ -385,10 +357,7 @@ static void test_slices(cumoe_context context)
   far.dtype = 99;
   CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_view_rows(far, 0, 1, &part));
   case_end();
-  group_end();
 }
-
-/* ---- copies ----------------------------------------------------------------------------------------- */
 
 typedef struct shape {
   int64_t rows, cols, pad;
@@ -439,7 +408,6 @@ static void test_copies(cumoe_context context)
 {
   static const shape shapes[] = {{1, 1, 0},   {1, 1, 1},   {1, 17, 5},    {17, 1, 3}, {3, 5, 0},   {3, 5, 1},
                                  {64, 64, 0}, {64, 63, 2}, {129, 257, 3}, {0, 5, 1},  {1000, 7, 1}};
-  if (!group_begin("%s: copies", context_name(context))) return;
   for (int32_t dtype = CUMOE_F32; dtype <= CUMOE_I64; dtype++)
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
       case_begin("%s [%" PRId64 ", %" PRId64 "] + %" PRId64, cumoe_dtype_name((cumoe_dtype)dtype), shapes[i].rows,
@@ -447,10 +415,7 @@ static void test_copies(cumoe_context context)
       copy_case(context, dtype, shapes[i], i % 2 == 0);
       case_end();
     }
-  group_end();
 }
-
-/* ---- threads ---------------------------------------------------------------------------------------- */
 
 enum { HANDLES = 64, CHURN_THREADS = 8 };
 
@@ -507,7 +472,6 @@ static void test_threads(cumoe_context context)
   _Atomic uint64_t handles[HANDLES] = {0};
   churn c[CHURN_THREADS];
   pthread_t threads[CHURN_THREADS];
-  if (!group_begin("%s: buffers and threads", context_name(context))) return;
   case_begin("%d threads", CHURN_THREADS);
   const int64_t live = cumoe_buffer_live(context, NULL);
   for (int i = 0; i < CHURN_THREADS; i++) {
@@ -524,7 +488,6 @@ static void test_threads(cumoe_context context)
   for (int i = 0; i < HANDLES; i++) CHECK_OK(cumoe_buffer_free(&(cumoe_buffer){handles[i]}));
   CHECK(cumoe_buffer_live(context, NULL) == live);
   case_end();
-  group_end();
 }
 
 /* Two threads free one buffer: one of them does. */
@@ -536,7 +499,6 @@ static void *free_it(void *argument)
 
 static void test_double_free(cumoe_context context)
 {
-  if (!group_begin("%s: freed by two threads at once", context_name(context))) return;
   case_begin("once each");
   for (int i = 0; i < 200; i++) {
     cumoe_buffer buffer = {0};
@@ -549,16 +511,12 @@ static void test_double_free(cumoe_context context)
     CHECK((mine != NULL) != (other != NULL));
   }
   case_end();
-  group_end();
 }
-
-/* ---- adopted and released memory -------------------------------------------------------------------- */
 
 static void test_adopt_cpu(cumoe_context context)
 {
   cumoe_buffer buffer = {0}, copy;
   void *back = NULL;
-  if (!group_begin("cpu: adopted and released memory")) return;
   case_begin("there and back");
   void *memory = malloc(64);
   CHECK_OK(cumoe_buffer_adopt(context, memory, CUMOE_F32, 4, 4, NULL, &buffer));
@@ -575,7 +533,6 @@ static void test_adopt_cpu(cumoe_context context)
   CHECK_OK(cumoe_buffer_release(&buffer, &back));
   free(back);
   case_end();
-  group_end();
 }
 
 static void adopt_cuda(cumoe_context context, void *memory, cudaStream_t stream)
@@ -610,7 +567,6 @@ static void test_adopt_cuda(cumoe_context context)
   cumoe_context other = NULL;
   cudaStream_t stream = NULL;
   void *memory = NULL, *host = NULL;
-  if (!group_begin("cuda: adopted and released memory")) return;
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   case_begin("cudaMallocAsync");
   const size_t used = pool_used();
@@ -644,10 +600,7 @@ static void test_adopt_cuda(cumoe_context context)
   CHECK_CUDA(cudaStreamSynchronize(stream));
   case_end();
   CHECK_CUDA(cudaStreamDestroy(stream));
-  group_end();
 }
-
-/* ---- CUDA: captures, errors, devices ----------------------------------------------------------------- */
 
 static void *contexts_elsewhere(void *failures)
 {
@@ -669,7 +622,6 @@ static void test_capture(cumoe_context context)
 {
   static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
                                                      cudaStreamCaptureModeRelaxed};
-  if (!group_begin("cuda: captures")) return;
   for (int m = 0; m < 3; m++) {
     cudaStream_t stream = NULL;
     cudaGraph_t graph = NULL;
@@ -713,14 +665,12 @@ static void test_capture(cumoe_context context)
     CHECK_CUDA(cudaStreamDestroy(stream));
     case_end();
   }
-  group_end();
 }
 
 /* Failures of ours leave no CUDA error behind; an error of the caller's is still there afterwards. */
 static void test_last_cuda_error(cumoe_context context)
 {
   cumoe_buffer buffer = {0};
-  if (!group_begin("cuda: CUDA's last error")) return;
   (void)cudaGetLastError();
   case_begin("ours is taken back");
   CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
@@ -740,7 +690,6 @@ static void test_last_cuda_error(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1 << 20, 1 << 24, NULL, &buffer));
   CHECK_MSG(cudaGetLastError() != cudaSuccess, "the caller's error is gone");
   case_end();
-  group_end();
 }
 
 static void CUDART_CB sleep_a_while(void *awake)
@@ -756,7 +705,6 @@ static void test_destroy_waits(void)
   cumoe_buffer buffer = {0};
   cudaStream_t stream = NULL;
   atomic_bool awake = false;
-  if (!group_begin("cuda: destroying a context with work in flight")) return;
   case_begin("waits");
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   CHECK_OK(cumoe_context_create(0, NULL, &context));
@@ -768,7 +716,6 @@ static void test_destroy_waits(void)
   CHECK_CUDA(cudaStreamQuery(stream));
   CHECK_CUDA(cudaStreamDestroy(stream));
   case_end();
-  group_end();
 }
 
 static int primary_active(int device)
@@ -790,7 +737,6 @@ static void test_other_gpu_alone(void)
   cumoe_context context = NULL;
   cumoe_buffer buffer = {0};
   int device = -1;
-  if (!group_begin("cuda: a GPU that is not used")) return;
   case_begin("has no context");
   if (cuda_devices() < 2) {
     case_skip("one GPU only");
@@ -807,37 +753,56 @@ static void test_other_gpu_alone(void)
     CHECK_MSG(device == 0, "the current device became %d", device);
     case_end();
   }
-  group_end();
 }
 
-int main(int argc, char **argv)
+/* A kernel's name is made of its row's columns. */
+static const char *type_name(int32_t dtype)
 {
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  test_other_gpu_alone();
-  test_names();
-  test_log();
-  test_auto();
-  test_many_contexts();
-  const int count = open_contexts(contexts);
-  for (int i = 0; i < count; i++) {
-    test_fork(contexts[i]);
-    test_lifetime(contexts[i]);
-    test_zero_sizes(contexts[i]);
-    test_scope(contexts[i]);
-    test_slices(contexts[i]);
-    test_copies(contexts[i]);
-    test_threads(contexts[i]);
-    test_double_free(contexts[i]);
-    if (!on_device(contexts[i])) {
-      test_adopt_cpu(contexts[i]);
-    } else {
-      test_adopt_cuda(contexts[i]);
-      test_capture(contexts[i]);
-      test_last_cuda_error(contexts[i]);
-      test_destroy_waits();
-    }
-    close_context(contexts[i]);
-  }
-  return test_end();
+  return dtype == 0 ? "x" : cumoe_dtype_name((cumoe_dtype)dtype);
 }
+
+static void test_kernel_table(cumoe_context context)
+{
+  case_begin("names and columns");
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    char name[160];
+    CHECK_OK(cumoe_variant_get(context, i, &v));
+    const bool cpu = !strcmp(v.arch, "cpu");
+    if (cpu)
+      snprintf(name, sizeof name, "cumoe_%s_cpu", v.op);
+    else if (v.bm > 0)
+      snprintf(name, sizeof name, "cumoe_%s_%s_%s_%s_%s_%s_%s_%s_%dx%dx%d", v.op, v.arch, v.form, type_name(v.x),
+               type_name(v.w), type_name(v.y), v.scale, v.major, (int)v.bm, (int)v.bn, (int)v.bk);
+    else
+      snprintf(name, sizeof name, "cumoe_%s_%s_%s_%s_%s_%dx%dx%d", v.op, v.arch, v.form, type_name(v.x), type_name(v.y),
+               (int)v.units, (int)v.columns, (int)v.lanes);
+    CHECK_MSG(!strcmp(name, v.name), "%s, by its columns %s", v.name, name);
+    CHECK(cpu || (v.warps >= 1 && v.warps <= 32 && v.ctas >= 1 && v.cluster >= 1 && v.smem >= 0));
+    CHECK(cpu || (v.bm > 0 ? v.stages >= 1 && v.units == 0 : v.units > 0 && v.ahead >= 0 && v.stages == 0));
+  }
+  case_end();
+}
+
+static const test_group groups[] = {
+    ALONE("a GPU that is not used", test_other_gpu_alone, ONCE),
+    ALONE("names and texts", test_names, ONCE),
+    ALONE("log", test_log, ONCE),
+    ALONE("automatic device", test_auto, ONCE),
+    ALONE("contexts", test_many_contexts, ONCE),
+    GROUP("kernel table", test_kernel_table, ANYWHERE),
+    GROUP("fork", test_fork, ANYWHERE),
+    GROUP("lifetime of buffers", test_lifetime, ANYWHERE),
+    GROUP("buffers of no elements", test_zero_sizes, ANYWHERE),
+    GROUP("buffers of a scope", test_scope, ANYWHERE),
+    GROUP("slices", test_slices, ANYWHERE),
+    GROUP("copies", test_copies, ANYWHERE),
+    GROUP("buffers and threads", test_threads, ANYWHERE),
+    GROUP("freed by two threads at once", test_double_free, ANYWHERE),
+    GROUP("adopted and released memory", test_adopt_cpu, ON_CPU),
+    GROUP("adopted and released memory", test_adopt_cuda, ON_CUDA),
+    GROUP("captures", test_capture, ON_CUDA),
+    GROUP("CUDA's last error", test_last_cuda_error, ON_CUDA),
+    ALONE("destroying a context with work in flight", test_destroy_waits, ON_CUDA),
+};
+TEST_MAIN(groups)

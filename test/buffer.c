@@ -27,14 +27,11 @@ static bool all_bytes(const void *data, size_t count, unsigned char want)
   return true;
 }
 
-/* ---- flags ------------------------------------------------------------------------------------------- */
-
 static void test_flags(cumoe_context context)
 {
   unsigned char host[300];
   cumoe_buffer buffer = {0}, dirty = {0};
   cumoe_buffer_info info = {.size = sizeof info};
-  if (!group_begin("%s: allocation flags", context_name(context))) return;
   for (int pass = 0; pass < 2; pass++) {
     case_begin("%s", pass ? "poison" : "zero");
     CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 3, 100, NULL, &dirty));
@@ -60,10 +57,7 @@ static void test_flags(cumoe_context context)
                cumoe_buffer_alloc_with(context, CUMOE_U8, 1, 1, CUMOE_ALLOC_ZERO | CUMOE_ALLOC_POISON, NULL, &buffer));
   CHECK_TEXT("flags");
   case_end();
-  group_end();
 }
-
-/* ---- shared ownership -------------------------------------------------------------------------------- */
 
 static void test_retain(cumoe_context context)
 {
@@ -71,7 +65,6 @@ static void test_retain(cumoe_context context)
   cumoe_buffer_info info = {.size = sizeof info};
   void *memory = &a;
   size_t bytes = 0, before = 0;
-  if (!group_begin("%s: shared ownership", context_name(context))) return;
   case_begin("each handle for itself");
   const int64_t live = cumoe_buffer_live(context, &before);
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_I32, 4, 6, NULL, &a));
@@ -108,7 +101,6 @@ static void test_retain(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&a));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_buffer_free(&b));
   case_end();
-  group_end();
 }
 
 enum { SHARERS = 8 };
@@ -130,7 +122,6 @@ static void test_retain_threads(cumoe_context context)
   pthread_t threads[SHARERS];
   cumoe_buffer buffer = {0};
   cumoe_buffer_info info = {.size = sizeof info};
-  if (!group_begin("%s: shared by threads", context_name(context))) return;
   case_begin("%d threads", SHARERS);
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 10, 10, NULL, &buffer));
   for (int i = 0; i < SHARERS; i++) CHECK(pthread_create(&threads[i], NULL, share_and_free, &buffer) == 0);
@@ -143,17 +134,13 @@ static void test_retain_threads(cumoe_context context)
   CHECK(info.handles == 1);
   CHECK_OK(cumoe_buffer_free(&buffer));
   case_end();
-  group_end();
 }
-
-/* ---- splits and casts -------------------------------------------------------------------------------- */
 
 static void test_split(cumoe_context context)
 {
   CUMOE_AUTO_BUFFER buffer = {0};
   cumoe_view head, tail;
   cumoe_view_mut first, second;
-  if (!group_begin("%s: splits", context_name(context))) return;
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F16, 10, 6, NULL, &buffer));
   const cumoe_view v = cumoe_buffer_view(buffer);
   for (int64_t at = 0; at <= 10; at++) {
@@ -168,7 +155,6 @@ static void test_split(cumoe_context context)
     CHECK_OK(cumoe_fill(context, second, 2, NULL));
     case_end();
   }
-  group_end();
 }
 
 static void test_cast(cumoe_context context)
@@ -176,7 +162,6 @@ static void test_cast(cumoe_context context)
   CUMOE_AUTO_BUFFER buffer = {0};
   cumoe_view as = {0}, part;
   cumoe_view_mut mut = {0};
-  if (!group_begin("%s: casts", context_name(context))) return;
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_F32, 6, 10, NULL, &buffer));
   const cumoe_view v = cumoe_buffer_view(buffer);
   for (int32_t dtype = CUMOE_F32; dtype <= CUMOE_I64; dtype++) {
@@ -202,10 +187,7 @@ static void test_cast(cumoe_context context)
   CHECK_OK(cumoe_view_cast(part, CUMOE_I64, &part));
   CHECK(part.cols == 4 && part.ld == 4);
   case_end();
-  group_end();
 }
-
-/* ---- patterns ---------------------------------------------------------------------------------------- */
 
 /* Every element is the value, every byte around the view is untouched. */
 static void pattern_case(cumoe_context context, int32_t dtype, int64_t rows, int64_t cols, int64_t pad, bool uniform)
@@ -228,7 +210,6 @@ static void test_patterns(cumoe_context context)
 {
   static const int64_t shapes[][3] = {{1, 1, 0}, {1, 2, 0},   {1, 1000, 0}, {1000, 1, 0}, {1000, 1, 3}, {3, 5, 0},
                                       {5, 3, 2}, {33, 65, 1}, {64, 64, 0},  {129, 7, 9},  {0, 5, 1},    {5, 0, 1}};
-  if (!group_begin("%s: fill patterns", context_name(context))) return;
   for (int32_t dtype = CUMOE_F32; dtype <= CUMOE_I64; dtype++)
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
       for (int uniform = 0; uniform < 2; uniform++) {
@@ -237,17 +218,13 @@ static void test_patterns(cumoe_context context)
         pattern_case(context, dtype, shapes[i][0], shapes[i][1], shapes[i][2], uniform);
         case_end();
       }
-  group_end();
 }
-
-/* ---- pinned memory ----------------------------------------------------------------------------------- */
 
 static void test_pinned(cumoe_context context)
 {
   cumoe_pool_stats stats = {.size = sizeof stats};
   cumoe_context other = NULL;
   void *data = &stats, *more = NULL;
-  if (!group_begin("%s: pinned memory", context_name(context))) return;
   for (uint32_t flags = 0; flags < 2; flags++) {
     case_begin("%s", flags ? "write-combined" : "cacheable");
     cumoe_view_mut v = device_new(context, CUMOE_U8, 1, 1000, 0);
@@ -282,10 +259,7 @@ static void test_pinned(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_pinned_free(context, data)); /* of another context */
   CHECK_OK(cumoe_context_destroy(other));
   case_end();
-  group_end();
 }
-
-/* ---- copies between contexts ------------------------------------------------------------------------- */
 
 static void between_case(cumoe_context a, cumoe_context b, int64_t rows, int64_t cols, int64_t pad)
 {
@@ -318,11 +292,8 @@ static void test_between(cumoe_context a, cumoe_context b, const char *what)
   group_end();
 }
 
-/* ---- typed wrappers ---------------------------------------------------------------------------------- */
-
 static void test_typed(cumoe_context context)
 {
-  if (!group_begin("%s: typed wrappers", context_name(context))) return;
   case_begin("f32: all of them");
   const float in[6] = {1.5f, -2, 3, 4, 5, 6};
   float out[6] = {0};
@@ -386,10 +357,7 @@ static void test_typed(cumoe_context context)
   TYPED_CASE(u8, uint8_t, CUMOE_U8, 200)
   TYPED_CASE(i32, int32_t, CUMOE_I32, -123456789)
   TYPED_CASE(i64, int64_t, CUMOE_I64, 0x123456789abcdef0)
-  group_end();
 }
-
-/* ---- CUDA: streams ----------------------------------------------------------------------------------- */
 
 static void CUDART_CB sleep_a_while(void *unused)
 {
@@ -431,7 +399,6 @@ static void test_uses_cuda(cumoe_context context)
   cudaStream_t home = NULL, reader = NULL;
   cudaGraph_t graph = NULL;
   cumoe_buffer buffer = {0};
-  if (!group_begin("cuda: uses on other streams")) return;
   CHECK_CUDA(cudaStreamCreateWithFlags(&home, cudaStreamNonBlocking));
   CHECK_CUDA(cudaStreamCreateWithFlags(&reader, cudaStreamNonBlocking));
   for (int handles = 1; handles <= 2; handles++) {
@@ -460,14 +427,6 @@ static void test_uses_cuda(cumoe_context context)
   CHECK_OK(cumoe_synchronize(context, home));
   case_end();
   CHECK_CUDA(cudaStreamDestroy(home));
-  group_end();
-}
-
-static int32_t device_of(cumoe_context context)
-{
-  cumoe_device_info info = {.size = sizeof info};
-  CHECK_OK(cumoe_context_info(context, &info));
-  return info.device;
 }
 
 /* Two contexts, of one GPU or two: what comes after the copy on either stream waits for it, and it waits for both. */
@@ -523,7 +482,6 @@ static void test_pattern_captured(cumoe_context context)
   cudaGraph_t graph = NULL;
   cudaGraphExec_t exec = NULL;
   cumoe_buffer buffer = {0};
-  if (!group_begin("cuda: patterns in a graph")) return;
   case_begin("replayed");
   int32_t *host = scratch(33 * 7, sizeof *host);
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -542,14 +500,12 @@ static void test_pattern_captured(cumoe_context context)
   CHECK_CUDA(cudaGraphDestroy(graph));
   CHECK_CUDA(cudaStreamDestroy(stream));
   case_end();
-  group_end();
 }
 
 /* Streams mean nothing on the CPU device; the handle is checked all the same. */
 static void test_uses(cumoe_context context)
 {
   cumoe_buffer buffer = {0}, empty = {0};
-  if (!group_begin("%s: recorded uses", context_name(context))) return;
   case_begin("handles");
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 64, NULL, &buffer));
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 0, NULL, &empty));
@@ -559,7 +515,6 @@ static void test_uses(cumoe_context context)
   CHECK_OK(cumoe_buffer_free(&buffer));
   CHECK_OK(cumoe_buffer_free(&empty));
   case_end();
-  group_end();
 }
 
 static void test_devices(cumoe_context contexts[2], int count)
@@ -586,26 +541,26 @@ static void test_devices(cumoe_context contexts[2], int count)
   }
 }
 
+static const test_group groups[] = {
+    GROUP("allocation flags", test_flags, ANYWHERE),
+    GROUP("shared ownership", test_retain, ANYWHERE),
+    GROUP("shared by threads", test_retain_threads, ANYWHERE),
+    GROUP("splits", test_split, ANYWHERE),
+    GROUP("casts", test_cast, ANYWHERE),
+    GROUP("fill patterns", test_patterns, ANYWHERE),
+    GROUP("pinned memory", test_pinned, ANYWHERE),
+    GROUP("typed wrappers", test_typed, ANYWHERE),
+    GROUP("recorded uses", test_uses, ANYWHERE),
+    GROUP("uses on other streams", test_uses_cuda, ON_CUDA),
+    GROUP("patterns in a graph", test_pattern_captured, ON_CUDA),
+};
+
 int main(int argc, char **argv)
 {
   cumoe_context contexts[2];
   test_begin(argc, argv);
   const int count = open_contexts(contexts);
-  for (int i = 0; i < count; i++) {
-    test_flags(contexts[i]);
-    test_retain(contexts[i]);
-    test_retain_threads(contexts[i]);
-    test_split(contexts[i]);
-    test_cast(contexts[i]);
-    test_patterns(contexts[i]);
-    test_pinned(contexts[i]);
-    test_typed(contexts[i]);
-    test_uses(contexts[i]);
-    if (on_device(contexts[i])) {
-      test_uses_cuda(contexts[i]);
-      test_pattern_captured(contexts[i]);
-    }
-  }
+  for (int i = 0; i < count; i++) run_groups(contexts[i], groups, sizeof groups / sizeof groups[0]);
   if (count > 0) test_devices(contexts, count);
   for (int i = 0; i < count; i++) close_context(contexts[i]);
   return test_end();

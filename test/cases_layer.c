@@ -8,7 +8,8 @@
 #define FEATURE(name, ...)                                                                                             \
   if (feature == n++) return (void)(__VA_ARGS__), name;
 
-/* Each line changes `s`; the layer has 16 experts, 4 slots, routes from logits in f32; device counts are of 45 tokens. */
+/* Each line changes `s`; the layer has 16 experts, 4 slots, routes from logits in f32; device counts are of 45
+ * tokens. */
 static const char *set_feature(layer_spec *s, int feature)
 {
   cumoe_moe_desc *d = &s->desc;

@@ -10,13 +10,6 @@
 
 #include "session.h"
 
-static cumoe_view_mut as_mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
-/* ---- no tokens ------------------------------------------------------------------------------------- */
-
 /* A layer with everything optional that the input allows, and a part of the experts, so that the map is required. */
 static layer_spec spec_without_tokens(routing_input input)
 {
@@ -101,27 +94,10 @@ static void no_tokens_stages(cumoe_context context)
 
 static void test_no_tokens(cumoe_context context)
 {
-  if (!group_begin("%s: no tokens", context_name(context))) return;
   no_tokens_forward(context, INPUT_ROUTER);
   no_tokens_forward(context, INPUT_IDS);
   no_tokens_forward(context, INPUT_LOGITS);
   no_tokens_stages(context);
-  group_end();
-}
-
-/* ---- bad device data ------------------------------------------------------------------------------- */
-
-static bool row_equal(const tensor *a, const tensor *b, int64_t row)
-{
-  const size_t bytes = (size_t)a->cols * cumoe_dtype_bytes((cumoe_dtype)a->dtype);
-  return !memcmp(a->data + (size_t)row * bytes, b->data + (size_t)row * bytes, bytes);
-}
-
-static tensor copy_of(const tensor *t)
-{
-  tensor c = tensor_new(t->dtype, t->rows, t->cols);
-  memcpy(c.data, t->data, (size_t)(t->rows * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype));
-  return c;
 }
 
 static layer_outputs run_expecting(cumoe_context context, const layer_spec *s, const layer_inputs *in, cumoe_fault want)
@@ -149,8 +125,8 @@ static void wild_id(cumoe_context context, int32_t ids_dtype, double id, int32_t
   case_begin("id %g, %s", id, cumoe_dtype_name((cumoe_dtype)ids_dtype));
   const layer_inputs in = layer_inputs_new(&s);
   layer_inputs bad = in, dropped = in;
-  bad.ids = copy_of(&in.ids);
-  dropped.ids = copy_of(&in.ids);
+  bad.ids = tensor_copy(&in.ids);
+  dropped.ids = tensor_copy(&in.ids);
   tensor_set(&bad.ids, 33, 1, id);
   tensor_set(&dropped.ids, 33, 1, -1);
   const layer_outputs want = run_expecting(context, &s, &dropped, (cumoe_fault){0});
@@ -159,7 +135,7 @@ static void wild_id(cumoe_context context, int32_t ids_dtype, double id, int32_t
   check_outputs_same(&want, &got);
   const layer_outputs clean = run_layer(context, &s, &in); /* does not hide the record */
   for (int64_t t = 0; t < s.tokens; t++)
-    CHECK_MSG(t == 33 || row_equal(&clean.out, &got.out, t), "token %" PRId64 " changed with token 33's id", t);
+    CHECK_MSG(t == 33 || tensor_row_equal(&clean.out, &got.out, t), "token %" PRId64 " changed with token 33's id", t);
   check_fault(context, NULL, code);
   check_fault(context, NULL, CUMOE_FAULT_NONE);
   case_end();
@@ -173,7 +149,7 @@ static void nan_logits(cumoe_context context)
   case_begin("NaN logits");
   const layer_inputs in = layer_inputs_new(&s);
   layer_inputs bad = in;
-  bad.logits = copy_of(&in.logits);
+  bad.logits = tensor_copy(&in.logits);
   tensor_set(&bad.logits, 12, 3, NAN);
   for (int64_t e = 0; e < 8; e++) tensor_set(&bad.logits, 40, e, NAN);
   const layer_outputs clean = run_expecting(context, &s, &in, (cumoe_fault){0});
@@ -188,7 +164,7 @@ static void nan_logits(cumoe_context context)
             fault.code, fault.token);
   check_layer(&s, &bad, &got);
   for (int64_t t = 0; t < s.tokens; t++)
-    CHECK_MSG(t == 12 || t == 40 || row_equal(&clean.out, &got.out, t), "token %" PRId64 " changed", t);
+    CHECK_MSG(t == 12 || t == 40 || tensor_row_equal(&clean.out, &got.out, t), "token %" PRId64 " changed", t);
   for (int64_t i = 0; i < 72; i++)
     CHECK_MSG(tensor_get(&got.out, 40, i) == 0, "a token without a number among its logits has output");
   CHECK_OK(cumoe_fault_clear(context, NULL));
@@ -203,8 +179,8 @@ static void bad_expert_map(cumoe_context context, int32_t entry)
   case_begin("expert map entry %d", entry);
   const layer_inputs in = layer_inputs_new(&s);
   layer_inputs bad = in, dropped = in;
-  bad.expert_map = copy_of(&in.expert_map);
-  dropped.expert_map = copy_of(&in.expert_map);
+  bad.expert_map = tensor_copy(&in.expert_map);
+  dropped.expert_map = tensor_copy(&in.expert_map);
   tensor_set(&bad.expert_map, 0, 2, entry);
   tensor_set(&dropped.expert_map, 0, 2, -1);
   const layer_outputs want = run_layer(context, &s, &dropped), got = run_layer(context, &s, &bad);
@@ -239,7 +215,6 @@ static void test_count_before_data(cumoe_context context)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 16};
   cumoe_context many = NULL;
-  if (!group_begin("%s: a count before data", context_name(context))) return;
   case_begin("threads");
   CHECK_OK(cumoe_context_create(on_device(context) ? 0 : CUMOE_DEVICE_CPU, &config, &many));
   case_end();
@@ -248,7 +223,6 @@ static void test_count_before_data(cumoe_context context)
   case_begin("close");
   CHECK_OK(cumoe_context_destroy(many));
   case_end();
-  group_end();
 }
 
 /* The first of two faults is the one kept; a clear takes it away, and the next one is recorded again. */
@@ -258,8 +232,8 @@ static void sticky_record(cumoe_context context)
   case_begin("sticky");
   const layer_inputs in = layer_inputs_new(&s);
   layer_inputs first = in, second = in;
-  first.ids = copy_of(&in.ids);
-  second.ids = copy_of(&in.ids);
+  first.ids = tensor_copy(&in.ids);
+  second.ids = tensor_copy(&in.ids);
   tensor_set(&first.ids, 4, 0, 100);
   tensor_set(&second.ids, 7, 1, -5);
   run_expecting(context, &s, &first, (cumoe_fault){.code = CUMOE_FAULT_EXPERT_ID, .slot = 0, .token = 4});
@@ -272,45 +246,6 @@ static void sticky_record(cumoe_context context)
   case_end();
 }
 
-/* ---- bad routes ------------------------------------------------------------------------------------ */
-
-typedef struct staged {
-  cumoe_context context;
-  session s;
-  cumoe_route route;
-  cumoe_view_mut h, y, out;
-} staged;
-
-static void staged_open(staged *g, cumoe_context context, const layer_spec *spec, const layer_inputs *in)
-{
-  const int64_t k = spec->desc.routing.top_k, pairs = spec->tokens * k;
-  *g = (staged){.context = context};
-  session_open(&g->s, context, spec, in);
-  g->route = (cumoe_route){sizeof g->route,
-                           0,
-                           device_new(context, CUMOE_I32, 1, 8, 0),
-                           device_new(context, CUMOE_I32, 1, 9, 0),
-                           device_new(context, CUMOE_I32, 1, pairs, 0),
-                           device_new(context, CUMOE_I32, spec->tokens, k, 0)};
-  g->h = device_new(context, CUMOE_BF16, pairs, spec->desc.inter, 8);
-  g->y = device_new(context, CUMOE_BF16, pairs, spec->desc.hidden, 8);
-  g->out = device_new(context, CUMOE_BF16, spec->tokens, spec->desc.hidden, 8);
-  CHECK_OK(cumoe_map(g->s.plan, g->s.args.ids, no_view(), &g->route, no_view_mut(), NULL));
-}
-
-static void staged_run(staged *g)
-{
-  const cumoe_combine_args c = {
-      .size = sizeof c, .y = cumoe_const(g->y), .pair_weights = g->s.args.weights, .out = g->out};
-  CHECK_OK(cumoe_up(g->s.plan, g->s.routed, g->s.args.x, &g->route, no_view(), g->h, NULL));
-  CHECK_OK(cumoe_down(g->s.plan, g->s.routed, cumoe_const(g->h), &g->route, g->y, NULL));
-  CHECK_OK(cumoe_combine(g->s.plan, &g->route, &c, NULL));
-  CHECK_OK(cumoe_synchronize(g->context, NULL));
-  check_guards(g->context, "h", g->h);
-  check_guards(g->context, "y", g->y);
-  check_guards(g->context, "out", g->out);
-}
-
 enum { SPOIL_COUNTS, SPOIL_OFFSETS, SPOIL_ROW_PAIR, SPOIL_SLOT_ROW, SPOIL_KINDS };
 
 /* One number of the route is wild; nothing outside h, y, out may be written and the fault is told. */
@@ -321,12 +256,17 @@ static void bad_route(cumoe_context context, int kind, int32_t value)
   case_begin("route.%s has %d", names[kind], value);
   const layer_inputs in = layer_inputs_new(&s);
   staged g;
-  staged_open(&g, context, &s, &in);
+  staged_open(&g, context, &s, &in, NULL);
+  CHECK_OK(run_stage(&g, STAGE_MAP));
   cumoe_view_mut all[] = {g.route.counts, g.route.offsets, g.route.row_pair, g.route.slot_row};
   tensor t = device_get(context, cumoe_const(all[kind]));
   tensor_set(&t, 0, kind == SPOIL_SLOT_ROW ? 5 : 3, value);
   device_set(context, all[kind], &t);
-  staged_run(&g);
+  for (stage which = STAGE_UP; which < STAGE_COUNT; which++) CHECK_OK(run_stage(&g, which));
+  CHECK_OK(cumoe_synchronize(context, NULL));
+  check_guards(context, "h", g.h);
+  check_guards(context, "y", g.y);
+  check_guards(context, "out", g.out);
   check_fault(context, NULL, CUMOE_FAULT_ROUTE);
   session_close(&g.s);
   const layer_outputs after = run_layer(context, &s, &in); /* the context stays usable */
@@ -341,7 +281,6 @@ static void test_device_data(cumoe_context context)
                       wide[] = {4294967296.0, 4294967297.0, -4294967296.0, 0x1p40, -0x1p62};
   static const int32_t counts[] = {-1, INT32_MIN, 1000, INT32_MAX}, offsets[] = {-1, INT32_MIN, 100000, INT32_MAX};
   static const int32_t pairs[] = {-1, INT32_MIN, 140, INT32_MAX}, rows[] = {-3, INT32_MIN, 140, INT32_MAX};
-  if (!group_begin("%s: bad device data", context_name(context))) return;
   for (size_t i = 0; i < sizeof ids / sizeof ids[0]; i++) {
     wild_id(context, CUMOE_I32, ids[i], CUMOE_FAULT_EXPERT_ID);
     wild_id(context, CUMOE_I64, ids[i], CUMOE_FAULT_EXPERT_ID);
@@ -361,10 +300,7 @@ static void test_device_data(cumoe_context context)
     bad_route(context, SPOIL_ROW_PAIR, pairs[i]);
     bad_route(context, SPOIL_SLOT_ROW, rows[i]);
   }
-  group_end();
 }
-
-/* ---- threads --------------------------------------------------------------------------------------- */
 
 /* Checks are the main thread's: a worker only calls and counts what went wrong. */
 typedef struct worker {
@@ -389,7 +325,6 @@ static void *call_often(void *argument)
 static void test_threads(cumoe_context context)
 {
   enum { THREADS = 2 };
-  if (!group_begin("%s: two threads on one plan", context_name(context))) return;
   layer_spec s = layer_spec_new(CUMOE_BF16, 40, 72, 40);
   s.input = INPUT_ROUTER;
   s.desc.shared_inter = 24;
@@ -417,7 +352,6 @@ static void test_threads(cumoe_context context)
   w[1].s = own;
   session_close(&w[1].s);
   case_end();
-  group_end();
 }
 
 /* A failure's text belongs to its thread. */
@@ -434,7 +368,6 @@ static void test_error_text(void)
 {
   char other[200] = "";
   pthread_t thread;
-  if (!group_begin("error text")) return;
   case_begin("of each thread");
   CHECK(cumoe_status_name((cumoe_status)12345) != NULL && cumoe_status_text((cumoe_status)-1) != NULL);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_context_create(-77, NULL, &(cumoe_context){0}));
@@ -444,16 +377,12 @@ static void test_error_text(void)
   CHECK_MSG(strstr(cumoe_last_error(), "cumoe_context_create") == cumoe_last_error(), "this thread's text is %s",
             cumoe_last_error());
   case_end();
-  group_end();
 }
-
-/* ---- contexts -------------------------------------------------------------------------- */
 
 static void test_two_contexts(cumoe_context context)
 {
   cumoe_context other = NULL;
   const int32_t device = on_device(context) ? 0 : CUMOE_DEVICE_CPU;
-  if (!group_begin("%s: two contexts", context_name(context))) return;
   case_begin("same bits, own faults");
   CHECK_OK(cumoe_context_create(device, NULL, &other));
   layer_spec s = layer_spec_new(CUMOE_BF16, 40, 72, 40);
@@ -475,22 +404,14 @@ static void test_two_contexts(cumoe_context context)
   case_begin("close the second");
   CHECK_OK(cumoe_context_destroy(other));
   case_end();
-  group_end();
 }
 
-int main(int argc, char **argv)
-{
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  const int count = open_contexts(contexts);
-  test_error_text();
-  for (int i = 0; i < count; i++) {
-    test_no_tokens(contexts[i]);
-    test_device_data(contexts[i]);
-    test_count_before_data(contexts[i]);
-    test_threads(contexts[i]);
-    test_two_contexts(contexts[i]);
-    close_context(contexts[i]);
-  }
-  return test_end();
-}
+static const test_group groups[] = {
+    ALONE("error text", test_error_text, ONCE),
+    GROUP("no tokens", test_no_tokens, ANYWHERE),
+    GROUP("bad device data", test_device_data, ANYWHERE),
+    GROUP("a count before data", test_count_before_data, ANYWHERE),
+    GROUP("two threads on one plan", test_threads, ANYWHERE),
+    GROUP("two contexts", test_two_contexts, ANYWHERE),
+};
+TEST_MAIN(groups)

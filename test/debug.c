@@ -8,8 +8,6 @@
 
 #include "cuda.h"
 
-/* ---- what the log was told --------------------------------------------------------------------------- */
-
 enum { MAX_MESSAGES = 32 };
 
 static struct {
@@ -56,14 +54,20 @@ static cumoe_context open_at(int32_t device, int32_t level)
   return context;
 }
 
-/* ---- leaks ------------------------------------------------------------------------------------------- */
-
-static void test_leaks(int32_t device, const char *name)
+/* What a context says at its end. */
+static void destroy_and_listen(cumoe_context context)
 {
+  listen_to();
+  CHECK_OK(cumoe_context_destroy(context));
+  stop_listening();
+}
+
+static void test_leaks(cumoe_context given)
+{
+  const int32_t device = device_of(given);
   cumoe_buffer buffer, freed = {0}, shared, more;
   void *pinned = NULL;
   char at[64];
-  if (!group_begin("%s: leaks", name)) return;
   case_begin("count, bytes, places");
   cumoe_context context = open_at(device, 1);
   int line = 0;
@@ -76,9 +80,7 @@ static void test_leaks(int32_t device, const char *name)
   CHECK_OK(cumoe_buffer_free(&freed));
   CHECK_OK(cumoe_pinned_alloc(context, 77, 0, &pinned));
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 0, 10, NULL, &more));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   CHECK_TOLD(1, "5 buffers", "1277 bytes");
   snprintf(at, sizeof at, "debug.c:%d", line);
   CHECK_TOLD(1, "3 buffers, 1200 bytes", at);
@@ -91,9 +93,7 @@ static void test_leaks(int32_t device, const char *name)
   for (int i = 1; i <= 100; i++)
     CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, i, NULL, "elsewhere.c", i, &buffer));
   CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, 1, NULL, NULL, 0, &buffer));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   CHECK_TOLD(1, "101 buffers", "5051 bytes");
   CHECK_TOLD(8, "1 buffers", "elsewhere.c:");
   CHECK_TOLD(1, "93 buffers", "other places");
@@ -102,9 +102,7 @@ static void test_leaks(int32_t device, const char *name)
   static const char *const files[] = {"first.c", "second.c", NULL, NULL};
   context = open_at(device, 1);
   for (int i = 0; i < 4; i++) CHECK_OK(cumoe_buffer_alloc_at(context, CUMOE_U8, 1, i + 1, NULL, files[i], 7, &buffer));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   CHECK_TOLD(1, "1 buffers, 1 bytes", "first.c:7");
   CHECK_TOLD(1, "1 buffers, 2 bytes", "second.c:7");
   CHECK_TOLD(1, "2 buffers, 7 bytes", "?:7");
@@ -123,10 +121,7 @@ static void test_leaks(int32_t device, const char *name)
   stop_listening();
   CHECK_MSG(heard.count == 0, "%s", heard.text[0]);
   case_end();
-  group_end();
 }
-
-/* ---- what is live ------------------------------------------------------------------------------------ */
 
 typedef struct seen {
   int count, pinned;
@@ -148,12 +143,12 @@ static void see(void *user, const cumoe_buffer_info *info)
   if (info->size != sizeof *info || strstr(info->file, "debug.c") == NULL) s->count += 1000;
 }
 
-static void test_live(int32_t device, const char *name)
+static void test_live(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   cumoe_buffer buffers[10] = {{0}};
   void *pinned = NULL;
   seen s = {.newest_first = true};
-  if (!group_begin("%s: what is live", name)) return;
   for (int32_t level = 0; level <= 2; level++) {
     case_begin("level %d", (int)level);
     cumoe_context context = open_at(device, level);
@@ -171,10 +166,7 @@ static void test_live(int32_t device, const char *name)
     CHECK_OK(cumoe_context_destroy(context));
     case_end();
   }
-  group_end();
 }
-
-/* ---- undeclared uses --------------------------------------------------------------------------------- */
 
 /* Streams are ignored by the CPU device, and compared all the same. */
 static cumoe_stream make_stream(int32_t device, int number)
@@ -189,10 +181,10 @@ static void end_stream(int32_t device, cumoe_stream stream)
   if (device != CUMOE_DEVICE_CPU) CHECK_CUDA(cudaStreamDestroy(stream));
 }
 
-static void test_uses(int32_t device, const char *name)
+static void test_uses(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   cumoe_buffer a = {0}, b = {0};
-  if (!group_begin("%s: undeclared uses", name)) return;
   cumoe_stream home = make_stream(device, 1), other = make_stream(device, 2), third = make_stream(device, 3);
   cumoe_context context = open_at(device, 1);
   case_begin("on the home stream only");
@@ -268,16 +260,15 @@ static void test_uses(int32_t device, const char *name)
   case_end();
   close_context(context);
   end_stream(device, home), end_stream(device, other), end_stream(device, third);
-  group_end();
 }
 
 /* A whole layer on a foreign stream: the stages know their stream, too. */
-static void test_stage_uses(int32_t device, const char *name)
+static void test_stage_uses(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   enum { TOKENS = 4, EXPERTS = 8, K = 2 };
   cumoe_buffer logits = {0}, ids = {0}, weights = {0};
   const cumoe_routing routing = cumoe_routing_qwen3(K);
-  if (!group_begin("%s: undeclared uses by stages", name)) return;
   case_begin("gate");
   cumoe_stream home = make_stream(device, 1), other = make_stream(device, 2);
   cumoe_context context = open_at(device, 1);
@@ -298,10 +289,7 @@ static void test_stage_uses(int32_t device, const char *name)
   case_end();
   close_context(context);
   end_stream(device, home), end_stream(device, other);
-  group_end();
 }
-
-/* ---- poison and red zones ---------------------------------------------------------------------------- */
 
 static void write_at(cumoe_context context, void *data, int64_t offset, unsigned char byte)
 {
@@ -318,12 +306,12 @@ static unsigned char read_at(cumoe_context context, const void *data, int64_t of
   return byte;
 }
 
-static void test_fresh(int32_t device, const char *name)
+static void test_fresh(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   static const int64_t sizes[] = {1, 255, 256, 257, 5000};
   unsigned char *host;
   cumoe_buffer buffer = {0};
-  if (!group_begin("%s: fresh memory at level 2", name)) return;
   cumoe_context context = open_at(device, 2);
   for (int i = 0; i < 5; i++) {
     case_begin("%" PRId64 " bytes", sizes[i]);
@@ -341,7 +329,6 @@ static void test_fresh(int32_t device, const char *name)
     case_end();
   }
   close_context(context);
-  group_end();
 }
 
 /* Every byte around a buffer is watched; every byte of it may be written. */
@@ -375,10 +362,10 @@ static void zone_case(cumoe_context context, int64_t bytes, int64_t offset, bool
   CHECK_OK(cumoe_buffer_free(&before));
 }
 
-static void test_zones(int32_t device, const char *name)
+static void test_zones(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   static const int64_t sizes[] = {1, 100, 255, 256, 257, 4096};
-  if (!group_begin("%s: red zones", name)) return;
   cumoe_context context = open_at(device, 2);
   for (int i = 0; i < 6; i++) {
     const int64_t n = sizes[i];
@@ -390,16 +377,15 @@ static void test_zones(int32_t device, const char *name)
     }
   }
   close_context(context);
-  group_end();
 }
 
-static void test_zones_elsewhere(int32_t device, const char *name)
+static void test_zones_elsewhere(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   cumoe_buffer a = {0}, b = {0}, none = {0};
   cumoe_buffer_info bad = {.size = sizeof bad};
   unsigned char *pinned = NULL;
   void *back = NULL;
-  if (!group_begin("%s: level 2 and all the rest", name)) return;
   cumoe_context context = open_at(device, 2);
   case_begin("pinned memory");
   CHECK_OK(cumoe_pinned_alloc(context, 300, 0, (void **)&pinned));
@@ -442,7 +428,6 @@ static void test_zones_elsewhere(int32_t device, const char *name)
   CHECK_OK(cumoe_buffer_free(&none));
   case_end();
   close_context(context);
-  group_end();
 }
 
 /* An allocator that lets the test look at memory after it was freed. */
@@ -458,12 +443,12 @@ static void keep_free(void *user, void *data, size_t bytes, cumoe_stream stream)
   (void)user, (void)data, (void)bytes, (void)stream;
 }
 
-static void test_poison_on_free(int32_t device, const char *name)
+static void test_poison_on_free(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   char *memory = NULL;
   cumoe_buffer buffer = {0};
   cumoe_context plain = NULL, context = NULL;
-  if (!group_begin("%s: freed memory at level 2", name)) return;
   case_begin("is NaN");
   if (device == CUMOE_DEVICE_CPU)
     memory = aligned_alloc(256, 4096);
@@ -485,10 +470,7 @@ static void test_poison_on_free(int32_t device, const char *name)
   else
     CHECK_CUDA(cudaFree(memory));
   case_end();
-  group_end();
 }
-
-/* ---- the environment --------------------------------------------------------------------------------- */
 
 /* What the level does is told by what a fresh buffer holds, and by the report. */
 static int32_t level_in_force(int32_t device, int32_t configured)
@@ -498,9 +480,7 @@ static int32_t level_in_force(int32_t device, int32_t configured)
   cumoe_context context = open_at(device, configured);
   CHECK_OK(cumoe_buffer_alloc(context, CUMOE_U8, 1, 256, NULL, &buffer));
   CHECK_OK(cumoe_pool_get_stats(context, &stats));
-  listen_to();
-  CHECK_OK(cumoe_context_destroy(context));
-  stop_listening();
+  destroy_and_listen(context);
   return stats.used > 256 ? 2 : heard.count > 0 ? 1 : 0;
 }
 
@@ -515,7 +495,6 @@ static void test_environment(void)
                {"leaks", 1, 1, true}, {"-1", 0, 0, true},  {"2x", 0, 0, true}, {"10", 0, 0, true}};
   const char *was = getenv("CUMOE_DEBUG");
   char *kept = was ? strdup(was) : NULL;
-  if (!group_begin("CUMOE_DEBUG")) return;
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     case_begin("\"%s\" over %d", cases[i].text ? cases[i].text : "(unset)", (int)cases[i].configured);
     CHECK((cases[i].text ? setenv("CUMOE_DEBUG", cases[i].text, 1) : unsetenv("CUMOE_DEBUG")) == 0);
@@ -529,10 +508,7 @@ static void test_environment(void)
   }
   CHECK((kept ? setenv("CUMOE_DEBUG", kept, 1) : unsetenv("CUMOE_DEBUG")) == 0);
   free(kept);
-  group_end();
 }
-
-/* ---- threads ----------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8 };
 
@@ -563,11 +539,11 @@ static void *run_worker(void *argument)
   return NULL;
 }
 
-static void test_threads(int32_t device, const char *name)
+static void test_threads(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   pthread_t threads[THREADS];
   worker w[THREADS];
-  if (!group_begin("%s: level 2 and threads", name)) return;
   case_begin("%d threads", THREADS);
   cumoe_context context = open_at(device, 2);
   listen_to();
@@ -585,28 +561,18 @@ static void test_threads(int32_t device, const char *name)
   CHECK(cumoe_debug_live(context, NULL, NULL) == 0);
   case_end();
   close_context(context);
-  group_end();
 }
 
-int main(int argc, char **argv)
-{
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  test_environment();
-  const int count = open_contexts(contexts);
-  for (int i = 0; i < count; i++) {
-    const int32_t device = on_device(contexts[i]) ? 0 : CUMOE_DEVICE_CPU;
-    const char *name = context_name(contexts[i]);
-    test_leaks(device, name);
-    test_live(device, name);
-    test_uses(device, name);
-    test_stage_uses(device, name);
-    test_fresh(device, name);
-    test_zones(device, name);
-    test_zones_elsewhere(device, name);
-    test_poison_on_free(device, name);
-    test_threads(device, name);
-    close_context(contexts[i]);
-  }
-  return test_end();
-}
+static const test_group groups[] = {
+    ALONE("CUMOE_DEBUG", test_environment, ONCE),
+    GROUP("leaks", test_leaks, ANYWHERE),
+    GROUP("what is live", test_live, ANYWHERE),
+    GROUP("undeclared uses", test_uses, ANYWHERE),
+    GROUP("undeclared uses by stages", test_stage_uses, ANYWHERE),
+    GROUP("fresh memory at level 2", test_fresh, ANYWHERE),
+    GROUP("red zones", test_zones, ANYWHERE),
+    GROUP("level 2 and all the rest", test_zones_elsewhere, ANYWHERE),
+    GROUP("freed memory at level 2", test_poison_on_free, ANYWHERE),
+    GROUP("level 2 and threads", test_threads, ANYWHERE),
+};
+TEST_MAIN(groups)

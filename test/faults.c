@@ -11,8 +11,6 @@
 
 #include "shim/layer.h"
 
-/* ---- scenarios ---------------------------------------------------------------------------------------- */
-
 enum {
   AGAIN = 1, /* act may run twice in one world, whatever became of the first */
   LAX = 2,   /* may succeed although something failed, as documented */
@@ -25,8 +23,6 @@ typedef struct scenario {
   cumoe_status (*act)(world *w);
   unsigned traits;
 } scenario;
-
-/* ---- context ------------------------------------------------------------------------------------------ */
 
 static void nothing(world *w)
 {
@@ -92,8 +88,6 @@ static cumoe_status close_with_buffers(world *w)
   for (int i = 0; i < 3; i++) CHECK(cumoe_buffer_free(&left[i]) == CUMOE_ERR_STALE_HANDLE);
   return status;
 }
-
-/* ---- buffers ------------------------------------------------------------------------------------------ */
 
 static cumoe_status allocate(world *w)
 {
@@ -163,8 +157,6 @@ static cumoe_status fault_word(world *w)
   return CUMOE_OK;
 }
 
-/* ---- the layer ---------------------------------------------------------------------------------------- */
-
 /* Every row of the table that serves bf16, one after the other. */
 static cumoe_status run_forced(world *w)
 {
@@ -180,10 +172,9 @@ static cumoe_status run_forced(world *w)
   return cumoe_variant_force(w->context, -1);
 }
 
-static cumoe_status bind_pointers(world *w)
+static cumoe_status bind_table(world *w, cumoe_weights *bound)
 {
   const void *matrices[EXPERTS];
-  cumoe_weights bound = NULL;
   cumoe_weights_desc d = describe_weights(w, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_SEPARATE);
   for (int e = 0; e < EXPERTS; e++) matrices[e] = lend_in(w, CUMOE_BF16, INTER, HIDDEN).data;
   cumoe_projection *const parts[3] = {&d.gate, &d.up, &d.down};
@@ -192,8 +183,23 @@ static cumoe_status bind_pointers(world *w)
     parts[p]->data.rows /= EXPERTS;
     parts[p]->per_expert = matrices;
   }
-  STEP(cumoe_weights_bind(w->context, &d, &bound));
+  return cumoe_weights_bind(w->context, &d, bound);
+}
+
+static cumoe_status bind_pointers(world *w)
+{
+  cumoe_weights bound = NULL;
+  STEP(bind_table(w, &bound));
   return cumoe_weights_destroy(bound);
+}
+
+/* The context ends what is left. */
+static cumoe_status close_with_weights(world *w)
+{
+  cumoe_weights left = NULL;
+  STEP(cumoe_context_create(1, NULL, &w->context));
+  STEP(bind_table(w, &left));
+  return close_context_of(w);
 }
 
 /* A graph of one forward call: captured with the test's calls, replayed once. */
@@ -261,8 +267,6 @@ static cumoe_status two_devices(world *w)
   if (freed != CUMOE_OK) w->buffers[BUFFERS - 1] = there; /* it may live on */
   return status != CUMOE_OK ? status : freed;
 }
-
-/* ---- what buffers can do, the pool, debug levels ------------------------------------------------------- */
 
 static cumoe_status open_with_pool(world *w)
 {
@@ -421,8 +425,6 @@ static cumoe_status by_allocator(world *w)
   return close_context_of(w);
 }
 
-/* ---- streams, events, graphs ---------------------------------------------------------------------------- */
-
 /* The status of a call that ends *object; what is live still is left to finish(). */
 static cumoe_status ended(cumoe_status status, void *object)
 {
@@ -472,8 +474,6 @@ static cumoe_status use_graphs(world *w)
   return ended(cumoe_graph_destroy(w->context, w->captured), &w->captured);
 }
 
-/* ---- modules and launches --------------------------------------------------------------------------------- */
-
 static cumoe_status use_module(world *w)
 {
   static const char ptx[] = ".version 8.0\n.target sm_80\n.address_size 64\n";
@@ -501,8 +501,6 @@ static cumoe_status use_module(world *w)
   STEP(cumoe_launch_kernel(add, &l, args, 4));
   return cumoe_module_unload(&module);
 }
-
-/* ---- the compiler and cuBLAS ----------------------------------------------------------------------------- */
 
 static const char source[] = "extern \"C\" __global__ void add() {}";
 
@@ -554,8 +552,6 @@ static cumoe_status use_operations(world *w)
   return cumoe_rmsnorm(w->context, x, weight, 1e-5f, y, w->stream);
 }
 
-/* ---- the CPU device ----------------------------------------------------------------------------------- */
-
 static cumoe_status whole_cpu(world *w)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
@@ -575,13 +571,12 @@ static cumoe_status whole_cpu(world *w)
   return cumoe_buffer_free(&w->buffers[0]);
 }
 
-/* ---- the runs ----------------------------------------------------------------------------------------- */
-
 static const scenario scenarios[] = {
     {"open and close", nothing, open_close, AGAIN},
     {"open on another device", on_device_0, open_close, AGAIN},
     {"open any device", nothing, open_any, LAX},
     {"close with live buffers", nothing, close_with_buffers, FAILS},
+    {"close with live weights", nothing, close_with_weights, 0},
     {"buffers", open_one, allocate, 0},
     {"release and adopt", open_one, hand_over, 0},
     {"adopt from cudaMalloc", open_one, adopt_plain, 0},
@@ -896,7 +891,7 @@ void __gcov_dump(void) __attribute__((weak)); /* _exit writes no counts of branc
 static void first_calls(void)
 {
   if (!group_begin("first calls of a process")) return;
-  const scenario *first[] = {&scenarios[0], &scenarios[4], &scenarios[7]};
+  const scenario *first[] = {&scenarios[0], &scenarios[5], &scenarios[8]};
   for (int i = 0; i < 3; i++)
     for (int n = 1; n <= 12; n++)
       for (int channel = 0; channel < 2; channel++) {

@@ -23,8 +23,6 @@ typedef struct setup {
   layer_inputs in;
 } setup;
 
-/* ---- from the file to a layer ---------------------------------------------------------------------- */
-
 /* The file's tensor as a packed [rows, cols] matrix; bf16 keeps the file's bytes. Absent stays absent. */
 static tensor packed(const file_tensor *t, int32_t dtype, int64_t rows, int64_t cols)
 {
@@ -84,8 +82,6 @@ static setup set_up(const block *b, cumoe_context context, cumoe_dtype dtype)
   return s;
 }
 
-/* ---- what the file expects ------------------------------------------------------------------------- */
-
 static double file_value(const file_tensor *t, int64_t row, int64_t col)
 {
   float value = NAN;
@@ -123,8 +119,6 @@ static void file_route(const block *b, int64_t token, int32_t *ids, double *weig
     if (file_value(b->logits, token, e) > file_value(b->logits, token, ids[0])) ids[0] = e;
   weights[0] = 1 / (1 + exp(-file_value(b->logits, token, ids[0])));
 }
-
-/* ---- checks ---------------------------------------------------------------------------------------- */
 
 static const double file_roundoff = 0x1p-24; /* the file's numbers are f32 */
 
@@ -169,8 +163,8 @@ static void check_token_routing(const setup *s, int64_t token, const tensor *ids
   check_bounded_row("weights, file", weights, token, expected);
 }
 
-/* In f32 the file's output lies within the bound of the oracle's: rounding its input to f32 moves every sum by less than
- * its own bound allows. In bf16 the oracle's numbers are rounded on the way, the file's are not. */
+/* In f32 the file's output lies within the bound of the oracle's: rounding its input to f32 moves every sum by less
+ * than its own bound allows. In bf16 the oracle's numbers are rounded on the way, the file's are not. */
 static void check_token_output(const setup *s, int64_t token, const tensor *out, const layer_result *want)
 {
   int32_t hidden = s->spec.desc.hidden;
@@ -219,8 +213,6 @@ static void test_block(int index, cumoe_context *contexts, int count)
   }
   if (good) block_close(&b);
 }
-
-/* ---- the reader ------------------------------------------------------------------------------------ */
 
 /* A copy without a byte to spare, so that a reader that goes too far is seen by a memory checker. */
 static bool parses(const void *bytes, size_t size)

@@ -18,13 +18,6 @@ static cudaStream_t stream_new(void)
   return stream;
 }
 
-static cumoe_view_mut as_mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
-/* ---- layers ---------------------------------------------------------------------------------------- */
-
 /* A session on a stream of its own. */
 static void streamed_open(session *s, cumoe_context context, const layer_spec *spec, const layer_inputs *inputs)
 {
@@ -92,8 +85,6 @@ static void replay(session *s, const captured *c)
   if (c->exec) CHECK_CUDA(cudaGraphLaunch(c->exec, s->stream));
 }
 
-/* ---- the first call -------------------------------------------------------------------------------- */
-
 static void first_call_case(int32_t dtype, int64_t tokens, enum cudaStreamCaptureMode mode)
 {
   cumoe_context context = NULL;
@@ -125,7 +116,6 @@ static void test_first_call(void)
 {
   static const enum cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
                                                      cudaStreamCaptureModeRelaxed};
-  if (!group_begin("captured as the first call")) return;
   for (int mode = 0; mode < 3; mode++)
     for (int type = 0; type < 3; type++)
       for (int64_t tokens = 3; tokens < 3000; tokens *= 30) { /* 3, 90, 2700 */
@@ -133,10 +123,7 @@ static void test_first_call(void)
         first_call_case(case_dtypes[type], tokens, modes[mode]);
         case_end();
       }
-  group_end();
 }
-
-/* ---- replays with other data ----------------------------------------------------------------------- */
 
 static tensor all_ids(const layer_spec *s, double id)
 {
@@ -249,7 +236,6 @@ static void replay_case(cumoe_context context, int32_t dtype, int64_t tokens, ro
 static void test_replays(cumoe_context context)
 {
   static const int32_t types[] = {CUMOE_BF16, CUMOE_F32};
-  if (!group_begin("replayed with other data")) return;
   for (int type = 0; type < 2; type++)
     for (routing_input input = INPUT_IDS; input <= INPUT_ROUTER; input++)
       for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
@@ -257,64 +243,14 @@ static void test_replays(cumoe_context context)
         replay_case(context, types[type], tokens, input);
         case_end();
       }
-  group_end();
 }
 
-/* ---- the stages ------------------------------------------------------------------------------------ */
-
-enum { STAGE_ROUTER, STAGE_GATE, STAGE_MAP, STAGE_UP, STAGE_DOWN, STAGE_COMBINE, STAGE_COUNT };
 static const char *const stage_names[] = {"router", "gate", "map", "up", "down", "combine"};
 
-typedef struct staged {
-  session s;
-  cumoe_route route;
-  cumoe_view_mut logits, ids, weights, h, y, out, map_workspace;
-} staged;
-
-static void staged_open(staged *g, cumoe_context context, const layer_spec *spec, const layer_inputs *in)
-{
-  const int64_t t = spec->tokens, k = spec->desc.routing.top_k, pairs = t * k, e = spec->desc.num_experts;
-  size_t bytes = 0;
-  streamed_open(&g->s, context, spec, in);
-  CHECK_OK(cumoe_map_workspace(g->s.plan, t, &bytes));
-  g->logits = device_new(context, CUMOE_F32, t, e, 1);
-  g->ids = device_new(context, CUMOE_I64, t, k, 1);
-  g->weights = device_new(context, CUMOE_F32, t, k, 1);
-  g->route = (cumoe_route){sizeof g->route,
-                           0,
-                           device_new(context, CUMOE_I32, 1, e, 0),
-                           device_new(context, CUMOE_I32, 1, e + 1, 0),
-                           device_new(context, CUMOE_I32, 1, pairs, 0),
-                           device_new(context, CUMOE_I32, t, k, 0)};
-  g->h = device_new(context, spec->desc.dtype, pairs, spec->desc.inter, 8);
-  g->y = device_new(context, spec->desc.dtype, pairs, spec->desc.hidden, 8);
-  g->out = device_new(context, spec->desc.dtype, t, spec->desc.hidden, 8);
-  g->map_workspace =
-      bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16, 0) : no_view_mut();
-  CHECK_CUDA(cudaDeviceSynchronize()); /* filled on another stream than the stages run on */
-}
-
-static cumoe_status run_stage(staged *g, int stage)
-{
-  const cumoe_moe_args *a = &g->s.args;
-  const cumoe_combine_args c = {
-      .size = sizeof c, .y = cumoe_const(g->y), .pair_weights = cumoe_const(g->weights), .out = g->out};
-  switch (stage) {
-  case STAGE_ROUTER: return cumoe_router(g->s.context, a->x, a->router_weight, no_view(), g->logits, g->s.stream);
-  case STAGE_GATE:
-    return cumoe_gate(g->s.context, &g->s.spec->desc.routing, cumoe_const(g->logits), no_view(), g->ids, g->weights,
-                      g->s.stream);
-  case STAGE_MAP: return cumoe_map(g->s.plan, cumoe_const(g->ids), no_view(), &g->route, g->map_workspace, g->s.stream);
-  case STAGE_UP: return cumoe_up(g->s.plan, g->s.routed, a->x, &g->route, no_view(), g->h, g->s.stream);
-  case STAGE_DOWN: return cumoe_down(g->s.plan, g->s.routed, cumoe_const(g->h), &g->route, g->y, g->s.stream);
-  default: return cumoe_combine(g->s.plan, &g->route, &c, g->s.stream);
-  }
-}
-
-static cumoe_view output_of(const staged *g, int stage)
+static cumoe_view output_of(const staged *g, int which)
 {
   const cumoe_view_mut all[] = {g->logits, g->ids, g->route.slot_row, g->h, g->y, g->out};
-  return cumoe_const(all[stage]);
+  return cumoe_const(all[which]);
 }
 
 /* Each stage is captured before any of them has run; then graphs and eager calls must write the same. */
@@ -329,7 +265,8 @@ static void stages_case(cumoe_context context, int32_t dtype, int64_t tokens)
   staged g;
   captured c[STAGE_COUNT];
   tensor eager[STAGE_COUNT];
-  staged_open(&g, context, &spec, &in);
+  staged_open(&g, context, &spec, &in, stream_new());
+  CHECK_CUDA(cudaDeviceSynchronize()); /* filled on another stream than the stages run on */
   for (int i = 0; i < STAGE_COUNT; i++) {
     if (!capture_begin(g.s.stream, cudaStreamCaptureModeGlobal)) return;
     CHECK_OK(run_stage(&g, i));
@@ -353,22 +290,17 @@ static void stages_case(cumoe_context context, int32_t dtype, int64_t tokens)
 
 static void test_stages(cumoe_context context)
 {
-  if (!group_begin("every stage captured")) return;
   for (int type = 0; type < 3; type++)
     for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
       case_begin("%s, T %" PRId64, cumoe_dtype_name((cumoe_dtype)case_dtypes[type]), tokens);
       stages_case(context, case_dtypes[type], tokens);
       case_end();
     }
-  group_end();
 }
-
-/* ---- faults ---------------------------------------------------------------------------------------- */
 
 /* A fault in one replay is sticky in the next, until a clear that is part of the graph. */
 static void test_faults_in_graphs(cumoe_context context)
 {
-  if (!group_begin("faults in graphs")) return;
   case_begin("recorded and cleared by replays");
   layer_spec spec = graph_spec(CUMOE_BF16, 20, INPUT_IDS);
   const layer_inputs good = layer_inputs_new(&spec);
@@ -399,10 +331,7 @@ static void test_faults_in_graphs(cumoe_context context)
   captured_free(&c);
   streamed_close(&s);
   case_end();
-  group_end();
 }
-
-/* ---- nothing left behind --------------------------------------------------------------------------- */
 
 static size_t free_memory(void)
 {
@@ -414,7 +343,6 @@ static size_t free_memory(void)
 
 static void test_no_allocation(cumoe_context context)
 {
-  if (!group_begin("no allocation")) return;
   for (int64_t tokens = 3; tokens < 3000; tokens *= 30) {
     case_begin("1000 launches, T %" PRId64, tokens);
     const layer_spec spec = graph_spec(CUMOE_BF16, tokens, INPUT_ROUTER);
@@ -439,10 +367,7 @@ static void test_no_allocation(cumoe_context context)
     streamed_close(&s);
     case_end();
   }
-  group_end();
 }
-
-/* ---- threads and streams --------------------------------------------------------------------------- */
 
 typedef struct worker {
   session s;
@@ -508,17 +433,13 @@ static void threads_case(cumoe_context context, bool captures)
 
 static void test_threads(cumoe_context context)
 {
-  if (!group_begin("two threads, two streams")) return;
   case_begin("both launch");
   threads_case(context, false);
   case_end();
   case_begin("one launches, one captures");
   threads_case(context, true);
   case_end();
-  group_end();
 }
-
-/* ---- a thousand repeats ---------------------------------------------------------------------------- */
 
 enum { REPEATS = 1000, WRITTEN = 4 };
 
@@ -625,7 +546,6 @@ static void test_repeats(cumoe_context context)
 {
   static const int32_t types[] = {CUMOE_BF16, CUMOE_F16};
   static const int64_t tokens[] = {1, 8, 30, 90, 700, 1000, 2700};
-  if (!group_begin("%d repeats", REPEATS)) return;
   for (int type = 0; type < 2; type++)
     for (int t = 0; t < 7; t++)
       for (int loaded = 0; loaded < 2; loaded++) {
@@ -634,21 +554,24 @@ static void test_repeats(cumoe_context context)
         repeats_case(context, types[type], tokens[t], loaded);
         case_end();
       }
-  group_end();
 }
+
+static const test_group groups[] = {
+    ALONE("captured as the first call", test_first_call, ON_CUDA),
+    GROUP("replayed with other data", test_replays, ON_CUDA),
+    GROUP("every stage captured", test_stages, ON_CUDA),
+    GROUP("faults in graphs", test_faults_in_graphs, ON_CUDA),
+    GROUP("no allocation", test_no_allocation, ON_CUDA),
+    GROUP("two threads, two streams", test_threads, ON_CUDA),
+    GROUP("a thousand repeats", test_repeats, ON_CUDA),
+};
 
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
   cumoe_context context = open_context(0);
   if (context != NULL) {
-    test_first_call();
-    test_replays(context);
-    test_stages(context);
-    test_faults_in_graphs(context);
-    test_no_allocation(context);
-    test_threads(context);
-    test_repeats(context);
+    run_groups(context, groups, sizeof groups / sizeof groups[0]);
     close_context(context);
   }
   return test_end();

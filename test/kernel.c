@@ -1,6 +1,7 @@
 /*
- * A caller's own kernels: run-time compilation (needs NVRTC, no GPU), and on a GPU modules of every kind, lookups, launches, occupancy,
- * and what is left after a kernel has lost the device. Loads lib/test/kernel.*, made from test/kernel.cu.
+ * A caller's own kernels: run-time compilation (needs NVRTC, no GPU), and on a GPU modules of every kind, lookups,
+ * launches, occupancy, and what is left after a kernel has lost the device. Loads lib/test/kernel.*, made from
+ * test/kernel.cu.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -35,14 +36,11 @@ static void *read_whole(const char *path, size_t *bytes)
 
 static const char *const suffixes[] = {".ptx", ".fatbin", ".sm_80.cubin", ".sm_90.cubin"};
 
-/* ---- without a GPU ------------------------------------------------------------------------------------ */
-
 /* Bytes that pass the inspection are refused for the device only. */
 static void test_cpu(cumoe_context context)
 {
   cumoe_module module;
   char folder[] = "/tmp/cumoe-XXXXXX", fifo[40];
-  if (!group_begin("cpu: modules")) return;
   for (int i = 0; i < 4; i++) {
     size_t bytes = 0;
     case_begin("kernel%s", suffixes[i]);
@@ -80,7 +78,6 @@ static void test_cpu(cumoe_context context)
   CHECK_OK(cumoe_module_unload(&module));
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_module_compile(context, "", NULL, 0, NULL, 0, &module));
   case_end();
-  group_end();
 }
 
 static const char plain_source[] =
@@ -133,11 +130,9 @@ static void test_compile(cumoe_context context)
   const cumoe_status bad = CUMOE_ERR_INVALID_ARGUMENT;
   cumoe_image image;
   char log[4096], tiny[9];
-  if (!group_begin("run-time compilation")) return;
   if (!have_nvrtc()) {
     case_begin("NVRTC");
     case_skip("it is not installed: %s", cumoe_last_error());
-    group_end();
     return;
   }
   test_targets(context);
@@ -174,10 +169,7 @@ static void test_compile(cumoe_context context)
   for (int i = 0; i < 4; i++) CHECK(pthread_create(&threads[i], NULL, compile_in_thread, &failures[i]) == 0);
   for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0 && failures[i] == 0);
   case_end();
-  group_end();
 }
-
-/* ---- on a GPU ----------------------------------------------------------------------------------------- */
 
 static int32_t major_of(cumoe_context context)
 {
@@ -242,7 +234,6 @@ static void test_load(cumoe_context context)
       ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry f()\n{\n  nonsense;\n}\n";
   cumoe_module module = {0};
   size_t bytes = 0;
-  if (!group_begin("cuda: loading")) return;
   load_case(context, ".ptx", 0);
   load_case(context, ".fatbin", 0);
   load_case(context, ".sm_80.cubin", 8);
@@ -270,7 +261,6 @@ static void test_load(cumoe_context context)
   } else {
     case_skip("NVRTC is not installed");
   }
-  group_end();
 }
 
 static void test_facts(cumoe_context context)
@@ -279,7 +269,6 @@ static void test_facts(cumoe_context context)
   cumoe_module module = {0};
   cumoe_function function;
   cumoe_function_info info = {.size = sizeof info};
-  if (!group_begin("cuda: facts of kernels")) return;
   case_begin("parameters");
   CHECK_OK(cumoe_function_get_info(look_up(context, "kinds", 0, &module), &info));
   CHECK(info.parameters == 9 && memcmp(info.parameter_bytes, sizes, sizeof sizes) == 0);
@@ -309,7 +298,6 @@ static void test_facts(cumoe_context context)
   case_begin("close");
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
-  group_end();
 }
 
 static void test_globals(cumoe_context context)
@@ -318,7 +306,6 @@ static void test_globals(cumoe_context context)
   const tensor x = counting(CUMOE_F32, 100, 0);
   cumoe_module module = {0};
   cumoe_view_mut scale, counters, none;
-  if (!group_begin("cuda: variables")) return;
   case_begin("written and read");
   const cumoe_function scaled = look_up(context, "scaled", 0, &module);
   CHECK_OK(cumoe_module_global(module, "scale", CUMOE_F32, &scale));
@@ -339,7 +326,6 @@ static void test_globals(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_module_global(module, "scale", CUMOE_I64, &none));
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
-  group_end();
 }
 
 typedef struct triple {
@@ -350,7 +336,6 @@ typedef struct triple {
 static void test_arguments(cumoe_context context)
 {
   cumoe_module module = {0};
-  if (!group_begin("cuda: arguments")) return;
   case_begin("every kind arrives");
   const cumoe_function kinds = look_up(context, "kinds", 0, &module);
   const tensor in = counting(CUMOE_I64, 1, 0x400c000000000000); /* the double 3.5 */
@@ -383,7 +368,6 @@ static void test_arguments(cumoe_context context)
   CHECK_OK(cumoe_launch_kernel(kinds, &launch, args, 9));
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
-  group_end();
 }
 
 static int32_t read_int(cumoe_context context, cumoe_view_mut at)
@@ -413,7 +397,6 @@ static void test_shapes(cumoe_context context)
 {
   enum { WORDS = 25600, STEPS = 8 };
   cumoe_module module = {0};
-  if (!group_begin("cuda: launches")) return;
   case_begin("100 KiB of dynamic shared memory");
   const cumoe_function sum = look_up(context, "shared_sum", WORDS * 4, &module);
   const cumoe_view_mut total = zero_ints(context, 1);
@@ -461,7 +444,6 @@ static void test_shapes(cumoe_context context)
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
-  group_end();
 }
 
 static void test_occupancy(cumoe_context context)
@@ -470,7 +452,6 @@ static void test_occupancy(cumoe_context context)
   uint32_t threads = 0;
   cumoe_occupancy o = {.size = sizeof o};
   cumoe_launch launch = {.size = sizeof launch, .block = {128}};
-  if (!group_begin("cuda: occupancy")) return;
   case_begin("blocks");
   const cumoe_function limited = look_up(context, "limited", 0, &module);
   CHECK_OK(cumoe_function_occupancy(limited, &launch, &o));
@@ -494,42 +475,6 @@ static void test_occupancy(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_function_block(sum, 1u << 30, &threads));
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
-  group_end();
-}
-
-static void test_stale(cumoe_context context)
-{
-  cumoe_module module = {0};
-  cumoe_function_info info = {.size = sizeof info};
-  cumoe_context own = NULL;
-  const cumoe_launch launch = {.size = sizeof launch, .grid = {1, 1, 1}, .block = {1}};
-  if (!group_begin("cuda: stale modules and functions")) return;
-  case_begin("unloaded");
-  cumoe_function nothing = look_up(context, "nothing", 0, &module);
-  cumoe_module copy = module;
-  CHECK_OK(cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  CHECK_OK(cumoe_module_unload(&module));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_function_get_info(nothing, &info));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_module_unload(&copy));
-  case_end();
-  case_begin("the next module takes the slot, not the handle");
-  const cumoe_function next = look_up(context, "nothing", 0, &module);
-  CHECK(next.id != nothing.id);
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_OK(cumoe_launch_kernel(next, &launch, NULL, 0));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  CHECK_OK(cumoe_module_unload(&module));
-  case_end();
-  case_begin("ended with its context");
-  CHECK_OK(cumoe_context_create(0, NULL, &own));
-  nothing = look_up(own, "nothing", 0, &module);
-  CHECK_OK(cumoe_context_destroy(own));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_launch_kernel(nothing, &launch, NULL, 0));
-  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_module_unload(&module));
-  case_end();
-  group_end();
 }
 
 static void test_capture(cumoe_context context)
@@ -537,7 +482,6 @@ static void test_capture(cumoe_context context)
   cumoe_module module = {0};
   cumoe_stream stream = NULL;
   cumoe_graph graph = NULL;
-  if (!group_begin("cuda: a kernel's first launch in a capture")) return;
   case_begin("captured, launched twice");
   CHECK_OK(cumoe_stream_create(context, 0, &stream));
   const cumoe_view_mut x = zero_ints(context, 1);
@@ -556,10 +500,7 @@ static void test_capture(cumoe_context context)
   CHECK_OK(cumoe_stream_destroy(context, stream));
   CHECK_OK(cumoe_module_unload(&module));
   case_end();
-  group_end();
 }
-
-/* ---- a lost device ------------------------------------------------------------------------------------- */
 
 /* In a process of its own, which cannot use the GPU afterwards. True: everything is as it should be. */
 static bool lose_device(void)
@@ -593,7 +534,6 @@ static void crash(void)
 
 static void test_lost(void)
 {
-  if (!group_begin("cuda: a lost device")) return;
   case_begin("in a child");
   fflush(stdout);
   const pid_t child = fork();
@@ -605,32 +545,24 @@ static void test_lost(void)
   CHECK(child > 0 && waitpid(child, &status, 0) == child);
   CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child's status is 0x%x", (unsigned)status);
   case_end();
-  group_end();
 }
+
+static const test_group groups[] = {
+    GROUP("modules", test_cpu, ON_CPU),
+    GROUP("run-time compilation", test_compile, ON_CPU),
+    GROUP("loading", test_load, ON_CUDA),
+    GROUP("facts of kernels", test_facts, ON_CUDA),
+    GROUP("variables", test_globals, ON_CUDA),
+    GROUP("arguments", test_arguments, ON_CUDA),
+    GROUP("launches", test_shapes, ON_CUDA),
+    GROUP("occupancy", test_occupancy, ON_CUDA),
+    GROUP("a kernel's first launch in a capture", test_capture, ON_CUDA),
+    ALONE("a lost device", test_lost, ON_CUDA),
+};
 
 int main(int argc, char **argv)
 {
   const bool child = argc > 1 && strcmp(argv[1], "--crash") == 0;
-  test_begin(child ? 1 : argc, argv);
   if (child) crash();
-  cumoe_context cpu = open_context(CUMOE_DEVICE_CPU);
-  if (cpu) {
-    test_cpu(cpu);
-    test_compile(cpu);
-    close_context(cpu);
-  }
-  cumoe_context cuda = open_context(0);
-  if (cuda) {
-    test_load(cuda);
-    test_facts(cuda);
-    test_globals(cuda);
-    test_arguments(cuda);
-    test_shapes(cuda);
-    test_occupancy(cuda);
-    test_stale(cuda);
-    test_capture(cuda);
-    close_context(cuda);
-    test_lost();
-  }
-  return test_end();
+  return test_main(argc, argv, groups, sizeof groups / sizeof groups[0]);
 }

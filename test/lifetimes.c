@@ -1,5 +1,5 @@
-/* What a handle of the API names once its object has gone: nothing. Plans, weights and contexts destroyed twice, forged, reused,
- * outlived by what they own; weights whose buffers were freed, and outputs laid over weights. */
+/* What a handle of the API names once its object has gone: nothing. Plans, weights and contexts destroyed twice,
+ * forged, reused, outlived by what they own; weights whose buffers were freed, and outputs laid over weights. */
 #include <stdio.h>
 #include <string.h>
 
@@ -240,8 +240,8 @@ static void test_freed_buffers(cumoe_context context)
 
 enum { MATRIX = HIDDEN * INTER, GAP = 1024 /* elements before each expert of down, and behind the last */ };
 
-/* An output of `bytes` that ends where expert e's matrix begins, and one that begins where it ends, are legal; `step` bytes further
- * in, neither is. */
+/* An output of `bytes` that ends where expert e's matrix begins, and one that begins where it ends, are legal; `step`
+ * bytes further in, neither is. */
 static void check_around(const layer *l, cumoe_view_mut *output, int64_t bytes, int64_t step, const char *name)
 {
   const struct {

@@ -1,8 +1,8 @@
 /*
  * The matrix product against double: transposes, types, alpha, beta, leading dimensions, batches; on CUDA also cuBLAS's
- * coming and going, captures, threads. An element may be off by (K + 8) 2^-24 sum |alpha a b| + 4 2^-24 |beta c|, and the
- * rounding to its type; with beta and a 16-bit c, cuBLAS may also have rounded the product first. Products of small integers
- * have to be exact.
+ * coming and going, captures, threads. An element may be off by (K + 8) 2^-24 sum |alpha a b| + 4 2^-24 |beta c|, and
+ * the rounding to its type; with beta and a 16-bit c, cuBLAS may also have rounded the product first. Products of small
+ * integers have to be exact.
  */
 #include <math.h>
 #include <pthread.h>
@@ -24,8 +24,6 @@ typedef struct product {
   bool integers, beside, shared_a; /* beside: the matrices of the batch lie in the columns of one */
   int64_t pad;
 } product;
-
-/* ---- operands -------------------------------------------------------------------------------------- */
 
 /* The matrices of a batch as one tensor: behind each other, or side by side. */
 typedef struct matrices {
@@ -58,11 +56,6 @@ static cumoe_view first_of(const matrices *s, cumoe_view all, int64_t *stride)
   return all;
 }
 
-static cumoe_view_mut mut(cumoe_view v)
-{
-  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
-}
-
 static cumoe_view_mut workspace_for(cumoe_context context)
 {
   size_t bytes = 0;
@@ -70,8 +63,6 @@ static cumoe_view_mut workspace_for(cumoe_context context)
   cumoe_view_mut w = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)bytes % 256);
   return bytes ? w : no_view_mut();
 }
-
-/* ---- what is right --------------------------------------------------------------------------------- */
 
 static bounded expected(const product *p, const matrices *a, const matrices *b, const matrices *c, int64_t i,
                         int64_t row, int64_t col)
@@ -103,15 +94,13 @@ static bounded *expect_all(const product *p, const matrices *a, const matrices *
   return want;
 }
 
-/* ---- cases ----------------------------------------------------------------------------------------- */
-
 static cumoe_matmul_args arguments_for(cumoe_context context, const product *p, const matrices *a, const matrices *b,
                                        const matrices *c, cumoe_view_mut all_c)
 {
   cumoe_matmul_args m = {.size = sizeof m, .flags = p->flags, .alpha = p->alpha, .beta = p->beta, .batch = p->batch};
   m.a = first_of(a, device_put(context, &a->all, p->pad), &m.a_stride);
   m.b = first_of(b, device_put(context, &b->all, 2 * p->pad), &m.b_stride);
-  m.c = mut(first_of(c, cumoe_const(all_c), &m.c_stride));
+  m.c = as_mut(first_of(c, cumoe_const(all_c), &m.c_stride));
   if (p->batch > 1 && m.c_stride == 0) m.c_stride = p->m * all_c.ld; /* no elements */
   m.workspace = workspace_for(context);
   return m;
@@ -240,8 +229,6 @@ static void test_precision(cumoe_context context)
   group_end();
 }
 
-/* ---- cuBLAS comes and goes ------------------------------------------------------------------------- */
-
 /* Has to run before anything else opens cuBLAS. */
 static void test_missing_library(cumoe_context context)
 {
@@ -286,7 +273,8 @@ static bool pair_right(cumoe_context context, const pair *p)
   return true;
 }
 
-/* The first product of a context in a capture is refused; after cumoe_matmul_prepare it is not, though cuBLAS never ran. */
+/* The first product of a context in a capture is refused; after cumoe_matmul_prepare it is not, though cuBLAS never
+ * ran. */
 static void test_capture(void)
 {
   cumoe_context context = NULL;
@@ -329,8 +317,6 @@ static void test_capture(void)
   close_context(context);
   group_end();
 }
-
-/* ---- threads: one context, a stream and a workspace each ---------------------------------------------- */
 
 enum { THREADS = 8, ROUNDS = 50 };
 

@@ -1,6 +1,6 @@
 /*
- * Elementwise operations, softmax and norms beyond their values (test/cases_ops.c, run by cpu and variants): what is refused,
- * captures as the first call of a context, repeated bits, offsets past 2^31.
+ * Elementwise operations, softmax and norms beyond their values (test/cases_ops.c, run by cpu and variants): what is
+ * refused, captures as the first call of a context, repeated bits, offsets past 2^31.
  */
 #include <math.h>
 #include <string.h>
@@ -31,12 +31,9 @@ static cumoe_status call(cumoe_context c, op o, cumoe_view x, cumoe_view other, 
   }
 }
 
-/* ---- refused --------------------------------------------------------------------------------------- */
-
 /* y may be x itself, or the columns beside it; anything else that shares memory with it is refused. */
 static void test_overlaps(cumoe_context context)
 {
-  if (!group_begin("%s overlaps", context_name(context))) return;
   for (op o = 0; o < OPS; o++) {
     case_begin("%s", names[o]);
     cumoe_view_mut all = device_new(context, CUMOE_BF16, 9, 48, 0), x, y,
@@ -67,14 +64,10 @@ static void test_overlaps(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_rmsnorm(context, cumoe_const(x), cumoe_const(first), 1e-5f, x, NULL));
   check_untouched(context, "x", x, 0);
   case_end();
-  group_end();
 }
-
-/* ---- layouts: each operand has gaps of its own, or none ---- */
 
 static void test_gaps(cumoe_context context)
 {
-  if (!group_begin("%s gaps", context_name(context))) return;
   for (op o = 0; o < OPS; o++) {
     rng r = {7};
     case_begin("%s", names[o]);
@@ -92,15 +85,11 @@ static void test_gaps(cumoe_context context)
     }
     case_end();
   }
-  group_end();
 }
-
-/* ---- bits ------------------------------------------------------------------------------------------ */
 
 static void test_repeats(cumoe_context context)
 {
   static const int32_t cols[] = {100, 2000, 30000};
-  if (!group_begin("%s the same bits", context_name(context))) return;
   for (op o = 0; o < OPS; o++)
     for (int i = 0; i < 9; i++) {
       rng r = {(uint64_t)i};
@@ -118,10 +107,7 @@ static void test_repeats(cumoe_context context)
       }
       case_end();
     }
-  group_end();
 }
-
-/* ---- captures -------------------------------------------------------------------------------------- */
 
 /* All operations of a fresh context in one graph; replayed with other data, they write what eager calls write. */
 static void test_capture(void)
@@ -130,7 +116,6 @@ static void test_capture(void)
   cudaStream_t stream;
   cudaGraph_t graph = NULL;
   cudaGraphExec_t exec = NULL;
-  if (!group_begin("cuda captured")) return;
   case_begin("all operations");
   CHECK_OK(cumoe_context_create(0, NULL, &context));
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
@@ -165,10 +150,7 @@ static void test_capture(void)
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   case_end();
   close_context(context);
-  group_end();
 }
-
-/* ---- offsets past 2^31 ----------------------------------------------------------------------------- */
 
 /* A part of a huge matrix, packed. */
 static tensor get_part(cumoe_context context, cumoe_view_mut all, int64_t row, int64_t first, int64_t count)
@@ -234,7 +216,6 @@ static void giant_ld(cumoe_context context, int32_t dtype, int64_t cols)
 
 static void test_giants(cumoe_context context)
 {
-  if (!group_begin("%s offsets past 2^31", context_name(context))) return;
   if (!on_device(context)) {
     case_begin("giants");
     case_skip("run on CUDA instead");
@@ -244,21 +225,13 @@ static void test_giants(cumoe_context context)
     giant_ld(context, CUMOE_BF16, 5000);
     giant_ld(context, CUMOE_BF16, 30001);
   }
-  group_end();
 }
 
-int main(int argc, char **argv)
-{
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  const int count = open_contexts(contexts);
-  for (int i = 0; i < count; i++) {
-    if (on_device(contexts[i])) test_capture();
-    test_overlaps(contexts[i]);
-    test_gaps(contexts[i]);
-    test_repeats(contexts[i]);
-    test_giants(contexts[i]);
-    close_context(contexts[i]);
-  }
-  return test_end();
-}
+static const test_group groups[] = {
+    ALONE("captured", test_capture, ON_CUDA),
+    GROUP("overlaps", test_overlaps, ANYWHERE),
+    GROUP("gaps", test_gaps, ANYWHERE),
+    GROUP("the same bits", test_repeats, ANYWHERE),
+    GROUP("offsets past 2^31", test_giants, ANYWHERE),
+};
+TEST_MAIN(groups)

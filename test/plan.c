@@ -267,8 +267,8 @@ static int32_t row_by_table(const gpu *g, const op_shape *s, int64_t rows, int *
   return -1;
 }
 
-/* A shape of the line's operation with exactly `per_expert` rows for each expert. bits: layout, tensor maps, a type for x that
- * is not that of the weights. */
+/* A shape of the line's operation with exactly `per_expert` rows for each expert. bits: layout, tensor maps, a type for
+ * x that is not that of the weights. */
 static op_shape threshold_shape(const tune_line *t, int64_t per_expert, int32_t experts, int bits)
 {
   const int32_t w = t->weights == WEIGHTS_f32 ? DT_F32 : case_dtypes[bits & 1];
@@ -406,7 +406,8 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
   }
 }
 
-/* Token ranges, times column ranges where a row has them; few_up may meet an expert a pair, and no more CTAs than SMs. */
+/* Token ranges, times column ranges where a row has them; few_up may meet an expert a pair, and no more CTAs than
+ * SMs. */
 static wide simple_grid(const variant *v, const op_shape *s)
 {
   if (s->op == OP_few_up || s->op == OP_few_down)
@@ -771,8 +772,8 @@ static const variant *row_at(const layer_plan *p, stage s)
   return p->steps[s].row < 0 ? NULL : &variants[p->steps[s].row];
 }
 
-/* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and `grid_size`
- * say of the shape as this program works it out. */
+/* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and
+ * `grid_size` say of the shape as this program works it out. */
 static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
 {
   const machine m = gpu_machine(g);
@@ -987,7 +988,8 @@ static void test_layer_cases(void)
   group_end();
 }
 
-/* One of few's rows, forced, takes whatever both can serve; one of the stages' keeps few out; one of the gate keeps the gate. */
+/* One of few's rows, forced, takes whatever both can serve; one of the stages' keeps few out; one of the gate keeps the
+ * gate. */
 static void test_forced_plans(void)
 {
   const layer_case one = {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, two = {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0},

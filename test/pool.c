@@ -16,13 +16,6 @@ static cumoe_pool_stats stats_of(cumoe_context context)
   return stats;
 }
 
-static int32_t device_of(cumoe_context context)
-{
-  cumoe_device_info info = {.size = sizeof info};
-  CHECK_OK(cumoe_context_info(context, &info));
-  return info.device;
-}
-
 /* Sizes below are exact only where no red zones come on top of them. */
 static bool has_zones(void)
 {
@@ -30,14 +23,12 @@ static bool has_zones(void)
   return level != NULL && level[0] == '2';
 }
 
-/* ---- figures ----------------------------------------------------------------------------------------- */
-
-static void test_figures(int32_t device, const char *name)
+static void test_figures(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   cumoe_context context = NULL;
   cumoe_buffer a = {0}, b = {0}, empty = {0};
   void *memory = NULL;
-  if (!group_begin("%s: figures", name)) return;
   case_begin("exact");
   CHECK_OK(cumoe_context_create(device, NULL, &context));
   cumoe_pool_stats s = stats_of(context);
@@ -68,15 +59,12 @@ static void test_figures(int32_t device, const char *name)
   CHECK_OK(cumoe_pool_trim(context, 0));
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-  group_end();
 }
 
-/* ---- configuration ----------------------------------------------------------------------------------- */
-
-static void test_config(int32_t device, const char *name)
+static void test_config(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   cumoe_context context = NULL;
-  if (!group_begin("%s: configuration", name)) return;
   case_begin("shorter and longer than this version's");
   struct {
     cumoe_context_config known;
@@ -90,15 +78,14 @@ static void test_config(int32_t device, const char *name)
   longer.later = 1;
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_context_create(device, &longer.known, &context));
   case_end();
-  group_end();
 }
 
-static void test_limit(int32_t device, const char *name)
+static void test_limit(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   const cumoe_context_config config = {.size = sizeof config, .pool_max = 10000};
   cumoe_context context = NULL;
   cumoe_buffer a = {0}, b = {0};
-  if (!group_begin("%s: the limit", name)) return;
   case_begin("10000 bytes");
   CHECK_OK(cumoe_context_create(device, &config, &context));
   CHECK_STATUS(CUMOE_ERR_OUT_OF_MEMORY, cumoe_buffer_alloc(context, CUMOE_U8, 1, 10001, NULL, &a));
@@ -113,10 +100,7 @@ static void test_limit(int32_t device, const char *name)
   CHECK(stats_of(context).used == 0 && stats_of(context).used_high < 10000);
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-  group_end();
 }
-
-/* ---- an engine's allocator --------------------------------------------------------------------------- */
 
 enum { SLOTS = 64, ARENA = 1 << 16 };
 
@@ -153,8 +137,9 @@ static void engine_free(void *user, void *data, size_t bytes, cumoe_stream strea
   e->last_stream = stream;
 }
 
-static void test_allocator(int32_t device, const char *name)
+static void test_allocator(cumoe_context given)
 {
+  const int32_t device = device_of(given);
   engine e = {0};
   const cumoe_allocator allocator = {
       .size = sizeof allocator, .alloc = engine_alloc, .free = engine_free, .user = &e, .name = "engine"};
@@ -163,7 +148,6 @@ static void test_allocator(int32_t device, const char *name)
   cumoe_buffer a = {0}, b = {0};
   unsigned char host[500];
   void *back = NULL;
-  if (!group_begin("%s: an allocator of the engine's", name)) return;
   if (device == CUMOE_DEVICE_CPU)
     e.arena = aligned_alloc(4096, ARENA);
   else
@@ -223,10 +207,7 @@ static void test_allocator(int32_t device, const char *name)
     free(e.arena);
   else
     CHECK_CUDA(cudaFree(e.arena));
-  group_end();
 }
-
-/* ---- threads ----------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8 };
 
@@ -270,7 +251,6 @@ static void soak_with(cumoe_context context, cumoe_stream streams[THREADS], int 
 static void test_soak_cpu(cumoe_context context)
 {
   cumoe_stream streams[THREADS] = {NULL};
-  if (!group_begin("cpu: many allocations")) return;
   case_begin("%d threads", THREADS);
   const cumoe_pool_stats before = stats_of(context);
   soak_with(context, streams, 5000);
@@ -278,7 +258,6 @@ static void test_soak_cpu(cumoe_context context)
   CHECK(s.live == before.live && s.used == before.used && s.allocs - before.allocs == THREADS * 5000);
   CHECK(s.frees - before.frees == THREADS * 5000 && s.used_high > s.used);
   case_end();
-  group_end();
 }
 
 /* A million allocations, mixed sizes, two streams: what the pool holds stops growing. */
@@ -287,7 +266,6 @@ static void test_soak_cuda(cumoe_context context)
   cudaStream_t two[2] = {NULL, NULL};
   cumoe_stream streams[THREADS];
   uint64_t held[4];
-  if (!group_begin("cuda: a million allocations")) return;
   case_begin("memory stays flat");
   for (int i = 0; i < 2; i++) CHECK_CUDA(cudaStreamCreateWithFlags(&two[i], cudaStreamNonBlocking));
   for (int i = 0; i < THREADS; i++) streams[i] = two[i % 2];
@@ -303,10 +281,7 @@ static void test_soak_cuda(cumoe_context context)
   CHECK_MSG(stats_of(context).reserved == 0, "%" PRIu64 " bytes are still reserved", stats_of(context).reserved);
   for (int i = 0; i < 2; i++) CHECK_CUDA(cudaStreamDestroy(two[i]));
   case_end();
-  group_end();
 }
-
-/* ---- CUDA -------------------------------------------------------------------------------------------- */
 
 static size_t free_memory(void)
 {
@@ -323,7 +298,6 @@ static void test_reserve_cuda(void)
   const cumoe_context_config absurd = {.size = sizeof absurd, .pool_initial = (uint64_t)1 << 44};
   cumoe_context context = NULL;
   cumoe_buffer buffer = {0};
-  if (!group_begin("cuda: what the pool holds")) return;
   case_begin("taken at once, kept, trimmed");
   CHECK_OK(cumoe_context_create(0, &big, &context));
   const uint64_t reserved = stats_of(context).reserved;
@@ -355,7 +329,6 @@ static void test_reserve_cuda(void)
   CHECK(context == NULL);
   CHECK_CUDA(cudaGetLastError());
   case_end();
-  group_end();
 }
 
 static void CUDART_CB sleep_a_while(void *unused)
@@ -370,7 +343,6 @@ static void test_full_cuda(void)
   cumoe_context context = NULL;
   cumoe_buffer a = {0}, b = {0}, c = {0};
   cudaStream_t stream = NULL;
-  if (!group_begin("cuda: a full GPU")) return;
   case_begin("waits, trims, tries again");
   CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   CHECK_OK(cumoe_context_create(0, NULL, &context));
@@ -392,13 +364,11 @@ static void test_full_cuda(void)
   CHECK_OK(cumoe_context_destroy(context));
   CHECK_CUDA(cudaStreamDestroy(stream));
   case_end();
-  group_end();
 }
 
 static void test_peers(cumoe_context context)
 {
   int count = 0;
-  if (!group_begin("%s: peers", context_name(context))) return;
   case_begin("refused, or nothing to do");
   if (!on_device(context)) {
     CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_pool_allow_peer(context, 0));
@@ -420,30 +390,17 @@ static void test_peers(cumoe_context context)
       case_end();
     }
   }
-  group_end();
 }
 
-int main(int argc, char **argv)
-{
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  const int count = open_contexts(contexts);
-  for (int i = 0; i < count; i++) {
-    const int32_t device = device_of(contexts[i]);
-    const char *name = context_name(contexts[i]);
-    test_figures(device, name);
-    test_config(device, name);
-    test_limit(device, name);
-    test_allocator(device, name);
-    test_peers(contexts[i]);
-    if (on_device(contexts[i])) {
-      test_reserve_cuda();
-      test_full_cuda();
-      test_soak_cuda(contexts[i]);
-    } else {
-      test_soak_cpu(contexts[i]);
-    }
-    close_context(contexts[i]);
-  }
-  return test_end();
-}
+static const test_group groups[] = {
+    GROUP("figures", test_figures, ANYWHERE),
+    GROUP("configuration", test_config, ANYWHERE),
+    GROUP("the limit", test_limit, ANYWHERE),
+    GROUP("an allocator of the engine's", test_allocator, ANYWHERE),
+    GROUP("peers", test_peers, ANYWHERE),
+    ALONE("what the pool holds", test_reserve_cuda, ON_CUDA),
+    ALONE("a full GPU", test_full_cuda, ON_CUDA),
+    GROUP("a million allocations", test_soak_cuda, ON_CUDA),
+    GROUP("many allocations", test_soak_cpu, ON_CPU),
+};
+TEST_MAIN(groups)

@@ -6,55 +6,75 @@
 # folder `examples` has no such line: its exit status is the answer, and "skipped: why" as its last line says that this
 # machine cannot run it. Breaking these rules, a crash and a timeout each count as a failure. The sum is the last line;
 # the exit status is 0 when nothing failed and something passed.
+# With 8 cores or more, programs run side by side, the long ones in shards; a line is printed in its turn.
 # V=1 shows all output, TEST_TIMEOUT is in seconds.
+
+# run.sh --job FOLDER INDEX SHARD SHARDS: one program of the list in the folder, or a part of it
+if [ "$1" = --job ]; then
+  program=$(sed -n "$3p" "$2/programs") part=$2/$3.$4 start=$(date +%s)
+  shard=
+  [ "$5" -gt 1 ] && shard="--shard $4/$5"
+  { timeout "${TEST_TIMEOUT:-900}" "$program" $shard 2>&1; echo "exit status $?"; } > "$part.log"
+  echo $(($(date +%s) - start)) > "$part.seconds"
+  mv "$part.seconds" "$part.done"
+  exit 0
+fi
+
 case $0 in */*) cd "${0%/*}/.." || exit 1 ;; esac
 lib=${LIB:-lib}
-log=$(mktemp) || exit 1
-trap 'rm -f "$log"' EXIT
+work=$(mktemp -d) || exit 1
+log=$work/log
+trap 'kill $runner 2> /dev/null; rm -rf "$work"' EXIT
 
 if [ $# -eq 0 ]; then
   for program in "$lib"/test/* "$lib"/test/abi/* "$lib"/test/examples/*; do
     [ -f "$program" ] && [ -x "$program" ] && set -- "$@" "$program"
   done
 fi
+printf '%s\n' "$@" > "$work/programs"
 
+# The long ones first, in shards; those that look at how much of a GPU's memory is free, alone and last.
 cores=$(nproc 2> /dev/null || echo 1)
-
-# Output and exit status of a program. The long ones are cut into shards that run side by side where there are cores.
-run() {
-  case ${1##*/}:$cores in
-  variants:[89] | variants:??* | forward:[89] | forward:??*) run_shards "$1" $((cores * 3 / 4)) ;;
-  *) timeout "${TEST_TIMEOUT:-900}" "$1" 2>&1; echo "exit status $?" ;;
-  esac
+shards_of() {
+  case ${1##*/} in variants | forward) [ "$cores" -ge 8 ] && echo $((cores * 3 / 4)) || echo 1 ;; *) echo 1 ;; esac
 }
+index=0
+for program; do
+  index=$((index + 1)) shards=$(shards_of "$program") list=$work/together
+  case ${program##*/} in variants | forward) list=$work/long ;; base | graph | pool) list=$work/alone ;; esac
+  [ "$cores" -ge 8 ] || list=$work/alone
+  for shard in $(seq 0 $((shards - 1))); do echo "$index $shard $shards"; done >> "$list"
+done
+touch "$work/long" "$work/together" "$work/alone"
+{
+  cat "$work/long" "$work/together" | xargs -r -P "$cores" -L 1 sh "test/run.sh" --job "$work"
+  xargs -r -P 1 -L 1 sh "test/run.sh" --job "$work" < "$work/alone"
+} &
+runner=$!
 
-run_shards() {
-  parts=$(mktemp -d) worst=0
-  for i in $(seq 0 $(($2 - 1))); do
-    { timeout "${TEST_TIMEOUT:-900}" "$1" --shard "$i/$2" 2>&1; echo "exit status $?"; } > "$parts/$i" &
-  done
-  wait
-  for i in $(seq 0 $(($2 - 1))); do
-    status=$(sed -n '$s/.*exit status //p' "$parts/$i")
+# Output, exit status and seconds of program INDEX in SHARDS parts, when all are there.
+collect() {
+  worst=0 seconds=0
+  for shard in $(seq 0 $(($2 - 1))); do
+    while [ ! -f "$work/$1.$shard.done" ]; do sleep 0.1; done
+    status=$(sed -n '$s/.*exit status //p' "$work/$1.$shard.log") took=$(cat "$work/$1.$shard.done")
     [ "$status" -gt "$worst" ] && worst=$status
-    sed '$d' "$parts/$i" | grep -v "$line"
+    [ "$took" -gt "$seconds" ] && seconds=$took
+    sed '$d' "$work/$1.$shard.log" | grep -v "$line"
   done
-  cat "$parts"/* | awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$/ { p += $1; f += $3; s += $5 }
-    END { printf "%d passed, %d failed, %d skipped\n", p, f, s }'
-  rm -r "$parts"
+  cat "$work/$1".*.log | awk '/^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$/ { p += $1; f += $3; s += $5; n++ }
+    END { if (n == '"$2"') printf "%d passed, %d failed, %d skipped\n", p, f, s }'
   echo "exit status $worst"
 }
 
-passed=0 failed=0 skipped=0
+passed=0 failed=0 skipped=0 index=0
 line='^\([0-9][0-9]*\) passed, \([0-9][0-9]*\) failed, \([0-9][0-9]*\) skipped$'
 for program; do
-  name=${program##*/}
-  start=$(date +%s)
+  name=${program##*/} index=$((index + 1))
+  collect $index "$(shards_of "$program")" > "$log"
   if [ -n "$V" ]; then
     echo "== $program"
-    run "$program" | tee "$log"
-  else
-    run "$program" > "$log"
+    cat "$log"
   fi
   status=$(tail -n 1 "$log" | sed -n 's/.*exit status \([0-9]*\)$/\1/p')
   counts=$(tail -n 2 "$log" | head -n 1 | sed -n "s/$line/\1 \2 \3/p")
@@ -80,7 +100,7 @@ for program; do
   verdict=ok
   [ "$f" -ne 0 ] && verdict=FAIL
   printf '%-4s %-16s %6d passed %4d failed %4d skipped %5d s%s\n' "$verdict" "$name" "$p" "$f" "$s" \
-    $(($(date +%s) - start)) "${trouble:+   ($trouble)}"
+    "$seconds" "${trouble:+   ($trouble)}"
 done
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -ne 0 ]

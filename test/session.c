@@ -247,6 +247,47 @@ layer_outputs session_collect(session *s)
   return o;
 }
 
+void staged_open(staged *g, cumoe_context context, const layer_spec *spec, const layer_inputs *in, cumoe_stream stream)
+{
+  const int64_t t = spec->tokens, k = spec->desc.routing.top_k, pairs = t * k, e = spec->desc.num_experts;
+  size_t bytes = 0;
+  session_open(&g->s, context, spec, in);
+  g->s.stream = stream;
+  CHECK_OK(cumoe_map_workspace(g->s.plan, t, &bytes));
+  g->logits = device_new(context, CUMOE_F32, t, e, 1);
+  g->ids = device_new(context, CUMOE_I64, t, k, 1);
+  g->weights = device_new(context, CUMOE_F32, t, k, 1);
+  g->route = (cumoe_route){.size = sizeof g->route,
+                           .counts = device_new(context, CUMOE_I32, 1, e, 0),
+                           .offsets = device_new(context, CUMOE_I32, 1, e + 1, 0),
+                           .row_pair = device_new(context, CUMOE_I32, 1, pairs, 0),
+                           .slot_row = device_new(context, CUMOE_I32, t, k, 0)};
+  g->h = device_new(context, spec->desc.dtype, pairs, spec->desc.inter, 8);
+  g->y = device_new(context, spec->desc.dtype, pairs, spec->desc.hidden, 8);
+  g->out = device_new(context, spec->desc.dtype, t, spec->desc.hidden, 8);
+  g->map_workspace =
+      bytes ? device_new(context, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16, 0) : no_view_mut();
+}
+
+cumoe_status run_stage(staged *g, stage which)
+{
+  const session *s = &g->s;
+  const cumoe_moe_args *a = &s->args;
+  const bool routed = s->spec->input == INPUT_IDS;
+  const cumoe_view ids = routed ? a->ids : cumoe_const(g->ids), weights = routed ? a->weights : cumoe_const(g->weights);
+  const cumoe_combine_args c = {.size = sizeof c, .y = cumoe_const(g->y), .pair_weights = weights, .out = g->out};
+  switch (which) {
+  case STAGE_ROUTER: return cumoe_router(s->context, a->x, a->router_weight, no_view(), g->logits, s->stream);
+  case STAGE_GATE:
+    return cumoe_gate(s->context, &s->spec->desc.routing, cumoe_const(g->logits), no_view(), g->ids, g->weights,
+                      s->stream);
+  case STAGE_MAP: return cumoe_map(s->plan, ids, no_view(), &g->route, g->map_workspace, s->stream);
+  case STAGE_UP: return cumoe_up(s->plan, s->routed, a->x, &g->route, no_view(), g->h, s->stream);
+  case STAGE_DOWN: return cumoe_down(s->plan, s->routed, cumoe_const(g->h), &g->route, g->y, s->stream);
+  default: return cumoe_combine(s->plan, &g->route, &c, s->stream);
+  }
+}
+
 layer_outputs run_layer(cumoe_context context, const layer_spec *spec, const layer_inputs *inputs)
 {
   session s;

@@ -67,6 +67,16 @@ layer_outputs session_collect(session *s);
 /* open, forward, collect, close */
 layer_outputs run_layer(cumoe_context context, const layer_spec *spec, const layer_inputs *inputs);
 
+/* The stages one by one, from the router or, if the caller routes, from the map; with the session's stream. */
+typedef enum stage { STAGE_ROUTER, STAGE_GATE, STAGE_MAP, STAGE_UP, STAGE_DOWN, STAGE_COMBINE, STAGE_COUNT } stage;
+typedef struct staged {
+  session s;
+  cumoe_route route;
+  cumoe_view_mut logits, ids, weights, h, y, out, map_workspace;
+} staged;
+void staged_open(staged *g, cumoe_context context, const layer_spec *spec, const layer_inputs *in, cumoe_stream stream);
+cumoe_status run_stage(staged *g, stage which);
+
 /* The inputs with tokens order[0], order[1], ...; `count` of them. And outputs in that order. */
 layer_inputs take_tokens(const layer_inputs *in, const int64_t *order, int64_t count);
 layer_outputs permuted_outputs(const layer_spec *spec, const layer_outputs *o, const int64_t *order);

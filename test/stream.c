@@ -13,7 +13,6 @@ static void test_cpu(cumoe_context context)
   cumoe_progress progress = CUMOE_PENDING;
   cumoe_capture capture = CUMOE_CAPTURE_ACTIVE;
   float milliseconds = 1;
-  if (!group_begin("cpu: one stream, always done")) return;
   case_begin("streams");
   CHECK_OK(cumoe_stream_create(context, -1, &stream));
   CHECK(stream == NULL);
@@ -54,10 +53,7 @@ static void test_cpu(cumoe_context context)
   CHECK(progress == CUMOE_FAILED);
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_event_create(context, 4, &event));
   case_end();
-  group_end();
 }
-
-/* ---- on a GPU ------------------------------------------------------------------------------------------- */
 
 static void CUDART_CB wait_for_gate(void *gate)
 {
@@ -106,7 +102,6 @@ static void test_streams(cumoe_context context)
 {
   static const int32_t priorities[] = {0, -1, 100, -100};
   int least = 0, most = 0;
-  if (!group_begin("cuda: streams")) return;
   case_begin("priorities");
   CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &most));
   for (int i = 0; i < 4; i++) {
@@ -134,13 +129,11 @@ static void test_streams(cumoe_context context)
   CHECK(progress_of(context, stream) == CUMOE_DONE);
   CHECK_OK(cumoe_stream_destroy(context, stream));
   case_end();
-  group_end();
 }
 
 static void test_join(cumoe_context context)
 {
   atomic_int gate;
-  if (!group_begin("cuda: joins")) return;
   case_begin("the waiter's work comes after");
   cumoe_stream a = stream_new(context, 0), b = stream_new(context, 0);
   const cumoe_view_mut v = fresh_bytes(context);
@@ -173,7 +166,6 @@ static void test_join(cumoe_context context)
   CHECK_OK(cumoe_stream_destroy(context, a));
   CHECK_OK(cumoe_stream_destroy(context, b));
   case_end();
-  group_end();
 }
 
 static void CUDART_CB sleep_20ms(void *unused)
@@ -187,7 +179,6 @@ static void test_times(cumoe_context context)
   cumoe_event first = NULL, last = NULL, plain = NULL;
   float milliseconds = 0;
   atomic_int gate;
-  if (!group_begin("cuda: times")) return;
   case_begin("20 ms");
   cumoe_stream stream = stream_new(context, 0);
   CHECK_OK(cumoe_event_create(context, CUMOE_EVENT_TIMING, &first));
@@ -215,7 +206,6 @@ static void test_times(cumoe_context context)
   CHECK_OK(cumoe_event_destroy(context, plain));
   CHECK_OK(cumoe_stream_destroy(context, stream));
   case_end();
-  group_end();
 }
 
 static cumoe_capture capture_of(cumoe_context context, cumoe_stream stream)
@@ -229,7 +219,6 @@ static void test_capture(cumoe_context context)
 {
   cumoe_graph graph = NULL, other = NULL;
   cumoe_progress progress;
-  if (!group_begin("cuda: captures")) return;
   case_begin("recorded, not run; refusals do not break it; launched");
   cumoe_stream stream = stream_new(context, 0);
   const cumoe_view_mut v = fresh_bytes(context);
@@ -259,13 +248,11 @@ static void test_capture(cumoe_context context)
   CHECK_OK(cumoe_graph_destroy(context, graph));
   CHECK_OK(cumoe_stream_destroy(context, stream));
   case_end();
-  group_end();
 }
 
 static void test_forks(cumoe_context context)
 {
   cumoe_graph graph = NULL;
-  if (!group_begin("cuda: captures over two streams")) return;
   cumoe_stream a = stream_new(context, 0), b = stream_new(context, 0);
   case_begin("forked and joined");
   const cumoe_view_mut v = fresh_bytes(context);
@@ -302,25 +289,14 @@ static void test_forks(cumoe_context context)
   CHECK_OK(cumoe_stream_destroy(context, a));
   CHECK_OK(cumoe_stream_destroy(context, b));
   case_end();
-  group_end();
 }
 
-int main(int argc, char **argv)
-{
-  cumoe_context contexts[2];
-  test_begin(argc, argv);
-  const int count = open_contexts(contexts);
-  for (int i = 0; i < count; i++) {
-    if (on_device(contexts[i])) {
-      test_streams(contexts[i]);
-      test_join(contexts[i]);
-      test_times(contexts[i]);
-      test_capture(contexts[i]);
-      test_forks(contexts[i]);
-    } else {
-      test_cpu(contexts[i]);
-    }
-    close_context(contexts[i]);
-  }
-  return test_end();
-}
+static const test_group groups[] = {
+    GROUP("one stream, always done", test_cpu, ON_CPU),
+    GROUP("streams", test_streams, ON_CUDA),
+    GROUP("joins", test_join, ON_CUDA),
+    GROUP("times", test_times, ON_CUDA),
+    GROUP("captures", test_capture, ON_CUDA),
+    GROUP("captures over two streams", test_forks, ON_CUDA),
+};
+TEST_MAIN(groups)

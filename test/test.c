@@ -99,10 +99,16 @@ void close_context(cumoe_context context)
   case_end();
 }
 
-bool on_device(cumoe_context context)
+int32_t device_of(cumoe_context context)
 {
   cumoe_device_info info = {.size = sizeof info};
-  return CHECK_OK(cumoe_context_info(context, &info)) && info.device != CUMOE_DEVICE_CPU;
+  CHECK_OK(cumoe_context_info(context, &info));
+  return info.device;
+}
+
+bool on_device(cumoe_context context)
+{
+  return device_of(context) != CUMOE_DEVICE_CPU;
 }
 
 const char *context_name(cumoe_context context)
@@ -133,6 +139,33 @@ void group_end(void)
   if (test.worst > 0) printf(", worst error/bound %.3f (%s)", test.worst, test.worst_at);
   printf("\n");
   fflush(stdout);
+}
+
+void run_groups(cumoe_context context, const test_group *groups, size_t count)
+{
+  const unsigned here = context == NULL ? ONCE : on_device(context) ? ON_CUDA : ON_CPU;
+  for (size_t i = 0; i < count; i++) {
+    if (!(groups[i].where & here)) continue;
+    if (!group_begin("%s%s%s", context ? context_name(context) : "", context ? ": " : "", groups[i].name)) continue;
+    if (groups[i].alone)
+      groups[i].alone();
+    else
+      groups[i].run(context);
+    group_end();
+  }
+}
+
+int test_main(int argc, char **argv, const test_group *groups, size_t count)
+{
+  cumoe_context contexts[2];
+  test_begin(argc, argv);
+  run_groups(NULL, groups, count);
+  const int devices = open_contexts(contexts);
+  for (int i = 0; i < devices; i++) {
+    run_groups(contexts[i], groups, count);
+    close_context(contexts[i]);
+  }
+  return test_end();
 }
 
 void case_begin(const char *format, ...)
@@ -362,6 +395,19 @@ bool tensor_equal(const tensor *a, const tensor *b)
   return a->dtype == b->dtype && a->rows == b->rows && a->cols == b->cols && !memcmp(a->data, b->data, tensor_bytes(a));
 }
 
+bool tensor_row_equal(const tensor *a, const tensor *b, int64_t row)
+{
+  const size_t bytes = (size_t)a->cols * cumoe_dtype_bytes((cumoe_dtype)a->dtype);
+  return !memcmp(a->data + (size_t)row * bytes, b->data + (size_t)row * bytes, bytes);
+}
+
+tensor tensor_copy(const tensor *t)
+{
+  tensor c = tensor_new(t->dtype, t->rows, t->cols);
+  memcpy(c.data, t->data, tensor_bytes(t));
+  return c;
+}
+
 tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation)
 {
   tensor t = tensor_new(dtype, rows, cols);
@@ -423,6 +469,11 @@ tensor route_tokens(rng *r, pattern p, int32_t dtype, int64_t tokens, int32_t k,
 }
 
 /* ---- device memory --------------------------------------------------------------------------------- */
+
+cumoe_view_mut as_mut(cumoe_view v)
+{
+  return (cumoe_view_mut){(void *)(uintptr_t)v.data, v.rows, v.cols, v.ld, v.owner, v.device, v.dtype};
+}
 
 cumoe_view no_view(void)
 {

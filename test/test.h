@@ -26,8 +26,34 @@ int test_end(void); /* prints the last line; the program's exit status */
 int open_contexts(cumoe_context contexts[2]);
 cumoe_context open_context(int32_t device); /* NULL: skipped or failed, already counted */
 void close_context(cumoe_context context);
-bool on_device(cumoe_context context);           /* false on the CPU device */
+bool on_device(cumoe_context context); /* false on the CPU device */
+int32_t device_of(cumoe_context context);
 const char *context_name(cumoe_context context); /* "cpu", "cuda" */
+
+/* Groups as rows: what each is called, its function, where it runs. `alone` is a function that needs no context. */
+typedef struct test_group {
+  const char *name;
+  void (*run)(cumoe_context context);
+  unsigned where;
+  void (*alone)(void);
+} test_group;
+#define GROUP(name_, run_, where_)                                                                                     \
+  {                                                                                                                    \
+    .name = name_, .run = run_, .where = where_                                                                        \
+  }
+#define ALONE(name_, alone_, where_)                                                                                   \
+  {                                                                                                                    \
+    .name = name_, .alone = alone_, .where = where_                                                                    \
+  }
+enum { ON_CPU = 1, ON_CUDA = 2, ANYWHERE = 3, ONCE = 4 };                       /* ONCE: before any context is open */
+void run_groups(cumoe_context context, const test_group *groups, size_t count); /* NULL: those that run once */
+/* A whole program: every group on every device. */
+int test_main(int argc, char **argv, const test_group *groups, size_t count);
+#define TEST_MAIN(groups)                                                                                              \
+  int main(int argc, char **argv)                                                                                      \
+  {                                                                                                                    \
+    return test_main(argc, argv, groups, sizeof groups / sizeof groups[0]);                                            \
+  }
 
 /* A group prints one line. False: not wanted (--only). */
 bool group_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -85,6 +111,8 @@ tensor tensor_new(int32_t dtype, int64_t rows, int64_t cols);
 double tensor_get(const tensor *t, int64_t row, int64_t col);
 void tensor_set(const tensor *t, int64_t row, int64_t col, double value); /* rounds */
 bool tensor_equal(const tensor *a, const tensor *b);                      /* bitwise */
+bool tensor_row_equal(const tensor *a, const tensor *b, int64_t row);
+tensor tensor_copy(const tensor *t);
 
 /* Normal with this deviation, plus mean; or integers -range .. range. */
 tensor tensor_normal(rng *r, int32_t dtype, int64_t rows, int64_t cols, double mean, double deviation);
@@ -121,6 +149,7 @@ bool check_guards(cumoe_context context, const char *what, cumoe_view_mut view);
 bool check_untouched(cumoe_context context, const char *what, cumoe_view_mut view, int64_t first);
 cumoe_view no_view(void);
 cumoe_view_mut no_view_mut(void);
+cumoe_view_mut as_mut(cumoe_view v);
 
 /* ---- comparison ------------------------------------------------------------------------------------ */
 

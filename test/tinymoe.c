@@ -25,8 +25,6 @@ typedef struct subject {
   const safetensors *stored, *expected; /* the model's weights; what they give */
 } subject;
 
-/* ---- files ----------------------------------------------------------------------------------------- */
-
 /* NULL, and a failed check, unless it has rows * cols elements. */
 static const file_tensor *find(const safetensors *file, const char *name, int64_t rows, int64_t cols)
 {
@@ -81,8 +79,6 @@ static host_projection expert_stack(const subject *s, int32_t layer, const char 
   }
   return p;
 }
-
-/* ---- one layer ------------------------------------------------------------------------------------- */
 
 typedef struct layer_run {
   tensor in, ids, weights, out; /* in: as the layer sees it, in its type */
@@ -172,8 +168,6 @@ static void test_layer(const subject *s, int32_t layer)
     case_end();
   }
 }
-
-/* ---- the whole model ------------------------------------------------------------------------------- */
 
 typedef struct routing_watch {
   const subject *s;

@@ -1,7 +1,7 @@
 /*
  * What the host layer calls of CUDA: launches make no allocating, waiting or asking call and leave the thread's device
- * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads on
- * one context.
+ * and last error alone; what machines of all kinds are answered; which status each CUDA error becomes; several threads
+ * on one context.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -9,10 +9,8 @@
 #include <string.h>
 
 #include "shim/layer.h"
-#include "../host/internal.h"
+#include "../host/context.h"
 #include "../host/tmap.h"
-
-/* ---- launches ------------------------------------------------------------------------------------------- */
 
 typedef struct launching {
   const char *name;
@@ -109,7 +107,6 @@ static void check_captured(const launching *l, world *w)
 
 static void test_launches(void)
 {
-  if (!group_begin("launches")) return;
   for (int i = 0; i < LAUNCHES; i++) {
     const launching *l = &launches[i];
     world w = {.next = (uintptr_t)1 << 40};
@@ -128,13 +125,11 @@ static void test_launches(void)
     end_world(&w);
     case_end();
   }
-  group_end();
 }
 
 /* What the kernels were told, of a forward call with everything. */
 static void test_arguments(void)
 {
-  if (!group_begin("arguments of the kernels")) return;
   world w = {.next = (uintptr_t)1 << 40};
   case_begin("forward with everything");
   shared_layer(&w);
@@ -171,13 +166,11 @@ static void test_arguments(void)
   case_begin("end");
   end_world(&w);
   case_end();
-  group_end();
 }
 
 /* Many tokens: up copies its rows to where down will write, and counts in what the map has cleared. */
 static void test_copy_arguments(void)
 {
-  if (!group_begin("arguments of up with a copy")) return;
   world w = {.next = (uintptr_t)1 << 40};
   case_begin("forward from logits");
   small_layer(&w);
@@ -206,13 +199,11 @@ static void test_copy_arguments(void)
         !lent_down->protocol.evict_last);
   end_world(&w);
   case_end();
-  group_end();
 }
 
 /* The same of one token, where two kernels are told alike what map, up, down and combine would be. */
 static void test_few_arguments(void)
 {
-  if (!group_begin("arguments of the kernels of few tokens")) return;
   world w = {.next = (uintptr_t)1 << 40};
   case_begin("forward of one token");
   wide_layer(&w);
@@ -232,14 +223,12 @@ static void test_few_arguments(void)
   CHECK(!few->protocol.weights && !few->protocol.tickets); /* nobody would clear them */
   end_world(&w);
   case_end();
-  group_end();
 }
 
-/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words behind
- * it, which have a region of their own. */
+/* From hidden states one kernel does all. The router fills with ones what its CTAs hand each other: h, and the words
+ * behind it, which have a region of their own. */
 static void test_few_from_router(void)
 {
-  if (!group_begin("arguments of the kernels of few tokens, from the router")) return;
   world w = {.next = (uintptr_t)1 << 40};
   case_begin("forward of one token");
   wide_layer(&w);
@@ -255,7 +244,6 @@ static void test_few_from_router(void)
   CHECK(few->gate.ids == few->map.ids && few->gate.ids_dtype == DT_I64 && few->gate.weights == few->out.pair_weights);
   end_world(&w);
   case_end();
-  group_end();
 }
 
 /* One token too, but with an output or weights that those two do not make. */
@@ -280,13 +268,9 @@ static void check_not_few(const char *name, uint32_t flags, uint32_t routing)
 
 static void test_not_few(void)
 {
-  if (!group_begin("few tokens of other layers")) return;
   check_not_few("unreduced", CUMOE_MOE_UNREDUCED, 0);
   check_not_few("weights on the input", 0, CUMOE_ROUTE_WEIGHT_ON_INPUT);
-  group_end();
 }
-
-/* ---- machines ------------------------------------------------------------------------------------------- */
 
 typedef enum automatic { CPU, GPU, EITHER } automatic;
 
@@ -339,7 +323,8 @@ static void check_machine(const machine_case *m)
   shim_reset();
 }
 
-/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has ended. */
+/* On a GPU without the sm_90a code, no row of it is chosen, and a grid does not start before the one ahead has
+ * ended. */
 static void check_portable(bool early)
 {
   world w = {.next = (uintptr_t)1 << 40};
@@ -368,7 +353,6 @@ static void test_refused_in_capture(void)
   cudaGraph_t graph = NULL;
   unsigned char host[64] = {0};
   void *memory = NULL;
-  if (!group_begin("refused in a capture")) return;
   case_begin("buffers");
   open_one(&w);
   OWN(cudaSetDevice(1));
@@ -396,7 +380,6 @@ static void test_refused_in_capture(void)
   CHECK_OK(cumoe_context_destroy(w.context));
   case_end();
   shim_reset();
-  group_end();
 }
 
 /* Waits, trims, tries once more; then the sizes are told. */
@@ -405,7 +388,6 @@ static void test_full_device(void)
   cumoe_context context = NULL;
   cumoe_buffer buffer = {0};
   cumoe_pool_stats stats = {.size = sizeof stats};
-  if (!group_begin("a full device")) return;
   case_begin("one retry");
   CHECK_OK(cumoe_context_create(1, NULL, &context));
   shim_mark();
@@ -416,7 +398,6 @@ static void test_full_device(void)
   CHECK(stats.oom_retries == 1 && stats.used == 0 && stats.live == 0 && stats.allocs == 0);
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-  group_end();
 }
 
 static int count_calls(const char *name)
@@ -432,7 +413,6 @@ static void test_orders(void)
   world w = {0};
   cumoe_buffer a = {0}, b = {0}, plain = {0};
   void *memory = NULL;
-  if (!group_begin("streams that wait")) return;
   case_begin("for recorded uses and for copies between contexts");
   open_two(&w);
   OWN(cudaSetDevice(1));
@@ -457,13 +437,11 @@ static void test_orders(void)
   CHECK_OK(cumoe_context_destroy(w.other));
   case_end();
   shim_reset();
-  group_end();
 }
 
 /* Access is granted to a peer only if what is sent to it comes back unchanged; else it is taken back. */
 static void test_peers(void)
 {
-  if (!group_begin("peers")) return;
   for (int broken = 0; broken < 2; broken++) {
     cumoe_context a = NULL, b = NULL;
     cumoe_buffer x = {0}, y = {0};
@@ -490,12 +468,10 @@ static void test_peers(void)
     case_end();
   }
   shim_reset();
-  group_end();
 }
 
 static void test_machines(void)
 {
-  if (!group_begin("machines")) return;
   machine_case m;
   for (int i = 0; set_machine(i, &m); i++) {
     case_begin("%s", m.name);
@@ -510,13 +486,11 @@ static void test_machines(void)
   shim.major = 10;
   check_portable(true);
   case_end();
-  group_end();
 }
 
 /* Must come first: the driver is looked up once. */
 static void test_old_driver(void)
 {
-  if (!group_begin("a driver that lacks a function")) return;
   case_begin("no cuCtxPushCurrent");
   cumoe_context context = NULL;
   shim.hidden = "cuCtxPushCurrent";
@@ -526,10 +500,7 @@ static void test_old_driver(void)
   CHECK_OK(cumoe_context_create(1, NULL, &context));
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-  group_end();
 }
-
-/* ---- errors --------------------------------------------------------------------------------------------- */
 
 enum { MOST_ERRORS = 16 };
 
@@ -587,7 +558,6 @@ static void check_error(cudaError_t error, cumoe_status status)
 
 static void test_errors(void)
 {
-  if (!group_begin("the status of each CUDA error")) return;
   for (size_t s = 0; s < sizeof statuses / sizeof statuses[0]; s++)
     for (int i = 0; statuses[s].errors[i] != cudaSuccess; i++) check_error(statuses[s].errors[i], statuses[s].status);
   case_begin("a driver that is there, but too old");
@@ -629,16 +599,12 @@ static void test_errors(void)
   CHECK_OK(cumoe_buffer_free(&buffer));
   CHECK_OK(cumoe_context_destroy(context));
   case_end();
-  group_end();
 }
-
-/* ---- sizes that only the shim can pretend -------------------------------------------------------------------- */
 
 /* More CTAs than a grid may have. */
 static void test_grids(void)
 {
   enum { WIDE = 1 << 15 };
-  if (!group_begin("grids")) return;
   case_begin("2^32 CTAs");
   world w = {.next = (uintptr_t)1 << 30};
   cumoe_moe_desc d = describe(CUMOE_BF16);
@@ -679,10 +645,7 @@ static void test_grids(void)
   end_world(&v);
   shim_reset();
   case_end();
-  group_end();
 }
-
-/* ---- what a plan says in words ---- */
 
 /* The kernels' whole names, in the order of the text. */
 static void list_names(const char *text, char *list, size_t bytes)
@@ -709,7 +672,6 @@ static void test_descriptions(void)
   char text[4096], few[4096], named[2000], launched[2000];
   cumoe_limit_info info = {.size = sizeof info};
   world w = {.next = (uintptr_t)1 << 30};
-  if (!group_begin("descriptions of plans")) return;
   wide_layer(&w);
   for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
     case_begin("T %d", (int)tokens[i]);
@@ -740,10 +702,7 @@ static void test_descriptions(void)
   CHECK(strcmp(text, "1 to") == 0);
   end_world(&w);
   case_end();
-  group_end();
 }
-
-/* ---- corners that no other program comes to --------------------------------------------------------------- */
 
 #define REFUSED(want, word, call)                                                                                      \
   do {                                                                                                                 \
@@ -879,7 +838,19 @@ static void use_functions(world *w)
   shim_mark();
   CHECK_OK(cumoe_launch_kernel(add, &l, args, 4));
   CHECK(shim_calls(SHIM_ALL) == 0); /* of nothing */
+  cumoe_module copy = module;
+  cumoe_function_info info = {.size = sizeof info};
   CHECK_OK(cumoe_module_unload(&module));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_launch_kernel(add, &l, args, 4));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_function_get_info(add, &info));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "module", cumoe_module_unload(&copy));
+  cumoe_context context = NULL;
+  CHECK_OK(cumoe_context_create(1, NULL, &context));
+  CHECK_OK(cumoe_module_load(context, ptx, sizeof ptx, &module));
+  CHECK(module.id != copy.id); /* though the slot may be the same */
+  CHECK_OK(cumoe_module_function(module, "add", 0, &add));
+  CHECK_OK(cumoe_context_destroy(context));
+  REFUSED(CUMOE_ERR_STALE_HANDLE, "function", cumoe_launch_kernel(add, &l, args, 4));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "not being captured", cumoe_graph_end(w->context, w->stream, &graph));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "every thread", cumoe_stream_destroy(w->context, CUMOE_STREAM_PER_THREAD));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "peer is 7", cumoe_pool_allow_peer(w->context, 7));
@@ -1097,7 +1068,6 @@ static const struct {
 
 static void test_corners(void)
 {
-  if (!group_begin("corners")) return;
   for (size_t i = 0; i < sizeof corners / sizeof corners[0]; i++) {
     world w = {.next = (uintptr_t)1 << 40};
     case_begin("%s", corners[i].name);
@@ -1107,10 +1077,7 @@ static void test_corners(void)
     shim_reset();
     case_end();
   }
-  group_end();
 }
-
-/* ---- threads --------------------------------------------------------------------------------------------- */
 
 enum { THREADS = 8, ROUNDS = 300 };
 
@@ -1166,7 +1133,6 @@ static void *sit(void *argument)
 
 static void test_threads(void)
 {
-  if (!group_begin("threads")) return;
   case_begin("%d threads on one context", THREADS);
   world w = {.next = (uintptr_t)1 << 40};
   static seat seats[THREADS];
@@ -1185,29 +1151,32 @@ static void test_threads(void)
   CHECK(shim_live() == live && cumoe_buffer_live(w.context, NULL) == 0);
   end_world(&w);
   case_end();
-  group_end();
 }
+
+static const test_group groups[] = {
+    ALONE("a driver that lacks a function", test_old_driver, ONCE),
+    ALONE("launches", test_launches, ONCE),
+    ALONE("arguments of the kernels", test_arguments, ONCE),
+    ALONE("arguments of up with a copy", test_copy_arguments, ONCE),
+    ALONE("arguments of the kernels of few tokens", test_few_arguments, ONCE),
+    ALONE("arguments of the kernels of few tokens, from the router", test_few_from_router, ONCE),
+    ALONE("few tokens of other layers", test_not_few, ONCE),
+    ALONE("machines", test_machines, ONCE),
+    ALONE("a full device", test_full_device, ONCE),
+    ALONE("streams that wait", test_orders, ONCE),
+    ALONE("peers", test_peers, ONCE),
+    ALONE("refused in a capture", test_refused_in_capture, ONCE),
+    ALONE("the status of each CUDA error", test_errors, ONCE),
+    ALONE("grids", test_grids, ONCE),
+    ALONE("descriptions of plans", test_descriptions, ONCE),
+    ALONE("corners", test_corners, ONCE),
+    ALONE("threads", test_threads, ONCE),
+};
 
 int main(int argc, char **argv)
 {
   test_begin(argc, argv);
   shim_reset();
-  test_old_driver();
-  test_launches();
-  test_arguments();
-  test_copy_arguments();
-  test_few_arguments();
-  test_few_from_router();
-  test_not_few();
-  test_machines();
-  test_full_device();
-  test_orders();
-  test_peers();
-  test_refused_in_capture();
-  test_errors();
-  test_grids();
-  test_descriptions();
-  test_corners();
-  test_threads();
+  run_groups(NULL, groups, sizeof groups / sizeof groups[0]);
   return test_end();
 }

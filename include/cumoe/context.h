@@ -17,7 +17,7 @@ extern "C" {
 #endif
 
 /*
- * Contexts, plans and weights are handles: a pointer's type, so that NULL means none, but never an address. One that
+ * Contexts, plans and weights are handles: of a pointer's type, so that NULL means none, but never an address. One that
  * was destroyed, or never was one, is refused with STALE_HANDLE by every call, whatever took its place since; so is a
  * second destroy. That holds between calls: a destroy must not run while another thread still uses the object.
  */

@@ -39,10 +39,10 @@
  *   - a profiler that reads NVTX sees the call as a range of its name in the domain "cumoe"; without one this costs a
  *     branch. It is looked for when the first context is created.
  *
- * CUDA's last error of the calling thread is the caller's: one that was pending stays pending through every cumoe call in which
- * no call of the runtime fails, and is never told as cumoe's. (cumoe_stream_query and cumoe_event_query of work that is under
- * way, and a look-up of what a module does not have, are such failures.) With none pending, a call of cumoe's leaves none, but
- * for one that has ended the device.
+ * CUDA's last error of the calling thread is the caller's. One that was pending stays so through every cumoe call in
+ * which no call of the runtime fails, and is never told as cumoe's. (Such failures are: a query of work that is under
+ * way, a look-up of what a module does not have.) With none pending, a call of cumoe's leaves none, but for one that
+ * has ended the device.
  *
  * Structs. All fields may be zero for a default, except layout enums, where zero is an error: no layout is ever
  * guessed. Three kinds, so that a program that was built against older headers goes on working with a newer library:

@@ -141,7 +141,8 @@ typedef struct cumoe_limit_info {
 CUMOE_API int32_t cumoe_limit_count(void);
 CUMOE_CHECKED cumoe_status cumoe_limit_get(cumoe_context context, int32_t index, cumoe_limit_info *info);
 
-/* From now on, `value` on this context, for weights of the dtype's class; not NaN. Not to be changed while other threads launch. */
+/* From now on, `value` on this context, for weights of the dtype's class; not NaN. Not to be changed while other
+ * threads launch. */
 CUMOE_CHECKED cumoe_status cumoe_limit_set(cumoe_context context, int32_t index, cumoe_dtype dtype, double value);
 
 #endif

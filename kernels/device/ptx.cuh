@@ -202,6 +202,14 @@ DEVICE void discard_l2(const void *line)
 
 /* ---- arithmetic ---- */
 
+/* The smaller; NaN if one is. */
+DEVICE float min_nan(float a, float b)
+{
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+
 /* 2^x to 2^-22 of itself; below 2^-126 it is 0. */
 DEVICE float ex2_approx_ftz(float x)
 {

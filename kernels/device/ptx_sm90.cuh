@@ -153,14 +153,6 @@ DEVICE void fence_proxy_async_global()
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-/* The smaller; NaN if one is. */
-DEVICE float min_nan(float a, float b)
-{
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
-  return least;
-}
-
 /* ---- warps, clusters ---- */
 
 DEVICE uint32_t cluster_ctarank()

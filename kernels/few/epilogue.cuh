@@ -21,38 +21,32 @@ template <class S> DEVICE void add_partials(few_smem<S> &smem, pipeline_state<S:
   buffer.advance();
 }
 
-DEVICE float few_bias(const expert_matrix &b, int half, int expert, int channel)
-{
-  if (!b.bias[half]) return 0.f;
-  return load_any(b.bias[half], expert * b.bias_expert_stride + channel * b.bias_n_stride, b.bias_dtype);
-}
-
 /* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). */
 template <class S, class STORE>
 DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit,
                         pipeline_state<S::BUFFERS> &buffer, STORE store)
 {
   const gemm_args &g = gemm_of<S>(args);
-  const bool gated = S::UP && g.gated;
+  const bool gated = S::gated(g);
   const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const bool second = unit.octets > 1;
-  const float low_bias = few_bias(g.b, 0, expert, channel);
-  const float high_bias = gated    ? few_bias(g.b, 1, expert, channel)
-                          : second ? few_bias(g.b, 0, expert, channel + 8)
-                                   : 0.f;
+  const float none[1] = {1.f}; /* weights of rows, which few_down applies to its outputs */
+  float low_bias[1], high_bias[1] = {};
+  load_bias(g.b, 0, expert, channel, low_bias);
+  if (gated || second) load_bias(g.b, gated ? 1 : 0, expert, gated ? channel : channel + 8, high_bias);
   float sum[4] = {};
   add_partials<S>(smem, buffer, sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;
     const int row = pair_of(columns[j]);
-    float low[1] = {sum[j] + low_bias}, high[1] = {sum[j + 2] + high_bias};
-    if (S::UP) activate<1>(g, low, high);
-    store(local, row, from_f32<typename S::T>(low[0]));
+    float low[1] = {sum[j]}, high[1] = {sum[j + 2]};
+    finish<S::OPERATION::EPILOGUE, false>(g, none, low_bias, high_bias, low, high);
+    store(local, row, from_f32<typename S::Y>(low[0]));
     if (gated || !second) continue;
-    if (S::UP) activate<1>(g, high, low);
-    store(local + 8, row, from_f32<typename S::T>(high[0]));
+    if (S::ACTIVATED) activate<1>(g, high, low);
+    store(local + 8, row, from_f32<typename S::Y>(high[0]));
   }
 }
 
@@ -61,12 +55,12 @@ template <class S>
 DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int share, few_tickets<S> &tickets,
                       pipeline_state<S::BUFFERS> &buffer)
 {
-  using T = typename S::T;
+  using Y = typename S::Y;
   few_units<S> unit(args.up, experts, share);
 #pragma unroll 1
   for (; unit.left > 0; unit.next()) {
-    finish_unit<S>(args, smem, unit, buffer, [&](int local, int row, T value) {
-      store_relaxed(static_cast<T *>(args.up.c) + row * args.up.c_ld + unit.octet * 8 + local, value);
+    finish_unit<S>(args, smem, unit, buffer, [&](int local, int row, Y value) {
+      store_relaxed(static_cast<Y *>(args.up.c) + row * args.up.c_ld + unit.octet * 8 + local, value);
     });
     tickets.check(); /* all consumers have part in a unit, so they know of this share by now */
   }
@@ -81,7 +75,7 @@ DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, pi
 #pragma unroll 1
     for (int i = 0; i < experts; i++, unit.next())
       finish_unit<S>(args, smem, unit, buffer,
-                     [&](int local, int row, typename S::T value) { smem.y[row][local] = value; });
+                     [&](int local, int row, typename S::Y value) { smem.y[row][local] = value; });
     mbarrier_arrive(&smem.y_full);
   });
 }
@@ -104,7 +98,7 @@ template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &sme
   } else {
     wait_for_earlier_grids();
   }
-  finish_down<few_part<typename S::layout, false>>(args, smem, experts, buffer);
+  finish_down<few_part<typename S::layout, operation_down>>(args, smem, experts, buffer);
 }
 
 #endif

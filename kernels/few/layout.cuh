@@ -3,12 +3,16 @@
 #define CUMOE_FEW_LAYOUT_CUH
 
 #include "device/pipeline.cuh"
+#include "gemm/product.cuh"
 #include "route/gate.cuh"
 
 /* An octet is 8 output channels. A unit has 16 weight rows: one octet, gate and up, or two octets. */
-template <class T_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
+template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
   using layout = few_layout;
-  using T = T_;
+  using X = typename PRODUCT::X; /* x and h */
+  using W = typename PRODUCT::W;
+  using Y = typename PRODUCT::Y; /* h and y */
+  static_assert(same_type<X, W> && same_type<X, Y> && operand<W>::BITS == 16, "mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                                   /* at most */
   static constexpr int BK = BK_, STAGES = STAGES_, ROWS = 16, OCTETS = ROWS / 8, WEIGHTS = ROWS * BK; /* elements */
   static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS, COLUMN_K = 2 * BK; /* of a stage, at most */
@@ -22,13 +26,19 @@ template <class T_, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_lay
   static_assert(BK == 128 && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "loads.cuh, few_column");
 };
 
-/* up or down */
-template <class LAYOUT, bool UP_> struct few_part : LAYOUT {
-  static constexpr bool UP = UP_, WIDE = !UP_; /* WIDE: has slices of 8 rows, too */
+/* One of the two products. */
+template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
+  using OPERATION = OPERATION_;
+  static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
+  static constexpr bool WIDE = OPERATION::HALVES == 1;           /* has slices of 8 rows, too */
+  static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
+  static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;
+
+  DEVICE static bool gated(const gemm_args &args) { return OPERATION::HALVES == 2 && args.gated; }
 };
 
-template <class T, bool UP, int TOKENS, int BK, int STAGES, int WARPS>
-using few_shape = few_part<few_layout<T, TOKENS, BK, STAGES, WARPS>, UP>;
+template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS>
+using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>, typename PRODUCT::OPERATION>;
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {
@@ -73,14 +83,15 @@ struct few_range {
 
 /* A slice of weights, and the same k of its expert's tokens: zeros where there are fewer. */
 template <class S> struct few_stage_of {
-  typename S::T weights[S::WEIGHTS], columns[S::COLUMNS][S::COLUMN_K];
+  typename S::W weights[S::WEIGHTS];
+  typename S::X columns[S::COLUMNS][S::COLUMN_K];
 };
 template <class S> using few_stage = few_stage_of<typename S::layout>;
 
 template <class S> struct few_memory {
   few_stage_of<S> stages[S::CONSUMERS][S::STAGES];
   float4 partial[S::BUFFERS][S::CONSUMERS][WARP_SIZE]; /* accumulators as they are, of some units in turn */
-  typename S::T y[S::PAIRS][S::ROWS];                  /* of the channels at hand */
+  typename S::Y y[S::PAIRS][S::ROWS];                  /* of the channels at hand */
   uint64_t partial_full[S::BUFFERS], partial_empty[S::BUFFERS];
   uint64_t weights_ready; /* the table's `weight` */
   uint64_t y_full, y_empty;

@@ -17,9 +17,9 @@ template <class S>
 DEVICE void copy_wide_weights(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice,
                               few_stage<S> &stage)
 {
-  using T = typename S::T;
+  using W = typename S::W;
   const int k = slice * 2 * S::BK + lane_id() * 8;
-  const T *row = static_cast<const T *>(of.low) + unit.octet * 8 * g.b.n_stride + k;
+  const W *row = static_cast<const W *>(of.low) + unit.octet * 8 * g.b.n_stride + k;
   const uint32_t to = shared_address(stage.weights);
 #pragma unroll
   for (int i = 0; i < 8; i++)
@@ -31,14 +31,14 @@ DEVICE void copy_wide_weights(const gemm_args &g, const few_units<S> &unit, few_
 template <class S>
 DEVICE void copy_weights(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice, few_stage<S> &stage)
 {
-  using T = typename S::T;
+  using W = typename S::W;
   if (unit.wide()) return copy_wide_weights(g, unit, of, slice, stage);
   const int k0 = slice * S::BK;
   const int row = lane_id() / S::VECTORS, vector = lane_id() % S::VECTORS, k = k0 + vector * 8;
-  const bool gated = S::UP && g.gated;
+  const bool gated = S::gated(g);
   const int64_t at = (unit.octet * 8 + row) * g.b.n_stride + k, step = S::COPY_ROWS * g.b.n_stride;
-  const T *low = static_cast<const T *>(of.low) + at;
-  const T *high = static_cast<const T *>(of.high) + (gated ? at : at + 8 * g.b.n_stride);
+  const W *low = static_cast<const W *>(of.low) + at;
+  const W *high = static_cast<const W *>(of.high) + (gated ? at : at + 8 * g.b.n_stride);
   const int low_bytes = k < g.k ? 16 : 0, high_bytes = gated || unit.octets > 1 ? low_bytes : 0;
   const uint32_t to = shared_address(stage.weights) + few_vector(row, vector, S::VECTORS) * 16;
 #pragma unroll
@@ -60,9 +60,9 @@ DEVICE void copy_column_vectors(const gemm_args &g, const few_column (&of)[FEW_C
     if (c >= S::COLUMNS) continue;
     const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
     const few_column column = (few_column)(c % 2 ? two >> 16 : two);
-    const int row = column < 0 ? 0 : S::UP ? token_of(column) : pair_of(column);
+    const int row = column < 0 ? 0 : S::GATHERED ? token_of(column) : pair_of(column);
     cp_async_cg_16(shared_address(stage.columns) + few_vector(c, vector, VECTORS) * 16,
-                   static_cast<const typename S::T *>(g.a) + row * g.a_ld + k, column >= 0 && k < g.k ? 16 : 0);
+                   static_cast<const typename S::X *>(g.a) + row * g.a_ld + k, column >= 0 && k < g.k ? 16 : 0);
   }
 }
 
@@ -78,8 +78,8 @@ DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const few
 
 /* A consumer warp's copies: a cp.async group for each slice, also for none. */
 template <class L> struct few_copier {
-  using U = few_part<L, true>;
-  using D = few_part<L, false>;
+  using U = few_part<L, operation_up>;
+  using D = few_part<L, operation_down>;
   const few_args &args;
   few_memory<L> &smem;
   few_cursor<U> up;
@@ -157,7 +157,7 @@ DEVICE void poll_columns(const gemm_args &g, const few_column (&of)[FEW_COLUMNS]
   for (int c = lane_id() / VECTORS; c < S::COLUMNS; c += WARP_SIZE / VECTORS) {
     if (of[c] < 0 || k >= g.k) continue;
     uint4 h[1];
-    do h[0] = load_relaxed_vector(static_cast<const typename S::T *>(g.a) + pair_of(of[c]) * g.a_ld + k);
+    do h[0] = load_relaxed_vector(static_cast<const typename S::X *>(g.a) + pair_of(of[c]) * g.a_ld + k);
     while (has_unwritten(h));
     reinterpret_cast<uint4 *>(stage.columns)[few_vector(c, vector, VECTORS)] = h[0];
   }

@@ -9,7 +9,7 @@
 template <class S, bool IDENTITY>
 DEVICE float sum_slots(const combine_args &out, const few_smem<S> &smem, int token, int local, int channel)
 {
-  using T = typename S::T;
+  using T = typename S::Y;
   float sum = 0;
 #pragma unroll 4
   for (int pair = token * out.top_k; pair < (token + 1) * out.top_k; pair++) {
@@ -46,7 +46,7 @@ template <class S> DEVICE void store_outputs(const few_args &args, const few_sme
     float value = out.out_scale * sum;
     if (out.residual)
       value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
-    store_output<typename S::T>(out.out, token * out.out_ld + channel, value, out.out_dtype);
+    store_output<typename S::Y>(out.out, token * out.out_ld + channel, value, out.out_dtype);
   }
 }
 

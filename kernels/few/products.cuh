@@ -12,8 +12,8 @@ DEVICE void multiply_wide_slice(const few_stage<S> &stage, const uint4 (&x)[2 * 
 #pragma unroll
   for (int i = 0; i < 2 * S::GROUPS; i++) {
     const uint4 w = weights[few_vector(lane_id() / 4, i * 4 + lane_id() % 4, 2 * S::VECTORS)];
-    mma_m16n8k16<typename S::T>(sum[0], {w.x, 0, w.y, 0}, {x[i].x, x[i].y});
-    mma_m16n8k16<typename S::T>(sum[1], {w.z, 0, w.w, 0}, {x[i].z, x[i].w});
+    mma_m16n8k16<typename S::X>(sum[0], {w.x, 0, w.y, 0}, {x[i].x, x[i].y});
+    mma_m16n8k16<typename S::X>(sum[1], {w.z, 0, w.w, 0}, {x[i].z, x[i].w});
   }
 }
 
@@ -26,8 +26,8 @@ DEVICE void multiply_slice(const few_stage<S> &stage, const uint4 (&x)[S::GROUPS
   for (int i = 0; i < S::GROUPS; i++) {
     const int at = few_vector(lane_id() / 4, i * 4 + lane_id() % 4, S::VECTORS);
     const uint4 w0 = weights[at], w1 = weights[at + 8 * S::VECTORS];
-    mma_m16n8k16<typename S::T>(sum[0], {w0.x, w1.x, w0.y, w1.y}, {x[i].x, x[i].y});
-    mma_m16n8k16<typename S::T>(sum[1], {w0.z, w1.z, w0.w, w1.w}, {x[i].z, x[i].w});
+    mma_m16n8k16<typename S::X>(sum[0], {w0.x, w1.x, w0.y, w1.y}, {x[i].x, x[i].y});
+    mma_m16n8k16<typename S::X>(sum[1], {w0.z, w1.z, w0.w, w1.w}, {x[i].z, x[i].w});
   }
 }
 
@@ -89,7 +89,7 @@ template <class L>
 DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, few_copier<L> &copies,
                        pipeline_state<L::STAGES> &stage, pipeline_state<L::BUFFERS> &buffer)
 {
-  using U = few_part<L, true>;
+  using U = few_part<L, operation_up>;
   uint32_t phase = 0;
   while (true) {
     const few_cursor<U> here = copies.up;
@@ -104,7 +104,7 @@ DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, f
     cp_async_wait_group<0>(); /* what was asked for ahead is asked for again */
     __syncwarp();
     copies.up = few_cursor<U>(args.up, {args.up, experts, share});
-    copies.down = few_cursor<few_part<L, false>>(args.down, {smem.own, experts});
+    copies.down = few_cursor<few_part<L, operation_down>>(args.down, {smem.own, experts});
     copies.to = stage;
   }
 }
@@ -125,7 +125,7 @@ template <class L> DEVICE void begin_down(few_copier<L> &copies)
 template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &smem, int experts)
 {
   using L = typename S::layout;
-  using D = few_part<L, false>;
+  using D = few_part<L, operation_down>;
   pipeline_state<L::STAGES> stage;
   pipeline_state<L::BUFFERS> buffer;
   few_copier<L> copies(args, smem, experts, S::UP ? smem.share[0] : (int)gridDim.x);

@@ -20,11 +20,11 @@ template <int PAIRS> DEVICE int active_before(const few_table<PAIRS> &t, int pai
 
 template <class S> DEVICE void enter_expert(const few_args &args, few_table<S::PAIRS> &t, int active, int expert)
 {
-  using T = typename S::T;
+  using W = typename S::W;
   const expert_matrix &up = args.up.b;
   t.expert[active] = (int16_t)expert;
-  if (S::UP) t.weights[active] = {expert_base<T>(up, 0, expert), expert_base<T>(up, args.up.gated ? 1 : 0, expert)};
-  if (!S::UP || args.protocol.tickets) t.down[active] = expert_base<T>(args.down.b, 0, expert);
+  if (S::UP) t.weights[active] = {expert_base<W>(up, 0, expert), expert_base<W>(up, args.up.gated ? 1 : 0, expert)};
+  if (!S::UP || args.protocol.tickets) t.down[active] = expert_base<W>(args.down.b, 0, expert);
 }
 
 /* Of one token: every pair is an expert of its own, also where two name the same. */

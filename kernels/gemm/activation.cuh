@@ -32,16 +32,20 @@ template <int ACT, bool FAST, int N> DEVICE void activate_each(float alpha, floa
   for (int i = 0; i < N; i++) g[i] = activation<ACT, FAST>(alpha, g[i]);
 }
 
+/* Of a gated activation. NaN goes through. */
+DEVICE void clamp_gated(float limit, float &g, float &u)
+{
+  g = min_nan(g, limit);
+  u = -min_nan(-min_nan(u, limit), limit);
+}
+
 /* g = act(g) u of N channels, or act(g); one choice of the activation for all. */
 template <int N, bool FAST = false> DEVICE void activate(const gemm_args &args, float (&g)[N], float (&u)[N])
 {
-  const float limit = args.act_limit, shift = args.act == ACT_SWIGLU_OAI ? 1.f : 0.f;
-  if (args.gated && limit > 0.f) {
+  const float shift = args.act == ACT_SWIGLU_OAI ? 1.f : 0.f;
+  if (args.gated && args.act_limit > 0.f) {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      g[i] = g[i] > limit ? limit : g[i];
-      u[i] = u[i] > limit ? limit : u[i] < -limit ? -limit : u[i];
-    }
+    for (int i = 0; i < N; i++) clamp_gated(args.act_limit, g[i], u[i]);
   }
   switch (args.act) {
   case ACT_SILU: activate_each<ACT_SILU, FAST>(args.act_alpha, g); break;

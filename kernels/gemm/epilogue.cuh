@@ -46,26 +46,49 @@ DEVICE void take_channels(columns order, const float *row, int channel, float (&
   }
 }
 
-/* value = value * weight + bias for N channels. */
+/* ---- the arithmetic of all forms: sum x weight of the row x scale of the weights + bias, then the activation ---- */
+
+/* Biases of N channels of a half, `step` apart; 0 where there are none. */
 template <int N>
-DEVICE void weigh(const expert_matrix &b, int half, int expert, int channel, float weight, float (&value)[N])
+DEVICE void load_bias(const expert_matrix &b, int half, int expert, int64_t channel, float (&bias)[N], int step = 1)
 {
+#pragma unroll
+  for (int i = 0; i < N; i++) bias[i] = 0.f;
+  if (!b.bias[half]) return;
   const int64_t first = expert * b.bias_expert_stride + channel * b.bias_n_stride;
 #pragma unroll
-  for (int i = 0; i < N; i++) value[i] *= weight;
-  if (!b.bias[half]) return;
-#pragma unroll
-  for (int i = 0; i < N; i++) value[i] += load_any(b.bias[half], first + i * b.bias_n_stride, b.bias_dtype);
+  for (int i = 0; i < N; i++) bias[i] = load_any(b.bias[half], first + i * step * b.bias_n_stride, b.bias_dtype);
 }
 
-/* g becomes the output of N channels, in f32. `weight` is the row's. */
-template <epilogue EPILOGUE, int N>
-DEVICE void finish(const gemm_args &args, int expert, int channel, float weight, float (&g)[N], float (&u)[N])
+/* A sum as the activation sees it. out_scale: of the channel's weights where the case is SCALE_out, else 1. */
+DEVICE float weighted(float sum, float row_weight, float out_scale, float bias)
 {
-  weigh<N>(args.b, 0, expert, channel, weight, g);
-  if (EPILOGUE == EPILOGUE_plain) return;
-  if (args.gated) weigh<N>(args.b, 1, expert, channel, weight, u);
-  activate<N>(args, g, u);
+  return sum * (row_weight * out_scale) + bias;
+}
+
+/* g becomes the result, in f32, of N sums, or of N of gate and N of up. */
+template <epilogue EPILOGUE, bool FAST, int N>
+DEVICE void finish(const gemm_args &args, const float (&row_weight)[N], const float (&g_bias)[N],
+                   const float (&u_bias)[N], float (&g)[N], float (&u)[N])
+{
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    g[i] = weighted(g[i], row_weight[i], 1.f, g_bias[i]);
+    u[i] = weighted(u[i], row_weight[i], 1.f, u_bias[i]);
+  }
+  if (EPILOGUE == EPILOGUE_activation) activate<N, FAST>(args, g, u);
+}
+
+/* The same of N channels of one row from `channel` on. */
+template <class S, int N>
+DEVICE void finish_channels(const gemm_args &args, int expert, int channel, float weight, float (&g)[N], float (&u)[N])
+{
+  float weights[N], g_bias[N], u_bias[N] = {};
+#pragma unroll
+  for (int i = 0; i < N; i++) weights[i] = weight;
+  load_bias<N>(args.b, 0, expert, channel, g_bias);
+  if (S::gated(args)) load_bias<N>(args.b, 1, expert, channel, u_bias);
+  finish<S::EPILOGUE, false>(args, weights, g_bias, u_bias, g, u);
 }
 
 /* Writes a unit whose accumulators are staged in shared memory: stores of 16 bytes, rolled over the tile so that the
@@ -80,7 +103,7 @@ DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float
     if (first + channel >= args.n) continue;
     float g[8], u[8];
     take_channels(order, staged + row * STAGED_LD<S::COLUMNS>, channel, g, u);
-    finish<S::EPILOGUE, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
+    finish_channels<S, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
     store_f32<8>(static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
   }
 }

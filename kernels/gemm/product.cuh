@@ -20,7 +20,8 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 
-template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION> struct product : OPERATION {
+template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {
+  using OPERATION = OPERATION_;
   using X = X_; /* activations */
   using W = W_; /* weights */
   using Y = Y_; /* the result */

@@ -136,7 +136,7 @@ DEVICE void reduce_and_store(const gemm_args &args, const thin_run &run, int til
       g[0] += smem.partial[w][row][column];
       if (order != COLUMNS_plain) u[0] += smem.partial[w][row][column + 8];
     }
-    finish<S::EPILOGUE, 1>(args, run.expert, channel, row_weight(args, run.row + row), g, u);
+    finish_channels<S, 1>(args, run.expert, channel, row_weight(args, run.row + row), g, u);
     static_cast<typename S::Y *>(args.c)[(int64_t)(run.row + row) * args.c_ld + channel] =
         from_f32<typename S::Y>(g[0]);
   }

@@ -157,10 +157,9 @@ template <class S> struct row_bias {
     for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
       const int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
-      of[g] = 0.f;
-      if (args.b.bias[half] && channel < span.end)
-        of[g] = load_any(args.b.bias[half], expert * args.b.bias_expert_stride + channel * args.b.bias_n_stride,
-                         args.b.bias_dtype);
+      float bias[1] = {};
+      if (channel < span.end) load_bias(args.b, half, expert, channel, bias);
+      of[g] = bias[0];
     }
   }
 };
@@ -206,17 +205,17 @@ template <class S>
 DEVICE void finish_octets(const gemm_args &args, bool up_first, const float *row_weights, const float *bias, int g,
                           int j, const float (&acc)[S::BLOCKS][S::ACCUMULATORS], uint32_t &low, uint32_t &high)
 {
-  float first[2], second[2];
+  const float first_bias[2] = {bias[0], bias[0]}, second_bias[2] = {bias[1], bias[1]};
+  float first[2], second[2], weight[2];
 #pragma unroll
   for (int t = 0; t < 2; t++) {
-    const float weight = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
+    weight[t] = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
     const float a = accumulator_of<S>(acc, g, j, t), b = accumulator_of<S>(acc, g + 1, j, t);
-    first[t] = (up_first ? b : a) * weight + bias[0];
-    second[t] = (up_first ? a : b) * weight + bias[1];
+    first[t] = up_first ? b : a;
+    second[t] = up_first ? a : b;
   }
-  constexpr bool ACTIVATED = S::EPILOGUE == EPILOGUE_activation;
-  if (ACTIVATED) activate<2, true>(args, first, second);
-  if (ACTIVATED && !args.gated) activate<2, true>(args, second, first);
+  finish<S::EPILOGUE, true>(args, weight, first_bias, second_bias, first, second);
+  if (S::EPILOGUE == EPILOGUE_activation && !args.gated) activate<2, true>(args, second, first);
   low = pack_pair<typename S::Y>(first[0], first[1]);
   high = pack_pair<typename S::Y>(second[0], second[1]);
 }
@@ -245,10 +244,11 @@ struct swiglu {
   template <finish_kind KIND> DEVICE float of(float low, float high, const float *bias) const
   {
     float g = up_first ? high : low, u = up_first ? low : high;
-    if (KIND == FINISH_silu) return g * sigmoid_of<true>(g, 1.f) * u;
-    g = min_nan(g + bias[0], limit);
-    u = -min_nan(-min_nan(u + bias[1], limit), limit);
-    return g * sigmoid_of<true>(g, alpha) * (u + shift);
+    if (KIND == FINISH_silu) return activation<ACT_SILU, true>(1.f, g) * u;
+    g = weighted(g, 1.f, 1.f, bias[0]);
+    u = weighted(u, 1.f, 1.f, bias[1]);
+    clamp_gated(limit, g, u);
+    return activation<ACT_SWIGLU_OAI, true>(alpha, g) * (u + shift);
   }
 };
 
@@ -341,8 +341,8 @@ DEVICE void store_down(const gemm_args &args, uint4 *staged, const tile_unit &un
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int j = token0 / 8 + i / S::OCTETS, g = i % S::OCTETS;
-      packed[i] = pack_pair<typename S::Y>(accumulator_of<S>(acc, g, j, 0) + bias.of[g],
-                                           accumulator_of<S>(acc, g, j, 1) + bias.of[g]);
+      packed[i] = pack_pair<typename S::Y>(weighted(accumulator_of<S>(acc, g, j, 0), 1.f, 1.f, bias.of[g]),
+                                           weighted(accumulator_of<S>(acc, g, j, 1), 1.f, 1.f, bias.of[g]));
     }
     store.transpose(args, token0, packed);
   }

@@ -19,7 +19,7 @@ fails() {
     esac
     ${CC:-cc} -o "$1" "$folder/test_$(echo "$program" | tr / _).c.o" "$2" $rest "$folder"/kernels_*.o \
       "$folder/images.o" $4 -ldl -lpthread -lm || return 1
-    CUDA_VISIBLE_DEVICES= timeout 60 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
+    CUDA_VISIBLE_DEVICES= timeout 240 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
   done
   return 1
 }

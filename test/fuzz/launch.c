@@ -4,8 +4,11 @@
  *
  * Input: changes (change.h) of a struct that holds both.
  */
+#include <cumoe/buffer.h>
+
 #include "change.h"
 
+#include "../../host/context.h"
 #include "../../host/module.h"
 
 enum { ARGS = 9, BLOB = 12 };

@@ -514,12 +514,6 @@ static struct {
 } kept[KEPT];
 static int kept_count;
 
-static size_t arg_bytes(const variant *v)
-{
-  if (takes_tensor_maps(v)) return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);
-  return (size_t)operation_arg_bytes((operation)v->op);
-}
-
 const void *shim_last_args(const char *part)
 {
   for (int i = kept_count; i > 0 && i > kept_count - KEPT; i--)
@@ -548,7 +542,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel,
   if (error == cudaSuccess) error = check_launch(c, v);
   if (error == cudaSuccess) {
     kept[kept_count % KEPT].row = v;
-    if (v->op >= 0) memcpy(kept[kept_count % KEPT].args, args[0], arg_bytes(v));
+    if (v->op >= 0) memcpy(kept[kept_count % KEPT].args, args[0], (size_t)variant_arg_bytes(v));
     kept_count++;
     if (stream_of(c->stream)->graph != NULL) graph_add(stream_of(c->stream)->graph, &n);
   }
