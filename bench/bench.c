@@ -20,6 +20,7 @@ static const char usage[] =
     "                    need if it came as near to its floor as evenly spread tokens do is printed too\n"
     "  --variant ROW     force a row of the kernel table, by name or index; repeatable, one an operation\n"
     "  --list            print the rows of the kernel table\n"
+    "  --plan            print what each cell launches\n"
     "  --grouped         time cuBLAS's grouped products too\n"
     "  --cublas PATH     the library to open for the peers (libcublas.so.13)\n"
     "  --csv FILE        write the numbers there as well\n"
@@ -78,6 +79,7 @@ static bool parse_flag(const char *name, options *o)
   if (strcmp(name, "--quick") == 0) return o->quick = true;
   if (strcmp(name, "--grouped") == 0) return o->grouped = true;
   if (strcmp(name, "--list") == 0) return o->list = true;
+  if (strcmp(name, "--plan") == 0) return o->plan = true;
   if (strcmp(name, "--one") == 0) return o->one = true;
   return false;
 }
@@ -249,12 +251,21 @@ static cumoe_status add_needed(bench *b, model *m, result *r)
   return CUMOE_OK;
 }
 
+static cumoe_status print_plan(const model *m, int64_t tokens)
+{
+  char text[4096];
+  TRY(cumoe_plan_describe(m->plan, m->weights, tokens, text, sizeof text));
+  printf("%s", text);
+  return CUMOE_OK;
+}
+
 /* False: wrong or failed. A forced row that cannot serve a cell is neither. */
 static bool run_cell(bench *b, model *m, int64_t tokens)
 {
   cell c;
   result r = {.cell = &c};
   cumoe_status status = cell_create(b, m, tokens, spread_of(b), &c);
+  if (status == CUMOE_OK && b->o.plan) status = print_plan(m, tokens);
   if (status == CUMOE_OK) status = time_cell(b, &c, &r);
   if (status == CUMOE_OK) status = ids_write(b, &c);
   if (status == CUMOE_OK) status = add_needed(b, m, &r);

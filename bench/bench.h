@@ -36,6 +36,7 @@ typedef struct options {
   double zipf;                       /* exponent of the experts' popularity; 0: the router decides */
   bool one;                          /* every slot of every token to one expert */
   bool in_out;                       /* weights [E, in, out] */
+  bool plan;                         /* print what a cell launches */
   bool quick, coarse, grouped, list; /* quick: short samples; coarse: shorter still, for bench/tune */
 } options;
 

@@ -14,10 +14,11 @@
   F(SCORE_SQRT_SOFTPLUS)                                                                                               \
   F(SCORE_IDENTITY)                                                                                                    \
   F(GROUP_BEST)                                                                                                        \
-  F(GROUP_BEST_TWO) F(ROUTE_RENORMALIZE) F(ROUTE_SCORE_AFTER_TOPK) F(ROUTE_WEIGHT_ON_INPUT) F(ACT_SILU)                \
-      F(ACT_GELU_ERF) F(ACT_GELU_TANH) F(ACT_RELU) F(ACT_RELU2) F(ACT_IDENTITY) F(ACT_SWIGLU_OAI) F(FAULT_NONE)        \
-          F(FAULT_EXPERT_ID) F(FAULT_NAN_LOGIT) F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) \
-              F(MAX_TOP_K)
+  F(GROUP_BEST_TWO)                                                                                                    \
+  F(ROUTE_RENORMALIZE)                                                                                                 \
+  F(ROUTE_SCORE_AFTER_TOPK) F(ROUTE_WEIGHT_ON_INPUT) F(ACT_SILU) F(ACT_GELU_ERF) F(ACT_GELU_TANH) F(ACT_RELU)          \
+      F(ACT_RELU2) F(ACT_IDENTITY) F(ACT_SWIGLU_OAI) F(FAULT_NONE) F(FAULT_EXPERT_ID) F(FAULT_NAN_LOGIT)               \
+          F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)
 EACH_NAME(SAME_NAME)
 

@@ -268,7 +268,7 @@ typedef struct elementwise_args {
   int32_t aligned; /* all bases, and all lds if there are several rows, to 16 bytes */
 } elementwise_args;
 
-#define UNIT_ELEMENTS(dtype) ((dtype) == DT_F32 ? 4 : 8)
+#define UNIT_ELEMENTS(dtype) (128 / format_bits(dense_format(dtype))) /* the host's */
 
 /* y[r] = exp(x[r] - max) / sum. CPU unit: one row; the same for norm. */
 typedef struct softmax_args {

@@ -310,28 +310,6 @@ static void test_headers(void)
   case_end();
 }
 
-/* A real header, cut anywhere and with every bit turned: whatever is still accepted lies inside the file. */
-static void test_damage(void)
-{
-  static const char path[] = FOLDER "/mixtral.safetensors";
-  char error[512] = "";
-  size_t size = 0;
-  case_begin("%s, cut", path);
-  unsigned char *bytes = file_read(path, &size, error, sizeof error);
-  size_t end = bytes ? 8 + (size_t)(bytes[0] | bytes[1] << 8) : 0; /* the header is shorter than 64 KiB */
-  bool good = CHECK_MSG(bytes && end < size, "%s", error);
-  for (size_t cut = 0; good && cut < end + 2; cut++) CHECK_MSG(!parses(bytes, cut), "cut after %zu bytes", cut);
-  case_end();
-  case_begin("%s, bits turned", path);
-  for (size_t bit = 0; good && bit < 8 * end; bit++) {
-    bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
-    parses(bytes, end + 64);
-    bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
-  }
-  case_end();
-  free(bytes);
-}
-
 static void test_strings(void)
 {
   static const char text[] = "[\"a\\u00e9\\ud83d\\ude00\\n\\\"\\/\", \"\\u0000\", \"12345678\", 12, -7, 1e3, true, "
@@ -361,7 +339,6 @@ int main(int argc, char **argv)
   test_begin(argc, argv);
   if (group_begin("reader")) {
     test_headers();
-    test_damage();
     test_strings();
     group_end();
   }

@@ -228,30 +228,6 @@ static void test_ptx(void)
   case_end();
 }
 
-/* Headers at random: nothing outside the bytes is read, whatever they say. */
-static void test_random(void)
-{
-  static const uint64_t odd[] = {0, 1, 63, 64, 65, 0x7fffffff, 0xffffffff, 1ull << 63, UINT64_MAX, UINT64_MAX - 63};
-  rng r = {20261121};
-  int accepted = 0;
-  case_begin("20000 of each");
-  for (int i = 0; i < 40000; i++) {
-    fatbin f = make_fatbin();
-    unsigned char *bytes = (unsigned char *)&f;
-    const size_t from = i % 2 ? 0 : offsetof(fatbin, payload), length = sizeof f - from;
-    for (int64_t n = 1 + rng_below(&r, 3); n > 0; n--) {
-      const size_t width = (size_t)1 << rng_below(&r, 4), at = from + (size_t)rng_below(&r, (int64_t)(length - width));
-      const uint64_t value = rng_below(&r, 2) ? rng_next(&r) : odd[rng_below(&r, 10)];
-      memcpy(bytes + at, &value, width);
-    }
-    image_facts facts;
-    accepted +=
-        inspect(bytes + from, (size_t)rng_below(&r, 4) ? length : (size_t)rng_below(&r, (int64_t)length), &facts);
-  }
-  CHECK_MSG(accepted > 1000 && accepted < 39000, "%d of 40000 accepted", accepted);
-  case_end();
-}
-
 static function_facts fake_function(struct context *context)
 {
   function_facts f = {.context = context,
@@ -497,7 +473,6 @@ static const test_group groups[] = {
     ALONE("cubins", test_cubins, ONCE),
     ALONE("fatbins", test_fatbins, ONCE),
     ALONE("PTX", test_ptx, ONCE),
-    ALONE("random headers", test_random, ONCE),
     ALONE("optional libraries", test_libraries, ONCE),
     ALONE("a lost device", test_lost, ONCE),
     ALONE("shapes of launches", test_shapes, ON_CPU),
