@@ -48,7 +48,7 @@ static bool serves(const machine *m, const variant *v, const op_shape *s)
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
-  if (v->form == FORM_ring) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
   return !takes_tensor_maps(v) || (s->tmap && m->tensor_maps);
 }
 

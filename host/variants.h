@@ -18,13 +18,13 @@ typedef enum form {
   FORM_warp,    /* gate: a warp a token */
   FORM_chunk,   /* map: counting by chunks of pairs */
   FORM_scatter, /* permute */
-  FORM_rows,    /* router: few tokens, a dot product an expert */
+  FORM_dot,     /* router: few tokens, a dot product an expert */
   FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */
   FORM_ntile,   /* GEMM on tensor cores, N-major weights */
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
-  FORM_ring,    /* the experts of few tokens without a map, K-major weights */
+  FORM_few,     /* the experts of few tokens without a map, K-major weights */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise, all functions but gelu */

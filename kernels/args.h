@@ -50,8 +50,9 @@ typedef struct router_args {
   router_protocol protocol;
 } router_args;
 
-/* The wgmma form: the same, and tensor maps of x, (k, token), and w, (k, expert): boxes of WGMMA_BK x BM tokens, and half of
- * `columns` experts: BN, or if there are fewer, theirs in sixteens (rows outside a tensor cost more than those inside). */
+/* The wgmma form: the same, and tensor maps. x: (k, token), boxes of WGMMA_BK x BM. w: (k, expert), boxes of WGMMA_BK x
+ * half of `columns`: BN, or the experts there are rounded up to 16, as rows outside a tensor cost more than those
+ * inside. */
 typedef struct router_sm90_args {
   router_args r;
   unsigned char x[128] __attribute__((aligned(64)));
@@ -74,7 +75,8 @@ typedef struct gate_args {
   fault_sink fault;
 } gate_args;
 
-/* Experts are ranked by their logits, as every score keeps the order; a row's keys fit a warp's registers (kernels/route/gate.cuh). */
+/* How the CUDA gate works. By logit: nothing but the logit ranks an expert, as every score keeps the order. In
+ * registers: a token's keys fit a warp's registers. */
 #define GATE_BY_LOGIT(a) (!(a).select_bias && (a).n_group == 0)
 #define GATE_IN_REGISTERS(a)                                                                                           \
   ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \
@@ -84,9 +86,9 @@ typedef struct gate_args {
 #define GATE_SOFTMAX_OVER_ALL(a) ((a).score == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
 
 /*
- * ids -> counts, offsets, row_pair, slot_row by counting. Pairs are cut into `chunks` runs of `chunk_pairs`
- * (a multiple of 1024). With chunks > 1 the count kernel fills hist [chunks, local_experts] first; with one chunk the
- * place kernel counts by itself. Grid of both: chunks. CPU: one unit does all.
+ * ids -> counts, offsets, row_pair, slot_row by counting. Pairs are cut into `chunks` of `chunk_pairs`, a multiple of
+ * 1024. With several chunks map_count fills hist first; with one, map counts by itself. Grid of both: chunks. CPU: one
+ * unit does all.
  */
 typedef struct map_args {
   const void *ids; /* [T, k] */
@@ -107,7 +109,8 @@ typedef struct map_args {
   map_protocol protocol;
 } map_args;
 
-/* rows[slot_row[t, j]] = x[t] for every slot that has a row. Grid: tokens * ceil(hidden * element / BN). CPU unit: one token. */
+/* rows[slot_row[t, j]] = x[t] for every slot that has a row. Grid: tokens * ceil(hidden * element / COLUMNS). CPU unit:
+ * one token. */
 typedef struct permute_args {
   const void *x; /* [T, H] */
   void *rows;    /* [rows_cap, H]; 16-byte aligned like x, base and leading dimension */
@@ -225,12 +228,13 @@ typedef struct combine_args {
 } combine_args;
 
 /*
- * The experts of few tokens, without a map: at most BM (of the row; FEW_TOKENS) tokens and FEW_PAIRS(BM) pairs. Whoever needs to know
- * where a pair goes works it out from the ids; the row of a pair in h is the pair itself.
+ * The experts of few tokens, without a map: at most BM (of the row; FEW_TOKENS) tokens and FEW_PAIRS(BM) pairs. Whoever
+ * needs to know where a pair goes works it out from the ids; the row of a pair in h is the pair itself.
  *   few_up:   `up`, c[pair]; and of `map` counts_out, load and the faults
  *   few_down: `down`, then `out` as combine: out[t] = residual[t] + out_scale * (sum over experts ... + shared)
- * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of up and down no counts, offsets, row_pair or
- * pair_weights. With protocol.tickets few_up does what few_down would; with protocol.weights the gate's work as well.
+ * Of `map` the ids, the numbers of experts, expert_map and tokens are read; of up and down no counts, offsets, row_pair
+ * or pair_weights. With protocol.tickets few_up does what few_down would; with protocol.weights the gate's work as
+ * well.
  */
 typedef struct few_args {
   gemm_args up, down;

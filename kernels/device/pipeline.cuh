@@ -13,8 +13,6 @@ template <int STAGES> struct pipeline_state {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 };
-template <int STAGES> using ring_place = pipeline_state<STAGES>;
-
 DEVICE void wait_for(uint64_t *barrier, uint32_t parity)
 {
   while (!mbarrier_try_wait(barrier, parity)) {

@@ -1,8 +1,91 @@
-/* Wrappers of single PTX instructions, named after them. All inline assembly of the portable kernels is here. */
-#ifndef CUMOE_MMA_CUH
-#define CUMOE_MMA_CUH
+/* Wrappers of single PTX instructions, named after them. All inline assembly is here and in ptx_sm90.cuh. */
+#ifndef CUMOE_PTX_CUH
+#define CUMOE_PTX_CUH
 
 #include "device/dtype.cuh"
+
+/* ---- programmatic dependent launch ---- */
+
+/*
+ * A grid may start while the one before it in the stream still runs. Every kernel, on every path, calls this before it
+ * reads what an earlier grid wrote and before it writes what an earlier grid may read. It returns when the grid before
+ * is complete and its stores are visible; only then may the next grid start. So all that was complete before the
+ * previous grid started may be read without waiting (`early_inputs` in protocol.h), and down may read what up has
+ * released (handover.cuh). Calling it again does nothing. Below sm_90 grids start one after the other, and there is no
+ * such instruction.
+ */
+DEVICE void wait_for_earlier_grids()
+{
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* ---- words that other CTAs write ---- */
+
+/* From L2, whatever L1 still holds of earlier grids; what other CTAs write meanwhile, each word of it whole. Says
+ * nothing of other words. Volatile: stays behind what stands before it. */
+DEVICE int32_t load_relaxed(const int32_t *source)
+{
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE int64_t load_relaxed(const int64_t *source)
+{
+  int64_t value;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE uint64_t load_relaxed(const uint64_t *source)
+{
+  return (uint64_t)load_relaxed(reinterpret_cast<const int64_t *>(source));
+}
+
+DEVICE float load_relaxed(const float *source)
+{
+  return __int_as_float(load_relaxed(reinterpret_cast<const int32_t *>(source)));
+}
+
+DEVICE uint4 load_relaxed_vector(const void *source)
+{
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+
+DEVICE void store_relaxed(uint64_t *target, uint64_t value)
+{
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(target), "l"(value) : "memory");
+}
+
+template <class T> DEVICE void store_relaxed(T *target, T value)
+{
+  static_assert(sizeof(T) == 2, "16-bit types");
+  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(target), "h"(*reinterpret_cast<const uint16_t *>(&value))
+               : "memory");
+}
+
+/* One whole word that another CTA has released, and with it all that was written before. */
+DEVICE int32_t load_acquire(const int32_t *source)
+{
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+  return value;
+}
+
+DEVICE void add_release(int32_t *target, int32_t value)
+{
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
+}
+
+/* ---- tensor cores ---- */
 
 DEVICE uint32_t shared_address(const void *pointer)
 {
@@ -42,6 +125,8 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address)
                : "r"(address)
                : "memory");
 }
+
+/* ---- copies, loads, stores ---- */
 
 /* 16 bytes global -> shared, of which the first `bytes` are read and the rest are zero. */
 DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes)
@@ -108,5 +193,61 @@ PREDICATED_LOAD(ld_global_nc_no_allocate, ".nc.L1::no_allocate.L2::128B")
 PREDICATED_LOAD(ld_global, "")
 /* For activations that are read once. */
 PREDICATED_LOAD(ld_global_no_allocate, ".L1::no_allocate.L2::128B")
+
+/* The 128-byte line is not read again: L2 need not write it to memory. */
+DEVICE void discard_l2(const void *line)
+{
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
+}
+
+/* ---- arithmetic ---- */
+
+/* The smaller; NaN if one is. */
+DEVICE float min_nan(float a, float b)
+{
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+}
+
+/* 2^x to 2^-22 of itself; below 2^-126 it is 0. */
+DEVICE float ex2_approx_ftz(float x)
+{
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float rcp_approx(float x)
+{
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* To 2^-23 of itself; 0 from 2^126 on. */
+DEVICE float rcp_approx_ftz(float x)
+{
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/* ---- the compiler ---- */
+
+/* Register values before and after are not one to the compiler: it converts them again rather than keep what it made of
+ * them. */
+DEVICE void hold(uint4 &raw)
+{
+  asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
+}
+
+/* blockIdx.x, read anew: no register holds it until then. */
+DEVICE unsigned ctaid_x()
+{
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
 
 #endif

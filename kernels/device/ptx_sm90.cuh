@@ -2,8 +2,8 @@
  * Wrappers of single PTX instructions of sm_90a, named after them, and the one descriptor that wgmma wants of an
  * operand in shared memory.
  */
-#ifndef CUMOE_MMA_SM90_CUH
-#define CUMOE_MMA_SM90_CUH
+#ifndef CUMOE_PTX_SM90_CUH
+#define CUMOE_PTX_SM90_CUH
 
 #include "device/ptx.cuh"
 
@@ -127,10 +127,10 @@ DEVICE void prefetch_tensormap(const void *map)
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* Lines that are discarded before long stay in L2 if they can, unwritten. */
-DEVICE void store_16(void *to, const uint4 &value, bool discarded)
+/* evict_last: the line is discarded before long, and should stay in L2 until then. */
+DEVICE void st_global_16(void *to, const uint4 &value, bool evict_last)
 {
-  if (!discarded) {
+  if (!evict_last) {
     *static_cast<uint4 *>(to) = value;
     return;
   }
@@ -151,14 +151,6 @@ DEVICE void fence_proxy_async_shared()
 DEVICE void fence_proxy_async_global()
 {
   asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-/* The smaller; NaN if one is. */
-DEVICE float min_or_nan(float a, float b)
-{
-  float least;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
-  return least;
 }
 
 /* ---- warps, clusters ---- */

@@ -1,16 +1,14 @@
 /* The activations, in f32: the one formula of every GEMM epilogue. */
-#ifndef CUMOE_ACT_CUH
-#define CUMOE_ACT_CUH
+#ifndef CUMOE_ACTIVATION_CUH
+#define CUMOE_ACTIVATION_CUH
 
-#include "device/ptx_sm90.cuh"
+#include "device/ptx.cuh"
 
 /* FAST: to about 2^-20, for results that are rounded to 16 bits anyway; a fifth of the instructions. */
 template <bool FAST = false> DEVICE float sigmoid_of(float x, float scale)
 {
   if (!FAST) return 1.f / (1.f + expf(-scale * x));
-  float reciprocal;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + __expf(-scale * x)));
-  return reciprocal;
+  return rcp_approx(1.f + __expf(-scale * x));
 }
 
 /* Comparisons are written so that NaN goes through. */
@@ -37,8 +35,8 @@ template <int ACT, bool FAST, int N> DEVICE void activate_each(float alpha, floa
 /* Of a gated activation. NaN goes through. */
 DEVICE void clamp_gated(float limit, float &g, float &u)
 {
-  g = min_or_nan(g, limit);
-  u = -min_or_nan(-min_or_nan(u, limit), limit);
+  g = min_nan(g, limit);
+  u = -min_nan(-min_nan(u, limit), limit);
 }
 
 /* g = act(g) u of N channels, or act(g); one choice of the activation for all. */

@@ -1,32 +1,32 @@
 /*
- * A copy of up's rows in row order, made by the kernel that multiplies them: warps that the products leave idle copy, a
- * little ahead of them, and the thread that loads a tile waits until its rows are there. A launch of its own costs the
- * time of its writes (H200, T 8192: qwen3-30b 82, deepseek-v3 284 us), in which the tensor cores do nothing.
+ * A copy of up's rows in row order, made by the kernel that multiplies them. Idle producer warps copy, a little ahead
+ * of the products, and the thread that loads a tile waits until its rows are there. As a launch of its own the copy
+ * would take the time of its writes, in which the tensor cores do nothing.
  *
- * Warps claim the next few rows from a counter, whichever comes first: no CTA waits for one that has not started.
+ * Warps draw tickets for the next few rows, so no CTA waits for one that has not started.
  */
-#ifndef CUMOE_AHEAD_CUH
-#define CUMOE_AHEAD_CUH
+#ifndef CUMOE_COPY_AHEAD_CUH
+#define CUMOE_COPY_AHEAD_CUH
 
 #include "device/ptx_sm90.cuh"
 
 /* Rows that the route has; those of bad routes, too, are all copied. */
 DEVICE int32_t rows_to_copy(const gemm_args &args)
 {
-  return (int32_t)min((int64_t)max(load_settled(args.offsets + args.experts), 0), args.rows_cap);
+  return (int32_t)min((int64_t)max(load_relaxed(args.offsets + args.experts), 0), args.rows_cap);
 }
 
 /* ---- copying ---- */
 
-/* Lane i gets the pair of row COPY_TICKET * claim + i. */
-DEVICE int32_t claim_rows(const gemm_args &args, int32_t total, int32_t &pair)
+/* Returns a ticket; lane i gets the pair of its row i. */
+DEVICE int32_t draw_rows(const gemm_args &args, int32_t total, int32_t &pair)
 {
-  int32_t claim = 0;
-  if (lane_id() == 0) claim = atomicAdd(args.protocol.progress + PROGRESS_COPY_TICKETS, 1);
-  claim = __shfl_sync(ALL_LANES, claim, 0);
-  const int64_t row = (int64_t)claim * COPY_TICKET + lane_id();
+  int32_t ticket = 0;
+  if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_COPY_TICKETS, 1);
+  ticket = __shfl_sync(ALL_LANES, ticket, 0);
+  const int64_t row = (int64_t)ticket * COPY_TICKET + lane_id();
   pair = lane_id() < COPY_TICKET && row < total ? __ldg(args.row_pair + row) : 0;
-  return claim;
+  return ticket;
 }
 
 /* EACH vectors a lane at once, up to the last one. */
@@ -61,16 +61,16 @@ DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
   }
 }
 
-/* Whole warps, any number of them. The next claim is under way while one is copied. */
+/* Whole warps, any number of them. The next ticket is drawn while one is copied. */
 DEVICE void copy_rows(const gemm_args &args)
 {
-  const int32_t total = rows_to_copy(args), claims = total ? (total - 1) / COPY_TICKET + 1 : 0;
+  const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
   const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
   int32_t pair, next_pair;
-  int32_t claim = claim_rows(args, total, pair);
+  int32_t ticket = draw_rows(args, total, pair);
 #pragma unroll 1
-  while (claim < claims) {
-    const int32_t next = claim_rows(args, total, next_pair), first = claim * COPY_TICKET;
+  while (ticket < tickets) {
+    const int32_t next = draw_rows(args, total, next_pair), first = ticket * COPY_TICKET;
     const int count = min(COPY_TICKET, total - first);
     const bool there = (uint32_t)pair < (uint32_t)pairs;
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
@@ -80,7 +80,7 @@ DEVICE void copy_rows(const gemm_args &args)
     __syncwarp();
     __threadfence();
     if (lane_id() == 0) atomicAdd(args.protocol.progress + PROGRESS_COPIED + first / COPY_GROUP, count);
-    claim = next;
+    ticket = next;
     pair = next_pair;
   }
 }
@@ -89,14 +89,14 @@ DEVICE void copy_rows(const gemm_args &args)
 
 /* Returns when rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the
  * last one count as there. */
-DEVICE void await_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
+DEVICE void wait_for_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
 {
   const int group = first / COPY_GROUP, groups = (first + count - 1) / COPY_GROUP + 1 - group;
   for (bool missing = true; missing;) {
     missing = false;
 #pragma unroll 4
     for (int i = 0; i < groups; i++)
-      missing |= load_settled(args.protocol.progress + PROGRESS_COPIED + group + i) <
+      missing |= load_relaxed(args.protocol.progress + PROGRESS_COPIED + group + i) <
                  min(total - (group + i) * COPY_GROUP, COPY_GROUP);
   }
   __threadfence();

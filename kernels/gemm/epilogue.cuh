@@ -22,23 +22,23 @@ template <class S> DEVICE columns columns_of(const gemm_args &args)
   return gate < above ? COLUMNS_gate_up : COLUMNS_up_gate;
 }
 
-/* Staged accumulators: rows of f32 with 4 floats of air after every 32 and 8 at the end, so that neither the rows of a
- * fragment nor the blocks of 16 that neighbouring threads read fall into the same banks. */
-DEVICE constexpr int staged_place(int column)
+/* Staged accumulators: rows of f32, padded by 4 floats after every 32 and 8 at the end, so that neither the rows of a
+ * fragment nor the blocks of 16 that neighbouring threads read meet in a bank. */
+DEVICE constexpr int staged_offset(int column)
 {
   return column + column / 32 * 4;
 }
 template <int COLUMNS> constexpr int STAGED_LD = COLUMNS + COLUMNS / 32 * 4 + 8;
 
-/* Accumulators of eight consecutive channels, from `channel` of the tile on, out of a staged row. */
+/* Accumulators of 8 consecutive channels, from `channel` of the tile on, out of a staged row. */
 DEVICE void take_channels(columns order, const float *row, int channel, float (&g)[8], float (&u)[8])
 {
   if (order == COLUMNS_plain) {
-    load_f32<8>(row + staged_place(channel), g);
+    load_f32<8>(row + staged_offset(channel), g);
     return;
   }
   float both[16];
-  load_f32<16>(row + staged_place(2 * channel), both);
+  load_f32<16>(row + staged_offset(2 * channel), both);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     g[i] = order == COLUMNS_blocks ? both[i] : order == COLUMNS_gate_up ? both[2 * i] : both[2 * i + 1];
@@ -92,7 +92,7 @@ DEVICE void finish_channels(const gemm_args &args, int expert, int channel, floa
 }
 
 /* Writes a unit whose accumulators are staged in shared memory: stores of 16 bytes, rolled over the tile so that the
- * activations are in the program once. Channels come in eights (n is a multiple of 8). */
+ * activations are in the program once. Channels come in octets (n is a multiple of 8). */
 template <class S>
 DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float *staged, columns order)
 {

@@ -1,5 +1,5 @@
 /*
- * FORM_fma: grouped GEMM in plain f32 FMA, either major. For f32 layers, where tf32 would not keep the promised
+ * fma: grouped GEMM in plain f32 FMA, either major. For f32 layers, where tf32 would not keep the promised
  * accuracy; not a fast path.
  */
 #ifndef CUMOE_FMA_CUH
@@ -93,7 +93,8 @@ template <class S> DEVICE void fma_unit(const gemm_args &args, const tile_unit &
   for (int i = 0; i < S::M_EACH; i++)
 #pragma unroll
     for (int j = 0; j < S::N_EACH; j++)
-      smem.staged[(row0 + i) * STAGED_LD<S::COLUMNS> + staged_place(column0 + j / 4 * 4 * S::COLS + j % 4)] = acc[i][j];
+      smem.staged[(row0 + i) * STAGED_LD<S::COLUMNS> + staged_offset(column0 + j / 4 * 4 * S::COLS + j % 4)] =
+          acc[i][j];
   __syncthreads();
   store_unit<S>(args, unit, smem.staged, order);
   __syncthreads();

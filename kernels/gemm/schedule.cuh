@@ -6,7 +6,7 @@
 #ifndef CUMOE_SCHEDULE_CUH
 #define CUMOE_SCHEDULE_CUH
 
-#include "device/common.cuh"
+#include "device/ptx.cuh"
 
 struct row_range {
   int32_t begin, count;
@@ -17,8 +17,8 @@ DEVICE row_range expert_rows(const gemm_args &args, int expert, bool *bad = null
 {
   int64_t begin = 0, count, cap = args.rows_cap;
   if (args.counts) {
-    begin = load_settled(args.offsets + expert);
-    count = load_settled(args.counts + expert);
+    begin = load_relaxed(args.offsets + expert);
+    count = load_relaxed(args.counts + expert);
   } else {
     count = token_total(args.tokens);
   }
@@ -34,7 +34,7 @@ struct tile_table {
   int32_t warp_total[WARP_SIZE];
 };
 
-/* No honest route has more tiles than `limit`: one that does is cut there, so a bad one costs bounded time too. */
+/* No valid route has more tiles. One that does is cut here, so that a bad one takes bounded time too. */
 template <int BM> DEVICE int tile_limit(const gemm_args &args)
 {
   return (int)(args.rows_cap / BM + args.experts);
@@ -98,7 +98,7 @@ struct tile_unit {
   int32_t expert;
   int32_t row, rows; /* first row; rows there, 1 .. BM */
   int32_t n;         /* channel tile */
-  int32_t end;       /* FORM_stream: see there */
+  int32_t end;       /* stream: see there */
 };
 
 /* Row tiles advance first inside a band of BAND of them, then channels: the CTAs at work share both the weights of a
@@ -120,7 +120,7 @@ DEVICE tile_unit unit_of(const gemm_args &args, const tile_table &table, int64_t
   return unit;
 }
 
-/* ---- what a row and an expert are made of ------------------------------------------------------------ */
+/* ---- rows and experts ---- */
 
 /* Where row `row` of the A operand lies; -1 if its pair is none (reads as zeros). */
 DEVICE int32_t source_row(const gemm_args &args, int32_t row)

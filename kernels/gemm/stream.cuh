@@ -1,14 +1,14 @@
 /*
- * FORM_stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the
- * speed of memory. K-major weights, any layout that thin takes.
+ * stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the speed
+ * of memory. K-major weights, any layout that thin takes.
  *
- * A CTA has a warpgroup of producers and two of consumers around a ring of stages of 64 k. Producers fill two stages
- * at once: 16 lanes ask for 256 neighbouring bytes of a weight row, which memory gives 3 % faster than the 128 of a
- * stage (bench/NOTES.md). Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads:
- * weights are its 64-row operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a
- * thread finds both factors of a channel in its own registers.
+ * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 64 k. Producers fill two
+ * stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128. Weights
+ * and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row operand,
+ * rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a
+ * channel in its own registers.
  *
- * Every CTA takes an equal run of whole tiles, over the ends of experts, and an equal part of those that are left
+ * Every CTA takes an equal number of whole tiles, over the ends of experts, and an equal part of those that are left
  * over, in granules of 16 weight rows.
  */
 #ifndef CUMOE_STREAM_CUH
@@ -17,19 +17,19 @@
 #include "gemm/warpgroup_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
-struct stream_shape : ring_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
+struct stream_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 1, "every CTA fills its own stages");
-  static constexpr bool AT_ONCE = true;
+  static constexpr bool RELEASE_AT_ONCE = true;
   static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
   static constexpr int LANES = 2 * BK / operand<typename PRODUCT::W>::PER_16, ROWS = stream_shape::GROUP / LANES;
-  static_assert(ROWS == 8, "a thread's rows have the same place in the swizzle");
+  static_assert(ROWS == 8, "a thread's rows are swizzled alike");
 
   DEVICE static bool gathers(const gemm_args &) { return true; }
 };
 
-template <class S> struct stream_smem : ring_smem<S> {
+template <class S> struct stream_smem : pipeline_smem<S> {
   row_range ranges[MAX_EXPERTS];
 };
 
@@ -41,21 +41,19 @@ template <class S> DEVICE int granule_channels(const gemm_args &args)
 }
 
 /* `left` granules from n of row tile `tile` on, one row tile after another. */
-struct stretch {
+struct granule_range {
   int64_t left;
   int32_t tile, n;
 };
 
 /*
- * What a CTA still has to do. Tiles stream in about equal times, wide or narrow, as the bytes in flight are fewer
- * where they are narrow: what counts is how many a CTA has. Equal runs of granules would begin and end amid tiles,
- * and have one more than they must. So row tiles are cut into whole tiles, and every CTA takes the same number of
- * these, one after another; those left over are dealt to all CTAs in narrower pieces, one each. Pieces come at
- * different times, so that others keep memory busy. (H200, gpt-oss T 32: up + down 923 us instead of 941 with runs;
- * pieces at the end of all CTAs: qwen3-30b T 32 255 us, now 246.)
+ * What a CTA still has to do. A tile takes about the same time, wide or narrow, as fewer bytes are in flight where it
+ * is narrow. So the number of tiles counts: every CTA takes the same number of whole tiles, one after another, and
+ * those left over are cut into narrower pieces, one for each CTA. Pieces come at different times, so that other CTAs
+ * keep memory busy.
  */
 template <class S> struct stream_run {
-  stretch now, later;
+  granule_range now, later;
   int32_t tiles, granules, parts; /* row tiles; granules of each, and the whole tiles that it is cut into */
   int32_t whole;                  /* tiles until the piece */
   int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
@@ -75,13 +73,13 @@ template <class S> struct stream_run {
   /* The first granule of a row tile's whole tile `part`. */
   DEVICE int32_t granule_of(int64_t part) const { return (int32_t)(granules * part / parts); }
 
-  /* Of the whole tiles that do not deal out. They may begin amid a row tile; of the grid, a row tile gets the part
-   * that it is of `all` their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all,
+  /* Of the whole tiles that are left over, which may begin amid a row tile. Of the grid, a row tile gets the part that
+   * it is of `all` their granules, at least one CTA, and is divided evenly among these: from CTA grid * c / all,
    * rounded, if c granules lie before it. */
-  DEVICE stretch own_piece() const
+  DEVICE granule_range own_piece() const
   {
-    const int64_t grid = gridDim.x, dealt = (int64_t)tiles * parts / grid * grid;
-    const int32_t tile = (int32_t)(dealt / parts), begin = granule_of(dealt - (int64_t)tile * parts);
+    const int64_t grid = gridDim.x, even = (int64_t)tiles * parts / grid * grid;
+    const int32_t tile = (int32_t)(even / parts), begin = granule_of(even - (int64_t)tile * parts);
     const int64_t all = (int64_t)(tiles - tile) * granules - begin;
     if (all <= 0) return {0, 0, 0};
     const int64_t row = ((2 * (int64_t)blockIdx.x + 1) * all + 2 * grid * begin - 1) / (2 * grid * granules);
@@ -113,14 +111,14 @@ template <class S> struct stream_run {
 
 /* ---- producers ---- */
 
-/* A producer's 16 bytes of k are in the first or in the second of two stages. */
-template <class S> DEVICE int producer_line()
+/* 1: a producer's 16 bytes of k are in the second of two stages. */
+template <class S> DEVICE int producer_half()
 {
   return threadIdx.x % S::LANES / 8;
 }
 
-/* Where they go, of its first row of an operand. */
-template <class S, class T> DEVICE uint32_t producer_place(const T *operand)
+/* Where its first row of an operand goes. */
+template <class S, class T> DEVICE uint32_t producer_address(const T *operand)
 {
   const int row = threadIdx.x / S::LANES;
   return shared_address(operand) + row * 128 + (threadIdx.x % 8 ^ row) * 16;
@@ -138,7 +136,7 @@ template <class S> struct stream_weights {
   int left;                       /* weight rows of the tile */
   uint64_t policy = evict_first_policy();
 
-  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
     const bool gated = S::gated(args);
     const int channel = unit.n * granule_channels<S>(args) + threadIdx.x / S::LANES;
@@ -151,11 +149,11 @@ template <class S> struct stream_weights {
     if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
   }
 
-  /* Channels come in eights, so the second eight of the last granule may not be there. */
+  /* Channels come in octets, so the second octet of the last granule may not be there. */
   DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
   {
     const bool there = k0 + producer_k<S>() < args.k;
-    uint32_t to = producer_place<S>(smem.weights[stage]);
+    uint32_t to = producer_address<S>(smem.weights[stage]);
     int64_t at = k0;
 #pragma unroll 4
     for (int row = 0; row < left; row += 2 * S::ROWS, at += step, to += 2 * S::ROWS * 128) {
@@ -170,7 +168,7 @@ template <class S> struct stream_weights {
 template <class S> struct stream_rows {
   int32_t source[S::BM / S::ROWS];
 
-  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
 #pragma unroll
     for (int i = 0; i < S::BM / S::ROWS; i++) {
@@ -183,7 +181,7 @@ template <class S> struct stream_rows {
   {
     const int k = k0 + producer_k<S>();
     const typename S::X *from = static_cast<const typename S::X *>(args.a) + k;
-    const uint32_t to = producer_place<S>(smem.rows[stage]);
+    const uint32_t to = producer_address<S>(smem.rows[stage]);
 #pragma unroll
     for (int i = 0; i < S::BM / S::ROWS; i++) {
       if (i * S::ROWS >= rows) break;
@@ -195,10 +193,10 @@ template <class S> struct stream_rows {
 
 /* Two stages at a time; the second may not be there at the end of k. */
 template <class S> struct stage_pair {
-  ring_place<S::STAGES> first, second;
+  pipeline_state<S::STAGES> first, second;
   bool two;
 
-  DEVICE stage_pair(const gemm_args &args, const ring_place<S::STAGES> &at, int k0)
+  DEVICE stage_pair(const gemm_args &args, const pipeline_state<S::STAGES> &at, int k0)
       : first(at), second(at), two(k0 + WGMMA_BK < args.k)
   {
     second.advance();
@@ -211,8 +209,8 @@ template <class S> struct stage_pair {
   }
 
   /* The one that this thread copies into; of two: k past the end is copied as zeros. */
-  DEVICE int mine() const { return producer_line<S>() ? second.stage : first.stage; }
-  DEVICE bool copies() const { return two || producer_line<S>() == 0; }
+  DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
+  DEVICE bool copies() const { return two || producer_half<S>() == 0; }
 
   DEVICE void arrive(stream_smem<S> &smem) const
   {
@@ -227,10 +225,10 @@ template <class S> struct stage_pair {
 /* All of a tile's stages. The weights of k < ahead are on their way. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile_unit &unit, int slot,
-                         const stream_weights<S> &weights, int ahead, ring_place<S::STAGES> &at)
+                         const stream_weights<S> &weights, int ahead, pipeline_state<S::STAGES> &at)
 {
   stream_rows<S> rows;
-  rows.aim(args, unit);
+  rows.set_unit(args, unit);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += 2 * WGMMA_BK) {
     const stage_pair<S> pair(args, at, k0);
@@ -246,23 +244,23 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
   }
 }
 
-/* Where weights and counts were settled early, the ring fills with the first tile's weights before the grid ahead,
- * which makes the rows, has ended. */
+/* With early inputs the stages fill with the first tile's weights before the grid ahead, which makes the rows, has
+ * ended. */
 template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &smem)
 {
   stream_run<S> run(args, smem.table.before[args.experts]);
-  ring_place<S::STAGES> at;
+  pipeline_state<S::STAGES> at;
   bool waited = !args.protocol.early_inputs;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     const tile_unit unit = run.next(args, smem);
     int ahead = 0;
     stream_weights<S> weights;
-    if (unit.expert >= 0) weights.aim(args, unit);
+    if (unit.expert >= 0) weights.set_unit(args, unit);
     if (!waited) {
 #pragma unroll 1
       for (; unit.expert >= 0 && ahead + 2 * WGMMA_BK <= min(args.k, S::STAGES * WGMMA_BK); ahead += 2 * WGMMA_BK)
-        weights.copy(args, smem, ahead / WGMMA_BK + producer_line<S>(), ahead);
+        weights.copy(args, smem, ahead / WGMMA_BK + producer_half<S>(), ahead);
       wait_for_earlier_grids();
       waited = true;
     }
@@ -277,7 +275,7 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
 {
   const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
             granules = S::GRANULES / S::CONSUMERS;
-  ring_place<S::STAGES> at;
+  pipeline_state<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -294,9 +292,8 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
   }
 }
 
-/* Memory is idle while the grids ahead find out who goes where. With two rows for every expert most have some, so L2
- * asks for the weights that a CTA begins with if all have: used, if not by this CTA, then by one close to it. (H200,
- * T 32 to 512: 2 to 4 us.) */
+/* Memory is idle while the grids ahead route. With two rows for every expert most experts have some, so L2 prefetches
+ * the weights that a CTA begins with if all have: if not this CTA needs them, then one close to it. */
 template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
   constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */

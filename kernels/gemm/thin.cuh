@@ -1,9 +1,8 @@
 /*
- * FORM_thin: grouped GEMM for few rows an expert. All that counts is to read each weight once, at the speed of the
+ * thin: grouped GEMM for few rows an expert. All that counts is to read each weight once, at the speed of the
  * memory: weights go from global memory straight into registers, one step ahead of their use, and are the 16-row
  * operand of mma.sync; 8 rows (tokens) are the other. K is split over warps, whose sums meet in shared memory in fixed
- * order. K-major weights only. An expert with more rows is right but read again: the small tiles are the better row
- * then (bench/NOTES.md).
+ * order. K-major weights only. An expert with more rows is right, but its weights are read again.
  *
  * Within 32 elements of k, both operands take k in the same other order: lane q of a row holds 8q .. 8q + 7, which
  * is one 16-byte load, and the mma's k = 2q, 2q + 1, 2q + 8, 2q + 9 are its elements in turn.
@@ -37,9 +36,9 @@ struct thin_run {
   int32_t expert, row, rows, first, last;
 };
 
-/* The weight rows of a warp: per mma block two rows a lane, l/4 of its first and of its second eight. */
+/* The weight rows of a warp: per mma block two rows a lane, l/4 of its first and of its second octet. */
 template <class S> struct thin_weights {
-  const typename S::W *origin[2]; /* at channel 0 of the tile and k = 0, for the first block's two eights */
+  const typename S::W *origin[2]; /* at channel 0 of the tile and k = 0, for the first block's two octets */
   int64_t block_step, tile_step;  /* elements */
   int left[2];                    /* channels from there on */
   int block_channels, tile_channels;
@@ -145,7 +144,8 @@ DEVICE void reduce_and_store(const gemm_args &args, const thin_run &run, int til
 
 /* Weights are loaded one step ahead, over the ends of channel tiles too; the first leave before anything about the
  * tokens is known, and before the grid ahead, which makes them, has ended. */
-template <class S> DEVICE void stream_run(const gemm_args &args, const thin_run &run, columns order, thin_smem<S> &smem)
+template <class S>
+DEVICE void multiply_run(const gemm_args &args, const thin_run &run, columns order, thin_smem<S> &smem)
 {
   const thin_weights<S> weights(args, run.expert, order != COLUMNS_plain);
   const int k_first = warp_id() / S::WARPS_N * S::BK;
@@ -187,7 +187,7 @@ template <class S> DEVICE void thin_gemm(const gemm_args &args, thin_smem<S> &sm
     const int skipped = (row_tile - smem.table.before[run.expert]) * S::BM;
     run.row = rows.begin + skipped;
     run.rows = min(rows.count - skipped, S::BM);
-    stream_run<S>(args, run, order, smem);
+    multiply_run<S>(args, run, order, smem);
     index += run.last - run.first;
   }
   wait_for_earlier_grids(); /* of a CTA that had no unit */

@@ -1,7 +1,7 @@
 /*
- * FORM_tile and FORM_ntile: grouped GEMM on tensor cores (mma.sync), a ring of shared-memory stages filled by
+ * tile, ntile: grouped GEMM on tensor cores (mma.sync), a pipeline of shared-memory stages filled by
  * cp.async. A rows are gathered by the copies themselves. B is K-major (tile) or N-major (ntile); the columns of a
- * gated tile alternate 8 gate channels and the same 8 up channels, which costs nothing: it is another row address.
+ * gated tile alternate 8 gate channels and the same 8 up channels, which is only another row address.
  *
  * The grid may have any size; units are taken in order, gridDim.x apart.
  */
@@ -128,17 +128,17 @@ template <class S> struct fragments {
   uint32_t a[S::M_BLOCKS][4], b[S::N_BLOCKS / 2][4]; /* b: two column blocks each */
 };
 
-/* Where a lane's fragments lie in a stage: the swizzle is an exclusive or on address bits 5 and 6, so the place of any
- * other k block (N-major: column block) is this one's with those bits turned. */
-template <class S> struct fragment_places {
-  uint32_t a, b, b_turn; /* bytes from the stage's begin; N-major: from one pair of column blocks to the next */
+/* Where a lane's fragments lie in a stage: the swizzle is an exclusive or on address bits 5 and 6, so any other k block
+ * (N-major: column block) is at this one's offset with those bits flipped. */
+template <class S> struct fragment_offsets {
+  uint32_t a, b, b_step; /* bytes from the stage's begin; N-major: from one pair of column blocks to the next */
 
-  DEVICE fragment_places(columns order)
+  DEVICE fragment_offsets(columns order)
   {
     const int lane = lane_id(), row = warp_id() % S::WARPS_M * S::WM, column = warp_id() / S::WARPS_M * S::WN;
     const bool apart = S::N_MAJOR && order == COLUMNS_blocks; /* a pair's blocks: gate, and half a stage row on, up */
     const int vector = apart ? column / 16 + lane / 16 * (S::B_VECTORS / 2) : column / 8 + lane / 16;
-    b_turn = apart ? 16 : 32;
+    b_step = apart ? 16 : 32;
     a = swizzled<S::K_VECTORS>(row + lane % 16, lane / 16) * sizeof(typename S::X);
     b = sizeof(typename S::W) * (S::N_MAJOR ? swizzled<S::B_VECTORS>(lane % 16, vector)
                                             : swizzled<S::B_VECTORS>(column + lane / 16 * 8 + lane % 8, lane / 8 % 2));
@@ -153,7 +153,7 @@ template <class S> struct fragment_places {
 #pragma unroll
     for (int j = 0; j < S::N_BLOCKS / 2; j++) {
       if (S::N_MAJOR)
-        ldmatrix_x4_trans(f.b[j], (from_b ^ j * b_turn) + k_block * BLOCK_ROWS * S::COLUMNS * BYTES);
+        ldmatrix_x4_trans(f.b[j], (from_b ^ j * b_step) + k_block * BLOCK_ROWS * S::COLUMNS * BYTES);
       else
         ldmatrix_x4(f.b[j], (from_b ^ k_block * 32) + j * BLOCK_ROWS * S::BK * BYTES);
     }
@@ -183,9 +183,9 @@ DEVICE void accumulate(const gemm_args &args, tile_smem<S> &smem, float (&acc)[S
   cp_async_wait_group<S::STAGES - 2>();
   __syncthreads();
 
-  const fragment_places<S> places(smem.order);
+  const fragment_offsets<S> offsets(smem.order);
   fragments<S> f[2];
-  places.load(f[0], smem, 0, 0);
+  offsets.load(f[0], smem, 0, 0);
   int stage = 0;
   const int k_end = round_up(args.k, S::BK) + (S::STAGES - 1) * S::BK;
 #pragma unroll 1
@@ -199,7 +199,7 @@ DEVICE void accumulate(const gemm_args &args, tile_smem<S> &smem, float (&acc)[S
         cp_async_wait_group<S::STAGES - 2>();
         __syncthreads();
       }
-      places.load(f[(block + 1) % 2], smem, last ? next : stage, last ? 0 : block + 1);
+      offsets.load(f[(block + 1) % 2], smem, last ? next : stage, last ? 0 : block + 1);
       multiply<S>(acc, f[block % 2]);
       if (block == 0) copies.copy(args, smem, refill, k0); /* after the mma: one of the fragments is dead then */
     }
@@ -221,7 +221,7 @@ template <class S> DEVICE void stage_accumulators(float *staged, const float (&a
 #pragma unroll
       for (int h = 0; h < 2; h++)
         *reinterpret_cast<float2 *>(staged + (row0 + i * 16 + h * 8) * STAGED_LD<S::COLUMNS> +
-                                    staged_place(column0 + j * 8)) =
+                                    staged_offset(column0 + j * 8)) =
             make_float2(acc[i][j][2 * h], acc[i][j][2 * h + 1]);
 }
 

@@ -1,9 +1,9 @@
 /*
- * What the forms wgmma and stream share: a warpgroup of producers and two of consumers around a ring; a tile of
- * weight rows x rows (tokens) from the ring to accumulators, and from there to memory.
+ * What the forms wgmma and stream share: a warpgroup of producers and two of consumers around a pipeline; a tile of
+ * weight rows x rows (tokens) from its stages to accumulators, and from there to memory.
  */
-#ifndef CUMOE_WGMMA_TILE_CUH
-#define CUMOE_WGMMA_TILE_CUH
+#ifndef CUMOE_WARPGROUP_TILE_CUH
+#define CUMOE_WARPGROUP_TILE_CUH
 
 #include "gemm/epilogue.cuh"
 #include "device/pipeline.cuh"
@@ -14,10 +14,10 @@ enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
  * Of a shape S made from it, three things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
  *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
- *   AT_ONCE         a stage is given back as soon as it is used, where memory is what all wait for; else one step
- *                   later, when the next products are under way
+ *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where memory is the limit; else one step later,
+ *                   when the next products are under way
  */
-template <class PRODUCT, int BM_, int BN, int BK, int STAGES_, int WARPS> struct ring_shape : PRODUCT {
+template <class PRODUCT, int BM_, int BN, int BK, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
   static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && operand<typename PRODUCT::X>::BITS == 16,
                 "both operands come from shared memory as they are");
   static constexpr int BM = BM_, STAGES = STAGES_;
@@ -25,11 +25,11 @@ template <class PRODUCT, int BM_, int BN, int BK, int STAGES_, int WARPS> struct
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
-  static constexpr int EIGHTS = 2 * BLOCKS;   /* of weight rows, of a warp */
+  static constexpr int OCTETS = 2 * BLOCKS;   /* of weight rows, of a warp */
   static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
   static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
-  static_assert(BLOCKS <= 2, "an stmatrix has four eights");
+  static_assert(BLOCKS <= 2, "an stmatrix has four octets");
 };
 
 /* Between accumulators and memory. */
@@ -38,7 +38,7 @@ template <class S> struct wgmma_staging {
   float row_weights[S::CONSUMERS][S::BM];
 };
 
-template <class S> struct ring_smem {
+template <class S> struct pipeline_smem {
   typename S::W weights[S::STAGES][S::COLUMNS * WGMMA_BK];
   typename S::X rows[S::STAGES][S::BM * WGMMA_BK];
   wgmma_staging<S> staging;
@@ -59,8 +59,8 @@ template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int t
 
 /* A unit without expert is the last. */
 template <class S>
-DEVICE void produce_end(ring_smem<S> &smem, const tile_unit &tile, int slot, bool gathering,
-                        const ring_place<S::STAGES> &at)
+DEVICE void produce_end(pipeline_smem<S> &smem, const tile_unit &tile, int slot, bool gathering,
+                        const pipeline_state<S::STAGES> &at)
 {
   wait_for(&smem.empty[at.stage], at.phase ^ 1);
   if (threadIdx.x == 0) {
@@ -70,8 +70,8 @@ DEVICE void produce_end(ring_smem<S> &smem, const tile_unit &tile, int slot, boo
   if (gathering) mbarrier_arrive(&smem.full[at.stage]);
 }
 
-/* A warp is done with a stage, which both CTAs fill. */
-template <class S> DEVICE void release_stage(ring_smem<S> &smem, int stage)
+/* A warp has read a stage, which all CTAs of the cluster fill. */
+template <class S> DEVICE void release_stage(pipeline_smem<S> &smem, int stage)
 {
   if constexpr (S::CLUSTER == 1) {
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
@@ -80,10 +80,10 @@ template <class S> DEVICE void release_stage(ring_smem<S> &smem, int stage)
   }
 }
 
-/* acc = weights x rows of one unit, N tokens wide. A stage is given back one step later, when its wgmmas are over; at
- * once where memory is what all wait for. */
+/* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
+ * once where memory is the limit. */
 template <class S, int N>
-DEVICE void multiply_n(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group,
+DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const bool gathered = S::gathers(args);
@@ -101,19 +101,19 @@ DEVICE void multiply_n(const gemm_args &args, ring_smem<S> &smem, ring_place<S::
       for (int i = 0; i < S::BLOCKS; i++)
         wgmma_m64k16<typename S::X, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
-    wgmma_wait_group<S::AT_ONCE ? 0 : 1>();
-    const int done = S::AT_ONCE ? (int)at.stage : before;
+    wgmma_wait_group<S::RELEASE_AT_ONCE ? 0 : 1>();
+    const int done = S::RELEASE_AT_ONCE ? (int)at.stage : before;
     if (done >= 0) release_stage<S>(smem, done);
     before = at.stage;
   }
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
-  if (!S::AT_ONCE) release_stage<S>(smem, before);
+  if (!S::RELEASE_AT_ONCE) release_stage<S>(smem, before);
 }
 
 template <class S, int N>
-DEVICE void multiply(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at, int group, int rows,
+DEVICE void multiply(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int rows,
                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (N > WGMMA_STEP) {
@@ -127,10 +127,10 @@ DEVICE void multiply(const gemm_args &args, ring_smem<S> &smem, ring_place<S::ST
 
 /* ---- from accumulators to memory: every warp for itself ---- */
 
-/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are eights; eight g is in block g % BLOCKS. Of a thread's
- * values in token group j: row lane / 4 of the eight, token 8 j + lane % 4 * 2 + t. In a gated up tile even eights
- * are of the half that lies first and odd ones the same channels of the other. */
-template <class S> DEVICE float value_of(const float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
+/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are octets; octet g is in block g % BLOCKS. Of a thread's
+ * values in token group j: row lane / 4 of the octet, token 8 j + lane % 4 * 2 + t. In a gated up tile even octets are
+ * of the half that lies first and odd ones the same channels of the other. */
+template <class S> DEVICE float accumulator_of(const float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
 {
   return acc[g % S::BLOCKS][4 * j + g / S::BLOCKS * 2 + t];
 }
@@ -142,19 +142,19 @@ struct channel_span {
 
 template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
 {
-  const int eights = S::gated(args) ? S::EIGHTS / 2 : S::EIGHTS;
-  return {consumer.first + warp_id() % 4 * eights * 8, consumer.end};
+  const int octets = S::gated(args) ? S::OCTETS / 2 : S::OCTETS;
+  return {consumer.first + warp_id() % 4 * octets * 8, consumer.end};
 }
 
-/* Biases of a thread's row in each eight: of a gated tile gate, up, gate, ... */
+/* Biases of a thread's row in each octet: of a gated tile gate, up, gate, ... */
 template <class S> struct row_bias {
-  float of[S::EIGHTS];
+  float of[S::OCTETS];
 
   DEVICE row_bias(const gemm_args &args, int expert, channel_span span)
   {
     const bool gated = S::gated(args);
 #pragma unroll
-    for (int g = 0; g < S::EIGHTS; g++) {
+    for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
       const int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
       float bias[1] = {};
@@ -164,43 +164,45 @@ template <class S> struct row_bias {
   }
 };
 
-/* EIGHTS * 8 channels of a turn's tokens through a warp's 512 bytes, so that a token's channels leave together. */
-template <class S, int EIGHTS> struct warp_store {
-  static constexpr int TOKENS = WARP_SIZE / EIGHTS;
+/* OCTETS * 8 channels of TOKENS tokens, transposed in a warp's 512 bytes, so that a token's channels are stored
+ * together. */
+template <class S, int OCTETS> struct warp_store {
+  static constexpr int TOKENS = WARP_SIZE / OCTETS;
   typename S::Y *to;
   uint4 *staged;
   int tokens; /* this lane's, and every TOKENS-th on, are there up to here */
 
   DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
   {
-    const int token = lane_id() / EIGHTS, channel = span.first + lane_id() % EIGHTS * 8;
+    const int token = lane_id() / OCTETS, channel = span.first + lane_id() % OCTETS * 8;
     tokens = channel < span.end ? unit.rows - token : 0;
     to = static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
   }
 
-  /* In which of its places an eight of a token lies, so that neither stmatrix nor lanes that read meet in a bank. */
-  DEVICE uint4 *place(int token, int eight) const
+  /* Rotated, so that neither stmatrix nor the lanes that read meet in a bank. */
+  DEVICE uint4 *staged_vector(int token, int octet) const
   {
-    const int turned = EIGHTS == 4 ? token / 2 % 4 : EIGHTS == 2 ? token / 4 % 2 : 0;
-    return staged + token * EIGHTS + (eight ^ turned);
+    const int rotated = OCTETS == 4 ? token / 2 % 4 : OCTETS == 2 ? token / 4 % 2 : 0;
+    return staged + token * OCTETS + (octet ^ rotated);
   }
 
-  /* packed[i]: eight i % EIGHTS of token group i / EIGHTS. */
-  DEVICE void turn(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
+  /* packed[i]: octet i % OCTETS of token group i / OCTETS. */
+  DEVICE void transpose(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
   {
     const int matrix = lane_id() / 8;
-    __syncwarp(); /* the last turn is read */
-    stmatrix_x4_trans(shared_address(place(matrix / EIGHTS * 8 + lane_id() % 8, matrix % EIGHTS)), packed);
+    __syncwarp(); /* what was there is read */
+    stmatrix_x4_trans(shared_address(staged_vector(matrix / OCTETS * 8 + lane_id() % 8, matrix % OCTETS)), packed);
     __syncwarp();
     if (token0 < tokens)
-      store_16(to + token0 * args.c_ld, *place(lane_id() / EIGHTS, lane_id() % EIGHTS), args.protocol.evict_last);
+      st_global_16(to + token0 * args.c_ld, *staged_vector(lane_id() / OCTETS, lane_id() % OCTETS),
+                   args.protocol.evict_last);
   }
 };
 
-/* A thread's accumulators of two eights and token group j become outputs: one of (first, second) if gated, else both.
+/* A thread's accumulators of two octets and token group j become outputs: one of (first, second) if gated, else both.
  * Whatever the activation. */
 template <class S>
-DEVICE void finish_eights(const gemm_args &args, bool up_first, const float *row_weights, const float *bias, int g,
+DEVICE void finish_octets(const gemm_args &args, bool up_first, const float *row_weights, const float *bias, int g,
                           int j, const float (&acc)[S::BLOCKS][S::ACCUMULATORS], uint32_t &low, uint32_t &high)
 {
   const float first_bias[2] = {bias[0], bias[0]}, second_bias[2] = {bias[1], bias[1]};
@@ -208,7 +210,7 @@ DEVICE void finish_eights(const gemm_args &args, bool up_first, const float *row
 #pragma unroll
   for (int t = 0; t < 2; t++) {
     weight[t] = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
-    const float a = value_of<S>(acc, g, j, t), b = value_of<S>(acc, g + 1, j, t);
+    const float a = accumulator_of<S>(acc, g, j, t), b = accumulator_of<S>(acc, g + 1, j, t);
     first[t] = up_first ? b : a;
     second[t] = up_first ? a : b;
   }
@@ -218,10 +220,10 @@ DEVICE void finish_eights(const gemm_args &args, bool up_first, const float *row
   high = pack_pair<typename S::Y>(second[0], second[1]);
 }
 
-/* The same for what nearly every model wants: in place, a third of the instructions. */
+/* What nearly every model wants is done in place, with a third of the instructions. */
 enum finish_kind { FINISH_any, FINISH_silu, FINISH_swiglu /* biased, clamped, scaled */ };
 
-DEVICE finish_kind finish_of(const gemm_args &args)
+DEVICE finish_kind finish_kind_of(const gemm_args &args)
 {
   if (!args.gated || args.pair_weights || (args.act != ACT_SILU && args.act != ACT_SWIGLU_OAI)) return FINISH_any;
   return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !(args.act_limit > 0.f) ? FINISH_silu
@@ -262,40 +264,39 @@ DEVICE void load_row_weights(const gemm_args &args, wgmma_staging<S> &smem, cons
 
 /* All channels of a warp, of the first 16 tokens in the accumulators; token0 of the tile. */
 template <class S>
-DEVICE void store_turn(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
-                       const tile_unit &unit, channel_span span, int token0,
-                       const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
+                        const tile_unit &unit, channel_span span, int token0,
+                        const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const bool gated = S::gated(args);
-  const row_bias<S> bias(args, unit.expert, span); /* again each time: registers are full */
+  const row_bias<S> bias(args, unit.expert, span); /* loaded again each time: registers are full */
   uint32_t packed[4] = {}, beside;
 #pragma unroll
-  for (int g = 0; g < S::EIGHTS; g += 2) {
+  for (int g = 0; g < S::OCTETS; g += 2) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if (gated)
-        finish_eights<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[g / 2 + 2 * i], beside);
+        finish_octets<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[g / 2 + 2 * i], beside);
       else
-        finish_eights<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[2 * i], packed[2 * i + 1]);
+        finish_octets<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[2 * i], packed[2 * i + 1]);
     }
-    if (gated && g + 2 < S::EIGHTS) continue;
-    const int begin = span.first + (gated ? 0 : g * 8), wide = gated ? S::EIGHTS / 2 * 8 : 16;
-    warp_store<S, 2>(args, unit, staged, {begin, min(span.end, begin + wide)}).turn(args, token0, packed);
+    if (gated && g + 2 < S::OCTETS) continue;
+    const int begin = span.first + (gated ? 0 : g * 8), wide = gated ? S::OCTETS / 2 * 8 : 16;
+    warp_store<S, 2>(args, unit, staged, {begin, min(span.end, begin + wide)}).transpose(args, token0, packed);
   }
 }
 
-/* Token groups of a turn are always the first ones of the accumulators, where the later ones move down, so that the
- * activations are in the program once. */
+/* Any activation. The next tokens' accumulators move down, so that store_group is in the program once. */
 template <class S>
-DEVICE void store_any(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int group,
-                      channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void store_generic(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
+                          int group, channel_span span, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int TOKENS = warp_store<S, 2>::TOKENS;
   if (args.pair_weights) load_row_weights<S>(args, smem, unit, group);
 #pragma unroll 1
   for (int token0 = 0; token0 < unit.rows; token0 += TOKENS) {
-    store_turn<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_id() % 4], unit, span,
-                  token0, acc);
+    store_group<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_id() % 4], unit, span,
+                   token0, acc);
 #pragma unroll
     for (int i = 0; i < S::BLOCKS; i++)
 #pragma unroll
@@ -303,27 +304,27 @@ DEVICE void store_any(const gemm_args &args, bool up_first, wgmma_staging<S> &sm
   }
 }
 
-/* Gated up. Every accumulator stays where it is; the same in down. */
+/* Gated up. No accumulator moves; the same in down. */
 template <class S, finish_kind KIND>
 DEVICE void store_swiglu(const gemm_args &args, bool up_first, uint4 *staged, const tile_unit &unit, channel_span span,
                          const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr int EIGHTS = S::EIGHTS / 2;
+  constexpr int OCTETS = S::OCTETS / 2;
   const row_bias<S> bias(args, unit.expert, span);
   const swiglu act(args, up_first);
-  const warp_store<S, EIGHTS> store(args, unit, staged, span);
+  const warp_store<S, OCTETS> store(args, unit, staged, span);
 #pragma unroll
   for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
     if (token0 >= unit.rows) break;
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int j = token0 / 8 + i / EIGHTS, g = i % EIGHTS * 2;
-      packed[i] =
-          pack_pair<typename S::Y>(act.of<KIND>(value_of<S>(acc, g, j, 0), value_of<S>(acc, g + 1, j, 0), bias.of + g),
-                                   act.of<KIND>(value_of<S>(acc, g, j, 1), value_of<S>(acc, g + 1, j, 1), bias.of + g));
+      const int j = token0 / 8 + i / OCTETS, g = i % OCTETS * 2;
+      packed[i] = pack_pair<typename S::Y>(
+          act.of<KIND>(accumulator_of<S>(acc, g, j, 0), accumulator_of<S>(acc, g + 1, j, 0), bias.of + g),
+          act.of<KIND>(accumulator_of<S>(acc, g, j, 1), accumulator_of<S>(acc, g + 1, j, 1), bias.of + g));
     }
-    store.turn(args, token0, packed);
+    store.transpose(args, token0, packed);
   }
 }
 
@@ -332,18 +333,18 @@ DEVICE void store_down(const gemm_args &args, uint4 *staged, const tile_unit &un
                        const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const row_bias<S> bias(args, unit.expert, span);
-  const warp_store<S, S::EIGHTS> store(args, unit, staged, span);
+  const warp_store<S, S::OCTETS> store(args, unit, staged, span);
 #pragma unroll
   for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
     if (token0 >= unit.rows) break;
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int j = token0 / 8 + i / S::EIGHTS, g = i % S::EIGHTS;
-      packed[i] = pack_pair<typename S::Y>(weighted(value_of<S>(acc, g, j, 0), 1.f, 1.f, bias.of[g]),
-                                           weighted(value_of<S>(acc, g, j, 1), 1.f, 1.f, bias.of[g]));
+      const int j = token0 / 8 + i / S::OCTETS, g = i % S::OCTETS;
+      packed[i] = pack_pair<typename S::Y>(weighted(accumulator_of<S>(acc, g, j, 0), 1.f, 1.f, bias.of[g]),
+                                           weighted(accumulator_of<S>(acc, g, j, 1), 1.f, 1.f, bias.of[g]));
     }
-    store.turn(args, token0, packed);
+    store.transpose(args, token0, packed);
   }
 }
 
@@ -357,16 +358,16 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
   if constexpr (S::EPILOGUE == EPILOGUE_plain) {
     store_down<S>(args, staged, unit, span, acc);
   } else {
-    switch (finish_of(args)) {
+    switch (finish_kind_of(args)) {
     case FINISH_silu: store_swiglu<S, FINISH_silu>(args, up_first, staged, unit, span, acc); break;
     case FINISH_swiglu: store_swiglu<S, FINISH_swiglu>(args, up_first, staged, unit, span, acc); break;
-    default: store_any<S>(args, up_first, smem, unit, group, span, acc);
+    default: store_generic<S>(args, up_first, smem, unit, group, span, acc);
     }
   }
 }
 
-/* A consumer whose channels are all past the last one keeps the ring going. */
-template <class S> DEVICE void skip(const gemm_args &args, ring_smem<S> &smem, ring_place<S::STAGES> &at)
+/* A consumer whose channels are all past the last one keeps releasing stages. */
+template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {

@@ -1,19 +1,18 @@
 /*
- * FORM_wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
+ * wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
  *
- * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16: an expert's rows
- * are cut evenly, and nothing is computed but the last few columns' padding. A CTA has one warpgroup of producers and
- * two of consumers around a ring of stages of 64 k:
- *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c), so a thread
- *            finds both factors of a channel in its own registers;
- *   rows     TMA boxes of 16 rows where they lie one after another (down; up of permuted rows, or of a copy that idle
- *            warps make on the way: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle.
- * Each consumer has half of the weight rows of a tile. Nothing joins the two but the ring.
+ * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16. So an expert's
+ * rows are cut evenly, and only the last few columns are padding. A CTA has one producer warpgroup and two consumer
+ * warpgroups around a pipeline of stages of 64 k:
+ *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c): a thread
+ *            finds both factors of a channel in its own registers
+ *   rows     TMA boxes of 16 rows where they are contiguous (down; up of permuted rows, or of the copy that idle
+ *            warps make: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle
+ * Each consumer has half of the weight rows of a tile.
  *
- * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2,
- * some 31 bytes a clock an SM, is what bounds experts of a few hundred rows (bench/NOTES.md). The two take two row
- * tiles of an expert and share the weights, which then leave L2 half as often; of a row tile that is left over they
- * take neighbouring channels and share its rows.
+ * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2
+ * bounds experts of a few hundred rows. The two take two row tiles of an expert and share the weights; of a row tile
+ * that is left over they take neighbouring channels and share its rows.
  */
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
@@ -23,11 +22,11 @@
 #include "gemm/warpgroup_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
-struct wgmma_shape : ring_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
+struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  static constexpr bool AT_ONCE = false;
+  static constexpr bool RELEASE_AT_ONCE = false;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -40,9 +39,9 @@ struct wgmma_shape : ring_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   }
 };
 
-template <class S> struct wgmma_smem : ring_smem<S> {
-  int32_t claim[UNITS_AHEAD];
-  uint64_t told[UNITS_AHEAD];
+template <class S> struct wgmma_smem : pipeline_smem<S> {
+  int32_t drawn[UNITS_AHEAD];
+  uint64_t drawn_ready[UNITS_AHEAD];
 };
 
 /* ---- units ---- */
@@ -89,54 +88,53 @@ template <class S> DEVICE bool copies(const gemm_args &args)
   return S::GATHERED && args.protocol.x_copy;
 }
 
-/* Units of a grid dealt to its clusters: in turn, or, of a down that waits for nobody's end, to whoever comes first,
- * so that a cluster that starts late has fewer. Then the first CTA of a cluster claims and tells the other; it is
- * never more than STAGES units ahead, as both fill each other's stages. */
-template <class S> struct wgmma_deal {
+/* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
+ * that a cluster that starts late has fewer. Then the first CTA of a cluster draws and sends the unit to the other; it
+ * is never more than STAGES units ahead, as both fill each other's stages. */
+template <class S> struct unit_scheduler {
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
-  ring_place<UNITS_AHEAD> turn;
+  pipeline_state<UNITS_AHEAD> slot;
 
-  DEVICE static bool claims(const gemm_args &args) { return !S::GATHERED && args.protocol.by_expert; }
+  DEVICE static bool draws(const gemm_args &args) { return !S::GATHERED && args.protocol.by_expert; }
 
-  /* Whole warp, before the unit at `index`. One that is absent would be no unit ahead. */
-  DEVICE void claim(const gemm_args &args, wgmma_smem<S> &smem)
+  /* The unit after `index`, by a whole warp. An absent one is skipped. */
+  DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
   {
-    if (!claims(args) || cluster_ctarank() != 0) return;
+    if (!draws(args) || cluster_ctarank() != 0) return;
     do {
-      int32_t claimed = 0;
-      if (lane_id() == 0) claimed = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
-      next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, claimed, 0);
+      int32_t ticket = 0;
+      if (lane_id() == 0) ticket = atomicAdd(args.protocol.progress + PROGRESS_UNIT_TICKETS, 1);
+      next = (int)gridDim.x / S::CLUSTER + __shfl_sync(ALL_LANES, ticket, 0);
     } while (wgmma_unit<S>(args, smem.table, next).absent);
-    if (lane_id() == 0) st_async_cluster(&smem.claim[turn.stage], 1, next, &smem.told[turn.stage]);
+    if (lane_id() == 0) st_async_cluster(&smem.drawn[slot.stage], 1, next, &smem.drawn_ready[slot.stage]);
   }
 
-  /* Behind it. */
   DEVICE void advance(const gemm_args &args, wgmma_smem<S> &smem)
   {
-    if (!claims(args)) {
+    if (!draws(args)) {
       index += gridDim.x / S::CLUSTER;
       return;
     }
     if (cluster_ctarank() != 0) {
-      if (lane_id() == 0) mbarrier_arrive_expect_tx(&smem.told[turn.stage], sizeof smem.claim[0]);
-      wait_for(&smem.told[turn.stage], turn.phase);
-      next = smem.claim[turn.stage];
+      if (lane_id() == 0) mbarrier_arrive_expect_tx(&smem.drawn_ready[slot.stage], sizeof smem.drawn[0]);
+      wait_for(&smem.drawn_ready[slot.stage], slot.phase);
+      next = smem.drawn[slot.stage];
     }
-    turn.advance();
+    slot.advance();
     index = next;
   }
 };
 
 /* ---- producers ---- */
 
-/* What a thread gathers: 16 bytes of k of each of these rows; -1: zeros. */
+/* A thread gathers 16 bytes of k of each of these rows; -1: zeros. */
 template <class S> struct gather {
   int32_t source[S::GATHERS];
 
   DEVICE static int row_of(int i) { return threadIdx.x / 8 + i * S::GATHER_ROWS; }
 
-  DEVICE void aim(const gemm_args &args, const tile_unit &unit)
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
     const int64_t pairs = token_total(args.tokens) * args.top_k;
     constexpr int64_t NONE = INT64_MIN; /* -1 is a bad pair too */
@@ -172,14 +170,14 @@ template <class S> struct gather {
   }
 };
 
-/* The lane that speaks to the copy engine: this CTA's half of what the cluster shares, for both; the rest alone. */
+/* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. */
 template <class S, bool PAIRED>
 DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
                        int k0)
 {
   constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
-  const int eights = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
+  const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
   uint64_t *full = &smem.full[stage];
   typename S::W *weights = smem.weights[stage];
   typename S::X *rows = smem.rows[stage];
@@ -187,12 +185,12 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
                                       WGMMA_BK);
   if constexpr (PAIRED) {
     cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * WGMMA_BK, &args.weights, k0, 0, 0,
-                                      tile.n * eights + rank * (eights / 2), tile.expert, full, BOTH);
+                                      tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
       cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
   } else {
-    cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * eights, tile.expert, full);
-    cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * eights + eights / 2,
+    cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * octets, tile.expert, full);
+    cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * octets + octets / 2,
                             tile.expert, full);
     for (int i = rank; i < boxes; i += S::CLUSTER) {
       cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP,
@@ -201,10 +199,10 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   }
 }
 
-/* All of a unit's stages. It is told to the consumers through the barrier of the first. */
+/* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
 template <class S, bool PAIRED, bool GATHERING>
 DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
-                         const gather<S> &rows, ring_place<S::STAGES> &at)
+                         const gather<S> &rows, pipeline_state<S::STAGES> &at)
 {
   const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
 #pragma unroll 1
@@ -223,19 +221,19 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
-  ring_place<S::STAGES> at;
+  pipeline_state<S::STAGES> at;
   gather<S> rows;
   int slot = 0;
 #pragma unroll 1
-  for (wgmma_deal<S> deal;; deal.advance(args.g, smem)) {
-    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, deal.index);
+  for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
+    const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
     if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, GATHERING, at);
-    deal.claim(args.g, smem);
+    scheduler.draw(args.g, smem);
     if (unit.absent) continue;
-    if (GATHERING) rows.aim(args.g, unit.tile);
-    if (!GATHERING && copies<S>(args.g)) await_rows(args.g, copied, unit.tile.row, unit.tile.rows);
-    if (deal.claims(args.g)) {
-      await_h(args.g, smem.table, unit.tile.expert);
+    if (GATHERING) rows.set_unit(args.g, unit.tile);
+    if (!GATHERING && copies<S>(args.g)) wait_for_rows(args.g, copied, unit.tile.row, unit.tile.rows);
+    if (scheduler.draws(args.g)) {
+      wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
     }
     if (unit.paired)
@@ -256,18 +254,19 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
 
 /* ---- consumers ---- */
 
-/* A consumer's part of a tile of h is stored. (`tile` from shared memory: registers are full.) */
-template <class S> DEVICE void tell_tile_made(const gemm_args &args, const tile_unit &tile, int group)
+/* Counts a consumer's part of a tile of h as stored. `tile` lies in shared memory, as registers are full. */
+template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile_unit &tile, int group)
 {
   const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS;
   bar_sync(1 + group, S::GROUP);
-  if (threadIdx.x % S::GROUP == 0) tell_h_made(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
+  if (threadIdx.x % S::GROUP == 0)
+    add_h_stored(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int group = threadIdx.x / S::GROUP - 1;
-  ring_place<S::STAGES> at;
+  pipeline_state<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -281,7 +280,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
     store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
-    if (S::GATHERED && args.g.protocol.by_expert) tell_tile_made<S>(args.g, smem.units[slot], group);
+    if (S::GATHERED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
   }
 }
 
@@ -294,13 +293,13 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
       mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
-    for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.told[i], 1);
+    for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
     fence_mbarrier_init();
   }
-  if (!wgmma_deal<S>::claims(args.g)) wait_for_earlier_grids();
+  if (!unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
-  barrier_cluster(); /* the other CTA's barriers are there */
+  barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     produce<S>(args, smem);

@@ -5,21 +5,6 @@
  */
 #include "device/ptx.cuh"
 
-constexpr int LINE = DISCARD_LINE;
-
-/* A line that nobody reads again, for which L2 then has nothing to write to memory. */
-DEVICE void discard_line(const void *line)
-{
-  asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
-}
-
-DEVICE unsigned cta_index_again()
-{
-  unsigned index;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
-  return index;
-}
-
 /* Where y(t, j) begins: a row of y, the token's own x, or nowhere (dropped). */
 template <class In> DEVICE const In *slot_source(const combine_args &a, int64_t token, int row)
 {
@@ -55,7 +40,7 @@ template <class In, int SLOTS> struct slots_in_flight {
   DEVICE void look_up(const combine_args &a, int64_t token, int first)
   {
     if (a.protocol.early_inputs)
-      look_up(a, token, first, [](auto at) { return load_settled(at); });
+      look_up(a, token, first, [](auto at) { return load_relaxed(at); });
     else
       look_up(a, token, first, [](auto at) { return *at; });
   }
@@ -169,28 +154,28 @@ DEVICE void check_rows(const combine_args &a, const combine_part &part)
 DEVICE void discard_row_line(const combine_args &a, int64_t slot, const void *base, int64_t row_bytes, int64_t at)
 {
   const int row = a.slot_row[slot];
-  if (row >= 0 && row < a.rows_cap) discard_line(static_cast<const char *>(base) + row * row_bytes + at);
+  if (row >= 0 && row < a.rows_cap) discard_l2(static_cast<const char *>(base) + row * row_bytes + at);
 }
 
-/* Rows of y that the warp has read, and the CTA's share of the tokens' rows of h: what L2 has not yet written to memory would
- * be written while the next layer reads its weights (H200, qwen3-30b T 512: 14 of 341 us). */
+/* Rows of y that the warp has read, and the CTA's share of the tokens' rows of h: what L2 has not yet written to memory
+ * would be written while the next layer reads its weights (H200, qwen3-30b T 512: 14 of 341 us). */
 template <class In> DEVICE void discard_rows(const combine_args &a, const combine_part &part, int at)
 {
   const int64_t first = part.first_token * a.top_k;
-  const int slots = part.tokens * a.top_k, lines = (int)(a.protocol.discard_h_row / LINE);
+  const int slots = part.tokens * a.top_k, lines = (int)(a.protocol.discard_h_row / DISCARD_LINE);
   __syncwarp();
-  if (threadIdx.x % (LINE / 16) == 0 && at < a.hidden)
+  if (threadIdx.x % (DISCARD_LINE / 16) == 0 && at < a.hidden)
 #pragma unroll 1
     for (int i = 0; i < slots; i++) discard_row_line(a, first + i, a.y, a.y_ld * sizeof(In), at * (int64_t)sizeof(In));
 #pragma unroll 1
   for (int i = part.slice * blockDim.x + threadIdx.x; i < slots * lines; i += part.slices * blockDim.x)
-    discard_row_line(a, first + i / lines, a.protocol.discard_h, a.protocol.discard_h_row, i % lines * LINE);
+    discard_row_line(a, first + i / lines, a.protocol.discard_h, a.protocol.discard_h_row, i % lines * DISCARD_LINE);
 }
 
 /* When all is stored. The part is found again: kept, it would cost registers. */
 template <class In, int COLUMNS> DEVICE void leave(const combine_args &a)
 {
-  const combine_part part(a, cta_index_again(), COLUMNS);
+  const combine_part part(a, ctaid_x(), COLUMNS);
   if (a.protocol.discard_h) discard_rows<In>(a, part, part.slice * COLUMNS + threadIdx.x * column_of<In>::SIZE);
   if (threadIdx.x < WARP_SIZE && part.slice == 0) check_rows(a, part);
 }

@@ -2,7 +2,7 @@
  * The permutation: a copy of every token in each of its rows, for the GEMM forms that bulk copies feed. Tokens are read
  * once and written k times, whole lines each: at T 8192, k 8 the writes are the price, at the speed of memory.
  */
-#include "device/common.cuh"
+#include "device/ptx.cuh"
 
 /* Elements do not matter, only bytes; a thread has 16 of a token. */
 template <int BYTES> DEVICE void permute_scatter(const permute_args &a)

@@ -2,7 +2,7 @@
 #ifndef CUMOE_PAIRS_CUH
 #define CUMOE_PAIRS_CUH
 
-#include "device/common.cuh"
+#include "device/ptx.cuh"
 
 /* How ids and maps are read: as plain memory, or past L1 where that may be behind (load_relaxed). */
 struct plain_reader {
