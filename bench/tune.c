@@ -1,8 +1,8 @@
 /*
  * Writes the tune file of this GPU (host/tune/). Every row of the kernel table that can serve a stage is timed, forced
- * through the public call, over layers and token counts; the scale (rows an active expert; router: T E / 256) is cut where
- * another row becomes the better one. Then the layer is timed on both sides of each limit. The library itself never times
- * anything.
+ * through the public call, over layers and token counts; the scale (rows an active expert; router: T E / 256) is cut
+ * where another row becomes the better one. Then the layer is timed on both sides of each limit. The library itself
+ * never times anything.
  *
  * A switch has to pay for itself, so that noise makes no thresholds.
  */

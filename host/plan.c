@@ -124,8 +124,9 @@ static double limit(const layer *l, limit_name name)
 
 /* ---- few tokens ---- */
 
-/* few starts some 20 us sooner than router, gate, map, up, down and combine do; its weights come a little slower than stream's,
- * and those of down, a third of all, by what is idle when SMs take 8 channels at a time. So it pays up to some size. */
+/* few starts some 20 us sooner than router, gate, map, up, down and combine do; its weights come a little slower than
+ * stream's, and those of down, a third of all, by what is idle when SMs take 8 channels at a time. So it pays up to
+ * some size. */
 enum { FEW_CHANNELS = 8 };
 
 static bool few_pays(const layer *l, const op_shape *up)
@@ -208,8 +209,9 @@ static bool discards_rows(const layer *l)
 }
 
 /*
- * A grid that starts early finds the SMs divided as the one ahead wanted. thin reads its tokens through L1, of which a router's
- * tiles leave 28 KiB; and where it streams for about a millisecond, starting 2 to 5 us sooner is not worth that.
+ * A grid that starts early finds the SMs divided as the one ahead wanted. thin reads its tokens through L1, of which a
+ * router's tiles leave 28 KiB; and where it streams for about a millisecond, starting 2 to 5 us sooner is not worth
+ * that.
  */
 static void start_thin_late(const layer *l, layer_plan *p, stage at, const op_shape *s)
 {

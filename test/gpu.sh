@@ -1,6 +1,6 @@
 #!/bin/bash
-# On a GPU: every kernel of the table under compute-sanitizer's memcheck, racecheck and synccheck (test/rows.c), and proof
-# that each tool sees a bug in them. Last line as in test/run.sh.
+# On a GPU: every kernel of the table under compute-sanitizer's memcheck, racecheck and synccheck (test/rows.c), and
+# proof that each tool sees a bug in them. Last line as in test/run.sh.
 #
 #   test/gpu.sh plant    anywhere with nvcc: builds the test with planted bugs: lib/planted/*/lib/test/rows
 #   test/gpu.sh          on the GPU machine; all tools side by side, each stopped after SECONDS_EACH (240);
@@ -35,7 +35,8 @@ if [ "$1" = plant ]; then
   bug kernels/route/map_chunk.cuh '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
   copy_tree rest
   # One thread of a warp misses a barrier.
-  bug kernels/route/router_dot.cuh '/^  __syncthreads();$/{N;s/\(  \)\(__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;\)/\1if (threadIdx.x % 32) \2/}'
+  bug kernels/route/router_dot.cuh \
+    '/^  __syncthreads();$/{N;s/__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;/if (threadIdx.x % 32) &/}'
   # The layer's output goes past its end, to memory that is mapped but nobody's.
   bug kernels/permute/combine.cu 's/\(static_cast<Out \*>(a.out) + token \* a.out_ld + at\), out/\1 + (1 << 19), out/'
   for copy in sums map rest; do ${MAKE:-make} -C "$planted/$copy" LIB=lib lib/test/rows || exit 1; done
@@ -53,7 +54,8 @@ work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 run() {
   local name=$1 tool=$2 start=$SECONDS
   shift 2
-  timeout -k 5 "$each" compute-sanitizer --tool "$tool" --num-cuda-barriers 1024 --error-exitcode 9 --print-limit 200 "$@" > "$work/$name.log" 2>&1
+  timeout -k 5 "$each" compute-sanitizer --tool "$tool" --num-cuda-barriers 1024 --error-exitcode 9 --print-limit 200 \
+    "$@" > "$work/$name.log" 2>&1
   echo "$? $((SECONDS - start))" > "$work/$name.rc"
 }
 
@@ -81,7 +83,9 @@ for tool in $tools; do
     case $status:$(tail -n 1 "$work/$name.log") in
     0:*) pass "$tool $((shard + 1)) of $shards, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
     124:*) fail "$name: longer than $each s" "$(tail -n 3 "$work/$name.log")" ;;
-    *) fail "$name, $took s: exit status $status" "$(grep -m 40 -v '^ok' "$work/$name.log"; tail -n 5 "$work/$name.log")" ;;
+    *)
+      fail "$name, $took s: exit status $status" \
+        "$(grep -m 40 -v '^ok' "$work/$name.log"; tail -n 5 "$work/$name.log")" ;;
     esac
   done
 done

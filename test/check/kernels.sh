@@ -1,7 +1,7 @@
 #!/bin/sh
 # Facts of the machine code: every row of the table is there, no spills, no local memory, no float atomics, no trap, the
-# registers and shared memory of as many CTAs an SM as the row says, as many wgmma as its tile asks for, and from sm_90 on
-# a wait for earlier grids.
+# registers and shared memory of as many CTAs an SM as the row says, as many wgmma as its tile asks for, and from sm_90
+# on a wait for earlier grids.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
@@ -13,7 +13,8 @@ printf '%s\n' '#define ROWS_ALL' \
     WARPS CTAS SMEM op arch form BM BN BK @' \
   '#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM) \
     @ file cumoe_##op##_##arch##_##form##_##X##_##Y##_##UNITS##x##COLUMNS##x##LANES WARPS CTAS SMEM op arch form @' \
-  '#include "kernels/variants.def"' | ${CC:-cc} -E -P $ARCH_DEFINES -I. - | tr '@' '\n' | awk 'NF == 11 || NF == 8' > "$work/rows"
+  '#include "kernels/variants.def"' | ${CC:-cc} -E -P $ARCH_DEFINES -I. - | tr '@' '\n' |
+  awk 'NF == 11 || NF == 8' > "$work/rows"
 [ -s "$work/rows" ] && pass "the table has $(wc -l < "$work/rows") rows" || fail "the table has rows"
 empty "kernel names are unique" "$(awk '{ print $2 }' "$work/rows" | sort | uniq -d)"
 empty "every row's file is built" "$(awk '{ print $1 }' "$work/rows" | sort -u | while read -r stem; do
@@ -30,8 +31,8 @@ for cubin in $CUBINS; do
   empty "$name: no spills, no local memory" "$(awk '/Function properties for/ { name = $NF }
     /bytes stack frame/ && !/ 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads/ { print name ": " $0 }
     / bytes stack frame/ { seen++ } END { if (!seen) print "no ptxas report" }' "$cubin.log")"
-  # An SM has 64 Ki registers, given out in eights a thread; from sm_90 on, whose GPUs the rows are tuned for, 228 KiB of
-  # shared memory (sm_120: 100), of which a CTA costs one more. Elsewhere fewer CTAs may fit: slower, not wrong.
+  # An SM has 64 Ki registers, given out in eights a thread; from sm_90 on, whose GPUs the rows are tuned for, 228 KiB
+  # of shared memory (sm_120: 100), of which a CTA costs one more. Elsewhere fewer CTAs may fit: slower, not wrong.
   case $arch in [1-8][0-9]) kib=0 ;; 120*) kib=100 ;; *) kib=228 ;; esac
   empty "$name: registers and shared memory of the CTAs an SM" "$(awk -v stem="$stem" -v sm=$((kib * 1024)) '
     NR == FNR { if ($1 == stem) { threads[$2] = $3 * 32; ctas[$2] = $4; smem[$2] = $5 } next }
@@ -41,7 +42,8 @@ for cubin in $CUBINS; do
       bytes = smem[kernel] + (match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH - 11) : 0) + 1024
       if (int((registers + 7) / 8) * 8 * threads[kernel] * ctas[kernel] > 65536)
         print kernel ": " registers " registers, " ctas[kernel] " CTAs of " threads[kernel] " threads"
-      if (bytes <= sm && bytes * ctas[kernel] > sm) print kernel ": " bytes " bytes of shared memory, " ctas[kernel] " CTAs"
+      if (bytes <= sm && bytes * ctas[kernel] > sm)
+        print kernel ": " bytes " bytes of shared memory, " ctas[kernel] " CTAs"
       kernel = ""
     }
     END { for (k in ctas) if (!(k in seen)) print k ": no ptxas report" }' "$work/rows" "$cubin.log")"
@@ -60,15 +62,18 @@ for arch in $(for cubin in $CUBINS; do a=${cubin##*.sm_}; echo "${a%.cubin}"; do
     [ -s "$work/guilty" ] || { fail "sm_$arch: $what can be told from other code"; continue; }
     found=$(for cubin in $CUBINS; do
       case $cubin in *.sm_"$arch".cubin) "$work/opcodes" "$cubin" ;; esac
-    done | awk -v bad="$(tr '\n' ' ' < "$work/guilty")" 'BEGIN { n = split(bad, b); for (i = 1; i <= n; i++) is[b[i]] = 1 }
+    done | awk -v bad="$(tr '\n' ' ' < "$work/guilty")" '
+      BEGIN { n = split(bad, b); for (i = 1; i <= n; i++) is[b[i]] = 1 }
       is[$2] || is[$2 "." $3] { print $1 ": opcode 0x" $2 " type " $3 ", " $4 " times" }')
     empty "sm_$arch: no $what ($(tr '\n' ' ' < "$work/guilty" | sed 's/ $//'))" "$found"
   done
   # host/context.c lets every kernel of these start before the grid ahead has ended.
   case $arch in [1-8][0-9]*) [ ${#arch} -gt 2 ] || continue ;; esac
-  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "grid_wait" { op[$2] = 1 } END { for (o in op) if (!(o in plain)) print o }' \
+  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "grid_wait" { op[$2] = 1 }
+    END { for (o in op) if (!(o in plain)) print o }' \
     "$work/probe.$arch" > "$work/waits"
-  [ "$(wc -l < "$work/waits")" -eq 1 ] || { fail "sm_$arch: a wait for earlier grids can be told from other code"; continue; }
+  [ "$(wc -l < "$work/waits")" -eq 1 ] ||
+    { fail "sm_$arch: a wait for earlier grids can be told from other code"; continue; }
   empty "sm_$arch: every kernel waits for earlier grids" "$(for cubin in $CUBINS; do
     case $cubin in *.sm_"$arch".cubin) "$work/opcodes" "$cubin" ;; esac
   done | awk -v wait="$(cat "$work/waits")" '{ seen[$1] = 1 } $2 == wait { waits[$1] = 1 }
@@ -79,19 +84,22 @@ empty "sm_90a: no minimum fused with a comparison (opcodes.c)" "$(for cubin in $
   case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
 done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 
-# An instruction per 16 k, 64-row block and token width; the widths are the multiples of 16 up to the tile's, and each has
-# a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the tile; an up tile has gate and up rows. The router
-# has its tokens in the blocks, and one loop.
-awk '$7 == "sm90" && NF == 11 && $8 != "few" { print $2, $6 == "router" ? $11 / 16 * $9 / 64 : $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2 }' \
-  "$work/rows" | sort > "$work/expected"
+# An instruction per 16 k, 64-row block and token width; the widths are the multiples of 16 up to the tile's, and each
+# has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the tile; an up tile has gate
+# and up rows. The router has its tokens in the blocks, and one loop.
+awk '$7 == "sm90" && NF == 11 && $8 != "few" {
+    print $2, $6 == "router" ? $11 / 16 * $9 / 64 : $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
+  }' "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
-  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "wgmma" && $4 == 3 { op[$2] = 1 } END { for (o in op) if (!(o in plain)) print o }' \
+  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "wgmma" && $4 == 3 { op[$2] = 1 }
+    END { for (o in op) if (!(o in plain)) print o }' \
     "$work/probe.90a" > "$work/wgmma"
   if [ "$(wc -l < "$work/wgmma")" -ne 1 ]; then fail "wgmma can be told from other code" "$(cat "$work/wgmma")"
   else
     for cubin in $CUBINS; do
       case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
-    done | awk -v wgmma="$(cat "$work/wgmma")" '$2 == wgmma { n[$1] += $4 } END { for (k in n) print k, n[k] }' | sort > "$work/counted"
+    done | awk -v wgmma="$(cat "$work/wgmma")" '$2 == wgmma { n[$1] += $4 }
+      END { for (k in n) print k, n[k] }' | sort > "$work/counted"
     empty "wgmma: as many as the tiles ask for, in no other kernel" "$(diff "$work/expected" "$work/counted")"
   fi
 fi
