@@ -16,57 +16,23 @@ typedef struct architecture {
 
 /* What most routers return, in this order. */
 #define ROUTER_OUTPUTS .logits = "router_out0", .weights = "router_out1", .ids = "router_out2"
-
+#define CONCAT         .gate_order = CUMOE_GATE_UP_CONCAT
+#define ARCHITECTURE(name_, experts, inter, router_, ...)                                                              \
+  {                                                                                                                    \
+    .name = name_, .experts_key = experts, .inter_key = inter, .router = router_, __VA_ARGS__                          \
+  }
 static const architecture architectures[BLOCK_COUNT] = {
-    {.name = "mixtral",
-     .experts_key = "num_local_experts",
-     .inter_key = "intermediate_size",
-     .router = "gate.weight",
-     ROUTER_OUTPUTS,
-     .gate_order = CUMOE_GATE_UP_CONCAT,
-     .major = CUMOE_OUT_IN,
-     .ordered = true,
-     .routing = cumoe_routing_mixtral},
-    {.name = "qwen3_moe",
-     .experts_key = "num_local_experts",
-     .inter_key = "moe_intermediate_size",
-     .router = "gate.weight",
-     ROUTER_OUTPUTS,
-     .gate_order = CUMOE_GATE_UP_CONCAT,
-     .major = CUMOE_OUT_IN,
-     .ordered = true,
-     .routing = cumoe_routing_qwen3},
-    {.name = "deepseek_v3",
-     .experts_key = "n_routed_experts",
-     .inter_key = "moe_intermediate_size",
-     .router = "gate.weight",
-     .select_bias = "gate.e_score_correction_bias",
-     .shared = "shared_experts",
-     ROUTER_OUTPUTS,
-     .gate_order = CUMOE_GATE_UP_CONCAT,
-     .major = CUMOE_OUT_IN},
-    {.name = "gpt_oss",
-     .experts_key = "num_local_experts",
-     .inter_key = "intermediate_size",
-     .router = "router.weight",
-     .router_bias = "router.bias",
-     ROUTER_OUTPUTS,
-     .gate_order = CUMOE_GATE_UP_INTERLEAVED,
-     .major = CUMOE_IN_OUT,
-     .act = CUMOE_ACT_SWIGLU_OAI,
-     .act_limit = 7,
-     .ordered = true,
-     .routing = cumoe_routing_gpt_oss},
-    {.name = "llama4",
-     .experts_key = "num_local_experts",
-     .inter_key = "intermediate_size",
-     .router = "router.weight",
-     .shared = "shared_expert",
-     .logits = "router_out1",
-     .gate_order = CUMOE_GATE_UP_CONCAT,
-     .major = CUMOE_IN_OUT,
-     .ordered = true,
-     .routing = cumoe_routing_llama4},
+    ARCHITECTURE("mixtral", "num_local_experts", "intermediate_size", "gate.weight", ROUTER_OUTPUTS, CONCAT,
+                 .major = CUMOE_OUT_IN, .ordered = true, .routing = cumoe_routing_mixtral),
+    ARCHITECTURE("qwen3_moe", "num_local_experts", "moe_intermediate_size", "gate.weight", ROUTER_OUTPUTS, CONCAT,
+                 .major = CUMOE_OUT_IN, .ordered = true, .routing = cumoe_routing_qwen3),
+    ARCHITECTURE("deepseek_v3", "n_routed_experts", "moe_intermediate_size", "gate.weight", ROUTER_OUTPUTS, CONCAT,
+                 .select_bias = "gate.e_score_correction_bias", .shared = "shared_experts", .major = CUMOE_OUT_IN),
+    ARCHITECTURE("gpt_oss", "num_local_experts", "intermediate_size", "router.weight", ROUTER_OUTPUTS,
+                 .router_bias = "router.bias", .gate_order = CUMOE_GATE_UP_INTERLEAVED, .major = CUMOE_IN_OUT,
+                 .act = CUMOE_ACT_SWIGLU_OAI, .act_limit = 7, .ordered = true, .routing = cumoe_routing_gpt_oss),
+    ARCHITECTURE("llama4", "num_local_experts", "intermediate_size", "router.weight", CONCAT, .shared = "shared_expert",
+                 .logits = "router_out1", .major = CUMOE_IN_OUT, .ordered = true, .routing = cumoe_routing_llama4),
 };
 
 typedef struct opening {

@@ -85,16 +85,16 @@ DEVICE int64_t token_total(const token_count &tokens)
   return min(max(there, (int64_t)0), tokens.count);
 }
 
-/* Of the shared expert's output in a token's sum. The exact division is a call, which claims registers. */
+/* Of the shared expert's output in a token's sum. The exact division would be a call, which costs registers. */
 DEVICE float shared_weight(const combine_args &a, int64_t token)
 {
   return a.shared_logit ? __fdividef(1.f, 1.f + expf(-a.shared_logit[token * a.shared_logit_ld])) : 1.f;
 }
 
-/* With ones. */
+/* All CTAs, for few_up (protocol.h). */
 DEVICE void fill_with_ones(const router_args &a)
 {
-  const int64_t threads = (int64_t)gridDim.x * blockDim.x; /* past 2^31 for many tokens by rows */
+  const int64_t threads = (int64_t)gridDim.x * blockDim.x; /* past 2^31 for many tokens in dot form */
   for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.protocol.fill_vectors; i += threads)
     static_cast<uint4 *>(a.protocol.fill)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
@@ -108,7 +108,7 @@ DEVICE void report_fault_inline(const fault_sink &sink, int code, int64_t slot, 
     *(volatile uint32_t *)sink.mirror = 1u;
 }
 
-/* A call, so that rare reports take no room; but a call claims registers, where every one counts. */
+/* A call, so that rare reports add no code. A call costs registers: where every one counts, use the inline one. */
 static __device__ __noinline__ void report_fault(const fault_sink &sink, int code, int64_t slot, int64_t token)
 {
   report_fault_inline(sink, code, slot, token);
@@ -120,20 +120,20 @@ DEVICE void report_token_count(const token_count &tokens, const fault_sink &sink
   if (*tokens.device < 0 || *tokens.device > tokens.count) report_fault_inline(sink, FAULT_TOKEN_COUNT, 0, 0);
 }
 
-/* Called by the whole grid; the first thread speaks. */
+/* Called by the whole grid; its first thread reports. */
 DEVICE void check_token_count(const token_count &tokens, const fault_sink &sink)
 {
   if (blockIdx.x == 0 && threadIdx.x == 0) report_token_count(tokens, sink);
 }
 
-/* Of a token's own data: after a count out of range, whichever thread sees its fault first. */
+/* A fault in a token's own data. A token count out of range is reported first, by whichever thread comes first. */
 DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink, int code, int64_t slot, int64_t token)
 {
   report_token_count(tokens, sink);
   report_fault_inline(sink, code, slot, token);
 }
 
-/* The column SMEM of a row is what its kernel lays out, no less and no more. */
+/* The table's SMEM is exactly what the kernel lays out. */
 template <size_t LAID_OUT, size_t SMEM> struct exact_smem {
   static_assert(LAID_OUT == SMEM, "the row's SMEM is not what its kernel lays out");
   static constexpr bool OK = true;

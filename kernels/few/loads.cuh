@@ -6,7 +6,7 @@
 
 /* ---- copies ---- */
 
-/* Vectors of 16 bytes; those of odd rows are rotated, so that two rows do not meet in a bank. */
+/* Vectors of 16 bytes; those of odd rows are swizzled, so that two rows do not meet in a bank. */
 DEVICE int few_vector(int row, int vector, int vectors)
 {
   return row * vectors + (vector ^ (row & 1) << 2);

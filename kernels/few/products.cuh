@@ -1,4 +1,4 @@
-/* few: consumer warps. Each multiplies its own slices, and adds its part of a unit to shared memory. */
+/* few: consumer warps. Each multiplies its own slices, and stores its part of a unit in shared memory. */
 #ifndef CUMOE_FEW_PRODUCTS_CUH
 #define CUMOE_FEW_PRODUCTS_CUH
 
@@ -63,7 +63,7 @@ DEVICE void store_partial(few_smem<S> &smem, pipeline_state<S::BUFFERS> &buffer,
   buffer.advance();
 }
 
-/* The warp's slices from `here` on, while next() asks for those to come. */
+/* The warp's slices from `here` on, while next() loads those to come. */
 template <class S, class NEXT>
 DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S> here, pipeline_state<S::STAGES> &stage,
                           pipeline_state<S::BUFFERS> &buffer, NEXT next)
@@ -101,7 +101,7 @@ DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, f
     const int share = smem.share[1];
     if (share == gridDim.x) return;
     phase ^= 1;
-    cp_async_wait_group<0>(); /* what was asked for ahead is asked for again */
+    cp_async_wait_group<0>(); /* what was loaded ahead is loaded again */
     __syncwarp();
     copies.up = few_cursor<U>(args.up, {args.up, experts, share});
     copies.down = few_cursor<few_part<L, operation_down>>(args.down, {smem.own, experts});
@@ -109,7 +109,7 @@ DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, f
   }
 }
 
-/* A grid of down asks for its first weights before h is there, all in one cp.async group; then for the columns. */
+/* A grid of down loads its first weights before h is complete, all in one cp.async group; then the columns. */
 template <class L> DEVICE void begin_down(few_copier<L> &copies)
 {
   few_copier<L> weights = copies;

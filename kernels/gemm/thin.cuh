@@ -85,7 +85,7 @@ template <class S> struct thin_step {
       }
   }
 
-  /* The tokens come from L1 or L2: asked for now they are here before the weights, asked for one step ago. */
+  /* Tokens come from L1 or L2: loaded now, they arrive before the weights, which were loaded one step ago. */
   DEVICE static void load_tokens(const gemm_args &args, const typename S::X *tokens, int k0, uint4 (&token)[S::GROUPS])
   {
 #pragma unroll

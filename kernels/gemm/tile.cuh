@@ -46,13 +46,13 @@ template <class S> struct tile_smem {
     float staged[S::BM * STAGED_LD<S::COLUMNS>];
   };
   int32_t source_rows[S::BM]; /* rows of the A operand; -1: zeros */
-  tile_unit unit;             /* kept here, not in registers, while the accumulators fill those; rows 0: no more */
+  tile_unit unit;             /* in shared memory, as accumulators fill the registers; rows 0: no more */
   int64_t next;               /* index of the unit after it */
   columns order;
   tile_table table;
 };
 
-/* Element offset of 16-byte vector `vector` of row `row`: vectors change places within 128 bytes so that 8 rows of
+/* Element offset of 16-byte vector `vector` of row `row`: vectors are permuted within 128 bytes so that 8 rows of
  * the same vector, which is what ldmatrix reads, lie in different banks. */
 template <int VECTORS> DEVICE int swizzled(int row, int vector)
 {
@@ -82,7 +82,7 @@ template <class S> struct tile_copies {
     if (order == COLUMNS_blocks) {
       half = S::N_MAJOR ? column / (S::COLUMNS / 2) : column / 8 % 2;
       local = S::N_MAJOR ? column % (S::COLUMNS / 2) : column / 16 * 8 + column % 8;
-    } else if (order != COLUMNS_plain) { /* one run of memory that starts with the half that lies first */
+    } else if (order != COLUMNS_plain) { /* contiguous, starting with the half that lies first */
       half = order == COLUMNS_up_gate;
       local = column / 2;
     }
@@ -109,7 +109,7 @@ template <class S> struct tile_copies {
     const int row = threadIdx.x / S::B_VECTORS + i * S::ROWS_B_PASS, vector = threadIdx.x % S::B_VECTORS;
     const bool there = i < passes && k0 + (S::N_MAJOR ? row : vector * S::VECTOR) < args.k;
     cp_async_cg_16(shared_address(stage + swizzled<S::B_VECTORS>(row, vector)), there ? source : args.a,
-                   there ? 16 : 0); /* a copy of nothing still wants an address */
+                   there ? 16 : 0); /* a copy of 0 bytes still needs a valid address */
     source += step;
   }
 

@@ -5,8 +5,8 @@
 #include "ops/row_part.cuh"
 
 /*
- * Weights or biases of a thread's vectors, T or f32. EARLY: aligned ones of T, of which AHEAD vectors are asked for
- * before they are needed: behind the stores of the vector before, none would be.
+ * Weights or biases of a thread's vectors, T or f32. EARLY: aligned ones of T, of which AHEAD vectors are loaded
+ * before they are needed: the compiler moves no load above the stores of the vector before.
  */
 template <class L, bool ALIGNED, bool EARLY> struct parameters {
   using T = typename L::T;

@@ -6,8 +6,8 @@
 #include "ops/vectors.cuh"
 
 /* Of a row of variants.def: ALL rows of up to COLUMNS a CTA, or a cluster of CTAS; ROW_LANES threads a row, LANES of
- * them of a CTA. Of a thread's VECTORS of a row, those from IN_REGISTERS on lie in shared memory, where nobody else
- * looks. AHEAD: see parameters. */
+ * them of a CTA. Of a thread's VECTORS of a row, those from IN_REGISTERS on lie in shared memory, where no other thread
+ * reads them. AHEAD: see parameters. */
 template <class T_, int ALL_, int COLUMNS, int ROW_LANES, int AHEAD_, int THREADS_, int SMEM = 0> struct row_layout {
   using T = T_;
   static constexpr int THREADS = THREADS_, LANES = ROW_LANES < THREADS ? ROW_LANES : THREADS, CTAS = ROW_LANES / LANES,
@@ -128,7 +128,7 @@ template <class L> struct row_part {
       }
   }
 
-  /* And the short ones, which have to wait. */
+  /* And the short ones, after all whole ones are issued. */
   template <bool ALIGNED> DEVICE void complete(const T *first, int64_t gap)
   {
 #pragma unroll
@@ -148,7 +148,7 @@ template <class L> struct row_part {
       for (int i = 0; i < L::IN_REGISTERS; i++) hold(raw[r][i]);
   }
 
-  /* of(element), joined. By vectors first: shorter chains, smaller errors. Only vectors at the row's end ask element by
+  /* of(element), joined. By vectors first: shorter chains, smaller errors. Only vectors at the row's end test each
    * element. */
   template <class HOW, class F> DEVICE float reduce(int r, F of) const
   {

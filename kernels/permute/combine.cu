@@ -1,7 +1,7 @@
 /*
  * The combine: each output element gathers its k expert outputs. A thread owns one 16-byte column of a few
- * tokens and has eight of their rows in flight; where k is small, more tokens make up for it: the price is
- * waiting for memory. The sum runs in slot order, in f32.
+ * tokens and has eight of their rows in flight; where k is small, it takes more tokens: the latency of memory
+ * is the limit. The sum runs in slot order, in f32.
  */
 #include "device/ptx.cuh"
 
@@ -19,7 +19,7 @@ template <class In> struct column_of {
   DEVICE float operator[](int i) const { return to_f32(reinterpret_cast<const In *>(&raw)[i]); }
 };
 
-/* Slots of a token on their way. */
+/* Slots of a token whose rows are in flight. */
 template <class In, int SLOTS> struct slots_in_flight {
   column_of<In> y[SLOTS];
   float weight[SLOTS]; /* 0: y was not loaded */
@@ -36,7 +36,7 @@ template <class In, int SLOTS> struct slots_in_flight {
     }
   }
 
-  /* All threads of a token want the same: from L1, unless that may be behind. */
+  /* All threads of a token read the same: from L1, unless that may hold stale lines. */
   DEVICE void look_up(const combine_args &a, int64_t token, int first)
   {
     if (a.protocol.early_inputs)
@@ -158,7 +158,7 @@ DEVICE void discard_row_line(const combine_args &a, int64_t slot, const void *ba
 }
 
 /* Rows of y that the warp has read, and the CTA's share of the tokens' rows of h: what L2 has not yet written to memory
- * would be written while the next layer reads its weights (H200, qwen3-30b T 512: 14 of 341 us). */
+ * would be written while the next layer reads its weights. */
 template <class In> DEVICE void discard_rows(const combine_args &a, const combine_part &part, int at)
 {
   const int64_t first = part.first_token * a.top_k;
@@ -172,7 +172,7 @@ template <class In> DEVICE void discard_rows(const combine_args &a, const combin
     discard_row_line(a, first + i / lines, a.protocol.discard_h, a.protocol.discard_h_row, i % lines * DISCARD_LINE);
 }
 
-/* When all is stored. The part is found again: kept, it would cost registers. */
+/* After all stores. The part is computed again: kept, it would cost registers. */
 template <class In, int COLUMNS> DEVICE void leave(const combine_args &a)
 {
   const combine_part part(a, ctaid_x(), COLUMNS);

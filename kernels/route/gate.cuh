@@ -27,7 +27,7 @@ DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
   return weight * a.routed_scale;
 }
 
-/* What lane j knows of slot j. */
+/* Slot j, in lane j. */
 struct gate_slot {
   int id;
   float weight;

@@ -13,7 +13,7 @@ DEVICE best_two better(best_two a, best_two b)
   return {max(a.first, b.first), max(min(a.first, b.first), max(a.second, b.second))};
 }
 
-/* The key of a group's score, known to the `lanes` lanes that share the group. Each starts at another place,
+/* The key of a group's score, known to the `lanes` lanes that share the group. Each starts at another step,
  * so that groups whose size is a multiple of 32 words do not meet in one bank. */
 DEVICE uint32_t group_key(const gate_args &a, const uint32_t *choice, int group, int lanes)
 {

@@ -108,7 +108,7 @@ DEVICE void softmax_over_row(const gate_args &a, gate_token &t, bool exact, cons
   t.sum = warp_sum(sum);
 }
 
-/* In shared memory, for what registers have no room or no order for: many experts, bias, groups. */
+/* In shared memory: for more experts than fit registers, or groups that are not whole rows of lanes. */
 DEVICE unsigned keys_in_shared(const gate_args &a, gate_token &t, bool by_logit, uint32_t *choice)
 {
   constexpr int N = 8;

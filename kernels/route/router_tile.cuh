@@ -21,7 +21,7 @@ template <int BM_, int BN_, int BK_, int STAGES_, int WARPS_> struct router_tile
   static_assert(VECTORS % 8 == 0 && THREADS % VECTORS == 0, "rows of at least 128 bytes, whole rows a pass");
 };
 
-/* Rows of x come first in a stage, rows of w after them. The vector's place in its row rotates with the row, so
+/* Rows of x come first in a stage, rows of w after them. A vector's index is swizzled by its row, so
  * that neither the copies nor the eight rows of a matrix meet in a bank. */
 template <class S> DEVICE uint32_t vector_offset(int row, int vector)
 {
@@ -31,7 +31,7 @@ template <class S> DEVICE uint32_t vector_offset(int row, int vector)
 /* One thread's copies of an operand: every EACH-th row, one vector of each stage. */
 template <class T, class S, int ROWS> struct row_copier {
   static constexpr int EACH = S::THREADS / S::VECTORS, COPIES = ceil_div(ROWS, EACH);
-  static_assert(EACH % 8 == 0 && ROWS % 8 == 0, "a thread's rows rotate alike");
+  static_assert(EACH % 8 == 0 && ROWS % 8 == 0, "a thread's rows are swizzled alike");
   const T *source;
   int64_t ld;
   uint32_t target, there; /* bit i: its i-th row exists */
