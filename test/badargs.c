@@ -1209,6 +1209,13 @@ static int change_softmax(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_force(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "index", a->index = cumoe_variant_count())
+  return n;
+}
+
 static int change_forward_ids(int which, arguments *a, expectation *e)
 {
   cumoe_moe_args *f = &a->args;
@@ -1304,6 +1311,8 @@ static const struct {
 } changes[] = {{"cumoe_moe_supports", "plain", change_desc},
                {"cumoe_plan_create", "plain", change_desc},
                {"cumoe_context_create", "plain", change_create},
+               {"cumoe_variant_force", "plain", change_force},
+               {"cumoe_variant_get", "plain", change_force},
                {"cumoe_router", "plain", change_router},
                {"cumoe_combine", "plain", change_combine},
                {"cumoe_matmul", "plain", change_matmul},

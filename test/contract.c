@@ -406,9 +406,33 @@ static void test_two_contexts(cumoe_context context)
   case_end();
 }
 
+/* An optional output is the same without the others. */
+static void test_outputs_alone(cumoe_context context)
+{
+  layer_spec spec = layer_spec_new(CUMOE_BF16, 9, 72, 40);
+  spec.input = INPUT_ROUTER;
+  spec.optional_outputs = true;
+  case_begin("ids, weights, counts, load");
+  const layer_inputs in = layer_inputs_new(&spec);
+  const layer_outputs all = run_layer(context, &spec, &in);
+  for (int kept = 0; kept < 4; kept++) {
+    session s;
+    session_open(&s, context, &spec, &in);
+    cumoe_view_mut *optional[] = {&s.args.ids_out, &s.args.weights_out, &s.args.counts_out, &s.args.load};
+    for (int i = 0; i < 4; i++)
+      if (i != kept) *optional[i] = no_view_mut();
+    CHECK_OK(session_forward(&s));
+    const layer_outputs got = session_collect(&s);
+    check_outputs_same(&got, &all);
+    session_close(&s);
+  }
+  case_end();
+}
+
 static const test_group groups[] = {
     ALONE("error text", test_error_text, ONCE),
     GROUP("no tokens", test_no_tokens, ANYWHERE),
+    GROUP("optional outputs alone", test_outputs_alone, ANYWHERE),
     GROUP("bad device data", test_device_data, ANYWHERE),
     GROUP("a count before data", test_count_before_data, ANYWHERE),
     GROUP("two threads on one plan", test_threads, ANYWHERE),

@@ -991,6 +991,16 @@ static void two_chunks(world *w)
   CHECK_OK(cumoe_moe_forward(w->plan, w->weights, &a, w->stream));
   list_kernels(shim_trace(), kernels, sizeof kernels);
   CHECK_MSG(strncmp(kernels, "map map ", 8) == 0, "%s", kernels);
+  const cumoe_route route = {.size = sizeof route,
+                             .counts = lend(w, CUMOE_I32, 1, EXPERTS),
+                             .offsets = lend(w, CUMOE_I32, 1, EXPERTS + 1),
+                             .row_pair = lend(w, CUMOE_I32, 1, 600 * TOP_K),
+                             .slot_row = lend(w, CUMOE_I32, 600, TOP_K)};
+  const cumoe_view none = {0};
+  shim_mark();
+  CHECK_OK(cumoe_map(w->plan, a.ids, none, &route, lend(w, CUMOE_U8, 1, 1024), w->stream));
+  list_kernels(shim_trace(), kernels, sizeof kernels);
+  CHECK_MSG(strcmp(kernels, "map map ") == 0, "%s", kernels);
 }
 
 static void products(world *w)
