@@ -1086,6 +1086,8 @@ static int change_desc(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.shared_inter", d->shared_inter = (1 << 24) + 8)
   CHANGE(INVALID_ARGUMENT, "desc.num_experts", d->num_experts = 0, d->local_experts = 0)
   CHANGE(INVALID_ARGUMENT, "routing.top_k", d->num_experts = 64, r->top_k = 33)
+  CHANGE(INVALID_ARGUMENT, "routing.top_k", d->num_experts = 2, d->local_experts = 0, r->top_k = 3)
+  CHANGE(INVALID_ARGUMENT, "routing.top_k", r->group_score = CUMOE_GROUP_BEST, r->topk_group = 1, r->top_k = 3)
   CHANGE(INVALID_ARGUMENT, "routing.top_k", r->n_group = 4, r->topk_group = 1, r->top_k = 3)
   CHANGE(INVALID_ARGUMENT, "routing.n_group", r->n_group = 3)
   CHANGE(INVALID_ARGUMENT, "routing.n_group", d->num_experts = 256, r->n_group = 128)
@@ -1184,6 +1186,7 @@ static int change_combine(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.residual must", leave_unreduced(a), c->residual = full.residual)
   CHANGE(INVALID_ARGUMENT, "args.pair_weights must", leave_unreduced(a), c->pair_weights = full.pair_weights)
   CHANGE(INVALID_ARGUMENT, "args.out_scale is inf", c->out_scale = INFINITY)
+  CHANGE(WRONG_DTYPE, "args.pair_weights", a->plan = bench.weighing_plan, c->pair_weights.dtype = CUMOE_I32)
   return n;
 }
 
@@ -1206,6 +1209,14 @@ static int change_softmax(int which, arguments *a, expectation *e)
   int n = 0;
   CHANGE(INVALID_ARGUMENT, "x.cols is 2147483648", a->v[0].rows = a->v[2].rows = 1, a->v[0].cols = a->v[0].ld = many,
          a->v[2].cols = a->v[2].ld = many)
+  return n;
+}
+
+static int change_alloc(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "", a->rows = a->cols = INT64_MAX)
+  CHANGE(INVALID_ARGUMENT, "", a->rows = INT64_MAX / 2, a->cols = 2)
   return n;
 }
 
@@ -1258,6 +1269,7 @@ static int change_forward_router(int which, arguments *a, expectation *e)
   CHANGE(NOT_SUPPORTED, "args", a->info = &longer)
   CHANGE(INVALID_ARGUMENT, "args.size", f->size -= 4) /* ends inside a pointer */
   CHANGE(INVALID_ARGUMENT, "weights", a->weights = bench.narrow)
+  CHANGE(INVALID_ARGUMENT, "weights", a->weights = bench.shared)
   CHANGE(WRONG_DTYPE, "weights", a->weights = bench.halves)
   CHANGE(LAYOUT, "weights", a->weights = bench.ungated)
   CHANGE(INVALID_ARGUMENT, "args.x.rows", f->x.rows = INT32_MAX / TOP_K + 1)
@@ -1302,6 +1314,7 @@ static int change_map(int which, arguments *a, expectation *e)
 {
   int n = 0;
   CHANGE(WORKSPACE, "workspace", a->v[2] = no_view())
+  CHANGE(INVALID_ARGUMENT, "expert_map", a->plan = bench.local_plan, a->v[1] = no_view())
   return n;
 }
 
@@ -1311,6 +1324,7 @@ static const struct {
 } changes[] = {{"cumoe_moe_supports", "plain", change_desc},
                {"cumoe_plan_create", "plain", change_desc},
                {"cumoe_context_create", "plain", change_create},
+               {"cumoe_buffer_alloc", "plain", change_alloc},
                {"cumoe_variant_force", "plain", change_force},
                {"cumoe_variant_get", "plain", change_force},
                {"cumoe_router", "plain", change_router},

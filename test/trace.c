@@ -702,6 +702,20 @@ static void test_descriptions(void)
   CHECK(strcmp(text, "1 to") == 0);
   end_world(&w);
   case_end();
+  case_begin("of a shared expert, and on compute capability 8.0");
+  world other = {.next = (uintptr_t)1 << 30}, portable = other;
+  shared_layer(&other);
+  CHECK_OK(cumoe_plan_describe(other.plan, other.weights, 64, text, sizeof text));
+  CHECK_MSG(strstr(text, "shared_h") != NULL, "%s", text);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_plan_describe(other.plan, other.shared, 64, text, sizeof text));
+  end_world(&other);
+  shim.major = 8, shim.smem = 163 * 1024;
+  small_layer(&portable);
+  CHECK_OK(cumoe_plan_describe(portable.plan, portable.weights, 64, text, sizeof text));
+  CHECK_MSG(strstr(text, "sm90") == NULL && strstr(text, "cumoe_up_any") != NULL, "%s", text);
+  end_world(&portable);
+  shim_reset();
+  case_end();
 }
 
 #define REFUSED(want, word, call)                                                                                      \
