@@ -183,6 +183,7 @@ static void test_copy_arguments(void)
         up->g.row_pair == map->row_pair);
   CHECK(up->g.protocol.by_expert && down->g.protocol.by_expert && down->g.protocol.progress == map->protocol.progress &&
         down->g.protocol.early_inputs);
+  CHECK(!up->g.protocol.early_inputs); /* the map lies right ahead of up */
   CHECK(map->tokens.count * map->top_k == up->g.rows_cap);
   const combine_args *combine = shim_last_args("combine");
   CHECK(combine->protocol.discard_h == up->g.c && combine->protocol.discard_h_row == INTER * 2 &&
