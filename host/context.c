@@ -68,6 +68,9 @@ static struct {
   CUresult (*pop_current)(CUcontext *);
   CUresult (*get_device)(CUdevice *);
   CUresult (*retain_primary)(CUcontext *, CUdevice);
+  CUresult (*kernel_parameter)(CUkernel, size_t, size_t *, size_t *);
+  CUresult (*set_attribute)(CUfunction_attribute, int, CUkernel, CUdevice);
+  CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
   bool complete;
 } driver;
 static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -79,6 +82,9 @@ static cumoe_status look_up_driver(void)
   TRY(find_driver_function("cuCtxPopCurrent", 12000, (driver_function **)&driver.pop_current));
   TRY(find_driver_function("cuCtxGetDevice", 12000, (driver_function **)&driver.get_device));
   TRY(find_driver_function("cuDevicePrimaryCtxRetain", 12000, (driver_function **)&driver.retain_primary));
+  TRY(find_driver_function("cuKernelGetParamInfo", 12040, (driver_function **)&driver.kernel_parameter));
+  TRY(find_driver_function("cuKernelSetAttribute", 12000, (driver_function **)&driver.set_attribute));
+  TRY(find_driver_function("cuLaunchKernelEx", 12000, (driver_function **)&driver.launch));
   driver.complete = true;
   return CUMOE_OK;
 }
@@ -98,6 +104,37 @@ static cumoe_status find_driver(void)
     CUresult try_result_ = (call);                                                                                     \
     if (try_result_ != CUDA_SUCCESS) return fail_cuda((cudaError_t)try_result_, name);                                 \
   } while (0)
+
+cudaError_t driver_kernel_parameter(cudaKernel_t kernel, size_t index, size_t *offset, size_t *bytes)
+{
+  return (cudaError_t)driver.kernel_parameter(kernel, index, offset, bytes);
+}
+
+cumoe_status driver_allow_smem(const struct context *context, cudaKernel_t kernel, int bytes)
+{
+  const CUfunction_attribute limit = CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+  TRY_DRIVER("cuKernelSetAttribute", driver.set_attribute(limit, bytes, kernel, context->device));
+  return CUMOE_OK;
+}
+
+_Static_assert(sizeof(CUlaunchAttribute) == sizeof(cudaLaunchAttribute) &&
+                   offsetof(CUlaunchAttribute, value) == offsetof(cudaLaunchAttribute, val),
+               "the driver's attributes are the runtime's");
+
+cudaError_t driver_launch(const cudaLaunchConfig_t *c, cudaKernel_t kernel, void **parameters)
+{
+  const CUlaunchConfig config = {.gridDimX = c->gridDim.x,
+                                 .gridDimY = c->gridDim.y,
+                                 .gridDimZ = c->gridDim.z,
+                                 .blockDimX = c->blockDim.x,
+                                 .blockDimY = c->blockDim.y,
+                                 .blockDimZ = c->blockDim.z,
+                                 .sharedMemBytes = (unsigned)c->dynamicSmemBytes,
+                                 .hStream = c->stream,
+                                 .attrs = (CUlaunchAttribute *)(void *)c->attrs,
+                                 .numAttrs = c->numAttrs};
+  return (cudaError_t)driver.launch(&config, (CUfunction)(void *)kernel, parameters, NULL);
+}
 
 /* ---- current device ---- */
 
@@ -212,7 +249,7 @@ static cumoe_status prepare_kernel(struct context *context, const variant *v, cu
     return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name, facts.maxThreadsPerBlock,
                 v->threads);
   size_t offset = 0, bytes = 0;
-  TRY_CUDA(cudaFuncGetParamInfo((const void *)kernel, 0, &offset, &bytes));
+  TRY_DRIVER("cuKernelGetParamInfo", (CUresult)driver_kernel_parameter(kernel, 0, &offset, &bytes));
   if (bytes != (size_t)variant_arg_bytes(v))
     return fail(CUMOE_ERR_INTERNAL, "%s takes an argument of %zu bytes, the host's has %d", v->name, bytes,
                 (int)variant_arg_bytes(v));
@@ -220,8 +257,7 @@ static cumoe_status prepare_kernel(struct context *context, const variant *v, cu
    * from its PTX: what counts is the architecture that it was written out for, not the one that runs it. */
   *waits = facts.ptxVersion >= WAITS_FROM && facts.binaryVersion >= WAITS_FROM;
   if (v->smem + (int)facts.sharedSizeBytes <= DEFAULT_SMEM) return CUMOE_OK;
-  TRY_CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem));
-  return CUMOE_OK;
+  return driver_allow_smem(context, kernel, v->smem);
 }
 
 static cumoe_status load_kernel(struct context *context, int32_t index, cudaLibrary_t library)

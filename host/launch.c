@@ -41,7 +41,7 @@ cumoe_status launch_kernel(cudaKernel_t kernel, const char *name, const launch_s
   cudaLaunchAttribute attributes[LAUNCH_ATTRIBUTES];
   cudaLaunchConfig_t config;
   launch_config(shape, stream, attributes, &config);
-  const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, parameters);
+  const cudaError_t error = driver_launch(&config, kernel, parameters);
   return error == cudaSuccess ? CUMOE_OK : explain(error, name, shape);
 }
 

@@ -264,24 +264,19 @@ static cumoe_status unload_all(struct context *context)
 
 /* ---- kernels ---- */
 
-typedef CUresult parameter_query(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
-
-/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end.
- * The driver is asked, for it leaves the runtime's last error alone. */
+/* CUDA tells the end of the table by an error, which could also be a failure: only one that comes twice is the end. */
 static cumoe_status read_parameters(function_facts *f)
 {
   size_t offset = 0, bytes = 0;
-  parameter_query *query = NULL;
-  TRY(find_driver_function("cuKernelGetParamInfo", 12040, (driver_function **)&query));
   for (f->parameters = 0;; ++f->parameters) {
     const size_t index = (size_t)f->parameters;
-    CUresult error = query(f->kernel, index, &offset, &bytes);
-    if (error == CUDA_ERROR_INVALID_VALUE) {
-      const CUresult again = query(f->kernel, index, &offset, &bytes);
+    cudaError_t error = driver_kernel_parameter(f->kernel, index, &offset, &bytes);
+    if (error == cudaErrorInvalidValue) {
+      const cudaError_t again = driver_kernel_parameter(f->kernel, index, &offset, &bytes);
       if (again == error) return CUMOE_OK;
-      error = again == CUDA_SUCCESS ? CUDA_ERROR_UNKNOWN : again; /* the first answer was none */
+      error = again == cudaSuccess ? cudaErrorUnknown : again; /* the first answer was none */
     }
-    if (error != CUDA_SUCCESS) return fail_cuda((cudaError_t)error, "cuKernelGetParamInfo");
+    if (error != cudaSuccess) return fail_cuda(error, "cuKernelGetParamInfo");
     REQUIRE(index < CUMOE_MAX_PARAMETERS && bytes <= UINT16_MAX, CUMOE_ERR_NOT_SUPPORTED,
             "kernel %s has more than %d parameters, or one of more than 64 KiB", f->name, CUMOE_MAX_PARAMETERS);
     f->parameter_bytes[index] = (uint16_t)bytes;
@@ -300,8 +295,7 @@ static cumoe_status set_smem(function_facts *f, uint32_t wanted, const struct cu
   f->max_dynamic_smem = facts->maxDynamicSharedSizeBytes;
   if ((int64_t)wanted <= f->max_dynamic_smem) return CUMOE_OK;
   f->max_dynamic_smem = (int32_t)wanted;
-  TRY_CUDA(cudaFuncSetAttribute((const void *)f->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)wanted));
-  return CUMOE_OK;
+  return driver_allow_smem(f->context, f->kernel, (int)wanted);
 }
 
 static cumoe_status look_up(const module_record *m, uint32_t max_dynamic_smem, function_facts *f)

@@ -40,7 +40,7 @@ enum { LAUNCHES = sizeof launches / sizeof launches[0] };
 /* "up down " from the lines of the trace that launch cumoe_up_... and cumoe_down_... */
 static void list_kernels(const char *trace, char *list, size_t bytes)
 {
-  static const char begin[] = "cudaLaunchKernelExC cumoe_";
+  static const char begin[] = "cuLaunchKernelEx cumoe_";
   list[0] = 0;
   for (const char *at = trace; (at = strstr(at, begin)) != NULL;) {
     at += sizeof begin - 1;

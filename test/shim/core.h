@@ -102,6 +102,8 @@ cudaError_t shim_begin(const char *name, unsigned kinds, const char *format, ...
 cudaError_t shim_end(cudaError_t error); /* also remembers it for the thread */
 CUresult shim_end_driver(cudaError_t error);
 CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
+CUresult kernel_attribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device);
+CUresult launch_kernel_ex(const CUlaunchConfig *config, CUfunction kernel, void **args, void **extra);
 #define BEGIN(kinds, ...) shim_begin(__func__, (kinds), __VA_ARGS__)
 
 object *shim_objects(void);  /* the list of all */

@@ -90,6 +90,8 @@ static const struct {
     {"cuDevicePrimaryCtxRetain", (void (*)(void))retain_primary},
     {"cuPointerGetAttribute", (void (*)(void))pointer_attribute},
     {"cuKernelGetParamInfo", (void (*)(void))kernel_parameter},
+    {"cuKernelSetAttribute", (void (*)(void))kernel_attribute},
+    {"cuLaunchKernelEx", (void (*)(void))launch_kernel_ex},
     {"cuTensorMapEncodeTiled", (void (*)(void))encode_tiled},
 };
 

@@ -428,12 +428,6 @@ static cudaError_t parameter_of(const void *kernel, size_t index, size_t *offset
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncGetParamInfo(const void *kernel, size_t index, size_t *offset, size_t *bytes)
-{
-  const cudaError_t error = BEGIN(SHIM_QUERY, "%zu", index);
-  return shim_end(error == cudaSuccess ? parameter_of(kernel, index, offset, bytes) : error);
-}
-
 CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t *bytes)
 {
   const cudaError_t error = shim_begin("cuKernelGetParamInfo", SHIM_QUERY, "%zu", index);
@@ -494,14 +488,14 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *facts, const void *
   return shim_end(error);
 }
 
-cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value)
+CUresult kernel_attribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device)
 {
-  cudaError_t error =
-      BEGIN(0 | SHIM_CONTEXT, "%s %d = %d", row_of(kernel) ? row_of(kernel)->name : "?", (int)attribute, value);
-  if (error == cudaSuccess && (row_of(kernel) == NULL || value > shim.smem)) error = cudaErrorInvalidValue;
-  if (error == cudaSuccess && attribute == cudaFuncAttributeMaxDynamicSharedMemorySize)
-    dynamic_limit[current_device()][index_of(row_of(kernel))] = value;
-  return shim_end(error);
+  const variant *v = row_of(kernel);
+  cudaError_t error = shim_begin("cuKernelSetAttribute", 0, "%s %d = %d", v ? v->name : "?", (int)attribute, value);
+  if (error == cudaSuccess && (v == NULL || value > shim.smem)) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess && attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+    dynamic_limit[device][index_of(v)] = value;
+  return shim_end_driver(error);
 }
 
 /* ---- launches ---- */
@@ -521,30 +515,31 @@ const void *shim_last_args(const char *part)
   return NULL;
 }
 
-static cudaError_t check_launch(const cudaLaunchConfig_t *c, const variant *v)
+static cudaError_t check_launch(const CUlaunchConfig *c, const variant *v)
 {
-  const unsigned threads = c->blockDim.x * c->blockDim.y * c->blockDim.z;
+  const unsigned threads = c->blockDimX * c->blockDimY * c->blockDimZ;
   if (v == NULL || !is_loaded(v)) return cudaErrorInvalidResourceHandle;
   const int limit = dynamic_limit[current_device()][index_of(v)];
-  if (c->gridDim.x == 0 || c->gridDim.y != 1 || c->gridDim.z != 1) return cudaErrorInvalidConfiguration;
+  if (c->gridDimX == 0 || c->gridDimY != 1 || c->gridDimZ != 1) return cudaErrorInvalidConfiguration;
   if (threads == 0 || threads > (unsigned)shim.max_threads) return cudaErrorInvalidConfiguration;
-  if (c->dynamicSmemBytes > (size_t)(limit > 48 * 1024 ? limit : 48 * 1024)) return cudaErrorInvalidValue;
-  return stream_takes_work(c->stream);
+  if (c->sharedMemBytes > (unsigned)(limit > 48 * 1024 ? limit : 48 * 1024)) return cudaErrorInvalidValue;
+  return stream_takes_work(c->hStream);
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel, void **args)
+CUresult launch_kernel_ex(const CUlaunchConfig *c, CUfunction kernel, void **args, void **extra)
 {
   node n = {.rows = 0};
   const variant *v = row_of(kernel);
-  snprintf(n.text, sizeof n.text, "%s grid %u block %u smem %zu attrs %u stream %d", v ? v->name : "?", c->gridDim.x,
-           c->blockDim.x, c->dynamicSmemBytes, c->numAttrs, c->stream != NULL);
-  cudaError_t error = BEGIN(SHIM_LAUNCH | SHIM_CONTEXT, "%s", n.text);
+  (void)extra;
+  snprintf(n.text, sizeof n.text, "%s grid %u block %u smem %u attrs %u stream %d", v ? v->name : "?", c->gridDimX,
+           c->blockDimX, c->sharedMemBytes, c->numAttrs, c->hStream != NULL);
+  cudaError_t error = shim_begin("cuLaunchKernelEx", SHIM_LAUNCH | SHIM_CONTEXT, "%s", n.text);
   if (error == cudaSuccess) error = check_launch(c, v);
   if (error == cudaSuccess) {
     kept[kept_count % KEPT].row = v;
     if (v->op >= 0) memcpy(kept[kept_count % KEPT].args, args[0], (size_t)variant_arg_bytes(v));
     kept_count++;
-    if (stream_of(c->stream)->graph != NULL) graph_add(stream_of(c->stream)->graph, &n);
+    if (stream_of(c->hStream)->graph != NULL) graph_add(stream_of(c->hStream)->graph, &n);
   }
-  return shim_end(error);
+  return shim_end_driver(error);
 }
