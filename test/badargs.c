@@ -181,7 +181,7 @@ enum { TOKENS = 3, HIDDEN = 64, INTER = 16, EXPERTS = 8, TOP_K = 2, PAIRS = TOKE
 static struct {
   cumoe_context context, other; /* other: of another device */
   bool cpu;
-  cumoe_plan plan, shared_plan, weighing_plan, local_plan, unreduced_plan, foreign_plan;
+  cumoe_plan plan, shared_plan, weighing_plan, local_plan, unreduced_plan, ungated_plan, foreign_plan;
   cumoe_weights weights, shared, narrow, halves, ungated, foreign_weights;
   const void *bound; /* where all weights begin */
   cumoe_buffer buffer, freed, foreign, tiny;
@@ -528,6 +528,14 @@ static void fill_bind_separate(arguments *a)
   a->bind.gate.per_expert = pointers;
   a->bind.up = a->bind.gate;
 }
+static void fill_bind_tables(arguments *a)
+{
+  fill_bind(a);
+  for (int e = 0; e < EXPERTS; e++) pointers[e] = a->bind.down.data.data;
+  a->bind.gate_up.data.data = NULL;
+  a->bind.gate_up.expert_stride = 0;
+  a->bind.gate_up.per_expert = pointers;
+}
 static void undo_bind(arguments *a)
 {
   CHECK_OK(cumoe_weights_destroy(*(cumoe_weights *)a->out));
@@ -547,6 +555,8 @@ static void undo_bind(arguments *a)
       RESERVE("desc." #field, bind.field.reserved[49]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
 FORM(cumoe_weights_bind, strided, fill_bind, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      BIND_ROWS, PROJECTION(gate_up, BIT(BF16)))
+FORM(cumoe_weights_bind, tables, fill_bind_tables, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
+     BIND_ROWS)
 FORM(cumoe_weights_bind, pointers, fill_bind_separate, undo_bind, false,
      cumoe_weights_bind(a->context, a->info, a->out), BIND_ROWS)
 
@@ -1144,6 +1154,9 @@ static int change_bind_pointers(int which, arguments *a, expectation *e)
   bias.cols = other.cols = INTER;
   other.ld += 8;
   CHANGE(LAYOUT, "same ld", d->up.data.ld += 8)
+  CHANGE(LAYOUT, "form", d->up.per_expert = NULL, d->up.data.data = pointers[0])
+  CHANGE(INVALID_ARGUMENT, "desc.gate", d->gate.data.cols = 8)
+  CHANGE(INVALID_ARGUMENT, "desc.up", d->up.data.cols = 8)
   CHANGE(LAYOUT, "bias form", d->up.bias = bias)
   CHANGE(LAYOUT, "bias form", d->up.bias = bias, d->gate.bias = other)
   CHANGE(LAYOUT, "bias form", d->up.bias = bias, d->gate.bias = bias, d->up.bias.dtype = CUMOE_F32)
@@ -1272,6 +1285,7 @@ static int change_forward_router(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "weights", a->weights = bench.shared)
   CHANGE(WRONG_DTYPE, "weights", a->weights = bench.halves)
   CHANGE(LAYOUT, "weights", a->weights = bench.ungated)
+  CHANGE(LAYOUT, "weights are gated", a->plan = bench.ungated_plan)
   CHANGE(INVALID_ARGUMENT, "args.x.rows", f->x.rows = INT32_MAX / TOP_K + 1)
   CHANGE(INVALID_ARGUMENT, "args.logits", f->logits = bench.logits)
   CHANGE(INVALID_ARGUMENT, "args.ids", f->ids = bench.ids, f->weights = bench.pair_weights)
@@ -1685,6 +1699,7 @@ static void open_bench(int32_t device)
   bench.weighing_plan = plan_for(bench.context, CUMOE_ROUTE_WEIGHT_ON_INPUT, 0, EXPERTS, 0);
   bench.local_plan = plan_for(bench.context, 0, 0, 2 * EXPERTS, 0);
   bench.unreduced_plan = plan_for(bench.context, 0, 0, EXPERTS, CUMOE_MOE_UNREDUCED);
+  bench.ungated_plan = plan_for(bench.context, 0, 0, EXPERTS, CUMOE_MOE_UNGATED);
   bench.foreign_plan = plan_for(bench.other, CUMOE_ROUTE_RENORMALIZE, 0, EXPERTS, 0);
   bench.bound = (const void *)bench.next;
   bench.weights = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
@@ -1717,11 +1732,11 @@ static void close_bench(void)
   CHECK_OK(cumoe_stream_destroy(bench.context, bench.stream));
   CHECK_OK(cumoe_module_unload(&bench.module));
   bench.graph = NULL;
-  const cumoe_plan plans[] = {bench.plan,       bench.shared_plan,    bench.weighing_plan,
-                              bench.local_plan, bench.unreduced_plan, bench.foreign_plan};
+  const cumoe_plan plans[] = {bench.plan,           bench.shared_plan,  bench.weighing_plan, bench.local_plan,
+                              bench.unreduced_plan, bench.foreign_plan, bench.ungated_plan};
   const cumoe_weights weights[] = {bench.weights, bench.shared,  bench.narrow,
                                    bench.halves,  bench.ungated, bench.foreign_weights};
-  for (int i = 0; i < 6; i++) CHECK_OK(cumoe_plan_destroy(plans[i]));
+  for (int i = 0; i < 7; i++) CHECK_OK(cumoe_plan_destroy(plans[i]));
   for (int i = 0; i < 6; i++) CHECK_OK(cumoe_weights_destroy(weights[i]));
   CHECK_OK(cumoe_buffer_free(&bench.buffer));
   CHECK_OK(cumoe_buffer_free(&bench.tiny));
