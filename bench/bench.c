@@ -15,6 +15,7 @@ static const char usage[] =
     "device: toy)\n"
     "  --tokens N,M      token counts (1,8,32,128,512,2048,8192)\n"
     "  --dtype bf16|f16  type of activations and weights (bf16)\n"
+    "  --in-out          weights [E, in, out] instead of [E, out, in]\n"
     "  --zipf X          caller's logits, experts' popularity 1 / rank^X, instead of the router\n"
     "  --one             caller's ids, all tokens to one expert; with it and --zipf the time that this would\n"
     "                    need if it came as near to its floor as evenly spread tokens do is printed too\n"
@@ -79,6 +80,7 @@ static bool parse_flag(const char *name, options *o)
   if (strcmp(name, "--quick") == 0) return o->quick = true;
   if (strcmp(name, "--grouped") == 0) return o->grouped = true;
   if (strcmp(name, "--list") == 0) return o->list = true;
+  if (strcmp(name, "--in-out") == 0) return o->in_out = true;
   if (strcmp(name, "--plan") == 0) return o->plan = true;
   if (strcmp(name, "--one") == 0) return o->one = true;
   return false;
