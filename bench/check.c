@@ -146,6 +146,36 @@ static cumoe_status fetch(cell *c, cumoe_view view, int64_t first, int64_t rows,
   return cumoe_copy_to_host(c->bench->context, host, bytes, part, c->bench->stream);
 }
 
+/* [rows, cols] -> [cols, rows] */
+static cumoe_status transpose(uint16_t *m, int64_t rows, int64_t cols)
+{
+  uint16_t *from = malloc((size_t)(rows * cols) * 2);
+  if (!from) return CUMOE_ERR_OUT_OF_MEMORY;
+  memcpy(from, m, (size_t)(rows * cols) * 2);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t k = 0; k < cols; ++k) m[k * rows + r] = from[r * cols + k];
+  free(from);
+  return CUMOE_OK;
+}
+
+/* Weights [E, in, out] lie in the same bytes: expert by expert [H, 2I] and [I, H]. */
+static cumoe_status fetch_turned(cell *c, const token *t, int64_t expert, uint16_t *gate_up, uint16_t *down)
+{
+  const int64_t inter = c->model->shape->inter, hidden = c->model->shape->hidden;
+  cumoe_view matrix, column;
+  TRY(fetch(c, c->model->gate_up, expert * 2 * inter, 2 * inter, gate_up));
+  TRY(cumoe_synchronize(c->bench->context, c->bench->stream));
+  TRY(transpose(gate_up, hidden, 2 * inter));
+  TRY(cumoe_view_rows(c->model->down, expert * hidden, hidden, &matrix));
+  matrix.rows = inter;
+  matrix.cols = matrix.ld = hidden;
+  for (int32_t e = 0; e < ELEMENTS; ++e) {
+    TRY(cumoe_view_cols(matrix, t->columns[e], 1, &column));
+    TRY(cumoe_copy_to_host(c->bench->context, down + e * inter, (size_t)inter * 2, column, c->bench->stream));
+  }
+  return cumoe_synchronize(c->bench->context, c->bench->stream);
+}
+
 static cumoe_status fetch_slot(cell *c, const token *t, int32_t j, slot *s)
 {
   const shape *p = c->model->shape;
@@ -154,6 +184,7 @@ static cumoe_status fetch_slot(cell *c, const token *t, int32_t j, slot *s)
   *s = (slot){
       .x = t->x, .gate_up = gate_up, .down = down, .hidden = p->hidden, .inter = p->inter, .dtype = c->bench->o.dtype};
   if (!gate_up || !down) return CUMOE_ERR_OUT_OF_MEMORY;
+  if (c->bench->o.in_out) return fetch_turned(c, t, expert, gate_up, down);
   TRY(fetch(c, c->model->gate_up, expert * 2 * inter, 2 * inter, gate_up));
   for (int32_t e = 0; e < ELEMENTS; ++e)
     TRY(fetch(c, c->model->down, expert * hidden + t->columns[e], 1, down + e * inter));
