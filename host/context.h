@@ -119,8 +119,8 @@ cumoe_status find_driver_function(const char *name, unsigned version, driver_fun
 
 /*
  * What the driver does better than the runtime. The runtime's calls for the first two reset the error that it keeps for
- * the thread, which may be the caller's, although they succeed. Its launch takes the host half a microsecond more: on an
- * H200 2 launches 6.1 us, by the driver 4.9; 7 launches 20.5, 17.1. A kernel's handle is the same for both.
+ * the thread, which may be the caller's, although they succeed. Its launch takes the host half a microsecond more: on
+ * an H200 2 launches 6.1 us, by the driver 4.9; 7 launches 20.5, 17.1. A kernel's handle is the same for both.
  */
 cudaError_t driver_kernel_parameter(cudaKernel_t kernel, size_t index, size_t *offset, size_t *bytes);
 cumoe_status driver_allow_smem(const struct context *context, cudaKernel_t kernel, int bytes); /* dynamic, a block */

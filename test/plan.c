@@ -994,7 +994,8 @@ static void test_forced_plans(void)
 {
   const layer_case one = {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, two = {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0},
                    small = {2, 8, 64, 64, 128, DT_BF16, 0, 0, 0}, most = {32, 8, 64, 64, 128, DT_BF16, 0, 0, 0},
-                   over = {33, 7, 2048, 768, 128, DT_BF16, 0, 0, 0}, pairs = {32, 9, 2048, 768, 128, DT_BF16, 0, 0, 0};
+                   over = {33, 7, 2048, 768, 128, DT_BF16, 0, 0, 0}, many = {784, 8, 2048, 2048, 128, DT_BF16, 0, 0, 0},
+                   pairs = {32, 9, 2048, 768, 128, DT_BF16, 0, 0, 0};
   if (!group_begin("forced rows and few")) return;
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
@@ -1010,6 +1011,7 @@ static void test_forced_plans(void)
     CHECK(!plan_of(&m, &over).few && !plan_of(&m, &pairs).few);
     CHECK(plan_of(&m, &one).few_in_one == (plan_of(&m, &one).few && v->op != OP_few_down));
     CHECK(plan_of(&m, &one).few_gates == (plan_of(&m, &one).few_in_one && v->op != OP_gate));
+    if (v->op == OP_up || v->op == OP_down) CHECK(plan_of(&m, &many).by_expert == (v->form == FORM_wgmma));
     case_end();
   }
   group_end();

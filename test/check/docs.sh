@@ -16,10 +16,10 @@ done < "$work/declared")"
   cat include/cumoe/*.h
   (cd include && printf '#include <%s>\n' cumoe/*.h) | ${CC:-cc} -Iinclude -E -P -
 } > "$work/headers"
-empty "every cumoe name of the README is in the headers" "$(
+empty "every cumoe name of the README is in the headers, or a kernel" "$(
   grep -oE '\b(cumoe_[a-z0-9_]+|CUMOE_[A-Z0-9_]+)' README.md | sort -u |
   grep -vxE 'CUMOE_CUDART|cumoe_' | while read -r name; do
-  grep -qw -- "$name" "$work/headers" || grep -rqw -- "$name" host/*.c || echo "$name"
+  grep -qw -- "$name" "$work/headers" || grep -qw -- "$name" host/*.c || grep -qaF -- "$name" $CUBINS || echo "$name"
 done)"
 empty "every file of the README is there" "$(
   grep -oE '(`|\()(include|host|kernels|test|bench)/[A-Za-z0-9_./*-]+' README.md | tr -d '`(' |
