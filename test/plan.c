@@ -554,6 +554,27 @@ static void test_functions(void)
   group_end();
 }
 
+/* Clusters are whole, and no more than fit: of an odd number of SMs one stays free. */
+static void test_clusters(void)
+{
+  if (!group_begin("grids of clusters")) return;
+  for (int32_t row = 0; row < variant_count; row++) {
+    const variant *v = &variants[row];
+    if (v->cluster < 2 || (v->op != OP_up && v->op != OP_down)) continue;
+    case_begin("%s", v->name);
+    const gpu odd = {90, 131, 232448};
+    const machine m = gpu_machine(&odd);
+    for (int32_t rows = 1; rows <= 100000; rows *= 10) {
+      const op_shape s = {.op = (operation)v->op, .tokens = rows, .rows = rows, .experts = 3, .n = 4096, .k = 64};
+      const int64_t grid = grid_size(&m, v, &s);
+      CHECK_MSG(grid % v->cluster == 0 && grid >= v->cluster && grid <= 131, "%d rows: grid %lld", rows,
+                (long long)grid);
+    }
+    case_end();
+  }
+  group_end();
+}
+
 /* ---- the map's chunks ------------------------------------------------------------------------------ */
 
 static void check_chunking(int64_t pairs)
@@ -1096,6 +1117,7 @@ int main(int argc, char **argv)
   test_thresholds();
   test_grids(&r);
   test_grids_around_tiles(&r);
+  test_clusters();
   test_row_lengths();
   test_functions();
   test_random_plans(&r);
