@@ -3,9 +3,16 @@
 
 #include <string.h>
 
+/* Shapes of operations without weights have none of these: any class will do. */
 weights_class weights_class_of(int32_t dtype)
 {
-  return dtype == DT_F32 ? WEIGHTS_f32 : WEIGHTS_w16;
+  switch (dense_format(dtype)) {
+  case FORMAT_f32: return WEIGHTS_f32;
+  case FORMAT_bf16:
+  case FORMAT_f16:
+  case FORMAT_none: return WEIGHTS_w16;
+  }
+  return WEIGHTS_w16;
 }
 
 /* ---- the files: each is read for its lines, for its limits and for their number ---- */

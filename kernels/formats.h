@@ -21,6 +21,14 @@ typedef enum weight_format {
 #include "formats.def"
 } weight_format;
 
+/* How many element types x, h and weights without scales may have: for code that names each. */
+enum {
+  DENSE_FORMATS = 0
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS) +1
+#include "formats.def"
+};
+
 /* Columns of variants.def. */
 typedef enum scale_case { SCALE_none, SCALE_out, SCALE_block } scale_case;
 typedef enum weight_major { MAJOR_none, MAJOR_K, MAJOR_N, MAJOR_any = MAJOR_none } weight_major;

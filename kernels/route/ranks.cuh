@@ -25,6 +25,7 @@ template <int N, class T> DEVICE unsigned load_logits(const gate_args &a, int64_
 
 template <int N> DEVICE unsigned load_logits(const gate_args &a, int64_t row, int first, float (&value)[N])
 {
+  static_assert(DENSE_FORMATS == 3, "f16, bf16 and f32 are all that logits may be");
   switch (a.logits_dtype) {
   case DT_F16: return load_logits<N, f16>(a, row, first, value);
   case DT_BF16: return load_logits<N, bf16>(a, row, first, value);
