@@ -124,25 +124,37 @@ typedef struct permute_args {
 
 /*
  * Scales of weights in normal form, whatever their format: of element (n, k) of half h of expert e
- *   p[(n + n_origin) / block_n * n_stride + (k + k_origin) / block_k * k_stride],
+ *   p[(n + n_origin[h]) / block_n * n_stride + (k + k_origin) / block_k * k_stride],
  *   p = table[h] ? table[h][e] : base[h] + e * expert_stride
- * and its zero point in the same place of zero_table[h] or zero[h]. block_n and block_k are never 0 where there are
- * scales; one that covers its axis has stride 0: a tensor's scale has two of these, a channel's one. The origin is the
- * place of a slice's first weight in its first block.
+ * block_n and block_k are never 0 where there are scales; one that covers its axis has stride 0: a tensor's scale has
+ * two of these, a channel's one. The origin is the place of a slice's first weight in its first block; of gate and up
+ * that lie in one matrix with common blocks each has its own.
+ * Zero points: nibble n % 8 of the 32-bit word
+ *   z[n / 8 * n_stride + (k + k_origin) / block_k * k_stride],  z as p, of zero_matrix
  */
 typedef struct scale_matrix {
-  const void *base[2], *zero[2];                      /* zero: NULL: none */
-  const void *const *table[2], *const *zero_table[2]; /* device arrays, or NULL */
+  const void *base[2];
+  const void *const *table[2]; /* device arrays, or NULL */
   int64_t expert_stride, n_stride, k_stride;
-  int32_t block_n, block_k, n_origin, k_origin;
-  int32_t dtype, zero_dtype; /* DT_NONE: no scales, no zero points */
+  int32_t block_n, block_k, n_origin[2], k_origin;
+  int32_t dtype; /* F32, F16, BF16, E8M0, E4M3; DT_NONE: no scales */
 } scale_matrix;
+
+typedef struct zero_matrix {
+  const uint32_t *base[2];
+  const uint32_t *const *table[2];
+  int64_t expert_stride, n_stride, k_stride;
+  int32_t add; /* to every stored zero point */
+} zero_matrix;
 
 /*
  * The weights of one projection in normal form, whatever their layout: element (n, k) of half h of expert e is
  *   p[n * n_stride + k * k_stride],  p = table[h] ? table[h][e] : base[h] + e * expert_stride
  * h 0 is the only half of an ungated or down projection, or the gate; h 1 is up. One of the strides is 1:
  * k_stride == 1 is "K major" (n_stride = ld, or 2 ld interleaved); else "N major" with n_stride 1, or 2 interleaved.
+ * Weights with scales are K major; rows begin at 16 bytes and have a multiple of 16 bytes. The weight is
+ *   (code - offset - zero point) * scale * (global_over ? 1 / global : global)
+ * with global[h] + e * global_stride, all of it an exact real number.
  * Bias element (e, n) of half h: bias[h] + e * bias_expert_stride + n * bias_n_stride.
  */
 typedef struct expert_matrix {
@@ -154,12 +166,52 @@ typedef struct expert_matrix {
   int32_t bias_dtype;
   int32_t format; /* weight_format */
   scale_matrix scale;
+  zero_matrix zero;       /* base and table NULL: none */
+  const float *global[2]; /* NULL: 1 */
+  int64_t global_stride;
+  int32_t global_over;
+  int32_t offset; /* s8, u4 */
 } expert_matrix;
+
+/*
+ * What becomes of activations before they are multiplied, x as well as h:
+ *   AS_THEY_ARE  nothing
+ *   STATIC       one scale, given, for all
+ *   TOKEN        a row has a scale
+ *   GROUP        `group` elements of a row have one: element k is in group (origin + k) / group
+ * scale = max(amax, ROWS_FLOOR) / largest code, in f32; power_of_two: rounded up to one. code = x * (1 / scale), both
+ * in f32, rounded to nearest even, saturated. A NaN is the code NaN (s8: 0, and the scale is NaN).
+ */
+enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP };
+#define ROWS_FLOOR 1e-10f
+typedef struct row_format {
+  int32_t mode, element; /* ROWS_*; DT_E4M3, DT_I8 */
+  int32_t group, origin; /* TOKEN, STATIC: group 2^30, origin 0 */
+  int32_t power_of_two;
+  const float *static_scale; /* device */
+} row_format;
+
+enum { ROWS_ONE_GROUP = 1 << 30 };
+/* Groups of a row of k elements. */
+#define ROW_GROUPS(format, k) (((format).origin % (format).group + (k) + (format).group - 1) / (format).group)
+
+/* codes[r, k]; scale[g * scale_ld + r] of group g of row r, counted from the row's first. Grid: see the variant's form.
+ * CPU unit: one row. */
+typedef struct quantize_args {
+  const void *x; /* [rows, cols]; 16-byte aligned, as codes are, bases and leading dimensions */
+  void *codes;   /* [rows, cols] of a byte */
+  float *scale;
+  int64_t x_ld, codes_ld, scale_ld;
+  token_count rows;
+  int32_t cols, dtype;
+  row_format format;
+} quantize_args;
 
 /*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
  *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (by way of protocol.x_copy, if there is one)
- *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation)
+ *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation; codes times codes of I8: s32)
+ * where a has codes (a_scale), a(r)[k] is code * a_scale[group of k * a_scale_ld + the row of a].
  *   acc_h[n] *= pair_weights[token, slot] if pair_weights (weight on input: linear, so applied to the sum)
  *   acc_h[n] += bias_h[e, n]
  *   up:   c[r, n] = gated ? act(acc_0, acc_1) : act(acc_0);     down: c[r, n] = acc_0;  rounded once to dtype
@@ -178,9 +230,12 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated;  /* act: ACT_*; down: ACT_IDENTITY, not gated */
+  int32_t dtype, act, gated;  /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
   float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
   int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
+  row_format rows;            /* what activations are multiplied as; few: and become, as it reads them */
+  const float *a_scale;       /* a has codes of rows.element; else NULL, and a is of dtype */
+  int64_t a_scale_ld;
   fault_sink fault;
   gemm_protocol protocol;
 } gemm_args;

@@ -12,7 +12,10 @@ typedef enum element_type {
   DT_BF16 = 3,
   DT_U8 = 4,
   DT_I32 = 5,
-  DT_I64 = 6
+  DT_I64 = 6,
+  DT_E4M3 = 7,
+  DT_E8M0 = 8, /* 2^(code - 127), 255 NaN */
+  DT_I8 = 9
 } element_type;
 
 typedef enum weight_format {
@@ -51,6 +54,12 @@ static inline int64_t format_bytes(weight_format format, int64_t n)
 }
 
 #ifndef __cplusplus
+/* Whether weights of it have scales. */
+static inline int format_is_scaled(weight_format format)
+{
+  return format > (weight_format)DENSE_FORMATS;
+}
+
 /* Of weights without scales; FORMAT_none: weights are never of this type. */
 static inline weight_format dense_format(int32_t dtype)
 {

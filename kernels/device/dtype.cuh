@@ -12,6 +12,23 @@ using f16 = __half;
 using bf16 = __nv_bfloat16;
 using s32 = int32_t;
 
+/* Bytes of codes: one of 8 bits, or two of 4, the lower nibble first. */
+struct e4m3 {
+  uint8_t code;
+};
+struct s8 {
+  int8_t code;
+};
+struct u4 {
+  uint8_t codes;
+};
+struct mx4 {
+  uint8_t codes;
+};
+struct nv4 {
+  uint8_t codes;
+};
+
 /* A row of formats.def: elements of 16 bytes, what sums are in, how a weight becomes the type that is multiplied. */
 template <class W> struct operand;
 #define FORMAT(name, DTYPE, BITS_, K_PER_SCALE_, SCALE_, ACCUMULATOR)                                                  \

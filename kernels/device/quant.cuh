@@ -1,0 +1,66 @@
+/* Scales and zero points of weights, as every kernel reads them (args.h: scale_matrix). */
+#ifndef CUMOE_QUANT_CUH
+#define CUMOE_QUANT_CUH
+
+#include "device/dtype.cuh"
+#include "device/ptx.cuh"
+
+/* 2^(code - 127); 0 is 2^-127, 255 is NaN. */
+DEVICE float e8m0_to_f32(uint32_t code)
+{
+  return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);
+}
+
+/* Any code, NaN included. */
+DEVICE float e4m3_to_f32(uint32_t code)
+{
+  const uint32_t rest = code & 0x7f;
+  const float magnitude = rest == 0x7f ? __uint_as_float(0x7fc00000u) : __uint_as_float(rest << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(magnitude) | (code & 0x80) << 24);
+}
+
+/* A scale as it is stored. */
+DEVICE float load_scale(const void *base, int64_t index, int dtype)
+{
+  if (dtype == DT_E8M0) return e8m0_to_f32(static_cast<const uint8_t *>(base)[index]);
+  if (dtype == DT_E4M3) return e4m3_to_f32(static_cast<const uint8_t *>(base)[index]);
+  return load_any(base, index, dtype);
+}
+
+/* The scale of expert e's whole tensor besides those of blocks. */
+DEVICE float global_scale(const expert_matrix &b, int half, int expert)
+{
+  if (!b.global[half]) return 1.f;
+  const float value = b.global[half][expert * b.global_stride];
+  return b.global_over ? 1.f / value : value;
+}
+
+/* Where the scales of channel n of an expert's half begin: those of k at index scale_step(b, k). */
+DEVICE int64_t scale_row(const scale_matrix &s, int half, int n)
+{
+  return (int64_t)((n + s.n_origin[half]) / s.block_n) * s.n_stride;
+}
+DEVICE int64_t scale_step(const scale_matrix &s, int k)
+{
+  return (int64_t)((k + s.k_origin) / s.block_k) * s.k_stride;
+}
+/* Bytes differ by type, so this is a pointer for load_scale alone. */
+DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
+{
+  if (s.table[half]) return s.table[half][expert];
+  const int64_t bytes = s.dtype == DT_F32 ? 4 : s.dtype == DT_BF16 || s.dtype == DT_F16 ? 2 : 1;
+  return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * bytes;
+}
+
+/* Offset and zero point of one weight of u4 or s8. */
+DEVICE int zero_point(const expert_matrix &b, int half, int expert, int n, int k)
+{
+  const zero_matrix &z = b.zero;
+  if (!z.table[half] && !z.base[half]) return b.offset;
+  const uint32_t *words = z.table[half] ? z.table[half][expert] : z.base[half] + expert * z.expert_stride;
+  const uint32_t word =
+      words[n / 8 * z.n_stride + (int64_t)((k + b.scale.k_origin) / b.scale.block_k) * z.k_stride];
+  return b.offset + (int)(word >> n % 8 * 4 & 15) + z.add;
+}
+
+#endif
