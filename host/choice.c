@@ -47,6 +47,7 @@ static bool serves(const machine *m, const variant *v, const op_shape *s)
   if ((v->x && v->x != s->in) || (other && other != s->w)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_row) return s->n <= v->columns;
+  if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
   return !takes_tensor_maps(v) || (s->tmap && m->tensor_maps);
@@ -154,6 +155,12 @@ static int64_t grid_persistent(const machine *m, const variant *v, const op_shap
 {
   const int64_t tiles = (s->rows / v->bm + min64(s->experts, s->rows)) * ceil_div(s->n, v->bn);
   return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+}
+
+/* A row has one group more where it begins inside one. */
+static int64_t grid_quantize(const machine *m, const variant *v, const op_shape *s)
+{
+  return min64(ceil_div(s->tokens * (ceil_div(s->n, v->columns) + 1), v->units), resident(m, v));
 }
 
 static int64_t grid_combine(const machine *m, const variant *v, const op_shape *s)

@@ -35,7 +35,8 @@ typedef struct op_shape {
   bool tmap;            /* tensor maps can describe the operands */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
-  int32_t n, k;         /* output channels, reduction length; permute: n bytes a token */
+  int32_t n, k;         /* output channels, reduction length; permute: n bytes a token;
+                           quantize: elements of a row, of a group */
   int32_t top_k;
 } op_shape;
 

@@ -54,6 +54,17 @@ static op_shape shape_of_permute(operation op, const void *args)
       .op = op, .tokens = a->tokens.count, .rows = a->rows_cap, .n = a->hidden * a->element, .top_k = a->top_k};
 }
 
+static op_shape shape_of_quantize(operation op, const void *args)
+{
+  const quantize_args *a = args;
+  return (op_shape){.op = op,
+                    .in = a->dtype,
+                    .w = a->format.element,
+                    .tokens = a->rows.count,
+                    .n = a->cols,
+                    .k = a->format.group};
+}
+
 /* Of the operations of ops.h, `tokens` counts what grids are made of: units, rows, or blocks of rows. */
 static op_shape shape_of_elementwise(operation op, const void *args)
 {

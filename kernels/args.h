@@ -186,7 +186,7 @@ enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP };
 #define ROWS_FLOOR 1e-10f
 typedef struct row_format {
   int32_t mode, element; /* ROWS_*; DT_E4M3, DT_I8 */
-  int32_t group, origin; /* TOKEN, STATIC: group 2^30, origin 0 */
+  int32_t group, origin; /* TOKEN, STATIC: group 2^30, origin 0; the origin is a multiple of 8 */
   int32_t power_of_two;
   const float *static_scale; /* device */
 } row_format;

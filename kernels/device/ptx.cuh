@@ -210,6 +210,48 @@ DEVICE float min_nan(float a, float b)
   return least;
 }
 
+/* The larger; NaN if one is. */
+DEVICE float max_nan(float a, float b)
+{
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+
+/* Nearest even, saturated; NaN is 0. */
+DEVICE uint32_t cvt_s8(float value)
+{
+  uint32_t code;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(code) : "f"(value));
+  return code & 0xff;
+}
+
+/* Two codes of e4m3, that of `low` in the low byte: nearest even, saturated; NaN is 0x7f. */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 890
+DEVICE uint32_t cvt_e4m3x2(float low, float high)
+{
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+#else
+DEVICE uint32_t cvt_e4m3(float value)
+{
+  const uint32_t bits = __float_as_uint(value), size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return 0x7f;
+  const float kept = fminf(__uint_as_float(size), 448.f);
+  const uint32_t k = __float_as_uint(kept);
+  /* Below 2^-6 steps of 2^-9, which is the last bit of 2^14 .. 2^15. */
+  const uint32_t code =
+      kept < 0x1p-6f ? __float_as_uint(kept + 0x1p14f) - 0x46800000 : (k + 0x7ffff + (k >> 20 & 1) >> 20) - (120 << 3);
+  return code | bits >> 24 & 0x80;
+}
+DEVICE uint32_t cvt_e4m3x2(float low, float high)
+{
+  return cvt_e4m3(low) | cvt_e4m3(high) << 8;
+}
+#endif
+
 /* 2^x to 2^-22 of itself; below 2^-126 it is 0. */
 DEVICE float ex2_approx_ftz(float x)
 {

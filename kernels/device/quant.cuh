@@ -1,4 +1,5 @@
-/* Scales and zero points of weights, as every kernel reads them (args.h: scale_matrix). */
+/* Scales and zero points of weights, as every kernel reads them (args.h: scale_matrix); activations as codes of a byte
+ * (args.h: row_format). */
 #ifndef CUMOE_QUANT_CUH
 #define CUMOE_QUANT_CUH
 
@@ -58,9 +59,36 @@ DEVICE int zero_point(const expert_matrix &b, int half, int expert, int n, int k
   const zero_matrix &z = b.zero;
   if (!z.table[half] && !z.base[half]) return b.offset;
   const uint32_t *words = z.table[half] ? z.table[half][expert] : z.base[half] + expert * z.expert_stride;
-  const uint32_t word =
-      words[n / 8 * z.n_stride + (int64_t)((k + b.scale.k_origin) / b.scale.block_k) * z.k_stride];
+  const uint32_t word = words[n / 8 * z.n_stride + (int64_t)((k + b.scale.k_origin) / b.scale.block_k) * z.k_stride];
   return b.offset + (int)(word >> n % 8 * 4 & 15) + z.add;
+}
+
+/* ---- activations: Q is e4m3 or s8 ---- */
+
+template <class Q> constexpr float LARGEST_CODE = same_type<Q, e4m3> ? 448.f : 127.f;
+
+/* For the largest |x| of a group. e4m3 has a code for NaN, s8 a scale. */
+template <class Q> DEVICE float larger(float a, float b)
+{
+  return same_type<Q, e4m3> ? fmaxf(a, b) : max_nan(a, b);
+}
+
+/* The scale of a group whose largest |x| is `amax`. */
+template <class Q> DEVICE float row_scale(const row_format &format, float amax)
+{
+  if (format.mode == ROWS_STATIC) return same_type<Q, s8> && amax != amax ? amax : *format.static_scale;
+  const float scale = __fdiv_rn(larger<Q>(amax, ROWS_FLOOR), LARGEST_CODE<Q>);
+  if (!format.power_of_two || scale != scale) return scale;
+  return __uint_as_float(__float_as_uint(scale) + 0x007fffff & 0xff800000);
+}
+
+/* Four codes, that of x[0] in the low byte. inverse: 1 / scale, by IEEE division. */
+template <class Q> DEVICE uint32_t quantize_four(const float *x, float inverse)
+{
+  if (same_type<Q, e4m3>)
+    return cvt_e4m3x2(x[0] * inverse, x[1] * inverse) | cvt_e4m3x2(x[2] * inverse, x[3] * inverse) << 16;
+  return cvt_s8(x[0] * inverse) | cvt_s8(x[1] * inverse) << 8 | cvt_s8(x[2] * inverse) << 16 |
+         cvt_s8(x[3] * inverse) << 24;
 }
 
 #endif

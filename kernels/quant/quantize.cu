@@ -1,0 +1,152 @@
+/*
+ * Activations become codes of 8 bits with scales (args.h: row_format). A thread has eight elements of a group of 128,
+ * so half a warp has the group, and several groups are in flight, for the speed of memory is the limit. Where a row has
+ * one scale, one to all warps of a CTA have the row.
+ */
+#include "device/quant.cuh"
+
+enum { EACH = 8, GROUP = 128, GROUP_LANES = GROUP / EACH };
+
+/* Eight elements as they lie in memory. */
+template <class X> struct octet {
+  uint4 raw[EACH * sizeof(X) / 16];
+
+  DEVICE void load(const quantize_args &a, int64_t row, int k, bool there)
+  {
+    const X *source = static_cast<const X *>(a.x) + row * a.x_ld + k;
+#pragma unroll
+    for (int i = 0; i < (int)(EACH * sizeof(X) / 16); i++)
+      raw[i] = ld_global_no_allocate(source + i * (16 / sizeof(X)), there);
+  }
+  DEVICE float operator[](int i) const
+  {
+    return to_f32(reinterpret_cast<const X *>(raw)[i]);
+  }
+};
+
+template <class Q, class X> DEVICE float largest(const octet<X> &x, float most)
+{
+#pragma unroll
+  for (int i = 0; i < EACH; i++) most = larger<Q>(most, fabsf(x[i]));
+  return most;
+}
+
+/* Over LANES neighbours; each of them gets it. */
+template <class Q, int LANES> DEVICE float largest_of_lanes(float most)
+{
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) most = larger<Q>(most, __shfl_xor_sync(ALL_LANES, most, mask));
+  return most;
+}
+
+template <class Q, class X>
+DEVICE void store_codes(const quantize_args &a, int64_t row, int k, const octet<X> &x, float inverse)
+{
+  float value[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) value[i] = x[i];
+  *reinterpret_cast<uint2 *>(static_cast<uint8_t *>(a.codes) + row * a.codes_ld + k) =
+      make_uint2(quantize_four<Q>(value, inverse), quantize_four<Q>(value + 4, inverse));
+}
+
+/* ---- a scale for every 128 elements ---- */
+
+/* One group of the grid's walk through all of them, half a warp each. */
+struct group_place {
+  int64_t row;
+  int32_t group;
+};
+
+template <class X, class Q, int HALF_WARPS> DEVICE void quantize_groups(const quantize_args &a, int64_t rows)
+{
+  constexpr int IN_FLIGHT = 8 / sizeof(X);
+  const unsigned groups = ROW_GROUPS(a.format, a.cols), step = gridDim.x * HALF_WARPS;
+  const unsigned first = blockIdx.x * HALF_WARPS + threadIdx.x / GROUP_LANES;
+  const int k0 = threadIdx.x % GROUP_LANES * EACH - a.format.origin % GROUP;
+  group_place next = {first / groups, (int32_t)(first % groups)};
+  while (__any_sync(ALL_LANES, next.row < rows)) {
+    group_place at[IN_FLIGHT];
+    octet<X> x[IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      at[i] = next;
+      const int k = next.group * GROUP + k0;
+      x[i].load(a, next.row, k, next.row < rows && k >= 0 && k < a.cols);
+      next.row += step / groups;
+      next.group += step % groups;
+      if (next.group >= groups) next = {next.row + 1, next.group - (int)groups};
+    }
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      const float scale = row_scale<Q>(a.format, largest_of_lanes<Q, GROUP_LANES>(largest<Q>(x[i], 0.f)));
+      const int k = at[i].group * GROUP + k0;
+      if (at[i].row >= rows) continue;
+      if (k >= 0 && k < a.cols) store_codes<Q>(a, at[i].row, k, x[i], __frcp_rn(scale));
+      if (threadIdx.x % GROUP_LANES == 0) a.scale[at[i].group * a.scale_ld + at[i].row] = scale;
+    }
+  }
+}
+
+/* ---- a scale for a row ---- */
+
+/* A row's first vectors stay in registers, the others are read twice. */
+template <class X, class Q, int WARPS>
+DEVICE void quantize_rows(const quantize_args &a, int64_t rows, float (&warp_most)[WARPS])
+{
+  constexpr int KEPT = 8 / sizeof(X);
+  int team = 1; /* warps a row */
+  while (team < WARPS && team * WARP_SIZE * EACH * KEPT < a.cols) team *= 2;
+  const int lanes = team * WARP_SIZE, k0 = threadIdx.x % lanes * EACH;
+  for (int64_t first = (int64_t)blockIdx.x * (WARPS / team); first < rows; first += gridDim.x * (WARPS / team)) {
+    const int64_t row = first + warp_id() / team;
+    const int cols = row < rows ? a.cols : 0;
+    octet<X> kept[KEPT], x;
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) kept[i].load(a, row, k0 + i * lanes * EACH, k0 + i * lanes * EACH < cols);
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) most = largest<Q>(kept[i], most);
+    for (int k = k0 + KEPT * lanes * EACH; k < cols; k += lanes * EACH) {
+      x.load(a, row, k, true);
+      most = largest<Q>(x, most);
+    }
+    most = largest_of_lanes<Q, WARP_SIZE>(most);
+    if (team > 1) {
+      __syncthreads(); /* those of the rows before have been read */
+      if (lane_id() == 0) warp_most[warp_id()] = most;
+      __syncthreads();
+      for (int w = 0; w < team; w++) most = larger<Q>(most, warp_most[warp_id() / team * team + w]);
+    }
+    const float scale = row_scale<Q>(a.format, most), inverse = __frcp_rn(scale);
+    if (row < rows && threadIdx.x % lanes == 0) a.scale[row] = scale;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++)
+      if (k0 + i * lanes * EACH < cols) store_codes<Q>(a, row, k0 + i * lanes * EACH, kept[i], inverse);
+    for (int k = k0 + KEPT * lanes * EACH; k < cols; k += lanes * EACH) {
+      x.load(a, row, k, true);
+      store_codes<Q>(a, row, k, x, inverse);
+    }
+  }
+}
+
+template <class X, class Q, int WARPS> DEVICE void quantize_codes(const quantize_args &a)
+{
+  __shared__ float warp_most[WARPS];
+  wait_for_earlier_grids();
+  const int64_t rows = token_total(a.rows);
+  if (a.format.mode == ROWS_GROUP)
+    quantize_groups<X, Q, WARPS * 2>(a, rows);
+  else
+    quantize_rows<X, Q, WARPS>(a, rows, warp_most);
+}
+
+#define ROWS_quantize
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
+  extern "C" __global__ void __launch_bounds__(WARPS *WARP_SIZE, CTAS)                                                 \
+      UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ op##_args a)                   \
+  {                                                                                                                    \
+    static_assert(COLUMNS == GROUP && LANES == GROUP_LANES && UNITS * LANES == WARPS * WARP_SIZE,                      \
+                  "half a warp a group");                                                                              \
+    op##_##form<X, Y, WARPS>(a);                                                                                       \
+  }
+#include "variants.def"
