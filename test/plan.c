@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "../host/check.h"
+#include "../host/format.h"
 #include "../host/plan.h"
 #include "../host/tune.h"
 
@@ -78,6 +79,33 @@ static int32_t one_of(rng *r, const int32_t *list, int count)
   return list[rng_below(r, count)];
 }
 
+static cumoe_format random_format(rng *r)
+{
+  cumoe_format f;
+  switch (rng_below(r, 8)) {
+  case 0: f = cumoe_format_fp8_block(rng_below(r, 2) ? CUMOE_BF16 : CUMOE_E8M0); break;
+  case 1: f = cumoe_format_fp8_tensor((cumoe_rows)rng_below(r, 3)); break;
+  case 2: f = cumoe_format_fp8_channel(CUMOE_F32); break;
+  case 3: f = cumoe_format_int8(CUMOE_F16), f.rows = (int32_t)rng_below(r, 2) * CUMOE_ROWS_TOKEN; break;
+  case 4: f = cumoe_format_int4(32 << rng_below(r, 3), CUMOE_BF16); break;
+  case 5: f = cumoe_format_mxfp4(); break;
+  case 6: f = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES); break;
+  default: f = (cumoe_format){0};
+  }
+  if (f.block[1]) f.origin[1] = 32 * (int32_t)rng_below(r, 8);
+  return f;
+}
+
+/* Widths become whole rows of 16 bytes. */
+static void set_formats(rng *r, cumoe_moe_desc *d)
+{
+  d->up_format = random_format(r);
+  d->down_format = random_format(r);
+  if (d->shared_inter) d->shared_up_format = random_format(r), d->shared_down_format = random_format(r);
+  int32_t *const widths[] = {&d->hidden, &d->inter, &d->shared_inter};
+  for (int i = 0; i < 3; i++) *widths[i] = (*widths[i] + 31) / 32 * 32;
+}
+
 /* A description that check_moe_desc accepts, from the whole of what the manual allows. */
 static cumoe_moe_desc random_desc(rng *r)
 {
@@ -97,6 +125,7 @@ static cumoe_moe_desc random_desc(rng *r)
   if (!(d.routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) && rng_below(r, 3) == 0)
     d.routing.identity_experts = (int32_t)rng_below(r, CUMOE_MAX_EXPERTS - d.num_experts - d.routing.zero_experts + 1);
   d.routing.top_k = (int32_t)log_uniform(r, smaller(CUMOE_MAX_TOP_K, router_experts(&d)));
+  if (d.dtype != CUMOE_F32 && rng_below(r, 2)) set_formats(r, &d);
   return d;
 }
 
@@ -114,7 +143,9 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
   int n = 0;
   out[n++] = (op_shape){.op = OP_router,
                         .in = d->dtype,
-                        .w = w_f32 ? DT_F32 : d->dtype,
+                        .out = DT_F32,
+                        .format = dense_format(w_f32 ? DT_F32 : d->dtype),
+                        .scale_run = SCALE_RUN,
                         .tokens = tokens,
                         .rows = tokens,
                         .experts = experts,
@@ -131,7 +162,9 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
                         .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2),
                         .top_k = k};
   op_shape gemm = {.in = d->dtype,
-                   .w = d->dtype,
+                   .out = d->dtype,
+                   .format = dense_format(d->dtype),
+                   .scale_run = SCALE_RUN,
                    .tmap = true,
                    .tokens = tokens,
                    .rows = tokens * k,
@@ -147,7 +180,7 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
     out[n++] = gemm;
   }
   out[n++] =
-      (op_shape){.op = OP_combine, .in = d->dtype, .w = d->out_dtype, .tokens = tokens, .n = d->hidden, .top_k = k};
+      (op_shape){.op = OP_combine, .in = d->dtype, .out = d->out_dtype, .tokens = tokens, .n = d->hidden, .top_k = k};
   return n;
 }
 enum { MAX_SHAPES = 10 };
@@ -155,8 +188,8 @@ enum { MAX_SHAPES = 10 };
 static const char *shape_name(const gpu *g, const op_shape *s)
 {
   static char text[200];
-  snprintf(text, sizeof text, "cc %d op %d in %d w %d major %d T %lld rows %lld E %d n %d k %d", g->cc, (int)s->op,
-           s->in, s->w, (int)s->major, (long long)s->tokens, (long long)s->rows, s->experts, s->n, s->k);
+  snprintf(text, sizeof text, "cc %d op %d in %d out %d format %d major %d T %lld rows %lld E %d n %d k %d", g->cc, (int)s->op,
+           s->in, s->out, (int)s->format, (int)s->major, (long long)s->tokens, (long long)s->rows, s->experts, s->n, s->k);
   return text;
 }
 
@@ -172,8 +205,8 @@ static bool arch_fits(const variant *v, int32_t cc)
 /* What the manual of the table says a row can do. */
 static bool row_can(const variant *v, const gpu *g, const op_shape *s)
 {
-  const int other = v->w ? v->w : v->y;
-  bool type = (v->x == 0 || v->x == s->in) && (other == 0 || other == s->w);
+  bool type = (v->x == 0 || v->x == s->in) && (v->y == 0 || v->y == s->out) &&
+              (v->format == 0 || v->format == (int)s->format);
   if (v->form == FORM_wgmma && !s->tmap) return false;
   if (v->form == FORM_row && s->n > v->columns) return false;
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
@@ -258,7 +291,7 @@ static bool is_row(const tune_line *t, const variant *v)
 static int32_t row_by_table(const gpu *g, const op_shape *s, int64_t rows, int *line)
 {
   const tune_file *f = find_tune_file("NVIDIA H200", g->cc);
-  const int weights = s->w == DT_F32 ? WEIGHTS_f32 : WEIGHTS_w16;
+  const int weights = s->format == FORMAT_f32 ? WEIGHTS_f32 : WEIGHTS_w16;
   for (*line = 0; *line < f->line_count; ++*line) {
     const tune_line *t = &f->lines[*line];
     for (int32_t i = 0; i < variant_count; i++)
@@ -274,7 +307,9 @@ static op_shape threshold_shape(const tune_line *t, int64_t per_expert, int32_t 
   const int32_t w = t->weights == WEIGHTS_f32 ? DT_F32 : case_dtypes[bits & 1];
   op_shape s = {.op = (operation)t->op,
                 .in = w,
-                .w = w,
+                .out = t->op == OP_router ? DT_F32 : w,
+                .format = dense_format(w),
+                .scale_run = SCALE_RUN,
                 .tmap = bits & 4,
                 .tokens = per_expert,
                 .rows = per_expert * experts,
@@ -365,7 +400,7 @@ static void test_tune_files(void)
   CHECK(find_tune_file("NVIDIA H100 80GB HBM3", 90) == find_tune_file("NVIDIA H200", 90));
   CHECK(strcmp(find_tune_file("NVIDIA A100", 80)->name, "any") == 0);
   CHECK(strcmp(find_tune_file("H200 of another kind", 100)->name, "any") == 0);
-  for (limit_name l = 0; l < LIMIT_COUNT; l++) CHECK(*limit_title(l) && *limit_unit(l));
+  for (limit_name l = 0; l < LIMIT_COUNT; l++) CHECK(*words_of_limit(l).name && *words_of_limit(l).unit);
   case_end();
   group_end();
 }
@@ -522,7 +557,7 @@ static void test_row_lengths(void)
     case_begin("%s", v->name);
     for (int i = 0; i < GPU_COUNT; i++)
       for (int32_t n = v->columns > 1 ? v->columns - 1 : 1; n <= v->columns + 1; n++) {
-        const op_shape s = {.op = (operation)v->op, .in = v->x, .w = v->y, .tokens = 1000, .n = n};
+        const op_shape s = {.op = (operation)v->op, .in = v->x, .out = v->y, .tokens = 1000, .n = n};
         const machine m = gpu_machine(&gpus[i]);
         const int32_t got = choose(&m, &s), want = shortest_row(&gpus[i], &s);
         CHECK_MSG(got >= 0 && got == want, "row %d, not %d, for %s", got, want, shape_name(&gpus[i], &s));
@@ -541,7 +576,7 @@ static void test_functions(void)
     for (int f = EW_ADD; f <= EW_GELU_TANH; f++)
       for (int type = 0; type < 3; type++) {
         const int32_t dtype = case_dtypes[type];
-        const op_shape s = {.op = OP_elementwise, .in = dtype, .w = dtype, .tokens = 1000, .n = f};
+        const op_shape s = {.op = OP_elementwise, .in = dtype, .out = dtype, .tokens = 1000, .n = f};
         const machine m = gpu_machine(&gpus[i]);
         case_begin("cc %d function %d type %d", gpus[i].cc, f, dtype);
         const int32_t got = choose(&m, &s);
@@ -612,12 +647,22 @@ typedef struct region {
   size_t at;
   wide bytes;
 } region;
-enum { MAX_REGIONS = 15 };
+enum { MAX_REGIONS = 23 };
+
+/* Scales of a row of quantised activations. */
+static wide groups_of(const cumoe_format *f, int64_t cols)
+{
+  if (f->rows != CUMOE_ROWS_GROUP) return f->rows != CUMOE_ROWS_AS_THEY_ARE;
+  return wide_ceil(f->origin[1] % f->row_group + cols, f->row_group);
+}
 
 static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w, region *out)
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
+#define CODES(name, what, count, cols)                                                                                 \
+  {#name "_codes", w->name##_codes, (what).rows ? (wide)(count) * (cols) : 0},                                         \
+      {#name "_scale", w->name##_scale, (wide)(count)*groups_of(&(what), cols) * 4}
   const region all[MAX_REGIONS] = {
       {"logits", w->logits, t * router_experts(d) * 4},
       {"ids", w->ids, t * k * 4},
@@ -633,7 +678,12 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       {"y", w->y, t * k * d->hidden * element},
       {"shared_h", w->shared_h, t * d->shared_inter * element},
       {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
-      {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0}};
+      {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0},
+      CODES(x, d->up_format, t, d->hidden),
+      CODES(h, d->down_format, t * k, d->inter),
+      CODES(shared_x, d->shared_up_format, t, d->hidden),
+      CODES(shared_h, d->shared_down_format, t, d->shared_inter)};
+#undef CODES
   memcpy(out, all, sizeof all);
   return MAX_REGIONS;
 }
@@ -644,7 +694,7 @@ static int by_offset(const void *a, const void *b)
   return x->at < y->at ? -1 : x->at > y->at;
 }
 
-static void check_layout(const cumoe_moe_desc *d, int64_t tokens)
+static void check_regions(const cumoe_moe_desc *d, int64_t tokens)
 {
   workspace_layout w;
   region all[MAX_REGIONS];
@@ -670,7 +720,7 @@ static void test_layout(rng *r)
   for (int i = 0; i < 60000; i++) {
     cumoe_moe_desc given = random_desc(r), d;
     if (!CHECK_OK(check_moe_desc(&given, &d))) break;
-    check_layout(&d, random_tokens(r, &d));
+    check_regions(&d, random_tokens(r, &d));
   }
   case_end();
   case_begin("no tokens");
@@ -1058,7 +1108,7 @@ static void test_refused_plans(void)
   case_begin("2^32 CTAs");
   const machine m = gpu_machine(&hopper);
   const cumoe_moe_desc d = {.local_experts = 8, .hidden = 1 << 24, .routing.top_k = 1};
-  const op_shape s = {.op = OP_combine, .in = DT_BF16, .w = DT_BF16, .tokens = 1 << 30, .n = d.hidden, .top_k = 1};
+  const op_shape s = {.op = OP_combine, .in = DT_BF16, .out = DT_BF16, .tokens = 1 << 30, .n = d.hidden, .top_k = 1};
   launch_step step;
   CHECK(plan_step(&m, &s, &step) == STEP_GRID_TOO_LARGE && step.grid > INT32_MAX);
   case_end();
