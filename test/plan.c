@@ -135,6 +135,24 @@ static int64_t random_tokens(rng *r, const cumoe_moe_desc *d)
   return rng_below(r, 50) == 0 ? most - rng_below(r, 3) : log_uniform(r, most);
 }
 
+/* Of weights with the format, which are K major if they have scales; activations may become codes first. */
+static op_shape with_format(op_shape s, const cumoe_format *f)
+{
+  const bool four = f->element == CUMOE_ELEMENT_E2M1 || f->element == CUMOE_ELEMENT_U4;
+  const bool codes = f->rows != CUMOE_ROWS_AS_THEY_ARE;
+  s.in = !codes ? s.out : f->element == CUMOE_ELEMENT_E4M3 ? DT_E4M3 : DT_I8;
+  s.format = f->element == CUMOE_ELEMENT_DENSE  ? dense_format(s.out)
+             : f->element == CUMOE_ELEMENT_E4M3 ? FORMAT_e4m3
+             : f->element == CUMOE_ELEMENT_U4   ? FORMAT_u4
+             : !four                            ? FORMAT_s8
+             : f->scale == CUMOE_E4M3           ? FORMAT_nv4
+                                                : FORMAT_mx4;
+  s.rows_mode = f->rows;
+  for (s.scale_run = 128; f->block[1] && (f->block[1] | f->origin[1]) % s.scale_run; s.scale_run /= 2) continue;
+  if (f->element) s.major = MAJOR_K;
+  return s;
+}
+
 /* The shapes that a forward pass dispatches, as many as fit in `out`; w_f32: a router in f32. */
 static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, weight_major down, bool w_f32,
                      op_shape *out)
@@ -161,23 +179,16 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
                         .rows = tokens * k,
                         .n = d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2),
                         .top_k = k};
-  op_shape gemm = {.in = d->dtype,
-                   .out = d->dtype,
-                   .format = dense_format(d->dtype),
-                   .scale_run = SCALE_RUN,
-                   .tmap = true,
-                   .tokens = tokens,
-                   .rows = tokens * k,
-                   .experts = d->local_experts,
-                   .top_k = k};
+  op_shape gemm = {
+      .out = d->dtype, .tmap = true, .tokens = tokens, .rows = tokens * k, .experts = d->local_experts, .top_k = k};
   for (int dense = 0; dense <= (d->shared_inter != 0); dense++) {
     const int32_t inter = dense ? d->shared_inter : d->inter;
     gemm.rows = dense ? tokens : tokens * k;
     gemm.experts = dense ? 1 : d->local_experts;
     gemm.op = OP_up, gemm.major = up, gemm.n = inter, gemm.k = d->hidden;
-    out[n++] = gemm;
+    out[n++] = with_format(gemm, dense ? &d->shared_up_format : &d->up_format);
     gemm.op = OP_down, gemm.major = down, gemm.n = d->hidden, gemm.k = inter;
-    out[n++] = gemm;
+    out[n++] = with_format(gemm, dense ? &d->shared_down_format : &d->down_format);
   }
   out[n++] =
       (op_shape){.op = OP_combine, .in = d->dtype, .out = d->out_dtype, .tokens = tokens, .n = d->hidden, .top_k = k};
@@ -188,8 +199,9 @@ enum { MAX_SHAPES = 10 };
 static const char *shape_name(const gpu *g, const op_shape *s)
 {
   static char text[200];
-  snprintf(text, sizeof text, "cc %d op %d in %d out %d format %d major %d T %lld rows %lld E %d n %d k %d", g->cc, (int)s->op,
-           s->in, s->out, (int)s->format, (int)s->major, (long long)s->tokens, (long long)s->rows, s->experts, s->n, s->k);
+  snprintf(text, sizeof text, "cc %d op %d in %d out %d format %d major %d T %lld rows %lld E %d n %d k %d", g->cc,
+           (int)s->op, s->in, s->out, (int)s->format, (int)s->major, (long long)s->tokens, (long long)s->rows,
+           s->experts, s->n, s->k);
   return text;
 }
 
@@ -205,14 +217,25 @@ static bool arch_fits(const variant *v, int32_t cc)
 /* What the manual of the table says a row can do. */
 static bool row_can(const variant *v, const gpu *g, const op_shape *s)
 {
-  bool type = (v->x == 0 || v->x == s->in) && (v->y == 0 || v->y == s->out) &&
-              (v->format == 0 || v->format == (int)s->format);
+  bool type =
+      (v->x == 0 || v->x == s->in) && (v->y == 0 || v->y == s->out) && (v->format == 0 || v->format == (int)s->format);
   if (v->form == FORM_wgmma && !s->tmap) return false;
   if (v->form == FORM_row && s->n > v->columns) return false;
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
                 (s->major == MAJOR_N) == (v->form == FORM_ntile);
-  return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout;
+  if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
+  if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
+  const bool scaled = v->format > (int8_t)DENSE_FORMATS;
+  const int32_t run = !scaled ? 0 : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16 : v->w == DT_U8 ? 32 : 128;
+  return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout && s->scale_run >= run;
+}
+
+static bool any_row(const gpu *g, const op_shape *s)
+{
+  for (int32_t i = 0; i < variant_count; i++)
+    if (row_can(&variants[i], g, s)) return true;
+  return false;
 }
 
 static bool check_choice(const gpu *g, const op_shape *s, bool *chosen)
@@ -220,6 +243,7 @@ static bool check_choice(const gpu *g, const op_shape *s, bool *chosen)
   const machine m = gpu_machine(g);
   if (g->cc == 0 && s->op == OP_map_count) return true; /* the CPU map counts by itself */
   int32_t row = choose(&m, s);
+  if (row < 0 && !any_row(g, s)) return format_is_scaled(s->format); /* of a GPU that has no kernels for the format */
   if (!CHECK_MSG(row >= 0 && row < variant_count, "no row for %s", shape_name(g, s))) return false;
   chosen[row] = true;
   CHECK_MSG(row_can(&variants[row], g, s), "%s does not serve %s", variants[row].name, shape_name(g, s));
@@ -447,6 +471,9 @@ static wide simple_grid(const variant *v, const op_shape *s)
 {
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
+  if (s->op == OP_quantize)
+    return smaller((int64_t)wide_ceil((wide)s->tokens * (wide_ceil(s->n, v->columns) + 1), v->units),
+                   HOPPER_SMS * v->ctas);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->lanes / v->threads);
   if (v->form == FORM_wgmma) return 2 * wide_ceil(s->tokens, 2 * tokens) * wide_ceil(s->n, v->bn); /* clusters of two */
@@ -662,7 +689,9 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
 #define CODES(name, what, count, cols)                                                                                 \
   {#name "_codes", w->name##_codes, (what).rows ? (wide)(count) * (cols) : 0},                                         \
-      {#name "_scale", w->name##_scale, (wide)(count)*groups_of(&(what), cols) * 4}
+  {                                                                                                                    \
+#name "_scale", w->name##_scale, (wide)(count)*groups_of(&(what), cols) * 4                                        \
+  }
   const region all[MAX_REGIONS] = {
       {"logits", w->logits, t * router_experts(d) * 4},
       {"ids", w->ids, t * k * 4},
@@ -859,6 +888,10 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
                                    [STAGE_up] = routed,
                                    [STAGE_down] = routed,
                                    [STAGE_combine] = routed,
+                                   [STAGE_quantize_x] = routed && d->up_format.rows,
+                                   [STAGE_quantize_h] = routed && d->down_format.rows,
+                                   [STAGE_shared_quantize_x] = c->has_shared && d->shared_up_format.rows,
+                                   [STAGE_shared_quantize_h] = c->has_shared && d->shared_down_format.rows,
                                    [STAGE_few_up] = p->few,
                                    [STAGE_few_down] = p->few && !p->few_in_one};
   static const stage at[] = {STAGE_router, STAGE_gate, STAGE_map_count, STAGE_map, STAGE_COUNT, STAGE_up, STAGE_down};
@@ -880,6 +913,18 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
   }
 }
 
+/* No kernel of this GPU serves a format of the layer, whichever it is asked for. */
+static bool formats_lack_rows(const gpu *g, const cumoe_moe_desc *d, const layer_call *c)
+{
+  op_shape s[MAX_SHAPES];
+  const int n = shapes_of(d, c->tokens, c->up.major, c->down.major, false, s);
+  for (int i = 0; i < n; i++) {
+    if (s[i].op != OP_router) s[i].tmap = c->up.tmap;
+    if (format_is_scaled(s[i].format) && !any_row(g, &s[i])) return true;
+  }
+  return false;
+}
+
 static void test_random_plans(rng *r)
 {
   if (!group_begin("plans of random layers")) return;
@@ -893,6 +938,7 @@ static void test_random_plans(rng *r)
       while ((wide)tokens * d.hidden * 2 > (wide)1 << 40) tokens = (tokens + 1) / 2;
       const layer_call c = call_for(&d, tokens, (int)rng_below(r, 128));
       const layer_plan p = plan_layer(&m, &d, &c);
+      if (p.refused != STAGE_COUNT && formats_lack_rows(&gpus[i], &d, &c)) continue;
       if (!CHECK_MSG(p.refused == STAGE_COUNT, "%s is refused", stage_name(p.refused))) break;
       check_plan_steps(&gpus[i], &d, &c, &p);
       workspace_layout at;
@@ -1100,7 +1146,7 @@ static void test_refused_plans(void)
     const machine m = forcing(&hopper, i);
     const layer_plan p = plan_of(&m, &l);
     case_begin("%s", v->name);
-    const bool in_layer = v->op != OP_few_up && v->op != OP_few_down;
+    const bool in_layer = v->op != OP_few_up && v->op != OP_few_down && v->op != OP_quantize;
     CHECK_MSG((p.refused != STAGE_COUNT) == in_layer, "refused: %d", (int)p.refused);
     if (in_layer) CHECK((int)stage_operation(p.refused) == v->op && p.why == STEP_NO_KERNEL);
     case_end();
