@@ -159,28 +159,29 @@ static void quantise(const kind *k, double *values, double *steps, int64_t count
 }
 
 /*
- * What products of a format may lose besides. The fp8 tensor core keeps 14 bits below the largest of 32 products; 4-bit
- * weights may be rounded once to 16 bits. Both at random: of n terms of zero mean some multiple of size / sqrt(n).
+ * What products of a format may lose besides, all at random: six deviations of what n terms of zero mean give, some
+ * multiple of size / sqrt(n). The fp8 tensor core keeps 14 bits below the largest of 32 products. A kernel may round a
+ * weight once to 16 bits, and may leave the offset of u4 in its sums.
  */
 static double format_bound(const decoder *d, const sum *s, int64_t n)
 {
+  const cumoe_format *f = &d->kind->format;
   const double typical = s->size / sqrt((double)n);
-  double lost = 0;
   if (kind_is_dense(d->kind)) return 0;
-  if (d->kind->format.element == CUMOE_ELEMENT_E4M3 && kind_has_codes_of_rows(d->kind))
-    lost = 0x1p-14 * (45 * typical + s->size / 4);
-  if (d->bits == 4) lost = ldexp(6 * typical, -bits_of(d->dtype)) + 4 * dot_bound(s, n);
-  return lost;
+  if (kind_has_codes_of_rows(d->kind))
+    return f->element == CUMOE_ELEMENT_E4M3 ? 0x1p-14 * (45 * typical + s->size / 4) : 0;
+  return (f->scale == CUMOE_E8M0 ? 0 : ldexp(2.7 * typical, -bits_of(d->dtype))) +
+         (f->offset ? 4 : 0) * dot_bound(s, n);
 }
 
 /* ---- one expert on one token ---- */
 
-/* One slot's share of the four elements: y before and after its rounding, with what may be lost. */
+/* One slot's share of the four elements: y before its rounding, with what may be lost, and what may at random. */
 typedef struct slot {
   const decoder *decoder;
   const double *x;
   matrix gate_up, down; /* [2I, H]; [ELEMENTS, I]: the rows of the wanted columns */
-  double y[ELEMENTS], bound[ELEMENTS];
+  double y[ELEMENTS], bound[ELEMENTS], random[ELEMENTS];
   pthread_t thread;
   bool running, out_of_memory;
 } slot;
@@ -229,7 +230,8 @@ static void quantise_activated(const slot *s, activated *h)
 
 /*
  * One element. Slacks of weights that are not quantised add up, for they are few; of formats nearly every rounding is a
- * little uncertain: what is lost before one of step q comes out as q or nothing, on average as much as before.
+ * little uncertain. An error before a rounding of step q comes out as q or nothing, on average as large as before; what
+ * may be lost is six deviations of it.
  */
 static void multiply_down(slot *s, int32_t e, double *row, const activated *h)
 {
@@ -239,12 +241,12 @@ static void multiply_down(slot *s, int32_t e, double *row, const activated *h)
   const sum y = dot(h->value, row, inter);
   for (int64_t i = 0; i < inter; ++i) {
     slack += h->slack[i] * fabs(row[i]);
-    variance += h->lost[i] * (h->lost[i] + h->step[i]) * row[i] * row[i];
+    variance += h->lost[i] * (h->lost[i] + 6 * h->step[i]) * row[i] * row[i];
   }
-  const double lost = dot_bound(&y, inter) + format_bound(s->decoder, &y, inter) +
-                      (kind_is_dense(s->decoder->kind) ? slack : 4 * sqrt(variance));
+  const bool dense = kind_is_dense(s->decoder->kind);
   s->y[e] = y.value;
-  s->bound[e] = rounded_bound(y.value, lost, s->decoder->dtype);
+  s->bound[e] = rounded_bound(y.value, dot_bound(&y, inter) + (dense ? slack : 0), s->decoder->dtype);
+  s->random[e] = dense ? 0 : sqrt(variance) + format_bound(s->decoder, &y, inter);
 }
 
 static void *compute_slot(void *user)
@@ -384,14 +386,15 @@ static void compare(const cell *c, const token *t, const slot *slots, const uint
   const cumoe_dtype dtype = c->bench->o.dtype;
   const int32_t k = c->model->shape->top_k;
   for (int32_t e = 0; e < ELEMENTS; ++e) {
-    double value = 0, size = 0, bound = 0;
+    double value = 0, size = 0, bound = 0, variance = 0;
     for (int32_t j = 0; j < k; ++j) {
       const double w = (double)t->weights[j], term = w * slots[j].y[e];
       value += term;
       size += fabs(term);
       bound += fabs(w) * slots[j].bound[e];
+      variance += w * w * slots[j].random[e] * slots[j].random[e];
     }
-    bound = rounded_bound(value, bound + k * 0x1p-24 * size, dtype);
+    bound = rounded_bound(value, bound + sqrt(variance) + k * 0x1p-24 * size, dtype);
     const double error = fabs(widen(out[t->index * c->model->shape->hidden + t->columns[e]], dtype) - value);
     const double part = isfinite(error) ? error / bound : (double)INFINITY;
     if (part > v->worst) v->worst = part;
