@@ -1,6 +1,6 @@
 /*
- * cumoe/format.h: formats of quantised weights, as checkpoints hold them. A format is data: the struct says what lies in
- * memory and what becomes of activations; a family of checkpoints is a preset (at the end, with tensors' names).
+ * cumoe/format.h: formats of quantised weights, as checkpoints hold them. A format is data: the struct says what lies
+ * in memory and what becomes of activations; a family of checkpoints is a preset (at the end, with tensors' names).
  *
  *   weight = (code - offset - zero point) * scale * global        an exact real number, "global" or 1 / "global"
  *
