@@ -276,8 +276,8 @@ static cumoe_status print_plan(const model *m, int64_t tokens)
   return CUMOE_OK;
 }
 
-/* False: wrong or failed. A forced row that cannot serve a cell is neither. dense_us: of weights that are not quantised,
- * 0: not timed. */
+/* False: wrong or failed. A forced row that cannot serve a cell is neither. dense_us: of weights that are not
+ * quantised, 0: not timed. */
 static bool run_cell(bench *b, model *m, int64_t tokens, double *dense_us)
 {
   cell c;

@@ -222,8 +222,8 @@ double random_normal(uint64_t *state);
 /* ---- formats of weights (formats.c) ---- */
 
 extern const kind not_quantised;
-/* Adds the kinds of a list of names to o.kinds, "all" for each; those that are not quantised come first. False: `bad` is
- * a name that is none. */
+/* Adds the kinds of a list of names to o.kinds, "all" for each; those that are not quantised come first. False:
+ * `bad` is a name that is none. */
 bool kinds_parse(const char *list, options *o, char *bad, size_t bad_bytes);
 const char *kind_name(const kind *k, cumoe_dtype dtype);
 bool kind_is_dense(const kind *k);

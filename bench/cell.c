@@ -190,7 +190,7 @@ static cumoe_status bind_weights(bench *b, model *m)
   return cumoe_weights_bind(b->context, &d, &m->weights);
 }
 
-/* Random numbers begin anew: the router, and so the experts that tokens go to, are the same whatever the weights are. */
+/* Random numbers begin anew: tokens go to the same experts whatever the weights are. */
 static void begin_random(bench *b)
 {
   b->small.at = b->unit.at = 0;

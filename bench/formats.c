@@ -1,4 +1,4 @@
-/* What --format names: what weights of each kind are, how many bytes they have, random ones, and what they stand for. */
+/* What --format names: what weights of each kind are, their bytes, random ones, and what codes stand for. */
 #include "bench.h"
 
 #include <math.h>

@@ -155,7 +155,7 @@ static cumoe_status time_family(bench *b, const family *f, const char *only, sam
     model m;
     if (!strstr(f->models, layer.name) || (only && !strstr(only, layer.name))) continue;
     fprintf(stderr, "tune: %s, %s, %s\n", f->op, f->title, layer.name);
-    cumoe_status status = model_create(b, &layer, &m);
+    cumoe_status status = model_create(b, &layer, 0, &m);
     if (status == CUMOE_OK) status = time_model(b, f, &m, s);
     model_destroy(&m);
     TRY(status);
@@ -298,7 +298,7 @@ static cumoe_status try_values(bench *b, const trial *t, int32_t limit, cell *c,
 static cumoe_status try_model(bench *b, const trial *t, int32_t limit, const shape *s, double *cost)
 {
   model m;
-  cumoe_status status = model_create(b, s, &m);
+  cumoe_status status = model_create(b, s, 0, &m);
   for (int i = 0; i < 8 && t->tokens[i] > 0 && status == CUMOE_OK; ++i) {
     cell c;
     status = cell_create(b, &m, t->tokens[i], SPREAD_router, &c);
@@ -371,7 +371,12 @@ static cumoe_status tune(bench *b, const char *ops, const char *models)
 
 int main(int argc, char **argv)
 {
-  bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16, .coarse = true}, .seed = 1};
+  bench b = {.o = {.device = CUMOE_DEVICE_AUTO,
+                   .dtype = CUMOE_BF16,
+                   .coarse = true,
+                   .kinds = {&not_quantised},
+                   .kinds_count = 1},
+             .seed = 1};
   const char *ops = NULL, *models = NULL;
   for (int i = 1; i + 1 < argc; i += 2)
     if (strcmp(argv[i], "--op") == 0)
