@@ -148,7 +148,7 @@ static void quantize(cumoe_context context, sample *s, bool one_global)
 {
   cumoe_quantize_args *q = &s->on_device;
   CHECK_OK(cumoe_quantize_shapes(q));
-  if (one_global) q->global.cols = 1;
+  if (one_global && q->global.cols) q->global.cols = 1;
   cumoe_view_mut *views[] = {&q->codes, &q->scale, &q->zero, &q->global};
   for (int i = 0; i < 4; i++)
     if (views[i]->rows) {
@@ -165,9 +165,10 @@ static void quantize(cumoe_context context, sample *s, bool one_global)
 /* No code is nearer, but for what the scale's own rounding and the quotient's may do. */
 static void check_nearest(const sample *s)
 {
+  const int step = has_four_bits(&s->format) ? 1 : 5;
   for (int e = 0; e < s->experts; e++)
     for (int n = 0; n < s->out; n++)
-      for (int k = 0; k < s->in; k++) {
+      for (int k = n % step; k < s->in; k += step) {
         const double w = tensor_get(&s->weights, e * s->out + n, k);
         const scaled c = scaled_at(s, e, n, k);
         const double off = fabs(weight_at(s, e, n, k) - w);
@@ -211,8 +212,8 @@ static void check_scales(const sample *s)
       [CUMOE_F32] = 0x1p-22, [CUMOE_F16] = 0x1p-10, [CUMOE_BF16] = 0x1p-7, [CUMOE_E4M3] = 0x1p-3, [CUMOE_E8M0] = 0};
   const cumoe_format *f = &s->format;
   for (int e = 0; e < s->experts; e++)
-    for (int n = 0; n < s->out; n += 3)
-      for (int k = 0; k < s->in; k += 16) {
+    for (int n = 0; n < s->out; n += 13)
+      for (int k = 0; k < s->in; k += 48) {
         double global;
         const int group = f->block[1] ? (k + f->origin[1]) / f->block[1] : 0;
         const double want = wanted_scale(s, e, n, k, &global);
@@ -228,6 +229,13 @@ static void check_scales(const sample *s)
 
 /* ---- the layer reads what was written ---- */
 
+/* cumoe_up multiplies activations as they are. */
+static cumoe_format plain_rows(cumoe_format f)
+{
+  f.rows = f.row_group = f.row_scale = 0;
+  return f;
+}
+
 static cumoe_weights bind(cumoe_context context, const sample *s, int32_t dtype)
 {
   const bool gated = s->gate_order != 0;
@@ -240,7 +248,7 @@ static cumoe_weights bind(cumoe_context context, const sample *s, int32_t dtype)
   d.gate_order = gated ? s->gate_order : CUMOE_UNGATED;
   d.up_major = CUMOE_OUT_IN;
   d.down_major = CUMOE_OUT_IN;
-  d.up_format = s->format;
+  d.up_format = plain_rows(s->format);
   *(gated ? &d.gate_up : &d.up) = p;
   d.down.data = cumoe_const(device_new(context, dtype, s->experts * s->in, inter, 0));
   cumoe_weights weights = NULL;
@@ -258,7 +266,8 @@ static void check_layer(cumoe_context context, const sample *s)
   desc.act = CUMOE_ACT_IDENTITY;
   desc.flags = s->gate_order ? 0 : CUMOE_MOE_UNGATED;
   desc.routing.top_k = 1;
-  desc.up_format = s->format;
+  desc.up_format = plain_rows(s->format);
+  if (on_device(context) && cumoe_moe_supports(device_of(context), &desc, NULL, 0) != CUMOE_OK) return;
   cumoe_plan plan = NULL;
   const cumoe_weights weights = bind(context, s, CUMOE_BF16);
   CHECK_OK(cumoe_plan_create(context, &desc, &plan));
@@ -375,7 +384,7 @@ static void test_weights(cumoe_context context)
       quantize(context, &s, o == 3);
       check_nearest(&s);
       check_scales(&s);
-      if (list[i].format.rows == 0 || !on_device(context)) check_layer(context, &s);
+      check_layer(context, &s);
       case_end();
     }
 }
@@ -540,7 +549,7 @@ static void test_refusals(cumoe_context context)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_quantize_rows(context, &fixed, on, no_view(), codes, scales, NULL));
   CHECK_TEXT("static_scale");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_quantize_rows(context, NULL, on, no_view(), codes, scales, NULL));
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_quantize_rows(context, &token, on, no_view(), scales, scales, NULL));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_quantize_rows(context, &token, on, no_view(), as_mut(on), scales, NULL));
   case_end();
 }
 
