@@ -199,6 +199,14 @@ static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route,
   return check_tokens("route.slot_row.rows", slots.rows, plan->desc.routing.top_k);
 }
 
+/* A stage has no room for codes of activations. */
+static cumoe_status check_as_they_are(const char *name, const cumoe_format *f)
+{
+  REQUIRE(f->rows == CUMOE_ROWS_AS_THEY_ARE, CUMOE_ERR_NOT_SUPPORTED,
+          "%s.rows is %d: activations are quantised by cumoe_moe_forward only", name, (int)f->rows);
+  return CUMOE_OK;
+}
+
 /* What cumoe_up and cumoe_up_permuted have in common; `in` is checked: x, or rows. */
 static cumoe_status up_stage(const struct plan *plan, const struct weights *weights, named_view in, int64_t tokens,
                              bool permuted, const cumoe_route *route, cumoe_view pair_weights, cumoe_view_mut h,
@@ -217,6 +225,7 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
+  TRY(check_as_they_are("desc.up_format", &d->up_format));
   const route_pointers pointers = pointers_of(route);
   cumoe_view x = in.view;
   x.rows = tokens;
@@ -323,6 +332,7 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);
+  TRY(check_as_they_are("desc.down_format", &d->down_format));
   gemm_args g = down_arguments(plan, weights, h, &pointers, tokens);
   g.c = y.data;
   g.c_ld = y.ld;

@@ -4,10 +4,15 @@
 #include <string.h>
 
 /* Shapes of operations without weights have none of these: any class will do. */
-weights_class weights_class_of(int32_t dtype)
+weights_class weights_class_of(weight_format format)
 {
-  switch (dense_format(dtype)) {
+  switch (format) {
   case FORMAT_f32: return WEIGHTS_f32;
+  case FORMAT_e4m3: return WEIGHTS_f8;
+  case FORMAT_s8: return WEIGHTS_s8;
+  case FORMAT_u4:
+  case FORMAT_mx4:
+  case FORMAT_nv4: return WEIGHTS_w4;
   case FORMAT_bf16:
   case FORMAT_f16:
   case FORMAT_none: return WEIGHTS_w16;

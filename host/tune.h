@@ -6,9 +6,16 @@
 #include "variants.h"
 
 /* Classes of weights that regimes and limits are measured for: a column of the tune files. */
-typedef enum weights_class { WEIGHTS_w16, WEIGHTS_f32, WEIGHTS_CLASSES } weights_class;
+typedef enum weights_class {
+  WEIGHTS_w16,
+  WEIGHTS_f32,
+  WEIGHTS_f8,
+  WEIGHTS_s8,
+  WEIGHTS_w4,
+  WEIGHTS_CLASSES
+} weights_class;
 
-weights_class weights_class_of(int32_t dtype); /* DT_* */
+weights_class weights_class_of(weight_format format);
 
 typedef enum limit_name {
 #define LIMIT(name, unit, text) LIMIT_##name,

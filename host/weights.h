@@ -6,7 +6,7 @@
 #include "moe.h"
 #include "plan.h"
 
-enum { MAX_BOUND = 6 /* gate, up, down; the data and the biases of each */ };
+enum { MAX_BOUND = 18 /* gate, up, down; codes, scales, zero points, bias, global, input_scale of each */ };
 
 /* What was bound: `count` matrices of one shape, in order of their addresses. */
 typedef struct bound_part {
@@ -20,15 +20,17 @@ typedef struct bound_part {
 
 struct weights {
   struct context *context;
-  int32_t experts, hidden, inter, dtype;
+  int32_t experts, hidden, inter, dtype; /* dtype: of the activations */
   bool gated;
+  cumoe_format up_format, down_format;
   expert_matrix up, down;            /* normal form */
+  row_format up_rows, down_rows;     /* what activations become */
   bound_matrix up_facts, down_facts; /* what a choice of kernels depends on */
   void *tables;                      /* device arrays behind up.table and down.table, or NULL */
   size_t table_bytes;
   bound_part parts[MAX_BOUND];
   int32_t part_count;
-  uintptr_t begins[]; /* of parts with pointers: `experts` each */
+  uintptr_t begins[]; /* of parts with pointers: room for three tables of `experts` each, for gate, up and down */
 };
 
 /* Live weights of the plan's context that fit its layer, on buffers that live. `name` is for texts. */
