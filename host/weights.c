@@ -674,11 +674,12 @@ static cumoe_status check_owners(const char *name, const struct weights *w)
   return CUMOE_OK;
 }
 
-cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, int32_t experts,
-                          int32_t inter, const struct weights **weights)
+cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
+                          const struct weights **weights)
 {
   void *found;
   const cumoe_moe_desc *d = &plan->desc;
+  const int32_t experts = shared ? 1 : d->local_experts, inter = shared ? d->shared_inter : d->inter;
   TRY(find_object(OBJECT_WEIGHTS, name, handle, &found));
   const struct weights *w = *weights = found;
   REQUIRE(w->context == plan->context, CUMOE_ERR_WRONG_DEVICE, "%s belongs to another context than the plan", name);
@@ -689,9 +690,8 @@ cumoe_status find_weights(const char *name, cumoe_weights handle, const struct p
           (int)w->inter, (int)experts, (int)d->hidden, (int)inter);
   REQUIRE(w->gated == !(d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_LAYOUT, "%s are %s, the plan is %s", name,
           w->gated ? "gated" : "ungated", w->gated ? "ungated" : "gated");
-  const bool shared = inter == d->shared_inter && experts == 1 && name[0] == 'a'; /* args.shared */
-  REQUIRE(same_format(&w->up_format, shared ? &d->shared_up_format : &d->up_format) &&
-              same_format(&w->down_format, shared ? &d->shared_down_format : &d->down_format),
+  REQUIRE(same_format(&w->up_format, format_of(d, true, shared)) &&
+              same_format(&w->down_format, format_of(d, false, shared)),
           CUMOE_ERR_LAYOUT, "%s have other formats than the plan's %s", name,
           shared ? "shared_up_format and shared_down_format" : "up_format and down_format");
   return check_owners(name, w);
