@@ -237,10 +237,10 @@ typedef struct encode_args {
 
 /* Scales of blocks that run over all channels are made before the codes. */
 #define ENCODE_SCALES_FIRST(a) ((a)->block_n == ROWS_ONE_GROUP)
-/* Channels of a task of encode: of a word of zero points; of a block; one. Tasks: ENCODE_ROWS of an expert, each for
- * every block of k. */
+/* Channels of a task of encode: of a word of zero points; of a block; one. */
 #define ENCODE_CHANNELS(a) ((a)->zero ? 8 : ENCODE_SCALES_FIRST(a) ? 1 : (a)->block_n)
-#define ENCODE_ROWS(a)     ((a)->zero ? ((a)->out + 7) / 8 : ENCODE_SCALES_FIRST(a) ? (a)->out : (a)->parts * (a)->n_blocks)
+/* Its tasks: so many of an expert, each for every block of k. */
+#define ENCODE_ROWS(a) ((a)->zero ? ((a)->out + 7) / 8 : ENCODE_SCALES_FIRST(a) ? (a)->out : (a)->parts * (a)->n_blocks)
 
 /*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:

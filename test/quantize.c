@@ -439,6 +439,39 @@ static void test_nan(cumoe_context context)
   }
 }
 
+/* Halfway between two codes the even one; of scale 1, as the first weight is the largest code. */
+static void test_ties(cumoe_context context)
+{
+  static const struct {
+    const char *name;
+    double weights[8], become[8];
+  } rows[] = {{"e2m1", {6, 5, -3.5, 2.5, 1.75, 1.25, .75, -.25}, {6, 4, -4, 2, 2, 1, 1, 0}},
+              {"e4m3",
+               {448, 1.0625, 1.1875, 432, -.5 * 0x1p-9, 1.5 * 0x1p-9, 36, 15.5},
+               {448, 1, 1.25, 448, 0, 0x1p-8, 36, 16}},
+              {"u4", {-7, .5, 1.5, -.5, -1.5, 6.5, 3.5, -2.5}, {-7, 0, 2, 0, -2, 6, 4, -2}},
+              {"s8", {127, .5, 1.5, -.5, -1.5, 126.5, 3.5, -2.5}, {127, 0, 2, 0, -2, 126, 4, -2}}};
+  for (int i = 0; i < 4; i++) {
+    sample s = {.format = i == 0   ? cumoe_format_mxfp4()
+                          : i == 1 ? cumoe_format_fp8_channel(CUMOE_F32)
+                          : i == 2 ? cumoe_format_int4(32, CUMOE_F16)
+                                   : cumoe_format_int8(CUMOE_BF16),
+                .experts = 1,
+                .out = 1,
+                .in = 32};
+    case_begin("%s", rows[i].name);
+    s.weights = tensor_new(CUMOE_F32, 1, 32);
+    for (int k = 0; k < 8; k++) tensor_set(&s.weights, 0, k, rows[i].weights[k]);
+    s.on_device = (cumoe_quantize_args){.size = sizeof s.on_device, .experts = 1, .format = s.format};
+    s.on_device.weights = device_put(context, &s.weights, 0);
+    quantize(context, &s, false);
+    for (int k = 0; k < 8; k++)
+      CHECK_MSG(weight_at(&s, 0, 0, k) == rows[i].become[k], "%g became %g", rows[i].weights[k],
+                weight_at(&s, 0, 0, k));
+    case_end();
+  }
+}
+
 /* ---- activations ---- */
 
 static int nearest_code(const cumoe_format *f, double q)
@@ -554,6 +587,6 @@ static void test_refusals(cumoe_context context)
 }
 
 static const test_group groups[] = {GROUP("weights", test_weights, ANYWHERE), GROUP("nan", test_nan, ANYWHERE),
-                                    GROUP("same bits", test_same, ON_CUDA), GROUP("rows", test_rows, ANYWHERE),
-                                    GROUP("refusals", test_refusals, ON_CPU)};
+                                    GROUP("ties", test_ties, ANYWHERE),       GROUP("same bits", test_same, ON_CUDA),
+                                    GROUP("rows", test_rows, ANYWHERE),       GROUP("refusals", test_refusals, ON_CPU)};
 TEST_MAIN(groups)

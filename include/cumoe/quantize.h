@@ -7,8 +7,8 @@
  * Numbers are defined by operations that IEEE 754 rounds in one way only: the CPU device and every GPU give the same
  * bits.
  *
- * Errors of all: INVALID_ARGUMENT (null, shape, overlap, a format that contradicts itself), NOT_SUPPORTED (a format that
- * kernels do not take), LAYOUT, STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, OUT_OF_BOUNDS, MISALIGNED, CUDA.
+ * Errors of all: INVALID_ARGUMENT (null, shape, overlap, a format that contradicts itself), NOT_SUPPORTED (a format
+ * that kernels do not take), LAYOUT, STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, OUT_OF_BOUNDS, MISALIGNED, CUDA.
  */
 #ifndef CUMOE_QUANTIZE_H
 #define CUMOE_QUANTIZE_H
@@ -26,7 +26,8 @@ extern "C" {
  *   x             [rows, cols] bf16, f16 or f32; cols a multiple of 16, up to 2^24
  *   static_scale  [1, 1] f32 with ROWS_STATIC, else absent
  *   codes         [rows, cols] E4M3 or I8, as the weights' element
- *   scales        [groups, rows] f32: groups = ceil((origin[1] mod row_group + cols) / row_group) with ROWS_GROUP, else 1
+ *   scales        [groups, rows] f32; groups: ceil((origin[1] mod row_group + cols) / row_group) with ROWS_GROUP,
+ *                 else 1
  *
  * x and codes are aligned to 16 bytes (base and ld), scales to its element.
  */

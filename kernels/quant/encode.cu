@@ -1,6 +1,7 @@
 /*
- * Weights become codes with scales (kernels/encode.h). Memory is read twice, the second time out of a cache: a block has
- * `lanes` neighbouring threads, each with cells of 16 elements of a row; blocks that run over all channels have a CTA.
+ * Weights become codes with scales (kernels/encode.h). Memory is read twice, the second time out of a cache: a block
+ * has `lanes` neighbouring threads, each with cells of 16 elements of a row; blocks that run over all channels have a
+ * CTA.
  */
 #include "device/dtype.cuh"
 #include "device/ptx.cuh"
