@@ -92,12 +92,14 @@ EXACT int first_of_block(const scale_matrix *s, int32_t k)
   return k == 0 || (s->k_stride && (k + s->k_origin) % s->block_k == 0);
 }
 
-/* Whether nobody before this channel has counted its scale: not the channel ahead, not the gate's. */
+/* Whether nobody before this channel has counted its scale: not the channel ahead, and, where blocks run from one half
+ * into the other or channels alternate, not the gate's. */
 EXACT int first_with_scale(const scan_args *a, scan_place p, const char *scale, int32_t k)
 {
-  const scan_place before = {p.e, p.h, p.n - 1}, same = {p.e, 0, p.n}, last = {p.e, 0, a->n - 1};
+  const scan_place before = {p.e, p.h, p.n - 1}, same = {p.e, 0, p.n}, first = {p.e, 0, 0}, last = {p.e, 0, a->n - 1};
   if (p.n > 0 && scale_at(&a->b, before, k) == scale) return 0;
-  return p.h == 0 || (scale_at(&a->b, same, k) != scale && scale_at(&a->b, last, k) != scale);
+  if (p.h == 0) return 1;
+  return scale_at(&a->b, same, k) != scale && scale_at(&a->b, first, k) != scale && scale_at(&a->b, last, k) != scale;
 }
 
 EXACT float global_at(const expert_matrix *b, scan_place p)
