@@ -243,6 +243,30 @@ typedef struct encode_args {
 #define ENCODE_ROWS(a) ((a)->zero ? ((a)->out + 7) / 8 : ENCODE_SCALES_FIRST(a) ? (a)->out : (a)->parts * (a)->n_blocks)
 
 /*
+ * Counts of what is odd about weights (kernels/scan.h), added to report[e * report_ld + SCAN_*]. Unit: a channel n of a
+ * half of an expert, n fastest.
+ */
+enum {
+  SCAN_CODES = 0, /* NaN; of dense weights also infinite */
+  SCAN_SCALE_NOT_FINITE,
+  SCAN_SCALE_NEGATIVE,
+  SCAN_SCALE_ZERO,
+  SCAN_SCALE_SUBNORMAL,
+  SCAN_SCALE_LARGE, /* E8M0 past 128 */
+  SCAN_ZERO_POINT,  /* outside 0 .. 15 */
+  SCAN_PAST_F16,    /* weights that round to infinity */
+  SCAN_PAST_BF16,
+  SCAN_LARGEST, /* not a count: the bits of the largest finite |weight| as f32 */
+  SCAN_FIELDS
+};
+typedef struct scan_args {
+  expert_matrix b;
+  int64_t *report;
+  int64_t report_ld;
+  int32_t experts, n, k, halves;
+} scan_args;
+
+/*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
  *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (by way of protocol.x_copy, if there is one)
  *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation; codes times codes of I8: s32)

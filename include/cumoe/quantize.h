@@ -76,6 +76,39 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_weights(cumoe_context context, const c
  * for; those that have to be absent become so. Their data stays as it is. Of weights, rows and cols are read. */
 CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
 
+/* Columns of a report. */
+typedef enum cumoe_scan_field {
+  CUMOE_SCAN_CODES = 0,            /* NaN codes of E4M3; NaN and infinities of weights without a format */
+  CUMOE_SCAN_SCALE_NOT_FINITE = 1, /* NaN, E8M0's 255 among them, or infinite; of scales all, global ones too */
+  CUMOE_SCAN_SCALE_NEGATIVE = 2,
+  CUMOE_SCAN_SCALE_ZERO = 3,
+  CUMOE_SCAN_SCALE_SUBNORMAL = 4, /* of F32, F16, BF16; E8M0's 0 */
+  CUMOE_SCAN_SCALE_LARGE = 5,     /* E8M0 past 128, a scale of 4 or more: mostly bytes that are no scales */
+  CUMOE_SCAN_ZERO_POINT = 6,      /* offset and zero_add included, outside 0 .. 15: of another version of GPTQ's? */
+  CUMOE_SCAN_PAST_F16 = 7,        /* weights that round to infinity in f16 */
+  CUMOE_SCAN_PAST_BF16 = 8,
+  CUMOE_SCAN_LARGEST = 9, /* not a count: the largest finite |weight|, see cumoe_scan_largest */
+  CUMOE_SCAN_FIELDS = 10
+} cumoe_scan_field;
+
+/*
+ * What is odd about weights, before they serve: no call of the layer looks. report [experts, CUMOE_SCAN_FIELDS] i64, on
+ * the device: of every expert, all its projections together, how many codes, scales (each once) or weights are what the
+ * column says. Good weights have 0 in all columns but the last.
+ */
+CUMOE_CHECKED cumoe_status cumoe_weights_scan(cumoe_weights weights, cumoe_view_mut report, cumoe_stream stream);
+
+/* The last column's number. */
+static inline float cumoe_scan_largest(int64_t field)
+{
+  union {
+    uint32_t bits;
+    float value;
+  } largest;
+  largest.bits = (uint32_t)field;
+  return largest.value;
+}
+
 #ifdef __cplusplus
 }
 #endif
