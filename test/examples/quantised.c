@@ -1,6 +1,6 @@
 /*
  * Weights in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3's and Qwen3-FP8's checkpoints hold them, on
- * the GPU if there is one, else on the CPU. Here they are made from bf16 ones, which the same layer uses for comparison;
+ * the GPU if there is one, else on the CPU. Here they are made from bf16 ones, which the same layer uses to compare;
  * of a checkpoint, the bytes of .weight and .weight_scale_inv take their place, as they lie in the file.
  */
 #include <cumoe/cumoe.h>
