@@ -250,7 +250,8 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(archive)
 	$(link)
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
-$(LIB)/bench/plan: $(OBJ)/bench/plan.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) $(OBJ)/flags.link
+$(LIB)/bench/plan $(LIB)/bench/tune: $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
+	$(OBJ)/flags.link
 	$(link)
 $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
