@@ -5,7 +5,7 @@
 
 Layers have the real shapes and random bf16 weights; the vocabulary is cut to 4096. A batch of BxS is B sequences of S
 tokens without history: Bx1 is a step of decoding. `graph`: the forward captured in one CUDA graph; `compiled`:
-torch.compile's mode reduce-overhead. Milliseconds, the median of 20 after 3.
+torch.compile's mode reduce-overhead. Milliseconds, the median of up to 20 after 3.
 """
 import argparse
 import statistics
@@ -58,7 +58,7 @@ def make(name, layers, device, tiny):
     return model.eval()
 
 
-def milliseconds(function, device, seconds=1.0):
+def milliseconds(function, device, seconds=0.3):
     def wait():
         if device == "cuda":
             torch.cuda.synchronize()

@@ -196,27 +196,20 @@ def device_of(tensor):
     return tensor.device.index if tensor.device.type == "cuda" else DEVICE_CPU
 
 
-lock = threading.Lock()
-
-
 @functools.cache
-def open_context(device):
+def context_of(device):
+    """The one context of a device, made when first needed; its caller holds the lock."""
     handle = c_void_p()
     check(library().cumoe_context_create(device, None, ctypes.byref(handle)))
     return handle
-
-
-def context_of(device):
-    """The one context of a device, made when first needed."""
-    with lock:
-        return open_context(device)
 
 
 def view(tensor, rows, cols, ld):
     """Of memory that begins where the tensor does."""
     if tensor.dtype not in DTYPES:
         raise TypeError(f"cumoe has no element type for {tensor.dtype}")
-    return View(data=tensor.data_ptr(), rows=rows, cols=cols, ld=ld, device=device_of(tensor), dtype=DTYPES[tensor.dtype])
+    return View(data=tensor.data_ptr(), rows=rows, cols=cols, ld=ld, device=device_of(tensor),
+                dtype=DTYPES[tensor.dtype])
 
 
 def matrix(name, tensor):
@@ -383,21 +376,18 @@ class Bound:
         return self.bytes[tokens]
 
 
-bound = {}
+bound, lock = {}, threading.Lock()
 
 
 def find_bound(spec, text, x, weights):
     key = (text, x.device, x.dtype, *((w.data_ptr(), w.dtype, w.shape, w.stride()) for w in weights))
     found = bound.get(key)
     if found is None:
-        with lock_of_bound:
+        with lock:
             found = bound.get(key)
             if found is None:
                 found = bound[key] = Bound(spec, device_of(x), DTYPES[x.dtype], weights)
     return found
-
-
-lock_of_bound = threading.Lock()
 
 
 def current_stream(tensor):

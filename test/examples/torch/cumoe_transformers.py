@@ -127,7 +127,7 @@ def prepared(module, top_k):
 
 @torch.compiler.assume_constant_result
 def prepared_of_id(module_id, top_k):
-    """The same while torch.compile traces, which cannot run prepare(): an id, which it can pass, stands for the module."""
+    """The same while torch.compile traces, which cannot run prepare(). It can pass a module's id for the module."""
     return prepared(ctypes.cast(module_id, ctypes.py_object).value, top_k)
 
 

@@ -159,7 +159,6 @@ def layouts():
         for dtype in BOUND:
             x, ids, weights, gate, up, down = tensors(device, dtype)
             want = plain(x, ids, weights, gate, up, down)
-            run = functools.partial(close, got=None, want=want, bound=BOUND[dtype])
             name = f"{device} {str(dtype)[6:]}"
 
             def lie(text, **parts):
@@ -180,7 +179,6 @@ def layouts():
             wide = torch.zeros(E + 1, 2 * I + 8, H + 16, device=device, dtype=dtype)
             wide[1:, : 2 * I, :H] = both
             lie("a slice of a larger tensor", order="gate_up_concat", gate_up=wide[1:, : 2 * I, :H], down=down)
-            del run
 
 
 @group
@@ -188,8 +186,9 @@ def meaning():
     for device in devices():
         x, ids, weights, gate, up, down = tensors(device, torch.bfloat16)
         biases = [torch.randn(E, n, device=device, dtype=torch.bfloat16) for n in (I, I, H)]
-        parts = {"data": pack("gate_up_interleaved", gate, up), "bias": pack("gate_up_interleaved", *biases[:2], axis=1)}
-        experts = Experts(order="gate_up_interleaved", gate_up=parts, down={"data": down, "bias": biases[2]})
+        order = "gate_up_interleaved"
+        parts = {"data": pack(order, gate, up), "bias": pack(order, *biases[:2])}
+        experts = Experts(order=order, gate_up=parts, down={"data": down, "bias": biases[2]})
         layer = Layer(experts, top_k=K)
         close(f"{device} biases", layer(x, ids=ids, weights=weights),
               plain(x, ids, weights, gate, up, down, biases=biases), BOUND[x.dtype])
@@ -349,9 +348,10 @@ def refusals(device, layer, x, ids, weights):
             lambda: layer(x, ids=ids, weights=weights, logits=torch.zeros(T, E, device=device)))
     refused(f"{device} an operand that is none", TypeError, "operands are",
             lambda: layer(x, ids=ids, wieghts=weights))
+    spaced = Experts(order="gate_up_concat", gate_up=torch.zeros(E, 2 * I, 2 * H, device=device)[..., ::2],
+                     down=torch.zeros(E, H, I, device=device))
     refused(f"{device} no contiguous axis", ValueError, "must be contiguous",
-            lambda: Layer(Experts(order="gate_up_concat", gate_up=torch.zeros(E, 2 * I, 2 * H, device=device)[..., ::2],
-                                  down=torch.zeros(E, H, I, device=device)), top_k=K)(x.float(), ids=ids, weights=weights))
+            lambda: Layer(spaced, top_k=K)(x.float(), ids=ids, weights=weights))
     refused(f"{device} gradients", NotImplementedError, "no gradients",
             lambda: layer(x.clone().requires_grad_(), ids=ids, weights=weights).sum().backward())
 
@@ -480,7 +480,8 @@ def fp8_experts():
     """FP8Experts: its weights are read as they are."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
-    kind = use_experts_implementation(type("FP8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
+    kind = use_experts_implementation(type("FP8Experts", (FP8Experts,), {}),
+                                      experts_interface=ALL_FP8_EXPERTS_FUNCTIONS)
     for text, inter, block, fields in (("blocks of 128", 128, (128, 128), {}), ("blocks across gate and up", 96,
                                        (128, 128), {}), ("a block for each half", 64, (128, 128), {}),
                                        ("a scale a matrix", 96, None, {}), ("fp4", 96, None, {"expert_dtype": "fp4"}),
