@@ -3,7 +3,7 @@
 . test/check/count.sh
 python=${PYTHON:-python3}
 if have "$python" && "$python" -c 'import torch' 2> /dev/null; then
-  CUMOE_LIBRARY=$(cd "${LIB:-lib}" && pwd)/test/libcumoe.so exec "$python" test/examples/torch/test.py
+  PYTHONDONTWRITEBYTECODE=1 CUMOE_LIBRARY=$(cd "${LIB:-lib}" && pwd)/test/libcumoe.so exec "$python" test/examples/torch/test.py
 fi
 skip "PyTorch" "not installed for $python"
 finish
