@@ -236,7 +236,7 @@ static unsigned code_of_one(const cumoe_format *f, unsigned taken)
 static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, unsigned taken)
 {
   const cumoe_format *f = at->format;
-  unsigned code = (unsigned)((at->expert * 5 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
+  unsigned code = (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
   if (content != EXACT_CODES) return code_of_one(f, taken);
   return isnan(element_value(f->element, code)) ? 0x80 : code;
 }
@@ -247,7 +247,7 @@ static void set_exact_channel(const channel_place *at, exact_content content)
   for (int64_t in = 0; in < at->ins; in++) {
     const int64_t group = block_along(f->block[1], f->origin[1], in);
     const int64_t most = content == EXACT_CODES ? 16 : 8;
-    const unsigned zero = f->zero ? (unsigned)((at->channel * 3 + group * 5 + at->expert) % most) : 0;
+    const unsigned zero = f->zero ? (unsigned)((at->channel * 3 + group * 5 + at->half * 7 + at->expert) % most) : 0;
     const int32_t add = f->zero ? f->zero_add : 0;
     if (f->zero) zero_set(at, in, zero);
     scale_set(at, in, exact_scale(at, content, in));
