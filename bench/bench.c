@@ -340,12 +340,24 @@ static bool run_all(bench *b)
 
 /* ---- main ------------------------------------------------------------------------------------------ */
 
+/* Where there is a driver, numbers of the CPU would be taken for the GPU's. */
+static cumoe_status accept_cpu(bench *b)
+{
+  int driver = 0;
+  (void)cudaDriverGetVersion(&driver);
+  if (driver > 0) {
+    snprintf(b->error, sizeof b->error, "no GPU is used, --device cpu measures the CPU device: %s", b->device.fallback);
+    return CUMOE_ERR_NO_DEVICE;
+  }
+  printf("on the CPU device, a toy layer: %s\n", b->device.fallback);
+  return CUMOE_OK;
+}
+
 static cumoe_status start(bench *b)
 {
   TRY(bench_open(b));
   const bool cpu = b->device.device == CUMOE_DEVICE_CPU;
-  if (cpu && b->o.device != CUMOE_DEVICE_CPU)
-    fprintf(stderr, "bench: no usable GPU: a toy layer on the CPU device instead\n");
+  if (cpu && b->o.device != CUMOE_DEVICE_CPU) TRY(accept_cpu(b));
   default_tokens(&b->o, cpu);
   if (!b->o.formats) b->o.kinds[b->o.kinds_count++] = &not_quantised;
   if (b->o.list) return CUMOE_OK;
