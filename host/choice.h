@@ -32,7 +32,7 @@ typedef struct op_shape {
   int32_t in, out;      /* DT_* of activations as they are multiplied, and of the result */
   weight_format format; /* of weights */
   int32_t rows_mode;    /* ROWS_*: what becomes of activations */
-  int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN */
+  int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN_ALL */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
   int64_t tokens, rows; /* T; T k, or T when dense */
