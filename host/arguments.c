@@ -95,6 +95,7 @@ gemm_args up_arguments(const struct plan *plan, const struct weights *weights, c
   const cumoe_moe_desc *d = &plan->desc;
   gemm_args g = gemm_arguments(plan, weights, x, route);
   g.b = weights->up;
+  g.rows = weights->up_rows;
   g.tokens = all_tokens(x.rows);
   g.rows_cap = route ? x.rows * d->routing.top_k : x.rows;
   g.row_pair = route ? route->row_pair : NULL;
@@ -114,6 +115,7 @@ gemm_args down_arguments(const struct plan *plan, const struct weights *weights,
 {
   gemm_args g = gemm_arguments(plan, weights, h, route);
   g.b = weights->down;
+  g.rows = weights->down_rows;
   g.tokens = all_tokens(tokens);
   g.rows_cap = route ? tokens * plan->desc.routing.top_k : tokens;
   g.n = weights->hidden;

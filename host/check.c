@@ -2,6 +2,7 @@
  * stands beside it. Texts name the argument, its value and what it must be. */
 #include "buffer.h"
 #include "context.h"
+#include "format.h"
 #include "plan.h"
 #include "status.h"
 #include "weights.h"
@@ -204,6 +205,21 @@ cumoe_status check_not_negative(const char *name, float value)
   return CUMOE_OK;
 }
 
+cumoe_status check_tokens(const char *name, int64_t tokens, int64_t least, int32_t top_k)
+{
+  REQUIRE(tokens >= least && tokens <= INT32_MAX / top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld, must be %lld .. %d (2^31 / top_k)", name, (long long)tokens, (long long)least,
+          (int)(INT32_MAX / top_k));
+  return CUMOE_OK;
+}
+
+cumoe_status check_layout(const char *name, const struct plan *plan, int64_t tokens, workspace_layout *layout)
+{
+  REQUIRE(plan_workspace_layout(&plan->desc, tokens, layout), CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld: the workspace would exceed 2^62 bytes", name, (long long)tokens);
+  return CUMOE_OK;
+}
+
 /* ---- routing and layer ---- */
 
 static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
@@ -284,6 +300,18 @@ static cumoe_status check_types(const cumoe_moe_desc *d)
   return CUMOE_OK;
 }
 
+static cumoe_status check_formats(const cumoe_moe_desc *d)
+{
+  const bool shared = d->shared_inter != 0;
+  const cumoe_format *f[] = {&d->up_format, &d->down_format, &d->shared_up_format, &d->shared_down_format};
+  TRY(check_format("desc.up_format", f[0], d->hidden, d->dtype, FORMAT_IN_PLACE));
+  TRY(check_format("desc.down_format", f[1], d->inter, d->dtype, FORMAT_IN_PLACE));
+  REQUIRE(shared || (is_dense(f[2]) && is_dense(f[3])), CUMOE_ERR_INVALID_ARGUMENT,
+          "desc.shared_up_format and desc.shared_down_format must be 0: there is no shared expert");
+  TRY(check_format("desc.shared_up_format", f[2], d->hidden, d->dtype, FORMAT_IN_PLACE));
+  return check_format("desc.shared_down_format", f[3], d->shared_inter, d->dtype, FORMAT_IN_PLACE);
+}
+
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
 {
   TRY(take_struct("desc", from, d));
@@ -293,6 +321,7 @@ cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
   if (d->routing.routed_scale == 0) d->routing.routed_scale = 1;
   TRY(check_shape(d));
   TRY(check_types(d));
+  TRY(check_formats(d));
   TRY(check_routing(&d->routing, router_experts(d)));
   REQUIRE(!(d->flags & CUMOE_MOE_UNREDUCED && d->shared_inter), CUMOE_ERR_NOT_SUPPORTED,
           "desc.shared_inter is %d, must be 0 with UNREDUCED: a shared expert has no slot", (int)d->shared_inter);

@@ -15,7 +15,7 @@ bool runs_on(const machine *m, const variant *v)
 void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t smem)
 {
   int16_t rows = 0, line = 0;
-  *m = (machine){.cc = cc, .sms = sms, .smem = smem, .tensor_maps = cc == 90, .tune = find_tune_file(gpu, cc)};
+  *m = (machine){.cc = cc, .sms = sms, .smem = smem, .tune = find_tune_file(gpu, cc)};
   memcpy(m->limits, m->tune->limits, sizeof m->limits);
   for (int op = 0; op < OP_COUNT; ++op) {
     m->rows_begin[op] = rows;
@@ -28,9 +28,9 @@ void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t 
   m->lines_begin[OP_COUNT] = (int16_t)m->tune->line_count;
 }
 
-double limit_of(const machine *m, limit_name limit, int32_t weights_dtype)
+double limit_of(const machine *m, limit_name limit, weight_format weights)
 {
-  return m->limits[limit][weights_class_of(weights_dtype)];
+  return m->limits[limit][weights_class_of(weights)];
 }
 
 /* ---- choice ---- */
@@ -40,17 +40,31 @@ bool takes_tensor_maps(const variant *v)
   return v->form == FORM_wgmma;
 }
 
-/* Of a row that runs on the machine. */
-static bool serves(const machine *m, const variant *v, const op_shape *s)
+/* How long a run of k with one scale has to be for a row. */
+static int32_t scale_run_of(const variant *v)
 {
-  const int other = v->w ? v->w : v->y;
-  if ((v->x && v->x != s->in) || (other && other != s->w)) return false;
+  if (!format_is_scaled((weight_format)v->format)) return 1;
+  if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
+  return format_bits((weight_format)v->format) == 4 ? 32 : 128;
+}
+
+/* few makes codes of what it reads, and of a run of k at a time. */
+static bool takes_rows(const variant *v, const op_shape *s)
+{
+  return v->form != FORM_few || s->rows_mode == ROWS_AS_THEY_ARE || s->rows_mode == ROWS_GROUP;
+}
+
+/* Of a row that runs on the machine. */
+static bool serves(const variant *v, const op_shape *s)
+{
+  if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
+  if (s->scale_run < scale_run_of(v) || !takes_rows(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
-  return !takes_tensor_maps(v) || (s->tmap && m->tensor_maps);
+  return !takes_tensor_maps(v) || s->tmap;
 }
 
 int64_t expected_rows(const op_shape *s)
@@ -81,7 +95,7 @@ static int32_t find_row(const machine *m, const op_shape *s, const tune_line *li
   for (int16_t i = m->rows_begin[s->op]; i < m->rows_begin[s->op + 1]; ++i) {
     const variant *v = &variants[m->rows[i]];
     if (line && (v->form != line->form || v->bm != line->bm || v->bn != line->bn)) continue;
-    if (serves(m, v, s)) return m->rows[i];
+    if (serves(v, s)) return m->rows[i];
   }
   return -1;
 }
@@ -89,8 +103,8 @@ static int32_t find_row(const machine *m, const op_shape *s, const tune_line *li
 int32_t choose(const machine *m, const op_shape *s)
 {
   const int32_t forced = m->forced[s->op] - 1;
-  if (forced >= 0) return runs_on(m, &variants[forced]) && serves(m, &variants[forced], s) ? forced : -1;
-  const int weights = (int)weights_class_of(s->w);
+  if (forced >= 0) return runs_on(m, &variants[forced]) && serves(&variants[forced], s) ? forced : -1;
+  const int weights = (int)weights_class_of(s->format);
   const int64_t rows = tune_scale(m, s);
   for (int16_t i = m->lines_begin[s->op]; i < m->lines_begin[s->op + 1]; ++i) {
     const tune_line *line = &m->tune->lines[i];

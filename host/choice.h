@@ -11,10 +11,9 @@ enum { MAX_VARIANTS = 256 };
 
 /* What a choice depends on besides the shape: facts of the device, and the rows of the table that run there. */
 typedef struct machine {
-  int32_t cc;       /* compute capability * 10 (90 = H200); 0 = CPU device */
-  int32_t sms;      /* multiprocessors */
-  int32_t smem;     /* bytes of shared memory a block may ask for; a row that needs more was not loaded */
-  bool tensor_maps; /* the driver makes them */
+  int32_t cc;   /* compute capability * 10 (90 = H200); 0 = CPU device */
+  int32_t sms;  /* multiprocessors */
+  int32_t smem; /* bytes of shared memory a block may ask for; a row that needs more was not loaded */
   const tune_file *tune;
   double limits[LIMIT_COUNT][WEIGHTS_CLASSES];                 /* the file's, unless one was set (cumoe_limit_set) */
   int32_t forced[OP_COUNT];                                    /* variant + 1; 0 = free */
@@ -30,7 +29,10 @@ bool runs_on(const machine *m, const variant *v);
 /* One operation's shape. Fields that an operation does not have stay 0. */
 typedef struct op_shape {
   operation op;
-  int32_t in, w;        /* DT_* of activations and of weights, where there are none of the result */
+  int32_t in, out;      /* DT_* of activations as they are multiplied, and of the result */
+  weight_format format; /* of weights */
+  int32_t rows_mode;    /* ROWS_*: what becomes of activations */
+  int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
   int64_t tokens, rows; /* T; T k, or T when dense */
@@ -56,7 +58,7 @@ int64_t expected_rows(const op_shape *s);
 /* Active experts, a little below the mean of even routing. */
 double expected_active(const op_shape *s);
 
-double limit_of(const machine *m, limit_name limit, int32_t weights_dtype);
+double limit_of(const machine *m, limit_name limit, weight_format weights);
 
 /* How the map cuts its pairs: the same answer for kernel arguments, workspace and grid. */
 typedef struct map_chunks {

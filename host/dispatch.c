@@ -1,6 +1,7 @@
 /* See dispatch.h. */
 #include "dispatch.h"
 #include "context.h"
+#include "format.h"
 #include "status.h"
 #include "tmap.h"
 
@@ -12,7 +13,9 @@ static op_shape shape_of_router(operation op, const void *args)
   const router_args *a = args;
   return (op_shape){.op = op,
                     .in = a->x_dtype,
-                    .w = a->w_dtype,
+                    .out = DT_F32,
+                    .format = dense_format(a->w_dtype),
+                    .scale_run = SCALE_RUN,
                     .tokens = a->tokens.count,
                     .rows = a->tokens.count,
                     .experts = a->experts,
@@ -31,12 +34,25 @@ static op_shape shape_of_map(operation op, const void *args)
                     .top_k = a->top_k};
 }
 
+/* As scale_run of host/format.h, from what a kernel is told. */
+static int32_t run_of(const gemm_args *a)
+{
+  const scale_matrix *s = &a->b.scale;
+  const int32_t k = s->k_stride ? s->block_k | s->k_origin : 0,
+                rows = a->rows.mode == ROWS_GROUP ? a->rows.group | a->rows.origin : 0;
+  const int32_t all = SCALE_RUN | k | rows;
+  return all & -all;
+}
+
 static op_shape shape_of_gemm(operation op, const void *args)
 {
   const gemm_args *a = args;
   return (op_shape){.op = op,
-                    .in = a->dtype,
-                    .w = a->dtype,
+                    .in = a->rows.mode == ROWS_AS_THEY_ARE ? a->dtype : a->rows.element,
+                    .out = a->dtype,
+                    .format = (weight_format)a->b.format,
+                    .rows_mode = a->rows.mode,
+                    .scale_run = run_of(a),
                     .major = a->b.k_stride == 1 ? MAJOR_K : MAJOR_N,
                     .tokens = a->tokens.count,
                     .rows = a->rows_cap,
@@ -57,12 +73,8 @@ static op_shape shape_of_permute(operation op, const void *args)
 static op_shape shape_of_quantize(operation op, const void *args)
 {
   const quantize_args *a = args;
-  return (op_shape){.op = op,
-                    .in = a->dtype,
-                    .w = a->format.element,
-                    .tokens = a->rows.count,
-                    .n = a->cols,
-                    .k = a->format.group};
+  return (op_shape){
+      .op = op, .in = a->dtype, .out = a->format.element, .tokens = a->rows.count, .n = a->cols, .k = a->format.group};
 }
 
 /* Of the operations of ops.h, `tokens` counts what grids are made of: units, rows, or blocks of rows. */
@@ -71,26 +83,26 @@ static op_shape shape_of_elementwise(operation op, const void *args)
   const elementwise_args *a = args;
   const int64_t unit = UNIT_ELEMENTS(a->dtype);
   return (op_shape){
-      .op = op, .in = a->dtype, .w = a->dtype, .tokens = a->rows * ((a->cols + unit - 1) / unit), .n = a->function};
+      .op = op, .in = a->dtype, .out = a->dtype, .tokens = a->rows * ((a->cols + unit - 1) / unit), .n = a->function};
 }
 
 static op_shape shape_of_softmax(operation op, const void *args)
 {
   const softmax_args *a = args;
-  return (op_shape){.op = op, .in = a->dtype, .w = a->dtype, .tokens = a->rows, .n = a->cols};
+  return (op_shape){.op = op, .in = a->dtype, .out = a->dtype, .tokens = a->rows, .n = a->cols};
 }
 
 static op_shape shape_of_norm(operation op, const void *args)
 {
   const norm_args *a = args;
-  return (op_shape){.op = op, .in = a->dtype, .w = a->dtype, .tokens = a->rows, .n = a->cols};
+  return (op_shape){.op = op, .in = a->dtype, .out = a->dtype, .tokens = a->rows, .n = a->cols};
 }
 
 static op_shape shape_of_matmul(operation op, const void *args)
 {
   const matmul_args *a = args;
   const int64_t blocks = (a->m + MATMUL_ROWS - 1) / MATMUL_ROWS;
-  return (op_shape){.op = op, .in = a->dtype, .w = a->dtype, .tokens = a->batch * blocks};
+  return (op_shape){.op = op, .in = a->dtype, .out = a->dtype, .tokens = a->batch * blocks};
 }
 
 static op_shape shape_of_gate(operation op, const void *args)
@@ -103,7 +115,7 @@ static op_shape shape_of_combine(operation op, const void *args)
 {
   const combine_args *a = args;
   return (op_shape){
-      .op = op, .in = a->dtype, .w = a->out_dtype, .tokens = a->tokens.count, .n = a->hidden, .top_k = a->top_k};
+      .op = op, .in = a->dtype, .out = a->out_dtype, .tokens = a->tokens.count, .n = a->hidden, .top_k = a->top_k};
 }
 
 static op_shape shape_of_few_up(operation op, const void *args)
@@ -147,23 +159,12 @@ cumoe_status check_layer_plan(struct context *context, const layer_plan *lp)
 /* ---- tensor maps ---- */
 
 /* Encoded anew each time: host work only, and nothing to keep. */
-static bool encode_router(struct context *context, const variant *v, router_sm90_args *args)
-{
-  return tmap_encode_router(context->encode_tiled, v, args);
-}
-
-static bool encode_gemm(struct context *context, const variant *v, gemm_sm90_args *args)
-{
-  const int32_t columns = v->op == OP_up ? 2 * v->bn : v->bn; /* weight rows of a tile; a CTA loads its share for all */
-  return tmap_encode(context->encode_tiled, columns / v->cluster, args);
-}
-
 cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args)
 {
   const variant *v = s->row < 0 ? NULL : &variants[s->row];
   if (!v || !takes_tensor_maps(v)) return CUMOE_OK;
-  const bool done =
-      v->op == OP_router ? encode_router(context, v, &args->router) : encode_gemm(context, v, &args->gemm);
+  const bool done = v->op == OP_router ? tmap_encode_router(context->encode_tiled, v, &args->router)
+                                       : tmap_encode(context->encode_tiled, v, &args->gemm);
   return done ? CUMOE_OK : fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
 }
 

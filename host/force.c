@@ -92,22 +92,25 @@ cumoe_status cumoe_limit_get(cumoe_context handle, int32_t index, cumoe_limit_in
   TRY(check_limit(index));
   TRY(check_struct("info", info));
   const double *value = context->machine.limits[index];
-  cumoe_limit_info limit = {.name = limit_title((limit_name)index),
-                            .unit = limit_unit((limit_name)index),
-                            .text = limit_text((limit_name)index),
-                            .value = {value[WEIGHTS_w16], value[WEIGHTS_f32]}};
+  const limit_words words = words_of_limit((limit_name)index);
+  cumoe_limit_info limit = {
+      .name = words.name,
+      .unit = words.unit,
+      .text = words.text,
+      .value = {value[WEIGHTS_w16], value[WEIGHTS_f32], value[WEIGHTS_f8], value[WEIGHTS_s8], value[WEIGHTS_w4]}};
   give_struct(&limit, info);
   return CUMOE_OK;
 }
 
-cumoe_status cumoe_limit_set(cumoe_context handle, int32_t index, cumoe_dtype dtype, double value)
+cumoe_status cumoe_limit_set(cumoe_context handle, int32_t index, int32_t weights, double value)
 {
   begin_call(__func__);
   struct context *context;
   TRY(find_context(handle, &context));
   TRY(check_limit(index));
-  REQUIRE(cumoe_dtype_bytes(dtype), CUMOE_ERR_WRONG_DTYPE, "dtype is %d, not a cumoe_dtype", (int)dtype);
+  REQUIRE(weights >= 0 && weights < (int32_t)WEIGHTS_CLASSES, CUMOE_ERR_INVALID_ARGUMENT,
+          "weights is %d, must be 0 .. %d", (int)weights, (int)WEIGHTS_CLASSES - 1);
   REQUIRE(value == value, CUMOE_ERR_INVALID_ARGUMENT, "value is NaN");
-  context->machine.limits[index][weights_class_of((int32_t)dtype)] = value;
+  context->machine.limits[index][weights] = value;
   return CUMOE_OK;
 }

@@ -243,6 +243,9 @@ static cudaDataType type_of(int32_t dtype)
   case DT_BF16: return CUDA_R_16BF;
   case DT_NONE: /* the checks let none of these pass */
   case DT_U8:
+  case DT_E4M3:
+  case DT_E8M0:
+  case DT_I8:
   case DT_I32:
   case DT_I64: break;
   }

@@ -84,11 +84,8 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
   workspace_layout layout;
   TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  const int32_t most = INT32_MAX / plan->desc.routing.top_k;
-  REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)",
-          (long long)tokens, (int)most);
-  REQUIRE(plan_workspace_layout(&plan->desc, tokens, &layout), CUMOE_ERR_INVALID_ARGUMENT,
-          "tokens is %lld: the workspace would exceed 2^62 bytes", (long long)tokens);
+  TRY(check_tokens("tokens", tokens, 0, plan->desc.routing.top_k));
+  TRY(check_layout("tokens", plan, tokens, &layout));
   *bytes = layout.bytes;
   return CUMOE_OK;
 }
@@ -140,7 +137,7 @@ static cumoe_status check_shared(const struct plan *plan, const cumoe_moe_args *
     return check_absent("args.shared_gate", a->shared_gate, "there is no shared expert");
   }
   const operand gate = {"args.shared_gate", 1, d->hidden, DTYPE_BIT(d->dtype) | DTYPE_BIT(CUMOE_F32), 16};
-  TRY(find_weights("args.shared", a->shared, plan, 1, d->shared_inter, shared));
+  TRY(find_weights("args.shared", a->shared, plan, true, shared));
   return check_optional(plan->context, &gate, a->shared_gate);
 }
 
@@ -194,8 +191,7 @@ static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer 
 static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
 {
   workspace_layout layout;
-  REQUIRE(plan_workspace_layout(&plan->desc, a->x.rows, &layout), CUMOE_ERR_INVALID_ARGUMENT,
-          "args.x.rows is %lld: the workspace would exceed 2^62 bytes", (long long)a->x.rows);
+  TRY(check_layout("args.x.rows", plan, a->x.rows, &layout));
   const size_t need = layout.bytes;
   if (need == 0) return CUMOE_OK;
   const cumoe_view w = cumoe_const(a->workspace);
@@ -213,11 +209,9 @@ static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights,
   TRY(find_plan(plan_handle, &with->plan));
   const struct plan *plan = with->plan;
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(find_weights("weights", weights, plan, d->local_experts, d->inter, &with->weights));
+  TRY(find_weights("weights", weights, plan, false, &with->weights));
   REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
-  REQUIRE(a->x.rows >= 0 && a->x.rows <= INT32_MAX / d->routing.top_k, CUMOE_ERR_INVALID_ARGUMENT,
-          "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows,
-          (int)(INT32_MAX / d->routing.top_k));
+  TRY(check_tokens("args.x.rows", a->x.rows, 0, d->routing.top_k));
   const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_finite("args.out_scale", a->out_scale));
@@ -272,6 +266,7 @@ typedef struct layer_arguments {
   mapped_args router, shared_gate, up, down, shared_up, shared_down;
   gate_args gate;
   map_args map;
+  quantize_args x, h, shared_x, shared_h;
   combine_args combine;
   few_args few;
 } layer_arguments;
@@ -295,6 +290,10 @@ static const void *arguments_of(layer_arguments *l, stage s)
   case STAGE_gate: return &l->gate;
   case STAGE_map_count:
   case STAGE_map: return &l->map;
+  case STAGE_quantize_x: return &l->x;
+  case STAGE_quantize_h: return &l->h;
+  case STAGE_shared_quantize_x: return &l->shared_x;
+  case STAGE_shared_quantize_h: return &l->shared_h;
   case STAGE_combine: return &l->combine;
   case STAGE_few_up:
   case STAGE_few_down: return &l->few;
@@ -350,6 +349,56 @@ static void experts_pass(const pass *p, const struct weights *weights, const rou
   down->c_ld = d->hidden;
 }
 
+/* Where codes and scales of the activations of a product lie. */
+typedef struct code_regions {
+  size_t codes, scale;
+} code_regions;
+
+/* Activations become codes before they are multiplied, where the format wants it: `g` reads these instead. rows: how
+ * many there are. */
+static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, code_regions at)
+{
+  const quantize_args q = {.x = g->a,
+                           .codes = region(p, at.codes),
+                           .scale = region(p, at.scale),
+                           .x_ld = g->a_ld,
+                           .codes_ld = g->k,
+                           .scale_ld = rows.count,
+                           .rows = rows,
+                           .cols = g->k,
+                           .dtype = p->plan->desc.dtype,
+                           .format = g->rows};
+  if (g->rows.mode == ROWS_AS_THEY_ARE) return q;
+  g->a = q.codes;
+  g->a_ld = q.codes_ld;
+  g->a_scale = q.scale;
+  g->a_scale_ld = q.scale_ld;
+  return q;
+}
+
+/* Rows of the route: its last offset says how many. */
+static token_count rows_of_route(const pass *p, int64_t cap)
+{
+  return (token_count){cap, p->route.offsets + p->plan->desc.local_experts};
+}
+
+static void quantize_routed(const pass *p, layer_arguments *l)
+{
+  const workspace_layout *at = &p->lp.at;
+  gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
+  l->x = quantize_pass(p, up, p->tokens, (code_regions){at->x_codes, at->x_scale});
+  l->h = quantize_pass(p, down, rows_of_route(p, down->rows_cap), (code_regions){at->h_codes, at->h_scale});
+}
+
+static void quantize_shared(const pass *p, layer_arguments *l)
+{
+  const workspace_layout *at = &p->lp.at;
+  l->shared_x =
+      quantize_pass(p, &l->shared_up.gemm.g, p->tokens, (code_regions){at->shared_x_codes, at->shared_x_scale});
+  l->shared_h =
+      quantize_pass(p, &l->shared_down.gemm.g, p->tokens, (code_regions){at->shared_h_codes, at->shared_h_scale});
+}
+
 /* How the kernels of a routed layer work together: kernels/protocol.h. */
 static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
 {
@@ -387,6 +436,7 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   l->map = map_pass(p);
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
+  quantize_routed(p, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;
@@ -421,6 +471,7 @@ static void shared_pass(const pass *p, layer_arguments *l)
   const cumoe_moe_args *a = p->args;
   const cumoe_view none = {0};
   experts_pass(p, p->shared, NULL, &l->shared_up.gemm.g, &l->shared_down.gemm.g);
+  quantize_shared(p, l);
   l->shared_up.gemm.g.protocol.early_inputs = l->shared_down.gemm.g.protocol.early_inputs = true;
   if (a->shared_gate.data)
     l->shared_gate.router.r =

@@ -1,5 +1,6 @@
 /* See plan.h. */
 #include "plan.h"
+#include "format.h"
 
 /* ---- stages ---- */
 
@@ -37,7 +38,9 @@ static op_shape router_shape(const layer *l, int32_t experts, int32_t w, bool tm
 {
   return (op_shape){.op = OP_router,
                     .in = l->d->dtype,
-                    .w = w,
+                    .out = DT_F32,
+                    .format = dense_format(w),
+                    .scale_run = SCALE_RUN,
                     .tmap = tmap,
                     .tokens = l->c->tokens,
                     .rows = l->c->tokens,
@@ -59,14 +62,24 @@ static op_shape map_shape(const layer *l, operation op)
       .op = op, .tokens = l->c->tokens, .rows = l->c->tokens * k, .experts = l->d->local_experts, .top_k = k};
 }
 
+const cumoe_format *format_of(const cumoe_moe_desc *d, bool up, bool shared)
+{
+  if (shared) return up ? &d->shared_up_format : &d->shared_down_format;
+  return up ? &d->up_format : &d->down_format;
+}
+
 static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, bool shared)
 {
   const cumoe_moe_desc *d = l->d;
   const int32_t inter = shared ? d->shared_inter : d->inter, k = d->routing.top_k;
   const bool up = op == OP_up || op == OP_few_up;
+  const cumoe_format *f = format_of(d, up, shared);
   return (op_shape){.op = op,
-                    .in = d->dtype,
-                    .w = d->dtype,
+                    .in = row_element(f, d->dtype),
+                    .out = d->dtype,
+                    .format = class_of(f, d->dtype),
+                    .rows_mode = f->rows,
+                    .scale_run = scale_run(f),
                     .major = b->major,
                     .tmap = b->tmap,
                     .tokens = l->c->tokens,
@@ -82,10 +95,20 @@ static op_shape combine_shape(const layer *l)
   const cumoe_moe_desc *d = l->d;
   return (op_shape){.op = OP_combine,
                     .in = d->dtype,
-                    .w = d->out_dtype,
+                    .out = d->out_dtype,
                     .tokens = l->c->tokens,
                     .n = d->hidden,
                     .top_k = d->routing.top_k};
+}
+
+static op_shape quantize_shape(const layer *l, const cumoe_format *f, int64_t rows, int32_t cols)
+{
+  return (op_shape){.op = OP_quantize,
+                    .in = l->d->dtype,
+                    .out = row_element(f, l->d->dtype),
+                    .tokens = rows,
+                    .n = cols,
+                    .k = rows_of(f, NULL).group};
 }
 
 /* ---- steps ---- */
@@ -119,7 +142,7 @@ static bool is_forced(const layer *l, operation op)
 
 static double limit(const layer *l, limit_name name)
 {
-  return limit_of(l->m, name, l->d->dtype);
+  return limit_of(l->m, name, class_of(&l->d->up_format, l->d->dtype));
 }
 
 /* ---- few tokens ---- */
@@ -134,7 +157,7 @@ static bool few_pays(const layer *l, const op_shape *up)
   const cumoe_moe_desc *d = l->d;
   const int64_t runs = ceil_div(d->hidden, FEW_CHANNELS), places = ceil_div(runs, l->m->sms) * l->m->sms;
   const double idle = (double)(places - runs) / (double)places;
-  const double weights = 6. * expected_active(up) * (double)up->n * (double)up->k; /* three matrices of 16 bits */
+  const double weights = 3. * format_bits(up->format) / 8 * expected_active(up) * (double)up->n * (double)up->k;
   if (d->inter < limit(l, LIMIT_few_inter)) return false;
   if (up->tokens > 1 && idle > limit(l, LIMIT_few_idle)) return false;
   const bool many = (double)up->tokens >= limit(l, LIMIT_few_many);
@@ -194,7 +217,8 @@ static bool copies_rows(const layer *l, const layer_plan *p, const op_shape *up)
 static bool by_expert(const layer_plan *p)
 {
   const variant *up = row_of(p, STAGE_up), *down = row_of(p, STAGE_down);
-  return up && down && up->form == FORM_wgmma && down->form == FORM_wgmma && up->bm == down->bm;
+  return up && down && up->form == FORM_wgmma && down->form == FORM_wgmma && up->bm == down->bm &&
+         p->steps[STAGE_quantize_h].row < 0;
 }
 
 /* The rows must be whole lines. Where L2 has no room for most of them it takes longer than it saves. */
@@ -217,15 +241,25 @@ static void start_thin_late(const layer *l, layer_plan *p, stage at, const op_sh
 {
   const variant *v = row_of(p, at), *router = row_of(p, STAGE_router);
   if (!v || v->form != FORM_thin) return;
-  const double bytes = expected_active(s) * (double)s->n * (double)s->k * (double)cumoe_dtype_bytes((cumoe_dtype)s->w);
+  const double bytes = expected_active(s) * (double)s->n * (double)s->k * format_bits(s->format) / 8;
   p->steps[at].early = !(router && router->smem > 0) && bytes <= limit(l, LIMIT_thin_early); /* of one half */
+}
+
+/* Codes of what a grouped GEMM multiplies, where it takes codes. */
+static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape *gemm, bool shared, int64_t rows)
+{
+  if (gemm->rows_mode == ROWS_AS_THEY_ARE) return;
+  const op_shape s = quantize_shape(l, format_of(l->d, gemm->op == OP_up, shared), rows, gemm->k);
+  add(l, p, at, &s);
 }
 
 static void add_experts(const layer *l, layer_plan *p, stage at_up, stage at_down, bool shared)
 {
   const op_shape up = gemm_shape(l, OP_up, shared ? &l->c->shared_up : &l->c->up, shared);
   const op_shape down = gemm_shape(l, OP_down, shared ? &l->c->shared_down : &l->c->down, shared);
+  add_quantize(l, p, shared ? STAGE_shared_quantize_x : STAGE_quantize_x, &up, shared, l->c->tokens);
   add(l, p, at_up, &up);
+  add_quantize(l, p, shared ? STAGE_shared_quantize_h : STAGE_quantize_h, &down, shared, down.rows);
   add(l, p, at_down, &down);
   start_thin_late(l, p, at_up, &up);
   start_thin_late(l, p, at_down, &down);
@@ -294,6 +328,15 @@ static size_t carve(carver *c, int64_t rows, int64_t cols, size_t element)
   return start;
 }
 
+/* Codes of rows, and their scales [groups][rows]. */
+static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *codes, size_t *scale)
+{
+  if (f->rows == CUMOE_ROWS_AS_THEY_ARE) return;
+  const row_format r = rows_of(f, NULL);
+  *codes = carve(c, rows, cols, 1);
+  *scale = carve(c, ROW_GROUPS(r, cols), rows, sizeof(float));
+}
+
 bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
 {
   carver c = {0, false};
@@ -316,7 +359,11 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);
   w->few_fill = c.at - w->h;
   w->y = carve(&c, pairs, d->hidden, element);
+  carve_codes(&c, &d->up_format, tokens, d->hidden, &w->x_codes, &w->x_scale);
+  carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
   if (d->shared_inter) {
+    carve_codes(&c, &d->shared_up_format, tokens, d->hidden, &w->shared_x_codes, &w->shared_x_scale);
+    carve_codes(&c, &d->shared_down_format, tokens, d->shared_inter, &w->shared_h_codes, &w->shared_h_scale);
     w->shared_h = carve(&c, tokens, d->shared_inter, element);
     w->shared_y = carve(&c, tokens, d->hidden, element);
     w->shared_logit = carve(&c, tokens, 1, 4);

@@ -11,14 +11,18 @@
 
 /* The launches of a layer, in their order. A layer has either few_up (and few_down), or map, up, down and combine. */
 #define STAGE_LIST(X)                                                                                                  \
+  X(quantize_x, quantize)                                                                                              \
+  X(shared_quantize_x, quantize)                                                                                       \
   X(router, router)                                                                                                    \
   X(gate, gate)                                                                                                        \
   X(map_count, map_count)                                                                                              \
   X(map, map)                                                                                                          \
   X(shared_up, up)                                                                                                     \
+  X(shared_quantize_h, quantize)                                                                                       \
   X(shared_down, down)                                                                                                 \
   X(shared_gate, router)                                                                                               \
   X(up, up)                                                                                                            \
+  X(quantize_h, quantize)                                                                                              \
   X(down, down)                                                                                                        \
   X(combine, combine)                                                                                                  \
   X(few_up, few_up)                                                                                                    \
@@ -50,6 +54,8 @@ step_refusal plan_step(const machine *m, const op_shape *s, launch_step *result)
 typedef struct workspace_layout {
   size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
       shared_logit;
+  size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised */
+  size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
 } workspace_layout;
@@ -57,7 +63,7 @@ typedef struct workspace_layout {
 /* False if a size overflows 2^62 bytes. */
 bool plan_workspace_layout(const cumoe_moe_desc *desc, int64_t tokens, workspace_layout *layout);
 
-/* What a choice of kernels depends on of an operand in memory: see `shape`. */
+/* What a choice of kernels depends on of weights in memory, besides their format: see op_shape. */
 typedef struct bound_matrix {
   weight_major major;
   bool tmap; /* tensor maps can describe it */
@@ -97,6 +103,9 @@ typedef struct layer_plan {
 
 /* `desc` with its defaults filled in (check_moe_desc). */
 layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_call *call);
+
+/* Of gate and up, or of down. */
+const cumoe_format *format_of(const cumoe_moe_desc *desc, bool up, bool shared);
 
 /* Columns of the logits: routed, zero and identity experts. */
 int32_t router_experts(const cumoe_moe_desc *desc);

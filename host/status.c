@@ -58,6 +58,9 @@ const char *cumoe_dtype_name(cumoe_dtype dtype)
   case CUMOE_U8: return "u8";
   case CUMOE_I32: return "i32";
   case CUMOE_I64: return "i64";
+  case CUMOE_E4M3: return "e4m3";
+  case CUMOE_E8M0: return "e8m0";
+  case CUMOE_I8: return "i8";
   }
   return "?";
 }

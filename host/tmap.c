@@ -28,6 +28,11 @@ static CUtensorMapDataType map_type(weight_format format)
   case FORMAT_f16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   case FORMAT_bf16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   case FORMAT_f32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  case FORMAT_e4m3:
+  case FORMAT_s8:
+  case FORMAT_u4: /* those of 4 bits: codes of a byte at a time */
+  case FORMAT_mx4:
+  case FORMAT_nv4: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   case FORMAT_none: break;
   }
   return (CUtensorMapDataType)-1;
@@ -64,8 +69,9 @@ bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
   return !gated || stride_fits(half_distance(b));
 }
 
-bool tmap_encode(void (*encoder)(void), int32_t columns, gemm_sm90_args *args)
+bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
 {
+  const int32_t columns = (v->op == OP_up ? 2 * v->bn : v->bn) / v->cluster; /* weight rows that a CTA loads for all */
   const gemm_args *g = &args->g;
   const uint32_t halves = g->gated ? 2 : 1;
   const weight_format format = (weight_format)g->b.format;

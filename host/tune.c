@@ -4,10 +4,15 @@
 #include <string.h>
 
 /* Shapes of operations without weights have none of these: any class will do. */
-weights_class weights_class_of(int32_t dtype)
+weights_class weights_class_of(weight_format format)
 {
-  switch (dense_format(dtype)) {
+  switch (format) {
   case FORMAT_f32: return WEIGHTS_f32;
+  case FORMAT_e4m3: return WEIGHTS_f8;
+  case FORMAT_s8: return WEIGHTS_s8;
+  case FORMAT_u4:
+  case FORMAT_mx4:
+  case FORMAT_nv4: return WEIGHTS_w4;
   case FORMAT_bf16:
   case FORMAT_f16:
   case FORMAT_none: return WEIGHTS_w16;
@@ -84,24 +89,11 @@ const tune_file *find_tune_file(const char *gpu, int32_t cc)
 
 /* ---- limits ---- */
 
-static const struct {
-  const char *name, *unit, *text;
-} limits[] = {
+limit_words words_of_limit(limit_name limit)
+{
+  static const limit_words words[] = {
 #define LIMIT(name, unit, text) {#name, unit, text},
 #include "tune/limits.def"
-};
-
-const char *limit_title(limit_name limit)
-{
-  return limits[limit].name;
-}
-
-const char *limit_unit(limit_name limit)
-{
-  return limits[limit].unit;
-}
-
-const char *limit_text(limit_name limit)
-{
-  return limits[limit].text;
+  };
+  return words[limit];
 }

@@ -6,9 +6,16 @@
 #include "variants.h"
 
 /* Classes of weights that regimes and limits are measured for: a column of the tune files. */
-typedef enum weights_class { WEIGHTS_w16, WEIGHTS_f32, WEIGHTS_CLASSES } weights_class;
+typedef enum weights_class {
+  WEIGHTS_w16,
+  WEIGHTS_f32,
+  WEIGHTS_f8,
+  WEIGHTS_s8,
+  WEIGHTS_w4,
+  WEIGHTS_CLASSES
+} weights_class;
 
-weights_class weights_class_of(int32_t dtype); /* DT_* */
+weights_class weights_class_of(weight_format format);
 
 typedef enum limit_name {
 #define LIMIT(name, unit, text) LIMIT_##name,
@@ -35,8 +42,9 @@ typedef struct tune_file {
 /* That of the GPU's model, else the first one of its compute capability, else any.def. */
 const tune_file *find_tune_file(const char *gpu, int32_t cc);
 
-const char *limit_title(limit_name limit);
-const char *limit_unit(limit_name limit);
-const char *limit_text(limit_name limit);
+typedef struct limit_words {
+  const char *name, *unit, *text; /* as host/tune/limits.def has them */
+} limit_words;
+limit_words words_of_limit(limit_name limit);
 
 #endif

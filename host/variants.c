@@ -7,7 +7,7 @@
 #define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);
 #define SAME_TYPE(name)    SAME(DT_##name, CUMOE_##name)
 #define SAME_NAME(name)    SAME(name, CUMOE_##name)
-#define EACH_TYPE(F)       F(F32) F(F16) F(BF16) F(U8) F(I32) F(I64)
+#define EACH_TYPE(F)       F(F32) F(F16) F(BF16) F(U8) F(I32) F(I64) F(E4M3) F(E8M0) F(I8)
 #define EACH_NAME(F)                                                                                                   \
   F(SCORE_SOFTMAX)                                                                                                     \
   F(SCORE_SIGMOID)                                                                                                     \

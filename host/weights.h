@@ -6,7 +6,7 @@
 #include "moe.h"
 #include "plan.h"
 
-enum { MAX_BOUND = 6 /* gate, up, down; the data and the biases of each */ };
+enum { MAX_BOUND = 18 /* gate, up, down; codes, scales, zero points, bias, global, input_scale of each */ };
 
 /* What was bound: `count` matrices of one shape, in order of their addresses. */
 typedef struct bound_part {
@@ -20,20 +20,23 @@ typedef struct bound_part {
 
 struct weights {
   struct context *context;
-  int32_t experts, hidden, inter, dtype;
+  int32_t experts, hidden, inter, dtype; /* dtype: of the activations */
   bool gated;
+  cumoe_format up_format, down_format;
   expert_matrix up, down;            /* normal form */
+  row_format up_rows, down_rows;     /* what activations become */
   bound_matrix up_facts, down_facts; /* what a choice of kernels depends on */
   void *tables;                      /* device arrays behind up.table and down.table, or NULL */
   size_t table_bytes;
   bound_part parts[MAX_BOUND];
   int32_t part_count;
-  uintptr_t begins[]; /* of parts with pointers: `experts` each */
+  uintptr_t begins[]; /* of parts with pointers: room for three tables of `experts` each, for gate, up and down */
 };
 
-/* Live weights of the plan's context that fit its layer, on buffers that live. `name` is for texts. */
-cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, int32_t experts,
-                          int32_t inter, const struct weights **weights);
+/* Live weights of the plan's context that fit its experts, or its shared expert, on buffers that live. `name` is for
+ * texts. */
+cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
+                          const struct weights **weights);
 
 /* None of these views, which are written, lies over a matrix or a bias; between them it may. */
 cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *weights);

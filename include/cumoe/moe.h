@@ -8,6 +8,7 @@
 #define CUMOE_MOE_H
 
 #include "context.h"
+#include "format.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -141,13 +142,15 @@ typedef struct cumoe_moe_desc {
   int32_t hidden;        /* H, a multiple of 8 */
   int32_t inter;         /* I, a multiple of 8 */
   int32_t shared_inter;  /* intermediate columns of the shared expert (several: their sum); 0 = none */
-  int32_t dtype;         /* of x, weights and h: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
+  int32_t dtype;         /* of x, h and weights without a format: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
   int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
   int32_t act;           /* cumoe_act */
   float act_alpha;       /* finite; SWIGLU_OAI: 0 = 1.702 */
   float act_limit;       /* clamp, see above: finite, >= 0; 0 = none */
   uint32_t flags;        /* CUMOE_MOE_* */
   cumoe_routing routing;
+  cumoe_format up_format, down_format; /* of gate and up, of down; all zero: weights of dtype. dtype BF16 or F16 */
+  cumoe_format shared_up_format, shared_down_format; /* of the shared expert */
 } cumoe_moe_desc;
 
 typedef struct cumoe_plan_s *cumoe_plan;
@@ -197,15 +200,33 @@ typedef enum cumoe_major {
  *   pointers   per_expert is a host array of `experts` device pointers, none null (read during bind), and data, with
  *              data.data NULL, states the shape, ld and dtype of each.
  * Alignment: base and rows to 16 bytes.
- * `bias` is [local_experts, out] (ld between experts), f32 or the weights' dtype, channel order as the weights; 0 where
- * it is absent.
+ * `bias` is [local_experts, out] (ld between experts), f32 or the activations' dtype, channel order as the weights; 0
+ * where it is absent.
+ *
+ * With a format (cumoe/format.h) data is in units of storage: E4M3, I8 or U8 [out, in]; codes of 4 bits U8 [out, in / 2]
+ * or, where the format's word is 4, I32 [out, in / 8]. `scale` is an array of the same kind, a stack, strided or by
+ * pointers, of matrices [blocks along out, blocks along in] of the format's scale type: ceil((origin + out) / block) x
+ * ceil((origin + in) / block), 1 where a block is 0 (all of the axis). gate_up concatenates the rows of gate and of up,
+ * each with its own blocks, unless `joined`; interleaved, rows are those of gate_up. `zero` likewise, I32
+ * [ceil(out / 8), blocks along in]. `global` is [experts, halves] f32, or [experts, 1] for both halves: gate, up.
+ * `input_scale` is [1, 1] f32, on the device. Scales may be aligned to their element alone.
  */
+typedef struct cumoe_array {
+  cumoe_view data;
+  const void *const *per_expert;
+  int64_t expert_stride;
+} cumoe_array;
+
 typedef struct cumoe_projection {
   cumoe_view data;
   const void *const *per_expert;
   int64_t expert_stride; /* strided form: elements; 0 = a stack (or expert 0 of a packed one) */
   cumoe_view bias;
-  uint64_t reserved[50]; /* 0 */
+  cumoe_array scale;
+  cumoe_array zero;       /* with the format's zero */
+  cumoe_view global;      /* with the format's global */
+  cumoe_view input_scale; /* with ROWS_STATIC */
+  uint64_t reserved[22];  /* 0 */
 } cumoe_projection;
 
 typedef struct cumoe_weights_desc {
@@ -220,6 +241,10 @@ typedef struct cumoe_weights_desc {
   cumoe_projection gate;    /* [I, H] or [H, I]: SEPARATE */
   cumoe_projection up;      /* SEPARATE and UNGATED */
   cumoe_projection down;    /* [H, I] or [I, H] */
+  cumoe_format up_format;   /* of gate and up; the plan's */
+  cumoe_format down_format;
+  int32_t dtype;        /* with formats: of the activations, BF16 or F16; else 0, or the weights' own */
+  int32_t reserved_end; /* 0 */
 } cumoe_weights_desc;
 
 typedef struct cumoe_weights_s *cumoe_weights;

@@ -135,15 +135,15 @@ CUMOE_CHECKED cumoe_status cumoe_variant_force(cumoe_context context, int32_t in
 typedef struct cumoe_limit_info {
   uint32_t size;
   const char *name, *unit, *text; /* "copy_rows", "rows an expert", what it decides */
-  double value[2];                /* for weights of 16 bits, of f32 */
+  double value[5];                /* by class of weights: 16 bits, f32, e4m3, s8, 4 bits */
 } cumoe_limit_info;
 
 CUMOE_API int32_t cumoe_limit_count(void);
 CUMOE_CHECKED cumoe_status cumoe_limit_get(cumoe_context context, int32_t index, cumoe_limit_info *info);
 
-/* From now on, `value` on this context, for weights of the dtype's class; not NaN. Not to be changed while other
- * threads launch. */
-CUMOE_CHECKED cumoe_status cumoe_limit_set(cumoe_context context, int32_t index, cumoe_dtype dtype, double value);
+/* From now on, `value` on this context, for weights of a class, in the order above; not NaN. Not to be changed while
+ * other threads launch. */
+CUMOE_CHECKED cumoe_status cumoe_limit_set(cumoe_context context, int32_t index, int32_t weights, double value);
 
 #endif
 

@@ -118,7 +118,8 @@ typedef struct CUstream_st *cumoe_stream; /* == cudaStream_t; NULL is CUDA's leg
 /* ---- element types --------------------------------------------------------------------------------- */
 
 /* name, value, bytes */
-#define CUMOE_DTYPE_LIST(X) X(F32, 1, 4) X(F16, 2, 2) X(BF16, 3, 2) X(U8, 4, 1) X(I32, 5, 4) X(I64, 6, 8)
+#define CUMOE_DTYPE_LIST(X)                                                                                            \
+  X(F32, 1, 4) X(F16, 2, 2) X(BF16, 3, 2) X(U8, 4, 1) X(I32, 5, 4) X(I64, 6, 8) X(E4M3, 7, 1) X(E8M0, 8, 1) X(I8, 9, 1)
 
 typedef enum cumoe_dtype {
 #define CUMOE_DTYPE_ENUM(name, value, bytes) CUMOE_##name = value,

@@ -89,6 +89,45 @@ static inline float decode_bf16(const void *base, int64_t i)
   return bf16_to_float(((const uint16_t *)base)[i]);
 }
 
+/* Codes, as the definition of their element says, not as kernels do it. */
+static inline float decode_e4m3(const void *base, int64_t i)
+{
+  const uint8_t code = ((const uint8_t *)base)[i];
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  const float magnitude = exponent ? ldexpf(8 + (float)mantissa, exponent - 10) : ldexpf((float)mantissa, -9);
+  return code & 128 ? -magnitude : magnitude;
+}
+static inline float decode_s8(const void *base, int64_t i)
+{
+  return ((const int8_t *)base)[i];
+}
+static inline uint8_t nibble(const void *base, int64_t i)
+{
+  return ((const uint8_t *)base)[i / 2] >> i % 2 * 4 & 15;
+}
+static inline float decode_u4(const void *base, int64_t i)
+{
+  return nibble(base, i);
+}
+static inline float decode_mx4(const void *base, int64_t i)
+{
+  static const float magnitudes[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+  const uint8_t code = nibble(base, i);
+  return code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7];
+}
+static inline float decode_nv4(const void *base, int64_t i)
+{
+  return decode_mx4(base, i);
+}
+
+/* 2^(code - 127), 255 NaN: there is no zero. */
+static inline float decode_e8m0(const void *base, int64_t i)
+{
+  const uint8_t code = ((const uint8_t *)base)[i];
+  return code == 255 ? NAN : ldexpf(1, code - 127);
+}
+
 static inline void encode_f32(void *base, int64_t i, double value)
 {
   ((float *)base)[i] = (float)value;
@@ -119,14 +158,18 @@ static inline float load_element(const void *base, int64_t i, int dtype)
 
 static inline void store_element(void *base, int64_t i, int dtype, double value)
 {
-  switch (dense_format(dtype)) {
-#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)                                                     \
-  case FORMAT_##name:                                                                                                  \
-    encode_##name(base, i, value);                                                                                     \
-    break;
+  const weight_format format = dense_format(dtype);
+#define FORMAT(name, DTYPE, BITS, K_PER_SCALE, SCALE, ACCUMULATOR)
+#define DENSE(name, DTYPE, BITS)                                                                                       \
+  if (format == FORMAT_##name) encode_##name(base, i, value);
 #include "../formats.def"
-  case FORMAT_none: break;
-  }
+}
+
+/* Of a type that scales have. */
+static inline float load_scale(const void *base, int64_t i, int dtype)
+{
+  if (dtype == DT_E8M0) return decode_e8m0(base, i);
+  return dtype == DT_E4M3 ? decode_e4m3(base, i) : load_element(base, i, dtype);
 }
 
 /* dst[i * dst_stride] = base[first + i * stride], the format decided once a run. */

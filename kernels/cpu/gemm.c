@@ -6,6 +6,7 @@
  * vectorises over channels without reordering anything. A product of two floats is exact in double.
  */
 #include <math.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include "cpu.h"
 #include "element.h"
@@ -55,15 +56,64 @@ static void rows_of_expert(const gemm_args *g, unit *u)
     record_fault(g->fault, FAULT_ROUTE, u->expert, 0);
 }
 
+/* What one scale belongs to, but for the code: the rows of a tile's channels begin at a multiple of K_BLOCK, in which no
+ * scale changes. */
+typedef struct scaling {
+  double factor;
+  int32_t zero;
+} scaling;
+
+static int64_t scale_bytes(int32_t dtype)
+{
+  return dtype == DT_F32 ? 4 : dtype == DT_F16 || dtype == DT_BF16 ? 2 : 1;
+}
+
+static int32_t zero_of(const expert_matrix *b, int h, int64_t expert, int32_t n, int64_t group)
+{
+  const zero_matrix *z = &b->zero;
+  if (z->table[h] == NULL && z->base[h] == NULL) return b->offset;
+  const uint32_t *words = z->table[h] ? z->table[h][expert] : z->base[h] + expert * z->expert_stride;
+  return b->offset + z->add + (int32_t)(words[n / 8 * z->n_stride + group * z->k_stride] >> n % 8 * 4 & 15);
+}
+
+static scaling scaling_of(const expert_matrix *b, int h, int64_t expert, int32_t n, int32_t k)
+{
+  const scale_matrix *s = &b->scale;
+  if (!format_is_scaled((weight_format)b->format)) return (scaling){1, 0};
+  const int64_t group = (k + s->k_origin) / s->block_k;
+  const int64_t at = (n + s->n_origin[h]) / s->block_n * s->n_stride + group * s->k_stride;
+  const char *p =
+      s->table[h] ? s->table[h][expert] : (const char *)s->base[h] + expert * s->expert_stride * scale_bytes(s->dtype);
+  double factor = load_scale(p, at, s->dtype);
+  if (b->global[h]) {
+    const double global = b->global[h][expert * b->global_stride];
+    factor = b->global_over ? factor / global : factor * global;
+  }
+  return (scaling){factor, zero_of(b, h, expert, n, group)};
+}
+
+/* Codes become weights. Those of s8 that are unsigned were read as signed. */
+static void scale_weights(double *w, int32_t depth, scaling s, weight_format format)
+{
+  const bool is_unsigned = format == FORMAT_s8 && s.zero == 128;
+  for (int32_t k = 0; k < depth; k++) {
+    double *at = w + k * CPU_N_BLOCK;
+    *at = (*at + (is_unsigned && *at < 0 ? 256 : 0) - s.zero) * s.factor;
+  }
+}
+
 static void load_weights(tile *t, const gemm_args *g, const unit *u, int32_t k0, int32_t depth)
 {
   const expert_matrix *b = &g->b;
   for (int h = 0; h < u->halves; h++) {
     const void *p = b->table[h] ? b->table[h][u->expert] : b->base[h];
     int64_t first = b->table[h] ? 0 : u->expert * b->expert_stride;
-    for (int32_t n = 0; n < u->width; n++)
-      load_run(&t->w[h][0][n], CPU_N_BLOCK, p, first + (u->n0 + n) * b->n_stride + k0 * b->k_stride, b->k_stride, depth,
-               (weight_format)b->format);
+    for (int32_t n = 0; n < u->width; n++) {
+      const weight_format format = (weight_format)b->format;
+      double *w = &t->w[h][0][n];
+      load_run(w, CPU_N_BLOCK, p, first + (u->n0 + n) * b->n_stride + k0 * b->k_stride, b->k_stride, depth, format);
+      if (format_is_scaled(format)) scale_weights(w, depth, scaling_of(b, h, u->expert, u->n0 + n, k0), format);
+    }
     for (int32_t n = u->width; n < CPU_N_BLOCK; n++)
       for (int32_t k = 0; k < depth; k++) t->w[h][k][n] = 0;
   }
@@ -123,6 +173,17 @@ static void store_row(const tile *t, const gemm_args *g, const unit *u, int64_t 
   }
 }
 
+/* As they are, or codes and the scale of their group, which lies in one too. */
+static void load_activations(double *a, const gemm_args *g, int64_t row, int32_t k0, int32_t depth)
+{
+  const row_format *f = &g->rows;
+  const weight_format codes = f->element == DT_E4M3 ? FORMAT_e4m3 : FORMAT_s8;
+  load_run(a, 1, g->a, row * g->a_ld + k0, 1, depth, g->a_scale ? codes : dense_format(g->dtype));
+  if (!g->a_scale) return;
+  const double scale = g->a_scale[(f->origin + k0) / f->group * g->a_scale_ld + row];
+  for (int32_t k = 0; k < depth; k++) a[k] *= scale;
+}
+
 static void multiply_rows(tile *t, const gemm_args *g, const unit *u, int64_t first, int count)
 {
   row_source from[ROW_BLOCK];
@@ -135,7 +196,7 @@ static void multiply_rows(tile *t, const gemm_args *g, const unit *u, int64_t fi
     load_weights(t, g, u, k0, depth);
     for (int r = 0; r < count; r++) {
       if (from[r].row < 0) continue;
-      load_run(t->a[r], 1, g->a, from[r].row * g->a_ld + k0, 1, depth, dense_format(g->dtype));
+      load_activations(t->a[r], g, from[r].row, k0, depth);
       for (int h = 0; h < u->halves; h++) multiply_row(t->sum[h][r], t->a[r], t->w[h], depth);
     }
   }

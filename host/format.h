@@ -1,0 +1,44 @@
+/* Formats of weights (cumoe/format.h), from what a caller describes to what kernels know. */
+#ifndef CUMOE_HOST_FORMAT_H
+#define CUMOE_HOST_FORMAT_H
+
+#include <stdbool.h>
+
+#include "../include/cumoe/moe.h"
+#include "../kernels/args.h"
+#include "status.h"
+
+static inline bool is_dense(const cumoe_format *f)
+{
+  return f->element == CUMOE_ELEMENT_DENSE;
+}
+
+/* Of a matrix [out, in] whose activations are of `dtype`. REPACK: also what only cumoe_weights_repack reads. */
+typedef enum format_use { FORMAT_IN_PLACE, FORMAT_REPACK } format_use;
+cumoe_status check_format(const char *name, const cumoe_format *f, int64_t in, int32_t dtype, format_use use);
+
+bool same_format(const cumoe_format *a, const cumoe_format *b);
+
+/* The class of kernels that serves it. */
+weight_format class_of(const cumoe_format *f, int32_t dtype);
+
+/* What an element of a view of its codes is, and how many codes that holds. */
+cumoe_dtype storage_dtype(const cumoe_format *f, int32_t dtype);
+int32_t storage_codes(const cumoe_format *f);
+
+/* The largest power of two, at most SCALE_RUN, such that an aligned run of so many k has one scale, of weights and of
+ * activations. */
+enum { SCALE_RUN = 128 };
+int32_t scale_run(const cumoe_format *f);
+
+/* What is multiplied with the weights: `dtype`, or codes. */
+int32_t row_element(const cumoe_format *f, int32_t dtype);
+row_format rows_of(const cumoe_format *f, const float *static_scale);
+
+/* Blocks that `count` elements of an axis have, the first of them at `origin` of its block; 1 for block 0. */
+static inline int64_t blocks_of(int32_t block, int32_t origin, int64_t count)
+{
+  return block ? (origin + count + block - 1) / block : 1;
+}
+
+#endif

@@ -1,0 +1,175 @@
+/*
+ * cumoe/format.h: formats of quantised weights, as checkpoints hold them. A format is data: the struct says what lies in
+ * memory and what becomes of activations; a family of checkpoints is a preset (at the end, with tensors' names).
+ *
+ *   weight = (code - offset - zero point) * scale * global        an exact real number, "global" or 1 / "global"
+ *
+ * A kernel may round a weight once to the activations' type. Scales always multiply, also where a checkpoint calls
+ * them weight_scale_inv. Sums are f32; of s8 codes times s8 codes exact.
+ */
+#ifndef CUMOE_FORMAT_H
+#define CUMOE_FORMAT_H
+
+#include "types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum cumoe_element {
+  CUMOE_ELEMENT_DENSE = 0, /* not quantised: the plan's dtype */
+  CUMOE_ELEMENT_E4M3 = 1,  /* fp8: 1.4.3, bias 7, largest 448, no infinity, NaN 0x7f and 0xff (e4m3fn) */
+  CUMOE_ELEMENT_E2M1 = 2,  /* fp4: 0 .5 1 1.5 2 3 4 6, bit 3 the sign */
+  CUMOE_ELEMENT_S8 = 3,    /* -128 .. 127 */
+  CUMOE_ELEMENT_U8 = 4,    /* 0 .. 255 */
+  CUMOE_ELEMENT_U4 = 5,    /* 0 .. 15 */
+  CUMOE_ELEMENT_S4 = 6     /* -8 .. 7, two's complement */
+} cumoe_element;
+
+typedef enum cumoe_packing {
+  CUMOE_PACKED_IN = 0, /* codes of a byte or word are neighbours along the reduction index */
+  CUMOE_PACKED_OUT = 1 /* ... along the output channels */
+} cumoe_packing;
+
+typedef enum cumoe_zero {
+  CUMOE_ZERO_NONE = 0,     /* `offset` alone */
+  CUMOE_ZERO_CODES_OUT = 1 /* I32 words of eight 4-bit zero points, neighbours along out: [ceil(out / 8), groups] */
+} cumoe_zero;
+
+typedef enum cumoe_global {
+  CUMOE_GLOBAL_NONE = 0,
+  CUMOE_GLOBAL_TIMES = 1, /* multiplies (ModelOpt's weight_scale_2) */
+  CUMOE_GLOBAL_OVER = 2   /* divides (compressed-tensors' weight_global_scale) */
+} cumoe_global;
+
+/*
+ * What becomes of activations, x and the activated intermediate h alike, before they are multiplied. h is rounded to
+ * the plan's dtype first. scale = max(amax, 1e-10) / largest code (448; 127), code = x * (1 / scale), both in f32,
+ * rounded to nearest even, saturated. NaN stays in its token.
+ */
+typedef enum cumoe_rows {
+  CUMOE_ROWS_AS_THEY_ARE = 0, /* w8a16, w4a16: 16-bit activations */
+  CUMOE_ROWS_STATIC = 1,      /* one given scale: cumoe_projection.input_scale */
+  CUMOE_ROWS_TOKEN = 2,       /* a scale a token */
+  CUMOE_ROWS_GROUP = 3        /* a scale for each row_group channels of a token, counted from origin[1] */
+} cumoe_rows;
+
+/*
+ * Nested in descriptions, so it has a reserve and no size: all zero is "not quantised". Bind takes, in place and
+ * without a copy: OUT_IN matrices of E4M3, S8, U8, E2M1 and U4 codes that are packed along in, in order, with scales of
+ * blocks of a multiple of 16 (E2M1 with an E8M0 scale: 32; with an E4M3 scale: 16) along in. hidden and inter are
+ * multiples of 32 where codes have 4 bits, of 16 where they have 8.
+ */
+typedef struct cumoe_format {
+  int32_t element;   /* cumoe_element */
+  int32_t offset;    /* taken off every code: U4 0 .. 15 (8: symmetric), U8 128; others 0 */
+  int32_t word;      /* bytes of the unit that 4-bit codes lie in, low bits first: 1 (0 means 1; views U8) or 4 (I32) */
+  int32_t packed;    /* cumoe_packing */
+  uint32_t order;    /* hex digit i from below: which code the i-th of a word is; 0: in order. AWQ 0x75316420 */
+  int32_t split;     /* codes i and i + split share a byte; 0 or 1: neighbours */
+  int32_t block[2];  /* weights that share a scale along out, along in; 0: all of that axis */
+  int32_t origin[2]; /* place of a slice's first weight in its first block */
+  int32_t joined;    /* 1: blocks of a concatenated gate_up run on from one half into the other */
+  int32_t scale;     /* cumoe_dtype of scales: F32, F16, BF16, E8M0 or E4M3; 0 with DENSE */
+  int32_t zero;      /* cumoe_zero */
+  int32_t zero_add;  /* added to every stored zero point: 1 for GPTQ's first version */
+  int32_t global;    /* cumoe_global */
+  int32_t rows;      /* cumoe_rows */
+  int32_t row_element;  /* E4M3 weights: E4M3; S8, U8 weights: S8; 0: as the weights */
+  int32_t row_group;    /* ROWS_GROUP: 128 */
+  int32_t row_scale;    /* F32 (0 means F32), or E8M0: rounded up to a power of two */
+  int32_t reserved[13]; /* 0 */
+} cumoe_format;
+
+/* ---- which preset for which checkpoint ---------------------------------------------------------------------- */
+
+/* fp8 in blocks of 128 x 128 (DeepSeek-V3, R1, Qwen3-FP8, GLM-4.5-FP8, MiniMax-M2): mlp.experts.E.{gate,up,down}_proj
+ * .weight F8_E4M3, .weight_scale_inv F32 (`scale` CUMOE_F32) or BF16 (Qwen3); DeepSeek-V4's trunk .scale F8_E8M0. */
+static inline cumoe_format cumoe_format_fp8_block(cumoe_dtype scale)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_E4M3;
+  f.block[0] = f.block[1] = 128;
+  f.scale = (int32_t)scale;
+  f.rows = CUMOE_ROWS_GROUP;
+  f.row_group = 128;
+  if (scale == CUMOE_E8M0) f.row_scale = CUMOE_E8M0;
+  return f;
+}
+
+/* fp8 with a scale a matrix (ModelOpt FP8, Mixtral-FP8: .weight, .weight_scale [1], .input_scale for ROWS_STATIC). */
+static inline cumoe_format cumoe_format_fp8_tensor(cumoe_rows rows)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_E4M3;
+  f.scale = CUMOE_F32;
+  f.rows = (int32_t)rows;
+  return f;
+}
+
+/* fp8 with a scale a channel, dynamic activations (compressed-tensors FP8_DYNAMIC: .weight, .weight_scale [N, 1]). */
+static inline cumoe_format cumoe_format_fp8_channel(cumoe_dtype scale)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_E4M3;
+  f.block[0] = 1;
+  f.scale = (int32_t)scale;
+  f.rows = CUMOE_ROWS_TOKEN;
+  return f;
+}
+
+/* int8, w8a8 (SmoothQuant, compressed-tensors W8A8: .weight I8, .weight_scale [N, 1]). rows = 0 makes it w8a16. */
+static inline cumoe_format cumoe_format_int8(cumoe_dtype scale)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_S8;
+  f.block[0] = 1;
+  f.scale = (int32_t)scale;
+  f.rows = CUMOE_ROWS_TOKEN;
+  return f;
+}
+
+/* int4 in groups along in, symmetric (compressed-tensors pack-quantized, Kimi-K2-Thinking with group 32:
+ * .weight_packed I32 [N, K/8], .weight_scale BF16 [N, K/group]). With .weight_zero_point: zero = ZERO_CODES_OUT,
+ * offset = 0. */
+static inline cumoe_format cumoe_format_int4(int32_t group, cumoe_dtype scale)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_U4;
+  f.offset = 8;
+  f.word = 4;
+  f.block[0] = 1;
+  f.block[1] = group;
+  f.scale = (int32_t)scale;
+  return f;
+}
+
+/* mxfp4 (gpt-oss: mlp.experts.gate_up_proj_blocks U8 as [E * 2I, H/2], gate_up_proj_scales U8 as [E * 2I, H/32] E8M0,
+ * GATE_UP_INTERLEAVED, gate_up_proj_bias; down_proj_*. DeepSeek-V4: ffn.experts.E.w1, w3, w2 .weight, .scale). */
+static inline cumoe_format cumoe_format_mxfp4(void)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_E2M1;
+  f.block[0] = 1;
+  f.block[1] = 32;
+  f.scale = CUMOE_E8M0;
+  return f;
+}
+
+/* nvfp4: ModelOpt (.weight U8, .weight_scale F8_E4M3 [N, K/16], .weight_scale_2: GLOBAL_TIMES), compressed-tensors
+ * (.weight_packed, .weight_scale, .weight_global_scale: GLOBAL_OVER). Activations stay as they are. */
+static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
+{
+  cumoe_format f = {0};
+  f.element = CUMOE_ELEMENT_E2M1;
+  f.block[0] = 1;
+  f.block[1] = 16;
+  f.scale = CUMOE_E4M3;
+  f.global = (int32_t)global;
+  return f;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,78 @@
+/* Activations become codes, as row_format (args.h) says: this is the definition. One unit is one row. */
+#include <stdbool.h>
+#include "cpu.h"
+#include "element.h"
+#include "fault.h"
+
+/* To nearest even; past the largest code the largest, NaN stays one. */
+static uint8_t e4m3_of(float value)
+{
+  const uint8_t sign = float_bits(value) >> 24 & 0x80;
+  const uint32_t rest = float_bits(value) & 0x7fffffffu;
+  if (rest > 0x7f800000u) return 0x7f;
+  if (rest >= 0x43e00000u) return sign | 0x7e; /* 448 */
+  if (rest < 0x3c800000u) { /* below 2^-6 one step is 2^-9, the last place of a float in [2^14, 2^15) */
+    const float shifted = bits_float(rest) + 0x1p14f;
+    return (uint8_t)(sign | (float_bits(shifted) - float_bits(0x1p14f)));
+  }
+  return (uint8_t)(sign | (((rest + 0x7ffffu + (rest >> 20 & 1)) >> 20) - (120u << 3)));
+}
+
+static uint8_t s8_of(float value)
+{
+  if (value != value) return 0;
+  const float kept = value > 127 ? 127 : value < -128 ? -128 : value;
+  const float shifted = kept + 0x1.8p23f; /* one step is 1 */
+  return (uint8_t)(float_bits(shifted) & 0xff);
+}
+
+/* A NaN has no part in the scale of e4m3, whose codes can say NaN; of s8 it is the scale that says so. */
+static float largest_of(const quantize_args *a, int64_t first, int32_t count)
+{
+  float most = 0;
+  for (int32_t k = 0; k < count; k++) {
+    const float x = fabsf(load_element(a->x, first + k, a->dtype));
+    if (x > most || (x != x && a->format.element == DT_I8)) most = x;
+    if (most != most) break;
+  }
+  return most;
+}
+
+/* Rounded up. */
+static float power_of_two_from(float scale)
+{
+  return scale != scale ? scale : bits_float((float_bits(scale) + 0x7fffffu) & 0x7f800000u);
+}
+
+static float scale_of(const row_format *f, float most)
+{
+  if (f->mode == ROWS_STATIC) return most != most ? most : *f->static_scale;
+  const float floor = most < ROWS_FLOOR ? ROWS_FLOOR : most;
+  const float scale = floor / (f->element == DT_E4M3 ? 448.f : 127.f);
+  return f->power_of_two ? power_of_two_from(scale) : scale;
+}
+
+static void quantize_group(const quantize_args *a, int64_t row, int32_t group, int32_t k, int32_t count)
+{
+  uint8_t *codes = (uint8_t *)a->codes + row * a->codes_ld;
+  const int64_t first = row * a->x_ld + k;
+  const float scale = scale_of(&a->format, largest_of(a, first, count)), inverse = 1 / scale;
+  for (int32_t i = 0; i < count; i++) {
+    const float value = load_element(a->x, first + i, a->dtype) * inverse;
+    codes[k + i] = a->format.element == DT_E4M3 ? e4m3_of(value) : s8_of(value);
+  }
+  a->scale[group * a->scale_ld + row] = scale;
+}
+
+void cpu_quantize(const void *args, int64_t begin, int64_t end)
+{
+  const quantize_args *a = args;
+  const int64_t rows = tokens_present(a->rows);
+  for (int64_t row = begin; row < end && row < rows; row++)
+    for (int32_t k = 0, group = 0; k < a->cols; group++) {
+      const int32_t left = a->format.group - (a->format.origin + k) % a->format.group;
+      const int32_t count = a->cols - k < left ? a->cols - k : left;
+      quantize_group(a, row, group, k, count);
+      k += count;
+    }
+}
