@@ -28,6 +28,26 @@ DEVICE float load_scale(const void *base, int64_t index, int dtype)
   return load_any(base, index, dtype);
 }
 
+/* The same in two parts, for those who load ahead. */
+DEVICE int scale_bytes(int dtype)
+{
+  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
+}
+DEVICE uint32_t load_scale_bits(const void *base, int64_t index, int dtype)
+{
+  const int bytes = scale_bytes(dtype);
+  if (bytes == 4) return static_cast<const uint32_t *>(base)[index];
+  if (bytes == 2) return static_cast<const uint16_t *>(base)[index];
+  return static_cast<const uint8_t *>(base)[index];
+}
+DEVICE float scale_value(uint32_t bits, int dtype)
+{
+  if (dtype == DT_E8M0) return e8m0_to_f32(bits);
+  if (dtype == DT_E4M3) return e4m3_to_f32(bits);
+  if (dtype == DT_F16) return __half2float(__ushort_as_half((unsigned short)bits));
+  return __uint_as_float(dtype == DT_BF16 ? bits << 16 : bits);
+}
+
 /* The scale of expert e's whole tensor besides those of blocks. */
 DEVICE float global_scale(const expert_matrix &b, int half, int expert)
 {
@@ -49,18 +69,31 @@ DEVICE int64_t scale_step(const scale_matrix &s, int k)
 DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
 {
   if (s.table[half]) return s.table[half][expert];
-  const int64_t bytes = s.dtype == DT_F32 ? 4 : s.dtype == DT_BF16 || s.dtype == DT_F16 ? 2 : 1;
-  return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * bytes;
+  return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * scale_bytes(s.dtype);
 }
 
+/* An expert's zero points; NULL: there are none. */
+DEVICE const uint32_t *zero_words(const expert_matrix &b, int half, int expert)
+{
+  const zero_matrix &z = b.zero;
+  if (z.table[half]) return z.table[half][expert];
+  return z.base[half] ? z.base[half] + expert * z.expert_stride : nullptr;
+}
 /* Offset and zero point of one weight of u4 or s8. */
 DEVICE int zero_point(const expert_matrix &b, int half, int expert, int n, int k)
 {
   const zero_matrix &z = b.zero;
-  if (!z.table[half] && !z.base[half]) return b.offset;
-  const uint32_t *words = z.table[half] ? z.table[half][expert] : z.base[half] + expert * z.expert_stride;
+  const uint32_t *words = zero_words(b, half, expert);
+  if (!words) return b.offset;
   const uint32_t word = words[n / 8 * z.n_stride + (int64_t)((k + b.scale.k_origin) / b.scale.block_k) * z.k_stride];
   return b.offset + (int)(word >> n % 8 * 4 & 15) + z.add;
+}
+
+/* Where an expert's codes begin; its strides are in codes. */
+DEVICE const char *code_base(const expert_matrix &b, int half, int expert, int bits)
+{
+  if (b.table[half]) return static_cast<const char *>(b.table[half][expert]);
+  return static_cast<const char *>(b.base[half]) + expert * (b.expert_stride * bits / 8);
 }
 
 /* ---- activations: Q is e4m3 or s8 ---- */
