@@ -49,6 +49,11 @@ static cumoe_dtype noise_type(cumoe_dtype dtype)
   case FORMAT_f16: return CUMOE_F16;
   case FORMAT_bf16:
   case FORMAT_f32:
+  case FORMAT_e4m3:
+  case FORMAT_s8:
+  case FORMAT_u4:
+  case FORMAT_mx4:
+  case FORMAT_nv4:
   case FORMAT_none: break;
   }
   return CUMOE_BF16;

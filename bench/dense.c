@@ -126,6 +126,11 @@ static cudaDataType type_of(const bench *b)
   case FORMAT_bf16: return CUDA_R_16BF;
   case FORMAT_f16: return CUDA_R_16F;
   case FORMAT_f32: return CUDA_R_32F;
+  case FORMAT_e4m3:
+  case FORMAT_s8:
+  case FORMAT_u4:
+  case FORMAT_mx4:
+  case FORMAT_nv4:
   case FORMAT_none: break;
   }
   return (cudaDataType)-1; /* cuBLAS refuses it */

@@ -281,7 +281,7 @@ static cumoe_status try_values(bench *b, const trial *t, int32_t limit, cell *c,
   cell_works(c, works);
   for (int v = 0; v < VALUES && t->values[v] > 0; ++v) {
     timing time = {0};
-    TRY(cumoe_limit_set(b->context, limit, CUMOE_BF16, t->values[v]));
+    TRY(cumoe_limit_set(b->context, limit, 0, t->values[v]));
     TRY(cumoe_plan_describe(c->model->plan, c->model->weights, c->tokens, text[v], sizeof text[v]));
     for (int earlier = 0; earlier < v; ++earlier)
       if (strcmp(text[earlier], text[v]) == 0) us[v] = us[earlier];
@@ -329,17 +329,19 @@ static cumoe_status tune_limit(bench *b, const trial *t, const char *only)
     if (t->values[v] >= info.value[0] && t->values[v] <= info.value[0]) now = v;
   }
   const bool stays = now >= 0 && cost[now] - cost[best] < SWITCH;
-  return cumoe_limit_set(b->context, limit, CUMOE_BF16, stays ? info.value[0] : t->values[best]);
+  return cumoe_limit_set(b->context, limit, 0, stays ? info.value[0] : t->values[best]);
 }
 
 /* All of them, those that are not tried as they are. */
 static cumoe_status print_limits(bench *b)
 {
-  printf("#undef TUNE\n\n/* What limits.def names, for each class of weights: w16, f32. */\n");
+  printf("#undef TUNE\n\n/* What limits.def names, for each class of weights: w16, f32, f8, s8, w4. */\n");
   for (int32_t i = 0; i < cumoe_limit_count(); ++i) {
     cumoe_limit_info info = {.size = sizeof info};
     TRY(cumoe_limit_get(b->context, i, &info));
-    printf("LIMIT(%s, %.9g, %.9g)\n", info.name, info.value[0], info.value[1]);
+    printf("LIMIT(%s", info.name);
+    for (size_t w = 0; w < sizeof info.value / sizeof *info.value; ++w) printf(", %.9g", info.value[w]);
+    printf(")\n");
   }
   printf("#undef LIMIT\n");
   return CUMOE_OK;

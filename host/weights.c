@@ -363,12 +363,13 @@ static int64_t scale_offset(const halves *h, int i)
 {
   int32_t origin;
   const cumoe_view *v = &h->of[i].projection->scale.data;
+  if (is_dense(h->format)) return 0;
   return scale_row_of(h, i, &origin) * v->ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
 }
 
 static int64_t zero_offset(const halves *h, int i)
 {
-  return h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
+  return !h->format->zero ? 0 : h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
 }
 
 static scale_matrix scale_form(const halves *h)
