@@ -106,11 +106,20 @@ template <class Q> DEVICE float larger(float a, float b)
   return same_type<Q, e4m3> ? fmaxf(a, b) : max_nan(a, b);
 }
 
+/* x / LARGEST_CODE, for x of ROWS_FLOOR up: correctly rounded, as the quotient's error is known exactly and the
+ * reciprocal is; infinite where x is. A NaN stays one. */
+template <class Q> DEVICE float over_largest_code(float x)
+{
+  constexpr float ONE_OVER = 1.f / LARGEST_CODE<Q>;
+  const float about = x * ONE_OVER, rest = fmaf(-about, LARGEST_CODE<Q>, x), quotient = fmaf(rest, ONE_OVER, about);
+  return rest == rest ? quotient : x;
+}
+
 /* The scale of a group whose largest |x| is `amax`. */
 template <class Q> DEVICE float row_scale(const row_format &format, float amax)
 {
   if (format.mode == ROWS_STATIC) return same_type<Q, s8> && amax != amax ? amax : *format.static_scale;
-  const float scale = __fdiv_rn(larger<Q>(amax, ROWS_FLOOR), LARGEST_CODE<Q>);
+  const float scale = over_largest_code<Q>(larger<Q>(amax, ROWS_FLOOR));
   if (!format.power_of_two || scale != scale) return scale;
   return __uint_as_float(__float_as_uint(scale) + 0x007fffff & 0xff800000);
 }
