@@ -82,7 +82,7 @@ double expected_active(const op_shape *s)
  * over. */
 enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 
-static int64_t tune_scale(const machine *m, const op_shape *s)
+int64_t tune_scale(const machine *m, const op_shape *s)
 {
   const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
   const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;

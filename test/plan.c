@@ -1141,7 +1141,8 @@ static void test_refused_plans(void)
   if (!group_begin("refused plans")) return;
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
-    if (v->arch == ARCH_cpu || v->x != DT_BF16 || v->op == OP_elementwise || v->op == OP_softmax || v->op == OP_norm)
+    if (v->arch == ARCH_cpu || v->x != DT_BF16 || v->op == OP_elementwise || v->op == OP_softmax || v->op == OP_norm ||
+        v->form == FORM_blocks)
       continue;
     const machine m = forcing(&hopper, i);
     const layer_plan p = plan_of(&m, &l);
