@@ -29,13 +29,13 @@ DEVICE float load_scale(const void *base, int64_t index, int dtype)
 }
 
 /* The same in two parts, for those who load ahead. */
-DEVICE int scale_bytes(int dtype)
+DEVICE int64_t scale_bytes(int dtype)
 {
   return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
 }
 DEVICE uint32_t load_scale_bits(const void *base, int64_t index, int dtype)
 {
-  const int bytes = scale_bytes(dtype);
+  const int64_t bytes = scale_bytes(dtype);
   if (bytes == 4) return static_cast<const uint32_t *>(base)[index];
   if (bytes == 2) return static_cast<const uint16_t *>(base)[index];
   return static_cast<const uint8_t *>(base)[index];
@@ -64,10 +64,6 @@ DEVICE int64_t scale_row(const scale_matrix &s, int half, int n)
 DEVICE int64_t scale_step(const scale_matrix &s, int k)
 {
   return (int64_t)((k + s.k_origin) / s.block_k) * s.k_stride;
-}
-DEVICE int64_t scale_bytes(int dtype)
-{
-  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
 }
 
 /* Bytes differ by type, so this is a pointer for load_scale alone. */
