@@ -98,7 +98,8 @@ static void print_formats_header(void)
 {
   printf("goal: what the layer has to reach on an H200, the smallest of a target and the best peers' times of "
          "bench/targets.def; over: the layer's time over it. peer: the quickest, of a whole layer or its two products "
-         "alone. bf16: the layer with weights that are not quantised, same experts, this run. Stages by themselves; up "
+         "alone. bf16: the layer with weights that are not quantised, same experts, this run; error: of the outputs "
+         "against its. Stages by themselves; up "
          "and down only where activations stay as they are. MHz, W: of the SMs, while the layer ran.\n");
 }
 
@@ -148,9 +149,9 @@ static void print_columns(const bench *b)
   if (b->o.check)
     printf("     T active check\n");
   else if (b->o.formats)
-    printf("     T active    layer    floor  of it |     goal  over |     peer                |     bf16  gain |  "
-           "TFLOPS   "
-           "GB/s   host |  router    gate     map       up     down combine |  MHz    W check\n");
+    printf(
+        "     T active    layer    floor  of it |     goal  over |     peer                |     bf16  gain  error |  "
+        "TFLOPS   GB/s   host |  router    gate     map       up     down combine |  MHz    W check\n");
   else
     printf("%s%s%s  MHz    W check\n", columns, b->o.grouped ? "  grouped    vs |" : "",
            skewed(b) ? "  needed over |" : "");
@@ -225,6 +226,18 @@ static double print_stages(const result *r)
   return sum;
 }
 
+/* Beside weights that are not quantised. */
+static void print_dense(const result *r)
+{
+  const double us = kind_is_dense(r->cell->model->kind) ? 0 : r->cell->dense->us;
+  print_number(8, us);
+  print_number(5, us / r->timings[ITEM_layer].median);
+  if (r->verdict.error > 0)
+    printf(" %5.2f%%", 100 * r->verdict.error);
+  else
+    printf(" %6s", "-");
+}
+
 static void print_formats_row(const result *r)
 {
   const model *m = r->cell->model;
@@ -238,8 +251,7 @@ static void print_formats_row(const result *r)
   printf(" |");
   print_number(8, g.peer);
   printf(" %-14s |", known ? g.peer_name : "");
-  print_number(8, r->dense_us);
-  print_number(5, r->dense_us > 0 ? r->dense_us / layer : 0);
+  print_dense(r);
   printf(" |");
   print_work(r);
   (void)print_stages(r);
@@ -287,7 +299,8 @@ bool csv_open(bench *b)
         "floor_part,tflops,weights_gbs",
         b->csv);
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
-  fputs(",vs_dense,vs_grouped,needed_us,over_needed,rates,goal_us,peer_us,peer,bf16_us,sm_mhz,watts,host_us,check,"
+  fputs(",vs_dense,vs_grouped,needed_us,over_needed,rates,goal_us,peer_us,peer,bf16_us,bf16_error,sm_mhz,watts,host_us,"
+        "check,"
         "worst_error,gpu,driver,cuda_runtime,"
         "cublas,"
         "library,commit,date\n",
@@ -324,7 +337,8 @@ static void csv_goal(const bench *b, const result *r)
   csv_number(b->csv, g.us);
   csv_number(b->csv, g.peer);
   fprintf(b->csv, ",%s", g.peer_name);
-  csv_number(b->csv, r->dense_us);
+  csv_number(b->csv, kind_is_dense(m->kind) ? 0 : r->cell->dense->us);
+  csv_number(b->csv, r->verdict.error);
 }
 
 static void csv_facts(const bench *b, const result *r)

@@ -2,6 +2,7 @@
 #include "cases.h"
 #include "cases_layer.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -193,6 +194,197 @@ void cases_format(cumoe_context context)
     }
 }
 
+/* ---- exact layers: one weight a result ------------------------------------------------------------- */
+
+/*
+ * Tokens have one element that is not 0, the other projection hands it on: every result is a weight, or a gate's times
+ * an up's, times a number that codes of activations hit exactly. No tolerance.
+ *   CODES   every code at every place of a word, zero points that change from group to group and channel to channel;
+ *           scales 1
+ *   SCALES  the code of 1; another scale for every block, its neighbours and the transposed place
+ *   E8M0    the ends of the range: 2^-127 to 2^127
+ */
+typedef enum exact_content { EXACT_CODES, EXACT_SCALES, EXACT_E8M0 } exact_content;
+
+static const int exact_e8m0[] = {127, 0, 129, 254, 1, 128};
+
+static int64_t block_along(int32_t block, int32_t origin, int64_t at)
+{
+  return block ? (origin + at) / block : 0;
+}
+
+/* Of a scale, in its own terms. */
+static double exact_scale(const channel_place *at, exact_content content, int64_t in)
+{
+  const cumoe_format *f = at->format;
+  const int64_t n = block_along(f->block[0], f->origin[0], at->channel), k = block_along(f->block[1], f->origin[1], in);
+  const int64_t mixed = 17 * at->expert + 101 * at->half + 31 * n + 58 * k;
+  if (content == EXACT_E8M0) return exact_e8m0[mixed % 6];
+  if (f->scale == CUMOE_E8M0) return content == EXACT_SCALES ? 121 + (double)(mixed % 13) : 127;
+  if (f->scale == CUMOE_E4M3) return content == EXACT_SCALES ? 0x20 + (double)(mixed % 0x31) : 0x38;
+  return content == EXACT_SCALES ? 1 + (double)(mixed % 251) : 1;
+}
+
+/* Of 1, after what is taken off. */
+static unsigned code_of_one(const cumoe_format *f, unsigned taken)
+{
+  unsigned code = 0;
+  while (element_value(f->element, code) - taken != 1) code++;
+  return code;
+}
+
+static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, unsigned taken)
+{
+  const cumoe_format *f = at->format;
+  unsigned code = (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
+  if (content != EXACT_CODES) return code_of_one(f, taken);
+  return isnan(element_value(f->element, code)) ? 0x80 : code;
+}
+
+static void set_exact_channel(const channel_place *at, exact_content content)
+{
+  const cumoe_format *f = at->format;
+  for (int64_t in = 0; in < at->ins; in++) {
+    const int64_t group = block_along(f->block[1], f->origin[1], in);
+    const int64_t most = content == EXACT_CODES ? 16 : 8;
+    const unsigned zero = f->zero ? (unsigned)((at->channel * 3 + group * 5 + at->half * 7 + at->expert) % most) : 0;
+    const int32_t add = f->zero ? f->zero_add : 0;
+    if (f->zero) zero_set(at, in, zero);
+    scale_set(at, in, exact_scale(at, content, in));
+    code_set(at, in, exact_code(at, content, in, (unsigned)(f->offset + add) + zero));
+  }
+}
+
+/* Which codes of activations meet exactly: the largest one times a power of two. */
+static double exact_number(const cumoe_format *f)
+{
+  return f->element == CUMOE_ELEMENT_S8 || f->element == CUMOE_ELEMENT_U8 ? 127 * 0x1p-10 : 448 * 0x1p-12;
+}
+
+static void set_exact_projection(host_projection *p, const cumoe_format *f)
+{
+  for (int64_t i = 0; i < p->global.rows * p->global.cols; i++) tensor_set(&p->global, 0, i, i % 3 == 1 ? 2 : 0.5);
+  if (p->input_scale.data) tensor_set(&p->input_scale, 0, 0, f->element == CUMOE_ELEMENT_S8 ? 0x1p-10 : 0x1p-12);
+}
+
+static void set_exact_weights(host_weights *w, exact_content content)
+{
+  host_projection *all[] = {&w->gate_up, &w->gate, &w->up, &w->down};
+  const double number = exact_number(&w->down_format);
+  for (int i = 0; i < 4; i++) set_exact_projection(all[i], i == 3 ? &w->down_format : &w->up_format);
+  for (int part = 0; part < 3; part++)
+    for (int64_t e = 0; e < w->experts; e++)
+      for (int64_t out = 0; out < (part == PLAIN_DOWN ? w->hidden : w->inter); out++) {
+        if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
+        const channel_place at = oracle_channel(w, part, e, out);
+        const double passed = part == PLAIN_UP && format_is_dense(&w->up_format) ? number : 1;
+        if (!format_is_dense(at.format))
+          set_exact_channel(&at, content);
+        else if (out < at.ins)
+          weights_set(w, part, e, out, out, passed);
+      }
+  oracle_prepare(w);
+}
+
+/* Tokens: for every k and expert one that is not 0 there. */
+static layer_inputs exact_inputs(const layer_spec *s, exact_content content)
+{
+  layer_inputs in = layer_inputs_new(s);
+  const bool up = !format_is_dense(&s->desc.up_format);
+  memset(in.x.data, 0, (size_t)(in.x.rows * in.x.cols) * cumoe_dtype_bytes((cumoe_dtype)in.x.dtype));
+  set_exact_weights(&in.routed, content);
+  for (int64_t t = 0; t < s->tokens; t++) {
+    const int64_t e = t % s->desc.num_experts, k = t / s->desc.num_experts;
+    const channel_place at = oracle_channel(&in.routed, up ? PLAIN_UP : PLAIN_DOWN, e, 0);
+    const double scale = content == EXACT_E8M0 ? exact_scale(&at, content, k) : 127;
+    tensor_set(&in.x, t, k, (up ? exact_number(at.format) : 1) * (scale < 64 ? 0x1p60 : scale > 200 ? 0x1p-60 : 1));
+    tensor_set(&in.ids, t, 0, (double)e);
+    tensor_set(&in.id_weights, t, 0, 1);
+  }
+  return in;
+}
+
+static bool check_exactly(const layer_spec *s, const layer_inputs *in, const layer_outputs *got, bool tell)
+{
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(s, in, &desc);
+  bool good = true;
+  for (int64_t t = 0; t < s->tokens && good; t++) {
+    const int mark = scratch_mark();
+    layer_result want = oracle_layer(&c, t);
+    for (int32_t i = 0; i < desc.hidden && good; i++) {
+      const double value = round_to(want.out[i].value, desc.out_dtype), is = tensor_get(&got->out, t, i);
+      good = value == is || (isnan(value) && isnan(is));
+      if (tell) CHECK_MSG(good, "token %d, channel %d: %g, want %g", (int)t, i, is, value);
+    }
+    scratch_release(mark);
+  }
+  return good;
+}
+
+/* At most `limit` tokens a call. */
+static void run_exact(cumoe_context context, const char *name, const layer_spec *s, exact_content content,
+                      int64_t limit)
+{
+  static const char *const contents[] = {"codes", "scales", "e8m0"};
+  case_begin("exact %s: %s, %s H %d I %d order %d", contents[content], name,
+             cumoe_dtype_name((cumoe_dtype)s->desc.dtype), s->desc.hidden, s->desc.inter, s->form.gate_order);
+  const layer_inputs all = exact_inputs(s, content);
+  int64_t *order = scratch((size_t)s->tokens, sizeof *order);
+  for (int64_t t = 0; t < s->tokens; t++) order[t] = t;
+  for (int64_t t = 0; t < s->tokens; t += limit) {
+    layer_spec some = *s;
+    layer_outputs got;
+    session run;
+    some.tokens = limit < s->tokens - t ? limit : s->tokens - t;
+    const layer_inputs in = take_tokens(&all, order + t, some.tokens);
+    session_open(&run, context, &some, &in);
+    const cumoe_status status = session_forward(&run);
+    if (status == CUMOE_OK) got = session_collect(&run);
+    session_close(&run);
+    if (!case_served(context, status, "cumoe_moe_forward")) return;
+    if (!check_exactly(&some, &in, &got, true)) break;
+  }
+  case_end();
+}
+
+static layer_spec exact_spec(rng *r, cumoe_format f, int parts, int32_t dtype, exact_content content)
+{
+  static const int32_t longer[] = {96, 160, 288, 128}, shorter[] = {64, 96, 32, 80};
+  layer_spec s = spec_with(r, f, parts, dtype, 0, longer[rng_below(r, 4)], shorter[rng_below(r, 4)]);
+  s.desc.act = CUMOE_ACT_IDENTITY;
+  s.desc.num_experts = 2;
+  s.desc.routing.top_k = 1;
+  if (content == EXACT_E8M0) s.form.gate_order = CUMOE_UNGATED, s.desc.flags |= CUMOE_MOE_UNGATED;
+  s.tokens = 2 * (parts == FORMAT_OF_UP ? s.desc.hidden : s.desc.inter);
+  return s;
+}
+
+/* limit: of tokens a call. */
+static void exact_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
+                        int64_t limit)
+{
+  rng r = {(uint64_t)(which * 8 + parts * 2) + 77};
+  for (exact_content content = EXACT_CODES; content <= EXACT_E8M0; content++) {
+    if (content == EXACT_E8M0 && (f.scale != CUMOE_E8M0 || dtype != CUMOE_BF16)) continue;
+    const layer_spec s = exact_spec(&r, f, parts, dtype, content);
+    run_exact(context, name, &s, content, limit);
+  }
+}
+
+void cases_format_exact(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    for (int which = 0; which < 4; which++) {
+      cumoe_format one = f;
+      const int parts = which % 2 ? FORMAT_OF_DOWN : FORMAT_OF_UP;
+      if (parts == FORMAT_OF_DOWN) one.joined = 0;
+      exact_cases(context, i, name, one, parts, which / 2 ? CUMOE_F16 : CUMOE_BF16, 1 << 20);
+    }
+}
+
 /* ---- a row of the table ---------------------------------------------------------------------------- */
 
 static int parts_of(const cumoe_variant_info *row)
@@ -229,6 +421,16 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   return s;
 }
 
+static void exact_row(cumoe_context context, const cumoe_variant_info *row, int which, const char *name, cumoe_format f,
+                      int32_t dtype)
+{
+  const bool few = !strncmp(row->op, "few", 3);
+  const int parts = parts_of(row);
+  if (parts & FORMAT_OF_UP) exact_cases(context, which, name, f, FORMAT_OF_UP, dtype, few ? row->bm : 1 << 20);
+  f.joined = 0;
+  if (parts & FORMAT_OF_DOWN) exact_cases(context, which, name, f, FORMAT_OF_DOWN, dtype, few ? row->bm : 1 << 20);
+}
+
 void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
 {
   enum { SIZES = 6 };
@@ -237,13 +439,15 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   const bool fp8_adder = oracle_fp8_adder;
   oracle_fp8_adder = !strcmp(row->form, "wgmma") || !strcmp(row->form, "stream");
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
-    for (int type = 0; type < 2; type++)
+    for (int type = 0; type < 2; type++) {
+      const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
+      if (!may_serve(row, &f, dtype)) continue;
       for (int size = 0; size < SIZES; size++) {
         rng r = {(uint64_t)(i * 100 + type * 10 + size) + 1};
-        const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
-        if (!may_serve(row, &f, dtype)) continue;
         const layer_spec s = spec_around(&r, row, f, dtype, size);
         run_format(context, name, parts_of(row), &s);
       }
+      exact_row(context, row, i, name, f, dtype);
+    }
   oracle_fp8_adder = fp8_adder;
 }

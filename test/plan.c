@@ -851,18 +851,18 @@ static const gpu hopper = {90, HOPPER_SMS, 232448};
 /* What a forward brings: every operand as kernels like it best, unless `bits` say otherwise. */
 static layer_call call_for(const cumoe_moe_desc *d, int64_t tokens, int bits)
 {
-  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, !(bits & 2)};
+  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, !(bits & 2)}, scaled = {MAJOR_K, !(bits & 2)};
   return (layer_call){.tokens = tokens,
-                      .up = b,
-                      .down = b,
+                      .up = d->up_format.element ? scaled : b,
+                      .down = d->down_format.element ? scaled : b,
                       .has_router = !(bits & 4),
                       .router_dtype = bits & 8 ? DT_F32 : d->dtype,
                       .router_tmap = !(bits & 8),
                       .has_ids = bits & 4 && bits & 16,
                       .has_select_bias = bits & 32,
                       .has_shared = d->shared_inter != 0,
-                      .shared_up = b,
-                      .shared_down = b,
+                      .shared_up = d->shared_up_format.element ? scaled : b,
+                      .shared_down = d->shared_down_format.element ? scaled : b,
                       .has_shared_gate = d->shared_inter && bits & 64,
                       .shared_gate_dtype = d->dtype};
 }
@@ -906,6 +906,8 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
                         : dense                 ? STAGE_shared_up
                                                 : STAGE_shared_down;
     s[i].tmap = s[i].op == OP_router ? c->router_tmap : c->up.tmap;
+    if (where == STAGE_shared_up || where == STAGE_shared_down)
+      s[i].major = (dense ? &c->shared_up : &c->shared_down)->major;
     if (where == STAGE_COUNT || !there[where]) continue;
     CHECK_MSG(p->steps[where].row == choose(&m, &s[i]), "%s: row %d", stage_name(where), p->steps[where].row);
     CHECK_MSG(p->steps[where].grid == grid_size(&m, &variants[p->steps[where].row], &s[i]), "%s: grid %lld",

@@ -30,7 +30,7 @@ static const operation_cases operations[] = {
     {"elementwise", {cases_elementwise, NULL}},
     {"softmax", {cases_softmax, NULL}},
     {"norm", {cases_norm, NULL}},
-    {"quantize", {cases_format, NULL}},
+    {"quantize", {cases_format, cases_format_exact}},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
