@@ -267,8 +267,8 @@ typedef struct scan_args {
 } scan_args;
 
 /*
- * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h): all
- * of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
+ * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h):
+ * all of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
  * [ceil(out / 8), groups], at to_scale and to_zero. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's
  * codes, n fastest.
  */

@@ -47,7 +47,7 @@ EXACT uint32_t ggml_code(const uint8_t *block, int32_t i, int32_t type)
     const int32_t half = i / 128, quarter = i % 128 / 32, at = i % 32;
     const uint32_t low = block[half * 64 + quarter % 2 * 32 + at] >> quarter / 2 * 4 & 15;
     const uint32_t high = block[128 + half * 32 + at] >> 2 * quarter & 3;
-    return (low | high << 4) - 32u & 255u;
+    return ((low | high << 4) - 32u) & 255u;
   }
   const uint8_t *nibbles = block + (type == GGML_Q4_0 ? 2 : 1);
   return nibbles[i % 16] >> i / 16 * 4 & 15;
@@ -101,7 +101,7 @@ EXACT void repack_zeros(const repack_args *a, repack_unit u, int32_t group)
     const uint32_t stored = a->in_out
                                 ? code_of_word(from + group * a->zero_ld, u.n + i, 8, 4, a->order)
                                 : code_of_word(from + u.n / 8 * a->zero_ld + (int64_t)group * 4, i, 8, 4, a->order);
-    word |= (stored + (uint32_t)a->zero_add & 15) << 4 * i;
+    word |= ((stored + (uint32_t)a->zero_add) & 15) << 4 * i;
   }
   ((uint32_t *)(a->to + u.e * a->to_stride + a->to_zero))[(int64_t)(u.n / 8) * a->groups + group] = word;
 }

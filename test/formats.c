@@ -280,9 +280,12 @@ static void test_equal(cumoe_context context)
     check_same("codes", &codes, &a.host.data);
     check_same("scales", &scale, &a.host.scale);
     check_same("zero points", &zero, &a.host.zero);
-    const size_t bytes = (size_t)a.out * (size_t)a.in / 2;
+    const size_t bytes = (size_t)a.out * (size_t)a.in / 2, scales = (size_t)(scale.rows * scale.cols) * 2,
+                 zeros = (size_t)(zero.rows * zero.cols) * 4;
     for (size_t k = 0; k < bytes; k++)
       if (!CHECK((b.host.data.data[k] ^ b.host.data.data[bytes + k]) == 0xff)) break;
+    CHECK(!memcmp(b.host.scale.data, b.host.scale.data + scales, scales));
+    CHECK(!memcmp(b.host.zero.data, b.host.zero.data + zeros, zeros));
     case_end();
   }
 }

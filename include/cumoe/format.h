@@ -149,8 +149,8 @@ static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 
 /* ---- presets of what cumoe_weights_repack (cumoe/quantize.h) reads ---- */
 
-/* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq, desc_act false): .qweight I32 [K/8, N], .scales F16 [K/group, N],
- * .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, version 2
+/* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq, desc_act false): .qweight I32 [K/8, N], .scales F16
+ * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, version 2
  * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8. */
 static inline cumoe_format cumoe_format_gptq(int32_t group, int32_t version)
 {
@@ -188,7 +188,7 @@ enum { CUMOE_GGML_Q4_0 = 2, CUMOE_GGML_Q8_0 = 8, CUMOE_GGML_Q6_K = 14, CUMOE_GGM
 /* GGUF, OUT_IN: blk.L.ffn_{gate,up,down}_exps.weight, U8 [E * N, bytes of a row], scales inside. */
 static inline cumoe_format cumoe_format_ggml(int32_t type)
 {
-  cumoe_format f = {0};
+  cumoe_format f = cumoe_format_make(CUMOE_ELEMENT_DENSE, 0, 0, (cumoe_dtype)0, CUMOE_ROWS_AS_THEY_ARE);
   f.ggml = type;
   return f;
 }

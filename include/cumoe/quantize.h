@@ -81,8 +81,8 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
  * become codes that bind takes in place, with the same values, exactly. One projection of one expert, as it arrives, or
  * of a stack:
  *
- *   codes  OUT_IN [experts * out, in], IN_OUT [experts * in, out] codes, of which words hold several along the axis that
- *          the format says: GPTQ I32 [in / 8, out], AWQ I32 [in, out / 8], ModelOpt U8 [out / 2, in]; GGUF U8
+ *   codes  OUT_IN [experts * out, in], IN_OUT [experts * in, out] codes, of which words hold several along the axis
+ *          that the format says: GPTQ I32 [in / 8, out], AWQ I32 [in, out / 8], ModelOpt U8 [out / 2, in]; GGUF U8
  *          [experts * out, bytes of a row]
  *   scale  OUT_IN [experts * blocks along out, groups], IN_OUT [experts * groups, out] of the format's scale type; GGUF
  *          absent
@@ -100,7 +100,8 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
  *   Q8_0, Q4_0, MXFP4     S8 and U4 with F16 scales, E2M1 with E8M0, of 32; E8M0 of 255 is NaN then, ggml has 2^127
  *   Q6_K                  S8 with F32 scales of 16
  *
- * Q4_K, Q5_K, Q2_K, Q4_1 have a minimum a block, which no format holds: NOT_SUPPORTED, and so is what bind reads in place.
+ * Q4_K, Q5_K, Q2_K, Q4_1 have a minimum a block, which no format holds: NOT_SUPPORTED, and so is what bind reads in
+ * place.
  */
 typedef struct cumoe_repack_args {
   uint32_t size;       /* sizeof(cumoe_repack_args) */
