@@ -236,7 +236,8 @@ static unsigned code_of_one(const cumoe_format *f, unsigned taken)
 static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, unsigned taken)
 {
   const cumoe_format *f = at->format;
-  unsigned code = (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
+  unsigned code =
+      (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
   if (content != EXACT_CODES) return code_of_one(f, taken);
   return isnan(element_value(f->element, code)) ? 0x80 : code;
 }
@@ -385,6 +386,118 @@ void cases_format_exact(cumoe_context context)
     }
 }
 
+/* ---- odd values ------------------------------------------------------------------------------------ */
+
+/* What is changed of a random layer. */
+typedef enum odd_value {
+  ODD_NAN_CODE,  /* one weight of expert 1 is NaN */
+  ODD_NAN_SCALE, /* one scale of expert 1 */
+  ODD_DEAD,      /* all scales of expert 1 are tiny: nothing of it may become NaN */
+  ODD_ZERO,      /* its codes are 0, as are its scales where a scale can be */
+  ODD_TOKENS,    /* tokens of zeros, of tiny and of huge numbers, a NaN */
+  ODD_COUNT
+} odd_value;
+
+static double odd_scale(const cumoe_format *f, odd_value odd)
+{
+  switch ((cumoe_dtype)f->scale) {
+  case CUMOE_E8M0: return odd == ODD_NAN_SCALE ? 255 : 4;
+  case CUMOE_E4M3: return odd == ODD_NAN_SCALE ? 0x7f : odd == ODD_ZERO ? 0 : 1;
+  default: return odd == ODD_NAN_SCALE ? NAN : odd == ODD_ZERO ? 0 : f->scale == CUMOE_F16 ? 6e-8 : 1e-30;
+  }
+}
+
+static void set_odd_channel(const channel_place *at, odd_value odd)
+{
+  const cumoe_format *f = at->format;
+  const bool one = at->channel == at->outs / 3;
+  if (odd == ODD_NAN_CODE && one) code_set(at, at->ins / 2, 0xff);
+  if (odd == ODD_NAN_SCALE && one) scale_set(at, at->ins / 2, odd_scale(f, odd));
+  for (int64_t in = 0; in < at->ins && (odd == ODD_DEAD || odd == ODD_ZERO); in++) {
+    scale_set(at, in, odd_scale(f, odd));
+    if (odd == ODD_ZERO) code_set(at, in, 0);
+  }
+}
+
+static void set_odd_weights(host_weights *w, odd_value odd)
+{
+  for (int part = 0; part < 3; part++)
+    for (int64_t out = 0; out < (part == PLAIN_DOWN ? w->hidden : w->inter); out++) {
+      if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
+      const channel_place at = oracle_channel(w, part, 1, out);
+      if (!format_is_dense(at.format)) set_odd_channel(&at, odd);
+    }
+  oracle_prepare(w);
+}
+
+/* Rows whose largest magnitude is at an end of what makes a scale. In f16 1e-10 is 0. */
+static void set_odd_tokens(const layer_spec *s, tensor *x)
+{
+  const bool half = s->desc.dtype == CUMOE_F16;
+  const double most[] = {0, 1e-38, 1e-10, 448 * (1 + 0x1p-7), 448, 448 * (1 - 0x1p-8), half ? 6e4 : 1e30, NAN};
+  for (int64_t t = 0; t < x->rows; t++)
+    for (int64_t i = 0; i < x->cols; i++) {
+      const double value = most[t % 8], is = tensor_get(x, t, i);
+      if (t % 8 == 7)
+        tensor_set(x, t, i, i == x->cols / 2 ? NAN : is);
+      else if (t % 8 == 6)
+        tensor_set(x, t, i, i == x->cols / 3 ? value : is); /* one alone: sums stay finite */
+      else
+        tensor_set(x, t, i, i % 7 == 3 ? -value : value * is / 8);
+    }
+}
+
+static void run_odd(cumoe_context context, const char *name, const layer_spec *s, odd_value odd)
+{
+  static const char *const odds[] = {"NaN code", "NaN scale", "dead expert", "zeros", "odd tokens"};
+  layer_outputs got[PASSES];
+  case_begin("%s: %s, %s T %d H %d I %d order %d", odds[odd], name, cumoe_dtype_name((cumoe_dtype)s->desc.dtype),
+             (int)s->tokens, s->desc.hidden, s->desc.inter, s->form.gate_order);
+  layer_inputs in = layer_inputs_new(s);
+  if (odd == ODD_TOKENS)
+    set_odd_tokens(s, &in.x);
+  else
+    set_odd_weights(&in.routed, odd);
+  for (int pass = 0; pass < PASSES; pass++) {
+    session run;
+    set_poison(pass);
+    session_open(&run, context, s, &in);
+    const cumoe_status status = session_forward(&run);
+    if (status == CUMOE_OK) got[pass] = session_collect(&run);
+    session_close(&run);
+    if (!case_served(context, status, "cumoe_moe_forward")) return;
+  }
+  check_outputs_same(&got[0], &got[1]);
+  check_layer(s, &in, &got[0]);
+  case_end();
+}
+
+static void odd_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
+                      int64_t tokens)
+{
+  if (parts != FORMAT_OF_UP) f.joined = 0;
+  for (odd_value odd = 0; odd < ODD_COUNT; odd++) {
+    rng r = {(uint64_t)(which * 5 + (int)odd) + 11};
+    if (odd == ODD_NAN_CODE && f.element != CUMOE_ELEMENT_E4M3) continue;
+    layer_spec s = spec_with(&r, f, parts, dtype, tokens, 160, 96);
+    s.desc.num_experts = 4;
+    s.desc.routing.top_k = 1;
+    s.desc.act = CUMOE_ACT_IDENTITY;
+    s.form.gate_order = CUMOE_UNGATED;
+    s.desc.flags |= CUMOE_MOE_UNGATED;
+    s.pattern = PATTERN_ROUND_ROBIN;
+    run_odd(context, name, &s, odd);
+  }
+}
+
+void cases_format_odd(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    odd_cases(context, i, name, f, i % 3 + 1, i % 2 ? CUMOE_F16 : CUMOE_BF16, 19);
+}
+
 /* ---- a row of the table ---------------------------------------------------------------------------- */
 
 static int parts_of(const cumoe_variant_info *row)
@@ -426,6 +539,7 @@ static void exact_row(cumoe_context context, const cumoe_variant_info *row, int 
 {
   const bool few = !strncmp(row->op, "few", 3);
   const int parts = parts_of(row);
+  odd_cases(context, which, name, f, parts, dtype, few && row->bm < 19 ? row->bm : 19);
   if (parts & FORMAT_OF_UP) exact_cases(context, which, name, f, FORMAT_OF_UP, dtype, few ? row->bm : 1 << 20);
   f.joined = 0;
   if (parts & FORMAT_OF_DOWN) exact_cases(context, which, name, f, FORMAT_OF_DOWN, dtype, few ? row->bm : 1 << 20);
