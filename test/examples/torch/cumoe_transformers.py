@@ -73,7 +73,7 @@ def gate_of(module):
 
 
 def format_of(module, name, halves):
-    """Of FP8Experts' weights: fp8 in blocks or with a scale a matrix, or fp4 as mxfp4. None: not quantised."""
+    """Of weights of FP8Experts, or of take_mxfp4: fp8 in blocks or with a scale a matrix, or mxfp4. None: dense."""
     weight, scale = getattr(module, name), getattr(module, name + "_scale_inv", None)
     if scale is None:
         return None
@@ -81,7 +81,7 @@ def format_of(module, name, halves):
         raise NotImplementedError("cumoe takes one static scale for all experts, transformers has one for each")
     if weight.element_size() > 1:
         return None
-    if weight.dtype == torch.int8:
+    if weight.dtype in (torch.int8, torch.uint8):
         return cumoe.mxfp4()
     if module.block_size is None:
         return cumoe.fp8_tensor()
@@ -138,6 +138,24 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
     x = hidden_states if weights[0].element_size() == 1 else hidden_states.to(weights[0].dtype)
     out = torch.ops.cumoe.forward(x, [top_k_index, top_k_weights.float()], weights, text)
     return out.to(hidden_states.dtype)
+
+
+def take_mxfp4(model, tensors):
+    """Gives gpt-oss's experts the 4-bit weights of its checkpoint, in place of bf16: tensors[name], as safetensors
+    holds them, for "model.layers.0.mlp.experts.gate_up_proj_blocks", _scales, _bias, "down_proj_blocks" ..."""
+    for name, module in model.named_modules():
+        if not name.endswith(".mlp.experts"):
+            continue
+        place = module.down_proj.device
+        for projection in ("gate_up_proj", "down_proj"):
+            codes, scale, bias = (tensors[f"{name}.{projection}_{part}"].to(place)
+                                  for part in ("blocks", "scales", "bias"))
+            setattr(module, projection, torch.nn.Parameter(codes.flatten(-2), requires_grad=False))
+            setattr(module, projection + "_scale_inv", torch.nn.Parameter(scale, requires_grad=False))
+            getattr(module, projection + "_bias").data = bias
+        module.is_transposed = False  # codes lie [E, out, in]
+        module.cumoe_prepared = {}
+    model.set_experts_implementation("cumoe")
 
 
 ExpertsInterface.register("cumoe", experts_forward)

@@ -502,6 +502,26 @@ def fp8_experts():
 
 
 @torch.no_grad()
+def mxfp4_model(cumoe_transformers):
+    """gpt-oss with the weights of a checkpoint in 4 bits, against the same numbers in bf16."""
+    model, tensors = tiny_model("gpt_oss").bfloat16(), {}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for projection in ("gate_up_proj", "down_proj"):
+            weight, full = getattr(module, projection), f"{name}.{projection}"
+            codes, scale, values = fp4(weight.mT.shape, 32, "cpu")
+            weight.copy_(values.mT)
+            tensors[full + "_blocks"] = codes.unflatten(-1, (-1, 16))
+            tensors[full + "_scales"], tensors[full + "_bias"] = scale, getattr(module, projection + "_bias").clone()
+    ids = torch.randint(0, 128, (1, 9))
+    model.set_experts_implementation("cumoe")
+    want = model(ids, use_cache=False).logits
+    cumoe_transformers.take_mxfp4(model, tensors)
+    close("gpt_oss with its checkpoint's 4 bits", model(ids, use_cache=False).logits, want, 1e-3)
+
+
+@torch.no_grad()
 def fill(module, name):
     """Random codes and scales; what they mean."""
     codes, scale = getattr(module, name), getattr(module, name + "_scale_inv")
@@ -537,6 +557,7 @@ def transformers_experts():
         return case("transformers", "skip", str(error))
     transformers.logging.set_verbosity_error()
     fp8_experts()
+    mxfp4_model(cumoe_transformers)
     gate = types.SimpleNamespace(has_gate=True, limit=2.0, _apply_gate=lambda v: (
         F.silu(v.chunk(2, -1)[0]).clamp(max=2.0) * v.chunk(2, -1)[1]))
     refused("a gate that cumoe does not have", NotImplementedError, "no gate like",
