@@ -386,6 +386,104 @@ void cases_format_exact(cumoe_context context)
     }
 }
 
+/* ---- wrong formats are seen ------------------------------------------------------------------------ */
+
+/* One member that a preset may have wrong; false: it means nothing to this format. */
+static bool set_wrong(cumoe_format *f, int which)
+{
+  const bool u4 = f->element == CUMOE_ELEMENT_U4, s8 = f->element == CUMOE_ELEMENT_S8 || f->element == CUMOE_ELEMENT_U8;
+  switch (which) {
+  case 0: return u4 && (f->offset = f->offset ? f->offset - 1 : 1, true);
+  case 1: return f->zero && (f->zero_add += 1, true);
+  case 2: return f->global && (f->global = CUMOE_GLOBAL_TIMES + CUMOE_GLOBAL_OVER - f->global, true);
+  case 3: return f->origin[1] && (f->origin[1] = 0, true);
+  case 4: return f->origin[0] && (f->origin[0] = 0, true);
+  case 5:
+    return s8 && (f->element = CUMOE_ELEMENT_S8 + CUMOE_ELEMENT_U8 - f->element, f->offset = 128 - f->offset, true);
+  case 6: return u4 && !f->zero && f->offset == 8 && (f->element = CUMOE_ELEMENT_S4, f->offset = 0, true);
+  case 7: return f->joined && f->block[0] && (f->joined = 0, true);
+  default:
+    return f->block[1] > 32 && f->block[1] <= 128 && (f->block[1] *= 2, true); /* group 64 read with a literal 128 */
+  }
+}
+enum { WRONG_FORMATS = 9 };
+
+/* The order of nibbles, which no member tells: they are exchanged in memory. */
+static void swap_nibbles(tensor *t)
+{
+  const size_t bytes = (size_t)(t->rows * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  *t = tensor_copy(t);
+  for (size_t i = 0; i < bytes; i++) t->data[i] = (unsigned char)(t->data[i] << 4 | t->data[i] >> 4);
+}
+
+/* Scales of the transposed place. */
+static void transpose_scales(host_projection *p, int64_t experts)
+{
+  const tensor from = p->scale;
+  const int64_t rows = from.rows / experts, size = rows < from.cols ? rows : from.cols;
+  p->scale = tensor_copy(&from);
+  for (int64_t e = 0; e < experts; e++)
+    for (int64_t n = 0; n < size; n++)
+      for (int64_t k = 0; k < size; k++) tensor_set(&p->scale, e * rows + n, k, tensor_get(&from, e * rows + k, n));
+}
+
+/* The right answer of either content is not that of weights that are read wrongly. */
+static void check_seen(const char *name, const layer_spec *s, const layer_outputs *right, const layer_inputs *in,
+                       const host_weights *wrong, const char *how, int which)
+{
+  bool seen = false;
+  for (exact_content content = EXACT_CODES; content <= EXACT_SCALES; content++) {
+    layer_inputs other = in[content];
+    other.routed = wrong[content];
+    oracle_prepare(&other.routed);
+    seen |= !check_exactly(s, &other, &right[content], false);
+  }
+  CHECK_MSG(seen, "%s: %s %d gives the same results", name, how, which);
+}
+
+static void run_control(cumoe_context context, const char *name, const layer_spec *s)
+{
+  layer_inputs in[2];
+  layer_outputs right[2];
+  host_weights wrong[2];
+  for (exact_content content = EXACT_CODES; content <= EXACT_SCALES; content++) {
+    in[content] = exact_inputs(s, content);
+    right[content] = run_layer(context, s, &in[content]);
+  }
+  for (int i = 0; i < WRONG_FORMATS; i++) {
+    cumoe_format f = s->desc.down_format;
+    if (!set_wrong(&f, i)) continue;
+    for (int c = 0; c < 2; c++) wrong[c] = in[c].routed, wrong[c].down_format = f;
+    check_seen(name, s, right, in, wrong, "wrong member", i);
+  }
+  for (int c = 0; c < 2; c++) wrong[c] = in[c].routed;
+  if (format_code_bits(&s->desc.down_format) == 4) {
+    for (int c = 0; c < 2; c++) swap_nibbles(&wrong[c].down.data);
+    check_seen(name, s, right, in, wrong, "exchanged nibbles", 0);
+    for (int c = 0; c < 2; c++) wrong[c] = in[c].routed;
+  }
+  if (wrong[0].down.scale.cols < 2 || wrong[0].down.scale.rows < 2 * wrong[0].experts) return;
+  for (int c = 0; c < 2; c++) transpose_scales(&wrong[c].down, wrong[c].experts);
+  check_seen(name, s, right, in, wrong, "transposed scales", 0);
+}
+
+void cases_format_controls(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++) {
+    rng r = {(uint64_t)i};
+    f.joined = 0;
+    layer_spec s = spec_with(&r, f, FORMAT_OF_DOWN, CUMOE_BF16, 2 * 160, 160, 160);
+    s.desc.act = CUMOE_ACT_IDENTITY;
+    s.desc.num_experts = 2;
+    s.desc.routing.top_k = 1;
+    case_begin("wrong formats: %s", name);
+    run_control(context, name, &s);
+    case_end();
+  }
+}
+
 /* ---- odd values ------------------------------------------------------------------------------------ */
 
 /* What is changed of a random layer. */
