@@ -23,6 +23,7 @@ typedef enum form {
   FORM_dot,     /* router: few tokens, a dot product an expert */
   FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */
   FORM_ntile,   /* GEMM on tensor cores, N-major weights */
+  FORM_unpack,  /* GEMM on tensor cores, K-major weights with scales */
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
