@@ -354,6 +354,7 @@ static layer_spec exact_spec(rng *r, cumoe_format f, int parts, int32_t dtype, e
   static const int32_t longer[] = {96, 160, 288, 128}, shorter[] = {64, 96, 32, 80};
   layer_spec s = spec_with(r, f, parts, dtype, 0, longer[rng_below(r, 4)], shorter[rng_below(r, 4)]);
   s.desc.act = CUMOE_ACT_IDENTITY;
+  s.form.bias = 0;
   s.desc.num_experts = 2;
   s.desc.routing.top_k = 1;
   if (content == EXACT_E8M0) s.form.gate_order = CUMOE_UNGATED, s.desc.flags |= CUMOE_MOE_UNGATED;
@@ -476,6 +477,7 @@ void cases_format_controls(cumoe_context context)
     f.joined = 0;
     layer_spec s = spec_with(&r, f, FORMAT_OF_DOWN, CUMOE_BF16, 2 * 160, 160, 160);
     s.desc.act = CUMOE_ACT_IDENTITY;
+    s.form.bias = 0;
     s.desc.num_experts = 2;
     s.desc.routing.top_k = 1;
     case_begin("wrong formats: %s", name);
@@ -598,8 +600,9 @@ void cases_format_odd(cumoe_context context)
 
 /* ---- a row of the table ---------------------------------------------------------------------------- */
 
-static int parts_of(const cumoe_variant_info *row)
+static int parts_of(const cumoe_variant_info *row, int size)
 {
+  if (!strcmp(row->op, "quantize")) return size % 2 ? FORMAT_OF_UP : FORMAT_OF_DOWN; /* x; h */
   return !strcmp(row->op, "up") ? FORMAT_OF_UP : !strcmp(row->op, "down") ? FORMAT_OF_DOWN : FORMAT_OF_BOTH;
 }
 
@@ -623,8 +626,8 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   const int64_t other = size % 2 ? widths[rng_below(r, 8)] : bn * (1 + rng_below(r, 2)) + 16 * (rng_below(r, 3) - 1),
                 reduced = widths[(size + rng_below(r, 3)) % 8];
   const int64_t t = few ? few_tokens[size] : tokens[size];
-  const bool up = parts_of(row) != FORMAT_OF_DOWN;
-  layer_spec s = spec_with(r, f, parts_of(row), dtype, t, up ? reduced : other, up ? other : reduced);
+  const bool up = parts_of(row, size) != FORMAT_OF_DOWN;
+  layer_spec s = spec_with(r, f, parts_of(row, size), dtype, t, up ? reduced : other, up ? other : reduced);
   s.desc.num_experts = 5;
   s.desc.routing.top_k = size % 3 == 2 ? 3 : 1;
   s.pattern = size < 3 ? PATTERN_LAST : size == 3 ? PATTERN_ZIPF : size == 4 ? PATTERN_HOSTILE : PATTERN_UNIFORM;
@@ -636,8 +639,10 @@ static void exact_row(cumoe_context context, const cumoe_variant_info *row, int 
                       int32_t dtype)
 {
   const bool few = !strncmp(row->op, "few", 3);
-  const int parts = parts_of(row);
-  odd_cases(context, which, name, f, parts, dtype, few && row->bm < 19 ? row->bm : 19);
+  const bool quantize = !strcmp(row->op, "quantize");
+  const int parts = quantize ? FORMAT_OF_BOTH : parts_of(row, 0);
+  odd_cases(context, which, name, f, quantize ? parts_of(row, which) : parts, dtype,
+            few && row->bm < 19 ? row->bm : 19);
   if (parts & FORMAT_OF_UP) exact_cases(context, which, name, f, FORMAT_OF_UP, dtype, few ? row->bm : 1 << 20);
   f.joined = 0;
   if (parts & FORMAT_OF_DOWN) exact_cases(context, which, name, f, FORMAT_OF_DOWN, dtype, few ? row->bm : 1 << 20);
@@ -649,7 +654,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   cumoe_format f;
   const char *name;
   const bool fp8_adder = oracle_fp8_adder;
-  oracle_fp8_adder = !strcmp(row->form, "wgmma") || !strcmp(row->form, "stream");
+  oracle_fp8_adder = on_device(context) && strcmp(row->form, "unpack") && strncmp(row->op, "few", 3);
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
       const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
@@ -657,7 +662,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
       for (int size = 0; size < SIZES; size++) {
         rng r = {(uint64_t)(i * 100 + type * 10 + size) + 1};
         const layer_spec s = spec_around(&r, row, f, dtype, size);
-        run_format(context, name, parts_of(row), &s);
+        run_format(context, name, parts_of(row, size), &s);
       }
       exact_row(context, row, i, name, f, dtype);
     }
