@@ -89,6 +89,12 @@ static op_shape shape_of_scan(operation op, const void *args)
   return (op_shape){.op = op, .tokens = (int64_t)a->experts * a->halves * a->n};
 }
 
+static op_shape shape_of_repack(operation op, const void *args)
+{
+  const repack_args *a = args;
+  return (op_shape){.op = op, .tokens = (int64_t)a->experts * a->out * (a->in / REPACK_CELL(a))};
+}
+
 /* Of the operations of ops.h, `tokens` counts what grids are made of: units, rows, or blocks of rows. */
 static op_shape shape_of_elementwise(operation op, const void *args)
 {

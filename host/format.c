@@ -167,6 +167,8 @@ static cumoe_status check_rows(const char *name, const cumoe_format *f)
 cumoe_status check_format(const char *name, const cumoe_format *f, int64_t in, int32_t dtype, format_use use)
 {
   TRY(check_reserved(name, f));
+  REQUIRE(f->ggml == 0, CUMOE_ERR_LAYOUT, "%s.ggml is %d: blocks of GGUF are read after cumoe_weights_repack only",
+          name, (int)f->ggml);
   if (is_dense(f)) return check_dense_format(name, f);
   REQUIRE(f->element >= CUMOE_ELEMENT_DENSE && f->element <= CUMOE_ELEMENT_S4, CUMOE_ERR_INVALID_ARGUMENT,
           "%s.element is %d, not a cumoe_element", name, (int)f->element);
