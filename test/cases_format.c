@@ -236,7 +236,8 @@ static unsigned code_of_one(const cumoe_format *f, unsigned taken)
 static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, unsigned taken)
 {
   const cumoe_format *f = at->format;
-  unsigned code = (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
+  unsigned code =
+      (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
   if (content != EXACT_CODES) return code_of_one(f, taken);
   return isnan(element_value(f->element, code)) ? 0x80 : code;
 }
@@ -353,6 +354,7 @@ static layer_spec exact_spec(rng *r, cumoe_format f, int parts, int32_t dtype, e
   static const int32_t longer[] = {96, 160, 288, 128}, shorter[] = {64, 96, 32, 80};
   layer_spec s = spec_with(r, f, parts, dtype, 0, longer[rng_below(r, 4)], shorter[rng_below(r, 4)]);
   s.desc.act = CUMOE_ACT_IDENTITY;
+  s.form.bias = 0;
   s.desc.num_experts = 2;
   s.desc.routing.top_k = 1;
   if (content == EXACT_E8M0) s.form.gate_order = CUMOE_UNGATED, s.desc.flags |= CUMOE_MOE_UNGATED;
@@ -385,10 +387,222 @@ void cases_format_exact(cumoe_context context)
     }
 }
 
+/* ---- wrong formats are seen ------------------------------------------------------------------------ */
+
+/* One member that a preset may have wrong; false: it means nothing to this format. */
+static bool set_wrong(cumoe_format *f, int which)
+{
+  const bool u4 = f->element == CUMOE_ELEMENT_U4, s8 = f->element == CUMOE_ELEMENT_S8 || f->element == CUMOE_ELEMENT_U8;
+  switch (which) {
+  case 0: return u4 && (f->offset = f->offset ? f->offset - 1 : 1, true);
+  case 1: return f->zero && (f->zero_add += 1, true);
+  case 2: return f->global && (f->global = CUMOE_GLOBAL_TIMES + CUMOE_GLOBAL_OVER - f->global, true);
+  case 3: return f->origin[1] && (f->origin[1] = 0, true);
+  case 4: return f->origin[0] && (f->origin[0] = 0, true);
+  case 5:
+    return s8 && (f->element = CUMOE_ELEMENT_S8 + CUMOE_ELEMENT_U8 - f->element, f->offset = 128 - f->offset, true);
+  case 6: return u4 && !f->zero && f->offset == 8 && (f->element = CUMOE_ELEMENT_S4, f->offset = 0, true);
+  case 7: return f->joined && f->block[0] && (f->joined = 0, true);
+  default:
+    return f->block[1] > 32 && f->block[1] <= 128 && (f->block[1] *= 2, true); /* group 64 read with a literal 128 */
+  }
+}
+enum { WRONG_FORMATS = 9 };
+
+/* The order of nibbles, which no member tells: they are exchanged in memory. */
+static void swap_nibbles(tensor *t)
+{
+  const size_t bytes = (size_t)(t->rows * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  *t = tensor_copy(t);
+  for (size_t i = 0; i < bytes; i++) t->data[i] = (unsigned char)(t->data[i] << 4 | t->data[i] >> 4);
+}
+
+/* Scales of the transposed place. */
+static void transpose_scales(host_projection *p, int64_t experts)
+{
+  const tensor from = p->scale;
+  const int64_t rows = from.rows / experts, size = rows < from.cols ? rows : from.cols;
+  p->scale = tensor_copy(&from);
+  for (int64_t e = 0; e < experts; e++)
+    for (int64_t n = 0; n < size; n++)
+      for (int64_t k = 0; k < size; k++) tensor_set(&p->scale, e * rows + n, k, tensor_get(&from, e * rows + k, n));
+}
+
+/* The right answer of either content is not that of weights that are read wrongly. */
+static void check_seen(const char *name, const layer_spec *s, const layer_outputs *right, const layer_inputs *in,
+                       const host_weights *wrong, const char *how, int which)
+{
+  bool seen = false;
+  for (exact_content content = EXACT_CODES; content <= EXACT_SCALES; content++) {
+    layer_inputs other = in[content];
+    other.routed = wrong[content];
+    oracle_prepare(&other.routed);
+    seen |= !check_exactly(s, &other, &right[content], false);
+  }
+  CHECK_MSG(seen, "%s: %s %d gives the same results", name, how, which);
+}
+
+static void run_control(cumoe_context context, const char *name, const layer_spec *s)
+{
+  layer_inputs in[2];
+  layer_outputs right[2];
+  host_weights wrong[2];
+  for (exact_content content = EXACT_CODES; content <= EXACT_SCALES; content++) {
+    in[content] = exact_inputs(s, content);
+    right[content] = run_layer(context, s, &in[content]);
+  }
+  for (int i = 0; i < WRONG_FORMATS; i++) {
+    cumoe_format f = s->desc.down_format;
+    if (!set_wrong(&f, i)) continue;
+    for (int c = 0; c < 2; c++) wrong[c] = in[c].routed, wrong[c].down_format = f;
+    check_seen(name, s, right, in, wrong, "wrong member", i);
+  }
+  for (int c = 0; c < 2; c++) wrong[c] = in[c].routed;
+  if (format_code_bits(&s->desc.down_format) == 4) {
+    for (int c = 0; c < 2; c++) swap_nibbles(&wrong[c].down.data);
+    check_seen(name, s, right, in, wrong, "exchanged nibbles", 0);
+    for (int c = 0; c < 2; c++) wrong[c] = in[c].routed;
+  }
+  if (wrong[0].down.scale.cols < 2 || wrong[0].down.scale.rows < 2 * wrong[0].experts) return;
+  for (int c = 0; c < 2; c++) transpose_scales(&wrong[c].down, wrong[c].experts);
+  check_seen(name, s, right, in, wrong, "transposed scales", 0);
+}
+
+void cases_format_controls(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++) {
+    rng r = {(uint64_t)i};
+    f.joined = 0;
+    layer_spec s = spec_with(&r, f, FORMAT_OF_DOWN, CUMOE_BF16, 2 * 160, 160, 160);
+    s.desc.act = CUMOE_ACT_IDENTITY;
+    s.form.bias = 0;
+    s.desc.num_experts = 2;
+    s.desc.routing.top_k = 1;
+    case_begin("wrong formats: %s", name);
+    run_control(context, name, &s);
+    case_end();
+  }
+}
+
+/* ---- odd values ------------------------------------------------------------------------------------ */
+
+/* What is changed of a random layer. */
+typedef enum odd_value {
+  ODD_NAN_CODE,  /* one weight of expert 1 is NaN */
+  ODD_NAN_SCALE, /* one scale of expert 1 */
+  ODD_DEAD,      /* all scales of expert 1 are tiny: nothing of it may become NaN */
+  ODD_ZERO,      /* its codes are 0, as are its scales where a scale can be */
+  ODD_TOKENS,    /* tokens of zeros, of tiny and of huge numbers, a NaN */
+  ODD_COUNT
+} odd_value;
+
+static double odd_scale(const cumoe_format *f, odd_value odd)
+{
+  switch ((cumoe_dtype)f->scale) {
+  case CUMOE_E8M0: return odd == ODD_NAN_SCALE ? 255 : 4;
+  case CUMOE_E4M3: return odd == ODD_NAN_SCALE ? 0x7f : odd == ODD_ZERO ? 0 : 1;
+  default: return odd == ODD_NAN_SCALE ? NAN : odd == ODD_ZERO ? 0 : f->scale == CUMOE_F16 ? 6e-8 : 1e-30;
+  }
+}
+
+static void set_odd_channel(const channel_place *at, odd_value odd)
+{
+  const cumoe_format *f = at->format;
+  const bool one = at->channel == at->outs / 3;
+  if (odd == ODD_NAN_CODE && one) code_set(at, at->ins / 2, 0xff);
+  if (odd == ODD_NAN_SCALE && one) scale_set(at, at->ins / 2, odd_scale(f, odd));
+  for (int64_t in = 0; in < at->ins && (odd == ODD_DEAD || odd == ODD_ZERO); in++) {
+    scale_set(at, in, odd_scale(f, odd));
+    if (odd == ODD_ZERO) code_set(at, in, 0);
+  }
+}
+
+static void set_odd_weights(host_weights *w, odd_value odd)
+{
+  for (int part = 0; part < 3; part++)
+    for (int64_t out = 0; out < (part == PLAIN_DOWN ? w->hidden : w->inter); out++) {
+      if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
+      const channel_place at = oracle_channel(w, part, 1, out);
+      if (!format_is_dense(at.format)) set_odd_channel(&at, odd);
+    }
+  oracle_prepare(w);
+}
+
+/* Rows whose largest magnitude is at an end of what makes a scale. In f16 1e-10 is 0. */
+static void set_odd_tokens(const layer_spec *s, tensor *x)
+{
+  const bool half = s->desc.dtype == CUMOE_F16;
+  const double most[] = {0, 1e-38, 1e-10, 448 * (1 + 0x1p-7), 448, 448 * (1 - 0x1p-8), half ? 6e4 : 1e30, NAN};
+  for (int64_t t = 0; t < x->rows; t++)
+    for (int64_t i = 0; i < x->cols; i++) {
+      const double value = most[t % 8], is = tensor_get(x, t, i);
+      if (t % 8 == 7)
+        tensor_set(x, t, i, i == x->cols / 2 ? NAN : is);
+      else if (t % 8 == 6)
+        tensor_set(x, t, i, i == x->cols / 3 ? value : is); /* one alone: sums stay finite */
+      else
+        tensor_set(x, t, i, i % 7 == 3 ? -value : value * is / 8);
+    }
+}
+
+static void run_odd(cumoe_context context, const char *name, const layer_spec *s, odd_value odd)
+{
+  static const char *const odds[] = {"NaN code", "NaN scale", "dead expert", "zeros", "odd tokens"};
+  layer_outputs got[PASSES];
+  case_begin("%s: %s, %s T %d H %d I %d order %d", odds[odd], name, cumoe_dtype_name((cumoe_dtype)s->desc.dtype),
+             (int)s->tokens, s->desc.hidden, s->desc.inter, s->form.gate_order);
+  layer_inputs in = layer_inputs_new(s);
+  if (odd == ODD_TOKENS)
+    set_odd_tokens(s, &in.x);
+  else
+    set_odd_weights(&in.routed, odd);
+  for (int pass = 0; pass < PASSES; pass++) {
+    session run;
+    set_poison(pass);
+    session_open(&run, context, s, &in);
+    const cumoe_status status = session_forward(&run);
+    if (status == CUMOE_OK) got[pass] = session_collect(&run);
+    session_close(&run);
+    if (!case_served(context, status, "cumoe_moe_forward")) return;
+  }
+  check_outputs_same(&got[0], &got[1]);
+  check_layer(s, &in, &got[0]);
+  case_end();
+}
+
+static void odd_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
+                      int64_t tokens)
+{
+  if (parts != FORMAT_OF_UP) f.joined = 0;
+  for (odd_value odd = 0; odd < ODD_COUNT; odd++) {
+    rng r = {(uint64_t)(which * 5 + (int)odd) + 11};
+    if (odd == ODD_NAN_CODE && f.element != CUMOE_ELEMENT_E4M3) continue;
+    layer_spec s = spec_with(&r, f, parts, dtype, tokens, 160, 96);
+    s.desc.num_experts = 4;
+    s.desc.routing.top_k = 1;
+    s.desc.act = CUMOE_ACT_IDENTITY;
+    s.form.gate_order = CUMOE_UNGATED;
+    s.desc.flags |= CUMOE_MOE_UNGATED;
+    s.pattern = PATTERN_ROUND_ROBIN;
+    run_odd(context, name, &s, odd);
+  }
+}
+
+void cases_format_odd(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    odd_cases(context, i, name, f, i % 3 + 1, i % 2 ? CUMOE_F16 : CUMOE_BF16, 19);
+}
+
 /* ---- a row of the table ---------------------------------------------------------------------------- */
 
-static int parts_of(const cumoe_variant_info *row)
+static int parts_of(const cumoe_variant_info *row, int size)
 {
+  if (!strcmp(row->op, "quantize")) return size % 2 ? FORMAT_OF_UP : FORMAT_OF_DOWN; /* x; h */
   return !strcmp(row->op, "up") ? FORMAT_OF_UP : !strcmp(row->op, "down") ? FORMAT_OF_DOWN : FORMAT_OF_BOTH;
 }
 
@@ -412,8 +626,8 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   const int64_t other = size % 2 ? widths[rng_below(r, 8)] : bn * (1 + rng_below(r, 2)) + 16 * (rng_below(r, 3) - 1),
                 reduced = widths[(size + rng_below(r, 3)) % 8];
   const int64_t t = few ? few_tokens[size] : tokens[size];
-  const bool up = parts_of(row) != FORMAT_OF_DOWN;
-  layer_spec s = spec_with(r, f, parts_of(row), dtype, t, up ? reduced : other, up ? other : reduced);
+  const bool up = parts_of(row, size) != FORMAT_OF_DOWN;
+  layer_spec s = spec_with(r, f, parts_of(row, size), dtype, t, up ? reduced : other, up ? other : reduced);
   s.desc.num_experts = 5;
   s.desc.routing.top_k = size % 3 == 2 ? 3 : 1;
   s.pattern = size < 3 ? PATTERN_LAST : size == 3 ? PATTERN_ZIPF : size == 4 ? PATTERN_HOSTILE : PATTERN_UNIFORM;
@@ -425,7 +639,10 @@ static void exact_row(cumoe_context context, const cumoe_variant_info *row, int 
                       int32_t dtype)
 {
   const bool few = !strncmp(row->op, "few", 3);
-  const int parts = parts_of(row);
+  const bool quantize = !strcmp(row->op, "quantize");
+  const int parts = quantize ? FORMAT_OF_BOTH : parts_of(row, 0);
+  odd_cases(context, which, name, f, quantize ? parts_of(row, which) : parts, dtype,
+            few && row->bm < 19 ? row->bm : 19);
   if (parts & FORMAT_OF_UP) exact_cases(context, which, name, f, FORMAT_OF_UP, dtype, few ? row->bm : 1 << 20);
   f.joined = 0;
   if (parts & FORMAT_OF_DOWN) exact_cases(context, which, name, f, FORMAT_OF_DOWN, dtype, few ? row->bm : 1 << 20);
@@ -437,7 +654,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   cumoe_format f;
   const char *name;
   const bool fp8_adder = oracle_fp8_adder;
-  oracle_fp8_adder = !strcmp(row->form, "wgmma") || !strcmp(row->form, "stream");
+  oracle_fp8_adder = on_device(context) && strcmp(row->form, "unpack") && strncmp(row->op, "few", 3);
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
       const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
@@ -445,7 +662,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
       for (int size = 0; size < SIZES; size++) {
         rng r = {(uint64_t)(i * 100 + type * 10 + size) + 1};
         const layer_spec s = spec_around(&r, row, f, dtype, size);
-        run_format(context, name, parts_of(row), &s);
+        run_format(context, name, parts_of(row, size), &s);
       }
       exact_row(context, row, i, name, f, dtype);
     }
