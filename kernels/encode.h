@@ -33,7 +33,7 @@ EXACT float exact_from_f16(uint16_t h)
 
 #define ENCODE_LARGEST 3.40282347e38f /* f32's */
 
-/* Of the weights of a block: low <= 0 <= high, both finite; infinities count as the largest float. */
+/* Of the weights of a block, and 0. */
 typedef struct extremes {
   float low, high;
   int nan; /* one of them is NaN */
@@ -47,19 +47,20 @@ EXACT extremes extremes_none(void)
 
 EXACT void extremes_add(extremes *e, float w)
 {
-  if (w < e->low) e->low = w > -ENCODE_LARGEST ? w : -ENCODE_LARGEST;
-  if (w > e->high) e->high = w < ENCODE_LARGEST ? w : ENCODE_LARGEST;
-  if (w != w) e->nan = 1;
-}
-
-EXACT float extremes_size(extremes e)
-{
-  return e.high > -e.low ? e.high : -e.low;
+  e->low = w < e->low ? w : e->low;
+  e->high = w > e->high ? w : e->high;
+  e->nan |= w != w;
 }
 
 EXACT float exact_within(float f, float low, float high)
 {
   return f < low ? low : f > high ? high : f;
+}
+
+/* Infinities count as the largest float. */
+EXACT float extremes_size(extremes e)
+{
+  return exact_within(e.high > -e.low ? e.high : -e.low, 0, ENCODE_LARGEST);
 }
 
 /* ---- codes of one weight; `q` is weight / scale ---- */

@@ -554,7 +554,7 @@ static void check_scan(cumoe_context context, const sample *s, const planted *p)
 {
   const cumoe_view_mut report = device_new(context, CUMOE_I64, s->experts, CUMOE_SCAN_FIELDS, 3);
   const cumoe_weights weights = bind(context, s, CUMOE_BF16);
-  CHECK_OK(cumoe_weights_scan(weights, report, NULL));
+  CHECK_OK(cumoe_weights_scan(context, weights, report, NULL));
   check_guards(context, "report", report);
   const tensor got = device_get(context, cumoe_const(report));
   for (int e = 0; e < s->experts; e++) {
@@ -643,7 +643,7 @@ static void test_capture(cumoe_context context)
   CHECK_CUDA(cudaStreamCreate(&stream));
   CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
   CHECK_OK(cumoe_quantize_weights(context, &s.on_device, stream));
-  CHECK_OK(cumoe_weights_scan(weights, report, stream));
+  CHECK_OK(cumoe_weights_scan(context, weights, report, stream));
   CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
   CHECK_OK(cumoe_fill(context, s.on_device.codes, 0x77, NULL));
   CHECK_OK(cumoe_fill(context, s.on_device.global, 0x77, NULL));

@@ -173,7 +173,7 @@ static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 /* ---- presets of what cumoe_weights_repack (cumoe/quantize.h) reads ---- */
 
 /* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq, desc_act false): .qweight I32 [K/8, N], .scales F16
- * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, version 2
+ * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, 2
  * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8. */
 static inline cumoe_format cumoe_format_gptq(int32_t group, int32_t version)
 {
