@@ -1128,7 +1128,8 @@ CALL(cumoe_weights_repack, fill_repack,
 static void fill_scan(arguments *a)
 {
   a->weights = bench.weights;
-  a->v[0] = give(CUMOE_I64, EXPERTS, CUMOE_SCAN_FIELDS);
+  a->v[0] = cumoe_vector(cumoe_buffer_view(bench.buffer).data, CUMOE_I64, CUMOE_SCAN_FIELDS); /* it is filled */
+  a->v[0].rows = EXPERTS;
 }
 CALL(cumoe_weights_scan, fill_scan, cumoe_weights_scan(a->context, a->weights, as_mut(a->v[0]), no_stream), CONTEXT,
      WEIGHTS("weights", weights), VIEW("report", v[0], BIT(I64), 0, OUT))
