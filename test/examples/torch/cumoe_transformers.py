@@ -103,8 +103,13 @@ def parts_of(module, name, quantised):
     return parts
 
 
-def prepare(module, top_k):
-    """The names of the weights' attributes, and the text of calls."""
+def layer_of(module, top_k, **routing):
+    """The layer of an experts module, with cumoe's routing if it is given."""
+    return describe(module, top_k, **routing)[1]
+
+
+def describe(module, top_k, **routing):
+    """The names of the weights' attributes, and the layer."""
     order, fields = gate_of(module)
     up = "gate_up_proj" if module.has_gate else "up_proj"
     formats = format_of(module, up, 2 if module.has_gate else 1), format_of(module, "down_proj", 1)
@@ -113,8 +118,13 @@ def prepare(module, top_k):
     experts = cumoe.Experts(down=projections[1], up_format=formats[0], down_format=formats[1],
                             transposed=module.is_transposed, **order,
                             **{"gate_up" if module.has_gate else "up": projections[0]})
-    layer = cumoe.Layer(experts, top_k=top_k, **fields)
-    return tuple(name for p in parts for name in p.values()), layer.text(("ids", "weights"))
+    return tuple(name for p in parts for name in p.values()), cumoe.Layer(experts, top_k=top_k, **fields, **routing)
+
+
+def prepare(module, top_k):
+    """The names of the weights' attributes, and the text of calls."""
+    names, layer = describe(module, top_k)
+    return names, layer.text(("ids", "weights"))
 
 
 def prepared(module, top_k):
