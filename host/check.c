@@ -205,6 +205,21 @@ cumoe_status check_not_negative(const char *name, float value)
   return CUMOE_OK;
 }
 
+cumoe_status check_tokens(const char *name, int64_t tokens, int64_t least, int32_t top_k)
+{
+  REQUIRE(tokens >= least && tokens <= INT32_MAX / top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld, must be %lld .. %d (2^31 / top_k)", name, (long long)tokens, (long long)least,
+          (int)(INT32_MAX / top_k));
+  return CUMOE_OK;
+}
+
+cumoe_status check_layout(const char *name, const struct plan *plan, int64_t tokens, workspace_layout *layout)
+{
+  REQUIRE(plan_workspace_layout(&plan->desc, tokens, layout), CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld: the workspace would exceed 2^62 bytes", name, (long long)tokens);
+  return CUMOE_OK;
+}
+
 /* ---- routing and layer ---- */
 
 static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)

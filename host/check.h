@@ -77,6 +77,12 @@ void give_bytes(const void *from, void *to, size_t size);
 #define check_reserve(name, words) check_words(name, words, sizeof(words) / sizeof *(words))
 cumoe_status check_words(const char *name, const uint64_t *words, size_t count);
 
+/* Tokens of a call, `least` or more, of top_k rows each. */
+cumoe_status check_tokens(const char *name, int64_t tokens, int64_t least, int32_t top_k);
+struct workspace_layout;
+/* The workspace of so many tokens of a plan, which is below 2^62 bytes. */
+cumoe_status check_layout(const char *name, const struct plan *plan, int64_t tokens, struct workspace_layout *layout);
+
 cumoe_status check_routing(const cumoe_routing *routing, int32_t router_experts);
 /* Checks and fills in defaults. */
 cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *to);

@@ -249,7 +249,7 @@ static cumoe_status prepare_kernel(struct context *context, const variant *v, cu
     return fail(CUMOE_ERR_INTERNAL, "%s was compiled for %d threads, its row has %d", v->name, facts.maxThreadsPerBlock,
                 v->threads);
   size_t offset = 0, bytes = 0;
-  TRY_DRIVER("cuKernelGetParamInfo", (CUresult)driver_kernel_parameter(kernel, 0, &offset, &bytes));
+  TRY_DRIVER("cuKernelGetParamInfo", driver.kernel_parameter(kernel, 0, &offset, &bytes));
   if (bytes != (size_t)variant_arg_bytes(v))
     return fail(CUMOE_ERR_INTERNAL, "%s takes an argument of %zu bytes, the host's has %d", v->name, bytes,
                 (int)variant_arg_bytes(v));

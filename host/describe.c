@@ -94,13 +94,10 @@ cumoe_status cumoe_plan_describe(cumoe_plan handle, cumoe_weights weights, int64
   TRY(find_plan(handle, &plan));
   const cumoe_moe_desc *d = &plan->desc;
   struct context *context = plan->context;
-  if (weights) TRY(find_weights("weights", weights, plan, d->local_experts, d->inter, &w));
+  if (weights) TRY(find_weights("weights", weights, plan, false, &w));
   REQUIRE(words && bytes, CUMOE_ERR_INVALID_ARGUMENT, "%s", words ? "bytes is 0" : "text is null");
-  const int32_t most = INT32_MAX / d->routing.top_k;
-  REQUIRE(tokens >= 1 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 1 .. %d (2^31 / top_k)",
-          (long long)tokens, (int)most);
-  REQUIRE(plan_workspace_layout(d, tokens, &layout), CUMOE_ERR_INVALID_ARGUMENT,
-          "tokens is %lld: the workspace would exceed 2^62 bytes", (long long)tokens);
+  TRY(check_tokens("tokens", tokens, 1, d->routing.top_k));
+  TRY(check_layout("tokens", plan, tokens, &layout));
   const layer_call call = usual_call(d, w, tokens);
   const layer_plan p = plan_layer(&context->machine, d, &call);
   TRY(check_layer_plan(context, &p));

@@ -92,10 +92,11 @@ cumoe_status cumoe_limit_get(cumoe_context handle, int32_t index, cumoe_limit_in
   TRY(check_limit(index));
   TRY(check_struct("info", info));
   const double *value = context->machine.limits[index];
+  const limit_words words = words_of_limit((limit_name)index);
   cumoe_limit_info limit = {
-      .name = limit_title((limit_name)index),
-      .unit = limit_unit((limit_name)index),
-      .text = limit_text((limit_name)index),
+      .name = words.name,
+      .unit = words.unit,
+      .text = words.text,
       .value = {value[WEIGHTS_w16], value[WEIGHTS_f32], value[WEIGHTS_f8], value[WEIGHTS_s8], value[WEIGHTS_w4]}};
   give_struct(&limit, info);
   return CUMOE_OK;

@@ -84,11 +84,8 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
   workspace_layout layout;
   TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  const int32_t most = INT32_MAX / plan->desc.routing.top_k;
-  REQUIRE(tokens >= 0 && tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "tokens is %lld, must be 0 .. %d (2^31 / top_k)",
-          (long long)tokens, (int)most);
-  REQUIRE(plan_workspace_layout(&plan->desc, tokens, &layout), CUMOE_ERR_INVALID_ARGUMENT,
-          "tokens is %lld: the workspace would exceed 2^62 bytes", (long long)tokens);
+  TRY(check_tokens("tokens", tokens, 0, plan->desc.routing.top_k));
+  TRY(check_layout("tokens", plan, tokens, &layout));
   *bytes = layout.bytes;
   return CUMOE_OK;
 }
@@ -140,7 +137,7 @@ static cumoe_status check_shared(const struct plan *plan, const cumoe_moe_args *
     return check_absent("args.shared_gate", a->shared_gate, "there is no shared expert");
   }
   const operand gate = {"args.shared_gate", 1, d->hidden, DTYPE_BIT(d->dtype) | DTYPE_BIT(CUMOE_F32), 16};
-  TRY(find_weights("args.shared", a->shared, plan, 1, d->shared_inter, shared));
+  TRY(find_weights("args.shared", a->shared, plan, true, shared));
   return check_optional(plan->context, &gate, a->shared_gate);
 }
 
@@ -194,8 +191,7 @@ static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer 
 static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
 {
   workspace_layout layout;
-  REQUIRE(plan_workspace_layout(&plan->desc, a->x.rows, &layout), CUMOE_ERR_INVALID_ARGUMENT,
-          "args.x.rows is %lld: the workspace would exceed 2^62 bytes", (long long)a->x.rows);
+  TRY(check_layout("args.x.rows", plan, a->x.rows, &layout));
   const size_t need = layout.bytes;
   if (need == 0) return CUMOE_OK;
   const cumoe_view w = cumoe_const(a->workspace);
@@ -213,11 +209,9 @@ static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights,
   TRY(find_plan(plan_handle, &with->plan));
   const struct plan *plan = with->plan;
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(find_weights("weights", weights, plan, d->local_experts, d->inter, &with->weights));
+  TRY(find_weights("weights", weights, plan, false, &with->weights));
   REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
-  REQUIRE(a->x.rows >= 0 && a->x.rows <= INT32_MAX / d->routing.top_k, CUMOE_ERR_INVALID_ARGUMENT,
-          "args.x.rows is %lld, must be 0 .. %d (2^31 / top_k)", (long long)a->x.rows,
-          (int)(INT32_MAX / d->routing.top_k));
+  TRY(check_tokens("args.x.rows", a->x.rows, 0, d->routing.top_k));
   const operand x = {"args.x", a->x.rows, d->hidden, DTYPE_BIT(d->dtype), 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_finite("args.out_scale", a->out_scale));

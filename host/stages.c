@@ -118,20 +118,13 @@ static size_t hist_bytes(const struct plan *plan, int64_t tokens)
   return cut.chunks > 1 ? (size_t)cut.chunks * (size_t)plan->desc.local_experts * 4 : 0;
 }
 
-static cumoe_status check_tokens(const char *name, int64_t tokens, int32_t top_k)
-{
-  REQUIRE(tokens >= 0 && tokens <= INT32_MAX / top_k, CUMOE_ERR_INVALID_ARGUMENT,
-          "%s is %lld, must be 0 .. %d (2^31 / top_k)", name, (long long)tokens, (int)(INT32_MAX / top_k));
-  return CUMOE_OK;
-}
-
 cumoe_status cumoe_map_workspace(cumoe_plan handle, int64_t tokens, size_t *bytes)
 {
   begin_call(__func__);
   const struct plan *plan;
   TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  TRY(check_tokens("tokens", tokens, plan->desc.routing.top_k));
+  TRY(check_tokens("tokens", tokens, 0, plan->desc.routing.top_k));
   *bytes = hist_bytes(plan, tokens);
   return CUMOE_OK;
 }
@@ -158,7 +151,7 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
   TRY(find_plan(handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_tokens("ids.rows", ids.rows, d->routing.top_k));
+  TRY(check_tokens("ids.rows", ids.rows, 0, d->routing.top_k));
   const operand ids_want = {"ids", ids.rows, d->routing.top_k, INDEX_BITS, 0},
                 map_want = {"expert_map", 1, d->num_experts, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_counted(plan->context, &ids_want, ids));
@@ -196,7 +189,7 @@ static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route,
   const cumoe_view slots = cumoe_const(route->slot_row);
   TRY(check_owner(plan->context, "route.slot_row", &slots));
   *tokens = slots.rows;
-  return check_tokens("route.slot_row.rows", slots.rows, plan->desc.routing.top_k);
+  return check_tokens("route.slot_row.rows", slots.rows, 0, plan->desc.routing.top_k);
 }
 
 /* A stage has no room for codes of activations. */
@@ -246,8 +239,8 @@ cumoe_status cumoe_up(cumoe_plan plan_handle, cumoe_weights weights_handle, cumo
   TRY(find_plan(plan_handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
-  TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
+  TRY(find_weights("weights", weights_handle, plan, false, &weights));
+  TRY(check_tokens("x.rows", x.rows, 0, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
   TRY(check_counted(plan->context, &x_want, x));
   const named_view in = {"x", x};
@@ -265,7 +258,7 @@ cumoe_status cumoe_up_permuted(cumoe_plan plan_handle, cumoe_weights weights_han
   TRY(find_plan(plan_handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
+  TRY(find_weights("weights", weights_handle, plan, false, &weights));
   TRY(tokens_of(plan, route, &tokens));
   const operand rows_want = rows_operand(plan, "rows", rows, tokens, d->hidden);
   TRY(check_operand(plan->context, &rows_want, rows));
@@ -284,7 +277,7 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
   TRY(find_plan(handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(check_tokens("x.rows", x.rows, d->routing.top_k));
+  TRY(check_tokens("x.rows", x.rows, 0, d->routing.top_k));
   const operand x_want = {"x", x.rows, d->hidden, DTYPE_BIT(d->dtype), 16};
   const operand rows_want = rows_operand(plan, "rows", cumoe_const(rows), x.rows, d->hidden);
   TRY(check_counted(plan->context, &x_want, x));
@@ -319,7 +312,7 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
   TRY(find_plan(plan_handle, &plan));
   TRY(take_route(&route, &copy));
   const cumoe_moe_desc *d = &plan->desc;
-  TRY(find_weights("weights", weights_handle, plan, d->local_experts, d->inter, &weights));
+  TRY(find_weights("weights", weights_handle, plan, false, &weights));
   int64_t tokens = 0;
   TRY(tokens_of(plan, route, &tokens));
   TRY(check_route(plan, route, tokens));

@@ -89,24 +89,11 @@ const tune_file *find_tune_file(const char *gpu, int32_t cc)
 
 /* ---- limits ---- */
 
-static const struct {
-  const char *name, *unit, *text;
-} limits[] = {
+limit_words words_of_limit(limit_name limit)
+{
+  static const limit_words words[] = {
 #define LIMIT(name, unit, text) {#name, unit, text},
 #include "tune/limits.def"
-};
-
-const char *limit_title(limit_name limit)
-{
-  return limits[limit].name;
-}
-
-const char *limit_unit(limit_name limit)
-{
-  return limits[limit].unit;
-}
-
-const char *limit_text(limit_name limit)
-{
-  return limits[limit].text;
+  };
+  return words[limit];
 }

@@ -42,8 +42,9 @@ typedef struct tune_file {
 /* That of the GPU's model, else the first one of its compute capability, else any.def. */
 const tune_file *find_tune_file(const char *gpu, int32_t cc);
 
-const char *limit_title(limit_name limit);
-const char *limit_unit(limit_name limit);
-const char *limit_text(limit_name limit);
+typedef struct limit_words {
+  const char *name, *unit, *text; /* as host/tune/limits.def has them */
+} limit_words;
+limit_words words_of_limit(limit_name limit);
 
 #endif

@@ -363,12 +363,13 @@ static int64_t scale_offset(const halves *h, int i)
 {
   int32_t origin;
   const cumoe_view *v = &h->of[i].projection->scale.data;
+  if (is_dense(h->format)) return 0;
   return scale_row_of(h, i, &origin) * v->ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
 }
 
 static int64_t zero_offset(const halves *h, int i)
 {
-  return h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
+  return !h->format->zero ? 0 : h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
 }
 
 static scale_matrix scale_form(const halves *h)
@@ -674,11 +675,12 @@ static cumoe_status check_owners(const char *name, const struct weights *w)
   return CUMOE_OK;
 }
 
-cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, int32_t experts,
-                          int32_t inter, const struct weights **weights)
+cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
+                          const struct weights **weights)
 {
   void *found;
   const cumoe_moe_desc *d = &plan->desc;
+  const int32_t experts = shared ? 1 : d->local_experts, inter = shared ? d->shared_inter : d->inter;
   TRY(find_object(OBJECT_WEIGHTS, name, handle, &found));
   const struct weights *w = *weights = found;
   REQUIRE(w->context == plan->context, CUMOE_ERR_WRONG_DEVICE, "%s belongs to another context than the plan", name);
@@ -689,9 +691,8 @@ cumoe_status find_weights(const char *name, cumoe_weights handle, const struct p
           (int)w->inter, (int)experts, (int)d->hidden, (int)inter);
   REQUIRE(w->gated == !(d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_LAYOUT, "%s are %s, the plan is %s", name,
           w->gated ? "gated" : "ungated", w->gated ? "ungated" : "gated");
-  const bool shared = inter == d->shared_inter && experts == 1 && name[0] == 'a'; /* args.shared */
-  REQUIRE(same_format(&w->up_format, shared ? &d->shared_up_format : &d->up_format) &&
-              same_format(&w->down_format, shared ? &d->shared_down_format : &d->down_format),
+  REQUIRE(same_format(&w->up_format, format_of(d, true, shared)) &&
+              same_format(&w->down_format, format_of(d, false, shared)),
           CUMOE_ERR_LAYOUT, "%s have other formats than the plan's %s", name,
           shared ? "shared_up_format and shared_down_format" : "up_format and down_format");
   return check_owners(name, w);

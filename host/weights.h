@@ -33,9 +33,10 @@ struct weights {
   uintptr_t begins[]; /* of parts with pointers: room for three tables of `experts` each, for gate, up and down */
 };
 
-/* Live weights of the plan's context that fit its layer, on buffers that live. `name` is for texts. */
-cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, int32_t experts,
-                          int32_t inter, const struct weights **weights);
+/* Live weights of the plan's context that fit its experts, or its shared expert, on buffers that live. `name` is for
+ * texts. */
+cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
+                          const struct weights **weights);
 
 /* None of these views, which are written, lies over a matrix or a bias; between them it may. */
 cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *weights);
