@@ -45,18 +45,11 @@ DEVICE int64_t scale_step(const scale_matrix &s, int k)
 {
   return (int64_t)((k + s.k_origin) / s.block_k) * s.k_stride;
 }
-<<<<<<< HEAD
-DEVICE int scale_bytes(int dtype)
-{
-  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
-}
-=======
 DEVICE int64_t scale_bytes(int dtype)
 {
   return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
 }
 
->>>>>>> main
 /* Bytes differ by type, so this is a pointer for load_scale alone. */
 DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
 {
