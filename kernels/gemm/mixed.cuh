@@ -28,12 +28,12 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
   static constexpr int SLAB = 128, SLABS = BK / SLAB, BITS = operand<typename PRODUCT::W>::BITS;
   static constexpr int ROW_BYTES = BK * BITS / 8; /* codes of a stage */
-  /* Where memory is the limit a stage is released at once, and only there weights are read once. */
+  /* Where memory is the limit, weights are read once. */
   static constexpr bool MEMORY_BOUND = BM <= 64;
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
-  static constexpr int STEPS = BM <= 32 ? 2 : 1;                 /* of 16 k at once: registers */
-  static constexpr int PRODUCER_REGISTERS = BM <= 64 ? 136 : 88; /* 384 threads start with 168 each */
+  static constexpr int STEPS = BM <= 32 ? 2 : 1;                                   /* of 16 k at once: registers */
+  static constexpr int PRODUCER_REGISTERS = BM <= 32 ? 136 : BM <= 64 ? 152 : 104; /* 384 threads start with 168 each */
   static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
   static_assert(CLUSTER == 1 && COLUMNS == CONSUMERS * BLOCKS * BLOCK && THREADS == (CONSUMERS + 1) * GROUP,
                 "three warpgroups, of which two have two blocks each");
@@ -90,25 +90,24 @@ template <class S> struct mixed_weights {
     if (!gated) left = min(left, args.n - unit.n * S::GRANULE);
   }
 
-  /* Of k0 and on; channels come in octets. PASS is 8 or 16: a thread's rows are of both eights in turn, or of one. */
+  /* Of k0 and on; channels come in octets. PASS 8: a thread's rows are of both eights in turn; 16: of one. */
   DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
   {
-    const int k = k0 + lane() * (128 / S::BITS);
-    const bool there = k < args.k;
-    const uint32_t to = shared_address(smem.codes[stage]) + code_offset<S>(row(), lane() % (S::LANES / 2));
+    constexpr int EACH = 16 / S::PASS;
+    const int bytes = k0 + lane() * (128 / S::BITS) < args.k ? 16 : 0, own = S::PASS == 16 ? row() / 8 : 0;
     const int64_t at = (int64_t)k0 * S::BITS / 8;
-    const char *from[2] = {(S::PASS == 16 && row() >= 8 ? origin[1] : origin[0]) + at, origin[1] + at};
-#pragma unroll 2
-    for (int r = 0; r < S::COLUMNS; r += 16) {
+    const char *from[2] = {(own ? origin[1] : origin[0]) + at, origin[1] + at};
+    uint32_t to = shared_address(smem.codes[stage]) + code_offset<S>(row(), lane() % (S::LANES / 2));
+#pragma unroll 4
+    for (int granule = 0; granule * 16 + own * 8 < left; granule++, to += 16 * S::ROW_BYTES) {
 #pragma unroll
-      for (int h = 0; h < 16 / S::PASS; h++) {
-        const int first = r + (S::PASS == 8 ? h * 8 : row() / 8 * 8);
-        if (first >= left) return;
-        const char *source = there ? from[h] + r / 16 * step : origin[0];
+      for (int h = 0; h < EACH; h++) {
+        const int there = h == 0 || granule * 16 + 8 < left ? bytes : 0; /* at 0 bytes nothing is read */
         if (S::MEMORY_BOUND)
-          cp_async_cg_16(to + (r + h * 8) * S::ROW_BYTES, source, there ? 16 : 0, policy);
+          cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], there, policy);
         else
-          cp_async_cg_16(to + (r + h * 8) * S::ROW_BYTES, source, there ? 16 : 0);
+          cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], there);
+        from[h] += step;
       }
     }
   }
@@ -154,16 +153,15 @@ template <class S> struct mixed_rows {
   {
     const int vector = threadIdx.x % 8, first = threadIdx.x / 8, end = round_up(args.k, (int)S::SLAB);
     const uint32_t to = shared_address(smem.rows[stage]) + first * 128 + (vector ^ first % 8) * 16;
+    const int k = k0 + vector * 8;
+    const typename S::X *base = static_cast<const typename S::X *>(args.a) + k;
 #pragma unroll
     for (int i = 0; i < SOURCES; i++) {
       if (i * 16 >= rows) break;
-      const typename S::X *from = static_cast<const typename S::X *>(args.a) + source[i] * args.a_ld;
+      const typename S::X *from = base + source[i] * args.a_ld;
 #pragma unroll
-      for (int b = 0; b < S::BK / 64; b++) {
-        const int k = k0 + b * 64 + vector * 8;
-        const bool there = source[i] >= 0 && k < end;
-        cp_async_cg_16(to + b * S::BM * 128 + i * 16 * 128, there ? from + k : args.a, there ? 16 : 0);
-      }
+      for (int b = 0; b < S::BK / 64; b++) /* at 0 bytes nothing is read */
+        cp_async_cg_16(to + b * S::BM * 128 + i * 16 * 128, from + b * 64, source[i] >= 0 && k + b * 64 < end ? 16 : 0);
     }
   }
 
@@ -229,6 +227,7 @@ template <class S> struct rows_ahead {
 #pragma unroll
       for (int j = 0; j < TASKS; j++)
         if (from.has(count, i + j)) from.store(smem, stage, i + j, value[j]);
+      if (!AHEAD) __syncwarp(); /* no loads of the next before: registers */
     }
     fence_proxy_async_shared();
   }
@@ -334,7 +333,7 @@ template <class S> DEVICE void release(mixed_smem<S> &smem, int stage)
 /* Step i and those after it of word `w` of every row of a lane: 16 k of each block a step. */
 template <class S, int N>
 DEVICE void multiply_steps(const uint4 (&raw)[4], int w, int i,
-                           const weight_factors<typename S::X, typename S::W> &factors, uint64_t b, bool add,
+                           const weight_factors<typename S::X, typename S::W> &factors, uint32_t b,
                            float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   uint32_t a[S::STEPS][S::BLOCKS][4];
@@ -355,7 +354,7 @@ DEVICE void multiply_steps(const uint4 (&raw)[4], int w, int i,
   for (int step = 0; step < S::STEPS; step++)
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
-      wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[step][block], b + (i + step) * 2, add || step > 0);
+      wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[step][block], b + (i + step) * 2);
   wgmma_commit_group();
 }
 
@@ -366,42 +365,40 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
                        lane_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const int row = group * S::BLOCKS * S::BLOCK + warp_id() % 4 * S::OCTETS * 8 + lane_id() / 4;
-  int before = -1;
+  const int slabs = ceil_div(args.k, (int)S::SLAB);
+  uint32_t codes = 0, tokens = 0;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-    wait_for(&smem.full[at.stage], at.phase);
-    fence_proxy_async_shared(); /* rows by cp.async */
-    const uint32_t codes = shared_address(smem.codes[at.stage]);
-    scales.step(args, smem, slot, k0 / S::SLAB);
+  for (int slab = 0; slab < slabs; slab++) { /* one slab's program: instructions come from a small cache */
+    if (slab % S::SLABS == 0) {
+      wait_for(&smem.full[at.stage], at.phase);
+      fence_proxy_async_shared(); /* rows by cp.async */
+      codes = shared_address(smem.codes[at.stage]) + code_offset<S>(row, lane_id() % 4);
+      tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
+    } else {
+      codes ^= 64;
+      tokens += 2 * S::BM * 128 >> 4;
+    }
+    scales.step(args, smem, slot, slab);
+    uint4 raw[4];
 #pragma unroll
-    for (int s = 0; s < S::SLABS; s++) {
-      if (s > 0 && k0 + s * S::SLAB >= args.k) break;
-      uint4 raw[4];
+    for (int r = 0; r < 4; r++) raw[r] = lds_128(codes + r * 8 * S::ROW_BYTES);
+    const weight_factors<typename S::X, typename S::W> factors = scales.factors(slab);
 #pragma unroll
-      for (int r = 0; r < 4; r++)
-        raw[r] = lds_128(codes + code_offset<S>(row, s * 4 + lane_id() % 4) + r * 8 * S::ROW_BYTES);
-      const weight_factors<typename S::X, typename S::W> factors = scales.factors(args, k0 / S::SLAB + s);
+    for (int w = 0; w < 4; w++) {
 #pragma unroll
-      for (int w = 0; w < 4; w++) {
-        const uint64_t b = wgmma_operand(smem.rows[at.stage] + (s * 2 + w / 2) * S::BM * 64) + w % 2 * 4;
-#pragma unroll
-        for (int i = 0; i < 2; i += S::STEPS) {
-          multiply_steps<S, N>(raw, w, i, factors, b, k0 > 0 || s > 0 || w > 0 || i > 0, acc);
-          wgmma_wait_group<1>();
-          if (!S::MEMORY_BOUND && s == 0 && w == 0 && i == 0 && before >= 0) release<S>(smem, before);
-        }
+      for (int i = 0; i < 2; i += S::STEPS) {
+        multiply_steps<S, N>(raw, w, i, factors, tokens + (w / 2 * S::BM * 128 >> 4) + w % 2 * 4, acc);
+        wgmma_wait_group<1>();
       }
     }
-    before = at.stage;
-    if (S::MEMORY_BOUND) {
-      wgmma_wait_group<0>();
-      release<S>(smem, at.stage);
-    }
+    if ((slab + 1) % S::SLABS != 0 && slab + 1 < slabs) continue;
+    wgmma_wait_group<0>();
+    release<S>(smem, at.stage);
+    at.advance();
   }
-  wgmma_wait_group<0>();
+  wgmma_wait_group<0>(); /* again, for the assembler */
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
-  if (!S::MEMORY_BOUND) release<S>(smem, before);
 }
 
 /* Widths are the multiples of 16 up to BM; for few rows 8 as well. */
@@ -417,6 +414,62 @@ DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<
     }
   }
   multiply_n<S, N>(args, smem, at, group, slot, scales, acc);
+}
+
+/* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
+
+/* Element k of a row of A, wherever it lies in the row. */
+template <class S> DEVICE float element_of_row(const gemm_args &args, int32_t source, int k)
+{
+  if (source < 0) return 0.f;
+  const int place = k & ~127 | (k >> 3 & 3) << 5 | (k & 3) << 3 | (k >> 5 & 3) << 1 | (k >> 2 & 1);
+  const int64_t at = source * args.a_ld + (args.rows.mode == ROWS_FRAGMENTS ? place : k);
+  return to_f32(static_cast<const typename S::X *>(args.a)[at]);
+}
+
+/* Of weight row `row` of a tile and one row of A, in f32. */
+template <class S>
+DEVICE float absent_products(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row, int32_t source)
+{
+  const tile_unit unit = smem.units[slot];
+  const bool gated = S::gated(args);
+  const int channel = gated ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
+  const char *codes = code_base<S::BITS>(args.b, gated ? row / 8 % 2 : 0, unit.expert) +
+                      min(channel, args.n - 1) * args.b.n_stride * S::BITS / 8;
+  const uint8_t *scales = smem.scales[slot % S::SCALE_SLOTS][row];
+  float sum = 0.f;
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += 32) {
+    const int e = scales[k0 / 32 * args.b.scale.k_stride];
+    if (!scale_is_absent<typename S::X, typename S::W>(e)) continue;
+    float part = 0.f;
+#pragma unroll 1
+    for (int k = k0; k < k0 + 32; k++) {
+      const uint32_t code = (uint32_t)codes[k / 2] >> k % 2 * 4 & 15;
+      part += e2m1_to_f32(code) * element_of_row<S>(args, source, k);
+    }
+    sum += part * e8m0_to_f32(e);
+  }
+  return sum;
+}
+
+/* A thread's sums are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
+template <class S>
+DEVICE void add_absent(const gemm_args &args, const mixed_smem<S> &smem, int slot,
+                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const int first = smem.units[slot].row, rows = smem.units[slot].rows;
+#pragma unroll 1
+  for (int i = 0; i < ceil_div(rows, 8) * 8; i++) {
+    const int octet = i % 4, j = i / 8, token = j * 8 + lane_id() % 4 * 2 + i / 4 % 2;
+    const float part = absent_products<S>(args, smem, slot, row_of_lane<S>(octet),
+                                          token < rows ? source_row(args, first + token) : -1);
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int a = 0; a < S::ACCUMULATORS; a++)
+        if (octet == block + a / 2 % 2 * 2 && i / 4 == a / 4 * 2 + a % 2) acc[block][a] += part;
+  }
 }
 
 /* What is left of the weights' scale multiplies sums. In a gated tile the blocks are gate and up. */
@@ -462,6 +515,7 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
     multiply<S, S::BM>(args, smem, at, group, slot, smem.units[slot].rows, scales, acc);
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
     const int first = unit.n + group * granules, end = min(unit.end, first + granules);
+    if (scales.any_absent()) add_absent<S>(args, smem, slot, acc);
     scale_sums<S>(args, unit.expert, acc);
     store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
   }

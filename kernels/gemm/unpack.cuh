@@ -37,23 +37,29 @@ template <> DEVICE void e2m1_pairs<f16>(uint32_t codes, uint32_t (&pair)[2])
   pair[1] = (high & 0x10001000) * 7 + high;
 }
 
+DEVICE float e2m1_to_f32(uint32_t code)
+{
+  return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
+}
+
 /* ---- factors ---- */
+
+/* Whether a scale is one that a product of two elements cannot have. */
+template <class X, class W> DEVICE bool scale_is_absent(int e)
+{
+  return same_type<W, mx4> && (e > 128 || (same_type<X, f16> && e < 99));
+}
 
 template <class X, class W> struct weight_factors;
 
 template <class X> struct weight_factors<X, mx4> {
   static constexpr float REST = 1.f;
-  uint32_t by[4], codes; /* of each row: the factor; the scale itself, a byte */
-  bool rare;             /* in the warp: there are scales that need two products */
+  uint32_t by[4]; /* of each row: 2^(e - 127) over the unit of pairs, twice */
 
-  /* One product is enough where 2^(e - 127) over the unit of pairs is an element. */
-  DEVICE void set(int r, uint32_t e)
-  {
-    constexpr uint32_t BOTH = WIDE ? 0x00800080 : 0x04000400, BIAS = WIDE ? 126 : (uint32_t)-98;
-    by[r] = (beyond(e) ? ALONE : e + BIAS) * BOTH;
-    codes = r == 0 ? e : codes | e << r * 8;
-    rare = (r > 0 && rare) || beyond(e);
-  }
+  static constexpr bool WIDE = same_type<X, bf16>;
+  static constexpr uint32_t ABSENT = WIDE ? 130 : 98; /* makes a zero */
+
+  DEVICE void set(int r, uint32_t e) { by[r] = WIDE ? (e + 126) * 0x00800080 : (e - 98) * 0x04000400; }
 
   /* pair[r]: of codes of row r. */
   DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
@@ -64,22 +70,6 @@ template <class X> struct weight_factors<X, mx4> {
 #pragma unroll
       for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r]);
     }
-    if (!rare) return;
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      const uint32_t e = codes >> r * 8 & 255;
-      const float scale = beyond(e) ? e8m0_to_f32(e) : 1.f;
-#pragma unroll
-      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], pack_pair<X>(scale, scale));
-    }
-  }
-
-private:
-  static constexpr bool WIDE = same_type<X, bf16>;
-  static constexpr uint32_t ALONE = WIDE ? 253 : 29; /* exponent of the unit's reciprocal */
-  DEVICE static bool beyond(uint32_t e)
-  {
-    return e > 128 || (!WIDE && e < 99);
   }
 };
 
@@ -114,11 +104,11 @@ template <class S, class LOADS> struct scale_windows : LOADS {
     begun = true;
   }
 
-  /* Before slab `slab`, the first of a stage. */
+  /* Before slab `slab`. */
   DEVICE void step(const gemm_args &args, const mixed_smem<S> &smem, int slot, int slab)
   {
     if (slab % LOADS::WINDOW != 0) return;
-    LOADS::turn();
+    LOADS::turn(args, slab);
     const bool more = (slab + LOADS::WINDOW) * S::SLAB < args.k;
     fetch_if_there(args, smem, more ? slot : slot + 1, more ? slab / LOADS::WINDOW + 1 : 0);
   }
@@ -164,28 +154,68 @@ template <class S> struct byte_scales {
     }
   }
 
-  DEVICE void turn()
+  /* Slab `slab` begins the window. Past the last scale, where codes are 0, there is any. */
+  DEVICE void turn(const gemm_args &args, int slab)
   {
+    const int left = args.k / 32 - (slab + lane_id() % 4) * 4;
 #pragma unroll
-    for (int r = 0; r < 4; r++) now[r] = __funnelshift_r(next[r][0], next[r][1], shift >> r * 8);
+    for (int r = 0; r < 4; r++) {
+      now[r] = __funnelshift_r(next[r][0], next[r][1], shift >> r * 8);
+      const uint32_t there = left >= 4 ? ~0u : left > 0 ? (1u << left * 8) - 1 : 0;
+      now[r] = (now[r] & there) | (0x71717171 & ~there);
+    }
   }
 
-  /* The byte of this lane's 32 codes of a slab; 0 past the last. */
-  DEVICE uint32_t byte_of(const gemm_args &args, int r, int slab) const
+  /* The byte of this lane's 32 codes of a slab. */
+  DEVICE uint32_t byte_of(int r, int slab) const
   {
-    const int lane = lane_id(), own = lane % 4;
+    const int lane = lane_id();
     const uint32_t four = __shfl_sync(ALL_LANES, now[r], (lane & ~3) + slab % 4);
-    return (slab * 4 + own) * 32 < args.k ? __byte_perm(four, 0, 0x4440 + own) : 0;
+    return __byte_perm(four, 0, 0x4440 + lane % 4);
   }
 };
 
 template <class S> struct mx4_scales : byte_scales<S> {
-  DEVICE weight_factors<typename S::X, mx4> factors(const gemm_args &args, int slab) const
+  using factor_type = weight_factors<typename S::X, mx4>;
+  bool absent = false; /* some of a tile's scales are not in its products */
+
+  /* In the warp; what comes is of the next tile. */
+  DEVICE bool any_absent()
   {
-    weight_factors<typename S::X, mx4> f;
+    const bool any = __any_sync(ALL_LANES, absent);
+    absent = false;
+    return any;
+  }
+
+  DEVICE void turn(const gemm_args &args, int slab)
+  {
+    byte_scales<S>::turn(args, slab);
 #pragma unroll
-    for (int r = 0; r < 4; r++) f.set(r, this->byte_of(args, r, slab));
-    f.rare = __any_sync(ALL_LANES, f.rare);
+    for (int r = 0; r < 4; r++) {
+      const uint32_t codes = this->now[r];
+      const bool large = codes & 0x80808080 & ((codes & 0x7f7f7f7f) + 0x7f7f7f7f);
+      if (large || !factor_type::WIDE) this->now[r] = without_absent(codes);
+    }
+  }
+
+  DEVICE uint32_t without_absent(uint32_t codes)
+  {
+    uint32_t rest = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      const uint32_t e = codes >> i & 255;
+      const bool none = scale_is_absent<typename S::X, mx4>(e);
+      absent = absent || none;
+      rest |= (none ? factor_type::ABSENT : e) << i;
+    }
+    return rest;
+  }
+
+  DEVICE factor_type factors(int slab) const
+  {
+    factor_type f;
+#pragma unroll
+    for (int r = 0; r < 4; r++) f.set(r, this->byte_of(r, slab));
     return f;
   }
 };
