@@ -56,7 +56,7 @@ template <class S> struct mixed_smem {
   row_range ranges[MAX_EXPERTS];
 };
 
-#include "gemm/unpack.cuh"
+#include "gemm/lane_weights.cuh"
 
 /* ---- producers: codes ---- */
 
