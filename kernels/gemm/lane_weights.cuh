@@ -44,10 +44,11 @@ DEVICE float e2m1_to_f32(uint32_t code)
 
 /* ---- factors ---- */
 
-/* Whether a scale is one that a product of two elements cannot have. */
-template <class X, class W> DEVICE bool scale_is_absent(int e)
+/* Whether a scale's code is one that products of elements cannot have. */
+template <class X, class W> DEVICE bool scale_is_absent(int code)
 {
-  return same_type<W, mx4> && (e > 128 || (same_type<X, f16> && e < 99));
+  if (same_type<W, nv4>) return (code & 127) == 127; /* NaN */
+  return same_type<W, mx4> && (code > 128 || (same_type<X, f16> && code < 99));
 }
 
 template <class X, class W> struct weight_factors;
@@ -73,6 +74,62 @@ template <class X> struct weight_factors<X, mx4> {
   }
 };
 
+/* The scale over the unit of pairs would be too large: sums are short of 2^9. */
+template <class X> struct weight_factors<X, nv4> {
+  static constexpr float REST = 512.f;
+  uint32_t by[4][2]; /* of each row, for the first and last 16 of 32 codes */
+
+  /* Two codes of e4m3. */
+  DEVICE void set(int r, uint32_t codes)
+  {
+    const uint32_t each = __byte_perm(codes, 0, 0x4140);
+    uint32_t pair;
+    if (same_type<X, bf16>) {
+      const uint32_t bits = (each & 0x007f007f) << 4 | (each & 0x00800080) << 8; /* the value times 2^-120 */
+      pair = mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x76807680);     /* 2^127, 2^110 */
+    } else {
+      const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
+      pair = mul_pairs<f16>(bits, 0x70007000);                                   /* 2^13 */
+    }
+    by[r][0] = __byte_perm(pair, 0, 0x1010);
+    by[r][1] = __byte_perm(pair, 0, 0x3232);
+  }
+
+  DEVICE void unpack(const uint32_t (&word)[4], int w, uint32_t (&pair)[4][2]) const
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      e2m1_pairs<X>(word[r], pair[r]);
+#pragma unroll
+      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
+    }
+  }
+};
+
+/* (code - zero) * scale is rounded once, as is the scale where its type is another. */
+template <class X> struct weight_factors<X, u4> {
+  static constexpr float REST = 1.f;
+  static constexpr uint32_t MAGIC = same_type<X, bf16> ? 0x43004300 : 0x64006400; /* BASE, whose unit is 1 */
+  static constexpr float BASE = same_type<X, bf16> ? 128.f : 1024.f;
+  uint32_t by[4], zero[4]; /* of each row: the scale, and BASE + zero point, twice */
+
+  /* Both, the scale in the lower half. */
+  DEVICE void set(int r, uint32_t both)
+  {
+    by[r] = __byte_perm(both, 0, 0x1010);
+    zero[r] = __byte_perm(both, 0, 0x3232);
+  }
+
+  DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        pair[r][i] = mul_pairs<X>(sub_pairs<X>((word[r] >> i * 4 & 0x000f000f) | MAGIC, zero[r]), by[r]);
+  }
+};
+
 /* ---- scales ---- */
 
 /* Where the scales of weight row `row` of a tile begin; of one that is there, whatever the tile. Producers work it out,
@@ -84,6 +141,17 @@ template <class S> DEVICE const uint8_t *scales_of_row(const gemm_args &args, co
   const scale_matrix &s = args.b.scale;
   const int64_t first = scale_row(s, half, min(channel, args.n - 1)) + scale_step(s, 0);
   return static_cast<const uint8_t *>(scale_base(s, half, unit.expert)) + first * scale_bytes(s.dtype);
+}
+
+/* Where the zero points of octet `octet` of a tile begin. */
+template <class S> DEVICE const uint32_t *zeros_of_octet(const gemm_args &args, const tile_unit &unit, int octet)
+{
+  const bool gated = S::gated(args);
+  const int half = gated ? octet % 2 : 0, eighth = gated ? unit.n + octet / 2 : unit.n * 2 + octet;
+  const zero_matrix &z = args.b.zero;
+  const uint32_t *words = z.table[half] ? z.table[half][unit.expert] : z.base[half] + unit.expert * z.expert_stride;
+  return words + min(eighth, args.n / 8 - 1) * z.n_stride +
+         args.b.scale.k_origin / args.b.scale.block_k * z.k_stride;
 }
 
 /* Row r of a lane: of octet r of its warp. */
@@ -122,7 +190,7 @@ template <class S, class LOADS> struct scale_windows : LOADS {
   DEVICE void fetch_if_there(const gemm_args &args, const mixed_smem<S> &smem, int slot, int window)
   {
     slot %= UNITS_AHEAD;
-    if (smem.units[slot].expert >= 0) LOADS::fetch(args, smem.scales[slot % S::SCALE_SLOTS], window);
+    if (smem.units[slot].expert >= 0) LOADS::fetch(args, smem, slot, window);
   }
 };
 
@@ -132,8 +200,9 @@ template <class S> struct byte_scales {
   static constexpr int WINDOW = 4;
   uint32_t next[4][2], now[4], shift; /* shift: a row's in a byte */
 
-  DEVICE void fetch(const gemm_args &args, const uint8_t *const (&rows)[S::COLUMNS], int window)
+  DEVICE void fetch(const gemm_args &args, const mixed_smem<S> &smem, int slot, int window)
   {
+    const uint8_t *const(&rows)[S::COLUMNS] = smem.scales[slot % S::SCALE_SLOTS];
     const int first = window * 16 + lane_id() % 4 * 4, left = args.k / 32 - first;
     const int64_t step = args.b.scale.k_stride;
     shift = 0;
@@ -220,9 +289,129 @@ template <class S> struct mx4_scales : byte_scales<S> {
   }
 };
 
+/* A window of two slabs: for every slab and row what the lane's 32 codes need. Beyond the end of k that of the last. */
+template <class S> struct block_scales {
+  static constexpr int WINDOW = 2;
+
+  /* Of the lane's first code of a slab: the block, counted from the row's first. */
+  DEVICE static int block_of(const gemm_args &args, int slab)
+  {
+    const scale_matrix &s = args.b.scale;
+    const int k = min((slab * 4 + lane_id() % 4) * 32, args.k - 32) + s.k_origin, shift = 31 - __clz(s.block_k);
+    return s.block_k == 1 << shift ? (k >> shift) - (s.k_origin >> shift) : k / s.block_k - s.k_origin / s.block_k;
+  }
+};
+
+template <class S> struct nv4_scales : block_scales<S> {
+  using factor_type = weight_factors<typename S::X, nv4>;
+  uint32_t next[2][4], now[2][4];
+  bool absent = false;
+
+  DEVICE void fetch(const gemm_args &args, const mixed_smem<S> &smem, int slot, int window)
+  {
+    const int64_t step = args.b.scale.k_stride;
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const uint8_t *from =
+            smem.scales[slot % S::SCALE_SLOTS][row_of_lane<S>(r)] + this->block_of(args, window * 2 + s) * step;
+        next[s][r] = step == 1 && (uintptr_t)from % 2 == 0 ? __ldg(reinterpret_cast<const uint16_t *>(from))
+                                                           : __ldg(from) | __ldg(from + step) << 8;
+      }
+  }
+
+  DEVICE void turn(const gemm_args &, int)
+  {
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        now[s][r] = next[s][r];
+        if (((now[s][r] & 0x7f7f) + 0x0101 & 0x8080) == 0) continue; /* no NaN */
+        absent = true;
+        if (scale_is_absent<typename S::X, nv4>(now[s][r] & 255)) now[s][r] &= 0xff00;
+        if (scale_is_absent<typename S::X, nv4>(now[s][r] >> 8)) now[s][r] &= 0x00ff;
+      }
+  }
+
+  /* In the warp; what comes is of the next tile. */
+  DEVICE bool any_absent()
+  {
+    const bool any = __any_sync(ALL_LANES, absent);
+    absent = false;
+    return any;
+  }
+
+  DEVICE factor_type factors(int slab) const
+  {
+    factor_type f;
+#pragma unroll
+    for (int r = 0; r < 4; r++) f.set(r, slab % 2 ? now[1][r] : now[0][r]);
+    return f;
+  }
+};
+
+template <class S> struct u4_scales : block_scales<S> {
+  using factor_type = weight_factors<typename S::X, u4>;
+  uint32_t next[2][4], zeros[2][4], now[2][4];
+
+  DEVICE bool any_absent() { return false; }
+
+  DEVICE void fetch(const gemm_args &args, const mixed_smem<S> &smem, int slot, int window)
+  {
+    const bool wide = args.b.scale.dtype == DT_F32, has_zeros = args.b.zero.base[0] || args.b.zero.table[0];
+    slot %= S::SCALE_SLOTS;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+      const int64_t block = this->block_of(args, window * 2 + s);
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const uint8_t *from = smem.scales[slot][row_of_lane<S>(r)] + block * args.b.scale.k_stride * (wide ? 4 : 2);
+        next[s][r] = wide ? __ldg(reinterpret_cast<const uint32_t *>(from))
+                          : __ldg(reinterpret_cast<const uint16_t *>(from));
+        if (has_zeros) zeros[s][r] = __ldg(smem.zeros[slot][row_of_lane<S>(r) / 8] + block * args.b.zero.k_stride);
+      }
+    }
+  }
+
+  DEVICE void turn(const gemm_args &args, int)
+  {
+    using X = typename S::X;
+    const bool has_zeros = args.b.zero.base[0] || args.b.zero.table[0];
+    const int dtype = args.b.scale.dtype;
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const uint32_t raw = next[s][r];
+        const float scale = dtype == DT_F32    ? __uint_as_float(raw)
+                            : dtype == DT_BF16 ? __uint_as_float(raw << 16)
+                                               : __half2float(__ushort_as_half((uint16_t)raw));
+        const int zero =
+            args.b.offset + (has_zeros ? (int)(zeros[s][r] >> lane_id() / 4 * 4 & 15) + args.b.zero.add : 0);
+        now[s][r] = pack_pair<X>(scale, factor_type::BASE + (float)zero);
+      }
+  }
+
+  DEVICE factor_type factors(int slab) const
+  {
+    factor_type f;
+#pragma unroll
+    for (int r = 0; r < 4; r++) f.set(r, slab % 2 ? now[1][r] : now[0][r]);
+    return f;
+  }
+};
+
 template <class S, class W> struct scales_of_format;
 template <class S> struct scales_of_format<S, mx4> {
   using type = mx4_scales<S>;
+};
+template <class S> struct scales_of_format<S, nv4> {
+  using type = nv4_scales<S>;
+};
+template <class S> struct scales_of_format<S, u4> {
+  using type = u4_scales<S>;
 };
 template <class S> using lane_scales = scale_windows<S, typename scales_of_format<S, typename S::W>::type>;
 

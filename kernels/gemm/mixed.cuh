@@ -32,12 +32,13 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool MEMORY_BOUND = BM <= 64;
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
-  static constexpr int STEPS = BM <= 32 ? 2 : 1;                                   /* of 16 k at once: registers */
-  static constexpr int PRODUCER_REGISTERS = BM <= 32 ? 136 : BM <= 64 ? 152 : 104; /* 384 threads start with 168 each */
+  static constexpr int STEPS = 1; /* of 16 k at once: registers */
+  static constexpr int PRODUCER_REGISTERS = BM <= 64 ? 152 : 104; /* 384 threads start with 168 each */
   static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
   static_assert(CLUSTER == 1 && COLUMNS == CONSUMERS * BLOCKS * BLOCK && THREADS == (CONSUMERS + 1) * GROUP,
                 "three warpgroups, of which two have two blocks each");
   static constexpr int SCALE_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
+  static constexpr int ZERO_OCTETS = same_type<typename PRODUCT::W, u4> ? COLUMNS / 8 : 1;
   static_assert(STAGES + 2 <= SCALE_SLOTS, "see there");
   static_assert(BITS == 4 && (BK == 128 || BK == 256), "16 bytes of a row a lane and slab");
 };
@@ -51,6 +52,7 @@ template <class S> struct mixed_smem {
   uint64_t full[S::STAGES], empty[S::STAGES];
   tile_unit units[UNITS_AHEAD];                      /* and the one after each */
   const uint8_t *scales[S::SCALE_SLOTS][S::COLUMNS]; /* of units: where those of each weight row begin */
+  const uint32_t *zeros[S::SCALE_SLOTS][S::ZERO_OCTETS]; /* the same of zero points, of each octet */
   stream_run<S> run;                                 /* of one thread */
   tile_table table;
   row_range ranges[MAX_EXPERTS];
@@ -260,6 +262,8 @@ template <class S> DEVICE void post_next_unit(const gemm_args &args, mixed_smem<
 #pragma unroll 1
   for (int row = threadIdx.x; row < S::COLUMNS; row += S::GROUP)
     smem.scales[slot % S::SCALE_SLOTS][row] = scales_of_row<S>(args, unit, row);
+  if (same_type<typename S::W, u4> && (args.b.zero.base[0] || args.b.zero.table[0]) && threadIdx.x < S::ZERO_OCTETS)
+    smem.zeros[slot % S::SCALE_SLOTS][threadIdx.x] = zeros_of_octet<S>(args, unit, threadIdx.x);
 }
 
 /* All of a tile's stages, by twos; the second may not be there at the end of k. The weights of k < before are on their
@@ -437,18 +441,17 @@ DEVICE float absent_products(const gemm_args &args, const mixed_smem<S> &smem, i
   const char *codes = code_base<S::BITS>(args.b, gated ? row / 8 % 2 : 0, unit.expert) +
                       min(channel, args.n - 1) * args.b.n_stride * S::BITS / 8;
   const uint8_t *scales = smem.scales[slot % S::SCALE_SLOTS][row];
+  constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
   float sum = 0.f;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += 32) {
-    const int e = scales[k0 / 32 * args.b.scale.k_stride];
-    if (!scale_is_absent<typename S::X, typename S::W>(e)) continue;
+  for (int k0 = 0; k0 < args.k; k0 += RUN) {
+    const int code = scales[k0 / RUN * args.b.scale.k_stride];
+    if (!scale_is_absent<typename S::X, typename S::W>(code)) continue;
     float part = 0.f;
 #pragma unroll 1
-    for (int k = k0; k < k0 + 32; k++) {
-      const uint32_t code = (uint32_t)codes[k / 2] >> k % 2 * 4 & 15;
-      part += e2m1_to_f32(code) * element_of_row<S>(args, source, k);
-    }
-    sum += part * e8m0_to_f32(e);
+    for (int k = k0; k < k0 + RUN; k++)
+      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * element_of_row<S>(args, source, k);
+    sum += part * (same_type<typename S::W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
   }
   return sum;
 }
@@ -515,7 +518,8 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
     multiply<S, S::BM>(args, smem, at, group, slot, smem.units[slot].rows, scales, acc);
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
     const int first = unit.n + group * granules, end = min(unit.end, first + granules);
-    if (scales.any_absent()) add_absent<S>(args, smem, slot, acc);
+    if constexpr (!same_type<typename S::W, u4>)
+      if (scales.any_absent()) add_absent<S>(args, smem, slot, acc);
     scale_sums<S>(args, unit.expert, acc);
     store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
   }
