@@ -150,8 +150,7 @@ template <class S> DEVICE const uint32_t *zeros_of_octet(const gemm_args &args, 
   const int half = gated ? octet % 2 : 0, eighth = gated ? unit.n + octet / 2 : unit.n * 2 + octet;
   const zero_matrix &z = args.b.zero;
   const uint32_t *words = z.table[half] ? z.table[half][unit.expert] : z.base[half] + unit.expert * z.expert_stride;
-  return words + min(eighth, args.n / 8 - 1) * z.n_stride +
-         args.b.scale.k_origin / args.b.scale.block_k * z.k_stride;
+  return words + min(eighth, args.n / 8 - 1) * z.n_stride + args.b.scale.k_origin / args.b.scale.block_k * z.k_stride;
 }
 
 /* Row r of a lane: of octet r of its warp. */
@@ -368,8 +367,8 @@ template <class S> struct u4_scales : block_scales<S> {
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         const uint8_t *from = smem.scales[slot][row_of_lane<S>(r)] + block * args.b.scale.k_stride * (wide ? 4 : 2);
-        next[s][r] = wide ? __ldg(reinterpret_cast<const uint32_t *>(from))
-                          : __ldg(reinterpret_cast<const uint16_t *>(from));
+        next[s][r] =
+            wide ? __ldg(reinterpret_cast<const uint32_t *>(from)) : __ldg(reinterpret_cast<const uint16_t *>(from));
         if (has_zeros) zeros[s][r] = __ldg(smem.zeros[slot][row_of_lane<S>(r) / 8] + block * args.b.zero.k_stride);
       }
     }

@@ -32,7 +32,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool MEMORY_BOUND = BM <= 64;
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
-  static constexpr int STEPS = 1; /* of 16 k at once: registers */
+  static constexpr int STEPS = 1;                                 /* of 16 k at once: registers */
   static constexpr int PRODUCER_REGISTERS = BM <= 64 ? 152 : 104; /* 384 threads start with 168 each */
   static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
   static_assert(CLUSTER == 1 && COLUMNS == CONSUMERS * BLOCKS * BLOCK && THREADS == (CONSUMERS + 1) * GROUP,
@@ -50,10 +50,10 @@ template <class S> struct mixed_smem {
   uint8_t codes[S::STAGES][S::COLUMNS * S::ROW_BYTES];
   wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];
-  tile_unit units[UNITS_AHEAD];                      /* and the one after each */
-  const uint8_t *scales[S::SCALE_SLOTS][S::COLUMNS]; /* of units: where those of each weight row begin */
+  tile_unit units[UNITS_AHEAD];                          /* and the one after each */
+  const uint8_t *scales[S::SCALE_SLOTS][S::COLUMNS];     /* of units: where those of each weight row begin */
   const uint32_t *zeros[S::SCALE_SLOTS][S::ZERO_OCTETS]; /* the same of zero points, of each octet */
-  stream_run<S> run;                                 /* of one thread */
+  stream_run<S> run;                                     /* of one thread */
   tile_table table;
   row_range ranges[MAX_EXPERTS];
 };
