@@ -11,9 +11,9 @@ typedef struct repack_unit {
 
 EXACT repack_unit repack_unit_of(const repack_args *a, int64_t unit)
 {
-  const int64_t rest = unit / a->out;
   const int32_t cells = a->in / REPACK_CELL(a);
-  const repack_unit u = {(int32_t)(rest / cells), (int32_t)(unit % a->out), (int32_t)(rest % cells) * REPACK_CELL(a)};
+  const int64_t rest = quotient_of(unit, a->out), e = quotient_of(rest, cells);
+  const repack_unit u = {(int32_t)e, (int32_t)(unit - rest * a->out), (int32_t)(rest - e * cells) * REPACK_CELL(a)};
   return u;
 }
 

@@ -1126,71 +1126,81 @@ CALL(cumoe_matmul_prepare, fill_context, matmul_prepare(a), CONTEXT)
 
 static void fill_quantize_rows(arguments *a)
 {
-  a->format = cumoe_format_fp8_block(CUMOE_F32);
-  a->info = &a->format;
+  a->format = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC);
+  a->pointer = &a->format;
   a->v[0] = give(CUMOE_BF16, TOKENS, HIDDEN);
-  a->v[1] = give(CUMOE_E4M3, TOKENS, HIDDEN);
-  a->v[2] = give(CUMOE_F32, 1, TOKENS);
+  a->v[1] = give(CUMOE_F32, 1, 1);
+  a->v[2] = give(CUMOE_E4M3, TOKENS, HIDDEN);
+  a->v[3] = give(CUMOE_F32, 1, TOKENS);
 }
 CALL(cumoe_quantize_rows, fill_quantize_rows,
-     cumoe_quantize_rows(a->context, a->info, a->v[0], no_view(), as_mut(a->v[1]), as_mut(a->v[2]), no_stream), CONTEXT,
-     NOT_NULL("format", info), VIEW("x", v[0], FLOATS, 16, LOOSE | FREE_COLS), VIEW("codes", v[1], BIT(E4M3), 16, OUT),
-     VIEW("scales", v[2], BIT(F32), 0, OUT))
+     cumoe_quantize_rows(a->context, a->pointer, a->v[0], a->v[1], as_mut(a->v[2]), as_mut(a->v[3]), no_stream),
+     CONTEXT, NOT_NULL("format", pointer), VIEW("x", v[0], FLOATS, 16, LOOSE),
+     VIEW("static_scale", v[1], BIT(F32), 0, 0), VIEW("codes", v[2], BIT(E4M3), 16, OUT),
+     VIEW("scales", v[3], BIT(F32), 0, OUT))
 
-static void fill_quantize_weights(arguments *a)
+static void fill_quantize(arguments *a)
 {
-  a->quantize = (cumoe_quantize_args){.size = sizeof a->quantize,
-                                      .experts = EXPERTS,
-                                      .format = cumoe_format_mxfp4(),
-                                      .weights = give(CUMOE_BF16, EXPERTS * INTER, HIDDEN),
-                                      .codes = give_mut(CUMOE_U8, EXPERTS * INTER, HIDDEN / 2),
-                                      .scale = give_mut(CUMOE_E8M0, EXPERTS * INTER, HIDDEN / 32)};
+  a->quantize = (cumoe_quantize_args){.size = sizeof a->quantize, .experts = 2, .gate_order = CUMOE_GATE_UP_CONCAT};
+  a->quantize.format = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
+  a->quantize.weights = give(CUMOE_BF16, 4 * INTER, HIDDEN);
+  a->quantize.codes = give_mut(CUMOE_U8, 4 * INTER, HIDDEN / 2);
+  a->quantize.scale = give_mut(CUMOE_E4M3, 4 * INTER, HIDDEN / 16);
+  a->quantize.global = give_mut(CUMOE_F32, 2, 2);
   a->info = &a->quantize;
 }
 #define QUANTIZE_ROWS                                                                                                  \
-  NOT_NULL("args", info), SIZE("args.size", quantize.size), INT("args.reserved", quantize.reserved, 0, 0),             \
-      ROW("args.gate_order", A_INT, quantize.gate_order, .low = 0, .high = 6, .status = CUMOE_ERR_LAYOUT)
-CALL(cumoe_quantize_weights, fill_quantize_weights, cumoe_quantize_weights(a->context, a->info, no_stream), CONTEXT,
-     QUANTIZE_ROWS, VIEW("args.weights", quantize.weights, FLOATS, 16, LOOSE | FREE_COLS),
-     VIEW("args.codes", quantize.codes, BIT(U8), 16, OUT),
-     VIEW("args.scale", quantize.scale, BIT(E8M0) | BIT(U8), 0, OUT))
-CALL(cumoe_quantize_shapes, fill_quantize_weights, cumoe_quantize_shapes(a->info), QUANTIZE_ROWS)
+  NOT_NULL("args", info), SIZE("args.size", quantize.size),                                                            \
+      INT("args.experts", quantize.experts, 1, CUMOE_MAX_EXPERTS),                                                     \
+      ROW("args.gate_order", A_INT, quantize.gate_order, .low = 0, .high = 6, .status = CUMOE_ERR_LAYOUT),             \
+      INT("args.reserved", quantize.reserved, 0, 0),                                                                   \
+      VALUE("args.format.reserved", quantize.format.reserved[2], 1, NOT_SUPPORTED)
+CALL(cumoe_quantize_weights, fill_quantize, cumoe_quantize_weights(a->context, a->info, no_stream), CONTEXT,
+     QUANTIZE_ROWS, VIEW("args.weights", quantize.weights, FLOATS, 16, LOOSE),
+     VIEW("args.codes", quantize.codes, BIT(U8), 16, OUT), VIEW("args.scale", quantize.scale, BIT(E4M3), 0, OUT),
+     VIEW("args.global", quantize.global, BIT(F32), 0, OUT | FREE_COLS))
+CALL(cumoe_quantize_shapes, fill_quantize, cumoe_quantize_shapes(a->info), QUANTIZE_ROWS,
+     VALUE("args.weights", quantize.weights.rows, 63, INVALID_ARGUMENT))
 
 static void fill_repack(arguments *a)
 {
-  a->repack = (cumoe_repack_args){.size = sizeof a->repack,
-                                  .experts = 1,
-                                  .major = CUMOE_IN_OUT,
-                                  .out = HIDDEN,
-                                  .in = HIDDEN,
-                                  .format = cumoe_format_int4(32, CUMOE_F16),
-                                  .codes = give(CUMOE_I32, HIDDEN / 8, HIDDEN),
-                                  .scale = give(CUMOE_F16, HIDDEN / 32, HIDDEN)};
+  size_t bytes = 0;
+  a->repack =
+      (cumoe_repack_args){.size = sizeof a->repack, .experts = 2, .major = CUMOE_IN_OUT, .out = INTER, .in = HIDDEN};
+  a->repack.format = cumoe_format_gptq(32, 1);
+  a->repack.codes = give(CUMOE_I32, 2 * HIDDEN / 8, INTER);
+  a->repack.scale = give(CUMOE_F16, 2 * HIDDEN / 32, INTER);
+  a->repack.zero = give(CUMOE_I32, 2 * HIDDEN / 32, INTER / 8);
+  CHECK_OK(cumoe_weights_repack_size(&a->repack, &bytes));
+  a->v[0] = give(CUMOE_U8, 1, (int64_t)bytes);
   a->info = &a->repack;
-  CHECK_OK(cumoe_weights_repack_size(&a->repack, &a->bytes));
-  a->v[0] = give(CUMOE_U8, 1, (int64_t)a->bytes);
+  a->host = &a->bind.up;
+  a->pointer = &a->format;
 }
 #define REPACK_ROWS                                                                                                    \
-  NOT_NULL("args", info), SIZE("args.size", repack.size), INT("args.reserved", repack.reserved, 0, 0),                 \
-      INT("args.experts", repack.experts, 1, 1024), LAYOUT_OF("args.major", repack.major, 2)
-CALL(cumoe_weights_repack_size, fill_repack, cumoe_weights_repack_size(a->info, a->out), NOT_NULL("bytes", out),
-     REPACK_ROWS)
+  NOT_NULL("args", info), SIZE("args.size", repack.size), INT("args.experts", repack.experts, 1, CUMOE_MAX_EXPERTS),   \
+      INT("args.reserved", repack.reserved, 0, 0),                                                                     \
+      ROW("args.major", A_INT, repack.major, .low = 1, .high = 2, .status = CUMOE_ERR_LAYOUT),                         \
+      ROW("args.out", A_INT, repack.out, .low = 8, .high = 1 << 24, .step = 8),                                        \
+      INT("args.in", repack.in, 16, 1 << 24),                                                                          \
+      VALUE("args.format.reserved", repack.format.reserved[2], 1, NOT_SUPPORTED)
+CALL(cumoe_weights_repack_size, fill_repack, cumoe_weights_repack_size(a->info, a->out), REPACK_ROWS,
+     NOT_NULL("bytes", out))
 CALL(cumoe_weights_repack, fill_repack,
-     cumoe_weights_repack(a->context, a->info, as_mut(a->v[0]), a->out, (cumoe_format *)a->out + 8, no_stream), CONTEXT,
-     REPACK_ROWS, NOT_NULL("projection", out), VIEW("args.codes", repack.codes, BIT(I32), 0, 0),
-     VIEW("args.scale", repack.scale, BIT(F16), 0, 0))
+     cumoe_weights_repack(a->context, a->info, as_mut(a->v[0]), (void *)(uintptr_t)a->host, a->pointer, no_stream),
+     CONTEXT, REPACK_ROWS, VIEW("args.codes", repack.codes, BIT(I32), 0, 0),
+     VIEW("args.scale", repack.scale, BIT(F16), 0, 0), VIEW("args.zero", repack.zero, BIT(I32), 0, 0),
+     VIEW("to", v[0], BIT(U8), 256, OUT | FREE_COLS), VALUE("to", v[0].cols, 255, WORKSPACE),
+     NOT_NULL("projection", host), NOT_NULL("format", pointer))
 
 static void fill_scan(arguments *a)
 {
   a->weights = bench.weights;
-  a->v[0] = cumoe_buffer_view(bench.buffer);
-  a->v[0].dtype = CUMOE_I64;
+  a->v[0] = cumoe_vector(cumoe_buffer_view(bench.buffer).data, CUMOE_I64, CUMOE_SCAN_FIELDS); /* it is filled */
   a->v[0].rows = EXPERTS;
-  a->v[0].cols = a->v[0].ld = CUMOE_SCAN_FIELDS;
-  a->v[0].owner = 0;
 }
-CALL(cumoe_weights_scan, fill_scan, cumoe_weights_scan(a->weights, as_mut(a->v[0]), no_stream),
-     ROW("weights", A_WEIGHTS, weights, .traits = OPTIONAL), VIEW("report", v[0], BIT(I64), 0, OUT))
+CALL(cumoe_weights_scan, fill_scan, cumoe_weights_scan(a->context, a->weights, as_mut(a->v[0]), no_stream), CONTEXT,
+     WEIGHTS("weights", weights), VIEW("report", v[0], BIT(I64), 0, OUT))
 
 /* Functions without a row above, and why. */
 static const char *const exempt[] = {
