@@ -283,8 +283,8 @@ typedef struct repack_args {
   int32_t experts, out, in, groups, scale_rows;
   int32_t block_k, k_origin;
   int32_t bits, word, in_out, packed_out; /* word: codes in one */
-  uint32_t order;
-  int32_t flip; /* of every code: 8 makes two's complement unsigned */
+  uint32_t places;                        /* hex digit i from below: where in its word code i is, from below */
+  int32_t flip;                           /* of every code: 8 makes two's complement unsigned */
   int32_t zero_add, scale_bytes;
   int32_t ggml; /* GGML_* or 0 */
 } repack_args;
