@@ -103,7 +103,8 @@ PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMP
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
-.PHONY: all shared demo test bench bench-plan tune check coverage mutants tests install uninstall format lint clean help FORCE
+.PHONY: all shared demo test bench bench-plan tune check coverage mutants tests install uninstall format lint clean \
+	help FORCE
 all: $(LIB)/libcumoe.a
 shared: $(LIB)/libcumoe.so
 
@@ -285,13 +286,13 @@ tune: $(LIB)/bench/tune
 bench-plan: $(LIB)/bench/plan
 	$(Q)$<
 
-# ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
+# ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation, T=torch PyTorch ------
 
 script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES CUBINS FORMATTED \
-	FUZZERS,$v='$($v)')
+	FUZZERS PYTHON,$v='$($v)')
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
-test_scripts   := $(call chosen,test/check/install.sh)
+test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
@@ -302,7 +303,7 @@ libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
 	$(FUZZERS:%=$(OBJ)/asan/fuzz/%) $(if $(libfuzzer),$(FUZZERS:%=$(OBJ)/fuzz/%)))
 
-test: $(test_programs) $(LIB)/libcumoe.a
+test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts)),$(LIB)/test/libcumoe.so)
 	@$(script_env) test/run.sh $(test_programs) $(test_scripts)
 
 # A sanitized program has no GPU to see: the driver's own memory is not under test.

@@ -80,6 +80,12 @@ typedef struct store {
   int32_t count;
 } store;
 
+/* A kind's cells in a line: sums of logarithms. */
+typedef struct tally {
+  int32_t cells, goals, met, dense, wrong;
+  double part, over, gain;
+} tally;
+
 typedef struct cublas cublas;
 typedef struct nvml nvml;
 
@@ -90,9 +96,9 @@ typedef struct bench {
   const gpu_rates *rates; /* NULL: not known, no floor */
   cudaStream_t stream;    /* NULL on the CPU device */
   store store;
-  noise unit, small;                         /* standard deviation 1 and 0.02 */
-  noise codes[MAX_KINDS], scales[MAX_KINDS]; /* of the kind in that place of --format; made when first asked for */
+  noise unit, small; /* standard deviation 1 and 0.02 */
   uint64_t seed;
+  tally tallies[MAX_KINDS];
   cublas *blas; /* NULL: not there */
   nvml *nvml;   /* NULL: not there */
   FILE *csv, *ids;
@@ -126,6 +132,14 @@ typedef enum spread {
   SPREAD_one   /* ids, all of them the same */
 } spread;
 
+/* What a cell of weights that are not quantised took and gave: others are held against it. */
+typedef struct reference {
+  double us;     /* 0: not timed */
+  int64_t count; /* elements of `out` from its start */
+  uint16_t *out; /* room for REFERENCE */
+} reference;
+enum { REFERENCE = 1 << 18 };
+
 /* One layer and T tokens: everything that the timed calls read and write. */
 typedef struct cell {
   bench *bench;
@@ -139,6 +153,7 @@ typedef struct cell {
   cumoe_route route[MAX_INPUTS];
   cumoe_view_mut h, y, out, workspace, map_workspace;
   int32_t *host_counts; /* [inputs, E] */
+  reference *dense;     /* to be written, or to be compared with */
 } cell;
 
 /* ---- opening and closing (setup.c) ---- */
@@ -199,8 +214,7 @@ typedef enum item {
 extern const char *const item_names[ITEM_COUNT];
 
 cumoe_status make_noise(bench *b);
-/* index: a place in o.kinds. */
-cumoe_status model_create(bench *b, const shape *s, int32_t index, model *m);
+cumoe_status model_create(bench *b, const shape *s, const kind *k, model *m);
 void model_destroy(model *m);
 cumoe_status cell_create(bench *b, model *m, int64_t tokens, spread how, cell *c);
 void cell_destroy(cell *c);
@@ -216,7 +230,6 @@ cumoe_status fill_noise(bench *b, cumoe_view_mut dst, noise *from);
 void store_free(store *s);
 
 uint64_t random_bits(uint64_t *state);
-double random_unit(uint64_t *state); /* in (0, 1) */
 double random_normal(uint64_t *state);
 
 /* ---- formats of weights (formats.c) ---- */
@@ -233,8 +246,8 @@ weight_format kind_class(const kind *k, cumoe_dtype dtype);
 double kind_bytes(const kind *k, const shape *s, cumoe_dtype dtype);
 /* Blocks of scales of one projection of an expert, along out and along in. */
 void kind_blocks(const kind *k, const projection *p, int64_t *rows, int64_t *cols);
-/* Allocates and fills codes, scales and the rest of all experts. */
-cumoe_status projection_create(bench *b, model *m, int32_t index, projection *p);
+/* Allocates and fills the weights of all experts: of each kind they are the same, rounded to its codes. */
+cumoe_status projection_create(bench *b, model *m, projection *p);
 /* Expert 0's, as bind takes a stack. */
 cumoe_status projection_describe(const model *m, const projection *p, cumoe_projection *d);
 
@@ -267,6 +280,7 @@ void peers_destroy(peers *p);
 typedef struct verdict {
   bool finite, repeatable, routed, faultless;
   double worst; /* largest error / bound of the elements computed again in double */
+  double error; /* of the outputs against those of weights that are not quantised, root mean squares; 0: not known */
 } verdict;
 
 /* Runs the layer on every input, fills c->host_counts, and looks at the results of the first input. */
@@ -281,7 +295,6 @@ typedef struct result {
   timing timings[ITEM_COUNT];
   clock_state clocks;
   double active, weight_bytes, flops, floor_us; /* means over the inputs */
-  double dense_us;                              /* of weights that are not quantised, in this run; 0: not timed */
   double host_us;                               /* of the host for an eager call of the layer; 0: not timed */
   double needed_us; /* floor at the part of it that evenly spread tokens reach; 0: not a skewed cell */
 } result;
@@ -289,6 +302,9 @@ typedef struct result {
 void print_header(const bench *b);
 void print_shape(const bench *b, const model *m);
 void print_row(const bench *b, const result *r);
+
+void tally_add(tally *t, const result *r);
+void print_tallies(const bench *b, const tally *tallies);
 rates rates_of(const bench *b); /* those of the floor */
 bool csv_open(bench *b);
 void csv_row(const bench *b, const result *r);

@@ -32,7 +32,7 @@ uint64_t random_bits(uint64_t *state) /* splitmix64 */
   return z ^ z >> 31;
 }
 
-double random_unit(uint64_t *state)
+static double random_unit(uint64_t *state) /* in (0, 1) */
 {
   return ((double)(random_bits(state) >> 12) + 0.5) * 0x1p-52;
 }
@@ -197,11 +197,11 @@ static void begin_random(bench *b)
   b->seed = 1;
 }
 
-cumoe_status model_create(bench *b, const shape *s, int32_t index, model *m)
+cumoe_status model_create(bench *b, const shape *s, const kind *k, model *m)
 {
   const int64_t inter = s->inter, hidden = s->hidden;
   cumoe_view_mut router;
-  *m = (model){.shape = s, .kind = b->o.kinds[index]};
+  *m = (model){.shape = s, .kind = k};
   m->desc = (cumoe_moe_desc){.size = sizeof m->desc,
                              .num_experts = s->experts,
                              .hidden = s->hidden,
@@ -218,8 +218,8 @@ cumoe_status model_create(bench *b, const shape *s, int32_t index, model *m)
   TRY(fill_noise(b, router, &b->small));
   m->router = cumoe_const(router);
   if (s->routing.score == CUMOE_SCORE_SIGMOID && b->o.zipf <= 0 && !b->o.one) TRY(upload_select_bias(b, m));
-  TRY(projection_create(b, m, index, &m->gate_up));
-  TRY(projection_create(b, m, index, &m->down));
+  TRY(projection_create(b, m, &m->gate_up));
+  TRY(projection_create(b, m, &m->down));
   return bind_weights(b, m);
 }
 

@@ -562,6 +562,26 @@ static bool all_finite(const uint16_t *out, int64_t count, cumoe_dtype dtype)
   return bad == 0;
 }
 
+/* Keeps the outputs of weights that are not quantised; others' error against them. */
+static void compare_with_dense(cell *c, const uint16_t *out, int64_t count, verdict *v)
+{
+  reference *r = c->dense;
+  const cumoe_dtype dtype = c->bench->o.dtype;
+  double wrong = 0, size = 0;
+  if (!r || !r->out || !v->finite) return;
+  if (kind_is_dense(c->model->kind)) {
+    r->count = count < REFERENCE ? count : REFERENCE;
+    memcpy(r->out, out, (size_t)r->count * sizeof *out);
+    return;
+  }
+  for (int64_t i = 0; i < r->count; ++i) {
+    const double want = widen(r->out[i], dtype), error = widen(out[i], dtype) - want;
+    wrong += error * error;
+    size += want * want;
+  }
+  v->error = size > 0 ? sqrt(wrong / size) : 0;
+}
+
 static cumoe_status verify_outputs(cell *c, uint16_t *first, uint16_t *second, verdict *v)
 {
   const int64_t count = c->tokens * c->model->shape->hidden;
@@ -569,6 +589,7 @@ static cumoe_status verify_outputs(cell *c, uint16_t *first, uint16_t *second, v
   TRY(run_poisoned(c, 0x7b, second));
   v->repeatable = memcmp(first, second, (size_t)count * sizeof *first) == 0;
   v->finite = all_finite(first, count, c->bench->o.dtype);
+  compare_with_dense(c, first, count, v);
   return check_token(c, first, v);
 }
 

@@ -1,4 +1,4 @@
-/* What --format names: what weights of each kind are, their bytes, random ones, and what codes stand for. */
+/* What --format names: what weights of each kind are, their bytes, how they are made, and what codes stand for. */
 #include "bench.h"
 
 #include <math.h>
@@ -176,119 +176,6 @@ double scale_value(const kind *k, const void *scales, int64_t at)
   }
 }
 
-/* ---- random ones ---- */
-
-/* Weights have a deviation of .02. Of codes it is what rounding to the nearest gives: the largest code for the largest
- * weight of a block. */
-static double deviation_of(const kind *k)
-{
-  switch ((cumoe_element)k->format.element) {
-  case CUMOE_ELEMENT_E4M3: return 107;
-  case CUMOE_ELEMENT_S8:
-  case CUMOE_ELEMENT_U8: return 30;
-  default: return 2.7;
-  }
-}
-
-/* What codes of an element stand for. */
-typedef struct codebook {
-  double values[256];
-  int count;
-} codebook;
-
-static codebook codebook_of(const kind *k, int bits)
-{
-  codebook book = {.count = 1 << bits};
-  for (int c = 0; c < book.count; ++c) book.values[c] = code_value(k, (uint8_t)c);
-  return book;
-}
-
-/* Never NaN. */
-static uint8_t nearest_code(const codebook *book, double value)
-{
-  int best = 0;
-  for (int c = 1; c < book->count; ++c)
-    if (fabs(book->values[c] - value) < fabs(book->values[best] - value)) best = c;
-  return (uint8_t)best;
-}
-
-/* A byte of codes. */
-static uint8_t random_codes(bench *b, const codebook *book, double deviation)
-{
-  const uint8_t code = nearest_code(book, deviation * random_normal(&b->seed));
-  if (book->count == 256) return code;
-  return (uint8_t)(code | nearest_code(book, deviation * random_normal(&b->seed)) << 4);
-}
-
-enum { TABLE = 1 << 16, GLOBAL_SCALE = 144 };
-
-static double level_of(const kind *k)
-{
-  return k->format.global ? GLOBAL_SCALE : .02 / deviation_of(k);
-}
-
-static void random_scale(bench *b, const kind *k, const codebook *e4m3, void *to)
-{
-  const float f = (float)(level_of(k) * (.75 + .5 * random_unit(&b->seed)));
-  uint32_t word;
-  uint8_t code = 0;
-  memcpy(&word, &f, sizeof word);
-  const uint16_t half = (uint16_t)(word >> 16);
-  switch ((cumoe_dtype)k->format.scale) {
-  case CUMOE_E4M3: code = nearest_code(e4m3, (double)f); break;
-  case CUMOE_E8M0: code = (uint8_t)(word >> 23); break;
-  case CUMOE_BF16: memcpy(to, &half, sizeof half); return;
-  default: memcpy(to, &f, sizeof f); return;
-  }
-  memcpy(to, &code, sizeof code);
-}
-
-/* A block of elements drawn from a table. Its length is 16 times a prime: no stride of weights divides it, so that no
- * two experts get the same. */
-static cumoe_status upload_drawn(bench *b, const uint8_t *table, size_t element, int64_t bytes, noise *n)
-{
-  uint8_t *host = malloc((size_t)bytes);
-  cumoe_view_mut block;
-  if (!host) return CUMOE_ERR_OUT_OF_MEMORY;
-  for (size_t i = 0; i < (size_t)bytes;) {
-    const uint64_t bits = random_bits(&b->seed);
-    for (int j = 0; j < 4 && i < (size_t)bytes; ++j, i += element)
-      memcpy(host + i, table + (bits >> 16 * j & (TABLE - 1)) * element, element);
-  }
-  cumoe_status status = take(b, &b->store, CUMOE_U8, 1, bytes, &block);
-  if (status == CUMOE_OK) status = cumoe_copy_from_host(b->context, block, host, (size_t)bytes, b->stream);
-  if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
-  if (status == CUMOE_OK) *n = (noise){cumoe_const(block), 0};
-  free(host);
-  return status;
-}
-
-/* Once a run for a kind. */
-static cumoe_status make_codes(bench *b, int32_t index)
-{
-  static uint8_t table[TABLE * 4];
-  const kind *k = b->o.kinds[index];
-  const bool cpu = b->device.device == CUMOE_DEVICE_CPU;
-  const kind e4m3 = {.format = {.element = CUMOE_ELEMENT_E4M3}};
-  const codebook of_weights = codebook_of(k, format_bits(kind_class(k, b->o.dtype))), of_scales = codebook_of(&e4m3, 8);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)k->format.scale);
-  if (b->codes[index].block.data) return CUMOE_OK;
-  for (int32_t i = 0; i < TABLE; ++i) table[i] = random_codes(b, &of_weights, deviation_of(k));
-  TRY(upload_drawn(b, table, 1, cpu ? 16 * 65521LL : 16 * 4194301LL, &b->codes[index]));
-  for (int32_t i = 0; i < TABLE; ++i) random_scale(b, k, &of_scales, table + (size_t)i * element);
-  return upload_drawn(b, table, element, cpu ? 16 * 8191LL : 16 * 524287LL, &b->scales[index]);
-}
-
-static cumoe_status upload_global(bench *b, const kind *k, cumoe_view_mut to)
-{
-  float host[2 * CUMOE_MAX_EXPERTS];
-  const int64_t count = to.rows * to.cols;
-  for (int64_t i = 0; i < count; ++i)
-    host[i] = (float)(.02 / deviation_of(k) / GLOBAL_SCALE * (.75 + .5 * random_unit(&b->seed)));
-  TRY(cumoe_copy_from_host(b->context, to, host, (size_t)count * sizeof *host, b->stream));
-  return cumoe_synchronize(b->context, b->stream);
-}
-
 /* ---- memory ---- */
 
 /* What an element of a view of codes is, and how many it holds. */
@@ -302,34 +189,65 @@ static cumoe_dtype storage_of(const kind *k, cumoe_dtype dtype, int64_t *codes)
   return k->format.element == CUMOE_ELEMENT_S8 ? CUMOE_I8 : CUMOE_U8;
 }
 
-static cumoe_status create_scales(bench *b, model *m, int32_t index, projection *p)
+/* The rows of one expert. */
+static cumoe_status rows_of(cumoe_view_mut all, int64_t expert, int64_t rows, cumoe_view_mut *part)
+{
+  return cumoe_view_rows_mut(all, expert * rows, rows, part);
+}
+
+typedef struct quantised {
+  cumoe_view_mut dense; /* of one expert */
+  cumoe_view_mut codes, scale, global;
+  int64_t scale_rows;
+} quantised;
+
+/* What weights that are not quantised would be, rounded to nearest. */
+static cumoe_status quantise_expert(bench *b, const model *m, const projection *p, const quantised *q, int64_t expert)
+{
+  cumoe_quantize_args a = {.size = sizeof a,
+                           .experts = 1,
+                           .gate_order = p->halves == 2 ? CUMOE_GATE_UP_CONCAT : 0,
+                           .format = m->kind->format,
+                           .weights = cumoe_const(q->dense)};
+  TRY(rows_of(q->codes, expert, p->out, &a.codes));
+  TRY(rows_of(q->scale, expert, q->scale_rows, &a.scale));
+  if (m->kind->format.global) TRY(rows_of(q->global, expert, 1, &a.global));
+  TRY(fill_noise(b, q->dense, &b->small));
+  return cumoe_quantize_weights(b->context, &a, b->stream);
+}
+
+static cumoe_status create_quantised(bench *b, model *m, store *scratch, projection *p)
 {
   const kind *k = m->kind;
   const int64_t experts = m->shape->experts;
-  int64_t rows, cols;
-  cumoe_view_mut view;
-  kind_blocks(k, p, &rows, &cols);
-  TRY(take(b, &m->store, (cumoe_dtype)k->format.scale, experts * rows, cols, &view));
-  TRY(fill_noise(b, view, &b->scales[index]));
-  p->scale = cumoe_const(view);
-  if (!k->format.global) return CUMOE_OK;
-  TRY(take(b, &m->store, CUMOE_F32, experts, p->halves, &view));
-  TRY(upload_global(b, k, view));
-  p->global = cumoe_const(view);
-  return CUMOE_OK;
+  quantised q = {0};
+  int64_t cols, codes;
+  const cumoe_dtype dtype = storage_of(k, b->o.dtype, &codes);
+  kind_blocks(k, p, &q.scale_rows, &cols);
+  TRY(take(b, scratch, b->o.dtype, p->out, p->in, &q.dense));
+  TRY(take(b, &m->store, dtype, experts * p->out, p->in / codes, &q.codes));
+  TRY(take(b, &m->store, (cumoe_dtype)k->format.scale, experts * q.scale_rows, cols, &q.scale));
+  if (k->format.global) TRY(take(b, &m->store, CUMOE_F32, experts, p->halves, &q.global));
+  for (int64_t e = 0; e < experts; ++e) TRY(quantise_expert(b, m, p, &q, e));
+  p->data = cumoe_const(q.codes);
+  p->scale = cumoe_const(q.scale);
+  p->global = cumoe_const(q.global);
+  return cumoe_synchronize(b->context, b->stream);
 }
 
-cumoe_status projection_create(bench *b, model *m, int32_t index, projection *p)
+cumoe_status projection_create(bench *b, model *m, projection *p)
 {
-  const bool dense = kind_is_dense(m->kind);
-  int64_t codes;
-  const cumoe_dtype dtype = storage_of(m->kind, b->o.dtype, &codes);
+  store scratch = {.count = 0};
   cumoe_view_mut view;
-  if (!dense) TRY(make_codes(b, index));
-  TRY(take(b, &m->store, dtype, m->shape->experts * p->out, p->in / codes, &view));
-  TRY(fill_noise(b, view, dense ? &b->small : &b->codes[index]));
+  if (!kind_is_dense(m->kind)) {
+    const cumoe_status status = create_quantised(b, m, &scratch, p);
+    store_free(&scratch);
+    return status;
+  }
+  TRY(take(b, &m->store, b->o.dtype, m->shape->experts * p->out, p->in, &view));
+  TRY(fill_noise(b, view, &b->small));
   p->data = cumoe_const(view);
-  return dense ? CUMOE_OK : create_scales(b, m, index, p);
+  return CUMOE_OK;
 }
 
 cumoe_status projection_describe(const model *m, const projection *p, cumoe_projection *d)

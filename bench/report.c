@@ -1,6 +1,7 @@
 /* The printed table and the CSV file: the same numbers, and the facts without which they mean nothing. */
 #include "bench.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -98,7 +99,8 @@ static void print_formats_header(void)
 {
   printf("goal: what the layer has to reach on an H200, the smallest of a target and the best peers' times of "
          "bench/targets.def; over: the layer's time over it. peer: the quickest, of a whole layer or its two products "
-         "alone. bf16: the layer with weights that are not quantised, same experts, this run. Stages by themselves; up "
+         "alone. bf16: the layer with weights that are not quantised, same experts, this run; error: of the outputs "
+         "against its. Stages by themselves; up "
          "and down only where activations stay as they are. MHz, W: of the SMs, while the layer ran.\n");
 }
 
@@ -148,9 +150,9 @@ static void print_columns(const bench *b)
   if (b->o.check)
     printf("     T active check\n");
   else if (b->o.formats)
-    printf("     T active    layer    floor  of it |     goal  over |     peer                |     bf16  gain |  "
-           "TFLOPS   "
-           "GB/s   host |  router    gate     map       up     down combine |  MHz    W check\n");
+    printf(
+        "     T active    layer    floor  of it |     goal  over |     peer                |     bf16  gain  error |  "
+        "TFLOPS   GB/s   host |  router    gate     map       up     down combine |  MHz    W check\n");
   else
     printf("%s%s%s  MHz    W check\n", columns, b->o.grouped ? "  grouped    vs |" : "",
            skewed(b) ? "  needed over |" : "");
@@ -225,6 +227,18 @@ static double print_stages(const result *r)
   return sum;
 }
 
+/* Beside weights that are not quantised. */
+static void print_dense(const result *r)
+{
+  const double us = kind_is_dense(r->cell->model->kind) ? 0 : r->cell->dense->us;
+  print_number(8, us);
+  print_number(5, us / r->timings[ITEM_layer].median);
+  if (r->verdict.error > 0)
+    printf(" %5.2f%%", 100 * r->verdict.error);
+  else
+    printf(" %6s", "-");
+}
+
 static void print_formats_row(const result *r)
 {
   const model *m = r->cell->model;
@@ -238,8 +252,7 @@ static void print_formats_row(const result *r)
   printf(" |");
   print_number(8, g.peer);
   printf(" %-14s |", known ? g.peer_name : "");
-  print_number(8, r->dense_us);
-  print_number(5, r->dense_us > 0 ? r->dense_us / layer : 0);
+  print_dense(r);
   printf(" |");
   print_work(r);
   (void)print_stages(r);
@@ -275,6 +288,46 @@ void print_row(const bench *b, const result *r)
   fflush(stdout);
 }
 
+/* ---- at the end ---- */
+
+void tally_add(tally *t, const result *r)
+{
+  const model *m = r->cell->model;
+  const double layer = r->timings[ITEM_layer].median, dense = r->cell->dense->us;
+  goal g;
+  t->cells++;
+  t->wrong += !verdict_good(&r->verdict);
+  if (layer <= 0) return;
+  if (r->floor_us > 0) t->part += log(r->floor_us / layer);
+  if (goal_of(m->kind, m->shape->name, r->cell->tokens, &g)) {
+    t->goals++;
+    t->met += layer <= g.us;
+    t->over += log(layer / g.us);
+  }
+  if (kind_is_dense(m->kind) || dense <= 0) return;
+  t->dense++;
+  t->gain += log(dense / layer);
+}
+
+/* Geometric means. */
+void print_tallies(const bench *b, const tally *tallies)
+{
+  if (!b->o.formats) return;
+  printf("\n%-12s %6s %6s %6s %12s %8s %8s\n", "weights", "cells", "wrong", "of it", "goals met", "over", "gain");
+  for (int32_t i = 0; i < b->o.kinds_count; ++i) {
+    const tally *t = &tallies[i];
+    printf("%-12s %6d %6d", kind_name(b->o.kinds[i], b->o.dtype), (int)t->cells, (int)t->wrong);
+    if (t->cells && t->part < 0)
+      printf(" %5.1f%%", 100 * exp(t->part / t->cells));
+    else
+      printf(" %6s", "-");
+    printf(" %4d of %4d", (int)t->met, (int)t->goals);
+    print_number(8, t->goals ? exp(t->over / t->goals) : 0);
+    print_number(8, t->dense ? exp(t->gain / t->dense) : 0);
+    printf("\n");
+  }
+}
+
 /* ---- CSV ---- */
 
 bool csv_open(bench *b)
@@ -287,7 +340,8 @@ bool csv_open(bench *b)
         "floor_part,tflops,weights_gbs",
         b->csv);
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
-  fputs(",vs_dense,vs_grouped,needed_us,over_needed,rates,goal_us,peer_us,peer,bf16_us,sm_mhz,watts,host_us,check,"
+  fputs(",vs_dense,vs_grouped,needed_us,over_needed,rates,goal_us,peer_us,peer,bf16_us,bf16_error,sm_mhz,watts,host_us,"
+        "check,"
         "worst_error,gpu,driver,cuda_runtime,"
         "cublas,"
         "library,commit,date\n",
@@ -324,7 +378,8 @@ static void csv_goal(const bench *b, const result *r)
   csv_number(b->csv, g.us);
   csv_number(b->csv, g.peer);
   fprintf(b->csv, ",%s", g.peer_name);
-  csv_number(b->csv, r->dense_us);
+  csv_number(b->csv, kind_is_dense(m->kind) ? 0 : r->cell->dense->us);
+  csv_number(b->csv, r->verdict.error);
 }
 
 static void csv_facts(const bench *b, const result *r)

@@ -207,7 +207,7 @@ static cumoe_status time_layer(bench *b, const machine *gpu, const family *f, in
 {
   model m;
   fprintf(stderr, "tune: %s, %s, %s, %s\n", operation_name(f->op), b->o.kinds[index]->name, f->title, layer->name);
-  cumoe_status status = model_create(b, layer, index, &m);
+  cumoe_status status = model_create(b, layer, b->o.kinds[index], &m);
   if (status == CUMOE_OK) status = time_model(b, gpu, f, &m, s);
   model_destroy(&m);
   return status;
@@ -395,7 +395,7 @@ static cumoe_status try_model(bench *b, const trial *t, int32_t limit, int32_t i
 {
   model m;
   const weights_class weights = weights_class_of(kind_class(b->o.kinds[index], b->o.dtype));
-  cumoe_status status = model_create(b, s, index, &m);
+  cumoe_status status = model_create(b, s, b->o.kinds[index], &m);
   for (int i = 0; i < 8 && t->tokens[i] > 0 && status == CUMOE_OK; ++i) {
     cell c;
     status = cell_create(b, &m, t->tokens[i], SPREAD_router, &c);

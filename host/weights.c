@@ -698,6 +698,14 @@ cumoe_status find_weights(const char *name, cumoe_weights handle, const struct p
   return check_owners(name, w);
 }
 
+cumoe_status find_any_weights(const char *name, cumoe_weights handle, const struct weights **weights)
+{
+  void *found;
+  TRY(find_object(OBJECT_WEIGHTS, name, handle, &found));
+  *weights = found;
+  return check_owners(name, *weights);
+}
+
 static cumoe_status drop(void *object)
 {
   struct weights *w = object;

@@ -179,10 +179,12 @@ typedef struct expert_matrix {
  *   STATIC       one scale, given, for all
  *   TOKEN        a row has a scale
  *   GROUP        `group` elements of a row have one: element k is in group (origin + k) / group
+ *   FRAGMENTS    the same elements in the order of wgmma's fragments (gemm/mixed.cuh): in each slab of 128 of a row k =
+ *                32 q + 8 w + 4 t + j goes to 32 w + 8 j + 2 q + t, zeros past the row's end, in place of x
  * scale = max(amax, ROWS_FLOOR) / largest code, in f32; power_of_two: rounded up to one. code = x * (1 / scale), both
  * in f32, rounded to nearest even, saturated. A NaN is the code NaN (s8: 0, and the scale is NaN).
  */
-enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP };
+enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP, ROWS_FRAGMENTS };
 #define ROWS_FLOOR 1e-10f
 typedef struct row_format {
   int32_t mode, element; /* ROWS_*; DT_E4M3, DT_I8 */
@@ -241,6 +243,53 @@ typedef struct encode_args {
 #define ENCODE_CHANNELS(a) ((a)->zero ? 8 : ENCODE_SCALES_FIRST(a) ? 1 : (a)->block_n)
 /* Its tasks: so many of an expert, each for every block of k. */
 #define ENCODE_ROWS(a) ((a)->zero ? ((a)->out + 7) / 8 : ENCODE_SCALES_FIRST(a) ? (a)->out : (a)->parts * (a)->n_blocks)
+
+/*
+ * Counts of what is odd about weights (kernels/scan.h), added to report[e * report_ld + SCAN_*]. Unit: a channel n of a
+ * half of an expert, n fastest.
+ */
+enum {
+  SCAN_CODES = 0, /* NaN; of dense weights also infinite */
+  SCAN_SCALE_NOT_FINITE,
+  SCAN_SCALE_NEGATIVE,
+  SCAN_SCALE_ZERO,
+  SCAN_SCALE_SUBNORMAL,
+  SCAN_SCALE_LARGE, /* E8M0 past 128 */
+  SCAN_ZERO_POINT,  /* outside 0 .. 15 */
+  SCAN_PAST_F16,    /* weights that round to infinity */
+  SCAN_PAST_BF16,
+  SCAN_LARGEST, /* not a count: the bits of the largest finite |weight| as f32 */
+  SCAN_FIELDS
+};
+typedef struct scan_args {
+  expert_matrix b;
+  int64_t *report;
+  int64_t report_ld;
+  int32_t experts, n, k, halves;
+} scan_args;
+
+/*
+ * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h):
+ * all of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
+ * [ceil(out / 8), groups], at to_scale and to_zero. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's
+ * codes, n fastest.
+ */
+enum { REPACK_BYTES = 16 };
+typedef struct repack_args {
+  const uint8_t *codes, *scale, *zero; /* zero NULL: none */
+  uint8_t *to;
+  int64_t codes_ld, scale_ld, zero_ld, codes_stride, scale_stride, zero_stride;
+  int64_t to_stride, to_scale, to_zero;
+  int32_t experts, out, in, groups, scale_rows;
+  int32_t block_k, k_origin;
+  int32_t bits, word, in_out, packed_out; /* word: codes in one */
+  uint32_t order;
+  int32_t flip; /* of every code: 8 makes two's complement unsigned */
+  int32_t zero_add, scale_bytes;
+  int32_t ggml; /* GGML_* or 0 */
+} repack_args;
+enum { GGML_Q4_0 = 2, GGML_Q8_0 = 8, GGML_Q6_K = 14, GGML_MXFP4 = 39 };
+#define REPACK_CELL(a) (REPACK_BYTES * 8 / (a)->bits)
 
 /*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:

@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "test.h"
+#include "cuda.h"
 
 /* ---- codes and scales, by their definitions ---- */
 
@@ -250,7 +250,8 @@ static cumoe_weights bind(cumoe_context context, const sample *s, int32_t dtype)
   d.down_major = CUMOE_OUT_IN;
   d.up_format = plain_rows(s->format);
   *(gated ? &d.gate_up : &d.up) = p;
-  d.down.data = cumoe_const(device_new(context, dtype, s->experts * s->in, inter, 0));
+  const tensor down = tensor_new(dtype, s->experts * s->in, inter);
+  d.down.data = device_put(context, &down, 0);
   cumoe_weights weights = NULL;
   CHECK_OK(cumoe_weights_bind(context, &d, &weights));
   return weights;
@@ -538,6 +539,131 @@ static void test_rows(cumoe_context context)
   }
 }
 
+/* ---- scans ---- */
+
+/* What a fault in the codes, the scales or the zero points of `at` is called. */
+typedef struct planted {
+  const char *name;
+  int form; /* of forms */
+  enum { CODES, SCALE, ZERO, GLOBAL } where;
+  double value;
+  int field;
+} planted;
+
+static void check_scan(cumoe_context context, const sample *s, const planted *p)
+{
+  const cumoe_view_mut report = device_new(context, CUMOE_I64, s->experts, CUMOE_SCAN_FIELDS, 3);
+  const cumoe_weights weights = bind(context, s, CUMOE_BF16);
+  CHECK_OK(cumoe_weights_scan(context, weights, report, NULL));
+  check_guards(context, "report", report);
+  const tensor got = device_get(context, cumoe_const(report));
+  for (int e = 0; e < s->experts; e++) {
+    double most = 0;
+    for (int n = 0; n < s->out; n++)
+      for (int k = 0; k < s->in; k++) {
+        const double w = fabs(weight_at(s, e, n, k));
+        if (isfinite((float)w)) most = fmax(most, w);
+      }
+    const double largest =
+        (double)cumoe_scan_largest(((const int64_t *)(const void *)got.data)[e * CUMOE_SCAN_FIELDS + 9]);
+    CHECK_MSG(fabs(largest - most) <= 1e-6 * most, "expert %d: largest %g, must be %g", e, largest, most);
+    for (int f = 0; f < CUMOE_SCAN_LARGEST; f++) {
+      const bool weights_past = f == CUMOE_SCAN_PAST_F16 || f == CUMOE_SCAN_PAST_BF16;
+      const double found = tensor_get(&got, e, f), want = p && e == 1 && f == p->field;
+      if (p && e == 1 && weights_past && f != p->field) continue;
+      CHECK_MSG(weights_past && want ? found > 0 : found == want, "expert %d field %d: %g, must be %g", e, f, found,
+                want);
+    }
+  }
+  CHECK_OK(cumoe_weights_destroy(weights));
+}
+
+static void test_scan(cumoe_context context)
+{
+  static const planted faults[] = {
+      {"NaN code", 0, CODES, 0x7f, CUMOE_SCAN_CODES},
+      {"scale NaN", 0, SCALE, NAN, CUMOE_SCAN_SCALE_NOT_FINITE},
+      {"tensor's scale infinite", 3, SCALE, INFINITY, CUMOE_SCAN_SCALE_NOT_FINITE},
+      {"e8m0 255", 15, SCALE, 255, CUMOE_SCAN_SCALE_NOT_FINITE},
+      {"e8m0 129", 15, SCALE, 129, CUMOE_SCAN_SCALE_LARGE},
+      {"e8m0 0", 15, SCALE, 0, CUMOE_SCAN_SCALE_SUBNORMAL},
+      {"scale < 0", 18, SCALE, -2, CUMOE_SCAN_SCALE_NEGATIVE},
+      {"scale 0", 9, SCALE, 0, CUMOE_SCAN_SCALE_ZERO},
+      {"joined tensor's scale 0", 19, SCALE, 0, CUMOE_SCAN_SCALE_ZERO},
+      {"f16 subnormal", 7, SCALE, 1e-6, CUMOE_SCAN_SCALE_SUBNORMAL},
+      {"zero point 16", 13, ZERO, 15, CUMOE_SCAN_ZERO_POINT},
+      {"global infinite", 16, GLOBAL, INFINITY, CUMOE_SCAN_SCALE_NOT_FINITE},
+      {"past f16", 1, SCALE, 1e6, CUMOE_SCAN_PAST_F16},
+      {"past bf16", 4, SCALE, 3e38, CUMOE_SCAN_PAST_BF16},
+  };
+  form list[MOST_FORMS];
+  (void)forms(list);
+  for (int i = -20; i < (int)(sizeof faults / sizeof *faults); i++) {
+    const planted *p = i < 0 ? NULL : &faults[i];
+    const form *f = &list[p ? p->form : -i - 1];
+    const int32_t order = !fits(&f->format, 0)      ? CUMOE_UP_GATE_CONCAT
+                          : i % 2 || f->format.zero ? CUMOE_GATE_UP_CONCAT
+                                                    : CUMOE_GATE_UP_INTERLEAVED;
+    rng r = {3};
+    case_begin("%s, %s", f->name, p ? p->name : "good");
+    sample s = sample_new(context, &r, f->format, order, CUMOE_F32);
+    for (int64_t k = 0; k < s.weights.rows * s.in; k++) /* no scale of 4 */
+      tensor_set(&s.weights, 0, k, tensor_get(&s.weights, 0, k) * 0x1p-9);
+    device_set(context, as_mut(s.on_device.weights), &s.weights);
+    quantize(context, &s, false);
+    if (p) {
+      tensor *t[] = {&s.codes, &s.scale, &s.zero, &s.global};
+      const cumoe_view_mut v[] = {s.on_device.codes, s.on_device.scale, s.on_device.zero, s.on_device.global};
+      const int64_t each = t[p->where]->rows / s.experts;
+      for (int64_t k = 0; p->where == CODES && k < s.in; k++) /* no other fault of theirs */
+        if (s.codes.data[each * s.in + k] % 128 == 127) s.codes.data[each * s.in + k] = 0;
+      tensor_set(t[p->where], each + (p->where == SCALE && each > 1), t[p->where]->cols - 1, p->value);
+      device_set(context, v[p->where], t[p->where]);
+    }
+    check_scan(context, &s, p);
+    case_end();
+  }
+}
+
+/* ---- captured ---- */
+
+/* Into a graph that is run twice. */
+static void test_capture(cumoe_context context)
+{
+  case_begin("quantize, scan");
+  rng r = {11};
+  cudaStream_t stream = NULL;
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  sample s = sample_new(context, &r, cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES), CUMOE_GATE_UP_CONCAT, CUMOE_BF16);
+  quantize(context, &s, false);
+  const tensor codes = s.codes, global = s.global;
+  const cumoe_view_mut report = device_new(context, CUMOE_I64, s.experts, CUMOE_SCAN_FIELDS, 0);
+  const cumoe_weights weights = bind(context, &s, CUMOE_BF16);
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  CHECK_OK(cumoe_quantize_weights(context, &s.on_device, stream));
+  CHECK_OK(cumoe_weights_scan(context, weights, report, stream));
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_OK(cumoe_fill(context, s.on_device.codes, 0x77, NULL));
+  CHECK_OK(cumoe_fill(context, s.on_device.global, 0x77, NULL));
+  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 2; i++) CHECK_CUDA(cudaGraphLaunch(exec, stream));
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  take(context, s.on_device.codes, &s.codes);
+  take(context, s.on_device.global, &s.global);
+  check_same("codes", &s.codes, &codes);
+  check_same("global", &s.global, &global);
+  const tensor found = device_get(context, cumoe_const(report));
+  for (int f = 0; f < CUMOE_SCAN_LARGEST; f++) CHECK(tensor_get(&found, 1, f) == 0);
+  CHECK(tensor_get(&found, 1, CUMOE_SCAN_LARGEST) > 0);
+  CHECK_CUDA(cudaGraphExecDestroy(exec));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  CHECK_OK(cumoe_weights_destroy(weights));
+  case_end();
+}
+
 /* ---- refusals ---- */
 
 static void test_refusals(cumoe_context context)
@@ -588,5 +714,6 @@ static void test_refusals(cumoe_context context)
 
 static const test_group groups[] = {GROUP("weights", test_weights, ANYWHERE), GROUP("nan", test_nan, ANYWHERE),
                                     GROUP("ties", test_ties, ANYWHERE),       GROUP("same bits", test_same, ON_CUDA),
-                                    GROUP("rows", test_rows, ANYWHERE),       GROUP("refusals", test_refusals, ON_CPU)};
+                                    GROUP("rows", test_rows, ANYWHERE),       GROUP("scan", test_scan, ANYWHERE),
+                                    GROUP("capture", test_capture, ON_CUDA),  GROUP("refusals", test_refusals, ON_CPU)};
 TEST_MAIN(groups)

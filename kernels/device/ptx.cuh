@@ -109,6 +109,16 @@ template <> DEVICE void mma_m16n8k16<f16>(float (&d)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+/* d += a b: a 16 x 32 of s8 (4 registers), b 32 x 8 (2), d 16 x 8 s32, each lane's as above.
+ * Lane l: a = rows l/4, l/4+8 x columns 4(l%4) + {0 .. 3}, then the same rows at columns + 16;
+ * b = rows 4(l%4) + {0 .. 3} and + 16, column l/4. */
+DEVICE void mma_m16n8k32_s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
+{
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 /* Four 8 x 8 matrices of 16-bit elements; lanes 8i .. 8i+7 give the row addresses of matrix i. */
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address)
 {
@@ -231,6 +241,16 @@ DEVICE uint32_t cvt_s8(float value)
   asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(code) : "f"(value));
   return code & 0xff;
 }
+
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 890
+/* Two codes of e4m3, the lower byte's first, as f16. */
+DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t codes)
+{
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((uint16_t)codes));
+  return pair;
+}
+#endif
 
 /* Two codes of e4m3, that of `low` in the low byte: nearest even, saturated; NaN is 0x7f. */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 890
