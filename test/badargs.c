@@ -64,7 +64,7 @@ static arguments right; /* the call as it succeeds */
 
 /* Not an argument: what a call may set to null. */
 static struct {
-  _Alignas(16) unsigned char bytes[256];
+  _Alignas(16) unsigned char bytes[2048];
 } results;
 
 /* ---- kinds of arguments ------------------------------------------------------------------------------- */
@@ -627,9 +627,7 @@ static void fill_bind_static(arguments *a)
 FORM(cumoe_weights_bind, formats, fill_bind_formats, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      CONTEXT, VIEW("desc.gate_up", bind.gate_up.data, BIT(U8), 16, 0),
      VIEW("desc.down", bind.down.data, BIT(I32), 16, 0), SCALES(gate_up, scale, BIT(E4M3)),
-     SCALES(down, scale, BIT(F16)), SCALES(down, zero, BIT(I32)),
-     VIEW("desc.gate_up.global", bind.gate_up.global, BIT(F32), 0, LOOSE),
-     INT("desc.reserved_end", bind.reserved_end, 0, 0))
+     SCALES(down, scale, BIT(F16)), SCALES(down, zero, BIT(I32)), INT("desc.reserved_end", bind.reserved_end, 0, 0))
 FORM(cumoe_weights_bind, static, fill_bind_static, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      CONTEXT, VIEW("desc.gate", bind.gate.data, BIT(E4M3), 16, LOOSE), SCALES(gate, scale, BIT(F32)))
 
@@ -1266,7 +1264,7 @@ static int change_formats(int which, arguments *a, expectation *e)
   cumoe_moe_desc *d = &a->desc;
   cumoe_format *u = &d->up_format, *w = &d->down_format, *s = &d->shared_up_format;
   int n = 0;
-  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[12] is 7, must be 0", u->reserved[12] = 7)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[11] is 7, must be 0", u->reserved[11] = 7)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 0 (dense), all of desc.up_format", u->element = 0)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 7, not a", u->element = 7)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is -1, not a", u->element = -1)

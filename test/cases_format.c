@@ -577,7 +577,7 @@ static void run_odd(cumoe_context context, const char *name, const layer_spec *s
 static void odd_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
                       int64_t tokens)
 {
-  if (parts != FORMAT_OF_UP) f.joined = 0;
+  f.joined = 0; /* gate and up are not there */
   for (odd_value odd = 0; odd < ODD_COUNT; odd++) {
     rng r = {(uint64_t)(which * 5 + (int)odd) + 11};
     if (odd == ODD_NAN_CODE && f.element != CUMOE_ELEMENT_E4M3) continue;
