@@ -26,7 +26,7 @@ template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> str
   using W = W_; /* weights */
   using Y = Y_; /* the result */
   static constexpr scale_case SCALE = SCALE_;
-  static_assert(SCALE == SCALE_none, "no form multiplies by scales yet");
+  static constexpr bool SCALED = SCALE != SCALE_none;
 
   DEVICE static bool gated(const gemm_args &args) { return OPERATION::HALVES == 2 && args.gated; }
 };
