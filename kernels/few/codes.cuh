@@ -9,16 +9,22 @@
  * How codes W are multiplied by activations that are Y in memory, and X when multiplied. M: what both become for that.
  *   bytes    a row of a slice has one scale, which its sums are multiplied by
  *   OWNED    32 k of a row are a lane's, which multiplies them by their scale as it unpacks them
- *   GROUPED  32 k are multiplied by themselves, their sums then by their scale
+ *   GROUPED  32 k are multiplied by themselves, their sums then by their scale; IN_RUNS: 128, where they have one
  * REST: the power of two that unpacked weights lack.
  */
 template <class X, class W, class Y> struct few_code {
   using M = Y;
-  static constexpr bool QUANTISES = false, OWNED = false, GROUPED = false;
+  using SUM = float;
+  static constexpr bool QUANTISES = false, OWNED = false, GROUPED = false, IN_RUNS = false;
   static constexpr float REST = 1.f;
 };
 template <class Y> struct few_code<e4m3, e4m3, Y> : few_code<Y, e4m3, Y> {
   using M = f16;
+  static constexpr bool QUANTISES = true;
+};
+template <class Y> struct few_code<s8, s8, Y> : few_code<Y, s8, Y> {
+  using M = s8;
+  using SUM = int32_t;
   static constexpr bool QUANTISES = true;
 };
 template <> struct few_code<bf16, mx4, bf16> : few_code<bf16, e4m3, bf16> {
@@ -29,7 +35,7 @@ template <> struct few_code<f16, mx4, f16> : few_code<f16, e4m3, f16> {
   static constexpr float REST = 0x1p14f;
 };
 template <class Y> struct few_code<Y, u4, Y> : few_code<Y, e4m3, Y> {
-  static constexpr bool GROUPED = true;
+  static constexpr bool GROUPED = true, IN_RUNS = true;
 };
 template <> struct few_code<bf16, nv4, bf16> : few_code<bf16, e4m3, bf16> {
   static constexpr bool OWNED = true;
@@ -66,13 +72,18 @@ template <class M> DEVICE void multiply_pairs(uint32_t (&pair)[4], uint32_t fact
   for (int p = 0; p < 4; p++) pair[p] = as_bits(__hmul2(as_pair<M>(pair[p]), as_pair<M>(factor)));
 }
 
+/* zero: zero_subtrahend. */
+template <class M> DEVICE void unpack_u4(uint32_t codes, uint32_t zero, uint32_t (&pair)[4])
+{
+#pragma unroll
+  for (int p = 0; p < 4; p++) pair[p] = subtract<M>(codes >> 4 * p & 0x000f000f | pair_of<M>::UNITS, zero);
+}
+
 /* As it is multiplied in GROUPED; zero: of u4, zero_subtrahend. */
 template <class W, class M> DEVICE void unpack_group(uint32_t codes, uint32_t zero, uint32_t (&pair)[4])
 {
   if constexpr (same_type<W, u4>) {
-#pragma unroll
-    for (int p = 0; p < 4; p++)
-      pair[p] = subtract<M>(codes >> 4 * p & 0x000f000f | pair_of<M>::UNITS, zero);
+    unpack_u4<M>(codes, zero, pair);
   } else if constexpr (same_type<M, f16>) {
     unpack_e2m1_f16(codes, pair);
   } else {
@@ -81,16 +92,10 @@ template <class W, class M> DEVICE void unpack_group(uint32_t codes, uint32_t ze
   }
 }
 
-/* Of M: what unpacked u4 have too much. */
+/* What unpacked u4 have too much, as a pair of M. */
 template <class M> DEVICE uint32_t zero_subtrahend(int zero)
 {
-  return (uint16_t)((pair_of<M>::UNITS & 0xffff) + zero);
-}
-
-/* Four codes of a byte. */
-template <class W, class M> DEVICE uint2 unpack_bytes(uint32_t codes)
-{
-  return decoder<W, M>::decode(codes, 0);
+  return pair_of<M>::UNITS + zero * 0x10001;
 }
 
 /* Eight elements in the order of unpacked codes. */

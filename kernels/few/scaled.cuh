@@ -19,24 +19,30 @@ template <class S> DEVICE uint4 *few_elements(few_stage<S> &stage, int column, i
   return &stage.columns[column][vector ^ swizzle];
 }
 
+/* A column's codes of s8 take the place of its elements. */
+template <class S> DEVICE uint4 *few_column_codes(few_stage<S> &stage, int column, int vector)
+{
+  return &stage.columns[column][vector ^ (column & 1) << 2];
+}
+
 /* ---- copies ---- */
 
-/* By a warp: 8 lanes bring 128 bytes of a row. */
+/* By a warp: 8 lanes bring 128 bytes of a row. Rows are shorter than 2^31 bytes. */
 template <class S>
 DEVICE void copy_codes(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice, few_stage<S> &stage)
 {
   const int r = lane_id() / 8, vector = lane_id() % 8, in_row = slice * 128 + vector * 16;
-  const int64_t stride = g.b.n_stride * S::BITS / 8;
-  const bool there = slice * S::BK + vector * (128 / S::BITS) < g.k;
+  const int stride = (int)(g.b.n_stride * S::BITS / 8), bytes = in_row * 8 < g.k * S::BITS ? 16 : 0;
+  const char *low = static_cast<const char *>(of.low) + in_row, *high = static_cast<const char *>(of.high) + in_row;
+  const uint32_t first = shared_address(few_codes<S>(stage, r, vector)),
+                 second = shared_address(few_codes<S>(stage, 4 + r, vector));
 #pragma unroll
   for (int o = 0; o < S::OCTETS; o++) {
     const few_rows at = rows_of<S>(g, unit, o);
     if (!at.there) continue;
-    const char *row = static_cast<const char *>(at.half ? of.high : of.low) + (at.octet * 8 + r) * stride + in_row;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      cp_async_cg_16(shared_address(few_codes<S>(stage, o * 8 + i * 4 + r, vector)), row + i * 4 * stride,
-                     there ? 16 : 0, evict_first_policy());
+    const char *from = at.half ? high : low;
+    cp_async_cg_16(first + o * 1024, from + (int64_t)(at.octet * 8 + r) * stride, bytes, evict_first_policy());
+    cp_async_cg_16(second + o * 1024, from + (int64_t)(at.octet * 8 + 4 + r) * stride, bytes, evict_first_policy());
   }
 }
 
@@ -85,12 +91,13 @@ template <class T> DEVICE float largest_of_warp(const uint2 &v)
   return unpack_pair<T>(__reduce_max_sync(ALL_LANES, max(two & 0xffff, two >> 16))).x;
 }
 
-/* s = max(amax, floor) / 448 and 1 / s as IEEE 754 has them, for numbers that are far from both ends: an estimate, and
- * what it lacks by fused multiply-add. (__fdiv_rn is a call.) */
-DEVICE float divide_by_448(float a)
+/* s = max(amax, floor) / largest code and 1 / s as IEEE 754 has them, for numbers that are far from both ends: an
+ * estimate, and what it lacks by fused multiply-add. (__fdiv_rn is a call.) */
+template <class Q> DEVICE float divide_by_largest(float a)
 {
-  const float estimate = a * (1.f / 448.f);
-  return fmaf(fmaf(-448.f, estimate, a), 1.f / 448.f, estimate);
+  constexpr float LARGEST = LARGEST_CODE<Q>, INVERSE = 1.f / LARGEST;
+  const float estimate = a * INVERSE;
+  return fmaf(fmaf(-LARGEST, estimate, a), INVERSE, estimate);
 }
 DEVICE float inverse_of(float a)
 {
@@ -99,67 +106,83 @@ DEVICE float inverse_of(float a)
 }
 
 /* A group's scale (quant.cuh: row_scale). */
-DEVICE float few_row_scale(const row_format &format, float largest)
+template <class Q> DEVICE float few_row_scale(const row_format &format, float largest)
 {
-  if (format.mode == ROWS_STATIC) return *format.static_scale;
-  const float scale = divide_by_448(fmaxf(largest, ROWS_FLOOR));
-  return format.power_of_two ? __uint_as_float(__float_as_uint(scale) + 0x007fffff & 0xff800000) : scale;
+  if (format.mode == ROWS_STATIC) return same_type<Q, s8> && largest != largest ? largest : *format.static_scale;
+  const float scale = divide_by_largest<Q>(larger<Q>(largest, ROWS_FLOOR));
+  if (!format.power_of_two || scale != scale) return scale;
+  return __uint_as_float(__float_as_uint(scale) + 0x007fffff & 0xff800000);
 }
 
-/* Four elements become the values of their codes, in f16. Returns the scale of the warp's 128. */
-template <class Y> DEVICE float quantize_part(const row_format &format, uint2 &part)
+/* A lane's four elements of column c become codes, of e4m3 the codes' values in f16. Returns the scale of all lanes'. */
+template <class S> DEVICE float quantize_part(const row_format &format, few_stage<S> &stage, int c, uint2 *part)
 {
-  const float scale = few_row_scale(format, largest_of_warp<Y>(part)), inverse = inverse_of(scale);
-  const float2 low = unpack_pair<Y>(part.x), high = unpack_pair<Y>(part.y);
-  part.x = cvt_f16x2_e4m3x2(cvt_e4m3x2(low.x * inverse, low.y * inverse));
-  part.y = cvt_f16x2_e4m3x2(cvt_e4m3x2(high.x * inverse, high.y * inverse));
+  using Q = typename S::X;
+  const uint2 mine = *part;
+  const float2 low = unpack_pair<typename S::Y>(mine.x), high = unpack_pair<typename S::Y>(mine.y);
+  const float scale = few_row_scale<Q>(format, largest_of_warp<typename S::Y>(mine)), inverse = inverse_of(scale);
+  const float values[4] = {low.x, low.y, high.x, high.y};
+  const uint32_t codes = quantize_four<Q>(values, inverse);
+  if constexpr (same_type<Q, e4m3>) {
+    *part = make_uint2(cvt_f16x2_e4m3x2(codes), cvt_f16x2_e4m3x2(codes >> 16));
+  } else {
+    __syncwarp(); /* other lanes' elements, where these codes go, are read */
+    reinterpret_cast<uint32_t *>(few_column_codes<S>(stage, c, lane_id() / 4))[lane_id() % 4] = codes;
+  }
   return scale;
 }
 
 /*
- * A slice's columns as they are multiplied; of h as soon as they are written. By a warp. Returns their number, and the
- * scales of columns 2 (l%4) and the next.
+ * A slice's columns as they are multiplied; of h as soon as they are written. By a warp. Returns the scales of columns
+ * 2 (l%4) and the next.
  */
 template <class S>
-DEVICE int prepare_columns(const gemm_args &g, bool h_complete, const few_column (&of)[FEW_COLUMNS], int slice,
+DEVICE void prepare_columns(const gemm_args &g, bool h_complete, const few_column (&of)[FEW_COLUMNS], int slice,
                            few_stage<S> &stage, float (&scale)[2])
 {
   using Y = typename S::Y;
   using part = typename bytes_vector<S::BK / WARP_SIZE * 2>::type;
   constexpr int EACH = S::BK / WARP_SIZE, OF_VECTOR = 8 / EACH; /* elements of a part; parts of a vector */
-  int c = 0;
 #pragma unroll 1
-  for (; c < S::COLUMNS; c++) {
+  for (int c = 0; c < S::COLUMNS; c++) {
     const few_column column = of[c];
-    if (column < 0) break;
+    if (c > 0 && column < 0) break;
     part *place =
         reinterpret_cast<part *>(few_elements<S>(stage, c, lane_id() / OF_VECTOR)) + lane_id() % OF_VECTOR;
-    part mine = *place;
     if (!S::UP && !h_complete) {
       const Y *h = static_cast<const Y *>(g.a) + column_pair(column) * g.a_ld + slice * S::BK + lane_id() * EACH;
-      while (is_unwritten(mine)) mine = load_relaxed_part(h, mine);
+      while (is_unwritten(*place)) *place = load_relaxed_part(h, *place);
       __syncwarp();
     }
     if constexpr (S::CODE::QUANTISES) {
-      const float of_column = quantize_part<Y>(g.rows, mine);
+      const float of_column = quantize_part<S>(g.rows, stage, c, place);
       if (c == lane_id() % 4 * 2) scale[0] = of_column;
       if (c == lane_id() % 4 * 2 + 1) scale[1] = of_column;
     }
-    if constexpr (S::BITS == 4) pair_up(mine);
-    *place = mine;
+    if constexpr (S::BITS == 4) pair_up(*place);
   }
   __syncwarp();
-  return c;
 }
 
-/* A vector of column l/4. */
-template <class S> DEVICE uint4 take_elements(few_stage<S> &stage, int columns, int vector)
+/* The column that a lane feeds. Where there are fewer, what it feeds makes sums that nobody reads. */
+template <class S> DEVICE int column_of_lane()
 {
-  const int column = lane_id() / 4;
-  return column < columns ? *few_elements<S>(stage, column, vector) : make_uint4(0, 0, 0, 0);
+  return lane_id() / 4 % S::COLUMNS;
+}
+
+/* A vector of the lane's column. */
+template <class S> DEVICE uint4 take_elements(few_stage<S> &stage, int vector)
+{
+  return *few_elements<S>(stage, column_of_lane<S>(), vector);
 }
 
 /* ---- products ---- */
+
+/* Word i of a vector. */
+DEVICE uint32_t word_of(const uint4 &v, int i)
+{
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 /* What a lane has of an mma's weights, rows l/4 and l/4 + 8: four k of each. */
 template <class M>
@@ -169,89 +192,131 @@ DEVICE void multiply_four(float (&sum)[4], uint32_t low0, uint32_t low1, uint32_
   mma_m16n8k16<M>(sum, {low0, high0, low1, high1}, {x0, x1});
 }
 
-/* Rows of a byte a code. */
+/* 16 codes of a byte of rows l/4 and l/4 + 8 times those elements of column l/4, vector `at` of its codes. bias: what
+ * the codes' offset asks for (decode.cuh). */
 template <class S>
-DEVICE void multiply_bytes(few_stage<S> &stage, int columns, int tiles, const float (&row_scale)[S::OCTETS],
-                           const float (&column_scale)[2], float (&sum)[S::TILES][4])
+DEVICE void multiply_sixteen(float (&sum)[4], const uint4 &low, const uint4 &high, const uint4 (&x)[2], uint32_t bias)
 {
   using M = typename S::CODE::M;
+  using decode = decoder<typename S::W, M>;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint2 a = decode::decode(word_of(low, i), bias), b = decode::decode(word_of(high, i), bias);
+    multiply_four<M>(sum, a.x, a.y, b.x, b.y, word_of(x[i / 2], i % 2 * 2), word_of(x[i / 2], i % 2 * 2 + 1));
+  }
+}
+template <class S>
+DEVICE void multiply_sixteen(int32_t (&sum)[4], const uint4 &low, const uint4 &high, const uint4 (&x)[2], uint32_t flip)
+{
+  mma_m16n8k32_s8(sum, {low.x ^ flip, high.x ^ flip, low.y ^ flip, high.y ^ flip}, {x[0].x, x[0].y});
+  mma_m16n8k32_s8(sum, {low.z ^ flip, high.z ^ flip, low.w ^ flip, high.w ^ flip}, {x[0].z, x[0].w});
+}
+
+/* What decodes the offset of codes. */
+template <class S> DEVICE uint32_t bias_of_bytes(int offset)
+{
+  if constexpr (same_type<typename S::CODE::SUM, int32_t>)
+    return offset == 128 ? 0x80808080 : 0;
+  else
+    return decoder<typename S::W, typename S::CODE::M>::bias(offset);
+}
+
+/* Rows of a byte a code. */
+template <class S, int TILES>
+DEVICE void multiply_bytes(int offset, few_stage<S> &stage, const float (&row_scale)[S::OCTETS],
+                           const float (&column_scale)[2], float (&sum)[S::TILES][4])
+{
   const int row = lane_id() / 4;
-  float part[S::TILES][4] = {};
+  const uint32_t bias = bias_of_bytes<S>(offset);
+  typename S::CODE::SUM part[TILES][4] = {};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int vector = i * 4 + lane_id() % 4;
-    const uint4 x0 = take_elements<S>(stage, columns, 2 * vector), x1 = take_elements<S>(stage, columns, 2 * vector + 1);
+    uint4 x[2];
+    if (same_type<typename S::CODE::SUM, int32_t>)
+      x[0] = *few_column_codes<S>(stage, column_of_lane<S>(), vector);
+    else
+      x[0] = take_elements<S>(stage, 2 * vector), x[1] = take_elements<S>(stage, 2 * vector + 1);
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-      if (t >= tiles) continue;
-      const uint4 low = *few_codes<S>(stage, t * 16 + row, vector), high = *few_codes<S>(stage, t * 16 + 8 + row, vector);
-      uint2 a = unpack_bytes<typename S::W, M>(low.x), b = unpack_bytes<typename S::W, M>(high.x);
-      multiply_four<M>(part[t], a.x, a.y, b.x, b.y, x0.x, x0.y);
-      a = unpack_bytes<typename S::W, M>(low.y), b = unpack_bytes<typename S::W, M>(high.y);
-      multiply_four<M>(part[t], a.x, a.y, b.x, b.y, x0.z, x0.w);
-      a = unpack_bytes<typename S::W, M>(low.z), b = unpack_bytes<typename S::W, M>(high.z);
-      multiply_four<M>(part[t], a.x, a.y, b.x, b.y, x1.x, x1.y);
-      a = unpack_bytes<typename S::W, M>(low.w), b = unpack_bytes<typename S::W, M>(high.w);
-      multiply_four<M>(part[t], a.x, a.y, b.x, b.y, x1.z, x1.w);
-    }
+    for (int t = 0; t < TILES; t++)
+      multiply_sixteen<S>(part[t], *few_codes<S>(stage, t * 16 + row, vector),
+                          *few_codes<S>(stage, t * 16 + 8 + row, vector), x, bias);
   }
 #pragma unroll
-  for (int t = 0; t < S::TILES; t++) {
-    if (t >= tiles) continue;
+  for (int t = 0; t < TILES; t++) {
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      sum[t][j] = fmaf(part[t][j], row_scale[2 * t + j / 2] * column_scale[j % 2], sum[t][j]);
+      sum[t][j] = fmaf((float)part[t][j], row_scale[2 * t + j / 2] * column_scale[j % 2], sum[t][j]);
   }
 }
 
-/* Word i of a vector. */
-DEVICE uint32_t word_of(const uint4 &v, int i)
+/* 16 bytes of a row are a lane's. step(sum, t, run, i, low, high, x): of tile t, word i of rows l/4 and l/4 + 8, and its
+ * columns. */
+template <class S, int TILES, class STEP> DEVICE void multiply_run(few_stage<S> &stage, int run, STEP step)
 {
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+  const int row = lane_id() / 4, vector = run * 4 + lane_id() % 4;
+  uint4 x[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = take_elements<S>(stage, 4 * vector + i);
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    const uint4 low = *few_codes<S>(stage, t * 16 + row, vector), high = *few_codes<S>(stage, t * 16 + 8 + row, vector);
+#pragma unroll
+    for (int i = 0; i < 4; i++) step(t, i, word_of(low, i), word_of(high, i), x[i]);
+  }
 }
 
-/* 16 bytes of a row are a lane's. factor(octet, run, half of the run): its scale, for two bf16. */
-template <class S, class FACTOR>
-DEVICE void multiply_owned(few_stage<S> &stage, int columns, int tiles, FACTOR factor, float (&sum)[S::TILES][4])
+/* factor(octet, run, half of the run): its scale, for two bf16. */
+template <class S, int TILES, class FACTOR>
+DEVICE void multiply_owned(few_stage<S> &stage, FACTOR factor, float (&sum)[S::TILES][4])
 {
   using M = typename S::CODE::M;
-  const int row = lane_id() / 4;
+#pragma unroll
+  for (int run = 0; run < 2; run++)
+    multiply_run<S, TILES>(stage, run, [&](int t, int i, uint32_t low, uint32_t high, const uint4 &x) {
+      uint32_t a[4], b[4];
+      unpack_e2m1_bf16(low, a), unpack_e2m1_bf16(high, b);
+      multiply_pairs<M>(a, factor(2 * t, run, i / 2)), multiply_pairs<M>(b, factor(2 * t + 1, run, i / 2));
+      multiply_four<M>(sum[t], a[0], a[1], b[0], b[1], x.x, x.y);
+      multiply_four<M>(sum[t], a[2], a[3], b[2], b[3], x.z, x.w);
+    });
+}
+
+/* Of u4 whose scales are those of 128 k. zero: pairs. */
+template <class S, int TILES>
+DEVICE void multiply_in_runs(few_stage<S> &stage, const float (&scale)[2 * S::OCTETS],
+                             const uint32_t (&zero)[2 * S::OCTETS], float (&sum)[S::TILES][4])
+{
+  using M = typename S::CODE::M;
 #pragma unroll
   for (int run = 0; run < 2; run++) {
-    const int vector = run * 4 + lane_id() % 4;
-    uint4 x[4];
+    float part[TILES][4] = {};
+    multiply_run<S, TILES>(stage, run, [&](int t, int i, uint32_t low, uint32_t high, const uint4 &x) {
+      uint32_t a[4], b[4];
+      unpack_u4<M>(low, zero[4 * t + run], a), unpack_u4<M>(high, zero[4 * t + 2 + run], b);
+      multiply_four<M>(part[t], a[0], a[1], b[0], b[1], x.x, x.y);
+      multiply_four<M>(part[t], a[2], a[3], b[2], b[3], x.z, x.w);
+    });
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = take_elements<S>(stage, columns, 4 * vector + i);
+    for (int t = 0; t < TILES; t++) {
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-      if (t >= tiles) continue;
-      const uint4 low = *few_codes<S>(stage, t * 16 + row, vector), high = *few_codes<S>(stage, t * 16 + 8 + row, vector);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        uint32_t a[4], b[4];
-        unpack_e2m1_bf16(word_of(low, i), a), unpack_e2m1_bf16(word_of(high, i), b);
-        multiply_pairs<M>(a, factor(2 * t, run, i / 2)), multiply_pairs<M>(b, factor(2 * t + 1, run, i / 2));
-        multiply_four<M>(sum[t], a[0], a[1], b[0], b[1], x[i].x, x[i].y);
-        multiply_four<M>(sum[t], a[2], a[3], b[2], b[3], x[i].z, x[i].w);
-      }
+      for (int j = 0; j < 4; j++) sum[t][j] = fmaf(part[t][j], scale[4 * t + j / 2 * 2 + run], sum[t][j]);
     }
   }
 }
 
 /* 32 k after 32 k. scale(octet, group), zero(octet, group): of row l/4 of that octet. */
-template <class S, class SCALE, class ZERO>
-DEVICE void multiply_grouped(few_stage<S> &stage, int columns, int tiles, SCALE scale, ZERO zero,
-                             float (&sum)[S::TILES][4])
+template <class S, int TILES, int UNROLL, class SCALE, class ZERO>
+DEVICE void multiply_grouped(few_stage<S> &stage, SCALE scale, ZERO zero, float (&sum)[S::TILES][4])
 {
   using W = typename S::W;
   using M = typename S::CODE::M;
   const int row = lane_id() / 4, word = lane_id() % 4;
-#pragma unroll 4
+#pragma unroll UNROLL
   for (int group = 0; group < S::GROUPS; group++) {
-    const uint4 x = take_elements<S>(stage, columns, 4 * group + word);
+    const uint4 x = take_elements<S>(stage, 4 * group + word);
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-      if (t >= tiles) continue;
+    for (int t = 0; t < TILES; t++) {
       uint32_t a[4], b[4];
       float part[4] = {};
       unpack_group<W, M>(reinterpret_cast<const uint32_t *>(few_codes<S>(stage, t * 16 + row, group))[word],
@@ -296,87 +361,105 @@ template <class S> DEVICE void exchange_scales(const gemm_args &g, few_smem<S> &
 {
   auto &at = smem.exchange[warp_id()];
   const int row = lane_id() / 4, first = lane_id() % 4;
+  float scale[few_scales<S>::COUNT];
+  scales.decode(g.b.scale.dtype, scale);
 #pragma unroll
   for (int i = 0; i < few_scales<S>::COUNT; i++) {
     const int r = i / 2 * 8 + row, group = first + i % 2 * 4;
-    at.scale[r][group] = scale_of_bits(scales.raw[i], g.b.scale.dtype);
+    at.scale[r][group] = scale[i];
     if constexpr (few_scales<S>::ZEROS)
-      at.zero[r][group] =
-          (uint16_t)zero_subtrahend<typename S::CODE::M>(zero_of_word(g.b, scales.zero[i]));
+      at.zero[r][group] = (uint16_t)zero_subtrahend<typename S::CODE::M>(zero_of_word(g.b, scales.zero[i]));
   }
+  __syncwarp();
 }
 
-template <class S>
-DEVICE void multiply_exchanged(few_smem<S> &smem, few_stage<S> &stage, int columns, int tiles,
-                               float (&sum)[S::TILES][4])
+template <class S, int TILES>
+DEVICE void multiply_exchanged(few_smem<S> &smem, few_stage<S> &stage, float (&sum)[S::TILES][4])
 {
   auto &at = smem.exchange[warp_id()];
   const int row = lane_id() / 4;
-  multiply_grouped<S>(
-      stage, columns, tiles, [&](int o, int group) { return at.scale[o * 8 + row][group]; },
+  multiply_grouped<S, TILES, 4>(
+      stage, [&](int o, int group) { return at.scale[o * 8 + row][group]; },
       [&](int o, int group) { return (uint32_t)at.zero[o * 8 + row][group] * 0x10001; }, sum);
 }
 
-template <class S>
-DEVICE void multiply_own(const few_scales<S> &scales, few_stage<S> &stage, int columns, int tiles,
-                         float (&sum)[S::TILES][4])
+/* Scales that as factors would be too large for bf16. */
+template <class S, int TILES>
+DEVICE void multiply_large(const few_scales<S> &scales, few_stage<S> &stage, float (&sum)[S::TILES][4])
 {
-  if constexpr (few_scales<S>::PAIRS) {
-    multiply_owned<S>(
-        stage, columns, tiles,
-        [&](int o, int run, int half) {
-          const uint2 both = factors_of_e4m3(scales.raw[o * 2 + run], scales.second[o * 2 + run]);
-          return half ? both.y : both.x;
-        },
-        sum);
-  } else {
-    uint32_t most = 0;
+  multiply_grouped<S, TILES, 1>(
+      stage,
+      [&](int o, int group) {
+        const int from = (lane_id() & ~3) | (group & 3);
+        const uint32_t low = __shfl_sync(ALL_LANES, scales.raw[o * 2], from),
+                       high = __shfl_sync(ALL_LANES, scales.raw[o * 2 + 1], from);
+        return e8m0_to_f32(group < 4 ? low : high);
+      },
+      [](int, int) { return 0u; }, sum);
+}
+
+/* The slice whose scales are the next: they are replaced by those to come as soon as they are out of the way. */
+template <class S, int TILES>
+DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &stage, few_scales<S> &scales,
+                           const float (&column_scale)[2], float (&sum)[S::TILES][4])
+{
+  using code = typename S::CODE;
+  using M = typename code::M;
+  constexpr int COUNT = few_scales<S>::COUNT;
+  if constexpr (S::BITS == 8) {
+    float row_scale[COUNT];
+    scales.decode(g.b.scale.dtype, row_scale);
+    scales.load(g, smem);
+    multiply_bytes<S, TILES>(g.b.offset, stage, row_scale, column_scale, sum);
+  } else if constexpr (code::GROUPED) {
+    if (code::IN_RUNS && g.b.scale.block_k >= 128) {
+      float scale[COUNT];
+      uint32_t zero[COUNT];
+      scales.decode(g.b.scale.dtype, scale);
 #pragma unroll
-    for (int i = 0; i < few_scales<S>::COUNT; i++) most = max(most, scales.raw[i]);
-    if (!__any_sync(ALL_LANES, most > 128)) {
-      multiply_owned<S>(
-          stage, columns, tiles, [&](int o, int run, int) { return factor_of_e8m0(scales.raw[o * 2 + run]); }, sum);
-      return;
+      for (int i = 0; i < COUNT; i++)
+        zero[i] = zero_subtrahend<M>(zero_of_word(g.b, scales.zero[few_scales<S>::ZEROS ? i : 0]));
+      scales.load(g, smem);
+      multiply_in_runs<S, TILES>(stage, scale, zero, sum);
+    } else {
+      exchange_scales<S>(g, smem, scales);
+      scales.load(g, smem);
+      multiply_exchanged<S, TILES>(smem, stage, sum);
     }
-    multiply_grouped<S>(
-        stage, columns, tiles,
-        [&](int o, int group) {
-          const int from = (lane_id() & ~3) | group & 3;
-          const uint32_t low = __shfl_sync(ALL_LANES, scales.raw[o * 2], from),
-                         high = __shfl_sync(ALL_LANES, scales.raw[o * 2 + 1], from);
-          return e8m0_to_f32(group < 4 ? low : high);
-        },
-        [](int, int) { return 0u; }, sum);
+  } else if constexpr (few_scales<S>::PAIRS) {
+    uint2 factor[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) factor[i] = factors_of_e4m3(scales.raw[i], scales.second[i]);
+    scales.load(g, smem);
+    multiply_owned<S, TILES>(
+        stage, [&](int o, int run, int half) { return half ? factor[o * 2 + run].y : factor[o * 2 + run].x; }, sum);
+  } else {
+    uint32_t factor[COUNT], most = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) factor[i] = factor_of_e8m0(scales.raw[i]), most = max(most, scales.raw[i]);
+    if (__any_sync(ALL_LANES, most > 128)) {
+      multiply_large<S, TILES>(scales, stage, sum);
+      scales.load(g, smem);
+    } else {
+      scales.load(g, smem);
+      multiply_owned<S, TILES>(stage, [&](int o, int run, int) { return factor[o * 2 + run]; }, sum);
+    }
   }
 }
 
-/* The slice whose scales are the next. By a warp. */
+/* By a warp. */
 template <class S>
 DEVICE void multiply_scaled(const few_args &args, few_smem<S> &smem, const few_cursor<S> &here, int stage,
                             few_scales<S> &scales, float (&sum)[S::TILES][4])
 {
-  using code = typename S::CODE;
   const gemm_args &g = gemm_of<S>(args);
   few_stage<S> &at = smem.stages[warp_id()][stage];
-  const int tiles = S::gated(g) || here.unit.octets > 2 ? min(here.unit.octets, (int)S::TILES) : 1;
   float column_scale[2] = {1.f, 1.f};
-  if constexpr (code::GROUPED) exchange_scales<S>(g, smem, scales); /* before the barrier in prepare_columns */
-  const int columns = prepare_columns<S>(g, !args.protocol.tickets, smem.table.column[here.unit.active], here.slice, at,
-                                         column_scale);
-  if constexpr (S::BITS == 8) {
-    float row_scale[S::OCTETS];
-#pragma unroll
-    for (int o = 0; o < S::OCTETS; o++) row_scale[o] = scale_of_bits(scales.raw[o], g.b.scale.dtype);
-    scales.load(g, smem);
-    multiply_bytes<S>(at, columns, tiles, row_scale, column_scale, sum);
-  } else if constexpr (code::GROUPED) {
-    scales.load(g, smem);
-    multiply_exchanged<S>(smem, at, columns, tiles, sum);
-  } else {
-    const few_scales<S> now = scales;
-    scales.load(g, smem);
-    multiply_own<S>(now, at, columns, tiles, sum);
-  }
+  prepare_columns<S>(g, !args.protocol.tickets, smem.table.column[here.unit.active], here.slice, at, column_scale);
+  if (here.unit.octets > (S::gated(g) ? 1 : 2))
+    multiply_tiles<S, 2>(g, smem, at, scales, column_scale, sum);
+  else
+    multiply_tiles<S, 1>(g, smem, at, scales, column_scale, sum);
 }
 
 #endif
