@@ -41,6 +41,8 @@ CUDA_LIB     := $(patsubst %/libcudart_static.a,%,$(firstword $(wildcard \
 	$(foreach d,lib64 lib lib/*-linux-gnu,$(cuda_roots:%=%/$d/libcudart_static.a)))))
 VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' \
 	include/cumoe/types.h | paste -sd.)
+# Before 1.0 a minor version may break.
+SONAME = libcumoe.so.$(basename $(VERSION))
 
 # What the benchmark calls this build. No locks: make must not disturb a commit under way.
 COMMIT := $(or $(shell git --no-optional-locks describe --always --dirty --abbrev=12 2> /dev/null),unknown)
@@ -101,8 +103,10 @@ PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMP
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
-.PHONY: all demo test bench bench-plan tune check coverage mutants tests install uninstall format lint clean help FORCE
+.PHONY: all shared demo test bench bench-plan tune check coverage mutants tests install uninstall format lint clean \
+	help FORCE
 all: $(LIB)/libcumoe.a
+shared: $(LIB)/libcumoe.so
 
 # ---- stamps: a file that holds the flags, rewritten when they change, so that what was built with them is rebuilt
 
@@ -213,6 +217,13 @@ $(LIB)/libcumoe.a: $(OBJ)/cumoe.o
 	$(call begin,AR)
 	$(Q)rm -f $@ && $(AR) rcsD $@ $<
 
+# On request, for programs that load it: the archive with a CUDA runtime inside. The tests have their own, so that
+# `make install` installs what was asked for.
+$(LIB)/libcumoe.so $(LIB)/test/libcumoe.so: $(OBJ)/cumoe.o host/cumoe.map $(OBJ)/flags.link
+	$(call begin,LINK)
+	$(Q)$(CC) $(LDFLAGS) -shared -Wl,-soname,$(SONAME) -Wl,--version-script=host/cumoe.map -Wl,-z,defs -o $@ $< \
+	$(LINK_LIBS) $(LDLIBS) && chmod -x $@
+
 # ---- programs ---------------------------------------------------------------------------------------------------
 
 define link
@@ -239,7 +250,8 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(archive)
 	$(link)
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
-$(LIB)/bench/plan: $(OBJ)/bench/plan.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) $(OBJ)/flags.link
+$(LIB)/bench/plan $(LIB)/bench/tune: $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
+	$(OBJ)/flags.link
 	$(link)
 $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
@@ -274,13 +286,13 @@ tune: $(LIB)/bench/tune
 bench-plan: $(LIB)/bench/plan
 	$(Q)$<
 
-# ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation -----------------------
+# ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation, T=torch PyTorch ------
 
 script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES CUBINS FORMATTED \
-	FUZZERS,$v='$($v)')
+	FUZZERS PYTHON,$v='$($v)')
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
-test_scripts   := $(call chosen,test/check/install.sh)
+test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh)
 # Programs that run under the sanitizers.
 ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
@@ -291,7 +303,7 @@ libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
 	$(FUZZERS:%=$(OBJ)/asan/fuzz/%) $(if $(libfuzzer),$(FUZZERS:%=$(OBJ)/fuzz/%)))
 
-test: $(test_programs) $(LIB)/libcumoe.a
+test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts)),$(LIB)/test/libcumoe.so)
 	@$(script_env) test/run.sh $(test_programs) $(test_scripts)
 
 # A sanitized program has no GPU to see: the driver's own memory is not under test.
@@ -310,20 +322,32 @@ CMAKE_DIR := $(LIBDIR)/cmake/cumoe
 relative = $(shell realpath -m --relative-to='$(1)' '$(2)')
 fill = sed -e 's|@PREFIX@|$(call relative,$(1),$(PREFIX))|' -e 's|@INCLUDEDIR@|$(call relative,$(1),$(INCLUDEDIR))|' \
 	-e 's|@LIBDIR@|$(call relative,$(1),$(LIBDIR))|' -e 's|@CUDA_LIB@|$(CUDA_LIB)|' -e 's|@VERSION@|$(VERSION)|' \
-	-e 's|@MAJOR_MINOR@|$(basename $(VERSION))|'
+	-e 's|@MAJOR_MINOR@|$(basename $(VERSION))|' -e 's|@SONAME@|$(SONAME)|'
 
-install: $(LIB)/libcumoe.a
+# The shared library is installed where `make shared` made it.
+SHARED := $(wildcard $(LIB)/libcumoe.so)
+
+define install_shared
+install -m 644 $(SHARED) '$(DESTDIR)$(LIBDIR)/libcumoe.so.$(VERSION)' && \
+ln -sf libcumoe.so.$(VERSION) '$(DESTDIR)$(LIBDIR)/$(SONAME)' && \
+ln -sf $(SONAME) '$(DESTDIR)$(LIBDIR)/libcumoe.so' && \
+$(call fill,$(PKG_DIR)) host/cumoe-shared.pc.in > '$(DESTDIR)$(PKG_DIR)/cumoe-shared.pc'
+endef
+
+install: $(LIB)/libcumoe.a $(SHARED)
 	$(Q)mkdir -p '$(DESTDIR)$(INCLUDEDIR)/cumoe' '$(DESTDIR)$(PKG_DIR)' '$(DESTDIR)$(CMAKE_DIR)'
 	$(Q)install -m 644 include/cumoe/*.h '$(DESTDIR)$(INCLUDEDIR)/cumoe'
 	$(Q)install -m 644 $< '$(DESTDIR)$(LIBDIR)'
 	$(Q)$(call fill,$(PKG_DIR)) host/cumoe.pc.in > '$(DESTDIR)$(PKG_DIR)/cumoe.pc'
 	$(Q)$(call fill,$(CMAKE_DIR)) host/cumoeConfig.cmake.in > '$(DESTDIR)$(CMAKE_DIR)/cumoeConfig.cmake'
 	$(Q)$(call fill,$(CMAKE_DIR)) host/cumoeConfigVersion.cmake.in > '$(DESTDIR)$(CMAKE_DIR)/cumoeConfigVersion.cmake'
+	$(Q)$(if $(SHARED),$(install_shared))
 	@echo "cumoe $(VERSION) is in $(DESTDIR)$(PREFIX)"
 
 uninstall:
 	rm -rf '$(DESTDIR)$(INCLUDEDIR)/cumoe' '$(DESTDIR)$(CMAKE_DIR)'
-	rm -f '$(DESTDIR)$(LIBDIR)/libcumoe.a' '$(DESTDIR)$(PKG_DIR)/cumoe.pc'
+	rm -f '$(DESTDIR)$(LIBDIR)/libcumoe.a' '$(DESTDIR)$(PKG_DIR)/cumoe.pc' '$(DESTDIR)$(PKG_DIR)/cumoe-shared.pc'
+	rm -f $(patsubst %,'$(DESTDIR)$(LIBDIR)/%',libcumoe.so $(SONAME) libcumoe.so.$(VERSION))
 
 # ---- for those who change the code --------------------------------------------------------------------------------
 
@@ -336,10 +360,11 @@ lint:
 	--suppress=missingIncludeSystem $(ARCH_DEFINES) -Iinclude $(LIB_C)
 
 clean:
-	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix $(LIB)/planted
+	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/libcumoe.so $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix $(LIB)/planted
 
 help:
 	@echo 'make            $(LIB)/libcumoe.a'
+	@echo 'make shared     $(LIB)/libcumoe.so as well, for programs that load it; make install then installs both'
 	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'

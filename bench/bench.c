@@ -14,7 +14,12 @@ static const char usage[] =
     "  --model A,B       layers of bench/shapes.def by name, or all (the large ones of it; on the CPU "
     "device: toy)\n"
     "  --tokens N,M      token counts (1,8,32,128,512,2048,8192)\n"
-    "  --dtype bf16|f16  type of activations and weights (bf16)\n"
+    "  --dtype bf16|f16  type of activations and of weights that are not quantised (bf16)\n"
+    "  --format A,B      weights: bf16 (not quantised), fp8, fp8-a16, fp8-channel, int8, int4, int4-32, mxfp4, nvfp4,\n"
+    "                    all (of the quantised ones). Floors by measured rates; beside each time the goal "
+    "(targets.def)\n"
+    "                    and that of bf16, if it is among them\n"
+    "  --check           look at results only, time nothing\n"
     "  --in-out          weights [E, in, out] instead of [E, out, in]\n"
     "  --zipf X          caller's logits, experts' popularity 1 / rank^X, instead of the router\n"
     "  --one             caller's ids, all tokens to one expert; with it and --zipf the time that this would\n"
@@ -50,9 +55,17 @@ static bool parse_device(const char *text, options *o)
   return o->device == CUMOE_DEVICE_CPU || (*text >= '0' && *text <= '9' && !*end);
 }
 
+static bool parse_formats(const char *text, options *o)
+{
+  char bad[64];
+  o->formats = kinds_parse(text, o, bad, sizeof bad);
+  return o->formats;
+}
+
 static bool parse_value(const char *name, const char *text, options *o)
 {
   char *end;
+  if (strcmp(name, "--format") == 0) return parse_formats(text, o);
   if (strcmp(name, "--model") == 0) return (o->models = text) != NULL;
   if (strcmp(name, "--csv") == 0) return (o->csv = text) != NULL;
   if (strcmp(name, "--ids") == 0) return (o->ids = text) != NULL;
@@ -82,6 +95,7 @@ static bool parse_flag(const char *name, options *o)
   if (strcmp(name, "--list") == 0) return o->list = true;
   if (strcmp(name, "--in-out") == 0) return o->in_out = true;
   if (strcmp(name, "--plan") == 0) return o->plan = true;
+  if (strcmp(name, "--check") == 0) return o->check = true;
   if (strcmp(name, "--one") == 0) return o->one = true;
   return false;
 }
@@ -191,18 +205,18 @@ static void account(result *r)
 {
   const cell *c = r->cell;
   const shape *s = c->model->shape;
-  const gpu_rates *rates = c->bench->rates;
+  const kind *k = c->model->kind;
   const cumoe_dtype dtype = c->bench->o.dtype;
-  const double expert_bytes = (double)format_size(dtype, INT64_C(3) * s->hidden * s->inter),
-               activation_bytes = (double)format_size(dtype, 2 * c->tokens * s->hidden);
+  const double activation_bytes = (double)format_size(dtype, 2 * c->tokens * s->hidden);
   int64_t active = 0;
   for (int64_t i = 0; i < (int64_t)c->inputs * s->experts; ++i) active += c->host_counts[i] > 0;
   r->active = (double)active / c->inputs;
-  r->weight_bytes = r->active * expert_bytes;
+  r->weight_bytes = r->active * kind_bytes(k, s, dtype);
   r->flops = 6.0 * (double)c->rows * s->hidden * s->inter;
-  if (!rates) return;
-  const double bytes_us = 1e6 * (r->weight_bytes + activation_bytes) / rates->bytes_per_second,
-               flops_us = 1e6 * r->flops / rates->flops;
+  if (!c->bench->rates) return;
+  const rates most = rates_of(c->bench);
+  const double bytes_us = 1e6 * (r->weight_bytes + activation_bytes) / most.bytes_per_second,
+               flops_us = 1e6 * r->flops / (kind_has_codes_of_rows(k) ? most.flops8 : most.flops16);
   r->floor_us = bytes_us > flops_us ? bytes_us : flops_us;
 }
 
@@ -212,6 +226,7 @@ static cumoe_status time_cell(bench *b, cell *c, result *r)
   peers *p = NULL;
   TRY(check_cell(c, &r->verdict));
   account(r);
+  if (b->o.check) return CUMOE_OK;
   cell_works(c, works);
   cumoe_status status = peers_create(c, &p, works);
   if (status == CUMOE_OK) status = measure(b, works, ITEM_COUNT, c->inputs, r->timings, &r->clocks);
@@ -247,7 +262,7 @@ static cumoe_status time_even(bench *b, model *m, int64_t tokens, result *even)
 static cumoe_status add_needed(bench *b, model *m, result *r)
 {
   result even;
-  if (r->cell->spread == SPREAD_router) return CUMOE_OK;
+  if (r->cell->spread == SPREAD_router || b->o.check) return CUMOE_OK;
   TRY(time_even(b, m, r->cell->tokens, &even));
   if (even.floor_us > 0) r->needed_us = r->floor_us * even.timings[ITEM_layer].median / even.floor_us;
   return CUMOE_OK;
@@ -262,11 +277,12 @@ static cumoe_status print_plan(const model *m, int64_t tokens)
 }
 
 /* False: wrong or failed. A forced row that cannot serve a cell is neither. */
-static bool run_cell(bench *b, model *m, int64_t tokens)
+static bool run_cell(bench *b, model *m, int64_t tokens, reference *dense)
 {
   cell c;
   result r = {.cell = &c};
   cumoe_status status = cell_create(b, m, tokens, spread_of(b), &c);
+  c.dense = dense;
   if (status == CUMOE_OK && b->o.plan) status = print_plan(m, tokens);
   if (status == CUMOE_OK) status = time_cell(b, &c, &r);
   if (status == CUMOE_OK) status = ids_write(b, &c);
@@ -278,23 +294,36 @@ static bool run_cell(bench *b, model *m, int64_t tokens)
     printf("%6lld  %s: %s\n", (long long)tokens, cumoe_status_name(status), failure_text(b));
     b->error[0] = 0;
   }
+  if (kind_is_dense(m->kind)) dense->us = r.timings[ITEM_layer].median;
   cell_destroy(&c);
   if (b->o.forced_count && status == CUMOE_ERR_NOT_SUPPORTED) return true;
   return status == CUMOE_OK && verdict_good(&r.verdict);
 }
 
-static bool run_shape(bench *b, const shape *s)
+static bool run_kind(bench *b, const shape *s, const kind *k, reference *dense)
 {
   model m;
   bool good = true;
-  const cumoe_status status = model_create(b, s, &m);
+  const cumoe_status status = model_create(b, s, k, &m);
   print_shape(b, &m);
   if (status != CUMOE_OK) {
     printf("%s: %s\n", cumoe_status_name(status), failure_text(b));
     good = false;
   }
-  for (int32_t i = 0; i < b->o.tokens_count && status == CUMOE_OK; ++i) good = run_cell(b, &m, b->o.tokens[i]) && good;
+  for (int32_t i = 0; i < b->o.tokens_count && status == CUMOE_OK; ++i)
+    good = run_cell(b, &m, b->o.tokens[i], &dense[i]) && good;
   model_destroy(&m);
+  return good;
+}
+
+static bool run_shape(bench *b, const shape *s)
+{
+  reference dense[MAX_TOKENS] = {{0}};
+  bool good = true;
+  for (int32_t i = 0; i < b->o.tokens_count && b->o.kinds_count > 1; ++i)
+    dense[i].out = malloc(REFERENCE * sizeof *dense[i].out);
+  for (int32_t i = 0; i < b->o.kinds_count; ++i) good = run_kind(b, s, b->o.kinds[i], dense) && good;
+  for (int32_t i = 0; i < b->o.tokens_count; ++i) free(dense[i].out);
   return good;
 }
 
@@ -318,6 +347,7 @@ static cumoe_status start(bench *b)
   if (cpu && b->o.device != CUMOE_DEVICE_CPU)
     fprintf(stderr, "bench: no usable GPU: a toy layer on the CPU device instead\n");
   default_tokens(&b->o, cpu);
+  if (!b->o.formats) b->o.kinds[b->o.kinds_count++] = &not_quantised;
   if (b->o.list) return CUMOE_OK;
   b->blas = cpu ? NULL : cublas_open(b);
   if (!cpu && !b->blas) fprintf(stderr, "bench: no cuBLAS peers: %s\n", b->error);
@@ -339,6 +369,10 @@ int main(int argc, char **argv)
   bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16}, .seed = 1};
   const int early = parse_options(argc, argv, &b.o);
   if (early) return early - 1;
+  if (b.o.in_out && b.o.formats) {
+    fprintf(stderr, "bench: --in-out is for weights that are not quantised\n");
+    return 2;
+  }
   if (b.o.models && !models_known(b.o.models)) return 2;
   cumoe_status status = start(&b);
   bool good = status == CUMOE_OK;

@@ -17,7 +17,7 @@
 #include "../include/cumoe/cumoe.h"
 #include "../kernels/formats.h"
 
-enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160 };
+enum { MAX_INPUTS = 8, MAX_TOKENS = 32, MAX_FORCED = 16, MAX_BUFFERS = 160, MAX_KINDS = 16 };
 
 /* Of n elements of weights, or of activations, of a layer of this type. */
 static inline int64_t format_size(cumoe_dtype dtype, int64_t n)
@@ -25,18 +25,28 @@ static inline int64_t format_size(cumoe_dtype dtype, int64_t n)
   return format_bytes(dense_format((int32_t)dtype), n);
 }
 
+/* What weights are, by the name that --format has for it (formats.c). */
+typedef struct kind {
+  const char *name, *text;
+  const char *goal;    /* class of targets.def that it is measured by; "": none */
+  cumoe_format format; /* of gate, up and down; all zero: not quantised */
+} kind;
+
 typedef struct options {
   const char *models; /* comma-separated names, "all", or NULL: those that always run */
   const char *csv, *ids, *cublas, *commit;
   const char *forced[MAX_FORCED]; /* rows of the kernel table, by name or index */
   int64_t tokens[MAX_TOKENS];
-  int32_t forced_count, tokens_count;
+  const kind *kinds[MAX_KINDS];
+  int32_t forced_count, tokens_count, kinds_count;
   int32_t device;
   cumoe_dtype dtype, router;         /* router: of its weights; 0: dtype */
   double zipf;                       /* exponent of the experts' popularity; 0: the router decides */
   bool one;                          /* every slot of every token to one expert */
   bool in_out;                       /* weights [E, in, out] */
+  bool formats;                      /* kinds were asked for: a line has what one compares them by */
   bool plan;                         /* print what a cell launches */
+  bool check;                        /* look at results only, time nothing */
   bool quick, coarse, grouped, list; /* quick: short samples; coarse: shorter still, for bench/tune */
 } options;
 
@@ -49,16 +59,20 @@ typedef struct shape {
   shape_when when;
 } shape;
 
-/* Datasheet rates of dense bf16 and of memory: what the floor is made of. */
+/* What the floor is made of: reading, and products of 16 bits and of 8. */
+typedef struct rates {
+  double bytes_per_second, flops16, flops8;
+} rates;
+
 typedef struct gpu_rates {
   const char *name; /* part of the device's name */
-  double bytes_per_second, flops;
+  rates datasheet, measured;
 } gpu_rates;
 
 /* A block of random numbers on the device, handed out piece by piece. */
 typedef struct noise {
   cumoe_view block;
-  int64_t at;
+  int64_t at; /* bytes */
 } noise;
 
 typedef struct store {
@@ -85,13 +99,22 @@ typedef struct bench {
 } bench;
 
 /* A layer in memory. */
+/* Of all experts, one below the other, [E * out, in], in units of storage. */
+typedef struct projection {
+  cumoe_view data, scale, global;
+  int64_t out, in; /* of an expert, in weights */
+  int32_t halves;
+} projection;
+
 typedef struct model {
   const shape *shape;
+  const kind *kind;
   store store;
   cumoe_moe_desc desc;
   cumoe_plan plan;
   cumoe_weights weights;
-  cumoe_view gate_up, down, router, select_bias; /* gate_up: [E * 2I, H]; down: [E * H, I] */
+  projection gate_up, down; /* out: 2I; H */
+  cumoe_view router, select_bias;
 } model;
 
 /* Who decides which experts a token goes to: the layer's router, or the caller by logits or by ids. */
@@ -101,6 +124,14 @@ typedef enum spread {
   SPREAD_zipf, /* logits */
   SPREAD_one   /* ids, all of them the same */
 } spread;
+
+/* What a cell of weights that are not quantised took and gave: others are held against it. */
+typedef struct reference {
+  double us;     /* 0: not timed */
+  int64_t count; /* elements of `out` from its start */
+  uint16_t *out; /* room for REFERENCE */
+} reference;
+enum { REFERENCE = 1 << 18 };
 
 /* One layer and T tokens: everything that the timed calls read and write. */
 typedef struct cell {
@@ -115,6 +146,7 @@ typedef struct cell {
   cumoe_route route[MAX_INPUTS];
   cumoe_view_mut h, y, out, workspace, map_workspace;
   int32_t *host_counts; /* [inputs, E] */
+  reference *dense;     /* to be written, or to be compared with */
 } cell;
 
 /* ---- opening and closing (setup.c) ---- */
@@ -175,7 +207,7 @@ typedef enum item {
 extern const char *const item_names[ITEM_COUNT];
 
 cumoe_status make_noise(bench *b);
-cumoe_status model_create(bench *b, const shape *s, model *m);
+cumoe_status model_create(bench *b, const shape *s, const kind *k, model *m);
 void model_destroy(model *m);
 cumoe_status cell_create(bench *b, model *m, int64_t tokens, spread how, cell *c);
 void cell_destroy(cell *c);
@@ -192,6 +224,36 @@ void store_free(store *s);
 
 uint64_t random_bits(uint64_t *state);
 double random_normal(uint64_t *state);
+
+/* ---- formats of weights (formats.c) ---- */
+
+extern const kind not_quantised;
+/* Adds the kinds of a list of names to o.kinds, "all" for each; those that are not quantised come first. False:
+ * `bad` is a name that is none. */
+bool kinds_parse(const char *list, options *o, char *bad, size_t bad_bytes);
+const char *kind_name(const kind *k, cumoe_dtype dtype);
+bool kind_is_dense(const kind *k);
+bool kind_has_codes_of_rows(const kind *k); /* activations become codes as well */
+weight_format kind_class(const kind *k, cumoe_dtype dtype);
+/* Bytes of one expert's weights, scales included. */
+double kind_bytes(const kind *k, const shape *s, cumoe_dtype dtype);
+/* Blocks of scales of one projection of an expert, along out and along in. */
+void kind_blocks(const kind *k, const projection *p, int64_t *rows, int64_t *cols);
+/* Allocates and fills the weights of all experts: of each kind they are the same, rounded to its codes. */
+cumoe_status projection_create(bench *b, model *m, projection *p);
+/* Expert 0's, as bind takes a stack. */
+cumoe_status projection_describe(const model *m, const projection *p, cumoe_projection *d);
+
+/* What a code stands for, offset taken off, and what a scale is, by their definitions. */
+double code_value(const kind *k, uint8_t code);
+double scale_value(const kind *k, const void *scales, int64_t at);
+
+/* What the layer has to reach: false, if no one says. */
+typedef struct goal {
+  double us, target, peer; /* us: the smaller of target and peer */
+  const char *peer_name;
+} goal;
+bool goal_of(const kind *k, const char *layer, int64_t tokens, goal *g);
 
 /* ---- peers (dense.c) ---- */
 
@@ -211,6 +273,7 @@ void peers_destroy(peers *p);
 typedef struct verdict {
   bool finite, repeatable, routed, faultless;
   double worst; /* largest error / bound of the elements computed again in double */
+  double error; /* of the outputs against those of weights that are not quantised, root mean squares; 0: not known */
 } verdict;
 
 /* Runs the layer on every input, fills c->host_counts, and looks at the results of the first input. */
@@ -232,6 +295,7 @@ typedef struct result {
 void print_header(const bench *b);
 void print_shape(const bench *b, const model *m);
 void print_row(const bench *b, const result *r);
+rates rates_of(const bench *b); /* those of the floor */
 bool csv_open(bench *b);
 void csv_row(const bench *b, const result *r);
 

@@ -45,13 +45,7 @@ double random_normal(uint64_t *state)
 /* Of which data of a type are made: an f32 is filled with two bf16, of which the upper one is nearly its value. */
 static cumoe_dtype noise_type(cumoe_dtype dtype)
 {
-  switch (dense_format((int32_t)dtype)) {
-  case FORMAT_f16: return CUMOE_F16;
-  case FORMAT_bf16:
-  case FORMAT_f32:
-  case FORMAT_none: break;
-  }
-  return CUMOE_BF16;
+  return dtype == CUMOE_F16 ? CUMOE_F16 : CUMOE_BF16;
 }
 
 /* Truncated to the 16-bit type: these are data, only their distribution matters. */
@@ -80,7 +74,7 @@ static cumoe_status upload_noise(bench *b, uint16_t *host, int64_t count, double
     const uint64_t bits = random_bits(&b->seed);
     for (int32_t j = 0; j < 4; ++j) host[i + j] = table[bits >> 16 * j & (TABLE - 1)];
   }
-  TRY(take(b, &b->store, dtype, 1, count, &block));
+  TRY(take(b, &b->store, CUMOE_U8, 1, count * 2, &block));
   TRY(cumoe_copy_from_host(b->context, block, host, (size_t)count * 2, b->stream));
   *n = (noise){cumoe_const(block), 0};
   return cumoe_synchronize(b->context, b->stream);
@@ -104,10 +98,10 @@ cumoe_status make_noise(bench *b)
 
 cumoe_status fill_noise(bench *b, cumoe_view_mut dst, noise *from)
 {
-  const int64_t pieces = (int64_t)(cumoe_dtype_bytes((cumoe_dtype)dst.dtype) / sizeof(uint16_t));
-  const int64_t count = dst.rows * dst.cols * pieces, length = from->block.cols;
+  const int64_t count = dst.rows * dst.cols * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dst.dtype);
+  const int64_t length = from->block.cols;
   cumoe_view_mut flat = dst;
-  flat.dtype = from->block.dtype;
+  flat.dtype = CUMOE_U8;
   flat.rows = 1;
   flat.cols = flat.ld = count;
   for (int64_t done = 0; done < count;) {
@@ -185,8 +179,10 @@ static cumoe_status bind_weights(bench *b, model *m)
   cumoe_weights_desc d = {.size = sizeof d, .experts = s->experts, .hidden = s->hidden, .inter = s->inter};
   d.gate_order = CUMOE_GATE_UP_CONCAT;
   d.up_major = d.down_major = b->o.in_out ? CUMOE_IN_OUT : CUMOE_OUT_IN;
-  TRY(cumoe_view_rows(m->gate_up, 0, 2 * (int64_t)s->inter, &d.gate_up.data));
-  TRY(cumoe_view_rows(m->down, 0, s->hidden, &d.down.data));
+  d.up_format = d.down_format = m->kind->format;
+  d.dtype = b->o.dtype;
+  TRY(projection_describe(m, &m->gate_up, &d.gate_up));
+  TRY(projection_describe(m, &m->down, &d.down));
   if (b->o.in_out) {
     turn(&d.gate_up.data);
     turn(&d.down.data);
@@ -194,28 +190,36 @@ static cumoe_status bind_weights(bench *b, model *m)
   return cumoe_weights_bind(b->context, &d, &m->weights);
 }
 
-cumoe_status model_create(bench *b, const shape *s, model *m)
+/* Random numbers begin anew: tokens go to the same experts whatever the weights are. */
+static void begin_random(bench *b)
 {
-  const int64_t experts = s->experts;
-  cumoe_view_mut gate_up, down, router;
-  *m = (model){.shape = s};
+  b->small.at = b->unit.at = 0;
+  b->seed = 1;
+}
+
+cumoe_status model_create(bench *b, const shape *s, const kind *k, model *m)
+{
+  const int64_t inter = s->inter, hidden = s->hidden;
+  cumoe_view_mut router;
+  *m = (model){.shape = s, .kind = k};
   m->desc = (cumoe_moe_desc){.size = sizeof m->desc,
                              .num_experts = s->experts,
                              .hidden = s->hidden,
                              .inter = s->inter,
                              .dtype = b->o.dtype,
-                             .routing = s->routing};
+                             .routing = s->routing,
+                             .up_format = m->kind->format,
+                             .down_format = m->kind->format};
+  m->gate_up = (projection){.out = 2 * inter, .in = hidden, .halves = 2};
+  m->down = (projection){.out = hidden, .in = inter, .halves = 1};
+  begin_random(b);
   TRY(cumoe_plan_create(b->context, &m->desc, &m->plan));
-  TRY(take(b, &m->store, b->o.dtype, experts * 2 * s->inter, s->hidden, &gate_up));
-  TRY(take(b, &m->store, b->o.dtype, experts * s->hidden, s->inter, &down));
-  TRY(take(b, &m->store, b->o.router ? b->o.router : b->o.dtype, experts, s->hidden, &router));
-  TRY(fill_noise(b, gate_up, &b->small));
-  TRY(fill_noise(b, down, &b->small));
+  TRY(take(b, &m->store, b->o.router ? b->o.router : b->o.dtype, s->experts, hidden, &router));
   TRY(fill_noise(b, router, &b->small));
-  if (s->routing.score == CUMOE_SCORE_SIGMOID && b->o.zipf <= 0 && !b->o.one) TRY(upload_select_bias(b, m));
-  m->gate_up = cumoe_const(gate_up);
-  m->down = cumoe_const(down);
   m->router = cumoe_const(router);
+  if (s->routing.score == CUMOE_SCORE_SIGMOID && b->o.zipf <= 0 && !b->o.one) TRY(upload_select_bias(b, m));
+  TRY(projection_create(b, m, &m->gate_up));
+  TRY(projection_create(b, m, &m->down));
   return bind_weights(b, m);
 }
 
@@ -265,6 +269,7 @@ cumoe_status cell_create(bench *b, model *m, int64_t tokens, spread how, cell *c
 {
   const shape *s = m->shape;
   size_t bytes, map_bytes;
+  begin_random(b);
   *c = (cell){
       .bench = b, .model = m, .spread = how, .tokens = tokens, .rows = tokens * s->top_k, .inputs = inputs_for(tokens)};
   c->host_counts = calloc((size_t)c->inputs * (size_t)s->experts, sizeof *c->host_counts);
@@ -353,14 +358,16 @@ static cumoe_status call_combine(void *user, int32_t i, cumoe_stream stream)
   return cumoe_combine(c->model->plan, &c->route[i], &a, stream);
 }
 
-/* In the order of the data: timing a stage leaves what the next one reads. */
+/* In the order of the data: timing a stage leaves what the next one reads. Up and down alone make no codes of what they
+ * read. */
 void cell_works(cell *c, work works[ITEM_COUNT])
 {
+  const bool alone = !kind_has_codes_of_rows(c->model->kind);
   works[ITEM_layer] = (work){call_layer, c, false};
   if (c->spread == SPREAD_router) works[ITEM_router] = (work){call_router, c, false};
   if (c->spread != SPREAD_one) works[ITEM_gate] = (work){call_gate, c, false};
   works[ITEM_map] = (work){call_map, c, false};
-  works[ITEM_up] = (work){call_up, c, false};
-  works[ITEM_down] = (work){call_down, c, false};
+  if (alone) works[ITEM_up] = (work){call_up, c, false};
+  if (alone) works[ITEM_down] = (work){call_down, c, false};
   works[ITEM_combine] = (work){call_combine, c, false};
 }

@@ -2,7 +2,7 @@
  * A tripwire, not a test: a number is only worth printing if the layer that took the time also computed the
  * layer. Looks at the first input: every output finite, the same bits twice from differently poisoned memory,
  * one random token routed as its logits say, and four elements of it within the error bound of the same sums
- * in double.
+ * in double, of weights and activations as their format says.
  */
 #include "bench.h"
 
@@ -52,12 +52,12 @@ typedef struct sum {
   double value, size;
 } sum;
 
-static sum dot(const double *a, const uint16_t *b, int64_t n, cumoe_dtype dtype)
+static sum dot(const double *a, const double *b, int64_t n)
 {
   double value[4] = {0}, size[4] = {0};
   for (int64_t i = 0; i < n; i += 4)
     for (int64_t j = 0; j < 4; ++j) {
-      const double term = a[i + j] * widen(b[i + j], dtype);
+      const double term = a[i + j] * b[i + j];
       value[j] += term;
       size[j] += fabs(term);
     }
@@ -77,53 +77,191 @@ static double rounded_bound(double v, double lost, cumoe_dtype dtype)
   return lost + quantum(fabs(v) + lost, dtype) / 2;
 }
 
+/* ---- weights and activations as their format says ---- */
+
+/* Some rows of one expert's projection, on the host. */
+typedef struct matrix {
+  uint8_t *codes, *scales;
+  float globals[2];
+  int64_t rows, cols, scale_cols; /* weights; scales of a row */
+  int64_t block_rows, half_rows;  /* rows that share scales, begun anew in each half */
+} matrix;
+
+typedef struct decoder {
+  const kind *kind;
+  cumoe_dtype dtype;
+  int bits;
+  double values[256];
+} decoder;
+
+static decoder decoder_of(const cell *c)
+{
+  decoder d = {.kind = c->model->kind, .dtype = c->bench->o.dtype};
+  d.bits = format_bits(kind_class(d.kind, d.dtype));
+  for (int i = 0; d.bits <= 8 && i < 1 << d.bits; ++i) d.values[i] = code_value(d.kind, (uint8_t)i);
+  return d;
+}
+
+static void decode_codes(const decoder *d, const uint8_t *row, int64_t first, int64_t end, double scale, double *to)
+{
+  if (d->bits == 8)
+    for (int64_t i = first; i < end; ++i) to[i] = scale * d->values[row[i]];
+  else
+    for (int64_t i = first; i < end; ++i) to[i] = scale * d->values[row[i / 2] >> i % 2 * 4 & 15];
+}
+
+static void decode_row(const decoder *d, const matrix *m, int64_t row, double *to)
+{
+  const int64_t half = row / m->half_rows, blocks = (m->half_rows + m->block_rows - 1) / m->block_rows;
+  const int64_t first = (half * blocks + row % m->half_rows / m->block_rows) * m->scale_cols;
+  const int64_t block = d->kind->format.block[1] ? d->kind->format.block[1] : m->cols;
+  const uint8_t *codes = m->codes + row * m->cols * d->bits / 8;
+  if (kind_is_dense(d->kind)) {
+    for (int64_t i = 0; i < m->cols; ++i) to[i] = widen(((const uint16_t *)(const void *)codes)[i], d->dtype);
+    return;
+  }
+  for (int64_t g = 0; g < m->scale_cols; ++g) {
+    const int64_t end = (g + 1) * block < m->cols ? (g + 1) * block : m->cols;
+    const double scale = scale_value(d->kind, m->scales, first + g) * (double)m->globals[half];
+    decode_codes(d, codes, g * block, end, scale, to);
+  }
+}
+
+/* The largest code of activations, and the distance of two around v. */
+static double most_of(const kind *k)
+{
+  return k->format.element == CUMOE_ELEMENT_E4M3 ? 448 : 127;
+}
+
+static double step_of(const kind *k, double v)
+{
+  int exponent = -5;
+  if (k->format.element != CUMOE_ELEMENT_E4M3) return 1;
+  if (v != 0) (void)frexp(v, &exponent);
+  return ldexp(1, (exponent < -5 ? -5 : exponent) - 4);
+}
+
+/* Activations as their codes say them; `steps`, which may be NULL, are the distances of neighbours there. */
+static void quantise(const kind *k, double *values, double *steps, int64_t count)
+{
+  const int64_t group = k->format.rows == CUMOE_ROWS_GROUP ? k->format.row_group : count;
+  for (int64_t first = 0; first < count; first += group) {
+    const int64_t end = first + group < count ? first + group : count;
+    double most = 1e-10;
+    for (int64_t i = first; i < end; ++i) most = fmax(most, fabs(values[i]));
+    const float scale = (float)most / (float)most_of(k), inverse = 1 / scale;
+    for (int64_t i = first; i < end; ++i) {
+      const double v = (double)((float)values[i] * inverse), step = step_of(k, v);
+      values[i] = (double)scale * fmax(-most_of(k), fmin(most_of(k), nearbyint(v / step) * step));
+      if (steps) steps[i] = (double)scale * step;
+    }
+  }
+}
+
+/*
+ * What products of a format may lose besides, all at random: six deviations of what n terms of zero mean give, some
+ * multiple of size / sqrt(n). The fp8 tensor core keeps 14 bits below the largest of 32 products. A kernel may round a
+ * weight once to 16 bits, and may leave the offset of u4 in its sums.
+ */
+static double format_bound(const decoder *d, const sum *s, int64_t n)
+{
+  const cumoe_format *f = &d->kind->format;
+  const double typical = s->size / sqrt((double)n);
+  if (kind_is_dense(d->kind)) return 0;
+  if (kind_has_codes_of_rows(d->kind))
+    return f->element == CUMOE_ELEMENT_E4M3 ? 0x1p-14 * (45 * typical + s->size / 4) : 0;
+  return (f->scale == CUMOE_E8M0 ? 0 : ldexp(2.7 * typical, -bits_of(d->dtype))) +
+         (f->offset ? 4 : 0) * dot_bound(s, n);
+}
+
 /* ---- one expert on one token ---- */
 
-/* One slot's share of the four elements: y before and after its rounding, with what may be lost. */
+/* One slot's share of the four elements: y before its rounding, with what may be lost, and what may at random. */
 typedef struct slot {
+  const decoder *decoder;
   const double *x;
-  const uint16_t *gate_up, *down; /* [2I, H]; [ELEMENTS, I]: the rows of the wanted columns */
-  int32_t hidden, inter;
-  cumoe_dtype dtype;
-  double y[ELEMENTS], bound[ELEMENTS];
+  matrix gate_up, down; /* [2I, H]; [ELEMENTS, I]: the rows of the wanted columns */
+  double y[ELEMENTS], bound[ELEMENTS], random[ELEMENTS];
   pthread_t thread;
+  bool running, out_of_memory;
 } slot;
 
+/* h of all channels, rounded to the type. lost: before it was rounded. slack: a quantum where the rounding is too close
+ * to call. step: of neighbours, of the type or of codes. */
 typedef struct activated {
-  double value, slack; /* rounded to the type; slack: a quantum where the rounding is too close to call */
+  double *value, *lost, *slack, *step;
 } activated;
 
-static activated activate(const slot *s, int64_t i)
+static void activate(const slot *s, int64_t i, double *row, activated *h)
 {
-  const int64_t hidden = s->hidden;
-  const sum g = dot(s->x, s->gate_up + i * hidden, hidden, s->dtype);
-  const sum u = dot(s->x, s->gate_up + (i + s->inter) * hidden, hidden, s->dtype);
-  const double silu = g.value / (1 + exp(-g.value)), h = silu * u.value;
-  const double lost =
-      1.1 * fabs(u.value) * dot_bound(&g, hidden) + fabs(silu) * dot_bound(&u, hidden) + 0x1p-22 * fabs(h);
-  const double step = quantum(h, s->dtype), rounded = nearbyint(h / step) * step;
-  const bool close = step / 2 - fabs(h - rounded) <= lost;
-  return (activated){rounded, close ? step + lost : 0};
+  const int64_t hidden = s->gate_up.cols, inter = s->down.cols;
+  const cumoe_dtype dtype = s->decoder->dtype;
+  decode_row(s->decoder, &s->gate_up, i, row);
+  const sum g = dot(s->x, row, hidden);
+  decode_row(s->decoder, &s->gate_up, i + inter, row);
+  const sum u = dot(s->x, row, hidden);
+  const double silu = g.value / (1 + exp(-g.value)), v = silu * u.value;
+  const double lost_g = dot_bound(&g, hidden) + format_bound(s->decoder, &g, hidden),
+               lost_u = dot_bound(&u, hidden) + format_bound(s->decoder, &u, hidden);
+  const double lost = 1.1 * fabs(u.value) * lost_g + fabs(silu) * lost_u + 0x1p-22 * fabs(v);
+  const double step = quantum(v, dtype), rounded = nearbyint(v / step) * step;
+  const bool close = step / 2 - fabs(v - rounded) <= lost;
+  h->value[i] = rounded;
+  h->lost[i] = lost;
+  h->slack[i] = close ? step + lost : 0;
+  h->step[i] = step;
+}
+
+/* The scale of a group is one of its values over a constant: where that value is too close to call, so are all. */
+static void quantise_activated(const slot *s, activated *h)
+{
+  const kind *k = s->decoder->kind;
+  const int64_t count = s->down.cols, group = k->format.rows == CUMOE_ROWS_GROUP ? k->format.row_group : count;
+  for (int64_t first = 0; first < count; first += group) {
+    const int64_t end = first + group < count ? first + group : count;
+    int64_t most = first;
+    for (int64_t i = first; i < end; ++i)
+      if (fabs(h->value[i]) > fabs(h->value[most])) most = i;
+    const double part = h->value[most] != 0 ? h->slack[most] / fabs(h->value[most]) : 0;
+    for (int64_t i = first; i < end; ++i) h->lost[i] += part * fabs(h->value[i]);
+  }
+  quantise(k, h->value, h->step, count);
+}
+
+/*
+ * One element. Slacks of weights that are not quantised add up, for they are few; of formats nearly every rounding is a
+ * little uncertain. An error before a rounding of step q comes out as q or nothing, on average as large as before; what
+ * may be lost is six deviations of it.
+ */
+static void multiply_down(slot *s, int32_t e, double *row, const activated *h)
+{
+  const int64_t inter = s->down.cols;
+  double slack = 0, variance = 0;
+  decode_row(s->decoder, &s->down, e, row);
+  const sum y = dot(h->value, row, inter);
+  for (int64_t i = 0; i < inter; ++i) {
+    slack += h->slack[i] * fabs(row[i]);
+    variance += h->lost[i] * (h->lost[i] + 6 * h->step[i]) * row[i] * row[i];
+  }
+  const bool dense = kind_is_dense(s->decoder->kind);
+  s->y[e] = y.value;
+  s->bound[e] = rounded_bound(y.value, dot_bound(&y, inter) + (dense ? slack : 0), s->decoder->dtype);
+  s->random[e] = dense ? 0 : sqrt(variance) + format_bound(s->decoder, &y, inter);
 }
 
 static void *compute_slot(void *user)
 {
   slot *s = user;
-  sum y[ELEMENTS] = {{0, 0}};
-  double slack[ELEMENTS] = {0};
-  for (int64_t i = 0; i < s->inter; ++i) {
-    const activated h = activate(s, i);
-    for (int32_t e = 0; e < ELEMENTS; ++e) {
-      const double w = widen(s->down[e * (int64_t)s->inter + i], s->dtype);
-      y[e].value += h.value * w;
-      y[e].size += fabs(h.value * w);
-      slack[e] += h.slack * fabs(w);
-    }
-  }
-  for (int32_t e = 0; e < ELEMENTS; ++e) {
-    s->y[e] = y[e].value;
-    s->bound[e] = rounded_bound(y[e].value, slack[e] + dot_bound(&y[e], s->inter), s->dtype);
-  }
+  const int64_t inter = s->down.cols, hidden = s->gate_up.cols, longest = hidden > inter ? hidden : inter;
+  double *all = malloc((size_t)(4 * inter + longest) * sizeof *all);
+  s->out_of_memory = !all;
+  if (!all) return NULL;
+  activated h = {all, all + inter, all + 2 * inter, all + 3 * inter};
+  double *row = all + 4 * inter;
+  for (int64_t i = 0; i < inter; ++i) activate(s, i, row, &h);
+  if (kind_has_codes_of_rows(s->decoder->kind)) quantise_activated(s, &h);
+  for (int32_t e = 0; e < ELEMENTS; ++e) multiply_down(s, e, row, &h);
+  free(all);
   return NULL;
 }
 
@@ -134,7 +272,7 @@ typedef struct token {
   int32_t columns[ELEMENTS];
   int32_t ids[CUMOE_MAX_TOP_K];
   float weights[CUMOE_MAX_TOP_K];
-  double *x;       /* [H] */
+  double *x, *row; /* [H]; staging */
   uint16_t *bytes; /* staging */
 } token;
 
@@ -162,32 +300,84 @@ static cumoe_status transpose(uint16_t *m, int64_t rows, int64_t cols)
 static cumoe_status fetch_turned(cell *c, const token *t, int64_t expert, uint16_t *gate_up, uint16_t *down)
 {
   const int64_t inter = c->model->shape->inter, hidden = c->model->shape->hidden;
-  cumoe_view matrix, column;
-  TRY(fetch(c, c->model->gate_up, expert * 2 * inter, 2 * inter, gate_up));
+  cumoe_view down_of, column;
+  TRY(fetch(c, c->model->gate_up.data, expert * 2 * inter, 2 * inter, gate_up));
   TRY(cumoe_synchronize(c->bench->context, c->bench->stream));
   TRY(transpose(gate_up, hidden, 2 * inter));
-  TRY(cumoe_view_rows(c->model->down, expert * hidden, hidden, &matrix));
-  matrix.rows = inter;
-  matrix.cols = matrix.ld = hidden;
+  TRY(cumoe_view_rows(c->model->down.data, expert * hidden, hidden, &down_of));
+  down_of.rows = inter;
+  down_of.cols = down_of.ld = hidden;
   for (int32_t e = 0; e < ELEMENTS; ++e) {
-    TRY(cumoe_view_cols(matrix, t->columns[e], 1, &column));
+    TRY(cumoe_view_cols(down_of, t->columns[e], 1, &column));
     TRY(cumoe_copy_to_host(c->bench->context, down + e * inter, (size_t)inter * 2, column, c->bench->stream));
   }
   return cumoe_synchronize(c->bench->context, c->bench->stream);
 }
 
-static cumoe_status fetch_slot(cell *c, const token *t, int32_t j, slot *s)
+/* Room for `rows` rows of an expert's projection; of an expert's scales there is room for all. */
+static bool matrix_create(const cell *c, const projection *p, int64_t rows, bool rows_alone, matrix *m)
 {
-  const shape *p = c->model->shape;
-  const int64_t expert = t->ids[j], inter = p->inter, hidden = p->hidden;
-  uint16_t *gate_up = malloc((size_t)(2 * inter * hidden) * 2), *down = malloc((size_t)(ELEMENTS * inter) * 2);
-  *s = (slot){
-      .x = t->x, .gate_up = gate_up, .down = down, .hidden = p->hidden, .inter = p->inter, .dtype = c->bench->o.dtype};
-  if (!gate_up || !down) return CUMOE_ERR_OUT_OF_MEMORY;
-  if (c->bench->o.in_out) return fetch_turned(c, t, expert, gate_up, down);
-  TRY(fetch(c, c->model->gate_up, expert * 2 * inter, 2 * inter, gate_up));
-  for (int32_t e = 0; e < ELEMENTS; ++e)
-    TRY(fetch(c, c->model->down, expert * hidden + t->columns[e], 1, down + e * inter));
+  const kind *k = c->model->kind;
+  int64_t scale_rows;
+  *m = (matrix){.rows = rows, .cols = p->in, .globals = {1, 1}};
+  kind_blocks(k, p, &scale_rows, &m->scale_cols);
+  m->half_rows = rows_alone ? rows : p->out / p->halves;
+  m->block_rows = rows_alone ? 1 : k->format.block[0] ? k->format.block[0] : m->half_rows;
+  if (rows_alone) scale_rows = rows;
+  m->codes = malloc((size_t)format_bytes(kind_class(k, c->bench->o.dtype), rows * p->in));
+  m->scales = calloc((size_t)(scale_rows * m->scale_cols), sizeof(float));
+  return m->codes && m->scales;
+}
+
+static void matrix_free(matrix *m)
+{
+  free(m->codes);
+  free(m->scales);
+}
+
+static cumoe_status fetch_globals(cell *c, const projection *p, int64_t expert, matrix *m)
+{
+  return p->global.data ? fetch(c, p->global, expert, 1, m->globals) : CUMOE_OK;
+}
+
+static cumoe_status fetch_gate_up(cell *c, int64_t expert, matrix *m)
+{
+  const projection *p = &c->model->gate_up;
+  int64_t rows, cols;
+  if (!matrix_create(c, p, p->out, false, m)) return CUMOE_ERR_OUT_OF_MEMORY;
+  kind_blocks(c->model->kind, p, &rows, &cols);
+  if (!c->bench->o.in_out) TRY(fetch(c, p->data, expert * p->out, p->out, m->codes));
+  if (p->scale.data) TRY(fetch(c, p->scale, expert * rows, rows, m->scales));
+  return fetch_globals(c, p, expert, m);
+}
+
+/* The wanted columns' rows, and of each its scales. */
+static cumoe_status fetch_down(cell *c, const token *t, int64_t expert, matrix *m)
+{
+  const projection *p = &c->model->down;
+  const kind *k = c->model->kind;
+  const size_t scale = cumoe_dtype_bytes((cumoe_dtype)k->format.scale);
+  const int32_t block = k->format.block[0] ? k->format.block[0] : c->model->shape->hidden;
+  int64_t rows, cols;
+  if (!matrix_create(c, p, ELEMENTS, true, m)) return CUMOE_ERR_OUT_OF_MEMORY;
+  kind_blocks(k, p, &rows, &cols);
+  const int64_t bytes = format_bytes(kind_class(k, c->bench->o.dtype), p->in);
+  for (int32_t e = 0; e < ELEMENTS && !c->bench->o.in_out; ++e) {
+    TRY(fetch(c, p->data, expert * p->out + t->columns[e], 1, m->codes + e * bytes));
+    if (p->scale.data)
+      TRY(fetch(c, p->scale, expert * rows + t->columns[e] / block, 1, m->scales + (size_t)(e * cols) * scale));
+  }
+  return fetch_globals(c, p, expert, m);
+}
+
+static cumoe_status fetch_slot(cell *c, const token *t, const decoder *d, int32_t j, slot *s)
+{
+  const int64_t expert = t->ids[j];
+  *s = (slot){.decoder = d, .x = t->x};
+  TRY(fetch_gate_up(c, expert, &s->gate_up));
+  TRY(fetch_down(c, t, expert, &s->down));
+  if (c->bench->o.in_out)
+    TRY(fetch_turned(c, t, expert, (uint16_t *)(void *)s->gate_up.codes, (uint16_t *)(void *)s->down.codes));
   return cumoe_synchronize(c->bench->context, c->bench->stream);
 }
 
@@ -196,37 +386,42 @@ static void compare(const cell *c, const token *t, const slot *slots, const uint
   const cumoe_dtype dtype = c->bench->o.dtype;
   const int32_t k = c->model->shape->top_k;
   for (int32_t e = 0; e < ELEMENTS; ++e) {
-    double value = 0, size = 0, bound = 0;
+    double value = 0, size = 0, bound = 0, variance = 0;
     for (int32_t j = 0; j < k; ++j) {
       const double w = (double)t->weights[j], term = w * slots[j].y[e];
       value += term;
       size += fabs(term);
       bound += fabs(w) * slots[j].bound[e];
+      variance += w * w * slots[j].random[e] * slots[j].random[e];
     }
-    bound = rounded_bound(value, bound + k * 0x1p-24 * size, dtype);
+    bound = rounded_bound(value, bound + sqrt(variance) + k * 0x1p-24 * size, dtype);
     const double error = fabs(widen(out[t->index * c->model->shape->hidden + t->columns[e]], dtype) - value);
     const double part = isfinite(error) ? error / bound : (double)INFINITY;
     if (part > v->worst) v->worst = part;
   }
 }
 
-static cumoe_status check_elements(cell *c, const token *t, const uint16_t *out, verdict *v)
+static cumoe_status check_elements(cell *c, token *t, const uint16_t *out, verdict *v)
 {
   const int32_t k = c->model->shape->top_k;
+  const decoder d = decoder_of(c);
   slot slots[CUMOE_MAX_TOP_K] = {{0}};
-  bool running[CUMOE_MAX_TOP_K] = {false};
   cumoe_status status = CUMOE_OK;
+  if (kind_has_codes_of_rows(d.kind)) quantise(d.kind, t->x, NULL, c->model->shape->hidden);
   for (int32_t j = 0; j < k && status == CUMOE_OK; ++j) {
-    status = fetch_slot(c, t, j, &slots[j]);
-    running[j] = status == CUMOE_OK && pthread_create(&slots[j].thread, NULL, compute_slot, &slots[j]) == 0;
-    if (status == CUMOE_OK && !running[j]) compute_slot(&slots[j]);
+    slot *s = &slots[j];
+    status = fetch_slot(c, t, &d, j, s);
+    s->running = status == CUMOE_OK && pthread_create(&s->thread, NULL, compute_slot, s) == 0;
+    if (status == CUMOE_OK && !s->running) compute_slot(s);
   }
-  for (int32_t j = 0; j < k; ++j)
-    if (running[j]) pthread_join(slots[j].thread, NULL);
+  for (int32_t j = 0; j < k; ++j) {
+    if (slots[j].running) pthread_join(slots[j].thread, NULL);
+    if (slots[j].out_of_memory) status = CUMOE_ERR_OUT_OF_MEMORY;
+  }
   if (status == CUMOE_OK) compare(c, t, slots, out, v);
   for (int32_t j = 0; j < k; ++j) {
-    free((void *)(uintptr_t)slots[j].gate_up);
-    free((void *)(uintptr_t)slots[j].down);
+    matrix_free(&slots[j].gate_up);
+    matrix_free(&slots[j].down);
   }
   return status;
 }
@@ -252,7 +447,8 @@ static cumoe_status fetch_logits(cell *c, const token *t, scores *s)
   for (int32_t e = 0; e < p->experts; ++e) {
     TRY(fetch(c, c->model->router, e, 1, t->bytes));
     TRY(cumoe_synchronize(c->bench->context, c->bench->stream));
-    const sum l = dot(t->x, t->bytes, p->hidden, c->bench->o.dtype);
+    for (int32_t i = 0; i < p->hidden; ++i) t->row[i] = widen(t->bytes[i], c->bench->o.dtype);
+    const sum l = dot(t->x, t->row, p->hidden);
     s->logit[e] = l.value;
     s->lost = fmax(s->lost, dot_bound(&l, p->hidden));
   }
@@ -336,7 +532,8 @@ static cumoe_status fetch_token(cell *c, token *t)
 static cumoe_status check_token(cell *c, const uint16_t *out, verdict *v)
 {
   const size_t hidden = (size_t)c->model->shape->hidden;
-  token t = {.x = malloc(hidden * sizeof *t.x), .bytes = malloc(hidden * sizeof *t.bytes)};
+  token t = {.x = malloc(2 * hidden * sizeof *t.x), .bytes = malloc(hidden * sizeof *t.bytes)};
+  t.row = t.x ? t.x + hidden : NULL;
   cumoe_status status = t.x && t.bytes ? fetch_token(c, &t) : CUMOE_ERR_OUT_OF_MEMORY;
   if (status == CUMOE_OK) status = verify_routing(c, &t, v);
   if (status == CUMOE_OK && v->routed && v->finite) status = check_elements(c, &t, out, v);
@@ -365,6 +562,26 @@ static bool all_finite(const uint16_t *out, int64_t count, cumoe_dtype dtype)
   return bad == 0;
 }
 
+/* Keeps the outputs of weights that are not quantised; others' error against them. */
+static void compare_with_dense(cell *c, const uint16_t *out, int64_t count, verdict *v)
+{
+  reference *r = c->dense;
+  const cumoe_dtype dtype = c->bench->o.dtype;
+  double wrong = 0, size = 0;
+  if (!r || !r->out || !v->finite) return;
+  if (kind_is_dense(c->model->kind)) {
+    r->count = count < REFERENCE ? count : REFERENCE;
+    memcpy(r->out, out, (size_t)r->count * sizeof *out);
+    return;
+  }
+  for (int64_t i = 0; i < r->count; ++i) {
+    const double want = widen(r->out[i], dtype), error = widen(out[i], dtype) - want;
+    wrong += error * error;
+    size += want * want;
+  }
+  v->error = size > 0 ? sqrt(wrong / size) : 0;
+}
+
 static cumoe_status verify_outputs(cell *c, uint16_t *first, uint16_t *second, verdict *v)
 {
   const int64_t count = c->tokens * c->model->shape->hidden;
@@ -372,6 +589,7 @@ static cumoe_status verify_outputs(cell *c, uint16_t *first, uint16_t *second, v
   TRY(run_poisoned(c, 0x7b, second));
   v->repeatable = memcmp(first, second, (size_t)count * sizeof *first) == 0;
   v->finite = all_finite(first, count, c->bench->o.dtype);
+  compare_with_dense(c, first, count, v);
   return check_token(c, first, v);
 }
 

@@ -13,8 +13,9 @@
 #include "tinylm.h"
 
 typedef struct options {
-  const char *model, *prompt;
-  int32_t device, tokens;
+  const char *model, *prompt, *text;
+  const char *weights; /* NULL: of dtype, and nothing is scored; or a name of weight_names, or "all" */
+  int32_t device, tokens, bytes;
   cumoe_dtype dtype;
   double temperature; /* 0: greedy */
   uint64_t seed;
@@ -27,7 +28,52 @@ static const char usage[] = "usage: demo [options] [prompt]\n"
                             "  --temperature X           of the sampling (0.7); 0 is --greedy\n"
                             "  --greedy                  always the likeliest byte\n"
                             "  --seed N                  of the sampling (1)\n"
-                            "  --model FOLDER            config.json and model.safetensors (test/data/tinymoe)\n";
+                            "  --model FOLDER            config.json and model.safetensors (test/data/tinymoe)\n"
+                            "  --weights NAME            experts' weights, quantised when they are loaded: bf16 (not\n"
+                            "                            quantised), fp8, fp8-a16, fp8-channel, int8, int4, int4-32,\n"
+                            "                            mxfp4, nvfp4; also scores them. all: a table of them\n"
+                            "  --text FILE               what is scored (test/data/prose.txt)\n"
+                            "  --bytes N                 how much of it (65536)\n";
+
+/* ---- formats of weights ---------------------------------------------------------------------------- */
+
+typedef struct weights {
+  const char *name;
+  cumoe_format format;
+} weights;
+
+static cumoe_format as_they_are(cumoe_format f)
+{
+  f.rows = CUMOE_ROWS_AS_THEY_ARE;
+  f.row_group = 0;
+  return f;
+}
+
+enum { WEIGHTS = 9 };
+
+static weights weights_at(int32_t i)
+{
+  const weights all[WEIGHTS] = {
+      {"bf16", {0}},
+      {"fp8", cumoe_format_fp8_block(CUMOE_F32)},
+      {"fp8-a16", as_they_are(cumoe_format_fp8_block(CUMOE_F32))},
+      {"fp8-channel", cumoe_format_fp8_channel(CUMOE_F32)},
+      {"int8", cumoe_format_int8(CUMOE_F32)},
+      {"int4", cumoe_format_int4(128, CUMOE_BF16)},
+      {"int4-32", cumoe_format_int4(32, CUMOE_BF16)},
+      {"mxfp4", cumoe_format_mxfp4()},
+      {"nvfp4", cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES)},
+  };
+  return all[i];
+}
+
+/* -1: no such name. NULL: not quantised. */
+static int32_t find_weights(const char *name)
+{
+  for (int32_t i = 0; i < WEIGHTS; i++)
+    if (!name || strcmp(weights_at(i).name, name) == 0) return i;
+  return -1;
+}
 
 /* ---- options --------------------------------------------------------------------------------------- */
 
@@ -58,6 +104,16 @@ static bool parse_value(const char *name, const char *text, options *o)
   char *end;
   if (strcmp(name, "--device") == 0) return parse_device(text, &o->device);
   if (strcmp(name, "--model") == 0) return (o->model = text) != NULL;
+  if (strcmp(name, "--text") == 0) return (o->text = text) != NULL;
+  if (strcmp(name, "--weights") == 0) {
+    o->weights = text;
+    return strcmp(text, "all") == 0 || find_weights(text) >= 0;
+  }
+  if (strcmp(name, "--bytes") == 0) {
+    bool good = whole(text, 1 << 24, &number) && number >= 2;
+    o->bytes = (int32_t)number;
+    return good;
+  }
   if (strcmp(name, "--dtype") == 0) {
     o->dtype = strcmp(text, "f32") == 0 ? CUMOE_F32 : CUMOE_BF16;
     return o->dtype == CUMOE_F32 || strcmp(text, "bf16") == 0;
@@ -152,8 +208,9 @@ static double now(void)
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void print_byte(int32_t byte)
+static void print_byte(const options *o, int32_t byte)
 {
+  if (o->weights && strcmp(o->weights, "all") == 0) return;
   bool control = (byte < 32 && byte != '\n' && byte != '\t') || byte == 127;
   putchar(control ? '?' : byte);
 }
@@ -173,7 +230,7 @@ static bool generate(tinylm *model, const options *o, run *r)
 {
   int32_t vocab = tinylm_get_config(model)->vocab;
   uint64_t state = o->seed;
-  for (int32_t i = 0; i < r->length; i++) print_byte(r->text[i]);
+  for (int32_t i = 0; i < r->length; i++) print_byte(o, r->text[i]);
   fflush(stdout);
   double start = now();
   if (!feed(model, r, r->length)) return false;
@@ -181,14 +238,108 @@ static bool generate(tinylm *model, const options *o, run *r)
   for (int32_t i = 0; i < o->tokens; i++) {
     int32_t next = sample(r->logits, vocab, o->temperature, &state);
     r->text[r->length++] = next;
-    print_byte(next);
+    print_byte(o, next);
     fflush(stdout);
     if (i + 1 < o->tokens && !feed(model, r, 1)) return false;
   }
   r->seconds = now() - start - r->prompt_seconds;
-  putchar('\n');
+  print_byte(o, '\n');
   fflush(stdout);
   return true;
+}
+
+/* ---- score ----------------------------------------------------------------------------------------- */
+
+/* Bytes as tokens; NULL: cannot be read, or are none. */
+static int32_t *read_text(const options *o, int32_t *count)
+{
+  FILE *file = fopen(o->text, "rb");
+  int32_t *text = file ? malloc((size_t)o->bytes * sizeof *text) : NULL;
+  *count = 0;
+  for (int c; text && *count < o->bytes && (c = getc(file)) != EOF;) text[(*count)++] = c;
+  if (file) fclose(file);
+  if (*count >= 2) return text;
+  free(text);
+  return NULL;
+}
+
+/* Bits that the model needs to tell the next byte. */
+static double bits_of(const float *logits, int32_t vocab, int32_t next)
+{
+  double total = 0, most = (double)logits[likeliest(logits, vocab)];
+  for (int32_t i = 0; i < vocab; i++) total += exp((double)logits[i] - most);
+  return (log(total) - ((double)logits[next] - most)) / log(2);
+}
+
+/* The text in windows of the model's context, of each of which the first byte is given. */
+static bool score(tinylm *model, const int32_t *text, int32_t count, double *bits)
+{
+  const tinylm_config *c = tinylm_get_config(model);
+  float *logits = malloc((size_t)c->context * (size_t)c->vocab * sizeof *logits);
+  bool good = logits != NULL;
+  int64_t scored = 0;
+  *bits = 0;
+  for (int32_t first = 0; good && first + 1 < count; first += c->context) {
+    int32_t length = count - first < c->context ? count - first : c->context;
+    tinylm_rewind(model);
+    good = tinylm_forward(model, text + first, length, length, logits);
+    for (int32_t i = 0; good && i + 1 < length; i++, scored++)
+      *bits += bits_of(logits + (int64_t)i * c->vocab, c->vocab, text[first + i + 1]);
+  }
+  tinylm_rewind(model);
+  free(logits);
+  *bits /= (double)scored;
+  return good;
+}
+
+/* What the layers of the unquantised model saw and gave, of one window of the text. */
+typedef struct memory {
+  float *in, *out; /* [layers, count, hidden] */
+  int64_t size;    /* of a layer */
+  int32_t count;
+} memory;
+
+static void remember(void *user, const tinylm_seen *seen)
+{
+  memory *m = user;
+  memcpy(m->in + seen->layer * m->size, seen->in, (size_t)m->size * sizeof *m->in);
+  memcpy(m->out + seen->layer * m->size, seen->out, (size_t)m->size * sizeof *m->out);
+}
+
+static bool remember_window(tinylm *model, const int32_t *text, int32_t count, memory *m)
+{
+  const tinylm_config *c = tinylm_get_config(model);
+  m->count = count < c->context ? count : c->context;
+  m->size = (int64_t)m->count * c->hidden;
+  m->in = malloc((size_t)(c->layers * m->size) * sizeof *m->in);
+  m->out = malloc((size_t)(c->layers * m->size) * sizeof *m->out);
+  if (!m->in || !m->out) return false;
+  tinylm_observe(model, remember, m);
+  bool good = tinylm_forward(model, text, m->count, 0, NULL);
+  tinylm_observe(model, NULL, NULL);
+  tinylm_rewind(model);
+  return good;
+}
+
+/* Of the layers' outputs from the same inputs: the root of the mean square error, over that of the outputs. */
+static bool layer_error(tinylm *model, const memory *m, double *error)
+{
+  const tinylm_config *c = tinylm_get_config(model);
+  float *out = malloc((size_t)m->size * sizeof *out);
+  double wrong = 0, size = 0;
+  bool good = out != NULL;
+  for (int32_t l = 0; l < c->layers && good; l++) {
+    const float *want = m->out + l * m->size;
+    good = tinylm_moe(model, l, m->in + l * m->size, m->count, out, NULL, NULL);
+    for (int64_t i = 0; i < m->size && good; i++) {
+      const double d = (double)out[i] - (double)want[i];
+      wrong += d * d;
+      size += (double)want[i] * (double)want[i];
+    }
+  }
+  free(out);
+  *error = sqrt(wrong / size);
+  return good;
 }
 
 /* ---- report ---------------------------------------------------------------------------------------- */
@@ -255,26 +406,47 @@ static bool prepare(const options *o, const tinylm_config *c, run *r)
   return r->text && r->logits;
 }
 
-static int talk(const options *o, cumoe_context context)
+static tinylm *load(const options *o, cumoe_context context, int32_t index)
 {
   char error[600];
-  cumoe_device_info device = {.size = sizeof device};
-  run r = {0};
-  if (cumoe_context_info(context, &device) != CUMOE_OK) {
-    fprintf(stderr, "demo: %s\n", cumoe_last_error());
-    return 1;
-  }
-  tinylm *model = tinylm_create(context, o->model, o->dtype, error, sizeof error);
-  if (!model) {
-    fprintf(stderr, "demo: %s\n", error);
-    return 1;
-  }
+  const weights w = weights_at(index);
+  tinylm *model = tinylm_create_quantised(context, o->model, o->dtype, &w.format, error, sizeof error);
+  if (!model) fprintf(stderr, "demo: %s: %s\n", w.name, error);
+  return model;
+}
+
+static void print_model(const options *o, const tinylm *model, const cumoe_device_info *device)
+{
   const tinylm_config *c = tinylm_get_config(model);
   fprintf(stderr, "cumoe %d.%d.%d, %s, %s: %d layers of %d experts (%d a token), hidden %d\n\n", CUMOE_VERSION_MAJOR,
-          CUMOE_VERSION_MINOR, CUMOE_VERSION_PATCH, device.name, cumoe_dtype_name(o->dtype), (int)c->layers,
+          CUMOE_VERSION_MINOR, CUMOE_VERSION_PATCH, device->name, cumoe_dtype_name(o->dtype), (int)c->layers,
           (int)c->experts, (int)c->top_k, (int)c->hidden);
-  bool room = prepare(o, c, &r);
-  bool good = room && generate(model, o, &r) && print_report(model, &r, &device, o->dtype);
+}
+
+static bool print_score(const options *o, tinylm *model)
+{
+  double bits = 0;
+  int32_t count;
+  int32_t *text = read_text(o, &count);
+  bool good = text && score(model, text, count, &bits);
+  if (good)
+    fprintf(stderr, "\nexperts' weights in %s: %lld bytes; %.4f bits a byte of %s (%d bytes)\n", o->weights,
+            (long long)tinylm_expert_bytes(model), bits, o->text, (int)count);
+  else if (!text)
+    fprintf(stderr, "\ndemo: %s cannot be read\n", o->text);
+  free(text);
+  return good;
+}
+
+static int talk(const options *o, cumoe_context context, const cumoe_device_info *device)
+{
+  run r = {0};
+  tinylm *model = load(o, context, find_weights(o->weights));
+  if (!model) return 1;
+  print_model(o, model, device);
+  bool room = prepare(o, tinylm_get_config(model), &r);
+  bool good = room && generate(model, o, &r) && print_report(model, &r, device, o->dtype);
+  good = good && (!o->weights || print_score(o, model));
   if (!good) fprintf(stderr, "\ndemo: %s\n", room ? tinylm_error(model) : "out of memory");
   free(r.text);
   free(r.logits);
@@ -282,10 +454,84 @@ static int talk(const options *o, cumoe_context context)
   return good ? 0 : 1;
 }
 
+/* ---- all formats ----------------------------------------------------------------------------------- */
+
+/* What the models are compared by. `own` is what the unquantised one writes, drawn as it says: on it that one needs its
+ * entropy, and every other as many bits more as it differs. */
+typedef struct texts {
+  int32_t *given, *own;
+  int32_t given_count, own_count;
+  memory seen;
+} texts;
+
+static bool write_own(const options *o, tinylm *model, texts *t)
+{
+  options draw = *o;
+  run r = {0};
+  draw.temperature = 1;
+  draw.tokens = o->bytes / 8 + 2;
+  bool good = prepare(&draw, tinylm_get_config(model), &r) && generate(model, &draw, &r);
+  tinylm_rewind(model);
+  t->own = r.text;
+  t->own_count = r.length;
+  free(r.logits);
+  return good && remember_window(model, t->given, t->given_count, &t->seen);
+}
+
+/* A line of the table. */
+static bool compare(const options *o, tinylm *model, int32_t index, texts *t)
+{
+  const tinylm_config *c = tinylm_get_config(model);
+  const double count_of_weights = 3. * c->layers * c->experts * c->hidden * c->inter,
+               bytes = (double)tinylm_expert_bytes(model);
+  double bits = 0, own = 0, error = 0;
+  run r = {0};
+  bool good = prepare(o, c, &r) && (index > 0 || write_own(o, model, t)) &&
+              score(model, t->given, t->given_count, &bits) && score(model, t->own, t->own_count, &own) &&
+              layer_error(model, &t->seen, &error) && generate(model, o, &r);
+  if (good)
+    printf("%-12s %10.0f %9.3f %12.4f %9.4f %8.2f %% %10.0f\n", weights_at(index).name, bytes,
+           8 * bytes / count_of_weights, bits, own, 100 * error,
+           r.seconds > 0 ? (r.length - r.prompt_length) / r.seconds : 0.);
+  else
+    fprintf(stderr, "demo: %s: %s\n", weights_at(index).name, tinylm_error(model));
+  fflush(stdout);
+  free(r.text);
+  free(r.logits);
+  return good;
+}
+
+static int table(const options *o, cumoe_context context, const cumoe_device_info *device)
+{
+  texts t = {0};
+  t.given = read_text(o, &t.given_count);
+  bool good = t.given != NULL;
+  if (!good) fprintf(stderr, "demo: %s cannot be read\n", o->text);
+  for (int32_t i = 0; i < WEIGHTS && good; i++) {
+    tinylm *model = load(o, context, i);
+    if (model && i == 0) {
+      print_model(o, model, device);
+      printf("bits a byte: of %s, %d bytes, and of %d that the bf16 model writes itself. error: of the MoE layers' "
+             "outputs\n%-12s %10s %9s %12s %9s %10s %10s\n",
+             o->text, (int)t.given_count, (int)(o->bytes / 8), "weights", "bytes", "bits each", "bits a byte",
+             "its own", "error", "tokens/s");
+    }
+    good = model && compare(o, model, i, &t);
+    tinylm_destroy(model);
+  }
+  free(t.given);
+  free(t.own);
+  free(t.seen.in);
+  free(t.seen.out);
+  return good ? 0 : 1;
+}
+
 int main(int argc, char **argv)
 {
   options o = {.model = "test/data/tinymoe",
                .prompt = "Ps23:1 The LORD is my shepherd;",
+               .text = "test/data/prose.txt",
+               .bytes = 65536,
                .device = CUMOE_DEVICE_AUTO,
                .tokens = 384,
                .dtype = CUMOE_BF16,
@@ -301,7 +547,14 @@ int main(int argc, char **argv)
     fprintf(stderr, "demo: %s\n", cumoe_last_error());
     return 1;
   }
-  int status = talk(&o, context);
+  cumoe_device_info device = {.size = sizeof device};
+  int status = 1;
+  if (cumoe_context_info(context, &device) != CUMOE_OK)
+    fprintf(stderr, "demo: %s\n", cumoe_last_error());
+  else if (o.weights && strcmp(o.weights, "all") == 0)
+    status = table(&o, context, &device);
+  else
+    status = talk(&o, context, &device);
   cumoe_context_destroy(context);
   return status;
 }

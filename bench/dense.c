@@ -122,13 +122,7 @@ struct peers {
 
 static cudaDataType type_of(const bench *b)
 {
-  switch (dense_format((int32_t)b->o.dtype)) {
-  case FORMAT_bf16: return CUDA_R_16BF;
-  case FORMAT_f16: return CUDA_R_16F;
-  case FORMAT_f32: return CUDA_R_32F;
-  case FORMAT_none: break;
-  }
-  return (cudaDataType)-1; /* cuBLAS refuses it */
+  return b->o.dtype == CUMOE_F16 ? CUDA_R_16F : b->o.dtype == CUMOE_F32 ? CUDA_R_32F : CUDA_R_16BF;
 }
 
 /* The n-th element of an operand. */
@@ -242,8 +236,8 @@ static cumoe_status create_products(cell *c, product products[2])
   TRY(take(b, &c->store, dtype, c->rows, s->hidden, &out));
   TRY(fill_noise(b, in, &b->unit));
   TRY(fill_noise(b, h, &b->unit));
-  products[0] = (product){in.data, c->model->gate_up.data, up.data, 2 * s->inter, s->hidden};
-  products[1] = (product){h.data, c->model->down.data, out.data, s->hidden, s->inter};
+  products[0] = (product){in.data, c->model->gate_up.data.data, up.data, 2 * s->inter, s->hidden};
+  products[1] = (product){h.data, c->model->down.data.data, out.data, s->hidden, s->inter};
   return CUMOE_OK;
 }
 
@@ -252,7 +246,7 @@ cumoe_status peers_create(cell *c, peers **peers_of_cell, work works[ITEM_COUNT]
   const bench *b = c->bench;
   const bool dense = b->blas && c->rows >= DENSE_ROWS, grouped = b->blas && b->o.grouped && b->blas->grouped;
   peers *p = *peers_of_cell = NULL;
-  if (!dense && !grouped) return CUMOE_OK;
+  if ((!dense && !grouped) || !kind_is_dense(c->model->kind)) return CUMOE_OK;
   p = *peers_of_cell = calloc(1, sizeof *p);
   if (!p) return CUMOE_ERR_OUT_OF_MEMORY;
   p->cell = c;

@@ -10,6 +10,8 @@ gemms    its two grouped_mm alone, rows already permuted
 triton   fused-MoE kernels of the usual form: sorted blocks of tokens, GEMM with gather, SwiGLU, GEMM with weights,
          sum; each GEMM in the best of a few tiles, chosen per cell; routing and sorting are not counted
 dense    cuBLAS on one expert's two matrices with T k rows, from 2048 rows up
+
+With --format peers with quantised weights: see peers_formats.py.
 """
 import argparse
 import csv
@@ -25,10 +27,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+import peers_formats
+
 ROW = re.compile(r'^SHAPE\("([^"]+)", (\d+), (\d+), (\d+), (\d+), .*, (\w+)\)', re.M)
-HEAD = ["side", "model", "experts", "top_k", "hidden", "inter", "dtype", "routing", "forced", "tokens", "active",
-        "layer_us", "layer_least_us", "layer_most_us", "tflops", "weights_gbs", "tiles", "check", "worst_error",
-        "gpu", "driver", "cuda_runtime", "library", "date"]
+HEAD = ["side", "model", "experts", "top_k", "hidden", "inter", "dtype", "format", "routing", "forced", "tokens",
+        "active", "layer_us", "layer_least_us", "layer_most_us", "tflops", "weights_gbs", "tiles", "check",
+        "worst_error", "gpu", "driver", "cuda_runtime", "library", "date"]
 PEERS = ["torch", "gemms", "triton", "dense"]
 WRONG = 0.02  # of the largest output: both sides round three times to bf16, in another order
 
@@ -179,15 +183,20 @@ class FusedMoe:
         return self.out
 
     def best_tiles(self, inputs, routes):
-        rows, best = self.pairs / min(self.experts, self.pairs), []
-        for up in (True, False):
-            took = {}
-            for tile in tiles_for(rows):
-                calls = [lambda x=x, r=r, b=self.sort(r[1], i, tile): self.gemm(up, tile, x, r[0].flatten(), b)
-                         for i, (x, r) in enumerate(zip(inputs, routes))]
-                took[tile] = statistics.median(Replay(calls).samples(3, 300))
-            best.append(min(took, key=took.get))
-        return best
+        return search_tiles(self, tiles_for(self.pairs / min(self.experts, self.pairs)), inputs, routes)
+
+
+def search_tiles(moe, tiles, inputs, routes):
+    """The best of each GEMM."""
+    best = []
+    for up in (True, False):
+        took = {}
+        for tile in tiles:
+            calls = [lambda x=x, r=r, b=moe.sort(r[1], i, tile): moe.gemm(up, tile, x, r[0].flatten(), b)
+                     for i, (x, r) in enumerate(zip(inputs, routes))]
+            took[tile] = statistics.median(Replay(calls).samples(3, 300))
+        best.append(min(took, key=took.get))
+    return best
 
 
 # ---- timing, as in bench/timing.c
@@ -256,12 +265,23 @@ def routes_like(ids):
     return list(zip(weights / weights.sum(-1, keepdim=True), ids.cuda()))
 
 
-def works_of(shape, weights, tokens, peers, ids):
-    """The works of a cell by name, the Triton tiles and how far Triton is from PyTorch. ids: of bench, or None."""
+def works_of(shape, weights, tokens, peers, ids, weights_format):
+    """The works of a cell by name, the Triton tiles and how far Triton is from what it should give."""
+    router = weights[0]
+    inputs = [normal(tokens, shape[3], deviation=1.0) for _ in range(8 if tokens <= 512 else 2)]
+    routes = [route(x, router, shape[2]) for x in inputs] if ids is None else routes_like(ids)
+    if weights_format == "bf16":
+        works, tiles, error = dense_works(shape, weights, tokens, peers, inputs, routes)
+    else:
+        made = peers_formats.FORMATS[weights_format][1]
+        works, tiles, error = made(sys.modules[__name__], shape, weights[1], inputs, routes, peers)
+    return works, sum(r[1].unique().numel() for r in routes) / len(routes), tiles, error
+
+
+def dense_works(shape, weights, tokens, peers, inputs, routes):
+    """Of weights that are not quantised."""
     _, experts, k, hidden, inter = shape
     router, gate_up, down = weights
-    inputs = [normal(tokens, hidden, deviation=1.0) for _ in range(8 if tokens <= 512 else 2)]
-    routes = [route(x, router, k) for x in inputs] if ids is None else routes_like(ids)
     works, tiles, error = {}, "", None
     if "torch" in peers:
         works["torch"] = [lambda x=x: torch_layer(x, router, gate_up, down, k) for x in inputs]
@@ -279,8 +299,7 @@ def works_of(shape, weights, tokens, peers, ids):
         tiles = "+".join("x".join(map(str, t)) for t in best)
         want, got = torch_experts(inputs[0], *routes[0], gate_up, down).float(), works["triton"][0]().float()
         error = ((got - want).abs().max() / want.abs().max()).item()
-    active = sum(r[1].unique().numel() for r in routes) / len(routes)
-    return works, active, tiles, error
+    return works, tiles, error
 
 
 def driver():
@@ -288,16 +307,18 @@ def driver():
     return path.read_text().strip() if path.exists() else ""
 
 
-def cell(out, shape, weights, tokens, peers, ids, quick):
+def cell(out, shape, weights, tokens, peers, ids, weights_format, quick):
     name, experts, k, hidden, inter = shape
-    works, active, tiles, error = works_of(shape, weights, tokens, peers, ids)
+    works, active, tiles, error = works_of(shape, weights, tokens, peers, ids, weights_format)
+    element = 2 if weights_format == "bf16" else peers_formats.FORMATS[weights_format][2]
     for side, times in measure(works, 7 if quick else 11, 1000 if quick else 3000).items():
         us = statistics.median(times)
         row = {"side": side, "model": name, "experts": experts, "top_k": k, "hidden": hidden, "inter": inter,
-               "dtype": "bf16", "routing": "router", "tokens": tokens, "active": f"{active:.6g}",
+               "dtype": "bf16", "format": weights_format, "routing": "router", "tokens": tokens,
+               "active": f"{active:.6g}",
                "layer_us": f"{us:.6g}", "layer_least_us": f"{min(times):.6g}", "layer_most_us": f"{max(times):.6g}",
                "tflops": f"{6e-6 * tokens * k * hidden * inter / us:.6g}",
-               "weights_gbs": f"{6e-3 * (1 if side == 'dense' else active) * hidden * inter / us:.6g}",
+               "weights_gbs": f"{3e-3 * element * (1 if side == 'dense' else active) * hidden * inter / us:.6g}",
                "gpu": torch.cuda.get_device_name(), "driver": driver(), "cuda_runtime": torch.version.cuda,
                "library": f"torch {torch.__version__}, triton {triton.__version__}",
                "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")}
@@ -315,6 +336,15 @@ def chosen_shapes(models):
     return [shape for shape, when in rows if shape[0] in models or "all" in models and when != "cpu"]
 
 
+def make_weights(shape, weights_format):
+    """The router's, and the experts'."""
+    _, experts, _, hidden, inter = shape
+    router = normal(experts, hidden)
+    if weights_format == "bf16":
+        return router, normal(experts, 2 * inter, hidden), normal(experts, hidden, inter)
+    return router, peers_formats.FORMATS[weights_format][0](shape)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = lambda text: text.split(",")
@@ -322,26 +352,28 @@ def main():
     parser.add_argument("--tokens", type=names, default=[1, 8, 32, 128, 512, 2048, 8192])
     parser.add_argument("--ids", type=read_ids, default={},
                         help="what bench --ids wrote: its routing for gemms and triton")
-    parser.add_argument("--peers", type=names, default=PEERS, help=",".join(PEERS))
+    parser.add_argument("--peers", type=names, help=",".join(PEERS) + "; with --format its own")
+    parser.add_argument("--format", default="bf16", choices=["bf16", *peers_formats.FORMATS], help="of the weights")
     parser.add_argument("--seconds", type=float, default=150, help="start no cell after so many (150)")
     parser.add_argument("--quick", action="store_true", help="short samples")
     o = parser.parse_args()
     begin, left_out = time.monotonic(), []
     if not torch.cuda.is_available():
         sys.exit("peers.py: PyTorch sees no GPU")
-    if unknown := set(o.peers) - set(PEERS):
+    known = PEERS if o.format == "bf16" else peers_formats.FORMATS[o.format][3]
+    o.peers = o.peers or known
+    if unknown := set(o.peers) - set(known):
         sys.exit(f"peers.py: no such peer: {', '.join(sorted(unknown))}")
     out = csv.DictWriter(sys.stdout, HEAD, restval="", lineterminator="\n")
     out.writeheader()
     shapes = chosen_shapes(o.model)
     for shape in shapes:
-        _, experts, _, hidden, inter = shape
-        weights = normal(experts, hidden), normal(experts, 2 * inter, hidden), normal(experts, hidden, inter)
+        weights = make_weights(shape, o.format)
         for tokens in map(int, o.tokens):
             if time.monotonic() - begin > o.seconds:
                 left_out.append(f"{shape[0]} {tokens}")
                 continue
-            cell(out, shape, weights, tokens, o.peers, o.ids.get((shape[0], tokens)), o.quick)
+            cell(out, shape, weights, tokens, o.peers, o.ids.get((shape[0], tokens)), o.format, o.quick)
         del weights
         torch.cuda.empty_cache()
     print(f"done after {time.monotonic() - begin:.0f} s", file=sys.stderr)

@@ -5,7 +5,8 @@
 
 Takes the files of bench --csv and of peers.py from the same run. The floor of a cell is bench's, for both sides. The
 best peer is the least time of any row or column that is a whole MoE layer or its two grouped products: torch, gemms,
-triton, cuBLAS grouped. Needs matplotlib.
+triton, cuBLAS grouped, and where bench was run with --format those of bench/targets.def. A format of weights is a file
+of its own, RUN-FORMAT.svg. Needs matplotlib.
 """
 import argparse
 import collections
@@ -20,15 +21,20 @@ import matplotlib.pyplot as plt
 
 INK, GRID, PAPER = "#222222", "#dddddd", "#ffffff"  # an explicit background: readable on dark pages too
 OURS, PEER = "#0072b2", "#d55e00"                   # of Okabe and Ito's palette; told apart by shape and dash as well
-PEER_SIDES = {"torch": "torch", "gemms": "torch 2 GEMMs", "triton": "Triton"}
+PEER_SIDES = {"torch": "torch", "gemms": "torch 2 GEMMs", "triton": "Triton", "deepgemm": "DeepGEMM",
+              "marlin": "Marlin", "triton_kernels": "triton_kernels"}
 
 
 def read(paths):
     return [row for path in paths for row in csv.DictReader(open(path, newline=""))]
 
 
+def format_of(row):
+    return row.get("format") or row["dtype"]
+
+
 def key(row):
-    return row["model"], row["dtype"], row["routing"], int(row["tokens"])
+    return row["model"], row["dtype"], format_of(row), row["routing"], int(row["tokens"])
 
 
 def peer_times(rows):
@@ -39,6 +45,8 @@ def peer_times(rows):
             times[key(row)].append((float(row["layer_us"]), PEER_SIDES[row["side"]]))
         if row.get("grouped_us"):
             times[key(row)].append((float(row["grouped_us"]), "cuBLAS grouped"))
+        if row.get("peer_us"):
+            times[key(row)].append((float(row["peer_us"]), row["peer"]))
     return times
 
 
@@ -75,7 +83,7 @@ def conditions(rows):
     first = next(row for row in rows if row["side"] == "cumoe")
     names = {name for times in peer_times(rows).values() for _, name in times}
     peers = ", ".join(sorted(names, key=str.lower)) or "none in these files"
-    return f"{first['gpu']}, {first['dtype']}, commit {first['commit']}, {first['date'][:10]}; peers: {peers}"
+    return f"{first['gpu']}, {format_of(first)}, commit {first['commit']}, {first['date'][:10]}; peers: {peers}"
 
 
 def draw(rows, path):
@@ -90,7 +98,8 @@ def draw(rows, path):
     figure.supxlabel("tokens", fontsize=9, color=INK, y=0.09)
     lines = panels[0][0].get_lines()
     figure.legend(lines, ["cumoe, whole layer", "best peer"], loc="upper right", ncols=2, frameon=False, fontsize=9)
-    figure.text(0.01, 0.955, "Part of the hardware's floor that is reached", fontsize=10, color=INK, weight="bold")
+    floor = "floor (at rates as measured)" if rows[0].get("rates") == "measured" else "floor"
+    figure.text(0.01, 0.955, f"Part of the hardware's {floor} that is reached", fontsize=10, color=INK, weight="bold")
     figure.text(0.01, 0.02, conditions(rows), fontsize=7, color=INK)
     figure.tight_layout(rect=(0, 0.05, 1, 0.95), w_pad=0.4)
     figure.savefig(path, metadata={"Date": None})
@@ -101,7 +110,11 @@ def main():
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("-o", "--output", type=pathlib.Path, help="default: the first file's name with .svg")
     o = parser.parse_args()
-    draw(read(o.files), o.output or re.sub(r"\.csv$", "", str(o.files[0])) + ".svg")
+    rows, path = read(o.files), str(o.output or re.sub(r"\.csv$", "", str(o.files[0])) + ".svg")
+    formats = list(dict.fromkeys(format_of(row) for row in rows if row["side"] == "cumoe"))
+    for name in formats:
+        own = path if len(formats) == 1 else re.sub(r"\.svg$", "", path) + f"-{name}.svg"
+        draw([row for row in rows if format_of(row) == name], own)
 
 
 if __name__ == "__main__":

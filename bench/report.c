@@ -78,6 +78,31 @@ static bool skewed(const bench *b)
 
 /* ---- table ---- */
 
+/* Of weights of several formats by what was measured: part of what this kind of GPU can do at all. */
+rates rates_of(const bench *b)
+{
+  const gpu_rates *r = b->rates;
+  return b->o.formats && r->measured.flops16 > 0 ? r->measured : r->datasheet;
+}
+
+static void print_rates(const bench *b)
+{
+  const rates r = rates_of(b);
+  printf("floor: max(active weights + activations over %.2f TB/s, products over %.0f TFLOPS",
+         1e-12 * r.bytes_per_second, 1e-12 * r.flops16);
+  if (b->o.formats) printf(", of codes of 8 bits %.0f", 1e-12 * r.flops8);
+  printf("). ");
+}
+
+static void print_formats_header(void)
+{
+  printf("goal: what the layer has to reach on an H200, the smallest of a target and the best peers' times of "
+         "bench/targets.def; over: the layer's time over it. peer: the quickest, of a whole layer or its two products "
+         "alone. bf16: the layer with weights that are not quantised, same experts, this run; error: of the outputs "
+         "against its. Stages by themselves; up "
+         "and down only where activations stay as they are. MHz, W: of the SMs, while the layer ran.\n");
+}
+
 void print_header(const bench *b)
 {
   const facts f = read_facts(b);
@@ -97,12 +122,15 @@ void print_header(const bench *b)
     printf("before the run: %s\n", text);
   }
   printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "", forced);
+  if (b->o.check) return;
   printf("Times: microseconds a call, median of graph replays over rotating inputs. layer: the whole of it, "
          "hidden states in, "
          "combined out.\n");
-  if (b->rates)
-    printf("floor: max(active weights + activations over %.2f TB/s, products over %.0f TFLOPS). ",
-           1e-12 * b->rates->bytes_per_second, 1e-12 * b->rates->flops);
+  if (b->rates) print_rates(b);
+  if (b->o.formats) {
+    print_formats_header();
+    return;
+  }
   printf("host: of the CPU thread, for an eager call. dense: cuBLAS, one expert's two products with T k rows.\nvs: the "
          "peer's time over the layer's "
          "(above 1: the layer is "
@@ -116,12 +144,28 @@ static const char columns[] = "     T active    layer    floor  of it  TFLOPS   
                               "map       up     down combine "
                               "     sum |    dense    vs |";
 
+static void print_columns(const bench *b)
+{
+  if (b->o.check)
+    printf("     T active check\n");
+  else if (b->o.formats)
+    printf(
+        "     T active    layer    floor  of it |     goal  over |     peer                |     bf16  gain  error |  "
+        "TFLOPS   GB/s   host |  router    gate     map       up     down combine |  MHz    W check\n");
+  else
+    printf("%s%s%s  MHz    W check\n", columns, b->o.grouped ? "  grouped    vs |" : "",
+           skewed(b) ? "  needed over |" : "");
+}
+
 void print_shape(const bench *b, const model *m)
 {
   const shape *s = m->shape;
-  printf("\n%s: %d experts, %d a token, hidden %d, inter %d\n%s%s%s  MHz    W check\n", s->name, (int)s->experts,
-         (int)s->top_k, (int)s->hidden, (int)s->inter, columns, b->o.grouped ? "  grouped    vs |" : "",
-         skewed(b) ? "  needed over |" : "");
+  printf("\n%s: %d experts, %d a token, hidden %d, inter %d\n", s->name, (int)s->experts, (int)s->top_k, (int)s->hidden,
+         (int)s->inter);
+  if (b->o.formats)
+    printf("%s (%s): %.3f GB of weights\n", kind_name(m->kind, b->o.dtype), m->kind->text,
+           1e-9 * s->experts * kind_bytes(m->kind, s, b->o.dtype));
+  print_columns(b);
 }
 
 /* Three or four digits that matter. */
@@ -151,35 +195,94 @@ static void print_verdict(const verdict *v)
            v->routed ? "" : " routing", v->faultless ? "" : " fault", v->worst <= 1 ? "" : " value");
 }
 
-void print_row(const bench *b, const result *r)
+static void print_layer(const result *r)
 {
   const double layer = r->timings[ITEM_layer].median;
-  double stages = 0;
-  printf("%6lld %6.1f", (long long)r->cell->tokens, r->active);
   print_number(8, layer);
   print_number(8, r->floor_us);
   if (r->floor_us > 0)
     printf(" %5.1f%%", 100 * r->floor_us / layer);
   else
     printf(" %6s", "-");
+}
+
+static void print_work(const result *r)
+{
+  const double layer = r->timings[ITEM_layer].median;
   print_number(7, 1e-6 * r->flops / layer);
   print_number(6, 1e-3 * r->weight_bytes / layer);
   print_number(6, r->host_us);
   printf(" |");
+}
+
+/* The sum of them all. */
+static double print_stages(const result *r)
+{
+  double sum = 0;
   for (int32_t i = ITEM_router; i <= ITEM_combine; ++i) {
     print_number(i == ITEM_up || i == ITEM_down ? 8 : 7, r->timings[i].median);
-    stages += r->timings[i].median;
+    sum += r->timings[i].median;
   }
-  print_number(8, stages);
+  return sum;
+}
+
+/* Beside weights that are not quantised. */
+static void print_dense(const result *r)
+{
+  const double us = kind_is_dense(r->cell->model->kind) ? 0 : r->cell->dense->us;
+  print_number(8, us);
+  print_number(5, us / r->timings[ITEM_layer].median);
+  if (r->verdict.error > 0)
+    printf(" %5.2f%%", 100 * r->verdict.error);
+  else
+    printf(" %6s", "-");
+}
+
+static void print_formats_row(const result *r)
+{
+  const model *m = r->cell->model;
+  const double layer = r->timings[ITEM_layer].median;
+  goal g = {0};
+  const bool known = goal_of(m->kind, m->shape->name, r->cell->tokens, &g);
+  print_layer(r);
+  printf(" |");
+  print_number(8, g.us);
+  print_number(5, known ? layer / g.us : 0);
+  printf(" |");
+  print_number(8, g.peer);
+  printf(" %-14s |", known ? g.peer_name : "");
+  print_dense(r);
+  printf(" |");
+  print_work(r);
+  (void)print_stages(r);
+  printf(" |");
+}
+
+static void print_dense_row(const bench *b, const result *r)
+{
+  const double layer = r->timings[ITEM_layer].median;
+  print_layer(r);
+  print_work(r);
+  print_number(8, print_stages(r));
   printf(" |");
   print_peer(r->timings[ITEM_dense].median, layer);
   if (b->o.grouped) print_peer(r->timings[ITEM_grouped].median, layer);
-  if (skewed(b)) {
-    print_number(8, r->needed_us);
-    print_number(4, r->needed_us > 0 ? layer / r->needed_us : 0);
-    printf(" |");
+  if (!skewed(b)) return;
+  print_number(8, r->needed_us);
+  print_number(4, r->needed_us > 0 ? layer / r->needed_us : 0);
+  printf(" |");
+}
+
+void print_row(const bench *b, const result *r)
+{
+  printf("%6lld %6.1f", (long long)r->cell->tokens, r->active);
+  if (!b->o.check) {
+    if (b->o.formats)
+      print_formats_row(r);
+    else
+      print_dense_row(b, r);
+    printf(" %4u %4u", r->clocks.sm_mhz, r->clocks.watts);
   }
-  printf(" %4u %4u", r->clocks.sm_mhz, r->clocks.watts);
   print_verdict(&r->verdict);
   fflush(stdout);
 }
@@ -191,12 +294,14 @@ bool csv_open(bench *b)
   if (!b->o.csv) return true;
   b->csv = fopen(b->o.csv, "w");
   if (!b->csv) return false;
-  fputs("side,model,experts,top_k,hidden,inter,dtype,routing,forced,tokens,active,layer_us,layer_least_us,"
+  fputs("side,model,experts,top_k,hidden,inter,dtype,format,routing,forced,tokens,active,layer_us,layer_least_us,"
         "layer_most_us,floor_us,"
         "floor_part,tflops,weights_gbs",
         b->csv);
   for (int32_t i = ITEM_router; i < ITEM_COUNT; ++i) fprintf(b->csv, ",%s_us", item_names[i]);
-  fputs(",vs_dense,vs_grouped,needed_us,over_needed,sm_mhz,watts,host_us,check,worst_error,gpu,driver,cuda_runtime,"
+  fputs(",vs_dense,vs_grouped,needed_us,over_needed,rates,goal_us,peer_us,peer,bf16_us,bf16_error,sm_mhz,watts,host_us,"
+        "check,"
+        "worst_error,gpu,driver,cuda_runtime,"
         "cublas,"
         "library,commit,date\n",
         b->csv);
@@ -217,8 +322,23 @@ static void csv_identity(const bench *b, const result *r)
   char forced[256], routing[32];
   forced_text(b, forced, sizeof forced);
   routing_text(b, routing, sizeof routing);
-  fprintf(b->csv, "cumoe,%s,%d,%d,%d,%d,%s,%s,%s,%lld", s->name, (int)s->experts, (int)s->top_k, (int)s->hidden,
-          (int)s->inter, cumoe_dtype_name(b->o.dtype), routing, forced, (long long)r->cell->tokens);
+  fprintf(b->csv, "cumoe,%s,%d,%d,%d,%d,%s,%s,%s,%s,%lld", s->name, (int)s->experts, (int)s->top_k, (int)s->hidden,
+          (int)s->inter, cumoe_dtype_name(b->o.dtype), kind_name(r->cell->model->kind, b->o.dtype), routing, forced,
+          (long long)r->cell->tokens);
+}
+
+/* By whose rates the floor is; the goal, the best peer and weights that are not quantised. */
+static void csv_goal(const bench *b, const result *r)
+{
+  const model *m = r->cell->model;
+  goal g = {.peer_name = ""};
+  (void)goal_of(m->kind, m->shape->name, r->cell->tokens, &g);
+  fprintf(b->csv, ",%s", b->o.formats ? "measured" : "datasheet");
+  csv_number(b->csv, g.us);
+  csv_number(b->csv, g.peer);
+  fprintf(b->csv, ",%s", g.peer_name);
+  csv_number(b->csv, kind_is_dense(m->kind) ? 0 : r->cell->dense->us);
+  csv_number(b->csv, r->verdict.error);
 }
 
 static void csv_facts(const bench *b, const result *r)
@@ -233,7 +353,7 @@ void csv_row(const bench *b, const result *r)
 {
   const timing *t = r->timings;
   const double layer = t[ITEM_layer].median;
-  if (!b->csv) return;
+  if (!b->csv || b->o.check) return;
   csv_identity(b, r);
   csv_number(b->csv, r->active);
   csv_number(b->csv, layer);
@@ -248,6 +368,7 @@ void csv_row(const bench *b, const result *r)
   csv_number(b->csv, t[ITEM_grouped].median / layer);
   csv_number(b->csv, r->needed_us);
   csv_number(b->csv, r->needed_us > 0 ? layer / r->needed_us : 0);
+  csv_goal(b, r);
   csv_number(b->csv, r->clocks.sm_mhz);
   csv_number(b->csv, r->clocks.watts);
   csv_number(b->csv, r->host_us);

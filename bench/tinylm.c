@@ -21,6 +21,8 @@ struct tinylm {
   tinylm_config config;
   cumoe_context context;
   cumoe_dtype dtype;
+  cumoe_format format; /* of the experts' weights */
+  int64_t expert_bytes;
   cumoe_plan plan;
   safetensors file; /* open while loading */
   layer *layers;
@@ -28,7 +30,8 @@ struct tinylm {
   float *cosine, *sine; /* [context, head_dim / 2] */
   float *x, *n, *q, *mix, *out, *scores, *weights;
   int32_t *ids;
-  uint16_t *narrow; /* bf16 staging of one activation matrix or weight */
+  uint16_t *narrow;            /* bf16 staging of one activation matrix or weight */
+  cumoe_view_mut dense_expert; /* one expert's matrix before it is quantised */
   cumoe_view_mut dev_x, dev_out, dev_ids, dev_weights, dev_load, workspace;
   int32_t position;
   void (*observer)(void *, const tinylm_seen *);
@@ -221,6 +224,84 @@ static bool load_matrix(tinylm *m, const char *name, int64_t rows, int64_t cols,
 
 enum { GATE, UP, DOWN, PROJECTIONS };
 
+/* One projection of a layer's experts: a matrix each, behind tables of pointers. */
+typedef struct expert_table {
+  int64_t out, in;
+  cumoe_projection *projection;
+  const void **codes, **scales;
+  cumoe_view_mut global; /* [experts, 1] */
+} expert_table;
+
+static int64_t bytes_of(cumoe_view_mut v)
+{
+  return v.rows * v.cols * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+}
+
+/* Memory for what a call of cumoe_quantize_weights writes; its shapes are known. */
+static bool device_codes(tinylm *m, const expert_table *t, int32_t expert, cumoe_quantize_args *a)
+{
+  const cumoe_view_mut codes = a->codes, scale = a->scale;
+  if (!device_matrix(m, (cumoe_dtype)codes.dtype, codes.rows, codes.cols, &a->codes) ||
+      !device_matrix(m, (cumoe_dtype)scale.dtype, scale.rows, scale.cols, &a->scale))
+    return false;
+  if (m->format.global && !ok(m, cumoe_view_rows_mut(t->global, expert, 1, &a->global))) return false;
+  m->expert_bytes += bytes_of(a->codes) + bytes_of(a->scale) + (m->format.global ? bytes_of(a->global) : 0);
+  return true;
+}
+
+/* `from` is on the device; what it becomes goes into the tables. */
+static bool quantise_expert(tinylm *m, const expert_table *t, int32_t expert, cumoe_view from)
+{
+  cumoe_quantize_args a = {.size = sizeof a, .experts = 1, .format = m->format, .weights = from};
+  if (!ok(m, cumoe_quantize_shapes(&a)) || !device_codes(m, t, expert, &a) ||
+      !ok(m, cumoe_quantize_weights(m->context, &a, NULL)))
+    return false;
+  t->codes[expert] = a.codes.data;
+  t->scales[expert] = a.scale.data;
+  t->projection->data = cumoe_const(a.codes);
+  t->projection->scale.data = cumoe_const(a.scale);
+  return true;
+}
+
+static bool load_expert(tinylm *m, const char *name, const expert_table *t, int32_t expert, float *staging)
+{
+  cumoe_view_mut dense;
+  if (m->format.element != CUMOE_ELEMENT_DENSE) {
+    dense = m->dense_expert;
+    dense.rows = t->out;
+    dense.cols = dense.ld = t->in;
+    return read_tensor(m, name, t->out, t->in, staging) && upload(m, dense, staging) &&
+           quantise_expert(m, t, expert, cumoe_const(dense)) && ok(m, cumoe_synchronize(m->context, NULL));
+  }
+  if (!load_matrix(m, name, t->out, t->in, staging, &dense)) return false;
+  m->expert_bytes += bytes_of(dense);
+  t->codes[expert] = dense.data;
+  t->projection->data = cumoe_const(dense);
+  return true;
+}
+
+/* A view that states the shape of each matrix of a table. */
+static cumoe_view shape_alone(cumoe_view v)
+{
+  return cumoe_matrix(NULL, (cumoe_dtype)v.dtype, v.rows, v.cols, v.ld);
+}
+
+static bool load_projection(tinylm *m, int32_t index, const char *which, const expert_table *t, float *staging)
+{
+  char name[TENSOR_NAME];
+  for (int32_t e = 0; e < m->config.experts; e++) {
+    snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.weight", (int)index, (int)e, which);
+    if (!load_expert(m, name, t, e, staging)) return false;
+  }
+  t->projection->data = shape_alone(t->projection->data);
+  t->projection->per_expert = t->codes;
+  if (m->format.element == CUMOE_ELEMENT_DENSE) return true;
+  t->projection->scale.data = shape_alone(t->projection->scale.data);
+  t->projection->scale.per_expert = t->scales;
+  if (m->format.global) t->projection->global = cumoe_const(t->global);
+  return true;
+}
+
 static bool load_experts(tinylm *m, int32_t index, layer *l, const void **pointers, float *staging)
 {
   static const char *const projection[PROJECTIONS] = {"gate_proj", "up_proj", "down_proj"};
@@ -229,15 +310,14 @@ static bool load_experts(tinylm *m, int32_t index, layer *l, const void **pointe
   cumoe_view_mut view;
   cumoe_projection parts[PROJECTIONS] = {0};
   for (int p = 0; p < PROJECTIONS; p++) {
-    int64_t out = p == DOWN ? c->hidden : c->inter, in = p == DOWN ? c->inter : c->hidden;
-    const void **table = pointers + (int64_t)p * c->experts;
-    for (int32_t e = 0; e < c->experts; e++) {
-      snprintf(name, sizeof name, "model.layers.%d.mlp.experts.%d.%s.weight", (int)index, (int)e, projection[p]);
-      if (!load_matrix(m, name, out, in, staging, &view)) return false;
-      table[e] = view.data;
-    }
-    parts[p].data = cumoe_matrix(NULL, m->dtype, out, in, in);
-    parts[p].per_expert = table;
+    const void **tables = pointers + (int64_t)2 * p * c->experts;
+    expert_table t = {.out = p == DOWN ? c->hidden : c->inter,
+                      .in = p == DOWN ? c->inter : c->hidden,
+                      .projection = &parts[p],
+                      .codes = tables,
+                      .scales = tables + c->experts};
+    if (m->format.global && !device_matrix(m, CUMOE_F32, c->experts, 1, &t.global)) return false;
+    if (!load_projection(m, index, projection[p], &t, staging)) return false;
   }
   snprintf(name, sizeof name, "model.layers.%d.mlp.gate.weight", (int)index);
   if (!load_matrix(m, name, c->experts, c->hidden, staging, &view)) return false;
@@ -251,7 +331,10 @@ static bool load_experts(tinylm *m, int32_t index, layer *l, const void **pointe
                              .down_major = CUMOE_OUT_IN,
                              .gate = parts[GATE],
                              .up = parts[UP],
-                             .down = parts[DOWN]};
+                             .down = parts[DOWN],
+                             .up_format = m->format,
+                             .down_format = m->format,
+                             .dtype = m->dtype};
   return ok(m, cumoe_weights_bind(m->context, &desc, &l->experts));
 }
 
@@ -267,9 +350,10 @@ static bool load_weights(tinylm *m)
   const tinylm_config *c = &m->config;
   m->narrow = owned(m, staging_elements(c), sizeof *m->narrow);
   m->layers = owned(m, c->layers, sizeof *m->layers);
-  const void **pointers = owned(m, (int64_t)PROJECTIONS * c->experts, sizeof *pointers);
+  const void **pointers = owned(m, (int64_t)2 * PROJECTIONS * c->experts, sizeof *pointers);
   float *staging = floats(m, staging_elements(c));
   if (!m->narrow || !m->layers || !pointers || !staging) return false;
+  if (!device_matrix(m, m->dtype, c->inter, c->hidden, &m->dense_expert)) return false;
   for (int32_t i = 0; i < c->layers; i++)
     if (!load_attention(m, i, &m->layers[i]) || !load_experts(m, i, &m->layers[i], pointers, staging)) return false;
   return (m->embed = dense(m, -1, "model.embed_tokens.weight", c->vocab, c->hidden)) &&
@@ -287,6 +371,8 @@ static bool make_plan(tinylm *m)
                          .dtype = m->dtype,
                          .out_dtype = CUMOE_F32, /* the residual stream is f32 on the host: no need to round here */
                          .act = CUMOE_ACT_SILU,
+                         .up_format = m->format,
+                         .down_format = m->format,
                          .routing = c->renormalize ? cumoe_routing_qwen3(c->top_k) : cumoe_routing_qwen2(c->top_k)};
   size_t bytes;
   return ok(m, cumoe_plan_create(m->context, &desc, &m->plan)) &&
@@ -330,6 +416,13 @@ static bool load_model(tinylm *m, const char *folder)
 
 tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error, size_t error_bytes)
 {
+  const cumoe_format dense = {0};
+  return tinylm_create_quantised(context, folder, dtype, &dense, error, error_bytes);
+}
+
+tinylm *tinylm_create_quantised(cumoe_context context, const char *folder, cumoe_dtype dtype,
+                                const cumoe_format *format, char *error, size_t error_bytes)
+{
   tinylm *m = calloc(1, sizeof *m);
   if (!m) {
     snprintf(error, error_bytes, "out of memory");
@@ -337,6 +430,7 @@ tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dty
   }
   m->context = context;
   m->dtype = dtype;
+  m->format = *format;
   bool good = load_model(m, folder);
   safetensors_close(&m->file);
   if (good) return m;
@@ -522,6 +616,10 @@ void tinylm_observe(tinylm *m, void (*observer)(void *, const tinylm_seen *), vo
 const tinylm_config *tinylm_get_config(const tinylm *m)
 {
   return &m->config;
+}
+int64_t tinylm_expert_bytes(const tinylm *m)
+{
+  return m->expert_bytes;
 }
 const char *tinylm_error(const tinylm *m)
 {

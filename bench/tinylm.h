@@ -26,10 +26,16 @@ typedef struct tinylm tinylm;
  * CUMOE_F32 (bf16 weights widened, exactly) or CUMOE_BF16. NULL with a text in error.
  */
 tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error, size_t error_bytes);
+
+/* The same with the experts' weights quantised as `format` says when they are loaded; dtype CUMOE_BF16. All zero: as
+ * tinylm_create. */
+tinylm *tinylm_create_quantised(cumoe_context context, const char *folder, cumoe_dtype dtype,
+                                const cumoe_format *format, char *error, size_t error_bytes);
 void tinylm_destroy(tinylm *model);
 
 const tinylm_config *tinylm_get_config(const tinylm *model);
-const char *tinylm_error(const tinylm *model); /* text of the last call that answered false */
+int64_t tinylm_expert_bytes(const tinylm *model); /* of the experts' weights in memory, scales included */
+const char *tinylm_error(const tinylm *model);    /* text of the last call that answered false */
 
 /* Appends `count` tokens at the current position; logits [rows, vocab] of the last `rows` of them. */
 bool tinylm_forward(tinylm *model, const int32_t *tokens, int32_t count, int32_t rows, float *logits);

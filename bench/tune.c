@@ -2,44 +2,74 @@
  * Writes the tune file of this GPU (host/tune/). Every row of the kernel table that can serve a stage is timed, forced
  * through the public call, over layers and token counts; the scale (rows an active expert; router: T E / 256) is cut
  * where another row becomes the better one. Then the layer is timed on both sides of each limit. The library itself
- * never times anything.
+ * never times anything. What is not asked for stays as the file has it.
  *
- * A switch has to pay for itself, so that noise makes no thresholds.
+ * Weights with scales are timed by the whole layer: a stage alone makes no codes of activations. A switch has to pay
+ * for itself, so that noise makes no thresholds.
  */
 #include "bench.h"
+#include "../host/choice.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { MAX_POINTS = 64, MAX_CHOICES = 24, ANY_ROWS = INT32_MAX };
+enum { MAX_POINTS = 64, MAX_CHOICES = 24 };
+
 /* ---- what is measured ------------------------------------------------------------------------------ */
 
-/* A stage with the types and the layout that other kernels serve. */
+/* An operation with a class of weights, and the layout that other kernels serve. Of a class with scales, each kind of
+ * --format that kind_names has. */
 typedef struct family {
-  const char *title, *op, *models;
-  item item;
-  cumoe_dtype dtype, weights;
+  const char *title, *models;
+  operation op;
+  weights_class weights;
   bool in_out, no_maps; /* no_maps: weights that tensor maps cannot describe */
 } family;
 
 #define LARGE "mixtral-8x7b qwen3-30b-a3b qwen3-235b-a22b gpt-oss-120b deepseek-v3"
 #define TWO   "qwen3-235b-a22b mixtral-8x7b"
+#define GEMMS(OP)                                                                                                      \
+  {"K-major", LARGE, OP, WEIGHTS_w16, false, false},                                                                   \
+      {"K-major, not by tensor maps", TWO, OP, WEIGHTS_w16, false, true},                                              \
+      {"N-major", TWO, OP, WEIGHTS_w16, true, false}, {"", "qwen3-30b-a3b", OP, WEIGHTS_f32, false, false},            \
+      {"", LARGE, OP, WEIGHTS_f8, false, false}, {"", LARGE, OP, WEIGHTS_s8, false, false},                            \
+  {                                                                                                                    \
+    "", LARGE, OP, WEIGHTS_w4, false, false                                                                            \
+  }
 static const family families[] = {
-    {"", "router", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false, false},
-    {"not by tensor maps", "router", LARGE, ITEM_router, CUMOE_BF16, CUMOE_BF16, false, true},
-    {"", "router", "qwen3-30b-a3b mixtral-8x7b", ITEM_router, CUMOE_BF16, CUMOE_F32, false, false},
-    {"K-major", "up", LARGE, ITEM_up, CUMOE_BF16, CUMOE_BF16, false, false},
-    {"K-major, not by tensor maps", "up", TWO, ITEM_up, CUMOE_BF16, CUMOE_BF16, false, true},
-    {"N-major", "up", TWO, ITEM_up, CUMOE_BF16, CUMOE_BF16, true, false},
-    {"", "up", "qwen3-30b-a3b", ITEM_up, CUMOE_F32, CUMOE_F32, false, false},
-    {"K-major", "down", LARGE, ITEM_down, CUMOE_BF16, CUMOE_BF16, false, false},
-    {"K-major, not by tensor maps", "down", TWO, ITEM_down, CUMOE_BF16, CUMOE_BF16, false, true},
-    {"N-major", "down", TWO, ITEM_down, CUMOE_BF16, CUMOE_BF16, true, false},
-    {"", "down", "qwen3-30b-a3b", ITEM_down, CUMOE_F32, CUMOE_F32, false, false},
+    {"", LARGE, OP_router, WEIGHTS_w16, false, false},
+    {"not by tensor maps", LARGE, OP_router, WEIGHTS_w16, false, true},
+    {"", "qwen3-30b-a3b mixtral-8x7b", OP_router, WEIGHTS_f32, false, false},
+    GEMMS(OP_up),
+    GEMMS(OP_down),
 };
 enum { FAMILIES = sizeof families / sizeof *families };
+
+static const char *const class_names[WEIGHTS_CLASSES] = {"w16", "f32", "f8", "s8", "w4"};
+static const char kind_names[] = "bf16,fp8,int8,int4,mxfp4";
+
+static bool has_scales(weights_class weights)
+{
+  return weights != WEIGHTS_w16 && weights != WEIGHTS_f32;
+}
+
+/* Of activations; router: its weights' class is their own. */
+static cumoe_dtype dtype_of(const family *f)
+{
+  return f->weights == WEIGHTS_f32 && f->op != OP_router ? CUMOE_F32 : CUMOE_BF16;
+}
+
+static item item_of(const family *f)
+{
+  return f->op == OP_router ? ITEM_router : f->op == OP_up ? ITEM_up : ITEM_down;
+}
+
+/* A line to be: what a tune file calls a kernel. */
+typedef struct choice {
+  int32_t form, bm, bn;
+} choice;
 
 /* What the kernels cost at one place of the scale: sums over the layers of log(time / the least time). */
 typedef struct point {
@@ -49,7 +79,8 @@ typedef struct point {
 } point;
 
 typedef struct samples {
-  int32_t choice[MAX_CHOICES], choices; /* rows of the kernel table */
+  choice choice[MAX_CHOICES];
+  int32_t choices;
   point points[MAX_POINTS];
   int32_t count;
 } samples;
@@ -68,62 +99,92 @@ static point *point_at(samples *s, int64_t rows)
 static void add_times(samples *s, int64_t rows, const double *us)
 {
   double least = HUGE_VAL;
-  point *p = point_at(s, rows);
   for (int32_t i = 0; i < s->choices; ++i)
     if (us[i] > 0 && us[i] < least) least = us[i];
-  if (!p || !isfinite(least)) return;
+  point *p = isfinite(least) ? point_at(s, rows) : NULL;
+  if (!p) return;
   p->layers++;
   for (int32_t i = 0; i < s->choices; ++i) p->cost[i] += us[i] > 0 ? log(us[i] / least) : UNABLE;
 }
 
-/* The scale of the table, as in host/choice.c. */
-static int64_t rows_of(const bench *b, const family *f, const shape *s, int64_t tokens)
+/* The place on the table's scale. */
+static int64_t rows_of(const machine *m, const family *f, const shape *s, int64_t tokens)
 {
-  if (f->item == ITEM_router) return (tokens * s->experts + 255) / 256;
-  const int64_t pairs = tokens * s->top_k, active = pairs < s->experts ? pairs : s->experts;
-  const int64_t channels = f->item == ITEM_up ? s->inter : s->hidden;
-  if (pairs <= s->experts && pairs * ((channels + 127) / 128) < 2 * b->device.multiprocessors) return 0;
-  return (pairs + active - 1) / active;
+  const op_shape o = {.op = f->op,
+                      .tokens = tokens,
+                      .rows = tokens * s->top_k,
+                      .experts = s->experts,
+                      .n = f->op == OP_up ? s->inter : s->hidden};
+  return tune_scale(m, &o);
 }
 
 static int64_t tokens_of(const family *f, const shape *s, int64_t rows)
 {
-  if (f->item == ITEM_router) return rows * 256 / s->experts;
+  if (f->op == OP_router) return rows * 256 / s->experts;
   return rows > 0 ? rows * s->experts / s->top_k : 1;
 }
 
-static cumoe_status time_choices(bench *b, const family *f, cell *c, samples *s)
+/* Whether a row of the table is of the family, for weights of this format (FORMAT_none: any of the class). */
+static bool belongs(const variant *v, const family *f, weight_format format)
+{
+  const bool major = v->major == MAJOR_any || (v->major == MAJOR_N) == f->in_out;
+  const int32_t x = (int32_t)dtype_of(f);
+  if (v->op != (int)f->op || !major || (takes_tensor_maps(v) && f->no_maps)) return false;
+  if (has_scales(f->weights))
+    return format_is_scaled((weight_format)v->format) && v->y == x &&
+           (format ? v->format == (int)format : weights_class_of((weight_format)v->format) == f->weights);
+  return v->x == x && !format_is_scaled((weight_format)v->format) &&
+         weights_class_of((weight_format)v->format) == f->weights;
+}
+
+static bool is_choice(const variant *v, const choice *c)
+{
+  return v->form == c->form && v->bm == c->bm && v->bn == c->bn;
+}
+
+/* 0: no row of the choice serves the layer. */
+static cumoe_status time_choice(bench *b, const machine *m, const family *f, cell *c, const choice *which, double *us)
 {
   work works[ITEM_COUNT] = {{0}};
-  double us[MAX_CHOICES] = {0};
-  timing t;
+  timing t = {0};
   cell_works(c, works);
-  for (item i = ITEM_router; i <= (f->item == ITEM_router ? ITEM_router : ITEM_down); ++i) /* what the stage reads */
-    for (int32_t input = 0; input < c->inputs; ++input) TRY(works[i].call(c, input, b->stream));
-  work stage = works[f->item];
-  stage.optional = true; /* a row that cannot serve the layer */
-  for (int32_t i = 0; i < s->choices; ++i) {
-    TRY(cumoe_variant_force(b->context, s->choice[i]));
-    TRY(measure(b, &stage, 1, c->inputs, &t, NULL));
-    us[i] = t.median;
+  work timed = works[has_scales(f->weights) ? ITEM_layer : item_of(f)];
+  timed.optional = true;
+  for (int32_t v = 0; v < variant_count && t.median <= 0; ++v) {
+    const weight_format format = f->op == OP_router ? FORMAT_none : kind_class(c->model->kind, b->o.dtype);
+    if (!runs_on(m, &variants[v]) || !belongs(&variants[v], f, format) || !is_choice(&variants[v], which)) continue;
+    TRY(cumoe_variant_force(b->context, v));
+    TRY(measure(b, &timed, 1, c->inputs, &t, NULL));
     TRY(cumoe_variant_force(b->context, -1));
   }
-  add_times(s, rows_of(b, f, c->model->shape, c->tokens), us);
+  *us = t.median;
   return CUMOE_OK;
 }
 
-static cumoe_status time_model(bench *b, const family *f, model *m, samples *s)
+static cumoe_status time_choices(bench *b, const machine *m, const family *f, cell *c, samples *s)
+{
+  work works[ITEM_COUNT] = {{0}};
+  double us[MAX_CHOICES] = {0};
+  cell_works(c, works);
+  for (item i = ITEM_router; i <= (f->op == OP_router ? ITEM_router : ITEM_down); ++i) /* what the stage reads */
+    for (int32_t input = 0; input < c->inputs && works[i].user; ++input) TRY(works[i].call(c, input, b->stream));
+  for (int32_t i = 0; i < s->choices; ++i) TRY(time_choice(b, m, f, c, &s->choice[i], &us[i]));
+  add_times(s, rows_of(m, f, c->model->shape, c->tokens), us);
+  return CUMOE_OK;
+}
+
+static cumoe_status time_model(bench *b, const machine *gpu, const family *f, model *m, samples *s)
 {
   static const int64_t gemm[] = {0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 176, 256, 352, 512, 1024};
   static const int64_t router[] = {1, 4, 8, 16, 32, 64, 128, 256, 400, 800, 1600, 2048, 3200, 5000, 8192};
-  const int64_t *rows = f->item == ITEM_router ? router : gemm, most = 8192;
-  const int32_t count = (int32_t)(f->item == ITEM_router ? sizeof router / 8 : sizeof gemm / 8);
+  const int64_t *rows = f->op == OP_router ? router : gemm, most = 8192;
+  const int32_t count = (int32_t)(f->op == OP_router ? sizeof router / 8 : sizeof gemm / 8);
   for (int32_t i = 0; i < count; ++i) {
     const int64_t tokens = tokens_of(f, m->shape, rows[i]);
     cell c;
-    if (tokens < 1 || tokens > most || (f->dtype == CUMOE_F32 && rows[i] > 64)) continue;
+    if (tokens < 1 || tokens > most || (dtype_of(f) == CUMOE_F32 && rows[i] > 64)) continue;
     cumoe_status status = cell_create(b, m, tokens, SPREAD_router, &c);
-    if (status == CUMOE_OK) status = time_choices(b, f, &c, s);
+    if (status == CUMOE_OK) status = time_choices(b, gpu, f, &c, s);
     cell_destroy(&c);
     TRY(status);
   }
@@ -131,35 +192,50 @@ static cumoe_status time_model(bench *b, const family *f, model *m, samples *s)
 }
 
 /* The family's kernels that this GPU has. */
-static cumoe_status find_choices(bench *b, const family *f, samples *s)
+static void find_choices(const machine *m, const family *f, samples *s)
 {
-  for (int32_t v = 0; v < cumoe_variant_count() && s->choices < MAX_CHOICES; ++v) {
-    cumoe_variant_info i = {.size = sizeof i};
-    TRY(cumoe_variant_get(b->context, v, &i));
-    const bool major = strcmp(i.major, "any") == 0 || (strcmp(i.major, "N") == 0) == f->in_out;
-    const bool types = i.x == (int32_t)f->dtype && i.w == (int32_t)f->weights;
-    const bool maps = strcmp(i.form, "wgmma") == 0;
-    if (i.usable && strcmp(i.op, f->op) == 0 && major && types && !(maps && f->no_maps)) s->choice[s->choices++] = v;
+  for (int32_t v = 0; v < variant_count && s->choices < MAX_CHOICES; ++v) {
+    bool known = false;
+    for (int32_t i = 0; i < s->choices; ++i) known = known || is_choice(&variants[v], &s->choice[i]);
+    if (known || !runs_on(m, &variants[v]) || !belongs(&variants[v], f, FORMAT_none)) continue;
+    s->choice[s->choices++] = (choice){variants[v].form, variants[v].bm, variants[v].bn};
   }
-  return CUMOE_OK;
 }
 
-static cumoe_status time_family(bench *b, const family *f, const char *only, samples *s)
+static cumoe_status time_layer(bench *b, const machine *gpu, const family *f, int32_t index, const shape *layer,
+                               samples *s)
 {
-  b->o.dtype = f->dtype;
-  b->o.router = f->item == ITEM_router ? f->weights : f->dtype;
+  model m;
+  fprintf(stderr, "tune: %s, %s, %s, %s\n", operation_name(f->op), b->o.kinds[index]->name, f->title, layer->name);
+  cumoe_status status = model_create(b, layer, b->o.kinds[index], &m);
+  if (status == CUMOE_OK) status = time_model(b, gpu, f, &m, s);
+  model_destroy(&m);
+  return status;
+}
+
+static void set_types(bench *b, const family *f)
+{
+  b->o.dtype = dtype_of(f);
+  b->o.router = f->op == OP_router && f->weights == WEIGHTS_f32 ? CUMOE_F32 : b->o.dtype;
   b->o.in_out = f->in_out;
-  TRY(find_choices(b, f, s));
-  for (int32_t i = 0; i < shape_count(); ++i) {
-    const shape layer = shape_at(i);
-    model m;
-    if (!strstr(f->models, layer.name) || (only && !strstr(only, layer.name))) continue;
-    fprintf(stderr, "tune: %s, %s, %s\n", f->op, f->title, layer.name);
-    cumoe_status status = model_create(b, &layer, &m);
-    if (status == CUMOE_OK) status = time_model(b, f, &m, s);
-    model_destroy(&m);
-    TRY(status);
-  }
+}
+
+/* The router's weights are their own. */
+static bool is_of(const kind *k, const family *f)
+{
+  return f->op == OP_router ? kind_is_dense(k) : weights_class_of(kind_class(k, dtype_of(f))) == f->weights;
+}
+
+static cumoe_status time_family(bench *b, const machine *gpu, const family *f, const char *only, samples *s)
+{
+  set_types(b, f);
+  find_choices(gpu, f, s);
+  for (int32_t k = 0; k < b->o.kinds_count; ++k)
+    for (int32_t i = 0; i < shape_count() && is_of(b->o.kinds[k], f); ++i) {
+      const shape layer = shape_at(i);
+      if (!strstr(f->models, layer.name) || (only && !strstr(only, layer.name))) continue;
+      TRY(time_layer(b, gpu, f, k, &layer, s));
+    }
   return CUMOE_OK;
 }
 
@@ -217,19 +293,39 @@ static thresholds cut(const samples *s)
 
 /* ---- the table ------------------------------------------------------------------------------------- */
 
-static cumoe_status print_family(bench *b, const family *f, samples *s)
+static const char *name_of_form(int number)
+{
+  for (int32_t v = 0; v < variant_count; ++v)
+    if (variants[v].form == number) return variants[v].form_name;
+  return "?";
+}
+
+static void print_line(const family *f, int32_t up_to, int number, int32_t bm, int32_t bn)
+{
+  char rows[16] = "ANY_ROWS";
+  if (up_to != ANY_ROWS) snprintf(rows, sizeof rows, "%d", (int)up_to);
+  printf("TUNE(%s, %s, %s, %s, %d, %d)%s%s%s\n", operation_name(f->op), class_names[f->weights], rows,
+         name_of_form(number), (int)bm, (int)bn, *f->title ? " /* " : "", f->title, *f->title ? " */" : "");
+}
+
+static void print_family(const family *f, samples *s)
 {
   qsort(s->points, (size_t)s->count, sizeof *s->points, by_rows);
   const thresholds t = cut(s);
   for (int32_t i = 0; i < t.count; ++i) {
-    cumoe_variant_info k = {.size = sizeof k};
-    char up_to[16] = "ANY_ROWS";
-    TRY(cumoe_variant_get(b->context, s->choice[t.lines[i].choice], &k));
-    if (t.lines[i].up_to != ANY_ROWS) snprintf(up_to, sizeof up_to, "%d", (int)t.lines[i].up_to);
-    printf("TUNE(%s, %s, %s, %s, %d, %d)%s%s%s\n", f->op, f->weights == CUMOE_F32 ? "f32" : "w16", up_to, k.form,
-           (int)k.bm, (int)k.bn, *f->title ? " /* " : "", f->title, *f->title ? " */" : "");
+    const choice *c = &s->choice[t.lines[i].choice];
+    print_line(f, t.lines[i].up_to, c->form, c->bm, c->bn);
   }
-  return CUMOE_OK;
+}
+
+/* Lines that are not measured anew, of all layouts of the operation and class. */
+static void print_kept(const machine *m, const family *f)
+{
+  const family any = {.title = "", .op = f->op, .weights = f->weights};
+  for (int32_t i = 0; i < m->tune->line_count; ++i) {
+    const tune_line *l = &m->tune->lines[i];
+    if (l->op == (int8_t)f->op && l->weights == (int8_t)f->weights) print_line(&any, l->up_to, l->form, l->bm, l->bn);
+  }
 }
 
 static void print_head(const bench *b)
@@ -254,7 +350,7 @@ typedef struct trial {
 } trial;
 
 static const trial trials[] = {
-    {"few_bytes", LARGE, {1, 48e6, 67e6, 95e6, 134e6, 190e6}, {4, 8, 12, 16, 20, 24, 32}},
+    {"few_bytes", LARGE, {1, 24e6, 48e6, 67e6, 95e6, 134e6, 190e6, 270e6}, {1, 4, 8, 12, 16, 20, 24, 32}},
     {"few_many_rows", "mixtral-8x7b olmoe", {1, 2, 3, 4, 6, 8}, {12, 16, 20, 24, 32}},
     {"copy_rows", "mixtral-8x7b gpt-oss-120b", {33, 65, 97, 129, 193, 257}, {512, 1024, 2048, 4096}},
     {"narrow_copy_rows", "qwen3-30b-a3b qwen3-235b-a22b", {65, 97, 129, 161, 225, 289}, {1024, 2048, 4096}},
@@ -273,7 +369,7 @@ static cumoe_status find_limit(bench *b, const char *name, int32_t *index, cumoe
 }
 
 /* Adds to cost[v] what value v costs this cell: the log of its time over the least. */
-static cumoe_status try_values(bench *b, const trial *t, int32_t limit, cell *c, double *cost)
+static cumoe_status try_values(bench *b, const trial *t, int32_t limit, weights_class weights, cell *c, double *cost)
 {
   static char text[VALUES][4096];
   work works[ITEM_COUNT] = {{0}};
@@ -281,7 +377,7 @@ static cumoe_status try_values(bench *b, const trial *t, int32_t limit, cell *c,
   cell_works(c, works);
   for (int v = 0; v < VALUES && t->values[v] > 0; ++v) {
     timing time = {0};
-    TRY(cumoe_limit_set(b->context, limit, CUMOE_BF16, t->values[v]));
+    TRY(cumoe_limit_set(b->context, limit, (int32_t)weights, t->values[v]));
     TRY(cumoe_plan_describe(c->model->plan, c->model->weights, c->tokens, text[v], sizeof text[v]));
     for (int earlier = 0; earlier < v; ++earlier)
       if (strcmp(text[earlier], text[v]) == 0) us[v] = us[earlier];
@@ -295,14 +391,15 @@ static cumoe_status try_values(bench *b, const trial *t, int32_t limit, cell *c,
   return CUMOE_OK;
 }
 
-static cumoe_status try_model(bench *b, const trial *t, int32_t limit, const shape *s, double *cost)
+static cumoe_status try_model(bench *b, const trial *t, int32_t limit, int32_t index, const shape *s, double *cost)
 {
   model m;
-  cumoe_status status = model_create(b, s, &m);
+  const weights_class weights = weights_class_of(kind_class(b->o.kinds[index], b->o.dtype));
+  cumoe_status status = model_create(b, s, b->o.kinds[index], &m);
   for (int i = 0; i < 8 && t->tokens[i] > 0 && status == CUMOE_OK; ++i) {
     cell c;
     status = cell_create(b, &m, t->tokens[i], SPREAD_router, &c);
-    if (status == CUMOE_OK) status = try_values(b, t, limit, &c, cost);
+    if (status == CUMOE_OK) status = try_values(b, t, limit, weights, &c, cost);
     cell_destroy(&c);
   }
   model_destroy(&m);
@@ -310,36 +407,47 @@ static cumoe_status try_model(bench *b, const trial *t, int32_t limit, const sha
 }
 
 /* Stays at what it is unless another value is better by SWITCH. */
-static cumoe_status tune_limit(bench *b, const trial *t, const char *only)
+static cumoe_status set_limit(bench *b, const trial *t, int32_t limit, weights_class weights, double is,
+                              const double *cost)
+{
+  int best = 0, worst = 0, now = -1;
+  for (int v = 0; v < VALUES && t->values[v] > 0; ++v) {
+    fprintf(stderr, "tune:   %g: %.4f\n", t->values[v], cost[v]);
+    if (cost[v] < cost[best]) best = v;
+    if (cost[v] > cost[worst]) worst = v;
+    if (t->values[v] >= is && t->values[v] <= is) now = v;
+  }
+  const bool stays = cost[now < 0 ? worst : now] - cost[best] < SWITCH;
+  return cumoe_limit_set(b->context, limit, (int32_t)weights, stays ? is : t->values[best]);
+}
+
+static cumoe_status tune_limit(bench *b, const trial *t, weights_class weights, const char *only)
 {
   double cost[VALUES] = {0};
   int32_t limit;
   cumoe_limit_info info = {.size = sizeof info};
   TRY(find_limit(b, t->name, &limit, &info));
-  fprintf(stderr, "tune: %s\n", t->name);
-  for (int32_t i = 0; i < shape_count(); ++i) {
-    const shape layer = shape_at(i);
-    if (!strstr(t->models, layer.name) || (only && !strstr(only, layer.name))) continue;
-    TRY(try_model(b, t, limit, &layer, cost));
-  }
-  int best = 0, now = -1;
-  for (int v = 0; v < VALUES && t->values[v] > 0; ++v) {
-    fprintf(stderr, "tune:   %g: %.4f\n", t->values[v], cost[v]);
-    if (cost[v] < cost[best]) best = v;
-    if (t->values[v] >= info.value[0] && t->values[v] <= info.value[0]) now = v;
-  }
-  const bool stays = now >= 0 && cost[now] - cost[best] < SWITCH;
-  return cumoe_limit_set(b->context, limit, CUMOE_BF16, stays ? info.value[0] : t->values[best]);
+  fprintf(stderr, "tune: %s, %s\n", t->name, class_names[weights]);
+  for (int32_t k = 0; k < b->o.kinds_count; ++k)
+    for (int32_t i = 0; i < shape_count(); ++i) {
+      const shape layer = shape_at(i);
+      if (weights_class_of(kind_class(b->o.kinds[k], b->o.dtype)) != weights) continue;
+      if (!strstr(t->models, layer.name) || (only && !strstr(only, layer.name))) continue;
+      TRY(try_model(b, t, limit, k, &layer, cost));
+    }
+  return set_limit(b, t, limit, weights, info.value[weights], cost);
 }
 
 /* All of them, those that are not tried as they are. */
 static cumoe_status print_limits(bench *b)
 {
-  printf("#undef TUNE\n\n/* What limits.def names, for each class of weights: w16, f32. */\n");
+  printf("#undef TUNE\n\n/* What limits.def names, for each class of weights: w16, f32, f8, s8, w4. */\n");
   for (int32_t i = 0; i < cumoe_limit_count(); ++i) {
     cumoe_limit_info info = {.size = sizeof info};
     TRY(cumoe_limit_get(b->context, i, &info));
-    printf("LIMIT(%s, %.9g, %.9g)\n", info.name, info.value[0], info.value[1]);
+    printf("LIMIT(%s", info.name);
+    for (size_t w = 0; w < sizeof info.value / sizeof *info.value; ++w) printf(", %.9g", info.value[w]);
+    printf(")\n");
   }
   printf("#undef LIMIT\n");
   return CUMOE_OK;
@@ -347,48 +455,88 @@ static cumoe_status print_limits(bench *b)
 
 /* ---- main ------------------------------------------------------------------------------------------ */
 
-static cumoe_status tune(bench *b, const char *ops, const char *models)
+/* Lists of names; NULL: all. */
+typedef struct wishes {
+  const char *ops, *models, *weights;
+} wishes;
+
+static bool wished(const char *list, const char *name)
+{
+  return !list || strstr(list, name);
+}
+
+static cumoe_status tune_families(bench *b, const machine *m, const wishes *w)
 {
   static samples s;
-  print_head(b);
   for (int32_t i = 0; i < FAMILIES; ++i) {
-    const family *f = &families[i];
-    if (ops && !strstr(ops, f->op)) continue;
+    const family *f = &families[i], *last = i ? &families[i - 1] : NULL;
+    const bool first = !last || last->op != f->op || last->weights != f->weights;
     memset(&s, 0, sizeof s);
-    TRY(time_family(b, f, models, &s));
-    if (i == 0 || strcmp(f->op, families[i - 1].op) != 0) printf("\n");
-    if (s.count) TRY(print_family(b, f, &s));
+    if (!last || last->op != f->op) printf("\n");
+    if (!wished(w->ops, operation_name(f->op)) || !wished(w->weights, class_names[f->weights])) {
+      if (first) print_kept(m, f);
+      continue;
+    }
+    TRY(time_family(b, m, f, w->models, &s));
+    if (s.count)
+      print_family(f, &s);
+    else if (first)
+      print_kept(m, f);
     fflush(stdout);
   }
-  b->o.dtype = b->o.router = CUMOE_BF16;
-  b->o.in_out = false;
-  for (int32_t i = 0; i < TRIALS; ++i)
-    if (!ops || strstr(ops, "limits")) TRY(tune_limit(b, &trials[i], models));
+  return CUMOE_OK;
+}
+
+static cumoe_status tune_limits(bench *b, const wishes *w)
+{
+  const family dense = {.op = OP_up, .weights = WEIGHTS_w16};
+  set_types(b, &dense);
+  for (int c = 0; c < WEIGHTS_CLASSES && wished(w->ops, "limits"); ++c)
+    for (int32_t i = 0; i < TRIALS && c != WEIGHTS_f32 && wished(w->weights, class_names[c]); ++i)
+      TRY(tune_limit(b, &trials[i], (weights_class)c, w->models));
   return print_limits(b);
+}
+
+static cumoe_status tune(bench *b, const wishes *w)
+{
+  machine m;
+  machine_init(&m, b->device.name, b->device.cc_major * 10 + b->device.cc_minor, b->device.multiprocessors,
+               b->device.smem_per_block_optin);
+  print_head(b);
+  TRY(tune_families(b, &m, w));
+  return tune_limits(b, w);
+}
+
+static bool parse(int argc, char **argv, wishes *w)
+{
+  for (int i = 1; i < argc; i += 2) {
+    const char **value = strcmp(argv[i], "--op") == 0        ? &w->ops
+                         : strcmp(argv[i], "--model") == 0   ? &w->models
+                         : strcmp(argv[i], "--weights") == 0 ? &w->weights
+                                                             : NULL;
+    if (!value || i + 1 == argc) return false;
+    *value = argv[i + 1];
+  }
+  return true;
 }
 
 int main(int argc, char **argv)
 {
   bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16, .coarse = true}, .seed = 1};
-  const char *ops = NULL, *models = NULL;
-  for (int i = 1; i + 1 < argc; i += 2)
-    if (strcmp(argv[i], "--op") == 0)
-      ops = argv[i + 1];
-    else if (strcmp(argv[i], "--model") == 0)
-      models = argv[i + 1];
-    else
-      argc = 0;
-  if (argc % 2 == 0) {
-    fprintf(stderr, "usage: tune [--op router,up,down,limits] [--model A,B]\n");
+  wishes w = {0};
+  char bad[64];
+  if (!parse(argc, argv, &w)) {
+    fprintf(stderr, "usage: tune [--op router,up,down,limits] [--weights w16,f32,f8,s8,w4] [--model A,B]\n");
     return 2;
   }
-  bool good = bench_open(&b) == CUMOE_OK && make_noise(&b) == CUMOE_OK;
+  bool good =
+      kinds_parse(kind_names, &b.o, bad, sizeof bad) && bench_open(&b) == CUMOE_OK && make_noise(&b) == CUMOE_OK;
   if (!good) fprintf(stderr, "tune: %s\n", failure_text(&b));
   if (good && b.device.device == CUMOE_DEVICE_CPU) {
     fprintf(stderr, "tune: needs a GPU\n");
     good = false;
   }
-  if (good && tune(&b, ops, models) != CUMOE_OK) {
+  if (good && tune(&b, &w) != CUMOE_OK) {
     fprintf(stderr, "tune: %s\n", failure_text(&b));
     good = false;
   }

@@ -43,7 +43,7 @@ bool takes_tensor_maps(const variant *v)
 /* How long a run of k with one scale has to be for a row. */
 static int32_t scale_run_of(const variant *v)
 {
-  if (!format_is_scaled((weight_format)v->format)) return 1;
+  if (!format_is_scaled((weight_format)v->format)) return 0;
   if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
@@ -82,7 +82,7 @@ double expected_active(const op_shape *s)
  * over. */
 enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 
-static int64_t tune_scale(const machine *m, const op_shape *s)
+int64_t tune_scale(const machine *m, const op_shape *s)
 {
   const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
   const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;

@@ -55,6 +55,9 @@ bool takes_tensor_maps(const variant *v);
  * logits, in rows of 256. */
 int64_t expected_rows(const op_shape *s);
 
+/* The same on the scale of the tune files' lines (up_to). */
+int64_t tune_scale(const machine *m, const op_shape *s);
+
 /* Active experts, a little below the mean of even routing. */
 double expected_active(const op_shape *s);
 

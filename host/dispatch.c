@@ -77,6 +77,18 @@ static op_shape shape_of_quantize(operation op, const void *args)
       .op = op, .in = a->dtype, .out = a->format.element, .tokens = a->rows.count, .n = a->cols, .k = a->format.group};
 }
 
+static op_shape shape_of_encode(operation op, const void *args)
+{
+  const encode_args *a = args;
+  return (op_shape){.op = op, .in = a->dtype, .tokens = a->units};
+}
+
+static op_shape shape_of_scan(operation op, const void *args)
+{
+  const scan_args *a = args;
+  return (op_shape){.op = op, .tokens = (int64_t)a->experts * a->halves * a->n};
+}
+
 /* Of the operations of ops.h, `tokens` counts what grids are made of: units, rows, or blocks of rows. */
 static op_shape shape_of_elementwise(operation op, const void *args)
 {

@@ -9,8 +9,8 @@
 /* Whether tensor maps can describe the weights: K-major, one base pointer, strides that the hardware takes. */
 bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated);
 
-/* args->g is set; fills in the rest, for the boxes of the row of the table, and of the rows of A unless they are gathered.
- * `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
+/* args->g is set; fills in the rest, for the boxes of the row of the table, and of the rows of A unless they are
+ * gathered. `encoder` is the driver's cuTensorMapEncodeTiled. False if it refuses. */
 bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args);
 
 /* The same for the router, for the boxes of the row. */

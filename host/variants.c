@@ -1,5 +1,5 @@
 /* Expands kernels/variants.def into the dispatch table. */
-#include "../include/cumoe/moe.h"
+#include "../include/cumoe/quantize.h"
 #include "variants.h"
 #include "context.h"
 
@@ -27,6 +27,17 @@
   F(ACT_SWIGLU_OAI)                                                                                                    \
   F(FAULT_NONE)                                                                                                        \
   F(FAULT_EXPERT_ID)                                                                                                   \
+  F(SCAN_CODES)                                                                                                        \
+  F(SCAN_SCALE_NOT_FINITE)                                                                                             \
+  F(SCAN_SCALE_NEGATIVE)                                                                                               \
+  F(SCAN_SCALE_ZERO)                                                                                                   \
+  F(SCAN_SCALE_SUBNORMAL)                                                                                              \
+  F(SCAN_SCALE_LARGE)                                                                                                  \
+  F(SCAN_ZERO_POINT)                                                                                                   \
+  F(SCAN_PAST_F16)                                                                                                     \
+  F(SCAN_PAST_BF16)                                                                                                    \
+  F(SCAN_LARGEST)                                                                                                      \
+  F(SCAN_FIELDS)                                                                                                       \
   F(FAULT_NAN_LOGIT) F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)
 EACH_NAME(SAME_NAME)

@@ -363,12 +363,13 @@ static int64_t scale_offset(const halves *h, int i)
 {
   int32_t origin;
   const cumoe_view *v = &h->of[i].projection->scale.data;
+  if (is_dense(h->format)) return 0;
   return scale_row_of(h, i, &origin) * v->ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v->dtype);
 }
 
 static int64_t zero_offset(const halves *h, int i)
 {
-  return h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
+  return !h->format->zero ? 0 : h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
 }
 
 static scale_matrix scale_form(const halves *h)
@@ -695,6 +696,14 @@ cumoe_status find_weights(const char *name, cumoe_weights handle, const struct p
           CUMOE_ERR_LAYOUT, "%s have other formats than the plan's %s", name,
           shared ? "shared_up_format and shared_down_format" : "up_format and down_format");
   return check_owners(name, w);
+}
+
+cumoe_status find_any_weights(const char *name, cumoe_weights handle, const struct weights **weights)
+{
+  void *found;
+  TRY(find_object(OBJECT_WEIGHTS, name, handle, &found));
+  *weights = found;
+  return check_owners(name, *weights);
 }
 
 static cumoe_status drop(void *object)

@@ -38,6 +38,9 @@ struct weights {
 cumoe_status find_weights(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
                           const struct weights **weights);
 
+/* Live weights, whatever they are for, on buffers that live. */
+cumoe_status find_any_weights(const char *name, cumoe_weights handle, const struct weights **weights);
+
 /* None of these views, which are written, lies over a matrix or a bias; between them it may. */
 cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *weights);
 

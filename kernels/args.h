@@ -208,6 +208,65 @@ typedef struct quantize_args {
 } quantize_args;
 
 /*
+ * Weights become codes: of `experts` matrices one below the other, channel n of expert e is w[(e * out + n) * w_ld ..],
+ * `in` elements. Blocks are counted in each of `parts` (gate and up, one below the other, or 1) by itself:
+ *   scale[row * scale_ld + (k + k_origin) / block_k],
+ *   row = (e * parts + part) * n_blocks + (channel of the part + n_origin) / block_n
+ * block_n, block_k ROWS_ONE_GROUP: all of that axis. With zero points or a global, block_n is 1.
+ *   zero[(e * ceil(out / 8) + n / 8) * zero_ld + block of k], nibble n % 8
+ *   global[e * global_ld + half of n]: of `halves`, interleaved or not; up_first: the first in memory is half 1
+ * kernels/encode.h has the definition. encode_scales: all of `global`, and scales of blocks of all channels; encode:
+ * the rest. Units: encode_scales: one of what it makes; encode: tasks, of `lanes` threads each on CUDA.
+ */
+typedef struct encode_args {
+  const void *w;
+  void *codes;
+  void *scale;
+  uint32_t *zero;                                       /* NULL: none */
+  float *global;                                        /* NULL: none */
+  int64_t w_ld, codes_ld, scale_ld, zero_ld, global_ld; /* codes_ld: bytes */
+  int64_t units;                                        /* of the operation */
+  int32_t experts, out, in, parts;
+  int32_t block_n, block_k, n_origin, k_origin;
+  int32_t n_blocks, k_blocks; /* of a part; of a row */
+  int32_t halves, interleaved, up_first;
+  int32_t dtype, format, scale_dtype; /* of w; weight_format */
+  int32_t offset, zero_add, global_over;
+  int32_t lanes; /* threads a block: a power of two, at most 32 */
+} encode_args;
+
+/* Scales of blocks that run over all channels are made before the codes. */
+#define ENCODE_SCALES_FIRST(a) ((a)->block_n == ROWS_ONE_GROUP)
+/* Channels of a task of encode: of a word of zero points; of a block; one. */
+#define ENCODE_CHANNELS(a) ((a)->zero ? 8 : ENCODE_SCALES_FIRST(a) ? 1 : (a)->block_n)
+/* Its tasks: so many of an expert, each for every block of k. */
+#define ENCODE_ROWS(a) ((a)->zero ? ((a)->out + 7) / 8 : ENCODE_SCALES_FIRST(a) ? (a)->out : (a)->parts * (a)->n_blocks)
+
+/*
+ * Counts of what is odd about weights (kernels/scan.h), added to report[e * report_ld + SCAN_*]. Unit: a channel n of a
+ * half of an expert, n fastest.
+ */
+enum {
+  SCAN_CODES = 0, /* NaN; of dense weights also infinite */
+  SCAN_SCALE_NOT_FINITE,
+  SCAN_SCALE_NEGATIVE,
+  SCAN_SCALE_ZERO,
+  SCAN_SCALE_SUBNORMAL,
+  SCAN_SCALE_LARGE, /* E8M0 past 128 */
+  SCAN_ZERO_POINT,  /* outside 0 .. 15 */
+  SCAN_PAST_F16,    /* weights that round to infinity */
+  SCAN_PAST_BF16,
+  SCAN_LARGEST, /* not a count: the bits of the largest finite |weight| as f32 */
+  SCAN_FIELDS
+};
+typedef struct scan_args {
+  expert_matrix b;
+  int64_t *report;
+  int64_t report_ld;
+  int32_t experts, n, k, halves;
+} scan_args;
+
+/*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
  *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (by way of protocol.x_copy, if there is one)
  *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation; codes times codes of I8: s32)

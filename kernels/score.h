@@ -7,75 +7,8 @@
 #ifndef CUMOE_SCORE_H
 #define CUMOE_SCORE_H
 
-#include <math.h>
-#include <string.h>
 #include "args.h"
-
-#ifdef __CUDACC__
-#define EXACT static __device__ __forceinline__
-EXACT float exact_add(float a, float b)
-{
-  return __fadd_rn(a, b);
-}
-EXACT float exact_mul(float a, float b)
-{
-  return __fmul_rn(a, b);
-}
-EXACT float exact_div(float a, float b)
-{
-  return __fdiv_rn(a, b);
-}
-EXACT float exact_root(float a)
-{
-  return __fsqrt_rn(a);
-}
-EXACT float exact_fma(float a, float b, float c)
-{
-  return __fmaf_rn(a, b, c);
-}
-EXACT uint32_t exact_bits(float f)
-{
-  return __float_as_uint(f);
-}
-EXACT float exact_float(uint32_t bits)
-{
-  return __uint_as_float(bits);
-}
-#else
-#define EXACT static inline
-EXACT float exact_add(float a, float b)
-{
-  return a + b;
-}
-EXACT float exact_mul(float a, float b)
-{
-  return a * b;
-}
-EXACT float exact_div(float a, float b)
-{
-  return a / b;
-}
-EXACT float exact_root(float a)
-{
-  return sqrtf(a);
-}
-EXACT float exact_fma(float a, float b, float c)
-{
-  return fmaf(a, b, c);
-}
-EXACT uint32_t exact_bits(float f)
-{
-  uint32_t bits;
-  memcpy(&bits, &f, sizeof bits);
-  return bits;
-}
-EXACT float exact_float(uint32_t bits)
-{
-  float f;
-  memcpy(&f, &bits, sizeof f);
-  return f;
-}
-#endif
+#include "exact.h"
 
 /* 2^n e^r with n whole and |r| <= log(2) / 2. The sum with 1.5 * 2^23 rounds to n, and ends in its bits. */
 EXACT float exact_exp(float x)

@@ -124,7 +124,7 @@ static int function_count;
 #define BIT(type) (1u << CUMOE_##type)
 #define FLOATS    (BIT(F32) | BIT(F16) | BIT(BF16))
 #define INDICES   (BIT(I32) | BIT(I64))
-#define ANY_TYPE  (FLOATS | INDICES | BIT(U8))
+#define ANY_TYPE  (FLOATS | INDICES | BIT(U8) | BIT(E4M3) | BIT(E8M0) | BIT(I8))
 #define OR_F32    (BIT(F32) | BIT(BF16))
 
 /* Rows of CALL: name in texts, member of `arguments`, what it may be. */
@@ -552,7 +552,7 @@ static void undo_bind(arguments *a)
   VIEW("desc." #field, bind.field.data, types, 16, 0), STRIDE(field, -1, LAYOUT), STRIDE(field, INT64_MIN, LAYOUT),    \
       STRIDE(field, 8, LAYOUT), STRIDE(field, 2052, MISALIGNED), STRIDE(field, (int64_t)1 << 61, INVALID_ARGUMENT),    \
       VALUE("desc." #field, bind.field.expert_stride, (int64_t)1 << 45, INVALID_ARGUMENT),                             \
-      RESERVE("desc." #field, bind.field.reserved[49]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
+      RESERVE("desc." #field, bind.field.reserved[21]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
 FORM(cumoe_weights_bind, strided, fill_bind, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      BIND_ROWS, PROJECTION(gate_up, BIT(BF16)))
 FORM(cumoe_weights_bind, tables, fill_bind_tables, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
@@ -789,13 +789,12 @@ static void fill_limit(arguments *a)
 {
   a->limit_info.size = sizeof a->limit_info;
   a->info = &a->limit_info;
-  a->dtype = CUMOE_BF16;
   a->number = 8;
 }
 CALL(cumoe_limit_get, fill_limit, cumoe_limit_get(a->context, a->index, a->info), CONTEXT,
      INT("index", index, 0, LIMITS - 1), NOT_NULL("info", info), SIZE("info.size", limit_info.size))
-CALL(cumoe_limit_set, fill_limit, cumoe_limit_set(a->context, a->index, (cumoe_dtype)a->dtype, (double)a->number),
-     CONTEXT, INT("index", index, 0, LIMITS - 1))
+CALL(cumoe_limit_set, fill_limit, cumoe_limit_set(a->context, a->index, a->dtype, (double)a->number), CONTEXT,
+     INT("index", index, 0, LIMITS - 1), INT("weights", dtype, 0, 4))
 
 /* ---- cumoe/stream.h ------------------------------------------------------------------------------------- */
 
@@ -1128,7 +1127,7 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.up ", d->up.bias = d->down.bias)
   CHANGE(LAYOUT, "desc.up ", d->up.expert_stride = 8)
   CHANGE(NOT_SUPPORTED, "desc.gate.reserved[0]", d->gate.reserved[0] = 1)
-  CHANGE(NOT_SUPPORTED, "desc.up.reserved[49]", d->up.reserved[49] = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up.reserved[21]", d->up.reserved[21] = 1)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_UNGATED)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)
@@ -1429,7 +1428,7 @@ static cumoe_status status_of(const argument *f, cumoe_status otherwise)
 
 static void wrong_types(const argument *f, size_t at, cumoe_status status)
 {
-  const int32_t types[] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 31, 32, 33, 99, INT32_MIN, INT32_MAX};
+  const int32_t types[] = {-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 31, 32, 33, 99, INT32_MIN, INT32_MAX};
   for (size_t i = 0; i < sizeof types / sizeof types[0]; i++)
     if (types[i] < 0 || types[i] > 31 || !(f->types >> types[i] & 1))
       WRONG(int32_t, at, types[i], status, f->name, "dtype %lld");

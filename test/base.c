@@ -54,7 +54,7 @@ static void test_names(void)
     CHECK_MSG(same == strlen(types[i].name) && name[same] == 0, "%s is called %s", types[i].name, name);
     CHECK(cumoe_dtype_bytes((cumoe_dtype)types[i].value) == types[i].bytes);
   }
-  static const int unknown[] = {-1, 0, 7, 1000};
+  static const int unknown[] = {-1, 0, 10, 1000};
   for (int i = 0; i < 4; i++) {
     CHECK(cumoe_dtype_bytes((cumoe_dtype)unknown[i]) == 0);
     CHECK(!strcmp(cumoe_dtype_name((cumoe_dtype)unknown[i]), "?"));
@@ -755,10 +755,22 @@ static void test_other_gpu_alone(void)
   }
 }
 
-/* A kernel's name is made of its row's columns. */
+/* A kernel's name is made of its row's columns. Codes of 4 bits have the type of a byte: their class is at the place of
+ * W in the name. */
 static const char *type_name(int32_t dtype)
 {
-  return dtype == 0 ? "x" : cumoe_dtype_name((cumoe_dtype)dtype);
+  return dtype == 0 ? "x" : dtype == CUMOE_I8 ? "s8" : cumoe_dtype_name((cumoe_dtype)dtype);
+}
+
+static const char *class_name(const cumoe_variant_info *v)
+{
+  static const char *const fours[] = {"u4", "mx4", "nv4"};
+  char part[16];
+  for (int i = 0; i < 3 && v->w == CUMOE_U8; i++) {
+    snprintf(part, sizeof part, "_%s_", fours[i]);
+    if (strstr(v->name, part)) return fours[i];
+  }
+  return type_name(v->w);
 }
 
 static void test_kernel_table(cumoe_context context)
@@ -773,7 +785,7 @@ static void test_kernel_table(cumoe_context context)
       snprintf(name, sizeof name, "cumoe_%s_cpu", v.op);
     else if (v.bm > 0)
       snprintf(name, sizeof name, "cumoe_%s_%s_%s_%s_%s_%s_%s_%s_%dx%dx%d", v.op, v.arch, v.form, type_name(v.x),
-               type_name(v.w), type_name(v.y), v.scale, v.major, (int)v.bm, (int)v.bn, (int)v.bk);
+               class_name(&v), type_name(v.y), v.scale, v.major, (int)v.bm, (int)v.bn, (int)v.bk);
     else
       snprintf(name, sizeof name, "cumoe_%s_%s_%s_%s_%s_%dx%dx%d", v.op, v.arch, v.form, type_name(v.x), type_name(v.y),
                (int)v.units, (int)v.columns, (int)v.lanes);

@@ -274,8 +274,12 @@ static gemm_case layout_case(int i)
                  .pattern = (pattern)rng_below(&r, PATTERN_COUNT),
                  .content = rng_below(&r, 4) ? CONTENT_NORMAL : CONTENT_SAME_SIGN};
   int32_t biases[] = {0, CUMOE_F32, c.dtype};
-  c.form = (weights_form){
-      i % 24 / 4 + 1, majors[i % 2], pick(&r, majors, 2), pick(&r, biases, 3), (int32_t)rng_below(&r, 3), i / 2 % 2};
+  c.form = (weights_form){.gate_order = i % 24 / 4 + 1,
+                          .up_major = majors[i % 2],
+                          .down_major = pick(&r, majors, 2),
+                          .bias = pick(&r, biases, 3),
+                          .gap = (int32_t)rng_below(&r, 3),
+                          .per_expert = i / 2 % 2};
   bool ungated = c.form.gate_order == CUMOE_UNGATED;
   if (ungated && c.act == CUMOE_ACT_SWIGLU_OAI) c.act = CUMOE_ACT_SILU;
   if (!ungated && rng_below(&r, 2)) c.limit = rng_below(&r, 2) ? 0.5f : 2;
@@ -326,9 +330,12 @@ static void run_exact(cumoe_context context, bool up)
                    .act = CUMOE_ACT_IDENTITY,
                    .content = kind,
                    .pattern = kind == CONTENT_CODES ? PATTERN_ROUND_ROBIN : PATTERN_ZIPF};
-    c.form = (weights_form){
-        i % 6 + 1, majors[i / 6 % 2], majors[i / 3 % 2], kind == CONTENT_INTEGERS && i % 2 ? CUMOE_F32 : 0,
-        i % 2,     i / 2 % 2};
+    c.form = (weights_form){.gate_order = i % 6 + 1,
+                            .up_major = majors[i / 6 % 2],
+                            .down_major = majors[i / 3 % 2],
+                            .bias = kind == CONTENT_INTEGERS && i % 2 ? CUMOE_F32 : 0,
+                            .gap = i % 2,
+                            .per_expert = i / 2 % 2};
     if (c.form.gate_order == CUMOE_UNGATED) c.act = i % 4 ? CUMOE_ACT_RELU : CUMOE_ACT_IDENTITY;
     run_gemm(context, &c, up);
   }

@@ -140,7 +140,7 @@ static bool run_once(cumoe_context context, const layer_spec *s, const layer_inp
 }
 
 /* With two poisons, against the oracle; tokens in reverse order give the same outputs in reverse order. */
-static void run_feature(cumoe_context context, const char *name, const layer_spec *s)
+void run_layer_case(cumoe_context context, const char *name, const layer_spec *s)
 {
   if (!case_wanted(s->desc.dtype)) return;
   case_begin("layer: %s, %s T %d E %d k %d H %d I %d order %d major %d %d seed %d", name,
@@ -184,6 +184,6 @@ void cases_layer(cumoe_context context)
         if (s.desc.num_experts > 100) s.desc.hidden = 24, s.desc.inter = 16;
         if (size && i % 3 == type) continue; /* the large ones in two types */
         if (rng_below(&r, 2) && s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(&r, &s);
-        run_feature(context, name, &s);
+        run_layer_case(context, name, &s);
       }
 }

@@ -8,6 +8,9 @@ const char *feature_name(int feature); /* NULL: there are no more */
 layer_spec feature_spec(int feature, int32_t dtype, int64_t tokens, uint64_t seed);
 void layer_random_form(rng *r, layer_spec *s); /* order of gate and up, majors, biases */
 
+/* On a context or with a forced kernel; twice, against the oracle, and with tokens in reverse order. */
+void run_layer_case(cumoe_context context, const char *name, const layer_spec *s);
+
 void cases_layer(cumoe_context context);
 
 #endif

@@ -1,6 +1,7 @@
 /* The CPU device against the oracle: every stage and the layer. The same cases run on CUDA in variants.c. White box
  * where the order of the threads is what matters. */
 #include "cases.h"
+#include "cases_format.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"
 #include "cases_ops.h"
@@ -199,6 +200,7 @@ int main(int argc, char **argv)
     run_group("down", cases_down, context);
     run_group("combine", cases_combine, context);
     run_group("layer", cases_layer, context);
+    run_group("formats", cases_format, context);
     run_group("elementwise", cases_elementwise, context);
     run_group("softmax", cases_softmax, context);
     run_group("norm", cases_norm, context);

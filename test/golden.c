@@ -39,10 +39,10 @@ static tensor packed(const file_tensor *t, int32_t dtype, int64_t rows, int64_t 
 /* A stack of matrices, one an expert, in the file's own layout. */
 static host_projection take(const file_tensor *t, const file_tensor *bias, int32_t dtype, int64_t experts)
 {
-  if (!t) return (host_projection){{0}, {0}};
+  if (!t) return (host_projection){0};
   const int64_t cols = t->shape[t->dims - 1];
-  return (host_projection){packed(t, dtype, t->count / cols, cols),
-                           packed(bias, dtype, experts, bias ? bias->count / experts : 0)};
+  return (host_projection){.data = packed(t, dtype, t->count / cols, cols),
+                           .bias = packed(bias, dtype, experts, bias ? bias->count / experts : 0)};
 }
 
 static setup set_up(const block *b, cumoe_context context, cumoe_dtype dtype)

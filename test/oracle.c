@@ -7,6 +7,8 @@
 
 static const double ulp = 0x1p-24; /* unit roundoff of f32 */
 
+bool oracle_fp8_adder;
+
 static double product_factor(int64_t depth)
 {
   return (2 * ceil((double)depth / 16) + 8) * ulp;
@@ -32,7 +34,11 @@ bounded oracle_rounded(bounded b, int32_t dtype)
 
 cumoe_weights_desc weights_desc(const host_weights *w)
 {
+  const bool dense = format_is_dense(&w->up_format) && format_is_dense(&w->down_format);
   return (cumoe_weights_desc){.size = sizeof(cumoe_weights_desc),
+                              .up_format = w->up_format,
+                              .down_format = w->down_format,
+                              .dtype = dense ? 0 : w->dtype,
                               .experts = w->experts,
                               .hidden = w->hidden,
                               .inter = w->inter,
@@ -70,6 +76,36 @@ place oracle_place(const host_weights *w, int part, int64_t expert, int64_t out,
   return (place){p, expert * rows + in, channel, channel};
 }
 
+channel_place oracle_channel(const host_weights *w, int part, int64_t expert, int64_t out)
+{
+  const bool down = part == PLAIN_DOWN, fused = !down && w->gate_order < CUMOE_GATE_UP_SEPARATE;
+  const int64_t outs = down ? w->hidden : w->inter;
+  return (channel_place){.projection = projection_of(w, part),
+                         .format = down ? &w->down_format : &w->up_format,
+                         .expert = expert,
+                         .experts = w->experts,
+                         .channel = down ? out : up_channel(w, part, out),
+                         .outs = fused ? 2 * outs : outs,
+                         .ins = down ? w->inter : w->hidden,
+                         .half = part == PLAIN_UP,
+                         .halves = fused ? 2 : 1,
+                         .interleaved =
+                             w->gate_order == CUMOE_GATE_UP_INTERLEAVED || w->gate_order == CUMOE_UP_GATE_INTERLEAVED};
+}
+
+static void read_channel(const host_weights *w, int part, int64_t expert, int64_t out, int64_t ins, double *to)
+{
+  const channel_place channel = oracle_channel(w, part, expert, out);
+  if (!format_is_dense(channel.format)) {
+    decode_channel(&channel, to);
+    return;
+  }
+  for (int64_t in = 0; in < ins; in++) {
+    place at = oracle_place(w, part, expert, out, in);
+    to[in] = tensor_get(&at.projection->data, at.row, at.col);
+  }
+}
+
 void oracle_prepare(host_weights *w)
 {
   for (int part = 0; part < 3; part++) {
@@ -77,17 +113,13 @@ void oracle_prepare(host_weights *w)
     if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
     double *to = w->plain[part] = scratch((size_t)(w->experts * outs * ins), sizeof *to);
     for (int64_t e = 0; e < w->experts; e++)
-      for (int64_t out = 0; out < outs; out++)
-        for (int64_t in = 0; in < ins; in++) {
-          place at = oracle_place(w, part, e, out, in);
-          *to++ = tensor_get(&at.projection->data, at.row, at.col);
-        }
+      for (int64_t out = 0; out < outs; out++, to += ins) read_channel(w, part, e, out, ins, to);
   }
 }
 
 static double bias_at(const host_weights *w, int part, int64_t expert, int64_t out)
 {
-  place at = oracle_place(w, part, expert, out, 0);
+  const channel_place at = oracle_channel(w, part, expert, out);
   return at.projection->bias.data ? tensor_get(&at.projection->bias, expert, at.channel) : 0;
 }
 
@@ -270,16 +302,112 @@ bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits,
 
 /* ---- up and down ----------------------------------------------------------------------------------- */
 
-/* sum_k a[k] w[out, k], with the bounds of a carried along. */
-static bounded product_sum(const double *w, int64_t depth, const bounded *a)
+/*
+ * What is multiplied. Of codes that were made from values with bounds: `bound` is what can happen to an element at worst;
+ * `drift`, by what part its group's scale may be off, which moves all of the group; `chance`, that it becomes another
+ * code, a `step` away.
+ */
+typedef struct operand_row {
+  const bounded *a;
+  const double *drift, *chance, *step; /* NULL: bounds alone */
+} operand_row;
+
+/* What the bounds of codes bring: at worst, or, where many elements may have become other codes, what a sum of so many
+ * independent steps stays below (Bernstein, some 1e-8). */
+static double carried_codes(const double *w, int64_t depth, operand_row x)
 {
-  double sum = 0, size = 0, carried = 0;
+  double worst = 0, moved = 0, variance = 0, largest = 0, group = 0;
   for (int64_t k = 0; k < depth; k++) {
-    sum += a[k].value * w[k];
-    size += fabs(a[k].value * w[k]);
-    carried += a[k].bound * fabs(w[k]);
+    worst += x.a[k].bound * fabs(w[k]);
+    if (k > 0 && x.drift[k] != x.drift[k - 1]) moved += fabs(group), group = 0;
+    group += x.drift[k] * x.a[k].value * w[k];
+    variance += x.chance[k] * x.step[k] * x.step[k] * w[k] * w[k];
+    if (x.chance[k] > 0) largest = fmax(largest, x.step[k] * fabs(w[k]));
   }
-  return (bounded){sum, product_factor(depth) * size + carried};
+  const double likely = moved + fabs(group) + 7 * sqrt(variance) + 12 * largest;
+  return fmin(worst, likely);
+}
+
+/* Relative to the sums that they are of: what rounding a weight to 16 bits brings, and Hopper's adder. */
+static double format_error(const cumoe_format *f, int32_t dtype, double size, double squares, double chunks)
+{
+  double error = 4 * ulp * size;
+  if (f->element == CUMOE_ELEMENT_U4) {
+    const double u = unit_roundoff(dtype);
+    error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
+  }
+  const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
+  return fp8 && oracle_fp8_adder ? error + 6 * 0x1p-14 * sqrt(chunks) : error;
+}
+
+/* sum_k a[k] w[out, k], with the bounds of a carried along. */
+static bounded product_sum(const double *w, int64_t depth, operand_row x, const cumoe_format *f, int32_t dtype)
+{
+  double sum = 0, size = 0, carried = 0, squares = 0, chunk = 0, chunks = 0;
+  for (int64_t k = 0; k < depth; k++) {
+    const double product = x.a[k].value * w[k], magnitude = fabs(product);
+    sum += product;
+    size += magnitude;
+    squares += magnitude * magnitude;
+    chunk += magnitude;
+    if (k % 128 == 127 || k == depth - 1) chunks += chunk * chunk, chunk = 0;
+    carried += x.a[k].bound * fabs(w[k]);
+  }
+  if (x.drift && carried > 0) carried = carried_codes(w, depth, x);
+  const double error = product_factor(depth) * size + carried;
+  return (bounded){sum, format_is_dense(f) ? error : error + format_error(f, dtype, size, squares, chunks)};
+}
+
+/* ---- activations become codes ---- */
+
+/* A group of `count` from x on: its scale, between what the smallest and the largest values make of it. */
+static void quantise_group(const cumoe_format *f, float given, const bounded *x, int64_t count, bounded *to,
+                           double *drift, double *chance, double *step)
+{
+  float most = 0, high = 0, low = 0;
+  for (int64_t k = 0; k < count; k++) {
+    const float v = (float)fabs(x[k].value);
+    if (isnan(v) && f->element == CUMOE_ELEMENT_E4M3) continue;
+    most = isnan(most) || isnan(v) ? NAN : fmaxf(most, v);
+    high = fmaxf(high, (float)(v + x[k].bound));
+    low = fmaxf(low, (float)(v - x[k].bound));
+  }
+  const float scale = group_scale(f, most, given), top = group_scale(f, high, given),
+              bottom = group_scale(f, low, given);
+  const double off = top == bottom || isnan(scale) ? 0 : fmax(top / scale - 1, 1 - bottom / scale);
+  for (int64_t k = 0; k < count; k++) {
+    const quantised q = quantise(f, (float)x[k].value, scale);
+    const double up = quantise(f, (float)(x[k].value + x[k].bound), scale).value,
+                 down = quantise(f, (float)(x[k].value - x[k].bound), scale).value;
+    const double near = fmax(up - q.value, q.value - down);
+    const double any = x[k].bound + q.step + fabs(q.value - x[k].value) + off * fabs(x[k].value);
+    const bool sure = off == 0 && !(near > 0);
+    to[k] = (bounded){q.value, sure || isnan(q.value) ? 0 : off == 0 ? near : any};
+    drift[k] = off;
+    step[k] = sure ? 0 : fmax(q.step, off == 0 ? near : 0);
+    chance[k] = sure ? 0 : fmin(1, (x[k].bound + off * fabs(x[k].value)) / q.step);
+  }
+}
+
+static operand_row as_codes(const cumoe_format *f, const tensor *given, int64_t cols, const bounded *x)
+{
+  bounded *to = scratch((size_t)cols, sizeof *to);
+  double *more = scratch((size_t)cols * 3, sizeof *more);
+  const bool groups = f->rows == CUMOE_ROWS_GROUP;
+  const float input_scale = given->data ? (float)tensor_get(given, 0, 0) : 0;
+  for (int64_t at = 0, count; at < cols; at += count) {
+    count = groups ? f->row_group - (f->origin[1] + at) % f->row_group : cols;
+    if (count > cols - at) count = cols - at;
+    quantise_group(f, input_scale, x + at, count, to + at, more + at, more + cols + at, more + 2 * cols + at);
+  }
+  return (operand_row){to, more, more + cols, more + 2 * cols};
+}
+
+static operand_row operand_of(const host_weights *w, int part, const bounded *x)
+{
+  const channel_place at = oracle_channel(w, part, 0, 0);
+  if (!format_has_codes(at.format)) return (operand_row){x, NULL, NULL, NULL};
+  return as_codes(at.format, &at.projection->input_scale, at.ins, x);
 }
 
 /* act(g) with its slope and the error of evaluating it in f32. */
@@ -324,10 +452,11 @@ static bounded gated(const cumoe_moe_desc *d, bounded gate, bounded up)
   return (bounded){value, act_bound * (fabs(up.value) + up.bound) + fabs(a.value) * up.bound + 2 * ulp * fabs(value)};
 }
 
-static bounded projected(const host_weights *w, int part, int64_t expert, int64_t out, const bounded *a, bounded weight)
+static bounded projected(const host_weights *w, int part, int64_t expert, int64_t out, operand_row a, bounded weight)
 {
+  const cumoe_format *f = part == PLAIN_DOWN ? &w->down_format : &w->up_format;
   int64_t outs = part == PLAIN_DOWN ? w->hidden : w->inter, ins = part == PLAIN_DOWN ? w->inter : w->hidden;
-  bounded sum = product_sum(w->plain[part] + (expert * outs + out) * ins, ins, a);
+  bounded sum = product_sum(w->plain[part] + (expert * outs + out) * ins, ins, a, f, w->dtype);
   double bias = bias_at(w, part, expert, out), value = sum.value * weight.value;
   double bound = sum.bound * (fabs(weight.value) + weight.bound) + weight.bound * fabs(sum.value);
   if (weight.value != 1 || weight.bound != 0) bound += ulp * fabs(value);
@@ -338,8 +467,9 @@ static bounded projected(const host_weights *w, int part, int64_t expert, int64_
 void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, const double *x, bounded weight,
                bounded *h)
 {
-  bounded *a = scratch((size_t)w->hidden, sizeof *a);
-  for (int64_t k = 0; k < w->hidden; k++) a[k] = (bounded){x[k], 0};
+  bounded *plain = scratch((size_t)w->hidden, sizeof *plain);
+  for (int64_t k = 0; k < w->hidden; k++) plain[k] = (bounded){x[k], 0};
+  const operand_row a = operand_of(w, PLAIN_UP, plain);
   for (int64_t n = 0; n < w->inter; n++) {
     bounded up = projected(w, PLAIN_UP, expert, n, a, weight);
     if (w->gate_order != CUMOE_UNGATED) {
@@ -353,7 +483,8 @@ void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, c
 
 void oracle_down(const host_weights *w, int64_t expert, const bounded *h, bounded *y)
 {
-  for (int64_t n = 0; n < w->hidden; n++) y[n] = projected(w, PLAIN_DOWN, expert, n, h, (bounded){1, 0});
+  const operand_row a = operand_of(w, PLAIN_DOWN, h);
+  for (int64_t n = 0; n < w->hidden; n++) y[n] = projected(w, PLAIN_DOWN, expert, n, a, (bounded){1, 0});
 }
 
 /* ---- combine --------------------------------------------------------------------------------------- */

@@ -3,29 +3,30 @@
  * enums of the public manual. Each result is a value and how far from it a correct implementation may lie, carried
  * along as a running error bound:
  *   product sum      (2 ceil(K / 16) + 8) 2^-24 sum |a b|  + what the inputs bring
+ *     weights with scales   + 4 2^-24 sum |a b|; u4 in f16 or bf16 are rounded once more, by themselves
+ *     e4m3 times e4m3  of a kernel that sums in Hopper's fp8 adder: 6 2^-14 of the root of the chunks' squares
+ *     codes of h       one step where h or its scale lies near a boundary, carried as independent errors if there are many
  *   activation       slope * bound + 4 2^-24 |value|
  *   stored in a type the largest distance to anything that a value within the bound rounds to
  */
 #ifndef TEST_ORACLE_H
 #define TEST_ORACLE_H
 
-#include "test.h"
-
-/* A projection on the host: E matrices below one another, [E * rows, cols], as the device has them without
- * padding; bias [E, channels] or data NULL. */
-typedef struct host_projection {
-  tensor data, bias;
-} host_projection;
+#include "codes.h"
 
 /* Host copy of what cumoe_weights_desc describes. */
 typedef struct host_weights {
   int32_t experts, hidden, inter, dtype;
   int32_t gate_order, up_major, down_major;
   host_projection gate_up, gate, up, down;
+  cumoe_format up_format, down_format;
   double *plain[3]; /* gate [E, I, H], up [E, I, H], down [E, H, I], by oracle_prepare */
 } host_weights;
 
 enum { PLAIN_GATE, PLAIN_UP, PLAIN_DOWN };
+
+/* The device may sum e4m3 products in Hopper's fp8 adder, which keeps 14 bits. */
+extern bool oracle_fp8_adder;
 
 /* Shapes and layout; the projections are the caller's to fill in. */
 cumoe_weights_desc weights_desc(const host_weights *w);
@@ -35,6 +36,7 @@ typedef struct place {
   const host_projection *projection;
   int64_t row, col, channel; /* channel: column of the bias */
 } place;
+channel_place oracle_channel(const host_weights *w, int part, int64_t expert, int64_t out);
 place oracle_place(const host_weights *w, int part, int64_t expert, int64_t out, int64_t in);
 
 /* Reads all weights once. */

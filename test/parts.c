@@ -5,12 +5,24 @@
 
 /* ---- weights --------------------------------------------------------------------------------------- */
 
-static host_projection projection_new(const host_weights *w, int64_t outs, int64_t ins, int32_t major, int32_t bias)
+/* The matrix that a part is in; of codes, with what their format has besides. */
+static host_projection projection_new(const host_weights *w, int part, weights_form form)
 {
+  const channel_place at = oracle_channel(w, part, 0, 0);
+  const cumoe_format *f = at.format;
+  const bool out_in = (part == PLAIN_DOWN ? form.down_major : form.up_major) == CUMOE_OUT_IN;
+  const int64_t groups = format_blocks(f->block[1], f->origin[1], at.ins), e = w->experts;
   host_projection p = {0};
-  int64_t rows = major == CUMOE_OUT_IN ? outs : ins, cols = major == CUMOE_OUT_IN ? ins : outs;
-  p.data = tensor_new(w->dtype, w->experts * rows, cols);
-  if (bias) p.bias = tensor_new(bias, w->experts, outs);
+  if (form.bias) p.bias = tensor_new(form.bias, e, at.outs);
+  if (format_is_dense(f)) {
+    p.data = tensor_new(w->dtype, e * (out_in ? at.outs : at.ins), out_in ? at.ins : at.outs);
+    return p;
+  }
+  p.data = tensor_new(format_storage(f), e * at.outs, at.ins / format_unit(f));
+  p.scale = tensor_new(f->scale, e * format_scale_rows(f, at.outs, at.halves, at.interleaved), groups);
+  if (f->zero) p.zero = tensor_new(CUMOE_I32, e * ((at.outs + 7) / 8), groups);
+  if (f->global) p.global = tensor_new(CUMOE_F32, e, form.one_global ? 1 : at.halves);
+  if (f->rows == CUMOE_ROWS_STATIC) p.input_scale = tensor_new(CUMOE_F32, 1, 1);
   return p;
 }
 
@@ -22,12 +34,14 @@ host_weights weights_new(const cumoe_moe_desc *d, int32_t experts, int32_t inter
                     .dtype = d->dtype,
                     .gate_order = form.gate_order,
                     .up_major = form.up_major,
-                    .down_major = form.down_major};
+                    .down_major = form.down_major,
+                    .up_format = form.up,
+                    .down_format = form.down};
   bool separate = form.gate_order == CUMOE_GATE_UP_SEPARATE, ungated = form.gate_order == CUMOE_UNGATED;
-  if (!separate && !ungated) w.gate_up = projection_new(&w, 2 * (int64_t)inter, d->hidden, form.up_major, form.bias);
-  if (separate) w.gate = projection_new(&w, inter, d->hidden, form.up_major, form.bias);
-  if (separate || ungated) w.up = projection_new(&w, inter, d->hidden, form.up_major, form.bias);
-  w.down = projection_new(&w, d->hidden, inter, form.down_major, form.bias);
+  if (!separate && !ungated) w.gate_up = projection_new(&w, PLAIN_UP, form);
+  if (separate) w.gate = projection_new(&w, PLAIN_GATE, form);
+  if (separate || ungated) w.up = projection_new(&w, PLAIN_UP, form);
+  w.down = projection_new(&w, PLAIN_DOWN, form);
   return w;
 }
 
@@ -59,14 +73,63 @@ static void fill_tensor(rng *r, const tensor *t, fill kind, double depth)
     tensor_set(t, 0, i, kind == FILL_SAME_SIGN ? (1 + 0.5 * rng_uniform(r)) / depth : (double)rng_below(r, 3) - 1);
 }
 
+/* Every code but NaN, all alike often. */
+static void fill_codes(rng *r, const tensor *t, const cumoe_format *f)
+{
+  const size_t bytes = (size_t)(t->rows * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  for (size_t i = 0; i < bytes; i++) {
+    do t->data[i] = (unsigned char)(rng_next(r) >> 32);
+    while (f->element == CUMOE_ELEMENT_E4M3 && (t->data[i] & 0x7f) == 0x7f);
+  }
+}
+
+/* Root of the mean of the squares of all values. */
+static double spread_of(const cumoe_format *f)
+{
+  double sum = 0;
+  const unsigned count = element_codes(f->element);
+  for (unsigned c = 0; c < count; c++) {
+    const double v = element_value(f->element, c) - f->offset - (f->zero ? 7.5 + f->zero_add : 0);
+    if (!isnan(v)) sum += v * v;
+  }
+  return sqrt(sum / count);
+}
+
+/* Each within a factor of two of what makes weights of the deviation; those of e4m3 by what their global says. */
+static void fill_scales(rng *r, const host_projection *p, const cumoe_format *f, double deviation)
+{
+  const double middle = f->global ? 60 : deviation / spread_of(f);
+  for (int64_t i = 0; i < p->scale.rows * p->scale.cols; i++) {
+    const double value = middle * (0.6 + rng_uniform(r));
+    tensor_set(&p->scale, 0, i,
+               f->scale == CUMOE_E8M0   ? 127 + floor(log2(middle)) + (double)rng_below(r, 3)
+               : f->scale == CUMOE_E4M3 ? e4m3_nearest(value)
+                                        : value);
+  }
+  for (int64_t i = 0; i < p->global.rows * p->global.cols; i++) {
+    const double value = deviation / spread_of(f) / 60 * (0.6 + rng_uniform(r));
+    tensor_set(&p->global, 0, i, f->global == CUMOE_GLOBAL_OVER ? 1 / value : value);
+  }
+  if (f->zero) fill_codes(r, &p->zero, f);
+  if (p->input_scale.data) tensor_set(&p->input_scale, 0, 0, 3.1 / (f->element == CUMOE_ELEMENT_E4M3 ? 448 : 127));
+}
+
 void weights_fill(rng *r, host_weights *w, fill kind)
 {
   host_projection *all[] = {&w->gate_up, &w->gate, &w->up, &w->down};
   for (int i = 0; i < 4; i++) {
+    const cumoe_format *f = i == 3 ? &w->down_format : &w->up_format;
+    const double depth = i == 3 ? w->inter : w->hidden;
     if (all[i]->data.data == NULL) continue;
-    fill_tensor(r, &all[i]->data, kind, i == 3 ? w->inter : w->hidden);
     if (all[i]->bias.data) fill_tensor(r, &all[i]->bias, kind, 4);
+    if (format_is_dense(f)) {
+      fill_tensor(r, &all[i]->data, kind, depth);
+    } else {
+      fill_codes(r, &all[i]->data, f);
+      fill_scales(r, all[i], f, 1 / sqrt(depth));
+    }
   }
+  if (w->gate.input_scale.data) w->gate.input_scale = w->up.input_scale; /* both multiply the same x */
 }
 
 host_weights random_weights(rng *r, const cumoe_moe_desc *d, int32_t experts, int32_t inter, weights_form form)
@@ -83,32 +146,50 @@ void weights_set(host_weights *w, int part, int64_t expert, int64_t out, int64_t
   tensor_set(&at.projection->data, at.row, at.col, value);
 }
 
-/* Expert e's matrix lies at place (e * step) mod E of the stack: with per_expert, out of order. */
-static cumoe_projection projection_put(cumoe_context context, const host_projection *p, int32_t experts,
-                                       weights_form form)
+/* Expert e's matrix lies at place (e * step) mod E of the stack: with pointers, out of order. */
+static cumoe_array array_put(cumoe_context context, const tensor *t, int32_t experts, int64_t gap, int64_t pad,
+                             bool by_pointers)
 {
-  cumoe_projection result = {0};
-  if (p->data.data == NULL) return result;
-  int64_t rows = p->data.rows / experts, pitch = rows + form.gap,
-          bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
-  cumoe_view_mut stack = device_new(context, p->data.dtype, experts * pitch, p->data.cols, form.gap ? 24 : 0);
+  cumoe_array a = {0};
+  if (t->data == NULL) return a;
+  int64_t rows = t->rows / experts, pitch = rows + gap, bytes = (int64_t)cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  cumoe_view_mut stack = device_new(context, t->dtype, experts * pitch, t->cols, pad);
   const void **pointers = scratch((size_t)experts, sizeof *pointers);
   for (int64_t e = 0; e < experts; e++) {
-    int64_t at = form.per_expert ? experts - 1 - e : e;
-    tensor one = {p->data.dtype, rows, p->data.cols, p->data.data + e * rows * p->data.cols * bytes};
+    int64_t at = by_pointers ? experts - 1 - e : e;
+    tensor one = {t->dtype, rows, t->cols, t->data + e * rows * t->cols * bytes};
     cumoe_view_mut slice;
     CHECK_OK(cumoe_view_rows_mut(stack, at * pitch, rows, &slice));
     device_set(context, slice, &one);
     pointers[e] = slice.data;
   }
-  CHECK_OK(cumoe_view_rows(cumoe_const(stack), 0, rows, &result.data));
-  result.expert_stride = form.gap ? pitch * stack.ld : 0;
-  if (form.per_expert) {
-    result.per_expert = pointers;
-    result.data.data = NULL;
-    result.data.owner = 0;
-    result.expert_stride = 0;
+  CHECK_OK(cumoe_view_rows(cumoe_const(stack), 0, rows, &a.data));
+  a.expert_stride = gap ? pitch * stack.ld : 0;
+  if (by_pointers) {
+    a.per_expert = pointers;
+    a.data.data = NULL;
+    a.data.owner = 0;
+    a.expert_stride = 0;
   }
+  return a;
+}
+
+/* Rows of weights lie 16 bytes apart; scales and zero points may lie anywhere. */
+static cumoe_projection projection_put(cumoe_context context, const host_projection *p, int32_t experts,
+                                       weights_form form)
+{
+  cumoe_projection result = {0};
+  if (p->data.data == NULL) return result;
+  const int64_t pad = form.gap ? 48 / (int64_t)cumoe_dtype_bytes((cumoe_dtype)p->data.dtype) : 0;
+  const cumoe_array data = array_put(context, &p->data, experts, form.gap, pad, form.per_expert);
+  result.data = data.data;
+  result.per_expert = data.per_expert;
+  result.expert_stride = data.expert_stride;
+  result.scale = array_put(context, &p->scale, experts, form.gap / 2, form.gap, form.per_expert);
+  if (p->scale.dtype == CUMOE_E8M0 && form.gap % 2) result.scale.data.dtype = CUMOE_U8; /* as checkpoints call it */
+  result.zero = array_put(context, &p->zero, experts, form.gap % 2, form.gap / 2, form.per_expert && form.gap % 2 == 0);
+  if (p->global.data) result.global = device_put(context, &p->global, form.gap);
+  if (p->input_scale.data) result.input_scale = device_put(context, &p->input_scale, form.gap);
   if (p->bias.data) result.bias = device_put(context, &p->bias, form.gap);
   return result;
 }
@@ -121,6 +202,7 @@ cumoe_weights weights_put(cumoe_context context, const host_weights *w, weights_
   d.gate = projection_put(context, &w->gate, w->experts, form);
   d.up = projection_put(context, &w->up, w->experts, form);
   d.down = projection_put(context, &w->down, w->experts, form);
+  if (d.gate.data.dtype) d.up.input_scale = d.gate.input_scale;
   CHECK_OK(cumoe_weights_bind(context, &d, &weights));
   return weights;
 }

@@ -11,6 +11,8 @@ typedef struct weights_form {
   int32_t bias; /* 0 or its dtype */
   int32_t gap;  /* unused rows between experts */
   bool per_expert;
+  cumoe_format up, down;
+  bool one_global; /* for gate and up */
 } weights_form;
 
 tensor random_tensor(rng *r, int32_t dtype, int64_t rows, int64_t cols, double deviation); /* quick for large ones */

@@ -95,14 +95,22 @@ static void make_routing(rng *r, const layer_spec *s, layer_inputs *in)
   if (s->expert_map || local_experts(s) < s->desc.num_experts) in->expert_map = map_new(r, s);
 }
 
+static weights_form form_of(const layer_spec *s, bool shared)
+{
+  weights_form form = s->form;
+  form.up = shared ? s->desc.shared_up_format : s->desc.up_format;
+  form.down = shared ? s->desc.shared_down_format : s->desc.down_format;
+  return form;
+}
+
 layer_inputs layer_inputs_new(const layer_spec *s)
 {
   rng r = {s->seed * 7919};
   const int32_t hidden = s->desc.hidden;
   layer_inputs in = {.x = random_tensor(&r, s->desc.dtype, s->tokens, hidden, 1)};
   make_routing(&r, s, &in);
-  in.routed = random_weights(&r, &s->desc, local_experts(s), s->desc.inter, s->form);
-  if (s->desc.shared_inter) in.shared = random_weights(&r, &s->desc, 1, s->desc.shared_inter, s->form);
+  in.routed = random_weights(&r, &s->desc, local_experts(s), s->desc.inter, form_of(s, false));
+  if (s->desc.shared_inter) in.shared = random_weights(&r, &s->desc, 1, s->desc.shared_inter, form_of(s, true));
   if (s->shared_gate) in.shared_gate = random_tensor(&r, s->router_dtype, 1, hidden, 1 / sqrt((double)hidden));
   if (s->residual) in.residual = random_tensor(&r, out_dtype(s), s->tokens, hidden, 1);
   tensor *const rows[] = {&in.x, &in.ids, &in.id_weights, &in.logits, &in.residual};

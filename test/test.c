@@ -298,7 +298,10 @@ static float_format format_of(int32_t dtype)
   case CUMOE_F32:
   case CUMOE_U8:
   case CUMOE_I32:
-  case CUMOE_I64: break;
+  case CUMOE_I64:
+  case CUMOE_E4M3:
+  case CUMOE_E8M0:
+  case CUMOE_I8: break;
   }
   return (float_format){24, -126, 127, 32};
 }
@@ -365,6 +368,9 @@ double tensor_get(const tensor *t, int64_t row, int64_t col)
   case CUMOE_F32: return ((const float *)(const void *)t->data)[i];
   case CUMOE_I32: return ((const int32_t *)(const void *)t->data)[i];
   case CUMOE_I64: return (double)((const int64_t *)(const void *)t->data)[i];
+  case CUMOE_I8: return (int8_t)t->data[i];
+  case CUMOE_E4M3: /* as codes: what they mean the oracle says */
+  case CUMOE_E8M0:
   case CUMOE_U8: return t->data[i];
   case CUMOE_F16:
   case CUMOE_BF16: return decode(((const uint16_t *)(const void *)t->data)[i], t->dtype);
@@ -379,6 +385,9 @@ void tensor_set(const tensor *t, int64_t row, int64_t col, double value)
   case CUMOE_F32: ((float *)(void *)t->data)[i] = (float)value; break;
   case CUMOE_I32: ((int32_t *)(void *)t->data)[i] = (int32_t)value; break;
   case CUMOE_I64: ((int64_t *)(void *)t->data)[i] = (int64_t)value; break;
+  case CUMOE_I8: t->data[i] = (uint8_t)(int8_t)value; break;
+  case CUMOE_E4M3:
+  case CUMOE_E8M0:
   case CUMOE_U8: t->data[i] = (uint8_t)value; break;
   case CUMOE_F16:
   case CUMOE_BF16: ((uint16_t *)(void *)t->data)[i] = (uint16_t)encode(value, t->dtype);

@@ -690,12 +690,11 @@ static void test_descriptions(void)
   for (int32_t i = 0; i < cumoe_limit_count(); i++) {
     CHECK_OK(cumoe_limit_get(w.context, i, &info));
     CHECK(*info.name && *info.unit && *info.text);
-    if (strcmp(info.name, "few_bytes") == 0) CHECK_OK(cumoe_limit_set(w.context, i, CUMOE_BF16, 0));
+    if (strcmp(info.name, "few_bytes") == 0) CHECK_OK(cumoe_limit_set(w.context, i, 0, 0));
   }
   CHECK_OK(cumoe_plan_describe(w.plan, w.weights, 1, text, sizeof text));
   CHECK((strstr(few, "cumoe_few_up") != NULL) == (strcmp(few, text) != 0) && strstr(text, "cumoe_few_up") == NULL);
-  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_limit_set(w.context, 0, CUMOE_BF16, 0. / 0.));
-  CHECK_STATUS(CUMOE_ERR_WRONG_DTYPE, cumoe_limit_set(w.context, 0, (cumoe_dtype)99, 0));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_limit_set(w.context, 0, 0, 0. / 0.));
   case_end();
   case_begin("arguments");
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_plan_describe(w.plan, NULL, 1, text, 0));

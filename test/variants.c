@@ -4,6 +4,7 @@
  * can be run side by side on a machine with many cores: --only TEXT takes a part of a kernel's name.
  */
 #include "cases.h"
+#include "cases_format.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"
 #include "cases_ops.h"
@@ -29,6 +30,7 @@ static const operation_cases operations[] = {
     {"elementwise", {cases_elementwise, NULL}},
     {"softmax", {cases_softmax, NULL}},
     {"norm", {cases_norm, NULL}},
+    {"quantize", {cases_format, NULL}},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
@@ -54,13 +56,16 @@ static void run_variant(cumoe_context context, int32_t index)
   case_end();
   cases_forced = true;
   cases_served = 0;
-  cases_dtype = info.x;
-  for (int i = 0; i < OPERATIONS; i++)
+  const bool scaled = row_has_format(&info) || !strcmp(info.op, "quantize");
+  cases_dtype = scaled ? 0 : info.x;
+  if (scaled) cases_format_row(context, &info);
+  for (int i = 0; i < OPERATIONS && !scaled; i++)
     if (!strcmp(operations[i].op, info.op)) run_cases(&operations[i], context);
   cases_forced = false;
   cases_dtype = 0;
   case_begin("%s serves cases", info.name);
-  CHECK_MSG(cases_served > 0, "no case was served");
+  const bool reached = strcmp(info.op, "quantize") || info.x != CUMOE_F32; /* layers with formats are of 16 bits */
+  CHECK_MSG(cases_served > 0 || !reached, "no case was served");
   CHECK_OK(cumoe_variant_force(context, -1));
   case_end();
   group_end();
@@ -134,7 +139,9 @@ int main(int argc, char **argv)
     compare_gates(context);
     for (int i = 0; i < OPERATIONS; i++) {
       if (!group_begin("library's choice: %s", operations[i].op)) continue;
+      oracle_fp8_adder = true;
       run_cases(&operations[i], context);
+      oracle_fp8_adder = false;
       group_end();
     }
     for (int32_t i = 0; i < cumoe_variant_count(); i++) run_variant(context, i);

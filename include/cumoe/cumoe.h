@@ -22,6 +22,7 @@
  *   cumoe_plan_workspace    bytes of scratch memory for T tokens                    cumoe/moe.h
  *   cumoe_moe_forward       per step: the whole layer on a stream                   cumoe/moe.h
  *   cumoe_router, _gate ... the stages one by one                                   cumoe/stages.h
+ *   cumoe_quantize_weights  weights of 8 or 4 bits (cumoe/format.h) out of others   cumoe/quantize.h
  *
  * Contract of every function that launches work (forward and all stages):
  *   - work is ordered on the given stream; nothing is allocated, nothing waits, no hidden stream is used;
@@ -63,6 +64,7 @@
 #include "debug.h"
 #include "moe.h"
 #include "stages.h"
+#include "quantize.h"
 #include "stream.h"
 #include "kernel.h"
 #include "ops.h"

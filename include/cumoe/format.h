@@ -1,6 +1,6 @@
 /*
- * cumoe/format.h: formats of quantised weights, as checkpoints hold them. A format is data: the struct says what lies in
- * memory and what becomes of activations; a family of checkpoints is a preset (at the end, with tensors' names).
+ * cumoe/format.h: formats of quantised weights, as checkpoints hold them. A format is data: the struct says what lies
+ * in memory and what becomes of activations; a family of checkpoints is a preset (at the end, with tensors' names).
  *
  *   weight = (code - offset - zero point) * scale * global        an exact real number, "global" or 1 / "global"
  *
@@ -81,17 +81,21 @@ typedef struct cumoe_format {
   int32_t reserved[13]; /* 0 */
 } cumoe_format;
 
+static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t block_out, int32_t block_in,
+                                             cumoe_dtype scale, cumoe_rows rows)
+{
+  cumoe_format f = {(int32_t)element, 0, 0, 0, 0,  0, {block_out, block_in}, {0, 0}, 0, (int32_t)scale, 0, 0, 0,
+                    (int32_t)rows,    0, 0, 0, {0}};
+  return f;
+}
+
 /* ---- which preset for which checkpoint ---------------------------------------------------------------------- */
 
 /* fp8 in blocks of 128 x 128 (DeepSeek-V3, R1, Qwen3-FP8, GLM-4.5-FP8, MiniMax-M2): mlp.experts.E.{gate,up,down}_proj
  * .weight F8_E4M3, .weight_scale_inv F32 (`scale` CUMOE_F32) or BF16 (Qwen3); DeepSeek-V4's trunk .scale F8_E8M0. */
 static inline cumoe_format cumoe_format_fp8_block(cumoe_dtype scale)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_E4M3;
-  f.block[0] = f.block[1] = 128;
-  f.scale = (int32_t)scale;
-  f.rows = CUMOE_ROWS_GROUP;
+  cumoe_format f = cumoe_format_make(CUMOE_ELEMENT_E4M3, 128, 128, scale, CUMOE_ROWS_GROUP);
   f.row_group = 128;
   if (scale == CUMOE_E8M0) f.row_scale = CUMOE_E8M0;
   return f;
@@ -100,33 +104,19 @@ static inline cumoe_format cumoe_format_fp8_block(cumoe_dtype scale)
 /* fp8 with a scale a matrix (ModelOpt FP8, Mixtral-FP8: .weight, .weight_scale [1], .input_scale for ROWS_STATIC). */
 static inline cumoe_format cumoe_format_fp8_tensor(cumoe_rows rows)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_E4M3;
-  f.scale = CUMOE_F32;
-  f.rows = (int32_t)rows;
-  return f;
+  return cumoe_format_make(CUMOE_ELEMENT_E4M3, 0, 0, CUMOE_F32, rows);
 }
 
 /* fp8 with a scale a channel, dynamic activations (compressed-tensors FP8_DYNAMIC: .weight, .weight_scale [N, 1]). */
 static inline cumoe_format cumoe_format_fp8_channel(cumoe_dtype scale)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_E4M3;
-  f.block[0] = 1;
-  f.scale = (int32_t)scale;
-  f.rows = CUMOE_ROWS_TOKEN;
-  return f;
+  return cumoe_format_make(CUMOE_ELEMENT_E4M3, 1, 0, scale, CUMOE_ROWS_TOKEN);
 }
 
 /* int8, w8a8 (SmoothQuant, compressed-tensors W8A8: .weight I8, .weight_scale [N, 1]). rows = 0 makes it w8a16. */
 static inline cumoe_format cumoe_format_int8(cumoe_dtype scale)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_S8;
-  f.block[0] = 1;
-  f.scale = (int32_t)scale;
-  f.rows = CUMOE_ROWS_TOKEN;
-  return f;
+  return cumoe_format_make(CUMOE_ELEMENT_S8, 1, 0, scale, CUMOE_ROWS_TOKEN);
 }
 
 /* int4 in groups along in, symmetric (compressed-tensors pack-quantized, Kimi-K2-Thinking with group 32:
@@ -134,13 +124,9 @@ static inline cumoe_format cumoe_format_int8(cumoe_dtype scale)
  * offset = 0. */
 static inline cumoe_format cumoe_format_int4(int32_t group, cumoe_dtype scale)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_U4;
+  cumoe_format f = cumoe_format_make(CUMOE_ELEMENT_U4, 1, group, scale, CUMOE_ROWS_AS_THEY_ARE);
   f.offset = 8;
   f.word = 4;
-  f.block[0] = 1;
-  f.block[1] = group;
-  f.scale = (int32_t)scale;
   return f;
 }
 
@@ -148,23 +134,14 @@ static inline cumoe_format cumoe_format_int4(int32_t group, cumoe_dtype scale)
  * GATE_UP_INTERLEAVED, gate_up_proj_bias; down_proj_*. DeepSeek-V4: ffn.experts.E.w1, w3, w2 .weight, .scale). */
 static inline cumoe_format cumoe_format_mxfp4(void)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_E2M1;
-  f.block[0] = 1;
-  f.block[1] = 32;
-  f.scale = CUMOE_E8M0;
-  return f;
+  return cumoe_format_make(CUMOE_ELEMENT_E2M1, 1, 32, CUMOE_E8M0, CUMOE_ROWS_AS_THEY_ARE);
 }
 
 /* nvfp4: ModelOpt (.weight U8, .weight_scale F8_E4M3 [N, K/16], .weight_scale_2: GLOBAL_TIMES), compressed-tensors
  * (.weight_packed, .weight_scale, .weight_global_scale: GLOBAL_OVER). Activations stay as they are. */
 static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 {
-  cumoe_format f = {0};
-  f.element = CUMOE_ELEMENT_E2M1;
-  f.block[0] = 1;
-  f.block[1] = 16;
-  f.scale = CUMOE_E4M3;
+  cumoe_format f = cumoe_format_make(CUMOE_ELEMENT_E2M1, 1, 16, CUMOE_E4M3, CUMOE_ROWS_AS_THEY_ARE);
   f.global = (int32_t)global;
   return f;
 }

@@ -56,8 +56,8 @@ static void rows_of_expert(const gemm_args *g, unit *u)
     record_fault(g->fault, FAULT_ROUTE, u->expert, 0);
 }
 
-/* What one scale belongs to, but for the code: the rows of a tile's channels begin at a multiple of K_BLOCK, in which no
- * scale changes. */
+/* What one scale belongs to, but for the code: the rows of a tile's channels begin at a multiple of K_BLOCK, in which
+ * no scale changes. */
 typedef struct scaling {
   double factor;
   int32_t zero;

@@ -1,22 +1,8 @@
 /* Activations become codes, as row_format (args.h) says: this is the definition. One unit is one row. */
 #include <stdbool.h>
 #include "cpu.h"
-#include "element.h"
 #include "fault.h"
-
-/* To nearest even; past the largest code the largest, NaN stays one. */
-static uint8_t e4m3_of(float value)
-{
-  const uint8_t sign = float_bits(value) >> 24 & 0x80;
-  const uint32_t rest = float_bits(value) & 0x7fffffffu;
-  if (rest > 0x7f800000u) return 0x7f;
-  if (rest >= 0x43e00000u) return sign | 0x7e; /* 448 */
-  if (rest < 0x3c800000u) { /* below 2^-6 one step is 2^-9, the last place of a float in [2^14, 2^15) */
-    const float shifted = bits_float(rest) + 0x1p14f;
-    return (uint8_t)(sign | (float_bits(shifted) - float_bits(0x1p14f)));
-  }
-  return (uint8_t)(sign | (((rest + 0x7ffffu + (rest >> 20 & 1)) >> 20) - (120u << 3)));
-}
+#include "../encode.h"
 
 static uint8_t s8_of(float value)
 {

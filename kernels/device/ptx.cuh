@@ -161,6 +161,12 @@ DEVICE void cp_async_cg_16(uint32_t shared, const void *global, int bytes, uint6
                : "memory");
 }
 
+/* 4 bytes, by way of L1. */
+DEVICE void cp_async_ca_4(uint32_t shared, const void *global, int bytes)
+{
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 DEVICE void cp_async_commit_group()
 {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -221,6 +221,11 @@ template <int COUNT> DEVICE void hold(float (&d)[COUNT])
 #pragma unroll
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int COUNT> DEVICE void hold(int32_t (&d)[COUNT])
+{
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 /* Rows of 128 bytes along k in the 128-byte swizzle, 1024-byte aligned: 8 rows are 1024 bytes. Every `each`-th eight of
  * rows is the operand's. 16 elements of k on: + 2; 8 rows on: + 64. */
@@ -313,5 +318,60 @@ WGMMA_TYPES(208, DS208, "%104", "%105", "%106", FS208)
 WGMMA_TYPES(224, DS224, "%112", "%113", "%114", FS224)
 WGMMA_TYPES(240, DS240, "%120", "%121", "%122", FS240)
 WGMMA_TYPES(256, DS256, "%128", "%129", "%130", FS256)
+
+/* The same with elements of a byte: a 64 x 32, b 32 x N; d f32 of e4m3, which the tensor core adds up in 14 bits, or s32
+ * of s8. */
+template <class T, int N> struct wgmma_m64k32;
+
+#define I8(i)                                                                                                          \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]),          \
+      "+r"(d[i + 7])
+#define WGMMA_BYTES(type, SUM, sum, TAIL, N, D, A, B, P, ...)                                                          \
+  template <> struct wgmma_m64k32<type, N> {                                                                           \
+    template <int COUNT> static DEVICE void run(SUM (&d)[COUNT], uint64_t a, uint64_t b, uint32_t add)                 \
+    {                                                                                                                  \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32." #sum          \
+                   "." #type "." #type " {" D "}, " A ", " B ", p" TAIL ";}"                                           \
+                   : __VA_ARGS__                                                                                       \
+                   : "l"(a), "l"(b), "r"(add));                                                                        \
+    }                                                                                                                  \
+  };
+#define WGMMA_E4M3(...)  WGMMA_E4M3_(__VA_ARGS__)
+#define WGMMA_E4M3_(...) WGMMA_BYTES(e4m3, float, f32, ", 1, 1", __VA_ARGS__)
+#define WGMMA_S8(...)    WGMMA_S8_(__VA_ARGS__)
+#define WGMMA_S8_(...)   WGMMA_BYTES(s8, int32_t, s32, "", __VA_ARGS__)
+#define IS16             I8(0)
+#define IS32             IS16, I8(8)
+#define IS48             IS32, I8(16)
+#define IS64             IS48, I8(24)
+#define IS80             IS64, I8(32)
+#define IS96             IS80, I8(40)
+#define IS112            IS96, I8(48)
+#define IS128            IS112, I8(56)
+#define IS144            IS128, I8(64)
+#define IS160            IS144, I8(72)
+#define IS176            IS160, I8(80)
+WGMMA_E4M3(16, DS16, "%8", "%9", "%10", FS16)
+WGMMA_E4M3(32, DS32, "%16", "%17", "%18", FS32)
+WGMMA_E4M3(48, DS48, "%24", "%25", "%26", FS48)
+WGMMA_E4M3(64, DS64, "%32", "%33", "%34", FS64)
+WGMMA_E4M3(80, DS80, "%40", "%41", "%42", FS80)
+WGMMA_E4M3(96, DS96, "%48", "%49", "%50", FS96)
+WGMMA_E4M3(112, DS112, "%56", "%57", "%58", FS112)
+WGMMA_E4M3(128, DS128, "%64", "%65", "%66", FS128)
+WGMMA_E4M3(144, DS144, "%72", "%73", "%74", FS144)
+WGMMA_E4M3(160, DS160, "%80", "%81", "%82", FS160)
+WGMMA_E4M3(176, DS176, "%88", "%89", "%90", FS176)
+WGMMA_S8(16, DS16, "%8", "%9", "%10", IS16)
+WGMMA_S8(32, DS32, "%16", "%17", "%18", IS32)
+WGMMA_S8(48, DS48, "%24", "%25", "%26", IS48)
+WGMMA_S8(64, DS64, "%32", "%33", "%34", IS64)
+WGMMA_S8(80, DS80, "%40", "%41", "%42", IS80)
+WGMMA_S8(96, DS96, "%48", "%49", "%50", IS96)
+WGMMA_S8(112, DS112, "%56", "%57", "%58", IS112)
+WGMMA_S8(128, DS128, "%64", "%65", "%66", IS128)
+WGMMA_S8(144, DS144, "%72", "%73", "%74", IS144)
+WGMMA_S8(160, DS160, "%80", "%81", "%82", IS160)
+WGMMA_S8(176, DS176, "%88", "%89", "%90", IS176)
 
 #endif

@@ -45,12 +45,16 @@ DEVICE int64_t scale_step(const scale_matrix &s, int k)
 {
   return (int64_t)((k + s.k_origin) / s.block_k) * s.k_stride;
 }
+DEVICE int64_t scale_bytes(int dtype)
+{
+  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
+}
+
 /* Bytes differ by type, so this is a pointer for load_scale alone. */
 DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
 {
   if (s.table[half]) return s.table[half][expert];
-  const int64_t bytes = s.dtype == DT_F32 ? 4 : s.dtype == DT_BF16 || s.dtype == DT_F16 ? 2 : 1;
-  return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * bytes;
+  return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * scale_bytes(s.dtype);
 }
 
 /* Offset and zero point of one weight of u4 or s8. */

@@ -2,7 +2,7 @@
  * stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the speed
  * of memory. K-major weights, any layout that thin takes.
  *
- * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 64 k. Producers fill two
+ * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers fill two
  * stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128. Weights
  * and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row operand,
  * rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a
@@ -14,7 +14,7 @@
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
 
-#include "gemm/warpgroup_tile.cuh"
+#include "gemm/scaled_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct stream_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
@@ -126,7 +126,7 @@ template <class S, class T> DEVICE uint32_t producer_address(const T *operand)
 
 template <class S> DEVICE int producer_k()
 {
-  return threadIdx.x % S::LANES * 8;
+  return threadIdx.x % S::LANES * operand<typename S::X>::PER_16;
 }
 
 /* A thread's weight rows of a tile. */
@@ -191,13 +191,35 @@ template <class S> struct stream_rows {
   }
 };
 
+/* A thread's row of A whose scales it copies: those of a pair of stages, each by half of the threads. */
+template <class S> struct stream_row_scales {
+  static_assert(!S::SCALED || 2 * S::BM <= S::GROUP, "a thread has one row");
+  int32_t source = -1;
+
+  DEVICE static int half() { return threadIdx.x / (S::GROUP / 2); }
+  DEVICE static int row() { return threadIdx.x % (S::GROUP / 2); }
+
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
+  {
+    source = row() < unit.rows ? source_row(args, unit.row + row()) : -1;
+  }
+
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k) const
+  {
+    const float *from = args.a_scale + row_group(args, k) * args.a_scale_ld + source;
+    if (row() < S::BM)
+      cp_async_ca_4(shared_address(&smem.staging.row_scales[stage][row()]), source >= 0 ? from : args.a_scale,
+                    source >= 0 ? 4 : 0);
+  }
+};
+
 /* Two stages at a time; the second may not be there at the end of k. */
 template <class S> struct stage_pair {
   pipeline_state<S::STAGES> first, second;
   bool two;
 
   DEVICE stage_pair(const gemm_args &args, const pipeline_state<S::STAGES> &at, int k0)
-      : first(at), second(at), two(k0 + WGMMA_BK < args.k)
+      : first(at), second(at), two(k0 + S::BK < args.k)
   {
     second.advance();
   }
@@ -228,15 +250,21 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
                          const stream_weights<S> &weights, int ahead, pipeline_state<S::STAGES> &at)
 {
   stream_rows<S> rows;
+  stream_row_scales<S> scales;
   rows.set_unit(args, unit);
+  if (S::SCALED) scales.set_unit(args, unit);
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += 2 * WGMMA_BK) {
+  for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
     const stage_pair<S> pair(args, at, k0);
     pair.wait(smem);
     if (k0 == 0 && threadIdx.x == 0) smem.units[slot] = unit;
     if (pair.copies()) {
       if (k0 >= ahead) weights.copy(args, smem, pair.mine(), k0);
       rows.copy(args, smem, unit.rows, pair.mine(), k0);
+    }
+    if constexpr (S::SCALED) {
+      if (pair.two || scales.half() == 0)
+        scales.copy(args, smem, scales.half() ? pair.second.stage : pair.first.stage, k0 + scales.half() * S::BK);
     }
     pair.arrive(smem);
     at.advance();
@@ -259,8 +287,8 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
     if (unit.expert >= 0) weights.set_unit(args, unit);
     if (!waited) {
 #pragma unroll 1
-      for (; unit.expert >= 0 && ahead + 2 * WGMMA_BK <= min(args.k, S::STAGES * WGMMA_BK); ahead += 2 * WGMMA_BK)
-        weights.copy(args, smem, ahead / WGMMA_BK + producer_half<S>(), ahead);
+      for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK)
+        weights.copy(args, smem, ahead / S::BK + producer_half<S>(), ahead);
       wait_for_earlier_grids();
       waited = true;
     }
@@ -287,7 +315,7 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {};
-    multiply<S, S::BM>(args, smem, at, group, unit.rows, acc);
+    multiply_unit<S>(args, false, smem, at, group, unit, first * width, acc);
     store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
   }
 }

@@ -17,30 +17,40 @@ enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
  *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where memory is the limit; else one step later,
  *                   when the next products are under way
  */
-template <class PRODUCT, int BM_, int BN, int BK, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
-  static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && operand<typename PRODUCT::X>::BITS == 16,
+template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
+  static constexpr int BITS = operand<typename PRODUCT::X>::BITS;
+  static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && (BITS == 16 || BITS == 8),
                 "both operands come from shared memory as they are");
-  static constexpr int BM = BM_, STAGES = STAGES_;
+  static_assert(PRODUCT::SCALED == (BITS == 8), "codes have scales");
+  static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_;
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
   static constexpr int OCTETS = 2 * BLOCKS;   /* of weight rows, of a warp */
-  static_assert(BK == WGMMA_BK && THREADS == (CONSUMERS + 1) * GROUP, "a swizzle line of k; three warpgroups");
+  static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
+                "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
   static_assert(COLUMNS % (BLOCK * CONSUMERS) == 0 && UNITS_AHEAD > STAGES, "whole blocks; see there");
   static_assert(BLOCKS <= 2, "an stmatrix has four octets");
 };
 
+/* Of codes: the scales of a stage's rows. */
+template <class S, bool SCALED> struct row_scale_stages {
+};
+template <class S> struct row_scale_stages<S, true> {
+  float row_scales[S::STAGES][round_up(S::BM, 32)]; /* boxes land at 128 bytes */
+};
+
 /* Between accumulators and memory. */
-template <class S> struct wgmma_staging {
+template <class S> struct wgmma_staging : row_scale_stages<S, S::SCALED> {
   uint4 staged[S::CONSUMERS][S::GROUP / WARP_SIZE][WARP_SIZE]; /* a warp's own */
   float row_weights[S::CONSUMERS][S::BM];
 };
 
 template <class S> struct pipeline_smem {
-  typename S::W weights[S::STAGES][S::COLUMNS * WGMMA_BK];
-  typename S::X rows[S::STAGES][S::BM * WGMMA_BK];
+  typename S::W weights[S::STAGES][S::COLUMNS * S::BK];
+  typename S::X rows[S::STAGES][S::BM * S::BK];
   wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];
   tile_unit units[UNITS_AHEAD];
@@ -89,14 +99,14 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
   const bool gathered = S::gathers(args);
   int before = -1;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
+  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
     if (gathered) fence_proxy_async_shared(); /* by cp.async */
-    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * WGMMA_BK, S::BLOCKS);
+    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::BLOCKS);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < WGMMA_BK / 16; k++)
+    for (int k = 0; k < S::BK / 16; k++)
 #pragma unroll
       for (int i = 0; i < S::BLOCKS; i++)
         wgmma_m64k16<typename S::X, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
@@ -370,7 +380,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += WGMMA_BK, at.advance()) {
+  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
     __syncwarp();
     release_stage<S>(smem, at.stage);

@@ -37,8 +37,8 @@ empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' |
   ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
 
 # Hand-written bindings rely on these: test/examples/rust asserts the same numbers. A struct that grows changes both.
-for struct in cumoe_view=48 cumoe_buffer=8 cumoe_routing=128 cumoe_moe_desc=176 \
-  cumoe_projection=512 cumoe_weights_desc=2080 cumoe_moe_args=840; do
+for struct in cumoe_view=48 cumoe_buffer=8 cumoe_routing=128 cumoe_format=128 cumoe_moe_desc=688 \
+  cumoe_projection=512 cumoe_weights_desc=2344 cumoe_moe_args=840; do
   quiet "${struct%=*} has ${struct#*=} bytes" ${CC:-cc} -x c -std=c11 -Iinclude -fsyntax-only - <<- END
 	#include <cumoe/cumoe.h>
 	_Static_assert(sizeof(${struct%=*}) == ${struct#*=}, "another size");

@@ -8,8 +8,12 @@ fn main() {
         if let Some(folder) = word.strip_prefix("-L") {
             println!("cargo:rustc-link-search=native={folder}");
         } else if let Some(name) = word.strip_prefix("-l") {
-            let kind = if ["cumoe", "cudart_static"].contains(&name) { "static" } else { "dylib" };
-            println!("cargo:rustc-link-lib={kind}={name}");
+            // -l:libcumoe.a names the archive's file, as the shared library may lie beside it.
+            let archive = name.strip_prefix(":lib").and_then(|file| file.strip_suffix(".a"));
+            match archive.or((name == "cudart_static").then_some(name)) {
+                Some(name) => println!("cargo:rustc-link-lib=static={name}"),
+                None => println!("cargo:rustc-link-lib=dylib={name}"),
+            }
         }
     }
 }

@@ -44,6 +44,30 @@ pub struct Routing {
     pub reserved: [u64; 10],
 }
 
+/// Of quantised weights (cumoe/format.h); all zero: weights of the layer's type.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct Format {
+    pub element: i32,
+    pub offset: i32,
+    pub word: i32,
+    pub packed: i32,
+    pub order: u32,
+    pub split: i32,
+    pub block: [i32; 2],
+    pub origin: [i32; 2],
+    pub joined: i32,
+    pub scale: i32,
+    pub zero: i32,
+    pub zero_add: i32,
+    pub global: i32,
+    pub rows: i32,
+    pub row_element: i32,
+    pub row_group: i32,
+    pub row_scale: i32,
+    pub reserved: [i32; 13],
+}
+
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct MoeDesc {
@@ -60,6 +84,10 @@ pub struct MoeDesc {
     pub act_limit: f32,
     pub flags: u32,
     pub routing: Routing,
+    pub up_format: Format,
+    pub down_format: Format,
+    pub shared_up_format: Format,
+    pub shared_down_format: Format,
 }
 
 #[repr(C)]
@@ -89,6 +117,10 @@ pub struct WeightsDesc {
     pub gate: Projection,
     pub up: Projection,
     pub down: Projection,
+    pub up_format: Format,
+    pub down_format: Format,
+    pub dtype: i32,
+    pub reserved_end: i32,
 }
 
 #[repr(C)]
@@ -128,9 +160,10 @@ const _: () = {
     assert!(size_of::<View>() == 48);
     assert!(size_of::<Handle>() == 8);
     assert!(size_of::<Routing>() == 128);
-    assert!(size_of::<MoeDesc>() == 176);
+    assert!(size_of::<Format>() == 128);
+    assert!(size_of::<MoeDesc>() == 688);
     assert!(size_of::<Projection>() == 512);
-    assert!(size_of::<WeightsDesc>() == 2080);
+    assert!(size_of::<WeightsDesc>() == 2344);
     assert!(size_of::<MoeArgs>() == 840);
 };
 

@@ -77,6 +77,10 @@ fn layer(context: &Context, m: &Model) -> Result<Vec<f32>, Error> {
         gate: NO_PROJECTION,
         up: NO_PROJECTION,
         down: Projection { data: down.view(), ..NO_PROJECTION },
+        up_format: Format::default(),
+        down_format: Format::default(),
+        dtype: 0,
+        reserved_end: 0,
     })?;
     let (x, router) = (context.matrix(&m.x, HIDDEN)?, context.matrix(&m.router, HIDDEN)?);
     let out = context.buffer(F32, TOKENS, HIDDEN)?;

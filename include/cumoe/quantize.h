@@ -1,0 +1,115 @@
+/*
+ * cumoe/quantize.h: activations and weights into the codes and scales of a cumoe_format, and weights looked at before
+ * they serve. Contract as in cumoe/cumoe.h: work is ordered on `stream`, nothing is allocated, nothing waits, calls may
+ * be captured. What a call writes may overlap neither what it reads nor anything else that it writes
+ * (INVALID_ARGUMENT).
+ *
+ * Numbers are defined by operations that IEEE 754 rounds in one way only: the CPU device and every GPU give the same
+ * bits.
+ *
+ * Errors of all: INVALID_ARGUMENT (null, shape, overlap, a format that contradicts itself), NOT_SUPPORTED (a format
+ * that kernels do not take), LAYOUT, STALE_HANDLE, WRONG_DEVICE, WRONG_DTYPE, OUT_OF_BOUNDS, MISALIGNED, CUDA.
+ */
+#ifndef CUMOE_QUANTIZE_H
+#define CUMOE_QUANTIZE_H
+
+#include "moe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/*
+ * x as a layer whose weights have `format` multiplies it: format->rows, row_scale, row_group and origin[1] say how
+ * (cumoe/format.h, cumoe_rows); ROWS_AS_THEY_ARE has no codes and is refused (INVALID_ARGUMENT).
+ *
+ *   x             [rows, cols] bf16, f16 or f32; cols a multiple of 16, up to 2^24
+ *   static_scale  [1, 1] f32 with ROWS_STATIC, else absent
+ *   codes         [rows, cols] E4M3 or I8, as the weights' element
+ *   scales        [groups, rows] f32; groups: ceil((origin[1] mod row_group + cols) / row_group) with ROWS_GROUP,
+ *                 else 1
+ *
+ * x and codes are aligned to 16 bytes (base and ld), scales to its element.
+ */
+CUMOE_CHECKED cumoe_status cumoe_quantize_rows(cumoe_context context, const cumoe_format *format, cumoe_view x,
+                                               cumoe_view static_scale, cumoe_view_mut codes, cumoe_view_mut scales,
+                                               cumoe_stream stream);
+
+/*
+ * Weights of one projection, rounded to nearest: for tests, benchmarks, and checkpoints that nobody quantised. All that
+ * bind takes in place, in the same memory layout (cumoe_projection; an OUT_IN stack). `views` of what is written:
+ *
+ *   codes    [experts * out, in] E4M3, I8, U8; of 4 bits U8 [.., in / 2], or I32 [.., in / 8] with word 4
+ *   scale    [experts * blocks along out, blocks along in] of the format's scale type (E8M0 also as U8)
+ *   zero     [experts * ceil(out / 8), blocks along in] I32, with the format's zero
+ *   global   [experts, halves] f32, or [experts, 1] for gate and up together, with the format's global
+ *
+ * Absent where the format has none. weights: aligned to 16 bytes (base and ld), codes likewise.
+ *
+ * scale = amax / largest code (448; 127; 6), rounded to nearest in its type; code = weight / scale, to nearest even,
+ * saturated. amax is of the block; of all zeros the scale is 1. Besides:
+ *   U4          with offset o, amax / min(o, 15 - o): offset 8: amax / 7, code 0 does not occur
+ *               with zero points: (max - min) / 15, both taken with 0; zero point = -min / scale, to nearest
+ *   E8M0        E2M1: as OCP MX v1.0, 6.3: (the largest power of two up to amax) / 4; what lies past 6 becomes 6
+ *               E4M3: rounded up, nothing saturates
+ *   E2M1, E4M3  global = amax / (6 * 448) of an expert's half, GLOBAL_OVER: its reciprocal; scale = amax / 6 / global
+ * No scale is 0 or, but for E4M3, subnormal: blocks that small have the smallest one. Infinities count as the largest
+ * float. A NaN weight is a NaN code of E4M3; of others its block's scale is NaN.
+ *
+ * Refused (NOT_SUPPORTED): zero points or a global with block[0] other than 1; U4 with offset 0 or 15 and no zero
+ * points. format.rows does not matter.
+ */
+typedef struct cumoe_quantize_args {
+  uint32_t size;      /* sizeof(cumoe_quantize_args) */
+  int32_t experts;    /* matrices of the stack, 1 or more */
+  int32_t gate_order; /* gate and up in one matrix: their cumoe_gate_order; 0, SEPARATE, UNGATED: one projection */
+  int32_t reserved;   /* 0 */
+  cumoe_format format;
+  cumoe_view weights; /* [experts * out, in] bf16, f16 or f32 */
+  cumoe_view_mut codes, scale, zero, global;
+} cumoe_quantize_args;
+
+CUMOE_CHECKED cumoe_status cumoe_quantize_weights(cumoe_context context, const cumoe_quantize_args *args,
+                                                  cumoe_stream stream);
+
+/* Sets rows, cols, ld (packed), dtype and device (ANY) of codes, scale, zero and global to what the other fields ask
+ * for; those that have to be absent become so. Their data stays as it is. Of weights, rows and cols are read. */
+CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
+
+/* Columns of a report. */
+typedef enum cumoe_scan_field {
+  CUMOE_SCAN_CODES = 0,            /* NaN codes of E4M3; NaN and infinities of weights without a format */
+  CUMOE_SCAN_SCALE_NOT_FINITE = 1, /* NaN, E8M0's 255 among them, or infinite; of scales all, global ones too */
+  CUMOE_SCAN_SCALE_NEGATIVE = 2,
+  CUMOE_SCAN_SCALE_ZERO = 3,
+  CUMOE_SCAN_SCALE_SUBNORMAL = 4, /* of F32, F16, BF16; E8M0's 0 */
+  CUMOE_SCAN_SCALE_LARGE = 5,     /* E8M0 past 128, a scale of 4 or more: mostly bytes that are no scales */
+  CUMOE_SCAN_ZERO_POINT = 6,      /* offset and zero_add included, outside 0 .. 15: of another version of GPTQ's? */
+  CUMOE_SCAN_PAST_F16 = 7,        /* weights that round to infinity in f16 */
+  CUMOE_SCAN_PAST_BF16 = 8,
+  CUMOE_SCAN_LARGEST = 9, /* not a count: the largest finite |weight|, see cumoe_scan_largest */
+  CUMOE_SCAN_FIELDS = 10
+} cumoe_scan_field;
+
+/*
+ * What is odd about weights, before they serve: no call of the layer looks. report [experts, CUMOE_SCAN_FIELDS] i64, on
+ * the device: of every expert, all its projections together, how many codes, scales (each once) or weights are what the
+ * column says. Good weights have 0 in all columns but the last.
+ */
+CUMOE_CHECKED cumoe_status cumoe_weights_scan(cumoe_weights weights, cumoe_view_mut report, cumoe_stream stream);
+
+/* The last column's number. */
+static inline float cumoe_scan_largest(int64_t field)
+{
+  union {
+    uint32_t bits;
+    float value;
+  } largest;
+  largest.bits = (uint32_t)field;
+  return largest.value;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

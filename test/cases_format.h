@@ -1,0 +1,21 @@
+/* Cases of layers whose weights have formats, through cumoe_moe_forward. See cases.h. */
+#ifndef TEST_CASES_FORMAT_H
+#define TEST_CASES_FORMAT_H
+
+#include "session.h"
+
+/* Formats to try, 0 .. ; NULL: there are no more. */
+const char *format_name(int which, cumoe_format *f);
+
+enum { FORMAT_OF_UP = 1, FORMAT_OF_DOWN = 2, FORMAT_OF_BOTH = 3 };
+
+/* An order of gate and up that the formats take, pointers, gaps, biases. */
+void format_random_form(rng *r, layer_spec *s);
+
+/* Every format, on a context or with a forced kernel. */
+void cases_format(cumoe_context context);
+/* Sizes around the tiles of a row of the kernel table, with the formats that it may serve. */
+void cases_format_row(cumoe_context context, const cumoe_variant_info *row);
+bool row_has_format(const cumoe_variant_info *row);
+
+#endif
