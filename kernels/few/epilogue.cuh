@@ -9,21 +9,20 @@
 #include "gemm/epilogue.cuh"
 
 /* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S>
-DEVICE void add_partials(few_smem<S> &smem, pipeline_state<S::BUFFERS> &buffer, float (&sum)[S::TILES][4])
+template <class S> DEVICE void add_partials(few_smem<S> &smem, typename S::RING &buffer, float (&sum)[S::TILES][4])
 {
-  wait_for(&smem.partial_full[buffer.stage], buffer.phase);
+  wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
   const int holder = few_holder<S>();
 #pragma unroll
   for (int w = 0; w < S::CONSUMERS; w++) {
 #pragma unroll
     for (int t = 0; t < S::TILES; t++) {
       if (holder < 0) continue;
-      const float4 part = smem.partial[buffer.stage][w][t][holder];
+      const float4 part = smem.partial[stage_of(buffer)][w][t][holder];
       sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
     }
   }
-  mbarrier_arrive(&smem.partial_empty[buffer.stage]);
+  mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
   buffer.advance();
 }
 
@@ -36,8 +35,8 @@ template <class S> DEVICE float rest_of_scale(const gemm_args &g, int half, int 
 
 /* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). */
 template <class S, class STORE>
-DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit,
-                        pipeline_state<S::BUFFERS> &buffer, STORE store)
+DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit, typename S::RING &buffer,
+                        STORE store)
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
@@ -52,7 +51,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
     const int first = channel + t * each * 8, octets = unit.octets - t * each;
     if (t > 0 && octets <= 0) continue;
     load_bias(g.b, 0, expert, first, low_bias[t]);
-    if (gated || (t == 0 ? second : octets > 1)) load_bias(g.b, gated ? 1 : 0, expert, gated ? first : first + 8, high_bias[t]);
+    if (gated || (t == 0 ? second : octets > 1))
+      load_bias(g.b, gated ? 1 : 0, expert, gated ? first : first + 8, high_bias[t]);
   }
   const float low_rest = rest_of_scale<S>(g, 0, expert), high_rest = rest_of_scale<S>(g, gated ? 1 : 0, expert);
   float sum[S::TILES][4] = {};
@@ -79,7 +79,7 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
 /* A share of up. */
 template <class S>
 DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int share, few_tickets<S> &tickets,
-                      pipeline_state<S::BUFFERS> &buffer)
+                      typename S::RING &buffer)
 {
   using Y = typename S::Y;
   few_units<S> unit(args.up, experts, share);
@@ -93,7 +93,7 @@ DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int 
 }
 
 template <class S>
-DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, pipeline_state<S::BUFFERS> &buffer)
+DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, typename S::RING &buffer)
 {
   few_units<S> unit(smem.own, experts);
   write_outputs<S>(args, smem, [&](bool again, uint32_t phase) {
@@ -108,7 +108,7 @@ DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, pi
 
 template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
 {
-  pipeline_state<S::BUFFERS> buffer;
+  typename S::RING buffer;
   if constexpr (S::UP) {
     few_tickets<S> tickets = {args, smem, !args.protocol.tickets};
     int share = smem.share[0];

@@ -1,4 +1,4 @@
-/* The experts of few tokens on sm_90a, of weights with scales. */
+/* The experts of few tokens on sm_90a, of weights of 8 bits with scales. */
 #define ROWS_few_quant_sm90
 #include "few/few.cuh"
 

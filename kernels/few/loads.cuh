@@ -119,9 +119,15 @@ template <class L> struct few_copier {
     to.advance();
   }
 
+  template <class S> DEVICE void slice_scales(const gemm_args &g, const few_cursor<S> &at)
+  {
+    if constexpr (L::SCALED) prefetch_scales<S>(g, at.unit, smem.table.expert[at.unit.active], at.slice);
+  }
+
   DEVICE void down_weights()
   {
     const void *of = smem.table.down[down.unit.active];
+    slice_scales<D>(args.down, down);
     copy_slice_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
   }
   DEVICE void down_columns()
@@ -140,6 +146,7 @@ template <class L> struct few_copier {
     if (!up.find() && args.protocol.tickets) return next_of_down();
     if (up.unit.left > 0) {
       const int active = up.unit.active;
+      slice_scales<U>(args.up, up);
       copy_slice_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
       copy_slice_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
       up.slice += L::CONSUMERS;

@@ -138,7 +138,7 @@ template <class S> DEVICE float quantize_part(const row_format &format, few_stag
  */
 template <class S>
 DEVICE void prepare_columns(const gemm_args &g, bool h_complete, const few_column (&of)[FEW_COLUMNS], int slice,
-                           few_stage<S> &stage, float (&scale)[2])
+                            few_stage<S> &stage, float (&scale)[2])
 {
   using Y = typename S::Y;
   using part = typename bytes_vector<S::BK / WARP_SIZE * 2>::type;
@@ -147,8 +147,7 @@ DEVICE void prepare_columns(const gemm_args &g, bool h_complete, const few_colum
   for (int c = 0; c < S::COLUMNS; c++) {
     const few_column column = of[c];
     if (c > 0 && column < 0) break;
-    part *place =
-        reinterpret_cast<part *>(few_elements<S>(stage, c, lane_id() / OF_VECTOR)) + lane_id() % OF_VECTOR;
+    part *place = reinterpret_cast<part *>(few_elements<S>(stage, c, lane_id() / OF_VECTOR)) + lane_id() % OF_VECTOR;
     if (!S::UP && !h_complete) {
       const Y *h = static_cast<const Y *>(g.a) + column_pair(column) * g.a_ld + slice * S::BK + lane_id() * EACH;
       while (is_unwritten(*place)) *place = load_relaxed_part(h, *place);
@@ -378,7 +377,7 @@ DEVICE void multiply_exchanged(few_smem<S> &smem, few_stage<S> &stage, float (&s
 {
   auto &at = smem.exchange[warp_id()];
   const int row = lane_id() / 4;
-  multiply_grouped<S, TILES, 4>(
+  multiply_grouped<S, TILES, 2>(
       stage, [&](int o, int group) { return at.scale[o * 8 + row][group]; },
       [&](int o, int group) { return (uint32_t)at.zero[o * 8 + row][group] * 0x10001; }, sum);
 }
@@ -401,7 +400,7 @@ DEVICE void multiply_large(const few_scales<S> &scales, few_stage<S> &stage, flo
 /* The slice whose scales are the next: they are replaced by those to come as soon as they are out of the way. */
 template <class S, int TILES>
 DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &stage, few_scales<S> &scales,
-                           const float (&column_scale)[2], float (&sum)[S::TILES][4])
+                           const few_cursor<S> &next, const float (&column_scale)[2], float (&sum)[S::TILES][4])
 {
   using code = typename S::CODE;
   using M = typename code::M;
@@ -409,7 +408,7 @@ DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &
   if constexpr (S::BITS == 8) {
     float row_scale[COUNT];
     scales.decode(g.b.scale.dtype, row_scale);
-    scales.load(g, smem);
+    scales.load(g, smem, next);
     multiply_bytes<S, TILES>(g.b.offset, stage, row_scale, column_scale, sum);
   } else if constexpr (code::GROUPED) {
     if (code::IN_RUNS && g.b.scale.block_k >= 128) {
@@ -419,18 +418,18 @@ DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &
 #pragma unroll
       for (int i = 0; i < COUNT; i++)
         zero[i] = zero_subtrahend<M>(zero_of_word(g.b, scales.zero[few_scales<S>::ZEROS ? i : 0]));
-      scales.load(g, smem);
+      scales.load(g, smem, next);
       multiply_in_runs<S, TILES>(stage, scale, zero, sum);
     } else {
       exchange_scales<S>(g, smem, scales);
-      scales.load(g, smem);
+      scales.load(g, smem, next);
       multiply_exchanged<S, TILES>(smem, stage, sum);
     }
   } else if constexpr (few_scales<S>::PAIRS) {
     uint2 factor[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) factor[i] = factors_of_e4m3(scales.raw[i], scales.second[i]);
-    scales.load(g, smem);
+    scales.load(g, smem, next);
     multiply_owned<S, TILES>(
         stage, [&](int o, int run, int half) { return half ? factor[o * 2 + run].y : factor[o * 2 + run].x; }, sum);
   } else {
@@ -439,10 +438,11 @@ DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &
     for (int i = 0; i < COUNT; i++) factor[i] = factor_of_e8m0(scales.raw[i]), most = max(most, scales.raw[i]);
     if (__any_sync(ALL_LANES, most > 128)) {
       multiply_large<S, TILES>(scales, stage, sum);
-      scales.load(g, smem);
+      scales.load(g, smem, next);
     } else {
-      scales.load(g, smem);
-      multiply_owned<S, TILES>(stage, [&](int o, int run, int) { return factor[o * 2 + run]; }, sum);
+      scales.load(g, smem, next);
+      multiply_owned<S, TILES>(
+          stage, [&](int o, int run, int) { return factor[o * 2 + run]; }, sum);
     }
   }
 }
@@ -454,12 +454,14 @@ DEVICE void multiply_scaled(const few_args &args, few_smem<S> &smem, const few_c
 {
   const gemm_args &g = gemm_of<S>(args);
   few_stage<S> &at = smem.stages[warp_id()][stage];
+  few_cursor<S> next = here;
+  next.slice += S::CONSUMERS;
   float column_scale[2] = {1.f, 1.f};
   prepare_columns<S>(g, !args.protocol.tickets, smem.table.column[here.unit.active], here.slice, at, column_scale);
   if (here.unit.octets > (S::gated(g) ? 1 : 2))
-    multiply_tiles<S, 2>(g, smem, at, scales, column_scale, sum);
+    multiply_tiles<S, 2>(g, smem, at, scales, next, column_scale, sum);
   else
-    multiply_tiles<S, 1>(g, smem, at, scales, column_scale, sum);
+    multiply_tiles<S, 1>(g, smem, at, scales, next, column_scale, sum);
 }
 
 #endif

@@ -47,13 +47,12 @@ template <class S> DEVICE void enter_pairs_of_one(const few_args &args, few_tabl
 
 /* Lies where stages will be. */
 template <int PAIRS, int COLUMNS> struct few_counts {
-  uint8_t in_warp[PAIRS / WARP_SIZE][MAX_EXPERTS];  /* pairs of a warp with that expert */
-  uint8_t active[MAX_EXPERTS][PAIRS / COLUMNS];     /* of an expert's pairs, COLUMNS by COLUMNS */
+  uint8_t in_warp[PAIRS / WARP_SIZE][MAX_EXPERTS]; /* pairs of a warp with that expert */
+  uint8_t active[MAX_EXPERTS][PAIRS / COLUMNS];    /* of an expert's pairs, COLUMNS by COLUMNS */
 };
 
 /* Pairs before this one with the same expert. All threads; the first of them have a pair each. */
-template <int PAIRS, int COLUMNS>
-DEVICE int count_alike(few_counts<PAIRS, COLUMNS> &s, int experts, int pair, int to)
+template <int PAIRS, int COLUMNS> DEVICE int count_alike(few_counts<PAIRS, COLUMNS> &s, int experts, int pair, int to)
 {
   const int words = ceil_div(experts, 4), warp = warp_id();
   for (int i = threadIdx.x; i < PAIRS / WARP_SIZE * words; i += blockDim.x)
