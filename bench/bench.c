@@ -277,7 +277,7 @@ static cumoe_status print_plan(const model *m, int64_t tokens)
 }
 
 /* False: wrong or failed. A forced row that cannot serve a cell is neither. */
-static bool run_cell(bench *b, model *m, int64_t tokens, reference *dense)
+static bool run_cell(bench *b, model *m, int64_t tokens, reference *dense, tally *t)
 {
   cell c;
   result r = {.cell = &c};
@@ -290,6 +290,7 @@ static bool run_cell(bench *b, model *m, int64_t tokens, reference *dense)
   if (status == CUMOE_OK) {
     print_row(b, &r);
     csv_row(b, &r);
+    tally_add(t, &r);
   } else {
     printf("%6lld  %s: %s\n", (long long)tokens, cumoe_status_name(status), failure_text(b));
     b->error[0] = 0;
@@ -300,18 +301,18 @@ static bool run_cell(bench *b, model *m, int64_t tokens, reference *dense)
   return status == CUMOE_OK && verdict_good(&r.verdict);
 }
 
-static bool run_kind(bench *b, const shape *s, const kind *k, reference *dense)
+static bool run_kind(bench *b, const shape *s, int32_t index, reference *dense)
 {
   model m;
   bool good = true;
-  const cumoe_status status = model_create(b, s, k, &m);
+  const cumoe_status status = model_create(b, s, b->o.kinds[index], &m);
   print_shape(b, &m);
   if (status != CUMOE_OK) {
     printf("%s: %s\n", cumoe_status_name(status), failure_text(b));
     good = false;
   }
   for (int32_t i = 0; i < b->o.tokens_count && status == CUMOE_OK; ++i)
-    good = run_cell(b, &m, b->o.tokens[i], &dense[i]) && good;
+    good = run_cell(b, &m, b->o.tokens[i], &dense[i], &b->tallies[index]) && good;
   model_destroy(&m);
   return good;
 }
@@ -322,7 +323,7 @@ static bool run_shape(bench *b, const shape *s)
   bool good = true;
   for (int32_t i = 0; i < b->o.tokens_count && b->o.kinds_count > 1; ++i)
     dense[i].out = malloc(REFERENCE * sizeof *dense[i].out);
-  for (int32_t i = 0; i < b->o.kinds_count; ++i) good = run_kind(b, s, b->o.kinds[i], dense) && good;
+  for (int32_t i = 0; i < b->o.kinds_count; ++i) good = run_kind(b, s, i, dense) && good;
   for (int32_t i = 0; i < b->o.tokens_count; ++i) free(dense[i].out);
   return good;
 }
@@ -335,17 +336,30 @@ static bool run_all(bench *b)
     const shape s = shape_at(i);
     if (wanted(b, &s)) good = run_shape(b, &s) && good;
   }
+  print_tallies(b, b->tallies);
   return good;
 }
 
 /* ---- main ------------------------------------------------------------------------------------------ */
 
+/* Where there is a driver, numbers of the CPU would be taken for the GPU's. */
+static cumoe_status accept_cpu(bench *b)
+{
+  int driver = 0;
+  (void)cudaDriverGetVersion(&driver);
+  if (driver > 0) {
+    snprintf(b->error, sizeof b->error, "no GPU is used, --device cpu measures the CPU device: %s", b->device.fallback);
+    return CUMOE_ERR_NO_DEVICE;
+  }
+  printf("on the CPU device, a toy layer: %s\n", b->device.fallback);
+  return CUMOE_OK;
+}
+
 static cumoe_status start(bench *b)
 {
   TRY(bench_open(b));
   const bool cpu = b->device.device == CUMOE_DEVICE_CPU;
-  if (cpu && b->o.device != CUMOE_DEVICE_CPU)
-    fprintf(stderr, "bench: no usable GPU: a toy layer on the CPU device instead\n");
+  if (cpu && b->o.device != CUMOE_DEVICE_CPU) TRY(accept_cpu(b));
   default_tokens(&b->o, cpu);
   if (!b->o.formats) b->o.kinds[b->o.kinds_count++] = &not_quantised;
   if (b->o.list) return CUMOE_OK;

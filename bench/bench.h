@@ -80,6 +80,12 @@ typedef struct store {
   int32_t count;
 } store;
 
+/* A kind's cells in a line: sums of logarithms. */
+typedef struct tally {
+  int32_t cells, goals, met, dense, wrong;
+  double part, over, gain;
+} tally;
+
 typedef struct cublas cublas;
 typedef struct nvml nvml;
 
@@ -92,6 +98,7 @@ typedef struct bench {
   store store;
   noise unit, small; /* standard deviation 1 and 0.02 */
   uint64_t seed;
+  tally tallies[MAX_KINDS];
   cublas *blas; /* NULL: not there */
   nvml *nvml;   /* NULL: not there */
   FILE *csv, *ids;
@@ -295,6 +302,9 @@ typedef struct result {
 void print_header(const bench *b);
 void print_shape(const bench *b, const model *m);
 void print_row(const bench *b, const result *r);
+
+void tally_add(tally *t, const result *r);
+void print_tallies(const bench *b, const tally *tallies);
 rates rates_of(const bench *b); /* those of the floor */
 bool csv_open(bench *b);
 void csv_row(const bench *b, const result *r);

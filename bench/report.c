@@ -1,6 +1,7 @@
 /* The printed table and the CSV file: the same numbers, and the facts without which they mean nothing. */
 #include "bench.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -285,6 +286,46 @@ void print_row(const bench *b, const result *r)
   }
   print_verdict(&r->verdict);
   fflush(stdout);
+}
+
+/* ---- at the end ---- */
+
+void tally_add(tally *t, const result *r)
+{
+  const model *m = r->cell->model;
+  const double layer = r->timings[ITEM_layer].median, dense = r->cell->dense->us;
+  goal g;
+  t->cells++;
+  t->wrong += !verdict_good(&r->verdict);
+  if (layer <= 0) return;
+  if (r->floor_us > 0) t->part += log(r->floor_us / layer);
+  if (goal_of(m->kind, m->shape->name, r->cell->tokens, &g)) {
+    t->goals++;
+    t->met += layer <= g.us;
+    t->over += log(layer / g.us);
+  }
+  if (kind_is_dense(m->kind) || dense <= 0) return;
+  t->dense++;
+  t->gain += log(dense / layer);
+}
+
+/* Geometric means. */
+void print_tallies(const bench *b, const tally *tallies)
+{
+  if (!b->o.formats) return;
+  printf("\n%-12s %6s %6s %6s %12s %8s %8s\n", "weights", "cells", "wrong", "of it", "goals met", "over", "gain");
+  for (int32_t i = 0; i < b->o.kinds_count; ++i) {
+    const tally *t = &tallies[i];
+    printf("%-12s %6d %6d", kind_name(b->o.kinds[i], b->o.dtype), (int)t->cells, (int)t->wrong);
+    if (t->cells && t->part < 0)
+      printf(" %5.1f%%", 100 * exp(t->part / t->cells));
+    else
+      printf(" %6s", "-");
+    printf(" %4d of %4d", (int)t->met, (int)t->goals);
+    print_number(8, t->goals ? exp(t->over / t->goals) : 0);
+    print_number(8, t->dense ? exp(t->gain / t->dense) : 0);
+    printf("\n");
+  }
 }
 
 /* ---- CSV ---- */

@@ -298,9 +298,14 @@ typedef struct type_name {
 } type_name;
 
 static const type_name types[] = {
-    {"F32", CUMOE_F32, 4}, {"BF16", CUMOE_BF16, 2}, {"F16", CUMOE_F16, 2}, {"I32", CUMOE_I32, 4}, {"I64", CUMOE_I64, 8},
-    {"U8", CUMOE_U8, 1},   {"F64", 0, 8},           {"I8", 0, 1},          {"I16", 0, 2},         {"U16", 0, 2},
-    {"U32", 0, 4},         {"U64", 0, 8},           {"BOOL", 0, 1},        {"F8_E4M3", 0, 1},     {"F8_E5M2", 0, 1},
+    {"F32", CUMOE_F32, 4}, {"BF16", CUMOE_BF16, 2},
+    {"F16", CUMOE_F16, 2}, {"I32", CUMOE_I32, 4},
+    {"I64", CUMOE_I64, 8}, {"U8", CUMOE_U8, 1},
+    {"F64", 0, 8},         {"I8", CUMOE_I8, 1},
+    {"I16", 0, 2},         {"U16", 0, 2},
+    {"U32", 0, 4},         {"U64", 0, 8},
+    {"BOOL", 0, 1},        {"F8_E4M3", CUMOE_E4M3, 1},
+    {"F8_E5M2", 0, 1},
 };
 
 static const type_name *find_type(json name)

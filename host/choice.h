@@ -7,7 +7,7 @@
 #include "tune.h"
 
 enum { MIN_CC = 80 }; /* of the GPUs that the library serves */
-enum { MAX_VARIANTS = 256 };
+enum { MAX_VARIANTS = 512 };
 
 /* What a choice depends on besides the shape: facts of the device, and the rows of the table that run there. */
 typedef struct machine {
@@ -32,7 +32,7 @@ typedef struct op_shape {
   int32_t in, out;      /* DT_* of activations as they are multiplied, and of the result */
   weight_format format; /* of weights */
   int32_t rows_mode;    /* ROWS_*: what becomes of activations */
-  int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN */
+  int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN_ALL */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
   int64_t tokens, rows; /* T; T k, or T when dense */

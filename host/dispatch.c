@@ -15,7 +15,7 @@ static op_shape shape_of_router(operation op, const void *args)
                     .in = a->x_dtype,
                     .out = DT_F32,
                     .format = dense_format(a->w_dtype),
-                    .scale_run = SCALE_RUN,
+                    .scale_run = SCALE_RUN_ALL,
                     .tokens = a->tokens.count,
                     .rows = a->tokens.count,
                     .experts = a->experts,
@@ -40,7 +40,7 @@ static int32_t run_of(const gemm_args *a)
   const scale_matrix *s = &a->b.scale;
   const int32_t k = s->k_stride ? s->block_k | s->k_origin : 0,
                 rows = a->rows.mode == ROWS_GROUP ? a->rows.group | a->rows.origin : 0;
-  const int32_t all = SCALE_RUN | k | rows;
+  const int32_t all = (int32_t)SCALE_RUN_ALL | k | rows;
   return all & -all;
 }
 
@@ -87,6 +87,12 @@ static op_shape shape_of_scan(operation op, const void *args)
 {
   const scan_args *a = args;
   return (op_shape){.op = op, .tokens = (int64_t)a->experts * a->halves * a->n};
+}
+
+static op_shape shape_of_repack(operation op, const void *args)
+{
+  const repack_args *a = args;
+  return (op_shape){.op = op, .tokens = (int64_t)a->experts * a->out * (a->in / REPACK_CELL(a))};
 }
 
 /* Of the operations of ops.h, `tokens` counts what grids are made of: units, rows, or blocks of rows. */

@@ -38,9 +38,9 @@ static int32_t low_bit(int32_t value)
 
 int32_t scale_run(const cumoe_format *f)
 {
-  if (is_dense(f)) return SCALE_RUN;
+  if (is_dense(f)) return SCALE_RUN_ALL;
   const int32_t groups = f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0;
-  return low_bit(SCALE_RUN | f->block[1] | groups | (f->block[1] || groups ? f->origin[1] : 0));
+  return low_bit((int32_t)SCALE_RUN_ALL | f->block[1] | groups | (f->block[1] || groups ? f->origin[1] : 0));
 }
 
 int32_t row_element(const cumoe_format *f, int32_t dtype)
@@ -156,8 +156,8 @@ static cumoe_status check_rows(const char *name, const cumoe_format *f)
           "%s.rows is %d, must be ROWS_AS_THEY_ARE with element %d", name, (int)f->rows, (int)f->element);
   REQUIRE(f->row_element == 0 || (any && f->row_element == f->element), CUMOE_ERR_NOT_SUPPORTED,
           "%s.row_element is %d, must be 0, or %d as the weights", name, (int)f->row_element, (int)f->element);
-  REQUIRE(f->row_group == (f->rows == CUMOE_ROWS_GROUP ? SCALE_RUN : 0), CUMOE_ERR_NOT_SUPPORTED,
-          "%s.row_group is %d, must be %d with ROWS_GROUP, else 0", name, (int)f->row_group, SCALE_RUN);
+  REQUIRE(f->row_group == (f->rows == CUMOE_ROWS_GROUP ? ROW_GROUP : 0), CUMOE_ERR_NOT_SUPPORTED,
+          "%s.row_group is %d, must be %d with ROWS_GROUP, else 0", name, (int)f->row_group, ROW_GROUP);
   REQUIRE(f->row_scale == 0 || f->row_scale == CUMOE_F32 || (f->row_scale == CUMOE_E8M0 && any),
           CUMOE_ERR_NOT_SUPPORTED, "%s.row_scale is %s, must be f32, or e8m0 where activations are quantised", name,
           say_dtype(f->row_scale).text);
@@ -167,6 +167,8 @@ static cumoe_status check_rows(const char *name, const cumoe_format *f)
 cumoe_status check_format(const char *name, const cumoe_format *f, int64_t in, int32_t dtype, format_use use)
 {
   TRY(check_reserved(name, f));
+  REQUIRE(f->ggml == 0, CUMOE_ERR_LAYOUT, "%s.ggml is %d: blocks of GGUF are read after cumoe_weights_repack only",
+          name, (int)f->ggml);
   if (is_dense(f)) return check_dense_format(name, f);
   REQUIRE(f->element >= CUMOE_ELEMENT_DENSE && f->element <= CUMOE_ELEMENT_S4, CUMOE_ERR_INVALID_ARGUMENT,
           "%s.element is %d, not a cumoe_element", name, (int)f->element);

@@ -26,9 +26,11 @@ weight_format class_of(const cumoe_format *f, int32_t dtype);
 cumoe_dtype storage_dtype(const cumoe_format *f, int32_t dtype);
 int32_t storage_codes(const cumoe_format *f);
 
-/* The largest power of two, at most SCALE_RUN, such that an aligned run of so many k has one scale, of weights and of
- * activations. */
-enum { SCALE_RUN = 128 };
+enum { ROW_GROUP = 128 }; /* cumoe_format.row_group */
+
+/* The largest power of two such that an aligned run of so many k has one scale, of weights and of activations;
+ * SCALE_RUN_ALL: no scale changes along k, or there is none. */
+enum { SCALE_RUN_ALL = 1 << 30 };
 int32_t scale_run(const cumoe_format *f);
 
 /* What is multiplied with the weights: `dtype`, or codes. */

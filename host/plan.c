@@ -40,7 +40,7 @@ static op_shape router_shape(const layer *l, int32_t experts, int32_t w, bool tm
                     .in = l->d->dtype,
                     .out = DT_F32,
                     .format = dense_format(w),
-                    .scale_run = SCALE_RUN,
+                    .scale_run = SCALE_RUN_ALL,
                     .tmap = tmap,
                     .tokens = l->c->tokens,
                     .rows = l->c->tokens,

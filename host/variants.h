@@ -19,10 +19,11 @@ typedef enum form {
   FORM_chunk,   /* map: counting by chunks of pairs */
   FORM_scatter, /* permute */
   FORM_codes,   /* quantize: groups of `columns`, or of a whole row */
-  FORM_blocks,  /* encode_scales, encode, scan: everything */
+  FORM_blocks,  /* encode_scales, encode, scan, repack: everything */
   FORM_dot,     /* router: few tokens, a dot product an expert */
   FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */
   FORM_ntile,   /* GEMM on tensor cores, N-major weights */
+  FORM_unpack,  /* GEMM on tensor cores, K-major weights with scales */
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
   FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */

@@ -267,6 +267,29 @@ typedef struct scan_args {
 } scan_args;
 
 /*
+ * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h):
+ * all of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
+ * [ceil(out / 8), groups], at to_scale and to_zero. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's
+ * codes, n fastest.
+ */
+enum { REPACK_BYTES = 16 };
+typedef struct repack_args {
+  const uint8_t *codes, *scale, *zero; /* zero NULL: none */
+  uint8_t *to;
+  int64_t codes_ld, scale_ld, zero_ld, codes_stride, scale_stride, zero_stride;
+  int64_t to_stride, to_scale, to_zero;
+  int32_t experts, out, in, groups, scale_rows;
+  int32_t block_k, k_origin;
+  int32_t bits, word, in_out, packed_out; /* word: codes in one */
+  uint32_t order;
+  int32_t flip; /* of every code: 8 makes two's complement unsigned */
+  int32_t zero_add, scale_bytes;
+  int32_t ggml; /* GGML_* or 0 */
+} repack_args;
+enum { GGML_Q4_0 = 2, GGML_Q8_0 = 8, GGML_Q6_K = 14, GGML_MXFP4 = 39 };
+#define REPACK_CELL(a) (REPACK_BYTES * 8 / (a)->bits)
+
+/*
  * Grouped GEMM, up and down. For each expert e < experts and each row r of offsets[e] .. offsets[e] + counts[e] - 1:
  *   a(r) = row_pair && !packed ? a[row_pair[r] / top_k] : a[r]      (by way of protocol.x_copy, if there is one)
  *   acc_h[n] = sum_k a(r)[k] * b(h, e, n, k)    (f32 accumulation; codes times codes of I8: s32)

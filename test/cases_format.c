@@ -2,6 +2,7 @@
 #include "cases.h"
 #include "cases_layer.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -193,10 +194,415 @@ void cases_format(cumoe_context context)
     }
 }
 
+/* ---- exact layers: one weight a result ------------------------------------------------------------- */
+
+/*
+ * Tokens have one element that is not 0, the other projection hands it on: every result is a weight, or a gate's times
+ * an up's, times a number that codes of activations hit exactly. No tolerance.
+ *   CODES   every code at every place of a word, zero points that change from group to group and channel to channel;
+ *           scales 1
+ *   SCALES  the code of 1; another scale for every block, its neighbours and the transposed place
+ *   E8M0    the ends of the range: 2^-127 to 2^127
+ */
+typedef enum exact_content { EXACT_CODES, EXACT_SCALES, EXACT_E8M0 } exact_content;
+
+static const int exact_e8m0[] = {127, 0, 129, 254, 1, 128};
+
+static int64_t block_along(int32_t block, int32_t origin, int64_t at)
+{
+  return block ? (origin + at) / block : 0;
+}
+
+/* Of a scale, in its own terms. */
+static double exact_scale(const channel_place *at, exact_content content, int64_t in)
+{
+  const cumoe_format *f = at->format;
+  const int64_t n = block_along(f->block[0], f->origin[0], at->channel), k = block_along(f->block[1], f->origin[1], in);
+  const int64_t mixed = 17 * at->expert + 101 * at->half + 31 * n + 58 * k;
+  if (content == EXACT_E8M0) return exact_e8m0[mixed % 6];
+  if (f->scale == CUMOE_E8M0) return content == EXACT_SCALES ? 121 + (double)(mixed % 13) : 127;
+  if (f->scale == CUMOE_E4M3) return content == EXACT_SCALES ? 0x20 + (double)(mixed % 0x31) : 0x38;
+  return content == EXACT_SCALES ? 1 + (double)(mixed % 251) : 1;
+}
+
+/* Of 1, after what is taken off. */
+static unsigned code_of_one(const cumoe_format *f, unsigned taken)
+{
+  unsigned code = 0;
+  while (element_value(f->element, code) - taken != 1) code++;
+  return code;
+}
+
+static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, unsigned taken)
+{
+  const cumoe_format *f = at->format;
+  unsigned code =
+      (unsigned)((at->expert * 5 + at->half * 3 + at->channel * 7 + in * 11 + in / 16) % element_codes(f->element));
+  if (content != EXACT_CODES) return code_of_one(f, taken);
+  return isnan(element_value(f->element, code)) ? 0x80 : code;
+}
+
+static void set_exact_channel(const channel_place *at, exact_content content)
+{
+  const cumoe_format *f = at->format;
+  for (int64_t in = 0; in < at->ins; in++) {
+    const int64_t group = block_along(f->block[1], f->origin[1], in);
+    const int64_t most = content == EXACT_CODES ? 16 : 8;
+    const unsigned zero = f->zero ? (unsigned)((at->channel * 3 + group * 5 + at->half * 7 + at->expert) % most) : 0;
+    const int32_t add = f->zero ? f->zero_add : 0;
+    if (f->zero) zero_set(at, in, zero);
+    scale_set(at, in, exact_scale(at, content, in));
+    code_set(at, in, exact_code(at, content, in, (unsigned)(f->offset + add) + zero));
+  }
+}
+
+/* Which codes of activations meet exactly: the largest one times a power of two. */
+static double exact_number(const cumoe_format *f)
+{
+  return f->element == CUMOE_ELEMENT_S8 || f->element == CUMOE_ELEMENT_U8 ? 127 * 0x1p-10 : 448 * 0x1p-12;
+}
+
+static void set_exact_projection(host_projection *p, const cumoe_format *f)
+{
+  for (int64_t i = 0; i < p->global.rows * p->global.cols; i++) tensor_set(&p->global, 0, i, i % 3 == 1 ? 2 : 0.5);
+  if (p->input_scale.data) tensor_set(&p->input_scale, 0, 0, f->element == CUMOE_ELEMENT_S8 ? 0x1p-10 : 0x1p-12);
+}
+
+static void set_exact_weights(host_weights *w, exact_content content)
+{
+  host_projection *all[] = {&w->gate_up, &w->gate, &w->up, &w->down};
+  const double number = exact_number(&w->down_format);
+  for (int i = 0; i < 4; i++) set_exact_projection(all[i], i == 3 ? &w->down_format : &w->up_format);
+  for (int part = 0; part < 3; part++)
+    for (int64_t e = 0; e < w->experts; e++)
+      for (int64_t out = 0; out < (part == PLAIN_DOWN ? w->hidden : w->inter); out++) {
+        if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
+        const channel_place at = oracle_channel(w, part, e, out);
+        const double passed = part == PLAIN_UP && format_is_dense(&w->up_format) ? number : 1;
+        if (!format_is_dense(at.format))
+          set_exact_channel(&at, content);
+        else if (out < at.ins)
+          weights_set(w, part, e, out, out, passed);
+      }
+  oracle_prepare(w);
+}
+
+/* Tokens: for every k and expert one that is not 0 there. */
+static layer_inputs exact_inputs(const layer_spec *s, exact_content content)
+{
+  layer_inputs in = layer_inputs_new(s);
+  const bool up = !format_is_dense(&s->desc.up_format);
+  memset(in.x.data, 0, (size_t)(in.x.rows * in.x.cols) * cumoe_dtype_bytes((cumoe_dtype)in.x.dtype));
+  set_exact_weights(&in.routed, content);
+  for (int64_t t = 0; t < s->tokens; t++) {
+    const int64_t e = t % s->desc.num_experts, k = t / s->desc.num_experts;
+    const channel_place at = oracle_channel(&in.routed, up ? PLAIN_UP : PLAIN_DOWN, e, 0);
+    const double scale = content == EXACT_E8M0 ? exact_scale(&at, content, k) : 127;
+    tensor_set(&in.x, t, k, (up ? exact_number(at.format) : 1) * (scale < 64 ? 0x1p60 : scale > 200 ? 0x1p-60 : 1));
+    tensor_set(&in.ids, t, 0, (double)e);
+    tensor_set(&in.id_weights, t, 0, 1);
+  }
+  return in;
+}
+
+static bool check_exactly(const layer_spec *s, const layer_inputs *in, const layer_outputs *got, bool tell)
+{
+  cumoe_moe_desc desc;
+  const layer_case c = layer_case_of(s, in, &desc);
+  bool good = true;
+  for (int64_t t = 0; t < s->tokens && good; t++) {
+    const int mark = scratch_mark();
+    layer_result want = oracle_layer(&c, t);
+    for (int32_t i = 0; i < desc.hidden && good; i++) {
+      const double value = round_to(want.out[i].value, desc.out_dtype), is = tensor_get(&got->out, t, i);
+      good = value == is || (isnan(value) && isnan(is));
+      if (tell) CHECK_MSG(good, "token %d, channel %d: %g, want %g", (int)t, i, is, value);
+    }
+    scratch_release(mark);
+  }
+  return good;
+}
+
+/* At most `limit` tokens a call. */
+static void run_exact(cumoe_context context, const char *name, const layer_spec *s, exact_content content,
+                      int64_t limit)
+{
+  static const char *const contents[] = {"codes", "scales", "e8m0"};
+  case_begin("exact %s: %s, %s H %d I %d order %d", contents[content], name,
+             cumoe_dtype_name((cumoe_dtype)s->desc.dtype), s->desc.hidden, s->desc.inter, s->form.gate_order);
+  const layer_inputs all = exact_inputs(s, content);
+  int64_t *order = scratch((size_t)s->tokens, sizeof *order);
+  for (int64_t t = 0; t < s->tokens; t++) order[t] = t;
+  for (int64_t t = 0; t < s->tokens; t += limit) {
+    layer_spec some = *s;
+    layer_outputs got;
+    session run;
+    some.tokens = limit < s->tokens - t ? limit : s->tokens - t;
+    const layer_inputs in = take_tokens(&all, order + t, some.tokens);
+    session_open(&run, context, &some, &in);
+    const cumoe_status status = session_forward(&run);
+    if (status == CUMOE_OK) got = session_collect(&run);
+    session_close(&run);
+    if (!case_served(context, status, "cumoe_moe_forward")) return;
+    if (!check_exactly(&some, &in, &got, true)) break;
+  }
+  case_end();
+}
+
+static layer_spec exact_spec(rng *r, cumoe_format f, int parts, int32_t dtype, exact_content content)
+{
+  static const int32_t longer[] = {96, 160, 288, 128}, shorter[] = {64, 96, 32, 80};
+  layer_spec s = spec_with(r, f, parts, dtype, 0, longer[rng_below(r, 4)], shorter[rng_below(r, 4)]);
+  s.desc.act = CUMOE_ACT_IDENTITY;
+  s.form.bias = 0;
+  s.desc.num_experts = 2;
+  s.desc.routing.top_k = 1;
+  if (content == EXACT_E8M0) s.form.gate_order = CUMOE_UNGATED, s.desc.flags |= CUMOE_MOE_UNGATED;
+  s.tokens = 2 * (parts == FORMAT_OF_UP ? s.desc.hidden : s.desc.inter);
+  return s;
+}
+
+/* limit: of tokens a call. */
+static void exact_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
+                        int64_t limit)
+{
+  rng r = {(uint64_t)(which * 8 + parts * 2) + 77};
+  for (exact_content content = EXACT_CODES; content <= EXACT_E8M0; content++) {
+    if (content == EXACT_E8M0 && (f.scale != CUMOE_E8M0 || dtype != CUMOE_BF16)) continue;
+    const layer_spec s = exact_spec(&r, f, parts, dtype, content);
+    run_exact(context, name, &s, content, limit);
+  }
+}
+
+void cases_format_exact(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    for (int which = 0; which < 4; which++) {
+      cumoe_format one = f;
+      const int parts = which % 2 ? FORMAT_OF_DOWN : FORMAT_OF_UP;
+      if (parts == FORMAT_OF_DOWN) one.joined = 0;
+      exact_cases(context, i, name, one, parts, which / 2 ? CUMOE_F16 : CUMOE_BF16, 1 << 20);
+    }
+}
+
+/* ---- wrong formats are seen ------------------------------------------------------------------------ */
+
+/* One member that a preset may have wrong; false: it means nothing to this format. */
+static bool set_wrong(cumoe_format *f, int which)
+{
+  const bool u4 = f->element == CUMOE_ELEMENT_U4, s8 = f->element == CUMOE_ELEMENT_S8 || f->element == CUMOE_ELEMENT_U8;
+  switch (which) {
+  case 0: return u4 && (f->offset = f->offset ? f->offset - 1 : 1, true);
+  case 1: return f->zero && (f->zero_add += 1, true);
+  case 2: return f->global && (f->global = CUMOE_GLOBAL_TIMES + CUMOE_GLOBAL_OVER - f->global, true);
+  case 3: return f->origin[1] && (f->origin[1] = 0, true);
+  case 4: return f->origin[0] && (f->origin[0] = 0, true);
+  case 5:
+    return s8 && (f->element = CUMOE_ELEMENT_S8 + CUMOE_ELEMENT_U8 - f->element, f->offset = 128 - f->offset, true);
+  case 6: return u4 && !f->zero && f->offset == 8 && (f->element = CUMOE_ELEMENT_S4, f->offset = 0, true);
+  case 7: return f->joined && f->block[0] && (f->joined = 0, true);
+  default:
+    return f->block[1] > 32 && f->block[1] <= 128 && (f->block[1] *= 2, true); /* group 64 read with a literal 128 */
+  }
+}
+enum { WRONG_FORMATS = 9 };
+
+/* The order of nibbles, which no member tells: they are exchanged in memory. */
+static void swap_nibbles(tensor *t)
+{
+  const size_t bytes = (size_t)(t->rows * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  *t = tensor_copy(t);
+  for (size_t i = 0; i < bytes; i++) t->data[i] = (unsigned char)(t->data[i] << 4 | t->data[i] >> 4);
+}
+
+/* Scales of the transposed place. */
+static void transpose_scales(host_projection *p, int64_t experts)
+{
+  const tensor from = p->scale;
+  const int64_t rows = from.rows / experts, size = rows < from.cols ? rows : from.cols;
+  p->scale = tensor_copy(&from);
+  for (int64_t e = 0; e < experts; e++)
+    for (int64_t n = 0; n < size; n++)
+      for (int64_t k = 0; k < size; k++) tensor_set(&p->scale, e * rows + n, k, tensor_get(&from, e * rows + k, n));
+}
+
+/* The right answer of either content is not that of weights that are read wrongly. */
+static void check_seen(const char *name, const layer_spec *s, const layer_outputs *right, const layer_inputs *in,
+                       const host_weights *wrong, const char *how, int which)
+{
+  bool seen = false;
+  for (exact_content content = EXACT_CODES; content <= EXACT_SCALES; content++) {
+    layer_inputs other = in[content];
+    other.routed = wrong[content];
+    oracle_prepare(&other.routed);
+    seen |= !check_exactly(s, &other, &right[content], false);
+  }
+  CHECK_MSG(seen, "%s: %s %d gives the same results", name, how, which);
+}
+
+static void run_control(cumoe_context context, const char *name, const layer_spec *s)
+{
+  layer_inputs in[2];
+  layer_outputs right[2];
+  host_weights wrong[2];
+  for (exact_content content = EXACT_CODES; content <= EXACT_SCALES; content++) {
+    in[content] = exact_inputs(s, content);
+    right[content] = run_layer(context, s, &in[content]);
+  }
+  for (int i = 0; i < WRONG_FORMATS; i++) {
+    cumoe_format f = s->desc.down_format;
+    if (!set_wrong(&f, i)) continue;
+    for (int c = 0; c < 2; c++) wrong[c] = in[c].routed, wrong[c].down_format = f;
+    check_seen(name, s, right, in, wrong, "wrong member", i);
+  }
+  for (int c = 0; c < 2; c++) wrong[c] = in[c].routed;
+  if (format_code_bits(&s->desc.down_format) == 4) {
+    for (int c = 0; c < 2; c++) swap_nibbles(&wrong[c].down.data);
+    check_seen(name, s, right, in, wrong, "exchanged nibbles", 0);
+    for (int c = 0; c < 2; c++) wrong[c] = in[c].routed;
+  }
+  if (wrong[0].down.scale.cols < 2 || wrong[0].down.scale.rows < 2 * wrong[0].experts) return;
+  for (int c = 0; c < 2; c++) transpose_scales(&wrong[c].down, wrong[c].experts);
+  check_seen(name, s, right, in, wrong, "transposed scales", 0);
+}
+
+void cases_format_controls(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++) {
+    rng r = {(uint64_t)i};
+    f.joined = 0;
+    layer_spec s = spec_with(&r, f, FORMAT_OF_DOWN, CUMOE_BF16, 2 * 160, 160, 160);
+    s.desc.act = CUMOE_ACT_IDENTITY;
+    s.form.bias = 0;
+    s.desc.num_experts = 2;
+    s.desc.routing.top_k = 1;
+    case_begin("wrong formats: %s", name);
+    run_control(context, name, &s);
+    case_end();
+  }
+}
+
+/* ---- odd values ------------------------------------------------------------------------------------ */
+
+/* What is changed of a random layer. */
+typedef enum odd_value {
+  ODD_NAN_CODE,  /* one weight of expert 1 is NaN */
+  ODD_NAN_SCALE, /* one scale of expert 1 */
+  ODD_DEAD,      /* all scales of expert 1 are tiny: nothing of it may become NaN */
+  ODD_ZERO,      /* its codes are 0, as are its scales where a scale can be */
+  ODD_TOKENS,    /* tokens of zeros, of tiny and of huge numbers, a NaN */
+  ODD_COUNT
+} odd_value;
+
+static double odd_scale(const cumoe_format *f, odd_value odd)
+{
+  switch ((cumoe_dtype)f->scale) {
+  case CUMOE_E8M0: return odd == ODD_NAN_SCALE ? 255 : 4;
+  case CUMOE_E4M3: return odd == ODD_NAN_SCALE ? 0x7f : odd == ODD_ZERO ? 0 : 1;
+  default: return odd == ODD_NAN_SCALE ? NAN : odd == ODD_ZERO ? 0 : f->scale == CUMOE_F16 ? 6e-8 : 1e-30;
+  }
+}
+
+static void set_odd_channel(const channel_place *at, odd_value odd)
+{
+  const cumoe_format *f = at->format;
+  const bool one = at->channel == at->outs / 3;
+  if (odd == ODD_NAN_CODE && one) code_set(at, at->ins / 2, 0xff);
+  if (odd == ODD_NAN_SCALE && one) scale_set(at, at->ins / 2, odd_scale(f, odd));
+  for (int64_t in = 0; in < at->ins && (odd == ODD_DEAD || odd == ODD_ZERO); in++) {
+    scale_set(at, in, odd_scale(f, odd));
+    if (odd == ODD_ZERO) code_set(at, in, 0);
+  }
+}
+
+static void set_odd_weights(host_weights *w, odd_value odd)
+{
+  for (int part = 0; part < 3; part++)
+    for (int64_t out = 0; out < (part == PLAIN_DOWN ? w->hidden : w->inter); out++) {
+      if (part == PLAIN_GATE && w->gate_order == CUMOE_UNGATED) continue;
+      const channel_place at = oracle_channel(w, part, 1, out);
+      if (!format_is_dense(at.format)) set_odd_channel(&at, odd);
+    }
+  oracle_prepare(w);
+}
+
+/* Rows whose largest magnitude is at an end of what makes a scale. In f16 1e-10 is 0. */
+static void set_odd_tokens(const layer_spec *s, tensor *x)
+{
+  const bool half = s->desc.dtype == CUMOE_F16;
+  const double most[] = {0, 1e-38, 1e-10, 448 * (1 + 0x1p-7), 448, 448 * (1 - 0x1p-8), half ? 6e4 : 1e30, NAN};
+  for (int64_t t = 0; t < x->rows; t++)
+    for (int64_t i = 0; i < x->cols; i++) {
+      const double value = most[t % 8], is = tensor_get(x, t, i);
+      if (t % 8 == 7)
+        tensor_set(x, t, i, i == x->cols / 2 ? NAN : is);
+      else if (t % 8 == 6)
+        tensor_set(x, t, i, i == x->cols / 3 ? value : is); /* one alone: sums stay finite */
+      else
+        tensor_set(x, t, i, i % 7 == 3 ? -value : value * is / 8);
+    }
+}
+
+static void run_odd(cumoe_context context, const char *name, const layer_spec *s, odd_value odd)
+{
+  static const char *const odds[] = {"NaN code", "NaN scale", "dead expert", "zeros", "odd tokens"};
+  layer_outputs got[PASSES];
+  case_begin("%s: %s, %s T %d H %d I %d order %d", odds[odd], name, cumoe_dtype_name((cumoe_dtype)s->desc.dtype),
+             (int)s->tokens, s->desc.hidden, s->desc.inter, s->form.gate_order);
+  layer_inputs in = layer_inputs_new(s);
+  if (odd == ODD_TOKENS)
+    set_odd_tokens(s, &in.x);
+  else
+    set_odd_weights(&in.routed, odd);
+  for (int pass = 0; pass < PASSES; pass++) {
+    session run;
+    set_poison(pass);
+    session_open(&run, context, s, &in);
+    const cumoe_status status = session_forward(&run);
+    if (status == CUMOE_OK) got[pass] = session_collect(&run);
+    session_close(&run);
+    if (!case_served(context, status, "cumoe_moe_forward")) return;
+  }
+  check_outputs_same(&got[0], &got[1]);
+  check_layer(s, &in, &got[0]);
+  case_end();
+}
+
+static void odd_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
+                      int64_t tokens)
+{
+  if (parts != FORMAT_OF_UP) f.joined = 0;
+  for (odd_value odd = 0; odd < ODD_COUNT; odd++) {
+    rng r = {(uint64_t)(which * 5 + (int)odd) + 11};
+    if (odd == ODD_NAN_CODE && f.element != CUMOE_ELEMENT_E4M3) continue;
+    layer_spec s = spec_with(&r, f, parts, dtype, tokens, 160, 96);
+    s.desc.num_experts = 4;
+    s.desc.routing.top_k = 1;
+    s.desc.act = CUMOE_ACT_IDENTITY;
+    s.form.gate_order = CUMOE_UNGATED;
+    s.desc.flags |= CUMOE_MOE_UNGATED;
+    s.pattern = PATTERN_ROUND_ROBIN;
+    run_odd(context, name, &s, odd);
+  }
+}
+
+void cases_format_odd(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    odd_cases(context, i, name, f, i % 3 + 1, i % 2 ? CUMOE_F16 : CUMOE_BF16, 19);
+}
+
 /* ---- a row of the table ---------------------------------------------------------------------------- */
 
-static int parts_of(const cumoe_variant_info *row)
+static int parts_of(const cumoe_variant_info *row, int size)
 {
+  if (!strcmp(row->op, "quantize")) return size % 2 ? FORMAT_OF_UP : FORMAT_OF_DOWN; /* x; h */
   return !strcmp(row->op, "up") ? FORMAT_OF_UP : !strcmp(row->op, "down") ? FORMAT_OF_DOWN : FORMAT_OF_BOTH;
 }
 
@@ -220,13 +626,26 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   const int64_t other = size % 2 ? widths[rng_below(r, 8)] : bn * (1 + rng_below(r, 2)) + 16 * (rng_below(r, 3) - 1),
                 reduced = widths[(size + rng_below(r, 3)) % 8];
   const int64_t t = few ? few_tokens[size] : tokens[size];
-  const bool up = parts_of(row) != FORMAT_OF_DOWN;
-  layer_spec s = spec_with(r, f, parts_of(row), dtype, t, up ? reduced : other, up ? other : reduced);
+  const bool up = parts_of(row, size) != FORMAT_OF_DOWN;
+  layer_spec s = spec_with(r, f, parts_of(row, size), dtype, t, up ? reduced : other, up ? other : reduced);
   s.desc.num_experts = 5;
   s.desc.routing.top_k = size % 3 == 2 ? 3 : 1;
   s.pattern = size < 3 ? PATTERN_LAST : size == 3 ? PATTERN_ZIPF : size == 4 ? PATTERN_HOSTILE : PATTERN_UNIFORM;
   s.distinct = t > 19 ? 19 : 0;
   return s;
+}
+
+static void exact_row(cumoe_context context, const cumoe_variant_info *row, int which, const char *name, cumoe_format f,
+                      int32_t dtype)
+{
+  const bool few = !strncmp(row->op, "few", 3);
+  const bool quantize = !strcmp(row->op, "quantize");
+  const int parts = quantize ? FORMAT_OF_BOTH : parts_of(row, 0);
+  odd_cases(context, which, name, f, quantize ? parts_of(row, which) : parts, dtype,
+            few && row->bm < 19 ? row->bm : 19);
+  if (parts & FORMAT_OF_UP) exact_cases(context, which, name, f, FORMAT_OF_UP, dtype, few ? row->bm : 1 << 20);
+  f.joined = 0;
+  if (parts & FORMAT_OF_DOWN) exact_cases(context, which, name, f, FORMAT_OF_DOWN, dtype, few ? row->bm : 1 << 20);
 }
 
 void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
@@ -235,15 +654,17 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   cumoe_format f;
   const char *name;
   const bool fp8_adder = oracle_fp8_adder;
-  oracle_fp8_adder = !strcmp(row->form, "wgmma") || !strcmp(row->form, "stream");
+  oracle_fp8_adder = on_device(context) && strcmp(row->form, "unpack") && strncmp(row->op, "few", 3);
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
-    for (int type = 0; type < 2; type++)
+    for (int type = 0; type < 2; type++) {
+      const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
+      if (!may_serve(row, &f, dtype)) continue;
       for (int size = 0; size < SIZES; size++) {
         rng r = {(uint64_t)(i * 100 + type * 10 + size) + 1};
-        const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
-        if (!may_serve(row, &f, dtype)) continue;
         const layer_spec s = spec_around(&r, row, f, dtype, size);
-        run_format(context, name, parts_of(row), &s);
+        run_format(context, name, parts_of(row, size), &s);
       }
+      exact_row(context, row, i, name, f, dtype);
+    }
   oracle_fp8_adder = fp8_adder;
 }

@@ -14,6 +14,12 @@ void format_random_form(rng *r, layer_spec *s);
 
 /* Every format, on a context or with a forced kernel. */
 void cases_format(cumoe_context context);
+/* Every code, scale and zero point by itself, without a tolerance. */
+void cases_format_exact(cumoe_context context);
+/* Weights that are read by a wrong format give other results: the cases above would see it. */
+void cases_format_controls(cumoe_context context);
+/* NaN, zero and tiny scales and activations: where they are, and nowhere else. */
+void cases_format_odd(cumoe_context context);
 /* Sizes around the tiles of a row of the kernel table, with the formats that it may serve. */
 void cases_format_row(cumoe_context context, const cumoe_variant_info *row);
 bool row_has_format(const cumoe_variant_info *row);

@@ -201,6 +201,9 @@ int main(int argc, char **argv)
     run_group("combine", cases_combine, context);
     run_group("layer", cases_layer, context);
     run_group("formats", cases_format, context);
+    run_group("exact formats", cases_format_exact, context);
+    run_group("wrong formats", cases_format_controls, context);
+    run_group("odd formats", cases_format_odd, context);
     run_group("elementwise", cases_elementwise, context);
     run_group("softmax", cases_softmax, context);
     run_group("norm", cases_norm, context);

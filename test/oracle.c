@@ -337,7 +337,7 @@ static double format_error(const cumoe_format *f, int32_t dtype, double size, do
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
   }
   const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
-  return fp8 && oracle_fp8_adder ? error + 6 * 0x1p-14 * sqrt(chunks) : error;
+  return fp8 && oracle_fp8_adder ? error + 24 * 0x1p-14 * sqrt(chunks) : error;
 }
 
 /* sum_k a[k] w[out, k], with the bounds of a carried along. */

@@ -148,7 +148,8 @@ static op_shape with_format(op_shape s, const cumoe_format *f)
              : f->scale == CUMOE_E4M3           ? FORMAT_nv4
                                                 : FORMAT_mx4;
   s.rows_mode = f->rows;
-  for (s.scale_run = 128; f->block[1] && (f->block[1] | f->origin[1]) % s.scale_run; s.scale_run /= 2) continue;
+  const int32_t steps = f->block[1] | (f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0);
+  for (s.scale_run = 1 << 30; steps && (steps | f->origin[1]) % s.scale_run; s.scale_run /= 2) continue;
   if (f->element) s.major = MAJOR_K;
   return s;
 }
@@ -163,7 +164,7 @@ static int shapes_of(const cumoe_moe_desc *d, int64_t tokens, weight_major up, w
                         .in = d->dtype,
                         .out = DT_F32,
                         .format = dense_format(w_f32 ? DT_F32 : d->dtype),
-                        .scale_run = SCALE_RUN,
+                        .scale_run = SCALE_RUN_ALL,
                         .tokens = tokens,
                         .rows = tokens,
                         .experts = experts,
@@ -227,7 +228,11 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
-  const int32_t run = !scaled ? 0 : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16 : v->w == DT_U8 ? 32 : 128;
+  const int32_t run = v->scale == SCALE_out                            ? 1 << 30
+                      : !scaled                                        ? 0
+                      : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
+                      : v->w == DT_U8                                  ? 32
+                                                                       : 128;
   return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout && s->scale_run >= run;
 }
 
@@ -333,7 +338,7 @@ static op_shape threshold_shape(const tune_line *t, int64_t per_expert, int32_t 
                 .in = w,
                 .out = t->op == OP_router ? DT_F32 : w,
                 .format = dense_format(w),
-                .scale_run = SCALE_RUN,
+                .scale_run = SCALE_RUN_ALL,
                 .tmap = bits & 4,
                 .tokens = per_expert,
                 .rows = per_expert * experts,
@@ -851,18 +856,18 @@ static const gpu hopper = {90, HOPPER_SMS, 232448};
 /* What a forward brings: every operand as kernels like it best, unless `bits` say otherwise. */
 static layer_call call_for(const cumoe_moe_desc *d, int64_t tokens, int bits)
 {
-  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, !(bits & 2)};
+  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, !(bits & 2)}, scaled = {MAJOR_K, !(bits & 2)};
   return (layer_call){.tokens = tokens,
-                      .up = b,
-                      .down = b,
+                      .up = d->up_format.element ? scaled : b,
+                      .down = d->down_format.element ? scaled : b,
                       .has_router = !(bits & 4),
                       .router_dtype = bits & 8 ? DT_F32 : d->dtype,
                       .router_tmap = !(bits & 8),
                       .has_ids = bits & 4 && bits & 16,
                       .has_select_bias = bits & 32,
                       .has_shared = d->shared_inter != 0,
-                      .shared_up = b,
-                      .shared_down = b,
+                      .shared_up = d->shared_up_format.element ? scaled : b,
+                      .shared_down = d->shared_down_format.element ? scaled : b,
                       .has_shared_gate = d->shared_inter && bits & 64,
                       .shared_gate_dtype = d->dtype};
 }
@@ -906,6 +911,8 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
                         : dense                 ? STAGE_shared_up
                                                 : STAGE_shared_down;
     s[i].tmap = s[i].op == OP_router ? c->router_tmap : c->up.tmap;
+    if (where == STAGE_shared_up || where == STAGE_shared_down)
+      s[i].major = (dense ? &c->shared_up : &c->shared_down)->major;
     if (where == STAGE_COUNT || !there[where]) continue;
     CHECK_MSG(p->steps[where].row == choose(&m, &s[i]), "%s: row %d", stage_name(where), p->steps[where].row);
     CHECK_MSG(p->steps[where].grid == grid_size(&m, &variants[p->steps[where].row], &s[i]), "%s: grid %lld",

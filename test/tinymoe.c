@@ -289,6 +289,62 @@ static void test_model(cumoe_context context, cumoe_dtype dtype, const safetenso
   group_end();
 }
 
+/* ---- quantised when it is loaded ---- */
+
+typedef struct quantised_case {
+  const char *name;
+  cumoe_format format;
+  int64_t bytes; /* of all experts */
+  double error;  /* of the logits: root mean squares, over those of float64 */
+} quantised_case;
+
+enum { MATRICES = 4 * 16 * 3, WEIGHTS = MATRICES * 128 * 128 }; /* each 128 x 128 */
+
+static void test_quantised(cumoe_context context, const safetensors *expected, const quantised_case *q)
+{
+  char error[600] = "";
+  case_begin("%s %s", context_name(context), q->name);
+  tensor prompt = read_ids(expected, "prompt", 1, TOKENS),
+         want = read_matrix(expected, "logits", CUMOE_F32, TOKENS, 256);
+  float *got = scratch(TOKENS * 256, sizeof *got);
+  double wrong = 0, size = 0;
+  tinylm *model = tinylm_create_quantised(context, FOLDER, CUMOE_BF16, &q->format, error, sizeof error);
+  if (CHECK_MSG(model != NULL, "%s", error)) {
+    const int64_t bytes = tinylm_expert_bytes(model);
+    CHECK_MSG(bytes == q->bytes, "%lld bytes, not %lld", (long long)bytes, (long long)q->bytes);
+    CHECK_MSG(tinylm_forward(model, (const int32_t *)(const void *)prompt.data, TOKENS, TOKENS, got), "%s",
+              tinylm_error(model));
+  }
+  for (int64_t i = 0; i < TOKENS * 256; i++) {
+    const double exact = tensor_get(&want, 0, i), difference = (double)got[i] - exact;
+    wrong += difference * difference;
+    size += exact * exact;
+  }
+  CHECK_MSG(wrong <= q->error * q->error * size, "the logits differ by %.4f, more than %.4f", sqrt(wrong / size),
+            q->error);
+  tinylm_destroy(model);
+  case_end();
+}
+
+static void test_formats(cumoe_context context, const safetensors *expected)
+{
+  const cumoe_format fp8 = cumoe_format_fp8_block(CUMOE_F32);
+  cumoe_format as_they_are = fp8;
+  as_they_are.rows = as_they_are.row_group = 0;
+  const quantised_case all[] = {
+      {"fp8", fp8, WEIGHTS + 4 * MATRICES, .03},
+      {"fp8, activations as they are", as_they_are, WEIGHTS + 4 * MATRICES, .03},
+      {"fp8 by channel", cumoe_format_fp8_channel(CUMOE_F32), WEIGHTS + 4 * 128 * MATRICES, .04},
+      {"int8", cumoe_format_int8(CUMOE_F32), WEIGHTS + 4 * 128 * MATRICES, .02},
+      {"int4", cumoe_format_int4(128, CUMOE_BF16), WEIGHTS / 2 + 2 * 128 * MATRICES, .08},
+      {"int4 by 32", cumoe_format_int4(32, CUMOE_BF16), WEIGHTS / 2 + 2 * 512 * MATRICES, .08},
+      {"mxfp4", cumoe_format_mxfp4(), WEIGHTS / 2 + 512 * MATRICES, .08},
+      {"nvfp4", cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES), WEIGHTS / 2 + (1024 + 4) * MATRICES, .08}};
+  if (!group_begin("%s formats", context_name(context))) return;
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) test_quantised(context, expected, &all[i]);
+  group_end();
+}
+
 static void test_refusals(cumoe_context context)
 {
   char error[600] = "";
@@ -331,6 +387,7 @@ int main(int argc, char **argv)
     test_refusals(contexts[i]);
     test_model(contexts[i], CUMOE_F32, &stored, &expected);
     test_model(contexts[i], CUMOE_BF16, &stored, &expected);
+    test_formats(contexts[i], &expected);
     close_context(contexts[i]);
   }
   safetensors_close(&stored);

@@ -13,7 +13,7 @@
 
 typedef struct operation_cases {
   const char *op;
-  void (*cases[2])(cumoe_context); /* dense GEMMs (shared experts) are only reached through the layer */
+  void (*cases[3])(cumoe_context); /* dense GEMMs (shared experts) are only reached through the layer */
 } operation_cases;
 
 static const operation_cases operations[] = {
@@ -30,13 +30,13 @@ static const operation_cases operations[] = {
     {"elementwise", {cases_elementwise, NULL}},
     {"softmax", {cases_softmax, NULL}},
     {"norm", {cases_norm, NULL}},
-    {"quantize", {cases_format, NULL}},
+    {"quantize", {cases_format, cases_format_exact, cases_format_odd}},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
 static void run_cases(const operation_cases *o, cumoe_context context)
 {
-  for (int i = 0; i < 2; i++)
+  for (int i = 0; i < 3; i++)
     if (o->cases[i]) o->cases[i](context);
 }
 

@@ -75,17 +75,18 @@ typedef struct cumoe_format {
   int32_t zero_add;  /* added to every stored zero point: 1 for GPTQ's first version */
   int32_t global;    /* cumoe_global */
   int32_t rows;      /* cumoe_rows */
-  int32_t row_element;  /* E4M3 weights: E4M3; S8, U8 weights: S8; 0: as the weights */
-  int32_t row_group;    /* ROWS_GROUP: 128 */
-  int32_t row_scale;    /* F32 (0 means F32), or E8M0: rounded up to a power of two */
-  int32_t reserved[13]; /* 0 */
+  int32_t row_element; /* E4M3 weights: E4M3; S8, U8 weights: S8; 0: as the weights */
+  int32_t row_group;   /* ROWS_GROUP: 128 */
+  int32_t row_scale;   /* F32 (0 means F32), or E8M0: rounded up to a power of two */
+  int32_t ggml; /* read after cumoe_weights_repack only: a ggml_type, blocks of codes with their scales; 0: none */
+  int32_t reserved[12]; /* 0 */
 } cumoe_format;
 
 static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t block_out, int32_t block_in,
                                              cumoe_dtype scale, cumoe_rows rows)
 {
-  cumoe_format f = {(int32_t)element, 0, 0, 0, 0,  0, {block_out, block_in}, {0, 0}, 0, (int32_t)scale, 0, 0, 0,
-                    (int32_t)rows,    0, 0, 0, {0}};
+  cumoe_format f = {(int32_t)element, 0, 0, 0, 0, 0,  {block_out, block_in}, {0, 0}, 0, (int32_t)scale, 0, 0, 0,
+                    (int32_t)rows,    0, 0, 0, 0, {0}};
   return f;
 }
 
@@ -143,6 +144,52 @@ static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 {
   cumoe_format f = cumoe_format_make(CUMOE_ELEMENT_E2M1, 1, 16, CUMOE_E4M3, CUMOE_ROWS_AS_THEY_ARE);
   f.global = (int32_t)global;
+  return f;
+}
+
+/* ---- presets of what cumoe_weights_repack (cumoe/quantize.h) reads ---- */
+
+/* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq, desc_act false): .qweight I32 [K/8, N], .scales F16
+ * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, version 2
+ * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8. */
+static inline cumoe_format cumoe_format_gptq(int32_t group, int32_t version)
+{
+  cumoe_format f = cumoe_format_int4(group, CUMOE_F16);
+  f.offset = 0;
+  f.zero = CUMOE_ZERO_CODES_OUT;
+  f.zero_add = version == 1 ? 1 : 0;
+  return f;
+}
+
+/* AWQ, 4 bits, gemm, IN_OUT (*-AWQ; quant_method awq, version gemm): .qweight I32 [K, N/8], .scales F16 [K/group, N],
+ * .qzeros I32 [K/group, N/8]. */
+static inline cumoe_format cumoe_format_awq(int32_t group)
+{
+  cumoe_format f = cumoe_format_gptq(group, 2);
+  f.packed = CUMOE_PACKED_OUT;
+  f.order = 0x75316420;
+  return f;
+}
+
+/* ModelOpt int4 AWQ, OUT_IN (quant_algo W4A16_AWQ): .weight U8 [N/2, K], .weight_scale [N, K/group]; .pre_quant_scale
+ * multiplies activations: fold it into what makes them. */
+static inline cumoe_format cumoe_format_modelopt_int4(int32_t group, cumoe_dtype scale)
+{
+  cumoe_format f = cumoe_format_int4(group, scale);
+  f.element = CUMOE_ELEMENT_S4;
+  f.offset = 0;
+  f.word = 1;
+  f.packed = CUMOE_PACKED_OUT;
+  return f;
+}
+
+enum { CUMOE_GGML_Q4_0 = 2, CUMOE_GGML_Q8_0 = 8, CUMOE_GGML_Q6_K = 14, CUMOE_GGML_MXFP4 = 39 };
+
+/* GGUF, OUT_IN: blk.L.ffn_{gate,up,down}_exps.weight, U8 [E * N, bytes of a row], scales inside. */
+static inline cumoe_format cumoe_format_ggml(int32_t type)
+{
+  cumoe_format f = cumoe_format_make(CUMOE_ELEMENT_DENSE, 0, 0, (cumoe_dtype)0, CUMOE_ROWS_AS_THEY_ARE);
+  f.ggml = type;
   return f;
 }
 

@@ -76,6 +76,50 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_weights(cumoe_context context, const c
  * for; those that have to be absent become so. Their data stays as it is. Of weights, rows and cols are read. */
 CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
 
+/*
+ * Weights that lie as kernels do not read them (GPTQ, AWQ, ModelOpt int4, GGUF; presets at the end of cumoe/format.h)
+ * become codes that bind takes in place, with the same values, exactly. One projection of one expert, as it arrives, or
+ * of a stack:
+ *
+ *   codes  OUT_IN [experts * out, in], IN_OUT [experts * in, out] codes, of which words hold several along the axis
+ *          that the format says: GPTQ I32 [in / 8, out], AWQ I32 [in, out / 8], ModelOpt U8 [out / 2, in]; GGUF U8
+ *          [experts * out, bytes of a row]
+ *   scale  OUT_IN [experts * blocks along out, groups], IN_OUT [experts * groups, out] of the format's scale type; GGUF
+ *          absent
+ *   zero   with the format's zero: IN_OUT I32 [experts * groups, out / 8], nibbles in the order of codes; OUT_IN
+ *          [experts * ceil(out / 8), groups]. A zero point is (stored + zero_add) mod 16
+ *
+ * aligned to their elements alone. out is a multiple of 8, in of 32 (8 bits: 16). GPTQ's g_idx must be k / group:
+ * files with desc_act true are not read.
+ *
+ * `to` [1, bytes] u8, aligned to 256 bytes, gets codes, scales and zero points; bytes are cumoe_weights_repack_size's,
+ * exactly a multiple of `experts`, so that experts may come one by one, to + e * bytes of one. *projection and *format
+ * say what lies there, in the strided form: the first expert's serve for all of them in cumoe_weights_bind.
+ *
+ *   GPTQ, AWQ, ModelOpt   U4, packed along in; zero_add 0
+ *   Q8_0, Q4_0, MXFP4     S8 and U4 with F16 scales, E2M1 with E8M0, of 32; E8M0 of 255 is NaN then, ggml has 2^127
+ *   Q6_K                  S8 with F32 scales of 16
+ *
+ * Q4_K, Q5_K, Q2_K, Q4_1 have a minimum a block, which no format holds: NOT_SUPPORTED, and so is what bind reads in
+ * place.
+ */
+typedef struct cumoe_repack_args {
+  uint32_t size;       /* sizeof(cumoe_repack_args) */
+  int32_t experts;     /* of the stack; 1 or more */
+  int32_t major;       /* cumoe_major of codes, scale and zero */
+  int32_t out, in;     /* of a matrix */
+  int32_t reserved;    /* 0 */
+  cumoe_format format; /* of what is read */
+  cumoe_view codes, scale, zero;
+} cumoe_repack_args;
+
+/* Of codes, scale and zero only shapes count. No CUDA call. */
+CUMOE_CHECKED cumoe_status cumoe_weights_repack_size(const cumoe_repack_args *args, size_t *bytes);
+/* Errors also: WORKSPACE (`to` is too small). */
+CUMOE_CHECKED cumoe_status cumoe_weights_repack(cumoe_context context, const cumoe_repack_args *args, cumoe_view_mut to,
+                                                cumoe_projection *projection, cumoe_format *format,
+                                                cumoe_stream stream);
+
 /* Columns of a report. */
 typedef enum cumoe_scan_field {
   CUMOE_SCAN_CODES = 0,            /* NaN codes of E4M3; NaN and infinities of weights without a format */

@@ -28,6 +28,26 @@ DEVICE float load_scale(const void *base, int64_t index, int dtype)
   return load_any(base, index, dtype);
 }
 
+/* The same in two parts, for those who load ahead. */
+DEVICE int64_t scale_bytes(int dtype)
+{
+  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
+}
+DEVICE uint32_t load_scale_bits(const void *base, int64_t index, int dtype)
+{
+  const int64_t bytes = scale_bytes(dtype);
+  if (bytes == 4) return static_cast<const uint32_t *>(base)[index];
+  if (bytes == 2) return static_cast<const uint16_t *>(base)[index];
+  return static_cast<const uint8_t *>(base)[index];
+}
+DEVICE float scale_value(uint32_t bits, int dtype)
+{
+  if (dtype == DT_E8M0) return e8m0_to_f32(bits);
+  if (dtype == DT_E4M3) return e4m3_to_f32(bits);
+  if (dtype == DT_F16) return __half2float(__ushort_as_half((unsigned short)bits));
+  return __uint_as_float(dtype == DT_BF16 ? bits << 16 : bits);
+}
+
 /* The scale of expert e's whole tensor besides those of blocks. */
 DEVICE float global_scale(const expert_matrix &b, int half, int expert)
 {
@@ -45,10 +65,6 @@ DEVICE int64_t scale_step(const scale_matrix &s, int k)
 {
   return (int64_t)((k + s.k_origin) / s.block_k) * s.k_stride;
 }
-DEVICE int64_t scale_bytes(int dtype)
-{
-  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
-}
 
 /* Bytes differ by type, so this is a pointer for load_scale alone. */
 DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
@@ -57,14 +73,28 @@ DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
   return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * scale_bytes(s.dtype);
 }
 
+/* An expert's zero points; NULL: there are none. */
+DEVICE const uint32_t *zero_words(const expert_matrix &b, int half, int expert)
+{
+  const zero_matrix &z = b.zero;
+  if (z.table[half]) return z.table[half][expert];
+  return z.base[half] ? z.base[half] + expert * z.expert_stride : nullptr;
+}
 /* Offset and zero point of one weight of u4 or s8. */
 DEVICE int zero_point(const expert_matrix &b, int half, int expert, int n, int k)
 {
   const zero_matrix &z = b.zero;
-  if (!z.table[half] && !z.base[half]) return b.offset;
-  const uint32_t *words = z.table[half] ? z.table[half][expert] : z.base[half] + expert * z.expert_stride;
+  const uint32_t *words = zero_words(b, half, expert);
+  if (!words) return b.offset;
   const uint32_t word = words[n / 8 * z.n_stride + (int64_t)((k + b.scale.k_origin) / b.scale.block_k) * z.k_stride];
   return b.offset + (int)(word >> n % 8 * 4 & 15) + z.add;
+}
+
+/* Where an expert's codes begin; its strides are in codes. */
+DEVICE const char *code_base(const expert_matrix &b, int half, int expert, int bits)
+{
+  if (b.table[half]) return static_cast<const char *>(b.table[half][expert]);
+  return static_cast<const char *>(b.base[half]) + expert * (b.expert_stride * bits / 8);
 }
 
 /* ---- activations: Q is e4m3 or s8 ---- */
@@ -77,11 +107,20 @@ template <class Q> DEVICE float larger(float a, float b)
   return same_type<Q, e4m3> ? fmaxf(a, b) : max_nan(a, b);
 }
 
+/* x / LARGEST_CODE, for x of ROWS_FLOOR up: correctly rounded, as the quotient's error is known exactly and the
+ * reciprocal is; infinite where x is. A NaN stays one. */
+template <class Q> DEVICE float over_largest_code(float x)
+{
+  constexpr float ONE_OVER = 1.f / LARGEST_CODE<Q>;
+  const float about = x * ONE_OVER, rest = fmaf(-about, LARGEST_CODE<Q>, x), quotient = fmaf(rest, ONE_OVER, about);
+  return rest == rest ? quotient : x;
+}
+
 /* The scale of a group whose largest |x| is `amax`. */
 template <class Q> DEVICE float row_scale(const row_format &format, float amax)
 {
   if (format.mode == ROWS_STATIC) return same_type<Q, s8> && amax != amax ? amax : *format.static_scale;
-  const float scale = __fdiv_rn(larger<Q>(amax, ROWS_FLOOR), LARGEST_CODE<Q>);
+  const float scale = over_largest_code<Q>(larger<Q>(amax, ROWS_FLOOR));
   if (!format.power_of_two || scale != scale) return scale;
   return __uint_as_float(__float_as_uint(scale) + 0x007fffff & 0xff800000);
 }

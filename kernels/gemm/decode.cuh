@@ -80,7 +80,8 @@ template <class X> struct decoder<s8, X> {
   {
     const uint32_t units = pair_of<X>::UNITS, both = __byte_perm(codes, units >> 8 & 0xff, which);
     if (same_type<X, f16>) return subtract<X>(both, 0x64806480); /* 1024 + 128 */
-    return subtract<X>(both & 0xff7fff7f, both & 0xff80ff80); /* 128 + the low 7 bits; 128, or 256 if the first is set */
+    return subtract<X>(both & 0xff7fff7f,
+                       both & 0xff80ff80); /* 128 + the low 7 bits; 128, or 256 if the first is set */
   }
   DEVICE static uint2 decode(uint32_t codes, uint32_t flipped)
   {
@@ -121,6 +122,7 @@ template <class X> struct decoder<mx4, X> {
                       decode_two(all << 4, HALF ? all << 1 : all >> 2));
   }
 };
-template <class X> struct decoder<nv4, X> : decoder<mx4, X> {};
+template <class X> struct decoder<nv4, X> : decoder<mx4, X> {
+};
 
 #endif

@@ -14,6 +14,18 @@ enum columns {
   COLUMNS_up_gate
 };
 
+/* The channel of a K-major tile's column. */
+struct tile_column {
+  int half, channel;
+
+  DEVICE tile_column(const tile_unit &unit, columns order, int count, int column)
+  {
+    const bool plain = order == COLUMNS_plain;
+    half = plain ? 0 : column / 8 % 2;
+    channel = plain ? unit.n * count + column : unit.n * (count / 2) + column / 16 * 8 + column % 8;
+  }
+};
+
 template <class S> DEVICE columns columns_of(const gemm_args &args)
 {
   if (!S::gated(args)) return COLUMNS_plain;

@@ -225,7 +225,7 @@ template <class S> DEVICE void stage_accumulators(float *staged, const float (&a
             make_float2(acc[i][j][2 * h], acc[i][j][2 * h + 1]);
 }
 
-template <class S> DEVICE void take_unit(const gemm_args &args, tile_smem<S> &smem)
+template <class S, class SMEM> DEVICE void take_unit(const gemm_args &args, SMEM &smem)
 {
   const int n_tiles = smem.order == COLUMNS_plain ? ceil_div(args.n, S::COLUMNS) : ceil_div(args.n, S::COLUMNS / 2);
   if (threadIdx.x == 0) {
@@ -240,7 +240,8 @@ template <class S> DEVICE void take_unit(const gemm_args &args, tile_smem<S> &sm
   __syncthreads();
 }
 
-template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &smem)
+/* All units of a CTA. `accumulate` and what it reads depend on the form. */
+template <class S, class SMEM> DEVICE void multiply_units(const gemm_args &args, SMEM &smem)
 {
   wait_for_earlier_grids();
   if (threadIdx.x == 0) {
@@ -257,6 +258,11 @@ template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &sm
     store_unit<S>(args, smem.unit, smem.staged, smem.order);
     __syncthreads();
   }
+}
+
+template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &smem)
+{
+  multiply_units<S>(args, smem);
 }
 
 #endif

@@ -18,16 +18,27 @@ template <class X> struct octet {
     for (int i = 0; i < (int)(EACH * sizeof(X) / 16); i++)
       raw[i] = ld_global_no_allocate(source + i * (16 / sizeof(X)), there);
   }
-  DEVICE float operator[](int i) const
+  DEVICE void to_floats(float (&value)[EACH]) const
   {
-    return to_f32(reinterpret_cast<const X *>(raw)[i]);
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(raw);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if constexpr (sizeof(X) == 4) {
+        value[i] = __uint_as_float(words[i]);
+      } else {
+        const float2 two = unpack_pair<X>(words[i / 2]);
+        value[i] = i % 2 ? two.y : two.x;
+      }
+    }
   }
 };
 
 template <class Q, class X> DEVICE float largest(const octet<X> &x, float most)
 {
+  float value[EACH];
+  x.to_floats(value);
 #pragma unroll
-  for (int i = 0; i < EACH; i++) most = larger<Q>(most, fabsf(x[i]));
+  for (int i = 0; i < EACH; i++) most = larger<Q>(most, fabsf(value[i]));
   return most;
 }
 
@@ -43,46 +54,53 @@ template <class Q, class X>
 DEVICE void store_codes(const quantize_args &a, int64_t row, int k, const octet<X> &x, float inverse)
 {
   float value[EACH];
-#pragma unroll
-  for (int i = 0; i < EACH; i++) value[i] = x[i];
+  x.to_floats(value);
   *reinterpret_cast<uint2 *>(static_cast<uint8_t *>(a.codes) + row * a.codes_ld + k) =
       make_uint2(quantize_four<Q>(value, inverse), quantize_four<Q>(value + 4, inverse));
 }
 
 /* ---- a scale for every 128 elements ---- */
 
-/* One group of the grid's walk through all of them, half a warp each. */
+/* A group of the grid's walk through all of them, half a warp each. */
 struct group_place {
-  int64_t row;
-  int32_t group;
+  int32_t row, group;
+
+  DEVICE void advance(group_place step, int32_t groups)
+  {
+    row += step.row;
+    group += step.group;
+    if (group >= groups) {
+      group -= groups;
+      row++;
+    }
+  }
 };
 
-template <class X, class Q, int HALF_WARPS> DEVICE void quantize_groups(const quantize_args &a, int64_t rows)
+template <class X, class Q, int HALF_WARPS> DEVICE void quantize_groups(const quantize_args &a, int32_t rows)
 {
   constexpr int IN_FLIGHT = 8 / sizeof(X);
-  const unsigned groups = ROW_GROUPS(a.format, a.cols), step = gridDim.x * HALF_WARPS;
+  const unsigned groups = ROW_GROUPS(a.format, a.cols), all = gridDim.x * HALF_WARPS;
   const unsigned first = blockIdx.x * HALF_WARPS + threadIdx.x / GROUP_LANES;
+  const group_place step = {(int32_t)(all / groups), (int32_t)(all % groups)};
   const int k0 = threadIdx.x % GROUP_LANES * EACH - a.format.origin % GROUP;
-  group_place next = {first / groups, (int32_t)(first % groups)};
+  group_place next = {(int32_t)(first / groups), (int32_t)(first % groups)}, ahead = next;
   while (__any_sync(ALL_LANES, next.row < rows)) {
-    group_place at[IN_FLIGHT];
     octet<X> x[IN_FLIGHT];
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; i++) {
-      at[i] = next;
-      const int k = next.group * GROUP + k0;
-      x[i].load(a, next.row, k, next.row < rows && k >= 0 && k < a.cols);
-      next.row += step / groups;
-      next.group += step % groups;
-      if (next.group >= groups) next = {next.row + 1, next.group - (int)groups};
+      const int k = ahead.group * GROUP + k0;
+      x[i].load(a, ahead.row, k, ahead.row < rows && k >= 0 && k < a.cols);
+      ahead.advance(step, groups);
     }
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; i++) {
       const float scale = row_scale<Q>(a.format, largest_of_lanes<Q, GROUP_LANES>(largest<Q>(x[i], 0.f)));
-      const int k = at[i].group * GROUP + k0;
-      if (at[i].row >= rows) continue;
-      if (k >= 0 && k < a.cols) store_codes<Q>(a, at[i].row, k, x[i], __frcp_rn(scale));
-      if (threadIdx.x % GROUP_LANES == 0) a.scale[at[i].group * a.scale_ld + at[i].row] = scale;
+      const int k = next.group * GROUP + k0;
+      if (next.row < rows) {
+        if (k >= 0 && k < a.cols) store_codes<Q>(a, next.row, k, x[i], __frcp_rn(scale));
+        if (threadIdx.x % GROUP_LANES == 0) a.scale[next.group * a.scale_ld + next.row] = scale;
+      }
+      next.advance(step, groups);
     }
   }
 }
@@ -91,7 +109,7 @@ template <class X, class Q, int HALF_WARPS> DEVICE void quantize_groups(const qu
 
 /* A row's first vectors stay in registers, the others are read twice. */
 template <class X, class Q, int WARPS>
-DEVICE void quantize_rows(const quantize_args &a, int64_t rows, float (&warp_most)[WARPS])
+DEVICE void quantize_rows(const quantize_args &a, int32_t rows, float (&warp_most)[WARPS])
 {
   constexpr int KEPT = 8 / sizeof(X);
   int team = 1; /* warps a row */
@@ -133,7 +151,7 @@ template <class X, class Q, int WARPS> DEVICE void quantize_codes(const quantize
 {
   __shared__ float warp_most[WARPS];
   wait_for_earlier_grids();
-  const int64_t rows = token_total(a.rows);
+  const int32_t rows = (int32_t)token_total(a.rows);
   if (a.format.mode == ROWS_GROUP)
     quantize_groups<X, Q, WARPS * 2>(a, rows);
   else

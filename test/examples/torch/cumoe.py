@@ -51,7 +51,7 @@ def fields(kind, names):
     return [(name, kind) for name in names.split()]
 
 
-class View(Struct):
+class View(ctypes.Structure):
     _fields_ = [("data", c_void_p), *fields(c_int64, "rows cols ld"), ("owner", c_uint64),
                 *fields(c_int32, "device dtype")]
 
@@ -193,7 +193,7 @@ def check(status):
 
 def device_of(tensor):
     """Its number in views."""
-    return tensor.device.index if tensor.device.type == "cuda" else DEVICE_CPU
+    return tensor.get_device() if tensor.is_cuda else DEVICE_CPU
 
 
 @functools.cache
@@ -208,8 +208,7 @@ def view(tensor, rows, cols, ld):
     """Of memory that begins where the tensor does."""
     if tensor.dtype not in DTYPES:
         raise TypeError(f"cumoe has no element type for {tensor.dtype}")
-    return View(data=tensor.data_ptr(), rows=rows, cols=cols, ld=ld, device=device_of(tensor),
-                dtype=DTYPES[tensor.dtype])
+    return View(tensor.data_ptr(), rows, cols, ld, 0, device_of(tensor), DTYPES[tensor.dtype])
 
 
 def matrix(name, tensor):
@@ -391,7 +390,7 @@ def find_bound(spec, text, x, weights):
 
 
 def current_stream(tensor):
-    if tensor.device.type != "cuda":
+    if not tensor.is_cuda:
         return None
     return torch.cuda.current_stream(tensor.device).cuda_stream
 
@@ -416,7 +415,7 @@ def forward(x, operands, weights, text):
     out, size = result_of(x, spec), layer.workspace(x.shape[0])
     scratch, start = aligned(size, x.device)
     args = MoeArgs(x=matrix("x", x), out=matrix("out", out), out_scale=spec["out_scale"])
-    args.workspace = View(data=start, rows=1, cols=size, ld=size, device=device_of(x), dtype=U8)
+    args.workspace = View(start, 1, size, size, 0, device_of(x), U8)
     args.shared = layer.shared
     for name, tensor in zip(spec["operands"], operands):
         setattr(args, name, matrix(name, tensor))

@@ -73,7 +73,7 @@ def gate_of(module):
 
 
 def format_of(module, name, halves):
-    """Of FP8Experts' weights: fp8 in blocks or with a scale a matrix, or fp4 as mxfp4. None: not quantised."""
+    """Of weights of FP8Experts, or of take_mxfp4: fp8 in blocks or with a scale a matrix, or mxfp4. None: dense."""
     weight, scale = getattr(module, name), getattr(module, name + "_scale_inv", None)
     if scale is None:
         return None
@@ -81,7 +81,7 @@ def format_of(module, name, halves):
         raise NotImplementedError("cumoe takes one static scale for all experts, transformers has one for each")
     if weight.element_size() > 1:
         return None
-    if weight.dtype == torch.int8:
+    if weight.dtype in (torch.int8, torch.uint8):
         return cumoe.mxfp4()
     if module.block_size is None:
         return cumoe.fp8_tensor()
@@ -103,8 +103,13 @@ def parts_of(module, name, quantised):
     return parts
 
 
-def prepare(module, top_k):
-    """The names of the weights' attributes, and the text of calls."""
+def layer_of(module, top_k, **routing):
+    """The layer of an experts module, with cumoe's routing if it is given."""
+    return describe(module, top_k, **routing)[1]
+
+
+def describe(module, top_k, **routing):
+    """The names of the weights' attributes, and the layer."""
     order, fields = gate_of(module)
     up = "gate_up_proj" if module.has_gate else "up_proj"
     formats = format_of(module, up, 2 if module.has_gate else 1), format_of(module, "down_proj", 1)
@@ -113,8 +118,13 @@ def prepare(module, top_k):
     experts = cumoe.Experts(down=projections[1], up_format=formats[0], down_format=formats[1],
                             transposed=module.is_transposed, **order,
                             **{"gate_up" if module.has_gate else "up": projections[0]})
-    layer = cumoe.Layer(experts, top_k=top_k, **fields)
-    return tuple(name for p in parts for name in p.values()), layer.text(("ids", "weights"))
+    return tuple(name for p in parts for name in p.values()), cumoe.Layer(experts, top_k=top_k, **fields, **routing)
+
+
+def prepare(module, top_k):
+    """The names of the weights' attributes, and the text of calls."""
+    names, layer = describe(module, top_k)
+    return names, layer.text(("ids", "weights"))
 
 
 def prepared(module, top_k):
@@ -138,6 +148,24 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
     x = hidden_states if weights[0].element_size() == 1 else hidden_states.to(weights[0].dtype)
     out = torch.ops.cumoe.forward(x, [top_k_index, top_k_weights.float()], weights, text)
     return out.to(hidden_states.dtype)
+
+
+def take_mxfp4(model, tensors):
+    """Gives gpt-oss's experts the 4-bit weights of its checkpoint, in place of bf16: tensors[name], as safetensors
+    holds them, for "model.layers.0.mlp.experts.gate_up_proj_blocks", _scales, _bias, "down_proj_blocks" ..."""
+    for name, module in model.named_modules():
+        if not name.endswith(".mlp.experts"):
+            continue
+        place = module.down_proj.device
+        for projection in ("gate_up_proj", "down_proj"):
+            codes, scale, bias = (tensors[f"{name}.{projection}_{part}"].to(place)
+                                  for part in ("blocks", "scales", "bias"))
+            setattr(module, projection, torch.nn.Parameter(codes.flatten(-2), requires_grad=False))
+            setattr(module, projection + "_scale_inv", torch.nn.Parameter(scale, requires_grad=False))
+            getattr(module, projection + "_bias").data = bias
+        module.is_transposed = False  # codes lie [E, out, in]
+        module.cumoe_prepared = {}
+    model.set_experts_implementation("cumoe")
 
 
 ExpertsInterface.register("cumoe", experts_forward)

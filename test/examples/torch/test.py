@@ -6,6 +6,7 @@
 import ctypes
 import functools
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -403,13 +404,26 @@ class Config:
         raise AttributeError(name)
 
 
-def classes(transformers):
-    """Every experts class that goes through the registry."""
+REGISTERED = r"^@use_experts_implementation.*\nclass (\w+)"
+
+
+def registered_files(transformers):
+    """Those with an experts class that goes through the registry."""
     for file in sorted((pathlib.Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
-        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", file.read_text(), re.M)
-        if names:
-            module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
-            yield from (getattr(module, name) for name in names)
+        if re.search(REGISTERED, file.read_text(), re.M):
+            yield file
+
+
+def modules_of(transformers, family):
+    for file in registered_files(transformers):
+        if family in ("", file.parent.name):
+            yield importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+
+
+def classes(transformers):
+    for module in modules_of(transformers, ""):
+        for name in re.findall(REGISTERED, pathlib.Path(module.__file__).read_text(), re.M):
+            yield getattr(module, name)
 
 
 @torch.no_grad()
@@ -502,6 +516,26 @@ def fp8_experts():
 
 
 @torch.no_grad()
+def mxfp4_model(cumoe_transformers):
+    """gpt-oss with the weights of a checkpoint in 4 bits, against the same numbers in bf16."""
+    model, tensors = tiny_model("gpt_oss").bfloat16(), {}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for projection in ("gate_up_proj", "down_proj"):
+            weight, full = getattr(module, projection), f"{name}.{projection}"
+            codes, scale, values = fp4(weight.mT.shape, 32, "cpu")
+            weight.copy_(values.mT)
+            tensors[full + "_blocks"] = codes.unflatten(-1, (-1, 16))
+            tensors[full + "_scales"], tensors[full + "_bias"] = scale, getattr(module, projection + "_bias").clone()
+    ids = torch.randint(0, 128, (1, 9))
+    model.set_experts_implementation("cumoe")
+    want = model(ids, use_cache=False).logits
+    cumoe_transformers.take_mxfp4(model, tensors)
+    close("gpt_oss with its checkpoint's 4 bits", model(ids, use_cache=False).logits, want, 1e-3)
+
+
+@torch.no_grad()
 def fill(module, name):
     """Random codes and scales; what they mean."""
     codes, scale = getattr(module, name), getattr(module, name + "_scale_inv")
@@ -528,6 +562,87 @@ def fill(module, name):
     return codes.float() * spread(factors, block, codes.shape)
 
 
+# A small block of a family, as its config's defaults have it.
+SMALL = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_local_experts=8, num_experts=8,
+             n_routed_experts=8, moe_num_experts=8, num_experts_per_tok=2, moe_k=2, top_k=2, moe_topk=2,
+             n_shared_experts=1, shared_expert_intermediate_size=32, moe_shared_expert_intermediate_size=32)
+
+
+def small_config(family, transformers):
+    config = transformers.AutoConfig.for_model(family)
+    for name in ("thinker_config", "text_config", "language_config"):
+        config = getattr(config, name, None) or config
+    for name, value in SMALL.items():
+        old = getattr(config, name, None)
+        if old is not None or (hasattr(config, name) and name in ("num_experts_per_tok", "n_routed_experts",
+                                                                  "moe_intermediate_size", "n_shared_experts")):
+            setattr(config, name, [value] * len(old) if isinstance(old, list) else value)
+    if (getattr(config, "n_group", None) or 1) > 1:
+        config.n_group, config.topk_group = 4, 2
+    config._experts_implementation = "eager"
+    return config
+
+
+def block_of(family, config, transformers):
+    """The module whose own __init__ makes the experts."""
+    for module in modules_of(transformers, family):
+        for experts in re.findall(REGISTERED, pathlib.Path(module.__file__).read_text(), re.M):
+            for kind in vars(module).values():
+                if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and kind.__module__ == module.__name__:
+                    source = inspect.getsource(kind).split("def forward")[0]
+                    if f" {experts}(" in source and kind.__name__ != experts:
+                        return make_block(kind, config), experts
+
+
+def make_block(kind, config):
+    wanted = list(inspect.signature(kind.__init__).parameters)[2:]
+    layer = config.mlp_layer_types.index("moe") if "moe" in (getattr(config, "mlp_layer_types", None) or ()) else 1
+    return kind(config, **{name: 32 if "size" in name else layer for name in wanted}).eval().float()
+
+
+@torch.no_grad()
+def one_router(family, transformers):
+    """Router, gate and experts in one forward from x, against what the block's experts answered."""
+    import cumoe_transformers
+    import families
+    config = small_config(family, transformers)
+    block, name = block_of(family, config, transformers)
+    for tensor in (*block.parameters(), *(b for b in block.buffers() if b.is_floating_point())):
+        tensor.normal_(0, 0.3)
+    experts, seen = next(m for m in block.modules() if type(m).__name__ == name), {}
+    experts.register_forward_hook(lambda module, given, answer: seen.update(given=given, answer=answer))
+    block(torch.randn(1, 24, 64))
+    x, ids, _ = seen["given"]
+    count, outside = experts.num_experts, {p for p in experts.parameters()}
+    tensors = [t for t in (*block.parameters(), *block.buffers()) if t not in outside]
+    router = next(t for t in tensors if t.shape == (count, 64))
+    fields, bias = families.routing(family, config, ids.shape[-1])
+    operands = {"router_weight": router.float()}
+    if bias:
+        operands[bias] = next(t for t in tensors if t.numel() == count and t.shape[-1] == count).reshape(1, -1)
+    layer = cumoe_transformers.layer_of(experts, ids.shape[-1], **fields)
+    close(f"{family}: {name[:-7]}'s block, router and all, in one forward", layer(x, **operands), seen["answer"], 1e-5)
+
+
+@group
+def routers():
+    try:
+        import transformers
+        import families
+    except ImportError as error:
+        return case("routers of transformers", "skip", str(error))
+    transformers.logging.set_verbosity_error()
+    there = {file.parent.name for file in registered_files(transformers)}
+    for family in families.ROUTINGS:
+        if family in there:
+            one_router(family, transformers)
+        else:
+            case(family, "skip", f"not in transformers {transformers.__version__}")
+    unknown = sorted(there - set(families.ROUTINGS) - set(families.ENGINES))
+    if transformers.__version__.startswith("5.17."):
+        case("every family of the registry is in one of the tables", not unknown, ", ".join(unknown))
+
+
 @group
 def transformers_experts():
     try:
@@ -537,6 +652,7 @@ def transformers_experts():
         return case("transformers", "skip", str(error))
     transformers.logging.set_verbosity_error()
     fp8_experts()
+    mxfp4_model(cumoe_transformers)
     gate = types.SimpleNamespace(has_gate=True, limit=2.0, _apply_gate=lambda v: (
         F.silu(v.chunk(2, -1)[0]).clamp(max=2.0) * v.chunk(2, -1)[1]))
     refused("a gate that cumoe does not have", NotImplementedError, "no gate like",

@@ -1,0 +1,370 @@
+/*
+ * Weights as checkpoints have them, written and decoded by their producers' own code (test/data/formats/make.py): what
+ * lies in memory, after cumoe_weights_repack where kernels do not read it in place, has the producers' values, and the
+ * layer multiplies them.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "../bench/safetensors.h"
+#include "codes.h"
+
+static safetensors file;
+
+static tensor part_of(const char *name, const char *part)
+{
+  char key[64];
+  snprintf(key, sizeof key, "%s.%s", name, part);
+  const file_tensor *t = safetensors_find(&file, key);
+  if (!t) return (tensor){0};
+  tensor part_ = tensor_new(t->dtype, t->dims > 1 ? t->shape[0] : 1, t->shape[t->dims - 1]);
+  memcpy(part_.data, t->data, t->bytes);
+  return part_;
+}
+
+typedef struct source {
+  const char *name;
+  cumoe_format format;
+  int32_t major; /* 0: read in place */
+  int32_t scale; /* what the file calls U8 */
+  double ulps;   /* of f32, between the exact value and the producer's arithmetic */
+} source;
+
+enum { SOURCES = 16 };
+
+static void list_sources(source *list)
+{
+  cumoe_format zeros = cumoe_format_int4(32, CUMOE_F16), block = cumoe_format_fp8_block(CUMOE_F32);
+  zeros.zero = CUMOE_ZERO_CODES_OUT;
+  zeros.offset = 0;
+  block.block[0] = 16;
+  block.block[1] = 64;
+  const source all[SOURCES] = {
+      {"ct_int4_zeros", zeros, 0, 0, 0},
+      {"gptq_v1", cumoe_format_gptq(32, 1), CUMOE_IN_OUT, 0, 0},
+      {"gptq_v2", cumoe_format_gptq(32, 2), CUMOE_IN_OUT, 0, 0},
+      {"awq", cumoe_format_awq(32), CUMOE_IN_OUT, 0, 0},
+      {"ct_int4", cumoe_format_int4(32, CUMOE_BF16), 0, 0, 0},
+      {"ct_fp8_channel", cumoe_format_fp8_channel(CUMOE_F32), 0, 0, .5},
+      {"ct_fp8_block", block, 0, 0, .5},
+      {"ct_int8", cumoe_format_int8(CUMOE_F32), 0, 0, .5},
+      {"ct_nvfp4", cumoe_format_nvfp4(CUMOE_GLOBAL_OVER), 0, 0, 2},
+      {"gpt_oss", cumoe_format_mxfp4(), 0, CUMOE_E8M0, 0},
+      {"ggml_q8_0", cumoe_format_ggml(CUMOE_GGML_Q8_0), CUMOE_OUT_IN, 0, 0},
+      {"ggml_q4_0", cumoe_format_ggml(CUMOE_GGML_Q4_0), CUMOE_OUT_IN, 0, 0},
+      {"ggml_q6_k", cumoe_format_ggml(CUMOE_GGML_Q6_K), CUMOE_OUT_IN, 0, .5},
+      {"ggml_mxfp4", cumoe_format_ggml(CUMOE_GGML_MXFP4), CUMOE_OUT_IN, 0, 0},
+      {"all_e4m3", cumoe_format_fp8_channel(CUMOE_F32), 0, 0, 0},
+      {"all_e2m1_e8m0", cumoe_format_mxfp4(), 0, CUMOE_E8M0, 0},
+  };
+  memcpy(list, all, sizeof all);
+}
+
+/* On a device, as bind takes it; of `experts`, expert 1's codes are those of expert 0 with all bits changed. */
+typedef struct placed {
+  int32_t experts, out, in;
+  cumoe_format format;
+  cumoe_projection projection;
+  host_projection host;
+  tensor weights; /* of expert 0, by the producer */
+} placed;
+
+/* A stack of `experts`. */
+static tensor stacked(tensor t, int32_t experts, bool change)
+{
+  tensor all = tensor_new(t.dtype, t.rows * experts, t.cols);
+  const size_t bytes = (size_t)(t.rows * t.cols) * cumoe_dtype_bytes((cumoe_dtype)t.dtype);
+  for (size_t i = 0; i < bytes * (size_t)experts; i++)
+    all.data[i] = t.data[i % bytes] ^ (i >= bytes && change ? 0xff : 0);
+  return all;
+}
+
+static tensor gather(cumoe_context context, cumoe_view v, int64_t stride, int32_t experts)
+{
+  const size_t element = cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  tensor all = tensor_new(v.dtype, v.rows * experts, v.cols);
+  for (int32_t e = 0; e < experts; e++) {
+    cumoe_view one = v;
+    one.data = (const char *)v.data + (size_t)(e * stride) * element;
+    one.owner = 0;
+    const tensor got = device_get(context, one);
+    memcpy(all.data + (size_t)e * (size_t)(v.rows * v.cols) * element, got.data, (size_t)(v.rows * v.cols) * element);
+  }
+  return all;
+}
+
+static cumoe_repack_args repack_of(cumoe_context context, const source *s, const placed *p, int32_t first,
+                                   int32_t count)
+{
+  cumoe_repack_args a = {.size = sizeof a, .experts = count, .major = s->major, .out = p->out, .in = p->in};
+  const char *parts[] = {"codes", "scale", "zero"};
+  cumoe_view *views[] = {&a.codes, &a.scale, &a.zero};
+  a.format = s->format;
+  for (int i = 0; i < 3; i++) {
+    const tensor t = part_of(s->name, parts[i]);
+    if (!t.data) continue;
+    tensor all = stacked(t, first + count, i == 0 && !s->format.ggml);
+    const size_t skip = (size_t)(t.rows * first * t.cols) * cumoe_dtype_bytes((cumoe_dtype)t.dtype);
+    const tensor some = {all.dtype, t.rows * count, t.cols, all.data + skip};
+    *views[i] = device_put(context, &some, 1 + i); /* no alignment */
+  }
+  return a;
+}
+
+static void place_repacked(cumoe_context context, const source *s, placed *p)
+{
+  size_t one = 0, all = 0;
+  const cumoe_repack_args a = repack_of(context, s, p, 0, 1), b = repack_of(context, s, p, 1, p->experts - 1),
+                          both = repack_of(context, s, p, 0, p->experts);
+  CHECK_OK(cumoe_weights_repack_size(&a, &one));
+  CHECK_OK(cumoe_weights_repack_size(&both, &all));
+  CHECK(all == one * (size_t)p->experts);
+  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)all, 256 - (int64_t)(all % 256)),
+                       again = device_new(context, CUMOE_U8, 1, (int64_t)all, 256 - (int64_t)(all % 256));
+  cumoe_view_mut part, less;
+  cumoe_projection other;
+  cumoe_format format;
+  CHECK_OK(cumoe_view_cols_mut(to, (int64_t)one, (int64_t)(all - one), &part));
+  CHECK_OK(cumoe_view_cols_mut(to, 0, (int64_t)one - 1, &less));
+  CHECK_STATUS(CUMOE_ERR_WORKSPACE, cumoe_weights_repack(context, &a, less, &other, &format, NULL));
+  CHECK_OK(cumoe_weights_repack(context, &a, to, &p->projection, &p->format, NULL));
+  CHECK_OK(cumoe_weights_repack(context, &b, part, &other, &format, NULL));
+  CHECK_OK(cumoe_weights_repack(context, &both, again, &other, &format, NULL));
+  check_guards(context, "to", again);
+  const cumoe_view views[2][3] = {{p->projection.data, p->projection.scale.data, p->projection.zero.data},
+                                  {other.data, other.scale.data, other.zero.data}};
+  tensor *const parts[] = {&p->host.data, &p->host.scale, &p->host.zero};
+  for (int i = 0; i < 3; i++) {
+    const int64_t strides[] = {other.expert_stride, other.scale.expert_stride, other.zero.expert_stride};
+    if (!views[0][i].data) continue;
+    *parts[i] = gather(context, views[0][i], strides[i], p->experts);
+    const tensor stack = gather(context, views[1][i], strides[i], p->experts);
+    check_same("one by one, and as a stack", parts[i], &stack);
+  }
+}
+
+static void place_as_it_lies(cumoe_context context, const source *s, placed *p)
+{
+  p->format = s->format;
+  p->experts = 1;
+  p->host = (host_projection){.data = part_of(s->name, "codes"),
+                              .scale = part_of(s->name, "scale"),
+                              .zero = part_of(s->name, "zero"),
+                              .global = part_of(s->name, "global")};
+  if (s->scale) p->host.scale.dtype = s->scale;
+  p->projection.data = device_put(context, &p->host.data, 0);
+  p->projection.scale.data = device_put(context, &p->host.scale, 1);
+  if (p->host.zero.data) p->projection.zero.data = device_put(context, &p->host.zero, 1);
+  if (p->host.global.data) p->projection.global = device_put(context, &p->host.global, 0);
+}
+
+static placed place(cumoe_context context, const source *s)
+{
+  placed p = {.experts = 2, .weights = part_of(s->name, "weights")};
+  p.out = (int32_t)p.weights.rows;
+  p.in = (int32_t)p.weights.cols;
+  if (s->major)
+    place_repacked(context, s, &p);
+  else
+    place_as_it_lies(context, s, &p);
+  p.format.rows = p.format.row_group = p.format.row_scale = 0; /* weights alone are looked at */
+  return p;
+}
+
+static double *decoded(const placed *p)
+{
+  double *w = scratch((size_t)(p->experts * p->out * p->in), sizeof *w);
+  for (int64_t row = 0; row < p->experts * p->out; row++) {
+    const channel_place at = {.projection = &p->host,
+                              .format = &p->format,
+                              .expert = row / p->out,
+                              .experts = p->experts,
+                              .channel = row % p->out,
+                              .outs = p->out,
+                              .ins = p->in,
+                              .halves = 1};
+    decode_channel(&at, w + row * p->in);
+  }
+  return w;
+}
+
+static void check_values(const source *s, const placed *p, const double *w)
+{
+  for (int64_t i = 0; i < (int64_t)p->out * p->in; i++) {
+    const double want = tensor_get(&p->weights, 0, i), off = fabs(w[i] - want);
+    const bool same = isnan(want) ? isnan(w[i]) : s->ulps > 0 ? off <= s->ulps * 0x1p-23 * fabs(want) : w[i] == want;
+    if (!CHECK_MSG(same, "n %d k %d: %.9g, %s has %.9g", (int)(i / p->in), (int)(i % p->in), w[i], s->name, want))
+      return;
+  }
+}
+
+/* A token for each expert and k, a one at k: h is column k. */
+static void check_layer(cumoe_context context, const placed *p, const double *w)
+{
+  const int32_t rows = p->experts * p->in;
+  cumoe_moe_desc desc = {.size = sizeof desc, .num_experts = p->experts, .hidden = p->in, .inter = p->out};
+  desc.dtype = CUMOE_BF16;
+  desc.act = CUMOE_ACT_IDENTITY;
+  desc.flags = CUMOE_MOE_UNGATED;
+  desc.routing.top_k = 1;
+  desc.up_format = p->format;
+  if (on_device(context) && cumoe_moe_supports(device_of(context), &desc, NULL, 0) != CUMOE_OK) return;
+  cumoe_weights_desc d = {.size = sizeof d, .experts = p->experts, .hidden = p->in, .inter = p->out};
+  d.dtype = CUMOE_BF16;
+  d.gate_order = CUMOE_UNGATED;
+  d.up_major = d.down_major = CUMOE_OUT_IN;
+  d.up_format = p->format;
+  d.up = p->projection;
+  d.down.data = cumoe_const(device_new(context, CUMOE_BF16, p->experts * p->in, p->out, 0));
+  cumoe_weights weights = NULL;
+  cumoe_plan plan = NULL;
+  CHECK_OK(cumoe_weights_bind(context, &d, &weights));
+  CHECK_OK(cumoe_plan_create(context, &desc, &plan));
+  tensor x = tensor_new(CUMOE_BF16, rows, p->in), counts = tensor_new(CUMOE_I32, 1, p->experts),
+         offsets = tensor_new(CUMOE_I32, 1, p->experts + 1), order = tensor_new(CUMOE_I32, 1, rows);
+  for (int i = 0; i < rows; i++) tensor_set(&x, i, i % p->in, 1), tensor_set(&order, 0, i, i);
+  for (int e = 0; e <= p->experts; e++) {
+    if (e < p->experts) tensor_set(&counts, 0, e, p->in);
+    tensor_set(&offsets, 0, e, e * p->in);
+  }
+  const tensor slots = {CUMOE_I32, rows, 1, order.data};
+  const cumoe_route route = {.size = sizeof route,
+                             .counts = as_mut(device_put(context, &counts, 0)),
+                             .offsets = as_mut(device_put(context, &offsets, 0)),
+                             .row_pair = as_mut(device_put(context, &order, 0)),
+                             .slot_row = as_mut(device_put(context, &slots, 0))};
+  const cumoe_view_mut h = device_new(context, CUMOE_BF16, rows, p->out, 8);
+  CHECK_OK(cumoe_up(plan, weights, device_put(context, &x, 0), &route, no_view(), h, NULL));
+  const tensor got = device_get(context, cumoe_const(h));
+  for (int64_t i = 0; i < (int64_t)rows * p->out; i++) {
+    const int64_t row = i / p->out, e = row / p->in, k = row % p->in, n = i % p->out;
+    double most = 0, want = round_to(w[(e * p->out + n) * p->in + k], CUMOE_BF16);
+    for (int64_t j = 0; j < p->in; j++) most += fabs(w[(e * p->out + n) * p->in + j]);
+    if (!(most < 1e37)) continue; /* 0 * NaN; past f32 */
+    if (!CHECK_MSG(tensor_get(&got, row, n) == want, "expert %d n %d k %d: %g, must be %g", (int)e, (int)n, (int)k,
+                   tensor_get(&got, row, n), want))
+      break;
+  }
+  CHECK_OK(cumoe_plan_destroy(plan));
+  CHECK_OK(cumoe_weights_destroy(weights));
+}
+
+static void test_producers(cumoe_context context)
+{
+  source list[SOURCES];
+  list_sources(list);
+  for (int i = 0; i < SOURCES; i++) {
+    case_begin("%s", list[i].name);
+    if (CHECK(part_of(list[i].name, "weights").data)) {
+      const placed p = place(context, &list[i]);
+      const double *w = decoded(&p);
+      check_values(&list[i], &p, w);
+      check_layer(context, &p, w);
+    }
+    case_end();
+  }
+}
+
+/* The same weights by four producers become the same bytes; expert 1's codes with all bits changed. */
+static void test_equal(cumoe_context context)
+{
+  source list[SOURCES];
+  list_sources(list);
+  for (int i = 1; i <= 3; i++) {
+    case_begin("%s is %s", list[i].name, list[0].name);
+    const placed a = place(context, &list[0]), b = place(context, &list[i]);
+    const tensor codes = {a.host.data.dtype, a.host.data.rows, a.host.data.cols, b.host.data.data};
+    const tensor scale = {a.host.scale.dtype, a.host.scale.rows, a.host.scale.cols, b.host.scale.data};
+    const tensor zero = {a.host.zero.dtype, a.host.zero.rows, a.host.zero.cols, b.host.zero.data};
+    check_same("codes", &codes, &a.host.data);
+    check_same("scales", &scale, &a.host.scale);
+    check_same("zero points", &zero, &a.host.zero);
+    const size_t bytes = (size_t)a.out * (size_t)a.in / 2, scales = (size_t)(scale.rows * scale.cols) * 2,
+                 zeros = (size_t)(zero.rows * zero.cols) * 4;
+    for (size_t k = 0; k < bytes; k++)
+      if (!CHECK((b.host.data.data[k] ^ b.host.data.data[bytes + k]) == 0xff)) break;
+    CHECK(!memcmp(b.host.scale.data, b.host.scale.data + scales, scales));
+    CHECK(!memcmp(b.host.zero.data, b.host.zero.data + zeros, zeros));
+    case_end();
+  }
+}
+
+/* Signed codes, two channels a byte: no producer's file, so by the words of the manual. */
+static void test_modelopt(cumoe_context context)
+{
+  enum { OUT = 16, IN = 64 };
+  case_begin("modelopt int4");
+  rng r = {5};
+  tensor codes = tensor_new(CUMOE_U8, OUT / 2, IN), scale = tensor_normal(&r, CUMOE_F32, OUT, 2, 1, .1);
+  for (int i = 0; i < OUT / 2 * IN; i++) codes.data[i] = (uint8_t)rng_below(&r, 256);
+  cumoe_repack_args a = {.size = sizeof a, .experts = 1, .major = CUMOE_OUT_IN, .out = OUT, .in = IN};
+  a.format = cumoe_format_modelopt_int4(32, CUMOE_F32);
+  a.codes = device_put(context, &codes, 3);
+  a.scale = device_put(context, &scale, 0);
+  placed p = {.experts = 1, .out = OUT, .in = IN};
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_repack_size(&a, &bytes));
+  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
+  CHECK_OK(cumoe_weights_repack(context, &a, to, &p.projection, &p.format, NULL));
+  p.host.data = gather(context, p.projection.data, 0, 1);
+  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  const double *w = decoded(&p);
+  for (int n = 0; n < OUT; n++)
+    for (int k = 0; k < IN; k++) {
+      const int nibble = codes.data[n / 2 * IN + k] >> n % 2 * 4 & 15, value = nibble < 8 ? nibble : nibble - 16;
+      CHECK(w[n * IN + k] == value * tensor_get(&scale, n, k / 32));
+    }
+  case_end();
+}
+
+static void test_refusals(cumoe_context context)
+{
+  case_begin("repack");
+  source list[SOURCES];
+  list_sources(list);
+  placed p = {.experts = 1, .out = 32, .in = 128};
+  const cumoe_repack_args good = repack_of(context, &list[3], &p, 0, 1),
+                          blocks = repack_of(context, &list[10], &p, 0, 1);
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_repack_size(&good, &bytes));
+  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
+  cumoe_projection projection;
+  cumoe_format format;
+#define REFUSED(status, words, from, change)                                                                           \
+  do {                                                                                                                 \
+    cumoe_repack_args a = from;                                                                                        \
+    change;                                                                                                            \
+    CHECK_STATUS(status, cumoe_weights_repack(context, &a, to, &projection, &format, NULL));                           \
+    CHECK_TEXT(words);                                                                                                 \
+  } while (0)
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "read in place", good,
+          (a.major = CUMOE_OUT_IN, a.format.packed = 0, a.format.order = 0));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "order", good, a.format.order = 0x75316422);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "split", good, a.format.split = 16);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.zero is absent", good, a.zero = no_view());
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.codes.rows", good, a.codes.rows--);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "multiple of 8", good, a.out = 36);
+  REFUSED(CUMOE_ERR_LAYOUT, "args.major", good, a.major = 0);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "minimum a block", blocks, a.format.ggml = 12);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "all else", blocks, a.format.block[1] = 32);
+  REFUSED(CUMOE_ERR_LAYOUT, "GGUF", blocks, a.major = CUMOE_IN_OUT);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "inside", blocks, a.scale = good.scale);
+#undef REFUSED
+  case_end();
+}
+
+int main(int argc, char **argv)
+{
+  char error[256] = "";
+  static const test_group groups[] = {GROUP("producers", test_producers, ANYWHERE),
+                                      GROUP("equal", test_equal, ANYWHERE), GROUP("modelopt", test_modelopt, ANYWHERE),
+                                      GROUP("refusals", test_refusals, ON_CPU)};
+  if (!safetensors_open("test/data/formats/formats.safetensors", &file, error, sizeof error)) {
+    printf("%s\n0 passed, 1 failed, 0 skipped\n", error);
+    return 1;
+  }
+  const int status = test_main(argc, argv, groups, sizeof groups / sizeof groups[0]);
+  safetensors_close(&file);
+  return status;
+}
