@@ -228,7 +228,7 @@ DEVICE void multiply_bytes(int offset, few_stage<S> &stage, const float (&row_sc
   const int row = lane_id() / 4;
   const uint32_t bias = bias_of_bytes<S>(offset);
   typename S::CODE::SUM part[TILES][4] = {};
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2; i++) {
     const int vector = i * 4 + lane_id() % 4;
     uint4 x[2];
@@ -265,42 +265,62 @@ template <class S, int TILES, class STEP> DEVICE void multiply_run(few_stage<S> 
   }
 }
 
-/* factor(octet, run, half of the run): its scale, for two bf16. */
-template <class S, int TILES, class FACTOR>
-DEVICE void multiply_owned(few_stage<S> &stage, FACTOR factor, float (&sum)[S::TILES][4])
+/* Of a lane's values for each octet and run: the next run's take the place of this one's. Unrolled, the loop over runs
+ * would want twice the registers. */
+template <class T, int COUNT> DEVICE void next_run(T (&value)[COUNT])
+{
+#pragma unroll
+  for (int o = 0; o < COUNT; o += 2) value[o] = value[o + 1];
+}
+
+/* The factor of word i of a run, for two bf16. */
+DEVICE uint32_t factor_of(uint32_t factor, int)
+{
+  return factor;
+}
+DEVICE uint32_t factor_of(const uint2 &factor, int i)
+{
+  return i < 2 ? factor.x : factor.y;
+}
+
+template <class S, int TILES, class F>
+DEVICE void multiply_owned(few_stage<S> &stage, F (&factor)[2 * S::OCTETS], float (&sum)[S::TILES][4])
 {
   using M = typename S::CODE::M;
-#pragma unroll
-  for (int run = 0; run < 2; run++)
+#pragma unroll 1
+  for (int run = 0; run < 2; run++) {
     multiply_run<S, TILES>(stage, run, [&](int t, int i, uint32_t low, uint32_t high, const uint4 &x) {
       uint32_t a[4], b[4];
       unpack_e2m1_bf16(low, a), unpack_e2m1_bf16(high, b);
-      multiply_pairs<M>(a, factor(2 * t, run, i / 2)), multiply_pairs<M>(b, factor(2 * t + 1, run, i / 2));
+      multiply_pairs<M>(a, factor_of(factor[4 * t], i)), multiply_pairs<M>(b, factor_of(factor[4 * t + 2], i));
       multiply_four<M>(sum[t], a[0], a[1], b[0], b[1], x.x, x.y);
       multiply_four<M>(sum[t], a[2], a[3], b[2], b[3], x.z, x.w);
     });
+    next_run(factor);
+  }
 }
 
 /* Of u4 whose scales are those of 128 k. zero: pairs. */
 template <class S, int TILES>
-DEVICE void multiply_in_runs(few_stage<S> &stage, const float (&scale)[2 * S::OCTETS],
-                             const uint32_t (&zero)[2 * S::OCTETS], float (&sum)[S::TILES][4])
+DEVICE void multiply_in_runs(few_stage<S> &stage, float (&scale)[2 * S::OCTETS], uint32_t (&zero)[2 * S::OCTETS],
+                             float (&sum)[S::TILES][4])
 {
   using M = typename S::CODE::M;
-#pragma unroll
+#pragma unroll 1
   for (int run = 0; run < 2; run++) {
     float part[TILES][4] = {};
     multiply_run<S, TILES>(stage, run, [&](int t, int i, uint32_t low, uint32_t high, const uint4 &x) {
       uint32_t a[4], b[4];
-      unpack_u4<M>(low, zero[4 * t + run], a), unpack_u4<M>(high, zero[4 * t + 2 + run], b);
+      unpack_u4<M>(low, zero[4 * t], a), unpack_u4<M>(high, zero[4 * t + 2], b);
       multiply_four<M>(part[t], a[0], a[1], b[0], b[1], x.x, x.y);
       multiply_four<M>(part[t], a[2], a[3], b[2], b[3], x.z, x.w);
     });
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) sum[t][j] = fmaf(part[t][j], scale[4 * t + j / 2 * 2 + run], sum[t][j]);
+      for (int j = 0; j < 4; j++) sum[t][j] = fmaf(part[t][j], scale[4 * t + j / 2 * 2], sum[t][j]);
     }
+    next_run(scale), next_run(zero);
   }
 }
 
@@ -377,7 +397,7 @@ DEVICE void multiply_exchanged(few_smem<S> &smem, few_stage<S> &stage, float (&s
 {
   auto &at = smem.exchange[warp_id()];
   const int row = lane_id() / 4;
-  multiply_grouped<S, TILES, 2>(
+  multiply_grouped<S, TILES, 1>(
       stage, [&](int o, int group) { return at.scale[o * 8 + row][group]; },
       [&](int o, int group) { return (uint32_t)at.zero[o * 8 + row][group] * 0x10001; }, sum);
 }
@@ -430,8 +450,7 @@ DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &
 #pragma unroll
     for (int i = 0; i < COUNT; i++) factor[i] = factors_of_e4m3(scales.raw[i], scales.second[i]);
     scales.load(g, smem, next);
-    multiply_owned<S, TILES>(
-        stage, [&](int o, int run, int half) { return half ? factor[o * 2 + run].y : factor[o * 2 + run].x; }, sum);
+    multiply_owned<S, TILES>(stage, factor, sum);
   } else {
     uint32_t factor[COUNT], most = 0;
 #pragma unroll
@@ -441,8 +460,7 @@ DEVICE void multiply_tiles(const gemm_args &g, few_smem<S> &smem, few_stage<S> &
       scales.load(g, smem, next);
     } else {
       scales.load(g, smem, next);
-      multiply_owned<S, TILES>(
-          stage, [&](int o, int run, int) { return factor[o * 2 + run]; }, sum);
+      multiply_owned<S, TILES>(stage, factor, sum);
     }
   }
 }
