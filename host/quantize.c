@@ -12,8 +12,8 @@
 
 static cumoe_status check_rows_format(const cumoe_format *f, int64_t cols)
 {
-  REQUIRE(cols >= 1 && cols <= 1 << 24, CUMOE_ERR_INVALID_ARGUMENT, "x.cols is %lld, must be 1 .. 2^24",
-          (long long)cols);
+  REQUIRE(cols >= 16 && cols <= 1 << 24 && cols % 16 == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "x.cols is %lld, must be a multiple of 16, 16 .. 2^24", (long long)cols);
   TRY(check_format("format", f, cols, CUMOE_BF16, FORMAT_REPACK));
   REQUIRE(f->rows != CUMOE_ROWS_AS_THEY_ARE, CUMOE_ERR_INVALID_ARGUMENT,
           "format.rows is 0: activations stay as they are, there are no codes of them");
@@ -112,8 +112,9 @@ static cumoe_status shapes_of(cumoe_quantize_args *q, joint *j)
           "args.experts is %d, must be 1 .. %d", (int)q->experts, CUMOE_MAX_EXPERTS);
   TRY(joint_of(q, j));
   const int64_t unit = (int64_t)q->experts * j->halves, out = rows / q->experts;
-  REQUIRE(rows >= 1 && rows % unit == 0 && out <= limit && cols >= 1 && cols <= limit, CUMOE_ERR_INVALID_ARGUMENT,
-          "args.weights is [%lld, %lld], must be [%d * out, in] with out a multiple of %d, both 1 .. 2^24",
+  REQUIRE(rows >= 1 && rows % unit == 0 && out <= limit && cols >= 16 && cols % 16 == 0 && cols <= limit,
+          CUMOE_ERR_INVALID_ARGUMENT,
+          "args.weights is [%lld, %lld], must be [%d * out, in] with out a multiple of %d, in of 16, both up to 2^24",
           (long long)rows, (long long)cols, (int)q->experts, (int)j->halves);
   TRY(check_format("args.format", f, cols, CUMOE_BF16, FORMAT_IN_PLACE));
   TRY(check_encodable(f, j));
@@ -166,12 +167,12 @@ static cumoe_status check_quantize(struct context *context, const cumoe_quantize
   return check_overlaps(views, 4, 5);
 }
 
-/* Threads a block: one for each cell of 16 elements, up to a warp. */
+/* Threads a block: one for every four cells of 16 elements, up to a warp. */
 static int32_t lanes_of(const encode_args *a)
 {
   const int64_t rows = a->block_n < a->out ? a->block_n : 1, k = a->block_k < a->in ? a->block_k : a->in;
   int32_t lanes = 1;
-  while (lanes < 32 && 2 * lanes * 16 <= rows * k) lanes *= 2;
+  while (lanes < 32 && 2 * lanes * 64 <= rows * k) lanes *= 2;
   return lanes;
 }
 

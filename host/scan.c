@@ -29,11 +29,14 @@ static cumoe_status scan(const struct weights *w, cumoe_view_mut report, cumoe_s
   return launch(w->context, &second, &down, stream);
 }
 
-cumoe_status cumoe_weights_scan(cumoe_weights handle, cumoe_view_mut report, cumoe_stream stream)
+cumoe_status cumoe_weights_scan(cumoe_context of, cumoe_weights handle, cumoe_view_mut report, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
+  struct context *context;
   const struct weights *w;
+  TRY(find_context(of, &context));
   TRY(find_any_weights("weights", handle, &w));
+  REQUIRE(w->context == context, CUMOE_ERR_WRONG_DEVICE, "weights belong to another context");
   const operand want = {"report", w->experts, SCAN_FIELDS, DTYPE_BIT(CUMOE_I64), 0};
   const named_view views[] = {{"report", cumoe_const(report)}};
   TRY(check_operand(w->context, &want, cumoe_const(report)));

@@ -33,7 +33,7 @@ EXACT float exact_from_f16(uint16_t h)
 
 #define ENCODE_LARGEST 3.40282347e38f /* f32's */
 
-/* Of the weights of a block: low <= 0 <= high, both finite; infinities count as the largest float. */
+/* Of the weights of a block, and 0. */
 typedef struct extremes {
   float low, high;
   int nan; /* one of them is NaN */
@@ -47,19 +47,20 @@ EXACT extremes extremes_none(void)
 
 EXACT void extremes_add(extremes *e, float w)
 {
-  if (w < e->low) e->low = w > -ENCODE_LARGEST ? w : -ENCODE_LARGEST;
-  if (w > e->high) e->high = w < ENCODE_LARGEST ? w : ENCODE_LARGEST;
-  if (w != w) e->nan = 1;
-}
-
-EXACT float extremes_size(extremes e)
-{
-  return e.high > -e.low ? e.high : -e.low;
+  e->low = w < e->low ? w : e->low;
+  e->high = w > e->high ? w : e->high;
+  e->nan |= w != w;
 }
 
 EXACT float exact_within(float f, float low, float high)
 {
   return f < low ? low : f > high ? high : f;
+}
+
+/* Infinities count as the largest float. */
+EXACT float extremes_size(extremes e)
+{
+  return exact_within(e.high > -e.low ? e.high : -e.low, 0, ENCODE_LARGEST);
 }
 
 /* ---- codes of one weight; `q` is weight / scale ---- */
@@ -81,10 +82,12 @@ EXACT uint8_t e4m3_of(float q)
 /* Halfway the code that is even. NaN is 0. */
 EXACT uint8_t e2m1_of(float q)
 {
-  const float size = fabsf(q);
-  const int code =
-      (size > .25f) + (size >= .75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) + (size >= 3.5f) + (size > 5.f);
-  return (uint8_t)(code | (q == q && exact_bits(q) >> 31 ? 8 : 0));
+  const float size = exact_within(fabsf(q), 0, 6.f);
+  const uint32_t bits = exact_bits(size);
+  /* Below 1 steps of .5, which is the last place of 2^22; above a mantissa of one bit. */
+  const uint32_t code = size < 1 ? exact_bits(exact_add(size, 4194304.f)) - 0x4a800000u
+                                 : ((bits + 0x1fffffu + (bits >> 22 & 1)) >> 22) - (126u << 1);
+  return (uint8_t)(q != q ? 0 : code | (exact_bits(q) >> 28 & 8));
 }
 
 /* A whole number; NaN is 0. */
@@ -184,12 +187,13 @@ EXACT int32_t encode_zero(const encode_args *a, extremes e, float factor)
   return factor != factor ? low : whole_of(exact_div(-e.low, factor), (float)low, (float)high);
 }
 
-EXACT uint8_t encode_weight(const encode_args *a, float w, float factor, int32_t zero)
+/* zero: encode_zero's. */
+EXACT uint8_t encode_weight(int32_t format, float w, float factor, int32_t zero)
 {
   const float q = exact_div(w, factor);
-  if (a->format == FORMAT_e4m3) return e4m3_of(q);
-  if (a->format == FORMAT_s8) return (uint8_t)(whole_of(q, -127.f, 127.f) + a->offset);
-  if (a->format == FORMAT_u4) return (uint8_t)(whole_of(q, (float)-zero, (float)(15 - zero)) + zero);
+  if (format == FORMAT_e4m3) return e4m3_of(q);
+  if (format == FORMAT_s8) return (uint8_t)(whole_of(q, -127.f, 127.f) + zero);
+  if (format == FORMAT_u4) return (uint8_t)(whole_of(q, (float)-zero, (float)(15 - zero)) + zero);
   return e2m1_of(q);
 }
 
@@ -218,14 +222,21 @@ EXACT int64_t encode_scale_row(const encode_args *a, int32_t e, int32_t n)
   return ((int64_t)e * a->parts + part) * a->n_blocks + (n - first + a->n_origin) / a->block_n;
 }
 
+/* Division of 64 bits is slow on a GPU, and hardly ever needed. */
+EXACT int64_t quotient_of(int64_t a, int32_t b)
+{
+  return a >> 31 == 0 ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b;
+}
+
 EXACT encode_block encode_task(const encode_args *a, int64_t task)
 {
-  const int64_t rows = ENCODE_ROWS(a), line = task / a->k_blocks;
+  const int32_t rows = ENCODE_ROWS(a), channels = ENCODE_CHANNELS(a);
+  const int64_t line = quotient_of(task, a->k_blocks), e = quotient_of(line, rows);
+  const int32_t at = (int32_t)(line - e * rows);
   encode_block b;
-  b.block = (int32_t)(task % a->k_blocks);
-  b.e = (int32_t)(line / rows);
+  b.block = (int32_t)(task - line * a->k_blocks);
+  b.e = (int32_t)e;
   encode_k_range(a, &b);
-  const int32_t at = (int32_t)(line % rows), channels = ENCODE_CHANNELS(a);
   if (a->zero || ENCODE_SCALES_FIRST(a)) {
     b.n = at * channels;
     b.n_end = b.n + channels < a->out ? b.n + channels : a->out;

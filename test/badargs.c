@@ -54,6 +54,9 @@ typedef struct arguments {
   cumoe_route route;
   cumoe_routing routing;
   cumoe_matmul_args matmul;
+  cumoe_format format;
+  cumoe_quantize_args quantize;
+  cumoe_repack_args repack;
   float number;
 } arguments;
 
@@ -61,7 +64,7 @@ static arguments right; /* the call as it succeeds */
 
 /* Not an argument: what a call may set to null. */
 static struct {
-  _Alignas(16) unsigned char bytes[256];
+  _Alignas(16) unsigned char bytes[2048];
 } results;
 
 /* ---- kinds of arguments ------------------------------------------------------------------------------- */
@@ -484,6 +487,28 @@ CALL(cumoe_moe_supports, fill_desc, supports(a), INT("device", device, -2, INT32
 CALL_UNDO(cumoe_plan_create, fill_desc, undo_plan, cumoe_plan_create(a->context, a->info, a->out), CONTEXT,
           NOT_NULL("plan", out), DESC_ROWS)
 
+/* Each part with a format of its own. */
+enum { WIDE = 64 };
+static cumoe_format zeros_format(void)
+{
+  cumoe_format f = cumoe_format_int4(32, CUMOE_F16);
+  f.offset = 0;
+  f.zero = CUMOE_ZERO_CODES_OUT;
+  return f;
+}
+static void fill_desc_formats(arguments *a)
+{
+  fill_desc(a);
+  a->desc.inter = a->desc.shared_inter = WIDE;
+  a->desc.up_format = cumoe_format_fp8_block(CUMOE_F32);
+  a->desc.down_format = zeros_format();
+  a->desc.shared_up_format = cumoe_format_mxfp4();
+  a->desc.shared_down_format = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
+}
+FORM(cumoe_moe_supports, formats, fill_desc_formats, NULL, false, supports(a), NOT_NULL("desc", info))
+FORM(cumoe_plan_create, formats, fill_desc_formats, undo_plan, false, cumoe_plan_create(a->context, a->info, a->out),
+     CONTEXT, NOT_NULL("plan", out))
+
 static void fill_plan(arguments *a)
 {
   a->plan = bench.plan;
@@ -559,6 +584,52 @@ FORM(cumoe_weights_bind, tables, fill_bind_tables, undo_bind, false, cumoe_weigh
      BIND_ROWS)
 FORM(cumoe_weights_bind, pointers, fill_bind_separate, undo_bind, false,
      cumoe_weights_bind(a->context, a->info, a->out), BIND_ROWS)
+
+static cumoe_array give_array(cumoe_dtype dtype, int64_t rows, int64_t cols)
+{
+  return (cumoe_array){.data = give(dtype, rows, cols), .expert_stride = rows * cols};
+}
+static void fill_bind_formats(arguments *a)
+{
+  fill_bind(a);
+  a->bind.inter = WIDE;
+  a->bind.dtype = CUMOE_BF16;
+  a->bind.up_format = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
+  a->bind.down_format = zeros_format();
+  a->bind.gate_up = (cumoe_projection){.data = give(CUMOE_U8, 2 * WIDE, HIDDEN / 2),
+                                       .expert_stride = 2 * WIDE * HIDDEN / 2,
+                                       .scale = give_array(CUMOE_E4M3, 2 * WIDE, HIDDEN / 16),
+                                       .global = give(CUMOE_F32, EXPERTS, 2)};
+  a->bind.down = (cumoe_projection){.data = give(CUMOE_I32, HIDDEN, WIDE / 8),
+                                    .expert_stride = HIDDEN * WIDE / 8,
+                                    .scale = give_array(CUMOE_F16, HIDDEN, WIDE / 32),
+                                    .zero = give_array(CUMOE_I32, HIDDEN / 8, WIDE / 32)};
+}
+/* fp8 with a scale a matrix and one for activations, gate and up apart. */
+static void fill_bind_static(arguments *a)
+{
+  fill_bind(a);
+  a->bind.gate_order = CUMOE_GATE_UP_SEPARATE;
+  a->bind.dtype = CUMOE_BF16;
+  a->bind.up_format = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC);
+  a->bind.gate = (cumoe_projection){.data = give(CUMOE_E4M3, INTER, HIDDEN),
+                                    .expert_stride = INTER * HIDDEN,
+                                    .scale = give_array(CUMOE_F32, 1, 1),
+                                    .input_scale = give(CUMOE_F32, 1, 1)};
+  a->bind.up = a->bind.gate;
+  a->bind.gate_up = (cumoe_projection){.expert_stride = 0};
+}
+/* Scales may lie anywhere. */
+#define SCALES(field, member, types)                                                                                   \
+  VIEW("desc." #field "." #member, bind.field.member.data, types, 0, 0),                                               \
+      VALUE("desc." #field "." #member ".expert_stride", bind.field.member.expert_stride, -1, LAYOUT),                 \
+      VALUE("desc." #field "." #member, bind.field.member.expert_stride, (int64_t)1 << 61, INVALID_ARGUMENT)
+FORM(cumoe_weights_bind, formats, fill_bind_formats, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
+     CONTEXT, VIEW("desc.gate_up", bind.gate_up.data, BIT(U8), 16, 0),
+     VIEW("desc.down", bind.down.data, BIT(I32), 16, 0), SCALES(gate_up, scale, BIT(E4M3)),
+     SCALES(down, scale, BIT(F16)), SCALES(down, zero, BIT(I32)), INT("desc.reserved_end", bind.reserved_end, 0, 0))
+FORM(cumoe_weights_bind, static, fill_bind_static, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
+     CONTEXT, VIEW("desc.gate", bind.gate.data, BIT(E4M3), 16, LOOSE), SCALES(gate, scale, BIT(F32)))
 
 static void fill_weights(arguments *a)
 {
@@ -1051,6 +1122,86 @@ CALL(cumoe_matmul, fill_matmul, matmul(a), CONTEXT, NOT_NULL("args", info), SIZE
 CALL(cumoe_matmul_workspace, fill_context, cumoe_matmul_workspace(a->context, a->out), CONTEXT, NOT_NULL("bytes", out))
 CALL(cumoe_matmul_prepare, fill_context, matmul_prepare(a), CONTEXT)
 
+/* ---- cumoe/quantize.h ----------------------------------------------------------------------------------- */
+
+static void fill_quantize_rows(arguments *a)
+{
+  a->format = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC);
+  a->pointer = &a->format;
+  a->v[0] = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->v[1] = give(CUMOE_F32, 1, 1);
+  a->v[2] = give(CUMOE_E4M3, TOKENS, HIDDEN);
+  a->v[3] = give(CUMOE_F32, 1, TOKENS);
+}
+CALL(cumoe_quantize_rows, fill_quantize_rows,
+     cumoe_quantize_rows(a->context, a->pointer, a->v[0], a->v[1], as_mut(a->v[2]), as_mut(a->v[3]), no_stream),
+     CONTEXT, NOT_NULL("format", pointer), VIEW("x", v[0], FLOATS, 16, LOOSE),
+     VIEW("static_scale", v[1], BIT(F32), 0, 0), VIEW("codes", v[2], BIT(E4M3), 16, OUT),
+     VIEW("scales", v[3], BIT(F32), 0, OUT))
+
+static void fill_quantize(arguments *a)
+{
+  a->quantize = (cumoe_quantize_args){.size = sizeof a->quantize, .experts = 2, .gate_order = CUMOE_GATE_UP_CONCAT};
+  a->quantize.format = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
+  a->quantize.weights = give(CUMOE_BF16, 4 * INTER, HIDDEN);
+  a->quantize.codes = give_mut(CUMOE_U8, 4 * INTER, HIDDEN / 2);
+  a->quantize.scale = give_mut(CUMOE_E4M3, 4 * INTER, HIDDEN / 16);
+  a->quantize.global = give_mut(CUMOE_F32, 2, 2);
+  a->info = &a->quantize;
+}
+#define QUANTIZE_ROWS                                                                                                  \
+  NOT_NULL("args", info), SIZE("args.size", quantize.size),                                                            \
+      INT("args.experts", quantize.experts, 1, CUMOE_MAX_EXPERTS),                                                     \
+      ROW("args.gate_order", A_INT, quantize.gate_order, .low = 0, .high = 6, .status = CUMOE_ERR_LAYOUT),             \
+      INT("args.reserved", quantize.reserved, 0, 0),                                                                   \
+      VALUE("args.format.reserved", quantize.format.reserved[2], 1, NOT_SUPPORTED)
+CALL(cumoe_quantize_weights, fill_quantize, cumoe_quantize_weights(a->context, a->info, no_stream), CONTEXT,
+     QUANTIZE_ROWS, VIEW("args.weights", quantize.weights, FLOATS, 16, LOOSE),
+     VIEW("args.codes", quantize.codes, BIT(U8), 16, OUT), VIEW("args.scale", quantize.scale, BIT(E4M3), 0, OUT),
+     VIEW("args.global", quantize.global, BIT(F32), 0, OUT | FREE_COLS))
+CALL(cumoe_quantize_shapes, fill_quantize, cumoe_quantize_shapes(a->info), QUANTIZE_ROWS,
+     VALUE("args.weights", quantize.weights.rows, 63, INVALID_ARGUMENT))
+
+static void fill_repack(arguments *a)
+{
+  size_t bytes = 0;
+  a->repack =
+      (cumoe_repack_args){.size = sizeof a->repack, .experts = 2, .major = CUMOE_IN_OUT, .out = INTER, .in = HIDDEN};
+  a->repack.format = cumoe_format_gptq(32, 1);
+  a->repack.codes = give(CUMOE_I32, 2 * HIDDEN / 8, INTER);
+  a->repack.scale = give(CUMOE_F16, 2 * HIDDEN / 32, INTER);
+  a->repack.zero = give(CUMOE_I32, 2 * HIDDEN / 32, INTER / 8);
+  CHECK_OK(cumoe_weights_repack_size(&a->repack, &bytes));
+  a->v[0] = give(CUMOE_U8, 1, (int64_t)bytes);
+  a->info = &a->repack;
+  a->host = &a->bind.up;
+  a->pointer = &a->format;
+}
+#define REPACK_ROWS                                                                                                    \
+  NOT_NULL("args", info), SIZE("args.size", repack.size), INT("args.experts", repack.experts, 1, CUMOE_MAX_EXPERTS),   \
+      INT("args.reserved", repack.reserved, 0, 0),                                                                     \
+      ROW("args.major", A_INT, repack.major, .low = 1, .high = 2, .status = CUMOE_ERR_LAYOUT),                         \
+      ROW("args.out", A_INT, repack.out, .low = 8, .high = 1 << 24, .step = 8),                                        \
+      INT("args.in", repack.in, 16, 1 << 24),                                                                          \
+      VALUE("args.format.reserved", repack.format.reserved[2], 1, NOT_SUPPORTED)
+CALL(cumoe_weights_repack_size, fill_repack, cumoe_weights_repack_size(a->info, a->out), REPACK_ROWS,
+     NOT_NULL("bytes", out))
+CALL(cumoe_weights_repack, fill_repack,
+     cumoe_weights_repack(a->context, a->info, as_mut(a->v[0]), (void *)(uintptr_t)a->host, a->pointer, no_stream),
+     CONTEXT, REPACK_ROWS, VIEW("args.codes", repack.codes, BIT(I32), 0, 0),
+     VIEW("args.scale", repack.scale, BIT(F16), 0, 0), VIEW("args.zero", repack.zero, BIT(I32), 0, 0),
+     VIEW("to", v[0], BIT(U8), 256, OUT | FREE_COLS), VALUE("to", v[0].cols, 255, WORKSPACE),
+     NOT_NULL("projection", host), NOT_NULL("format", pointer))
+
+static void fill_scan(arguments *a)
+{
+  a->weights = bench.weights;
+  a->v[0] = cumoe_vector(cumoe_buffer_view(bench.buffer).data, CUMOE_I64, CUMOE_SCAN_FIELDS); /* it is filled */
+  a->v[0].rows = EXPERTS;
+}
+CALL(cumoe_weights_scan, fill_scan, cumoe_weights_scan(a->context, a->weights, as_mut(a->v[0]), no_stream), CONTEXT,
+     WEIGHTS("weights", weights), VIEW("report", v[0], BIT(I64), 0, OUT))
+
 /* Functions without a row above, and why. */
 static const char *const exempt[] = {
     /* cannot fail, whatever they are given: test/base.c */
@@ -1105,6 +1256,139 @@ static int change_desc(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "SCORE_AFTER_TOPK", r->flags = CUMOE_ROUTE_SCORE_AFTER_TOPK)
   CHANGE(NOT_SUPPORTED, "identity_experts", r->n_group = 0, r->topk_group = 0, r->identity_experts = 1,
          r->flags = CUMOE_ROUTE_WEIGHT_ON_INPUT)
+  return n;
+}
+
+static int change_formats(int which, arguments *a, expectation *e)
+{
+  cumoe_moe_desc *d = &a->desc;
+  cumoe_format *u = &d->up_format, *w = &d->down_format, *s = &d->shared_up_format;
+  int n = 0;
+  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[11] is 7, must be 0", u->reserved[11] = 7)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 0 (dense), all of desc.up_format", u->element = 0)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 7, not a", u->element = 7)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.element is -1, not a", u->element = -1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.element is 1: activations are f32", d->dtype = d->out_dtype = CUMOE_F32)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.word is 2, must be", w->word = 2)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.word is 4, must be", u->word = 4)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.offset is 16, must be 0 .. 15", w->offset = 16)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.offset is -1, must be 0 .. 15", w->offset = -1)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.offset is 1, must be 0 .. 0", u->offset = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.offset is 0, must be 128 for U8", *u = cumoe_format_int8(CUMOE_F32),
+         u->element = CUMOE_ELEMENT_U8)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.packed is 2, not a", w->packed = 2)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.packed is -1, not a", w->packed = -1)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.split is -1, must", w->split = -1)
+  CHANGE(LAYOUT, "desc.down_format: packed 1, order 0x0, split 0, element 5 is read after", w->packed = 1)
+  CHANGE(LAYOUT, "desc.down_format: packed 0, order 0x75316420,", w->order = 0x75316420)
+  CHANGE(LAYOUT, "split 16,", w->split = 16)
+  CHANGE(LAYOUT, "element 6 is read after cumoe_weights_repack only", w->element = CUMOE_ELEMENT_S4)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.scale is unset", u->scale = 0)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.scale is e4m3, which scales of element 1 are not", u->scale = CUMOE_E4M3)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.scale is e8m0, which scales of element 5 are not", w->scale = CUMOE_E8M0)
+  CHANGE(NOT_SUPPORTED, "desc.shared_up_format.scale is bf16, which scales of element 2", s->scale = CUMOE_BF16)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.block is {-1, 128}", u->block[0] = -1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.block is {128, -16}", u->block[1] = -16)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.block is {128, 24}, must be", u->block[1] = 24)
+  CHANGE(NOT_SUPPORTED, "desc.shared_up_format.block[1] is 16, must be 32 with scales of e8m0", s->block[1] = 16)
+  CHANGE(NOT_SUPPORTED, "desc.shared_down_format.block[1] is 0, must be 16 with scales of e4m3",
+         d->shared_down_format.block[1] = 0)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {-1, 0}, must not be negative", u->origin[0] = -1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.origin is {0, 8}, must not", u->origin[1] = 8)
+  CHANGE(NOT_SUPPORTED, "and the second a multiple of 32", s->origin[1] = 16)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.origin[0] is 1, must be 0 with block[0] 0", u->block[0] = 0,
+         u->origin[0] = 1)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.joined is 2, must be 0 or 1", u->joined = 2)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.zero is 2, must be", w->zero = 2)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.zero is 1, must be", u->zero = 1)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.zero_add is 17, must be -16 .. 16", w->zero_add = 17)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.zero_add is 1, must be -16 .. 16, and 0 without", u->zero_add = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.global is 1, must be GLOBAL_NONE", u->global = 1)
+  CHANGE(NOT_SUPPORTED, "desc.shared_up_format.global is 3, must be", s->global = 3)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is 4, not a cumoe_rows", u->rows = 4)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is -1, not a cumoe_rows", u->rows = -1)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.rows is 2, must be ROWS_AS_THEY_ARE with element 5", w->rows = 2)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.row_element is 3, must be 0, or 1", u->row_element = CUMOE_ELEMENT_S8)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.row_group is 64, must be 128 with ROWS_GROUP", u->row_group = 64)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.row_group is 128, must be", u->rows = CUMOE_ROWS_TOKEN)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.row_scale is bf16, must be f32", u->row_scale = CUMOE_BF16)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.row_scale is e8m0, must be f32", w->row_scale = CUMOE_E8M0)
+  CHANGE(NOT_SUPPORTED, "desc.up_format: rows have 72 codes, must be a multiple of 16", d->hidden = 72)
+  CHANGE(NOT_SUPPORTED, "desc.down_format: rows have 80 codes, must be a multiple of 32 (16 bytes)", d->inter = 80)
+  CHANGE(NOT_SUPPORTED, "desc.shared_down_format: rows have 16 codes", d->shared_inter = 16)
+  CHANGE(INVALID_ARGUMENT, "desc.shared_up_format and desc.shared_down_format must be 0", d->shared_inter = 0)
+  return n;
+}
+
+/* What the two descriptions have to say of each other. */
+static int change_bind_formats(int which, arguments *a, expectation *e)
+{
+  static const void *gap[EXPERTS];
+  cumoe_weights_desc *d = &a->bind;
+  cumoe_projection *up = &d->gate_up, *down = &d->down;
+  const cumoe_projection dense = {.data = {.data = down->data.data,
+                                           .rows = HIDDEN,
+                                           .cols = WIDE,
+                                           .ld = WIDE,
+                                           .device = down->data.device,
+                                           .dtype = CUMOE_BF16}};
+  static const cumoe_format none;
+  int n = 0;
+  CHANGE(WRONG_DTYPE, "desc.dtype is unset: with a format the activations' type", d->dtype = 0)
+  CHANGE(WRONG_DTYPE, "desc.dtype is u8", d->dtype = CUMOE_U8)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.element is 2: activations are f32", d->dtype = CUMOE_F32)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[0] is 1", d->up_format.reserved[0] = 1)
+  CHANGE(NOT_SUPPORTED, "desc.down_format: rows have 48 codes, must be a multiple of 32", d->inter = 48,
+         up->data.rows = 96, up->scale.data.rows = 96)
+  CHANGE(LAYOUT, "desc.gate_up: codes are read OUT_IN, the major says IN_OUT", d->up_major = CUMOE_IN_OUT)
+  CHANGE(LAYOUT, "desc.down: codes are read OUT_IN", d->down_major = CUMOE_IN_OUT)
+  CHANGE(INVALID_ARGUMENT, "desc.down.data.cols is 16, must be 8", down->data.cols = down->data.ld = 16)
+  CHANGE(WRONG_DTYPE, "desc.down.data.dtype is u8, must be i32", down->data.dtype = CUMOE_U8)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale is absent", up->scale = (cumoe_array){.expert_stride = 0})
+  CHANGE(WRONG_DTYPE, "desc.gate_up.scale.dtype is u8, must be e4m3", up->scale.data.dtype = CUMOE_U8)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale.cols is 3, must be 4", up->scale.data.cols = 3)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale.rows is 127, must be", up->scale.data.rows = 127)
+  CHANGE(INVALID_ARGUMENT, "desc.down.scale.cols is 2, must be 3", d->down_format.origin[1] = 16)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale has both data and per_expert", up->scale.per_expert = gap)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.scale.per_expert[0] is null", up->scale.data.data = NULL,
+         up->scale.per_expert = gap)
+  CHANGE(INVALID_ARGUMENT, "desc.down.scale must be absent: desc.down_format is dense", d->down_format = none,
+         *down = dense, down->scale = up->scale)
+  CHANGE(INVALID_ARGUMENT, "desc.down.zero is absent", down->zero = (cumoe_array){.expert_stride = 0})
+  CHANGE(INVALID_ARGUMENT, "desc.down.zero.rows is 7, must be", down->zero.data.rows = 7)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.zero must be absent: desc.up_format.zero is 0", up->zero = down->zero)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.global is absent", up->global = no_view())
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.global.cols is 3, must be 2", up->global.cols = up->global.ld = 3)
+  CHANGE(INVALID_ARGUMENT, "desc.down.global must be absent: the format has none", down->global = up->global)
+  CHANGE(INVALID_ARGUMENT, "desc.gate_up.input_scale must be absent: the format's rows", up->input_scale = up->global)
+  CHANGE(LAYOUT, "desc.down_format.joined is 1, which is for", d->down_format.joined = 1)
+  CHANGE(LAYOUT, "desc.up_format.joined is 1, which is for", d->up_format.joined = 1,
+         d->gate_order = CUMOE_GATE_UP_INTERLEAVED)
+  CHANGE(LAYOUT, "desc.up_format: block[0] 3, origin[0] 0, must be even", d->up_format.block[0] = 3,
+         d->gate_order = CUMOE_UP_GATE_INTERLEAVED)
+  CHANGE(LAYOUT, "block[0] 2, origin[0] 1, must be even", d->up_format.block[0] = 2, d->up_format.origin[0] = 1,
+         d->gate_order = CUMOE_GATE_UP_INTERLEAVED)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.zero is 1: zero points of interleaved", d->up_format = d->down_format,
+         up->data = cumoe_matrix(up->data.data, CUMOE_I32, 2 * WIDE, HIDDEN / 8, HIDDEN / 8), up->expert_stride = 0,
+         up->data.device = down->data.device, d->gate_order = CUMOE_GATE_UP_INTERLEAVED)
+  CHANGE(LAYOUT, "desc.gate_up must be absent", d->gate_order = CUMOE_UNGATED, up->data = no_view(),
+         up->expert_stride = 0, up->global = no_view())
+  return n;
+}
+
+static int change_bind_static(int which, arguments *a, expectation *e)
+{
+  cumoe_weights_desc *d = &a->bind;
+  cumoe_view other = d->up.input_scale;
+  int n = 0;
+  other.data = d->gate.scale.data.data;
+  CHANGE(INVALID_ARGUMENT, "desc.gate.input_scale is absent", d->gate.input_scale = no_view())
+  CHANGE(INVALID_ARGUMENT, "desc.up.input_scale.cols is 2, must be 1",
+         d->up.input_scale.cols = d->up.input_scale.ld = 2)
+  CHANGE(LAYOUT, "desc.gate.input_scale and desc.up.input_scale must be one", d->up.input_scale = other)
+  CHANGE(LAYOUT, "and so must their scales", d->up.scale.expert_stride = 2)
+  CHANGE(LAYOUT, "and so must their scales", d->up.scale.data.ld = 2)
+  CHANGE(INVALID_ARGUMENT, "desc.down.input_scale must be absent", d->down.input_scale = other)
   return n;
 }
 
@@ -1336,6 +1620,10 @@ static const struct {
   int (*change)(int which, arguments *a, expectation *e);
 } changes[] = {{"cumoe_moe_supports", "plain", change_desc},
                {"cumoe_plan_create", "plain", change_desc},
+               {"cumoe_moe_supports", "formats", change_formats},
+               {"cumoe_plan_create", "formats", change_formats},
+               {"cumoe_weights_bind", "formats", change_bind_formats},
+               {"cumoe_weights_bind", "static", change_bind_static},
                {"cumoe_context_create", "plain", change_create},
                {"cumoe_buffer_alloc", "plain", change_alloc},
                {"cumoe_variant_force", "plain", change_force},

@@ -264,6 +264,8 @@ static double exact_number(const cumoe_format *f)
 
 static void set_exact_projection(host_projection *p, const cumoe_format *f)
 {
+  if (format_is_dense(f) && p->data.data)
+    memset(p->data.data, 0, (size_t)(p->data.rows * p->data.cols) * cumoe_dtype_bytes((cumoe_dtype)p->data.dtype));
   for (int64_t i = 0; i < p->global.rows * p->global.cols; i++) tensor_set(&p->global, 0, i, i % 3 == 1 ? 2 : 0.5);
   if (p->input_scale.data) tensor_set(&p->input_scale, 0, 0, f->element == CUMOE_ELEMENT_S8 ? 0x1p-10 : 0x1p-12);
 }
@@ -575,7 +577,7 @@ static void run_odd(cumoe_context context, const char *name, const layer_spec *s
 static void odd_cases(cumoe_context context, int which, const char *name, cumoe_format f, int parts, int32_t dtype,
                       int64_t tokens)
 {
-  if (parts != FORMAT_OF_UP) f.joined = 0;
+  f.joined = 0; /* gate and up are not there */
   for (odd_value odd = 0; odd < ODD_COUNT; odd++) {
     rng r = {(uint64_t)(which * 5 + (int)odd) + 11};
     if (odd == ODD_NAN_CODE && f.element != CUMOE_ELEMENT_E4M3) continue;

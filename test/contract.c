@@ -429,6 +429,96 @@ static void test_outputs_alone(cumoe_context context)
   case_end();
 }
 
+/* ---- formats ---- */
+
+static layer_spec spec_with_formats(void)
+{
+  layer_spec s = layer_spec_new(CUMOE_BF16, 5, 256, 128);
+  s.desc.up_format = cumoe_format_fp8_block(CUMOE_F32);
+  s.desc.down_format = cumoe_format_int8(CUMOE_F32);
+  s.desc.shared_inter = 64;
+  s.desc.shared_down_format = cumoe_format_fp8_channel(CUMOE_F32);
+  return s;
+}
+
+/* Weights and plan say the same of formats; the routed experts' and the shared one's. */
+static void other_formats(cumoe_context context)
+{
+  layer_spec spec = spec_with_formats(), other = spec;
+  session s, t;
+  other.desc.up_format.scale = CUMOE_BF16;
+  other.desc.shared_up_format = cumoe_format_mxfp4();
+  const layer_inputs in = layer_inputs_new(&spec), wrong = layer_inputs_new(&other);
+  case_begin("formats that differ");
+  session_open(&s, context, &spec, &in);
+  session_open(&t, context, &other, &wrong);
+  CHECK_STATUS(CUMOE_ERR_LAYOUT, cumoe_moe_forward(s.plan, t.routed, &s.args, NULL));
+  CHECK_TEXT("weights have other formats than the plan's");
+  s.args.shared = t.shared;
+  CHECK_STATUS(CUMOE_ERR_LAYOUT, cumoe_moe_forward(s.plan, s.routed, &s.args, NULL));
+  CHECK_TEXT("args.shared have other formats than the plan's");
+  session_close(&s);
+  session_close(&t);
+  case_end();
+}
+
+/* The workspace has room for codes, and no byte more is touched (session_collect); one less is refused. */
+static void format_workspace(cumoe_context context)
+{
+  const layer_spec spec = spec_with_formats();
+  const layer_inputs in = layer_inputs_new(&spec);
+  layer_spec dense = spec;
+  cumoe_plan plan = NULL;
+  size_t bytes = 0, least = 0;
+  session s;
+  case_begin("workspace");
+  session_open(&s, context, &spec, &in);
+  dense.desc.up_format = dense.desc.down_format = dense.desc.shared_down_format = (cumoe_format){0};
+  CHECK_OK(cumoe_plan_create(context, &dense.desc, &plan));
+  CHECK_OK(cumoe_plan_workspace(s.plan, spec.tokens, &bytes));
+  CHECK_OK(cumoe_plan_workspace(plan, spec.tokens, &least));
+  CHECK_MSG(bytes > least, "%zu bytes with codes, %zu without", bytes, least);
+  cumoe_moe_args a = s.args;
+  a.workspace.cols = a.workspace.ld = (int64_t)bytes - 1;
+  CHECK_STATUS(CUMOE_ERR_WORKSPACE, cumoe_moe_forward(s.plan, s.routed, &a, NULL));
+  check_untouched(context, "out", s.args.out, 0);
+  check_untouched(context, "workspace", s.args.workspace, 0);
+  CHECK_OK(session_forward(&s));
+  const layer_outputs got = session_collect(&s);
+  check_layer(&spec, &in, &got);
+  CHECK_OK(cumoe_plan_destroy(plan));
+  session_close(&s);
+  case_end();
+}
+
+/* The stages have no place for codes of activations. */
+static void format_stages(cumoe_context context)
+{
+  layer_spec spec = spec_with_formats();
+  spec.desc.shared_inter = 0;
+  spec.desc.shared_down_format = (cumoe_format){0};
+  const layer_inputs in = layer_inputs_new(&spec);
+  staged g;
+  case_begin("stages");
+  staged_open(&g, context, &spec, &in, NULL);
+  CHECK_OK(run_stage(&g, STAGE_MAP));
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, run_stage(&g, STAGE_UP));
+  CHECK_TEXT("desc.up_format.rows is 3: activations are quantised by cumoe_moe_forward only");
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, run_stage(&g, STAGE_DOWN));
+  CHECK_TEXT("desc.down_format.rows is 2:");
+  check_untouched(context, "h", g.h, 0);
+  session_close(&g.s);
+  case_end();
+}
+
+static void test_formats(cumoe_context context)
+{
+  oracle_fp8_adder = on_device(context);
+  other_formats(context);
+  format_workspace(context);
+  format_stages(context);
+}
+
 static const test_group groups[] = {
     ALONE("error text", test_error_text, ONCE),
     GROUP("no tokens", test_no_tokens, ANYWHERE),
@@ -437,5 +527,6 @@ static const test_group groups[] = {
     GROUP("a count before data", test_count_before_data, ANYWHERE),
     GROUP("two threads on one plan", test_threads, ANYWHERE),
     GROUP("two contexts", test_two_contexts, ANYWHERE),
+    GROUP("formats", test_formats, ANYWHERE),
 };
 TEST_MAIN(groups)

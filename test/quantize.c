@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "test.h"
+#include "cuda.h"
 
 /* ---- codes and scales, by their definitions ---- */
 
@@ -554,7 +554,7 @@ static void check_scan(cumoe_context context, const sample *s, const planted *p)
 {
   const cumoe_view_mut report = device_new(context, CUMOE_I64, s->experts, CUMOE_SCAN_FIELDS, 3);
   const cumoe_weights weights = bind(context, s, CUMOE_BF16);
-  CHECK_OK(cumoe_weights_scan(weights, report, NULL));
+  CHECK_OK(cumoe_weights_scan(context, weights, report, NULL));
   check_guards(context, "report", report);
   const tensor got = device_get(context, cumoe_const(report));
   for (int e = 0; e < s->experts; e++) {
@@ -625,6 +625,45 @@ static void test_scan(cumoe_context context)
   }
 }
 
+/* ---- captured ---- */
+
+/* Into a graph that is run twice. */
+static void test_capture(cumoe_context context)
+{
+  case_begin("quantize, scan");
+  rng r = {11};
+  cudaStream_t stream = NULL;
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  sample s = sample_new(context, &r, cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES), CUMOE_GATE_UP_CONCAT, CUMOE_BF16);
+  quantize(context, &s, false);
+  const tensor codes = s.codes, global = s.global;
+  const cumoe_view_mut report = device_new(context, CUMOE_I64, s.experts, CUMOE_SCAN_FIELDS, 0);
+  const cumoe_weights weights = bind(context, &s, CUMOE_BF16);
+  CHECK_CUDA(cudaStreamCreate(&stream));
+  CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  CHECK_OK(cumoe_quantize_weights(context, &s.on_device, stream));
+  CHECK_OK(cumoe_weights_scan(context, weights, report, stream));
+  CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+  CHECK_OK(cumoe_fill(context, s.on_device.codes, 0x77, NULL));
+  CHECK_OK(cumoe_fill(context, s.on_device.global, 0x77, NULL));
+  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 2; i++) CHECK_CUDA(cudaGraphLaunch(exec, stream));
+  CHECK_CUDA(cudaStreamSynchronize(stream));
+  take(context, s.on_device.codes, &s.codes);
+  take(context, s.on_device.global, &s.global);
+  check_same("codes", &s.codes, &codes);
+  check_same("global", &s.global, &global);
+  const tensor found = device_get(context, cumoe_const(report));
+  for (int f = 0; f < CUMOE_SCAN_LARGEST; f++) CHECK(tensor_get(&found, 1, f) == 0);
+  CHECK(tensor_get(&found, 1, CUMOE_SCAN_LARGEST) > 0);
+  CHECK_CUDA(cudaGraphExecDestroy(exec));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaStreamDestroy(stream));
+  CHECK_OK(cumoe_weights_destroy(weights));
+  case_end();
+}
+
 /* ---- refusals ---- */
 
 static void test_refusals(cumoe_context context)
@@ -676,5 +715,5 @@ static void test_refusals(cumoe_context context)
 static const test_group groups[] = {GROUP("weights", test_weights, ANYWHERE), GROUP("nan", test_nan, ANYWHERE),
                                     GROUP("ties", test_ties, ANYWHERE),       GROUP("same bits", test_same, ON_CUDA),
                                     GROUP("rows", test_rows, ANYWHERE),       GROUP("scan", test_scan, ANYWHERE),
-                                    GROUP("refusals", test_refusals, ON_CPU)};
+                                    GROUP("capture", test_capture, ON_CUDA),  GROUP("refusals", test_refusals, ON_CPU)};
 TEST_MAIN(groups)

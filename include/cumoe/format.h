@@ -92,7 +92,30 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
 
 /* ---- which preset for which checkpoint ---------------------------------------------------------------------- */
 
-/* fp8 in blocks of 128 x 128 (DeepSeek-V3, R1, Qwen3-FP8, GLM-4.5-FP8, MiniMax-M2): mlp.experts.E.{gate,up,down}_proj
+/*
+ * Tensors of expert E of a layer; P: mlp.experts.E.{gate,up,down}_proj (SEPARATE), W: {w1 gate, w3 up, w2 down} below
+ * block_sparse_moe.experts.E. What scales are (F32, BF16) stands in the file's header: families differ.
+ *
+ *   DeepSeek-V3, R1, V3.1; Kimi-K2-Instruct   fp8_block   P.weight, P.weight_scale_inv
+ *   DeepSeek-V4 (ffn.experts.E.w1, w3, w2)    mxfp4       .weight, .scale; fp8_block(E8M0) for what is not routed
+ *   Qwen3-30B-A3B-FP8, Qwen3-235B-A22B-FP8, Qwen3-Next-80B-A3B-FP8, Qwen3-Coder-480B-A35B-FP8
+ *                                             fp8_block   P.weight, P.weight_scale_inv (BF16)
+ *   MiniMax-M2                                fp8_block   W.weight, W.weight_scale_inv
+ *   GLM-4.5-FP8, GLM-4.5-Air-FP8, llm-compressor's *-FP8-dynamic (Qwen3-30B-A3B, Llama-4)
+ *                                             fp8_channel P.weight, P.weight_scale
+ *   Mixtral-8x7B-FP8, Mixtral-8x22B-FP8       fp8_tensor  W.weight, W.weight_scale, W.input_scale
+ *   llm-compressor's *-quantized.w8a8         int8        P.weight, P.weight_scale
+ *   llm-compressor's *-quantized.w4a16        int4(128)   P.weight_packed, P.weight_scale
+ *   Kimi-K2-Thinking, K2.5                    int4(32)    P.weight_packed, P.weight_scale (BF16)
+ *   gpt-oss-20b, gpt-oss-120b                 mxfp4       mlp.experts.gate_up_proj_blocks, _scales; down_proj_*
+ *   DeepSeek-R1-NVFP4, Qwen3-30B-A3B-NVFP4    nvfp4       P.weight, P.weight_scale, P.weight_scale_2 (ModelOpt)
+ *   llm-compressor's *-NVFP4                  nvfp4       P.weight_packed, P.weight_scale, P.weight_global_scale
+ *   Qwen3-30B-A3B-GPTQ-Int4, Mixtral GPTQ     gptq        P or W .qweight, .scales, .qzeros; repack
+ *   DeepSeek-V3-AWQ, R1-AWQ, Mixtral AWQ      awq         P or W .qweight, .scales, .qzeros; repack
+ *   GGUF of any                               ggml        blk.L.ffn_{gate,up,down}_exps.weight; repack
+ */
+
+/* fp8 in blocks of 128 x 128 (DeepSeek-V3, R1, Qwen3-FP8, MiniMax-M2): mlp.experts.E.{gate,up,down}_proj
  * .weight F8_E4M3, .weight_scale_inv F32 (`scale` CUMOE_F32) or BF16 (Qwen3); DeepSeek-V4's trunk .scale F8_E8M0. */
 static inline cumoe_format cumoe_format_fp8_block(cumoe_dtype scale)
 {
@@ -150,7 +173,7 @@ static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 /* ---- presets of what cumoe_weights_repack (cumoe/quantize.h) reads ---- */
 
 /* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq, desc_act false): .qweight I32 [K/8, N], .scales F16
- * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, version 2
+ * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, 2
  * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8. */
 static inline cumoe_format cumoe_format_gptq(int32_t group, int32_t version)
 {

@@ -140,7 +140,8 @@ typedef enum cumoe_scan_field {
  * the device: of every expert, all its projections together, how many codes, scales (each once) or weights are what the
  * column says. Good weights have 0 in all columns but the last.
  */
-CUMOE_CHECKED cumoe_status cumoe_weights_scan(cumoe_weights weights, cumoe_view_mut report, cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_weights_scan(cumoe_context context, cumoe_weights weights, cumoe_view_mut report,
+                                              cumoe_stream stream);
 
 /* The last column's number. */
 static inline float cumoe_scan_largest(int64_t field)

@@ -43,7 +43,7 @@ static int32_t encode_channels(const encode_args *a, const encode_block *b, int3
   const int32_t zero = encode_zero(a, e, factor);
   for (; n < n_end; n++)
     for (int32_t k = b->k; k < b->k_end; k++)
-      store_code(a, (int64_t)b->e * a->out + n, k, encode_weight(a, weight_at(a, b, n, k), factor, zero));
+      store_code(a, (int64_t)b->e * a->out + n, k, encode_weight(a->format, weight_at(a, b, n, k), factor, zero));
   return zero;
 }
 

@@ -59,6 +59,7 @@ template <class S> struct stream_run {
   int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
   bool piece = true;              /* is still to come */
 
+  stream_run() = default;
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
       : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, S::GRANULES))
   {
@@ -90,7 +91,7 @@ template <class S> struct stream_run {
   }
 
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
-  DEVICE tile_unit next(const gemm_args &args, const stream_smem<S> &smem)
+  template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
     if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;

@@ -13,17 +13,37 @@ template <class X> DEVICE const X *weights_at(const encode_args &a, const encode
   return static_cast<const X *>(a.w) + ((int64_t)b.e * a.out + n) * a.w_ld + k;
 }
 
+/* Cells lane, lane + lanes, ... of channels n, n + step, ..., row by row. */
+struct cell_walk {
+  int n, cell;
+  const int first_k, cells, n_step, n_carry, cell_step;
+  DEVICE cell_walk(const encode_block &b, int n0, int step, int lane, int lanes)
+      : first_k(b.k), cells((b.k_end - b.k) / ENCODE_CELL), n_step(lanes / cells * step), n_carry(step),
+        cell_step(lanes % cells)
+  {
+    n = n0 + lane / cells * step;
+    cell = lane % cells;
+  }
+  DEVICE int k() const { return first_k + cell * ENCODE_CELL; }
+  DEVICE void next()
+  {
+    n += n_step;
+    cell += cell_step;
+    if (cell < cells) return;
+    cell -= cells;
+    n += n_carry;
+  }
+};
+
 /* Those of cells lane, lane + lanes, ... of channels n, n + step, ... before n_end. */
 template <class X>
 DEVICE extremes extremes_of(const encode_args &a, const encode_block &b, int n, int n_end, int step, int lane,
                             int lanes)
 {
   extremes e = extremes_none();
-  const int cells = (b.k_end - b.k) / ENCODE_CELL, rows = (n_end - n + step - 1) / step;
-  for (int64_t cell = lane; cell < (int64_t)rows * cells; cell += lanes) {
+  for (cell_walk at(b, n, step, lane, lanes); at.n < n_end; at.next()) {
     float w[ENCODE_CELL];
-    const int row = (int)(cell / cells), k = b.k + (int)(cell % cells) * ENCODE_CELL;
-    load_f32<ENCODE_CELL>(weights_at<X>(a, b, n + row * step, k), w);
+    load_f32<ENCODE_CELL>(weights_at<X>(a, b, at.n, at.k()), w);
 #pragma unroll
     for (int i = 0; i < ENCODE_CELL; i++) extremes_add(&e, w[i]);
   }
@@ -48,30 +68,40 @@ DEVICE extremes extremes_of_lanes(extremes e, int lanes)
 }
 
 /* Codes of one cell: 8 or 16 bytes. */
-DEVICE void store_cell(const encode_args &a, int64_t row, int k, const float (&w)[ENCODE_CELL], float factor, int zero)
+template <int FORMAT> DEVICE void store_cell(uint8_t *codes, const float (&w)[ENCODE_CELL], float factor, int zero)
 {
-  uint8_t *codes = static_cast<uint8_t *>(a.codes) + row * a.codes_ld;
-  uint32_t word[4] = {0, 0, 0, 0};
-  if (a.format == FORMAT_e4m3 || a.format == FORMAT_s8) {
+  constexpr int BITS = FORMAT == FORMAT_e4m3 || FORMAT == FORMAT_s8 ? 8 : 4, EACH = 32 / BITS;
+  uint32_t word[ENCODE_CELL / EACH] = {};
 #pragma unroll
-    for (int i = 0; i < ENCODE_CELL; i++) word[i / 4] |= (uint32_t)encode_weight(&a, w[i], factor, zero) << i % 4 * 8;
-    *reinterpret_cast<uint4 *>(codes + k) = make_uint4(word[0], word[1], word[2], word[3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < ENCODE_CELL; i++) word[i / 8] |= (uint32_t)encode_weight(&a, w[i], factor, zero) << i % 8 * 4;
-    *reinterpret_cast<uint2 *>(codes + k / 2) = make_uint2(word[0], word[1]);
+  for (int i = 0; i < ENCODE_CELL; i++)
+    word[i / EACH] |= (uint32_t)encode_weight(FORMAT, w[i], factor, zero) << i % EACH * BITS;
+  if constexpr (BITS == 8)
+    *reinterpret_cast<uint4 *>(codes) = make_uint4(word[0], word[1], word[2], word[3]);
+  else
+    *reinterpret_cast<uint2 *>(codes) = make_uint2(word[0], word[1]);
+}
+
+template <class X, int FORMAT>
+DEVICE void store_format(const encode_args &a, const encode_block &b, int n, int n_end, int lane, float factor,
+                         int zero)
+{
+  constexpr int PER_BYTE = FORMAT == FORMAT_e4m3 || FORMAT == FORMAT_s8 ? 1 : 2;
+  for (cell_walk at(b, n, 1, lane, a.lanes); at.n < n_end; at.next()) {
+    float w[ENCODE_CELL];
+    load_f32<ENCODE_CELL>(weights_at<X>(a, b, at.n, at.k()), w);
+    store_cell<FORMAT>(static_cast<uint8_t *>(a.codes) + ((int64_t)b.e * a.out + at.n) * a.codes_ld + at.k() / PER_BYTE,
+                       w, factor, zero);
   }
 }
 
 template <class X>
 DEVICE void store_codes(const encode_args &a, const encode_block &b, int n, int n_end, int lane, float factor, int zero)
 {
-  const int cells = (b.k_end - b.k) / ENCODE_CELL;
-  for (int64_t cell = lane; cell < (int64_t)(n_end - n) * cells; cell += a.lanes) {
-    float w[ENCODE_CELL];
-    const int row = n + (int)(cell / cells), k = b.k + (int)(cell % cells) * ENCODE_CELL;
-    load_f32<ENCODE_CELL>(weights_at<X>(a, b, row, k), w);
-    store_cell(a, (int64_t)b.e * a.out + row, k, w, factor, zero);
+  switch (a.format) {
+  case FORMAT_e4m3: store_format<X, FORMAT_e4m3>(a, b, n, n_end, lane, factor, zero); break;
+  case FORMAT_s8: store_format<X, FORMAT_s8>(a, b, n, n_end, lane, factor, zero); break;
+  case FORMAT_u4: store_format<X, FORMAT_u4>(a, b, n, n_end, lane, factor, zero); break;
+  default: store_format<X, FORMAT_mx4>(a, b, n, n_end, lane, factor, zero); break; /* and nv4: both e2m1 */
   }
 }
 

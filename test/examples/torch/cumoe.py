@@ -67,8 +67,8 @@ class Format(Struct):
 
     _fields_ = [*fields(c_int32, "element offset word packed"), ("order", c_uint32), ("split", c_int32),
                 ("block", c_int32 * 2), ("origin", c_int32 * 2),
-                *fields(c_int32, "joined scale zero zero_add global rows row_element row_group row_scale"),
-                ("reserved", c_int32 * 13)]
+                *fields(c_int32, "joined scale zero zero_add global rows row_element row_group row_scale ggml"),
+                ("reserved", c_int32 * 12)]
 
     def numbers(self):
         return list(memoryview(self).cast("B").cast("i"))

@@ -108,17 +108,27 @@ def layer_of(module, top_k, **routing):
     return describe(module, top_k, **routing)[1]
 
 
+def refuse_more(module, names):
+    """An experts module that holds more than cumoe would read computes more: a norm behind each expert, say."""
+    more = [name for name, _ in module.named_children() if name != "act_fn"]
+    more += [name for name, _ in module.named_parameters(recurse=False) if name not in names]
+    if more:
+        raise NotImplementedError(f"cumoe has no {', '.join(more)} of {type(module).__name__}; `eager` computes it")
+
+
 def describe(module, top_k, **routing):
     """The names of the weights' attributes, and the layer."""
     order, fields = gate_of(module)
     up = "gate_up_proj" if module.has_gate else "up_proj"
     formats = format_of(module, up, 2 if module.has_gate else 1), format_of(module, "down_proj", 1)
     parts = [parts_of(module, name, format) for name, format in zip((up, "down_proj"), formats)]
+    names = tuple(name for p in parts for name in p.values())
+    refuse_more(module, names)
     projections = [{part: getattr(module, name) for part, name in p.items()} for p in parts]
     experts = cumoe.Experts(down=projections[1], up_format=formats[0], down_format=formats[1],
                             transposed=module.is_transposed, **order,
                             **{"gate_up" if module.has_gate else "up": projections[0]})
-    return tuple(name for p in parts for name in p.values()), cumoe.Layer(experts, top_k=top_k, **fields, **routing)
+    return names, cumoe.Layer(experts, top_k=top_k, **fields, **routing)
 
 
 def prepare(module, top_k):
