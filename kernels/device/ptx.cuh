@@ -210,6 +210,28 @@ PREDICATED_LOAD(ld_global, "")
 /* For activations that are read once. */
 PREDICATED_LOAD(ld_global_no_allocate, ".L1::no_allocate.L2::128B")
 
+/* 1, 2 or 4 bytes, without a branch; 0, and no access, if not `there`. Volatile, so that it stays ahead of what hides it.
+ * The source may not be written during the kernel. */
+#define PREDICATED_BITS(BYTES, type)                                                                                   \
+  template <> DEVICE uint32_t load_bits<BYTES>(const void *global, bool there)                                         \
+  {                                                                                                                    \
+    uint32_t v;                                                                                                        \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; @p ld.global.nc." type " %0, [%1];}"             \
+                 : "=&r"(v)                                                                                            \
+                 : "l"(global), "r"((unsigned)there));                                                                 \
+    return v;                                                                                                          \
+  }
+template <int BYTES> DEVICE uint32_t load_bits(const void *global, bool there);
+PREDICATED_BITS(1, "u8")
+PREDICATED_BITS(2, "u16")
+PREDICATED_BITS(4, "u32")
+
+/* What holds this address. */
+DEVICE void prefetch_l2_line(const void *global)
+{
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 /* The 128-byte line is not read again: L2 need not write it to memory. */
 DEVICE void discard_l2(const void *line)
 {

@@ -9,51 +9,77 @@
 #include "gemm/epilogue.cuh"
 
 /* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S> DEVICE void add_partials(few_smem<S> &smem, pipeline_state<S::BUFFERS> &buffer, float (&sum)[4])
+template <class S> DEVICE void add_partials(few_smem<S> &smem, typename S::RING &buffer, float (&sum)[S::TILES][4])
 {
-  wait_for(&smem.partial_full[buffer.stage], buffer.phase);
+  wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
+  const int holder = few_holder<S>();
 #pragma unroll
   for (int w = 0; w < S::CONSUMERS; w++) {
-    const float4 part = smem.partial[buffer.stage][w][lane_id()];
-    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+#pragma unroll
+    for (int t = 0; t < S::TILES; t++) {
+      if (holder < 0) continue;
+      const float4 part = smem.partial[stage_of(buffer)][w][t][holder];
+      sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
+    }
   }
-  mbarrier_arrive(&smem.partial_empty[buffer.stage]);
+  mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
   buffer.advance();
+}
+
+/* What the sums of a tile's 8 rows are multiplied by, besides the scales of blocks. */
+template <class S> DEVICE float rest_of_scale(const gemm_args &g, int half, int expert)
+{
+  if (!S::SCALED) return 1.f;
+  return global_scale(g.b, half, expert) * S::CODE::REST;
 }
 
 /* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). */
 template <class S, class STORE>
-DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit,
-                        pipeline_state<S::BUFFERS> &buffer, STORE store)
+DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit, typename S::RING &buffer,
+                        STORE store)
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
   const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
+  const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
   const float none[1] = {1.f}; /* weights of rows, which few_down applies to its outputs */
-  float low_bias[1], high_bias[1] = {};
-  load_bias(g.b, 0, expert, channel, low_bias);
-  if (gated || second) load_bias(g.b, gated ? 1 : 0, expert, gated ? channel : channel + 8, high_bias);
-  float sum[4] = {};
+  float low_bias[S::TILES][1], high_bias[S::TILES][1] = {};
+#pragma unroll
+  for (int t = 0; t < S::TILES; t++) {
+    const int first = channel + t * each * 8, octets = unit.octets - t * each;
+    if (t > 0 && octets <= 0) continue;
+    load_bias(g.b, 0, expert, first, low_bias[t]);
+    if (gated || (t == 0 ? second : octets > 1))
+      load_bias(g.b, gated ? 1 : 0, expert, gated ? first : first + 8, high_bias[t]);
+  }
+  const float low_rest = rest_of_scale<S>(g, 0, expert), high_rest = rest_of_scale<S>(g, gated ? 1 : 0, expert);
+  float sum[S::TILES][4] = {};
   add_partials<S>(smem, buffer, sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;
-    const int row = pair_of(columns[j]);
-    float low[1] = {sum[j]}, high[1] = {sum[j + 2]};
-    finish<S::OPERATION::EPILOGUE, false>(g, none, low_bias, high_bias, low, high);
-    store(local, row, from_f32<typename S::Y>(low[0]));
-    if (gated || !second) continue;
-    if (S::ACTIVATED) activate<1>(g, high, low);
-    store(local + 8, row, from_f32<typename S::Y>(high[0]));
+    const int row = column_pair(columns[j]);
+#pragma unroll
+    for (int t = 0; t < S::TILES; t++) {
+      const int to = local + t * each * 8, octets = unit.octets - t * each;
+      if (t > 0 && octets <= 0) continue;
+      float low[1] = {sum[t][j]}, high[1] = {sum[t][j + 2]};
+      if constexpr (S::SCALED) low[0] *= low_rest, high[0] *= high_rest;
+      finish<S::OPERATION::EPILOGUE, false>(g, none, low_bias[t], high_bias[t], low, high);
+      store(to, row, from_f32<typename S::Y>(low[0]));
+      if (gated || !(t == 0 ? second : octets > 1)) continue;
+      if (S::ACTIVATED) activate<1>(g, high, low);
+      store(to + 8, row, from_f32<typename S::Y>(high[0]));
+    }
   }
 }
 
 /* A share of up. */
 template <class S>
 DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int share, few_tickets<S> &tickets,
-                      pipeline_state<S::BUFFERS> &buffer)
+                      typename S::RING &buffer)
 {
   using Y = typename S::Y;
   few_units<S> unit(args.up, experts, share);
@@ -67,7 +93,7 @@ DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int 
 }
 
 template <class S>
-DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, pipeline_state<S::BUFFERS> &buffer)
+DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, typename S::RING &buffer)
 {
   few_units<S> unit(smem.own, experts);
   write_outputs<S>(args, smem, [&](bool again, uint32_t phase) {
@@ -82,7 +108,7 @@ DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, pi
 
 template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
 {
-  pipeline_state<S::BUFFERS> buffer;
+  typename S::RING buffer;
   if constexpr (S::UP) {
     few_tickets<S> tickets = {args, smem, !args.protocol.tickets};
     int share = smem.share[0];

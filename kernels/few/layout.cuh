@@ -3,34 +3,79 @@
 #define CUMOE_FEW_LAYOUT_CUH
 
 #include "device/pipeline.cuh"
+#include "few/codes.cuh"
 #include "gemm/product.cuh"
 #include "route/gate.cuh"
 
-/* An octet is 8 output channels. A unit has 16 weight rows: one octet, gate and up, or two octets. */
+/* A place in a ring, as pipeline_state, in one register. */
+template <int N> struct few_turn {
+  static_assert((N & (N - 1)) == 0, "bits of one number");
+  uint32_t turn = 0;
+  DEVICE void advance() { turn++; }
+};
+template <int N> DEVICE uint32_t stage_of(const few_turn<N> &at)
+{
+  return at.turn % N;
+}
+template <int N> DEVICE uint32_t phase_of(const few_turn<N> &at)
+{
+  return at.turn / N & 1;
+}
+template <int N> DEVICE uint32_t stage_of(const pipeline_state<N> &at)
+{
+  return at.stage;
+}
+template <int N> DEVICE uint32_t phase_of(const pipeline_state<N> &at)
+{
+  return at.phase;
+}
+template <bool ONE, int N> struct few_ring_type {
+  using type = pipeline_state<N>;
+};
+template <int N> struct few_ring_type<true, N> {
+  using type = few_turn<N>;
+};
+
+/* An octet is 8 output channels. A tile, what one mma.sync takes, has 16 weight rows: one octet, gate and up, or two
+ * octets. A unit is a tile, or, of weights with scales, two. */
 template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
   using layout = few_layout;
-  using X = typename PRODUCT::X; /* x and h */
+  using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
-  using Y = typename PRODUCT::Y; /* h and y */
-  static_assert(same_type<X, W> && same_type<X, Y> && operand<W>::BITS == 16, "mma.sync takes both as they are");
-  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                                   /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_, ROWS = 16, OCTETS = ROWS / 8, WEIGHTS = ROWS * BK; /* elements */
-  static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS, COLUMN_K = 2 * BK; /* of a stage, at most */
+  using Y = typename PRODUCT::Y; /* of x, h and y in memory */
+  static constexpr bool SCALED = PRODUCT::SCALED;
+  static constexpr int BITS = operand<W>::BITS;
+  using CODE = few_code<X, W, Y>; /* where SCALED */
+  static_assert(SCALED || (same_type<X, W> && same_type<X, Y> && BITS == 16), "mma.sync takes both as they are");
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
+  static constexpr int BK = BK_, STAGES = STAGES_, TILES = SCALED ? 2 : 1, ROWS = 16 * TILES, OCTETS = ROWS / 8,
+                       WEIGHTS = ROWS * BK; /* elements */
+  static constexpr int COLUMNS = TOKENS == 1          ? 1
+                                 : SCALED && BITS < 8 ? FEW_COLUMNS / 2
+                                                      : (int)FEW_COLUMNS,
+                       COLUMN_K = 2 * BK; /* of a stage, at most */
   /* Roles of warps: consumers, then one epilogue warp, one routing warp, and, for several tokens, helpers that have a
    * part in the gate and in the outputs. All that are not consumers write outputs. */
-  static constexpr int HELPERS = TOKENS > 1 ? 6 : 0, CONSUMERS = WARPS - 2 - HELPERS, EPILOGUE = CONSUMERS,
-                       ROUTING = EPILOGUE + 1, WRITERS = WARPS - EPILOGUE;
-  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = 3;
-  static constexpr int GROUPS = BK / 32, VECTORS = BK / 8; /* of a weight row: 32 k, 16 bytes */
+  static constexpr int HELPERS = TOKENS == 1 ? 0
+                                 : SCALED    ? 2
+                                             : 6,
+                       CONSUMERS = WARPS - 2 - HELPERS, EPILOGUE = CONSUMERS, ROUTING = EPILOGUE + 1,
+                       WRITERS = WARPS - EPILOGUE;
+  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED && TOKENS == 1 ? 4 : SCALED ? 2 : 3;
+  using RING = typename few_ring_type<SCALED, BUFFERS>::type;       /* of `partial` */
+  static constexpr int GROUPS = BK / 32, VECTORS = BK * BITS / 128; /* of a weight row: 32 k, 16 bytes */
   static constexpr int COPY_ROWS = WARP_SIZE / VECTORS, COPIES = ROWS / COPY_ROWS;
-  static_assert(BK == 128 && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "loads.cuh, few_column");
+  /* Lanes that hold sums of columns: of a lane, columns 2 (l%4) and the next. */
+  static constexpr int HOLDERS = SCALED ? 8 * ceil_div(COLUMNS, 2) : WARP_SIZE;
+  static_assert(BK == (SCALED ? 1024 / BITS : 128) && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256,
+                "loads.cuh, few_column");
 };
 
 /* One of the two products. */
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
-  static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
-  static constexpr bool WIDE = OPERATION::HALVES == 1;           /* has slices of 8 rows, too */
+  static constexpr bool UP = same_type<OPERATION, operation_up>;          /* which one */
+  static constexpr bool WIDE = !LAYOUT::SCALED && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
   static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
   static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;
 
@@ -39,6 +84,14 @@ template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
 
 template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS>
 using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>, typename PRODUCT::OPERATION>;
+
+/* The lane's place among those that hold sums; -1: it holds none. */
+template <class S> DEVICE int few_holder()
+{
+  constexpr int EACH = S::HOLDERS / 8; /* of a row */
+  if (EACH == 4) return lane_id();
+  return lane_id() % 4 < EACH ? lane_id() / 4 * EACH + lane_id() % 4 : -1;
+}
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {
@@ -51,11 +104,11 @@ DEVICE few_column few_column_of(int pair, int token)
 {
   return (few_column)(token << 8 | pair);
 }
-DEVICE int pair_of(few_column column)
+DEVICE int column_pair(few_column column)
 {
   return column & 255;
 }
-DEVICE int token_of(few_column column)
+DEVICE int column_token(few_column column)
 {
   return column >> 8;
 }
@@ -82,16 +135,30 @@ struct few_range {
 };
 
 /* A slice of weights, and the same k of its expert's tokens: zeros where there are fewer. */
-template <class S> struct few_stage_of {
+template <class S, bool SCALED = S::SCALED> struct few_stage_of {
   typename S::W weights[S::WEIGHTS];
   typename S::X columns[S::COLUMNS][S::COLUMN_K];
 };
+template <class S> struct few_stage_of<S, true> {
+  uint4 codes[S::ROWS][S::VECTORS];
+  uint4 columns[S::COLUMNS][S::BK / 8];
+};
 template <class S> using few_stage = few_stage_of<typename S::layout>;
 
-template <class S> struct few_memory {
+/* A consumer's scales of a slice, where its lanes have to exchange them (scaled.cuh). */
+template <class S, bool GROUPED = S::SCALED &&S::CODE::GROUPED> struct few_exchange {
+};
+template <class S> struct few_exchange<S, true> {
+  struct {
+    float scale[S::ROWS][S::GROUPS];
+    uint16_t zero[S::ROWS][S::GROUPS]; /* as the subtrahend of unpacked codes */
+  } exchange[S::CONSUMERS];
+};
+
+template <class S> struct few_memory : few_exchange<S> {
   few_stage_of<S> stages[S::CONSUMERS][S::STAGES];
-  float4 partial[S::BUFFERS][S::CONSUMERS][WARP_SIZE]; /* accumulators as they are, of some units in turn */
-  typename S::Y y[S::PAIRS][S::ROWS];                  /* of the channels at hand */
+  float4 partial[S::BUFFERS][S::CONSUMERS][S::TILES][S::HOLDERS]; /* accumulators as they are, of some units in turn */
+  typename S::Y y[S::PAIRS][S::ROWS];                             /* of the channels at hand */
   uint64_t partial_full[S::BUFFERS], partial_empty[S::BUFFERS];
   uint64_t weights_ready; /* the table's `weight` */
   uint64_t y_full, y_empty;

@@ -2,7 +2,7 @@
 #ifndef CUMOE_FEW_LOADS_CUH
 #define CUMOE_FEW_LOADS_CUH
 
-#include "few/schedule.cuh"
+#include "few/scaled.cuh"
 
 /* ---- copies ---- */
 
@@ -60,7 +60,7 @@ DEVICE void copy_column_vectors(const gemm_args &g, const few_column (&of)[FEW_C
     if (c >= S::COLUMNS) continue;
     const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
     const few_column column = (few_column)(c % 2 ? two >> 16 : two);
-    const int row = column < 0 ? 0 : S::GATHERED ? token_of(column) : pair_of(column);
+    const int row = column < 0 ? 0 : S::GATHERED ? column_token(column) : column_pair(column);
     cp_async_cg_16(shared_address(stage.columns) + few_vector(c, vector, VECTORS) * 16,
                    static_cast<const typename S::X *>(g.a) + row * g.a_ld + k, column >= 0 && k < g.k ? 16 : 0);
   }
@@ -74,6 +74,27 @@ DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const few
     copy_column_vectors<S, 2 * S::VECTORS>(g, of, slice, stage);
   else
     copy_column_vectors<S, S::VECTORS>(g, of, slice, stage);
+}
+
+/* Of a slice, in either kind of stage. */
+template <class S>
+DEVICE void copy_slice_weights(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice,
+                               few_stage<S> &stage)
+{
+  if constexpr (S::SCALED)
+    copy_codes<S>(g, unit, of, slice, stage);
+  else
+    copy_weights<S>(g, unit, of, slice, stage);
+}
+
+template <class S>
+DEVICE void copy_slice_columns(const gemm_args &g, const few_units<S> &unit, const few_column (&of)[FEW_COLUMNS],
+                               int slice, few_stage<S> &stage)
+{
+  if constexpr (S::SCALED)
+    copy_elements<S>(g, of, slice, stage);
+  else
+    copy_columns<S>(g, unit, of, slice, stage);
 }
 
 /* A consumer warp's copies: a cp.async group for each slice, also for none. */
@@ -98,14 +119,20 @@ template <class L> struct few_copier {
     to.advance();
   }
 
+  template <class S> DEVICE void slice_scales(const gemm_args &g, const few_cursor<S> &at)
+  {
+    if constexpr (L::SCALED) prefetch_scales<S>(g, at.unit, smem.table.expert[at.unit.active], at.slice);
+  }
+
   DEVICE void down_weights()
   {
     const void *of = smem.table.down[down.unit.active];
-    copy_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
+    slice_scales<D>(args.down, down);
+    copy_slice_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
   }
   DEVICE void down_columns()
   {
-    copy_columns<D>(args.down, down.unit, smem.table.column[down.unit.active], down.slice, stage());
+    copy_slice_columns<D>(args.down, down.unit, smem.table.column[down.unit.active], down.slice, stage());
   }
   DEVICE void next_of_down()
   {
@@ -119,8 +146,9 @@ template <class L> struct few_copier {
     if (!up.find() && args.protocol.tickets) return next_of_down();
     if (up.unit.left > 0) {
       const int active = up.unit.active;
-      copy_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
-      copy_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
+      slice_scales<U>(args.up, up);
+      copy_slice_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
+      copy_slice_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
       up.slice += L::CONSUMERS;
     }
     advance();
@@ -157,7 +185,7 @@ DEVICE void poll_columns(const gemm_args &g, const few_column (&of)[FEW_COLUMNS]
   for (int c = lane_id() / VECTORS; c < S::COLUMNS; c += WARP_SIZE / VECTORS) {
     if (of[c] < 0 || k >= g.k) continue;
     uint4 h[1];
-    do h[0] = load_relaxed_vector(static_cast<const typename S::X *>(g.a) + pair_of(of[c]) * g.a_ld + k);
+    do h[0] = load_relaxed_vector(static_cast<const typename S::X *>(g.a) + column_pair(of[c]) * g.a_ld + k);
     while (has_unwritten(h));
     reinterpret_cast<uint4 *>(stage.columns)[few_vector(c, vector, VECTORS)] = h[0];
   }

@@ -33,11 +33,13 @@ template <class T> DEVICE void store_output(void *base, int64_t index, float val
     static_cast<T *>(base)[index] = from_f32<T>(value);
 }
 
-/* A warp's part of one or two octets, when y of all experts is there. The residual may be `out` itself. */
-template <class S> DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int octet, int octets)
+/* A warp's part of one or two octets, when y of all experts is there. The residual may be `out` itself. first: where
+ * they lie in y. */
+template <class S>
+DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int octet, int octets, int first)
 {
   const combine_args &out = args.out;
-  const int width = octets * 8, local = lane_id() % width, channel = octet * 8 + local,
+  const int width = octets * 8, local = first + lane_id() % width, channel = octet * 8 + lane_id() % width,
             tokens = (int)token_total(out.tokens), at_once = WARP_SIZE / width;
   for (int token = (warp_id() - S::EPILOGUE) * at_once + lane_id() / width; token < tokens;
        token += S::WRITERS * at_once) {
@@ -60,7 +62,8 @@ template <class S, class FILL> DEVICE void write_outputs(const few_args &args, f
     fill(octet > smem.own.first, phase ^ 1);
     wait_for(&smem.y_full, phase);
     wait_for(&smem.weights_ready, 0);
-    store_outputs<S>(args, smem, octet, min((int)S::OCTETS, end - octet));
+    store_outputs<S>(args, smem, octet, min(2, end - octet), 0);
+    if (S::OCTETS > 2 && end - octet > 2) store_outputs<S>(args, smem, octet + 2, min(2, end - octet - 2), 16);
     mbarrier_arrive(&smem.y_empty);
   }
 }

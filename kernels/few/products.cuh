@@ -50,24 +50,47 @@ DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cu
   }
 }
 
+/* Weights without scales. */
+template <class S> struct few_no_scales {
+  DEVICE void load(const gemm_args &, const few_smem<S> &, const few_cursor<S> &) {}
+};
+template <class S, bool SCALED = S::SCALED> struct few_scales_select {
+  using type = few_no_scales<S>;
+};
+template <class S> struct few_scales_select<S, true> {
+  using type = few_scales<S>;
+};
+template <class S> using few_scales_of = typename few_scales_select<S>::type;
+
 /* A warp's part of a unit. `first`: its first slice of the unit, below CONSUMERS, which names the part: so the order of
  * the sum does not depend on which warp had which slice. Every lane arrives for itself: racecheck knows no other
  * order. */
 template <class S>
-DEVICE void store_partial(few_smem<S> &smem, pipeline_state<S::BUFFERS> &buffer, int first, const float (&sum)[2][4])
+DEVICE void store_partial(few_smem<S> &smem, typename S::RING &buffer, int first, const float (&sum)[2][4])
 {
-  wait_for(&smem.partial_empty[buffer.stage], buffer.phase ^ 1);
-  smem.partial[buffer.stage][first][lane_id()] =
-      make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
-  mbarrier_arrive(&smem.partial_full[buffer.stage]);
+  wait_for(&smem.partial_empty[stage_of(buffer)], phase_of(buffer) ^ 1);
+  float4(&to)[S::TILES][S::HOLDERS] = smem.partial[stage_of(buffer)][first];
+  if constexpr (S::SCALED) {
+    static_assert(S::TILES == 2, "a row of sums a tile");
+    const int holder = few_holder<S>();
+#pragma unroll
+    for (int t = 0; t < S::TILES; t++)
+      if (holder >= 0) to[t][holder] = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+  } else {
+    to[0][lane_id()] =
+        make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
+  }
+  mbarrier_arrive(&smem.partial_full[stage_of(buffer)]);
   buffer.advance();
 }
 
 /* The warp's slices from `here` on, while next() loads those to come. */
 template <class S, class NEXT>
 DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S> here, pipeline_state<S::STAGES> &stage,
-                          pipeline_state<S::BUFFERS> &buffer, NEXT next)
+                          typename S::RING &buffer, NEXT next)
 {
+  few_scales_of<S> scales;
+  scales.load(gemm_of<S>(args), smem, here);
 #pragma unroll 1
   for (; here.unit.left > 0; here.next_unit()) {
     const int first = here.slice;
@@ -77,7 +100,10 @@ DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S>
       cp_async_wait_group<S::STAGES - 2>();
       __syncwarp(); /* all lanes' copies are there, and the stage before is read */
       next();
-      multiply_stage<S>(args, smem, here, stage.stage, sum);
+      if constexpr (S::SCALED)
+        multiply_scaled<S>(args, smem, here, stage.stage, scales, sum);
+      else
+        multiply_stage<S>(args, smem, here, stage.stage, sum);
     }
     store_partial<S>(smem, buffer, first, sum);
   }
@@ -87,7 +113,7 @@ DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S>
  * flight. */
 template <class L>
 DEVICE void consume_up(const few_args &args, few_memory<L> &smem, int experts, few_copier<L> &copies,
-                       pipeline_state<L::STAGES> &stage, pipeline_state<L::BUFFERS> &buffer)
+                       pipeline_state<L::STAGES> &stage, typename L::RING &buffer)
 {
   using U = few_part<L, operation_up>;
   uint32_t phase = 0;
@@ -127,7 +153,7 @@ template <class S> DEVICE void few_consume(const few_args &args, few_smem<S> &sm
   using L = typename S::layout;
   using D = few_part<L, operation_down>;
   pipeline_state<L::STAGES> stage;
-  pipeline_state<L::BUFFERS> buffer;
+  typename L::RING buffer;
   few_copier<L> copies(args, smem, experts, S::UP ? smem.share[0] : (int)gridDim.x);
   if constexpr (S::UP) {
     consume_up<L>(args, smem, experts, copies, stage, buffer);

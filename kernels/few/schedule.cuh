@@ -25,7 +25,8 @@ template <class S> struct few_units {
   /* Of up. The last share has the fewest, and share gridDim.x none. */
   DEVICE few_units(const gemm_args &g, int active_experts, int share) : active(0), experts(active_experts)
   {
-    end = g.n / 8, step = g.gated ? 1 : 2, tiles = g.gated ? end : (end + 1) / 2;
+    end = g.n / 8, step = g.gated ? S::OCTETS / 2 : S::OCTETS;
+    tiles = g.gated ? ceil_div(end, S::OCTETS / 2) : ceil_div(end, S::OCTETS);
     octet = share * step, left = share < gridDim.x ? experts * tiles - share : 0;
     carry();
   }

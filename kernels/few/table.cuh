@@ -18,13 +18,20 @@ template <int PAIRS> DEVICE int active_before(const few_table<PAIRS> &t, int pai
   return before;
 }
 
+/* Strides are in elements, of which two may be a byte. */
+template <class W> DEVICE const void *few_base(const expert_matrix &b, int half, int expert)
+{
+  if (operand<W>::BITS >= 8 || b.table[half]) return expert_base<W>(b, half, expert);
+  return static_cast<const W *>(b.base[half]) + expert * b.expert_stride / 2;
+}
+
 template <class S> DEVICE void enter_expert(const few_args &args, few_table<S::PAIRS> &t, int active, int expert)
 {
   using W = typename S::W;
   const expert_matrix &up = args.up.b;
   t.expert[active] = (int16_t)expert;
-  if (S::UP) t.weights[active] = {expert_base<W>(up, 0, expert), expert_base<W>(up, args.up.gated ? 1 : 0, expert)};
-  if (!S::UP || args.protocol.tickets) t.down[active] = expert_base<W>(args.down.b, 0, expert);
+  if (S::UP) t.weights[active] = {few_base<W>(up, 0, expert), few_base<W>(up, args.up.gated ? 1 : 0, expert)};
+  if (!S::UP || args.protocol.tickets) t.down[active] = few_base<W>(args.down.b, 0, expert);
 }
 
 /* Of one token: every pair is an expert of its own, also where two name the same. */
@@ -39,13 +46,13 @@ template <class S> DEVICE void enter_pairs_of_one(const few_args &args, few_tabl
 }
 
 /* Lies where stages will be. */
-template <int PAIRS> struct few_counts {
-  uint8_t in_warp[PAIRS / WARP_SIZE][MAX_EXPERTS];  /* pairs of a warp with that expert */
-  uint8_t active[MAX_EXPERTS][PAIRS / FEW_COLUMNS]; /* of an expert's pairs, FEW_COLUMNS by FEW_COLUMNS */
+template <int PAIRS, int COLUMNS> struct few_counts {
+  uint8_t in_warp[PAIRS / WARP_SIZE][MAX_EXPERTS]; /* pairs of a warp with that expert */
+  uint8_t active[MAX_EXPERTS][PAIRS / COLUMNS];    /* of an expert's pairs, COLUMNS by COLUMNS */
 };
 
 /* Pairs before this one with the same expert. All threads; the first of them have a pair each. */
-template <int PAIRS> DEVICE int count_alike(few_counts<PAIRS> &s, int experts, int pair, int to)
+template <int PAIRS, int COLUMNS> DEVICE int count_alike(few_counts<PAIRS, COLUMNS> &s, int experts, int pair, int to)
 {
   const int words = ceil_div(experts, 4), warp = warp_id();
   for (int i = threadIdx.x; i < PAIRS / WARP_SIZE * words; i += blockDim.x)
@@ -63,20 +70,21 @@ template <int PAIRS> DEVICE int count_alike(few_counts<PAIRS> &s, int experts, i
 template <class S> DEVICE void enter_pairs(const few_args &args, few_smem<S> &smem, int pair, int to, int token)
 {
   few_table<S::PAIRS> &t = smem.table;
-  few_counts<S::PAIRS> &s = *reinterpret_cast<few_counts<S::PAIRS> *>(&smem.stages);
+  using counts = few_counts<S::PAIRS, S::COLUMNS>;
+  counts &s = *reinterpret_cast<counts *>(&smem.stages);
   static_assert(sizeof s <= sizeof smem.stages, "room for it");
-  const int before = count_alike<S::PAIRS>(s, args.map.local_experts, pair, to);
-  const bool first = to >= 0 && before % FEW_COLUMNS == 0;
+  const int before = count_alike(s, args.map.local_experts, pair, to);
+  const bool first = to >= 0 && before % S::COLUMNS == 0;
   const uint32_t firsts = __ballot_sync(ALL_LANES, first);
   if (pair < S::PAIRS && lane_id() == 0) t.first[warp_id()] = firsts;
   __syncthreads();
   if (first) {
     const int active = active_before(t, pair);
-    s.active[to][before / FEW_COLUMNS] = (uint8_t)active;
+    s.active[to][before / S::COLUMNS] = (uint8_t)active;
     enter_expert<S>(args, t, active, to);
   }
   __syncthreads();
-  if (to >= 0) t.column[s.active[to][before / FEW_COLUMNS]][before % FEW_COLUMNS] = few_column_of(pair, token);
+  if (to >= 0) t.column[s.active[to][before / S::COLUMNS]][before % S::COLUMNS] = few_column_of(pair, token);
 }
 
 /* Local expert, ROW_DROPPED or ROW_IDENTITY. One CTA reports faults. */
