@@ -67,6 +67,14 @@ static cumoe_format result_of(const cumoe_format *from)
   return f;
 }
 
+/* The inverse of an order. */
+static uint32_t places_of(uint32_t order, int32_t codes)
+{
+  uint32_t places = order ? 0 : 0x76543210;
+  for (uint32_t i = 0; order && i < (uint32_t)codes; ++i) places |= i << 4 * (order >> 4 * i & 15);
+  return places;
+}
+
 static bool orders_a_word(uint32_t order, int32_t codes)
 {
   uint32_t seen = 0;
@@ -82,6 +90,8 @@ static cumoe_status check_source(const cumoe_repack_args *a)
           (int)f->split);
   REQUIRE(orders_a_word(f->order, codes), CUMOE_ERR_INVALID_ARGUMENT,
           "args.format.order is 0x%x, must be 0 or have each of 0 .. %d once", f->order, (int)codes - 1);
+  REQUIRE(f->order == 0 || f->zero == 0 || codes == 8, CUMOE_ERR_NOT_SUPPORTED,
+          "args.format.order is 0x%x: zero points have it too, so that words need 8 codes", f->order);
   REQUIRE(a->major == CUMOE_IN_OUT || f->packed || f->order || f->element == CUMOE_ELEMENT_S4, CUMOE_ERR_NOT_SUPPORTED,
           "args.format is read in place: cumoe_weights_bind takes it as it lies");
   REQUIRE(f->element != CUMOE_ELEMENT_S4 || f->zero == CUMOE_ZERO_NONE, CUMOE_ERR_NOT_SUPPORTED,
@@ -232,7 +242,9 @@ static repack_args repack_arguments(const cumoe_repack_args *a, const repacking 
                        .word = f->ggml ? 1 : storage_codes(f),
                        .in_out = a->major == CUMOE_IN_OUT,
                        .packed_out = f->packed == CUMOE_PACKED_OUT,
-                       .order = f->order,
+                       .places = places_of(f->order, f->ggml        ? 1
+                                                     : f->word == 4 ? 8
+                                                                    : 2),
                        .flip = f->element == CUMOE_ELEMENT_S4 ? 8 : 0,
                        .zero_add = f->zero_add,
                        .scale_bytes = (int32_t)cumoe_dtype_bytes((cumoe_dtype)r->format.scale),

@@ -69,6 +69,19 @@ bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
   return !gated || stride_fits(half_distance(b));
 }
 
+/* Elements of a swizzled line. */
+static uint32_t line_of(weight_format format)
+{
+  return (uint32_t)(WGMMA_BK * 16 / format_bits(format));
+}
+
+/* What rows of A are. */
+static weight_format rows_of(const gemm_args *g)
+{
+  if (!g->a_scale) return dense_format(g->dtype);
+  return g->rows.element == DT_I8 ? FORMAT_s8 : FORMAT_e4m3;
+}
+
 bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
 {
   const int32_t columns = (v->op == OP_up ? 2 * v->bn : v->bn) / v->cluster; /* weight rows that a CTA loads for all */
@@ -82,18 +95,19 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
       .rank = 5,
       .size = {(uint64_t)g->k, 8, halves, (uint64_t)g->n / 8, (uint64_t)g->experts},
       .stride = {1, g->b.n_stride, half, 8 * g->b.n_stride, g->experts > 1 ? g->b.expert_stride : 8 * g->b.n_stride},
-      .box = {WGMMA_BK, 8, halves, (uint32_t)columns / 8 / halves, 1},
+      .box = {line_of(format), 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
   if (!encode(encoder, format, &weights, args->weights)) return false;
   if (g->row_pair && !g->packed && !g->protocol.x_copy) return true;
+  const weight_format rows = rows_of(g);
   const tensor a = {
       .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,
       .rank = 2,
       .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
       .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
-      .box = {WGMMA_BK, WGMMA_STEP},
+      .box = {line_of(rows), WGMMA_STEP},
   };
-  return encode(encoder, dense_format(g->dtype), &a, args->rows);
+  return encode(encoder, rows, &a, args->rows);
 }
 
 static bool matrix_serves(const void *base, int64_t ld, weight_format format)

@@ -179,10 +179,12 @@ typedef struct expert_matrix {
  *   STATIC       one scale, given, for all
  *   TOKEN        a row has a scale
  *   GROUP        `group` elements of a row have one: element k is in group (origin + k) / group
+ *   FRAGMENTS    the same elements in the order of wgmma's fragments (gemm/mixed.cuh): in each slab of 128 of a row k =
+ *                32 q + 8 w + 4 t + j goes to 32 w + 8 j + 2 q + t, zeros past the row's end, in place of x
  * scale = max(amax, ROWS_FLOOR) / largest code, in f32; power_of_two: rounded up to one. code = x * (1 / scale), both
  * in f32, rounded to nearest even, saturated. A NaN is the code NaN (s8: 0, and the scale is NaN).
  */
-enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP };
+enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP, ROWS_FRAGMENTS };
 #define ROWS_FLOOR 1e-10f
 typedef struct row_format {
   int32_t mode, element; /* ROWS_*; DT_E4M3, DT_I8 */
@@ -281,8 +283,8 @@ typedef struct repack_args {
   int32_t experts, out, in, groups, scale_rows;
   int32_t block_k, k_origin;
   int32_t bits, word, in_out, packed_out; /* word: codes in one */
-  uint32_t order;
-  int32_t flip; /* of every code: 8 makes two's complement unsigned */
+  uint32_t places;                        /* hex digit i from below: where in its word code i is, from below */
+  int32_t flip;                           /* of every code: 8 makes two's complement unsigned */
   int32_t zero_add, scale_bytes;
   int32_t ggml; /* GGML_* or 0 */
 } repack_args;

@@ -10,7 +10,8 @@
  *   few.tickets      ones, by router   few_up             few_up            behind weights   router to few_up
  *   h of few_up      ones, by router   few_up             few_up            h                router to few_up
  *
- * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has; FEW_BYTES for weights and tickets. The
+ * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has (codes take half, their scales a part of the
+ * rest); FEW_BYTES for weights and tickets. The
  * workspace (host/plan.c) gives each its region, and records the range that the router fills where it places it. A
  * region is dead outside its lifetime, so no launch depends on what an earlier forward left there.
  */
@@ -45,6 +46,10 @@ enum { COPY_TICKET = 4, COPY_GROUP = 64 };
 #define PROGRESS_WORDS(rows, experts) (PROGRESS_STORED(rows) + (experts))
 
 static_assert(COPY_GROUP % COPY_TICKET == 0, "a ticket's rows are counted in one group");
+
+/* Of rows of codes, x_copy has the scales behind the codes: that of group g of row r at g * COPIED_SCALE_LD + r. */
+#define COPIED_SCALES(rows, k) (((int64_t)(rows) * (k) + 3) / 4 * 4)
+#define COPIED_SCALE_LD(rows)  ((int64_t)(rows))
 
 typedef struct map_protocol {
   int32_t *progress; /* NULL, or PROGRESS_WORDS(T k, local_experts), which map fills with zeros; CUDA only */

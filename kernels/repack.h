@@ -17,14 +17,10 @@ EXACT repack_unit repack_unit_of(const repack_args *a, int64_t unit)
   return u;
 }
 
-/* Code `at` along the packed axis of a row of words: the nibble of its word that `order` says. */
-EXACT uint32_t code_of_word(const uint8_t *row, int32_t at, int32_t word, int32_t bits, uint32_t order)
+/* Code `at` along the packed axis of a row of words. Words begin with their low byte. */
+EXACT uint32_t code_of_word(const uint8_t *row, int32_t at, int32_t word, int32_t bits, uint32_t places)
 {
-  int32_t place = at % word;
-  if (order)
-    for (int32_t i = 0; i < word; i++)
-      if ((order >> 4 * i & 15) == (uint32_t)(at % word)) place = i;
-  const int32_t bit = at / word * word * bits + place * bits; /* words begin with their low byte */
+  const int32_t in_word = at % word, bit = (at - in_word + (int32_t)(places >> 4 * in_word & 15)) * bits;
   return (uint32_t)row[bit / 8] >> bit % 8 & ((1u << bits) - 1);
 }
 
@@ -71,9 +67,9 @@ EXACT uint32_t repack_code(const repack_args *a, repack_unit u, int32_t k)
   const int32_t bytes = a->word * a->bits / 8;
   const int packed_rows = a->packed_out != a->in_out; /* words of one row lie along the other axis */
   if (!packed_rows)
-    return code_of_word(codes + across * a->codes_ld, along, a->word, a->bits, a->order) ^ (uint32_t)a->flip;
+    return code_of_word(codes + across * a->codes_ld, along, a->word, a->bits, a->places) ^ (uint32_t)a->flip;
   const uint8_t *word = codes + along / a->word * a->codes_ld + (int64_t)across * bytes;
-  return code_of_word(word, along % a->word, a->word, a->bits, a->order) ^ (uint32_t)a->flip;
+  return code_of_word(word, along % a->word, a->word, a->bits, a->places) ^ (uint32_t)a->flip;
 }
 
 /* The bytes of a stored scale. */
@@ -99,8 +95,8 @@ EXACT void repack_zeros(const repack_args *a, repack_unit u, int32_t group)
   uint32_t word = 0;
   for (int32_t i = 0; i < 8; i++) {
     const uint32_t stored = a->in_out
-                                ? code_of_word(from + group * a->zero_ld, u.n + i, 8, 4, a->order)
-                                : code_of_word(from + u.n / 8 * a->zero_ld + (int64_t)group * 4, i, 8, 4, a->order);
+                                ? code_of_word(from + group * a->zero_ld, u.n + i, 8, 4, a->places)
+                                : code_of_word(from + u.n / 8 * a->zero_ld + (int64_t)group * 4, i, 8, 4, a->places);
     word |= ((stored + (uint32_t)a->zero_add) & 15) << 4 * i;
   }
   ((uint32_t *)(a->to + u.e * a->to_stride + a->to_zero))[(int64_t)(u.n / 8) * a->groups + group] = word;

@@ -318,6 +318,36 @@ static void test_modelopt(cumoe_context context)
   case_end();
 }
 
+/* 8 bits: four codes a word along in, symmetric. */
+static void test_gptq8(cumoe_context context)
+{
+  enum { OUT = 16, IN = 64 };
+  case_begin("gptq, 8 bits");
+  rng r = {6};
+  tensor codes = tensor_new(CUMOE_I32, IN / 4, OUT), scale = tensor_normal(&r, CUMOE_F16, 2, OUT, 1, .1);
+  for (int i = 0; i < OUT * IN; i++) codes.data[i] = (uint8_t)rng_below(&r, 256);
+  cumoe_repack_args a = {.size = sizeof a, .experts = 1, .major = CUMOE_IN_OUT, .out = OUT, .in = IN};
+  a.format = cumoe_format_gptq(32, 2);
+  a.format.element = CUMOE_ELEMENT_U8;
+  a.format.offset = 128;
+  a.format.zero = CUMOE_ZERO_NONE;
+  a.codes = device_put(context, &codes, 3);
+  a.scale = device_put(context, &scale, 1);
+  placed p = {.experts = 1, .out = OUT, .in = IN};
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_repack_size(&a, &bytes));
+  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
+  CHECK_OK(cumoe_weights_repack(context, &a, to, &p.projection, &p.format, NULL));
+  p.host.data = gather(context, p.projection.data, 0, 1);
+  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  const double *w = decoded(&p);
+  for (int n = 0; n < OUT; n++)
+    for (int k = 0; k < IN; k++)
+      CHECK(w[n * IN + k] == (codes.data[(k / 4 * OUT + n) * 4 + k % 4] - 128) * tensor_get(&scale, k / 32, n));
+  check_layer(context, &p, w);
+  case_end();
+}
+
 static void test_refusals(cumoe_context context)
 {
   case_begin("repack");
@@ -341,6 +371,7 @@ static void test_refusals(cumoe_context context)
   REFUSED(CUMOE_ERR_NOT_SUPPORTED, "read in place", good,
           (a.major = CUMOE_OUT_IN, a.format.packed = 0, a.format.order = 0));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "order", good, a.format.order = 0x75316422);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "words need 8 codes", good, (a.format.word = 1, a.format.order = 0x01));
   REFUSED(CUMOE_ERR_NOT_SUPPORTED, "split", good, a.format.split = 16);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.zero is absent", good, a.zero = no_view());
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.codes.rows", good, a.codes.rows--);
@@ -359,7 +390,7 @@ int main(int argc, char **argv)
   char error[256] = "";
   static const test_group groups[] = {GROUP("producers", test_producers, ANYWHERE),
                                       GROUP("equal", test_equal, ANYWHERE), GROUP("modelopt", test_modelopt, ANYWHERE),
-                                      GROUP("refusals", test_refusals, ON_CPU)};
+                                      GROUP("gptq8", test_gptq8, ANYWHERE), GROUP("refusals", test_refusals, ON_CPU)};
   if (!safetensors_open("test/data/formats/formats.safetensors", &file, error, sizeof error)) {
     printf("%s\n0 passed, 1 failed, 0 skipped\n", error);
     return 1;

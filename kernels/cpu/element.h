@@ -89,14 +89,20 @@ static inline float decode_bf16(const void *base, int64_t i)
   return bf16_to_float(((const uint16_t *)base)[i]);
 }
 
+/* 2^exponent, -126 .. 127: ldexpf takes longer than all else of a weight. */
+static inline float power_of_two(int exponent)
+{
+  return bits_float((uint32_t)(exponent + 127) << 23);
+}
+
 /* Codes, as the definition of their element says, not as kernels do it. */
 static inline float decode_e4m3(const void *base, int64_t i)
 {
   const uint8_t code = ((const uint8_t *)base)[i];
   const int exponent = code >> 3 & 15, mantissa = code & 7;
   if (exponent == 15 && mantissa == 7) return NAN;
-  const float magnitude = exponent ? ldexpf(8 + (float)mantissa, exponent - 10) : ldexpf((float)mantissa, -9);
-  return code & 128 ? -magnitude : magnitude;
+  const float magnitude = (float)(exponent ? 8 + mantissa : mantissa) * power_of_two((exponent ? exponent : 1) - 10);
+  return bits_float(float_bits(magnitude) | (uint32_t)(code & 128) << 24); /* no branch: signs are random */
 }
 static inline float decode_s8(const void *base, int64_t i)
 {
@@ -112,9 +118,8 @@ static inline float decode_u4(const void *base, int64_t i)
 }
 static inline float decode_mx4(const void *base, int64_t i)
 {
-  static const float magnitudes[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
-  const uint8_t code = nibble(base, i);
-  return code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7];
+  static const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+  return values[nibble(base, i)];
 }
 static inline float decode_nv4(const void *base, int64_t i)
 {
@@ -125,7 +130,7 @@ static inline float decode_nv4(const void *base, int64_t i)
 static inline float decode_e8m0(const void *base, int64_t i)
 {
   const uint8_t code = ((const uint8_t *)base)[i];
-  return code == 255 ? NAN : ldexpf(1, code - 127);
+  return code == 255 ? NAN : code ? power_of_two(code - 127) : 0x1p-127f;
 }
 
 static inline void encode_f32(void *base, int64_t i, double value)

@@ -310,11 +310,17 @@ DEVICE void hold(uint4 &raw)
   asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
 }
 
-/* blockIdx.x, read anew: no register holds it until then. */
+/* blockIdx.x, threadIdx.x, read anew: no register holds them until then. */
 DEVICE unsigned ctaid_x()
 {
   unsigned index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+DEVICE unsigned tid_x()
+{
+  unsigned index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
 

@@ -99,6 +99,12 @@ DEVICE const char *code_base(const expert_matrix &b, int half, int expert, int b
 
 /* ---- activations: Q is e4m3 or s8 ---- */
 
+/* The group of element k of a row of A, where groups of 128 begin with the row. */
+DEVICE int row_group(const gemm_args &args, int k)
+{
+  return args.rows.group == ROWS_ONE_GROUP ? 0 : k / 128;
+}
+
 template <class Q> constexpr float LARGEST_CODE = same_type<Q, e4m3> ? 448.f : 127.f;
 
 /* For the largest |x| of a group. e4m3 has a code for NaN, s8 a scale. */

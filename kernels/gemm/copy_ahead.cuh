@@ -8,6 +8,7 @@
 #ifndef CUMOE_COPY_AHEAD_CUH
 #define CUMOE_COPY_AHEAD_CUH
 
+#include "device/quant.cuh"
 #include "device/ptx_sm90.cuh"
 
 /* Rows that the route has; those of bad routes, too, are all copied. */
@@ -41,14 +42,13 @@ template <int EACH, bool INSIDE> DEVICE void copy_vectors(uint4 *to, const uint4
     if (INSIDE || i * WARP_SIZE < vectors) to[i * WARP_SIZE] = value[i];
 }
 
-/* One row; zeros for a token that is none. */
-DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
+/* One row of X; zeros for a token that is none. */
+template <class X> DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
 {
   constexpr int MOST = 8, SOME = 4; /* 128 bytes a lane: what registers hold */
-  const uint4 *from =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(args.a) + token * args.a_ld) + lane_id();
-  uint4 *to = static_cast<uint4 *>(args.protocol.x_copy) + (int64_t)row * (args.k / 8) + lane_id();
-  int left = args.k / 8 - lane_id();
+  const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const X *>(args.a) + token * args.a_ld) + lane_id();
+  uint4 *to = static_cast<uint4 *>(args.protocol.x_copy) + (int64_t)row * (args.k / operand<X>::PER_16) + lane_id();
+  int left = args.k / operand<X>::PER_16 - lane_id();
 #pragma unroll 1
   for (; token >= 0 && left > (MOST - 1) * WARP_SIZE; left -= MOST * WARP_SIZE) {
     copy_vectors<MOST, true>(to, from, left, true);
@@ -61,8 +61,23 @@ DEVICE void copy_row(const gemm_args &args, int32_t row, int32_t token)
   }
 }
 
+DEVICE float *copied_scales(const gemm_args &args)
+{
+  return reinterpret_cast<float *>(static_cast<char *>(args.protocol.x_copy) + COPIED_SCALES(args.rows_cap, args.k));
+}
+
+/* The scales of `count` rows of codes; lane i has the token of row first + i. */
+DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int32_t token)
+{
+  const int i = lane_id() % COPY_TICKET, groups = row_group(args, args.k - 1) + 1;
+  const int32_t from = __shfl_sync(ALL_LANES, token, i);
+  float *to = copied_scales(args) + first + i;
+  for (int g = lane_id() / COPY_TICKET; i < count && g < groups; g += WARP_SIZE / COPY_TICKET)
+    to[g * COPIED_SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
+}
+
 /* Whole warps, any number of them. The next ticket is drawn while one is copied. */
-DEVICE void copy_rows(const gemm_args &args)
+template <class X> DEVICE void copy_rows(const gemm_args &args)
 {
   const int32_t total = rows_to_copy(args), tickets = total ? (total - 1) / COPY_TICKET + 1 : 0;
   const int32_t pairs = (int32_t)token_total(args.tokens) * args.top_k; /* below 2^31 */
@@ -76,7 +91,8 @@ DEVICE void copy_rows(const gemm_args &args)
     if (!there) report_fault_inline(args.fault, FAULT_ROUTE, 0, pair);
     const int32_t token = there ? (int32_t)((uint32_t)pair / (uint32_t)args.top_k) : -1;
 #pragma unroll 1
-    for (int i = 0; i < count; i++) copy_row(args, first + i, __shfl_sync(ALL_LANES, token, i));
+    for (int i = 0; i < count; i++) copy_row<X>(args, first + i, __shfl_sync(ALL_LANES, token, i));
+    if constexpr (operand<X>::BITS == 8) copy_row_scales(args, first, count, token);
     __syncwarp();
     __threadfence();
     if (lane_id() == 0) atomicAdd(args.protocol.progress + PROGRESS_COPIED + first / COPY_GROUP, count);

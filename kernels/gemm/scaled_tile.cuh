@@ -1,6 +1,6 @@
 /*
- * The products of stream and wgmma with operands of a byte that have scales (args.h): of rows (tokens) beside each stage,
- * of weights from where they lie. Neither changes inside a stage.
+ * The products of stream and wgmma with codes of a byte that have scales (args.h): of rows (tokens) beside each stage, of
+ * weights from where they lie. Neither changes inside a stage.
  *
  *   e4m3  the tensor core adds in 14 bits. So the sums of each stage are scaled and added to others in f32.
  *   s8    exact sums over all of k, scaled at the end: scales do not change along k
@@ -11,17 +11,10 @@
 #include "gemm/warpgroup_tile.cuh"
 #include "device/quant.cuh"
 
-/* The group of k of a row of A; groups begin at multiples of S::BK. */
-DEVICE int row_group(const gemm_args &args, int k)
-{
-  return (args.rows.origin % args.rows.group + k) / args.rows.group;
-}
-
-/* A lane's scale of a weight row: lane l has row l % 8 of the warp's octet l / 8. Loaded a stage ahead. */
+/* Scales of a warp's weight rows: lane l has that of row l % 8 of octet l / 8. */
 template <class S> struct weight_scales {
-  const char *place; /* of the stage ahead; NULL: no scales */
-  int32_t left;      /* k until the next block, from there on */
-  float global, ahead;
+  const void *row; /* NULL: no scales */
+  float global;
 
   DEVICE weight_scales(const gemm_args &args, bool up_first, int expert, channel_span span)
   {
@@ -30,30 +23,15 @@ template <class S> struct weight_scales {
     const int octet = lane_id() / 8 % S::OCTETS, half = gated ? octet % 2 ^ (int)up_first : 0;
     const int channel = min(span.first + (gated ? octet / 2 : octet) * 8 + lane_id() % 8, args.n - 1);
     global = global_scale(args.b, half, expert);
-    place = NULL;
+    row = NULL;
     if (s.dtype != DT_NONE)
-      place = static_cast<const char *>(scale_base(s, half, expert)) +
-              (scale_row(s, half, channel) + scale_step(s, 0)) * scale_bytes(s.dtype);
-    left = s.block_k - (s.dtype == DT_NONE ? 0 : s.k_origin % s.block_k);
-    load(args);
+      row = static_cast<const char *>(scale_base(s, half, expert)) + scale_row(s, half, channel) * scale_bytes(s.dtype);
   }
 
-  DEVICE void load(const gemm_args &args)
+  DEVICE float of(const gemm_args &args, int k) const
   {
-    ahead = place ? load_scale(place, 0, args.b.scale.dtype) * global : global;
-  }
-
-  /* That of this stage. */
-  DEVICE float next(const gemm_args &args, bool more)
-  {
-    const float now = ahead;
-    left -= S::BK;
-    if (left <= 0) {
-      place += place ? args.b.scale.k_stride * scale_bytes(args.b.scale.dtype) : 0;
-      left += args.b.scale.block_k;
-    }
-    if (more) load(args);
-    return now;
+    const scale_matrix &s = args.b.scale;
+    return row ? load_scale(row, scale_step(s, k), s.dtype) * global : global;
   }
 };
 
@@ -76,10 +54,11 @@ DEVICE void each_scaled(const float *row_scales, float lane_scale, int block, co
   }
 }
 
-/* e4m3: acc = weights x rows of one unit, N tokens wide. */
+/* e4m3: acc = weights x rows of one unit, N tokens wide. A stage is released as soon as it is multiplied; its scales of
+ * rows stay until it is released again. */
 template <class S, int N>
 DEVICE void multiply_promoted_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                                weight_scales<S> scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                                const weight_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int AT_ONCE = S::BM <= 64 ? S::BLOCKS : 1; /* blocks: what registers hold */
   const bool gathered = S::gathers(args);
@@ -89,7 +68,7 @@ DEVICE void multiply_promoted_n(const gemm_args &args, pipeline_smem<S> &smem, p
     if (gathered) fence_proxy_async_shared(); /* by cp.async */
     const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::BLOCKS);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
-    const float scale = scales.next(args, k0 + S::BK < args.k);
+    float scale;
 #pragma unroll
     for (int first = 0; first < S::BLOCKS; first += AT_ONCE) {
       float part[AT_ONCE][N / 2];
@@ -98,19 +77,19 @@ DEVICE void multiply_promoted_n(const gemm_args &args, pipeline_smem<S> &smem, p
       for (int k = 0; k < S::BK / 32; k++)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-          wgmma_m64k32<e4m3, N>::run(part[i], a + k * 2 + (first + i) * 64, b + k * 2, k > 0);
+          wgmma_step<S, N>::run(part[i], a + k * 2 + (first + i) * 64, b + k * 2, k > 0);
       wgmma_commit_group();
+      if (first == 0) scale = scales.of(args, k0); /* while the tensor cores work */
       wgmma_wait_group<0>();
+      if (first + AT_ONCE == S::BLOCKS) release_stage<S>(smem, at.stage);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         hold(part[i]);
-        each_scaled<S, N>(smem.staging.row_scales[at.stage], scale, first + i, [&](int v, float factor) {
+        each_scaled<S, N>(row_scales_of<S>(smem, at), scale, first + i, [&](int v, float factor) {
           acc[first + i][v] = fmaf(part[i][v], factor, acc[first + i][v]);
         });
       }
     }
-    __syncwarp();
-    release_stage<S>(smem, at.stage);
   }
 }
 
@@ -127,45 +106,24 @@ DEVICE void multiply_promoted(const gemm_args &args, pipeline_smem<S> &smem, pip
   multiply_promoted_n<S, N>(args, smem, at, group, scales, acc);
 }
 
-/* s8: `sum` as acc there, but not scaled. Returns the last stage, which is not released yet. */
-template <class S, int N>
-DEVICE int multiply_exact_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                            int32_t (&sum)[S::BLOCKS][S::ACCUMULATORS])
+/* s8: with the scales of the last stage, which are those of all. */
+template <class S>
+DEVICE void multiply_exact(const gemm_args &args, bool up_first, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                           int group, const tile_unit &unit, channel_span span,
+                           float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const bool gathered = S::gathers(args);
-  int before = -1;
-#pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-    wait_for(&smem.full[at.stage], at.phase);
-    if (gathered) fence_proxy_async_shared();
-    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::BLOCKS);
-    const uint64_t b = wgmma_operand(smem.rows[at.stage]);
-    wgmma_fence();
+  typename S::SUM sum[S::BLOCKS][S::ACCUMULATORS] = {};
+  multiply<S, S::BM>(args, smem, at, group, unit.rows, sum);
+  const float scale = weight_scales<S>(args, up_first, unit.expert, span).of(args, 0);
+  pipeline_state<S::STAGES> last = at;
+  last.stage = at.stage == 0 ? S::STAGES - 1 : at.stage - 1;
+  last.phase = at.phase ^ (at.stage == 0);
 #pragma unroll
-    for (int k = 0; k < S::BK / 32; k++)
-#pragma unroll
-      for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_m64k32<s8, N>::run(sum[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
-    wgmma_commit_group();
-    wgmma_wait_group<S::RELEASE_AT_ONCE ? 0 : 1>();
-    const bool at_once = S::RELEASE_AT_ONCE && k0 + S::BK < args.k;
-    const int done = at_once ? (int)at.stage : before;
-    if (done >= 0) release_stage<S>(smem, done);
-    before = at_once ? -1 : (int)at.stage;
+  for (int i = 0; i < S::BLOCKS; i++) {
+    each_scaled<S, S::BM>(row_scales_of<S>(smem, last), scale, i,
+                          [&](int v, float factor) { acc[i][v] = (float)sum[i][v] * factor; });
+    hold(acc[i]);
   }
-  wgmma_wait_group<0>();
-#pragma unroll
-  for (int i = 0; i < S::BLOCKS; i++) hold(sum[i]);
-  return before;
-}
-
-template <class S, int N>
-DEVICE int multiply_exact(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                          int rows, int32_t (&sum)[S::BLOCKS][S::ACCUMULATORS])
-{
-  if constexpr (N > WGMMA_STEP)
-    if (rows <= N - WGMMA_STEP) return multiply_exact<S, N - WGMMA_STEP>(args, smem, at, group, rows, sum);
-  return multiply_exact_n<S, N>(args, smem, at, group, sum);
 }
 
 /* acc of one unit, for a consumer whose channels begin there. */
@@ -175,19 +133,13 @@ DEVICE void multiply_unit(const gemm_args &args, bool up_first, pipeline_smem<S>
 {
   if constexpr (!S::SCALED) {
     multiply<S, S::BM>(args, smem, at, group, unit.rows, acc);
-  } else if constexpr (same_type<typename S::X, e4m3>) {
-    const weight_scales<S> scales(args, up_first, unit.expert, span_of_warp<S>(args, {channel0, args.n}));
-    multiply_promoted<S, S::BM>(args, smem, at, group, unit.rows, scales, acc);
   } else {
-    int32_t sum[S::BLOCKS][S::ACCUMULATORS] = {};
-    const int last = multiply_exact<S, S::BM>(args, smem, at, group, unit.rows, sum);
-    const weight_scales<S> scales(args, up_first, unit.expert, span_of_warp<S>(args, {channel0, args.n}));
-#pragma unroll
-    for (int i = 0; i < S::BLOCKS; i++)
-      each_scaled<S, S::BM>(smem.staging.row_scales[last], scales.ahead, i,
-                            [&](int v, float factor) { acc[i][v] = (float)sum[i][v] * factor; });
-    __syncwarp();
-    release_stage<S>(smem, last);
+    const channel_span span = span_of_warp<S>(args, {channel0, args.n});
+    if constexpr (same_type<typename S::SUM, float>)
+      multiply_promoted<S, S::BM>(args, smem, at, group, unit.rows, weight_scales<S>(args, up_first, unit.expert, span),
+                                  acc);
+    else
+      multiply_exact<S>(args, up_first, smem, at, group, unit, span, acc);
   }
 }
 

@@ -59,6 +59,7 @@ template <class S> struct stream_run {
   int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
   bool piece = true;              /* is still to come */
 
+  stream_run() = default;
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
       : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, S::GRANULES))
   {
@@ -90,7 +91,7 @@ template <class S> struct stream_run {
   }
 
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
-  DEVICE tile_unit next(const gemm_args &args, const stream_smem<S> &smem)
+  template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
     if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;
@@ -204,11 +205,11 @@ template <class S> struct stream_row_scales {
     source = row() < unit.rows ? source_row(args, unit.row + row()) : -1;
   }
 
-  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k) const
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, const pipeline_state<S::STAGES> &at, int k) const
   {
     const float *from = args.a_scale + row_group(args, k) * args.a_scale_ld + source;
     if (row() < S::BM)
-      cp_async_ca_4(shared_address(&smem.staging.row_scales[stage][row()]), source >= 0 ? from : args.a_scale,
+      cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row()), source >= 0 ? from : args.a_scale,
                     source >= 0 ? 4 : 0);
   }
 };
@@ -264,7 +265,7 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
     }
     if constexpr (S::SCALED) {
       if (pair.two || scales.half() == 0)
-        scales.copy(args, smem, scales.half() ? pair.second.stage : pair.first.stage, k0 + scales.half() * S::BK);
+        scales.copy(args, smem, scales.half() ? pair.second : pair.first, k0 + scales.half() * S::BK);
     }
     pair.arrive(smem);
     at.advance();

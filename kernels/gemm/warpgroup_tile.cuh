@@ -18,6 +18,7 @@ enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
  *                   when the next products are under way
  */
 template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
+  using SUM = typename operand<typename PRODUCT::X>::accumulator;
   static constexpr int BITS = operand<typename PRODUCT::X>::BITS;
   static_assert(same_type<typename PRODUCT::X, typename PRODUCT::W> && (BITS == 16 || BITS == 8),
                 "both operands come from shared memory as they are");
@@ -35,11 +36,11 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   static_assert(BLOCKS <= 2, "an stmatrix has four octets");
 };
 
-/* Of codes: the scales of a stage's rows. */
+/* Of codes: the scales of a stage's rows, two turns of the ring. */
 template <class S, bool SCALED> struct row_scale_stages {
 };
 template <class S> struct row_scale_stages<S, true> {
-  float row_scales[S::STAGES][round_up(S::BM, 32)]; /* boxes land at 128 bytes */
+  float row_scales[2][S::STAGES][round_up(S::BM, 32)]; /* boxes land at 128 bytes */
 };
 
 /* Between accumulators and memory. */
@@ -90,11 +91,22 @@ template <class S> DEVICE void release_stage(pipeline_smem<S> &smem, int stage)
   }
 }
 
+template <class S> DEVICE float *row_scales_of(pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at)
+{
+  return smem.staging.row_scales[at.phase][at.stage];
+}
+
+/* 32 bytes of k. */
+template <class S, int N, bool CODES = S::BITS == 8> struct wgmma_step : wgmma_m64k16<typename S::X, N> {
+};
+template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename S::X, N> {
+};
+
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
  * once where memory is the limit. */
 template <class S, int N>
 DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                       typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const bool gathered = S::gathers(args);
   int before = -1;
@@ -106,10 +118,9 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < S::BK / 16; k++)
+    for (int k = 0; k < S::BK * S::BITS / 256; k++)
 #pragma unroll
-      for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_m64k16<typename S::X, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
+      for (int i = 0; i < S::BLOCKS; i++) wgmma_step<S, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
     wgmma_wait_group<S::RELEASE_AT_ONCE ? 0 : 1>();
     const int done = S::RELEASE_AT_ONCE ? (int)at.stage : before;
@@ -124,7 +135,7 @@ DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_s
 
 template <class S, int N>
 DEVICE void multiply(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int rows,
-                     float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                     typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (N > WGMMA_STEP) {
     if (rows <= N - WGMMA_STEP) {

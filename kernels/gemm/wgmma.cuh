@@ -3,7 +3,7 @@
  *
  * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16. So an expert's
  * rows are cut evenly, and only the last few columns are padding. A CTA has one producer warpgroup and two consumer
- * warpgroups around a pipeline of stages of 64 k:
+ * warpgroups around a pipeline of stages of 128 bytes of k:
  *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c): a thread
  *            finds both factors of a channel in its own registers
  *   rows     TMA boxes of 16 rows where they are contiguous (down; up of permuted rows, or of the copy that idle
@@ -19,7 +19,7 @@
 
 #include "gemm/copy_ahead.cuh"
 #include "gemm/handover.cuh"
-#include "gemm/warpgroup_tile.cuh"
+#include "gemm/scaled_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
@@ -96,7 +96,10 @@ template <class S> struct unit_scheduler {
   int32_t next = 0;
   pipeline_state<UNITS_AHEAD> slot;
 
-  DEVICE static bool draws(const gemm_args &args) { return !S::GATHERED && args.protocol.by_expert; }
+  DEVICE static bool draws(const gemm_args &args)
+  {
+    return !S::GATHERED && !S::SCALED && args.protocol.by_expert; /* codes of h are made between up and down */
+  }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
   DEVICE void draw(const gemm_args &args, wgmma_smem<S> &smem)
@@ -153,11 +156,24 @@ template <class S> struct gather {
     if (bad != NONE) report_fault_inline(args.fault, FAULT_ROUTE, 0, bad);
   }
 
-  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit, int stage, int k0) const
+  /* Of the 8 threads that share rows, each copies the scales of every eighth. */
+  DEVICE void copy_scales(const gemm_args &args, wgmma_smem<S> &smem, const pipeline_state<S::STAGES> &at, int k0) const
   {
-    const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * 8;
+    if constexpr (S::SCALED) {
+      const float *from = args.a_scale + row_group(args, k0) * args.a_scale_ld;
+#pragma unroll
+      for (int i = 0; i < S::GATHERS; i++)
+        if (source[i] >= 0 && i % 8 == threadIdx.x % 8)
+          cp_async_ca_4(shared_address(row_scales_of<S>(smem, at) + row_of(i)), from + source[i], 4);
+    }
+  }
+
+  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
+                   const pipeline_state<S::STAGES> &at, int k0) const
+  {
+    const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
     const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
-    const uint32_t to = shared_address(smem.rows[stage]) + row * 128 + (vector ^ row % 8) * 16;
+    const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
@@ -166,35 +182,60 @@ template <class S> struct gather {
                      there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::X) : args.g.a,
                      there ? 16 : 0);
     }
-    cp_async_mbarrier_arrive_noinc(&smem.full[stage]);
+    copy_scales(args.g, smem, at, k0);
+    cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
+  }
+};
+
+/* Scales of rows in row order, by a warp, a stage ahead. They may have been written meanwhile: not through L1. */
+template <class S> struct ordered_scales {
+  float ahead[ceil_div(S::BM, WARP_SIZE)];
+
+  DEVICE void load(const gemm_args &args, const tile_unit &tile, int k0)
+  {
+    const bool copied = copies<S>(args);
+    const float *from = copied ? copied_scales(args) : args.a_scale;
+    from += row_group(args, k0) * (copied ? COPIED_SCALE_LD(args.rows_cap) : args.a_scale_ld) + tile.row;
+#pragma unroll
+    for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++) {
+      const int r = lane_id() + i * WARP_SIZE;
+      if (r < tile.rows) ahead[i] = load_relaxed(from + r);
+    }
+  }
+
+  DEVICE void store(float *row_scales) const
+  {
+#pragma unroll
+    for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++) row_scales[lane_id() + i * WARP_SIZE] = ahead[i];
+    __syncwarp(); /* behind it one lane arrives for all */
   }
 };
 
 /* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. */
 template <class S, bool PAIRED>
-DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes, int stage,
-                       int k0)
+DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes,
+                       const pipeline_state<S::STAGES> &at, int k0)
 {
   constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
-  uint64_t *full = &smem.full[stage];
-  typename S::W *weights = smem.weights[stage];
-  typename S::X *rows = smem.rows[stage];
-  mbarrier_arrive_expect_tx(full, (S::COLUMNS * sizeof(typename S::W) + boxes * WGMMA_STEP * sizeof(typename S::X)) *
-                                      WGMMA_BK);
+  uint64_t *full = &smem.full[at.stage];
+  typename S::W *weights = smem.weights[at.stage];
+  typename S::X *rows = smem.rows[at.stage];
+  mbarrier_arrive_expect_tx(full,
+                            (S::COLUMNS * sizeof(typename S::W) + boxes * WGMMA_STEP * sizeof(typename S::X)) * S::BK);
   if constexpr (PAIRED) {
-    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * WGMMA_BK, &args.weights, k0, 0, 0,
+    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::BK, &args.weights, k0, 0, 0,
                                       tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
-      cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
+      cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * S::BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
   } else {
     cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * octets, tile.expert, full);
-    cp_async_bulk_tensor_5d(weights + HALF * WGMMA_BK, &args.weights, k0, 0, 0, tile.n * octets + octets / 2,
-                            tile.expert, full);
+    cp_async_bulk_tensor_5d(weights + HALF * S::BK, &args.weights, k0, 0, 0, tile.n * octets + octets / 2, tile.expert,
+                            full);
     for (int i = rank; i < boxes; i += S::CLUSTER) {
-      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * WGMMA_BK, &args.rows, k0, tile.row + i * WGMMA_STEP,
-                                        full, BOTH);
+      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * S::BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full,
+                                        BOTH);
     }
   }
 }
@@ -205,16 +246,21 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
                          const gather<S> &rows, pipeline_state<S::STAGES> &at)
 {
   const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
+  ordered_scales<S> scales;
+  if constexpr (S::SCALED && !GATHERING) scales.load(args.g, tile, 0);
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.g.k; k0 += WGMMA_BK, at.advance()) {
+  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if constexpr (S::SCALED && !GATHERING) scales.store(row_scales_of<S>(smem, at));
     if (threadIdx.x < WARP_SIZE && elect_one()) {
       if (k0 == 0) smem.units[slot] = tile;
-      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at.stage, k0);
+      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0);
     }
     __syncwarp();
+    if constexpr (S::SCALED && !GATHERING)
+      if (k0 + S::BK < args.g.k) scales.load(args.g, tile, k0 + S::BK);
     if (!GATHERING) continue;
-    rows.copy(args, smem, tile, at.stage, k0);
+    rows.copy(args, smem, tile, at, k0);
   }
 }
 
@@ -231,7 +277,8 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     scheduler.draw(args.g, smem);
     if (unit.absent) continue;
     if (GATHERING) rows.set_unit(args.g, unit.tile);
-    if (!GATHERING && copies<S>(args.g)) wait_for_rows(args.g, copied, unit.tile.row, unit.tile.rows);
+    if (!GATHERING && copies<S>(args.g))
+      wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
     if (scheduler.draws(args.g)) {
       wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
@@ -247,7 +294,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  if (copies<S>(args.g) && warp_id() != 0) return copy_rows(args.g);
+  if (copies<S>(args.g) && warp_id() != 0) return copy_rows<typename S::X>(args.g);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -278,9 +325,16 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
-    store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
-    if (S::GATHERED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
+    multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
+    if constexpr (S::SCALED) { /* registers are full: all of it anew */
+      const tile_unit stored = smem.units[slot];
+      const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
+      store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
+                    {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+    } else {
+      store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
+    }
+    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
   }
 }
 

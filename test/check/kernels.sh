@@ -84,22 +84,26 @@ empty "sm_90a: no minimum fused with a comparison (opcodes.c)" "$(for cubin in $
   case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
 done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 
-# An instruction per 16 k, 64-row block and token width; the widths are the multiples of 16 up to the tile's, and each
-# has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the tile; an up tile has gate
-# and up rows. The router has its tokens in the blocks, and one loop.
+# An instruction per 16 k (of codes times codes 32), 64-row block and token width; the widths are the multiples of 16 up
+# to the tile's, and each has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the
+# tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. mixed has a loop over
+# slabs of 128 k for each width, of which up to 32 rows have 8 besides, and two blocks a consumer.
 awk '$7 == "sm90" && NF == 11 && $8 != "few" {
-    print $2, $6 == "router" ? $11 / 16 * $9 / 64 : $9 / 16 * $11 / 16 * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
+    k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
+    if ($8 == "mixed") print $2, ($9 / 16 + ($9 <= 32)) * 128 / k * 2
+    else print $2, $6 == "router" ? $11 / k * $9 / 64 : $9 / 16 * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
   }' "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
-  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 == "wgmma" && $4 == 3 { op[$2] = 1 }
+  awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 ~ /^wgmma/ && $4 == 3 { op[$2] = 1 }
     END { for (o in op) if (!(o in plain)) print o }' \
     "$work/probe.90a" > "$work/wgmma"
-  if [ "$(wc -l < "$work/wgmma")" -ne 1 ]; then fail "wgmma can be told from other code" "$(cat "$work/wgmma")"
+  if [ "$(wc -l < "$work/wgmma")" -ne 4 ]; then fail "wgmma can be told from other code" "$(cat "$work/wgmma")"
   else
     for cubin in $CUBINS; do
       case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
-    done | awk -v wgmma="$(cat "$work/wgmma")" '$2 == wgmma { n[$1] += $4 }
-      END { for (k in n) print k, n[k] }' | sort > "$work/counted"
+    done | awk -v wgmma="$(tr '\n' ' ' < "$work/wgmma")" 'BEGIN { n = split(wgmma, w); for (i = 1; i <= n; i++) is[w[i]] }
+      $2 in is { count[$1] += $4 }
+      END { for (k in count) print k, count[k] }' | sort > "$work/counted"
     empty "wgmma: as many as the tiles ask for, in no other kernel" "$(diff "$work/expected" "$work/counted")"
   fi
 fi

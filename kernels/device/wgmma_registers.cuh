@@ -1,0 +1,76 @@
+/* Wrappers of instructions for unpacked weights (sm_90a), above all wgmma with its 64-row operand in registers. */
+#ifndef CUMOE_WGMMA_REGISTERS_CUH
+#define CUMOE_WGMMA_REGISTERS_CUH
+
+#include "device/ptx_sm90.cuh"
+
+DEVICE uint4 lds_128(uint32_t address)
+{
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+/* Of two elements each, rounded once; subnormals are kept. */
+template <class T> DEVICE uint32_t mul_pairs(uint32_t a, uint32_t b);
+template <> DEVICE uint32_t mul_pairs<bf16>(uint32_t a, uint32_t b)
+{
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+template <> DEVICE uint32_t mul_pairs<f16>(uint32_t a, uint32_t b)
+{
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+template <class T> DEVICE uint32_t sub_pairs(uint32_t a, uint32_t b);
+template <> DEVICE uint32_t sub_pairs<bf16>(uint32_t a, uint32_t b)
+{
+  uint32_t difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+template <> DEVICE uint32_t sub_pairs<f16>(uint32_t a, uint32_t b)
+{
+  uint32_t difference;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+/* d += a b: a 64 x 16 in registers, b 16 x N K-major in shared memory, by the lower half of wgmma_operand (the upper is
+ * the same for all); d as wgmma_m64k16 has it. Of lane l of warp w: a[0] row 16w + l/4, k 2(l%4) + {0,1}; a[1] the same
+ * k of 8 rows on; a[2], a[3] 8 k on. They may not be written until a wgmma_wait_group says that this is over. */
+template <class T, int N> struct wgmma_registers_m64k16;
+
+#define WGMMA_REGISTERS(type, N, D, A, B, ...)                                                                         \
+  template <> struct wgmma_registers_m64k16<type, N> {                                                                 \
+    template <int COUNT> static DEVICE void run(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b)                 \
+    {                                                                                                                  \
+      asm volatile("{.reg .b64 b; mov.b64 b, {" B ", 0x40000040}; wgmma.mma_async.sync.aligned.m64n" #N                \
+                   "k16.f32." #type "." #type " {" D "}, {" A "}, b, 1, 1, 1, 0;}"                                     \
+                   : __VA_ARGS__                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                                              \
+    }                                                                                                                  \
+  };
+#define WGMMA_REGISTERS_TYPES(...)  WGMMA_REGISTERS_TYPES_(__VA_ARGS__)
+#define WGMMA_REGISTERS_TYPES_(...) WGMMA_REGISTERS(bf16, __VA_ARGS__) WGMMA_REGISTERS(f16, __VA_ARGS__)
+
+WGMMA_REGISTERS_TYPES(8, "%0,%1,%2,%3", "%4,%5,%6,%7", "%8", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]))
+WGMMA_REGISTERS_TYPES(16, DS16, "%8,%9,%10,%11", "%12", FS16)
+WGMMA_REGISTERS_TYPES(32, DS32, "%16,%17,%18,%19", "%20", FS32)
+WGMMA_REGISTERS_TYPES(48, DS48, "%24,%25,%26,%27", "%28", FS48)
+WGMMA_REGISTERS_TYPES(64, DS64, "%32,%33,%34,%35", "%36", FS64)
+WGMMA_REGISTERS_TYPES(80, DS80, "%40,%41,%42,%43", "%44", FS80)
+WGMMA_REGISTERS_TYPES(96, DS96, "%48,%49,%50,%51", "%52", FS96)
+
+#undef WGMMA_REGISTERS_TYPES_
+#undef WGMMA_REGISTERS_TYPES
+#undef WGMMA_REGISTERS
+
+#endif
