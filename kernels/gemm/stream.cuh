@@ -231,6 +231,15 @@ template <class S> struct stage_pair {
     if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
   }
 
+  /* By value: a reference to either would put both into local memory. */
+  DEVICE pipeline_state<S::STAGES> of(int half) const
+  {
+    pipeline_state<S::STAGES> state;
+    state.stage = half ? second.stage : first.stage;
+    state.phase = half ? second.phase : first.phase;
+    return state;
+  }
+
   /* The one that this thread copies into; of two: k past the end is copied as zeros. */
   DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
   DEVICE bool copies() const { return two || producer_half<S>() == 0; }
@@ -264,8 +273,7 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
       rows.copy(args, smem, unit.rows, pair.mine(), k0);
     }
     if constexpr (S::SCALED) {
-      if (pair.two || scales.half() == 0)
-        scales.copy(args, smem, scales.half() ? pair.second : pair.first, k0 + scales.half() * S::BK);
+      if (pair.two || scales.half() == 0) scales.copy(args, smem, pair.of(scales.half()), k0 + scales.half() * S::BK);
     }
     pair.arrive(smem);
     at.advance();
