@@ -157,14 +157,13 @@ static cumoe_status check_projection(struct context *context, const cumoe_projec
                                      int32_t experts)
 {
   const bool out_in = s->major == CUMOE_OUT_IN;
-  const int64_t codes = storage_codes(s->format);
   TRY(check_format(s->format_name, s->format, s->in, s->dtype, FORMAT_IN_PLACE));
   REQUIRE(out_in || is_dense(s->format), CUMOE_ERR_LAYOUT,
           "%s: codes are read OUT_IN, the major says IN_OUT (cumoe_weights_repack makes one of the other)", s->name);
   const array_shape data = {s->name,
                             s->data,
                             out_in ? s->out : s->in,
-                            out_in ? s->in / codes : s->out,
+                            out_in ? s->in / storage_codes(s->format) : s->out,
                             DTYPE_BIT(storage_dtype(s->format, s->dtype)),
                             16};
   TRY(check_array(context, data_of(p), data, experts));

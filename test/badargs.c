@@ -1338,6 +1338,7 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
   CHANGE(WRONG_DTYPE, "desc.dtype is u8", d->dtype = CUMOE_U8)
   CHANGE(NOT_SUPPORTED, "desc.up_format.element is 2: activations are f32", d->dtype = CUMOE_F32)
   CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[0] is 1", d->up_format.reserved[0] = 1)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 9, not a", d->up_format.element = 9)
   CHANGE(NOT_SUPPORTED, "desc.down_format: rows have 48 codes, must be a multiple of 32", d->inter = 48,
          up->data.rows = 96, up->scale.data.rows = 96)
   CHANGE(LAYOUT, "desc.gate_up: codes are read OUT_IN, the major says IN_OUT", d->up_major = CUMOE_IN_OUT)

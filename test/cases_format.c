@@ -618,6 +618,23 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
 
+bool format_for_row(const cumoe_variant_info *row, layer_spec *s)
+{
+  cumoe_format f;
+  for (int i = 0; format_name(i, &f) != NULL; i++)
+    for (int type = 0; type < 2; type++) {
+      s->desc.dtype = type ? CUMOE_F16 : CUMOE_BF16;
+      if (!may_serve(row, &f, s->desc.dtype)) continue;
+      set_formats(s, f, parts_of(row, 1));
+      s->desc.hidden = (s->desc.hidden + 31) / 32 * 32;
+      s->desc.inter = (s->desc.inter + 31) / 32 * 32;
+      s->router_dtype = s->desc.dtype;
+      oracle_fp8_adder = true;
+      return true;
+    }
+  return false;
+}
+
 /* Around the row's tile: a row more or less on one expert, few on many, none at all; K that ends inside a block. */
 static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_format f, int32_t dtype, int size)
 {

@@ -23,5 +23,7 @@ void cases_format_odd(cumoe_context context);
 /* Sizes around the tiles of a row of the kernel table, with the formats that it may serve. */
 void cases_format_row(cumoe_context context, const cumoe_variant_info *row);
 bool row_has_format(const cumoe_variant_info *row);
+/* Makes a layer one that the row serves; false: there is none. */
+bool format_for_row(const cumoe_variant_info *row, layer_spec *s);
 
 #endif

@@ -193,6 +193,33 @@ static cumoe_status bind_pointers(world *w)
   return cumoe_weights_destroy(bound);
 }
 
+/* Tables of codes, scales and zero points. */
+static cumoe_status bind_formats(world *w)
+{
+  static const void *tables[3][EXPERTS];
+  const cumoe_format zeros = {
+      .element = CUMOE_ELEMENT_U4, .block = {1, 32}, .scale = CUMOE_F16, .zero = CUMOE_ZERO_CODES_OUT};
+  cumoe_weights bound = NULL;
+  cumoe_weights_desc d = describe_weights(w, CUMOE_U8, EXPERTS, INTER, CUMOE_UNGATED);
+  cumoe_projection p = {.data = cumoe_matrix(NULL, CUMOE_U8, INTER, HIDDEN / 2, HIDDEN / 2),
+                        .scale.data = cumoe_matrix(NULL, CUMOE_F16, INTER, HIDDEN / 32, HIDDEN / 32),
+                        .zero.data = cumoe_matrix(NULL, CUMOE_I32, INTER / 8, HIDDEN / 32, HIDDEN / 32)};
+  for (int e = 0; e < EXPERTS; e++) {
+    tables[0][e] = lend_in(w, CUMOE_U8, INTER, HIDDEN / 2).data;
+    tables[1][e] = lend_in(w, CUMOE_F16, INTER, HIDDEN / 32).data;
+    tables[2][e] = lend_in(w, CUMOE_I32, INTER / 8, HIDDEN / 32).data;
+  }
+  p.per_expert = tables[0];
+  p.scale.per_expert = tables[1];
+  p.zero.per_expert = tables[2];
+  d.dtype = CUMOE_BF16;
+  d.up_format = zeros;
+  d.up = p;
+  d.down.data.dtype = CUMOE_BF16;
+  STEP(cumoe_weights_bind(w->context, &d, &bound));
+  return cumoe_weights_destroy(bound);
+}
+
 /* The context ends what is left. */
 static cumoe_status close_with_weights(world *w)
 {
@@ -589,6 +616,8 @@ static const scenario scenarios[] = {
     {"forward of one token from the router", wide_layer, run_wide_routed, AGAIN},
     {"forward with everything", shared_layer, run_everything, AGAIN},
     {"forward, unreduced", unreduced_layer, run_unreduced, AGAIN},
+    {"forward with formats", formats_layer, run_formats, AGAIN},
+    {"weights with formats", formats_layer, bind_formats, AGAIN},
     {"router of many tokens", small_layer, run_router, AGAIN},
     {"stages", small_layer, run_stages, AGAIN},
     {"forced rows", small_layer, run_forced, AGAIN},

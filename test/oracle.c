@@ -303,9 +303,9 @@ bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits,
 /* ---- up and down ----------------------------------------------------------------------------------- */
 
 /*
- * What is multiplied. Of codes that were made from values with bounds: `bound` is what can happen to an element at worst;
- * `drift`, by what part its group's scale may be off, which moves all of the group; `chance`, that it becomes another
- * code, a `step` away.
+ * What is multiplied. Of codes that were made from values with bounds: `bound` is what can happen to an element at
+ * worst; `drift`, by what part its group's scale may be off, which moves all of the group; `chance`, that it becomes
+ * another code, a `step` away.
  */
 typedef struct operand_row {
   const bounded *a;

@@ -5,7 +5,7 @@
  *   product sum      (2 ceil(K / 16) + 8) 2^-24 sum |a b|  + what the inputs bring
  *     weights with scales   + 4 2^-24 sum |a b|; u4 in f16 or bf16 are rounded once more, by themselves
  *     e4m3 times e4m3  of a kernel that sums in Hopper's fp8 adder: 24 2^-14 of the root of the chunks' squares
- *     codes of h       one step where h or its scale lies near a boundary, carried as independent errors if there are many
+ *     codes of h       one step where h or its scale lies near a boundary, as independent errors if there are many
  *   activation       slope * bound + 4 2^-24 |value|
  *   stored in a type the largest distance to anything that a value within the bound rounds to
  */

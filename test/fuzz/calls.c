@@ -17,7 +17,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { ARENAS = 32, ARENA = 1 << 15, HIDDEN = 16, INTER = 24, TOKENS = 6, LAYERS = 6, ROOM = 8192 };
+enum { ARENAS = 32, ARENA = 1 << 15, HIDDEN = 16, INTER = 24, TOKENS = 6, LAYERS = 8, ROOM = 8192 };
 
 /* Too much memory is a status, not the end. */
 const char *__asan_default_options(void);
@@ -127,6 +127,21 @@ static void settle_mut(cumoe_view_mut *v)
   memcpy(v, &same, sizeof same);
 }
 
+/* Scales or zero points: as if each expert had a matrix of that shape. */
+static void settle_array(cumoe_array *a, wide experts, const void **table)
+{
+  const wide step = clamped(a->expert_stride ? a->expert_stride : (wide)a->data.rows * a->data.ld);
+  if (a->per_expert) {
+    cumoe_view each = a->data;
+    each.data = each.data ? each.data : wish(1);
+    const void *at = place((uintptr_t)each.data, bytes_of(&each, 0));
+    for (int e = 0; e < CUMOE_MAX_EXPERTS; e++) table[e] = at;
+    a->per_expert = table;
+    if (!((uintptr_t)a->data.data >> 17)) a->data.data = NULL;
+  }
+  settle(&a->data, step < 0 ? 0 : (experts - 1) * step);
+}
+
 /* All that the manual lets bind read, whichever of the three forms it is. */
 static void settle_projection(cumoe_projection *p, const cumoe_weights_desc *d, const void **table)
 {
@@ -136,6 +151,10 @@ static void settle_projection(cumoe_projection *p, const cumoe_weights_desc *d, 
                      (p->data.rows / experts == d->hidden || p->data.rows / experts == d->inter ||
                       p->data.rows / experts == 2 * (int64_t)d->inter);
   settle(&p->bias, 0);
+  settle(&p->global, 0);
+  settle(&p->input_scale, 0);
+  settle_array(&p->scale, experts, table + CUMOE_MAX_EXPERTS);
+  settle_array(&p->zero, experts, table + 2 * CUMOE_MAX_EXPERTS);
   if (p->per_expert) {
     cumoe_view each = p->data;
     each.data = each.data ? each.data : wish(1);
@@ -187,9 +206,33 @@ static cumoe_weights_desc where_of(const cumoe_moe_desc *d, int32_t experts, int
   return w;
 }
 
+/* Codes of the layer's formats: e4m3 and s8, or of 4 bits. `w` has stacks, OUT_IN. */
+static void set_formats(cumoe_weights_desc *w, const cumoe_moe_desc *d)
+{
+  const int64_t e = w->experts, h = d->hidden, i = w->inter;
+  const bool four = d->up_format.element == CUMOE_ELEMENT_E2M1;
+  w->dtype = d->dtype;
+  w->up_format = d->up_format;
+  w->down_format = d->down_format;
+  if (!four) {
+    w->gate_up.data = wished_view(1, CUMOE_E4M3, e * 2 * i, h);
+    w->gate_up.scale.data = wished_view(3, CUMOE_F32, e * 2, 1);
+    w->down.data = wished_view(2, CUMOE_I8, e * h, i);
+    w->down.scale.data = wished_view(5, CUMOE_F32, e * h, 1);
+    return;
+  }
+  w->gate.data = wished_view(1, CUMOE_U8, e * i, h / 2);
+  w->gate.scale.data = wished_view(3, CUMOE_E4M3, e * i, h / 16);
+  w->gate.global = wished_view(7, CUMOE_F32, e, 1);
+  w->up = w->gate;
+  w->down.data = wished_view(2, CUMOE_I32, e * h, i / 8);
+  w->down.scale.data = wished_view(5, CUMOE_F16, e * h, 1);
+  w->down.zero.data = wished_view(9, CUMOE_I32, e * h / 8, 1);
+}
+
 static void settle_weights(cumoe_weights_desc *w)
 {
-  static const void *tables[4][CUMOE_MAX_EXPERTS];
+  static const void *tables[4][3 * CUMOE_MAX_EXPERTS];
   settle_projection(&w->gate_up, w, tables[0]);
   settle_projection(&w->gate, w, tables[1]);
   settle_projection(&w->up, w, tables[2]);
@@ -214,14 +257,22 @@ static void make_layer(int index)
                              .inter = INTER,
                              .dtype = types[index % 3],
                              .routing = cumoe_routing_qwen3(2)};
-  const int32_t order = index + 1; /* every gate order */
+  const int32_t order = index < 6    ? index + 1 /* every gate order */
+                        : index == 6 ? CUMOE_GATE_UP_CONCAT
+                                     : CUMOE_GATE_UP_SEPARATE;
+  if (index >= 6) l->desc.dtype = CUMOE_BF16, l->desc.hidden = l->desc.inter = 32;
+  if (index == 6) l->desc.up_format = cumoe_format_fp8_block(CUMOE_F32);
+  if (index == 6) l->desc.down_format = cumoe_format_int8(CUMOE_F32);
+  if (index == 7) l->desc.up_format = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
+  if (index == 7) l->desc.down_format = cumoe_format_int4(32, CUMOE_F16), l->desc.down_format.zero = 1;
   if (order == CUMOE_UNGATED) l->desc.flags = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED;
   if (index == 1) l->desc.shared_inter = 8;
   if (index == 2) l->desc.routing = cumoe_routing_deepseek_v3(2, 4, 2, 2.5f);
   if (index == 3) l->desc.routing = cumoe_routing_llama4(2);
   if (index == 4) l->desc.local_experts = 3;
   if (index == 4) l->desc.routing.zero_experts = l->desc.routing.identity_experts = 1;
-  l->where = where_of(&l->desc, index == 4 ? 3 : 8, INTER, order);
+  l->where = where_of(&l->desc, index == 4 ? 3 : 8, l->desc.inter, order);
+  if (index >= 6) set_formats(&l->where, &l->desc);
   PROMISE(cumoe_plan_create(context, &l->desc, &l->plan) == CUMOE_OK, "%s", cumoe_last_error());
   l->weights = bound(l->where);
   if (l->desc.shared_inter) l->shared = bound(where_of(&l->desc, 1, l->desc.shared_inter, order));
@@ -331,7 +382,7 @@ static cumoe_status call_plan(input *in, const layer *l)
 /* What a call wants, in the form that the layer's number and a byte of the input choose. */
 static cumoe_moe_args args_of(const layer *l, uint8_t form)
 {
-  const int64_t h = HIDDEN, k = l->desc.routing.top_k, columns = router_columns(l), dtype = l->desc.dtype;
+  const int64_t h = l->desc.hidden, k = l->desc.routing.top_k, columns = router_columns(l), dtype = l->desc.dtype;
   const bool reduced = !(l->desc.flags & CUMOE_MOE_UNREDUCED);
   size_t bytes = 0;
   cumoe_moe_args a = {.size = sizeof a, .shared = l->shared};
@@ -421,23 +472,23 @@ static stage_input stage_of(const layer *l)
                           wished_mut(2, CUMOE_I32, 1, local + 1),
                           wished_mut(4, CUMOE_I32, 1, pairs),
                           wished_mut(6, CUMOE_I32, TOKENS, k)};
-  s.x = wished_view(3, dtype, TOKENS, HIDDEN);
-  s.weight = wished_view(5, dtype, columns, HIDDEN);
+  s.x = wished_view(3, dtype, TOKENS, l->desc.hidden);
+  s.weight = wished_view(5, dtype, columns, l->desc.hidden);
   s.logits = wished_view(7, CUMOE_F32, TOKENS, columns);
   s.ids = wished_view(8, CUMOE_I32, TOKENS, k);
   if (local < l->desc.num_experts) s.expert_map = wished_view(10, CUMOE_I32, 1, l->desc.num_experts);
   if (on_input) s.pair_weights = wished_view(9, CUMOE_F32, TOKENS, k);
-  s.h = wished_view(11, dtype, pairs, INTER);
+  s.h = wished_view(11, dtype, pairs, l->desc.inter);
   s.logits_out = wished_mut(12, CUMOE_F32, TOKENS, columns);
   s.ids_out = wished_mut(13, CUMOE_I64, TOKENS, k);
   s.weights_out = wished_mut(14, CUMOE_F32, TOKENS, k);
-  s.h_out = wished_mut(15, dtype, pairs, INTER);
-  s.y_out = wished_mut(16, dtype, pairs, HIDDEN);
+  s.h_out = wished_mut(15, dtype, pairs, l->desc.inter);
+  s.y_out = wished_mut(16, dtype, pairs, l->desc.hidden);
   s.workspace = wished_mut(17, CUMOE_U8, 1, (int64_t)bytes + 16 - (int64_t)bytes % 16);
-  s.combine = (cumoe_combine_args){.size = sizeof s.combine, .y = wished_view(19, dtype, pairs, HIDDEN)};
+  s.combine = (cumoe_combine_args){.size = sizeof s.combine, .y = wished_view(19, dtype, pairs, l->desc.hidden)};
   if (reduced && !on_input) s.combine.pair_weights = wished_view(9, CUMOE_F32, TOKENS, k);
   if (l->desc.routing.identity_experts) s.combine.x = s.x;
-  s.combine.out = wished_mut(21, dtype, reduced ? TOKENS : pairs, HIDDEN);
+  s.combine.out = wished_mut(21, dtype, reduced ? TOKENS : pairs, l->desc.hidden);
   return s;
 }
 

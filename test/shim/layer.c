@@ -104,6 +104,33 @@ void shared_layer(world *w)
   bind_layer(w, &d, CUMOE_GATE_UP_INTERLEAVED);
 }
 
+static cumoe_moe_desc describe_formats(void)
+{
+  cumoe_moe_desc d = describe(CUMOE_BF16);
+  d.up_format = cumoe_format_fp8_block(CUMOE_F32);
+  d.down_format = cumoe_format_int8(CUMOE_F32);
+  return d;
+}
+
+void formats_layer(world *w)
+{
+  static const void *scales[EXPERTS];
+  const cumoe_moe_desc d = describe_formats();
+  open_one(w);
+  CHECK_OK(cumoe_plan_create(w->context, &d, &w->plan));
+  cumoe_weights_desc weights = describe_weights(w, CUMOE_E4M3, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
+  weights.up_format = d.up_format;
+  weights.down_format = d.down_format;
+  weights.dtype = CUMOE_BF16;
+  weights.down.data.dtype = CUMOE_I8;
+  for (int e = 0; e < EXPERTS; e++) scales[e] = lend_in(w, CUMOE_F32, 2 * INTER / 128, HIDDEN / 128).data;
+  weights.gate_up.scale.data = lend_in(w, CUMOE_F32, 2 * INTER / 128, HIDDEN / 128);
+  weights.gate_up.scale.data.data = NULL;
+  weights.gate_up.scale.per_expert = scales;
+  weights.down.scale.data = lend_in(w, CUMOE_F32, EXPERTS * HIDDEN, 1);
+  CHECK_OK(cumoe_weights_bind(w->context, &weights, &w->weights));
+}
+
 void unreduced_layer(world *w)
 {
   cumoe_moe_desc d = describe(CUMOE_F32);
@@ -133,6 +160,15 @@ cumoe_status run_routed(world *w)
   cumoe_moe_args a = arguments(w, &d, 4);
   a.ids = lend_in(w, CUMOE_I32, 4, TOP_K);
   a.weights = lend_in(w, CUMOE_F32, 4, TOP_K);
+  return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
+}
+
+cumoe_status run_formats(world *w)
+{
+  const cumoe_moe_desc d = describe_formats();
+  cumoe_moe_args a = arguments(w, &d, 40);
+  a.ids = lend_in(w, CUMOE_I32, 40, TOP_K);
+  a.weights = lend_in(w, CUMOE_F32, 40, TOP_K);
   return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
 }
 

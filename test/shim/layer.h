@@ -51,6 +51,7 @@ void small_layer(world *w);
 void wide_layer(world *w);
 void shared_layer(world *w);
 void unreduced_layer(world *w);
+void formats_layer(world *w); /* codes of e4m3 and s8, of activations too; scales by pointers */
 
 /* Calls: the first two and the stages on the small layer, the others on the layer of that name. */
 cumoe_status run_routed(world *w);
@@ -59,6 +60,7 @@ cumoe_status run_wide(world *w);
 cumoe_status run_wide_routed(world *w);
 cumoe_status run_everything(world *w);
 cumoe_status run_unreduced(world *w);
+cumoe_status run_formats(world *w);
 cumoe_status run_router(world *w);
 cumoe_status run_stages(world *w);
 
