@@ -1,6 +1,6 @@
 /*
- * The products of stream and wgmma with codes of a byte that have scales (args.h): of rows (tokens) beside each stage, of
- * weights from where they lie. Neither changes inside a stage.
+ * The products of stream and wgmma with codes of a byte that have scales (args.h): of rows (tokens) beside each stage,
+ * of weights from where they lie. Neither changes inside a stage.
  *
  *   e4m3  the tensor core adds in 14 bits. So the sums of each stage are scaled and added to others in f32.
  *   s8    exact sums over all of k, scaled at the end: scales do not change along k

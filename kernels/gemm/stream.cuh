@@ -2,11 +2,11 @@
  * stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the speed
  * of memory. K-major weights, any layout that thin takes.
  *
- * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers fill two
- * stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128. Weights
- * and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row operand,
- * rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a
- * channel in its own registers.
+ * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers
+ * fill two stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128.
+ * Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row
+ * operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors
+ * of a channel in its own registers.
  *
  * Every CTA takes an equal number of whole tiles, over the ends of experts, and an equal part of those that are left
  * over, in granules of 16 weight rows.
