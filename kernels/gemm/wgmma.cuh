@@ -27,9 +27,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false;
-  /* 384 threads start with 168 each. Producers that gather rows and their scales need a few more. */
-  static constexpr int PRODUCER_REGISTERS = wgmma_shape::GATHERED && sizeof(typename PRODUCT::X) == 1 ? 72 : 56;
-  static constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
