@@ -319,8 +319,8 @@ WGMMA_TYPES(224, DS224, "%112", "%113", "%114", FS224)
 WGMMA_TYPES(240, DS240, "%120", "%121", "%122", FS240)
 WGMMA_TYPES(256, DS256, "%128", "%129", "%130", FS256)
 
-/* The same with elements of a byte: a 64 x 32, b 32 x N; d f32 of e4m3, which the tensor core adds up in 14 bits, or s32
- * of s8. */
+/* The same with elements of a byte: a 64 x 32, b 32 x N; d f32 of e4m3, which the tensor core adds up in 14 bits, or
+ * s32 of s8. */
 template <class T, int N> struct wgmma_m64k32;
 
 #define I8(i)                                                                                                          \

@@ -1,6 +1,6 @@
 /*
- * The products of stream and wgmma with codes of a byte that have scales (args.h): of rows (tokens) beside each stage, of
- * weights from where they lie. Neither changes inside a stage.
+ * The products of stream and wgmma with codes of a byte that have scales (args.h): of rows (tokens) beside each stage,
+ * of weights from where they lie. Neither changes inside a stage.
  *
  *   e4m3  the tensor core adds in 14 bits. So the sums of each stage are scaled and added to others in f32.
  *   s8    exact sums over all of k, scaled at the end: scales do not change along k
@@ -112,9 +112,9 @@ DEVICE void multiply_exact(const gemm_args &args, bool up_first, pipeline_smem<S
                            int group, const tile_unit &unit, channel_span span,
                            float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
+  const float scale = weight_scales<S>(args, up_first, unit.expert, span).of(args, 0);
   typename S::SUM sum[S::BLOCKS][S::ACCUMULATORS] = {};
   multiply<S, S::BM>(args, smem, at, group, unit.rows, sum);
-  const float scale = weight_scales<S>(args, up_first, unit.expert, span).of(args, 0);
   pipeline_state<S::STAGES> last = at;
   last.stage = at.stage == 0 ? S::STAGES - 1 : at.stage - 1;
   last.phase = at.phase ^ (at.stage == 0);
@@ -122,7 +122,7 @@ DEVICE void multiply_exact(const gemm_args &args, bool up_first, pipeline_smem<S
   for (int i = 0; i < S::BLOCKS; i++) {
     each_scaled<S, S::BM>(row_scales_of<S>(smem, last), scale, i,
                           [&](int v, float factor) { acc[i][v] = (float)sum[i][v] * factor; });
-    hold(acc[i]);
+    __syncwarp(); /* the assembler would load for all blocks at once, and has no registers for that */
   }
 }
 

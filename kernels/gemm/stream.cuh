@@ -2,11 +2,11 @@
  * stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the speed
  * of memory. K-major weights, any layout that thin takes.
  *
- * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers fill two
- * stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128. Weights
- * and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row operand,
- * rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors of a
- * channel in its own registers.
+ * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers
+ * fill two stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128.
+ * Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row
+ * operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors
+ * of a channel in its own registers.
  *
  * Every CTA takes an equal number of whole tiles, over the ends of experts, and an equal part of those that are left
  * over, in granules of 16 weight rows.
@@ -231,6 +231,15 @@ template <class S> struct stage_pair {
     if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
   }
 
+  /* By value: a reference to either would put both into local memory. */
+  DEVICE pipeline_state<S::STAGES> of(int half) const
+  {
+    pipeline_state<S::STAGES> state;
+    state.stage = half ? second.stage : first.stage;
+    state.phase = half ? second.phase : first.phase;
+    return state;
+  }
+
   /* The one that this thread copies into; of two: k past the end is copied as zeros. */
   DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
   DEVICE bool copies() const { return two || producer_half<S>() == 0; }
@@ -264,8 +273,7 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
       rows.copy(args, smem, unit.rows, pair.mine(), k0);
     }
     if constexpr (S::SCALED) {
-      if (pair.two || scales.half() == 0)
-        scales.copy(args, smem, scales.half() ? pair.second : pair.first, k0 + scales.half() * S::BK);
+      if (pair.two || scales.half() == 0) scales.copy(args, smem, pair.of(scales.half()), k0 + scales.half() * S::BK);
     }
     pair.arrive(smem);
     at.advance();

@@ -197,10 +197,8 @@ template <class S> struct ordered_scales {
     const float *from = copied ? copied_scales(args) : args.a_scale;
     from += row_group(args, k0) * (copied ? COPIED_SCALE_LD(args.rows_cap) : args.a_scale_ld) + tile.row;
 #pragma unroll
-    for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++) {
-      const int r = lane_id() + i * WARP_SIZE;
-      if (r < tile.rows) ahead[i] = load_relaxed(from + r);
-    }
+    for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++)
+      ahead[i] = load_relaxed(from + min(lane_id() + i * WARP_SIZE, tile.rows - 1));
   }
 
   DEVICE void store(float *row_scales) const
