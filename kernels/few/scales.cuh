@@ -66,8 +66,8 @@ template <class S> struct few_scales {
       const uint32_t *words = z.table[at.half] ? z.table[at.half][expert] : z.base[at.half] + expert * z.expert_stride;
 #pragma unroll
       for (int run = 0; run < RUNS; run++) {
-        const int64_t index =
-            (int64_t)at.octet * (int)z.n_stride + (int64_t)few_block<S>(g.b.scale, k_of(of.slice, run)) * (int)z.k_stride;
+        const int64_t index = (int64_t)at.octet * (int)z.n_stride +
+                              (int64_t)few_block<S>(g.b.scale, k_of(of.slice, run)) * (int)z.k_stride;
         zero[o * RUNS + run] = load_bits<4>(words + index, at.there && k_of(of.slice, run) < g.k);
       }
     }
