@@ -203,13 +203,13 @@ typedef enum cumoe_major {
  * `bias` is [local_experts, out] (ld between experts), f32 or the activations' dtype, channel order as the weights; 0
  * where it is absent.
  *
- * With a format (cumoe/format.h) data is in units of storage: E4M3, I8 or U8 [out, in]; codes of 4 bits U8 [out, in /
- * 2] or, where the format's word is 4, I32 [out, in / 8]. `scale` is an array of the same kind, a stack, strided or by
- * pointers, of matrices [blocks along out, blocks along in] of the format's scale type: ceil((origin + out) / block) x
- * ceil((origin + in) / block), 1 where a block is 0 (all of the axis). gate_up concatenates the rows of gate and of
- * up, each with its own blocks, unless `joined`; interleaved, rows are those of gate_up. `zero` likewise, I32
- * [ceil(out / 8), blocks along in]. `global` is [experts, halves] f32, or [experts, 1] for both halves: gate, up.
- * `input_scale` is [1, 1] f32, on the device. Scales may be aligned to their element alone.
+ * With a format (cumoe/format.h) data is in units of storage: E4M3, I8 or U8 [out, in]; codes of 4 bits U8
+ * [out, in / 2] or, where the format's word is 4, I32 [out, in / 8]. `scale` is an array of the same kind, a stack,
+ * strided or by pointers, of matrices [blocks along out, blocks along in] of the format's scale type:
+ * ceil((origin + out) / block) x ceil((origin + in) / block), 1 where a block is 0 (all of the axis). gate_up
+ * concatenates the rows of gate and of up, each with its own blocks, unless `joined`; interleaved, rows are those of
+ * gate_up. `zero` likewise, I32 [ceil(out / 8), blocks along in]. `global` is [experts, halves] f32, or [experts, 1]
+ * for both halves: gate, up. `input_scale` is [1, 1] f32, on the device. Scales may be aligned to their element alone.
  */
 typedef struct cumoe_array {
   cumoe_view data;
