@@ -641,8 +641,10 @@ static layer_spec spec_around(rng *r, const cumoe_variant_info *row, cumoe_forma
   static const int32_t widths[] = {32, 96, 160, 288, 416, 704, 64, 1504};
   const bool few = !strncmp(row->op, "few", 3), quantize = !strcmp(row->op, "quantize");
   const int32_t bm = quantize ? 16 : row->bm, bn = quantize ? 64 : row->bn;
-  const int64_t tokens[] = {bm, bm + 1, bm - 1, 2 * bm + 5, 7, 1}, few_tokens[] = {bm, 1, bm / 2, bm - 1, 3, 1};
-  const int64_t other = size % 2 ? widths[rng_below(r, 8)] : bn * (1 + rng_below(r, 2)) + 16 * (rng_below(r, 3) - 1),
+  const int64_t tokens[] = {bm, bm + 1, bm - 1, 2 * bm + 5, 7, 1},
+                few_tokens[] = {bm, 1, bm / 2, bm - 1, bm < 3 ? 1 : 3, 1};
+  const int64_t around = bn * (1 + rng_below(r, 2)) + 16 * (rng_below(r, 3) - 1),
+                other = size % 2 || around < 32 ? widths[rng_below(r, 8)] : around,
                 reduced = widths[(size + rng_below(r, 3)) % 8];
   const int64_t t = few ? few_tokens[size] : tokens[size];
   const bool up = parts_of(row, size) != FORMAT_OF_DOWN;
