@@ -210,8 +210,8 @@ PREDICATED_LOAD(ld_global, "")
 /* For activations that are read once. */
 PREDICATED_LOAD(ld_global_no_allocate, ".L1::no_allocate.L2::128B")
 
-/* 1, 2 or 4 bytes, without a branch; 0, and no access, if not `there`. Volatile, so that it stays ahead of what hides it.
- * The source may not be written during the kernel. */
+/* 1, 2 or 4 bytes, without a branch; 0, and no access, if not `there`. Volatile, so that it stays ahead of what hides
+ * it. The source may not be written during the kernel. */
 #define PREDICATED_BITS(BYTES, type)                                                                                   \
   template <> DEVICE uint32_t load_bits<BYTES>(const void *global, bool there)                                         \
   {                                                                                                                    \

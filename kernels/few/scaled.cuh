@@ -114,7 +114,7 @@ template <class Q> DEVICE float few_row_scale(const row_format &format, float la
   return __uint_as_float(__float_as_uint(scale) + 0x007fffff & 0xff800000);
 }
 
-/* A lane's four elements of column c become codes, of e4m3 the codes' values in f16. Returns the scale of all lanes'. */
+/* A lane's four elements of column c become codes, of e4m3 the codes' values in f16. Returns all lanes' scale. */
 template <class S> DEVICE float quantize_part(const row_format &format, few_stage<S> &stage, int c, uint2 *part)
 {
   using Q = typename S::X;
@@ -249,8 +249,8 @@ DEVICE void multiply_bytes(int offset, few_stage<S> &stage, const float (&row_sc
   }
 }
 
-/* 16 bytes of a row are a lane's. step(sum, t, run, i, low, high, x): of tile t, word i of rows l/4 and l/4 + 8, and its
- * columns. */
+/* 16 bytes of a row are a lane's. step(sum, t, run, i, low, high, x): of tile t, word i of rows l/4 and l/4 + 8, and
+ * its columns. */
 template <class S, int TILES, class STEP> DEVICE void multiply_run(few_stage<S> &stage, int run, STEP step)
 {
   const int row = lane_id() / 4, vector = run * 4 + lane_id() % 4;

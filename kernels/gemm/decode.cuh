@@ -1,6 +1,6 @@
 /*
- * Codes of weights as X, in registers, exactly: four of consecutive k at a time, which is what a lane feeds to an mma of
- * 16 k. Those of 8 bits are a word, those of 4 bits half of one. X is bf16 or f16.
+ * Codes of weights as X, in registers, exactly: four of consecutive k at a time, which is what a lane feeds to an mma
+ * of 16 k. Those of 8 bits are a word, those of 4 bits half of one. X is bf16 or f16.
  */
 #ifndef CUMOE_DECODE_CUH
 #define CUMOE_DECODE_CUH

@@ -2,8 +2,8 @@
  * mixed: grouped GEMM of sm_90a with weights of 4 bits and activations of 16. K-major weights, any layout.
  *
  * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline. Weights pass through shared memory as
- * codes; a consumer unpacks its 128 rows of them into registers, wgmma's 64-row operand, and multiplies them by the rows
- * (tokens), which wgmma reads from shared memory in the 128-byte swizzle.
+ * codes; a consumer unpacks its 128 rows of them into registers, wgmma's 64-row operand, and multiplies them by the
+ * rows (tokens), which wgmma reads from shared memory in the 128-byte swizzle.
  *
  * Order of k. In a slab of 128 k a lane takes the 16 bytes that hold 32 neighbouring codes of a row, which have one
  * scale in mx4: lane q of four has k = 32 q + 8 w + 4 t + j (w, j < 4, t < 2), in bits 4 (4 t + j) of its word w. Two

@@ -101,7 +101,8 @@ if [ -s "$work/expected" ]; then
   else
     for cubin in $CUBINS; do
       case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
-    done | awk -v wgmma="$(tr '\n' ' ' < "$work/wgmma")" 'BEGIN { n = split(wgmma, w); for (i = 1; i <= n; i++) is[w[i]] }
+    done | awk -v wgmma="$(tr '\n' ' ' < "$work/wgmma")" '
+      BEGIN { n = split(wgmma, w); for (i = 1; i <= n; i++) is[w[i]] }
       $2 in is { count[$1] += $4 }
       END { for (k in count) print k, count[k] }' | sort > "$work/counted"
     empty "wgmma: as many as the tiles ask for, in no other kernel" "$(diff "$work/expected" "$work/counted")"

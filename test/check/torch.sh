@@ -3,7 +3,8 @@
 . test/check/count.sh
 python=${PYTHON:-python3}
 if have "$python" && "$python" -c 'import torch' 2> /dev/null; then
-  PYTHONDONTWRITEBYTECODE=1 CUMOE_LIBRARY=$(cd "${LIB:-lib}" && pwd)/test/libcumoe.so exec "$python" test/examples/torch/test.py
+  export PYTHONDONTWRITEBYTECODE=1 CUMOE_LIBRARY="$(cd "${LIB:-lib}" && pwd)/test/libcumoe.so"
+  exec "$python" test/examples/torch/test.py
 fi
 skip "PyTorch" "not installed for $python"
 finish
