@@ -1,15 +1,3 @@
 /* The experts of few tokens on sm_90a, of weights of 4 bits with scales. */
 #define ROWS_few_packed_sm90
-#include "few/few.cuh"
-
-using operation_few_up = operation_up;
-using operation_few_down = operation_down;
-
-#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
-      VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
-  {                                                                                                                    \
-    using factors = product<X, W, Y, SCALE_##SCALE, operation_##op>;                                                   \
-    KERNEL_BODY(SMEM, few, few_shape<factors, BM, BK, STAGES, WARPS>)                                                  \
-  }
-#include "variants.def"
+#include "few/few_sm90.cuh"
