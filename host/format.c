@@ -164,6 +164,16 @@ static cumoe_status check_rows(const char *name, const cumoe_format *f)
   return CUMOE_OK;
 }
 
+/* An interleaved channel's gate and up are neighbours, in one block. */
+cumoe_status check_halves(const char *name, const cumoe_format *f, bool concatenated, bool interleaved)
+{
+  REQUIRE(!interleaved || f->block[0] <= 1 || (f->block[0] % 2 == 0 && f->origin[0] % 2 == 0), CUMOE_ERR_LAYOUT,
+          "%s: block[0] %d, origin[0] %d, must be even (or 1, 0) where gate and up are interleaved", name,
+          (int)f->block[0], (int)f->origin[0]);
+  REQUIRE(!f->joined || concatenated, CUMOE_ERR_LAYOUT, "%s.joined is 1, which is for a concatenated gate_up", name);
+  return CUMOE_OK;
+}
+
 cumoe_status check_format(const char *name, const cumoe_format *f, int64_t in, int32_t dtype, format_use use)
 {
   TRY(check_reserved(name, f));

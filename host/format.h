@@ -6,6 +6,7 @@
 
 #include "../include/cumoe/moe.h"
 #include "../kernels/args.h"
+#include "check.h"
 #include "status.h"
 
 static inline bool is_dense(const cumoe_format *f)
@@ -37,10 +38,37 @@ int32_t scale_run(const cumoe_format *f);
 int32_t row_element(const cumoe_format *f, int32_t dtype);
 row_format rows_of(const cumoe_format *f, const float *static_scale);
 
+static inline bool is_interleaved(int32_t gate_order)
+{
+  return gate_order == CUMOE_GATE_UP_INTERLEAVED || gate_order == CUMOE_UP_GATE_INTERLEAVED;
+}
+
+/* Of gate and up in one matrix, in either order: whether the blocks suit it. */
+cumoe_status check_halves(const char *name, const cumoe_format *f, bool concatenated, bool interleaved);
+
+/* What views of scales may be; checkpoints call E8M0 uint8. */
+static inline uint32_t scale_bits(const cumoe_format *f)
+{
+  return DTYPE_BIT(f->scale & 31) | (f->scale == CUMOE_E8M0 ? DTYPE_BIT(CUMOE_U8) : 0);
+}
+
 /* Blocks that `count` elements of an axis have, the first of them at `origin` of its block; 1 for block 0. */
 static inline int64_t blocks_of(int32_t block, int32_t origin, int64_t count)
 {
   return block ? (origin + count + block - 1) / block : 1;
+}
+
+/* Matrices in one whose blocks are counted apart: gate and up, one below the other, unless joined. */
+static inline int32_t scale_parts(const cumoe_format *f, int32_t halves, bool interleaved)
+{
+  return halves == 2 && !interleaved && !f->joined ? 2 : 1;
+}
+
+/* Rows of the scales of `out` channels. */
+static inline int64_t scale_rows(const cumoe_format *f, int64_t out, int32_t halves, bool interleaved)
+{
+  const int32_t parts = scale_parts(f, halves, interleaved);
+  return parts * blocks_of(f->block[0], f->origin[0], out / parts);
 }
 
 #endif

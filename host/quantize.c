@@ -72,11 +72,9 @@ static cumoe_status joint_of(const cumoe_quantize_args *q, joint *j)
           (int)order);
   const bool both = order >= CUMOE_GATE_UP_CONCAT && order <= CUMOE_UP_GATE_INTERLEAVED;
   j->halves = both ? 2 : 1;
-  j->interleaved = order == CUMOE_GATE_UP_INTERLEAVED || order == CUMOE_UP_GATE_INTERLEAVED;
+  j->interleaved = is_interleaved(order);
   j->up_first = order == CUMOE_UP_GATE_CONCAT || order == CUMOE_UP_GATE_INTERLEAVED;
-  j->parts = both && !j->interleaved && !q->format.joined ? 2 : 1;
-  REQUIRE(!q->format.joined || (both && !j->interleaved), CUMOE_ERR_LAYOUT,
-          "args.format.joined is 1, which is for a concatenated gate_up");
+  j->parts = scale_parts(&q->format, j->halves, j->interleaved);
   return CUMOE_OK;
 }
 
@@ -89,9 +87,7 @@ static cumoe_status check_encodable(const cumoe_format *f, const joint *j)
           "args.format.offset is %d: without zero points one of the signs has no codes", (int)f->offset);
   REQUIRE(!f->zero || (f->offset + f->zero_add >= -15 && f->offset + f->zero_add <= 15), CUMOE_ERR_NOT_SUPPORTED,
           "args.format: offset %d + zero_add %d, must be -15 .. 15", (int)f->offset, (int)f->zero_add);
-  REQUIRE(!j->interleaved || f->block[0] <= 1 || (f->block[0] % 2 == 0 && f->origin[0] % 2 == 0), CUMOE_ERR_LAYOUT,
-          "args.format: block[0] %d, origin[0] %d, must be even (or 1, 0) where gate and up are interleaved",
-          (int)f->block[0], (int)f->origin[0]);
+  TRY(check_halves("args.format", f, j->halves == 2 && !j->interleaved, j->interleaved));
   REQUIRE(!j->interleaved || !f->zero, CUMOE_ERR_NOT_SUPPORTED,
           "args.format.zero is %d: interleaved channels have no zero points", (int)f->zero);
   return CUMOE_OK;
@@ -119,9 +115,8 @@ static cumoe_status shapes_of(cumoe_quantize_args *q, joint *j)
   TRY(check_format("args.format", f, cols, CUMOE_BF16, FORMAT_IN_PLACE));
   TRY(check_encodable(f, j));
   const int64_t blocks = blocks_of(f->block[1], f->origin[1], cols);
-  const int64_t scale_rows = j->parts * blocks_of(f->block[0], f->origin[0], out / j->parts);
   q->codes = shape(q->codes, storage_dtype(f, 0), rows, cols / storage_codes(f));
-  q->scale = shape(q->scale, (cumoe_dtype)f->scale, q->experts * scale_rows, blocks);
+  q->scale = shape(q->scale, (cumoe_dtype)f->scale, q->experts * scale_rows(f, out, j->halves, j->interleaved), blocks);
   q->zero = f->zero ? shape(q->zero, CUMOE_I32, q->experts * ((out + 7) / 8), blocks) : (cumoe_view_mut){0};
   q->global = f->global ? shape(q->global, CUMOE_F32, q->experts, j->halves) : (cumoe_view_mut){0};
   return CUMOE_OK;
@@ -152,10 +147,9 @@ static cumoe_status check_quantize(struct context *context, const cumoe_quantize
   TRY(check_owner(context, "args.weights", &q->weights)); /* its shape means nothing once it is freed */
   TRY(shapes_of(&want, j));
   const operand weights = {"args.weights", q->weights.rows, q->weights.cols, FLOAT_BITS, 16};
-  const uint32_t bytes = q->format.scale == CUMOE_E8M0 ? DTYPE_BIT(CUMOE_U8) : 0;
   TRY(check_operand(context, &weights, q->weights));
   TRY(check_output(context, "args.codes", q->codes, want.codes, 0, 16));
-  TRY(check_output(context, "args.scale", q->scale, want.scale, bytes, 0));
+  TRY(check_output(context, "args.scale", q->scale, want.scale, scale_bits(&q->format), 0));
   TRY(check_output(context, "args.zero", q->zero, want.zero, 0, 0));
   if (want.global.cols == 2 && q->global.cols == 1) want.global.cols = 1;
   TRY(check_output(context, "args.global", q->global, want.global, 0, 0));

@@ -191,10 +191,9 @@ static cumoe_status check_repack(struct context *context, const cumoe_repack_arg
 {
   const cumoe_format *f = &a->format;
   const bool in_out = a->major == CUMOE_IN_OUT;
-  const uint32_t bytes = f->scale == CUMOE_E8M0 ? DTYPE_BIT(CUMOE_U8) : 0;
   const operand codes = codes_of(a), room = {"to", 1, to.cols, DTYPE_BIT(CUMOE_U8), ROOM_ALIGN};
   const operand scale = stack_of("args.scale", a->experts, in_out ? r->groups : r->scale_rows,
-                                 in_out ? r->scale_rows : r->groups, DTYPE_BIT(f->scale & 31) | bytes),
+                                 in_out ? r->scale_rows : r->groups, scale_bits(f)),
                 zero = stack_of("args.zero", a->experts, in_out ? r->groups : a->out / 8,
                                 in_out ? a->out / 8 : r->groups, DTYPE_BIT(CUMOE_I32));
   TRY(check_operand(context, &codes, a->codes));

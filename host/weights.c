@@ -100,22 +100,11 @@ static bool array_absent(const cumoe_array *a)
   return absent(&a->data) && !a->per_expert && a->expert_stride == 0;
 }
 
-/* Rows of an expert's scales. Those of gate and up, one below the other, have blocks of their own unless joined. */
-static int64_t scale_rows(const cumoe_format *f, int64_t out, int32_t halves, bool interleaved)
-{
-  if (halves == 1 || interleaved || f->joined) return blocks_of(f->block[0], f->origin[0], out);
-  return 2 * blocks_of(f->block[0], f->origin[0], out / 2);
-}
-
 /* An interleaved channel's gate and up are neighbours, in one block. */
 static cumoe_status check_interleaved(const projection_shape *s)
 {
   const cumoe_format *f = s->format;
-  REQUIRE(!s->interleaved || f->block[0] <= 1 || (f->block[0] % 2 == 0 && f->origin[0] % 2 == 0), CUMOE_ERR_LAYOUT,
-          "%s: block[0] %d, origin[0] %d, must be even (or 1, 0) where gate and up are interleaved", s->format_name,
-          (int)f->block[0], (int)f->origin[0]);
-  REQUIRE(!f->joined || (s->halves == 2 && !s->interleaved), CUMOE_ERR_LAYOUT,
-          "%s.joined is 1, which is for a concatenated gate_up", s->format_name);
+  TRY(check_halves(s->format_name, f, s->halves == 2 && !s->interleaved, s->interleaved));
   REQUIRE(f->zero == CUMOE_ZERO_NONE || !s->interleaved, CUMOE_ERR_NOT_SUPPORTED,
           "%s.zero is %d: zero points of interleaved channels are read after cumoe_weights_repack only", s->format_name,
           (int)f->zero);
@@ -128,14 +117,9 @@ static cumoe_status check_scaling(struct context *context, const cumoe_projectio
 {
   const cumoe_format *f = s->format;
   const int64_t groups = blocks_of(f->block[1], f->origin[1], s->in);
-  const uint32_t f32 = DTYPE_BIT(CUMOE_F32), type = is_dense(f) ? 0 : DTYPE_BIT(f->scale);
-  const bool bytes = f->scale == CUMOE_E8M0; /* checkpoints call them uint8 */
-  const array_shape scale = {s->scale,
-                             s->scale,
-                             scale_rows(f, s->out, s->halves, s->interleaved),
-                             groups,
-                             bytes ? type | DTYPE_BIT(CUMOE_U8) : type,
-                             1};
+  const uint32_t f32 = DTYPE_BIT(CUMOE_F32);
+  const array_shape scale = {s->scale, s->scale,      scale_rows(f, s->out, s->halves, s->interleaved),
+                             groups,   scale_bits(f), 1};
   const array_shape zero = {s->zero, s->zero, (s->out + 7) / 8, groups, DTYPE_BIT(CUMOE_I32), 4};
   const operand global = {s->global, experts, p->global.cols == 1 ? 1 : s->halves, f32, 0},
                 input = {s->input_scale, 1, 1, f32, 0};
@@ -199,11 +183,6 @@ static cumoe_status check_major(const char *name, int32_t major)
   "desc." #field, "desc." #field ".data", "desc." #field ".bias", "desc." #field ".scale", "desc." #field ".zero",     \
       "desc." #field ".global", "desc." #field ".input_scale"
 
-static bool is_interleaved(const cumoe_weights_desc *d)
-{
-  return d->gate_order == CUMOE_GATE_UP_INTERLEAVED || d->gate_order == CUMOE_UP_GATE_INTERLEAVED;
-}
-
 /* Gate and up are read by one kernel, with one set of strides. */
 static bool same_array(const cumoe_array *a, const cumoe_array *b)
 {
@@ -259,7 +238,8 @@ static cumoe_status check_weights_desc(struct context *context, const cumoe_weig
   REQUIRE(!fused || projection_absent(&d->up), CUMOE_ERR_LAYOUT, "desc.up must be absent with this gate_order");
 #define UP(field, rows, count)                                                                                         \
   {                                                                                                                    \
-    NAMES(field), rows, d->hidden, d->up_major, count, is_interleaved(d), &d->up_format, "desc.up_format", dtype       \
+    NAMES(field), rows, d->hidden, d->up_major, count, is_interleaved(d->gate_order), &d->up_format, "desc.up_format", \
+        dtype                                                                                                          \
   }
   const projection_shape gate_up = UP(gate_up, 2 * (int64_t)d->inter, 2), gate = UP(gate, d->inter, 1),
                          up = UP(up, d->inter, 1);
@@ -298,7 +278,7 @@ static halves halves_of_up(const cumoe_weights_desc *d, int32_t dtype)
 {
   halves h = {.channels = d->inter,
               .count = d->gate_order == CUMOE_UNGATED ? 1 : 2,
-              .step = is_interleaved(d) ? 2 : 1,
+              .step = is_interleaved(d->gate_order) ? 2 : 1,
               .major = d->up_major,
               .format = &d->up_format,
               .class = class_of(&d->up_format, dtype)};
@@ -658,7 +638,7 @@ static void unstack_all(cumoe_weights_desc *d)
   const int64_t inter = d->inter, hidden = d->hidden;
   const cumoe_format *up = &d->up_format, *down = &d->down_format;
   unstack_projection(&d->gate_up, d->experts, up_out_in ? 2 * inter : hidden,
-                     scale_rows(up, 2 * inter, 2, is_interleaved(d)), 2 * inter);
+                     scale_rows(up, 2 * inter, 2, is_interleaved(d->gate_order)), 2 * inter);
   unstack_projection(&d->gate, d->experts, up_out_in ? inter : hidden, scale_rows(up, inter, 1, false), inter);
   unstack_projection(&d->up, d->experts, up_out_in ? inter : hidden, scale_rows(up, inter, 1, false), inter);
   unstack_projection(&d->down, d->experts, down_out_in ? hidden : inter, scale_rows(down, hidden, 1, false), hidden);
