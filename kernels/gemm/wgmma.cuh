@@ -19,7 +19,7 @@
 
 #include "gemm/copy_ahead.cuh"
 #include "gemm/handover.cuh"
-#include "gemm/scaled_tile.cuh"
+#include "gemm/token_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
@@ -27,7 +27,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false;
-  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
+  /* 384 threads start with 168 each. Who gathers scales as well wants more. */
+  static constexpr bool EXACT = PRODUCT::SCALED && !same_type<typename wgmma_shape::SUM, float>;
+  static constexpr int CONSUMER_REGISTERS = EXACT ? 216 : 224, PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS;
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -77,7 +79,9 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
   const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
-  const row_range own = rows_of_tile<S>(rows, m, tiles);
+  row_range own = rows_of_tile<S>(rows, m, tiles);
+  if constexpr (token_tile<S>::SERVED)
+    if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
@@ -308,6 +312,52 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
     add_h_stored(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
 }
 
+/* Of codes: what is wanted of a unit after it is multiplied, for which registers are full. It lies where a warp will
+ * stage its results. */
+struct kept_unit {
+  tile_unit unit;
+  int32_t slot;
+};
+
+template <class S> DEVICE kept_unit *kept_of_warp(wgmma_smem<S> &smem)
+{
+  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
+  return reinterpret_cast<kept_unit *>(smem.staging.staged[warp / 4][warp % 4]);
+}
+
+template <class S> DEVICE void keep_unit(wgmma_smem<S> &smem, const tile_unit &unit, int slot)
+{
+  __syncwarp(); /* results of the unit before are stored */
+  if (lane_id() == 0) *kept_of_warp<S>(smem) = {unit, slot};
+  __syncwarp();
+}
+
+/* A consumer's part of a unit of codes. Returns the unit's slot. */
+template <class S>
+DEVICE int consume_scaled(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                          const tile_unit &unit, int32_t channel0, int slot)
+{
+  keep_unit<S>(smem, unit, slot);
+  const int each = wgmma_channels<S>(args.g) / S::CONSUMERS;
+  if constexpr (token_tile<S>::SERVED)
+    if (tokens_are_rows<S>(args.g)) {
+      typename token_tile<S>::sums acc = {};
+      multiply_tokens<S>(args.g, args.up_first, smem, at, unit, channel0, acc);
+      const kept_unit kept = *kept_of_warp<S>(smem);
+      const int consumer = (int)tid_x() / S::GROUP - 1;
+      store_tokens<S>(args.g, args.up_first, smem.staging, kept.unit, (kept.unit.n * S::CONSUMERS + consumer) * each,
+                      acc);
+      return kept.slot;
+    }
+  float acc[S::BLOCKS][S::ACCUMULATORS] = {};
+  multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
+  const kept_unit kept = *kept_of_warp<S>(smem);
+  const int consumer = (int)tid_x() / S::GROUP - 1;
+  store_tile<S>(args.g, args.up_first, smem.staging, kept.unit, consumer,
+                {(kept.unit.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+  return kept.slot;
+}
+
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int group = threadIdx.x / S::GROUP - 1;
@@ -322,17 +372,14 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       skip<S>(args.g, smem, at);
       continue;
     }
-    float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-    if constexpr (S::SCALED) { /* registers are full: all of it anew */
-      const tile_unit stored = smem.units[slot];
-      const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
-      store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
-                    {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+    if constexpr (S::SCALED) {
+      slot = consume_scaled<S>(args, smem, at, group, unit, channel0, slot);
     } else {
+      float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
+      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
+      if (S::GATHERED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
     }
-    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
   }
 }
 
