@@ -295,8 +295,8 @@ bench-plan: $(LIB)/bench/plan
 
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation, T=torch PyTorch ------
 
-script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES CUBINS \
-	FORMATTED FUZZERS PYTHON,$v='$($v)')
+script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES \
+	CUBINS FORMATTED FUZZERS PYTHON,$v='$($v)')
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
 test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh)

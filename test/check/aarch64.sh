@@ -9,7 +9,8 @@ done
 unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES
 there=$lib/aarch64
 rm -rf "$there" && mkdir -p "$there/obj" "$there/cuda"
-cp -p "$lib"/obj/*.cubin* "$lib"/obj/*.ptx* "$lib"/obj/*.fatbin "$lib"/obj/flags.nvcc "$lib"/obj/flags.archs "$there/obj"
+cp -p "$lib"/obj/*.cubin* "$lib"/obj/*.ptx* "$lib"/obj/*.fatbin "$lib"/obj/flags.nvcc "$lib"/obj/flags.archs \
+  "$there/obj"
 runtime=$CUDA_HOME/targets/sbsa-linux/lib
 [ -f "$runtime/libcudart_static.a" ] || runtime=$there/cuda
 build() {
