@@ -139,8 +139,8 @@ typedef struct cumoe_moe_desc {
   uint32_t size;
   int32_t num_experts;   /* E: routed experts of the model, 1 .. CUMOE_MAX_EXPERTS */
   int32_t local_experts; /* experts whose weights are here; 0 = all. Fewer need args.expert_map */
-  int32_t hidden;        /* H, a multiple of 8 */
-  int32_t inter;         /* I, a multiple of 8 */
+  int32_t hidden;        /* H, a multiple of 8; with formats of 16 or 32 (format.h) */
+  int32_t inter;         /* I, likewise */
   int32_t shared_inter;  /* intermediate columns of the shared expert (several: their sum); 0 = none */
   int32_t dtype;         /* of x, h and weights without a format: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
   int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
@@ -305,7 +305,8 @@ typedef struct cumoe_moe_args {
 /*
  * What a forward of `tokens` tokens launches, in words: a line a kernel with its name, its grid and how it works
  * together with the others, and where everything lies in the workspace, in bytes from its start. For reading: the words
- * may change. A forward that makes its logits from x, with aligned operands and a router of the plan's dtype; `weights`
+ * may change. The first line tells the GPU and whether it has kernels made for its architecture or runs the portable
+ * ones. A forward that makes its logits from x, with aligned operands and a router of the plan's dtype; `weights`
  * says how the weights lie, NULL: OUT_IN behind one base pointer, as the shared expert's in any case. `text` is
  * NUL-terminated and cut at `bytes`; 4096 hold all. NOT_SUPPORTED, as forward would answer, where a forced kernel
  * cannot serve. No CUDA call.
