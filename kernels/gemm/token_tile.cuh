@@ -1,26 +1,25 @@
 /*
  * wgmma's products of e4m3 with tokens as the 64-row operand. Sums of each stage are scaled before they are added to
- * others (scaled_tile.cuh). Where tokens are columns, every thread has 32 of them, and to load and multiply their scales
- * takes longer than the tensor cores need. Where they are rows, a thread has two tokens of a block of 64, whose scales
- * it keeps in registers, and the weights' scale is the same for all of its gate or up columns: an FMA a value remains.
- * The price is that tokens come in blocks of 64.
+ * others (scaled_tile.cuh). Where tokens are columns, a thread has scales of 32 of them to load and to multiply by the
+ * weights', which takes longer than the products. Where they are rows, it has two tokens of a block of 64, and its gate
+ * or up columns have one scale: an FMA a value remains. The price is that tokens come in blocks of 64.
  *
- * What it does not do is left to tokens as columns: scales of weights that change inside a consumer's channels, ungated
- * activations, those that nearly no model has.
+ * Left to tokens as columns: scales of weights that change along k and inside a consumer's channels, blocks of more
+ * than a stage of k, an up that is not gated, and activations that nearly no model has.
  */
 #ifndef CUMOE_TOKEN_TILE_CUH
 #define CUMOE_TOKEN_TILE_CUH
 
 #include "gemm/scaled_tile.cuh"
 
-/* Tokens of a block; weight rows of a consumer, of gate and up together; its octets of them. */
+/* What a consumer has: blocks of tokens x weight rows, of gate and up by octets in turn, as columns. */
 template <class S> struct token_tile {
   static constexpr bool SERVED = same_type<typename S::X, e4m3>;
   static constexpr int TOKENS = 64, COLUMNS = S::COLUMNS / S::CONSUMERS, OCTETS = COLUMNS / 8;
   static constexpr int BLOCKS = S::BM / TOKENS, ACCUMULATORS = COLUMNS / 2;
   static constexpr int HALVES = S::EPILOGUE == EPILOGUE_activation ? 2 : 1;
   static constexpr int CHANNELS = COLUMNS / HALVES;
-  using sums = float[BLOCKS][ACCUMULATORS]; /* [..][4 j + 2 h + i]: token l / 4 + 8 h of a warp's 16, column 8 j + ... */
+  using sums = float[BLOCKS][ACCUMULATORS]; /* [][4j + 2h + i] of lane l: token l / 4 + 8h, column 8j + 2 (l % 4) + i */
 };
 
 /* Whether scales of weights change with each stage, and not inside `channels` channels from a multiple of that on; or
@@ -63,10 +62,7 @@ template <class S> struct token_weight_scale {
     bits = load_scale_bits(next, 0, s.dtype);
   }
 
-  DEVICE float value(const gemm_args &args) const
-  {
-    return next ? scale_value(bits, args.b.scale.dtype) : 1.f;
-  }
+  DEVICE float value(const gemm_args &args) const { return next ? scale_value(bits, args.b.scale.dtype) : 1.f; }
 };
 
 /* acc = rows x weights of one unit, of BLOCKS blocks of tokens. */
@@ -114,9 +110,8 @@ DEVICE void multiply_token_blocks(const gemm_args &args, pipeline_smem<S> &smem,
 }
 
 template <class S>
-DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<S> &smem,
-                            pipeline_state<S::STAGES> &at, const tile_unit &unit, int channel,
-                            typename token_tile<S>::sums &acc)
+DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                            const tile_unit &unit, int channel, typename token_tile<S>::sums &acc)
 {
   const token_weight_scale<S> weights(args, up_first, unit.expert, channel);
   if (unit.rows > token_tile<S>::TOKENS)
@@ -130,8 +125,8 @@ DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<
 /* Four octets of channels of 8 tokens, gathered in a warp's 512 bytes, so that 64 bytes of a token are stored together.
  * packed[i]: of this lane's token two channels of octet i. Rotated, so that no lanes meet in a bank. */
 template <class S>
-DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, int lane, const uint32_t (&packed)[4],
-                               int64_t row, int channel, bool there)
+DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, int lane, const uint32_t (&packed)[4], int64_t row,
+                               int channel, bool there)
 {
   const int token = lane / 4, part = lane % 4;
   __syncwarp(); /* what was there is read */
@@ -224,8 +219,7 @@ DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<
       if (token >= unit.rows) continue;
       uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        packed[i] = finish_tokens<S, KIND>(act, acc[part / 2], first + i, part % 2, bias[i]);
+      for (int i = 0; i < 4; i++) packed[i] = finish_tokens<S, KIND>(act, acc[part / 2], first + i, part % 2, bias[i]);
       store_token_octets<S>(args, staged, lane, packed, (int64_t)unit.row + row, channel,
                             row < unit.rows && channel < args.n);
     }

@@ -8,7 +8,7 @@
  *            finds both factors of a channel in its own registers
  *   rows     TMA boxes of 16 rows where they are contiguous (down; up of permuted rows, or of the copy that idle
  *            warps make: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle
- * Each consumer has half of the weight rows of a tile.
+ * Each consumer has half of the weight rows of a tile. (Of e4m3 operands change places: token_tile.cuh.)
  *
  * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2
  * bounds experts of a few hundred rows. The two take two row tiles of an expert and share the weights; of a row tile
