@@ -651,6 +651,8 @@ static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, i
   w->down_rows = rows_of(down.format, d->down.input_scale.data);
   w->up_order = order_of(&up);
   w->down_order = order_of(&down);
+  TRY(load_for_weights(context, up.class));
+  TRY(load_for_weights(context, down.class));
   TRY(upload_tables(context, w, &up, &down));
   w->up_facts = facts_of(&up, &w->up, w->experts);
   w->down_facts = facts_of(&down, &w->down, w->experts);

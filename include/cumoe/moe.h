@@ -253,7 +253,8 @@ typedef struct cumoe_weights_desc {
 typedef struct cumoe_weights_s *cumoe_weights;
 
 /*
- * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
+ * Records where the weights lie; copies no weights. The first ones of a format load its kernels, which takes
+ * milliseconds. With per_expert arrays the pointer tables are copied to the
  * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
  * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another
  * way, every call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to
