@@ -1193,6 +1193,19 @@ CALL(cumoe_weights_repack, fill_repack,
      VIEW("to", v[0], BIT(U8), 256, OUT | FREE_COLS), VALUE("to", v[0].cols, 255, WORKSPACE),
      NOT_NULL("projection", host), NOT_NULL("format", pointer))
 
+static void fill_order(arguments *a)
+{
+  static int32_t g_idx[2 * 32], order[2 * 32];
+  for (int32_t k = 0; k < 2 * 32; k++) g_idx[k] = k % 2;
+  a->host = g_idx;
+  a->out = order;
+  a->rows = 2 * 32;
+  a->cols = 32;
+}
+CALL(cumoe_order_of_groups, fill_order, cumoe_order_of_groups(a->host, (int32_t)a->rows, (int32_t)a->cols, a->out),
+     NOT_NULL("g_idx", host), NOT_NULL("order", out), VALUE("in", rows, 63, INVALID_ARGUMENT),
+     VALUE("in", rows, 0, INVALID_ARGUMENT), VALUE("group", cols, 0, INVALID_ARGUMENT))
+
 static void fill_scan(arguments *a)
 {
   a->weights = bench.weights;
@@ -1372,7 +1385,7 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
          down->zero.data.dtype = CUMOE_F16)
   CHANGE(INVALID_ARGUMENT, "desc.down.order is absent", d->down_format.act_order = 1)
   CHANGE(INVALID_ARGUMENT, "desc.down.order must be absent: desc.down_format.act_order is 0", down->order = down->zero)
-  CHANGE(INVALID_ARGUMENT, "desc.down.order.cols is 3, must be 96", d->down_format.act_order = 1,
+  CHANGE(INVALID_ARGUMENT, "desc.down.order.cols is 2, must be 64", d->down_format.act_order = 1,
          down->order = down->zero, down->order.data.rows = 1)
   CHANGE(WRONG_DTYPE, "desc.down.order.dtype is f16, must be i32", d->down_format.act_order = 1,
          down->order = down->scale, down->order.data.rows = 1, down->order.data.cols = down->order.data.ld = WIDE)

@@ -64,8 +64,8 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
 /* Factors of the runs of a k tile. */
 template <class S> struct alignas(16) unpack_factors {
   float scale[S::RUNS][S::COLUMNS];
-  float a_scale[S::CODES ? S::RUNS : 1][S::CODES ? S::BM : 1];
   uint32_t bias[S::ZEROS || S::VALUES ? S::RUNS : 1][S::ZEROS || S::VALUES ? S::COLUMNS : 1]; /* values: as f32 */
+  float a_scale[S::CODES ? S::RUNS : 1][S::CODES ? S::BM : 1];
 };
 
 template <class S> struct unpack_smem {
