@@ -31,16 +31,11 @@ int32_t storage_codes(const cumoe_format *f)
   return (f->word ? f->word : 1) * 8 / format_bits(class_of(f, 0));
 }
 
-static int32_t low_bit(int32_t value)
-{
-  return value & -value;
-}
-
 int32_t scale_run(const cumoe_format *f)
 {
   if (is_dense(f)) return SCALE_RUN_ALL;
   const int32_t groups = f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0;
-  return low_bit((int32_t)SCALE_RUN_ALL | f->block[1] | groups | (f->block[1] || groups ? f->origin[1] : 0));
+  return aligned_run(f->block[1] | groups | (f->block[1] || groups ? f->origin[1] : 0));
 }
 
 int32_t row_element(const cumoe_format *f, int32_t dtype)

@@ -34,6 +34,13 @@ enum { ROW_GROUP = 128 }; /* cumoe_format.row_group */
 enum { SCALE_RUN_ALL = 1 << 30 };
 int32_t scale_run(const cumoe_format *f);
 
+/* Of blocks of these sizes with these origins, all or-ed together. */
+static inline int32_t aligned_run(int32_t steps)
+{
+  const int32_t all = (int32_t)SCALE_RUN_ALL | steps;
+  return all & -all;
+}
+
 /* What is multiplied with the weights: `dtype`, or codes. */
 int32_t row_element(const cumoe_format *f, int32_t dtype);
 row_format rows_of(const cumoe_format *f, const float *static_scale);

@@ -356,6 +356,19 @@ static void test_equal(cumoe_context context)
   }
 }
 
+/* One matrix. */
+static placed repacked(cumoe_context context, const cumoe_repack_args *a)
+{
+  placed p = {.experts = 1, .out = a->out, .in = a->in};
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_repack_size(a, &bytes));
+  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
+  CHECK_OK(cumoe_weights_repack(context, a, to, &p.projection, &p.format, NULL));
+  p.host.data = gather(context, p.projection.data, 0, 1);
+  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  return p;
+}
+
 /* Signed codes, two channels a byte: no producer's file, so by the words of the manual. */
 static void test_modelopt(cumoe_context context)
 {
@@ -368,13 +381,7 @@ static void test_modelopt(cumoe_context context)
   a.format = cumoe_format_modelopt_int4(32, CUMOE_F32);
   a.codes = device_put(context, &codes, 3);
   a.scale = device_put(context, &scale, 0);
-  placed p = {.experts = 1, .out = OUT, .in = IN};
-  size_t bytes = 0;
-  CHECK_OK(cumoe_weights_repack_size(&a, &bytes));
-  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
-  CHECK_OK(cumoe_weights_repack(context, &a, to, &p.projection, &p.format, NULL));
-  p.host.data = gather(context, p.projection.data, 0, 1);
-  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  const placed p = repacked(context, &a);
   const double *w = decoded(&p);
   for (int n = 0; n < OUT; n++)
     for (int k = 0; k < IN; k++) {
@@ -400,13 +407,7 @@ static void run_gptq8(cumoe_context context, uint32_t order)
   a.format.zero = CUMOE_ZERO_NONE;
   a.codes = device_put(context, &codes, 3);
   a.scale = device_put(context, &scale, 1);
-  placed p = {.experts = 1, .out = OUT, .in = IN};
-  size_t bytes = 0;
-  CHECK_OK(cumoe_weights_repack_size(&a, &bytes));
-  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
-  CHECK_OK(cumoe_weights_repack(context, &a, to, &p.projection, &p.format, NULL));
-  p.host.data = gather(context, p.projection.data, 0, 1);
-  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  const placed p = repacked(context, &a);
   const double *w = decoded(&p);
   for (int n = 0; n < OUT; n++)
     for (int i = 0; i < IN; i++) { /* byte i % 4 of a word holds the code that the order's digit says */
