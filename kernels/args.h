@@ -282,9 +282,8 @@ typedef struct scan_args {
 /*
  * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h):
  * all of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
- * [ceil(out / 8), groups] or values like scales, at to_scale and to_zero, and the order [in] at to_order: element k of a
- * row is order[k] of what is read. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's
- * codes, n fastest.
+ * [ceil(out / 8), groups] or values like scales, at to_scale and to_zero, and the order [in] at to_order: element k of
+ * a row is order[k] of what is read. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's codes, n fastest.
  */
 enum { REPACK_BYTES = 16 };
 typedef struct repack_args {

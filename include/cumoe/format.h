@@ -35,8 +35,7 @@ typedef enum cumoe_packing {
 typedef enum cumoe_zero {
   CUMOE_ZERO_NONE = 0,      /* `offset` alone */
   CUMOE_ZERO_CODES_OUT = 1, /* I32 words of eight 4-bit zero points, neighbours along out: [ceil(out / 8), groups] */
-  CUMOE_ZERO_VALUES = 2 /* numbers that are added, of the shape and the type of the scales: U4 alone. Portable kernels
-                               read them, at the speed of those */
+  CUMOE_ZERO_VALUES = 2     /* U4: numbers that are added, as many and of the type as scales; portable kernels alone */
 } cumoe_zero;
 
 typedef enum cumoe_global {
@@ -127,7 +126,9 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
  *   MiniMax-M2                                fp8_block   W.weight, W.weight_scale_inv
  *   GLM-4.5-FP8, GLM-4.5-Air-FP8, llm-compressor's *-FP8-dynamic (Qwen3-30B-A3B, Llama-4)
  *                                             fp8_channel P.weight, P.weight_scale
- *   Mixtral-8x7B-FP8, Mixtral-8x22B-FP8       fp8_tensor  W.weight, W.weight_scale, W.input_scale
+ *   Mixtral-8x7B-FP8, Mixtral-8x22B-FP8; ModelOpt's *-FP8
+ *                                             fp8_tensor  W or P .weight, .weight_scale, .input_scale (an expert's own:
+ *                                                         ROWS_STATIC_EXPERT; w1's and w3's are one: take the larger)
  *   llm-compressor's *-quantized.w8a8         int8        P.weight, P.weight_scale
  *   llm-compressor's *-quantized.w4a16        int4(128)   P.weight_packed, P.weight_scale
  *   Kimi-K2-Thinking, K2.5                    int4(32)    P.weight_packed, P.weight_scale (BF16)
@@ -136,7 +137,9 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
  *   llm-compressor's *-NVFP4                  nvfp4       P.weight_packed, P.weight_scale, P.weight_global_scale
  *   Qwen3-30B-A3B-GPTQ-Int4, Mixtral GPTQ     gptq        P or W .qweight, .scales, .qzeros; repack
  *   DeepSeek-V3-AWQ, R1-AWQ, Mixtral AWQ      awq         P or W .qweight, .scales, .qzeros; repack
- *   GGUF of any                               ggml        blk.L.ffn_{gate,up,down}_exps.weight; repack
+ *   the same with desc_act true               gptq        .g_idx as well: cumoe_order_of_groups, repack
+ *   mlx-community's *-4bit                    affine4(64) mlp.switch_mlp.{gate,up,down}_proj.weight, .scales, .biases
+ *   GGUF: Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, MXFP4 ggml        blk.L.ffn_{gate,up,down}_exps.weight; repack
  */
 
 /* fp8 in blocks of 128 x 128 (DeepSeek-V3, R1, Qwen3-FP8, MiniMax-M2): mlp.experts.E.{gate,up,down}_proj

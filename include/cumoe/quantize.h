@@ -88,16 +88,16 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
  *          absent
  *   zero   with the format's zero: IN_OUT I32 [experts * groups, out / 8], nibbles in the order of codes; OUT_IN
  *          [experts * ceil(out / 8), groups]. A zero point is (stored + zero_add) mod 16
- *
  *   order  absent, or I32 [experts, in] or, for all, [1, in]: code k of the result is the source's code order[k]. For
  *          g_idx that is not k / group (GPTQ's desc_act, compressed-tensors' actorder group): cumoe_order_of_groups.
  *          Groups are counted in the new order; format->act_order is 1, projection->order says where the order lies
  *
  * aligned to their elements alone. out is a multiple of 8, in of 32 (8 bits: 16).
  *
- * `to` [1, bytes] u8, aligned to 256 bytes, gets codes, scales, zero points and order; bytes are cumoe_weights_repack_size's,
- * exactly a multiple of `experts`, so that experts may come one by one, to + e * bytes of one. *projection and *format
- * say what lies there, in the strided form: the first expert's serve for all of them in cumoe_weights_bind.
+ * `to` [1, bytes] u8, aligned to 256 bytes, gets codes, scales, zero points and order; bytes are
+ * cumoe_weights_repack_size's, exactly a multiple of `experts`, so that experts may come one by one, to + e * bytes of
+ * one. *projection and *format say what lies there, in the strided form: the first expert's serve for all of them in
+ * cumoe_weights_bind.
  *
  *   GPTQ, AWQ, ModelOpt   U4, packed along in; zero_add 0
  *   Q8_0, Q4_0, MXFP4     S8 and U4 with F16 scales, E2M1 with E8M0, of 32; E8M0 of 255 is NaN then, ggml has 2^127
