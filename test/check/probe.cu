@@ -56,7 +56,7 @@ PROBE grid_wait(int *p)
   p[0] = 1;
 }
 
-/* Three products whose sums are NUMBER (constraint ACCUMULATOR), of the operands and the rest that stand behind them. */
+/* Three products whose sums are NUMBER (constraint ACCUMULATOR); REST: their operands and flags. */
 #if __CUDA_ARCH_FEAT_SM90_ALL
 #define MULTIPLY_THREE(NUMBER, ACCUMULATOR, INSTRUCTION, REST, ...)                                                    \
   NUMBER d[4] = {f[0], f[1], f[2], f[3]};                                                                              \

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes formats.safetensors: one small matrix a format, as its producer's own code stores it (NAME.codes, .scale,
-.zero, .global, .g_idx) and as its producer's own code decodes it (NAME.weights, f32). Needs from PyPI: torch numpy ml_dtypes
-gguf safetensors compressed-tensors transformers, and two sources that are only unpacked, not installed:
+.zero, .global, .g_idx) and as its producer's own code decodes it (NAME.weights, f32). Needs from PyPI: torch numpy
+ml_dtypes gguf safetensors compressed-tensors transformers, and two sources that are only unpacked, not installed:
   pip download --no-deps --no-binary :all: autoawq==0.2.9;  pip download --no-deps auto-gptq==0.7.1
 make.py AUTOAWQ_FOLDER AUTO_GPTQ_FOLDER"""
 import importlib.util, sys, types
