@@ -28,8 +28,9 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false;
   /* 384 threads start with 168 each. Who gathers scales as well wants more. */
-  static constexpr bool EXACT = PRODUCT::SCALED && !same_type<typename wgmma_shape::SUM, float>;
-  static constexpr int CONSUMER_REGISTERS = EXACT ? 216 : 224, PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS;
+  static constexpr bool EXACT_SUMS = PRODUCT::SCALED && !same_type<typename wgmma_shape::SUM, float>;
+  static constexpr int CONSUMER_REGISTERS = EXACT_SUMS ? 216 : 224,
+                       PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS;
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
