@@ -23,7 +23,10 @@ typedef enum cumoe_score {
   CUMOE_SCORE_SOFTMAX = 0,
   CUMOE_SCORE_SIGMOID = 1,
   CUMOE_SCORE_SQRT_SOFTPLUS = 2, /* sqrt(log(1 + exp(l))) */
-  CUMOE_SCORE_IDENTITY = 3       /* the logit itself */
+  CUMOE_SCORE_IDENTITY = 3,      /* the logit itself */
+  CUMOE_SCORE_SPARSEMIXER = 4    /* phimoe's: the k best logits; slot j weighs 1 / sum of exp(l[e] - l[ids[j]]) over those
+                                    e that are not in a slot before and have
+                                    (l[ids[j]] - l[e]) / max(|l[e]|, l[ids[j]]) <= 2 mixer_eps. No bias, no groups */
 } cumoe_score;
 
 typedef enum cumoe_group_score {
@@ -34,20 +37,25 @@ typedef enum cumoe_group_score {
 enum {
   CUMOE_ROUTE_RENORMALIZE = 1u << 0,      /* divide the k weights by max(their sum + renorm_eps, renorm_min) */
   CUMOE_ROUTE_SCORE_AFTER_TOPK = 1u << 1, /* softmax over the k chosen logits only */
-  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2   /* experts see weight * x; the combine does not weigh. Not with
+  CUMOE_ROUTE_WEIGHT_ON_INPUT = 1u << 2,  /* experts see weight * x; the combine does not weigh. Not with
                                              identity_experts (NOT_SUPPORTED) */
+  CUMOE_ROUTE_CHOOSE_BY_LOGIT = 1u << 3   /* choice = l + select_bias: the score only weighs. Not with SOFTMAX, which
+                                             has SCORE_AFTER_TOPK, nor SPARSEMIXER */
 };
 
 /*
  * From logits l[0 .. E-1] of a token to its ids and weights:
+ *   0. l = logit_scale * round(x Wr^T + br), round: to logits_dtype; of logits that the library makes
  *   1. l = softcap * tanh(l / softcap)                        if softcap > 0
  *   2. s = score(l)                                           softmax over all experts unless SCORE_AFTER_TOPK
  *   3. choice = s + select_bias                               if there is a selection bias, else s
  *   4. with groups: experts are split into n_group equal runs; the topk_group groups with the best group
  *      score (of choice) stay
  *   5. ids = the top_k best by choice, in order of decreasing choice. Ties: the lower id. NaN ranks below all.
+ *      With always_experts steps 3 to 5 leave out the last so many experts, which then are the ids of the last slots.
+ *      Where the caller gives ids (cumoe_moe_args), these
  *   6. weights = s[ids] (without bias); softmax over the chosen l if SCORE_AFTER_TOPK
- *   7. renormalise, then multiply by routed_scale.
+ *   7. renormalise, then multiply by routed_scale, then by expert_scale[ids]
  * Where step 3 has no bias and there are no groups, the choice is made on the given logits (same order, no rounding).
  * Else choices and sums of two are f32, each operation rounded once, in an order that all devices share: from the
  * same logits the CPU and every GPU choose the same experts. Groups of the same score: the lower one. With
@@ -70,12 +78,18 @@ typedef struct cumoe_routing {
   float renorm_eps, renorm_min; /* with RENORMALIZE */
   int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
   int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
-  uint64_t reserved[10];        /* 0 */
+  int32_t always_experts;       /* the last so many of E are in every token's last slots (inkling's shared experts): < top_k;
+                                   not with zero or identity experts, nor with a softmax over all, nor SPARSEMIXER */
+  int32_t logits_dtype;         /* 0 = F32; or F16, BF16: what engines that multiply in that type choose by. Of 4,000
+                                   tokens of bf16 and 128 experts, 111 choose otherwise for it */
+  float logit_scale;            /* 0 = 1 */
+  float mixer_eps;              /* of SPARSEMIXER */
+  uint64_t reserved[8];         /* 0 */
 } cumoe_routing;
 
 static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k, uint32_t flags)
 {
-  cumoe_routing r = {(int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0, {0}};
+  cumoe_routing r = {(int32_t)score, top_k, 0, 0, 0, flags, 0.f, 0.f, 0.f, 0.f, 0, 0, 0, 0, 0.f, 0.f, {0}};
   return r;
 }
 
@@ -127,13 +141,16 @@ typedef enum cumoe_act {
 
 enum {
   CUMOE_MOE_UNGATED = 1u << 0,  /* h = act(x Wup^T): no gate projection */
-  CUMOE_MOE_UNREDUCED = 1u << 1 /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
-                                   slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
+  CUMOE_MOE_UNREDUCED = 1u << 1, /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
+                                    slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
+  CUMOE_MOE_LIMIT_AFTER = 1u << 2,    /* act_limit bounds act(g), not g: step3p7. Not with SWIGLU_OAI */
+  CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on how many others there are */
 };
 
 /*
  * Shapes and meaning of a layer. Gated: h = act(g) * u; with act_limit > 0, first g = min(g, act_limit) and
- * u = clamp(u, -act_limit, act_limit). Biases, where bound, are added before the activation.
+ * u = clamp(u, -act_limit, act_limit); with LIMIT_AFTER, h = min(act(g), act_limit) * u instead. Biases, where bound,
+ * are added before the activation.
  */
 typedef struct cumoe_moe_desc {
   uint32_t size;
@@ -272,6 +289,8 @@ CUMOE_API cumoe_status cumoe_weights_destroy(cumoe_weights weights);
  *   router_weight (+ router_bias)  the library computes the logits from x
  *   logits                         given by the caller
  *   ids + weights                  routed by the caller; `select_bias` must be absent
+ * or ids with one of the first two and without weights: chosen by the caller, weighed by the library (deepseek_v4's
+ * layers that choose by a token's number). Without select_bias and ids_out.
  * ids: -1 drops the slot silently; any other id out of range drops it and records EXPERT_ID. Duplicates are legal.
  * Outputs and the workspace may not overlap inputs, each other or the bound weights and biases (INVALID_ARGUMENT),
  * except residual == out (accumulate in place); memory between the matrices of two experts is free. At T = 0 nothing is
@@ -287,11 +306,12 @@ typedef struct cumoe_moe_args {
   cumoe_view logits;          /* [T, Er] f32, bf16 or f16 */
   cumoe_view ids;             /* [T, k] i32 or i64 */
   cumoe_view weights;         /* [T, k] f32 */
-  cumoe_view select_bias;     /* optional [1, Er] f32: added to the score for the choice only */
+  cumoe_view select_bias;     /* optional [1, Er - always_experts] f32: added to the score for the choice only */
   cumoe_view expert_map;      /* optional [1, E] i32: global expert -> local expert, -1 = not here */
   cumoe_weights shared;       /* shared expert; required if and only if the plan has shared_inter */
   cumoe_view shared_gate;     /* optional [1, H] dtype or f32: the shared expert is scaled by sigmoid(x . gate) */
-  cumoe_view residual;        /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED */
+  cumoe_view residual;        /* optional [T, H], dtype of out: added once, unscaled; not with UNREDUCED. Or [1, H], to
+                                 every token: a bias of the output */
   float out_scale;            /* finite; 0 = 1: scales routed and shared experts, not the residual */
   int32_t reserved;           /* 0 */
   cumoe_view_mut out;         /* [T, H], or [T * k, H] with CUMOE_MOE_UNREDUCED */
@@ -300,6 +320,9 @@ typedef struct cumoe_moe_args {
   cumoe_view_mut counts_out;  /* optional [1, local_experts] i32: rows of each local expert in this call */
   cumoe_view_mut load;        /* optional [1, local_experts] i64: counts are added to it */
   cumoe_view_mut workspace;   /* [1, bytes] u8 */
+  cumoe_view router_x;        /* optional [T, Hr] dtype, as x: what router_weight, [Er, Hr] then, multiplies instead of x
+                                 (a norm of the router's own, experts in a latent space). Hr a multiple of 8 */
+  cumoe_view expert_scale;    /* optional [1, Er] f32: of weights that the library makes */
 } cumoe_moe_args;
 
 /*

@@ -19,6 +19,19 @@ extern "C" {
 CUMOE_CHECKED cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                         cumoe_view_mut logits, cumoe_stream stream);
 
+/* The same; logits = logit_scale * round(x Wr^T + br), round: to logits_dtype, as in cumoe_routing. */
+typedef struct cumoe_router_args {
+  uint32_t size;
+  int32_t logits_dtype;
+  float logit_scale;
+  uint32_t flags; /* 0 or CUMOE_MOE_BATCH_INVARIANT */
+  cumoe_view x, weight, bias;
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view_mut logits;
+} cumoe_router_args;
+
+CUMOE_CHECKED cumoe_status cumoe_router_with(cumoe_context context, const cumoe_router_args *args, cumoe_stream stream);
+
 /*
  * ids and weights of every token from its logits, as described at cumoe_routing.
  * logits [T, E] f32, bf16 or f16, E including zero and identity experts; select_bias optional [1, E] f32;
@@ -27,6 +40,22 @@ CUMOE_CHECKED cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cum
 CUMOE_CHECKED cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits,
                                       cumoe_view select_bias, cumoe_view_mut ids, cumoe_view_mut weights,
                                       cumoe_stream stream);
+
+/* The same, and what it has no argument for. */
+typedef struct cumoe_gate_args {
+  uint32_t size;
+  int32_t reserved; /* 0 */
+  cumoe_routing routing;
+  cumoe_view logits;
+  cumoe_view select_bias;   /* optional [1, E - always_experts] f32 */
+  cumoe_view expert_scale;  /* optional [1, E] f32 */
+  cumoe_view chosen;        /* optional [T, k] i32 or i64: ids that the caller chose, for their weights. Without select_bias
+                               and ids; one that is no expert weighs 0 */
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view_mut ids, weights;
+} cumoe_gate_args;
+
+CUMOE_CHECKED cumoe_status cumoe_gate_with(cumoe_context context, const cumoe_gate_args *args, cumoe_stream stream);
 
 /*
  * The map: where each pair's row lies. Rows of one expert are consecutive and ordered by pair; expert e's rows
@@ -39,6 +68,8 @@ typedef struct cumoe_route {
   cumoe_view_mut offsets;  /* [1, local_experts + 1] i32; the last one is the number of rows */
   cumoe_view_mut row_pair; /* [1, T * k] i32: row -> pair (token * k + slot); entries past the last row undefined */
   cumoe_view_mut slot_row; /* [T, k] i32, ld = k: pair -> row; -1 dropped, -2 identity expert */
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T, for all stages that take the route; rows
+                               past it are not touched */
 } cumoe_route;
 
 /*
