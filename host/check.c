@@ -256,7 +256,8 @@ static cumoe_status check_score(const cumoe_routing *r)
   REQUIRE(!mixes || (r->n_group == 0 && !(r->flags & own)), CUMOE_ERR_INVALID_ARGUMENT,
           "routing.score is SPARSEMIXER, which has neither groups nor SCORE_AFTER_TOPK or CHOOSE_BY_LOGIT");
   REQUIRE(r->always_experts == 0 || (!mixes && (after || r->score != CUMOE_SCORE_SOFTMAX)), CUMOE_ERR_NOT_SUPPORTED,
-          "routing.always_experts is %d, must be 0 with SPARSEMIXER and with a softmax over all", (int)r->always_experts);
+          "routing.always_experts is %d, must be 0 with SPARSEMIXER and with a softmax over all",
+          (int)r->always_experts);
   return CUMOE_OK;
 }
 
@@ -313,8 +314,7 @@ static cumoe_status check_types(const cumoe_moe_desc *d)
           d->dtype == CUMOE_F32 ? "" : " or f32");
   REQUIRE(d->act >= CUMOE_ACT_SILU && d->act <= CUMOE_ACT_SWIGLU_OAI, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.act is %d, not a cumoe_act", (int)d->act);
-  const uint32_t known =
-      CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED | CUMOE_MOE_LIMIT_AFTER | CUMOE_MOE_BATCH_INVARIANT;
+  const uint32_t known = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED | CUMOE_MOE_LIMIT_AFTER | CUMOE_MOE_BATCH_INVARIANT;
   REQUIRE(!(d->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "desc.flags is 0x%x, known are 0x%x", d->flags, known);
   REQUIRE(!(d->act == CUMOE_ACT_SWIGLU_OAI && d->flags & CUMOE_MOE_LIMIT_AFTER), CUMOE_ERR_NOT_SUPPORTED,
           "desc.act SWIGLU_OAI is limited before, desc.flags says LIMIT_AFTER");

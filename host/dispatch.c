@@ -126,11 +126,8 @@ static op_shape shape_of_matmul(operation op, const void *args)
 static op_shape shape_of_gate(operation op, const void *args)
 {
   const gate_args *a = args;
-  return (op_shape){.op = op,
-                    .tokens = a->tokens.count,
-                    .experts = a->experts,
-                    .top_k = a->top_k,
-                    .rules = GATE_HAS_RULES(*a)};
+  return (op_shape){
+      .op = op, .tokens = a->tokens.count, .experts = a->experts, .top_k = a->top_k, .rules = GATE_HAS_RULES(*a)};
 }
 
 static op_shape shape_of_combine(operation op, const void *args)

@@ -388,8 +388,8 @@ static router_args router_pass(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
   const cumoe_routing *r = &p->plan->desc.routing;
-  router_args l = router_arguments(router_x(a), a->router_weight, a->router_bias, p->tokens,
-                                   region(p, p->lp.at.logits), router_experts(&p->plan->desc));
+  router_args l = router_arguments(router_x(a), a->router_weight, a->router_bias, p->tokens, region(p, p->lp.at.logits),
+                                   router_experts(&p->plan->desc));
   if (r->logits_dtype) l.round_dtype = r->logits_dtype;
   if (r->logit_scale > 0) l.scale = r->logit_scale;
   return l;

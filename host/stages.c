@@ -120,8 +120,7 @@ static cumoe_status run_gate(cumoe_context handle, const cumoe_gate_args *a, cum
   TRY(check_gate(context, a));
   if (a->logits.rows == 0) return CUMOE_OK;
   const gate_inputs inputs = {a->select_bias, a->expert_scale, a->chosen};
-  gate_args g =
-      gate_arguments(context, &a->routing, a->logits, &inputs, cumoe_const(a->ids), cumoe_const(a->weights));
+  gate_args g = gate_arguments(context, &a->routing, a->logits, &inputs, cumoe_const(a->ids), cumoe_const(a->weights));
   g.tokens.device = a->device_tokens.data;
   ON_DEVICE(context, dispatch(context, OP_gate, &g, stream));
 }
@@ -220,7 +219,10 @@ static route_pointers pointers_of(const cumoe_route *route)
 static cumoe_status check_map_overlaps(const cumoe_route *route, cumoe_view workspace, cumoe_view ids,
                                        cumoe_view expert_map)
 {
-  const named_view views[] = {ROUTE_VIEWS(route), {"workspace", workspace}, {"ids", ids}, {"expert_map", expert_map},
+  const named_view views[] = {ROUTE_VIEWS(route),
+                              {"workspace", workspace},
+                              {"ids", ids},
+                              {"expert_map", expert_map},
                               {"route.device_tokens", route->device_tokens}};
   return check_overlaps(views, 5, sizeof views / sizeof *views);
 }
@@ -298,7 +300,11 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
   else
     TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
   TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
-  const named_view views[] = {{"h", cumoe_const(h)}, in, {"pair_weights", pair_weights}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
+  const named_view views[] = {{"h", cumoe_const(h)},
+                              in,
+                              {"pair_weights", pair_weights},
+                              ROUTE_VIEWS(route),
+                              {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
@@ -369,7 +375,8 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
   TRY(check_counted(plan->context, &x_want, x));
   TRY(check_route(plan, route, x.rows));
   TRY(check_operand(plan->context, &rows_want, cumoe_const(rows)));
-  const named_view views[] = {{"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
+  const named_view views[] = {
+      {"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (x.rows == 0) return CUMOE_OK;
   const permute_args a = {.x = x.data,
@@ -406,7 +413,8 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
                 y_want = rows_operand(plan, "y", cumoe_const(y), tokens, d->hidden);
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
-  const named_view views[] = {{"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
+  const named_view views[] = {
+      {"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
@@ -461,6 +469,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
                               {"args.shared", a->shared},
                               {"args.shared_logit", a->shared_logit},
                               {"args.device_tokens", a->device_tokens},
+                              {"route.device_tokens", route->device_tokens},
                               ROUTE_VIEWS(route)};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
@@ -475,7 +484,6 @@ cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cu
   TRY(find_plan(handle, &plan));
   TRY(take_route(&route, &copy));
   TRY(take_struct("args", args, &a));
-  if (absent(&a.device_tokens)) a.device_tokens = route->device_tokens;
   const cumoe_moe_desc *d = &plan->desc;
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   int64_t tokens = 0;
@@ -485,6 +493,7 @@ cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cu
   TRY(check_operand(plan->context, &out, cumoe_const(a.out)));
   TRY(check_combine(plan, route, &a, tokens));
   if (tokens == 0) return CUMOE_OK;
+  if (absent(&a.device_tokens)) a.device_tokens = route->device_tokens;
   const combine_args c = combine_arguments(plan, route->slot_row.data, &a, tokens);
   ON_DEVICE(plan->context, dispatch(plan->context, OP_combine, &c, stream));
 }

@@ -16,21 +16,8 @@
 
 enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3, SCORE_SPARSEMIXER = 4 };
 enum { GROUP_BEST = 0, GROUP_BEST_TWO = 1 };
-enum {
-  ROUTE_RENORMALIZE = 1,
-  ROUTE_SCORE_AFTER_TOPK = 2,
-  ROUTE_WEIGHT_ON_INPUT = 4,
-  ROUTE_CHOOSE_BY_LOGIT = 8
-};
-enum {
-  ACT_SILU = 0,
-  ACT_GELU_ERF,
-  ACT_GELU_TANH,
-  ACT_RELU,
-  ACT_RELU2,
-  ACT_IDENTITY,
-  ACT_SWIGLU_OAI
-};
+enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4, ROUTE_CHOOSE_BY_LOGIT = 8 };
+enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
 enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
 
 enum { MAX_EXPERTS = 1024, MAX_TOP_K = 32 };
@@ -81,12 +68,12 @@ typedef struct router_sm90_args {
  * token.
  */
 typedef struct gate_args {
-  const void *logits;       /* [T, E] */
-  const float *select_bias; /* [E] or NULL */
+  const void *logits;        /* [T, E] */
+  const float *select_bias;  /* [E] or NULL */
   const float *expert_scale; /* [E] or NULL: of weights, last */
-  const void *given;        /* [T, k] of ids_dtype, ld ids_ld, or NULL; `ids` is not written then */
-  void *ids;                /* [T, k] i32 or i64 */
-  float *weights;           /* [T, k] */
+  const void *given;         /* [T, k] of ids_dtype, ld ids_ld, or NULL; `ids` is not written then */
+  void *ids;                 /* [T, k] i32 or i64 */
+  float *weights;            /* [T, k] */
   int64_t logits_ld, ids_ld, weights_ld;
   token_count tokens;
   int32_t experts, logits_dtype, ids_dtype;
@@ -340,12 +327,12 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated;  /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
+  int32_t dtype, act, gated;   /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
   float act_alpha;             /* already 1.702 when unset */
   float act_limit, gate_limit; /* gated: bounds of u, and of g before the activation; infinite: none */
-  int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
-  row_format rows;            /* what activations are multiplied as; few: and become, as it reads them */
-  const float *a_scale;       /* a has codes of rows.element; else NULL, and a is of dtype */
+  int32_t packed;              /* rows of a lie in row order although row_pair names their pairs */
+  row_format rows;             /* what activations are multiplied as; few: and become, as it reads them */
+  const float *a_scale;        /* a has codes of rows.element; else NULL, and a is of dtype */
   int64_t a_scale_ld;
   fault_sink fault;
   gemm_protocol protocol;

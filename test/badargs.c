@@ -772,7 +772,8 @@ static void fill_chosen_gate(arguments *a)
 #define GATE_ROWS                                                                                                      \
   CONTEXT, NOT_NULL("args", info), SIZE("args.size", gate.size), INT("args.reserved", gate.reserved, 0, 0),            \
       RESERVE("routing", gate.routing.reserved[7]), ROUTING_ROWS(gate.routing),                                        \
-      VIEW("logits", gate.logits, FLOATS, 0, LOOSE), VIEW("args.expert_scale", gate.expert_scale, BIT(F32), 0, OPTIONAL), \
+      VIEW("logits", gate.logits, FLOATS, 0, LOOSE),                                                                   \
+      VIEW("args.expert_scale", gate.expert_scale, BIT(F32), 0, OPTIONAL),                                             \
       VIEW("args.device_tokens", gate.device_tokens, BIT(I32), 0, OPTIONAL),                                           \
       VIEW("weights", gate.weights, BIT(F32), 0, OUT)
 CALL(cumoe_gate_with, fill_gate_with, cumoe_gate_with(a->context, a->info, no_stream), GATE_ROWS,

@@ -250,9 +250,11 @@ static void make_gate_cases(gate_case *c, int32_t k, int32_t experts)
   c[15].routing.softcap = 3;
   c[16] = with("identity renormalised", cumoe_routing_make(CUMOE_SCORE_IDENTITY, k, CUMOE_ROUTE_RENORMALIZE), false);
   c[16].routing.renorm_min = 1e30f; /* sums near 0 would decide nothing */
-  c[17] = with("sigmoid by logit with bias", cumoe_routing_make(CUMOE_SCORE_SIGMOID, k, CUMOE_ROUTE_CHOOSE_BY_LOGIT), true);
+  c[17] =
+      with("sigmoid by logit with bias", cumoe_routing_make(CUMOE_SCORE_SIGMOID, k, CUMOE_ROUTE_CHOOSE_BY_LOGIT), true);
   c[18] = with("softplus by logit in groups",
-               cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, k, CUMOE_ROUTE_CHOOSE_BY_LOGIT | CUMOE_ROUTE_RENORMALIZE), true);
+               cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, k, CUMOE_ROUTE_CHOOSE_BY_LOGIT | CUMOE_ROUTE_RENORMALIZE),
+               true);
   c[18].routing.n_group = groups;
   c[18].routing.topk_group = stay;
   c[19] = with("sparsemixer", cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, k, 0), false);

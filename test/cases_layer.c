@@ -45,13 +45,14 @@ static const char *set_feature(layer_spec *s, int feature)
   FEATURE("softcap", r->softcap = 1.5f)
   FEATURE("routed scale", r->routed_scale = 2.446f)
   FEATURE("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)
-  FEATURE("kolibri1", *r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, 4, CUMOE_ROUTE_CHOOSE_BY_LOGIT | CUMOE_ROUTE_RENORMALIZE),
+  FEATURE("kolibri1",
+          *r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, 4, CUMOE_ROUTE_CHOOSE_BY_LOGIT | CUMOE_ROUTE_RENORMALIZE),
           s->select_bias = true, s->input = INPUT_ROUTER)
   FEATURE("gemma4", s->expert_scale = true, s->router_hidden = 40, s->input = INPUT_ROUTER,
           r->flags = CUMOE_ROUTE_RENORMALIZE)
   FEATURE("phimoe", *r = cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, 2, 0), r->mixer_eps = .2f)
-  FEATURE("sparsemixer from x", *r = cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, 3, 0), r->mixer_eps = .1f, r->softcap = 4,
-          s->input = INPUT_ROUTER)
+  FEATURE("sparsemixer from x", *r = cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, 3, 0), r->mixer_eps = .1f,
+          r->softcap = 4, s->input = INPUT_ROUTER)
   FEATURE("inkling", *r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, 5, CUMOE_ROUTE_RENORMALIZE), r->always_experts = 2,
           r->routed_scale = 2, s->select_bias = true, s->expert_scale = true, s->input = INPUT_ROUTER)
   FEATURE("always, after top-k", *r = cumoe_routing_gpt_oss(5), r->always_experts = 4)

@@ -46,8 +46,7 @@ static bool has(const family *f, char operand)
 
 static tensor numbers(stream s, int64_t rows, int64_t cols)
 {
-  static const double sizes[] = {
-      [S_x] = 1, [S_router_x] = 1, [S_router_weight] = .5, [S_logits] = 2, [S_out_bias] = 1};
+  static const double sizes[] = {[S_x] = 1, [S_router_x] = 1, [S_router_weight] = .5, [S_logits] = 2, [S_out_bias] = 1};
   const double size = s < sizeof sizes / sizeof *sizes && sizes[s] != 0 ? sizes[s] : .25;
   const tensor t = tensor_new(CUMOE_F32, rows, cols);
   for (uint32_t i = 0; i < (uint32_t)(rows * cols); i++) {
@@ -68,13 +67,12 @@ static bool read_description(FILE *in, family *f)
   cumoe_routing *r = &d->routing;
   *f = (family){.desc = {.size = sizeof *d, .dtype = CUMOE_F32}};
   if (fscanf(in, "%63s %15s", f->name, f->operands) != 2) return false;
-  const int read =
-      fscanf(in, "%d %f %f %u %d %d %d %d %d %d", &d->act, &d->act_alpha, &d->act_limit, &d->flags, &f->gate_order,
-             &d->num_experts, &d->hidden, &d->inter, &r->top_k, &f->router_hidden) +
-      fscanf(in, "%d %u %d %d %d %d %d %d", &r->score, &r->flags, &r->n_group, &r->topk_group, &r->group_score,
-             &r->zero_experts, &r->identity_experts, &r->always_experts) +
-      fscanf(in, "%f %f %f %f %f %f", &r->routed_scale, &r->softcap, &r->renorm_eps, &r->renorm_min, &r->mixer_eps,
-             &r->logit_scale);
+  const int read = fscanf(in, "%d %f %f %u %d %d %d %d %d %d", &d->act, &d->act_alpha, &d->act_limit, &d->flags,
+                          &f->gate_order, &d->num_experts, &d->hidden, &d->inter, &r->top_k, &f->router_hidden) +
+                   fscanf(in, "%d %u %d %d %d %d %d %d", &r->score, &r->flags, &r->n_group, &r->topk_group,
+                          &r->group_score, &r->zero_experts, &r->identity_experts, &r->always_experts) +
+                   fscanf(in, "%f %f %f %f %f %f", &r->routed_scale, &r->softcap, &r->renorm_eps, &r->renorm_min,
+                          &r->mixer_eps, &r->logit_scale);
   return CHECK_MSG(read == 24 && r->top_k <= MAX_K, "%s: %d of 24 fields", f->name, read);
 }
 
@@ -104,7 +102,8 @@ static cumoe_weights bind_weights(cumoe_context context, const family *f)
   const int64_t experts = d->num_experts, up_rows = (gated ? 2 : 1) * d->inter;
   const tensor up = numbers(S_gate_up, experts * up_rows, d->hidden),
                down = numbers(S_down, experts * d->hidden, d->inter),
-               up_bias = numbers(S_gate_up_bias, experts, up_rows), down_bias = numbers(S_down_bias, experts, d->hidden);
+               up_bias = numbers(S_gate_up_bias, experts, up_rows),
+               down_bias = numbers(S_down_bias, experts, d->hidden);
   cumoe_weights_desc w = {.size = sizeof w,
                           .experts = d->num_experts,
                           .hidden = d->hidden,
@@ -185,11 +184,62 @@ static void check_out(const family *f, const tensor *out)
                 tensor_get(out, t, i), f->out[t][i]);
 }
 
+/* The preset that the header has the family under, as its config changes it. */
+static bool has_preset(const family *f)
+{
+  const cumoe_routing *r = &f->desc.routing;
+  const int32_t k = r->top_k, always = r->always_experts;
+  const float scale = r->routed_scale;
+  const cumoe_routing presets[] = {
+      cumoe_routing_mixtral(k),
+      cumoe_routing_qwen3(k),
+      cumoe_routing_qwen2(k),
+      cumoe_routing_gpt_oss(k),
+      cumoe_routing_deepseek_v2(k, r->n_group, r->topk_group, scale),
+      cumoe_routing_deepseek_v3(k, r->n_group, r->topk_group, scale),
+      cumoe_routing_deepseek_v4(k, scale),
+      cumoe_routing_kolibri1(k),
+      cumoe_routing_inkling(k - always, always, scale),
+      cumoe_routing_phimoe(k, r->mixer_eps),
+      cumoe_routing_llama4(k),
+      cumoe_routing_longcat_flash(k, r->identity_experts, scale),
+      cumoe_routing_zaya(k),
+  };
+  for (size_t i = 0; i < sizeof presets / sizeof *presets; i++) {
+    const cumoe_routing *p = &presets[i];
+    const uint32_t by_config = CUMOE_ROUTE_RENORMALIZE;
+    if (p->score == r->score && !((p->flags ^ r->flags) & ~by_config) && p->always_experts == r->always_experts &&
+        p->zero_experts == r->zero_experts && p->identity_experts == r->identity_experts)
+      return true;
+  }
+  return false;
+}
+
+/* Its name without what make.py puts behind it. */
+static bool in_header(const family *f)
+{
+  static char header[1 << 16];
+  if (!header[0]) {
+    FILE *in = fopen("include/cumoe/moe.h", "r");
+    if (in) header[fread(header, 1, sizeof header - 1, in)] = 0, fclose(in);
+  }
+  char name[64];
+  snprintf(name, sizeof name, "%s", f->name);
+  char *more = strstr(name, "_hash") ? strstr(name, "_hash") : strstr(name, "_latent");
+  if (more) *more = 0;
+  const char *table = strstr(header, "Presets, and the MoE blocks"), *end = table ? strstr(table, "*/") : NULL;
+  for (const char *at = table; at && (at = strstr(at, name)) && at < end; at++)
+    if (strchr(" ", at[-1]) && strchr(" :;,\n(", at[strlen(name)])) return true;
+  return false;
+}
+
 static void run_family(cumoe_context context, const family *f)
 {
   cumoe_plan plan = NULL;
   size_t bytes = 0;
   case_begin("%s", f->name);
+  CHECK_MSG(in_header(f), "the header's table has no %s", f->name);
+  CHECK_MSG(has_preset(f), "no preset is %s's", f->name);
   CHECK_OK(cumoe_plan_create(context, &f->desc, &plan));
   const cumoe_weights weights = bind_weights(context, f);
   cumoe_moe_args a = arguments(context, f);
@@ -197,7 +247,8 @@ static void run_family(cumoe_context context, const family *f)
   a.workspace = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0);
   CHECK_OK(cumoe_moe_forward(plan, weights, &a, NULL));
   CHECK_OK(cumoe_synchronize(context, NULL));
-  const tensor weights_out = device_get(context, cumoe_const(a.weights_out)), out = device_get(context, cumoe_const(a.out));
+  const tensor weights_out = device_get(context, cumoe_const(a.weights_out)),
+               out = device_get(context, cumoe_const(a.out));
   tensor ids_out = {0};
   if (a.ids_out.data) ids_out = device_get(context, cumoe_const(a.ids_out));
   for (int t = 0; t < TOKENS; t++) check_token(f, t, a.ids_out.data ? &ids_out : NULL, &weights_out);

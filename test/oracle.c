@@ -332,9 +332,12 @@ bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits,
     const double raw = e ? e->raw : NAN;
     ids[j] = with.chosen ? with.chosen[j] : e->id;
     weights[j] = !e ? (bounded){0, 0} : after ? e->logit : e->score;
-    if (!(raw > -INFINITY) && !after) weights[j] = (bounded){0, 0};
-    else if (isnan(raw) && after) weights[j] = (bounded){NAN, 0};
-    else if (r->score == CUMOE_SCORE_SPARSEMIXER) sure &= mixed_weight(r, experts, c, (int32_t)(e - c), &weights[j]);
+    if (!(raw > -INFINITY) && !after)
+      weights[j] = (bounded){0, 0};
+    else if (isnan(raw) && after)
+      weights[j] = (bounded){NAN, 0};
+    else if (r->score == CUMOE_SCORE_SPARSEMIXER)
+      sure &= mixed_weight(r, experts, c, (int32_t)(e - c), &weights[j]);
   }
   if (after) softmax(weights, r->top_k);
   if (r->flags & CUMOE_ROUTE_RENORMALIZE) renormalize(r, weights);
@@ -648,7 +651,8 @@ static void reduce_layer(const layer_case *c, int64_t token, const double *x, co
   int32_t hidden = c->desc->hidden;
   bounded gate;
   double *residual = c->residual ? scratch((size_t)hidden, sizeof *residual) : NULL;
-  for (int32_t i = 0; residual && i < hidden; i++) residual[i] = tensor_get(c->residual, c->residual->rows == 1 ? 0 : token, i);
+  for (int32_t i = 0; residual && i < hidden; i++)
+    residual[i] = tensor_get(c->residual, c->residual->rows == 1 ? 0 : token, i);
   terms->residual = residual;
   terms->shared = c->shared ? expert_output(c, c->shared, 0, x, (bounded){1, 0}) : NULL;
   if (c->shared_gate) {

@@ -58,8 +58,8 @@ typedef struct gate_operands {
 
 /* ids[k], weights[k] of one token. False: the bounds leave open which ids are right (scores within rounding of
  * each other), so that they cannot be compared. */
-bool oracle_gate(const cumoe_routing *routing, int32_t experts, const bounded *logits, gate_operands with,
-                 int32_t *ids, bounded *weights);
+bool oracle_gate(const cumoe_routing *routing, int32_t experts, const bounded *logits, gate_operands with, int32_t *ids,
+                 bounded *weights);
 
 /* h[I] before rounding to its type, of one row; weight: the pair's weight on the input, or 1. */
 void oracle_up(const cumoe_moe_desc *desc, const host_weights *w, int64_t expert, const double *x, bounded weight,
@@ -86,8 +86,8 @@ typedef struct layer_case {
   const host_weights *weights, *shared;
   const tensor *x, *router_weight, *router_bias, *logits, *ids, *id_weights; /* one routing form, or ids
                                                                                    that are weighed by another */
-  const tensor *select_bias, *expert_map, *shared_gate, *residual;           /* NULL: absent; residual may be of 1 row */
-  const tensor *router_x, *expert_scale;                                     /* likewise */
+  const tensor *select_bias, *expert_map, *shared_gate, *residual; /* NULL: absent; residual may be of 1 row */
+  const tensor *router_x, *expert_scale;                           /* likewise */
   double out_scale;
 } layer_case;
 

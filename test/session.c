@@ -92,8 +92,7 @@ static void make_routing(rng *r, const layer_spec *s, layer_inputs *in)
     in->router_weight = tensor_normal(r, s->router_dtype, experts, hidden, 0, 2 / sqrt((double)hidden));
     if (s->router_bias) in->router_bias = random_tensor(r, s->router_dtype, 1, experts, 0.5);
   }
-  if (s->select_bias)
-    in->select_bias = random_tensor(r, CUMOE_F32, 1, experts - s->desc.routing.always_experts, 0.3);
+  if (s->select_bias) in->select_bias = random_tensor(r, CUMOE_F32, 1, experts - s->desc.routing.always_experts, 0.3);
   if (s->chosen) in->ids = route_tokens(r, s->pattern, s->ids_dtype, s->tokens, k, experts);
   if (s->router_hidden) in->router_x = random_tensor(r, s->desc.dtype, s->tokens, hidden, 1);
   if (s->expert_scale) in->expert_scale = random_tensor(r, CUMOE_F32, 1, experts, 1.5);
@@ -117,7 +116,8 @@ layer_inputs layer_inputs_new(const layer_spec *s)
   in.routed = random_weights(&r, &s->desc, local_experts(s), s->desc.inter, form_of(s, false));
   if (s->desc.shared_inter) in.shared = random_weights(&r, &s->desc, 1, s->desc.shared_inter, form_of(s, true));
   if (s->shared_gate) in.shared_gate = random_tensor(&r, s->router_dtype, 1, hidden, 1 / sqrt((double)hidden));
-  if (s->residual) in.residual = random_tensor(&r, out_dtype(s), s->residual == RESIDUAL_BIAS ? 1 : s->tokens, hidden, 1);
+  if (s->residual)
+    in.residual = random_tensor(&r, out_dtype(s), s->residual == RESIDUAL_BIAS ? 1 : s->tokens, hidden, 1);
   tensor *const rows[] = {&in.x, &in.ids, &in.id_weights, &in.logits, &in.residual, &in.router_x};
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) repeat_rows(s, rows[i]);
   return in;
@@ -145,7 +145,8 @@ static void put_inputs(session *s)
   a->shared_gate = put(s, &in->shared_gate, 8);
   a->router_x = put(s, &in->router_x, 8);
   a->expert_scale = put(s, &in->expert_scale, 1);
-  if (s->spec->residual == RESIDUAL_SEPARATE || s->spec->residual == RESIDUAL_BIAS) a->residual = put(s, &in->residual, 8);
+  if (s->spec->residual == RESIDUAL_SEPARATE || s->spec->residual == RESIDUAL_BIAS)
+    a->residual = put(s, &in->residual, 8);
   if (!s->spec->device_count) return;
   tensor count = tensor_new(CUMOE_I32, 1, 1);
   tensor_set(&count, 0, 0, s->spec->device_tokens);

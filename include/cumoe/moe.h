@@ -24,7 +24,7 @@ typedef enum cumoe_score {
   CUMOE_SCORE_SIGMOID = 1,
   CUMOE_SCORE_SQRT_SOFTPLUS = 2, /* sqrt(log(1 + exp(l))) */
   CUMOE_SCORE_IDENTITY = 3,      /* the logit itself */
-  CUMOE_SCORE_SPARSEMIXER = 4    /* phimoe's: the k best logits; slot j weighs 1 / sum of exp(l[e] - l[ids[j]]) over those
+  CUMOE_SCORE_SPARSEMIXER = 4 /* phimoe's: the k best logits; slot j weighs 1 / sum of exp(l[e] - l[ids[j]]) over those
                                     e that are not in a slot before and have
                                     (l[ids[j]] - l[e]) / max(|l[e]|, l[ids[j]]) <= 2 mixer_eps. No bias, no groups */
 } cumoe_score;
@@ -78,13 +78,13 @@ typedef struct cumoe_routing {
   float renorm_eps, renorm_min; /* with RENORMALIZE */
   int32_t zero_experts;         /* ids E .. E+z-1 contribute nothing */
   int32_t identity_experts;     /* ids E+z .. E+z+i-1 contribute weight * x */
-  int32_t always_experts;       /* the last so many of E are in every token's last slots (inkling's shared experts): < top_k;
+  int32_t always_experts; /* the last so many of E are in every token's last slots (inkling's shared experts): < top_k;
                                    not with zero or identity experts, nor with a softmax over all, nor SPARSEMIXER */
-  int32_t logits_dtype;         /* 0 = F32; or F16, BF16: what engines that multiply in that type choose by. Of 4,000
+  int32_t logits_dtype;   /* 0 = F32; or F16, BF16: what engines that multiply in that type choose by. Of 4,000
                                    tokens of bf16 and 128 experts, 111 choose otherwise for it */
-  float logit_scale;            /* 0 = 1 */
-  float mixer_eps;              /* of SPARSEMIXER */
-  uint64_t reserved[8];         /* 0 */
+  float logit_scale;      /* 0 = 1 */
+  float mixer_eps;        /* of SPARSEMIXER */
+  uint64_t reserved[8];   /* 0 */
 } cumoe_routing;
 
 static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k, uint32_t flags)
@@ -93,8 +93,38 @@ static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k,
   return r;
 }
 
-/* Presets of known families: Mixtral and Qwen3 (softmax, renormalised), Qwen2-MoE and OLMoE (softmax), gpt-oss
- * (softmax over the chosen), Llama 4 (sigmoid on the input), DeepSeek-V3, Kimi K2 (sigmoid, bias, groups). */
+/*
+ * Presets, and the MoE blocks of transformers 5.23 that they are for, by the model_type of their config; what the config
+ * changes is said behind. test/families.c holds every name to what the block itself answers, router and all, in one
+ * forward.
+ *
+ *   mixtral, qwen3   mixtral minimax mellum hunyuan_v1_moe dbrx qwen3_next qwen3_5_moe qwen3_omni_moe qwen3_vl_moe
+ *                    qwen4_exp; gemma4 diffusion_gemma: router_x (1), expert_scale; ernie4_5_moe ernie4_5_vl_moe:
+ *                    renorm_min, select_bias; mistral4 mistral_large4: groups by BEST_TWO, renorm_eps 1e-20
+ *   qwen2            qwen2_moe qwen3_moe olmoe flex_olmo (RENORMALIZE if norm_topk_prob) jamba
+ *   gpt_oss          gpt_oss: router_bias; openai_privacy_filter: router_bias, routed_scale 1 / k; granitemoe
+ *                    granitemoe_swa granitemoehybrid granitemoeshared aria cohere2_moe; jetmoe: residual of one row
+ *   deepseek_v2      deepseek_v2 deepseek_ocr2 unlimited_ocr
+ *   deepseek_v3      all with select_bias: deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa glm5_next
+ *                    dots1 dots3_note exaone_moe axk1 axk2 solar_open mimo_v2_flash kimi_linear hy_v3 hy_v4
+ *                    bailing_hybrid afmoe beam (out_scale); renorm_eps 0: minimax_m2 minimax_m3_vl laguna (softcap)
+ *                    step3p7 (LIMIT_AFTER, out_scale) flint (no bias); 1e-6: lfm2_moe; nemotron_h: router_x where it is
+ *                    latent (2); muse_spark (3): logit_scale, renorm_eps 1e-15; inkling2 (4)
+ *   deepseek_v4      deepseek_v4: select_bias, or in the layers that choose by a token's number ids (5)
+ *   kolibri1         kolibri1: select_bias, RENORMALIZE if norm_topk_prob
+ *   inkling          inkling: select_bias, expert_scale for its global_scale; weights by pointers, shared experts last
+ *   phimoe           phimoe
+ *   llama4           llama4
+ *   longcat_flash    longcat_flash: select_bias
+ *   zaya             zaya: select_bias, logits (6)
+ *
+ * What stays the engine's: (1) the norm that its router has of its own; (2) projections before and behind the experts: x
+ * is the projected one, router_x the one before; (3) as (2), and the norm behind each expert: the stages (cumoe/stages.h),
+ * with the norm between down and combine, over y [rows, H]; (4) the activation: bind gate and up once more as UNGATED
+ * with 2 I channels, up with ACT_IDENTITY, then its own activation before down; (5) looking the number up: ids [T, k]
+ * = table[number]; (6) a router that is an MLP. Experts that drop tokens past a capacity (nllb_moe,
+ * switch_transformers): ids of -1. doge's experts are vectors: no such layer. No family has a softmax over groups.
+ */
 static inline cumoe_routing cumoe_routing_mixtral(int32_t top_k)
 {
   return cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, CUMOE_ROUTE_RENORMALIZE);
@@ -127,6 +157,55 @@ static inline cumoe_routing cumoe_routing_deepseek_v3(int32_t top_k, int32_t n_g
   return r;
 }
 
+static inline cumoe_routing cumoe_routing_deepseek_v2(int32_t top_k, int32_t n_group, int32_t topk_group,
+                                                      float routed_scale)
+{
+  cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, 0);
+  r.n_group = n_group;
+  r.topk_group = topk_group;
+  r.routed_scale = routed_scale;
+  return r;
+}
+static inline cumoe_routing cumoe_routing_deepseek_v4(int32_t top_k, float routed_scale)
+{
+  cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, top_k, CUMOE_ROUTE_RENORMALIZE);
+  r.routed_scale = routed_scale;
+  r.renorm_eps = 1e-20f;
+  return r;
+}
+static inline cumoe_routing cumoe_routing_kolibri1(int32_t top_k)
+{
+  return cumoe_routing_make(CUMOE_SCORE_SIGMOID, top_k, CUMOE_ROUTE_CHOOSE_BY_LOGIT);
+}
+/* top_k of the routed experts, and `shared` ones behind them. */
+static inline cumoe_routing cumoe_routing_inkling(int32_t top_k, int32_t shared, float routed_scale)
+{
+  cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, top_k + shared, CUMOE_ROUTE_RENORMALIZE);
+  r.always_experts = shared;
+  r.routed_scale = routed_scale;
+  return r;
+}
+/* router_jitter_noise of its config */
+static inline cumoe_routing cumoe_routing_phimoe(int32_t top_k, float jitter)
+{
+  cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, top_k, 0);
+  r.mixer_eps = jitter;
+  return r;
+}
+static inline cumoe_routing cumoe_routing_longcat_flash(int32_t top_k, int32_t identity_experts, float routed_scale)
+{
+  cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, 0);
+  r.identity_experts = identity_experts;
+  r.routed_scale = routed_scale;
+  return r;
+}
+static inline cumoe_routing cumoe_routing_zaya(int32_t top_k)
+{
+  cumoe_routing r = cumoe_routing_make(CUMOE_SCORE_SOFTMAX, top_k, 0);
+  r.zero_experts = 1;
+  return r;
+}
+
 /* ---- plan ------------------------------------------------------------------------------------------ */
 
 typedef enum cumoe_act {
@@ -140,8 +219,8 @@ typedef enum cumoe_act {
 } cumoe_act;
 
 enum {
-  CUMOE_MOE_UNGATED = 1u << 0,  /* h = act(x Wup^T): no gate projection */
-  CUMOE_MOE_UNREDUCED = 1u << 1, /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
+  CUMOE_MOE_UNGATED = 1u << 0,        /* h = act(x Wup^T): no gate projection */
+  CUMOE_MOE_UNREDUCED = 1u << 1,      /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
                                     slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
   CUMOE_MOE_LIMIT_AFTER = 1u << 2,    /* act_limit bounds act(g), not g: step3p7. Not with SWIGLU_OAI */
   CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on how many others there are */
@@ -320,9 +399,9 @@ typedef struct cumoe_moe_args {
   cumoe_view_mut counts_out;  /* optional [1, local_experts] i32: rows of each local expert in this call */
   cumoe_view_mut load;        /* optional [1, local_experts] i64: counts are added to it */
   cumoe_view_mut workspace;   /* [1, bytes] u8 */
-  cumoe_view router_x;        /* optional [T, Hr] dtype, as x: what router_weight, [Er, Hr] then, multiplies instead of x
+  cumoe_view router_x;     /* optional [T, Hr] dtype, as x: what router_weight, [Er, Hr] then, multiplies instead of x
                                  (a norm of the router's own, experts in a latent space). Hr a multiple of 8 */
-  cumoe_view expert_scale;    /* optional [1, Er] f32: of weights that the library makes */
+  cumoe_view expert_scale; /* optional [1, Er] f32: of weights that the library makes */
 } cumoe_moe_args;
 
 /*
