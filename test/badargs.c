@@ -55,6 +55,7 @@ typedef struct arguments {
   cumoe_routing routing;
   cumoe_router_args router;
   cumoe_gate_args gate;
+  cumoe_masked_args masked;
   cumoe_matmul_args matmul;
   cumoe_format format;
   cumoe_quantize_args quantize;
@@ -891,6 +892,37 @@ CALL(cumoe_combine, fill_combine, cumoe_combine(a->plan, a->pointer, a->info, no
      VIEW("args.residual", combine.residual, BIT(BF16), 16, OPTIONAL | IN_PLACE),
      VIEW("args.device_tokens", combine.device_tokens, BIT(I32), 0, OPTIONAL),
      VIEW("args.out", combine.out, BIT(BF16), 16, OUT))
+
+static void fill_masked(arguments *a)
+{
+  a->plan = bench.plan;
+  a->weights = bench.weights;
+  a->masked = (cumoe_masked_args){.size = sizeof a->masked,
+                                  .capacity = TOKENS,
+                                  .x = give(CUMOE_BF16, EXPERTS * TOKENS, HIDDEN),
+                                  .counts = give(CUMOE_I32, 1, EXPERTS),
+                                  .offsets = give(CUMOE_I32, 1, EXPERTS + 1),
+                                  .out = give_mut(CUMOE_BF16, EXPERTS * TOKENS, HIDDEN),
+                                  .workspace = give_mut(CUMOE_U8, 1, EXPERTS * TOKENS * INTER * 2)};
+  if (bench.cpu) memset((void *)(uintptr_t)a->masked.counts.data, 0, EXPERTS * 4);
+  a->info = &a->masked;
+}
+CALL(cumoe_masked_forward, fill_masked, cumoe_masked_forward(a->plan, a->weights, a->info, no_stream), FOREIGN_PLAN,
+     WEIGHTS("weights", weights), NOT_NULL("args", info), SIZE("args.size", masked.size),
+     INT("args.reserved", masked.reserved, 0, 0), ROW("args.capacity", A_LONG, masked.capacity, .low = 3, .high = 3),
+     VIEW("args.x", masked.x, BIT(BF16), 16, 0), VIEW("args.counts", masked.counts, BIT(I32), 0, 0),
+     VIEW("args.offsets", masked.offsets, BIT(I32), 0, 0), VIEW("args.out", masked.out, BIT(BF16), 16, OUT),
+     VIEW("args.workspace", masked.workspace, BIT(U8), 256, FREE_COLS | OUT),
+     ROW("args.workspace", A_LONG, masked.workspace.cols, .status = CUMOE_ERR_WORKSPACE))
+
+static void fill_masked_workspace(arguments *a)
+{
+  a->plan = bench.plan;
+  a->rows = TOKENS;
+  a->out = results;
+}
+CALL(cumoe_masked_workspace, fill_masked_workspace, cumoe_masked_workspace(a->plan, a->rows, a->out), PLAN,
+     NOT_NULL("bytes", out), ROW("capacity", A_LONG, rows, .low = 0, .high = INT32_MAX / EXPERTS))
 
 static void fill_variant(arguments *a)
 {
