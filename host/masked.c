@@ -59,9 +59,9 @@ static cumoe_status check_masked(const struct plan *plan, const struct weights *
   TRY(check_operand(plan->context, &counts, a->counts));
   TRY(check_operand(plan->context, &offsets, a->offsets));
   TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
-  REQUIRE(a->workspace.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %lld are needed",
-          (long long)a->workspace.cols, (long long)need);
   if (need) TRY(check_operand(plan->context, &workspace, cumoe_const(a->workspace)));
+  REQUIRE(!need || a->workspace.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %lld are needed",
+          (long long)a->workspace.cols, (long long)need);
   REQUIRE(a->expected_rows >= 0, CUMOE_ERR_INVALID_ARGUMENT, "args.expected_rows is %lld, must not be negative",
           (long long)a->expected_rows);
   const named_view views[] = {{"args.out", cumoe_const(a->out)},

@@ -39,7 +39,7 @@ typedef struct token_count {
   const int32_t *device;
 } token_count;
 
-/* logits[t, e] = scale * round(x[t] . w[e] + bias[e]), round: to round_dtype. Grid: see the variant's form. CPU unit: one
+/* logits[t, e] = scale * round(x[t] . w[e] + bias[e]), to round_dtype. Grid: see the variant's form. CPU unit: one
  * token. */
 typedef struct router_args {
   const void *x, *w, *bias; /* [T, H]; [E, H]; [E] or NULL */
@@ -64,8 +64,8 @@ typedef struct router_sm90_args {
 } router_sm90_args;
 
 /*
- * The k slots: the k - always best of `experts`, then experts .. experts + always - 1; or the `given` ids. CPU unit: one
- * token.
+ * The k slots: the k - always best of `experts`, then experts .. experts + always - 1; or the `given` ids.
+ * CPU unit: one token.
  */
 typedef struct gate_args {
   const void *logits;        /* [T, E] */

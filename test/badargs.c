@@ -909,20 +909,14 @@ static void fill_masked(arguments *a)
 }
 CALL(cumoe_masked_forward, fill_masked, cumoe_masked_forward(a->plan, a->weights, a->info, no_stream), FOREIGN_PLAN,
      WEIGHTS("weights", weights), NOT_NULL("args", info), SIZE("args.size", masked.size),
-     INT("args.reserved", masked.reserved, 0, 0), ROW("args.capacity", A_LONG, masked.capacity, .low = 3, .high = 3),
+     INT("args.reserved", masked.reserved, 0, 0), LONG("args.capacity", masked.capacity, 0, INT32_MAX / EXPERTS),
      VIEW("args.x", masked.x, BIT(BF16), 16, 0), VIEW("args.counts", masked.counts, BIT(I32), 0, 0),
      VIEW("args.offsets", masked.offsets, BIT(I32), 0, 0), VIEW("args.out", masked.out, BIT(BF16), 16, OUT),
      VIEW("args.workspace", masked.workspace, BIT(U8), 256, FREE_COLS | OUT),
      ROW("args.workspace", A_LONG, masked.workspace.cols, .status = CUMOE_ERR_WORKSPACE))
 
-static void fill_masked_workspace(arguments *a)
-{
-  a->plan = bench.plan;
-  a->rows = TOKENS;
-  a->out = results;
-}
-CALL(cumoe_masked_workspace, fill_masked_workspace, cumoe_masked_workspace(a->plan, a->rows, a->out), PLAN,
-     NOT_NULL("bytes", out), ROW("capacity", A_LONG, rows, .low = 0, .high = INT32_MAX / EXPERTS))
+CALL(cumoe_masked_workspace, fill_plan, cumoe_masked_workspace(a->plan, a->rows, a->out), PLAN,
+     LONG("capacity", rows, 0, INT32_MAX / EXPERTS), NOT_NULL("bytes", out))
 
 static void fill_variant(arguments *a)
 {

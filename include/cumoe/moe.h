@@ -94,9 +94,9 @@ static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k,
 }
 
 /*
- * Presets, and the MoE blocks of transformers 5.23 that they are for, by the model_type of their config; what the config
- * changes is said behind. test/families.c holds every name to what the block itself answers, router and all, in one
- * forward.
+ * Presets, and the MoE blocks of transformers 5.23 that they are for, by the model_type of their config; what the
+ * config changes is said behind. test/families.c holds every name to what the block itself answers, router and all, in
+ * one forward.
  *
  *   mixtral, qwen3   mixtral minimax mellum hunyuan_v1_moe dbrx qwen3_next qwen3_5_moe qwen3_omni_moe qwen3_vl_moe
  *                    qwen4_exp; gemma4 diffusion_gemma: router_x (1), expert_scale; ernie4_5_moe ernie4_5_vl_moe:
@@ -105,8 +105,8 @@ static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k,
  *   gpt_oss          gpt_oss: router_bias; openai_privacy_filter: router_bias, routed_scale 1 / k; granitemoe
  *                    granitemoe_swa granitemoehybrid granitemoeshared aria cohere2_moe; jetmoe: residual of one row
  *   deepseek_v2      deepseek_v2 deepseek_ocr2 unlimited_ocr
- *   deepseek_v3      all with select_bias: deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa glm5_next
- *                    dots1 dots3_note exaone_moe axk1 axk2 solar_open mimo_v2_flash kimi_linear hy_v3 hy_v4
+ *   deepseek_v3      all with select_bias: deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa
+ *                    glm5_next dots1 dots3_note exaone_moe axk1 axk2 solar_open mimo_v2_flash kimi_linear hy_v3 hy_v4
  *                    bailing_hybrid afmoe beam (out_scale); renorm_eps 0: minimax_m2 minimax_m3_vl laguna (softcap)
  *                    step3p7 (LIMIT_AFTER, out_scale) flint (no bias); 1e-6: lfm2_moe; nemotron_h: router_x where it is
  *                    latent (2); muse_spark (3): logit_scale, renorm_eps 1e-15; inkling2 (4)
@@ -118,12 +118,12 @@ static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k,
  *   longcat_flash    longcat_flash: select_bias
  *   zaya             zaya: select_bias, logits (6)
  *
- * What stays the engine's: (1) the norm that its router has of its own; (2) projections before and behind the experts: x
- * is the projected one, router_x the one before; (3) as (2), and the norm behind each expert: the stages (cumoe/stages.h),
- * with the norm between down and combine, over y [rows, H]; (4) the activation: bind gate and up once more as UNGATED
- * with 2 I channels, up with ACT_IDENTITY, then its own activation before down; (5) looking the number up: ids [T, k]
- * = table[number]; (6) a router that is an MLP. Experts that drop tokens past a capacity (nllb_moe,
- * switch_transformers): ids of -1. doge's experts are vectors: no such layer. No family has a softmax over groups.
+ * What stays the engine's: (1) the norm that its router has of its own; (2) projections before and behind the experts:
+ * x is the projected one, router_x the one before; (3) as (2), and the norm behind each expert: the stages
+ * (cumoe/stages.h), with the norm between down and combine, over y [rows, H]; (4) the activation: bind gate and up
+ * once more as UNGATED with 2 I channels, up with ACT_IDENTITY, then its own activation before down; (5) looking the
+ * number up: ids [T, k] = table[number]; (6) a router that is an MLP. Experts that drop tokens past a capacity
+ * (nllb_moe, switch_transformers): ids of -1. doge's experts are vectors: no such layer. No family has a softmax over groups.
  */
 static inline cumoe_routing cumoe_routing_mixtral(int32_t top_k)
 {
@@ -417,6 +417,29 @@ CUMOE_CHECKED cumoe_status cumoe_plan_describe(cumoe_plan plan, cumoe_weights we
                                                size_t bytes);
 
 /*
+ * Accuracy. Every element lies within a bound of what exact arithmetic makes of the operands as they are stored. With
+ * r = 2^-24, the roundoff of f32, and sums over k:
+ *   product sum    (2 ceil(K / 16) + 8) r sum |a w|, and what a brings: sum (bound of a) |w|
+ *                  weights with scales: + 4 r sum |a w|; of U4, which are rounded to f16 or bf16 (v = 2^-11, 2^-8):
+ *                  + min(v sum |a w|, 8 v sqrt(sum (a w)^2)) + 32 r sum |a w|; E4M3 times E4M3 on compute capability
+ *                  9.0, whose adder keeps 14 bits: + 24 2^-14 sqrt(sum over runs of 128 k of (sum |a w|)^2)
+ *   activation     slope (bound of g) |u| + 4 r |act(g)| (GELU: |g|) + |act(g)| (bound of u) + 2 r |h|; the slope is at
+ *                  most 1.13, of RELU2 2 |g|
+ *   h, y           rounded to dtype once, which adds nothing but half a step of it: 2^-8 of |h| in bf16, 2^-11 in f16
+ *   gate weights   16 r of themselves, and what the error of a logit makes of them
+ *   combine        (k + 1) r sum |w y|, and what w and y bring; rounded to out_dtype once
+ * test/oracle.c carries these bounds along from the operands to out, and every element is held to them, of f32, f16,
+ * bf16 and of all formats: by test/forward and test/formats, and for each kernel by test/variants and test/rows.
+ *
+ * The same bits. From the same operands: every call, whatever ran before or beside it, in a graph or not (test/graph);
+ * tokens in another order have the same results in that order (test/forward). ids from the same logits: on every
+ * device, CPU and GPU, and in every version (test/variants). A token's results in any batch: with BATCH_INVARIANT
+ * (test/masked), of the same device and version. Not promised: across GPU models, versions, layouts and formats, nor
+ * between the stages and forward.
+ *
+ * Logits are f32 and not rounded; engines whose router is a matmul in bf16 round them, and with them choose other
+ * experts where two are near: 111 of 4,000 tokens of 128 experts, in one measurement. routing.logits_dtype does so too.
+ *
  * The whole layer on `stream`:
  *   out[t] = residual[t] + out_scale * (sum_j weights[t,j] * expert(ids[t,j])(x[t]) + gate(x[t]) * shared(x[t]))
  * Products accumulate in f32; h is rounded to dtype; expert outputs are rounded to dtype; the sum over slots runs in

@@ -285,7 +285,7 @@ def write(name, family, config, row, ids, weights, out):
     k = ids.shape[-1]
     fields, _ = families.routing(family, config, k)
     value = lambda key: fields.get(key) or 0
-    operands = row["operands"] + ("o" if families.ROUTINGS[family].get("out_bias") and "o" not in row["operands"] else "")
+    operands = row["operands"]
     count = row.get("experts") or int(getattr(config, "num_local_experts", 0) or getattr(config, "n_routed_experts", 0)
                                       or getattr(config, "num_experts", 8) or 8)
     line(name, operands)

@@ -1,6 +1,6 @@
 """How the MoE blocks of transformers (5.23) choose their experts, in cumoe's words: what an engine puts into
-cumoe_routing and cumoe_moe_args to run router, gate and experts of a block in one forward. test.py holds every row
-against the block itself, in one call from the block's own weights; test/data/families/make.py makes of it what `make test`
+cumoe_routing and cumoe_moe_args to run router, gate and experts of a block in one forward. test.py holds rows against
+the block itself, in one call from the block's own weights; test/data/families/make.py makes of them what `make test`
 holds the library to without PyTorch.
 
 A row: the routing's fields, and which operands the block has besides its router_weight. "norm_topk_prob" and the like
@@ -75,8 +75,8 @@ ENGINES = {
     "deepseek_v4": "layers that choose by a token's number look their experts up: args.ids without weights",
     "muse_spark": "a norm behind each expert, between cumoe_down and cumoe_combine, on y [rows, H]; projections as "
                   "nemotron_h's",
-    "inkling2": "softcaps in its gate: cumoe_up with the same weights bound UNGATED, 2 I channels, IDENTITY, then its own "
-                "activation before cumoe_down",
+    "inkling2": "softcaps in its gate: cumoe_up with the same weights bound UNGATED, 2 I channels, IDENTITY, then its "
+                "own activation before cumoe_down",
     "nllb_moe": "capacities, past which experts drop tokens: args.ids of -1",
     "switch_transformers": "as nllb_moe",
     "doge": "no experts of this kind: single vectors, chosen as pairs of keys",
