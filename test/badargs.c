@@ -670,6 +670,7 @@ static void fill_forward_logits(arguments *a)
   fill_forward(a, bench.plan);
   a->args.logits = give(CUMOE_F32, TOKENS, EXPERTS);
   a->args.select_bias = give(CUMOE_F32, 1, EXPERTS);
+  a->args.expert_scale = give(CUMOE_F32, 1, EXPERTS);
   a->args.ids_out = give_mut(CUMOE_I64, TOKENS, TOP_K);
   a->args.weights_out = give_mut(CUMOE_F32, TOKENS, TOP_K);
 }
@@ -702,9 +703,15 @@ CALL_FORM(cumoe_moe_forward, logits, fill_forward_logits, cumoe_moe_forward(a->p
           VIEW("args.weights_out", args.weights_out, BIT(F32), 0, OPTIONAL | OUT))
 CALL_FORM(cumoe_moe_forward, router, fill_forward_router, cumoe_moe_forward(a->plan, a->weights, a->info, no_stream),
           FORWARD_ROWS, VIEW("args.router_weight", args.router_weight, OR_F32, 16, OPTIONAL),
-          VIEW("args.router_bias", args.router_bias, OR_F32, 0, OPTIONAL),
-          VIEW("args.router_x", args.router_x, BIT(BF16), 16, OPTIONAL), WEIGHTS("args.shared", args.shared),
+          VIEW("args.router_bias", args.router_bias, OR_F32, 0, OPTIONAL), WEIGHTS("args.shared", args.shared),
           VIEW("args.shared_gate", args.shared_gate, OR_F32, 16, OPTIONAL))
+static void fill_forward_own(arguments *a)
+{
+  fill_forward_router(a);
+  a->args.router_x = give(CUMOE_BF16, TOKENS, HIDDEN);
+}
+CALL_FORM(cumoe_moe_forward, own, fill_forward_own, cumoe_moe_forward(a->plan, a->weights, a->info, no_stream),
+          FORWARD_ROWS, VIEW("args.router_x", args.router_x, BIT(BF16), 16, OPTIONAL))
 
 /* ---- cumoe/stages.h ------------------------------------------------------------------------------------- */
 

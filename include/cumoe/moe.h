@@ -123,7 +123,8 @@ static inline cumoe_routing cumoe_routing_make(cumoe_score score, int32_t top_k,
  * (cumoe/stages.h), with the norm between down and combine, over y [rows, H]; (4) the activation: bind gate and up
  * once more as UNGATED with 2 I channels, up with ACT_IDENTITY, then its own activation before down; (5) looking the
  * number up: ids [T, k] = table[number]; (6) a router that is an MLP. Experts that drop tokens past a capacity
- * (nllb_moe, switch_transformers): ids of -1. doge's experts are vectors: no such layer. No family has a softmax over groups.
+ * (nllb_moe, switch_transformers): ids of -1. doge's experts are vectors: no such layer. No family has a softmax over
+ * groups.
  */
 static inline cumoe_routing cumoe_routing_mixtral(int32_t top_k)
 {
@@ -223,7 +224,10 @@ enum {
   CUMOE_MOE_UNREDUCED = 1u << 1,      /* out is [T * k, H]: row t*k+j = y of slot j, not weighted, 0 for a dropped
                                     slot and, with WEIGHT_ON_INPUT, for one of weight 0 */
   CUMOE_MOE_LIMIT_AFTER = 1u << 2,    /* act_limit bounds act(g), not g: step3p7. Not with SWIGLU_OAI */
-  CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on how many others there are */
+  CUMOE_MOE_BATCH_INVARIANT = 1u << 3 /* a token's results do not depend, bit for bit, on what else is in the batch:
+                                         kernels are chosen without T. On an H200, bf16, T 1 takes 1.4 to 2.8 times as
+                                         long, T 8 1.07 to 1.40 times, many tokens no longer. Of forward and of the
+                                         stages that take the plan; the router's: cumoe_router_with */
 };
 
 /*

@@ -1,5 +1,5 @@
-/* Expert parallelism's decode step as DeepEP leaves it: [E, capacity, H], and how many rows each expert has stays on the
- * device. Rows go through the experts and come back in their places, unweighted. */
+/* Expert parallelism's decode step as DeepEP leaves it: [E, capacity, H], and how many rows each expert has stays on
+ * the device. Rows go through the experts and come back in their places, unweighted. */
 #include <cumoe/cumoe.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,8 @@ static cumoe_view_mut matrix(cumoe_context context, cumoe_dtype dtype, int64_t r
   cumoe_buffer buffer; /* freed with its context */
   check(cumoe_buffer_alloc(context, dtype, rows, cols, NULL, &buffer));
   cumoe_view_mut view = cumoe_buffer_view_mut(buffer);
-  if (values) check(cumoe_copy_from_host(context, view, values, (size_t)(rows * cols) * cumoe_dtype_bytes(dtype), NULL));
+  const size_t bytes = (size_t)(rows * cols) * cumoe_dtype_bytes(dtype);
+  if (values) check(cumoe_copy_from_host(context, view, values, bytes, NULL));
   return view;
 }
 
