@@ -65,47 +65,76 @@ template <class S> struct token_weight_scale {
   DEVICE float value(const gemm_args &args) const { return next ? scale_value(bits, args.b.scale.dtype) : 1.f; }
 };
 
-/* acc = rows x weights of one unit, of BLOCKS blocks of tokens. */
-template <class S, int BLOCKS>
-DEVICE void multiply_token_blocks(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                                  token_weight_scale<S> weights, typename token_tile<S>::sums &acc)
+/*
+ * A stage is multiplied in pieces: a block of tokens by half of a consumer's columns. While one is scaled and added, the
+ * next is being multiplied; a piece of all columns would leave no registers for a second one.
+ */
+template <class S>
+DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int piece,
+                        float (&part)[token_tile<S>::ACCUMULATORS / 2])
 {
   using tile = token_tile<S>;
-#pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-    const int thread = (int)tid_x(), group = thread / S::GROUP - 1; /* registers are full: anew each time */
-    const int token = thread % S::GROUP / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
-    wait_for(&smem.full[at.stage], at.phase);
-    if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
-    const uint64_t a = wgmma_operand(smem.rows[at.stage]);
-    const uint64_t b = wgmma_operand(smem.weights[at.stage] + group * tile::COLUMNS * S::BK);
-    float of_weights;
+  constexpr int WIDE = tile::COLUMNS / 2;
+  const int group = (int)tid_x() / S::GROUP - 1; /* registers are full: anew each time */
+  const uint64_t a = wgmma_operand(smem.rows[stage]) + piece / 2 * (tile::TOKENS * 8);
+  const uint64_t b = wgmma_operand(smem.weights[stage] + group * tile::COLUMNS * S::BK) + piece % 2 * (WIDE * 8);
+  wgmma_fence();
 #pragma unroll
-    for (int block = 0; block < BLOCKS; block++) {
-      float part[tile::ACCUMULATORS], factor[2][tile::HALVES]; /* of the token, of even and odd octets */
-      wgmma_fence();
+  for (int k = 0; k < S::BK / 32; k++) wgmma_step<S, WIDE>::run(part, a + k * 2, b + k * 2, k > 0);
+  wgmma_commit_group();
+}
+
+/* acc += the products of a stage. None is under way from stage to stage: ptxas would make all wgmma wait for each
+ * other (C7514). */
+template <class S, int BLOCKS>
+DEVICE void multiply_token_stage(pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, float of_weights,
+                                 typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  constexpr int PIECES = 2 * BLOCKS, EACH = tile::ACCUMULATORS / 2;
+  float part[2][EACH], factor[2][tile::HALVES]; /* of the token, of even and odd octets */
+  begin_piece<S>(smem, at.stage, 0, part[0]);
 #pragma unroll
-      for (int k = 0; k < S::BK / 32; k++)
-        wgmma_step<S, tile::COLUMNS>::run(part, a + k * 2 + block * (tile::TOKENS * 8), b + k * 2, k > 0);
-      wgmma_commit_group();
-      if (block == 0) { /* while the tensor cores work */
-        of_weights = weights.value(args);
-        if (k0 + S::BK < args.k) weights.advance(args);
-      }
-      const float *x = row_scales_of<S>(smem, at) + block * tile::TOKENS + token;
+  for (int piece = 0; piece < PIECES; piece++) {
+    if (piece + 1 < PIECES) begin_piece<S>(smem, at.stage, piece + 1, part[(piece + 1) % 2]);
+    if (piece % 2 == 0) {
+      const int thread = (int)tid_x() % S::GROUP;
+      const float *x =
+          row_scales_of<S>(smem, at) + piece / 2 * tile::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
 #pragma unroll
       for (int half = 0; half < tile::HALVES; half++) {
         const float w = tile::HALVES == 2 ? __shfl_sync(ALL_LANES, of_weights, half) : of_weights;
         factor[0][half] = x[0] * w;
         factor[1][half] = x[8] * w;
       }
-      wgmma_wait_group<0>();
-      if (block + 1 == BLOCKS) release_stage<S>(smem, at.stage);
-      hold(part);
-#pragma unroll
-      for (int v = 0; v < tile::ACCUMULATORS; v++)
-        acc[block][v] = fmaf(part[v], factor[v / 2 % 2][v / 4 % tile::HALVES], acc[block][v]);
     }
+    if (piece + 1 < PIECES) {
+      wgmma_wait_group<1>();
+    } else {
+      wgmma_wait_group<0>();
+      release_stage<S>(smem, at.stage);
+    }
+    hold(part[piece % 2]);
+#pragma unroll
+    for (int v = 0; v < EACH; v++) {
+      float &sum = acc[piece / 2][piece % 2 * EACH + v];
+      sum = fmaf(part[piece % 2][v], factor[v / 2 % 2][v / 4 % tile::HALVES], sum);
+    }
+  }
+}
+
+/* acc = rows x weights of one unit, of BLOCKS blocks of tokens. */
+template <class S, int BLOCKS>
+DEVICE void multiply_token_blocks(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                                  token_weight_scale<S> weights, typename token_tile<S>::sums &acc)
+{
+#pragma unroll 1
+  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+    const float of_weights = weights.value(args);
+    if (left > S::BK) weights.advance(args);
+    wait_for(&smem.full[at.stage], at.phase);
+    if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
+    multiply_token_stage<S, BLOCKS>(smem, at, of_weights, acc);
   }
 }
 

@@ -27,10 +27,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false;
-  /* 384 threads start with 168 each. Who gathers scales as well wants more. */
-  static constexpr bool EXACT_SUMS = PRODUCT::SCALED && !same_type<typename wgmma_shape::SUM, float>;
-  static constexpr int CONSUMER_REGISTERS = EXACT_SUMS ? 216 : 224,
-                       PRODUCER_REGISTERS = 3 * 168 - 2 * CONSUMER_REGISTERS;
+  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -313,50 +310,18 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
     add_h_stored(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
 }
 
-/* Of codes: what is wanted of a unit after it is multiplied, for which registers are full. It lies where a warp will
- * stage its results. */
-struct kept_unit {
-  tile_unit unit;
-  int32_t slot;
-};
-
-template <class S> DEVICE kept_unit *kept_of_warp(wgmma_smem<S> &smem)
-{
-  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
-  return reinterpret_cast<kept_unit *>(smem.staging.staged[warp / 4][warp % 4]);
-}
-
-template <class S> DEVICE void keep_unit(wgmma_smem<S> &smem, const tile_unit &unit, int slot)
-{
-  __syncwarp(); /* results of the unit before are stored */
-  if (lane_id() == 0) *kept_of_warp<S>(smem) = {unit, slot};
-  __syncwarp();
-}
-
-/* A consumer's part of a unit of codes. Returns the unit's slot. */
+/* A consumer's part of the unit at `slot`, tokens as rows. */
 template <class S>
-DEVICE int consume_scaled(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                          const tile_unit &unit, int32_t channel0, int slot)
+DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                           int slot)
 {
-  keep_unit<S>(smem, unit, slot);
-  const int each = wgmma_channels<S>(args.g) / S::CONSUMERS;
-  if constexpr (token_tile<S>::SERVED)
-    if (tokens_are_rows<S>(args.g)) {
-      typename token_tile<S>::sums acc = {};
-      multiply_tokens<S>(args.g, args.up_first, smem, at, unit, channel0, acc);
-      const kept_unit kept = *kept_of_warp<S>(smem);
-      const int consumer = (int)tid_x() / S::GROUP - 1;
-      store_tokens<S>(args.g, args.up_first, smem.staging, kept.unit, (kept.unit.n * S::CONSUMERS + consumer) * each,
-                      acc);
-      return kept.slot;
-    }
-  float acc[S::BLOCKS][S::ACCUMULATORS] = {};
-  multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-  const kept_unit kept = *kept_of_warp<S>(smem);
+  typename token_tile<S>::sums acc = {};
+  const int each = token_tile<S>::CHANNELS;
+  const tile_unit unit = smem.units[slot];
+  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, (unit.n * S::CONSUMERS + group) * each, acc);
+  const tile_unit stored = smem.units[slot]; /* registers are full: all of it anew */
   const int consumer = (int)tid_x() / S::GROUP - 1;
-  store_tile<S>(args.g, args.up_first, smem.staging, kept.unit, consumer,
-                {(kept.unit.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
-  return kept.slot;
+  store_tokens<S>(args.g, args.up_first, smem.staging, stored, (stored.n * S::CONSUMERS + consumer) * each, acc);
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
@@ -373,14 +338,22 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       skip<S>(args.g, smem, at);
       continue;
     }
-    if constexpr (S::SCALED) {
-      slot = consume_scaled<S>(args, smem, at, group, unit, channel0, slot);
+    if constexpr (token_tile<S>::SERVED)
+      if (tokens_are_rows<S>(args.g)) {
+        consume_tokens<S>(args, smem, at, group, slot);
+        continue;
+      }
+    float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
+    multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
+    if constexpr (S::SCALED) { /* registers are full: all of it anew */
+      const tile_unit stored = smem.units[slot];
+      const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
+      store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
+                    {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
     } else {
-      float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-      multiply<S, S::BM>(args.g, smem, at, group, unit.rows, acc);
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
-      if (S::GATHERED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
     }
+    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
   }
 }
 
