@@ -66,8 +66,8 @@ template <class S> struct token_weight_scale {
 };
 
 /*
- * A stage is multiplied in pieces: a block of tokens by half of a consumer's columns. While one is scaled and added, the
- * next is being multiplied; a piece of all columns would leave no registers for a second one.
+ * A stage is multiplied in pieces: a block of tokens by half of a consumer's columns. While one is scaled and added,
+ * the next is being multiplied; a piece of all columns would leave no registers for a second one.
  */
 template <class S>
 DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int piece,
