@@ -38,6 +38,7 @@ typedef struct op_shape {
   int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN_ALL */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
+  bool by_expert;       /* activations are another row for each expert; quantize: makes those */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
   int32_t n, k;         /* output channels, reduction length; permute: n bytes a token;

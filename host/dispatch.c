@@ -40,8 +40,7 @@ static int32_t run_of(const gemm_args *a)
   const scale_matrix *s = &a->b.scale;
   const int32_t k = s->k_stride ? s->block_k | s->k_origin : 0,
                 rows = a->rows.mode == ROWS_GROUP ? a->rows.group | a->rows.origin : 0;
-  const int32_t all = (int32_t)SCALE_RUN_ALL | k | rows;
-  return all & -all;
+  return aligned_run(k | rows);
 }
 
 static op_shape shape_of_gemm(operation op, const void *args)

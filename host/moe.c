@@ -290,7 +290,8 @@ static const void *arguments_of(layer_arguments *l, stage s)
   case STAGE_gate: return &l->gate;
   case STAGE_map_count:
   case STAGE_map: return &l->map;
-  case STAGE_quantize_x: return &l->x;
+  case STAGE_quantize_x:
+  case STAGE_arrange_x: return &l->x;
   case STAGE_quantize_h: return &l->h;
   case STAGE_shared_quantize_x: return &l->shared_x;
   case STAGE_shared_quantize_h: return &l->shared_h;
@@ -354,9 +355,10 @@ typedef struct code_regions {
   size_t codes, scale;
 } code_regions;
 
-/* Activations become codes before they are multiplied, where the format wants it: `g` reads these instead. rows: how
- * many there are. */
-static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, code_regions at)
+/* Activations become codes before they are multiplied, or an expert's own row, where the format wants it: `g` reads
+ * these instead. rows: how many there are. */
+static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, const row_order *order,
+                                   code_regions at)
 {
   const quantize_args q = {.x = g->a,
                            .codes = region(p, at.codes),
@@ -367,11 +369,23 @@ static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows
                            .rows = rows,
                            .cols = g->k,
                            .dtype = p->plan->desc.dtype,
-                           .format = g->rows};
-  if (g->rows.mode == ROWS_AS_THEY_ARE) return q;
+                           .format = g->rows,
+                           .by_expert = order->by_expert,
+                           .experts = g->experts,
+                           .top_k = g->top_k,
+                           .offsets = g->offsets,
+                           .row_pair = order->by_expert ? g->row_pair : NULL,
+                           .x_rows = p->tokens.count,
+                           .static_stride = order->static_stride,
+                           .order_stride = order->stride,
+                           .order = order->base,
+                           .order_table = order->table};
+  const bool codes = g->rows.mode != ROWS_AS_THEY_ARE;
+  if (!codes && !order->by_expert) return q;
   g->a = q.codes;
   g->a_ld = q.codes_ld;
-  g->a_scale = q.scale;
+  g->packed = order->by_expert;
+  if (codes) g->a_scale = q.scale;
   g->a_scale_ld = q.scale_ld;
   return q;
 }
@@ -382,21 +396,22 @@ static token_count rows_of_route(const pass *p, int64_t cap)
   return (token_count){cap, p->route.offsets + p->plan->desc.local_experts};
 }
 
-static void quantize_routed(const pass *p, layer_arguments *l)
+static void quantize_routed(const pass *p, const struct weights *w, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
-  l->x = quantize_pass(p, up, p->tokens, (code_regions){at->x_codes, at->x_scale});
-  l->h = quantize_pass(p, down, rows_of_route(p, down->rows_cap), (code_regions){at->h_codes, at->h_scale});
+  const token_count rows = rows_of_route(p, down->rows_cap);
+  const code_regions x = {at->x_codes, at->x_scale}, h = {at->h_codes, at->h_scale};
+  l->x = quantize_pass(p, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, x);
+  l->h = quantize_pass(p, down, rows, &w->down_order, h);
 }
 
 static void quantize_shared(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
-  l->shared_x =
-      quantize_pass(p, &l->shared_up.gemm.g, p->tokens, (code_regions){at->shared_x_codes, at->shared_x_scale});
-  l->shared_h =
-      quantize_pass(p, &l->shared_down.gemm.g, p->tokens, (code_regions){at->shared_h_codes, at->shared_h_scale});
+  const code_regions x = {at->shared_x_codes, at->shared_x_scale}, h = {at->shared_h_codes, at->shared_h_scale};
+  l->shared_x = quantize_pass(p, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order, x);
+  l->shared_h = quantize_pass(p, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order, h);
 }
 
 /* How the kernels of a routed layer work together: kernels/protocol.h. */
@@ -436,7 +451,7 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   l->map = map_pass(p);
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
-  quantize_routed(p, l);
+  quantize_routed(p, weights, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;

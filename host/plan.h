@@ -21,6 +21,7 @@
   X(shared_quantize_h, quantize)                                                                                       \
   X(shared_down, down)                                                                                                 \
   X(shared_gate, router)                                                                                               \
+  X(arrange_x, quantize)                                                                                               \
   X(up, up)                                                                                                            \
   X(quantize_h, quantize)                                                                                              \
   X(down, down)                                                                                                        \
@@ -54,7 +55,7 @@ step_refusal plan_step(const machine *m, const op_shape *s, launch_step *result)
 typedef struct workspace_layout {
   size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
       shared_logit;
-  size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised */
+  size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;

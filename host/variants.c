@@ -39,7 +39,9 @@
   F(SCAN_LARGEST)                                                                                                      \
   F(SCAN_FIELDS)                                                                                                       \
   F(GGML_Q4_0)                                                                                                         \
+  F(GGML_Q4_1)                                                                                                         \
   F(GGML_Q8_0)                                                                                                         \
+  F(GGML_Q4_K)                                                                                                         \
   F(GGML_Q6_K)                                                                                                         \
   F(GGML_MXFP4) F(FAULT_NAN_LOGIT) F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)

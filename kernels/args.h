@@ -131,6 +131,7 @@ typedef struct permute_args {
  * that lie in one matrix with common blocks each has its own.
  * Zero points: nibble n % 8 of the 32-bit word
  *   z[n / 8 * n_stride + (k + k_origin) / block_k * k_stride],  z as p, of zero_matrix
+ * Values of FORMAT_af4: of the type and at the index of scales, but for the strides and the base.
  */
 typedef struct scale_matrix {
   const void *base[2];
@@ -144,7 +145,7 @@ typedef struct zero_matrix {
   const uint32_t *base[2];
   const uint32_t *const *table[2];
   int64_t expert_stride, n_stride, k_stride;
-  int32_t add; /* to every stored zero point */
+  int32_t add; /* to every stored zero point; values: 0 */
 } zero_matrix;
 
 /*
@@ -153,7 +154,7 @@ typedef struct zero_matrix {
  * h 0 is the only half of an ungated or down projection, or the gate; h 1 is up. One of the strides is 1:
  * k_stride == 1 is "K major" (n_stride = ld, or 2 ld interleaved); else "N major" with n_stride 1, or 2 interleaved.
  * Weights with scales are K major; rows begin at 16 bytes and have a multiple of 16 bytes. The weight is
- *   (code - offset - zero point) * scale * (global_over ? 1 / global : global)
+ *   (code - offset - zero point) * scale * (global_over ? 1 / global : global); af4: (code - offset) * scale + value
  * with global[h] + e * global_stride, all of it an exact real number.
  * Bias element (e, n) of half h: bias[h] + e * bias_expert_stride + n * bias_n_stride.
  */
@@ -197,8 +198,13 @@ enum { ROWS_ONE_GROUP = 1 << 30 };
 /* Groups of a row of k elements. */
 #define ROW_GROUPS(format, k) (((format).origin % (format).group + (k) + (format).group - 1) / (format).group)
 
-/* codes[r, k]; scale[g * scale_ld + r] of group g of row r, counted from the row's first. Grid: see the variant's form.
- * CPU unit: one row. */
+/*
+ * codes[r, k]; scale[g * scale_ld + r] of group g of row r, counted from the row's first. Grid: see the variant's form.
+ * CPU unit: one row.
+ * by_expert: row r is an expert's, the last one with offsets[e] <= r (offsets NULL: expert 0's), and row row_pair[r] /
+ * top_k of x (row_pair NULL: row r). STATIC: its scale is static_scale[e * static_stride]. AS_THEY_ARE: codes are x's
+ * elements, element k that of order[k], order as p of scale_matrix, I32.
+ */
 typedef struct quantize_args {
   const void *x; /* [rows, cols]; 16-byte aligned, as codes are, bases and leading dimensions */
   void *codes;   /* [rows, cols] of a byte */
@@ -207,6 +213,11 @@ typedef struct quantize_args {
   token_count rows;
   int32_t cols, dtype;
   row_format format;
+  int32_t by_expert, experts, top_k;
+  const int32_t *offsets, *row_pair; /* [experts + 1]; [rows] */
+  int64_t x_rows, static_stride, order_stride;
+  const int32_t *order;
+  const int32_t *const *order_table;
 } quantize_args;
 
 /*
@@ -271,15 +282,17 @@ typedef struct scan_args {
 /*
  * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h):
  * all of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
- * [ceil(out / 8), groups], at to_scale and to_zero. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's
- * codes, n fastest.
+ * [ceil(out / 8), groups] or values like scales, at to_scale and to_zero, and the order [in] at to_order: element k of
+ * a row is order[k] of what is read. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's codes, n fastest.
  */
 enum { REPACK_BYTES = 16 };
 typedef struct repack_args {
   const uint8_t *codes, *scale, *zero; /* zero NULL: none */
+  const int32_t *order;                /* NULL: 0, 1, ... */
   uint8_t *to;
   int64_t codes_ld, scale_ld, zero_ld, codes_stride, scale_stride, zero_stride;
-  int64_t to_stride, to_scale, to_zero;
+  int64_t order_stride; /* elements; 0: one for all experts */
+  int64_t to_stride, to_scale, to_zero, to_order;
   int32_t experts, out, in, groups, scale_rows;
   int32_t block_k, k_origin;
   int32_t bits, word, in_out, packed_out; /* word: codes in one */
@@ -288,7 +301,7 @@ typedef struct repack_args {
   int32_t zero_add, scale_bytes;
   int32_t ggml; /* GGML_* or 0 */
 } repack_args;
-enum { GGML_Q4_0 = 2, GGML_Q8_0 = 8, GGML_Q6_K = 14, GGML_MXFP4 = 39 };
+enum { GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_Q4_K = 12, GGML_Q6_K = 14, GGML_MXFP4 = 39 };
 #define REPACK_CELL(a) (REPACK_BYTES * 8 / (a)->bits)
 
 /*

@@ -577,7 +577,7 @@ static void undo_bind(arguments *a)
   VIEW("desc." #field, bind.field.data, types, 16, 0), STRIDE(field, -1, LAYOUT), STRIDE(field, INT64_MIN, LAYOUT),    \
       STRIDE(field, 8, LAYOUT), STRIDE(field, 2052, MISALIGNED), STRIDE(field, (int64_t)1 << 61, INVALID_ARGUMENT),    \
       VALUE("desc." #field, bind.field.expert_stride, (int64_t)1 << 45, INVALID_ARGUMENT),                             \
-      RESERVE("desc." #field, bind.field.reserved[21]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
+      RESERVE("desc." #field, bind.field.reserved[13]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
 FORM(cumoe_weights_bind, strided, fill_bind, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      BIND_ROWS, PROJECTION(gate_up, BIT(BF16)))
 FORM(cumoe_weights_bind, tables, fill_bind_tables, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
@@ -1193,6 +1193,19 @@ CALL(cumoe_weights_repack, fill_repack,
      VIEW("to", v[0], BIT(U8), 256, OUT | FREE_COLS), VALUE("to", v[0].cols, 255, WORKSPACE),
      NOT_NULL("projection", host), NOT_NULL("format", pointer))
 
+static void fill_order(arguments *a)
+{
+  static int32_t g_idx[2 * 32], order[2 * 32];
+  for (int32_t k = 0; k < 2 * 32; k++) g_idx[k] = k % 2;
+  a->host = g_idx;
+  a->out = order;
+  a->rows = 2 * 32;
+  a->cols = 32;
+}
+CALL(cumoe_order_of_groups, fill_order, cumoe_order_of_groups(a->host, (int32_t)a->rows, (int32_t)a->cols, a->out),
+     NOT_NULL("g_idx", host), NOT_NULL("order", out), VALUE("in", rows, 63, INVALID_ARGUMENT),
+     VALUE("in", rows, 0, INVALID_ARGUMENT), VALUE("group", cols, 0, INVALID_ARGUMENT))
+
 static void fill_scan(arguments *a)
 {
   a->weights = bench.weights;
@@ -1264,7 +1277,7 @@ static int change_formats(int which, arguments *a, expectation *e)
   cumoe_moe_desc *d = &a->desc;
   cumoe_format *u = &d->up_format, *w = &d->down_format, *s = &d->shared_up_format;
   int n = 0;
-  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[11] is 7, must be 0", u->reserved[11] = 7)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[10] is 7, must be 0", u->reserved[10] = 7)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 0 (dense), all of desc.up_format", u->element = 0)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 7, not a", u->element = 7)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is -1, not a", u->element = -1)
@@ -1299,13 +1312,17 @@ static int change_formats(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.origin[0] is 1, must be 0 with block[0] 0", u->block[0] = 0,
          u->origin[0] = 1)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.joined is 2, must be 0 or 1", u->joined = 2)
-  CHANGE(NOT_SUPPORTED, "desc.down_format.zero is 2, must be", w->zero = 2)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.zero is 3, must be", w->zero = 3)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.zero_add is 1, must be -16 .. 16, and 0 without", w->zero = 2,
+         w->zero_add = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.act_order is 1, must be 0, or 1 with ROWS_AS_THEY_ARE", u->act_order = 1)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.act_order is 2, must be 0, or 1", w->act_order = 2)
   CHANGE(NOT_SUPPORTED, "desc.up_format.zero is 1, must be", u->zero = 1)
   CHANGE(INVALID_ARGUMENT, "desc.down_format.zero_add is 17, must be -16 .. 16", w->zero_add = 17)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.zero_add is 1, must be -16 .. 16, and 0 without", u->zero_add = 1)
   CHANGE(NOT_SUPPORTED, "desc.up_format.global is 1, must be GLOBAL_NONE", u->global = 1)
   CHANGE(NOT_SUPPORTED, "desc.shared_up_format.global is 3, must be", s->global = 3)
-  CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is 4, not a cumoe_rows", u->rows = 4)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is 5, not a cumoe_rows", u->rows = 5)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is -1, not a cumoe_rows", u->rows = -1)
   CHANGE(NOT_SUPPORTED, "desc.down_format.rows is 2, must be ROWS_AS_THEY_ARE with element 5", w->rows = 2)
   CHANGE(NOT_SUPPORTED, "desc.up_format.row_element is 3, must be 0, or 1", u->row_element = CUMOE_ELEMENT_S8)
@@ -1362,6 +1379,16 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.global.cols is 3, must be 2", up->global.cols = up->global.ld = 3)
   CHANGE(INVALID_ARGUMENT, "desc.down.global must be absent: the format has none", down->global = up->global)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.input_scale must be absent: the format's rows", up->input_scale = up->global)
+  CHANGE(WRONG_DTYPE, "desc.down.zero.dtype is i32, must be f16", d->down_format.zero = CUMOE_ZERO_VALUES,
+         down->zero.data.rows = down->scale.data.rows)
+  CHANGE(INVALID_ARGUMENT, "desc.down.zero.rows is 8, must be", d->down_format.zero = CUMOE_ZERO_VALUES,
+         down->zero.data.dtype = CUMOE_F16)
+  CHANGE(INVALID_ARGUMENT, "desc.down.order is absent", d->down_format.act_order = 1)
+  CHANGE(INVALID_ARGUMENT, "desc.down.order must be absent: desc.down_format.act_order is 0", down->order = down->zero)
+  CHANGE(INVALID_ARGUMENT, "desc.down.order.cols is 2, must be 64", d->down_format.act_order = 1,
+         down->order = down->zero, down->order.data.rows = 1)
+  CHANGE(WRONG_DTYPE, "desc.down.order.dtype is f16, must be i32", d->down_format.act_order = 1,
+         down->order = down->scale, down->order.data.rows = 1, down->order.data.cols = down->order.data.ld = WIDE)
   CHANGE(LAYOUT, "desc.down_format.joined is 1, which is for", d->down_format.joined = 1)
   CHANGE(LAYOUT, "desc.up_format.joined is 1, which is for", d->up_format.joined = 1,
          d->gate_order = CUMOE_GATE_UP_INTERLEAVED)
@@ -1387,6 +1414,7 @@ static int change_bind_static(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.up.input_scale.cols is 2, must be 1",
          d->up.input_scale.cols = d->up.input_scale.ld = 2)
   CHANGE(LAYOUT, "desc.gate.input_scale and desc.up.input_scale must be one", d->up.input_scale = other)
+  CHANGE(INVALID_ARGUMENT, "desc.gate.input_scale.rows is 1, must be", d->up_format.rows = CUMOE_ROWS_STATIC_EXPERT)
   CHANGE(LAYOUT, "and so must their scales", d->up.scale.expert_stride = 2)
   CHANGE(LAYOUT, "and so must their scales", d->up.scale.data.ld = 2)
   CHANGE(INVALID_ARGUMENT, "desc.down.input_scale must be absent", d->down.input_scale = other)
@@ -1412,7 +1440,7 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.up ", d->up.bias = d->down.bias)
   CHANGE(LAYOUT, "desc.up ", d->up.expert_stride = 8)
   CHANGE(NOT_SUPPORTED, "desc.gate.reserved[0]", d->gate.reserved[0] = 1)
-  CHANGE(NOT_SUPPORTED, "desc.up.reserved[21]", d->up.reserved[21] = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up.reserved[13]", d->up.reserved[13] = 1)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_UNGATED)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)

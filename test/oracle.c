@@ -389,25 +389,26 @@ static void quantise_group(const cumoe_format *f, float given, const bounded *x,
   }
 }
 
-static operand_row as_codes(const cumoe_format *f, const tensor *given, int64_t cols, const bounded *x)
+static operand_row as_codes(const cumoe_format *f, float given, int64_t cols, const bounded *x)
 {
   bounded *to = scratch((size_t)cols, sizeof *to);
   double *more = scratch((size_t)cols * 3, sizeof *more);
   const bool groups = f->rows == CUMOE_ROWS_GROUP;
-  const float input_scale = given->data ? (float)tensor_get(given, 0, 0) : 0;
   for (int64_t at = 0, count; at < cols; at += count) {
     count = groups ? f->row_group - (f->origin[1] + at) % f->row_group : cols;
     if (count > cols - at) count = cols - at;
-    quantise_group(f, input_scale, x + at, count, to + at, more + at, more + cols + at, more + 2 * cols + at);
+    quantise_group(f, given, x + at, count, to + at, more + at, more + cols + at, more + 2 * cols + at);
   }
   return (operand_row){to, more, more + cols, more + 2 * cols};
 }
 
-static operand_row operand_of(const host_weights *w, int part, const bounded *x)
+static operand_row operand_of(const host_weights *w, int part, int64_t expert, const bounded *x)
 {
   const channel_place at = oracle_channel(w, part, 0, 0);
+  const tensor *given = &at.projection->input_scale;
   if (!format_has_codes(at.format)) return (operand_row){x, NULL, NULL, NULL};
-  return as_codes(at.format, &at.projection->input_scale, at.ins, x);
+  const double scale = given->data ? tensor_get(given, given->rows > 1 ? expert : 0, 0) : 0;
+  return as_codes(at.format, (float)scale, at.ins, x);
 }
 
 /* act(g) with its slope and the error of evaluating it in f32. */
@@ -469,7 +470,7 @@ void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, c
 {
   bounded *plain = scratch((size_t)w->hidden, sizeof *plain);
   for (int64_t k = 0; k < w->hidden; k++) plain[k] = (bounded){x[k], 0};
-  const operand_row a = operand_of(w, PLAIN_UP, plain);
+  const operand_row a = operand_of(w, PLAIN_UP, expert, plain);
   for (int64_t n = 0; n < w->inter; n++) {
     bounded up = projected(w, PLAIN_UP, expert, n, a, weight);
     if (w->gate_order != CUMOE_UNGATED) {
@@ -483,7 +484,7 @@ void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, c
 
 void oracle_down(const host_weights *w, int64_t expert, const bounded *h, bounded *y)
 {
-  const operand_row a = operand_of(w, PLAIN_DOWN, h);
+  const operand_row a = operand_of(w, PLAIN_DOWN, expert, h);
   for (int64_t n = 0; n < w->hidden; n++) y[n] = projected(w, PLAIN_DOWN, expert, n, a, (bounded){1, 0});
 }
 

@@ -208,8 +208,10 @@ typedef enum cumoe_major {
  * strided or by pointers, of matrices [blocks along out, blocks along in] of the format's scale type:
  * ceil((origin + out) / block) x ceil((origin + in) / block), 1 where a block is 0 (all of the axis). gate_up
  * concatenates the rows of gate and of up, each with its own blocks, unless `joined`; interleaved, rows are those of
- * gate_up. `zero` likewise, I32 [ceil(out / 8), blocks along in]. `global` is [experts, halves] f32, or [experts, 1]
- * for both halves: gate, up. `input_scale` is [1, 1] f32, on the device. Scales may be aligned to their element alone.
+ * gate_up. `zero` likewise, I32 [ceil(out / 8), blocks along in], or with ZERO_VALUES like scale. `global` is
+ * [experts, halves] f32, or [experts, 1] for both halves: gate, up. `input_scale` is f32 on the device, [1, 1], or
+ * [experts, 1] with ROWS_STATIC_EXPERT. `order` is an array of I32 [1, in], the same for gate and up: each of
+ * 0 .. in - 1 once; what lies outside counts as the nearest of these. Scales may be aligned to their element alone.
  */
 typedef struct cumoe_array {
   cumoe_view data;
@@ -225,8 +227,9 @@ typedef struct cumoe_projection {
   cumoe_array scale;
   cumoe_array zero;       /* with the format's zero */
   cumoe_view global;      /* with the format's global */
-  cumoe_view input_scale; /* with ROWS_STATIC */
-  uint64_t reserved[22];  /* 0 */
+  cumoe_view input_scale; /* with ROWS_STATIC, ROWS_STATIC_EXPERT */
+  cumoe_array order;      /* with the format's act_order */
+  uint64_t reserved[14];  /* 0 */
 } cumoe_projection;
 
 typedef struct cumoe_weights_desc {
@@ -250,8 +253,9 @@ typedef struct cumoe_weights_desc {
 typedef struct cumoe_weights_s *cumoe_weights;
 
 /*
- * Records where the weights lie; copies no weights. With per_expert arrays the pointer tables are copied to the
- * device, and the call waits for that copy. Projections that gate_order does not name must be absent (all zero).
+ * Records where the weights lie; copies no weights. The first ones of a format load its kernels, which takes
+ * milliseconds. With per_expert arrays the pointer tables are copied to the device, and the call waits for that copy.
+ * Projections that gate_order does not name must be absent (all zero).
  * Views of owned buffers (cumoe/buffer.h): once one of these was freed, released or had its handle ended in another
  * way, every call with the weights answers STALE_HANDLE and names the projection. Foreign memory is the caller's to
  * keep.
