@@ -69,6 +69,7 @@ static bool serves(const variant *v, const op_shape *s)
   if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
   if (s->scale_run < scale_run_of(v) || !takes_rows(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
+  if (v->form == FORM_warp) return !s->rules;
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_expert) return s->by_expert;
   if (v->form == FORM_codes && s->by_expert) return false;
@@ -95,6 +96,7 @@ enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 
 int64_t tune_scale(const machine *m, const op_shape *s)
 {
+  if (s->invariant) return ANY_ROWS;
   const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
   const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;
   return scant ? 0 : min64(rows, ANY_ROWS);

@@ -44,6 +44,8 @@ typedef struct op_shape {
   int32_t n, k;         /* output channels, reduction length; permute: n bytes a token;
                            quantize: elements of a row, of a group */
   int32_t top_k;
+  bool rules;     /* gate: GATE_HAS_RULES */
+  bool invariant; /* the row must not follow tokens and rows: CUMOE_MOE_BATCH_INVARIANT */
 } op_shape;
 
 /* The row to run: the forced one, else the best one for the shape; -1 if none can. */

@@ -1,5 +1,6 @@
 /* See plan.h. */
 #include "plan.h"
+#include "arguments.h"
 #include "format.h"
 
 /* ---- stages ---- */
@@ -25,6 +26,11 @@ int32_t router_experts(const cumoe_moe_desc *d)
   return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
 }
 
+bool is_invariant(const cumoe_moe_desc *d)
+{
+  return d->flags & CUMOE_MOE_BATCH_INVARIANT;
+}
+
 /* ---- shapes ---- */
 
 /* What all shapes are made from. */
@@ -34,7 +40,7 @@ typedef struct layer {
   const layer_call *c;
 } layer;
 
-static op_shape router_shape(const layer *l, int32_t experts, int32_t w, bool tmap)
+static op_shape router_shape(const layer *l, int32_t experts, int32_t hidden, int32_t w, bool tmap)
 {
   return (op_shape){.op = OP_router,
                     .in = l->d->dtype,
@@ -46,13 +52,27 @@ static op_shape router_shape(const layer *l, int32_t experts, int32_t w, bool tm
                     .rows = l->c->tokens,
                     .experts = experts,
                     .n = experts,
-                    .k = l->d->hidden};
+                    .k = hidden,
+                    .invariant = is_invariant(l->d)};
+}
+
+/* What kinds of gates differ by; pointers say only whether something is there. */
+static gate_args gate_kind(const layer *l)
+{
+  static const float there;
+  const layer_call *c = l->c;
+  gate_args a = gate_rule(&l->d->routing, router_experts(l->d));
+  a.select_bias = c->has_select_bias ? &there : NULL;
+  a.expert_scale = c->has_expert_scale ? &there : NULL;
+  a.given = c->has_chosen ? &there : NULL;
+  return a;
 }
 
 static op_shape gate_shape(const layer *l)
 {
+  const gate_args a = gate_kind(l);
   return (op_shape){
-      .op = OP_gate, .tokens = l->c->tokens, .experts = router_experts(l->d), .top_k = l->d->routing.top_k};
+      .op = OP_gate, .tokens = l->c->tokens, .experts = a.experts, .top_k = a.top_k, .rules = GATE_HAS_RULES(a)};
 }
 
 static op_shape map_shape(const layer *l, operation op)
@@ -88,7 +108,8 @@ static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, 
                     .experts = shared ? 1 : d->local_experts,
                     .n = up ? inter : d->hidden,
                     .k = up ? d->hidden : inter,
-                    .top_k = k};
+                    .top_k = k,
+                    .invariant = is_invariant(d)};
 }
 
 static op_shape combine_shape(const layer *l)
@@ -174,6 +195,7 @@ static bool wants_few(const layer *l)
   static const operation replaced[] = {OP_map_count, OP_map, OP_up, OP_down, OP_combine};
   if (l->c->tokens > FEW_TOKENS) return false; /* first: most layers are decided here */
   if (l->d->flags & CUMOE_MOE_UNREDUCED || l->d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
+  if (is_invariant(l->d)) return false;
   const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
   if (choose(l->m, &up) < 0 || choose(l->m, &down) < 0) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
@@ -185,14 +207,7 @@ static bool wants_few(const layer *l)
 /* What few_up does of gates: GATE_IN_FEW_UP. */
 static bool few_can_gate(const layer *l)
 {
-  const cumoe_routing *r = &l->d->routing;
-  const float bias = 0;
-  const gate_args gate = {.select_bias = l->c->has_select_bias ? &bias : NULL,
-                          .experts = router_experts(l->d),
-                          .score = r->score,
-                          .n_group = r->n_group,
-                          .flags = r->flags,
-                          .softcap = r->softcap};
+  const gate_args gate = gate_kind(l);
   return GATE_IN_FEW_UP(gate);
 }
 
@@ -305,14 +320,15 @@ static void add_shared(const layer *l, layer_plan *p)
 {
   add_experts(l, p, STAGE_shared_up, STAGE_shared_down, true);
   if (!l->c->has_shared_gate) return;
-  const op_shape gate = router_shape(l, 1, l->c->shared_gate_dtype, l->c->shared_gate_tmap);
+  const op_shape gate = router_shape(l, 1, l->d->hidden, l->c->shared_gate_dtype, l->c->shared_gate_tmap);
   add(l, p, STAGE_shared_gate, &gate);
 }
 
 layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_call *call)
 {
   const layer l = {m, desc, call};
-  const op_shape router = router_shape(&l, router_experts(desc), call->router_dtype, call->router_tmap),
+  const op_shape router =
+                     router_shape(&l, router_experts(desc), call->router_hidden, call->router_dtype, call->router_tmap),
                  gate = gate_shape(&l);
   layer_plan p = {.refused = STAGE_COUNT};
   for (int i = 0; i < STAGE_COUNT; ++i) p.steps[i].row = -1;

@@ -77,8 +77,11 @@ typedef struct layer_call {
   bool has_router;       /* the logits are made from x */
   int32_t router_dtype;  /* DT_* of its weights */
   bool router_tmap;      /* tensor maps can describe x and them */
+  int32_t router_hidden; /* columns of its weights */
   bool has_ids;          /* routed by the caller: no gate */
+  bool has_chosen;       /* the caller gives ids, and the gate weighs them */
   bool has_select_bias;  /* the gate adds it */
+  bool has_expert_scale; /* the gate multiplies by it */
   bool has_shared;       /* shared expert */
   bound_matrix shared_up, shared_down;
   bool has_shared_gate;
@@ -107,6 +110,9 @@ layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_
 
 /* Of gate and up, or of down. */
 const cumoe_format *format_of(const cumoe_moe_desc *desc, bool up, bool shared);
+
+/* Kernels are chosen without T. */
+bool is_invariant(const cumoe_moe_desc *desc);
 
 /* Columns of the logits: routed, zero and identity experts. */
 int32_t router_experts(const cumoe_moe_desc *desc);

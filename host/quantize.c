@@ -219,8 +219,8 @@ static cumoe_status run_encode(struct context *context, encode_args *a, cumoe_st
   launch_step first, codes;
   scales.units = (int64_t)a->experts * (a->global ? a->halves : a->parts * a->k_blocks);
   a->units = (int64_t)a->experts * ENCODE_ROWS(a) * a->k_blocks * (on_cpu(context) ? 1 : a->lanes);
-  if (two) TRY(choose_step(context, OP_encode_scales, &scales, &first));
-  TRY(choose_step(context, OP_encode, a, &codes));
+  if (two) TRY(choose_step(context, OP_encode_scales, &scales, NULL, &first));
+  TRY(choose_step(context, OP_encode, a, NULL, &codes));
   if (two) TRY(launch(context, &first, &scales, stream));
   return launch(context, &codes, a, stream);
 }

@@ -13,11 +13,13 @@
   F(SCORE_SIGMOID)                                                                                                     \
   F(SCORE_SQRT_SOFTPLUS)                                                                                               \
   F(SCORE_IDENTITY)                                                                                                    \
+  F(SCORE_SPARSEMIXER)                                                                                                 \
   F(GROUP_BEST)                                                                                                        \
   F(GROUP_BEST_TWO)                                                                                                    \
   F(ROUTE_RENORMALIZE)                                                                                                 \
   F(ROUTE_SCORE_AFTER_TOPK)                                                                                            \
   F(ROUTE_WEIGHT_ON_INPUT)                                                                                             \
+  F(ROUTE_CHOOSE_BY_LOGIT)                                                                                             \
   F(ACT_SILU)                                                                                                          \
   F(ACT_GELU_ERF)                                                                                                      \
   F(ACT_GELU_TANH)                                                                                                     \

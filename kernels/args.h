@@ -14,9 +14,9 @@
 
 #include "protocol.h"
 
-enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3 };
+enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3, SCORE_SPARSEMIXER = 4 };
 enum { GROUP_BEST = 0, GROUP_BEST_TWO = 1 };
-enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4 };
+enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4, ROUTE_CHOOSE_BY_LOGIT = 8 };
 enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
 enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
 
@@ -39,7 +39,8 @@ typedef struct token_count {
   const int32_t *device;
 } token_count;
 
-/* logits[t, e] = x[t] . w[e] + bias[e]. Grid: see the variant's form. CPU unit: one token. */
+/* logits[t, e] = scale * round(x[t] . w[e] + bias[e]), to round_dtype. Grid: see the variant's form. CPU unit: one
+ * token. */
 typedef struct router_args {
   const void *x, *w, *bias; /* [T, H]; [E, H]; [E] or NULL */
   float *logits;            /* [T, E] */
@@ -47,6 +48,8 @@ typedef struct router_args {
   token_count tokens;
   int32_t experts, hidden;
   int32_t x_dtype, w_dtype, bias_dtype;
+  int32_t round_dtype; /* DT_F32: not rounded */
+  float scale;
   router_protocol protocol;
 } router_args;
 
@@ -60,18 +63,26 @@ typedef struct router_sm90_args {
   int32_t columns;
 } router_sm90_args;
 
-/* CPU unit: one token. */
+/*
+ * The k slots: the k - always best of `experts`, then experts .. experts + always - 1; or the `given` ids.
+ * CPU unit: one token.
+ */
 typedef struct gate_args {
-  const void *logits;       /* [T, E] */
-  const float *select_bias; /* [E] or NULL */
-  void *ids;                /* [T, k] i32 or i64 */
-  float *weights;           /* [T, k] */
+  const void *logits;        /* [T, E] */
+  const float *select_bias;  /* [E] or NULL */
+  const float *expert_scale; /* [E] or NULL: of weights, last */
+  const void *given;         /* [T, k] of ids_dtype, ld ids_ld, or NULL; `ids` is not written then */
+  void *ids;                 /* [T, k] i32 or i64 */
+  float *weights;            /* [T, k] */
   int64_t logits_ld, ids_ld, weights_ld;
   token_count tokens;
   int32_t experts, logits_dtype, ids_dtype;
-  int32_t score, top_k, n_group, topk_group, group_score; /* n_group 0: no groups */
-  uint32_t flags;                                         /* ROUTE_* */
-  float routed_scale, softcap, renorm_eps, renorm_min;    /* routed_scale already 1 when unset */
+  int32_t score, weigh; /* SCORE_* of the choice, of the weights: ROUTE_CHOOSE_BY_LOGIT */
+  int32_t top_k, always;
+  int32_t n_group, topk_group, group_score;            /* n_group 0: no groups */
+  uint32_t flags;                                      /* ROUTE_* */
+  float routed_scale, softcap, renorm_eps, renorm_min; /* routed_scale already 1 when unset */
+  float mixer_eps;
   fault_sink fault;
 } gate_args;
 
@@ -82,8 +93,10 @@ typedef struct gate_args {
   ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \
    !(GATE_BY_LOGIT(a) && GATE_SOFTMAX_OVER_ALL(a) && (a).softcap > 0))
 /* Logits as weights may be as large as floats get, and MAX_TOP_K of them are summed. */
-#define RENORM_SCALE(a)          ((a).score == SCORE_IDENTITY ? 0x1p-6f : 1.f)
-#define GATE_SOFTMAX_OVER_ALL(a) ((a).score == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
+#define RENORM_SCALE(a)          ((a).weigh == SCORE_IDENTITY ? 0x1p-6f : 1.f)
+#define GATE_SOFTMAX_OVER_ALL(a) ((a).weigh == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
+/* What few models want is a kernel's of its own, so that the others do not pay for it. */
+#define GATE_HAS_RULES(a) ((a).expert_scale || (a).given || (a).always || (a).weigh == SCORE_SPARSEMIXER)
 
 /*
  * ids -> counts, offsets, row_pair, slot_row by counting. Pairs are cut into `chunks` of `chunk_pairs`, a multiple of
@@ -327,11 +340,12 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated;  /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
-  float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
-  int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
-  row_format rows;            /* what activations are multiplied as; few: and become, as it reads them */
-  const float *a_scale;       /* a has codes of rows.element; else NULL, and a is of dtype */
+  int32_t dtype, act, gated;   /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
+  float act_alpha;             /* already 1.702 when unset */
+  float act_limit, gate_limit; /* gated: bounds of u, and of g before the activation; infinite: none */
+  int32_t packed;              /* rows of a lie in row order although row_pair names their pairs */
+  row_format rows;             /* what activations are multiplied as; few: and become, as it reads them */
+  const float *a_scale;        /* a has codes of rows.element; else NULL, and a is of dtype */
   int64_t a_scale_ld;
   fault_sink fault;
   gemm_protocol protocol;
@@ -397,7 +411,8 @@ typedef struct few_args {
 } few_args;
 
 /* What few_up does of gates: a score that is an expert's own is worked out by a thread of its own. */
-#define GATE_IN_FEW_UP(a) (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
+#define GATE_IN_FEW_UP(a)                                                                                              \
+  (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)) && !GATE_HAS_RULES(a))
 
 enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplied at once */ };
 /* At most, of up to BM tokens. */

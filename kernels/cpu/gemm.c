@@ -121,8 +121,8 @@ static double clamp(double v, double low, double high)
 
 static double activate(const gemm_args *g, double gate, double up)
 {
-  if (g->gated && g->act_limit > 0) {
-    gate = clamp(gate, -INFINITY, g->act_limit);
+  if (g->gated) {
+    gate = clamp(gate, -INFINITY, g->gate_limit);
     up = clamp(up, -(double)g->act_limit, g->act_limit);
   }
   switch (g->act) {
