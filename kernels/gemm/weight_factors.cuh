@@ -50,6 +50,8 @@ template <class X> struct weight_factors<X, mx4> {
   static constexpr uint32_t ABSENT = WIDE ? 130 : 98; /* makes a zero */
 
   DEVICE void set(int r, uint32_t e) { by[r] = WIDE ? (e + 126) * 0x00800080 : (e - 98) * 0x04000400; }
+  DEVICE uint32_t saved(int r) const { return by[r]; }
+  DEVICE void restore(int r, uint32_t word) { by[r] = word; }
 
   /* pair[r]: of codes of row r. */
   DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const

@@ -19,6 +19,7 @@
 
 #include "gemm/copy_ahead.cuh"
 #include "gemm/handover.cuh"
+#include "gemm/packed_tile.cuh"
 #include "gemm/scaled_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
@@ -39,7 +40,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   }
 };
 
-template <class S> struct wgmma_smem : pipeline_smem<S> {
+template <class S> struct wgmma_smem : pipeline_smem<S>, factor_stages<S, S::PACKED> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -168,12 +169,13 @@ template <class S> struct gather {
     }
   }
 
-  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
-                   const pipeline_state<S::STAGES> &at, int k0) const
+  DEVICE void copy_line(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
+                        const pipeline_state<S::STAGES> &at, int k0, int line) const
   {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
     const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
-    const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
+    const uint32_t to =
+        shared_address(smem.rows[at.stage]) + (line * S::BM + row) * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
@@ -182,6 +184,13 @@ template <class S> struct gather {
                      there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::X) : args.g.a,
                      there ? 16 : 0);
     }
+  }
+
+  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
+                   const pipeline_state<S::STAGES> &at, int k0) const
+  {
+#pragma unroll 1
+    for (int line = 0; line < S::LINES; line++) copy_line(args, smem, unit, at, k0 + line * S::LINE, line);
     copy_scales(args.g, smem, at, k0);
     cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
   }
@@ -217,24 +226,29 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
+  const int weight_k = k0 / S::BK * S::WEIGHT_LINE;
   uint64_t *full = &smem.full[at.stage];
   typename S::W *weights = smem.weights[at.stage];
   typename S::X *rows = smem.rows[at.stage];
-  mbarrier_arrive_expect_tx(full,
-                            (S::COLUMNS * sizeof(typename S::W) + boxes * WGMMA_STEP * sizeof(typename S::X)) * S::BK);
+  mbarrier_arrive_expect_tx(full, S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W) +
+                                      boxes * WGMMA_STEP * sizeof(typename S::X) * S::BK);
   if constexpr (PAIRED) {
-    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::BK, &args.weights, k0, 0, 0,
+    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
                                       tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
-      cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * S::BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
+#pragma unroll
+      for (int line = 0; line < S::LINES; line++)
+        cp_async_bulk_tensor_2d(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows, k0 + line * S::LINE,
+                                tile.row + i * WGMMA_STEP, full);
   } else {
-    cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * octets, tile.expert, full);
-    cp_async_bulk_tensor_5d(weights + HALF * S::BK, &args.weights, k0, 0, 0, tile.n * octets + octets / 2, tile.expert,
-                            full);
-    for (int i = rank; i < boxes; i += S::CLUSTER) {
-      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * S::BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full,
-                                        BOTH);
-    }
+    cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
+    cp_async_bulk_tensor_5d(weights + HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
+                            tile.n * octets + octets / 2, tile.expert, full);
+    for (int i = rank; i < boxes; i += S::CLUSTER)
+#pragma unroll
+      for (int line = 0; line < S::LINES; line++)
+        cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows,
+                                          k0 + line * S::LINE, tile.row + i * WGMMA_STEP, full, BOTH);
   }
 }
 
@@ -245,11 +259,13 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 {
   const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
   ordered_scales<S> scales;
+  factors_ahead<S, S::PACKED> factors(args, smem, tile, slot);
   if constexpr (S::SCALED && !GATHERING) scales.load(args.g, tile, 0);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if constexpr (S::SCALED && !GATHERING) scales.store(row_scales_of<S>(smem, at));
+    factors.store(args.g, smem, at.stage, k0, slot);
     if (threadIdx.x < WARP_SIZE && elect_one()) {
       if (k0 == 0) smem.units[slot] = tile;
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0);
@@ -257,6 +273,7 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
     __syncwarp();
     if constexpr (S::SCALED && !GATHERING)
       if (k0 + S::BK < args.g.k) scales.load(args.g, tile, k0 + S::BK);
+    factors.load(args.g, smem, k0 + S::BK);
     if (!GATHERING) continue;
     rows.copy(args, smem, tile, at, k0);
   }
@@ -310,11 +327,12 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int group = threadIdx.x / S::GROUP - 1;
+  const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
+    const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
@@ -323,8 +341,11 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-    if constexpr (S::SCALED) { /* registers are full: all of it anew */
+    if constexpr (S::PACKED)
+      multiply_packed<S>(args, smem, at, group, slot, acc);
+    else
+      multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
+    if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
@@ -332,7 +353,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
+    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert)
+      add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group);
   }
 }
 

@@ -1,0 +1,292 @@
+/*
+ * The products of form wgmma with weights of 4 bits and rows (tokens) of 16, for shapes that are PACKED (gemm/packed.cuh).
+ *
+ * Codes reach shared memory as they lie in memory. A consumer's warp reads those of its own 32 rows and 32 k, unpacks
+ * them in registers, wgmma's 64-row operand, and multiplies; it unpacks 16 k while the tensor cores work on the 16
+ * before. k keeps its order, as rows come by tensor copies: of the 16 bytes of a row that four lanes read, lane q takes
+ * byte q of each word, the weights of k 2 q, 2 q + 1 of every eight.
+ *
+ * The first producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of
+ * scales that it has asked for a stage ahead.
+ */
+#ifndef CUMOE_PACKED_TILE_CUH
+#define CUMOE_PACKED_TILE_CUH
+
+#include "gemm/warpgroup_tile.cuh"
+#include "gemm/weight_factors.cuh"
+
+template <class S> struct wgmma_smem;
+
+/* What a stage has besides; and of the unit that producers are at: where the scales of each weight row begin. */
+template <class S, bool PACKED> struct factor_stages {
+};
+template <class S> struct factor_stages<S, true> {
+  uint4 factors[S::STAGES][S::COLUMNS];
+  const uint8_t *scale_rows[S::COLUMNS];
+  uint32_t scale_words[2][S::COLUMNS]; /* on their way */
+  int32_t absent[UNITS_AHEAD]; /* whether some of a unit's scales are not in its products */
+};
+
+/* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
+struct weight_row {
+  int32_t half, channel;
+};
+template <class S> DEVICE weight_row weight_row_of(const gemm_sm90_args &args, const tile_unit &tile, int row)
+{
+  const bool gated = S::gated(args.g);
+  const int channel = gated ? tile.n * (S::COLUMNS / 2) + row / 16 * 8 + row % 8 : tile.n * S::COLUMNS + row;
+  return {gated ? row / 8 % 2 ^ args.up_first : 0, min(channel, args.g.n - 1)};
+}
+
+DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_row &row)
+{
+  const int64_t first = scale_row(s, row.half, row.channel) + scale_step(s, 0);
+  return static_cast<const uint8_t *>(scale_base(s, row.half, expert)) + first * scale_bytes(s.dtype);
+}
+
+/* ---- producers ---- */
+
+/* By the first warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of. */
+template <class S, bool PACKED> struct factors_ahead {
+  DEVICE factors_ahead(const gemm_sm90_args &, const wgmma_smem<S> &, const tile_unit &, int) {}
+  DEVICE void load(const gemm_args &, const wgmma_smem<S> &, int) {}
+  DEVICE void store(const gemm_args &, const wgmma_smem<S> &, int, int, int) {}
+};
+
+template <class S> struct factors_ahead<S, true> {
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE;
+  using factors = weight_factors<typename S::X, typename S::CODE>;
+
+  DEVICE static int row(int i) { return lane_id() + i * WARP_SIZE; }
+  DEVICE static bool does() { return threadIdx.x < WARP_SIZE; }
+
+  DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+  {
+    if (!does()) return;
+    if (lane_id() == 0) smem.absent[slot] = false;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++)
+      smem.scale_rows[row(i)] = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, row(i)));
+    __syncwarp();
+    load(args.g, smem, 0);
+  }
+
+  /* The words that a row's four bytes lie in, none of them without a scale of the row. */
+  DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
+  {
+    if (!does() || k0 >= args.k || args.b.scale.k_stride != 1) return;
+    const int count = min((args.k - k0) / 32, 4);
+    const uint32_t to = shared_address(smem.scale_words[0] + lane_id());
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) {
+      const uint8_t *from = smem.scale_rows[row(i)] + k0 / 32;
+      const int before = (int)((uintptr_t)from & 3);
+      cp_async_ca_4(to + i * WARP_SIZE * 4, from - before, 4);
+      cp_async_ca_4(to + (S::COLUMNS + i * WARP_SIZE) * 4, before + count > 4 ? from - before + 4 : from - before, 4);
+    }
+  }
+
+  DEVICE uint32_t loaded(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0) const
+  {
+    const uint8_t *from = smem.scale_rows[row(i)];
+    const int64_t step = args.b.scale.k_stride;
+    if (step == 1)
+      return __funnelshift_r(smem.scale_words[0][row(i)], smem.scale_words[1][row(i)], ((uintptr_t)from & 3) * 8);
+    uint32_t codes = 0;
+#pragma unroll 1
+    for (int j = 0; j < 4 && k0 + j * 32 < args.k; j++) codes |= (uint32_t)__ldg(from + (k0 / 32 + j) * step) << j * 8;
+    return codes;
+  }
+
+  DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
+  {
+    if (!does()) return;
+    const uint32_t there = args.k - k0 >= 128 ? ~0u : (1u << (args.k - k0) / 4) - 1;
+    bool absent = false;
+    cp_async_wait_all();
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) {
+      const uint32_t codes = loaded(args, smem, i, k0) & there;
+      uint4 four = make_uint4(codes & 255, codes >> 8 & 255, codes >> 16 & 255, codes >> 24);
+      const bool large = codes & 0x80808080 & ((codes & 0x7f7f7f7f) + 0x7f7f7f7f);
+      if (large || !factors::WIDE) absent |= leave_out(four, there);
+      factors ready;
+      ready.set(0, four.x), ready.set(1, four.y), ready.set(2, four.z), ready.set(3, four.w);
+      smem.factors[stage][row(i)] = make_uint4(ready.saved(0), ready.saved(1), ready.saved(2), ready.saved(3));
+    }
+    if (absent) smem.absent[slot] = true;
+    __syncwarp(); /* behind it one lane arrives for all */
+  }
+
+  /* Whether there are such. */
+  DEVICE static bool leave_out(uint4 &codes, uint32_t there)
+  {
+    bool any = false;
+    uint32_t *code = &codes.x;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const bool none = there >> j * 8 & 1 && scale_is_absent<typename S::X, typename S::CODE>(code[j]);
+      any = any || none;
+      if (none) code[j] = factors::ABSENT;
+    }
+    return any;
+  }
+};
+
+/* ---- consumers ---- */
+
+/* A lane's bytes of 32 k of a row: of its 8 codes those of k 0 .. 15 are in bytes 0 and 2. */
+DEVICE uint32_t codes_of_lane(const uint4 &row, uint32_t byte)
+{
+  return __byte_perm(__byte_perm(row.x, row.z, byte), __byte_perm(row.y, row.w, byte), 0x5410);
+}
+
+/* acc += a times 16 k of `rows` tokens, rounded up. */
+template <class S, int N>
+DEVICE void multiply_wide(const uint32_t (&a)[S::BLOCKS][4], uint32_t tokens, int rows,
+                          float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if constexpr (N > WGMMA_STEP) {
+    if (rows <= N - WGMMA_STEP) {
+      multiply_wide<S, N - WGMMA_STEP>(a, tokens, rows, acc);
+      return;
+    }
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+    wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens);
+  wgmma_commit_group();
+}
+
+/* 32 k of a lane's four rows: codes at `codes`, factors at `scales`. */
+template <class S>
+DEVICE void multiply_32(uint32_t codes, uint32_t scales, uint32_t tokens, uint32_t byte, int rows,
+                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  weight_factors<typename S::X, typename S::CODE> factors;
+  uint32_t word[4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    word[r] = codes_of_lane(lds_128(codes + r * 8 * S::WEIGHT_LINE), byte);
+    factors.restore(r, lds_32(scales + r * 8 * 16));
+  }
+#pragma unroll
+  for (int part = 0; part < 2; part++) {
+    uint32_t a[S::BLOCKS][4], pair[4][2];
+    factors.unpack(word, part * 2, pair);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      a[r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
+      a[r % 2][r / 2 + 2] = __byte_perm(pair[r][0], pair[r][1], 0x7632);
+      word[r] >>= 8;
+    }
+    multiply_wide<S, S::BM>(a, tokens + part * 2, rows, acc);
+    wgmma_wait_group<1>();
+  }
+}
+
+template <int STAGES> DEVICE int stage_before(const pipeline_state<STAGES> &at)
+{
+  return at.stage == 0 ? STAGES - 1 : at.stage - 1;
+}
+
+/* acc = weights x rows of one unit. A lane has row lane / 4 of each octet of its warp's 32 weight rows; octet r is the
+ * half r / 2 of block r % 2. A stage is released when the next is under way. */
+template <class S>
+DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                                 int rows, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const int row = group * S::BLOCKS * S::BLOCK + warp_id() % 4 * S::OCTETS * 8 + lane_id() / 4;
+  const uint32_t byte = (lane_id() % 4) * 0x11 + 0x40;
+  uint32_t codes = 0, scales = 0, tokens = 0;
+#pragma unroll 1
+  for (int k = 0; k < args.k; k += 64) {
+    if (k % S::BK == 0) {
+      wait_for(&smem.full[at.stage], at.phase);
+      if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
+      codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
+      scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
+      tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
+    }
+    multiply_32<S>(codes, scales, tokens, byte, rows, acc);
+    if (k % S::BK == 0) {
+      if (k > 0) release_stage<S>(smem, stage_before(at)); /* its last products are over */
+      at.advance();
+    }
+    if (k + 32 < args.k) multiply_32<S>(codes ^ 16, scales + 4, tokens + 4, byte, rows, acc);
+    codes ^= 32;
+    scales += 8;
+    tokens += S::BM * 8;
+  }
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
+  release_stage<S>(smem, stage_before(at));
+}
+
+/* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
+
+/* Of a weight row and one row of A, in f32. */
+template <class S>
+DEVICE float absent_products(const gemm_args &args, int expert, const weight_row &row, int32_t source)
+{
+  using W = typename S::CODE;
+  constexpr int RUN = operand<W>::K_PER_SCALE;
+  const char *codes = code_base(args.b, row.half, expert, operand<W>::BITS) +
+                      row.channel * args.b.n_stride * operand<W>::BITS / 8;
+  const uint8_t *scales = scales_of(args.b.scale, expert, row);
+  const typename S::X *a = static_cast<const typename S::X *>(args.a) + source * args.a_ld;
+  float sum = 0.f;
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += RUN) {
+    const int code = scales[k0 / RUN * args.b.scale.k_stride];
+    if (!scale_is_absent<typename S::X, W>(code)) continue;
+    float part = 0.f;
+#pragma unroll 1
+    for (int k = k0; k < k0 + RUN; k++)
+      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * (source < 0 ? 0.f : to_f32(a[k]));
+    sum += part * (same_type<W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
+  }
+  return sum;
+}
+
+/* A thread's sums are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
+template <class S>
+DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, int group,
+                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+#pragma unroll 1
+  for (int i = 0; i < ceil_div(tile.rows, 8) * 8; i++) {
+    const int octet = i % 4, j = i / 8, token = j * 8 + lane_id() % 4 * 2 + i / 4 % 2;
+    const int row = (group * 4 + warp_id() % 4) * S::OCTETS * 8 + octet * 8 + lane_id() / 4;
+    const float part = absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, row),
+                                          token < tile.rows ? source_row(args.g, tile.row + token) : -1);
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int a = 0; a < S::ACCUMULATORS; a++)
+        if (octet == block + a / 2 % 2 * 2 && i / 4 == a / 4 * 2 + a % 2) acc[block][a] += part;
+  }
+}
+
+/* acc of one unit. What is left of the weights' scale multiplies sums; in a gated tile the blocks are the halves. */
+template <class S>
+DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                            int slot, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr float REST = weight_factors<typename S::X, typename S::CODE>::REST;
+  multiply_packed_rows<S>(args.g, smem, at, group, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
+  if constexpr (!same_type<typename S::CODE, u4>)
+    if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
+  if (REST == 1.f && !args.g.b.global[0]) return;
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) {
+    const int half = S::gated(args.g) ? i ^ args.up_first : 0;
+    const float rest = global_scale(args.g.b, half, smem.units[slot].expert) * REST;
+#pragma unroll
+    for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest;
+  }
+}
+
+#endif
