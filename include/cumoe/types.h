@@ -7,6 +7,13 @@
 #ifndef CUMOE_TYPES_H
 #define CUMOE_TYPES_H
 
+#if defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ != 8
+#error "cumoe is for machines of 64 bits, as CUDA is"
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "cumoe is for little-endian machines, as the GPU is"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 

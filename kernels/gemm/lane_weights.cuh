@@ -1,6 +1,6 @@
 /*
- * Scales for form mixed, whose lanes have 32 codes of a row and slab of k (gemm/mixed.cuh): lane_scales<S> fetches those
- * of a lane's four rows a window of k ahead, over the ends of tiles.
+ * Scales for form mixed, whose lanes have 32 codes of a row and slab of k (gemm/mixed.cuh): lane_scales<S> fetches
+ * those of a lane's four rows a window of k ahead, over the ends of tiles.
  */
 #ifndef CUMOE_LANE_WEIGHTS_CUH
 #define CUMOE_LANE_WEIGHTS_CUH

@@ -36,6 +36,16 @@ done
 empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' |
   ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
 
+# Other machines are refused with a sentence.
+refused() {
+  case $(echo '#include <cumoe/cumoe.h>' | $2 -x c -std=c11 -Iinclude -fsyntax-only - 2>&1) in
+  *"$3"*) pass "$1 are refused" ;;
+  *) fail "$1 are refused" "no sentence" ;;
+  esac
+}
+refused "32 bits" "${CC:-cc} -U__SIZEOF_POINTER__ -D__SIZEOF_POINTER__=4" "machines of 64 bits"
+refused "big-endian machines" "${CC:-cc} -U__BYTE_ORDER__ -D__BYTE_ORDER__=4321" "little-endian machines"
+
 # What lies in other structs by value, and views and handles, never changes its size.
 for struct in cumoe_view=48 cumoe_buffer=8 cumoe_arg=56 cumoe_image=16 cumoe_routing=128 cumoe_format=128 \
   cumoe_projection=512; do
