@@ -109,7 +109,7 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
       .box = {(uint32_t)v->bk, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
   if (!encode(encoder, format, &weights, args->weights)) return false;
-  if (g->row_pair && !g->packed && !g->protocol.x_copy) return true;
+  if (g->row_pair && !g->packed && !g->protocol.x_copy) return unit_of(format) == 1;
   const weight_format rows = rows_of(g);
   const tensor a = {
       .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,

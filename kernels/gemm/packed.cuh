@@ -17,6 +17,9 @@ struct packed_shape : wgmma_shape<product<typename P::X, typename P::X, typename
   static constexpr bool PACKED = true;
   static constexpr int BK = BK_, LINE = WGMMA_BK, LINES = BK / LINE, WEIGHT_LINE = BK * operand<CODE>::BITS / 8;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
+
+  /* The host sees to it that rows are in order, or copied on the way. */
+  DEVICE static bool gathers(const gemm_args &) { return false; }
   static_assert(WEIGHT_LINE == 64 && BK / 32 == 4, "the swizzle that consumers undo; a vector of factors");
 };
 

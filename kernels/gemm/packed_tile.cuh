@@ -6,8 +6,8 @@
  * before. k keeps its order, as rows come by tensor copies: of the 16 bytes of a row that four lanes read, lane q takes
  * byte q of each word, the weights of k 2 q, 2 q + 1 of every eight.
  *
- * The first producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of
- * scales that it has asked for a stage ahead.
+ * A producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of scales that
+ * it has asked for a stage ahead.
  */
 #ifndef CUMOE_PACKED_TILE_CUH
 #define CUMOE_PACKED_TILE_CUH
@@ -17,14 +17,20 @@
 
 template <class S> struct wgmma_smem;
 
-/* What a stage has besides; and of the unit that producers are at: where the scales of each weight row begin. */
+/* What a stage has besides, and what producers have of the unit that they are at. */
 template <class S, bool PACKED> struct factor_stages {
 };
 template <class S> struct factor_stages<S, true> {
+  using CODE = typename S::CODE;
+  /* Bytes of scales of a row and stage; those of u4 may be of any length. */
+  static constexpr int SCALE_BYTES = same_type<CODE, u4> ? 0 : S::BK / (operand<CODE>::K_PER_SCALE + same_type<CODE, u4>);
+  static constexpr int ZERO_ROWS = same_type<CODE, u4> ? S::COLUMNS / 8 : 1;
   uint4 factors[S::STAGES][S::COLUMNS];
-  const uint8_t *scale_rows[S::COLUMNS];
-  uint32_t scale_words[2][S::COLUMNS]; /* on their way */
-  int32_t absent[UNITS_AHEAD]; /* whether some of a unit's scales are not in its products */
+  uint64_t posted[UNITS_AHEAD];                          /* which unit it is, for the warp that makes factors */
+  const uint8_t *scale_rows[S::COLUMNS];             /* where those of each weight row begin */
+  const uint32_t *zero_rows[ZERO_ROWS];              /* the same of zero points, of each octet */
+  uint32_t scale_words[SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
+  int32_t absent[UNITS_AHEAD];                       /* whether some of a unit's scales are not in its products */
 };
 
 /* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
@@ -44,94 +50,161 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
   return static_cast<const uint8_t *>(scale_base(s, row.half, expert)) + first * scale_bytes(s.dtype);
 }
 
+/* The block of k of element k, of all of a row's. */
+DEVICE int scale_block(const scale_matrix &s, int k)
+{
+  return (k + s.k_origin) / s.block_k;
+}
+
+/* Where the zero points of a weight row's octet begin; NULL: there are none. */
+DEVICE const uint32_t *zeros_of(const expert_matrix &b, int expert, const weight_row &row)
+{
+  const uint32_t *words = zero_words(b, row.half, expert);
+  return words ? words + row.channel / 8 * b.zero.n_stride + scale_block(b.scale, 0) * b.zero.k_stride : nullptr;
+}
+
 /* ---- producers ---- */
 
-/* By the first warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of. */
-template <class S, bool PACKED> struct factors_ahead {
-  DEVICE factors_ahead(const gemm_sm90_args &, const wgmma_smem<S> &, const tile_unit &, int) {}
-  DEVICE void load(const gemm_args &, const wgmma_smem<S> &, int) {}
-  DEVICE void store(const gemm_args &, const wgmma_smem<S> &, int, int, int) {}
-};
-
-template <class S> struct factors_ahead<S, true> {
-  static constexpr int ROWS = S::COLUMNS / WARP_SIZE;
-  using factors = weight_factors<typename S::X, typename S::CODE>;
+/* By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of. */
+template <class S> struct factors_ahead {
+  using X = typename S::X;
+  using CODE = typename S::CODE;
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE, SLICES = S::BK / 32, AT_ONCE = 4;
+  static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
+  using factors = weight_factors<X, CODE>;
 
   DEVICE static int row(int i) { return lane_id() + i * WARP_SIZE; }
-  DEVICE static bool does() { return threadIdx.x < WARP_SIZE; }
 
   DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
-    if (!does()) return;
     if (lane_id() == 0) smem.absent[slot] = false;
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++)
       smem.scale_rows[row(i)] = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, row(i)));
+    if constexpr (same_type<CODE, u4>)
+      smem.zero_rows[lane_id()] = zeros_of(args.g.b, tile.expert, weight_row_of<S>(args, tile, lane_id() * 8));
     __syncwarp();
     load(args.g, smem, 0);
   }
 
-  /* The words that a row's four bytes lie in, none of them without a scale of the row. */
+  /* The words that a row's scales lie in, none of them without a scale of the row. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
   {
-    if (!does() || k0 >= args.k || args.b.scale.k_stride != 1) return;
-    const int count = min((args.k - k0) / 32, 4);
-    const uint32_t to = shared_address(smem.scale_words[0] + lane_id());
-#pragma unroll 1
+    if (BYTES == 0 || k0 >= args.k || args.b.scale.k_stride != 1) return;
+    const int count = min((args.k - k0) / 32 * EACH, BYTES);
+#pragma unroll AT_ONCE
     for (int i = 0; i < ROWS; i++) {
-      const uint8_t *from = smem.scale_rows[row(i)] + k0 / 32;
+      const uint8_t *from = smem.scale_rows[row(i)] + k0 / 32 * EACH;
       const int before = (int)((uintptr_t)from & 3);
-      cp_async_ca_4(to + i * WARP_SIZE * 4, from - before, 4);
-      cp_async_ca_4(to + (S::COLUMNS + i * WARP_SIZE) * 4, before + count > 4 ? from - before + 4 : from - before, 4);
+#pragma unroll
+      for (int w = 0; w <= WORDS; w++)
+        cp_async_ca_4(shared_address(smem.scale_words[w] + row(i)), from - before + (w * 4 < before + count ? w * 4 : 0),
+                      4);
     }
   }
 
-  DEVICE uint32_t loaded(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0) const
+  /* Scales of slices of 32 k, EACH bytes of a word. */
+  DEVICE void loaded(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0, uint32_t (&codes)[SLICES]) const
   {
     const uint8_t *from = smem.scale_rows[row(i)];
     const int64_t step = args.b.scale.k_stride;
-    if (step == 1)
-      return __funnelshift_r(smem.scale_words[0][row(i)], smem.scale_words[1][row(i)], ((uintptr_t)from & 3) * 8);
-    uint32_t codes = 0;
-#pragma unroll 1
-    for (int j = 0; j < 4 && k0 + j * 32 < args.k; j++) codes |= (uint32_t)__ldg(from + (k0 / 32 + j) * step) << j * 8;
-    return codes;
+    if (step == 1) {
+#pragma unroll
+      for (int j = 0; j < SLICES; j++) {
+        const int w = j * EACH / 4;
+        codes[j] = __funnelshift_r(smem.scale_words[w][row(i)], smem.scale_words[w + 1][row(i)], ((uintptr_t)from & 3) * 8);
+        codes[j] = codes[j] >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) {
+      codes[j] = 0;
+      for (int b = 0; b < EACH && k0 + j * 32 < args.k; b++)
+        codes[j] |= (uint32_t)__ldg(from + ((k0 / 32 + j) * EACH + b) * step) << b * 8;
+    }
+  }
+
+  /* Scale and zero point of each slice. A block of k is loaded once. */
+  DEVICE static void load_groups(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0,
+                                 uint32_t (&pairs)[SLICES])
+  {
+    const scale_matrix &s = args.b.scale;
+    const uint32_t *zeros = smem.zero_rows[row(i) / 8];
+    const int64_t first = scale_block(s, 0);
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) {
+      const int k = min(k0 + j * 32, args.k - 32);
+      const int64_t block = scale_block(s, k) - first;
+      if (j > 0 && (k + s.k_origin) % s.block_k >= 32) {
+        pairs[j] = pairs[j - 1];
+        continue;
+      }
+      const uint32_t raw = load_scale_bits(smem.scale_rows[row(i)], block * s.k_stride, s.dtype);
+      const int zero = zeros ? (int)(__ldg(zeros + block * args.b.zero.k_stride) >> row(i) % 8 * 4 & 15) + args.b.zero.add : 0;
+      pairs[j] = pack_pair<X>(scale_value(raw, s.dtype), factors::BASE + (float)(args.b.offset + zero));
+    }
   }
 
   DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
   {
-    if (!does()) return;
-    const uint32_t there = args.k - k0 >= 128 ? ~0u : (1u << (args.k - k0) / 4) - 1;
     bool absent = false;
     cp_async_wait_all();
-#pragma unroll 1
+#pragma unroll(same_type<CODE, u4> ? 1 : AT_ONCE)
     for (int i = 0; i < ROWS; i++) {
-      const uint32_t codes = loaded(args, smem, i, k0) & there;
-      uint4 four = make_uint4(codes & 255, codes >> 8 & 255, codes >> 16 & 255, codes >> 24);
-      const bool large = codes & 0x80808080 & ((codes & 0x7f7f7f7f) + 0x7f7f7f7f);
-      if (large || !factors::WIDE) absent |= leave_out(four, there);
-      factors ready;
-      ready.set(0, four.x), ready.set(1, four.y), ready.set(2, four.z), ready.set(3, four.w);
-      smem.factors[stage][row(i)] = make_uint4(ready.saved(0), ready.saved(1), ready.saved(2), ready.saved(3));
+      uint32_t codes[SLICES];
+      if constexpr (same_type<CODE, u4>) {
+        load_groups(args, smem, i, k0, codes);
+      } else {
+        loaded(args, smem, i, k0, codes);
+#pragma unroll
+        for (int j = 0; j < SLICES; j++) {
+          absent |= leave_out(codes[j]) && k0 + j * 32 < args.k;
+          codes[j] = factors::prepared(codes[j]);
+        }
+      }
+      smem.factors[stage][row(i)] = make_uint4(codes[0], codes[1], codes[2], codes[3]);
     }
     if (absent) smem.absent[slot] = true;
     __syncwarp(); /* behind it one lane arrives for all */
   }
 
   /* Whether there are such. */
-  DEVICE static bool leave_out(uint4 &codes, uint32_t there)
+  DEVICE static bool leave_out(uint32_t &codes)
   {
     bool any = false;
-    uint32_t *code = &codes.x;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const bool none = there >> j * 8 & 1 && scale_is_absent<typename S::X, typename S::CODE>(code[j]);
-      any = any || none;
-      if (none) code[j] = factors::ABSENT;
+    for (int b = 0; b < EACH; b++) {
+      const uint32_t code = codes >> b * 8 & 255;
+      if (!scale_is_absent<X, CODE>(code)) continue;
+      any = true;
+      codes = (codes & ~(255u << b * 8)) | factors::ABSENT << b * 8;
     }
     return any;
   }
 };
+
+/* All factors, by a warp of its own; rows come by tensor copies. It arrives at each stage's `full`, too. */
+template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  pipeline_state<UNITS_AHEAD> slot;
+#pragma unroll 1
+  for (;; slot.advance()) {
+    wait_for(&smem.posted[slot.stage], slot.phase);
+    const tile_unit tile = smem.units[slot.stage];
+    if (tile.expert < 0) break;
+    factors_ahead<S> factors(args, smem, tile, slot.stage);
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      factors.store(args.g, smem, at.stage, k0, slot.stage);
+      if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+      factors.load(args.g, smem, k0 + S::BK);
+    }
+  }
+  if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+}
 
 /* ---- consumers ---- */
 
@@ -204,7 +277,6 @@ DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pip
   for (int k = 0; k < args.k; k += 64) {
     if (k % S::BK == 0) {
       wait_for(&smem.full[at.stage], at.phase);
-      if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
       codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
       scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
       tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);

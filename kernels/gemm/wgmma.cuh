@@ -169,13 +169,12 @@ template <class S> struct gather {
     }
   }
 
-  DEVICE void copy_line(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
-                        const pipeline_state<S::STAGES> &at, int k0, int line) const
+  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
+                   const pipeline_state<S::STAGES> &at, int k0) const
   {
     const int row = threadIdx.x / 8, vector = threadIdx.x % 8, k = k0 + vector * operand<typename S::X>::PER_16;
     const char *from = static_cast<const char *>(args.g.a) + (int64_t)k * sizeof(typename S::X);
-    const uint32_t to =
-        shared_address(smem.rows[at.stage]) + (line * S::BM + row) * 128 + (vector ^ row % 8) * 16;
+    const uint32_t to = shared_address(smem.rows[at.stage]) + row * 128 + (vector ^ row % 8) * 16;
 #pragma unroll
     for (int i = 0; i < S::GATHERS; i++) {
       if (i * S::GATHER_ROWS >= unit.rows) break;
@@ -184,13 +183,6 @@ template <class S> struct gather {
                      there ? from + source[i] * args.g.a_ld * (int64_t)sizeof(typename S::X) : args.g.a,
                      there ? 16 : 0);
     }
-  }
-
-  DEVICE void copy(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &unit,
-                   const pipeline_state<S::STAGES> &at, int k0) const
-  {
-#pragma unroll 1
-    for (int line = 0; line < S::LINES; line++) copy_line(args, smem, unit, at, k0 + line * S::LINE, line);
     copy_scales(args.g, smem, at, k0);
     cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
   }
@@ -252,6 +244,12 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   }
 }
 
+template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+{
+  smem.units[slot] = tile;
+  if constexpr (S::PACKED) mbarrier_arrive(&smem.posted[slot]);
+}
+
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
 template <class S, bool PAIRED, bool GATHERING>
 DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
@@ -259,21 +257,18 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 {
   const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
   ordered_scales<S> scales;
-  factors_ahead<S, S::PACKED> factors(args, smem, tile, slot);
   if constexpr (S::SCALED && !GATHERING) scales.load(args.g, tile, 0);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if constexpr (S::SCALED && !GATHERING) scales.store(row_scales_of<S>(smem, at));
-    factors.store(args.g, smem, at.stage, k0, slot);
     if (threadIdx.x < WARP_SIZE && elect_one()) {
-      if (k0 == 0) smem.units[slot] = tile;
+      if (k0 == 0) post_unit(smem, tile, slot);
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0);
     }
     __syncwarp();
     if constexpr (S::SCALED && !GATHERING)
       if (k0 + S::BK < args.g.k) scales.load(args.g, tile, k0 + S::BK);
-    factors.load(args.g, smem, k0 + S::BK);
     if (!GATHERING) continue;
     rows.copy(args, smem, tile, at, k0);
   }
@@ -288,7 +283,11 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 #pragma unroll 1
   for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
-    if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, GATHERING, at);
+    if (unit.tile.expert < 0) {
+      produce_end<S>(smem, unit.tile, slot, GATHERING, at);
+      if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
+      return;
+    }
     scheduler.draw(args.g, smem);
     if (unit.absent) continue;
     if (GATHERING) rows.set_unit(args.g, unit.tile);
@@ -309,7 +308,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  if (copies<S>(args.g) && warp_id() != 0) return copy_rows<typename S::X>(args.g);
+  const bool factors = S::PACKED && warp_id() == 1;
+  if constexpr (S::PACKED)
+    if (factors) produce_factors<S>(args, smem);
+  if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -364,10 +366,12 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
     prefetch_tensormap(&args.weights);
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1);
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : S::PACKED ? 2 : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
+    if constexpr (S::PACKED)
+      for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     fence_mbarrier_init();
   }
   if (!unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
