@@ -47,6 +47,11 @@ bool takes_tensor_maps(const variant *v)
   return v->form == FORM_wgmma;
 }
 
+bool takes_rows_in_order(const variant *v)
+{
+  return v->form == FORM_wgmma && format_bits((weight_format)v->format) == 4;
+}
+
 /* How long a run of k with one scale has to be for a row. */
 static int32_t scale_run_of(const variant *v)
 {
@@ -76,6 +81,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
 }
 

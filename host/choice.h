@@ -38,6 +38,7 @@ typedef struct op_shape {
   int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN_ALL */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
+  bool gathered;        /* up: rows of the activations are wherever the route says, and nobody copies them */
   bool by_expert;       /* activations are another row for each expert; quantize: makes those */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
@@ -56,6 +57,9 @@ int64_t grid_size(const machine *m, const variant *v, const op_shape *s);
 
 /* Whether a row of the table reads its operands through tensor maps (host/tmap.c). */
 bool takes_tensor_maps(const variant *v);
+
+/* Whether a row of up takes its rows in row order alone, as permute or the kernel itself copies them. */
+bool takes_rows_in_order(const variant *v);
 
 /* Rows an active expert gets when pairs fall evenly (the host cannot know the true counts: graphs stay valid); router:
  * logits, in rows of 256. */

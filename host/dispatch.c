@@ -46,6 +46,7 @@ static int32_t run_of(const gemm_args *a)
 static op_shape shape_of_gemm(operation op, const void *args)
 {
   const gemm_args *a = args;
+  const bool in_order = !a->row_pair || a->packed || a->protocol.x_copy;
   return (op_shape){.op = op,
                     .in = a->rows.mode == ROWS_AS_THEY_ARE ? a->dtype : a->rows.element,
                     .out = a->dtype,
@@ -59,7 +60,8 @@ static op_shape shape_of_gemm(operation op, const void *args)
                     .n = a->n,
                     .k = a->k,
                     .top_k = a->top_k,
-                    .tmap = tmap_serves(&a->b, a->n, a->experts, a->gated)};
+                    .tmap = tmap_serves(&a->b, a->n, a->experts, a->gated),
+                    .gathered = !in_order};
 }
 
 static op_shape shape_of_permute(operation op, const void *args)

@@ -235,7 +235,8 @@ static bool copies_rows(const layer *l, const layer_plan *p, const op_shape *up)
   const bool narrow = up->n < limit(l, LIMIT_narrow_inter);
   const double from = limit(l, narrow ? LIMIT_narrow_copy_rows : LIMIT_copy_rows);
   const variant *v = row_of(p, STAGE_up);
-  return v && v->form == FORM_wgmma && !up->by_expert && (double)expected_rows(up) >= from;
+  if (!v || v->form != FORM_wgmma || up->by_expert) return false;
+  return takes_rows_in_order(v) || (double)expected_rows(up) >= from;
 }
 
 static bool hands_over(const layer_plan *p)

@@ -21,6 +21,12 @@ typedef struct tensor {
   uint32_t box[MAX_RANK];
 } tensor;
 
+/* Elements of a tensor map's element. */
+static uint32_t unit_of(weight_format format)
+{
+  return format_bits(format) < 8 ? 8 / (uint32_t)format_bits(format) : 1;
+}
+
 /* FORMAT_none: the driver refuses it. */
 static CUtensorMapDataType map_type(weight_format format)
 {
@@ -39,14 +45,19 @@ static CUtensorMapDataType map_type(weight_format format)
   return (CUtensorMapDataType)-1;
 }
 
+/* A box is swizzled lines of 128 bytes, or of 64. */
 static bool encode(void (*encoder)(void), weight_format format, const tensor *t, void *map)
 {
-  cuuint64_t bytes[MAX_RANK];
-  cuuint32_t steps[MAX_RANK] = {1, 1, 1, 1, 1};
+  cuuint64_t size[MAX_RANK], bytes[MAX_RANK];
+  cuuint32_t box[MAX_RANK], steps[MAX_RANK] = {1, 1, 1, 1, 1};
+  for (uint32_t i = 0; i < t->rank; ++i) size[i] = t->size[i], box[i] = t->box[i];
+  size[0] /= unit_of(format), box[0] /= unit_of(format);
   for (uint32_t i = 1; i < t->rank; ++i) bytes[i - 1] = (cuuint64_t)format_bytes(format, t->stride[i]);
-  return ((encode_tiled)encoder)(map, map_type(format), t->rank, (void *)(uintptr_t)t->base, t->size, bytes, t->box,
-                                 steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const CUtensorMapSwizzle swizzle =
+      format_bytes(format, t->box[0]) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  return ((encode_tiled)encoder)(map, map_type(format), t->rank, (void *)(uintptr_t)t->base, size, bytes, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 /* Distance from the half that lies first to the other, in bytes. */
@@ -96,10 +107,10 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
       .rank = 5,
       .size = {(uint64_t)g->k, 8, halves, (uint64_t)g->n / 8, (uint64_t)g->experts},
       .stride = {1, g->b.n_stride, half, 8 * g->b.n_stride, g->experts > 1 ? g->b.expert_stride : 8 * g->b.n_stride},
-      .box = {line_of(format), 8, halves, (uint32_t)columns / 8 / halves, 1},
+      .box = {(uint32_t)v->bk, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
   if (!encode(encoder, format, &weights, args->weights)) return false;
-  if (g->row_pair && !g->packed && !g->protocol.x_copy) return true;
+  if (g->row_pair && !g->packed && !g->protocol.x_copy) return unit_of(format) == 1;
   const weight_format rows = rows_of(g);
   const tensor a = {
       .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,

@@ -4,6 +4,13 @@
 
 #include "device/ptx_sm90.cuh"
 
+DEVICE uint32_t lds_32(uint32_t address)
+{
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 DEVICE uint4 lds_128(uint32_t address)
 {
   uint4 v;
@@ -85,6 +92,11 @@ WGMMA_REGISTERS_TYPES(48, DS48, "%24,%25,%26,%27", "%28", FS48)
 WGMMA_REGISTERS_TYPES(64, DS64, "%32,%33,%34,%35", "%36", FS64)
 WGMMA_REGISTERS_TYPES(80, DS80, "%40,%41,%42,%43", "%44", FS80)
 WGMMA_REGISTERS_TYPES(96, DS96, "%48,%49,%50,%51", "%52", FS96)
+WGMMA_REGISTERS_TYPES(112, DS112, "%56,%57,%58,%59", "%60", FS112)
+WGMMA_REGISTERS_TYPES(128, DS128, "%64,%65,%66,%67", "%68", FS128)
+WGMMA_REGISTERS_TYPES(144, DS144, "%72,%73,%74,%75", "%76", FS144)
+WGMMA_REGISTERS_TYPES(160, DS160, "%80,%81,%82,%83", "%84", FS160)
+WGMMA_REGISTERS_TYPES(176, DS176, "%88,%89,%90,%91", "%92", FS176)
 
 #undef WGMMA_REGISTERS_TYPES_
 #undef WGMMA_REGISTERS_TYPES

@@ -29,6 +29,10 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   static constexpr int BLOCKS = COLUMNS / BLOCK / CONSUMERS,
                        ACCUMULATORS = BM / 2; /* of a consumer; of a block a thread */
   static constexpr int OCTETS = 2 * BLOCKS;   /* of weight rows, of a warp */
+  /* What is unpacked on its way to the tensor cores (gemm/packed.cuh) differs in these. LINES: swizzle lines of LINE
+   * elements of a row, all rows' first lines first; WEIGHT_LINE: elements of W of a weight row. Both of a stage. */
+  static constexpr bool PACKED = false;
+  static constexpr int LINES = 1, LINE = BK, WEIGHT_LINE = BK;
   static_assert(BK * BITS == WGMMA_BK * 16 && THREADS == (CONSUMERS + 1) * GROUP,
                 "a swizzle line of k; three warpgroups");
   static_assert(BM % WGMMA_STEP == 0 && BM <= 256, "whole wgmma operands");
@@ -50,7 +54,7 @@ template <class S> struct wgmma_staging : row_scale_stages<S, S::SCALED> {
 };
 
 template <class S> struct pipeline_smem {
-  typename S::W weights[S::STAGES][S::COLUMNS * S::BK];
+  typename S::W weights[S::STAGES][S::COLUMNS * S::WEIGHT_LINE];
   typename S::X rows[S::STAGES][S::BM * S::BK];
   wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];

@@ -19,6 +19,7 @@
 
 #include "gemm/copy_ahead.cuh"
 #include "gemm/handover.cuh"
+#include "gemm/packed_tile.cuh"
 #include "gemm/token_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
@@ -39,7 +40,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   }
 };
 
-template <class S> struct wgmma_smem : pipeline_smem<S> {
+template <class S> struct wgmma_smem : pipeline_smem<S>, factor_stages<S, S::PACKED> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -219,25 +220,36 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
+  const int weight_k = k0 / S::BK * S::WEIGHT_LINE;
   uint64_t *full = &smem.full[at.stage];
   typename S::W *weights = smem.weights[at.stage];
   typename S::X *rows = smem.rows[at.stage];
-  mbarrier_arrive_expect_tx(full,
-                            (S::COLUMNS * sizeof(typename S::W) + boxes * WGMMA_STEP * sizeof(typename S::X)) * S::BK);
+  mbarrier_arrive_expect_tx(full, S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W) +
+                                      boxes * WGMMA_STEP * sizeof(typename S::X) * S::BK);
   if constexpr (PAIRED) {
-    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::BK, &args.weights, k0, 0, 0,
+    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
                                       tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
-      cp_async_bulk_tensor_2d(rows + i * WGMMA_STEP * S::BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full);
+#pragma unroll
+      for (int line = 0; line < S::LINES; line++)
+        cp_async_bulk_tensor_2d(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows, k0 + line * S::LINE,
+                                tile.row + i * WGMMA_STEP, full);
   } else {
-    cp_async_bulk_tensor_5d(weights, &args.weights, k0, 0, 0, tile.n * octets, tile.expert, full);
-    cp_async_bulk_tensor_5d(weights + HALF * S::BK, &args.weights, k0, 0, 0, tile.n * octets + octets / 2, tile.expert,
-                            full);
-    for (int i = rank; i < boxes; i += S::CLUSTER) {
-      cp_async_bulk_tensor_2d_multicast(rows + i * WGMMA_STEP * S::BK, &args.rows, k0, tile.row + i * WGMMA_STEP, full,
-                                        BOTH);
-    }
+    cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
+    cp_async_bulk_tensor_5d(weights + HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
+                            tile.n * octets + octets / 2, tile.expert, full);
+    for (int i = rank; i < boxes; i += S::CLUSTER)
+#pragma unroll
+      for (int line = 0; line < S::LINES; line++)
+        cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows,
+                                          k0 + line * S::LINE, tile.row + i * WGMMA_STEP, full, BOTH);
   }
+}
+
+template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+{
+  smem.units[slot] = tile;
+  if constexpr (S::PACKED) mbarrier_arrive(&smem.posted[slot]);
 }
 
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
@@ -253,7 +265,7 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if constexpr (S::SCALED && !GATHERING) scales.store(row_scales_of<S>(smem, at));
     if (threadIdx.x < WARP_SIZE && elect_one()) {
-      if (k0 == 0) smem.units[slot] = tile;
+      if (k0 == 0) post_unit(smem, tile, slot);
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0);
     }
     __syncwarp();
@@ -273,7 +285,11 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 #pragma unroll 1
   for (unit_scheduler<S> scheduler;; scheduler.advance(args.g, smem)) {
     const cluster_unit unit = wgmma_unit<S>(args.g, smem.table, scheduler.index);
-    if (unit.tile.expert < 0) return produce_end<S>(smem, unit.tile, slot, GATHERING, at);
+    if (unit.tile.expert < 0) {
+      produce_end<S>(smem, unit.tile, slot, GATHERING, at);
+      if (S::PACKED && threadIdx.x == 0) post_unit(smem, unit.tile, slot);
+      return;
+    }
     scheduler.draw(args.g, smem);
     if (unit.absent) continue;
     if (GATHERING) rows.set_unit(args.g, unit.tile);
@@ -294,7 +310,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  if (copies<S>(args.g) && warp_id() != 0) return copy_rows<typename S::X>(args.g);
+  const bool factors = S::PACKED && warp_id() == 1;
+  if constexpr (S::PACKED)
+    if (factors) produce_factors<S>(args, smem);
+  if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -326,11 +345,12 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int group = threadIdx.x / S::GROUP - 1;
+  const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
+    const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
@@ -344,8 +364,11 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
         continue;
       }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-    if constexpr (S::SCALED) { /* registers are full: all of it anew */
+    if constexpr (S::PACKED)
+      multiply_packed<S>(args, smem, at, group, slot, acc);
+    else
+      multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
+    if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
@@ -353,7 +376,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert) add_tile_stored<S>(args.g, smem.units[slot], group);
+    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert)
+      add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group);
   }
 }
 
@@ -363,10 +387,12 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
     prefetch_tensormap(&args.weights);
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1);
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : S::PACKED ? 2 : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
+    if constexpr (S::PACKED)
+      for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     fence_mbarrier_init();
   }
   if (!unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();

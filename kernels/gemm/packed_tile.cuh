@@ -1,0 +1,364 @@
+/*
+ * The products of form wgmma with weights of 4 bits and rows (tokens) of 16, for shapes that are PACKED (gemm/packed.cuh).
+ *
+ * Codes reach shared memory as they lie in memory. A consumer's warp reads those of its own 32 rows and 32 k, unpacks
+ * them in registers, wgmma's 64-row operand, and multiplies; it unpacks 16 k while the tensor cores work on the 16
+ * before. k keeps its order, as rows come by tensor copies: of the 16 bytes of a row that four lanes read, lane q takes
+ * byte q of each word, the weights of k 2 q, 2 q + 1 of every eight.
+ *
+ * A producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of scales that
+ * it has asked for a stage ahead.
+ */
+#ifndef CUMOE_PACKED_TILE_CUH
+#define CUMOE_PACKED_TILE_CUH
+
+#include "gemm/warpgroup_tile.cuh"
+#include "gemm/weight_factors.cuh"
+
+template <class S> struct wgmma_smem;
+
+/* What a stage has besides, and what producers have of the unit that they are at. */
+template <class S, bool PACKED> struct factor_stages {
+};
+template <class S> struct factor_stages<S, true> {
+  using CODE = typename S::CODE;
+  /* Bytes of scales of a row and stage; those of u4 may be of any length. */
+  static constexpr int SCALE_BYTES = same_type<CODE, u4> ? 0 : S::BK / (operand<CODE>::K_PER_SCALE + same_type<CODE, u4>);
+  static constexpr int ZERO_ROWS = same_type<CODE, u4> ? S::COLUMNS / 8 : 1;
+  uint4 factors[S::STAGES][S::COLUMNS];
+  uint64_t posted[UNITS_AHEAD];                          /* which unit it is, for the warp that makes factors */
+  const uint8_t *scale_rows[S::COLUMNS];             /* where those of each weight row begin */
+  const uint32_t *zero_rows[ZERO_ROWS];              /* the same of zero points, of each octet */
+  uint32_t scale_words[SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
+  int32_t absent[UNITS_AHEAD];                       /* whether some of a unit's scales are not in its products */
+};
+
+/* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
+struct weight_row {
+  int32_t half, channel;
+};
+template <class S> DEVICE weight_row weight_row_of(const gemm_sm90_args &args, const tile_unit &tile, int row)
+{
+  const bool gated = S::gated(args.g);
+  const int channel = gated ? tile.n * (S::COLUMNS / 2) + row / 16 * 8 + row % 8 : tile.n * S::COLUMNS + row;
+  return {gated ? row / 8 % 2 ^ args.up_first : 0, min(channel, args.g.n - 1)};
+}
+
+DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_row &row)
+{
+  const int64_t first = scale_row(s, row.half, row.channel) + scale_step(s, 0);
+  return static_cast<const uint8_t *>(scale_base(s, row.half, expert)) + first * scale_bytes(s.dtype);
+}
+
+/* The block of k of element k, of all of a row's. */
+DEVICE int scale_block(const scale_matrix &s, int k)
+{
+  return (k + s.k_origin) / s.block_k;
+}
+
+/* Where the zero points of a weight row's octet begin; NULL: there are none. */
+DEVICE const uint32_t *zeros_of(const expert_matrix &b, int expert, const weight_row &row)
+{
+  const uint32_t *words = zero_words(b, row.half, expert);
+  return words ? words + row.channel / 8 * b.zero.n_stride + scale_block(b.scale, 0) * b.zero.k_stride : nullptr;
+}
+
+/* ---- producers ---- */
+
+/* By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of. */
+template <class S> struct factors_ahead {
+  using X = typename S::X;
+  using CODE = typename S::CODE;
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE, SLICES = S::BK / 32, AT_ONCE = 4;
+  static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
+  using factors = weight_factors<X, CODE>;
+
+  DEVICE static int row(int i) { return lane_id() + i * WARP_SIZE; }
+
+  DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+  {
+    if (lane_id() == 0) smem.absent[slot] = false;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++)
+      smem.scale_rows[row(i)] = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, row(i)));
+    if constexpr (same_type<CODE, u4>)
+      smem.zero_rows[lane_id()] = zeros_of(args.g.b, tile.expert, weight_row_of<S>(args, tile, lane_id() * 8));
+    __syncwarp();
+    load(args.g, smem, 0);
+  }
+
+  /* The words that a row's scales lie in, none of them without a scale of the row. */
+  DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
+  {
+    if (BYTES == 0 || k0 >= args.k || args.b.scale.k_stride != 1) return;
+    const int count = min((args.k - k0) / 32 * EACH, BYTES);
+#pragma unroll AT_ONCE
+    for (int i = 0; i < ROWS; i++) {
+      const uint8_t *from = smem.scale_rows[row(i)] + k0 / 32 * EACH;
+      const int before = (int)((uintptr_t)from & 3);
+#pragma unroll
+      for (int w = 0; w <= WORDS; w++)
+        cp_async_ca_4(shared_address(smem.scale_words[w] + row(i)), from - before + (w * 4 < before + count ? w * 4 : 0),
+                      4);
+    }
+  }
+
+  /* Scales of slices of 32 k, EACH bytes of a word. */
+  DEVICE void loaded(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0, uint32_t (&codes)[SLICES]) const
+  {
+    const uint8_t *from = smem.scale_rows[row(i)];
+    const int64_t step = args.b.scale.k_stride;
+    if (step == 1) {
+#pragma unroll
+      for (int j = 0; j < SLICES; j++) {
+        const int w = j * EACH / 4;
+        codes[j] = __funnelshift_r(smem.scale_words[w][row(i)], smem.scale_words[w + 1][row(i)], ((uintptr_t)from & 3) * 8);
+        codes[j] = codes[j] >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) {
+      codes[j] = 0;
+      for (int b = 0; b < EACH && k0 + j * 32 < args.k; b++)
+        codes[j] |= (uint32_t)__ldg(from + ((k0 / 32 + j) * EACH + b) * step) << b * 8;
+    }
+  }
+
+  /* Scale and zero point of each slice. A block of k is loaded once. */
+  DEVICE static void load_groups(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0,
+                                 uint32_t (&pairs)[SLICES])
+  {
+    const scale_matrix &s = args.b.scale;
+    const uint32_t *zeros = smem.zero_rows[row(i) / 8];
+    const int64_t first = scale_block(s, 0);
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) {
+      const int k = min(k0 + j * 32, args.k - 32);
+      const int64_t block = scale_block(s, k) - first;
+      if (j > 0 && (k + s.k_origin) % s.block_k >= 32) {
+        pairs[j] = pairs[j - 1];
+        continue;
+      }
+      const uint32_t raw = load_scale_bits(smem.scale_rows[row(i)], block * s.k_stride, s.dtype);
+      const int zero = zeros ? (int)(__ldg(zeros + block * args.b.zero.k_stride) >> row(i) % 8 * 4 & 15) + args.b.zero.add : 0;
+      pairs[j] = pack_pair<X>(scale_value(raw, s.dtype), factors::BASE + (float)(args.b.offset + zero));
+    }
+  }
+
+  DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
+  {
+    bool absent = false;
+    cp_async_wait_all();
+#pragma unroll(same_type<CODE, u4> ? 1 : AT_ONCE)
+    for (int i = 0; i < ROWS; i++) {
+      uint32_t codes[SLICES];
+      if constexpr (same_type<CODE, u4>) {
+        load_groups(args, smem, i, k0, codes);
+      } else {
+        loaded(args, smem, i, k0, codes);
+#pragma unroll
+        for (int j = 0; j < SLICES; j++) {
+          absent |= leave_out(codes[j]) && k0 + j * 32 < args.k;
+          codes[j] = factors::prepared(codes[j]);
+        }
+      }
+      smem.factors[stage][row(i)] = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+    }
+    if (absent) smem.absent[slot] = true;
+    __syncwarp(); /* behind it one lane arrives for all */
+  }
+
+  /* Whether there are such. */
+  DEVICE static bool leave_out(uint32_t &codes)
+  {
+    bool any = false;
+#pragma unroll
+    for (int b = 0; b < EACH; b++) {
+      const uint32_t code = codes >> b * 8 & 255;
+      if (!scale_is_absent<X, CODE>(code)) continue;
+      any = true;
+      codes = (codes & ~(255u << b * 8)) | factors::ABSENT << b * 8;
+    }
+    return any;
+  }
+};
+
+/* All factors, by a warp of its own; rows come by tensor copies. It arrives at each stage's `full`, too. */
+template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  pipeline_state<UNITS_AHEAD> slot;
+#pragma unroll 1
+  for (;; slot.advance()) {
+    wait_for(&smem.posted[slot.stage], slot.phase);
+    const tile_unit tile = smem.units[slot.stage];
+    if (tile.expert < 0) break;
+    factors_ahead<S> factors(args, smem, tile, slot.stage);
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      factors.store(args.g, smem, at.stage, k0, slot.stage);
+      if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+      factors.load(args.g, smem, k0 + S::BK);
+    }
+  }
+  if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+}
+
+/* ---- consumers ---- */
+
+/* A lane's bytes of 32 k of a row: of its 8 codes those of k 0 .. 15 are in bytes 0 and 2. */
+DEVICE uint32_t codes_of_lane(const uint4 &row, uint32_t byte)
+{
+  return __byte_perm(__byte_perm(row.x, row.z, byte), __byte_perm(row.y, row.w, byte), 0x5410);
+}
+
+/* acc += a times 16 k of `rows` tokens, rounded up. */
+template <class S, int N>
+DEVICE void multiply_wide(const uint32_t (&a)[S::BLOCKS][4], uint32_t tokens, int rows,
+                          float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if constexpr (N > WGMMA_STEP) {
+    if (rows <= N - WGMMA_STEP) {
+      multiply_wide<S, N - WGMMA_STEP>(a, tokens, rows, acc);
+      return;
+    }
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+    wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens);
+  wgmma_commit_group();
+}
+
+/* 32 k of a lane's four rows: codes at `codes`, factors at `scales`. */
+template <class S>
+DEVICE void multiply_32(uint32_t codes, uint32_t scales, uint32_t tokens, uint32_t byte, int rows,
+                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  weight_factors<typename S::X, typename S::CODE> factors;
+  uint32_t word[4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    word[r] = codes_of_lane(lds_128(codes + r * 8 * S::WEIGHT_LINE), byte);
+    factors.restore(r, lds_32(scales + r * 8 * 16));
+  }
+#pragma unroll
+  for (int part = 0; part < 2; part++) {
+    uint32_t a[S::BLOCKS][4], pair[4][2];
+    factors.unpack(word, part * 2, pair);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      a[r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
+      a[r % 2][r / 2 + 2] = __byte_perm(pair[r][0], pair[r][1], 0x7632);
+      word[r] >>= 8;
+    }
+    multiply_wide<S, S::BM>(a, tokens + part * 2, rows, acc);
+    wgmma_wait_group<1>();
+  }
+}
+
+template <int STAGES> DEVICE int stage_before(const pipeline_state<STAGES> &at)
+{
+  return at.stage == 0 ? STAGES - 1 : at.stage - 1;
+}
+
+/* acc = weights x rows of one unit. A lane has row lane / 4 of each octet of its warp's 32 weight rows; octet r is the
+ * half r / 2 of block r % 2. A stage is released when the next is under way. */
+template <class S>
+DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                                 int rows, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const int row = group * S::BLOCKS * S::BLOCK + warp_id() % 4 * S::OCTETS * 8 + lane_id() / 4;
+  const uint32_t byte = (lane_id() % 4) * 0x11 + 0x40;
+  uint32_t codes = 0, scales = 0, tokens = 0;
+#pragma unroll 1
+  for (int k = 0; k < args.k; k += 64) {
+    if (k % S::BK == 0) {
+      wait_for(&smem.full[at.stage], at.phase);
+      codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
+      scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
+      tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
+    }
+    multiply_32<S>(codes, scales, tokens, byte, rows, acc);
+    if (k % S::BK == 0) {
+      if (k > 0) release_stage<S>(smem, stage_before(at)); /* its last products are over */
+      at.advance();
+    }
+    if (k + 32 < args.k) multiply_32<S>(codes ^ 16, scales + 4, tokens + 4, byte, rows, acc);
+    codes ^= 32;
+    scales += 8;
+    tokens += S::BM * 8;
+  }
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
+  release_stage<S>(smem, stage_before(at));
+}
+
+/* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
+
+/* Of a weight row and one row of A, in f32. */
+template <class S>
+DEVICE float absent_products(const gemm_args &args, int expert, const weight_row &row, int32_t source)
+{
+  using W = typename S::CODE;
+  constexpr int RUN = operand<W>::K_PER_SCALE;
+  const char *codes = code_base(args.b, row.half, expert, operand<W>::BITS) +
+                      row.channel * args.b.n_stride * operand<W>::BITS / 8;
+  const uint8_t *scales = scales_of(args.b.scale, expert, row);
+  const typename S::X *a = static_cast<const typename S::X *>(args.a) + source * args.a_ld;
+  float sum = 0.f;
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += RUN) {
+    const int code = scales[k0 / RUN * args.b.scale.k_stride];
+    if (!scale_is_absent<typename S::X, W>(code)) continue;
+    float part = 0.f;
+#pragma unroll 1
+    for (int k = k0; k < k0 + RUN; k++)
+      part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * (source < 0 ? 0.f : to_f32(a[k]));
+    sum += part * (same_type<W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
+  }
+  return sum;
+}
+
+/* A thread's sums are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
+template <class S>
+DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, int group,
+                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+#pragma unroll 1
+  for (int i = 0; i < ceil_div(tile.rows, 8) * 8; i++) {
+    const int octet = i % 4, j = i / 8, token = j * 8 + lane_id() % 4 * 2 + i / 4 % 2;
+    const int row = (group * 4 + warp_id() % 4) * S::OCTETS * 8 + octet * 8 + lane_id() / 4;
+    const float part = absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, row),
+                                          token < tile.rows ? source_row(args.g, tile.row + token) : -1);
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int a = 0; a < S::ACCUMULATORS; a++)
+        if (octet == block + a / 2 % 2 * 2 && i / 4 == a / 4 * 2 + a % 2) acc[block][a] += part;
+  }
+}
+
+/* acc of one unit. What is left of the weights' scale multiplies sums; in a gated tile the blocks are the halves. */
+template <class S>
+DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                            int slot, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr float REST = weight_factors<typename S::X, typename S::CODE>::REST;
+  multiply_packed_rows<S>(args.g, smem, at, group, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
+  if constexpr (!same_type<typename S::CODE, u4>)
+    if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
+  if (REST == 1.f && !args.g.b.global[0]) return;
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) {
+    const int half = S::gated(args.g) ? i ^ args.up_first : 0;
+    const float rest = global_scale(args.g.b, half, smem.units[slot].expert) * REST;
+#pragma unroll
+    for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest;
+  }
+}
+
+#endif
