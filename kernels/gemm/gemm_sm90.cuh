@@ -6,6 +6,6 @@
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ gemm_sm90_args args)     \
   {                                                                                                                    \
     using factors = product<X, W, Y, SCALE_##SCALE, operation_##op>;                                                   \
-    KERNEL_BODY(SMEM, wgmma, wgmma_or_packed<factors, CLUSTER, BM, BN, BK, STAGES, WARPS>)                                 \
+    KERNEL_BODY(SMEM, wgmma, wgmma_or_packed<factors, CLUSTER, BM, BN, BK, STAGES, WARPS>)                             \
   }
 #include "variants.def"

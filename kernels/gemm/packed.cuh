@@ -1,7 +1,7 @@
 /*
- * The form wgmma where weights have 4 bits and rows 16: all but the products is that of 16-bit weights (gemm/wgmma.cuh);
- * those are in gemm/packed_tile.cuh. A stage is 128 k: two swizzle lines of a row, 64 bytes of a weight row in the
- * 64-byte swizzle.
+ * The form wgmma where weights have 4 bits and rows 16: all but the products is that of 16-bit weights
+ * (gemm/wgmma.cuh); those are in gemm/packed_tile.cuh. A stage is 128 k: two swizzle lines of a row, 64 bytes of a
+ * weight row in the 64-byte swizzle.
  */
 #ifndef CUMOE_PACKED_CUH
 #define CUMOE_PACKED_CUH
@@ -10,8 +10,9 @@
 
 /* Accumulators and epilogue are those of a product of X. */
 template <class P, int CLUSTER, int BM, int BN, int BK_, int STAGES, int WARPS>
-struct packed_shape : wgmma_shape<product<typename P::X, typename P::X, typename P::Y, SCALE_none, typename P::OPERATION>,
-                                  CLUSTER, BM, BN, WGMMA_BK, STAGES, WARPS> {
+struct packed_shape
+    : wgmma_shape<product<typename P::X, typename P::X, typename P::Y, SCALE_none, typename P::OPERATION>, CLUSTER, BM,
+                  BN, WGMMA_BK, STAGES, WARPS> {
   using W = uint8_t;
   using CODE = typename P::W;
   static constexpr bool PACKED = true;
@@ -31,7 +32,7 @@ struct wgmma_shape_of<P, true, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using type = packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>;
 };
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
-using wgmma_or_packed = typename wgmma_shape_of<P, !same_type<typename P::X, typename P::W>, CLUSTER, BM, BN, BK, STAGES,
-                                                WARPS>::type;
+using wgmma_or_packed =
+    typename wgmma_shape_of<P, !same_type<typename P::X, typename P::W>, CLUSTER, BM, BN, BK, STAGES, WARPS>::type;
 
 #endif

@@ -1,13 +1,14 @@
 /*
- * The products of form wgmma with weights of 4 bits and rows (tokens) of 16, for shapes that are PACKED (gemm/packed.cuh).
+ * The products of form wgmma with weights of 4 bits and rows (tokens) of 16, for shapes that are PACKED
+ * (gemm/packed.cuh).
  *
  * Codes reach shared memory as they lie in memory. A consumer's warp reads those of its own 32 rows and 32 k, unpacks
  * them in registers, wgmma's 64-row operand, and multiplies; it unpacks 16 k while the tensor cores work on the 16
  * before. k keeps its order, as rows come by tensor copies: of the 16 bytes of a row that four lanes read, lane q takes
  * byte q of each word, the weights of k 2 q, 2 q + 1 of every eight.
  *
- * A producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of scales that
- * it has asked for a stage ahead.
+ * A producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of scales
+ * that it has asked for a stage ahead.
  */
 #ifndef CUMOE_PACKED_TILE_CUH
 #define CUMOE_PACKED_TILE_CUH
@@ -21,16 +22,12 @@ template <class S> struct wgmma_smem;
 template <class S, bool PACKED> struct factor_stages {
 };
 template <class S> struct factor_stages<S, true> {
-  using CODE = typename S::CODE;
-  /* Bytes of scales of a row and stage; those of u4 may be of any length. */
-  static constexpr int SCALE_BYTES = same_type<CODE, u4> ? 0 : S::BK / (operand<CODE>::K_PER_SCALE + same_type<CODE, u4>);
-  static constexpr int ZERO_ROWS = same_type<CODE, u4> ? S::COLUMNS / 8 : 1;
+  static constexpr int SCALE_BYTES = S::BK / operand<typename S::CODE>::K_PER_SCALE; /* of a row and stage */
   uint4 factors[S::STAGES][S::COLUMNS];
   uint64_t posted[UNITS_AHEAD];                          /* which unit it is, for the warp that makes factors */
-  const uint8_t *scale_rows[S::COLUMNS];             /* where those of each weight row begin */
-  const uint32_t *zero_rows[ZERO_ROWS];              /* the same of zero points, of each octet */
+  const uint8_t *scale_rows[S::COLUMNS];                 /* where those of each weight row begin */
   uint32_t scale_words[SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
-  int32_t absent[UNITS_AHEAD];                       /* whether some of a unit's scales are not in its products */
+  int32_t absent[UNITS_AHEAD];                           /* whether some of a unit's scales are not in its products */
 };
 
 /* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
@@ -48,19 +45,6 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
 {
   const int64_t first = scale_row(s, row.half, row.channel) + scale_step(s, 0);
   return static_cast<const uint8_t *>(scale_base(s, row.half, expert)) + first * scale_bytes(s.dtype);
-}
-
-/* The block of k of element k, of all of a row's. */
-DEVICE int scale_block(const scale_matrix &s, int k)
-{
-  return (k + s.k_origin) / s.block_k;
-}
-
-/* Where the zero points of a weight row's octet begin; NULL: there are none. */
-DEVICE const uint32_t *zeros_of(const expert_matrix &b, int expert, const weight_row &row)
-{
-  const uint32_t *words = zero_words(b, row.half, expert);
-  return words ? words + row.channel / 8 * b.zero.n_stride + scale_block(b.scale, 0) * b.zero.k_stride : nullptr;
 }
 
 /* ---- producers ---- */
@@ -81,8 +65,6 @@ template <class S> struct factors_ahead {
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++)
       smem.scale_rows[row(i)] = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, row(i)));
-    if constexpr (same_type<CODE, u4>)
-      smem.zero_rows[lane_id()] = zeros_of(args.g.b, tile.expert, weight_row_of<S>(args, tile, lane_id() * 8));
     __syncwarp();
     load(args.g, smem, 0);
   }
@@ -90,7 +72,7 @@ template <class S> struct factors_ahead {
   /* The words that a row's scales lie in, none of them without a scale of the row. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
   {
-    if (BYTES == 0 || k0 >= args.k || args.b.scale.k_stride != 1) return;
+    if (k0 >= args.k || args.b.scale.k_stride != 1) return;
     const int count = min((args.k - k0) / 32 * EACH, BYTES);
 #pragma unroll AT_ONCE
     for (int i = 0; i < ROWS; i++) {
@@ -98,8 +80,8 @@ template <class S> struct factors_ahead {
       const int before = (int)((uintptr_t)from & 3);
 #pragma unroll
       for (int w = 0; w <= WORDS; w++)
-        cp_async_ca_4(shared_address(smem.scale_words[w] + row(i)), from - before + (w * 4 < before + count ? w * 4 : 0),
-                      4);
+        cp_async_ca_4(shared_address(smem.scale_words[w] + row(i)),
+                      from - before + (w * 4 < before + count ? w * 4 : 0), 4);
     }
   }
 
@@ -112,7 +94,8 @@ template <class S> struct factors_ahead {
 #pragma unroll
       for (int j = 0; j < SLICES; j++) {
         const int w = j * EACH / 4;
-        codes[j] = __funnelshift_r(smem.scale_words[w][row(i)], smem.scale_words[w + 1][row(i)], ((uintptr_t)from & 3) * 8);
+        codes[j] =
+            __funnelshift_r(smem.scale_words[w][row(i)], smem.scale_words[w + 1][row(i)], ((uintptr_t)from & 3) * 8);
         codes[j] = codes[j] >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
       }
       return;
@@ -125,43 +108,18 @@ template <class S> struct factors_ahead {
     }
   }
 
-  /* Scale and zero point of each slice. A block of k is loaded once. */
-  DEVICE static void load_groups(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0,
-                                 uint32_t (&pairs)[SLICES])
-  {
-    const scale_matrix &s = args.b.scale;
-    const uint32_t *zeros = smem.zero_rows[row(i) / 8];
-    const int64_t first = scale_block(s, 0);
-#pragma unroll
-    for (int j = 0; j < SLICES; j++) {
-      const int k = min(k0 + j * 32, args.k - 32);
-      const int64_t block = scale_block(s, k) - first;
-      if (j > 0 && (k + s.k_origin) % s.block_k >= 32) {
-        pairs[j] = pairs[j - 1];
-        continue;
-      }
-      const uint32_t raw = load_scale_bits(smem.scale_rows[row(i)], block * s.k_stride, s.dtype);
-      const int zero = zeros ? (int)(__ldg(zeros + block * args.b.zero.k_stride) >> row(i) % 8 * 4 & 15) + args.b.zero.add : 0;
-      pairs[j] = pack_pair<X>(scale_value(raw, s.dtype), factors::BASE + (float)(args.b.offset + zero));
-    }
-  }
-
   DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
   {
     bool absent = false;
     cp_async_wait_all();
-#pragma unroll(same_type<CODE, u4> ? 1 : AT_ONCE)
+#pragma unroll AT_ONCE
     for (int i = 0; i < ROWS; i++) {
       uint32_t codes[SLICES];
-      if constexpr (same_type<CODE, u4>) {
-        load_groups(args, smem, i, k0, codes);
-      } else {
-        loaded(args, smem, i, k0, codes);
+      loaded(args, smem, i, k0, codes);
 #pragma unroll
-        for (int j = 0; j < SLICES; j++) {
-          absent |= leave_out(codes[j]) && k0 + j * 32 < args.k;
-          codes[j] = factors::prepared(codes[j]);
-        }
+      for (int j = 0; j < SLICES; j++) {
+        absent |= leave_out(codes[j]) && k0 + j * 32 < args.k;
+        codes[j] = factors::prepared(codes[j]);
       }
       smem.factors[stage][row(i)] = make_uint4(codes[0], codes[1], codes[2], codes[3]);
     }
@@ -305,8 +263,8 @@ DEVICE float absent_products(const gemm_args &args, int expert, const weight_row
 {
   using W = typename S::CODE;
   constexpr int RUN = operand<W>::K_PER_SCALE;
-  const char *codes = code_base(args.b, row.half, expert, operand<W>::BITS) +
-                      row.channel * args.b.n_stride * operand<W>::BITS / 8;
+  const char *codes =
+      code_base(args.b, row.half, expert, operand<W>::BITS) + row.channel * args.b.n_stride * operand<W>::BITS / 8;
   const uint8_t *scales = scales_of(args.b.scale, expert, row);
   const typename S::X *a = static_cast<const typename S::X *>(args.a) + source * args.a_ld;
   float sum = 0.f;
@@ -349,8 +307,7 @@ DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pip
 {
   constexpr float REST = weight_factors<typename S::X, typename S::CODE>::REST;
   multiply_packed_rows<S>(args.g, smem, at, group, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
-  if constexpr (!same_type<typename S::CODE, u4>)
-    if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
+  if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
   if (REST == 1.f && !args.g.b.global[0]) return;
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) {
