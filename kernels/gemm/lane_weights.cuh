@@ -18,9 +18,10 @@ template <class S> struct mixed_smem;
 /* Of each weight row the words that hold its scales, as they lie in memory: rows begin at any byte, `skew` bytes into
  * the first word. So many words a row that lanes meet in no bank, and pairs of words may be copied. Zero points: of
  * each octet of rows. */
-template <class S> struct scale_stage {
+template <class S> struct __align__(8) scale_stage
+{
   uint32_t words[S::COLUMNS][S::SCALE_WORDS];
-  uint32_t zeros[S::ZERO_OCTETS][S::SCALE_WORDS];
+  uint32_t zeros[S::ZERO_OCTETS][S::BK / 32 + 1];
 };
 template <class S> constexpr bool has_zeros = same_type<typename S::W, u4>;
 
@@ -139,30 +140,37 @@ template <class S> struct stage_scales {
 
 /* ---- consumers ---- */
 
-DEVICE uint32_t lds_u8(uint32_t address)
-{
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
+#define LDS(name, type)                                                                                                \
+  DEVICE uint32_t name(uint32_t address)                                                                               \
+  {                                                                                                                    \
+    uint32_t v;                                                                                                        \
+    asm volatile("ld.shared." #type " %0, [%1];" : "=r"(v) : "r"(address) : "memory");                                 \
+    return v;                                                                                                          \
+  }
+LDS(lds_u8, u8)
+LDS(lds_u16, u16)
+LDS(lds_u32, u32)
+#undef LDS
 
 /* What all formats share: shared addresses of the scales of a lane's rows in stage 0. Row r of four is of octet r of
  * its warp. */
 template <class S> struct scale_places {
   static constexpr int ROW_BYTES = 4 * S::SCALE_WORDS;
-  uint32_t at[4]; /* skew included */
+  /* Of a lane's 32 codes, where their number is the format's. */
+  static constexpr int RUN = operand<typename S::W>::K_PER_SCALE, SCALES = RUN > 0 ? 32 / (RUN > 0 ? RUN : 1) : 0;
+  uint32_t at[4]; /* of the first slab, skew included */
 
   DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
   {
-    const uint32_t first = shared_address(smem.scales[0].words);
+    const uint32_t first = shared_address(smem.scales[0].words) + tid_x() % 4 * SCALES;
 #pragma unroll
     for (int r = 0; r < 4; r++)
       at[r] = first + (row0 + r * 8) * ROW_BYTES + smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
   }
 
-  DEVICE static uint32_t stage_offset(int stage)
+  DEVICE static uint32_t slab_offset(int stage, int slab)
   {
-    return stage * (uint32_t)sizeof(scale_stage<S>);
+    return stage * (uint32_t)sizeof(scale_stage<S>) + slab * 4 * SCALES;
   }
 
   /* Whether there are codes of the lane in the slab of k and on. */
@@ -181,7 +189,7 @@ template <class S> struct format_scales<S, mx4> : scale_places<S> {
   /* Of the lane's codes of a stage's slab, of k and on. */
   DEVICE factor_type factors(const gemm_args &args, const mixed_smem<S> &, int stage, int slab, int k)
   {
-    const uint32_t offset = this->stage_offset(stage) + slab * 4 + tid_x() % 4;
+    const uint32_t offset = this->slab_offset(stage, slab);
     uint32_t e[4], worst = 0;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -209,7 +217,7 @@ template <class S> struct format_scales<S, nv4> : scale_places<S> {
 
   DEVICE factor_type factors(const gemm_args &args, const mixed_smem<S> &, int stage, int slab, int k)
   {
-    const uint32_t offset = this->stage_offset(stage) + slab * 8 + tid_x() % 4 * 2;
+    const uint32_t offset = this->slab_offset(stage, slab);
     factor_type f;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -226,28 +234,46 @@ template <class S> struct format_scales<S, nv4> : scale_places<S> {
 };
 
 template <class S> struct format_scales<S, u4> : scale_places<S> {
-  using factor_type = weight_factors<typename S::X, u4>;
-  static constexpr bool absent = false;
+  using X = typename S::X;
+  using factor_type = weight_factors<X, u4>;
+  static constexpr element_type OWN = same_type<X, bf16> ? DT_BF16 : DT_F16;
 
   /* Beyond the end of k: what the last codes have. */
   DEVICE factor_type factors(const gemm_args &args, const mixed_smem<S> &smem, int stage, int slab, int k)
   {
-    const int own = min(k + (int)(tid_x() % 4 * 32), args.k - 32), first = scale_block<S>(args, k - slab * S::SLAB),
-              block = scale_block<S>(args, own) - first, dtype = args.b.scale.dtype,
-              nibble = tid_x() % WARP_SIZE / 4 * 4;
-    const uint32_t skew = scales_in_words<S>(args) ? first * scale_size<S>(args) : 0;
-    const char *words = reinterpret_cast<const char *>(smem.scales[stage].words);
+    const int own = min(k + lane_id() % 4 * 32, args.k - 32), first = scale_block<S>(args, k - slab * S::SLAB),
+              block = scale_block<S>(args, own) - first, size = scale_size<S>(args);
+    const uint32_t skew = scales_in_words<S>(args) ? first * size : 0,
+                   offset = this->slab_offset(stage, slab) + block * size;
     const bool stored = args.b.zero.base[0] || args.b.zero.table[0];
-    factor_type f;
+    uint32_t scale[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      const uint32_t at = this->at[r] - shared_address(smem.scales[0].words), row = at / this->ROW_BYTES;
-      const float scale = scale_value(load_scale_bits(words + (at & ~3u) + (at + skew & 3), block, dtype), dtype);
-      int zero = args.b.offset;
-      if (stored) zero += (int)(smem.scales[stage].zeros[row / 8][block] >> nibble & 15) + args.b.zero.add;
-      f.set(r, pack_pair<typename S::X>(scale, factor_type::BASE + (float)zero));
+      const uint32_t at = (this->at[r] & ~3u) + (this->at[r] + skew & 3) + offset;
+      scale[r] = size == 4 ? lds_u32(at) : lds_u16(at);
+    }
+    factor_type f;
+    if (args.b.scale.dtype == OWN && !stored) {
+      const float zero = factor_type::BASE + (float)args.b.offset;
+#pragma unroll
+      for (int r = 0; r < 4; r++) f.by[r] = scale[r] * 0x10001, f.zero[r] = pack_pair<X>(zero, zero);
+    } else {
+      set_each(args, smem, stage, block, stored, scale, f);
     }
     return f;
+  }
+
+  /* Scales of another type, or zero points. */
+  DEVICE void set_each(const gemm_args &args, const mixed_smem<S> &smem, int stage, int block, bool stored,
+                       const uint32_t (&scale)[4], factor_type &f) const
+  {
+    const uint32_t octet = (this->at[0] - shared_address(smem.scales[0].words)) / (8 * this->ROW_BYTES);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      int zero = args.b.offset;
+      if (stored) zero += (int)(smem.scales[stage].zeros[octet + r][block] >> lane_id() / 4 * 4 & 15) + args.b.zero.add;
+      f.set(r, pack_pair<X>(scale_value(scale[r], args.b.scale.dtype), factor_type::BASE + (float)zero));
+    }
   }
 };
 

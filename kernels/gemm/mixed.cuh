@@ -4,7 +4,7 @@
  * A CTA has a warpgroup of producers and two or four of consumers around a pipeline. Weights pass through shared memory
  * as codes, with their scales; a warp unpacks its 32 rows of them into the registers that mma.sync takes them from, and
  * multiplies them by all rows (tokens) of the tile. Instructions are the limit, so a warp has many weights for each
- * instruction that unpacks none. With four warpgroups two warps share 32 weight rows: each has every other slab of k,
+ * instruction that unpacks none. Where tokens are few, two warps share 32 weight rows: each has every other slab of k,
  * and they add up at the end.
  *
  * Order of k. In a slab of 128 k a lane takes the 16 bytes that hold 32 neighbouring codes of a row, which have one
@@ -29,8 +29,6 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
   static constexpr int SLAB = 128, SLABS = BK / SLAB, BITS = operand<typename PRODUCT::W>::BITS;
   static constexpr int ROW_BYTES = BK * BITS / 8; /* codes of a stage */
-  /* Where memory is the limit, weights are read once. */
-  static constexpr bool MEMORY_BOUND = BM <= 64;
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
   /* What a thread starts with, and what becomes of it. */
@@ -75,10 +73,10 @@ template <class S> DEVICE int code_offset(int row, int vector)
 
 /* A thread's weight rows of a tile. */
 template <class S> struct mixed_weights {
-  const char *origin[2]; /* of its first rows in the first and second eight of a granule */
-  int64_t step;          /* bytes from a granule to the next */
-  int left;              /* weight rows of the tile */
-  uint64_t policy = evict_first_policy();
+  const char *origin[2];                  /* of its first rows in the first and second eight of a granule */
+  int64_t step;                           /* bytes from a granule to the next */
+  int left;                               /* weight rows of the tile */
+  uint64_t policy = evict_first_policy(); /* weights are read once */
 
   DEVICE static int lane() { return threadIdx.x % S::LANES; }
   DEVICE static int row() { return threadIdx.x / S::LANES; }
@@ -110,10 +108,7 @@ template <class S> struct mixed_weights {
 #pragma unroll
       for (int h = 0; h < EACH; h++) {
         const int there = h == 0 || granule * 16 + 8 < left ? bytes : 0; /* at 0 bytes nothing is read */
-        if (S::MEMORY_BOUND)
-          cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], there, policy);
-        else
-          cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], there);
+        cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], there, policy);
         from[h] += step;
       }
     }
@@ -169,7 +164,7 @@ template <class S> struct mixed_rows {
 
 /* ---- producers ---- */
 
-/* What a stage has besides codes. A thread arrives twice: for what it has stored, and for what it has copied. */
+/* What a stage has besides codes. A thread arrives for what it has copied, a warp for what it has stored. */
 template <class S>
 DEVICE void produce_rest(const gemm_args &args, mixed_smem<S> &smem, const stage_scales<S> &scales, int slot, int rows,
                          int stage, int k0)
@@ -177,7 +172,8 @@ DEVICE void produce_rest(const gemm_args &args, mixed_smem<S> &smem, const stage
   mixed_rows<S>::copy(args, smem, slot, rows, stage, k0);
   scales.copy(args, smem.scales[stage], k0);
   cp_async_mbarrier_arrive_noinc(&smem.full[stage]);
-  mbarrier_arrive(&smem.full[stage]);
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(&smem.full[stage]);
 }
 
 /* The run's next unit, for all; consumers see it behind the barrier of a later stage. All producers. */
@@ -218,7 +214,8 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
 template <class S> DEVICE void produce_nothing(mixed_smem<S> &smem)
 {
   mbarrier_arrive(&smem.full[0]);
-  mbarrier_arrive(&smem.full[0]);
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(&smem.full[0]);
 }
 
 /* With early inputs the stages fill with the first tile's weights before the grid ahead, which makes the rows, has
@@ -306,14 +303,16 @@ template <class S> struct slab_places {
 
 template <class S> using warp_sums = float[2][S::BM / 8][4];
 
-/* sums += 32 weight rows x N rows of A, of a slab. Octet r of weight rows is the half r / 2 of block r % 2. */
+/* sums += 32 weight rows x N rows of A, of a slab of k and on. Octet r of weight rows is the half r / 2 of block r % 2.
+ */
 template <class S, int N>
-DEVICE void multiply_slab(const slab_places<S> &from, const weight_factors<typename S::X, typename S::W> &factors,
-                          warp_sums<S> &sums)
+DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, const slab_places<S> &from,
+                          lane_scales<S> &scales, int stage, int slab, int k, warp_sums<S> &sums)
 {
   uint4 raw[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) raw[r] = from.codes_of(r);
+  const weight_factors<typename S::X, typename S::W> factors = scales.factors(args, smem, stage, slab, k);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     uint32_t a[2][2][4]; /* of 16 k each, blocks */
@@ -347,15 +346,21 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
                        lane_scales<S> &scales, warp_sums<S> &sums)
 {
   const slab_places<S> first(smem);
+  const int own = consumer_warp<S>() % S::SPLIT;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     slab_places<S> places = first;
     places.add_stages(smem, at.stage);
     wait_for(&smem.full[at.stage], at.phase);
+    const auto add_slab = [&](int slab) {
+      multiply_slab<S, N>(args, smem, places, scales, at.stage, slab, k0 + slab * S::SLAB, sums);
+    };
+    if constexpr (S::SPLIT == S::SLABS) {
+      if (k0 + own * S::SLAB < args.k) add_slab(own);
+    } else {
 #pragma unroll 1
-    for (int slab = consumer_warp<S>() % S::SPLIT; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab += S::SPLIT) {
-      multiply_slab<S, N>(places, scales.factors(args, smem, at.stage, slab, k0 + slab * S::SLAB), sums);
-      if (S::SPLIT == 1) places.next_slab(smem);
+      for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++, places.next_slab(smem))
+        add_slab(slab);
     }
     release<S>(smem, at.stage);
   }
@@ -421,17 +426,11 @@ template <class S> DEVICE void collect(mixed_smem<S> &smem, int rows, const warp
 
 /* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
 
-/* Whether a scale of the warp's weight rows was absent; what comes is of the next tile. */
-template <class S> DEVICE bool any_absent(lane_scales<S> &scales)
+/* Whether a scale of the warp's weight rows was absent. */
+template <class S> DEVICE bool any_absent(bool own)
 {
-  if constexpr (same_type<typename S::W, u4>) {
-    return false;
-  } else {
-    const bool own = scales.absent;
-    scales.absent = false;
-    return S::SPLIT == 1 ? __any_sync(ALL_LANES, own)
-                         : bar_red_or(PAIR_BARRIER + consumer_warp<S>() / 2, 2 * WARP_SIZE, own);
-  }
+  return S::SPLIT == 1 ? __any_sync(ALL_LANES, own)
+                       : bar_red_or(PAIR_BARRIER + consumer_warp<S>() / 2, 2 * WARP_SIZE, own);
 }
 
 /* The first of a lane's weight rows in a tile, of those that its warp has outputs of. */
@@ -526,7 +525,8 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
     const int first = unit.n + group * granules, end = min(unit.end, first + granules);
     outputs<S> acc = {};
     collect<S>(smem, unit.rows, sums, acc);
-    if (any_absent<S>(scales)) add_absent<S>(args, unit, acc);
+    if constexpr (operand<typename S::W>::K_PER_SCALE > 0)
+      if (any_absent<S>(scales.absent)) add_absent<S>(args, unit, acc);
     scale_sums<S>(args, unit.expert, acc);
     store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
   }
@@ -544,7 +544,7 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
 {
   if (threadIdx.x == 0) {
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], 2 * S::GROUP);
+      mbarrier_init(&smem.full[s], S::GROUP + S::GROUP / WARP_SIZE);
       mbarrier_init(&smem.empty[s], S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     fence_mbarrier_init();

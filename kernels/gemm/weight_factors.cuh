@@ -67,9 +67,9 @@ template <class X> struct weight_factors<X, mx4> {
   }
 };
 
-/* The scale over the unit of pairs would be too large: sums are short of 2^9. */
+/* The scale over the unit of pairs would be too large: sums are short of 2^7. */
 template <class X> struct weight_factors<X, nv4> {
-  static constexpr float REST = 512.f;
+  static constexpr float REST = 128.f;
   static constexpr uint32_t ABSENT = 0;
   uint32_t by[4]; /* of each row, for the first and last 16 of 32 codes */
 
@@ -80,10 +80,10 @@ template <class X> struct weight_factors<X, nv4> {
     uint32_t pair;
     if (same_type<X, bf16>) {
       const uint32_t bits = (each & 0x007f007f) << 4 | (each & 0x00800080) << 8; /* the value times 2^-120 */
-      pair = mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x76807680);     /* 2^127, 2^110 */
+      pair = mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x77807780);     /* 2^127, 2^112 */
     } else {
       const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
-      pair = mul_pairs<f16>(bits, 0x70007000);                                   /* 2^13 */
+      pair = mul_pairs<f16>(bits, 0x78007800);                                   /* 2^15 */
     }
     return pair;
   }
