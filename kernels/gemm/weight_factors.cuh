@@ -70,11 +70,10 @@ template <class X> struct weight_factors<X, mx4> {
 /* The scale over the unit of pairs would be too large: sums are short of 2^7. */
 template <class X> struct weight_factors<X, nv4> {
   static constexpr float REST = 128.f;
-  static constexpr uint32_t ABSENT = 0;
-  uint32_t by[4]; /* of each row, for the first and last 16 of 32 codes */
+  uint32_t by[4][2]; /* of each row, for the first and last 16 of 32 codes */
 
-  /* Of two codes of e4m3, in halves. */
-  DEVICE static uint32_t prepared(uint32_t codes)
+  /* Two codes of e4m3. */
+  DEVICE void set(int r, uint32_t codes)
   {
     const uint32_t each = __byte_perm(codes, 0, 0x4140);
     uint32_t pair;
@@ -85,20 +84,17 @@ template <class X> struct weight_factors<X, nv4> {
       const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
       pair = mul_pairs<f16>(bits, 0x78007800);                                   /* 2^15 */
     }
-    return pair;
+    by[r][0] = __byte_perm(pair, 0, 0x1010);
+    by[r][1] = __byte_perm(pair, 0, 0x3232);
   }
-
-  DEVICE void restore(int r, uint32_t word) { by[r] = word; }
-  DEVICE void set(int r, uint32_t codes) { restore(r, prepared(codes)); }
 
   DEVICE void unpack(const uint32_t (&word)[4], int w, uint32_t (&pair)[4][2]) const
   {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      const uint32_t half = __byte_perm(by[r], 0, w < 2 ? 0x1010 : 0x3232);
       e2m1_pairs<X>(word[r], pair[r]);
 #pragma unroll
-      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], half);
+      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
     }
   }
 };
@@ -108,20 +104,22 @@ template <class X> struct weight_factors<X, u4> {
   static constexpr float REST = 1.f;
   static constexpr uint32_t MAGIC = same_type<X, bf16> ? 0x43004300 : 0x64006400; /* BASE, whose unit is 1 */
   static constexpr float BASE = same_type<X, bf16> ? 128.f : 1024.f;
-  uint32_t both[4]; /* of each row: the scale, and BASE + zero point */
+  uint32_t by[4], zero[4]; /* of each row: the scale, and BASE + zero point, twice */
 
-  DEVICE void restore(int r, uint32_t word) { both[r] = word; }
-  DEVICE void set(int r, uint32_t word) { restore(r, word); }
+  /* Both, the scale in the lower half. */
+  DEVICE void set(int r, uint32_t both)
+  {
+    by[r] = __byte_perm(both, 0, 0x1010);
+    zero[r] = __byte_perm(both, 0, 0x3232);
+  }
 
   DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
   {
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-      const uint32_t by = __byte_perm(both[r], 0, 0x1010), zero = __byte_perm(both[r], 0, 0x3232);
+    for (int r = 0; r < 4; r++)
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        pair[r][i] = mul_pairs<X>(sub_pairs<X>((word[r] >> i * 4 & 0x000f000f) | MAGIC, zero), by);
-    }
+        pair[r][i] = mul_pairs<X>(sub_pairs<X>((word[r] >> i * 4 & 0x000f000f) | MAGIC, zero[r]), by[r]);
   }
 };
 
