@@ -8,7 +8,7 @@ using operation_few_down = operation_down;
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
   {                                                                                                                    \
-    using factors = product<X, W, Y, SCALE_##SCALE, operation_##op>;                                                   \
+    using factors = product<X, W, Y, SCALE_##SCALE, operation_##op, MAJOR_##MAJOR>;                                    \
     KERNEL_BODY(SMEM, few, few_shape<factors, BM, BK, STAGES, WARPS>)                                                  \
   }
 #include "variants.def"
