@@ -19,6 +19,7 @@ typedef struct tensor {
   uint64_t size[MAX_RANK];
   int64_t stride[MAX_RANK];
   uint32_t box[MAX_RANK];
+  bool lines; /* L2 fetches them one by one, else by twos */
 } tensor;
 
 /* FORMAT_none: the driver refuses it. */
@@ -45,7 +46,8 @@ static bool encode(void (*encoder)(void), weight_format format, const tensor *t,
   for (uint32_t i = 1; i < t->rank; ++i) bytes[i - 1] = (cuuint64_t)format_bytes(format, t->stride[i]);
   return ((encode_tiled)encoder)(map, map_type(format), t->rank, (void *)(uintptr_t)t->base, t->size, bytes, t->box,
                                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                                 t->lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 /* Distance from the half that lies first to the other, in bytes. */
@@ -124,6 +126,7 @@ static tensor n_major(const gemm_args *g)
       .stride = {1, g->b.k_stride, apart ? half_distance(&g->b) * 8 / format_bits(format) : all,
                  g->experts > 1 ? g->b.expert_stride : all},
       .box = {line_of(format), WGMMA_BK, 1, 1},
+      .lines = true,
   };
 }
 

@@ -1,8 +1,8 @@
 /*
  * few: N-major weights. Of each k the octets of a unit lie together: a slice of theirs has 2, 4 or 8 octets and so much
- * of k that it is as large as any other slice. 32 bytes of a row of memory, a sector, are enough for its speed, as long
- * as neighbours are read at about the same time: the next unit of up is the next CTA's, and so are the next channels of
- * down, of which a CTA takes all that it has at once. ldmatrix transposes.
+ * of k that it is as large as any other slice. 64 bytes of a row of memory are enough for its speed, and 32 for five
+ * sixths of it, as long as neighbours are read at about the same time: the next unit of up is the next CTA's, and so are
+ * the next channels of down, of which a CTA takes all that it has at once. ldmatrix transposes.
  *
  * Gate and up, if they lie apart: octets alternate. In pairs: element by element, and the two meet in the epilogue.
  */
@@ -42,13 +42,21 @@ template <class S> DEVICE bool few_in_pairs(const gemm_args &g)
   return S::N_MAJOR && S::gated(g) && g.b.n_stride == 2;
 }
 
+/* Where in a row of a stage a lane's octet goes. Neighbouring lanes have neighbouring memory: those that share a sector
+ * but are not neighbours would fetch it twice. */
+template <class S, int WIDTH> DEVICE int lane_place(const gemm_args &g)
+{
+  const int octet = lane_id() % WIDTH;
+  return S::gated(g) && !few_in_pairs<S>(g) ? octet % (WIDTH / 2) * 2 + octet / (WIDTH / 2) : octet;
+}
+
 /* A lane's octet of the slices of a unit, at k 0; NULL: it is not there. */
 template <class S, int WIDTH>
 DEVICE const typename S::W *lane_octet(const gemm_args &g, const few_units<S> &unit, few_halves of)
 {
   using W = typename S::W;
   const W *low = static_cast<const W *>(of.low), *high = static_cast<const W *>(of.high);
-  const int octet = lane_id() % WIDTH;
+  const int octet = lane_place<S, WIDTH>(g);
   if (!S::gated(g)) return octet < unit.octets ? low + (unit.octet + octet) * 8 : NULL;
   if (octet / 2 >= unit.octets) return NULL;
   if (few_in_pairs<S>(g)) return (low < high ? low : high) + (2 * unit.octet + octet) * 8;
@@ -61,11 +69,11 @@ DEVICE void copy_width(const gemm_args &g, const few_units<S> &unit, few_halves 
   constexpr int AT_ONCE = WARP_SIZE / WIDTH, K = S::WEIGHTS / 8 / WIDTH; /* rows of memory; of a slice */
   const typename S::W *from = lane_octet<S, WIDTH>(g, unit, of);
   if (!from) return;
-  const int row = lane_id() / WIDTH, k0 = slice * K + row;
+  const int row = lane_id() / WIDTH, k0 = slice * K + row, place = lane_place<S, WIDTH>(g);
   from += k0 * g.b.k_stride;
 #pragma unroll
   for (int i = 0; i < K; i += AT_ONCE)
-    cp_async_cg_16(shared_address(stage.weights) + n_major_vector<WIDTH>(row + i, lane_id() % WIDTH) * 16,
+    cp_async_cg_16(shared_address(stage.weights) + n_major_vector<WIDTH>(row + i, place) * 16,
                    from + i * g.b.k_stride, k0 + i < g.k ? 16 : 0, evict_first_policy());
 }
 

@@ -10,7 +10,7 @@
  * of a channel in its own registers.
  *
  * Every CTA takes an equal number of whole tiles, over the ends of experts, and an equal part of those that are left
- * over, in granules of some weight rows.
+ * over, in granules of 16 weight rows; of N-major ones, in lines of L2.
  */
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
@@ -22,8 +22,8 @@ struct stream_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 1, "every CTA fills its own stages");
   static constexpr bool RELEASE_AT_ONCE = true;
-  static constexpr int GRANULE = PRODUCT::N_MAJOR ? 32 : 16; /* weight rows; N-major, what 32 bytes of each half hold */
-  static constexpr int GRANULES = stream_shape::COLUMNS / GRANULE;
+  static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
+  static constexpr int LINE = 128 / sizeof(typename PRODUCT::W); /* channels of a line of L2 */
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
   static constexpr int LANES = 2 * BK / operand<typename PRODUCT::W>::PER_16, ROWS = stream_shape::GROUP / LANES;
   static_assert(ROWS == 8, "a thread's rows are swizzled alike");
@@ -39,7 +39,15 @@ template <class S> struct stream_smem : pipeline_smem<S> {
 
 template <class S> DEVICE int granule_channels(const gemm_args &args)
 {
+  if constexpr (S::N_MAJOR) return S::LINE;
   return S::gated(args) ? S::GRANULE / 2 : S::GRANULE;
+}
+
+/* Granules of a whole tile. */
+template <class S> DEVICE int granules_of(const gemm_args &args)
+{
+  if constexpr (S::N_MAJOR) return S::COLUMNS / (S::gated(args) ? 2 : 1) / S::LINE;
+  return S::GRANULES;
 }
 
 /* `left` granules from n of row tile `tile` on, one row tile after another. */
@@ -63,7 +71,7 @@ template <class S> struct stream_run {
 
   stream_run() = default;
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
-      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, S::GRANULES))
+      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, granules_of<S>(args)))
   {
     const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
     now.tile = (int32_t)(first / parts);
@@ -103,7 +111,7 @@ template <class S> struct stream_run {
     const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
     const row_range own = rows_of_tile<S>(smem.ranges[expert], now.tile - first, those);
     const int there = (int)min((int64_t)(granules - now.n), now.left),
-              part = ceil_div(there, ceil_div(there, S::GRANULES));
+              part = ceil_div(there, ceil_div(there, granules_of<S>(args)));
     const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};
     now.left -= part;
     now.n += part;
@@ -171,6 +179,7 @@ template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
  * looks for them. */
 template <class S> struct stream_weights<S, true> {
   static constexpr int COUNT = S::COLUMNS / S::BLOCK;
+  static_assert(S::BLOCKS == 2, "gate and up are apart, block by block");
   const typename S::W *origin[COUNT];
   uint32_t there; /* a bit a block: its channels are the tile's */
   uint64_t policy = evict_first_policy();
@@ -185,10 +194,8 @@ template <class S> struct stream_weights<S, true> {
     there = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-      const int octet = vector * S::BLOCKS + i % S::BLOCKS; /* of a consumer */
-      const int place = apart ? first + (i / S::BLOCKS * 4 * S::BLOCKS + octet / 2) * 8
-                              : pairs * first + i * S::BLOCK + vector * 8;
-      origin[i] = (apart ? octet % 2 ? up : gate : up < gate ? up : gate) + place;
+      const int place = (apart ? first + i / 2 * S::BLOCK : pairs * first + i * S::BLOCK) + vector * 8;
+      origin[i] = (apart ? i % 2 ? up : gate : up < gate ? up : gate) + place;
       there |= (uint32_t)(place < pairs * end) << i;
     }
   }
@@ -355,7 +362,7 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
 template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &smem)
 {
   const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
-            granules = S::GRANULES / S::CONSUMERS;
+            granules = granules_of<S>(args) / S::CONSUMERS;
   pipeline_state<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
@@ -394,17 +401,16 @@ template <class S> DEVICE void prefetch_k_major(const gemm_args &args)
 /* N-major: a line a thread. */
 template <class S> DEVICE void prefetch_n_major(const gemm_args &args)
 {
-  constexpr int LINE = 128 / sizeof(typename S::W);
   const stream_run<S> run(args, args.experts);
   if (run.now.left == 0) return;
   const bool gated = S::gated(args), apart = gated && !in_pairs<S>(args);
-  const int halves = apart ? 2 : 1, each = S::COLUMNS / halves / LINE, step = gated && !apart ? 2 : 1,
+  const int halves = apart ? 2 : 1, each = S::COLUMNS / halves / S::LINE, step = gated && !apart ? 2 : 1,
             lines = min(LIKELY_BYTES / 128, args.k * halves * each), first = run.now.n * granule_channels<S>(args);
   const typename S::W *gate = expert_base<typename S::W>(args.b, 0, run.now.tile),
                       *up = gated ? expert_base<typename S::W>(args.b, 1, run.now.tile) : gate,
                       *low = apart || gate < up ? gate : up;
   for (int i = threadIdx.x; i < lines; i += S::THREADS) {
-    const int half = i / each % halves, at = first * step + i % each * LINE;
+    const int half = i / each % halves, at = first * step + i % each * S::LINE;
     if (at < args.n * step) prefetch_l2_line((half ? up : low) + i / each / halves * args.b.k_stride + at);
   }
 }
