@@ -1124,8 +1124,8 @@ static void test_forced_plans(void)
     const bool replaced = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;
     const int bits = v->major == MAJOR_N ? N_MAJOR : 0;
     const layer_case one = {1, 8, 2048, 768, 128, DT_BF16, bits, 0, 0},
-                     two = {2, 8, 2048, 768, 128, DT_BF16, bits, 0, 0}, small = {2, 8, 64, 64, 128, DT_BF16, bits, 0, 0},
-                     most = {32, 8, 64, 64, 128, DT_BF16, bits, 0, 0},
+                     two = {2, 8, 2048, 768, 128, DT_BF16, bits, 0, 0},
+                     small = {2, 8, 64, 64, 128, DT_BF16, bits, 0, 0}, most = {32, 8, 64, 64, 128, DT_BF16, bits, 0, 0},
                      over = {33, 7, 2048, 768, 128, DT_BF16, bits, 0, 0},
                      many = {784, 8, 2048, 2048, 128, DT_BF16, bits, 0, 0},
                      pairs = {32, 9, 2048, 768, 128, DT_BF16, bits, 0, 0};

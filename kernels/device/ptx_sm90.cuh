@@ -287,9 +287,9 @@ template <class T, int N, bool N_MAJOR = false> struct wgmma_m64k16;
                    : "l"(a), "l"(b), "r"(add));                                                                        \
     }                                                                                                                  \
   };
-#define WGMMA_TYPES(...) WGMMA_TYPES_(0, __VA_ARGS__) WGMMA_TYPES_(1, __VA_ARGS__)
+#define WGMMA_TYPES(...)  WGMMA_TYPES_(0, __VA_ARGS__) WGMMA_TYPES_(1, __VA_ARGS__)
 #define WGMMA_TYPES_(...) WGMMA_(bf16, __VA_ARGS__) WGMMA_(f16, __VA_ARGS__)
-#define WGMMA_(...) WGMMA(__VA_ARGS__)
+#define WGMMA_(...)       WGMMA(__VA_ARGS__)
 #define DS16              D0
 #define FS16              F8(0)
 #define DS32              DS16 D8

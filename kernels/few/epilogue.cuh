@@ -42,7 +42,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
-  const int expert = smem.table.expert[unit.active], local = row_channel<S>(g), channel = unit.octet * 8 + local;
+  const int expert = smem.table.expert[unit.active], local = S::N_MAJOR ? row_channel<S>(g) : lane_id() / 4,
+            channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;

@@ -48,10 +48,12 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
   using CODE = few_code<X, W, Y>; /* where SCALED */
   static_assert(SCALED || (same_type<X, W> && same_type<X, Y> && BITS == 16), "mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_, TILES = N_MAJOR ? 4 : SCALED ? 2 : 1,
+  static constexpr int BK = BK_, STAGES = STAGES_,
+                       TILES = N_MAJOR  ? 4
+                               : SCALED ? 2
+                                        : 1,
                        ROWS = N_MAJOR && TOKENS > 1 ? 32 : 16 * TILES, /* of down */
-                       OCTETS = ROWS / 8,
-                       WEIGHTS = (N_MAJOR ? 16 : ROWS) * BK; /* elements */
+      OCTETS = ROWS / 8, WEIGHTS = (N_MAJOR ? 16 : ROWS) * BK;         /* elements */
   static constexpr int COLUMNS = TOKENS == 1          ? 1
                                  : SCALED && BITS < 8 ? FEW_COLUMNS / 2
                                                       : (int)FEW_COLUMNS,
@@ -63,7 +65,9 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
                                              : 6,
                        CONSUMERS = WARPS - 2 - HELPERS, EPILOGUE = CONSUMERS, ROUTING = EPILOGUE + 1,
                        WRITERS = WARPS - EPILOGUE;
-  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED && TOKENS == 1 ? 4 : SCALED || N_MAJOR && TOKENS > 1 ? 2 : 3;
+  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED && TOKENS == 1             ? 4
+                                                              : SCALED || N_MAJOR && TOKENS > 1 ? 2
+                                                                                                : 3;
   using RING = typename few_ring_type<SCALED, BUFFERS>::type;       /* of `partial` */
   static constexpr int GROUPS = BK / 32, VECTORS = BK * BITS / 128; /* of a weight row: 32 k, 16 bytes */
   static constexpr int COPY_ROWS = WARP_SIZE / VECTORS, COPIES = ROWS / COPY_ROWS;
@@ -76,9 +80,11 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
 /* One of the two products. */
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
-  static constexpr bool UP = same_type<OPERATION, operation_up>;          /* which one */
-  static constexpr bool WIDE = !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
-  static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS; /* weight rows of a unit, in octets, at most */
+  static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
+  static constexpr bool WIDE =
+      !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
+  static constexpr int UNIT =
+      LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS;      /* weight rows of a unit, in octets, at most */
   static constexpr int SUMS = UNIT > 4 ? UNIT / 2 : 2; /* tiles, or two sums of one */
   static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
   static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;

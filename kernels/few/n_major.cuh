@@ -73,8 +73,8 @@ DEVICE void copy_width(const gemm_args &g, const few_units<S> &unit, few_halves 
   from += k0 * g.b.k_stride;
 #pragma unroll
   for (int i = 0; i < K; i += AT_ONCE)
-    cp_async_cg_16(shared_address(stage.weights) + n_major_vector<WIDTH>(row + i, place) * 16,
-                   from + i * g.b.k_stride, k0 + i < g.k ? 16 : 0, evict_first_policy());
+    cp_async_cg_16(shared_address(stage.weights) + n_major_vector<WIDTH>(row + i, place) * 16, from + i * g.b.k_stride,
+                   k0 + i < g.k ? 16 : 0, evict_first_policy());
 }
 
 template <class S>
@@ -127,9 +127,7 @@ template <class S> DEVICE void part_pairs(const few_halves &weights, float (&sum
 /* The channel of a lane's sums in an octet. */
 template <class S> DEVICE int row_channel(const gemm_args &g)
 {
-  if constexpr (S::N_MAJOR)
-    if (few_in_pairs<S>(g)) return lane_id() / 4 % 2 * 4 + lane_id() / 8;
-  return lane_id() / 4;
+  return few_in_pairs<S>(g) ? lane_id() / 4 % 2 * 4 + lane_id() / 8 : lane_id() / 4;
 }
 
 #endif

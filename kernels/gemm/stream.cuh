@@ -71,7 +71,8 @@ template <class S> struct stream_run {
 
   stream_run() = default;
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
-      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, granules_of<S>(args)))
+      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))),
+        parts(ceil_div(granules, granules_of<S>(args)))
   {
     const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
     now.tile = (int32_t)(first / parts);
@@ -376,8 +377,8 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {};
     multiply_unit<S>(args, false, smem, at, group, unit, first * width, acc);
-    const bool up_first = in_pairs<S>(args) &&
-                          expert_base<char>(args.b, 1, unit.expert) < expert_base<char>(args.b, 0, unit.expert);
+    const bool up_first =
+        in_pairs<S>(args) && expert_base<char>(args.b, 1, unit.expert) < expert_base<char>(args.b, 0, unit.expert);
     store_tile<S>(args, up_first, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
   }
 }

@@ -249,8 +249,7 @@ template <class S> struct row_bias {
     for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
       int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
-      if constexpr (S::N_MAJOR)
-        channel = span.first + octet_channel<S>(args, gated ? g / 2 : g) + row_channel<S>(args);
+      if constexpr (S::N_MAJOR) channel = span.first + octet_channel<S>(args, gated ? g / 2 : g) + row_channel<S>(args);
       float bias[1] = {};
       if (channel < span.end) load_bias(args.b, half, expert, channel, bias);
       of[g] = bias[0];
@@ -365,8 +364,7 @@ DEVICE void load_row_weights(const gemm_args &args, wgmma_staging<S> &smem, cons
 /* All channels of a warp, of the first 16 tokens in the accumulators; token0 of the tile. */
 template <class S>
 DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
-                        const tile_unit &unit, channel_span span, int token0,
-                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                        const tile_unit &unit, channel_span span, int token0, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (S::N_MAJOR) part_pairs<S, warp_store<S, 2>::TOKENS>(args, 0, acc);
   const bool gated = S::gated(args);
