@@ -48,12 +48,10 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
   using CODE = few_code<X, W, Y>; /* where SCALED */
   static_assert(SCALED || (same_type<X, W> && same_type<X, Y> && BITS == 16), "mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_,
-                       TILES = N_MAJOR  ? 4
-                               : SCALED ? 2
-                                        : 1,
-                       ROWS = N_MAJOR && TOKENS > 1 ? 32 : 16 * TILES, /* of down */
-      OCTETS = ROWS / 8, WEIGHTS = (N_MAJOR ? 16 : ROWS) * BK;         /* elements */
+  static constexpr int BK = BK_, STAGES = STAGES_, TILES = N_MAJOR ? 4 : SCALED ? 2 : 1;
+  /* Weight rows of a unit of down; elements of a stage. */
+  static constexpr int ROWS = N_MAJOR && TOKENS > 1 ? 32 : 16 * TILES, OCTETS = ROWS / 8;
+  static constexpr int WEIGHTS = (N_MAJOR ? 16 : ROWS) * BK;
   static constexpr int COLUMNS = TOKENS == 1          ? 1
                                  : SCALED && BITS < 8 ? FEW_COLUMNS / 2
                                                       : (int)FEW_COLUMNS,
@@ -81,11 +79,10 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
   static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
-  static constexpr bool WIDE =
-      !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
-  static constexpr int UNIT =
-      LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS;      /* weight rows of a unit, in octets, at most */
-  static constexpr int SUMS = UNIT > 4 ? UNIT / 2 : 2; /* tiles, or two sums of one */
+  /* Has slices of 8 rows, too. */
+  static constexpr bool WIDE = !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1;
+  static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS; /* octets of weight rows, at most */
+  static constexpr int SUMS = UNIT > 4 ? UNIT / 2 : 2;                    /* of a warp: tiles, or two of one */
   static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
   static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;
 

@@ -23,6 +23,7 @@
 template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct mixed_shape : PRODUCT {
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
+  static constexpr bool N_MAJOR = false;
   static constexpr int GROUP = 128, BLOCK = 64, CONSUMERS = 2, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = 2, OCTETS = 4, ACCUMULATORS = BM / 2; /* as warpgroup_tile.cuh has them */
   static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;

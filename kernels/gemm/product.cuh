@@ -1,6 +1,6 @@
 /*
- * What a grouped GEMM multiplies and makes: types, the scale's case and the weights' major from its row of variants.def,
- * the rest from its operation. Every shape inherits one of these.
+ * What a grouped GEMM multiplies and makes: types and the scale's case from its row of variants.def, the rest from its
+ * operation. Every shape inherits one of these.
  */
 #ifndef CUMOE_PRODUCT_CUH
 #define CUMOE_PRODUCT_CUH
@@ -20,15 +20,13 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 
-template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_, weight_major MAJOR = MAJOR_K>
-struct product : OPERATION_ {
+template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {
   using OPERATION = OPERATION_;
   using X = X_; /* activations */
   using W = W_; /* weights */
   using Y = Y_; /* the result */
   static constexpr scale_case SCALE = SCALE_;
   static constexpr bool SCALED = SCALE != SCALE_none;
-  static constexpr bool N_MAJOR = MAJOR == MAJOR_N; /* of the weights */
 
   DEVICE static bool gated(const gemm_args &args) { return OPERATION::HALVES == 2 && args.gated; }
 };
