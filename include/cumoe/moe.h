@@ -139,8 +139,8 @@ typedef struct cumoe_moe_desc {
   uint32_t size;
   int32_t num_experts;   /* E: routed experts of the model, 1 .. CUMOE_MAX_EXPERTS */
   int32_t local_experts; /* experts whose weights are here; 0 = all. Fewer need args.expert_map */
-  int32_t hidden;        /* H, a multiple of 8 */
-  int32_t inter;         /* I, a multiple of 8 */
+  int32_t hidden;        /* H, a multiple of 8; with formats of 16 or 32 (format.h) */
+  int32_t inter;         /* I, likewise */
   int32_t shared_inter;  /* intermediate columns of the shared expert (several: their sum); 0 = none */
   int32_t dtype;         /* of x, h and weights without a format: CUMOE_BF16, CUMOE_F16 or CUMOE_F32 */
   int32_t out_dtype;     /* 0 = dtype; or CUMOE_F32 */
