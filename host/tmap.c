@@ -78,6 +78,7 @@ bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
 {
   const weight_format f = (weight_format)b->format;
   const int64_t row = b->k_stride == 1 ? b->n_stride : b->k_stride; /* of memory */
+  if (b->k_stride != 1 && b->n_stride != 1 && !(gated && b->n_stride == 2)) return false;
   if (b->table[0] || b->table[1] || n % 8 || (intptr_t)first_half(b, gated) % 16) return false;
   if (!stride_fits(format_bytes(f, row * 8)) || !stride_fits(format_bytes(f, row))) return false;
   if (experts > 1 && !stride_fits(format_bytes(f, b->expert_stride))) return false;
