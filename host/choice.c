@@ -56,9 +56,10 @@ static int32_t scale_run_of(const variant *v)
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
-/* few makes codes of what it reads, and of a run of k at a time. */
+/* few reads tokens, and makes codes of a run of k at a time. */
 static bool takes_rows(const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_few && s->by_expert) return false;
   return v->form != FORM_few || s->rows_mode == ROWS_AS_THEY_ARE || s->rows_mode == ROWS_GROUP;
 }
 
@@ -68,7 +69,10 @@ static bool serves(const variant *v, const op_shape *s)
   if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
   if (s->scale_run < scale_run_of(v) || !takes_rows(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
+  if (v->form == FORM_warp) return !s->rules;
   if (v->form == FORM_row) return s->n <= v->columns;
+  if (v->form == FORM_expert) return s->by_expert;
+  if (v->form == FORM_codes && s->by_expert) return false;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
@@ -92,6 +96,7 @@ enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 
 int64_t tune_scale(const machine *m, const op_shape *s)
 {
+  if (s->invariant) return ANY_ROWS;
   const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
   const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;
   return scant ? 0 : min64(rows, ANY_ROWS);
