@@ -357,6 +357,8 @@ enum { CPU_N_BLOCK = 32 };
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
  *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x half the weight rows of a tile, for a
  *            gated up 8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
+ *            N-major: (channel, k, half, expert), of gate and up element by element (what lies there, k, 1, expert); a
+ *            box is 64 x WGMMA_BK
  *   rows:    of rows of a in row order: (k, row); a box is WGMMA_BK x WGMMA_STEP
  */
 typedef struct gemm_sm90_args {

@@ -3,13 +3,15 @@
 #ifndef CUMOE_FEW_EPILOGUE_CUH
 #define CUMOE_FEW_EPILOGUE_CUH
 
+#include "few/n_major.cuh"
 #include "few/outputs.cuh"
 #include "few/routing.cuh"
 #include "few/schedule.cuh"
 #include "gemm/epilogue.cuh"
 
 /* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S> DEVICE void add_partials(few_smem<S> &smem, typename S::RING &buffer, float (&sum)[S::TILES][4])
+template <class S>
+DEVICE void add_partials(few_smem<S> &smem, int tiles, typename S::RING &buffer, float (&sum)[S::TILES][4])
 {
   wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
   const int holder = few_holder<S>();
@@ -17,7 +19,7 @@ template <class S> DEVICE void add_partials(few_smem<S> &smem, typename S::RING 
   for (int w = 0; w < S::CONSUMERS; w++) {
 #pragma unroll
     for (int t = 0; t < S::TILES; t++) {
-      if (holder < 0) continue;
+      if (S::N_MAJOR ? t >= tiles : holder < 0) continue;
       const float4 part = smem.partial[stage_of(buffer)][w][t][holder];
       sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
     }
@@ -40,7 +42,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
-  const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local;
+  const int expert = smem.table.expert[unit.active], local = S::N_MAJOR ? row_channel<S>(g) : lane_id() / 4,
+            channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
@@ -56,7 +59,9 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   }
   const float low_rest = rest_of_scale<S>(g, 0, expert), high_rest = rest_of_scale<S>(g, gated ? 1 : 0, expert);
   float sum[S::TILES][4] = {};
-  add_partials<S>(smem, buffer, sum);
+  add_partials<S>(smem, unit.tiles_of_width(), buffer, sum);
+  if constexpr (S::N_MAJOR)
+    if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;

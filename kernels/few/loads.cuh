@@ -2,6 +2,7 @@
 #ifndef CUMOE_FEW_LOADS_CUH
 #define CUMOE_FEW_LOADS_CUH
 
+#include "few/n_major.cuh"
 #include "few/scaled.cuh"
 
 /* ---- copies ---- */
@@ -9,7 +10,7 @@
 /* Vectors of 16 bytes; those of odd rows are swizzled, so that two rows do not meet in a bank. */
 DEVICE int few_vector(int row, int vector, int vectors)
 {
-  return row * vectors + (vector ^ (row & 1) << 2);
+  return row * vectors + (vectors > 4 ? vector ^ (row & 1) << 2 : vector);
 }
 
 /* By a warp: 32 lanes bring 512 bytes of a row. */
@@ -58,7 +59,8 @@ DEVICE void copy_column_vectors(const gemm_args &g, const few_column (&of)[FEW_C
   for (int i = 0; i < S::COLUMNS; i += WARP_SIZE / VECTORS) {
     const int c = i + lane_id() / VECTORS;
     if (c >= S::COLUMNS) continue;
-    const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
+    const int first = VECTORS < 16 ? c : i;
+    const uint32_t two = first < 2 ? all.x : first < 4 ? all.y : first < 6 ? all.z : all.w;
     const few_column column = (few_column)(c % 2 ? two >> 16 : two);
     const int row = column < 0 ? 0 : S::GATHERED ? column_token(column) : column_pair(column);
     cp_async_cg_16(shared_address(stage.columns) + few_vector(c, vector, VECTORS) * 16,
@@ -83,6 +85,8 @@ DEVICE void copy_slice_weights(const gemm_args &g, const few_units<S> &unit, few
 {
   if constexpr (S::SCALED)
     copy_codes<S>(g, unit, of, slice, stage);
+  else if constexpr (S::N_MAJOR)
+    copy_n_major<S>(g, unit, of, slice, stage);
   else
     copy_weights<S>(g, unit, of, slice, stage);
 }
@@ -93,6 +97,8 @@ DEVICE void copy_slice_columns(const gemm_args &g, const few_units<S> &unit, con
 {
   if constexpr (S::SCALED)
     copy_elements<S>(g, of, slice, stage);
+  else if constexpr (S::N_MAJOR)
+    with_width<S>(unit, [&](auto w) { copy_column_vectors<S, 32 / decltype(w)::VALUE>(g, of, slice, stage); });
   else
     copy_columns<S>(g, unit, of, slice, stage);
 }
