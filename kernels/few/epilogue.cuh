@@ -8,18 +8,27 @@
 #include "few/schedule.cuh"
 #include "gemm/epilogue.cuh"
 
-/* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S> DEVICE void add_partials(few_smem<S> &smem, typename S::RING &buffer, float (&sum)[S::TILES][4])
+/* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j; where SCALED, j
+ * 0 in every lane. `slices` of the unit: who had none has no part. */
+template <class S>
+DEVICE void add_partials(few_smem<S> &smem, int slices, typename S::RING &buffer, float (&sum)[S::TILES][4])
 {
   wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
-  const int holder = few_holder<S>();
+  if constexpr (S::SCALED) {
 #pragma unroll
-  for (int w = 0; w < S::CONSUMERS; w++) {
+    for (int w = 0; w < S::CONSUMERS; w++) {
+      if (w >= slices) continue;
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-      if (holder < 0) continue;
-      const float4 part = smem.partial[stage_of(buffer)][w][t][holder];
-      sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
+      for (int t = 0; t < S::TILES; t++) {
+        const float2 part = smem.partial[stage_of(buffer)][w][t][lane_id() / 4];
+        sum[t][0] += part.x, sum[t][2] += part.y;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < S::CONSUMERS; w++) {
+      const float4 part = smem.partial[stage_of(buffer)][w][0][lane_id()];
+      sum[0][0] += part.x, sum[0][1] += part.y, sum[0][2] += part.z, sum[0][3] += part.w;
     }
   }
   mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
@@ -56,7 +65,9 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   }
   const float low_rest = rest_of_scale<S>(g, 0, expert), high_rest = rest_of_scale<S>(g, gated ? 1 : 0, expert);
   float sum[S::TILES][4] = {};
-  add_partials<S>(smem, buffer, sum);
+  int slices = 0;
+  if constexpr (S::SCALED) slices = few_slices<S>(g, unit.octets <= each);
+  add_partials<S>(smem, slices, buffer, sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;

@@ -28,16 +28,19 @@
 
 #include "few/epilogue.cuh"
 #include "few/products.cuh"
+#include "few/scaled.cuh"
 #include "few/table.cuh"
 
 /* The routing warp, and helpers. */
-template <class S> DEVICE void few_route(const few_args &args, few_smem<S> &smem)
+template <class S> DEVICE void few_route(const few_args &args, few_smem<S> &smem, int experts)
 {
   const bool routing = warp_id() == S::ROUTING;
   if (S::UP && routing && args.protocol.weights && smem.share[0] < gridDim.x)
     write_routing<S>(args, smem.share[0], smem.scratch[0]);
   if (!S::UP) wait_for_earlier_grids();
   if (!S::UP || args.protocol.tickets) {
+    if constexpr (S::SCALED)
+      if (!routing) arrange_h<S>(args, smem, experts);
     if (routing) take_weights<S>(args, smem);
     write_outputs<S>(args, smem, [](bool, uint32_t) {});
   }
@@ -58,24 +61,33 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
     mbarrier_init(&smem.share_ready, 1);
   }
   if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = part_of_cta(args.down.n / 8);
+  if constexpr (S::SCALED) prepare_rows<S>(args, smem);
 }
 
 template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
 {
   prepare<S>(args, smem);
   if (S::UP) {
+    const bool early = S::SCALED && args.protocol.weights; /* the grid ahead is the router, which reads x as well */
+    if constexpr (S::SCALED)
+      if (early) arrange_x<S>(args, smem);
     wait_for_earlier_grids();
+    if constexpr (S::SCALED)
+      if (!early) arrange_x<S>(args, smem);
     if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share[0] = args.protocol.tickets ? draw_share(args) : blockIdx.x;
     check_token_count(args.map.tokens, args.map.fault);
     if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   }
   const int experts = build_few_table<S>(args, smem);
   if (warp_id() < S::CONSUMERS) {
-    few_consume<S>(args, smem, experts);
+    if constexpr (S::SCALED)
+      consume_scaled<S>(args, smem, experts);
+    else
+      few_consume<S>(args, smem, experts);
   } else if (warp_id() == S::EPILOGUE) {
     few_finish<S>(args, smem, experts);
   } else {
-    few_route<S>(args, smem);
+    few_route<S>(args, smem, experts);
   }
 }
 
