@@ -37,8 +37,15 @@ SPACE := $(EMPTY) $(EMPTY)
 
 cuda_roots    = $(CUDA_HOME) $(wildcard $(CUDA_HOME)/targets/*-linux)
 CUDA_INCLUDE := $(patsubst %/cuda_runtime_api.h,%,$(firstword $(wildcard $(cuda_roots:%=%/include/cuda_runtime_api.h))))
+# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on.
+FATBINARY     = $(firstword $(wildcard $(CUDA_HOME)/bin/fatbinary) fatbinary)
+compress_mode = $(eval compress_mode := $(if $(findstring --compress-mode,$(shell $(FATBINARY) --help)),\
+	--compress-mode=size))$(compress_mode)
 CUDA_LIB     := $(patsubst %/libcudart_static.a,%,$(firstword $(wildcard \
 	$(foreach d,lib64 lib lib/*-linux-gnu,$(cuda_roots:%=%/$d/libcudart_static.a)))))
+# 13.0
+CUDA_VERSION = $(shell awk '/^.define CUDART_VERSION/ { printf "%d.%d", $$3 / 1000, $$3 % 1000 / 10 }' \
+	$(CUDA_INCLUDE)/cuda_runtime_api.h)
 VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' \
 	include/cumoe/types.h | paste -sd.)
 # Before 1.0 a minor version may break.
@@ -128,8 +135,8 @@ FORCE:
 
 # One clear line instead of a hundred errors.
 $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC))),,FORCE)
-	@command -v $(NVCC) > /dev/null || { echo "cumoe: $(NVCC) not found: install the CUDA Toolkit 13 (NVIDIA's\
-	 package cuda-nvcc-13-0) and put nvcc on PATH, or set NVCC=" >&2; exit 1; }
+	@command -v $(NVCC) > /dev/null || { echo "cumoe: $(NVCC) not found: install the CUDA Toolkit, 12.4 or newer (NVIDIA's\
+	 package cuda-nvcc-13-0), and put nvcc on PATH, or set NVCC=" >&2; exit 1; }
 	@test -n "$(CUDA_INCLUDE)" -a -n "$(CUDA_LIB)" || { echo "cumoe: cuda_runtime_api.h or libcudart_static.a not found\
 	 below $(CUDA_HOME): install NVIDIA's package cuda-cudart-dev-13-0, or set CUDA_HOME=" >&2; exit 1; }
 	@mkdir -p $(@D) && touch $@
@@ -153,7 +160,7 @@ define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(OBJ)/flags.archs
 	$$(call begin,FATBIN)
-	$(Q)fatbinary --create=$$@ -64 --compress-all --compress-mode=size \
+	$(Q)$$(FATBINARY) --create=$$@ -64 --compress-all $$(compress_mode) \
 	$(foreach a,$(call archs_of,$(1)),--image3=kind=elf$(COMMA)sm=$a$(COMMA)file=$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),--image3=kind=ptx$(COMMA)sm=$p$(COMMA)file=$(OBJ)/$(1).compute_$p.ptx)
 endef
@@ -288,16 +295,17 @@ bench-plan: $(LIB)/bench/plan
 
 # ---- tests: `make test T="gemm first"` runs some of them; T=install the staged installation, T=torch PyTorch ------
 
-script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES CUBINS FORMATTED \
-	FUZZERS PYTHON,$v='$($v)')
+script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_VERSION CUDA_HOME CUDA_LIB CUDA_INCLUDE ARCH_DEFINES \
+	CUBINS FORMATTED FUZZERS PYTHON,$v='$($v)')
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
 test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh)
 # Programs that run under the sanitizers.
-ASAN_TESTS     ?= $(TESTS) $(SHIMMED)
+# The shim stands for a runtime of CUDA 12.8 or newer (host/runtime.h).
+ASAN_TESTS     ?= $(TESTS) $(if $(filter 12.4 12.5 12.6,$(CUDA_VERSION)),,$(SHIMMED))
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
 check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh docs.sh kernels.sh format.sh \
-	tsan.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
+	aarch64.sh toolkits.sh tsan.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
 # Two drivers a harness; libFuzzer only where clang has its runtime.
 libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
@@ -322,7 +330,8 @@ CMAKE_DIR := $(LIBDIR)/cmake/cumoe
 relative = $(shell realpath -m --relative-to='$(1)' '$(2)')
 fill = sed -e 's|@PREFIX@|$(call relative,$(1),$(PREFIX))|' -e 's|@INCLUDEDIR@|$(call relative,$(1),$(INCLUDEDIR))|' \
 	-e 's|@LIBDIR@|$(call relative,$(1),$(LIBDIR))|' -e 's|@CUDA_LIB@|$(CUDA_LIB)|' -e 's|@VERSION@|$(VERSION)|' \
-	-e 's|@MAJOR_MINOR@|$(basename $(VERSION))|' -e 's|@SONAME@|$(SONAME)|'
+	-e 's|@MAJOR_MINOR@|$(basename $(VERSION))|' -e 's|@SONAME@|$(SONAME)|' \
+	-e 's|@CUDA_VERSION@|$(CUDA_VERSION)|' -e 's|@CUDA_MAJOR@|$(basename $(CUDA_VERSION))|'
 
 # The shared library is installed where `make shared` made it.
 SHARED := $(wildcard $(LIB)/libcumoe.so)

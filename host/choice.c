@@ -28,6 +28,13 @@ void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t 
   m->lines_begin[OP_COUNT] = (int16_t)m->tune->line_count;
 }
 
+const char *kernels_in_words(const machine *m)
+{
+  for (int i = 0; i < m->rows_begin[OP_COUNT]; ++i)
+    if (variants[m->rows[i]].arch == ARCH_sm90) return "kernels for sm_90";
+  return "portable kernels";
+}
+
 double limit_of(const machine *m, limit_name limit, weight_format weights)
 {
   return m->limits[limit][weights_class_of(weights)];

@@ -26,6 +26,9 @@ void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t 
 /* Whether the device can run the row: contexts load the kernels of these rows, and only these are chosen. */
 bool runs_on(const machine *m, const variant *v);
 
+/* Of a GPU: whether there are kernels for its architecture. */
+const char *kernels_in_words(const machine *m);
+
 /* One operation's shape. Fields that an operation does not have stay 0. */
 typedef struct op_shape {
   operation op;

@@ -28,7 +28,7 @@ typedef int get_function(program, char *data);
 typedef int destroy_function(program *);
 typedef const char *text_function(int result);
 
-static const char *const nvrtc_names[] = {"libnvrtc.so.13", "libnvrtc.so", NULL};
+static const char *const nvrtc_names[] = {LIBRARY_NAMES("libnvrtc")};
 static shared_library nvrtc = {
     .title = "NVRTC", .variable = "CUMOE_NVRTC_PATH", .probe = "nvrtcVersion", .names = nvrtc_names};
 

@@ -459,7 +459,8 @@ static cumoe_status open_one(int32_t device, const cumoe_context_config *config,
     restore_error(&why);
     return status;
   }
-  log_message(CUMOE_LOG_INFO, "cumoe: device %d: %s", context->device, context->info.name);
+  log_message(CUMOE_LOG_INFO, "cumoe: device %d: %s (%s)", context->device, context->info.name,
+              kernels_in_words(&context->machine));
   return CUMOE_OK;
 }
 

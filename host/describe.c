@@ -57,7 +57,7 @@ static void describe(text *t, struct context *context, const layer_call *call, c
 {
   const bool cpu = on_cpu(context);
   add(t, "%lld tokens on %s", (long long)call->tokens, context->info.name);
-  if (!cpu) add(t, ", tune file %s", context->machine.tune->name);
+  if (!cpu) add(t, " (%s), tune file %s", kernels_in_words(&context->machine), context->machine.tune->name);
   add(t, "\n");
   for (stage s = 0; s < STAGE_COUNT; ++s) {
     const launch_step *step = &p->steps[s];

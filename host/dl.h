@@ -1,7 +1,7 @@
 /*
  * Optional shared libraries (NVRTC, cuBLAS): never linked, opened when a call first needs one, kept for good.
  *
- *   static const char *const nvrtc_names[] = {"libnvrtc.so.13", "libnvrtc.so", NULL};
+ *   static const char *const nvrtc_names[] = {LIBRARY_NAMES("libnvrtc")};
  *   static shared_library nvrtc = {.title = "NVRTC", .variable = "CUMOE_NVRTC_PATH", .probe = "nvrtcVersion",
  *                                  .names = nvrtc_names};
  *   static shared_symbol compile = {.name = "nvrtcCompileProgram"};
@@ -19,6 +19,13 @@
 #include "status.h"
 
 typedef void any_function(void);
+
+/* The versions of CUDA that a library may be of, the runtime's own first. */
+#if CUDART_VERSION >= 13000
+#define LIBRARY_NAMES(name) name ".so.13", name ".so.12", name ".so", NULL
+#else
+#define LIBRARY_NAMES(name) name ".so.12", name ".so.13", name ".so", NULL
+#endif
 
 typedef struct shared_library {
   const char *title;    /* for texts */

@@ -145,7 +145,7 @@ struct blas {
                   long long c_stride, int64_t batch, int compute, int algorithm);
 };
 
-static const char *const cublas_names[] = {"libcublas.so.13", "libcublas.so.12", "libcublas.so", NULL};
+static const char *const cublas_names[] = {LIBRARY_NAMES("libcublas")};
 static shared_library cublas = {
     .title = "cuBLAS", .variable = "CUMOE_CUBLAS_PATH", .probe = "cublasCreate_v2", .names = cublas_names};
 static shared_symbol create_symbol = {.name = "cublasCreate_v2"}, destroy_symbol = {.name = "cublasDestroy_v2"},

@@ -241,9 +241,7 @@ static repack_args repack_arguments(const cumoe_repack_args *a, const repacking 
                        .word = f->ggml ? 1 : storage_codes(f),
                        .in_out = a->major == CUMOE_IN_OUT,
                        .packed_out = f->packed == CUMOE_PACKED_OUT,
-                       .places = places_of(f->order, f->ggml        ? 1
-                                                     : f->word == 4 ? 8
-                                                                    : 2),
+                       .places = places_of(f->order, storage_codes(f)),
                        .flip = f->element == CUMOE_ELEMENT_S4 ? 8 : 0,
                        .zero_add = f->zero_add,
                        .scale_bytes = (int32_t)cumoe_dtype_bytes((cumoe_dtype)r->format.scale),

@@ -194,7 +194,7 @@ static cumoe_status driver_status(void)
 
 static cumoe_status classify(cudaError_t error)
 {
-  switch (error) {
+  switch ((int)error) {
   case cudaErrorMemoryAllocation: return CUMOE_ERR_OUT_OF_MEMORY;
 
   case cudaErrorInsufficientDriver: return driver_status();

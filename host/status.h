@@ -2,12 +2,12 @@
 #ifndef CUMOE_HOST_STATUS_H
 #define CUMOE_HOST_STATUS_H
 
-#include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "range.h"
+#include "runtime.h"
 #include "../include/cumoe/types.h"
 
 struct context;

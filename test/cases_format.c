@@ -614,7 +614,8 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   const bool becomes = format_has_codes(f);
   if (!strcmp(row->op, "quantize")) return becomes && row->y == codes && row->x == dtype;
   if (!has_class(row, class_of_format(f))) return false;
-  if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return row->x == dtype; /* few makes codes of what it reads */
+  if (!strncmp(row->op, "few", 3) && becomes && f->rows != CUMOE_ROWS_GROUP) return false;
+  if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
 

@@ -4,6 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#if CUDART_VERSION < 12050 /* as host/runtime.h says */
+#define cudaGetDriverEntryPointByVersion(name, function, version, flags, found)                                        \
+  cudaGetDriverEntryPoint(name, function, flags, found)
+#endif
+
 #include "test.h"
 
 #define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)

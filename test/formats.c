@@ -318,11 +318,11 @@ static void test_modelopt(cumoe_context context)
   case_end();
 }
 
-/* 8 bits: four codes a word along in, symmetric. */
-static void test_gptq8(cumoe_context context)
+/* 8 bits: four codes a word along in, symmetric; in order, and in another one. */
+static void run_gptq8(cumoe_context context, uint32_t order)
 {
   enum { OUT = 16, IN = 64 };
-  case_begin("gptq, 8 bits");
+  case_begin("gptq, 8 bits, order 0x%x", order);
   rng r = {6};
   tensor codes = tensor_new(CUMOE_I32, IN / 4, OUT), scale = tensor_normal(&r, CUMOE_F16, 2, OUT, 1, .1);
   for (int i = 0; i < OUT * IN; i++) codes.data[i] = (uint8_t)rng_below(&r, 256);
@@ -330,6 +330,7 @@ static void test_gptq8(cumoe_context context)
   a.format = cumoe_format_gptq(32, 2);
   a.format.element = CUMOE_ELEMENT_U8;
   a.format.offset = 128;
+  a.format.order = order;
   a.format.zero = CUMOE_ZERO_NONE;
   a.codes = device_put(context, &codes, 3);
   a.scale = device_put(context, &scale, 1);
@@ -342,10 +343,18 @@ static void test_gptq8(cumoe_context context)
   p.host.scale = gather(context, p.projection.scale.data, 0, 1);
   const double *w = decoded(&p);
   for (int n = 0; n < OUT; n++)
-    for (int k = 0; k < IN; k++)
-      CHECK(w[n * IN + k] == (codes.data[(k / 4 * OUT + n) * 4 + k % 4] - 128) * tensor_get(&scale, k / 32, n));
+    for (int i = 0; i < IN; i++) { /* byte i % 4 of a word holds the code that the order's digit says */
+      const int k = order ? i / 4 * 4 + (int)(order >> i % 4 * 4 & 15) : i;
+      CHECK(w[n * IN + k] == (codes.data[(i / 4 * OUT + n) * 4 + i % 4] - 128) * tensor_get(&scale, k / 32, n));
+    }
   check_layer(context, &p, w);
   case_end();
+}
+
+static void test_gptq8(cumoe_context context)
+{
+  run_gptq8(context, 0);
+  run_gptq8(context, 0x2031);
 }
 
 static void test_refusals(cumoe_context context)

@@ -25,7 +25,7 @@ static layer_spec spec_of(const cumoe_variant_info *info, int64_t tokens)
   s.distinct = many ? 70 : 0;
   if (!strcmp(info->op, "router")) s.router_dtype = info->w;
   if (combine && info->y != info->x) s.desc.out_dtype = info->y;
-  if (row_has_format(info) || !strcmp(info->op, "quantize")) (void)format_for_row(info, &s);
+  if (row_has_format(info) || !strcmp(info->op, "quantize")) CHECK(format_for_row(info, &s));
   if (!strcmp(info->major, "N")) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
   return s;
 }

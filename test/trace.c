@@ -683,6 +683,8 @@ static void test_descriptions(void)
     list_names(text, named, sizeof named);
     CHECK_MSG(strcmp(named, launched) == 0, "described: %s\nlaunched: %s", named, launched);
     CHECK_MSG(strlen(text) < sizeof text / 2 && strstr(text, "workspace "), "%s", text);
+    CHECK_MSG(strstr(text, strstr(cumoe_architectures(), "90a") ? "(kernels for sm_90)" : "(portable kernels)"), "%s",
+              text);
     case_end();
   }
   case_begin("limits");
@@ -713,6 +715,7 @@ static void test_descriptions(void)
   small_layer(&portable);
   CHECK_OK(cumoe_plan_describe(portable.plan, portable.weights, 64, text, sizeof text));
   CHECK_MSG(strstr(text, "sm90") == NULL && strstr(text, "cumoe_up_any") != NULL, "%s", text);
+  CHECK_MSG(strstr(text, "(portable kernels)") != NULL, "%s", text);
   end_world(&portable);
   shim_reset();
   case_end();

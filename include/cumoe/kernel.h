@@ -66,9 +66,9 @@ typedef struct cumoe_image {
 /*
  * Compiles for `target` without loading; needs no GPU. "sm_90a" gives machine code, "compute_90" PTX. Errors:
  * LIBRARY_MISSING (NVRTC is opened when it is first needed: the file that CUMOE_NVRTC_PATH names, else what the
- * process has loaded, else libnvrtc.so.13), INVALID_ARGUMENT (the source does not compile, or an option is unknown:
- * the text has the beginning of the log), OUT_OF_MEMORY, NOT_SUPPORTED (NVRTC failed in another way). On failure
- * *image is empty.
+ * process has loaded, else libnvrtc.so.13 or .12), INVALID_ARGUMENT (the source does not compile, or an option is
+ * unknown: the text has the beginning of the log), OUT_OF_MEMORY, NOT_SUPPORTED (NVRTC failed in another way). On
+ * failure *image is empty.
  */
 CUMOE_CHECKED cumoe_status cumoe_compile(const char *source, const char *target, const char *const *options,
                                          int32_t option_count, char *log, size_t log_bytes, cumoe_image *image);

@@ -305,7 +305,8 @@ typedef struct cumoe_moe_args {
 /*
  * What a forward of `tokens` tokens launches, in words: a line a kernel with its name, its grid and how it works
  * together with the others, and where everything lies in the workspace, in bytes from its start. For reading: the words
- * may change. A forward that makes its logits from x, with aligned operands and a router of the plan's dtype; `weights`
+ * may change. The first line tells the GPU and whether it has kernels made for its architecture or runs the portable
+ * ones. A forward that makes its logits from x, with aligned operands and a router of the plan's dtype; `weights`
  * says how the weights lie, NULL: OUT_IN behind one base pointer, as the shared expert's in any case. `text` is
  * NUL-terminated and cut at `bytes`; 4096 hold all. NOT_SUPPORTED, as forward would answer, where a forced kernel
  * cannot serve. No CUDA call.

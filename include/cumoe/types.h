@@ -7,6 +7,13 @@
 #ifndef CUMOE_TYPES_H
 #define CUMOE_TYPES_H
 
+#if defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ != 8
+#error "cumoe is for machines of 64 bits, as CUDA is"
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "cumoe is for little-endian machines, as the GPU is"
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,7 +22,7 @@ extern "C" {
 #endif
 
 #define CUMOE_VERSION_MAJOR 0 /* breaking changes */
-#define CUMOE_VERSION_MINOR 1 /* additions */
+#define CUMOE_VERSION_MINOR 2 /* additions */
 #define CUMOE_VERSION_PATCH 0 /* repairs */
 #define CUMOE_VERSION       (CUMOE_VERSION_MAJOR * 10000 + CUMOE_VERSION_MINOR * 100 + CUMOE_VERSION_PATCH)
 

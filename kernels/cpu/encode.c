@@ -22,7 +22,7 @@ static void store_code(const encode_args *a, int64_t row, int32_t k, uint8_t cod
   if (format_bits((weight_format)a->format) == 8)
     codes[k] = code;
   else
-    codes[k / 2] = k % 2 ? (uint8_t)(codes[k / 2] | code << 4) : code;
+    codes[k / 2] = (uint8_t)(k % 2 ? codes[k / 2] | code << 4 : code);
 }
 
 /* Channels n .. n_end - 1 have one scale; returns their zero point. */

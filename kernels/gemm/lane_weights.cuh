@@ -1,16 +1,12 @@
 /*
- * Codes of weights become the 16-bit elements that wgmma takes from registers, times their scales: for form mixed,
- * whose lanes have 32 codes of a row and slab of k (gemm/mixed.cuh).
- *
- *   weight_factors<X, W>  what a lane multiplies its codes of a slab by, and how they are unpacked
- *   lane_scales<S>        the scales of a lane's four rows, fetched a window of k ahead, over the ends of tiles
+ * Scales for form mixed, whose lanes have 32 codes of a row and slab of k (gemm/mixed.cuh): lane_scales<S> fetches
+ * those of a lane's four rows a window of k ahead, over the ends of tiles.
  */
 #ifndef CUMOE_LANE_WEIGHTS_CUH
 #define CUMOE_LANE_WEIGHTS_CUH
 
-#include "device/quant.cuh"
-#include "device/wgmma_registers.cuh"
 #include "gemm/stream.cuh"
+#include "gemm/weight_factors.cuh"
 
 /* Codes of an expert's half, in bytes. */
 template <int BITS> DEVICE const char *code_base(const expert_matrix &b, int half, int expert)
@@ -18,117 +14,6 @@ template <int BITS> DEVICE const char *code_base(const expert_matrix &b, int hal
   if (b.table[half]) return static_cast<const char *>(b.table[half][expert]);
   return static_cast<const char *>(b.base[half]) + expert * b.expert_stride * BITS / 8;
 }
-
-/* ---- e2m1 ---- */
-
-/* Codes j and j + 4, j < 2, of a word, of which 8 bits have been shifted out for the other two pairs, become pair j:
- * magnitude at the lowest bit of the exponent, sign at the top. That is the value times 2^-126 in bf16, 2^-14 in f16,
- * and exact, subnormals and -0 included. */
-template <class X> DEVICE void e2m1_pairs(uint32_t codes, uint32_t (&pair)[2]);
-template <> DEVICE void e2m1_pairs<bf16>(uint32_t codes, uint32_t (&pair)[2])
-{
-  pair[0] = (codes & 0x000f000f) * 0x1040 & 0x81c081c0; /* sign and magnitude go to their places by one product */
-  pair[1] = (codes & 0x00f000f0) * 0x0104 & 0x81c081c0;
-}
-template <> DEVICE void e2m1_pairs<f16>(uint32_t codes, uint32_t (&pair)[2])
-{
-  const uint32_t low = (codes & 0x000f000f) << 9, high = (codes & 0x00f000f0) << 5;
-  pair[0] = (low & 0x10001000) * 7 + low;
-  pair[1] = (high & 0x10001000) * 7 + high;
-}
-
-DEVICE float e2m1_to_f32(uint32_t code)
-{
-  return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
-}
-
-/* ---- factors ---- */
-
-/* Whether a scale's code is one that products of elements cannot have. */
-template <class X, class W> DEVICE bool scale_is_absent(int code)
-{
-  if (same_type<W, nv4>) return (code & 127) == 127; /* NaN */
-  return same_type<W, mx4> && (code > 128 || (same_type<X, f16> && code < 99));
-}
-
-template <class X, class W> struct weight_factors;
-
-template <class X> struct weight_factors<X, mx4> {
-  static constexpr float REST = 1.f;
-  uint32_t by[4]; /* of each row: 2^(e - 127) over the unit of pairs, twice */
-
-  static constexpr bool WIDE = same_type<X, bf16>;
-  static constexpr uint32_t ABSENT = WIDE ? 130 : 98; /* makes a zero */
-
-  DEVICE void set(int r, uint32_t e) { by[r] = WIDE ? (e + 126) * 0x00800080 : (e - 98) * 0x04000400; }
-
-  /* pair[r]: of codes of row r. */
-  DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      e2m1_pairs<X>(word[r], pair[r]);
-#pragma unroll
-      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r]);
-    }
-  }
-};
-
-/* The scale over the unit of pairs would be too large: sums are short of 2^9. */
-template <class X> struct weight_factors<X, nv4> {
-  static constexpr float REST = 512.f;
-  uint32_t by[4][2]; /* of each row, for the first and last 16 of 32 codes */
-
-  /* Two codes of e4m3. */
-  DEVICE void set(int r, uint32_t codes)
-  {
-    const uint32_t each = __byte_perm(codes, 0, 0x4140);
-    uint32_t pair;
-    if (same_type<X, bf16>) {
-      const uint32_t bits = (each & 0x007f007f) << 4 | (each & 0x00800080) << 8; /* the value times 2^-120 */
-      pair = mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x76807680);     /* 2^127, 2^110 */
-    } else {
-      const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
-      pair = mul_pairs<f16>(bits, 0x70007000);                                   /* 2^13 */
-    }
-    by[r][0] = __byte_perm(pair, 0, 0x1010);
-    by[r][1] = __byte_perm(pair, 0, 0x3232);
-  }
-
-  DEVICE void unpack(const uint32_t (&word)[4], int w, uint32_t (&pair)[4][2]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      e2m1_pairs<X>(word[r], pair[r]);
-#pragma unroll
-      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
-    }
-  }
-};
-
-/* (code - zero) * scale is rounded once, as is the scale where its type is another. */
-template <class X> struct weight_factors<X, u4> {
-  static constexpr float REST = 1.f;
-  static constexpr uint32_t MAGIC = same_type<X, bf16> ? 0x43004300 : 0x64006400; /* BASE, whose unit is 1 */
-  static constexpr float BASE = same_type<X, bf16> ? 128.f : 1024.f;
-  uint32_t by[4], zero[4]; /* of each row: the scale, and BASE + zero point, twice */
-
-  /* Both, the scale in the lower half. */
-  DEVICE void set(int r, uint32_t both)
-  {
-    by[r] = __byte_perm(both, 0, 0x1010);
-    zero[r] = __byte_perm(both, 0, 0x3232);
-  }
-
-  DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        pair[r][i] = mul_pairs<X>(sub_pairs<X>((word[r] >> i * 4 & 0x000f000f) | MAGIC, zero[r]), by[r]);
-  }
-};
 
 /* ---- scales ---- */
 

@@ -36,12 +36,39 @@ done
 empty "no struct has a hole" "$(echo '#include <cumoe/cumoe.h>' |
   ${CC:-cc} -x c -std=c11 -Wpadded -Iinclude -fsyntax-only - 2>&1)"
 
-# Hand-written bindings rely on these: test/examples/rust asserts the same numbers. A struct that grows changes both.
-for struct in cumoe_view=48 cumoe_buffer=8 cumoe_routing=128 cumoe_format=128 cumoe_moe_desc=688 \
-  cumoe_projection=512 cumoe_weights_desc=2344 cumoe_moe_args=840; do
+# Other machines are refused with a sentence.
+refused() {
+  case $(echo '#include <cumoe/cumoe.h>' | $2 -x c -std=c11 -Iinclude -fsyntax-only - 2>&1) in
+  *"$3"*) pass "$1 are refused" ;;
+  *) fail "$1 are refused" "no sentence" ;;
+  esac
+}
+refused "32 bits" "${CC:-cc} -U__SIZEOF_POINTER__ -D__SIZEOF_POINTER__=4" "machines of 64 bits"
+refused "big-endian machines" "${CC:-cc} -U__BYTE_ORDER__ -D__BYTE_ORDER__=4321" "little-endian machines"
+
+# What lies in other structs by value, and views and handles, never changes its size.
+for struct in cumoe_view=48 cumoe_buffer=8 cumoe_arg=56 cumoe_image=16 cumoe_routing=128 cumoe_format=128 \
+  cumoe_projection=512; do
   quiet "${struct%=*} has ${struct#*=} bytes" ${CC:-cc} -x c -std=c11 -Iinclude -fsyntax-only - <<- END
 	#include <cumoe/cumoe.h>
 	_Static_assert(sizeof(${struct%=*}) == ${struct#*=}, "another size");
 	END
 done
+
+# The crate of test/examples/rust reads the headers when it is built.
+crate=test/examples/rust/cumoe-sys
+work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
+if have python3; then
+  quiet "the Rust crate's script reads the headers" python3 $crate/bindings.py include "$work/bindings.rs"
+  empty "it finds every function" "$({
+    grep -o 'pub fn cumoe_[a-z0-9_]*' "$work/bindings.rs" | sed 's/pub fn //'
+    declared
+  } | sort | uniq -u)"
+  # rustc lays structs out and compares sizes and offsets with the C compiler's.
+  if have rustc; then
+    quiet "structs lie in Rust as in C" env OUT_DIR="$work" rustc --edition 2021 --crate-type lib --emit metadata \
+      -D warnings -o "$work/crate" $crate/src/lib.rs
+  else skip "structs lie in Rust as in C" "no rustc"; fi
+else skip "the Rust crate's script" "no python3"; fi
+quiet "the crate's version is cumoe's" grep -qx "version = \"$VERSION\"" $crate/Cargo.toml
 finish

@@ -94,10 +94,10 @@ built_by_cmake() {
 cmake_hides() { test "$(nm -D --defined-only "$stage/cmake-static/libhidden.so" | awk '{ print $3 }')" = engine_layer; }
 # Without the archive and the CUDA Toolkit.
 cmake_shared_alone() {
-  mkdir "$stage/alone" && cat > "$stage/alone/CMakeLists.txt" << 'END' || return 1
+  mkdir "$stage/alone" && cat > "$stage/alone/CMakeLists.txt" << END || return 1
 cmake_minimum_required(VERSION 3.18)
 project(alone LANGUAGES C)
-find_package(cumoe 0.1 REQUIRED COMPONENTS shared)
+find_package(cumoe ${VERSION%.*} REQUIRED COMPONENTS shared)
 if(TARGET CUDA::cudart OR TARGET cumoe::cumoe)
   message(FATAL_ERROR "more than the shared library")
 endif()
@@ -116,8 +116,8 @@ fi
 built_by_cargo() {
   cp -r test/examples/rust "$stage/rust" && cd "$stage/rust" && RUSTFLAGS="-D warnings" cargo run --offline
 }
-if have cargo && have pkg-config; then quiet "cargo: build and run" built_by_cargo
-else skip "cargo" "not installed"; fi
+if have cargo && have pkg-config && have python3; then quiet "cargo: build and run" built_by_cargo
+else skip "cargo" "needs cargo, pkg-config and python3"; fi
 
 # The README's line for this folder.
 built_by_hand() {

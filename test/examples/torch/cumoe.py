@@ -145,7 +145,7 @@ def nvfp4(kind=GLOBAL_TIMES):
 
 # ---- the library ------------------------------------------------------------------------------------------------
 
-VERSION = (0, 1)
+VERSION = (0, 2)
 
 
 class Error(RuntimeError):

@@ -1,7 +1,7 @@
 // A Mixture-of-Experts layer from Rust, on the GPU if there is one, else on the CPU, compared with a naive one.
 mod cumoe;
 use cumoe::*;
-use std::mem::size_of;
+use cumoe_sys::*;
 
 const TOKENS: usize = 6;
 const HIDDEN: usize = 32;
@@ -48,66 +48,39 @@ fn naive_token(m: &Model, x: &[f32]) -> Vec<f64> {
 }
 
 fn layer(context: &Context, m: &Model) -> Result<Vec<f32>, Error> {
-    let routing = Routing {
-        top_k: TOP_K as i32,
-        flags: ROUTE_RENORMALIZE,
-        ..Routing::default()
-    };
-    let desc = MoeDesc {
-        size: size_of::<MoeDesc>() as u32,
+    let desc = cumoe_moe_desc {
+        size: size_of_struct::<cumoe_moe_desc>(),
         num_experts: EXPERTS as i32,
         hidden: HIDDEN as i32,
         inter: INTER as i32,
-        dtype: F32,
-        routing,
-        ..MoeDesc::default()
+        dtype: CUMOE_F32,
+        routing: cumoe_routing { top_k: TOP_K as i32, flags: CUMOE_ROUTE_RENORMALIZE, ..Default::default() },
+        ..Default::default()
     };
     let plan = context.plan(&desc)?;
     let (gate_up, down) = (context.matrix(&m.gate_up, HIDDEN)?, context.matrix(&m.down, INTER)?);
-    let weights = context.bind(&WeightsDesc {
-        size: size_of::<WeightsDesc>() as u32,
+    let weights = context.bind(&cumoe_weights_desc {
+        size: size_of_struct::<cumoe_weights_desc>(),
         experts: desc.num_experts,
         hidden: desc.hidden,
         inter: desc.inter,
-        gate_order: GATE_UP_CONCAT,
-        up_major: OUT_IN,
-        down_major: OUT_IN,
-        reserved: 0,
-        gate_up: Projection { data: gate_up.view(), ..NO_PROJECTION },
-        gate: NO_PROJECTION,
-        up: NO_PROJECTION,
-        down: Projection { data: down.view(), ..NO_PROJECTION },
-        up_format: Format::default(),
-        down_format: Format::default(),
-        dtype: 0,
-        reserved_end: 0,
+        gate_order: CUMOE_GATE_UP_CONCAT,
+        up_major: CUMOE_OUT_IN,
+        down_major: CUMOE_OUT_IN,
+        gate_up: cumoe_projection { data: gate_up.input(), ..Default::default() },
+        down: cumoe_projection { data: down.input(), ..Default::default() },
+        ..Default::default()
     })?;
     let (x, router) = (context.matrix(&m.x, HIDDEN)?, context.matrix(&m.router, HIDDEN)?);
-    let out = context.buffer(F32, TOKENS, HIDDEN)?;
-    let workspace = context.buffer(U8, 1, plan.workspace(TOKENS)?)?;
-    let args = MoeArgs {
-        size: size_of::<MoeArgs>() as u32,
-        flags: 0,
-        x: x.view(),
-        router_weight: router.view(),
+    let out = context.buffer(CUMOE_F32, TOKENS, HIDDEN)?;
+    let workspace = context.buffer(CUMOE_U8, 1, plan.workspace(TOKENS)?)?;
+    let args = cumoe_moe_args {
+        size: size_of_struct::<cumoe_moe_args>(),
+        x: x.input(),
+        router_weight: router.input(),
         out: out.view(),
         workspace: workspace.view(),
-        shared: std::ptr::null_mut(),
-        out_scale: 0.0,
-        reserved: 0,
-        device_tokens: ABSENT,
-        router_bias: ABSENT,
-        logits: ABSENT,
-        ids: ABSENT,
-        weights: ABSENT,
-        select_bias: ABSENT,
-        expert_map: ABSENT,
-        shared_gate: ABSENT,
-        residual: ABSENT,
-        ids_out: ABSENT,
-        weights_out: ABSENT,
-        counts_out: ABSENT,
-        load: ABSENT,
+        ..Default::default()
     };
     plan.forward(&weights, &args)?;
     out.values()
@@ -120,7 +93,7 @@ fn main() -> Result<(), Error> {
         gate_up: numbers(EXPERTS * 2 * INTER * HIDDEN, 0.3, 3),
         down: numbers(EXPERTS * HIDDEN * INTER, 0.3, 4),
     };
-    let context = Context::open(DEVICE_AUTO)?;
+    let context = Context::open(CUMOE_DEVICE_AUTO)?;
     let got = layer(&context, &m)?;
     let mut worst = 0f64;
     for (x, row) in m.x.chunks(HIDDEN).zip(got.chunks(HIDDEN)) {
@@ -134,7 +107,7 @@ fn main() -> Result<(), Error> {
     // What the compiler cannot forbid, a view that outlives its buffer, is a status.
     let stale = context.matrix(&m.x, HIDDEN)?.view();
     let error = Buffer::read(&context, stale).unwrap_err();
-    assert_eq!(error.status, ERR_STALE_HANDLE);
+    assert_eq!(error.status, CUMOE_ERR_STALE_HANDLE);
     println!("{}", error.text);
     Ok(())
 }
