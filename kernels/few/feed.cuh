@@ -123,7 +123,8 @@ template <class L> struct few_feed {
     const int o = lane_octet(), half = gated ? o % 2 : 0, expert = smem.table.expert[at.active];
     const int channel = (at.octet + (gated ? o / 2 : o)) * 8 + lane_id() % 8, n = channel + s.n_origin[half];
     const int row = s.block_n == 1 ? n : few_quotient(n, s.block_n);
-    scale = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)row * (int)s.n_stride * (int)scale_bytes(s.dtype);
+    scale = static_cast<const char *>(scale_base(s, half, expert)) +
+            (int64_t)row * (int)s.n_stride * (int)scale_bytes(s.dtype);
     if constexpr (GROUP > 0) {
       const int groups = (int)s.n_stride | s.k_origin / GROUP | g.k / GROUP;
       pairs = s.k_stride == 1 && ((groups | (int)reinterpret_cast<uintptr_t>(scale)) & 1) == 0;
@@ -241,7 +242,8 @@ template <class L> struct few_feed {
     if constexpr (GROUP == 32) {
       of.of_row[row] = make_uint2(raw[0] | raw[1] << 16, raw[2] | raw[3] << 16);
     } else if constexpr (GROUP == 16) {
-      of.of_row[row] = make_uint4(raw[0] | raw[1] << 16, raw[2] | raw[3] << 16, raw[4] | raw[5] << 16, raw[6] | raw[7] << 16);
+      of.of_row[row] =
+          make_uint4(raw[0] | raw[1] << 16, raw[2] | raw[3] << 16, raw[4] | raw[5] << 16, raw[6] | raw[7] << 16);
     } else if constexpr (BYTES) {
       of.of_row[row] = scale_value(raw[0], b.scale.dtype);
     } else {

@@ -4,10 +4,12 @@
  * after a router, few_up is gate, up and down in one grid. Else few_down is a second grid, which asks for its first
  * weights as soon as few_up has left the SM.
  *
- *   layout.cuh    shapes, shared memory             loads.cuh     copies into stages; h that is still being written
- *   routing.cuh   gate and map                      products.cuh  consumer warps
- *   table.cuh     which pairs go together           epilogue.cuh  the epilogue warp
- *   schedule.cuh  units, shares, tickets            outputs.cuh   combine
+ *   layout.cuh    shapes, shared memory             products.cuh  consumer warps
+ *   routing.cuh   gate and map                      arrange.cuh   weights with scales: x and h as they are multiplied
+ *   table.cuh     which pairs go together           feed.cuh      likewise: what consumers ask memory for
+ *   schedule.cuh  units, shares, tickets            scaled.cuh    likewise: consumer warps
+ *   loads.cuh     copies into stages; h that is     epilogue.cuh  the epilogue warp
+ *                 still being written               outputs.cuh   combine
  *
  * Weights are the 16-row operand of mma.sync, 8 gate and the same 8 up channels, or 16 channels. The other operand has
  * a column for each token that has chosen the expert at hand, eight at once. Units of (expert, channels) of up go to
@@ -22,6 +24,11 @@
  * a warp that finds ones in a slice's columns reads them again until they have changed, without a fence or a counter.
  *
  * Within 32 elements of k both operands take k in another order, as in thin.cuh.
+ *
+ * Weights with scales, of one token: what a slice costs besides its products decides. So x and h are made what the mma
+ * takes once a CTA and not once a slice, h by helpers and by consumers that would wait for it; slices are of 32 rows,
+ * or of 16 and twice the k. The mma's other seven columns are free: with codes of 4 bits each has the token in one
+ * group of k alone, so the sums of eight groups come apart by themselves, and scales multiply sums, not weights.
  */
 #ifndef CUMOE_FEW_CUH
 #define CUMOE_FEW_CUH

@@ -57,11 +57,13 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
                 "arranged rows are one token's; mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
   static constexpr int BK = BK_, STAGES = STAGES_, TILES = SCALED ? 2 : 1, ROWS = 16 * TILES, OCTETS = ROWS / 8,
-                       WEIGHTS = ROWS * BK; /* elements */
+                       WEIGHTS = ROWS * BK;                                             /* elements */
   static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS, COLUMN_K = 2 * BK; /* of a stage, at most */
   /* Roles of warps: consumers, then one epilogue warp, one routing warp, and helpers: for several tokens they have a
    * part in the gate and in the outputs; where SCALED they arrange h. All that are not consumers write outputs. */
-  static constexpr int HELPERS = SCALED ? 2 : TOKENS == 1 ? 0 : 6,
+  static constexpr int HELPERS = SCALED        ? 2
+                                 : TOKENS == 1 ? 0
+                                               : 6,
                        CONSUMERS = WARPS - 2 - HELPERS, EPILOGUE = CONSUMERS, ROUTING = EPILOGUE + 1,
                        WRITERS = WARPS - EPILOGUE;
   static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED ? 4 : 3;
@@ -155,8 +157,9 @@ template <class S> struct few_scaled_memory<S, true> {
 
 template <class S> struct few_memory : few_scaled_memory<S> {
   few_stage_of<S> stages[S::CONSUMERS][S::STAGES];
-  typename S::PART partial[S::BUFFERS][S::CONSUMERS][S::TILES][S::HOLDERS]; /* accumulators as they are, of some units in turn */
-  typename S::Y y[S::PAIRS][S::ROWS];                             /* of the channels at hand */
+  typename S::PART partial[S::BUFFERS][S::CONSUMERS][S::TILES]
+                          [S::HOLDERS]; /* accumulators as they are, of some units in turn */
+  typename S::Y y[S::PAIRS][S::ROWS];   /* of the channels at hand */
   uint64_t partial_full[S::BUFFERS], partial_empty[S::BUFFERS];
   uint64_t weights_ready; /* the table's `weight` */
   uint64_t y_full, y_empty;
