@@ -44,8 +44,8 @@ compress_mode = $(eval compress_mode := $(if $(findstring --compress-mode,$(shel
 CUDA_LIB     := $(patsubst %/libcudart_static.a,%,$(firstword $(wildcard \
 	$(foreach d,lib64 lib lib/*-linux-gnu,$(cuda_roots:%=%/$d/libcudart_static.a)))))
 # 13.0
-CUDA_VERSION = $(shell awk '/^.define CUDART_VERSION/ { printf "%d.%d", $$3 / 1000, $$3 % 1000 / 10 }' \
-	$(CUDA_INCLUDE)/cuda_runtime_api.h)
+CUDA_VERSION = $(if $(CUDA_INCLUDE),$(shell awk '/^.define CUDART_VERSION/ { printf "%d.%d", $$3 / 1000, \
+	$$3 % 1000 / 10 }' $(CUDA_INCLUDE)/cuda_runtime_api.h))
 VERSION = $(shell sed -n 's/^\#define CUMOE_VERSION_\(MAJOR\|MINOR\|PATCH\) *\([0-9]*\).*/\2/p' \
 	include/cumoe/types.h | paste -sd.)
 # Before 1.0 a minor version may break.
@@ -369,7 +369,8 @@ lint:
 	--suppress=missingIncludeSystem $(ARCH_DEFINES) -Iinclude $(LIB_C)
 
 clean:
-	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/libcumoe.so $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix $(LIB)/planted
+	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/libcumoe.so $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix $(LIB)/planted \
+	$(LIB)/aarch64 $(LIB)/toolkits
 
 help:
 	@echo 'make            $(LIB)/libcumoe.a'

@@ -21,6 +21,9 @@ static const char usage[] =
     "                    and that of bf16, if it is among them\n"
     "  --check           look at results only, time nothing\n"
     "  --in-out          weights [E, in, out] instead of [E, out, in]\n"
+    "  --masked          for the layer the experts alone, of [E, capacity, H] with counts on the device: as many\n"
+    "                    rows, even, and room for four times as many\n"
+    "  --invariant       the same bits in any batch: kernels are chosen without T\n"
     "  --zipf X          caller's logits, experts' popularity 1 / rank^X, instead of the router\n"
     "  --one             caller's ids, all tokens to one expert; with it and --zipf the time that this would\n"
     "                    need if it came as near to its floor as evenly spread tokens do is printed too\n"
@@ -94,6 +97,8 @@ static bool parse_flag(const char *name, options *o)
   if (strcmp(name, "--grouped") == 0) return o->grouped = true;
   if (strcmp(name, "--list") == 0) return o->list = true;
   if (strcmp(name, "--in-out") == 0) return o->in_out = true;
+  if (strcmp(name, "--invariant") == 0) return o->invariant = true;
+  if (strcmp(name, "--masked") == 0) return o->masked = true;
   if (strcmp(name, "--plan") == 0) return o->plan = true;
   if (strcmp(name, "--check") == 0) return o->check = true;
   if (strcmp(name, "--one") == 0) return o->one = true;

@@ -44,6 +44,8 @@ typedef struct options {
   double zipf;                       /* exponent of the experts' popularity; 0: the router decides */
   bool one;                          /* every slot of every token to one expert */
   bool in_out;                       /* weights [E, in, out] */
+  bool invariant;                    /* plans of BATCH_INVARIANT */
+  bool masked;                       /* the layer is cumoe_masked_forward */
   bool formats;                      /* kinds were asked for: a line has what one compares them by */
   bool plan;                         /* print what a cell launches */
   bool check;                        /* look at results only, time nothing */
@@ -152,6 +154,8 @@ typedef struct cell {
   cumoe_view_mut logits[MAX_INPUTS], ids[MAX_INPUTS], weights[MAX_INPUTS], counts[MAX_INPUTS];
   cumoe_route route[MAX_INPUTS];
   cumoe_view_mut h, y, out, workspace, map_workspace;
+  cumoe_masked_args masked; /* with --masked; its counts by input: */
+  cumoe_view masked_counts[MAX_INPUTS];
   int32_t *host_counts; /* [inputs, E] */
   reference *dense;     /* to be written, or to be compared with */
 } cell;

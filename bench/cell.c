@@ -207,6 +207,7 @@ cumoe_status model_create(bench *b, const shape *s, const kind *k, model *m)
                              .hidden = s->hidden,
                              .inter = s->inter,
                              .dtype = b->o.dtype,
+                             .flags = b->o.invariant ? CUMOE_MOE_BATCH_INVARIANT : 0,
                              .routing = s->routing,
                              .up_format = m->kind->format,
                              .down_format = m->kind->format};
@@ -258,6 +259,45 @@ static cumoe_status create_input(cell *c, int32_t i)
   }
 }
 
+/* Rows spread evenly; other inputs begin with other experts. */
+static cumoe_status upload_masked_counts(cell *c, int32_t input)
+{
+  bench *b = c->bench;
+  const int64_t experts = c->model->shape->experts;
+  int32_t counts[CUMOE_MAX_EXPERTS];
+  cumoe_view_mut to;
+  for (int64_t e = 0; e < experts; ++e)
+    counts[(e + input * c->rows) % experts] = (int32_t)(c->rows / experts + (e < c->rows % experts));
+  TRY(take(b, &c->store, CUMOE_I32, 1, experts, &to));
+  c->masked_counts[input] = cumoe_const(to);
+  TRY(cumoe_copy_from_host(b->context, to, counts, (size_t)experts * sizeof *counts, b->stream));
+  return cumoe_synchronize(b->context, b->stream);
+}
+
+static cumoe_status create_masked(cell *c)
+{
+  enum { ROOM = 4 };
+  bench *b = c->bench;
+  const shape *s = c->model->shape;
+  const int64_t each = (c->rows + s->experts - 1) / s->experts, capacity = ROOM * each;
+  int32_t host[CUMOE_MAX_EXPERTS + 1];
+  cumoe_view_mut x, offsets;
+  size_t bytes;
+  for (int32_t e = 0; e <= s->experts; ++e) host[e] = (int32_t)(e * capacity);
+  c->masked = (cumoe_masked_args){.size = sizeof c->masked, .capacity = capacity, .expected_rows = each};
+  TRY(cumoe_masked_workspace(c->model->plan, capacity, &bytes));
+  TRY(take(b, &c->store, b->o.dtype, s->experts * capacity, s->hidden, &x));
+  TRY(take(b, &c->store, b->o.dtype, s->experts * capacity, s->hidden, &c->masked.out));
+  TRY(take(b, &c->store, CUMOE_I32, 1, s->experts + 1, &offsets));
+  TRY(take(b, &c->store, CUMOE_U8, 1, (int64_t)bytes, &c->masked.workspace));
+  TRY(fill_noise(b, x, &b->unit));
+  c->masked.x = cumoe_const(x);
+  c->masked.offsets = cumoe_const(offsets);
+  TRY(cumoe_copy_from_host(b->context, offsets, host, (size_t)(s->experts + 1) * sizeof *host, b->stream));
+  for (int32_t i = 0; i < c->inputs; ++i) TRY(upload_masked_counts(c, i));
+  return cumoe_synchronize(b->context, b->stream);
+}
+
 /* Weights of up to 512 tokens may stay in L2 from one call to the next if all have the same routing; more
  * tokens reach all experts, whose weights do not fit. */
 static int32_t inputs_for(int64_t tokens)
@@ -282,6 +322,7 @@ cumoe_status cell_create(bench *b, model *m, int64_t tokens, spread how, cell *c
   TRY(take(b, &c->store, b->o.dtype, c->rows, s->hidden, &c->y));
   TRY(take(b, &c->store, b->o.dtype, tokens, s->hidden, &c->out));
   for (int32_t i = 0; i < c->inputs; ++i) TRY(create_input(c, i));
+  if (b->o.masked) TRY(create_masked(c));
   return CUMOE_OK;
 }
 
@@ -317,6 +358,14 @@ cumoe_status cell_forward(cell *c, int32_t i, bool report, cumoe_stream stream)
 static cumoe_status call_layer(void *user, int32_t i, cumoe_stream stream)
 {
   return cell_forward(user, i, false, stream);
+}
+
+static cumoe_status call_masked(void *user, int32_t i, cumoe_stream stream)
+{
+  cell *c = user;
+  cumoe_masked_args a = c->masked;
+  a.counts = c->masked_counts[i];
+  return cumoe_masked_forward(c->model->plan, c->model->weights, &a, stream);
 }
 
 static cumoe_status call_router(void *user, int32_t i, cumoe_stream stream)
@@ -363,7 +412,7 @@ static cumoe_status call_combine(void *user, int32_t i, cumoe_stream stream)
 void cell_works(cell *c, work works[ITEM_COUNT])
 {
   const bool alone = !kind_has_codes_of_rows(c->model->kind);
-  works[ITEM_layer] = (work){call_layer, c, false};
+  works[ITEM_layer] = (work){c->bench->o.masked ? call_masked : call_layer, c, false};
   if (c->spread == SPREAD_router) works[ITEM_router] = (work){call_router, c, false};
   if (c->spread != SPREAD_one) works[ITEM_gate] = (work){call_gate, c, false};
   works[ITEM_map] = (work){call_map, c, false};

@@ -2,6 +2,8 @@
 #include "arguments.h"
 #include "context.h"
 
+#include <math.h>
+
 router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
                              int64_t logits_ld)
 {
@@ -17,25 +19,19 @@ router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, t
                        .hidden = (int32_t)x.cols,
                        .x_dtype = x.dtype,
                        .w_dtype = weight.dtype,
-                       .bias_dtype = bias.data ? bias.dtype : DT_NONE};
+                       .bias_dtype = bias.data ? bias.dtype : DT_NONE,
+                       .round_dtype = DT_F32,
+                       .scale = 1};
 }
 
-gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_view logits, cumoe_view select_bias,
-                         cumoe_view ids, cumoe_view weights)
+gate_args gate_rule(const cumoe_routing *r, int32_t experts)
 {
-  return (gate_args){.logits = logits.data,
-                     .select_bias = select_bias.data,
-                     .ids = (void *)(uintptr_t)ids.data,
-                     .weights = (float *)(uintptr_t)weights.data,
-                     .logits_ld = logits.ld,
-                     .ids_ld = ids.ld,
-                     .weights_ld = weights.ld,
-                     .tokens = all_tokens(logits.rows),
-                     .experts = (int32_t)logits.cols,
-                     .logits_dtype = logits.dtype,
-                     .ids_dtype = ids.dtype,
-                     .score = r->score,
+  const bool by_logit = r->flags & CUMOE_ROUTE_CHOOSE_BY_LOGIT || r->score == CUMOE_SCORE_SPARSEMIXER;
+  return (gate_args){.experts = experts - r->always_experts,
+                     .score = by_logit ? SCORE_IDENTITY : r->score,
+                     .weigh = r->score,
                      .top_k = r->top_k,
+                     .always = r->always_experts,
                      .n_group = r->n_group,
                      .topk_group = r->topk_group,
                      .group_score = r->group_score,
@@ -44,7 +40,28 @@ gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_
                      .softcap = r->softcap,
                      .renorm_eps = r->renorm_eps,
                      .renorm_min = r->renorm_min,
-                     .fault = context->fault};
+                     .mixer_eps = r->mixer_eps};
+}
+
+gate_args gate_arguments(struct context *context, const cumoe_routing *r, cumoe_view logits, const gate_inputs *inputs,
+                         cumoe_view ids, cumoe_view weights)
+{
+  const cumoe_view where = inputs->given.data ? inputs->given : ids;
+  gate_args a = gate_rule(r, (int32_t)logits.cols);
+  a.logits = logits.data;
+  a.select_bias = inputs->select_bias.data;
+  a.expert_scale = inputs->expert_scale.data;
+  a.given = inputs->given.data;
+  a.ids = (void *)(uintptr_t)ids.data;
+  a.weights = (float *)(uintptr_t)weights.data;
+  a.logits_ld = logits.ld;
+  a.ids_ld = where.ld;
+  a.weights_ld = weights.ld;
+  a.tokens = all_tokens(logits.rows);
+  a.logits_dtype = logits.dtype;
+  a.ids_dtype = where.dtype;
+  a.fault = context->fault;
+  return a;
 }
 
 map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route, void *hist)
@@ -106,7 +123,8 @@ gemm_args up_arguments(const struct plan *plan, const struct weights *weights, c
   g.act = d->act;
   g.gated = weights->gated;
   g.act_alpha = d->act_alpha;
-  g.act_limit = d->act_limit;
+  g.act_limit = d->act_limit > 0 ? d->act_limit : INFINITY;
+  g.gate_limit = plan->gate_limit;
   return g;
 }
 
@@ -135,7 +153,7 @@ combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row,
                         .y_ld = a->y.ld,
                         .x_ld = a->x.ld,
                         .shared_ld = a->shared.ld,
-                        .residual_ld = a->residual.ld,
+                        .residual_ld = a->residual.rows == 1 ? 0 : a->residual.ld,
                         .out_ld = a->out.ld,
                         .slot_row = slot_row,
                         .pair_weights = a->pair_weights.data,

@@ -16,10 +16,19 @@ static inline token_count all_tokens(int64_t tokens)
   return (token_count){tokens, NULL};
 }
 
+/* Logits as they come. */
 router_args router_arguments(cumoe_view x, cumoe_view weight, cumoe_view bias, token_count tokens, float *logits,
                              int64_t logits_ld);
+
+/* What a gate reads besides logits; `given`: ids, of which the weights are made. */
+typedef struct gate_inputs {
+  cumoe_view select_bias, expert_scale, given;
+} gate_inputs;
+
+/* What the routing alone says of a gate; experts: columns of the logits. */
+gate_args gate_rule(const cumoe_routing *routing, int32_t experts);
 gate_args gate_arguments(struct context *context, const cumoe_routing *routing, cumoe_view logits,
-                         cumoe_view select_bias, cumoe_view ids, cumoe_view weights);
+                         const gate_inputs *inputs, cumoe_view ids, cumoe_view weights);
 map_args map_arguments(const struct plan *plan, cumoe_view ids, cumoe_view expert_map, route_pointers route,
                        void *hist);
 

@@ -222,7 +222,8 @@ cumoe_status check_layout(const char *name, const struct plan *plan, int64_t tok
 
 /* ---- routing and layer ---- */
 
-static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
+/* experts, top_k: of the choice. */
+static cumoe_status check_groups(const cumoe_routing *r, int32_t experts, int32_t top_k)
 {
   if (r->n_group == 0) {
     REQUIRE(r->topk_group == 0, CUMOE_ERR_INVALID_ARGUMENT, "routing.topk_group is %d, must be 0 without groups",
@@ -235,29 +236,53 @@ static cumoe_status check_groups(const cumoe_routing *r, int32_t experts)
           "routing.topk_group is %d, must be 1 .. n_group = %d", (int)r->topk_group, (int)r->n_group);
   REQUIRE(r->group_score == CUMOE_GROUP_BEST || r->group_score == CUMOE_GROUP_BEST_TWO, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.group_score is %d, not a cumoe_group_score", (int)r->group_score);
-  REQUIRE(r->top_k <= experts / r->n_group * r->topk_group, CUMOE_ERR_INVALID_ARGUMENT,
+  REQUIRE(top_k <= experts / r->n_group * r->topk_group, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.top_k is %d, must be at most the %d experts of topk_group groups", (int)r->top_k,
           (int)(experts / r->n_group * r->topk_group));
   return CUMOE_OK;
 }
 
+/* What goes with which score. */
+static cumoe_status check_score(const cumoe_routing *r)
+{
+  const uint32_t own = CUMOE_ROUTE_SCORE_AFTER_TOPK | CUMOE_ROUTE_CHOOSE_BY_LOGIT;
+  const bool after = r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK, mixes = r->score == CUMOE_SCORE_SPARSEMIXER;
+  REQUIRE(r->score >= CUMOE_SCORE_SOFTMAX && r->score <= CUMOE_SCORE_SPARSEMIXER, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.score is %d, not a cumoe_score", (int)r->score);
+  REQUIRE(!after || r->score == CUMOE_SCORE_SOFTMAX, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.flags has SCORE_AFTER_TOPK, which is for SCORE_SOFTMAX only");
+  REQUIRE(!(r->flags & CUMOE_ROUTE_CHOOSE_BY_LOGIT && r->score == CUMOE_SCORE_SOFTMAX), CUMOE_ERR_NOT_SUPPORTED,
+          "routing.flags has CHOOSE_BY_LOGIT, which SCORE_SOFTMAX has as SCORE_AFTER_TOPK only");
+  REQUIRE(!mixes || (r->n_group == 0 && !(r->flags & own)), CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.score is SPARSEMIXER, which has neither groups nor SCORE_AFTER_TOPK or CHOOSE_BY_LOGIT");
+  REQUIRE(r->always_experts == 0 || (!mixes && (after || r->score != CUMOE_SCORE_SOFTMAX)), CUMOE_ERR_NOT_SUPPORTED,
+          "routing.always_experts is %d, must be 0 with SPARSEMIXER and with a softmax over all",
+          (int)r->always_experts);
+  return CUMOE_OK;
+}
+
 cumoe_status check_routing(const cumoe_routing *r, int32_t experts)
 {
-  const uint32_t known = CUMOE_ROUTE_RENORMALIZE | CUMOE_ROUTE_SCORE_AFTER_TOPK | CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const uint32_t known = CUMOE_ROUTE_RENORMALIZE | CUMOE_ROUTE_SCORE_AFTER_TOPK | CUMOE_ROUTE_WEIGHT_ON_INPUT |
+                         CUMOE_ROUTE_CHOOSE_BY_LOGIT;
   TRY(check_reserve("routing", r->reserved));
-  REQUIRE(r->score >= CUMOE_SCORE_SOFTMAX && r->score <= CUMOE_SCORE_IDENTITY, CUMOE_ERR_INVALID_ARGUMENT,
-          "routing.score is %d, not a cumoe_score", (int)r->score);
   REQUIRE(r->top_k >= 1 && r->top_k <= CUMOE_MAX_TOP_K && r->top_k <= experts, CUMOE_ERR_INVALID_ARGUMENT,
           "routing.top_k is %d, must be 1 .. %d and at most the %d experts", (int)r->top_k, CUMOE_MAX_TOP_K,
           (int)experts);
   REQUIRE(!(r->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "routing.flags is 0x%x, known are 0x%x", r->flags, known);
+  REQUIRE(r->always_experts >= 0 && r->always_experts < r->top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "routing.always_experts is %d, must be 0 .. top_k - 1 = %d", (int)r->always_experts, (int)r->top_k - 1);
+  REQUIRE(r->always_experts == 0 || (r->zero_experts == 0 && r->identity_experts == 0), CUMOE_ERR_NOT_SUPPORTED,
+          "routing.always_experts is %d, must be 0 with zero or identity experts", (int)r->always_experts);
+  if (r->logits_dtype) TRY(check_dense("routing.logits_dtype", r->logits_dtype, CUMOE_ERR_INVALID_ARGUMENT));
   TRY(check_not_negative("routing.routed_scale", r->routed_scale));
   TRY(check_not_negative("routing.softcap", r->softcap));
   TRY(check_not_negative("routing.renorm_eps", r->renorm_eps));
   TRY(check_not_negative("routing.renorm_min", r->renorm_min));
-  REQUIRE(!(r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK) || r->score == CUMOE_SCORE_SOFTMAX, CUMOE_ERR_INVALID_ARGUMENT,
-          "routing.flags has SCORE_AFTER_TOPK, which is for SCORE_SOFTMAX only");
-  return check_groups(r, experts);
+  TRY(check_not_negative("routing.logit_scale", r->logit_scale));
+  TRY(check_not_negative("routing.mixer_eps", r->mixer_eps));
+  TRY(check_score(r));
+  return check_groups(r, experts - r->always_experts, r->top_k - r->always_experts);
 }
 
 static cumoe_status check_shape(const cumoe_moe_desc *d)
@@ -289,8 +314,10 @@ static cumoe_status check_types(const cumoe_moe_desc *d)
           d->dtype == CUMOE_F32 ? "" : " or f32");
   REQUIRE(d->act >= CUMOE_ACT_SILU && d->act <= CUMOE_ACT_SWIGLU_OAI, CUMOE_ERR_INVALID_ARGUMENT,
           "desc.act is %d, not a cumoe_act", (int)d->act);
-  REQUIRE(!(d->flags & ~(uint32_t)(CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED)), CUMOE_ERR_INVALID_ARGUMENT,
-          "desc.flags is 0x%x, known are UNGATED and UNREDUCED", d->flags);
+  const uint32_t known = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED | CUMOE_MOE_LIMIT_AFTER | CUMOE_MOE_BATCH_INVARIANT;
+  REQUIRE(!(d->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "desc.flags is 0x%x, known are 0x%x", d->flags, known);
+  REQUIRE(!(d->act == CUMOE_ACT_SWIGLU_OAI && d->flags & CUMOE_MOE_LIMIT_AFTER), CUMOE_ERR_NOT_SUPPORTED,
+          "desc.act SWIGLU_OAI is limited before, desc.flags says LIMIT_AFTER");
   REQUIRE(!(d->act == CUMOE_ACT_SWIGLU_OAI && d->flags & CUMOE_MOE_UNGATED), CUMOE_ERR_INVALID_ARGUMENT,
           "desc.act SWIGLU_OAI is gated, desc.flags says UNGATED");
   TRY(check_not_negative("desc.act_limit", d->act_limit));
@@ -334,5 +361,5 @@ cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *d)
 cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out)
 {
   const cumoe_view nothing = {0};
-  return residual.data == out.data && residual.ld == out.ld ? nothing : residual;
+  return residual.data == out.data && residual.ld == out.ld && residual.rows == out.rows ? nothing : residual;
 }

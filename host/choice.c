@@ -56,12 +56,13 @@ static int32_t scale_run_of(const variant *v)
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
-/* Of weights with scales few has x and all of h in shared memory. */
-static bool has_room(const variant *v, const op_shape *s)
+/* few reads tokens; of weights with scales it has x and all of h in shared memory. */
+static bool fits_few(const variant *v, const op_shape *s)
 {
+  if (s->by_expert || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
   if (!format_is_scaled((weight_format)v->format)) return true;
   const int64_t inter = s->op == OP_few_up ? s->n : s->k, hidden = s->op == OP_few_up ? s->k : s->n;
-  return FEW_ROW_BYTES((int64_t)hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
+  return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
 /* Of a row that runs on the machine. */
@@ -70,10 +71,13 @@ static bool serves(const variant *v, const op_shape *s)
   if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
   if (s->scale_run < scale_run_of(v)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
+  if (v->form == FORM_warp) return !s->rules;
   if (v->form == FORM_row) return s->n <= v->columns;
+  if (v->form == FORM_expert) return s->by_expert;
+  if (v->form == FORM_codes && s->by_expert) return false;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
-  if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm) && has_room(v, s);
+  if (v->form == FORM_few) return fits_few(v, s);
   return !takes_tensor_maps(v) || s->tmap;
 }
 
@@ -94,6 +98,7 @@ enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 
 int64_t tune_scale(const machine *m, const op_shape *s)
 {
+  if (s->invariant) return ANY_ROWS;
   const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
   const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;
   return scant ? 0 : min64(rows, ANY_ROWS);

@@ -38,11 +38,14 @@ typedef struct op_shape {
   int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN_ALL */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
+  bool by_expert;       /* activations are another row for each expert; quantize: makes those */
   int64_t tokens, rows; /* T; T k, or T when dense */
   int32_t experts;      /* local experts; router, gate: logits a token */
   int32_t n, k;         /* output channels, reduction length; permute: n bytes a token;
                            quantize: elements of a row, of a group */
   int32_t top_k;
+  bool rules;     /* gate: GATE_HAS_RULES */
+  bool invariant; /* the row must not follow tokens and rows: CUMOE_MOE_BATCH_INVARIANT */
 } op_shape;
 
 /* The row to run: the forced one, else the best one for the shape; -1 if none can. */

@@ -220,18 +220,20 @@ static cumoe_status no_image(struct context *context, const char *what, const ch
               info->name, info->cc_major, info->cc_minor, cumoe_architectures(), what, why);
 }
 
-static cumoe_status load_image(struct context *context, const variant *v, cudaLibrary_t *library)
+static cumoe_status load_image(struct context *context, const variant *v)
 {
   if (context->library_count == MAX_IMAGES) return fail(CUMOE_ERR_INTERNAL, "more than %d kernel images", MAX_IMAGES);
   enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved; /* rodata: the driver needs no copy */
   int yes = 1;
   void *value = &yes;
-  cudaError_t error = cudaLibraryLoadData(library, v->image, NULL, NULL, 0, &option, &value, 1);
+  cudaLibrary_t library = NULL;
+  cudaError_t error = cudaLibraryLoadData(&library, v->image, NULL, NULL, 0, &option, &value, 1);
   if (error != cudaSuccess) {
     cumoe_status status = fail_cuda(error, "cudaLibraryLoadData");
     return status == CUMOE_ERR_NO_KERNEL_IMAGE ? no_image(context, v->name, cudaGetErrorName(error)) : status;
   }
-  context->libraries[context->library_count++] = *library;
+  context->images[context->library_count] = v->image;
+  context->libraries[context->library_count++] = library;
   return CUMOE_OK;
 }
 
@@ -279,24 +281,54 @@ static cumoe_status load_kernel(struct context *context, int32_t index, cudaLibr
 }
 
 /* A row that needs more shared memory than the GPU has stays without a kernel. */
+static cumoe_status load_row(struct context *context, int32_t index)
+{
+  const variant *v = &variants[index];
+  if (context->kernels[index] || !runs_on(&context->machine, v)) return CUMOE_OK;
+  int32_t image = 0;
+  while (image < context->library_count && context->images[image] != v->image) image++;
+  if (image == context->library_count) TRY(load_image(context, v));
+  return load_kernel(context, index, context->libraries[image]);
+}
+
+/* The format of weights without which nobody launches the row, or none: most processes have one format or two, and
+ * loading the kernels for all takes as long as all else of a context. */
+static weight_format needed_for(const variant *v)
+{
+  const weight_format format = (weight_format)v->format;
+  return v->bm && format_is_scaled(format) ? format : FORMAT_none;
+}
+
+static cumoe_status load_rows(struct context *context, weight_format format)
+{
+  for (int32_t i = 0; i < variant_count; i++)
+    if (needed_for(&variants[i]) == format) TRY(load_row(context, i));
+  return CUMOE_OK;
+}
+
 static cumoe_status load_kernels(struct context *context)
 {
-  const unsigned char *loaded[MAX_IMAGES] = {NULL};
-  const machine *m = &context->machine;
-  if (m->cc < MIN_CC) return no_image(context, "kernels", "compute capability 8.0 is the least");
-  for (int32_t i = 0; i < variant_count; i++) {
-    const variant *v = &variants[i];
-    if (!runs_on(m, v)) continue;
-    int32_t image = 0;
-    while (image < context->library_count && loaded[image] != v->image) image++;
-    if (image == context->library_count) {
-      cudaLibrary_t library = NULL;
-      TRY(load_image(context, v, &library));
-      loaded[image] = v->image;
-    }
-    TRY(load_kernel(context, i, context->libraries[image]));
-  }
-  return CUMOE_OK;
+  if (context->machine.cc < MIN_CC) return no_image(context, "kernels", "compute capability 8.0 is the least");
+  return load_rows(context, FORMAT_none);
+}
+
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+
+cumoe_status load_for_weights(struct context *context, weight_format format)
+{
+  if (on_cpu(context) || !format_is_scaled(format)) return CUMOE_OK;
+  const enum cudaStreamCaptureMode before = relax_capture();
+  pthread_mutex_lock(&load_lock);
+  const cumoe_status status = load_rows(context, format);
+  pthread_mutex_unlock(&load_lock);
+  restore_capture(before);
+  return status;
+}
+
+cumoe_status load_for_row(struct context *context, int32_t index)
+{
+  if (needed_for(&variants[index]) == FORMAT_none) return CUMOE_OK;
+  ON_DEVICE(context, load_for_weights(context, needed_for(&variants[index])));
 }
 
 /* In a stream of its own: the default stream would drag a capture of another thread into an error. */

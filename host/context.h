@@ -30,8 +30,9 @@ struct context {
   void (*encode_tiled)(void); /* the driver's cuTensorMapEncodeTiled, where kernels take tensor maps; else NULL */
   thread_pool *threads;       /* CPU device only */
   cudaLibrary_t libraries[MAX_IMAGES];
+  const unsigned char *images[MAX_IMAGES]; /* of libraries */
   int32_t library_count;
-  cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device */
+  cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device, or not yet */
   bool waits[MAX_VARIANTS];           /* the loaded code waits for earlier grids itself, so it may start early */
   struct CUctx_st *primary;           /* the CUDA context that the runtime uses on this device */
   memory_pool pool;
@@ -50,6 +51,11 @@ struct context {
   _Atomic int32_t lost;  /* 2: a sticky error has ended the device for this process, 1: its text is being written */
   error_text lost_cause; /* of the first one */
 };
+
+/* Kernels that need weights of a format are loaded when the first of these are bound, on the current device, or when a
+ * row is asked for by its index. Any thread, again and again. */
+cumoe_status load_for_weights(struct context *context, weight_format format);
+cumoe_status load_for_row(struct context *context, int32_t index);
 
 /* From now on `close` is that step of closing the context. Again and again, and on any thread. */
 void on_close(struct context *context, close_step step, close_function *close);

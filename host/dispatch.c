@@ -40,8 +40,7 @@ static int32_t run_of(const gemm_args *a)
   const scale_matrix *s = &a->b.scale;
   const int32_t k = s->k_stride ? s->block_k | s->k_origin : 0,
                 rows = a->rows.mode == ROWS_GROUP ? a->rows.group | a->rows.origin : 0;
-  const int32_t all = (int32_t)SCALE_RUN_ALL | k | rows;
-  return all & -all;
+  return aligned_run(k | rows);
 }
 
 static op_shape shape_of_gemm(operation op, const void *args)
@@ -126,7 +125,8 @@ static op_shape shape_of_matmul(operation op, const void *args)
 static op_shape shape_of_gate(operation op, const void *args)
 {
   const gate_args *a = args;
-  return (op_shape){.op = op, .tokens = a->tokens.count, .experts = a->experts, .top_k = a->top_k};
+  return (op_shape){
+      .op = op, .tokens = a->tokens.count, .experts = a->experts, .top_k = a->top_k, .rules = GATE_HAS_RULES(*a)};
 }
 
 static op_shape shape_of_combine(operation op, const void *args)
@@ -188,20 +188,29 @@ cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_a
 
 /* ---- one operation ---- */
 
-cumoe_status choose_step(struct context *context, operation op, const void *args, launch_step *result)
+cumoe_status choose_step(struct context *context, operation op, const void *args, const choice_hint *hint,
+                         launch_step *result)
 {
-  const op_shape s = shape_of(op, args);
+  op_shape s = shape_of(op, args);
+  if (hint) s.invariant = hint->invariant;
+  if (hint && hint->rows) s.rows = hint->rows;
   const step_refusal why = plan_step(&context->machine, &s, result);
   return why == STEP_SERVED ? CUMOE_OK : refuse_step(context, operation_name(op), result, op, why);
 }
 
-cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream)
+cumoe_status dispatch_by(struct context *context, operation op, const void *args, const choice_hint *hint,
+                         cumoe_stream stream)
 {
   launch_step s;
   mapped_args mapped;
-  TRY(choose_step(context, op, args, &s));
+  TRY(choose_step(context, op, args, hint, &s));
   if (!takes_tensor_maps(&variants[s.row])) return launch(context, &s, args, stream);
   memcpy(&mapped, args, (size_t)operation_arg_bytes(op));
   TRY(encode_maps(context, &s, &mapped));
   return launch(context, &s, &mapped, stream);
+}
+
+cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream)
+{
+  return dispatch_by(context, op, args, NULL, stream);
 }

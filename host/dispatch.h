@@ -5,11 +5,20 @@
 #include "launch.h"
 #include "plan.h"
 
-/* `args` is the operation's struct of kernels/args.h. Inside enter_device/leave_device. */
+/* What the choice of a kernel follows besides the arguments. */
+typedef struct choice_hint {
+  int64_t rows;   /* 0, or how many of a grouped GEMM's are expected */
+  bool invariant; /* op_shape */
+} choice_hint;
+
+/* `args` is the operation's struct of kernels/args.h; hint: NULL, none. Inside enter_device/leave_device. */
+cumoe_status dispatch_by(struct context *context, operation op, const void *args, const choice_hint *hint,
+                         cumoe_stream stream);
 cumoe_status dispatch(struct context *context, operation op, const void *args, cumoe_stream stream);
 
 /* Its first half, where several launches have to be possible before the first is made. */
-cumoe_status choose_step(struct context *context, operation op, const void *args, launch_step *result);
+cumoe_status choose_step(struct context *context, operation op, const void *args, const choice_hint *hint,
+                         launch_step *result);
 
 /* The error of a step that plan_step refused; `what`: the stage, for the text. */
 cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,

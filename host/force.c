@@ -47,6 +47,7 @@ cumoe_status cumoe_variant_get(cumoe_context handle, int32_t index, cumoe_varian
     return fail(CUMOE_ERR_INVALID_ARGUMENT, "index is %d, must be 0 .. %d", (int)index, (int)variant_count - 1);
   TRY(check_struct("info", info));
   cumoe_variant_info row = info_of(&variants[index]);
+  TRY(load_for_row(context, index));
   row.usable = variants[index].cpu ? on_cpu(context) : context->kernels[index] != NULL;
   give_struct(&row, info);
   return CUMOE_OK;
@@ -64,6 +65,7 @@ cumoe_status cumoe_variant_force(cumoe_context handle, int32_t index)
     return CUMOE_OK;
   }
   const variant *v = &variants[index];
+  TRY(load_for_row(context, index));
   if (v->cpu ? !on_cpu(context) : context->kernels[index] == NULL)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "%s does not run on this context's device", v->name);
   context->machine.forced[v->op] = index + 1;

@@ -11,7 +11,7 @@ weight_format class_of(const cumoe_format *f, int32_t dtype)
   case CUMOE_ELEMENT_E2M1: return f->scale == CUMOE_E4M3 ? FORMAT_nv4 : FORMAT_mx4;
   case CUMOE_ELEMENT_S8:
   case CUMOE_ELEMENT_U8: return FORMAT_s8;
-  case CUMOE_ELEMENT_U4:
+  case CUMOE_ELEMENT_U4: return f->zero == CUMOE_ZERO_VALUES ? FORMAT_af4 : FORMAT_u4;
   case CUMOE_ELEMENT_S4: return FORMAT_u4;
   }
   return FORMAT_none;
@@ -31,16 +31,11 @@ int32_t storage_codes(const cumoe_format *f)
   return (f->word ? f->word : 1) * 8 / format_bits(class_of(f, 0));
 }
 
-static int32_t low_bit(int32_t value)
-{
-  return value & -value;
-}
-
 int32_t scale_run(const cumoe_format *f)
 {
   if (is_dense(f)) return SCALE_RUN_ALL;
   const int32_t groups = f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0;
-  return low_bit((int32_t)SCALE_RUN_ALL | f->block[1] | groups | (f->block[1] || groups ? f->origin[1] : 0));
+  return aligned_run(f->block[1] | groups | (f->block[1] || groups ? f->origin[1] : 0));
 }
 
 int32_t row_element(const cumoe_format *f, int32_t dtype)
@@ -52,7 +47,7 @@ int32_t row_element(const cumoe_format *f, int32_t dtype)
 row_format rows_of(const cumoe_format *f, const float *static_scale)
 {
   const bool groups = f->rows == CUMOE_ROWS_GROUP;
-  return (row_format){.mode = f->rows,
+  return (row_format){.mode = f->rows == CUMOE_ROWS_STATIC_EXPERT ? (int32_t)ROWS_STATIC : f->rows,
                       .element = f->rows == CUMOE_ROWS_AS_THEY_ARE ? DT_NONE : row_element(f, DT_NONE),
                       .group = groups ? f->row_group : (int32_t)ROWS_ONE_GROUP,
                       .origin = groups ? f->origin[1] % f->row_group : 0,
@@ -135,11 +130,11 @@ static cumoe_status check_scales(const char *name, const cumoe_format *f)
 
 static cumoe_status check_extras(const char *name, const cumoe_format *f)
 {
-  REQUIRE(f->zero == CUMOE_ZERO_NONE || (f->zero == CUMOE_ZERO_CODES_OUT && f->element == CUMOE_ELEMENT_U4),
-          CUMOE_ERR_NOT_SUPPORTED, "%s.zero is %d, must be ZERO_NONE, or ZERO_CODES_OUT with element U4", name,
-          (int)f->zero);
-  REQUIRE(f->zero_add == 0 || (f->zero && f->zero_add >= -16 && f->zero_add <= 16), CUMOE_ERR_INVALID_ARGUMENT,
-          "%s.zero_add is %d, must be -16 .. 16, and 0 without zero points", name, (int)f->zero_add);
+  const bool codes = f->zero == CUMOE_ZERO_CODES_OUT, values = f->zero == CUMOE_ZERO_VALUES;
+  REQUIRE(f->zero == CUMOE_ZERO_NONE || ((codes || values) && f->element == CUMOE_ELEMENT_U4), CUMOE_ERR_NOT_SUPPORTED,
+          "%s.zero is %d, must be ZERO_NONE, or a cumoe_zero with element U4", name, (int)f->zero);
+  REQUIRE(f->zero_add == 0 || (codes && f->zero_add >= -16 && f->zero_add <= 16), CUMOE_ERR_INVALID_ARGUMENT,
+          "%s.zero_add is %d, must be -16 .. 16, and 0 without ZERO_CODES_OUT", name, (int)f->zero_add);
   REQUIRE(f->global == CUMOE_GLOBAL_NONE ||
               ((f->global == CUMOE_GLOBAL_TIMES || f->global == CUMOE_GLOBAL_OVER) && f->element == CUMOE_ELEMENT_E2M1),
           CUMOE_ERR_NOT_SUPPORTED, "%s.global is %d, must be GLOBAL_NONE, or a cumoe_global with element E2M1", name,
@@ -150,7 +145,7 @@ static cumoe_status check_extras(const char *name, const cumoe_format *f)
 static cumoe_status check_rows(const char *name, const cumoe_format *f)
 {
   const bool any = f->rows != CUMOE_ROWS_AS_THEY_ARE, s8 = f->element == CUMOE_ELEMENT_S8;
-  REQUIRE(f->rows >= CUMOE_ROWS_AS_THEY_ARE && f->rows <= CUMOE_ROWS_GROUP, CUMOE_ERR_INVALID_ARGUMENT,
+  REQUIRE(f->rows >= CUMOE_ROWS_AS_THEY_ARE && f->rows <= CUMOE_ROWS_STATIC_EXPERT, CUMOE_ERR_INVALID_ARGUMENT,
           "%s.rows is %d, not a cumoe_rows", name, (int)f->rows);
   REQUIRE(!any || s8 || f->element == CUMOE_ELEMENT_E4M3, CUMOE_ERR_NOT_SUPPORTED,
           "%s.rows is %d, must be ROWS_AS_THEY_ARE with element %d", name, (int)f->rows, (int)f->element);
@@ -161,6 +156,8 @@ static cumoe_status check_rows(const char *name, const cumoe_format *f)
   REQUIRE(f->row_scale == 0 || f->row_scale == CUMOE_F32 || (f->row_scale == CUMOE_E8M0 && any),
           CUMOE_ERR_NOT_SUPPORTED, "%s.row_scale is %s, must be f32, or e8m0 where activations are quantised", name,
           say_dtype(f->row_scale).text);
+  REQUIRE(f->act_order == 0 || (f->act_order == 1 && !any), CUMOE_ERR_NOT_SUPPORTED,
+          "%s.act_order is %d, must be 0, or 1 with ROWS_AS_THEY_ARE", name, (int)f->act_order);
   return CUMOE_OK;
 }
 

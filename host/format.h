@@ -34,9 +34,33 @@ enum { ROW_GROUP = 128 }; /* cumoe_format.row_group */
 enum { SCALE_RUN_ALL = 1 << 30 };
 int32_t scale_run(const cumoe_format *f);
 
+/* Of blocks of these sizes with these origins, all or-ed together. */
+static inline int32_t aligned_run(int32_t steps)
+{
+  const int32_t all = (int32_t)SCALE_RUN_ALL | steps;
+  return all & -all;
+}
+
 /* What is multiplied with the weights: `dtype`, or codes. */
 int32_t row_element(const cumoe_format *f, int32_t dtype);
 row_format rows_of(const cumoe_format *f, const float *static_scale);
+
+/* Whether activations become another row for each expert: so many rows as there are pairs. */
+static inline bool by_expert(const cumoe_format *f)
+{
+  return f->rows == CUMOE_ROWS_STATIC_EXPERT || f->act_order;
+}
+
+/* Whether they become anything. */
+static inline bool changes_rows(const cumoe_format *f)
+{
+  return f->rows != CUMOE_ROWS_AS_THEY_ARE || f->act_order;
+}
+
+static inline bool has_values(const cumoe_format *f)
+{
+  return f->zero == CUMOE_ZERO_VALUES;
+}
 
 static inline bool is_interleaved(int32_t gate_order)
 {

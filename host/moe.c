@@ -8,6 +8,7 @@
 #include "status.h"
 #include "tmap.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -27,6 +28,33 @@ cumoe_status cumoe_moe_supports(int32_t device, const cumoe_moe_desc *desc, char
     why[length] = 0;
   }
   return status;
+}
+
+static double activated(int32_t act, double g)
+{
+  switch (act) {
+  case CUMOE_ACT_SILU: return g / (1 + exp(-g));
+  case CUMOE_ACT_GELU_ERF: return .5 * g * erfc(-.70710678118654752440 * g);
+  case CUMOE_ACT_GELU_TANH: return g / (1 + exp(-1.59576912160573071176 * (g + .044715 * g * g * g)));
+  case CUMOE_ACT_RELU2: return g * g;
+  default: return g;
+  }
+}
+
+/* The bound of g: with LIMIT_AFTER the g from which on act(g) is past the limit, as all of them grow from 0 on. */
+static float gate_limit_of(const cumoe_moe_desc *d)
+{
+  if (!(d->act_limit > 0)) return INFINITY;
+  if (!(d->flags & CUMOE_MOE_LIMIT_AFTER)) return d->act_limit;
+  double low = 0, high = (double)d->act_limit + 1;
+  for (int i = 0; i < 64; ++i) {
+    const double middle = .5 * (low + high);
+    if (activated(d->act, middle) < (double)d->act_limit)
+      low = middle;
+    else
+      high = middle;
+  }
+  return (float)high;
 }
 
 static cumoe_status end_plan(void *plan)
@@ -51,7 +79,7 @@ cumoe_status cumoe_plan_create(cumoe_context handle, const cumoe_moe_desc *desc,
   TRY(check_moe_desc(desc, &d));
   struct plan *p = malloc(sizeof *p);
   REQUIRE(p, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", sizeof *p);
-  *p = (struct plan){context, d};
+  *p = (struct plan){context, d, gate_limit_of(&d)};
   on_close(context, CLOSE_PLANS, end_plans);
   watch_leaks(context);
   *plan = publish_object(OBJECT_PLAN, context, p);
@@ -98,32 +126,81 @@ typedef struct layer {
   const struct weights *weights, *shared; /* shared: NULL without */
 } layer;
 
-static cumoe_status check_routing_inputs(const struct plan *plan, const cumoe_moe_args *a)
+/* The caller has chosen, and the gate weighs. */
+static bool is_chosen(const cumoe_moe_args *a)
+{
+  return !absent(&a->ids) && absent(&a->weights) && !(absent(&a->router_weight) && absent(&a->logits));
+}
+
+/* The caller has done both. */
+static bool is_routed(const cumoe_moe_args *a)
+{
+  return a->ids.data && !is_chosen(a);
+}
+
+static cumoe_status check_router_operands(const struct plan *plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const int64_t experts = router_experts(d), own_hidden = a->router_weight.cols;
+  const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32);
+  const bool own_x = !absent(&a->router_x);
+  const operand weight = {"args.router_weight", experts, own_x ? own_hidden : d->hidden, own | f32, 16},
+                bias = {"args.router_bias", 1, experts, own | f32, 0},
+                x = {"args.router_x", a->x.rows, own_hidden, own, 16};
+  TRY(check_operand(plan->context, &weight, a->router_weight));
+  TRY(check_optional(plan->context, &bias, a->router_bias));
+  if (!own_x) return CUMOE_OK;
+  REQUIRE(own_hidden >= 8 && own_hidden % 8 == 0 && own_hidden <= INT32_MAX / 2, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.router_weight.cols is %lld, must be a positive multiple of 8", (long long)own_hidden);
+  return check_operand(plan->context, &x, a->router_x);
+}
+
+/* What comes beside logits, or ids where the caller chose. */
+static cumoe_status check_gate_operands(const struct plan *plan, const cumoe_moe_args *a)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const int64_t tokens = a->x.rows, experts = router_experts(d), k = d->routing.top_k;
-  const uint32_t own = DTYPE_BIT(d->dtype), f32 = DTYPE_BIT(CUMOE_F32), i32 = DTYPE_BIT(CUMOE_I32);
-  const operand router_weight = {"args.router_weight", experts, d->hidden, own | f32, 16},
-                router_bias = {"args.router_bias", 1, experts, own | f32, 0};
+  const uint32_t f32 = DTYPE_BIT(CUMOE_F32);
+  const bool mixes = d->routing.score == CUMOE_SCORE_SPARSEMIXER;
   const operand logits = {"args.logits", tokens, experts, FLOAT_BITS, 0}, ids = {"args.ids", tokens, k, INDEX_BITS, 0};
-  const operand weights = {"args.weights", tokens, k, f32, 0}, select_bias = {"args.select_bias", 1, experts, f32, 0};
-  const operand expert_map = {"args.expert_map", 1, d->num_experts, i32, 0};
-  const bool from_x = !absent(&a->router_weight), from_ids = !absent(&a->ids) || !absent(&a->weights);
-  const bool from_logits = !absent(&a->logits) || (!from_x && !from_ids && tokens == 0);
+  const operand select_bias = {"args.select_bias", 1, experts - d->routing.always_experts, f32, 0},
+                expert_scale = {"args.expert_scale", 1, experts, f32, 0};
+  TRY(check_optional(plan->context, &logits, a->logits));
+  TRY(check_optional(plan->context, &select_bias, a->select_bias));
+  TRY(check_optional(plan->context, &expert_scale, a->expert_scale));
+  if (mixes) TRY(check_absent("args.select_bias", a->select_bias, "the score is SPARSEMIXER"));
+  if (!is_chosen(a)) return CUMOE_OK;
+  TRY(check_absent("args.select_bias", a->select_bias, "the caller has chosen"));
+  TRY(check_absent("args.ids_out", cumoe_const(a->ids_out), "the caller has chosen"));
+  return check_operand(plan->context, &ids, a->ids);
+}
+
+static cumoe_status check_routed(const struct plan *plan, const cumoe_moe_args *a)
+{
+  const int64_t tokens = a->x.rows, k = plan->desc.routing.top_k;
+  const operand ids = {"args.ids", tokens, k, INDEX_BITS, 0},
+                weights = {"args.weights", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
+  TRY(check_operand(plan->context, &ids, a->ids));
+  TRY(check_operand(plan->context, &weights, a->weights));
+  TRY(check_absent("args.select_bias", a->select_bias, "the caller has routed"));
+  TRY(check_absent("args.expert_scale", a->expert_scale, "the caller has routed"));
+  TRY(check_absent("args.ids_out", cumoe_const(a->ids_out), "the caller has routed"));
+  return check_absent("args.weights_out", cumoe_const(a->weights_out), "the caller has routed");
+}
+
+static cumoe_status check_routing_inputs(const struct plan *plan, const cumoe_moe_args *a)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  const operand expert_map = {"args.expert_map", 1, d->num_experts, DTYPE_BIT(CUMOE_I32), 0};
+  const bool from_x = !absent(&a->router_weight),
+             from_ids = (!absent(&a->ids) || !absent(&a->weights)) && !is_chosen(a);
+  const bool from_logits = !absent(&a->logits) || (!from_x && !from_ids && a->x.rows == 0);
   REQUIRE(from_x + from_logits + from_ids == 1, CUMOE_ERR_INVALID_ARGUMENT,
           "exactly one of args.router_weight, args.logits and args.ids + args.weights must be given");
-  if (from_x) TRY(check_operand(plan->context, &router_weight, a->router_weight));
-  if (from_x) TRY(check_optional(plan->context, &router_bias, a->router_bias));
   if (!from_x) TRY(check_absent("args.router_bias", a->router_bias, "there is no router_weight"));
-  if (from_logits) TRY(check_optional(plan->context, &logits, a->logits));
-  if (from_ids) {
-    TRY(check_operand(plan->context, &ids, a->ids));
-    TRY(check_operand(plan->context, &weights, a->weights));
-    TRY(check_absent("args.select_bias", a->select_bias, "the caller has routed"));
-    TRY(check_absent("args.ids_out", cumoe_const(a->ids_out), "the caller has routed"));
-    TRY(check_absent("args.weights_out", cumoe_const(a->weights_out), "the caller has routed"));
-  }
-  TRY(check_optional(plan->context, &select_bias, a->select_bias));
+  if (!from_x) TRY(check_absent("args.router_x", a->router_x, "there is no router_weight"));
+  if (from_x) TRY(check_router_operands(plan, a));
+  TRY(from_ids ? check_routed(plan, a) : check_gate_operands(plan, a));
   REQUIRE(d->local_experts == d->num_experts || !absent(&a->expert_map), CUMOE_ERR_INVALID_ARGUMENT,
           "args.expert_map is absent, but only %d of %d experts are local", (int)d->local_experts, (int)d->num_experts);
   return check_optional(plan->context, &expert_map, a->expert_map);
@@ -148,7 +225,7 @@ static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args 
   const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED;
   const uint32_t out_type = DTYPE_BIT(d->out_dtype);
   const operand out = {"args.out", unreduced ? tokens * k : tokens, d->hidden, out_type, 16},
-                residual = {"args.residual", tokens, d->hidden, out_type, 16};
+                residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16};
   const operand ids_out = {"args.ids_out", tokens, k, INDEX_BITS, 0},
                 weights_out = {"args.weights_out", tokens, k, DTYPE_BIT(CUMOE_F32), 0};
   const operand counts_out = {"args.counts_out", 1, d->local_experts, DTYPE_BIT(CUMOE_I32), 0},
@@ -181,6 +258,8 @@ static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer 
                               {"args.select_bias", a->select_bias},
                               {"args.expert_map", a->expert_map},
                               {"args.shared_gate", a->shared_gate},
+                              {"args.router_x", a->router_x},
+                              {"args.expert_scale", a->expert_scale},
                               {"args.residual", unless_in_place(a->residual, a->out)}};
   const int outputs = 6;
   TRY(check_off_weights(views, outputs, "weights", with->weights));
@@ -253,9 +332,8 @@ static void locate(pass *p)
   const cumoe_moe_args *a = p->args;
   const workspace_layout *at = &p->lp.at;
   const int32_t k = p->plan->desc.routing.top_k;
-  const bool routed = a->ids.data != NULL;
-  p->ids = routed ? a->ids : or_region(a->ids_out, p, at->ids, CUMOE_I32, k);
-  p->weights = routed ? a->weights : or_region(a->weights_out, p, at->weights, CUMOE_F32, k);
+  p->ids = a->ids.data ? a->ids : or_region(a->ids_out, p, at->ids, CUMOE_I32, k);
+  p->weights = is_routed(a) ? a->weights : or_region(a->weights_out, p, at->weights, CUMOE_F32, k);
   p->route =
       (route_pointers){region(p, at->counts), region(p, at->offsets), region(p, at->row_pair), region(p, at->slot_row)};
 }
@@ -290,7 +368,8 @@ static const void *arguments_of(layer_arguments *l, stage s)
   case STAGE_gate: return &l->gate;
   case STAGE_map_count:
   case STAGE_map: return &l->map;
-  case STAGE_quantize_x: return &l->x;
+  case STAGE_quantize_x:
+  case STAGE_arrange_x: return &l->x;
   case STAGE_quantize_h: return &l->h;
   case STAGE_shared_quantize_x: return &l->shared_x;
   case STAGE_shared_quantize_h: return &l->shared_h;
@@ -301,11 +380,20 @@ static const void *arguments_of(layer_arguments *l, stage s)
   }
 }
 
+static cumoe_view router_x(const cumoe_moe_args *a)
+{
+  return a->router_x.data ? a->router_x : a->x;
+}
+
 static router_args router_pass(const pass *p)
 {
   const cumoe_moe_args *a = p->args;
-  return router_arguments(a->x, a->router_weight, a->router_bias, p->tokens, region(p, p->lp.at.logits),
-                          router_experts(&p->plan->desc));
+  const cumoe_routing *r = &p->plan->desc.routing;
+  router_args l = router_arguments(router_x(a), a->router_weight, a->router_bias, p->tokens, region(p, p->lp.at.logits),
+                                   router_experts(&p->plan->desc));
+  if (r->logits_dtype) l.round_dtype = r->logits_dtype;
+  if (r->logit_scale > 0) l.scale = r->logit_scale;
+  return l;
 }
 
 static gate_args gate_pass(const pass *p)
@@ -314,8 +402,9 @@ static gate_args gate_pass(const pass *p)
   const cumoe_moe_desc *d = &p->plan->desc;
   const int32_t experts = router_experts(d);
   const cumoe_view own = cumoe_matrix(region(p, p->lp.at.logits), CUMOE_F32, p->tokens.count, experts, experts);
-  gate_args g = gate_arguments(p->plan->context, &d->routing, a->router_weight.data ? own : a->logits, a->select_bias,
-                               p->ids, p->weights);
+  const gate_inputs inputs = {a->select_bias, a->expert_scale, is_chosen(a) ? a->ids : (cumoe_view){0}};
+  gate_args g = gate_arguments(p->plan->context, &d->routing, a->router_weight.data ? own : a->logits, &inputs, p->ids,
+                               p->weights);
   g.tokens = p->tokens;
   return g;
 }
@@ -354,9 +443,10 @@ typedef struct code_regions {
   size_t codes, scale;
 } code_regions;
 
-/* Activations become codes before they are multiplied, where the format wants it: `g` reads these instead. rows: how
- * many there are. */
-static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, code_regions at)
+/* Activations become codes before they are multiplied, or an expert's own row, where the format wants it: `g` reads
+ * these instead. rows: how many there are. */
+static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, const row_order *order,
+                                   code_regions at)
 {
   const quantize_args q = {.x = g->a,
                            .codes = region(p, at.codes),
@@ -367,11 +457,23 @@ static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows
                            .rows = rows,
                            .cols = g->k,
                            .dtype = p->plan->desc.dtype,
-                           .format = g->rows};
-  if (g->rows.mode == ROWS_AS_THEY_ARE) return q;
+                           .format = g->rows,
+                           .by_expert = order->by_expert,
+                           .experts = g->experts,
+                           .top_k = g->top_k,
+                           .offsets = g->offsets,
+                           .row_pair = order->by_expert ? g->row_pair : NULL,
+                           .x_rows = p->tokens.count,
+                           .static_stride = order->static_stride,
+                           .order_stride = order->stride,
+                           .order = order->base,
+                           .order_table = order->table};
+  const bool codes = g->rows.mode != ROWS_AS_THEY_ARE;
+  if (!codes && !order->by_expert) return q;
   g->a = q.codes;
   g->a_ld = q.codes_ld;
-  g->a_scale = q.scale;
+  g->packed = order->by_expert;
+  if (codes) g->a_scale = q.scale;
   g->a_scale_ld = q.scale_ld;
   return q;
 }
@@ -382,21 +484,22 @@ static token_count rows_of_route(const pass *p, int64_t cap)
   return (token_count){cap, p->route.offsets + p->plan->desc.local_experts};
 }
 
-static void quantize_routed(const pass *p, layer_arguments *l)
+static void quantize_routed(const pass *p, const struct weights *w, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
-  l->x = quantize_pass(p, up, p->tokens, (code_regions){at->x_codes, at->x_scale});
-  l->h = quantize_pass(p, down, rows_of_route(p, down->rows_cap), (code_regions){at->h_codes, at->h_scale});
+  const token_count rows = rows_of_route(p, down->rows_cap);
+  const code_regions x = {at->x_codes, at->x_scale}, h = {at->h_codes, at->h_scale};
+  l->x = quantize_pass(p, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, x);
+  l->h = quantize_pass(p, down, rows, &w->down_order, h);
 }
 
 static void quantize_shared(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
-  l->shared_x =
-      quantize_pass(p, &l->shared_up.gemm.g, p->tokens, (code_regions){at->shared_x_codes, at->shared_x_scale});
-  l->shared_h =
-      quantize_pass(p, &l->shared_down.gemm.g, p->tokens, (code_regions){at->shared_h_codes, at->shared_h_scale});
+  const code_regions x = {at->shared_x_codes, at->shared_x_scale}, h = {at->shared_h_codes, at->shared_h_scale};
+  l->shared_x = quantize_pass(p, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order, x);
+  l->shared_h = quantize_pass(p, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order, h);
 }
 
 /* How the kernels of a routed layer work together: kernels/protocol.h. */
@@ -436,7 +539,7 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   l->map = map_pass(p);
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
-  quantize_routed(p, l);
+  quantize_routed(p, weights, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;
@@ -482,7 +585,7 @@ static void fill(const pass *p, const struct weights *weights, layer_arguments *
 {
   const cumoe_moe_args *a = p->args;
   if (a->router_weight.data) l->router.router.r = router_pass(p);
-  if (!a->ids.data) l->gate = gate_pass(p);
+  if (!is_routed(a)) l->gate = gate_pass(p);
   if (p->lp.few)
     few_pass(p, weights, l);
   else
@@ -492,18 +595,27 @@ static void fill(const pass *p, const struct weights *weights, layer_arguments *
 
 /* ---- forward: the launches ---- */
 
+static bool serves_router(const cumoe_moe_args *a)
+{
+  const cumoe_view x = router_x(a);
+  return tmap_serves_views(&x, &a->router_weight);
+}
+
 static layer_call call_of(const layer *with, const cumoe_moe_args *a)
 {
   layer_call c = {.tokens = a->x.rows,
                   .up = with->weights->up_facts,
                   .down = with->weights->down_facts,
                   .has_router = a->router_weight.data != NULL,
-                  .has_ids = a->ids.data != NULL,
+                  .has_ids = is_routed(a),
+                  .has_chosen = is_chosen(a),
+                  .has_expert_scale = a->expert_scale.data != NULL,
                   .has_select_bias = a->select_bias.data != NULL,
                   .has_shared = with->shared != NULL,
                   .has_shared_gate = a->shared_gate.data != NULL};
   if (c.has_router)
-    c.router_dtype = a->router_weight.dtype, c.router_tmap = tmap_serves_views(&a->x, &a->router_weight);
+    c.router_dtype = a->router_weight.dtype, c.router_tmap = serves_router(a),
+    c.router_hidden = (int32_t)a->router_weight.cols;
   if (c.has_shared) c.shared_up = with->shared->up_facts, c.shared_down = with->shared->down_facts;
   if (c.has_shared_gate)
     c.shared_gate_dtype = a->shared_gate.dtype, c.shared_gate_tmap = tmap_serves_views(&a->x, &a->shared_gate);

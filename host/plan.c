@@ -1,5 +1,6 @@
 /* See plan.h. */
 #include "plan.h"
+#include "arguments.h"
 #include "format.h"
 
 /* ---- stages ---- */
@@ -25,6 +26,11 @@ int32_t router_experts(const cumoe_moe_desc *d)
   return d->num_experts + d->routing.zero_experts + d->routing.identity_experts;
 }
 
+bool is_invariant(const cumoe_moe_desc *d)
+{
+  return d->flags & CUMOE_MOE_BATCH_INVARIANT;
+}
+
 /* ---- shapes ---- */
 
 /* What all shapes are made from. */
@@ -34,7 +40,7 @@ typedef struct layer {
   const layer_call *c;
 } layer;
 
-static op_shape router_shape(const layer *l, int32_t experts, int32_t w, bool tmap)
+static op_shape router_shape(const layer *l, int32_t experts, int32_t hidden, int32_t w, bool tmap)
 {
   return (op_shape){.op = OP_router,
                     .in = l->d->dtype,
@@ -46,13 +52,27 @@ static op_shape router_shape(const layer *l, int32_t experts, int32_t w, bool tm
                     .rows = l->c->tokens,
                     .experts = experts,
                     .n = experts,
-                    .k = l->d->hidden};
+                    .k = hidden,
+                    .invariant = is_invariant(l->d)};
+}
+
+/* What kinds of gates differ by; pointers say only whether something is there. */
+static gate_args gate_kind(const layer *l)
+{
+  static const float there;
+  const layer_call *c = l->c;
+  gate_args a = gate_rule(&l->d->routing, router_experts(l->d));
+  a.select_bias = c->has_select_bias ? &there : NULL;
+  a.expert_scale = c->has_expert_scale ? &there : NULL;
+  a.given = c->has_chosen ? &there : NULL;
+  return a;
 }
 
 static op_shape gate_shape(const layer *l)
 {
+  const gate_args a = gate_kind(l);
   return (op_shape){
-      .op = OP_gate, .tokens = l->c->tokens, .experts = router_experts(l->d), .top_k = l->d->routing.top_k};
+      .op = OP_gate, .tokens = l->c->tokens, .experts = a.experts, .top_k = a.top_k, .rules = GATE_HAS_RULES(a)};
 }
 
 static op_shape map_shape(const layer *l, operation op)
@@ -78,8 +98,9 @@ static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, 
                     .in = row_element(f, d->dtype),
                     .out = d->dtype,
                     .format = class_of(f, d->dtype),
-                    .rows_mode = f->rows,
+                    .rows_mode = rows_of(f, NULL).mode,
                     .scale_run = scale_run(f),
+                    .by_expert = by_expert(f),
                     .major = b->major,
                     .tmap = b->tmap,
                     .tokens = l->c->tokens,
@@ -87,7 +108,8 @@ static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, 
                     .experts = shared ? 1 : d->local_experts,
                     .n = up ? inter : d->hidden,
                     .k = up ? d->hidden : inter,
-                    .top_k = k};
+                    .top_k = k,
+                    .invariant = is_invariant(d)};
 }
 
 static op_shape combine_shape(const layer *l)
@@ -108,7 +130,8 @@ static op_shape quantize_shape(const layer *l, const cumoe_format *f, int64_t ro
                     .out = row_element(f, l->d->dtype),
                     .tokens = rows,
                     .n = cols,
-                    .k = rows_of(f, NULL).group};
+                    .k = rows_of(f, NULL).group,
+                    .by_expert = by_expert(f)};
 }
 
 /* ---- steps ---- */
@@ -172,6 +195,7 @@ static bool wants_few(const layer *l)
   static const operation replaced[] = {OP_map_count, OP_map, OP_up, OP_down, OP_combine};
   if (l->c->tokens > FEW_TOKENS) return false; /* first: most layers are decided here */
   if (l->d->flags & CUMOE_MOE_UNREDUCED || l->d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
+  if (is_invariant(l->d)) return false;
   const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
   if (choose(l->m, &up) < 0 || choose(l->m, &down) < 0) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
@@ -183,14 +207,7 @@ static bool wants_few(const layer *l)
 /* What few_up does of gates: GATE_IN_FEW_UP. */
 static bool few_can_gate(const layer *l)
 {
-  const cumoe_routing *r = &l->d->routing;
-  const float bias = 0;
-  const gate_args gate = {.select_bias = l->c->has_select_bias ? &bias : NULL,
-                          .experts = router_experts(l->d),
-                          .score = r->score,
-                          .n_group = r->n_group,
-                          .flags = r->flags,
-                          .softcap = r->softcap};
+  const gate_args gate = gate_kind(l);
   return GATE_IN_FEW_UP(gate);
 }
 
@@ -218,10 +235,10 @@ static bool copies_rows(const layer *l, const layer_plan *p, const op_shape *up)
   const bool narrow = up->n < limit(l, LIMIT_narrow_inter);
   const double from = limit(l, narrow ? LIMIT_narrow_copy_rows : LIMIT_copy_rows);
   const variant *v = row_of(p, STAGE_up);
-  return v && v->form == FORM_wgmma && (double)expected_rows(up) >= from;
+  return v && v->form == FORM_wgmma && !up->by_expert && (double)expected_rows(up) >= from;
 }
 
-static bool by_expert(const layer_plan *p)
+static bool hands_over(const layer_plan *p)
 {
   const variant *up = row_of(p, STAGE_up), *down = row_of(p, STAGE_down);
   return up && down && up->form == FORM_wgmma && down->form == FORM_wgmma && up->bm == down->bm &&
@@ -252,19 +269,30 @@ static void start_thin_late(const layer *l, layer_plan *p, stage at, const op_sh
   p->steps[at].early = !(router && router->smem > 0) && bytes <= limit(l, LIMIT_thin_early); /* of one half */
 }
 
-/* Codes of what a grouped GEMM multiplies, where it takes codes. */
+/* What a grouped GEMM multiplies instead of its activations, if anything. */
 static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape *gemm, bool shared, int64_t rows)
 {
-  if (gemm->rows_mode == ROWS_AS_THEY_ARE) return;
-  const op_shape s = quantize_shape(l, format_of(l->d, gemm->op == OP_up, shared), rows, gemm->k);
+  const cumoe_format *f = format_of(l->d, gemm->op == OP_up, shared);
+  if (!changes_rows(f)) return;
+  const op_shape s = quantize_shape(l, f, rows, gemm->k);
   add(l, p, at, &s);
+}
+
+static void add_quantize_x(const layer *l, layer_plan *p, const op_shape *up, bool shared)
+{
+  if (shared)
+    add_quantize(l, p, STAGE_shared_quantize_x, up, true, l->c->tokens);
+  else if (up->by_expert)
+    add_quantize(l, p, STAGE_arrange_x, up, false, up->rows);
+  else
+    add_quantize(l, p, STAGE_quantize_x, up, false, l->c->tokens);
 }
 
 static void add_experts(const layer *l, layer_plan *p, stage at_up, stage at_down, bool shared)
 {
   const op_shape up = gemm_shape(l, OP_up, shared ? &l->c->shared_up : &l->c->up, shared);
   const op_shape down = gemm_shape(l, OP_down, shared ? &l->c->shared_down : &l->c->down, shared);
-  add_quantize(l, p, shared ? STAGE_shared_quantize_x : STAGE_quantize_x, &up, shared, l->c->tokens);
+  add_quantize_x(l, p, &up, shared);
   add(l, p, at_up, &up);
   add_quantize(l, p, shared ? STAGE_shared_quantize_h : STAGE_quantize_h, &down, shared, down.rows);
   add(l, p, at_down, &down);
@@ -272,7 +300,7 @@ static void add_experts(const layer *l, layer_plan *p, stage at_up, stage at_dow
   start_thin_late(l, p, at_down, &down);
   if (shared) return;
   p->copies_rows = copies_rows(l, p, &up);
-  p->by_expert = by_expert(p);
+  p->by_expert = hands_over(p);
   p->discards_rows = discards_rows(l);
 }
 
@@ -292,14 +320,15 @@ static void add_shared(const layer *l, layer_plan *p)
 {
   add_experts(l, p, STAGE_shared_up, STAGE_shared_down, true);
   if (!l->c->has_shared_gate) return;
-  const op_shape gate = router_shape(l, 1, l->c->shared_gate_dtype, l->c->shared_gate_tmap);
+  const op_shape gate = router_shape(l, 1, l->d->hidden, l->c->shared_gate_dtype, l->c->shared_gate_tmap);
   add(l, p, STAGE_shared_gate, &gate);
 }
 
 layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_call *call)
 {
   const layer l = {m, desc, call};
-  const op_shape router = router_shape(&l, router_experts(desc), call->router_dtype, call->router_tmap),
+  const op_shape router =
+                     router_shape(&l, router_experts(desc), call->router_hidden, call->router_dtype, call->router_tmap),
                  gate = gate_shape(&l);
   layer_plan p = {.refused = STAGE_COUNT};
   for (int i = 0; i < STAGE_COUNT; ++i) p.steps[i].row = -1;
@@ -335,13 +364,13 @@ static size_t carve(carver *c, int64_t rows, int64_t cols, size_t element)
   return start;
 }
 
-/* Codes of rows, and their scales [groups][rows]. */
+/* Codes of rows, and their scales [groups][rows]; or their elements in another order. */
 static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *codes, size_t *scale)
 {
-  if (f->rows == CUMOE_ROWS_AS_THEY_ARE) return;
+  if (!changes_rows(f)) return;
   const row_format r = rows_of(f, NULL);
-  *codes = carve(c, rows, cols, 1);
-  *scale = carve(c, ROW_GROUPS(r, cols), rows, sizeof(float));
+  *codes = carve(c, rows, cols, f->act_order ? sizeof(uint16_t) : 1);
+  if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), rows, sizeof(float));
 }
 
 bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
@@ -366,7 +395,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);
   w->few_fill = c.at - w->h;
   w->y = carve(&c, pairs, d->hidden, element);
-  carve_codes(&c, &d->up_format, tokens, d->hidden, &w->x_codes, &w->x_scale);
+  carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
   if (d->shared_inter) {
     carve_codes(&c, &d->shared_up_format, tokens, d->hidden, &w->shared_x_codes, &w->shared_x_scale);

@@ -21,6 +21,7 @@
   X(shared_quantize_h, quantize)                                                                                       \
   X(shared_down, down)                                                                                                 \
   X(shared_gate, router)                                                                                               \
+  X(arrange_x, quantize)                                                                                               \
   X(up, up)                                                                                                            \
   X(quantize_h, quantize)                                                                                              \
   X(down, down)                                                                                                        \
@@ -54,7 +55,7 @@ step_refusal plan_step(const machine *m, const op_shape *s, launch_step *result)
 typedef struct workspace_layout {
   size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
       shared_logit;
-  size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised */
+  size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
@@ -76,8 +77,11 @@ typedef struct layer_call {
   bool has_router;       /* the logits are made from x */
   int32_t router_dtype;  /* DT_* of its weights */
   bool router_tmap;      /* tensor maps can describe x and them */
+  int32_t router_hidden; /* columns of its weights */
   bool has_ids;          /* routed by the caller: no gate */
+  bool has_chosen;       /* the caller gives ids, and the gate weighs them */
   bool has_select_bias;  /* the gate adds it */
+  bool has_expert_scale; /* the gate multiplies by it */
   bool has_shared;       /* shared expert */
   bound_matrix shared_up, shared_down;
   bool has_shared_gate;
@@ -106,6 +110,9 @@ layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_
 
 /* Of gate and up, or of down. */
 const cumoe_format *format_of(const cumoe_moe_desc *desc, bool up, bool shared);
+
+/* Kernels are chosen without T. */
+bool is_invariant(const cumoe_moe_desc *desc);
 
 /* Columns of the logits: routed, zero and identity experts. */
 int32_t router_experts(const cumoe_moe_desc *desc);

@@ -17,6 +17,8 @@ static cumoe_status check_rows_format(const cumoe_format *f, int64_t cols)
   TRY(check_format("format", f, cols, CUMOE_BF16, FORMAT_REPACK));
   REQUIRE(f->rows != CUMOE_ROWS_AS_THEY_ARE, CUMOE_ERR_INVALID_ARGUMENT,
           "format.rows is 0: activations stay as they are, there are no codes of them");
+  REQUIRE(f->rows != CUMOE_ROWS_STATIC_EXPERT, CUMOE_ERR_NOT_SUPPORTED,
+          "format.rows is %d: rows have no experts here, ROWS_STATIC takes one's scale", (int)f->rows);
   return CUMOE_OK;
 }
 
@@ -81,6 +83,8 @@ static cumoe_status joint_of(const cumoe_quantize_args *q, joint *j)
 static cumoe_status check_encodable(const cumoe_format *f, const joint *j)
 {
   REQUIRE(!is_dense(f), CUMOE_ERR_INVALID_ARGUMENT, "args.format.element is 0 (dense): there are no codes");
+  REQUIRE(!has_values(f), CUMOE_ERR_NOT_SUPPORTED, "args.format.zero is %d: no weights are rounded to ZERO_VALUES",
+          (int)f->zero);
   REQUIRE(f->block[0] == 1 || !(f->zero || f->global), CUMOE_ERR_NOT_SUPPORTED,
           "args.format.block[0] is %d, must be 1 with zero points or a global scale", (int)f->block[0]);
   REQUIRE(f->element != CUMOE_ELEMENT_U4 || f->zero || f->offset % 15, CUMOE_ERR_NOT_SUPPORTED,
@@ -215,8 +219,8 @@ static cumoe_status run_encode(struct context *context, encode_args *a, cumoe_st
   launch_step first, codes;
   scales.units = (int64_t)a->experts * (a->global ? a->halves : a->parts * a->k_blocks);
   a->units = (int64_t)a->experts * ENCODE_ROWS(a) * a->k_blocks * (on_cpu(context) ? 1 : a->lanes);
-  if (two) TRY(choose_step(context, OP_encode_scales, &scales, &first));
-  TRY(choose_step(context, OP_encode, a, &codes));
+  if (two) TRY(choose_step(context, OP_encode_scales, &scales, NULL, &first));
+  TRY(choose_step(context, OP_encode, a, NULL, &codes));
   if (two) TRY(launch(context, &first, &scales, stream));
   return launch(context, &codes, a, stream);
 }

@@ -12,7 +12,7 @@ typedef struct repacking {
   cumoe_format format; /* of the result */
   int64_t groups, scale_rows;
   int64_t code_bytes, scale_bytes, zero_bytes; /* of an expert */
-  int64_t scale_at, zero_at, bytes;            /* places in an expert's room; all of it */
+  int64_t scale_at, zero_at, order_at, bytes;  /* places in an expert's room; all of it */
 } repacking;
 
 enum { ROOM_ALIGN = 256 };
@@ -30,8 +30,8 @@ typedef struct ggml_kind {
 
 static const ggml_kind *ggml_kind_of(int32_t type)
 {
-  static const ggml_kind kinds[] = {
-      {GGML_Q4_0, 32, 18}, {GGML_Q8_0, 32, 34}, {GGML_Q6_K, 256, 210}, {GGML_MXFP4, 32, 17}};
+  static const ggml_kind kinds[] = {{GGML_Q4_0, 32, 18},   {GGML_Q4_1, 32, 20},   {GGML_Q8_0, 32, 34},
+                                    {GGML_Q4_K, 256, 144}, {GGML_Q6_K, 256, 210}, {GGML_MXFP4, 32, 17}};
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; ++i)
     if (kinds[i].type == type) return &kinds[i];
   return NULL;
@@ -40,6 +40,11 @@ static const ggml_kind *ggml_kind_of(int32_t type)
 static cumoe_format ggml_result(int32_t type)
 {
   if (type == GGML_MXFP4) return cumoe_format_mxfp4();
+  if (type == GGML_Q4_1 || type == GGML_Q4_K) {
+    cumoe_format f = cumoe_format_affine4(32, type == GGML_Q4_1 ? CUMOE_F16 : CUMOE_F32);
+    f.word = 1;
+    return f;
+  }
   if (type == GGML_Q4_0) {
     cumoe_format f = cumoe_format_int4(32, CUMOE_F16);
     f.word = 1;
@@ -51,10 +56,11 @@ static cumoe_format ggml_result(int32_t type)
   return f;
 }
 
-static cumoe_format result_of(const cumoe_format *from)
+static cumoe_format result_of(const cumoe_format *from, bool ordered)
 {
   if (from->ggml) return ggml_result(from->ggml);
   cumoe_format f = *from;
+  f.act_order = ordered;
   f.word = 1;
   f.packed = CUMOE_PACKED_IN;
   f.order = 0;
@@ -92,8 +98,14 @@ static cumoe_status check_source(const cumoe_repack_args *a)
           "args.format.order is 0x%x, must be 0 or have each of 0 .. %d once", f->order, (int)codes - 1);
   REQUIRE(f->order == 0 || f->zero == 0 || codes == 8, CUMOE_ERR_NOT_SUPPORTED,
           "args.format.order is 0x%x: zero points have it too, so that words need 8 codes", f->order);
-  REQUIRE(a->major == CUMOE_IN_OUT || f->packed || f->order || f->element == CUMOE_ELEMENT_S4, CUMOE_ERR_NOT_SUPPORTED,
-          "args.format is read in place: cumoe_weights_bind takes it as it lies");
+  REQUIRE(a->major == CUMOE_IN_OUT || f->packed || f->order || f->element == CUMOE_ELEMENT_S4 || !absent(&a->order),
+          CUMOE_ERR_NOT_SUPPORTED, "args.format is read in place: cumoe_weights_bind takes it as it lies");
+  REQUIRE(!has_values(f), CUMOE_ERR_NOT_SUPPORTED, "args.format.zero is %d: ZERO_VALUES are read in place",
+          (int)f->zero);
+  REQUIRE(!f->act_order, CUMOE_ERR_INVALID_ARGUMENT, "args.format.act_order is %d, must be 0: args.order says it",
+          (int)f->act_order);
+  REQUIRE(absent(&a->order) || f->origin[1] == 0, CUMOE_ERR_NOT_SUPPORTED,
+          "args.format.origin[1] is %d, must be 0 with args.order: groups begin with the order", (int)f->origin[1]);
   REQUIRE(f->element != CUMOE_ELEMENT_S4 || f->zero == CUMOE_ZERO_NONE, CUMOE_ERR_NOT_SUPPORTED,
           "args.format.zero is %d, must be 0 with S4", (int)f->zero);
   return CUMOE_OK;
@@ -106,9 +118,10 @@ static cumoe_status check_ggml(const cumoe_repack_args *a)
           "args.format.ggml is %d, all else of it must be 0", (int)a->format.ggml);
   const ggml_kind *kind = ggml_kind_of(a->format.ggml);
   REQUIRE(kind, CUMOE_ERR_NOT_SUPPORTED,
-          "args.format.ggml is %d, must be Q4_0 (2), Q8_0 (8), Q6_K (14) or MXFP4 (39); types with a minimum a block "
-          "(Q4_K, Q5_K, Q4_1, ...) have no format here",
+          "args.format.ggml is %d, must be Q4_0 (2), Q4_1 (3), Q8_0 (8), Q4_K (12), Q6_K (14) or MXFP4 (39); codes of "
+          "other sizes (Q2_K, Q3_K, Q5_K, ...) have no format here",
           (int)a->format.ggml);
+  TRY(check_absent("args.order", a->order, "GGUF has none"));
   REQUIRE(a->major == CUMOE_OUT_IN, CUMOE_ERR_LAYOUT, "args.major is %d, must be CUMOE_OUT_IN for GGUF", (int)a->major);
   REQUIRE(a->in % kind->weights == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.in is %d, must be a multiple of %d", (int)a->in,
           (int)kind->weights);
@@ -133,7 +146,7 @@ static cumoe_status check_result(const cumoe_repack_args *a, repacking *r)
     TRY(check_format("args.format", &a->format, a->in, CUMOE_BF16, FORMAT_REPACK));
     TRY(check_source(a));
   }
-  r->format = result_of(&a->format);
+  r->format = result_of(&a->format, !absent(&a->order));
   return check_format("args.format (repacked)", &r->format, a->in, CUMOE_BF16, FORMAT_IN_PLACE);
 }
 
@@ -145,10 +158,11 @@ static cumoe_status measure(const cumoe_repack_args *a, repacking *r)
   r->scale_rows = blocks_of(f->block[0], f->origin[0], a->out);
   r->code_bytes = format_bytes(class_of(f, 0), (int64_t)a->out * a->in);
   r->scale_bytes = r->scale_rows * r->groups * (int64_t)cumoe_dtype_bytes((cumoe_dtype)f->scale);
-  r->zero_bytes = f->zero ? a->out / 8 * r->groups * 4 : 0;
+  r->zero_bytes = has_values(f) ? r->scale_bytes : f->zero ? a->out / 8 * r->groups * 4 : 0;
   r->scale_at = rounded_up(r->code_bytes);
   r->zero_at = r->scale_at + rounded_up(r->scale_bytes);
-  r->bytes = r->zero_at + rounded_up(r->zero_bytes);
+  r->order_at = r->zero_at + rounded_up(r->zero_bytes);
+  r->bytes = r->order_at + (f->act_order ? rounded_up(4 * (int64_t)a->in) : 0);
   return CUMOE_OK;
 }
 
@@ -161,6 +175,37 @@ cumoe_status cumoe_weights_repack_size(const cumoe_repack_args *args, size_t *by
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   TRY(measure(&a, &r));
   *bytes = (size_t)a.experts * (size_t)r.bytes;
+  return CUMOE_OK;
+}
+
+/* ---- orders ---- */
+
+/* Where each group begins, by counting. */
+static cumoe_status count_groups(const int32_t *g_idx, int32_t in, int32_t group, int32_t *order)
+{
+  const int32_t groups = in / group;
+  for (int32_t k = 0; k < in; ++k) order[k] = 0; /* of which the first `groups` count */
+  for (int32_t k = 0; k < in; ++k) {
+    REQUIRE(g_idx[k] >= 0 && g_idx[k] < groups, CUMOE_ERR_INVALID_ARGUMENT, "g_idx[%d] is %d, must be 0 .. %d", (int)k,
+            (int)g_idx[k], (int)groups - 1);
+    ++order[g_idx[k]];
+  }
+  for (int32_t g = 0; g < groups; ++g)
+    REQUIRE(order[g] == group, CUMOE_ERR_NOT_SUPPORTED,
+            "g_idx has group %d %d times, must have it %d times: is it of a slice?", (int)g, (int)order[g], (int)group);
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_order_of_groups(const int32_t *g_idx, int32_t in, int32_t group, int32_t *order)
+{
+  begin_call(__func__);
+  REQUIRE(g_idx && order, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", g_idx ? "order" : "g_idx");
+  REQUIRE(in >= 1 && group >= 1 && in % group == 0, CUMOE_ERR_INVALID_ARGUMENT,
+          "in is %d, group is %d: must be positive, and in a multiple of group", (int)in, (int)group);
+  TRY(count_groups(g_idx, in, group, order));
+  for (int32_t g = 0, at = 0; g < in / group; ++g)
+    for (int32_t k = 0; k < in; ++k)
+      if (g_idx[k] == g) order[at++] = k;
   return CUMOE_OK;
 }
 
@@ -196,17 +241,22 @@ static cumoe_status check_repack(struct context *context, const cumoe_repack_arg
                                  in_out ? r->scale_rows : r->groups, scale_bits(f)),
                 zero = stack_of("args.zero", a->experts, in_out ? r->groups : a->out / 8,
                                 in_out ? a->out / 8 : r->groups, DTYPE_BIT(CUMOE_I32));
+  const operand order = {"args.order", a->order.rows == 1 ? 1 : a->experts, a->in, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_operand(context, &codes, a->codes));
   TRY(f->ggml ? check_absent("args.scale", a->scale, "blocks of GGUF have theirs inside")
               : check_operand(context, &scale, a->scale));
   TRY(f->zero ? check_operand(context, &zero, a->zero) : check_absent("args.zero", a->zero, "the format has none"));
+  TRY(check_optional(context, &order, a->order));
   TRY(check_operand(context, &room, cumoe_const(to)));
   REQUIRE(to.cols >= a->experts * r->bytes, CUMOE_ERR_WORKSPACE, "to has %lld bytes, %lld are needed",
           (long long)to.cols, (long long)(a->experts * r->bytes));
   to.cols = a->experts * r->bytes;
-  const named_view views[] = {
-      {"to", cumoe_const(to)}, {"args.codes", a->codes}, {"args.scale", a->scale}, {"args.zero", a->zero}};
-  return check_overlaps(views, 1, 4);
+  const named_view views[] = {{"to", cumoe_const(to)},
+                              {"args.codes", a->codes},
+                              {"args.scale", a->scale},
+                              {"args.zero", a->zero},
+                              {"args.order", a->order}};
+  return check_overlaps(views, 1, 5);
 }
 
 static int64_t pitch_of(const cumoe_view *v)
@@ -220,6 +270,7 @@ static repack_args repack_arguments(const cumoe_repack_args *a, const repacking 
   return (repack_args){.codes = a->codes.data,
                        .scale = a->scale.data,
                        .zero = a->zero.data,
+                       .order = a->order.data,
                        .to = to.data,
                        .codes_ld = pitch_of(&a->codes),
                        .scale_ld = pitch_of(&a->scale),
@@ -227,9 +278,11 @@ static repack_args repack_arguments(const cumoe_repack_args *a, const repacking 
                        .codes_stride = pitch_of(&a->codes) * (a->codes.rows / a->experts),
                        .scale_stride = pitch_of(&a->scale) * (a->scale.rows / a->experts),
                        .zero_stride = pitch_of(&a->zero) * (a->zero.rows / a->experts),
+                       .order_stride = a->order.rows > 1 ? a->order.ld : 0,
                        .to_stride = r->bytes,
                        .to_scale = r->scale_at,
                        .to_zero = r->zero_at,
+                       .to_order = r->order_at,
                        .experts = a->experts,
                        .out = a->out,
                        .in = a->in,
@@ -262,9 +315,13 @@ static cumoe_projection projection_of(const cumoe_repack_args *a, const repackin
   cumoe_projection p = {.data = part(to, 0, codes, a->out, a->in / storage_codes(f)), .expert_stride = r->bytes};
   p.scale.data = part(to, r->scale_at, scale, r->scale_rows, r->groups);
   p.scale.expert_stride = r->bytes / (int64_t)cumoe_dtype_bytes(scale);
+  if (f->act_order) p.order = (cumoe_array){part(to, r->order_at, CUMOE_I32, 1, a->in), NULL, r->bytes / 4};
   if (!f->zero) return p;
   p.zero.data = part(to, r->zero_at, CUMOE_I32, a->out / 8, r->groups);
   p.zero.expert_stride = r->bytes / 4;
+  if (!has_values(f)) return p;
+  p.zero = p.scale;
+  p.zero.data.data = (char *)to.data + r->zero_at;
   return p;
 }
 

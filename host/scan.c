@@ -22,8 +22,8 @@ static cumoe_status scan(const struct weights *w, cumoe_view_mut report, cumoe_s
   const scan_args up = scan_arguments(w, true, report), down = scan_arguments(w, false, report);
   const size_t width = SCAN_FIELDS * sizeof(int64_t), pitch = (size_t)report.ld * sizeof(int64_t);
   launch_step first, second;
-  TRY(choose_step(w->context, OP_scan, &up, &first));
-  TRY(choose_step(w->context, OP_scan, &down, &second));
+  TRY(choose_step(w->context, OP_scan, &up, NULL, &first));
+  TRY(choose_step(w->context, OP_scan, &down, NULL, &second));
   TRY(memory_fill(w->context, report.data, pitch, 0, width, (size_t)w->experts, stream));
   TRY(launch(w->context, &first, &up, stream));
   return launch(w->context, &second, &down, stream);

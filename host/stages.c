@@ -27,48 +27,123 @@ static cumoe_status check_router(struct context *context, cumoe_view x, cumoe_vi
   return check_operand(context, &logits_want, logits);
 }
 
-cumoe_status cumoe_router(cumoe_context handle, cumoe_view x, cumoe_view weight, cumoe_view bias, cumoe_view_mut logits,
-                          cumoe_stream stream)
+static cumoe_status check_device_tokens(struct context *context, const char *name, cumoe_view tokens)
 {
-  begin_call_on(__func__, stream);
+  const operand want = {name, 1, 1, DTYPE_BIT(CUMOE_I32), 0};
+  return check_optional(context, &want, tokens);
+}
+
+static cumoe_status run_router(cumoe_context handle, const cumoe_router_args *a, cumoe_stream stream)
+{
   struct context *context;
   TRY(find_context(handle, &context));
-  TRY(check_router(context, x, weight, bias, cumoe_const(logits)));
-  const named_view views[] = {{"logits", cumoe_const(logits)}, {"x", x}, {"weight", weight}, {"bias", bias}};
-  TRY(check_overlaps(views, 1, 4));
-  if (x.rows == 0) return CUMOE_OK;
-  const router_args a = router_arguments(x, weight, bias, all_tokens(x.rows), logits.data, logits.ld);
-  ON_DEVICE(context, dispatch(context, OP_router, &a, stream));
+  TRY(check_router(context, a->x, a->weight, a->bias, cumoe_const(a->logits)));
+  TRY(check_device_tokens(context, "args.device_tokens", a->device_tokens));
+  TRY(check_not_negative("args.logit_scale", a->logit_scale));
+  if (a->logits_dtype) TRY(check_dense("args.logits_dtype", a->logits_dtype, CUMOE_ERR_INVALID_ARGUMENT));
+  REQUIRE(!(a->flags & ~(uint32_t)CUMOE_MOE_BATCH_INVARIANT), CUMOE_ERR_INVALID_ARGUMENT,
+          "args.flags is 0x%x, known is BATCH_INVARIANT", a->flags);
+  const named_view views[] = {{"logits", cumoe_const(a->logits)},
+                              {"x", a->x},
+                              {"weight", a->weight},
+                              {"bias", a->bias},
+                              {"args.device_tokens", a->device_tokens}};
+  TRY(check_overlaps(views, 1, 5));
+  if (a->x.rows == 0) return CUMOE_OK;
+  const token_count tokens = {a->x.rows, a->device_tokens.data};
+  router_args r = router_arguments(a->x, a->weight, a->bias, tokens, a->logits.data, a->logits.ld);
+  if (a->logits_dtype) r.round_dtype = a->logits_dtype;
+  if (a->logit_scale > 0) r.scale = a->logit_scale;
+  const choice_hint hint = {0, a->flags & CUMOE_MOE_BATCH_INVARIANT};
+  ON_DEVICE(context, dispatch_by(context, OP_router, &r, &hint, stream));
+}
+
+cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
+                          cumoe_view_mut logits, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  const cumoe_router_args a = {.x = x, .weight = weight, .bias = bias, .logits = logits};
+  return run_router(context, &a, stream);
+}
+
+cumoe_status cumoe_router_with(cumoe_context context, const cumoe_router_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  cumoe_router_args a;
+  TRY(take_struct("args", args, &a));
+  return run_router(context, &a, stream);
 }
 
 /* ---- gate ---- */
 
-cumoe_status cumoe_gate(cumoe_context handle, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
+static cumoe_status check_gate(struct context *context, const cumoe_gate_args *a)
+{
+  const int64_t tokens = a->logits.rows, experts = a->logits.cols, k = a->routing.top_k;
+  const uint32_t f32 = DTYPE_BIT(CUMOE_F32);
+  const bool chosen = !absent(&a->chosen);
+  const operand logits = {"logits", tokens, experts, FLOAT_BITS, 0}, ids = {"ids", tokens, k, INDEX_BITS, 0},
+                given = {"args.chosen", tokens, k, INDEX_BITS, 0}, weights = {"weights", tokens, k, f32, 0};
+  const operand bias = {"select_bias", 1, experts - a->routing.always_experts, f32, 0},
+                scale = {"args.expert_scale", 1, experts, f32, 0};
+  TRY(check_operand(context, &logits, a->logits));
+  TRY(check_optional(context, &bias, a->select_bias));
+  TRY(check_optional(context, &scale, a->expert_scale));
+  TRY(check_device_tokens(context, "args.device_tokens", a->device_tokens));
+  if (a->routing.score == CUMOE_SCORE_SPARSEMIXER)
+    TRY(check_absent("select_bias", a->select_bias, "the score is SPARSEMIXER"));
+  if (chosen) {
+    TRY(check_operand(context, &given, a->chosen));
+    TRY(check_absent("ids", cumoe_const(a->ids), "args.chosen has them"));
+    TRY(check_absent("select_bias", a->select_bias, "args.chosen has chosen"));
+  } else {
+    TRY(check_operand(context, &ids, cumoe_const(a->ids)));
+  }
+  TRY(check_operand(context, &weights, cumoe_const(a->weights)));
+  const named_view views[] = {{"ids", cumoe_const(a->ids)},
+                              {"weights", cumoe_const(a->weights)},
+                              {"logits", a->logits},
+                              {"select_bias", a->select_bias},
+                              {"args.expert_scale", a->expert_scale},
+                              {"args.chosen", a->chosen},
+                              {"args.device_tokens", a->device_tokens}};
+  return check_overlaps(views, 2, sizeof views / sizeof *views);
+}
+
+static cumoe_status run_gate(cumoe_context handle, const cumoe_gate_args *a, cumoe_stream stream)
+{
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_owner(context, "logits", &a->logits));
+  REQUIRE(a->logits.cols >= 1 && a->logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "logits.cols is %lld, must be 1 .. %d", (long long)a->logits.cols, CUMOE_MAX_EXPERTS);
+  TRY(check_routing(&a->routing, (int32_t)a->logits.cols));
+  TRY(check_gate(context, a));
+  if (a->logits.rows == 0) return CUMOE_OK;
+  const gate_inputs inputs = {a->select_bias, a->expert_scale, a->chosen};
+  gate_args g = gate_arguments(context, &a->routing, a->logits, &inputs, cumoe_const(a->ids), cumoe_const(a->weights));
+  g.tokens.device = a->device_tokens.data;
+  ON_DEVICE(context, dispatch(context, OP_gate, &g, stream));
+}
+
+cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing *routing, cumoe_view logits, cumoe_view select_bias,
                         cumoe_view_mut ids, cumoe_view_mut weights, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  struct context *context;
-  TRY(find_context(handle, &context));
+  struct context *found;
+  TRY(find_context(context, &found)); /* before what is read: its text comes first */
   REQUIRE(routing, CUMOE_ERR_INVALID_ARGUMENT, "routing is null");
-  const cumoe_routing r = *routing;
-  TRY(check_owner(context, "logits", &logits));
-  REQUIRE(logits.cols >= 1 && logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
-          "logits.cols is %lld, must be 1 .. %d", (long long)logits.cols, CUMOE_MAX_EXPERTS);
-  TRY(check_routing(&r, (int32_t)logits.cols));
-  const operand logits_want = {"logits", logits.rows, logits.cols, FLOAT_BITS, 0},
-                bias_want = {"select_bias", 1, logits.cols, DTYPE_BIT(CUMOE_F32), 0};
-  const operand ids_want = {"ids", logits.rows, r.top_k, INDEX_BITS, 0},
-                weights_want = {"weights", logits.rows, r.top_k, DTYPE_BIT(CUMOE_F32), 0};
-  TRY(check_operand(context, &logits_want, logits));
-  TRY(check_optional(context, &bias_want, select_bias));
-  TRY(check_operand(context, &ids_want, cumoe_const(ids)));
-  TRY(check_operand(context, &weights_want, cumoe_const(weights)));
-  const named_view views[] = {
-      {"ids", cumoe_const(ids)}, {"weights", cumoe_const(weights)}, {"logits", logits}, {"select_bias", select_bias}};
-  TRY(check_overlaps(views, 2, 4));
-  if (logits.rows == 0) return CUMOE_OK;
-  const gate_args a = gate_arguments(context, &r, logits, select_bias, cumoe_const(ids), cumoe_const(weights));
-  ON_DEVICE(context, dispatch(context, OP_gate, &a, stream));
+  const cumoe_gate_args a = {
+      .routing = *routing, .logits = logits, .select_bias = select_bias, .ids = ids, .weights = weights};
+  return run_gate(context, &a, stream);
+}
+
+cumoe_status cumoe_gate_with(cumoe_context context, const cumoe_gate_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  cumoe_gate_args a;
+  TRY(take_struct("args", args, &a));
+  REQUIRE(a.reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.reserved is %d, must be 0", (int)a.reserved);
+  return run_gate(context, &a, stream);
 }
 
 /* ---- route ---- */
@@ -96,7 +171,13 @@ static cumoe_status check_route(const struct plan *plan, const cumoe_route *rout
   REQUIRE(tokens <= 1 || route->slot_row.ld == route->slot_row.cols, CUMOE_ERR_LAYOUT,
           "route.slot_row.ld is %lld, must be top_k = %lld", (long long)route->slot_row.ld,
           (long long)route->slot_row.cols);
-  return CUMOE_OK;
+  return check_device_tokens(plan->context, "route.device_tokens", route->device_tokens);
+}
+
+/* Of a call with the route. */
+static token_count tokens_of_route(const cumoe_route *route, int64_t tokens)
+{
+  return (token_count){tokens, route->device_tokens.data};
 }
 
 /* ---- map ---- */
@@ -106,8 +187,8 @@ static cumoe_status run_map(struct context *context, const map_args *args, cumoe
 {
   const bool counts = args->chunks > 1 && !on_cpu(context);
   launch_step count = {0}, place = {0};
-  if (counts) TRY(choose_step(context, OP_map_count, args, &count));
-  TRY(choose_step(context, OP_map, args, &place));
+  if (counts) TRY(choose_step(context, OP_map_count, args, NULL, &count));
+  TRY(choose_step(context, OP_map, args, NULL, &place));
   if (counts) TRY(launch(context, &count, args, stream));
   return launch(context, &place, args, stream);
 }
@@ -138,7 +219,11 @@ static route_pointers pointers_of(const cumoe_route *route)
 static cumoe_status check_map_overlaps(const cumoe_route *route, cumoe_view workspace, cumoe_view ids,
                                        cumoe_view expert_map)
 {
-  const named_view views[] = {ROUTE_VIEWS(route), {"workspace", workspace}, {"ids", ids}, {"expert_map", expert_map}};
+  const named_view views[] = {ROUTE_VIEWS(route),
+                              {"workspace", workspace},
+                              {"ids", ids},
+                              {"expert_map", expert_map},
+                              {"route.device_tokens", route->device_tokens}};
   return check_overlaps(views, 5, sizeof views / sizeof *views);
 }
 
@@ -170,7 +255,8 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
   }
   TRY(check_map_overlaps(route, cumoe_const(need ? workspace : (cumoe_view_mut){0}), ids, expert_map));
   if (ids.rows == 0) return CUMOE_OK;
-  const map_args a = map_arguments(plan, ids, expert_map, pointers_of(route), workspace.data);
+  map_args a = map_arguments(plan, ids, expert_map, pointers_of(route), workspace.data);
+  a.tokens = tokens_of_route(route, ids.rows);
   ON_DEVICE(plan->context, run_map(plan->context, &a, stream));
 }
 
@@ -192,11 +278,13 @@ static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route,
   return check_tokens("route.slot_row.rows", slots.rows, 0, plan->desc.routing.top_k);
 }
 
-/* A stage has no room for codes of activations. */
+/* A stage has no room for other activations. */
 static cumoe_status check_as_they_are(const char *name, const cumoe_format *f)
 {
   REQUIRE(f->rows == CUMOE_ROWS_AS_THEY_ARE, CUMOE_ERR_NOT_SUPPORTED,
           "%s.rows is %d: activations are quantised by cumoe_moe_forward only", name, (int)f->rows);
+  REQUIRE(!f->act_order, CUMOE_ERR_NOT_SUPPORTED,
+          "%s.act_order is %d: activations get another order by cumoe_moe_forward only", name, (int)f->act_order);
   return CUMOE_OK;
 }
 
@@ -214,7 +302,11 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
   else
     TRY(check_absent("pair_weights", pair_weights, "the plan does not weigh the input"));
   TRY(check_operand(plan->context, &h_want, cumoe_const(h)));
-  const named_view views[] = {{"h", cumoe_const(h)}, in, {"pair_weights", pair_weights}, ROUTE_VIEWS(route)};
+  const named_view views[] = {{"h", cumoe_const(h)},
+                              in,
+                              {"pair_weights", pair_weights},
+                              ROUTE_VIEWS(route),
+                              {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
@@ -223,10 +315,12 @@ static cumoe_status up_stage(const struct plan *plan, const struct weights *weig
   cumoe_view x = in.view;
   x.rows = tokens;
   gemm_args g = up_arguments(plan, weights, x, &pointers, pair_weights);
+  g.tokens = tokens_of_route(route, tokens);
   g.packed = permuted;
   g.c = h.data;
   g.c_ld = h.ld;
-  ON_DEVICE(plan->context, dispatch(plan->context, OP_up, &g, stream));
+  const choice_hint hint = {0, is_invariant(d)};
+  ON_DEVICE(plan->context, dispatch_by(plan->context, OP_up, &g, &hint, stream));
 }
 
 cumoe_status cumoe_up(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view x, const cumoe_route *route,
@@ -283,7 +377,8 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
   TRY(check_counted(plan->context, &x_want, x));
   TRY(check_route(plan, route, x.rows));
   TRY(check_operand(plan->context, &rows_want, cumoe_const(rows)));
-  const named_view views[] = {{"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route)};
+  const named_view views[] = {
+      {"rows", cumoe_const(rows)}, {"x", x}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (x.rows == 0) return CUMOE_OK;
   const permute_args a = {.x = x.data,
@@ -291,7 +386,7 @@ cumoe_status cumoe_permute(cumoe_plan handle, cumoe_view x, const cumoe_route *r
                           .x_ld = x.ld,
                           .rows_ld = rows.ld,
                           .slot_row = route->slot_row.data,
-                          .tokens = all_tokens(x.rows),
+                          .tokens = tokens_of_route(route, x.rows),
                           .rows_cap = x.rows * d->routing.top_k,
                           .top_k = d->routing.top_k,
                           .hidden = d->hidden,
@@ -320,16 +415,19 @@ cumoe_status cumoe_down(cumoe_plan plan_handle, cumoe_weights weights_handle, cu
                 y_want = rows_operand(plan, "y", cumoe_const(y), tokens, d->hidden);
   TRY(check_operand(plan->context, &h_want, h));
   TRY(check_operand(plan->context, &y_want, cumoe_const(y)));
-  const named_view views[] = {{"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route)};
+  const named_view views[] = {
+      {"y", cumoe_const(y)}, {"h", h}, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   if (tokens == 0) return CUMOE_OK;
   const route_pointers pointers = pointers_of(route);
   TRY(check_as_they_are("desc.down_format", &d->down_format));
   gemm_args g = down_arguments(plan, weights, h, &pointers, tokens);
+  g.tokens = tokens_of_route(route, tokens);
   g.c = y.data;
   g.c_ld = y.ld;
-  ON_DEVICE(plan->context, dispatch(plan->context, OP_down, &g, stream));
+  const choice_hint hint = {0, is_invariant(d)};
+  ON_DEVICE(plan->context, dispatch_by(plan->context, OP_down, &g, &hint, stream));
 }
 
 /* ---- combine ---- */
@@ -345,7 +443,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
   const operand pair_weights = {"args.pair_weights", tokens, d->routing.top_k, f32, 0};
   const operand shared = {"args.shared", tokens, d->hidden, own, 16},
                 shared_logit = {"args.shared_logit", tokens, 1, f32, 0};
-  const operand residual = {"args.residual", tokens, d->hidden, out_type, 16},
+  const operand residual = {"args.residual", a->residual.rows == 1 ? 1 : tokens, d->hidden, out_type, 16},
                 device_tokens = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0};
   TRY(check_finite("args.out_scale", a->out_scale));
   TRY(check_operand(plan->context, &y, a->y));
@@ -373,6 +471,7 @@ static cumoe_status check_combine(const struct plan *plan, const cumoe_route *ro
                               {"args.shared", a->shared},
                               {"args.shared_logit", a->shared_logit},
                               {"args.device_tokens", a->device_tokens},
+                              {"route.device_tokens", route->device_tokens},
                               ROUTE_VIEWS(route)};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
@@ -396,6 +495,7 @@ cumoe_status cumoe_combine(cumoe_plan handle, const cumoe_route *route, const cu
   TRY(check_operand(plan->context, &out, cumoe_const(a.out)));
   TRY(check_combine(plan, route, &a, tokens));
   if (tokens == 0) return CUMOE_OK;
+  if (absent(&a.device_tokens)) a.device_tokens = route->device_tokens;
   const combine_args c = combine_arguments(plan, route->slot_row.data, &a, tokens);
   ON_DEVICE(plan->context, dispatch(plan->context, OP_combine, &c, stream));
 }

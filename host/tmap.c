@@ -30,6 +30,7 @@ static CUtensorMapDataType map_type(weight_format format)
   case FORMAT_f32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   case FORMAT_e4m3:
   case FORMAT_s8:
+  case FORMAT_af4:
   case FORMAT_u4: /* those of 4 bits: codes of a byte at a time */
   case FORMAT_mx4:
   case FORMAT_nv4: return CU_TENSOR_MAP_DATA_TYPE_UINT8;

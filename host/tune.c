@@ -11,6 +11,7 @@ weights_class weights_class_of(weight_format format)
   case FORMAT_e4m3: return WEIGHTS_f8;
   case FORMAT_s8: return WEIGHTS_s8;
   case FORMAT_u4:
+  case FORMAT_af4:
   case FORMAT_mx4:
   case FORMAT_nv4: return WEIGHTS_w4;
   case FORMAT_bf16:

@@ -13,11 +13,13 @@
   F(SCORE_SIGMOID)                                                                                                     \
   F(SCORE_SQRT_SOFTPLUS)                                                                                               \
   F(SCORE_IDENTITY)                                                                                                    \
+  F(SCORE_SPARSEMIXER)                                                                                                 \
   F(GROUP_BEST)                                                                                                        \
   F(GROUP_BEST_TWO)                                                                                                    \
   F(ROUTE_RENORMALIZE)                                                                                                 \
   F(ROUTE_SCORE_AFTER_TOPK)                                                                                            \
   F(ROUTE_WEIGHT_ON_INPUT)                                                                                             \
+  F(ROUTE_CHOOSE_BY_LOGIT)                                                                                             \
   F(ACT_SILU)                                                                                                          \
   F(ACT_GELU_ERF)                                                                                                      \
   F(ACT_GELU_TANH)                                                                                                     \
@@ -39,7 +41,9 @@
   F(SCAN_LARGEST)                                                                                                      \
   F(SCAN_FIELDS)                                                                                                       \
   F(GGML_Q4_0)                                                                                                         \
+  F(GGML_Q4_1)                                                                                                         \
   F(GGML_Q8_0)                                                                                                         \
+  F(GGML_Q4_K)                                                                                                         \
   F(GGML_Q6_K)                                                                                                         \
   F(GGML_MXFP4) F(FAULT_NAN_LOGIT) F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)

@@ -16,9 +16,11 @@ typedef enum arch { ARCH_cpu, ARCH_any, ARCH_sm90 } arch;
 typedef enum form {
   FORM_ref,     /* CPU: everything */
   FORM_warp,    /* gate: a warp a token */
+  FORM_rules,   /* gate: the same, and what few models want (GATE_HAS_RULES) */
   FORM_chunk,   /* map: counting by chunks of pairs */
   FORM_scatter, /* permute */
   FORM_codes,   /* quantize: groups of `columns`, or of a whole row */
+  FORM_expert,  /* quantize: rows that are an expert's */
   FORM_blocks,  /* encode_scales, encode, scan, repack: everything */
   FORM_dot,     /* router: few tokens, a dot product an expert */
   FORM_tile,    /* GEMM on tensor cores, K-major weights; router: many tokens */

@@ -16,8 +16,8 @@
 
 /* A projection as its description calls it, and what it has to be. */
 typedef struct projection_shape {
-  const char *name, *data, *bias, *scale, *zero, *global, *input_scale; /* in texts */
-  int64_t out, in;                                                      /* of a matrix; gate_up: of both halves */
+  const char *name, *data, *bias, *scale, *zero, *global, *input_scale, *order; /* in texts */
+  int64_t out, in; /* of a matrix; gate_up: of both halves */
   int32_t major, halves;
   bool interleaved;
   const cumoe_format *format;
@@ -105,7 +105,7 @@ static cumoe_status check_interleaved(const projection_shape *s)
 {
   const cumoe_format *f = s->format;
   TRY(check_halves(s->format_name, f, s->halves == 2 && !s->interleaved, s->interleaved));
-  REQUIRE(f->zero == CUMOE_ZERO_NONE || !s->interleaved, CUMOE_ERR_NOT_SUPPORTED,
+  REQUIRE(f->zero != CUMOE_ZERO_CODES_OUT || !s->interleaved, CUMOE_ERR_NOT_SUPPORTED,
           "%s.zero is %d: zero points of interleaved channels are read after cumoe_weights_repack only", s->format_name,
           (int)f->zero);
   return CUMOE_OK;
@@ -120,19 +120,25 @@ static cumoe_status check_scaling(struct context *context, const cumoe_projectio
   const uint32_t f32 = DTYPE_BIT(CUMOE_F32);
   const array_shape scale = {s->scale, s->scale,      scale_rows(f, s->out, s->halves, s->interleaved),
                              groups,   scale_bits(f), 1};
-  const array_shape zero = {s->zero, s->zero, (s->out + 7) / 8, groups, DTYPE_BIT(CUMOE_I32), 4};
+  const array_shape words = {s->zero, s->zero, (s->out + 7) / 8, groups, DTYPE_BIT(CUMOE_I32), 4},
+                    values = {s->zero, s->zero, scale.rows, groups, DTYPE_BIT(f->scale & 31), 1},
+                    order = {s->order, s->order, 1, s->in, DTYPE_BIT(CUMOE_I32), 4};
+  const bool own = f->rows == CUMOE_ROWS_STATIC_EXPERT;
   const operand global = {s->global, experts, p->global.cols == 1 ? 1 : s->halves, f32, 0},
-                input = {s->input_scale, 1, 1, f32, 0};
+                input = {s->input_scale, own ? experts : 1, 1, f32, 0};
   TRY(check_interleaved(s));
   REQUIRE(!is_dense(f) || array_absent(&p->scale), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s is dense",
           s->scale, s->format_name);
   if (!is_dense(f)) TRY(check_array(context, p->scale, scale, experts));
   REQUIRE(f->zero || array_absent(&p->zero), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s.zero is 0", s->zero,
           s->format_name);
-  if (f->zero) TRY(check_array(context, p->zero, zero, experts));
+  if (f->zero) TRY(check_array(context, p->zero, has_values(f) ? values : words, experts));
+  REQUIRE(f->act_order || array_absent(&p->order), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s.act_order is 0",
+          s->order, s->format_name);
+  if (f->act_order) TRY(check_array(context, p->order, order, experts));
   TRY(f->global ? check_operand(context, &global, p->global)
                 : check_absent(s->global, p->global, "the format has none"));
-  return f->rows == CUMOE_ROWS_STATIC
+  return f->rows == CUMOE_ROWS_STATIC || own
              ? check_operand(context, &input, p->input_scale)
              : check_absent(s->input_scale, p->input_scale, "the format's rows are not STATIC");
 }
@@ -169,7 +175,7 @@ static bool projection_absent(const cumoe_projection *p)
 {
   const cumoe_array data = data_of(p);
   return array_absent(&data) && absent(&p->bias) && array_absent(&p->scale) && array_absent(&p->zero) &&
-         absent(&p->global) && absent(&p->input_scale);
+         absent(&p->global) && absent(&p->input_scale) && array_absent(&p->order);
 }
 
 static cumoe_status check_major(const char *name, int32_t major)
@@ -181,7 +187,7 @@ static cumoe_status check_major(const char *name, int32_t major)
 
 #define NAMES(field)                                                                                                   \
   "desc." #field, "desc." #field ".data", "desc." #field ".bias", "desc." #field ".scale", "desc." #field ".zero",     \
-      "desc." #field ".global", "desc." #field ".input_scale"
+      "desc." #field ".global", "desc." #field ".input_scale", "desc." #field ".order"
 
 /* Gate and up are read by one kernel, with one set of strides. */
 static bool same_array(const cumoe_array *a, const cumoe_array *b)
@@ -200,6 +206,9 @@ static cumoe_status check_alike(const cumoe_projection *gate, const cumoe_projec
           "desc.gate and desc.up must have the same ld, expert_stride, form and bias form, and so must their scales");
   REQUIRE(gate->input_scale.data == up->input_scale.data, CUMOE_ERR_LAYOUT,
           "desc.gate.input_scale and desc.up.input_scale must be one: both multiply the same x");
+  REQUIRE(gate->order.data.data == up->order.data.data && gate->order.per_expert == up->order.per_expert &&
+              same_array(&gate->order, &up->order),
+          CUMOE_ERR_LAYOUT, "desc.gate.order and desc.up.order must be one: both multiply the same x");
   return CUMOE_OK;
 }
 
@@ -348,7 +357,18 @@ static int64_t scale_offset(const halves *h, int i)
 
 static int64_t zero_offset(const halves *h, int i)
 {
-  return !h->format->zero ? 0 : h->of[i].first / 8 * h->of[i].projection->zero.data.ld * 4;
+  int32_t origin;
+  const int64_t ld = h->of[i].projection->zero.data.ld;
+  if (has_values(h->format))
+    return scale_row_of(h, i, &origin) * ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)h->format->scale);
+  return !h->format->zero ? 0 : h->of[i].first / 8 * ld * 4;
+}
+
+/* From one row of scales, or of values, to that of the next block of a half. */
+static int64_t block_stride(const halves *h, const cumoe_array *a)
+{
+  const int32_t block = h->format->block[0];
+  return block == 0 ? 0 : a->data.ld * (block == 1 ? h->step : 1);
 }
 
 static scale_matrix scale_form(const halves *h)
@@ -358,7 +378,7 @@ static scale_matrix scale_form(const halves *h)
   if (is_dense(f)) return (scale_matrix){.block_n = 1, .block_k = 1};
   scale_matrix s = {.expert_stride = expert_stride_of(first), .dtype = f->scale, .k_origin = f->origin[1]};
   s.block_n = f->block[0] == 0 ? (int32_t)ROWS_ONE_GROUP : f->block[0] > 1 ? f->block[0] / h->step : 1;
-  s.n_stride = f->block[0] == 0 ? 0 : first->data.ld * (f->block[0] == 1 ? h->step : 1);
+  s.n_stride = block_stride(h, first);
   s.block_k = f->block[1] ? f->block[1] : (int32_t)ROWS_ONE_GROUP;
   s.k_stride = f->block[1] ? 1 : 0;
   if (f->block[1] == 0) s.k_origin = 0;
@@ -374,7 +394,7 @@ static zero_matrix zero_form(const halves *h)
   const cumoe_array *first = &h->of[0].projection->zero;
   if (!h->format->zero) return (zero_matrix){0};
   zero_matrix z = {.expert_stride = expert_stride_of(first),
-                   .n_stride = first->data.ld,
+                   .n_stride = has_values(h->format) ? block_stride(h, first) : first->data.ld,
                    .k_stride = h->format->block[1] ? 1 : 0,
                    .add = h->format->zero_add};
   for (int i = 0; i < h->count; ++i) z.base[i] = bytes_at(h->of[i].projection->zero.data.data, zero_offset(h, i));
@@ -419,7 +439,7 @@ static expert_matrix normal_form(const halves *h)
 
 /* ---- pointer tables: they travel to the device once, here ---- */
 
-enum { MAX_TABLES = 9 /* gate, up, down; codes, scales, zero points of each */ };
+enum { MAX_TABLES = 11 /* gate, up, down; codes, scales, zero points of each; orders of up and down */ };
 
 typedef struct tables {
   const void **host, **device; /* MAX_TABLES rows of `experts` */
@@ -448,7 +468,7 @@ static void fill_tables(const halves *h, tables *t, expert_matrix *m)
 
 static bool points(const cumoe_projection *p)
 {
-  return p->per_expert || p->scale.per_expert || p->zero.per_expert;
+  return p->per_expert || p->scale.per_expert || p->zero.per_expert || p->order.per_expert;
 }
 
 static cumoe_status upload_tables(struct context *context, struct weights *w, const halves *up, const halves *down)
@@ -464,6 +484,8 @@ static cumoe_status upload_tables(struct context *context, struct weights *w, co
     t.device = w->tables;
     fill_tables(up, &t, &w->up);
     fill_tables(down, &t, &w->down);
+    w->up_order.table = (const int32_t *const *)add_table(&t, &last->order, 0);
+    w->down_order.table = (const int32_t *const *)add_table(&t, &down->of[0].projection->order, 0);
     const size_t used = t.rows * t.experts * sizeof(void *);
     status = memory_copy(context, w->tables, used, t.host, used, used, 1, cudaMemcpyHostToDevice, NULL);
     if (status == CUMOE_OK) status = memory_wait(context, NULL);
@@ -508,7 +530,7 @@ static void note_view(struct weights *w, const char *name, const cumoe_view *v)
   if (v->data) add_part(w, (bound_part){name, v->owner, span_of(v), 0, NULL, 1});
 }
 
-/* `begins`: room for three tables. */
+/* `begins`: room for four tables. */
 static void note_projection(struct weights *w, const char *const *names, const cumoe_projection *p, uintptr_t *begins)
 {
   const size_t experts = (size_t)w->experts;
@@ -516,21 +538,22 @@ static void note_projection(struct weights *w, const char *const *names, const c
   note_array(w, names[0], &data, begins);
   note_array(w, names[1], &p->scale, begins + experts);
   note_array(w, names[2], &p->zero, begins + 2 * experts);
-  note_view(w, names[3], &p->bias);
-  note_view(w, names[4], &p->global);
-  note_view(w, names[5], &p->input_scale);
+  note_array(w, names[3], &p->order, begins + 3 * experts);
+  note_view(w, names[4], &p->bias);
+  note_view(w, names[5], &p->global);
+  note_view(w, names[6], &p->input_scale);
 }
 
 static void note_parts(const cumoe_weights_desc *d, struct weights *w)
 {
 #define PARTS(name)                                                                                                    \
   {                                                                                                                    \
-#name, #name ".scale", #name ".zero", #name ".bias", #name ".global", #name ".input_scale"                         \
+#name, #name ".scale", #name ".zero", #name ".order", #name ".bias", #name ".global", #name ".input_scale"         \
   }
-  static const char *const names[][6] = {PARTS(gate), PARTS(up), PARTS(gate_up), PARTS(down)};
+  static const char *const names[][7] = {PARTS(gate), PARTS(up), PARTS(gate_up), PARTS(down)};
 #undef PARTS
   uintptr_t *const begins = w->begins;
-  const size_t room = 3 * (size_t)w->experts;
+  const size_t room = 4 * (size_t)w->experts;
   const bool separate = d->gate_order == CUMOE_GATE_UP_SEPARATE, ungated = d->gate_order == CUMOE_UNGATED;
   if (separate) note_projection(w, names[0], &d->gate, begins);
   if (separate || ungated)
@@ -587,6 +610,19 @@ cumoe_status check_off_weights(const named_view *outputs, int count, const char 
 
 /* ---- binding ---- */
 
+/* What of an expert's own activations become. */
+static row_order order_of(const halves *h)
+{
+  const cumoe_format *f = h->format;
+  const cumoe_projection *p = h->of[h->count - 1].projection;
+  row_order o = {.by_expert = by_expert(f)};
+  if (f->rows == CUMOE_ROWS_STATIC_EXPERT) o.static_stride = p->input_scale.ld;
+  if (!f->act_order) return o;
+  o.base = p->order.data.data;
+  o.stride = expert_stride_of(&p->order);
+  return o;
+}
+
 static weight_major major_of(const expert_matrix *b)
 {
   return b->k_stride == 1 ? MAJOR_K : MAJOR_N;
@@ -613,6 +649,10 @@ static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, i
   w->down = normal_form(&down);
   w->up_rows = rows_of(up.format, up.of[0].projection->input_scale.data);
   w->down_rows = rows_of(down.format, d->down.input_scale.data);
+  w->up_order = order_of(&up);
+  w->down_order = order_of(&down);
+  TRY(load_for_weights(context, up.class));
+  TRY(load_for_weights(context, down.class));
   TRY(upload_tables(context, w, &up, &down));
   w->up_facts = facts_of(&up, &w->up, w->experts);
   w->down_facts = facts_of(&down, &w->down, w->experts);
@@ -625,11 +665,13 @@ static void unstack(cumoe_view *data, bool pointers, int64_t stride, int32_t exp
   if (!pointers && stride == 0 && experts > 0 && data->rows == experts * rows) data->rows = rows;
 }
 
-static void unstack_projection(cumoe_projection *p, int32_t experts, int64_t rows, int64_t scales, int64_t out)
+static void unstack_projection(cumoe_projection *p, const cumoe_format *f, int32_t experts, int64_t rows,
+                               int64_t scales, int64_t out)
 {
   unstack(&p->data, p->per_expert, p->expert_stride, experts, rows);
   unstack(&p->scale.data, p->scale.per_expert, p->scale.expert_stride, experts, scales);
-  unstack(&p->zero.data, p->zero.per_expert, p->zero.expert_stride, experts, (out + 7) / 8);
+  unstack(&p->zero.data, p->zero.per_expert, p->zero.expert_stride, experts, has_values(f) ? scales : (out + 7) / 8);
+  unstack(&p->order.data, p->order.per_expert, p->order.expert_stride, experts, 1);
 }
 
 static void unstack_all(cumoe_weights_desc *d)
@@ -637,11 +679,12 @@ static void unstack_all(cumoe_weights_desc *d)
   const bool up_out_in = d->up_major == CUMOE_OUT_IN, down_out_in = d->down_major == CUMOE_OUT_IN;
   const int64_t inter = d->inter, hidden = d->hidden;
   const cumoe_format *up = &d->up_format, *down = &d->down_format;
-  unstack_projection(&d->gate_up, d->experts, up_out_in ? 2 * inter : hidden,
+  unstack_projection(&d->gate_up, up, d->experts, up_out_in ? 2 * inter : hidden,
                      scale_rows(up, 2 * inter, 2, is_interleaved(d->gate_order)), 2 * inter);
-  unstack_projection(&d->gate, d->experts, up_out_in ? inter : hidden, scale_rows(up, inter, 1, false), inter);
-  unstack_projection(&d->up, d->experts, up_out_in ? inter : hidden, scale_rows(up, inter, 1, false), inter);
-  unstack_projection(&d->down, d->experts, down_out_in ? hidden : inter, scale_rows(down, hidden, 1, false), hidden);
+  unstack_projection(&d->gate, up, d->experts, up_out_in ? inter : hidden, scale_rows(up, inter, 1, false), inter);
+  unstack_projection(&d->up, up, d->experts, up_out_in ? inter : hidden, scale_rows(up, inter, 1, false), inter);
+  unstack_projection(&d->down, down, d->experts, down_out_in ? hidden : inter, scale_rows(down, hidden, 1, false),
+                     hidden);
 }
 
 /* ---- as objects ---- */
@@ -731,7 +774,7 @@ cumoe_status cumoe_weights_bind(cumoe_context handle, const cumoe_weights_desc *
   int32_t dtype = DT_NONE;
   unstack_all(&d);
   TRY(check_weights_desc(context, &d, &dtype));
-  const size_t host_bytes = sizeof(struct weights) + (any_points(&d) ? 9 * (size_t)d.experts * sizeof(uintptr_t) : 0);
+  const size_t host_bytes = sizeof(struct weights) + (any_points(&d) ? 12 * (size_t)d.experts * sizeof(uintptr_t) : 0);
   struct weights *w = malloc(host_bytes);
   if (!w) return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", host_bytes);
   const cumoe_status status = bind_and_publish(context, &d, dtype, w, weights);

@@ -6,7 +6,15 @@
 #include "moe.h"
 #include "plan.h"
 
-enum { MAX_BOUND = 18 /* gate, up, down; codes, scales, zero points, bias, global, input_scale of each */ };
+enum { MAX_BOUND = 21 /* gate, up, down; codes, scales, zero points, order, bias, global, input_scale of each */ };
+
+/* What makes rows of an expert's own of activations: quantize_args. */
+typedef struct row_order {
+  bool by_expert;
+  int64_t static_stride, stride;
+  const int32_t *base;
+  const int32_t *const *table;
+} row_order;
 
 /* What was bound: `count` matrices of one shape, in order of their addresses. */
 typedef struct bound_part {
@@ -23,14 +31,15 @@ struct weights {
   int32_t experts, hidden, inter, dtype; /* dtype: of the activations */
   bool gated;
   cumoe_format up_format, down_format;
-  expert_matrix up, down;            /* normal form */
-  row_format up_rows, down_rows;     /* what activations become */
+  expert_matrix up, down;        /* normal form */
+  row_format up_rows, down_rows; /* what activations become */
+  row_order up_order, down_order;
   bound_matrix up_facts, down_facts; /* what a choice of kernels depends on */
   void *tables;                      /* device arrays behind up.table and down.table, or NULL */
   size_t table_bytes;
   bound_part parts[MAX_BOUND];
   int32_t part_count;
-  uintptr_t begins[]; /* of parts with pointers: room for three tables of `experts` each, for gate, up and down */
+  uintptr_t begins[]; /* of parts with pointers: room for four tables of `experts` each, for gate, up and down */
 };
 
 /* Live weights of the plan's context that fit its experts, or its shared expert, on buffers that live. `name` is for

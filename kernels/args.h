@@ -14,9 +14,9 @@
 
 #include "protocol.h"
 
-enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3 };
+enum { SCORE_SOFTMAX = 0, SCORE_SIGMOID = 1, SCORE_SQRT_SOFTPLUS = 2, SCORE_IDENTITY = 3, SCORE_SPARSEMIXER = 4 };
 enum { GROUP_BEST = 0, GROUP_BEST_TWO = 1 };
-enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4 };
+enum { ROUTE_RENORMALIZE = 1, ROUTE_SCORE_AFTER_TOPK = 2, ROUTE_WEIGHT_ON_INPUT = 4, ROUTE_CHOOSE_BY_LOGIT = 8 };
 enum { ACT_SILU = 0, ACT_GELU_ERF, ACT_GELU_TANH, ACT_RELU, ACT_RELU2, ACT_IDENTITY, ACT_SWIGLU_OAI };
 enum { FAULT_NONE = 0, FAULT_EXPERT_ID, FAULT_NAN_LOGIT, FAULT_TOKEN_COUNT, FAULT_EXPERT_MAP, FAULT_ROUTE };
 
@@ -39,7 +39,8 @@ typedef struct token_count {
   const int32_t *device;
 } token_count;
 
-/* logits[t, e] = x[t] . w[e] + bias[e]. Grid: see the variant's form. CPU unit: one token. */
+/* logits[t, e] = scale * round(x[t] . w[e] + bias[e]), to round_dtype. Grid: see the variant's form. CPU unit: one
+ * token. */
 typedef struct router_args {
   const void *x, *w, *bias; /* [T, H]; [E, H]; [E] or NULL */
   float *logits;            /* [T, E] */
@@ -47,6 +48,8 @@ typedef struct router_args {
   token_count tokens;
   int32_t experts, hidden;
   int32_t x_dtype, w_dtype, bias_dtype;
+  int32_t round_dtype; /* DT_F32: not rounded */
+  float scale;
   router_protocol protocol;
 } router_args;
 
@@ -60,18 +63,26 @@ typedef struct router_sm90_args {
   int32_t columns;
 } router_sm90_args;
 
-/* CPU unit: one token. */
+/*
+ * The k slots: the k - always best of `experts`, then experts .. experts + always - 1; or the `given` ids.
+ * CPU unit: one token.
+ */
 typedef struct gate_args {
-  const void *logits;       /* [T, E] */
-  const float *select_bias; /* [E] or NULL */
-  void *ids;                /* [T, k] i32 or i64 */
-  float *weights;           /* [T, k] */
+  const void *logits;        /* [T, E] */
+  const float *select_bias;  /* [E] or NULL */
+  const float *expert_scale; /* [E] or NULL: of weights, last */
+  const void *given;         /* [T, k] of ids_dtype, ld ids_ld, or NULL; `ids` is not written then */
+  void *ids;                 /* [T, k] i32 or i64 */
+  float *weights;            /* [T, k] */
   int64_t logits_ld, ids_ld, weights_ld;
   token_count tokens;
   int32_t experts, logits_dtype, ids_dtype;
-  int32_t score, top_k, n_group, topk_group, group_score; /* n_group 0: no groups */
-  uint32_t flags;                                         /* ROUTE_* */
-  float routed_scale, softcap, renorm_eps, renorm_min;    /* routed_scale already 1 when unset */
+  int32_t score, weigh; /* SCORE_* of the choice, of the weights: ROUTE_CHOOSE_BY_LOGIT */
+  int32_t top_k, always;
+  int32_t n_group, topk_group, group_score;            /* n_group 0: no groups */
+  uint32_t flags;                                      /* ROUTE_* */
+  float routed_scale, softcap, renorm_eps, renorm_min; /* routed_scale already 1 when unset */
+  float mixer_eps;
   fault_sink fault;
 } gate_args;
 
@@ -82,8 +93,10 @@ typedef struct gate_args {
   ((a).experts <= 256 && ((a).n_group == 0 || (a).experts / (a).n_group % 32 == 0) &&                                  \
    !(GATE_BY_LOGIT(a) && GATE_SOFTMAX_OVER_ALL(a) && (a).softcap > 0))
 /* Logits as weights may be as large as floats get, and MAX_TOP_K of them are summed. */
-#define RENORM_SCALE(a)          ((a).score == SCORE_IDENTITY ? 0x1p-6f : 1.f)
-#define GATE_SOFTMAX_OVER_ALL(a) ((a).score == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
+#define RENORM_SCALE(a)          ((a).weigh == SCORE_IDENTITY ? 0x1p-6f : 1.f)
+#define GATE_SOFTMAX_OVER_ALL(a) ((a).weigh == SCORE_SOFTMAX && !((a).flags & ROUTE_SCORE_AFTER_TOPK))
+/* What few models want is a kernel's of its own, so that the others do not pay for it. */
+#define GATE_HAS_RULES(a) ((a).expert_scale || (a).given || (a).always || (a).weigh == SCORE_SPARSEMIXER)
 
 /*
  * ids -> counts, offsets, row_pair, slot_row by counting. Pairs are cut into `chunks` of `chunk_pairs`, a multiple of
@@ -131,6 +144,7 @@ typedef struct permute_args {
  * that lie in one matrix with common blocks each has its own.
  * Zero points: nibble n % 8 of the 32-bit word
  *   z[n / 8 * n_stride + (k + k_origin) / block_k * k_stride],  z as p, of zero_matrix
+ * Values of FORMAT_af4: of the type and at the index of scales, but for the strides and the base.
  */
 typedef struct scale_matrix {
   const void *base[2];
@@ -144,7 +158,7 @@ typedef struct zero_matrix {
   const uint32_t *base[2];
   const uint32_t *const *table[2];
   int64_t expert_stride, n_stride, k_stride;
-  int32_t add; /* to every stored zero point */
+  int32_t add; /* to every stored zero point; values: 0 */
 } zero_matrix;
 
 /*
@@ -153,7 +167,7 @@ typedef struct zero_matrix {
  * h 0 is the only half of an ungated or down projection, or the gate; h 1 is up. One of the strides is 1:
  * k_stride == 1 is "K major" (n_stride = ld, or 2 ld interleaved); else "N major" with n_stride 1, or 2 interleaved.
  * Weights with scales are K major; rows begin at 16 bytes and have a multiple of 16 bytes. The weight is
- *   (code - offset - zero point) * scale * (global_over ? 1 / global : global)
+ *   (code - offset - zero point) * scale * (global_over ? 1 / global : global); af4: (code - offset) * scale + value
  * with global[h] + e * global_stride, all of it an exact real number.
  * Bias element (e, n) of half h: bias[h] + e * bias_expert_stride + n * bias_n_stride.
  */
@@ -197,8 +211,13 @@ enum { ROWS_ONE_GROUP = 1 << 30 };
 /* Groups of a row of k elements. */
 #define ROW_GROUPS(format, k) (((format).origin % (format).group + (k) + (format).group - 1) / (format).group)
 
-/* codes[r, k]; scale[g * scale_ld + r] of group g of row r, counted from the row's first. Grid: see the variant's form.
- * CPU unit: one row. */
+/*
+ * codes[r, k]; scale[g * scale_ld + r] of group g of row r, counted from the row's first. Grid: see the variant's form.
+ * CPU unit: one row.
+ * by_expert: row r is an expert's, the last one with offsets[e] <= r (offsets NULL: expert 0's), and row row_pair[r] /
+ * top_k of x (row_pair NULL: row r). STATIC: its scale is static_scale[e * static_stride]. AS_THEY_ARE: codes are x's
+ * elements, element k that of order[k], order as p of scale_matrix, I32.
+ */
 typedef struct quantize_args {
   const void *x; /* [rows, cols]; 16-byte aligned, as codes are, bases and leading dimensions */
   void *codes;   /* [rows, cols] of a byte */
@@ -207,6 +226,11 @@ typedef struct quantize_args {
   token_count rows;
   int32_t cols, dtype;
   row_format format;
+  int32_t by_expert, experts, top_k;
+  const int32_t *offsets, *row_pair; /* [experts + 1]; [rows] */
+  int64_t x_rows, static_stride, order_stride;
+  const int32_t *order;
+  const int32_t *const *order_table;
 } quantize_args;
 
 /*
@@ -271,15 +295,17 @@ typedef struct scan_args {
 /*
  * Codes, scales and zero points of `experts` matrices [out, in], moved to where kernels read them (kernels/repack.h):
  * all of an expert behind one another at to + e * to_stride: codes [out, in], scales [scale_rows, groups], zero points
- * [ceil(out / 8), groups], at to_scale and to_zero. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's
- * codes, n fastest.
+ * [ceil(out / 8), groups] or values like scales, at to_scale and to_zero, and the order [in] at to_order: element k of
+ * a row is order[k] of what is read. All lds and strides in bytes. Unit: REPACK_BYTES of an expert's codes, n fastest.
  */
 enum { REPACK_BYTES = 16 };
 typedef struct repack_args {
   const uint8_t *codes, *scale, *zero; /* zero NULL: none */
+  const int32_t *order;                /* NULL: 0, 1, ... */
   uint8_t *to;
   int64_t codes_ld, scale_ld, zero_ld, codes_stride, scale_stride, zero_stride;
-  int64_t to_stride, to_scale, to_zero;
+  int64_t order_stride; /* elements; 0: one for all experts */
+  int64_t to_stride, to_scale, to_zero, to_order;
   int32_t experts, out, in, groups, scale_rows;
   int32_t block_k, k_origin;
   int32_t bits, word, in_out, packed_out; /* word: codes in one */
@@ -288,7 +314,7 @@ typedef struct repack_args {
   int32_t zero_add, scale_bytes;
   int32_t ggml; /* GGML_* or 0 */
 } repack_args;
-enum { GGML_Q4_0 = 2, GGML_Q8_0 = 8, GGML_Q6_K = 14, GGML_MXFP4 = 39 };
+enum { GGML_Q4_0 = 2, GGML_Q4_1 = 3, GGML_Q8_0 = 8, GGML_Q4_K = 12, GGML_Q6_K = 14, GGML_MXFP4 = 39 };
 #define REPACK_CELL(a) (REPACK_BYTES * 8 / (a)->bits)
 
 /*
@@ -314,11 +340,12 @@ typedef struct gemm_args {
   token_count tokens;
   int64_t rows_cap; /* T k; T when dense */
   int32_t experts, top_k, n, k;
-  int32_t dtype, act, gated;  /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
-  float act_alpha, act_limit; /* alpha already 1.702 when unset; limit 0: none */
-  int32_t packed;             /* rows of a lie in row order although row_pair names their pairs */
-  row_format rows;            /* what activations are multiplied as; few: and become, as it reads them */
-  const float *a_scale;       /* a has codes of rows.element; else NULL, and a is of dtype */
+  int32_t dtype, act, gated;   /* of c; act: ACT_*; down: ACT_IDENTITY, not gated */
+  float act_alpha;             /* already 1.702 when unset */
+  float act_limit, gate_limit; /* gated: bounds of u, and of g before the activation; infinite: none */
+  int32_t packed;              /* rows of a lie in row order although row_pair names their pairs */
+  row_format rows;             /* what activations are multiplied as; few: and become, as it reads them */
+  const float *a_scale;        /* a has codes of rows.element; else NULL, and a is of dtype */
   int64_t a_scale_ld;
   fault_sink fault;
   gemm_protocol protocol;
@@ -384,7 +411,8 @@ typedef struct few_args {
 } few_args;
 
 /* What few_up does of gates: a score that is an expert's own is worked out by a thread of its own. */
-#define GATE_IN_FEW_UP(a) (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)))
+#define GATE_IN_FEW_UP(a)                                                                                              \
+  (GATE_IN_REGISTERS(a) && (GATE_BY_LOGIT(a) || !GATE_SOFTMAX_OVER_ALL(a)) && !GATE_HAS_RULES(a))
 
 enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplied at once */ };
 /* At most, of up to BM tokens. */

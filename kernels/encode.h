@@ -5,8 +5,7 @@
 #ifndef CUMOE_ENCODE_H
 #define CUMOE_ENCODE_H
 
-#include "args.h"
-#include "exact.h"
+#include "scales.h"
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -103,6 +102,17 @@ EXACT float e4m3_value(uint8_t code)
   const uint32_t rest = code & 0x7f;
   const float size = rest == 0x7f ? exact_float(0x7fc00000u) : exact_mul(exact_float(rest << 20), 0x1p120f);
   return code & 0x80 ? -size : size;
+}
+
+/* A scale as it is stored. */
+EXACT float read_scale(const char *p, int32_t dtype)
+{
+  const uint8_t code = *(const uint8_t *)p;
+  if (dtype == DT_F32) return *(const float *)p;
+  if (dtype == DT_F16) return exact_from_f16(*(const uint16_t *)p);
+  if (dtype == DT_BF16) return exact_float((uint32_t) * (const uint16_t *)p << 16);
+  if (dtype == DT_E4M3) return e4m3_value(code);
+  return exact_float(code == 255 ? 0x7fc00000u : code ? (uint32_t)code << 23 : 0x00400000u);
 }
 
 /* A scale as it is stored, and what that means. */
@@ -297,12 +307,7 @@ EXACT void encode_store_scales(const encode_args *a, const encode_block *b, extr
 EXACT float encode_read_scale(const encode_args *a, const encode_block *b)
 {
   const int64_t at = b->row * a->scale_ld + b->block;
-  if (a->scale_dtype == DT_F32) return ((const float *)a->scale)[at];
-  if (a->scale_dtype == DT_F16) return exact_from_f16(((const uint16_t *)a->scale)[at]);
-  if (a->scale_dtype == DT_BF16) return exact_float((uint32_t)((const uint16_t *)a->scale)[at] << 16);
-  const uint8_t code = ((const uint8_t *)a->scale)[at];
-  if (a->scale_dtype == DT_E4M3) return e4m3_value(code);
-  return exact_float(code == 255 ? 0x7fc00000u : code ? (uint32_t)code << 23 : 0x00400000u);
+  return read_scale((const char *)a->scale + at * scale_bytes(a->scale_dtype), a->scale_dtype);
 }
 
 /* Column of `global` that channel n is multiplied with. */

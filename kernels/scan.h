@@ -20,41 +20,6 @@ EXACT scan_place scan_unit(const scan_args *a, int64_t unit)
   return p;
 }
 
-EXACT int64_t bytes_of_type(int32_t dtype)
-{
-  return dtype == DT_F32 ? 4 : dtype == DT_F16 || dtype == DT_BF16 ? 2 : 1;
-}
-
-EXACT float read_scale(const char *p, int32_t dtype)
-{
-  const uint8_t code = *(const uint8_t *)p;
-  if (dtype == DT_F32) return *(const float *)p;
-  if (dtype == DT_F16) return exact_from_f16(*(const uint16_t *)p);
-  if (dtype == DT_BF16) return exact_float((uint32_t) * (const uint16_t *)p << 16);
-  if (dtype == DT_E4M3) return e4m3_value(code);
-  return exact_float(code == 255 ? 0x7fc00000u : code ? (uint32_t)code << 23 : 0x00400000u);
-}
-
-/* The stored scale of element k. */
-EXACT const char *scale_at(const expert_matrix *b, scan_place p, int32_t k)
-{
-  const scale_matrix *s = &b->scale;
-  const int64_t bytes = bytes_of_type(s->dtype);
-  const char *first =
-      s->table[p.h] ? (const char *)s->table[p.h][p.e] : (const char *)s->base[p.h] + p.e * s->expert_stride * bytes;
-  return first +
-         ((p.n + s->n_origin[p.h]) / s->block_n * s->n_stride + (k + s->k_origin) / s->block_k * s->k_stride) * bytes;
-}
-
-EXACT int32_t zero_at(const expert_matrix *b, scan_place p, int32_t k)
-{
-  const zero_matrix *z = &b->zero;
-  if (!z->table[p.h] && !z->base[p.h]) return b->offset;
-  const uint32_t *words = z->table[p.h] ? z->table[p.h][p.e] : z->base[p.h] + p.e * z->expert_stride;
-  const uint32_t word = words[p.n / 8 * z->n_stride + (k + b->scale.k_origin) / b->scale.block_k * z->k_stride];
-  return b->offset + (int32_t)(word >> p.n % 8 * 4 & 15) + z->add;
-}
-
 EXACT float e2m1_value(uint32_t code)
 {
   const uint32_t size = code & 7;
@@ -72,7 +37,7 @@ EXACT float code_at(const void *p, int64_t i, int32_t format, int32_t zero)
   if (format == FORMAT_e4m3) return e4m3_value(bytes[i]);
   if (format == FORMAT_s8) return (float)((zero == 128 ? (int32_t)bytes[i] : (int32_t)(int8_t)bytes[i]) - zero);
   const uint32_t nibble = bytes[i / 2] >> i % 2 * 4 & 15;
-  return format == FORMAT_u4 ? (float)((int32_t)nibble - zero) : e2m1_value(nibble);
+  return format == FORMAT_u4 || format == FORMAT_af4 ? (float)((int32_t)nibble - zero) : e2m1_value(nibble);
 }
 
 EXACT void scan_scale(scan_counts *c, float scale, int32_t dtype)
@@ -92,14 +57,20 @@ EXACT int first_of_block(const scale_matrix *s, int32_t k)
   return k == 0 || (s->k_stride && (k + s->k_origin) % s->block_k == 0);
 }
 
+EXACT const char *scan_scale_at(const scan_args *a, scan_place p, int32_t k)
+{
+  return scale_at(&a->b.scale, p.h, p.e, p.n, k);
+}
+
 /* Whether nobody before this channel has counted its scale: not the channel ahead, and, where blocks run from one half
  * into the other or channels alternate, not the gate's. */
 EXACT int first_with_scale(const scan_args *a, scan_place p, const char *scale, int32_t k)
 {
   const scan_place before = {p.e, p.h, p.n - 1}, same = {p.e, 0, p.n}, first = {p.e, 0, 0}, last = {p.e, 0, a->n - 1};
-  if (p.n > 0 && scale_at(&a->b, before, k) == scale) return 0;
+  if (p.n > 0 && scan_scale_at(a, before, k) == scale) return 0;
   if (p.h == 0) return 1;
-  return scale_at(&a->b, same, k) != scale && scale_at(&a->b, first, k) != scale && scale_at(&a->b, last, k) != scale;
+  return scan_scale_at(a, same, k) != scale && scan_scale_at(a, first, k) != scale &&
+         scan_scale_at(a, last, k) != scale;
 }
 
 EXACT float global_at(const expert_matrix *b, scan_place p)
@@ -127,19 +98,24 @@ EXACT void scan_channel(const scan_args *a, scan_place p, int32_t lane, int32_t 
   if (b->global[p.h] && p.n == 0 && lane == 0 && (p.h == 0 || b->global[1] != b->global[0]))
     scan_scale(c, global, DT_F32);
   for (int32_t k = lane; k < a->k; k += lanes) {
-    float scale = 1.f;
-    const int32_t zero = scaled ? zero_at(b, p, k) : 0;
+    float scale = 1.f, value = 0.f;
+    const int32_t zero = scaled ? zero_point(b, p.h, p.e, p.n, k) : 0;
     if (scaled) {
-      const char *stored = scale_at(b, p, k);
+      const char *stored = scan_scale_at(a, p, k);
+      const int affine = b->format == FORMAT_af4;
       scale = read_scale(stored, b->scale.dtype);
+      if (affine) value = read_scale(value_at(b, p.h, p.e, p.n, k), b->scale.dtype);
       if (first_of_block(&b->scale, k)) {
         c->field[SCAN_ZERO_POINT] += b->format == FORMAT_u4 && (zero < 0 || zero > 15);
-        if (first_with_scale(a, p, stored, k)) scan_scale(c, scale, b->scale.dtype);
+        if (first_with_scale(a, p, stored, k)) {
+          scan_scale(c, scale, b->scale.dtype);
+          c->field[SCAN_SCALE_NOT_FINITE] += !(fabsf(value) <= ENCODE_LARGEST);
+        }
       }
     }
     const float code = code_at(codes, first + k * b->k_stride, b->format, zero);
     c->field[SCAN_CODES] += !(fabsf(code) <= ENCODE_LARGEST);
-    const float w = exact_mul(code, scale);
+    const float w = exact_fma(code, scale, value);
     scan_weight(c, b->global_over ? exact_div(w, global) : exact_mul(w, global));
   }
 }

@@ -64,6 +64,12 @@ EXACT float exact_score(int score, float l)
   return l;
 }
 
+/* SCORE_SPARSEMIXER: whether the best that is left, `top`, is weighed against l. (0 - 0) / 0 is. */
+EXACT int mixes(float eps, float top, float l)
+{
+  return !(exact_div(exact_add(top, -l), fmaxf(fabsf(l), top)) > exact_add(eps, eps));
+}
+
 /* The sum of all is that of 32 partial sums, of experts e, e + 32 .., added in pairs: 16 apart, 8, 4, 2, 1. */
 EXACT float exact_softmax_term(float l, float max)
 {

@@ -53,6 +53,9 @@ typedef struct arguments {
   cumoe_combine_args combine;
   cumoe_route route;
   cumoe_routing routing;
+  cumoe_router_args router;
+  cumoe_gate_args gate;
+  cumoe_masked_args masked;
   cumoe_matmul_args matmul;
   cumoe_format format;
   cumoe_quantize_args quantize;
@@ -440,9 +443,10 @@ CALL(cumoe_debug_check, fill_handle, cumoe_debug_check(a->context, no_stream, a-
 #define ROUTING_ROWS(where)                                                                                            \
   INT("routing.score", where.score, 0, 3), INT("routing.top_k", where.top_k, 1, 4),                                    \
       STEPS("routing.n_group", where.n_group, 2, 8, 2, LOOSE), INT("routing.topk_group", where.topk_group, 1, 4),      \
-      INT("routing.group_score", where.group_score, 0, 1), FLAGS("routing.flags", where.flags, 7),                     \
+      INT("routing.group_score", where.group_score, 0, 1), FLAGS("routing.flags", where.flags, 15),                    \
       FLOAT("routed_scale", where.routed_scale), FLOAT("softcap", where.softcap),                                      \
-      FLOAT("renorm_eps", where.renorm_eps), FLOAT("renorm_min", where.renorm_min)
+      FLOAT("renorm_eps", where.renorm_eps), FLOAT("renorm_min", where.renorm_min),                                    \
+      FLOAT("logit_scale", where.logit_scale), FLOAT("mixer_eps", where.mixer_eps)
 #define DESC_ROWS                                                                                                      \
   NOT_NULL("desc", info), SIZE("desc.size", desc.size),                                                                \
       STEPS("desc.num_experts", desc.num_experts, EXPERTS, 1024, 1, LOOSE),                                            \
@@ -451,7 +455,7 @@ CALL(cumoe_debug_check, fill_handle, cumoe_debug_check(a->context, no_stream, a-
       STEPS("desc.shared_inter", desc.shared_inter, 0, 1 << 22, 8, 0),                                                 \
       ROW("desc.dtype", A_TYPE, desc.dtype, .types = FLOATS, .status = CUMOE_ERR_NOT_SUPPORTED),                       \
       ROW("desc.out_dtype", A_TYPE, desc.out_dtype, .types = OR_F32 | 1, .status = CUMOE_ERR_NOT_SUPPORTED),           \
-      INT("desc.act", desc.act, 0, 6), FLOAT("act_limit", desc.act_limit), FLAGS("desc.flags", desc.flags, 3),         \
+      INT("desc.act", desc.act, 0, 6), FLOAT("act_limit", desc.act_limit), FLAGS("desc.flags", desc.flags, 15),        \
       RESERVE("routing", desc.routing.reserved[3]), ROUTING_ROWS(desc.routing),                                        \
       INT("zero_experts", desc.routing.zero_experts, 0, 1024 - EXPERTS),                                               \
       INT("identity_experts", desc.routing.identity_experts, 0, 1024 - EXPERTS)
@@ -577,7 +581,7 @@ static void undo_bind(arguments *a)
   VIEW("desc." #field, bind.field.data, types, 16, 0), STRIDE(field, -1, LAYOUT), STRIDE(field, INT64_MIN, LAYOUT),    \
       STRIDE(field, 8, LAYOUT), STRIDE(field, 2052, MISALIGNED), STRIDE(field, (int64_t)1 << 61, INVALID_ARGUMENT),    \
       VALUE("desc." #field, bind.field.expert_stride, (int64_t)1 << 45, INVALID_ARGUMENT),                             \
-      RESERVE("desc." #field, bind.field.reserved[21]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
+      RESERVE("desc." #field, bind.field.reserved[13]), VIEW("bias", bind.field.bias, OR_F32, 0, OPTIONAL)
 FORM(cumoe_weights_bind, strided, fill_bind, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
      BIND_ROWS, PROJECTION(gate_up, BIT(BF16)))
 FORM(cumoe_weights_bind, tables, fill_bind_tables, undo_bind, false, cumoe_weights_bind(a->context, a->info, a->out),
@@ -666,6 +670,7 @@ static void fill_forward_logits(arguments *a)
   fill_forward(a, bench.plan);
   a->args.logits = give(CUMOE_F32, TOKENS, EXPERTS);
   a->args.select_bias = give(CUMOE_F32, 1, EXPERTS);
+  a->args.expert_scale = give(CUMOE_F32, 1, EXPERTS);
   a->args.ids_out = give_mut(CUMOE_I64, TOKENS, TOP_K);
   a->args.weights_out = give_mut(CUMOE_F32, TOKENS, TOP_K);
 }
@@ -693,12 +698,20 @@ CALL_FORM(cumoe_moe_forward, ids, fill_forward_ids, cumoe_moe_forward(a->plan, a
 CALL_FORM(cumoe_moe_forward, logits, fill_forward_logits, cumoe_moe_forward(a->plan, a->weights, a->info, no_stream),
           FORWARD_ROWS, VIEW("args.logits", args.logits, FLOATS, 0, OPTIONAL),
           VIEW("args.select_bias", args.select_bias, BIT(F32), 0, OPTIONAL),
+          VIEW("args.expert_scale", args.expert_scale, BIT(F32), 0, OPTIONAL),
           VIEW("args.ids_out", args.ids_out, INDICES, 0, OPTIONAL | OUT),
           VIEW("args.weights_out", args.weights_out, BIT(F32), 0, OPTIONAL | OUT))
 CALL_FORM(cumoe_moe_forward, router, fill_forward_router, cumoe_moe_forward(a->plan, a->weights, a->info, no_stream),
           FORWARD_ROWS, VIEW("args.router_weight", args.router_weight, OR_F32, 16, OPTIONAL),
           VIEW("args.router_bias", args.router_bias, OR_F32, 0, OPTIONAL), WEIGHTS("args.shared", args.shared),
           VIEW("args.shared_gate", args.shared_gate, OR_F32, 16, OPTIONAL))
+static void fill_forward_own(arguments *a)
+{
+  fill_forward_router(a);
+  a->args.router_x = give(CUMOE_BF16, TOKENS, HIDDEN);
+}
+CALL_FORM(cumoe_moe_forward, own, fill_forward_own, cumoe_moe_forward(a->plan, a->weights, a->info, no_stream),
+          FORWARD_ROWS, VIEW("args.router_x", args.router_x, BIT(BF16), 16, OPTIONAL))
 
 /* ---- cumoe/stages.h ------------------------------------------------------------------------------------- */
 
@@ -724,9 +737,57 @@ static void fill_gate(arguments *a)
 }
 CALL(cumoe_gate, fill_gate,
      cumoe_gate(a->context, a->info, a->v[0], a->v[1], as_mut(a->v[2]), as_mut(a->v[3]), no_stream), CONTEXT,
-     NOT_NULL("routing", info), RESERVE("routing", routing.reserved[9]), ROUTING_ROWS(routing),
+     NOT_NULL("routing", info), RESERVE("routing", routing.reserved[7]), ROUTING_ROWS(routing),
      VIEW("logits", v[0], FLOATS, 0, LOOSE), VIEW("select_bias", v[1], BIT(F32), 0, OPTIONAL),
      VIEW("ids", v[2], INDICES, 0, OUT), VIEW("weights", v[3], BIT(F32), 0, OUT))
+
+static void fill_router_with(arguments *a)
+{
+  a->router = (cumoe_router_args){.size = sizeof a->router,
+                                  .x = give(CUMOE_BF16, TOKENS, HIDDEN),
+                                  .weight = give(CUMOE_BF16, EXPERTS, HIDDEN),
+                                  .bias = give(CUMOE_F32, 1, EXPERTS),
+                                  .device_tokens = give(CUMOE_I32, 1, 1),
+                                  .logits = give_mut(CUMOE_F32, TOKENS, EXPERTS)};
+  a->info = &a->router;
+}
+CALL(cumoe_router_with, fill_router_with, cumoe_router_with(a->context, a->info, no_stream), CONTEXT,
+     NOT_NULL("args", info), SIZE("args.size", router.size), FLAGS("args.flags", router.flags, 8),
+     FLOAT("logit_scale", router.logit_scale), VIEW("x", router.x, FLOATS, 16, LOOSE),
+     VIEW("weight", router.weight, OR_F32, 16, LOOSE), VIEW("bias", router.bias, OR_F32, 0, OPTIONAL),
+     VIEW("args.device_tokens", router.device_tokens, BIT(I32), 0, OPTIONAL),
+     VIEW("logits", router.logits, BIT(F32), 0, OUT))
+
+static void fill_gate_with(arguments *a)
+{
+  a->gate = (cumoe_gate_args){.size = sizeof a->gate,
+                              .routing = cumoe_routing_deepseek_v3(TOP_K, 4, 2, 2.5f),
+                              .logits = give(CUMOE_F32, TOKENS, EXPERTS),
+                              .select_bias = give(CUMOE_F32, 1, EXPERTS),
+                              .expert_scale = give(CUMOE_F32, 1, EXPERTS),
+                              .device_tokens = give(CUMOE_I32, 1, 1),
+                              .ids = give_mut(CUMOE_I32, TOKENS, TOP_K),
+                              .weights = give_mut(CUMOE_F32, TOKENS, TOP_K)};
+  a->info = &a->gate;
+}
+static void fill_chosen_gate(arguments *a)
+{
+  fill_gate_with(a);
+  a->gate.chosen = cumoe_const(a->gate.ids);
+  a->gate.ids = no_view_mut();
+  a->gate.select_bias = no_view();
+}
+#define GATE_ROWS                                                                                                      \
+  CONTEXT, NOT_NULL("args", info), SIZE("args.size", gate.size), INT("args.reserved", gate.reserved, 0, 0),            \
+      RESERVE("routing", gate.routing.reserved[7]), ROUTING_ROWS(gate.routing),                                        \
+      VIEW("logits", gate.logits, FLOATS, 0, LOOSE),                                                                   \
+      VIEW("args.expert_scale", gate.expert_scale, BIT(F32), 0, OPTIONAL),                                             \
+      VIEW("args.device_tokens", gate.device_tokens, BIT(I32), 0, OPTIONAL),                                           \
+      VIEW("weights", gate.weights, BIT(F32), 0, OUT)
+CALL(cumoe_gate_with, fill_gate_with, cumoe_gate_with(a->context, a->info, no_stream), GATE_ROWS,
+     VIEW("select_bias", gate.select_bias, BIT(F32), 0, OPTIONAL), VIEW("ids", gate.ids, INDICES, 0, OUT))
+CALL_FORM(cumoe_gate_with, chosen, fill_chosen_gate, cumoe_gate_with(a->context, a->info, no_stream), GATE_ROWS,
+          VIEW("args.chosen", gate.chosen, INDICES, 0, 0))
 
 static void fill_route(arguments *a, int64_t tokens)
 {
@@ -736,7 +797,8 @@ static void fill_route(arguments *a, int64_t tokens)
                            .counts = give_mut(CUMOE_I32, 1, EXPERTS),
                            .offsets = give_mut(CUMOE_I32, 1, EXPERTS + 1),
                            .row_pair = give_mut(CUMOE_I32, 1, tokens * TOP_K),
-                           .slot_row = give_mut(CUMOE_I32, tokens, TOP_K)};
+                           .slot_row = give_mut(CUMOE_I32, tokens, TOP_K),
+                           .device_tokens = give(CUMOE_I32, 1, 1)};
   if (bench.cpu) memset(a->route.counts.data, 0, EXPERTS * 4);
   if (bench.cpu && tokens == TOKENS) memset(a->route.slot_row.data, 0xff, PAIRS * 4);
   a->pointer = &a->route;
@@ -746,6 +808,7 @@ static void fill_route(arguments *a, int64_t tokens)
       VIEW("route.counts", route.counts, BIT(I32), 0, traits),                                                         \
       VIEW("route.offsets", route.offsets, BIT(I32), 0, traits),                                                       \
       VIEW("route.row_pair", route.row_pair, BIT(I32), 0, traits),                                                     \
+      VIEW("route.device_tokens", route.device_tokens, BIT(I32), 0, OPTIONAL),                                         \
       VIEW("route.slot_row", route.slot_row, BIT(I32), 0, traits | shape | PACKED)
 #define WORKSPACE_STATUS .status = CUMOE_ERR_WORKSPACE
 
@@ -836,6 +899,31 @@ CALL(cumoe_combine, fill_combine, cumoe_combine(a->plan, a->pointer, a->info, no
      VIEW("args.residual", combine.residual, BIT(BF16), 16, OPTIONAL | IN_PLACE),
      VIEW("args.device_tokens", combine.device_tokens, BIT(I32), 0, OPTIONAL),
      VIEW("args.out", combine.out, BIT(BF16), 16, OUT))
+
+static void fill_masked(arguments *a)
+{
+  a->plan = bench.plan;
+  a->weights = bench.weights;
+  a->masked = (cumoe_masked_args){.size = sizeof a->masked,
+                                  .capacity = TOKENS,
+                                  .x = give(CUMOE_BF16, EXPERTS * TOKENS, HIDDEN),
+                                  .counts = give(CUMOE_I32, 1, EXPERTS),
+                                  .offsets = give(CUMOE_I32, 1, EXPERTS + 1),
+                                  .out = give_mut(CUMOE_BF16, EXPERTS * TOKENS, HIDDEN),
+                                  .workspace = give_mut(CUMOE_U8, 1, EXPERTS * TOKENS * INTER * 2)};
+  if (bench.cpu) memset((void *)(uintptr_t)a->masked.counts.data, 0, EXPERTS * 4);
+  a->info = &a->masked;
+}
+CALL(cumoe_masked_forward, fill_masked, cumoe_masked_forward(a->plan, a->weights, a->info, no_stream), FOREIGN_PLAN,
+     WEIGHTS("weights", weights), NOT_NULL("args", info), SIZE("args.size", masked.size),
+     INT("args.reserved", masked.reserved, 0, 0), LONG("args.capacity", masked.capacity, 0, INT32_MAX / EXPERTS),
+     VIEW("args.x", masked.x, BIT(BF16), 16, 0), VIEW("args.counts", masked.counts, BIT(I32), 0, 0),
+     VIEW("args.offsets", masked.offsets, BIT(I32), 0, 0), VIEW("args.out", masked.out, BIT(BF16), 16, OUT),
+     VIEW("args.workspace", masked.workspace, BIT(U8), 256, FREE_COLS | OUT),
+     ROW("args.workspace", A_LONG, masked.workspace.cols, .status = CUMOE_ERR_WORKSPACE))
+
+CALL(cumoe_masked_workspace, fill_plan, cumoe_masked_workspace(a->plan, a->rows, a->out), PLAN,
+     LONG("capacity", rows, 0, INT32_MAX / EXPERTS), NOT_NULL("bytes", out))
 
 static void fill_variant(arguments *a)
 {
@@ -1193,6 +1281,19 @@ CALL(cumoe_weights_repack, fill_repack,
      VIEW("to", v[0], BIT(U8), 256, OUT | FREE_COLS), VALUE("to", v[0].cols, 255, WORKSPACE),
      NOT_NULL("projection", host), NOT_NULL("format", pointer))
 
+static void fill_order(arguments *a)
+{
+  static int32_t g_idx[2 * 32], order[2 * 32];
+  for (int32_t k = 0; k < 2 * 32; k++) g_idx[k] = k % 2;
+  a->host = g_idx;
+  a->out = order;
+  a->rows = 2 * 32;
+  a->cols = 32;
+}
+CALL(cumoe_order_of_groups, fill_order, cumoe_order_of_groups(a->host, (int32_t)a->rows, (int32_t)a->cols, a->out),
+     NOT_NULL("g_idx", host), NOT_NULL("order", out), VALUE("in", rows, 63, INVALID_ARGUMENT),
+     VALUE("in", rows, 0, INVALID_ARGUMENT), VALUE("group", cols, 0, INVALID_ARGUMENT))
+
 static void fill_scan(arguments *a)
 {
   a->weights = bench.weights;
@@ -1254,6 +1355,19 @@ static int change_desc(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "routing.topk_group", r->n_group = 0, r->topk_group = 1)
   CHANGE(INVALID_ARGUMENT, "routing.topk_group", r->topk_group = 5)
   CHANGE(INVALID_ARGUMENT, "SCORE_AFTER_TOPK", r->flags = CUMOE_ROUTE_SCORE_AFTER_TOPK)
+  CHANGE(NOT_SUPPORTED, "routing.flags has CHOOSE_BY_LOGIT", r->score = CUMOE_SCORE_SOFTMAX,
+         r->flags = CUMOE_ROUTE_CHOOSE_BY_LOGIT)
+  CHANGE(INVALID_ARGUMENT, "routing.score is SPARSEMIXER", r->score = CUMOE_SCORE_SPARSEMIXER)
+  CHANGE(INVALID_ARGUMENT, "routing.score is SPARSEMIXER", r->score = CUMOE_SCORE_SPARSEMIXER, r->n_group = 0,
+         r->topk_group = 0, r->flags = CUMOE_ROUTE_CHOOSE_BY_LOGIT)
+  CHANGE(INVALID_ARGUMENT, "routing.always_experts is -1", r->always_experts = -1)
+  CHANGE(INVALID_ARGUMENT, "routing.always_experts is 2, must be 0 .. top_k - 1", r->always_experts = r->top_k = 2)
+  CHANGE(INVALID_ARGUMENT, "routing.n_group is 4, must be 1 .. 64 and divide the", r->always_experts = 1)
+  CHANGE(NOT_SUPPORTED, "routing.always_experts is 1, must be 0 with zero", r->always_experts = r->zero_experts = 1)
+  CHANGE(NOT_SUPPORTED, "routing.always_experts is 1, must be 0 with SPARSEMIXER and with", r->always_experts = 1,
+         r->score = CUMOE_SCORE_SOFTMAX)
+  CHANGE(INVALID_ARGUMENT, "routing.logits_dtype is u8, must be", r->logits_dtype = CUMOE_U8)
+  CHANGE(NOT_SUPPORTED, "LIMIT_AFTER", d->act = CUMOE_ACT_SWIGLU_OAI, d->flags = CUMOE_MOE_LIMIT_AFTER)
   CHANGE(NOT_SUPPORTED, "identity_experts", r->n_group = 0, r->topk_group = 0, r->identity_experts = 1,
          r->flags = CUMOE_ROUTE_WEIGHT_ON_INPUT)
   return n;
@@ -1264,7 +1378,7 @@ static int change_formats(int which, arguments *a, expectation *e)
   cumoe_moe_desc *d = &a->desc;
   cumoe_format *u = &d->up_format, *w = &d->down_format, *s = &d->shared_up_format;
   int n = 0;
-  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[11] is 7, must be 0", u->reserved[11] = 7)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.reserved[10] is 7, must be 0", u->reserved[10] = 7)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 0 (dense), all of desc.up_format", u->element = 0)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is 7, not a", u->element = 7)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.element is -1, not a", u->element = -1)
@@ -1299,13 +1413,17 @@ static int change_formats(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.origin[0] is 1, must be 0 with block[0] 0", u->block[0] = 0,
          u->origin[0] = 1)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.joined is 2, must be 0 or 1", u->joined = 2)
-  CHANGE(NOT_SUPPORTED, "desc.down_format.zero is 2, must be", w->zero = 2)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.zero is 3, must be", w->zero = 3)
+  CHANGE(INVALID_ARGUMENT, "desc.down_format.zero_add is 1, must be -16 .. 16, and 0 without", w->zero = 2,
+         w->zero_add = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up_format.act_order is 1, must be 0, or 1 with ROWS_AS_THEY_ARE", u->act_order = 1)
+  CHANGE(NOT_SUPPORTED, "desc.down_format.act_order is 2, must be 0, or 1", w->act_order = 2)
   CHANGE(NOT_SUPPORTED, "desc.up_format.zero is 1, must be", u->zero = 1)
   CHANGE(INVALID_ARGUMENT, "desc.down_format.zero_add is 17, must be -16 .. 16", w->zero_add = 17)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.zero_add is 1, must be -16 .. 16, and 0 without", u->zero_add = 1)
   CHANGE(NOT_SUPPORTED, "desc.up_format.global is 1, must be GLOBAL_NONE", u->global = 1)
   CHANGE(NOT_SUPPORTED, "desc.shared_up_format.global is 3, must be", s->global = 3)
-  CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is 4, not a cumoe_rows", u->rows = 4)
+  CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is 5, not a cumoe_rows", u->rows = 5)
   CHANGE(INVALID_ARGUMENT, "desc.up_format.rows is -1, not a cumoe_rows", u->rows = -1)
   CHANGE(NOT_SUPPORTED, "desc.down_format.rows is 2, must be ROWS_AS_THEY_ARE with element 5", w->rows = 2)
   CHANGE(NOT_SUPPORTED, "desc.up_format.row_element is 3, must be 0, or 1", u->row_element = CUMOE_ELEMENT_S8)
@@ -1362,6 +1480,16 @@ static int change_bind_formats(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.global.cols is 3, must be 2", up->global.cols = up->global.ld = 3)
   CHANGE(INVALID_ARGUMENT, "desc.down.global must be absent: the format has none", down->global = up->global)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up.input_scale must be absent: the format's rows", up->input_scale = up->global)
+  CHANGE(WRONG_DTYPE, "desc.down.zero.dtype is i32, must be f16", d->down_format.zero = CUMOE_ZERO_VALUES,
+         down->zero.data.rows = down->scale.data.rows)
+  CHANGE(INVALID_ARGUMENT, "desc.down.zero.rows is 8, must be", d->down_format.zero = CUMOE_ZERO_VALUES,
+         down->zero.data.dtype = CUMOE_F16)
+  CHANGE(INVALID_ARGUMENT, "desc.down.order is absent", d->down_format.act_order = 1)
+  CHANGE(INVALID_ARGUMENT, "desc.down.order must be absent: desc.down_format.act_order is 0", down->order = down->zero)
+  CHANGE(INVALID_ARGUMENT, "desc.down.order.cols is 2, must be 64", d->down_format.act_order = 1,
+         down->order = down->zero, down->order.data.rows = 1)
+  CHANGE(WRONG_DTYPE, "desc.down.order.dtype is f16, must be i32", d->down_format.act_order = 1,
+         down->order = down->scale, down->order.data.rows = 1, down->order.data.cols = down->order.data.ld = WIDE)
   CHANGE(LAYOUT, "desc.down_format.joined is 1, which is for", d->down_format.joined = 1)
   CHANGE(LAYOUT, "desc.up_format.joined is 1, which is for", d->up_format.joined = 1,
          d->gate_order = CUMOE_GATE_UP_INTERLEAVED)
@@ -1387,6 +1515,7 @@ static int change_bind_static(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "desc.up.input_scale.cols is 2, must be 1",
          d->up.input_scale.cols = d->up.input_scale.ld = 2)
   CHANGE(LAYOUT, "desc.gate.input_scale and desc.up.input_scale must be one", d->up.input_scale = other)
+  CHANGE(INVALID_ARGUMENT, "desc.gate.input_scale.rows is 1, must be", d->up_format.rows = CUMOE_ROWS_STATIC_EXPERT)
   CHANGE(LAYOUT, "and so must their scales", d->up.scale.expert_stride = 2)
   CHANGE(LAYOUT, "and so must their scales", d->up.scale.data.ld = 2)
   CHANGE(INVALID_ARGUMENT, "desc.down.input_scale must be absent", d->down.input_scale = other)
@@ -1412,7 +1541,7 @@ static int change_bind(int which, arguments *a, expectation *e)
   CHANGE(LAYOUT, "desc.up ", d->up.bias = d->down.bias)
   CHANGE(LAYOUT, "desc.up ", d->up.expert_stride = 8)
   CHANGE(NOT_SUPPORTED, "desc.gate.reserved[0]", d->gate.reserved[0] = 1)
-  CHANGE(NOT_SUPPORTED, "desc.up.reserved[21]", d->up.reserved[21] = 1)
+  CHANGE(NOT_SUPPORTED, "desc.up.reserved[13]", d->up.reserved[13] = 1)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_UNGATED)
   CHANGE(LAYOUT, "desc.gate_up", d->gate_order = CUMOE_GATE_UP_SEPARATE)
   CHANGE(INVALID_ARGUMENT, "desc.gate_up", d->gate_up.per_expert = odd)
@@ -1573,6 +1702,10 @@ static int change_forward_router(int which, arguments *a, expectation *e)
   CHANGE(INVALID_ARGUMENT, "args.x.rows", f->x.rows = INT32_MAX / TOP_K + 1)
   CHANGE(INVALID_ARGUMENT, "args.logits", f->logits = bench.logits)
   CHANGE(INVALID_ARGUMENT, "args.ids", f->ids = bench.ids, f->weights = bench.pair_weights)
+  CHANGE(INVALID_ARGUMENT, "args.select_bias must be absent: the caller has chosen", f->ids = bench.ids,
+         f->select_bias = bench.row)
+  CHANGE(INVALID_ARGUMENT, "args.ids_out must be absent: the caller has chosen", f->ids = bench.ids,
+         f->ids_out = as_mut(bench.ids))
   CHANGE(INVALID_ARGUMENT, "args.router_weight", f->router_weight = no_view())
   CHANGE(INVALID_ARGUMENT, "args.router_bias", f->router_weight = no_view(), f->logits = bench.logits)
   CHANGE(INVALID_ARGUMENT, "args.shared", f->shared = bench.weights)

@@ -764,9 +764,9 @@ static const char *type_name(int32_t dtype)
 
 static const char *class_name(const cumoe_variant_info *v)
 {
-  static const char *const fours[] = {"u4", "mx4", "nv4"};
+  static const char *const fours[] = {"u4", "af4", "mx4", "nv4"};
   char part[16];
-  for (int i = 0; i < 3 && v->w == CUMOE_U8; i++) {
+  for (int i = 0; i < 4 && v->w == CUMOE_U8; i++) {
     snprintf(part, sizeof part, "_%s_", fours[i]);
     if (strstr(v->name, part)) return fours[i];
   }

@@ -164,7 +164,7 @@ static void check_gated(const gate_case *c, const tensor *logits, const double *
   for (int64_t t = 0; t < logits->rows; t++) {
     for (int32_t e = 0; e < experts; e++) l[e] = (bounded){tensor_get(logits, t, e), 0};
     gate_tokens++;
-    if (!oracle_gate(&c->routing, experts, l, bias, want_ids, want)) {
+    if (!oracle_gate(&c->routing, experts, l, (gate_operands){.select_bias = bias}, want_ids, want)) {
       open_tokens++;
       continue;
     }
@@ -190,9 +190,10 @@ static void run_gate(cumoe_context context, const gate_case *c, logit_kind kind,
   case_begin("gate %s k %d T %d E %d logits %d %s ids %s", c->name, c->routing.top_k, tokens, experts, kind,
              cumoe_dtype_name((cumoe_dtype)dtype), cumoe_dtype_name((cumoe_dtype)ids_dtype));
   tensor logits = make_logits(&r, kind, c->routing.score, dtype, tokens, experts), ids[PASSES], weights[PASSES];
-  tensor bias = tensor_normal(&r, CUMOE_F32, 1, experts, 0, 0.2);
+  const int32_t choosable = experts - c->routing.always_experts;
+  tensor bias = tensor_normal(&r, CUMOE_F32, 1, choosable, 0, 0.2);
   double *plain_bias = scratch((size_t)experts, sizeof *plain_bias);
-  for (int32_t e = 0; e < experts; e++) plain_bias[e] = tensor_get(&bias, 0, e);
+  for (int32_t e = 0; e < choosable; e++) plain_bias[e] = tensor_get(&bias, 0, e);
   for (int pass = 0; pass < PASSES; pass++) {
     set_poison(pass);
     cumoe_view_mut out_ids = device_new(context, ids_dtype, tokens, c->routing.top_k, 1);
@@ -217,7 +218,7 @@ static gate_case with(const char *name, cumoe_routing routing, bool bias)
   return (gate_case){name, routing, bias};
 }
 
-enum { GATE_CASES = 17 };
+enum { GATE_CASES = 21 };
 
 static void make_gate_cases(gate_case *c, int32_t k, int32_t experts)
 {
@@ -249,6 +250,17 @@ static void make_gate_cases(gate_case *c, int32_t k, int32_t experts)
   c[15].routing.softcap = 3;
   c[16] = with("identity renormalised", cumoe_routing_make(CUMOE_SCORE_IDENTITY, k, CUMOE_ROUTE_RENORMALIZE), false);
   c[16].routing.renorm_min = 1e30f; /* sums near 0 would decide nothing */
+  c[17] =
+      with("sigmoid by logit with bias", cumoe_routing_make(CUMOE_SCORE_SIGMOID, k, CUMOE_ROUTE_CHOOSE_BY_LOGIT), true);
+  c[18] = with("softplus by logit in groups",
+               cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, k, CUMOE_ROUTE_CHOOSE_BY_LOGIT | CUMOE_ROUTE_RENORMALIZE),
+               true);
+  c[18].routing.n_group = groups;
+  c[18].routing.topk_group = stay;
+  c[19] = with("sparsemixer", cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, k, 0), false);
+  c[19].routing.mixer_eps = .1f;
+  c[20] = with("sigmoid, some always", cumoe_routing_make(CUMOE_SCORE_SIGMOID, k, CUMOE_ROUTE_RENORMALIZE), true);
+  c[20].routing.always_experts = least(2, k - 1);
 }
 
 void cases_gate(cumoe_context context)

@@ -65,6 +65,19 @@ const char *format_name(int which, cumoe_format *f)
               f->zero = CUMOE_ZERO_CODES_OUT, f->zero_add = 1, ORIGIN(f, 0, 64))
   FORMAT_CASE("int4 zeros a channel", *f = cumoe_format_int4(0, CUMOE_BF16), f->offset = 8,
               f->zero = CUMOE_ZERO_CODES_OUT, f->zero_add = -8)
+  FORMAT_CASE("int4 values g 64", *f = cumoe_format_affine4(64, CUMOE_BF16))
+  FORMAT_CASE("int4 values g 32 f32 in bytes, origin 32", *f = cumoe_format_affine4(32, CUMOE_F32), f->word = 1,
+              ORIGIN(f, 0, 32))
+  FORMAT_CASE("int4 values 16 x 128, offset 8, joined", *f = cumoe_format_affine4(128, CUMOE_F16), f->offset = 8,
+              f->block[0] = 16, f->joined = 1)
+  FORMAT_CASE("int4 values a channel", *f = cumoe_format_affine4(0, CUMOE_F16))
+  FORMAT_CASE("fp8 tensor, static of experts", *f = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC_EXPERT))
+  FORMAT_CASE("int8, static of experts", *f = cumoe_format_int8(CUMOE_F32), f->rows = CUMOE_ROWS_STATIC_EXPERT)
+  FORMAT_CASE("int4 g 32 in another order", *f = cumoe_format_int4(32, CUMOE_BF16), f->act_order = 1)
+  FORMAT_CASE("int4 zeros g 128 in another order", *f = cumoe_format_int4(128, CUMOE_F16), f->offset = 0,
+              f->zero = CUMOE_ZERO_CODES_OUT, f->act_order = 1)
+  FORMAT_CASE("u8 a16 g 64 in another order", *f = cumoe_format_int8(CUMOE_F16), AS_THEY_ARE(f),
+              f->element = CUMOE_ELEMENT_U8, f->offset = 128, BLOCK(f, 1, 64), f->act_order = 1)
   FORMAT_CASE("mxfp4", *f = cumoe_format_mxfp4())
   FORMAT_CASE("mxfp4, origin 96", *f = cumoe_format_mxfp4(), ORIGIN(f, 0, 96))
   FORMAT_CASE("mxfp4 in words, block 2 x 32", *f = cumoe_format_mxfp4(), f->word = 4, f->block[0] = 2)
@@ -83,7 +96,7 @@ static const char *class_of_format(const cumoe_format *f)
   case CUMOE_ELEMENT_S8:
   case CUMOE_ELEMENT_U8: return "s8";
   case CUMOE_ELEMENT_U4:
-  case CUMOE_ELEMENT_S4: return "u4";
+  case CUMOE_ELEMENT_S4: return f->zero == CUMOE_ZERO_VALUES ? "af4" : "u4";
   case CUMOE_ELEMENT_DENSE: break;
   }
   return "";
@@ -100,8 +113,8 @@ static bool has_class(const cumoe_variant_info *row, const char *class)
 
 bool row_has_format(const cumoe_variant_info *row)
 {
-  static const char *const classes[] = {"e4m3", "s8", "u4", "mx4", "nv4"};
-  for (int i = 0; i < 5; i++)
+  static const char *const classes[] = {"e4m3", "s8", "u4", "af4", "mx4", "nv4"};
+  for (int i = 0; i < 6; i++)
     if (row->bm > 0 && has_class(row, classes[i])) return true;
   return false;
 }
@@ -117,7 +130,7 @@ static int64_t unit_of(const cumoe_format *f)
 static bool takes_interleaved(const cumoe_format *f)
 {
   const bool even = f->block[0] <= 1 || (f->block[0] % 2 == 0 && f->origin[0] % 2 == 0);
-  return even && !f->joined && !f->zero;
+  return even && !f->joined && f->zero != CUMOE_ZERO_CODES_OUT;
 }
 
 void format_random_form(rng *r, layer_spec *s)
@@ -250,8 +263,10 @@ static void set_exact_channel(const channel_place *at, exact_content content)
     const int64_t most = content == EXACT_CODES ? 16 : 8;
     const unsigned zero = f->zero ? (unsigned)((at->channel * 3 + group * 5 + at->half * 7 + at->expert) % most) : 0;
     const int32_t add = f->zero ? f->zero_add : 0;
-    if (f->zero) zero_set(at, in, zero);
-    scale_set(at, in, exact_scale(at, content, in));
+    const double scale = exact_scale(at, content, in);
+    if (f->zero == CUMOE_ZERO_CODES_OUT) zero_set(at, in, zero);
+    if (f->zero == CUMOE_ZERO_VALUES) value_set(at, in, -scale * zero);
+    scale_set(at, in, scale);
     code_set(at, in, exact_code(at, content, in, (unsigned)(f->offset + add) + zero));
   }
 }
@@ -267,7 +282,8 @@ static void set_exact_projection(host_projection *p, const cumoe_format *f)
   if (format_is_dense(f) && p->data.data)
     memset(p->data.data, 0, (size_t)(p->data.rows * p->data.cols) * cumoe_dtype_bytes((cumoe_dtype)p->data.dtype));
   for (int64_t i = 0; i < p->global.rows * p->global.cols; i++) tensor_set(&p->global, 0, i, i % 3 == 1 ? 2 : 0.5);
-  if (p->input_scale.data) tensor_set(&p->input_scale, 0, 0, f->element == CUMOE_ELEMENT_S8 ? 0x1p-10 : 0x1p-12);
+  for (int64_t e = 0; e < p->input_scale.rows; e++)
+    tensor_set(&p->input_scale, e, 0, f->element == CUMOE_ELEMENT_S8 ? 0x1p-10 : e % 2 ? 0x1p-11 : 0x1p-12);
 }
 
 static void set_exact_weights(host_weights *w, exact_content content)
@@ -397,7 +413,7 @@ static bool set_wrong(cumoe_format *f, int which)
   const bool u4 = f->element == CUMOE_ELEMENT_U4, s8 = f->element == CUMOE_ELEMENT_S8 || f->element == CUMOE_ELEMENT_U8;
   switch (which) {
   case 0: return u4 && (f->offset = f->offset ? f->offset - 1 : 1, true);
-  case 1: return f->zero && (f->zero_add += 1, true);
+  case 1: return f->zero == CUMOE_ZERO_CODES_OUT && (f->zero_add += 1, true);
   case 2: return f->global && (f->global = CUMOE_GLOBAL_TIMES + CUMOE_GLOBAL_OVER - f->global, true);
   case 3: return f->origin[1] && (f->origin[1] = 0, true);
   case 4: return f->origin[0] && (f->origin[0] = 0, true);
@@ -405,11 +421,12 @@ static bool set_wrong(cumoe_format *f, int which)
     return s8 && (f->element = CUMOE_ELEMENT_S8 + CUMOE_ELEMENT_U8 - f->element, f->offset = 128 - f->offset, true);
   case 6: return u4 && !f->zero && f->offset == 8 && (f->element = CUMOE_ELEMENT_S4, f->offset = 0, true);
   case 7: return f->joined && f->block[0] && (f->joined = 0, true);
+  case 8: return f->act_order && (f->act_order = 0, true);
   default:
     return f->block[1] > 32 && f->block[1] <= 128 && (f->block[1] *= 2, true); /* group 64 read with a literal 128 */
   }
 }
-enum { WRONG_FORMATS = 9 };
+enum { WRONG_FORMATS = 10 };
 
 /* The order of nibbles, which no member tells: they are exchanged in memory. */
 static void swap_nibbles(tensor *t)
@@ -612,9 +629,11 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
 {
   const int32_t codes = f->element == CUMOE_ELEMENT_E4M3 ? CUMOE_E4M3 : CUMOE_I8;
   const bool becomes = format_has_codes(f);
-  if (!strcmp(row->op, "quantize")) return becomes && row->y == codes && row->x == dtype;
+  const bool own = f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT, takes_own = !strcmp(row->form, "expert");
+  if (!strcmp(row->op, "quantize"))
+    return own == takes_own && (becomes || own) && row->y == (becomes ? codes : dtype) && row->x == dtype;
   if (!has_class(row, class_of_format(f))) return false;
-  if (!strncmp(row->op, "few", 3) && becomes && f->rows != CUMOE_ROWS_GROUP) return false;
+  if (!strncmp(row->op, "few", 3) && (own || (becomes && f->rows != CUMOE_ROWS_GROUP))) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }

@@ -45,6 +45,28 @@ static const char *set_feature(layer_spec *s, int feature)
   FEATURE("softcap", r->softcap = 1.5f)
   FEATURE("routed scale", r->routed_scale = 2.446f)
   FEATURE("weight on input", r->flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT)
+  FEATURE("kolibri1",
+          *r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, 4, CUMOE_ROUTE_CHOOSE_BY_LOGIT | CUMOE_ROUTE_RENORMALIZE),
+          s->select_bias = true, s->input = INPUT_ROUTER)
+  FEATURE("gemma4", s->expert_scale = true, s->router_hidden = 40, s->input = INPUT_ROUTER,
+          r->flags = CUMOE_ROUTE_RENORMALIZE)
+  FEATURE("phimoe", *r = cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, 2, 0), r->mixer_eps = .2f)
+  FEATURE("sparsemixer from x", *r = cumoe_routing_make(CUMOE_SCORE_SPARSEMIXER, 3, 0), r->mixer_eps = .1f,
+          r->softcap = 4, s->input = INPUT_ROUTER)
+  FEATURE("inkling", *r = cumoe_routing_make(CUMOE_SCORE_SIGMOID, 5, CUMOE_ROUTE_RENORMALIZE), r->always_experts = 2,
+          r->routed_scale = 2, s->select_bias = true, s->expert_scale = true, s->input = INPUT_ROUTER)
+  FEATURE("always, after top-k", *r = cumoe_routing_gpt_oss(5), r->always_experts = 4)
+  FEATURE("chosen by the caller", *r = cumoe_routing_make(CUMOE_SCORE_SQRT_SOFTPLUS, 4, CUMOE_ROUTE_RENORMALIZE),
+          s->chosen = true, s->input = INPUT_ROUTER)
+  FEATURE("chosen by the caller, softmax", s->chosen = true, s->ids_dtype = CUMOE_I64)
+  FEATURE("chosen by the caller, hostile", s->chosen = true, s->pattern = PATTERN_HOSTILE, s->expert_scale = true)
+  FEATURE("logits rounded to bf16", s->input = INPUT_ROUTER, r->logits_dtype = CUMOE_BF16, s->router_bias = true)
+  FEATURE("logits rounded to f16, scaled", s->input = INPUT_ROUTER, r->logits_dtype = CUMOE_F16, r->logit_scale = .3f)
+  FEATURE("bias of the output", s->residual = RESIDUAL_BIAS)
+  FEATURE("bias of the output, scaled", s->residual = RESIDUAL_BIAS, s->out_scale = .5f, d->out_dtype = CUMOE_F32)
+  FEATURE("step3p7", d->act_limit = .4f, d->flags = CUMOE_MOE_LIMIT_AFTER)
+  FEATURE("geglu limited after", d->act = CUMOE_ACT_GELU_TANH, d->act_limit = .4f, d->flags = CUMOE_MOE_LIMIT_AFTER)
+  FEATURE("relu2 limited after", d->act = CUMOE_ACT_RELU2, d->act_limit = .3f, d->flags = CUMOE_MOE_LIMIT_AFTER)
   FEATURE("zero experts", r->zero_experts = 5)
   FEATURE("identity experts", r->identity_experts = 6)
   FEATURE("zero and identity experts", r->zero_experts = 3, r->identity_experts = 4, s->input = INPUT_ROUTER)

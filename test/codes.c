@@ -175,6 +175,11 @@ void zero_set(const channel_place *at, int64_t in, unsigned code)
   *word = (*word & ~(15u << shift)) | code << shift;
 }
 
+void value_set(const channel_place *at, int64_t in, double value)
+{
+  tensor_set(&at->projection->zero, scale_row(at), scale_column(at->format, in), value);
+}
+
 static double scale_at(const channel_place *at, int64_t in)
 {
   const double stored = tensor_get(&at->projection->scale, scale_row(at), scale_column(at->format, in));
@@ -193,15 +198,19 @@ static double global_of(const channel_place *at)
 void decode_channel(const channel_place *at, double *weights)
 {
   const cumoe_format *f = at->format;
+  const tensor *order = &at->projection->order, *zero = &at->projection->zero;
   const double global = global_of(at);
-  double scale = 0, taken = 0;
+  double scale = 0, taken = 0, value = 0;
   for (int64_t in = 0; in < at->ins; in++) {
     if (in == 0 || scale_column(f, in) != scale_column(f, in - 1)) {
       scale = scale_at(at, in) * global;
       taken = f->offset;
-      if (f->zero) taken += f->zero_add + (double)(*zero_word(at, in) >> (at->channel % 8 * 4) & 15);
+      if (f->zero == CUMOE_ZERO_CODES_OUT)
+        taken += f->zero_add + (double)(*zero_word(at, in) >> (at->channel % 8 * 4) & 15);
+      if (f->zero == CUMOE_ZERO_VALUES) value = tensor_get(zero, scale_row(at), scale_column(f, in));
     }
-    weights[in] = (element_value(f->element, code_get(at, in)) - taken) * scale;
+    const int64_t k = f->act_order ? (int64_t)tensor_get(order, at->expert, in) : in;
+    weights[k] = (element_value(f->element, code_get(at, in)) - taken) * scale + value;
   }
 }
 
@@ -215,7 +224,7 @@ static double largest_code(const cumoe_format *f)
 float group_scale(const cumoe_format *f, float most, float static_scale)
 {
   if (isnan(most)) return NAN;
-  if (f->rows == CUMOE_ROWS_STATIC) return static_scale;
+  if (f->rows == CUMOE_ROWS_STATIC || f->rows == CUMOE_ROWS_STATIC_EXPERT) return static_scale;
   const float scale = (most < 1e-10f ? 1e-10f : most) / (float)largest_code(f);
   if (f->row_scale != CUMOE_E8M0 || isinf(scale)) return scale;
   int exponent;

@@ -11,9 +11,10 @@
  * With a format: in units of storage, and what the format has besides; `data` NULL where it has not. */
 typedef struct host_projection {
   tensor data, bias;  /* bias: [E, channels] */
-  tensor scale, zero; /* [E * rows, blocks along in] */
+  tensor scale, zero; /* [E * rows, blocks along in]; zero: words, or values like scales */
   tensor global;      /* [E, halves] or [E, 1] */
-  tensor input_scale; /* [1, 1] */
+  tensor input_scale; /* [1, 1] or [E, 1] */
+  tensor order;       /* [E, in] */
 } host_projection;
 
 /* Code of an element; e4m3 0x7f and 0xff are NaN. */
@@ -44,6 +45,8 @@ unsigned code_get(const channel_place *at, int64_t in);
 void code_set(const channel_place *at, int64_t in, unsigned code);
 void scale_set(const channel_place *at, int64_t in, double value); /* E8M0, E4M3: the code */
 void zero_set(const channel_place *at, int64_t in, unsigned code);
+void value_set(const channel_place *at, int64_t in, double value);
+/* weights[k] is what activation k is multiplied with. */
 void decode_channel(const channel_place *at, double *weights);
 
 /* Activations as codes: code * scale. `step`: the distance between neighbouring codes there, times the scale. */

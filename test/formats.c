@@ -31,7 +31,7 @@ typedef struct source {
   double ulps;   /* of f32, between the exact value and the producer's arithmetic */
 } source;
 
-enum { SOURCES = 16 };
+enum { SOURCES = 19 };
 
 static void list_sources(source *list)
 {
@@ -55,6 +55,9 @@ static void list_sources(source *list)
       {"ggml_q4_0", cumoe_format_ggml(CUMOE_GGML_Q4_0), CUMOE_OUT_IN, 0, 0},
       {"ggml_q6_k", cumoe_format_ggml(CUMOE_GGML_Q6_K), CUMOE_OUT_IN, 0, .5},
       {"ggml_mxfp4", cumoe_format_ggml(CUMOE_GGML_MXFP4), CUMOE_OUT_IN, 0, 0},
+      {"ggml_q4_1", cumoe_format_ggml(CUMOE_GGML_Q4_1), CUMOE_OUT_IN, 0, .5},
+      {"ggml_q4_k", cumoe_format_ggml(CUMOE_GGML_Q4_K), CUMOE_OUT_IN, 0, 2},
+      {"gptq_order", cumoe_format_gptq(32, 1), CUMOE_IN_OUT, 0, 0},
       {"all_e4m3", cumoe_format_fp8_channel(CUMOE_F32), 0, 0, 0},
       {"all_e2m1_e8m0", cumoe_format_mxfp4(), 0, CUMOE_E8M0, 0},
   };
@@ -109,6 +112,12 @@ static cumoe_repack_args repack_of(cumoe_context context, const source *s, const
     const tensor some = {all.dtype, t.rows * count, t.cols, all.data + skip};
     *views[i] = device_put(context, &some, 1 + i); /* no alignment */
   }
+  const tensor g_idx = part_of(s->name, "g_idx");
+  if (!g_idx.data) return a;
+  tensor order = tensor_new(CUMOE_I32, 1, p->in);
+  CHECK_OK(cumoe_order_of_groups((const int32_t *)(const void *)g_idx.data, p->in, s->format.block[1],
+                                 (int32_t *)(void *)order.data));
+  a.order = device_put(context, &order, 0);
   return a;
 }
 
@@ -132,11 +141,13 @@ static void place_repacked(cumoe_context context, const source *s, placed *p)
   CHECK_OK(cumoe_weights_repack(context, &b, part, &other, &format, NULL));
   CHECK_OK(cumoe_weights_repack(context, &both, again, &other, &format, NULL));
   check_guards(context, "to", again);
-  const cumoe_view views[2][3] = {{p->projection.data, p->projection.scale.data, p->projection.zero.data},
-                                  {other.data, other.scale.data, other.zero.data}};
-  tensor *const parts[] = {&p->host.data, &p->host.scale, &p->host.zero};
-  for (int i = 0; i < 3; i++) {
-    const int64_t strides[] = {other.expert_stride, other.scale.expert_stride, other.zero.expert_stride};
+  const cumoe_projection *first = &p->projection;
+  const cumoe_view views[2][4] = {{first->data, first->scale.data, first->zero.data, first->order.data},
+                                  {other.data, other.scale.data, other.zero.data, other.order.data}};
+  tensor *const parts[] = {&p->host.data, &p->host.scale, &p->host.zero, &p->host.order};
+  for (int i = 0; i < 4; i++) {
+    const int64_t strides[] = {other.expert_stride, other.scale.expert_stride, other.zero.expert_stride,
+                               other.order.expert_stride};
     if (!views[0][i].data) continue;
     *parts[i] = gather(context, views[0][i], strides[i], p->experts);
     const tensor stack = gather(context, views[1][i], strides[i], p->experts);
@@ -189,14 +200,65 @@ static double *decoded(const placed *p)
   return w;
 }
 
+/* With values a producer's difference may be smaller than what it is of. */
 static void check_values(const source *s, const placed *p, const double *w)
 {
+  double most = 0;
+  for (int64_t i = 0; i < (int64_t)p->out * p->in && p->format.zero == CUMOE_ZERO_VALUES; i++)
+    most = fmax(most, fabs(w[i]));
   for (int64_t i = 0; i < (int64_t)p->out * p->in; i++) {
-    const double want = tensor_get(&p->weights, 0, i), off = fabs(w[i] - want);
-    const bool same = isnan(want) ? isnan(w[i]) : s->ulps > 0 ? off <= s->ulps * 0x1p-23 * fabs(want) : w[i] == want;
+    const double want = tensor_get(&p->weights, 0, i), off = fabs(w[i] - want), size = fmax(most, fabs(want));
+    const bool same = isnan(want) ? isnan(w[i]) : s->ulps > 0 ? off <= s->ulps * 0x1p-23 * size : w[i] == want;
     if (!CHECK_MSG(same, "n %d k %d: %.9g, %s has %.9g", (int)(i / p->in), (int)(i % p->in), w[i], s->name, want))
       return;
   }
+}
+
+static tensor one_hot(int64_t rows, int64_t cols)
+{
+  const tensor t = tensor_new(CUMOE_BF16, rows, cols);
+  for (int64_t i = 0; i < rows; i++) tensor_set(&t, i, i % cols, 1);
+  return t;
+}
+
+/* The whole layer, which alone gives activations another order; down hands h on: out's first columns are column k. */
+static void check_forward(cumoe_context context, const placed *p, const double *w, const cumoe_moe_desc *desc,
+                          cumoe_weights_desc d)
+{
+  const int64_t rows = (int64_t)p->experts * p->in;
+  const tensor x = one_hot(rows, p->in);
+  tensor down = tensor_new(CUMOE_BF16, rows, p->out), ids = tensor_new(CUMOE_I32, rows, 1),
+         weights = tensor_new(CUMOE_F32, rows, 1);
+  for (int64_t i = 0; i < rows; i++) {
+    if (i % p->in < p->out) tensor_set(&down, i, i % p->in, 1);
+    tensor_set(&ids, i, 0, (double)(i / p->in));
+    tensor_set(&weights, i, 0, 1);
+  }
+  d.down.data = device_put(context, &down, 0);
+  cumoe_weights bound = NULL;
+  cumoe_plan plan = NULL;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+  CHECK_OK(cumoe_plan_create(context, desc, &plan));
+  CHECK_OK(cumoe_plan_workspace(plan, rows, &bytes));
+  const cumoe_moe_args a = {.size = sizeof a,
+                            .x = device_put(context, &x, 8),
+                            .ids = device_put(context, &ids, 0),
+                            .weights = device_put(context, &weights, 0),
+                            .out = device_new(context, CUMOE_BF16, rows, p->in, 8),
+                            .workspace = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0)};
+  CHECK_OK(cumoe_moe_forward(plan, bound, &a, NULL));
+  const tensor got = device_get(context, cumoe_const(a.out));
+  for (int64_t i = 0; i < rows * p->out; i++) {
+    const int64_t row = i / p->out, n = i % p->out;
+    const double want = round_to(w[(row / p->in * p->out + n) * p->in + row % p->in], CUMOE_BF16);
+    if (!CHECK_MSG(tensor_get(&got, row, n) == want, "token %d n %d: %g, must be %g", (int)row, (int)n,
+                   tensor_get(&got, row, n), want))
+      break;
+  }
+  check_guards(context, "workspace", a.workspace);
+  CHECK_OK(cumoe_plan_destroy(plan));
+  CHECK_OK(cumoe_weights_destroy(bound));
 }
 
 /* A token for each expert and k, a one at k: h is column k. */
@@ -216,14 +278,18 @@ static void check_layer(cumoe_context context, const placed *p, const double *w)
   d.up_major = d.down_major = CUMOE_OUT_IN;
   d.up_format = p->format;
   d.up = p->projection;
+  if (p->format.act_order) {
+    check_forward(context, p, w, &desc, d);
+    return;
+  }
   d.down.data = cumoe_const(device_new(context, CUMOE_BF16, p->experts * p->in, p->out, 0));
   cumoe_weights weights = NULL;
   cumoe_plan plan = NULL;
   CHECK_OK(cumoe_weights_bind(context, &d, &weights));
   CHECK_OK(cumoe_plan_create(context, &desc, &plan));
-  tensor x = tensor_new(CUMOE_BF16, rows, p->in), counts = tensor_new(CUMOE_I32, 1, p->experts),
+  tensor x = one_hot(rows, p->in), counts = tensor_new(CUMOE_I32, 1, p->experts),
          offsets = tensor_new(CUMOE_I32, 1, p->experts + 1), order = tensor_new(CUMOE_I32, 1, rows);
-  for (int i = 0; i < rows; i++) tensor_set(&x, i, i % p->in, 1), tensor_set(&order, 0, i, i);
+  for (int i = 0; i < rows; i++) tensor_set(&order, 0, i, i);
   for (int e = 0; e <= p->experts; e++) {
     if (e < p->experts) tensor_set(&counts, 0, e, p->in);
     tensor_set(&offsets, 0, e, e * p->in);
@@ -290,6 +356,19 @@ static void test_equal(cumoe_context context)
   }
 }
 
+/* One matrix. */
+static placed repacked(cumoe_context context, const cumoe_repack_args *a)
+{
+  placed p = {.experts = 1, .out = a->out, .in = a->in};
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_repack_size(a, &bytes));
+  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
+  CHECK_OK(cumoe_weights_repack(context, a, to, &p.projection, &p.format, NULL));
+  p.host.data = gather(context, p.projection.data, 0, 1);
+  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  return p;
+}
+
 /* Signed codes, two channels a byte: no producer's file, so by the words of the manual. */
 static void test_modelopt(cumoe_context context)
 {
@@ -302,13 +381,7 @@ static void test_modelopt(cumoe_context context)
   a.format = cumoe_format_modelopt_int4(32, CUMOE_F32);
   a.codes = device_put(context, &codes, 3);
   a.scale = device_put(context, &scale, 0);
-  placed p = {.experts = 1, .out = OUT, .in = IN};
-  size_t bytes = 0;
-  CHECK_OK(cumoe_weights_repack_size(&a, &bytes));
-  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
-  CHECK_OK(cumoe_weights_repack(context, &a, to, &p.projection, &p.format, NULL));
-  p.host.data = gather(context, p.projection.data, 0, 1);
-  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  const placed p = repacked(context, &a);
   const double *w = decoded(&p);
   for (int n = 0; n < OUT; n++)
     for (int k = 0; k < IN; k++) {
@@ -334,13 +407,7 @@ static void run_gptq8(cumoe_context context, uint32_t order)
   a.format.zero = CUMOE_ZERO_NONE;
   a.codes = device_put(context, &codes, 3);
   a.scale = device_put(context, &scale, 1);
-  placed p = {.experts = 1, .out = OUT, .in = IN};
-  size_t bytes = 0;
-  CHECK_OK(cumoe_weights_repack_size(&a, &bytes));
-  const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
-  CHECK_OK(cumoe_weights_repack(context, &a, to, &p.projection, &p.format, NULL));
-  p.host.data = gather(context, p.projection.data, 0, 1);
-  p.host.scale = gather(context, p.projection.scale.data, 0, 1);
+  const placed p = repacked(context, &a);
   const double *w = decoded(&p);
   for (int n = 0; n < OUT; n++)
     for (int i = 0; i < IN; i++) { /* byte i % 4 of a word holds the code that the order's digit says */
@@ -368,6 +435,7 @@ static void test_refusals(cumoe_context context)
   size_t bytes = 0;
   CHECK_OK(cumoe_weights_repack_size(&good, &bytes));
   const cumoe_view_mut to = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 256 - (int64_t)(bytes % 256));
+  const cumoe_view order = cumoe_const(device_new(context, CUMOE_I32, 1, p.in, 0));
   cumoe_projection projection;
   cumoe_format format;
 #define REFUSED(status, words, from, change)                                                                           \
@@ -386,7 +454,16 @@ static void test_refusals(cumoe_context context)
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.codes.rows", good, a.codes.rows--);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "multiple of 8", good, a.out = 36);
   REFUSED(CUMOE_ERR_LAYOUT, "args.major", good, a.major = 0);
-  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "minimum a block", blocks, a.format.ggml = 12);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "other sizes", blocks, a.format.ggml = 13);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "multiple of 256", blocks, a.format.ggml = CUMOE_GGML_Q4_K);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "GGUF has none", blocks, a.order = order);
+  REFUSED(CUMOE_ERR_WRONG_DTYPE, "args.order", good, (a.order = order, a.order.dtype = CUMOE_F32));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.order.cols", good, (a.order = order, a.order.cols--));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.order.rows", good, (a.order = order, a.order.rows = 2));
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "begin with the order", good, (a.order = order, a.format.origin[1] = 32));
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "args.order says it", good, a.format.act_order = 1);
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "ZERO_VALUES are read in place", good,
+          (a.format.zero = CUMOE_ZERO_VALUES, a.format.zero_add = 0));
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "all else", blocks, a.format.block[1] = 32);
   REFUSED(CUMOE_ERR_LAYOUT, "GGUF", blocks, a.major = CUMOE_IN_OUT);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "inside", blocks, a.scale = good.scale);
@@ -394,12 +471,38 @@ static void test_refusals(cumoe_context context)
   case_end();
 }
 
+/* The order of groups: a stable sort; what is none is refused. */
+static void test_order(void)
+{
+  enum { IN = 96, GROUP = 32 };
+  int32_t g_idx[IN], order[IN], seen[IN] = {0};
+  case_begin("order of groups");
+  for (int32_t k = 0; k < IN; k++) g_idx[k] = k * 7 % IN / GROUP;
+  CHECK_OK(cumoe_order_of_groups(g_idx, IN, GROUP, order));
+  for (int32_t k = 0; k < IN; k++) {
+    CHECK(g_idx[order[k]] == k / GROUP && !seen[order[k]]++);
+    CHECK(k % GROUP == 0 || order[k - 1] < order[k]);
+  }
+  g_idx[5] = IN / GROUP;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(g_idx, IN, GROUP, order));
+  CHECK_TEXT("g_idx[5] is 3, must be 0 .. 2");
+  g_idx[5] = (g_idx[6] + 1) % 3;
+  for (int32_t k = 0; k < IN; k++) g_idx[k] = k == 0;
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_order_of_groups(g_idx, IN, GROUP, order));
+  CHECK_TEXT("g_idx has group 0 95 times, must have it 32 times");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(g_idx, IN, 36, order));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(NULL, IN, GROUP, order));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_order_of_groups(g_idx, IN, GROUP, NULL));
+  case_end();
+}
+
 int main(int argc, char **argv)
 {
   char error[256] = "";
-  static const test_group groups[] = {GROUP("producers", test_producers, ANYWHERE),
-                                      GROUP("equal", test_equal, ANYWHERE), GROUP("modelopt", test_modelopt, ANYWHERE),
-                                      GROUP("gptq8", test_gptq8, ANYWHERE), GROUP("refusals", test_refusals, ON_CPU)};
+  static const test_group groups[] = {
+      GROUP("producers", test_producers, ANYWHERE), GROUP("equal", test_equal, ANYWHERE),
+      GROUP("modelopt", test_modelopt, ANYWHERE),   GROUP("gptq8", test_gptq8, ANYWHERE),
+      GROUP("refusals", test_refusals, ON_CPU),     ALONE("order", test_order, ONCE)};
   if (!safetensors_open("test/data/formats/formats.safetensors", &file, error, sizeof error)) {
     printf("%s\n0 passed, 1 failed, 0 skipped\n", error);
     return 1;

@@ -223,8 +223,9 @@ static void set_choices(const cumoe_routing *r, int32_t experts, const bounded *
   for (int32_t e = 0; e < experts; e++) {
     bool by_logit = bias == NULL && r->n_group == 0;
     c[e].bias = bias ? bias[e] : 0;
-    c[e].choice = by_logit ? c[e].raw : c[e].score.value + c[e].bias;
-    c[e].slack = by_logit ? logits[e].bound : c[e].score.bound + 4 * ulp * fabs(c[e].choice);
+    const bounded ranked = r->flags & CUMOE_ROUTE_CHOOSE_BY_LOGIT ? c[e].logit : c[e].score;
+    c[e].choice = by_logit ? c[e].raw : ranked.value + c[e].bias;
+    c[e].slack = by_logit ? logits[e].bound : ranked.bound + 4 * ulp * fabs(c[e].choice);
     if (isnan(c[e].raw)) c[e].choice = NAN;
   }
 }
@@ -274,28 +275,77 @@ static void renormalize(const cumoe_routing *r, bounded *w)
   }
 }
 
-bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits, const double *select_bias,
-                 int32_t *ids, bounded *weights)
+/* Of SCORE_SPARSEMIXER: slot j's logit against those that slots before it have left, near enough to it. False: how near
+ * an expert is is open. */
+static bool mixed_weight(const cumoe_routing *r, int32_t experts, const candidate *c, int32_t j, bounded *weight)
 {
-  candidate *c = scratch((size_t)experts, sizeof *c);
-  bool sure = true, after = r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK;
-  double scale = r->routed_scale == 0 ? 1 : r->routed_scale;
-  load_candidates(r, experts, logits, c);
-  set_choices(r, experts, logits, select_bias, c);
+  const double top = c[j].logit.value, eps = 2 * (double)r->mixer_eps;
+  double sum = 0, error = 0;
+  bool sure = true;
+  for (int32_t e = j; e < experts; e++) {
+    const double l = c[e].logit.value, size = fmax(fabs(l), top), distance = (top - l) / size;
+    const double slack = 8 * ulp * (1 + fabs(distance)) + 4 * (c[e].logit.bound + c[j].logit.bound) / fabs(size);
+    if (isnan(c[e].raw)) continue;
+    if (fabs(distance - eps) <= slack && exp(l - top) > 1e-9) sure = false;
+    if (distance > eps || !(l > -INFINITY)) continue;
+    sum += exp(l - top);
+    error += exp(l - top) * (2 * (c[e].logit.bound + c[j].logit.bound) + 2 * ulp * (top - l));
+  }
+  *weight = (bounded){1 / sum, (error / sum + 64 * ulp) / sum};
+  return sure;
+}
+
+/* In the order of their slots. False: open. */
+static bool rank_candidates(const cumoe_routing *r, int32_t experts, candidate *c)
+{
+  const int32_t chosen = r->top_k - r->always_experts;
+  bool sure = true;
   if (r->n_group > 0) sure = choose_groups(r, experts, c);
   qsort(c, (size_t)experts, sizeof *c, compare_candidates);
-  for (int32_t j = 0; j < r->top_k; j++) {
-    ids[j] = c[j].id;
+  for (int32_t j = 0; j < chosen; j++)
     if (j + 1 < experts && c[j + 1].open) sure &= decided(&c[j], &c[j + 1]);
-    weights[j] = after ? c[j].logit : c[j].score;
-    if (!(c[j].raw > -INFINITY) && !after) weights[j] = (bounded){0, 0};
-    if (isnan(c[j].raw) && after) weights[j] = (bounded){NAN, 0};
+  return sure;
+}
+
+/* Slot j's expert; NULL: none. */
+static const candidate *slot_expert(const cumoe_routing *r, int32_t experts, const candidate *c, gate_operands with,
+                                    int32_t j)
+{
+  const int32_t chosen = r->top_k - r->always_experts, open = experts - r->always_experts;
+  if (!with.chosen) return j < chosen ? &c[j] : &c[open + j - chosen];
+  for (int32_t e = 0; e < experts; e++)
+    if (c[e].id == with.chosen[j]) return &c[e];
+  return NULL;
+}
+
+bool oracle_gate(const cumoe_routing *r, int32_t experts, const bounded *logits, gate_operands with, int32_t *ids,
+                 bounded *weights)
+{
+  candidate *c = scratch((size_t)experts, sizeof *c);
+  const bool after = r->flags & CUMOE_ROUTE_SCORE_AFTER_TOPK;
+  const double scale = r->routed_scale == 0 ? 1 : r->routed_scale;
+  load_candidates(r, experts, logits, c);
+  set_choices(r, experts - r->always_experts, logits, with.select_bias, c);
+  bool sure = rank_candidates(r, experts - r->always_experts, c) || with.chosen;
+  for (int32_t j = 0; j < r->top_k; j++) {
+    const candidate *e = slot_expert(r, experts, c, with, j);
+    const double raw = e ? e->raw : NAN;
+    ids[j] = with.chosen ? with.chosen[j] : e->id;
+    weights[j] = !e ? (bounded){0, 0} : after ? e->logit : e->score;
+    if (!(raw > -INFINITY) && !after)
+      weights[j] = (bounded){0, 0};
+    else if (isnan(raw) && after)
+      weights[j] = (bounded){NAN, 0};
+    else if (r->score == CUMOE_SCORE_SPARSEMIXER)
+      sure &= mixed_weight(r, experts, c, (int32_t)(e - c), &weights[j]);
   }
   if (after) softmax(weights, r->top_k);
   if (r->flags & CUMOE_ROUTE_RENORMALIZE) renormalize(r, weights);
   for (int32_t j = 0; j < r->top_k; j++) {
-    weights[j].value *= scale;
-    weights[j].bound = weights[j].bound * scale + ulp * fabs(weights[j].value);
+    const bool there = ids[j] >= 0 && ids[j] < experts;
+    const double factor = scale * (with.expert_scale && there ? with.expert_scale[ids[j]] : 1);
+    weights[j].value *= factor;
+    weights[j].bound = weights[j].bound * fabs(factor) + 2 * ulp * fabs(weights[j].value);
   }
   return sure;
 }
@@ -389,25 +439,26 @@ static void quantise_group(const cumoe_format *f, float given, const bounded *x,
   }
 }
 
-static operand_row as_codes(const cumoe_format *f, const tensor *given, int64_t cols, const bounded *x)
+static operand_row as_codes(const cumoe_format *f, float given, int64_t cols, const bounded *x)
 {
   bounded *to = scratch((size_t)cols, sizeof *to);
   double *more = scratch((size_t)cols * 3, sizeof *more);
   const bool groups = f->rows == CUMOE_ROWS_GROUP;
-  const float input_scale = given->data ? (float)tensor_get(given, 0, 0) : 0;
   for (int64_t at = 0, count; at < cols; at += count) {
     count = groups ? f->row_group - (f->origin[1] + at) % f->row_group : cols;
     if (count > cols - at) count = cols - at;
-    quantise_group(f, input_scale, x + at, count, to + at, more + at, more + cols + at, more + 2 * cols + at);
+    quantise_group(f, given, x + at, count, to + at, more + at, more + cols + at, more + 2 * cols + at);
   }
   return (operand_row){to, more, more + cols, more + 2 * cols};
 }
 
-static operand_row operand_of(const host_weights *w, int part, const bounded *x)
+static operand_row operand_of(const host_weights *w, int part, int64_t expert, const bounded *x)
 {
   const channel_place at = oracle_channel(w, part, 0, 0);
+  const tensor *given = &at.projection->input_scale;
   if (!format_has_codes(at.format)) return (operand_row){x, NULL, NULL, NULL};
-  return as_codes(at.format, &at.projection->input_scale, at.ins, x);
+  const double scale = given->data ? tensor_get(given, given->rows > 1 ? expert : 0, 0) : 0;
+  return as_codes(at.format, (float)scale, at.ins, x);
 }
 
 /* act(g) with its slope and the error of evaluating it in f32. */
@@ -442,13 +493,19 @@ static bounded clamped(bounded b, double low, double high)
 static bounded gated(const cumoe_moe_desc *d, bounded gate, bounded up)
 {
   double limit = d->act_limit, alpha = d->act_alpha == 0 ? (double)1.702f : (double)d->act_alpha;
+  const bool behind = d->flags & CUMOE_MOE_LIMIT_AFTER;
   if (limit > 0) {
-    gate = clamped(gate, -INFINITY, limit);
+    if (!behind) gate = clamped(gate, -INFINITY, limit);
     up = clamped(up, -limit, limit);
   }
   if (d->act == CUMOE_ACT_SWIGLU_OAI) up = (bounded){up.value + 1, up.bound + ulp * (1 + fabs(up.value))};
   activation a = activate(d->act, alpha, gate);
-  double act_bound = a.slope * gate.bound + a.error, value = a.value * up.value;
+  double act_bound = a.slope * gate.bound + a.error;
+  if (limit > 0 && behind) {
+    const bounded least = clamped((bounded){a.value, act_bound + 4 * ulp * fabs(a.value)}, -INFINITY, limit);
+    a.value = least.value, act_bound = least.bound + 4 * ulp * limit;
+  }
+  double value = a.value * up.value;
   return (bounded){value, act_bound * (fabs(up.value) + up.bound) + fabs(a.value) * up.bound + 2 * ulp * fabs(value)};
 }
 
@@ -469,7 +526,7 @@ void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, c
 {
   bounded *plain = scratch((size_t)w->hidden, sizeof *plain);
   for (int64_t k = 0; k < w->hidden; k++) plain[k] = (bounded){x[k], 0};
-  const operand_row a = operand_of(w, PLAIN_UP, plain);
+  const operand_row a = operand_of(w, PLAIN_UP, expert, plain);
   for (int64_t n = 0; n < w->inter; n++) {
     bounded up = projected(w, PLAIN_UP, expert, n, a, weight);
     if (w->gate_order != CUMOE_UNGATED) {
@@ -483,7 +540,7 @@ void oracle_up(const cumoe_moe_desc *d, const host_weights *w, int64_t expert, c
 
 void oracle_down(const host_weights *w, int64_t expert, const bounded *h, bounded *y)
 {
-  const operand_row a = operand_of(w, PLAIN_DOWN, h);
+  const operand_row a = operand_of(w, PLAIN_DOWN, expert, h);
   for (int64_t n = 0; n < w->hidden; n++) y[n] = projected(w, PLAIN_DOWN, expert, n, a, (bounded){1, 0});
 }
 
@@ -529,23 +586,43 @@ int32_t oracle_destination(const cumoe_moe_desc *d, const tensor *expert_map, do
   return local >= 0 && local < d->local_experts ? (int32_t)local : -1;
 }
 
+static const double *row_or_null(const tensor *t, int64_t cols)
+{
+  double *row = t ? scratch((size_t)cols, sizeof *row) : NULL;
+  for (int64_t i = 0; row && i < cols; i++) row[i] = tensor_get(t, 0, i);
+  return row;
+}
+
+/* As the gate reads them. */
+static bounded *logits_of(const layer_case *c, int64_t token, int32_t experts)
+{
+  const cumoe_routing *r = &c->desc->routing;
+  bounded *logits = scratch((size_t)experts, sizeof *logits);
+  const double scale = r->logit_scale > 0 ? r->logit_scale : 1;
+  for (int32_t e = 0; c->logits && e < experts; e++) logits[e] = (bounded){tensor_get(c->logits, token, e), 0};
+  if (c->logits) return logits;
+  oracle_router(c->router_x ? c->router_x : c->x, token, c->router_weight, c->router_bias, logits);
+  for (int32_t e = 0; e < experts; e++) {
+    if (r->logits_dtype) logits[e] = oracle_rounded(logits[e], r->logits_dtype);
+    if (scale == 1) continue;
+    const double scaled = (float)(logits[e].value * scale);
+    logits[e] = (bounded){scaled, logits[e].bound * scale + (logits[e].bound > 0 ? ulp * fabs(scaled) : 0)};
+  }
+  return logits;
+}
+
 static bool route_token(const layer_case *c, int64_t token, int32_t *ids, bounded *weights)
 {
   const cumoe_routing *r = &c->desc->routing;
-  int32_t experts = c->desc->num_experts + r->zero_experts + r->identity_experts;
-  bounded *logits = scratch((size_t)experts, sizeof *logits);
-  double *bias = c->select_bias ? scratch((size_t)experts, sizeof *bias) : NULL;
-  for (int32_t j = 0; c->ids && j < r->top_k; j++) {
-    ids[j] = (int32_t)tensor_get(c->ids, token, j);
+  const int32_t experts = c->desc->num_experts + r->zero_experts + r->identity_experts;
+  int32_t *chosen = scratch((size_t)r->top_k, sizeof *chosen);
+  for (int32_t j = 0; c->ids && j < r->top_k; j++) ids[j] = chosen[j] = (int32_t)tensor_get(c->ids, token, j);
+  for (int32_t j = 0; c->id_weights && j < r->top_k; j++)
     weights[j] = (bounded){tensor_get(c->id_weights, token, j), 0};
-  }
-  if (c->ids) return true;
-  for (int32_t e = 0; e < experts; e++) {
-    if (c->logits) logits[e] = (bounded){tensor_get(c->logits, token, e), 0};
-    if (bias) bias[e] = tensor_get(c->select_bias, 0, e);
-  }
-  if (!c->logits) oracle_router(c->x, token, c->router_weight, c->router_bias, logits);
-  return oracle_gate(r, experts, logits, bias, ids, weights);
+  if (c->id_weights) return true;
+  const gate_operands with = {row_or_null(c->select_bias, experts - r->always_experts),
+                              row_or_null(c->expert_scale, experts), c->ids ? chosen : NULL};
+  return oracle_gate(r, experts, logits_of(c, token, experts), with, ids, weights);
 }
 
 /* An expert's output as stored: h and y rounded to the type of the layer. */
@@ -575,7 +652,8 @@ static void reduce_layer(const layer_case *c, int64_t token, const double *x, co
   int32_t hidden = c->desc->hidden;
   bounded gate;
   double *residual = c->residual ? scratch((size_t)hidden, sizeof *residual) : NULL;
-  for (int32_t i = 0; residual && i < hidden; i++) residual[i] = tensor_get(c->residual, token, i);
+  for (int32_t i = 0; residual && i < hidden; i++)
+    residual[i] = tensor_get(c->residual, c->residual->rows == 1 ? 0 : token, i);
   terms->residual = residual;
   terms->shared = c->shared ? expert_output(c, c->shared, 0, x, (bounded){1, 0}) : NULL;
   if (c->shared_gate) {

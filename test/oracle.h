@@ -50,10 +50,16 @@ bounded oracle_rounded(bounded b, int32_t dtype);
 /* logits [E] of row `token` of x; bias may have data NULL. */
 void oracle_router(const tensor *x, int64_t token, const tensor *weight, const tensor *bias, bounded *logits);
 
+/* Besides logits, each NULL or [E]; chosen: [k]. */
+typedef struct gate_operands {
+  const double *select_bias, *expert_scale;
+  const int32_t *chosen;
+} gate_operands;
+
 /* ids[k], weights[k] of one token. False: the bounds leave open which ids are right (scores within rounding of
- * each other), so that they cannot be compared. select_bias: [E] or NULL. */
-bool oracle_gate(const cumoe_routing *routing, int32_t experts, const bounded *logits, const double *select_bias,
-                 int32_t *ids, bounded *weights);
+ * each other), so that they cannot be compared. */
+bool oracle_gate(const cumoe_routing *routing, int32_t experts, const bounded *logits, gate_operands with, int32_t *ids,
+                 bounded *weights);
 
 /* h[I] before rounding to its type, of one row; weight: the pair's weight on the input, or 1. */
 void oracle_up(const cumoe_moe_desc *desc, const host_weights *w, int64_t expert, const double *x, bounded weight,
@@ -78,8 +84,10 @@ void oracle_combine(const combine_terms *terms, bounded *out);
 typedef struct layer_case {
   const cumoe_moe_desc *desc; /* local_experts set; out_dtype set */
   const host_weights *weights, *shared;
-  const tensor *x, *router_weight, *router_bias, *logits, *ids, *id_weights; /* one routing form; the others NULL */
-  const tensor *select_bias, *expert_map, *shared_gate, *residual;           /* NULL: absent */
+  const tensor *x, *router_weight, *router_bias, *logits, *ids, *id_weights; /* one routing form, or ids
+                                                                                   that are weighed by another */
+  const tensor *select_bias, *expert_map, *shared_gate, *residual; /* NULL: absent; residual may be of 1 row */
+  const tensor *router_x, *expert_scale;                           /* likewise */
   double out_scale;
 } layer_case;
 

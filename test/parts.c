@@ -20,9 +20,12 @@ static host_projection projection_new(const host_weights *w, int part, weights_f
   }
   p.data = tensor_new(format_storage(f), e * at.outs, at.ins / format_unit(f));
   p.scale = tensor_new(f->scale, e * format_scale_rows(f, at.outs, at.halves, at.interleaved), groups);
-  if (f->zero) p.zero = tensor_new(CUMOE_I32, e * ((at.outs + 7) / 8), groups);
+  if (f->zero == CUMOE_ZERO_CODES_OUT) p.zero = tensor_new(CUMOE_I32, e * ((at.outs + 7) / 8), groups);
+  if (f->zero == CUMOE_ZERO_VALUES) p.zero = tensor_new(f->scale, p.scale.rows, groups);
   if (f->global) p.global = tensor_new(CUMOE_F32, e, form.one_global ? 1 : at.halves);
   if (f->rows == CUMOE_ROWS_STATIC) p.input_scale = tensor_new(CUMOE_F32, 1, 1);
+  if (f->rows == CUMOE_ROWS_STATIC_EXPERT) p.input_scale = tensor_new(CUMOE_F32, e, 1);
+  if (f->act_order) p.order = tensor_new(CUMOE_I32, e, at.ins);
   return p;
 }
 
@@ -86,10 +89,11 @@ static void fill_codes(rng *r, const tensor *t, const cumoe_format *f)
 /* Root of the mean of the squares of all values. */
 static double spread_of(const cumoe_format *f)
 {
+  const double middle = f->offset + (f->zero ? 7.5 + f->zero_add : 0);
   double sum = 0;
   const unsigned count = element_codes(f->element);
   for (unsigned c = 0; c < count; c++) {
-    const double v = element_value(f->element, c) - f->offset - (f->zero ? 7.5 + f->zero_add : 0);
+    const double v = element_value(f->element, c) - middle;
     if (!isnan(v)) sum += v * v;
   }
   return sqrt(sum / count);
@@ -110,8 +114,22 @@ static void fill_scales(rng *r, const host_projection *p, const cumoe_format *f,
     const double value = deviation / spread_of(f) / 60 * (0.6 + rng_uniform(r));
     tensor_set(&p->global, 0, i, f->global == CUMOE_GLOBAL_OVER ? 1 / value : value);
   }
-  if (f->zero) fill_codes(r, &p->zero, f);
-  if (p->input_scale.data) tensor_set(&p->input_scale, 0, 0, 3.1 / (f->element == CUMOE_ELEMENT_E4M3 ? 448 : 127));
+  if (f->zero == CUMOE_ZERO_CODES_OUT) fill_codes(r, &p->zero, f);
+  for (int64_t i = 0; f->zero == CUMOE_ZERO_VALUES && i < p->zero.rows * p->zero.cols; i++)
+    tensor_set(&p->zero, 0, i, -(5 + 5 * rng_uniform(r)) * tensor_get(&p->scale, 0, i));
+  for (int64_t e = 0; e < p->input_scale.rows; e++)
+    tensor_set(&p->input_scale, e, 0, (3.1 + (double)e) / (f->element == CUMOE_ELEMENT_E4M3 ? 448 : 127));
+}
+
+/* Each of 0 .. in - 1 once, by chance. */
+static void fill_order(rng *r, const tensor *order)
+{
+  for (int64_t e = 0; e < order->rows; e++)
+    for (int64_t k = 0; k < order->cols; k++) {
+      const int64_t other = rng_below(r, k + 1);
+      tensor_set(order, e, k, tensor_get(order, e, other));
+      tensor_set(order, e, other, (double)k);
+    }
 }
 
 void weights_fill(rng *r, host_weights *w, fill kind)
@@ -127,9 +145,11 @@ void weights_fill(rng *r, host_weights *w, fill kind)
     } else {
       fill_codes(r, &all[i]->data, f);
       fill_scales(r, all[i], f, 1 / sqrt(depth));
+      fill_order(r, &all[i]->order);
     }
   }
   if (w->gate.input_scale.data) w->gate.input_scale = w->up.input_scale; /* both multiply the same x */
+  if (w->gate.order.data) w->gate.order = w->up.order;
 }
 
 host_weights random_weights(rng *r, const cumoe_moe_desc *d, int32_t experts, int32_t inter, weights_form form)
@@ -190,6 +210,7 @@ static cumoe_projection projection_put(cumoe_context context, const host_project
   result.zero = array_put(context, &p->zero, experts, form.gap % 2, form.gap / 2, form.per_expert && form.gap % 2 == 0);
   if (p->global.data) result.global = device_put(context, &p->global, form.gap);
   if (p->input_scale.data) result.input_scale = device_put(context, &p->input_scale, form.gap);
+  result.order = array_put(context, &p->order, experts, form.gap % 2, form.gap, form.per_expert && form.gap < 2);
   if (p->bias.data) result.bias = device_put(context, &p->bias, form.gap);
   return result;
 }
@@ -202,7 +223,7 @@ cumoe_weights weights_put(cumoe_context context, const host_weights *w, weights_
   d.gate = projection_put(context, &w->gate, w->experts, form);
   d.up = projection_put(context, &w->up, w->experts, form);
   d.down = projection_put(context, &w->down, w->experts, form);
-  if (d.gate.data.dtype) d.up.input_scale = d.gate.input_scale;
+  if (d.gate.data.dtype) d.up.input_scale = d.gate.input_scale, d.up.order = d.gate.order;
   CHECK_OK(cumoe_weights_bind(context, &d, &weights));
   return weights;
 }

@@ -82,7 +82,7 @@ static int32_t one_of(rng *r, const int32_t *list, int count)
 static cumoe_format random_format(rng *r)
 {
   cumoe_format f;
-  switch (rng_below(r, 8)) {
+  switch (rng_below(r, 11)) {
   case 0: f = cumoe_format_fp8_block(rng_below(r, 2) ? CUMOE_BF16 : CUMOE_E8M0); break;
   case 1: f = cumoe_format_fp8_tensor((cumoe_rows)rng_below(r, 3)); break;
   case 2: f = cumoe_format_fp8_channel(CUMOE_F32); break;
@@ -90,6 +90,9 @@ static cumoe_format random_format(rng *r)
   case 4: f = cumoe_format_int4(32 << rng_below(r, 3), CUMOE_BF16); break;
   case 5: f = cumoe_format_mxfp4(); break;
   case 6: f = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES); break;
+  case 7: f = cumoe_format_affine4(32 << rng_below(r, 3), CUMOE_BF16); break;
+  case 8: f = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC_EXPERT); break;
+  case 9: f = cumoe_format_int4(32, CUMOE_F16), f.act_order = 1; break;
   default: f = (cumoe_format){0};
   }
   if (f.block[1]) f.origin[1] = 32 * (int32_t)rng_below(r, 8);
@@ -143,11 +146,13 @@ static op_shape with_format(op_shape s, const cumoe_format *f)
   s.in = !codes ? s.out : f->element == CUMOE_ELEMENT_E4M3 ? DT_E4M3 : DT_I8;
   s.format = f->element == CUMOE_ELEMENT_DENSE  ? dense_format(s.out)
              : f->element == CUMOE_ELEMENT_E4M3 ? FORMAT_e4m3
+             : f->zero == CUMOE_ZERO_VALUES     ? FORMAT_af4
              : f->element == CUMOE_ELEMENT_U4   ? FORMAT_u4
              : !four                            ? FORMAT_s8
              : f->scale == CUMOE_E4M3           ? FORMAT_nv4
                                                 : FORMAT_mx4;
-  s.rows_mode = f->rows;
+  s.rows_mode = f->rows == CUMOE_ROWS_STATIC_EXPERT ? (int32_t)ROWS_STATIC : f->rows;
+  s.by_expert = f->rows == CUMOE_ROWS_STATIC_EXPERT || f->act_order;
   const int32_t steps = f->block[1] | (f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0);
   for (s.scale_run = 1 << 30; steps && (steps | f->origin[1]) % s.scale_run; s.scale_run /= 2) continue;
   if (f->element) s.major = MAJOR_K;
@@ -226,6 +231,7 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
                 (s->major == MAJOR_N) == (v->form == FORM_ntile);
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
+  if (v->form == FORM_few && s->by_expert) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
@@ -693,7 +699,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
   const map_chunks c = map_chunking(smaller(tokens, INT32_MAX / (int64_t)k) * (int64_t)k);
 #define CODES(name, what, count, cols)                                                                                 \
-  {#name "_codes", w->name##_codes, (what).rows ? (wide)(count) * (cols) : 0},                                         \
+  {#name "_codes", w->name##_codes, (wide)(count) * (cols) * ((what).act_order ? 2 : (what).rows ? 1 : 0)},            \
   {                                                                                                                    \
 #name "_scale", w->name##_scale, (wide)(count)*groups_of(&(what), cols) * 4                                        \
   }
@@ -713,7 +719,8 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       {"shared_h", w->shared_h, t * d->shared_inter * element},
       {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
       {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0},
-      CODES(x, d->up_format, t, d->hidden),
+      CODES(x, d->up_format, d->up_format.act_order || d->up_format.rows == CUMOE_ROWS_STATIC_EXPERT ? t * k : t,
+            d->hidden),
       CODES(h, d->down_format, t * k, d->inter),
       CODES(shared_x, d->shared_up_format, t, d->hidden),
       CODES(shared_h, d->shared_down_format, t, d->shared_inter)};
@@ -877,6 +884,16 @@ static const variant *row_at(const layer_plan *p, stage s)
   return p->steps[s].row < 0 ? NULL : &variants[p->steps[s].row];
 }
 
+/* Activations become rows of an expert's own; become anything. */
+static bool is_by_expert(const cumoe_format *f)
+{
+  return f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT;
+}
+static bool is_changed(const cumoe_format *f)
+{
+  return f->act_order || f->rows;
+}
+
 /* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and
  * `grid_size` say of the shape as this program works it out. */
 static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
@@ -893,10 +910,12 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
                                    [STAGE_up] = routed,
                                    [STAGE_down] = routed,
                                    [STAGE_combine] = routed,
-                                   [STAGE_quantize_x] = routed && d->up_format.rows,
-                                   [STAGE_quantize_h] = routed && d->down_format.rows,
-                                   [STAGE_shared_quantize_x] = c->has_shared && d->shared_up_format.rows,
-                                   [STAGE_shared_quantize_h] = c->has_shared && d->shared_down_format.rows,
+                                   [STAGE_arrange_x] = routed && is_by_expert(&d->up_format),
+                                   [STAGE_quantize_x] =
+                                       routed && is_changed(&d->up_format) && !is_by_expert(&d->up_format),
+                                   [STAGE_quantize_h] = routed && is_changed(&d->down_format),
+                                   [STAGE_shared_quantize_x] = c->has_shared && is_changed(&d->shared_up_format),
+                                   [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
                                    [STAGE_few_up] = p->few,
                                    [STAGE_few_down] = p->few && !p->few_in_one};
   static const stage at[] = {STAGE_router, STAGE_gate, STAGE_map_count, STAGE_map, STAGE_COUNT, STAGE_up, STAGE_down};

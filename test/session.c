@@ -82,16 +82,20 @@ static tensor map_new(rng *r, const layer_spec *s)
 static void make_routing(rng *r, const layer_spec *s, layer_inputs *in)
 {
   const int32_t experts = spec_router_experts(s), k = s->desc.routing.top_k;
+  const int32_t hidden = s->router_hidden ? s->router_hidden : s->desc.hidden;
   if (s->input == INPUT_IDS) {
     in->ids = route_tokens(r, s->pattern, s->ids_dtype, s->tokens, k, experts);
     in->id_weights = random_tensor(r, CUMOE_F32, s->tokens, k, 0.5);
   } else if (s->input == INPUT_LOGITS) {
     in->logits = tensor_normal(r, s->logits_dtype, s->tokens, experts, 0, 2);
   } else {
-    in->router_weight = tensor_normal(r, s->router_dtype, experts, s->desc.hidden, 0, 2 / sqrt((double)s->desc.hidden));
+    in->router_weight = tensor_normal(r, s->router_dtype, experts, hidden, 0, 2 / sqrt((double)hidden));
     if (s->router_bias) in->router_bias = random_tensor(r, s->router_dtype, 1, experts, 0.5);
   }
-  if (s->select_bias) in->select_bias = random_tensor(r, CUMOE_F32, 1, experts, 0.3);
+  if (s->select_bias) in->select_bias = random_tensor(r, CUMOE_F32, 1, experts - s->desc.routing.always_experts, 0.3);
+  if (s->chosen) in->ids = route_tokens(r, s->pattern, s->ids_dtype, s->tokens, k, experts);
+  if (s->router_hidden) in->router_x = random_tensor(r, s->desc.dtype, s->tokens, hidden, 1);
+  if (s->expert_scale) in->expert_scale = random_tensor(r, CUMOE_F32, 1, experts, 1.5);
   if (s->expert_map || local_experts(s) < s->desc.num_experts) in->expert_map = map_new(r, s);
 }
 
@@ -112,8 +116,9 @@ layer_inputs layer_inputs_new(const layer_spec *s)
   in.routed = random_weights(&r, &s->desc, local_experts(s), s->desc.inter, form_of(s, false));
   if (s->desc.shared_inter) in.shared = random_weights(&r, &s->desc, 1, s->desc.shared_inter, form_of(s, true));
   if (s->shared_gate) in.shared_gate = random_tensor(&r, s->router_dtype, 1, hidden, 1 / sqrt((double)hidden));
-  if (s->residual) in.residual = random_tensor(&r, out_dtype(s), s->tokens, hidden, 1);
-  tensor *const rows[] = {&in.x, &in.ids, &in.id_weights, &in.logits, &in.residual};
+  if (s->residual)
+    in.residual = random_tensor(&r, out_dtype(s), s->residual == RESIDUAL_BIAS ? 1 : s->tokens, hidden, 1);
+  tensor *const rows[] = {&in.x, &in.ids, &in.id_weights, &in.logits, &in.residual, &in.router_x};
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) repeat_rows(s, rows[i]);
   return in;
 }
@@ -138,7 +143,10 @@ static void put_inputs(session *s)
   a->select_bias = put(s, &in->select_bias, 1);
   a->expert_map = put(s, &in->expert_map, 1);
   a->shared_gate = put(s, &in->shared_gate, 8);
-  if (s->spec->residual == RESIDUAL_SEPARATE) a->residual = put(s, &in->residual, 8);
+  a->router_x = put(s, &in->router_x, 8);
+  a->expert_scale = put(s, &in->expert_scale, 1);
+  if (s->spec->residual == RESIDUAL_SEPARATE || s->spec->residual == RESIDUAL_BIAS)
+    a->residual = put(s, &in->residual, 8);
   if (!s->spec->device_count) return;
   tensor count = tensor_new(CUMOE_I32, 1, 1);
   tensor_set(&count, 0, 0, s->spec->device_tokens);
@@ -155,7 +163,7 @@ static void make_outputs(session *s)
   a->workspace = device_new(s->context, CUMOE_U8, 1, (int64_t)bytes, 0);
   a->out = device_new(s->context, out_dtype(p), rows_of_out(p, p->tokens), p->desc.hidden, p->pad * 8);
   if (!p->optional_outputs) return;
-  if (p->input != INPUT_IDS) a->ids_out = device_new(s->context, p->ids_dtype, p->tokens, k, p->pad);
+  if (p->input != INPUT_IDS && !p->chosen) a->ids_out = device_new(s->context, p->ids_dtype, p->tokens, k, p->pad);
   if (p->input != INPUT_IDS) a->weights_out = device_new(s->context, CUMOE_F32, p->tokens, k, p->pad);
   a->counts_out = device_new(s->context, CUMOE_I32, 1, local_experts(p), p->pad);
   a->load = device_new(s->context, CUMOE_I64, 1, local_experts(p), p->pad);
@@ -318,10 +326,11 @@ static tensor permuted_rows(const tensor *t, const int64_t *order)
 layer_inputs take_tokens(const layer_inputs *in, const int64_t *order, int64_t count)
 {
   layer_inputs out = *in;
-  tensor *const per_token[] = {&out.x, &out.ids, &out.id_weights, &out.logits, &out.residual};
+  tensor *const per_token[] = {&out.x, &out.ids, &out.id_weights, &out.logits, &out.router_x, &out.residual};
+  const tensor *const from[] = {&in->x, &in->ids, &in->id_weights, &in->logits, &in->router_x, &in->residual};
   for (size_t i = 0; i < sizeof per_token / sizeof per_token[0]; i++) {
-    per_token[i]->rows = per_token[i]->data ? count : 0;
-    const tensor *from[] = {&in->x, &in->ids, &in->id_weights, &in->logits, &in->residual};
+    if (from[i]->rows != in->x.rows) continue; /* absent, or one for all */
+    per_token[i]->rows = count;
     tensor part = *from[i];
     part.rows = per_token[i]->rows;
     *per_token[i] = permuted_rows(&part, order);
@@ -372,6 +381,8 @@ layer_case layer_case_of(const layer_spec *spec, const layer_inputs *in, cumoe_m
                       .expert_map = given(&in->expert_map),
                       .shared_gate = given(&in->shared_gate),
                       .residual = given(&in->residual),
+                      .router_x = given(&in->router_x),
+                      .expert_scale = given(&in->expert_scale),
                       .out_scale = spec->out_scale == 0 ? 1 : (double)spec->out_scale};
 }
 
@@ -411,6 +422,7 @@ static bool check_token(const layer_spec *s, layer_case c, const layer_outputs *
   for (int64_t t = token; t < spec_present(s); t += step) {
     if (got->ids.data) check_choice_valid(s, got, t);
     if (got->ids.data && decided) check_routing(s, got, &want, t);
+    if (s->chosen && got->weights.data) check_bounded_row("weights_out", &got->weights, t, want.weights);
     for (int64_t j = 0; j < width; j++)
       check_bounded_row("out", &got->out, t * width + j, want.out + j * s->desc.hidden);
   }

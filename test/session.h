@@ -8,7 +8,7 @@
 #include "parts.h"
 
 typedef enum routing_input { INPUT_IDS, INPUT_LOGITS, INPUT_ROUTER } routing_input;
-typedef enum residual_form { RESIDUAL_NONE, RESIDUAL_SEPARATE, RESIDUAL_IN_PLACE } residual_form;
+typedef enum residual_form { RESIDUAL_NONE, RESIDUAL_SEPARATE, RESIDUAL_IN_PLACE, RESIDUAL_BIAS } residual_form;
 
 typedef struct layer_spec {
   cumoe_moe_desc desc;
@@ -19,6 +19,8 @@ typedef struct layer_spec {
   int32_t router_dtype, logits_dtype, ids_dtype;
   weights_form form;
   bool router_bias, select_bias, expert_map, shared_gate, optional_outputs;
+  bool expert_scale, chosen; /* chosen: ids are given besides what input says */
+  int32_t router_hidden;     /* 0: the router reads x */
   residual_form residual;
   float out_scale;
   int64_t pad;           /* added to leading dimensions: of x and out by 8 elements, of the others by 1 */
@@ -36,6 +38,7 @@ int64_t spec_present(const layer_spec *s);        /* tokens that the call works 
 typedef struct layer_inputs {
   host_weights routed, shared;
   tensor x, router_weight, router_bias, logits, ids, id_weights, select_bias, expert_map, shared_gate, residual;
+  tensor router_x, expert_scale;
 } layer_inputs;
 
 layer_inputs layer_inputs_new(const layer_spec *spec);

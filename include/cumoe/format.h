@@ -3,6 +3,7 @@
  * in memory and what becomes of activations; a family of checkpoints is a preset (at the end, with tensors' names).
  *
  *   weight = (code - offset - zero point) * scale * global        an exact real number, "global" or 1 / "global"
+ *   weight = (code - offset) * scale + value                      with CUMOE_ZERO_VALUES
  *
  * A kernel may round a weight once to the activations' type. Scales always multiply, also where a checkpoint calls
  * them weight_scale_inv. Sums are f32; of s8 codes times s8 codes exact.
@@ -32,8 +33,9 @@ typedef enum cumoe_packing {
 } cumoe_packing;
 
 typedef enum cumoe_zero {
-  CUMOE_ZERO_NONE = 0,     /* `offset` alone */
-  CUMOE_ZERO_CODES_OUT = 1 /* I32 words of eight 4-bit zero points, neighbours along out: [ceil(out / 8), groups] */
+  CUMOE_ZERO_NONE = 0,      /* `offset` alone */
+  CUMOE_ZERO_CODES_OUT = 1, /* I32 words of eight 4-bit zero points, neighbours along out: [ceil(out / 8), groups] */
+  CUMOE_ZERO_VALUES = 2     /* U4: numbers that are added, as many and of the type as scales; portable kernels alone */
 } cumoe_zero;
 
 typedef enum cumoe_global {
@@ -48,10 +50,11 @@ typedef enum cumoe_global {
  * rounded to nearest even, saturated. NaN stays in its token.
  */
 typedef enum cumoe_rows {
-  CUMOE_ROWS_AS_THEY_ARE = 0, /* w8a16, w4a16: 16-bit activations */
-  CUMOE_ROWS_STATIC = 1,      /* one given scale: cumoe_projection.input_scale */
-  CUMOE_ROWS_TOKEN = 2,       /* a scale a token */
-  CUMOE_ROWS_GROUP = 3        /* a scale for each row_group channels of a token, counted from origin[1] */
+  CUMOE_ROWS_AS_THEY_ARE = 0,  /* w8a16, w4a16: 16-bit activations */
+  CUMOE_ROWS_STATIC = 1,       /* one given scale: cumoe_projection.input_scale */
+  CUMOE_ROWS_TOKEN = 2,        /* a scale a token */
+  CUMOE_ROWS_GROUP = 3,        /* a scale for each row_group channels of a token, counted from origin[1] */
+  CUMOE_ROWS_STATIC_EXPERT = 4 /* a given scale an expert: x becomes codes once a slot instead of once a token */
 } cumoe_rows;
 
 /*
@@ -78,15 +81,35 @@ typedef struct cumoe_format {
   int32_t row_element; /* E4M3 weights: E4M3; S8, U8 weights: S8; 0: as the weights */
   int32_t row_group;   /* ROWS_GROUP: 128 */
   int32_t row_scale;   /* F32 (0 means F32), or E8M0: rounded up to a power of two */
-  int32_t ggml; /* read after cumoe_weights_repack only: a ggml_type, blocks of codes with their scales; 0: none */
-  int32_t reserved[12]; /* 0 */
+  int32_t ggml;      /* read after cumoe_weights_repack only: a ggml_type, blocks of codes with their scales; 0: none */
+  int32_t act_order; /* 1: code j of a row multiplies activation order[j] (cumoe_projection.order), an expert's own
+                        order; ROWS_AS_THEY_ARE. Costs a pass over the rows of every expert */
+  int32_t reserved[11]; /* 0 */
 } cumoe_format;
 
 static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t block_out, int32_t block_in,
                                              cumoe_dtype scale, cumoe_rows rows)
 {
-  cumoe_format f = {(int32_t)element, 0, 0, 0, 0, 0,  {block_out, block_in}, {0, 0}, 0, (int32_t)scale, 0, 0, 0,
-                    (int32_t)rows,    0, 0, 0, 0, {0}};
+  cumoe_format f = {(int32_t)element,
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                    {block_out, block_in},
+                    {0, 0},
+                    0,
+                    (int32_t)scale,
+                    0,
+                    0,
+                    0,
+                    (int32_t)rows,
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                    {0}};
   return f;
 }
 
@@ -103,7 +126,9 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
  *   MiniMax-M2                                fp8_block   W.weight, W.weight_scale_inv
  *   GLM-4.5-FP8, GLM-4.5-Air-FP8, llm-compressor's *-FP8-dynamic (Qwen3-30B-A3B, Llama-4)
  *                                             fp8_channel P.weight, P.weight_scale
- *   Mixtral-8x7B-FP8, Mixtral-8x22B-FP8       fp8_tensor  W.weight, W.weight_scale, W.input_scale
+ *   Mixtral-8x7B-FP8, Mixtral-8x22B-FP8; ModelOpt's *-FP8
+ *                                             fp8_tensor  W or P .weight, .weight_scale, .input_scale (an expert's own:
+ *                                                         ROWS_STATIC_EXPERT; w1's and w3's are one: take the larger)
  *   llm-compressor's *-quantized.w8a8         int8        P.weight, P.weight_scale
  *   llm-compressor's *-quantized.w4a16        int4(128)   P.weight_packed, P.weight_scale
  *   Kimi-K2-Thinking, K2.5                    int4(32)    P.weight_packed, P.weight_scale (BF16)
@@ -112,7 +137,9 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
  *   llm-compressor's *-NVFP4                  nvfp4       P.weight_packed, P.weight_scale, P.weight_global_scale
  *   Qwen3-30B-A3B-GPTQ-Int4, Mixtral GPTQ     gptq        P or W .qweight, .scales, .qzeros; repack
  *   DeepSeek-V3-AWQ, R1-AWQ, Mixtral AWQ      awq         P or W .qweight, .scales, .qzeros; repack
- *   GGUF of any                               ggml        blk.L.ffn_{gate,up,down}_exps.weight; repack
+ *   the same with desc_act true               gptq        .g_idx as well: cumoe_order_of_groups, repack
+ *   mlx-community's *-4bit                    affine4(64) mlp.switch_mlp.{gate,up,down}_proj.weight, .scales, .biases
+ *   GGUF: Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, MXFP4 ggml        blk.L.ffn_{gate,up,down}_exps.weight; repack
  */
 
 /* fp8 in blocks of 128 x 128 (DeepSeek-V3, R1, Qwen3-FP8, MiniMax-M2): mlp.experts.E.{gate,up,down}_proj
@@ -161,6 +188,15 @@ static inline cumoe_format cumoe_format_mxfp4(void)
   return cumoe_format_make(CUMOE_ELEMENT_E2M1, 1, 32, CUMOE_E8M0, CUMOE_ROWS_AS_THEY_ARE);
 }
 
+/* 4 bits, a scale and a value a group (MLX: .weight U32 [N, K/8] as I32, .scales and .biases [N, K/group]). */
+static inline cumoe_format cumoe_format_affine4(int32_t group, cumoe_dtype scale)
+{
+  cumoe_format f = cumoe_format_int4(group, scale);
+  f.offset = 0;
+  f.zero = CUMOE_ZERO_VALUES;
+  return f;
+}
+
 /* nvfp4: ModelOpt (.weight U8, .weight_scale F8_E4M3 [N, K/16], .weight_scale_2: GLOBAL_TIMES), compressed-tensors
  * (.weight_packed, .weight_scale, .weight_global_scale: GLOBAL_OVER). Activations stay as they are. */
 static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
@@ -172,9 +208,10 @@ static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 
 /* ---- presets of what cumoe_weights_repack (cumoe/quantize.h) reads ---- */
 
-/* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq, desc_act false): .qweight I32 [K/8, N], .scales F16
+/* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq): .qweight I32 [K/8, N], .scales F16
  * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, 2
- * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8. */
+ * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8.
+ * desc_act true: .g_idx by way of cumoe_order_of_groups. */
 static inline cumoe_format cumoe_format_gptq(int32_t group, int32_t version)
 {
   cumoe_format f = cumoe_format_int4(group, CUMOE_F16);
@@ -206,7 +243,14 @@ static inline cumoe_format cumoe_format_modelopt_int4(int32_t group, cumoe_dtype
   return f;
 }
 
-enum { CUMOE_GGML_Q4_0 = 2, CUMOE_GGML_Q8_0 = 8, CUMOE_GGML_Q6_K = 14, CUMOE_GGML_MXFP4 = 39 };
+enum {
+  CUMOE_GGML_Q4_0 = 2,
+  CUMOE_GGML_Q4_1 = 3,
+  CUMOE_GGML_Q8_0 = 8,
+  CUMOE_GGML_Q4_K = 12,
+  CUMOE_GGML_Q6_K = 14,
+  CUMOE_GGML_MXFP4 = 39
+};
 
 /* GGUF, OUT_IN: blk.L.ffn_{gate,up,down}_exps.weight, U8 [E * N, bytes of a row], scales inside. */
 static inline cumoe_format cumoe_format_ggml(int32_t type)

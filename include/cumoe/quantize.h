@@ -88,20 +88,24 @@ CUMOE_CHECKED cumoe_status cumoe_quantize_shapes(cumoe_quantize_args *args);
  *          absent
  *   zero   with the format's zero: IN_OUT I32 [experts * groups, out / 8], nibbles in the order of codes; OUT_IN
  *          [experts * ceil(out / 8), groups]. A zero point is (stored + zero_add) mod 16
+ *   order  absent, or I32 [experts, in] or, for all, [1, in]: code k of the result is the source's code order[k]. For
+ *          g_idx that is not k / group (GPTQ's desc_act, compressed-tensors' actorder group): cumoe_order_of_groups.
+ *          Groups are counted in the new order; format->act_order is 1, projection->order says where the order lies
  *
- * aligned to their elements alone. out is a multiple of 8, in of 32 (8 bits: 16). GPTQ's g_idx must be k / group:
- * files with desc_act true are not read.
+ * aligned to their elements alone. out is a multiple of 8, in of 32 (8 bits: 16).
  *
- * `to` [1, bytes] u8, aligned to 256 bytes, gets codes, scales and zero points; bytes are cumoe_weights_repack_size's,
- * exactly a multiple of `experts`, so that experts may come one by one, to + e * bytes of one. *projection and *format
- * say what lies there, in the strided form: the first expert's serve for all of them in cumoe_weights_bind.
+ * `to` [1, bytes] u8, aligned to 256 bytes, gets codes, scales, zero points and order; bytes are
+ * cumoe_weights_repack_size's, exactly a multiple of `experts`, so that experts may come one by one, to + e * bytes of
+ * one. *projection and *format say what lies there, in the strided form: the first expert's serve for all of them in
+ * cumoe_weights_bind.
  *
  *   GPTQ, AWQ, ModelOpt   U4, packed along in; zero_add 0
  *   Q8_0, Q4_0, MXFP4     S8 and U4 with F16 scales, E2M1 with E8M0, of 32; E8M0 of 255 is NaN then, ggml has 2^127
- *   Q6_K                  S8 with F32 scales of 16
+ *   Q6_K                  S8 with F32 scales of 16: 10 bits a weight, where the file has 6.6
+ *   Q4_1                  U4 with F16 scales of 32 and ZERO_VALUES
+ *   Q4_K                  U4 with F32 scales of 32 and ZERO_VALUES: 6 bits a weight, where the file has 4.5
  *
- * Q4_K, Q5_K, Q2_K, Q4_1 have a minimum a block, which no format holds: NOT_SUPPORTED, and so is what bind reads in
- * place.
+ * Q2_K, Q3_K, Q5_0, Q5_1, Q5_K have codes of other sizes: NOT_SUPPORTED, and so is what bind reads in place.
  */
 typedef struct cumoe_repack_args {
   uint32_t size;       /* sizeof(cumoe_repack_args) */
@@ -111,9 +115,18 @@ typedef struct cumoe_repack_args {
   int32_t reserved;    /* 0 */
   cumoe_format format; /* of what is read */
   cumoe_view codes, scale, zero;
+  cumoe_view order;
 } cumoe_repack_args;
 
-/* Of codes, scale and zero only shapes count. No CUDA call. */
+/*
+ * The order that makes groups of g_idx [in] neighbours, each in the order of k; host memory, of one matrix. gate and up
+ * of an expert are one projection's input: their g_idx are the same in files, and must be. NOT_SUPPORTED if a group has
+ * not `group` members, as in a slice of k. (A rank's share of down is then a run of the order, and its share of up the
+ * channels that the run names.)
+ */
+CUMOE_CHECKED cumoe_status cumoe_order_of_groups(const int32_t *g_idx, int32_t in, int32_t group, int32_t *order);
+
+/* Of codes, scale and zero only shapes count, of order whether it is there. No CUDA call. */
 CUMOE_CHECKED cumoe_status cumoe_weights_repack_size(const cumoe_repack_args *args, size_t *bytes);
 /* Errors also: WORKSPACE (`to` is too small). */
 CUMOE_CHECKED cumoe_status cumoe_weights_repack(cumoe_context context, const cumoe_repack_args *args, cumoe_view_mut to,

@@ -19,6 +19,19 @@ extern "C" {
 CUMOE_CHECKED cumoe_status cumoe_router(cumoe_context context, cumoe_view x, cumoe_view weight, cumoe_view bias,
                                         cumoe_view_mut logits, cumoe_stream stream);
 
+/* The same; logits = logit_scale * round(x Wr^T + br), round: to logits_dtype, as in cumoe_routing. */
+typedef struct cumoe_router_args {
+  uint32_t size;
+  int32_t logits_dtype;
+  float logit_scale;
+  uint32_t flags; /* 0 or CUMOE_MOE_BATCH_INVARIANT */
+  cumoe_view x, weight, bias;
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view_mut logits;
+} cumoe_router_args;
+
+CUMOE_CHECKED cumoe_status cumoe_router_with(cumoe_context context, const cumoe_router_args *args, cumoe_stream stream);
+
 /*
  * ids and weights of every token from its logits, as described at cumoe_routing.
  * logits [T, E] f32, bf16 or f16, E including zero and identity experts; select_bias optional [1, E] f32;
@@ -28,17 +41,35 @@ CUMOE_CHECKED cumoe_status cumoe_gate(cumoe_context context, const cumoe_routing
                                       cumoe_view select_bias, cumoe_view_mut ids, cumoe_view_mut weights,
                                       cumoe_stream stream);
 
+/* The same, and what it has no argument for. */
+typedef struct cumoe_gate_args {
+  uint32_t size;
+  int32_t reserved; /* 0 */
+  cumoe_routing routing;
+  cumoe_view logits;
+  cumoe_view select_bias;  /* optional [1, E - always_experts] f32 */
+  cumoe_view expert_scale; /* optional [1, E] f32 */
+  cumoe_view chosen; /* optional [T, k] i32 or i64: ids that the caller chose, for their weights. Without select_bias
+                               and ids; one that is no expert weighs 0 */
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view_mut ids, weights;
+} cumoe_gate_args;
+
+CUMOE_CHECKED cumoe_status cumoe_gate_with(cumoe_context context, const cumoe_gate_args *args, cumoe_stream stream);
+
 /*
  * The map: where each pair's row lies. Rows of one expert are consecutive and ordered by pair; expert e's rows
  * are offsets[e] .. offsets[e] + counts[e] - 1; offsets[e + 1] >= offsets[e] + counts[e].
  */
 typedef struct cumoe_route {
   uint32_t size;
-  int32_t reserved;        /* 0 */
-  cumoe_view_mut counts;   /* [1, local_experts] i32 */
-  cumoe_view_mut offsets;  /* [1, local_experts + 1] i32; the last one is the number of rows */
-  cumoe_view_mut row_pair; /* [1, T * k] i32: row -> pair (token * k + slot); entries past the last row undefined */
-  cumoe_view_mut slot_row; /* [T, k] i32, ld = k: pair -> row; -1 dropped, -2 identity expert */
+  int32_t reserved;         /* 0 */
+  cumoe_view_mut counts;    /* [1, local_experts] i32 */
+  cumoe_view_mut offsets;   /* [1, local_experts + 1] i32; the last one is the number of rows */
+  cumoe_view_mut row_pair;  /* [1, T * k] i32: row -> pair (token * k + slot); entries past the last row undefined */
+  cumoe_view_mut slot_row;  /* [T, k] i32, ld = k: pair -> row; -1 dropped, -2 identity expert */
+  cumoe_view device_tokens; /* optional [1, 1] i32: tokens really there, <= T, for all stages that take the route; rows
+                               past it are not touched */
 } cumoe_route;
 
 /*
@@ -97,6 +128,34 @@ typedef struct cumoe_combine_args {
 
 CUMOE_CHECKED cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *route, const cumoe_combine_args *args,
                                          cumoe_stream stream);
+
+/* ---- the masked form ------------------------------------------------------------------------------- */
+
+/*
+ * Rows as DeepEP's low-latency dispatch leaves them and DeepGEMM's masked kernels take them: [E, capacity, H], with the
+ * counts on the device. For every local expert e and i < counts[e]
+ *   out[e * capacity + i] = down(act(up(x[e * capacity + i])))
+ * unweighted; other rows are neither read nor written. The launches are those of cumoe_up_permuted and cumoe_down, two
+ * grids, chosen for `expected_rows`; what is slower for a bad guess is not wrong. Of the plan counts what the experts
+ * are, not its routing. Weights of any format that leaves activations as they are (else NOT_SUPPORTED, as for
+ * WEIGHT_ON_INPUT). A count above capacity is the caller's fault: it leaves the next experts' rows undefined, but no
+ * memory outside; one past all rows is cut, and recorded (ROUTE).
+ */
+typedef struct cumoe_masked_args {
+  uint32_t size;
+  int32_t reserved;         /* 0 */
+  int64_t capacity;         /* rows that an expert has room for; local_experts * capacity < 2^31 */
+  int64_t expected_rows;    /* rows that an expert has on average, for the choice of kernels; 0 = capacity */
+  cumoe_view x;             /* [local_experts * capacity, H] dtype, aligned to 16 bytes */
+  cumoe_view counts;        /* [1, local_experts] i32 */
+  cumoe_view offsets;       /* [1, local_experts + 1] i32: e * capacity, which the caller writes once */
+  cumoe_view_mut out;       /* [local_experts * capacity, H] dtype, aligned to 16 bytes */
+  cumoe_view_mut workspace; /* [1, bytes] u8, 256-byte aligned, bytes from cumoe_masked_workspace */
+} cumoe_masked_args;
+
+CUMOE_CHECKED cumoe_status cumoe_masked_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_masked_args *args,
+                                                cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_masked_workspace(cumoe_plan plan, int64_t capacity, size_t *bytes);
 
 /* ---- experimental: kernels as data ----------------------------------------------------------------- */
 #ifdef CUMOE_EXPERIMENTAL

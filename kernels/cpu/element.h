@@ -116,6 +116,10 @@ static inline float decode_u4(const void *base, int64_t i)
 {
   return nibble(base, i);
 }
+static inline float decode_af4(const void *base, int64_t i)
+{
+  return nibble(base, i);
+}
 static inline float decode_mx4(const void *base, int64_t i)
 {
   static const float values[] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
@@ -124,13 +128,6 @@ static inline float decode_mx4(const void *base, int64_t i)
 static inline float decode_nv4(const void *base, int64_t i)
 {
   return decode_mx4(base, i);
-}
-
-/* 2^(code - 127), 255 NaN: there is no zero. */
-static inline float decode_e8m0(const void *base, int64_t i)
-{
-  const uint8_t code = ((const uint8_t *)base)[i];
-  return code == 255 ? NAN : code ? power_of_two(code - 127) : 0x1p-127f;
 }
 
 static inline void encode_f32(void *base, int64_t i, double value)
@@ -168,13 +165,6 @@ static inline void store_element(void *base, int64_t i, int dtype, double value)
 #define DENSE(name, DTYPE, BITS)                                                                                       \
   if (format == FORMAT_##name) encode_##name(base, i, value);
 #include "../formats.def"
-}
-
-/* Of a type that scales have. */
-static inline float load_scale(const void *base, int64_t i, int dtype)
-{
-  if (dtype == DT_E8M0) return decode_e8m0(base, i);
-  return dtype == DT_E4M3 ? decode_e4m3(base, i) : load_element(base, i, dtype);
 }
 
 /* dst[i * dst_stride] = base[first + i * stride], the format decided once a run. */

@@ -47,7 +47,7 @@ static void softmax(float *l, int count)
 static void load_logits(const gate_args *a, int64_t token, token_scores *s)
 {
   int32_t first_nan = -1;
-  for (int32_t e = a->experts - 1; e >= 0; e--) {
+  for (int32_t e = a->experts + a->always - 1; e >= 0; e--) {
     float l = load_element(a->logits, token * a->logits_ld + e, a->logits_dtype);
     if (l != l) first_nan = e;
     s->logit[e] = l > FLT_MAX ? FLT_MAX : l;
@@ -67,14 +67,23 @@ static void exact_softmax(float *l, int count)
   for (int i = 0; i < count; i++) l[i] = sum[0] > 0 ? l[i] / sum[0] : 0.f;
 }
 
+static float soft_cap(float softcap, float l)
+{
+  return softcap > 0 && l > -INFINITY ? softcap * tanhf(l / softcap) : l;
+}
+
 /* Without bias and groups the raw logits rank the experts: every score keeps their order, but may round. */
 static void rank_experts(const gate_args *a, token_scores *s)
 {
   const bool by_logit = GATE_BY_LOGIT(*a), softmax_over_all = GATE_SOFTMAX_OVER_ALL(*a);
   for (int32_t e = 0; e < a->experts; e++) {
     s->choice[e] = by_logit ? s->logit[e] : exact_cap(a->softcap, s->logit[e]);
-    if (a->softcap > 0 && s->logit[e] > -INFINITY) s->logit[e] = a->softcap * tanhf(s->logit[e] / a->softcap);
-    s->score[e] = unary_score(a->score, s->logit[e]);
+    s->logit[e] = soft_cap(a->softcap, s->logit[e]);
+    s->score[e] = unary_score(a->weigh, s->logit[e]);
+  }
+  for (int32_t e = a->experts; e < a->experts + a->always; e++) {
+    s->logit[e] = soft_cap(a->softcap, s->logit[e]);
+    s->score[e] = unary_score(a->weigh, s->logit[e]);
   }
   if (softmax_over_all) softmax(s->score, a->experts);
   if (by_logit) return;
@@ -126,28 +135,72 @@ static void renormalize(const gate_args *a, float *weight)
   for (int j = 0; j < a->top_k; j++) weight[j] = divisor > 0 ? weight[j] / divisor : 0.f;
 }
 
+/* SCORE_SPARSEMIXER: 1 / the sum over what slots before have left near the expert's logit. */
+static float mixed_weight(const gate_args *a, const token_scores *s, int32_t id)
+{
+  const float raw = s->choice[id], top = exact_cap(a->softcap, raw);
+  double sum = 0;
+  for (int32_t e = 0; e < a->experts; e++) {
+    const float other = s->choice[e], capped = exact_cap(a->softcap, other);
+    const bool left = other < raw || (other == raw && e >= id);
+    if (left && mixes(a->mixer_eps, top, capped)) sum += capped > -INFINITY ? exp((double)capped - (double)top) : 0;
+  }
+  return (float)(1 / sum);
+}
+
+/* Before renormalisation; NaN for a softmax over the chosen to leave out. */
+static float slot_weight(const gate_args *a, const token_scores *s, int32_t id)
+{
+  const float logit = id < 0 ? NAN : s->logit[id];
+  if (a->flags & ROUTE_SCORE_AFTER_TOPK) return logit;
+  if (!(logit > -INFINITY)) return 0;
+  return a->weigh == SCORE_SPARSEMIXER ? mixed_weight(a, s, id) : s->score[id];
+}
+
+/* -1 where it names no expert: what of that is a fault, the map says. */
+static int32_t given_id(const gate_args *a, int64_t at)
+{
+  const int64_t id = a->ids_dtype == DT_I64 ? ((const int64_t *)a->given)[at] : ((const int32_t *)a->given)[at];
+  return id >= 0 && id < a->experts + a->always ? (int32_t)id : -1;
+}
+
+static void choose_slots(const gate_args *a, const token_scores *s, int32_t *id)
+{
+  bool taken[MAX_EXPERTS] = {false};
+  const int32_t chosen = a->top_k - a->always;
+  if (a->n_group > 0) close_groups(a, s->choice, taken);
+  for (int j = 0; j < a->top_k; j++)
+    id[j] = j < chosen ? take_best(s->choice, taken, a->experts) : a->experts + j - chosen;
+}
+
+static void store_ids(const gate_args *a, int64_t at, const int32_t *id)
+{
+  for (int j = 0; j < a->top_k; j++)
+    if (a->ids_dtype == DT_I64)
+      ((int64_t *)a->ids)[at + j] = id[j];
+    else
+      ((int32_t *)a->ids)[at + j] = id[j];
+}
+
 static void gate_token(const gate_args *a, int64_t token)
 {
   token_scores s;
-  bool taken[MAX_EXPERTS] = {false};
   float weight[MAX_TOP_K];
-  bool after = a->flags & ROUTE_SCORE_AFTER_TOPK;
+  int32_t id[MAX_TOP_K];
   load_logits(a, token, &s);
   rank_experts(a, &s);
-  if (a->n_group > 0) close_groups(a, s.choice, taken);
-  for (int j = 0; j < a->top_k; j++) {
-    int e = take_best(s.choice, taken, a->experts);
-    int64_t at = token * a->ids_ld + j;
-    float logit = e < 0 ? NAN : s.logit[e];
-    weight[j] = after ? logit : logit > -INFINITY ? s.score[e] : 0.f;
-    if (a->ids_dtype == DT_I64)
-      ((int64_t *)a->ids)[at] = e;
-    else
-      ((int32_t *)a->ids)[at] = e;
-  }
-  if (after) softmax(weight, a->top_k);
+  if (a->given)
+    for (int j = 0; j < a->top_k; j++) id[j] = given_id(a, token * a->ids_ld + j);
+  else
+    choose_slots(a, &s, id), store_ids(a, token * a->ids_ld, id);
+  for (int j = 0; j < a->top_k; j++) weight[j] = slot_weight(a, &s, id[j]);
+  if (a->flags & ROUTE_SCORE_AFTER_TOPK) softmax(weight, a->top_k);
   if (a->flags & ROUTE_RENORMALIZE) renormalize(a, weight);
-  for (int j = 0; j < a->top_k; j++) a->weights[token * a->weights_ld + j] = weight[j] * a->routed_scale;
+  for (int j = 0; j < a->top_k; j++) {
+    weight[j] *= a->routed_scale;
+    if (a->expert_scale && weight[j] != 0) weight[j] *= a->expert_scale[id[j]];
+    a->weights[token * a->weights_ld + j] = weight[j];
+  }
 }
 
 void cpu_gate(const void *args, int64_t begin, int64_t end)

@@ -11,6 +11,7 @@
 #include "cpu.h"
 #include "element.h"
 #include "fault.h"
+#include "../encode.h"
 
 /* The tile lies on the stack, a caller's may be small, and fits L1: 4 KiB of weights, 8 of sums. */
 enum { ROW_BLOCK = 16, K_BLOCK = 8, LANES = 8 };
@@ -59,37 +60,19 @@ static void rows_of_expert(const gemm_args *g, unit *u)
 /* What one scale belongs to, but for the code: the rows of a tile's channels begin at a multiple of K_BLOCK, in which
  * no scale changes. */
 typedef struct scaling {
-  double factor;
+  double factor, value;
   int32_t zero;
 } scaling;
 
-static int64_t scale_bytes(int32_t dtype)
-{
-  return dtype == DT_F32 ? 4 : dtype == DT_F16 || dtype == DT_BF16 ? 2 : 1;
-}
-
-static int32_t zero_of(const expert_matrix *b, int h, int64_t expert, int32_t n, int64_t group)
-{
-  const zero_matrix *z = &b->zero;
-  if (z->table[h] == NULL && z->base[h] == NULL) return b->offset;
-  const uint32_t *words = z->table[h] ? z->table[h][expert] : z->base[h] + expert * z->expert_stride;
-  return b->offset + z->add + (int32_t)(words[n / 8 * z->n_stride + group * z->k_stride] >> n % 8 * 4 & 15);
-}
-
 static scaling scaling_of(const expert_matrix *b, int h, int64_t expert, int32_t n, int32_t k)
 {
-  const scale_matrix *s = &b->scale;
-  if (!format_is_scaled((weight_format)b->format)) return (scaling){1, 0};
-  const int64_t group = (k + s->k_origin) / s->block_k;
-  const int64_t at = (n + s->n_origin[h]) / s->block_n * s->n_stride + group * s->k_stride;
-  const char *p =
-      s->table[h] ? s->table[h][expert] : (const char *)s->base[h] + expert * s->expert_stride * scale_bytes(s->dtype);
-  double factor = load_scale(p, at, s->dtype);
-  if (b->global[h]) {
-    const double global = b->global[h][expert * b->global_stride];
-    factor = b->global_over ? factor / global : factor * global;
-  }
-  return (scaling){factor, zero_of(b, h, expert, n, group)};
+  const int32_t dtype = b->scale.dtype;
+  scaling s = {read_scale(scale_at(&b->scale, h, expert, n, k), dtype), 0, zero_point(b, h, expert, n, k)};
+  if (b->format == FORMAT_af4) s.value = read_scale(value_at(b, h, expert, n, k), dtype);
+  if (!b->global[h]) return s;
+  const double global = b->global[h][expert * b->global_stride];
+  s.factor = b->global_over ? s.factor / global : s.factor * global;
+  return s;
 }
 
 /* Codes become weights. Those of s8 that are unsigned were read as signed. */
@@ -98,7 +81,7 @@ static void scale_weights(double *w, int32_t depth, scaling s, weight_format for
   const bool is_unsigned = format == FORMAT_s8 && s.zero == 128;
   for (int32_t k = 0; k < depth; k++) {
     double *at = w + k * CPU_N_BLOCK;
-    *at = (*at + (is_unsigned && *at < 0 ? 256 : 0) - s.zero) * s.factor;
+    *at = (*at + (is_unsigned && *at < 0 ? 256 : 0) - s.zero) * s.factor + s.value;
   }
 }
 
@@ -138,8 +121,8 @@ static double clamp(double v, double low, double high)
 
 static double activate(const gemm_args *g, double gate, double up)
 {
-  if (g->gated && g->act_limit > 0) {
-    gate = clamp(gate, -INFINITY, g->act_limit);
+  if (g->gated) {
+    gate = clamp(gate, -INFINITY, g->gate_limit);
     up = clamp(up, -(double)g->act_limit, g->act_limit);
   }
   switch (g->act) {

@@ -21,6 +21,12 @@ static void load_block(double *dst, const void *base, int64_t first, int count, 
   for (int k = count; k < K_BLOCK; k++) dst[k] = 0;
 }
 
+static float round_logit(int dtype, float logit)
+{
+  if (dtype == DT_BF16) return bf16_to_float(float_to_bf16(logit));
+  return dtype == DT_F16 ? f16_to_float(float_to_f16(logit)) : logit;
+}
+
 static void route_token(const router_args *a, int64_t token, int32_t first, int32_t end)
 {
   double x[K_BLOCK], w[K_BLOCK], sum[E_BLOCK] = {0};
@@ -34,7 +40,7 @@ static void route_token(const router_args *a, int64_t token, int32_t first, int3
   }
   for (int32_t e = first; e < end; e++) {
     double bias = a->bias ? load_element(a->bias, e, a->bias_dtype) : 0;
-    a->logits[token * a->logits_ld + e] = (float)(sum[e - first] + bias);
+    a->logits[token * a->logits_ld + e] = a->scale * round_logit(a->round_dtype, (float)(sum[e - first] + bias));
   }
 }
 

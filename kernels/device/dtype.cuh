@@ -22,6 +22,9 @@ struct s8 {
 struct u4 {
   uint8_t codes;
 };
+struct af4 {
+  uint8_t codes;
+};
 struct mx4 {
   uint8_t codes;
 };

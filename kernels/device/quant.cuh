@@ -5,6 +5,7 @@
 
 #include "device/dtype.cuh"
 #include "device/ptx.cuh"
+#include "scales.h"
 
 /* 2^(code - 127); 0 is 2^-127, 255 is NaN. */
 DEVICE float e8m0_to_f32(uint32_t code)
@@ -29,10 +30,6 @@ DEVICE float load_scale(const void *base, int64_t index, int dtype)
 }
 
 /* The same in two parts, for those who load ahead. */
-DEVICE int64_t scale_bytes(int dtype)
-{
-  return dtype == DT_F32 ? 4 : dtype == DT_BF16 || dtype == DT_F16 ? 2 : 1;
-}
 DEVICE uint32_t load_scale_bits(const void *base, int64_t index, int dtype)
 {
   const int64_t bytes = scale_bytes(dtype);
@@ -56,38 +53,18 @@ DEVICE float global_scale(const expert_matrix &b, int half, int expert)
   return b.global_over ? 1.f / value : value;
 }
 
-/* Where the scales of channel n of an expert's half begin: those of k at index scale_step(b, k). */
+/* Addresses, of kernels/scales.h. */
 DEVICE int64_t scale_row(const scale_matrix &s, int half, int n)
 {
-  return (int64_t)((n + s.n_origin[half]) / s.block_n) * s.n_stride;
+  return scale_row(&s, half, n);
 }
 DEVICE int64_t scale_step(const scale_matrix &s, int k)
 {
-  return (int64_t)((k + s.k_origin) / s.block_k) * s.k_stride;
+  return scale_step(&s, k);
 }
-
-/* Bytes differ by type, so this is a pointer for load_scale alone. */
 DEVICE const void *scale_base(const scale_matrix &s, int half, int expert)
 {
-  if (s.table[half]) return s.table[half][expert];
-  return static_cast<const char *>(s.base[half]) + expert * s.expert_stride * scale_bytes(s.dtype);
-}
-
-/* An expert's zero points; NULL: there are none. */
-DEVICE const uint32_t *zero_words(const expert_matrix &b, int half, int expert)
-{
-  const zero_matrix &z = b.zero;
-  if (z.table[half]) return z.table[half][expert];
-  return z.base[half] ? z.base[half] + expert * z.expert_stride : nullptr;
-}
-/* Offset and zero point of one weight of u4 or s8. */
-DEVICE int zero_point(const expert_matrix &b, int half, int expert, int n, int k)
-{
-  const zero_matrix &z = b.zero;
-  const uint32_t *words = zero_words(b, half, expert);
-  if (!words) return b.offset;
-  const uint32_t word = words[n / 8 * z.n_stride + (int64_t)((k + b.scale.k_origin) / b.scale.block_k) * z.k_stride];
-  return b.offset + (int)(word >> n % 8 * 4 & 15) + z.add;
+  return scale_base(&s, half, (int64_t)expert);
 }
 
 /* Where an expert's codes begin; its strides are in codes. */

@@ -40,7 +40,7 @@ template <int N, class S> DEVICE int choose_few(const gate_args &a, int token, f
     for (int i = 0; i < N; i++) c.key[i] = i * WARP_SIZE < a.experts ? s.key[token][i][lane_id()] : KEY_NONE;
     if (a.n_group > 0) close_groups_of_rows(a, c.key);
   }
-  return take_best(a, c, nullptr, s.scratch[warp_id()]).id;
+  return take_best(a, a.top_k, c, nullptr, s.scratch[warp_id()]).id;
 }
 
 /* Leaves the ids in the table's `to`. */

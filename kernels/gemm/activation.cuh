@@ -32,10 +32,15 @@ template <int ACT, bool FAST, int N> DEVICE void activate_each(float alpha, floa
   for (int i = 0; i < N; i++) g[i] = activation<ACT, FAST>(alpha, g[i]);
 }
 
-/* Of a gated activation. NaN goes through. */
-DEVICE void clamp_gated(float limit, float &g, float &u)
+DEVICE bool limits_gated(const gemm_args &args)
 {
-  g = min_nan(g, limit);
+  return args.act_limit < INFINITY;
+}
+
+/* Of a gated activation. NaN goes through. */
+DEVICE void clamp_gated(float gate_limit, float limit, float &g, float &u)
+{
+  g = min_nan(g, gate_limit);
   u = -min_nan(-min_nan(u, limit), limit);
 }
 
@@ -43,9 +48,9 @@ DEVICE void clamp_gated(float limit, float &g, float &u)
 template <int N, bool FAST = false> DEVICE void activate(const gemm_args &args, float (&g)[N], float (&u)[N])
 {
   const float shift = args.act == ACT_SWIGLU_OAI ? 1.f : 0.f;
-  if (args.gated && args.act_limit > 0.f) {
+  if (args.gated && limits_gated(args)) {
 #pragma unroll
-    for (int i = 0; i < N; i++) clamp_gated(args.act_limit, g[i], u[i]);
+    for (int i = 0; i < N; i++) clamp_gated(args.gate_limit, args.act_limit, g[i], u[i]);
   }
   switch (args.act) {
   case ACT_SILU: activate_each<ACT_SILU, FAST>(args.act_alpha, g); break;

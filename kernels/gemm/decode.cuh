@@ -106,6 +106,9 @@ template <class X> struct decoder<u4, X> {
   }
 };
 
+template <class X> struct decoder<af4, X> : decoder<u4, X> {
+};
+
 /* The exponent's and the mantissa's bits where X has them, which is a power of two too little. */
 template <class X> struct decoder<mx4, X> {
   DEVICE static uint32_t bias(int) { return 0; }

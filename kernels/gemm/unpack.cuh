@@ -40,14 +40,15 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
   using X = typename PRODUCT::X;
   using W = typename PRODUCT::W;
   static constexpr bool N_MAJOR = false, CODES = operand<X>::BITS == 8, INTEGER = same_type<X, s8>;
-  static constexpr bool ZEROS = same_type<W, u4>;
+  static constexpr bool ZEROS = same_type<W, u4>, VALUES = same_type<W, af4>;
   using MULTIPLIED = typename multiplied_type<X>::type;
   static_assert(!CODES || same_type<X, W>, "codes of activations are multiplied by the same codes");
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, THREADS = WARPS * WARP_SIZE;
   static constexpr int COLUMNS = PRODUCT::HALVES * BN;
   static constexpr int WARPS_M = 1, WM = BM, WN = COLUMNS / WARPS; /* of a warp */
   static constexpr int M_BLOCKS = WM / 16, N_BLOCKS = WN / 8, STEPS = BK / 32;
-  static constexpr int RUNS = BK / 16;        /* at most, of k with one scale in a k tile */
+  static constexpr int PARTS = N_BLOCKS + VALUES; /* of a run; the last one: sums of activations, which values take */
+  static constexpr int RUNS = BK / 16;            /* at most, of k with one scale in a k tile */
   static constexpr int EARLY = CODES ? 2 : 4; /* of them whose scales are loaded a k tile ahead: all that is usual */
   static constexpr int A_ROW = BK * operand<X>::BITS / 8, B_ROW = BK * operand<W>::BITS / 8; /* bytes */
   static constexpr int A_VECTORS = A_ROW / 16, B_VECTORS = B_ROW / 16;
@@ -63,8 +64,8 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
 /* Factors of the runs of a k tile. */
 template <class S> struct alignas(16) unpack_factors {
   float scale[S::RUNS][S::COLUMNS];
+  uint32_t bias[S::ZEROS || S::VALUES ? S::RUNS : 1][S::ZEROS || S::VALUES ? S::COLUMNS : 1]; /* values: as f32 */
   float a_scale[S::CODES ? S::RUNS : 1][S::CODES ? S::BM : 1];
-  uint32_t bias[S::ZEROS ? S::RUNS : 1][S::ZEROS ? S::COLUMNS : 1];
 };
 
 template <class S> struct unpack_smem {
@@ -181,7 +182,7 @@ struct raw_factor {
 template <class S> struct factor_source {
   using decode = decoder<typename S::W, typename S::MULTIPLIED>;
   const char *scale;    /* of the column at its first block; NULL: there is no such channel */
-  const uint32_t *zero; /* or NULL */
+  const uint32_t *zero; /* or NULL; values: of the scales' type */
   const float *a_scale; /* of the row at the first group; NULL: no such row */
   float global;
   int run, k, zero_shift;
@@ -207,8 +208,11 @@ template <class S> struct factor_source {
       scale = static_cast<const char *>(scale_base(b.scale, at.half, unit.expert)) +
               scale_row(b.scale, at.half, at.channel) * scale_bytes(b.scale.dtype);
       global = global_scale(b, at.half, unit.expert);
-      if (S::ZEROS) zero = zero_words(b, at.half, unit.expert);
+      if (S::ZEROS) zero = zero_words(&b, at.half, unit.expert);
       if (zero) zero += at.channel / 8 * b.zero.n_stride;
+      if (S::VALUES)
+        zero = reinterpret_cast<const uint32_t *>(value_base(&b, at.half, unit.expert) +
+                                                  value_row(&b, at.half, at.channel) * scale_bytes(b.scale.dtype));
     }
     if (S::CODES && threadIdx.x < S::BM && smem.source_rows[threadIdx.x] >= 0)
       a_scale = args.a_scale + smem.source_rows[threadIdx.x];
@@ -220,6 +224,8 @@ template <class S> struct factor_source {
     raw_factor f = {};
     if (scale && there) f.bits = load_scale_bits(scale, weights.index * args.b.scale.k_stride, args.b.scale.dtype);
     if (S::ZEROS && zero && there) f.zeros = zero[weights.index * args.b.zero.k_stride];
+    if (S::VALUES && zero && there)
+      f.zeros = load_scale_bits(zero, weights.index * args.b.zero.k_stride, args.b.scale.dtype);
     if (S::CODES && a_scale && there) f.a_scale = a_scale[rows.index * args.a_scale_ld];
     weights.advance(run, args.b.scale.block_k);
     rows.advance(run, args.rows.group);
@@ -234,6 +240,7 @@ template <class S> struct factor_source {
       const int point = zero ? (int)(f.zeros >> zero_shift & 15) + args.b.zero.add : 0;
       to.bias[r][threadIdx.x] = decode::bias(args.b.offset + point);
     }
+    if constexpr (S::VALUES) to.bias[r][threadIdx.x] = __float_as_uint(scale_value(f.zeros, args.b.scale.dtype));
     if constexpr (S::CODES)
       if (threadIdx.x < S::BM) to.a_scale[r][threadIdx.x] = f.a_scale;
   }
@@ -332,7 +339,7 @@ template <class S> struct unpack_fragments {
   }
 
   /* Of the first 16 k, the others, or all. */
-  DEVICE void multiply(typename S::sum (&part)[S::M_BLOCKS][S::N_BLOCKS][4], uint32_t flip, int first, int last) const
+  DEVICE void multiply(typename S::sum (&part)[S::M_BLOCKS][S::PARTS][4], uint32_t flip, int first, int last) const
   {
     if constexpr (S::INTEGER) {
       const bool low = first == 0, high = last == 1;
@@ -348,7 +355,7 @@ template <class S> struct unpack_fragments {
     }
   }
 
-  DEVICE void multiply_half(float (&part)[S::M_BLOCKS][S::N_BLOCKS][4], uint32_t flip, int half) const
+  DEVICE void multiply_half(float (&part)[S::M_BLOCKS][S::PARTS][4], uint32_t flip, int half) const
   {
     using T = typename S::MULTIPLIED;
     uint32_t rows[S::M_BLOCKS][4];
@@ -370,14 +377,36 @@ template <class S> struct unpack_fragments {
 #pragma unroll
       for (int i = 0; i < S::M_BLOCKS; i++) mma_m16n8k16<T>(part[i][j], rows[i], {four.x, four.y});
     }
+    const uint32_t ones = pack_pair<T>(1.f, 1.f);
+#pragma unroll
+    for (int i = 0; i < (S::VALUES ? S::M_BLOCKS : 0); i++)
+      mma_m16n8k16<T>(part[i][S::PARTS - 1], rows[i], {ones, ones});
   }
 };
 
 /* ---- sums ---- */
 
+/* acc += sums of activations * values, of a run. */
+template <class S>
+DEVICE void promote_values(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4], typename S::sum (&part)[S::M_BLOCKS][S::PARTS][4],
+                           const unpack_factors<S> &factors, int run)
+{
+  const int column = warp_id() * S::WN + lane_id() % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < S::N_BLOCKS; j++) {
+    const uint2 value = *reinterpret_cast<const uint2 *>(&factors.bias[run][column + j * 8]);
+#pragma unroll
+    for (int i = 0; i < S::M_BLOCKS * 4; i++)
+      acc[i / 4][j][i % 4] =
+          fmaf(part[i / 4][S::PARTS - 1][i % 4], __uint_as_float(i % 2 ? value.y : value.x), acc[i / 4][j][i % 4]);
+  }
+#pragma unroll
+  for (int i = 0; i < S::M_BLOCKS * 4; i++) part[i / 4][S::PARTS - 1][i % 4] = 0.f;
+}
+
 /* acc += part * scales, of a run. */
 template <class S>
-DEVICE void promote(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4], typename S::sum (&part)[S::M_BLOCKS][S::N_BLOCKS][4],
+DEVICE void promote(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4], typename S::sum (&part)[S::M_BLOCKS][S::PARTS][4],
                     const unpack_factors<S> &factors, int run)
 {
   using sum = run_sum<S::INTEGER>;
@@ -395,13 +424,14 @@ DEVICE void promote(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4], typename S::sum (
         part[i][j][c] = sum::BEGIN;
       }
   }
+  if constexpr (S::VALUES) promote_values<S>(acc, part, factors, run);
 }
 
 /* A k tile's products. */
 template <class S>
-DEVICE void multiply_tile(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4],
-                          typename S::sum (&part)[S::M_BLOCKS][S::N_BLOCKS][4], const unpack_smem<S> &smem, int stage,
-                          const typename unpack_fragments<S>::offsets &at, int run, uint32_t flip)
+DEVICE void multiply_tile(float (&acc)[S::M_BLOCKS][S::N_BLOCKS][4], typename S::sum (&part)[S::M_BLOCKS][S::PARTS][4],
+                          const unpack_smem<S> &smem, int stage, const typename unpack_fragments<S>::offsets &at,
+                          int run, uint32_t flip)
 {
   const unpack_factors<S> &factors = smem.factors[stage];
   unpack_fragments<S> f;
@@ -447,10 +477,10 @@ DEVICE void accumulate(const gemm_args &args, unpack_smem<S> &smem, float (&acc)
   const typename unpack_fragments<S>::offsets at;
   const uint32_t flip =
       S::INTEGER ? decoder<s8, bf16>::bias(args.b.offset) : factor_source<S>::decode::bias(args.b.offset);
-  typename S::sum part[S::M_BLOCKS][S::N_BLOCKS][4];
+  typename S::sum part[S::M_BLOCKS][S::PARTS][4];
 #pragma unroll
-  for (int i = 0; i < S::M_BLOCKS * S::N_BLOCKS * 4; i++)
-    part[i / 4 / S::N_BLOCKS][i / 4 % S::N_BLOCKS][i % 4] = run_sum<S::INTEGER>::BEGIN;
+  for (int i = 0; i < S::M_BLOCKS * S::PARTS * 4; i++)
+    part[i / 4 / S::PARTS][i / 4 % S::PARTS][i % 4] = run_sum<S::INTEGER>::BEGIN;
   int stage = 0;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK) {

@@ -247,16 +247,16 @@ enum finish_kind { FINISH_any, FINISH_silu, FINISH_swiglu /* biased, clamped, sc
 DEVICE finish_kind finish_kind_of(const gemm_args &args)
 {
   if (!args.gated || args.pair_weights || (args.act != ACT_SILU && args.act != ACT_SWIGLU_OAI)) return FINISH_any;
-  return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !(args.act_limit > 0.f) ? FINISH_silu
-                                                                                               : FINISH_swiglu;
+  return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !limits_gated(args) ? FINISH_silu
+                                                                                           : FINISH_swiglu;
 }
 
 struct swiglu {
-  float limit, alpha, shift; /* limit: infinity if none */
+  float gate_limit, limit, alpha, shift;
   bool up_first;
 
   DEVICE swiglu(const gemm_args &args, bool up_lies_first)
-      : limit(args.act_limit > 0.f ? args.act_limit : INFINITY), alpha(args.act == ACT_SILU ? 1.f : args.act_alpha),
+      : gate_limit(args.gate_limit), limit(args.act_limit), alpha(args.act == ACT_SILU ? 1.f : args.act_alpha),
         shift(args.act == ACT_SILU ? 0.f : 1.f), up_first(up_lies_first)
   {
   }
@@ -268,7 +268,7 @@ struct swiglu {
     if (KIND == FINISH_silu) return activation<ACT_SILU, true>(1.f, g) * u;
     g = weighted(g, 1.f, 1.f, bias[0]);
     u = weighted(u, 1.f, 1.f, bias[1]);
-    clamp_gated(limit, g, u);
+    clamp_gated(gate_limit, limit, g, u);
     return activation<ACT_SWIGLU_OAI, true>(alpha, g) * (u + shift);
   }
 };

@@ -6,13 +6,17 @@
 #define CUMOE_GATE_CUH
 
 #include "route/ranks.cuh"
+#include "route/rules.cuh"
 #include "route/topk.cuh"
 
-/* Lane j: the weight of slot j from its logit, NaN where there is none. */
-DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
+/* Lane j: the weight of slot j from its soft-capped logit, NaN where there is none. RULES: of gates that have them
+ * (GATE_HAS_RULES). */
+template <bool RULES> DEVICE float slot_weight(const gate_args &a, const gate_token &t, int id, float l)
 {
   float weight = 0;
-  if (weigh_after(a)) {
+  if (RULES && a.weigh == SCORE_SPARSEMIXER) {
+    weight = mixed_weight(a, t, id, l);
+  } else if (weigh_after(a)) {
     float term = softmax_term(l, warp_max(fmaxf(l, -INFINITY))), sum = warp_sum(term);
     weight = sum > 0 ? term / sum : 0.f;
   } else if (l > -INFINITY) {
@@ -24,7 +28,8 @@ DEVICE float slot_weight(const gate_args &a, const gate_token &t, float l)
     const float divisor = fmaxf(fmaf(a.renorm_eps, scale, warp_sum(weight)), a.renorm_min * scale);
     weight = divisor > 0 ? weight / divisor : 0.f;
   }
-  return weight * a.routed_scale;
+  weight *= a.routed_scale;
+  return RULES && a.expert_scale && weight != 0 ? weight * a.expert_scale[id] : weight;
 }
 
 /* Slot j, in lane j. */
@@ -33,34 +38,50 @@ struct gate_slot {
   float weight;
 };
 
+DEVICE void store_id(const gate_args &a, int64_t token, int id)
+{
+  if (a.ids_dtype == DT_I64)
+    static_cast<int64_t *>(a.ids)[token * a.ids_ld + lane_id()] = id;
+  else
+    static_cast<int32_t *>(a.ids)[token * a.ids_ld + lane_id()] = id;
+}
+
+DEVICE void store_weight(const gate_args &a, int64_t token, float weight)
+{
+  a.weights[token * a.weights_ld + lane_id()] = weight;
+}
+
 DEVICE void store_slot(const gate_args &a, int64_t token, gate_slot slot)
 {
   if (lane_id() >= a.top_k) return;
-  if (a.ids_dtype == DT_I64)
-    static_cast<int64_t *>(a.ids)[token * a.ids_ld + lane_id()] = slot.id;
-  else
-    static_cast<int32_t *>(a.ids)[token * a.ids_ld + lane_id()] = slot.id;
-  a.weights[token * a.weights_ld + lane_id()] = slot.weight;
+  store_id(a, token, slot.id);
+  store_weight(a, token, slot.weight);
 }
 
 /* From a token's keys. `all`: also the weights, and a report of NaN; else the ids alone. */
-template <int N>
+template <int N, bool RULES>
 DEVICE gate_slot choose_slots(const gate_args &a, const gate_token &t, int64_t token, unsigned first_nan, bool all,
                               candidates<N> &c, uint32_t *choice, gate_scratch &scratch)
 {
+  if (RULES) first_nan = min(first_nan, nan_of_always(a, t));
   first_nan = __reduce_min_sync(ALL_LANES, first_nan);
   if (all && first_nan != ~0u && lane_id() == 0)
     report_token_fault(a.tokens, a.fault, FAULT_NAN_LOGIT, first_nan, token);
-  const chosen_expert chosen = take_best(a, c, choice, scratch);
+  chosen_expert chosen = {-1, KEY_NAN};
+  if (RULES && a.given)
+    chosen.id = given_id(a, token);
+  else
+    chosen = take_best(a, RULES ? a.top_k - a.always : a.top_k, c, choice, scratch);
+  if (RULES && !a.given) chosen.id = or_always(a, chosen.id);
   if (!all) return {chosen.id, 0.f};
-  float l = GATE_BY_LOGIT(a) ? float_of_key(chosen.key)
-            : chosen.id >= 0 ? load_logit(a, t.logits + chosen.id)
-                             : not_a_number();
-  return {chosen.id, slot_weight(a, t, soft_cap(a, l))};
+  float l = GATE_BY_LOGIT(a) && !RULES ? float_of_key(chosen.key)
+            : chosen.id >= 0           ? load_logit(a, t.logits + chosen.id)
+                                       : not_a_number();
+  return {chosen.id, slot_weight<RULES>(a, t, chosen.id, soft_cap(a, l))};
 }
 
 /* One token by one warp. N: keys a lane holds in registers. */
-template <int N>
+template <int N, bool RULES = false>
 DEVICE gate_slot route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice,
                              gate_scratch &scratch)
 {
@@ -74,7 +95,7 @@ DEVICE gate_slot route_token(const gate_args &a, int64_t token, bool in_register
     first_nan = keys_in_shared(a, t, by_logit, choice);
     c.load(a, choice);
   }
-  return choose_slots(a, t, token, first_nan, true, c, choice, scratch);
+  return choose_slots<N, RULES>(a, t, token, first_nan, true, c, choice, scratch);
 }
 
 #endif

@@ -13,6 +13,21 @@ DEVICE gate_slot choose_for_token(const gate_args &a, int64_t token, uint32_t *c
   return route_token<8>(a, token, true, choice, scratch);
 }
 
+/* Any gate, in shared memory: one way for all that is rare. */
+template <int TOKENS> DEVICE void gate_rules(const gate_args &a)
+{
+  __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];
+  __shared__ gate_scratch scratch[TOKENS];
+  const int64_t token = (int64_t)blockIdx.x * TOKENS + warp_id();
+  check_token_count(a.tokens, a.fault);
+  if (token >= token_total(a.tokens)) return;
+  const gate_slot slot = route_token<8, true>(a, token, false, choice[warp_id()], scratch[warp_id()]);
+  if (lane_id() < a.top_k) {
+    if (!a.given) store_id(a, token, slot.id);
+    store_weight(a, token, slot.weight);
+  }
+}
+
 template <int TOKENS> DEVICE void gate_warp(const gate_args &a)
 {
   __shared__ uint32_t choice[TOKENS][MAX_EXPERTS];

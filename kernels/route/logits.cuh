@@ -17,10 +17,17 @@ template <int BM, int BN> DEVICE logit_tile tile_of_cta(const router_args &a)
   return {(int64_t)(blockIdx.x / columns) * BM, (int)(blockIdx.x % columns) * BN};
 }
 
+DEVICE float round_logit(int dtype, float logit)
+{
+  if (dtype == DT_BF16) return to_f32(from_f32<bf16>(logit));
+  return dtype == DT_F16 ? to_f32(from_f32<f16>(logit)) : logit;
+}
+
 DEVICE void store_logit(const router_args &a, int64_t tokens, int64_t token, int expert, float sum)
 {
   if (token >= tokens || expert >= a.experts) return;
-  a.logits[token * a.logits_ld + expert] = a.bias ? sum + load_any(a.bias, expert, a.bias_dtype) : sum;
+  const float logit = a.bias ? sum + load_any(a.bias, expert, a.bias_dtype) : sum;
+  a.logits[token * a.logits_ld + expert] = a.scale * round_logit(a.round_dtype, logit);
 }
 
 template <class T> DEVICE const T *row_of(const void *base, int64_t row, int64_t ld)

@@ -69,7 +69,7 @@ DEVICE float softmax_term(float l, float max)
 
 DEVICE float score_of(const gate_args &a, const gate_token &t, float l)
 {
-  switch (a.score) {
+  switch (a.weigh) {
   case SCORE_SIGMOID: return 1.f / (1.f + expf(-l));
   case SCORE_SQRT_SOFTPLUS: return sqrtf(l > 20.f ? l + log1pf(expf(-l)) : log1pf(expf(l)));
   case SCORE_IDENTITY: return l;

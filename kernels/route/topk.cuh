@@ -126,11 +126,11 @@ DEVICE int collect_keys(const gate_args &a, const candidates<N> &c, const uint32
 
 /* The quick way: where a threshold leaves at most a warp of candidates, each counts those that rank above it. */
 template <int N>
-DEVICE bool take_by_threshold(const gate_args &a, const candidates<N> &c, const uint32_t *choice, gate_scratch &s,
-                              chosen_expert &chosen)
+DEVICE bool take_by_threshold(const gate_args &a, int k, const candidates<N> &c, const uint32_t *choice,
+                              gate_scratch &s, chosen_expert &chosen)
 {
   int where;
-  const uint32_t threshold = kth_of_lanes(c.best(where), a.top_k, s);
+  const uint32_t threshold = kth_of_lanes(c.best(where), k, s);
   if (threshold == KEY_NONE) return false;
   const int found = collect_keys(a, c, choice, threshold, s);
   if (found > WARP_SIZE) return false;
@@ -144,15 +144,16 @@ DEVICE bool take_by_threshold(const gate_args &a, const candidates<N> &c, const 
   }
   if (lane_id() < found) s.ordered[above] = own;
   __syncwarp();
-  if (lane_id() < a.top_k) chosen = s.ordered[lane_id()];
+  if (lane_id() < k) chosen = s.ordered[lane_id()];
   return true;
 }
 
 /* One after the other, for many ties and much of a row. */
-template <int N> DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
+template <int N>
+DEVICE void take_in_turn(const gate_args &a, int k, candidates<N> &c, uint32_t *choice, chosen_expert &chosen)
 {
 #pragma unroll 1
-  for (int j = 0; j < a.top_k; j++) {
+  for (int j = 0; j < k; j++) {
     int where;
     const uint32_t best = c.best(where), winner = __reduce_max_sync(ALL_LANES, best);
     if (winner == KEY_NONE) break;
@@ -162,11 +163,12 @@ template <int N> DEVICE void take_in_turn(const gate_args &a, candidates<N> &c, 
   }
 }
 
-/* Lane j gets the j-th best expert. */
-template <int N> DEVICE chosen_expert take_best(const gate_args &a, candidates<N> &c, uint32_t *choice, gate_scratch &s)
+/* Lane j gets the j-th best of k experts. */
+template <int N>
+DEVICE chosen_expert take_best(const gate_args &a, int k, candidates<N> &c, uint32_t *choice, gate_scratch &s)
 {
   chosen_expert chosen = {-1, KEY_NAN};
-  if (!take_by_threshold(a, c, choice, s, chosen)) take_in_turn(a, c, choice, chosen);
+  if (!take_by_threshold(a, k, c, choice, s, chosen)) take_in_turn(a, k, c, choice, chosen);
   return chosen;
 }
 

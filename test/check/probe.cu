@@ -56,67 +56,41 @@ PROBE grid_wait(int *p)
   p[0] = 1;
 }
 
+/* Three products whose sums are NUMBER (constraint ACCUMULATOR); REST: their operands and flags. */
+#if __CUDA_ARCH_FEAT_SM90_ALL
+#define MULTIPLY_THREE(NUMBER, ACCUMULATOR, INSTRUCTION, REST, ...)                                                    \
+  NUMBER d[4] = {f[0], f[1], f[2], f[3]};                                                                              \
+  _Pragma("unroll") for (int i = 0; i < 3; i++)                                                                        \
+    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned." INSTRUCTION " {%0, %1, %2, %3}, " REST      \
+                 "; wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"                                 \
+                 : ACCUMULATOR(d[0]), ACCUMULATOR(d[1]), ACCUMULATOR(d[2]), ACCUMULATOR(d[3])                          \
+                 : __VA_ARGS__);                                                                                       \
+  f[0] = d[0] + d[1] + d[2] + d[3]
+#else
+#define MULTIPLY_THREE(...)
+#endif
+
 PROBE wgmma(float *f, unsigned long long a)
 {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-  float d[4] = {f[0], f[1], f[2], f[3]};
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0; "
-                 "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "l"(a));
-  f[0] = d[0] + d[1] + d[2] + d[3];
-#endif
+  MULTIPLY_THREE(float, "+f", "m64n8k16.f32.bf16.bf16", "%4, %4, 1, 1, 1, 0, 0", "l"(a));
   f[1] = 1;
 }
 
 PROBE wgmma_e4m3(float *f, unsigned long long a)
 {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-  float d[4] = {f[0], f[1], f[2], f[3]};
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
-                 "{%0, %1, %2, %3}, %4, %4, 1, 1, 1; "
-                 "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "l"(a));
-  f[0] = d[0] + d[1] + d[2] + d[3];
-#endif
+  MULTIPLY_THREE(float, "+f", "m64n8k32.f32.e4m3.e4m3", "%4, %4, 1, 1, 1", "l"(a));
   f[1] = 1;
 }
 
 PROBE wgmma_s8(int *f, unsigned long long a)
 {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-  int d[4] = {f[0], f[1], f[2], f[3]};
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 "
-                 "{%0, %1, %2, %3}, %4, %4, 1; "
-                 "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-                 : "l"(a));
-  f[0] = d[0] + d[1] + d[2] + d[3];
-#endif
+  MULTIPLY_THREE(int, "+r", "m64n8k32.s32.s8.s8", "%4, %4, 1", "l"(a));
   f[1] = 1;
 }
 
 PROBE wgmma_registers(float *f, unsigned long long b, unsigned a)
 {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-  float d[4] = {f[0], f[1], f[2], f[3]};
-#pragma unroll
-  for (int i = 0; i < 3; i++)
-    asm volatile("wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3}, {%4, %4, %4, %4}, %5, 1, 1, 1, 0; "
-                 "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a), "l"(b));
-  f[0] = d[0] + d[1] + d[2] + d[3];
-#endif
+  MULTIPLY_THREE(float, "+f", "m64n8k16.f32.bf16.bf16", "{%4, %4, %4, %4}, %5, 1, 1, 1, 0", "r"(a), "l"(b));
   f[1] = 1;
 }
 

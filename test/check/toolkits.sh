@@ -1,6 +1,6 @@
 #!/bin/sh
-# Other CUDA Toolkits that are installed, or those of TOOLKITS: each builds the library (minutes), whose machine code
-# and CPU device pass.
+# Other CUDA Toolkits that are installed, or those of TOOLKITS: each builds the library, whose machine code and CPU
+# device pass. Minutes on many cores; TEST_TIMEOUT=3600 on few.
 . test/check/count.sh
 lib=${LIB:-lib} make=${MAKE:-make}
 unset MAKEFLAGS MFLAGS MAKELEVEL MAKEOVERRIDES

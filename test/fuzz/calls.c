@@ -155,6 +155,7 @@ static void settle_projection(cumoe_projection *p, const cumoe_weights_desc *d, 
   settle(&p->input_scale, 0);
   settle_array(&p->scale, experts, table + CUMOE_MAX_EXPERTS);
   settle_array(&p->zero, experts, table + 2 * CUMOE_MAX_EXPERTS);
+  settle_array(&p->order, experts, table + 3 * CUMOE_MAX_EXPERTS);
   if (p->per_expert) {
     cumoe_view each = p->data;
     each.data = each.data ? each.data : wish(1);
@@ -206,7 +207,8 @@ static cumoe_weights_desc where_of(const cumoe_moe_desc *d, int32_t experts, int
   return w;
 }
 
-/* Codes of the layer's formats: e4m3 and s8, or of 4 bits. `w` has stacks, OUT_IN. */
+/* Codes of the layer's formats: e4m3 and s8 with a scale for each expert's activations, or of 4 bits, those of down in
+ * an order. `w` has stacks, OUT_IN. */
 static void set_formats(cumoe_weights_desc *w, const cumoe_moe_desc *d)
 {
   const int64_t e = w->experts, h = d->hidden, i = w->inter;
@@ -219,6 +221,7 @@ static void set_formats(cumoe_weights_desc *w, const cumoe_moe_desc *d)
     w->gate_up.scale.data = wished_view(3, CUMOE_F32, e * 2, 1);
     w->down.data = wished_view(2, CUMOE_I8, e * h, i);
     w->down.scale.data = wished_view(5, CUMOE_F32, e * h, 1);
+    w->down.input_scale = wished_view(7, CUMOE_F32, e, 1);
     return;
   }
   w->gate.data = wished_view(1, CUMOE_U8, e * i, h / 2);
@@ -228,11 +231,12 @@ static void set_formats(cumoe_weights_desc *w, const cumoe_moe_desc *d)
   w->down.data = wished_view(2, CUMOE_I32, e * h, i / 8);
   w->down.scale.data = wished_view(5, CUMOE_F16, e * h, 1);
   w->down.zero.data = wished_view(9, CUMOE_I32, e * h / 8, 1);
+  w->down.order.data = wished_view(3, CUMOE_I32, e, i);
 }
 
 static void settle_weights(cumoe_weights_desc *w)
 {
-  static const void *tables[4][3 * CUMOE_MAX_EXPERTS];
+  static const void *tables[4][4 * CUMOE_MAX_EXPERTS];
   settle_projection(&w->gate_up, w, tables[0]);
   settle_projection(&w->gate, w, tables[1]);
   settle_projection(&w->up, w, tables[2]);
@@ -263,8 +267,10 @@ static void make_layer(int index)
   if (index >= 6) l->desc.dtype = CUMOE_BF16, l->desc.hidden = l->desc.inter = 32;
   if (index == 6) l->desc.up_format = cumoe_format_fp8_block(CUMOE_F32);
   if (index == 6) l->desc.down_format = cumoe_format_int8(CUMOE_F32);
+  if (index == 6) l->desc.down_format.rows = CUMOE_ROWS_STATIC_EXPERT;
   if (index == 7) l->desc.up_format = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
   if (index == 7) l->desc.down_format = cumoe_format_int4(32, CUMOE_F16), l->desc.down_format.zero = 1;
+  if (index == 7) l->desc.down_format.act_order = 1;
   if (order == CUMOE_UNGATED) l->desc.flags = CUMOE_MOE_UNGATED | CUMOE_MOE_UNREDUCED;
   if (index == 1) l->desc.shared_inter = 8;
   if (index == 2) l->desc.routing = cumoe_routing_deepseek_v3(2, 4, 2, 2.5f);

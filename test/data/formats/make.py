@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes formats.safetensors: one small matrix a format, as its producer's own code stores it (NAME.codes, .scale,
-.zero, .global) and as its producer's own code decodes it (NAME.weights, f32). Needs from PyPI: torch numpy ml_dtypes
-gguf safetensors compressed-tensors transformers, and two sources that are only unpacked, not installed:
+.zero, .global, .g_idx) and as its producer's own code decodes it (NAME.weights, f32). Needs from PyPI: torch numpy
+ml_dtypes gguf safetensors compressed-tensors transformers, and two sources that are only unpacked, not installed:
   pip download --no-deps --no-binary :all: autoawq==0.2.9;  pip download --no-deps auto-gptq==0.7.1
 make.py AUTOAWQ_FOLDER AUTO_GPTQ_FOLDER"""
 import importlib.util, sys, types
@@ -123,6 +123,23 @@ pairs = np.stack([codes & 15, codes >> 4], 2).reshape(16, 512).view(ml_dtypes.fl
 powers = (np.arange(16 * 16) % 253).astype(np.uint8).reshape(16, 16)
 add("all_e2m1_e8m0", pairs * powers.view(ml_dtypes.float8_e8m0fnu).astype(np.float32).repeat(32, 1), codes=codes,
     scale=powers)
+
+# Act-order: groups are not neighbours along k.
+idx = (torch.randperm(IN) // GROUP).int()
+new = load(gptq + "/auto_gptq/nn_modules/qlinear/qlinear_cuda.py", "auto_gptq.new")
+g = new.QuantLinear(4, GROUP, IN, OUT, False)
+half.weight.data = ((q - z[:, idx]).double() * s.double()[:, idx]).half()
+g.pack(half, s.clone(), z.clone().float(), idx)
+g.autogptq_cuda_available = False
+scales = g.scales.half()
+g.scales = scales.float()
+add("gptq_order", g(torch.eye(IN)).t(), codes=g.qweight, scale=scales, zero=g.qzeros, g_idx=idx)
+
+data = gguf.quants.quantize(random.numpy() * .1, G.Q4_1)
+add("ggml_q4_1", gguf.quants.dequantize(data, G.Q4_1), codes=data)
+data = rng.integers(0, 256, (16, 144), dtype=np.uint8)
+data[:, :4] = (rng.random((16, 2)) * .001 + .0001).astype(np.float16).view(np.uint8)
+add("ggml_q4_k", gguf.quants.dequantize(data, G.Q4_K), codes=data)
 
 save_file(tensors, "formats.safetensors")
 print(sum(t.numel() * t.element_size() for t in tensors.values()), "bytes", len(tensors), "tensors")

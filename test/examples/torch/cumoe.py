@@ -27,10 +27,10 @@ DEVICE_CPU, DEVICE_ANY = -2, -3
 ORDERS = {"gate_up_concat": 1, "up_gate_concat": 2, "gate_up_interleaved": 3, "up_gate_interleaved": 4,
           "gate_up_separate": 5, "ungated": 6}
 OUT_IN, IN_OUT = 1, 2
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "identity": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "identity": 3, "sparsemixer": 4}
 ACTS = {"silu": 0, "gelu_erf": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "identity": 5, "swiglu_oai": 6}
-RENORMALIZE, SCORE_AFTER_TOPK, WEIGHT_ON_INPUT = 1, 2, 4
-UNGATED, UNREDUCED = 1, 2
+RENORMALIZE, SCORE_AFTER_TOPK, WEIGHT_ON_INPUT, CHOOSE_BY_LOGIT = 1, 2, 4, 8
+UNGATED, UNREDUCED, LIMIT_AFTER, BATCH_INVARIANT = 1, 2, 4, 8
 F32, F16, BF16, U8, I32, I64, E4M3, E8M0, I8 = range(1, 10)
 DTYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16, torch.uint8: U8, torch.int32: I32,
           torch.int64: I64, torch.float8_e4m3fn: E4M3, torch.int8: I8}
@@ -59,7 +59,8 @@ class View(ctypes.Structure):
 class Routing(Struct):
     _fields_ = [*fields(c_int32, "score top_k n_group topk_group group_score"), ("flags", c_uint32),
                 *fields(c_float, "routed_scale softcap renorm_eps renorm_min"),
-                *fields(c_int32, "zero_experts identity_experts"), ("reserved", c_uint64 * 10)]
+                *fields(c_int32, "zero_experts identity_experts always_experts logits_dtype"),
+                *fields(c_float, "logit_scale mixer_eps"), ("reserved", c_uint64 * 8)]
 
 
 class Format(Struct):
@@ -100,7 +101,8 @@ class MoeArgs(Struct):
     _fields_ = [*fields(c_uint32, "size flags"),
                 *fields(View, "x device_tokens router_weight router_bias logits ids weights select_bias expert_map"),
                 ("shared", c_void_p), *fields(View, "shared_gate residual"), ("out_scale", c_float),
-                ("reserved", c_int32), *fields(View, "out ids_out weights_out counts_out load workspace")]
+                ("reserved", c_int32), *fields(View, "out ids_out weights_out counts_out load workspace"),
+                *fields(View, "router_x expert_scale")]
 
 
 ELEMENT_E4M3, ELEMENT_E2M1, ELEMENT_S8, ELEMENT_U4 = 1, 2, 3, 5
@@ -329,7 +331,7 @@ def read_format(numbers):
 
 # What a call may have besides x and the weights, in this order.
 OPERANDS = ("router_weight", "router_bias", "logits", "ids", "weights", "select_bias", "expert_map", "shared_gate",
-            "residual")
+            "residual", "router_x", "expert_scale")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -441,8 +443,9 @@ torch.library.register_autograd("cumoe::forward", no_gradient)
 class Layer:
     """One layer: its description, and its weights. Arguments have the names of cumoe_moe_desc and cumoe_routing.
 
-    Calls take x [..., hidden] and one of: ids and weights [tokens, top_k]; logits; router_weight (and router_bias).
-    Also select_bias, residual, expert_map, and shared_gate with `shared`, a shared expert (Experts of one).
+    Calls take x [..., hidden] and one of: ids and weights [tokens, top_k]; logits; router_weight (and router_bias,
+    router_x); or ids with one of the last two. Also select_bias, expert_scale, residual, expert_map, and shared_gate
+    with `shared`, a shared expert (Experts of one).
     """
 
     def __init__(self, experts, *, top_k, act="silu", act_alpha=0.0, act_limit=0.0, num_experts=0, shared=None,

@@ -40,6 +40,9 @@ def gates(module):
         most = limit or math.inf
         for act, function in ACTS.items():
             yield {"act": act, "act_limit": limit}, lambda g, u: function(g.clamp(max=most)) * u.clamp(-most, most)
+            if limit:
+                yield ({"act": act, "act_limit": limit, "flags": cumoe.LIMIT_AFTER},
+                       lambda g, u: function(g).clamp(max=most) * u.clamp(-most, most))
         for alpha in attributes(module, "alpha"):
             yield ({"act": "swiglu_oai", "act_alpha": alpha, "act_limit": limit}, lambda g, u: (
                 g.clamp(max=most) * torch.sigmoid(alpha * g.clamp(max=most)) * (u.clamp(-most, most) + 1)))

@@ -636,13 +636,15 @@ def routers():
         return case("routers of transformers", "skip", str(error))
     transformers.logging.set_verbosity_error()
     there = {file.parent.name for file in registered_files(transformers)}
-    for family in families.ROUTINGS:
-        if family in there:
-            one_router(family, transformers)
+    for family, row in families.ROUTINGS.items():
+        if family not in there:
+            case(family, "skip", f"not in the registry of transformers {transformers.__version__}")
+        elif {"router_x", "expert_scale", "logits"} & set(row) or family in ("muse_spark", "inkling2"):
+            case(family, "skip", "no block of router and experts alone: test/families.c holds it")
         else:
-            case(family, "skip", f"not in transformers {transformers.__version__}")
+            one_router(family, transformers)
     unknown = sorted(there - set(families.ROUTINGS) - set(families.ENGINES))
-    if transformers.__version__.startswith("5.17."):
+    if transformers.__version__.startswith("5.23."):
         case("every family of the registry is in one of the tables", not unknown, ", ".join(unknown))
 
 

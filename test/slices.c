@@ -1,0 +1,234 @@
+/*
+ * Parts of weights where they lie: a rank's slice of an expert, read in place with its origin, gives the whole's bits;
+ * and nothing is read past the end of codes, scales, zero points, orders or activations.
+ */
+#include <stdio.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "cases_format.h"
+
+enum { EXPERTS = 2, TOKENS = 14, HIDDEN = 288, INTER = 96 };
+
+/* ---- slices ---------------------------------------------------------------------------------------- */
+
+/* Channels and k of an expert's matrix. */
+typedef struct slice {
+  int32_t n, width, k, depth;
+} slice;
+
+static cumoe_view part_of(cumoe_view v, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+  CHECK_OK(cumoe_view_rows(v, row, rows, &v));
+  CHECK_OK(cumoe_view_cols(v, col, cols, &v));
+  return v;
+}
+
+/* Of a stack of EXPERTS matrices, the same part of each: strided. */
+static cumoe_array parts_of(cumoe_view stack, int64_t row, int64_t rows, int64_t col, int64_t cols)
+{
+  return (cumoe_array){.data = part_of(stack, row, rows, col, cols), .expert_stride = stack.rows / EXPERTS * stack.ld};
+}
+
+static int64_t block_at(int32_t block, int32_t origin, int64_t at)
+{
+  return block ? (origin + at) / block : 0;
+}
+
+/* Of the whole's projection and format those of the slice. */
+static cumoe_projection slice_of(const cumoe_projection *p, cumoe_format *f, slice s)
+{
+  const int64_t unit = format_unit(f), n0 = block_at(f->block[0], f->origin[0], s.n),
+                n1 = block_at(f->block[0], f->origin[0], s.n + s.width - 1),
+                k0 = block_at(f->block[1], f->origin[1], s.k),
+                k1 = block_at(f->block[1], f->origin[1], s.k + s.depth - 1);
+  const cumoe_array data = parts_of(p->data, s.n, s.width, s.k / unit, s.depth / unit);
+  cumoe_projection part = *p;
+  part.data = data.data;
+  part.expert_stride = data.expert_stride;
+  part.scale = parts_of(p->scale.data, n0, n1 - n0 + 1, k0, k1 - k0 + 1);
+  if (f->zero == CUMOE_ZERO_CODES_OUT) part.zero = parts_of(p->zero.data, s.n / 8, s.width / 8, k0, k1 - k0 + 1);
+  if (f->zero == CUMOE_ZERO_VALUES) part.zero = parts_of(p->zero.data, n0, n1 - n0 + 1, k0, k1 - k0 + 1);
+  if (f->block[0]) f->origin[0] = (f->origin[0] + s.n) % f->block[0];
+  if (f->block[1]) f->origin[1] = (f->origin[1] + s.k) % f->block[1];
+  return part;
+}
+
+/* Down hands h on: column n of out is channel n of h. */
+static tensor layer_of(cumoe_context context, const cumoe_projection *up, cumoe_format f, slice s, const tensor *x)
+{
+  const cumoe_moe_desc desc = {.size = sizeof desc,
+                               .num_experts = EXPERTS,
+                               .hidden = s.depth,
+                               .inter = s.width,
+                               .dtype = CUMOE_BF16,
+                               .act = CUMOE_ACT_IDENTITY,
+                               .flags = CUMOE_MOE_UNGATED,
+                               .routing = cumoe_routing_make(CUMOE_SCORE_SOFTMAX, 1, 0),
+                               .up_format = f};
+  cumoe_weights_desc d = {.size = sizeof d, .experts = EXPERTS, .hidden = s.depth, .inter = s.width};
+  tensor down = tensor_new(CUMOE_BF16, (int64_t)EXPERTS * s.depth, s.width), ids = tensor_new(CUMOE_I32, TOKENS, 1),
+         weights = tensor_new(CUMOE_F32, TOKENS, 1);
+  for (int64_t i = 0; i < down.rows; i++)
+    if (i % s.depth < s.width) tensor_set(&down, i, i % s.depth, 1);
+  for (int t = 0; t < TOKENS; t++) tensor_set(&ids, t, 0, t % EXPERTS), tensor_set(&weights, t, 0, 1);
+  d.dtype = CUMOE_BF16;
+  d.gate_order = CUMOE_UNGATED;
+  d.up_major = d.down_major = CUMOE_OUT_IN;
+  d.up_format = f;
+  d.up = *up;
+  d.down.data = device_put(context, &down, 0);
+  cumoe_weights bound = NULL;
+  cumoe_plan plan = NULL;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+  CHECK_OK(cumoe_plan_create(context, &desc, &plan));
+  CHECK_OK(cumoe_plan_workspace(plan, TOKENS, &bytes));
+  const cumoe_moe_args a = {.size = sizeof a,
+                            .x = part_of(device_put(context, x, 0), 0, TOKENS, s.k, s.depth),
+                            .ids = device_put(context, &ids, 0),
+                            .weights = device_put(context, &weights, 0),
+                            .out = device_new(context, CUMOE_BF16, TOKENS, s.depth, 0),
+                            .workspace = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0)};
+  CHECK_OK(cumoe_moe_forward(plan, bound, &a, NULL));
+  CHECK_OK(cumoe_weights_destroy(bound));
+  CHECK_OK(cumoe_plan_destroy(plan));
+  return device_get(context, cumoe_const(a.out));
+}
+
+/* Channels of the slice alone, and of x what it multiplies alone. */
+static void check_slice(cumoe_context context, const cumoe_projection *p, const cumoe_format *f, slice s)
+{
+  const slice all = {0, INTER, 0, HIDDEN};
+  rng r = {31};
+  const tensor x = tensor_normal(&r, CUMOE_BF16, TOKENS, HIDDEN, 0, 1);
+  for (int64_t i = 0; i < TOKENS * HIDDEN; i++)
+    if (i % HIDDEN < s.k || i % HIDDEN >= s.k + s.depth) tensor_set(&x, i / HIDDEN, i % HIDDEN, 0);
+  cumoe_format of = *f;
+  const cumoe_projection part = slice_of(p, &of, s);
+  const tensor whole = layer_of(context, p, *f, all, &x), got = layer_of(context, &part, of, s, &x);
+  for (int64_t i = 0; i < TOKENS * s.width; i++) {
+    const int64_t t = i / s.width, n = i % s.width;
+    const double want = tensor_get(&whole, t, s.n + n), is = tensor_get(&got, t, n);
+    if (!CHECK_MSG(want == is, "channels from %d, k from %d: token %d, channel %d: %g, the whole has %g", s.n, s.k,
+                   (int)t, (int)n, is, want))
+      break;
+  }
+}
+
+static host_projection random_projection(const cumoe_format *f, rng *r)
+{
+  cumoe_moe_desc d = {.num_experts = EXPERTS, .hidden = HIDDEN, .inter = INTER, .dtype = CUMOE_BF16};
+  const weights_form form = {
+      .gate_order = CUMOE_UNGATED, .up_major = CUMOE_OUT_IN, .down_major = CUMOE_OUT_IN, .up = *f};
+  return random_weights(r, &d, EXPERTS, INTER, form).up;
+}
+
+static cumoe_projection put(cumoe_context context, const host_projection *p)
+{
+  cumoe_projection result = {.data = device_put(context, &p->data, 0), .scale.data = device_put(context, &p->scale, 0)};
+  if (p->zero.data) result.zero.data = device_put(context, &p->zero, 0);
+  if (p->global.data) result.global = device_put(context, &p->global, 0);
+  if (p->input_scale.data) result.input_scale = device_put(context, &p->input_scale, 0);
+  return result;
+}
+
+/* Those of sm_90a for e4m3 take runs of 128 k with one scale; their sums are others than those of the portable ones. */
+static bool same_kernel(const cumoe_format *f, slice s)
+{
+  const bool runs = f->element == CUMOE_ELEMENT_E4M3 && (f->block[1] || f->rows == CUMOE_ROWS_GROUP);
+  return !runs || (f->origin[1] % 128 == 0) == ((f->origin[1] + s.k) % 128 == 0);
+}
+
+static void test_slices(cumoe_context context)
+{
+  static const slice slices[] = {{32, 64, 0, HIDDEN}, {0, 40, 0, HIDDEN},   {56, 40, 0, HIDDEN},
+                                 {0, INTER, 96, 192}, {0, INTER, 128, 160}, {24, 48, 32, 96}};
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++) {
+    rng r = {(uint64_t)i + 5};
+    if (f.act_order) continue; /* a slice of k has no order of its own */
+    if (f.rows == CUMOE_ROWS_TOKEN) f.rows = CUMOE_ROWS_AS_THEY_ARE;
+    f.joined = 0;
+    case_begin("slices: %s", name);
+    const host_projection host = random_projection(&f, &r);
+    const cumoe_projection p = put(context, &host);
+    for (size_t s = 0; s < sizeof slices / sizeof *slices; s++)
+      if (!on_device(context) || same_kernel(&f, slices[s])) check_slice(context, &p, &f, slices[s]);
+    case_end();
+  }
+}
+
+/* ---- ends ------------------------------------------------------------------------------------------ */
+
+enum { MAX_PAGES = 32 };
+static struct {
+  void *at[MAX_PAGES];
+  size_t bytes[MAX_PAGES];
+  int count;
+} pages;
+
+/* A copy in memory of its own that ends where a page does; the next one may not be touched. */
+static cumoe_view paged(const tensor *t)
+{
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE),
+               bytes = (size_t)(t->rows * t->cols) * cumoe_dtype_bytes((cumoe_dtype)t->dtype),
+               all = (bytes + page - 1) / page * page + page;
+  if (!t->data) return no_view();
+  unsigned char *at = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (!CHECK(at != MAP_FAILED && pages.count < MAX_PAGES)) return no_view();
+  CHECK(mprotect(at + all - page, page, PROT_NONE) == 0);
+  memcpy(at + all - page - bytes, t->data, bytes);
+  pages.at[pages.count] = at;
+  pages.bytes[pages.count++] = all;
+  return cumoe_matrix(at + all - page - bytes, (cumoe_dtype)t->dtype, t->rows, t->cols, t->cols);
+}
+
+static cumoe_projection paged_projection(const host_projection *p)
+{
+  return (cumoe_projection){.data = paged(&p->data),
+                            .scale.data = paged(&p->scale),
+                            .zero.data = paged(&p->zero),
+                            .order.data = paged(&p->order),
+                            .global = paged(&p->global),
+                            .input_scale = paged(&p->input_scale)};
+}
+
+static void run_paged(cumoe_context context, const layer_spec *s)
+{
+  const layer_inputs in = layer_inputs_new(s);
+  const layer_outputs want = run_layer(context, s, &in);
+  session run;
+  session_open(&run, context, s, &in);
+  CHECK_OK(cumoe_weights_destroy(run.routed));
+  cumoe_weights_desc d = weights_desc(&in.routed);
+  d.gate_up = paged_projection(&in.routed.gate_up);
+  d.down = paged_projection(&in.routed.down);
+  CHECK_OK(cumoe_weights_bind(context, &d, &run.routed));
+  run.args.x = paged(&in.x);
+  CHECK_OK(session_forward(&run));
+  const layer_outputs got = session_collect(&run);
+  check_outputs_same(&want, &got);
+  session_close(&run);
+  for (; pages.count > 0; pages.count--) CHECK(munmap(pages.at[pages.count - 1], pages.bytes[pages.count - 1]) == 0);
+}
+
+static void test_ends(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++) {
+    layer_spec s = layer_spec_new(CUMOE_BF16, 9, 160, 96);
+    s.desc.num_experts = 3;
+    s.desc.up_format = s.desc.down_format = f;
+    s.desc.down_format.joined = 0;
+    s.seed = (uint64_t)i + 1;
+    case_begin("ends: %s", name);
+    run_paged(context, &s);
+    case_end();
+  }
+}
+
+static const test_group groups[] = {GROUP("slices", test_slices, ANYWHERE), GROUP("ends", test_ends, ON_CPU)};
+TEST_MAIN(groups)
