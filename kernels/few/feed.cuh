@@ -130,7 +130,7 @@ template <class L> struct few_feed {
       pairs = s.k_stride == 1 && ((groups | (int)reinterpret_cast<uintptr_t>(scale)) & 1) == 0;
     }
     if constexpr (ZEROS) {
-      const uint32_t *words = zero_words(g.b, half, expert);
+      const uint32_t *words = zero_words(&g.b, half, expert);
       zero = words ? words + (int64_t)(channel / 8) * g.b.zero.n_stride : nullptr;
     }
   }
