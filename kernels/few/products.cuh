@@ -1,4 +1,5 @@
-/* few, weights without scales: consumer warps. Each multiplies its own slices, and stores its part of a unit in shared memory. */
+/* few, weights without scales: consumer warps. Each multiplies its own slices, and stores its part of a unit in shared
+ * memory. */
 #ifndef CUMOE_FEW_PRODUCTS_CUH
 #define CUMOE_FEW_PRODUCTS_CUH
 

@@ -63,10 +63,9 @@ template <class S> struct few_units {
 };
 
 /*
- * Weights with scales. A stage is 32 rows of 128 bytes, tile 0 and tile 1. Of a unit of at most 16 weight rows (`wide`) tile 1 has the next
- * 128 bytes of the same rows; else the next 16 rows of the same k.
+ * Weights with scales. A stage is 32 rows of 128 bytes, tile 0 and tile 1. Of a unit of at most 16 weight rows (`wide`)
+ * tile 1 has the next 128 bytes of the same rows; else the next 16 rows of the same k.
  */
-
 template <class L> DEVICE int few_slices(const gemm_args &g, bool wide)
 {
   const int bytes = g.k * L::BITS / 8;
