@@ -420,6 +420,10 @@ enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplie
 /* At most, of up to BM tokens. */
 #define FEW_PAIRS(BM) ((BM) == 1 ? (int)MAX_TOP_K : 8 * (BM))
 
+/* Of weights with scales few has x and all of h in shared memory: bytes of a row of k elements, and of the room. */
+#define FEW_ROW_BYTES(k) (((k) + 255) / 256 * 544)
+#define FEW_ROOM         (128 * 544)
+
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
 #define COMBINE_TOKENS(top_k) ((top_k) == 1 ? 8 : (top_k) == 2 ? 4 : (top_k) <= 4 ? 2 : 1)
 

@@ -66,7 +66,17 @@ template <class S> struct few_units {
   DEVICE int tiles_of_width() const { return S::N_MAJOR ? width() / 2 : S::TILES; }
 };
 
-/* A warp's slice of a unit: `slice` >= slices() if it has no more of that one. */
+/*
+ * Weights with scales. A stage is 32 rows of 128 bytes, tile 0 and tile 1. Of a unit of at most 16 weight rows (`wide`)
+ * tile 1 has the next 128 bytes of the same rows; else the next 16 rows of the same k.
+ */
+template <class L> DEVICE int few_slices(const gemm_args &g, bool wide)
+{
+  const int bytes = g.k * L::BITS / 8;
+  return wide ? bytes + 255 >> 8 : bytes + 127 >> 7;
+}
+
+/* Weights without scales. A warp's slice of a unit: `slice` >= slices() if it has no more of that one. */
 template <class S> struct few_cursor {
   few_units<S> unit;
   int k, narrow, wide, slice; /* slices of a unit of either kind; the next */
