@@ -122,7 +122,8 @@ void print_header(const bench *b)
     clocks_text(&c, text, sizeof text);
     printf("before the run: %s\n", text);
   }
-  printf("%s, routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), routing, forced[0] ? ", forced: " : "", forced);
+  printf("%s, weights [E, %s], routing by %s%s%s\n", cumoe_dtype_name(b->o.dtype), b->o.in_out ? "in, out" : "out, in",
+         routing, forced[0] ? ", forced: " : "", forced);
   if (b->o.check) return;
   printf("Times: microseconds a call, median of graph replays over rotating inputs. layer: the whole of it, "
          "hidden states in, "

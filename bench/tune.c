@@ -33,8 +33,10 @@ typedef struct family {
 #define GEMMS(OP)                                                                                                      \
   {"K-major", LARGE, OP, WEIGHTS_w16, false, false},                                                                   \
       {"K-major, not by tensor maps", TWO, OP, WEIGHTS_w16, false, true},                                              \
-      {"N-major", TWO, OP, WEIGHTS_w16, true, false}, {"", "qwen3-30b-a3b", OP, WEIGHTS_f32, false, false},            \
-      {"", LARGE, OP, WEIGHTS_f8, false, false}, {"", LARGE, OP, WEIGHTS_s8, false, false},                            \
+      {"N-major", LARGE, OP, WEIGHTS_w16, true, false},                                                                \
+      {"N-major, not by tensor maps", TWO, OP, WEIGHTS_w16, true, true},                                               \
+      {"", "qwen3-30b-a3b", OP, WEIGHTS_f32, false, false}, {"", LARGE, OP, WEIGHTS_f8, false, false},                 \
+      {"", LARGE, OP, WEIGHTS_s8, false, false},                                                                       \
   {                                                                                                                    \
     "", LARGE, OP, WEIGHTS_w4, false, false                                                                            \
   }

@@ -61,18 +61,20 @@ static int32_t scale_run_of(const variant *v)
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
-/* few reads tokens, and makes codes of a run of k at a time. */
-static bool takes_rows(const variant *v, const op_shape *s)
+/* few reads tokens; of weights with scales it has x and all of h in shared memory. */
+static bool fits_few(const variant *v, const op_shape *s)
 {
-  if (v->form == FORM_few && s->by_expert) return false;
-  return v->form != FORM_few || s->rows_mode == ROWS_AS_THEY_ARE || s->rows_mode == ROWS_GROUP;
+  if (s->by_expert || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
+  if (!format_is_scaled((weight_format)v->format)) return true;
+  const int64_t inter = s->op == OP_few_up ? s->n : s->k, hidden = s->op == OP_few_up ? s->k : s->n;
+  return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
 /* Of a row that runs on the machine. */
 static bool serves(const variant *v, const op_shape *s)
 {
   if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
-  if (s->scale_run < scale_run_of(v) || !takes_rows(v, s)) return false;
+  if (s->scale_run < scale_run_of(v)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
   if (v->form == FORM_row) return s->n <= v->columns;
@@ -80,7 +82,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes && s->by_expert) return false;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
-  if (v->form == FORM_few) return s->tokens <= v->bm && s->rows <= FEW_PAIRS(v->bm);
+  if (v->form == FORM_few) return fits_few(v, s);
   if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
 }

@@ -211,11 +211,11 @@ static bool few_can_gate(const layer *l)
   return GATE_IN_FEW_UP(gate);
 }
 
-/* One grid multiplies both, so that they have to be of the same types. */
+/* One grid multiplies both, so that they have to be of the same types, and lie alike. */
 static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 {
   const variant *a = &variants[choose(l->m, up)], *b = &variants[choose(l->m, down)];
-  return a->x == b->x && a->format == b->format && a->y == b->y;
+  return a->x == b->x && a->format == b->format && a->y == b->y && a->major == b->major;
 }
 
 static void add_few(const layer *l, layer_plan *p)

@@ -19,6 +19,7 @@ typedef struct tensor {
   uint64_t size[MAX_RANK];
   int64_t stride[MAX_RANK];
   uint32_t box[MAX_RANK];
+  bool lines; /* L2 fetches them one by one, else by twos */
 } tensor;
 
 /* Elements of a tensor map's element. */
@@ -56,7 +57,8 @@ static bool encode(void (*encoder)(void), weight_format format, const tensor *t,
   const CUtensorMapSwizzle swizzle =
       format_bytes(format, t->box[0]) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   return ((encode_tiled)encoder)(map, map_type(format), t->rank, (void *)(uintptr_t)t->base, size, bytes, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                 t->lines ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -72,13 +74,27 @@ static bool stride_fits(int64_t bytes)
   return bytes > 0 && bytes % 16 == 0 && bytes < (int64_t)1 << 40;
 }
 
+/* The half that lies first. */
+static const void *first_half(const expert_matrix *b, bool gated)
+{
+  return b->base[gated && (uintptr_t)b->base[1] < (uintptr_t)b->base[0] ? 1 : 0];
+}
+
+/* Gate and up of N-major weights lie element by element. */
+static bool in_pairs(const expert_matrix *b)
+{
+  return b->k_stride != 1 && b->n_stride == 2;
+}
+
 bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
 {
   const weight_format f = (weight_format)b->format;
-  if (b->k_stride != 1 || b->table[0] || b->table[1] || n % 8 || (intptr_t)b->base[0] % 16) return false;
-  if (!stride_fits(format_bytes(f, b->n_stride * 8)) || !stride_fits(format_bytes(f, b->n_stride))) return false;
+  const int64_t row = b->k_stride == 1 ? b->n_stride : b->k_stride; /* of memory */
+  if (b->k_stride != 1 && b->n_stride != 1 && !(gated && b->n_stride == 2)) return false;
+  if (b->table[0] || b->table[1] || n % 8 || (intptr_t)first_half(b, gated) % 16) return false;
+  if (!stride_fits(format_bytes(f, row * 8)) || !stride_fits(format_bytes(f, row))) return false;
   if (experts > 1 && !stride_fits(format_bytes(f, b->expert_stride))) return false;
-  return !gated || stride_fits(half_distance(b));
+  return !gated || in_pairs(b) || stride_fits(half_distance(b));
 }
 
 /* Elements of a swizzled line. */
@@ -94,21 +110,45 @@ static weight_format rows_of(const gemm_args *g)
   return g->rows.element == DT_I8 ? FORMAT_s8 : FORMAT_e4m3;
 }
 
-bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
+/* (k, 8 channels, half, channel / 8, expert) */
+static tensor k_major(const gemm_args *g, const variant *v)
 {
   const int32_t columns = (v->op == OP_up ? 2 * v->bn : v->bn) / v->cluster; /* weight rows that a CTA loads for all */
-  const gemm_args *g = &args->g;
   const uint32_t halves = g->gated ? 2 : 1;
   const weight_format format = (weight_format)g->b.format;
   const int64_t half = g->gated ? half_distance(&g->b) * 8 / format_bits(format) : 8 * g->b.n_stride;
-  args->up_first = g->gated && (uintptr_t)g->b.base[1] < (uintptr_t)g->b.base[0];
-  const tensor weights = {
-      .base = g->b.base[args->up_first ? 1 : 0],
+  return (tensor){
+      .base = first_half(&g->b, g->gated),
       .rank = 5,
       .size = {(uint64_t)g->k, 8, halves, (uint64_t)g->n / 8, (uint64_t)g->experts},
       .stride = {1, g->b.n_stride, half, 8 * g->b.n_stride, g->experts > 1 ? g->b.expert_stride : 8 * g->b.n_stride},
       .box = {(uint32_t)v->bk, 8, halves, (uint32_t)columns / 8 / halves, 1},
   };
+}
+
+/* (channel, or gate and up of each in turn; k; half; expert) */
+static tensor n_major(const gemm_args *g)
+{
+  const bool pairs = g->gated && in_pairs(&g->b), apart = g->gated && !pairs;
+  const weight_format format = (weight_format)g->b.format;
+  const int64_t all = g->k * g->b.k_stride; /* for dimensions of one */
+  return (tensor){
+      .base = first_half(&g->b, g->gated),
+      .rank = 4,
+      .size = {(uint64_t)g->n * (pairs ? 2 : 1), (uint64_t)g->k, apart ? 2 : 1, (uint64_t)g->experts},
+      .stride = {1, g->b.k_stride, apart ? half_distance(&g->b) * 8 / format_bits(format) : all,
+                 g->experts > 1 ? g->b.expert_stride : all},
+      .box = {line_of(format), WGMMA_BK, 1, 1},
+      .lines = true,
+  };
+}
+
+bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
+{
+  const gemm_args *g = &args->g;
+  const weight_format format = (weight_format)g->b.format;
+  const tensor weights = v->major == MAJOR_N ? n_major(g) : k_major(g, v);
+  args->up_first = weights.base != g->b.base[0];
   if (!encode(encoder, format, &weights, args->weights)) return false;
   if (g->row_pair && !g->packed && !g->protocol.x_copy) return unit_of(format) == 1;
   const weight_format rows = rows_of(g);

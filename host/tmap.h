@@ -6,7 +6,7 @@
 #include "../include/cumoe/types.h"
 #include "variants.h"
 
-/* Whether tensor maps can describe the weights: K-major, one base pointer, strides that the hardware takes. */
+/* Whether tensor maps can describe the weights: one base pointer, strides that the hardware takes. */
 bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated);
 
 /* args->g is set; fills in the rest, for the boxes of the row of the table, and of the rows of A unless they are

@@ -27,10 +27,10 @@ typedef enum form {
   FORM_ntile,   /* GEMM on tensor cores, N-major weights */
   FORM_unpack,  /* GEMM on tensor cores, K-major weights with scales */
   FORM_thin,    /* GEMM for few rows an expert: weights streamed once, K-major */
-  FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows */
-  FORM_wgmma,   /* GEMM on sm_90a's tensor cores, K-major weights that tensor maps can describe */
+  FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows, either major */
+  FORM_wgmma,   /* GEMM on sm_90a's tensor cores, weights of either major that tensor maps can describe */
   FORM_mixed,   /* GEMM on sm_90a's tensor cores, weights of 4 bits in registers */
-  FORM_few,     /* the experts of few tokens without a map, K-major weights */
+  FORM_few,     /* the experts of few tokens without a map, either major */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise, all functions but gelu */

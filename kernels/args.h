@@ -357,6 +357,8 @@ enum { CPU_N_BLOCK = 32 };
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
  *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x half the weight rows of a tile, for a
  *            gated up 8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
+ *            N-major: (channel, k, half, expert), of gate and up element by element (what lies there, k, 1, expert); a
+ *            box is 64 x WGMMA_BK
  *   rows:    of rows of a in row order: (k, row); a box is WGMMA_BK x WGMMA_STEP
  */
 typedef struct gemm_sm90_args {
@@ -417,6 +419,10 @@ typedef struct few_args {
 enum { FEW_TOKENS = 32, FEW_COLUMNS = 8 /* pairs of an expert that are multiplied at once */ };
 /* At most, of up to BM tokens. */
 #define FEW_PAIRS(BM) ((BM) == 1 ? (int)MAX_TOP_K : 8 * (BM))
+
+/* Of weights with scales few has x and all of h in shared memory: bytes of a row of k elements, and of the room. */
+#define FEW_ROW_BYTES(k) (((k) + 255) / 256 * 544)
+#define FEW_ROOM         (128 * 544)
 
 /* Tokens a CTA of the gathering combine takes at once, so that a thread has about eight rows in flight. */
 #define COMBINE_TOKENS(top_k) ((top_k) == 1 ? 8 : (top_k) == 2 ? 4 : (top_k) <= 4 ? 2 : 1)

@@ -228,8 +228,7 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (v->form == FORM_wgmma && !s->tmap) return false;
   if (v->form == FORM_row && s->n > v->columns) return false;
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
-  bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref ||
-                (s->major == MAJOR_N) == (v->form == FORM_ntile);
+  bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || (int8_t)s->major == v->major;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
   if (v->form == FORM_few && s->by_expert) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
@@ -1072,7 +1071,7 @@ static const layer_case layer_cases[] = {
     {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW},
     {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
-    {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, 0},
+    {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_F32, 0, ALONE, 0},
     {1, 8, 2048, 768, 257, DT_BF16, 0, ALONE, FEW | ONE}, /* more experts than a warp's registers rank */
     /* thin (up here) starts early: not behind a router's tiles, nor where it streams for a millisecond */
@@ -1089,7 +1088,7 @@ static const layer_case layer_cases[] = {
     {160 * 16, 8, 2048, 2040, 128, DT_BF16, 0, COPY, 0},
     {161 * 16, 8, 2048, 2040, 128, DT_BF16, 0, COPY, COPY},
     {161 * 16, 8, 2048, 2040, 128, DT_BF16, NO_MAPS, COPY | BY_EXPERT, 0},
-    {161 * 16, 8, 2048, 2040, 128, DT_BF16, N_MAJOR, COPY | BY_EXPERT, 0},
+    {161 * 16, 8, 2048, 2040, 128, DT_BF16, N_MAJOR, COPY | BY_EXPERT, COPY | BY_EXPERT},
     {161 * 16, 8, 2048, 2040, 128, DT_F32, 0, COPY | BY_EXPERT, 0},
     {48 * 16, 8, 2048, 2048, 128, DT_BF16, 0, BY_EXPERT, 0},
     {49 * 16, 8, 2048, 2048, 128, DT_BF16, 0, BY_EXPERT, BY_EXPERT},
@@ -1135,10 +1134,6 @@ static void test_layer_cases(void)
  * gate. */
 static void test_forced_plans(void)
 {
-  const layer_case one = {1, 8, 2048, 768, 128, DT_BF16, 0, 0, 0}, two = {2, 8, 2048, 768, 128, DT_BF16, 0, 0, 0},
-                   small = {2, 8, 64, 64, 128, DT_BF16, 0, 0, 0}, most = {32, 8, 64, 64, 128, DT_BF16, 0, 0, 0},
-                   over = {33, 7, 2048, 768, 128, DT_BF16, 0, 0, 0}, many = {784, 8, 2048, 2048, 128, DT_BF16, 0, 0, 0},
-                   pairs = {32, 9, 2048, 768, 128, DT_BF16, 0, 0, 0};
   if (!group_begin("forced rows and few")) return;
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
@@ -1146,6 +1141,13 @@ static void test_forced_plans(void)
     if (format_is_scaled((weight_format)v->format)) continue; /* serves none of these layers */
     const bool few = v->op == OP_few_up || v->op == OP_few_down;
     const bool replaced = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;
+    const int bits = v->major == MAJOR_N ? N_MAJOR : 0;
+    const layer_case one = {1, 8, 2048, 768, 128, DT_BF16, bits, 0, 0},
+                     two = {2, 8, 2048, 768, 128, DT_BF16, bits, 0, 0},
+                     small = {2, 8, 64, 64, 128, DT_BF16, bits, 0, 0}, most = {32, 8, 64, 64, 128, DT_BF16, bits, 0, 0},
+                     over = {33, 7, 2048, 768, 128, DT_BF16, bits, 0, 0},
+                     many = {784, 8, 2048, 2048, 128, DT_BF16, bits, 0, 0},
+                     pairs = {32, 9, 2048, 768, 128, DT_BF16, bits, 0, 0};
     const machine m = forcing(&hopper, i);
     case_begin("%s", v->name);
     CHECK(plan_of(&m, &one).few == (few || !replaced));

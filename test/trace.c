@@ -784,6 +784,18 @@ static void map_weights(world *w)
   NOT_SERVED(b.b.expert_stride = 4);
   NOT_SERVED(b.b.base[1] = (void *)4100);
   NOT_SERVED(b.b.base[1] = b.b.base[0]);
+  b = a, b.b.n_stride = 1, b.b.k_stride = 64;
+  CHECK(SERVED(b));
+  b.b.base[1] = (void *)4100;
+  CHECK(!SERVED(b));
+  b.b.base[1] = (void *)4098, b.b.n_stride = 2, b.b.k_stride = 128;
+  CHECK(SERVED(b));
+  b.b.base[1] = b.b.base[0], b.b.base[0] = (void *)4098; /* up first */
+  CHECK(SERVED(b));
+  b.gated = 0, b.b.base[0] = (void *)4096;
+  CHECK(!SERVED(b));
+  b.gated = 1, b.b.base[0] = (void *)4098, b.b.k_stride = 132;
+  CHECK(!SERVED(b));
   a.experts = 1;
   a.gated = 0;
   a.b.expert_stride = 4;

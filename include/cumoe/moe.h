@@ -290,7 +290,7 @@ typedef enum cumoe_gate_order {
 typedef enum cumoe_major {
   CUMOE_MAJOR_UNSET = 0, /* always an error */
   CUMOE_OUT_IN = 1,      /* [E, out, in]: the reduction index is contiguous (checkpoints of nn.Linear) */
-  CUMOE_IN_OUT = 2       /* [E, in, out]: the output channel is contiguous */
+  CUMOE_IN_OUT = 2       /* [E, in, out]: the output channel is contiguous (transformers: gpt-oss, Llama 4) */
 } cumoe_major;
 
 /*

@@ -87,6 +87,15 @@ DEVICE void cp_async_bulk_tensor_2d(void *shared, const void *map, int32_t c0, i
       : "memory");
 }
 
+DEVICE void cp_async_bulk_tensor_4d(void *shared, const void *map, int32_t c0, int32_t c1, int32_t c2, int32_t c3,
+                                    uint64_t *barrier)
+{
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(barrier))
+               : "memory");
+}
+
 DEVICE void cp_async_bulk_tensor_5d(void *shared, const void *map, int32_t c0, int32_t c1, int32_t c2, int32_t c3,
                                     int32_t c4, uint64_t *barrier)
 {
@@ -103,6 +112,15 @@ DEVICE void cp_async_bulk_tensor_5d_multicast(void *shared, const void *map, int
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared_address(shared)),
                "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(shared_address(barrier)), "h"(ctas)
+               : "memory");
+}
+
+DEVICE void cp_async_bulk_tensor_4d_multicast(void *shared, const void *map, int32_t c0, int32_t c1, int32_t c2,
+                                              int32_t c3, uint64_t *barrier, uint16_t ctas)
+{
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
+               "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(barrier)), "h"(ctas)
                : "memory");
 }
 
@@ -228,16 +246,17 @@ template <int COUNT> DEVICE void hold(int32_t (&d)[COUNT])
 }
 
 /* Rows of 128 bytes along k in the 128-byte swizzle, 1024-byte aligned: 8 rows are 1024 bytes. Every `each`-th eight of
- * rows is the operand's. 16 elements of k on: + 2; 8 rows on: + 64. */
+ * rows is the operand's. 16 elements of k on: + 2; 8 rows on: + 64.
+ * Or N-major, each 1: 64 of the operand's rows at one k are 128 bytes, 8 k 1024 bytes. 16 k on: + 128. */
 DEVICE uint64_t wgmma_operand(const void *shared, int each = 1)
 {
   return (uint64_t)(shared_address(shared) >> 4 & 0x3fff) | 1ull << 16 | (uint64_t)(each * 1024 >> 4) << 32 |
          1ull << 62;
 }
 
-/* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory; d 64 x N f32. Warp w of the four
- * has rows 16w .. 16w + 15; d[4j + 2h + i] of lane l is row 16w + l/4 + 8h, column 8j + 2(l%4) + i. */
-template <class T, int N> struct wgmma_m64k16;
+/* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory, or a N-major; d 64 x N f32. Warp w
+ * of the four has rows 16w .. 16w + 15; d[4j + 2h + i] of lane l is row 16w + l/4 + 8h, column 8j + 2(l%4) + i. */
+template <class T, int N, bool N_MAJOR = false> struct wgmma_m64k16;
 
 #define D0   "%0,%1,%2,%3,%4,%5,%6,%7"
 #define D8   ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -258,18 +277,19 @@ template <class T, int N> struct wgmma_m64k16;
 #define F8(i)                                                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),          \
       "+f"(d[i + 7])
-#define WGMMA(type, N, D, A, B, P, ...)                                                                                \
-  template <> struct wgmma_m64k16<type, N> {                                                                           \
+#define WGMMA(type, N_MAJOR, N, D, A, B, P, ...)                                                                       \
+  template <> struct wgmma_m64k16<type, N, N_MAJOR> {                                                                  \
     template <int COUNT> static DEVICE void run(float (&d)[COUNT], uint64_t a, uint64_t b, uint32_t add)               \
     {                                                                                                                  \
       asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #type     \
-                   "." #type " {" D "}, " A ", " B ", p, 1, 1, 0, 0;}"                                                 \
+                   "." #type " {" D "}, " A ", " B ", p, 1, 1, " #N_MAJOR ", 0;}"                                      \
                    : __VA_ARGS__                                                                                       \
                    : "l"(a), "l"(b), "r"(add));                                                                        \
     }                                                                                                                  \
   };
-#define WGMMA_TYPES(...)  WGMMA_TYPES_(__VA_ARGS__)
-#define WGMMA_TYPES_(...) WGMMA(bf16, __VA_ARGS__) WGMMA(f16, __VA_ARGS__)
+#define WGMMA_TYPES(...)  WGMMA_TYPES_(0, __VA_ARGS__) WGMMA_TYPES_(1, __VA_ARGS__)
+#define WGMMA_TYPES_(...) WGMMA_(bf16, __VA_ARGS__) WGMMA_(f16, __VA_ARGS__)
+#define WGMMA_(...)       WGMMA(__VA_ARGS__)
 #define DS16              D0
 #define FS16              F8(0)
 #define DS32              DS16 D8

@@ -3,23 +3,37 @@
 #ifndef CUMOE_FEW_EPILOGUE_CUH
 #define CUMOE_FEW_EPILOGUE_CUH
 
+#include "few/n_major.cuh"
 #include "few/outputs.cuh"
 #include "few/routing.cuh"
 #include "few/schedule.cuh"
 #include "gemm/epilogue.cuh"
 
-/* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j. */
-template <class S> DEVICE void add_partials(few_smem<S> &smem, typename S::RING &buffer, float (&sum)[S::TILES][4])
+/* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j; where SCALED, j
+ * 0 in every lane. `slices` of the unit, where SCALED: who had none has no part. */
+template <class S>
+DEVICE void add_partials(few_smem<S> &smem, int slices, int tiles, typename S::RING &buffer, float (&sum)[S::TILES][4])
 {
   wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
-  const int holder = few_holder<S>();
+  if constexpr (S::SCALED) {
 #pragma unroll
-  for (int w = 0; w < S::CONSUMERS; w++) {
+    for (int w = 0; w < S::CONSUMERS; w++) {
+      if (w >= slices) continue;
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-      if (holder < 0) continue;
-      const float4 part = smem.partial[stage_of(buffer)][w][t][holder];
-      sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
+      for (int t = 0; t < S::TILES; t++) {
+        const float2 part = smem.partial[stage_of(buffer)][w][t][lane_id() / 4];
+        sum[t][0] += part.x, sum[t][2] += part.y;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < S::CONSUMERS; w++) {
+#pragma unroll
+      for (int t = 0; t < S::TILES; t++) {
+        if (S::N_MAJOR && t >= tiles) continue;
+        const float4 part = smem.partial[stage_of(buffer)][w][t][lane_id()];
+        sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
+      }
     }
   }
   mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
@@ -40,7 +54,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
-  const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local;
+  const int expert = smem.table.expert[unit.active], local = S::N_MAJOR ? row_channel<S>(g) : lane_id() / 4,
+            channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
@@ -56,7 +71,11 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   }
   const float low_rest = rest_of_scale<S>(g, 0, expert), high_rest = rest_of_scale<S>(g, gated ? 1 : 0, expert);
   float sum[S::TILES][4] = {};
-  add_partials<S>(smem, buffer, sum);
+  int slices = 0;
+  if constexpr (S::SCALED) slices = few_slices<S>(g, unit.octets <= each);
+  add_partials<S>(smem, slices, unit.tiles_of_width(), buffer, sum);
+  if constexpr (S::N_MAJOR)
+    if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;

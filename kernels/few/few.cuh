@@ -4,10 +4,12 @@
  * after a router, few_up is gate, up and down in one grid. Else few_down is a second grid, which asks for its first
  * weights as soon as few_up has left the SM.
  *
- *   layout.cuh    shapes, shared memory             loads.cuh     copies into stages; h that is still being written
- *   routing.cuh   gate and map                      products.cuh  consumer warps
- *   table.cuh     which pairs go together           epilogue.cuh  the epilogue warp
- *   schedule.cuh  units, shares, tickets            outputs.cuh   combine
+ *   layout.cuh    shapes, shared memory             products.cuh  consumer warps
+ *   routing.cuh   gate and map                      arrange.cuh   weights with scales: x and h as they are multiplied
+ *   table.cuh     which pairs go together           feed.cuh      likewise: what consumers ask memory for
+ *   schedule.cuh  units, shares, tickets            scaled.cuh    likewise: consumer warps
+ *   loads.cuh     copies into stages; h that is     epilogue.cuh  the epilogue warp
+ *                 still being written               outputs.cuh   combine
  *
  * Weights are the 16-row operand of mma.sync, 8 gate and the same 8 up channels, or 16 channels. The other operand has
  * a column for each token that has chosen the expert at hand, eight at once. Units of (expert, channels) of up go to
@@ -22,22 +24,30 @@
  * a warp that finds ones in a slice's columns reads them again until they have changed, without a fence or a counter.
  *
  * Within 32 elements of k both operands take k in another order, as in thin.cuh.
+ *
+ * Weights with scales, of one token: what a slice costs besides its products decides. So x and h are made what the mma
+ * takes once a CTA and not once a slice, h by helpers and by consumers that would wait for it; slices are of 32 rows,
+ * or of 16 and twice the k. The mma's other seven columns are free: with codes of 4 bits each has the token in one
+ * group of k alone, so the sums of eight groups come apart by themselves, and scales multiply sums, not weights.
  */
 #ifndef CUMOE_FEW_CUH
 #define CUMOE_FEW_CUH
 
 #include "few/epilogue.cuh"
 #include "few/products.cuh"
+#include "few/scaled.cuh"
 #include "few/table.cuh"
 
 /* The routing warp, and helpers. */
-template <class S> DEVICE void few_route(const few_args &args, few_smem<S> &smem)
+template <class S> DEVICE void few_route(const few_args &args, few_smem<S> &smem, int experts)
 {
   const bool routing = warp_id() == S::ROUTING;
   if (S::UP && routing && args.protocol.weights && smem.share[0] < gridDim.x)
     write_routing<S>(args, smem.share[0], smem.scratch[0]);
   if (!S::UP) wait_for_earlier_grids();
   if (!S::UP || args.protocol.tickets) {
+    if constexpr (S::SCALED)
+      if (!routing) arrange_h<S>(args, smem, experts);
     if (routing) take_weights<S>(args, smem);
     write_outputs<S>(args, smem, [](bool, uint32_t) {});
   }
@@ -58,24 +68,33 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
     mbarrier_init(&smem.share_ready, 1);
   }
   if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = part_of_cta(args.down.n / 8);
+  if constexpr (S::SCALED) prepare_rows<S>(args, smem);
 }
 
 template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
 {
   prepare<S>(args, smem);
   if (S::UP) {
+    const bool early = S::SCALED && args.protocol.weights; /* the grid ahead is the router, which reads x as well */
+    if constexpr (S::SCALED)
+      if (early) arrange_x<S>(args, smem);
     wait_for_earlier_grids();
+    if constexpr (S::SCALED)
+      if (!early) arrange_x<S>(args, smem);
     if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share[0] = args.protocol.tickets ? draw_share(args) : blockIdx.x;
     check_token_count(args.map.tokens, args.map.fault);
     if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   }
   const int experts = build_few_table<S>(args, smem);
   if (warp_id() < S::CONSUMERS) {
-    few_consume<S>(args, smem, experts);
+    if constexpr (S::SCALED)
+      consume_scaled<S>(args, smem, experts);
+    else
+      few_consume<S>(args, smem, experts);
   } else if (warp_id() == S::EPILOGUE) {
     few_finish<S>(args, smem, experts);
   } else {
-    few_route<S>(args, smem);
+    few_route<S>(args, smem, experts);
   }
 }
 

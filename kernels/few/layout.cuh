@@ -36,37 +36,46 @@ template <int N> struct few_ring_type<true, N> {
   using type = few_turn<N>;
 };
 
+template <bool ONE_COLUMN> struct few_part_type {
+  using type = float4;
+};
+template <> struct few_part_type<true> {
+  using type = float2;
+};
+
 /* An octet is 8 output channels. A tile, what one mma.sync takes, has 16 weight rows: one octet, gate and up, or two
- * octets. A unit is a tile, or, of weights with scales, two. */
+ * octets. A unit is a tile, or, of weights with scales, two; of N-major weights up to TILES (n_major.cuh). */
 template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
   using layout = few_layout;
   using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
-  static constexpr bool SCALED = PRODUCT::SCALED;
+  static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
   static constexpr int BITS = operand<W>::BITS;
   using CODE = few_code<X, W, Y>; /* where SCALED */
-  static_assert(SCALED || (same_type<X, W> && same_type<X, Y> && BITS == 16), "mma.sync takes both as they are");
+  static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
+                "arranged rows are one token's; mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_, TILES = SCALED ? 2 : 1, ROWS = 16 * TILES, OCTETS = ROWS / 8,
-                       WEIGHTS = ROWS * BK; /* elements */
-  static constexpr int COLUMNS = TOKENS == 1          ? 1
-                                 : SCALED && BITS < 8 ? FEW_COLUMNS / 2
-                                                      : (int)FEW_COLUMNS,
-                       COLUMN_K = 2 * BK; /* of a stage, at most */
-  /* Roles of warps: consumers, then one epilogue warp, one routing warp, and, for several tokens, helpers that have a
-   * part in the gate and in the outputs. All that are not consumers write outputs. */
-  static constexpr int HELPERS = TOKENS == 1 ? 0
-                                 : SCALED    ? 2
-                                             : 6,
+  static constexpr int BK = BK_, STAGES = STAGES_, TILES = N_MAJOR ? 4 : SCALED ? 2 : 1;
+  /* Weight rows of a unit of down; elements of a stage. */
+  static constexpr int ROWS = N_MAJOR && TOKENS > 1 ? 32 : 16 * TILES, OCTETS = ROWS / 8;
+  static constexpr int WEIGHTS = (N_MAJOR ? 16 : ROWS) * BK;
+  static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS,
+                       COLUMN_K = (N_MAJOR ? 1 : 2) * BK; /* of a stage, at most */
+  /* Roles of warps: consumers, then one epilogue warp, one routing warp, and helpers: for several tokens they have a
+   * part in the gate and in the outputs; where SCALED they arrange h. All that are not consumers write outputs. */
+  static constexpr int HELPERS = SCALED        ? 2
+                                 : TOKENS == 1 ? 0
+                                               : 6,
                        CONSUMERS = WARPS - 2 - HELPERS, EPILOGUE = CONSUMERS, ROUTING = EPILOGUE + 1,
                        WRITERS = WARPS - EPILOGUE;
-  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED && TOKENS == 1 ? 4 : SCALED ? 2 : 3;
+  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED ? 4 : N_MAJOR && TOKENS > 1 ? 2 : 3;
   using RING = typename few_ring_type<SCALED, BUFFERS>::type;       /* of `partial` */
   static constexpr int GROUPS = BK / 32, VECTORS = BK * BITS / 128; /* of a weight row: 32 k, 16 bytes */
   static constexpr int COPY_ROWS = WARP_SIZE / VECTORS, COPIES = ROWS / COPY_ROWS;
-  /* Lanes that hold sums of columns: of a lane, columns 2 (l%4) and the next. */
-  static constexpr int HOLDERS = SCALED ? 8 * ceil_div(COLUMNS, 2) : WARP_SIZE;
+  /* Of the sums of a tile, what a lane has, and lanes that have some: of one column two rows. */
+  using PART = typename few_part_type<SCALED>::type;
+  static constexpr int HOLDERS = SCALED ? 8 : WARP_SIZE;
   static_assert(BK == (SCALED ? 1024 / BITS : 128) && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256,
                 "loads.cuh, few_column");
 };
@@ -74,8 +83,11 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
 /* One of the two products. */
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
-  static constexpr bool UP = same_type<OPERATION, operation_up>;          /* which one */
-  static constexpr bool WIDE = !LAYOUT::SCALED && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
+  static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
+  /* Has slices of 8 rows, too. */
+  static constexpr bool WIDE = !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1;
+  static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS; /* octets of weight rows, at most */
+  static constexpr int SUMS = UNIT > 4 ? UNIT / 2 : 2;                    /* of a warp: tiles, or two of one */
   static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
   static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;
 
@@ -84,14 +96,6 @@ template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
 
 template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS>
 using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>, typename PRODUCT::OPERATION>;
-
-/* The lane's place among those that hold sums; -1: it holds none. */
-template <class S> DEVICE int few_holder()
-{
-  constexpr int EACH = S::HOLDERS / 8; /* of a row */
-  if (EACH == 4) return lane_id();
-  return lane_id() % 4 < EACH ? lane_id() / 4 * EACH + lane_id() % 4 : -1;
-}
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {
@@ -141,24 +145,27 @@ template <class S, bool SCALED = S::SCALED> struct few_stage_of {
 };
 template <class S> struct few_stage_of<S, true> {
   uint4 codes[S::ROWS][S::VECTORS];
-  uint4 columns[S::COLUMNS][S::BK / 8];
 };
 template <class S> using few_stage = few_stage_of<typename S::layout>;
 
-/* A consumer's scales of a slice, where its lanes have to exchange them (scaled.cuh). */
-template <class S, bool GROUPED = S::SCALED &&S::CODE::GROUPED> struct few_exchange {
+/* Where SCALED: rows of activations as they are multiplied (arrange.cuh), a consumer's scales of its next slices. */
+template <class S, bool SCALED = S::SCALED> struct few_scaled_memory {
 };
-template <class S> struct few_exchange<S, true> {
-  struct {
-    float scale[S::ROWS][S::GROUPS];
-    uint16_t zero[S::ROWS][S::GROUPS]; /* as the subtrahend of unpacked codes */
-  } exchange[S::CONSUMERS];
+template <class S> struct few_scaled_memory<S, true> {
+  uint4 room[FEW_ROOM / 16]; /* x, then h of each active expert */
+  few_scales<typename S::W> scales[S::CONSUMERS][2];
+  uint4 zeros[4];
+  /* Of h of an active expert: that it is arranged, and measured; chunks that a warp has taken; its largest size. */
+  uint64_t arranged[S::PAIRS], measured[S::PAIRS];
+  int32_t taken[S::PAIRS];
+  uint32_t largest[S::PAIRS];
 };
 
-template <class S> struct few_memory : few_exchange<S> {
+template <class S> struct few_memory : few_scaled_memory<S> {
   few_stage_of<S> stages[S::CONSUMERS][S::STAGES];
-  float4 partial[S::BUFFERS][S::CONSUMERS][S::TILES][S::HOLDERS]; /* accumulators as they are, of some units in turn */
-  typename S::Y y[S::PAIRS][S::ROWS];                             /* of the channels at hand */
+  typename S::PART partial[S::BUFFERS][S::CONSUMERS][S::TILES]
+                          [S::HOLDERS]; /* accumulators as they are, of some units in turn */
+  typename S::Y y[S::PAIRS][S::ROWS];   /* of the channels at hand */
   uint64_t partial_full[S::BUFFERS], partial_empty[S::BUFFERS];
   uint64_t weights_ready; /* the table's `weight` */
   uint64_t y_full, y_empty;

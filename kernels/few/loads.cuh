@@ -1,15 +1,15 @@
-/* few: how weights and tokens come to a consumer warp's stages, and h that is still being written. */
+/* few: how weights without scales and tokens come to a consumer warp's stages, and h that is still being written. */
 #ifndef CUMOE_FEW_LOADS_CUH
 #define CUMOE_FEW_LOADS_CUH
 
-#include "few/scaled.cuh"
+#include "few/n_major.cuh"
 
 /* ---- copies ---- */
 
 /* Vectors of 16 bytes; those of odd rows are swizzled, so that two rows do not meet in a bank. */
 DEVICE int few_vector(int row, int vector, int vectors)
 {
-  return row * vectors + (vector ^ (row & 1) << 2);
+  return row * vectors + (vectors > 4 ? vector ^ (row & 1) << 2 : vector);
 }
 
 /* By a warp: 32 lanes bring 512 bytes of a row. */
@@ -58,7 +58,8 @@ DEVICE void copy_column_vectors(const gemm_args &g, const few_column (&of)[FEW_C
   for (int i = 0; i < S::COLUMNS; i += WARP_SIZE / VECTORS) {
     const int c = i + lane_id() / VECTORS;
     if (c >= S::COLUMNS) continue;
-    const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
+    const int first = VECTORS < 16 ? c : i;
+    const uint32_t two = first < 2 ? all.x : first < 4 ? all.y : first < 6 ? all.z : all.w;
     const few_column column = (few_column)(c % 2 ? two >> 16 : two);
     const int row = column < 0 ? 0 : S::GATHERED ? column_token(column) : column_pair(column);
     cp_async_cg_16(shared_address(stage.columns) + few_vector(c, vector, VECTORS) * 16,
@@ -76,13 +77,13 @@ DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const few
     copy_column_vectors<S, S::VECTORS>(g, of, slice, stage);
 }
 
-/* Of a slice, in either kind of stage. */
+/* Of a slice, of weights of either major. */
 template <class S>
 DEVICE void copy_slice_weights(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice,
                                few_stage<S> &stage)
 {
-  if constexpr (S::SCALED)
-    copy_codes<S>(g, unit, of, slice, stage);
+  if constexpr (S::N_MAJOR)
+    copy_n_major<S>(g, unit, of, slice, stage);
   else
     copy_weights<S>(g, unit, of, slice, stage);
 }
@@ -91,8 +92,8 @@ template <class S>
 DEVICE void copy_slice_columns(const gemm_args &g, const few_units<S> &unit, const few_column (&of)[FEW_COLUMNS],
                                int slice, few_stage<S> &stage)
 {
-  if constexpr (S::SCALED)
-    copy_elements<S>(g, of, slice, stage);
+  if constexpr (S::N_MAJOR)
+    with_width<S>(unit, [&](auto w) { copy_column_vectors<S, 32 / decltype(w)::VALUE>(g, of, slice, stage); });
   else
     copy_columns<S>(g, unit, of, slice, stage);
 }
@@ -119,15 +120,9 @@ template <class L> struct few_copier {
     to.advance();
   }
 
-  template <class S> DEVICE void slice_scales(const gemm_args &g, const few_cursor<S> &at)
-  {
-    if constexpr (L::SCALED) prefetch_scales<S>(g, at.unit, smem.table.expert[at.unit.active], at.slice);
-  }
-
   DEVICE void down_weights()
   {
     const void *of = smem.table.down[down.unit.active];
-    slice_scales<D>(args.down, down);
     copy_slice_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
   }
   DEVICE void down_columns()
@@ -146,7 +141,6 @@ template <class L> struct few_copier {
     if (!up.find() && args.protocol.tickets) return next_of_down();
     if (up.unit.left > 0) {
       const int active = up.unit.active;
-      slice_scales<U>(args.up, up);
       copy_slice_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
       copy_slice_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
       up.slice += L::CONSUMERS;

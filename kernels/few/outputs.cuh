@@ -63,7 +63,9 @@ template <class S, class FILL> DEVICE void write_outputs(const few_args &args, f
     wait_for(&smem.y_full, phase);
     wait_for(&smem.weights_ready, 0);
     store_outputs<S>(args, smem, octet, min(2, end - octet), 0);
-    if (S::OCTETS > 2 && end - octet > 2) store_outputs<S>(args, smem, octet + 2, min(2, end - octet - 2), 16);
+#pragma unroll
+    for (int i = 2; i < S::OCTETS; i += 2)
+      if (end - octet > i) store_outputs<S>(args, smem, octet + i, min(2, end - octet - i), i * 8);
     mbarrier_arrive(&smem.y_empty);
   }
 }

@@ -1,4 +1,5 @@
-/* few: consumer warps. Each multiplies its own slices, and stores its part of a unit in shared memory. */
+/* few, weights without scales: consumer warps. Each multiplies its own slices, and stores its part of a unit in shared
+ * memory. */
 #ifndef CUMOE_FEW_PRODUCTS_CUH
 #define CUMOE_FEW_PRODUCTS_CUH
 
@@ -34,12 +35,19 @@ DEVICE void multiply_slice(const few_stage<S> &stage, const uint4 (&x)[S::GROUPS
 /* `here` is the slice in that stage. */
 template <class S>
 DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cursor<S> &here, int stage,
-                           float (&sum)[2][4])
+                           float (&sum)[S::SUMS][4])
 {
   const gemm_args &g = gemm_of<S>(args);
   const few_column(&of)[FEW_COLUMNS] = smem.table.column[here.unit.active];
   few_stage<S> &at = smem.stages[warp_id()][stage];
-  if (here.unit.wide()) {
+  if constexpr (S::N_MAJOR) {
+    with_width<S>(here.unit, [&](auto w) {
+      constexpr int WIDTH = decltype(w)::VALUE;
+      uint4 x[8 / WIDTH];
+      take_columns<S, 32 / WIDTH>(g, !args.protocol.tickets, of, here.slice, at, x);
+      multiply_n_major<S, WIDTH>(at, x, sum);
+    });
+  } else if (here.unit.wide()) {
     uint4 x[2 * S::GROUPS];
     take_columns<S, 2 * S::VECTORS>(g, !args.protocol.tickets, of, here.slice, at, x);
     multiply_wide_slice<S>(at, x, sum);
@@ -50,32 +58,23 @@ DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cu
   }
 }
 
-/* Weights without scales. */
-template <class S> struct few_no_scales {
-  DEVICE void load(const gemm_args &, const few_smem<S> &, const few_cursor<S> &) {}
-};
-template <class S, bool SCALED = S::SCALED> struct few_scales_select {
-  using type = few_no_scales<S>;
-};
-template <class S> struct few_scales_select<S, true> {
-  using type = few_scales<S>;
-};
-template <class S> using few_scales_of = typename few_scales_select<S>::type;
-
 /* A warp's part of a unit. `first`: its first slice of the unit, below CONSUMERS, which names the part: so the order of
  * the sum does not depend on which warp had which slice. Every lane arrives for itself: racecheck knows no other
  * order. */
 template <class S>
-DEVICE void store_partial(few_smem<S> &smem, typename S::RING &buffer, int first, const float (&sum)[2][4])
+DEVICE void store_partial(few_smem<S> &smem, typename S::RING &buffer, int first, int tiles,
+                          const float (&sum)[S::SUMS][4])
 {
   wait_for(&smem.partial_empty[stage_of(buffer)], phase_of(buffer) ^ 1);
   float4(&to)[S::TILES][S::HOLDERS] = smem.partial[stage_of(buffer)][first];
-  if constexpr (S::SCALED) {
-    static_assert(S::TILES == 2, "a row of sums a tile");
-    const int holder = few_holder<S>();
+  if constexpr (S::N_MAJOR) {
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++)
-      if (holder >= 0) to[t][holder] = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+    for (int t = 0; t < S::SUMS; t++) {
+      const bool both = t == 0 && tiles == 1; /* one tile has two sums */
+      if (t < tiles)
+        to[t][lane_id()] = make_float4(sum[t][0] + (both ? sum[1][0] : 0.f), sum[t][1] + (both ? sum[1][1] : 0.f),
+                                       sum[t][2] + (both ? sum[1][2] : 0.f), sum[t][3] + (both ? sum[1][3] : 0.f));
+    }
   } else {
     to[0][lane_id()] =
         make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
@@ -89,23 +88,18 @@ template <class S, class NEXT>
 DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S> here, pipeline_state<S::STAGES> &stage,
                           typename S::RING &buffer, NEXT next)
 {
-  few_scales_of<S> scales;
-  scales.load(gemm_of<S>(args), smem, here);
 #pragma unroll 1
   for (; here.unit.left > 0; here.next_unit()) {
     const int first = here.slice;
-    float sum[2][4] = {};
+    float sum[S::SUMS][4] = {};
 #pragma unroll 1
     for (; here.slice < here.slices(); here.slice += S::CONSUMERS, stage.advance()) {
       cp_async_wait_group<S::STAGES - 2>();
       __syncwarp(); /* all lanes' copies are there, and the stage before is read */
       next();
-      if constexpr (S::SCALED)
-        multiply_scaled<S>(args, smem, here, stage.stage, scales, sum);
-      else
-        multiply_stage<S>(args, smem, here, stage.stage, sum);
+      multiply_stage<S>(args, smem, here, stage.stage, sum);
     }
-    store_partial<S>(smem, buffer, first, sum);
+    store_partial<S>(smem, buffer, first, here.unit.tiles_of_width(), sum);
   }
 }
 

@@ -5,7 +5,7 @@
   extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                \
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ gemm_sm90_args args)     \
   {                                                                                                                    \
-    using factors = product<X, W, Y, SCALE_##SCALE, operation_##op>;                                                   \
+    using factors = of_major<product<X, W, Y, SCALE_##SCALE, operation_##op>, MAJOR_##MAJOR>;                          \
     KERNEL_BODY(SMEM, wgmma, wgmma_or_packed<factors, CLUSTER, BM, BN, BK, STAGES, WARPS>)                             \
   }
 #include "variants.def"

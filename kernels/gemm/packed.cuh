@@ -6,13 +6,15 @@
 #ifndef CUMOE_PACKED_CUH
 #define CUMOE_PACKED_CUH
 
+#include "gemm/major.cuh"
 #include "gemm/wgmma.cuh"
 
 /* Accumulators and epilogue are those of a product of X. */
 template <class P, int CLUSTER, int BM, int BN, int BK_, int STAGES, int WARPS>
 struct packed_shape
-    : wgmma_shape<product<typename P::X, typename P::X, typename P::Y, SCALE_none, typename P::OPERATION>, CLUSTER, BM,
-                  BN, WGMMA_BK, STAGES, WARPS> {
+    : wgmma_shape<
+          of_major<product<typename P::X, typename P::X, typename P::Y, SCALE_none, typename P::OPERATION>, MAJOR_K>,
+          CLUSTER, BM, BN, WGMMA_BK, STAGES, WARPS> {
   using W = uint8_t;
   using CODE = typename P::W;
   static constexpr bool PACKED = true;

@@ -1,15 +1,16 @@
 /*
  * stream: grouped GEMM of sm_90a for few rows an expert, where all that counts is to read each weight once at the speed
- * of memory. K-major weights, any layout that thin takes.
+ * of memory. Any layout of weights: they need no tensor map.
  *
  * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers
- * fill two stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128.
+ * fill two stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128;
+ * of N-major weights a thread asks for all that a tile has of one k at once.
  * Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row
  * operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors
  * of a channel in its own registers.
  *
  * Every CTA takes an equal number of whole tiles, over the ends of experts, and an equal part of those that are left
- * over, in granules of 16 weight rows.
+ * over, in granules of 16 weight rows; of N-major ones, in lines of L2.
  */
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
@@ -22,6 +23,7 @@ struct stream_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static_assert(CLUSTER == 1, "every CTA fills its own stages");
   static constexpr bool RELEASE_AT_ONCE = true;
   static constexpr int GRANULE = 16, GRANULES = stream_shape::COLUMNS / GRANULE;
+  static constexpr int LINE = 128 / sizeof(typename PRODUCT::W); /* channels of a line of L2 */
   /* Producers fill two stages at once: a thread has 16 bytes of k of every 8th row. */
   static constexpr int LANES = 2 * BK / operand<typename PRODUCT::W>::PER_16, ROWS = stream_shape::GROUP / LANES;
   static_assert(ROWS == 8, "a thread's rows are swizzled alike");
@@ -37,7 +39,15 @@ template <class S> struct stream_smem : pipeline_smem<S> {
 
 template <class S> DEVICE int granule_channels(const gemm_args &args)
 {
+  if constexpr (S::N_MAJOR) return S::LINE;
   return S::gated(args) ? S::GRANULE / 2 : S::GRANULE;
+}
+
+/* Granules of a whole tile. */
+template <class S> DEVICE int granules_of(const gemm_args &args)
+{
+  if constexpr (S::N_MAJOR) return S::COLUMNS / (S::gated(args) ? 2 : 1) / S::LINE;
+  return S::GRANULES;
 }
 
 /* `left` granules from n of row tile `tile` on, one row tile after another. */
@@ -61,7 +71,8 @@ template <class S> struct stream_run {
 
   stream_run() = default;
   DEVICE stream_run(const gemm_args &args, int32_t row_tiles)
-      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))), parts(ceil_div(granules, S::GRANULES))
+      : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))),
+        parts(ceil_div(granules, granules_of<S>(args)))
   {
     const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
     now.tile = (int32_t)(first / parts);
@@ -101,7 +112,7 @@ template <class S> struct stream_run {
     const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
     const row_range own = rows_of_tile<S>(smem.ranges[expert], now.tile - first, those);
     const int there = (int)min((int64_t)(granules - now.n), now.left),
-              part = ceil_div(there, ceil_div(there, S::GRANULES));
+              part = ceil_div(there, ceil_div(there, granules_of<S>(args)));
     const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};
     now.left -= part;
     now.n += part;
@@ -131,7 +142,7 @@ template <class S> DEVICE int producer_k()
 }
 
 /* A thread's weight rows of a tile. */
-template <class S> struct stream_weights {
+template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
   const typename S::W *origin[2]; /* of the rows of even and of odd number */
   int64_t step;                   /* elements from a row to the next of the same parity */
   int left;                       /* weight rows of the tile */
@@ -161,6 +172,47 @@ template <class S> struct stream_weights {
       cp_async_cg_16(to, there ? origin[0] + at : origin[0], there ? 16 : 0, policy);
       const bool both = there && row + S::ROWS < left;
       cp_async_cg_16(to + S::ROWS * 128, both ? origin[1] + at : origin[0], both ? 16 : 0, policy);
+    }
+  }
+};
+
+/* N-major: 16 bytes of every 8th k of a stage, in each block of 64 weight rows. Octets lie where warpgroup_tile.cuh
+ * looks for them. */
+template <class S> struct stream_weights<S, true> {
+  static constexpr int COUNT = S::COLUMNS / S::BLOCK;
+  static_assert(S::BLOCKS == 2, "gate and up are apart, block by block");
+  const typename S::W *origin[COUNT];
+  uint32_t there; /* a bit a block: its channels are the tile's */
+  uint64_t policy = evict_first_policy();
+
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
+  {
+    const bool gated = S::gated(args), apart = gated && !in_pairs<S>(args);
+    const int pairs = in_pairs<S>(args) ? 2 : 1, first = unit.n * granule_channels<S>(args),
+              end = min(unit.end * granule_channels<S>(args), args.n), vector = threadIdx.x % 8;
+    const typename S::W *gate = expert_base<typename S::W>(args.b, 0, unit.expert),
+                        *up = gated ? expert_base<typename S::W>(args.b, 1, unit.expert) : gate;
+    there = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int place = (apart ? first + i / 2 * S::BLOCK : pairs * first + i * S::BLOCK) + vector * 8;
+      origin[i] = (apart ? i % 2 ? up : gate : up < gate ? up : gate) + place;
+      there |= (uint32_t)(place < pairs * end) << i;
+    }
+  }
+
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  {
+    const int row = threadIdx.x / S::LANES;
+    int k = k0 + producer_half<S>() * S::BK + row;
+    int64_t at = k * args.b.k_stride;
+    uint32_t to = producer_address<S>(smem.weights[stage]);
+#pragma unroll 2
+    for (int i = 0; i < S::BK / S::ROWS; i++, k += S::ROWS, at += S::ROWS * args.b.k_stride, to += S::ROWS * 128) {
+      const int bytes = k < args.k ? 16 : 0;
+#pragma unroll
+      for (int b = 0; b < COUNT; b++)
+        if (there >> b & 1) cp_async_cg_16(to + b * S::BK * 128, bytes ? origin[b] + at : origin[b], bytes, policy);
     }
   }
 };
@@ -311,7 +363,7 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
 template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &smem)
 {
   const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
-            granules = S::GRANULES / S::CONSUMERS;
+            granules = granules_of<S>(args) / S::CONSUMERS;
   pipeline_state<S::STAGES> at;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
@@ -325,7 +377,42 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {};
     multiply_unit<S>(args, false, smem, at, group, unit, first * width, acc);
-    store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
+    const bool up_first =
+        in_pairs<S>(args) && expert_base<char>(args.b, 1, unit.expert) < expert_base<char>(args.b, 0, unit.expert);
+    store_tile<S>(args, up_first, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
+  }
+}
+
+enum { LIKELY_BYTES = 192 * 1024 }; /* of a CTA: half of L2 in all */
+
+/* K-major: as many weight rows as there is room for. */
+template <class S> DEVICE void prefetch_k_major(const gemm_args &args)
+{
+  const bool gated = S::gated(args);
+  const stream_run<S> run(args, args.experts);
+  if (run.now.left == 0) return;
+  const int channel0 = run.now.n * granule_channels<S>(args), row_bytes = args.k * sizeof(typename S::W);
+  for (int r = lane_id(); r < LIKELY_BYTES / row_bytes; r += WARP_SIZE) {
+    const int half = gated ? r / 8 % 2 : 0, channel = channel0 + (gated ? r / 16 * 8 + r % 8 : r);
+    if (channel < args.n)
+      prefetch_l2(expert_base<typename S::W>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
+  }
+}
+
+/* N-major: a line a thread. */
+template <class S> DEVICE void prefetch_n_major(const gemm_args &args)
+{
+  const stream_run<S> run(args, args.experts);
+  if (run.now.left == 0) return;
+  const bool gated = S::gated(args), apart = gated && !in_pairs<S>(args);
+  const int halves = apart ? 2 : 1, each = S::COLUMNS / halves / S::LINE, step = gated && !apart ? 2 : 1,
+            lines = min(LIKELY_BYTES / 128, args.k * halves * each), first = run.now.n * granule_channels<S>(args);
+  const typename S::W *gate = expert_base<typename S::W>(args.b, 0, run.now.tile),
+                      *up = gated ? expert_base<typename S::W>(args.b, 1, run.now.tile) : gate,
+                      *low = apart || gate < up ? gate : up;
+  for (int i = threadIdx.x; i < lines; i += S::THREADS) {
+    const int half = i / each % halves, at = first * step + i % each * S::LINE;
+    if (at < args.n * step) prefetch_l2_line((half ? up : low) + i / each / halves * args.b.k_stride + at);
   }
 }
 
@@ -333,17 +420,11 @@ template <class S> DEVICE void consume(const gemm_args &args, stream_smem<S> &sm
  * the weights that a CTA begins with if all have: if not this CTA needs them, then one close to it. */
 template <class S> DEVICE void prefetch_likely_weights(const gemm_args &args)
 {
-  constexpr int BYTES = 192 * 1024; /* of a CTA: half of L2 in all */
-  if (args.protocol.early_inputs || args.rows_cap < 2 * args.experts || threadIdx.x >= WARP_SIZE) return;
-  const bool gated = S::gated(args);
-  const stream_run<S> run(args, args.experts);
-  if (run.now.left == 0) return;
-  const int channel0 = run.now.n * granule_channels<S>(args), row_bytes = args.k * sizeof(typename S::W);
-  for (int r = lane_id(); r < BYTES / row_bytes; r += WARP_SIZE) {
-    const int half = gated ? r / 8 % 2 : 0, channel = channel0 + (gated ? r / 16 * 8 + r % 8 : r);
-    if (channel < args.n)
-      prefetch_l2(expert_base<typename S::W>(args.b, half, run.now.tile) + channel * args.b.n_stride, row_bytes);
-  }
+  if (args.protocol.early_inputs || args.rows_cap < 2 * args.experts) return;
+  if constexpr (S::N_MAJOR)
+    prefetch_n_major<S>(args);
+  else if (threadIdx.x < WARP_SIZE)
+    prefetch_k_major<S>(args);
 }
 
 template <class S> DEVICE void stream_gemm(const gemm_args &args, stream_smem<S> &smem)

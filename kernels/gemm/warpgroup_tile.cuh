@@ -101,30 +101,33 @@ template <class S> DEVICE float *row_scales_of(pipeline_smem<S> &smem, const pip
 }
 
 /* 32 bytes of k. */
-template <class S, int N, bool CODES = S::BITS == 8> struct wgmma_step : wgmma_m64k16<typename S::X, N> {
+template <class S, int N, bool CODES = S::BITS == 8> struct wgmma_step : wgmma_m64k16<typename S::X, N, S::N_MAJOR> {
 };
 template <class S, int N> struct wgmma_step<S, N, true> : wgmma_m64k32<typename S::X, N> {
 };
 
 /* acc = weights x rows of one unit, N tokens wide. A stage is released one step later, when its wgmmas are over; at
- * once where memory is the limit. */
+ * once where memory is the limit. K-major, blocks have octets in turn; N-major, each is an array of BK x 64. */
 template <class S, int N>
 DEVICE void multiply_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
                        typename S::SUM (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
+  constexpr int K16 = S::N_MAJOR ? 16 * 128 >> 4 : 2, NEXT = S::N_MAJOR ? S::BK * 128 >> 4 : 64; /* see wgmma_operand */
   const bool gathered = S::gathers(args);
   int before = -1;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
     if (gathered) fence_proxy_async_shared(); /* by cp.async */
-    const uint64_t a = wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::BLOCKS);
+    const uint64_t a =
+        wgmma_operand(smem.weights[at.stage] + group * S::BLOCKS * S::BLOCK * S::BK, S::N_MAJOR ? 1 : S::BLOCKS);
     const uint64_t b = wgmma_operand(smem.rows[at.stage]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < S::BK * S::BITS / 256; k++)
 #pragma unroll
-      for (int i = 0; i < S::BLOCKS; i++) wgmma_step<S, N>::run(acc[i], a + k * 2 + i * 64, b + k * 2, k > 0 || k0 > 0);
+      for (int i = 0; i < S::BLOCKS; i++)
+        wgmma_step<S, N>::run(acc[i], a + k * K16 + i * NEXT, b + k * 2, k > 0 || k0 > 0);
     wgmma_commit_group();
     wgmma_wait_group<S::RELEASE_AT_ONCE ? 0 : 1>();
     const int done = S::RELEASE_AT_ONCE ? (int)at.stage : before;
@@ -152,12 +155,76 @@ DEVICE void multiply(const gemm_args &args, pipeline_smem<S> &smem, pipeline_sta
 
 /* ---- from accumulators to memory: every warp for itself ---- */
 
-/* The weight rows of a warp, 16 * BLOCKS neighbouring ones, are octets; octet g is in block g % BLOCKS. Of a thread's
- * values in token group j: row lane / 4 of the octet, token 8 j + lane % 4 * 2 + t. In a gated up tile even octets are
- * of the half that lies first and odd ones the same channels of the other. */
+/*
+ * The weight rows of a warp, 16 * BLOCKS, are octets; octet g is in block g % BLOCKS. Of a thread's values in token group
+ * j: row lane / 4 of the octet, token 8 j + lane % 4 * 2 + t. In a gated up tile even octets are of the half that lies
+ * first and odd ones the same channels of the other.
+ *
+ * K-major, a warp's octets are neighbours. So they are N-major in a gated tile whose halves lie apart; but
+ *   not gated   block i has the channels 64 i .. of a consumer, and a warp 16 of each
+ *   in pairs    (gate and up element by element) block i has the pairs 32 i .. of a consumer, and a warp 8 of each, of
+ *               which part_pairs makes two octets
+ */
+template <class S> DEVICE bool in_pairs(const gemm_args &args)
+{
+  return S::N_MAJOR && S::gated(args) && args.b.n_stride == 2;
+}
+
+/* Of outputs: the channel of a warp's octet `g`, from its first one on. */
+template <class S> DEVICE int octet_channel(const gemm_args &args, int g)
+{
+  if constexpr (S::N_MAJOR) {
+    if (!S::gated(args)) return g % S::BLOCKS * S::BLOCK + g / S::BLOCKS * 8;
+    if (in_pairs<S>(args)) return g * 32;
+  }
+  return g * 8;
+}
+
+/* The same of a thread's row in an octet: part_pairs leaves channels of one in the order 0 4 1 5 2 6 3 7. */
+template <class S> DEVICE int row_channel(const gemm_args &args)
+{
+  if constexpr (S::N_MAJOR)
+    if (in_pairs<S>(args)) return lane_id() / 4 % 2 * 4 + lane_id() / 8;
+  return lane_id() / 4;
+}
+DEVICE uint4 in_order(const uint4 &v)
+{
+  return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                    __byte_perm(v.z, v.w, 0x7632));
+}
+
 template <class S> DEVICE float accumulator_of(const float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
 {
   return acc[g % S::BLOCKS][4 * j + g / S::BLOCKS * 2 + t];
+}
+
+/* Of a pair, even lanes / 4 have one factor and odd ones the other. So a lane gives away what it has of the one row,
+ * and gets what it lacks of the other: then both lie where a tile has them whose halves lie apart. TOKENS at once, right
+ * before they are used: registers are full. */
+template <class S, int TOKENS>
+DEVICE void part_pairs(const gemm_args &args, int token0, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if (!in_pairs<S>(args)) return;
+  const bool odd = lane_id() / 4 % 2;
+#pragma unroll
+  for (int j = token0 / 8; j < (token0 + TOKENS) / 8; j++) {
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      float even_row[S::BLOCKS], odd_row[S::BLOCKS];
+#pragma unroll
+      for (int i = 0; i < S::BLOCKS; i++) {
+        const float a = acc[i][4 * j + t], b = acc[i][4 * j + 2 + t];
+        const float other = __shfl_xor_sync(ALL_LANES, odd ? a : b, 4);
+        even_row[i] = odd ? other : a, odd_row[i] = odd ? b : other;
+      }
+#pragma unroll
+      for (int i = 0; i < S::BLOCKS; i++) {
+        const int first = 2 * i, second = 2 * i + 1;
+        acc[first % S::BLOCKS][4 * j + first / S::BLOCKS * 2 + t] = even_row[i];
+        acc[second % S::BLOCKS][4 * j + second / S::BLOCKS * 2 + t] = odd_row[i];
+      }
+    }
+  }
 }
 
 /* Channels of a warp: where they begin, and where those of the matrix end. */
@@ -167,6 +234,10 @@ struct channel_span {
 
 template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
 {
+  if constexpr (S::N_MAJOR) {
+    if (!S::gated(args)) return {consumer.first + warp_id() % 4 * 16, consumer.end};
+    if (in_pairs<S>(args)) return {consumer.first + warp_id() % 4 * 8, consumer.end};
+  }
   const int octets = S::gated(args) ? S::OCTETS / 2 : S::OCTETS;
   return {consumer.first + warp_id() % 4 * octets * 8, consumer.end};
 }
@@ -181,7 +252,8 @@ template <class S> struct row_bias {
 #pragma unroll
     for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
-      const int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
+      int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
+      if constexpr (S::N_MAJOR) channel = span.first + octet_channel<S>(args, gated ? g / 2 : g) + row_channel<S>(args);
       float bias[1] = {};
       if (channel < span.end) load_bias(args.b, half, expert, channel, bias);
       of[g] = bias[0];
@@ -199,7 +271,7 @@ template <class S, int OCTETS> struct warp_store {
 
   DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
   {
-    const int token = lane_id() / OCTETS, channel = span.first + lane_id() % OCTETS * 8;
+    const int token = lane_id() / OCTETS, channel = span.first + octet_channel<S>(args, lane_id() % OCTETS);
     tokens = channel < span.end ? unit.rows - token : 0;
     to = static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
   }
@@ -218,6 +290,12 @@ template <class S, int OCTETS> struct warp_store {
     __syncwarp(); /* what was there is read */
     stmatrix_x4_trans(shared_address(staged_vector(matrix / OCTETS * 8 + lane_id() % 8, matrix % OCTETS)), packed);
     __syncwarp();
+    if constexpr (S::N_MAJOR)
+      if (token0 < tokens && in_pairs<S>(args)) {
+        st_global_16(to + token0 * args.c_ld, in_order(*staged_vector(lane_id() / OCTETS, lane_id() % OCTETS)),
+                     args.protocol.evict_last);
+        return;
+      }
     if (token0 < tokens)
       st_global_16(to + token0 * args.c_ld, *staged_vector(lane_id() / OCTETS, lane_id() % OCTETS),
                    args.protocol.evict_last);
@@ -290,9 +368,9 @@ DEVICE void load_row_weights(const gemm_args &args, wgmma_staging<S> &smem, cons
 /* All channels of a warp, of the first 16 tokens in the accumulators; token0 of the tile. */
 template <class S>
 DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
-                        const tile_unit &unit, channel_span span, int token0,
-                        const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                        const tile_unit &unit, channel_span span, int token0, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
+  if constexpr (S::N_MAJOR) part_pairs<S, warp_store<S, 2>::TOKENS>(args, 0, acc);
   const bool gated = S::gated(args);
   const row_bias<S> bias(args, unit.expert, span); /* loaded again each time: registers are full */
   uint32_t packed[4] = {}, beside;
@@ -306,7 +384,9 @@ DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_w
         finish_octets<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[2 * i], packed[2 * i + 1]);
     }
     if (gated && g + 2 < S::OCTETS) continue;
-    const int begin = span.first + (gated ? 0 : g * 8), wide = gated ? S::OCTETS / 2 * 8 : 16;
+    int wide = gated ? S::OCTETS / 2 * 8 : 16;
+    if constexpr (S::N_MAJOR) wide = octet_channel<S>(args, gated ? S::OCTETS / 2 - 1 : 1) + 8;
+    const int begin = span.first + (gated ? 0 : octet_channel<S>(args, g));
     warp_store<S, 2>(args, unit, staged, {begin, min(span.end, begin + wide)}).transpose(args, token0, packed);
   }
 }
@@ -332,7 +412,7 @@ DEVICE void store_generic(const gemm_args &args, bool up_first, wgmma_staging<S>
 /* Gated up. No accumulator moves; the same in down. */
 template <class S, finish_kind KIND>
 DEVICE void store_swiglu(const gemm_args &args, bool up_first, uint4 *staged, const tile_unit &unit, channel_span span,
-                         const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                         float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int OCTETS = S::OCTETS / 2;
   const row_bias<S> bias(args, unit.expert, span);
@@ -341,6 +421,7 @@ DEVICE void store_swiglu(const gemm_args &args, bool up_first, uint4 *staged, co
 #pragma unroll
   for (int token0 = 0; token0 < S::BM; token0 += store.TOKENS) {
     if (token0 >= unit.rows) break;
+    if constexpr (S::N_MAJOR) part_pairs<S, warp_store<S, OCTETS>::TOKENS>(args, token0, acc);
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {

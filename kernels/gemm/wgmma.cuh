@@ -1,11 +1,12 @@
 /*
- * wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a, for K-major weights.
+ * wgmma: grouped GEMM on the warpgroup tensor cores of sm_90a.
  *
  * Weights are the 64-row operand of wgmma, rows (tokens) the other, whose width is any multiple of 16. So an expert's
  * rows are cut evenly, and only the last few columns are padding. A CTA has one producer warpgroup and two consumer
  * warpgroups around a pipeline of stages of 128 bytes of k:
- *   weights  TMA boxes, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c): a thread
- *            finds both factors of a channel in its own registers
+ *   weights  TMA boxes. K-major, through a tensor map that alternates 8 gate and the same 8 up rows (host/tmap.c): a
+ *            thread finds both factors of a channel in its own registers. N-major, a box for each of wgmma's 64 rows:
+ *            of gate, then of the same up channels, which is the same to a thread; or of what comes next in memory
  *   rows     TMA boxes of 16 rows where they are contiguous (down; up of permuted rows, or of the copy that idle
  *            warps make: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle
  * Each consumer has half of the weight rows of a tile. (Of e4m3 operands change places: token_tile.cuh.)
@@ -212,6 +213,28 @@ template <class S> struct ordered_scales {
   }
 };
 
+/* N-major weights: half a tile for both CTAs, or all of it for this one. Of halves that lie apart, even blocks are of the
+ * first. */
+template <class S, bool PAIRED>
+DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, uint64_t *full,
+                         int k0)
+{
+  constexpr int ALL = S::COLUMNS / S::BLOCK, EACH = PAIRED ? ALL / S::CLUSTER : ALL;
+  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
+  static_assert(S::BLOCKS == 2, "a consumer has a block of gate and one of up");
+  const int apart = S::gated(args.g) && args.g.b.n_stride == 1, first = PAIRED ? cluster_ctarank() * EACH : 0;
+#pragma unroll 1
+  for (int i = 0; i < EACH; i++) {
+    const int block = tile.n * ALL + first + i, place = (apart ? block / 2 : block) * S::BLOCK,
+              half = apart ? block % 2 : 0;
+    typename S::W *to = weights + (first + i) * S::BLOCK * S::BK;
+    if constexpr (PAIRED)
+      cp_async_bulk_tensor_4d_multicast(to, &args.weights, place, k0, half, tile.expert, full, BOTH);
+    else
+      cp_async_bulk_tensor_4d(to, &args.weights, place, k0, half, tile.expert, full);
+  }
+}
+
 /* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. */
 template <class S, bool PAIRED>
 DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes,
@@ -226,18 +249,22 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   typename S::X *rows = smem.rows[at.stage];
   mbarrier_arrive_expect_tx(full, S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W) +
                                       boxes * WGMMA_STEP * sizeof(typename S::X) * S::BK);
+  if constexpr (S::N_MAJOR) copy_n_major<S, PAIRED>(args, weights, tile, full, k0);
   if constexpr (PAIRED) {
-    cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
-                                      tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
+    if constexpr (!S::N_MAJOR)
+      cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
+                                        tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
     for (int i = 0; i < boxes; i++)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows, k0 + line * S::LINE,
                                 tile.row + i * WGMMA_STEP, full);
   } else {
-    cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
-    cp_async_bulk_tensor_5d(weights + HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
-                            tile.n * octets + octets / 2, tile.expert, full);
+    if constexpr (!S::N_MAJOR) {
+      cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
+      cp_async_bulk_tensor_5d(weights + HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
+                              tile.n * octets + octets / 2, tile.expert, full);
+    }
     for (int i = rank; i < boxes; i += S::CLUSTER)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
