@@ -145,11 +145,19 @@ $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC
 
 # ptxas reports registers and spills of every kernel; the report stays beside the cubin, for `make check`.
 nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
-	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2 || true
+	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2; \
+	sed -i -e '/^[^ ]*variants\.def *:/d' -e 's|[^ ]*variants\.def||' $@.d
+
+# The rows of kernels/variants.def that a stem expands, rewritten when they change: instead of the whole table they make
+# it be compiled again.
+$(OBJ)/%.rows: kernels/variants.def
+	@mkdir -p $(@D)
+	@$(CC) -E -P -xc -DROWS_$* '-DVARIANT(...)=VARIANT(__VA_ARGS__)' '-DUNTILED(...)=UNTILED(__VA_ARGS__)' $< > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 # device_rule EXTENSION,FLAGS
 define device_rule
-$(OBJ)/%.$(1): %.cu $(OBJ)/flags.nvcc $(OBJ)/toolkit
+$(OBJ)/%.$(1): %.cu $(OBJ)/%.rows $(OBJ)/flags.nvcc $(OBJ)/toolkit
 	$$(call begin,NVCC)
 	$(Q)$$(call nvcc_compile,$(2))
 endef

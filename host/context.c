@@ -117,22 +117,9 @@ cumoe_status driver_allow_smem(const struct context *context, cudaKernel_t kerne
   return CUMOE_OK;
 }
 
-_Static_assert(sizeof(CUlaunchAttribute) == sizeof(cudaLaunchAttribute) &&
-                   offsetof(CUlaunchAttribute, value) == offsetof(cudaLaunchAttribute, val),
-               "the driver's attributes are the runtime's");
-
 cudaError_t driver_launch(const cudaLaunchConfig_t *c, cudaKernel_t kernel, void **parameters)
 {
-  const CUlaunchConfig config = {.gridDimX = c->gridDim.x,
-                                 .gridDimY = c->gridDim.y,
-                                 .gridDimZ = c->gridDim.z,
-                                 .blockDimX = c->blockDim.x,
-                                 .blockDimY = c->blockDim.y,
-                                 .blockDimZ = c->blockDim.z,
-                                 .sharedMemBytes = (unsigned)c->dynamicSmemBytes,
-                                 .hStream = c->stream,
-                                 .attrs = (CUlaunchAttribute *)(void *)c->attrs,
-                                 .numAttrs = c->numAttrs};
+  const CUlaunchConfig config = driver_config(c);
   return (cudaError_t)driver.launch(&config, (CUfunction)(void *)kernel, parameters, NULL);
 }
 

@@ -6,15 +6,15 @@
 #ifndef CUMOE_HOST_RUNTIME_H
 #define CUMOE_HOST_RUNTIME_H
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <stddef.h>
 
 #if CUDART_VERSION < 12040
 #error "cumoe needs the CUDA Toolkit 12.4 or newer"
 #endif
 
 #if CUDART_VERSION < 12080
-#include <cuda.h>
-
 #define cudaErrorTensorMemoryLeak      721
 #define cudaLibrary_t                  CUlibrary
 #define cudaJitOption                  CUjit_option_enum
@@ -30,6 +30,18 @@ cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t library, co
 cudaError_t cudaLibraryGetKernelCount(unsigned *count, cudaLibrary_t library);
 cudaError_t cudaLibraryEnumerateKernels(cudaKernel_t *kernels, unsigned count, cudaLibrary_t library);
 cudaError_t cudaLibraryGetGlobal(void **data, size_t *bytes, cudaLibrary_t library, const char *name);
+
+/* Those of older runtimes know the kernels that are linked into a program, not those of a library. */
+#define cudaFuncGetAttributes                         kernel_attributes
+#define cudaOccupancyMaxActiveBlocksPerMultiprocessor kernel_blocks
+#define cudaOccupancyAvailableDynamicSMemPerBlock     kernel_spare_smem
+#define cudaOccupancyMaxActiveClusters                kernel_clusters
+#define cudaOccupancyMaxPotentialClusterSize          kernel_cluster_size
+cudaError_t kernel_attributes(struct cudaFuncAttributes *facts, const void *kernel);
+cudaError_t kernel_blocks(int *blocks, const void *kernel, int threads, size_t smem);
+cudaError_t kernel_spare_smem(size_t *bytes, const void *kernel, int blocks, int threads);
+cudaError_t kernel_clusters(int *clusters, const void *kernel, const cudaLaunchConfig_t *config);
+cudaError_t kernel_cluster_size(int *blocks, const void *kernel, const cudaLaunchConfig_t *config);
 #endif
 
 #if CUDART_VERSION < 12050
@@ -42,5 +54,23 @@ static inline cudaError_t cudaGetDriverEntryPointByVersion(const char *name, voi
   return cudaGetDriverEntryPoint(name, function, flags, found);
 }
 #endif
+
+_Static_assert(sizeof(CUlaunchAttribute) == sizeof(cudaLaunchAttribute) &&
+                   offsetof(CUlaunchAttribute, value) == offsetof(cudaLaunchAttribute, val),
+               "the driver's attributes are the runtime's");
+
+static inline CUlaunchConfig driver_config(const cudaLaunchConfig_t *c)
+{
+  return (CUlaunchConfig){.gridDimX = c->gridDim.x,
+                          .gridDimY = c->gridDim.y,
+                          .gridDimZ = c->gridDim.z,
+                          .blockDimX = c->blockDim.x,
+                          .blockDimY = c->blockDim.y,
+                          .blockDimZ = c->blockDim.z,
+                          .sharedMemBytes = (unsigned)c->dynamicSmemBytes,
+                          .hStream = c->stream,
+                          .attrs = (CUlaunchAttribute *)(void *)c->attrs,
+                          .numAttrs = c->numAttrs};
+}
 
 #endif

@@ -48,7 +48,8 @@ template <class X> struct weight_factors<X, mx4> {
   uint32_t by[4]; /* of each row: 2^(e - 127) over the unit of pairs, twice */
 
   static constexpr bool WIDE = same_type<X, bf16>;
-  static constexpr uint32_t ABSENT = WIDE ? 130 : 98; /* makes a zero */
+  static constexpr uint32_t FIRST = WIDE ? 0 : 99, LAST = 128; /* codes that factors can have */
+  static constexpr uint32_t ABSENT = WIDE ? 130 : 98;          /* makes a zero */
 
   DEVICE static uint32_t prepared(uint32_t e) { return WIDE ? (e + 126) * 0x00800080 : (e - 98) * 0x04000400; }
   DEVICE void restore(int r, uint32_t word) { by[r] = word; }

@@ -8,7 +8,7 @@
  *            finds both factors of a channel in its own registers
  *   rows     TMA boxes of 16 rows where they are contiguous (down; up of permuted rows, or of the copy that idle
  *            warps make: copy_ahead.cuh), else gathered by cp.async into the same 128-byte swizzle
- * Each consumer has half of the weight rows of a tile.
+ * Each consumer has half of the weight rows of a tile. (Of e4m3 operands change places: token_tile.cuh.)
  *
  * CTAs come in clusters of two, and each loads half of what the two share, for both by multicast: the way from L2
  * bounds experts of a few hundred rows. The two take two row tiles of an expert and share the weights; of a row tile
@@ -20,7 +20,7 @@
 #include "gemm/copy_ahead.cuh"
 #include "gemm/handover.cuh"
 #include "gemm/packed_tile.cuh"
-#include "gemm/scaled_tile.cuh"
+#include "gemm/token_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
@@ -78,7 +78,9 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   const int band = (int)(local / ((int64_t)most * widths)) * most, height = min(heights - band, most);
   const int in_band = (int)(local - (int64_t)band * widths);
   const int m = unit.paired ? (band + in_band % height) * 2 + rank : even;
-  const row_range own = rows_of_tile<S>(rows, m, tiles);
+  row_range own = rows_of_tile<S>(rows, m, tiles);
+  if constexpr (token_tile<S>::SERVED)
+    if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
@@ -327,6 +329,20 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
     add_h_stored(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
 }
 
+/* A consumer's part of the unit at `slot`, tokens as rows. */
+template <class S>
+DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
+                           int slot)
+{
+  typename token_tile<S>::sums acc = {};
+  const int each = token_tile<S>::CHANNELS;
+  const tile_unit unit = smem.units[slot];
+  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, (unit.n * S::CONSUMERS + group) * each, acc);
+  const tile_unit stored = smem.units[slot]; /* registers are full: all of it anew */
+  const int consumer = (int)tid_x() / S::GROUP - 1;
+  store_tokens<S>(args.g, args.up_first, smem.staging, stored, (stored.n * S::CONSUMERS + consumer) * each, acc);
+}
+
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int own = threadIdx.x / S::GROUP - 1;
@@ -342,6 +358,11 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       skip<S>(args.g, smem, at);
       continue;
     }
+    if constexpr (token_tile<S>::SERVED)
+      if (tokens_are_rows<S>(args.g)) {
+        consume_tokens<S>(args, smem, at, group, slot);
+        continue;
+      }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, group, slot, acc);

@@ -109,14 +109,14 @@ template <class X, class Q, int HALF_WARPS> DEVICE void quantize_groups(const qu
 
 /* A row's first vectors stay in registers, the others are read twice. */
 template <class X, class Q, int WARPS>
-DEVICE void quantize_rows(const quantize_args &a, int32_t rows, float (&warp_most)[WARPS])
+DEVICE void quantize_rows(const quantize_args &a, unsigned rows, float (&warp_most)[WARPS])
 {
   constexpr int KEPT = 8 / sizeof(X);
   int team = 1; /* warps a row */
   while (team < WARPS && team * WARP_SIZE * EACH * KEPT < a.cols) team *= 2;
   const int lanes = team * WARP_SIZE, k0 = threadIdx.x % lanes * EACH;
-  for (int64_t first = (int64_t)blockIdx.x * (WARPS / team); first < rows; first += gridDim.x * (WARPS / team)) {
-    const int64_t row = first + warp_id() / team;
+  for (unsigned first = blockIdx.x * (WARPS / team); first < rows; first += gridDim.x * (WARPS / team)) {
+    const unsigned row = first + warp_id() / team;
     const int cols = row < rows ? a.cols : 0;
     octet<X> kept[KEPT], x;
     float most = 0.f;

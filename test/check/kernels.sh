@@ -96,12 +96,10 @@ done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 
 # An instruction per 16 k (of codes times codes 32), 64-row block and token width; the widths are the multiples of 16 up
 # to the tile's, and each has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the
-# tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. mixed has a loop over
-# slabs of 128 k for each width, of which up to 32 rows have 8 besides, and two blocks a consumer.
-awk '$7 == "sm90" && NF == 11 && $8 != "few" {
+# tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. few and mixed have none.
+awk '$7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" {
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
-    if ($8 == "mixed") print $2, ($9 / 16 + ($9 <= 32)) * 128 / k * 2
-    else print $2, $6 == "router" ? $11 / k * $9 / 64 : $9 / 16 * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
+    print $2, $6 == "router" ? $11 / k * $9 / 64 : $9 / 16 * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
   }' "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
   awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 ~ /^wgmma/ && $4 == 3 { op[$2] = 1 }

@@ -1,0 +1,270 @@
+/*
+ * wgmma's products of e4m3 with tokens as the 64-row operand. Sums of each stage are scaled before they are added to
+ * others (scaled_tile.cuh). Where tokens are columns, a thread has scales of 32 of them to load and to multiply by the
+ * weights', which takes longer than the products. Where they are rows, it has two tokens of a block of 64, and its gate
+ * or up columns have one scale: an FMA a value remains. The price is that tokens come in blocks of 64.
+ *
+ * Left to tokens as columns: scales of weights that change along k and inside a consumer's channels, blocks of more
+ * than a stage of k, an up that is not gated, and activations that nearly no model has.
+ */
+#ifndef CUMOE_TOKEN_TILE_CUH
+#define CUMOE_TOKEN_TILE_CUH
+
+#include "gemm/scaled_tile.cuh"
+
+/* What a consumer has: blocks of tokens x weight rows, of gate and up by octets in turn, as columns. */
+template <class S> struct token_tile {
+  static constexpr bool SERVED = same_type<typename S::X, e4m3>;
+  static constexpr int TOKENS = 64, COLUMNS = S::COLUMNS / S::CONSUMERS, OCTETS = COLUMNS / 8;
+  static constexpr int BLOCKS = S::BM / TOKENS, ACCUMULATORS = COLUMNS / 2;
+  static constexpr int HALVES = S::EPILOGUE == EPILOGUE_activation ? 2 : 1;
+  static constexpr int CHANNELS = COLUMNS / HALVES;
+  using sums = float[BLOCKS][ACCUMULATORS]; /* [][4j + 2h + i] of lane l: token l / 4 + 8h, column 8j + 2 (l % 4) + i */
+};
+
+/* Whether scales of weights change with each stage, and not inside `channels` channels from a multiple of that on; or
+ * not along k. */
+template <class S> DEVICE bool scale_suits(const scale_matrix &s, int half, int channels)
+{
+  if (s.dtype == DT_NONE || s.k_stride == 0) return true;
+  return s.block_k == S::BK && (s.n_stride == 0 || (s.block_n | s.n_origin[half]) % channels == 0);
+}
+
+template <class S> DEVICE bool tokens_are_rows(const gemm_args &args)
+{
+  if (S::EPILOGUE == EPILOGUE_activation && finish_kind_of(args) == FINISH_any) return false;
+  const int channels = token_tile<S>::CHANNELS;
+  return scale_suits<S>(args.b.scale, 0, channels) && (!args.gated || scale_suits<S>(args.b.scale, 1, channels));
+}
+
+/* Scales of a consumer's weights that change along k: lane l has that of octets l % 2, which are gate or up. A stage
+ * ahead. All others are the epilogue's. */
+template <class S> struct token_weight_scale {
+  const char *next; /* NULL: none */
+  uint32_t bits;
+
+  DEVICE token_weight_scale(const gemm_args &args, bool up_first, int expert, int channel) : next(nullptr)
+  {
+    const scale_matrix &s = args.b.scale;
+    if (s.dtype == DT_NONE || s.k_stride == 0) return;
+    const int half = token_tile<S>::HALVES == 2 ? lane_id() % 2 ^ (int)up_first : 0;
+    next = static_cast<const char *>(scale_base(s, half, expert)) +
+           (scale_row(s, half, channel) + scale_step(s, 0)) * scale_bytes(s.dtype);
+    bits = load_scale_bits(next, 0, s.dtype);
+  }
+
+  /* The next stage's. */
+  DEVICE void advance(const gemm_args &args)
+  {
+    const scale_matrix &s = args.b.scale;
+    if (!next) return;
+    next += s.k_stride * scale_bytes(s.dtype);
+    bits = load_scale_bits(next, 0, s.dtype);
+  }
+
+  DEVICE float value(const gemm_args &args) const { return next ? scale_value(bits, args.b.scale.dtype) : 1.f; }
+};
+
+/*
+ * A stage is multiplied in pieces: a block of tokens by half of a consumer's columns. While one is scaled and added,
+ * the next is being multiplied; a piece of all columns would leave no registers for a second one.
+ */
+template <class S>
+DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int piece,
+                        float (&part)[token_tile<S>::ACCUMULATORS / 2])
+{
+  using tile = token_tile<S>;
+  constexpr int WIDE = tile::COLUMNS / 2;
+  const int group = (int)tid_x() / S::GROUP - 1; /* registers are full: anew each time */
+  const uint64_t a = wgmma_operand(smem.rows[stage]) + piece / 2 * (tile::TOKENS * 8);
+  const uint64_t b = wgmma_operand(smem.weights[stage] + group * tile::COLUMNS * S::BK) + piece % 2 * (WIDE * 8);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < S::BK / 32; k++) wgmma_step<S, WIDE>::run(part, a + k * 2, b + k * 2, k > 0);
+  wgmma_commit_group();
+}
+
+/* acc += the products of a stage. None is under way from stage to stage: ptxas would make all wgmma wait for each
+ * other (C7514). */
+template <class S, int BLOCKS>
+DEVICE void multiply_token_stage(pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, float of_weights,
+                                 typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  constexpr int PIECES = 2 * BLOCKS, EACH = tile::ACCUMULATORS / 2;
+  float part[2][EACH], factor[2][tile::HALVES]; /* of the token, of even and odd octets */
+  begin_piece<S>(smem, at.stage, 0, part[0]);
+#pragma unroll
+  for (int piece = 0; piece < PIECES; piece++) {
+    if (piece + 1 < PIECES) begin_piece<S>(smem, at.stage, piece + 1, part[(piece + 1) % 2]);
+    if (piece % 2 == 0) {
+      const int thread = (int)tid_x() % S::GROUP;
+      const float *x =
+          row_scales_of<S>(smem, at) + piece / 2 * tile::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
+#pragma unroll
+      for (int half = 0; half < tile::HALVES; half++) {
+        const float w = tile::HALVES == 2 ? __shfl_sync(ALL_LANES, of_weights, half) : of_weights;
+        factor[0][half] = x[0] * w;
+        factor[1][half] = x[8] * w;
+      }
+    }
+    if (piece + 1 < PIECES) {
+      wgmma_wait_group<1>();
+    } else {
+      wgmma_wait_group<0>();
+      release_stage<S>(smem, at.stage);
+    }
+    hold(part[piece % 2]);
+#pragma unroll
+    for (int v = 0; v < EACH; v++) {
+      float &sum = acc[piece / 2][piece % 2 * EACH + v];
+      sum = fmaf(part[piece % 2][v], factor[v / 2 % 2][v / 4 % tile::HALVES], sum);
+    }
+  }
+}
+
+/* acc = rows x weights of one unit, of BLOCKS blocks of tokens. */
+template <class S, int BLOCKS>
+DEVICE void multiply_token_blocks(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                                  token_weight_scale<S> weights, typename token_tile<S>::sums &acc)
+{
+#pragma unroll 1
+  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+    const float of_weights = weights.value(args);
+    if (left > S::BK) weights.advance(args);
+    wait_for(&smem.full[at.stage], at.phase);
+    if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
+    multiply_token_stage<S, BLOCKS>(smem, at, of_weights, acc);
+  }
+}
+
+template <class S>
+DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                            const tile_unit &unit, int channel, typename token_tile<S>::sums &acc)
+{
+  const token_weight_scale<S> weights(args, up_first, unit.expert, channel);
+  if (unit.rows > token_tile<S>::TOKENS)
+    multiply_token_blocks<S, token_tile<S>::BLOCKS>(args, smem, at, weights, acc);
+  else
+    multiply_token_blocks<S, 1>(args, smem, at, weights, acc);
+}
+
+/* ---- from accumulators to memory: every warp for itself ---- */
+
+/* Four octets of channels of 8 tokens, gathered in a warp's 512 bytes, so that 64 bytes of a token are stored together.
+ * packed[i]: of this lane's token two channels of octet i. Rotated, so that no lanes meet in a bank. */
+template <class S>
+DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, int lane, const uint32_t (&packed)[4], int64_t row,
+                               int channel, bool there)
+{
+  const int token = lane / 4, part = lane % 4;
+  __syncwarp(); /* what was there is read */
+#pragma unroll
+  for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t *>(staged + token * 4 + (i ^ token / 2))[part] = packed[i];
+  __syncwarp();
+  if (there)
+    st_global_16(static_cast<typename S::Y *>(args.c) + row * args.c_ld + channel,
+                 staged[token * 4 + (part ^ token / 2)], args.protocol.evict_last);
+}
+
+/* Scales that do not change along k. Registers are full: an octet of columns after the other. */
+template <class S>
+DEVICE void scale_sums(const gemm_args &args, bool up_first, int expert, int channel0,
+                       typename token_tile<S>::sums &acc)
+{
+  const scale_matrix &s = args.b.scale;
+  const bool by_channel = s.dtype != DT_NONE && s.k_stride == 0;
+  if (!by_channel && !args.b.global[0] && !args.b.global[1]) return;
+#pragma unroll
+  for (int octet = 0; octet < token_tile<S>::OCTETS; octet++) {
+    const int half = token_tile<S>::HALVES == 2 ? octet % 2 ^ (int)up_first : 0;
+    const int channel = channel0 + octet / token_tile<S>::HALVES * 8 + lane_id() % 4 * 2;
+    const float global = global_scale(args.b, half, expert);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float scale = global;
+      if (by_channel)
+        scale *= load_scale(scale_base(s, half, expert), scale_row(s, half, min(channel + i, args.n - 1)), s.dtype);
+#pragma unroll
+      for (int block = 0; block < token_tile<S>::BLOCKS; block++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) acc[block][4 * octet + 2 * h + i] *= scale;
+    }
+    __syncwarp(); /* the compiler would load for all octets at once */
+  }
+}
+
+/* Biases of a lane's two channels of an octet: gate's, up's. */
+template <class S> struct token_bias {
+  float of[2][2];
+
+  DEVICE token_bias(const gemm_args &args, int expert, int channel)
+  {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int half = 0; half < token_tile<S>::HALVES; half++) {
+        float bias[1];
+        load_bias(args.b, half, expert, min(channel + i, args.n - 1), bias);
+        of[i][half] = bias[0];
+      }
+  }
+};
+
+/* What two neighbouring channels of `octet`, of a block and half h of its tokens, become. */
+template <class S, finish_kind KIND>
+DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h, const token_bias<S> &bias)
+{
+  float value[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if constexpr (token_tile<S>::HALVES == 2)
+      value[i] = act.of<KIND>(acc[8 * octet + 2 * h + i], acc[8 * octet + 4 + 2 * h + i], bias.of[i]);
+    else
+      value[i] = weighted(acc[4 * octet + 2 * h + i], 1.f, 1.f, bias.of[i][0]);
+  }
+  return pack_pair<typename S::Y>(value[0], value[1]);
+}
+
+/* Four octets of channels at a time. Registers are full: what follows from the thread's number is worked out anew. */
+template <class S, finish_kind KIND>
+DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
+                            int channel0, const typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  const swiglu act(args, up_first);
+  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE, lane = (int)tid_x() % WARP_SIZE;
+  uint4 *staged = smem.staged[warp / 4][warp % 4];
+#pragma unroll
+  for (int first = 0; first < tile::CHANNELS / 8; first += 4) {
+    const int begin = channel0 + first * 8, pair = begin + lane % 4 * 2, channel = begin + lane % 4 * 8;
+    const token_bias<S> bias[4] = {{args, unit.expert, pair},
+                                   {args, unit.expert, pair + 8},
+                                   {args, unit.expert, pair + 16},
+                                   {args, unit.expert, pair + 24}};
+#pragma unroll
+    for (int part = 0; part < 2 * tile::BLOCKS; part++) { /* of the tokens: block, half */
+      const int token = part / 2 * tile::TOKENS + warp % 4 * 16 + part % 2 * 8, row = token + lane / 4;
+      if (token >= unit.rows) continue;
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) packed[i] = finish_tokens<S, KIND>(act, acc[part / 2], first + i, part % 2, bias[i]);
+      store_token_octets<S>(args, staged, lane, packed, (int64_t)unit.row + row, channel,
+                            row < unit.rows && channel < args.n);
+    }
+  }
+}
+
+/* A consumer's part of a tile. */
+template <class S>
+DEVICE void store_tokens(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
+                         int channel0, typename token_tile<S>::sums &acc)
+{
+  scale_sums<S>(args, up_first, unit.expert, channel0, acc);
+  if (token_tile<S>::HALVES == 2 && finish_kind_of(args) == FINISH_silu)
+    store_tokens_as<S, FINISH_silu>(args, up_first, smem, unit, channel0, acc);
+  else
+    store_tokens_as<S, FINISH_swiglu>(args, up_first, smem, unit, channel0, acc);
+}
+
+#endif
