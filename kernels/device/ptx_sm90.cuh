@@ -254,8 +254,8 @@ DEVICE uint64_t wgmma_operand(const void *shared, int each = 1)
          1ull << 62;
 }
 
-/* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory, or a N-major; d 64 x N f32. Warp w
- * of the four has rows 16w .. 16w + 15; d[4j + 2h + i] of lane l is row 16w + l/4 + 8h, column 8j + 2(l%4) + i. */
+/* d += a b (d = a b if not `add`): a 64 x 16, b 16 x N, both K-major in shared memory, or a N-major; d 64 x N f32. Warp
+ * w of the four has rows 16w .. 16w + 15; d[4j + 2h + i] of lane l is row 16w + l/4 + 8h, column 8j + 2(l%4) + i. */
 template <class T, int N, bool N_MAJOR = false> struct wgmma_m64k16;
 
 #define D0   "%0,%1,%2,%3,%4,%5,%6,%7"

@@ -1,8 +1,8 @@
 /*
  * few: N-major weights. Of each k the octets of a unit lie together: a slice of theirs has 2, 4 or 8 octets and so much
  * of k that it is as large as any other slice. 64 bytes of a row of memory are enough for its speed, and 32 for five
- * sixths of it, as long as neighbours are read at about the same time: the next unit of up is the next CTA's, and so are
- * the next channels of down, of which a CTA takes all that it has at once. ldmatrix transposes.
+ * sixths of it, as long as neighbours are read at about the same time: the next unit of up is the next CTA's, and so
+ * are the next channels of down, of which a CTA takes all that it has at once. ldmatrix transposes.
  *
  * Gate and up, if they lie apart: octets alternate. In pairs: element by element, and the two meet in the epilogue.
  */

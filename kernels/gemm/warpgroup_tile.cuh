@@ -156,9 +156,9 @@ DEVICE void multiply(const gemm_args &args, pipeline_smem<S> &smem, pipeline_sta
 /* ---- from accumulators to memory: every warp for itself ---- */
 
 /*
- * The weight rows of a warp, 16 * BLOCKS, are octets; octet g is in block g % BLOCKS. Of a thread's values in token group
- * j: row lane / 4 of the octet, token 8 j + lane % 4 * 2 + t. In a gated up tile even octets are of the half that lies
- * first and odd ones the same channels of the other.
+ * The weight rows of a warp, 16 * BLOCKS, are octets; octet g is in block g % BLOCKS. Of a thread's values in token
+ * group j: row lane / 4 of the octet, token 8 j + lane % 4 * 2 + t. In a gated up tile even octets are of the half that
+ * lies first and odd ones the same channels of the other.
  *
  * K-major, a warp's octets are neighbours. So they are N-major in a gated tile whose halves lie apart; but
  *   not gated   block i has the channels 64 i .. of a consumer, and a warp 16 of each
@@ -199,8 +199,8 @@ template <class S> DEVICE float accumulator_of(const float (&acc)[S::BLOCKS][S::
 }
 
 /* Of a pair, even lanes / 4 have one factor and odd ones the other. So a lane gives away what it has of the one row,
- * and gets what it lacks of the other: then both lie where a tile has them whose halves lie apart. TOKENS at once, right
- * before they are used: registers are full. */
+ * and gets what it lacks of the other: then both lie where a tile has them whose halves lie apart. TOKENS at once,
+ * right before they are used: registers are full. */
 template <class S, int TOKENS>
 DEVICE void part_pairs(const gemm_args &args, int token0, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {

@@ -213,8 +213,8 @@ template <class S> struct ordered_scales {
   }
 };
 
-/* N-major weights: half a tile for both CTAs, or all of it for this one. Of halves that lie apart, even blocks are of the
- * first. */
+/* N-major weights: half a tile for both CTAs, or all of it for this one. Of halves that lie apart, even blocks are of
+ * the first. */
 template <class S, bool PAIRED>
 DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, const tile_unit &tile, uint64_t *full,
                          int k0)
