@@ -3,16 +3,15 @@
 #ifndef CUMOE_FEW_EPILOGUE_CUH
 #define CUMOE_FEW_EPILOGUE_CUH
 
-#include "few/n_major.cuh"
 #include "few/outputs.cuh"
 #include "few/routing.cuh"
 #include "few/schedule.cuh"
 #include "gemm/epilogue.cuh"
 
 /* The consumers' parts, in the order of k. Lane l: [j + 2h] is weight row l/4 + 8h, token 2 (l%4) + j; where SCALED, j
- * 0 in every lane. `slices` of the unit, where SCALED: who had none has no part. */
+ * 0 in every lane. `slices` of the unit: who had none has no part. */
 template <class S>
-DEVICE void add_partials(few_smem<S> &smem, int slices, int tiles, typename S::RING &buffer, float (&sum)[S::TILES][4])
+DEVICE void add_partials(few_smem<S> &smem, int slices, typename S::RING &buffer, float (&sum)[S::TILES][4])
 {
   wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
   if constexpr (S::SCALED) {
@@ -28,12 +27,8 @@ DEVICE void add_partials(few_smem<S> &smem, int slices, int tiles, typename S::R
   } else {
 #pragma unroll
     for (int w = 0; w < S::CONSUMERS; w++) {
-#pragma unroll
-      for (int t = 0; t < S::TILES; t++) {
-        if (S::N_MAJOR && t >= tiles) continue;
-        const float4 part = smem.partial[stage_of(buffer)][w][t][lane_id()];
-        sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
-      }
+      const float4 part = smem.partial[stage_of(buffer)][w][0][lane_id()];
+      sum[0][0] += part.x, sum[0][1] += part.y, sum[0][2] += part.z, sum[0][3] += part.w;
     }
   }
   mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
@@ -54,8 +49,7 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
-  const int expert = smem.table.expert[unit.active], local = S::N_MAJOR ? row_channel<S>(g) : lane_id() / 4,
-            channel = unit.octet * 8 + local;
+  const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
@@ -73,9 +67,7 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   float sum[S::TILES][4] = {};
   int slices = 0;
   if constexpr (S::SCALED) slices = few_slices<S>(g, unit.octets <= each);
-  add_partials<S>(smem, slices, unit.tiles_of_width(), buffer, sum);
-  if constexpr (S::N_MAJOR)
-    if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
+  add_partials<S>(smem, slices, buffer, sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;

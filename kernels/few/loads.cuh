@@ -2,14 +2,14 @@
 #ifndef CUMOE_FEW_LOADS_CUH
 #define CUMOE_FEW_LOADS_CUH
 
-#include "few/n_major.cuh"
+#include "few/schedule.cuh"
 
 /* ---- copies ---- */
 
 /* Vectors of 16 bytes; those of odd rows are swizzled, so that two rows do not meet in a bank. */
 DEVICE int few_vector(int row, int vector, int vectors)
 {
-  return row * vectors + (vectors > 4 ? vector ^ (row & 1) << 2 : vector);
+  return row * vectors + (vector ^ (row & 1) << 2);
 }
 
 /* By a warp: 32 lanes bring 512 bytes of a row. */
@@ -58,8 +58,7 @@ DEVICE void copy_column_vectors(const gemm_args &g, const few_column (&of)[FEW_C
   for (int i = 0; i < S::COLUMNS; i += WARP_SIZE / VECTORS) {
     const int c = i + lane_id() / VECTORS;
     if (c >= S::COLUMNS) continue;
-    const int first = VECTORS < 16 ? c : i;
-    const uint32_t two = first < 2 ? all.x : first < 4 ? all.y : first < 6 ? all.z : all.w;
+    const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
     const few_column column = (few_column)(c % 2 ? two >> 16 : two);
     const int row = column < 0 ? 0 : S::GATHERED ? column_token(column) : column_pair(column);
     cp_async_cg_16(shared_address(stage.columns) + few_vector(c, vector, VECTORS) * 16,
@@ -75,27 +74,6 @@ DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const few
     copy_column_vectors<S, 2 * S::VECTORS>(g, of, slice, stage);
   else
     copy_column_vectors<S, S::VECTORS>(g, of, slice, stage);
-}
-
-/* Of a slice, of weights of either major. */
-template <class S>
-DEVICE void copy_slice_weights(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice,
-                               few_stage<S> &stage)
-{
-  if constexpr (S::N_MAJOR)
-    copy_n_major<S>(g, unit, of, slice, stage);
-  else
-    copy_weights<S>(g, unit, of, slice, stage);
-}
-
-template <class S>
-DEVICE void copy_slice_columns(const gemm_args &g, const few_units<S> &unit, const few_column (&of)[FEW_COLUMNS],
-                               int slice, few_stage<S> &stage)
-{
-  if constexpr (S::N_MAJOR)
-    with_width<S>(unit, [&](auto w) { copy_column_vectors<S, 32 / decltype(w)::VALUE>(g, of, slice, stage); });
-  else
-    copy_columns<S>(g, unit, of, slice, stage);
 }
 
 /* A consumer warp's copies: a cp.async group for each slice, also for none. */
@@ -123,11 +101,11 @@ template <class L> struct few_copier {
   DEVICE void down_weights()
   {
     const void *of = smem.table.down[down.unit.active];
-    copy_slice_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
+    copy_weights<D>(args.down, down.unit, {of, of}, down.slice, stage());
   }
   DEVICE void down_columns()
   {
-    copy_slice_columns<D>(args.down, down.unit, smem.table.column[down.unit.active], down.slice, stage());
+    copy_columns<D>(args.down, down.unit, smem.table.column[down.unit.active], down.slice, stage());
   }
   DEVICE void next_of_down()
   {
@@ -141,8 +119,8 @@ template <class L> struct few_copier {
     if (!up.find() && args.protocol.tickets) return next_of_down();
     if (up.unit.left > 0) {
       const int active = up.unit.active;
-      copy_slice_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
-      copy_slice_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
+      copy_weights<U>(args.up, up.unit, smem.table.weights[active], up.slice, stage());
+      copy_columns<U>(args.up, up.unit, smem.table.column[active], up.slice, stage());
       up.slice += L::CONSUMERS;
     }
     advance();

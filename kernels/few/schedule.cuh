@@ -25,8 +25,8 @@ template <class S> struct few_units {
   /* Of up. The last share has the fewest, and share gridDim.x none. */
   DEVICE few_units(const gemm_args &g, int active_experts, int share) : active(0), experts(active_experts)
   {
-    end = g.n / 8, step = g.gated ? S::UNIT / 2 : S::UNIT;
-    tiles = g.gated ? ceil_div(end, S::UNIT / 2) : ceil_div(end, S::UNIT);
+    end = g.n / 8, step = g.gated ? S::OCTETS / 2 : S::OCTETS;
+    tiles = g.gated ? ceil_div(end, S::OCTETS / 2) : ceil_div(end, S::OCTETS);
     octet = share * step, left = share < gridDim.x ? experts * tiles - share : 0;
     carry();
   }
@@ -60,10 +60,6 @@ template <class S> struct few_units {
 
   /* In down one octet comes in slices of 8 rows and twice the k, so that as many bytes are in flight as of two. */
   DEVICE bool wide() const { return S::WIDE && octets == 1; }
-
-  /* N-major: octets of weight rows that slices of the unit have room for, 2, 4 or 8. Of k they have 256 / width(). */
-  DEVICE int width() const { return S::UP ? S::UNIT : octets <= 2 ? 2 : octets <= 4 ? 4 : 8; }
-  DEVICE int tiles_of_width() const { return S::N_MAJOR ? width() / 2 : S::TILES; }
 };
 
 /*
@@ -79,17 +75,13 @@ template <class L> DEVICE int few_slices(const gemm_args &g, bool wide)
 /* Weights without scales. A warp's slice of a unit: `slice` >= slices() if it has no more of that one. */
 template <class S> struct few_cursor {
   few_units<S> unit;
-  int k, narrow, wide, slice; /* slices of a unit of either kind; the next */
+  int narrow, wide, slice; /* slices of a unit of either kind; the next */
 
   DEVICE few_cursor(const gemm_args &g, few_units<S> first)
-      : unit(first), k(g.k), narrow(ceil_div(g.k, S::BK)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
+      : unit(first), narrow(ceil_div(g.k, S::BK)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
   {
   }
-  DEVICE int slices() const
-  {
-    if constexpr (S::N_MAJOR) return ceil_div(k * unit.width(), 256);
-    return unit.wide() ? wide : narrow;
-  }
+  DEVICE int slices() const { return unit.wide() ? wide : narrow; }
   DEVICE bool behind() const { return slice >= slices() && unit.left > 0; }
   DEVICE void next_unit() { slice -= slices(), unit.next(); }
   /* Whether there is one more slice. */
