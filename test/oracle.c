@@ -183,14 +183,16 @@ static bounded unary_score(int32_t score, bounded l)
   }
 }
 
-/* exp(l - max) is computed from a rounded difference: 2^-24 |l - max| of its own value. */
+/* exp(l - max) is computed from a rounded difference: 2^-24 |l - max| of its own value. The sum is off by the mean of all
+ * bounds, each as its part of the sum: logits that may be rounded either way have larger ones than the rest. */
 static void softmax(bounded *l, int32_t count)
 {
-  double max = -INFINITY, max_bound = 0, sum = 0;
+  double max = -INFINITY, max_bound = 0, sum = 0, off = 0;
   for (int32_t i = 0; i < count; i++)
     if (l[i].value > max) max = l[i].value, max_bound = l[i].bound;
   for (int32_t i = 0; i < count; i++)
-    if (l[i].value > -INFINITY) sum += exp(l[i].value - max);
+    if (l[i].value > -INFINITY) sum += exp(l[i].value - max), off += exp(l[i].value - max) * l[i].bound;
+  max_bound = fmax(max_bound, off / sum);
   for (int32_t i = 0; i < count; i++) {
     if (!(l[i].value > -INFINITY))
       l[i] = (bounded){0, 0};
