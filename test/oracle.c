@@ -183,8 +183,8 @@ static bounded unary_score(int32_t score, bounded l)
   }
 }
 
-/* exp(l - max) is computed from a rounded difference: 2^-24 |l - max| of its own value. The sum is off by the mean of all
- * bounds, each as its part of the sum: logits that may be rounded either way have larger ones than the rest. */
+/* exp(l - max) is computed from a rounded difference: 2^-24 |l - max| of its own value. The sum is off by the mean of
+ * all bounds, each as its part of the sum: logits that may be rounded either way have larger ones than the rest. */
 static void softmax(bounded *l, int32_t count)
 {
   double max = -INFINITY, max_bound = 0, sum = 0, off = 0;
