@@ -413,6 +413,12 @@ static void set_globals(const halves *h, expert_matrix *m)
   }
 }
 
+/* Strides of one row or one expert may be any: nobody steps by them. */
+static int64_t in_codes(int64_t stride, int64_t codes)
+{
+  return (int64_t)((uint64_t)stride * (uint64_t)codes);
+}
+
 static expert_matrix normal_form(const halves *h)
 {
   const cumoe_projection *first = h->of[0].projection;
@@ -420,8 +426,8 @@ static expert_matrix normal_form(const halves *h)
   const cumoe_view *v = &first->data, *bias = &first->bias;
   const int64_t codes = storage_codes(h->format);
   expert_matrix m = {.format = h->class, .offset = h->format->offset};
-  m.expert_stride = expert_stride_of(&data) * codes;
-  m.n_stride = h->step * (h->major == CUMOE_OUT_IN ? v->ld * codes : 1);
+  m.expert_stride = in_codes(expert_stride_of(&data), codes);
+  m.n_stride = in_codes(h->major == CUMOE_OUT_IN ? in_codes(v->ld, codes) : 1, h->step);
   m.k_stride = h->major == CUMOE_OUT_IN ? 1 : v->ld;
   m.bias_expert_stride = bias->ld;
   m.bias_n_stride = h->step;
