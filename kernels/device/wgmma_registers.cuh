@@ -21,6 +21,12 @@ DEVICE uint4 lds_128(uint32_t address)
   return v;
 }
 
+DEVICE void sts_128(uint32_t address, const uint4 &v)
+{
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 /* Of 8 bytes in shared memory the first `bytes` are copied, the rest is 0. */
 DEVICE void cp_async_ca_8(uint32_t shared, const void *global, int bytes)
 {

@@ -12,6 +12,7 @@
 #include "gemm/weight_factors.cuh"
 
 template <class S> struct mixed_smem;
+template <class S> DEVICE constexpr int octet_row(int r);
 
 /* ---- scales in shared memory ---- */
 
@@ -112,20 +113,30 @@ template <class S> struct stage_scales {
     }
   }
 
-  /* Every copy costs a look-up of a line, so there are as few as can be. */
+  /* Every copy costs a look-up of a line, so there are as few as can be. Nothing is read past the row's last scale:
+   * it may be the last of an allocation. */
   DEVICE static void copy_words(const uint8_t *from, int bytes, uint32_t *to)
   {
-    const int skew = (int)((uintptr_t)from & 3);
-    if ((uintptr_t)from % 8 == 0) {
-#pragma unroll
-      for (int w = 0; w < S::SCALE_WORDS - 2; w += 2)
-        if (w * 4 < bytes) cp_async_ca_8(shared_address(to + w), from + w * 4, min(bytes - w * 4, 8));
-      return;
-    }
+    const int skew = (int)((uintptr_t)from & 3), end = skew + bytes;
+    const bool by_twos = (uintptr_t)from % 8 == 0;
     from -= skew;
 #pragma unroll
-    for (int w = 0; w < S::SCALE_WORDS - 1; w++)
-      if (w * 4 < skew + bytes) cp_async_ca_4(shared_address(to + w), from + w * 4, 4);
+    for (int w = 0; w < S::SCALE_WORDS; w += 2) {
+      if (by_twos && w * 4 + 8 <= end)
+        cp_async_ca_8(shared_address(to + w), from + w * 4, 8);
+      else
+        copy_bytes(from + w * 4, min(end - w * 4, 8), to + w);
+    }
+  }
+
+  /* Up to two words. */
+  DEVICE static void copy_bytes(const uint8_t *from, int bytes, uint32_t *to)
+  {
+    int at = 0;
+#pragma unroll 1
+    for (; at + 4 <= bytes; at += 4) cp_async_ca_4(shared_address(to) + at, from + at, 4);
+#pragma unroll 1
+    for (; at < bytes; at++) reinterpret_cast<uint8_t *>(to)[at] = from[at];
   }
 
   DEVICE static void copy_strided(const gemm_args &args, const uint8_t *from, int first, int count, uint32_t *to)
@@ -165,7 +176,7 @@ template <class S> struct scale_places {
     const uint32_t first = shared_address(smem.scales[0].words) + tid_x() % 4 * SCALES;
 #pragma unroll
     for (int r = 0; r < 4; r++)
-      at[r] = first + (row0 + r * 8) * ROW_BYTES + smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
+      at[r] = first + (row0 + octet_row<S>(r)) * ROW_BYTES + smem.skew[slot % S::UNIT_SLOTS][row0 + octet_row<S>(r)];
   }
 
   DEVICE static uint32_t slab_offset(int stage, int slab)

@@ -33,14 +33,16 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
   /* What a thread starts with, and what becomes of it. */
-  static constexpr int REGISTERS = SPLIT == 2 ? 96 : 168, PRODUCER_REGISTERS = SPLIT == 2 ? 128 : 136;
+  static constexpr int REGISTERS = SPLIT == 2 ? 96 : 168, PRODUCER_REGISTERS = SPLIT == 2 ? 128 : BM > 32 ? 120 : 136;
   static constexpr int CONSUMER_REGISTERS = (REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS;
+  static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
+  static constexpr int WGMMA_FROM = 32; /* tokens: fewer are quicker by mma.sync */
   static_assert(CLUSTER == 1 && (SPLIT == 1 || SPLIT == 2) && CONSUMERS * GROUP == SPLIT * COLUMNS, "two or four");
-  static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
+  static constexpr int UNIT_SLOTS = STAGES + 2 > UNITS_AHEAD / 2 ? UNITS_AHEAD : UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or four each 32. */
   static constexpr int SCALE_BYTES =
       BK / (operand<typename PRODUCT::W>::K_PER_SCALE > 0 ? operand<typename PRODUCT::W>::K_PER_SCALE : 8);
-  static constexpr int SCALE_WORDS = SCALE_BYTES / 4 + 2;
+  static constexpr int SCALE_WORDS = round_up(SCALE_BYTES / 4 + 1, 2);
   static constexpr int ZERO_OCTETS = same_type<typename PRODUCT::W, u4> ? COLUMNS / 8 : 1;
   static_assert(STAGES + 2 <= UNIT_SLOTS, "see there");
   static_assert(BITS == 4 && (BK == 128 || BK == 256), "16 bytes of a row a lane and slab");
@@ -51,7 +53,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
 enum { PRODUCERS_BARRIER = 5, PAIR_BARRIER }; /* warpgroups of consumers have 1 to 4 */
 
 template <class S> struct mixed_smem {
-  typename S::X rows[S::STAGES][S::SLABS][S::BM][S::SLAB];
+  typename S::X rows[S::STAGES][S::PLANES][S::BM * S::PLANE];
   uint8_t codes[S::STAGES][S::COLUMNS * S::ROW_BYTES];
   scale_stage<S> scales[S::STAGES];
   wgmma_staging<S> staging;
@@ -72,15 +74,16 @@ template <class S> DEVICE int code_offset(int row, int vector)
   return row * S::ROW_BYTES + (S::ROW_BYTES == 128 ? vector ^ (row & 1) << 2 : vector) * 16;
 }
 
+static constexpr uint64_t EVICT_FIRST = 0x12f0000000000000; /* as createpolicy makes it */
+
 /* A thread's weight rows of a tile. */
 template <class S> struct mixed_weights {
   const char *origin[2];                  /* of its first rows in the first and second eight of a granule */
   int64_t step;                           /* bytes from a granule to the next */
   int left;                               /* weight rows of the tile */
-  uint64_t policy = evict_first_policy(); /* weights are read once */
 
-  DEVICE static int lane() { return threadIdx.x % S::LANES; }
-  DEVICE static int row() { return threadIdx.x / S::LANES; }
+  DEVICE static int lane() { return (int)tid_x() % S::LANES; }
+  DEVICE static int row() { return (int)tid_x() / S::LANES; }
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
@@ -100,19 +103,44 @@ template <class S> struct mixed_weights {
   DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
   {
     constexpr int EACH = 16 / S::PASS;
-    const int bytes = k0 + lane() * (128 / S::BITS) < args.k ? 16 : 0, own = S::PASS == 16 ? row() / 8 : 0;
+    if (k0 + lane() * (128 / S::BITS) >= args.k) return copy_nothing(smem, stage);
+    const int own = S::PASS == 16 ? row() / 8 : 0, rows = left - own * 8;
     const int64_t at = (int64_t)k0 * S::BITS / 8;
     const char *from[2] = {(own ? origin[1] : origin[0]) + at, origin[1] + at};
-    uint32_t to = shared_address(smem.codes[stage]) + code_offset<S>(row(), lane() % (S::LANES / 2));
-#pragma unroll 4
-    for (int granule = 0; granule * 16 + own * 8 < left; granule++, to += 16 * S::ROW_BYTES) {
+#if NO_LOADS
+    return;
+#endif
+    uint32_t to = first_place(smem, stage);
+    int there = rows;
+#pragma unroll 1
+    for (; there >= 64; there -= 64, to += 64 * S::ROW_BYTES) {
+#pragma unroll
+      for (int i = 0; i < 4 * EACH; i++) {
+        cp_async_cg_16(to + (i / EACH * 16 + i % EACH * 8) * S::ROW_BYTES, from[i % EACH], 16, EVICT_FIRST);
+        from[i % EACH] += step;
+      }
+    }
+#pragma unroll 1
+    for (; there > 0; there -= 16, to += 16 * S::ROW_BYTES) {
 #pragma unroll
       for (int h = 0; h < EACH; h++) {
-        const int there = h == 0 || granule * 16 + 8 < left ? bytes : 0; /* at 0 bytes nothing is read */
-        cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], there, policy);
+        if (h * 8 < there) cp_async_cg_16(to + h * 8 * S::ROW_BYTES, from[h], 16, EVICT_FIRST);
         from[h] += step;
       }
     }
+  }
+
+  /* Past the end of k there are zeros. */
+  DEVICE void copy_nothing(mixed_smem<S> &smem, int stage) const
+  {
+    const uint32_t to = first_place(smem, stage);
+#pragma unroll 1
+    for (int r = row(); r < left; r += S::PASS) sts_128(to + (r - row()) * S::ROW_BYTES, make_uint4(0, 0, 0, 0));
+  }
+
+  DEVICE static uint32_t first_place(const mixed_smem<S> &smem, int stage)
+  {
+    return shared_address(smem.codes[stage]) + code_offset<S>(row(), lane() % (S::LANES / 2));
   }
 };
 
@@ -127,74 +155,104 @@ DEVICE int32_t known_source(const gemm_args &args, int32_t row)
                                                                    : -1;
 }
 
-/* Rows of A; -1: zeros. A warp copies a row of a stage at once. */
+/* Rows of A, -1: zeros, in the order of fragments. A warp has a slab of two stages, or half of its octets of rows; a
+ * lane a row of the octet and 8 k of each 32 of the slab. */
 template <class S> struct mixed_rows {
-  static constexpr int WARPS = S::GROUP / WARP_SIZE, EACH = S::BM / WARPS, VECTORS = S::BK / 8;
+  static constexpr int SLABS = 2 * S::SLABS, SHARE = S::GROUP / WARP_SIZE / SLABS; /* warps that share a slab */
+  static constexpr int AHEAD = S::BM > 32 ? 2 : 1; /* octets asked for early */
+  uint4 early[AHEAD][4];
+
+  DEVICE static int slab() { return (int)(tid_x() / WARP_SIZE) % SLABS; }
+  DEVICE static int octet(int i) { return (int)(tid_x() / WARP_SIZE) / SLABS + i * SHARE; }
 
   /* Of a unit: producers see them behind their next barrier. */
   DEVICE static void look_up(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
-    const int r = threadIdx.x;
+    const int r = tid_x();
     if (r >= unit.rows) return;
     const int32_t source = known_source(args, unit.row + r);
     smem.sources[slot % 2][r] = source;
     if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
   }
 
-  /* Of k0 and on. Rows past the last are what they were: nobody stores what comes of them. */
-  DEVICE static void copy(const gemm_args &args, mixed_smem<S> &smem, int slot, int rows, int stage, int k0)
+  DEVICE static void load(const gemm_args &args, const mixed_smem<S> &smem, int slot, int rows, int octet, int k0,
+                          uint4 (&v)[4])
   {
-    const int vector = lane_id() % VECTORS, k = k0 + vector * 8;
-    const typename S::X *base = static_cast<const typename S::X *>(args.a) + k;
-    const uint32_t to = shared_address(smem.rows[stage][vector / 16]);
-#pragma unroll 2
-    for (int r = warp_id(); r < rows; r += WARPS) {
-      const int32_t source = smem.sources[slot % 2][r];
-      if (lane_id() < VECTORS) /* at 0 bytes nothing is read */
-        cp_async_cg_16(to + row_offset(r, vector % 16), base + source * args.a_ld, source >= 0 && k < args.k ? 16 : 0);
-    }
+    const int r = octet * 8 + (int)(tid_x() % WARP_SIZE) % 8, k = k0 + slab() * S::SLAB + (int)(tid_x() % WARP_SIZE) / 8 * 8;
+    const int32_t source = r < rows ? smem.sources[slot % 2][r] : -1;
+    const typename S::X *from = static_cast<const typename S::X *>(args.a) + source * args.a_ld + k;
+#pragma unroll
+    for (int q = 0; q < 4; q++) v[q] = ld_global(from + q * 32, source >= 0 && k + q * 32 < args.k);
   }
 
-  /* Where vector 4 q + w of a row's slab lies, so that the lanes that read two rows meet in no bank. */
-  DEVICE static int row_offset(int row, int vector)
+  /* Of lane q, k = 8 w + 4 t + j goes to 8 j + 2 q + t. */
+  DEVICE static void store(mixed_smem<S> &smem, int stage, int octet, const uint4 (&v)[4])
   {
-    return row * 256 + ((vector % 4 * 4 + vector / 4) ^ (row & 1) << 2) * 16;
+    const int r = (int)(tid_x() % WARP_SIZE) % 8, w = (int)(tid_x() % WARP_SIZE) / 8;
+    const uint32_t to = shared_address(smem.rows[stage][slab() % S::SLABS * 2 + w / 2]) + octet * 1024 + r * 128;
+    const uint32_t first = (w % 2 * 4 ^ r) * 16;
+    sts_128(to + first, joined(v[0].x, v[0].z, v[1].x, v[1].z, v[2].x, v[2].z, v[3].x, v[3].z, 0x5410));
+    sts_128(to + (first ^ 16), joined(v[0].x, v[0].z, v[1].x, v[1].z, v[2].x, v[2].z, v[3].x, v[3].z, 0x7632));
+    sts_128(to + (first ^ 32), joined(v[0].y, v[0].w, v[1].y, v[1].w, v[2].y, v[2].w, v[3].y, v[3].w, 0x5410));
+    sts_128(to + (first ^ 48), joined(v[0].y, v[0].w, v[1].y, v[1].w, v[2].y, v[2].w, v[3].y, v[3].w, 0x7632));
+  }
+
+  DEVICE static uint4 joined(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t e, uint32_t f, uint32_t g,
+                             uint32_t h, uint32_t halves)
+  {
+    return make_uint4(__byte_perm(a, b, halves), __byte_perm(c, d, halves), __byte_perm(e, f, halves),
+                      __byte_perm(g, h, halves));
+  }
+
+  DEVICE void load_early(const gemm_args &args, const mixed_smem<S> &smem, int slot, int rows, int k0)
+  {
+    if (k0 >= args.k) return;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (octet(i) * 8 < rows) load(args, smem, slot, rows, octet(i), k0, early[i]);
+  }
+
+  /* Of k0 and on, of which the early ones are here; stage is that of the slab. */
+  DEVICE void store_all(const gemm_args &args, mixed_smem<S> &smem, int slot, int rows, int stage, int k0)
+  {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+      if (octet(i) * 8 < rows) store(smem, stage, octet(i), early[i]);
+#pragma unroll 1
+    for (int first = AHEAD; octet(first) * 8 < rows; first += AHEAD) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (octet(first + i) * 8 < rows) load(args, smem, slot, rows, octet(first + i), k0, early[i]);
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++)
+        if (octet(first + i) * 8 < rows) store(smem, stage, octet(first + i), early[i]);
+    }
+    fence_proxy_async_shared();
   }
 };
 
 /* ---- producers ---- */
 
-/* What a stage has besides codes. A thread arrives for what it has copied, a warp for what it has stored. */
-template <class S>
-DEVICE void produce_rest(const gemm_args &args, mixed_smem<S> &smem, const stage_scales<S> &scales, int slot, int rows,
-                         int stage, int k0)
-{
-  mixed_rows<S>::copy(args, smem, slot, rows, stage, k0);
-  scales.copy(args, smem.scales[stage], k0);
-  cp_async_mbarrier_arrive_noinc(&smem.full[stage]);
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.full[stage]);
-}
-
 /* The run's next unit, for all; consumers see it behind the barrier of a later stage. All producers. */
 template <class S> DEVICE void post_next_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
 {
   slot %= UNITS_AHEAD;
-  if (threadIdx.x == 0) smem.units[slot] = smem.run.next(args, smem);
+  if (tid_x() == 0) smem.units[slot] = smem.run.next(args, smem);
   bar_sync(PRODUCERS_BARRIER, S::GROUP);
 }
 
 /* All of a tile's stages, by twos; the second may not be there at the end of k. The weights of k < before are on their
- * way. */
+ * way. A thread arrives for what it has copied, a warp for what it has stored. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, const mixed_weights<S> &weights,
                          int before, pipeline_state<S::STAGES> &at)
 {
   const int rows = smem.units[slot].rows;
-  mixed_rows<S>::look_up(args, smem, slot);
   stage_scales<S> scales;
   scales.set_unit(args, smem, slot);
+  mixed_rows<S> tokens;
+  mixed_rows<S>::look_up(args, smem, slot);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
     const bool two = k0 + S::BK < args.k, second = mixed_weights<S>::lane() >= S::LANES / 2;
@@ -203,9 +261,24 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
     if (two) wait_for(&smem.empty[next.stage], next.phase ^ 1);
     if (k0 >= before && (two || !second)) weights.copy(args, smem, second ? next.stage : at.stage, k0);
-    if (k0 == 0) post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
-    produce_rest<S>(args, smem, scales, slot, rows, at.stage, k0);
-    if (two) produce_rest<S>(args, smem, scales, slot, rows, next.stage, k0 + S::BK);
+    scales.copy(args, smem.scales[at.stage], k0);
+    cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
+    if (two) {
+      scales.copy(args, smem.scales[next.stage], k0 + S::BK);
+      cp_async_mbarrier_arrive_noinc(&smem.full[next.stage]);
+    }
+    if (k0 == 0) {
+      post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
+      tokens.load_early(args, smem, slot, rows, 0);
+    }
+    const bool late = tokens.slab() >= S::SLABS;
+    if (two || !late) tokens.store_all(args, smem, slot, rows, late ? next.stage : at.stage, k0);
+    __syncwarp();
+    if ((int)(tid_x() % WARP_SIZE) == 0) {
+      mbarrier_arrive(&smem.full[at.stage]);
+      if (two) mbarrier_arrive(&smem.full[next.stage]);
+    }
+    tokens.load_early(args, smem, slot, rows, k0 + 2 * S::BK);
     at = next;
     if (two) at.advance();
   }
@@ -216,14 +289,14 @@ template <class S> DEVICE void produce_nothing(mixed_smem<S> &smem)
 {
   mbarrier_arrive(&smem.full[0]);
   __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.full[0]);
+  if ((int)(tid_x() % WARP_SIZE) == 0) mbarrier_arrive(&smem.full[0]);
 }
 
 /* With early inputs the stages fill with the first tile's weights before the grid ahead, which makes the rows, has
  * ended. */
 template <class S> DEVICE void produce(const gemm_args &args, mixed_smem<S> &smem)
 {
-  if (threadIdx.x == 0) smem.run = stream_run<S>(args, smem.table.before[args.experts]);
+  if (tid_x() == 0) smem.run = stream_run<S>(args, smem.table.before[args.experts]);
   post_next_unit<S>(args, smem, 0);
   if (smem.units[0].expert < 0) produce_nothing<S>(smem);
   pipeline_state<S::STAGES> at;
@@ -250,7 +323,7 @@ template <class S> DEVICE void produce(const gemm_args &args, mixed_smem<S> &sme
 template <class S> DEVICE void release(mixed_smem<S> &smem, int stage)
 {
   __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
+  if (tid_x() % WARP_SIZE == 0) mbarrier_arrive(&smem.empty[stage]);
 }
 
 /* Of the consumers'. Worked out where it is used: registers are few. */
@@ -259,22 +332,40 @@ template <class S> DEVICE int consumer_warp()
   return (int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE;
 }
 
-/* The first of a lane's weight rows in a tile; the others are 8, 16, 24 on. */
-template <class S> DEVICE int lane_row()
+template <class S> DEVICE int consumer_group()
 {
-  return consumer_warp<S>() / S::SPLIT * S::ROWS + tid_x() % WARP_SIZE / 4;
+  return consumer_warp<S>() / (S::GROUP / WARP_SIZE);
 }
 
-/* Where a lane reads a slab, as shared addresses: its weight rows' codes, and the first of its rows of A. */
+/* Warpgroups that share weight rows: each has every other slab. */
+template <class S> DEVICE int own_slab()
+{
+  return consumer_group<S>() % S::SPLIT;
+}
+
+/* Weight rows from a lane's first to its one of octet r of four. Two of them are of the outputs of one warpgroup. */
+template <class S> DEVICE constexpr int octet_row(int r)
+{
+  return S::SPLIT == 1 ? r * 8 : r % 2 * 8 + r / 2 * 64;
+}
+
+/* The first of a lane's weight rows in a tile. */
+template <class S> DEVICE int lane_row()
+{
+  const int warp = consumer_warp<S>();
+  return (S::SPLIT == 1 ? warp * S::ROWS : warp / 8 * 128 + warp % 4 * 16) + tid_x() % WARP_SIZE / 4;
+}
+
+/* Where a lane reads a slab, as shared addresses: its weight rows' codes, and its row of ldmatrix of A. */
 template <class S> struct slab_places {
   uint32_t codes, rows;
 
   /* Of stage 0 the warp's first slab. */
   DEVICE slab_places(const mixed_smem<S> &smem)
   {
-    const int lane = tid_x() % WARP_SIZE, slab = consumer_warp<S>() % S::SPLIT;
+    const int lane = tid_x() % WARP_SIZE, slab = own_slab<S>();
     codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), slab * 4 + lane % 4);
-    rows = shared_address(smem.rows[0][slab][lane / 4]) + lane % 4 * 16 + lane / 4 % 2 * 64;
+    rows = shared_address(smem.rows[0][slab * 2]) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
   }
 
   DEVICE void add_stages(const mixed_smem<S> &smem, int stages)
@@ -286,58 +377,88 @@ template <class S> struct slab_places {
   DEVICE void next_slab(const mixed_smem<S> &smem)
   {
     codes ^= 64;
-    rows += (uint32_t)sizeof(smem.rows[0][0]);
+    rows += 2 * (uint32_t)sizeof(smem.rows[0][0]);
   }
 
-  DEVICE uint4 codes_of(int r) const { return lds_128(codes + r * 8 * S::ROW_BYTES); }
+  DEVICE uint4 codes_of(int r) const { return lds_128(codes + octet_row<S>(r) * S::ROW_BYTES); }
 
-  /* 8 k of w, as codes are paired. */
-  DEVICE void row_pairs(int w, int octet, uint32_t (&b)[2][2]) const
+  /* 32 k of w: two of 16. */
+  DEVICE void row_pairs(int w, int octet, uint32_t (&b)[4]) const
   {
-    const uint4 v = lds_128((rows ^ w % 2 * 64) + w / 2 * 128 + octet * 8 * 256);
-    b[0][0] = __byte_perm(v.x, v.z, 0x5410);
-    b[0][1] = __byte_perm(v.x, v.z, 0x7632);
-    b[1][0] = __byte_perm(v.y, v.w, 0x5410);
-    b[1][1] = __byte_perm(v.y, v.w, 0x7632);
+    ldmatrix_x4(b, (rows ^ w % 2 * 64) + w / 2 * S::BM * 128 + octet * 1024);
   }
 };
 
-template <class S> using warp_sums = float[2][S::BM / 8][4];
+template <class S> using warp_sums = float[2][S::BM / 2];
 
-/* sums += 32 weight rows x N rows of A, of a slab of k and on. Octet r of weight rows is the half r / 2 of block r % 2.
+/* A lane's codes of 32 k as fragments of 16 k each, and blocks. Octet r of weight rows is the half r / 2 of block r % 2.
  */
+template <class S>
+DEVICE void unpack_32(const uint4 (&raw)[4], int w, const weight_factors<typename S::X, typename S::W> &factors,
+                      uint32_t (&a)[2][2][4])
+{
+  uint32_t words[4], pairs[4][4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) words[r] = w == 0 ? raw[r].x : w == 1 ? raw[r].y : w == 2 ? raw[r].z : raw[r].w;
+  factors.unpack_all(words, w, pairs);
+#pragma unroll
+  for (int r = 0; r < 4; r++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) a[j / 2][r % 2][j % 2 * 2 + r / 2] = pairs[r][j];
+}
+
+/* sums += a times 32 k of N rows of A, by mma.sync. */
 template <class S, int N>
-DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, const slab_places<S> &from,
+DEVICE void multiply_here(const uint32_t (&a)[2][2][4], const slab_places<S> &from, int w, warp_sums<S> &sums)
+{
+#pragma unroll
+  for (int octet = 0; octet < N / 8; octet++) {
+    uint32_t b[4];
+    from.row_pairs(w, octet, b);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint32_t own[2] = {b[2 * i], b[2 * i + 1]};
+#pragma unroll
+      for (int block = 0; block < 2; block++)
+        mma_m16n8k16<typename S::X>(reinterpret_cast<float(&)[4]>(sums[block][octet * 4]), a[i][block], own);
+    }
+  }
+}
+
+/* The same by wgmma; it is under way, and the one before it is over. */
+template <class S, int N>
+DEVICE void multiply_wide(const uint32_t (&a)[2][2][4], uint32_t tokens, warp_sums<S> &sums)
+{
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int block = 0; block < 2; block++)
+      wgmma_registers_m64k16<typename S::X, N>::run(sums[block], a[i][block], tokens + i * 2);
+  wgmma_commit_group();
+  wgmma_wait_group<1>();
+}
+
+/* sums += 32 weight rows x N rows of A, of a slab of k and on; tokens: operand of its rows. */
+template <class S, int N>
+DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, const slab_places<S> &from, uint32_t tokens,
                           lane_scales<S> &scales, int stage, int slab, int k, warp_sums<S> &sums)
 {
+#if NO_WORK
+  return;
+#endif
   uint4 raw[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) raw[r] = from.codes_of(r);
   const weight_factors<typename S::X, typename S::W> factors = scales.factors(args, smem, stage, slab, k);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    uint32_t a[2][2][4]; /* of 16 k each, blocks */
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      uint32_t words[4], pairs[4][2];
-#pragma unroll
-      for (int r = 0; r < 4; r++)
-        words[r] = (w == 0 ? raw[r].x : w == 1 ? raw[r].y : w == 2 ? raw[r].z : raw[r].w) >> i * 8;
-      factors.unpack(words, w, pairs);
-#pragma unroll
-      for (int r = 0; r < 4; r++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) a[i][r % 2][j * 2 + r / 2] = pairs[r][j];
-    }
-#pragma unroll
-    for (int octet = 0; octet < N / 8; octet++) {
-      uint32_t b[2][2];
-      from.row_pairs(w, octet, b);
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-#pragma unroll
-        for (int block = 0; block < 2; block++) mma_m16n8k16<typename S::X>(sums[block][octet], a[i][block], b[i]);
-    }
+    uint32_t a[2][2][4];
+    unpack_32<S>(raw, w, factors, a);
+    if constexpr (N >= S::WGMMA_FROM)
+      multiply_wide<S, N>(a, tokens + w / 2 * S::BM * 8 + w % 2 * 4, sums);
+    else
+      multiply_here<S, N>(a, from, w, sums);
   }
 }
 
@@ -347,14 +468,15 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
                        lane_scales<S> &scales, warp_sums<S> &sums)
 {
   const slab_places<S> first(smem);
-  const int own = consumer_warp<S>() % S::SPLIT;
+  const int own = own_slab<S>();
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     slab_places<S> places = first;
     places.add_stages(smem, at.stage);
     wait_for(&smem.full[at.stage], at.phase);
     const auto add_slab = [&](int slab) {
-      multiply_slab<S, N>(args, smem, places, scales, at.stage, slab, k0 + slab * S::SLAB, sums);
+      const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]);
+      multiply_slab<S, N>(args, smem, places, tokens, scales, at.stage, slab, k0 + slab * S::SLAB, sums);
     };
     if constexpr (S::SPLIT == S::SLABS) {
       if (k0 + own * S::SLAB < args.k) add_slab(own);
@@ -363,18 +485,23 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
       for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++, places.next_slab(smem))
         add_slab(slab);
     }
+    if constexpr (N >= S::WGMMA_FROM) wgmma_wait_group<0>();
     release<S>(smem, at.stage);
+  }
+  if constexpr (N >= S::WGMMA_FROM) {
+#pragma unroll
+    for (int block = 0; block < 2; block++) hold(sums[block]);
   }
 }
 
-/* In two or four widths. */
+/* In a few widths: multiples of 8, 16 from 16 on. */
 template <class S, int N>
 DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                      lane_scales<S> &scales, warp_sums<S> &sums)
 {
-  constexpr int STEP = S::BM <= 32 ? 8 : 16;
-  if constexpr (N > STEP) {
-    if (rows <= N - STEP) return multiply<S, N - STEP>(args, smem, at, rows, scales, sums);
+  constexpr int LESS = N > 16 ? N - 16 : S::BM <= 32 ? N - 8 : 0;
+  if constexpr (LESS > 0) {
+    if (rows <= LESS) return multiply<S, LESS>(args, smem, at, rows, scales, sums);
   }
   multiply_n<S, N>(args, smem, at, scales, sums);
 }
@@ -384,33 +511,33 @@ DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<
 /* A warp's outputs, as warpgroup_tile.cuh has them: 16 * BLOCKS weight rows. */
 template <class S> using outputs = float[S::BLOCKS][S::ACCUMULATORS];
 
-/* Of the warps that share weight rows each ends with an octet of either block: it gives its sums of the others. */
+/* Of two warps that share weight rows each ends with an octet of either block: it gives its sums of the others. */
 template <class S> DEVICE void add_halves(mixed_smem<S> &smem, int rows, const warp_sums<S> &sums, outputs<S> &acc)
 {
-  const int warp = consumer_warp<S>(), half = warp % 2;
+  const int warp = consumer_warp<S>(), half = own_slab<S>(), pair = PAIR_BARRIER + warp / 8 * 4 + warp % 4;
   uint4 *own_place = smem.staging.staged[warp / 4][warp % 4],
-        *other_place = smem.staging.staged[warp / 4][warp % 4 ^ 1];
+        *other_place = smem.staging.staged[warp / 4 ^ 1][warp % 4];
 #pragma unroll
   for (int j = 0; j < S::BM / 8; j++) {
     if (j * 8 >= rows) break;
     float own[4], given[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float low = sums[i / 2][j][i % 2], high = sums[i / 2][j][2 + i % 2];
+      const float low = sums[i / 2][4 * j + i % 2], high = sums[i / 2][4 * j + 2 + i % 2];
       own[i] = half ? high : low;
       given[i] = half ? low : high;
     }
-    bar_sync(PAIR_BARRIER + warp / 2, 2 * WARP_SIZE); /* what was there is read */
+    bar_sync(pair, 2 * WARP_SIZE); /* what was there is read */
     own_place[lane_id()] = make_uint4(__float_as_uint(given[0]), __float_as_uint(given[1]), __float_as_uint(given[2]),
                                       __float_as_uint(given[3]));
-    bar_sync(PAIR_BARRIER + warp / 2, 2 * WARP_SIZE);
+    bar_sync(pair, 2 * WARP_SIZE);
     const uint4 other = other_place[lane_id()];
     acc[0][4 * j] = own[0] + __uint_as_float(other.x);
     acc[0][4 * j + 1] = own[1] + __uint_as_float(other.y);
     acc[0][4 * j + 2] = own[2] + __uint_as_float(other.z);
     acc[0][4 * j + 3] = own[3] + __uint_as_float(other.w);
   }
-  bar_sync(PAIR_BARRIER + warp / 2, 2 * WARP_SIZE);
+  bar_sync(pair, 2 * WARP_SIZE);
 }
 
 template <class S> DEVICE void collect(mixed_smem<S> &smem, int rows, const warp_sums<S> &sums, outputs<S> &acc)
@@ -421,7 +548,7 @@ template <class S> DEVICE void collect(mixed_smem<S> &smem, int rows, const warp
 #pragma unroll
     for (int block = 0; block < 2; block++)
 #pragma unroll
-      for (int i = 0; i < S::BM / 2; i++) acc[block][i] = sums[block][i / 4][i % 4];
+      for (int i = 0; i < S::BM / 2; i++) acc[block][i] = sums[block][i];
   }
 }
 
@@ -430,8 +557,9 @@ template <class S> DEVICE void collect(mixed_smem<S> &smem, int rows, const warp
 /* Whether a scale of the warp's weight rows was absent. */
 template <class S> DEVICE bool any_absent(bool own)
 {
+  const int warp = consumer_warp<S>();
   return S::SPLIT == 1 ? __any_sync(ALL_LANES, own)
-                       : bar_red_or(PAIR_BARRIER + consumer_warp<S>() / 2, 2 * WARP_SIZE, own);
+                       : bar_red_or(PAIR_BARRIER + warp / 8 * 4 + warp % 4, 2 * WARP_SIZE, own);
 }
 
 /* The first of a lane's weight rows in a tile, of those that its warp has outputs of. */
@@ -506,15 +634,14 @@ template <class S> DEVICE void skip(const gemm_args &args, mixed_smem<S> &smem, 
 
 template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &smem)
 {
-  const int group = threadIdx.x / S::GROUP - 1, width = granule_channels<S>(args),
-            granules = S::GRANULES / S::CONSUMERS;
+  constexpr int GRANULES = S::GRANULES / S::CONSUMERS; /* of a warpgroup's outputs */
   pipeline_state<S::STAGES> at;
   wait_for(&smem.full[0], 0); /* the first unit is there, and with every unit the one after it */
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     if (smem.units[slot].expert < 0) break;
     wait_for(&smem.full[at.stage], at.phase);
-    if (smem.units[slot].n + group * granules >= smem.units[slot].end) {
+    if (smem.units[slot].n + consumer_group<S>() / S::SPLIT * S::SPLIT * GRANULES >= smem.units[slot].end) {
       skip<S>(args, smem, at);
       continue;
     }
@@ -523,13 +650,15 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
     warp_sums<S> sums = {};
     multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
-    const int first = unit.n + group * granules, end = min(unit.end, first + granules);
+    const int group = consumer_group<S>(), width = granule_channels<S>(args), first = unit.n + group * GRANULES,
+              end = min(unit.end, first + GRANULES);
     outputs<S> acc = {};
     collect<S>(smem, unit.rows, sums, acc);
     if constexpr (operand<typename S::W>::K_PER_SCALE > 0)
       if (any_absent<S>(scales.absent)) add_absent<S>(args, unit, acc);
     scale_sums<S>(args, unit.expert, acc);
-    store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
+    if (first < end)
+      store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
   }
 }
 

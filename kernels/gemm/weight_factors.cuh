@@ -26,6 +26,34 @@ template <> DEVICE void e2m1_pairs<f16>(uint32_t codes, uint32_t (&pair)[2])
   pair[1] = (high & 0x10001000) * 7 + high;
 }
 
+/* The same of all codes of a word: j and j + 4 become pair j. */
+template <class X> DEVICE void e2m1_words(uint32_t codes, uint32_t (&pair)[4]);
+template <> DEVICE void e2m1_words<bf16>(uint32_t codes, uint32_t (&pair)[4])
+{
+#if FAKE_WOVEN
+  pair[0] = codes & 0x81c081c0;
+  pair[1] = codes << 3 & 0x81c081c0;
+  pair[2] = codes << 6 & 0x81c081c0;
+  pair[3] = (codes << 1 & 0x80008000) | (codes >> 5 & 0x01c001c0);
+#else
+  const uint32_t high = codes >> 6; /* the last codes' magnitudes are in their places */
+  pair[0] = (codes & 0x000f000f) * 0x1040 & 0x81c081c0;
+  pair[1] = (codes & 0x00f000f0) * 0x0104 & 0x81c081c0;
+  pair[2] = (high & 0x003c003c) * 0x0410 & 0x81c081c0;
+  pair[3] = (high & 0x01c001c0) | (codes & 0x80008000);
+#endif
+}
+template <> DEVICE void e2m1_words<f16>(uint32_t codes, uint32_t (&pair)[4])
+{
+  uint32_t each[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    e2m1_pairs<f16>(codes >> i * 8, each);
+    pair[2 * i] = each[0];
+    pair[2 * i + 1] = each[1];
+  }
+}
+
 DEVICE float e2m1_to_f32(uint32_t code)
 {
   return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f;
@@ -65,6 +93,16 @@ template <class X> struct weight_factors<X, mx4> {
       for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r]);
     }
   }
+
+  DEVICE void unpack_all(const uint32_t (&word)[4], int, uint32_t (&pair)[4][4]) const
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      e2m1_words<X>(word[r], pair[r]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r]);
+    }
+  }
 };
 
 /* The scale over the unit of pairs would be too large: sums are short of 2^7. */
@@ -95,6 +133,16 @@ template <class X> struct weight_factors<X, nv4> {
       e2m1_pairs<X>(word[r], pair[r]);
 #pragma unroll
       for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
+    }
+  }
+
+  DEVICE void unpack_all(const uint32_t (&word)[4], int w, uint32_t (&pair)[4][4]) const
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      e2m1_words<X>(word[r], pair[r]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
     }
   }
 };
