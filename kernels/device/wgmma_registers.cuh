@@ -33,17 +33,6 @@ DEVICE void cp_async_ca_8(uint32_t shared, const void *global, int bytes)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
-/* A barrier; whether any thread's `value` is true. */
-DEVICE bool bar_red_or(int barrier, int threads, bool value)
-{
-  uint32_t any;
-  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
-               : "=r"(any)
-               : "r"(barrier), "r"(threads), "r"((uint32_t)value)
-               : "memory");
-  return any;
-}
-
 /* Of two elements each, rounded once; subnormals are kept. */
 template <class T> DEVICE uint32_t mul_pairs(uint32_t a, uint32_t b);
 template <> DEVICE uint32_t mul_pairs<bf16>(uint32_t a, uint32_t b)

@@ -12,14 +12,13 @@
 #include "gemm/weight_factors.cuh"
 
 template <class S> struct mixed_smem;
-template <class S> DEVICE constexpr int octet_row(int r);
 
 /* ---- scales in shared memory ---- */
 
 /* Of each weight row the words that hold its scales, as they lie in memory: rows begin at any byte, `skew` bytes into
  * the first word. So many words a row that lanes meet in no bank, and pairs of words may be copied. Zero points: of
  * each octet of rows. */
-template <class S> struct __align__(8) scale_stage
+template <class S> struct __align__(16) scale_stage
 {
   uint32_t words[S::COLUMNS][S::SCALE_WORDS];
   uint32_t zeros[S::ZERO_OCTETS][S::BK / 32 + 1];
@@ -49,6 +48,19 @@ template <class S> DEVICE int scale_size(const gemm_args &args)
 template <class S> DEVICE bool scales_in_words(const gemm_args &args)
 {
   return args.b.scale.k_stride <= 1;
+}
+
+/* Whether rows of scales lie behind one another, each a whole number of stages' scales, so that those of a stage are 8
+ * or 16 bytes of 16 that may be read. Copies of 16 bytes pass by L1; one of fewer takes a line there, which has not
+ * enough for all rows of two stages: then they wait for each other, for half of the kernel's time. */
+template <class S> DEVICE bool scales_in_vectors(const gemm_args &args)
+{
+  constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
+  if constexpr (RUN <= 0 || S::SCALE_BYTES > 16 || S::SCALE_WORDS % 4 != 0) return false;
+  const scale_matrix &s = args.b.scale;
+  const uintptr_t places = (uintptr_t)s.base[0] | (S::gated(args) ? (uintptr_t)s.base[1] : 0) | s.expert_stride;
+  return !s.table[0] && s.k_stride == 1 && s.n_stride * RUN == args.k && args.k % S::BK == 0 && args.n % 2 == 0 &&
+         s.k_origin == 0 && places % 16 == 0;
 }
 
 /* Where the scales of weight row `row` of a tile begin; of one that is there, whatever the tile. */
@@ -88,7 +100,8 @@ template <class S> struct stage_scales {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       row[i] = scales_of_row<S>(args, unit, row_of(i));
-      smem.skew[slot % S::UNIT_SLOTS][row_of(i)] = scales_in_words<S>(args) ? (uintptr_t)row[i] & 3 : 0;
+      smem.skew[slot % S::UNIT_SLOTS][row_of(i)] =
+          scales_in_words<S>(args) ? (uintptr_t)row[i] & (scales_in_vectors<S>(args) ? 15 : 3) : 0;
     }
     if (has_zeros<S>) zeros = zeros_of_octet<S>(args, unit, threadIdx.x / OCTET_THREADS);
   }
@@ -99,7 +112,9 @@ template <class S> struct stage_scales {
     const int first = scale_block<S>(args, k0), count = scale_block<S>(args, min(k0 + S::BK, args.k) - 1) - first + 1;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      if (scales_in_words<S>(args))
+      if (scales_in_vectors<S>(args))
+        cp_async_cg_16(shared_address(to.words[row_of(i)]), row[i] + first - (uintptr_t)(row[i] + first) % 16, 16);
+      else if (scales_in_words<S>(args))
         copy_words(row[i] + first * scale_size<S>(args), count * scale_size<S>(args), to.words[row_of(i)]);
       else
         copy_strided(args, row[i], first, count, to.words[row_of(i)]);
@@ -176,12 +191,18 @@ template <class S> struct scale_places {
     const uint32_t first = shared_address(smem.scales[0].words) + tid_x() % 4 * SCALES;
 #pragma unroll
     for (int r = 0; r < 4; r++)
-      at[r] = first + (row0 + octet_row<S>(r)) * ROW_BYTES + smem.skew[slot % S::UNIT_SLOTS][row0 + octet_row<S>(r)];
+      at[r] = first + (row0 + r * 8) * ROW_BYTES + smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
   }
 
   DEVICE static uint32_t slab_offset(int stage, int slab)
   {
     return stage * (uint32_t)sizeof(scale_stage<S>) + slab * 4 * SCALES;
+  }
+
+  /* What changes places where 16 bytes hold two stages. */
+  DEVICE static uint32_t flip(const gemm_args &args, int slab, int k)
+  {
+    return scales_in_vectors<S>(args) ? (k - slab * S::SLAB) / S::BK * S::SCALE_BYTES % 16 : 0;
   }
 
   /* Whether there are codes of the lane in the slab of k and on. */
@@ -201,10 +222,11 @@ template <class S> struct format_scales<S, mx4> : scale_places<S> {
   DEVICE factor_type factors(const gemm_args &args, const mixed_smem<S> &, int stage, int slab, int k)
   {
     const uint32_t offset = this->slab_offset(stage, slab);
+    const uint32_t turn = this->flip(args, slab, k);
     uint32_t e[4], worst = 0;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      e[r] = lds_u8(this->at[r] + offset);
+      e[r] = lds_u8((this->at[r] + offset) ^ turn);
       worst = max(worst, e[r] - factor_type::FIRST);
     }
     if (worst > factor_type::LAST - factor_type::FIRST) {
@@ -229,10 +251,12 @@ template <class S> struct format_scales<S, nv4> : scale_places<S> {
   DEVICE factor_type factors(const gemm_args &args, const mixed_smem<S> &, int stage, int slab, int k)
   {
     const uint32_t offset = this->slab_offset(stage, slab);
+    const uint32_t turn = this->flip(args, slab, k);
     factor_type f;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      uint32_t both = lds_u8(this->at[r] + offset) | lds_u8(this->at[r] + offset + 1) << 8;
+      const uint32_t at = (this->at[r] + offset) ^ turn;
+      uint32_t both = lds_u8(at) | lds_u8(at + 1) << 8;
       if (((both & 0x7f7f) + 0x0101 & 0x8080) != 0) { /* a NaN, or what lies past the end */
         absent = absent || this->inside(args, k);
         if (scale_is_absent<typename S::X, nv4>(both & 255)) both &= 0xff00;

@@ -1,16 +1,15 @@
 /*
  * mixed: grouped GEMM of sm_90a with weights of 4 bits and activations of 16. K-major weights, any layout.
  *
- * A CTA has a warpgroup of producers and two or four of consumers around a pipeline. Weights pass through shared memory
- * as codes, with their scales; a warp unpacks its 32 rows of them into the registers that mma.sync takes them from, and
- * multiplies them by all rows (tokens) of the tile. Instructions are the limit, so a warp has many weights for each
- * instruction that unpacks none. Where tokens are few, two warps share 32 weight rows: each has every other slab of k,
- * and they add up at the end.
+ * A CTA has a warpgroup of producers and two of consumers around a pipeline. Weights pass through shared memory as
+ * codes, with their scales; a warp unpacks its 32 rows of them into the registers that mma.sync and wgmma take them
+ * from, and multiplies them by all rows (tokens) of the tile: by mma.sync where they are few, whose results are there
+ * sooner, by wgmma where they are more, which reads them from shared memory once for four warps.
  *
  * Order of k. In a slab of 128 k a lane takes the 16 bytes that hold 32 neighbouring codes of a row, which have one
  * scale in mx4: lane q of four has k = 32 q + 8 w + 4 t + j (w, j < 4, t < 2), in bits 4 (4 t + j) of its word w. Two
- * codes 16 bits apart, t = 0 and 1, become a register of an mma, and so do the same two of a row of A, which lies in
- * shared memory as in memory but for the order of its vectors: 4 w + q of a slab has k = 32 q + 8 w.
+ * codes 16 bits apart, t = 0 and 1, become a register of a fragment. Rows of A lie in shared memory in the order of
+ * fragments, where that k is at 32 w + 8 j + 2 q + t: producers load and store them, once for all consumers.
  */
 #ifndef CUMOE_MIXED_CUH
 #define CUMOE_MIXED_CUH
@@ -23,26 +22,25 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
   static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = WARPS * WARP_SIZE / GROUP - 1;
-  static constexpr int ROWS = 32,
-                       SPLIT = CONSUMERS * GROUP / COLUMNS; /* weight rows of a warp; warps that share them */
+  static constexpr int ROWS = 32; /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */
-  static constexpr int BLOCKS = 2 / SPLIT, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 * SPLIT ? BM / 2 : 8 * SPLIT;
+  static constexpr int BLOCKS = 2, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 ? BM / 2 : 8;
   static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
   static constexpr int SLAB = 128, SLABS = BK / SLAB, BITS = operand<typename PRODUCT::W>::BITS;
   static constexpr int ROW_BYTES = BK * BITS / 8; /* codes of a stage */
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
   /* What a thread starts with, and what becomes of it. */
-  static constexpr int REGISTERS = SPLIT == 2 ? 96 : 168, PRODUCER_REGISTERS = SPLIT == 2 ? 128 : BM > 32 ? 120 : 136;
+  static constexpr int REGISTERS = 168, PRODUCER_REGISTERS = 136;
   static constexpr int CONSUMER_REGISTERS = (REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32; /* tokens: fewer are quicker by mma.sync */
-  static_assert(CLUSTER == 1 && (SPLIT == 1 || SPLIT == 2) && CONSUMERS * GROUP == SPLIT * COLUMNS, "two or four");
-  static constexpr int UNIT_SLOTS = STAGES + 2 > UNITS_AHEAD / 2 ? UNITS_AHEAD : UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
+  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS, "32 rows a warp");
+  static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or four each 32. */
   static constexpr int SCALE_BYTES =
       BK / (operand<typename PRODUCT::W>::K_PER_SCALE > 0 ? operand<typename PRODUCT::W>::K_PER_SCALE : 8);
-  static constexpr int SCALE_WORDS = round_up(SCALE_BYTES / 4 + 1, 2);
+  static constexpr int SCALE_WORDS = SCALE_BYTES <= 16 ? round_up(SCALE_BYTES / 4 + 1, 4) : SCALE_BYTES / 4 + 2;
   static constexpr int ZERO_OCTETS = same_type<typename PRODUCT::W, u4> ? COLUMNS / 8 : 1;
   static_assert(STAGES + 2 <= UNIT_SLOTS, "see there");
   static_assert(BITS == 4 && (BK == 128 || BK == 256), "16 bytes of a row a lane and slab");
@@ -50,7 +48,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
 
 #include "gemm/lane_weights.cuh"
 
-enum { PRODUCERS_BARRIER = 5, PAIR_BARRIER }; /* warpgroups of consumers have 1 to 4 */
+enum { PRODUCERS_BARRIER = 5 }; /* warpgroups of consumers have 1 to 4 */
 
 template <class S> struct mixed_smem {
   typename S::X rows[S::STAGES][S::PLANES][S::BM * S::PLANE];
@@ -107,9 +105,6 @@ template <class S> struct mixed_weights {
     const int own = S::PASS == 16 ? row() / 8 : 0, rows = left - own * 8;
     const int64_t at = (int64_t)k0 * S::BITS / 8;
     const char *from[2] = {(own ? origin[1] : origin[0]) + at, origin[1] + at};
-#if NO_LOADS
-    return;
-#endif
     uint32_t to = first_place(smem, stage);
     int there = rows;
 #pragma unroll 1
@@ -337,35 +332,22 @@ template <class S> DEVICE int consumer_group()
   return consumer_warp<S>() / (S::GROUP / WARP_SIZE);
 }
 
-/* Warpgroups that share weight rows: each has every other slab. */
-template <class S> DEVICE int own_slab()
-{
-  return consumer_group<S>() % S::SPLIT;
-}
-
-/* Weight rows from a lane's first to its one of octet r of four. Two of them are of the outputs of one warpgroup. */
-template <class S> DEVICE constexpr int octet_row(int r)
-{
-  return S::SPLIT == 1 ? r * 8 : r % 2 * 8 + r / 2 * 64;
-}
-
-/* The first of a lane's weight rows in a tile. */
+/* The first of a lane's weight rows in a tile; the others are 8, 16, 24 on. */
 template <class S> DEVICE int lane_row()
 {
-  const int warp = consumer_warp<S>();
-  return (S::SPLIT == 1 ? warp * S::ROWS : warp / 8 * 128 + warp % 4 * 16) + tid_x() % WARP_SIZE / 4;
+  return consumer_warp<S>() * S::ROWS + tid_x() % WARP_SIZE / 4;
 }
 
 /* Where a lane reads a slab, as shared addresses: its weight rows' codes, and its row of ldmatrix of A. */
 template <class S> struct slab_places {
   uint32_t codes, rows;
 
-  /* Of stage 0 the warp's first slab. */
+  /* Of stage 0 the first slab. */
   DEVICE slab_places(const mixed_smem<S> &smem)
   {
-    const int lane = tid_x() % WARP_SIZE, slab = own_slab<S>();
-    codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), slab * 4 + lane % 4);
-    rows = shared_address(smem.rows[0][slab * 2]) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+    const int lane = tid_x() % WARP_SIZE;
+    codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), lane % 4);
+    rows = shared_address(smem.rows[0]) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
   }
 
   DEVICE void add_stages(const mixed_smem<S> &smem, int stages)
@@ -380,7 +362,7 @@ template <class S> struct slab_places {
     rows += 2 * (uint32_t)sizeof(smem.rows[0][0]);
   }
 
-  DEVICE uint4 codes_of(int r) const { return lds_128(codes + octet_row<S>(r) * S::ROW_BYTES); }
+  DEVICE uint4 codes_of(int r) const { return lds_128(codes + r * 8 * S::ROW_BYTES); }
 
   /* 32 k of w: two of 16. */
   DEVICE void row_pairs(int w, int octet, uint32_t (&b)[4]) const
@@ -389,7 +371,8 @@ template <class S> struct slab_places {
   }
 };
 
-template <class S> using warp_sums = float[2][S::BM / 2];
+/* As warpgroup_tile.cuh has outputs: block 1 is 8 weight rows behind block 0, as are its second eight 16. */
+template <class S> using warp_sums = float[S::BLOCKS][S::ACCUMULATORS];
 
 /* A lane's codes of 32 k as fragments of 16 k each, and blocks. Octet r of weight rows is the half r / 2 of block r % 2.
  */
@@ -429,14 +412,15 @@ DEVICE void multiply_here(const uint32_t (&a)[2][2][4], const slab_places<S> &fr
 template <class S, int N>
 DEVICE void multiply_wide(const uint32_t (&a)[2][2][4], uint32_t tokens, warp_sums<S> &sums)
 {
-  wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < 2; i++)
+  for (int i = 0; i < 2; i++) {
+    wgmma_fence();
 #pragma unroll
     for (int block = 0; block < 2; block++)
       wgmma_registers_m64k16<typename S::X, N>::run(sums[block], a[i][block], tokens + i * 2);
-  wgmma_commit_group();
-  wgmma_wait_group<1>();
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+  }
 }
 
 /* sums += 32 weight rows x N rows of A, of a slab of k and on; tokens: operand of its rows. */
@@ -444,9 +428,6 @@ template <class S, int N>
 DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, const slab_places<S> &from, uint32_t tokens,
                           lane_scales<S> &scales, int stage, int slab, int k, warp_sums<S> &sums)
 {
-#if NO_WORK
-  return;
-#endif
   uint4 raw[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) raw[r] = from.codes_of(r);
@@ -468,22 +449,15 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
                        lane_scales<S> &scales, warp_sums<S> &sums)
 {
   const slab_places<S> first(smem);
-  const int own = own_slab<S>();
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     slab_places<S> places = first;
     places.add_stages(smem, at.stage);
     wait_for(&smem.full[at.stage], at.phase);
-    const auto add_slab = [&](int slab) {
+#pragma unroll 1
+    for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++, places.next_slab(smem)) {
       const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]);
       multiply_slab<S, N>(args, smem, places, tokens, scales, at.stage, slab, k0 + slab * S::SLAB, sums);
-    };
-    if constexpr (S::SPLIT == S::SLABS) {
-      if (k0 + own * S::SLAB < args.k) add_slab(own);
-    } else {
-#pragma unroll 1
-      for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++, places.next_slab(smem))
-        add_slab(slab);
     }
     if constexpr (N >= S::WGMMA_FROM) wgmma_wait_group<0>();
     release<S>(smem, at.stage);
@@ -506,67 +480,10 @@ DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<
   multiply_n<S, N>(args, smem, at, scales, sums);
 }
 
-/* ---- from sums to outputs ---- */
-
 /* A warp's outputs, as warpgroup_tile.cuh has them: 16 * BLOCKS weight rows. */
 template <class S> using outputs = float[S::BLOCKS][S::ACCUMULATORS];
 
-/* Of two warps that share weight rows each ends with an octet of either block: it gives its sums of the others. */
-template <class S> DEVICE void add_halves(mixed_smem<S> &smem, int rows, const warp_sums<S> &sums, outputs<S> &acc)
-{
-  const int warp = consumer_warp<S>(), half = own_slab<S>(), pair = PAIR_BARRIER + warp / 8 * 4 + warp % 4;
-  uint4 *own_place = smem.staging.staged[warp / 4][warp % 4],
-        *other_place = smem.staging.staged[warp / 4 ^ 1][warp % 4];
-#pragma unroll
-  for (int j = 0; j < S::BM / 8; j++) {
-    if (j * 8 >= rows) break;
-    float own[4], given[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float low = sums[i / 2][4 * j + i % 2], high = sums[i / 2][4 * j + 2 + i % 2];
-      own[i] = half ? high : low;
-      given[i] = half ? low : high;
-    }
-    bar_sync(pair, 2 * WARP_SIZE); /* what was there is read */
-    own_place[lane_id()] = make_uint4(__float_as_uint(given[0]), __float_as_uint(given[1]), __float_as_uint(given[2]),
-                                      __float_as_uint(given[3]));
-    bar_sync(pair, 2 * WARP_SIZE);
-    const uint4 other = other_place[lane_id()];
-    acc[0][4 * j] = own[0] + __uint_as_float(other.x);
-    acc[0][4 * j + 1] = own[1] + __uint_as_float(other.y);
-    acc[0][4 * j + 2] = own[2] + __uint_as_float(other.z);
-    acc[0][4 * j + 3] = own[3] + __uint_as_float(other.w);
-  }
-  bar_sync(pair, 2 * WARP_SIZE);
-}
-
-template <class S> DEVICE void collect(mixed_smem<S> &smem, int rows, const warp_sums<S> &sums, outputs<S> &acc)
-{
-  if constexpr (S::SPLIT == 2) {
-    add_halves<S>(smem, rows, sums, acc);
-  } else {
-#pragma unroll
-    for (int block = 0; block < 2; block++)
-#pragma unroll
-      for (int i = 0; i < S::BM / 2; i++) acc[block][i] = sums[block][i];
-  }
-}
-
 /* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
-
-/* Whether a scale of the warp's weight rows was absent. */
-template <class S> DEVICE bool any_absent(bool own)
-{
-  const int warp = consumer_warp<S>();
-  return S::SPLIT == 1 ? __any_sync(ALL_LANES, own)
-                       : bar_red_or(PAIR_BARRIER + warp / 8 * 4 + warp % 4, 2 * WARP_SIZE, own);
-}
-
-/* The first of a lane's weight rows in a tile, of those that its warp has outputs of. */
-template <class S> DEVICE int output_row()
-{
-  return consumer_warp<S>() * S::OCTETS * 8 + tid_x() % WARP_SIZE / 4;
-}
 
 /* Of weight row `row` of a tile and one row of A, in f32. */
 template <class S> DEVICE float absent_products(const gemm_args &args, const tile_unit &unit, int row, int32_t source)
@@ -592,13 +509,13 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
 }
 
 /* A thread's outputs are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
-template <class S> DEVICE void add_absent(const gemm_args &args, const tile_unit &unit, outputs<S> &acc)
+template <class S> DEVICE void add_absent(const gemm_args &args, const tile_unit &unit, warp_sums<S> &acc)
 {
 #pragma unroll 1
   for (int i = 0; i < ceil_div(unit.rows, 8) * 2 * S::OCTETS; i++) {
     const int octet = i % S::OCTETS, t = i / S::OCTETS % 2, j = i / S::OCTETS / 2,
-              token = j * 8 + lane_id() % 4 * 2 + t;
-    const float part = absent_products<S>(args, unit, output_row<S>() + octet * 8,
+              token = j * 8 + (int)(tid_x() % WARP_SIZE) % 4 * 2 + t;
+    const float part = absent_products<S>(args, unit, lane_row<S>() + octet * 8,
                                           token < unit.rows ? known_source(args, unit.row + token) : -1);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
@@ -610,7 +527,7 @@ template <class S> DEVICE void add_absent(const gemm_args &args, const tile_unit
 
 /* What is left of the weights' scale multiplies sums. In a gated tile even octets are of one half, odd ones of the
  * other. */
-template <class S> DEVICE void scale_sums(const gemm_args &args, int expert, outputs<S> &acc)
+template <class S> DEVICE void scale_sums(const gemm_args &args, int expert, warp_sums<S> &acc)
 {
   constexpr float REST = weight_factors<typename S::X, typename S::W>::REST;
   if (REST == 1.f && !args.b.global[0]) return;
@@ -641,7 +558,7 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     if (smem.units[slot].expert < 0) break;
     wait_for(&smem.full[at.stage], at.phase);
-    if (smem.units[slot].n + consumer_group<S>() / S::SPLIT * S::SPLIT * GRANULES >= smem.units[slot].end) {
+    if (smem.units[slot].n + consumer_group<S>() * GRANULES >= smem.units[slot].end) {
       skip<S>(args, smem, at);
       continue;
     }
@@ -652,13 +569,10 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
     const int group = consumer_group<S>(), width = granule_channels<S>(args), first = unit.n + group * GRANULES,
               end = min(unit.end, first + GRANULES);
-    outputs<S> acc = {};
-    collect<S>(smem, unit.rows, sums, acc);
     if constexpr (operand<typename S::W>::K_PER_SCALE > 0)
-      if (any_absent<S>(scales.absent)) add_absent<S>(args, unit, acc);
-    scale_sums<S>(args, unit.expert, acc);
-    if (first < end)
-      store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, acc);
+      if (__any_sync(ALL_LANES, scales.absent)) add_absent<S>(args, unit, sums);
+    scale_sums<S>(args, unit.expert, sums);
+    store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, sums);
   }
 }
 

@@ -30,18 +30,11 @@ template <> DEVICE void e2m1_pairs<f16>(uint32_t codes, uint32_t (&pair)[2])
 template <class X> DEVICE void e2m1_words(uint32_t codes, uint32_t (&pair)[4]);
 template <> DEVICE void e2m1_words<bf16>(uint32_t codes, uint32_t (&pair)[4])
 {
-#if FAKE_WOVEN
-  pair[0] = codes & 0x81c081c0;
-  pair[1] = codes << 3 & 0x81c081c0;
-  pair[2] = codes << 6 & 0x81c081c0;
-  pair[3] = (codes << 1 & 0x80008000) | (codes >> 5 & 0x01c001c0);
-#else
   const uint32_t high = codes >> 6; /* the last codes' magnitudes are in their places */
   pair[0] = (codes & 0x000f000f) * 0x1040 & 0x81c081c0;
   pair[1] = (codes & 0x00f000f0) * 0x0104 & 0x81c081c0;
   pair[2] = (high & 0x003c003c) * 0x0410 & 0x81c081c0;
   pair[3] = (high & 0x01c001c0) | (codes & 0x80008000);
-#endif
 }
 template <> DEVICE void e2m1_words<f16>(uint32_t codes, uint32_t (&pair)[4])
 {
