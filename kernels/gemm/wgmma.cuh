@@ -358,16 +358,15 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
 
 /* A consumer's part of the unit at `slot`, tokens as rows. */
 template <class S>
-DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                           int slot)
+DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot)
 {
   typename token_tile<S>::sums acc = {};
-  const int each = token_tile<S>::CHANNELS;
   const tile_unit unit = smem.units[slot];
-  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, (unit.n * S::CONSUMERS + group) * each, acc);
+  const int channel = unit.n * wgmma_channels<S>(args.g);
+  if (channel >= args.g.n) return skip<S>(args.g, smem, at);
+  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, channel, acc);
   const tile_unit stored = smem.units[slot]; /* registers are full: all of it anew */
-  const int consumer = (int)tid_x() / S::GROUP - 1;
-  store_tokens<S>(args.g, args.up_first, smem.staging, stored, (stored.n * S::CONSUMERS + consumer) * each, acc);
+  store_tokens<S>(args.g, args.up_first, smem.staging, stored, stored.n * wgmma_channels<S>(args.g), acc);
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
@@ -380,16 +379,16 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
+    if constexpr (token_tile<S>::SERVED)
+      if (tokens_are_rows<S>(args.g)) {
+        consume_tokens<S>(args, smem, at, slot);
+        continue;
+      }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
       skip<S>(args.g, smem, at);
       continue;
     }
-    if constexpr (token_tile<S>::SERVED)
-      if (tokens_are_rows<S>(args.g)) {
-        consume_tokens<S>(args, smem, at, group, slot);
-        continue;
-      }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, group, slot, acc);
