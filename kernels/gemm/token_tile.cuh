@@ -54,10 +54,9 @@ template <class S> DEVICE bool tokens_are_rows(const gemm_args &args)
 }
 
 /* Scales of a consumer's weights that change along k: lane l has that of piece l / 2 and octets l % 2, which are gate
- * or up. A stage ahead. All others are the epilogue's. */
+ * or up. Read while a stage is multiplied: those of the next 31 lie in the same line. All others are the epilogue's. */
 template <class S> struct token_weight_scale {
   const char *next; /* NULL: none */
-  uint32_t bits;
 
   DEVICE token_weight_scale(const gemm_args &args, bool up_first, int expert, int channel) : next(nullptr)
   {
@@ -68,19 +67,16 @@ template <class S> struct token_weight_scale {
     const int own = min(channel + lane_id() / 2 % tile::PIECES * tile::CHANNELS, args.n - 1);
     next = static_cast<const char *>(scale_base(s, half, expert)) +
            (scale_row(s, half, own) + scale_step(s, 0)) * scale_bytes(s.dtype);
-    bits = load_scale_bits(next, 0, s.dtype);
   }
 
-  /* The next stage's. */
-  DEVICE void advance(const gemm_args &args)
+  DEVICE float draw(const gemm_args &args)
   {
     const scale_matrix &s = args.b.scale;
-    if (!next) return;
+    if (!next) return 1.f;
+    const float value = load_scale(next, 0, s.dtype);
     next += s.k_stride * scale_bytes(s.dtype);
-    bits = load_scale_bits(next, 0, s.dtype);
+    return value;
   }
-
-  DEVICE float value(const gemm_args &args) const { return next ? scale_value(bits, args.b.scale.dtype) : 1.f; }
 };
 
 template <class S>
@@ -100,16 +96,17 @@ DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int p
 /* acc += the products of a stage, piece by piece. While one is scaled and added, the other consumer's is multiplied:
  * registers hold no second one. */
 template <class S, int PIECES>
-DEVICE void multiply_token_stage(pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, float of_weights,
-                                 typename token_tile<S>::sums &acc)
+DEVICE void multiply_token_stage(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at,
+                                 token_weight_scale<S> &weights, typename token_tile<S>::sums &acc)
 {
   using tile = token_tile<S>;
   const token_share own = share_of<S>(PIECES);
-  float part[tile::ACCUMULATORS], x[2] = {};
+  float part[tile::ACCUMULATORS], x[2] = {}, of_weights = 1.f;
 #pragma unroll
   for (int piece = 0; piece < PIECES; piece++) {
     begin_piece<S>(smem, at.stage, own.block, own.piece + piece, part);
     if (piece == 0) {
+      of_weights = weights.draw(args);
       const int thread = (int)tid_x() % S::GROUP;
       const float *scales =
           row_scales_of<S>(smem, at) + own.block * tile::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
@@ -137,11 +134,9 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
 {
 #pragma unroll 1
   for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
-    const float of_weights = weights.value(args);
-    if (left > S::BK) weights.advance(args);
     wait_for(&smem.full[at.stage], at.phase);
     if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
-    multiply_token_stage<S, PIECES>(smem, at, of_weights, acc);
+    multiply_token_stage<S, PIECES>(args, smem, at, weights, acc);
   }
 }
 
