@@ -93,50 +93,62 @@ DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int p
   wgmma_commit_group();
 }
 
-/* acc += the products of a stage, piece by piece. While one is scaled and added, the other consumer's is multiplied:
- * registers hold no second one. */
-template <class S, int PIECES>
-DEVICE void multiply_token_stage(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at,
-                                 token_weight_scale<S> &weights, typename token_tile<S>::sums &acc)
-{
-  using tile = token_tile<S>;
-  const token_share own = share_of<S>(PIECES);
-  float part[tile::ACCUMULATORS], x[2] = {}, of_weights = 1.f;
-#pragma unroll
-  for (int piece = 0; piece < PIECES; piece++) {
-    begin_piece<S>(smem, at.stage, own.block, own.piece + piece, part);
-    if (piece == 0) {
-      of_weights = weights.draw(args);
-      const int thread = (int)tid_x() % S::GROUP;
-      const float *scales =
-          row_scales_of<S>(smem, at) + own.block * tile::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
-      x[0] = scales[0], x[1] = scales[8];
-    }
-    float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
-#pragma unroll
-    for (int half = 0; half < tile::HALVES; half++) {
-      const float w = __shfl_sync(ALL_LANES, of_weights, 2 * piece + half);
-      factor[0][half] = x[0] * w;
-      factor[1][half] = x[1] * w;
-    }
-    wgmma_wait_group<0>();
-    if (piece + 1 == PIECES) release_stage<S>(smem, at.stage);
-    hold(part);
-#pragma unroll
-    for (int v = 0; v < tile::ACCUMULATORS; v++)
-      acc[piece][v] = fmaf(part[v], factor[v / 2 % 2][v / 4 % tile::HALVES], acc[piece][v]);
-  }
-}
+/* Scales of a stage: of a thread's two tokens, and what a lane has of the weights'. */
+template <class S> struct token_scales {
+  float x[2], weights;
 
-template <class S, int PIECES>
-DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                                  token_weight_scale<S> weights, typename token_tile<S>::sums &acc)
-{
-#pragma unroll 1
-  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+  /* Waits until the stage is there. */
+  DEVICE void await(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, int block,
+                    token_weight_scale<S> &of_weights)
+  {
+    weights = of_weights.draw(args);
     wait_for(&smem.full[at.stage], at.phase);
     if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
-    multiply_token_stage<S, PIECES>(args, smem, at, weights, acc);
+    const int thread = (int)tid_x() % S::GROUP;
+    const float *first = row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + thread / WARP_SIZE * 16 +
+                         thread % WARP_SIZE / 4;
+    x[0] = first[0], x[1] = first[8];
+  }
+};
+
+/*
+ * Stage by stage, piece by piece. While a consumer scales and adds a piece, the other's is multiplied: registers hold no
+ * second one. What the next stage needs is looked up while the last piece is multiplied: a consumer has some 500 clocks
+ * a stage in which the tensor cores need not wait for it, and the sums take 360.
+ */
+template <class S, int PIECES>
+DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                                  token_weight_scale<S> of_weights, typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  token_scales<S> scales;
+  scales.await(args, smem, at, share_of<S>(PIECES).block, of_weights);
+#pragma unroll 1
+  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+    const token_share own = share_of<S>(PIECES);
+    float part[tile::ACCUMULATORS];
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+      begin_piece<S>(smem, at.stage, own.block, own.piece + piece, part);
+      float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
+#pragma unroll
+      for (int half = 0; half < tile::HALVES; half++) {
+        const float w = __shfl_sync(ALL_LANES, scales.weights, 2 * piece + half);
+        factor[0][half] = scales.x[0] * w;
+        factor[1][half] = scales.x[1] * w;
+      }
+      if (piece + 1 == PIECES && left > S::BK) {
+        pipeline_state<S::STAGES> next = at;
+        next.advance();
+        scales.await(args, smem, next, own.block, of_weights);
+      }
+      wgmma_wait_group<0>();
+      if (piece + 1 == PIECES) release_stage<S>(smem, at.stage);
+      hold(part);
+#pragma unroll
+      for (int v = 0; v < tile::ACCUMULATORS; v++)
+        acc[piece][v] = fmaf(part[v], factor[v / 2 % 2][v / 4 % tile::HALVES], acc[piece][v]);
+    }
   }
 }
 
