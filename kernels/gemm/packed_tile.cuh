@@ -29,7 +29,7 @@ template <class S> struct factor_stages<S, true> {
   uint64_t posted[UNITS_AHEAD];          /* which unit it is, for the warp that makes factors */
   const uint8_t *scale_rows[S::COLUMNS]; /* where those of each weight row begin */
   uint32_t scale_words[SCALES_AHEAD][SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
-  int32_t absent[UNITS_AHEAD];                           /* whether some of a unit's scales are not in its products */
+  int32_t absent[UNITS_AHEAD]; /* whether some of a unit's scales are not in its products */
 };
 
 /* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
@@ -106,8 +106,8 @@ template <class S> struct factors_ahead {
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
       const int w = j * EACH / 4;
-      codes[j] = __funnelshift_r(from[w][row(i)], from[w + 1][row(i)], shift) >> j * EACH % 4 * 8 &
-                 ((1u << EACH * 8) - 1);
+      codes[j] =
+          __funnelshift_r(from[w][row(i)], from[w + 1][row(i)], shift) >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
     }
   }
 
@@ -118,8 +118,8 @@ template <class S> struct factors_ahead {
     for (int j = 0; j < SLICES; j++) {
       codes[j] = 0;
       for (int b = 0; b < EACH && k0 + j * 32 < args.k; b++)
-        codes[j] |=
-            (uint32_t)__ldg(smem.scale_rows[row(i)] + ((k0 / 32 + j) * EACH + b) * args.b.scale.k_stride) << b * 8;
+        codes[j] |= (uint32_t)__ldg(smem.scale_rows[row(i)] + ((k0 / 32 + j) * EACH + b) * args.b.scale.k_stride)
+                    << b * 8;
     }
   }
 

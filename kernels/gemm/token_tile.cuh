@@ -89,7 +89,8 @@ DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int p
   const uint32_t b = (uint32_t)wgmma_operand(smem.weights[stage]) + piece * (tile::COLUMNS * 8);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < S::BK / 32; k++) wgmma_step<S, tile::COLUMNS>::run(part, upper | (a + k * 2), upper | (b + k * 2), k > 0);
+  for (int k = 0; k < S::BK / 32; k++)
+    wgmma_step<S, tile::COLUMNS>::run(part, upper | (a + k * 2), upper | (b + k * 2), k > 0);
   wgmma_commit_group();
 }
 
@@ -105,8 +106,8 @@ template <class S> struct token_scales {
     wait_for(&smem.full[at.stage], at.phase);
     if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
     const int thread = (int)tid_x() % S::GROUP;
-    const float *first = row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + thread / WARP_SIZE * 16 +
-                         thread % WARP_SIZE / 4;
+    const float *first =
+        row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
     x[0] = first[0], x[1] = first[8];
   }
 };
@@ -280,8 +281,8 @@ DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<
 #pragma unroll
   for (int piece = 0; piece < token_tile<S>::PIECES; piece++)
     if (piece < pieces)
-      store_piece<S, KIND>(args, up_first, smem, unit, share_of<S>(pieces).block, channel0 + piece * token_tile<S>::CHANNELS,
-                           acc[piece]);
+      store_piece<S, KIND>(args, up_first, smem, unit, share_of<S>(pieces).block,
+                           channel0 + piece * token_tile<S>::CHANNELS, acc[piece]);
 }
 
 /* A consumer's share of a tile whose channels begin there. */
