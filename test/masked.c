@@ -2,7 +2,7 @@
  * The masked form [E, capacity, H] against the oracle, rows that are not there untouched; stages whose number of tokens
  * the device knows; and layers whose tokens have the same bits whatever the batch (CUMOE_MOE_BATCH_INVARIANT).
  */
-#include "session.h"
+#include "cases_format.h"
 
 #include <math.h>
 
@@ -17,14 +17,12 @@ static void fill_counts(rng *r, const tensor *counts, int64_t capacity, int whic
 }
 
 /* Rows past the counts hold NaN, and must not be written. */
-static void run_masked(cumoe_context context, int32_t dtype, int64_t capacity, int which)
+static void run_masked(cumoe_context context, layer_spec s, const char *name, int64_t capacity, int which)
 {
   rng r = {(uint64_t)capacity * 7 + (uint64_t)which};
-  layer_spec s = layer_spec_new(dtype, 1, 72, 56);
-  s.desc.num_experts = 5;
-  if (which == 2) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
-  const int32_t experts = s.desc.num_experts;
-  case_begin("masked %s capacity %d counts %d", cumoe_dtype_name((cumoe_dtype)dtype), (int)capacity, which);
+  const int32_t experts = s.desc.num_experts, dtype = s.desc.dtype;
+  s.form.up = s.desc.up_format, s.form.down = s.desc.down_format;
+  case_begin("masked %s, %s capacity %d counts %d", name, cumoe_dtype_name((cumoe_dtype)dtype), (int)capacity, which);
   host_weights w = random_weights(&r, &s.desc, experts, s.desc.inter, s.form);
   const tensor counts = tensor_new(CUMOE_I32, 1, experts), offsets = tensor_new(CUMOE_I32, 1, experts + 1),
                x = tensor_normal(&r, dtype, experts * capacity, s.desc.hidden, 0, 1);
@@ -84,7 +82,32 @@ static void run_capacities(cumoe_context context)
   static const int64_t capacities[] = {1, 3, 16, 17, 64, 129, 200};
   for (int type = 0; type < 3; type++)
     for (int i = 0; i < (on_device(context) ? 7 : 4); i++)
-      for (int which = 0; which < 3; which++) run_masked(context, case_dtypes[type], capacities[i], which);
+      for (int which = 0; which < 3; which++) {
+        layer_spec s = layer_spec_new(case_dtypes[type], 1, 72, 56);
+        s.desc.num_experts = 5;
+        if (which == 2) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
+        run_masked(context, s, "dense", capacities[i], which);
+      }
+}
+
+/* Rows that are there become codes, or their experts' own rows. */
+static void run_formats(cumoe_context context)
+{
+  static const int64_t capacities[] = {5, 19, 150};
+  cumoe_format f;
+  const char *name;
+  oracle_fp8_adder = on_device(context);
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
+    for (int which = 0; which < (on_device(context) ? 3 : 2); which++) {
+      rng r = {(uint64_t)i * 3 + (uint64_t)which};
+      layer_spec s = layer_spec_new((i + which) % 2 ? CUMOE_F16 : CUMOE_BF16, 1, which ? 288 : 96, 160);
+      s.desc.num_experts = 5;
+      s.desc.up_format = s.desc.down_format = f;
+      s.desc.down_format.joined = 0;
+      format_random_form(&r, &s);
+      run_masked(context, s, name, capacities[which], (i + which) % 3);
+    }
+  oracle_fp8_adder = false;
 }
 
 /* ---- stages with a count on the device ---- */
@@ -197,6 +220,7 @@ static void run_invariance(cumoe_context context)
   }
 }
 
-static const test_group groups[] = {GROUP("masked", run_capacities, ANYWHERE), GROUP("counted", run_counts, ANYWHERE),
-                                    GROUP("any batch", run_invariance, ANYWHERE)};
+static const test_group groups[] = {
+    GROUP("masked", run_capacities, ANYWHERE), GROUP("masked formats", run_formats, ANYWHERE),
+    GROUP("counted", run_counts, ANYWHERE), GROUP("any batch", run_invariance, ANYWHERE)};
 TEST_MAIN(groups)
