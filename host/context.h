@@ -16,6 +16,7 @@ enum { MAX_IMAGES = 32 };
 typedef enum close_step {
   CLOSE_REPORT, /* of leaks: while all is there */
   CLOSE_BLAS,
+  CLOSE_GROUPS,
   CLOSE_PLANS,
   CLOSE_WEIGHTS,
   CLOSE_BUFFERS,
