@@ -109,7 +109,9 @@ static cumoe_status check_ep_layer(const ep_call *c)
   layer_operands with;
   TRY(check_absent("args.expert_map", a.expert_map, "args.placement says where experts are"));
   a.expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts);
-  return check_layer_operands(&g->plan, c->weights, &a, &with);
+  TRY(check_layer_operands(&g->plan, c->weights, &a, &with));
+  TRY(check_workspace(c));
+  return check_layer_overlaps(&a, &with);
 }
 
 static cumoe_status check_rounds(ep_call *c)
@@ -136,7 +138,6 @@ static cumoe_status check_call(ep_call *c)
   TRY(check_placement(c));
   TRY(check_ep_layer(c));
   TRY(check_rounds(c));
-  TRY(check_workspace(c));
   return check_off_arena(c);
 }
 

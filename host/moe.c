@@ -234,7 +234,7 @@ static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args 
   return CUMOE_OK;
 }
 
-static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer_operands *with)
+cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with)
 {
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
                               {"args.ids_out", cumoe_const(a->ids_out)},
@@ -291,8 +291,7 @@ cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   TRY(check_routing_inputs(plan, a));
   TRY(check_shared(plan, a, &with->shared));
-  TRY(check_outputs(plan, a));
-  return check_forward_overlaps(a, with);
+  return check_outputs(plan, a);
 }
 
 static cumoe_status check_forward(cumoe_plan handle, cumoe_weights weights, const cumoe_moe_args *a,
@@ -301,7 +300,8 @@ static cumoe_status check_forward(cumoe_plan handle, cumoe_weights weights, cons
   const struct plan *plan;
   TRY(find_plan(handle, &plan));
   TRY(check_layer_operands(plan, weights, a, with));
-  return check_workspace(plan, a);
+  TRY(check_workspace(plan, a));
+  return check_layer_overlaps(a, with);
 }
 
 /* ---- forward: where everything lies ---- */

@@ -21,8 +21,9 @@ typedef struct layer_operands {
   const struct weights *weights, *shared; /* shared: NULL without */
 } layer_operands;
 
-/* All arguments but the size of the workspace. */
+/* All arguments but the workspace; then, where that is one, that nothing lies over anything else. */
 cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights, const cumoe_moe_args *a,
                                   layer_operands *with);
+cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with);
 
 #endif
