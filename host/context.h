@@ -17,6 +17,7 @@ enum { MAX_IMAGES = 48 };
 typedef enum close_step {
   CLOSE_REPORT, /* of leaks: while all is there */
   CLOSE_BLAS,
+  CLOSE_GROUPS,
   CLOSE_PLANS,
   CLOSE_WEIGHTS,
   CLOSE_BUFFERS,

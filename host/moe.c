@@ -120,12 +120,6 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
 
 /* ---- forward: the checks ---- */
 
-/* What a call of cumoe_moe_forward works with. */
-typedef struct layer {
-  const struct plan *plan;
-  const struct weights *weights, *shared; /* shared: NULL without */
-} layer;
-
 /* The caller has chosen, and the gate weighs. */
 static bool is_chosen(const cumoe_moe_args *a)
 {
@@ -240,7 +234,7 @@ static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args 
   return CUMOE_OK;
 }
 
-static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer *with)
+cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with)
 {
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
                               {"args.ids_out", cumoe_const(a->ids_out)},
@@ -282,11 +276,10 @@ static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_arg
   return CUMOE_OK;
 }
 
-static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights, const cumoe_moe_args *a, layer *with)
+cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights, const cumoe_moe_args *a,
+                                  layer_operands *with)
 {
-  *with = (layer){0};
-  TRY(find_plan(plan_handle, &with->plan));
-  const struct plan *plan = with->plan;
+  *with = (layer_operands){.plan = plan};
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights, plan, false, &with->weights));
   REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
@@ -298,9 +291,17 @@ static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights,
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   TRY(check_routing_inputs(plan, a));
   TRY(check_shared(plan, a, &with->shared));
-  TRY(check_outputs(plan, a));
+  return check_outputs(plan, a);
+}
+
+static cumoe_status check_forward(cumoe_plan handle, cumoe_weights weights, const cumoe_moe_args *a,
+                                  layer_operands *with)
+{
+  const struct plan *plan;
+  TRY(find_plan(handle, &plan));
+  TRY(check_layer_operands(plan, weights, a, with));
   TRY(check_workspace(plan, a));
-  return check_forward_overlaps(a, with);
+  return check_layer_overlaps(a, with);
 }
 
 /* ---- forward: where everything lies ---- */
@@ -562,7 +563,7 @@ static bool serves_router(const cumoe_moe_args *a)
   return tmap_serves_views(&x, &a->router_weight);
 }
 
-static layer_call call_of(const layer *with, const cumoe_moe_args *a)
+static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
 {
   layer_call c = {.tokens = a->x.rows,
                   .up = with->weights->up_facts,
@@ -600,7 +601,7 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
 {
   begin_call_on(__func__, stream);
   cumoe_moe_args a;
-  layer with;
+  layer_operands with;
   TRY(take_struct("args", args, &a));
   TRY(check_forward(plan, weights, &a, &with));
   if (a.x.rows == 0) return CUMOE_OK;
