@@ -113,9 +113,9 @@ template <class S> struct token_scales {
 };
 
 /*
- * Stage by stage, piece by piece. While a consumer scales and adds a piece, the other's is multiplied: registers hold no
- * second one. What the next stage needs is looked up while the last piece is multiplied: a consumer has some 500 clocks
- * a stage in which the tensor cores need not wait for it, and the sums take 360.
+ * Stage by stage, piece by piece. While a consumer scales and adds a piece, the other's is multiplied: registers hold
+ * no second one. What the next stage needs is looked up while the last piece is multiplied: a consumer has some 500
+ * clocks a stage in which the tensor cores need not wait for it, and the sums take 360.
  */
 template <class S, int PIECES>
 DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
