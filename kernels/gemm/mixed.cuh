@@ -34,7 +34,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int REGISTERS = 168, PRODUCER_REGISTERS = 136;
   static constexpr int CONSUMER_REGISTERS = (REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
-  static constexpr int WGMMA_FROM = 32; /* tokens: fewer are quicker by mma.sync */
+  static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
   static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS, "32 rows a warp");
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or four each 32. */
@@ -76,9 +76,9 @@ static constexpr uint64_t EVICT_FIRST = 0x12f0000000000000; /* as createpolicy m
 
 /* A thread's weight rows of a tile. */
 template <class S> struct mixed_weights {
-  const char *origin[2];                  /* of its first rows in the first and second eight of a granule */
-  int64_t step;                           /* bytes from a granule to the next */
-  int left;                               /* weight rows of the tile */
+  const char *origin[2]; /* of its first rows in the first and second eight of a granule */
+  int64_t step;          /* bytes from a granule to the next */
+  int left;              /* weight rows of the tile */
 
   DEVICE static int lane() { return (int)tid_x() % S::LANES; }
   DEVICE static int row() { return (int)tid_x() / S::LANES; }
@@ -154,7 +154,7 @@ DEVICE int32_t known_source(const gemm_args &args, int32_t row)
  * lane a row of the octet and 8 k of each 32 of the slab. */
 template <class S> struct mixed_rows {
   static constexpr int SLABS = 2 * S::SLABS, SHARE = S::GROUP / WARP_SIZE / SLABS; /* warps that share a slab */
-  static constexpr int AHEAD = S::BM > 32 ? 2 : 1; /* octets asked for early */
+  static constexpr int AHEAD = S::BM > 32 ? 2 : 1;                                 /* octets asked for early */
   uint4 early[AHEAD][4];
 
   DEVICE static int slab() { return (int)(tid_x() / WARP_SIZE) % SLABS; }
@@ -174,7 +174,8 @@ template <class S> struct mixed_rows {
   DEVICE static void load(const gemm_args &args, const mixed_smem<S> &smem, int slot, int rows, int octet, int k0,
                           uint4 (&v)[4])
   {
-    const int r = octet * 8 + (int)(tid_x() % WARP_SIZE) % 8, k = k0 + slab() * S::SLAB + (int)(tid_x() % WARP_SIZE) / 8 * 8;
+    const int r = octet * 8 + (int)(tid_x() % WARP_SIZE) % 8,
+              k = k0 + slab() * S::SLAB + (int)(tid_x() % WARP_SIZE) / 8 * 8;
     const int32_t source = r < rows ? smem.sources[slot % 2][r] : -1;
     const typename S::X *from = static_cast<const typename S::X *>(args.a) + source * args.a_ld + k;
 #pragma unroll
@@ -409,8 +410,7 @@ DEVICE void multiply_here(const uint32_t (&a)[2][2][4], const slab_places<S> &fr
 }
 
 /* The same by wgmma; it is under way, and the one before it is over. */
-template <class S, int N>
-DEVICE void multiply_wide(const uint32_t (&a)[2][2][4], uint32_t tokens, warp_sums<S> &sums)
+template <class S, int N> DEVICE void multiply_wide(const uint32_t (&a)[2][2][4], uint32_t tokens, warp_sums<S> &sums)
 {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
