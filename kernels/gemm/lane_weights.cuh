@@ -63,11 +63,17 @@ template <class S> DEVICE bool scales_in_vectors(const gemm_args &args)
          s.k_origin == 0 && places % 16 == 0;
 }
 
+/* Of weight row `row` of a tile; n and on: of none. */
+template <class S> DEVICE int channel_of_row(const gemm_args &args, const tile_unit &unit, int row)
+{
+  return S::gated(args) ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
+}
+
 /* Where the scales of weight row `row` of a tile begin; of one that is there, whatever the tile. */
 template <class S> DEVICE const uint8_t *scales_of_row(const gemm_args &args, const tile_unit &unit, int row)
 {
   const bool gated = S::gated(args);
-  const int half = gated ? row / 8 % 2 : 0, channel = gated ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
+  const int half = gated ? row / 8 % 2 : 0, channel = channel_of_row<S>(args, unit, row);
   const scale_matrix &s = args.b.scale;
   const int64_t first = scale_row(s, half, min(channel, args.n - 1)) + scale_step(s, 0);
   return static_cast<const uint8_t *>(scale_base(s, half, unit.expert)) + first * scale_size<S>(args);
@@ -89,6 +95,7 @@ template <class S> DEVICE const uint32_t *zeros_of_octet(const gemm_args &args, 
 template <class S> struct stage_scales {
   static constexpr int ROWS = S::COLUMNS / S::GROUP, OCTET_THREADS = has_zeros<S> ? S::GROUP / S::ZERO_OCTETS : 1;
   const uint8_t *row[ROWS];
+  uint32_t last; /* a bit a row: its channel is the last one */
   const uint32_t *zeros;
 
   DEVICE static int row_of(int i) { return threadIdx.x + i * S::GROUP; }
@@ -97,9 +104,11 @@ template <class S> struct stage_scales {
   DEVICE void set_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
+    last = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       row[i] = scales_of_row<S>(args, unit, row_of(i));
+      last |= (uint32_t)(channel_of_row<S>(args, unit, row_of(i)) >= args.n - 1) << i;
       smem.skew[slot % S::UNIT_SLOTS][row_of(i)] =
           scales_in_words<S>(args) ? (uintptr_t)row[i] & (scales_in_vectors<S>(args) ? 15 : 3) : 0;
     }
@@ -115,7 +124,8 @@ template <class S> struct stage_scales {
       if (scales_in_vectors<S>(args))
         cp_async_cg_16(shared_address(to.words[row_of(i)]), row[i] + first - (uintptr_t)(row[i] + first) % 16, 16);
       else if (scales_in_words<S>(args))
-        copy_words(row[i] + first * scale_size<S>(args), count * scale_size<S>(args), to.words[row_of(i)]);
+        copy_words(row[i] + first * scale_size<S>(args), count * scale_size<S>(args),
+                   last >> i & 1 && k0 + S::BK + 128 >= args.k, to.words[row_of(i)]);
       else
         copy_strided(args, row[i], first, count, to.words[row_of(i)]);
     }
@@ -128,30 +138,25 @@ template <class S> struct stage_scales {
     }
   }
 
-  /* Every copy costs a look-up of a line, so there are as few as can be. Nothing is read past the row's last scale:
-   * it may be the last of an allocation. */
-  DEVICE static void copy_words(const uint8_t *from, int bytes, uint32_t *to)
+  /* Every copy costs a look-up of a line, so there are as few as can be. Words that reach past these scales
+   * may be read whole, unless the matrix ends there. */
+  DEVICE static void copy_words(const uint8_t *from, int bytes, bool ends, uint32_t *to)
   {
+    constexpr int WORDS = S::SCALE_BYTES / 4;
     const int skew = (int)((uintptr_t)from & 3), end = skew + bytes;
-    const bool by_twos = (uintptr_t)from % 8 == 0;
+    if (((uintptr_t)from | bytes) % 8 == 0) {
+#pragma unroll
+      for (int w = 0; w < WORDS; w += 2)
+        if (w * 4 < bytes) cp_async_ca_8(shared_address(to + w), from + w * 4, 8);
+      return;
+    }
     from -= skew;
 #pragma unroll
-    for (int w = 0; w < S::SCALE_WORDS; w += 2) {
-      if (by_twos && w * 4 + 8 <= end)
-        cp_async_ca_8(shared_address(to + w), from + w * 4, 8);
-      else
-        copy_bytes(from + w * 4, min(end - w * 4, 8), to + w);
-    }
-  }
-
-  /* Up to two words. */
-  DEVICE static void copy_bytes(const uint8_t *from, int bytes, uint32_t *to)
-  {
-    int at = 0;
+    for (int w = 0; w <= WORDS; w++)
+      if (w * 4 + (ends ? 4 : 1) <= end) cp_async_ca_4(shared_address(to + w), from + w * 4, 4);
+    if (!ends) return;
 #pragma unroll 1
-    for (; at + 4 <= bytes; at += 4) cp_async_ca_4(shared_address(to) + at, from + at, 4);
-#pragma unroll 1
-    for (; at < bytes; at++) reinterpret_cast<uint8_t *>(to)[at] = from[at];
+    for (int i = end / 4 * 4; i < end; i++) reinterpret_cast<uint8_t *>(to)[i] = from[i];
   }
 
   DEVICE static void copy_strided(const gemm_args &args, const uint8_t *from, int first, int count, uint32_t *to)
