@@ -1,7 +1,7 @@
 /*
- * How a rank reaches the arenas. On the CPU device: memory and atomics, by the caller's thread. On a GPU: kernels in the
- * caller's stream; what the host says, in create, abort and destroy, it copies on a stream of the group's own, which
- * waits for no kernel.
+ * How a rank reaches the arenas. On the CPU device: memory and atomics, by the caller's thread. On a GPU: kernels in
+ * the caller's stream; what the host says, in create, abort and destroy, it copies on a stream of the group's own,
+ * which waits for no kernel.
  */
 #include "context.h"
 #include "ep.h"

@@ -178,9 +178,10 @@ enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
   X("desc.num_experts", g->shape.experts)                                                                              \
   X("routing.top_k", g->shape.top_k)                                                                                   \
   X("desc.hidden", g->shape.hidden)                                                                                    \
+  X("the device: 0 the CPU, 1 a GPU:", !on_cpu(g->context))                                                            \
   X("desc.dtype", g->plan.desc.dtype)                                                                                  \
   X("the hash of the rest of desc", hash_of(&g->plan.desc))
-enum { FACT_RANK = 1, FACTS = 11, FACT_WORDS = EP_LINE / 8 - 2 };
+enum { FACT_RANK = 1, FACTS = 12, FACT_WORDS = EP_LINE / 8 - 2 };
 _Static_assert(FACTS <= FACT_WORDS, "a line holds a flag, whom it is for, and the facts");
 
 /* FNV-1a of all that all ranks must share: not how many experts one of them has. */

@@ -1,7 +1,7 @@
 /*
- * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, a fence at system scope,
- * one flag a rank; whoever waits polls its own memory. Only the waits spin, one CTA each, and none without a limit of
- * time.
+ * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, a fence at system
+ * scope, one flag a rank; whoever waits polls its own memory. Only the waits spin, one CTA each, and none without a
+ * limit of time.
  */
 #include "ep/words.cuh"
 #include "ep/ep.h"
@@ -24,8 +24,8 @@ DEVICE counters *counters_of(const ep_args &a)
   return reinterpret_cast<counters *>(lane_of(a, a.rank) + a.at.exchange);
 }
 
-/* A warp moves a part of a row, 16 bytes a thread at a time: blockIdx.y says which part, and all its loads are under way
- * together. Rows are dealt to the warps of blockIdx.x. */
+/* A warp moves a part of a row, 16 bytes a thread at a time: blockIdx.y says which part, and all its loads are under
+ * way together. Rows are dealt to the warps of blockIdx.x. */
 constexpr int WARPS = 16, PART = 8 * WARP_SIZE;
 static_assert(PART * 16 == EP_PART_BYTES && WARPS * WARP_SIZE == EP_MOVE_THREADS, "the host makes the grids");
 
