@@ -20,6 +20,7 @@ typedef struct group {
   cudaStream_t stream; /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
+  bool early; /* they may start before the grid ahead has ended */
   char *arena;
   char *arenas[]; /* of all ranks */
 } group;

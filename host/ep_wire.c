@@ -92,6 +92,7 @@ static cumoe_status find_kernel(group *g, const char *name, cudaKernel_t *kernel
   struct cudaFuncAttributes facts;
   TRY_CUDA(cudaLibraryGetKernel(kernel, g->library, name));
   TRY_CUDA(cudaFuncGetAttributes(&facts, (const void *)*kernel)); /* loads it now, not in a capture */
+  g->early = facts.ptxVersion >= 90 && facts.binaryVersion >= 90; /* as prepare_kernel (context.c) */
   return CUMOE_OK;
 }
 
@@ -169,7 +170,8 @@ static cumoe_status launch_move(const group *g, move which, const ep_args *a, cu
 {
   static const char *const names[MOVES] = {"cumoe_ep_put", "cumoe_ep_wait_tokens", "cumoe_ep_answer",
                                            "cumoe_ep_wait_answers"};
-  const launch_shape shape = grid_of(&g->shape, which, a->tokens.count);
+  launch_shape shape = grid_of(&g->shape, which, a->tokens.count);
+  shape.early = g->early;
   void *parameters[] = {(void *)(uintptr_t)a};
   ON_DEVICE(g->context, launch_kernel(g->kernels[which], names[which], &shape, parameters, stream));
 }

@@ -209,6 +209,7 @@ DEVICE void put_sums(const ep_args &a)
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
 {
   wait_for_earlier_grids_alone();
+  let_next_grid_start();
   put_rows(a);
   put_slots(a);
   put_sums(a);
@@ -235,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_toke
 {
   wait_for_earlier_grids_alone();
   const bool arrived = wait_for_all(a, a.at.in, EP_DISPATCH);
+  let_next_grid_start();
   for (int r = 0; r < a.shape.ranks; r++) take_ids(a, r, arrived);
 }
 
@@ -242,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_answ
 {
   wait_for_earlier_grids_alone();
   wait_for_all(a, a.at.back, EP_RETURN);
+  let_next_grid_start();
 }
 
 /* ---- answer ---- */
@@ -273,6 +276,7 @@ DEVICE void answer_rank(const ep_args &a, int source)
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_answer(const __grid_constant__ ep_args a)
 {
   wait_for_earlier_grids_alone();
+  let_next_grid_start();
   for (int i = 0; i < a.shape.ranks; i++) answer_rank(a, (a.rank + i) % a.shape.ranks);
   tell_when_all_have_come(a, a.at.back, 0, false);
 }

@@ -4,11 +4,18 @@
 
 #include "device/common.cuh"
 
-/* As in device/ptx.cuh, but the next grid does not start yet: it would take the room of a rank that is waited for. */
+/* As wait_for_earlier_grids (device/ptx.cuh), in two: while a grid waits for other ranks the next one does not start, or
+ * it would take the room of a rank that is waited for. */
 DEVICE void wait_for_earlier_grids_alone()
 {
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_next_grid_start()
+{
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

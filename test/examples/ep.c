@@ -171,6 +171,7 @@ static int32_t count_devices(void)
 int main(void)
 {
   pthread_t threads[RANKS];
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* ranks that share a GPU wait for each other: a queue each */
   const int32_t devices = count_devices();
   fill(x, ALL * HIDDEN, 1, 1);
   fill(router, EXPERTS * HIDDEN, 0.3f, 2);
