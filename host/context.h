@@ -8,8 +8,9 @@
 #include "threads.h"
 #include "../include/cumoe/context.h"
 #include "../kernels/args.h"
+#include "../kernels/masked.h"
 
-enum { MAX_IMAGES = 32 };
+enum { MAX_IMAGES = 48 };
 
 /* What modules keep for a context and give back when it closes, in this order. Its work is done; its device may be
  * lost. */

@@ -439,46 +439,6 @@ static void experts_pass(const pass *p, const struct weights *weights, const rou
   down->c_ld = d->hidden;
 }
 
-/* Where codes and scales of the activations of a product lie. */
-typedef struct code_regions {
-  size_t codes, scale;
-} code_regions;
-
-/* Activations become codes before they are multiplied, or an expert's own row, where the format wants it: `g` reads
- * these instead. rows: how many there are. */
-static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, const row_order *order,
-                                   code_regions at)
-{
-  const quantize_args q = {.x = g->a,
-                           .codes = region(p, at.codes),
-                           .scale = region(p, at.scale),
-                           .x_ld = g->a_ld,
-                           .codes_ld = g->k,
-                           .scale_ld = rows.count,
-                           .rows = rows,
-                           .cols = g->k,
-                           .dtype = p->plan->desc.dtype,
-                           .format = g->rows,
-                           .by_expert = order->by_expert,
-                           .experts = g->experts,
-                           .top_k = g->top_k,
-                           .offsets = g->offsets,
-                           .row_pair = order->by_expert ? g->row_pair : NULL,
-                           .x_rows = p->tokens.count,
-                           .static_stride = order->static_stride,
-                           .order_stride = order->stride,
-                           .order = order->base,
-                           .order_table = order->table};
-  const bool codes = g->rows.mode != ROWS_AS_THEY_ARE;
-  if (!codes && !order->by_expert) return q;
-  g->a = q.codes;
-  g->a_ld = q.codes_ld;
-  g->packed = order->by_expert;
-  if (codes) g->a_scale = q.scale;
-  g->a_scale_ld = q.scale_ld;
-  return q;
-}
-
 /* Rows of the route: its last offset says how many. */
 static token_count rows_of_route(const pass *p, int64_t cap)
 {
@@ -490,17 +450,18 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
   const workspace_layout *at = &p->lp.at;
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
   const token_count rows = rows_of_route(p, down->rows_cap);
-  const code_regions x = {at->x_codes, at->x_scale}, h = {at->h_codes, at->h_scale};
-  l->x = quantize_pass(p, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, x);
-  l->h = quantize_pass(p, down, rows, &w->down_order, h);
+  l->x = quantize_arguments(p->plan, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, region(p, at->x_codes),
+                            region(p, at->x_scale));
+  l->h = quantize_arguments(p->plan, down, rows, &w->down_order, region(p, at->h_codes), region(p, at->h_scale));
 }
 
 static void quantize_shared(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
-  const code_regions x = {at->shared_x_codes, at->shared_x_scale}, h = {at->shared_h_codes, at->shared_h_scale};
-  l->shared_x = quantize_pass(p, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order, x);
-  l->shared_h = quantize_pass(p, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order, h);
+  l->shared_x = quantize_arguments(p->plan, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order,
+                                   region(p, at->shared_x_codes), region(p, at->shared_x_scale));
+  l->shared_h = quantize_arguments(p->plan, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order,
+                                   region(p, at->shared_h_codes), region(p, at->shared_h_scale));
 }
 
 /* How the kernels of a routed layer work together: kernels/protocol.h. */
