@@ -5,8 +5,12 @@
  */
 #include <math.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cuda_runtime_api.h>
 
@@ -25,7 +29,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -156,12 +160,29 @@ static cumoe_moe_args tokens_args(const world *w, int64_t first, int64_t tokens,
 
 static int32_t gpus; /* 0: the CPU device */
 
+/* Of GPUs they are kept for the next world: each loads all kernels. */
+static cumoe_context opened[MOST_RANKS];
+
 static cumoe_context open_rank(int32_t rank)
 {
   const cumoe_context_config one = {.size = sizeof one, .cpu_threads = 1};
-  cumoe_context context = NULL;
-  CHECK_OK(cumoe_context_create(gpus ? rank % gpus : CUMOE_DEVICE_CPU, &one, &context));
+  cumoe_context context = gpus ? opened[rank] : NULL;
+  if (!context) CHECK_OK(cumoe_context_create(gpus ? rank % gpus : CUMOE_DEVICE_CPU, &one, &context));
+  if (gpus) opened[rank] = context;
   return context;
+}
+
+static void close_rank(cumoe_context context)
+{
+  if (!gpus) CHECK_OK(cumoe_context_destroy(context));
+}
+
+static void close_opened(void)
+{
+  for (int32_t i = 0; i < MOST_RANKS; i++) {
+    CHECK_OK(cumoe_context_destroy(opened[i]));
+    opened[i] = NULL;
+  }
 }
 
 /* The same where the context's device reads it; freed with the context. */
@@ -240,7 +261,7 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   a.workspace = cumoe_vector_mut(device_bytes(context, bytes), CUMOE_U8, (int64_t)bytes);
   CHECK_OK(cumoe_moe_forward(plan, weights, &a, NULL));
   download(context, &out, &here, 0, rows);
-  CHECK_OK(cumoe_context_destroy(context));
+  close_rank(context);
   return out;
 }
 
@@ -289,7 +310,8 @@ typedef enum trouble {
   OTHER_SHAPE, /* of the description */
   SWAPPED,     /* two arenas in its list */
   USED_ARENA,  /* not filled with zeros */
-  BAD_CALL     /* corrected afterwards */
+  BAD_CALL,    /* corrected afterwards */
+  DIES         /* by a signal, after its first call */
 } trouble;
 
 typedef struct rank {
@@ -298,6 +320,7 @@ typedef struct rank {
   const tensor *out;
   int32_t number;
   trouble trouble;
+  int signal; /* of DIES */
   int64_t timeout_ns;
   /* made */
   world here; /* as the device reads it */
@@ -412,6 +435,9 @@ static cumoe_status one_call(rank *r, int32_t lane, int call, void *workspace, s
   return cumoe_ep_forward(r->group, r->weights, &e, r->streams[lane]);
 }
 
+/* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU. */
+static pthread_barrier_t ready, recorded;
+
 /* The first call as a graph, several times. */
 static cumoe_status replay(rank *r, int32_t lane, void *workspace, size_t bytes)
 {
@@ -420,6 +446,7 @@ static cumoe_status replay(rank *r, int32_t lane, void *workspace, size_t bytes)
   if (status == CUMOE_OK) status = one_call(r, lane, 0, workspace, bytes);
   const cumoe_status ended = cumoe_graph_end(r->context, r->streams[lane], &graph);
   if (status == CUMOE_OK) status = ended;
+  pthread_barrier_wait(&recorded);
   for (int i = 0; status == CUMOE_OK && i < REPLAYS; i++)
     status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
@@ -443,10 +470,11 @@ static cumoe_status calls_of_lane(rank *r, int32_t lane)
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
     status = one_call(r, lane, i, workspace, bytes);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
+    if (i == 0 && r->trouble == DIES) raise(r->signal);
   }
-  if (status != CUMOE_OK) return status;
-  if (gpus && r->trouble == NONE) return replay(r, lane, workspace, bytes);
-  return cumoe_synchronize(r->context, r->streams[lane]);
+  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
+  const cumoe_status replayed = r->w->replays ? replay(r, lane, workspace, bytes) : CUMOE_OK;
+  return status != CUMOE_OK ? status : replayed;
 }
 
 static void *second_lane(void *argument)
@@ -461,10 +489,11 @@ static void *live(void *argument)
   pthread_t other;
   if (r->trouble == NEVER_JOINS) return NULL;
   keep(r, join(r));
-  if (!r->group) return NULL;
   size_t bytes = 0;
-  keep(r, cumoe_ep_workspace(r->group, &bytes));
-  for (int lane = 0; lane < r->w->lanes; lane++) r->workspaces[lane] = device_bytes(r->context, bytes);
+  if (r->group) keep(r, cumoe_ep_workspace(r->group, &bytes));
+  for (int lane = 0; bytes && lane < r->w->lanes; lane++) r->workspaces[lane] = device_bytes(r->context, bytes);
+  if (gpus) pthread_barrier_wait(&ready);
+  if (!r->group) return NULL;
   const bool two = r->w->lanes > 1 && pthread_create(&other, NULL, second_lane, r) == 0;
   const cumoe_status status = calls_of_lane(r, 0);
   if (two) pthread_join(other, NULL);
@@ -485,6 +514,8 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
     if (i == troubled) ranks[i].trouble = which;
     make_arena(&ranks[i]);
   }
+  pthread_barrier_init(&ready, NULL, (unsigned)w->ranks);
+  pthread_barrier_init(&recorded, NULL, (unsigned)(w->ranks * w->lanes));
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, live, &ranks[i]) == 0);
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int32_t i = 0; i < w->ranks; i++) {
@@ -493,7 +524,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
       download(r->context, out, &r->out_here, call * w->all + r->first, w->tokens[i]);
     download(r->context, &r->counts, &r->counts_here, 0, r->counts.rows);
     for (int lane = 0; lane < w->lanes; lane++) CHECK_OK(cumoe_stream_destroy(r->context, r->streams[lane]));
-    CHECK_OK(cumoe_context_destroy(r->context));
+    close_rank(r->context);
     free_shared(r->arena);
   }
 }
@@ -527,6 +558,8 @@ static void run_world(const world *given)
   world w = *given;
   case_begin("%s", w.name);
   make_world(&w);
+  if (gpus) printf("# %s\n", w.name), fflush(stdout);
+  w.replays = gpus != 0;
   if (gpus) w.desc.flags |= CUMOE_MOE_BATCH_INVARIANT; /* the same kernels for a rank's tokens and for all */
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
   run_ranks(&w, &out, ranks, -1, NONE, gpus ? (int64_t)4000000000 : 0);
@@ -794,6 +827,88 @@ static void troubles(void)
   for (size_t i = 0; i < sizeof fates / sizeof *fates; i++) run_fate(&fates[i]);
 }
 
+/* ---- ranks as processes ---- */
+
+/* What a process leaves behind. */
+typedef struct outcome {
+  cumoe_status status, ended;
+  char text[300];
+} outcome;
+
+static void *map_shared(size_t bytes)
+{
+  void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  return CHECK(data != MAP_FAILED) ? data : NULL;
+}
+
+static pid_t start_process(rank *r, outcome *left)
+{
+  void *arena = r->arena;
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child != 0) return child;
+  make_arena(r);
+  free(r->arena);
+  r->arena = arena;
+  live(r);
+  left->ended = r->ended;
+  memcpy(left->text, r->text, sizeof left->text);
+  left->status = r->status;
+  _exit(0);
+}
+
+static size_t arena_bytes(rank *r)
+{
+  make_arena(r);
+  free(r->arena);
+  CHECK_OK(cumoe_context_destroy(r->context));
+  return r->bytes;
+}
+
+/* Rank 1 is killed or stopped by a signal; 0: is not. */
+static void run_processes(const char *name, int signal)
+{
+  world w = {
+      .ranks = 3, .experts = 6, .top_k = 2, .dtype = CUMOE_F32, .capacity = 4, .tokens = {4, 2, 3}, .exact = true};
+  rank ranks[3];
+  pid_t children[3];
+  case_begin("%s", name);
+  make_world(&w);
+  tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  const size_t out_bytes = (size_t)(w.x.rows * w.hidden) * sizeof(float);
+  out.data = map_shared(out_bytes);
+  outcome *left = map_shared(sizeof *left * 3);
+  for (int32_t i = 0; i < 3; i++) {
+    ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .timeout_ns = signal ? 1500000000 : 0};
+    if (signal && i == 1) ranks[i].trouble = DIES, ranks[i].signal = signal;
+    left[i].status = CUMOE_ERR_INTERNAL;
+    const size_t bytes = arena_bytes(&ranks[i]);
+    ranks[i].arena = map_shared(bytes);
+    ranks[i].first = 0, ranks[i].bytes = bytes;
+  }
+  for (int32_t i = 0; i < 3; i++) children[i] = start_process(&ranks[i], &left[i]);
+  for (int32_t i = 0; i < 3; i++)
+    if (!(signal && i == 1)) CHECK(waitpid(children[i], NULL, 0) == children[i]);
+  if (signal) CHECK(kill(children[1], SIGKILL) == 0 && waitpid(children[1], NULL, 0) == children[1]);
+  for (int32_t i = 0; i < 3; i++) {
+    if (signal && i == 1) continue;
+    CHECK_MSG(left[i].status == (signal ? CUMOE_ERR_PEER : CUMOE_OK), "rank %d: %s", (int)i, left[i].text);
+    CHECK_MSG(left[i].ended == (signal ? CUMOE_ERR_PEER : CUMOE_OK), "rank %d ended with %d", (int)i, left[i].ended);
+    if (signal) CHECK_MSG(strstr(left[i].text, "rank 1 ha") != NULL, "rank %d: %s", (int)i, left[i].text);
+  }
+  if (!signal) check_exact(&w, &out);
+  for (int32_t i = 0; i < 3; i++) CHECK(munmap(ranks[i].arena, ranks[i].bytes) == 0);
+  CHECK(munmap(out.data, out_bytes) == 0 && munmap(left, sizeof *left * 3) == 0);
+  case_end();
+}
+
+static void processes(void)
+{
+  run_processes("processes that share their arenas", 0);
+  run_processes("a process that is killed", SIGKILL);
+  run_processes("a process that is stopped", SIGSTOP);
+}
+
 /* Ranks that share a GPU wait for each other: no two streams in one queue. */
 __attribute__((constructor)) static void have_queues(void)
 {
@@ -822,6 +937,7 @@ static void on_gpus(cumoe_context context)
     run_world(&w);
   }
   run_fate(&fates[0]);
+  close_opened();
   gpus = 0;
 }
 
@@ -1049,6 +1165,47 @@ static void arguments(void)
   case_end();
 }
 
+static void *only_join(void *argument)
+{
+  keep(argument, join(argument));
+  return NULL;
+}
+
+/* The second arena begins where the first has not ended: one array's first bytes lie on another's. */
+static void overlap(void)
+{
+  world w = {.ranks = 2, .experts = 6, .top_k = 2, .dtype = CUMOE_F32, .capacity = 64, .tokens = {1, 1}};
+  rank r[2] = {{.w = &w, .all = r, .timeout_ns = 2000000000},
+               {.w = &w, .all = r, .number = 1, .timeout_ns = 2000000000}};
+  pthread_t threads[2];
+  case_begin("arenas that overlap");
+#ifdef __SANITIZE_THREAD__
+  case_skip("a race, and meant");
+  return;
+#endif
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  for (int i = 0; i < 2; i++) r[i].out = &out, make_arena(&r[i]);
+  const ep_shape s = {
+      .ranks = 2, .lanes = 1, .experts = 6, .top_k = 2, .hidden = w.hidden, .element = 4, .capacity = 64};
+  const ep_layout at = ep_lay_out(&s);
+  char *both = aligned(2 * r[0].bytes);
+  for (int i = 0; i < 2; i++) free(r[i].arena);
+  r[0].arena = both;
+  r[1].arena = both + at.y + 64 * (uint64_t)w.hidden * 4 - at.x; /* y from rank 1 on x from rank 0 */
+  for (int i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, only_join, &r[i]) == 0);
+  for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  bool seen = false;
+  for (int i = 0; i < 2; i++) {
+    CHECK_MSG(r[i].status == CUMOE_ERR_INVALID_ARGUMENT || r[i].status == CUMOE_ERR_PEER, "rank %d: %s", i, r[i].text);
+    seen |= strstr(r[i].text, "is not in its arena: they overlap") != NULL;
+    CHECK_OK(cumoe_context_destroy(r[i].context));
+  }
+  CHECK_MSG(seen, "the texts are \"%s\", \"%s\"", r[0].text, r[1].text);
+  free(both);
+  case_end();
+}
+
 /* What groups do not serve. */
 static void refusals(void)
 {
@@ -1081,7 +1238,9 @@ static void refusals(void)
   case_end();
 }
 
-static const test_group groups[] = {GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),
-                                    ALONE("trouble", troubles, ONCE),         ALONE("layouts", layouts, ONCE),
-                                    ALONE("arguments", arguments, ONCE),      ALONE("refusals", refusals, ONCE)};
+static const test_group groups[] = {
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),   ALONE("trouble", troubles, ONCE),
+    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),   ALONE("arguments", arguments, ONCE),
+    ALONE("overlap", overlap, ONCE),          ALONE("refusals", refusals, ONCE),
+};
 TEST_MAIN(groups)

@@ -5,8 +5,8 @@
  *   out = cumoe_ep_forward(tokens of this rank)   what one rank with all experts would answer
  *
  * Ranks are contexts on GPUs that reach each other's memory, or on the CPU device: threads of one process, or processes
- * that have mapped each other's arenas (tested are threads). What is "not served" below is refused with a text by the
- * call that it concerns.
+ * that have mapped each other's arenas (tested on the CPU device). What is "not served" below is refused with a text by
+ * the call that it concerns.
  *
  * Order of calls, on each rank:
  *
