@@ -111,7 +111,8 @@ typedef struct abort_facts {
 
 static abort_facts abort_facts_of(uint64_t word)
 {
-  return (abort_facts){word >> 56 & 0x7f, word >> 48 & 0xff, word >> 16 & 0xffff, word & 0xffff};
+  return (abort_facts){(int32_t)(word >> 56 & 0x7f), (int32_t)(word >> 48 & 0xff), (int32_t)(word >> 16 & 0xffff),
+                       (int32_t)(word & 0xffff)};
 }
 
 cumoe_status ep_explain(const group *g, uint64_t word)
