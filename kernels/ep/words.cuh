@@ -4,8 +4,8 @@
 
 #include "device/common.cuh"
 
-/* As wait_for_earlier_grids (device/ptx.cuh), in two: while a grid waits for other ranks the next one does not start: it
- * would take the room of a rank that is waited for. */
+/* As wait_for_earlier_grids (device/ptx.cuh), in two: while a grid waits for other ranks the next one does not start,
+ * for it would take the room of a rank that is waited for. */
 DEVICE void wait_for_earlier_grids_alone()
 {
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
