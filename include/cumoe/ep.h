@@ -33,10 +33,12 @@
  * that gave up does not come back: destroy it, and create another with zeroed arenas. A call that is refused for its
  * arguments has told nobody anything: it may be corrected and made again within the others' timeout.
  *
- * GPUs. A call may be captured; a graph counts its exchanges on the device, so it may be replayed in any order with
- * others, as long as all ranks do the same, and must be destroyed before its group. Ranks may share a GPU, for tests:
- * their streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream. create lets
- * kernels of the process reach the other ranks' GPUs (cudaDeviceEnablePeerAccess), for good.
+ * GPUs: experimental. Seen on two H200s are right sums (test/examples/ep.c, four ranks) and the replays of bench/ep.c;
+ * test/ep.c has not been run there, and the bits of EXACT have not been compared. A call may be captured; a graph
+ * counts its exchanges on the device, so it may be replayed in any order with others, as long as all ranks do the same,
+ * and must be destroyed before its group. Ranks may share a GPU, for tests: their streams must not share a hardware
+ * queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream. create lets kernels of the process reach the other
+ * ranks' GPUs (cudaDeviceEnablePeerAccess), for good.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -55,8 +57,7 @@ typedef struct cumoe_group_s *cumoe_group;
 
 enum {
   CUMOE_GROUP_EXACT = 1u << 0 /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
-                                 experts would, for up to top_k times the bytes: the same bits on the CPU device, and on
-                                 a GPU with CUMOE_MOE_BATCH_INVARIANT. Without it each rank sums what its experts add to
+                                 experts would, for up to top_k times the bytes: the same bits on the CPU device. Without it each rank sums what its experts add to
                                  a token and rounds that to dtype: one rounding a rank more, at most 32 ranks, no
                                  identity experts (NOT_SUPPORTED) */
 };

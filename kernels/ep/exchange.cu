@@ -14,11 +14,6 @@ DEVICE char *lane_of(const ep_args &a, int rank)
   return bases[rank] + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
 }
 
-DEVICE char *own_lane(const ep_args &a)
-{
-  return a.arena + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
-}
-
 /* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer. */
 struct counters {
   unsigned long long exchanges;
@@ -26,7 +21,7 @@ struct counters {
 };
 DEVICE counters *counters_of(const ep_args &a)
 {
-  return reinterpret_cast<counters *>(own_lane(a) + a.at.exchange);
+  return reinterpret_cast<counters *>(lane_of(a, a.rank) + a.at.exchange);
 }
 
 /* A warp moves a part of a row, 16 bytes a thread at a time: blockIdx.y says which part, and all its loads are under
@@ -117,7 +112,7 @@ DEVICE void give_up(const ep_args &a, int phase, int about)
 DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase)
 {
   const uint32_t want = (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
-  const char *own = own_lane(a) + words;
+  const char *own = lane_of(a, a.rank) + words;
   const uint64_t begin = now_ns();
   /* A thread of its own looks whether the group has given up before. */
   bool arrived = threadIdx.x != blockDim.x - 1 || load_acquire_system(a.arena + a.at.abort) == 0;
@@ -133,7 +128,7 @@ DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase)
 /* Tokens that a rank has sent, at most what there is room for. */
 DEVICE int64_t tokens_from(const ep_args &a, int source)
 {
-  const uint64_t flag = load_acquire_system(own_lane(a) + a.at.in + (uint64_t)source * EP_LINE);
+  const uint64_t flag = load_acquire_system(lane_of(a, a.rank) + a.at.in + (uint64_t)source * EP_LINE);
   return min((int64_t)(uint32_t)flag, a.shape.capacity);
 }
 
@@ -228,8 +223,7 @@ DEVICE void take_ids(const ep_args &a, int source, bool arrived)
 {
   const int k = a.shape.top_k;
   const int64_t tokens = arrived ? tokens_from(a, source) : 0, first = (int64_t)source * a.shape.capacity * k;
-  const int32_t *from = reinterpret_cast<const int32_t *>(own_lane(a) + a.at.ids) + first;
-#pragma unroll 8
+  const int32_t *from = reinterpret_cast<const int32_t *>(lane_of(a, a.rank) + a.at.ids) + first;
   for (int64_t i = threadIdx.x; i < a.shape.capacity * k; i += blockDim.x) {
     const int32_t id = i < tokens * k ? from[i] : -1;
     const bool here = id >= 0 && id < a.local_experts;
