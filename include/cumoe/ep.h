@@ -57,9 +57,9 @@ typedef struct cumoe_group_s *cumoe_group;
 
 enum {
   CUMOE_GROUP_EXACT = 1u << 0 /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
-                                 experts would, for up to top_k times the bytes: the same bits on the CPU device. Without it each rank sums what its experts add to
-                                 a token and rounds that to dtype: one rounding a rank more, at most 32 ranks, no
-                                 identity experts (NOT_SUPPORTED) */
+                                 experts would, for up to top_k times the bytes: the same bits on the CPU device.
+                                 Without it each rank sums what its experts add to a token and rounds that to dtype: one
+                                 rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
 };
 
 typedef struct cumoe_group_config {
