@@ -633,7 +633,7 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   if (!strcmp(row->op, "quantize"))
     return own == takes_own && (becomes || own) && row->y == (becomes ? codes : dtype) && row->x == dtype;
   if (!has_class(row, class_of_format(f))) return false;
-  if (!strncmp(row->op, "few", 3) && (own || (becomes && f->rows != CUMOE_ROWS_GROUP))) return false;
+  if (!strncmp(row->op, "few", 3) && own) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
