@@ -481,7 +481,7 @@ static wide simple_grid(const variant *v, const op_shape *s)
 {
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
-  if (s->op == OP_quantize)
+  if (s->op == OP_quantize || s->op == OP_quantize_masked)
     return smaller((int64_t)wide_ceil((wide)s->tokens * (wide_ceil(s->n, v->columns) + 1), v->units),
                    HOPPER_SMS * v->ctas);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
@@ -1176,7 +1176,8 @@ static void test_refused_plans(void)
     const machine m = forcing(&hopper, i);
     const layer_plan p = plan_of(&m, &l);
     case_begin("%s", v->name);
-    const bool in_layer = v->op != OP_few_up && v->op != OP_few_down && v->op != OP_quantize;
+    const bool in_layer =
+        v->op != OP_few_up && v->op != OP_few_down && v->op != OP_quantize && v->op != OP_quantize_masked;
     CHECK_MSG((p.refused != STAGE_COUNT) == in_layer, "refused: %d", (int)p.refused);
     if (in_layer) CHECK((int)stage_operation(p.refused) == v->op && p.why == STEP_NO_KERNEL);
     case_end();
@@ -1233,6 +1234,45 @@ static void test_few_gates(void)
   group_end();
 }
 
+/* Rows of a router whose logits do not depend on the batch: tiles that split the reduction alike; or one for any T. */
+static void test_routers_of_any_batch(void)
+{
+  static const struct {
+    int32_t x, w;
+    int32_t bm[3]; /* of 1, 1000 and 100000 tokens */
+  } routers[] = {
+      {DT_BF16, DT_BF16, {16, 32, 32}},
+      {DT_F16, DT_F16, {16, 32, 32}},
+      {DT_BF16, DT_F32, {128, 128, 128}},
+      {DT_F32, DT_F32, {128, 128, 128}},
+  };
+  static const int64_t tokens[] = {1, 1000, 100000};
+  if (!group_begin("routers of any batch")) return;
+  for (size_t g = 1; g < sizeof gpus / sizeof *gpus; g++)
+    for (size_t i = 0; i < sizeof routers / sizeof *routers; i++) {
+      const machine m = gpu_machine(&gpus[g]);
+      case_begin("gpu %d, router %d", (int)g, (int)i);
+      for (int t = 0; t < 3; t++) {
+        const op_shape s = {.op = OP_router,
+                            .in = routers[i].x,
+                            .out = DT_F32,
+                            .format = dense_format(routers[i].w),
+                            .scale_run = SCALE_RUN_ALL,
+                            .tmap = true,
+                            .tokens = tokens[t],
+                            .rows = tokens[t],
+                            .experts = 256,
+                            .n = 256,
+                            .k = 2048,
+                            .invariant = true};
+        const variant *v = &variants[choose(&m, &s)];
+        CHECK_MSG(v->form == FORM_tile && v->bm == routers[i].bm[t], "%d tokens: %s", (int)tokens[t], v->name);
+      }
+      case_end();
+    }
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   rng r = {20240917};
@@ -1250,6 +1290,7 @@ int main(int argc, char **argv)
   if (gpus_have_sm90()) test_layer_cases();
   if (gpus_have_sm90()) test_forced_plans();
   if (gpus_have_sm90()) test_few_gates();
+  test_routers_of_any_batch();
   test_refused_plans();
   test_chunking(&r);
   test_layout(&r);
