@@ -86,10 +86,10 @@ template <class L> struct few_feed {
   few_walk<L> at; /* the slice to ask for next */
   pipeline_state<L::STAGES> to;
   const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES: scale[0] of row l */
-  int rows;  /* weight octets of the unit */
-  bool even; /* GROUP: two scales are 16 bits that may be read at once */
-  few_scales<W> scales, after; /* of the next slice, and of the one behind it */
-  uint32_t zero_word[ZEROS ? 8 : 1]; /* of `after` */
+  int rows;                                  /* weight octets of the unit */
+  bool even;                                 /* GROUP: two scales are 16 bits that may be read at once */
+  few_scales<W> scales, after;               /* of the next slice, and of the one behind it */
+  uint32_t zero_word[ZEROS ? 8 : 1];         /* of `after` */
 
   DEVICE few_feed(const few_args &a, few_memory<L> &s, int e) : args(a), smem(s), experts(e) {}
 
@@ -134,8 +134,7 @@ template <class L> struct few_feed {
     if constexpr (BYTES) {
       const int o = lane_octet(), half = gated ? o % 2 : 0,
                 channel = (at.octet + (gated ? o / 2 : o)) * 8 + lane_id() % 8;
-      scale[0] = static_cast<const char *>(scale_base(s, half, expert)) +
-                       (int64_t)block_row(s, half, channel) * bytes;
+      scale[0] = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)block_row(s, half, channel) * bytes;
       return;
     }
     uint32_t all = (uint32_t)s.n_stride | s.k_origin / max(GROUP, 1) | g.k / max(GROUP, 1);
@@ -143,7 +142,7 @@ template <class L> struct few_feed {
     for (int o = 0; o < 2; o++) {
       const int half = gated ? o : 0, octet = at.octet + (gated ? 0 : o), channel = octet * 8 + lane_id() / 4;
       scale[o] = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)block_row(s, half, channel) * bytes;
-      all |= (uint32_t)reinterpret_cast<uintptr_t>(scale[o]);
+      all |= (uint32_t) reinterpret_cast<uintptr_t>(scale[o]);
       if constexpr (ZEROS) {
         const uint32_t *words = zero_words(&g.b, half, expert);
         zero[o] = reinterpret_cast<const char *>(words ? words + (int64_t)octet * (int)g.b.zero.n_stride : nullptr);
@@ -153,7 +152,10 @@ template <class L> struct few_feed {
   }
 
   /* BYTES: of row l of a slice. */
-  DEVICE int lane_octet() const { return is_wide() ? lane_id() / 8 % 2 : lane_id() / 8; }
+  DEVICE int lane_octet() const
+  {
+    return is_wide() ? lane_id() / 8 % 2 : lane_id() / 8;
+  }
 
   /* Whether there is one more slice of the product. */
   template <bool DOWN> DEVICE bool find()
@@ -173,7 +175,10 @@ template <class L> struct few_feed {
 
   /* ---- a slice ---- */
 
-  DEVICE bool is_there(int tile, int octet) const { return (is_wide() ? octet : 2 * tile + octet) < rows; }
+  DEVICE bool is_there(int tile, int octet) const
+  {
+    return (is_wide() ? octet : 2 * tile + octet) < rows;
+  }
 
   template <bool DOWN> DEVICE void copy_codes(const gemm_args &g)
   {
@@ -205,7 +210,10 @@ template <class L> struct few_feed {
     return (block_row(s, half, channel + rows) - block_row(s, half, channel)) * bytes;
   }
 
-  DEVICE int tile_k(int tile) const { return (is_wide() ? 2 * at.slice + tile : at.slice) * L::BK; }
+  DEVICE int tile_k(int tile) const
+  {
+    return (is_wide() ? 2 * at.slice + tile : at.slice) * L::BK;
+  }
 
   template <bool DOWN> DEVICE void load_scales(const gemm_args &g)
   {
@@ -229,13 +237,14 @@ template <class L> struct few_feed {
     if constexpr (BYTES) {
       const int k = tile_k(lane_id() / 16);
       after.raw[0] = load_bits<SIZE>(scale[0] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes,
-                                      lane_octet() < rows && k < g.k);
+                                     lane_octet() < rows && k < g.k);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int t = i / 4, o = i / 2 % 2, k = tile_k(t) + (lane_id() % 4 * 2 + i % 2) * 32;
         const int64_t block = few_quotient(k + s.k_origin, s.block_k);
-        after.raw[i] = load_bits<SIZE>(scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + block * bytes, is_there(t, o) && k < g.k);
+        after.raw[i] = load_bits<SIZE>(scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + block * bytes,
+                                       is_there(t, o) && k < g.k);
       }
     }
   }
@@ -249,11 +258,12 @@ template <class L> struct few_feed {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       const int t = i / 2 / RUNS, o = i / RUNS % 2, k = tile_k(t) + (i % RUNS * 8 + lane_id() % 4 * 2) * GROUP;
-      const char *from = scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + (int64_t)((k + s.k_origin) / max(GROUP, 1)) * step;
+      const char *from =
+          scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + (int64_t)((k + s.k_origin) / max(GROUP, 1)) * step;
       const bool there = is_there(t, o);
       after.raw[i] = even ? load_bits<2>(from, there && k < g.k)
-                           : load_bits<1>(from, there && k < g.k) |
-                                 load_bits<1>(from + step, there && k + GROUP < g.k) << 8;
+                          : load_bits<1>(from, there && k < g.k) | load_bits<1>(from + step, there && k + GROUP < g.k)
+                                                                       << 8;
     }
   }
 
@@ -264,7 +274,9 @@ template <class L> struct few_feed {
     for (int i = 0; i < 8; i++) {
       const int t = i / 4, o = i / 2 % 2, k = tile_k(t) + (i % 2 * 4 + lane_id() % 4) * 32;
       const int64_t block = few_quotient(k + s.k_origin, s.block_k);
-      zero_word[i] = load_bits<4>(zero[o] + t * octets_behind<DOWN>() * (int)g.b.zero.n_stride * 4 + block * (int)g.b.zero.k_stride * 4, is_there(t, o) && k < g.k);
+      zero_word[i] = load_bits<4>(zero[o] + t * octets_behind<DOWN>() * (int)g.b.zero.n_stride * 4 +
+                                      block * (int)g.b.zero.k_stride * 4,
+                                  is_there(t, o) && k < g.k);
     }
   }
 

@@ -137,7 +137,7 @@ template <class S, bool SCALED = S::SCALED> struct few_stage_of {
   typename S::W weights[S::WEIGHTS];
   typename S::X columns[S::COLUMNS][S::COLUMN_K];
 };
-template <class S> struct few_stage_of<S, true> { /* each lane's own vectors */
+template <class S> struct few_stage_of<S, true> {      /* each lane's own vectors */
   uint4 codes[S::TILES][2][S::VECTORS / 4][WARP_SIZE]; /* tile, octet, run of 4 vectors */
 };
 template <class S> using few_stage = few_stage_of<typename S::layout>;
