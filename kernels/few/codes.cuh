@@ -43,21 +43,6 @@ template <class W, class M> DEVICE uint2 decode_four(uint32_t codes, uint32_t bi
     return decoder<W, M>::decode(codes, bias);
 }
 
-/* A consumer's scales of a slice: of a row of a byte a code one; of 4 bits of each group. */
-template <class W> struct few_scales {
-  float of_row[32];
-};
-template <> struct few_scales<mx4> {
-  uint2 of_row[32]; /* codes of e8m0 */
-};
-template <> struct few_scales<nv4> {
-  uint4 of_row[32]; /* codes of e4m3 */
-};
-template <> struct few_scales<u4> {
-  float of_row[32][8];
-  int8_t zero[32][8]; /* offset and zero point */
-};
-
 /*
  * A word of eight codes of 4 bits as four pairs: code p and code p + 4. Activations have the same order (pair_up).
  */

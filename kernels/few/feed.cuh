@@ -58,32 +58,38 @@ template <class L> struct few_walk {
   }
 };
 
+/* Of a slice, as it is stored, in the lanes that multiply by it. BYTES: lane l has the scale of row l. MX4: groups 2 q
+ * and 2 q + 1 of 32 k, as halves of 16 bits, of [tile, octet]; NV4: of 16 k, of [tile, octet, run]; U4: of 32 k,
+ * [tile, octet, group]; and a nibble each, zero points of vector q of [tile, octet, run]. q is l % 4. */
+template <class W> struct few_scales {
+  static constexpr int COUNT = operand<W>::BITS == 8 ? 1 : operand<W>::K_PER_SCALE == 32 ? 4 : 8;
+  uint32_t raw[COUNT];
+};
+template <> struct few_scales<u4> {
+  static constexpr int COUNT = 8;
+  uint32_t raw[COUNT], zeros;
+};
+
 /*
- * What a consumer warp asks for, two slices ahead: codes straight into stages, scales into L2. The next slice's scales
- * are on their way to registers, from which they go to shared memory.
+ * What a consumer warp asks memory for, two slices ahead: codes into stages, of which each lane fills and reads its own
+ * part, so nobody waits for another lane; scales into registers. Past the end of a row lanes read its last vector
+ * again: there activations are 0.
  */
 template <class L> struct few_feed {
   using W = typename L::W;
   static constexpr bool BYTES = L::BITS == 8, ZEROS = same_type<W, u4>;
-  static constexpr int GROUP = operand<W>::K_PER_SCALE, RAW = BYTES ? 1 : GROUP == 32 ? 4 : 8; /* nv4: of two groups */
+  static constexpr int GROUP = operand<W>::K_PER_SCALE;
 
   const few_args &args;
   few_memory<L> &smem;
   const int experts;
   few_walk<L> at; /* the slice to ask for next */
   pipeline_state<L::STAGES> to;
-  const char *even, *odd; /* octets 0 and 2, 1 and 3: of row l/8, vector l%8 of the first slice */
-  const char *scale;      /* of the lane's row */
-  const uint32_t *zero;
-  int rows; /* weight octets of the unit */
-  bool pairs;
-  struct {
-    const char *scale;
-    const uint32_t *zero;
-    int k; /* the first of the slice, of the lane's row; past the end: the lane has no row */
-    bool down, pairs;
-  } asked;
-  uint32_t raw[RAW], raw_zero[ZEROS ? 8 : 1], slot = 0;
+  const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES: scale[0] of row l */
+  int rows;                                  /* weight octets of the unit */
+  bool even;                                 /* GROUP: two scales are 16 bits that may be read at once */
+  few_scales<W> scales, after;               /* of the next slice, and of the one behind it */
+  uint32_t zero_word[ZEROS ? 8 : 1];         /* of `after` */
 
   DEVICE few_feed(const few_args &a, few_memory<L> &s, int e) : args(a), smem(s), experts(e) {}
 
@@ -106,33 +112,49 @@ template <class L> struct few_feed {
     const bool gated = at.template gated<DOWN>(args);
     const few_halves of = DOWN ? few_halves{smem.table.down[at.active], nullptr} : smem.table.weights[at.active];
     const int stride = (int)(g.b.n_stride * L::BITS / 8), lane = lane_id();
-    const int64_t first = (int64_t)(at.octet * 8 + lane / 8) * stride + lane % 8 * 16;
-    even = static_cast<const char *>(of.low) + first;
-    odd = gated ? static_cast<const char *>(of.high) + first : even + (int64_t)8 * stride;
+    const int64_t first = (int64_t)(at.octet * 8 + lane / 4) * stride + lane % 4 * 16;
     rows = at.template weight_octets<DOWN>(args, smem);
+    codes[0] = static_cast<const char *>(of.low) + first;
+    codes[1] = gated ? static_cast<const char *>(of.high) + first : codes[0] + (int64_t)8 * stride;
     locate_scales(g, gated);
   }
 
-  /* A lane's row of the unit: that of its number, of a stage. */
   DEVICE bool is_wide() const { return rows <= 2; }
-  DEVICE int lane_octet() const { return is_wide() ? lane_id() / 8 % 2 : lane_id() / 8; }
+
+  DEVICE static int block_row(const scale_matrix &s, int half, int channel)
+  {
+    const int n = channel + s.n_origin[half];
+    return s.block_n == 1 ? n : few_quotient(n, s.block_n);
+  }
 
   DEVICE void locate_scales(const gemm_args &g, bool gated)
   {
     const scale_matrix &s = g.b.scale;
-    const int o = lane_octet(), half = gated ? o % 2 : 0, expert = smem.table.expert[at.active];
-    const int channel = (at.octet + (gated ? o / 2 : o)) * 8 + lane_id() % 8, n = channel + s.n_origin[half];
-    const int row = s.block_n == 1 ? n : few_quotient(n, s.block_n);
-    scale = static_cast<const char *>(scale_base(s, half, expert)) +
-            (int64_t)row * (int)s.n_stride * (int)scale_bytes(s.dtype);
-    if constexpr (GROUP > 0) {
-      const int groups = (int)s.n_stride | s.k_origin / GROUP | g.k / GROUP;
-      pairs = s.k_stride == 1 && ((groups | (int)reinterpret_cast<uintptr_t>(scale)) & 1) == 0;
+    const int expert = smem.table.expert[at.active], bytes = (int)s.n_stride * (int)scale_bytes(s.dtype);
+    if constexpr (BYTES) {
+      const int o = lane_octet(), half = gated ? o % 2 : 0,
+                channel = (at.octet + (gated ? o / 2 : o)) * 8 + lane_id() % 8;
+      scale[0] = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)block_row(s, half, channel) * bytes;
+      return;
     }
-    if constexpr (ZEROS) {
-      const uint32_t *words = zero_words(&g.b, half, expert);
-      zero = words ? words + (int64_t)(channel / 8) * g.b.zero.n_stride : nullptr;
+    uint32_t all = (uint32_t)s.n_stride | s.k_origin / max(GROUP, 1) | g.k / max(GROUP, 1);
+#pragma unroll
+    for (int o = 0; o < 2; o++) {
+      const int half = gated ? o : 0, octet = at.octet + (gated ? 0 : o), channel = octet * 8 + lane_id() / 4;
+      scale[o] = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)block_row(s, half, channel) * bytes;
+      all |= (uint32_t) reinterpret_cast<uintptr_t>(scale[o]);
+      if constexpr (ZEROS) {
+        const uint32_t *words = zero_words(&g.b, half, expert);
+        zero[o] = reinterpret_cast<const char *>(words ? words + (int64_t)octet * (int)g.b.zero.n_stride : nullptr);
+      }
     }
+    if constexpr (GROUP > 0) even = s.k_stride == 1 && s.block_n == 1 && (all & 1) == 0;
+  }
+
+  /* BYTES: of row l of a slice. */
+  DEVICE int lane_octet() const
+  {
+    return is_wide() ? lane_id() / 8 % 2 : lane_id() / 8;
   }
 
   /* Whether there is one more slice of the product. */
@@ -140,8 +162,8 @@ template <class L> struct few_feed {
   {
     bool moved = false;
     while (at.left > 0) {
-      const int octets = moved ? at.template weight_octets<DOWN>(args, smem) : rows,
-                slices = few_slices<L>(at.template gemm<DOWN>(args), octets <= 2);
+      const int weight_octets = moved ? at.template weight_octets<DOWN>(args, smem) : rows,
+                slices = few_slices<L>(at.template gemm<DOWN>(args), weight_octets <= 2);
       if (at.slice < slices) {
         if (moved) locate<DOWN>();
         return true;
@@ -153,106 +175,108 @@ template <class L> struct few_feed {
 
   /* ---- a slice ---- */
 
+  DEVICE bool is_there(int tile, int octet) const
+  {
+    return (is_wide() ? octet : 2 * tile + octet) < rows;
+  }
+
   template <bool DOWN> DEVICE void copy_codes(const gemm_args &g)
   {
     few_stage_of<L> &stage = smem.stages[warp_id()][to.stage];
-    const int r = lane_id() / 8, vector = lane_id() % 8, stride = (int)(g.b.n_stride * L::BITS / 8);
     const bool wide = is_wide();
-    const int in_row = at.slice * (wide ? 256 : 128), left = g.k * L::BITS / 8 - in_row - vector * 16;
-    const int swizzle = (r & 1) << 2 | r >> 1; /* scaled.cuh: few_codes */
-    const uint32_t first = shared_address(&stage.codes[r][vector ^ swizzle]),
-                   second = shared_address(&stage.codes[4 + r][vector ^ swizzle ^ 2]);
-    const char *a = even + in_row, *b = odd + in_row;
-    const int64_t four = (int64_t)4 * stride;
-    const int tile = wide ? 128 : at.template gated<DOWN>(args) ? 8 * stride : 16 * stride;
+    const int first = at.slice * (wide ? 256 : 128), last = g.k * L::BITS / 8 - 16 - lane_id() % 4 * 16,
+              behind = octets_behind<DOWN>() * 8 * (int)(g.b.n_stride * L::BITS / 8);
     const uint64_t policy = evict_first_policy();
 #pragma unroll
-    for (int t = 0; t < 2; t++) {
-      const int all = left > (wide ? t * 128 : 0) ? 16 : 0, octets = wide ? rows : rows - 2 * t;
-      const int low = octets > 0 ? all : 0, high = octets > 1 ? all : 0;
-      cp_async_cg_16(first + t * 2048, a, low, policy);
-      cp_async_cg_16(second + t * 2048, a + four, low, policy);
-      cp_async_cg_16(first + t * 2048 + 1024, b, high, policy);
-      cp_async_cg_16(second + t * 2048 + 1024, b + four, high, policy);
-      a += tile, b += tile;
+    for (int i = 0; i < 8; i++) {
+      const int t = i / 4, o = i / 2 % 2, run = i % 2, in_row = min(first + (wide ? t * 128 : 0) + run * 64, last);
+      cp_async_cg_16(shared_address(&stage.codes[t][o][run][lane_id()]), codes[o] + (t > 0 ? behind : 0) + in_row,
+                     is_there(t, o) ? 16 : 0, policy);
     }
   }
 
-  /* Where the slice's scales are. */
-  DEVICE void ask_scales(const gemm_args &g)
+  /* From octets 0 and 1 of what a `stride` steps over to 2 and 3. */
+  template <bool DOWN> DEVICE int octets_behind() const
   {
-    const scale_matrix &s = g.b.scale;
-    const int k = (is_wide() ? 2 * at.slice + lane_id() / 16 : at.slice) * L::BK;
-    const int block = GROUP > 0 ? (k + s.k_origin) / max(GROUP, 1) : few_quotient(k + s.k_origin, s.block_k);
-    const char *first = scale + (int64_t)block * (int)s.k_stride * (GROUP > 0 ? 1 : (int)scale_bytes(s.dtype));
-    asked.k = lane_octet() < rows ? k : g.k, asked.down = at.down, asked.pairs = pairs;
-    asked.scale = ZEROS ? scale : first, asked.zero = zero;
-    if (asked.k < g.k) prefetch_l2_line(first);
+    return is_wide() ? 0 : at.template gated<DOWN>(args) ? 1 : 2;
+  }
+  /* Bytes from the scales of octet o to those of o + 2. */
+  template <bool DOWN> DEVICE int scales_behind(const scale_matrix &s, int o) const
+  {
+    const bool gated = at.template gated<DOWN>(args);
+    const int bytes = (int)s.n_stride * (int)scale_bytes(s.dtype), rows = octets_behind<DOWN>() * 8;
+    if (s.block_n == 1) return rows * bytes;
+    const int half = gated ? o : 0, channel = (at.octet + (gated ? 0 : o)) * 8 + lane_id() / 4;
+    return (block_row(s, half, channel + rows) - block_row(s, half, channel)) * bytes;
   }
 
-  DEVICE void load_scales(const gemm_args &g)
+  DEVICE int tile_k(int tile) const
+  {
+    return (is_wide() ? 2 * at.slice + tile : at.slice) * L::BK;
+  }
+
+  template <bool DOWN> DEVICE void load_scales(const gemm_args &g)
   {
     const int dtype = g.b.scale.dtype;
     if constexpr (GROUP > 0)
-      load_groups(g);
+      load_groups<DOWN>(g);
     else if (dtype == DT_F32)
-      load_blocks<4>(g);
+      load_blocks<DOWN, 4>(g);
     else if (dtype == DT_E8M0 || dtype == DT_E4M3)
-      load_blocks<1>(g);
+      load_blocks<DOWN, 1>(g);
     else
-      load_blocks<2>(g);
+      load_blocks<DOWN, 2>(g);
+    if constexpr (ZEROS)
+      if (zero[0]) load_zeros<DOWN>(g);
   }
 
-  template <int SIZE> DEVICE void load_blocks(const gemm_args &g)
+  template <bool DOWN, int SIZE> DEVICE void load_blocks(const gemm_args &g)
   {
     const scale_matrix &s = g.b.scale;
-    if constexpr (!ZEROS) {
-      raw[0] = load_bits<SIZE>(asked.scale, asked.k < g.k);
+    const int bytes = (int)s.k_stride * (int)scale_bytes(s.dtype);
+    if constexpr (BYTES) {
+      const int k = tile_k(lane_id() / 16);
+      after.raw[0] = load_bits<SIZE>(scale[0] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes,
+                                     lane_octet() < rows && k < g.k);
     } else {
-      const int bytes = (int)s.k_stride * SIZE;
 #pragma unroll
-      for (int i = 0; i < RAW; i++) {
-        const bool there = asked.k + 32 * i < g.k;
-        const int64_t block = few_quotient(asked.k + 32 * i + s.k_origin, s.block_k);
-        raw[i] = load_bits<SIZE>(asked.scale + block * bytes, there);
-        raw_zero[i] = load_bits<4>(asked.zero + block * (int)g.b.zero.k_stride, there && asked.zero);
+      for (int i = 0; i < 8; i++) {
+        const int t = i / 4, o = i / 2 % 2, k = tile_k(t) + (lane_id() % 4 * 2 + i % 2) * 32;
+        const int64_t block = few_quotient(k + s.k_origin, s.block_k);
+        after.raw[i] = load_bits<SIZE>(scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + block * bytes,
+                                       is_there(t, o) && k < g.k);
       }
     }
   }
 
   /* Scales of a byte, two by two. */
-  DEVICE void load_groups(const gemm_args &g)
+  template <bool DOWN> DEVICE void load_groups(const gemm_args &g)
   {
-    const int step = (int)g.b.scale.k_stride;
-    if (asked.pairs) {
+    constexpr int COUNT = few_scales<W>::COUNT, RUNS = COUNT / 4;
+    const scale_matrix &s = g.b.scale;
+    const int step = (int)s.k_stride;
 #pragma unroll
-      for (int i = 0; i < RAW; i++) raw[i] = load_bits<2>(asked.scale + 2 * i, asked.k + 2 * i * GROUP < g.k);
-      return;
+    for (int i = 0; i < COUNT; i++) {
+      const int t = i / 2 / RUNS, o = i / RUNS % 2, k = tile_k(t) + (i % RUNS * 8 + lane_id() % 4 * 2) * GROUP;
+      const char *from =
+          scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + (int64_t)((k + s.k_origin) / max(GROUP, 1)) * step;
+      const bool there = is_there(t, o);
+      after.raw[i] = even ? load_bits<2>(from, there && k < g.k)
+                          : load_bits<1>(from, there && k < g.k) | load_bits<1>(from + step, there && k + GROUP < g.k)
+                                                                       << 8;
     }
-#pragma unroll
-    for (int i = 0; i < RAW; i++)
-      raw[i] = load_bits<1>(asked.scale + 2 * i * step, asked.k + 2 * i * GROUP < g.k) |
-               load_bits<1>(asked.scale + (2 * i + 1) * step, asked.k + (2 * i + 1) * GROUP < g.k) << 8;
   }
 
-  DEVICE void put_scales(const expert_matrix &b)
+  template <bool DOWN> DEVICE void load_zeros(const gemm_args &g)
   {
-    auto &of = smem.scales[warp_id()][slot++ & 1];
-    const int row = lane_id();
-    if constexpr (GROUP == 32) {
-      of.of_row[row] = make_uint2(raw[0] | raw[1] << 16, raw[2] | raw[3] << 16);
-    } else if constexpr (GROUP == 16) {
-      of.of_row[row] =
-          make_uint4(raw[0] | raw[1] << 16, raw[2] | raw[3] << 16, raw[4] | raw[5] << 16, raw[6] | raw[7] << 16);
-    } else if constexpr (BYTES) {
-      of.of_row[row] = scale_value(raw[0], b.scale.dtype);
-    } else {
-      const bool zeros = b.zero.table[0] || b.zero.base[0];
+    const scale_matrix &s = g.b.scale;
 #pragma unroll
-      for (int i = 0; i < RAW; i++) {
-        of.of_row[row][i] = scale_value(raw[i], b.scale.dtype);
-        of.zero[row][i] = (int8_t)(b.offset + (zeros ? (int)(raw_zero[i] >> row % 8 * 4 & 15) + b.zero.add : 0));
-      }
+    for (int i = 0; i < 8; i++) {
+      const int t = i / 4, o = i / 2 % 2, k = tile_k(t) + (i % 2 * 4 + lane_id() % 4) * 32;
+      const int64_t block = few_quotient(k + s.k_origin, s.block_k);
+      zero_word[i] = load_bits<4>(zero[o] + t * octets_behind<DOWN>() * (int)g.b.zero.n_stride * 4 +
+                                      block * (int)g.b.zero.k_stride * 4,
+                                  is_there(t, o) && k < g.k);
     }
   }
 
@@ -260,14 +284,25 @@ template <class L> struct few_feed {
   {
     const gemm_args &g = at.template gemm<DOWN>(args);
     copy_codes<DOWN>(g);
-    ask_scales(g);
+    load_scales<DOWN>(g);
     at.slice += L::CONSUMERS;
+  }
+
+  DEVICE void take_after()
+  {
+    scales = after;
+    if constexpr (ZEROS) {
+      scales.zeros = 0;
+#pragma unroll
+      for (int i = 0; i < 8; i++) scales.zeros |= (zero_word[i] >> lane_id() / 4 * 4 & 15) << 4 * i;
+    }
   }
 
   /* One slice more: a cp.async group, also for none. DOWN: of down, else of up, and then of down where the grid does
    * both. */
   template <bool DOWN> DEVICE void next()
   {
+    take_after();
     if (!DOWN && !at.down && !find<false>() && args.protocol.tickets) start_down();
     if (DOWN || at.down) {
       if (find<true>()) ask<true>();
@@ -277,27 +312,12 @@ template <class L> struct few_feed {
     cp_async_commit_group();
     to.advance();
   }
-  template <bool DOWN> DEVICE void load_next()
-  {
-    load_scales(DOWN || asked.down ? args.down : args.up);
-  }
 
   /* The first slices: STAGES - 1. */
   template <bool DOWN> DEVICE void begin()
   {
-    static_assert(L::STAGES == 3, "scales are asked for two slices ahead");
-    asked.k = 1 << 30, asked.down = DOWN;
+    static_assert(L::STAGES == 3, "a set of scales for each slice that is on its way");
     next<DOWN>();
-    load_next<DOWN>();
-    next<DOWN>();
-  }
-
-  /* Before a slice is multiplied: its scales are there, the next's come. By a warp, whose copies have come. */
-  template <bool DOWN> DEVICE void turn()
-  {
-    put_scales(at.template gemm<DOWN>(args).b);
-    __syncwarp(); /* all lanes' copies and scales are there, and the stage before is read */
-    load_next<DOWN>();
     next<DOWN>();
   }
 };

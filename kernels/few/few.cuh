@@ -27,8 +27,9 @@
  *
  * Weights with scales, of one token: what a slice costs besides its products decides. So x and h are made what the mma
  * takes once a CTA and not once a slice, h by helpers and by consumers that would wait for it; slices are of 32 rows,
- * or of 16 and twice the k. The mma's other seven columns are free: with codes of 4 bits each has the token in one
- * group of k alone, so the sums of eight groups come apart by themselves, and scales multiply sums, not weights.
+ * or of 16 and twice the k; a lane copies what it reads itself and keeps scales in registers. The mma's other seven
+ * columns are free: with codes of 4 bits each has the token in one group of k alone, so the sums of eight groups come
+ * apart by themselves, and scales multiply sums, not weights.
  */
 #ifndef CUMOE_FEW_CUH
 #define CUMOE_FEW_CUH

@@ -137,17 +137,16 @@ template <class S, bool SCALED = S::SCALED> struct few_stage_of {
   typename S::W weights[S::WEIGHTS];
   typename S::X columns[S::COLUMNS][S::COLUMN_K];
 };
-template <class S> struct few_stage_of<S, true> {
-  uint4 codes[S::ROWS][S::VECTORS];
+template <class S> struct few_stage_of<S, true> {      /* each lane's own vectors */
+  uint4 codes[S::TILES][2][S::VECTORS / 4][WARP_SIZE]; /* tile, octet, run of 4 vectors */
 };
 template <class S> using few_stage = few_stage_of<typename S::layout>;
 
-/* Where SCALED: rows of activations as they are multiplied (arrange.cuh), a consumer's scales of its next slices. */
+/* Where SCALED: rows of activations as they are multiplied (arrange.cuh). */
 template <class S, bool SCALED = S::SCALED> struct few_scaled_memory {
 };
 template <class S> struct few_scaled_memory<S, true> {
   uint4 room[FEW_ROOM / 16]; /* x, then h of each active expert */
-  few_scales<typename S::W> scales[S::CONSUMERS][2];
   uint4 zeros[4];
   /* Of h of an active expert: that it is arranged, and measured; chunks that a warp has taken; its largest size. */
   uint64_t arranged[S::PAIRS], measured[S::PAIRS];

@@ -4,13 +4,6 @@
 
 #include "few/feed.cuh"
 
-/* What a lane reads of a slice: vectors of row l/4 of an octet, which are swizzled alike in all octets. */
-template <class L> DEVICE const uint4 &few_codes(const few_stage_of<L> &stage, int octet, int vector)
-{
-  const int row = lane_id() / 4;
-  return (&stage.codes[row][vector ^ ((row & 1) << 2 | row >> 1)])[octet * 8 * L::VECTORS];
-}
-
 DEVICE uint32_t word_of(const uint4 &v, int i)
 {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
@@ -53,22 +46,15 @@ template <class L> DEVICE uint32_t bias_of_codes(int offset)
     return decoder<typename L::W, typename L::CODE::M>::bias(offset);
 }
 
-/* A tile of a slice, from k on. */
+/* A tile's sums of bytes into those of rows l/4 and l/4 + 8. */
 template <class L>
-DEVICE void multiply_bytes(const few_stage_of<L> &stage, const few_scales<typename L::W> &scales, const few_row<L> &x,
-                           int tile, int k, uint32_t bias, float (&sum)[2])
+DEVICE void add_bytes(const few_row<L> &x, float scale, int tile, int k, const typename L::CODE::SUM (&part)[4],
+                      float (&sum)[2])
 {
-  const int row = tile * 16 + lane_id() / 4;
-  typename L::CODE::SUM part[4] = {};
-#pragma unroll 1
-  for (int i = 0; i < 2; i++) {
-    const int vector = i * 4 + lane_id() % 4;
-    multiply_sixteen<L>(part, few_codes<L>(stage, 2 * tile, vector), few_codes<L>(stage, 2 * tile + 1, vector),
-                        x.elements(k + vector * 16), bias);
-  }
   const float factor = *x.factors(k);
-  sum[0] = fmaf((float)part[0], scales.of_row[row] * factor, sum[0]);
-  sum[1] = fmaf((float)part[2], scales.of_row[row + 8] * factor, sum[1]);
+  const int row = tile * 16 + lane_id() / 4;
+  sum[0] = fmaf((float)part[0], __shfl_sync(ALL_LANES, scale, row) * factor, sum[0]);
+  sum[1] = fmaf((float)part[2], __shfl_sync(ALL_LANES, scale, row + 8) * factor, sum[1]);
 }
 
 /* ---- codes of 4 bits: a column is the token in one group alone, and so has the sum of that ---- */
@@ -84,37 +70,39 @@ template <class W> DEVICE bool is_mine(int run, int word)
   return column == 4 * run + vector;
 }
 
-/* Of a row's columns 2 (l%4) and the next. */
-DEVICE float2 take_scales(const few_scales<mx4> &s, int row, int)
+/* Of columns 2 (l%4) and the next. */
+DEVICE float2 take_scales(const few_scales<mx4> &s, int tile, int octet, int, int)
 {
-  const uint32_t two = reinterpret_cast<const uint16_t *>(&s.of_row[row])[lane_id() % 4];
+  const uint32_t two = s.raw[tile * 2 + octet];
   return make_float2(e8m0_to_f32(two & 255), e8m0_to_f32(two >> 8));
 }
-DEVICE float2 take_scales(const few_scales<nv4> &s, int row, int run)
+DEVICE float2 take_scales(const few_scales<nv4> &s, int tile, int octet, int run, int)
 {
-  const uint32_t two = reinterpret_cast<const uint16_t *>(&s.of_row[row])[run * 4 + lane_id() % 4];
-  return unpack_pair<f16>(cvt_f16x2_e4m3x2(two));
+  return unpack_pair<f16>(cvt_f16x2_e4m3x2(s.raw[tile * 4 + octet * 2 + run]));
 }
-DEVICE float2 take_scales(const few_scales<u4> &s, int row, int)
+DEVICE float2 take_scales(const few_scales<u4> &s, int tile, int octet, int, int dtype)
 {
-  return reinterpret_cast<const float2 *>(s.of_row[row])[lane_id() % 4];
+  const int i = tile * 4 + octet * 2;
+  return make_float2(scale_value(s.raw[i], dtype), scale_value(s.raw[i + 1], dtype));
 }
 
-/* Of row l/4's vector in a run: what unpacked codes have too much. */
-template <class M, class W> DEVICE uint32_t take_zero(const few_scales<W> &s, int row, int vector)
+/* What unpacked codes of a lane's vector have too much. */
+template <class M, class W>
+DEVICE uint32_t take_zero(const few_scales<W> &s, const expert_matrix &b, bool zeros, int tile, int octet, int run)
 {
-  if constexpr (same_type<W, u4>) return zero_subtrahend<M>(s.zero[row][vector]);
+  if constexpr (same_type<W, u4>) {
+    const int zero = zeros ? (int)(s.zeros >> 4 * (tile * 4 + octet * 2 + run) & 15) + b.zero.add : 0;
+    return zero_subtrahend<M>(b.offset + zero);
+  }
   return 0;
 }
 
 /* The sums of `part` into those of rows l/4 and l/4 + 8. */
 template <class L>
-DEVICE void add_columns(const few_scales<typename L::W> &scales, const few_row<L> &x, int row, int k, int run,
+DEVICE void add_columns(const float2 &low, const float2 &high, const few_row<L> &x, int k, int run,
                         const float (&part)[4], float (&sum)[2])
 {
-  using W = typename L::W;
-  constexpr bool SIXTEEN = operand<W>::K_PER_SCALE == 16;
-  const float2 low = take_scales(scales, row, run), high = take_scales(scales, row + 8, run);
+  constexpr bool SIXTEEN = operand<typename L::W>::K_PER_SCALE == 16;
   float2 factor = make_float2(1.f, 1.f);
   if constexpr (L::CODE::SUBNORMAL) {
     const int q = lane_id() % 4;
@@ -127,37 +115,56 @@ DEVICE void add_columns(const few_scales<typename L::W> &scales, const few_row<L
   sum[1] = fmaf(part[2] * factor.x, high.x, fmaf(part[3] * factor.y, high.y, sum[1]));
 }
 
+/* A vector of rows l/4 and l/4 + 8, from k on. */
 template <class L>
-DEVICE void multiply_packed(const few_stage_of<L> &stage, const few_scales<typename L::W> &scales, const few_row<L> &x,
-                            const uint4 *zeros, int tile, int k, float (&sum)[2])
+DEVICE void multiply_packed(const uint4 &low, const uint4 &high, uint32_t low_zero, uint32_t high_zero,
+                            const few_row<L> &x, const uint4 *zeros, int k, int run, float (&part)[4])
 {
   using W = typename L::W;
   using M = typename L::CODE::M;
   constexpr bool SIXTEEN = operand<W>::K_PER_SCALE == 16;
-  const int row = tile * 16 + lane_id() / 4;
-  float part[4] = {};
+  const uint4 *const mine = x.elements(k + (run * 4 + lane_id() % 4) * 32),
+                     *const first = is_mine<W>(run, 0) ? mine : zeros,
+                     *const second = SIXTEEN ? is_mine<W>(run, 2) ? mine : zeros : first;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint4 v = (i < 2 ? first : second)[i];
+    uint32_t a[4], b[4];
+    unpack_word<W, M>(word_of(low, i), low_zero, a), unpack_word<W, M>(word_of(high, i), high_zero, b);
+    multiply_four<M>(part, a[0], a[1], b[0], b[1], v.x, v.y);
+    multiply_four<M>(part, a[2], a[3], b[2], b[3], v.z, v.w);
+  }
+}
+
+/* ---- slices ---- */
+
+/* A tile of a slice, from k on. */
+template <class L>
+DEVICE void multiply_tile(const gemm_args &g, const few_stage_of<L> &stage, const few_scales<typename L::W> &scales,
+                          const few_row<L> &x, const uint4 *zeros, int tile, int k, float (&sum)[2])
+{
+  using W = typename L::W;
+  using M = typename L::CODE::M;
+  constexpr bool SIXTEEN = operand<W>::K_PER_SCALE == 16;
+  typename L::CODE::SUM part[4] = {};
 #pragma unroll
   for (int run = 0; run < 2; run++) {
-    const int vector = run * 4 + lane_id() % 4;
-    const uint4 low = few_codes<L>(stage, 2 * tile, vector), high = few_codes<L>(stage, 2 * tile + 1, vector);
-    const uint4 *const mine = x.elements(k + vector * 32), *const first = is_mine<W>(run, 0) ? mine : zeros,
-                       *const second = SIXTEEN ? is_mine<W>(run, 2) ? mine : zeros : first;
-    const uint32_t low_zero = take_zero<M>(scales, row, vector), high_zero = take_zero<M>(scales, row + 8, vector);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint4 v = (i < 2 ? first : second)[i];
-      uint32_t a[4], b[4];
-      unpack_word<W, M>(word_of(low, i), low_zero, a), unpack_word<W, M>(word_of(high, i), high_zero, b);
-      multiply_four<M>(part, a[0], a[1], b[0], b[1], v.x, v.y);
-      multiply_four<M>(part, a[2], a[3], b[2], b[3], v.z, v.w);
-    }
-    if (SIXTEEN) {
-      add_columns<L>(scales, x, row, k, run, part, sum);
+    const uint4 low = stage.codes[tile][0][run][lane_id()], high = stage.codes[tile][1][run][lane_id()];
+    if constexpr (L::BITS == 8) {
+      multiply_sixteen<L>(part, low, high, x.elements(k + (run * 4 + lane_id() % 4) * 16),
+                          bias_of_codes<L>(g.b.offset));
+    } else {
+      const bool zeros_there = g.b.zero.table[0] || g.b.zero.base[0];
+      multiply_packed<L>(low, high, take_zero<M>(scales, g.b, zeros_there, tile, 0, run),
+                         take_zero<M>(scales, g.b, zeros_there, tile, 1, run), x, zeros, k, run, part);
+      if (!SIXTEEN && run == 0) continue;
+      add_columns<L>(take_scales(scales, tile, 0, run, g.b.scale.dtype),
+                     take_scales(scales, tile, 1, run, g.b.scale.dtype), x, k, run, part, sum);
 #pragma unroll
       for (int i = 0; i < 4; i++) part[i] = 0.f;
     }
   }
-  if (!SIXTEEN) add_columns<L>(scales, x, row, k, 0, part, sum);
+  if constexpr (L::BITS == 8) add_bytes<L>(x, scale_value(scales.raw[0], g.b.scale.dtype), tile, k, part, sum);
 }
 
 /* ---- units ---- */
@@ -200,17 +207,13 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
 #pragma unroll 1
   for (; here.slice < slices; here.slice += L::CONSUMERS, stage.advance()) {
     cp_async_wait_group<L::STAGES - 2>();
-    feed.template turn<DOWN>();
     const few_stage_of<L> &from = smem.stages[warp_id()][stage.stage];
-    const auto &scales = smem.scales[warp_id()][feed.slot - 1 & 1];
+    const few_scales<typename L::W> scales = feed.scales;
+    feed.template next<DOWN>();
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      int k = (wide ? 2 * here.slice + t : here.slice) * L::BK;
-      if (t > 0 && k >= g.k) k = 0; /* all codes are 0 */
-      if constexpr (L::BITS == 8)
-        multiply_bytes<L>(from, scales, x, t, k, bias_of_codes<L>(g.b.offset), sum[t]);
-      else
-        multiply_packed<L>(from, scales, x, smem.zeros, t, k, sum[t]);
+      const int k = (wide ? 2 * here.slice + t : here.slice) * L::BK;
+      if (t == 0 || k < g.k) multiply_tile<L>(g, from, scales, x, smem.zeros, t, k, sum[t]);
     }
   }
   store_part<L>(smem, buffer, first, first < slices, wide, sum);
@@ -235,7 +238,6 @@ DEVICE bool consume_shares(const few_args &args, few_memory<L> &smem, few_feed<L
     if (share == gridDim.x) return true;
     phase ^= 1;
     cp_async_wait_group<0>(); /* what was loaded ahead is loaded again */
-    __syncwarp();
     feed.start_up(share), feed.to = stage;
   }
 }

@@ -115,7 +115,7 @@ template <class S> DEVICE int build_few_table(const few_args &args, few_smem<S> 
     else
       *reinterpret_cast<uint4 *>(t.column[pair]) = make_uint4(~0u, ~0u, ~0u, ~0u);
   }
-  if (S::TOKENS > 1) enter_pairs<S>(args, smem, pair, to, token);
+  if constexpr (S::TOKENS > 1) enter_pairs<S>(args, smem, pair, to, token);
   __syncthreads();
   return active_before(t, S::PAIRS);
 }
