@@ -205,12 +205,12 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
-  return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
+  return whole_clusters(v, min64(s->rows * ceil_div(s->n, v->bn), resident(m, v)), resident(m, v));
 }
 
 static int64_t grid_few_down(const machine *m, const variant *v, const op_shape *s)
 {
-  return min64(ceil_div(s->n, v->bn), resident(m, v));
+  return whole_clusters(v, min64(v->cluster * ceil_div(s->n, v->bn), resident(m, v)), resident(m, v));
 }
 
 /* ---- units of CPU rows: units_<column of operations.def> ---- */

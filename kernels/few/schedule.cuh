@@ -6,11 +6,21 @@
 
 /* ---- units ---- */
 
-/* This CTA's part of `count` things. */
-DEVICE few_range part_of_cta(int count)
+/* This CTA's, or its cluster's, part of `count` things. */
+template <int CLUSTER> DEVICE few_range part_of_cta(int count)
 {
-  const int each = count / (int)gridDim.x, more = count - each * (int)gridDim.x, cta = blockIdx.x;
+  const int ctas = (int)gridDim.x / CLUSTER, each = count / ctas, more = count - each * ctas,
+            cta = blockIdx.x / CLUSTER;
   return {cta * each + min(cta, more), each + (cta < more)};
+}
+
+/* A CTA's octets of down: even parts, N-major in pieces of memory. */
+template <class L> DEVICE few_range own_octets(int n)
+{
+  if constexpr (!L::N_MAJOR) return part_of_cta<L::CLUSTER>(n / 8);
+  const few_range pieces = part_of_cta<L::CLUSTER>(ceil_div(n / 8, L::OCTETS));
+  const int first = pieces.first * L::OCTETS;
+  return {first, min(pieces.count * L::OCTETS, n / 8 - first)};
 }
 
 /*
@@ -25,19 +35,22 @@ template <class S> struct few_units {
   /* Of up. The last share has the fewest, and share gridDim.x none. */
   DEVICE few_units(const gemm_args &g, int active_experts, int share) : active(0), experts(active_experts)
   {
-    end = g.n / 8, step = g.gated ? S::OCTETS / 2 : S::OCTETS;
-    tiles = g.gated ? ceil_div(end, S::OCTETS / 2) : ceil_div(end, S::OCTETS);
+    end = g.n / 8, step = g.gated ? S::UNIT / 2 : S::UNIT;
+    tiles = g.gated ? ceil_div(end, S::UNIT / 2) : ceil_div(end, S::UNIT);
     octet = share * step, left = share < gridDim.x ? experts * tiles - share : 0;
     carry();
   }
 
   /* Of down. */
-  DEVICE few_units(few_range own, int active_experts) : active(0), experts(active_experts)
+  DEVICE few_units(few_range own, int active_experts) : active(few_rank<S>()), experts(active_experts)
   {
-    octet = own.first, end = own.first + own.count, left = experts * ceil_div(own.count, S::OCTETS);
+    octet = own.first, end = own.first + own.count, left = own_experts() * ceil_div(own.count, S::OCTETS);
     step = S::OCTETS, tiles = 0;
     octets = min(step, end - octet);
   }
+
+  /* Of down. */
+  DEVICE int own_experts() const { return (experts + S::CLUSTER - 1 - few_rank<S>()) / S::CLUSTER; }
 
   /* Octets past an expert's last one are the next expert's. */
   DEVICE void carry()
@@ -52,8 +65,8 @@ template <class S> struct few_units {
       left -= gridDim.x, octet += (int)gridDim.x * step;
       carry();
     } else {
-      left--, active++;
-      if (active == experts) active = 0, octet += step;
+      left--, active += S::CLUSTER;
+      if (S::CLUSTER > 1 ? active >= experts : active == experts) active = few_rank<S>(), octet += step;
       octets = min(step, end - octet);
     }
   }
@@ -78,7 +91,7 @@ template <class S> struct few_cursor {
   int narrow, wide, slice; /* slices of a unit of either kind; the next */
 
   DEVICE few_cursor(const gemm_args &g, few_units<S> first)
-      : unit(first), narrow(ceil_div(g.k, S::BK)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
+      : unit(first), narrow(ceil_div(g.k, S::SLICE_K)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
   {
   }
   DEVICE int slices() const { return unit.wide() ? wide : narrow; }
