@@ -141,6 +141,39 @@ gemm_args down_arguments(const struct plan *plan, const struct weights *weights,
   return g;
 }
 
+quantize_args quantize_arguments(const struct plan *plan, gemm_args *g, token_count rows, const row_order *order,
+                                 void *codes, float *scale)
+{
+  const quantize_args q = {.x = g->a,
+                           .codes = codes,
+                           .scale = scale,
+                           .x_ld = g->a_ld,
+                           .codes_ld = g->k,
+                           .scale_ld = rows.count,
+                           .rows = rows,
+                           .cols = g->k,
+                           .dtype = plan->desc.dtype,
+                           .format = g->rows,
+                           .by_expert = order->by_expert,
+                           .experts = g->experts,
+                           .top_k = g->top_k,
+                           .offsets = g->offsets,
+                           .row_pair = order->by_expert ? g->row_pair : NULL,
+                           .x_rows = g->tokens.count,
+                           .static_stride = order->static_stride,
+                           .order_stride = order->stride,
+                           .order = order->base,
+                           .order_table = order->table};
+  const bool to_codes = g->rows.mode != ROWS_AS_THEY_ARE;
+  if (!to_codes && !order->by_expert) return q;
+  g->a = q.codes;
+  g->a_ld = q.codes_ld;
+  g->packed = order->by_expert;
+  if (to_codes) g->a_scale = q.scale;
+  g->a_scale_ld = q.scale_ld;
+  return q;
+}
+
 combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *a,
                                int64_t tokens)
 {

@@ -37,6 +37,11 @@ gemm_args up_arguments(const struct plan *plan, const struct weights *weights, c
                        const route_pointers *route, cumoe_view pair_weights);
 gemm_args down_arguments(const struct plan *plan, const struct weights *weights, cumoe_view h,
                          const route_pointers *route, int64_t tokens);
+
+/* The activations of a product become codes, or an expert's own row, where the format wants it: `g` reads these
+ * instead. rows: how many there are. */
+quantize_args quantize_arguments(const struct plan *plan, gemm_args *g, token_count rows, const row_order *order,
+                                 void *codes, float *scale);
 combine_args combine_arguments(const struct plan *plan, const int32_t *slot_row, const cumoe_combine_args *args,
                                int64_t tokens);
 

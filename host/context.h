@@ -8,14 +8,16 @@
 #include "threads.h"
 #include "../include/cumoe/context.h"
 #include "../kernels/args.h"
+#include "../kernels/masked.h"
 
-enum { MAX_IMAGES = 32 };
+enum { MAX_IMAGES = 48 };
 
 /* What modules keep for a context and give back when it closes, in this order. Its work is done; its device may be
  * lost. */
 typedef enum close_step {
   CLOSE_REPORT, /* of leaks: while all is there */
   CLOSE_BLAS,
+  CLOSE_GROUPS,
   CLOSE_PLANS,
   CLOSE_WEIGHTS,
   CLOSE_BUFFERS,

@@ -78,6 +78,15 @@ static op_shape shape_of_quantize(operation op, const void *args)
       .op = op, .in = a->dtype, .out = a->format.element, .tokens = a->rows.count, .n = a->cols, .k = a->format.group};
 }
 
+static op_shape shape_of_quantize_masked(operation op, const void *args)
+{
+  const quantize_args *a = &((const quantize_masked_args *)args)->rows;
+  op_shape s = shape_of_quantize(op, a);
+  s.by_expert = a->by_expert;
+  if (a->format.mode == ROWS_AS_THEY_ARE) s.out = a->dtype;
+  return s;
+}
+
 static op_shape shape_of_encode(operation op, const void *args)
 {
   const encode_args *a = args;

@@ -4,6 +4,7 @@
 #include "check.h"
 #include "context.h"
 #include "dispatch.h"
+#include "format.h"
 #include "status.h"
 
 static cumoe_status check_capacity(const struct plan *plan, const char *name, int64_t capacity)
@@ -14,12 +15,12 @@ static cumoe_status check_capacity(const struct plan *plan, const char *name, in
   return CUMOE_OK;
 }
 
-/* h [rows, I], in whole units of its alignment. */
-static int64_t h_bytes(const struct plan *plan, int64_t capacity)
+static cumoe_status check_room(const struct plan *plan, const char *name, int64_t capacity, masked_layout *at)
 {
-  const cumoe_moe_desc *d = &plan->desc;
-  const int64_t bytes = capacity * d->local_experts * d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  return (bytes + 255) / 256 * 256;
+  TRY(check_capacity(plan, name, capacity));
+  REQUIRE(plan_masked_layout(&plan->desc, capacity * plan->desc.local_experts, at), CUMOE_ERR_INVALID_ARGUMENT,
+          "%s is %lld: the workspace would exceed 2^62 bytes", name, (long long)capacity);
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_masked_workspace(cumoe_plan handle, int64_t capacity, size_t *bytes)
@@ -28,28 +29,24 @@ cumoe_status cumoe_masked_workspace(cumoe_plan handle, int64_t capacity, size_t 
   const struct plan *plan;
   TRY(find_plan(handle, &plan));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  TRY(check_capacity(plan, "capacity", capacity));
-  *bytes = (size_t)h_bytes(plan, capacity);
+  masked_layout at;
+  TRY(check_room(plan, "capacity", capacity, &at));
+  *bytes = at.bytes;
   return CUMOE_OK;
 }
 
 static cumoe_status check_plan(const struct plan *plan)
 {
-  const cumoe_moe_desc *d = &plan->desc;
-  REQUIRE(d->up_format.rows == CUMOE_ROWS_AS_THEY_ARE && d->down_format.rows == CUMOE_ROWS_AS_THEY_ARE,
-          CUMOE_ERR_NOT_SUPPORTED,
-          "desc.up_format.rows is %d, desc.down_format.rows %d: activations are quantised by "
-          "cumoe_moe_forward only",
-          (int)d->up_format.rows, (int)d->down_format.rows);
-  REQUIRE(!(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT), CUMOE_ERR_NOT_SUPPORTED,
+  REQUIRE(!(plan->desc.routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT), CUMOE_ERR_NOT_SUPPORTED,
           "routing.flags has WEIGHT_ON_INPUT: masked rows have no weights");
   return CUMOE_OK;
 }
 
-static cumoe_status check_masked(const struct plan *plan, const struct weights *weights, const cumoe_masked_args *a)
+static cumoe_status check_masked(const struct plan *plan, const struct weights *weights, const cumoe_masked_args *a,
+                                 size_t need)
 {
   const cumoe_moe_desc *d = &plan->desc;
-  const int64_t rows = a->capacity * d->local_experts, need = h_bytes(plan, a->capacity);
+  const int64_t rows = a->capacity * d->local_experts;
   const uint32_t own = DTYPE_BIT(d->dtype), i32 = DTYPE_BIT(CUMOE_I32);
   const operand x = {"args.x", rows, d->hidden, own, 16}, out = {"args.out", rows, d->hidden, own, 16},
                 counts = {"args.counts", 1, d->local_experts, i32, 0},
@@ -60,8 +57,8 @@ static cumoe_status check_masked(const struct plan *plan, const struct weights *
   TRY(check_operand(plan->context, &offsets, a->offsets));
   TRY(check_operand(plan->context, &out, cumoe_const(a->out)));
   if (need) TRY(check_operand(plan->context, &workspace, cumoe_const(a->workspace)));
-  REQUIRE(!need || a->workspace.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %lld are needed",
-          (long long)a->workspace.cols, (long long)need);
+  REQUIRE(!need || (size_t)a->workspace.cols >= need, CUMOE_ERR_WORKSPACE,
+          "args.workspace has %lld bytes, %zu are needed", (long long)a->workspace.cols, need);
   REQUIRE(a->expected_rows >= 0, CUMOE_ERR_INVALID_ARGUMENT, "args.expected_rows is %lld, must not be negative",
           (long long)a->expected_rows);
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
@@ -73,32 +70,68 @@ static cumoe_status check_masked(const struct plan *plan, const struct weights *
   return check_overlaps(views, 2, sizeof views / sizeof *views);
 }
 
-/* Both products or neither. */
-static cumoe_status run_masked(const struct plan *plan, const struct weights *weights, const cumoe_masked_args *a,
-                               cumoe_stream stream)
+/* Arguments of the two products, and of what becomes of the activations of each. */
+typedef struct masked_pass {
+  quantize_masked_args x, h;
+  mapped_args up, down;
+} masked_pass;
+
+static quantize_masked_args quantize_room(const struct plan *plan, const cumoe_masked_args *a, gemm_args *g,
+                                          const row_order *order, size_t codes, size_t scale)
+{
+  char *workspace = a->workspace.data;
+  const token_count rows = all_tokens(a->x.rows);
+  return (quantize_masked_args){
+      .rows = quantize_arguments(plan, g, rows, order, workspace + codes, (float *)(workspace + scale)),
+      .counts = a->counts.data,
+      .capacity = (int32_t)a->capacity};
+}
+
+static void fill_masked(const struct plan *plan, const struct weights *weights, const cumoe_masked_args *a,
+                        const masked_layout *at, masked_pass *p)
 {
   const cumoe_moe_desc *d = &plan->desc;
-  const int64_t rows = a->x.rows, expected = a->expected_rows ? a->expected_rows : a->capacity;
+  const int64_t rows = a->x.rows;
   const route_pointers route = {(int32_t *)(uintptr_t)a->counts.data, (int32_t *)(uintptr_t)a->offsets.data, NULL,
                                 NULL};
-  const choice_hint hint = {expected * d->local_experts, is_invariant(d)};
   const cumoe_view none = {0};
-  mapped_args up = {.gemm.g = up_arguments(plan, weights, a->x, &route, none)};
-  up.gemm.g.rows_cap = rows;
-  up.gemm.g.c = a->workspace.data;
-  up.gemm.g.c_ld = d->inter;
-  const cumoe_view h = cumoe_matrix(a->workspace.data, (cumoe_dtype)d->dtype, rows, d->inter, d->inter);
-  mapped_args down = {.gemm.g = down_arguments(plan, weights, h, &route, rows)};
-  down.gemm.g.rows_cap = rows;
-  down.gemm.g.c = a->out.data;
-  down.gemm.g.c_ld = a->out.ld;
-  launch_step first, second;
-  TRY(choose_step(plan->context, OP_up, &up, &hint, &first));
-  TRY(choose_step(plan->context, OP_down, &down, &hint, &second));
-  TRY(encode_maps(plan->context, &first, &up));
-  TRY(encode_maps(plan->context, &second, &down));
-  TRY(launch(plan->context, &first, &up, stream));
-  return launch(plan->context, &second, &down, stream);
+  gemm_args *up = &p->up.gemm.g, *down = &p->down.gemm.g;
+  *up = up_arguments(plan, weights, a->x, &route, none);
+  up->rows_cap = rows;
+  up->c = (char *)a->workspace.data + at->h;
+  up->c_ld = d->inter;
+  const cumoe_view h = cumoe_matrix(up->c, (cumoe_dtype)d->dtype, rows, d->inter, d->inter);
+  *down = down_arguments(plan, weights, h, &route, rows);
+  down->rows_cap = rows;
+  down->c = a->out.data;
+  down->c_ld = a->out.ld;
+  p->x = quantize_room(plan, a, up, &weights->up_order, at->x_codes, at->x_scale);
+  p->h = quantize_room(plan, a, down, &weights->down_order, at->h_codes, at->h_scale);
+}
+
+/* All launches or none. */
+static cumoe_status run_masked(const struct plan *plan, const struct weights *weights, const cumoe_masked_args *a,
+                               const masked_layout *at, cumoe_stream stream)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  struct context *context = plan->context;
+  const int64_t most = a->capacity,
+                expected = a->expected_rows > 0 && a->expected_rows < most ? a->expected_rows : most;
+  const choice_hint hint = {expected * d->local_experts, is_invariant(d)};
+  const bool changes_x = changes_rows(&d->up_format), changes_h = changes_rows(&d->down_format);
+  masked_pass p;
+  launch_step x, up, h, down;
+  fill_masked(plan, weights, a, at, &p);
+  if (changes_x) TRY(choose_step(context, OP_quantize_masked, &p.x, NULL, &x));
+  TRY(choose_step(context, OP_up, &p.up, &hint, &up));
+  if (changes_h) TRY(choose_step(context, OP_quantize_masked, &p.h, NULL, &h));
+  TRY(choose_step(context, OP_down, &p.down, &hint, &down));
+  TRY(encode_maps(context, &up, &p.up));
+  TRY(encode_maps(context, &down, &p.down));
+  if (changes_x) TRY(launch(context, &x, &p.x, stream));
+  TRY(launch(context, &up, &p.up, stream));
+  if (changes_h) TRY(launch(context, &h, &p.h, stream));
+  return launch(context, &down, &p.down, stream);
 }
 
 cumoe_status cumoe_masked_forward(cumoe_plan plan_handle, cumoe_weights weights_handle, const cumoe_masked_args *args,
@@ -112,9 +145,10 @@ cumoe_status cumoe_masked_forward(cumoe_plan plan_handle, cumoe_weights weights_
   TRY(take_struct("args", args, &a));
   TRY(find_weights("weights", weights_handle, plan, false, &weights));
   REQUIRE(a.reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.reserved is %d, must be 0", (int)a.reserved);
-  TRY(check_capacity(plan, "args.capacity", a.capacity));
+  masked_layout at;
+  TRY(check_room(plan, "args.capacity", a.capacity, &at));
   TRY(check_plan(plan));
-  TRY(check_masked(plan, weights, &a));
+  TRY(check_masked(plan, weights, &a, at.bytes));
   if (a.capacity == 0) return CUMOE_OK;
-  ON_DEVICE(plan->context, run_masked(plan, weights, &a, stream));
+  ON_DEVICE(plan->context, run_masked(plan, weights, &a, &at, stream));
 }

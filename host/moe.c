@@ -120,12 +120,6 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
 
 /* ---- forward: the checks ---- */
 
-/* What a call of cumoe_moe_forward works with. */
-typedef struct layer {
-  const struct plan *plan;
-  const struct weights *weights, *shared; /* shared: NULL without */
-} layer;
-
 /* The caller has chosen, and the gate weighs. */
 static bool is_chosen(const cumoe_moe_args *a)
 {
@@ -240,7 +234,7 @@ static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args 
   return CUMOE_OK;
 }
 
-static cumoe_status check_forward_overlaps(const cumoe_moe_args *a, const layer *with)
+cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with)
 {
   const named_view views[] = {{"args.out", cumoe_const(a->out)},
                               {"args.ids_out", cumoe_const(a->ids_out)},
@@ -282,11 +276,10 @@ static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_arg
   return CUMOE_OK;
 }
 
-static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights, const cumoe_moe_args *a, layer *with)
+cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights, const cumoe_moe_args *a,
+                                  layer_operands *with)
 {
-  *with = (layer){0};
-  TRY(find_plan(plan_handle, &with->plan));
-  const struct plan *plan = with->plan;
+  *with = (layer_operands){.plan = plan};
   const cumoe_moe_desc *d = &plan->desc;
   TRY(find_weights("weights", weights, plan, false, &with->weights));
   REQUIRE(a->flags == 0 && a->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.flags and args.reserved must be 0");
@@ -298,9 +291,17 @@ static cumoe_status check_forward(cumoe_plan plan_handle, cumoe_weights weights,
   TRY(check_optional(plan->context, &device_tokens, a->device_tokens));
   TRY(check_routing_inputs(plan, a));
   TRY(check_shared(plan, a, &with->shared));
-  TRY(check_outputs(plan, a));
+  return check_outputs(plan, a);
+}
+
+static cumoe_status check_forward(cumoe_plan handle, cumoe_weights weights, const cumoe_moe_args *a,
+                                  layer_operands *with)
+{
+  const struct plan *plan;
+  TRY(find_plan(handle, &plan));
+  TRY(check_layer_operands(plan, weights, a, with));
   TRY(check_workspace(plan, a));
-  return check_forward_overlaps(a, with);
+  return check_layer_overlaps(a, with);
 }
 
 /* ---- forward: where everything lies ---- */
@@ -438,46 +439,6 @@ static void experts_pass(const pass *p, const struct weights *weights, const rou
   down->c_ld = d->hidden;
 }
 
-/* Where codes and scales of the activations of a product lie. */
-typedef struct code_regions {
-  size_t codes, scale;
-} code_regions;
-
-/* Activations become codes before they are multiplied, or an expert's own row, where the format wants it: `g` reads
- * these instead. rows: how many there are. */
-static quantize_args quantize_pass(const pass *p, gemm_args *g, token_count rows, const row_order *order,
-                                   code_regions at)
-{
-  const quantize_args q = {.x = g->a,
-                           .codes = region(p, at.codes),
-                           .scale = region(p, at.scale),
-                           .x_ld = g->a_ld,
-                           .codes_ld = g->k,
-                           .scale_ld = rows.count,
-                           .rows = rows,
-                           .cols = g->k,
-                           .dtype = p->plan->desc.dtype,
-                           .format = g->rows,
-                           .by_expert = order->by_expert,
-                           .experts = g->experts,
-                           .top_k = g->top_k,
-                           .offsets = g->offsets,
-                           .row_pair = order->by_expert ? g->row_pair : NULL,
-                           .x_rows = p->tokens.count,
-                           .static_stride = order->static_stride,
-                           .order_stride = order->stride,
-                           .order = order->base,
-                           .order_table = order->table};
-  const bool codes = g->rows.mode != ROWS_AS_THEY_ARE;
-  if (!codes && !order->by_expert) return q;
-  g->a = q.codes;
-  g->a_ld = q.codes_ld;
-  g->packed = order->by_expert;
-  if (codes) g->a_scale = q.scale;
-  g->a_scale_ld = q.scale_ld;
-  return q;
-}
-
 /* Rows of the route: its last offset says how many. */
 static token_count rows_of_route(const pass *p, int64_t cap)
 {
@@ -489,17 +450,18 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
   const workspace_layout *at = &p->lp.at;
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
   const token_count rows = rows_of_route(p, down->rows_cap);
-  const code_regions x = {at->x_codes, at->x_scale}, h = {at->h_codes, at->h_scale};
-  l->x = quantize_pass(p, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, x);
-  l->h = quantize_pass(p, down, rows, &w->down_order, h);
+  l->x = quantize_arguments(p->plan, up, w->up_order.by_expert ? rows : p->tokens, &w->up_order, region(p, at->x_codes),
+                            region(p, at->x_scale));
+  l->h = quantize_arguments(p->plan, down, rows, &w->down_order, region(p, at->h_codes), region(p, at->h_scale));
 }
 
 static void quantize_shared(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
-  const code_regions x = {at->shared_x_codes, at->shared_x_scale}, h = {at->shared_h_codes, at->shared_h_scale};
-  l->shared_x = quantize_pass(p, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order, x);
-  l->shared_h = quantize_pass(p, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order, h);
+  l->shared_x = quantize_arguments(p->plan, &l->shared_up.gemm.g, p->tokens, &p->shared->up_order,
+                                   region(p, at->shared_x_codes), region(p, at->shared_x_scale));
+  l->shared_h = quantize_arguments(p->plan, &l->shared_down.gemm.g, p->tokens, &p->shared->down_order,
+                                   region(p, at->shared_h_codes), region(p, at->shared_h_scale));
 }
 
 /* How the kernels of a routed layer work together: kernels/protocol.h. */
@@ -601,7 +563,7 @@ static bool serves_router(const cumoe_moe_args *a)
   return tmap_serves_views(&x, &a->router_weight);
 }
 
-static layer_call call_of(const layer *with, const cumoe_moe_args *a)
+static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
 {
   layer_call c = {.tokens = a->x.rows,
                   .up = with->weights->up_facts,
@@ -639,7 +601,7 @@ cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cum
 {
   begin_call_on(__func__, stream);
   cumoe_moe_args a;
-  layer with;
+  layer_operands with;
   TRY(take_struct("args", args, &a));
   TRY(check_forward(plan, weights, &a, &with));
   if (a.x.rows == 0) return CUMOE_OK;

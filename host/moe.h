@@ -5,6 +5,8 @@
 #include "status.h"
 #include "../include/cumoe/moe.h"
 
+struct weights;
+
 struct plan {
   struct context *context;
   cumoe_moe_desc desc; /* defaults filled in: local_experts, out_dtype, act_alpha, routed_scale */
@@ -12,5 +14,16 @@ struct plan {
 };
 
 cumoe_status find_plan(cumoe_plan handle, const struct plan **plan);
+
+/* What a call of cumoe_moe_forward works with. */
+typedef struct layer_operands {
+  const struct plan *plan;
+  const struct weights *weights, *shared; /* shared: NULL without */
+} layer_operands;
+
+/* All arguments but the workspace; then, where that is one, that nothing lies over anything else. */
+cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights, const cumoe_moe_args *a,
+                                  layer_operands *with);
+cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with);
 
 #endif

@@ -408,3 +408,14 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->bytes = c.at;
   return !c.overflow;
 }
+
+bool plan_masked_layout(const cumoe_moe_desc *d, int64_t rows, masked_layout *m)
+{
+  carver c = {0, false};
+  *m = (masked_layout){0};
+  m->h = carve(&c, rows, d->inter, cumoe_dtype_bytes((cumoe_dtype)d->dtype));
+  carve_codes(&c, &d->up_format, rows, d->hidden, &m->x_codes, &m->x_scale);
+  carve_codes(&c, &d->down_format, rows, d->inter, &m->h_codes, &m->h_scale);
+  m->bytes = c.at;
+  return !c.overflow;
+}

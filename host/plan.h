@@ -64,6 +64,14 @@ typedef struct workspace_layout {
 /* False if a size overflows 2^62 bytes. */
 bool plan_workspace_layout(const cumoe_moe_desc *desc, int64_t tokens, workspace_layout *layout);
 
+/* The masked form: what lies between its two products. */
+typedef struct masked_layout {
+  size_t h, x_codes, x_scale, h_codes, h_scale, bytes;
+} masked_layout;
+
+/* Of all rows that experts have room for. False if a size overflows 2^62 bytes. */
+bool plan_masked_layout(const cumoe_moe_desc *desc, int64_t rows, masked_layout *layout);
+
 /* What a choice of kernels depends on of weights in memory, besides their format: see op_shape. */
 typedef struct bound_matrix {
   weight_major major;

@@ -282,9 +282,11 @@ static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route,
 static cumoe_status check_as_they_are(const char *name, const cumoe_format *f)
 {
   REQUIRE(f->rows == CUMOE_ROWS_AS_THEY_ARE, CUMOE_ERR_NOT_SUPPORTED,
-          "%s.rows is %d: activations are quantised by cumoe_moe_forward only", name, (int)f->rows);
+          "%s.rows is %d: activations become codes in cumoe_moe_forward and cumoe_masked_forward only", name,
+          (int)f->rows);
   REQUIRE(!f->act_order, CUMOE_ERR_NOT_SUPPORTED,
-          "%s.act_order is %d: activations get another order by cumoe_moe_forward only", name, (int)f->act_order);
+          "%s.act_order is %d: activations get another order in cumoe_moe_forward and cumoe_masked_forward only", name,
+          (int)f->act_order);
   return CUMOE_OK;
 }
 

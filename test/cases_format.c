@@ -187,7 +187,7 @@ static void run_format(cumoe_context context, const char *name, int parts, const
 
 void cases_format(cumoe_context context)
 {
-  static const int32_t hiddens[] = {64, 160, 96, 32, 320, 192}, inters[] = {32, 96, 80, 192, 64, 320},
+  static const int32_t hiddens[] = {64, 160, 96, 32, 320, 192}, inters[] = {32, 96, 80, 192, 64, 320, 16},
                        deep[] = {704, 1504, 2880, 512};
   cumoe_format f;
   const char *name;
@@ -198,7 +198,7 @@ void cases_format(cumoe_context context)
       const bool large = which > 7;
       layer_spec s = spec_with(&r, f, parts, which / 3 % 2 ? CUMOE_F16 : CUMOE_BF16, case_tokens[rng_below(&r, 12)],
                                large ? deep[rng_below(&r, 4)] : hiddens[rng_below(&r, 6)],
-                               large ? deep[rng_below(&r, 4)] : inters[rng_below(&r, 6)]);
+                               large ? deep[rng_below(&r, 4)] : inters[rng_below(&r, 7)]);
       s.desc.num_experts = 1 + (int32_t)rng_below(&r, 9);
       s.desc.routing.top_k = s.desc.num_experts > 2 ? 3 : 1;
       s.pattern = (pattern)rng_below(&r, PATTERN_COUNT);

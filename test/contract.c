@@ -503,7 +503,7 @@ static void format_stages(cumoe_context context)
   staged_open(&g, context, &spec, &in, NULL);
   CHECK_OK(run_stage(&g, STAGE_MAP));
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, run_stage(&g, STAGE_UP));
-  CHECK_TEXT("desc.up_format.rows is 3: activations are quantised by cumoe_moe_forward only");
+  CHECK_TEXT("desc.up_format.rows is 3: activations become codes in cumoe_moe_forward and");
   CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, run_stage(&g, STAGE_DOWN));
   CHECK_TEXT("desc.down_format.rows is 2:");
   check_untouched(context, "h", g.h, 0);

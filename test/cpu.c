@@ -1,6 +1,7 @@
 /* The CPU device against the oracle: every stage and the layer. The same cases run on CUDA in variants.c. White box
  * where the order of the threads is what matters. */
 #include "cases.h"
+#include "cases_codes.h"
 #include "cases_format.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"
@@ -204,6 +205,10 @@ int main(int argc, char **argv)
     run_group("exact formats", cases_format_exact, context);
     run_group("wrong formats", cases_format_controls, context);
     run_group("odd formats", cases_format_odd, context);
+    run_group("encode", cases_encode, context);
+    run_group("scales first", cases_encode_scales, context);
+    run_group("scan", cases_scan, context);
+    run_group("repack", cases_repack, context);
     run_group("elementwise", cases_elementwise, context);
     run_group("softmax", cases_softmax, context);
     run_group("norm", cases_norm, context);

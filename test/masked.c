@@ -2,90 +2,7 @@
  * The masked form [E, capacity, H] against the oracle, rows that are not there untouched; stages whose number of tokens
  * the device knows; and layers whose tokens have the same bits whatever the batch (CUMOE_MOE_BATCH_INVARIANT).
  */
-#include "session.h"
-
-#include <math.h>
-
-/* ---- [E, capacity, H] ---- */
-
-static void fill_counts(rng *r, const tensor *counts, int64_t capacity, int which)
-{
-  for (int64_t e = 0; e < counts->cols; e++) {
-    const int64_t some = rng_below(r, capacity + 1);
-    tensor_set(counts, 0, e, (double)(which == 0 ? some : which == 1 ? (e % 3 ? 0 : capacity) : e == 1 ? capacity : 0));
-  }
-}
-
-/* Rows past the counts hold NaN, and must not be written. */
-static void run_masked(cumoe_context context, int32_t dtype, int64_t capacity, int which)
-{
-  rng r = {(uint64_t)capacity * 7 + (uint64_t)which};
-  layer_spec s = layer_spec_new(dtype, 1, 72, 56);
-  s.desc.num_experts = 5;
-  if (which == 2) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
-  const int32_t experts = s.desc.num_experts;
-  case_begin("masked %s capacity %d counts %d", cumoe_dtype_name((cumoe_dtype)dtype), (int)capacity, which);
-  host_weights w = random_weights(&r, &s.desc, experts, s.desc.inter, s.form);
-  const tensor counts = tensor_new(CUMOE_I32, 1, experts), offsets = tensor_new(CUMOE_I32, 1, experts + 1),
-               x = tensor_normal(&r, dtype, experts * capacity, s.desc.hidden, 0, 1);
-  fill_counts(&r, &counts, capacity, which);
-  for (int64_t e = 0; e <= experts; e++) tensor_set(&offsets, 0, e, (double)(e * capacity));
-  for (int64_t e = 0; e < experts; e++)
-    for (int64_t i = (int64_t)tensor_get(&counts, 0, e); i < capacity; i++)
-      for (int64_t k = 0; k < s.desc.hidden; k++) tensor_set(&x, e * capacity + i, k, NAN);
-  cumoe_plan plan = NULL;
-  size_t bytes = 0;
-  CHECK_OK(cumoe_plan_create(context, &s.desc, &plan));
-  CHECK_OK(cumoe_masked_workspace(plan, capacity, &bytes));
-  const cumoe_weights weights = weights_put(context, &w, s.form);
-  const cumoe_view_mut out = device_new(context, dtype, experts * capacity, s.desc.hidden, 8),
-                       workspace = device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0);
-  const cumoe_masked_args a = {.size = sizeof a,
-                               .capacity = capacity,
-                               .expected_rows = which == 1 ? 3 : 0,
-                               .x = device_put(context, &x, 8),
-                               .counts = device_put(context, &counts, 0),
-                               .offsets = device_put(context, &offsets, 0),
-                               .out = out,
-                               .workspace = workspace};
-  CHECK_OK(cumoe_masked_forward(plan, weights, &a, NULL));
-  CHECK_OK(cumoe_synchronize(context, NULL));
-  const tensor got = device_get(context, cumoe_const(out));
-  check_guards(context, "out", out);
-  check_guards(context, "workspace", workspace);
-  oracle_prepare(&w);
-  double *row = scratch((size_t)s.desc.hidden, sizeof *row);
-  bounded *h = scratch((size_t)s.desc.inter, sizeof *h), *y = scratch((size_t)s.desc.hidden, sizeof *y);
-  for (int64_t e = 0; e < experts; e++)
-    for (int64_t i = 0; i < capacity; i++) {
-      const int64_t at = e * capacity + i;
-      if (i >= (int64_t)tensor_get(&counts, 0, e)) {
-        const size_t size = (size_t)got.cols * cumoe_dtype_bytes((cumoe_dtype)dtype);
-        for (size_t b = 0; b < size; b++)
-          if (!CHECK_MSG(got.data[(size_t)at * size + b] == test_poison, "row %d of expert %d was written", (int)i,
-                         (int)e))
-            break;
-        continue;
-      }
-      for (int64_t k = 0; k < s.desc.hidden; k++) row[k] = tensor_get(&x, at, k);
-      oracle_up(&s.desc, &w, e, row, (bounded){1, 0}, h);
-      for (int64_t k = 0; k < s.desc.inter; k++) h[k] = oracle_rounded(h[k], dtype);
-      oracle_down(&w, e, h, y);
-      for (int64_t k = 0; k < s.desc.hidden; k++) y[k] = oracle_stored(y[k], dtype);
-      check_bounded_row("out", &got, at, y);
-    }
-  CHECK_OK(cumoe_weights_destroy(weights));
-  CHECK_OK(cumoe_plan_destroy(plan));
-  case_end();
-}
-
-static void run_capacities(cumoe_context context)
-{
-  static const int64_t capacities[] = {1, 3, 16, 17, 64, 129, 200};
-  for (int type = 0; type < 3; type++)
-    for (int i = 0; i < (on_device(context) ? 7 : 4); i++)
-      for (int which = 0; which < 3; which++) run_masked(context, case_dtypes[type], capacities[i], which);
-}
+#include "cases_masked.h"
 
 /* ---- stages with a count on the device ---- */
 
@@ -197,6 +114,7 @@ static void run_invariance(cumoe_context context)
   }
 }
 
-static const test_group groups[] = {GROUP("masked", run_capacities, ANYWHERE), GROUP("counted", run_counts, ANYWHERE),
-                                    GROUP("any batch", run_invariance, ANYWHERE)};
+static const test_group groups[] = {
+    GROUP("masked", cases_masked, ANYWHERE), GROUP("masked formats", cases_masked_formats, ANYWHERE),
+    GROUP("counted", run_counts, ANYWHERE), GROUP("any batch", run_invariance, ANYWHERE)};
 TEST_MAIN(groups)

@@ -481,7 +481,7 @@ static wide simple_grid(const variant *v, const op_shape *s)
 {
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
-  if (s->op == OP_quantize)
+  if (s->op == OP_quantize || s->op == OP_quantize_masked)
     return smaller((int64_t)wide_ceil((wide)s->tokens * (wide_ceil(s->n, v->columns) + 1), v->units),
                    HOPPER_SMS * v->ctas);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
@@ -1176,7 +1176,8 @@ static void test_refused_plans(void)
     const machine m = forcing(&hopper, i);
     const layer_plan p = plan_of(&m, &l);
     case_begin("%s", v->name);
-    const bool in_layer = v->op != OP_few_up && v->op != OP_few_down && v->op != OP_quantize;
+    const bool in_layer =
+        v->op != OP_few_up && v->op != OP_few_down && v->op != OP_quantize && v->op != OP_quantize_masked;
     CHECK_MSG((p.refused != STAGE_COUNT) == in_layer, "refused: %d", (int)p.refused);
     if (in_layer) CHECK((int)stage_operation(p.refused) == v->op && p.why == STEP_NO_KERNEL);
     case_end();

@@ -4,9 +4,11 @@
  * can be run side by side on a machine with many cores: --only TEXT takes a part of a kernel's name.
  */
 #include "cases.h"
+#include "cases_codes.h"
 #include "cases_format.h"
 #include "cases_gemm.h"
 #include "cases_layer.h"
+#include "cases_masked.h"
 #include "cases_ops.h"
 
 #include <string.h>
@@ -31,6 +33,11 @@ static const operation_cases operations[] = {
     {"softmax", {cases_softmax, NULL}},
     {"norm", {cases_norm, NULL}},
     {"quantize", {cases_format, cases_format_exact, cases_format_odd}},
+    {"quantize_masked", {cases_masked_formats, NULL}},
+    {"encode_scales", {cases_encode_scales, NULL}},
+    {"encode", {cases_encode, NULL}},
+    {"scan", {cases_scan, NULL}},
+    {"repack", {cases_repack, NULL}},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 

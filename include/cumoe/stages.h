@@ -136,16 +136,16 @@ CUMOE_CHECKED cumoe_status cumoe_combine(cumoe_plan plan, const cumoe_route *rou
  * counts on the device. For every local expert e and i < counts[e]
  *   out[e * capacity + i] = down(act(up(x[e * capacity + i])))
  * unweighted; other rows are neither read nor written. The launches are those of cumoe_up_permuted and cumoe_down, two
- * grids, chosen for `expected_rows`; what is slower for a bad guess is not wrong. Of the plan counts what the experts
- * are, not its routing. Weights of any format that leaves activations as they are (else NOT_SUPPORTED, as for
- * WEIGHT_ON_INPUT). A count above capacity is the caller's fault: it leaves the next experts' rows undefined, but no
- * memory outside; one past all rows is cut, and recorded (ROUTE).
+ * grids, chosen for `expected_rows`, and one more before each whose activations become codes or get another order; what
+ * is slower for a bad guess is not wrong. Weights of any format. Of the plan counts what the experts are, not its
+ * routing (WEIGHT_ON_INPUT: NOT_SUPPORTED). A count above capacity is the caller's fault: it leaves the next experts'
+ * rows undefined, but no memory outside; one past all rows is cut, and recorded (ROUTE).
  */
 typedef struct cumoe_masked_args {
   uint32_t size;
   int32_t reserved;         /* 0 */
   int64_t capacity;         /* rows that an expert has room for; local_experts * capacity < 2^31 */
-  int64_t expected_rows;    /* rows that an expert has on average, for the choice of kernels; 0 = capacity */
+  int64_t expected_rows;    /* rows that an expert has on average, for the choice of kernels; 0, or past it: capacity */
   cumoe_view x;             /* [local_experts * capacity, H] dtype, aligned to 16 bytes */
   cumoe_view counts;        /* [1, local_experts] i32 */
   cumoe_view offsets;       /* [1, local_experts + 1] i32: e * capacity, which the caller writes once */

@@ -70,7 +70,8 @@ extern "C" {
   X(ERR_LIBRARY_MISSING, 15, "a shared library needed by this call could not be opened")                               \
   X(ERR_CUDA, 16, "a CUDA call failed")                                                                                \
   X(ERR_CUDA_STICKY, 17, "the CUDA context is lost; only a new process can use the device again")                      \
-  X(ERR_INTERNAL, 18, "the library contradicts itself; please report it")
+  X(ERR_INTERNAL, 18, "the library contradicts itself; please report it")                                              \
+  X(ERR_PEER, 19, "a rank of the group did not answer in time, or gave up")
 
 typedef enum cumoe_status {
 #define CUMOE_STATUS_ENUM(name, value, text) CUMOE_##name = value,

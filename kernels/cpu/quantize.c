@@ -4,6 +4,7 @@
 #include "fault.h"
 #include "../encode.h"
 #include "../arrange.h"
+#include "../masked.h"
 
 static uint8_t s8_of(float value)
 {
@@ -31,10 +32,15 @@ static float power_of_two_from(float scale)
   return scale != scale ? scale : bits_float((float_bits(scale) + 0x7fffffu) & 0x7f800000u);
 }
 
-/* The scale that is given: that of the row's expert. */
-static float given_scale(const quantize_args *a, int64_t row)
+/* A row of activations, and whose it is where that matters. */
+typedef struct row_place {
+  int64_t row;
+  int32_t expert;
+} row_place;
+
+static float given_scale(const quantize_args *a, int32_t expert)
 {
-  return a->format.static_scale[a->by_expert ? expert_of_row(a, row) * a->static_stride : 0];
+  return a->format.static_scale[a->by_expert ? expert * a->static_stride : 0];
 }
 
 static float scale_of(const row_format *f, float most)
@@ -44,13 +50,14 @@ static float scale_of(const row_format *f, float most)
   return f->power_of_two ? power_of_two_from(scale) : scale;
 }
 
-static void quantize_group(const quantize_args *a, int64_t row, int32_t group, int32_t k, int32_t count)
+static void quantize_group(const quantize_args *a, row_place at, int32_t group, int32_t k, int32_t count)
 {
+  const int64_t row = at.row;
   uint8_t *codes = (uint8_t *)a->codes + row * a->codes_ld;
   const int64_t first = source_of_row(a, row) * a->x_ld + k;
   const float most = largest_of(a, first, count);
   const bool given = a->format.mode == ROWS_STATIC && most == most;
-  const float scale = given ? given_scale(a, row) : scale_of(&a->format, most), inverse = 1 / scale;
+  const float scale = given ? given_scale(a, at.expert) : scale_of(&a->format, most), inverse = 1 / scale;
   for (int32_t i = 0; i < count; i++) {
     const float value = load_element(a->x, first + i, a->dtype) * inverse;
     codes[k + i] = a->format.element == DT_E4M3 ? e4m3_of(value) : s8_of(value);
@@ -58,22 +65,30 @@ static void quantize_group(const quantize_args *a, int64_t row, int32_t group, i
   a->scale[group * a->scale_ld + row] = scale;
 }
 
-static void quantize_row(const quantize_args *a, int64_t row)
+static void quantize_row(const quantize_args *a, row_place at)
 {
   for (int32_t k = 0, group = 0; k < a->cols; group++) {
     const int32_t left = a->format.group - (a->format.origin + k) % a->format.group;
     const int32_t count = a->cols - k < left ? a->cols - k : left;
-    quantize_group(a, row, group, k, count);
+    quantize_group(a, at, group, k, count);
     k += count;
   }
 }
 
-static void order_row(const quantize_args *a, int64_t row)
+static void order_row(const quantize_args *a, row_place at)
 {
-  const int32_t *order = order_of_expert(a, expert_of_row(a, row));
-  const uint16_t *from = (const uint16_t *)a->x + source_of_row(a, row) * a->x_ld;
-  uint16_t *to = (uint16_t *)a->codes + row * a->codes_ld;
+  const int32_t *order = order_of_expert(a, at.expert);
+  const uint16_t *from = (const uint16_t *)a->x + source_of_row(a, at.row) * a->x_ld;
+  uint16_t *to = (uint16_t *)a->codes + at.row * a->codes_ld;
   for (int32_t k = 0; k < a->cols; k++) to[k] = from[ordered(order, k, a->cols)];
+}
+
+static void change_row(const quantize_args *a, row_place at)
+{
+  if (a->format.mode == ROWS_AS_THEY_ARE)
+    order_row(a, at);
+  else
+    quantize_row(a, at);
 }
 
 void cpu_quantize(const void *args, int64_t begin, int64_t end)
@@ -81,8 +96,14 @@ void cpu_quantize(const void *args, int64_t begin, int64_t end)
   const quantize_args *a = args;
   const int64_t rows = tokens_present(a->rows);
   for (int64_t row = begin; row < end && row < rows; row++)
-    if (a->format.mode == ROWS_AS_THEY_ARE)
-      order_row(a, row);
-    else
-      quantize_row(a, row);
+    change_row(a, (row_place){row, a->by_expert ? expert_of_row(a, row) : 0});
+}
+
+void cpu_quantize_masked(const void *args, int64_t begin, int64_t end)
+{
+  const quantize_masked_args *a = args;
+  for (int64_t row = begin; row < end; row++) {
+    const int32_t expert = (int32_t)(row / a->capacity);
+    if (row % a->capacity < a->counts[expert]) change_row(&a->rows, (row_place){row, expert});
+  }
 }

@@ -101,8 +101,9 @@ done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 awk '$7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" {
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
     blocks = $8 == "wgmma" && $2 ~ /_e4m3_e4m3_/ ? $9 / 64 : 0
-    print $2, blocks * (blocks + 1) * $11 / k +
-      ($6 == "router" ? $11 / k * $9 / 64 : $9 / 16 * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2)
+    widths = $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ ? $9 / 32 : $9 / 16
+    own = $6 == "router" ? $11 / k * $9 / 64 : widths * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
+    print $2, blocks * (blocks + 1) * $11 / k + own
   }' "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
   awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 ~ /^wgmma/ && $4 == 3 { op[$2] = 1 }

@@ -13,6 +13,7 @@
 
 #define CUMOE_EXPERIMENTAL
 #include <cumoe/cumoe.h>
+#include <cumoe/quantize.h>
 #include <stdalign.h>
 #include <stdbool.h>
 #include <string.h>
@@ -294,6 +295,13 @@ static int32_t local_experts(const layer *l)
   return l->desc.local_experts ? l->desc.local_experts : l->desc.num_experts;
 }
 
+/* Which of `count` things a byte means; those after the `first` are of the highest bytes, so that kept inputs of the
+ * time when there were no others mean what they meant. */
+static int chosen(uint8_t byte, int first, int count)
+{
+  return byte < 192 ? byte % first : first + byte % (count - first);
+}
+
 /* ---- calls ---------------------------------------------------------------------------------------- */
 
 /* In memory that ends as the manual allows: a struct may say that it is longer, up to 4096 bytes, if zeros follow. */
@@ -461,6 +469,8 @@ typedef struct stage_input {
   cumoe_combine_args combine;
   cumoe_view x, weight, bias, logits, select_bias, ids, expert_map, pair_weights, h;
   cumoe_view_mut logits_out, ids_out, weights_out, h_out, y_out, workspace;
+  cumoe_router_args router;
+  cumoe_gate_args gate;
 } stage_input;
 
 static stage_input stage_of(const layer *l)
@@ -495,6 +505,18 @@ static stage_input stage_of(const layer *l)
   if (reduced && !on_input) s.combine.pair_weights = wished_view(9, CUMOE_F32, TOKENS, k);
   if (l->desc.routing.identity_experts) s.combine.x = s.x;
   s.combine.out = wished_mut(21, dtype, reduced ? TOKENS : pairs, l->desc.hidden);
+  s.router = (cumoe_router_args){.size = sizeof s.router,
+                                 .x = s.x,
+                                 .weight = s.weight,
+                                 .device_tokens = wished_view(18, CUMOE_I32, 1, 1),
+                                 .logits = s.logits_out};
+  s.gate = (cumoe_gate_args){.size = sizeof s.gate,
+                             .routing = s.routing,
+                             .logits = s.logits,
+                             .expert_scale = wished_view(23, CUMOE_F32, 1, columns),
+                             .chosen = s.ids,
+                             .device_tokens = wished_view(18, CUMOE_I32, 1, 1),
+                             .weights = s.weights_out};
   return s;
 }
 
@@ -516,10 +538,20 @@ static void settle_stage(stage_input *s)
                       &c->shared,
                       &c->shared_logit,
                       &c->residual,
-                      &c->device_tokens};
-  cumoe_view_mut *out[] = {&s->logits_out,     &s->ids_out,        &s->weights_out,  &s->h_out,
-                           &s->y_out,          &s->workspace,      &s->route.counts, &s->route.offsets,
-                           &s->route.row_pair, &s->route.slot_row, &c->out};
+                      &c->device_tokens,
+                      &s->route.device_tokens,
+                      &s->router.x,
+                      &s->router.weight,
+                      &s->router.bias,
+                      &s->router.device_tokens,
+                      &s->gate.logits,
+                      &s->gate.select_bias,
+                      &s->gate.expert_scale,
+                      &s->gate.chosen,
+                      &s->gate.device_tokens};
+  cumoe_view_mut *out[] = {&s->logits_out, &s->ids_out,       &s->weights_out,   &s->h_out,          &s->y_out,
+                           &s->workspace,  &s->route.counts,  &s->route.offsets, &s->route.row_pair, &s->route.slot_row,
+                           &c->out,        &s->router.logits, &s->gate.ids,      &s->gate.weights};
   for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
   for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
 }
@@ -531,7 +563,7 @@ static cumoe_status call_stage(input *in, const layer *l)
   change(in, &s, sizeof s);
   settle_stage(&s);
   const cumoe_route *route = with_room(&s.route, sizeof s.route);
-  switch (stage % 6) {
+  switch (chosen(stage, 6, 10)) {
   case 0: return cumoe_router(context, s.x, s.weight, s.bias, s.logits_out, NULL);
   case 1:
     return cumoe_gate(context, with_room(&s.routing, sizeof s.routing), s.logits, s.select_bias, s.ids_out,
@@ -539,7 +571,162 @@ static cumoe_status call_stage(input *in, const layer *l)
   case 2: return cumoe_map(l->plan, s.ids, s.expert_map, route, s.workspace, NULL);
   case 3: return cumoe_up(l->plan, l->weights, s.x, route, s.pair_weights, s.h_out, NULL);
   case 4: return cumoe_down(l->plan, l->weights, s.h, route, s.y_out, NULL);
-  default: return cumoe_combine(l->plan, route, with_room(&s.combine, sizeof s.combine), NULL);
+  case 5: return cumoe_combine(l->plan, route, with_room(&s.combine, sizeof s.combine), NULL);
+  case 6: return cumoe_router_with(context, with_room(&s.router, sizeof s.router), NULL);
+  case 7: return cumoe_gate_with(context, with_room(&s.gate, sizeof s.gate), NULL);
+  case 8: return cumoe_permute(l->plan, s.x, route, s.y_out, NULL);
+  default: return cumoe_up_permuted(l->plan, l->weights, s.combine.y, route, s.pair_weights, s.h_out, NULL);
+  }
+}
+
+/* Rows that experts have room for: counts and offsets are anything. */
+static cumoe_status call_masked(input *in, const layer *l)
+{
+  enum { CAPACITY = 4 };
+  const int32_t dtype = l->desc.dtype, local = local_experts(l), rows = local * CAPACITY;
+  size_t bytes = 0;
+  PROMISE(cumoe_masked_workspace(l->plan, CAPACITY, &bytes) == CUMOE_OK, "%s", cumoe_last_error());
+  cumoe_masked_args a = {.size = sizeof a,
+                         .capacity = CAPACITY,
+                         .x = wished_view(3, dtype, rows, l->desc.hidden),
+                         .counts = wished_view(4, CUMOE_I32, 1, local),
+                         .offsets = wished_view(6, CUMOE_I32, 1, local + 1),
+                         .out = wished_mut(9, dtype, rows, l->desc.hidden),
+                         .workspace = wished_mut(11, CUMOE_U8, 1, (int64_t)bytes)};
+  change(in, &a, sizeof a);
+  PROMISE(cumoe_masked_workspace(l->plan, a.capacity, &bytes) != CUMOE_ERR_INTERNAL, "%s", cumoe_last_error());
+  settle(&a.x, 0);
+  settle(&a.counts, 0);
+  settle(&a.offsets, 0);
+  settle_mut(&a.out);
+  settle_mut(&a.workspace);
+  return cumoe_masked_forward(l->plan, l->weights, with_room(&a, sizeof a), NULL);
+}
+
+/* ---- formats ----------------------------------------------------------------------------------------- */
+
+/* Activations and weights into codes, and weights from one layout into another. */
+typedef struct format_input {
+  cumoe_format format;
+  cumoe_view x, static_scale;
+  cumoe_view_mut codes, scales, report, to;
+  cumoe_quantize_args weights;
+  cumoe_repack_args repack;
+} format_input;
+
+static cumoe_format format_by(uint8_t form)
+{
+  switch (form % 6) {
+  case 0: return cumoe_format_fp8_block(CUMOE_F32);
+  case 1: return cumoe_format_int8(CUMOE_BF16);
+  case 2: return cumoe_format_mxfp4();
+  case 3: return cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES);
+  case 4: return cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC);
+  default: {
+    cumoe_format f = cumoe_format_int4(32, CUMOE_F16);
+    f.zero = CUMOE_ZERO_CODES_OUT;
+    return f;
+  }
+  }
+}
+
+/* Two experts of [16, 32], by GPTQ, AWQ, ModelOpt, or as blocks of GGUF. */
+static cumoe_repack_args repack_of(uint8_t form)
+{
+  enum { EXPERTS = 2, OUT = 16, IN = 32 };
+  static const int ggml[] = {CUMOE_GGML_Q4_0, CUMOE_GGML_Q4_1, CUMOE_GGML_Q8_0,
+                             CUMOE_GGML_Q4_K, CUMOE_GGML_Q6_K, CUMOE_GGML_MXFP4},
+                   row_bytes[] = {18, 20, 34, 144, 210, 17};
+  const int which = form / 4 % 6;
+  cumoe_repack_args r = {.size = sizeof r, .experts = EXPERTS, .major = CUMOE_IN_OUT, .out = OUT, .in = IN};
+  r.scale = wished_view(3, CUMOE_F16, EXPERTS, OUT);
+  r.zero = wished_view(5, CUMOE_I32, EXPERTS, OUT / 8);
+  if (form & 128) r.order = wished_view(8, CUMOE_I32, 1, IN), r.format.act_order = 1;
+  switch (form % 4) {
+  case 0:
+    r.format = cumoe_format_gptq(32, 1);
+    r.codes = wished_view(1, CUMOE_I32, EXPERTS * IN / 8, OUT);
+    break;
+  case 1:
+    r.format = cumoe_format_awq(32);
+    r.codes = wished_view(1, CUMOE_I32, EXPERTS * IN, OUT / 8);
+    break;
+  case 2:
+    r.format = cumoe_format_modelopt_int4(32, CUMOE_F16);
+    r.major = CUMOE_OUT_IN;
+    r.codes = wished_view(1, CUMOE_U8, EXPERTS * OUT / 2, IN);
+    r.scale = wished_view(3, CUMOE_F16, EXPERTS * OUT, 1);
+    r.zero = (cumoe_view){0};
+    break;
+  default:
+    r.format = cumoe_format_ggml(ggml[which]);
+    r.major = CUMOE_OUT_IN;
+    if (which == 3 || which == 4) r.in = 256;
+    r.codes = wished_view(1, CUMOE_U8, EXPERTS * OUT, row_bytes[which]);
+    r.scale = r.zero = (cumoe_view){0};
+  }
+  r.format.act_order = form & 128 ? 1 : 0;
+  return r;
+}
+
+static format_input format_of(const layer *l, uint8_t form)
+{
+  const int32_t dtype = l->desc.dtype;
+  format_input p = {.format = format_by(form), .repack = repack_of(form)};
+  size_t bytes = 0;
+  p.x = wished_view(11, dtype, TOKENS, 48);
+  if (p.format.rows == CUMOE_ROWS_STATIC) p.static_scale = wished_view(13, CUMOE_F32, 1, 1);
+  p.codes = wished_mut(15, p.format.element == CUMOE_ELEMENT_E4M3 ? CUMOE_E4M3 : CUMOE_I8, TOKENS, 48);
+  p.scales = wished_mut(17, CUMOE_F32, 1, TOKENS);
+  p.report = wished_mut(19, CUMOE_I64, local_experts(l), CUMOE_SCAN_FIELDS);
+  p.weights = (cumoe_quantize_args){.size = sizeof p.weights,
+                                    .experts = 2,
+                                    .gate_order = form / 6 % 3 ? CUMOE_GATE_UP_CONCAT : 0,
+                                    .format = p.format,
+                                    .weights = wished_view(21, dtype, 32, 64),
+                                    .codes.data = wish(23),
+                                    .scale.data = wish(25),
+                                    .zero.data = wish(27),
+                                    .global.data = wish(29)};
+  PROMISE(cumoe_quantize_shapes(&p.weights) == CUMOE_OK, "%s", cumoe_last_error());
+  (void)cumoe_weights_repack_size(&p.repack, &bytes);
+  p.to = wished_mut(31, CUMOE_U8, 1, (int64_t)bytes);
+  return p;
+}
+
+static void settle_format(format_input *p)
+{
+  cumoe_quantize_args *w = &p->weights;
+  cumoe_repack_args *r = &p->repack;
+  cumoe_view *in[] = {&p->x, &p->static_scale, &w->weights, &r->codes, &r->scale, &r->zero, &r->order};
+  cumoe_view_mut *out[] = {&p->codes, &p->scales, &p->report, &p->to, &w->codes, &w->scale, &w->zero, &w->global};
+  for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
+  for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
+}
+
+static cumoe_status call_repack(const format_input *p)
+{
+  const cumoe_repack_args *args = with_room(&p->repack, sizeof p->repack);
+  cumoe_projection projection;
+  cumoe_format format;
+  size_t bytes = 0;
+  const cumoe_status sized = cumoe_weights_repack_size(args, &bytes);
+  if (sized != CUMOE_OK) return sized;
+  PROMISE(bytes % (size_t)p->repack.experts == 0, "%zu bytes, %d experts", bytes, (int)p->repack.experts);
+  return cumoe_weights_repack(context, args, p->to, &projection, &format, NULL);
+}
+
+static cumoe_status call_format(input *in, const layer *l)
+{
+  const uint8_t which = next_byte(in);
+  format_input p = format_of(l, next_byte(in));
+  change(in, &p, sizeof p);
+  settle_format(&p);
+  switch (which % 4) {
+  case 0: return cumoe_quantize_rows(context, &p.format, p.x, p.static_scale, p.codes, p.scales, NULL);
+  case 1: return cumoe_quantize_weights(context, with_room(&p.weights, sizeof p.weights), NULL);
+  case 2: return call_repack(&p);
+  default: return cumoe_weights_scan(context, l->weights, p.report, NULL);
   }
 }
 
@@ -665,7 +852,8 @@ static cumoe_status call_op(input *in, const layer *l)
 /* ---- one input --------------------------------------------------------------------------------------- */
 
 typedef cumoe_status call(input *in, const layer *l);
-static call *const calls[] = {call_context, call_plan, call_weights, call_forward, call_stage, call_buffer, call_op};
+static call *const calls[] = {call_context, call_plan, call_weights, call_forward, call_stage,
+                              call_buffer,  call_op,   call_masked,  call_format};
 
 static void set_up(void)
 {
@@ -683,7 +871,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
   input in = {data, data + (size < 256 ? size : 256)};
   if (!context) set_up();
-  const int which = next_byte(&in) % (int)(sizeof calls / sizeof *calls);
+  const int which = chosen(next_byte(&in), 7, (int)(sizeof calls / sizeof *calls));
   const layer *l = &layers[next_byte(&in) % LAYERS];
   reset_arenas();
   const cumoe_status status = calls[which](&in, l);

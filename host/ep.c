@@ -1,0 +1,371 @@
+/* cumoe_ep_forward: a straight line an exchange, of the layer's own stages and the moves between ranks. */
+#include "arguments.h"
+#include "check.h"
+#include "context.h"
+#include "dispatch.h"
+#include "ep.h"
+#include "plan.h"
+#include "../kernels/cpu/exchange.h"
+
+#include <string.h>
+
+/* ---- a call's own memory ---- */
+
+static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
+{
+  const size_t at = *end;
+  *end = (at + (size_t)rows * (size_t)row_bytes + 255) / 256 * 256;
+  return at;
+}
+
+cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w)
+{
+  const int64_t one = g->shape.capacity, all = one * g->shape.ranks, k = g->shape.top_k;
+  const int64_t row = (int64_t)g->shape.hidden * g->shape.element;
+  size_t shared = 0, end = 0;
+  TRY(cumoe_plan_workspace(g->shard, all, &w->inner_bytes));
+  if (g->shared) TRY(cumoe_plan_workspace(g->shared, one, &shared));
+  if (shared > w->inner_bytes) w->inner_bytes = shared;
+  w->logits = take(&end, one, 4 * (int64_t)router_experts(&g->plan.desc));
+  w->ids = take(&end, one, 4 * k);
+  w->weights = take(&end, one, 4 * k);
+  w->gate_logit = take(&end, one, 4);
+  w->rows = take(&end, one, 4 * (g->shape.exact ? k : (int64_t)g->shape.ranks));
+  w->ids_here = take(&end, all, 4 * k);
+  w->y = take(&end, all, row * ep_answers(&g->shape));
+  w->shared_y = take(&end, g->shared ? one : 0, row);
+  w->inner = take(&end, (int64_t)w->inner_bytes, 1);
+  w->bytes = end;
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
+{
+  begin_call(__func__);
+  group *g;
+  ep_workspace w;
+  TRY(find_group(handle, &g));
+  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
+  TRY(ep_lay_out_workspace(g, &w));
+  *bytes = w.bytes;
+  return CUMOE_OK;
+}
+
+/* ---- checks ---- */
+
+typedef struct ep_call {
+  const group *g;
+  cumoe_weights weights;
+  cumoe_ep_args args;
+  cumoe_moe_args layer;
+  ep_workspace at;
+  char *workspace;
+  cumoe_stream stream;
+  int64_t rounds;
+} ep_call;
+
+static cumoe_status check_workspace(const ep_call *c)
+{
+  const cumoe_view w = cumoe_const(c->layer.workspace);
+  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", c->at.bytes);
+  const operand want = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
+  TRY(check_operand(c->g->context, &want, w));
+  REQUIRE((size_t)w.cols >= c->at.bytes, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
+          (long long)w.cols, c->at.bytes);
+  return CUMOE_OK;
+}
+
+/* The arena is written by others at any time. */
+static cumoe_status check_off_arena(const ep_call *c)
+{
+  const cumoe_moe_args *a = &c->layer;
+  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)c->g->at.bytes);
+  const named_view views[] = {{"the group's arena", arena},
+                              {"args.x", a->x},
+                              {"args.workspace", cumoe_const(a->workspace)},
+                              {"args.out", cumoe_const(a->out)},
+                              {"args.residual", a->residual},
+                              {"args.ids_out", cumoe_const(a->ids_out)},
+                              {"args.weights_out", cumoe_const(a->weights_out)},
+                              {"args.placement", c->args.placement}};
+  return check_overlaps(views, 1, sizeof views / sizeof *views);
+}
+
+static cumoe_status check_placement(const ep_call *c)
+{
+  const cumoe_view p = c->args.placement;
+  const operand want = {"args.placement", c->g->shape.experts, p.cols, DTYPE_BIT(CUMOE_I32), 0};
+  TRY(check_operand(c->g->context, &want, p));
+  REQUIRE(p.cols >= 1 && p.cols <= EP_MAX_REPLICAS, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.placement.cols is %lld, must be 1 .. %d", (long long)p.cols, EP_MAX_REPLICAS);
+  return CUMOE_OK;
+}
+
+/* The layer's own checks, with the map that its experts have inside. */
+static cumoe_status check_ep_layer(const ep_call *c)
+{
+  const group *g = c->g;
+  cumoe_moe_args a = c->layer;
+  layer_operands with;
+  TRY(check_absent("args.expert_map", a.expert_map, "args.placement says where experts are"));
+  a.expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts);
+  TRY(check_layer_operands(&g->plan, c->weights, &a, &with));
+  TRY(check_workspace(c));
+  return check_layer_overlaps(&a, &with);
+}
+
+static cumoe_status check_rounds(ep_call *c)
+{
+  const int64_t capacity = c->g->shape.capacity, tokens = c->layer.x.rows;
+  if (c->args.tokens_max == 0) c->args.tokens_max = capacity;
+  const int64_t most = c->args.tokens_max;
+  REQUIRE(most > 0 && most <= INT32_MAX / c->g->shape.top_k, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.tokens_max is %lld, must be 0 (config.max_tokens) .. %d (2^31 / top_k)", (long long)most,
+          (int)(INT32_MAX / c->g->shape.top_k));
+  REQUIRE(tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "args.x.rows is %lld, must be at most args.tokens_max = %lld",
+          (long long)tokens, (long long)most);
+  c->rounds = (most + capacity - 1) / capacity;
+  if (c->rounds > 1)
+    TRY(check_absent("args.counts_out", cumoe_const(c->layer.counts_out),
+                     "args.tokens_max is above config.max_tokens: there are several rounds"));
+  return check_absent("args.device_tokens", c->layer.device_tokens, "groups do not serve it");
+}
+
+static cumoe_status check_call(ep_call *c)
+{
+  REQUIRE(c->args.lane >= 0 && c->args.lane < c->g->shape.lanes, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.lane is %d, must be 0 .. lanes - 1 = %d", (int)c->args.lane, (int)c->g->shape.lanes - 1);
+  TRY(check_placement(c));
+  TRY(check_ep_layer(c));
+  TRY(check_rounds(c));
+  return check_off_arena(c);
+}
+
+/* ---- one exchange ---- */
+
+typedef struct ep_round {
+  const ep_call *c;
+  int64_t first, tokens; /* of this rank's */
+  cumoe_view x, ids, weights;
+  ep_args move;
+} ep_round;
+
+static void *region(const ep_call *c, size_t offset)
+{
+  return c->workspace + offset;
+}
+
+/* This round's rows of a view that has a row a token. */
+static cumoe_view part(const ep_round *r, cumoe_view v)
+{
+  if (!v.data) return v;
+  v.data = (const char *)v.data + r->first * v.ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  v.rows = r->tokens;
+  return v;
+}
+
+static cumoe_view_mut part_mut(const ep_round *r, cumoe_view_mut v)
+{
+  if (v.data) v.data = (char *)v.data + r->first * v.ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
+  v.rows = r->tokens;
+  return v;
+}
+
+static cumoe_view_mut or_region(const ep_round *r, cumoe_view_mut given, size_t offset, cumoe_dtype dtype, int64_t cols)
+{
+  return given.data ? part_mut(r, given) : cumoe_matrix_mut(region(r->c, offset), dtype, r->tokens, cols, cols);
+}
+
+static cumoe_status run_router(const ep_round *r, cumoe_view_mut logits)
+{
+  const cumoe_moe_args *a = &r->c->layer;
+  const cumoe_moe_desc *d = &r->c->g->plan.desc;
+  const cumoe_router_args router = {.size = sizeof router,
+                                    .logits_dtype = d->routing.logits_dtype,
+                                    .logit_scale = d->routing.logit_scale,
+                                    .flags = d->flags & CUMOE_MOE_BATCH_INVARIANT,
+                                    .x = a->router_x.data ? part(r, a->router_x) : r->x,
+                                    .weight = a->router_weight,
+                                    .bias = a->router_bias,
+                                    .logits = logits};
+  return cumoe_router_with(r->c->g->handle, &router, r->c->stream);
+}
+
+/* ids and weights of this round's tokens, wherever they come from. */
+static cumoe_status route(ep_round *r)
+{
+  const ep_call *c = r->c;
+  const cumoe_moe_args *a = &c->layer;
+  const int32_t k = c->g->shape.top_k, experts = router_experts(&c->g->plan.desc);
+  const cumoe_view_mut own = cumoe_matrix_mut(region(c, c->at.logits), CUMOE_F32, r->tokens, experts, experts);
+  const bool from_x = a->router_weight.data != NULL, from_logits = a->logits.data != NULL;
+  if (!from_x && !from_logits) {
+    r->ids = part(r, a->ids);
+    r->weights = part(r, a->weights);
+    return CUMOE_OK;
+  }
+  cumoe_gate_args gate = {.size = sizeof gate,
+                          .routing = c->g->plan.desc.routing,
+                          .logits = from_x ? cumoe_const(own) : part(r, a->logits),
+                          .select_bias = a->select_bias,
+                          .expert_scale = a->expert_scale,
+                          .chosen = part(r, a->ids),
+                          .weights = or_region(r, a->weights_out, c->at.weights, CUMOE_F32, k)};
+  if (!a->ids.data) gate.ids = or_region(r, a->ids_out, c->at.ids, CUMOE_I32, k);
+  r->ids = a->ids.data ? gate.chosen : cumoe_const(gate.ids);
+  r->weights = cumoe_const(gate.weights);
+  if (r->tokens == 0) return CUMOE_OK;
+  if (from_x) TRY(run_router(r, own));
+  return cumoe_gate_with(c->g->handle, &gate, c->stream);
+}
+
+static void prepare_moves(ep_round *r)
+{
+  const ep_call *c = r->c;
+  const group *g = c->g;
+  const cumoe_routing *routing = &g->plan.desc.routing;
+  r->move = (ep_args){.arena = g->arena,
+                      .shape = g->shape,
+                      .at = g->at,
+                      .rank = g->rank,
+                      .lane = c->args.lane,
+                      .local_experts = g->plan.desc.local_experts,
+                      .zero_experts = routing->zero_experts,
+                      .identity_experts = routing->identity_experts,
+                      .x = r->x.data,
+                      .ids = r->ids.data,
+                      .weights = r->weights.data,
+                      .x_ld = r->x.ld,
+                      .ids_ld = r->ids.ld,
+                      .weights_ld = r->weights.ld,
+                      .placement = c->args.placement.data,
+                      .placement_ld = c->args.placement.ld,
+                      .replicas = (int32_t)c->args.placement.cols,
+                      .ids_dtype = r->ids.dtype,
+                      .tokens = all_tokens(r->tokens),
+                      .first_token = r->first,
+                      .rows = region(c, c->at.rows),
+                      .ids_here = region(c, c->at.ids_here),
+                      .y_here = region(c, c->at.y),
+                      .timeout_ns = g->timeout_ns,
+                      .fault = g->context->fault};
+}
+
+static char *lane_of(const ep_call *c)
+{
+  return c->g->arena + c->g->at.lane + (uint64_t)c->args.lane * c->g->at.lane_bytes;
+}
+
+/* The shared expert is a layer of one expert, which every token chooses. */
+static cumoe_status run_shared(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  const group *g = c->g;
+  if (!g->shared || r->tokens == 0) return CUMOE_OK;
+  const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
+  const char *zeros = g->arena + g->at.first_expert;
+  const cumoe_moe_args a = {
+      .size = sizeof a,
+      .x = r->x,
+      .ids = cumoe_matrix(zeros, CUMOE_I32, r->tokens, 1, 1),
+      .weights = cumoe_matrix(zeros, CUMOE_F32, r->tokens, 1, 1),
+      .out = cumoe_matrix_mut(region(c, c->at.shared_y), dtype, r->tokens, g->shape.hidden, g->shape.hidden),
+      .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
+  TRY(cumoe_moe_forward(g->shared, c->layer.shared, &a, c->stream));
+  if (!c->layer.shared_gate.data) return CUMOE_OK;
+  const cumoe_view none = {0};
+  const cumoe_view_mut logit = cumoe_matrix_mut(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1);
+  return cumoe_router(c->g->handle, r->x, c->layer.shared_gate, none, logit, c->stream);
+}
+
+/* This rank's experts, over what all ranks have sent. */
+static cumoe_status run_experts(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  const group *g = c->g;
+  const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
+  const int64_t rows = g->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
+  const cumoe_moe_args a = {
+      .size = sizeof a,
+      .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
+      .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
+      .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
+      .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
+      .out = cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
+      .counts_out = c->layer.counts_out,
+      .load = c->layer.load,
+      .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
+  return cumoe_moe_forward(g->shard, c->weights, &a, c->stream);
+}
+
+/* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
+static cumoe_status collect(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  const group *g = c->g;
+  const cumoe_moe_args *a = &c->layer;
+  const int64_t hidden = g->shape.hidden, rows = g->shape.capacity * g->shape.ranks * ep_answers(&g->shape);
+  const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
+  if (r->tokens == 0) return CUMOE_OK;
+  cumoe_combine_args args = {.out_scale = a->out_scale,
+                             .y = cumoe_matrix(lane_of(c) + g->at.y, dtype, rows, hidden, hidden),
+                             .x = r->x,
+                             .residual = a->residual.rows == 1 ? a->residual : part(r, a->residual),
+                             .out = part_mut(r, a->out)};
+  if (g->shape.exact) args.pair_weights = r->weights;
+  if (g->shared) args.shared = cumoe_matrix(region(c, c->at.shared_y), dtype, r->tokens, hidden, hidden);
+  if (a->shared_gate.data) args.shared_logit = cumoe_matrix(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1);
+  combine_args combine = combine_arguments(&g->plan, region(c, c->at.rows), &args, r->tokens);
+  if (!g->shape.exact) combine.top_k = g->shape.ranks;
+  return dispatch(g->context, OP_combine, &combine, c->stream);
+}
+
+/* A failure past this point leaves others waiting: they are told. */
+static cumoe_status exchange(ep_round *r)
+{
+  const group *g = r->c->g;
+  uint64_t end;
+  TRY(route(r));
+  prepare_moves(r);
+  cpu_ep_put(&r->move);
+  TRY(run_shared(r));
+  end = cpu_ep_wait_tokens(&r->move);
+  if (end) return ep_explain(g, end);
+  TRY(run_experts(r));
+  cpu_ep_answer(&r->move);
+  end = cpu_ep_wait_answers(&r->move);
+  if (end) return ep_explain(g, end);
+  return collect(r);
+}
+
+static cumoe_status run_rounds(const ep_call *c)
+{
+  const int64_t capacity = c->g->shape.capacity, all = c->layer.x.rows;
+  for (int64_t i = 0; i < c->rounds; i++) {
+    const int64_t first = i * capacity < all ? i * capacity : all;
+    ep_round r = {.c = c, .first = first, .tokens = all - first < capacity ? all - first : capacity};
+    r.x = part(&r, c->layer.x);
+    const cumoe_status status = exchange(&r);
+    if (status == CUMOE_OK) continue;
+    if (status != CUMOE_ERR_PEER) ep_give_up(c->g, EP_FAILED, EP_DISPATCH, c->g->rank);
+    return status;
+  }
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  group *g;
+  ep_call c = {.weights = weights, .stream = stream};
+  TRY(find_group(handle, &g));
+  c.g = g;
+  TRY(take_struct("args", args, &c.args));
+  TRY(take_struct("args.layer", c.args.layer, &c.layer));
+  TRY(ep_lay_out_workspace(g, &c.at));
+  name_call_on(__func__, stream);
+  TRY(check_call(&c));
+  c.workspace = c.layer.workspace.data;
+  TRY(ep_check_alive(g));
+  return run_rounds(&c);
+}

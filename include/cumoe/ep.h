@@ -1,0 +1,177 @@
+/*
+ * cumoe/ep.h: expert parallelism. Each rank of a group holds some of a layer's experts and has tokens of its own; one
+ * call brings the tokens to the experts and the results back.
+ *
+ *   out = cumoe_ep_forward(tokens of this rank)   what one rank with all experts would answer
+ *
+ * State of this part: groups of CPU contexts, ranks as threads of one process. cumoe_group_create refuses a context on
+ * a GPU, and what is "not served" below is refused with a text by the call that it concerns. For ranks on GPUs see
+ * args.expert_map in cumoe/moe.h: each rank drops what belongs to others, and the engine adds up.
+ *
+ * Order of calls, on each rank:
+ *
+ *   cumoe_ep_arena          bytes of the memory that all ranks of the group write
+ *   (the engine)            takes that memory, fills it with zeros, and tells every rank where it lies
+ *   cumoe_group_create      all ranks: agree, try the wires
+ *   cumoe_ep_workspace      bytes of a call's own memory
+ *   cumoe_ep_forward        all ranks, per layer and step
+ *   cumoe_group_destroy     all ranks
+ *
+ * Lanes. A lane is one call under way, with its own part of the arena. On one lane all ranks make the same sequence of
+ * calls, one at a time. Calls on different lanes are independent of each other, so two micro-batches may overlap: each
+ * from a thread of its own. (On the CPU device a call returns when it is done. Two lanes driven by one thread in
+ * another order than on another rank would wait for each other until the timeout.) Layers of one shape share a group.
+ *
+ * Rounds. An exchange takes max_tokens tokens of each rank. More go in several exchanges: every rank says how many any
+ * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none.
+ *
+ * Failure. Nobody waits for ever: a rank that does not answer within timeout_ns makes the one that waits give up, which
+ * all ranks see in their own memory; they give up as well. All of them answer PEER with a text that names the rank and
+ * the phase, now and from then on, and cumoe_group_fault_read has the same as numbers. A group that gave up does not
+ * come back: destroy it, and create another with zeroed arenas. A call that is refused for its arguments has told
+ * nobody anything: it may be corrected and made again within the others' timeout.
+ */
+#ifndef CUMOE_EP_H
+#define CUMOE_EP_H
+
+#include "moe.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define CUMOE_MAX_RANKS    1024
+#define CUMOE_MAX_LANES    2
+#define CUMOE_MAX_REPLICAS 64
+
+typedef struct cumoe_group_s *cumoe_group;
+
+enum {
+  CUMOE_GROUP_EXACT = 1u << 0 /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
+                                 experts would: the same bits on the CPU device, for top_k times the bytes. Without it
+                                 each rank sums what its experts add to a token and rounds that to dtype: one rounding a
+                                 rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
+};
+
+typedef struct cumoe_group_config {
+  uint32_t size;
+  uint32_t flags;      /* CUMOE_GROUP_*; the same on all ranks, as all but rank and arenas */
+  int32_t rank, ranks; /* 0 .. ranks - 1; 1 .. CUMOE_MAX_RANKS */
+  int32_t lanes;       /* 0 = 1; at most CUMOE_MAX_LANES */
+  int32_t reserved;    /* 0 */
+  int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k < 2^31 */
+  int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ */
+  void *const *arenas; /* [ranks] where each rank's arena lies, as this rank addresses it; copied. Its own is `arena` */
+} cumoe_group_config;
+
+/*
+ * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank and
+ * arenas are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead of 2 H.
+ */
+CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
+
+/*
+ * This rank's membership. Collective: returns when all ranks have called it, agreed and tried the wires, or answers
+ * PEER after the timeout. `plan` is the layer as this rank has it: num_experts E of all ranks, local_experts its own,
+ * any number of them on each rank. It is copied, and so are its context's rights: the context must outlive the group.
+ * Plans with UNREDUCED are not served.
+ *
+ * arena [1, bytes] u8, 256-byte aligned, filled with zeros before any other rank is told its address. The group owns it
+ * until destroy has returned.
+ *
+ * What ranks say of themselves is compared word for word: ranks, lanes, max_tokens, flags, E, k, H, dtype and a hash of
+ * the rest of the description. INVALID_ARGUMENT, on every rank, with a text that names the first that differs, both
+ * values and the rank. Then each rank writes a pattern to the first and the last bytes of what it will write in every
+ * other arena, and looks for the others' in its own. A pointer that leads elsewhere is INVALID_ARGUMENT on a rank that
+ * sees it, and PEER on the others; so is an arena that was not filled with zeros.
+ */
+CUMOE_CHECKED cumoe_status cumoe_group_create(cumoe_context context, cumoe_plan plan, const cumoe_group_config *config,
+                                              cumoe_view_mut arena, cumoe_group *group);
+
+/*
+ * Tells the others that this rank leaves, and waits until they have, at most timeout_ns: until then they may write to
+ * the arena. PEER if one has not left in time: the group has ended all the same, but its arena's memory should not be
+ * used for something else while that rank may still run. NULL is allowed. No call of this rank may be under way. A
+ * context that is destroyed ends its groups without waiting.
+ */
+CUMOE_API cumoe_status cumoe_group_destroy(cumoe_group group);
+
+/* Gives up: every rank's call that waits, and all later ones, answer PEER. From any thread, at any time. */
+CUMOE_API cumoe_status cumoe_group_abort(cumoe_group group);
+
+typedef enum cumoe_group_cause {
+  CUMOE_GROUP_ALIVE = 0,
+  CUMOE_GROUP_TIMEOUT = 1, /* rank `about` did not answer rank `by` in time */
+  CUMOE_GROUP_FAILED = 2,  /* a call of rank `by` failed halfway */
+  CUMOE_GROUP_ABORTED = 3  /* cumoe_group_abort on rank `by` */
+} cumoe_group_cause;
+
+typedef enum cumoe_group_phase {
+  CUMOE_PHASE_NONE = 0,
+  CUMOE_PHASE_CREATE = 1,
+  CUMOE_PHASE_DISPATCH = 2, /* tokens on their way to the experts */
+  CUMOE_PHASE_RETURN = 3,   /* results on their way back */
+  CUMOE_PHASE_DESTROY = 4
+} cumoe_group_phase;
+
+typedef struct cumoe_group_fault {
+  uint32_t size;
+  int32_t cause;     /* cumoe_group_cause: why the group gave up, as this rank knows it */
+  int32_t phase;     /* cumoe_group_phase */
+  int32_t about, by; /* ranks */
+  int32_t reserved;  /* 0 */
+} cumoe_group_fault;
+
+/* CUMOE_OK also for a group that gave up: the record says so. Never waits. */
+CUMOE_CHECKED cumoe_status cumoe_group_fault_read(cumoe_group group, cumoe_group_fault *fault);
+
+/* ---- placement ------------------------------------------------------------------------------------- */
+
+/*
+ * Which experts lie where is data, read by each call, the same on all ranks: [E, replicas] i32, an entry for each place
+ * where expert e's weights are; unused entries are -1 and come last. An expert in several places (a redundant one)
+ * serves token t at entry t mod count. Experts may lie on ranks in any number and order. An expert without a place adds
+ * nothing, and an entry that names no rank or no expert there likewise; both are recorded (EXPERT_MAP).
+ */
+static inline int32_t cumoe_ep_place(int32_t rank, int32_t local_expert)
+{
+  return (int32_t)((uint32_t)rank << 16 | (uint32_t)local_expert);
+}
+
+/* ---- forward --------------------------------------------------------------------------------------- */
+
+typedef struct cumoe_ep_args {
+  uint32_t size;
+  int32_t lane;                /* 0 .. lanes - 1 */
+  int64_t tokens_max;          /* most tokens that any rank has in this call, the same on all; 0 = max_tokens */
+  cumoe_view placement;        /* [E, 1 .. CUMOE_MAX_REPLICAS] i32 */
+  const cumoe_moe_args *layer; /* this rank's tokens, as for cumoe_moe_forward; see below */
+} cumoe_ep_args;
+
+/*
+ * Bytes of layer.workspace for a call of any number of tokens, 256-byte aligned. Of one call at a time: two lanes need
+ * two. Most of it is what ranks * max_tokens tokens need that all choose this rank's experts.
+ */
+CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
+
+/*
+ * out of cumoe_moe_forward for this rank's tokens, whichever ranks their experts are on. All ranks call it with the
+ * same lane, tokens_max and placement; everything else is a rank's own. T = layer.x.rows may be 0, and at most
+ * tokens_max. Texts name fields of `layer` as "args.x".
+ *   weights     this rank's experts, local_experts of them
+ *   ids         always the layer's: 0 .. E - 1, and zero and identity experts behind
+ *   expert_map  absent: the placement says where experts are
+ *   shared      computed on the token's own rank, between sending and receiving
+ *   counts_out, load  of this rank's experts and all ranks' tokens. counts_out is not served in more than one round
+ *   device_tokens     not served
+ * Every token is sent to every rank (an exchange by gathering), its slots only to where their experts are. ids and
+ * counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
+ * (EXPERT_ID).
+ */
+CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                            cumoe_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

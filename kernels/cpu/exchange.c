@@ -1,0 +1,237 @@
+/* See exchange.h and kernels/ep/ep.h: flags are C11 atomics, data are ordinary memory between them. */
+#include "exchange.h"
+#include "fault.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+
+/* ---- words ---- */
+
+void cpu_ep_store(void *word, uint64_t value)
+{
+  atomic_store_explicit((_Atomic uint64_t *)word, value, memory_order_release);
+}
+
+uint64_t cpu_ep_load(const void *word)
+{
+  return atomic_load_explicit((_Atomic uint64_t *)(uintptr_t)word, memory_order_acquire);
+}
+
+static int64_t now_ns(void)
+{
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* More ranks than cores are normal: a rank that waits yields, and soon sleeps. */
+static void pause_briefly(int64_t turn)
+{
+  const struct timespec nap = {.tv_nsec = 20000};
+  if (turn < 200)
+    sched_yield();
+  else
+    nanosleep(&nap, NULL);
+}
+
+uint64_t cpu_ep_wait(const void *word, uint32_t least, const void *abort, int64_t timeout_ns)
+{
+  const int64_t begin = now_ns();
+  for (int64_t turn = 0;; turn++) {
+    if ((int32_t)((uint32_t)(cpu_ep_load(word) >> 32) - least) >= 0) return 0;
+    const uint64_t given_up = abort ? cpu_ep_load(abort) : 0;
+    if (given_up) return given_up;
+    if (now_ns() - begin > timeout_ns) return EP_LATE;
+    pause_briefly(turn);
+  }
+}
+
+void cpu_ep_give_up(char *const *arenas, const ep_layout *at, int32_t ranks, int32_t self, uint64_t word)
+{
+  uint64_t none = 0;
+  atomic_compare_exchange_strong((_Atomic uint64_t *)(void *)(arenas[self] + at->abort), &none, word);
+  for (int32_t r = 0; r < ranks; r++)
+    if (r != self) cpu_ep_store(arenas[r] + at->abort, word);
+}
+
+/* ---- where things lie ---- */
+
+static char *const *arenas_of(const ep_args *a)
+{
+  return (char *const *)(void *)(a->arena + a->at.bases);
+}
+
+static char *lane_of(const ep_args *a, int32_t rank)
+{
+  return arenas_of(a)[rank] + a->at.lane + (uint64_t)a->lane * a->at.lane_bytes;
+}
+
+static uint64_t *exchange_of(const ep_args *a)
+{
+  return (uint64_t *)(void *)(lane_of(a, a->rank) + a->at.exchange);
+}
+
+/* Row `row` of segment `segment` of an array with so many bytes a row. */
+static uint64_t row_at(const ep_args *a, int32_t segment, int64_t row, uint64_t row_bytes)
+{
+  return ((uint64_t)segment * (uint64_t)a->shape.capacity + (uint64_t)row) * row_bytes;
+}
+
+static uint64_t hidden_bytes(const ep_args *a)
+{
+  return (uint64_t)a->shape.hidden * (uint64_t)a->shape.element;
+}
+
+/* ---- put ---- */
+
+static int64_t id_of(const ep_args *a, int64_t token, int32_t slot)
+{
+  const int64_t at = token * a->ids_ld + slot;
+  return a->ids_dtype == DT_I64 ? ((const int64_t *)a->ids)[at] : ((const int32_t *)a->ids)[at];
+}
+
+/* Entries in use. */
+static int32_t places_of(const ep_args *a, int64_t expert)
+{
+  const int32_t *place = a->placement + expert * a->placement_ld;
+  int32_t count = 0;
+  while (count < a->replicas && place[count] >= 0) count++;
+  return count;
+}
+
+/* The place that serves a slot, or ROW_DROPPED, or ROW_IDENTITY. */
+static int32_t place_of(const ep_args *a, int64_t token, int32_t slot)
+{
+  const int64_t id = id_of(a, token, slot), zero_end = (int64_t)a->shape.experts + a->zero_experts;
+  if (id == -1) return ROW_DROPPED;
+  if (id < 0 || id >= zero_end + a->identity_experts) {
+    record_fault(a->fault, FAULT_EXPERT_ID, slot, token);
+    return ROW_DROPPED;
+  }
+  if (id >= a->shape.experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
+  const int32_t count = places_of(a, id);
+  const int32_t place = count ? a->placement[id * a->placement_ld + (a->first_token + token) % count] : -1;
+  if (place >= 0 && place >> EP_PLACE_SHIFT < a->shape.ranks) return place;
+  record_fault(a->fault, FAULT_EXPERT_MAP, slot, token);
+  return ROW_DROPPED;
+}
+
+/* One slot: its id for every rank, and the row of y that will answer it. */
+static void put_slot(const ep_args *a, int64_t token, int32_t slot)
+{
+  const int32_t k = a->shape.top_k, ranks = a->shape.ranks, place = place_of(a, token, slot);
+  const int32_t to = place >= 0 ? place >> EP_PLACE_SHIFT : -1, local = place & ((1 << EP_PLACE_SHIFT) - 1);
+  for (int32_t r = 0; r < ranks; r++) {
+    int32_t *ids = (int32_t *)(void *)(lane_of(a, r) + a->at.ids);
+    ids[row_at(a, a->rank, token, (uint64_t)k) + (uint64_t)slot] = r == to ? local : -1;
+  }
+  if (a->shape.exact)
+    a->rows[token * k + slot] = to < 0 ? place : (int32_t)row_at(a, to, token, (uint64_t)k) + slot;
+  else if (to >= 0)
+    a->rows[token * ranks + to] = (int32_t)row_at(a, to, token, 1);
+}
+
+static void put_token(const ep_args *a, int64_t token)
+{
+  const uint64_t width = hidden_bytes(a), weights = (uint64_t)a->shape.top_k * sizeof(float);
+  for (int32_t r = 0; r < a->shape.ranks; r++) {
+    memcpy(lane_of(a, r) + a->at.x + row_at(a, a->rank, token, width),
+           (const char *)a->x + token * a->x_ld * a->shape.element, width);
+    memcpy(lane_of(a, r) + a->at.weights + row_at(a, a->rank, token, weights), a->weights + token * a->weights_ld,
+           weights);
+    if (!a->shape.exact) a->rows[token * a->shape.ranks + r] = ROW_DROPPED;
+  }
+  for (int32_t slot = 0; slot < a->shape.top_k; slot++) put_slot(a, token, slot);
+}
+
+static void publish(const ep_args *a, uint64_t words, uint64_t flag)
+{
+  for (int32_t r = 0; r < a->shape.ranks; r++) cpu_ep_store(lane_of(a, r) + words + (uint64_t)a->rank * EP_LINE, flag);
+}
+
+void cpu_ep_put(const ep_args *a)
+{
+  const int64_t tokens = tokens_present(a->tokens);
+  const uint32_t exchange = (uint32_t)++ * exchange_of(a);
+  for (int64_t token = 0; token < tokens; token++) put_token(a, token);
+  publish(a, a->at.in, ep_flag(exchange, (uint32_t)tokens));
+}
+
+/* ---- answer ---- */
+
+/* The rows of one token that this rank has: of each slot, or their sum. */
+static void answer_token(const ep_args *a, int32_t source, int64_t token)
+{
+  const int32_t k = a->shape.top_k, answers = ep_answers(&a->shape);
+  const uint64_t width = hidden_bytes(a);
+  const int32_t *ids = a->ids_here + row_at(a, source, token, (uint64_t)k);
+  char *to = lane_of(a, source) + a->at.y + row_at(a, a->rank, token, width * (uint64_t)answers);
+  const char *from = (const char *)a->y_here + row_at(a, source, token, width * (uint64_t)answers);
+  bool any = false;
+  for (int32_t slot = 0; slot < k; slot++) {
+    any |= ids[slot] >= 0;
+    if (a->shape.exact && ids[slot] >= 0) memcpy(to + (uint64_t)slot * width, from + (uint64_t)slot * width, width);
+  }
+  if (!a->shape.exact && any) memcpy(to, from, width);
+}
+
+static int64_t tokens_from(const ep_args *a, int32_t source)
+{
+  const int64_t tokens = (uint32_t)cpu_ep_load(lane_of(a, a->rank) + a->at.in + (uint64_t)source * EP_LINE);
+  return tokens < a->shape.capacity ? tokens : a->shape.capacity;
+}
+
+void cpu_ep_answer(const ep_args *a)
+{
+  for (int32_t source = 0; source < a->shape.ranks; source++)
+    for (int64_t token = tokens_from(a, source); token-- > 0;) answer_token(a, source, token);
+  publish(a, a->at.back, ep_flag((uint32_t)*exchange_of(a), 0));
+}
+
+/* ---- waits ---- */
+
+/* Until all ranks have told of this exchange. */
+static uint64_t wait_for_all(const ep_args *a, uint64_t words, int phase)
+{
+  const char *own = lane_of(a, a->rank);
+  for (int32_t r = 0; r < a->shape.ranks; r++) {
+    const uint64_t end = cpu_ep_wait(own + words + (uint64_t)r * EP_LINE, (uint32_t)*exchange_of(a),
+                                     a->arena + a->at.abort, a->timeout_ns);
+    if (end != EP_LATE && end != 0) return end;
+    if (end == 0) continue;
+    const uint64_t word = ep_abort_word(EP_TIMEOUT, phase, r, a->rank);
+    cpu_ep_give_up(arenas_of(a), &a->at, a->shape.ranks, a->rank, word);
+    return word;
+  }
+  return 0;
+}
+
+/* What a peer sends is not trusted. Rows past its tokens hold what earlier exchanges left. */
+static void take_ids(const ep_args *a, int32_t source)
+{
+  const int32_t k = a->shape.top_k;
+  const int64_t tokens = tokens_from(a, source);
+  const uint64_t first = row_at(a, source, 0, (uint64_t)k);
+  const int32_t *from = (const int32_t *)(const void *)(lane_of(a, a->rank) + a->at.ids) + first;
+  int32_t *to = a->ids_here + first;
+  for (int64_t i = 0; i < a->shape.capacity * k; i++) {
+    const int32_t id = i < tokens * k ? from[i] : -1;
+    const bool here = id >= 0 && id < a->local_experts;
+    if (!here && id != -1) record_fault(a->fault, FAULT_EXPERT_ID, i % k, i / k);
+    to[i] = here ? id : -1;
+  }
+}
+
+uint64_t cpu_ep_wait_tokens(const ep_args *a)
+{
+  const uint64_t end = wait_for_all(a, a->at.in, EP_DISPATCH);
+  for (int32_t r = 0; end == 0 && r < a->shape.ranks; r++) take_ids(a, r);
+  return end;
+}
+
+uint64_t cpu_ep_wait_answers(const ep_args *a)
+{
+  return wait_for_all(a, a->at.back, EP_RETURN);
+}

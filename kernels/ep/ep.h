@@ -1,0 +1,96 @@
+/*
+ * The exchange between the ranks of a group: where everything lies in a rank's arena, and the arguments of what moves
+ * tokens there and results back. Plain C, shared by host, CPU kernels and CUDA.
+ *
+ * An arena is memory that every rank of the group can write. Of each lane it holds one segment a rank:
+ *   x, ids, weights  segment s = the tokens of rank s, written by rank s; at most `capacity`, so it cannot overflow
+ *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
+ * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels.
+ *
+ * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
+ * and read with acquire before them. Exchange n of a lane, on every rank:
+ *   put     data to all ranks, then `in` = {n, tokens} to all ranks, those that get nothing included
+ *   wait    until all own `in` words say n; compute
+ *   answer  rows of y to their tokens' ranks, then `back` = {n, 0} to all ranks
+ *   wait    until all own `back` words say n; collect
+ * One buffer is enough. put n + 1 overwrites what a reader had of n: its `back` n, sent after its last read, was seen.
+ * answer n + 1 overwrites y of n: the `in` n + 1 of that token's rank, sent after its collect, was seen. A word says n
+ * or n - 1 whenever somebody waits for n, so words are compared by their difference and may wrap. test/ep_model.c goes
+ * through all orders of this.
+ */
+#ifndef CUMOE_KERNELS_EP_H
+#define CUMOE_KERNELS_EP_H
+
+#include "../args.h"
+
+enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
+enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
+
+typedef struct ep_shape {
+  int32_t ranks, lanes, experts, top_k, hidden;
+  int32_t element;  /* bytes of an element of x and y */
+  int32_t exact;    /* a row of y for each slot; else one a rank, the sum of what it has */
+  int64_t capacity; /* tokens of one rank in one exchange */
+} ep_shape;
+
+/* Rows of y a token and rank. */
+static inline int32_t ep_answers(const ep_shape *s)
+{
+  return s->exact ? s->top_k : 1;
+}
+
+/* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
+typedef struct ep_layout {
+  uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
+  uint64_t abort;        /* a line: its first word is not 0 once a rank has given up */
+  uint64_t bases;        /* [ranks] addresses of all arenas */
+  uint64_t every_expert; /* [experts] i32: 0, 1, 2 ... */
+  uint64_t first_expert; /* [capacity] i32: 0 */
+  uint64_t lane, lane_bytes;
+  uint64_t exchange;        /* a line: exchanges of this lane so far */
+  uint64_t in, back;        /* [ranks] lines */
+  uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
+  uint64_t y;               /* [ranks, capacity, answers, hidden] */
+  uint64_t bytes;
+} ep_layout;
+
+/* One exchange of one lane. */
+typedef struct ep_args {
+  char *arena;
+  ep_shape shape;
+  ep_layout at;
+  int32_t rank, lane;
+  int32_t local_experts;
+  int32_t zero_experts, identity_experts;
+  /* put */
+  const void *x, *ids;  /* [tokens, hidden], [tokens, top_k] */
+  const float *weights; /* [tokens, top_k] */
+  int64_t x_ld, ids_ld, weights_ld;
+  const int32_t *placement; /* [experts, replicas] */
+  int64_t placement_ld;
+  int32_t replicas, ids_dtype;
+  token_count tokens;
+  int64_t first_token; /* of these in the call: replicas are taken in turn by it */
+  int32_t *rows;       /* out: [tokens, top_k or ranks] rows of y, ROW_DROPPED, ROW_IDENTITY */
+  /* wait, answer */
+  int32_t *ids_here;  /* [ranks * capacity, top_k], checked */
+  const void *y_here; /* [ranks * capacity * answers, hidden] */
+  int64_t timeout_ns;
+  fault_sink fault;
+} ep_args;
+
+/* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
+enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };
+enum { EP_NO_PHASE = 0, EP_CREATE = 1, EP_DISPATCH = 2, EP_RETURN = 3, EP_DESTROY = 4 };
+
+static inline uint64_t ep_abort_word(int cause, int phase, int about, int by)
+{
+  return (uint64_t)1 << 63 | (uint64_t)cause << 56 | (uint64_t)phase << 48 | (uint64_t)about << 16 | (uint64_t)by;
+}
+
+static inline uint64_t ep_flag(uint32_t exchange, uint32_t tokens)
+{
+  return (uint64_t)exchange << 32 | tokens;
+}
+
+#endif

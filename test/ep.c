@@ -1,0 +1,932 @@
+/*
+ * Groups of CPU contexts, a thread a rank: what they answer has the bits of one rank with all experts (EXACT), or of
+ * the ranks' rounded sums; any number of tokens a rank, in rounds; experts anywhere, in any number, several times; two
+ * lanes; ranks that disagree, stop, fail or give up; where everything lies, for up to 1,024 ranks.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "../host/ep.h"
+#include "test.h"
+
+enum { MOST_RANKS = 8, MOST_LANES = 2, MOST_EXPERTS = 16, CALLS = 3 };
+enum { HIDDEN = 32, INTER = 16, SHARED_INTER = 24 };
+
+/* ---- a layer, its tokens, and where its experts are ---- */
+
+typedef enum spread { BLOCKS, SCATTERED, ALL_ON_LAST, TWICE } spread;
+
+typedef struct world {
+  const char *name;
+  int32_t ranks, lanes, experts, top_k, dtype;
+  int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
+  spread spread;
+  bool exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  int32_t zero, identity;
+  /* made */
+  cumoe_moe_desc desc;
+  int64_t all; /* tokens of all ranks */
+  tensor x, router, gate_up, down, shared_up, shared_down, shared_gate, residual_rows, ids, weights, placement;
+  int32_t local[MOST_RANKS], held[MOST_RANKS][MOST_EXPERTS]; /* experts of each rank, by their local number */
+} world;
+
+static int32_t places_of(const world *w)
+{
+  return w->spread == TWICE ? 3 : 1;
+}
+
+static void hold(world *w, int32_t expert, int32_t replica, int32_t rank)
+{
+  const int32_t local = w->local[rank]++;
+  w->held[rank][local] = expert;
+  tensor_set(&w->placement, expert, replica, cumoe_ep_place(rank, local));
+}
+
+static void place_experts(world *w)
+{
+  w->placement = tensor_new(CUMOE_I32, w->experts, places_of(w));
+  for (int32_t e = 0; e < w->experts; e++) {
+    for (int32_t p = 0; p < places_of(w); p++) tensor_set(&w->placement, e, p, -1);
+    const int32_t scattered = (e * 5 + 1) % w->ranks, block = e * w->ranks / w->experts;
+    hold(w, e, 0, w->spread == ALL_ON_LAST ? w->ranks - 1 : w->spread == SCATTERED ? scattered : block);
+    if (w->spread == TWICE && e % 3 == 0) hold(w, e, 1, (block + 1) % w->ranks);
+  }
+  /* A rank without any holds one that nobody asks it for: a layer has at least one expert. */
+  for (int32_t r = 0; r < w->ranks; r++)
+    if (w->local[r] == 0) w->held[r][w->local[r]++] = 0;
+}
+
+static void make_world(world *w)
+{
+  rng r = {(uint64_t)w->ranks * 131 + (uint64_t)w->top_k};
+  const int64_t rows = w->lanes ? CALLS * w->lanes : CALLS, ids = w->experts + w->zero + w->identity;
+  if (w->lanes == 0) w->lanes = 1;
+  for (int32_t i = 0; i < w->ranks; i++) w->all += w->tokens[i];
+  w->desc = (cumoe_moe_desc){.size = sizeof w->desc,
+                             .num_experts = w->experts,
+                             .hidden = HIDDEN,
+                             .inter = INTER,
+                             .shared_inter = w->shared ? SHARED_INTER : 0,
+                             .dtype = w->dtype,
+                             .routing = cumoe_routing_mixtral(w->top_k)};
+  w->desc.routing.zero_experts = w->zero;
+  w->desc.routing.identity_experts = w->identity;
+  if (w->weigh_input) w->desc.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  w->x = tensor_normal(&r, w->dtype, rows * w->all, HIDDEN, 0, 1);
+  w->router = tensor_normal(&r, w->dtype, ids, HIDDEN, 0, .4);
+  w->gate_up = tensor_normal(&r, w->dtype, w->experts * 2 * INTER, HIDDEN, 0, .3);
+  w->down = tensor_normal(&r, w->dtype, w->experts * HIDDEN, INTER, 0, .3);
+  w->shared_up = tensor_normal(&r, w->dtype, 2 * SHARED_INTER, HIDDEN, 0, .3);
+  w->shared_down = tensor_normal(&r, w->dtype, HIDDEN, SHARED_INTER, 0, .3);
+  w->shared_gate = tensor_normal(&r, w->dtype, 1, HIDDEN, 0, .3);
+  w->residual_rows = tensor_normal(&r, w->dtype, w->bias_row ? 1 : rows * w->all, HIDDEN, 0, 1);
+  w->ids = route_tokens(&r, w->odd_ids ? PATTERN_HOSTILE : PATTERN_UNIFORM, CUMOE_I64, rows * w->all, w->top_k,
+                        (int32_t)ids);
+  w->weights = tensor_normal(&r, CUMOE_F32, rows * w->all, w->top_k, 0, .5);
+  if (w->weights.rows) tensor_set(&w->weights, 0, 0, 0);
+  place_experts(w);
+}
+
+/* Rows first .. of a tensor. */
+static cumoe_view rows_of(const tensor *t, int64_t first, int64_t rows)
+{
+  const size_t row = (size_t)t->cols * cumoe_dtype_bytes((cumoe_dtype)t->dtype);
+  return cumoe_matrix(t->data + (size_t)first * row, (cumoe_dtype)t->dtype, rows, t->cols, t->cols);
+}
+
+/* So many experts, where they lie in the whole layer. */
+static cumoe_status bind(const world *w, cumoe_context context, const int32_t *held, int32_t count,
+                         cumoe_weights *weights)
+{
+  const void *up[MOST_EXPERTS], *down[MOST_EXPERTS];
+  cumoe_weights_desc d = {.size = sizeof d,
+                          .experts = count,
+                          .hidden = HIDDEN,
+                          .inter = INTER,
+                          .gate_order = CUMOE_GATE_UP_CONCAT,
+                          .up_major = CUMOE_OUT_IN,
+                          .down_major = CUMOE_OUT_IN};
+  for (int32_t i = 0; i < count; i++) {
+    up[i] = rows_of(&w->gate_up, held[i] * 2 * INTER, 1).data;
+    down[i] = rows_of(&w->down, held[i] * HIDDEN, 1).data;
+  }
+  d.gate_up.data = cumoe_matrix(NULL, (cumoe_dtype)w->dtype, 2 * INTER, HIDDEN, HIDDEN);
+  d.down.data = cumoe_matrix(NULL, (cumoe_dtype)w->dtype, HIDDEN, INTER, INTER);
+  d.gate_up.per_expert = up;
+  d.down.per_expert = down;
+  return cumoe_weights_bind(context, &d, weights);
+}
+
+static cumoe_status bind_shared(const world *w, cumoe_context context, cumoe_weights *weights)
+{
+  const cumoe_weights_desc d = {.size = sizeof d,
+                                .experts = 1,
+                                .hidden = HIDDEN,
+                                .inter = SHARED_INTER,
+                                .gate_order = CUMOE_GATE_UP_CONCAT,
+                                .up_major = CUMOE_OUT_IN,
+                                .down_major = CUMOE_OUT_IN,
+                                .gate_up = {.data = rows_of(&w->shared_up, 0, 2 * SHARED_INTER)},
+                                .down = {.data = rows_of(&w->shared_down, 0, HIDDEN)}};
+  *weights = NULL;
+  return w->shared ? cumoe_weights_bind(context, &d, weights) : CUMOE_OK;
+}
+
+/* What is said of tokens first .. of the world. */
+static cumoe_moe_args tokens_args(const world *w, int64_t first, int64_t tokens, cumoe_weights shared)
+{
+  cumoe_moe_args a = {.size = sizeof a, .x = rows_of(&w->x, first, tokens), .out_scale = 1.5f, .shared = shared};
+  if (w->routed) {
+    a.ids = rows_of(&w->ids, first, tokens);
+    a.weights = rows_of(&w->weights, first, tokens);
+  } else {
+    a.router_weight = rows_of(&w->router, 0, w->router.rows);
+  }
+  if (w->shared) a.shared_gate = rows_of(&w->shared_gate, 0, 1);
+  if (w->residual) a.residual = rows_of(&w->residual_rows, w->bias_row ? 0 : first, w->bias_row ? 1 : tokens);
+  return a;
+}
+
+static void *aligned(size_t bytes)
+{
+  void *p = aligned_alloc(256, (bytes + 511) / 256 * 256);
+  if (p) memset(p, 0, (bytes + 511) / 256 * 256);
+  return p;
+}
+
+/* ---- one rank with all experts, or with those of one rank ---- */
+
+static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bool bare)
+{
+  const int64_t rows = w->x.rows;
+  const tensor out = tensor_new(w->dtype, rows, HIDDEN), map = tensor_new(CUMOE_I32, 1, w->experts);
+  cumoe_context context = NULL;
+  cumoe_plan plan = NULL;
+  cumoe_weights weights = NULL, shared = NULL;
+  size_t bytes = 0;
+  world v = *w;
+  v.desc.local_experts = count;
+  if (bare) v.shared = v.residual = false, v.desc.shared_inter = 0;
+  for (int32_t e = 0; e < w->experts; e++) tensor_set(&map, 0, e, -1);
+  for (int32_t i = 0; i < count; i++) tensor_set(&map, 0, held[i], i);
+  const cumoe_context_config one = {.size = sizeof one, .cpu_threads = 1};
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &one, &context));
+  CHECK_OK(cumoe_plan_create(context, &v.desc, &plan));
+  CHECK_OK(bind(&v, context, held, count, &weights));
+  CHECK_OK(bind_shared(&v, context, &shared));
+  CHECK_OK(cumoe_plan_workspace(plan, rows, &bytes));
+  void *workspace = aligned(bytes);
+  cumoe_moe_args a = tokens_args(&v, 0, rows, shared);
+  if (bare) a.out_scale = 1;
+  a.expert_map = rows_of(&map, 0, 1);
+  a.out = as_mut(rows_of(&out, 0, rows));
+  a.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
+  CHECK_OK(cumoe_moe_forward(plan, weights, &a, NULL));
+  CHECK_OK(cumoe_context_destroy(context));
+  free(workspace);
+  return out;
+}
+
+/* EXACT: the layer. Else its ranks' sums, each rounded, added up in their order. */
+static tensor expected(const world *w)
+{
+  int32_t every[MOST_EXPERTS];
+  for (int32_t e = 0; e < w->experts; e++) every[e] = e;
+  if (w->exact) return whole_layer(w, every, w->experts, false);
+  const tensor sum = tensor_new(w->dtype, w->x.rows, HIDDEN);
+  const int mark = scratch_mark();
+  double *total = scratch((size_t)(w->x.rows * HIDDEN), sizeof *total);
+  for (int32_t r = 0; r < w->ranks; r++) {
+    const tensor part = whole_layer(w, w->held[r], w->local[r], true);
+    for (int64_t i = 0; i < w->x.rows * HIDDEN; i++) total[i] = total[i] + tensor_get(&part, i / HIDDEN, i % HIDDEN);
+  }
+  for (int64_t i = 0; i < w->x.rows * HIDDEN; i++) {
+    const double residual = w->residual ? tensor_get(&w->residual_rows, i / HIDDEN, i % HIDDEN) : 0;
+    tensor_set(&sum, i / HIDDEN, i % HIDDEN, residual + 1.5 * total[i]);
+  }
+  scratch_release(mark);
+  return sum;
+}
+
+/* ---- ranks as threads ---- */
+
+/* How a rank misbehaves. */
+typedef enum trouble {
+  NONE,
+  STOPS_BEFORE, /* makes one call fewer */
+  NEVER_JOINS,
+  ABORTS,      /* after its first call */
+  OTHER_SIZE,  /* of max_tokens */
+  OTHER_SHAPE, /* of the description */
+  SWAPPED,     /* two arenas in its list */
+  USED_ARENA,  /* not filled with zeros */
+  BAD_CALL     /* corrected afterwards */
+} trouble;
+
+typedef struct rank {
+  const world *w;
+  struct rank *all;
+  const tensor *out;
+  int32_t number;
+  trouble trouble;
+  int64_t timeout_ns;
+  /* made */
+  cumoe_context context;
+  cumoe_plan plan;
+  cumoe_weights weights, shared;
+  cumoe_group group;
+  void *arena;
+  size_t bytes;
+  int64_t first; /* of its tokens in a call */
+  tensor counts; /* [calls, local experts] */
+  cumoe_status status, ended;
+  char text[300];
+  cumoe_group_fault fault;
+} rank;
+
+static cumoe_group_config config_of(const rank *r, void **arenas)
+{
+  const world *w = r->w;
+  for (int32_t i = 0; i < w->ranks; i++) arenas[i] = r->all[i].arena;
+  return (cumoe_group_config){.size = sizeof(cumoe_group_config),
+                              .flags = w->exact ? CUMOE_GROUP_EXACT : 0,
+                              .rank = r->number,
+                              .ranks = w->ranks,
+                              .lanes = w->lanes,
+                              .max_tokens = w->capacity,
+                              .timeout_ns = r->timeout_ns,
+                              .arenas = arenas};
+}
+
+/* Before any rank is told where it lies. */
+static void make_arena(rank *r)
+{
+  void *arenas[MOST_RANKS];
+  cumoe_moe_desc d = r->w->desc;
+  const cumoe_context_config one = {.size = sizeof one, .cpu_threads = 1};
+  d.local_experts = r->w->local[r->number];
+  if (r->trouble == OTHER_SHAPE) d.act = CUMOE_ACT_RELU;
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &one, &r->context));
+  CHECK_OK(cumoe_plan_create(r->context, &d, &r->plan));
+  CHECK_OK(bind(r->w, r->context, r->w->held[r->number], d.local_experts, &r->weights));
+  CHECK_OK(bind_shared(r->w, r->context, &r->shared));
+  const cumoe_group_config c = config_of(r, arenas);
+  CHECK_OK(cumoe_ep_arena(r->plan, &c, &r->bytes));
+  r->arena = aligned(r->bytes);
+  r->counts = tensor_new(CUMOE_I32, CALLS * r->w->lanes, d.local_experts);
+  for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
+}
+
+static cumoe_status join(rank *r)
+{
+  void *arenas[MOST_RANKS];
+  cumoe_group_config c = config_of(r, arenas);
+  if (r->trouble == OTHER_SIZE) c.max_tokens--;
+  if (r->trouble == SWAPPED) {
+    const int32_t i = (r->number + 1) % r->w->ranks, j = (r->number + 2) % r->w->ranks;
+    void *kept = arenas[i];
+    arenas[i] = arenas[j], arenas[j] = kept;
+  }
+  if (r->trouble == USED_ARENA) memset((char *)r->arena + 768, 1, r->bytes - 768);
+  return cumoe_group_create(r->context, r->plan, &c, cumoe_vector_mut(r->arena, CUMOE_U8, (int64_t)r->bytes),
+                            &r->group);
+}
+
+static cumoe_status one_call(rank *r, int32_t lane, int call, void *workspace, size_t bytes)
+{
+  const world *w = r->w;
+  const int64_t index = lane * CALLS + call, tokens = w->tokens[r->number], first = index * w->all + r->first;
+  cumoe_moe_args a = tokens_args(w, first, tokens, r->shared);
+  a.out = as_mut(rows_of(r->out, first, tokens));
+  a.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
+  if (w->tokens_max <= w->capacity) a.counts_out = as_mut(rows_of(&r->counts, index, 1));
+  cumoe_ep_args e = {.size = sizeof e,
+                     .lane = lane,
+                     .tokens_max = w->tokens_max,
+                     .placement = rows_of(&w->placement, 0, w->experts),
+                     .layer = &a};
+  if (r->trouble == BAD_CALL) {
+    a.out_scale = INFINITY;
+    if (cumoe_ep_forward(r->group, r->weights, &e, NULL) != CUMOE_ERR_INVALID_ARGUMENT) return CUMOE_ERR_INTERNAL;
+    a.out_scale = 1.5f;
+  }
+  return cumoe_ep_forward(r->group, r->weights, &e, NULL);
+}
+
+static void keep(rank *r, cumoe_status status)
+{
+  if (status == CUMOE_OK || r->status != CUMOE_OK) return;
+  r->status = status;
+  snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
+}
+
+static cumoe_status calls_of_lane(rank *r, int32_t lane)
+{
+  size_t bytes = 0;
+  cumoe_status status = cumoe_ep_workspace(r->group, &bytes);
+  void *workspace = aligned(bytes);
+  const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : CALLS;
+  for (int i = 0; status == CUMOE_OK && i < calls; i++) {
+    status = one_call(r, lane, i, workspace, bytes);
+    if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
+  }
+  free(workspace);
+  return status;
+}
+
+static void *second_lane(void *argument)
+{
+  keep(argument, calls_of_lane(argument, 1));
+  return NULL;
+}
+
+static void *live(void *argument)
+{
+  rank *r = argument;
+  pthread_t other;
+  if (r->trouble == NEVER_JOINS) return NULL;
+  keep(r, join(r));
+  if (!r->group) return NULL;
+  const bool two = r->w->lanes > 1 && pthread_create(&other, NULL, second_lane, r) == 0;
+  const cumoe_status status = calls_of_lane(r, 0);
+  if (two) pthread_join(other, NULL);
+  keep(r, status);
+  r->fault.size = sizeof r->fault;
+  keep(r, cumoe_group_fault_read(r->group, &r->fault));
+  r->ended = cumoe_group_destroy(r->group);
+  return NULL;
+}
+
+/* All ranks, from the arenas on; `ranks` is theirs afterwards. */
+static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t troubled, trouble which,
+                      int64_t timeout_ns)
+{
+  pthread_t threads[MOST_RANKS];
+  for (int32_t i = 0; i < w->ranks; i++) {
+    ranks[i] = (rank){.w = w, .all = ranks, .out = out, .number = i, .timeout_ns = timeout_ns};
+    if (i == troubled) ranks[i].trouble = which;
+    make_arena(&ranks[i]);
+  }
+  for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, live, &ranks[i]) == 0);
+  for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  for (int32_t i = 0; i < w->ranks; i++) {
+    CHECK_OK(cumoe_context_destroy(ranks[i].context));
+    free(ranks[i].arena);
+  }
+}
+
+/* ---- what they answer ---- */
+
+/* Rows of each expert in a call: of all tokens, by where the placement sends them. */
+static void check_counts(const world *w, const rank *ranks)
+{
+  if (!w->routed || w->tokens_max > w->capacity) return;
+  for (int64_t call = 0; call < w->x.rows / w->all; call++) {
+    int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
+    for (int32_t r = 0; r < w->ranks; r++)
+      for (int64_t i = 0; i < w->tokens[r] * w->top_k; i++) {
+        const int64_t t = i / w->top_k;
+        const double id = tensor_get(&w->ids, call * w->all + ranks[r].first + t, i % w->top_k);
+        if (id < 0 || id >= w->experts) continue;
+        int32_t count = 0;
+        while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
+        const int32_t place = (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
+        want[place >> 16][place & 0xffff]++;
+      }
+    for (int32_t r = 0; r < w->ranks; r++)
+      for (int32_t e = 0; e < w->local[r]; e++) CHECK((int64_t)tensor_get(&ranks[r].counts, call, e) == want[r][e]);
+  }
+}
+
+static void run_world(const world *given)
+{
+  rank ranks[MOST_RANKS];
+  world w = *given;
+  case_begin("%s", w.name);
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, HIDDEN);
+  run_ranks(&w, &out, ranks, -1, NONE, 0);
+  for (int32_t i = 0; i < w.ranks; i++) {
+    CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
+    CHECK(ranks[i].ended == CUMOE_OK && ranks[i].fault.cause == CUMOE_GROUP_ALIVE);
+  }
+  const tensor want = expected(&w);
+  check_same("out", &out, &want);
+  check_counts(&w, ranks);
+  case_end();
+}
+
+static const world worlds[] = {
+    {.name = "one rank",
+     .ranks = 1,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 5,
+     .tokens = {5},
+     .exact = true,
+     .shared = true},
+    {.name = "two ranks",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens = {4, 3},
+     .exact = true},
+    {.name = "two ranks, sums",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens = {4, 3}},
+    {.name = "sums of top 1",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 1,
+     .dtype = CUMOE_F16,
+     .capacity = 4,
+     .tokens = {4, 3, 1}},
+    {.name = "exact top 1",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 1,
+     .dtype = CUMOE_F16,
+     .capacity = 4,
+     .tokens = {4, 3, 1},
+     .exact = true},
+    {.name = "four ranks, shared expert, residual",
+     .ranks = 4,
+     .experts = 10,
+     .top_k = 4,
+     .dtype = CUMOE_F16,
+     .capacity = 6,
+     .tokens = {6, 1, 0, 5},
+     .spread = SCATTERED,
+     .exact = true,
+     .shared = true,
+     .residual = true},
+    {.name = "residual of sums",
+     .ranks = 3,
+     .experts = 6,
+     .top_k = 4,
+     .dtype = CUMOE_F32,
+     .capacity = 6,
+     .tokens = {6, 1, 2},
+     .spread = SCATTERED,
+     .residual = true},
+    {.name = "one bias for all",
+     .ranks = 2,
+     .experts = 6,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 3,
+     .tokens = {7, 4},
+     .tokens_max = 7,
+     .exact = true,
+     .residual = true,
+     .bias_row = true},
+    {.name = "rounds",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 4,
+     .tokens_max = 13,
+     .tokens = {12, 0, 5},
+     .exact = true,
+     .shared = true,
+     .residual = true},
+    {.name = "one token past a round",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 5,
+     .tokens = {5, 4},
+     .exact = true,
+     .routed = true},
+    {.name = "uneven experts",
+     .ranks = 3,
+     .experts = 7,
+     .top_k = 5,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens = {1, 4, 2},
+     .spread = SCATTERED,
+     .exact = true,
+     .routed = true},
+    {.name = "all on one rank",
+     .ranks = 4,
+     .experts = 5,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 3,
+     .tokens = {3, 3, 3, 3},
+     .spread = ALL_ON_LAST,
+     .exact = true,
+     .routed = true},
+    {.name = "experts twice",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 5,
+     .tokens_max = 9,
+     .tokens = {9, 2, 7},
+     .spread = TWICE,
+     .exact = true,
+     .routed = true},
+    {.name = "experts twice, counted",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 5,
+     .tokens = {5, 2, 4},
+     .spread = TWICE,
+     .exact = true,
+     .routed = true},
+    {.name = "bad ids",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 4,
+     .dtype = CUMOE_F32,
+     .capacity = 6,
+     .tokens = {6, 5},
+     .exact = true,
+     .routed = true,
+     .odd_ids = true},
+    {.name = "zero and identity experts",
+     .ranks = 2,
+     .experts = 6,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 6,
+     .tokens = {6, 5},
+     .exact = true,
+     .zero = 2,
+     .identity = 2},
+    {.name = "weight on the input",
+     .ranks = 2,
+     .experts = 6,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 6,
+     .tokens = {6, 5},
+     .exact = true,
+     .routed = true,
+     .weigh_input = true},
+    {.name = "two lanes",
+     .ranks = 3,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 3,
+     .tokens_max = 6,
+     .tokens = {6, 3, 2},
+     .exact = true,
+     .shared = true},
+    {.name = "eight ranks",
+     .ranks = 8,
+     .experts = 16,
+     .top_k = 4,
+     .dtype = CUMOE_BF16,
+     .capacity = 2,
+     .tokens = {2, 1, 0, 2, 2, 1, 2, 0},
+     .exact = true},
+};
+
+static void answers(void)
+{
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+}
+
+/* ---- trouble ---- */
+
+typedef struct fate {
+  const char *name;
+  trouble trouble;
+  int64_t timeout_ms;
+  cumoe_status own, others; /* what the troubled rank and the others answer */
+  const char *words;        /* in one of the others' texts */
+  int32_t cause, phase;     /* that the others read; 0: they have no group */
+} fate;
+
+static const fate fates[] = {
+    {"a rank that stops", STOPS_BEFORE, 2000, CUMOE_OK, CUMOE_ERR_PEER,
+     "rank 1 has not sent its tokens (dispatch) within 2 s", CUMOE_GROUP_TIMEOUT, CUMOE_PHASE_DISPATCH},
+    {"a rank that never joins", NEVER_JOINS, 500, CUMOE_OK, CUMOE_ERR_PEER,
+     "rank 1 has not joined (create) within 0.5 s", 0, 0},
+    {"a rank that aborts", ABORTS, 20000, CUMOE_ERR_PEER, CUMOE_ERR_PEER, "rank 1 has aborted the group",
+     CUMOE_GROUP_ABORTED, CUMOE_PHASE_NONE},
+    {"another max_tokens", OTHER_SIZE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
+     "config.max_tokens is 4 on rank", 0, 0},
+    {"another description", OTHER_SHAPE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
+     "the hash of the rest of desc", 0, 0},
+    {"two arenas swapped", SWAPPED, 20000, CUMOE_OK, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas: in rank", 0, 0},
+    {"an arena that was used", USED_ARENA, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_PEER,
+     "rank 1 gave up: a call of its own failed before it had joined (create)", 0, 0},
+    {"a call that is corrected", BAD_CALL, 20000, CUMOE_OK, CUMOE_OK, "", 0, 0},
+};
+
+static void run_fate(const fate *f)
+{
+  rank ranks[MOST_RANKS];
+  world w = {.name = f->name,
+             .ranks = 3,
+             .experts = 6,
+             .top_k = 2,
+             .dtype = CUMOE_F32,
+             .capacity = 4,
+             .tokens = {4, 2, 3},
+             .exact = true};
+  bool found = false;
+  case_begin("%s", f->name);
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, HIDDEN);
+  run_ranks(&w, &out, ranks, 1, f->trouble, f->timeout_ms * 1000000);
+  for (int32_t i = 0; i < w.ranks; i++) {
+    const rank *r = &ranks[i];
+    if (i == 1 && f->trouble == SWAPPED) continue; /* it may see what it did, or be told */
+    CHECK_MSG(r->status == (i == 1 ? f->own : f->others), "rank %d: %s: %s", (int)i, cumoe_status_name(r->status),
+              r->text);
+    if (i != 1) found |= strstr(r->text, f->words) != NULL;
+    if (i != 1 && f->cause)
+      CHECK_MSG(r->fault.cause == f->cause && r->fault.phase == f->phase && r->fault.about == 1, "rank %d: %d %d %d",
+                (int)i, (int)r->fault.cause, (int)r->fault.phase, (int)r->fault.about);
+  }
+  CHECK_MSG(found, "no text has \"%s\": \"%s\", \"%s\"", f->words, ranks[0].text, ranks[2].text);
+  case_end();
+}
+
+static void troubles(void)
+{
+  for (size_t i = 0; i < sizeof fates / sizeof *fates; i++) run_fate(&fates[i]);
+}
+
+/* ---- where everything lies ---- */
+
+/* Regions in their order, none over another, all aligned. */
+static void check_layout(const ep_shape *s)
+{
+  const ep_layout l = ep_lay_out(s);
+  const uint64_t ranks = (uint64_t)s->ranks, slots = ranks * (uint64_t)s->capacity;
+  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element;
+  const struct {
+    uint64_t at, bytes;
+  } regions[] = {{l.hello, ranks * EP_LINE},
+                 {l.abort, 8},
+                 {l.bases, ranks * 8},
+                 {l.every_expert, (uint64_t)s->experts * 4},
+                 {l.first_expert, (uint64_t)s->capacity * 4},
+                 {l.lane + l.exchange, 8},
+                 {l.lane + l.in, ranks * EP_LINE},
+                 {l.lane + l.back, ranks * EP_LINE},
+                 {l.lane + l.x, slots * row},
+                 {l.lane + l.ids, slots * (uint64_t)s->top_k * 4},
+                 {l.lane + l.weights, slots * (uint64_t)s->top_k * 4},
+                 {l.lane + l.y, slots * row * (uint64_t)(s->exact ? s->top_k : 1)}};
+  uint64_t end = 0;
+  for (size_t i = 0; i < sizeof regions / sizeof *regions; i++) {
+    CHECK(regions[i].at >= end && regions[i].at % EP_ALIGN == 0 && regions[i].bytes > 0);
+    end = regions[i].at + regions[i].bytes;
+  }
+  CHECK(end <= l.lane + l.lane_bytes && l.lane_bytes % EP_ALIGN == 0);
+  CHECK(l.bytes == l.lane + (uint64_t)s->lanes * l.lane_bytes && l.bytes < (uint64_t)1 << 62);
+  CHECK(l.bytes - end < EP_ALIGN + (uint64_t)(s->lanes - 1) * l.lane_bytes);
+}
+
+static void layouts(void)
+{
+  for (int32_t ranks = 1; ranks <= EP_MAX_RANKS; ranks = ranks < 9 ? ranks + 1 : ranks * 2 - ranks % 2)
+    for (int32_t k = 1; k <= MAX_TOP_K; k *= 2)
+      for (int i = 0; i < 16; i++) {
+        const int64_t most = INT32_MAX / k / ranks;
+        const ep_shape s = {.ranks = ranks,
+                            .lanes = 1 + i % 2,
+                            .experts = i & 2 ? MAX_EXPERTS : 1,
+                            .top_k = k,
+                            .hidden = i & 4 ? 1 << 24 : 8,
+                            .element = i & 8 ? 4 : 2,
+                            .exact = i % 3 == 0,
+                            .capacity = i % 5 ? 1 + i * 7 % most : most};
+        case_begin("%d ranks, top %d, %d", (int)ranks, (int)k, i);
+        check_layout(&s);
+        case_end();
+      }
+}
+
+/* ---- wrong arguments ---- */
+
+static cumoe_status arena_with(rank *r, void (*change)(cumoe_group_config *c), cumoe_group *made)
+{
+  void *arenas[MOST_RANKS];
+  cumoe_group_config c = config_of(r, arenas);
+  change(&c);
+  return cumoe_group_create(r->context, r->plan, &c, cumoe_vector_mut(r->arena, CUMOE_U8, (int64_t)r->bytes), made);
+}
+
+static void bad_size(cumoe_group_config *c)
+{
+  c->size = 4;
+}
+static void bad_flags(cumoe_group_config *c)
+{
+  c->flags = 2;
+}
+static void bad_rank(cumoe_group_config *c)
+{
+  c->rank = 1;
+}
+static void bad_ranks(cumoe_group_config *c)
+{
+  c->ranks = 1025;
+}
+static void no_ranks(cumoe_group_config *c)
+{
+  c->ranks = 0;
+}
+static void bad_lanes(cumoe_group_config *c)
+{
+  c->lanes = 3;
+}
+static void bad_reserved(cumoe_group_config *c)
+{
+  c->reserved = 1;
+}
+static void bad_tokens(cumoe_group_config *c)
+{
+  c->max_tokens = (int64_t)1 << 31;
+}
+static void no_tokens(cumoe_group_config *c)
+{
+  c->max_tokens = 0;
+}
+static void bad_timeout(cumoe_group_config *c)
+{
+  c->timeout_ns = -1;
+}
+static void no_arenas(cumoe_group_config *c)
+{
+  c->arenas = NULL;
+}
+static void more_tokens(cumoe_group_config *c)
+{
+  c->max_tokens *= 4;
+}
+static void other_arena(cumoe_group_config *c)
+{
+  static _Alignas(256) char elsewhere[256];
+  static void *arenas[] = {elsewhere};
+  c->arenas = arenas;
+}
+static void odd_arena(cumoe_group_config *c)
+{
+  static void *arenas[] = {(void *)0x101};
+  c->arenas = arenas;
+}
+
+static const struct {
+  void (*change)(cumoe_group_config *c);
+  cumoe_status status;
+  const char *words;
+} bad_configs[] = {
+    {bad_size, CUMOE_ERR_INVALID_ARGUMENT, "config.size is 4"},
+    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x2"},
+    {bad_rank, CUMOE_ERR_INVALID_ARGUMENT, "config.rank is 1, must be 0 .. ranks - 1 = 0"},
+    {bad_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 1025, must be 1 .. 1024"},
+    {no_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 0"},
+    {bad_lanes, CUMOE_ERR_INVALID_ARGUMENT, "config.lanes is 3"},
+    {bad_reserved, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is 1"},
+    {bad_tokens, CUMOE_ERR_INVALID_ARGUMENT, "config.max_tokens is 2147483648"},
+    {no_tokens, CUMOE_ERR_INVALID_ARGUMENT, "config.max_tokens is 0"},
+    {bad_timeout, CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is -1"},
+    {no_arenas, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas is null"},
+    {odd_arena, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas[0] is 0x101"},
+    {other_arena, CUMOE_ERR_INVALID_ARGUMENT, "the rank's own"},
+    {more_tokens, CUMOE_ERR_WORKSPACE, "bytes, "},
+};
+
+static void bad_forward(rank *r)
+{
+  const world *w = r->w;
+  size_t bytes = 0;
+  CHECK_OK(cumoe_ep_workspace(r->group, &bytes));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_workspace(r->group, NULL));
+  void *workspace = aligned(bytes);
+  const tensor map = tensor_new(CUMOE_I32, 1, w->experts), count = tensor_new(CUMOE_I32, 1, 1);
+  cumoe_moe_args right = tokens_args(w, 0, w->tokens[0], r->shared);
+  right.out = as_mut(rows_of(r->out, 0, w->tokens[0]));
+  right.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
+  cumoe_moe_args a = right;
+  cumoe_ep_args e = {.size = sizeof e, .placement = rows_of(&w->placement, 0, w->experts), .layer = &a};
+  const cumoe_ep_args right_e = e;
+#define REFUSED(status, words, ...)                                                                                    \
+  a = right, e = right_e;                                                                                              \
+  __VA_ARGS__;                                                                                                         \
+  CHECK_STATUS(CUMOE_ERR_##status, cumoe_ep_forward(r->group, r->weights, &e, NULL));                                  \
+  CHECK_TEXT(words)
+  REFUSED(INVALID_ARGUMENT, "args.size is 4", e.size = 4);
+  REFUSED(INVALID_ARGUMENT, "args.layer is null", e.layer = NULL);
+  REFUSED(INVALID_ARGUMENT, "args.lane is 1, must be 0 .. lanes - 1 = 0", e.lane = 1);
+  REFUSED(INVALID_ARGUMENT, "args.tokens_max is -1", e.tokens_max = -1);
+  REFUSED(INVALID_ARGUMENT, "args.x.rows is 5, must be at most args.tokens_max = 4", e.tokens_max = 4);
+  REFUSED(INVALID_ARGUMENT, "args.placement", e.placement = no_view());
+  REFUSED(INVALID_ARGUMENT, "args.placement", e.placement.rows--);
+  REFUSED(WRONG_DTYPE, "args.placement", e.placement.dtype = CUMOE_F32);
+  REFUSED(INVALID_ARGUMENT, "args.expert_map", a.expert_map = rows_of(&map, 0, 1));
+  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&count, 0, 1));
+  REFUSED(INVALID_ARGUMENT, "args.counts_out", e.tokens_max = 6, a.counts_out = as_mut(rows_of(&map, 0, 1)));
+  REFUSED(WORKSPACE, "args.workspace has", a.workspace.cols--);
+  REFUSED(WORKSPACE, "args.workspace is absent", a.workspace = no_view_mut());
+  REFUSED(INVALID_ARGUMENT, "the group's arena", a.out.data = (char *)r->arena + 1024);
+  REFUSED(INVALID_ARGUMENT, "args.x.cols is 31", a.x.cols--);
+  a = right, e = right_e;
+  CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
+  free(workspace);
+}
+
+static void arguments(void)
+{
+  world w = {.ranks = 1, .experts = 6, .top_k = 2, .dtype = CUMOE_BF16, .capacity = 5, .tokens = {5}, .exact = true};
+  rank r = {.w = &w, .all = &r};
+  size_t bytes = 0;
+  void *arenas[1];
+  case_begin("of a group of one rank");
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, HIDDEN);
+  r.out = &out;
+  make_arena(&r);
+  for (size_t i = 0; i < sizeof bad_configs / sizeof *bad_configs; i++) {
+    r.group = (cumoe_group)(void *)&w;
+    CHECK_STATUS(bad_configs[i].status, arena_with(&r, bad_configs[i].change, &r.group));
+    CHECK_TEXT(bad_configs[i].words);
+    CHECK(r.group == NULL);
+  }
+  const cumoe_group_config c = config_of(&r, arenas);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_arena(NULL, &c, &bytes));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_arena(r.plan, NULL, &bytes));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_arena(r.plan, &c, NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
+               cumoe_group_create(r.context, r.plan, &c, cumoe_vector_mut(r.arena, CUMOE_U8, 1 << 20), NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_abort(NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(NULL, &r.fault));
+  CHECK_OK(join(&r));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(r.group, NULL));
+  bad_forward(&r);
+  CHECK_OK(cumoe_group_destroy(r.group));
+  CHECK_OK(cumoe_group_destroy(NULL));
+  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_group_destroy(r.group));
+  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_group_abort(r.group));
+  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_ep_workspace(r.group, &bytes));
+  memset(r.arena, 0, r.bytes);
+  CHECK_OK(join(&r)); /* ends with its context */
+  CHECK_OK(cumoe_context_destroy(r.context));
+  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_ep_workspace(r.group, &bytes));
+  free(r.arena);
+  case_end();
+}
+
+/* What groups do not serve. */
+static void refusals(void)
+{
+  world w = {.ranks = 1, .experts = 6, .top_k = 2, .dtype = CUMOE_BF16, .capacity = 5, .tokens = {5}};
+  const cumoe_group_config c = {.size = sizeof c, .ranks = 33, .max_tokens = 8},
+                           one = {sizeof one, .ranks = 1, .max_tokens = 8};
+  cumoe_context context = NULL;
+  cumoe_plan plain = NULL, unreduced = NULL, identity = NULL, many = NULL;
+  size_t bytes = 0;
+  case_begin("plans");
+  make_world(&w);
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &context));
+  CHECK_OK(cumoe_plan_create(context, &w.desc, &plain));
+  w.desc.flags = CUMOE_MOE_UNREDUCED;
+  CHECK_OK(cumoe_plan_create(context, &w.desc, &unreduced));
+  w.desc.flags = 0;
+  w.desc.routing.identity_experts = 3;
+  CHECK_OK(cumoe_plan_create(context, &w.desc, &identity));
+  w.desc.routing.top_k = 7;
+  CHECK_OK(cumoe_plan_create(context, &w.desc, &many));
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(plain, &c, &bytes));
+  CHECK_TEXT("config.ranks is 33");
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(unreduced, &one, &bytes));
+  CHECK_TEXT("UNREDUCED");
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(identity, &one, &bytes));
+  CHECK_TEXT("identity_experts of the plan is 3");
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(many, &one, &bytes));
+  CHECK_TEXT("top_k of the plan is 7");
+  CHECK_OK(cumoe_context_destroy(context));
+  case_end();
+}
+
+static const test_group groups[] = {ALONE("answers", answers, ONCE), ALONE("trouble", troubles, ONCE),
+                                    ALONE("layouts", layouts, ONCE), ALONE("arguments", arguments, ONCE),
+                                    ALONE("refusals", refusals, ONCE)};
+TEST_MAIN(groups)
