@@ -121,10 +121,36 @@ static int32_t find_row(const machine *m, const op_shape *s, const tune_line *li
   return -1;
 }
 
+/* Small tiles of the router split the reduction into as many parts, whatever the tile (route/router_tile.cuh): logits
+ * have the same bits. */
+static bool splits_reduction(const variant *v)
+{
+  return v->op == OP_router && v->form == FORM_tile && v->w != DT_F32 && v->bm * v->bn < 64 * 128;
+}
+
+/* Of those, that for so many tokens, or the last; -1: none serves, and the router has one row for any T. */
+static int32_t choose_alike(const machine *m, const op_shape *s)
+{
+  op_shape any_batch = *s;
+  int32_t row = -1;
+  any_batch.invariant = false;
+  const int64_t rows = tune_scale(m, &any_batch);
+  for (int16_t i = m->lines_begin[s->op]; i < m->lines_begin[s->op + 1]; ++i) {
+    const tune_line *line = &m->tune->lines[i];
+    const int32_t found = line->weights == (int)weights_class_of(s->format) ? find_row(m, s, line) : -1;
+    if (found < 0 || !splits_reduction(&variants[found])) continue;
+    row = found;
+    if (rows <= line->up_to) break;
+  }
+  return row;
+}
+
 int32_t choose(const machine *m, const op_shape *s)
 {
   const int32_t forced = m->forced[s->op] - 1;
   if (forced >= 0) return runs_on(m, &variants[forced]) && serves(&variants[forced], s) ? forced : -1;
+  const int32_t alike = s->invariant && s->op == OP_router ? choose_alike(m, s) : -1;
+  if (alike >= 0) return alike;
   const int weights = (int)weights_class_of(s->format);
   const int64_t rows = tune_scale(m, s);
   for (int16_t i = m->lines_begin[s->op]; i < m->lines_begin[s->op + 1]; ++i) {
@@ -205,12 +231,12 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
-  return whole_clusters(v, min64(s->rows * ceil_div(s->n, v->bn), resident(m, v)), resident(m, v));
+  return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
 }
 
 static int64_t grid_few_down(const machine *m, const variant *v, const op_shape *s)
 {
-  return whole_clusters(v, min64(v->cluster * ceil_div(s->n, v->bn), resident(m, v)), resident(m, v));
+  return min64(ceil_div(s->n, v->bn), resident(m, v));
 }
 
 /* ---- units of CPU rows: units_<column of operations.def> ---- */

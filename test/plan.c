@@ -1071,7 +1071,7 @@ static const layer_case layer_cases[] = {
     {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW},
     {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
-    {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, 0},
+    {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_F32, 0, ALONE, 0},
     {1, 8, 2048, 768, 257, DT_BF16, 0, ALONE, FEW | ONE}, /* more experts than a warp's registers rank */
     /* thin (up here) starts early: not behind a router's tiles, nor where it streams for a millisecond */
@@ -1234,6 +1234,45 @@ static void test_few_gates(void)
   group_end();
 }
 
+/* Rows of a router whose logits do not depend on the batch: tiles that split the reduction alike; or one for any T. */
+static void test_routers_of_any_batch(void)
+{
+  static const struct {
+    int32_t x, w;
+    int32_t bm[3]; /* of 1, 1000 and 100000 tokens */
+  } routers[] = {
+      {DT_BF16, DT_BF16, {16, 32, 32}},
+      {DT_F16, DT_F16, {16, 32, 32}},
+      {DT_BF16, DT_F32, {128, 128, 128}},
+      {DT_F32, DT_F32, {128, 128, 128}},
+  };
+  static const int64_t tokens[] = {1, 1000, 100000};
+  if (!group_begin("routers of any batch")) return;
+  for (size_t g = 1; g < sizeof gpus / sizeof *gpus; g++)
+    for (size_t i = 0; i < sizeof routers / sizeof *routers; i++) {
+      const machine m = gpu_machine(&gpus[g]);
+      case_begin("gpu %d, router %d", (int)g, (int)i);
+      for (int t = 0; t < 3; t++) {
+        const op_shape s = {.op = OP_router,
+                            .in = routers[i].x,
+                            .out = DT_F32,
+                            .format = dense_format(routers[i].w),
+                            .scale_run = SCALE_RUN_ALL,
+                            .tmap = true,
+                            .tokens = tokens[t],
+                            .rows = tokens[t],
+                            .experts = 256,
+                            .n = 256,
+                            .k = 2048,
+                            .invariant = true};
+        const variant *v = &variants[choose(&m, &s)];
+        CHECK_MSG(v->form == FORM_tile && v->bm == routers[i].bm[t], "%d tokens: %s", (int)tokens[t], v->name);
+      }
+      case_end();
+    }
+  group_end();
+}
+
 int main(int argc, char **argv)
 {
   rng r = {20240917};
@@ -1251,6 +1290,7 @@ int main(int argc, char **argv)
   if (gpus_have_sm90()) test_layer_cases();
   if (gpus_have_sm90()) test_forced_plans();
   if (gpus_have_sm90()) test_few_gates();
+  test_routers_of_any_batch();
   test_refused_plans();
   test_chunking(&r);
   test_layout(&r);

@@ -114,14 +114,13 @@ template <class S>
 DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, typename S::RING &buffer)
 {
   few_units<S> unit(smem.own, experts);
-  const int own = unit.own_experts();
   write_outputs<S>(args, smem, [&](bool again, uint32_t phase) {
-    if (again) wait_for_cluster<S>(&smem.y_empty, phase);
+    if (again) wait_for(&smem.y_empty, phase);
 #pragma unroll 1
-    for (int i = 0; i < own; i++, unit.next())
+    for (int i = 0; i < experts; i++, unit.next())
       finish_unit<S>(args, smem, unit, buffer,
-                     [&](int local, int row, typename S::Y value) { *place_of_y<S>(smem, row, local) = value; });
-    arrive_cluster<S>(&smem.y_full);
+                     [&](int local, int row, typename S::Y value) { smem.y[row][local] = value; });
+    mbarrier_arrive(&smem.y_full);
   });
 }
 

@@ -63,8 +63,8 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
   }
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.weights_ready, WARP_SIZE);
-    mbarrier_init(&smem.y_full, S::CLUSTER * WARP_SIZE);
-    mbarrier_init(&smem.y_empty, S::CLUSTER * S::WRITERS * WARP_SIZE);
+    mbarrier_init(&smem.y_full, WARP_SIZE);
+    mbarrier_init(&smem.y_empty, S::WRITERS * WARP_SIZE);
     mbarrier_init(&smem.share_ready, 1);
   }
   if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = own_octets<typename S::layout>(args.down.n);
@@ -86,7 +86,6 @@ template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
     if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   }
   const int experts = build_few_table<S>(args, smem);
-  if constexpr (S::CLUSTER > 1) barrier_cluster(); /* the other's barriers are ready */
   if (warp_id() < S::CONSUMERS) {
     if constexpr (S::SCALED)
       consume_scaled<S>(args, smem, experts);

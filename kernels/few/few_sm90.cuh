@@ -2,14 +2,11 @@
 #include "few/few.cuh"
 #include "gemm/major.cuh"
 
-#ifndef FEW_ATTRIBUTES
-#define FEW_ATTRIBUTES /* clusters */
-#endif
 using operation_few_up = operation_up;
 using operation_few_down = operation_down;
 
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  extern "C" __global__ void FEW_ATTRIBUTES __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
+  extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
   {                                                                                                                    \
     using factors = of_major<product<X, W, Y, SCALE_##SCALE, operation_##op>, MAJOR_##MAJOR>;                          \

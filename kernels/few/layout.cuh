@@ -7,35 +7,6 @@
 #include "gemm/product.cuh"
 #include "route/gate.cuh"
 
-/* ---- clusters ---- */
-
-/* The same place in the shared memory of CTA `rank` of the cluster. */
-template <class T> DEVICE T *place_in_cluster(T *place, uint32_t rank)
-{
-  uint64_t there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(place), "r"(rank));
-  return reinterpret_cast<T *>(there);
-}
-
-DEVICE void mbarrier_release_cluster(uint64_t *barrier, uint32_t rank)
-{
-  asm volatile(
-      "{.reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a];}" ::"r"(
-          shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-}
-
-DEVICE bool mbarrier_acquire_cluster(uint64_t *barrier, uint32_t parity)
-{
-  uint32_t over;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(over)
-               : "r"(shared_address(barrier)), "r"(parity)
-               : "memory");
-  return over;
-}
-
 /* A place in a ring, as pipeline_state, in one register. */
 template <int N> struct few_turn {
   static_assert((N & (N - 1)) == 0, "bits of one number");
@@ -85,11 +56,12 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
-  /* N-major: the CTAs of a cluster have part in the same channels of down, but not in the same experts. */
-  static constexpr int CLUSTER = N_MAJOR ? 2 : 1;
-  static constexpr int BK = BK_, STAGES = STAGES_, TILES = N_MAJOR ? 4 : SCALED ? 2 : 1,
+  static constexpr int BK = BK_, STAGES = STAGES_,
+                       TILES = N_MAJOR  ? 4
+                               : SCALED ? 2
+                                        : 1,
                        ROWS = N_MAJOR ? 32 : 16 * TILES, OCTETS = ROWS / 8, /* of a unit of down */
-                       WEIGHTS = ROWS * BK;                                 /* elements of a stage */
+      WEIGHTS = ROWS * BK;                                                  /* elements of a stage */
   static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS,
                        COLUMN_K = N_MAJOR ? BK : 2 * BK; /* of a stage, at most */
   /* Roles of warps: consumers, then one epilogue warp, one routing warp, and helpers: for several tokens they have a
@@ -106,16 +78,19 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
   /* Of the sums of a tile, what a lane has, and lanes that have some: of one column two rows. */
   using PART = typename few_part_type<SCALED>::type;
   static constexpr int HOLDERS = SCALED ? 8 : WARP_SIZE;
-  static_assert(BK == (SCALED ? 1024 / BITS : N_MAJOR ? 64 : 128) && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256,
+  static_assert(BK == (SCALED    ? 1024 / BITS
+                       : N_MAJOR ? 64
+                                 : 128) &&
+                    THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256,
                 "loads.cuh, few_column");
 };
 
 /* One of the two products. */
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
-  static constexpr bool UP = same_type<OPERATION, operation_up>;          /* which one */
+  static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
   static constexpr bool WIDE =
-      !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
+      !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1;      /* has slices of 8 rows, too */
   static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS, /* octets of weight rows, at most */
       SLICE_K = LAYOUT::N_MAJOR ? LAYOUT::WEIGHTS / 8 / UNIT : LAYOUT::BK,
                        TILES = LAYOUT::N_MAJOR ? UNIT / 2 : LAYOUT::TILES,
@@ -165,12 +140,6 @@ template <int PAIRS> struct few_table {
   float weight[PAIRS];                               /* of a pair's y in its token's sum; 0: it has none */
   uint32_t first[PAIRS / WARP_SIZE];                 /* a bit a pair: the first of an active expert */
 };
-
-/* This CTA's place in its cluster. */
-template <class S> DEVICE int few_rank()
-{
-  return S::CLUSTER > 1 ? (int)cluster_ctarank() : 0;
-}
 
 struct few_range {
   int first, count;

@@ -75,7 +75,8 @@ DEVICE void copy_n_major(const gemm_args &g, const few_units<S> &unit, few_halve
 
 /* x as in products.cuh: a lane has k 8 (l%4) .. + 7 of each 32, four for each of two products. */
 template <class S>
-DEVICE void multiply_n_major(bool apart, const few_stage<S> &stage, const uint4 (&x)[S::SLICE_K / 32], float (&sum)[S::SUMS][4])
+DEVICE void multiply_n_major(bool apart, const few_stage<S> &stage, const uint4 (&x)[S::SLICE_K / 32],
+                             float (&sum)[S::SUMS][4])
 {
   const int row = lane_id() % 8, matrix = lane_id() / 8, k = row / 2 * 8 + matrix / 2 * 2 + row % 2,
             second = matrix % 2 * (apart ? S::UNIT / 2 : 1), first = k * S::UNIT + (second ^ few_swap<S>(k));
@@ -86,7 +87,8 @@ DEVICE void multiply_n_major(bool apart, const few_stage<S> &stage, const uint4 
 #pragma unroll
       for (int t = 0; t < S::TILES; t++) {
         uint32_t w[4];
-        ldmatrix_x4_trans(w, shared_address(stage.weights) + ((first ^ (apart ? t : 2 * t)) + (32 * i + 4 * half) * S::UNIT) * 16);
+        ldmatrix_x4_trans(w, shared_address(stage.weights) +
+                                 ((first ^ (apart ? t : 2 * t)) + (32 * i + 4 * half) * S::UNIT) * 16);
         if (half == 0)
           mma_m16n8k16<typename S::X>(sum[t], w, {x[i].x, x[i].y});
         else

@@ -4,33 +4,6 @@
 
 #include "few/layout.cuh"
 
-/* ---- y comes from all CTAs of a cluster, and each writes outputs of two of the octets ---- */
-
-template <class S> DEVICE typename S::Y *place_of_y(few_smem<S> &smem, int row, int local)
-{
-  typename S::Y *place = &smem.y[row][local];
-  if constexpr (S::CLUSTER == 1)
-    return place;
-  else
-    return place_in_cluster(place, local / 16);
-}
-
-template <class S> DEVICE void arrive_cluster(uint64_t *barrier)
-{
-  if constexpr (S::CLUSTER == 1) return mbarrier_arrive(barrier);
-#pragma unroll
-  for (int rank = 0; rank < S::CLUSTER; rank++) mbarrier_release_cluster(barrier, rank);
-}
-
-template <class S> DEVICE void wait_for_cluster(uint64_t *barrier, uint32_t parity)
-{
-  if constexpr (S::CLUSTER == 1) return wait_for(barrier, parity);
-  while (!mbarrier_acquire_cluster(barrier, parity)) {
-  }
-}
-
-/* ---- sums ---- */
-
 /* A token's sum over its slots, in their order; one of weight 0 adds nothing, whatever it holds. IDENTITY: some may add
  * x. */
 template <class S, bool IDENTITY>
@@ -87,19 +60,13 @@ template <class S, class FILL> DEVICE void write_outputs(const few_args &args, f
 #pragma unroll 1
   for (int octet = smem.own.first; octet < end; octet += S::OCTETS, phase ^= 1) {
     fill(octet > smem.own.first, phase ^ 1);
-    wait_for_cluster<S>(&smem.y_full, phase);
+    wait_for(&smem.y_full, phase);
     wait_for(&smem.weights_ready, 0);
-    if constexpr (S::CLUSTER > 1) {
-      const int i = 2 * few_rank<S>();
-      if (end - octet > i) store_outputs<S>(args, smem, octet + i, min(2, end - octet - i), i * 8);
-      if (end - octet > S::OCTETS) arrive_cluster<S>(&smem.y_empty); /* else the other may have exited */
-    } else {
-      store_outputs<S>(args, smem, octet, min(2, end - octet), 0);
+    store_outputs<S>(args, smem, octet, min(2, end - octet), 0);
 #pragma unroll
-      for (int i = 2; i < S::OCTETS; i += 2)
-        if (end - octet > i) store_outputs<S>(args, smem, octet + i, min(2, end - octet - i), i * 8);
-      mbarrier_arrive(&smem.y_empty);
-    }
+    for (int i = 2; i < S::OCTETS; i += 2)
+      if (end - octet > i) store_outputs<S>(args, smem, octet + i, min(2, end - octet - i), i * 8);
+    mbarrier_arrive(&smem.y_empty);
   }
 }
 

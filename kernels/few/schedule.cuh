@@ -6,19 +6,18 @@
 
 /* ---- units ---- */
 
-/* This CTA's, or its cluster's, part of `count` things. */
-template <int CLUSTER> DEVICE few_range part_of_cta(int count)
+/* This CTA's part of `count` things. */
+DEVICE few_range part_of_cta(int count)
 {
-  const int ctas = (int)gridDim.x / CLUSTER, each = count / ctas, more = count - each * ctas,
-            cta = blockIdx.x / CLUSTER;
+  const int each = count / (int)gridDim.x, more = count - each * (int)gridDim.x, cta = blockIdx.x;
   return {cta * each + min(cta, more), each + (cta < more)};
 }
 
-/* A CTA's octets of down: even parts, N-major in pieces of memory. */
+/* A CTA's octets of down: of N-major weights whole pieces of memory, so that some CTAs have none. */
 template <class L> DEVICE few_range own_octets(int n)
 {
-  if constexpr (!L::N_MAJOR) return part_of_cta<L::CLUSTER>(n / 8);
-  const few_range pieces = part_of_cta<L::CLUSTER>(ceil_div(n / 8, L::OCTETS));
+  if constexpr (!L::N_MAJOR) return part_of_cta(n / 8);
+  const few_range pieces = part_of_cta(ceil_div(n / 8, L::OCTETS));
   const int first = pieces.first * L::OCTETS;
   return {first, min(pieces.count * L::OCTETS, n / 8 - first)};
 }
@@ -42,15 +41,12 @@ template <class S> struct few_units {
   }
 
   /* Of down. */
-  DEVICE few_units(few_range own, int active_experts) : active(few_rank<S>()), experts(active_experts)
+  DEVICE few_units(few_range own, int active_experts) : active(0), experts(active_experts)
   {
-    octet = own.first, end = own.first + own.count, left = own_experts() * ceil_div(own.count, S::OCTETS);
+    octet = own.first, end = own.first + own.count, left = experts * ceil_div(own.count, S::OCTETS);
     step = S::OCTETS, tiles = 0;
     octets = min(step, end - octet);
   }
-
-  /* Of down. */
-  DEVICE int own_experts() const { return (experts + S::CLUSTER - 1 - few_rank<S>()) / S::CLUSTER; }
 
   /* Octets past an expert's last one are the next expert's. */
   DEVICE void carry()
@@ -65,8 +61,8 @@ template <class S> struct few_units {
       left -= gridDim.x, octet += (int)gridDim.x * step;
       carry();
     } else {
-      left--, active += S::CLUSTER;
-      if (S::CLUSTER > 1 ? active >= experts : active == experts) active = few_rank<S>(), octet += step;
+      left--, active++;
+      if (active == experts) active = 0, octet += step;
       octets = min(step, end - octet);
     }
   }
