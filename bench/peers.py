@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 import peers_formats
+from peers_formats import store_rows, tile_of_program
 
 ROW = re.compile(r'^SHAPE\("([^"]+)", (\d+), (\d+), (\d+), (\d+), .*, (\w+)\)', re.M)
 HEAD = ["side", "model", "experts", "top_k", "hidden", "inter", "dtype", "format", "routing", "forced", "tokens",
@@ -83,15 +84,8 @@ def dense_gemms(rows, h, gate_up, down):
 def expert_gemm(a, w, out, pair_weight, order, block_expert, pairs, N, K, TOP_K: tl.constexpr, SCALE: tl.constexpr,
                 EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
     """out[p] = a[p // TOP_K] w[e]^T for the pairs p of a block, all of expert e; times the pair's weight if SCALE."""
-    blocks_m = tl.num_programs(0) // tl.cdiv(N, BN)
-    group = tl.program_id(0) // (GROUP * tl.cdiv(N, BN))
-    height = min(blocks_m - group * GROUP, GROUP)
-    inside = tl.program_id(0) % (GROUP * tl.cdiv(N, BN))
-    m, n = group * GROUP + inside % height, inside // height
-    pair = tl.load(order + m * BM + tl.arange(0, BM))
-    there = pair < pairs
-    expert = tl.load(block_expert + m).to(tl.int64)
-    column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    pair, expert, column = tile_of_program(order, block_expert, N, BM, BN, GROUP)
+    there, k = pair < pairs, tl.arange(0, BK)
     a_at = a + (pair // TOP_K).to(tl.int64)[:, None] * K + k[None, :]
     w_at = w + expert * N * K + (column % N)[None, :] * K + k[:, None]
     sums = tl.zeros((BM, BN), tl.float32)
@@ -105,10 +99,7 @@ def expert_gemm(a, w, out, pair_weight, order, block_expert, pairs, N, K, TOP_K:
         sums = tl.dot(rows, weights, sums)
         a_at += BK
         w_at += BK
-    if SCALE:
-        sums *= tl.load(pair_weight + pair, there, 0.0)[:, None]
-    at = out + pair.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(at, sums.to(tl.bfloat16), there[:, None] & (column < N)[None, :])
+    store_rows(out, sums, pair_weight, pair, there, column, N, SCALE)
 
 
 @triton.jit

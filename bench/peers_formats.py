@@ -39,6 +39,28 @@ def blocks(n):
     return -(-n // GROUP)
 
 
+# ---- Triton: what the grouped products of peers.py and of this file share
+
+@triton.jit
+def tile_of_program(order, block_expert, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
+    """A block's pairs, their expert, and channels of it: GROUP_M blocks in turn read the same weights."""
+    blocks_m = tl.num_programs(0) // tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP_M * tl.cdiv(N, BN))
+    height = min(blocks_m - group * GROUP_M, GROUP_M)
+    inside = tl.program_id(0) % (GROUP_M * tl.cdiv(N, BN))
+    m, n = group * GROUP_M + inside % height, inside // height
+    pair = tl.load(order + m * BM + tl.arange(0, BM))
+    return pair, tl.load(block_expert + m).to(tl.int64), n * BN + tl.arange(0, BN)
+
+
+@triton.jit
+def store_rows(out, sums, pair_weight, pair, there, column, N, SCALE: tl.constexpr):
+    if SCALE:
+        sums *= tl.load(pair_weight + pair, there, 0.0)[:, None]
+    at = out + pair.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(at, sums.to(tl.bfloat16), there[:, None] & (column < N)[None, :])
+
+
 # ---- Triton, fp8 in blocks
 
 @triton.jit
@@ -69,15 +91,8 @@ def expert_gemm8(a, a_scale, w, w_scale, out, pair_weight, order, block_expert, 
                  TOP_K: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  GROUP_M: tl.constexpr):
     """expert_gemm of peers.py on codes: each step of 128 k has a scale a row and one of the weights' block."""
-    blocks_m = tl.num_programs(0) // tl.cdiv(N, BN)
-    group = tl.program_id(0) // (GROUP_M * tl.cdiv(N, BN))
-    height = min(blocks_m - group * GROUP_M, GROUP_M)
-    inside = tl.program_id(0) % (GROUP_M * tl.cdiv(N, BN))
-    m, n = group * GROUP_M + inside % height, inside // height
-    pair = tl.load(order + m * BM + tl.arange(0, BM))
-    there = pair < pairs
-    expert = tl.load(block_expert + m).to(tl.int64)
-    column, k, row = n * BN + tl.arange(0, BN), tl.arange(0, BK), (pair // TOP_K).to(tl.int64)
+    pair, expert, column = tile_of_program(order, block_expert, N, BM, BN, GROUP_M)
+    there, k, row = pair < pairs, tl.arange(0, BK), (pair // TOP_K).to(tl.int64)
     a_at = a + row[:, None] * K + k[None, :]
     w_at = w + expert * N * K + (column % N)[None, :] * K + k[:, None]
     w_scale_at = w_scale + expert * BLOCKS_N * BLOCKS_K + (column % N) // BK * BLOCKS_K
@@ -90,10 +105,7 @@ def expert_gemm8(a, a_scale, w, w_scale, out, pair_weight, order, block_expert, 
         sums += tl.dot(rows, weights) * of_row[:, None] * tl.load(w_scale_at + step)[None, :]
         a_at += BK
         w_at += BK
-    if SCALE:
-        sums *= tl.load(pair_weight + pair, there, 0.0)[:, None]
-    at = out + pair.to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(at, sums.to(tl.bfloat16), there[:, None] & (column < N)[None, :])
+    store_rows(out, sums, pair_weight, pair, there, column, N, SCALE)
 
 
 # BM, BN, BK, GROUP, warps, stages, as TILES of peers.py

@@ -91,7 +91,7 @@ static void run_batches(cumoe_context context, layer_spec *s, const char *name)
 static void run_invariance(cumoe_context context)
 {
   for (int type = 0; type < 3; type++)
-    for (int form = 0; form < 4; form++) {
+    for (int form = 0; form < 5; form++) {
       layer_spec s = layer_spec_new(case_dtypes[type], 1, on_device(context) ? 512 : 64, on_device(context) ? 384 : 40);
       s.desc.num_experts = 16;
       s.desc.routing = cumoe_routing_mixtral(4);
@@ -99,7 +99,8 @@ static void run_invariance(cumoe_context context)
       if (form == 1) s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
       if (form == 2) s.desc.shared_inter = 64, s.shared_gate = true;
       if (form == 3) s.form.bias = CUMOE_F32, s.desc.act = CUMOE_ACT_SWIGLU_OAI, s.desc.act_limit = 7;
-      static const char *const names[] = {"plain", "[E, in, out]", "shared expert", "gpt-oss"};
+      if (form == 4) s.desc.num_experts = 256, s.desc.inter = 40; /* the router has two tiles */
+      static const char *const names[] = {"plain", "[E, in, out]", "shared expert", "gpt-oss", "256 experts"};
       run_batches(context, &s, names[form]);
     }
   static const char *const formats[] = {"fp8", "int4", "mxfp4"};
