@@ -10,6 +10,7 @@
  *   schedule.cuh  units, shares, tickets            scaled.cuh    likewise: consumer warps
  *   loads.cuh     copies into stages; h that is     epilogue.cuh  the epilogue warp
  *                 still being written               outputs.cuh   combine
+ *   n_major.cuh   weights [E, in, out]: copies, products
  *
  * Weights are the 16-row operand of mma.sync, 8 gate and the same 8 up channels, or 16 channels. The other operand has
  * a column for each token that has chosen the expert at hand, eight at once. Units of (expert, channels) of up go to

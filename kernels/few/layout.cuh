@@ -55,13 +55,10 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
   using CODE = few_code<X, W, Y>; /* where SCALED */
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
-  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_,
-                       TILES = N_MAJOR  ? 4
-                               : SCALED ? 2
-                                        : 1,
-                       ROWS = N_MAJOR ? 32 : 16 * TILES, OCTETS = ROWS / 8, /* of a unit of down */
-      WEIGHTS = ROWS * BK;                                                  /* elements of a stage */
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                  /* at most */
+  static constexpr int BK = BK_, STAGES = STAGES_, TILES = N_MAJOR ? 4 : SCALED + 1; /* at most */
+  static constexpr int ROWS = N_MAJOR ? 32 : 16 * TILES, OCTETS = ROWS / 8;          /* of a unit of down */
+  static constexpr int WEIGHTS = ROWS * BK;                                          /* elements of a stage */
   static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS,
                        COLUMN_K = N_MAJOR ? BK : 2 * BK; /* of a stage, at most */
   /* Roles of warps: consumers, then one epilogue warp, one routing warp, and helpers: for several tokens they have a
@@ -78,23 +75,20 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
   /* Of the sums of a tile, what a lane has, and lanes that have some: of one column two rows. */
   using PART = typename few_part_type<SCALED>::type;
   static constexpr int HOLDERS = SCALED ? 8 : WARP_SIZE;
-  static_assert(BK == (SCALED    ? 1024 / BITS
-                       : N_MAJOR ? 64
-                                 : 128) &&
-                    THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256,
-                "loads.cuh, few_column");
+  static constexpr int NEEDED_BK = N_MAJOR ? 64 : SCALED ? 1024 / BITS : 128;
+  static_assert(BK == NEEDED_BK && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "loads.cuh, few_column");
 };
 
 /* One of the two products. */
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
   static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
-  static constexpr bool WIDE =
-      !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1;      /* has slices of 8 rows, too */
-  static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS, /* octets of weight rows, at most */
-      SLICE_K = LAYOUT::N_MAJOR ? LAYOUT::WEIGHTS / 8 / UNIT : LAYOUT::BK,
-                       TILES = LAYOUT::N_MAJOR ? UNIT / 2 : LAYOUT::TILES,
-                       SUMS = LAYOUT::N_MAJOR ? TILES : 2; /* of a warp: of tiles, or two of one */
+  /* Has slices of 8 rows, too. */
+  static constexpr bool WIDE = !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1;
+  static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS; /* octets of weight rows, at most */
+  static constexpr int SLICE_K = LAYOUT::N_MAJOR ? LAYOUT::WEIGHTS / 8 / UNIT : LAYOUT::BK;
+  static constexpr int TILES = LAYOUT::N_MAJOR ? UNIT / 2 : LAYOUT::TILES;
+  static constexpr int SUMS = LAYOUT::N_MAJOR ? TILES : 2; /* of a warp: of tiles, or two of one */
   static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
   static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;
 

@@ -1,11 +1,11 @@
 /*
- * few: N-major weights. Of each k the octets of a unit lie together, so a slice has UNIT octets and SLICE_K of k. Memory
- * is read in pieces of 64 bytes, which is what it gives at once: up takes 32 gate and the same 32 up channels, or 64
- * channels; down 32, of all experts, so only as many CTAs have part in it as there are such pieces (few_own).
- * ldmatrix transposes.
+ * few: N-major weights. Of each k the octets of a unit lie together: a slice has UNIT octets and SLICE_K of k, and
+ * memory is read in pieces of 64 bytes. Up takes 32 gate and the same 32 up channels, or 64 channels; down 32, of all
+ * experts, so that only as many CTAs have part in it as there are such pieces (own_octets). ldmatrix transposes.
  *
- * Gate and up, if they lie apart: octets alternate in a stage. In pairs: element by element, and the two meet in the
- * epilogue.
+ * Neighbours in memory are neighbours in a stage: of a sector whose halves go apart cp.async fetches each half by
+ * itself. So gate has one half of a stage's row and up the other. In pairs they lie element by element, and the two
+ * meet in the epilogue.
  */
 #ifndef CUMOE_FEW_N_MAJOR_CUH
 #define CUMOE_FEW_N_MAJOR_CUH
@@ -19,8 +19,8 @@ template <class S> DEVICE bool few_in_pairs(const gemm_args &g)
   return S::N_MAJOR && S::gated(g) && g.b.n_stride == 2;
 }
 
-/* What octets of k's row of a stage are swapped by, so that neither copies nor ldmatrix meet in a bank: the latter reads
- * k 0 1 8 9 16 17 24 25 of an octet, or the same plus 2, 4 or 6. */
+/* What octets of k's row of a stage are swapped by, so that neither copies nor ldmatrix meet in a bank: the latter
+ * reads k 0 1 8 9 16 17 24 25 of an octet, or the same plus 2, 4 or 6. */
 template <class S> DEVICE constexpr int few_swap(int k)
 {
   static_assert(S::UNIT == 8 || S::UNIT == 4, "rows of 128 bytes, or of 64");
