@@ -162,8 +162,10 @@ CUMOE_CHECKED cumoe_status cumoe_masked_workspace(cumoe_plan plan, int64_t capac
 
 typedef struct cumoe_variant_info {
   uint32_t size;
-  const char *op;   /* "router", "gate", "map", "permute", "up", "down", "combine", "few_up", "few_down" (inside
-                       cumoe_moe_forward alone), "elementwise", "softmax", "norm" */
+  const char *op;   /* "router", "gate", "map_count", "map", "permute", "up", "down", "combine", "few_up", "few_down"
+                       (inside cumoe_moe_forward alone), "quantize", "quantize_masked" (inside cumoe_masked_forward),
+                       "encode_scales", "encode", "scan", "repack", "elementwise", "softmax", "norm"; the CPU device's
+                       "matmul" */
   const char *name; /* the kernel's name, as profilers show it */
   int32_t usable;   /* 1 if this context can run it */
 

@@ -18,16 +18,18 @@
 
 template <class S> struct wgmma_smem;
 
+enum { SCALES_AHEAD = 2 }; /* stages */
+
 /* What a stage has besides, and what producers have of the unit that they are at. */
 template <class S, bool PACKED> struct factor_stages {
 };
 template <class S> struct factor_stages<S, true> {
   static constexpr int SCALE_BYTES = S::BK / operand<typename S::CODE>::K_PER_SCALE; /* of a row and stage */
   uint4 factors[S::STAGES][S::COLUMNS];
-  uint64_t posted[UNITS_AHEAD];                          /* which unit it is, for the warp that makes factors */
-  const uint8_t *scale_rows[S::COLUMNS];                 /* where those of each weight row begin */
-  uint32_t scale_words[SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
-  int32_t absent[UNITS_AHEAD];                           /* whether some of a unit's scales are not in its products */
+  uint64_t posted[UNITS_AHEAD];          /* which unit it is, for the warp that makes factors */
+  const uint8_t *scale_rows[S::COLUMNS]; /* where those of each weight row begin */
+  uint32_t scale_words[SCALES_AHEAD][SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
+  int32_t absent[UNITS_AHEAD]; /* whether some of a unit's scales are not in its products */
 };
 
 /* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
@@ -49,15 +51,18 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
 
 /* ---- producers ---- */
 
-/* By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of. */
+/* By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of,
+ * SCALES_AHEAD stages later. The warp has some 2000 clocks a stage: rows are without branches, so that they overlap. */
 template <class S> struct factors_ahead {
   using X = typename S::X;
   using CODE = typename S::CODE;
   static constexpr int ROWS = S::COLUMNS / WARP_SIZE, SLICES = S::BK / 32, AT_ONCE = 4;
   static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
   using factors = weight_factors<X, CODE>;
+  using words = uint32_t[WORDS + 1][S::COLUMNS];
 
   DEVICE static int row(int i) { return lane_id() + i * WARP_SIZE; }
+  DEVICE static words &words_of(wgmma_smem<S> &smem, int k0) { return smem.scale_words[k0 / S::BK % SCALES_AHEAD]; }
 
   DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
@@ -66,65 +71,103 @@ template <class S> struct factors_ahead {
     for (int i = 0; i < ROWS; i++)
       smem.scale_rows[row(i)] = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, row(i)));
     __syncwarp();
-    load(args.g, smem, 0);
+#pragma unroll 1
+    for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
   }
 
-  /* The words that a row's scales lie in, none of them without a scale of the row. */
+  /* The words that a row's scales lie in, none of them without a scale of the row. A group of copies, even if none. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
   {
-    if (k0 >= args.k || args.b.scale.k_stride != 1) return;
     const int count = min((args.k - k0) / 32 * EACH, BYTES);
-#pragma unroll AT_ONCE
-    for (int i = 0; i < ROWS; i++) {
-      const uint8_t *from = smem.scale_rows[row(i)] + k0 / 32 * EACH;
-      const int before = (int)((uintptr_t)from & 3);
+    if (k0 < args.k && args.b.scale.k_stride == 1) {
+      words &to = words_of(smem, k0);
+#pragma unroll 1
+      for (int first = 0; first < ROWS; first += AT_ONCE) {
+        const uint8_t *from[AT_ONCE];
 #pragma unroll
-      for (int w = 0; w <= WORDS; w++)
-        cp_async_ca_4(shared_address(smem.scale_words[w] + row(i)),
-                      from - before + (w * 4 < before + count ? w * 4 : 0), 4);
+        for (int i = 0; i < AT_ONCE; i++) from[i] = smem.scale_rows[row(first + i)] + k0 / 32 * EACH;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+          const int before = (int)((uintptr_t)from[i] & 3);
+#pragma unroll
+          for (int w = 0; w <= WORDS; w++)
+            if (w * 4 < before + count)
+              cp_async_ca_4(shared_address(to[w] + row(first + i)), from[i] - before + w * 4, 4);
+        }
+      }
     }
+    cp_async_commit_group();
   }
 
   /* Scales of slices of 32 k, EACH bytes of a word. */
-  DEVICE void loaded(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0, uint32_t (&codes)[SLICES]) const
+  DEVICE void loaded(const wgmma_smem<S> &smem, const words &from, int i, uint32_t (&codes)[SLICES]) const
   {
-    const uint8_t *from = smem.scale_rows[row(i)];
-    const int64_t step = args.b.scale.k_stride;
-    if (step == 1) {
+    const uint32_t shift = ((uintptr_t)smem.scale_rows[row(i)] & 3) * 8; /* a stage's are whole words */
 #pragma unroll
-      for (int j = 0; j < SLICES; j++) {
-        const int w = j * EACH / 4;
-        codes[j] =
-            __funnelshift_r(smem.scale_words[w][row(i)], smem.scale_words[w + 1][row(i)], ((uintptr_t)from & 3) * 8);
-        codes[j] = codes[j] >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
-      }
-      return;
+    for (int j = 0; j < SLICES; j++) {
+      const int w = j * EACH / 4;
+      codes[j] =
+          __funnelshift_r(from[w][row(i)], from[w + 1][row(i)], shift) >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
     }
+  }
+
+  /* The same where they do not lie one after another. */
+  DEVICE void gathered(const gemm_args &args, const wgmma_smem<S> &smem, int i, int k0, uint32_t (&codes)[SLICES]) const
+  {
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
       codes[j] = 0;
       for (int b = 0; b < EACH && k0 + j * 32 < args.k; b++)
-        codes[j] |= (uint32_t)__ldg(from + ((k0 / 32 + j) * EACH + b) * step) << b * 8;
+        codes[j] |= (uint32_t)__ldg(smem.scale_rows[row(i)] + ((k0 / 32 + j) * EACH + b) * args.b.scale.k_stride)
+                    << b * 8;
     }
+  }
+
+  /* Whether any of them is absent, with what lies behind the last. */
+  DEVICE static bool make(uint4 &to, const uint32_t (&codes)[SLICES])
+  {
+    bool any = false;
+#pragma unroll
+    for (int j = 0; j < SLICES; j++)
+#pragma unroll
+      for (int b = 0; b < EACH; b++) any |= scale_is_absent<X, CODE>(codes[j] >> b * 8 & 255);
+    to = make_uint4(factors::prepared(codes[0]), factors::prepared(codes[1]), factors::prepared(codes[2]),
+                    factors::prepared(codes[3]));
+    return any;
   }
 
   DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
   {
-    bool absent = false;
-    cp_async_wait_all();
+    const bool one_after_another = args.b.scale.k_stride == 1;
+    bool any = !one_after_another;
+    cp_async_wait_group<SCALES_AHEAD - 1>();
+    if (one_after_another)
 #pragma unroll AT_ONCE
+      for (int i = 0; i < ROWS; i++) {
+        uint32_t codes[SLICES];
+        loaded(smem, words_of(smem, k0), i, codes);
+        any |= make(smem.factors[stage][row(i)], codes);
+      }
+    if (any) store_without_absent(args, smem, stage, k0, slot);
+    __syncwarp(); /* behind it one lane arrives for all */
+  }
+
+  /* By any lane. */
+  DEVICE void store_without_absent(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
+  {
+    bool absent = false;
+#pragma unroll 1
     for (int i = 0; i < ROWS; i++) {
       uint32_t codes[SLICES];
-      loaded(args, smem, i, k0, codes);
+      if (args.b.scale.k_stride == 1)
+        loaded(smem, words_of(smem, k0), i, codes);
+      else
+        gathered(args, smem, i, k0, codes);
 #pragma unroll
-      for (int j = 0; j < SLICES; j++) {
-        absent |= leave_out(codes[j]) && k0 + j * 32 < args.k;
-        codes[j] = factors::prepared(codes[j]);
-      }
-      smem.factors[stage][row(i)] = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+      for (int j = 0; j < SLICES; j++) absent |= leave_out(codes[j]) && k0 + j * 32 < args.k;
+      make(smem.factors[stage][row(i)], codes);
     }
     if (absent) smem.absent[slot] = true;
-    __syncwarp(); /* behind it one lane arrives for all */
   }
 
   /* Whether there are such. */
@@ -158,7 +201,7 @@ template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       factors.store(args.g, smem, at.stage, k0, slot.stage);
       if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
-      factors.load(args.g, smem, k0 + S::BK);
+      factors.load(args.g, smem, k0 + SCALES_AHEAD * S::BK);
     }
   }
   if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);

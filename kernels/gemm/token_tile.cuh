@@ -12,15 +12,31 @@
 
 #include "gemm/scaled_tile.cuh"
 
-/* What a consumer has: blocks of tokens x weight rows, of gate and up by octets in turn, as columns. */
+/* A piece: a block of tokens x weight rows, of gate and up by octets in turn, as columns. Each consumer has a block and
+ * all pieces of a stage; of a unit of one block each has a piece. */
 template <class S> struct token_tile {
   static constexpr bool SERVED = same_type<typename S::X, e4m3>;
-  static constexpr int TOKENS = 64, COLUMNS = S::COLUMNS / S::CONSUMERS, OCTETS = COLUMNS / 8;
-  static constexpr int BLOCKS = S::BM / TOKENS, ACCUMULATORS = COLUMNS / 2;
+  static constexpr int TOKENS = 64, COLUMNS = 128, PIECES = S::COLUMNS / COLUMNS;
+  static constexpr int OCTETS = COLUMNS / 8, ACCUMULATORS = COLUMNS / 2;
   static constexpr int HALVES = S::EPILOGUE == EPILOGUE_activation ? 2 : 1;
   static constexpr int CHANNELS = COLUMNS / HALVES;
-  using sums = float[BLOCKS][ACCUMULATORS]; /* [][4j + 2h + i] of lane l: token l / 4 + 8h, column 8j + 2 (l % 4) + i */
+  static_assert(!SERVED || (PIECES == S::CONSUMERS && S::BM == S::CONSUMERS * TOKENS), "a block or a piece each");
+  using sums = float[PIECES][ACCUMULATORS]; /* [][4j + 2h + i] of lane l: token l / 4 + 8h, column 8j + 2 (l % 4) + i */
 };
+
+/* What a consumer has of a unit. Registers are full: asked for anew wherever it is needed. */
+struct token_share {
+  int block, piece;
+};
+template <class S> DEVICE token_share share_of(int pieces)
+{
+  const int group = (int)tid_x() / S::GROUP - 1;
+  return pieces == 1 ? token_share{0, group} : token_share{group, 0};
+}
+template <class S> DEVICE int pieces_of(const tile_unit &unit)
+{
+  return unit.rows > token_tile<S>::TOKENS ? token_tile<S>::PIECES : 1;
+}
 
 /* Whether scales of weights change with each stage, and not inside `channels` channels from a multiple of that on; or
  * not along k. */
@@ -37,116 +53,119 @@ template <class S> DEVICE bool tokens_are_rows(const gemm_args &args)
   return scale_suits<S>(args.b.scale, 0, channels) && (!args.gated || scale_suits<S>(args.b.scale, 1, channels));
 }
 
-/* Scales of a consumer's weights that change along k: lane l has that of octets l % 2, which are gate or up. A stage
- * ahead. All others are the epilogue's. */
+/* Scales of a consumer's weights that change along k: lane l has that of piece l / 2 and octets l % 2, which are gate
+ * or up. Read while a stage is multiplied: those of the next 31 lie in the same line. All others are the epilogue's. */
 template <class S> struct token_weight_scale {
   const char *next; /* NULL: none */
-  uint32_t bits;
 
   DEVICE token_weight_scale(const gemm_args &args, bool up_first, int expert, int channel) : next(nullptr)
   {
+    using tile = token_tile<S>;
     const scale_matrix &s = args.b.scale;
     if (s.dtype == DT_NONE || s.k_stride == 0) return;
-    const int half = token_tile<S>::HALVES == 2 ? lane_id() % 2 ^ (int)up_first : 0;
+    const int half = tile::HALVES == 2 ? lane_id() % 2 ^ (int)up_first : 0;
+    const int own = min(channel + lane_id() / 2 % tile::PIECES * tile::CHANNELS, args.n - 1);
     next = static_cast<const char *>(scale_base(s, half, expert)) +
-           (scale_row(s, half, channel) + scale_step(s, 0)) * scale_bytes(s.dtype);
-    bits = load_scale_bits(next, 0, s.dtype);
+           (scale_row(s, half, own) + scale_step(s, 0)) * scale_bytes(s.dtype);
   }
 
-  /* The next stage's. */
-  DEVICE void advance(const gemm_args &args)
+  DEVICE float draw(const gemm_args &args)
   {
     const scale_matrix &s = args.b.scale;
-    if (!next) return;
+    if (!next) return 1.f;
+    const float value = load_scale(next, 0, s.dtype);
     next += s.k_stride * scale_bytes(s.dtype);
-    bits = load_scale_bits(next, 0, s.dtype);
+    return value;
   }
-
-  DEVICE float value(const gemm_args &args) const { return next ? scale_value(bits, args.b.scale.dtype) : 1.f; }
 };
 
-/*
- * A stage is multiplied in pieces: a block of tokens by half of a consumer's columns. While one is scaled and added,
- * the next is being multiplied; a piece of all columns would leave no registers for a second one.
- */
 template <class S>
-DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int piece,
-                        float (&part)[token_tile<S>::ACCUMULATORS / 2])
+DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int piece,
+                        float (&part)[token_tile<S>::ACCUMULATORS])
 {
   using tile = token_tile<S>;
-  constexpr int WIDE = tile::COLUMNS / 2;
-  const int group = (int)tid_x() / S::GROUP - 1; /* registers are full: anew each time */
-  const uint64_t a = wgmma_operand(smem.rows[stage]) + piece / 2 * (tile::TOKENS * 8);
-  const uint64_t b = wgmma_operand(smem.weights[stage] + group * tile::COLUMNS * S::BK) + piece % 2 * (WIDE * 8);
+  const uint64_t rows = wgmma_operand(smem.rows[stage]), upper = rows >> 32 << 32; /* the same for all */
+  const uint32_t a = (uint32_t)rows + block * (tile::TOKENS * 8);
+  const uint32_t b = (uint32_t)wgmma_operand(smem.weights[stage]) + piece * (tile::COLUMNS * 8);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < S::BK / 32; k++) wgmma_step<S, WIDE>::run(part, a + k * 2, b + k * 2, k > 0);
+  for (int k = 0; k < S::BK / 32; k++)
+    wgmma_step<S, tile::COLUMNS>::run(part, upper | (a + k * 2), upper | (b + k * 2), k > 0);
   wgmma_commit_group();
 }
 
-/* acc += the products of a stage. None is under way from stage to stage: ptxas would make all wgmma wait for each
- * other (C7514). */
-template <class S, int BLOCKS>
-DEVICE void multiply_token_stage(pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, float of_weights,
-                                 typename token_tile<S>::sums &acc)
-{
-  using tile = token_tile<S>;
-  constexpr int PIECES = 2 * BLOCKS, EACH = tile::ACCUMULATORS / 2;
-  float part[2][EACH], factor[2][tile::HALVES]; /* of the token, of even and odd octets */
-  begin_piece<S>(smem, at.stage, 0, part[0]);
-#pragma unroll
-  for (int piece = 0; piece < PIECES; piece++) {
-    if (piece + 1 < PIECES) begin_piece<S>(smem, at.stage, piece + 1, part[(piece + 1) % 2]);
-    if (piece % 2 == 0) {
-      const int thread = (int)tid_x() % S::GROUP;
-      const float *x =
-          row_scales_of<S>(smem, at) + piece / 2 * tile::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
-#pragma unroll
-      for (int half = 0; half < tile::HALVES; half++) {
-        const float w = tile::HALVES == 2 ? __shfl_sync(ALL_LANES, of_weights, half) : of_weights;
-        factor[0][half] = x[0] * w;
-        factor[1][half] = x[8] * w;
-      }
-    }
-    if (piece + 1 < PIECES) {
-      wgmma_wait_group<1>();
-    } else {
-      wgmma_wait_group<0>();
-      release_stage<S>(smem, at.stage);
-    }
-    hold(part[piece % 2]);
-#pragma unroll
-    for (int v = 0; v < EACH; v++) {
-      float &sum = acc[piece / 2][piece % 2 * EACH + v];
-      sum = fmaf(part[piece % 2][v], factor[v / 2 % 2][v / 4 % tile::HALVES], sum);
-    }
-  }
-}
+/* Scales of a stage: of a thread's two tokens, and what a lane has of the weights'. */
+template <class S> struct token_scales {
+  float x[2], weights;
 
-/* acc = rows x weights of one unit, of BLOCKS blocks of tokens. */
-template <class S, int BLOCKS>
-DEVICE void multiply_token_blocks(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                                  token_weight_scale<S> weights, typename token_tile<S>::sums &acc)
-{
-#pragma unroll 1
-  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
-    const float of_weights = weights.value(args);
-    if (left > S::BK) weights.advance(args);
+  /* Waits until the stage is there. */
+  DEVICE void await(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, int block,
+                    token_weight_scale<S> &of_weights)
+  {
+    weights = of_weights.draw(args);
     wait_for(&smem.full[at.stage], at.phase);
     if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
-    multiply_token_stage<S, BLOCKS>(smem, at, of_weights, acc);
+    const int thread = (int)tid_x() % S::GROUP;
+    const float *first =
+        row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
+    x[0] = first[0], x[1] = first[8];
+  }
+};
+
+/*
+ * Stage by stage, piece by piece. While a consumer scales and adds a piece, the other's is multiplied: registers hold
+ * no second one. What the next stage needs is looked up while the last piece is multiplied: a consumer has some 500
+ * clocks a stage in which the tensor cores need not wait for it, and the sums take 360.
+ */
+template <class S, int PIECES>
+DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                                  token_weight_scale<S> of_weights, typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  token_scales<S> scales;
+  scales.await(args, smem, at, share_of<S>(PIECES).block, of_weights);
+#pragma unroll 1
+  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+    const token_share own = share_of<S>(PIECES);
+    float part[tile::ACCUMULATORS];
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+      begin_piece<S>(smem, at.stage, own.block, own.piece + piece, part);
+      float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
+#pragma unroll
+      for (int half = 0; half < tile::HALVES; half++) {
+        const float w = __shfl_sync(ALL_LANES, scales.weights, 2 * piece + half);
+        factor[0][half] = scales.x[0] * w;
+        factor[1][half] = scales.x[1] * w;
+      }
+      if (piece + 1 == PIECES && left > S::BK) {
+        pipeline_state<S::STAGES> next = at;
+        next.advance();
+        scales.await(args, smem, next, own.block, of_weights);
+      }
+      wgmma_wait_group<0>();
+      if (piece + 1 == PIECES) release_stage<S>(smem, at.stage);
+      hold(part);
+#pragma unroll
+      for (int v = 0; v < tile::ACCUMULATORS; v++)
+        acc[piece][v] = fmaf(part[v], factor[v / 2 % 2][v / 4 % tile::HALVES], acc[piece][v]);
+    }
   }
 }
 
+/* acc = rows x weights of a consumer's share of a unit, whose channels begin there. */
 template <class S>
 DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
                             const tile_unit &unit, int channel, typename token_tile<S>::sums &acc)
 {
-  const token_weight_scale<S> weights(args, up_first, unit.expert, channel);
-  if (unit.rows > token_tile<S>::TOKENS)
-    multiply_token_blocks<S, token_tile<S>::BLOCKS>(args, smem, at, weights, acc);
+  using tile = token_tile<S>;
+  const int pieces = pieces_of<S>(unit);
+  const token_weight_scale<S> weights(args, up_first, unit.expert,
+                                      channel + share_of<S>(pieces).piece * tile::CHANNELS);
+  if (pieces == 1)
+    multiply_token_pieces<S, 1>(args, smem, at, weights, acc);
   else
-    multiply_token_blocks<S, 1>(args, smem, at, weights, acc);
+    multiply_token_pieces<S, tile::PIECES>(args, smem, at, weights, acc);
 }
 
 /* ---- from accumulators to memory: every warp for itself ---- */
@@ -172,13 +191,14 @@ template <class S>
 DEVICE void scale_sums(const gemm_args &args, bool up_first, int expert, int channel0,
                        typename token_tile<S>::sums &acc)
 {
+  using tile = token_tile<S>;
   const scale_matrix &s = args.b.scale;
   const bool by_channel = s.dtype != DT_NONE && s.k_stride == 0;
   if (!by_channel && !args.b.global[0] && !args.b.global[1]) return;
 #pragma unroll
-  for (int octet = 0; octet < token_tile<S>::OCTETS; octet++) {
-    const int half = token_tile<S>::HALVES == 2 ? octet % 2 ^ (int)up_first : 0;
-    const int channel = channel0 + octet / token_tile<S>::HALVES * 8 + lane_id() % 4 * 2;
+  for (int octet = 0; octet < tile::PIECES * tile::OCTETS; octet++) {
+    const int half = tile::HALVES == 2 ? octet % 2 ^ (int)up_first : 0;
+    const int channel = channel0 + octet / tile::HALVES * 8 + lane_id() % 4 * 2;
     const float global = global_scale(args.b, half, expert);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -186,9 +206,7 @@ DEVICE void scale_sums(const gemm_args &args, bool up_first, int expert, int cha
       if (by_channel)
         scale *= load_scale(scale_base(s, half, expert), scale_row(s, half, min(channel + i, args.n - 1)), s.dtype);
 #pragma unroll
-      for (int block = 0; block < token_tile<S>::BLOCKS; block++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) acc[block][4 * octet + 2 * h + i] *= scale;
+      for (int h = 0; h < 2; h++) acc[octet / tile::OCTETS][octet % tile::OCTETS * 4 + 2 * h + i] *= scale;
     }
     __syncwarp(); /* the compiler would load for all octets at once */
   }
@@ -211,7 +229,7 @@ template <class S> struct token_bias {
   }
 };
 
-/* What two neighbouring channels of `octet`, of a block and half h of its tokens, become. */
+/* What two neighbouring channels of a piece's `octet`, of half h of the tokens, become. */
 template <class S, finish_kind KIND>
 DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h, const token_bias<S> &bias)
 {
@@ -228,8 +246,8 @@ DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, in
 
 /* Four octets of channels at a time. Registers are full: what follows from the thread's number is worked out anew. */
 template <class S, finish_kind KIND>
-DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
-                            int channel0, const typename token_tile<S>::sums &acc)
+DEVICE void store_piece(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int block,
+                        int channel0, const float (&acc)[token_tile<S>::ACCUMULATORS])
 {
   using tile = token_tile<S>;
   const swiglu act(args, up_first);
@@ -243,23 +261,36 @@ DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<
                                    {args, unit.expert, pair + 16},
                                    {args, unit.expert, pair + 24}};
 #pragma unroll
-    for (int part = 0; part < 2 * tile::BLOCKS; part++) { /* of the tokens: block, half */
-      const int token = part / 2 * tile::TOKENS + warp % 4 * 16 + part % 2 * 8, row = token + lane / 4;
+    for (int half = 0; half < 2; half++) {
+      const int token = block * tile::TOKENS + warp % 4 * 16 + half * 8, row = token + lane / 4;
       if (token >= unit.rows) continue;
       uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) packed[i] = finish_tokens<S, KIND>(act, acc[part / 2], first + i, part % 2, bias[i]);
+      for (int i = 0; i < 4; i++) packed[i] = finish_tokens<S, KIND>(act, acc, first + i, half, bias[i]);
       store_token_octets<S>(args, staged, lane, packed, (int64_t)unit.row + row, channel,
                             row < unit.rows && channel < args.n);
     }
   }
 }
 
-/* A consumer's part of a tile. */
+template <class S, finish_kind KIND>
+DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
+                            int channel0, const typename token_tile<S>::sums &acc)
+{
+  const int pieces = pieces_of<S>(unit);
+#pragma unroll
+  for (int piece = 0; piece < token_tile<S>::PIECES; piece++)
+    if (piece < pieces)
+      store_piece<S, KIND>(args, up_first, smem, unit, share_of<S>(pieces).block,
+                           channel0 + piece * token_tile<S>::CHANNELS, acc[piece]);
+}
+
+/* A consumer's share of a tile whose channels begin there. */
 template <class S>
 DEVICE void store_tokens(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
-                         int channel0, typename token_tile<S>::sums &acc)
+                         int channel, typename token_tile<S>::sums &acc)
 {
+  const int channel0 = channel + share_of<S>(pieces_of<S>(unit)).piece * token_tile<S>::CHANNELS;
   scale_sums<S>(args, up_first, unit.expert, channel0, acc);
   if (token_tile<S>::HALVES == 2 && finish_kind_of(args) == FINISH_silu)
     store_tokens_as<S, FINISH_silu>(args, up_first, smem, unit, channel0, acc);

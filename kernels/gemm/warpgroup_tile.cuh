@@ -88,6 +88,7 @@ DEVICE void produce_end(pipeline_smem<S> &smem, const tile_unit &tile, int slot,
 /* A warp has read a stage, which all CTAs of the cluster fill. */
 template <class S> DEVICE void release_stage(pipeline_smem<S> &smem, int stage)
 {
+  if (S::SCALED || S::PACKED) __syncwarp(); /* every lane has read scales or factors */
   if constexpr (S::CLUSTER == 1) {
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
   } else if (lane_id() < S::CLUSTER) {

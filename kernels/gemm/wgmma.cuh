@@ -356,18 +356,27 @@ template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile
     add_h_stored(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
 }
 
-/* A consumer's part of the unit at `slot`, tokens as rows. */
+/* A thread's word of what its warp stages. */
+template <class S> DEVICE uint32_t &staged_word(wgmma_smem<S> &smem)
+{
+  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
+  return smem.staging.staged[warp / 4][warp % 4][tid_x() % WARP_SIZE].x;
+}
+
+/* A consumer's part of the unit at `slot`, tokens as rows. Registers are full: `slot` lies where nothing is staged yet,
+ * and the unit is read anew. */
 template <class S>
-DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                           int slot)
+DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int &slot)
 {
   typename token_tile<S>::sums acc = {};
-  const int each = token_tile<S>::CHANNELS;
   const tile_unit unit = smem.units[slot];
-  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, (unit.n * S::CONSUMERS + group) * each, acc);
-  const tile_unit stored = smem.units[slot]; /* registers are full: all of it anew */
-  const int consumer = (int)tid_x() / S::GROUP - 1;
-  store_tokens<S>(args.g, args.up_first, smem.staging, stored, (stored.n * S::CONSUMERS + consumer) * each, acc);
+  const int channel = unit.n * wgmma_channels<S>(args.g);
+  if (channel >= args.g.n) return skip<S>(args.g, smem, at);
+  staged_word<S>(smem) = (uint32_t)slot;
+  multiply_tokens<S>(args.g, args.up_first, smem, at, unit, channel, acc);
+  slot = (int)staged_word<S>(smem);
+  const tile_unit stored = smem.units[slot];
+  store_tokens<S>(args.g, args.up_first, smem.staging, stored, stored.n * wgmma_channels<S>(args.g), acc);
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
@@ -380,21 +389,24 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
+    if constexpr (token_tile<S>::SERVED)
+      if (tokens_are_rows<S>(args.g)) {
+        consume_tokens<S>(args, smem, at, slot);
+        continue;
+      }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
       skip<S>(args.g, smem, at);
       continue;
     }
-    if constexpr (token_tile<S>::SERVED)
-      if (tokens_are_rows<S>(args.g)) {
-        consume_tokens<S>(args, smem, at, group, slot);
-        continue;
-      }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, group, slot, acc);
-    else
+    else {
+      if (token_tile<S>::SERVED) staged_word<S>(smem) = (uint32_t)slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
+      if (token_tile<S>::SERVED) slot = (int)staged_word<S>(smem);
+    }
     if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;

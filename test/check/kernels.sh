@@ -97,13 +97,13 @@ done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 # An instruction per 16 k (of codes times codes 32), 64-row block and token width; the widths are the multiples of 16 up
 # to the tile's, and each has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the
 # tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. few and mixed have none.
-# wgmma of e4m3 also has a loop for each number of blocks of 64 tokens, a block in two pieces (gemm/token_tile.cuh).
+# wgmma of e4m3 also has a loop for a tile of one block of 64 tokens, of a piece, and one of two (gemm/token_tile.cuh).
 awk '$7 == "sm90" && NF == 11 && $8 != "few" && $8 != "mixed" {
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
     blocks = $8 == "wgmma" && $2 ~ /_e4m3_e4m3_/ ? $9 / 64 : 0
     widths = $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ ? $9 / 32 : $9 / 16
     own = $6 == "router" ? $11 / k * $9 / 64 : widths * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
-    print $2, blocks * (blocks + 1) * $11 / k + own
+    print $2, blocks * (blocks + 1) / 2 * $11 / k + own
   }' "$work/rows" | sort > "$work/expected"
 if [ -s "$work/expected" ]; then
   awk '$1 ~ /^plain/ { plain[$2] = 1 } $1 ~ /^wgmma/ && $4 == 3 { op[$2] = 1 }
