@@ -30,7 +30,7 @@ struct token_share {
 };
 template <class S> DEVICE token_share share_of(int pieces)
 {
-  const int group = (int)tid_x() / S::GROUP - 1;
+  const int group = (int)(tid_x() / S::GROUP) - 1;
   return pieces == 1 ? token_share{0, group} : token_share{group, 0};
 }
 template <class S> DEVICE int pieces_of(const tile_unit &unit)
@@ -73,7 +73,7 @@ template <class S> struct token_weight_scale {
   {
     const scale_matrix &s = args.b.scale;
     if (!next) return 1.f;
-    const float value = load_scale(next, 0, s.dtype);
+    const float value = s.dtype == DT_F32 ? *reinterpret_cast<const float *>(next) : load_scale(next, 0, s.dtype);
     next += s.k_stride * scale_bytes(s.dtype);
     return value;
   }
@@ -94,36 +94,30 @@ DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int p
   wgmma_commit_group();
 }
 
-/* Scales of a stage: of a thread's two tokens, and what a lane has of the weights'. */
-template <class S> struct token_scales {
-  float x[2], weights;
-
-  /* Waits until the stage is there. */
-  DEVICE void await(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, int block,
-                    token_weight_scale<S> &of_weights)
-  {
-    weights = of_weights.draw(args);
-    wait_for(&smem.full[at.stage], at.phase);
-    if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
-    const int thread = (int)tid_x() % S::GROUP;
-    const float *first =
-        row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
-    x[0] = first[0], x[1] = first[8];
-  }
-};
+/* Waits for a stage. Of a thread's two tokens, the scales. */
+template <class S>
+DEVICE void await_tokens(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, int block,
+                         float (&x)[2])
+{
+  wait_for(&smem.full[at.stage], at.phase);
+  if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
+  const unsigned thread = tid_x() % S::GROUP, token = thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
+  const float *first = row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + token;
+  x[0] = first[0], x[1] = first[8];
+}
 
 /*
  * Stage by stage, piece by piece. While a consumer scales and adds a piece, the other's is multiplied: registers hold
- * no second one. What the next stage needs is looked up while the last piece is multiplied: a consumer has some 500
- * clocks a stage in which the tensor cores need not wait for it, and the sums take 360.
+ * no second one. What the next stage needs is looked up while pieces are multiplied, a part with each: a consumer has
+ * some 500 clocks a stage in which the tensor cores need not wait for it, and the sums take 360.
  */
 template <class S, int PIECES>
 DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
                                   token_weight_scale<S> of_weights, typename token_tile<S>::sums &acc)
 {
   using tile = token_tile<S>;
-  token_scales<S> scales;
-  scales.await(args, smem, at, share_of<S>(PIECES).block, of_weights);
+  float x[2], weights = of_weights.draw(args), ahead = 1.f;
+  await_tokens<S>(args, smem, at, share_of<S>(PIECES).block, x);
 #pragma unroll 1
   for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
     const token_share own = share_of<S>(PIECES);
@@ -134,14 +128,16 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
       float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
 #pragma unroll
       for (int half = 0; half < tile::HALVES; half++) {
-        const float w = __shfl_sync(ALL_LANES, scales.weights, 2 * piece + half);
-        factor[0][half] = scales.x[0] * w;
-        factor[1][half] = scales.x[1] * w;
+        const float w = __shfl_sync(ALL_LANES, weights, 2 * piece + half);
+        factor[0][half] = x[0] * w;
+        factor[1][half] = x[1] * w;
       }
+      if (piece == 0 && left > S::BK) ahead = of_weights.draw(args);
       if (piece + 1 == PIECES && left > S::BK) {
         pipeline_state<S::STAGES> next = at;
         next.advance();
-        scales.await(args, smem, next, own.block, of_weights);
+        await_tokens<S>(args, smem, next, own.block, x);
+        weights = ahead;
       }
       wgmma_wait_group<0>();
       if (piece + 1 == PIECES) release_stage<S>(smem, at.stage);
