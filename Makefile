@@ -12,6 +12,7 @@ LIB   ?= lib# where everything built goes
 
 CXX     ?= g++
 OBJCOPY ?= objcopy
+NM      ?= nm
 FUZZ_CC ?= clang# with libFuzzer's runtime, if there is one
 NVCC    ?= nvcc
 CUDA_HOME ?= $(or $(patsubst %/bin/nvcc,%,$(realpath $(shell command -v $(NVCC)))),/usr/local/cuda)
@@ -102,7 +103,7 @@ EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 # Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
 FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
 # Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
-BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c bench/plan.c)
+BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c bench/plan.c bench/ep.c)
 BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c bench/safetensors.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c bench/safetensors.c)
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
@@ -128,7 +129,7 @@ $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
-$(eval $(call stamp,objects,$(OBJS)))
+$(eval $(call stamp,objects,cumoe groups $(OBJS)))
 $(eval $(call stamp,link,$(CC) $(LINK_LIBS) $(LDFLAGS) $(LDLIBS)))
 $(eval $(call stamp,commit,$(COMMIT)))
 FORCE:
@@ -222,21 +223,36 @@ $(OBJ)/%.o: %.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 
-# All objects become one whose hidden symbols are local: an engine may have its own function `launch`.
-$(OBJ)/cumoe.o: $(OBJS) $(OBJ)/flags.objects
+# All objects become one whose hidden symbols are local: an engine may have its own function `launch`. Groups are a
+# member of their own, which a program without them does not link; what they use of the other, both call
+# cumoe_internal_...
+MEMBERS  := $(OBJ)/cumoe.o $(OBJ)/groups.o
+GROUPS   := $(filter $(OBJ)/host/ep%.o $(OBJ)/host/group.o $(OBJ)/kernels/cpu/exchange.o $(OBJ)/exchange.image.o,\
+	$(OBJS))
+$(OBJ)/joined/cumoe.o: $(filter-out $(GROUPS),$(OBJS)) $(OBJ)/flags.objects
+$(OBJ)/joined/groups.o: $(GROUPS) $(OBJ)/flags.objects
+$(OBJ)/joined/%.o:
 	$(call begin,LD)
-	$(Q)$(LD) -r -o $@ $(OBJS)
-	$(Q)$(OBJCOPY) --localize-hidden $@
+	$(Q)$(LD) -r -o $@ $(filter %.o,$^)
+$(OBJ)/joined/renamed: $(OBJ)/joined/cumoe.o $(OBJ)/joined/groups.o
+	@$(NM) -u $(@D)/groups.o | awk '{ print $$2 }' | sort > $@.needed
+	@$(NM) -g --defined-only $(@D)/cumoe.o | awk '$$3 !~ /^cumoe_/ { print $$3 }' | sort | comm -12 - $@.needed | \
+	awk '{ print $$1, "cumoe_internal_" $$1 }' > $@
+	@awk '{ print $$2 }' $@ > $@.shared
+$(MEMBERS): $(OBJ)/%.o: $(OBJ)/joined/%.o $(OBJ)/joined/renamed
+	$(call begin,LINK)
+	$(Q)$(OBJCOPY) --redefine-syms=$(OBJ)/joined/renamed $< $@ && $(OBJCOPY) --localize-hidden $@ && \
+	$(OBJCOPY) --globalize-symbols=$(OBJ)/joined/renamed.shared $@
 
-$(LIB)/libcumoe.a: $(OBJ)/cumoe.o
+$(LIB)/libcumoe.a: $(MEMBERS)
 	$(call begin,AR)
-	$(Q)rm -f $@ && $(AR) rcsD $@ $<
+	$(Q)rm -f $@ && $(AR) rcsD $@ $^
 
 # On request, for programs that load it: the archive with a CUDA runtime inside. The tests have their own, so that
 # `make install` installs what was asked for.
-$(LIB)/libcumoe.so $(LIB)/test/libcumoe.so: $(OBJ)/cumoe.o host/cumoe.map $(OBJ)/flags.link
+$(LIB)/libcumoe.so $(LIB)/test/libcumoe.so: $(MEMBERS) host/cumoe.map $(OBJ)/flags.link
 	$(call begin,LINK)
-	$(Q)$(CC) $(LDFLAGS) -shared -Wl,-soname,$(SONAME) -Wl,--version-script=host/cumoe.map -Wl,-z,defs -o $@ $< \
+	$(Q)$(CC) $(LDFLAGS) -shared -Wl,-soname,$(SONAME) -Wl,--version-script=host/cumoe.map -Wl,-z,defs -o $@ $(MEMBERS) \
 	$(LINK_LIBS) $(LDLIBS) && chmod -x $@
 
 # ---- programs ---------------------------------------------------------------------------------------------------

@@ -5,9 +5,6 @@
 #include "dispatch.h"
 #include "ep.h"
 #include "plan.h"
-#include "../kernels/cpu/exchange.h"
-
-#include <string.h>
 
 /* ---- a call's own memory ---- */
 
@@ -317,25 +314,33 @@ static cumoe_status collect(const ep_round *r)
   if (a->shared_gate.data) args.shared_logit = cumoe_matrix(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1);
   combine_args combine = combine_arguments(&g->plan, region(c, c->at.rows), &args, r->tokens);
   if (!g->shape.exact) combine.top_k = g->shape.ranks;
-  return dispatch(g->context, OP_combine, &combine, c->stream);
+  ON_DEVICE(g->context, dispatch(g->context, OP_combine, &combine, c->stream));
 }
 
-/* A failure past this point leaves others waiting: they are told. */
 static cumoe_status exchange(ep_round *r)
 {
-  const group *g = r->c->g;
-  uint64_t end;
+  const ep_call *c = r->c;
   TRY(route(r));
   prepare_moves(r);
-  cpu_ep_put(&r->move);
+  TRY(wire_move(c->g, MOVE_PUT, &r->move, c->stream));
   TRY(run_shared(r));
-  end = cpu_ep_wait_tokens(&r->move);
-  if (end) return ep_explain(g, end);
+  TRY(wire_move(c->g, MOVE_WAIT_TOKENS, &r->move, c->stream));
   TRY(run_experts(r));
-  cpu_ep_answer(&r->move);
-  end = cpu_ep_wait_answers(&r->move);
-  if (end) return ep_explain(g, end);
+  TRY(wire_move(c->g, MOVE_ANSWER, &r->move, c->stream));
+  TRY(wire_move(c->g, MOVE_WAIT_ANSWERS, &r->move, c->stream));
   return collect(r);
+}
+
+/* A call that fails halfway leaves others waiting: they are told. */
+static cumoe_status give_up(const group *g)
+{
+  wire_give_up(g, ep_abort_word(EP_FAILED, EP_DISPATCH, g->rank, g->rank));
+  return CUMOE_OK;
+}
+
+static cumoe_status give_up_entered(const group *g)
+{
+  ON_DEVICE_RELAXED(g->context, give_up(g));
 }
 
 static cumoe_status run_rounds(const ep_call *c)
@@ -347,7 +352,7 @@ static cumoe_status run_rounds(const ep_call *c)
     r.x = part(&r, c->layer.x);
     const cumoe_status status = exchange(&r);
     if (status == CUMOE_OK) continue;
-    if (status != CUMOE_ERR_PEER) ep_give_up(c->g, EP_FAILED, EP_DISPATCH, c->g->rank);
+    if (status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
     return status;
   }
   return CUMOE_OK;
@@ -366,6 +371,5 @@ cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const c
   name_call_on(__func__, stream);
   TRY(check_call(&c));
   c.workspace = c.layer.workspace.data;
-  TRY(ep_check_alive(g));
   return run_rounds(&c);
 }

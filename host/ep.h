@@ -6,6 +6,8 @@
 #include "../include/cumoe/ep.h"
 #include "../kernels/ep/ep.h"
 
+typedef enum move { MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
+
 typedef struct group {
   struct context *context;
   cumoe_context handle;     /* of the context */
@@ -15,6 +17,10 @@ typedef struct group {
   ep_layout at;
   int32_t rank;
   int64_t timeout_ns;
+  cudaStream_t stream; /* on a GPU, as all of these: for what the host says */
+  cudaLibrary_t library;
+  cudaKernel_t kernels[MOVES];
+  bool early; /* they may start before the grid ahead has ended */
   char *arena;
   char *arenas[]; /* of all ranks */
 } group;
@@ -34,8 +40,19 @@ cumoe_status find_group(cumoe_group handle, group **found);
 
 /* PEER, with words for what an abort word says. */
 cumoe_status ep_explain(const group *g, uint64_t word);
-/* The same of this rank's own, if there is one. */
-cumoe_status ep_check_alive(const group *g);
-void ep_give_up(const group *g, int cause, int phase, int about);
+
+/* The wires (ep_wire.c): what is opened, in a rank's own arena, or in another's. With the context's device entered, but
+ * for moves. */
+cumoe_status wire_open(group *g);
+void wire_close(group *g);
+cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *from, size_t bytes);
+cumoe_status wire_read(const group *g, uint64_t at, void *to, size_t bytes);
+cumoe_status wire_store(const group *g, int32_t rank, uint64_t at, uint64_t word); /* after all that was written */
+cumoe_status wire_load(const group *g, uint64_t at, uint64_t *word);
+/* Until the upper half of the own word at `at` has reached `least`: *end is 0. Else the abort word, or EP_LATE. */
+cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end);
+void wire_give_up(const group *g, uint64_t word);
+/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. */
+cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream);
 
 #endif

@@ -87,8 +87,6 @@ static cumoe_status take_arenas(const struct plan *plan, const cumoe_group_confi
   REQUIRE(c->arenas[c->rank] == arena.data, CUMOE_ERR_INVALID_ARGUMENT,
           "config.arenas[%d] is %p, must be arena.data %p: the rank's own", (int)c->rank, c->arenas[c->rank],
           arena.data);
-  REQUIRE(on_cpu(plan->context), CUMOE_ERR_NOT_SUPPORTED,
-          "the plan's context is on CUDA device %d: groups are of CPU contexts", (int)plan->context->device);
   return CUMOE_OK;
 }
 
@@ -107,18 +105,14 @@ cumoe_status cumoe_ep_arena(cumoe_plan handle, const cumoe_group_config *config,
 
 /* ---- giving up ---- */
 
-void ep_give_up(const group *g, int cause, int phase, int about)
-{
-  cpu_ep_give_up(g->arenas, &g->at, g->shape.ranks, g->rank, ep_abort_word(cause, phase, about, g->rank));
-}
-
 typedef struct abort_facts {
   int32_t cause, phase, about, by;
 } abort_facts;
 
 static abort_facts abort_facts_of(uint64_t word)
 {
-  return (abort_facts){word >> 56 & 0x7f, word >> 48 & 0xff, word >> 16 & 0xffff, word & 0xffff};
+  return (abort_facts){(int32_t)(word >> 56 & 0x7f), (int32_t)(word >> 48 & 0xff), (int32_t)(word >> 16 & 0xffff),
+                       (int32_t)(word & 0xffff)};
 }
 
 cumoe_status ep_explain(const group *g, uint64_t word)
@@ -137,10 +131,10 @@ cumoe_status ep_explain(const group *g, uint64_t word)
   return fail(CUMOE_ERR_PEER, "rank %d has aborted the group", (int)f.by);
 }
 
-cumoe_status ep_check_alive(const group *g)
+static cumoe_status give_up(const group *g, int cause, int phase, int about)
 {
-  const uint64_t word = cpu_ep_load(g->arena + g->at.abort);
-  return word ? ep_explain(g, word) : CUMOE_OK;
+  wire_give_up(g, ep_abort_word(cause, phase, about, g->rank));
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_group_abort(cumoe_group handle)
@@ -148,7 +142,16 @@ cumoe_status cumoe_group_abort(cumoe_group handle)
   begin_call(__func__);
   group *g;
   TRY(find_group(handle, &g));
-  ep_give_up(g, EP_ASKED, EP_NO_PHASE, g->rank);
+  ON_DEVICE_RELAXED(g->context, give_up(g, EP_ASKED, EP_NO_PHASE, g->rank));
+}
+
+static cumoe_status read_fault(const group *g, cumoe_group_fault *fault)
+{
+  uint64_t word = 0;
+  TRY(wire_load(g, g->at.abort, &word));
+  const abort_facts f = abort_facts_of(word);
+  const cumoe_group_fault record = {0, f.cause, f.phase, f.about, f.by, 0};
+  give_struct(&record, fault);
   return CUMOE_OK;
 }
 
@@ -158,11 +161,7 @@ cumoe_status cumoe_group_fault_read(cumoe_group handle, cumoe_group_fault *fault
   group *g;
   TRY(find_group(handle, &g));
   TRY(check_struct("fault", fault));
-  const uint64_t word = cpu_ep_load(g->arena + g->at.abort);
-  const abort_facts f = abort_facts_of(word);
-  const cumoe_group_fault record = {0, f.cause, f.phase, f.about, f.by, 0};
-  give_struct(&record, fault);
-  return CUMOE_OK;
+  ON_DEVICE_RELAXED(g->context, read_fault(g, fault));
 }
 
 /* ---- what ranks say of themselves ---- */
@@ -180,9 +179,10 @@ enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
   X("desc.num_experts", g->shape.experts)                                                                              \
   X("routing.top_k", g->shape.top_k)                                                                                   \
   X("desc.hidden", g->shape.hidden)                                                                                    \
+  X("the device: 0 the CPU, 1 a GPU:", !on_cpu(g->context))                                                            \
   X("desc.dtype", g->plan.desc.dtype)                                                                                  \
   X("the hash of the rest of desc", hash_of(&g->plan.desc))
-enum { FACT_RANK = 1, FACTS = 11, FACT_WORDS = EP_LINE / 8 - 2 };
+enum { FACT_RANK = 1, FACTS = 12, FACT_WORDS = EP_LINE / 8 - 2 };
 _Static_assert(FACTS <= FACT_WORDS, "a line holds a flag, whom it is for, and the facts");
 
 /* FNV-1a of all that all ranks must share: not how many experts one of them has. */
@@ -204,39 +204,51 @@ static void facts_of(const group *g, uint64_t facts[FACTS])
 #undef FACT
 }
 
-/* Rank `from`'s line in rank `to`'s arena. */
-static uint64_t *hello(const group *g, int32_t to, int32_t from)
+/* Rank `from`'s line in any arena. */
+static uint64_t hello(const group *g, int32_t from)
 {
-  return (uint64_t *)(void *)(g->arenas[to] + g->at.hello + (uint64_t)from * EP_LINE);
+  return g->at.hello + (uint64_t)from * EP_LINE;
 }
 
-static void tell_state(const group *g, uint32_t state)
+static cumoe_status tell_state(const group *g, uint32_t state)
 {
-  for (int32_t r = 0; r < g->shape.ranks; r++) cpu_ep_store(hello(g, r, g->rank), ep_flag(state, 0));
+  for (int32_t r = 0; r < g->shape.ranks; r++) TRY(wire_store(g, r, hello(g, g->rank), ep_flag(state, 0)));
+  return CUMOE_OK;
 }
 
 static cumoe_status wait_for_state(const group *g, int32_t r, uint32_t state)
 {
-  uint64_t end = cpu_ep_wait(hello(g, g->rank, r), state, g->arena + g->at.abort, g->timeout_ns);
-  if (end == EP_LATE) end = ep_abort_word(EP_TIMEOUT, EP_CREATE, r, g->rank), ep_give_up(g, EP_TIMEOUT, EP_CREATE, r);
+  uint64_t end;
+  TRY(wire_wait(g, hello(g, r), state, true, &end));
+  if (end == EP_LATE) wire_give_up(g, end = ep_abort_word(EP_TIMEOUT, EP_CREATE, r, g->rank));
   return end ? ep_explain(g, end) : CUMOE_OK;
 }
 
-static void tell_facts(const group *g)
+static cumoe_status tell_facts(const group *g)
 {
   for (int32_t r = 0; r < g->shape.ranks; r++) {
-    uint64_t *line = hello(g, r, g->rank);
-    line[1] = (uint64_t)r;
-    facts_of(g, line + 2);
+    uint64_t line[1 + FACTS] = {(uint64_t)r};
+    facts_of(g, line + 1);
+    TRY(wire_write(g, r, hello(g, g->rank) + 8, line, sizeof line));
   }
-  tell_state(g, HAS_TOLD);
+  return tell_state(g, HAS_TOLD);
 }
 
 /* Where wires lead elsewhere, not every rank can see it. */
 static cumoe_status give_up_create(const group *g, int32_t about, cumoe_status status)
 {
-  ep_give_up(g, EP_FAILED, EP_CREATE, about);
+  CUMOE_IGNORE(give_up(g, EP_FAILED, EP_CREATE, about));
   return status;
+}
+
+static cumoe_status check_wired(const group *g, int32_t r, int32_t wrote, int32_t to)
+{
+  if (wrote == r && to == g->rank) return CUMOE_OK;
+  return give_up_create(
+      g, r,
+      fail(CUMOE_ERR_INVALID_ARGUMENT,
+           "config.arenas: in rank %d's arena, the line of rank %d holds what rank %d wrote for rank %d", (int)g->rank,
+           (int)r, (int)wrote, (int)to));
 }
 
 /* What ranks say differs for all of them: each finds it by itself, so that all have the text. */
@@ -245,16 +257,11 @@ static cumoe_status compare_facts(const group *g, int32_t r)
 #define FACT(name, value) name,
   static const char *const names[] = {FACT_LIST(FACT)};
 #undef FACT
-  const uint64_t *line = hello(g, g->rank, r), *theirs = line + 2;
-  uint64_t own[FACTS];
+  uint64_t line[1 + FACTS], own[FACTS];
+  const uint64_t *theirs = line + 1;
   facts_of(g, own);
-  if (line[1] != (uint64_t)g->rank || theirs[FACT_RANK] != (uint64_t)r)
-    return give_up_create(g, r,
-                          fail(CUMOE_ERR_INVALID_ARGUMENT,
-                               "config.arenas: in rank %d's arena, the line of rank %d holds what rank %llu wrote for "
-                               "rank %llu",
-                               (int)g->rank, (int)r, (unsigned long long)theirs[FACT_RANK],
-                               (unsigned long long)line[1]));
+  TRY(wire_read(g, hello(g, r) + 8, line, sizeof line));
+  TRY(check_wired(g, r, (int32_t)theirs[FACT_RANK], (int32_t)line[0]));
   for (int i = 0; i < FACTS; i++)
     REQUIRE(i == FACT_RANK || own[i] == theirs[i], CUMOE_ERR_INVALID_ARGUMENT,
             "%s is %llu on rank %d and %llu on rank %d", names[i], (unsigned long long)own[i], (int)g->rank,
@@ -273,59 +280,64 @@ static unsigned char pattern(int32_t from, int32_t to, uint64_t at)
   return (unsigned char)(mixed * 0x9e3779b97f4a7c15u >> 56);
 }
 
-static bool pattern_at(const group *g, int32_t from, int32_t to, uint64_t at, uint64_t bytes, bool write)
+/* One end of an array: written there, or looked for in the own arena. */
+static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t at, size_t bytes, bool *same)
 {
-  unsigned char *p = (unsigned char *)g->arenas[to] + at;
-  const uint64_t part = bytes < PATTERN_BYTES ? bytes : PATTERN_BYTES;
-  bool same = true;
-  for (uint64_t i = 0; i < 2 * part; i++) {
-    const uint64_t o = i < part ? i : bytes - 2 * part + i;
-    if (write)
-      p[o] = pattern(from, to, at + o);
-    else
-      same &= p[o] == pattern(from, to, at + o);
-  }
-  return same;
+  unsigned char want[PATTERN_BYTES], got[PATTERN_BYTES];
+  for (size_t i = 0; i < bytes; i++) want[i] = pattern(from, to, at + i);
+  if (!same) return wire_write(g, to, at, want, bytes);
+  TRY(wire_read(g, at, got, bytes));
+  *same &= memcmp(want, got, bytes) == 0;
+  return CUMOE_OK;
 }
 
-static bool patterns(const group *g, int32_t from, int32_t to, bool write)
+/* same NULL: writes; else clears *same where one is not there. */
+static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *same)
 {
   const uint64_t tokens = (uint64_t)g->shape.capacity, row = (uint64_t)g->shape.hidden * (uint64_t)g->shape.element;
   const uint64_t k = (uint64_t)g->shape.top_k;
   const uint64_t at[PATTERN_ARRAYS] = {g->at.x, g->at.ids, g->at.weights, g->at.y};
   const uint64_t bytes[PATTERN_ARRAYS] = {tokens * row, tokens * k * 4, tokens * k * 4,
                                           tokens * row * (uint64_t)ep_answers(&g->shape)};
-  bool same = true;
   for (int32_t lane = 0; lane < g->shape.lanes; lane++)
     for (int i = 0; i < PATTERN_ARRAYS; i++) {
       const uint64_t start = g->at.lane + (uint64_t)lane * g->at.lane_bytes + at[i] + (uint64_t)from * bytes[i];
-      same &= pattern_at(g, from, to, start, bytes[i], write);
+      const size_t part = bytes[i] < PATTERN_BYTES ? (size_t)bytes[i] : PATTERN_BYTES;
+      TRY(try_end(g, from, to, start, part, same));
+      TRY(try_end(g, from, to, start + bytes[i] - part, part, same));
     }
-  return same;
+  return CUMOE_OK;
+}
+
+static cumoe_status check_patterns(const group *g, int32_t r)
+{
+  bool same = true;
+  TRY(patterns(g, r, g->rank, &same));
+  if (same) return CUMOE_OK;
+  return give_up_create(g, r,
+                        fail(CUMOE_ERR_INVALID_ARGUMENT,
+                             "config.arenas: what rank %d wrote for rank %d is not in its arena: they overlap, or lead "
+                             "elsewhere",
+                             (int)r, (int)g->rank));
 }
 
 static cumoe_status try_wires(const group *g)
 {
   const int32_t ranks = g->shape.ranks;
-  for (int32_t r = 0; r < ranks; r++) (void)patterns(g, g->rank, r, true);
-  tell_state(g, HAS_WRITTEN);
+  for (int32_t r = 0; r < ranks; r++) TRY(patterns(g, g->rank, r, NULL));
+  TRY(tell_state(g, HAS_WRITTEN));
   for (int32_t r = 0; r < ranks; r++) {
     TRY(wait_for_state(g, r, HAS_WRITTEN));
-    if (patterns(g, r, g->rank, false)) continue;
-    return give_up_create(g, r,
-                          fail(CUMOE_ERR_INVALID_ARGUMENT,
-                               "config.arenas: what rank %d wrote for rank %d is not in its arena: they overlap, or "
-                               "lead elsewhere",
-                               (int)r, (int)g->rank));
+    TRY(check_patterns(g, r));
   }
-  tell_state(g, HAS_SEEN);
+  TRY(tell_state(g, HAS_SEEN));
   for (int32_t r = 0; r < ranks; r++) TRY(wait_for_state(g, r, HAS_SEEN));
   return CUMOE_OK;
 }
 
 static cumoe_status join(const group *g)
 {
-  tell_facts(g);
+  TRY(tell_facts(g));
   for (int32_t r = 0; r < g->shape.ranks; r++) {
     TRY(wait_for_state(g, r, HAS_TOLD));
     TRY(compare_facts(g, r));
@@ -345,7 +357,9 @@ cumoe_status find_group(cumoe_group handle, group **found)
 
 static cumoe_status end_group(void *object)
 {
-  free(object);
+  group *g = object;
+  wire_close(g);
+  free(g);
   return CUMOE_OK;
 }
 
@@ -383,37 +397,58 @@ static void drop_plans(const group *g)
   CUMOE_IGNORE(cumoe_plan_destroy(g->shared));
 }
 
-static void write_constants(const group *g)
+static cumoe_status write_constants(const group *g)
 {
-  memcpy(g->arena + g->at.bases, g->arenas, (size_t)g->shape.ranks * sizeof *g->arenas);
-  memset(g->arena + g->at.first_expert, 0, (size_t)g->shape.capacity * sizeof(int32_t));
-  int32_t *every = (int32_t *)(void *)(g->arena + g->at.every_expert);
+  int32_t every[MAX_EXPERTS];
   for (int32_t e = 0; e < g->shape.experts; e++) every[e] = e < g->plan.desc.local_experts ? e : -1;
+  TRY(wire_write(g, g->rank, g->at.bases, g->arenas, (size_t)g->shape.ranks * sizeof *g->arenas));
+  return wire_write(g, g->rank, g->at.every_expert, every, (size_t)g->shape.experts * sizeof *every);
 }
 
 /* No other rank writes to a lane before this one has seen the patterns. */
 static cumoe_status check_fresh(const group *g)
 {
-  bool fresh = cpu_ep_load(hello(g, g->rank, g->rank)) == 0;
+  uint64_t word = 0, any = 0;
+  TRY(wire_load(g, hello(g, g->rank), &any));
   for (int32_t lane = 0; lane < g->shape.lanes; lane++) {
-    const char *words = g->arena + g->at.lane + (uint64_t)lane * g->at.lane_bytes;
-    fresh &= cpu_ep_load(words + g->at.exchange) == 0;
-    for (int32_t r = 0; r < g->shape.ranks; r++)
-      fresh &= cpu_ep_load(words + g->at.in + (uint64_t)r * EP_LINE) == 0 &&
-               cpu_ep_load(words + g->at.back + (uint64_t)r * EP_LINE) == 0;
+    const uint64_t words = g->at.lane + (uint64_t)lane * g->at.lane_bytes;
+    TRY(wire_load(g, words + g->at.exchange, &word));
+    any |= word;
+    for (int32_t r = 0; r < g->shape.ranks; r++) {
+      TRY(wire_load(g, words + g->at.in + (uint64_t)r * EP_LINE, &word));
+      any |= word;
+      TRY(wire_load(g, words + g->at.back + (uint64_t)r * EP_LINE, &word));
+      any |= word;
+    }
   }
-  if (fresh) return CUMOE_OK;
+  if (any == 0) return CUMOE_OK;
   return give_up_create(g, g->rank,
                         fail(CUMOE_ERR_INVALID_ARGUMENT, "arena of rank %d was not filled with zeros", (int)g->rank));
 }
 
+static cumoe_status open_wired(group *g)
+{
+  TRY(wire_open(g));
+  TRY(check_fresh(g));
+  TRY(write_constants(g));
+  return join(g);
+}
+
+static cumoe_status open_entered(group *g)
+{
+  ON_DEVICE_RELAXED(g->context, open_wired(g));
+}
+
 static cumoe_status open_group(group *g, cumoe_context context, const char *call)
 {
-  TRY(check_fresh(g));
   TRY(make_plans(g, context));
   begin_call(call);
-  write_constants(g);
-  return join(g);
+  return open_entered(g);
+}
+
+static cumoe_status close_entered(group *g)
+{
+  GIVE_BACK_RELAXED(g->context, end_group(g));
 }
 
 cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe_group_config *config,
@@ -450,18 +485,25 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
     status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another group");
   if (status == CUMOE_OK) return CUMOE_OK;
   drop_plans(g);
-  free(g);
+  CUMOE_IGNORE(close_entered(g));
   return status;
 }
 
 /* Until then a rank may write to this arena. */
 static cumoe_status leave(const group *g)
 {
-  tell_state(g, HAS_LEFT);
-  for (int32_t r = 0; r < g->shape.ranks; r++)
-    if (cpu_ep_wait(hello(g, g->rank, r), HAS_LEFT, NULL, g->timeout_ns) == EP_LATE)
-      return ep_explain(g, ep_abort_word(EP_TIMEOUT, EP_DESTROY, r, g->rank));
+  uint64_t end;
+  TRY(tell_state(g, HAS_LEFT));
+  for (int32_t r = 0; r < g->shape.ranks; r++) {
+    TRY(wire_wait(g, hello(g, r), HAS_LEFT, false, &end));
+    if (end) return ep_explain(g, ep_abort_word(EP_TIMEOUT, EP_DESTROY, r, g->rank));
+  }
   return CUMOE_OK;
+}
+
+static cumoe_status leave_entered(const group *g)
+{
+  ON_DEVICE_RELAXED(g->context, leave(g));
 }
 
 cumoe_status cumoe_group_destroy(cumoe_group handle)
@@ -471,8 +513,8 @@ cumoe_status cumoe_group_destroy(cumoe_group handle)
   if (!handle) return CUMOE_OK;
   TRY(find_group(handle, &g));
   if (!retire_object(handle)) return find_group(handle, &g);
-  const cumoe_status status = leave(g);
+  const cumoe_status status = leave_entered(g);
   drop_plans(g);
-  free(g);
-  return status;
+  const cumoe_status closed = close_entered(g);
+  return status != CUMOE_OK ? status : closed;
 }

@@ -4,14 +4,15 @@
  *
  *   out = cumoe_ep_forward(tokens of this rank)   what one rank with all experts would answer
  *
- * State of this part: groups of CPU contexts, ranks as threads of one process. cumoe_group_create refuses a context on
- * a GPU, and what is "not served" below is refused with a text by the call that it concerns. For ranks on GPUs see
- * args.expert_map in cumoe/moe.h: each rank drops what belongs to others, and the engine adds up.
+ * Ranks are contexts on GPUs that reach each other's memory, or on the CPU device: threads of one process, or processes
+ * that have mapped each other's arenas (tested on the CPU device). What is "not served" below is refused with a text by
+ * the call that it concerns.
  *
  * Order of calls, on each rank:
  *
  *   cumoe_ep_arena          bytes of the memory that all ranks of the group write
- *   (the engine)            takes that memory, fills it with zeros, and tells every rank where it lies
+ *   (the engine)            takes that memory, fills it with zeros, and tells every rank where it lies. On GPUs from
+ *                           cudaMalloc, or from a pool of which every rank's device has access (cumoe_pool_allow_peer)
  *   cumoe_group_create      all ranks: agree, try the wires
  *   cumoe_ep_workspace      bytes of a call's own memory
  *   cumoe_ep_forward        all ranks, per layer and step
@@ -19,17 +20,25 @@
  *
  * Lanes. A lane is one call under way, with its own part of the arena. On one lane all ranks make the same sequence of
  * calls, one at a time. Calls on different lanes are independent of each other, so two micro-batches may overlap: each
- * from a thread of its own. (On the CPU device a call returns when it is done. Two lanes driven by one thread in
- * another order than on another rank would wait for each other until the timeout.) Layers of one shape share a group.
+ * from a thread of its own on the CPU device, where a call returns when it is done, or on streams of its own. Layers of
+ * one shape share a group.
  *
  * Rounds. An exchange takes max_tokens tokens of each rank. More go in several exchanges: every rank says how many any
  * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none.
  *
  * Failure. Nobody waits for ever: a rank that does not answer within timeout_ns makes the one that waits give up, which
- * all ranks see in their own memory; they give up as well. All of them answer PEER with a text that names the rank and
- * the phase, now and from then on, and cumoe_group_fault_read has the same as numbers. A group that gave up does not
- * come back: destroy it, and create another with zeroed arenas. A call that is refused for its arguments has told
- * nobody anything: it may be corrected and made again within the others' timeout.
+ * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
+ * names the rank and the phase, now and from then on; on a GPU, where a call only launches, what was launched ends at
+ * once from then on and leaves outputs undefined. cumoe_group_fault_read has rank and phase as numbers on both. A group
+ * that gave up does not come back: destroy it, and create another with zeroed arenas. A call that is refused for its
+ * arguments has told nobody anything: it may be corrected and made again within the others' timeout.
+ *
+ * GPUs: experimental. Seen on two H200s are right sums (test/examples/ep.c, four ranks) and the replays of bench/ep.c;
+ * test/ep.c has not been run there, and the bits of EXACT have not been compared. A call may be captured; a graph
+ * counts its exchanges on the device, so it may be replayed in any order with others, as long as all ranks do the same,
+ * and must be destroyed before its group. Ranks may share a GPU, for tests: their streams must not share a hardware
+ * queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream. create lets kernels of the process reach the other
+ * ranks' GPUs (cudaDeviceEnablePeerAccess), for good.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -48,9 +57,9 @@ typedef struct cumoe_group_s *cumoe_group;
 
 enum {
   CUMOE_GROUP_EXACT = 1u << 0 /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
-                                 experts would: the same bits on the CPU device, for top_k times the bytes. Without it
-                                 each rank sums what its experts add to a token and rounds that to dtype: one rounding a
-                                 rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
+                                 experts would, for up to top_k times the bytes: the same bits on the CPU device.
+                                 Without it each rank sums what its experts add to a token and rounds that to dtype: one
+                                 rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
 };
 
 typedef struct cumoe_group_config {

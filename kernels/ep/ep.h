@@ -23,6 +23,12 @@
 
 #include "../args.h"
 
+#ifdef __CUDACC__
+#define EP_BOTH static __host__ __device__ inline
+#else
+#define EP_BOTH static inline
+#endif
+
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -34,7 +40,7 @@ typedef struct ep_shape {
 } ep_shape;
 
 /* Rows of y a token and rank. */
-static inline int32_t ep_answers(const ep_shape *s)
+EP_BOTH int32_t ep_answers(const ep_shape *s)
 {
   return s->exact ? s->top_k : 1;
 }
@@ -79,16 +85,19 @@ typedef struct ep_args {
   fault_sink fault;
 } ep_args;
 
+/* The CUDA kernels' grids: parts of a row lie along y, rows along x. */
+enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 16, EP_MOVE_CTAS = 32 };
+
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
 enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };
 enum { EP_NO_PHASE = 0, EP_CREATE = 1, EP_DISPATCH = 2, EP_RETURN = 3, EP_DESTROY = 4 };
 
-static inline uint64_t ep_abort_word(int cause, int phase, int about, int by)
+EP_BOTH uint64_t ep_abort_word(int cause, int phase, int about, int by)
 {
   return (uint64_t)1 << 63 | (uint64_t)cause << 56 | (uint64_t)phase << 48 | (uint64_t)about << 16 | (uint64_t)by;
 }
 
-static inline uint64_t ep_flag(uint32_t exchange, uint32_t tokens)
+EP_BOTH uint64_t ep_flag(uint32_t exchange, uint32_t tokens)
 {
   return (uint64_t)exchange << 32 | tokens;
 }

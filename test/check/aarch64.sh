@@ -15,7 +15,7 @@ runtime=$CUDA_HOME/targets/sbsa-linux/lib
 [ -f "$runtime/libcudart_static.a" ] || runtime=$there/cuda
 build() {
   $make -j"$(nproc)" LIB="$there" CC=$machine-gcc LD=$machine-ld AR=$machine-ar OBJCOPY=$machine-objcopy \
-    CUDA_LIB="$runtime" "$@"
+    NM=$machine-nm CUDA_LIB="$runtime" "$@"
 }
 # Every call answers cudaErrorNoDevice.
 stand_in() {

@@ -5,15 +5,23 @@ archive=${LIB:-lib}/libcumoe.a
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
 declared > "$work/declared"
-nm -g --defined-only "$archive" 2> /dev/null | awk 'NF == 3 { print $3 }' | sort -u > "$work/exported"
-nm -g --undefined-only "$archive" 2> /dev/null | awk 'NF == 2 { print $2 }' | sort -u > "$work/needed"
+# What the members share has a prefix and is hidden.
+nm -g --defined-only "$archive" 2> /dev/null | awk 'NF == 3 && $3 !~ /^cumoe_internal_/ { print $3 }' | sort -u \
+  > "$work/exported"
+nm -g --undefined-only "$archive" 2> /dev/null | awk 'NF == 2 && $2 !~ /^cumoe_/ { print $2 }' | sort -u \
+  > "$work/needed"
 objdump -t "$archive" > "$work/table" 2> /dev/null
 readelf -SW "$archive" > "$work/sections" 2> /dev/null
 
 [ -s "$work/exported" ] || fail "the archive has symbols" "$archive"
 empty "every declared function is exported" "$(comm -23 "$work/declared" "$work/exported")"
 empty "every exported symbol is declared" "$(comm -13 "$work/declared" "$work/exported")"
-empty "one member" "$(ar t "$archive" | sed 1d)"
+empty "two members" "$(ar t "$archive" | grep -vx 'cumoe.o\|groups.o')"
+empty "what members share is hidden" "$(readelf -sW "$archive" |
+  awk '$8 ~ /^cumoe_internal_/ && $7 != "UND" && $6 != "HIDDEN" { print $8 }')"
+empty "the layer needs no groups" "$(echo 'int main(void) { return cumoe_moe_forward(0, 0, 0, 0); }' |
+  ${CC:-cc} -include include/cumoe/cumoe.h -x c - -x none "$archive" ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl \
+  -lpthread -lrt -lm -o "$work/layer" 2>&1; nm "$work/layer" | grep -E 'cumoe_(group|ep)_|image_exchange')"
 
 # The CUDA runtime, and nothing of the driver, cuBLAS, NVRTC, NCCL or C++; nothing that ends the process or prints.
 empty "no undefined internal names" "$(grep -v '^cuda[A-Z]' "$work/needed" | while read -r name; do
@@ -53,7 +61,7 @@ namesakes() {
       ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl -lpthread -lrt -lm \
       -o "$work/namesakes" && "$work/namesakes"
 }
-[ "$(grep -cxE 'launch|fail|check_all' "$work/internal")" -eq 3 ] ||
+[ "$(grep -cxE 'launch|find_weights|check_all' "$work/internal")" -eq 3 ] ||
   fail "internal names are found" "$(cat "$work/internal")"
 quiet "a program with $(wc -l < "$work/internal") functions named like internal ones keeps its own" namesakes
 finish

@@ -57,6 +57,15 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
   return shim_end(error);
 }
 
+/* Memory of cudaMalloc is reached by copies alone here. */
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags)
+{
+  cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%d, %u", peer, flags);
+  if (error == cudaSuccess && (peer < 0 || peer >= shim.devices || flags || shim.no_peers))
+    error = cudaErrorInvalidDevice;
+  return shim_end(error);
+}
+
 cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessDesc *access, size_t count)
 {
   cudaError_t error = BEGIN(0, "%zu, device %d, flags %d", count, access->location.id, (int)access->flags);

@@ -1,0 +1,185 @@
+/*
+ * How a rank reaches the arenas. On the CPU device: memory and atomics, by the caller's thread. On a GPU: kernels in
+ * the caller's stream; what the host says, in create, abort and destroy, it copies on a stream of the group's own,
+ * which waits for no kernel.
+ */
+#include "context.h"
+#include "ep.h"
+#include "launch.h"
+#include "../kernels/cpu/exchange.h"
+
+#include <string.h>
+#include <time.h>
+
+/* ---- bytes and words ---- */
+
+static cumoe_status copy(const group *g, void *to, const void *from, size_t bytes)
+{
+  TRY_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, g->stream));
+  TRY_CUDA(cudaStreamSynchronize(g->stream));
+  return CUMOE_OK;
+}
+
+cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *from, size_t bytes)
+{
+  if (!on_cpu(g->context)) return copy(g, g->arenas[rank] + at, from, bytes);
+  memcpy(g->arenas[rank] + at, from, bytes);
+  return CUMOE_OK;
+}
+
+cumoe_status wire_read(const group *g, uint64_t at, void *to, size_t bytes)
+{
+  if (!on_cpu(g->context)) return copy(g, to, g->arena + at, bytes);
+  memcpy(to, g->arena + at, bytes);
+  return CUMOE_OK;
+}
+
+cumoe_status wire_store(const group *g, int32_t rank, uint64_t at, uint64_t word)
+{
+  if (!on_cpu(g->context)) return copy(g, g->arenas[rank] + at, &word, sizeof word);
+  cpu_ep_store(g->arenas[rank] + at, word);
+  return CUMOE_OK;
+}
+
+cumoe_status wire_load(const group *g, uint64_t at, uint64_t *word)
+{
+  if (!on_cpu(g->context)) return copy(g, word, g->arena + at, sizeof *word);
+  *word = cpu_ep_load(g->arena + at);
+  return CUMOE_OK;
+}
+
+static int64_t now_ns(void)
+{
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end)
+{
+  const int64_t begin = now_ns();
+  const struct timespec nap = {.tv_nsec = 50000};
+  uint64_t word;
+  for (;; nanosleep(&nap, NULL)) {
+    *end = 0;
+    TRY(wire_load(g, at, &word));
+    if ((int32_t)((uint32_t)(word >> 32) - least) >= 0) return CUMOE_OK;
+    if (heeds_abort) TRY(wire_load(g, g->at.abort, end));
+    if (*end) return CUMOE_OK;
+    *end = EP_LATE;
+    if (now_ns() - begin > g->timeout_ns) return CUMOE_OK;
+  }
+}
+
+void wire_give_up(const group *g, uint64_t word)
+{
+  uint64_t own = 0;
+  if (on_cpu(g->context)) {
+    cpu_ep_give_up(g->arenas, &g->at, g->shape.ranks, g->rank, word);
+    return;
+  }
+  for (int32_t r = 0; r < g->shape.ranks; r++)
+    if (r != g->rank || (wire_load(g, g->at.abort, &own) == CUMOE_OK && own == 0))
+      CUMOE_IGNORE(wire_store(g, r, g->at.abort, word));
+}
+
+/* ---- kernels ---- */
+
+extern const unsigned char cumoe_image_exchange[];
+
+static cumoe_status find_kernel(group *g, const char *name, cudaKernel_t *kernel)
+{
+  struct cudaFuncAttributes facts;
+  TRY_CUDA(cudaLibraryGetKernel(kernel, g->library, name));
+  TRY_CUDA(cudaFuncGetAttributes(&facts, (const void *)*kernel)); /* loads it now, not in a capture */
+  g->early = facts.ptxVersion >= 90 && facts.binaryVersion >= 90; /* as prepare_kernel (context.c) */
+  return CUMOE_OK;
+}
+
+/* Kernels store to other GPUs' memory: this device has to reach it. */
+static cumoe_status reach(const group *g, int32_t rank)
+{
+  struct cudaPointerAttributes facts;
+  int can = 0;
+  TRY_CUDA(cudaPointerGetAttributes(&facts, g->arenas[rank]));
+  REQUIRE(facts.type == cudaMemoryTypeDevice, CUMOE_ERR_WRONG_DEVICE,
+          "config.arenas[%d] is %p, not memory of a GPU that this process knows", (int)rank, (void *)g->arenas[rank]);
+  if (facts.device == g->context->device) return CUMOE_OK;
+  TRY_CUDA(cudaDeviceCanAccessPeer(&can, g->context->device, facts.device));
+  REQUIRE(can, CUMOE_ERR_NOT_SUPPORTED, "config.arenas[%d] is on CUDA device %d, which device %d cannot reach",
+          (int)rank, facts.device, (int)g->context->device);
+  const cudaError_t error = cudaDeviceEnablePeerAccess(facts.device, 0);
+  if (error == cudaErrorPeerAccessAlreadyEnabled)
+    clear_cuda_error();
+  else
+    TRY_CUDA(error);
+  return CUMOE_OK;
+}
+
+cumoe_status wire_open(group *g)
+{
+  enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved;
+  int yes = 1;
+  void *value = &yes;
+  if (on_cpu(g->context)) return CUMOE_OK;
+  for (int32_t r = 0; r < g->shape.ranks; r++) TRY(reach(g, r));
+  TRY_CUDA(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
+  TRY_CUDA(cudaLibraryLoadData(&g->library, cumoe_image_exchange, NULL, NULL, 0, &option, &value, 1));
+  TRY(find_kernel(g, "cumoe_ep_put", &g->kernels[MOVE_PUT]));
+  TRY(find_kernel(g, "cumoe_ep_wait_tokens", &g->kernels[MOVE_WAIT_TOKENS]));
+  TRY(find_kernel(g, "cumoe_ep_answer", &g->kernels[MOVE_ANSWER]));
+  return find_kernel(g, "cumoe_ep_wait_answers", &g->kernels[MOVE_WAIT_ANSWERS]);
+}
+
+void wire_close(group *g)
+{
+  cumoe_status first = CUMOE_OK;
+  if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
+  if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
+  g->library = NULL;
+  g->stream = NULL;
+}
+
+/* ---- moves ---- */
+
+static uint64_t move_on_cpu(move which, const ep_args *a)
+{
+  switch (which) {
+  case MOVE_PUT: cpu_ep_put(a); return 0;
+  case MOVE_ANSWER: cpu_ep_answer(a); return 0;
+  case MOVE_WAIT_TOKENS: return cpu_ep_wait_tokens(a);
+  default: return cpu_ep_wait_answers(a);
+  }
+}
+
+/* CTAs along x for so many rows, parts of a row along y. */
+static launch_shape grid_of(const ep_shape *s, move which, int64_t tokens)
+{
+  const int64_t row = (int64_t)s->hidden * s->element;
+  const int64_t rows = which == MOVE_PUT ? tokens : s->capacity * ep_answers(s);
+  const int64_t ctas = (rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS;
+  launch_shape shape = {.grid = {1, 1, 1}, .block = {EP_WAIT_THREADS, 1, 1}};
+  if (which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS) return shape;
+  shape.block.x = EP_MOVE_THREADS;
+  shape.grid.x = (unsigned)(ctas < 1 ? 1 : ctas > EP_MOVE_CTAS ? EP_MOVE_CTAS : ctas);
+  shape.grid.y = (unsigned)((row + EP_PART_BYTES - 1) / EP_PART_BYTES);
+  return shape;
+}
+
+static cumoe_status launch_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+{
+  static const char *const names[MOVES] = {"cumoe_ep_put", "cumoe_ep_wait_tokens", "cumoe_ep_answer",
+                                           "cumoe_ep_wait_answers"};
+  launch_shape shape = grid_of(&g->shape, which, a->tokens.count);
+  shape.early = g->early;
+  void *parameters[] = {(void *)(uintptr_t)a};
+  ON_DEVICE(g->context, launch_kernel(g->kernels[which], names[which], &shape, parameters, stream));
+}
+
+cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+{
+  if (!on_cpu(g->context)) return launch_move(g, which, a, stream);
+  uint64_t end = which == MOVE_PUT ? cpu_ep_load(g->arena + g->at.abort) : 0;
+  if (end == 0) end = move_on_cpu(which, a);
+  return end ? ep_explain(g, end) : CUMOE_OK;
+}
