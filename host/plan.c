@@ -175,7 +175,7 @@ static double limit(const layer *l, limit_name name)
  * some size. */
 enum { FEW_CHANNELS = 8 };
 
-static bool few_pays(const layer *l, const op_shape *up)
+static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 {
   const cumoe_moe_desc *d = l->d;
   const int64_t runs = ceil_div(d->hidden, FEW_CHANNELS), places = ceil_div(runs, l->m->sms) * l->m->sms;
@@ -186,7 +186,9 @@ static bool few_pays(const layer *l, const op_shape *up)
   const bool many = (double)up->tokens >= limit(l, LIMIT_few_many);
   if (many && (d->inter < limit(l, LIMIT_few_many_inter) || (double)expected_rows(up) > limit(l, LIMIT_few_many_rows)))
     return false;
-  return weights * (limit(l, LIMIT_few_loss) + idle / 3) <= limit(l, LIMIT_few_bytes);
+  const bool n_major = up->major == MAJOR_N || down->major == MAJOR_N;
+  const double loss = limit(l, n_major ? LIMIT_few_loss_n_major : LIMIT_few_loss) + idle / 3;
+  return weights * loss <= limit(l, LIMIT_few_bytes);
 }
 
 /* Rows for both serve, no row of what they stand for is forced, and it pays, or one of theirs is forced. */
@@ -201,7 +203,7 @@ static bool wants_few(const layer *l)
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof replaced / sizeof *replaced; ++i)
     if (is_forced(l, replaced[i])) return false;
-  return few_pays(l, &up);
+  return few_pays(l, &up, &down);
 }
 
 /* What few_up does of gates: GATE_IN_FEW_UP. */

@@ -3,6 +3,7 @@
 #ifndef CUMOE_FEW_EPILOGUE_CUH
 #define CUMOE_FEW_EPILOGUE_CUH
 
+#include "few/n_major.cuh"
 #include "few/outputs.cuh"
 #include "few/routing.cuh"
 #include "few/schedule.cuh"
@@ -27,8 +28,11 @@ DEVICE void add_partials(few_smem<S> &smem, int slices, typename S::RING &buffer
   } else {
 #pragma unroll
     for (int w = 0; w < S::CONSUMERS; w++) {
-      const float4 part = smem.partial[stage_of(buffer)][w][0][lane_id()];
-      sum[0][0] += part.x, sum[0][1] += part.y, sum[0][2] += part.z, sum[0][3] += part.w;
+#pragma unroll
+      for (int t = 0; t < S::TILES; t++) {
+        const float4 part = smem.partial[stage_of(buffer)][w][t][lane_id()];
+        sum[t][0] += part.x, sum[t][1] += part.y, sum[t][2] += part.z, sum[t][3] += part.w;
+      }
     }
   }
   mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
@@ -49,7 +53,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
 {
   const gemm_args &g = gemm_of<S>(args);
   const bool gated = S::gated(g);
-  const int expert = smem.table.expert[unit.active], local = lane_id() / 4, channel = unit.octet * 8 + local;
+  const int expert = smem.table.expert[unit.active], local = S::N_MAJOR ? row_channel<S>(g) : lane_id() / 4,
+            channel = unit.octet * 8 + local;
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
@@ -68,6 +73,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   int slices = 0;
   if constexpr (S::SCALED) slices = few_slices<S>(g, unit.octets <= each);
   add_partials<S>(smem, slices, buffer, sum);
+  if constexpr (S::N_MAJOR)
+    if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     if (columns[j] < 0) continue;

@@ -10,6 +10,7 @@
  *   schedule.cuh  units, shares, tickets            scaled.cuh    likewise: consumer warps
  *   loads.cuh     copies into stages; h that is     epilogue.cuh  the epilogue warp
  *                 still being written               outputs.cuh   combine
+ *   n_major.cuh   weights [E, in, out]: copies, products
  *
  * Weights are the 16-row operand of mma.sync, 8 gate and the same 8 up channels, or 16 channels. The other operand has
  * a column for each token that has chosen the expert at hand, eight at once. Units of (expert, channels) of up go to
@@ -68,7 +69,7 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
     mbarrier_init(&smem.y_empty, S::WRITERS * WARP_SIZE);
     mbarrier_init(&smem.share_ready, 1);
   }
-  if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = part_of_cta(args.down.n / 8);
+  if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = own_octets<typename S::layout>(args.down.n);
   if constexpr (S::SCALED) prepare_rows<S>(args, smem);
 }
 

@@ -1,5 +1,6 @@
 /* Expands a file's rows of variants.def into kernels of the form few; the file defines ROWS_<file> first. */
 #include "few/few.cuh"
+#include "gemm/major.cuh"
 
 using operation_few_up = operation_up;
 using operation_few_down = operation_down;
@@ -8,7 +9,7 @@ using operation_few_down = operation_down;
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
   {                                                                                                                    \
-    using factors = product<X, W, Y, SCALE_##SCALE, operation_##op>;                                                   \
+    using factors = of_major<product<X, W, Y, SCALE_##SCALE, operation_##op>, MAJOR_##MAJOR>;                          \
     KERNEL_BODY(SMEM, few, few_shape<factors, BM, BK, STAGES, WARPS>)                                                  \
   }
 #include "variants.def"

@@ -44,21 +44,23 @@ template <> struct few_part_type<true> {
 };
 
 /* An octet is 8 output channels. A tile, what one mma.sync takes, has 16 weight rows: one octet, gate and up, or two
- * octets. A unit is a tile, or, of weights with scales, two. */
+ * octets. A unit is a tile, or, of weights with scales, two; of N-major weights up to four (n_major.cuh). */
 template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
   using layout = few_layout;
   using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
-  static constexpr bool SCALED = PRODUCT::SCALED;
+  static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
   static constexpr int BITS = operand<W>::BITS;
   using CODE = few_code<X, W, Y>; /* where SCALED */
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
-  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS); /* at most */
-  static constexpr int BK = BK_, STAGES = STAGES_, TILES = SCALED ? 2 : 1, ROWS = 16 * TILES, OCTETS = ROWS / 8,
-                       WEIGHTS = ROWS * BK;                                             /* elements */
-  static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS, COLUMN_K = 2 * BK; /* of a stage, at most */
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                  /* at most */
+  static constexpr int BK = BK_, STAGES = STAGES_, TILES = N_MAJOR ? 4 : SCALED + 1; /* at most */
+  static constexpr int ROWS = N_MAJOR ? 32 : 16 * TILES, OCTETS = ROWS / 8;          /* of a unit of down */
+  static constexpr int WEIGHTS = ROWS * BK;                                          /* elements of a stage */
+  static constexpr int COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS,
+                       COLUMN_K = N_MAJOR ? BK : 2 * BK; /* of a stage, at most */
   /* Roles of warps: consumers, then one epilogue warp, one routing warp, and helpers: for several tokens they have a
    * part in the gate and in the outputs; where SCALED they arrange h. All that are not consumers write outputs. */
   static constexpr int HELPERS = SCALED        ? 2
@@ -66,22 +68,27 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct fe
                                                : 6,
                        CONSUMERS = WARPS - 2 - HELPERS, EPILOGUE = CONSUMERS, ROUTING = EPILOGUE + 1,
                        WRITERS = WARPS - EPILOGUE;
-  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED ? 4 : 3;
+  static constexpr int THREADS = WARPS * WARP_SIZE, BUFFERS = SCALED ? 4 : N_MAJOR ? 2 : 3;
   using RING = typename few_ring_type<SCALED, BUFFERS>::type;       /* of `partial` */
   static constexpr int GROUPS = BK / 32, VECTORS = BK * BITS / 128; /* of a weight row: 32 k, 16 bytes */
   static constexpr int COPY_ROWS = WARP_SIZE / VECTORS, COPIES = ROWS / COPY_ROWS;
   /* Of the sums of a tile, what a lane has, and lanes that have some: of one column two rows. */
   using PART = typename few_part_type<SCALED>::type;
   static constexpr int HOLDERS = SCALED ? 8 : WARP_SIZE;
-  static_assert(BK == (SCALED ? 1024 / BITS : 128) && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256,
-                "loads.cuh, few_column");
+  static constexpr int NEEDED_BK = N_MAJOR ? 64 : SCALED ? 1024 / BITS : 128;
+  static_assert(BK == NEEDED_BK && THREADS >= PAIRS && PAIRS % WARP_SIZE == 0 && PAIRS <= 256, "loads.cuh, few_column");
 };
 
 /* One of the two products. */
 template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   using OPERATION = OPERATION_;
-  static constexpr bool UP = same_type<OPERATION, operation_up>;          /* which one */
-  static constexpr bool WIDE = !LAYOUT::SCALED && OPERATION::HALVES == 1; /* has slices of 8 rows, too */
+  static constexpr bool UP = same_type<OPERATION, operation_up>; /* which one */
+  /* Has slices of 8 rows, too. */
+  static constexpr bool WIDE = !LAYOUT::SCALED && !LAYOUT::N_MAJOR && OPERATION::HALVES == 1;
+  static constexpr int UNIT = LAYOUT::N_MAJOR && UP ? 8 : LAYOUT::OCTETS; /* octets of weight rows, at most */
+  static constexpr int SLICE_K = LAYOUT::N_MAJOR ? LAYOUT::WEIGHTS / 8 / UNIT : LAYOUT::BK;
+  static constexpr int TILES = LAYOUT::N_MAJOR ? UNIT / 2 : LAYOUT::TILES;
+  static constexpr int SUMS = LAYOUT::N_MAJOR ? TILES : 2; /* of a warp: of tiles, or two of one */
   static constexpr bool GATHERED = OPERATION::SOURCE == SOURCE_gathered;
   static constexpr bool ACTIVATED = OPERATION::EPILOGUE == EPILOGUE_activation;
 

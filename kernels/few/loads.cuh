@@ -2,14 +2,14 @@
 #ifndef CUMOE_FEW_LOADS_CUH
 #define CUMOE_FEW_LOADS_CUH
 
-#include "few/schedule.cuh"
+#include "few/n_major.cuh"
 
 /* ---- copies ---- */
 
 /* Vectors of 16 bytes; those of odd rows are swizzled, so that two rows do not meet in a bank. */
 DEVICE int few_vector(int row, int vector, int vectors)
 {
-  return row * vectors + (vector ^ (row & 1) << 2);
+  return row * vectors + (vectors > 4 ? vector ^ (row & 1) << 2 : vector);
 }
 
 /* By a warp: 32 lanes bring 512 bytes of a row. */
@@ -32,6 +32,7 @@ template <class S>
 DEVICE void copy_weights(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice, few_stage<S> &stage)
 {
   using W = typename S::W;
+  if constexpr (S::N_MAJOR) return copy_n_major(g, unit, of, slice, stage);
   if (unit.wide()) return copy_wide_weights(g, unit, of, slice, stage);
   const int k0 = slice * S::BK;
   const int row = lane_id() / S::VECTORS, vector = lane_id() % S::VECTORS, k = k0 + vector * 8;
@@ -58,7 +59,8 @@ DEVICE void copy_column_vectors(const gemm_args &g, const few_column (&of)[FEW_C
   for (int i = 0; i < S::COLUMNS; i += WARP_SIZE / VECTORS) {
     const int c = i + lane_id() / VECTORS;
     if (c >= S::COLUMNS) continue;
-    const uint32_t two = i < 2 ? all.x : i < 4 ? all.y : i < 6 ? all.z : all.w;
+    const int first = VECTORS < 16 ? c : i;
+    const uint32_t two = first < 2 ? all.x : first < 4 ? all.y : first < 6 ? all.z : all.w;
     const few_column column = (few_column)(c % 2 ? two >> 16 : two);
     const int row = column < 0 ? 0 : S::GATHERED ? column_token(column) : column_pair(column);
     cp_async_cg_16(shared_address(stage.columns) + few_vector(c, vector, VECTORS) * 16,
@@ -71,9 +73,9 @@ DEVICE void copy_columns(const gemm_args &g, const few_units<S> &unit, const few
                          few_stage<S> &stage)
 {
   if (unit.wide())
-    copy_column_vectors<S, 2 * S::VECTORS>(g, of, slice, stage);
+    copy_column_vectors<S, 2 * S::SLICE_K / 8>(g, of, slice, stage);
   else
-    copy_column_vectors<S, S::VECTORS>(g, of, slice, stage);
+    copy_column_vectors<S, S::SLICE_K / 8>(g, of, slice, stage);
 }
 
 /* A consumer warp's copies: a cp.async group for each slice, also for none. */

@@ -35,12 +35,16 @@ DEVICE void multiply_slice(const few_stage<S> &stage, const uint4 (&x)[S::GROUPS
 /* `here` is the slice in that stage. */
 template <class S>
 DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cursor<S> &here, int stage,
-                           float (&sum)[2][4])
+                           float (&sum)[S::SUMS][4])
 {
   const gemm_args &g = gemm_of<S>(args);
   const few_column(&of)[FEW_COLUMNS] = smem.table.column[here.unit.active];
   few_stage<S> &at = smem.stages[warp_id()][stage];
-  if (here.unit.wide()) {
+  if constexpr (S::N_MAJOR) {
+    uint4 x[S::SLICE_K / 32];
+    take_columns<S, S::SLICE_K / 8>(g, !args.protocol.tickets, of, here.slice, at, x);
+    multiply_n_major<S>(few_apart<S>(g), at, x, sum);
+  } else if (here.unit.wide()) {
     uint4 x[2 * S::GROUPS];
     take_columns<S, 2 * S::VECTORS>(g, !args.protocol.tickets, of, here.slice, at, x);
     multiply_wide_slice<S>(at, x, sum);
@@ -55,11 +59,17 @@ DEVICE void multiply_stage(const few_args &args, few_smem<S> &smem, const few_cu
  * the sum does not depend on which warp had which slice. Every lane arrives for itself: racecheck knows no other
  * order. */
 template <class S>
-DEVICE void store_partial(few_smem<S> &smem, typename S::RING &buffer, int first, const float (&sum)[2][4])
+DEVICE void store_partial(few_smem<S> &smem, typename S::RING &buffer, int first, const float (&sum)[S::SUMS][4])
 {
   wait_for(&smem.partial_empty[stage_of(buffer)], phase_of(buffer) ^ 1);
-  smem.partial[stage_of(buffer)][first][0][lane_id()] =
-      make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
+  float4(&to)[S::layout::TILES][S::HOLDERS] = smem.partial[stage_of(buffer)][first];
+  if constexpr (S::N_MAJOR) {
+#pragma unroll
+    for (int t = 0; t < S::TILES; t++) to[t][lane_id()] = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+  } else {
+    to[0][lane_id()] =
+        make_float4(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1], sum[0][2] + sum[1][2], sum[0][3] + sum[1][3]);
+  }
   mbarrier_arrive(&smem.partial_full[stage_of(buffer)]);
   buffer.advance();
 }
@@ -72,7 +82,7 @@ DEVICE void consume_units(const few_args &args, few_smem<S> &smem, few_cursor<S>
 #pragma unroll 1
   for (; here.unit.left > 0; here.next_unit()) {
     const int first = here.slice;
-    float sum[2][4] = {};
+    float sum[S::SUMS][4] = {};
 #pragma unroll 1
     for (; here.slice < here.slices(); here.slice += S::CONSUMERS, stage.advance()) {
       cp_async_wait_group<S::STAGES - 2>();

@@ -13,6 +13,15 @@ DEVICE few_range part_of_cta(int count)
   return {cta * each + min(cta, more), each + (cta < more)};
 }
 
+/* A CTA's octets of down: of N-major weights whole pieces of memory, so that some CTAs have none. */
+template <class L> DEVICE few_range own_octets(int n)
+{
+  if constexpr (!L::N_MAJOR) return part_of_cta(n / 8);
+  const few_range pieces = part_of_cta(ceil_div(n / 8, L::OCTETS));
+  const int first = pieces.first * L::OCTETS;
+  return {first, min(pieces.count * L::OCTETS, n / 8 - first)};
+}
+
 /*
  * Units one after the other: 16 weight rows of an active expert, which are one octet, gate and up, or two octets, or
  * one if that is all. Up is cut into gridDim.x shares, and unit i is of share i % gridDim.x, so experts are done in
@@ -25,8 +34,8 @@ template <class S> struct few_units {
   /* Of up. The last share has the fewest, and share gridDim.x none. */
   DEVICE few_units(const gemm_args &g, int active_experts, int share) : active(0), experts(active_experts)
   {
-    end = g.n / 8, step = g.gated ? S::OCTETS / 2 : S::OCTETS;
-    tiles = g.gated ? ceil_div(end, S::OCTETS / 2) : ceil_div(end, S::OCTETS);
+    end = g.n / 8, step = g.gated ? S::UNIT / 2 : S::UNIT;
+    tiles = g.gated ? ceil_div(end, S::UNIT / 2) : ceil_div(end, S::UNIT);
     octet = share * step, left = share < gridDim.x ? experts * tiles - share : 0;
     carry();
   }
@@ -78,7 +87,7 @@ template <class S> struct few_cursor {
   int narrow, wide, slice; /* slices of a unit of either kind; the next */
 
   DEVICE few_cursor(const gemm_args &g, few_units<S> first)
-      : unit(first), narrow(ceil_div(g.k, S::BK)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
+      : unit(first), narrow(ceil_div(g.k, S::SLICE_K)), wide(ceil_div(g.k, 2 * S::BK)), slice(warp_id())
   {
   }
   DEVICE int slices() const { return unit.wide() ? wide : narrow; }
