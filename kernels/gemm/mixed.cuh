@@ -372,11 +372,11 @@ template <class S> struct slab_places {
   }
 };
 
-/* As warpgroup_tile.cuh has outputs: block 1 is 8 weight rows behind block 0, as are its second eight 16. */
+/* As warpgroup_tile.cuh has outputs: block 1 is 8 weight rows behind block 0, a block's second eight 16 behind its
+ * first. */
 template <class S> using warp_sums = float[S::BLOCKS][S::ACCUMULATORS];
 
-/* A lane's codes of 32 k as fragments of 16 k each, and blocks. Octet r of weight rows is the half r / 2 of block r % 2.
- */
+/* A lane's codes of 32 k as fragments of 16 k each, and blocks. Octet r of weight rows is half r / 2 of block r % 2. */
 template <class S>
 DEVICE void unpack_32(const uint4 (&raw)[4], int w, const weight_factors<typename S::X, typename S::W> &factors,
                       uint32_t (&a)[2][2][4])
