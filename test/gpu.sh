@@ -77,7 +77,7 @@ done
 wait
 
 # known TOOL LOG: nothing but what racecheck says of wgmma's rows of codes. A stage of theirs is given back by remote
-# arrivals (mapa), which it does not follow; of a build where a CTA arrives at its own barrier plainly it reports nothing.
+# arrivals (mapa), which it does not follow; of a build where a CTA arrives at its own barrier plainly it says nothing.
 known() {
   [ "$1" = racecheck ] && grep -q 'Race reported' "$2" &&
     ! grep 'Race reported' "$2" | grep -qvE '_sm90_wgmma_(e4m3|s8|(bf16|f16)_mx4)_'

@@ -1,7 +1,7 @@
 /*
  * Expert parallelism: four ranks hold a quarter of a layer's experts each and have tokens of their own, a thread drives
- * each, and one call answers as a rank with all experts would. Ranks share the GPUs, if there are several, or are on the
- * CPU. Compared with the whole layer on the CPU.
+ * each, and one call answers as a rank with all experts would. Ranks share the GPUs, if there are several, or are on
+ * the CPU. Compared with the whole layer on the CPU.
  */
 #include <cumoe/cumoe.h>
 #include <math.h>
