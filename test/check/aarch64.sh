@@ -19,7 +19,7 @@ build() {
 }
 # Every call answers cudaErrorNoDevice.
 stand_in() {
-  $machine-nm -u "$there/libcumoe.a" | awk '$2 ~ /^cuda/ { print "int " $2 "(void) { return 100; }" }' |
+  $machine-nm -u "$there/libcumoe.a" | awk '$2 ~ /^cuda/ && !seen[$2]++ { print "int " $2 "(void) { return 100; }" }' |
     sed 's/int \(cudaGetError[NS][a-z]*\)(void).*/const char *\1(int e) { return e ? "no device" : ""; }/' \
       > "$there/cuda/runtime.c" && $machine-gcc -w -c -o "$there/cuda/runtime.o" "$there/cuda/runtime.c" &&
     $machine-ar rcs "$there/cuda/libcudart_static.a" "$there/cuda/runtime.o"
