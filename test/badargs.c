@@ -943,7 +943,7 @@ CALL(cumoe_variant_get, fill_variant, cumoe_variant_get(a->context, a->index, a-
 CALL_UNDO(cumoe_variant_force, fill_variant, undo_force, cumoe_variant_force(a->context, a->index), CONTEXT,
           INT("index", index, -1, 9999))
 
-enum { LIMITS = 13 };
+enum { LIMITS = 14 }; /* no_status holds it against cumoe_limit_count() */
 static void fill_limit(arguments *a)
 {
   a->limit_info.size = sizeof a->limit_info;
@@ -2256,6 +2256,9 @@ static void no_status(void)
   case_begin("views of no buffer");
   CHECK(cumoe_buffer_view(stale).data == NULL && cumoe_buffer_view(stale).owner == UINT64_MAX);
   CHECK(cumoe_buffer_view_mut(null).data == NULL && cumoe_buffer_view_mut(null).rows == 0);
+  case_end();
+  case_begin("limits");
+  CHECK_MSG(cumoe_limit_count() == LIMITS, "%d, this test's table says %d", (int)cumoe_limit_count(), LIMITS);
   case_end();
   group_end();
 }
