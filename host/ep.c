@@ -5,6 +5,7 @@
 #include "dispatch.h"
 #include "ep.h"
 #include "plan.h"
+#include "../kernels/cpu/exchange.h"
 
 /* ---- a call's own memory ---- */
 
@@ -31,6 +32,7 @@ cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w)
   w->ids_here = take(&end, all, 4 * k);
   w->y = take(&end, all, row * ep_answers(&g->shape));
   w->shared_y = take(&end, g->shared ? one : 0, row);
+  w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
   w->inner = take(&end, (int64_t)w->inner_bytes, 1);
   w->bytes = end;
   return CUMOE_OK;
@@ -59,6 +61,7 @@ typedef struct ep_call {
   ep_workspace at;
   char *workspace;
   cumoe_stream stream;
+  int64_t tokens; /* that are there */
   int64_t rounds;
 } ep_call;
 
@@ -85,6 +88,8 @@ static cumoe_status check_off_arena(const ep_call *c)
                               {"args.residual", a->residual},
                               {"args.ids_out", cumoe_const(a->ids_out)},
                               {"args.weights_out", cumoe_const(a->weights_out)},
+                              {"args.device_tokens", a->device_tokens},
+                              {"args.counts_out", cumoe_const(a->counts_out)},
                               {"args.placement", c->args.placement}};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
@@ -123,10 +128,20 @@ static cumoe_status check_rounds(ep_call *c)
   REQUIRE(tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "args.x.rows is %lld, must be at most args.tokens_max = %lld",
           (long long)tokens, (long long)most);
   c->rounds = (most + capacity - 1) / capacity;
-  if (c->rounds > 1)
-    TRY(check_absent("args.counts_out", cumoe_const(c->layer.counts_out),
-                     "args.tokens_max is above config.max_tokens: there are several rounds"));
-  return check_absent("args.device_tokens", c->layer.device_tokens, "groups do not serve it");
+  return CUMOE_OK;
+}
+
+/* The kernels take the host's count of tokens, and write the counts of one round. */
+static cumoe_status check_served(const ep_call *c)
+{
+  if (on_cpu(c->g->context)) return CUMOE_OK;
+  REQUIRE(absent(&c->layer.device_tokens), CUMOE_ERR_NOT_SUPPORTED,
+          "args.device_tokens is given, groups serve it on the CPU device alone");
+  REQUIRE(c->rounds == 1 || !c->layer.counts_out.data, CUMOE_ERR_NOT_SUPPORTED,
+          "args.counts_out is given with args.tokens_max = %lld, groups serve several rounds of %lld tokens with it on "
+          "the CPU device alone",
+          (long long)c->args.tokens_max, (long long)c->g->shape.capacity);
+  return CUMOE_OK;
 }
 
 static cumoe_status check_call(ep_call *c)
@@ -137,6 +152,7 @@ static cumoe_status check_call(ep_call *c)
   TRY(check_placement(c));
   TRY(check_ep_layer(c));
   TRY(check_rounds(c));
+  TRY(check_served(c));
   return check_off_arena(c);
 }
 
@@ -144,7 +160,7 @@ static cumoe_status check_call(ep_call *c)
 
 typedef struct ep_round {
   const ep_call *c;
-  int64_t first, tokens; /* of this rank's */
+  int64_t number, first, tokens; /* the last two: of this rank's */
   cumoe_view x, ids, weights;
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
@@ -246,9 +262,9 @@ static char *lane_of(const ep_call *c)
 
 static ep_round open_round(const ep_call *c, int64_t number)
 {
-  const int64_t capacity = c->g->shape.capacity, all = c->layer.x.rows;
+  const int64_t capacity = c->g->shape.capacity, all = c->tokens;
   const int64_t first = number * capacity < all ? number * capacity : all;
-  ep_round r = {.c = c, .first = first, .tokens = all - first < capacity ? all - first : capacity};
+  ep_round r = {.c = c, .number = number, .first = first, .tokens = all - first < capacity ? all - first : capacity};
   r.x = part(&r, c->layer.x);
   locate_routing(&r);
   prepare_moves(&r);
@@ -317,6 +333,21 @@ static cumoe_status dispatch_round(const ep_round *r)
 
 /* ---- experts ---- */
 
+static cumoe_view_mut counts_of_round(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  if (r->number == 0 || !c->layer.counts_out.data) return c->layer.counts_out;
+  return cumoe_vector_mut(region(c, c->at.counts), CUMOE_I32, c->g->plan.desc.local_experts);
+}
+
+/* On the CPU device alone, where the experts are done: see check_served. */
+static void add_counts(const ep_round *r)
+{
+  int32_t *sum = r->c->layer.counts_out.data;
+  const int32_t *round = counts_of_round(r).data;
+  for (int32_t e = 0; sum != round && e < r->c->g->plan.desc.local_experts; e++) sum[e] += round[e];
+}
+
 /* This rank's experts, over what all ranks have sent. */
 static cumoe_status run_experts(const ep_round *r)
 {
@@ -331,10 +362,12 @@ static cumoe_status run_experts(const ep_round *r)
       .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
       .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
       .out = cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
-      .counts_out = c->layer.counts_out,
+      .counts_out = counts_of_round(r),
       .load = c->layer.load,
       .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
-  return cumoe_moe_forward(g->shard, c->weights, &a, c->stream);
+  TRY(cumoe_moe_forward(g->shard, c->weights, &a, c->stream));
+  add_counts(r);
+  return CUMOE_OK;
 }
 
 static cumoe_status serve_round(const ep_round *r)
@@ -421,7 +454,9 @@ static cumoe_status open_call(ep_call *c, cumoe_group handle, const cumoe_ep_arg
   name_call_on(c->name, c->stream);
   TRY(check_call(c));
   c->workspace = c->layer.workspace.data;
-  return check_order(c, first);
+  TRY(check_order(c, first));
+  c->tokens = cpu_ep_tokens((token_count){c->layer.x.rows, c->layer.device_tokens.data}, c->g->context->fault);
+  return CUMOE_OK;
 }
 
 static cumoe_status one_part(ep_call c, cumoe_group handle, const cumoe_ep_args *args, ep_part which)
@@ -433,29 +468,30 @@ static cumoe_status one_part(ep_call c, cumoe_group handle, const cumoe_ep_args 
   return run_part(&c, which, c.args.round);
 }
 
-cumoe_status cumoe_ep_dispatch(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+cumoe_status cumoe_ep_dispatch(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args,
+                               cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, group, args, PART_DISPATCH);
+  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, handle, args, PART_DISPATCH);
 }
 
-cumoe_status cumoe_ep_experts(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+cumoe_status cumoe_ep_experts(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, group, args, PART_EXPERTS);
+  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, handle, args, PART_EXPERTS);
 }
 
-cumoe_status cumoe_ep_combine(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+cumoe_status cumoe_ep_combine(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, group, args, PART_COMBINE);
+  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, handle, args, PART_COMBINE);
 }
 
-cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
   ep_call c = {.name = __func__, .weights = weights, .stream = stream};
-  TRY(open_call(&c, group, args, PART_DISPATCH));
+  TRY(open_call(&c, handle, args, PART_DISPATCH));
   REQUIRE(c.args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
           (int)c.args.round);
   for (int64_t i = 0; i < c.rounds; i++)

@@ -34,7 +34,7 @@ ep_layout ep_lay_out(const ep_shape *shape);
 
 /* Byte offsets of a call's own memory. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, inner;
+  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
   size_t bytes;
 } ep_workspace;

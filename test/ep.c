@@ -30,7 +30,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, parts, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -335,8 +335,9 @@ typedef struct rank {
   cumoe_group group;
   void *arena;
   size_t bytes;
-  int64_t first; /* of its tokens in a call */
-  tensor counts; /* [calls, local experts] */
+  int64_t first;   /* of its tokens in a call */
+  int32_t present; /* tokens */
+  tensor counts;   /* [calls, local experts] */
   cumoe_status status, ended;
   char text[300];
   cumoe_group_fault fault;
@@ -398,6 +399,7 @@ static void make_arena(rank *r)
   for (int lane = 0; gpus && lane < r->w->lanes; lane++)
     CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
+  r->present = (int32_t)r->w->tokens[r->number];
 }
 
 static cumoe_status join(rank *r)
@@ -415,19 +417,22 @@ static cumoe_status join(rank *r)
                             &r->group);
 }
 
-typedef struct call {
+typedef struct ep_call {
   cumoe_moe_args layer;
   cumoe_ep_args args;
-} call;
+} ep_call;
 
-static void fill_call(const rank *r, int32_t lane, int number, call *c)
+/* With a count of tokens the rows behind are the next rank's. */
+static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
 {
   const world *w = &r->here;
   const int64_t index = lane * CALLS + number, tokens = w->tokens[r->number], first = index * w->all + r->first;
-  c->layer = tokens_args(w, first, tokens, r->shared);
-  c->layer.out = as_mut(rows_of(&r->out_here, first, tokens));
+  const int64_t most = w->counted ? w->tokens_max : tokens, left = w->x.rows - first, rows = most < left ? most : left;
+  c->layer = tokens_args(w, first, rows, r->shared);
+  c->layer.out = as_mut(rows_of(&r->out_here, first, rows));
+  if (w->counted) c->layer.device_tokens = cumoe_vector(&r->present, CUMOE_I32, 1);
   c->layer.workspace = cumoe_vector_mut(r->workspaces[lane], CUMOE_U8, (int64_t)r->workspace_bytes);
-  if (w->tokens_max <= w->capacity) c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
+  if (!gpus || w->tokens_max <= w->capacity) c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
   c->args = (cumoe_ep_args){.size = sizeof c->args,
                             .lane = lane,
                             .tokens_max = w->tokens_max,
@@ -437,7 +442,7 @@ static void fill_call(const rank *r, int32_t lane, int number, call *c)
 
 static cumoe_status one_call(rank *r, int32_t lane, int number)
 {
-  call c;
+  ep_call c;
   fill_call(r, lane, number, &c);
   if (r->trouble == BAD_CALL) {
     c.layer.out_scale = INFINITY;
@@ -456,7 +461,7 @@ static ep_function *const parts[] = {cumoe_ep_dispatch, cumoe_ep_experts, cumoe_
 static cumoe_status interleave(rank *r, int number)
 {
   const world *w = r->w;
-  call c[MOST_LANES];
+  ep_call c[MOST_LANES];
   cumoe_status status = CUMOE_OK;
   const int64_t rounds = w->tokens_max ? (w->tokens_max + w->capacity - 1) / w->capacity : 1;
   if (w->lanes == 1 && (r->number + number) % 2) return one_call(r, 0, number);
@@ -576,7 +581,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
 static void check_counts(const world *w, const rank *ranks)
 {
-  if (!w->routed || w->tokens_max > w->capacity) return;
+  if (!w->routed || (gpus && w->tokens_max > w->capacity)) return;
   for (int64_t call = 0; call < w->x.rows / w->all; call++) {
     int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
     for (int32_t r = 0; r < w->ranks; r++)
@@ -824,6 +829,32 @@ static const world worlds[] = {
      .routed = true,
      .shared = true,
      .residual = true},
+    {.name = "tokens counted on the device",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 4,
+     .tokens_max = 10,
+     .tokens = {6, 0, 3},
+     .counted = true,
+     .exact = true,
+     .routed = true,
+     .shared = true,
+     .residual = true},
+    {.name = "tokens counted on the device, in parts",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 6,
+     .tokens = {5, 2},
+     .spread = TWICE,
+     .parts = true,
+     .counted = true,
+     .exact = true,
+     .routed = true},
     {.name = "eight ranks",
      .ranks = 8,
      .experts = 16,
@@ -1001,7 +1032,8 @@ static void on_gpus(cumoe_context context)
   }
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++)
+    if (!worlds[i].counted) run_world(&worlds[i]);
   for (int i = 0; i < 2; i++) {
     world w = {.name = i ? "wider rows, sums" : "wider rows",
                .ranks = 2,
@@ -1195,7 +1227,7 @@ static void bad_forward(rank *r)
   CHECK_OK(cumoe_ep_workspace(r->group, &bytes));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_workspace(r->group, NULL));
   void *workspace = aligned(bytes);
-  const tensor map = tensor_new(CUMOE_I32, 1, w->experts), count = tensor_new(CUMOE_I32, 1, 1);
+  const tensor map = tensor_new(CUMOE_I32, 1, w->experts);
   cumoe_moe_args right = tokens_args(w, 0, w->tokens[0], r->shared);
   right.out = as_mut(rows_of(r->out, 0, w->tokens[0]));
   right.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
@@ -1216,8 +1248,9 @@ static void bad_forward(rank *r)
   REFUSED(INVALID_ARGUMENT, "args.placement", e.placement.rows--);
   REFUSED(WRONG_DTYPE, "args.placement", e.placement.dtype = CUMOE_F32);
   REFUSED(INVALID_ARGUMENT, "args.expert_map", a.expert_map = rows_of(&map, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&count, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "args.counts_out", e.tokens_max = 6, a.counts_out = as_mut(rows_of(&map, 0, 1)));
+  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&map, 0, 1));
+  REFUSED(INVALID_ARGUMENT, "the group's arena",
+          a.counts_out = cumoe_vector_mut((char *)r->arena + 1024, CUMOE_I32, w->experts));
   REFUSED(WORKSPACE, "args.workspace has", a.workspace.cols--);
   REFUSED(WORKSPACE, "args.workspace is absent", a.workspace = no_view_mut());
   REFUSED(INVALID_ARGUMENT, "the group's arena", a.out.data = (char *)r->arena + 1024);

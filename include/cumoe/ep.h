@@ -173,8 +173,9 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   ids         always the layer's: 0 .. E - 1, and zero and identity experts behind
  *   expert_map  absent: the placement says where experts are
  *   shared      computed on the token's own rank, between sending and receiving
- *   counts_out, load  of this rank's experts and all ranks' tokens. counts_out is not served in more than one round
- *   device_tokens     not served
+ *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together. counts_out in more than one
+ *                     round: on the CPU device; NOT_SUPPORTED on GPUs
+ *   device_tokens     on the CPU device, read when the call is made; NOT_SUPPORTED on GPUs
  * Every token is sent to every rank (an exchange by gathering), its slots only to where their experts are. ids and
  * counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
  * (EXPERT_ID).
@@ -193,8 +194,8 @@ CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights wei
  * with the same arguments in all three, and what these refer to unchanged from the first to the last, workspace
  * included: it holds what one call leaves for the next. cumoe_ep_forward is nothing else, so ranks may mix: one makes
  * the three calls, another the one. With tokens_max above max_tokens the three calls are made for each round in turn,
- * args.round = 0, 1 .. tokens_max / max_tokens rounded up, less one, by all ranks; only out, ids_out, weights_out and
- * counts of that round's tokens are then written.
+ * args.round = 0, 1 .. tokens_max / max_tokens rounded up, less one, by all ranks; only out, ids_out and
+ * weights_out of that round's tokens are then written; counts_out is set by round 0, the others add to it.
  *
  * Ranks that wait for each other must be able to come there: two lanes driven by one thread of the CPU device are
  * interleaved in the same order on all ranks.
