@@ -94,7 +94,7 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safet
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
+SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -lsE '^.include "../(host|kernels)/' $(TESTS:%=test/%.c) /dev/null))
@@ -227,8 +227,8 @@ $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 # member of their own, which a program without them does not link; what they use of the other, both call
 # cumoe_internal_...
 MEMBERS  := $(OBJ)/cumoe.o $(OBJ)/groups.o
-GROUPS   := $(filter $(OBJ)/host/ep%.o $(OBJ)/host/group.o $(OBJ)/kernels/cpu/exchange.o $(OBJ)/exchange.image.o,\
-	$(OBJS))
+GROUPS   := $(filter $(OBJ)/host/ep%.o $(OBJ)/host/group.o $(OBJ)/host/arenas%.o $(OBJ)/kernels/cpu/exchange.o \
+	$(OBJ)/exchange.image.o,$(OBJS))
 $(OBJ)/joined/cumoe.o: $(filter-out $(GROUPS),$(OBJS)) $(OBJ)/flags.objects
 $(OBJ)/joined/groups.o: $(GROUPS) $(OBJ)/flags.objects
 $(OBJ)/joined/%.o:

@@ -78,7 +78,7 @@ if have pkg-config; then
   quiet "an engine's shared object: build and run" engine_object open
   # All but those of groups, a member of the archive that it does not use.
   quiet "it shows cumoe's functions too" test "$(shows open | grep -c ^cumoe_)" -eq \
-    "$(grep -cvE '^cumoe_(ep|group)_' "$stage/declared")"
+    "$(grep -cvE '^cumoe_(ep|group|arenas)_' "$stage/declared")"
   quiet "the same with pkg-config's hide: build and run" engine_object hidden "$(pkg-config --variable=hide cumoe)"
   quiet "it shows the engine's alone" test "$(shows hidden)" = engine_layer
 else

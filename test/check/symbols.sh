@@ -21,7 +21,7 @@ empty "what members share is hidden" "$(readelf -sW "$archive" |
   awk '$8 ~ /^cumoe_internal_/ && $7 != "UND" && $6 != "HIDDEN" { print $8 }')"
 empty "the layer needs no groups" "$(echo 'int main(void) { return cumoe_moe_forward(0, 0, 0, 0); }' |
   ${CC:-cc} -include include/cumoe/cumoe.h -x c - -x none "$archive" ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl \
-  -lpthread -lrt -lm -o "$work/layer" 2>&1; nm "$work/layer" | grep -E 'cumoe_(group|ep)_|image_exchange')"
+  -lpthread -lrt -lm -o "$work/layer" 2>&1; nm "$work/layer" | grep -E 'cumoe_(group|ep|arenas)_|image_exchange')"
 
 # The CUDA runtime, and nothing of the driver, cuBLAS, NVRTC, NCCL or C++; nothing that ends the process or prints.
 empty "no undefined internal names" "$(grep -v '^cuda[A-Z]' "$work/needed" | while read -r name; do
