@@ -8,6 +8,9 @@
 
 typedef enum move { MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
 
+/* An exchange in three parts, each a call of its own or all in one. */
+typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
+
 typedef struct group {
   struct context *context;
   cumoe_context handle;     /* of the context */
@@ -17,7 +20,8 @@ typedef struct group {
   ep_layout at;
   int32_t rank;
   int64_t timeout_ns;
-  cudaStream_t stream; /* on a GPU, as all of these: for what the host says */
+  ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
+  cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
   bool early; /* they may start before the grid ahead has ended */
@@ -30,7 +34,7 @@ ep_layout ep_lay_out(const ep_shape *shape);
 
 /* Byte offsets of a call's own memory. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, inner;
+  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
   size_t bytes;
 } ep_workspace;

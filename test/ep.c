@@ -1,7 +1,8 @@
 /*
  * Groups of CPU contexts, a thread a rank: what they answer has the bits of one rank with all experts (EXACT), or of
  * the ranks' rounded sums; any number of tokens a rank, in rounds; experts anywhere, in any number, several times; two
- * lanes; ranks that disagree, stop, fail or give up; where everything lies, for up to 1,024 ranks.
+ * lanes; in one call or in parts; ranks that disagree, stop, fail or give up; where everything lies, for up to 1,024
+ * ranks.
  */
 #include <math.h>
 #include <pthread.h>
@@ -29,7 +30,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -328,13 +329,15 @@ typedef struct rank {
   cumoe_context context;
   cumoe_stream streams[MOST_LANES]; /* NULL on the CPU device */
   void *workspaces[MOST_LANES];
+  size_t workspace_bytes; /* of each */
   cumoe_plan plan;
   cumoe_weights weights, shared;
   cumoe_group group;
   void *arena;
   size_t bytes;
-  int64_t first; /* of its tokens in a call */
-  tensor counts; /* [calls, local experts] */
+  int64_t first;   /* of its tokens in a call */
+  int32_t present; /* tokens */
+  tensor counts;   /* [calls, local experts] */
   cumoe_status status, ended;
   char text[300];
   cumoe_group_fault fault;
@@ -396,6 +399,7 @@ static void make_arena(rank *r)
   for (int lane = 0; gpus && lane < r->w->lanes; lane++)
     CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
+  r->present = (int32_t)r->w->tokens[r->number];
 }
 
 static cumoe_status join(rank *r)
@@ -413,37 +417,82 @@ static cumoe_status join(rank *r)
                             &r->group);
 }
 
-static cumoe_status one_call(rank *r, int32_t lane, int call, void *workspace, size_t bytes)
+typedef struct ep_call {
+  cumoe_moe_args layer;
+  cumoe_ep_args args;
+} ep_call;
+
+/* With a count of tokens the rows behind are the next rank's. */
+static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
 {
   const world *w = &r->here;
-  const int64_t index = lane * CALLS + call, tokens = w->tokens[r->number], first = index * w->all + r->first;
-  cumoe_moe_args a = tokens_args(w, first, tokens, r->shared);
-  a.out = as_mut(rows_of(&r->out_here, first, tokens));
-  a.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
-  if (w->tokens_max <= w->capacity) a.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
-  cumoe_ep_args e = {.size = sizeof e,
-                     .lane = lane,
-                     .tokens_max = w->tokens_max,
-                     .placement = rows_of(&w->placement, 0, w->experts),
-                     .layer = &a};
+  const int64_t index = lane * CALLS + number, tokens = w->tokens[r->number], first = index * w->all + r->first;
+  const int64_t most = w->counted ? w->tokens_max : tokens, left = w->x.rows - first, rows = most < left ? most : left;
+  c->layer = tokens_args(w, first, rows, r->shared);
+  c->layer.out = as_mut(rows_of(&r->out_here, first, rows));
+  if (w->counted) c->layer.device_tokens = cumoe_vector(&r->present, CUMOE_I32, 1);
+  c->layer.workspace = cumoe_vector_mut(r->workspaces[lane], CUMOE_U8, (int64_t)r->workspace_bytes);
+  if (!gpus || w->tokens_max <= w->capacity) c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
+  c->args = (cumoe_ep_args){.size = sizeof c->args,
+                            .lane = lane,
+                            .tokens_max = w->tokens_max,
+                            .placement = rows_of(&w->placement, 0, w->experts),
+                            .layer = &c->layer};
+}
+
+static cumoe_status one_call(rank *r, int32_t lane, int number)
+{
+  ep_call c;
+  fill_call(r, lane, number, &c);
   if (r->trouble == BAD_CALL) {
-    a.out_scale = INFINITY;
-    if (cumoe_ep_forward(r->group, r->weights, &e, r->streams[lane]) != CUMOE_ERR_INVALID_ARGUMENT)
+    c.layer.out_scale = INFINITY;
+    if (cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]) != CUMOE_ERR_INVALID_ARGUMENT)
       return CUMOE_ERR_INTERNAL;
-    a.out_scale = 1.5f;
+    c.layer.out_scale = 1.5f;
   }
-  return cumoe_ep_forward(r->group, r->weights, &e, r->streams[lane]);
+  return cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]);
+}
+
+typedef cumoe_status ep_function(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                 cumoe_stream stream);
+static ep_function *const parts[] = {cumoe_ep_dispatch, cumoe_ep_experts, cumoe_ep_combine};
+
+/* A call of each lane, part by part; every second rank makes one of the other kind where there is but one lane. */
+static cumoe_status interleave(rank *r, int number)
+{
+  const world *w = r->w;
+  ep_call c[MOST_LANES];
+  cumoe_status status = CUMOE_OK;
+  const int64_t rounds = w->tokens_max ? (w->tokens_max + w->capacity - 1) / w->capacity : 1;
+  if (w->lanes == 1 && (r->number + number) % 2) return one_call(r, 0, number);
+  for (int32_t lane = 0; lane < w->lanes; lane++) fill_call(r, lane, number, &c[lane]);
+  for (int32_t round = 0; round < rounds; round++)
+    for (int part = 0; part < 3; part++)
+      for (int32_t lane = 0; status == CUMOE_OK && lane < w->lanes; lane++) {
+        c[lane].args.round = round;
+        status = parts[part](r->group, r->weights, &c[lane].args, r->streams[lane]);
+      }
+  return status;
+}
+
+static cumoe_status all_interleaved(rank *r)
+{
+  cumoe_status status = CUMOE_OK;
+  for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = interleave(r, i);
+  for (int32_t lane = 0; status == CUMOE_OK && lane < r->w->lanes; lane++)
+    status = cumoe_synchronize(r->context, r->streams[lane]);
+  return status;
 }
 
 /* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU. */
 static pthread_barrier_t ready, recorded;
 
 /* The first call as a graph, several times. */
-static cumoe_status replay(rank *r, int32_t lane, void *workspace, size_t bytes)
+static cumoe_status replay(rank *r, int32_t lane)
 {
   cumoe_graph graph = NULL;
   cumoe_status status = cumoe_graph_begin(r->context, r->streams[lane]);
-  if (status == CUMOE_OK) status = one_call(r, lane, 0, workspace, bytes);
+  if (status == CUMOE_OK) status = one_call(r, lane, 0);
   const cumoe_status ended = cumoe_graph_end(r->context, r->streams[lane], &graph);
   if (status == CUMOE_OK) status = ended;
   pthread_barrier_wait(&recorded);
@@ -463,17 +512,15 @@ static void keep(rank *r, cumoe_status status)
 
 static cumoe_status calls_of_lane(rank *r, int32_t lane)
 {
-  size_t bytes = 0;
-  cumoe_status status = cumoe_ep_workspace(r->group, &bytes);
-  void *workspace = r->workspaces[lane];
+  cumoe_status status = CUMOE_OK;
   const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : CALLS;
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
-    status = one_call(r, lane, i, workspace, bytes);
+    status = one_call(r, lane, i);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
     if (i == 0 && r->trouble == DIES) raise(r->signal);
   }
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
-  const cumoe_status replayed = r->w->replays ? replay(r, lane, workspace, bytes) : CUMOE_OK;
+  const cumoe_status replayed = r->w->replays ? replay(r, lane) : CUMOE_OK;
   return status != CUMOE_OK ? status : replayed;
 }
 
@@ -489,13 +536,13 @@ static void *live(void *argument)
   pthread_t other;
   if (r->trouble == NEVER_JOINS) return NULL;
   keep(r, join(r));
-  size_t bytes = 0;
-  if (r->group) keep(r, cumoe_ep_workspace(r->group, &bytes));
-  for (int lane = 0; bytes && lane < r->w->lanes; lane++) r->workspaces[lane] = device_bytes(r->context, bytes);
+  if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
+  for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
+    r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
   if (gpus) pthread_barrier_wait(&ready);
   if (!r->group) return NULL;
-  const bool two = r->w->lanes > 1 && pthread_create(&other, NULL, second_lane, r) == 0;
-  const cumoe_status status = calls_of_lane(r, 0);
+  const bool two = r->w->lanes > 1 && !r->w->parts && pthread_create(&other, NULL, second_lane, r) == 0;
+  const cumoe_status status = r->w->parts ? all_interleaved(r) : calls_of_lane(r, 0);
   if (two) pthread_join(other, NULL);
   keep(r, status);
   r->fault.size = sizeof r->fault;
@@ -534,7 +581,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
 static void check_counts(const world *w, const rank *ranks)
 {
-  if (!w->routed || w->tokens_max > w->capacity) return;
+  if (!w->routed || (gpus && w->tokens_max > w->capacity)) return;
   for (int64_t call = 0; call < w->x.rows / w->all; call++) {
     int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
     for (int32_t r = 0; r < w->ranks; r++)
@@ -559,7 +606,7 @@ static void run_world(const world *given)
   case_begin("%s", w.name);
   make_world(&w);
   if (gpus) printf("# %s\n", w.name), fflush(stdout);
-  w.replays = gpus != 0;
+  w.replays = gpus && !w.parts;
   if (gpus) w.desc.flags |= CUMOE_MOE_BATCH_INVARIANT; /* the same kernels for a rank's tokens and for all */
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
   run_ranks(&w, &out, ranks, -1, NONE, gpus ? (int64_t)4000000000 : 0);
@@ -749,6 +796,65 @@ static const world worlds[] = {
      .tokens = {6, 3, 2},
      .exact = true,
      .shared = true},
+    {.name = "in parts",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens = {4, 0, 3},
+     .parts = true,
+     .exact = true,
+     .shared = true},
+    {.name = "sums in parts and rounds",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 9,
+     .tokens = {9, 0, 5},
+     .parts = true},
+    {.name = "two lanes in parts and rounds",
+     .ranks = 3,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 3,
+     .tokens_max = 8,
+     .tokens = {8, 3, 2},
+     .parts = true,
+     .exact = true,
+     .routed = true,
+     .shared = true,
+     .residual = true},
+    {.name = "tokens counted on the device",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 4,
+     .tokens_max = 10,
+     .tokens = {6, 0, 3},
+     .counted = true,
+     .exact = true,
+     .routed = true,
+     .shared = true,
+     .residual = true},
+    {.name = "tokens counted on the device, in parts",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 6,
+     .tokens = {5, 2},
+     .spread = TWICE,
+     .parts = true,
+     .counted = true,
+     .exact = true,
+     .routed = true},
     {.name = "eight ranks",
      .ranks = 8,
      .experts = 16,
@@ -926,7 +1032,8 @@ static void on_gpus(cumoe_context context)
   }
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++)
+    if (!worlds[i].counted) run_world(&worlds[i]);
   for (int i = 0; i < 2; i++) {
     world w = {.name = i ? "wider rows, sums" : "wider rows",
                .ranks = 2,
@@ -1089,6 +1196,30 @@ static const struct {
     {more_tokens, CUMOE_ERR_WORKSPACE, "bytes, "},
 };
 
+/* Each part in its turn, and refused out of it. */
+static void bad_order(rank *r, cumoe_ep_args *e)
+{
+  static const char *const words[] = {"must be cumoe_ep_dispatch or cumoe_ep_forward", "must be cumoe_ep_experts",
+                                      "must be cumoe_ep_combine"};
+  for (int turn = 0; turn < 3; turn++) {
+    for (int part = 0; part < 3; part++) {
+      if (part == turn) continue;
+      CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[part](r->group, r->weights, e, NULL));
+      CHECK_TEXT(words[turn]);
+    }
+    if (turn) CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, e, NULL));
+    e->round = 1;
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[turn](r->group, r->weights, e, NULL));
+    CHECK_TEXT("args.round is 1, must be 0 .. 0");
+    e->round = 0;
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[turn](NULL, r->weights, e, NULL));
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[turn](r->group, r->weights, NULL, NULL));
+    CHECK_OK(parts[turn](r->group, r->weights, e, NULL));
+  }
+  CHECK_OK(cumoe_ep_forward(r->group, r->weights, e, NULL));
+  CHECK_OK(cumoe_ep_dispatch(r->group, r->weights, e, NULL));
+}
+
 static void bad_forward(rank *r)
 {
   const world *w = r->w;
@@ -1096,7 +1227,7 @@ static void bad_forward(rank *r)
   CHECK_OK(cumoe_ep_workspace(r->group, &bytes));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_workspace(r->group, NULL));
   void *workspace = aligned(bytes);
-  const tensor map = tensor_new(CUMOE_I32, 1, w->experts), count = tensor_new(CUMOE_I32, 1, 1);
+  const tensor map = tensor_new(CUMOE_I32, 1, w->experts);
   cumoe_moe_args right = tokens_args(w, 0, w->tokens[0], r->shared);
   right.out = as_mut(rows_of(r->out, 0, w->tokens[0]));
   right.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
@@ -1117,15 +1248,22 @@ static void bad_forward(rank *r)
   REFUSED(INVALID_ARGUMENT, "args.placement", e.placement.rows--);
   REFUSED(WRONG_DTYPE, "args.placement", e.placement.dtype = CUMOE_F32);
   REFUSED(INVALID_ARGUMENT, "args.expert_map", a.expert_map = rows_of(&map, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&count, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "args.counts_out", e.tokens_max = 6, a.counts_out = as_mut(rows_of(&map, 0, 1)));
+  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&map, 0, 1));
+  REFUSED(INVALID_ARGUMENT, "the group's arena",
+          a.counts_out = cumoe_vector_mut((char *)r->arena + 1024, CUMOE_I32, w->experts));
   REFUSED(WORKSPACE, "args.workspace has", a.workspace.cols--);
   REFUSED(WORKSPACE, "args.workspace is absent", a.workspace = no_view_mut());
   REFUSED(INVALID_ARGUMENT, "the group's arena", a.out.data = (char *)r->arena + 1024);
   REFUSED(INVALID_ARGUMENT, "args.x.cols is 31", a.x.cols--);
+  REFUSED(INVALID_ARGUMENT, "args.round is 1, must be 0: this call makes all", e.tokens_max = 6, e.round = 1);
+  REFUSED(INVALID_ARGUMENT, "args.reserved is 1, must be 0", e.reserved = 1);
   a = right, e = right_e;
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
+  bad_order(r, &e);
+  CHECK_OK(cumoe_group_abort(r->group));
+  CHECK_STATUS(CUMOE_ERR_PEER, cumoe_ep_combine(r->group, r->weights, &e, NULL));
+  CHECK_TEXT("rank 0 has aborted the group");
   free(workspace);
 }
 

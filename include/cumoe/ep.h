@@ -15,7 +15,7 @@
  *                           cudaMalloc, or from a pool of which every rank's device has access (cumoe_pool_allow_peer)
  *   cumoe_group_create      all ranks: agree, try the wires
  *   cumoe_ep_workspace      bytes of a call's own memory
- *   cumoe_ep_forward        all ranks, per layer and step
+ *   cumoe_ep_forward        all ranks, per layer and step; or cumoe_ep_dispatch, cumoe_ep_experts, cumoe_ep_combine
  *   cumoe_group_destroy     all ranks
  *
  * Lanes. A lane is one call under way, with its own part of the arena. On one lane all ranks make the same sequence of
@@ -155,6 +155,8 @@ typedef struct cumoe_ep_args {
   int64_t tokens_max;          /* most tokens that any rank has in this call, the same on all; 0 = max_tokens */
   cumoe_view placement;        /* [E, 1 .. CUMOE_MAX_REPLICAS] i32 */
   const cumoe_moe_args *layer; /* this rank's tokens, as for cumoe_moe_forward; see below */
+  int32_t round;               /* of the three calls: 0 .. rounds - 1. cumoe_ep_forward: 0 */
+  int32_t reserved;            /* 0 */
 } cumoe_ep_args;
 
 /*
@@ -171,13 +173,43 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   ids         always the layer's: 0 .. E - 1, and zero and identity experts behind
  *   expert_map  absent: the placement says where experts are
  *   shared      computed on the token's own rank, between sending and receiving
- *   counts_out, load  of this rank's experts and all ranks' tokens. counts_out is not served in more than one round
- *   device_tokens     not served
+ *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together. counts_out in more than one
+ *                     round: on the CPU device; NOT_SUPPORTED on GPUs
+ *   device_tokens     on the CPU device, read when the call is made; NOT_SUPPORTED on GPUs
  * Every token is sent to every rank (an exchange by gathering), its slots only to where their experts are. ids and
  * counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
  * (EXPERT_ID).
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                            cumoe_stream stream);
+
+/*
+ * The same in three calls, for what an engine puts between them: work of its own, or the calls of the other lane. On
+ * each lane
+ *
+ *   cumoe_ep_dispatch   router and gate, tokens to all ranks, shared expert
+ *   cumoe_ep_experts    waits for all ranks' tokens, computes, results to all ranks
+ *   cumoe_ep_combine    waits for all ranks' results, sums into out
+ *
+ * with the same arguments in all three, and what these refer to unchanged from the first to the last, workspace
+ * included: it holds what one call leaves for the next. cumoe_ep_forward is nothing else, so ranks may mix: one makes
+ * the three calls, another the one. With tokens_max above max_tokens the three calls are made for each round in turn,
+ * args.round = 0, 1 .. tokens_max / max_tokens rounded up, less one, by all ranks; only out, ids_out and
+ * weights_out of that round's tokens are then written; counts_out is set by round 0, the others add to it.
+ *
+ * Ranks that wait for each other must be able to come there: two lanes driven by one thread of the CPU device are
+ * interleaved in the same order on all ranks.
+ *
+ * Out of order: on the CPU device INVALID_ARGUMENT with a text that names the call that must come next on that lane;
+ * nothing has happened. On a GPU the library cannot know what graphs have been replayed in between, and refuses
+ * nothing: outputs are then undefined, and waits end by timeout_ns. Each call is stream-ordered and may be captured, by
+ * itself or together; it launches cumoe_ep_forward's kernels. The three calls have not been run on GPUs yet.
+ */
+CUMOE_CHECKED cumoe_status cumoe_ep_dispatch(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                             cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_ep_experts(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                            cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_ep_combine(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
                                             cumoe_stream stream);
 
 #ifdef __cplusplus

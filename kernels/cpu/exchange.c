@@ -86,6 +86,12 @@ static uint64_t hidden_bytes(const ep_args *a)
 
 /* ---- put ---- */
 
+int64_t cpu_ep_tokens(token_count tokens, fault_sink fault)
+{
+  check_token_count(tokens, fault);
+  return tokens_present(tokens);
+}
+
 static int64_t id_of(const ep_args *a, int64_t token, int32_t slot)
 {
   const int64_t at = token * a->ids_ld + slot;

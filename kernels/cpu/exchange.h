@@ -5,6 +5,9 @@
 #include <stdbool.h>
 #include "../ep/ep.h"
 
+/* Tokens that are there, by a count that may lie on the device. */
+int64_t cpu_ep_tokens(token_count tokens, fault_sink fault);
+
 void cpu_ep_put(const ep_args *a);
 void cpu_ep_answer(const ep_args *a);
 /* 0, or the abort word that ended the wait; after a timeout it is this rank's own, and all ranks have been told. The
