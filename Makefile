@@ -94,7 +94,7 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safet
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
+SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -lsE '^.include "../(host|kernels)/' $(TESTS:%=test/%.c) /dev/null))
@@ -226,7 +226,7 @@ $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`. What not every
 # program needs is a member of its own, which one without it does not link; what those use of cumoe.o, all call
 # cumoe_internal_... A member is a line here: its stems in host/ and kernels/cpu/, its images.
-member_groups = ep% group exchange exchange.image
+member_groups = ep% group arenas% exchange exchange.image
 member_train  = backward% attention train
 # member_objects NAME
 member_objects = $(filter $(foreach s,$(member_$(1)),$(OBJ)/host/$s.o $(OBJ)/kernels/cpu/$s.o $(OBJ)/$s.o),$(OBJS))

@@ -49,8 +49,8 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "waiting for a rank that was left out",
                                                   "heeding a rank that was left out"};
 
-/* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word: once,
- * for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. */
+/* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word:
+ * once, for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. */
 typedef enum act {
   BEGIN,
   WRITE_X,

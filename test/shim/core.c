@@ -354,7 +354,7 @@ size_t shim_device_bytes(int device)
 {
   size_t sum = 0;
   for (object *o = state.objects; o != NULL; o = o->next)
-    if (o->kind == DEVICE_BLOCK && o->device == device) sum += ((block *)o)->bytes;
+    if (o->kind == DEVICE_BLOCK && o->device == device && !((block *)o)->alias) sum += ((block *)o)->bytes;
   return sum;
 }
 

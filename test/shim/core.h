@@ -35,6 +35,8 @@ typedef struct block {
   size_t bytes;
   struct CUmemPoolHandle_st *pool; /* NULL: not from a pool */
   unsigned char *backing;          /* with guards, for a host block */
+  int *users;                      /* of a device block's backing: itself, and where other processes opened it */
+  bool alias;                      /* such a place */
 } block;
 
 struct CUmemPoolHandle_st {
@@ -118,6 +120,9 @@ object *object_new(object_kind kind, size_t bytes);
 void object_end(object *o);
 object *object_find(object_kind kind, const void *o);
 block *block_holding(const void *at, size_t bytes); /* wholly inside a live device block */
+block *block_at(const void *at);                    /* that begins there */
+block *alias_of(const block *of);                   /* the same bytes at another address; ends by end_block */
+void end_block(block *b);
 
 /* The stream, or the device's default one; NULL if it is none. */
 struct CUstream_st *stream_of(cudaStream_t stream);

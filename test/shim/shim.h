@@ -26,6 +26,7 @@ typedef struct shim_machine {
   int smem;                    /* bytes of shared memory a block may ask for */
   bool no_pools, no_image;     /* devices without memory pools; images without code for them */
   bool broken_peers, no_peers; /* granted access breaks copies between devices; no path between them */
+  bool alone;                  /* a process sees one device only, that of its context */
   const char *hidden;          /* a function that the driver, or another library, does not have */
   bool no_libraries, ptx_only; /* neither NVRTC nor cuBLAS is installed; the compiler makes PTX only */
   const char *missing;         /* a kernel that is not in its image */
@@ -85,6 +86,10 @@ size_t shim_device_bytes(int device);
 bool shim_has(const void *it); /* a stream, event, graph ... that is live */
 void shim_print_live(void);    /* to stdout, as "# ..." */
 bool shim_guards_whole(void);  /* nothing was written around pinned host memory */
+
+/* ---- processes: threads that say they are; 0: the real one. getpid() and CUDA's handles go by it ---- */
+
+extern _Thread_local int shim_process;
 
 /* ---- for tests ---- */
 
