@@ -82,7 +82,8 @@ typedef struct cumoe_arenas_config {
  * Ranks that differ in an argument: INVALID_ARGUMENT, on all of them, with a text that names it, both values and the
  * ranks; ranks that cannot reach each other, NOT_SUPPORTED, likewise. PEER: all_gather failed, or another rank did.
  * A communicator of other ranks is INVALID_ARGUMENT, of another device WRONG_DEVICE. LIBRARY_MISSING: no NCCL is
- * loaded, or a function is not in it. OUT_OF_MEMORY and CUDA as anywhere; CUDA also for what NCCL answers, with its words.
+ * loaded, or a function is not in it. OUT_OF_MEMORY and CUDA as anywhere; CUDA also for what NCCL answers, with its
+ * words.
  */
 CUMOE_CHECKED cumoe_status cumoe_arenas_create(cumoe_context context, size_t bytes, const cumoe_arenas_config *config,
                                                cumoe_arenas *arenas);
@@ -104,8 +105,8 @@ CUMOE_CHECKED cumoe_status cumoe_arenas_get_info(cumoe_arenas arenas, cumoe_aren
 /*
  * Collective, but for arenas of create_all: gives the ways to the others back, waits in all_gather until all have, and
  * then frees the arena: after cumoe_group_destroy. PEER if the gather failed: the object has ended all the same, and
- * its memory, which no other rank may use, is freed. NULL is allowed. A context that is destroyed ends its arenas without
- * telling anybody.
+ * its memory, which no other rank may use, is freed. NULL is allowed. A context that is destroyed ends its arenas
+ * without telling anybody.
  */
 CUMOE_API cumoe_status cumoe_arenas_destroy(cumoe_arenas arenas);
 
