@@ -5,7 +5,6 @@
 #include "dispatch.h"
 #include "ep.h"
 #include "plan.h"
-#include "../kernels/cpu/exchange.h"
 
 /* ---- a call's own memory ---- */
 
@@ -439,7 +438,7 @@ static cumoe_status check_order(const ep_call *c, ep_part which)
   uint64_t end = 0;
   const ep_part next = c->g->next[c->args.lane];
   if (!on_cpu(c->g->context) || next == which) return CUMOE_OK;
-  TRY(wire_load(c->g, c->g->at.abort, &end));
+  TRY(wire_load_abort(c->g, &end));
   if (end) return ep_explain(c->g, end);
   return fail(CUMOE_ERR_INVALID_ARGUMENT, "args.lane is %d, where the next call must be %s", (int)c->args.lane,
               names[next]);

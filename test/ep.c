@@ -1,12 +1,13 @@
 /*
  * Groups of CPU contexts, a thread a rank: what they answer has the bits of one rank with all experts (EXACT), or of
  * the ranks' rounded sums; any number of tokens a rank, in rounds; experts anywhere, in any number, several times; two
- * lanes; in one call or in parts; ranks that disagree, stop, fail or give up; where everything lies, for up to 1,024
- * ranks.
+ * lanes; in one call or in parts; ranks that disagree, stop, fail or give up, and those that go on without them; where
+ * everything lies, for up to 1,024 ranks.
  */
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -30,7 +31,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, parts, counted, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, loses, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -232,7 +233,22 @@ static void *device_bytes(cumoe_context context, size_t bytes)
   return view.data;
 }
 
-/* ---- one rank with all experts, or with those of one rank ---- */
+/* ---- one rank with all experts, or with those of one rank, or of those that are left ---- */
+
+enum { LOST = 1 }; /* where a rank is */
+
+static bool lost(const world *w, int32_t rank)
+{
+  return w->loses && rank == LOST;
+}
+
+/* Of a token that a lost rank had. */
+static bool lost_row(const world *w, int64_t row)
+{
+  int64_t at = row % w->all;
+  for (int32_t r = 0; r < LOST; r++) at -= w->tokens[r];
+  return w->loses && at >= 0 && at < w->tokens[LOST];
+}
 
 static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bool bare)
 {
@@ -266,12 +282,26 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   return out;
 }
 
+static bool has_place(const world *w, int32_t expert)
+{
+  bool any = false;
+  for (int32_t p = 0; p < places_of(w); p++) {
+    const int32_t place = (int32_t)tensor_get(&w->placement, expert, p);
+    any |= place >= 0 && !lost(w, place >> 16);
+  }
+  return any;
+}
+
 /* The layer, in its own bits. */
 static void check_exact(const world *w, const tensor *out)
 {
-  int32_t every[MOST_EXPERTS];
-  for (int32_t e = 0; e < w->experts; e++) every[e] = e;
-  const tensor want = whole_layer(w, every, w->experts, false);
+  int32_t every[MOST_EXPERTS], count = 0;
+  for (int32_t e = 0; e < w->experts; e++)
+    if (has_place(w, e)) every[count++] = e;
+  const tensor want = whole_layer(w, every, count, false);
+  for (int64_t row = 0; row < want.rows; row++)
+    for (int64_t col = 0; lost_row(w, row) && col < want.cols; col++)
+      tensor_set(&want, row, col, tensor_get(out, row, col));
   check_same("out", out, &want);
 }
 
@@ -282,6 +312,7 @@ static void check_sums(const world *w, const tensor *out)
   double *sum = scratch((size_t)count, sizeof *sum), *error = scratch((size_t)count, sizeof *error);
   int64_t outside = 0;
   for (int32_t r = 0; r < w->ranks; r++) {
+    if (lost(w, r)) continue;
     const tensor part = whole_layer(w, w->held[r], w->local[r], true);
     for (int64_t i = 0; i < count; i++) {
       const double term = tensor_get(&part, i / w->hidden, i % w->hidden);
@@ -294,7 +325,7 @@ static void check_sums(const world *w, const tensor *out)
     const double residual = w->residual ? tensor_get(&w->residual_rows, row, col) : 0;
     const double want = residual + 1.5 * sum[i], off = error[i] + (gpus ? ldexp(fabs(residual), -24) : 0);
     const double got = tensor_get(out, row, col);
-    outside += !(got >= round_to(want - off, w->dtype) && got <= round_to(want + off, w->dtype));
+    outside += !lost_row(w, row) && !(got >= round_to(want - off, w->dtype) && got <= round_to(want + off, w->dtype));
   }
   CHECK_MSG(outside == 0, "%d of %d elements are not the ranks' sum", (int)outside, (int)count);
 }
@@ -315,6 +346,12 @@ typedef enum trouble {
   DIES         /* by a signal, after its first call */
 } trouble;
 
+/* How those that are left and one that is left out come together. */
+typedef struct meeting {
+  _Atomic int left, haunted;
+  bool haunts; /* it is alive */
+} meeting;
+
 typedef struct rank {
   const world *w;
   struct rank *all;
@@ -323,6 +360,7 @@ typedef struct rank {
   trouble trouble;
   int signal; /* of DIES */
   int64_t timeout_ns;
+  meeting *meeting;
   /* made */
   world here; /* as the device reads it */
   tensor out_here, counts_here;
@@ -335,12 +373,13 @@ typedef struct rank {
   cumoe_group group;
   void *arena;
   size_t bytes;
-  int64_t first;   /* of its tokens in a call */
-  int32_t present; /* tokens */
-  tensor counts;   /* [calls, local experts] */
-  cumoe_status status, ended;
+  int64_t first;                      /* of its tokens in a call */
+  int32_t present;                    /* tokens */
+  tensor counts;                      /* [calls, local experts] */
+  cumoe_status status, ended, before; /* the last: of what a lost rank took part in */
   char text[300];
   cumoe_group_fault fault;
+  cumoe_fault found;
 } rank;
 
 static cumoe_group_config config_of(const rank *r, void **arenas)
@@ -530,40 +569,99 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
-static void *live(void *argument)
+static void enter(rank *r)
 {
-  rank *r = argument;
-  pthread_t other;
-  if (r->trouble == NEVER_JOINS) return NULL;
   keep(r, join(r));
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
   if (gpus) pthread_barrier_wait(&ready);
+}
+
+static void leave(rank *r)
+{
+  r->fault.size = sizeof r->fault;
+  keep(r, cumoe_group_fault_read(r->group, &r->fault));
+  r->ended = cumoe_group_destroy(r->group);
+}
+
+static void *live(void *argument)
+{
+  rank *r = argument;
+  pthread_t other;
+  if (r->trouble == NEVER_JOINS) return NULL;
+  enter(r);
   if (!r->group) return NULL;
   const bool two = r->w->lanes > 1 && !r->w->parts && pthread_create(&other, NULL, second_lane, r) == 0;
   const cumoe_status status = r->w->parts ? all_interleaved(r) : calls_of_lane(r, 0);
   if (two) pthread_join(other, NULL);
   keep(r, status);
-  r->fault.size = sizeof r->fault;
-  keep(r, cumoe_group_fault_read(r->group, &r->fault));
-  r->ended = cumoe_group_destroy(r->group);
+  leave(r);
   return NULL;
 }
+
+static void meet(const _Atomic int *count, int all)
+{
+  for (int i = 0; i < 20000 && atomic_load(count) < all; i++) usleep(1000);
+}
+
+static void call_all_lanes(rank *r)
+{
+  for (int32_t lane = 0; lane < r->w->lanes; lane++)
+    for (int i = 0; r->status == CUMOE_OK && i < CALLS; i++) keep(r, one_call(r, lane, i));
+}
+
+/* The first rank has come one exchange further than the others, which do not follow. */
+static cumoe_status go_ahead(rank *r)
+{
+  ep_call c;
+  fill_call(r, 0, CALLS - 1, &c);
+  return r->number == 0 && r->before == CUMOE_OK ? cumoe_ep_dispatch(r->group, r->weights, &c.args, NULL) : CUMOE_OK;
+}
+
+/* Some calls of all ranks; then without LOST, which runs on for a while. */
+static void *outlive(void *argument)
+{
+  rank *r = argument;
+  const uint64_t rest = ((uint64_t)1 << r->w->ranks) - 1 - (1 << LOST);
+  enter(r);
+  if (!r->group) return NULL;
+  r->before = calls_of_lane(r, 0);
+  if (r->before != CUMOE_OK) snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
+  if (r->number == LOST) {
+    meet(&r->meeting->left, r->w->ranks - 1);
+    CUMOE_IGNORE(cumoe_group_abort(r->group));
+    atomic_fetch_add(&r->meeting->haunted, 1);
+  } else {
+    keep(r, go_ahead(r));
+    keep(r, cumoe_group_set_active(r->group, &rest));
+    atomic_fetch_add(&r->meeting->left, 1);
+    meet(&r->meeting->haunted, r->meeting->haunts);
+    call_all_lanes(r);
+  }
+  r->found.size = sizeof r->found;
+  keep(r, cumoe_fault_read(r->context, NULL, &r->found));
+  leave(r);
+  return NULL;
+}
+
+enum { NOBODY = -1, ALL = -2 };
 
 /* All ranks, from the arenas on; `ranks` is theirs afterwards. */
 static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t troubled, trouble which,
                       int64_t timeout_ns)
 {
   pthread_t threads[MOST_RANKS];
+  meeting together = {.haunts = true};
+  void *(*const life)(void *) = w->loses ? outlive : live;
   for (int32_t i = 0; i < w->ranks; i++) {
-    ranks[i] = (rank){.w = w, .all = ranks, .out = out, .number = i, .timeout_ns = timeout_ns};
-    if (i == troubled) ranks[i].trouble = which;
+    ranks[i] = (rank){.w = w, .all = ranks, .out = out, .number = i, .timeout_ns = timeout_ns, .meeting = &together};
+    if (i == troubled || troubled == ALL) ranks[i].trouble = which;
     make_arena(&ranks[i]);
   }
   pthread_barrier_init(&ready, NULL, (unsigned)w->ranks);
   pthread_barrier_init(&recorded, NULL, (unsigned)(w->ranks * w->lanes));
-  for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, live, &ranks[i]) == 0);
+  for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, life, &ranks[i]) == 0);
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int32_t i = 0; i < w->ranks; i++) {
     rank *r = &ranks[i];
@@ -609,7 +707,7 @@ static void run_world(const world *given)
   w.replays = gpus && !w.parts;
   if (gpus) w.desc.flags |= CUMOE_MOE_BATCH_INVARIANT; /* the same kernels for a rank's tokens and for all */
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
-  run_ranks(&w, &out, ranks, -1, NONE, gpus ? (int64_t)4000000000 : 0);
+  run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? (int64_t)4000000000 : 0);
   for (int32_t i = 0; i < w.ranks; i++) {
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
     CHECK(ranks[i].ended == CUMOE_OK && ranks[i].fault.cause == CUMOE_GROUP_ALIVE);
@@ -933,12 +1031,68 @@ static void troubles(void)
   for (size_t i = 0; i < sizeof fates / sizeof *fates; i++) run_fate(&fates[i]);
 }
 
+/* ---- ranks that are left out ---- */
+
+static void check_survivor(const rank *r, cumoe_status before)
+{
+  CHECK_MSG(r->before == before, "rank %d: %s", (int)r->number, r->text);
+  CHECK_MSG(r->status == CUMOE_OK, "rank %d: %s", (int)r->number, r->text);
+  CHECK(r->ended == CUMOE_OK && r->fault.cause == CUMOE_GROUP_ALIVE);
+  CHECK(r->w->tokens[r->number] == 0 || r->found.code == CUMOE_FAULT_EXPERT_MAP);
+  if (before != CUMOE_OK) CHECK_MSG(strstr(r->text, "rank 1 ha") != NULL, "rank %d: %s", (int)r->number, r->text);
+}
+
+/* `troubled` stop before the last call; all: they leave a rank out before anybody waits for it in vain. */
+static void run_without(world w, int32_t troubled)
+{
+  rank ranks[MOST_RANKS];
+  case_begin("%s", w.name);
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  run_ranks(&w, &out, ranks, troubled, STOPS_BEFORE, 1500000000);
+  for (int32_t i = 0; i < w.ranks; i++)
+    if (i != LOST) check_survivor(&ranks[i], troubled == ALL ? CUMOE_OK : CUMOE_ERR_PEER);
+  if (w.exact)
+    check_exact(&w, &out);
+  else
+    check_sums(&w, &out);
+  case_end();
+}
+
+static void without(void)
+{
+  const world lost_in_a_call = {.name = "lost in a call",
+                                .ranks = 4,
+                                .lanes = 2,
+                                .experts = 12,
+                                .top_k = 3,
+                                .dtype = CUMOE_BF16,
+                                .capacity = 3,
+                                .tokens_max = 5,
+                                .tokens = {5, 3, 0, 4},
+                                .spread = TWICE,
+                                .loses = true,
+                                .exact = true,
+                                .routed = true,
+                                .shared = true};
+  const world left_out = {.name = "left out",
+                          .ranks = 3,
+                          .experts = 9,
+                          .top_k = 3,
+                          .dtype = CUMOE_F32,
+                          .capacity = 4,
+                          .tokens = {4, 3, 2},
+                          .loses = true};
+  run_without(lost_in_a_call, LOST);
+  run_without(left_out, ALL);
+}
+
 /* ---- ranks as processes ---- */
 
 /* What a process leaves behind. */
 typedef struct outcome {
-  cumoe_status status, ended;
-  char text[300];
+  rank rank;
+  meeting meeting; /* of the first: all ranks' */
 } outcome;
 
 static void *map_shared(size_t bytes)
@@ -956,10 +1110,11 @@ static pid_t start_process(rank *r, outcome *left)
   make_arena(r);
   free(r->arena);
   r->arena = arena;
-  live(r);
-  left->ended = r->ended;
-  memcpy(left->text, r->text, sizeof left->text);
-  left->status = r->status;
+  if (r->w->loses)
+    outlive(r);
+  else
+    live(r);
+  left->rank = *r;
   _exit(0);
 }
 
@@ -971,38 +1126,47 @@ static size_t arena_bytes(rank *r)
   return r->bytes;
 }
 
-/* Rank 1 is killed or stopped by a signal; 0: is not. */
+/* LOST is killed, or stopped for a while, by a signal; 0: is not. */
 static void run_processes(const char *name, int signal)
 {
-  world w = {
-      .ranks = 3, .experts = 6, .top_k = 2, .dtype = CUMOE_F32, .capacity = 4, .tokens = {4, 2, 3}, .exact = true};
+  world w = {.ranks = 3,
+             .experts = 6,
+             .top_k = 2,
+             .dtype = CUMOE_F32,
+             .capacity = 4,
+             .tokens = {4, 2, 3},
+             .exact = true,
+             .loses = signal != 0};
   rank ranks[3];
   pid_t children[3];
+  int end = 0;
   case_begin("%s", name);
   make_world(&w);
   tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
   const size_t out_bytes = (size_t)(w.x.rows * w.hidden) * sizeof(float);
   out.data = map_shared(out_bytes);
   outcome *left = map_shared(sizeof *left * 3);
+  left->meeting.haunts = signal == SIGSTOP;
   for (int32_t i = 0; i < 3; i++) {
-    ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .timeout_ns = signal ? 1500000000 : 0};
-    if (signal && i == 1) ranks[i].trouble = DIES, ranks[i].signal = signal;
-    left[i].status = CUMOE_ERR_INTERNAL;
+    ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .meeting = &left->meeting};
+    if (signal) ranks[i].timeout_ns = 1500000000;
+    if (signal && i == LOST) ranks[i].trouble = DIES, ranks[i].signal = signal;
+    left[i].rank.status = CUMOE_ERR_INTERNAL;
     const size_t bytes = arena_bytes(&ranks[i]);
     ranks[i].arena = map_shared(bytes);
     ranks[i].first = 0, ranks[i].bytes = bytes;
   }
   for (int32_t i = 0; i < 3; i++) children[i] = start_process(&ranks[i], &left[i]);
-  for (int32_t i = 0; i < 3; i++)
-    if (!(signal && i == 1)) CHECK(waitpid(children[i], NULL, 0) == children[i]);
-  if (signal) CHECK(kill(children[1], SIGKILL) == 0 && waitpid(children[1], NULL, 0) == children[1]);
+  if (signal == SIGSTOP) meet(&left->meeting.left, 2);
+  if (signal == SIGSTOP) CHECK(kill(children[LOST], SIGCONT) == 0);
+  for (int32_t i = 0; i < 3; i++) CHECK(waitpid(children[i], &end, 0) == children[i]);
   for (int32_t i = 0; i < 3; i++) {
-    if (signal && i == 1) continue;
-    CHECK_MSG(left[i].status == (signal ? CUMOE_ERR_PEER : CUMOE_OK), "rank %d: %s", (int)i, left[i].text);
-    CHECK_MSG(left[i].ended == (signal ? CUMOE_ERR_PEER : CUMOE_OK), "rank %d ended with %d", (int)i, left[i].ended);
-    if (signal) CHECK_MSG(strstr(left[i].text, "rank 1 ha") != NULL, "rank %d: %s", (int)i, left[i].text);
+    const rank *r = &left[i].rank;
+    if (signal && i != LOST) check_survivor(r, CUMOE_ERR_PEER);
+    if (!signal) CHECK_MSG(r->status == CUMOE_OK && r->ended == CUMOE_OK, "rank %d: %s", (int)i, r->text);
   }
-  if (!signal) check_exact(&w, &out);
+  if (signal == SIGSTOP) CHECK(left[LOST].rank.before == CUMOE_ERR_PEER);
+  check_exact(&w, &out);
   for (int32_t i = 0; i < 3; i++) CHECK(munmap(ranks[i].arena, ranks[i].bytes) == 0);
   CHECK(munmap(out.data, out_bytes) == 0 && munmap(left, sizeof *left * 3) == 0);
   case_end();
@@ -1012,7 +1176,7 @@ static void processes(void)
 {
   run_processes("processes that share their arenas", 0);
   run_processes("a process that is killed", SIGKILL);
-  run_processes("a process that is stopped", SIGSTOP);
+  run_processes("a process that is stopped, and goes on", SIGSTOP);
 }
 
 /* Ranks that share a GPU wait for each other: no two streams in one queue. */
@@ -1267,6 +1431,23 @@ static void bad_forward(rank *r)
   free(workspace);
 }
 
+/* Of a group of one. */
+static void bad_masks(cumoe_group of)
+{
+  static const struct {
+    uint64_t mask;
+    const char *words;
+  } masks[] = {{0, "leaves out rank 0, which makes the call"},
+               {1, "leaves out no rank"},
+               {3, "active[0] is 0x3, has a rank past config.ranks = 1"}};
+  for (int i = 0; i < 3; i++) {
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(of, &masks[i].mask));
+    CHECK_TEXT(masks[i].words);
+  }
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(of, NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(NULL, &masks[1].mask));
+}
+
 static void arguments(void)
 {
   world w = {.ranks = 1, .experts = 6, .top_k = 2, .dtype = CUMOE_BF16, .capacity = 5, .tokens = {5}, .exact = true};
@@ -1294,6 +1475,7 @@ static void arguments(void)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(NULL, &r.fault));
   CHECK_OK(join(&r));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(r.group, NULL));
+  bad_masks(r.group);
   bad_forward(&r);
   CHECK_OK(cumoe_group_destroy(r.group));
   CHECK_OK(cumoe_group_destroy(NULL));
@@ -1382,8 +1564,8 @@ static void refusals(void)
 }
 
 static const test_group groups[] = {
-    GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),   ALONE("trouble", troubles, ONCE),
-    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),   ALONE("arguments", arguments, ONCE),
-    ALONE("overlap", overlap, ONCE),          ALONE("refusals", refusals, ONCE),
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),     ALONE("trouble", troubles, ONCE),
+    ALONE("without a rank", without, ONCE),   ALONE("processes", processes, ONCE), ALONE("layouts", layouts, ONCE),
+    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),     ALONE("refusals", refusals, ONCE),
 };
 TEST_MAIN(groups)

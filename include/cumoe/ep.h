@@ -30,7 +30,8 @@
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
  * names the rank and the phase, now and from then on; on a GPU, where a call only launches, what was launched ends at
  * once from then on and leaves outputs undefined. cumoe_group_fault_read has rank and phase as numbers on both. A group
- * that gave up does not come back: destroy it, and create another with zeroed arenas. A call that is refused for its
+ * that gave up comes back without the ranks that it has lost (cumoe_group_set_active; on the CPU device), or not at
+ * all: destroy it, and create another with zeroed arenas. A call that is refused for its
  * arguments has told nobody anything: it may be corrected and made again within the others' timeout.
  *
  * GPUs: experimental. Seen on two H200s are right sums (test/examples/ep.c, four ranks) and the replays of bench/ep.c;
@@ -120,7 +121,8 @@ typedef enum cumoe_group_phase {
   CUMOE_PHASE_CREATE = 1,
   CUMOE_PHASE_DISPATCH = 2, /* tokens on their way to the experts */
   CUMOE_PHASE_RETURN = 3,   /* results on their way back */
-  CUMOE_PHASE_DESTROY = 4
+  CUMOE_PHASE_DESTROY = 4,
+  CUMOE_PHASE_SET_ACTIVE = 5
 } cumoe_group_phase;
 
 typedef struct cumoe_group_fault {
@@ -133,6 +135,29 @@ typedef struct cumoe_group_fault {
 
 /* CUMOE_OK also for a group that gave up: the record says so. Never waits. */
 CUMOE_CHECKED cumoe_status cumoe_group_fault_read(cumoe_group group, cumoe_group_fault *fault);
+
+/*
+ * Leaves ranks out for good: those that have died, or that an engine wants to do without. `active` is a bit a rank, of
+ * rank r bit r % 64 of word r / 64, (ranks + 63) / 64 words of the host, read by the call; 1: it stays. On the CPU
+ * device; NOT_SUPPORTED on GPUs.
+ *
+ * Every rank that stays calls it with the same words, agreed upon through the engine's own store: this call cannot find
+ * out who is dead. It waits for the others that stay, at most timeout_ns, and for nobody else; no call of this rank may
+ * be under way on any lane. Then the group is alive again, if it had given up, and all lanes begin anew, with
+ * cumoe_ep_dispatch or cumoe_ep_forward. A call may have been answered on one rank and have given up on another: which
+ * one is repeated is agreed upon likewise.
+ *
+ * From then on a rank that was left out gets no tokens and no results and is not waited for, by destroy neither. An
+ * expert's places on it are as if they were not in the placement: what has other places is served there (token t at
+ * the place t mod count of those that are left), the rest adds nothing and is recorded (EXPERT_MAP). A rank that was
+ * left out and runs all the same is told that the group gave up, and disturbs nobody: but its part of each arena must
+ * stay mapped until it has ended. It cannot come back; another group may have it.
+ *
+ * INVALID_ARGUMENT, with nothing done, for words that leave out this rank, bring one back, have one past `ranks` or
+ * leave out nobody; INVALID_ARGUMENT, and the group has given up, where another rank says something else; PEER where
+ * one has not called in time: call again without it.
+ */
+CUMOE_API cumoe_status cumoe_group_set_active(cumoe_group group, const uint64_t *active);
 
 /* ---- placement ------------------------------------------------------------------------------------- */
 

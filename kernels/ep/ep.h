@@ -15,8 +15,15 @@
  *   wait    until all own `back` words say n; collect
  * One buffer is enough. put n + 1 overwrites what a reader had of n: its `back` n, sent after its last read, was seen.
  * answer n + 1 overwrites y of n: the `in` n + 1 of that token's rank, sent after its collect, was seen. A word says n
- * or n - 1 whenever somebody waits for n, so words are compared by their difference and may wrap. test/ep_model.c goes
- * through all orders of this.
+ * or n - 1 whenever somebody waits for n, so words are compared by their difference and may wrap.
+ *
+ * Ranks that are left out (the CPU device; cumoe_group_set_active) get nothing, are not waited for, and what they still
+ * write, into their own segments, words and the abort word, is not looked at. Those that stay agree on the exchange to
+ * go on from, for one of them may have completed n where another gave up: each tells the number that it has come to,
+ * after its last store of any other word, waits until all have told, clears its own abort word and takes the largest.
+ * So nobody gives up for what is over, and the words of the next exchange are in nobody's arena yet.
+ *
+ * test/ep_model.c goes through all orders of this.
  */
 #ifndef CUMOE_KERNELS_EP_H
 #define CUMOE_KERNELS_EP_H
@@ -90,7 +97,7 @@ enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_M
 
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
 enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };
-enum { EP_NO_PHASE = 0, EP_CREATE = 1, EP_DISPATCH = 2, EP_RETURN = 3, EP_DESTROY = 4 };
+enum { EP_NO_PHASE = 0, EP_CREATE = 1, EP_DISPATCH = 2, EP_RETURN = 3, EP_DESTROY = 4, EP_ACTIVE = 5 };
 
 EP_BOTH uint64_t ep_abort_word(int cause, int phase, int about, int by)
 {
