@@ -31,7 +31,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, parts, counted, loses, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, loses, dedup, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -337,8 +337,9 @@ typedef enum trouble {
   NONE,
   STOPS_BEFORE, /* makes one call fewer */
   NEVER_JOINS,
-  ABORTS,      /* after its first call */
-  OTHER_SIZE,  /* of max_tokens */
+  ABORTS,     /* after its first call */
+  OTHER_SIZE, /* of max_tokens */
+  OTHER_FLAGS,
   OTHER_SHAPE, /* of the description */
   SWAPPED,     /* two arenas in its list */
   USED_ARENA,  /* not filled with zeros */
@@ -380,6 +381,7 @@ typedef struct rank {
   char text[300];
   cumoe_group_fault fault;
   cumoe_fault found;
+  int64_t arrived[MOST_RANKS]; /* tokens of each rank in the last exchange of lane 0 */
 } rank;
 
 static cumoe_group_config config_of(const rank *r, void **arenas)
@@ -387,7 +389,7 @@ static cumoe_group_config config_of(const rank *r, void **arenas)
   const world *w = r->w;
   for (int32_t i = 0; i < w->ranks; i++) arenas[i] = r->all[i].arena;
   return (cumoe_group_config){.size = sizeof(cumoe_group_config),
-                              .flags = w->exact ? CUMOE_GROUP_EXACT : 0,
+                              .flags = (w->exact ? CUMOE_GROUP_EXACT : 0) | (w->dedup ? CUMOE_GROUP_DEDUP : 0),
                               .rank = r->number,
                               .ranks = w->ranks,
                               .lanes = w->lanes,
@@ -446,6 +448,7 @@ static cumoe_status join(rank *r)
   void *arenas[MOST_RANKS];
   cumoe_group_config c = config_of(r, arenas);
   if (r->trouble == OTHER_SIZE) c.max_tokens--;
+  if (r->trouble == OTHER_FLAGS) c.flags |= CUMOE_GROUP_DEDUP;
   if (r->trouble == SWAPPED) {
     const int32_t i = (r->number + 1) % r->w->ranks, j = (r->number + 2) % r->w->ranks;
     void *kept = arenas[i];
@@ -580,6 +583,10 @@ static void enter(rank *r)
 
 static void leave(rank *r)
 {
+  group *g;
+  CHECK_OK(find_group(r->group, &g));
+  for (int32_t i = 0; !gpus && i < r->w->ranks; i++)
+    r->arrived[i] = (uint32_t)cpu_ep_load(g->arena + g->at.lane + g->at.in + i * EP_LINE);
   r->fault.size = sizeof r->fault;
   keep(r, cumoe_group_fault_read(r->group, &r->fault));
   r->ended = cumoe_group_destroy(r->group);
@@ -676,6 +683,16 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
 
 /* ---- what they answer ---- */
 
+/* Of a rank's token t in a call: where the expert of a slot serves it, or -1. */
+static int32_t place_of(const world *w, const rank *r, int64_t call, int64_t t, int64_t slot)
+{
+  const double id = tensor_get(&w->ids, call * w->all + r->first + t, slot);
+  if (id < 0 || id >= w->experts) return -1;
+  int32_t count = 0;
+  while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
+  return (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
+}
+
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
 static void check_counts(const world *w, const rank *ranks)
 {
@@ -684,24 +701,42 @@ static void check_counts(const world *w, const rank *ranks)
     int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
     for (int32_t r = 0; r < w->ranks; r++)
       for (int64_t i = 0; i < w->tokens[r] * w->top_k; i++) {
-        const int64_t t = i / w->top_k;
-        const double id = tensor_get(&w->ids, call * w->all + ranks[r].first + t, i % w->top_k);
-        if (id < 0 || id >= w->experts) continue;
-        int32_t count = 0;
-        while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
-        const int32_t where = (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
-        want[where >> 16][where & 0xffff]++;
+        const int32_t where = place_of(w, &ranks[r], call, i / w->top_k, i % w->top_k);
+        if (where >= 0) want[where >> 16][where & 0xffff]++;
       }
     for (int32_t r = 0; r < w->ranks; r++)
       for (int32_t e = 0; e < w->local[r]; e++) CHECK((int64_t)tensor_get(&ranks[r].counts, call, e) == want[r][e]);
   }
 }
 
-static void run_world(const world *given)
+/* Tokens that a rank sends in the last round of the last call: all, or those that have an expert there. */
+static int64_t sent(const world *w, const rank *from, int32_t to)
+{
+  const int64_t most = w->tokens_max ? w->tokens_max : w->capacity;
+  int64_t count = 0;
+  for (int64_t t = (most - 1) / w->capacity * w->capacity; t < w->tokens[from->number]; t++) {
+    bool goes = !w->dedup;
+    for (int32_t slot = 0; slot < w->top_k; slot++) {
+      const int32_t where = place_of(w, from, CALLS - 1, t, slot);
+      goes |= where >= 0 && where >> 16 == to;
+    }
+    count += goes;
+  }
+  return count;
+}
+
+static void check_arrived(const world *w, const rank *ranks)
+{
+  for (int32_t to = 0; !gpus && w->routed && to < w->ranks; to++)
+    for (int32_t from = 0; from < w->ranks; from++) CHECK(ranks[to].arrived[from] == sent(w, &ranks[from], to));
+}
+
+static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
   world w = *given;
-  case_begin("%s", w.name);
+  w.dedup = dedup;
+  case_begin("%s%s", w.name, dedup ? ", dedup" : "");
   make_world(&w);
   if (gpus) printf("# %s\n", w.name), fflush(stdout);
   w.replays = gpus && !w.parts;
@@ -717,6 +752,7 @@ static void run_world(const world *given)
   else
     check_sums(&w, &out);
   check_counts(&w, ranks);
+  check_arrived(&w, ranks);
   case_end();
 }
 
@@ -965,7 +1001,7 @@ static const world worlds[] = {
 
 static void answers(void)
 {
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2; i++) run_world(&worlds[i / 2], i % 2);
 }
 
 /* ---- trouble ---- */
@@ -988,6 +1024,8 @@ static const fate fates[] = {
      CUMOE_GROUP_ABORTED, CUMOE_PHASE_NONE},
     {"another max_tokens", OTHER_SIZE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
      "config.max_tokens is 4 on rank", 0, 0},
+    {"another way to send", OTHER_FLAGS, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
+     "config.flags is 1 on rank", 0, 0},
     {"another description", OTHER_SHAPE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
      "the hash of the rest of desc", 0, 0},
     {"two arenas swapped", SWAPPED, 20000, CUMOE_OK, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas: in rank", 0, 0},
@@ -1082,7 +1120,8 @@ static void without(void)
                           .dtype = CUMOE_F32,
                           .capacity = 4,
                           .tokens = {4, 3, 2},
-                          .loses = true};
+                          .loses = true,
+                          .dedup = true};
   run_without(lost_in_a_call, LOST);
   run_without(left_out, ALL);
 }
@@ -1197,7 +1236,7 @@ static void on_gpus(cumoe_context context)
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++)
-    if (!worlds[i].counted) run_world(&worlds[i]);
+    if (!worlds[i].counted) run_world(&worlds[i], false);
   for (int i = 0; i < 2; i++) {
     world w = {.name = i ? "wider rows, sums" : "wider rows",
                .ranks = 2,
@@ -1210,7 +1249,7 @@ static void on_gpus(cumoe_context context)
                .inter = 512,
                .exact = i == 0,
                .residual = true};
-    run_world(&w);
+    run_world(&w, false);
   }
   run_fate(&fates[0]);
   close_opened();
@@ -1285,7 +1324,7 @@ static void bad_size(cumoe_group_config *c)
 }
 static void bad_flags(cumoe_group_config *c)
 {
-  c->flags = 2;
+  c->flags = 4;
 }
 static void bad_rank(cumoe_group_config *c)
 {
@@ -1345,7 +1384,7 @@ static const struct {
   const char *words;
 } bad_configs[] = {
     {bad_size, CUMOE_ERR_INVALID_ARGUMENT, "config.size is 4"},
-    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x2"},
+    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x4, known are 0x3"},
     {bad_rank, CUMOE_ERR_INVALID_ARGUMENT, "config.rank is 1, must be 0 .. ranks - 1 = 0"},
     {bad_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 1025, must be 1 .. 1024"},
     {no_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 0"},

@@ -25,6 +25,7 @@
  *   cumoe_ep_forward        the layer with its experts on several ranks             cumoe/ep.h
  *   cumoe_arenas_create     the memory that these ranks share                       cumoe/arenas.h
  *   cumoe_quantize_weights  weights of 8 or 4 bits (cumoe/format.h) out of others   cumoe/quantize.h
+ *   cumoe_attention ...     attention and rotary embedding                          cumoe/attention.h
  *   cumoe_adamw ...         what training needs around the layer                    cumoe/train.h
  *
  * Contract of every function that launches work (forward and all stages):
@@ -74,5 +75,6 @@
 #include "ep.h"
 #include "arenas.h"
 #include "train.h"
+#include "attention.h"
 
 #endif

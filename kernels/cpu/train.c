@@ -2,36 +2,8 @@
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
-#include "../train.h"
-#include "element.h"
 #include "fault.h"
-
-static double get(const matrix *m, int64_t row, int64_t col)
-{
-  return load_element(m->data, row * m->ld + col, m->dtype);
-}
-
-static void put(const matrix *m, int64_t row, int64_t col, double value)
-{
-  store_element(m->data, row * m->ld + col, m->dtype, value);
-}
-
-/* Ids and targets. */
-static int64_t id_at(const matrix *m, int64_t i)
-{
-  return m->dtype == DT_I64 ? ((const int64_t *)m->data)[i] : ((const int32_t *)m->data)[i];
-}
-
-/* `count` elements of a row, from `first`. */
-static void get_run(double *to, const matrix *m, int64_t row, int64_t first, int64_t count)
-{
-  load_run(to, 1, m->data, row * m->ld + first, 1, count, dense_format(m->dtype));
-}
-
-static int64_t least(int64_t a, int64_t b)
-{
-  return a < b ? a : b;
-}
+#include "matrix.h"
 
 /* ---- embedding ---- */
 
