@@ -1,28 +1,39 @@
 /*
- * Expert parallelism: four ranks hold a quarter of a layer's experts each and have tokens of their own, a thread drives
- * each, and one call answers as a rank with all experts would. Ranks share the GPUs, if there are several, or are on
- * the CPU. Compared with the whole layer on the CPU.
+ * Expert parallelism: four ranks hold a quarter of a layer's experts each and have tokens of their own, and one call
+ * answers as a rank with all experts would. Ranks are processes on the CPU, which share their arenas, or threads, which
+ * share the GPUs, where there are several. Compared with the whole layer on the CPU.
  */
 #include <cumoe/cumoe.h>
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 enum { RANKS = 4, TOKENS = 8, ALL = RANKS * TOKENS, HIDDEN = 64, INTER = 48, EXPERTS = 8, TOP_K = 3 };
 enum { SHARE = EXPERTS / RANKS, UP = 2 * INTER * HIDDEN, DOWN = HIDDEN * INTER };
 
 static float x[ALL * HIDDEN], router[EXPERTS * HIDDEN], gate_up[EXPERTS * UP], down[EXPERTS * DOWN];
-static float got[ALL * HIDDEN], want[ALL * HIDDEN];
+static float want[ALL * HIDDEN];
+
+/* Where ranks meet: threads or processes. An engine has MPI for it, a store, or a communicator. */
+enum { MEETINGS = 16, LETTER = 1024 };
+typedef struct meeting {
+  atomic_int arrived[MEETINGS];
+  unsigned char letters[MEETINGS][RANKS][LETTER];
+  float got[ALL * HIDDEN];
+} meeting;
+static meeting *shared;
 
 typedef struct rank {
-  int32_t number;
-  cumoe_context context;
-  cumoe_plan plan;
-  cumoe_view_mut arena;
+  int32_t number, device;
+  int meetings;
 } rank;
-
-static rank ranks[RANKS];
 
 static void check(cumoe_status status)
 {
@@ -83,61 +94,102 @@ static cumoe_weights bind(cumoe_context context, int32_t first, int32_t experts)
   return weights;
 }
 
-static cumoe_group_config config_of(int32_t number, void *const *arenas)
+/* Whoever waits half a minute for another gives up. */
+static int all_gather(void *user, const void *mine, void *all, size_t bytes)
 {
-  return (cumoe_group_config){
-      .size = sizeof(cumoe_group_config), .rank = number, .ranks = RANKS, .max_tokens = TOKENS, .arenas = arenas};
+  rank *r = user;
+  const int at = r->meetings++;
+  const struct timespec nap = {.tv_nsec = 1000000};
+  if (at == MEETINGS || bytes > LETTER) return 1;
+  memcpy(shared->letters[at][r->number], mine, bytes);
+  atomic_fetch_add(&shared->arrived[at], 1);
+  for (int ms = 0; atomic_load(&shared->arrived[at]) < RANKS; ms++) {
+    if (ms == 30000) return 2;
+    nanosleep(&nap, NULL);
+  }
+  for (int i = 0; i < RANKS; i++) memcpy((char *)all + (size_t)i * bytes, shared->letters[at][i], bytes);
+  return 0;
 }
 
-/* All arenas are there, and zero, before any rank joins. */
-static void open_rank(rank *r, int32_t number, int32_t devices)
+/* Arenas of all ranks, then the group of them. */
+static cumoe_group join(rank *r, cumoe_context context, cumoe_plan plan, cumoe_arenas *arenas)
 {
   size_t bytes;
-  r->number = number;
-  check(cumoe_context_create(devices ? number % devices : CUMOE_DEVICE_CPU, NULL, &r->context));
-  r->plan = plan_of(r->context, SHARE);
-  for (int32_t peer = 0; peer < devices; peer++)
-    if (peer != number % devices) check(cumoe_pool_allow_peer(r->context, peer));
-  const cumoe_group_config config = config_of(number, NULL);
-  check(cumoe_ep_arena(r->plan, &config, &bytes));
-  r->arena = matrix(r->context, CUMOE_U8, 1, (int64_t)bytes, NULL);
+  cumoe_group group;
+  cumoe_group_config config = {.size = sizeof config, .rank = r->number, .ranks = RANKS, .max_tokens = TOKENS};
+  const cumoe_arenas_config where = {
+      .size = sizeof where, .rank = r->number, .ranks = RANKS, .all_gather = all_gather, .user = r};
+  cumoe_arenas_info info = {.size = sizeof info};
+  check(cumoe_ep_arena(plan, &config, &bytes));
+  check(cumoe_arenas_create(context, bytes, &where, arenas));
+  check(cumoe_arenas_get_info(*arenas, &info));
+  config.arenas = info.arenas;
+  check(cumoe_group_create(context, plan, &config, info.arena, &group));
+  return group;
 }
 
 static void *run(void *argument)
 {
   rank *r = argument;
-  void *arenas[RANKS];
   int32_t places[EXPERTS];
-  cumoe_group group;
+  cumoe_context context;
+  cumoe_arenas arenas;
   cumoe_group_fault fault = {.size = sizeof fault};
   cumoe_stream stream;
   size_t bytes;
-  for (int32_t i = 0; i < RANKS; i++) arenas[i] = ranks[i].arena.data;
   for (int32_t e = 0; e < EXPERTS; e++) places[e] = cumoe_ep_place(e / SHARE, e % SHARE);
-  const cumoe_group_config config = config_of(r->number, arenas);
-  const cumoe_weights weights = bind(r->context, r->number * SHARE, SHARE);
-  check(cumoe_stream_create(r->context, 0, &stream));
-  check(cumoe_group_create(r->context, r->plan, &config, r->arena, &group));
+  check(cumoe_context_create(r->device, NULL, &context));
+  const cumoe_plan plan = plan_of(context, SHARE);
+  const cumoe_weights weights = bind(context, r->number * SHARE, SHARE);
+  const cumoe_group group = join(r, context, plan, &arenas);
+  check(cumoe_stream_create(context, 0, &stream));
   check(cumoe_ep_workspace(group, &bytes));
-  const cumoe_view_mut out = matrix(r->context, CUMOE_F32, TOKENS, HIDDEN, NULL);
-  float *const mine = got + r->number * TOKENS * HIDDEN;
+  const cumoe_view_mut out = matrix(context, CUMOE_F32, TOKENS, HIDDEN, NULL);
   const cumoe_moe_args layer = {
       .size = sizeof layer,
-      .x = cumoe_const(matrix(r->context, CUMOE_F32, TOKENS, HIDDEN, x + r->number * TOKENS * HIDDEN)),
-      .router_weight = cumoe_const(matrix(r->context, CUMOE_F32, EXPERTS, HIDDEN, router)),
+      .x = cumoe_const(matrix(context, CUMOE_F32, TOKENS, HIDDEN, x + r->number * TOKENS * HIDDEN)),
+      .router_weight = cumoe_const(matrix(context, CUMOE_F32, EXPERTS, HIDDEN, router)),
       .out = out,
-      .workspace = matrix(r->context, CUMOE_U8, 1, (int64_t)bytes, NULL)};
-  const cumoe_ep_args args = {.size = sizeof args,
-                              .placement = cumoe_const(matrix(r->context, CUMOE_I32, EXPERTS, 1, places)),
-                              .layer = &layer};
+      .workspace = matrix(context, CUMOE_U8, 1, (int64_t)bytes, NULL)};
+  const cumoe_ep_args args = {
+      .size = sizeof args, .placement = cumoe_const(matrix(context, CUMOE_I32, EXPERTS, 1, places)), .layer = &layer};
+  float *const mine = shared->got + r->number * TOKENS * HIDDEN;
   check(cumoe_ep_forward(group, weights, &args, stream));
-  check(cumoe_copy_to_host(r->context, mine, TOKENS * HIDDEN * sizeof *mine, cumoe_const(out), stream));
-  check(cumoe_synchronize(r->context, stream));
+  check(cumoe_copy_to_host(context, mine, TOKENS * HIDDEN * sizeof *mine, cumoe_const(out), stream));
+  check(cumoe_synchronize(context, stream));
   check(cumoe_group_fault_read(group, &fault));
   if (fault.cause != CUMOE_GROUP_ALIVE) fprintf(stderr, "rank %d: rank %d gave up\n", (int)r->number, (int)fault.by);
   check(cumoe_group_destroy(group));
-  check(cumoe_stream_destroy(r->context, stream));
+  check(cumoe_arenas_destroy(arenas));
+  check(cumoe_stream_destroy(context, stream));
+  check(cumoe_context_destroy(context));
   return NULL;
+}
+
+/* Whether all came to their end. */
+static int run_threads(rank *ranks)
+{
+  pthread_t threads[RANKS];
+  for (int i = 0; i < RANKS; i++)
+    if (pthread_create(&threads[i], NULL, run, &ranks[i]) != 0) return 0;
+  for (int i = 0; i < RANKS; i++) (void)pthread_join(threads[i], NULL);
+  return 1;
+}
+
+static int run_processes(rank *ranks)
+{
+  pid_t children[RANKS];
+  int good = 1, end;
+  for (int i = 0; i < RANKS; i++) {
+    children[i] = fork();
+    if (children[i] < 0) return 0;
+    if (children[i] == 0) {
+      run(&ranks[i]);
+      exit(0);
+    }
+  }
+  for (int i = 0; i < RANKS; i++) good &= waitpid(children[i], &end, 0) == children[i] && end == 0;
+  return good;
 }
 
 static void whole_layer(void)
@@ -170,25 +222,24 @@ static int32_t count_devices(void)
 
 int main(void)
 {
-  pthread_t threads[RANKS];
+  rank ranks[RANKS];
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* ranks that share a GPU wait for each other: a queue each */
+  shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (shared == MAP_FAILED) return 1;
   const int32_t devices = count_devices();
   fill(x, ALL * HIDDEN, 1, 1);
   fill(router, EXPERTS * HIDDEN, 0.3f, 2);
   fill(gate_up, EXPERTS * UP, 0.3f, 3);
   fill(down, EXPERTS * DOWN, 0.3f, 4);
-  for (int32_t i = 0; i < RANKS; i++) open_rank(&ranks[i], i, devices);
-  for (int i = 0; i < RANKS; i++)
-    if (pthread_create(&threads[i], NULL, run, &ranks[i]) != 0) return 1;
-  for (int i = 0; i < RANKS; i++) (void)pthread_join(threads[i], NULL);
+  for (int32_t i = 0; i < RANKS; i++) ranks[i] = (rank){i, devices ? i % devices : CUMOE_DEVICE_CPU, 0};
+  if (!(devices ? run_threads(ranks) : run_processes(ranks))) return 1;
   whole_layer();
 
   double worst = 0, largest = 0;
   for (int i = 0; i < ALL * HIDDEN; i++) {
-    worst = fmax(worst, fabs((double)got[i] - (double)want[i]));
+    worst = fmax(worst, fabs((double)shared->got[i] - (double)want[i]));
     largest = fmax(largest, fabs((double)want[i]));
   }
   printf("%d ranks on %d GPUs: largest difference %.1e of %.1f\n", (int)RANKS, (int)devices, worst, largest);
-  for (int i = 0; i < RANKS; i++) check(cumoe_context_destroy(ranks[i].context));
   return worst < 1e-5 * largest ? 0 : 1;
 }
