@@ -433,7 +433,8 @@ void shim_read(void *to, const void *device, size_t bytes)
 block *shim_alias(const void *at)
 {
   pthread_mutex_lock(&lock);
-  block *b = alias_of(block_at(at));
+  block *b = block_at(at);
+  if (b != NULL) b = alias_of(b);
   pthread_mutex_unlock(&lock);
   return b;
 }

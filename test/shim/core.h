@@ -128,7 +128,7 @@ block *block_holding(const void *at, size_t bytes); /* wholly inside a live devi
 block *block_at(const void *at);                    /* that begins there */
 block *alias_of(const block *of);                   /* the same bytes at another address; ends by end_block */
 void end_block(block *b);
-block *shim_alias(const void *at); /* both, without the lock */
+block *shim_alias(const void *at); /* both, without the lock; NULL: no block begins there */
 void shim_alias_end(block *b);
 
 /* The stream, or the device's default one; NULL if it is none. */

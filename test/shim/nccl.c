@@ -17,6 +17,7 @@ enum {
 
 typedef struct meeting {
   int here;
+  bool ended; /* without some: who comes now comes too late */
   const void *from[MOST_RANKS];
   void *to[MOST_RANKS];
 } meeting;
@@ -28,17 +29,18 @@ typedef struct team {
   meeting gathers[GATHERS], registers[GATHERS];
 } team;
 
-typedef struct comm {
-  team *team;
-  int rank, device, gathered, registered;
-  cudaStream_t stuck;
-} comm;
-
 typedef struct window {
   const meeting *of;
   int ranks;
   block *open[MOST_RANKS];
 } window;
+
+typedef struct comm {
+  team *team;
+  int rank, device, gathered, registered;
+  cudaStream_t stuck;
+  window *windows[GATHERS]; /* those that are registered */
+} comm;
 
 static char handle;
 
@@ -61,12 +63,22 @@ void shim_comms_open(void **comms, int ranks, const int *devices)
   }
 }
 
+static void end_window(window *w)
+{
+  for (int r = 0; r < w->ranks; r++)
+    if (w->open[r] != NULL) shim_alias_end(w->open[r]);
+  __real_free(w);
+}
+
 void shim_comms_close(void **comms)
 {
   team *t = ((comm *)comms[0])->team;
   for (int r = 0; r < t->ranks; r++) {
-    if (((comm *)comms[r])->stuck) set_stuck(((comm *)comms[r])->stuck, false);
-    __real_free(comms[r]);
+    comm *c = comms[r];
+    if (c->stuck) set_stuck(c->stuck, false);
+    for (int i = 0; i < GATHERS; i++)
+      if (c->windows[i] != NULL) end_window(c->windows[i]);
+    __real_free(c);
   }
   __real_free(t);
 }
@@ -83,13 +95,14 @@ static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(c
   pthread_mutex_lock(&t->lock);
   m->from[c->rank] = from;
   m->to[c->rank] = to;
-  if (++m->here == t->ranks) {
+  if (!m->ended && ++m->here == t->ranks) {
     work(t, m);
     pthread_cond_broadcast(&t->changed);
   }
   while (m->here < t->ranks)
-    if (pthread_cond_timedwait(&t->changed, &t->lock, &until) != 0) break;
+    if (m->ended || pthread_cond_timedwait(&t->changed, &t->lock, &until) != 0) break;
   const bool all = m->here == t->ranks;
+  m->ended = !all;
   pthread_mutex_unlock(&t->lock);
   return all;
 }
@@ -186,6 +199,7 @@ static int window_register(comm *c, void *data, size_t bytes, window **out, int 
   if (!meet(c, m, data, NULL, nothing)) return REMOTE_ERROR; /* the engine has ended the communicator */
   if (code != 0 || shim.null_windows) return code;
   *out = __real_calloc(1, sizeof **out);
+  c->windows[c->registered - 1] = *out;
   (*out)->of = m;
   (*out)->ranks = c->team->ranks;
   return 0;
@@ -194,10 +208,9 @@ static int window_register(comm *c, void *data, size_t bytes, window **out, int 
 static int window_deregister(comm *c, window *w)
 {
   const int code = begin("ncclCommWindowDeregister");
-  (void)c;
-  for (int r = 0; r < w->ranks; r++)
-    if (w->open[r] != NULL) shim_alias_end(w->open[r]);
-  __real_free(w);
+  for (int i = 0; i < GATHERS; i++)
+    if (c->windows[i] == w) c->windows[i] = NULL;
+  end_window(w);
   return code;
 }
 
@@ -208,7 +221,7 @@ static int peer_pointer(window *w, size_t offset, int peer, void **out)
   if (code != 0 || shim.far_windows) return code;
   if (peer < 0 || peer >= w->ranks || offset != 0) return INVALID;
   if (w->open[peer] == NULL) w->open[peer] = shim_alias(w->of->from[peer]);
-  *out = (void *)w->open[peer]->at;
+  *out = w->open[peer] != NULL ? (void *)w->open[peer]->at : w; /* freed by now: an address all the same */
   return 0;
 }
 
