@@ -94,7 +94,7 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safet
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym
+SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
 WHITE_BOX    := $(patsubst test/%.c,%,$(shell grep -lsE '^.include "../(host|kernels)/' $(TESTS:%=test/%.c) /dev/null))
@@ -129,7 +129,7 @@ $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
-$(eval $(call stamp,objects,cumoe groups $(OBJS)))
+$(eval $(call stamp,objects,cumoe groups train $(OBJS)))
 $(eval $(call stamp,link,$(CC) $(LINK_LIBS) $(LDFLAGS) $(LDLIBS)))
 $(eval $(call stamp,commit,$(COMMIT)))
 FORCE:
@@ -223,19 +223,22 @@ $(OBJ)/%.o: %.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 
-# All objects become one whose hidden symbols are local: an engine may have its own function `launch`. Groups are a
-# member of their own, which a program without them does not link; what they use of the other, both call
-# cumoe_internal_...
-MEMBERS  := $(OBJ)/cumoe.o $(OBJ)/groups.o
-GROUPS   := $(filter $(OBJ)/host/ep%.o $(OBJ)/host/group.o $(OBJ)/kernels/cpu/exchange.o $(OBJ)/exchange.image.o,\
-	$(OBJS))
-$(OBJ)/joined/cumoe.o: $(filter-out $(GROUPS),$(OBJS)) $(OBJ)/flags.objects
-$(OBJ)/joined/groups.o: $(GROUPS) $(OBJ)/flags.objects
-$(OBJ)/joined/%.o:
+# All objects become one whose hidden symbols are local: an engine may have its own function `launch`. What not every
+# program needs is a member of its own, which one without it does not link; what those use of cumoe.o, all call
+# cumoe_internal_... A member is a line here: its stems in host/ and kernels/cpu/, its images.
+member_groups = ep% group arenas% nccl exchange exchange.image
+member_train  = backward% attention train
+# member_objects NAME
+member_objects = $(filter $(foreach s,$(member_$(1)),$(OBJ)/host/$s.o $(OBJ)/kernels/cpu/$s.o $(OBJ)/$s.o),$(OBJS))
+BESIDES := $(foreach m,groups train,$(if $(call member_objects,$m),$m))
+MEMBERS := $(OBJ)/cumoe.o $(BESIDES:%=$(OBJ)/%.o)
+$(foreach m,$(BESIDES),$(eval $(OBJ)/joined/$m.o: $(call member_objects,$m)))
+$(OBJ)/joined/cumoe.o: $(filter-out $(foreach m,$(BESIDES),$(call member_objects,$m)),$(OBJS))
+$(MEMBERS:$(OBJ)/%=$(OBJ)/joined/%): $(OBJ)/joined/%.o: $(OBJ)/flags.objects
 	$(call begin,LD)
 	$(Q)$(LD) -r -o $@ $(filter %.o,$^)
-$(OBJ)/joined/renamed: $(OBJ)/joined/cumoe.o $(OBJ)/joined/groups.o
-	@$(NM) -u $(@D)/groups.o | awk '{ print $$2 }' | sort > $@.needed
+$(OBJ)/joined/renamed: $(MEMBERS:$(OBJ)/%=$(OBJ)/joined/%)
+	@$(NM) -u $(BESIDES:%=$(@D)/%.o) | awk 'NF == 2 { print $$2 }' | sort -u > $@.needed
 	@$(NM) -g --defined-only $(@D)/cumoe.o | awk '$$3 !~ /^cumoe_/ { print $$3 }' | sort | comm -12 - $@.needed | \
 	awk '{ print $$1, "cumoe_internal_" $$1 }' > $@
 	@awk '{ print $$2 }' $@ > $@.shared

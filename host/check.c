@@ -145,6 +145,27 @@ cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *
   return check_overlaps(views, 1, 2);
 }
 
+/* Each element is read by the thread that writes it, before it does; rows of softmax and norms likewise. */
+cumoe_status check_in_place(const char *output, cumoe_view_mut y, const char *input, cumoe_view x)
+{
+  if (y.data == x.data && (y.ld == x.ld || x.rows <= 1)) return CUMOE_OK;
+  return check_disjoint(output, y, input, x);
+}
+
+cumoe_status check_input(struct context *context, const char *name, cumoe_view x)
+{
+  TRY(check_owner(context, name, &x)); /* its shape means nothing once it is freed */
+  const operand want = {name, x.rows, x.cols, FLOAT_BITS, 0};
+  return check_counted(context, &want, x);
+}
+
+/* Another operand of x's shape and type. */
+cumoe_status check_same_shape(struct context *context, const char *name, cumoe_view v, cumoe_view x)
+{
+  const operand want = {name, x.rows, x.cols, DTYPE_BIT(x.dtype & 31), 0};
+  return check_operand(context, &want, v);
+}
+
 static uint32_t size_of(const void *given)
 {
   uint32_t size;

@@ -33,6 +33,11 @@ cumoe_status check_counted(struct context *context, const operand *want, cumoe_v
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
+/* Of operations whose operands all have one shape and type: the first one, the others, and an output that may be one of
+ * them itself. */
+cumoe_status check_input(struct context *context, const char *name, cumoe_view x);
+cumoe_status check_same_shape(struct context *context, const char *name, cumoe_view v, cumoe_view x);
+cumoe_status check_in_place(const char *output, cumoe_view_mut y, const char *input, cumoe_view x);
 /* Of these views, the first `outputs` are written: they may overlap neither each other nor any other. */
 typedef struct named_view {
   const char *name;

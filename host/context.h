@@ -18,6 +18,7 @@ typedef enum close_step {
   CLOSE_REPORT, /* of leaks: while all is there */
   CLOSE_BLAS,
   CLOSE_GROUPS,
+  CLOSE_ARENAS, /* groups use them */
   CLOSE_PLANS,
   CLOSE_WEIGHTS,
   CLOSE_BUFFERS,

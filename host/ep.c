@@ -1,4 +1,4 @@
-/* cumoe_ep_forward: a straight line an exchange, of the layer's own stages and the moves between ranks. */
+/* cumoe_ep_forward and its three parts: a straight line an exchange, of the layer's stages and moves between ranks. */
 #include "arguments.h"
 #include "check.h"
 #include "context.h"
@@ -31,6 +31,7 @@ cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w)
   w->ids_here = take(&end, all, 4 * k);
   w->y = take(&end, all, row * ep_answers(&g->shape));
   w->shared_y = take(&end, g->shared ? one : 0, row);
+  w->counts = take(&end, 1, 4 * (int64_t)g->plan.desc.local_experts);
   w->inner = take(&end, (int64_t)w->inner_bytes, 1);
   w->bytes = end;
   return CUMOE_OK;
@@ -51,13 +52,15 @@ cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
 /* ---- checks ---- */
 
 typedef struct ep_call {
-  const group *g;
+  const char *name;
+  group *g;
   cumoe_weights weights;
   cumoe_ep_args args;
   cumoe_moe_args layer;
   ep_workspace at;
   char *workspace;
   cumoe_stream stream;
+  int64_t tokens; /* that are there */
   int64_t rounds;
 } ep_call;
 
@@ -84,6 +87,8 @@ static cumoe_status check_off_arena(const ep_call *c)
                               {"args.residual", a->residual},
                               {"args.ids_out", cumoe_const(a->ids_out)},
                               {"args.weights_out", cumoe_const(a->weights_out)},
+                              {"args.device_tokens", a->device_tokens},
+                              {"args.counts_out", cumoe_const(a->counts_out)},
                               {"args.placement", c->args.placement}};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
@@ -122,28 +127,42 @@ static cumoe_status check_rounds(ep_call *c)
   REQUIRE(tokens <= most, CUMOE_ERR_INVALID_ARGUMENT, "args.x.rows is %lld, must be at most args.tokens_max = %lld",
           (long long)tokens, (long long)most);
   c->rounds = (most + capacity - 1) / capacity;
-  if (c->rounds > 1)
-    TRY(check_absent("args.counts_out", cumoe_const(c->layer.counts_out),
-                     "args.tokens_max is above config.max_tokens: there are several rounds"));
-  return check_absent("args.device_tokens", c->layer.device_tokens, "groups do not serve it");
+  return CUMOE_OK;
+}
+
+/* The kernels take the host's count of tokens, and write the counts of one round. */
+static cumoe_status check_served(const ep_call *c)
+{
+  if (on_cpu(c->g->context)) return CUMOE_OK;
+  REQUIRE(absent(&c->layer.device_tokens), CUMOE_ERR_NOT_SUPPORTED,
+          "args.device_tokens is given, groups serve it on the CPU device alone");
+  REQUIRE(c->rounds == 1 || !c->layer.counts_out.data, CUMOE_ERR_NOT_SUPPORTED,
+          "args.counts_out is given with args.tokens_max = %lld, groups serve several rounds of %lld tokens with it on "
+          "the CPU device alone",
+          (long long)c->args.tokens_max, (long long)c->g->shape.capacity);
+  return CUMOE_OK;
 }
 
 static cumoe_status check_call(ep_call *c)
 {
+  REQUIRE(c->args.reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.reserved is %d, must be 0", (int)c->args.reserved);
   REQUIRE(c->args.lane >= 0 && c->args.lane < c->g->shape.lanes, CUMOE_ERR_INVALID_ARGUMENT,
           "args.lane is %d, must be 0 .. lanes - 1 = %d", (int)c->args.lane, (int)c->g->shape.lanes - 1);
   TRY(check_placement(c));
   TRY(check_ep_layer(c));
   TRY(check_rounds(c));
+  TRY(check_served(c));
   return check_off_arena(c);
 }
 
-/* ---- one exchange ---- */
+/* ---- one exchange: what its parts have in common ---- */
 
 typedef struct ep_round {
   const ep_call *c;
-  int64_t first, tokens; /* of this rank's */
+  int64_t number, first, tokens; /* the last two: of this rank's */
   cumoe_view x, ids, weights;
+  cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
+  bool gated;
   ep_args move;
 } ep_round;
 
@@ -173,47 +192,34 @@ static cumoe_view_mut or_region(const ep_round *r, cumoe_view_mut given, size_t 
   return given.data ? part_mut(r, given) : cumoe_matrix_mut(region(r->c, offset), dtype, r->tokens, cols, cols);
 }
 
-static cumoe_status run_router(const ep_round *r, cumoe_view_mut logits)
+static cumoe_view_mut own_logits(const ep_round *r)
 {
-  const cumoe_moe_args *a = &r->c->layer;
-  const cumoe_moe_desc *d = &r->c->g->plan.desc;
-  const cumoe_router_args router = {.size = sizeof router,
-                                    .logits_dtype = d->routing.logits_dtype,
-                                    .logit_scale = d->routing.logit_scale,
-                                    .flags = d->flags & CUMOE_MOE_BATCH_INVARIANT,
-                                    .x = a->router_x.data ? part(r, a->router_x) : r->x,
-                                    .weight = a->router_weight,
-                                    .bias = a->router_bias,
-                                    .logits = logits};
-  return cumoe_router_with(r->c->g->handle, &router, r->c->stream);
+  const int32_t experts = router_experts(&r->c->g->plan.desc);
+  return cumoe_matrix_mut(region(r->c, r->c->at.logits), CUMOE_F32, r->tokens, experts, experts);
 }
 
-/* ids and weights of this round's tokens, wherever they come from. */
-static cumoe_status route(ep_round *r)
+/* Where ids and weights of this round's tokens are, wherever they come from. */
+static void locate_routing(ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args *a = &c->layer;
-  const int32_t k = c->g->shape.top_k, experts = router_experts(&c->g->plan.desc);
-  const cumoe_view_mut own = cumoe_matrix_mut(region(c, c->at.logits), CUMOE_F32, r->tokens, experts, experts);
+  const int32_t k = c->g->shape.top_k;
   const bool from_x = a->router_weight.data != NULL, from_logits = a->logits.data != NULL;
-  if (!from_x && !from_logits) {
-    r->ids = part(r, a->ids);
-    r->weights = part(r, a->weights);
-    return CUMOE_OK;
-  }
-  cumoe_gate_args gate = {.size = sizeof gate,
-                          .routing = c->g->plan.desc.routing,
-                          .logits = from_x ? cumoe_const(own) : part(r, a->logits),
-                          .select_bias = a->select_bias,
-                          .expert_scale = a->expert_scale,
-                          .chosen = part(r, a->ids),
-                          .weights = or_region(r, a->weights_out, c->at.weights, CUMOE_F32, k)};
-  if (!a->ids.data) gate.ids = or_region(r, a->ids_out, c->at.ids, CUMOE_I32, k);
-  r->ids = a->ids.data ? gate.chosen : cumoe_const(gate.ids);
-  r->weights = cumoe_const(gate.weights);
-  if (r->tokens == 0) return CUMOE_OK;
-  if (from_x) TRY(run_router(r, own));
-  return cumoe_gate_with(c->g->handle, &gate, c->stream);
+  r->ids = part(r, a->ids);
+  r->weights = part(r, a->weights);
+  r->gated = from_x || from_logits;
+  if (!r->gated) return;
+  r->gate = (cumoe_gate_args){.size = sizeof r->gate,
+                              .routing = c->g->plan.desc.routing,
+                              .logits = from_x ? cumoe_const(own_logits(r)) : part(r, a->logits),
+                              .select_bias = a->select_bias,
+                              .expert_scale = a->expert_scale,
+                              .chosen = r->ids,
+                              .weights = or_region(r, a->weights_out, c->at.weights, CUMOE_F32, k)};
+  r->weights = cumoe_const(r->gate.weights);
+  if (a->ids.data) return;
+  r->gate.ids = or_region(r, a->ids_out, c->at.ids, CUMOE_I32, k);
+  r->ids = cumoe_const(r->gate.ids);
 }
 
 static void prepare_moves(ep_round *r)
@@ -253,6 +259,48 @@ static char *lane_of(const ep_call *c)
   return c->g->arena + c->g->at.lane + (uint64_t)c->args.lane * c->g->at.lane_bytes;
 }
 
+static ep_round open_round(const ep_call *c, int64_t number)
+{
+  const int64_t capacity = c->g->shape.capacity, all = c->tokens;
+  const int64_t first = number * capacity < all ? number * capacity : all;
+  ep_round r = {.c = c, .number = number, .first = first, .tokens = all - first < capacity ? all - first : capacity};
+  r.x = part(&r, c->layer.x);
+  locate_routing(&r);
+  prepare_moves(&r);
+  return r;
+}
+
+/* What ran before may have been a call by itself. */
+static cumoe_status run_move(const ep_round *r, move which)
+{
+  name_call_on(r->c->name, r->c->stream);
+  return wire_move(r->c->g, which, &r->move, r->c->stream);
+}
+
+/* ---- dispatch ---- */
+
+static cumoe_status run_router(const ep_round *r)
+{
+  const cumoe_moe_args *a = &r->c->layer;
+  const cumoe_moe_desc *d = &r->c->g->plan.desc;
+  const cumoe_router_args router = {.size = sizeof router,
+                                    .logits_dtype = d->routing.logits_dtype,
+                                    .logit_scale = d->routing.logit_scale,
+                                    .flags = d->flags & CUMOE_MOE_BATCH_INVARIANT,
+                                    .x = a->router_x.data ? part(r, a->router_x) : r->x,
+                                    .weight = a->router_weight,
+                                    .bias = a->router_bias,
+                                    .logits = own_logits(r)};
+  return cumoe_router_with(r->c->g->handle, &router, r->c->stream);
+}
+
+static cumoe_status run_routing(const ep_round *r)
+{
+  if (!r->gated || r->tokens == 0) return CUMOE_OK;
+  if (r->c->layer.router_weight.data) TRY(run_router(r));
+  return cumoe_gate_with(r->c->g->handle, &r->gate, r->c->stream);
+}
+
 /* The shared expert is a layer of one expert, which every token chooses. */
 static cumoe_status run_shared(const ep_round *r)
 {
@@ -275,6 +323,30 @@ static cumoe_status run_shared(const ep_round *r)
   return cumoe_router(c->g->handle, r->x, c->layer.shared_gate, none, logit, c->stream);
 }
 
+static cumoe_status dispatch_round(const ep_round *r)
+{
+  TRY(run_routing(r));
+  TRY(run_move(r, MOVE_PUT));
+  return run_shared(r);
+}
+
+/* ---- experts ---- */
+
+static cumoe_view_mut counts_of_round(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  if (r->number == 0 || !c->layer.counts_out.data) return c->layer.counts_out;
+  return cumoe_vector_mut(region(c, c->at.counts), CUMOE_I32, c->g->plan.desc.local_experts);
+}
+
+/* On the CPU device alone, where the experts are done: see check_served. */
+static void add_counts(const ep_round *r)
+{
+  int32_t *sum = r->c->layer.counts_out.data;
+  const int32_t *round = counts_of_round(r).data;
+  for (int32_t e = 0; sum != round && e < r->c->g->plan.desc.local_experts; e++) sum[e] += round[e];
+}
+
 /* This rank's experts, over what all ranks have sent. */
 static cumoe_status run_experts(const ep_round *r)
 {
@@ -289,11 +361,22 @@ static cumoe_status run_experts(const ep_round *r)
       .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
       .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
       .out = cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
-      .counts_out = c->layer.counts_out,
+      .counts_out = counts_of_round(r),
       .load = c->layer.load,
       .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
-  return cumoe_moe_forward(g->shard, c->weights, &a, c->stream);
+  TRY(cumoe_moe_forward(g->shard, c->weights, &a, c->stream));
+  add_counts(r);
+  return CUMOE_OK;
 }
+
+static cumoe_status serve_round(const ep_round *r)
+{
+  TRY(run_move(r, MOVE_WAIT_TOKENS));
+  TRY(run_experts(r));
+  return run_move(r, MOVE_ANSWER);
+}
+
+/* ---- combine ---- */
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
 static cumoe_status collect(const ep_round *r)
@@ -317,19 +400,13 @@ static cumoe_status collect(const ep_round *r)
   ON_DEVICE(g->context, dispatch(g->context, OP_combine, &combine, c->stream));
 }
 
-static cumoe_status exchange(ep_round *r)
+static cumoe_status combine_round(const ep_round *r)
 {
-  const ep_call *c = r->c;
-  TRY(route(r));
-  prepare_moves(r);
-  TRY(wire_move(c->g, MOVE_PUT, &r->move, c->stream));
-  TRY(run_shared(r));
-  TRY(wire_move(c->g, MOVE_WAIT_TOKENS, &r->move, c->stream));
-  TRY(run_experts(r));
-  TRY(wire_move(c->g, MOVE_ANSWER, &r->move, c->stream));
-  TRY(wire_move(c->g, MOVE_WAIT_ANSWERS, &r->move, c->stream));
+  TRY(run_move(r, MOVE_WAIT_ANSWERS));
   return collect(r);
 }
+
+/* ---- calls ---- */
 
 /* A call that fails halfway leaves others waiting: they are told. */
 static cumoe_status give_up(const group *g)
@@ -343,33 +420,80 @@ static cumoe_status give_up_entered(const group *g)
   ON_DEVICE_RELAXED(g->context, give_up(g));
 }
 
-static cumoe_status run_rounds(const ep_call *c)
+static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
 {
-  const int64_t capacity = c->g->shape.capacity, all = c->layer.x.rows;
-  for (int64_t i = 0; i < c->rounds; i++) {
-    const int64_t first = i * capacity < all ? i * capacity : all;
-    ep_round r = {.c = c, .first = first, .tokens = all - first < capacity ? all - first : capacity};
-    r.x = part(&r, c->layer.x);
-    const cumoe_status status = exchange(&r);
-    if (status == CUMOE_OK) continue;
-    if (status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
-    return status;
-  }
+  static cumoe_status (*const parts[PARTS])(const ep_round *) = {dispatch_round, serve_round, combine_round};
+  const ep_round r = open_round(c, number);
+  const cumoe_status status = parts[which](&r);
+  if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
+  if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);
+  return status;
+}
+
+/* What a GPU has done so far the host cannot know: a graph may have been replayed. */
+static cumoe_status check_order(const ep_call *c, ep_part which)
+{
+  static const char *const names[PARTS] = {"cumoe_ep_dispatch or cumoe_ep_forward", "cumoe_ep_experts",
+                                           "cumoe_ep_combine"};
+  uint64_t end = 0;
+  const ep_part next = c->g->next[c->args.lane];
+  if (!on_cpu(c->g->context) || next == which) return CUMOE_OK;
+  TRY(wire_load_abort(c->g, &end));
+  if (end) return ep_explain(c->g, end);
+  return fail(CUMOE_ERR_INVALID_ARGUMENT, "args.lane is %d, where the next call must be %s", (int)c->args.lane,
+              names[next]);
+}
+
+static cumoe_status open_call(ep_call *c, cumoe_group handle, const cumoe_ep_args *args, ep_part first)
+{
+  TRY(find_group(handle, &c->g));
+  TRY(take_struct("args", args, &c->args));
+  TRY(take_struct("args.layer", c->args.layer, &c->layer));
+  TRY(ep_lay_out_workspace(c->g, &c->at));
+  name_call_on(c->name, c->stream);
+  TRY(check_call(c));
+  c->workspace = c->layer.workspace.data;
+  TRY(check_order(c, first));
+  c->tokens = cpu_ep_tokens((token_count){c->layer.x.rows, c->layer.device_tokens.data}, c->g->context->fault);
   return CUMOE_OK;
+}
+
+static cumoe_status one_part(ep_call c, cumoe_group handle, const cumoe_ep_args *args, ep_part which)
+{
+  TRY(open_call(&c, handle, args, which));
+  REQUIRE(c.args.round >= 0 && c.args.round < c.rounds, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.round is %d, must be 0 .. %lld (of the rounds that args.tokens_max needs)", (int)c.args.round,
+          (long long)c.rounds - 1);
+  return run_part(&c, which, c.args.round);
+}
+
+cumoe_status cumoe_ep_dispatch(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args,
+                               cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, handle, args, PART_DISPATCH);
+}
+
+cumoe_status cumoe_ep_experts(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, handle, args, PART_EXPERTS);
+}
+
+cumoe_status cumoe_ep_combine(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  return one_part((ep_call){.name = __func__, .weights = weights, .stream = stream}, handle, args, PART_COMBINE);
 }
 
 cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  group *g;
-  ep_call c = {.weights = weights, .stream = stream};
-  TRY(find_group(handle, &g));
-  c.g = g;
-  TRY(take_struct("args", args, &c.args));
-  TRY(take_struct("args.layer", c.args.layer, &c.layer));
-  TRY(ep_lay_out_workspace(g, &c.at));
-  name_call_on(__func__, stream);
-  TRY(check_call(&c));
-  c.workspace = c.layer.workspace.data;
-  return run_rounds(&c);
+  ep_call c = {.name = __func__, .weights = weights, .stream = stream};
+  TRY(open_call(&c, handle, args, PART_DISPATCH));
+  REQUIRE(c.args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
+          (int)c.args.round);
+  for (int64_t i = 0; i < c.rounds; i++)
+    for (ep_part which = PART_DISPATCH; which < PARTS; which++) TRY(run_part(&c, which, i));
+  return CUMOE_OK;
 }

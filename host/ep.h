@@ -4,9 +4,13 @@
 
 #include "moe.h"
 #include "../include/cumoe/ep.h"
+#include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
 typedef enum move { MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
+
+/* An exchange in three parts, each a call of its own or all in one. */
+typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
 
 typedef struct group {
   struct context *context;
@@ -15,9 +19,11 @@ typedef struct group {
   cumoe_plan shard, shared; /* what a rank does for all: its experts unreduced or summed; the shared expert, or NULL */
   ep_shape shape;
   ep_layout at;
+  ep_ways ways;
   int32_t rank;
   int64_t timeout_ns;
-  cudaStream_t stream; /* on a GPU, as all of these: for what the host says */
+  ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
+  cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
   bool early; /* they may start before the grid ahead has ended */
@@ -30,13 +36,18 @@ ep_layout ep_lay_out(const ep_shape *shape);
 
 /* Byte offsets of a call's own memory. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, inner;
+  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
   size_t bytes;
 } ep_workspace;
 cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w);
 
 cumoe_status find_group(cumoe_group handle, group **found);
+
+/* In a rank's line of `hello`: its state, for whom the line is, and the facts that it tells of itself; of masks, how
+ * far its lanes have come, and {ranks left out : 32, hash of the mask : 32}. */
+enum { HELLO_STATE = 0, HELLO_FACTS = 8, HELLO_LANES = EP_LINE - 16, HELLO_MASK = EP_LINE - 8 };
+_Static_assert(EP_MAX_LANES <= 2, "a word tells how far each lane has come");
 
 /* PEER, with words for what an abort word says. */
 cumoe_status ep_explain(const group *g, uint64_t word);
@@ -49,6 +60,8 @@ cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *f
 cumoe_status wire_read(const group *g, uint64_t at, void *to, size_t bytes);
 cumoe_status wire_store(const group *g, int32_t rank, uint64_t at, uint64_t word); /* after all that was written */
 cumoe_status wire_load(const group *g, uint64_t at, uint64_t *word);
+/* The own abort word, or 0 where it is of a rank that was left out. */
+cumoe_status wire_load_abort(const group *g, uint64_t *word);
 /* Until the upper half of the own word at `at` has reached `least`: *end is 0. Else the abort word, or EP_LATE. */
 cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end);
 void wire_give_up(const group *g, uint64_t word);

@@ -6,7 +6,6 @@
 #include "context.h"
 #include "ep.h"
 #include "launch.h"
-#include "../kernels/cpu/exchange.h"
 
 #include <string.h>
 #include <time.h>
@@ -48,6 +47,13 @@ cumoe_status wire_load(const group *g, uint64_t at, uint64_t *word)
   return CUMOE_OK;
 }
 
+cumoe_status wire_load_abort(const group *g, uint64_t *word)
+{
+  TRY(wire_load(g, g->at.abort, word));
+  *word = ep_heeded(&g->ways, *word);
+  return CUMOE_OK;
+}
+
 static int64_t now_ns(void)
 {
   struct timespec t;
@@ -64,7 +70,7 @@ cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_a
     *end = 0;
     TRY(wire_load(g, at, &word));
     if ((int32_t)((uint32_t)(word >> 32) - least) >= 0) return CUMOE_OK;
-    if (heeds_abort) TRY(wire_load(g, g->at.abort, end));
+    if (heeds_abort) TRY(wire_load_abort(g, end));
     if (*end) return CUMOE_OK;
     *end = EP_LATE;
     if (now_ns() - begin > g->timeout_ns) return CUMOE_OK;
@@ -75,7 +81,7 @@ void wire_give_up(const group *g, uint64_t word)
 {
   uint64_t own = 0;
   if (on_cpu(g->context)) {
-    cpu_ep_give_up(g->arenas, &g->at, g->shape.ranks, g->rank, word);
+    cpu_ep_give_up(g->arenas, &g->at, &g->shape, &g->ways, g->rank, word);
     return;
   }
   for (int32_t r = 0; r < g->shape.ranks; r++)
@@ -142,13 +148,13 @@ void wire_close(group *g)
 
 /* ---- moves ---- */
 
-static uint64_t move_on_cpu(move which, const ep_args *a)
+static uint64_t move_on_cpu(move which, const ep_args *a, const ep_ways *ways)
 {
   switch (which) {
-  case MOVE_PUT: cpu_ep_put(a); return 0;
-  case MOVE_ANSWER: cpu_ep_answer(a); return 0;
-  case MOVE_WAIT_TOKENS: return cpu_ep_wait_tokens(a);
-  default: return cpu_ep_wait_answers(a);
+  case MOVE_PUT: cpu_ep_put(a, ways); return 0;
+  case MOVE_ANSWER: cpu_ep_answer(a, ways); return 0;
+  case MOVE_WAIT_TOKENS: return cpu_ep_wait_tokens(a, ways);
+  default: return cpu_ep_wait_answers(a, ways);
   }
 }
 
@@ -179,7 +185,8 @@ static cumoe_status launch_move(const group *g, move which, const ep_args *a, cu
 cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
 {
   if (!on_cpu(g->context)) return launch_move(g, which, a, stream);
-  uint64_t end = which == MOVE_PUT ? cpu_ep_load(g->arena + g->at.abort) : 0;
-  if (end == 0) end = move_on_cpu(which, a);
+  uint64_t end = 0;
+  if (which == MOVE_PUT) TRY(wire_load_abort(g, &end));
+  if (end == 0) end = move_on_cpu(which, a, &g->ways);
   return end ? ep_explain(g, end) : CUMOE_OK;
 }

@@ -5,7 +5,6 @@
 #include "ep.h"
 #include "objects.h"
 #include "plan.h"
-#include "../kernels/cpu/exchange.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +15,7 @@ _Static_assert((int)CUMOE_MAX_RANKS == EP_MAX_RANKS && (int)CUMOE_MAX_LANES == E
 _Static_assert((int)CUMOE_GROUP_TIMEOUT == EP_TIMEOUT && (int)CUMOE_GROUP_FAILED == EP_FAILED &&
                    (int)CUMOE_GROUP_ABORTED == EP_ASKED && (int)CUMOE_PHASE_CREATE == EP_CREATE &&
                    (int)CUMOE_PHASE_DISPATCH == EP_DISPATCH && (int)CUMOE_PHASE_RETURN == EP_RETURN &&
-                   (int)CUMOE_PHASE_DESTROY == EP_DESTROY,
+                   (int)CUMOE_PHASE_DESTROY == EP_DESTROY && (int)CUMOE_PHASE_SET_ACTIVE == EP_ACTIVE,
                "an abort word says what the manual names");
 
 /* ---- the configuration ---- */
@@ -53,11 +52,13 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
 static cumoe_status take_config(const struct plan *plan, const cumoe_group_config *from, cumoe_group_config *c)
 {
   const int32_t k = plan->desc.routing.top_k;
+  const uint32_t known = CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP;
   TRY(take_struct("config", from, c));
   if (c->lanes == 0) c->lanes = 1;
   if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
-  REQUIRE(!(c->flags & ~(uint32_t)CUMOE_GROUP_EXACT), CUMOE_ERR_INVALID_ARGUMENT,
-          "config.flags is 0x%x, known are 0x%x", c->flags, (unsigned)CUMOE_GROUP_EXACT);
+  REQUIRE(!(c->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x%x, known are 0x%x", c->flags, known);
+  REQUIRE(!(c->flags & CUMOE_GROUP_DEDUP) || on_cpu(plan->context), CUMOE_ERR_NOT_SUPPORTED,
+          "config.flags is 0x%x, has CUMOE_GROUP_DEDUP, which groups on GPUs do not serve", c->flags);
   REQUIRE(c->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)c->reserved);
   REQUIRE(c->ranks >= 1 && c->ranks <= EP_MAX_RANKS, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is %d, must be 1 .. %d",
           (int)c->ranks, EP_MAX_RANKS);
@@ -117,10 +118,14 @@ static abort_facts abort_facts_of(uint64_t word)
 
 cumoe_status ep_explain(const group *g, uint64_t word)
 {
-  static const char *const did[] = {"", "joined (create)", "sent its tokens (dispatch)",
-                                    "returned its results (return)", "left (destroy)"};
+  static const char *const did[] = {"",
+                                    "joined (create)",
+                                    "sent its tokens (dispatch)",
+                                    "returned its results (return)",
+                                    "left (destroy)",
+                                    "told where it is (set_active)"};
   const abort_facts f = abort_facts_of(word);
-  const char *what = f.phase > 0 && f.phase <= EP_DESTROY ? did[f.phase] : "answered";
+  const char *what = f.phase > 0 && f.phase <= EP_ACTIVE ? did[f.phase] : "answered";
   if (f.cause == EP_TIMEOUT && f.by == g->rank)
     return fail(CUMOE_ERR_PEER, "rank %d has not %s within %g s: the group has given up", (int)f.about, what,
                 (double)g->timeout_ns * 1e-9);
@@ -148,7 +153,7 @@ cumoe_status cumoe_group_abort(cumoe_group handle)
 static cumoe_status read_fault(const group *g, cumoe_group_fault *fault)
 {
   uint64_t word = 0;
-  TRY(wire_load(g, g->at.abort, &word));
+  TRY(wire_load_abort(g, &word));
   const abort_facts f = abort_facts_of(word);
   const cumoe_group_fault record = {0, f.cause, f.phase, f.about, f.by, 0};
   give_struct(&record, fault);
@@ -175,14 +180,14 @@ enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
   X("config.ranks", g->shape.ranks)                                                                                    \
   X("config.lanes", g->shape.lanes)                                                                                    \
   X("config.max_tokens", g->shape.capacity)                                                                            \
-  X("config.flags", g->shape.exact)                                                                                    \
+  X("config.flags", (g->shape.exact ? CUMOE_GROUP_EXACT : 0) | (g->ways.dedup ? CUMOE_GROUP_DEDUP : 0))                \
   X("desc.num_experts", g->shape.experts)                                                                              \
   X("routing.top_k", g->shape.top_k)                                                                                   \
   X("desc.hidden", g->shape.hidden)                                                                                    \
   X("the device: 0 the CPU, 1 a GPU:", !on_cpu(g->context))                                                            \
   X("desc.dtype", g->plan.desc.dtype)                                                                                  \
   X("the hash of the rest of desc", hash_of(&g->plan.desc))
-enum { FACT_RANK = 1, FACTS = 12, FACT_WORDS = EP_LINE / 8 - 2 };
+enum { FACT_RANK = 1, FACTS = 12, FACT_WORDS = (HELLO_LANES - HELLO_FACTS) / 8 - 1 };
 _Static_assert(FACTS <= FACT_WORDS, "a line holds a flag, whom it is for, and the facts");
 
 /* FNV-1a of all that all ranks must share: not how many experts one of them has. */
@@ -229,7 +234,7 @@ static cumoe_status tell_facts(const group *g)
   for (int32_t r = 0; r < g->shape.ranks; r++) {
     uint64_t line[1 + FACTS] = {(uint64_t)r};
     facts_of(g, line + 1);
-    TRY(wire_write(g, r, hello(g, g->rank) + 8, line, sizeof line));
+    TRY(wire_write(g, r, hello(g, g->rank) + HELLO_FACTS, line, sizeof line));
   }
   return tell_state(g, HAS_TOLD);
 }
@@ -260,7 +265,7 @@ static cumoe_status compare_facts(const group *g, int32_t r)
   uint64_t line[1 + FACTS], own[FACTS];
   const uint64_t *theirs = line + 1;
   facts_of(g, own);
-  TRY(wire_read(g, hello(g, r) + 8, line, sizeof line));
+  TRY(wire_read(g, hello(g, r) + HELLO_FACTS, line, sizeof line));
   TRY(check_wired(g, r, (int32_t)theirs[FACT_RANK], (int32_t)line[0]));
   for (int i = 0; i < FACTS; i++)
     REQUIRE(i == FACT_RANK || own[i] == theirs[i], CUMOE_ERR_INVALID_ARGUMENT,
@@ -476,6 +481,8 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
   g->shape = shape;
   g->at = at;
   g->rank = c.rank;
+  g->ways.dedup = c.flags & CUMOE_GROUP_DEDUP;
+  for (int32_t r = 0; r < c.ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;
   g->timeout_ns = c.timeout_ns;
   g->arena = arena.data;
   memcpy(g->arenas, c.arenas, (size_t)c.ranks * sizeof *g->arenas);
@@ -495,6 +502,7 @@ static cumoe_status leave(const group *g)
   uint64_t end;
   TRY(tell_state(g, HAS_LEFT));
   for (int32_t r = 0; r < g->shape.ranks; r++) {
+    if (!ep_is_active(&g->ways, r)) continue;
     TRY(wire_wait(g, hello(g, r), HAS_LEFT, false, &end));
     if (end) return ep_explain(g, ep_abort_word(EP_TIMEOUT, EP_DESTROY, r, g->rank));
   }

@@ -26,7 +26,7 @@ void *publish_object(object_kind kind, struct context *context, void *object)
 
 cumoe_status find_object(object_kind kind, const char *name, const void *handle, void **object)
 {
-  static const char *const nouns[] = {"a context", "a plan", "weights", "a group"};
+  static const char *const nouns[] = {"a context", "a plan", "weights", "a group", "arenas"};
   record r;
   *object = NULL;
   REQUIRE(handle, CUMOE_ERR_INVALID_ARGUMENT, "%s is null", name);

@@ -13,7 +13,7 @@
 
 struct context;
 
-typedef enum object_kind { OBJECT_CONTEXT, OBJECT_PLAN, OBJECT_WEIGHTS, OBJECT_GROUP } object_kind;
+typedef enum object_kind { OBJECT_CONTEXT, OBJECT_PLAN, OBJECT_WEIGHTS, OBJECT_GROUP, OBJECT_ARENAS } object_kind;
 
 /* A handle for what belongs to `context`; NULL without host memory. */
 void *publish_object(object_kind kind, struct context *context, void *object);

@@ -8,27 +8,6 @@
 
 /* ---- what all share ---- */
 
-/* Each element is read by the thread that writes it, before it does; rows of softmax and norms likewise. */
-static cumoe_status check_in_place(cumoe_view_mut y, const char *input, cumoe_view x)
-{
-  if (y.data == x.data && (y.ld == x.ld || x.rows <= 1)) return CUMOE_OK;
-  return check_disjoint("y", y, input, x);
-}
-
-static cumoe_status check_input(struct context *context, const char *name, cumoe_view x)
-{
-  TRY(check_owner(context, name, &x)); /* its shape means nothing once it is freed */
-  const operand want = {name, x.rows, x.cols, FLOAT_BITS, 0};
-  return check_counted(context, &want, x);
-}
-
-/* Another operand of x's shape and type. */
-static cumoe_status check_alike(struct context *context, const char *name, cumoe_view v, cumoe_view x)
-{
-  const operand want = {name, x.rows, x.cols, DTYPE_BIT(x.dtype & 31), 0};
-  return check_operand(context, &want, v);
-}
-
 static bool in_packets(cumoe_view v)
 {
   const int64_t ld = v.ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)v.dtype);
@@ -71,8 +50,8 @@ static cumoe_status unary(cumoe_context handle, int32_t function, float factor, 
   struct context *context;
   TRY(find_context(handle, &context));
   TRY(check_input(context, "x", x));
-  TRY(check_alike(context, "y", cumoe_const(y), x));
-  TRY(check_in_place(y, "x", x));
+  TRY(check_same_shape(context, "y", cumoe_const(y), x));
+  TRY(check_in_place("y", y, "x", x));
   return run_elementwise(context, function, x, (cumoe_view){0}, factor, y, stream);
 }
 
@@ -82,10 +61,10 @@ static cumoe_status binary(cumoe_context handle, int32_t function, cumoe_view a,
   struct context *context;
   TRY(find_context(handle, &context));
   TRY(check_input(context, "a", a));
-  TRY(check_alike(context, "b", b, a));
-  TRY(check_alike(context, "y", cumoe_const(y), a));
-  TRY(check_in_place(y, "a", a));
-  TRY(check_in_place(y, "b", b));
+  TRY(check_same_shape(context, "b", b, a));
+  TRY(check_same_shape(context, "y", cumoe_const(y), a));
+  TRY(check_in_place("y", y, "a", a));
+  TRY(check_in_place("y", y, "b", b));
   return run_elementwise(context, function, a, b, 0, y, stream);
 }
 
@@ -144,8 +123,8 @@ static cumoe_status check_rows(struct context *context, cumoe_view x, cumoe_view
   TRY(check_input(context, "x", x));
   REQUIRE(x.cols <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "x.cols is %lld, must be at most 2^31 - 1",
           (long long)x.cols);
-  TRY(check_alike(context, "y", cumoe_const(y), x));
-  return check_in_place(y, "x", x);
+  TRY(check_same_shape(context, "y", cumoe_const(y), x));
+  return check_in_place("y", y, "x", x);
 }
 
 cumoe_status cumoe_softmax(cumoe_context handle, cumoe_view x, cumoe_view_mut y, cumoe_stream stream)

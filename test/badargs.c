@@ -60,6 +60,14 @@ typedef struct arguments {
   cumoe_format format;
   cumoe_quantize_args quantize;
   cumoe_repack_args repack;
+  cumoe_embedding_backward_args embedding;
+  cumoe_norm_backward_args norm;
+  cumoe_cross_entropy_args loss;
+  cumoe_global_norm_args global;
+  cumoe_adamw_args adamw;
+  cumoe_attention_args attention;
+  cumoe_attention_backward_args attended;
+  cumoe_rope_args rope;
   float number;
 } arguments;
 
@@ -124,7 +132,7 @@ typedef struct function {
   bool cuda_only;             /* no module can be had on the CPU device */
 } function;
 
-static function functions[160];
+static function functions[200];
 static int function_count;
 
 #define BIT(type) (1u << CUMOE_##type)
@@ -224,6 +232,13 @@ static cumoe_view_mut give_mut(int32_t dtype, int64_t rows, int64_t cols)
 static cumoe_status unless_cpu(cumoe_status status)
 {
   return bench.cpu && status == CUMOE_ERR_NOT_SUPPORTED ? CUMOE_OK : status;
+}
+
+/* What the CPU device alone does is refused elsewhere, after all checks. */
+static cumoe_status on_cpu_alone(cumoe_status status)
+{
+  const bool refused = status == CUMOE_ERR_NOT_SUPPORTED && strstr(cumoe_last_error(), "on the CPU device alone");
+  return refused && !bench.cpu ? CUMOE_OK : status;
 }
 
 /* ---- cumoe/context.h ------------------------------------------------------------------------------------ */
@@ -1210,6 +1225,234 @@ CALL(cumoe_matmul, fill_matmul, matmul(a), CONTEXT, NOT_NULL("args", info), SIZE
 CALL(cumoe_matmul_workspace, fill_context, cumoe_matmul_workspace(a->context, a->out), CONTEXT, NOT_NULL("bytes", out))
 CALL(cumoe_matmul_prepare, fill_context, matmul_prepare(a), CONTEXT)
 
+/* ---- cumoe/train.h -------------------------------------------------------------------------------------- */
+
+#define WORKSPACE_ROWS(member)                                                                                         \
+  VIEW("args.workspace", member, BIT(U8), 256, FREE_COLS | OUT),                                                       \
+      ROW("args.workspace", A_LONG, member.cols, .status = CUMOE_ERR_WORKSPACE)
+#define TRAIN_CALL(name, fill, ...)                                                                                    \
+  CALL(name, fill, on_cpu_alone(name(a->context, a->info, no_stream)), CONTEXT, NOT_NULL("args", info), __VA_ARGS__)
+
+#define BACKWARD(name, given)                                                                                          \
+  CALL(name, fill_elementwise, on_cpu_alone(name(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream)), CONTEXT,  \
+       OPERAND(given, v[0]), VIEW("dy", v[1], BIT(BF16), 0, IN_PLACE), VIEW("dx", v[2], BIT(BF16), 0, OUT))
+BACKWARD(cumoe_relu_backward, "x")
+BACKWARD(cumoe_sigmoid_backward, "x")
+BACKWARD(cumoe_silu_backward, "x")
+BACKWARD(cumoe_gelu_backward, "x")
+BACKWARD(cumoe_gelu_tanh_backward, "x")
+BACKWARD(cumoe_softmax_backward, "y")
+
+static void fill_embedding(arguments *a)
+{
+  a->v[0] = give(CUMOE_BF16, EXPERTS, HIDDEN);
+  a->v[1] = give(CUMOE_I32, 1, TOKENS);
+  a->v[2] = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->rows = TOKENS;
+  a->cols = EXPERTS;
+  a->embedding = (cumoe_embedding_backward_args){.size = sizeof a->embedding, .dy = a->v[2], .ids = a->v[1]};
+  a->embedding.dtable = give_mut(CUMOE_F32, EXPERTS, HIDDEN);
+  a->embedding.workspace = give_mut(CUMOE_U8, 1, 4 * (EXPERTS + 1 + TOKENS));
+  a->info = &a->embedding;
+}
+CALL(cumoe_embedding, fill_embedding,
+     on_cpu_alone(cumoe_embedding(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream)), CONTEXT,
+     VIEW("table", v[0], FLOATS, 0, LOOSE | FREE_ROWS), VIEW("ids", v[1], INDICES, 0, LOOSE),
+     VIEW("y", v[2], BIT(BF16), 0, LOOSE | OUT))
+TRAIN_CALL(cumoe_embedding_backward, fill_embedding, SIZE("args.size", embedding.size),
+           FLAGS("args.flags", embedding.flags, 1), VIEW("args.dy", embedding.dy, FLOATS, 0, LOOSE),
+           VIEW("args.ids", embedding.ids, INDICES, 0, LOOSE),
+           VIEW("args.dtable", embedding.dtable, OR_F32, 0, LOOSE | OUT | FREE_ROWS),
+           WORKSPACE_ROWS(embedding.workspace))
+CALL(cumoe_embedding_backward_workspace, fill_embedding,
+     cumoe_embedding_backward_workspace(a->context, a->rows, a->cols, a->out), CONTEXT,
+     LONG("tokens", rows, 0, INT32_MAX), LONG("vocabulary", cols, 0, INT32_MAX), NOT_NULL("bytes", out))
+
+static void fill_norm(arguments *a)
+{
+  a->rows = TOKENS;
+  a->cols = HIDDEN;
+  a->norm = (cumoe_norm_backward_args){.size = sizeof a->norm, .eps = 1e-5f};
+  a->norm.x = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->norm.weight = give(CUMOE_F32, 1, HIDDEN);
+  a->norm.dy = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->norm.dx = give_mut(CUMOE_BF16, TOKENS, HIDDEN);
+  a->norm.dweight = give_mut(CUMOE_F32, 1, HIDDEN);
+  a->norm.workspace = give_mut(CUMOE_U8, 1, TOKENS * 16);
+  a->info = &a->norm;
+}
+static void fill_layernorm(arguments *a)
+{
+  fill_norm(a);
+  a->norm.dbias = give_mut(CUMOE_BF16, 1, HIDDEN);
+}
+#define NORM_BACKWARD_ROWS                                                                                             \
+  SIZE("args.size", norm.size), FLAGS("args.flags", norm.flags, 1), FLOAT("args.eps", norm.eps),                       \
+      INT("args.reserved", norm.reserved, 0, 0), VIEW("args.x", norm.x, FLOATS, 0, LOOSE),                             \
+      VIEW("args.weight", norm.weight, OR_F32, 0, OPTIONAL), VIEW("args.dy", norm.dy, BIT(BF16), 0, IN_PLACE),         \
+      VIEW("args.dx", norm.dx, BIT(BF16), 0, OPTIONAL | OUT),                                                          \
+      VIEW("args.dweight", norm.dweight, OR_F32, 0, OPTIONAL | OUT), WORKSPACE_ROWS(norm.workspace)
+TRAIN_CALL(cumoe_rmsnorm_backward, fill_norm, NORM_BACKWARD_ROWS)
+TRAIN_CALL(cumoe_layernorm_backward, fill_layernorm, NORM_BACKWARD_ROWS,
+           VIEW("args.dbias", norm.dbias, OR_F32, 0, OPTIONAL | OUT))
+CALL(cumoe_norm_backward_workspace, fill_norm, cumoe_norm_backward_workspace(a->context, a->rows, a->cols, a->out),
+     CONTEXT, LONG("rows", rows, 0, MOST - 1), LONG("cols", cols, 0, INT32_MAX), NOT_NULL("bytes", out))
+
+static void fill_loss(arguments *a)
+{
+  a->loss = (cumoe_cross_entropy_args){.size = sizeof a->loss, .flags = CUMOE_LOSS_IGNORE, .ignore = 2};
+  a->loss.logits = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->loss.targets = give(CUMOE_I32, 1, TOKENS);
+  a->loss.loss = give_mut(CUMOE_F32, 1, 1);
+  a->loss.losses = give_mut(CUMOE_F32, 1, TOKENS);
+  a->loss.counted = give_mut(CUMOE_I64, 1, 1);
+  a->loss.dlogits = give_mut(CUMOE_BF16, TOKENS, HIDDEN);
+  a->info = &a->loss;
+}
+TRAIN_CALL(cumoe_cross_entropy, fill_loss, SIZE("args.size", loss.size), INT("args.reserved", loss.reserved, 0, 0),
+           VIEW("args.logits", loss.logits, FLOATS, 0, LOOSE | IN_PLACE),
+           VIEW("args.targets", loss.targets, INDICES, 0, 0), VIEW("args.loss", loss.loss, BIT(F32), 0, OUT),
+           VIEW("args.losses", loss.losses, BIT(F32), 0, OUT), VIEW("args.counted", loss.counted, BIT(I64), 0, OUT),
+           VIEW("args.dlogits", loss.dlogits, BIT(BF16), 0, OPTIONAL | OUT))
+
+static void fill_global_norm(arguments *a)
+{
+  a->v[0] = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->v[1] = give(CUMOE_F32, 1, HIDDEN);
+  a->global = (cumoe_global_norm_args){.size = sizeof a->global, .max_norm = 1, .gradients = a->v, .count = 2};
+  a->global.norm = give_mut(CUMOE_F32, 1, 1);
+  a->global.factor = give_mut(CUMOE_F32, 1, 1);
+  a->global.step = give_mut(CUMOE_I64, 1, 1);
+  a->global.workspace = give_mut(CUMOE_U8, 1, 8 * (TOKENS + 1));
+  a->info = &a->global;
+}
+/* The list of gradients is the one of these arguments. */
+static cumoe_status global_norm(arguments *a)
+{
+  cumoe_global_norm_args args = a->global;
+  if (args.gradients) args.gradients = a->v;
+  return on_cpu_alone(cumoe_global_norm(a->context, a->info ? &args : NULL, no_stream));
+}
+CALL(cumoe_global_norm, fill_global_norm, global_norm(a), CONTEXT, NOT_NULL("args", info),
+     SIZE("args.size", global.size), FLOAT("args.max_norm", global.max_norm),
+     INT("args.reserved", global.reserved, 0, 0), NOT_NULL("gradients", global.gradients),
+     VALUE("count", global.count, -1, INVALID_ARGUMENT), VALUE("count", global.count, (1 << 20) + 1, INVALID_ARGUMENT),
+     VIEW("gradients", v[0], FLOATS, 0, LOOSE | FREE_ROWS | FREE_COLS),
+     VIEW("gradients", v[1], FLOATS, 0, LOOSE | FREE_ROWS | FREE_COLS),
+     VIEW("args.norm", global.norm, BIT(F32), 0, OUT), VIEW("args.factor", global.factor, BIT(F32), 0, OUT),
+     VIEW("args.step", global.step, BIT(I64), 0, OPTIONAL | OUT), WORKSPACE_ROWS(global.workspace))
+CALL(cumoe_global_norm_workspace, fill_global_norm,
+     cumoe_global_norm_workspace(a->context, a->v, a->global.count, a->out), CONTEXT,
+     VALUE("count", global.count, -1, INVALID_ARGUMENT),
+     VIEW("gradients", v[0], FLOATS, 0, LOOSE | FREE_ROWS | FREE_COLS), NOT_NULL("bytes", out))
+
+static void fill_adamw(arguments *a)
+{
+  a->adamw = (cumoe_adamw_args){.size = sizeof a->adamw, .rate = 1e-3f, .decay = .1f};
+  a->adamw.gradient = give(CUMOE_BF16, TOKENS, HIDDEN);
+  a->adamw.step = give(CUMOE_I64, 1, 1);
+  a->adamw.factor = give(CUMOE_F32, 1, 1);
+  a->adamw.schedule = give(CUMOE_F32, 1, 1);
+  a->adamw.master = give_mut(CUMOE_F32, TOKENS, HIDDEN);
+  a->adamw.first = give_mut(CUMOE_F32, TOKENS, HIDDEN);
+  a->adamw.second = give_mut(CUMOE_F32, TOKENS, HIDDEN);
+  a->adamw.weights = give_mut(CUMOE_BF16, TOKENS, HIDDEN);
+  a->info = &a->adamw;
+}
+#define STATE(name) VIEW("args." #name, adamw.name, BIT(F32), 0, LOOSE | OUT)
+TRAIN_CALL(cumoe_adamw, fill_adamw, SIZE("args.size", adamw.size), FLAGS("args.flags", adamw.flags, 0),
+           FLOAT("args.rate", adamw.rate), FLOAT("args.beta1", adamw.beta1), FLOAT("args.beta2", adamw.beta2),
+           FLOAT("args.eps", adamw.eps), FLOAT("args.decay", adamw.decay), INT("args.reserved", adamw.reserved, 0, 0),
+           VIEW("args.gradient", adamw.gradient, FLOATS, 0, LOOSE), VIEW("args.step", adamw.step, BIT(I64), 0, 0),
+           VIEW("args.factor", adamw.factor, BIT(F32), 0, OPTIONAL),
+           VIEW("args.schedule", adamw.schedule, BIT(F32), 0, OPTIONAL), STATE(master), STATE(first), STATE(second),
+           VIEW("args.weights", adamw.weights, FLOATS, 0, OPTIONAL | OUT))
+
+/* ---- cumoe/attention.h ---------------------------------------------------------------------------------- */
+
+static void fill_attention(arguments *a)
+{
+  cumoe_attention_args *t = &a->attention;
+  *t = (cumoe_attention_args){.size = sizeof *t, .heads = 4, .kv_heads = 2, .head_dim = 16, .window = 2, .softcap = 30};
+  t->q = give(CUMOE_BF16, TOKENS, 64);
+  t->k = give(CUMOE_BF16, 2 * TOKENS, 32);
+  t->v = give(CUMOE_BF16, 2 * TOKENS, 32);
+  t->q_offsets = give(CUMOE_I32, 1, 3);
+  t->k_offsets = give(CUMOE_I32, 1, 3);
+  t->k_lengths = give(CUMOE_I32, 1, 2);
+  t->sinks = give(CUMOE_F32, 1, 4);
+  t->out = give_mut(CUMOE_BF16, TOKENS, 64);
+  t->lse = give_mut(CUMOE_F32, TOKENS, 4);
+  a->info = t;
+}
+static void fill_paged(arguments *a)
+{
+  fill_attention(a);
+  a->attention.page = 2;
+  a->attention.k_offsets = no_view();
+  a->attention.pages = give(CUMOE_I32, 2, 3);
+}
+static void fill_attended(arguments *a)
+{
+  fill_attention(a);
+  a->attended = (cumoe_attention_backward_args){.size = sizeof a->attended, .forward = &a->attention};
+  a->attended.dout = give(CUMOE_BF16, TOKENS, 64);
+  a->attended.dq = give_mut(CUMOE_BF16, TOKENS, 64);
+  a->attended.dk = give_mut(CUMOE_BF16, 2 * TOKENS, 32);
+  a->attended.dv = give_mut(CUMOE_BF16, 2 * TOKENS, 32);
+  a->attended.dsinks = give_mut(CUMOE_F32, 1, 4);
+  a->attended.delta = give_mut(CUMOE_F32, TOKENS, 4);
+  a->info = &a->attended;
+}
+/* The forward call is the one of these arguments. */
+static cumoe_status attention_backward(arguments *a)
+{
+  cumoe_attention_backward_args args = a->attended;
+  if (args.forward) args.forward = &a->attention;
+  return on_cpu_alone(cumoe_attention_backward(a->context, a->info ? &args : NULL, no_stream));
+}
+#define HEADS_ROWS                                                                                                     \
+  FLAGS("flags", attention.flags, 1), INT("heads", attention.heads, 4, 4), INT("", attention.kv_heads, 2, 2),          \
+      ROW("head_dim", A_INT, attention.head_dim, .low = 8, .high = 256, .step = 8),                                    \
+      INT("page", attention.page, 0, INT32_MAX), INT("window", attention.window, 0, INT32_MAX),                        \
+      INT("reserved", attention.reserved, 0, 0), FLOAT("softcap", attention.softcap),                                  \
+      VIEW("q", attention.q, FLOATS, 0, LOOSE), VIEW("k", attention.k, BIT(BF16), 0, LOOSE),                           \
+      VIEW("v", attention.v, BIT(BF16), 0, 0), VIEW("q_offsets", attention.q_offsets, BIT(I32), 0, OPTIONAL | LOOSE),  \
+      VIEW("k_lengths", attention.k_lengths, BIT(I32), 0, OPTIONAL),                                                   \
+      VIEW("sinks", attention.sinks, OR_F32, 0, OPTIONAL)
+#define ATTENTION(form, fill, ...)                                                                                     \
+  CALL_FORM(cumoe_attention, form, fill, on_cpu_alone(cumoe_attention(a->context, a->info, no_stream)), CONTEXT,       \
+            NOT_NULL("args", info), SIZE("args.size", attention.size), HEADS_ROWS,                                     \
+            VIEW("out", attention.out, BIT(BF16), 0, OUT), VIEW("lse", attention.lse, BIT(F32), 0, OPTIONAL | OUT),    \
+            __VA_ARGS__)
+ATTENTION(plain, fill_attention, VIEW("k_offsets", attention.k_offsets, BIT(I32), 0, OPTIONAL))
+ATTENTION(paged, fill_paged, VIEW("pages", attention.pages, BIT(I32), 0, LOOSE | FREE_COLS))
+CALL(cumoe_attention_backward, fill_attended, attention_backward(a), CONTEXT, NOT_NULL("args", info),
+     NOT_NULL("args.forward", attended.forward), SIZE("args.size", attended.size),
+     SIZE("args.forward.size", attention.size), HEADS_ROWS, FLAGS("args.flags", attended.flags, 1),
+     VIEW("args.dout", attended.dout, BIT(BF16), 0, 0), VIEW("out", attention.out, BIT(BF16), 0, 0),
+     VIEW("lse", attention.lse, BIT(F32), 0, 0), VIEW("args.dq", attended.dq, BIT(BF16), 0, OUT),
+     VIEW("args.dk", attended.dk, BIT(BF16), 0, OUT), VIEW("args.dv", attended.dv, BIT(BF16), 0, OUT),
+     VIEW("args.dsinks", attended.dsinks, BIT(F32), 0, OPTIONAL | OUT),
+     VIEW("args.delta", attended.delta, BIT(F32), 0, OUT))
+
+static void fill_rope(arguments *a)
+{
+  a->rope = (cumoe_rope_args){.size = sizeof a->rope, .heads = 4, .head_dim = 16};
+  a->rope.x = give(CUMOE_BF16, TOKENS, 64);
+  a->rope.positions = give(CUMOE_I32, 1, TOKENS);
+  a->rope.cosine = give(CUMOE_F32, 7, 8);
+  a->rope.sine = give(CUMOE_F32, 7, 8);
+  a->rope.y = give_mut(CUMOE_BF16, TOKENS, 64);
+  a->info = &a->rope;
+}
+TRAIN_CALL(cumoe_rope, fill_rope, SIZE("args.size", rope.size), FLAGS("args.flags", rope.flags, 3),
+           INT("", rope.heads, 4, 4), INT("", rope.head_dim, 16, 16),
+           VIEW("args.x", rope.x, FLOATS, 0, LOOSE | IN_PLACE),
+           VIEW("args.positions", rope.positions, INDICES, 0, OPTIONAL),
+           VIEW("args.cosine", rope.cosine, BIT(F32), 0, LOOSE), VIEW("args.sine", rope.sine, BIT(F32), 0, LOOSE),
+           VIEW("args.y", rope.y, BIT(BF16), 0, OUT))
+
 /* ---- cumoe/quantize.h ----------------------------------------------------------------------------------- */
 
 static void fill_quantize_rows(arguments *a)
@@ -1312,8 +1555,11 @@ static const char *const exempt[] = {
     /* answer with a value: no_status() below */
     "cumoe_buffer_view", "cumoe_buffer_view_mut", "cumoe_buffer_live", "cumoe_fault_pending", "cumoe_debug_live",
     /* of all ranks at once: test/ep.c */
-    "cumoe_ep_arena", "cumoe_ep_workspace", "cumoe_ep_forward", "cumoe_group_create", "cumoe_group_destroy",
-    "cumoe_group_abort", "cumoe_group_fault_read",
+    "cumoe_ep_arena", "cumoe_ep_workspace", "cumoe_ep_forward", "cumoe_ep_dispatch", "cumoe_ep_experts",
+    "cumoe_ep_combine", "cumoe_group_create", "cumoe_group_destroy", "cumoe_group_abort", "cumoe_group_fault_read",
+    "cumoe_group_set_active",
+    /* the same: test/arenas.c */
+    "cumoe_arenas_create", "cumoe_arenas_create_all", "cumoe_arenas_get_info", "cumoe_arenas_destroy",
     /* what macros call that have a row */
     "cumoe_buffer_alloc_at", "cumoe_buffer_alloc_with_at", "cumoe_pinned_alloc_at"};
 
@@ -1752,6 +1998,68 @@ static int change_map(int which, arguments *a, expectation *e)
   return n;
 }
 
+static int change_softmax_backward(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "y.cols is 2147483648", a->v[0].cols = (int64_t)1 << 31)
+  return n;
+}
+
+static int change_norm_backward(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.dbias must be absent: rmsnorm has no bias", a->norm.dbias = a->norm.dweight)
+  CHANGE(WORKSPACE, "args.workspace is absent, 48 bytes", a->norm.workspace = no_view_mut())
+  return n;
+}
+
+static int change_loss(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.ignore is 2, must be 0 without LOSS_IGNORE", a->loss.flags = 0)
+  CHANGE(INVALID_ARGUMENT, "args.flags is 0x2", a->loss.flags = 2)
+  CHANGE(INVALID_ARGUMENT, "args.scale is nan", a->loss.scale = NAN)
+  return n;
+}
+
+static int change_attention(int which, arguments *a, expectation *e)
+{
+  cumoe_attention_args *t = &a->attention;
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "scale is nan", t->scale = NAN)
+  CHANGE(INVALID_ARGUMENT, "pages must be absent: page is 0", t->pages = t->q_offsets)
+  CHANGE(INVALID_ARGUMENT, "k_offsets must be absent: keys are paged", t->page = 2)
+  return n;
+}
+
+static int change_paged(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "q_offsets is absent, and pages has 2", a->attention.q_offsets = no_view())
+  CHANGE(INVALID_ARGUMENT, "k_lengths is absent", a->attention.k_lengths = no_view())
+  CHANGE(INVALID_ARGUMENT, "pages is absent", a->attention.pages = no_view())
+  return n;
+}
+
+static int change_attended(int which, arguments *a, expectation *e)
+{
+  cumoe_attention_args *t = &a->attention;
+  int n = 0;
+  CHANGE(NOT_SUPPORTED, "page is 1, must be 0: paged keys", t->page = 1, t->pages = t->k_offsets, t->pages.rows = 2,
+         t->pages.cols = 1, t->pages.ld = 1, t->k_offsets = no_view())
+  CHANGE(INVALID_ARGUMENT, "lse is absent", t->lse = no_view_mut())
+  CHANGE(INVALID_ARGUMENT, "args.dsinks must be absent", t->sinks = no_view())
+  return n;
+}
+
+static int change_adamw(int which, arguments *a, expectation *e)
+{
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "args.beta1 is 1 and args.beta2 0, must be below 1", a->adamw.beta1 = 1)
+  CHANGE(INVALID_ARGUMENT, "must be below 1", a->adamw.beta2 = 1)
+  return n;
+}
+
 static const struct {
   const char *name, *form;
   int (*change)(int which, arguments *a, expectation *e);
@@ -1769,6 +2077,13 @@ static const struct {
                {"cumoe_combine", "plain", change_combine},
                {"cumoe_matmul", "plain", change_matmul},
                {"cumoe_softmax", "plain", change_softmax},
+               {"cumoe_softmax_backward", "plain", change_softmax_backward},
+               {"cumoe_rmsnorm_backward", "plain", change_norm_backward},
+               {"cumoe_adamw", "plain", change_adamw},
+               {"cumoe_attention", "plain", change_attention},
+               {"cumoe_attention", "paged", change_paged},
+               {"cumoe_attention_backward", "plain", change_attended},
+               {"cumoe_cross_entropy", "plain", change_loss},
                {"cumoe_weights_bind", "pointers", change_bind_pointers},
                {"cumoe_weights_bind", "strided", change_bind},
                {"cumoe_moe_forward", "ids", change_forward_ids},

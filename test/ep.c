@@ -1,11 +1,13 @@
 /*
  * Groups of CPU contexts, a thread a rank: what they answer has the bits of one rank with all experts (EXACT), or of
  * the ranks' rounded sums; any number of tokens a rank, in rounds; experts anywhere, in any number, several times; two
- * lanes; ranks that disagree, stop, fail or give up; where everything lies, for up to 1,024 ranks.
+ * lanes; in one call or in parts; ranks that disagree, stop, fail or give up, and those that go on without them; where
+ * everything lies, for up to 1,024 ranks.
  */
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -29,7 +31,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, loses, dedup, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -231,7 +233,22 @@ static void *device_bytes(cumoe_context context, size_t bytes)
   return view.data;
 }
 
-/* ---- one rank with all experts, or with those of one rank ---- */
+/* ---- one rank with all experts, or with those of one rank, or of those that are left ---- */
+
+enum { LOST = 1 }; /* where a rank is */
+
+static bool lost(const world *w, int32_t rank)
+{
+  return w->loses && rank == LOST;
+}
+
+/* Of a token that a lost rank had. */
+static bool lost_row(const world *w, int64_t row)
+{
+  int64_t at = row % w->all;
+  for (int32_t r = 0; r < LOST; r++) at -= w->tokens[r];
+  return w->loses && at >= 0 && at < w->tokens[LOST];
+}
 
 static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bool bare)
 {
@@ -265,12 +282,26 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   return out;
 }
 
+static bool has_place(const world *w, int32_t expert)
+{
+  bool any = false;
+  for (int32_t p = 0; p < places_of(w); p++) {
+    const int32_t place = (int32_t)tensor_get(&w->placement, expert, p);
+    any |= place >= 0 && !lost(w, place >> 16);
+  }
+  return any;
+}
+
 /* The layer, in its own bits. */
 static void check_exact(const world *w, const tensor *out)
 {
-  int32_t every[MOST_EXPERTS];
-  for (int32_t e = 0; e < w->experts; e++) every[e] = e;
-  const tensor want = whole_layer(w, every, w->experts, false);
+  int32_t every[MOST_EXPERTS], count = 0;
+  for (int32_t e = 0; e < w->experts; e++)
+    if (has_place(w, e)) every[count++] = e;
+  const tensor want = whole_layer(w, every, count, false);
+  for (int64_t row = 0; row < want.rows; row++)
+    for (int64_t col = 0; lost_row(w, row) && col < want.cols; col++)
+      tensor_set(&want, row, col, tensor_get(out, row, col));
   check_same("out", out, &want);
 }
 
@@ -281,6 +312,7 @@ static void check_sums(const world *w, const tensor *out)
   double *sum = scratch((size_t)count, sizeof *sum), *error = scratch((size_t)count, sizeof *error);
   int64_t outside = 0;
   for (int32_t r = 0; r < w->ranks; r++) {
+    if (lost(w, r)) continue;
     const tensor part = whole_layer(w, w->held[r], w->local[r], true);
     for (int64_t i = 0; i < count; i++) {
       const double term = tensor_get(&part, i / w->hidden, i % w->hidden);
@@ -293,7 +325,7 @@ static void check_sums(const world *w, const tensor *out)
     const double residual = w->residual ? tensor_get(&w->residual_rows, row, col) : 0;
     const double want = residual + 1.5 * sum[i], off = error[i] + (gpus ? ldexp(fabs(residual), -24) : 0);
     const double got = tensor_get(out, row, col);
-    outside += !(got >= round_to(want - off, w->dtype) && got <= round_to(want + off, w->dtype));
+    outside += !lost_row(w, row) && !(got >= round_to(want - off, w->dtype) && got <= round_to(want + off, w->dtype));
   }
   CHECK_MSG(outside == 0, "%d of %d elements are not the ranks' sum", (int)outside, (int)count);
 }
@@ -305,14 +337,21 @@ typedef enum trouble {
   NONE,
   STOPS_BEFORE, /* makes one call fewer */
   NEVER_JOINS,
-  ABORTS,      /* after its first call */
-  OTHER_SIZE,  /* of max_tokens */
+  ABORTS,     /* after its first call */
+  OTHER_SIZE, /* of max_tokens */
+  OTHER_FLAGS,
   OTHER_SHAPE, /* of the description */
   SWAPPED,     /* two arenas in its list */
   USED_ARENA,  /* not filled with zeros */
   BAD_CALL,    /* corrected afterwards */
   DIES         /* by a signal, after its first call */
 } trouble;
+
+/* How those that are left and one that is left out come together. */
+typedef struct meeting {
+  _Atomic int left, haunted;
+  bool haunts; /* it is alive */
+} meeting;
 
 typedef struct rank {
   const world *w;
@@ -322,22 +361,27 @@ typedef struct rank {
   trouble trouble;
   int signal; /* of DIES */
   int64_t timeout_ns;
+  meeting *meeting;
   /* made */
   world here; /* as the device reads it */
   tensor out_here, counts_here;
   cumoe_context context;
   cumoe_stream streams[MOST_LANES]; /* NULL on the CPU device */
   void *workspaces[MOST_LANES];
+  size_t workspace_bytes; /* of each */
   cumoe_plan plan;
   cumoe_weights weights, shared;
   cumoe_group group;
   void *arena;
   size_t bytes;
-  int64_t first; /* of its tokens in a call */
-  tensor counts; /* [calls, local experts] */
-  cumoe_status status, ended;
+  int64_t first;                      /* of its tokens in a call */
+  int32_t present;                    /* tokens */
+  tensor counts;                      /* [calls, local experts] */
+  cumoe_status status, ended, before; /* the last: of what a lost rank took part in */
   char text[300];
   cumoe_group_fault fault;
+  cumoe_fault found;
+  int64_t arrived[MOST_RANKS]; /* tokens of each rank in the last exchange of lane 0 */
 } rank;
 
 static cumoe_group_config config_of(const rank *r, void **arenas)
@@ -345,7 +389,7 @@ static cumoe_group_config config_of(const rank *r, void **arenas)
   const world *w = r->w;
   for (int32_t i = 0; i < w->ranks; i++) arenas[i] = r->all[i].arena;
   return (cumoe_group_config){.size = sizeof(cumoe_group_config),
-                              .flags = w->exact ? CUMOE_GROUP_EXACT : 0,
+                              .flags = (w->exact ? CUMOE_GROUP_EXACT : 0) | (w->dedup ? CUMOE_GROUP_DEDUP : 0),
                               .rank = r->number,
                               .ranks = w->ranks,
                               .lanes = w->lanes,
@@ -396,6 +440,7 @@ static void make_arena(rank *r)
   for (int lane = 0; gpus && lane < r->w->lanes; lane++)
     CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
+  r->present = (int32_t)r->w->tokens[r->number];
 }
 
 static cumoe_status join(rank *r)
@@ -403,6 +448,7 @@ static cumoe_status join(rank *r)
   void *arenas[MOST_RANKS];
   cumoe_group_config c = config_of(r, arenas);
   if (r->trouble == OTHER_SIZE) c.max_tokens--;
+  if (r->trouble == OTHER_FLAGS) c.flags |= CUMOE_GROUP_DEDUP;
   if (r->trouble == SWAPPED) {
     const int32_t i = (r->number + 1) % r->w->ranks, j = (r->number + 2) % r->w->ranks;
     void *kept = arenas[i];
@@ -413,37 +459,82 @@ static cumoe_status join(rank *r)
                             &r->group);
 }
 
-static cumoe_status one_call(rank *r, int32_t lane, int call, void *workspace, size_t bytes)
+typedef struct ep_call {
+  cumoe_moe_args layer;
+  cumoe_ep_args args;
+} ep_call;
+
+/* With a count of tokens the rows behind are the next rank's. */
+static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
 {
   const world *w = &r->here;
-  const int64_t index = lane * CALLS + call, tokens = w->tokens[r->number], first = index * w->all + r->first;
-  cumoe_moe_args a = tokens_args(w, first, tokens, r->shared);
-  a.out = as_mut(rows_of(&r->out_here, first, tokens));
-  a.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
-  if (w->tokens_max <= w->capacity) a.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
-  cumoe_ep_args e = {.size = sizeof e,
-                     .lane = lane,
-                     .tokens_max = w->tokens_max,
-                     .placement = rows_of(&w->placement, 0, w->experts),
-                     .layer = &a};
+  const int64_t index = lane * CALLS + number, tokens = w->tokens[r->number], first = index * w->all + r->first;
+  const int64_t most = w->counted ? w->tokens_max : tokens, left = w->x.rows - first, rows = most < left ? most : left;
+  c->layer = tokens_args(w, first, rows, r->shared);
+  c->layer.out = as_mut(rows_of(&r->out_here, first, rows));
+  if (w->counted) c->layer.device_tokens = cumoe_vector(&r->present, CUMOE_I32, 1);
+  c->layer.workspace = cumoe_vector_mut(r->workspaces[lane], CUMOE_U8, (int64_t)r->workspace_bytes);
+  if (!gpus || w->tokens_max <= w->capacity) c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
+  c->args = (cumoe_ep_args){.size = sizeof c->args,
+                            .lane = lane,
+                            .tokens_max = w->tokens_max,
+                            .placement = rows_of(&w->placement, 0, w->experts),
+                            .layer = &c->layer};
+}
+
+static cumoe_status one_call(rank *r, int32_t lane, int number)
+{
+  ep_call c;
+  fill_call(r, lane, number, &c);
   if (r->trouble == BAD_CALL) {
-    a.out_scale = INFINITY;
-    if (cumoe_ep_forward(r->group, r->weights, &e, r->streams[lane]) != CUMOE_ERR_INVALID_ARGUMENT)
+    c.layer.out_scale = INFINITY;
+    if (cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]) != CUMOE_ERR_INVALID_ARGUMENT)
       return CUMOE_ERR_INTERNAL;
-    a.out_scale = 1.5f;
+    c.layer.out_scale = 1.5f;
   }
-  return cumoe_ep_forward(r->group, r->weights, &e, r->streams[lane]);
+  return cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]);
+}
+
+typedef cumoe_status ep_function(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                 cumoe_stream stream);
+static ep_function *const parts[] = {cumoe_ep_dispatch, cumoe_ep_experts, cumoe_ep_combine};
+
+/* A call of each lane, part by part; every second rank makes one of the other kind where there is but one lane. */
+static cumoe_status interleave(rank *r, int number)
+{
+  const world *w = r->w;
+  ep_call c[MOST_LANES];
+  cumoe_status status = CUMOE_OK;
+  const int64_t rounds = w->tokens_max ? (w->tokens_max + w->capacity - 1) / w->capacity : 1;
+  if (w->lanes == 1 && (r->number + number) % 2) return one_call(r, 0, number);
+  for (int32_t lane = 0; lane < w->lanes; lane++) fill_call(r, lane, number, &c[lane]);
+  for (int32_t round = 0; round < rounds; round++)
+    for (int part = 0; part < 3; part++)
+      for (int32_t lane = 0; status == CUMOE_OK && lane < w->lanes; lane++) {
+        c[lane].args.round = round;
+        status = parts[part](r->group, r->weights, &c[lane].args, r->streams[lane]);
+      }
+  return status;
+}
+
+static cumoe_status all_interleaved(rank *r)
+{
+  cumoe_status status = CUMOE_OK;
+  for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = interleave(r, i);
+  for (int32_t lane = 0; status == CUMOE_OK && lane < r->w->lanes; lane++)
+    status = cumoe_synchronize(r->context, r->streams[lane]);
+  return status;
 }
 
 /* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU. */
 static pthread_barrier_t ready, recorded;
 
 /* The first call as a graph, several times. */
-static cumoe_status replay(rank *r, int32_t lane, void *workspace, size_t bytes)
+static cumoe_status replay(rank *r, int32_t lane)
 {
   cumoe_graph graph = NULL;
   cumoe_status status = cumoe_graph_begin(r->context, r->streams[lane]);
-  if (status == CUMOE_OK) status = one_call(r, lane, 0, workspace, bytes);
+  if (status == CUMOE_OK) status = one_call(r, lane, 0);
   const cumoe_status ended = cumoe_graph_end(r->context, r->streams[lane], &graph);
   if (status == CUMOE_OK) status = ended;
   pthread_barrier_wait(&recorded);
@@ -463,17 +554,15 @@ static void keep(rank *r, cumoe_status status)
 
 static cumoe_status calls_of_lane(rank *r, int32_t lane)
 {
-  size_t bytes = 0;
-  cumoe_status status = cumoe_ep_workspace(r->group, &bytes);
-  void *workspace = r->workspaces[lane];
+  cumoe_status status = CUMOE_OK;
   const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : CALLS;
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
-    status = one_call(r, lane, i, workspace, bytes);
+    status = one_call(r, lane, i);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
     if (i == 0 && r->trouble == DIES) raise(r->signal);
   }
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
-  const cumoe_status replayed = r->w->replays ? replay(r, lane, workspace, bytes) : CUMOE_OK;
+  const cumoe_status replayed = r->w->replays ? replay(r, lane) : CUMOE_OK;
   return status != CUMOE_OK ? status : replayed;
 }
 
@@ -483,40 +572,103 @@ static void *second_lane(void *argument)
   return NULL;
 }
 
+static void enter(rank *r)
+{
+  keep(r, join(r));
+  if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
+  for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
+    r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
+  if (gpus) pthread_barrier_wait(&ready);
+}
+
+static void leave(rank *r)
+{
+  group *g;
+  CHECK_OK(find_group(r->group, &g));
+  for (int32_t i = 0; !gpus && i < r->w->ranks; i++)
+    r->arrived[i] = (uint32_t)cpu_ep_load(g->arena + g->at.lane + g->at.in + i * EP_LINE);
+  r->fault.size = sizeof r->fault;
+  keep(r, cumoe_group_fault_read(r->group, &r->fault));
+  r->ended = cumoe_group_destroy(r->group);
+}
+
 static void *live(void *argument)
 {
   rank *r = argument;
   pthread_t other;
   if (r->trouble == NEVER_JOINS) return NULL;
-  keep(r, join(r));
-  size_t bytes = 0;
-  if (r->group) keep(r, cumoe_ep_workspace(r->group, &bytes));
-  for (int lane = 0; bytes && lane < r->w->lanes; lane++) r->workspaces[lane] = device_bytes(r->context, bytes);
-  if (gpus) pthread_barrier_wait(&ready);
+  enter(r);
   if (!r->group) return NULL;
-  const bool two = r->w->lanes > 1 && pthread_create(&other, NULL, second_lane, r) == 0;
-  const cumoe_status status = calls_of_lane(r, 0);
+  const bool two = r->w->lanes > 1 && !r->w->parts && pthread_create(&other, NULL, second_lane, r) == 0;
+  const cumoe_status status = r->w->parts ? all_interleaved(r) : calls_of_lane(r, 0);
   if (two) pthread_join(other, NULL);
   keep(r, status);
-  r->fault.size = sizeof r->fault;
-  keep(r, cumoe_group_fault_read(r->group, &r->fault));
-  r->ended = cumoe_group_destroy(r->group);
+  leave(r);
   return NULL;
 }
+
+static void meet(const _Atomic int *count, int all)
+{
+  for (int i = 0; i < 20000 && atomic_load(count) < all; i++) usleep(1000);
+}
+
+static void call_all_lanes(rank *r)
+{
+  for (int32_t lane = 0; lane < r->w->lanes; lane++)
+    for (int i = 0; r->status == CUMOE_OK && i < CALLS; i++) keep(r, one_call(r, lane, i));
+}
+
+/* The first rank has come one exchange further than the others, which do not follow. */
+static cumoe_status go_ahead(rank *r)
+{
+  ep_call c;
+  fill_call(r, 0, CALLS - 1, &c);
+  return r->number == 0 && r->before == CUMOE_OK ? cumoe_ep_dispatch(r->group, r->weights, &c.args, NULL) : CUMOE_OK;
+}
+
+/* Some calls of all ranks; then without LOST, which runs on for a while. */
+static void *outlive(void *argument)
+{
+  rank *r = argument;
+  const uint64_t rest = ((uint64_t)1 << r->w->ranks) - 1 - (1 << LOST);
+  enter(r);
+  if (!r->group) return NULL;
+  r->before = calls_of_lane(r, 0);
+  if (r->before != CUMOE_OK) snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
+  if (r->number == LOST) {
+    meet(&r->meeting->left, r->w->ranks - 1);
+    CUMOE_IGNORE(cumoe_group_abort(r->group));
+    atomic_fetch_add(&r->meeting->haunted, 1);
+  } else {
+    keep(r, go_ahead(r));
+    keep(r, cumoe_group_set_active(r->group, &rest));
+    atomic_fetch_add(&r->meeting->left, 1);
+    meet(&r->meeting->haunted, r->meeting->haunts);
+    call_all_lanes(r);
+  }
+  r->found.size = sizeof r->found;
+  keep(r, cumoe_fault_read(r->context, NULL, &r->found));
+  leave(r);
+  return NULL;
+}
+
+enum { NOBODY = -1, ALL = -2 };
 
 /* All ranks, from the arenas on; `ranks` is theirs afterwards. */
 static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t troubled, trouble which,
                       int64_t timeout_ns)
 {
   pthread_t threads[MOST_RANKS];
+  meeting together = {.haunts = true};
+  void *(*const life)(void *) = w->loses ? outlive : live;
   for (int32_t i = 0; i < w->ranks; i++) {
-    ranks[i] = (rank){.w = w, .all = ranks, .out = out, .number = i, .timeout_ns = timeout_ns};
-    if (i == troubled) ranks[i].trouble = which;
+    ranks[i] = (rank){.w = w, .all = ranks, .out = out, .number = i, .timeout_ns = timeout_ns, .meeting = &together};
+    if (i == troubled || troubled == ALL) ranks[i].trouble = which;
     make_arena(&ranks[i]);
   }
   pthread_barrier_init(&ready, NULL, (unsigned)w->ranks);
   pthread_barrier_init(&recorded, NULL, (unsigned)(w->ranks * w->lanes));
-  for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, live, &ranks[i]) == 0);
+  for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, life, &ranks[i]) == 0);
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int32_t i = 0; i < w->ranks; i++) {
     rank *r = &ranks[i];
@@ -531,38 +683,66 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
 
 /* ---- what they answer ---- */
 
+/* Of a rank's token t in a call: where the expert of a slot serves it, or -1. */
+static int32_t place_of(const world *w, const rank *r, int64_t call, int64_t t, int64_t slot)
+{
+  const double id = tensor_get(&w->ids, call * w->all + r->first + t, slot);
+  if (id < 0 || id >= w->experts) return -1;
+  int32_t count = 0;
+  while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
+  return (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
+}
+
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
 static void check_counts(const world *w, const rank *ranks)
 {
-  if (!w->routed || w->tokens_max > w->capacity) return;
+  if (!w->routed || (gpus && w->tokens_max > w->capacity)) return;
   for (int64_t call = 0; call < w->x.rows / w->all; call++) {
     int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
     for (int32_t r = 0; r < w->ranks; r++)
       for (int64_t i = 0; i < w->tokens[r] * w->top_k; i++) {
-        const int64_t t = i / w->top_k;
-        const double id = tensor_get(&w->ids, call * w->all + ranks[r].first + t, i % w->top_k);
-        if (id < 0 || id >= w->experts) continue;
-        int32_t count = 0;
-        while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
-        const int32_t where = (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
-        want[where >> 16][where & 0xffff]++;
+        const int32_t where = place_of(w, &ranks[r], call, i / w->top_k, i % w->top_k);
+        if (where >= 0) want[where >> 16][where & 0xffff]++;
       }
     for (int32_t r = 0; r < w->ranks; r++)
       for (int32_t e = 0; e < w->local[r]; e++) CHECK((int64_t)tensor_get(&ranks[r].counts, call, e) == want[r][e]);
   }
 }
 
-static void run_world(const world *given)
+/* Tokens that a rank sends in the last round of the last call: all, or those that have an expert there. */
+static int64_t sent(const world *w, const rank *from, int32_t to)
+{
+  const int64_t most = w->tokens_max ? w->tokens_max : w->capacity;
+  int64_t count = 0;
+  for (int64_t t = (most - 1) / w->capacity * w->capacity; t < w->tokens[from->number]; t++) {
+    bool goes = !w->dedup;
+    for (int32_t slot = 0; slot < w->top_k; slot++) {
+      const int32_t where = place_of(w, from, CALLS - 1, t, slot);
+      goes |= where >= 0 && where >> 16 == to;
+    }
+    count += goes;
+  }
+  return count;
+}
+
+static void check_arrived(const world *w, const rank *ranks)
+{
+  for (int32_t to = 0; !gpus && w->routed && to < w->ranks; to++)
+    for (int32_t from = 0; from < w->ranks; from++) CHECK(ranks[to].arrived[from] == sent(w, &ranks[from], to));
+}
+
+static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
   world w = *given;
-  case_begin("%s", w.name);
+  w.dedup = dedup;
+  case_begin("%s%s", w.name, dedup ? ", dedup" : "");
   make_world(&w);
   if (gpus) printf("# %s\n", w.name), fflush(stdout);
-  w.replays = gpus != 0;
+  w.replays = gpus && !w.parts;
   if (gpus) w.desc.flags |= CUMOE_MOE_BATCH_INVARIANT; /* the same kernels for a rank's tokens and for all */
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
-  run_ranks(&w, &out, ranks, -1, NONE, gpus ? (int64_t)4000000000 : 0);
+  run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? (int64_t)4000000000 : 0);
   for (int32_t i = 0; i < w.ranks; i++) {
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
     CHECK(ranks[i].ended == CUMOE_OK && ranks[i].fault.cause == CUMOE_GROUP_ALIVE);
@@ -572,6 +752,7 @@ static void run_world(const world *given)
   else
     check_sums(&w, &out);
   check_counts(&w, ranks);
+  check_arrived(&w, ranks);
   case_end();
 }
 
@@ -749,6 +930,65 @@ static const world worlds[] = {
      .tokens = {6, 3, 2},
      .exact = true,
      .shared = true},
+    {.name = "in parts",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens = {4, 0, 3},
+     .parts = true,
+     .exact = true,
+     .shared = true},
+    {.name = "sums in parts and rounds",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 9,
+     .tokens = {9, 0, 5},
+     .parts = true},
+    {.name = "two lanes in parts and rounds",
+     .ranks = 3,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 3,
+     .tokens_max = 8,
+     .tokens = {8, 3, 2},
+     .parts = true,
+     .exact = true,
+     .routed = true,
+     .shared = true,
+     .residual = true},
+    {.name = "tokens counted on the device",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 4,
+     .tokens_max = 10,
+     .tokens = {6, 0, 3},
+     .counted = true,
+     .exact = true,
+     .routed = true,
+     .shared = true,
+     .residual = true},
+    {.name = "tokens counted on the device, in parts",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 4,
+     .tokens_max = 6,
+     .tokens = {5, 2},
+     .spread = TWICE,
+     .parts = true,
+     .counted = true,
+     .exact = true,
+     .routed = true},
     {.name = "eight ranks",
      .ranks = 8,
      .experts = 16,
@@ -761,7 +1001,7 @@ static const world worlds[] = {
 
 static void answers(void)
 {
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2; i++) run_world(&worlds[i / 2], i % 2);
 }
 
 /* ---- trouble ---- */
@@ -784,6 +1024,8 @@ static const fate fates[] = {
      CUMOE_GROUP_ABORTED, CUMOE_PHASE_NONE},
     {"another max_tokens", OTHER_SIZE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
      "config.max_tokens is 4 on rank", 0, 0},
+    {"another way to send", OTHER_FLAGS, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
+     "config.flags is 1 on rank", 0, 0},
     {"another description", OTHER_SHAPE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
      "the hash of the rest of desc", 0, 0},
     {"two arenas swapped", SWAPPED, 20000, CUMOE_OK, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas: in rank", 0, 0},
@@ -827,12 +1069,69 @@ static void troubles(void)
   for (size_t i = 0; i < sizeof fates / sizeof *fates; i++) run_fate(&fates[i]);
 }
 
+/* ---- ranks that are left out ---- */
+
+static void check_survivor(const rank *r, cumoe_status before)
+{
+  CHECK_MSG(r->before == before, "rank %d: %s", (int)r->number, r->text);
+  CHECK_MSG(r->status == CUMOE_OK, "rank %d: %s", (int)r->number, r->text);
+  CHECK(r->ended == CUMOE_OK && r->fault.cause == CUMOE_GROUP_ALIVE);
+  CHECK(r->w->tokens[r->number] == 0 || r->found.code == CUMOE_FAULT_EXPERT_MAP);
+  if (before != CUMOE_OK) CHECK_MSG(strstr(r->text, "rank 1 ha") != NULL, "rank %d: %s", (int)r->number, r->text);
+}
+
+/* `troubled` stop before the last call; all: they leave a rank out before anybody waits for it in vain. */
+static void run_without(world w, int32_t troubled)
+{
+  rank ranks[MOST_RANKS];
+  case_begin("%s", w.name);
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  run_ranks(&w, &out, ranks, troubled, STOPS_BEFORE, 1500000000);
+  for (int32_t i = 0; i < w.ranks; i++)
+    if (i != LOST) check_survivor(&ranks[i], troubled == ALL ? CUMOE_OK : CUMOE_ERR_PEER);
+  if (w.exact)
+    check_exact(&w, &out);
+  else
+    check_sums(&w, &out);
+  case_end();
+}
+
+static void without(void)
+{
+  const world lost_in_a_call = {.name = "lost in a call",
+                                .ranks = 4,
+                                .lanes = 2,
+                                .experts = 12,
+                                .top_k = 3,
+                                .dtype = CUMOE_BF16,
+                                .capacity = 3,
+                                .tokens_max = 5,
+                                .tokens = {5, 3, 0, 4},
+                                .spread = TWICE,
+                                .loses = true,
+                                .exact = true,
+                                .routed = true,
+                                .shared = true};
+  const world left_out = {.name = "left out",
+                          .ranks = 3,
+                          .experts = 9,
+                          .top_k = 3,
+                          .dtype = CUMOE_F32,
+                          .capacity = 4,
+                          .tokens = {4, 3, 2},
+                          .loses = true,
+                          .dedup = true};
+  run_without(lost_in_a_call, LOST);
+  run_without(left_out, ALL);
+}
+
 /* ---- ranks as processes ---- */
 
 /* What a process leaves behind. */
 typedef struct outcome {
-  cumoe_status status, ended;
-  char text[300];
+  rank rank;
+  meeting meeting; /* of the first: all ranks' */
 } outcome;
 
 static void *map_shared(size_t bytes)
@@ -850,10 +1149,11 @@ static pid_t start_process(rank *r, outcome *left)
   make_arena(r);
   free(r->arena);
   r->arena = arena;
-  live(r);
-  left->ended = r->ended;
-  memcpy(left->text, r->text, sizeof left->text);
-  left->status = r->status;
+  if (r->w->loses)
+    outlive(r);
+  else
+    live(r);
+  left->rank = *r;
   _exit(0);
 }
 
@@ -865,38 +1165,47 @@ static size_t arena_bytes(rank *r)
   return r->bytes;
 }
 
-/* Rank 1 is killed or stopped by a signal; 0: is not. */
+/* LOST is killed, or stopped for a while, by a signal; 0: is not. */
 static void run_processes(const char *name, int signal)
 {
-  world w = {
-      .ranks = 3, .experts = 6, .top_k = 2, .dtype = CUMOE_F32, .capacity = 4, .tokens = {4, 2, 3}, .exact = true};
+  world w = {.ranks = 3,
+             .experts = 6,
+             .top_k = 2,
+             .dtype = CUMOE_F32,
+             .capacity = 4,
+             .tokens = {4, 2, 3},
+             .exact = true,
+             .loses = signal != 0};
   rank ranks[3];
   pid_t children[3];
+  int end = 0;
   case_begin("%s", name);
   make_world(&w);
   tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
   const size_t out_bytes = (size_t)(w.x.rows * w.hidden) * sizeof(float);
   out.data = map_shared(out_bytes);
   outcome *left = map_shared(sizeof *left * 3);
+  left->meeting.haunts = signal == SIGSTOP;
   for (int32_t i = 0; i < 3; i++) {
-    ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .timeout_ns = signal ? 1500000000 : 0};
-    if (signal && i == 1) ranks[i].trouble = DIES, ranks[i].signal = signal;
-    left[i].status = CUMOE_ERR_INTERNAL;
+    ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .meeting = &left->meeting};
+    if (signal) ranks[i].timeout_ns = 1500000000;
+    if (signal && i == LOST) ranks[i].trouble = DIES, ranks[i].signal = signal;
+    left[i].rank.status = CUMOE_ERR_INTERNAL;
     const size_t bytes = arena_bytes(&ranks[i]);
     ranks[i].arena = map_shared(bytes);
     ranks[i].first = 0, ranks[i].bytes = bytes;
   }
   for (int32_t i = 0; i < 3; i++) children[i] = start_process(&ranks[i], &left[i]);
-  for (int32_t i = 0; i < 3; i++)
-    if (!(signal && i == 1)) CHECK(waitpid(children[i], NULL, 0) == children[i]);
-  if (signal) CHECK(kill(children[1], SIGKILL) == 0 && waitpid(children[1], NULL, 0) == children[1]);
+  if (signal == SIGSTOP) meet(&left->meeting.left, 2);
+  if (signal == SIGSTOP) CHECK(kill(children[LOST], SIGCONT) == 0);
+  for (int32_t i = 0; i < 3; i++) CHECK(waitpid(children[i], &end, 0) == children[i]);
   for (int32_t i = 0; i < 3; i++) {
-    if (signal && i == 1) continue;
-    CHECK_MSG(left[i].status == (signal ? CUMOE_ERR_PEER : CUMOE_OK), "rank %d: %s", (int)i, left[i].text);
-    CHECK_MSG(left[i].ended == (signal ? CUMOE_ERR_PEER : CUMOE_OK), "rank %d ended with %d", (int)i, left[i].ended);
-    if (signal) CHECK_MSG(strstr(left[i].text, "rank 1 ha") != NULL, "rank %d: %s", (int)i, left[i].text);
+    const rank *r = &left[i].rank;
+    if (signal && i != LOST) check_survivor(r, CUMOE_ERR_PEER);
+    if (!signal) CHECK_MSG(r->status == CUMOE_OK && r->ended == CUMOE_OK, "rank %d: %s", (int)i, r->text);
   }
-  if (!signal) check_exact(&w, &out);
+  if (signal == SIGSTOP) CHECK(left[LOST].rank.before == CUMOE_ERR_PEER);
+  check_exact(&w, &out);
   for (int32_t i = 0; i < 3; i++) CHECK(munmap(ranks[i].arena, ranks[i].bytes) == 0);
   CHECK(munmap(out.data, out_bytes) == 0 && munmap(left, sizeof *left * 3) == 0);
   case_end();
@@ -906,7 +1215,7 @@ static void processes(void)
 {
   run_processes("processes that share their arenas", 0);
   run_processes("a process that is killed", SIGKILL);
-  run_processes("a process that is stopped", SIGSTOP);
+  run_processes("a process that is stopped, and goes on", SIGSTOP);
 }
 
 /* Ranks that share a GPU wait for each other: no two streams in one queue. */
@@ -926,7 +1235,8 @@ static void on_gpus(cumoe_context context)
   }
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++)
+    if (!worlds[i].counted) run_world(&worlds[i], false);
   for (int i = 0; i < 2; i++) {
     world w = {.name = i ? "wider rows, sums" : "wider rows",
                .ranks = 2,
@@ -939,7 +1249,7 @@ static void on_gpus(cumoe_context context)
                .inter = 512,
                .exact = i == 0,
                .residual = true};
-    run_world(&w);
+    run_world(&w, false);
   }
   run_fate(&fates[0]);
   close_opened();
@@ -1014,7 +1324,7 @@ static void bad_size(cumoe_group_config *c)
 }
 static void bad_flags(cumoe_group_config *c)
 {
-  c->flags = 2;
+  c->flags = 4;
 }
 static void bad_rank(cumoe_group_config *c)
 {
@@ -1074,7 +1384,7 @@ static const struct {
   const char *words;
 } bad_configs[] = {
     {bad_size, CUMOE_ERR_INVALID_ARGUMENT, "config.size is 4"},
-    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x2"},
+    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x4, known are 0x3"},
     {bad_rank, CUMOE_ERR_INVALID_ARGUMENT, "config.rank is 1, must be 0 .. ranks - 1 = 0"},
     {bad_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 1025, must be 1 .. 1024"},
     {no_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 0"},
@@ -1089,6 +1399,30 @@ static const struct {
     {more_tokens, CUMOE_ERR_WORKSPACE, "bytes, "},
 };
 
+/* Each part in its turn, and refused out of it. */
+static void bad_order(rank *r, cumoe_ep_args *e)
+{
+  static const char *const words[] = {"must be cumoe_ep_dispatch or cumoe_ep_forward", "must be cumoe_ep_experts",
+                                      "must be cumoe_ep_combine"};
+  for (int turn = 0; turn < 3; turn++) {
+    for (int part = 0; part < 3; part++) {
+      if (part == turn) continue;
+      CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[part](r->group, r->weights, e, NULL));
+      CHECK_TEXT(words[turn]);
+    }
+    if (turn) CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, e, NULL));
+    e->round = 1;
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[turn](r->group, r->weights, e, NULL));
+    CHECK_TEXT("args.round is 1, must be 0 .. 0");
+    e->round = 0;
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[turn](NULL, r->weights, e, NULL));
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, parts[turn](r->group, r->weights, NULL, NULL));
+    CHECK_OK(parts[turn](r->group, r->weights, e, NULL));
+  }
+  CHECK_OK(cumoe_ep_forward(r->group, r->weights, e, NULL));
+  CHECK_OK(cumoe_ep_dispatch(r->group, r->weights, e, NULL));
+}
+
 static void bad_forward(rank *r)
 {
   const world *w = r->w;
@@ -1096,7 +1430,7 @@ static void bad_forward(rank *r)
   CHECK_OK(cumoe_ep_workspace(r->group, &bytes));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_workspace(r->group, NULL));
   void *workspace = aligned(bytes);
-  const tensor map = tensor_new(CUMOE_I32, 1, w->experts), count = tensor_new(CUMOE_I32, 1, 1);
+  const tensor map = tensor_new(CUMOE_I32, 1, w->experts);
   cumoe_moe_args right = tokens_args(w, 0, w->tokens[0], r->shared);
   right.out = as_mut(rows_of(r->out, 0, w->tokens[0]));
   right.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
@@ -1117,16 +1451,40 @@ static void bad_forward(rank *r)
   REFUSED(INVALID_ARGUMENT, "args.placement", e.placement.rows--);
   REFUSED(WRONG_DTYPE, "args.placement", e.placement.dtype = CUMOE_F32);
   REFUSED(INVALID_ARGUMENT, "args.expert_map", a.expert_map = rows_of(&map, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&count, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "args.counts_out", e.tokens_max = 6, a.counts_out = as_mut(rows_of(&map, 0, 1)));
+  REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&map, 0, 1));
+  REFUSED(INVALID_ARGUMENT, "the group's arena",
+          a.counts_out = cumoe_vector_mut((char *)r->arena + 1024, CUMOE_I32, w->experts));
   REFUSED(WORKSPACE, "args.workspace has", a.workspace.cols--);
   REFUSED(WORKSPACE, "args.workspace is absent", a.workspace = no_view_mut());
   REFUSED(INVALID_ARGUMENT, "the group's arena", a.out.data = (char *)r->arena + 1024);
   REFUSED(INVALID_ARGUMENT, "args.x.cols is 31", a.x.cols--);
+  REFUSED(INVALID_ARGUMENT, "args.round is 1, must be 0: this call makes all", e.tokens_max = 6, e.round = 1);
+  REFUSED(INVALID_ARGUMENT, "args.reserved is 1, must be 0", e.reserved = 1);
   a = right, e = right_e;
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
+  bad_order(r, &e);
+  CHECK_OK(cumoe_group_abort(r->group));
+  CHECK_STATUS(CUMOE_ERR_PEER, cumoe_ep_combine(r->group, r->weights, &e, NULL));
+  CHECK_TEXT("rank 0 has aborted the group");
   free(workspace);
+}
+
+/* Of a group of one. */
+static void bad_masks(cumoe_group of)
+{
+  static const struct {
+    uint64_t mask;
+    const char *words;
+  } masks[] = {{0, "leaves out rank 0, which makes the call"},
+               {1, "leaves out no rank"},
+               {3, "active[0] is 0x3, has a rank past config.ranks = 1"}};
+  for (int i = 0; i < 3; i++) {
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(of, &masks[i].mask));
+    CHECK_TEXT(masks[i].words);
+  }
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(of, NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(NULL, &masks[1].mask));
 }
 
 static void arguments(void)
@@ -1156,6 +1514,7 @@ static void arguments(void)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(NULL, &r.fault));
   CHECK_OK(join(&r));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(r.group, NULL));
+  bad_masks(r.group);
   bad_forward(&r);
   CHECK_OK(cumoe_group_destroy(r.group));
   CHECK_OK(cumoe_group_destroy(NULL));
@@ -1244,8 +1603,8 @@ static void refusals(void)
 }
 
 static const test_group groups[] = {
-    GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),   ALONE("trouble", troubles, ONCE),
-    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),   ALONE("arguments", arguments, ONCE),
-    ALONE("overlap", overlap, ONCE),          ALONE("refusals", refusals, ONCE),
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),     ALONE("trouble", troubles, ONCE),
+    ALONE("without a rank", without, ONCE),   ALONE("processes", processes, ONCE), ALONE("layouts", layouts, ONCE),
+    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),     ALONE("refusals", refusals, ONCE),
 };
 TEST_MAIN(groups)

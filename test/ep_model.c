@@ -1,7 +1,9 @@
 /*
  * All orders in which ranks can take the steps of kernels/ep/ep.h: three calls of two ranks, with two lanes, and with
- * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. Nothing stale is read,
- * nobody is stuck. A step is one store, or one look at what others stored: stores of one rank are seen in its order,
+ * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. And two calls of three
+ * ranks, of which the last is left out whenever the others have given up or are done, and one more call of those; it
+ * may have died at any step, or go on taking its own. Nothing stale is read, nobody is stuck, and nobody that stays
+ * gives up twice. And three calls of three ranks, in the second of which one has nothing for another: dedup. A step is one store, or one look at what others stored: stores of one rank are seen in its order,
  * which is what release and acquire promise. Of each way to get it wrong (`mutant`) the same search finds an example.
  */
 #include <stdio.h>
@@ -21,8 +23,14 @@ typedef enum mutant {
   ANSWERS_EARLY,       /* `back` before the tokens have been read */
   SAME_EXCHANGE,       /* the number is not advanced */
   NOT_EMPTY,           /* a rank that gets no tokens is not told */
+  TOLD_OF_ALL,         /* a rank is told of tokens that went to others */
   NO_ABORT,            /* a rank that gives up tells nobody, and the others wait without a limit */
   OTHER_ORDER,         /* two lanes in one thread: rank 1 takes the second first */
+  NOT_AGREED,          /* those that stay go on from where each of them is */
+  NOT_ADVANCED,        /* they take the largest number once more */
+  CLEARED_EARLY,       /* the abort word, before all have told */
+  WAITS_FOR_LOST,      /* the call after it */
+  HEEDS_LOST,          /* the abort word of the rank that was left out */
   MUTANTS
 } mutant;
 
@@ -34,33 +42,61 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "results told of before tokens are read",
                                                   "an exchange that is not counted",
                                                   "an empty rank that is not told",
+                                                  "an empty rank that is told of tokens",
                                                   "giving up in silence",
-                                                  "lanes of one thread in different orders"};
+                                                  "lanes of one thread in different orders",
+                                                  "going on from different exchanges",
+                                                  "going on with a number that was used",
+                                                  "an abort word cleared too early",
+                                                  "waiting for a rank that was left out",
+                                                  "heeding a rank that was left out"};
 
-/* What a rank does in one call, for each peer in turn. */
-typedef enum act { WRITE_X, TELL_IN, AWAIT_IN, READ_X, WRITE_Y, TELL_BACK, AWAIT_BACK, READ_Y, ACTS } act;
+/* What a rank does in one call, for each peer in turn. BEGIN counts the exchange, LEAVE_OUT clears the abort word:
+ * once, for no peer. TELL_MASK and AWAIT_MASK are of a rank that stays, after its last call. */
+typedef enum act {
+  BEGIN,
+  WRITE_X,
+  TELL_IN,
+  AWAIT_IN,
+  READ_X,
+  WRITE_Y,
+  TELL_BACK,
+  AWAIT_BACK,
+  READ_Y,
+  TELL_MASK,
+  AWAIT_MASK,
+  LEAVE_OUT,
+  ACTS
+} act;
 
 typedef struct step {
   act what;
   int peer, lane;
 } step;
 
-enum { MOST_STEPS = CALLS * LANES * ACTS * MOST };
+enum { MOST_STEPS = (CALLS + 1) * LANES * ACTS * MOST };
 
 /* Memory: one buffer a lane. x[l][to][from]: the call whose tokens lie there. */
 typedef struct state {
   uint8_t at[MOST]; /* next step; DONE: given up */
   uint8_t x[LANES][MOST][MOST], y[LANES][MOST][MOST], in[LANES][MOST][MOST], back[LANES][MOST][MOST];
-  uint8_t abort[MOST];
+  uint8_t some[LANES][MOST][MOST]; /* of the word `in`: it tells of tokens */
+  uint8_t n[LANES][MOST];          /* exchanges of a rank so far */
+  uint8_t abort[MOST];             /* 1 + by whom */
+  uint8_t told[MOST][MOST];        /* of [to][from]: 1 + n, with the mask */
+  uint8_t furthest[MOST];          /* 1 + the largest n heard of */
 } state;
 enum { GAVE_UP = 255 };
 
 typedef struct model {
-  int ranks, lanes;
+  int ranks, lanes, calls;
   mutant mutant;
   bool gives_up; /* any wait may end by the time */
+  bool loses;    /* the last rank: the others leave it out */
+  bool dedup;
   step steps[MOST][MOST_STEPS];
   int call[MOST][MOST_STEPS], count[MOST];
+  int after[MOST]; /* the step to go on from when it has given up; 0: none */
   /* states seen: open addressing */
   state *seen;
   uint8_t *used;
@@ -70,17 +106,37 @@ typedef struct model {
   const char *wrong;
 } model;
 
+/* Rank 0 has no tokens for the last rank in the second call. */
+static bool has_none(const model *m, int rank, int peer, int call)
+{
+  return (m->dedup || m->mutant == NOT_EMPTY) && rank == 0 && call == 1 && peer == m->ranks - 1;
+}
+
 /* ---- programs ---- */
 
+static void add_step(model *m, int rank, int call, step s)
+{
+  m->call[rank][m->count[rank]] = call;
+  m->steps[rank][m->count[rank]++] = s;
+}
+
+static bool is_lost(const model *m, int rank)
+{
+  return m->loses && rank == m->ranks - 1;
+}
+
+/* For each peer; after the last rank was left out, which is what call == m->calls says, for those that stay. */
 static void add(model *m, int rank, int call, int lane, act what)
 {
   for (int p = 0; p < m->ranks; p++) {
+    const bool waits = what == AWAIT_IN || what == AWAIT_BACK;
+    if (call == m->calls && is_lost(m, p) && !(m->mutant == WAITS_FOR_LOST && waits)) continue;
     if (m->mutant == NO_WAIT_FOR_TOKENS && what == AWAIT_IN && p == m->ranks - 1) continue;
     if (m->mutant == NO_WAIT_FOR_ANSWERS && what == AWAIT_BACK) continue;
-    /* Rank 0 has no tokens for the last rank in the second call. */
-    if (m->mutant == NOT_EMPTY && what == TELL_IN && rank == 0 && call == 1 && p == m->ranks - 1) continue;
-    m->call[rank][m->count[rank]] = call;
-    m->steps[rank][m->count[rank]++] = (step){what, p, lane};
+    const bool none = has_none(m, rank, p, call);
+    if (m->mutant == NOT_EMPTY && what == TELL_IN && none) continue;
+    if (m->dedup && none && (what == WRITE_X || what == READ_Y)) continue;
+    add_step(m, rank, call, (step){what, p, lane});
   }
 }
 
@@ -92,22 +148,32 @@ static void add_call(model *m, int rank, int call, int lane)
   if (m->mutant == FLAG_BEFORE_DATA) order[0] = TELL_IN, order[1] = WRITE_X;
   if (m->mutant == ANSWER_BEFORE_DATA) order[4] = TELL_BACK, order[5] = WRITE_Y;
   if (m->mutant == ANSWERS_EARLY) order[3] = WRITE_Y, order[4] = TELL_BACK, order[5] = READ_X;
+  add_step(m, rank, call, (step){BEGIN, rank, lane});
   for (int i = 0; i < 8; i++) add(m, rank, call, lane, order[i]);
+}
+
+/* One lane. */
+static void add_leaving_out(model *m, int rank)
+{
+  const step clear = {LEAVE_OUT, rank, 0};
+  m->after[rank] = m->count[rank];
+  if (m->mutant == CLEARED_EARLY) add_step(m, rank, m->calls, clear);
+  add(m, rank, m->calls, 0, TELL_MASK);
+  add(m, rank, m->calls, 0, AWAIT_MASK);
+  if (m->mutant != CLEARED_EARLY) add_step(m, rank, m->calls, clear);
+  add_call(m, rank, m->calls, 0);
 }
 
 static void write_programs(model *m)
 {
-  for (int r = 0; r < m->ranks; r++)
-    for (int c = 0; c < CALLS; c++)
+  for (int r = 0; r < m->ranks; r++) {
+    for (int c = 0; c < m->calls; c++)
       for (int l = 0; l < m->lanes; l++) add_call(m, r, c, m->mutant == OTHER_ORDER && r == 1 ? m->lanes - 1 - l : l);
+    if (m->loses && !is_lost(m, r)) add_leaving_out(m, r);
+  }
 }
 
 /* ---- steps ---- */
-
-static uint8_t number(const model *m, int call)
-{
-  return (uint8_t)(((m->mutant == SAME_EXCHANGE ? 1 : call + 1) + BEFORE) % WRAP);
-}
 
 /* As signed difference modulo WRAP. */
 static bool reached(uint8_t word, uint8_t want)
@@ -115,28 +181,52 @@ static bool reached(uint8_t word, uint8_t want)
   return (uint8_t)(word - want) % WRAP < WRAP / 2;
 }
 
+/* As leaving out does: the largest number that any rank that stays has come to. */
+static void hear(state *s, int r, uint8_t told)
+{
+  if (s->furthest[r] == 0 || ((uint8_t)(told - s->furthest[r]) % WRAP == 1)) s->furthest[r] = told;
+}
+
 /* Takes rank r's next step; false: it has to wait. */
 static bool take(model *m, state *s, int r)
 {
   const step *p = &m->steps[r][s->at[r]];
   const int call = m->call[r][s->at[r]], l = p->lane, o = p->peer;
-  const uint8_t n = number(m, call), fresh = (uint8_t)(call + 1);
+  const uint8_t n = s->n[l][r], fresh = (uint8_t)(call + 1);
   switch (p->what) {
+  case BEGIN:
+    if (!(m->mutant == SAME_EXCHANGE && call > 0) && !(m->mutant == NOT_ADVANCED && call == m->calls))
+      s->n[l][r] = (uint8_t)(n + 1) % WRAP;
+    break;
   case WRITE_X: s->x[l][o][r] = fresh; break;
-  case TELL_IN: s->in[l][o][r] = n; break;
+  case TELL_IN:
+    s->in[l][o][r] = n;
+    s->some[l][o][r] = m->mutant == TOLD_OF_ALL || !has_none(m, r, o, call);
+    break;
   case AWAIT_IN:
     if (!reached(s->in[l][r][o], n)) return false;
     break;
   case READ_X:
-    if (s->x[l][r][o] != fresh) m->wrong = "tokens of another call were read";
+    if (s->some[l][r][o] && s->x[l][r][o] != fresh) m->wrong = "tokens of another call were read";
     break;
-  case WRITE_Y: s->y[l][o][r] = fresh; break;
+  case WRITE_Y:
+    if (s->some[l][r][o]) s->y[l][o][r] = fresh;
+    break;
   case TELL_BACK: s->back[l][o][r] = n; break;
   case AWAIT_BACK:
     if (!reached(s->back[l][r][o], n)) return false;
     break;
   case READ_Y:
     if (s->y[l][r][o] != fresh) m->wrong = "results of another call were read";
+    break;
+  case TELL_MASK: s->told[o][r] = (uint8_t)(n + 1); break;
+  case AWAIT_MASK:
+    if (!s->told[r][o]) return false;
+    hear(s, r, s->told[r][o]);
+    break;
+  case LEAVE_OUT:
+    s->abort[r] = 0;
+    if (m->mutant != NOT_AGREED && s->furthest[r]) s->n[l][r] = (uint8_t)(s->furthest[r] - 1);
     break;
   default: break;
   }
@@ -180,13 +270,17 @@ static void visit(model *m, const state *s)
   m->stack[m->depth++] = *s;
 }
 
-/* A rank that waits has seen that another gave up, or does so itself. */
-static bool end_wait(const model *m, state *s, int r)
+/* A rank that waits has seen that another gave up, or does so itself. What it does next, if it stays, is to leave the
+ * last rank out; there is no giving up behind that. */
+static bool end_wait(model *m, state *s, int r)
 {
-  if (!s->abort[r] && !m->gives_up) return false;
+  const bool again = m->after[r] && s->at[r] >= m->after[r];
+  const bool told = s->abort[r] && !(again && is_lost(m, s->abort[r] - 1) && m->mutant != HEEDS_LOST);
+  if (!told && (again || !m->gives_up)) return false;
+  if (again) m->wrong = "who stays has given up again";
   for (int o = 0; o < m->ranks; o++)
-    if (m->mutant != NO_ABORT) s->abort[o] = 1;
-  s->at[r] = GAVE_UP;
+    if (m->mutant != NO_ABORT) s->abort[o] = (uint8_t)(1 + r);
+  s->at[r] = m->after[r] && !again ? (uint8_t)m->after[r] : GAVE_UP;
   return true;
 }
 
@@ -212,15 +306,20 @@ static void expand(model *m, const state *from)
   if (!moved && !all && !m->wrong) m->wrong = "ranks wait for each other for ever";
 }
 
+typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP } ending;
+
 /* What went wrong, or NULL. */
-static const char *search(int ranks, int lanes, mutant which, bool gives_up, size_t *states)
+static const char *search(int ranks, int lanes, mutant which, ending how, size_t *states)
 {
   model *m = calloc(1, sizeof *m);
   state first;
   memset(&first, 0, sizeof first);
   memset(first.in, BEFORE, sizeof first.in);
   memset(first.back, BEFORE, sizeof first.back);
-  m->ranks = ranks, m->lanes = lanes, m->mutant = which, m->gives_up = gives_up;
+  memset(first.n, BEFORE, sizeof first.n);
+  m->ranks = ranks, m->lanes = lanes, m->mutant = which;
+  m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT, m->dedup = how == DEDUP,
+  m->calls = m->loses ? CALLS - 1 : CALLS;
   write_programs(m);
   visit(m, &first);
   while (m->depth && !m->wrong) {
@@ -233,11 +332,12 @@ static const char *search(int ranks, int lanes, mutant which, bool gives_up, siz
   return wrong;
 }
 
-static void check_right(int ranks, int lanes, bool gives_up)
+static void check_right(int ranks, int lanes, ending how)
 {
+  static const char *const hows[] = {"", ", giving up", ", leaving one out", ", dedup"};
   size_t states = 0;
-  case_begin("%d ranks, %d lanes%s", ranks, lanes, gives_up ? ", giving up" : "");
-  const char *wrong = search(ranks, lanes, RIGHT, gives_up, &states);
+  case_begin("%d ranks, %d lanes%s", ranks, lanes, hows[how]);
+  const char *wrong = search(ranks, lanes, RIGHT, how, &states);
   CHECK_MSG(wrong == NULL, "%s", wrong);
   CHECK_MSG(states > 500, "only %zu states", states);
   printf("# %zu states\n", states);
@@ -246,19 +346,23 @@ static void check_right(int ranks, int lanes, bool gives_up)
 
 static void orders(void)
 {
-  check_right(2, 1, false);
-  check_right(2, 1, true);
-  check_right(2, 2, true);
-  check_right(3, 1, true);
-  check_right(3, 2, false);
+  check_right(2, 1, ALL_CALLS);
+  check_right(2, 1, GIVING_UP);
+  check_right(2, 2, GIVING_UP);
+  check_right(3, 1, GIVING_UP);
+  check_right(3, 2, ALL_CALLS);
+  check_right(3, 1, LEAVING_OUT);
+  check_right(3, 1, DEDUP);
 }
 
 static void mutants(void)
 {
   for (mutant m = RIGHT + 1; m < MUTANTS; m++) {
+    const bool masks = m >= NOT_AGREED;
+    const ending how = masks ? LEAVING_OUT : m == NO_ABORT ? GIVING_UP : m == TOLD_OF_ALL ? DEDUP : ALL_CALLS;
     size_t states = 0;
     case_begin("%s", mutant_names[m]);
-    CHECK(search(2, m == OTHER_ORDER ? 2 : 1, m, m == NO_ABORT, &states) != NULL);
+    CHECK(search(masks ? 3 : 2, m == OTHER_ORDER ? 2 : 1, m, how, &states) != NULL);
     case_end();
   }
 }

@@ -597,7 +597,7 @@ static cumoe_status whole_cpu(world *w)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
   const cumoe_moe_desc d = describe(CUMOE_F32);
-  static float memory[1 << 20];
+  static float memory[1 << 20], row[8];
   cumoe_fault fault = {.size = sizeof fault};
   w->next = (uintptr_t)memory / 4096 * 4096 + 4096;
   STEP(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &w->context));
@@ -609,6 +609,8 @@ static cumoe_status whole_cpu(world *w)
   STEP(cumoe_fault_clear(w->context, NULL));
   STEP(cumoe_fault_read(w->context, NULL, &fault));
   STEP(cumoe_synchronize(w->context, NULL));
+  const cumoe_view x = cumoe_vector(row, CUMOE_F32, 8);
+  STEP(cumoe_softmax_backward(w->context, x, x, cumoe_vector_mut(row, CUMOE_F32, 8), NULL));
   return cumoe_buffer_free(&w->buffers[0]);
 }
 

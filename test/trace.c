@@ -1086,6 +1086,16 @@ static void operations(world *w)
   CHECK(shim_calls(SHIM_ALL) == 0);
 }
 
+/* What the CPU device alone does. */
+static void training(world *w)
+{
+  const cumoe_view_mut y = lend(w, CUMOE_F32, 4, 32);
+  const cumoe_view x = lend_in(w, CUMOE_F32, 4, 32);
+  shim_mark();
+  REFUSED(CUMOE_ERR_NOT_SUPPORTED, "the CPU device alone", cumoe_silu_backward(w->context, x, x, y, NULL));
+  CHECK(shim_calls(SHIM_ALL) == 0);
+}
+
 static const struct {
   const char *name;
   void (*test)(world *w);
@@ -1103,6 +1113,7 @@ static const struct {
     {"a map in two chunks", two_chunks},
     {"products", products},
     {"operations", operations},
+    {"training", training},
 };
 
 static void test_corners(void)

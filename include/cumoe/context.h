@@ -92,7 +92,9 @@ typedef enum cumoe_fault_code {
   CUMOE_FAULT_NAN_LOGIT = 2,   /* a router logit is NaN (ranked last; its slot, if chosen, weighs 0) */
   CUMOE_FAULT_TOKEN_COUNT = 3, /* the device token count lies outside 0 .. x.rows (clamped) */
   CUMOE_FAULT_EXPERT_MAP = 4,  /* an expert map entry other than -1 lies outside the local experts */
-  CUMOE_FAULT_ROUTE = 5        /* counts, offsets or rows of a caller's map are inconsistent (clamped) */
+  CUMOE_FAULT_ROUTE = 5,       /* counts, offsets or rows of a caller's map are inconsistent (clamped) */
+  CUMOE_FAULT_TOKEN_ID = 6,    /* a token's id or target lies outside the vocabulary (cumoe/train.h) */
+  CUMOE_FAULT_SEQUENCE = 7     /* offsets, lengths, pages or positions of sequences are inconsistent (attention.h) */
 } cumoe_fault_code;
 
 typedef struct cumoe_fault {

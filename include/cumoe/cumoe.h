@@ -23,7 +23,10 @@
  *   cumoe_moe_forward       per step: the whole layer on a stream                   cumoe/moe.h
  *   cumoe_router, _gate ... the stages one by one                                   cumoe/stages.h
  *   cumoe_ep_forward        the layer with its experts on several ranks             cumoe/ep.h
+ *   cumoe_arenas_create     the memory that these ranks share                       cumoe/arenas.h
  *   cumoe_quantize_weights  weights of 8 or 4 bits (cumoe/format.h) out of others   cumoe/quantize.h
+ *   cumoe_attention ...     attention and rotary embedding                          cumoe/attention.h
+ *   cumoe_adamw ...         what training needs around the layer                    cumoe/train.h
  *
  * Contract of every function that launches work (forward and all stages):
  *   - work is ordered on the given stream; nothing is allocated, nothing waits, no hidden stream is used;
@@ -70,5 +73,8 @@
 #include "kernel.h"
 #include "ops.h"
 #include "ep.h"
+#include "arenas.h"
+#include "train.h"
+#include "attention.h"
 
 #endif

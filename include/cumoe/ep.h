@@ -15,7 +15,7 @@
  *                           cudaMalloc, or from a pool of which every rank's device has access (cumoe_pool_allow_peer)
  *   cumoe_group_create      all ranks: agree, try the wires
  *   cumoe_ep_workspace      bytes of a call's own memory
- *   cumoe_ep_forward        all ranks, per layer and step
+ *   cumoe_ep_forward        all ranks, per layer and step; or cumoe_ep_dispatch, cumoe_ep_experts, cumoe_ep_combine
  *   cumoe_group_destroy     all ranks
  *
  * Lanes. A lane is one call under way, with its own part of the arena. On one lane all ranks make the same sequence of
@@ -30,7 +30,8 @@
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
  * names the rank and the phase, now and from then on; on a GPU, where a call only launches, what was launched ends at
  * once from then on and leaves outputs undefined. cumoe_group_fault_read has rank and phase as numbers on both. A group
- * that gave up does not come back: destroy it, and create another with zeroed arenas. A call that is refused for its
+ * that gave up comes back without the ranks that it has lost (cumoe_group_set_active; on the CPU device), or not at
+ * all: destroy it, and create another with zeroed arenas. A call that is refused for its
  * arguments has told nobody anything: it may be corrected and made again within the others' timeout.
  *
  * GPUs: experimental. Seen on two H200s are right sums (test/examples/ep.c, four ranks) and the replays of bench/ep.c;
@@ -56,10 +57,14 @@ extern "C" {
 typedef struct cumoe_group_s *cumoe_group;
 
 enum {
-  CUMOE_GROUP_EXACT = 1u << 0 /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
+  CUMOE_GROUP_EXACT = 1u << 0, /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
                                  experts would, for up to top_k times the bytes: the same bits on the CPU device.
                                  Without it each rank sums what its experts add to a token and rounds that to dtype: one
                                  rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
+  CUMOE_GROUP_DEDUP =
+      1u << 1 /* a token is sent to those ranks only that have one of its experts, once to each: the same
+                                 results, bit for bit, and less on the wire the more ranks there are; its router and
+                                 gate come before the first byte. On the CPU device; NOT_SUPPORTED on GPUs */
 };
 
 typedef struct cumoe_group_config {
@@ -120,7 +125,8 @@ typedef enum cumoe_group_phase {
   CUMOE_PHASE_CREATE = 1,
   CUMOE_PHASE_DISPATCH = 2, /* tokens on their way to the experts */
   CUMOE_PHASE_RETURN = 3,   /* results on their way back */
-  CUMOE_PHASE_DESTROY = 4
+  CUMOE_PHASE_DESTROY = 4,
+  CUMOE_PHASE_SET_ACTIVE = 5
 } cumoe_group_phase;
 
 typedef struct cumoe_group_fault {
@@ -133,6 +139,29 @@ typedef struct cumoe_group_fault {
 
 /* CUMOE_OK also for a group that gave up: the record says so. Never waits. */
 CUMOE_CHECKED cumoe_status cumoe_group_fault_read(cumoe_group group, cumoe_group_fault *fault);
+
+/*
+ * Leaves ranks out for good: those that have died, or that an engine wants to do without. `active` is a bit a rank, of
+ * rank r bit r % 64 of word r / 64, (ranks + 63) / 64 words of the host, read by the call; 1: it stays. On the CPU
+ * device; NOT_SUPPORTED on GPUs.
+ *
+ * Every rank that stays calls it with the same words, agreed upon through the engine's own store: this call cannot find
+ * out who is dead. It waits for the others that stay, at most timeout_ns, and for nobody else; no call of this rank may
+ * be under way on any lane. Then the group is alive again, if it had given up, and all lanes begin anew, with
+ * cumoe_ep_dispatch or cumoe_ep_forward. A call may have been answered on one rank and have given up on another: which
+ * one is repeated is agreed upon likewise.
+ *
+ * From then on a rank that was left out gets no tokens and no results and is not waited for, by destroy neither. An
+ * expert's places on it are as if they were not in the placement: what has other places is served there (token t at
+ * the place t mod count of those that are left), the rest adds nothing and is recorded (EXPERT_MAP). A rank that was
+ * left out and runs all the same is told that the group gave up, and disturbs nobody: but its part of each arena must
+ * stay mapped until it has ended. It cannot come back; another group may have it.
+ *
+ * INVALID_ARGUMENT, with nothing done, for words that leave out this rank, bring one back, have one past `ranks` or
+ * leave out nobody; INVALID_ARGUMENT, and the group has given up, where another rank says something else; PEER where
+ * one has not called in time: call again without it.
+ */
+CUMOE_API cumoe_status cumoe_group_set_active(cumoe_group group, const uint64_t *active);
 
 /* ---- placement ------------------------------------------------------------------------------------- */
 
@@ -155,6 +184,8 @@ typedef struct cumoe_ep_args {
   int64_t tokens_max;          /* most tokens that any rank has in this call, the same on all; 0 = max_tokens */
   cumoe_view placement;        /* [E, 1 .. CUMOE_MAX_REPLICAS] i32 */
   const cumoe_moe_args *layer; /* this rank's tokens, as for cumoe_moe_forward; see below */
+  int32_t round;               /* of the three calls: 0 .. rounds - 1. cumoe_ep_forward: 0 */
+  int32_t reserved;            /* 0 */
 } cumoe_ep_args;
 
 /*
@@ -171,13 +202,43 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   ids         always the layer's: 0 .. E - 1, and zero and identity experts behind
  *   expert_map  absent: the placement says where experts are
  *   shared      computed on the token's own rank, between sending and receiving
- *   counts_out, load  of this rank's experts and all ranks' tokens. counts_out is not served in more than one round
- *   device_tokens     not served
- * Every token is sent to every rank (an exchange by gathering), its slots only to where their experts are. ids and
- * counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
+ *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together. counts_out in more than one
+ *                     round: on the CPU device; NOT_SUPPORTED on GPUs
+ *   device_tokens     on the CPU device, read when the call is made; NOT_SUPPORTED on GPUs
+ * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
+ * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
  * (EXPERT_ID).
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                            cumoe_stream stream);
+
+/*
+ * The same in three calls, for what an engine puts between them: work of its own, or the calls of the other lane. On
+ * each lane
+ *
+ *   cumoe_ep_dispatch   router and gate, tokens to all ranks, shared expert
+ *   cumoe_ep_experts    waits for all ranks' tokens, computes, results to all ranks
+ *   cumoe_ep_combine    waits for all ranks' results, sums into out
+ *
+ * with the same arguments in all three, and what these refer to unchanged from the first to the last, workspace
+ * included: it holds what one call leaves for the next. cumoe_ep_forward is nothing else, so ranks may mix: one makes
+ * the three calls, another the one. With tokens_max above max_tokens the three calls are made for each round in turn,
+ * args.round = 0, 1 .. tokens_max / max_tokens rounded up, less one, by all ranks; only out, ids_out and
+ * weights_out of that round's tokens are then written; counts_out is set by round 0, the others add to it.
+ *
+ * Ranks that wait for each other must be able to come there: two lanes driven by one thread of the CPU device are
+ * interleaved in the same order on all ranks.
+ *
+ * Out of order: on the CPU device INVALID_ARGUMENT with a text that names the call that must come next on that lane;
+ * nothing has happened. On a GPU the library cannot know what graphs have been replayed in between, and refuses
+ * nothing: outputs are then undefined, and waits end by timeout_ns. Each call is stream-ordered and may be captured, by
+ * itself or together; it launches cumoe_ep_forward's kernels. The three calls have not been run on GPUs yet.
+ */
+CUMOE_CHECKED cumoe_status cumoe_ep_dispatch(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                             cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_ep_experts(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                            cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_ep_combine(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
                                             cumoe_stream stream);
 
 #ifdef __cplusplus

@@ -36,23 +36,30 @@ static void pause_briefly(int64_t turn)
     nanosleep(&nap, NULL);
 }
 
-uint64_t cpu_ep_wait(const void *word, uint32_t least, const void *abort, int64_t timeout_ns)
+/* Until the upper half of *word has reached `least`: 0; or the abort word says something; or the time is up. */
+static uint64_t wait_for(const void *word, uint32_t least, const void *abort, const ep_ways *ways, int64_t timeout_ns)
 {
   const int64_t begin = now_ns();
   for (int64_t turn = 0;; turn++) {
     if ((int32_t)((uint32_t)(cpu_ep_load(word) >> 32) - least) >= 0) return 0;
-    const uint64_t given_up = abort ? cpu_ep_load(abort) : 0;
+    const uint64_t given_up = ep_heeded(ways, cpu_ep_load(abort));
     if (given_up) return given_up;
     if (now_ns() - begin > timeout_ns) return EP_LATE;
     pause_briefly(turn);
   }
 }
 
-void cpu_ep_give_up(char *const *arenas, const ep_layout *at, int32_t ranks, int32_t self, uint64_t word)
+static bool replace(char *word, uint64_t was, uint64_t by)
 {
-  uint64_t none = 0;
-  atomic_compare_exchange_strong((_Atomic uint64_t *)(void *)(arenas[self] + at->abort), &none, word);
-  for (int32_t r = 0; r < ranks; r++)
+  return atomic_compare_exchange_strong((_Atomic uint64_t *)(void *)word, &was, by);
+}
+
+void cpu_ep_give_up(char *const *arenas, const ep_layout *at, const ep_shape *shape, const ep_ways *ways, int32_t self,
+                    uint64_t word)
+{
+  char *own = arenas[self] + at->abort;
+  for (uint64_t was = cpu_ep_load(own); !ep_heeded(ways, was) && !replace(own, was, word);) was = cpu_ep_load(own);
+  for (int32_t r = 0; r < shape->ranks; r++)
     if (r != self) cpu_ep_store(arenas[r] + at->abort, word);
 }
 
@@ -86,23 +93,34 @@ static uint64_t hidden_bytes(const ep_args *a)
 
 /* ---- put ---- */
 
+int64_t cpu_ep_tokens(token_count tokens, fault_sink fault)
+{
+  check_token_count(tokens, fault);
+  return tokens_present(tokens);
+}
+
 static int64_t id_of(const ep_args *a, int64_t token, int32_t slot)
 {
   const int64_t at = token * a->ids_ld + slot;
   return a->ids_dtype == DT_I64 ? ((const int64_t *)a->ids)[at] : ((const int32_t *)a->ids)[at];
 }
 
-/* Entries in use. */
-static int32_t places_of(const ep_args *a, int64_t expert)
+/* Entries in use, but those of ranks that were left out; `nth` of them at *place. An entry that names no rank is in
+ * use, to be found. */
+static int32_t places_of(const ep_args *a, const ep_ways *ways, int64_t expert, int32_t nth, int32_t *place)
 {
-  const int32_t *place = a->placement + expert * a->placement_ld;
+  const int32_t *entry = a->placement + expert * a->placement_ld;
   int32_t count = 0;
-  while (count < a->replicas && place[count] >= 0) count++;
+  for (int32_t i = 0; i < a->replicas && entry[i] >= 0; i++) {
+    const int32_t rank = entry[i] >> EP_PLACE_SHIFT;
+    if (rank < a->shape.ranks && !ep_is_active(ways, rank)) continue;
+    if (count++ == nth) *place = entry[i];
+  }
   return count;
 }
 
 /* The place that serves a slot, or ROW_DROPPED, or ROW_IDENTITY. */
-static int32_t place_of(const ep_args *a, int64_t token, int32_t slot)
+static int32_t place_of(const ep_args *a, const ep_ways *ways, int64_t token, int32_t slot)
 {
   const int64_t id = id_of(a, token, slot), zero_end = (int64_t)a->shape.experts + a->zero_experts;
   if (id == -1) return ROW_DROPPED;
@@ -111,52 +129,71 @@ static int32_t place_of(const ep_args *a, int64_t token, int32_t slot)
     return ROW_DROPPED;
   }
   if (id >= a->shape.experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
-  const int32_t count = places_of(a, id);
-  const int32_t place = count ? a->placement[id * a->placement_ld + (a->first_token + token) % count] : -1;
+  int32_t place = -1;
+  const int32_t count = places_of(a, ways, id, -1, &place);
+  if (count) places_of(a, ways, id, (int32_t)((a->first_token + token) % count), &place);
   if (place >= 0 && place >> EP_PLACE_SHIFT < a->shape.ranks) return place;
   record_fault(a->fault, FAULT_EXPERT_MAP, slot, token);
   return ROW_DROPPED;
 }
 
-/* One slot: its id for every rank, and the row of y that will answer it. */
-static void put_slot(const ep_args *a, int64_t token, int32_t slot)
+static bool is_on(int32_t place, int32_t rank)
 {
-  const int32_t k = a->shape.top_k, ranks = a->shape.ranks, place = place_of(a, token, slot);
-  const int32_t to = place >= 0 ? place >> EP_PLACE_SHIFT : -1, local = place & ((1 << EP_PLACE_SHIFT) - 1);
+  return place >= 0 && place >> EP_PLACE_SHIFT == rank;
+}
+
+/* A token as row `row` of this rank's segment there, and the rows of y that will answer it. */
+static void send_token(const ep_args *a, int32_t to, int64_t token, int64_t row, const int32_t *places)
+{
+  const int32_t k = a->shape.top_k;
+  const uint64_t width = hidden_bytes(a), slots = row_at(a, a->rank, row, (uint64_t)k);
+  char *lane = lane_of(a, to);
+  int32_t *ids = (int32_t *)(void *)(lane + a->at.ids) + slots;
+  memcpy(lane + a->at.x + row_at(a, a->rank, row, width), (const char *)a->x + token * a->x_ld * a->shape.element,
+         width);
+  memcpy((float *)(void *)(lane + a->at.weights) + slots, a->weights + token * a->weights_ld,
+         (uint64_t)k * sizeof(float));
+  for (int32_t slot = 0; slot < k; slot++) {
+    const bool there = is_on(places[slot], to);
+    ids[slot] = there ? places[slot] & ((1 << EP_PLACE_SHIFT) - 1) : -1;
+    if (there && a->shape.exact) a->rows[token * k + slot] = (int32_t)row_at(a, to, row, (uint64_t)k) + slot;
+    if (there && !a->shape.exact) a->rows[token * a->shape.ranks + to] = (int32_t)row_at(a, to, row, 1);
+  }
+}
+
+/* To each rank behind what it has got before: sent[r] tokens. By gathering all have got the same. */
+static void put_token(const ep_args *a, const ep_ways *ways, int64_t token, uint32_t *sent)
+{
+  const int32_t k = a->shape.top_k, ranks = a->shape.ranks;
+  int32_t places[MAX_TOP_K];
+  for (int32_t slot = 0; slot < k; slot++) {
+    places[slot] = place_of(a, ways, token, slot);
+    if (a->shape.exact) a->rows[token * k + slot] = places[slot];
+  }
   for (int32_t r = 0; r < ranks; r++) {
-    int32_t *ids = (int32_t *)(void *)(lane_of(a, r) + a->at.ids);
-    ids[row_at(a, a->rank, token, (uint64_t)k) + (uint64_t)slot] = r == to ? local : -1;
+    bool goes = !ways->dedup;
+    if (!a->shape.exact) a->rows[token * ranks + r] = ROW_DROPPED;
+    for (int32_t slot = 0; slot < k; slot++) goes |= is_on(places[slot], r);
+    if (goes && ep_is_active(ways, r)) send_token(a, r, token, sent[r]++, places);
   }
-  if (a->shape.exact)
-    a->rows[token * k + slot] = to < 0 ? place : (int32_t)row_at(a, to, token, (uint64_t)k) + slot;
-  else if (to >= 0)
-    a->rows[token * ranks + to] = (int32_t)row_at(a, to, token, 1);
 }
 
-static void put_token(const ep_args *a, int64_t token)
+/* To all ranks, also those that get nothing; tokens: for each, or NULL. */
+static void publish(const ep_args *a, const ep_ways *ways, uint64_t words, const uint32_t *tokens)
 {
-  const uint64_t width = hidden_bytes(a), weights = (uint64_t)a->shape.top_k * sizeof(float);
-  for (int32_t r = 0; r < a->shape.ranks; r++) {
-    memcpy(lane_of(a, r) + a->at.x + row_at(a, a->rank, token, width),
-           (const char *)a->x + token * a->x_ld * a->shape.element, width);
-    memcpy(lane_of(a, r) + a->at.weights + row_at(a, a->rank, token, weights), a->weights + token * a->weights_ld,
-           weights);
-    if (!a->shape.exact) a->rows[token * a->shape.ranks + r] = ROW_DROPPED;
-  }
-  for (int32_t slot = 0; slot < a->shape.top_k; slot++) put_slot(a, token, slot);
+  const uint32_t exchange = (uint32_t)*exchange_of(a);
+  for (int32_t r = 0; r < a->shape.ranks; r++)
+    if (ep_is_active(ways, r))
+      cpu_ep_store(lane_of(a, r) + words + (uint64_t)a->rank * EP_LINE, ep_flag(exchange, tokens ? tokens[r] : 0));
 }
 
-static void publish(const ep_args *a, uint64_t words, uint64_t flag)
-{
-  for (int32_t r = 0; r < a->shape.ranks; r++) cpu_ep_store(lane_of(a, r) + words + (uint64_t)a->rank * EP_LINE, flag);
-}
-
-void cpu_ep_put(const ep_args *a)
+void cpu_ep_put(const ep_args *a, const ep_ways *ways)
 {
   const int64_t tokens = tokens_present(a->tokens);
-  const uint32_t exchange = (uint32_t)++ * exchange_of(a);
-  for (int64_t token = 0; token < tokens; token++) put_token(a, token);
-  publish(a, a->at.in, ep_flag(exchange, (uint32_t)tokens));
+  uint32_t sent[EP_MAX_RANKS] = {0};
+  ++*exchange_of(a);
+  for (int64_t token = 0; token < tokens; token++) put_token(a, ways, token, sent);
+  publish(a, ways, a->at.in, sent);
 }
 
 /* ---- answer ---- */
@@ -177,42 +214,44 @@ static void answer_token(const ep_args *a, int32_t source, int64_t token)
   if (!a->shape.exact && any) memcpy(to, from, width);
 }
 
-static int64_t tokens_from(const ep_args *a, int32_t source)
+static int64_t tokens_from(const ep_args *a, const ep_ways *ways, int32_t source)
 {
+  if (!ep_is_active(ways, source)) return 0;
   const int64_t tokens = (uint32_t)cpu_ep_load(lane_of(a, a->rank) + a->at.in + (uint64_t)source * EP_LINE);
   return tokens < a->shape.capacity ? tokens : a->shape.capacity;
 }
 
-void cpu_ep_answer(const ep_args *a)
+void cpu_ep_answer(const ep_args *a, const ep_ways *ways)
 {
   for (int32_t source = 0; source < a->shape.ranks; source++)
-    for (int64_t token = tokens_from(a, source); token-- > 0;) answer_token(a, source, token);
-  publish(a, a->at.back, ep_flag((uint32_t)*exchange_of(a), 0));
+    for (int64_t token = tokens_from(a, ways, source); token-- > 0;) answer_token(a, source, token);
+  publish(a, ways, a->at.back, NULL);
 }
 
 /* ---- waits ---- */
 
 /* Until all ranks have told of this exchange. */
-static uint64_t wait_for_all(const ep_args *a, uint64_t words, int phase)
+static uint64_t wait_for_all(const ep_args *a, const ep_ways *ways, uint64_t words, int phase)
 {
   const char *own = lane_of(a, a->rank);
   for (int32_t r = 0; r < a->shape.ranks; r++) {
-    const uint64_t end = cpu_ep_wait(own + words + (uint64_t)r * EP_LINE, (uint32_t)*exchange_of(a),
-                                     a->arena + a->at.abort, a->timeout_ns);
+    if (!ep_is_active(ways, r)) continue;
+    const uint64_t end = wait_for(own + words + (uint64_t)r * EP_LINE, (uint32_t)*exchange_of(a),
+                                  a->arena + a->at.abort, ways, a->timeout_ns);
     if (end != EP_LATE && end != 0) return end;
     if (end == 0) continue;
     const uint64_t word = ep_abort_word(EP_TIMEOUT, phase, r, a->rank);
-    cpu_ep_give_up(arenas_of(a), &a->at, a->shape.ranks, a->rank, word);
+    cpu_ep_give_up(arenas_of(a), &a->at, &a->shape, ways, a->rank, word);
     return word;
   }
   return 0;
 }
 
 /* What a peer sends is not trusted. Rows past its tokens hold what earlier exchanges left. */
-static void take_ids(const ep_args *a, int32_t source)
+static void take_ids(const ep_args *a, const ep_ways *ways, int32_t source)
 {
   const int32_t k = a->shape.top_k;
-  const int64_t tokens = tokens_from(a, source);
+  const int64_t tokens = tokens_from(a, ways, source);
   const uint64_t first = row_at(a, source, 0, (uint64_t)k);
   const int32_t *from = (const int32_t *)(const void *)(lane_of(a, a->rank) + a->at.ids) + first;
   int32_t *to = a->ids_here + first;
@@ -224,14 +263,14 @@ static void take_ids(const ep_args *a, int32_t source)
   }
 }
 
-uint64_t cpu_ep_wait_tokens(const ep_args *a)
+uint64_t cpu_ep_wait_tokens(const ep_args *a, const ep_ways *ways)
 {
-  const uint64_t end = wait_for_all(a, a->at.in, EP_DISPATCH);
-  for (int32_t r = 0; end == 0 && r < a->shape.ranks; r++) take_ids(a, r);
+  const uint64_t end = wait_for_all(a, ways, a->at.in, EP_DISPATCH);
+  for (int32_t r = 0; end == 0 && r < a->shape.ranks; r++) take_ids(a, ways, r);
   return end;
 }
 
-uint64_t cpu_ep_wait_answers(const ep_args *a)
+uint64_t cpu_ep_wait_answers(const ep_args *a, const ep_ways *ways)
 {
-  return wait_for_all(a, a->at.back, EP_RETURN);
+  return wait_for_all(a, ways, a->at.back, EP_RETURN);
 }

@@ -5,7 +5,9 @@
  * An arena is memory that every rank of the group can write. Of each lane it holds one segment a rank:
  *   x, ids, weights  segment s = the tokens of rank s, written by rank s; at most `capacity`, so it cannot overflow
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
- * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels.
+ * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
+ * gathering its number in the round; by dedup (the CPU device) how many tokens the reader has got before it, which the
+ * sender alone must know.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. Exchange n of a lane, on every rank:
@@ -15,8 +17,15 @@
  *   wait    until all own `back` words say n; collect
  * One buffer is enough. put n + 1 overwrites what a reader had of n: its `back` n, sent after its last read, was seen.
  * answer n + 1 overwrites y of n: the `in` n + 1 of that token's rank, sent after its collect, was seen. A word says n
- * or n - 1 whenever somebody waits for n, so words are compared by their difference and may wrap. test/ep_model.c goes
- * through all orders of this.
+ * or n - 1 whenever somebody waits for n, so words are compared by their difference and may wrap.
+ *
+ * Ranks that are left out (the CPU device; cumoe_group_set_active) get nothing, are not waited for, and what they still
+ * write, into their own segments, words and the abort word, is not looked at. Those that stay agree on the exchange to
+ * go on from, for one of them may have completed n where another gave up: each tells the number that it has come to,
+ * after its last store of any other word, waits until all have told, clears its own abort word and takes the largest.
+ * So nobody gives up for what is over, and the words of the next exchange are in nobody's arena yet.
+ *
+ * test/ep_model.c goes through all orders of this.
  */
 #ifndef CUMOE_KERNELS_EP_H
 #define CUMOE_KERNELS_EP_H
@@ -90,7 +99,7 @@ enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_M
 
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
 enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };
-enum { EP_NO_PHASE = 0, EP_CREATE = 1, EP_DISPATCH = 2, EP_RETURN = 3, EP_DESTROY = 4 };
+enum { EP_NO_PHASE = 0, EP_CREATE = 1, EP_DISPATCH = 2, EP_RETURN = 3, EP_DESTROY = 4, EP_ACTIVE = 5 };
 
 EP_BOTH uint64_t ep_abort_word(int cause, int phase, int about, int by)
 {

@@ -19,3 +19,10 @@ declared() {
     sed -n 's/.*visibility("default")[^)]*))//p' | grep -o 'cumoe_[a-z0-9_]* *(' | tr -d ' (' | sort -u
 }
 finish() { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; exit; }
+
+# What the archive's other members define, which a program without them does not have: ARCHIVE SCRATCH_FILE.
+beside_the_layer() {
+  for member in $(ar t "$1" | grep -vx cumoe.o); do
+    ar p "$1" "$member" > "$2" && nm -g --defined-only "$2" | awk '{ print $3 }'
+  done
+}

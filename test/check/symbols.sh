@@ -16,12 +16,13 @@ readelf -SW "$archive" > "$work/sections" 2> /dev/null
 [ -s "$work/exported" ] || fail "the archive has symbols" "$archive"
 empty "every declared function is exported" "$(comm -23 "$work/declared" "$work/exported")"
 empty "every exported symbol is declared" "$(comm -13 "$work/declared" "$work/exported")"
-empty "two members" "$(ar t "$archive" | grep -vx 'cumoe.o\|groups.o')"
+empty "members that are known" "$(ar t "$archive" | grep -vx 'cumoe.o\|groups.o\|train.o')"
 empty "what members share is hidden" "$(readelf -sW "$archive" |
   awk '$8 ~ /^cumoe_internal_/ && $7 != "UND" && $6 != "HIDDEN" { print $8 }')"
-empty "the layer needs no groups" "$(echo 'int main(void) { return cumoe_moe_forward(0, 0, 0, 0); }' |
+beside_the_layer "$archive" "$work/member.o" > "$work/others"
+empty "the layer needs one member" "$(echo 'int main(void) { return cumoe_moe_forward(0, 0, 0, 0); }' |
   ${CC:-cc} -include include/cumoe/cumoe.h -x c - -x none "$archive" ${CUDA_LIB:+-L"$CUDA_LIB"} -lcudart_static -ldl \
-  -lpthread -lrt -lm -o "$work/layer" 2>&1; nm "$work/layer" | grep -E 'cumoe_(group|ep)_|image_exchange')"
+  -lpthread -lrt -lm -o "$work/layer" 2>&1; nm "$work/layer" | awk '{ print $NF }' | grep -xFf "$work/others")"
 
 # The CUDA runtime, and nothing of the driver, cuBLAS, NVRTC, NCCL or C++; nothing that ends the process or prints.
 empty "no undefined internal names" "$(grep -v '^cuda[A-Z]' "$work/needed" | while read -r name; do

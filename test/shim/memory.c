@@ -37,6 +37,8 @@ static cudaError_t device_block(void **out, size_t bytes, struct CUmemPoolHandle
   b->at = take_addresses(device, bytes);
   b->bytes = bytes;
   b->backing = __real_calloc(1, bytes);
+  b->users = __real_calloc(1, sizeof *b->users);
+  *b->users = 1;
   if (bytes < 1 << 20) memset(b->backing, 0xcd, bytes); /* larger ones would cost real memory */
   b->pool = pool;
   if (pool != NULL) {
@@ -48,19 +50,36 @@ static cudaError_t device_block(void **out, size_t bytes, struct CUmemPoolHandle
   return cudaSuccess;
 }
 
-static void end_block(block *b)
+block *alias_of(const block *of)
+{
+  block *b = (block *)object_new(DEVICE_BLOCK, sizeof *b);
+  b->object.device = of->object.device;
+  b->at = take_addresses(b->object.device, of->bytes);
+  b->bytes = of->bytes;
+  b->backing = of->backing;
+  b->users = of->users;
+  b->alias = true;
+  ++*b->users;
+  return b;
+}
+
+void end_block(block *b)
 {
   struct CUmemPoolHandle_st *pool = b->pool;
+  if (!b->alias && *b->users > 1) note_text("  freed while another process has it open");
   if (pool != NULL) {
     pool->blocks--;
     pool->used -= b->bytes;
     if (pool->ended && pool->blocks == 0) object_end(&pool->object);
   }
-  __real_free(b->backing);
+  if (--*b->users == 0) {
+    __real_free(b->backing);
+    __real_free(b->users);
+  }
   object_end(&b->object);
 }
 
-static block *block_at(const void *at)
+block *block_at(const void *at)
 {
   block *b = block_holding(at, 0);
   return b != NULL && b->at == (uintptr_t)at ? b : NULL;
@@ -77,7 +96,7 @@ cudaError_t cudaFree(void *at)
 {
   cudaError_t error = BEGIN(SHIM_ALLOC | SHIM_SYNC | SHIM_CONTEXT | SHIM_UNSAFE, "%s", at ? "memory" : "nothing");
   block *b = at != NULL ? block_at(at) : NULL;
-  if (b != NULL)
+  if (b != NULL && !b->alias)
     end_block(b);
   else if (at != NULL && error == cudaSuccess)
     error = cudaErrorInvalidValue;

@@ -1,0 +1,511 @@
+/* What surrounds the layer in training: check, fill the kernels' argument structs, run them on the CPU device. */
+#include "train.h"
+#include "buffer.h"
+#include "../include/cumoe/train.h"
+
+_Static_assert((int)FAULT_TOKEN_ID == (int)CUMOE_FAULT_TOKEN_ID && (int)FAULT_SEQUENCE == (int)CUMOE_FAULT_SEQUENCE,
+               "kernels/train.h has other codes");
+
+/* ---- what all share ---- */
+
+cumoe_status check_serves(struct context *context)
+{
+  REQUIRE(on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "context is on device %d: this runs on the CPU device alone",
+          (int)context->device);
+  return CUMOE_OK;
+}
+
+cumoe_status run_kernel(struct context *context, train_kernel *kernel, const void *args, int64_t units)
+{
+  threads_run(context->threads, kernel, args, units);
+  return CUMOE_OK;
+}
+
+cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count, uint32_t dtypes)
+{
+  const operand want = {name, 1, count, dtypes, 0};
+  return check_operand(context, &want, v);
+}
+
+cumoe_status check_scratch(struct context *context, cumoe_view_mut workspace, size_t bytes)
+{
+  const cumoe_view w = cumoe_const(workspace);
+  const operand want = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
+  REQUIRE(!absent(&w) || bytes == 0, CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", bytes);
+  TRY(check_optional(context, &want, w));
+  REQUIRE((size_t)w.cols >= bytes, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
+          (long long)w.cols, bytes);
+  return CUMOE_OK;
+}
+
+cumoe_status check_count(const char *name, int64_t count)
+{
+  REQUIRE(count >= 0 && count <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 .. 2^31 - 1", name,
+          (long long)count);
+  return CUMOE_OK;
+}
+
+cumoe_status check_flags(const char *name, uint32_t flags, uint32_t known)
+{
+  REQUIRE(!(flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "%s is 0x%x, known are 0x%x", name, flags, known);
+  return CUMOE_OK;
+}
+
+cumoe_status check_zero(const char *name, int32_t reserved)
+{
+  REQUIRE(reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is %d, must be 0", name, (int)reserved);
+  return CUMOE_OK;
+}
+
+matrix matrix_of(cumoe_view v)
+{
+  return (matrix){(void *)(uintptr_t)v.data, v.ld, v.dtype};
+}
+
+matrix matrix_mut(cumoe_view_mut v)
+{
+  return matrix_of(cumoe_const(v));
+}
+
+/* A gradient of parameters like `x`'s, if it is wanted. */
+static cumoe_status check_gradient(struct context *context, const char *name, cumoe_view_mut v, int64_t rows,
+                                   int64_t cols, int32_t dtype)
+{
+  const operand want = {name, rows, cols, DTYPE_BIT(dtype & 31) | DTYPE_BIT(CUMOE_F32), 0};
+  return check_optional(context, &want, cumoe_const(v));
+}
+
+/* ---- embedding ---- */
+
+static cumoe_status check_ids(struct context *context, const char *name, cumoe_view ids)
+{
+  TRY(check_owner(context, name, &ids));
+  const operand want = {name, 1, ids.cols, INDEX_BITS, 0};
+  TRY(check_counted(context, &want, ids));
+  return check_count(name, ids.cols);
+}
+
+cumoe_status cumoe_embedding(cumoe_context handle, cumoe_view table, cumoe_view ids, cumoe_view_mut y,
+                             cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_input(context, "table", table));
+  TRY(check_count("table.rows", table.rows));
+  TRY(check_ids(context, "ids", ids));
+  const operand want = {"y", ids.cols, table.cols, DTYPE_BIT(table.dtype & 31), 0};
+  TRY(check_operand(context, &want, cumoe_const(y)));
+  const named_view views[] = {{"y", cumoe_const(y)}, {"table", table}, {"ids", ids}};
+  TRY(check_overlaps(views, 1, 3));
+  TRY(check_serves(context));
+  const embedding_args e = {.table = matrix_of(table),
+                            .ids = matrix_of(ids),
+                            .y = matrix_mut(y),
+                            .tokens = ids.cols,
+                            .vocabulary = table.rows,
+                            .cols = table.cols,
+                            .fault = context->fault};
+  return run_kernel(context, cpu_embed, &e, table.cols ? ids.cols : 0);
+}
+
+static size_t sort_bytes(int64_t tokens, int64_t vocabulary)
+{
+  return (size_t)(vocabulary + 1 + tokens) * sizeof(int32_t);
+}
+
+cumoe_status cumoe_embedding_backward_workspace(cumoe_context handle, int64_t tokens, int64_t vocabulary, size_t *bytes)
+{
+  begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
+  TRY(check_count("tokens", tokens));
+  TRY(check_count("vocabulary", vocabulary));
+  *bytes = sort_bytes(tokens, vocabulary);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_embedding_backward(struct context *context, const cumoe_embedding_backward_args *a)
+{
+  TRY(check_flags("args.flags", a->flags, CUMOE_TRAIN_ACCUMULATE));
+  TRY(check_ids(context, "args.ids", a->ids));
+  TRY(check_owner(context, "args.dy", &a->dy));
+  const operand dy = {"args.dy", a->ids.cols, a->dy.cols, FLOAT_BITS, 0};
+  TRY(check_counted(context, &dy, a->dy));
+  const cumoe_view table = cumoe_const(a->dtable);
+  TRY(check_owner(context, "args.dtable", &table));
+  const operand want = {"args.dtable", table.rows, a->dy.cols, DTYPE_BIT(a->dy.dtype & 31) | DTYPE_BIT(CUMOE_F32), 0};
+  TRY(check_counted(context, &want, table));
+  TRY(check_count("args.dtable.rows", table.rows));
+  TRY(check_scratch(context, a->workspace, sort_bytes(a->ids.cols, table.rows)));
+  const named_view views[] = {
+      {"args.dtable", table}, {"args.workspace", cumoe_const(a->workspace)}, {"args.dy", a->dy}, {"args.ids", a->ids}};
+  return check_overlaps(views, 2, 4);
+}
+
+cumoe_status cumoe_embedding_backward(cumoe_context handle, const cumoe_embedding_backward_args *args,
+                                      cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  struct context *context;
+  cumoe_embedding_backward_args a;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &a));
+  TRY(check_embedding_backward(context, &a));
+  TRY(check_serves(context));
+  int32_t *begins = a.workspace.data;
+  const embedding_args e = {.table = matrix_mut(a.dtable),
+                            .ids = matrix_of(a.ids),
+                            .y = matrix_of(a.dy),
+                            .begins = begins,
+                            .order = begins + a.dtable.rows + 1,
+                            .tokens = a.ids.cols,
+                            .vocabulary = a.dtable.rows,
+                            .cols = a.dy.cols,
+                            .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
+                            .fault = context->fault};
+  TRY(run_kernel(context, cpu_embedding_sort, &e, 1));
+  return run_kernel(context, cpu_embedding_backward, &e, a.dtable.rows);
+}
+
+/* ---- norms ---- */
+
+static size_t stats_bytes(int64_t rows)
+{
+  return (size_t)rows * sizeof(double[2]);
+}
+
+cumoe_status cumoe_norm_backward_workspace(cumoe_context handle, int64_t rows, int64_t cols, size_t *bytes)
+{
+  begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
+  REQUIRE(rows >= 0 && rows < (int64_t)1 << 46, CUMOE_ERR_INVALID_ARGUMENT, "rows is %lld, must be 0 .. 2^46 - 1",
+          (long long)rows);
+  TRY(check_count("cols", cols));
+  *bytes = stats_bytes(rows);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_norm_backward(struct context *context, const cumoe_norm_backward_args *a, bool centered)
+{
+  TRY(check_flags("args.flags", a->flags, CUMOE_TRAIN_ACCUMULATE));
+  TRY(check_not_negative("args.eps", a->eps));
+  TRY(check_zero("args.reserved", a->reserved));
+  TRY(check_input(context, "args.x", a->x));
+  TRY(check_count("args.x.cols", a->x.cols));
+  TRY(check_same_shape(context, "args.dy", a->dy, a->x));
+  const operand weight = {"args.weight", 1, a->x.cols, DTYPE_BIT(a->x.dtype & 31) | DTYPE_BIT(CUMOE_F32), 0};
+  const operand dx = {"args.dx", a->x.rows, a->x.cols, DTYPE_BIT(a->x.dtype & 31), 0};
+  TRY(check_optional(context, &weight, a->weight));
+  TRY(check_optional(context, &dx, cumoe_const(a->dx)));
+  TRY(check_gradient(context, "args.dweight", a->dweight, 1, a->x.cols, a->x.dtype));
+  if (!centered) TRY(check_absent("args.dbias", cumoe_const(a->dbias), "rmsnorm has no bias"));
+  TRY(check_gradient(context, "args.dbias", a->dbias, 1, a->x.cols, a->x.dtype));
+  TRY(check_scratch(context, a->workspace, stats_bytes(a->x.rows)));
+  const named_view views[] = {{"args.dx", cumoe_const(a->dx)},
+                              {"args.dweight", cumoe_const(a->dweight)},
+                              {"args.dbias", cumoe_const(a->dbias)},
+                              {"args.workspace", cumoe_const(a->workspace)},
+                              {"args.x", a->x},
+                              {"args.weight", a->weight},
+                              {"args.dy", unless_in_place(a->dy, a->dx)}};
+  TRY(check_overlaps(views, 4, 7));
+  const named_view dy[] = {{"args.dweight", views[1].view},
+                           {"args.dbias", views[2].view},
+                           {"args.workspace", views[3].view},
+                           {"args.dy", a->dy}};
+  return check_overlaps(dy, 3, 4);
+}
+
+static cumoe_status norm_backward(cumoe_context handle, bool centered, const cumoe_norm_backward_args *args)
+{
+  struct context *context;
+  cumoe_norm_backward_args a;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &a));
+  TRY(check_norm_backward(context, &a, centered));
+  TRY(check_serves(context));
+  const norm_backward_args n = {.x = matrix_of(a.x),
+                                .weight = matrix_of(a.weight),
+                                .dy = matrix_of(a.dy),
+                                .dx = matrix_mut(a.dx),
+                                .dweight = matrix_mut(a.dweight),
+                                .dbias = matrix_mut(a.dbias),
+                                .stats = a.workspace.data,
+                                .rows = a.x.rows,
+                                .cols = a.x.cols,
+                                .centered = centered,
+                                .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
+                                .eps = a.eps};
+  const bool parameters = a.dweight.data || a.dbias.data;
+  TRY(run_kernel(context, cpu_norm_stats, &n, a.x.cols ? a.x.rows : 0));
+  TRY(run_kernel(context, cpu_norm_dparameters, &n, parameters ? (a.x.cols + NORM_COLUMNS - 1) / NORM_COLUMNS : 0));
+  return run_kernel(context, cpu_norm_dx, &n, a.dx.data && a.x.cols ? a.x.rows : 0);
+}
+
+cumoe_status cumoe_layernorm_backward(cumoe_context context, const cumoe_norm_backward_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  return norm_backward(context, true, args);
+}
+
+cumoe_status cumoe_rmsnorm_backward(cumoe_context context, const cumoe_norm_backward_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  return norm_backward(context, false, args);
+}
+
+/* ---- elementwise, softmax ---- */
+
+static cumoe_status elementwise_backward(cumoe_context handle, train_kernel *kernel, int32_t function, const char *name,
+                                         cumoe_view x, cumoe_view dy, cumoe_view_mut dx)
+{
+  struct context *context;
+  TRY(find_context(handle, &context));
+  TRY(check_input(context, name, x));
+  TRY(check_same_shape(context, "dy", dy, x));
+  TRY(check_same_shape(context, "dx", cumoe_const(dx), x));
+  TRY(check_in_place("dx", dx, name, x));
+  TRY(check_in_place("dx", dx, "dy", dy));
+  TRY(check_serves(context));
+  const elementwise_backward_args e = {
+      .x = matrix_of(x), .dy = matrix_of(dy), .dx = matrix_mut(dx), .cols = x.cols, .function = function};
+  return run_kernel(context, kernel, &e, x.cols ? x.rows : 0);
+}
+
+#define ELEMENTWISE_BACKWARD(name, function)                                                                           \
+  cumoe_status cumoe_##name##_backward(cumoe_context context, cumoe_view x, cumoe_view dy, cumoe_view_mut dx,          \
+                                       cumoe_stream stream)                                                            \
+  {                                                                                                                    \
+    begin_call_on(__func__, stream);                                                                                   \
+    return elementwise_backward(context, cpu_elementwise_backward, function, "x", x, dy, dx);                          \
+  }
+ELEMENTWISE_BACKWARD(relu, EW_RELU)
+ELEMENTWISE_BACKWARD(sigmoid, EW_SIGMOID)
+ELEMENTWISE_BACKWARD(silu, EW_SILU)
+ELEMENTWISE_BACKWARD(gelu, EW_GELU)
+ELEMENTWISE_BACKWARD(gelu_tanh, EW_GELU_TANH)
+
+cumoe_status cumoe_softmax_backward(cumoe_context context, cumoe_view y, cumoe_view dy, cumoe_view_mut dx,
+                                    cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  REQUIRE(y.cols <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "y.cols is %lld, must be at most 2^31 - 1",
+          (long long)y.cols);
+  return elementwise_backward(context, cpu_softmax_backward, 0, "y", y, dy, dx);
+}
+
+/* ---- loss ---- */
+
+static cumoe_status check_cross_entropy(struct context *context, const cumoe_cross_entropy_args *a)
+{
+  const bool ignores = a->flags & CUMOE_LOSS_IGNORE;
+  TRY(check_flags("args.flags", a->flags, CUMOE_LOSS_IGNORE));
+  TRY(check_finite("args.scale", a->scale));
+  TRY(check_zero("args.reserved", a->reserved));
+  REQUIRE(a->ignore == 0 || ignores, CUMOE_ERR_INVALID_ARGUMENT, "args.ignore is %lld, must be 0 without LOSS_IGNORE",
+          (long long)a->ignore);
+  TRY(check_input(context, "args.logits", a->logits));
+  TRY(check_count("args.logits.rows", a->logits.rows));
+  TRY(check_count("args.logits.cols", a->logits.cols));
+  TRY(check_vector(context, "args.targets", a->targets, a->logits.rows, INDEX_BITS));
+  TRY(check_vector(context, "args.loss", cumoe_const(a->loss), 1, DTYPE_BIT(CUMOE_F32)));
+  TRY(check_vector(context, "args.losses", cumoe_const(a->losses), a->logits.rows, DTYPE_BIT(CUMOE_F32)));
+  TRY(check_vector(context, "args.counted", cumoe_const(a->counted), 1, DTYPE_BIT(CUMOE_I64)));
+  const operand d = {"args.dlogits", a->logits.rows, a->logits.cols, DTYPE_BIT(a->logits.dtype & 31), 0};
+  TRY(check_optional(context, &d, cumoe_const(a->dlogits)));
+  const named_view views[] = {{"args.loss", cumoe_const(a->loss)},
+                              {"args.losses", cumoe_const(a->losses)},
+                              {"args.counted", cumoe_const(a->counted)},
+                              {"args.dlogits", cumoe_const(a->dlogits)},
+                              {"args.targets", a->targets},
+                              {"args.logits", unless_in_place(a->logits, a->dlogits)}};
+  TRY(check_overlaps(views, 4, 6));
+  const named_view logits[] = {views[0], views[1], views[2], {"args.logits", a->logits}};
+  return check_overlaps(logits, 3, 4);
+}
+
+cumoe_status cumoe_cross_entropy(cumoe_context handle, const cumoe_cross_entropy_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  struct context *context;
+  cumoe_cross_entropy_args a;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &a));
+  TRY(check_cross_entropy(context, &a));
+  TRY(check_serves(context));
+  const cross_entropy_args c = {.logits = matrix_of(a.logits),
+                                .targets = matrix_of(a.targets),
+                                .dlogits = matrix_mut(a.dlogits),
+                                .loss = a.loss.data,
+                                .losses = a.losses.data,
+                                .counted = a.counted.data,
+                                .tokens = a.logits.rows,
+                                .vocabulary = a.logits.cols,
+                                .ignore = a.flags & CUMOE_LOSS_IGNORE ? a.ignore : -1,
+                                .scale = a.scale == 0 ? 1 : a.scale,
+                                .fault = context->fault};
+  TRY(run_kernel(context, cpu_cross_entropy_count, &c, 1));
+  TRY(run_kernel(context, cpu_cross_entropy_rows, &c, c.tokens));
+  return run_kernel(context, cpu_cross_entropy_mean, &c, 1);
+}
+
+/* ---- optimiser ---- */
+
+enum { MOST_GRADIENTS = 1 << 20 };
+
+/* Sums of squares: one a run of a row. */
+static cumoe_status count_runs(struct context *context, const cumoe_view *gradients, int64_t count, int64_t *runs)
+{
+  REQUIRE(count >= 0 && count <= MOST_GRADIENTS, CUMOE_ERR_INVALID_ARGUMENT, "count is %lld, must be 0 .. 2^20",
+          (long long)count);
+  REQUIRE(gradients || count == 0, CUMOE_ERR_INVALID_ARGUMENT, "gradients is null, and there are %lld",
+          (long long)count);
+  *runs = 0;
+  for (int64_t i = 0; i < count; i++) {
+    TRY(check_input(context, "gradients", gradients[i]));
+    REQUIRE(!__builtin_add_overflow(*runs, gradients[i].rows * RUNS_IN_ROW(gradients[i].cols), runs) &&
+                *runs < (int64_t)1 << 43,
+            CUMOE_ERR_INVALID_ARGUMENT, "gradients are larger than an address space");
+  }
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_global_norm_workspace(cumoe_context handle, const cumoe_view *gradients, int64_t count,
+                                         size_t *bytes)
+{
+  begin_call(__func__);
+  struct context *context;
+  int64_t runs;
+  TRY(find_context(handle, &context));
+  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
+  TRY(count_runs(context, gradients, count, &runs));
+  *bytes = (size_t)runs * sizeof(double);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_global_norm(struct context *context, const cumoe_global_norm_args *a, int64_t *runs)
+{
+  TRY(check_not_negative("args.max_norm", a->max_norm));
+  TRY(check_finite("args.scale", a->scale));
+  TRY(check_zero("args.reserved", a->reserved));
+  TRY(count_runs(context, a->gradients, a->count, runs));
+  TRY(check_vector(context, "args.norm", cumoe_const(a->norm), 1, DTYPE_BIT(CUMOE_F32)));
+  TRY(check_vector(context, "args.factor", cumoe_const(a->factor), 1, DTYPE_BIT(CUMOE_F32)));
+  const operand step = {"args.step", 1, 1, DTYPE_BIT(CUMOE_I64), 0};
+  TRY(check_optional(context, &step, cumoe_const(a->step)));
+  TRY(check_scratch(context, a->workspace, (size_t)*runs * sizeof(double)));
+  named_view views[] = {{"args.norm", cumoe_const(a->norm)},
+                        {"args.factor", cumoe_const(a->factor)},
+                        {"args.step", cumoe_const(a->step)},
+                        {"args.workspace", cumoe_const(a->workspace)},
+                        {"args.gradients", {0}}};
+  TRY(check_overlaps(views, 4, 4));
+  for (int64_t i = 0; i < a->count; i++) {
+    views[4].view = a->gradients[i];
+    TRY(check_overlaps(views, 4, 5));
+  }
+  return CUMOE_OK;
+}
+
+cumoe_status cumoe_global_norm(cumoe_context handle, const cumoe_global_norm_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  struct context *context;
+  cumoe_global_norm_args a;
+  int64_t runs;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &a));
+  TRY(check_global_norm(context, &a, &runs));
+  TRY(check_serves(context));
+  global_norm_args n = {.sums = a.workspace.data,
+                        .count = runs,
+                        .norm = a.norm.data,
+                        .factor = a.factor.data,
+                        .step = a.step.data,
+                        .max_norm = a.max_norm,
+                        .scale = a.scale == 0 ? 1 : a.scale};
+  for (int64_t i = 0; i < a.count; i++) {
+    const cumoe_view g = a.gradients[i];
+    n.gradient = matrix_of(g);
+    n.cols = g.cols;
+    TRY(run_kernel(context, cpu_squares, &n, g.rows * RUNS_IN_ROW(g.cols)));
+    n.sums += g.rows * RUNS_IN_ROW(g.cols);
+  }
+  n.sums = a.workspace.data;
+  return run_kernel(context, cpu_total, &n, 1);
+}
+
+static cumoe_status check_rates(const cumoe_adamw_args *a)
+{
+  TRY(check_flags("args.flags", a->flags, 0));
+  TRY(check_not_negative("args.rate", a->rate));
+  TRY(check_not_negative("args.beta1", a->beta1));
+  TRY(check_not_negative("args.beta2", a->beta2));
+  REQUIRE(a->beta1 < 1 && a->beta2 < 1, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.beta1 is %g and args.beta2 %g, must be below 1", (double)a->beta1, (double)a->beta2);
+  TRY(check_not_negative("args.eps", a->eps));
+  TRY(check_not_negative("args.decay", a->decay));
+  return check_zero("args.reserved", a->reserved);
+}
+
+static cumoe_status check_adamw(struct context *context, const cumoe_adamw_args *a)
+{
+  const cumoe_view g = a->gradient;
+  TRY(check_rates(a));
+  TRY(check_input(context, "args.gradient", g));
+  TRY(check_vector(context, "args.step", a->step, 1, DTYPE_BIT(CUMOE_I64)));
+  const operand factor = {"args.factor", 1, 1, DTYPE_BIT(CUMOE_F32), 0};
+  const operand schedule = {"args.schedule", 1, 1, DTYPE_BIT(CUMOE_F32), 0};
+  TRY(check_optional(context, &factor, a->factor));
+  TRY(check_optional(context, &schedule, a->schedule));
+  const named_view views[] = {{"args.master", cumoe_const(a->master)},
+                              {"args.first", cumoe_const(a->first)},
+                              {"args.second", cumoe_const(a->second)},
+                              {"args.weights", cumoe_const(a->weights)},
+                              {"args.gradient", g},
+                              {"args.step", a->step},
+                              {"args.factor", a->factor},
+                              {"args.schedule", a->schedule}};
+  for (int i = 0; i < 3; i++) {
+    const operand want = {views[i].name, g.rows, g.cols, DTYPE_BIT(CUMOE_F32), 0};
+    TRY(check_operand(context, &want, views[i].view));
+  }
+  const operand weights = {"args.weights", g.rows, g.cols, FLOAT_BITS, 0};
+  TRY(check_optional(context, &weights, views[3].view));
+  return check_overlaps(views, 4, 8);
+}
+
+static float or_else(float value, float otherwise)
+{
+  return value == 0 ? otherwise : value;
+}
+
+cumoe_status cumoe_adamw(cumoe_context handle, const cumoe_adamw_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  struct context *context;
+  cumoe_adamw_args a;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &a));
+  TRY(check_adamw(context, &a));
+  TRY(check_serves(context));
+  const adamw_args w = {.gradient = matrix_of(a.gradient),
+                        .master = matrix_mut(a.master),
+                        .first = matrix_mut(a.first),
+                        .second = matrix_mut(a.second),
+                        .weights = matrix_mut(a.weights),
+                        .step = a.step.data,
+                        .factor = a.factor.data,
+                        .schedule = a.schedule.data,
+                        .cols = a.gradient.cols,
+                        .rate = a.rate,
+                        .beta1 = or_else(a.beta1, .9f),
+                        .beta2 = or_else(a.beta2, .999f),
+                        .eps = or_else(a.eps, 1e-8f),
+                        .decay = a.decay};
+  return run_kernel(context, cpu_adamw, &w, a.gradient.rows * RUNS_IN_ROW(a.gradient.cols));
+}

@@ -1,0 +1,26 @@
+/* What the calls of cumoe/train.h and cumoe/attention.h share. */
+#ifndef CUMOE_HOST_TRAIN_H
+#define CUMOE_HOST_TRAIN_H
+
+#include "check.h"
+#include "context.h"
+#include "../kernels/train.h"
+
+/* NOT_SUPPORTED on a CUDA context: the last check of a call. */
+cumoe_status check_serves(struct context *context);
+/* After it: the units of a kernel, on all threads; always CUMOE_OK. */
+cumoe_status run_kernel(struct context *context, train_kernel *kernel, const void *args, int64_t units);
+
+/* A [1, count] vector of one of `dtypes`. */
+cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count, uint32_t dtypes);
+/* A scratch of so many bytes. */
+cumoe_status check_scratch(struct context *context, cumoe_view_mut workspace, size_t bytes);
+/* Rows and columns that kernels count in 32 bits. */
+cumoe_status check_count(const char *name, int64_t count);
+cumoe_status check_flags(const char *name, uint32_t flags, uint32_t known);
+cumoe_status check_zero(const char *name, int32_t reserved);
+
+matrix matrix_of(cumoe_view v);
+matrix matrix_mut(cumoe_view_mut v);
+
+#endif

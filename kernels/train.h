@@ -1,0 +1,87 @@
+/*
+ * Argument structs of the kernels that training adds (cumoe/train.h), and these kernels on the CPU device. As args.h:
+ * offsets in 64 bits, leading dimensions in elements, a kernel does the units begin .. end - 1.
+ */
+#ifndef CUMOE_KERNELS_TRAIN_H
+#define CUMOE_KERNELS_TRAIN_H
+
+#include "args.h"
+
+/* What these kernels record, besides the codes of args.h. */
+enum { FAULT_TOKEN_ID = FAULT_ROUTE + 1, FAULT_SEQUENCE };
+
+/* A matrix by pointer. data NULL: absent. */
+typedef struct matrix {
+  void *data;
+  int64_t ld;
+  int32_t dtype;
+} matrix;
+
+typedef void train_kernel(const void *args, int64_t begin, int64_t end);
+
+/* Embedding: `begins` [V + 1] and `order` [T] list the tokens of each id, in their order; sort, one unit, writes them.
+ * embed: a unit is a token. embedding_backward: a unit is an id. */
+typedef struct embedding_args {
+  matrix table, ids, y; /* backward: dtable, and dy for y */
+  int32_t *begins, *order;
+  int64_t tokens, vocabulary, cols;
+  int32_t accumulate;
+  fault_sink fault;
+} embedding_args;
+train_kernel cpu_embed, cpu_embedding_sort, cpu_embedding_backward;
+
+/* Norms: a unit of row_stats and dx is a row, of dparameters NORM_COLUMNS columns. stats: mean and scale of a row. */
+enum { NORM_COLUMNS = 64 };
+typedef struct norm_backward_args {
+  matrix x, weight, dy, dx, dweight, dbias;
+  double (*stats)[2];
+  int64_t rows, cols;
+  int32_t centered, accumulate;
+  float eps;
+} norm_backward_args;
+train_kernel cpu_norm_stats, cpu_norm_dparameters, cpu_norm_dx;
+
+/* function: EW_* of the forward. A unit is a row. */
+typedef struct elementwise_backward_args {
+  matrix x, dy, dx; /* softmax: y for x */
+  int64_t cols;
+  int32_t function;
+} elementwise_backward_args;
+train_kernel cpu_elementwise_backward, cpu_softmax_backward;
+
+/* count and mean: one unit. rows: a unit is a token. */
+typedef struct cross_entropy_args {
+  matrix logits, targets, dlogits;
+  float *loss, *losses;
+  int64_t *counted;
+  int64_t tokens, vocabulary, ignore; /* ignore -1: none besides the negative ones */
+  float scale;
+  fault_sink fault;
+} cross_entropy_args;
+train_kernel cpu_cross_entropy_count, cpu_cross_entropy_rows, cpu_cross_entropy_mean;
+
+/* squares: of one matrix; a unit is NORM_RUN elements of a row, whose sum it writes. total: one unit adds all up. */
+enum { NORM_RUN = 4096 };
+#define RUNS_IN_ROW(cols) (((cols) + NORM_RUN - 1) / NORM_RUN)
+typedef struct global_norm_args {
+  matrix gradient;
+  int64_t cols;
+  double *sums; /* squares: of this matrix; total: of all */
+  int64_t count;
+  float *norm, *factor;
+  int64_t *step;
+  float max_norm, scale;
+} global_norm_args;
+train_kernel cpu_squares, cpu_total;
+
+/* A unit is NORM_RUN elements of a row. */
+typedef struct adamw_args {
+  matrix gradient, master, first, second, weights;
+  const int64_t *step;
+  const float *factor, *schedule; /* NULL: 1 */
+  int64_t cols;
+  float rate, beta1, beta2, eps, decay;
+} adamw_args;
+train_kernel cpu_adamw;
+
+#endif

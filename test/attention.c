@@ -1,0 +1,454 @@
+/*
+ * cumoe/attention.h: values against double, gradients against differences in double, the adjoint of v, every mask and
+ * form of sequences, bad offsets and pages, NaN, the same bits from any number of threads; rotary embedding.
+ */
+#include <math.h>
+
+#include "gradient.h"
+#include "parts.h"
+
+/* ---- cases ------------------------------------------------------------------------------------------ */
+
+/* What the sequences are made of: none, offsets alone, other offsets for keys, a cache with gaps, keys in common,
+ * pages, pages some of which are nowhere. */
+typedef enum form { ONE, SELF, CROSS, CACHE, SHARED, PAGED, BAD_PAGES, FORMS } form;
+static const char *const form_names[] = {"one", "self", "cross", "cache", "shared", "paged", "bad pages"};
+
+enum { SEQUENCES = 4, PAGE = 3, PAGES = 3, QUERIES = 10 }; /* the last query is in no sequence */
+static const int32_t q_offsets[] = {0, 3, 3, 8, 9};
+static const struct {
+  int32_t keys, offsets[SEQUENCES + 1], lengths[SEQUENCES];
+} forms[] = {[ONE] = {13, {0}, {13}},
+             [SELF] = {QUERIES, {0, 3, 3, 8, 9}, {3, 0, 5, 1}},
+             [CROSS] = {14, {0, 4, 6, 6, 13}, {4, 2, 0, 7}},
+             [CACHE] = {21, {0, 5, 10, 15, 20}, {4, 0, 5, 2}},
+             [SHARED] = {9, {0, 0, 1, 0, 0}, {6, 3, 8, 3}},
+             [PAGED] = {30, {0}, {4, 0, 9, 2}},
+             [BAD_PAGES] = {30, {0}, {4, 0, 9, 2}}};
+static const int32_t tables[2][SEQUENCES * PAGES] = {{7, 2, 0, 0, 0, 0, 1, 9, 4, 3, 0, 0},
+                                                     {7, -1, 0, 0, 0, 0, 1, INT32_MAX, 4, INT32_MIN, 0, 0}};
+
+typedef struct attention_case {
+  form form;
+  int32_t causal, heads, kv_heads, head_dim, window;
+  float scale, softcap;
+  int32_t sinks, dtype; /* sinks: their dtype, 0: none */
+} attention_case;
+
+typedef struct problem {
+  const attention_case *c;
+  int64_t queries, keys;
+  tensor tq, tk, tv, tsinks, tdout;
+  double *q, *k, *v, *sinks, *dout;
+} problem;
+
+static problem make_problem(rng *r, const attention_case *c)
+{
+  problem p = {.c = c, .queries = QUERIES, .keys = forms[c->form].keys};
+  const int64_t q_cols = c->heads * c->head_dim, k_cols = c->kv_heads * c->head_dim;
+  p.tq = tensor_normal(r, c->dtype, p.queries, q_cols, 0, 1);
+  p.tk = tensor_normal(r, c->dtype, p.keys, k_cols, 0, 1);
+  p.tv = tensor_normal(r, c->dtype, p.keys, k_cols, 0, 1);
+  p.tdout = tensor_normal(r, c->dtype, p.queries, q_cols, 0, 1);
+  p.tsinks = tensor_normal(r, c->sinks ? c->sinks : CUMOE_F32, 1, c->heads, 0, 1);
+  p.q = doubles_of(&p.tq);
+  p.k = doubles_of(&p.tk);
+  p.v = doubles_of(&p.tv);
+  p.dout = doubles_of(&p.tdout);
+  p.sinks = doubles_of(&p.tsinks);
+  return p;
+}
+
+/* ---- in double, by the definition ------------------------------------------------------------------- */
+
+/* The row of key j of a sequence; -1: none. */
+static int64_t row_of(const attention_case *c, int s, int64_t j)
+{
+  if (c->form < PAGED) return forms[c->form].offsets[s] + j;
+  const int32_t page = tables[c->form == BAD_PAGES][s * PAGES + j / PAGE];
+  return page < 0 || page >= 30 / PAGE ? -1 : (int64_t)page * PAGE + j % PAGE;
+}
+
+/* The rows that a query sees. */
+static int list_seen(const problem *p, int64_t query, int64_t *rows)
+{
+  const attention_case *c = p->c;
+  int s = 0, count = 0;
+  int64_t n = p->queries, first = 0;
+  if (c->form != ONE) {
+    while (s < SEQUENCES && !(query >= q_offsets[s] && query < q_offsets[s + 1])) s++;
+    if (s == SEQUENCES) return -1;
+    first = q_offsets[s];
+    n = q_offsets[s + 1] - first;
+  }
+  const int64_t m = forms[c->form].lengths[s], at = m - n + query - first;
+  for (int64_t j = 0; j < m; j++) {
+    const bool behind = !c->causal || j <= at, near = !c->window || (j > at - c->window && j < at + c->window);
+    if (behind && near && row_of(c, s, j) >= 0) rows[count++] = row_of(c, s, j);
+  }
+  return count;
+}
+
+/* out [D] of a head, and the log of its sum. */
+static double attend(const problem *p, int64_t query, int32_t head, double *out)
+{
+  const attention_case *c = p->c;
+  const int32_t d = c->head_dim, ld = c->kv_heads * d, from = head / (c->heads / c->kv_heads) * d;
+  const double scale = c->scale == 0 ? 1 / sqrt(d) : (double)c->scale, cap = (double)c->softcap;
+  int64_t rows[64];
+  double weights[64], sum = 0;
+  const int count = list_seen(p, query, rows);
+  for (int i = 0; i < count; i++) {
+    const double s = scale * dot_of(p->q + query * c->heads * d + head * d, p->k + rows[i] * ld + from, d);
+    sum += weights[i] = exp(cap > 0 ? cap * tanh(s / cap) : s);
+  }
+  if (c->sinks && count >= 0) sum += exp(p->sinks[head]);
+  memset(out, 0, (size_t)d * sizeof *out);
+  for (int i = 0; i < count; i++)
+    for (int32_t x = 0; x < d; x++) out[x] += weights[i] / sum * p->v[rows[i] * ld + from + x];
+  return log(sum);
+}
+
+static double loss_of(const void *user)
+{
+  const problem *p = user;
+  const int32_t d = p->c->head_dim;
+  double out[256], loss = 0;
+  for (int64_t query = 0; query < p->queries; query++)
+    for (int32_t head = 0; head < p->c->heads; head++) {
+      attend(p, query, head, out);
+      loss += dot_of(out, p->dout + (query * p->c->heads + head) * d, d);
+    }
+  return loss;
+}
+
+/* ---- calls ------------------------------------------------------------------------------------------ */
+
+static cumoe_view put_indices(cumoe_context context, const int32_t *from, int64_t rows, int64_t cols)
+{
+  tensor t = tensor_new(CUMOE_I32, rows, cols);
+  memcpy(t.data, from, (size_t)(rows * cols) * sizeof *from);
+  return device_put(context, &t, rows > 1 ? 2 : 0);
+}
+
+static cumoe_attention_args put_problem(cumoe_context context, const problem *p, int pad)
+{
+  const attention_case *c = p->c;
+  cumoe_attention_args a = {.size = sizeof a,
+                            .flags = c->causal ? CUMOE_ATTENTION_CAUSAL : 0,
+                            .heads = c->heads,
+                            .kv_heads = c->kv_heads,
+                            .head_dim = c->head_dim,
+                            .window = c->window,
+                            .scale = c->scale,
+                            .softcap = c->softcap};
+  a.q = device_put(context, &p->tq, pad);
+  a.k = device_put(context, &p->tk, 2 * pad);
+  a.v = device_put(context, &p->tv, pad);
+  if (c->sinks) a.sinks = device_put(context, &p->tsinks, 0);
+  if (c->form != ONE) a.q_offsets = put_indices(context, q_offsets, 1, SEQUENCES + 1);
+  if (c->form > SELF && c->form < PAGED) a.k_offsets = put_indices(context, forms[c->form].offsets, 1, SEQUENCES + 1);
+  if (c->form > CROSS) a.k_lengths = put_indices(context, forms[c->form].lengths, 1, SEQUENCES);
+  if (c->form >= PAGED) {
+    a.page = PAGE;
+    a.pages = put_indices(context, tables[c->form == BAD_PAGES], SEQUENCES, PAGES);
+  }
+  a.out = device_new(context, c->dtype, p->queries, p->tq.cols, pad);
+  a.lse = device_new(context, CUMOE_F32, p->queries, c->heads, pad);
+  return a;
+}
+
+static void check_forward(cumoe_context context, const problem *p, const cumoe_attention_args *a)
+{
+  const int32_t heads = p->c->heads, d = p->c->head_dim;
+  const tensor out = device_get(context, cumoe_const(a->out)), lse = device_get(context, cumoe_const(a->lse));
+  bounded *want = scratch((size_t)(p->queries * heads * d), sizeof *want);
+  bounded *logs = scratch((size_t)(p->queries * heads), sizeof *logs);
+  double row[256];
+  for (int64_t i = 0; i < p->queries * heads; i++) {
+    const double log = attend(p, i / heads, (int32_t)(i % heads), row);
+    logs[i] = (bounded){log, isfinite(log) ? 0x1p-24 * fabs(log) + 1e-12 : 0};
+    for (int32_t x = 0; x < d; x++)
+      want[i * d + x] = (bounded){row[x], row[x] == 0 ? 0 : unit_roundoff(p->c->dtype) * fabs(row[x]) + 0x1p-25};
+  }
+  check_bounded("out", &out, want);
+  check_bounded("lse", &lse, logs);
+  check_guards(context, "out", a->out);
+  check_guards(context, "lse", a->lse);
+}
+
+typedef struct gradients {
+  tensor dq, dk, dv, dsinks;
+} gradients;
+
+static gradients run_backward(cumoe_context context, const problem *p, const cumoe_attention_args *a, int pad)
+{
+  gradients g = {.dq = {0}};
+  cumoe_attention_backward_args b = {.size = sizeof b, .forward = a, .dout = device_put(context, &p->tdout, pad)};
+  b.dq = device_new(context, p->c->dtype, p->queries, p->tq.cols, pad);
+  b.dk = device_new(context, p->c->dtype, p->keys, p->tk.cols, 0);
+  b.dv = device_new(context, p->c->dtype, p->keys, p->tk.cols, pad);
+  b.delta = device_new(context, CUMOE_F32, p->queries, p->c->heads, pad);
+  if (p->c->sinks) b.dsinks = device_new(context, CUMOE_F32, 1, p->c->heads, 0);
+  CHECK_OK(cumoe_attention_backward(context, &b, NULL));
+  check_guards(context, "dq", b.dq);
+  check_guards(context, "dk", b.dk);
+  check_guards(context, "dv", b.dv);
+  check_guards(context, "delta", b.delta);
+  g.dq = device_get(context, cumoe_const(b.dq));
+  g.dk = device_get(context, cumoe_const(b.dk));
+  g.dv = device_get(context, cumoe_const(b.dv));
+  if (!p->c->sinks) return g;
+  g.dsinks = device_get(context, cumoe_const(b.dsinks));
+  b.flags = CUMOE_TRAIN_ACCUMULATE;
+  CHECK_OK(cumoe_attention_backward(context, &b, NULL));
+  const tensor twice = device_get(context, cumoe_const(b.dsinks));
+  for (int64_t i = 0; i < twice.cols; i++)
+    CHECK(fabs(tensor_get(&twice, 0, i) - 2 * tensor_get(&g.dsinks, 0, i)) <= 1e-6 * fabs(tensor_get(&twice, 0, i)));
+  return g;
+}
+
+static void begin_case(const attention_case *c)
+{
+  case_begin("%s%s, heads %d of %d, D %d, window %d, scale %g, cap %g, sinks %d, %s", form_names[c->form],
+             c->causal ? ", causal" : "", (int)c->heads, (int)c->kv_heads, (int)c->head_dim, (int)c->window,
+             (double)c->scale, (double)c->softcap, (int)c->sinks, cumoe_dtype_name((cumoe_dtype)c->dtype));
+}
+
+/* ---- groups ----------------------------------------------------------------------------------------- */
+
+static void run_case(cumoe_context context, const attention_case *c, bool differences)
+{
+  rng r = {(uint64_t)c->head_dim + c->form};
+  begin_case(c);
+  problem p = make_problem(&r, c);
+  const cumoe_attention_args a = put_problem(context, &p, 3);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  check_forward(context, &p, &a);
+  check_fault(context, NULL, c->form == BAD_PAGES ? CUMOE_FAULT_SEQUENCE : CUMOE_FAULT_NONE);
+  if (c->form < PAGED) {
+    const gradients g = run_backward(context, &p, &a, 5);
+    const double u = unit_roundoff(c->dtype), slack = 8 * u;
+    /* out is linear in v: <dout, out> = <dv, v>, both rounded as they were stored */
+    const double *dv = doubles_of(&g.dv), of_v = dot_of(dv, p.v, p.keys * p.tv.cols), of_out = loss_of(&p);
+    double size = 0;
+    for (int64_t i = 0; i < p.keys * p.tv.cols; i++) size += fabs(dv[i] * p.v[i]);
+    CHECK_MSG(fabs(of_v - of_out) <= slack * size, "<dv, v> is %.9g, <dout, out> %.9g", of_v, of_out);
+    if (differences) {
+      check_gradient("dq", loss_of, &p, p.q, &g.dq, slack);
+      check_gradient("dk", loss_of, &p, p.k, &g.dk, slack);
+      check_gradient("dv", loss_of, &p, p.v, &g.dv, slack);
+      if (c->sinks) check_gradient("dsinks", loss_of, &p, p.sinks, &g.dsinks, slack);
+    }
+  }
+  case_end();
+}
+
+/* Every form with and without causal mask and window, other options dealt; then sizes and types. */
+static void test_masks(cumoe_context context)
+{
+  static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F32, CUMOE_F16};
+  for (int i = 0; i < FORMS * 4; i++) {
+    const attention_case c = {.form = (form)(i / 4),
+                              .causal = i % 2,
+                              .heads = i % 3 == 2 ? 3 : 4,
+                              .kv_heads = i % 3 == 0   ? 1
+                                          : i % 3 == 1 ? 2
+                                                       : 3,
+                              .head_dim = 8,
+                              .window = i % 4 < 2 ? 0 : 3,
+                              .scale = i % 5 == 0 ? .7f : 0,
+                              .softcap = i % 7 < 3 ? 1.5f : 0,
+                              .sinks = i % 3 == 0   ? CUMOE_F32
+                                       : i % 6 == 1 ? types[i % 4]
+                                                    : 0,
+                              .dtype = types[i % 4]};
+    run_case(context, &c, true);
+  }
+}
+
+static void test_sizes(cumoe_context context)
+{
+  static const int32_t dims[] = {16, 32, 64, 80, 96, 128, 192, 256};
+  for (int i = 0; i < 8; i++) {
+    const attention_case c = {.form = i % 2 ? SELF : SHARED,
+                              .causal = 1,
+                              .heads = 4,
+                              .kv_heads = i % 3 + 1 == 3 ? 4 : i % 3 + 1,
+                              .head_dim = dims[i],
+                              .dtype = case_dtypes[i % 3]};
+    run_case(context, &c, false);
+  }
+}
+
+static void test_nan(cumoe_context context)
+{
+  const attention_case c = {ONE, 1, 4, 2, 8, 0, 0, 0, 0, CUMOE_F32};
+  rng r = {6};
+  case_begin("in a query: its head; in a key or value: who sees it");
+  problem p = make_problem(&r, &c);
+  tensor_set(&p.tq, 2, 9, NAN);  /* head 1 */
+  tensor_set(&p.tk, 11, 1, NAN); /* head 0: of heads 0, 1; keys 11, 12 are seen by queries 8, 9 on */
+  tensor_set(&p.tv, 12, 8, NAN); /* head 1: of heads 2, 3 */
+  const cumoe_attention_args a = put_problem(context, &p, 0);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  const tensor out = device_get(context, cumoe_const(a.out));
+  for (int64_t query = 0; query < QUERIES; query++)
+    for (int64_t col = 0; col < 32; col++) {
+      const int64_t head = col / 8;
+      const bool want =
+          (query == 2 && head == 1) || (query >= 8 && head < 2) || (query == 9 && head >= 2 && col % 8 == 0);
+      CHECK_MSG(isnan(tensor_get(&out, query, col)) == want, "query %d column %d", (int)query, (int)col);
+    }
+  case_end();
+  case_begin("scores of -infinity are not seen, and of nothing else nothing is left");
+  p = make_problem(&r, &c);
+  for (int64_t key = 0; key < 4; key++)
+    for (int64_t x = 0; x < 8; x++) tensor_set(&p.tk, key, x, x == 0 ? -INFINITY : 0);
+  for (int64_t query = 0; query < QUERIES; query++)
+    for (int64_t head = 0; head < 2; head++) tensor_set(&p.tq, query, head * 8, 1);
+  const cumoe_attention_args b = put_problem(context, &p, 0);
+  CHECK_OK(cumoe_attention(context, &b, NULL));
+  const tensor left = device_get(context, cumoe_const(b.out)), lse = device_get(context, cumoe_const(b.lse));
+  for (int64_t x = 0; x < 16; x++) CHECK(tensor_get(&left, 0, x) == 0 && isfinite(tensor_get(&left, 5, x)));
+  CHECK(tensor_get(&lse, 0, 0) == -INFINITY && isfinite(tensor_get(&lse, 1, 0)));
+  case_end();
+}
+
+/* Nothing leads outside, whatever stands in the indices; forward and backward. */
+static void test_hostile(cumoe_context context)
+{
+  static const int32_t bad[] = {INT32_MIN, -1, 0, 3, 5, 10, 11, 13, 100, INT32_MAX};
+  for (int i = 0; i < 60; i++) {
+    rng r = {(uint64_t)i};
+    const attention_case c = {(form)(i % 6), i % 2, 2, 1, 8, i % 3, 0, 0, 0, CUMOE_BF16};
+    case_begin("%s %d", form_names[c.form], i);
+    problem p = make_problem(&r, &c);
+    cumoe_attention_args a = put_problem(context, &p, 0);
+    cumoe_view indices[] = {a.q_offsets, a.k_offsets, a.k_lengths, a.pages};
+    for (int j = 0; j < 4; j++) {
+      if (!indices[j].data) continue;
+      tensor t = tensor_new(CUMOE_I32, indices[j].rows, indices[j].cols);
+      for (int64_t x = 0; x < t.rows * t.cols; x++) tensor_set(&t, 0, x, bad[rng_below(&r, 10)]);
+      device_set(context, as_mut(indices[j]), &t);
+    }
+    CHECK_OK(cumoe_attention(context, &a, NULL));
+    const tensor out = device_get(context, cumoe_const(a.out));
+    for (int64_t x = 0; x < out.rows * out.cols; x++) CHECK(isfinite(tensor_get(&out, 0, x)));
+    check_guards(context, "out", a.out);
+    if (c.form < PAGED) (void)run_backward(context, &p, &a, 0);
+    CHECK_OK(cumoe_fault_clear(context, NULL));
+    case_end();
+  }
+}
+
+/* One token a sequence against a cache is the last row of the whole. */
+static void test_decode(cumoe_context context)
+{
+  const attention_case c = {ONE, 1, 4, 2, 16, 0, 0, 0, CUMOE_F32, CUMOE_BF16};
+  rng r = {9};
+  case_begin("the same bits as prefill's last query; no queries, no keys");
+  problem p = make_problem(&r, &c);
+  cumoe_attention_args a = put_problem(context, &p, 0);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  const tensor whole = device_get(context, cumoe_const(a.out));
+  CHECK_OK(cumoe_view_rows(a.q, QUERIES - 1, 1, &a.q));
+  a.out = device_new(context, CUMOE_BF16, 1, 64, 0);
+  a.lse = no_view_mut();
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  const tensor last = device_get(context, cumoe_const(a.out));
+  CHECK(memcmp(last.data, whole.data + (QUERIES - 1) * 64 * 2, 64 * 2) == 0);
+  a.q.rows = a.out.rows = 0;
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  a.q.rows = a.out.rows = 1;
+  a.k.rows = a.v.rows = 0;
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  case_end();
+}
+
+static tensor all_gradients(cumoe_context context)
+{
+  const attention_case c = {SHARED, 1, 4, 2, 64, 0, 0, 20, 0, CUMOE_F32};
+  rng r = {3};
+  const problem p = make_problem(&r, &c);
+  const cumoe_attention_args a = put_problem(context, &p, 0);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  const gradients g = run_backward(context, &p, &a, 0);
+  tensor all = tensor_new(CUMOE_F32, g.dq.rows + g.dk.rows + g.dv.rows, 256);
+  for (int64_t i = 0; i < g.dq.rows * 256; i++) tensor_set(&all, 0, i, tensor_get(&g.dq, 0, i));
+  for (int64_t i = 0; i < g.dk.rows * 128; i++) tensor_set(&all, g.dq.rows, i, tensor_get(&g.dk, 0, i));
+  for (int64_t i = 0; i < g.dv.rows * 128; i++) tensor_set(&all, g.dq.rows + g.dk.rows, i, tensor_get(&g.dv, 0, i));
+  return all;
+}
+
+static void test_threads(void)
+{
+  check_threads("gradients", all_gradients);
+}
+
+/* ---- rotary embedding ------------------------------------------------------------------------------- */
+
+enum { PLACES = 20, ROPE_HEADS = 3, ROPE_DIM = 16 };
+
+static void run_rope(cumoe_context context, int32_t dtype, int64_t half, bool interleaved, bool in_place)
+{
+  rng r = {(uint64_t)half};
+  case_begin("%s, %d of %d turned%s%s", cumoe_dtype_name((cumoe_dtype)dtype), (int)(2 * half), ROPE_DIM,
+             interleaved ? ", interleaved" : "", in_place ? ", in place" : "");
+  static const double places[] = {0, 19, 3, -1, 20, 7};
+  const tensor x = tensor_normal(&r, dtype, 6, ROPE_HEADS * ROPE_DIM, 0, 1);
+  tensor cosine = tensor_new(CUMOE_F32, PLACES, half), sine = tensor_new(CUMOE_F32, PLACES, half);
+  tensor positions = tensor_new(interleaved ? CUMOE_I64 : CUMOE_I32, 1, 6);
+  for (int64_t i = 0; i < PLACES * half; i++) {
+    const double angle = (double)(i / half) * pow(100, -(double)(i % half) / (double)half);
+    tensor_set(&cosine, 0, i, cos(angle));
+    tensor_set(&sine, 0, i, sin(angle));
+  }
+  for (int i = 0; i < 6; i++) tensor_set(&positions, 0, i, places[i]);
+  cumoe_rope_args a = {.size = sizeof a, .heads = ROPE_HEADS, .head_dim = ROPE_DIM, .x = device_put(context, &x, 3)};
+  a.flags = interleaved ? CUMOE_ROPE_INTERLEAVED : 0;
+  a.positions = device_put(context, &positions, 0);
+  a.cosine = device_put(context, &cosine, 1);
+  a.sine = device_put(context, &sine, 2);
+  a.y = in_place ? as_mut(a.x) : device_new(context, dtype, 6, x.cols, 1);
+  CHECK_OK(cumoe_rope(context, &a, NULL));
+  check_guards(context, "y", a.y);
+  check_fault(context, NULL, CUMOE_FAULT_SEQUENCE);
+  bounded *want = scratch((size_t)(6 * x.cols), sizeof *want), *back = scratch((size_t)(6 * x.cols), sizeof *back);
+  for (int64_t i = 0; i < 6 * x.cols; i++) {
+    const int64_t t = i / x.cols, at = i % ROPE_DIM, at_place = (int64_t)places[t];
+    const bool inside = at_place >= 0 && at_place < PLACES, turned = at < 2 * half;
+    const int64_t pair = interleaved ? at / 2 : at % (half ? half : 1), other = interleaved ? i ^ 1
+                                                                                : at < half ? i + half
+                                                                                            : i - half;
+    const bool second = interleaved ? at % 2 : at >= half;
+    double y = tensor_get(&x, 0, i);
+    if (turned && inside)
+      y = y * tensor_get(&cosine, at_place, pair) +
+          (second ? 1 : -1) * tensor_get(&x, 0, other) * tensor_get(&sine, at_place, pair);
+    want[i] = (bounded){inside ? y : 0, inside ? unit_roundoff(dtype) * fabs(y) + 1e-9 : 0};
+    back[i] = (bounded){inside ? tensor_get(&x, 0, i) : 0, inside ? 4 * unit_roundoff(dtype) * 4 : 0};
+  }
+  const tensor y = device_get(context, cumoe_const(a.y));
+  check_bounded("y", &y, want);
+  a.flags |= CUMOE_ROPE_BACKWARD;
+  a.x = cumoe_const(a.y);
+  CHECK_OK(cumoe_rope(context, &a, NULL));
+  const tensor x_again = device_get(context, cumoe_const(a.y));
+  check_bounded("turned back", &x_again, back);
+  CHECK_OK(cumoe_fault_clear(context, NULL));
+  case_end();
+}
+
+static void test_rope(cumoe_context context)
+{
+  for (int i = 0; i < 12; i++) run_rope(context, case_dtypes[i % 3], i < 6 ? 8 : i == 6 ? 0 : 3, i % 2, i % 4 > 1);
+}
+
+static const test_group groups[] = {
+    ALONE("threads", test_threads, ONCE),           GROUP("masks and sequences", test_masks, ON_CPU),
+    GROUP("sizes of heads", test_sizes, ON_CPU),    GROUP("NaN and infinity", test_nan, ON_CPU),
+    GROUP("hostile indices", test_hostile, ON_CPU), GROUP("decode", test_decode, ON_CPU),
+    GROUP("rotary embedding", test_rope, ON_CPU),
+};
+TEST_MAIN(groups)
