@@ -344,12 +344,12 @@ typedef enum trouble {
   SWAPPED,     /* two arenas in its list */
   USED_ARENA,  /* not filled with zeros */
   BAD_CALL,    /* corrected afterwards */
-  DIES         /* by a signal, after its first call */
+  ENDLESS      /* calls again and again, until one fails */
 } trouble;
 
 /* How those that are left and one that is left out come together. */
 typedef struct meeting {
-  _Atomic int left, haunted;
+  _Atomic int started, left, haunted;
   bool haunts; /* it is alive */
 } meeting;
 
@@ -359,7 +359,6 @@ typedef struct rank {
   const tensor *out;
   int32_t number;
   trouble trouble;
-  int signal; /* of DIES */
   int64_t timeout_ns;
   meeting *meeting;
   /* made */
@@ -555,11 +554,10 @@ static void keep(rank *r, cumoe_status status)
 static cumoe_status calls_of_lane(rank *r, int32_t lane)
 {
   cumoe_status status = CUMOE_OK;
-  const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : CALLS;
+  const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : r->trouble == ENDLESS ? INT32_MAX : CALLS;
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
-    status = one_call(r, lane, i);
+    status = one_call(r, lane, i % CALLS);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
-    if (i == 0 && r->trouble == DIES) raise(r->signal);
   }
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const cumoe_status replayed = r->w->replays ? replay(r, lane) : CUMOE_OK;
@@ -632,6 +630,7 @@ static void *outlive(void *argument)
   rank *r = argument;
   const uint64_t rest = ((uint64_t)1 << r->w->ranks) - 1 - (1 << LOST);
   enter(r);
+  atomic_fetch_add(&r->meeting->started, 1);
   if (!r->group) return NULL;
   r->before = calls_of_lane(r, 0);
   if (r->before != CUMOE_OK) snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
@@ -1165,8 +1164,8 @@ static size_t arena_bytes(rank *r)
   return r->bytes;
 }
 
-/* LOST is killed, or stopped for a while, by a signal; 0: is not. */
-static void run_processes(const char *name, int signal)
+/* LOST is killed, or stopped for a while, by a signal, wherever it then is; 0: is not. */
+static void run_processes(const char *name, int signal, useconds_t after)
 {
   world w = {.ranks = 3,
              .experts = 6,
@@ -1188,14 +1187,15 @@ static void run_processes(const char *name, int signal)
   left->meeting.haunts = signal == SIGSTOP;
   for (int32_t i = 0; i < 3; i++) {
     ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .meeting = &left->meeting};
-    if (signal) ranks[i].timeout_ns = 1500000000;
-    if (signal && i == LOST) ranks[i].trouble = DIES, ranks[i].signal = signal;
+    if (signal) ranks[i].timeout_ns = 1500000000, ranks[i].trouble = ENDLESS;
     left[i].rank.status = CUMOE_ERR_INTERNAL;
     const size_t bytes = arena_bytes(&ranks[i]);
     ranks[i].arena = map_shared(bytes);
     ranks[i].first = 0, ranks[i].bytes = bytes;
   }
   for (int32_t i = 0; i < 3; i++) children[i] = start_process(&ranks[i], &left[i]);
+  if (signal) meet(&left->meeting.started, 3);
+  if (signal) CHECK(usleep(after) == 0 && kill(children[LOST], signal) == 0);
   if (signal == SIGSTOP) meet(&left->meeting.left, 2);
   if (signal == SIGSTOP) CHECK(kill(children[LOST], SIGCONT) == 0);
   for (int32_t i = 0; i < 3; i++) CHECK(waitpid(children[i], &end, 0) == children[i]);
@@ -1213,9 +1213,10 @@ static void run_processes(const char *name, int signal)
 
 static void processes(void)
 {
-  run_processes("processes that share their arenas", 0);
-  run_processes("a process that is killed", SIGKILL);
-  run_processes("a process that is stopped, and goes on", SIGSTOP);
+  run_processes("processes that share their arenas", 0, 0);
+  run_processes("a process that is killed", SIGKILL, 0);
+  run_processes("a process that is killed later", SIGKILL, 3000);
+  run_processes("a process that is stopped, and goes on", SIGSTOP, 1000);
 }
 
 /* Ranks that share a GPU wait for each other: no two streams in one queue. */

@@ -1,10 +1,11 @@
 /*
  * All orders in which ranks can take the steps of kernels/ep/ep.h: three calls of two ranks, with two lanes, and with
- * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. And two calls of three
+ * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. Two calls of three
  * ranks, of which the last is left out whenever the others have given up or are done, and one more call of those; it
- * may have died at any step, or go on taking its own. Nothing stale is read, nobody is stuck, and nobody that stays
- * gives up twice. And three calls of three ranks, in the second of which one has nothing for another: dedup. A step is one store, or one look at what others stored: stores of one rank are seen in its order,
- * which is what release and acquire promise. Of each way to get it wrong (`mutant`) the same search finds an example.
+ * may have died at any step, or go on taking its own. Three calls of three ranks, in the second of which one has
+ * nothing for another: dedup. Nothing stale is read, nobody is stuck, and nobody that stays gives up twice. A step is
+ * one store, or one look at what others stored: stores of one rank are seen in its order, which is what release and
+ * acquire promise. Of each way to get it wrong (`mutant`) the same search finds an example.
  */
 #include <stdio.h>
 #include <stdlib.h>
