@@ -7,7 +7,7 @@
 least=${COVERAGE_LEAST:-95}
 folder=$lib/obj/coverage
 [ $# -eq 0 ] && set -- faults badargs trace base buffer pool debug lifetimes image kernel stream ranges ops matmul \
-  contract plan graph golden
+  contract plan graph golden arenas wires
 have gcov || { skip "coverage" "gcov is not installed"; finish; }
 
 # gcc counts a branch for each half of a condition, so the build is plain: no inlining, no merging.

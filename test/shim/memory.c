@@ -240,7 +240,7 @@ static unsigned char *bytes_at(const void *at, size_t bytes, bool device)
 static bool in_arenas(const void *at)
 {
   for (int d = 0; d < MAX_DEVICES; d++)
-    if (arenas[d] && (uintptr_t)at >= arenas[d] && (uintptr_t)at < arenas[d] + ARENA) return true;
+    if (arenas[d] && (uintptr_t)at >= arenas[d] && (uintptr_t)at < arenas[d] + ARENA - GAP) return true;
   return false;
 }
 
