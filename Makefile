@@ -226,7 +226,7 @@ $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`. What not every
 # program needs is a member of its own, which one without it does not link; what those use of cumoe.o, all call
 # cumoe_internal_... A member is a line here: its stems in host/ and kernels/cpu/, its images.
-member_groups = ep% group arenas% exchange exchange.image
+member_groups = ep% group arenas% nccl exchange exchange.image
 member_train  = backward% attention train
 # member_objects NAME
 member_objects = $(filter $(foreach s,$(member_$(1)),$(OBJ)/host/$s.o $(OBJ)/kernels/cpu/$s.o $(OBJ)/$s.o),$(OBJS))

@@ -67,13 +67,23 @@ static cumoe_status check_letters(const crew *c, int32_t rank)
   return CUMOE_OK;
 }
 
+static cumoe_status gather_entered(arenas *a, const letter *mine, letter *all)
+{
+  ON_DEVICE_RELAXED(a->context, mail_gather(a, mine, all));
+}
+
+static cumoe_status bring(arenas *a, const letter *mine, letter *all)
+{
+  if (a->mail.stream) return gather_entered(a, mine, all);
+  const int code = a->config.all_gather(a->config.user, mine, all, sizeof *mine);
+  return code ? fail(CUMOE_ERR_PEER, "config.all_gather answers %d", code) : CUMOE_OK;
+}
+
 static cumoe_status gather(crew *c)
 {
-  const cumoe_arenas_config *config = &c->members[0]->config;
-  if (c->count == c->ranks || !config->all_gather) return CUMOE_OK;
-  const int code = config->all_gather(config->user, &c->letters[c->ranks], c->letters, sizeof *c->letters);
-  const cumoe_status status =
-      code ? fail(CUMOE_ERR_PEER, "config.all_gather answers %d", code) : check_letters(c, config->rank);
+  if (c->count == c->ranks) return CUMOE_OK;
+  cumoe_status status = bring(c->members[0], &c->letters[c->ranks], c->letters);
+  if (status == CUMOE_OK) status = check_letters(c, c->members[0]->config.rank);
   c->deaf = status != CUMOE_OK;
   return status;
 }
@@ -128,15 +138,30 @@ static uint64_t number_of_file(const char *path)
   return stat(path, &facts) == 0 ? facts.st_ino : 0;
 }
 
+/* Nothing of it touches a GPU. */
+static cumoe_status take_comm(arenas *a)
+{
+  const cumoe_arenas_config *c = &a->config;
+  if (!c->comm) return CUMOE_OK;
+  TRY(nccl_open(&a->nccl, c->nccl, c->comm));
+  TRY(nccl_check(&a->nccl, c->rank, c->ranks, a->context->device));
+  REQUIRE(c->wire != CUMOE_WIRE_WINDOW || nccl_has_windows(&a->nccl), CUMOE_ERR_NOT_SUPPORTED,
+          "config.wire is CUMOE_WIRE_WINDOW, which needs NCCL %s: this is %s", say_nccl(NCCL_WINDOWS_SINCE).text,
+          say_nccl(a->nccl.version).text);
+  return CUMOE_OK;
+}
+
 static cumoe_status introduce(arenas *a, letter *mine)
 {
   int driver = 0;
   uint64_t *facts = mine->facts;
+  if (!a->mail.stream) TRY(take_comm(a));
   if (!on_cpu(a->context)) TRY_CUDA(cudaDriverGetVersion(&driver));
   facts[FACT_BYTES] = a->bytes;
   facts[FACT_RANKS] = (uint64_t)a->config.ranks;
   facts[FACT_WIRE] = (uint64_t)a->config.wire;
   facts[FACT_ON_GPU] = !on_cpu(a->context);
+  facts[FACT_NCCL] = (uint64_t)a->nccl.version;
   facts[FACT_HOST] = hash_of_file("/proc/sys/kernel/random/boot_id");
   facts[FACT_PIDS] = number_of_file("/proc/self/ns/pid");
   facts[FACT_IPC] = number_of_file("/proc/self/ns/ipc");
@@ -145,35 +170,47 @@ static cumoe_status introduce(arenas *a, letter *mine)
   return CUMOE_OK;
 }
 
-/* What all must have in common; the text of what must be so between processes, and on which devices. */
+/* What all must have in common. */
 static const struct {
   arena_fact fact;
-  const char *name, *apart;
+  const char *name;
+} common[] = {{FACT_BYTES, "bytes"},
+              {FACT_RANKS, "config.ranks"},
+              {FACT_WIRE, "config.wire"},
+              {FACT_ON_GPU, "the device: 0 the CPU, 1 a GPU:"},
+              {FACT_NCCL, "the version of NCCL"}};
+
+/* What processes must have in common to reach each other's memory, and how it is said that they have not. */
+static const struct {
+  arena_fact fact;
   bool gpus_only;
-} facts_in_common[] = {
-    {FACT_BYTES, "bytes", NULL, false},
-    {FACT_RANKS, "config.ranks", NULL, false},
-    {FACT_WIRE, "config.wire", NULL, false},
-    {FACT_ON_GPU, "the device: 0 the CPU, 1 a GPU:", NULL, false},
-    {FACT_HOST, NULL, "are on different hosts, or see no /proc/sys/kernel/random/boot_id", false},
-    {FACT_PIDS, NULL, "do not see each other's processes: their containers have pid namespaces of their own", false},
-    {FACT_IPC, NULL, "are in different IPC namespaces, between which CUDA has no handles", true},
-    {FACT_DRIVER, NULL, "have different CUDA drivers", true},
+  const char *words;
+} near[] = {
+    {FACT_HOST, false, "are on different hosts, or see no /proc/sys/kernel/random/boot_id"},
+    {FACT_PIDS, false, "do not see each other's processes: their containers have pid namespaces of their own"},
+    {FACT_IPC, true, "are in different IPC namespaces, between which CUDA has no handles"},
+    {FACT_DRIVER, true, "have different CUDA drivers"},
 };
 
 /* Of the same letters every rank finds the same, and says so in the same words. */
-static cumoe_status compare(const crew *c, bool alone)
+static cumoe_status compare(const crew *c)
 {
-  const letter *first = &c->letters[0];
-  for (size_t i = 0; i < sizeof facts_in_common / sizeof *facts_in_common; i++)
+  for (size_t i = 0; i < sizeof common / sizeof *common; i++)
     for (int32_t r = 0; r < c->ranks; r++) {
-      const arena_fact fact = facts_in_common[i].fact;
-      const uint64_t a = first->facts[fact], b = c->letters[r].facts[fact];
-      if (facts_in_common[i].name)
-        REQUIRE(a == b, CUMOE_ERR_INVALID_ARGUMENT, "%s is %llu on rank 0 and %llu on rank %d", facts_in_common[i].name,
-                (unsigned long long)a, (unsigned long long)b, (int)r);
-      else if (!alone && (first->facts[FACT_ON_GPU] || !facts_in_common[i].gpus_only))
-        REQUIRE(a == b && a != 0, CUMOE_ERR_NOT_SUPPORTED, "rank 0 and rank %d %s", (int)r, facts_in_common[i].apart);
+      const uint64_t first = c->letters[0].facts[common[i].fact], other = c->letters[r].facts[common[i].fact];
+      REQUIRE(first == other, CUMOE_ERR_INVALID_ARGUMENT, "%s is %llu on rank 0 and %llu on rank %d", common[i].name,
+              (unsigned long long)first, (unsigned long long)other, (int)r);
+    }
+  return CUMOE_OK;
+}
+
+static cumoe_status check_near(const crew *c, bool on_gpus)
+{
+  for (size_t i = 0; i < sizeof near / sizeof *near; i++)
+    for (int32_t r = 0; r < c->ranks; r++) {
+      const uint64_t first = c->letters[0].facts[near[i].fact], other = c->letters[r].facts[near[i].fact];
+      REQUIRE((near[i].gpus_only && !on_gpus) || (first == other && first != 0), CUMOE_ERR_NOT_SUPPORTED,
+              "rank 0 and rank %d %s", (int)r, near[i].words);
     }
   return CUMOE_OK;
 }
@@ -227,13 +264,15 @@ static cumoe_status nothing(arenas *a, letter *mine)
   return CUMOE_OK;
 }
 
-/* Nobody frees what another may have open. */
+/* Nobody frees what another may have open, nor waits for what does not end. */
 static cumoe_status take_apart(crew *c)
 {
+  if (c->members[0]->mail.stuck) return CUMOE_OK;
   cumoe_status first = CUMOE_OK, status;
   for (int32_t m = 0; m < c->count; m++)
     if ((status = give_back(c->members[m], close_others)) != CUMOE_OK && first == CUMOE_OK) first = status;
   if (!c->deaf && (status = take(c, nothing)) != CUMOE_OK && first == CUMOE_OK) first = status;
+  if (c->members[0]->mail.stuck) return first;
   for (int32_t m = 0; m < c->count; m++)
     if ((status = give_back(c->members[m], drop_own)) != CUMOE_OK && first == CUMOE_OK) first = status;
   return first;
@@ -252,13 +291,31 @@ static cumoe_status try_wire(crew *c, const arena_wire *wire)
   return status;
 }
 
-static cumoe_status connect_ranks(crew *c)
+static cumoe_status share(crew *c, bool on_gpus)
 {
-  TRY(take(c, introduce));
-  const bool alone = in_one_process(c), on_gpus = c->letters[0].facts[FACT_ON_GPU];
-  TRY(compare(c, alone));
+  const bool alone = in_one_process(c);
+  if (!alone) TRY(check_near(c, on_gpus));
   for (int32_t m = 0; m < c->count; m++) c->members[m]->alone = alone;
   return try_wire(c, on_gpus ? &ipc_wire : alone ? &heap_wire : &file_wire);
+}
+
+/* All ranks come to the same: of the same letters, and a step that fails fails on all. */
+static cumoe_status connect_ranks(crew *c)
+{
+  error_text before;
+  save_error(&before);
+  TRY(take(c, introduce));
+  TRY(compare(c));
+  const uint64_t *facts = c->letters[0].facts;
+  const bool on_gpus = facts[FACT_ON_GPU];
+  const int32_t wire = (int32_t)facts[FACT_WIRE];
+  if (wire == CUMOE_WIRE_WINDOW || (wire == CUMOE_WIRE_AUTO && nccl_has_windows(&c->members[0]->nccl))) {
+    const cumoe_status status = try_wire(c, &window_wire);
+    if (status == CUMOE_OK || c->deaf || wire == CUMOE_WIRE_WINDOW) return status;
+    log_message(CUMOE_LOG_INFO, "no windows: %s", cumoe_last_error());
+    restore_error(&before);
+  }
+  return share(c, on_gpus);
 }
 
 /* ---- the object ---- */
@@ -270,15 +327,22 @@ static cumoe_status check_bytes(size_t bytes)
   return CUMOE_OK;
 }
 
-static cumoe_status check_config(const cumoe_arenas_config *c)
+static cumoe_status take_config(const cumoe_arenas_config *from, cumoe_arenas_config *c)
 {
-  REQUIRE(c->wire == CUMOE_WIRE_AUTO || c->wire == CUMOE_WIRE_SHARED, CUMOE_ERR_INVALID_ARGUMENT,
+  TRY(take_struct("config", from, c));
+  if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
+  REQUIRE(c->wire >= CUMOE_WIRE_AUTO && c->wire <= CUMOE_WIRE_WINDOW, CUMOE_ERR_INVALID_ARGUMENT,
           "config.wire is %d, no cumoe_wire", (int)c->wire);
   REQUIRE(c->ranks >= 1 && c->ranks <= CUMOE_MAX_RANKS, CUMOE_ERR_INVALID_ARGUMENT,
           "config.ranks is %d, must be 1 .. %d", (int)c->ranks, CUMOE_MAX_RANKS);
   REQUIRE(c->rank >= 0 && c->rank < c->ranks, CUMOE_ERR_INVALID_ARGUMENT,
           "config.rank is %d, must be 0 .. ranks - 1 = %d", (int)c->rank, (int)c->ranks - 1);
-  REQUIRE(c->all_gather, CUMOE_ERR_INVALID_ARGUMENT, "config.all_gather is null");
+  REQUIRE(c->all_gather || c->comm, CUMOE_ERR_INVALID_ARGUMENT, "config.all_gather is null, and so is config.comm");
+  REQUIRE(c->comm || !c->nccl, CUMOE_ERR_INVALID_ARGUMENT, "config.nccl is given, config.comm is null");
+  REQUIRE(c->comm || c->wire != CUMOE_WIRE_WINDOW, CUMOE_ERR_INVALID_ARGUMENT,
+          "config.wire is CUMOE_WIRE_WINDOW, config.comm is null");
+  REQUIRE(c->timeout_ns > 0, CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is %lld, must be 0 (30 s) or more",
+          (long long)c->timeout_ns);
   return CUMOE_OK;
 }
 
@@ -294,10 +358,10 @@ static cumoe_status new_letters(int32_t ranks, letter **letters)
 static cumoe_status end_arenas(void *object)
 {
   arenas *a = object;
-  const cumoe_status closed = close_others(a), dropped = drop_own(a);
+  const cumoe_status all[] = {close_others(a), drop_own(a), mail_close(a)};
   free(a->letters);
   free(a);
-  return closed != CUMOE_OK ? closed : dropped;
+  return all[0] != CUMOE_OK ? all[0] : all[1] != CUMOE_OK ? all[1] : all[2];
 }
 
 static cumoe_status end_all(struct context *context)
@@ -323,14 +387,26 @@ static cumoe_status new_arenas(struct context *context, size_t bytes, const cumo
   return fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for a handle");
 }
 
-/* One that is not connected, or not any more. */
+/* One that is not connected. Where a gather got stuck it stays, without a handle that anybody knows, until the context
+ * ends: the engine has ended the communicator by then. */
 static void forget(cumoe_arenas *made, arenas *a)
 {
   if (!*made) return;
-  (void)retire_object(*made);
+  if (!a->mail.stuck) {
+    (void)retire_object(*made);
+    if (a->mail.stream) CUMOE_IGNORE(give_back(a, mail_close));
+    free(a->letters);
+    free(a);
+  }
   *made = NULL;
-  free(a->letters);
-  free(a);
+}
+
+/* Letters by the communicator: what is wrong with that can be told to nobody. */
+static cumoe_status open_mail(arenas *a)
+{
+  if (a->config.all_gather || a->config.ranks == 1) return CUMOE_OK;
+  TRY(take_comm(a));
+  ON_DEVICE_RELAXED(a->context, mail_open(a));
 }
 
 cumoe_status cumoe_arenas_create(cumoe_context handle, size_t bytes, const cumoe_arenas_config *config,
@@ -340,17 +416,22 @@ cumoe_status cumoe_arenas_create(cumoe_context handle, size_t bytes, const cumoe
   struct context *context;
   cumoe_arenas_config c;
   arenas *a;
+  error_text text;
   REQUIRE(made, CUMOE_ERR_INVALID_ARGUMENT, "arenas is null");
   *made = NULL;
   TRY(find_context(handle, &context));
   TRY(check_bytes(bytes));
-  TRY(take_struct("config", config, &c));
-  TRY(check_config(&c));
+  TRY(take_config(config, &c));
+  REQUIRE(!c.comm || !on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "config.comm: the CPU device has no NCCL");
   TRY(new_arenas(context, bytes, &c, made, &a));
   cumoe_status status = new_letters(c.ranks, &a->letters);
   crew alone = {.members = &a, .count = 1, .ranks = c.ranks, .letters = a->letters};
+  if (status == CUMOE_OK) status = open_mail(a);
   if (status == CUMOE_OK) status = connect_ranks(&alone);
-  if (status != CUMOE_OK) forget(made, a);
+  if (status == CUMOE_OK) return CUMOE_OK;
+  save_error(&text);
+  forget(made, a);
+  restore_error(&text);
   return status;
 }
 
@@ -430,7 +511,12 @@ cumoe_status cumoe_arenas_destroy(cumoe_arenas handle)
                 .step = STEP_LEAVING,
                 .deaf = !a->letters};
   const cumoe_status status = take_apart(&alone);
+  if (a->mail.stuck) {
+    (void)publish_object(OBJECT_ARENAS, a->context, a); /* as in forget */
+    return status;
+  }
+  const cumoe_status closed = a->mail.stream ? give_back(a, mail_close) : CUMOE_OK;
   free(a->letters);
   free(a);
-  return status;
+  return status != CUMOE_OK ? status : closed;
 }

@@ -2,6 +2,7 @@
 #ifndef CUMOE_HOST_ARENAS_H
 #define CUMOE_HOST_ARENAS_H
 
+#include "nccl.h"
 #include "status.h"
 #include "../include/cumoe/arenas.h"
 
@@ -13,6 +14,7 @@ typedef enum arena_fact {
   FACT_RANKS,
   FACT_WIRE,
   FACT_ON_GPU,
+  FACT_NCCL, /* its version; 0: no communicator */
   FACT_HOST, /* of a boot of a machine; the others below mean something on one host only */
   FACT_PIDS, /* the namespace of pids */
   FACT_IPC,  /* the namespace of System V's objects, which CUDA's handles belong to */
@@ -60,12 +62,26 @@ struct arenas {
   letter *letters; /* of all ranks, and then its own; the crew's */
   bool alone;      /* all ranks are in this process */
   int descriptor;  /* of its file; -1: none */
-  void *own;
+  void *own, *window;
+  nccl nccl;
+  struct {
+    cudaStream_t stream; /* NULL: letters do not go by NCCL */
+    void *buffer;
+    bool stuck; /* a gather has not ended: nothing that waits for the device may be called */
+  } mail;
   bool *opened; /* [ranks], behind these: */
   void *at[];   /* [ranks] */
 };
 
-extern const arena_wire heap_wire, file_wire, ipc_wire;
+extern const arena_wire heap_wire, file_wire, ipc_wire, window_wire;
+
+/* Of the device that is entered; waits. */
+cumoe_status fill_with_zeros(void *data, uint64_t bytes);
+
+/* Letters by the communicator, with the device entered. gather: PEER after config.timeout_ns. */
+cumoe_status mail_open(arenas *a);
+cumoe_status mail_close(arenas *a);
+cumoe_status mail_gather(arenas *a, const letter *mine, letter *all);
 
 static inline bool same_process(const letter *a, const letter *b)
 {

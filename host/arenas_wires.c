@@ -156,7 +156,7 @@ const arena_wire file_wire = {"a file in memory", CUMOE_WIRE_SHARED, file_make, 
 /* CUDA shares whole pages of this size: nothing else is to lie in them. */
 static const uint64_t CUDA_PAGE = UINT64_C(2) << 20;
 
-static cumoe_status fill_with_zeros(void *data, uint64_t bytes)
+cumoe_status fill_with_zeros(void *data, uint64_t bytes)
 {
   cudaStream_t stream;
   cumoe_status status = CUMOE_OK;

@@ -104,6 +104,17 @@ cumoe_status check_optional(struct context *context, const operand *want, cumoe_
   return absent(&view) ? CUMOE_OK : check_operand(context, want, view);
 }
 
+cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need)
+{
+  if (need == 0) return CUMOE_OK;
+  REQUIRE(!absent(&view), CUMOE_ERR_WORKSPACE, "%s is absent, %zu bytes are needed", name, need);
+  const operand want = {name, 1, view.cols, DTYPE_BIT(CUMOE_U8), 256};
+  TRY(check_operand(context, &want, view));
+  REQUIRE((size_t)view.cols >= need, CUMOE_ERR_WORKSPACE, "%s has %lld bytes, %zu are needed", name,
+          (long long)view.cols, need);
+  return CUMOE_OK;
+}
+
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why)
 {
   REQUIRE(absent(&view), CUMOE_ERR_INVALID_ARGUMENT, "%s must be absent: %s", name, why);

@@ -31,6 +31,8 @@ cumoe_status check_operand(struct context *context, const operand *want, cumoe_v
 /* The operand that says how many rows a call has: without any, too, its cols and dtype count. */
 cumoe_status check_counted(struct context *context, const operand *want, cumoe_view view);
 cumoe_status check_optional(struct context *context, const operand *want, cumoe_view view); /* absent is fine */
+/* [1, bytes] u8, 256-byte aligned, with room for `need`; of 0 none is looked at. */
+cumoe_status check_workspace_view(struct context *context, const char *name, cumoe_view view, size_t need);
 cumoe_status check_absent(const char *name, cumoe_view view, const char *why);
 cumoe_status check_disjoint(const char *output, cumoe_view_mut out, const char *input, cumoe_view in);
 /* Of operations whose operands all have one shape and type: the first one, the others, and an output that may be one of
@@ -43,7 +45,7 @@ typedef struct named_view {
   const char *name;
   cumoe_view view;
 } named_view;
-enum { MAX_NAMED_VIEWS = 20 };
+enum { MAX_NAMED_VIEWS = 28 };
 /* clang-format off */
 #define ROUTE_VIEWS(route)                                                                                             \
   {"route.counts", cumoe_const((route)->counts)}, {"route.offsets", cumoe_const((route)->offsets)},                    \

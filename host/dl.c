@@ -30,6 +30,14 @@ static void *find_loaded(const shared_library *library)
   return NULL;
 }
 
+cumoe_status find_loaded_library(const shared_library *library, void **handle)
+{
+  *handle = find_loaded(library);
+  REQUIRE(*handle, CUMOE_ERR_LIBRARY_MISSING, "%s is needed, and the process has not loaded %s", library->title,
+          library->names[0]);
+  return CUMOE_OK;
+}
+
 static cumoe_status open_named(const shared_library *library, void **handle)
 {
   char first[512] = "", names[256] = "";

@@ -44,4 +44,8 @@ typedef struct shared_symbol {
  * again. Any thread. Both objects are static. */
 cumoe_status find_shared(shared_library *library, shared_symbol *symbol, any_function **function);
 
+/* The copy that the process has already, and no other: for what belongs to an object of the engine's. LIBRARY_MISSING
+ * without. */
+cumoe_status find_loaded_library(const shared_library *library, void **handle);
+
 #endif

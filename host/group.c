@@ -52,11 +52,13 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
 static cumoe_status take_config(const struct plan *plan, const cumoe_group_config *from, cumoe_group_config *c)
 {
   const int32_t k = plan->desc.routing.top_k;
+  const uint32_t known = CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP;
   TRY(take_struct("config", from, c));
   if (c->lanes == 0) c->lanes = 1;
   if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
-  REQUIRE(!(c->flags & ~(uint32_t)CUMOE_GROUP_EXACT), CUMOE_ERR_INVALID_ARGUMENT,
-          "config.flags is 0x%x, known are 0x%x", c->flags, (unsigned)CUMOE_GROUP_EXACT);
+  REQUIRE(!(c->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x%x, known are 0x%x", c->flags, known);
+  REQUIRE(!(c->flags & CUMOE_GROUP_DEDUP) || on_cpu(plan->context), CUMOE_ERR_NOT_SUPPORTED,
+          "config.flags is 0x%x, has CUMOE_GROUP_DEDUP, which groups on GPUs do not serve", c->flags);
   REQUIRE(c->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)c->reserved);
   REQUIRE(c->ranks >= 1 && c->ranks <= EP_MAX_RANKS, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is %d, must be 1 .. %d",
           (int)c->ranks, EP_MAX_RANKS);
@@ -178,7 +180,7 @@ enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
   X("config.ranks", g->shape.ranks)                                                                                    \
   X("config.lanes", g->shape.lanes)                                                                                    \
   X("config.max_tokens", g->shape.capacity)                                                                            \
-  X("config.flags", g->shape.exact)                                                                                    \
+  X("config.flags", (g->shape.exact ? CUMOE_GROUP_EXACT : 0) | (g->ways.dedup ? CUMOE_GROUP_DEDUP : 0))                \
   X("desc.num_experts", g->shape.experts)                                                                              \
   X("routing.top_k", g->shape.top_k)                                                                                   \
   X("desc.hidden", g->shape.hidden)                                                                                    \
@@ -479,6 +481,7 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
   g->shape = shape;
   g->at = at;
   g->rank = c.rank;
+  g->ways.dedup = c.flags & CUMOE_GROUP_DEDUP;
   for (int32_t r = 0; r < c.ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;
   g->timeout_ns = c.timeout_ns;
   g->arena = arena.data;

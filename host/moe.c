@@ -120,14 +120,12 @@ cumoe_status cumoe_plan_workspace(cumoe_plan handle, int64_t tokens, size_t *byt
 
 /* ---- forward: the checks ---- */
 
-/* The caller has chosen, and the gate weighs. */
-static bool is_chosen(const cumoe_moe_args *a)
+bool is_chosen(const cumoe_moe_args *a)
 {
   return !absent(&a->ids) && absent(&a->weights) && !(absent(&a->router_weight) && absent(&a->logits));
 }
 
-/* The caller has done both. */
-static bool is_routed(const cumoe_moe_args *a)
+bool is_routed(const cumoe_moe_args *a)
 {
   return a->ids.data && !is_chosen(a);
 }
@@ -261,19 +259,11 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
   return check_overlaps(views, outputs, sizeof views / sizeof *views);
 }
 
-static cumoe_status check_workspace(const struct plan *plan, const cumoe_moe_args *a)
+cumoe_status check_layer_workspace(const struct plan *plan, const cumoe_moe_args *a)
 {
   workspace_layout layout;
   TRY(check_layout("args.x.rows", plan, a->x.rows, &layout));
-  const size_t need = layout.bytes;
-  if (need == 0) return CUMOE_OK;
-  const cumoe_view w = cumoe_const(a->workspace);
-  REQUIRE(!absent(&w), CUMOE_ERR_WORKSPACE, "args.workspace is absent, %zu bytes are needed", need);
-  const operand workspace = {"args.workspace", 1, w.cols, DTYPE_BIT(CUMOE_U8), 256};
-  TRY(check_operand(plan->context, &workspace, w));
-  REQUIRE((size_t)w.cols >= need, CUMOE_ERR_WORKSPACE, "args.workspace has %lld bytes, %zu are needed",
-          (long long)w.cols, need);
-  return CUMOE_OK;
+  return check_workspace_view(plan->context, "args.workspace", cumoe_const(a->workspace), layout.bytes);
 }
 
 cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights, const cumoe_moe_args *a,
@@ -300,7 +290,7 @@ static cumoe_status check_forward(cumoe_plan handle, cumoe_weights weights, cons
   const struct plan *plan;
   TRY(find_plan(handle, &plan));
   TRY(check_layer_operands(plan, weights, a, with));
-  TRY(check_workspace(plan, a));
+  TRY(check_layer_workspace(plan, a));
   return check_layer_overlaps(a, with);
 }
 

@@ -24,6 +24,11 @@ typedef struct layer_operands {
 /* All arguments but the workspace; then, where that is one, that nothing lies over anything else. */
 cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights, const cumoe_moe_args *a,
                                   layer_operands *with);
+cumoe_status check_layer_workspace(const struct plan *plan, const cumoe_moe_args *a);
 cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with);
+
+/* The caller has chosen, and the gate weighs; the caller has done both. */
+bool is_chosen(const cumoe_moe_args *a);
+bool is_routed(const cumoe_moe_args *a);
 
 #endif

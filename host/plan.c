@@ -1,5 +1,6 @@
 /* See plan.h. */
 #include "plan.h"
+#include "carve.h"
 #include "arguments.h"
 #include "format.h"
 
@@ -348,24 +349,6 @@ layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_
 }
 
 /* ---- workspace ---- */
-
-typedef struct carver {
-  size_t at;
-  bool overflow;
-} carver;
-
-/* Reserves rows * cols elements at the next multiple of 256. */
-static size_t carve(carver *c, int64_t rows, int64_t cols, size_t element)
-{
-  uint64_t bytes, end;
-  size_t start = c->at;
-  if (__builtin_mul_overflow((uint64_t)rows, (uint64_t)cols * element, &bytes) ||
-      __builtin_add_overflow(start + 255, bytes, &end) || end >> 62)
-    c->overflow = true;
-  else
-    c->at = (size_t)((start + bytes + 255) & ~(uint64_t)255);
-  return start;
-}
 
 /* Codes of rows, and their scales [groups][rows]; or their elements in another order. */
 static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *codes, size_t *scale)

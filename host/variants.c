@@ -45,7 +45,13 @@
   F(GGML_Q8_0)                                                                                                         \
   F(GGML_Q4_K)                                                                                                         \
   F(GGML_Q6_K)                                                                                                         \
-  F(GGML_MXFP4) F(FAULT_NAN_LOGIT) F(FAULT_TOKEN_COUNT) F(FAULT_EXPERT_MAP) F(FAULT_ROUTE) F(MAX_EXPERTS) F(MAX_TOP_K)
+  F(GGML_MXFP4)                                                                                                        \
+  F(FAULT_NAN_LOGIT)                                                                                                   \
+  F(FAULT_TOKEN_COUNT)                                                                                                 \
+  F(FAULT_EXPERT_MAP)                                                                                                  \
+  F(FAULT_ROUTE)                                                                                                       \
+  F(MAX_EXPERTS)                                                                                                       \
+  F(MAX_TOP_K)
 EACH_TYPE(SAME_TYPE)
 EACH_NAME(SAME_NAME)
 
@@ -62,48 +68,31 @@ enum {
   extern const unsigned char cumoe_image_##file[];
 #include "../kernels/variants.def"
 
-#define VARIANT(op_, arch_, file, form_, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)        \
-  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK,     \
-   .op_name = #op_,                                                                                                    \
-   .arch_name = #arch_,                                                                                                \
-   .form_name = #form_,                                                                                                \
-   .image = cumoe_image_##file,                                                                                        \
-   .op = OP_##op_,                                                                                                     \
-   .arch = ARCH_##arch_,                                                                                               \
-   .form = FORM_##form_,                                                                                               \
-   .x = DT_##X,                                                                                                        \
+/* What tiled and untiled rows have alike. */
+#define KERNEL_OF(op_, arch_, file, form_, X, Y)                                                                       \
+  .op_name = #op_, .arch_name = #arch_, .form_name = #form_, .image = cumoe_image_##file, .op = OP_##op_,              \
+  .arch = ARCH_##arch_, .form = FORM_##form_, .x = DT_##X, .y = DT_##Y
+#define LAUNCH_OF(CLUSTER, WARPS, CTAS, SMEM) .cluster = CLUSTER, .threads = (WARPS)*32, .ctas = CTAS, .smem = SMEM
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
+  {.name = "cumoe_" #op "_" #arch "_" #form "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK,        \
+   KERNEL_OF(op, arch, file, form, X, Y),                                                                              \
    .w = DT_##W,                                                                                                        \
    .format = FORMAT_##W,                                                                                               \
-   .y = DT_##Y,                                                                                                        \
    .scale = SCALE_##SCALE,                                                                                             \
    .major = MAJOR_##MAJOR,                                                                                             \
    .bm = BM,                                                                                                           \
    .bn = BN,                                                                                                           \
    .bk = BK,                                                                                                           \
    .stages = STAGES,                                                                                                   \
-   .cluster = CLUSTER,                                                                                                 \
-   .threads = (WARPS)*32,                                                                                              \
-   .ctas = CTAS,                                                                                                       \
-   .smem = SMEM},
-#define UNTILED(op_, arch_, file, form_, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)               \
-  {.name = "cumoe_" #op_ "_" #arch_ "_" #form_ "_" #X "_" #Y "_" #UNITS "x" #COLUMNS "x" #LANES,                       \
-   .op_name = #op_,                                                                                                    \
-   .arch_name = #arch_,                                                                                                \
-   .form_name = #form_,                                                                                                \
-   .image = cumoe_image_##file,                                                                                        \
-   .op = OP_##op_,                                                                                                     \
-   .arch = ARCH_##arch_,                                                                                               \
-   .form = FORM_##form_,                                                                                               \
-   .x = DT_##X,                                                                                                        \
-   .y = DT_##Y,                                                                                                        \
+   LAUNCH_OF(CLUSTER, WARPS, CTAS, SMEM)},
+#define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
+  {.name = "cumoe_" #op "_" #arch "_" #form "_" #X "_" #Y "_" #UNITS "x" #COLUMNS "x" #LANES,                          \
+   KERNEL_OF(op, arch, file, form, X, Y),                                                                              \
    .units = UNITS,                                                                                                     \
    .columns = COLUMNS,                                                                                                 \
    .lanes = LANES,                                                                                                     \
    .ahead = AHEAD,                                                                                                     \
-   .cluster = CLUSTER,                                                                                                 \
-   .threads = (WARPS)*32,                                                                                              \
-   .ctas = CTAS,                                                                                                       \
-   .smem = SMEM},
+   LAUNCH_OF(CLUSTER, WARPS, CTAS, SMEM)},
 #define CPU_VARIANT(op_, function)                                                                                     \
   {.name = "cumoe_" #op_ "_cpu",                                                                                       \
    .op_name = #op_,                                                                                                    \

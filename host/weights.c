@@ -142,6 +142,12 @@ static uintptr_t begin_of(const bound_part *p, int32_t index)
   return p->begins ? p->begins[index] : p->first.begin + (uintptr_t)index * p->stride;
 }
 
+static span matrix_of(const bound_part *p, int32_t index)
+{
+  const uintptr_t begin = begin_of(p, index);
+  return (span){begin, begin + (p->first.end - p->first.begin), p->first.width, p->first.pitch};
+}
+
 /* The first matrix that ends behind `address`; `count` without. */
 static int32_t first_behind(const bound_part *p, uintptr_t address)
 {
@@ -164,8 +170,7 @@ static bool lies_over(const span *output, const bound_part *p)
   if (output->begin == output->end || output->end <= p->first.begin) return false;
   if (output->begin >= begin_of(p, p->count - 1) + extent) return false;
   for (int32_t i = first_behind(p, output->begin); i < p->count && begin_of(p, i) < output->end; ++i) {
-    const uintptr_t begin = begin_of(p, i);
-    const span matrix = {begin, begin + extent, p->first.width, p->first.pitch};
+    const span matrix = matrix_of(p, i);
     if (spans_overlap(output, &matrix)) return true;
   }
   return false;
@@ -179,6 +184,25 @@ cumoe_status check_off_weights(const named_view *outputs, int count, const char 
       REQUIRE(!lies_over(&output, &w->parts[p]), CUMOE_ERR_INVALID_ARGUMENT, "%s overlaps %s: %s", outputs[i].name,
               name, w->parts[p].name);
   }
+  return CUMOE_OK;
+}
+
+/* Of one part, whose matrices are in order, neighbours are enough. */
+static bool part_lies_over(const bound_part *p, const bound_part *other)
+{
+  for (int32_t i = 0; i < p->count; ++i) {
+    const span matrix = matrix_of(p, i), next = p == other && i + 1 < p->count ? matrix_of(p, i + 1) : (span){0};
+    if (p == other ? spans_overlap(&matrix, &next) : lies_over(&matrix, other)) return true;
+  }
+  return false;
+}
+
+cumoe_status check_apart(const char *name, const struct weights *w, const char *other_name, const struct weights *other)
+{
+  for (int32_t i = 0; i < w->part_count; ++i)
+    for (int32_t j = 0; j < other->part_count; ++j)
+      REQUIRE(!part_lies_over(&w->parts[i], &other->parts[j]), CUMOE_ERR_INVALID_ARGUMENT, "%s: %s overlaps %s: %s",
+              name, w->parts[i].name, other_name, other->parts[j].name);
   return CUMOE_OK;
 }
 

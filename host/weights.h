@@ -53,4 +53,8 @@ cumoe_status find_any_weights(const char *name, cumoe_weights handle, const stru
 /* None of these views, which are written, lies over a matrix or a bias; between them it may. */
 cumoe_status check_off_weights(const named_view *outputs, int count, const char *name, const struct weights *weights);
 
+/* Weights that are written: nothing of theirs lies over anything else of theirs, or of `other`. */
+cumoe_status check_apart(const char *name, const struct weights *weights, const char *other_name,
+                         const struct weights *other);
+
 #endif

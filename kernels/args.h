@@ -193,12 +193,10 @@ typedef struct expert_matrix {
  *   STATIC       one scale, given, for all
  *   TOKEN        a row has a scale
  *   GROUP        `group` elements of a row have one: element k is in group (origin + k) / group
- *   FRAGMENTS    the same elements in the order of wgmma's fragments (gemm/mixed.cuh): in each slab of 128 of a row k =
- *                32 q + 8 w + 4 t + j goes to 32 w + 8 j + 2 q + t, zeros past the row's end, in place of x
  * scale = max(amax, ROWS_FLOOR) / largest code, in f32; power_of_two: rounded up to one. code = x * (1 / scale), both
  * in f32, rounded to nearest even, saturated. A NaN is the code NaN (s8: 0, and the scale is NaN).
  */
-enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP, ROWS_FRAGMENTS };
+enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP };
 #define ROWS_FLOOR 1e-10f
 typedef struct row_format {
   int32_t mode, element; /* ROWS_*; DT_E4M3, DT_I8 */

@@ -477,11 +477,13 @@ static void arguments(cumoe_context context)
   cumoe_arenas_config c = right;
   case_begin("of create");
 #define REFUSED(want, words, bytes, ...)                                                                               \
-  c = right, made = (cumoe_arenas)&calls;                                                                              \
-  __VA_ARGS__;                                                                                                         \
-  CHECK_STATUS(want, cumoe_arenas_create(context, bytes, &c, &made));                                                  \
-  CHECK_TEXT("cumoe_arenas_create: " words);                                                                           \
-  CHECK(made == NULL)
+  do {                                                                                                                 \
+    c = right, made = (cumoe_arenas)&calls;                                                                            \
+    __VA_ARGS__;                                                                                                       \
+    CHECK_STATUS(want, cumoe_arenas_create(context, bytes, &c, &made));                                                \
+    CHECK_TEXT("cumoe_arenas_create: " words);                                                                         \
+    CHECK(made == NULL);                                                                                               \
+  } while (0)
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "bytes is 0, must be 1 .. 2^46", 0, (void)0);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "bytes is 70368744177665, must be", ((size_t)1 << 46) + 1, (void)0);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.size is 3", 1, c.size = 3);
@@ -492,6 +494,12 @@ static void arguments(cumoe_context context)
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.rank is 2, must be 0 .. ranks - 1 = 1", 1, c.rank = 2);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.rank is -1, must be", 1, c.rank = -1);
   REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.all_gather is null", 1, c.all_gather = NULL);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.nccl is given, config.comm is null", 1, c.nccl = &calls);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.wire is CUMOE_WIRE_WINDOW, config.comm is null", 1,
+          c.wire = CUMOE_WIRE_WINDOW);
+  REFUSED(CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is -1, must be 0 (30 s) or more", 1, c.timeout_ns = -1);
+  if (!on_device(context))
+    REFUSED(CUMOE_ERR_NOT_SUPPORTED, "config.comm: the CPU device has no NCCL", 1, c.comm = &calls);
   CHECK(calls == 0);
   REFUSED(CUMOE_ERR_PEER, "config.all_gather answers 1", 1, (void)0);
   CHECK(calls == 1);

@@ -56,6 +56,7 @@ typedef struct arguments {
   cumoe_router_args router;
   cumoe_gate_args gate;
   cumoe_masked_args masked;
+  cumoe_moe_grads grads;
   cumoe_matmul_args matmul;
   cumoe_format format;
   cumoe_quantize_args quantize;
@@ -196,8 +197,8 @@ static struct {
   cumoe_context context, other; /* other: of another device */
   bool cpu;
   cumoe_plan plan, shared_plan, weighing_plan, local_plan, unreduced_plan, ungated_plan, foreign_plan;
-  cumoe_weights weights, shared, narrow, halves, ungated, foreign_weights;
-  const void *bound; /* where all weights begin */
+  cumoe_weights weights, shared, narrow, halves, ungated, foreign_weights, d_weights, d_shared, same;
+  const void *bound, *d_bound; /* where all weights begin; those of gradients */
   cumoe_buffer buffer, freed, foreign, tiny;
   cumoe_stream stream;
   cumoe_event event;
@@ -727,6 +728,98 @@ static void fill_forward_own(arguments *a)
 }
 CALL_FORM(cumoe_moe_forward, own, fill_forward_own, cumoe_moe_forward(a->plan, a->weights, a->info, no_stream),
           FORWARD_ROWS, VIEW("args.router_x", args.router_x, BIT(BF16), 16, OPTIONAL))
+
+/* ---- cumoe/backward.h ----------------------------------------------------------------------------------- */
+
+#define SIZES(name, form, kept)                                                                                        \
+  CALL_FORM(name, form, fill_plan, kept, PLAN, LONG("tokens", rows, 0, INT32_MAX / TOP_K), NOT_NULL("bytes", out))
+SIZES(cumoe_moe_kept, plain, cumoe_moe_kept(a->plan, a->rows, a->out))
+SIZES(cumoe_moe_backward_workspace, plain, cumoe_moe_backward_workspace(a->plan, a->rows, 0, a->out))
+SIZES(cumoe_moe_backward_workspace, kept, cumoe_moe_backward_workspace(a->plan, a->rows, 1, a->out))
+
+static void fill_keep(arguments *a)
+{
+  size_t bytes = 0;
+  fill_forward_router(a);
+  CHECK_OK(cumoe_moe_kept(a->plan, TOKENS, &bytes));
+  a->v[0] = give(CUMOE_U8, 1, (int64_t)bytes);
+}
+CALL(cumoe_moe_forward_keep, fill_keep,
+     on_cpu_alone(cumoe_moe_forward_keep(a->plan, a->weights, a->info, as_mut(a->v[0]), no_stream)), FORWARD_ROWS,
+     VIEW("args.router_weight", args.router_weight, OR_F32, 16, OPTIONAL),
+     VIEW("args.shared_gate", args.shared_gate, OR_F32, 16, OPTIONAL),
+     VIEW("kept", v[0], BIT(U8), 256, FREE_COLS | OUT), ROW("kept", A_LONG, v[0].cols, .status = CUMOE_ERR_WORKSPACE))
+
+static void fill_backward(arguments *a)
+{
+  size_t kept = 0, bytes = 0;
+  fill_forward_own(a);
+  CHECK_OK(cumoe_moe_kept(a->plan, TOKENS, &kept));
+  CHECK_OK(cumoe_moe_backward_workspace(a->plan, TOKENS, 0, &bytes));
+  a->args.out = a->args.workspace = no_view_mut();
+  a->args.counts_out = a->args.load = no_view_mut();
+  a->args.expert_scale = give(CUMOE_F32, 1, EXPERTS);
+  a->args.residual = give(CUMOE_BF16, 1, HIDDEN);
+  a->grads = (cumoe_moe_grads){.size = sizeof a->grads,
+                               .d_out = give(CUMOE_BF16, TOKENS, HIDDEN),
+                               .d_weights = bench.d_weights,
+                               .d_shared = bench.d_shared,
+                               .d_x = give_mut(CUMOE_BF16, TOKENS, HIDDEN),
+                               .d_router_x = give_mut(CUMOE_F32, TOKENS, HIDDEN),
+                               .d_router_weight = give_mut(CUMOE_BF16, EXPERTS, HIDDEN),
+                               .d_router_bias = give_mut(CUMOE_F32, 1, EXPERTS),
+                               .d_logits = give_mut(CUMOE_F32, TOKENS, EXPERTS),
+                               .d_pair_weights = give_mut(CUMOE_F32, TOKENS, TOP_K),
+                               .d_expert_scale = give_mut(CUMOE_F32, 1, EXPERTS),
+                               .d_shared_gate = give_mut(CUMOE_BF16, 1, HIDDEN),
+                               .d_residual = give_mut(CUMOE_BF16, 1, HIDDEN),
+                               .losses = give_mut(CUMOE_F32, 1, 2),
+                               .workspace = give_mut(CUMOE_U8, 1, (int64_t)bytes)};
+  a->pointer = &a->grads;
+}
+static void fill_backward_kept(arguments *a)
+{
+  size_t bytes = 0;
+  fill_backward(a);
+  CHECK_OK(cumoe_moe_kept(a->plan, TOKENS, &bytes));
+  a->grads.kept = give(CUMOE_U8, 1, (int64_t)bytes);
+  CHECK_OK(cumoe_moe_backward_workspace(a->plan, TOKENS, 1, &bytes));
+  a->grads.workspace.cols = a->grads.workspace.ld = (int64_t)bytes;
+}
+#define LAYER_BACKWARD on_cpu_alone(cumoe_moe_backward(a->plan, a->weights, a->info, a->pointer, no_stream))
+#define GRADS_ROWS                                                                                                     \
+  FOREIGN_PLAN, WEIGHTS("weights", weights), NOT_NULL("args", info), NOT_NULL("grads", pointer),                       \
+      SIZE("args.size", args.size), SIZE("grads.size", grads.size), FLAGS("grads.flags", grads.flags, 1),              \
+      VIEW("grads.workspace", grads.workspace, BIT(U8), 256, FREE_COLS | OUT),                                         \
+      ROW("grads.workspace", A_LONG, grads.workspace.cols, .status = CUMOE_ERR_WORKSPACE)
+#define GRAD(name, types, align) VIEW("grads." #name, grads.name, types, align, OPTIONAL | OUT)
+CALL_FORM(cumoe_moe_backward, again, fill_backward, LAYER_BACKWARD, GRADS_ROWS, WEIGHTS("args.shared", args.shared),
+          ROW("grads.d_weights", A_WEIGHTS, grads.d_weights, .traits = OPTIONAL),
+          ROW("grads.d_shared", A_WEIGHTS, grads.d_shared, .traits = OPTIONAL),
+          VIEW("args.x", args.x, BIT(BF16), 16, LOOSE),
+          VIEW("args.device_tokens", args.device_tokens, BIT(I32), 0, OPTIONAL),
+          VIEW("args.shared_gate", args.shared_gate, OR_F32, 16, LOOSE),
+          VIEW("args.router_x", args.router_x, BIT(BF16), 16, LOOSE),
+          VIEW("grads.d_out", grads.d_out, BIT(BF16), 16, 0), GRAD(d_x, OR_F32, 16), GRAD(d_router_x, OR_F32, 16),
+          GRAD(d_router_weight, OR_F32, 0), GRAD(d_router_bias, OR_F32, 0), GRAD(d_logits, BIT(F32), 0),
+          GRAD(d_pair_weights, BIT(F32), 0), GRAD(d_expert_scale, BIT(F32), 0), GRAD(d_shared_gate, OR_F32, 0),
+          GRAD(d_residual, OR_F32, 0), GRAD(losses, BIT(F32), 0))
+CALL_FORM(cumoe_moe_backward, kept, fill_backward_kept, LAYER_BACKWARD, GRADS_ROWS,
+          VIEW("grads.kept", grads.kept, BIT(U8), 256, FREE_COLS | LOOSE), GRAD(d_x, OR_F32, 16),
+          ROW("grads.kept", A_LONG, grads.kept.cols, .status = CUMOE_ERR_WORKSPACE))
+static void fill_backward_ids(arguments *a)
+{
+  size_t bytes = 0;
+  fill_forward_ids(a);
+  CHECK_OK(cumoe_moe_backward_workspace(a->plan, TOKENS, 0, &bytes));
+  a->grads = (cumoe_moe_grads){.size = sizeof a->grads,
+                               .d_out = give(CUMOE_BF16, TOKENS, HIDDEN),
+                               .d_pair_weights = give_mut(CUMOE_F32, TOKENS, TOP_K),
+                               .workspace = give_mut(CUMOE_U8, 1, (int64_t)bytes)};
+  a->pointer = &a->grads;
+}
+CALL_FORM(cumoe_moe_backward, ids, fill_backward_ids, LAYER_BACKWARD, GRADS_ROWS, GRAD(d_pair_weights, BIT(F32), 0),
+          VIEW("args.ids", args.ids, INDICES, 0, 0), VIEW("args.weights", args.weights, BIT(F32), 0, 0))
 
 /* ---- cumoe/stages.h ------------------------------------------------------------------------------------- */
 
@@ -2060,6 +2153,38 @@ static int change_adamw(int which, arguments *a, expectation *e)
   return n;
 }
 
+/* What backward may not be asked for. */
+static int change_backward_ids(int which, arguments *a, expectation *e)
+{
+  cumoe_moe_grads *g = &a->grads;
+  const cumoe_view_mut logits = as_mut(bench.logits), row = as_mut(bench.row);
+  int n = 0;
+  CHANGE(INVALID_ARGUMENT, "grads.d_logits must be absent: the caller has routed", g->d_logits = logits)
+  CHANGE(INVALID_ARGUMENT, "grads.losses must be absent: the caller has routed", g->losses = row)
+  CHANGE(INVALID_ARGUMENT, "grads.balance is 1, grads.z 0, must be 0", g->balance = 1)
+  CHANGE(INVALID_ARGUMENT, "grads.balance is 0, grads.z -1, must be 0", g->z = -1)
+  CHANGE(INVALID_ARGUMENT, "grads.balance is nan, must be finite", g->balance = NAN)
+  CHANGE(INVALID_ARGUMENT, "grads.z is inf, must be finite", g->z = INFINITY)
+  CHANGE(INVALID_ARGUMENT, "grads.d_router_weight must be absent: there is no router_weight",
+         g->d_router_weight = logits)
+  CHANGE(INVALID_ARGUMENT, "grads.d_router_bias must be absent: there is no router_weight", g->d_router_bias = row)
+  CHANGE(INVALID_ARGUMENT, "grads.d_router_x must be absent: there is no router_x", g->d_router_x = logits)
+  CHANGE(INVALID_ARGUMENT, "grads.d_expert_scale must be absent: there is no expert_scale", g->d_expert_scale = row)
+  CHANGE(INVALID_ARGUMENT, "grads.d_shared_gate must be absent: there is no shared_gate", g->d_shared_gate = row)
+  CHANGE(INVALID_ARGUMENT, "grads.d_residual must be absent: args.residual has not one row", g->d_residual = row)
+  CHANGE(INVALID_ARGUMENT, "grads.d_shared is given, there is no shared expert", g->d_shared = bench.d_shared)
+  CHANGE(INVALID_ARGUMENT, "grads.d_weights has experts 8, hidden 64, inter 8; the plan needs 8, 64, 16",
+         g->d_weights = bench.narrow)
+  CHANGE(WRONG_DTYPE, "grads.d_weights is f16, must be bf16 or f32", g->d_weights = bench.halves)
+  CHANGE(LAYOUT, "grads.d_weights is ungated, the plan is gated", g->d_weights = bench.ungated)
+  CHANGE(WRONG_DEVICE, "grads.d_weights belongs to another", g->d_weights = bench.foreign_weights)
+  CHANGE(INVALID_ARGUMENT, "grads.d_weights is weights itself", g->d_weights = bench.weights)
+  CHANGE(INVALID_ARGUMENT, "grads.d_weights: gate_up overlaps weights: gate_up", g->d_weights = bench.same)
+  CHANGE(INVALID_ARGUMENT, "grads.d_pair_weights overlaps grads.d_weights: gate_up", g->d_weights = bench.d_weights,
+         g->d_pair_weights.data = (void *)(uintptr_t)bench.d_bound)
+  return n;
+}
+
 static const struct {
   const char *name, *form;
   int (*change)(int which, arguments *a, expectation *e);
@@ -2088,6 +2213,7 @@ static const struct {
                {"cumoe_weights_bind", "strided", change_bind},
                {"cumoe_moe_forward", "ids", change_forward_ids},
                {"cumoe_moe_forward", "router", change_forward_router},
+               {"cumoe_moe_backward", "ids", change_backward_ids},
                {"cumoe_map", "chunks", change_map},
                {"cumoe_copy", "plain", change_copy},
                {"cumoe_module_load_file", "plain", change_path},
@@ -2442,12 +2568,18 @@ static void open_bench(int32_t device)
   bench.foreign_plan = plan_for(bench.other, CUMOE_ROUTE_RENORMALIZE, 0, EXPERTS, 0);
   bench.bound = (const void *)bench.next;
   bench.weights = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
+  bench.same = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
   bench.shared = bind_plain(bench.context, CUMOE_BF16, 1, 8, CUMOE_GATE_UP_CONCAT);
   bench.narrow = bind_plain(bench.context, CUMOE_BF16, EXPERTS, 8, CUMOE_GATE_UP_CONCAT);
   bench.halves = bind_plain(bench.context, CUMOE_F16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
   bench.ungated = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_UNGATED);
   bench.foreign_weights = bind_plain(bench.other, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
   (void)give(CUMOE_BF16, 3 * EXPERTS * INTER, HIDDEN); /* where they lie */
+  bench.d_weights = bind_plain(bench.context, CUMOE_BF16, EXPERTS, INTER, CUMOE_GATE_UP_CONCAT);
+  bench.d_bound = (const void *)bench.next;
+  (void)give(CUMOE_BF16, 3 * EXPERTS * INTER, HIDDEN);
+  bench.d_shared = bind_plain(bench.context, CUMOE_F32, 1, 8, CUMOE_GATE_UP_CONCAT);
+  (void)give(CUMOE_F32, 3 * 8, HIDDEN);
   bench.logits = give(CUMOE_F32, TOKENS, EXPERTS);
   bench.ids = give(CUMOE_I32, TOKENS, TOP_K);
   bench.pair_weights = give(CUMOE_F32, TOKENS, TOP_K);
@@ -2473,10 +2605,10 @@ static void close_bench(void)
   bench.graph = NULL;
   const cumoe_plan plans[] = {bench.plan,           bench.shared_plan,  bench.weighing_plan, bench.local_plan,
                               bench.unreduced_plan, bench.foreign_plan, bench.ungated_plan};
-  const cumoe_weights weights[] = {bench.weights, bench.shared,  bench.narrow,
-                                   bench.halves,  bench.ungated, bench.foreign_weights};
+  const cumoe_weights weights[] = {bench.weights,         bench.shared,    bench.narrow,   bench.halves, bench.ungated,
+                                   bench.foreign_weights, bench.d_weights, bench.d_shared, bench.same};
   for (int i = 0; i < 7; i++) CHECK_OK(cumoe_plan_destroy(plans[i]));
-  for (int i = 0; i < 6; i++) CHECK_OK(cumoe_weights_destroy(weights[i]));
+  for (int i = 0; i < 9; i++) CHECK_OK(cumoe_weights_destroy(weights[i]));
   CHECK_OK(cumoe_buffer_free(&bench.buffer));
   CHECK_OK(cumoe_buffer_free(&bench.tiny));
   CHECK_OK(cumoe_buffer_free(&bench.foreign));

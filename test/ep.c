@@ -31,7 +31,7 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, parts, counted, loses, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, loses, dedup, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
@@ -337,18 +337,19 @@ typedef enum trouble {
   NONE,
   STOPS_BEFORE, /* makes one call fewer */
   NEVER_JOINS,
-  ABORTS,      /* after its first call */
-  OTHER_SIZE,  /* of max_tokens */
+  ABORTS,     /* after its first call */
+  OTHER_SIZE, /* of max_tokens */
+  OTHER_FLAGS,
   OTHER_SHAPE, /* of the description */
   SWAPPED,     /* two arenas in its list */
   USED_ARENA,  /* not filled with zeros */
   BAD_CALL,    /* corrected afterwards */
-  DIES         /* by a signal, after its first call */
+  ENDLESS      /* calls again and again, until one fails */
 } trouble;
 
 /* How those that are left and one that is left out come together. */
 typedef struct meeting {
-  _Atomic int left, haunted;
+  _Atomic int started, left, haunted;
   bool haunts; /* it is alive */
 } meeting;
 
@@ -358,7 +359,6 @@ typedef struct rank {
   const tensor *out;
   int32_t number;
   trouble trouble;
-  int signal; /* of DIES */
   int64_t timeout_ns;
   meeting *meeting;
   /* made */
@@ -380,6 +380,7 @@ typedef struct rank {
   char text[300];
   cumoe_group_fault fault;
   cumoe_fault found;
+  int64_t arrived[MOST_RANKS]; /* tokens of each rank in the last exchange of lane 0 */
 } rank;
 
 static cumoe_group_config config_of(const rank *r, void **arenas)
@@ -387,7 +388,7 @@ static cumoe_group_config config_of(const rank *r, void **arenas)
   const world *w = r->w;
   for (int32_t i = 0; i < w->ranks; i++) arenas[i] = r->all[i].arena;
   return (cumoe_group_config){.size = sizeof(cumoe_group_config),
-                              .flags = w->exact ? CUMOE_GROUP_EXACT : 0,
+                              .flags = (w->exact ? CUMOE_GROUP_EXACT : 0) | (w->dedup ? CUMOE_GROUP_DEDUP : 0),
                               .rank = r->number,
                               .ranks = w->ranks,
                               .lanes = w->lanes,
@@ -446,6 +447,7 @@ static cumoe_status join(rank *r)
   void *arenas[MOST_RANKS];
   cumoe_group_config c = config_of(r, arenas);
   if (r->trouble == OTHER_SIZE) c.max_tokens--;
+  if (r->trouble == OTHER_FLAGS) c.flags |= CUMOE_GROUP_DEDUP;
   if (r->trouble == SWAPPED) {
     const int32_t i = (r->number + 1) % r->w->ranks, j = (r->number + 2) % r->w->ranks;
     void *kept = arenas[i];
@@ -552,11 +554,10 @@ static void keep(rank *r, cumoe_status status)
 static cumoe_status calls_of_lane(rank *r, int32_t lane)
 {
   cumoe_status status = CUMOE_OK;
-  const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : CALLS;
+  const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : r->trouble == ENDLESS ? INT32_MAX : CALLS;
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
-    status = one_call(r, lane, i);
+    status = one_call(r, lane, i % CALLS);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
-    if (i == 0 && r->trouble == DIES) raise(r->signal);
   }
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const cumoe_status replayed = r->w->replays ? replay(r, lane) : CUMOE_OK;
@@ -580,6 +581,10 @@ static void enter(rank *r)
 
 static void leave(rank *r)
 {
+  group *g;
+  CHECK_OK(find_group(r->group, &g));
+  for (int32_t i = 0; !gpus && i < r->w->ranks; i++)
+    r->arrived[i] = (uint32_t)cpu_ep_load(g->arena + g->at.lane + g->at.in + i * EP_LINE);
   r->fault.size = sizeof r->fault;
   keep(r, cumoe_group_fault_read(r->group, &r->fault));
   r->ended = cumoe_group_destroy(r->group);
@@ -625,6 +630,7 @@ static void *outlive(void *argument)
   rank *r = argument;
   const uint64_t rest = ((uint64_t)1 << r->w->ranks) - 1 - (1 << LOST);
   enter(r);
+  atomic_fetch_add(&r->meeting->started, 1);
   if (!r->group) return NULL;
   r->before = calls_of_lane(r, 0);
   if (r->before != CUMOE_OK) snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
@@ -676,6 +682,16 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
 
 /* ---- what they answer ---- */
 
+/* Of a rank's token t in a call: where the expert of a slot serves it, or -1. */
+static int32_t place_of(const world *w, const rank *r, int64_t call, int64_t t, int64_t slot)
+{
+  const double id = tensor_get(&w->ids, call * w->all + r->first + t, slot);
+  if (id < 0 || id >= w->experts) return -1;
+  int32_t count = 0;
+  while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
+  return (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
+}
+
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
 static void check_counts(const world *w, const rank *ranks)
 {
@@ -684,24 +700,42 @@ static void check_counts(const world *w, const rank *ranks)
     int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
     for (int32_t r = 0; r < w->ranks; r++)
       for (int64_t i = 0; i < w->tokens[r] * w->top_k; i++) {
-        const int64_t t = i / w->top_k;
-        const double id = tensor_get(&w->ids, call * w->all + ranks[r].first + t, i % w->top_k);
-        if (id < 0 || id >= w->experts) continue;
-        int32_t count = 0;
-        while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
-        const int32_t where = (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
-        want[where >> 16][where & 0xffff]++;
+        const int32_t where = place_of(w, &ranks[r], call, i / w->top_k, i % w->top_k);
+        if (where >= 0) want[where >> 16][where & 0xffff]++;
       }
     for (int32_t r = 0; r < w->ranks; r++)
       for (int32_t e = 0; e < w->local[r]; e++) CHECK((int64_t)tensor_get(&ranks[r].counts, call, e) == want[r][e]);
   }
 }
 
-static void run_world(const world *given)
+/* Tokens that a rank sends in the last round of the last call: all, or those that have an expert there. */
+static int64_t sent(const world *w, const rank *from, int32_t to)
+{
+  const int64_t most = w->tokens_max ? w->tokens_max : w->capacity;
+  int64_t count = 0;
+  for (int64_t t = (most - 1) / w->capacity * w->capacity; t < w->tokens[from->number]; t++) {
+    bool goes = !w->dedup;
+    for (int32_t slot = 0; slot < w->top_k; slot++) {
+      const int32_t where = place_of(w, from, CALLS - 1, t, slot);
+      goes |= where >= 0 && where >> 16 == to;
+    }
+    count += goes;
+  }
+  return count;
+}
+
+static void check_arrived(const world *w, const rank *ranks)
+{
+  for (int32_t to = 0; !gpus && w->routed && to < w->ranks; to++)
+    for (int32_t from = 0; from < w->ranks; from++) CHECK(ranks[to].arrived[from] == sent(w, &ranks[from], to));
+}
+
+static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
   world w = *given;
-  case_begin("%s", w.name);
+  w.dedup = dedup;
+  case_begin("%s%s", w.name, dedup ? ", dedup" : "");
   make_world(&w);
   if (gpus) printf("# %s\n", w.name), fflush(stdout);
   w.replays = gpus && !w.parts;
@@ -717,6 +751,7 @@ static void run_world(const world *given)
   else
     check_sums(&w, &out);
   check_counts(&w, ranks);
+  check_arrived(&w, ranks);
   case_end();
 }
 
@@ -965,7 +1000,7 @@ static const world worlds[] = {
 
 static void answers(void)
 {
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++) run_world(&worlds[i]);
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2; i++) run_world(&worlds[i / 2], i % 2);
 }
 
 /* ---- trouble ---- */
@@ -988,6 +1023,8 @@ static const fate fates[] = {
      CUMOE_GROUP_ABORTED, CUMOE_PHASE_NONE},
     {"another max_tokens", OTHER_SIZE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
      "config.max_tokens is 4 on rank", 0, 0},
+    {"another way to send", OTHER_FLAGS, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
+     "config.flags is 1 on rank", 0, 0},
     {"another description", OTHER_SHAPE, 20000, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT,
      "the hash of the rest of desc", 0, 0},
     {"two arenas swapped", SWAPPED, 20000, CUMOE_OK, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas: in rank", 0, 0},
@@ -1082,7 +1119,8 @@ static void without(void)
                           .dtype = CUMOE_F32,
                           .capacity = 4,
                           .tokens = {4, 3, 2},
-                          .loses = true};
+                          .loses = true,
+                          .dedup = true};
   run_without(lost_in_a_call, LOST);
   run_without(left_out, ALL);
 }
@@ -1126,8 +1164,8 @@ static size_t arena_bytes(rank *r)
   return r->bytes;
 }
 
-/* LOST is killed, or stopped for a while, by a signal; 0: is not. */
-static void run_processes(const char *name, int signal)
+/* LOST is killed, or stopped for a while, by a signal, wherever it then is; 0: is not. */
+static void run_processes(const char *name, int signal, useconds_t after)
 {
   world w = {.ranks = 3,
              .experts = 6,
@@ -1149,14 +1187,15 @@ static void run_processes(const char *name, int signal)
   left->meeting.haunts = signal == SIGSTOP;
   for (int32_t i = 0; i < 3; i++) {
     ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .meeting = &left->meeting};
-    if (signal) ranks[i].timeout_ns = 1500000000;
-    if (signal && i == LOST) ranks[i].trouble = DIES, ranks[i].signal = signal;
+    if (signal) ranks[i].timeout_ns = 1500000000, ranks[i].trouble = ENDLESS;
     left[i].rank.status = CUMOE_ERR_INTERNAL;
     const size_t bytes = arena_bytes(&ranks[i]);
     ranks[i].arena = map_shared(bytes);
     ranks[i].first = 0, ranks[i].bytes = bytes;
   }
   for (int32_t i = 0; i < 3; i++) children[i] = start_process(&ranks[i], &left[i]);
+  if (signal) meet(&left->meeting.started, 3);
+  if (signal) CHECK(usleep(after) == 0 && kill(children[LOST], signal) == 0);
   if (signal == SIGSTOP) meet(&left->meeting.left, 2);
   if (signal == SIGSTOP) CHECK(kill(children[LOST], SIGCONT) == 0);
   for (int32_t i = 0; i < 3; i++) CHECK(waitpid(children[i], &end, 0) == children[i]);
@@ -1174,9 +1213,10 @@ static void run_processes(const char *name, int signal)
 
 static void processes(void)
 {
-  run_processes("processes that share their arenas", 0);
-  run_processes("a process that is killed", SIGKILL);
-  run_processes("a process that is stopped, and goes on", SIGSTOP);
+  run_processes("processes that share their arenas", 0, 0);
+  run_processes("a process that is killed", SIGKILL, 0);
+  run_processes("a process that is killed later", SIGKILL, 3000);
+  run_processes("a process that is stopped, and goes on", SIGSTOP, 1000);
 }
 
 /* Ranks that share a GPU wait for each other: no two streams in one queue. */
@@ -1197,7 +1237,7 @@ static void on_gpus(cumoe_context context)
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++)
-    if (!worlds[i].counted) run_world(&worlds[i]);
+    if (!worlds[i].counted) run_world(&worlds[i], false);
   for (int i = 0; i < 2; i++) {
     world w = {.name = i ? "wider rows, sums" : "wider rows",
                .ranks = 2,
@@ -1210,7 +1250,7 @@ static void on_gpus(cumoe_context context)
                .inter = 512,
                .exact = i == 0,
                .residual = true};
-    run_world(&w);
+    run_world(&w, false);
   }
   run_fate(&fates[0]);
   close_opened();
@@ -1285,7 +1325,7 @@ static void bad_size(cumoe_group_config *c)
 }
 static void bad_flags(cumoe_group_config *c)
 {
-  c->flags = 2;
+  c->flags = 4;
 }
 static void bad_rank(cumoe_group_config *c)
 {
@@ -1345,7 +1385,7 @@ static const struct {
   const char *words;
 } bad_configs[] = {
     {bad_size, CUMOE_ERR_INVALID_ARGUMENT, "config.size is 4"},
-    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x2"},
+    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x4, known are 0x3"},
     {bad_rank, CUMOE_ERR_INVALID_ARGUMENT, "config.rank is 1, must be 0 .. ranks - 1 = 0"},
     {bad_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 1025, must be 1 .. 1024"},
     {no_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 0"},

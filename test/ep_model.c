@@ -1,10 +1,11 @@
 /*
  * All orders in which ranks can take the steps of kernels/ep/ep.h: three calls of two ranks, with two lanes, and with
- * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. And two calls of three
+ * giving up at any wait, and of three ranks; exchanges counted modulo 4, so that the words wrap. Two calls of three
  * ranks, of which the last is left out whenever the others have given up or are done, and one more call of those; it
- * may have died at any step, or go on taking its own. Nothing stale is read, nobody is stuck, and nobody that stays
- * gives up twice. A step is one store, or one look at what others stored: stores of one rank are seen in its order,
- * which is what release and acquire promise. Of each way to get it wrong (`mutant`) the same search finds an example.
+ * may have died at any step, or go on taking its own. Three calls of three ranks, in the second of which one has
+ * nothing for another: dedup. Nothing stale is read, nobody is stuck, and nobody that stays gives up twice. A step is
+ * one store, or one look at what others stored: stores of one rank are seen in its order, which is what release and
+ * acquire promise. Of each way to get it wrong (`mutant`) the same search finds an example.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +24,7 @@ typedef enum mutant {
   ANSWERS_EARLY,       /* `back` before the tokens have been read */
   SAME_EXCHANGE,       /* the number is not advanced */
   NOT_EMPTY,           /* a rank that gets no tokens is not told */
+  TOLD_OF_ALL,         /* a rank is told of tokens that went to others */
   NO_ABORT,            /* a rank that gives up tells nobody, and the others wait without a limit */
   OTHER_ORDER,         /* two lanes in one thread: rank 1 takes the second first */
   NOT_AGREED,          /* those that stay go on from where each of them is */
@@ -41,6 +43,7 @@ static const char *const mutant_names[MUTANTS] = {"as it is",
                                                   "results told of before tokens are read",
                                                   "an exchange that is not counted",
                                                   "an empty rank that is not told",
+                                                  "an empty rank that is told of tokens",
                                                   "giving up in silence",
                                                   "lanes of one thread in different orders",
                                                   "going on from different exchanges",
@@ -78,10 +81,11 @@ enum { MOST_STEPS = (CALLS + 1) * LANES * ACTS * MOST };
 typedef struct state {
   uint8_t at[MOST]; /* next step; DONE: given up */
   uint8_t x[LANES][MOST][MOST], y[LANES][MOST][MOST], in[LANES][MOST][MOST], back[LANES][MOST][MOST];
-  uint8_t n[LANES][MOST];   /* exchanges of a rank so far */
-  uint8_t abort[MOST];      /* 1 + by whom */
-  uint8_t told[MOST][MOST]; /* of [to][from]: 1 + n, with the mask */
-  uint8_t furthest[MOST];   /* 1 + the largest n heard of */
+  uint8_t some[LANES][MOST][MOST]; /* of the word `in`: it tells of tokens */
+  uint8_t n[LANES][MOST];          /* exchanges of a rank so far */
+  uint8_t abort[MOST];             /* 1 + by whom */
+  uint8_t told[MOST][MOST];        /* of [to][from]: 1 + n, with the mask */
+  uint8_t furthest[MOST];          /* 1 + the largest n heard of */
 } state;
 enum { GAVE_UP = 255 };
 
@@ -90,6 +94,7 @@ typedef struct model {
   mutant mutant;
   bool gives_up; /* any wait may end by the time */
   bool loses;    /* the last rank: the others leave it out */
+  bool dedup;
   step steps[MOST][MOST_STEPS];
   int call[MOST][MOST_STEPS], count[MOST];
   int after[MOST]; /* the step to go on from when it has given up; 0: none */
@@ -101,6 +106,12 @@ typedef struct model {
   size_t depth, room;
   const char *wrong;
 } model;
+
+/* Rank 0 has no tokens for the last rank in the second call. */
+static bool has_none(const model *m, int rank, int peer, int call)
+{
+  return (m->dedup || m->mutant == NOT_EMPTY) && rank == 0 && call == 1 && peer == m->ranks - 1;
+}
 
 /* ---- programs ---- */
 
@@ -123,8 +134,9 @@ static void add(model *m, int rank, int call, int lane, act what)
     if (call == m->calls && is_lost(m, p) && !(m->mutant == WAITS_FOR_LOST && waits)) continue;
     if (m->mutant == NO_WAIT_FOR_TOKENS && what == AWAIT_IN && p == m->ranks - 1) continue;
     if (m->mutant == NO_WAIT_FOR_ANSWERS && what == AWAIT_BACK) continue;
-    /* Rank 0 has no tokens for the last rank in the second call. */
-    if (m->mutant == NOT_EMPTY && what == TELL_IN && rank == 0 && call == 1 && p == m->ranks - 1) continue;
+    const bool none = has_none(m, rank, p, call);
+    if (m->mutant == NOT_EMPTY && what == TELL_IN && none) continue;
+    if (m->dedup && none && (what == WRITE_X || what == READ_Y)) continue;
     add_step(m, rank, call, (step){what, p, lane});
   }
 }
@@ -188,14 +200,19 @@ static bool take(model *m, state *s, int r)
       s->n[l][r] = (uint8_t)(n + 1) % WRAP;
     break;
   case WRITE_X: s->x[l][o][r] = fresh; break;
-  case TELL_IN: s->in[l][o][r] = n; break;
+  case TELL_IN:
+    s->in[l][o][r] = n;
+    s->some[l][o][r] = m->mutant == TOLD_OF_ALL || !has_none(m, r, o, call);
+    break;
   case AWAIT_IN:
     if (!reached(s->in[l][r][o], n)) return false;
     break;
   case READ_X:
-    if (s->x[l][r][o] != fresh) m->wrong = "tokens of another call were read";
+    if (s->some[l][r][o] && s->x[l][r][o] != fresh) m->wrong = "tokens of another call were read";
     break;
-  case WRITE_Y: s->y[l][o][r] = fresh; break;
+  case WRITE_Y:
+    if (s->some[l][r][o]) s->y[l][o][r] = fresh;
+    break;
   case TELL_BACK: s->back[l][o][r] = n; break;
   case AWAIT_BACK:
     if (!reached(s->back[l][r][o], n)) return false;
@@ -290,7 +307,7 @@ static void expand(model *m, const state *from)
   if (!moved && !all && !m->wrong) m->wrong = "ranks wait for each other for ever";
 }
 
-typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT } ending;
+typedef enum ending { ALL_CALLS, GIVING_UP, LEAVING_OUT, DEDUP } ending;
 
 /* What went wrong, or NULL. */
 static const char *search(int ranks, int lanes, mutant which, ending how, size_t *states)
@@ -302,7 +319,8 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
   memset(first.back, BEFORE, sizeof first.back);
   memset(first.n, BEFORE, sizeof first.n);
   m->ranks = ranks, m->lanes = lanes, m->mutant = which;
-  m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT, m->calls = m->loses ? CALLS - 1 : CALLS;
+  m->gives_up = how != ALL_CALLS, m->loses = how == LEAVING_OUT, m->dedup = how == DEDUP,
+  m->calls = m->loses ? CALLS - 1 : CALLS;
   write_programs(m);
   visit(m, &first);
   while (m->depth && !m->wrong) {
@@ -317,7 +335,7 @@ static const char *search(int ranks, int lanes, mutant which, ending how, size_t
 
 static void check_right(int ranks, int lanes, ending how)
 {
-  static const char *const hows[] = {"", ", giving up", ", leaving one out"};
+  static const char *const hows[] = {"", ", giving up", ", leaving one out", ", dedup"};
   size_t states = 0;
   case_begin("%d ranks, %d lanes%s", ranks, lanes, hows[how]);
   const char *wrong = search(ranks, lanes, RIGHT, how, &states);
@@ -335,13 +353,14 @@ static void orders(void)
   check_right(3, 1, GIVING_UP);
   check_right(3, 2, ALL_CALLS);
   check_right(3, 1, LEAVING_OUT);
+  check_right(3, 1, DEDUP);
 }
 
 static void mutants(void)
 {
   for (mutant m = RIGHT + 1; m < MUTANTS; m++) {
     const bool masks = m >= NOT_AGREED;
-    const ending how = masks ? LEAVING_OUT : m == NO_ABORT ? GIVING_UP : ALL_CALLS;
+    const ending how = masks ? LEAVING_OUT : m == NO_ABORT ? GIVING_UP : m == TOLD_OF_ALL ? DEDUP : ALL_CALLS;
     size_t states = 0;
     case_begin("%s", mutant_names[m]);
     CHECK(search(masks ? 3 : 2, m == OTHER_ORDER ? 2 : 1, m, how, &states) != NULL);

@@ -6,7 +6,8 @@
 # folder `examples` has no such line: its exit status is the answer, and "skipped: why" as its last line says that this
 # machine cannot run it. Breaking these rules, a crash and a timeout each count as a failure. The sum is the last line;
 # the exit status is 0 when nothing failed and something passed.
-# With 8 cores or more, programs run side by side, the long ones in shards; a line is printed in its turn.
+# With 8 cores or more, or where GPUs are hidden (CUDA_VISIBLE_DEVICES is empty), programs run side by side, and with 8
+# cores the long ones in shards; a line is printed in its turn.
 # V=1 shows all output, TEST_TIMEOUT is in seconds.
 
 # run.sh --job FOLDER INDEX SHARD SHARDS: one program of the list in the folder, or a part of it
@@ -33,16 +34,20 @@ if [ $# -eq 0 ]; then
 fi
 printf '%s\n' "$@" > "$work/programs"
 
-# The long ones first, in shards; those that look at how much of a GPU's memory is free, alone and last.
+# The long ones first; those that look at how much of a GPU's memory is free, alone and last.
 cores=$(nproc 2> /dev/null || echo 1)
+together=$([ "$cores" -ge 8 ] || [ -z "${CUDA_VISIBLE_DEVICES-all}" ] && echo yes)
 shards_of() {
   case ${1##*/} in variants | forward) [ "$cores" -ge 8 ] && echo $((cores * 3 / 4)) || echo 1 ;; *) echo 1 ;; esac
 }
 index=0
 for program; do
   index=$((index + 1)) shards=$(shards_of "$program") list=$work/together
-  case ${program##*/} in variants | forward) list=$work/long ;; base | graph | pool) list=$work/alone ;; esac
-  [ "$cores" -ge 8 ] || list=$work/alone
+  case ${program##*/} in
+  variants | forward | cpu | faults) list=$work/long ;;
+  base | graph | pool) list=$work/alone ;;
+  esac
+  [ -n "$together" ] || list=$work/alone
   for shard in $(seq 0 $((shards - 1))); do echo "$index $shard $shards"; done >> "$list"
 done
 touch "$work/long" "$work/together" "$work/alone"

@@ -1,22 +1,26 @@
 /*
- * Arenas on GPUs, over the shim: threads stand for processes. The order of CUDA's calls; a group over CUDA's handles;
- * every call failing in turn: all ranks answer, nothing is left, and nothing is freed that another has open.
+ * Arenas on GPUs, over the shim: threads stand for processes. The order of the calls of CUDA and NCCL; groups over
+ * CUDA's handles and over windows, with NCCL 2.27 to 2.29; every call failing in turn: all ranks answer, nothing is
+ * left, and nothing is freed that another has open; a rank that does not come.
  */
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "shim/shim.h"
 #include "test.h"
 
-enum { RANKS = 3, STEPS = 16, DEVICES = 2, BYTES = 3000 };
+enum { RANKS = 3, STEPS = 16, DEVICES = 2, BYTES = 3000, NOBODY = -1 };
 
 typedef struct world {
-  int32_t process[RANKS]; /* equal: of one process */
-  bool group;
+  int32_t process[RANKS];          /* equal: of one process */
+  bool group, by_comm, comm_alone; /* a communicator; letters by it, too */
+  int32_t wire, absent;            /* a rank that does not call; none: NOBODY */
+  int64_t timeout_ns;
+  void *handle, *comms[RANKS];
   atomic_int arrived[STEPS];
   unsigned char letters[STEPS][RANKS][1024];
 } world;
@@ -26,13 +30,20 @@ typedef struct rank {
   int32_t number, calls;
   cumoe_context context;
   cumoe_status status, destroyed;
+  int32_t wire; /* the one that was found */
   char text[512];
 } rank;
 
-static void meet(world *w, int32_t step)
+/* A minute is for ever. */
+static int meet(world *w, int32_t step)
 {
+  const struct timespec nap = {.tv_nsec = 50000};
   atomic_fetch_add(&w->arrived[step], 1);
-  while (atomic_load(&w->arrived[step]) < RANKS) sched_yield();
+  for (int i = 0; atomic_load(&w->arrived[step]) < RANKS; i++) {
+    if (i == 400000) return 1;
+    nanosleep(&nap, NULL);
+  }
+  return 0;
 }
 
 static int all_gather(void *user, const void *mine, void *all, size_t bytes)
@@ -41,7 +52,7 @@ static int all_gather(void *user, const void *mine, void *all, size_t bytes)
   const int32_t step = r->calls++;
   if (step >= STEPS || bytes > 1024) return 1;
   memcpy(r->w->letters[step][r->number], mine, bytes);
-  meet(r->w, step);
+  if (meet(r->w, step) != 0) return 1;
   for (int32_t i = 0; i < RANKS; i++) memcpy((char *)all + (size_t)i * bytes, r->w->letters[step][i], bytes);
   return 0;
 }
@@ -58,8 +69,16 @@ static cumoe_status join_group(const rank *r, cumoe_plan plan, cumoe_group_confi
 static void *run_rank(void *argument)
 {
   rank *r = argument;
-  cumoe_arenas_config config = {
-      .size = sizeof config, .rank = r->number, .ranks = RANKS, .all_gather = all_gather, .user = r};
+  const world *w = r->w;
+  const cumoe_arenas_config config = {.size = sizeof config,
+                                      .wire = w->wire,
+                                      .rank = r->number,
+                                      .ranks = RANKS,
+                                      .all_gather = w->comm_alone ? NULL : all_gather,
+                                      .user = r,
+                                      .comm = w->comms[r->number],
+                                      .nccl = w->handle,
+                                      .timeout_ns = w->timeout_ns};
   const cumoe_moe_desc desc = {.size = sizeof desc,
                                .num_experts = RANKS,
                                .local_experts = 1,
@@ -72,14 +91,16 @@ static void *run_rank(void *argument)
   cumoe_arenas made;
   cumoe_plan plan = NULL;
   size_t bytes = BYTES;
-  shim_process = 1000 + r->w->process[r->number];
-  if (r->w->group) CHECK_OK(cumoe_plan_create(r->context, &desc, &plan));
-  if (r->w->group) CHECK_OK(cumoe_ep_arena(plan, &of_group, &bytes));
+  shim_process = 1000 + w->process[r->number];
+  if (w->absent == r->number) return NULL;
+  if (w->group) CHECK_OK(cumoe_plan_create(r->context, &desc, &plan));
+  if (w->group) CHECK_OK(cumoe_ep_arena(plan, &of_group, &bytes));
   r->status = cumoe_arenas_create(r->context, bytes, &config, &made);
   snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
   if (r->status != CUMOE_OK) return NULL;
   if (cumoe_arenas_get_info(made, &info) != CUMOE_OK || info.arena.device != r->number % DEVICES) abort();
-  if (r->w->group) r->status = join_group(r, plan, &of_group, &info);
+  r->wire = info.wire;
+  if (w->group) r->status = join_group(r, plan, &of_group, &info);
   if (r->status != CUMOE_OK) printf("# rank %d: %s\n", (int)r->number, cumoe_last_error());
   r->destroyed = cumoe_arenas_destroy(made);
   return NULL;
@@ -88,7 +109,10 @@ static void *run_rank(void *argument)
 /* Contexts are the test's own: they neither fail nor count. */
 static void open_ranks(rank *ranks, world *w)
 {
+  static const int devices[RANKS] = {0, 1, 0};
   memset(w->arrived, 0, sizeof w->arrived);
+  memset(w->comms, 0, sizeof w->comms);
+  if (w->by_comm) shim_comms_open(w->comms, RANKS, devices);
   shim_pause(true);
   for (int32_t i = 0; i < RANKS; i++) {
     ranks[i] = (rank){.w = w, .number = i};
@@ -108,113 +132,312 @@ static void run_ranks(rank *ranks)
 static void close_ranks(const rank *ranks)
 {
   shim_pause(true);
+  if (ranks[0].w->by_comm) shim_comms_close(ranks[0].w->comms);
   for (int32_t i = 0; i < RANKS; i++) CUMOE_IGNORE(cumoe_context_destroy(ranks[i].context));
   shim_pause(false);
 }
 
 /* ---- what is called ---- */
 
-/* The names of calls on a device, in their order. */
+/* Whatever makes a device current, and asks for errors and captures, is left out. */
+static bool is_noise(const char *name)
+{
+  static const char *const noise[] = {"cuCtx", "cudaPeek", "cudaGetLast", "cudaThread", "cudaStreamQuery", "  "};
+  for (size_t i = 0; i < sizeof noise / sizeof *noise; i++)
+    if (strncmp(name, noise[i], strlen(noise[i])) == 0) return true;
+  return false;
+}
+
+/* The names of calls on a device, in their order; without "cuda". */
 static void names_on(const char *device, char *to, size_t room)
 {
   char line[512];
   size_t used = 0;
-  for (const char *at = shim_trace(); *at; at += strlen(line) + 1) {
+  to[0] = 0;
+  for (const char *at = shim_trace(); *at; at += strcspn(at, "\n") + 1) {
     snprintf(line, sizeof line, "%.*s", (int)strcspn(at, "\n"), at);
-    const char *end = strrchr(line, '@');
-    if (end && strcmp(end, device) == 0 && strncmp(line, "cuda", 4) == 0)
-      used += (size_t)snprintf(to + used, room - used, "%.*s ", (int)strcspn(line + 4, " "), line + 4);
+    const char *end = strrchr(line, '@'), *name = strncmp(line, "cuda", 4) == 0 ? line + 4 : line;
+    if (end && strcmp(end, device) == 0 && !is_noise(line))
+      used += (size_t)snprintf(to + used, room - used, "%s%.*s", used ? " " : "", (int)strcspn(name, " "), name);
     if (used >= room) abort();
   }
 }
 
-/* Rank 1, alone on device 1: of a process of its own, or of that of all. */
+#define ZEROS  "StreamCreateWithFlags MemsetAsync StreamSynchronize StreamDestroy "
+#define REACH  "DeviceGetByPCIBusId DeviceCanAccessPeer "
+#define LETTER "MemcpyAsync ncclAllGather MemcpyAsync StreamSynchronize "
+
+/* Rank 1, alone on device 1. */
+static const struct {
+  const char *name;
+  world w;
+  const char *calls;
+} orders[] = {
+    {"threads", {.absent = NOBODY}, "DriverGetVersion Malloc " ZEROS "DeviceGetPCIBusId " REACH REACH "Free"},
+    {"processes",
+     {.process = {0, 1, 2}, .absent = NOBODY},
+     "DriverGetVersion Malloc " ZEROS "DeviceGetPCIBusId IpcGetMemHandle " REACH "IpcOpenMemHandle " REACH
+     "IpcOpenMemHandle IpcCloseMemHandle IpcCloseMemHandle Free"},
+    {"letters by NCCL",
+     {.process = {0, 1, 2}, .by_comm = true, .comm_alone = true, .wire = CUMOE_WIRE_SHARED, .absent = NOBODY},
+     "StreamCreateWithFlags Malloc DriverGetVersion " LETTER "Malloc " ZEROS
+     "DeviceGetPCIBusId IpcGetMemHandle " LETTER REACH "IpcOpenMemHandle " REACH "IpcOpenMemHandle " LETTER
+     "IpcCloseMemHandle IpcCloseMemHandle " LETTER "Free Free StreamDestroy"},
+    {"windows",
+     {.by_comm = true, .absent = NOBODY},
+     "DriverGetVersion ncclMemAlloc Malloc " ZEROS "ncclCommWindowRegister ncclGetPeerDevicePointer "
+     "ncclGetPeerDevicePointer ncclCommWindowDeregister ncclMemFree Free"},
+};
+
 static void order(void)
 {
-  static const char own[] =
-      "Malloc StreamCreateWithFlags MemsetAsync StreamSynchronize StreamDestroy DeviceGetPCIBusId",
-                    reach[] = "DeviceGetByPCIBusId DeviceCanAccessPeer", open[] = "IpcOpenMemHandle";
   static world w;
   rank ranks[RANKS];
-  char got[4096], want[1024];
-  for (int apart = 0; apart < 2; apart++) {
-    case_begin("%s", apart ? "processes" : "threads");
-    for (int32_t i = 0; i < RANKS; i++) w.process[i] = apart ? i : 0;
+  char got[4096];
+  for (size_t i = 0; i < sizeof orders / sizeof *orders; i++) {
+    case_begin("%s", orders[i].name);
+    w = orders[i].w;
     open_ranks(ranks, &w);
     shim_mark();
     run_ranks(ranks);
     names_on("@1", got, sizeof got);
-    if (apart)
-      snprintf(want, sizeof want, "%s IpcGetMemHandle %s %s %s %s IpcCloseMemHandle IpcCloseMemHandle Free", own, reach,
-               open, reach, open);
-    else
-      snprintf(want, sizeof want, "%s %s %s Free", own, reach, reach);
-    /* What is current, and how captures are taken, is looked at between them. */
-    const char *at = got;
-    for (char *name = strtok(want, " "); name; name = strtok(NULL, " ")) {
-      const char *found = strstr(at, name);
-      if (!CHECK_MSG(found != NULL, "no %s in: %s", name, at)) break;
-      at = found + strlen(name);
-    }
-    CHECK_MSG(!strstr(at, "Ipc") && !strstr(at, "Free"), "more than that: %s", at);
-    for (int32_t i = 0; i < RANKS; i++)
-      CHECK_MSG(ranks[i].status == CUMOE_OK && ranks[i].destroyed == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
+    CHECK_MSG(strcmp(got, orders[i].calls) == 0, "%s", got);
+    CHECK_MSG(!strstr(shim_trace(), "freed while") && !strstr(shim_trace(), "waits for ever"), "%s", shim_trace());
+    for (int32_t r = 0; r < RANKS; r++)
+      CHECK_MSG(ranks[r].status == CUMOE_OK && ranks[r].destroyed == CUMOE_OK, "rank %d: %s", (int)r, ranks[r].text);
     close_ranks(ranks);
     case_end();
   }
 }
 
-static void groups_over_handles(void)
+/* ---- groups, by version of NCCL ---- */
+
+/* status OK: a group over that wire. */
+static const struct {
+  const char *name;
+  int nccl;
+  bool null_windows, far_windows, handle;
+  world w;
+  const char *hidden;
+  int32_t wire;
+  cumoe_status status;
+  const char *words;
+} forms[] = {
+    {"three processes", 0, 0, 0, 0, {.process = {0, 1, 2}}, NULL, CUMOE_WIRE_SHARED, CUMOE_OK, ""},
+    {"two processes", 0, 0, 0, 0, {.process = {0, 1, 0}}, NULL, CUMOE_WIRE_SHARED, CUMOE_OK, ""},
+    {"one process", 0, 0, 0, 0, {.wire = CUMOE_WIRE_SHARED}, NULL, CUMOE_WIRE_SHARED, CUMOE_OK, ""},
+    {"no NCCL", 0, 0, 0, 0, {.by_comm = true}, NULL, 0, CUMOE_ERR_LIBRARY_MISSING, "has not loaded libnccl.so.2"},
+    {"2.27", 22707, 0, 0, 0, {.by_comm = true, .comm_alone = true}, NULL, CUMOE_WIRE_SHARED, CUMOE_OK, ""},
+    {"2.28.9",
+     22809,
+     0,
+     0,
+     0,
+     {.process = {0, 1, 2}, .by_comm = true, .comm_alone = true},
+     NULL,
+     CUMOE_WIRE_SHARED,
+     CUMOE_OK,
+     ""},
+    {"2.28.9, windows by name",
+     22809,
+     0,
+     0,
+     0,
+     {.by_comm = true, .wire = CUMOE_WIRE_WINDOW},
+     NULL,
+     0,
+     CUMOE_ERR_NOT_SUPPORTED,
+     "which needs NCCL 2.29.2: this is 2.28.9"},
+    {"2.29.7",
+     22907,
+     0,
+     0,
+     0,
+     {.process = {0, 1, 2}, .by_comm = true, .comm_alone = true},
+     NULL,
+     CUMOE_WIRE_WINDOW,
+     CUMOE_OK,
+     ""},
+    {"2.29.7, one process, the engine's handle",
+     22907,
+     0,
+     0,
+     1,
+     {.by_comm = true, .wire = CUMOE_WIRE_WINDOW},
+     NULL,
+     CUMOE_WIRE_WINDOW,
+     CUMOE_OK,
+     ""},
+    {"2.29.7, CUDA's handles by name",
+     22907,
+     0,
+     0,
+     0,
+     {.process = {0, 1, 2}, .by_comm = true, .wire = CUMOE_WIRE_SHARED},
+     NULL,
+     CUMOE_WIRE_SHARED,
+     CUMOE_OK,
+     ""},
+    {"no window, with success",
+     22907,
+     1,
+     0,
+     0,
+     {.process = {0, 1, 2}, .by_comm = true},
+     NULL,
+     CUMOE_WIRE_SHARED,
+     CUMOE_OK,
+     ""},
+    {"no window, by name",
+     22907,
+     1,
+     0,
+     0,
+     {.by_comm = true, .wire = CUMOE_WIRE_WINDOW},
+     NULL,
+     0,
+     CUMOE_ERR_NOT_SUPPORTED,
+     "gave no window: config.comm has no symmetric memory"},
+    {"far windows",
+     22907,
+     0,
+     1,
+     0,
+     {.process = {0, 1, 2}, .by_comm = true, .comm_alone = true},
+     NULL,
+     CUMOE_WIRE_SHARED,
+     CUMOE_OK,
+     ""},
+    {"far windows, by name",
+     22907,
+     0,
+     1,
+     0,
+     {.by_comm = true, .wire = CUMOE_WIRE_WINDOW},
+     NULL,
+     0,
+     CUMOE_ERR_NOT_SUPPORTED,
+     "window is not memory that rank"},
+    {"without its getter",
+     22907,
+     0,
+     0,
+     0,
+     {.by_comm = true},
+     "ncclGetPeerDevicePointer",
+     0,
+     CUMOE_ERR_LIBRARY_MISSING,
+     "NCCL 2.29.7 has no function ncclGetPeerDevicePointer"},
+    {"without a count",
+     22809,
+     0,
+     0,
+     0,
+     {.by_comm = true},
+     "ncclCommCount",
+     0,
+     CUMOE_ERR_LIBRARY_MISSING,
+     "has no function ncclCommCount"},
+};
+
+static void form_groups(void)
 {
-  static const int32_t processes[][RANKS] = {{0, 1, 2}, {0, 1, 0}, {0, 0, 0}};
-  static world w = {.group = true};
+  static world w;
   rank ranks[RANKS];
-  for (size_t i = 0; i < sizeof processes / sizeof *processes; i++) {
-    case_begin("processes %d %d %d", (int)processes[i][0], (int)processes[i][1], (int)processes[i][2]);
+  for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
     const int64_t live = shim_live();
-    memcpy(w.process, processes[i], sizeof w.process);
+    case_begin("%s", forms[i].name);
+    w = forms[i].w;
+    w.group = true;
+    w.absent = NOBODY;
+    if (forms[i].handle) w.handle = shim_nccl_handle();
+    shim.nccl = forms[i].nccl;
+    shim.null_windows = forms[i].null_windows;
+    shim.far_windows = forms[i].far_windows;
+    shim.hidden = forms[i].hidden;
     open_ranks(ranks, &w);
+    shim_mark();
     run_ranks(ranks);
-    for (int32_t r = 0; r < RANKS; r++)
-      CHECK_MSG(ranks[r].status == CUMOE_OK && ranks[r].destroyed == CUMOE_OK, "rank %d: %s", (int)r, ranks[r].text);
+    for (int32_t r = 0; r < RANKS; r++) {
+      CHECK_MSG(ranks[r].status == forms[i].status && strstr(ranks[r].text, forms[i].words) != NULL, "rank %d: %d, %s",
+                (int)r, (int)ranks[r].status, ranks[r].text);
+      CHECK_MSG(ranks[r].destroyed == CUMOE_OK && ranks[r].wire == forms[i].wire, "rank %d: %d, wire %d", (int)r,
+                (int)ranks[r].destroyed, (int)ranks[r].wire);
+    }
+    CHECK_MSG(!strstr(shim_trace(), "freed while") && !strstr(shim_trace(), "waits for ever"), "%s", shim_trace());
     close_ranks(ranks);
     CHECK(shim_live() == live);
+    shim_reset();
+    case_end();
+  }
+}
+
+/* A communicator of other ranks, or of another device: refused before anything happens. */
+static void other_communicators(void)
+{
+  static const int devices[4] = {0, 1, 0, 1};
+  static const struct {
+    int size, of;
+    cumoe_status status;
+    const char *words;
+  } wrong[] = {{2, 0, CUMOE_ERR_INVALID_ARGUMENT, "config.comm has 2 ranks, config.ranks is 3"},
+               {4, 0, CUMOE_ERR_INVALID_ARGUMENT, "config.comm has 4 ranks, config.ranks is 3"},
+               {3, 2, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is of rank 2, config.rank is 0"},
+               {3, -1, CUMOE_ERR_WRONG_DEVICE, "config.comm is of CUDA device 1, context of 0"}};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    void *comms[4];
+    cumoe_context context;
+    cumoe_arenas made;
+    case_begin("%s", wrong[i].words);
+    CHECK_OK(cumoe_context_create(0, NULL, &context));
+    shim_comms_open(comms, wrong[i].size, wrong[i].of < 0 ? devices + 1 : devices);
+    const cumoe_arenas_config config = {
+        .size = sizeof config, .ranks = RANKS, .comm = comms[wrong[i].of < 0 ? 0 : wrong[i].of]};
+    shim_mark();
+    CHECK_STATUS(wrong[i].status, cumoe_arenas_create(context, BYTES, &config, &made));
+    CHECK_TEXT(wrong[i].words);
+    CHECK_MSG(shim_calls(SHIM_ALL) == 0 && !strstr(shim_trace(), "nccl"), "%s", shim_trace());
+    shim_comms_close(comms);
+    CHECK_OK(cumoe_context_destroy(context));
     case_end();
   }
 }
 
 /* ---- what may fail ---- */
 
-/* One rank at least answers with what failed, and all others with its words. */
-static void check_answers(const rank *ranks, cudaError_t error)
+/* Where one rank fails it answers with that, and all others with its words. */
+static void check_answers(const rank *ranks)
 {
   int own = 0, told = 0;
   for (int32_t i = 0; i < RANKS; i++) {
     const bool peer = ranks[i].status == CUMOE_ERR_PEER;
     own += ranks[i].status != CUMOE_OK && !peer;
-    told += peer && strstr(ranks[i].text, ": CUMOE_ERR_") != NULL;
-    CHECK_MSG(ranks[i].status == CUMOE_OK || peer || strstr(ranks[i].text, "cuda") != NULL ||
-                  (error == cudaErrorInvalidValue && strstr(ranks[i].text, "does not see") != NULL),
+    told += peer && (strstr(ranks[i].text, ": CUMOE_ERR_") || strstr(ranks[i].text, "ncclCommWindowRegister: 6"));
+    CHECK_MSG(ranks[i].status == CUMOE_OK || peer || strstr(ranks[i].text, "cuda") || strstr(ranks[i].text, "nccl") ||
+                  strstr(ranks[i].text, "does not see"),
               "rank %d: %s", (int)i, ranks[i].text);
+    CHECK_MSG(ranks[i].wire == ranks[0].wire, "rank %d: wire %d", (int)i, (int)ranks[i].wire);
   }
-  CHECK_MSG(own == 0 ? told == 0 : own + told == RANKS, "%d: %d fail, %d are told", (int)error, own, told);
+  CHECK_MSG(own == 0 ? told == 0 : own + told == RANKS, "%d fail, %d are told", own, told);
 }
 
 /* Call n and, forever, all after it; false: there was none. */
-static bool fail_at(int64_t n, bool forever, cudaError_t error)
+static bool fail_at(const world *of, shim_channel channel, int64_t n, bool forever, cudaError_t error)
 {
-  static world w = {.process = {0, 1, 0}};
+  static world w;
   rank ranks[RANKS];
   const int64_t live = shim_live(), heap = shim_heap();
-  case_begin("call %lld%s, %s", (long long)n, forever ? " and all after it" : "", cudaGetErrorName(error));
+  case_begin("call %lld%s, %d", (long long)n, forever ? " and all after it" : "", (int)error);
+  w = *of;
   open_ranks(ranks, &w);
   shim_mark();
-  shim_fail(SHIM_CUDA, n, forever, error);
+  shim_fail(channel, n, forever, error);
   run_ranks(ranks);
   const char *failed = shim_failed();
-  const bool torn = strstr(shim_trace(), "freed while another") != NULL;
-  check_answers(ranks, error);
-  CHECK_MSG(!torn || shim_sticky(error), "%s", shim_trace());
+  const bool torn = strstr(shim_trace(), "freed while another") != NULL,
+             lost = channel == SHIM_CUDA && shim_sticky(error);
+  check_answers(ranks);
+  CHECK_MSG((!torn || lost) && !strstr(shim_trace(), "waits for ever"), "%s", shim_trace());
   shim_heal();
   close_ranks(ranks);
   CHECK_MSG(shim_live() == live && shim_heap() == heap, "%s failed: %lld objects, %lld blocks are left",
@@ -223,24 +446,67 @@ static bool fail_at(int64_t n, bool forever, cudaError_t error)
   return failed != NULL;
 }
 
+static void fail_each(const world *w, shim_channel channel, bool forever, cudaError_t error)
+{
+  for (int64_t n = 1; fail_at(w, channel, n, forever, error); n++) continue;
+}
+
+static const world by_handles = {.process = {0, 1, 0}, .absent = NOBODY},
+                   by_windows = {.by_comm = true, .wire = CUMOE_WIRE_WINDOW, .absent = NOBODY},
+                   by_either = {.process = {0, 1, 2}, .by_comm = true, .absent = NOBODY};
+
 static void faults(void)
 {
-  static const cudaError_t errors[] = {cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorIllegalAddress};
-  static world w = {.group = false};
+  static world w;
   rank ranks[RANKS];
+  w = by_either;
   open_ranks(ranks, &w); /* what is made once */
   run_ranks(ranks);
   close_ranks(ranks);
-  for (size_t e = 0; e < sizeof errors / sizeof *errors; e++)
-    for (int forever = 0; forever <= (e == 0); forever++)
-      for (int64_t n = 1; fail_at(n, forever, errors[e]); n++) continue;
+  fail_each(&by_handles, SHIM_CUDA, false, cudaErrorMemoryAllocation);
+  fail_each(&by_handles, SHIM_CUDA, true, cudaErrorMemoryAllocation);
+  fail_each(&by_handles, SHIM_CUDA, false, cudaErrorInvalidValue);
+  fail_each(&by_handles, SHIM_CUDA, false, cudaErrorIllegalAddress);
+  shim.patience_ms = 50; /* a device that is lost before a collective call leaves the others in it */
+  fail_each(&by_windows, SHIM_CUDA, false, cudaErrorMemoryAllocation);
+  fail_each(&by_either, SHIM_CUDA, false, cudaErrorMemoryAllocation);
+  shim.patience_ms = 60000;
+  for (int code = 1; code <= 5; code += 2) {
+    fail_each(&by_windows, SHIM_LIBRARY, false, (cudaError_t)code);
+    fail_each(&by_windows, SHIM_LIBRARY, true, (cudaError_t)code);
+    fail_each(&by_either, SHIM_LIBRARY, false, (cudaError_t)code);
+  }
+}
+
+/* Rank 2 does not come; the others' kernels stay on their devices, which nobody waits for, until the engine has ended
+ * the communicator. */
+static void absent(void)
+{
+  static world w;
+  rank ranks[RANKS];
+  const int64_t live = shim_live(), heap = shim_heap();
+  case_begin("one of three");
+  w = (world){.by_comm = true, .comm_alone = true, .absent = 2, .timeout_ns = 50000000};
+  shim.patience_ms = 20;
+  open_ranks(ranks, &w);
+  shim_mark();
+  run_ranks(ranks);
+  for (int32_t r = 0; r < 2; r++)
+    CHECK_MSG(ranks[r].status == CUMOE_ERR_PEER && strstr(ranks[r].text, "has not ended within 0.05 s") != NULL,
+              "rank %d: %s", (int)r, ranks[r].text);
+  CHECK_MSG(!strstr(shim_trace(), "waits for ever"), "%s", shim_trace());
+  close_ranks(ranks);
+  CHECK_MSG(shim_live() == live && shim_heap() == heap, "%lld objects, %lld blocks are left",
+            (long long)(shim_live() - live), (long long)(shim_heap() - heap));
+  shim_reset();
+  case_end();
 }
 
 static void unreachable(void)
 {
   static const char *const words[] = {"which the process of rank", "cannot reach"};
   for (int i = 0; i < 2; i++) {
-    static world w = {.process = {0, 1, 2}};
+    static world w = {.process = {0, 1, 2}, .absent = NOBODY};
     rank ranks[RANKS];
     case_begin("%s", i == 0 ? "a GPU that a process does not see" : "GPUs without a path");
     open_ranks(ranks, &w);
@@ -258,9 +524,11 @@ static void unreachable(void)
 
 static const test_group groups[] = {
     ALONE("order of calls", order, ONCE),
-    ALONE("groups over handles", groups_over_handles, ONCE),
+    ALONE("groups, by version of NCCL", form_groups, ONCE),
+    ALONE("other communicators", other_communicators, ONCE),
     ALONE("unreachable GPUs", unreachable, ONCE),
     ALONE("every call fails", faults, ONCE),
+    ALONE("a rank that does not come", absent, ONCE),
 };
 
 int main(int argc, char **argv)

@@ -74,6 +74,7 @@
 #include "ops.h"
 #include "ep.h"
 #include "arenas.h"
+#include "backward.h"
 #include "train.h"
 #include "attention.h"
 

@@ -57,10 +57,14 @@ extern "C" {
 typedef struct cumoe_group_s *cumoe_group;
 
 enum {
-  CUMOE_GROUP_EXACT = 1u << 0 /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
+  CUMOE_GROUP_EXACT = 1u << 0, /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
                                  experts would, for up to top_k times the bytes: the same bits on the CPU device.
                                  Without it each rank sums what its experts add to a token and rounds that to dtype: one
                                  rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
+  CUMOE_GROUP_DEDUP =
+      1u << 1 /* a token is sent to those ranks only that have one of its experts, once to each: the same
+                                 results, bit for bit, and less on the wire the more ranks there are; its router and
+                                 gate come before the first byte. On the CPU device; NOT_SUPPORTED on GPUs */
 };
 
 typedef struct cumoe_group_config {
@@ -201,8 +205,8 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together. counts_out in more than one
  *                     round: on the CPU device; NOT_SUPPORTED on GPUs
  *   device_tokens     on the CPU device, read when the call is made; NOT_SUPPORTED on GPUs
- * Every token is sent to every rank (an exchange by gathering), its slots only to where their experts are. ids and
- * counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
+ * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
+ * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out of range drops the slot and is recorded
  * (EXPERT_ID).
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,

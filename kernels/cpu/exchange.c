@@ -137,48 +137,63 @@ static int32_t place_of(const ep_args *a, const ep_ways *ways, int64_t token, in
   return ROW_DROPPED;
 }
 
-/* One slot: its id for every rank, and the row of y that will answer it. */
-static void put_slot(const ep_args *a, const ep_ways *ways, int64_t token, int32_t slot)
+static bool is_on(int32_t place, int32_t rank)
 {
-  const int32_t k = a->shape.top_k, ranks = a->shape.ranks, place = place_of(a, ways, token, slot);
-  const int32_t to = place >= 0 ? place >> EP_PLACE_SHIFT : -1, local = place & ((1 << EP_PLACE_SHIFT) - 1);
+  return place >= 0 && place >> EP_PLACE_SHIFT == rank;
+}
+
+/* A token as row `row` of this rank's segment there, and the rows of y that will answer it. */
+static void send_token(const ep_args *a, int32_t to, int64_t token, int64_t row, const int32_t *places)
+{
+  const int32_t k = a->shape.top_k;
+  const uint64_t width = hidden_bytes(a), slots = row_at(a, a->rank, row, (uint64_t)k);
+  char *lane = lane_of(a, to);
+  int32_t *ids = (int32_t *)(void *)(lane + a->at.ids) + slots;
+  memcpy(lane + a->at.x + row_at(a, a->rank, row, width), (const char *)a->x + token * a->x_ld * a->shape.element,
+         width);
+  memcpy((float *)(void *)(lane + a->at.weights) + slots, a->weights + token * a->weights_ld,
+         (uint64_t)k * sizeof(float));
+  for (int32_t slot = 0; slot < k; slot++) {
+    const bool there = is_on(places[slot], to);
+    ids[slot] = there ? places[slot] & ((1 << EP_PLACE_SHIFT) - 1) : -1;
+    if (there && a->shape.exact) a->rows[token * k + slot] = (int32_t)row_at(a, to, row, (uint64_t)k) + slot;
+    if (there && !a->shape.exact) a->rows[token * a->shape.ranks + to] = (int32_t)row_at(a, to, row, 1);
+  }
+}
+
+/* To each rank behind what it has got before: sent[r] tokens. By gathering all have got the same. */
+static void put_token(const ep_args *a, const ep_ways *ways, int64_t token, uint32_t *sent)
+{
+  const int32_t k = a->shape.top_k, ranks = a->shape.ranks;
+  int32_t places[MAX_TOP_K];
+  for (int32_t slot = 0; slot < k; slot++) {
+    places[slot] = place_of(a, ways, token, slot);
+    if (a->shape.exact) a->rows[token * k + slot] = places[slot];
+  }
   for (int32_t r = 0; r < ranks; r++) {
-    if (!ep_is_active(ways, r)) continue;
-    int32_t *ids = (int32_t *)(void *)(lane_of(a, r) + a->at.ids);
-    ids[row_at(a, a->rank, token, (uint64_t)k) + (uint64_t)slot] = r == to ? local : -1;
+    bool goes = !ways->dedup;
+    if (!a->shape.exact) a->rows[token * ranks + r] = ROW_DROPPED;
+    for (int32_t slot = 0; slot < k; slot++) goes |= is_on(places[slot], r);
+    if (goes && ep_is_active(ways, r)) send_token(a, r, token, sent[r]++, places);
   }
-  if (a->shape.exact)
-    a->rows[token * k + slot] = to < 0 ? place : (int32_t)row_at(a, to, token, (uint64_t)k) + slot;
-  else if (to >= 0)
-    a->rows[token * ranks + to] = (int32_t)row_at(a, to, token, 1);
 }
 
-static void put_token(const ep_args *a, const ep_ways *ways, int64_t token)
+/* To all ranks, also those that get nothing; tokens: for each, or NULL. */
+static void publish(const ep_args *a, const ep_ways *ways, uint64_t words, const uint32_t *tokens)
 {
-  const uint64_t width = hidden_bytes(a), weights = (uint64_t)a->shape.top_k * sizeof(float);
-  for (int32_t r = 0; r < a->shape.ranks; r++) {
-    if (!a->shape.exact) a->rows[token * a->shape.ranks + r] = ROW_DROPPED;
-    if (!ep_is_active(ways, r)) continue;
-    memcpy(lane_of(a, r) + a->at.x + row_at(a, a->rank, token, width),
-           (const char *)a->x + token * a->x_ld * a->shape.element, width);
-    memcpy(lane_of(a, r) + a->at.weights + row_at(a, a->rank, token, weights), a->weights + token * a->weights_ld,
-           weights);
-  }
-  for (int32_t slot = 0; slot < a->shape.top_k; slot++) put_slot(a, ways, token, slot);
-}
-
-static void publish(const ep_args *a, const ep_ways *ways, uint64_t words, uint64_t flag)
-{
+  const uint32_t exchange = (uint32_t)*exchange_of(a);
   for (int32_t r = 0; r < a->shape.ranks; r++)
-    if (ep_is_active(ways, r)) cpu_ep_store(lane_of(a, r) + words + (uint64_t)a->rank * EP_LINE, flag);
+    if (ep_is_active(ways, r))
+      cpu_ep_store(lane_of(a, r) + words + (uint64_t)a->rank * EP_LINE, ep_flag(exchange, tokens ? tokens[r] : 0));
 }
 
 void cpu_ep_put(const ep_args *a, const ep_ways *ways)
 {
   const int64_t tokens = tokens_present(a->tokens);
-  const uint32_t exchange = (uint32_t)++ * exchange_of(a);
-  for (int64_t token = 0; token < tokens; token++) put_token(a, ways, token);
-  publish(a, ways, a->at.in, ep_flag(exchange, (uint32_t)tokens));
+  uint32_t sent[EP_MAX_RANKS] = {0};
+  ++*exchange_of(a);
+  for (int64_t token = 0; token < tokens; token++) put_token(a, ways, token, sent);
+  publish(a, ways, a->at.in, sent);
 }
 
 /* ---- answer ---- */
@@ -210,7 +225,7 @@ void cpu_ep_answer(const ep_args *a, const ep_ways *ways)
 {
   for (int32_t source = 0; source < a->shape.ranks; source++)
     for (int64_t token = tokens_from(a, ways, source); token-- > 0;) answer_token(a, source, token);
-  publish(a, ways, a->at.back, ep_flag((uint32_t)*exchange_of(a), 0));
+  publish(a, ways, a->at.back, NULL);
 }
 
 /* ---- waits ---- */

@@ -11,6 +11,7 @@ int64_t cpu_ep_tokens(token_count tokens, fault_sink fault);
 /* What the CUDA kernels do not know of a group. */
 typedef struct ep_ways {
   uint64_t active[EP_MAX_RANKS / 64]; /* a bit a rank: it has not been left out */
+  bool dedup;                         /* a token goes to the ranks that have an expert of it, not to all */
 } ep_ways;
 
 static inline bool ep_is_active(const ep_ways *w, int32_t rank)

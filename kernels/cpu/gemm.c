@@ -10,11 +10,12 @@
 #include <stddef.h>
 #include "cpu.h"
 #include "element.h"
-#include "fault.h"
+#include "multiply.h"
+#include "rows.h"
 #include "../encode.h"
 
 /* The tile lies on the stack, a caller's may be small, and fits L1: 4 KiB of weights, 8 of sums. */
-enum { ROW_BLOCK = 16, K_BLOCK = 8, LANES = 8 };
+enum { ROW_BLOCK = 16, K_BLOCK = 8 };
 
 typedef struct tile {
   double w[2][K_BLOCK][CPU_N_BLOCK];
@@ -24,7 +25,7 @@ typedef struct tile {
 
 /* What one unit works on. */
 typedef struct unit {
-  int64_t expert, first_row, end_row;
+  int64_t expert;
   int32_t n0, width, halves; /* channels n0 .. n0 + width - 1 */
 } unit;
 
@@ -34,27 +35,9 @@ typedef struct row_source {
 
 static row_source source_of(const gemm_args *g, int64_t row)
 {
-  if (g->row_pair == NULL) return (row_source){row, row};
-  int64_t pair = g->row_pair[row];
-  if (pair >= 0 && pair < tokens_present(g->tokens) * g->top_k)
-    return (row_source){g->packed ? row : pair / g->top_k, pair};
-  record_fault(g->fault, FAULT_ROUTE, 0, 0);
-  return (row_source){-1, 0};
-}
-
-static int64_t within(int64_t v, int64_t low, int64_t high)
-{
-  return v < low ? low : v > high ? high : v;
-}
-
-static void rows_of_expert(const gemm_args *g, unit *u)
-{
-  int64_t begin = g->counts ? g->offsets[u->expert] : 0;
-  int64_t count = g->counts ? g->counts[u->expert] : tokens_present(g->tokens);
-  u->first_row = within(begin, 0, g->rows_cap);
-  u->end_row = u->first_row + within(count, 0, g->rows_cap - u->first_row);
-  if (count != 0 && (u->first_row != begin || u->end_row - u->first_row != count))
-    record_fault(g->fault, FAULT_ROUTE, u->expert, 0);
+  const int64_t pair = pair_of_row(g->row_pair, row, tokens_present(g->tokens) * g->top_k, g->fault);
+  if (pair < 0) return (row_source){-1, 0};
+  return (row_source){g->row_pair == NULL || g->packed ? row : pair / g->top_k, pair};
 }
 
 /* What one scale belongs to, but for the code: the rows of a tile's channels begin at a multiple of K_BLOCK, in which
@@ -99,18 +82,6 @@ static void load_weights(tile *t, const gemm_args *g, const unit *u, int32_t k0,
     }
     for (int32_t n = u->width; n < CPU_N_BLOCK; n++)
       for (int32_t k = 0; k < depth; k++) t->w[h][k][n] = 0;
-  }
-}
-
-static void multiply_row(double *restrict sum, const double *restrict a, double (*restrict w)[CPU_N_BLOCK],
-                         int32_t depth)
-{
-  for (int32_t n = 0; n < CPU_N_BLOCK; n += LANES) {
-    double part[LANES];
-    for (int i = 0; i < LANES; i++) part[i] = sum[n + i];
-    for (int32_t k = 0; k < depth; k++)
-      for (int i = 0; i < LANES; i++) part[i] += a[k] * w[k][n + i];
-    for (int i = 0; i < LANES; i++) sum[n + i] = part[i];
   }
 }
 
@@ -194,8 +165,8 @@ void cpu_gemm(const void *args, int64_t begin, int64_t end)
   for (int64_t i = begin; i < end && i < blocks * g->experts; i++) {
     unit u = {.expert = i / blocks, .n0 = (int32_t)(i % blocks) * CPU_N_BLOCK, .halves = g->gated ? 2 : 1};
     u.width = g->n - u.n0 < CPU_N_BLOCK ? g->n - u.n0 : CPU_N_BLOCK;
-    rows_of_expert(g, &u);
-    for (int64_t row = u.first_row; row < u.end_row; row += ROW_BLOCK)
-      multiply_rows(&t, g, &u, row, (int)(u.end_row - row < ROW_BLOCK ? u.end_row - row : ROW_BLOCK));
+    const row_run run = rows_of_expert(g->counts, g->offsets, g->tokens, g->rows_cap, u.expert, g->fault);
+    for (int64_t row = run.first; row < run.end; row += ROW_BLOCK)
+      multiply_rows(&t, g, &u, row, (int)(run.end - row < ROW_BLOCK ? run.end - row : ROW_BLOCK));
   }
 }

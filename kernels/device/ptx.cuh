@@ -12,15 +12,27 @@
  * is complete and its stores are visible; only then may the next grid start. So all that was complete before the
  * previous grid started may be read without waiting (`early_inputs` in protocol.h), and down may read what up has
  * released (handover.cuh). Calling it again does nothing. Below sm_90 grids start one after the other, and there is no
- * such instruction.
+ * such instruction. In two steps where the next grid must not start meanwhile (ep/exchange.cu).
  */
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+#define GRIDDEPCONTROL(what) asm volatile("griddepcontrol." what ";" ::: "memory")
+#else
+#define GRIDDEPCONTROL(what) (void)0
+#endif
+DEVICE void wait_for_earlier_grids_alone()
+{
+  GRIDDEPCONTROL("wait");
+}
+DEVICE void let_next_grid_start()
+{
+  GRIDDEPCONTROL("launch_dependents");
+}
 DEVICE void wait_for_earlier_grids()
 {
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  wait_for_earlier_grids_alone();
+  let_next_grid_start();
 }
+#undef GRIDDEPCONTROL
 
 /* ---- words that other CTAs write ---- */
 

@@ -5,7 +5,9 @@
  * An arena is memory that every rank of the group can write. Of each lane it holds one segment a rank:
  *   x, ids, weights  segment s = the tokens of rank s, written by rank s; at most `capacity`, so it cannot overflow
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
- * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels.
+ * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
+ * gathering its number in the round; by dedup (the CPU device) how many tokens the reader has got before it, which the
+ * sender alone must know.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. Exchange n of a lane, on every rank:

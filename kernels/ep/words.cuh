@@ -3,21 +3,7 @@
 #define CUMOE_EP_WORDS_CUH
 
 #include "device/common.cuh"
-
-/* As wait_for_earlier_grids (device/ptx.cuh), in two: while a grid waits for other ranks the next one does not start,
- * for it would take the room of a rank that is waited for. */
-DEVICE void wait_for_earlier_grids_alone()
-{
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-DEVICE void let_next_grid_start()
-{
-#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
+#include "device/ptx.cuh"
 
 DEVICE uint64_t load_acquire_system(const void *word)
 {

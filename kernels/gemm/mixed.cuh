@@ -384,7 +384,7 @@ DEVICE void unpack_32(const uint4 (&raw)[4], int w, const weight_factors<typenam
   uint32_t words[4], pairs[4][4];
 #pragma unroll
   for (int r = 0; r < 4; r++) words[r] = w == 0 ? raw[r].x : w == 1 ? raw[r].y : w == 2 ? raw[r].z : raw[r].w;
-  factors.unpack_all(words, w, pairs);
+  unpack_e2m1(factors, words, w, pairs);
 #pragma unroll
   for (int r = 0; r < 4; r++)
 #pragma unroll

@@ -248,7 +248,7 @@ DEVICE void multiply_32(uint32_t codes, uint32_t scales, uint32_t tokens, uint32
 #pragma unroll
   for (int part = 0; part < 2; part++) {
     uint32_t a[S::BLOCKS][4], pair[4][2];
-    factors.unpack(word, part * 2, pair);
+    unpack_e2m1(factors, word, part * 2, pair);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       a[r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);

@@ -61,7 +61,8 @@ template <class X, class W> DEVICE bool scale_is_absent(int code)
   return same_type<W, mx4> && (code > 128 || (same_type<X, f16> && code < 99));
 }
 
-/* set: of a row's scale. The same in two steps: `prepared` makes a word, `restore` sets what it was made of. */
+/* set: of a row's scale. The same in two steps: `prepared` makes a word, `restore` sets what it was made of. of: row
+ * r's factor for word w of a lane's 32 codes. */
 template <class X, class W> struct weight_factors;
 
 template <class X> struct weight_factors<X, mx4> {
@@ -76,26 +77,7 @@ template <class X> struct weight_factors<X, mx4> {
   DEVICE void restore(int r, uint32_t word) { by[r] = word; }
   DEVICE void set(int r, uint32_t e) { restore(r, prepared(e)); }
 
-  /* pair[r]: of codes of row r. */
-  DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      e2m1_pairs<X>(word[r], pair[r]);
-#pragma unroll
-      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r]);
-    }
-  }
-
-  DEVICE void unpack_all(const uint32_t (&word)[4], int, uint32_t (&pair)[4][4]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      e2m1_words<X>(word[r], pair[r]);
-#pragma unroll
-      for (int i = 0; i < 4; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r]);
-    }
-  }
+  DEVICE uint32_t of(int r, int) const { return by[r]; }
 };
 
 /* The scale over the unit of pairs would be too large: sums are short of 2^7. */
@@ -119,26 +101,24 @@ template <class X> struct weight_factors<X, nv4> {
     by[r][1] = __byte_perm(pair, 0, 0x3232);
   }
 
-  DEVICE void unpack(const uint32_t (&word)[4], int w, uint32_t (&pair)[4][2]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      e2m1_pairs<X>(word[r], pair[r]);
-#pragma unroll
-      for (int i = 0; i < 2; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
-    }
-  }
+  DEVICE uint32_t of(int r, int w) const { return by[r][w / 2]; }
+};
 
-  DEVICE void unpack_all(const uint32_t (&word)[4], int w, uint32_t (&pair)[4][4]) const
-  {
+/* Of word w of a lane's codes in each of its rows: all four pairs, or the first two of what has been shifted out. */
+template <class X, class W, int PAIRS>
+DEVICE void unpack_e2m1(const weight_factors<X, W> &factors, const uint32_t (&word)[4], int w,
+                        uint32_t (&pair)[4][PAIRS])
+{
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
+  for (int r = 0; r < 4; r++) {
+    if constexpr (PAIRS == 2)
+      e2m1_pairs<X>(word[r], pair[r]);
+    else
       e2m1_words<X>(word[r], pair[r]);
 #pragma unroll
-      for (int i = 0; i < 4; i++) pair[r][i] = mul_pairs<X>(pair[r][i], by[r][w / 2]);
-    }
+    for (int i = 0; i < PAIRS; i++) pair[r][i] = mul_pairs<X>(pair[r][i], factors.of(r, w));
   }
-};
+}
 
 /* (code - zero) * scale is rounded once, as is the scale where its type is another. */
 template <class X> struct weight_factors<X, u4> {

@@ -35,8 +35,14 @@ static struct {
 
 void shim_reset(void)
 {
-  shim = (shim_machine){
-      .devices = 2, .major = 9, .driver = 13000, .memory = (size_t)1 << 30, .smem = 227 * 1024, .max_threads = 1024};
+  shim = (shim_machine){.devices = 2,
+                        .major = 9,
+                        .driver = 13000,
+                        .memory = (size_t)1 << 30,
+                        .smem = 227 * 1024,
+                        .max_threads = 1024,
+                        .nccl = 22907,
+                        .patience_ms = 60000};
   shim_heal();
   shim_drop_context();
   shim_mark();
@@ -87,6 +93,15 @@ void note_text(const char *text)
   memcpy(state.text + state.length, text, length);
   state.length += length;
   memcpy(state.text + state.length++, "\n", 2);
+}
+
+void shim_note(const char *name)
+{
+  char text[128];
+  snprintf(text, sizeof text, "%s @%d", name, shim_current_device());
+  pthread_mutex_lock(&lock);
+  if (!state.paused) note_text(text);
+  pthread_mutex_unlock(&lock);
 }
 
 void shim_mark(void)
@@ -244,6 +259,7 @@ cudaError_t shim_begin(const char *name, unsigned kinds, const char *format, ...
   if (!state.paused) note_text(text);
   const cudaError_t error = why_not(name, kinds);
   if (error != cudaSuccess && !state.paused) note_text("  fails");
+  if (kinds & SHIM_SYNC && is_stuck(current_device())) note_text("  waits for ever");
   return error;
 }
 
@@ -310,6 +326,20 @@ static struct CUstream_st *next_stream(object *from)
 {
   while (from != NULL && from->kind != STREAM) from = from->next;
   return (struct CUstream_st *)from;
+}
+
+bool is_stuck(int device)
+{
+  for (struct CUstream_st *s = next_stream(state.objects); s != NULL; s = next_stream(s->object.next))
+    if (s->stuck && s->object.device == device) return true;
+  return false;
+}
+
+void set_stuck(cudaStream_t stream, bool stuck)
+{
+  pthread_mutex_lock(&lock);
+  if (object_find(STREAM, stream) != NULL) stream->stuck = stuck;
+  pthread_mutex_unlock(&lock);
 }
 
 bool capture_forbids(void)
@@ -399,6 +429,22 @@ void shim_read(void *to, const void *device, size_t bytes)
   memcpy(to, b->backing + ((uintptr_t)device - b->at), bytes);
   pthread_mutex_unlock(&lock);
 }
+
+block *shim_alias(const void *at)
+{
+  pthread_mutex_lock(&lock);
+  block *b = alias_of(block_at(at));
+  pthread_mutex_unlock(&lock);
+  return b;
+}
+
+void shim_alias_end(block *b)
+{
+  pthread_mutex_lock(&lock);
+  end_block(b);
+  pthread_mutex_unlock(&lock);
+}
+
 void count_unknown(void)
 {
   state.unknown++;

@@ -73,6 +73,7 @@ struct CUstream_st {
   bool invalid;             /* that capture */
   enum cudaStreamCaptureMode mode;
   pthread_t thread;
+  bool stuck; /* holds a kernel that waits for ever */
 };
 
 struct CUevent_st {
@@ -115,7 +116,11 @@ cudaError_t shim_move(const node *n); /* a copy or a fill, now */
 void count_unknown(void);
 
 void note_text(const char *text); /* a line of the trace */
-int current_device(void);         /* 0 if the thread has no context */
+void shim_note(const char *name); /* the same for a call that is not CUDA's, without the lock */
+bool is_stuck(int device);        /* some stream of it is */
+void set_stuck(cudaStream_t stream, bool stuck);
+void *nccl_function(const char *name);
+int current_device(void); /* 0 if the thread has no context */
 object *object_new(object_kind kind, size_t bytes);
 void object_end(object *o);
 object *object_find(object_kind kind, const void *o);
@@ -123,6 +128,8 @@ block *block_holding(const void *at, size_t bytes); /* wholly inside a live devi
 block *block_at(const void *at);                    /* that begins there */
 block *alias_of(const block *of);                   /* the same bytes at another address; ends by end_block */
 void end_block(block *b);
+block *shim_alias(const void *at); /* both, without the lock */
+void shim_alias_end(block *b);
 
 /* The stream, or the device's default one; NULL if it is none. */
 struct CUstream_st *stream_of(cudaStream_t stream);

@@ -149,6 +149,7 @@ void *__wrap_dlopen(const char *name, int flags)
 {
   const bool nvrtc = name != NULL && strstr(name, "libnvrtc.so") != NULL;
   const bool cublas = name != NULL && strstr(name, "libcublas.so") != NULL;
+  if (name != NULL && strstr(name, "libnccl.so") != NULL) return shim.nccl != 0 ? shim_nccl_handle() : NULL;
   if (!nvrtc && !cublas) return __real_dlopen(name, flags);
   if (shim.no_libraries || flags & RTLD_NOLOAD) return NULL;
   return nvrtc ? &nvrtc_handle : &cublas_handle;
@@ -157,6 +158,7 @@ void *__wrap_dlopen(const char *name, int flags)
 void *__wrap_dlsym(void *handle, const char *symbol)
 {
   void *found = NULL;
+  if (handle == shim_nccl_handle()) return nccl_function(symbol);
   if (handle != &nvrtc_handle && handle != &cublas_handle) return __real_dlsym(handle, symbol);
   for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++)
     if (functions[i].handle == handle && strcmp(functions[i].name, symbol) == 0 &&

@@ -20,18 +20,21 @@
 /* ---- the machine: may be changed while nothing is live ---- */
 
 typedef struct shim_machine {
-  int devices, major, minor;   /* 2 of compute capability 9.0 by default */
-  int driver;                  /* its CUDA version, 13000; 0: none installed */
-  size_t memory;               /* bytes of each device */
-  int smem;                    /* bytes of shared memory a block may ask for */
-  bool no_pools, no_image;     /* devices without memory pools; images without code for them */
-  bool broken_peers, no_peers; /* granted access breaks copies between devices; no path between them */
-  bool alone;                  /* a process sees one device only, that of its context */
-  const char *hidden;          /* a function that the driver, or another library, does not have */
-  bool no_libraries, ptx_only; /* neither NVRTC nor cuBLAS is installed; the compiler makes PTX only */
-  const char *missing;         /* a kernel that is not in its image */
-  int max_threads;             /* of every kernel */
-  size_t more_parameter;       /* bytes that the argument of every kernel of the library has too many */
+  int devices, major, minor;      /* 2 of compute capability 9.0 by default */
+  int driver;                     /* its CUDA version, 13000; 0: none installed */
+  size_t memory;                  /* bytes of each device */
+  int smem;                       /* bytes of shared memory a block may ask for */
+  bool no_pools, no_image;        /* devices without memory pools; images without code for them */
+  bool broken_peers, no_peers;    /* granted access breaks copies between devices; no path between them */
+  bool alone;                     /* a process sees one device only, that of its context */
+  const char *hidden;             /* a function that the driver, or another library, does not have */
+  bool no_libraries, ptx_only;    /* neither NVRTC nor cuBLAS is installed; the compiler makes PTX only */
+  int nccl;                       /* version of the NCCL that the process has loaded, 22907; 0: none */
+  bool null_windows, far_windows; /* registering gives none, with success; windows of others have no address */
+  int patience_ms;                /* NCCL's: when a rank has not come by then it never will */
+  const char *missing;            /* a kernel that is not in its image */
+  int max_threads;                /* of every kernel */
+  size_t more_parameter;          /* bytes that the argument of every kernel of the library has too many */
 } shim_machine;
 
 extern shim_machine shim;
@@ -90,6 +93,13 @@ bool shim_guards_whole(void);  /* nothing was written around pinned host memory 
 /* ---- processes: threads that say they are; 0: the real one. getpid() and CUDA's handles go by it ---- */
 
 extern _Thread_local int shim_process;
+
+/* ---- NCCL: communicators of threads ---- */
+
+/* comms [ranks], of the ranks' devices: an ncclComm_t each. */
+void shim_comms_open(void **comms, int ranks, const int *devices);
+void shim_comms_close(void **comms); /* also aborts: what its gathers left on streams is gone */
+void *shim_nccl_handle(void);        /* as of dlopen */
 
 /* ---- for tests ---- */
 

@@ -21,6 +21,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream)
     stream_of(stream)->invalid = true;
     error = cudaErrorStreamCaptureUnsupported;
   }
+  if (error == cudaSuccess && stream_of(stream)->stuck) error = cudaErrorNotReady;
   return shim_end(error);
 }
 

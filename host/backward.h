@@ -1,0 +1,46 @@
+/* The backward of the layer: what a call is checked for, and where its intermediates lie. */
+#ifndef CUMOE_HOST_BACKWARD_H
+#define CUMOE_HOST_BACKWARD_H
+
+#include "check.h"
+#include "context.h"
+#include "weights.h"
+#include "../include/cumoe/backward.h"
+#include "../kernels/backward.h"
+
+/* Offsets of what the forward keeps. */
+typedef struct kept_layout {
+  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, z, shared_z, shared_logit, bytes;
+} kept_layout;
+
+/* What the rows of one weights object need: of the routed experts, of the shared one. */
+typedef struct rows_layout {
+  size_t d_h, h, d_z, d_rows;
+} rows_layout;
+
+typedef struct scratch_layout {
+  rows_layout routed, shared;
+  size_t d_weights, d_logits, d_router, shared_weight, d_shared_weight; /* d_shared_weight: of its gate's logit */
+  size_t count, token_loss, pair_scale;
+  size_t kept; /* where there is no other place for it */
+  size_t bytes;
+} scratch_layout;
+
+/* INVALID_ARGUMENT past 2^62 bytes; `name`: of the tokens, for the text. */
+cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tokens, kept_layout *at);
+cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t tokens, bool kept, scratch_layout *at);
+
+typedef struct backward_operands {
+  layer_operands layer;
+  const struct weights *d_weights, *d_shared; /* NULL: not wanted */
+} backward_operands;
+
+cumoe_status check_without_formats(const struct plan *plan);
+/* The last of all checks of either: CUDA devices have no kernels for it yet. */
+cumoe_status check_keep(const struct plan *plan, const layer_operands *layer, const cumoe_moe_args *a,
+                        cumoe_view_mut kept);
+/* `a` becomes what backward reads of it: without the forward's outputs and workspace. */
+cumoe_status check_backward(cumoe_plan plan, cumoe_weights weights, cumoe_moe_args *a, const cumoe_moe_grads *g,
+                            backward_operands *with);
+
+#endif

@@ -1,0 +1,800 @@
+/*
+ * The backward of the layer. In f32, with everything that a forward may have (the features of cases_layer.c): every
+ * gradient against central differences of a forward in double, made of the oracle's stages without a rounding; what was
+ * kept and what is made again give the same bits, as do two poisons and any number of threads. In bf16 and f16 against
+ * the same layer, of the same values, in f32. Products of whole numbers exactly.
+ */
+#include "cases_layer.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { TOKENS = 5, HIDDEN = 16, INTER = 8, PART = 12 /* of matrices one element in so many is held to a difference */ };
+
+/* ---- a call ---------------------------------------------------------------------------------------- */
+
+/* Gradients of one weights object, read back; laid out as `form` says, with biases. */
+typedef struct weight_grads {
+  host_weights host;
+  cumoe_view_mut data[4], bias[4]; /* gate_up, gate, up, down */
+  cumoe_weights bound;
+} weight_grads;
+
+typedef struct grads {
+  weight_grads routed, shared;
+  tensor x, router_x, router_weight, router_bias, logits, pair_weights, expert_scale, shared_gate, residual, losses;
+  tensor ids; /* that the forward chose, or was given */
+} grads;
+
+/* What a case wants besides its layer. */
+typedef struct wish {
+  int32_t dtype; /* of gradients that may have one */
+  bool kept, accumulate, pointers;
+  float balance, z;
+  const tensor *d_out;
+} wish;
+
+static host_projection *projection_of(host_weights *w, int i)
+{
+  host_projection *all[] = {&w->gate_up, &w->gate, &w->up, &w->down};
+  return all[i];
+}
+
+/* What accumulating adds to. */
+static double before(int64_t i)
+{
+  return (double)(i % 7) - 3;
+}
+
+static cumoe_view_mut grad_new(cumoe_context context, const wish *w, int32_t dtype, int64_t rows, int64_t cols)
+{
+  const cumoe_view_mut v = device_new(context, dtype, rows, cols, 8);
+  if (!w->accumulate) return v;
+  const tensor t = tensor_new(dtype, rows, cols);
+  for (int64_t i = 0; i < rows * cols; i++) tensor_set(&t, 0, i, before(i));
+  device_set(context, v, &t);
+  return v;
+}
+
+static void point_at(cumoe_projection *p, int32_t experts)
+{
+  const void **table = scratch((size_t)experts, sizeof *table);
+  p->data.rows /= experts;
+  for (int64_t e = 0; e < experts; e++)
+    table[e] = (const char *)p->data.data +
+               e * p->data.rows * p->data.ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)p->data.dtype);
+  p->per_expert = table;
+  p->data.data = NULL;
+  p->data.owner = 0;
+}
+
+static void weight_grads_open(weight_grads *g, cumoe_context context, const wish *w, const cumoe_moe_desc *desc,
+                              int32_t experts, int32_t inter, weights_form form)
+{
+  cumoe_moe_desc d = *desc;
+  d.dtype = w->dtype;
+  form.bias = CUMOE_F32;
+  g->host = weights_new(&d, experts, inter, form);
+  cumoe_weights_desc wd = weights_desc(&g->host);
+  cumoe_projection *to[] = {&wd.gate_up, &wd.gate, &wd.up, &wd.down};
+  for (int i = 0; i < 4; i++) {
+    const host_projection *p = projection_of(&g->host, i);
+    if (!p->data.data) continue;
+    g->data[i] = grad_new(context, w, w->dtype, p->data.rows, p->data.cols);
+    g->bias[i] = grad_new(context, w, CUMOE_F32, p->bias.rows, p->bias.cols);
+    to[i]->data = cumoe_const(g->data[i]);
+    to[i]->bias = cumoe_const(g->bias[i]);
+    if (w->pointers) point_at(to[i], experts);
+  }
+  CHECK_OK(cumoe_weights_bind(context, &wd, &g->bound));
+}
+
+static tensor take(cumoe_context context, cumoe_view_mut v)
+{
+  if (!v.data) return (tensor){0};
+  check_guards(context, "a gradient", v);
+  return device_get(context, cumoe_const(v));
+}
+
+static void weight_grads_close(weight_grads *g, cumoe_context context)
+{
+  if (!g->bound) return;
+  for (int i = 0; i < 4; i++) {
+    host_projection *p = projection_of(&g->host, i);
+    if (!p->data.data) continue;
+    p->data = take(context, g->data[i]);
+    p->bias = take(context, g->bias[i]);
+  }
+  CHECK_OK(cumoe_weights_destroy(g->bound));
+}
+
+static bool routed_by_caller(const layer_spec *s)
+{
+  return s->input == INPUT_IDS && !s->chosen;
+}
+
+static cumoe_view_mut workspace_new(cumoe_context context, size_t bytes)
+{
+  return device_new(context, CUMOE_U8, 1, (int64_t)bytes, 0);
+}
+
+/* A layout that has nothing to do with that of the weights. */
+static weights_form other_form(const layer_spec *s)
+{
+  rng r = {s->seed + 77};
+  layer_spec other = *s;
+  layer_random_form(&r, &other);
+  return (weights_form){
+      .gate_order = other.form.gate_order, .up_major = other.form.up_major, .down_major = other.form.down_major};
+}
+
+static grads run_backward(cumoe_context context, const layer_spec *s, const layer_inputs *in, const wish *w)
+{
+  session run;
+  grads g = {0};
+  size_t bytes = 0;
+  const cumoe_moe_desc *d = &s->desc;
+  const int64_t t = s->tokens, k = d->routing.top_k, e = spec_router_experts(s);
+  session_open(&run, context, s, in);
+  const cumoe_moe_args *a = &run.args;
+  cumoe_view_mut kept = no_view_mut();
+  if (w->kept) {
+    CHECK_OK(cumoe_moe_kept(run.plan, t, &bytes));
+    kept = workspace_new(context, bytes);
+    CHECK_OK(cumoe_moe_forward_keep(run.plan, run.routed, a, kept, NULL));
+  } else
+    CHECK_OK(session_forward(&run));
+  weight_grads_open(&g.routed, context, w, d, in->routed.experts, d->inter, other_form(s));
+  if (d->shared_inter) weight_grads_open(&g.shared, context, w, d, 1, d->shared_inter, other_form(s));
+  CHECK_OK(cumoe_moe_backward_workspace(run.plan, t, w->kept, &bytes));
+  cumoe_moe_grads to = {.size = sizeof to,
+                        .flags = w->accumulate ? CUMOE_BACKWARD_ACCUMULATE : 0,
+                        .balance = w->balance,
+                        .z = w->z,
+                        .d_out = device_put(context, w->d_out, 8),
+                        .kept = cumoe_const(kept),
+                        .d_weights = g.routed.bound,
+                        .d_shared = g.shared.bound,
+                        .d_x = device_new(context, w->dtype, t, d->hidden, 8),
+                        .d_pair_weights = device_new(context, CUMOE_F32, t, k, 1),
+                        .workspace = workspace_new(context, bytes)};
+  if (!routed_by_caller(s)) to.d_logits = device_new(context, CUMOE_F32, t, e, 3);
+  if (!routed_by_caller(s)) to.losses = device_new(context, CUMOE_F32, 1, 2, 0);
+  if (s->input == INPUT_ROUTER)
+    to.d_router_weight = grad_new(context, w, w->dtype, in->router_weight.rows, in->router_weight.cols);
+  if (s->input == INPUT_ROUTER) to.d_router_bias = grad_new(context, w, CUMOE_F32, 1, e);
+  if (in->router_x.data) to.d_router_x = device_new(context, w->dtype, t, in->router_x.cols, 8);
+  if (in->expert_scale.data) to.d_expert_scale = grad_new(context, w, CUMOE_F32, 1, e);
+  if (in->shared_gate.data) to.d_shared_gate = grad_new(context, w, w->dtype, 1, d->hidden);
+  if (s->residual == RESIDUAL_BIAS) to.d_residual = grad_new(context, w, w->dtype, 1, d->hidden);
+  cumoe_moe_args forward = *a;
+  forward.workspace = forward.out = no_view_mut();
+  if (s->residual == RESIDUAL_IN_PLACE) forward.residual = no_view();
+  CHECK_OK(cumoe_moe_backward(run.plan, run.routed, &forward, &to, NULL));
+  weight_grads_close(&g.routed, context);
+  weight_grads_close(&g.shared, context);
+  check_guards(context, "workspace", to.workspace);
+  if (w->kept) check_guards(context, "kept", kept);
+  g.x = take(context, to.d_x);
+  g.pair_weights = take(context, to.d_pair_weights);
+  g.logits = take(context, to.d_logits);
+  g.losses = take(context, to.losses);
+  g.router_weight = take(context, to.d_router_weight);
+  g.router_bias = take(context, to.d_router_bias);
+  g.router_x = take(context, to.d_router_x);
+  g.expert_scale = take(context, to.d_expert_scale);
+  g.shared_gate = take(context, to.d_shared_gate);
+  g.residual = take(context, to.d_residual);
+  g.ids = a->ids_out.data ? device_get(context, cumoe_const(a->ids_out)) : in->ids;
+  session_close(&run);
+  return g;
+}
+
+/* ---- a forward in double --------------------------------------------------------------------------- */
+
+typedef struct smooth {
+  const layer_spec *spec;
+  layer_inputs *in;
+  const tensor *ids, *d_out;
+  double step; /* 2^-14: its square is below what f32 brings; 1 of whole numbers: of a parabola it is exact */
+  cumoe_moe_desc desc;
+} smooth;
+
+static double get(const tensor *t, int64_t row, int64_t col)
+{
+  return tensor_get(t, row, col);
+}
+
+/* Of one token; from logits, without a rounding. */
+static void smooth_weights(const smooth *f, int64_t t, double *w)
+{
+  const int32_t k = f->desc.routing.top_k, e = spec_router_experts(f->spec);
+  const layer_inputs *in = f->in;
+  bounded *logits = scratch((size_t)e, sizeof *logits), slots[CUMOE_MAX_TOP_K];
+  double *scale = scratch((size_t)e, sizeof *scale);
+  int32_t ids[CUMOE_MAX_TOP_K], out[CUMOE_MAX_TOP_K];
+  for (int32_t j = 0; j < k; j++) ids[j] = (int32_t)get(f->ids, t, j);
+  if (routed_by_caller(f->spec)) {
+    for (int32_t j = 0; j < k; j++) w[j] = get(&in->id_weights, t, j);
+    return;
+  }
+  if (in->router_weight.data)
+    oracle_router(in->router_x.data ? &in->router_x : &in->x, t, &in->router_weight, &in->router_bias, logits);
+  for (int32_t i = 0; i < e; i++) {
+    const double given = f->desc.routing.logit_scale > 0 ? (double)f->desc.routing.logit_scale : 1;
+    logits[i] = (bounded){in->logits.data ? get(&in->logits, t, i) : given * logits[i].value, 0};
+    if (in->expert_scale.data) scale[i] = get(&in->expert_scale, 0, i);
+  }
+  const gate_operands with = {.expert_scale = in->expert_scale.data ? scale : NULL, .chosen = ids};
+  (void)oracle_gate(&f->desc.routing, e, logits, with, out, slots);
+  for (int32_t j = 0; j < k; j++) w[j] = slots[j].value;
+}
+
+/* y of one expert, from x of a token. */
+static void smooth_expert(const smooth *f, const host_weights *w, int64_t expert, int64_t t, double on_input, double *y)
+{
+  const int64_t hidden = f->desc.hidden;
+  double *x = scratch((size_t)hidden, sizeof *x);
+  bounded *h = scratch((size_t)w->inter, sizeof *h), *out = scratch((size_t)hidden, sizeof *out);
+  for (int64_t i = 0; i < hidden; i++) x[i] = get(&f->in->x, t, i);
+  oracle_up(&f->desc, w, expert, x, (bounded){on_input, 0}, h);
+  for (int64_t i = 0; i < w->inter; i++) h[i].bound = 0;
+  oracle_down(w, expert, h, out);
+  for (int64_t i = 0; i < hidden; i++) y[i] = out[i].value;
+}
+
+/* <d out, out> of one token. */
+static double smooth_token(const smooth *f, int64_t t)
+{
+  const cumoe_moe_desc *d = &f->desc;
+  const bool unreduced = d->flags & CUMOE_MOE_UNREDUCED, on_input = d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const int64_t k = d->routing.top_k, hidden = d->hidden;
+  const double scale = unreduced || f->spec->out_scale == 0 ? 1 : (double)f->spec->out_scale;
+  double w[CUMOE_MAX_TOP_K], *y = scratch((size_t)hidden, sizeof *y), sum = 0;
+  smooth_weights(f, t, w);
+  for (int64_t j = 0; j < k; j++) {
+    const int32_t to = oracle_destination(d, f->in->expert_map.data ? &f->in->expert_map : NULL, get(f->ids, t, j));
+    const double factor = unreduced || on_input ? 1 : w[j] * scale;
+    if (to == -1 || (w[j] == 0 && (!unreduced || on_input))) continue;
+    if (to >= 0) smooth_expert(f, &f->in->routed, to, t, on_input ? w[j] : 1, y);
+    for (int64_t i = 0; i < hidden; i++)
+      sum += get(f->d_out, unreduced ? t * k + j : t, i) * factor * (on_input && !unreduced ? scale : 1) *
+             (to < 0 ? get(&f->in->x, t, i) : y[i]);
+  }
+  if (f->in->residual.data)
+    for (int64_t i = 0; i < hidden; i++)
+      sum += get(f->d_out, t, i) * get(&f->in->residual, f->in->residual.rows == 1 ? 0 : t, i);
+  if (!d->shared_inter) return sum;
+  double logit = 0;
+  for (int64_t i = 0; i < hidden && f->in->shared_gate.data; i++)
+    logit += get(&f->in->shared_gate, 0, i) * get(&f->in->x, t, i);
+  const double gate = f->in->shared_gate.data ? 1 / (1 + exp(-logit)) : 1;
+  smooth_expert(f, &f->in->shared, 0, t, 1, y);
+  for (int64_t i = 0; i < hidden; i++) sum += scale * gate * get(f->d_out, t, i) * y[i];
+  return sum;
+}
+
+/* Of all tokens, or (token >= 0) of one alone. */
+static double smooth_loss(const smooth *f, int64_t token)
+{
+  const int64_t present = spec_present(f->spec);
+  const int mark = scratch_mark();
+  double sum = 0;
+  for (int64_t t = 0; t < present; t++)
+    if (token < 0 || token == t) sum += smooth_token(f, t);
+  scratch_release(mark);
+  return sum;
+}
+
+/* ---- against differences --------------------------------------------------------------------------- */
+
+static double difference_of(const smooth *f, tensor *t, int64_t row, int64_t col, int64_t token)
+{
+  const double value = get(t, row, col);
+  tensor_set(t, row, col, value + f->step);
+  const double above = get(t, row, col), high = smooth_loss(f, token);
+  tensor_set(t, row, col, value - f->step);
+  const double below = get(t, row, col), low = smooth_loss(f, token);
+  tensor_set(t, row, col, value);
+  return (high - low) / (above - below);
+}
+
+static double difference_of_plain(const smooth *f, double *at)
+{
+  const double value = *at;
+  *at = value + f->step;
+  const double high = smooth_loss(f, -1);
+  *at = value - f->step;
+  const double low = smooth_loss(f, -1);
+  *at = value;
+  return (high - low) / (2 * f->step);
+}
+
+/* Roundings are relative to what is summed, so the largest of a gradient stands for it. */
+typedef struct worst {
+  double largest, error;
+} worst;
+
+static void note(worst *w, double got, double want)
+{
+  w->largest = fmax(w->largest, fabs(want));
+  w->error = fmax(w->error, isfinite(got) ? fabs(got - want) : INFINITY);
+}
+
+static void check_worst(const char *what, worst w, double tolerance)
+{
+  CHECK_MSG(w.error <= tolerance * (w.largest + 1), "d %s is off by %g, the largest is %g", what, w.error, w.largest);
+}
+
+static void check_tensor(const smooth *f, const char *what, tensor *t, const tensor *got, bool a_row_a_token,
+                         double tolerance)
+{
+  worst w = {0, 0};
+  if (!got->data || !t->data) return;
+  const int64_t rows = a_row_a_token ? spec_present(f->spec) : t->rows;
+  rng some = {f->spec->seed + 3};
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < t->cols; c++)
+      if (a_row_a_token || t->rows == 1 || rng_below(&some, PART) == 0)
+        note(&w, get(got, r, c), difference_of(f, t, r, c, a_row_a_token ? r : -1));
+  check_worst(what, w, tolerance);
+}
+
+/* Some of all elements, and the biases. */
+static void check_weights(const smooth *f, const char *what, host_weights *w, const host_weights *got, double tolerance)
+{
+  static const char *const names[] = {"gate", "up", "down"};
+  rng r = {f->spec->seed};
+  for (int part = w->gate_order == CUMOE_UNGATED; part < 3; part++) {
+    const int64_t outs = part == PLAIN_DOWN ? w->hidden : w->inter, ins = part == PLAIN_DOWN ? w->inter : w->hidden;
+    worst all = {0, 0}, bias = {0, 0};
+    for (int64_t e = 0; e < w->experts; e++)
+      for (int64_t o = 0; o < outs; o++) {
+        const channel_place mine = oracle_channel(w, part, e, o), its = oracle_channel(got, part, e, o);
+        tensor own = mine.projection->bias;
+        if (own.data && rng_below(&r, 2))
+          note(&bias, get(&its.projection->bias, e, its.channel), difference_of(f, &own, e, mine.channel, -1));
+        for (int64_t i = 0; i < ins; i++) {
+          const place at = oracle_place(got, part, e, o, i);
+          if (rng_below(&r, PART)) continue;
+          note(&all, get(&at.projection->data, at.row, at.col),
+               difference_of_plain(f, w->plain[part] + (e * outs + o) * ins + i));
+        }
+      }
+    check_worst(names[part], all, tolerance);
+    check_worst(what, bias, tolerance);
+  }
+}
+
+static void check_against_differences(const layer_spec *s, layer_inputs *in, const tensor *d_out, const grads *g,
+                                      bool whole)
+{
+  smooth f = {s, in, &g->ids, d_out, whole ? 1 : 0x1p-14, {0}};
+  (void)layer_case_of(s, in, &f.desc);
+  const int32_t rounded = s->desc.routing.logits_dtype; /* the differences are of logits that are not */
+  const double tolerance = whole ? 0 : 0x1p-17 + (rounded ? 16 * unit_roundoff(rounded) : 0);
+  check_tensor(&f, "x", &in->x, &g->x, true, tolerance);
+  check_tensor(&f, "router_x", &in->router_x, &g->router_x, true, tolerance);
+  check_tensor(&f, "logits", &in->logits, &g->logits, true, tolerance);
+  check_tensor(&f, "weights of pairs", &in->id_weights, &g->pair_weights, true, tolerance);
+  check_tensor(&f, "router_weight", &in->router_weight, &g->router_weight, false, tolerance);
+  check_tensor(&f, "router_bias", &in->router_bias, &g->router_bias, false, tolerance);
+  check_tensor(&f, "expert_scale", &in->expert_scale, &g->expert_scale, false, tolerance);
+  check_tensor(&f, "shared_gate", &in->shared_gate, &g->shared_gate, false, tolerance);
+  if (s->residual == RESIDUAL_BIAS) check_tensor(&f, "residual", &in->residual, &g->residual, false, tolerance);
+  check_weights(&f, "biases", &in->routed, &g->routed.host, tolerance);
+  if (s->desc.shared_inter) check_weights(&f, "biases of the shared expert", &in->shared, &g->shared.host, tolerance);
+}
+
+/* ---- two results ----------------------------------------------------------------------------------- */
+
+enum { GRADS = 10 };
+static const tensor *grad_of(const grads *g, int i)
+{
+  const tensor *all[GRADS] = {&g->x,        &g->router_x,     &g->router_weight, &g->router_bias,
+                              &g->logits,   &g->pair_weights, &g->expert_scale,  &g->shared_gate,
+                              &g->residual, &g->losses};
+  return all[i];
+}
+
+static void check_equal(const char *what, const tensor *a, const tensor *b)
+{
+  if (a->data) CHECK_MSG(tensor_equal(a, b), "%s differs", what);
+}
+
+static void check_grads_equal(const layer_spec *s, const grads *a, const grads *b)
+{
+  for (int i = 0; i < GRADS; i++) {
+    tensor x = *grad_of(a, i), y = *grad_of(b, i);
+    if (x.rows == s->tokens) x.rows = y.rows = spec_present(s);
+    check_equal("a gradient", &x, &y);
+  }
+  for (int i = 0; i < 4; i++) {
+    check_equal("d weights", &projection_of((host_weights *)&a->routed.host, i)->data,
+                &projection_of((host_weights *)&b->routed.host, i)->data);
+    check_equal("d bias", &projection_of((host_weights *)&a->routed.host, i)->bias,
+                &projection_of((host_weights *)&b->routed.host, i)->bias);
+  }
+}
+
+/* ---- groups ---------------------------------------------------------------------------------------- */
+
+static layer_spec small_spec(int feature, int32_t dtype)
+{
+  layer_spec s = feature_spec(feature, dtype, TOKENS, (uint64_t)feature + 1);
+  rng r = {(uint64_t)feature};
+  s.desc.hidden = HIDDEN;
+  s.desc.inter = INTER;
+  if (s.desc.shared_inter) s.desc.shared_inter = 8 + 8 * (feature % 2);
+  if (s.desc.num_experts > 100) s.desc.num_experts = 24;
+  if (s.router_hidden) s.router_hidden = 24;
+  if (s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(&r, &s);
+  if (feature % 3 == 0) s.form.bias = CUMOE_F32;
+  return s;
+}
+
+static tensor d_out_new(const layer_spec *s)
+{
+  rng r = {s->seed + 5};
+  const int64_t width = s->desc.flags & CUMOE_MOE_UNREDUCED ? s->desc.routing.top_k : 1;
+  return tensor_normal(&r, s->desc.out_dtype ? s->desc.out_dtype : s->desc.dtype, s->tokens * width, s->desc.hidden, 0,
+                       1);
+}
+
+static void test_differences(cumoe_context context)
+{
+  const char *name;
+  for (int feature = 0; (name = feature_name(feature)) != NULL; feature++) {
+    layer_spec s = small_spec(feature, CUMOE_F32);
+    case_begin("differences: %s", name);
+    layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    const int32_t fault = expected_fault(&s, &in);
+    const wish kept = {.dtype = CUMOE_F32, .kept = true, .d_out = &d_out},
+               again = {.dtype = CUMOE_F32, .d_out = &d_out};
+    test_poison = 0xff;
+    const grads a = run_backward(context, &s, &in, &kept);
+    check_fault(context, NULL, fault);
+    test_poison = 0x3c;
+    const grads b = run_backward(context, &s, &in, &again);
+    check_fault(context, NULL, fault);
+    check_grads_equal(&s, &a, &b);
+    check_against_differences(&s, &in, &d_out, &a, false);
+    case_end();
+  }
+}
+
+/* ---- 16 bits: the same layer in f32 ---------------------------------------------------------------- */
+
+static void widen(tensor *t)
+{
+  if (!t->data || (t->dtype != CUMOE_F16 && t->dtype != CUMOE_BF16)) return;
+  const tensor wide = tensor_new(CUMOE_F32, t->rows, t->cols);
+  for (int64_t i = 0; i < t->rows * t->cols; i++) tensor_set(&wide, 0, i, tensor_get(t, 0, i));
+  *t = wide;
+}
+
+static layer_inputs widened(layer_inputs in)
+{
+  tensor *const all[] = {&in.x,           &in.router_weight, &in.router_bias, &in.logits,
+                         &in.shared_gate, &in.residual,      &in.router_x};
+  host_weights *const weights[] = {&in.routed, &in.shared};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) widen(all[i]);
+  for (int w = 0; w < 2; w++) {
+    weights[w]->dtype = CUMOE_F32;
+    for (int i = 0; i < 4; i++) widen(&projection_of(weights[w], i)->data), widen(&projection_of(weights[w], i)->bias);
+  }
+  return in;
+}
+
+static void check_near(const char *what, const tensor *got, const tensor *want, int64_t rows, double tolerance)
+{
+  worst w = {0, 0};
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < got->cols; c++) note(&w, get(got, r, c), get(want, r, c));
+  check_worst(what, w, tolerance);
+}
+
+static void check_grads_near(const layer_spec *s, const grads *a, const grads *b, double tolerance)
+{
+  static const char *const names[GRADS] = {"x",       "router_x",     "router_weight", "router_bias", "logits",
+                                           "weights", "expert_scale", "shared_gate",   "residual",    "losses"};
+  for (int i = 0; i < GRADS; i++) {
+    const tensor *got = grad_of(a, i), *want = grad_of(b, i);
+    if (got->data) check_near(names[i], got, want, got->rows == s->tokens ? spec_present(s) : got->rows, tolerance);
+  }
+  for (int i = 0; i < 4; i++) {
+    const host_projection *got = projection_of((host_weights *)&a->routed.host, i),
+                          *want = projection_of((host_weights *)&b->routed.host, i);
+    if (!got->data.data) continue;
+    check_near("weights", &got->data, &want->data, got->data.rows, tolerance);
+    check_near("biases", &got->bias, &want->bias, got->bias.rows, tolerance);
+  }
+}
+
+static void test_types(cumoe_context context)
+{
+  static const int32_t types[] = {CUMOE_BF16, CUMOE_F16};
+  const char *name;
+  for (int feature = 0; (name = feature_name(feature)) != NULL; feature++) {
+    layer_spec s = small_spec(feature, types[feature % 2]);
+    case_begin("%s: %s", cumoe_dtype_name((cumoe_dtype)s.desc.dtype), name);
+    const layer_inputs in = layer_inputs_new(&s), wide_in = widened(in);
+    const tensor d_out = d_out_new(&s);
+    tensor wide_out = d_out;
+    widen(&wide_out);
+    const wish own = {.dtype = feature % 3 ? s.desc.dtype : CUMOE_F32, .kept = true, .d_out = &d_out},
+               in_f32 = {.dtype = CUMOE_F32, .d_out = &wide_out};
+    const grads got = run_backward(context, &s, &in, &own);
+    check_fault(context, NULL, expected_fault(&s, &in));
+    layer_spec wide = s;
+    wide.desc.dtype = wide.desc.out_dtype = CUMOE_F32;
+    const grads want = run_backward(context, &wide, &wide_in, &in_f32);
+    check_fault(context, NULL, expected_fault(&s, &in));
+    check_grads_near(&s, &got, &want, 8 * unit_roundoff(s.desc.dtype));
+    case_end();
+  }
+}
+
+/* ---- whole numbers: exactly, wherever the rows are ------------------------------------------------- */
+
+static layer_spec whole_spec(pattern p, int64_t tokens, int form)
+{
+  layer_spec s = layer_spec_new(CUMOE_F32, tokens, HIDDEN, 24);
+  rng r = {(uint64_t)(form * 100 + (int)p)};
+  s.input = INPUT_IDS;
+  s.pattern = p;
+  s.seed = (uint64_t)(tokens + form * 40) + 1;
+  s.desc.act = CUMOE_ACT_IDENTITY;
+  s.desc.routing.flags = form % 2 ? CUMOE_ROUTE_WEIGHT_ON_INPUT : 0;
+  if (form >= 2) s.desc.flags = CUMOE_MOE_UNGATED;
+  layer_random_form(&r, &s);
+  s.form.bias = form == 2 ? 0 : CUMOE_F32;
+  return s;
+}
+
+static layer_inputs whole_inputs(const layer_spec *s)
+{
+  static const double weights[] = {2, 3, -2, 4}; /* no step leads to 0, which drops */
+  rng r = {s->seed};
+  layer_inputs in = layer_inputs_new(s);
+  in.x = tensor_integers(&r, CUMOE_F32, s->tokens, s->desc.hidden, 2);
+  weights_fill(&r, &in.routed, FILL_INTEGERS);
+  oracle_prepare(&in.routed);
+  for (int64_t i = 0; i < in.id_weights.rows * in.id_weights.cols; i++)
+    tensor_set(&in.id_weights, 0, i, weights[rng_below(&r, 4)]);
+  return in;
+}
+
+static void check_added(const tensor *sum, const tensor *alone)
+{
+  for (int64_t i = 0; sum->data && i < sum->rows * sum->cols; i++)
+    if (!CHECK_MSG(get(sum, 0, i) == before(i) + get(alone, 0, i), "%g, must be %g + %g", get(sum, 0, i), before(i),
+                   get(alone, 0, i)))
+      return;
+}
+
+/* Linear in x, without biases: <d out, layer(x)> = <d x, x>. */
+static void check_adjoint(cumoe_context context, const layer_spec *s, const layer_inputs *in, const tensor *d_out,
+                          const tensor *d_x)
+{
+  const layer_outputs o = run_layer(context, s, in);
+  double out = 0, x = 0;
+  for (int64_t i = 0; i < s->tokens * HIDDEN; i++) out += get(d_out, 0, i) * get(&o.out, 0, i);
+  for (int64_t i = 0; i < s->tokens * HIDDEN; i++) x += get(d_x, 0, i) * get(&in->x, 0, i);
+  CHECK_MSG(out == x, "<d out, out> is %g, <d x, x> %g", out, x);
+}
+
+static void run_whole(cumoe_context context, pattern p, int64_t tokens, int form)
+{
+  const layer_spec s = whole_spec(p, tokens, form);
+  case_begin("whole numbers: %s, T %d, form %d", pattern_name(p), (int)tokens, form);
+  layer_inputs in = whole_inputs(&s);
+  rng r = {s.seed + 9};
+  const tensor d_out = tensor_integers(&r, CUMOE_F32, s.tokens, HIDDEN, 2);
+  const wish plain = {.dtype = CUMOE_F32, .d_out = &d_out, .pointers = form == 1},
+             onto = {.dtype = CUMOE_F32, .d_out = &d_out, .accumulate = true, .kept = true};
+  const grads a = run_backward(context, &s, &in, &plain), b = run_backward(context, &s, &in, &onto);
+  check_fault(context, NULL, expected_fault(&s, &in));
+  if (tokens > 0) check_against_differences(&s, &in, &d_out, &a, true);
+  for (int i = 0; i < 4 && tokens > 0; i++) {
+    const host_projection *sum = projection_of((host_weights *)&b.routed.host, i),
+                          *alone = projection_of((host_weights *)&a.routed.host, i);
+    check_added(&sum->data, &alone->data);
+    check_added(&sum->bias, &alone->bias);
+  }
+  if (form == 2 && tokens > 0) check_adjoint(context, &s, &in, &d_out, &a.x);
+  case_end();
+}
+
+static void test_whole(cumoe_context context)
+{
+  static const int64_t tokens[] = {1, 6, 19, 0};
+  for (int p = 0; p < PATTERN_COUNT; p++)
+    for (int form = 0; form < 4; form++) run_whole(context, (pattern)p, tokens[(p + form) % 4], form);
+}
+
+/* ---- any number of threads; one token's NaN -------------------------------------------------------- */
+
+static layer_spec wide_spec(void)
+{
+  layer_spec s = layer_spec_new(CUMOE_BF16, 37, 72, 40);
+  s.input = INPUT_ROUTER;
+  s.desc.shared_inter = 24;
+  s.shared_gate = s.expert_scale = s.router_bias = true;
+  s.residual = RESIDUAL_BIAS;
+  s.form.bias = CUMOE_F32;
+  s.optional_outputs = true;
+  return s;
+}
+
+static void test_threads(void)
+{
+  static const int32_t threads[] = {1, 2, 5};
+  const layer_spec s = wide_spec();
+  case_begin("1, 2 and 5 threads");
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s);
+  const wish w = {.dtype = CUMOE_BF16, .d_out = &d_out, .balance = .1f, .z = .01f};
+  grads g[3];
+  for (int i = 0; i < 3; i++) {
+    cumoe_context context = NULL;
+    const cumoe_context_config config = {.size = sizeof config, .cpu_threads = threads[i]};
+    CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context));
+    g[i] = run_backward(context, &s, &in, &w);
+    if (i > 0) check_grads_equal(&s, &g[0], &g[i]);
+  }
+  case_end();
+}
+
+static void check_other_tokens(const tensor *a, const tensor *b, int64_t token)
+{
+  for (int64_t t = 0; t < a->rows; t++) CHECK_MSG((t == token) != tensor_row_equal(a, b, t), "token %d", (int)t);
+}
+
+static void test_nan(cumoe_context context)
+{
+  enum { TOKEN = 11 };
+  const layer_spec s = wide_spec();
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s), bad_out = tensor_copy(&d_out);
+  tensor_set(&bad_out, TOKEN, 3, NAN);
+  const wish good = {.dtype = CUMOE_F32, .d_out = &d_out}, bad = {.dtype = CUMOE_F32, .d_out = &bad_out};
+  case_begin("a NaN in one token's d out, or in its x");
+  const grads a = run_backward(context, &s, &in, &good), b = run_backward(context, &s, &in, &bad);
+  layer_inputs bad_in = in;
+  bad_in.x = tensor_copy(&in.x);
+  tensor_set(&bad_in.x, TOKEN, 5, NAN);
+  const grads c = run_backward(context, &s, &bad_in, &good);
+  check_fault(context, NULL, CUMOE_FAULT_NAN_LOGIT);
+  check_other_tokens(&a.x, &b.x, TOKEN);
+  check_other_tokens(&a.x, &c.x, TOKEN);
+  check_other_tokens(&a.logits, &b.logits, TOKEN);
+  for (int e = 0; e < s.desc.num_experts; e++) {
+    bool chosen = false;
+    for (int j = 0; j < s.desc.routing.top_k; j++) chosen |= get(&a.ids, TOKEN, j) == e;
+    const place at = oracle_place(&b.routed.host, PLAIN_DOWN, e, 3, 0);
+    CHECK_MSG(isnan(get(&at.projection->data, at.row, at.col)) == chosen, "expert %d", e);
+  }
+  case_end();
+}
+
+/* ---- losses of the gate ---------------------------------------------------------------------------- */
+
+/* Both in double, from the logits and from what was chosen. */
+static double loss_of(const layer_spec *s, const tensor *logits, const tensor *ids, const wish *w, double losses[2])
+{
+  const cumoe_routing *r = &s->desc.routing;
+  const int32_t all = spec_router_experts(s), experts = all - r->always_experts;
+  const double cap = r->softcap;
+  const bool alone = r->score == CUMOE_SCORE_SIGMOID || r->score == CUMOE_SCORE_SQRT_SOFTPLUS;
+  double count = 0, part[64] = {0}, sum_p[64] = {0}, z = 0;
+  for (int64_t t = 0; t < s->tokens; t++) {
+    double p[64], of_p = 0, of_z = 0;
+    for (int32_t j = 0; j < r->top_k; j++)
+      if (get(ids, t, j) >= 0 && get(ids, t, j) < experts) part[(int)get(ids, t, j)]++, count++;
+    for (int32_t e = 0; e < all; e++) {
+      const double l = cap > 0 ? cap * tanh(get(logits, t, e) / cap) : get(logits, t, e);
+      p[e] = r->score == CUMOE_SCORE_SIGMOID ? 1 / (1 + exp(-l)) : alone ? sqrt(log1p(exp(l))) : exp(l);
+      if (e < experts) of_p += p[e];
+      of_z += exp(l);
+    }
+    for (int32_t e = 0; e < experts; e++) sum_p[e] += p[e] / of_p;
+    z += log(of_z) * log(of_z);
+  }
+  losses[0] = 0;
+  for (int32_t e = 0; e < experts; e++)
+    losses[0] += (double)w->balance * experts * part[e] / count * sum_p[e] / (double)s->tokens;
+  losses[1] = (double)w->z * z / (double)s->tokens;
+  return losses[0] + losses[1];
+}
+
+static void test_losses(cumoe_context context)
+{
+  static const int32_t scores[] = {CUMOE_SCORE_SOFTMAX, CUMOE_SCORE_SIGMOID, CUMOE_SCORE_SQRT_SOFTPLUS,
+                                   CUMOE_SCORE_IDENTITY, CUMOE_SCORE_SPARSEMIXER};
+  for (int i = 0; i < 10; i++) {
+    layer_spec s = layer_spec_new(CUMOE_F32, 9, HIDDEN, INTER);
+    s.input = INPUT_LOGITS;
+    s.optional_outputs = true;
+    s.desc.routing.score = scores[i % 5];
+    s.desc.routing.softcap = i < 5 ? 0 : 3;
+    if (scores[i % 5] == CUMOE_SCORE_SIGMOID) s.desc.routing.always_experts = 1;
+    case_begin("losses: score %d, softcap %g", scores[i % 5], (double)s.desc.routing.softcap);
+    layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = tensor_new(CUMOE_F32, s.tokens, HIDDEN); /* zeros: nothing but the losses */
+    const wish w = {.dtype = CUMOE_F32, .d_out = &d_out, .balance = .7f, .z = i % 2 ? .3f : 0};
+    const grads g = run_backward(context, &s, &in, &w);
+    double want[2], unused[2];
+    worst d = {0, 0};
+    (void)loss_of(&s, &in.logits, &g.ids, &w, want);
+    for (int l = 0; l < 2; l++)
+      CHECK_MSG(fabs(get(&g.losses, 0, l) - want[l]) <= 0x1p-22 * want[l], "loss %d is %g, want %g", l,
+                get(&g.losses, 0, l), want[l]);
+    for (int64_t at = 0; at < in.logits.rows * in.logits.cols; at++) {
+      const double value = get(&in.logits, 0, at);
+      tensor_set(&in.logits, 0, at, value + 0x1p-14);
+      const double above = get(&in.logits, 0, at), high = loss_of(&s, &in.logits, &g.ids, &w, unused);
+      tensor_set(&in.logits, 0, at, value - 0x1p-14);
+      const double below = get(&in.logits, 0, at), low = loss_of(&s, &in.logits, &g.ids, &w, unused);
+      tensor_set(&in.logits, 0, at, value);
+      note(&d, get(&g.logits, 0, at), (high - low) / (above - below));
+    }
+    CHECK_MSG(d.error <= 0x1p-20 * d.largest, "off by %g of %g", d.error, d.largest);
+    case_end();
+  }
+}
+
+/* ---- what is refused ------------------------------------------------------------------------------- */
+
+static void test_refusals(cumoe_context context)
+{
+  const layer_spec s = layer_spec_new(CUMOE_F32, 3, HIDDEN, INTER);
+  case_begin("two experts' gradients in one place");
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s);
+  session run;
+  cumoe_weights bound = NULL;
+  size_t bytes = 0;
+  session_open(&run, context, &s, &in);
+  const host_weights like = weights_new(&s.desc, 8, INTER, s.form);
+  cumoe_weights_desc d = weights_desc(&like);
+  d.gate_up.data = device_put(context, &like.gate_up.data, 0);
+  d.down.data = device_put(context, &like.down.data, 0);
+  point_at(&d.down, 8);
+  ((const void **)(uintptr_t)d.down.per_expert)[6] = d.down.per_expert[1];
+  CHECK_OK(cumoe_weights_bind(context, &d, &bound));
+  CHECK_OK(cumoe_moe_backward_workspace(run.plan, 3, 0, &bytes));
+  const cumoe_moe_grads to = {.size = sizeof to,
+                              .d_out = device_put(context, &d_out, 0),
+                              .d_weights = bound,
+                              .workspace = workspace_new(context, bytes)};
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_backward(run.plan, run.routed, &run.args, &to, NULL));
+  CHECK_TEXT("grads.d_weights: down overlaps grads.d_weights: down");
+  CHECK_OK(cumoe_weights_destroy(bound));
+  session_close(&run);
+  case_end();
+  case_begin("weights with a format");
+  cumoe_moe_desc with = s.desc;
+  cumoe_plan plan = NULL;
+  with.dtype = CUMOE_BF16;
+  with.hidden = with.inter = 64;
+  with.down_format = cumoe_format_int4(32, CUMOE_BF16);
+  CHECK_OK(cumoe_plan_create(context, &with, &plan));
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_moe_kept(plan, 3, &bytes));
+  CHECK_TEXT("desc.down_format is set");
+  CHECK_OK(cumoe_plan_destroy(plan));
+  case_end();
+}
+
+static const test_group groups[] = {
+    GROUP("differences", test_differences, ON_CPU),
+    GROUP("types", test_types, ON_CPU),
+    GROUP("whole numbers", test_whole, ON_CPU),
+    ALONE("threads", test_threads, ONCE),
+    GROUP("nan", test_nan, ON_CPU),
+    GROUP("losses", test_losses, ON_CPU),
+    GROUP("refusals", test_refusals, ON_CPU),
+};
+
+TEST_MAIN(groups)

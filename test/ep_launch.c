@@ -1,0 +1,164 @@
+/*
+ * A group of one rank on a GPU, over the shim: the three calls launch what cumoe_ep_forward launches, round by round,
+ * and can be captured each by itself; whatever fails in them is answered and leaves nothing; what groups serve on the
+ * CPU device alone is refused.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "shim/layer.h"
+#include "../host/ep.h"
+
+enum { TOKENS = 7, CAPACITY = 4, ROUNDS = 2, PARTS_OF_CALL = 3 };
+
+typedef struct member {
+  world w;
+  cumoe_group group;
+  void *arenas[1];
+  cumoe_group_config config;
+  cumoe_moe_args layer;
+  cumoe_ep_args args;
+} member;
+
+typedef cumoe_status ep_function(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
+                                 cumoe_stream stream);
+static ep_function *const parts[PARTS_OF_CALL] = {cumoe_ep_dispatch, cumoe_ep_experts, cumoe_ep_combine};
+
+static void join(member *m)
+{
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  size_t bytes = 0;
+  shim_reset();
+  m->w.next = (uintptr_t)1 << 40;
+  small_layer(&m->w);
+  OWN(cudaSetDevice(1));
+  m->config = (cumoe_group_config){.size = sizeof m->config, .ranks = 1, .max_tokens = CAPACITY, .arenas = m->arenas};
+  CHECK_OK(cumoe_ep_arena(m->w.plan, &m->config, &bytes));
+  OWN(cudaMalloc(&m->arenas[0], bytes));
+  const cumoe_view_mut arena = cumoe_vector_mut(m->arenas[0], CUMOE_U8, (int64_t)bytes);
+  CHECK_OK(cumoe_fill(m->w.context, arena, 0, NULL));
+  CHECK_OK(cumoe_synchronize(m->w.context, NULL));
+  CHECK_OK(cumoe_group_create(m->w.context, m->w.plan, &m->config, arena, &m->group));
+  CHECK_OK(cumoe_ep_workspace(m->group, &bytes));
+  m->layer = arguments(&m->w, &d, TOKENS);
+  m->layer.ids = m->layer.weights = (cumoe_view){0};
+  m->layer.logits = lend_in(&m->w, CUMOE_F32, TOKENS, EXPERTS);
+  m->layer.workspace = lend(&m->w, CUMOE_U8, 1, (int64_t)bytes);
+  m->args = (cumoe_ep_args){.size = sizeof m->args,
+                            .tokens_max = CAPACITY * ROUNDS,
+                            .placement = lend_in(&m->w, CUMOE_I32, EXPERTS, 1),
+                            .layer = &m->layer};
+}
+
+static void leave(member *m)
+{
+  CHECK_OK(cumoe_group_destroy(m->group));
+  OWN(cudaFree(m->arenas[0]));
+  CHECK_OK(cumoe_context_destroy(m->w.context));
+  OWN(cudaStreamDestroy(m->w.stream));
+}
+
+static cumoe_status in_parts(member *m)
+{
+  for (m->args.round = 0; m->args.round < ROUNDS; m->args.round++)
+    for (int part = 0; part < PARTS_OF_CALL; part++) STEP(parts[part](m->group, m->w.weights, &m->args, m->w.stream));
+  m->args.round = 0;
+  return CUMOE_OK;
+}
+
+static void check_last_round(const member *m)
+{
+  const gate_args *gate = shim_last_args("_gate_");
+  CHECK(gate && gate->tokens.count == TOKENS - CAPACITY);
+  CHECK(gate && gate->logits == (const float *)m->layer.logits.data + CAPACITY * EXPERTS);
+}
+
+static void launches(void)
+{
+  static char whole[1 << 16];
+  member m = {0};
+  case_begin("the same launches");
+  join(&m);
+  shim_mark();
+  CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK(shim_calls(SHIM_LAUNCH) >= 6 * ROUNDS && shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0);
+  check_last_round(&m);
+  CHECK((size_t)snprintf(whole, sizeof whole, "%s", shim_trace()) < sizeof whole);
+  shim_mark();
+  CHECK_OK(in_parts(&m));
+  CHECK_MSG(strcmp(whole, shim_trace()) == 0, "%s\nand\n%s", whole, shim_trace());
+  check_last_round(&m);
+  leave(&m);
+  case_end();
+}
+
+static void captures(void)
+{
+  member m = {0};
+  case_begin("captured one by one");
+  join(&m);
+  for (int part = 0; part < PARTS_OF_CALL; part++) {
+    cumoe_graph graph = NULL;
+    CHECK_OK(cumoe_graph_begin(m.w.context, m.w.stream));
+    CHECK_OK(parts[part](m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK_OK(cumoe_graph_end(m.w.context, m.w.stream, &graph));
+    CHECK_OK(cumoe_graph_launch(m.w.context, graph, m.w.stream));
+    CHECK_OK(cumoe_graph_destroy(m.w.context, graph));
+  }
+  leave(&m);
+  case_end();
+}
+
+/* The status is the call's own, and so is the text. */
+static void faults(void)
+{
+  member m = {0};
+  bool failed = true;
+  case_begin("every call fails");
+  join(&m);
+  CHECK_OK(in_parts(&m)); /* what is loaded once */
+  const int64_t live = shim_live();
+  for (int64_t n = 1; failed; n++) {
+    shim_fail(SHIM_CUDA, n, false, cudaErrorInvalidValue);
+    const cumoe_status status = in_parts(&m);
+    failed = shim_failed() != NULL;
+    CHECK_MSG((status != CUMOE_OK) == failed, "call %d: %s", (int)n, cumoe_status_name(status));
+    CHECK(!failed || strstr(cumoe_last_error(), "cumoe_") == cumoe_last_error());
+    shim_heal();
+    m.args.round = 0;
+  }
+  CHECK(shim_live() == live);
+  leave(&m);
+  case_end();
+}
+
+static void refusals(void)
+{
+  member m = {0};
+  const uint64_t alone = 1;
+  size_t bytes;
+  case_begin("of the CPU device alone");
+  join(&m);
+  m.layer.device_tokens = lend_in(&m.w, CUMOE_I32, 1, 1);
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK_TEXT("args.device_tokens is given");
+  m.layer.device_tokens = (cumoe_view){0};
+  m.layer.counts_out = lend(&m.w, CUMOE_I32, 1, EXPERTS);
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK_TEXT("args.counts_out is given with args.tokens_max = 8");
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_group_set_active(m.group, &alone));
+  CHECK_TEXT("groups on GPUs keep their ranks");
+  m.config.flags = CUMOE_GROUP_DEDUP;
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(m.w.plan, &m.config, &bytes));
+  CHECK_TEXT("has CUMOE_GROUP_DEDUP");
+  leave(&m);
+  case_end();
+}
+
+static const test_group groups[] = {
+    ALONE("launches", launches, ONCE),
+    ALONE("captures", captures, ONCE),
+    ALONE("faults", faults, ONCE),
+    ALONE("refusals", refusals, ONCE),
+};
+TEST_MAIN(groups)

@@ -1,0 +1,248 @@
+/* NCCL as versions 2.27 to 2.29 answer, between threads of one process: of the channel SHIM_LIBRARY. */
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum {
+  MOST_RANKS = 8,
+  GATHERS = 64,
+  GETTERS_SINCE = 22902,
+  WINDOWS_SINCE = 22703,
+  INVALID = 4,
+  CUDA_ERROR = 1,
+  REMOTE_ERROR = 6
+};
+
+typedef struct meeting {
+  int here;
+  const void *from[MOST_RANKS];
+  void *to[MOST_RANKS];
+} meeting;
+
+typedef struct team {
+  int ranks;
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  meeting gathers[GATHERS], registers[GATHERS];
+} team;
+
+typedef struct comm {
+  team *team;
+  int rank, device, gathered, registered;
+  cudaStream_t stuck;
+} comm;
+
+typedef struct window {
+  const meeting *of;
+  int ranks;
+  block *open[MOST_RANKS];
+} window;
+
+static char handle;
+
+void *shim_nccl_handle(void)
+{
+  return &handle;
+}
+
+void shim_comms_open(void **comms, int ranks, const int *devices)
+{
+  team *t = __real_calloc(1, sizeof *t);
+  t->ranks = ranks;
+  pthread_mutex_init(&t->lock, NULL);
+  pthread_cond_init(&t->changed, NULL);
+  for (int r = 0; r < ranks; r++) {
+    comm *c = comms[r] = __real_calloc(1, sizeof *c);
+    c->team = t;
+    c->rank = r;
+    c->device = devices[r];
+  }
+}
+
+void shim_comms_close(void **comms)
+{
+  team *t = ((comm *)comms[0])->team;
+  for (int r = 0; r < t->ranks; r++) {
+    if (((comm *)comms[r])->stuck) set_stuck(((comm *)comms[r])->stuck, false);
+    __real_free(comms[r]);
+  }
+  __real_free(t);
+}
+
+/* Whether all came. The last one does the work of all. */
+static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(const team *t, const meeting *m))
+{
+  team *t = c->team;
+  struct timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += shim.patience_ms / 1000;
+  until.tv_nsec += shim.patience_ms % 1000 * 1000000L;
+  if (until.tv_nsec >= 1000000000L) until.tv_sec++, until.tv_nsec -= 1000000000L;
+  pthread_mutex_lock(&t->lock);
+  m->from[c->rank] = from;
+  m->to[c->rank] = to;
+  if (++m->here == t->ranks) {
+    work(t, m);
+    pthread_cond_broadcast(&t->changed);
+  }
+  while (m->here < t->ranks)
+    if (pthread_cond_timedwait(&t->changed, &t->lock, &until) != 0) break;
+  const bool all = m->here == t->ranks;
+  pthread_mutex_unlock(&t->lock);
+  return all;
+}
+
+/* ---- functions ---- */
+
+static int begin(const char *name)
+{
+  shim_note(name);
+  const int code = shim_planned(SHIM_LIBRARY, name);
+  if (code != 0) shim_note("  fails");
+  return code;
+}
+
+static int get_version(int *version)
+{
+  *version = shim.nccl;
+  return shim_planned(SHIM_LIBRARY, "ncclGetVersion");
+}
+static const char *error_text(int code)
+{
+  return code == 0 ? "no error" : "an error of the shim's NCCL";
+}
+static int comm_count(const comm *c, int *count)
+{
+  *count = c->team->ranks;
+  return shim_planned(SHIM_LIBRARY, "ncclCommCount");
+}
+static int comm_user_rank(const comm *c, int *rank)
+{
+  *rank = c->rank;
+  return shim_planned(SHIM_LIBRARY, "ncclCommUserRank");
+}
+static int comm_cu_device(const comm *c, int *device)
+{
+  *device = c->device;
+  return shim_planned(SHIM_LIBRARY, "ncclCommCuDevice");
+}
+static int async_error(const comm *c, int *result)
+{
+  (void)c;
+  *result = 0;
+  return 0;
+}
+
+static size_t gathered_bytes;
+
+static void gather(const team *t, const meeting *m)
+{
+  char *bytes = __real_malloc(gathered_bytes);
+  for (int from = 0; from < t->ranks; from++) {
+    shim_read(bytes, m->from[from], gathered_bytes);
+    for (int to = 0; to < t->ranks; to++)
+      shim_write((char *)m->to[to] + (size_t)from * gathered_bytes, bytes, gathered_bytes);
+  }
+  __real_free(bytes);
+}
+
+/* A rank that does not come leaves the others' kernels on their devices. */
+static int all_gather(const void *from, void *to, size_t count, int type, comm *c, cudaStream_t stream)
+{
+  const int code = begin("ncclAllGather");
+  if (code != 0) return code;
+  if (type != 1 || c->gathered >= GATHERS || current_device() != c->device) return INVALID;
+  gathered_bytes = count; /* the same on all ranks */
+  if (!meet(c, &c->team->gathers[c->gathered++], from, to, gather)) set_stuck(c->stuck = stream, true);
+  return 0;
+}
+
+static int mem_alloc(void **data, size_t bytes)
+{
+  const int code = begin("ncclMemAlloc");
+  if (code != 0) return code;
+  return cudaMalloc(data, bytes) == cudaSuccess ? 0 : CUDA_ERROR;
+}
+static int mem_free(void *data)
+{
+  const int code = begin("ncclMemFree");
+  return cudaFree(data) == cudaSuccess ? code : CUDA_ERROR;
+}
+
+static void nothing(const team *t, const meeting *m)
+{
+  (void)t, (void)m;
+}
+
+/* The one that fails has come, too: the others do not hang. */
+static int window_register(comm *c, void *data, size_t bytes, window **out, int flags)
+{
+  const int code = begin("ncclCommWindowRegister");
+  *out = NULL;
+  if (flags != 0 || bytes % 4096 != 0 || c->registered >= GATHERS) return INVALID;
+  meeting *m = &c->team->registers[c->registered++];
+  if (!meet(c, m, data, NULL, nothing)) return REMOTE_ERROR; /* the engine has ended the communicator */
+  if (code != 0 || shim.null_windows) return code;
+  *out = __real_calloc(1, sizeof **out);
+  (*out)->of = m;
+  (*out)->ranks = c->team->ranks;
+  return 0;
+}
+
+static int window_deregister(comm *c, window *w)
+{
+  const int code = begin("ncclCommWindowDeregister");
+  (void)c;
+  for (int r = 0; r < w->ranks; r++)
+    if (w->open[r] != NULL) shim_alias_end(w->open[r]);
+  __real_free(w);
+  return code;
+}
+
+static int peer_pointer(window *w, size_t offset, int peer, void **out)
+{
+  const int code = begin("ncclGetPeerDevicePointer");
+  *out = NULL;
+  if (code != 0 || shim.far_windows) return code;
+  if (peer < 0 || peer >= w->ranks || offset != 0) return INVALID;
+  if (w->open[peer] == NULL) w->open[peer] = shim_alias(w->of->from[peer]);
+  *out = (void *)w->open[peer]->at;
+  return 0;
+}
+
+/* ---- the loader ---- */
+
+#define FUNCTION(since, name, function)                                                                                \
+  {                                                                                                                    \
+    since, name, (void (*)(void))function                                                                              \
+  }
+static const struct {
+  int since;
+  const char *name;
+  void (*function)(void);
+} functions[] = {
+    FUNCTION(0, "ncclGetVersion", get_version),
+    FUNCTION(0, "ncclGetErrorString", error_text),
+    FUNCTION(0, "ncclCommCount", comm_count),
+    FUNCTION(0, "ncclCommUserRank", comm_user_rank),
+    FUNCTION(0, "ncclCommCuDevice", comm_cu_device),
+    FUNCTION(0, "ncclCommGetAsyncError", async_error),
+    FUNCTION(0, "ncclAllGather", all_gather),
+    FUNCTION(0, "ncclMemAlloc", mem_alloc),
+    FUNCTION(0, "ncclMemFree", mem_free),
+    FUNCTION(WINDOWS_SINCE, "ncclCommWindowRegister", window_register),
+    FUNCTION(WINDOWS_SINCE, "ncclCommWindowDeregister", window_deregister),
+    FUNCTION(GETTERS_SINCE, "ncclGetPeerDevicePointer", peer_pointer),
+};
+
+void *nccl_function(const char *name)
+{
+  void *found = NULL;
+  for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++)
+    if (strcmp(functions[i].name, name) == 0 && functions[i].since <= shim.nccl &&
+        (shim.hidden == NULL || strcmp(shim.hidden, name) != 0))
+      memcpy(&found, &functions[i].function, sizeof found);
+  return found;
+}
