@@ -496,13 +496,13 @@ static bool train(run *r)
   return true;
 }
 
-/* Of the text that was held back, at most eight batches of it. */
+/* Of the text that was held back, at most four batches of it. */
 static bool validate(run *r, double *loss)
 {
   const int64_t bytes = (int64_t)r->o->c.batch * r->o->c.length;
   int64_t batches = 0;
   *loss = 0;
-  for (int64_t at = r->t.trained; at + bytes < r->t.size && batches < 8; at += bytes, batches++) {
+  for (int64_t at = r->t.trained; at + bytes < r->t.size && batches < 4; at += bytes, batches++) {
     float one;
     for (int32_t i = 0; i < r->o->c.batch; i++) copy_sequence(r->o, &r->t, at + i * r->o->c.length, i, &r->next);
     if (!decoder_run(r->model, r->next.tokens, r->next.targets, false, &one))
@@ -515,10 +515,13 @@ static bool validate(run *r, double *loss)
 
 static bool finish(run *r)
 {
+  char path[1024];
   double loss;
   if (!write_curve(r)) return false;
   if (r->done < r->o->steps) return complain("stopped after step %lld: started again, it goes on", (long long)r->done);
   if (!write_config(r) || !write_model(r) || !validate(r, &loss)) return false;
+  snprintf(path, sizeof path, "%s/checkpoint", r->o->out);
+  unlink(path); /* the next run begins anew */
   if (loss == loss) printf("loss of text held back: %.3f nats a byte, %.3f bits\n", loss, loss / log(2));
   printf("the model is in %s; the demo runs it: make demo DEMO_ARGS=\"--model %s\"\n", r->o->out, r->o->out);
   return true;
