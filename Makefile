@@ -89,8 +89,8 @@ ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
 # In test/, a .c with a .h of the same name is a helper of all programs; any other is a program of its own.
 test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
 TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
-# The demo's model is a helper too: test/tinymoe.c runs it.
-HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safetensors.c)
+# The demo's model is a helper too, and the one to be trained: test/tinymoe.c and test/train.c run them.
+HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/decoder.c bench/safetensors.c)
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)

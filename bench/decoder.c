@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum { INPUT_NORM, Q, K, V, O, Q_NORM, K_NORM, POST_NORM, ROUTER, GATE, UP, DOWN, OF_LAYER };
-enum { VECTORS = DECODER_STATES + 1, GRADIENTS = DECODER_STATES };
+enum { VECTORS = DECODER_GRADIENTS + 1 };
 
 /* What a layer keeps from forward for backward. */
 typedef struct layer {
@@ -165,7 +165,7 @@ static cumoe_view weight(const decoder *m, int32_t index)
 
 static cumoe_view_mut gradient(const decoder *m, int32_t index)
 {
-  return part_of(m, GRADIENTS, index);
+  return part_of(m, DECODER_GRADIENTS, index);
 }
 
 /* ---- creation ---- */
@@ -215,7 +215,7 @@ static void make_layer(decoder *m, int32_t index)
   layer *l = &m->layers[index];
   size_t kept = 0;
   l->experts = bind_experts(m, DECODER_WEIGHTS, index);
-  l->d_experts = bind_experts(m, GRADIENTS, index);
+  l->d_experts = bind_experts(m, DECODER_GRADIENTS, index);
   l->x = floats(m, t, h);
   l->normed = floats(m, t, h);
   l->q_plain = floats(m, t, c->heads * d);
@@ -262,7 +262,7 @@ static void make_room(decoder *m)
 {
   const decoder_config *c = &m->c;
   const int64_t t = (int64_t)c->batch * c->length;
-  const cumoe_view all = cumoe_const(m->vectors[GRADIENTS]);
+  const cumoe_view all = cumoe_const(m->vectors[DECODER_GRADIENTS]);
   size_t bytes[4] = {0}, most = 0;
   if (m->failed) return;
   check(m, cumoe_norm_backward_workspace(m->context, t * c->heads, c->head_dim, &bytes[0]));
@@ -573,7 +573,7 @@ static void step_parameter(decoder *m, int32_t index, float rate)
 
 bool decoder_step(decoder *m, float rate, float *norm_of_gradients)
 {
-  const cumoe_view all = cumoe_const(m->vectors[GRADIENTS]);
+  const cumoe_view all = cumoe_const(m->vectors[DECODER_GRADIENTS]);
   const cumoe_global_norm_args args = {.size = sizeof args,
                                        .max_norm = m->c.clip,
                                        .gradients = &all,

@@ -37,8 +37,14 @@ bool decoder_run(decoder *model, const int32_t *tokens, const int32_t *targets, 
 /* One step with the gradients of the last run. norm: of these, before clipping. */
 bool decoder_step(decoder *model, float rate, float *norm);
 
-/* What a checkpoint has to hold; each of decoder_numbers floats. Gradients are no part of it. */
-typedef enum decoder_state { DECODER_WEIGHTS, DECODER_FIRST, DECODER_SECOND, DECODER_STATES } decoder_state;
+/* Each is decoder_numbers floats; a checkpoint has to hold the first DECODER_STATES. */
+typedef enum decoder_state {
+  DECODER_WEIGHTS,
+  DECODER_FIRST,
+  DECODER_SECOND,
+  DECODER_STATES,
+  DECODER_GRADIENTS = DECODER_STATES /* of the last run backward */
+} decoder_state;
 int64_t decoder_numbers(const decoder *model);
 bool decoder_read(decoder *model, decoder_state which, float *to);
 bool decoder_write(decoder *model, decoder_state which, const float *from);

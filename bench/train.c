@@ -1,7 +1,7 @@
 /*
  * Trains the demo's decoder from scratch on the bytes of a text. It can be killed at any moment: started again, it goes
  * on from its last checkpoint, bit for bit. What it leaves in --out: model.safetensors and config.json, which the demo
- * runs, and loss.svg.
+ * runs, and the loss of each step, loss.svg and loss.csv.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -412,6 +412,15 @@ static void draw_line(FILE *to, const run *r, double most, int64_t group, const 
   fprintf(to, "'/>\n");
 }
 
+static bool write_losses(run *r)
+{
+  file f;
+  if (!open_file(&f, r->o->out, "loss.csv")) return false;
+  fprintf(f.stream, "step,loss\n");
+  for (int64_t i = 0; i < r->done; i++) fprintf(f.stream, "%lld,%.6f\n", (long long)i + 1, (double)r->losses[i]);
+  return close_file(&f, r->o->out);
+}
+
 static bool write_curve(run *r)
 {
   file f;
@@ -517,7 +526,7 @@ static bool finish(run *r)
 {
   char path[1024];
   double loss;
-  if (!write_curve(r)) return false;
+  if (!write_losses(r) || !write_curve(r)) return false;
   if (r->done < r->o->steps) return complain("stopped after step %lld: started again, it goes on", (long long)r->done);
   if (!write_config(r) || !write_model(r) || !validate(r, &loss)) return false;
   snprintf(path, sizeof path, "%s/checkpoint", r->o->out);
