@@ -31,7 +31,7 @@ typedef struct options {
 static const char usage[] =
     "usage: train [options] FILE ...\n"
     "  --out FOLDER     what is made, and the checkpoint (lib/trained)\n"
-    "  --steps N        of the optimiser (150)\n"
+    "  --steps N        of the optimiser (200)\n"
     "  --batch N        sequences of a step (4)\n"
     "  --length N       bytes of a sequence (128)\n"
     "  --rate X         largest learning rate (0.004)\n"
@@ -584,7 +584,7 @@ int main(int argc, char **argv)
                      .balance = .002f,
                      .clip = 1,
                      .decay = .1f},
-               .steps = 150,
+               .steps = 200,
                .seed = 1,
                .interval = 20,
                .rate = .004,
