@@ -6,8 +6,8 @@
 # folder `examples` has no such line: its exit status is the answer, and "skipped: why" as its last line says that this
 # machine cannot run it. Breaking these rules, a crash and a timeout each count as a failure. The sum is the last line;
 # the exit status is 0 when nothing failed and something passed.
-# With 8 cores or more, or where GPUs are hidden (CUDA_VISIBLE_DEVICES is empty), programs run side by side, with 8 cores
-# the long ones in shards; a line is printed in its turn.
+# With 8 cores or more, or where GPUs are hidden (CUDA_VISIBLE_DEVICES is empty), programs run side by side, and with 8
+# cores the long ones in shards; a line is printed in its turn.
 # V=1 shows all output, TEST_TIMEOUT is in seconds.
 
 # run.sh --job FOLDER INDEX SHARD SHARDS: one program of the list in the folder, or a part of it
@@ -43,7 +43,10 @@ shards_of() {
 index=0
 for program; do
   index=$((index + 1)) shards=$(shards_of "$program") list=$work/together
-  case ${program##*/} in variants | forward | cpu | faults) list=$work/long ;; base | graph | pool) list=$work/alone ;; esac
+  case ${program##*/} in
+  variants | forward | cpu | faults) list=$work/long ;;
+  base | graph | pool) list=$work/alone ;;
+  esac
   [ -n "$together" ] || list=$work/alone
   for shard in $(seq 0 $((shards - 1))); do echo "$index $shard $shards"; done >> "$list"
 done
