@@ -3,8 +3,8 @@
     python3 bench/train_peer.py [STEPS] > bench/results/train-torch.csv
 
 Needs lib/train (make train builds it) and PyTorch. Weights and batches are made again here from their seed, the model
-is written down from its definition, so that the two share nothing but the text. Columns: step, cumoe (f32), torch in f32,
-torch in f64; the differences of the first two from the last stand in the last lines.
+is written down from its definition, so that the two share nothing but the text. Columns: step, cumoe (f32), torch in
+f32, torch in f64; the differences of the first two from the last stand in the last lines.
 """
 import csv
 import math
