@@ -4,7 +4,8 @@
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
-size="--layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 4 --top-k 2 --inter 16 --batch 2 --length 32"
+size="--layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 4 --top-k 2 --inter 16"
+size="$size --batch 2 --length 32"
 
 # train FOLDER SECONDS [option ...]: killed after so many.
 train() {
@@ -39,7 +40,10 @@ if [ -f "$work/other/checkpoint" ]; then
   esac
   quiet "unless the run is a fresh one" train other 60 --seed 2 --fresh
   printf 'x' | dd of="$work/killed/checkpoint" 2> /dev/null
-  case $(train killed 60 2>&1) in *"checkpoint"*) pass "a broken one is refused" ;; *) fail "a broken one is refused" ;; esac
+  case $(train killed 60 2>&1) in
+  *checkpoint*) pass "a broken one is refused" ;;
+  *) fail "a broken one is refused" ;;
+  esac
 else skip "a checkpoint of another run" "none was written in time"; fi
 
 text=$("$lib/demo" --device cpu --dtype f32 --model "$work/whole" --tokens 40 --greedy "the " 2> "$work/log")
