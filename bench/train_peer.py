@@ -154,6 +154,7 @@ def train(text, dtype):
         for group in optimiser.param_groups:
             group["lr"] = rate_of(step)
         optimiser.step()
+        print(f"\r{dtype}, step {step + 1} of {STEPS}", end="", file=sys.stderr)
         yield loss.item()
 
 
