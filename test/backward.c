@@ -9,7 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { TOKENS = 5, HIDDEN = 16, INTER = 8, PART = 12 /* of matrices one element in so many is held to a difference */ };
+enum { TOKENS = 5, HIDDEN = 16, INTER = 8, PART = 16 /* of matrices one element in so many is held to a difference */ };
 
 /* ---- a call ---------------------------------------------------------------------------------------- */
 
@@ -40,10 +40,10 @@ static host_projection *projection_of(host_weights *w, int i)
   return all[i];
 }
 
-/* What accumulating adds to. */
+/* What accumulating adds to; a -0 stays one only where nothing is added. */
 static double before(int64_t i)
 {
-  return (double)(i % 7) - 3;
+  return i % 7 == 3 ? -0. : (double)(i % 7) - 3;
 }
 
 static cumoe_view_mut grad_new(cumoe_context context, const wish *w, int32_t dtype, int64_t rows, int64_t cols)
@@ -602,6 +602,8 @@ static void run_whole(cumoe_context context, pattern p, int64_t tokens, int form
                           *alone = projection_of((host_weights *)&a.routed.host, i);
     check_added(&sum->data, &alone->data);
     check_added(&sum->bias, &alone->bias);
+    if (sum->data.data && (p == PATTERN_LAST || p == PATTERN_NONE)) /* expert 0 has no rows */
+      CHECK(signbit(get(&sum->data, 0, 3)) && signbit(get(&sum->bias, 0, 3)) && !signbit(get(&alone->data, 0, 3)));
   }
   if (form == 2 && tokens > 0) check_adjoint(context, &s, &in, &d_out, &a.x);
   case_end();
@@ -676,6 +678,84 @@ static void test_nan(cumoe_context context)
     const place at = oracle_place(&b.routed.host, PLAIN_DOWN, e, 3, 0);
     CHECK_MSG(isnan(get(&at.projection->data, at.row, at.col)) == chosen, "expert %d", e);
   }
+  case_end();
+}
+
+/* ---- logits that are not finite; what was kept and is no longer ------------------------------------- */
+
+static void test_not_finite(cumoe_context context)
+{
+  static const int32_t scores[] = {CUMOE_SCORE_SOFTMAX, CUMOE_SCORE_SIGMOID, CUMOE_SCORE_SQRT_SOFTPLUS,
+                                   CUMOE_SCORE_SOFTMAX};
+  for (int i = 0; i < 4; i++) {
+    layer_spec s = layer_spec_new(CUMOE_F32, 4, HIDDEN, INTER);
+    s.input = INPUT_LOGITS;
+    s.optional_outputs = true;
+    s.desc.routing.score = scores[i];
+    s.desc.routing.top_k = 3;
+    s.desc.routing.flags = i == 3 ? CUMOE_ROUTE_SCORE_AFTER_TOPK : CUMOE_ROUTE_RENORMALIZE;
+    case_begin("logits that are not finite: score %d, flags %u", scores[i], s.desc.routing.flags);
+    layer_inputs in = layer_inputs_new(&s);
+    for (int e = 0; e < 6; e++) tensor_set(&in.logits, 0, e, -INFINITY); /* one of them is chosen */
+    tensor_set(&in.logits, 1, 2, NAN);
+    for (int e = 0; e < 6; e++) tensor_set(&in.logits, 2, e, NAN);
+    if (scores[i] == CUMOE_SCORE_SIGMOID) tensor_set(&in.logits, 1, 4, INFINITY);
+    const tensor d_out = d_out_new(&s);
+    const wish w = {.dtype = CUMOE_F32, .d_out = &d_out, .z = .1f};
+    const wish plain = {.dtype = CUMOE_F32, .d_out = &d_out};
+    const grads g = run_backward(context, &s, &in, &plain), with_z = run_backward(context, &s, &in, &w);
+    check_fault(context, NULL, CUMOE_FAULT_NAN_LOGIT);
+    smooth f = {&s, &in, &g.ids, &d_out, 0x1p-14, {0}};
+    (void)layer_case_of(&s, &in, &f.desc);
+    worst d = {0, 0};
+    for (int64_t t = 0; t < s.tokens; t++)
+      for (int64_t e = 0; e < 8; e++) {
+        const bool finite = isfinite(get(&in.logits, t, e));
+        if (finite) note(&d, get(&g.logits, t, e), difference_of(&f, &in.logits, t, e, t));
+        if (!finite) CHECK(get(&g.logits, t, e) == 0 && get(&with_z.logits, t, e) == 0);
+        if (t != 1) CHECK(isfinite(get(&with_z.logits, t, e)));
+      }
+    check_worst("logits", d, 0x1p-17);
+    case_end();
+  }
+}
+
+/* Whatever lies there, nothing outside is reached, which the sanitizers see. */
+static void test_hostile_kept(cumoe_context context)
+{
+  layer_spec s = wide_spec();
+  case_begin("kept bytes that are none");
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s);
+  session run;
+  size_t kept = 0, bytes = 0;
+  session_open(&run, context, &s, &in);
+  CHECK_OK(cumoe_moe_kept(run.plan, s.tokens, &kept));
+  CHECK_OK(cumoe_moe_backward_workspace(run.plan, s.tokens, 1, &bytes));
+  const cumoe_view_mut room = workspace_new(context, kept);
+  const wish w = {.dtype = CUMOE_BF16};
+  weight_grads d = {0};
+  weight_grads_open(&d, context, &w, &s.desc, s.desc.num_experts, s.desc.inter, other_form(&s));
+  const cumoe_moe_grads to = {.size = sizeof to,
+                              .balance = 1,
+                              .d_out = device_put(context, &d_out, 8),
+                              .kept = cumoe_const(room),
+                              .d_weights = d.bound,
+                              .d_x = device_new(context, CUMOE_BF16, s.tokens, s.desc.hidden, 8),
+                              .workspace = workspace_new(context, bytes)};
+  rng r = {7};
+  const tensor noise = tensor_new(CUMOE_U8, 1, (int64_t)kept);
+  for (int round = 0; round < 4; round++) {
+    for (size_t i = 0; i < kept; i++)
+      noise.data[i] = (unsigned char)(round == 0 ? 0x7f : round == 1 ? 0xff : rng_below(&r, round == 2 ? 256 : 2));
+    device_set(context, room, &noise);
+    CHECK_OK(cumoe_moe_backward(run.plan, run.routed, &run.args, &to, NULL));
+    check_guards(context, "d x", to.d_x);
+    check_guards(context, "workspace", to.workspace);
+    CHECK_OK(cumoe_fault_clear(context, NULL));
+  }
+  weight_grads_close(&d, context);
+  session_close(&run);
   case_end();
 }
 
@@ -940,6 +1020,8 @@ static const test_group groups[] = {
     GROUP("losses", test_losses, ON_CPU),
     GROUP("gate alone", test_gate_stage, ON_CPU),
     GROUP("products alone", test_product_stages, ON_CPU),
+    GROUP("not finite", test_not_finite, ON_CPU),
+    GROUP("hostile", test_hostile_kept, ON_CPU),
     GROUP("refusals", test_refusals, ON_CPU),
 };
 
