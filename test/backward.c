@@ -430,6 +430,7 @@ static layer_spec small_spec(int feature, int32_t dtype)
   if (s.router_hidden) s.router_hidden = 24;
   if (s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(&r, &s);
   if (feature % 3 == 0) s.form.bias = CUMOE_F32;
+  if (s.desc.flags & CUMOE_MOE_UNREDUCED) s.out_scale = 2; /* which rows that are not summed up do not have */
   return s;
 }
 
