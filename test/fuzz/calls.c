@@ -18,7 +18,16 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { ARENAS = 32, ARENA = 1 << 15, HIDDEN = 16, INTER = 24, TOKENS = 6, LAYERS = 8, ROOM = 8192 };
+enum {
+  ARENAS = 32,
+  ARENA = 1 << 15,
+  HIDDEN = 16,
+  INTER = 24,
+  TOKENS = 6,
+  LAYERS = 8,
+  ROOM = 8192,
+  FIRST_GRADIENT = 24
+};
 
 /* Too much memory is a status, not the end. */
 const char *__asan_default_options(void);
@@ -174,7 +183,7 @@ typedef struct layer {
   cumoe_moe_desc desc;
   cumoe_weights_desc where;
   cumoe_plan plan;
-  cumoe_weights weights, shared;
+  cumoe_weights weights, shared, gradient; /* gradient: NULL of formats */
 } layer;
 static layer layers[LAYERS];
 
@@ -252,6 +261,16 @@ static cumoe_weights bound(cumoe_weights_desc w)
   return made;
 }
 
+/* The same shapes elsewhere, to be written: every part by itself. */
+static cumoe_weights bound_gradient(const layer *l)
+{
+  cumoe_weights_desc w = l->where;
+  cumoe_view *const parts[] = {&w.gate_up.data, &w.gate.data, &w.up.data, &w.down.data, &w.down.bias};
+  for (int i = 0; i < 5; i++)
+    if (parts[i]->rows) parts[i]->data = wish(FIRST_GRADIENT + i);
+  return bound(w);
+}
+
 static void make_layer(int index)
 {
   static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
@@ -282,6 +301,7 @@ static void make_layer(int index)
   if (index >= 6) set_formats(&l->where, &l->desc);
   PROMISE(cumoe_plan_create(context, &l->desc, &l->plan) == CUMOE_OK, "%s", cumoe_last_error());
   l->weights = bound(l->where);
+  if (index < 6) l->gradient = bound_gradient(l);
   if (l->desc.shared_inter) l->shared = bound(where_of(&l->desc, 1, l->desc.shared_inter, order));
 }
 
@@ -426,8 +446,9 @@ static cumoe_moe_args args_of(const layer *l, uint8_t form)
 
 static void settle_args(cumoe_moe_args *a, const layer *l)
 {
-  cumoe_view *in[] = {&a->x,       &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits,  &a->ids,
-                      &a->weights, &a->select_bias,   &a->expert_map,    &a->shared_gate, &a->residual};
+  cumoe_view *in[] = {&a->x,        &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits,
+                      &a->ids,      &a->weights,       &a->select_bias,   &a->expert_map,  &a->shared_gate,
+                      &a->residual, &a->router_x,      &a->expert_scale};
   cumoe_view_mut *out[] = {&a->out, &a->ids_out, &a->weights_out, &a->counts_out, &a->load, &a->workspace};
   for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
   for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
@@ -986,11 +1007,55 @@ static cumoe_status call_attention(input *in, const layer *l)
                    : cumoe_attention_backward(context, with_room(b, sizeof *b), NULL);
 }
 
+/* ---- the layer's backward ----------------------------------------------------------------------------- */
+
+static void settle_grads(cumoe_moe_grads *g, const layer *l)
+{
+  cumoe_view_mut *out[] = {&g->d_x,        &g->d_router_x,     &g->d_router_weight, &g->d_router_bias,
+                           &g->d_logits,   &g->d_pair_weights, &g->d_expert_scale,  &g->d_shared_gate,
+                           &g->d_residual, &g->losses,         &g->workspace};
+  settle(&g->d_out, 0);
+  settle(&g->kept, 0);
+  for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
+  if (g->d_weights != l->gradient) g->d_weights = (uintptr_t)g->d_weights % 2 ? l->weights : NULL;
+  if (g->d_shared) g->d_shared = l->gradient;
+  lent |= 31u << FIRST_GRADIENT;
+}
+
+/* What was kept is anything. */
+static cumoe_status call_backward(input *in, const layer *l)
+{
+  const uint8_t form = next_byte(in);
+  const int64_t h = l->desc.hidden, k = l->desc.routing.top_k, columns = router_columns(l);
+  const int32_t dtype = l->desc.dtype;
+  const bool unreduced = l->desc.flags & CUMOE_MOE_UNREDUCED, keeps = form & 8;
+  size_t kept = 0, bytes = 0;
+  const cumoe_status found = cumoe_moe_kept(l->plan, TOKENS, &kept),
+                     laid_out = cumoe_moe_backward_workspace(l->plan, TOKENS, keeps, &bytes);
+  PROMISE(found == laid_out && (found == CUMOE_OK) == (l->gradient != NULL), "%s", cumoe_last_error());
+  cumoe_moe_args a = args_of(l, form);
+  cumoe_moe_grads g = {.size = sizeof g,
+                       .d_out = wished_view(22, dtype, unreduced ? TOKENS * k : TOKENS, h),
+                       .d_weights = l->gradient,
+                       .d_x = wished_mut(9, dtype, TOKENS, h),
+                       .d_pair_weights = wished_mut(10, CUMOE_F32, TOKENS, k),
+                       .workspace = wished_mut(29, CUMOE_U8, 1, (int64_t)bytes)};
+  if (keeps) g.kept = wished_view(30 + form % 2, CUMOE_U8, 1, (int64_t)kept);
+  if (form % 3 != 2) g.d_logits = wished_mut(13, CUMOE_F32, TOKENS, columns), g.balance = g.z = 1;
+  if (form % 3 == 0) g.d_router_weight = wished_mut(14, CUMOE_F32, columns, h);
+  change(in, &a, sizeof a);
+  change(in, &g, sizeof g);
+  settle_args(&a, l);
+  settle_grads(&g, l);
+  if (form & 4) return cumoe_moe_forward_keep(l->plan, l->weights, with_room(&a, sizeof a), g.workspace, NULL);
+  return cumoe_moe_backward(l->plan, l->weights, with_room(&a, sizeof a), with_room(&g, sizeof g), NULL);
+}
+
 /* ---- one input --------------------------------------------------------------------------------------- */
 
 typedef cumoe_status call(input *in, const layer *l);
-static call *const calls[] = {call_context, call_plan,   call_weights, call_forward, call_stage,    call_buffer,
-                              call_op,      call_masked, call_format,  call_train,   call_attention};
+static call *const calls[] = {call_context, call_plan,   call_weights, call_forward, call_stage,     call_buffer,
+                              call_op,      call_masked, call_format,  call_train,   call_attention, call_backward};
 
 static void set_up(void)
 {
