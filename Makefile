@@ -22,8 +22,8 @@ INCLUDEDIR ?= $(PREFIX)/include
 LIBDIR     ?= $(PREFIX)/lib
 BENCH_ARGS ?= --grouped
 SANITIZE   ?= address,undefined
-# Empty unless set: DESTDIR DEMO_ARGS TUNE_ARGS T V, and CFLAGS CXXFLAGS NVCCFLAGS LDFLAGS LDLIBS, which follow ours, so
-# they win.
+# Empty unless set: DESTDIR DEMO_ARGS TRAIN_ARGS TUNE_ARGS T V, and CFLAGS CXXFLAGS NVCCFLAGS LDFLAGS LDLIBS, which
+# follow ours, so they win.
 
 # ---- derived --------------------------------------------------------------------------------------------------
 
@@ -89,8 +89,8 @@ ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
 # In test/, a .c with a .h of the same name is a helper of all programs; any other is a program of its own.
 test_stems   := $(sort $(patsubst test/%.c,%,$(wildcard test/*.c)))
 TEST_HELPERS := $(filter $(patsubst test/%.h,%,$(wildcard test/*.h)),$(test_stems))
-# The demo's model is a helper too: test/tinymoe.c runs it.
-HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/safetensors.c)
+# The demo's model is a helper too, and the one to be trained: test/tinymoe.c and test/train.c run them.
+HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/decoder.c bench/safetensors.c)
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
@@ -102,17 +102,20 @@ EXAMPLES     := $(basename $(notdir $(sort $(wildcard test/examples/*.c)))) $(if
 EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 # Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
 FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
-# Programs of bench/; what else lies there belongs to all of them, but for the demo's model.
+# Programs of bench/; what else lies there belongs to all of them, but for the demo's model and the one to be trained.
 BENCH_MAINS := $(wildcard bench/bench.c bench/ops.c bench/tune.c bench/plan.c bench/ep.c)
-BENCH_C := $(sort $(filter-out $(BENCH_MAINS) bench/demo.c bench/tinylm.c bench/safetensors.c,$(wildcard bench/*.c)))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c bench/safetensors.c)
+TRAIN_C := $(wildcard bench/train.c bench/decoder.c bench/safetensors.c)
+BENCH_C := $(sort $(filter-out $(BENCH_MAINS) $(DEMO_C) $(TRAIN_C),$(wildcard bench/*.c)))
+# What is trained on unless TEXT= says otherwise: the project itself.
+TEXT    ?= README.md bench/NOTES.md $(sort $(wildcard $(addsuffix .[ch],include/cumoe/* host/* kernels/* kernels/*/*)))
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
-.PHONY: all shared demo test bench bench-plan tune check coverage mutants tests install uninstall format lint clean \
-	help FORCE
+.PHONY: all shared demo train test bench bench-plan tune check coverage mutants tests install uninstall format lint \
+	clean help FORCE
 all: $(LIB)/libcumoe.a
 shared: $(LIB)/libcumoe.so
 
@@ -284,6 +287,8 @@ $(LIB)/test/examples/%: $(OBJ)/test/examples/%.o $(archive)
 	$(link)
 $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
+$(LIB)/train: $(TRAIN_C:%.c=$(OBJ)/%.o) $(archive)
+	$(link)
 $(LIB)/bench/plan $(LIB)/bench/tune: $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
 	$(OBJ)/flags.link
 	$(link)
@@ -311,6 +316,8 @@ $(LIB)/test/ranges $(OBJ)/asan/bin/ranges: \
 tests: $(PROGRAMS)
 demo: $(LIB)/demo
 	$(Q)$(LIB)/demo $(DEMO_ARGS)
+train: $(LIB)/train
+	$(Q)$(LIB)/train --out $(LIB)/trained $(TRAIN_ARGS) $(TEXT)
 bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
 # On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
@@ -326,7 +333,7 @@ script_env = $(foreach v,LIB V CC CXX NVCC MAKE VERSION CUDA_VERSION CUDA_HOME C
 	CUBINS FORMATTED FUZZERS PYTHON,$v='$($v)')
 chosen = $(if $(T),$(filter $(foreach t,$(T),%/$t %/$t.sh),$(1)),$(1))
 test_programs  := $(call chosen,$(PROGRAMS))
-test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh)
+test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh test/check/train.sh)
 # Programs that run under the sanitizers.
 # The shim stands for a runtime of CUDA 12.8 or newer (host/runtime.h).
 ASAN_TESTS     ?= $(TESTS) $(if $(filter 12.4 12.5 12.6,$(CUDA_VERSION)),,$(SHIMMED))
@@ -338,7 +345,8 @@ libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
 	$(FUZZERS:%=$(OBJ)/asan/fuzz/%) $(if $(libfuzzer),$(FUZZERS:%=$(OBJ)/fuzz/%)))
 
-test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts)),$(LIB)/test/libcumoe.so)
+test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts)),$(LIB)/test/libcumoe.so) \
+	$(if $(filter %/train.sh,$(test_scripts)),$(LIB)/train $(LIB)/demo)
 	@$(script_env) test/run.sh $(test_programs) $(test_scripts)
 
 # A sanitized program has no GPU to see: the driver's own memory is not under test.
@@ -396,13 +404,15 @@ lint:
 	--suppress=missingIncludeSystem $(ARCH_DEFINES) -Iinclude $(LIB_C)
 
 clean:
-	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/libcumoe.so $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/prefix $(LIB)/planted \
+	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/libcumoe.so $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/train $(LIB)/trained \
+	$(LIB)/prefix $(LIB)/planted \
 	$(LIB)/aarch64 $(LIB)/toolkits
 
 help:
 	@echo 'make            $(LIB)/libcumoe.a'
 	@echo 'make shared     $(LIB)/libcumoe.so as well, for programs that load it; make install then installs both'
 	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
+	@echo 'make train      trains that model from scratch on TEXT="FILE ...", for two minutes      (TRAIN_ARGS)'
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'

@@ -294,27 +294,14 @@ static expert_matrix one_matrix(cumoe_view v)
   return (expert_matrix){.base = {v.data}, .n_stride = v.ld, .k_stride = 1, .format = dense_format(v.dtype)};
 }
 
-static expert_matrix transposed(expert_matrix b)
-{
-  const int64_t n_stride = b.n_stride;
-  b.n_stride = b.k_stride;
-  b.k_stride = n_stride;
-  return b;
-}
-
-static int64_t blocks_of(int64_t n, int64_t block)
-{
-  return (n + block - 1) / block;
-}
-
 static void multiply(const pass *p, const rows_product_args *a)
 {
-  run(p, cpu_rows_product, a, a->map.experts * blocks_of(a->n, CPU_N_BLOCK));
+  run(p, cpu_rows_product, a, a->map.experts * PRODUCT_BLOCKS(a->n));
 }
 
 static void add_up(const pass *p, const weight_gradient_args *a)
 {
-  run(p, cpu_weight_gradient, a, a->map.experts * a->halves * blocks_of(a->n, GRADIENT_BLOCK));
+  run(p, cpu_weight_gradient, a, a->map.experts * a->halves * GRADIENT_BLOCKS(a->n));
 }
 
 static activation_args activation_of(const pass *p, const struct weights *w, const row_map *map)
@@ -605,12 +592,11 @@ static cumoe_view d_logits_of(const backward *b)
   return own.data ? cumoe_const(own) : small_region(b->scratch, b->at.d_logits, CUMOE_F32, b->p.tokens.count, experts);
 }
 
-static void backward_gate(const backward *b)
+static cumoe_status backward_gate(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view d_pairs = d_pairs_of(b), d_logits = d_logits_of(b);
-  const int64_t tokens = p->tokens.count, experts = d_logits.cols;
   gate_backward_args a = {.g = gate_of(p, p->ids, p->pair_weights),
                           .d_weights = is_unreduced(p) && !weighs_input(p) ? NULL : d_pairs.data,
                           .d_logits = (float *)(uintptr_t)d_logits.data,
@@ -627,10 +613,7 @@ static void backward_gate(const backward *b)
   a.g.given = p->ids.data;
   a.g.ids_ld = p->ids.ld;
   a.g.ids_dtype = p->ids.dtype;
-  if (a.balance != 0) run(p, cpu_gate_count, &a, experts);
-  run(p, cpu_gate_backward, &a, tokens);
-  if (a.d_expert_scale) run(p, cpu_gate_scale, &a, experts);
-  if (a.losses) run(p, cpu_gate_loss, &a, 1);
+  return run_gate_backward(p->context, &a);
 }
 
 /* Sums over all tokens: the outer product of `a` and `with`, and the sum of `a`, scaled. */
@@ -714,7 +697,7 @@ static cumoe_status run_backward(const backward *b)
   if (absent(&g->kept)) TRY(keep(p, NULL, NULL));
   backward_routed(b);
   if (p->shared) backward_shared(b);
-  if (wants_gate(b)) backward_gate(b);
+  if (wants_gate(b)) TRY(backward_gate(b));
   if (wants_gate(b) && p->args->router_weight.data) backward_router(b);
   if (g->d_shared_gate.data)
     add_tokens(b, rows_of(region(b->scratch, b->at.d_shared_weight), 1, DT_F32), 1, p->args->x, g->d_shared_gate,

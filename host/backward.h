@@ -36,11 +36,18 @@ typedef struct backward_operands {
 } backward_operands;
 
 cumoe_status check_without_formats(const struct plan *plan);
-/* The last of all checks of either: CUDA devices have no kernels for it yet. */
+/* The last of all checks: CUDA devices have no kernels for it yet. */
+cumoe_status check_device_trains(struct context *context);
+/* Weights bound to the memory of gradients, whose experts share none; *found is NULL without a handle. */
+cumoe_status find_gradient(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
+                           const struct weights **found);
 cumoe_status check_keep(const struct plan *plan, const layer_operands *layer, const cumoe_moe_args *a,
                         cumoe_view_mut kept);
 /* `a` becomes what backward reads of it: without the forward's outputs and workspace. */
 cumoe_status check_backward(cumoe_plan plan, cumoe_weights weights, cumoe_moe_args *a, const cumoe_moe_grads *g,
                             backward_operands *with);
+
+/* From d weights and coefficients of losses to d logits. */
+cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a);
 
 #endif

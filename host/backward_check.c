@@ -19,10 +19,10 @@ cumoe_status check_without_formats(const struct plan *plan)
   return CUMOE_OK;
 }
 
-static cumoe_status check_device_trains(const struct plan *plan)
+cumoe_status check_device_trains(struct context *context)
 {
-  REQUIRE(on_cpu(plan->context), CUMOE_ERR_NOT_SUPPORTED, "device is %d: the backward runs on the CPU device alone",
-          (int)plan->context->device);
+  REQUIRE(on_cpu(context), CUMOE_ERR_NOT_SUPPORTED,
+          "context is on device %d: the backward runs on the CPU device alone", (int)context->device);
   return CUMOE_OK;
 }
 
@@ -55,13 +55,13 @@ cumoe_status check_keep(const struct plan *plan, const layer_operands *layer, co
   TRY(check_off_weights(views, 1, "weights", layer->weights));
   if (layer->shared) TRY(check_off_weights(views, 1, "args.shared", layer->shared));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
-  return check_device_trains(plan);
+  return check_device_trains(plan->context);
 }
 
 /* ---- backward ---- */
 
-static cumoe_status find_gradient(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
-                                  const struct weights **found)
+cumoe_status find_gradient(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
+                           const struct weights **found)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const int32_t experts = shared ? 1 : d->local_experts, inter = shared ? d->shared_inter : d->inter;
@@ -228,5 +228,5 @@ cumoe_status check_backward(cumoe_plan handle, cumoe_weights weights, cumoe_moe_
   TRY(check_wanted(plan, a, g));
   TRY(check_backward_room(plan, a, g));
   TRY(check_grads_overlaps(a, g, with));
-  return check_device_trains(plan);
+  return check_device_trains(plan->context);
 }

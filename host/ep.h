@@ -55,7 +55,7 @@ cumoe_status ep_explain(const group *g, uint64_t word);
 /* The wires (ep_wire.c): what is opened, in a rank's own arena, or in another's. With the context's device entered, but
  * for moves. */
 cumoe_status wire_open(group *g);
-void wire_close(group *g);
+cumoe_status wire_close(group *g); /* the first failure; it is closed all the same */
 cumoe_status wire_write(const group *g, int32_t rank, uint64_t at, const void *from, size_t bytes);
 cumoe_status wire_read(const group *g, uint64_t at, void *to, size_t bytes);
 cumoe_status wire_store(const group *g, int32_t rank, uint64_t at, uint64_t word); /* after all that was written */

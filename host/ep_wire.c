@@ -137,13 +137,14 @@ cumoe_status wire_open(group *g)
   return find_kernel(g, "cumoe_ep_wait_answers", &g->kernels[MOVE_WAIT_ANSWERS]);
 }
 
-void wire_close(group *g)
+cumoe_status wire_close(group *g)
 {
   cumoe_status first = CUMOE_OK;
   if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
   if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
   g->library = NULL;
   g->stream = NULL;
+  return first;
 }
 
 /* ---- moves ---- */

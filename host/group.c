@@ -363,9 +363,9 @@ cumoe_status find_group(cumoe_group handle, group **found)
 static cumoe_status end_group(void *object)
 {
   group *g = object;
-  wire_close(g);
+  const cumoe_status status = wire_close(g);
   free(g);
-  return CUMOE_OK;
+  return status;
 }
 
 static cumoe_status end_groups(struct context *context)

@@ -4,6 +4,7 @@
 #include "check.h"
 #include "context.h"
 #include "dispatch.h"
+#include "route.h"
 #include "status.h"
 
 /* ---- router ---- */
@@ -148,14 +149,14 @@ cumoe_status cumoe_gate_with(cumoe_context context, const cumoe_gate_args *args,
 
 /* ---- route ---- */
 
-static cumoe_status take_route(const cumoe_route **route, cumoe_route *copy)
+cumoe_status take_route(const cumoe_route **route, cumoe_route *copy)
 {
   TRY(take_struct("route", *route, copy));
   *route = copy;
   return CUMOE_OK;
 }
 
-static cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens)
+cumoe_status check_route(const struct plan *plan, const cumoe_route *route, int64_t tokens)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const uint32_t i32 = DTYPE_BIT(CUMOE_I32);
@@ -172,12 +173,6 @@ static cumoe_status check_route(const struct plan *plan, const cumoe_route *rout
           "route.slot_row.ld is %lld, must be top_k = %lld", (long long)route->slot_row.ld,
           (long long)route->slot_row.cols);
   return check_device_tokens(plan->context, "route.device_tokens", route->device_tokens);
-}
-
-/* Of a call with the route. */
-static token_count tokens_of_route(const cumoe_route *route, int64_t tokens)
-{
-  return (token_count){tokens, route->device_tokens.data};
 }
 
 /* ---- map ---- */
@@ -262,15 +257,13 @@ cumoe_status cumoe_map(cumoe_plan handle, cumoe_view ids, cumoe_view expert_map,
 
 /* ---- up, down ---- */
 
-/* A matrix that has a row for every pair, or more. */
-static operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
+operand rows_operand(const struct plan *plan, const char *name, cumoe_view view, int64_t tokens, int32_t cols)
 {
   const int64_t rows = tokens * plan->desc.routing.top_k;
   return (operand){name, rows > view.rows ? rows : view.rows, cols, DTYPE_BIT(plan->desc.dtype), 16};
 }
 
-/* Tokens of a call whose only operand with a row a token is the route. */
-static cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens)
+cumoe_status tokens_of(const struct plan *plan, const cumoe_route *route, int64_t *tokens)
 {
   const cumoe_view slots = cumoe_const(route->slot_row);
   TRY(check_owner(plan->context, "route.slot_row", &slots));

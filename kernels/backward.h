@@ -30,6 +30,15 @@ typedef struct row_matrix {
   int32_t dtype, form;
 } row_matrix;
 
+/* The weights as a product from their outputs to their inputs reads them. */
+static inline expert_matrix transposed(expert_matrix b)
+{
+  const int64_t n_stride = b.n_stride;
+  b.n_stride = b.k_stride;
+  b.k_stride = n_stride;
+  return b;
+}
+
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */
 typedef struct rows_product_args {
@@ -58,6 +67,8 @@ typedef struct weight_gradient_args {
 } weight_gradient_args;
 
 enum { GRADIENT_BLOCK = 32 };
+#define GRADIENT_BLOCKS(n) (((n) + GRADIENT_BLOCK - 1) / GRADIENT_BLOCK)
+#define PRODUCT_BLOCKS(n)  (((n) + CPU_N_BLOCK - 1) / CPU_N_BLOCK)
 enum { WEIGHS_NONE = 0, WEIGHS_A, WEIGHS_B };
 
 /* h[r] = act(z[r]), rounded; with d_h also d_z[r] = w(r) * act'(z[r]) d_h[r], rounded; 0 if the pair is dropped. z and

@@ -9,7 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { TOKENS = 5, HIDDEN = 16, INTER = 8, PART = 12 /* of matrices one element in so many is held to a difference */ };
+enum { TOKENS = 5, HIDDEN = 16, INTER = 8, PART = 16 /* of matrices one element in so many is held to a difference */ };
 
 /* ---- a call ---------------------------------------------------------------------------------------- */
 
@@ -40,10 +40,10 @@ static host_projection *projection_of(host_weights *w, int i)
   return all[i];
 }
 
-/* What accumulating adds to. */
+/* What accumulating adds to; a -0 stays one only where nothing is added. */
 static double before(int64_t i)
 {
-  return (double)(i % 7) - 3;
+  return i % 7 == 3 ? -0. : (double)(i % 7) - 3;
 }
 
 static cumoe_view_mut grad_new(cumoe_context context, const wish *w, int32_t dtype, int64_t rows, int64_t cols)
@@ -430,6 +430,7 @@ static layer_spec small_spec(int feature, int32_t dtype)
   if (s.router_hidden) s.router_hidden = 24;
   if (s.form.gate_order == CUMOE_GATE_UP_CONCAT) layer_random_form(&r, &s);
   if (feature % 3 == 0) s.form.bias = CUMOE_F32;
+  if (s.desc.flags & CUMOE_MOE_UNREDUCED) s.out_scale = 2; /* which rows that are not summed up do not have */
   return s;
 }
 
@@ -602,6 +603,8 @@ static void run_whole(cumoe_context context, pattern p, int64_t tokens, int form
                           *alone = projection_of((host_weights *)&a.routed.host, i);
     check_added(&sum->data, &alone->data);
     check_added(&sum->bias, &alone->bias);
+    if (sum->data.data && (p == PATTERN_LAST || p == PATTERN_NONE)) /* expert 0 has no rows */
+      CHECK(signbit(get(&sum->data, 0, 3)) && signbit(get(&sum->bias, 0, 3)) && !signbit(get(&alone->data, 0, 3)));
   }
   if (form == 2 && tokens > 0) check_adjoint(context, &s, &in, &d_out, &a.x);
   case_end();
@@ -679,6 +682,84 @@ static void test_nan(cumoe_context context)
   case_end();
 }
 
+/* ---- logits that are not finite; what was kept and is no longer ------------------------------------- */
+
+static void test_not_finite(cumoe_context context)
+{
+  static const int32_t scores[] = {CUMOE_SCORE_SOFTMAX, CUMOE_SCORE_SIGMOID, CUMOE_SCORE_SQRT_SOFTPLUS,
+                                   CUMOE_SCORE_SOFTMAX};
+  for (int i = 0; i < 4; i++) {
+    layer_spec s = layer_spec_new(CUMOE_F32, 4, HIDDEN, INTER);
+    s.input = INPUT_LOGITS;
+    s.optional_outputs = true;
+    s.desc.routing.score = scores[i];
+    s.desc.routing.top_k = 3;
+    s.desc.routing.flags = i == 3 ? CUMOE_ROUTE_SCORE_AFTER_TOPK : CUMOE_ROUTE_RENORMALIZE;
+    case_begin("logits that are not finite: score %d, flags %u", scores[i], s.desc.routing.flags);
+    layer_inputs in = layer_inputs_new(&s);
+    for (int e = 0; e < 6; e++) tensor_set(&in.logits, 0, e, -INFINITY); /* one of them is chosen */
+    tensor_set(&in.logits, 1, 2, NAN);
+    for (int e = 0; e < 6; e++) tensor_set(&in.logits, 2, e, NAN);
+    if (scores[i] == CUMOE_SCORE_SIGMOID) tensor_set(&in.logits, 1, 4, INFINITY);
+    const tensor d_out = d_out_new(&s);
+    const wish w = {.dtype = CUMOE_F32, .d_out = &d_out, .z = .1f};
+    const wish plain = {.dtype = CUMOE_F32, .d_out = &d_out};
+    const grads g = run_backward(context, &s, &in, &plain), with_z = run_backward(context, &s, &in, &w);
+    check_fault(context, NULL, CUMOE_FAULT_NAN_LOGIT);
+    smooth f = {&s, &in, &g.ids, &d_out, 0x1p-14, {0}};
+    (void)layer_case_of(&s, &in, &f.desc);
+    worst d = {0, 0};
+    for (int64_t t = 0; t < s.tokens; t++)
+      for (int64_t e = 0; e < 8; e++) {
+        const bool finite = isfinite(get(&in.logits, t, e));
+        if (finite) note(&d, get(&g.logits, t, e), difference_of(&f, &in.logits, t, e, t));
+        if (!finite) CHECK(get(&g.logits, t, e) == 0 && get(&with_z.logits, t, e) == 0);
+        if (t != 1) CHECK(isfinite(get(&with_z.logits, t, e)));
+      }
+    check_worst("logits", d, 0x1p-17);
+    case_end();
+  }
+}
+
+/* Whatever lies there, nothing outside is reached, which the sanitizers see. */
+static void test_hostile_kept(cumoe_context context)
+{
+  layer_spec s = wide_spec();
+  case_begin("kept bytes that are none");
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s);
+  session run;
+  size_t kept = 0, bytes = 0;
+  session_open(&run, context, &s, &in);
+  CHECK_OK(cumoe_moe_kept(run.plan, s.tokens, &kept));
+  CHECK_OK(cumoe_moe_backward_workspace(run.plan, s.tokens, 1, &bytes));
+  const cumoe_view_mut room = workspace_new(context, kept);
+  const wish w = {.dtype = CUMOE_BF16};
+  weight_grads d = {0};
+  weight_grads_open(&d, context, &w, &s.desc, s.desc.num_experts, s.desc.inter, other_form(&s));
+  const cumoe_moe_grads to = {.size = sizeof to,
+                              .balance = 1,
+                              .d_out = device_put(context, &d_out, 8),
+                              .kept = cumoe_const(room),
+                              .d_weights = d.bound,
+                              .d_x = device_new(context, CUMOE_BF16, s.tokens, s.desc.hidden, 8),
+                              .workspace = workspace_new(context, bytes)};
+  rng r = {7};
+  const tensor noise = tensor_new(CUMOE_U8, 1, (int64_t)kept);
+  for (int round = 0; round < 4; round++) {
+    for (size_t i = 0; i < kept; i++)
+      noise.data[i] = (unsigned char)(round == 0 ? 0x7f : round == 1 ? 0xff : rng_below(&r, round == 2 ? 256 : 2));
+    device_set(context, room, &noise);
+    CHECK_OK(cumoe_moe_backward(run.plan, run.routed, &run.args, &to, NULL));
+    check_guards(context, "d x", to.d_x);
+    check_guards(context, "workspace", to.workspace);
+    CHECK_OK(cumoe_fault_clear(context, NULL));
+  }
+  weight_grads_close(&d, context);
+  session_close(&run);
+  case_end();
+}
+
 /* ---- losses of the gate ---------------------------------------------------------------------------- */
 
 /* Both in double, from the logits and from what was chosen. */
@@ -745,6 +826,150 @@ static void test_losses(cumoe_context context)
   }
 }
 
+/* ---- stages ---------------------------------------------------------------------------------------- */
+
+/* The gate's alone gives the layer's bits. */
+static void test_gate_stage(cumoe_context context)
+{
+  const char *name;
+  for (int feature = 0; (name = feature_name(feature)) != NULL; feature++) {
+    const layer_spec s = small_spec(feature, CUMOE_F32);
+    if (s.input != INPUT_LOGITS || s.device_count || s.desc.flags & CUMOE_MOE_UNREDUCED) continue;
+    case_begin("the gate alone: %s", name);
+    const layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    const wish w = {.dtype = CUMOE_F32, .kept = true, .d_out = &d_out, .balance = .1f, .z = .02f};
+    const grads g = run_backward(context, &s, &in, &w);
+    check_fault(context, NULL, expected_fault(&s, &in));
+    size_t bytes = 0;
+    CHECK_OK(cumoe_gate_backward_workspace(context, s.tokens, spec_router_experts(&s), s.desc.routing.top_k, &bytes));
+    cumoe_gate_backward_args a = {.size = sizeof a,
+                                  .routing = s.desc.routing,
+                                  .balance = w.balance,
+                                  .z = w.z,
+                                  .logits = device_put(context, &in.logits, 3),
+                                  .ids = device_put(context, &g.ids, 1),
+                                  .d_weights = device_put(context, &g.pair_weights, 2),
+                                  .d_logits = device_new(context, CUMOE_F32, s.tokens, g.logits.cols, 1),
+                                  .losses = device_new(context, CUMOE_F32, 1, 2, 0),
+                                  .workspace = workspace_new(context, bytes)};
+    if (in.expert_scale.data) a.expert_scale = device_put(context, &in.expert_scale, 0);
+    if (in.expert_scale.data) a.d_expert_scale = device_new(context, CUMOE_F32, 1, g.logits.cols, 0);
+    CHECK_OK(cumoe_gate_backward(context, &a, NULL));
+    const tensor logits = take(context, a.d_logits), scale = take(context, a.d_expert_scale),
+                 losses = take(context, a.losses);
+    check_guards(context, "workspace", a.workspace);
+    check_same("d logits", &logits, &g.logits);
+    check_same("losses", &losses, &g.losses);
+    check_equal("d expert_scale", &scale, &g.expert_scale);
+    case_end();
+  }
+}
+
+typedef struct stage_rows {
+  tensor d_z, h, d_y, pair, counts, offsets;
+} stage_rows;
+
+/* sum over channels of a row times a part of the weights, transposed. */
+static double transposed_sum(const host_weights *w, int part, int64_t expert, const tensor *a, int64_t row,
+                             int64_t first, int64_t in)
+{
+  const int64_t outs = part == PLAIN_DOWN ? w->hidden : w->inter, ins = part == PLAIN_DOWN ? w->inter : w->hidden;
+  double sum = 0;
+  for (int64_t o = 0; o < outs; o++) sum += get(a, row, first + o) * w->plain[part][(expert * outs + o) * ins + in];
+  return sum;
+}
+
+static void check_row(const layer_spec *s, const host_weights *w, const stage_rows *r, int64_t expert, int64_t row,
+                      const tensor *d_h, const tensor *d_rows)
+{
+  const bool gated = w->gate_order != CUMOE_UNGATED;
+  for (int64_t i = 0; i < w->inter; i++)
+    CHECK(get(d_h, row, i) == transposed_sum(w, PLAIN_DOWN, expert, &r->d_y, row, 0, i));
+  for (int64_t i = 0; i < s->desc.hidden; i++) {
+    double want = transposed_sum(w, PLAIN_UP, expert, &r->d_z, row, gated ? w->inter : 0, i);
+    if (gated) want += transposed_sum(w, PLAIN_GATE, expert, &r->d_z, row, 0, i);
+    CHECK_MSG(get(d_rows, row, i) == want, "row %d, %d", (int)row, (int)i);
+  }
+}
+
+/* d of one element of a part, and of its bias (in < 0), summed over the expert's rows. */
+static double rows_sum(const layer_spec *s, const layer_inputs *in, const stage_rows *r, int part, int64_t expert,
+                       int64_t out, int64_t at)
+{
+  const bool weighs = s->desc.routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  const int64_t first = (int64_t)get(&r->offsets, 0, expert), k = s->desc.routing.top_k;
+  double sum = 0;
+  for (int64_t row = first; row < first + (int64_t)get(&r->counts, 0, expert); row++) {
+    const int64_t pair = (int64_t)get(&r->pair, 0, row);
+    const double weight = weighs ? get(&in->id_weights, pair / k, pair % k) : 1;
+    const bool half = part == PLAIN_UP && in->routed.gate_order != CUMOE_UNGATED;
+    const double a = part == PLAIN_DOWN ? get(&r->d_y, row, out) : get(&r->d_z, row, out + (half ? s->desc.inter : 0));
+    const double b = part == PLAIN_DOWN ? get(&r->h, row, at) : weight * get(&in->x, pair / k, at);
+    sum += a * b;
+  }
+  return sum;
+}
+
+static void run_product_stages(cumoe_context context, pattern p, int form)
+{
+  const layer_spec s = whole_spec(p, 7, form);
+  case_begin("products alone: %s, form %d", pattern_name(p), form);
+  const layer_inputs in = whole_inputs(&s);
+  const bool gated = in.routed.gate_order != CUMOE_UNGATED;
+  const int64_t pairs = s.tokens * s.desc.routing.top_k, wide = (gated ? 2 : 1) * s.desc.inter;
+  rng r = {s.seed + 4};
+  staged g;
+  staged_open(&g, context, &s, &in, NULL);
+  CHECK_OK(run_stage(&g, STAGE_MAP));
+  stage_rows rows = {.d_z = tensor_integers(&r, CUMOE_F32, pairs, wide, 3),
+                     .h = tensor_integers(&r, CUMOE_F32, pairs, s.desc.inter, 3),
+                     .d_y = tensor_integers(&r, CUMOE_F32, pairs, s.desc.hidden, 3),
+                     .pair = device_get(context, cumoe_const(g.route.row_pair)),
+                     .counts = device_get(context, cumoe_const(g.route.counts)),
+                     .offsets = device_get(context, cumoe_const(g.route.offsets))};
+  const cumoe_view d_z = device_put(context, &rows.d_z, 8), d_y = device_put(context, &rows.d_y, 8);
+  const cumoe_view_mut d_h = device_new(context, CUMOE_F32, pairs, s.desc.inter, 8),
+                       d_rows = device_new(context, CUMOE_F32, pairs, s.desc.hidden, 8);
+  CHECK_OK(cumoe_down_backward(g.s.plan, g.s.routed, d_y, &g.route, d_h, NULL));
+  CHECK_OK(cumoe_up_backward(g.s.plan, g.s.routed, d_z, &g.route, d_rows, NULL));
+  const wish w = {.dtype = CUMOE_F32};
+  weight_grads d = {0};
+  weight_grads_open(&d, context, &w, &s.desc, s.desc.num_experts, s.desc.inter, other_form(&s));
+  cumoe_weights_backward_args a = {.size = sizeof a,
+                                   .x = device_put(context, &in.x, 8),
+                                   .d_z = d_z,
+                                   .h = device_put(context, &rows.h, 8),
+                                   .d_y = d_y};
+  if (form % 2) a.pair_weights = device_put(context, &in.id_weights, 1);
+  CHECK_OK(cumoe_weights_backward(g.s.plan, d.bound, &g.route, &a, NULL));
+  weight_grads_close(&d, context);
+  const tensor got_h = take(context, d_h), got_rows = take(context, d_rows);
+  int64_t end = 0;
+  for (int64_t e = 0; e < s.desc.num_experts; e++) {
+    end = (int64_t)(get(&rows.offsets, 0, e) + get(&rows.counts, 0, e));
+    for (int64_t row = (int64_t)get(&rows.offsets, 0, e); row < end; row++)
+      check_row(&s, &in.routed, &rows, e, row, &got_h, &got_rows);
+    for (int part = !gated; part < 3; part++) {
+      const int64_t out = part == PLAIN_DOWN ? e % s.desc.hidden : e % s.desc.inter;
+      for (int64_t i = 0; i < (part == PLAIN_DOWN ? s.desc.inter : s.desc.hidden); i++) {
+        const place at = oracle_place(&d.host, part, e, out, i);
+        CHECK(get(&at.projection->data, at.row, at.col) == rows_sum(&s, &in, &rows, part, e, out, i));
+      }
+    }
+  }
+  check_untouched(context, "rows past the last", d_h, end);
+  check_untouched(context, "rows past the last", d_rows, end);
+  session_close(&g.s);
+  check_fault(context, NULL, expected_fault(&s, &in));
+  case_end();
+}
+
+static void test_product_stages(cumoe_context context)
+{
+  for (int p = 0; p < PATTERN_COUNT; p++) run_product_stages(context, (pattern)p, p % 4);
+}
+
 /* ---- what is refused ------------------------------------------------------------------------------- */
 
 static void test_refusals(cumoe_context context)
@@ -794,6 +1019,10 @@ static const test_group groups[] = {
     ALONE("threads", test_threads, ONCE),
     GROUP("nan", test_nan, ON_CPU),
     GROUP("losses", test_losses, ON_CPU),
+    GROUP("gate alone", test_gate_stage, ON_CPU),
+    GROUP("products alone", test_product_stages, ON_CPU),
+    GROUP("not finite", test_not_finite, ON_CPU),
+    GROUP("hostile", test_hostile_kept, ON_CPU),
     GROUP("refusals", test_refusals, ON_CPU),
 };
 

@@ -57,6 +57,8 @@ typedef struct arguments {
   cumoe_gate_args gate;
   cumoe_masked_args masked;
   cumoe_moe_grads grads;
+  cumoe_gate_backward_args gate_back;
+  cumoe_weights_backward_args weights_back;
   cumoe_matmul_args matmul;
   cumoe_format format;
   cumoe_quantize_args quantize;
@@ -1032,6 +1034,91 @@ CALL(cumoe_masked_forward, fill_masked, cumoe_masked_forward(a->plan, a->weights
 
 CALL(cumoe_masked_workspace, fill_plan, cumoe_masked_workspace(a->plan, a->rows, a->out), PLAN,
      LONG("capacity", rows, 0, INT32_MAX / EXPERTS), NOT_NULL("bytes", out))
+
+/* ---- cumoe/backward.h, the stages ----------------------------------------------------------------------- */
+
+static void fill_gate_backward(arguments *a)
+{
+  size_t bytes = 0;
+  CHECK_OK(cumoe_gate_backward_workspace(bench.context, TOKENS, EXPERTS, TOP_K, &bytes));
+  a->gate_back = (cumoe_gate_backward_args){.size = sizeof a->gate_back,
+                                            .routing = cumoe_routing_deepseek_v3(TOP_K, 4, 2, 2.5f),
+                                            .logits = give(CUMOE_F32, TOKENS, EXPERTS),
+                                            .ids = give(CUMOE_I32, TOKENS, TOP_K),
+                                            .expert_scale = give(CUMOE_F32, 1, EXPERTS),
+                                            .d_weights = give(CUMOE_F32, TOKENS, TOP_K),
+                                            .device_tokens = give(CUMOE_I32, 1, 1),
+                                            .d_logits = give_mut(CUMOE_F32, TOKENS, EXPERTS),
+                                            .d_expert_scale = give_mut(CUMOE_F32, 1, EXPERTS),
+                                            .losses = give_mut(CUMOE_F32, 1, 2),
+                                            .workspace = give_mut(CUMOE_U8, 1, (int64_t)bytes)};
+  a->info = &a->gate_back;
+}
+CALL(cumoe_gate_backward, fill_gate_backward, on_cpu_alone(cumoe_gate_backward(a->context, a->info, no_stream)),
+     CONTEXT, NOT_NULL("args", info), SIZE("args.size", gate_back.size), FLAGS("args.flags", gate_back.flags, 1),
+     RESERVE("routing", gate_back.routing.reserved[7]), ROUTING_ROWS(gate_back.routing),
+     VIEW("args.logits", gate_back.logits, FLOATS, 0, LOOSE), VIEW("args.ids", gate_back.ids, INDICES, 0, 0),
+     VIEW("args.expert_scale", gate_back.expert_scale, BIT(F32), 0, LOOSE),
+     VIEW("args.d_weights", gate_back.d_weights, BIT(F32), 0, OPTIONAL),
+     VIEW("args.device_tokens", gate_back.device_tokens, BIT(I32), 0, OPTIONAL),
+     VIEW("args.d_logits", gate_back.d_logits, BIT(F32), 0, OUT),
+     VIEW("args.d_expert_scale", gate_back.d_expert_scale, BIT(F32), 0, OPTIONAL | OUT),
+     VIEW("args.losses", gate_back.losses, BIT(F32), 0, OPTIONAL | OUT),
+     VIEW("args.workspace", gate_back.workspace, BIT(U8), 256, FREE_COLS | OUT),
+     ROW("args.workspace", A_LONG, gate_back.workspace.cols, WORKSPACE_STATUS))
+
+static void fill_gate_sizes(arguments *a)
+{
+  a->rows = TOKENS;
+  a->index = EXPERTS;
+  a->dtype = TOP_K;
+}
+CALL(cumoe_gate_backward_workspace, fill_gate_sizes,
+     cumoe_gate_backward_workspace(a->context, a->rows, a->index, a->dtype, a->out), CONTEXT,
+     LONG("tokens", rows, 0, INT32_MAX / TOP_K), INT("experts", index, 1, CUMOE_MAX_EXPERTS),
+     INT("top_k", dtype, 1, CUMOE_MAX_TOP_K), NOT_NULL("bytes", out))
+
+static void fill_down_backward(arguments *a)
+{
+  fill_down(a);
+  const cumoe_view h = a->v[0];
+  a->v[0] = a->v[2];
+  a->v[2] = h;
+}
+static void fill_up_backward(arguments *a)
+{
+  fill_route(a, TOKENS);
+  a->v[0] = give(CUMOE_BF16, PAIRS, 2 * INTER);
+  a->v[2] = give(CUMOE_F32, PAIRS, HIDDEN);
+}
+#define PRODUCT(call)                                                                                                  \
+  on_cpu_alone(call(a->plan, a->weights, a->v[0], a->pointer, as_mut(a->v[2]), no_stream)), LAYER_ROWS
+CALL(cumoe_down_backward, fill_down_backward, PRODUCT(cumoe_down_backward), PAIR_ROWS("d_y"),
+     VIEW("d_h", v[2], OR_F32, 16, LEAST_ROWS | OUT))
+CALL(cumoe_up_backward, fill_up_backward, PRODUCT(cumoe_up_backward), PAIR_ROWS("d_z"),
+     VIEW("d_rows", v[2], OR_F32, 16, LEAST_ROWS | OUT))
+
+static void fill_weights_backward(arguments *a)
+{
+  fill_route(a, TOKENS);
+  a->plan = bench.weighing_plan;
+  a->weights = bench.d_weights;
+  a->weights_back = (cumoe_weights_backward_args){.size = sizeof a->weights_back,
+                                                  .x = give(CUMOE_BF16, TOKENS, HIDDEN),
+                                                  .d_z = give(CUMOE_BF16, PAIRS, 2 * INTER),
+                                                  .h = give(CUMOE_BF16, PAIRS, INTER),
+                                                  .d_y = give(CUMOE_BF16, PAIRS, HIDDEN),
+                                                  .pair_weights = give(CUMOE_F32, TOKENS, TOP_K)};
+  a->info = &a->weights_back;
+}
+CALL(cumoe_weights_backward, fill_weights_backward,
+     on_cpu_alone(cumoe_weights_backward(a->plan, a->weights, a->pointer, a->info, no_stream)), FOREIGN_PLAN,
+     WEIGHTS("d_weights", weights), NOT_NULL("args", info), SIZE("args.size", weights_back.size),
+     FLAGS("args.flags", weights_back.flags, 1), VIEW("args.x", weights_back.x, BIT(BF16), 16, LOOSE),
+     VIEW("args.d_z", weights_back.d_z, BIT(BF16), 16, LEAST_ROWS),
+     VIEW("args.h", weights_back.h, BIT(BF16), 16, LEAST_ROWS),
+     VIEW("args.d_y", weights_back.d_y, BIT(BF16), 16, LEAST_ROWS),
+     VIEW("args.pair_weights", weights_back.pair_weights, BIT(F32), 0, 0), ROUTE_ROWS(0, 0))
 
 static void fill_variant(arguments *a)
 {

@@ -19,8 +19,8 @@
 #include "../host/ep.h"
 #include "test.h"
 
-enum { MOST_RANKS = 8, MOST_LANES = 2, MOST_EXPERTS = 16, CALLS = 3 };
-enum { SHARED_INTER = 24, REPLAYS = 3 };
+enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 16, CALLS = 3 };
+enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, REPLAYS = 3 };
 
 /* ---- a layer, its tokens, and where its experts are ---- */
 
@@ -31,12 +31,16 @@ typedef struct world {
   int32_t ranks, lanes, experts, top_k, dtype, hidden, inter;
   int64_t capacity, tokens_max, tokens[MOST_RANKS]; /* of each rank */
   spread spread;
-  bool replays, parts, counted, loses, dedup, exact, routed, shared, residual, weigh_input, odd_ids, bias_row;
+  bool replays, parts, counted, loses, dedup, exact, shared, residual, weigh_input, odd_ids, bias_row;
+  bool routed, chosen, from_logits; /* ids and weights; ids; neither, and logits: else the router's */
+  bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
+  const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity;
   /* made */
   cumoe_moe_desc desc;
   int64_t all; /* tokens of all ranks */
   tensor x, router, gate_up, down, shared_up, shared_down, shared_gate, residual_rows, ids, weights, placement;
+  tensor logits, router_apart, x_apart, ids_kept, weights_kept;
   int32_t local[MOST_RANKS], held[MOST_RANKS][MOST_EXPERTS]; /* experts of each rank, by their local number */
 } world;
 
@@ -64,6 +68,12 @@ static void place_experts(world *w)
   /* A rank without any holds one that nobody asks it for: a layer has at least one expert. */
   for (int32_t r = 0; r < w->ranks; r++)
     if (w->local[r] == 0) w->held[r][w->local[r]++] = 0;
+}
+
+static void make_kept(world *w)
+{
+  w->ids_kept = tensor_new(CUMOE_I32, w->x.rows, w->top_k);
+  w->weights_kept = tensor_new(CUMOE_F32, w->x.rows, w->top_k);
 }
 
 static void make_world(world *w)
@@ -94,6 +104,10 @@ static void make_world(world *w)
   w->ids = route_tokens(&r, w->odd_ids ? PATTERN_HOSTILE : PATTERN_UNIFORM, CUMOE_I64, rows * w->all, w->top_k,
                         (int32_t)ids);
   w->weights = tensor_normal(&r, CUMOE_F32, rows * w->all, w->top_k, 0, .5);
+  w->logits = tensor_normal(&r, CUMOE_F32, rows * w->all, ids, 0, 1);
+  w->router_apart = tensor_normal(&r, w->dtype, ids, ROUTER_WIDTH, 0, .4);
+  w->x_apart = tensor_normal(&r, w->dtype, rows * w->all, ROUTER_WIDTH, 0, 1);
+  make_kept(w);
   if (w->weights.rows) tensor_set(&w->weights, 0, 0, 0);
   place_experts(w);
 }
@@ -147,13 +161,17 @@ static cumoe_status bind_shared(const world *w, cumoe_context context, cumoe_wei
 static cumoe_moe_args tokens_args(const world *w, int64_t first, int64_t tokens, cumoe_weights shared)
 {
   cumoe_moe_args a = {.size = sizeof a, .x = rows_of(&w->x, first, tokens), .out_scale = 1.5f, .shared = shared};
-  if (w->routed) {
-    a.ids = rows_of(&w->ids, first, tokens);
+  if (w->routed || w->chosen) a.ids = rows_of(&w->ids, first, tokens);
+  if (w->routed)
     a.weights = rows_of(&w->weights, first, tokens);
-  } else {
-    a.router_weight = rows_of(&w->router, 0, w->router.rows);
-  }
-  if (w->shared) a.shared_gate = rows_of(&w->shared_gate, 0, 1);
+  else if (w->from_logits)
+    a.logits = rows_of(&w->logits, first, tokens);
+  else
+    a.router_weight = w->apart ? rows_of(&w->router_apart, 0, w->router.rows) : rows_of(&w->router, 0, w->router.rows);
+  if (w->apart) a.router_x = rows_of(&w->x_apart, first, tokens);
+  if (w->keeps && !w->chosen) a.ids_out = as_mut(rows_of(&w->ids_kept, first, tokens));
+  if (w->keeps) a.weights_out = as_mut(rows_of(&w->weights_kept, first, tokens));
+  if (w->shared && !w->ungated) a.shared_gate = rows_of(&w->shared_gate, 0, 1);
   if (w->residual) a.residual = rows_of(&w->residual_rows, w->bias_row ? 0 : first, w->bias_row ? 1 : tokens);
   return a;
 }
@@ -201,8 +219,9 @@ static void upload(cumoe_context context, tensor *t)
 
 static void upload_world(cumoe_context context, world *w)
 {
-  tensor *const all[] = {&w->x,           &w->router,        &w->gate_up, &w->down,    &w->shared_up, &w->shared_down,
-                         &w->shared_gate, &w->residual_rows, &w->ids,     &w->weights, &w->placement};
+  tensor *const all[] = {&w->x,           &w->router,      &w->gate_up,       &w->down,   &w->shared_up,
+                         &w->shared_down, &w->shared_gate, &w->residual_rows, &w->ids,    &w->weights,
+                         &w->placement,   &w->logits,      &w->router_apart,  &w->x_apart};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) upload(context, all[i]);
 }
 
@@ -261,6 +280,7 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   const cumoe_context context = open_rank(0);
   world v = *w;
   v.desc.local_experts = count;
+  make_kept(&v);
   if (bare) v.shared = v.residual = false, v.desc.shared_inter = 0;
   for (int32_t e = 0; e < w->experts; e++) tensor_set(&map, 0, e, -1);
   for (int32_t i = 0; i < count; i++) tensor_set(&map, 0, held[i], i);
@@ -279,6 +299,8 @@ static tensor whole_layer(const world *w, const int32_t *held, int32_t count, bo
   CHECK_OK(cumoe_moe_forward(plan, weights, &a, NULL));
   download(context, &out, &here, 0, rows);
   close_rank(context);
+  if (w->keeps) check_same("ids_out", &w->ids_kept, &v.ids_kept);
+  if (w->keeps) check_same("weights_out", &w->weights_kept, &v.weights_kept);
   return out;
 }
 
@@ -628,7 +650,8 @@ static cumoe_status go_ahead(rank *r)
 static void *outlive(void *argument)
 {
   rank *r = argument;
-  const uint64_t rest = ((uint64_t)1 << r->w->ranks) - 1 - (1 << LOST);
+  uint64_t rest[2] = {0};
+  for (int32_t i = 0; i < r->w->ranks; i++) rest[i / 64] |= (uint64_t)(i != LOST) << i % 64;
   enter(r);
   atomic_fetch_add(&r->meeting->started, 1);
   if (!r->group) return NULL;
@@ -640,13 +663,26 @@ static void *outlive(void *argument)
     atomic_fetch_add(&r->meeting->haunted, 1);
   } else {
     keep(r, go_ahead(r));
-    keep(r, cumoe_group_set_active(r->group, &rest));
+    keep(r, cumoe_group_set_active(r->group, rest));
+    rest[0] |= (uint64_t)1 << LOST;
+    if (cumoe_group_set_active(r->group, rest) != CUMOE_ERR_INVALID_ARGUMENT) keep(r, CUMOE_ERR_INTERNAL);
     atomic_fetch_add(&r->meeting->left, 1);
     meet(&r->meeting->haunted, r->meeting->haunts);
     call_all_lanes(r);
   }
   r->found.size = sizeof r->found;
   keep(r, cumoe_fault_read(r->context, NULL, &r->found));
+  leave(r);
+  return NULL;
+}
+
+/* Nothing but a mask. */
+static void *say(void *argument)
+{
+  rank *r = argument;
+  enter(r);
+  if (!r->group) return NULL;
+  if (r->w->says[r->number]) keep(r, cumoe_group_set_active(r->group, &r->w->says[r->number]));
   leave(r);
   return NULL;
 }
@@ -659,7 +695,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
 {
   pthread_t threads[MOST_RANKS];
   meeting together = {.haunts = true};
-  void *(*const life)(void *) = w->loses ? outlive : live;
+  void *(*const life)(void *) = w->says ? say : w->loses ? outlive : live;
   for (int32_t i = 0; i < w->ranks; i++) {
     ranks[i] = (rank){.w = w, .all = ranks, .out = out, .number = i, .timeout_ns = timeout_ns, .meeting = &together};
     if (i == troubled || troubled == ALL) ranks[i].trouble = which;
@@ -738,6 +774,7 @@ static void run_world(const world *given, bool dedup)
   case_begin("%s%s", w.name, dedup ? ", dedup" : "");
   make_world(&w);
   if (gpus) printf("# %s\n", w.name), fflush(stdout);
+  w.keeps &= !gpus;
   w.replays = gpus && !w.parts;
   if (gpus) w.desc.flags |= CUMOE_MOE_BATCH_INVARIANT; /* the same kernels for a rank's tokens and for all */
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
@@ -988,6 +1025,31 @@ static const world worlds[] = {
      .counted = true,
      .exact = true,
      .routed = true},
+    {.name = "from logits, in rounds, what is chosen is kept",
+     .ranks = 3,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 2,
+     .tokens_max = 5,
+     .tokens = {5, 1, 4},
+     .exact = true,
+     .from_logits = true,
+     .keeps = true,
+     .shared = true,
+     .ungated = true},
+    {.name = "ids of the caller, weighed by a router of another x",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_F32,
+     .capacity = 2,
+     .tokens_max = 4,
+     .tokens = {3, 4},
+     .exact = true,
+     .chosen = true,
+     .apart = true,
+     .keeps = true},
     {.name = "eight ranks",
      .ranks = 8,
      .experts = 16,
@@ -1075,7 +1137,6 @@ static void check_survivor(const rank *r, cumoe_status before)
   CHECK_MSG(r->before == before, "rank %d: %s", (int)r->number, r->text);
   CHECK_MSG(r->status == CUMOE_OK, "rank %d: %s", (int)r->number, r->text);
   CHECK(r->ended == CUMOE_OK && r->fault.cause == CUMOE_GROUP_ALIVE);
-  CHECK(r->w->tokens[r->number] == 0 || r->found.code == CUMOE_FAULT_EXPERT_MAP);
   if (before != CUMOE_OK) CHECK_MSG(strstr(r->text, "rank 1 ha") != NULL, "rank %d: %s", (int)r->number, r->text);
 }
 
@@ -1086,9 +1147,10 @@ static void run_without(world w, int32_t troubled)
   case_begin("%s", w.name);
   make_world(&w);
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
-  run_ranks(&w, &out, ranks, troubled, STOPS_BEFORE, 1500000000);
+  run_ranks(&w, &out, ranks, troubled, STOPS_BEFORE, 1000000000);
   for (int32_t i = 0; i < w.ranks; i++)
     if (i != LOST) check_survivor(&ranks[i], troubled == ALL ? CUMOE_OK : CUMOE_ERR_PEER);
+  CHECK(ranks[0].found.code == CUMOE_FAULT_EXPERT_MAP); /* it chose an expert that was on LOST alone */
   if (w.exact)
     check_exact(&w, &out);
   else
@@ -1121,8 +1183,62 @@ static void without(void)
                           .tokens = {4, 3, 2},
                           .loses = true,
                           .dedup = true};
+  const world many = {.name = "one of seventy",
+                      .ranks = MOST_RANKS,
+                      .experts = 14,
+                      .top_k = 2,
+                      .dtype = CUMOE_F32,
+                      .capacity = 1,
+                      .tokens = {1, 1, [62] = 1, [63] = 1, [64] = 1, [65] = 1},
+                      .spread = SCATTERED,
+                      .loses = true,
+                      .exact = true};
   run_without(lost_in_a_call, LOST);
+  run_without(many, ALL);
   run_without(left_out, ALL);
+}
+
+/* What ranks 0 and 2 of four are answered. */
+static void masks(void)
+{
+  static const struct {
+    const char *name;
+    uint64_t says[4];
+    int64_t timeout_ns;
+    cumoe_status status;
+    const char *words;
+    int32_t cause;
+  } cases[] = {
+      {"masks that differ",
+       {0xd, 0, 0x7, 0},
+       20000000000,
+       CUMOE_ERR_INVALID_ARGUMENT,
+       "active is not what rank",
+       CUMOE_GROUP_FAILED},
+      {"a rank that tells no mask",
+       {0xb, 0, 0, 0},
+       1000000000,
+       CUMOE_ERR_PEER,
+       "rank 1 has not told where it is (set_active) within 1 s",
+       CUMOE_GROUP_TIMEOUT},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    rank ranks[MOST_RANKS];
+    world w = {
+        .ranks = 4, .experts = 4, .top_k = 2, .dtype = CUMOE_F32, .capacity = 1, .exact = true, .says = cases[i].says};
+    case_begin("%s", cases[i].name);
+    make_world(&w);
+    const tensor out = tensor_new(w.dtype, 0, w.hidden);
+    run_ranks(&w, &out, ranks, NOBODY, NONE, cases[i].timeout_ns);
+    for (int32_t r = 0; r < 4; r++) {
+      const rank *k = &ranks[r];
+      CHECK_MSG(k->status == (w.says[r] ? cases[i].status : CUMOE_OK), "rank %d: %s", (int)r, k->text);
+      if (!w.says[r]) continue;
+      CHECK_MSG(strstr(k->text, cases[i].words) != NULL, "rank %d: %s", (int)r, k->text);
+      CHECK(k->fault.cause == cases[i].cause && k->fault.phase == CUMOE_PHASE_SET_ACTIVE);
+    }
+    case_end();
+  }
 }
 
 /* ---- ranks as processes ---- */
@@ -1187,7 +1303,7 @@ static void run_processes(const char *name, int signal, useconds_t after)
   left->meeting.haunts = signal == SIGSTOP;
   for (int32_t i = 0; i < 3; i++) {
     ranks[i] = (rank){.w = &w, .all = ranks, .out = &out, .number = i, .meeting = &left->meeting};
-    if (signal) ranks[i].timeout_ns = 1500000000, ranks[i].trouble = ENDLESS;
+    if (signal) ranks[i].timeout_ns = 1000000000, ranks[i].trouble = ENDLESS;
     left[i].rank.status = CUMOE_ERR_INTERNAL;
     const size_t bytes = arena_bytes(&ranks[i]);
     ranks[i].arena = map_shared(bytes);
@@ -1605,7 +1721,8 @@ static void refusals(void)
 
 static const test_group groups[] = {
     GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),     ALONE("trouble", troubles, ONCE),
-    ALONE("without a rank", without, ONCE),   ALONE("processes", processes, ONCE), ALONE("layouts", layouts, ONCE),
-    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),     ALONE("refusals", refusals, ONCE),
+    ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),         ALONE("processes", processes, ONCE),
+    ALONE("layouts", layouts, ONCE),          ALONE("arguments", arguments, ONCE), ALONE("overlap", overlap, ONCE),
+    ALONE("refusals", refusals, ONCE),
 };
 TEST_MAIN(groups)

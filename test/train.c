@@ -6,6 +6,7 @@
 
 #include "gradient.h"
 #include "parts.h"
+#include "../bench/decoder.h"
 
 /* Aligned, as the row before it is a whole number of 256 bytes. */
 static cumoe_view_mut room_for(cumoe_context context, size_t bytes)
@@ -572,6 +573,73 @@ static void test_adamw(cumoe_context context)
   case_end();
 }
 
+/* ---- a whole decoder -------------------------------------------------------------------------------- */
+
+/* The loss with one parameter moved along its own gradient. */
+static double loss_beside(decoder *model, const decoder_parameter *p, const float *w, const float *g, double by,
+                          const int32_t *tokens)
+{
+  const int64_t numbers = decoder_numbers(model);
+  float *moved = scratch((size_t)numbers, sizeof *moved), loss = NAN;
+  memcpy(moved, w, (size_t)numbers * sizeof *moved);
+  for (int64_t i = 0; i < p->pieces * p->rows * (p->cols ? p->cols : 1); i++)
+    moved[p->at + i] += (float)(by * (double)g[p->at + i]);
+  CHECK_MSG(decoder_write(model, DECODER_WEIGHTS, moved) && decoder_run(model, tokens, tokens + 1, false, &loss), "%s",
+            decoder_error(model));
+  return (double)loss;
+}
+
+/* For each parameter: the slope of the loss along its gradient is the gradient's square. All experts are chosen, so
+ * that no choice changes under way. */
+static void test_decoder(cumoe_context context)
+{
+  const decoder_config c = {.layers = 2,
+                            .hidden = 32,
+                            .vocab = 40,
+                            .heads = 4,
+                            .kv_heads = 2,
+                            .head_dim = 8,
+                            .experts = 3,
+                            .top_k = 3,
+                            .inter = 16,
+                            .batch = 3,
+                            .length = 11,
+                            .norm_eps = 1e-6,
+                            .rope_base = 100,
+                            .clip = 1};
+  char error[600] = "";
+  int32_t tokens[34];
+  rng r = {77};
+  float loss = 0;
+  case_begin("the slope of the loss along each parameter's gradient");
+  decoder *model = decoder_create(context, &c, error, sizeof error);
+  if (!CHECK_MSG(model != NULL, "%s", error)) {
+    case_end();
+    return;
+  }
+  const int64_t numbers = decoder_numbers(model);
+  float *w = scratch((size_t)numbers, sizeof *w), *g = scratch((size_t)numbers, sizeof *g);
+  const decoder_parameter *list;
+  const int32_t count = decoder_parameters(model, &list);
+  for (int i = 0; i < 34; i++) tokens[i] = (int32_t)rng_below(&r, 40);
+  for (int32_t i = 0; i < count; i++)
+    for (int64_t j = 0; j < list[i].pieces * list[i].rows * (list[i].cols ? list[i].cols : 1); j++)
+      w[list[i].at + j] = (float)((list[i].cols ? 0 : 1) + .25 * rng_normal(&r));
+  CHECK(decoder_write(model, DECODER_WEIGHTS, w) && decoder_run(model, tokens, tokens + 1, true, &loss) &&
+        decoder_read(model, DECODER_GRADIENTS, g));
+  for (int32_t i = 0; i < count; i++) {
+    double squares = 0;
+    for (int64_t j = 0; j < list[i].pieces * list[i].rows * (list[i].cols ? list[i].cols : 1); j++)
+      squares += pow((double)g[list[i].at + j], 2);
+    const double by = .01 / sqrt(squares), rise = loss_beside(model, &list[i], w, g, by, tokens) -
+                                                  loss_beside(model, &list[i], w, g, -by, tokens);
+    CHECK_MSG(squares > 0 && fabs(rise / (2 * by) - squares) <= .005 * squares, "%s: slope %.6g, square %.6g",
+              list[i].name, rise / (2 * by), squares);
+  }
+  decoder_destroy(model);
+  case_end();
+}
+
 /* ---- threads, devices ------------------------------------------------------------------------------- */
 
 static tensor norm_parameters(cumoe_context context)
@@ -643,6 +711,7 @@ static const test_group groups[] = {
     GROUP("corners of the loss", test_loss_corners, ON_CPU),
     GROUP("global norm", test_global_norm, ON_CPU),
     GROUP("AdamW", test_adamw, ON_CPU),
+    GROUP("a whole decoder", test_decoder, ON_CPU),
     GROUP("CUDA", test_cuda, ON_CUDA),
 };
 TEST_MAIN(groups)

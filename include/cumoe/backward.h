@@ -103,6 +103,65 @@ CUMOE_CHECKED cumoe_status cumoe_moe_backward_workspace(cumoe_plan plan, int64_t
 CUMOE_CHECKED cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
                                               const cumoe_moe_grads *grads, cumoe_stream stream);
 
+/* ---- stages ---------------------------------------------------------------------------------------- */
+
+/*
+ * From d weights to d logits: what cumoe_gate and cumoe_gate_with did, from the ids that they chose or were given. An
+ * id that names no column, and a slot of a NaN or -Inf logit, has no part in anything; the d of a logit that is not
+ * finite is 0. Without d_weights: of the losses alone.
+ */
+typedef struct cumoe_gate_backward_args {
+  uint32_t size;
+  uint32_t flags; /* 0 or CUMOE_BACKWARD_ACCUMULATE: onto d_expert_scale */
+  cumoe_routing routing;
+  float balance, z;              /* as in cumoe_moe_grads */
+  cumoe_view logits;             /* [T, E] f32, bf16 or f16 */
+  cumoe_view ids;                /* [T, k] i32 or i64 */
+  cumoe_view expert_scale;       /* optional [1, E] f32 */
+  cumoe_view d_weights;          /* optional [T, k] f32 */
+  cumoe_view device_tokens;      /* optional [1, 1] i32: tokens really there, <= T; rows past it are not touched */
+  cumoe_view_mut d_logits;       /* [T, E] f32 */
+  cumoe_view_mut d_expert_scale; /* optional [1, E] f32, where expert_scale is given */
+  cumoe_view_mut losses;         /* optional [1, 2] f32: balance, z */
+  cumoe_view_mut workspace;      /* [1, bytes] u8, 256-byte aligned, bytes from cumoe_gate_backward_workspace */
+} cumoe_gate_backward_args;
+
+CUMOE_CHECKED cumoe_status cumoe_gate_backward(cumoe_context context, const cumoe_gate_backward_args *args,
+                                               cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_gate_backward_workspace(cumoe_context context, int64_t tokens, int32_t experts,
+                                                         int32_t top_k, size_t *bytes);
+
+/*
+ * Grouped products with transposed weights, for every row r of the route; rows past the last are not touched.
+ *   down: d_h[r] = d_y[r] Wdown            d_y [>= T * k, H], d_h [>= T * k, I]
+ *   up:   d_rows[r] = d_z[r] [Wgate; Wup]  d_z [>= T * k, 2 I], the gate first, or ungated [>= T * k, I]; d_rows
+ *                                          [>= T * k, H]
+ * What is read has the plan's dtype, what is written that or f32; all aligned to 16 bytes.
+ */
+CUMOE_CHECKED cumoe_status cumoe_down_backward(cumoe_plan plan, cumoe_weights weights, cumoe_view d_y,
+                                               const cumoe_route *route, cumoe_view_mut d_h, cumoe_stream stream);
+CUMOE_CHECKED cumoe_status cumoe_up_backward(cumoe_plan plan, cumoe_weights weights, cumoe_view d_z,
+                                             const cumoe_route *route, cumoe_view_mut d_rows, cumoe_stream stream);
+
+/*
+ * Grouped products whose reduction runs over an expert's rows, onto `d_weights`, bound as in cumoe_moe_grads:
+ *   d Wgate, d Wup = sum over rows of d_z[r] x[token(r)]^T    d Wdown = sum over rows of d_y[r] h[r]^T
+ * and biases, sums of d_z and d_y. With WEIGHT_ON_INPUT x is multiplied by the pair's weight, and pairs of weight 0
+ * have no part. Matrices of the plan's dtype, aligned to 16 bytes.
+ */
+typedef struct cumoe_weights_backward_args {
+  uint32_t size;
+  uint32_t flags;          /* 0 or CUMOE_BACKWARD_ACCUMULATE */
+  cumoe_view x;            /* [T, H] */
+  cumoe_view d_z;          /* [>= T * k, 2 I] or, ungated, [>= T * k, I] */
+  cumoe_view h;            /* [>= T * k, I] */
+  cumoe_view d_y;          /* [>= T * k, H] */
+  cumoe_view pair_weights; /* [T, k] f32 if the plan's routing has WEIGHT_ON_INPUT, else absent */
+} cumoe_weights_backward_args;
+
+CUMOE_CHECKED cumoe_status cumoe_weights_backward(cumoe_plan plan, cumoe_weights d_weights, const cumoe_route *route,
+                                                  const cumoe_weights_backward_args *args, cumoe_stream stream);
+
 #ifdef __cplusplus
 }
 #endif

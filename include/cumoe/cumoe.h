@@ -25,6 +25,7 @@
  *   cumoe_ep_forward        the layer with its experts on several ranks             cumoe/ep.h
  *   cumoe_arenas_create     the memory that these ranks share                       cumoe/arenas.h
  *   cumoe_quantize_weights  weights of 8 or 4 bits (cumoe/format.h) out of others   cumoe/quantize.h
+ *   cumoe_moe_backward      gradients of the layer, of what forward_keep kept       cumoe/backward.h
  *   cumoe_attention ...     attention and rotary embedding                          cumoe/attention.h
  *   cumoe_adamw ...         what training needs around the layer                    cumoe/train.h
  *

@@ -62,7 +62,7 @@ static void multiply_rows(product_tile *t, const rows_product_args *p, int64_t e
 void cpu_rows_product(const void *args, int64_t begin, int64_t end)
 {
   const rows_product_args *p = args;
-  const int64_t blocks = (p->n + CPU_N_BLOCK - 1) / CPU_N_BLOCK;
+  const int64_t blocks = PRODUCT_BLOCKS(p->n);
   product_tile t;
   for (int64_t i = begin; i < end && i < blocks * p->map.experts; i++) {
     const row_run run = rows_of_map(&p->map, i / blocks);
@@ -142,7 +142,7 @@ static void sum_bias(gradient_tile *t, const weight_gradient_args *g, const grad
 void cpu_weight_gradient(const void *args, int64_t begin, int64_t end)
 {
   const weight_gradient_args *g = args;
-  const int64_t blocks = (g->n + GRADIENT_BLOCK - 1) / GRADIENT_BLOCK;
+  const int64_t blocks = GRADIENT_BLOCKS(g->n);
   gradient_tile t;
   for (int64_t i = begin; i < end && i < blocks * g->halves * g->map.experts; i++) {
     gradient_unit u = {.expert = i / blocks / g->halves, .h = (int32_t)(i / blocks % g->halves)};

@@ -18,7 +18,16 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { ARENAS = 32, ARENA = 1 << 15, HIDDEN = 16, INTER = 24, TOKENS = 6, LAYERS = 8, ROOM = 8192 };
+enum {
+  ARENAS = 32,
+  ARENA = 1 << 15,
+  HIDDEN = 16,
+  INTER = 24,
+  TOKENS = 6,
+  LAYERS = 8,
+  ROOM = 8192,
+  FIRST_GRADIENT = 24
+};
 
 /* Too much memory is a status, not the end. */
 const char *__asan_default_options(void);
@@ -174,7 +183,7 @@ typedef struct layer {
   cumoe_moe_desc desc;
   cumoe_weights_desc where;
   cumoe_plan plan;
-  cumoe_weights weights, shared;
+  cumoe_weights weights, shared, gradient; /* gradient: NULL of formats */
 } layer;
 static layer layers[LAYERS];
 
@@ -252,6 +261,16 @@ static cumoe_weights bound(cumoe_weights_desc w)
   return made;
 }
 
+/* The same shapes elsewhere, to be written: every part by itself. */
+static cumoe_weights bound_gradient(const layer *l)
+{
+  cumoe_weights_desc w = l->where;
+  cumoe_view *const parts[] = {&w.gate_up.data, &w.gate.data, &w.up.data, &w.down.data, &w.down.bias};
+  for (int i = 0; i < 5; i++)
+    if (parts[i]->rows) parts[i]->data = wish(FIRST_GRADIENT + i);
+  return bound(w);
+}
+
 static void make_layer(int index)
 {
   static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16};
@@ -282,6 +301,7 @@ static void make_layer(int index)
   if (index >= 6) set_formats(&l->where, &l->desc);
   PROMISE(cumoe_plan_create(context, &l->desc, &l->plan) == CUMOE_OK, "%s", cumoe_last_error());
   l->weights = bound(l->where);
+  if (index < 6) l->gradient = bound_gradient(l);
   if (l->desc.shared_inter) l->shared = bound(where_of(&l->desc, 1, l->desc.shared_inter, order));
 }
 
@@ -426,8 +446,9 @@ static cumoe_moe_args args_of(const layer *l, uint8_t form)
 
 static void settle_args(cumoe_moe_args *a, const layer *l)
 {
-  cumoe_view *in[] = {&a->x,       &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits,  &a->ids,
-                      &a->weights, &a->select_bias,   &a->expert_map,    &a->shared_gate, &a->residual};
+  cumoe_view *in[] = {&a->x,        &a->device_tokens, &a->router_weight, &a->router_bias, &a->logits,
+                      &a->ids,      &a->weights,       &a->select_bias,   &a->expert_map,  &a->shared_gate,
+                      &a->residual, &a->router_x,      &a->expert_scale};
   cumoe_view_mut *out[] = {&a->out, &a->ids_out, &a->weights_out, &a->counts_out, &a->load, &a->workspace};
   for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
   for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
@@ -849,11 +870,192 @@ static cumoe_status call_op(input *in, const layer *l)
   }
 }
 
+/* Training: shapes, vectors of ids and offsets, lists. */
+typedef struct train_input {
+  cumoe_embedding_backward_args embedding;
+  cumoe_norm_backward_args norm;
+  cumoe_cross_entropy_args loss;
+  cumoe_global_norm_args global;
+  cumoe_adamw_args adamw;
+  cumoe_rope_args rope;
+  cumoe_view gradients[2], x, dy;
+  cumoe_view_mut dx;
+} train_input;
+
+static train_input make_train(int32_t type)
+{
+  train_input t = {.x = wished_view(1, type, 5, 8), .dy = wished_view(3, type, 5, 8), .dx = wished_mut(5, type, 5, 8)};
+  const cumoe_view ids = wished_view(0, CUMOE_I32, 1, 5), one = wished_view(7, CUMOE_F32, 1, 1);
+  const cumoe_view_mut room = wished_mut(9, CUMOE_U8, 1, 512), counted = wished_mut(11, CUMOE_I64, 1, 1);
+  t.embedding = (cumoe_embedding_backward_args){.size = sizeof t.embedding, .dy = t.dy, .ids = ids, .workspace = room};
+  t.embedding.dtable = wished_mut(13, CUMOE_F32, 7, 8);
+  t.norm = (cumoe_norm_backward_args){.size = sizeof t.norm, .x = t.x, .dy = t.dy, .dx = t.dx, .workspace = room};
+  t.norm.weight = wished_view(15, type, 1, 8);
+  t.norm.dweight = wished_mut(17, CUMOE_F32, 1, 8);
+  t.loss = (cumoe_cross_entropy_args){.size = sizeof t.loss, .logits = t.x, .targets = ids, .counted = counted};
+  t.loss.loss = wished_mut(19, CUMOE_F32, 1, 1);
+  t.loss.losses = wished_mut(21, CUMOE_F32, 1, 5);
+  t.loss.dlogits = t.dx;
+  t.gradients[0] = t.x;
+  t.gradients[1] = t.dy;
+  t.global = (cumoe_global_norm_args){.size = sizeof t.global, .max_norm = 1, .count = 2, .workspace = room};
+  t.global.norm = t.loss.loss;
+  t.global.factor = wished_mut(23, CUMOE_F32, 1, 1);
+  t.global.step = counted;
+  t.adamw = (cumoe_adamw_args){.size = sizeof t.adamw, .rate = 1, .gradient = t.x, .factor = one};
+  t.adamw.step = wished_view(2, CUMOE_I64, 1, 1);
+  t.adamw.master = wished_mut(25, CUMOE_F32, 5, 8);
+  t.adamw.first = wished_mut(27, CUMOE_F32, 5, 8);
+  t.adamw.second = wished_mut(29, CUMOE_F32, 5, 8);
+  t.rope = (cumoe_rope_args){.size = sizeof t.rope, .heads = 2, .head_dim = 4, .x = t.x, .positions = ids, .y = t.dx};
+  t.rope.cosine = wished_view(4, CUMOE_F32, 6, 2);
+  t.rope.sine = wished_view(6, CUMOE_F32, 6, 2);
+  return t;
+}
+
+static void settle_train(train_input *t)
+{
+  cumoe_view *in[] = {&t->embedding.dy,
+                      &t->embedding.ids,
+                      &t->norm.x,
+                      &t->norm.dy,
+                      &t->norm.weight,
+                      &t->loss.logits,
+                      &t->loss.targets,
+                      &t->gradients[0],
+                      &t->gradients[1],
+                      &t->adamw.gradient,
+                      &t->adamw.step,
+                      &t->adamw.factor,
+                      &t->adamw.schedule,
+                      &t->rope.x,
+                      &t->rope.positions,
+                      &t->rope.cosine,
+                      &t->rope.sine,
+                      &t->x,
+                      &t->dy};
+  cumoe_view_mut *out[] = {&t->embedding.dtable, &t->embedding.workspace, &t->norm.dx,      &t->norm.dweight,
+                           &t->norm.dbias,       &t->norm.workspace,      &t->loss.loss,    &t->loss.losses,
+                           &t->loss.counted,     &t->loss.dlogits,        &t->global.norm,  &t->global.factor,
+                           &t->global.step,      &t->global.workspace,    &t->adamw.master, &t->adamw.first,
+                           &t->adamw.second,     &t->adamw.weights,       &t->rope.y,       &t->dx};
+  for (size_t i = 0; i < sizeof in / sizeof *in; i++) settle(in[i], 0);
+  for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
+  if (t->global.count > 2) t->global.count = 2;
+  t->global.gradients = t->gradients;
+}
+
+static cumoe_status call_train(input *in, const layer *l)
+{
+  const uint8_t which = next_byte(in);
+  train_input t = make_train(l->desc.dtype);
+  change(in, &t, sizeof t);
+  settle_train(&t);
+  switch (which % 9) {
+  case 0: return cumoe_embedding(context, t.x, t.embedding.ids, t.dx, NULL);
+  case 1: return cumoe_embedding_backward(context, with_room(&t.embedding, sizeof t.embedding), NULL);
+  case 2: return cumoe_layernorm_backward(context, with_room(&t.norm, sizeof t.norm), NULL);
+  case 3: return cumoe_rmsnorm_backward(context, with_room(&t.norm, sizeof t.norm), NULL);
+  case 4: return cumoe_cross_entropy(context, with_room(&t.loss, sizeof t.loss), NULL);
+  case 5: return cumoe_global_norm(context, with_room(&t.global, sizeof t.global), NULL);
+  case 6: return cumoe_adamw(context, with_room(&t.adamw, sizeof t.adamw), NULL);
+  case 7: return cumoe_rope(context, with_room(&t.rope, sizeof t.rope), NULL);
+  default: return cumoe_gelu_backward(context, t.x, t.dy, t.dx, NULL);
+  }
+}
+
+/* Attention: the indices lie in arenas of any numbers, or small ones. */
+typedef struct attention_input {
+  cumoe_attention_args forward;
+  cumoe_attention_backward_args backward;
+} attention_input;
+
+static cumoe_status call_attention(input *in, const layer *l)
+{
+  const uint8_t which = next_byte(in);
+  const int32_t type = l->desc.dtype;
+  attention_input t = {.forward = {.size = sizeof t.forward, .heads = 2, .kv_heads = 1, .head_dim = 8},
+                       .backward = {.size = sizeof t.backward}};
+  cumoe_attention_args *f = &t.forward;
+  cumoe_attention_backward_args *b = &t.backward;
+  const int indices = which >> 4 & 1; /* small numbers, or any */
+  f->q = wished_view(1, type, 6, 16);
+  f->k = wished_view(3, type, 9, 8);
+  f->v = wished_view(5, type, 9, 8);
+  f->q_offsets = wished_view(2 + indices, CUMOE_I32, 1, 3);
+  f->k_lengths = wished_view(4 + indices, CUMOE_I32, 1, 2);
+  if (which >> 5 & 1) f->page = 3;
+  if (f->page)
+    f->pages = wished_view(6 + indices, CUMOE_I32, 2, 3);
+  else
+    f->k_offsets = wished_view(8 + indices, CUMOE_I32, 1, 3);
+  f->out = wished_mut(11, type, 6, 16);
+  f->lse = wished_mut(13, CUMOE_F32, 6, 2);
+  b->dout = wished_view(15, type, 6, 16);
+  b->dq = wished_mut(17, type, 6, 16);
+  b->dk = wished_mut(19, type, 9, 8);
+  b->dv = wished_mut(21, type, 9, 8);
+  b->delta = wished_mut(23, CUMOE_F32, 6, 2);
+  change(in, &t, sizeof t);
+  cumoe_view *read[] = {&f->q,         &f->k,     &f->v,     &f->q_offsets, &f->k_offsets,
+                        &f->k_lengths, &f->pages, &f->sinks, &b->dout};
+  cumoe_view_mut *written[] = {&f->out, &f->lse, &b->dq, &b->dk, &b->dv, &b->dsinks, &b->delta};
+  for (size_t i = 0; i < sizeof read / sizeof *read; i++) settle(read[i], 0);
+  for (size_t i = 0; i < sizeof written / sizeof *written; i++) settle_mut(written[i]);
+  b->forward = with_room(f, sizeof *f);
+  return which % 2 ? cumoe_attention(context, b->forward, NULL)
+                   : cumoe_attention_backward(context, with_room(b, sizeof *b), NULL);
+}
+
+/* ---- the layer's backward ----------------------------------------------------------------------------- */
+
+static void settle_grads(cumoe_moe_grads *g, const layer *l)
+{
+  cumoe_view_mut *out[] = {&g->d_x,        &g->d_router_x,     &g->d_router_weight, &g->d_router_bias,
+                           &g->d_logits,   &g->d_pair_weights, &g->d_expert_scale,  &g->d_shared_gate,
+                           &g->d_residual, &g->losses,         &g->workspace};
+  settle(&g->d_out, 0);
+  settle(&g->kept, 0);
+  for (size_t i = 0; i < sizeof out / sizeof *out; i++) settle_mut(out[i]);
+  if (g->d_weights != l->gradient) g->d_weights = (uintptr_t)g->d_weights % 2 ? l->weights : NULL;
+  if (g->d_shared) g->d_shared = l->gradient;
+  lent |= 31u << FIRST_GRADIENT;
+}
+
+/* What was kept is anything. */
+static cumoe_status call_backward(input *in, const layer *l)
+{
+  const uint8_t form = next_byte(in);
+  const int64_t h = l->desc.hidden, k = l->desc.routing.top_k, columns = router_columns(l);
+  const int32_t dtype = l->desc.dtype;
+  const bool unreduced = l->desc.flags & CUMOE_MOE_UNREDUCED, keeps = form & 8;
+  size_t kept = 0, bytes = 0;
+  const cumoe_status found = cumoe_moe_kept(l->plan, TOKENS, &kept),
+                     laid_out = cumoe_moe_backward_workspace(l->plan, TOKENS, keeps, &bytes);
+  PROMISE(found == laid_out && (found == CUMOE_OK) == (l->gradient != NULL), "%s", cumoe_last_error());
+  cumoe_moe_args a = args_of(l, form);
+  cumoe_moe_grads g = {.size = sizeof g,
+                       .d_out = wished_view(22, dtype, unreduced ? TOKENS * k : TOKENS, h),
+                       .d_weights = l->gradient,
+                       .d_x = wished_mut(9, dtype, TOKENS, h),
+                       .d_pair_weights = wished_mut(10, CUMOE_F32, TOKENS, k),
+                       .workspace = wished_mut(29, CUMOE_U8, 1, (int64_t)bytes)};
+  if (keeps) g.kept = wished_view(30 + form % 2, CUMOE_U8, 1, (int64_t)kept);
+  if (form % 3 != 2) g.d_logits = wished_mut(13, CUMOE_F32, TOKENS, columns), g.balance = g.z = 1;
+  if (form % 3 == 0) g.d_router_weight = wished_mut(14, CUMOE_F32, columns, h);
+  change(in, &a, sizeof a);
+  change(in, &g, sizeof g);
+  settle_args(&a, l);
+  settle_grads(&g, l);
+  if (form & 4) return cumoe_moe_forward_keep(l->plan, l->weights, with_room(&a, sizeof a), g.workspace, NULL);
+  return cumoe_moe_backward(l->plan, l->weights, with_room(&a, sizeof a), with_room(&g, sizeof g), NULL);
+}
+
 /* ---- one input --------------------------------------------------------------------------------------- */
 
 typedef cumoe_status call(input *in, const layer *l);
-static call *const calls[] = {call_context, call_plan, call_weights, call_forward, call_stage,
-                              call_buffer,  call_op,   call_masked,  call_format};
+static call *const calls[] = {call_context, call_plan,   call_weights, call_forward, call_stage,     call_buffer,
+                              call_op,      call_masked, call_format,  call_train,   call_attention, call_backward};
 
 static void set_up(void)
 {

@@ -1,0 +1,306 @@
+/* The stages of the backward, each alone: the gate's, and the grouped products. */
+#include "backward.h"
+#include "arguments.h"
+#include "buffer.h"
+#include "carve.h"
+#include "dispatch.h"
+#include "route.h"
+#include "../kernels/cpu/backward.h"
+
+static cumoe_status run_units(struct context *context, cpu_kernel *kernel, const void *args, int64_t units)
+{
+  threads_run(context->threads, kernel, args, units);
+  return CUMOE_OK;
+}
+
+static cumoe_status check_backward_flags(uint32_t flags)
+{
+  REQUIRE(!(flags & ~(uint32_t)CUMOE_BACKWARD_ACCUMULATE), CUMOE_ERR_INVALID_ARGUMENT,
+          "args.flags is 0x%x, known are 0x%x", flags, (unsigned)CUMOE_BACKWARD_ACCUMULATE);
+  return CUMOE_OK;
+}
+
+/* ---- gate ---- */
+
+typedef struct gate_layout {
+  size_t count, token_loss, pair_scale, bytes;
+} gate_layout;
+
+static gate_layout lay_out_gate(int64_t tokens, int64_t experts, int64_t top_k)
+{
+  gate_layout at = {0};
+  carver c = {0, false}; /* of 2^31 pairs at most */
+  if (tokens == 0) return at;
+  at.count = carve(&c, 1, experts, 8);
+  at.token_loss = carve(&c, tokens, 2, 8);
+  at.pair_scale = carve(&c, tokens, top_k, 8);
+  at.bytes = c.at;
+  return at;
+}
+
+cumoe_status cumoe_gate_backward_workspace(cumoe_context handle, int64_t tokens, int32_t experts, int32_t top_k,
+                                           size_t *bytes)
+{
+  begin_call(__func__);
+  struct context *context;
+  TRY(find_context(handle, &context));
+  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
+  REQUIRE(experts >= 1 && experts <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT, "experts is %d, must be 1 .. %d",
+          (int)experts, CUMOE_MAX_EXPERTS);
+  REQUIRE(top_k >= 1 && top_k <= CUMOE_MAX_TOP_K, CUMOE_ERR_INVALID_ARGUMENT, "top_k is %d, must be 1 .. %d",
+          (int)top_k, CUMOE_MAX_TOP_K);
+  TRY(check_tokens("tokens", tokens, 0, top_k));
+  *bytes = lay_out_gate(tokens, experts, top_k).bytes;
+  return CUMOE_OK;
+}
+
+static cumoe_status check_gate_overlaps(const cumoe_gate_backward_args *a)
+{
+  const named_view views[] = {{"args.d_logits", cumoe_const(a->d_logits)},
+                              {"args.d_expert_scale", cumoe_const(a->d_expert_scale)},
+                              {"args.losses", cumoe_const(a->losses)},
+                              {"args.workspace", cumoe_const(a->workspace)},
+                              {"args.logits", a->logits},
+                              {"args.ids", a->ids},
+                              {"args.expert_scale", a->expert_scale},
+                              {"args.d_weights", a->d_weights},
+                              {"args.device_tokens", a->device_tokens}};
+  return check_overlaps(views, 4, sizeof views / sizeof *views);
+}
+
+static cumoe_status check_gate_backward(struct context *context, const cumoe_gate_backward_args *a)
+{
+  const int64_t tokens = a->logits.rows, experts = a->logits.cols, k = a->routing.top_k;
+  const uint32_t f32 = DTYPE_BIT(CUMOE_F32);
+  const operand logits = {"args.logits", tokens, experts, FLOAT_BITS, 0}, ids = {"args.ids", tokens, k, INDEX_BITS, 0},
+                scale = {"args.expert_scale", 1, experts, f32, 0}, weights = {"args.d_weights", tokens, k, f32, 0},
+                count = {"args.device_tokens", 1, 1, DTYPE_BIT(CUMOE_I32), 0},
+                d_logits = {"args.d_logits", tokens, experts, f32, 0},
+                d_scale = {"args.d_expert_scale", 1, experts, f32, 0}, losses = {"args.losses", 1, 2, f32, 0};
+  TRY(check_backward_flags(a->flags));
+  TRY(check_finite("args.balance", a->balance));
+  TRY(check_finite("args.z", a->z));
+  TRY(check_operand(context, &logits, a->logits));
+  TRY(check_operand(context, &ids, a->ids));
+  TRY(check_optional(context, &scale, a->expert_scale));
+  TRY(check_optional(context, &weights, a->d_weights));
+  TRY(check_optional(context, &count, a->device_tokens));
+  TRY(check_operand(context, &d_logits, cumoe_const(a->d_logits)));
+  if (absent(&a->expert_scale))
+    TRY(check_absent("args.d_expert_scale", cumoe_const(a->d_expert_scale), "there is no expert_scale"));
+  TRY(check_optional(context, &d_scale, cumoe_const(a->d_expert_scale)));
+  TRY(check_optional(context, &losses, cumoe_const(a->losses)));
+  TRY(check_workspace_view(context, "args.workspace", cumoe_const(a->workspace),
+                           lay_out_gate(tokens, experts, k).bytes));
+  TRY(check_gate_overlaps(a));
+  return check_device_trains(context);
+}
+
+cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a)
+{
+  const int64_t columns = (int64_t)a->g.experts + a->g.always, tokens = a->g.tokens.count;
+  if (a->balance != 0) TRY(run_units(context, cpu_gate_count, a, columns));
+  TRY(run_units(context, cpu_gate_backward, a, tokens));
+  if (a->d_expert_scale) TRY(run_units(context, cpu_gate_scale, a, columns));
+  return a->losses ? run_units(context, cpu_gate_loss, a, 1) : CUMOE_OK;
+}
+
+cumoe_status cumoe_gate_backward(cumoe_context handle, const cumoe_gate_backward_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  struct context *context;
+  cumoe_gate_backward_args a;
+  TRY(find_context(handle, &context));
+  TRY(take_struct("args", args, &a));
+  TRY(check_owner(context, "args.logits", &a.logits));
+  REQUIRE(a.logits.cols >= 1 && a.logits.cols <= CUMOE_MAX_EXPERTS, CUMOE_ERR_INVALID_ARGUMENT,
+          "args.logits.cols is %lld, must be 1 .. %d", (long long)a.logits.cols, CUMOE_MAX_EXPERTS);
+  TRY(check_routing(&a.routing, (int32_t)a.logits.cols));
+  TRY(check_tokens("args.logits.rows", a.logits.rows, 0, a.routing.top_k));
+  TRY(check_gate_backward(context, &a));
+  if (a.logits.rows == 0) return CUMOE_OK;
+  const gate_layout at = lay_out_gate(a.logits.rows, a.logits.cols, a.routing.top_k);
+  const gate_inputs inputs = {.expert_scale = a.expert_scale, .given = a.ids};
+  const cumoe_view none = {0};
+  char *workspace = a.workspace.data;
+  gate_backward_args g = {.g = gate_arguments(context, &a.routing, a.logits, &inputs, none, none),
+                          .d_weights = a.d_weights.data,
+                          .d_logits = a.d_logits.data,
+                          .d_weights_ld = a.d_weights.ld,
+                          .d_logits_ld = a.d_logits.ld,
+                          .balance = a.balance,
+                          .z = a.z,
+                          .count = (void *)(workspace + at.count),
+                          .token_loss = (void *)(workspace + at.token_loss),
+                          .pair_scale = (void *)(workspace + at.pair_scale),
+                          .d_expert_scale = a.d_expert_scale.data,
+                          .losses = a.losses.data,
+                          .accumulates = a.flags & CUMOE_BACKWARD_ACCUMULATE};
+  g.g.tokens.device = a.device_tokens.data;
+  ON_DEVICE(context, run_gate_backward(context, &g));
+}
+
+/* ---- rows times transposed weights ---- */
+
+static row_map map_of(const struct plan *plan, const cumoe_route *route, int64_t tokens)
+{
+  return (row_map){.counts = route->counts.data,
+                   .offsets = route->offsets.data,
+                   .row_pair = route->row_pair.data,
+                   .slot_row = route->slot_row.data,
+                   .tokens = tokens_of_route(route, tokens),
+                   .rows_cap = tokens * plan->desc.routing.top_k,
+                   .experts = plan->desc.local_experts,
+                   .top_k = plan->desc.routing.top_k,
+                   .fault = plan->context->fault};
+}
+
+static row_matrix rows_of_view(cumoe_view v, int32_t of)
+{
+  return (row_matrix){v.data, v.ld, v.dtype, of};
+}
+
+/* A product of one or two halves: `in` [rows, halves * k] becomes `out` [rows, n]. */
+typedef struct stage_product {
+  named_view in, out;
+  int32_t halves, n, k;
+  const expert_matrix *b;
+} stage_product;
+
+static cumoe_status multiply_stage(const struct plan *plan, const struct weights *weights, const cumoe_route *route,
+                                   const stage_product *s)
+{
+  int64_t tokens = 0;
+  cumoe_route copy;
+  TRY(take_route(&route, &copy));
+  TRY(tokens_of(plan, route, &tokens));
+  TRY(check_route(plan, route, tokens));
+  const operand in = rows_operand(plan, s->in.name, s->in.view, tokens, s->halves * s->k);
+  operand out = rows_operand(plan, s->out.name, s->out.view, tokens, s->n);
+  out.dtypes |= DTYPE_BIT(CUMOE_F32);
+  TRY(check_operand(plan->context, &in, s->in.view));
+  TRY(check_operand(plan->context, &out, s->out.view));
+  const named_view views[] = {s->out, s->in, ROUTE_VIEWS(route), {"route.device_tokens", route->device_tokens}};
+  TRY(check_off_weights(views, 1, "weights", weights));
+  TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
+  TRY(check_without_formats(plan));
+  TRY(check_device_trains(plan->context));
+  if (tokens == 0) return CUMOE_OK;
+  const rows_product_args p = {.map = map_of(plan, route, tokens),
+                               .a = rows_of_view(s->in.view, OF_ROW),
+                               .b = transposed(*s->b),
+                               .c = (void *)(uintptr_t)s->out.view.data,
+                               .c_ld = s->out.view.ld,
+                               .c_dtype = s->out.view.dtype,
+                               .halves = s->halves,
+                               .n = s->n,
+                               .k = s->k,
+                               .scale = 1};
+  ON_DEVICE(plan->context,
+            run_units(plan->context, cpu_rows_product, &p, (int64_t)p.map.experts * PRODUCT_BLOCKS(p.n)));
+}
+
+cumoe_status cumoe_down_backward(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view d_y,
+                                 const cumoe_route *route, cumoe_view_mut d_h, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *weights;
+  TRY(find_plan(plan_handle, &plan));
+  TRY(find_weights("weights", weights_handle, plan, false, &weights));
+  const stage_product s = {{"d_y", d_y}, {"d_h", cumoe_const(d_h)}, 1, weights->inter, weights->hidden, &weights->down};
+  return multiply_stage(plan, weights, route, &s);
+}
+
+cumoe_status cumoe_up_backward(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view d_z,
+                               const cumoe_route *route, cumoe_view_mut d_rows, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *weights;
+  TRY(find_plan(plan_handle, &plan));
+  TRY(find_weights("weights", weights_handle, plan, false, &weights));
+  const stage_product s = {{"d_z", d_z},           {"d_rows", cumoe_const(d_rows)},
+                           weights->gated ? 2 : 1, weights->hidden,
+                           weights->inter,         &weights->up};
+  return multiply_stage(plan, weights, route, &s);
+}
+
+/* ---- rows times rows ---- */
+
+static cumoe_status check_weights_backward(const struct plan *plan, const struct weights *d, const cumoe_route *route,
+                                           const cumoe_weights_backward_args *a)
+{
+  const cumoe_moe_desc *desc = &plan->desc;
+  const int64_t tokens = a->x.rows;
+  const operand x = {"args.x", tokens, desc->hidden, DTYPE_BIT(desc->dtype), 16},
+                weights = {"args.pair_weights", tokens, desc->routing.top_k, DTYPE_BIT(CUMOE_F32), 0};
+  const operand d_z = rows_operand(plan, "args.d_z", a->d_z, tokens, (d->gated ? 2 : 1) * desc->inter),
+                h = rows_operand(plan, "args.h", a->h, tokens, desc->inter),
+                d_y = rows_operand(plan, "args.d_y", a->d_y, tokens, desc->hidden);
+  TRY(check_backward_flags(a->flags));
+  TRY(check_counted(plan->context, &x, a->x));
+  TRY(check_route(plan, route, tokens));
+  TRY(check_operand(plan->context, &d_z, a->d_z));
+  TRY(check_operand(plan->context, &h, a->h));
+  TRY(check_operand(plan->context, &d_y, a->d_y));
+  TRY(desc->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT
+          ? check_operand(plan->context, &weights, a->pair_weights)
+          : check_absent("args.pair_weights", a->pair_weights, "the plan does not weigh the input"));
+  const named_view views[] = {{"args.x", a->x},
+                              {"args.d_z", a->d_z},
+                              {"args.h", a->h},
+                              {"args.d_y", a->d_y},
+                              {"args.pair_weights", a->pair_weights},
+                              ROUTE_VIEWS(route),
+                              {"route.device_tokens", route->device_tokens}};
+  TRY(check_off_weights(views, sizeof views / sizeof *views, "d_weights", d));
+  TRY(check_without_formats(plan));
+  return check_device_trains(plan->context);
+}
+
+static cumoe_status run_weights_backward(const struct plan *plan, const struct weights *d, const cumoe_route *route,
+                                         const cumoe_weights_backward_args *a)
+{
+  const int32_t halves = d->gated ? 2 : 1;
+  weight_gradient_args g = {.map = map_of(plan, route, a->x.rows),
+                            .a = rows_of_view(a->d_y, OF_ROW),
+                            .b = rows_of_view(a->h, OF_ROW),
+                            .d = d->down,
+                            .d_dtype = d->dtype,
+                            .halves = 1,
+                            .n = d->hidden,
+                            .k = d->inter,
+                            .accumulates = a->flags & CUMOE_BACKWARD_ACCUMULATE,
+                            .scale = 1};
+  g.map.pair_weights = a->pair_weights.data;
+  g.map.pair_weights_ld = a->pair_weights.ld;
+  TRY(run_units(plan->context, cpu_weight_gradient, &g, (int64_t)d->experts * GRADIENT_BLOCKS(g.n)));
+  g.a = rows_of_view(a->d_z, OF_ROW);
+  g.b = rows_of_view(a->x, OF_TOKEN);
+  g.d = d->up;
+  g.halves = halves;
+  g.n = d->inter;
+  g.k = d->hidden;
+  g.weighs = a->pair_weights.data ? WEIGHS_B : WEIGHS_NONE;
+  return run_units(plan->context, cpu_weight_gradient, &g, (int64_t)d->experts * halves * GRADIENT_BLOCKS(g.n));
+}
+
+cumoe_status cumoe_weights_backward(cumoe_plan plan_handle, cumoe_weights d_weights, const cumoe_route *route,
+                                    const cumoe_weights_backward_args *args, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  const struct plan *plan;
+  const struct weights *d;
+  cumoe_route copy;
+  cumoe_weights_backward_args a;
+  TRY(find_plan(plan_handle, &plan));
+  TRY(take_route(&route, &copy));
+  TRY(take_struct("args", args, &a));
+  REQUIRE(d_weights, CUMOE_ERR_INVALID_ARGUMENT, "d_weights is null");
+  TRY(find_gradient("d_weights", d_weights, plan, false, &d));
+  TRY(check_tokens("args.x.rows", a.x.rows, 0, plan->desc.routing.top_k));
+  TRY(check_weights_backward(plan, d, route, &a));
+  if (a.x.rows == 0) return CUMOE_OK;
+  ON_DEVICE(plan->context, run_weights_backward(plan, d, route, &a));
+}
