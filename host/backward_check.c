@@ -32,26 +32,8 @@ cumoe_status check_keep(const struct plan *plan, const layer_operands *layer, co
   kept_layout at;
   TRY(lay_out_kept("args.x.rows", plan, a->x.rows, &at));
   TRY(check_workspace_view(plan->context, "kept", cumoe_const(kept), at.bytes));
-  const named_view views[] = {{"kept", cumoe_const(kept)},
-                              {"args.out", cumoe_const(a->out)},
-                              {"args.ids_out", cumoe_const(a->ids_out)},
-                              {"args.weights_out", cumoe_const(a->weights_out)},
-                              {"args.counts_out", cumoe_const(a->counts_out)},
-                              {"args.load", cumoe_const(a->load)},
-                              {"args.workspace", cumoe_const(a->workspace)},
-                              {"args.x", a->x},
-                              {"args.device_tokens", a->device_tokens},
-                              {"args.router_weight", a->router_weight},
-                              {"args.router_bias", a->router_bias},
-                              {"args.logits", a->logits},
-                              {"args.ids", a->ids},
-                              {"args.weights", a->weights},
-                              {"args.select_bias", a->select_bias},
-                              {"args.expert_map", a->expert_map},
-                              {"args.shared_gate", a->shared_gate},
-                              {"args.router_x", a->router_x},
-                              {"args.expert_scale", a->expert_scale},
-                              {"args.residual", a->residual}};
+  const named_view views[] = {
+      {"kept", cumoe_const(kept)}, LAYER_OUTPUTS(a), LAYER_INPUTS(a), {"args.residual", a->residual}};
   TRY(check_off_weights(views, 1, "weights", layer->weights));
   if (layer->shared) TRY(check_off_weights(views, 1, "args.shared", layer->shared));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
@@ -140,18 +122,7 @@ static cumoe_status check_grads_overlaps(const cumoe_moe_args *a, const cumoe_mo
                               {"grads.workspace", cumoe_const(g->workspace)},
                               {"grads.d_out", g->d_out},
                               {"grads.kept", g->kept},
-                              {"args.x", a->x},
-                              {"args.device_tokens", a->device_tokens},
-                              {"args.router_weight", a->router_weight},
-                              {"args.router_bias", a->router_bias},
-                              {"args.logits", a->logits},
-                              {"args.ids", a->ids},
-                              {"args.weights", a->weights},
-                              {"args.select_bias", a->select_bias},
-                              {"args.expert_map", a->expert_map},
-                              {"args.shared_gate", a->shared_gate},
-                              {"args.router_x", a->router_x},
-                              {"args.expert_scale", a->expert_scale}};
+                              LAYER_INPUTS(a)};
   const int outputs = 11, all = sizeof views / sizeof *views;
   const struct {
     const char *name;

@@ -234,26 +234,9 @@ static cumoe_status check_outputs(const struct plan *plan, const cumoe_moe_args 
 
 cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with)
 {
-  const named_view views[] = {{"args.out", cumoe_const(a->out)},
-                              {"args.ids_out", cumoe_const(a->ids_out)},
-                              {"args.weights_out", cumoe_const(a->weights_out)},
-                              {"args.counts_out", cumoe_const(a->counts_out)},
-                              {"args.load", cumoe_const(a->load)},
-                              {"args.workspace", cumoe_const(a->workspace)},
-                              {"args.x", a->x},
-                              {"args.device_tokens", a->device_tokens},
-                              {"args.router_weight", a->router_weight},
-                              {"args.router_bias", a->router_bias},
-                              {"args.logits", a->logits},
-                              {"args.ids", a->ids},
-                              {"args.weights", a->weights},
-                              {"args.select_bias", a->select_bias},
-                              {"args.expert_map", a->expert_map},
-                              {"args.shared_gate", a->shared_gate},
-                              {"args.router_x", a->router_x},
-                              {"args.expert_scale", a->expert_scale},
-                              {"args.residual", unless_in_place(a->residual, a->out)}};
-  const int outputs = 6;
+  const named_view views[] = {
+      LAYER_OUTPUTS(a), LAYER_INPUTS(a), {"args.residual", unless_in_place(a->residual, a->out)}};
+  const int outputs = 6; /* LAYER_OUTPUTS */
   TRY(check_off_weights(views, outputs, "weights", with->weights));
   if (with->shared) TRY(check_off_weights(views, outputs, "args.shared", with->shared));
   return check_overlaps(views, outputs, sizeof views / sizeof *views);

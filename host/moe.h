@@ -27,6 +27,17 @@ cumoe_status check_layer_operands(const struct plan *plan, cumoe_weights weights
 cumoe_status check_layer_workspace(const struct plan *plan, const cumoe_moe_args *a);
 cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands *with);
 
+/* As named_view: what a call writes, and what it reads, but for the residual, which may be out. */
+#define READ(a, field)    ((named_view){"args." #field, (a)->field})
+#define WRITTEN(a, field) ((named_view){"args." #field, cumoe_const((a)->field)})
+#define LAYER_OUTPUTS(a)                                                                                               \
+  WRITTEN(a, out), WRITTEN(a, ids_out), WRITTEN(a, weights_out), WRITTEN(a, counts_out), WRITTEN(a, load),             \
+      WRITTEN(a, workspace)
+#define LAYER_INPUTS(a)                                                                                                \
+  READ(a, x), READ(a, device_tokens), READ(a, router_weight), READ(a, router_bias), READ(a, logits), READ(a, ids),     \
+      READ(a, weights), READ(a, select_bias), READ(a, expert_map), READ(a, shared_gate), READ(a, router_x),            \
+      READ(a, expert_scale)
+
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);
 bool is_routed(const cumoe_moe_args *a);
