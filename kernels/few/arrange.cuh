@@ -169,11 +169,13 @@ template <class S> DEVICE void arrange_h(const few_args &args, few_smem<S> &smem
     }
 }
 
-/* By a consumer, which has nothing better to do. */
-template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, int active)
+/* By a consumer, which has nothing better to do than what others will wait for: a chunk is mostly the way to L2 and
+ * back, so those of all experts are asked for side by side. */
+template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, int active, int experts)
 {
-  while (!mbarrier_try_wait(&smem.arranged[active], 0))
-    if (!arrange_chunk<S>(args, smem, active)) return wait_for(&smem.arranged[active], 0);
+  for (int next = active; next < experts && !mbarrier_test_wait(&smem.arranged[active], 0);)
+    if (!arrange_chunk<S>(args, smem, next)) next++;
+  wait_for(&smem.arranged[active], 0);
 }
 
 /* Before all that, by all threads. */

@@ -203,7 +203,7 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
   const int slices = few_slices<L>(g, wide), first = here.slice;
   const few_row<L> x = DOWN ? row_of_h<L>(args, smem, both, here.active) : row_of_x<L>(args, smem);
   float sum[2][2] = {};
-  if (DOWN && first < slices) await_h<L>(args, smem, here.active);
+  if (DOWN && first < slices) await_h<L>(args, smem, here.active, feed.experts);
 #pragma unroll 1
   for (; here.slice < slices; here.slice += L::CONSUMERS, stage.advance()) {
     cp_async_wait_group<L::STAGES - 2>();
