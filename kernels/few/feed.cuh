@@ -313,12 +313,11 @@ template <class L> struct few_feed {
     to.advance();
   }
 
-  /* The first slices: STAGES - 1. */
-  template <bool DOWN> DEVICE void begin()
+  /* Fewer than STAGES - 1 slices are on their way: none is to be multiplied yet. */
+  DEVICE bool begins(const pipeline_state<L::STAGES> &stage) const
   {
     static_assert(L::STAGES == 3, "a set of scales for each slice that is on its way");
-    next<DOWN>();
-    next<DOWN>();
+    return to.stage != (stage.stage == 0 ? 2 : stage.stage - 1);
   }
 };
 

@@ -205,16 +205,19 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
   float sum[2][2] = {};
   if (DOWN && first < slices) await_h<L>(args, smem, here.active, feed.experts);
 #pragma unroll 1
-  for (; here.slice < slices; here.slice += L::CONSUMERS, stage.advance()) {
-    cp_async_wait_group<L::STAGES - 2>();
+  while (here.slice < slices) { /* the first rounds only ask: code that has run once is at hand */
+    const bool begins = feed.begins(stage);
+    if (!begins) cp_async_wait_group<L::STAGES - 2>();
     const few_stage_of<L> &from = smem.stages[warp_id()][stage.stage];
     const few_scales<typename L::W> scales = feed.scales;
     feed.template next<DOWN>();
+    if (begins) continue;
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       const int k = (wide ? 2 * here.slice + t : here.slice) * L::BK;
       if (t == 0 || k < g.k) multiply_tile<L>(g, from, scales, x, smem.zeros, t, k, sum[t]);
     }
+    here.slice += L::CONSUMERS, stage.advance();
   }
   store_part<L>(smem, buffer, first, first < slices, wide, sum);
   here.slice -= slices, here.template next_unit<DOWN>(args, feed.experts);
@@ -229,7 +232,6 @@ DEVICE bool consume_shares(const few_args &args, few_memory<L> &smem, few_feed<L
   feed.start_up(smem.share[0]);
   while (true) {
     few_walk<L> here = feed.at;
-    feed.template begin<false>();
 #pragma unroll 1
     while (here.left > 0) consume_unit<L, false>(args, smem, here, feed, stage, buffer);
     if (!args.protocol.tickets) return false;
@@ -248,13 +250,12 @@ template <class S> DEVICE void consume_scaled(const few_args &args, few_smem<S> 
   few_feed<L> feed(args, smem, experts);
   pipeline_state<L::STAGES> stage;
   typename L::RING buffer;
-  if constexpr (S::UP) {
+  if constexpr (S::UP)
     if (!consume_shares<L>(args, smem, feed, stage, buffer)) return;
-  } else {
-    feed.start_down();
-    feed.template begin<true>();
-    wait_for_earlier_grids();
-  }
+  if (!S::UP || !feed.at.down) feed.start_down(); /* a warp without slices of up has not gone on to it */
+#pragma unroll 1
+  while (feed.begins(stage)) feed.template next<true>();
+  if (!S::UP) wait_for_earlier_grids();
   few_walk<L> here;
   here.start_down(smem, experts);
 #pragma unroll 1
