@@ -1423,6 +1423,7 @@ static void check_layout(const ep_shape *s)
                  {l.bases, ranks * 8},
                  {l.every_expert, (uint64_t)s->experts * 4},
                  {l.first_expert, (uint64_t)s->capacity * 4},
+                 {l.active, EP_MAX_RANKS / 8},
                  {l.lane + l.exchange, 8},
                  {l.lane + l.in, ranks * EP_LINE},
                  {l.lane + l.back, ranks * EP_LINE},
