@@ -345,13 +345,12 @@ static cumoe_status run_shared(const ep_round *r)
       .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
   TRY(cumoe_moe_forward(g->shared, c->layer.shared, &a, c->stream));
   if (!c->layer.shared_gate.data) return CUMOE_OK;
-  const cumoe_router_args gate = {
-      .size = sizeof gate,
-      .flags = g->plan.desc.flags & CUMOE_MOE_BATCH_INVARIANT,
-      .x = r->x,
-      .weight = c->layer.shared_gate,
-      .device_tokens = r->present,
-      .logits = cumoe_matrix_mut(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1)};
+  const cumoe_router_args gate = {.size = sizeof gate,
+                                  .flags = g->plan.desc.flags & CUMOE_MOE_BATCH_INVARIANT,
+                                  .x = r->x,
+                                  .weight = c->layer.shared_gate,
+                                  .device_tokens = r->present,
+                                  .logits = cumoe_matrix_mut(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1)};
   return cumoe_router_with(c->g->handle, &gate, c->stream);
 }
 

@@ -164,7 +164,9 @@ static uint64_t move_on_cpu(move which, const ep_args *a, const ep_ways *ways)
 static launch_shape grid_of_rows(const ep_shape *s, int64_t rows)
 {
   const int64_t row = (int64_t)s->hidden * s->element, ctas = (rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS;
-  return (launch_shape){.grid = {(unsigned)(ctas < 1 ? 1 : ctas > EP_MOVE_CTAS ? EP_MOVE_CTAS : ctas),
+  return (launch_shape){.grid = {(unsigned)(ctas < 1              ? 1
+                                            : ctas > EP_MOVE_CTAS ? EP_MOVE_CTAS
+                                                                  : ctas),
                                  (unsigned)((row + EP_PART_BYTES - 1) / EP_PART_BYTES), 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
@@ -172,7 +174,8 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows)
 static launch_shape one_cta(int32_t threads)
 {
   const unsigned whole_warps = (unsigned)(threads + 31) / 32 * 32;
-  return (launch_shape){.grid = {1, 1, 1}, .block = {whole_warps < EP_WAIT_THREADS ? whole_warps : EP_WAIT_THREADS, 1, 1}};
+  return (launch_shape){.grid = {1, 1, 1},
+                        .block = {whole_warps < EP_WAIT_THREADS ? whole_warps : EP_WAIT_THREADS, 1, 1}};
 }
 
 static launch_shape shape_of_move(const ep_shape *s, move which, const ep_args *a)

@@ -1,7 +1,7 @@
 /*
  * A group of one rank on a GPU, over the shim: the three calls launch what cumoe_ep_forward launches, round by round,
- * and can be captured each by itself; whatever fails in them is answered and leaves nothing; what groups serve on the
- * CPU device alone is refused.
+ * and the waits by themselves; they can be captured each by itself; whatever fails in them is answered and leaves
+ * nothing.
  */
 #include <stdio.h>
 #include <string.h>
@@ -33,7 +33,8 @@ static void prepare(member *m)
   m->w.next = (uintptr_t)1 << 40;
   small_layer(&m->w);
   OWN(cudaSetDevice(1));
-  m->config = (cumoe_group_config){.size = sizeof m->config, .ranks = 1, .max_tokens = CAPACITY, .arenas = m->arenas};
+  m->config = (cumoe_group_config){
+      .size = sizeof m->config, .flags = m->config.flags, .ranks = 1, .max_tokens = CAPACITY, .arenas = m->arenas};
   CHECK_OK(cumoe_ep_arena(m->w.plan, &m->config, &bytes));
   OWN(cudaMalloc(&m->arenas[0], bytes));
   m->arena = cumoe_vector_mut(m->arenas[0], CUMOE_U8, (int64_t)bytes);
@@ -88,9 +89,31 @@ static void check_last_round(const member *m)
   CHECK(gate && gate->logits == (const float *)m->layer.logits.data + CAPACITY * EXPERTS);
 }
 
+/* Lines of the trace without those of waits, which put and answer of cumoe_ep_forward do. */
+static int64_t without_waits(char *to, const char *trace)
+{
+  int64_t waits = 0;
+  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+    const size_t length = strcspn(line, "\n") + 1;
+    const char *found = strstr(line, "cumoe_ep_wait_");
+    const bool wait = found && found < line + length;
+    waits += wait;
+    if (!wait) memcpy(to, line, length), to += length;
+  }
+  *to = 0;
+  return waits;
+}
+
+static int count_of(const char *text, const char *word)
+{
+  int count = 0;
+  for (const char *at = text; (at = strstr(at, word)) != NULL; at++) count++;
+  return count;
+}
+
 static void launches(void)
 {
-  static char whole[1 << 16];
+  static char whole[1 << 16], parted[1 << 16];
   member m = {0};
   case_begin("the same launches");
   join(&m);
@@ -98,10 +121,11 @@ static void launches(void)
   CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
   CHECK(shim_calls(SHIM_LAUNCH) >= 6 * ROUNDS && shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0);
   check_last_round(&m);
-  CHECK((size_t)snprintf(whole, sizeof whole, "%s", shim_trace()) < sizeof whole);
+  CHECK(strlen(shim_trace()) < sizeof whole && without_waits(whole, shim_trace()) == 0);
   shim_mark();
   CHECK_OK(in_parts(&m));
-  CHECK_MSG(strcmp(whole, shim_trace()) == 0, "%s\nand\n%s", whole, shim_trace());
+  CHECK(strlen(shim_trace()) < sizeof parted && without_waits(parted, shim_trace()) == 2 * ROUNDS);
+  CHECK_MSG(strcmp(whole, parted) == 0, "%s\nand\n%s", whole, parted);
   check_last_round(&m);
   leave(&m);
   case_end();
@@ -168,33 +192,43 @@ static void faults(void)
   case_end();
 }
 
-static void refusals(void)
+/* Of tokens that the device counts, each round its part; by dedup a grid more; then without a rank that is left out. */
+static void grids(void)
 {
+  static char trace[1 << 16];
   member m = {0};
   const uint64_t alone = 1;
-  size_t bytes;
-  case_begin("of the CPU device alone");
+  case_begin("grids besides");
   join(&m);
   m.layer.device_tokens = lend_in(&m.w, CUMOE_I32, 1, 1);
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
-  CHECK_TEXT("args.device_tokens is given");
-  m.layer.device_tokens = (cumoe_view){0};
   m.layer.counts_out = lend(&m.w, CUMOE_I32, 1, EXPERTS);
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
-  CHECK_TEXT("args.counts_out is given with args.tokens_max = 8");
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_group_set_active(m.group, &alone));
-  CHECK_TEXT("groups on GPUs keep their ranks");
+  shim_mark();
+  CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  snprintf(trace, sizeof trace, "%s", shim_trace());
+  CHECK(count_of(trace, "cumoe_ep_count") == ROUNDS && count_of(trace, "cumoe_ep_slots") == 0);
+  const ep_args *put = shim_last_args("cumoe_ep_put"), *answer = shim_last_args("cumoe_ep_answer");
+  CHECK(put && put->tokens.device == put->present && put->then_waits && !put->slots);
+  CHECK(answer && answer->counts_sum == m.layer.counts_out.data && answer->counts);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(m.group, &alone));
+  leave(&m);
+  case_end();
+}
+
+static void dedup(void)
+{
+  member m = {0};
+  case_begin("dedup");
   m.config.flags = CUMOE_GROUP_DEDUP;
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(m.w.plan, &m.config, &bytes));
-  CHECK_TEXT("has CUMOE_GROUP_DEDUP");
+  join(&m);
+  CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  const ep_args *put = shim_last_args("cumoe_ep_put"), *slots = shim_last_args("cumoe_ep_slots");
+  CHECK(put && slots && put->slots && put->slots == slots->slots && put->sent == slots->sent);
   leave(&m);
   case_end();
 }
 
 static const test_group groups[] = {
-    ALONE("launches", launches, ONCE),
-    ALONE("captures", captures, ONCE),
-    ALONE("faults", faults, ONCE),
-    ALONE("refusals", refusals, ONCE),
+    ALONE("launches", launches, ONCE), ALONE("captures", captures, ONCE), ALONE("faults", faults, ONCE),
+    ALONE("grids", grids, ONCE),       ALONE("dedup", dedup, ONCE),
 };
 TEST_MAIN(groups)

@@ -95,9 +95,9 @@ typedef struct ep_args {
   token_count all_tokens;
   int32_t *present;
   /* wait, answer */
-  int32_t *arrived;   /* kernels: [ranks] tokens of each */
-  int32_t *ids_here;  /* [ranks * capacity, top_k], checked */
-  const void *y_here; /* [ranks * capacity * answers, hidden] */
+  int32_t *arrived;      /* kernels: [ranks] tokens of each */
+  int32_t *ids_here;     /* [ranks * capacity, top_k], checked */
+  const void *y_here;    /* [ranks * capacity * answers, hidden] */
   const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
   int32_t then_waits; /* kernels: put and answer go on with their wait */

@@ -334,7 +334,8 @@ constexpr int IDS_IN_FLIGHT = 4;
 /* What a peer sends is not trusted; rows past its tokens hold what earlier exchanges left. */
 DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id)
 {
-  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, source = at / room, slot = at - source * room;
+  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, source = at / room,
+                 slot = at - source * room;
   if (source >= (unsigned)a.shape.ranks || slot >= arrived[source] * k || id == -1) return -1;
   if (id >= 0 && id < a.local_experts) return id;
   report_fault(a.fault, FAULT_EXPERT_ID, slot % k, slot / k);
@@ -344,7 +345,8 @@ DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id
 /* Both arrays' regions end on 256 bytes, so the last vector may hang over. */
 DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
 {
-  const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k, vectors = ceil_div(ids, 4u);
+  const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
+                 vectors = ceil_div(ids, 4u);
   const int4 *from = reinterpret_cast<const int4 *>(lane_of(a, a.rank) + a.at.ids);
   int4 *to = reinterpret_cast<int4 *>(a.ids_here), v[IDS_IN_FLIGHT];
   for (unsigned first = threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * blockDim.x) {
