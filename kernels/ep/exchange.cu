@@ -35,6 +35,24 @@ DEVICE bool is_active(const ep_args &a, int rank)
   return reinterpret_cast<const uint64_t *>(a.arena + a.at.active)[rank / 64] >> rank % 64 & 1;
 }
 
+/* While the grid ahead runs: words that a layer's weights have driven out of L2. */
+DEVICE void look_ahead(const ep_args &a, uint64_t words)
+{
+  if (threadIdx.x == 0) prefetch(counters_of(a));
+  if (threadIdx.x == 1) prefetch(a.arena + a.at.abort);
+  if (threadIdx.x == 2) prefetch(a.arena + a.at.active);
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x)
+    prefetch(lane_of(a, a.rank) + words + (uint64_t)r * EP_LINE);
+}
+
+DEVICE void look_ahead_at_places(const ep_args &a)
+{
+  const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
+  for (int64_t i = threadIdx.x * (int64_t)(EP_LINE / sizeof(int32_t)); i < entries;
+       i += blockDim.x * (int64_t)(EP_LINE / sizeof(int32_t)))
+    prefetch(a.placement + i);
+}
+
 /* A warp moves a part of a row, 16 bytes a thread at a time: blockIdx.y says which part, and all its loads are under
  * way together. Rows are dealt to the warps of blockIdx.x. */
 constexpr int WARPS = 16, PART = 8 * WARP_SIZE;
@@ -385,12 +403,14 @@ DEVICE void wait_for_answers(const ep_args &a)
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
   wait_for_tokens(a);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
   wait_for_answers(a);
 }
@@ -398,6 +418,8 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_answ
 /* Where nothing comes between, the CTA that has told the others waits for them: a grid less. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.in);
+  look_ahead_at_places(a);
   wait_for_earlier_grids_alone();
   if (!a.then_waits) let_next_grid_start();
   const unsigned tokens = (unsigned)token_total(a.tokens);
@@ -463,6 +485,7 @@ DEVICE void add_counts(const ep_args &a)
 
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_answer(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
   if (!a.then_waits) let_next_grid_start();
   counters *c = counters_of(a);
