@@ -555,8 +555,8 @@ static cumoe_status all_interleaved(rank *r)
   return status;
 }
 
-/* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU: neither make memory
- * and streams, nor graphs. */
+/* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU: they make neither
+ * memory and streams nor graphs. */
 static pthread_barrier_t ready, recording, recorded;
 
 static cumoe_status record(rank *r, int32_t lane, int number, cumoe_graph *graph)

@@ -38,10 +38,10 @@
  * EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that stop, abort or are left out. Between two H200s only
  * an earlier form of the kernels has been seen: right sums by gathering (test/examples/ep.c), and replays (bench/ep.c).
  * A call may be captured; a graph counts its exchanges on the device, so it may be replayed in any order with others,
- * as long as all ranks do the same, and must be destroyed before its group. Ranks
- * may share a GPU, for tests: their streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the
- * legacy stream, and while one waits for another the host should make neither memory nor graphs. create lets kernels
- * of the process reach the other ranks' GPUs (cudaDeviceEnablePeerAccess), for good.
+ * as long as all ranks do the same, and must be destroyed before its group. Ranks may share a GPU, for tests: their
+ * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits
+ * for another the host should make neither memory nor graphs. create lets kernels of the process reach the other ranks'
+ * GPUs (cudaDeviceEnablePeerAccess), for good.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -149,9 +149,9 @@ CUMOE_CHECKED cumoe_status cumoe_group_fault_read(cumoe_group group, cumoe_group
  *
  * Every rank that stays calls it with the same words, agreed upon through the engine's own store: this call cannot find
  * out who is dead. It waits for the others that stay, at most timeout_ns, and for nobody else; no call of this rank may
- * be under way on any lane (on a GPU: wait for the streams). Then the group is alive again, if it had given up, and all lanes begin anew, with
- * cumoe_ep_dispatch or cumoe_ep_forward. A call may have been answered on one rank and have given up on another: which
- * one is repeated is agreed upon likewise.
+ * be under way on any lane (on a GPU: wait for the streams). Then the group is alive again, if it had given up, and all
+ * lanes begin anew, with cumoe_ep_dispatch or cumoe_ep_forward. A call may have been answered on one rank and have
+ * given up on another: which one is repeated is agreed upon likewise.
  *
  * From then on a rank that was left out gets no tokens and no results and is not waited for, by destroy neither. An
  * expert's places on it are as if they were not in the placement: what has other places is served there (token t at
@@ -205,8 +205,8 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   expert_map  absent: the placement says where experts are
  *   shared      computed on the token's own rank, between sending and receiving
  *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together
- *   device_tokens     on the CPU device read when the call is made; on GPUs by the kernels, so a graph serves any count.
- *                     x.rows is the most there can be. In several rounds a grid more each
+ *   device_tokens     on the CPU device read when the call is made; on GPUs by the kernels, so that a graph serves any
+ *                     count up to x.rows. With several rounds a grid more each
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
  * of range drops the slot and is recorded (EXPERT_ID).
