@@ -37,6 +37,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
   static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS, "32 rows a warp");
+  static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS; /* of experts: what a fourth stage leaves room for */
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or two each 32. */
   static constexpr int SCALE_BYTES =
@@ -62,7 +63,7 @@ template <class S> struct mixed_smem {
   int32_t sources[2][S::BM];               /* of a unit's rows in A; the producers' */
   stream_run<S> run;                       /* of one thread */
   tile_table table;
-  row_range ranges[MAX_EXPERTS];
+  row_range ranges[S::RANGES];
 };
 
 /* ---- producers: codes ---- */
@@ -594,7 +595,10 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     fence_mbarrier_init();
   }
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
-  const int tiles = build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.ranges);
+  if (S::RANGES < MAX_EXPERTS)
+    for (int e = threadIdx.x; e < min(args.experts, S::RANGES); e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
+  const int tiles =
+      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges);
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();

@@ -222,14 +222,18 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
 template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
   using X = typename S::X;
   using typename scales_ahead<S>::words;
-  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::row,
-      scales_ahead<S>::words_of;
+  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::WORDS,
+      scales_ahead<S>::row, scales_ahead<S>::words_of;
   const uint32_t *zeros; /* of an octet of rows a lane; NULL: there are none */
+  uint32_t odd;          /* a bit a row: its scales begin in the upper half of a word */
 
   DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
-    static_assert(S::COLUMNS / 8 == WARP_SIZE, "an octet a lane");
+    static_assert(S::COLUMNS / 8 == WARP_SIZE && WORDS == 2 && SLICES == 4, "an octet a lane; see loaded");
     this->find_rows(args, smem, tile, slot);
+    odd = 0;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) odd |= (uint32_t)((uintptr_t)smem.scale_rows[row(i)] >> 1 & 1) << i;
     const weight_row first = weight_row_of<S>(args, tile, lane_id() * 8);
     zeros = zero_words(&args.g.b, first.half, tile.expert);
     if (zeros)
@@ -263,27 +267,54 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
   /* Slices behind the last block have its factors. */
   DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int)
   {
-    const int first = block(args, k0);
     cp_async_wait_group<SCALES_AHEAD - 1>();
     __syncwarp(); /* zero points are other lanes' */
-#pragma unroll 1
-    for (int j = 0; j < SLICES; j++) {
-      const int b = block(args, min(k0 + j * 32, args.k - 32)) - first;
-#pragma unroll AT_ONCE
-      for (int i = 0; i < ROWS; i++)
-        reinterpret_cast<uint32_t *>(&smem.factors[stage][row(i)])[j] = factor(args, smem, k0, i, first, b);
-    }
+    if (zeros)
+      store_rows<true, 1>(args, smem, stage, k0);
+    else
+      store_rows<false, AT_ONCE>(args, smem, stage, k0);
     __syncwarp(); /* behind it one lane arrives for all */
   }
 
-  /* Of row i of the lane and block b of the stage, which is block first + b of the row. */
-  DEVICE uint32_t factor(const gemm_args &args, wgmma_smem<S> &smem, int k0, int i, int first, int b) const
+  /* EACH rows are read before one is stored, so that they overlap. */
+  template <bool STORED, int EACH>
+  DEVICE void store_rows(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0) const
   {
-    const int r = row(i), half = (int)(((uintptr_t)smem.scale_rows[r] / 2 + first) % 2) + b;
-    const uint32_t scale = words_of(smem, k0)[half / 2][r] >> half % 2 * 16 & 0xffff;
-    int zero = args.b.offset;
-    if (zeros) zero += (int)(smem.zeros[k0 / S::BK % SCALES_AHEAD][b][r / 8] >> r % 8 * 4 & 15) + args.b.zero.add;
-    return weight_factors<X, u4>::prepared(scale, decoder<u4, X>::bias(zero));
+    const int first = block(args, k0);
+    const uint32_t offset = decoder<u4, X>::bias(args.b.offset);
+    int slice[SLICES]; /* which block it is of */
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) slice[j] = block(args, min(k0 + j * 32, args.k - 32)) - first;
+#pragma unroll 1
+    for (int i0 = 0; i0 < ROWS; i0 += EACH) {
+      uint32_t scale[EACH][WORDS];
+#pragma unroll
+      for (int i = 0; i < EACH; i++) loaded(words_of(smem, k0), i0 + i, first, scale[i]);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        uint32_t word[SLICES];
+#pragma unroll
+        for (int j = 0; j < SLICES; j++)
+          word[j] = weight_factors<X, u4>::prepared(__byte_perm(scale[i][0], scale[i][1], slice[j] * 0x22 + 0x10),
+                                                    STORED ? bias(args, smem, k0, i0 + i, slice[j]) : offset);
+        smem.factors[stage][row(i0 + i)] = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+    }
+  }
+
+  /* Scales of a stage's blocks, that of block `first` in the lowest half. */
+  DEVICE void loaded(const words &from, int i, int first, uint32_t (&scale)[WORDS]) const
+  {
+    const uint32_t shift = ((odd >> i) + first & 1) * 16;
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) scale[w] = __funnelshift_r(from[w][row(i)], from[w + 1][row(i)], shift);
+  }
+
+  /* Of block b of a stage, where zero points are stored. */
+  DEVICE static uint32_t bias(const gemm_args &args, const wgmma_smem<S> &smem, int k0, int i, int b)
+  {
+    const uint32_t octet = smem.zeros[k0 / S::BK % SCALES_AHEAD][b][row(i) / 8];
+    return decoder<u4, X>::bias(args.b.offset + (int)(octet >> row(i) % 8 * 4 & 15) + args.b.zero.add);
   }
 };
 
