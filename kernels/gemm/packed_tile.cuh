@@ -103,8 +103,7 @@ template <class S> struct scales_ahead {
         const int before = (int)((uintptr_t)from[i] & 3);
 #pragma unroll
         for (int w = 0; w <= WORDS; w++)
-          if (w * 4 < before + bytes)
-            cp_async_ca_4(shared_address(to[w] + row(i0 + i)), from[i] - before + w * 4, 4);
+          if (w * 4 < before + bytes) cp_async_ca_4(shared_address(to[w] + row(i0 + i)), from[i] - before + w * 4, 4);
       }
     }
   }

@@ -97,8 +97,8 @@ template <class X> struct weight_factors<X, nv4> : e2m1_factors<X> {
   {
     const uint32_t each = __byte_perm(codes, 0, 0x4140);
     if (same_type<X, bf16>) {
-      const uint32_t bits = (each & 0x007f007f) << 4 | (each & 0x00800080) << 8;    /* the value times 2^-120 */
-      return mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x77807780); /* 2^127, 2^112 */
+      const uint32_t bits = (each & 0x007f007f) << 4 | (each & 0x00800080) << 8; /* the value times 2^-120 */
+      return mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x77807780);     /* 2^127, 2^112 */
     }
     const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
     return mul_pairs<f16>(bits, 0x78007800);                                   /* 2^15 */
