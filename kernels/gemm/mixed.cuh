@@ -37,8 +37,8 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
   static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS, "32 rows a warp");
-  static constexpr int RANGES =
-      U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;            /* of experts: what a fourth stage leaves room for */
+  /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
+  static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
   /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or two each 32. */
   static constexpr int SCALE_BYTES =
