@@ -53,8 +53,8 @@ template <class S> DEVICE bool scales_in_words(const gemm_args &args)
 }
 
 /* Whether rows of scales lie behind one another, each a whole number of stages' scales, so that those of a stage are
- * in 16 bytes that may be read. Copies of 16 bytes pass by L1; one of fewer takes a line there, which has not enough for
- * all rows of two stages: then they wait for each other, for half of the kernel's time. */
+ * in 16 bytes that may be read. Copies of 16 bytes pass by L1; one of fewer takes a line there, which has not enough
+ * for all rows of two stages: then they wait for each other, for half of the kernel's time. */
 template <class S> DEVICE bool scales_in_vectors(const gemm_args &args)
 {
   if constexpr (S::SCALE_BYTES > 16 || S::SCALE_WORDS % 4 != 0) return false;

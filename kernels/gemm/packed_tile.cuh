@@ -89,7 +89,7 @@ template <class S> struct scales_ahead {
     __syncwarp();
   }
 
-  /* Of a stage and of each row the words that `bytes` from `first` on lie in, none of them without a scale of the row. */
+  /* Of a stage and of each row the words that `bytes` from `first` on lie in, none without a scale of the row. */
   DEVICE static void load_words(wgmma_smem<S> &smem, int k0, int first, int bytes)
   {
     words &to = words_of(smem, k0);
