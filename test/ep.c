@@ -482,8 +482,11 @@ static cumoe_status join(rank *r)
     void *kept = arenas[i];
     arenas[i] = arenas[j], arenas[j] = kept;
   }
-  if (r->trouble == USED_ARENA && gpus) CHECK(cudaMemset((char *)r->arena + 768, 1, r->bytes - 768) == cudaSuccess);
-  if (r->trouble == USED_ARENA && !gpus) memset((char *)r->arena + 768, 1, r->bytes - 768);
+  if (r->trouble == USED_ARENA) {
+    CHECK_OK(
+        cumoe_fill(r->context, cumoe_vector_mut((char *)r->arena + 768, CUMOE_U8, (int64_t)r->bytes - 768), 1, NULL));
+    CHECK_OK(cumoe_synchronize(r->context, NULL));
+  }
   return cumoe_group_create(r->context, r->plan, &c, cumoe_vector_mut(r->arena, CUMOE_U8, (int64_t)r->bytes),
                             &r->group);
 }
