@@ -84,7 +84,8 @@ static bool serves(const variant *v, const op_shape *s)
   if (s->scale_run < scale_run_of(v)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
-  if (s->op == OP_attention) return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
+  if (s->op == OP_attention && v->form != FORM_ref)
+    return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_expert) return s->by_expert;
   if (v->form == FORM_codes && s->by_expert) return false;

@@ -163,15 +163,15 @@ cumoe_status cumoe_embedding_backward(cumoe_context handle, const cumoe_embeddin
   TRY(check_embedding_backward(context, &a));
   int32_t *begins = a.workspace.data;
   embedding_args e = {.table = matrix_mut(a.dtable),
-                            .ids = matrix_of(a.ids),
-                            .y = matrix_of(a.dy),
-                            .begins = begins,
-                            .order = begins + a.dtable.rows + 1,
-                            .tokens = a.ids.cols,
-                            .vocabulary = a.dtable.rows,
-                            .cols = a.dy.cols,
-                            .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
-                            .fault = context->fault};
+                      .ids = matrix_of(a.ids),
+                      .y = matrix_of(a.dy),
+                      .begins = begins,
+                      .order = begins + a.dtable.rows + 1,
+                      .tokens = a.ids.cols,
+                      .vocabulary = a.dtable.rows,
+                      .cols = a.dy.cols,
+                      .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
+                      .fault = context->fault};
   ON_DEVICE(context, run_embedding_backward(context, &e, stream));
 }
 
@@ -246,17 +246,17 @@ static cumoe_status norm_backward(cumoe_context handle, bool centered, const cum
   TRY(take_struct("args", args, &a));
   TRY(check_norm_backward(context, &a, centered));
   norm_backward_args n = {.x = matrix_of(a.x),
-                                .weight = matrix_of(a.weight),
-                                .dy = matrix_of(a.dy),
-                                .dx = matrix_mut(a.dx),
-                                .dweight = matrix_mut(a.dweight),
-                                .dbias = matrix_mut(a.dbias),
-                                .stats = a.workspace.data,
-                                .rows = a.x.rows,
-                                .cols = a.x.cols,
-                                .centered = centered,
-                                .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
-                                .eps = a.eps};
+                          .weight = matrix_of(a.weight),
+                          .dy = matrix_of(a.dy),
+                          .dx = matrix_mut(a.dx),
+                          .dweight = matrix_mut(a.dweight),
+                          .dbias = matrix_mut(a.dbias),
+                          .stats = a.workspace.data,
+                          .rows = a.x.rows,
+                          .cols = a.x.cols,
+                          .centered = centered,
+                          .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
+                          .eps = a.eps};
   ON_DEVICE(context, run_norm_backward(context, &n, stream));
 }
 
@@ -299,7 +299,7 @@ static cumoe_status elementwise_backward(cumoe_context handle, operation op, int
                                        cumoe_stream stream)                                                            \
   {                                                                                                                    \
     begin_call_on(__func__, stream);                                                                                   \
-    return elementwise_backward(context, OP_elementwise_backward, function, "x", x, dy, dx, stream);                        \
+    return elementwise_backward(context, OP_elementwise_backward, function, "x", x, dy, dx, stream);                   \
   }
 ELEMENTWISE_BACKWARD(relu, EW_RELU)
 ELEMENTWISE_BACKWARD(sigmoid, EW_SIGMOID)
@@ -365,16 +365,16 @@ cumoe_status cumoe_cross_entropy(cumoe_context handle, const cumoe_cross_entropy
   TRY(take_struct("args", args, &a));
   TRY(check_cross_entropy(context, &a));
   cross_entropy_args c = {.logits = matrix_of(a.logits),
-                                .targets = matrix_of(a.targets),
-                                .dlogits = matrix_mut(a.dlogits),
-                                .loss = a.loss.data,
-                                .losses = a.losses.data,
-                                .counted = a.counted.data,
-                                .tokens = a.logits.rows,
-                                .vocabulary = a.logits.cols,
-                                .ignore = a.flags & CUMOE_LOSS_IGNORE ? a.ignore : -1,
-                                .scale = a.scale == 0 ? 1 : a.scale,
-                                .fault = context->fault};
+                          .targets = matrix_of(a.targets),
+                          .dlogits = matrix_mut(a.dlogits),
+                          .loss = a.loss.data,
+                          .losses = a.losses.data,
+                          .counted = a.counted.data,
+                          .tokens = a.logits.rows,
+                          .vocabulary = a.logits.cols,
+                          .ignore = a.flags & CUMOE_LOSS_IGNORE ? a.ignore : -1,
+                          .scale = a.scale == 0 ? 1 : a.scale,
+                          .fault = context->fault};
   ON_DEVICE(context, run_cross_entropy(context, &c, stream));
 }
 

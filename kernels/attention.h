@@ -24,7 +24,7 @@ typedef struct attention_args {
  * more each, and so have the queries before and after them all: piece i, from offset o on, has those from
  * o * group / rows + i + 1 on (attention/sequence.cuh). */
 #define ATTENTION_SLOTS(queries, group, rows, sequences, by_offsets)                                                   \
-  ((by_offsets) ? (queries) * (group) / (rows) + (sequences) + 2 : ((queries) * (group) + (rows) - 1) / (rows))
+  ((by_offsets) ? (queries) * (group) / (rows) + (sequences) + 2 : ((queries) * (group) + (rows)-1) / (rows))
 
 train_kernel cpu_attention, cpu_attention_dq, cpu_attention_dkv, cpu_attention_dsinks;
 

@@ -277,7 +277,8 @@ DEVICE void place_rows(const attention_args &a, const tile_rows &t, int kv_head,
 
 DEVICE void store_lse(const attention_args &a, row_place at, float most, float sum)
 {
-  if (a.lse.data && at.query >= 0) store_at(a.lse, at.query, at.head, sum == 0 ? -INFINITY : fmaf(most, LN_2, logf(sum)));
+  if (a.lse.data && at.query >= 0)
+    store_at(a.lse, at.query, at.head, sum == 0 ? -INFINITY : fmaf(most, LN_2, logf(sum)));
 }
 
 /* Keys or values first .. first + ROWS - 1 of the sequence. known: of paged ones, which are anywhere. */

@@ -24,7 +24,8 @@ DEVICE void store_at(const matrix &m, int64_t row, int64_t column, float value)
 }
 
 /* A lane's part of a head. T void: the type is known at run time. */
-template <class T> DEVICE void load_head(float (&value)[ROW_EACH], const matrix &m, int64_t row, int64_t first, int count)
+template <class T>
+DEVICE void load_head(float (&value)[ROW_EACH], const matrix &m, int64_t row, int64_t first, int count)
 {
 #pragma unroll
   for (int i = 0; i < ROW_EACH; i++) {

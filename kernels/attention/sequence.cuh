@@ -119,7 +119,8 @@ DEVICE int64_t first_slot(int64_t offset, int64_t i, int group, int rows)
 }
 
 /* The piece that the slot is of, by the whole CTA; offsets that do not ascend within the queries are not `regular`. */
-template <int THREADS> DEVICE int64_t piece_of_slot(const attention_args &a, int64_t slot, int group, int rows, bool &regular)
+template <int THREADS>
+DEVICE int64_t piece_of_slot(const attention_args &a, int64_t slot, int group, int rows, bool &regular)
 {
   int64_t pieces = 0;
   regular = true;

@@ -78,8 +78,10 @@ DEVICE void attend_tile(const attention_args &a, tile_smem<T, D, M> &smem, int k
     __syncthreads();
     if (j + TILE_KEYS < end) {
       const int next = odd ^ 1;
-      load_keys<T, D, TILE_KEYS, THREADS>(a, smem.k[next], a.k, threadIdx.x, t.s, kv_head, j + TILE_KEYS, smem.known[next]);
-      load_keys<T, D, TILE_KEYS, THREADS>(a, smem.v[next], a.v, threadIdx.x, t.s, kv_head, j + TILE_KEYS, smem.known[next]);
+      load_keys<T, D, TILE_KEYS, THREADS>(a, smem.k[next], a.k, threadIdx.x, t.s, kv_head, j + TILE_KEYS,
+                                          smem.known[next]);
+      load_keys<T, D, TILE_KEYS, THREADS>(a, smem.v[next], a.v, threadIdx.x, t.s, kv_head, j + TILE_KEYS,
+                                          smem.known[next]);
     }
     if (j < begin) continue;
     float s[MT][TILE_KEYS / 8][4];

@@ -26,8 +26,7 @@ template <int THREADS> DEVICE double cta_max(double value)
 {
   constexpr int WARPS = THREADS / WARP_SIZE;
   __shared__ double part[WARPS];
-  for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2)
-    value = fmax(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = fmax(value, __shfl_xor_sync(ALL_LANES, value, mask));
   __syncthreads();
   if (lane_id() == 0) part[warp_id()] = value;
   __syncthreads();
