@@ -8,7 +8,8 @@
  *   tax      layer - gate - experts
  *   wire     bytes that leave the busiest rank, tokens and results, and those over layer - gate - experts
  *
- *   lib/bench/ep [ranks]        more ranks than GPUs share them, which only shows that it runs
+ *   lib/bench/ep [ranks [shape]]    more ranks than GPUs share them, which only shows that it runs; one rank: what
+ *                                   its launches cost
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -369,6 +370,7 @@ int main(int argc, char **argv)
   printf("%-14s %-5s %5s %9s %8s %9s %8s %10s %8s\n", "shape", "back", "T", "layer", "gate", "experts", "tax", "wire",
          "over tax");
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+    if (argc > 2 && strcmp(argv[2], shapes[i].name)) continue;
     for (int32_t r = 0; r < ranks; r++) {
       all[r] = (rank){.number = r};
       check_cuda(cudaSetDevice(r % gpus));

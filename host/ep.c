@@ -28,6 +28,10 @@ cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w)
   w->weights = take(&end, one, 4 * k);
   w->gate_logit = take(&end, one, 4);
   w->rows = take(&end, one, 4 * (g->shape.exact ? k : (int64_t)g->shape.ranks));
+  w->slots = take(&end, g->ways.dedup && !on_cpu(g->context) ? one : 0, 4 * (int64_t)g->shape.ranks);
+  w->sent = take(&end, 1, 4 * (int64_t)g->shape.ranks);
+  w->present = take(&end, 1, 4);
+  w->arrived = take(&end, 1, 4 * (int64_t)g->shape.ranks);
   w->ids_here = take(&end, all, 4 * k);
   w->y = take(&end, all, row * ep_answers(&g->shape));
   w->shared_y = take(&end, g->shared ? one : 0, row);
@@ -60,7 +64,8 @@ typedef struct ep_call {
   ep_workspace at;
   char *workspace;
   cumoe_stream stream;
-  int64_t tokens; /* that are there */
+  bool whole;     /* all parts in one call */
+  int64_t tokens; /* that are there; on a GPU, where args.device_tokens may say fewer, at most */
   int64_t rounds;
 } ep_call;
 
@@ -130,19 +135,6 @@ static cumoe_status check_rounds(ep_call *c)
   return CUMOE_OK;
 }
 
-/* The kernels take the host's count of tokens, and write the counts of one round. */
-static cumoe_status check_served(const ep_call *c)
-{
-  if (on_cpu(c->g->context)) return CUMOE_OK;
-  REQUIRE(absent(&c->layer.device_tokens), CUMOE_ERR_NOT_SUPPORTED,
-          "args.device_tokens is given, groups serve it on the CPU device alone");
-  REQUIRE(c->rounds == 1 || !c->layer.counts_out.data, CUMOE_ERR_NOT_SUPPORTED,
-          "args.counts_out is given with args.tokens_max = %lld, groups serve several rounds of %lld tokens with it on "
-          "the CPU device alone",
-          (long long)c->args.tokens_max, (long long)c->g->shape.capacity);
-  return CUMOE_OK;
-}
-
 static cumoe_status check_call(ep_call *c)
 {
   REQUIRE(c->args.reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.reserved is %d, must be 0", (int)c->args.reserved);
@@ -151,7 +143,6 @@ static cumoe_status check_call(ep_call *c)
   TRY(check_placement(c));
   TRY(check_ep_layer(c));
   TRY(check_rounds(c));
-  TRY(check_served(c));
   return check_off_arena(c);
 }
 
@@ -160,6 +151,7 @@ static cumoe_status check_call(ep_call *c)
 typedef struct ep_round {
   const ep_call *c;
   int64_t number, first, tokens; /* the last two: of this rank's */
+  cumoe_view present;            /* of these tokens, or absent */
   cumoe_view x, ids, weights;
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
@@ -215,6 +207,7 @@ static void locate_routing(ep_round *r)
                               .select_bias = a->select_bias,
                               .expert_scale = a->expert_scale,
                               .chosen = r->ids,
+                              .device_tokens = r->present,
                               .weights = or_region(r, a->weights_out, c->at.weights, CUMOE_F32, k)};
   r->weights = cumoe_const(r->gate.weights);
   if (a->ids.data) return;
@@ -245,13 +238,31 @@ static void prepare_moves(ep_round *r)
                       .placement_ld = c->args.placement.ld,
                       .replicas = (int32_t)c->args.placement.cols,
                       .ids_dtype = r->ids.dtype,
-                      .tokens = all_tokens(r->tokens),
+                      .tokens = {r->tokens, r->present.data},
                       .first_token = r->first,
                       .rows = region(c, c->at.rows),
+                      .slots = g->ways.dedup ? region(c, c->at.slots) : NULL,
+                      .sent = region(c, c->at.sent),
+                      .all_tokens = {c->layer.x.rows, c->layer.device_tokens.data},
+                      .present = region(c, c->at.present),
+                      .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
                       .timeout_ns = g->timeout_ns,
                       .fault = g->context->fault};
+  if (r->number > 0 && c->layer.counts_out.data) {
+    r->move.counts = region(c, c->at.counts);
+    r->move.counts_sum = c->layer.counts_out.data;
+  }
+  for (int32_t i = 0; i < EP_NEAR_RANKS && i < g->shape.ranks; i++) r->move.near[i] = g->arenas[i];
+}
+
+/* One exchange takes the caller's count as it is; of several each has its own, of which a kernel writes the part. */
+static cumoe_view count_of_round(const ep_call *c)
+{
+  if (on_cpu(c->g->context)) return (cumoe_view){0};
+  if (c->rounds == 1 || !c->layer.device_tokens.data) return c->layer.device_tokens;
+  return cumoe_vector(region(c, c->at.present), CUMOE_I32, 1);
 }
 
 static char *lane_of(const ep_call *c)
@@ -265,16 +276,30 @@ static ep_round open_round(const ep_call *c, int64_t number)
   const int64_t first = number * capacity < all ? number * capacity : all;
   ep_round r = {.c = c, .number = number, .first = first, .tokens = all - first < capacity ? all - first : capacity};
   r.x = part(&r, c->layer.x);
+  r.present = count_of_round(c);
   locate_routing(&r);
   prepare_moves(&r);
   return r;
 }
 
+/* On a GPU a grid that has told the others waits for them as well, where nothing comes between. */
+static bool waits_in_answer(const ep_round *r)
+{
+  return r->c->whole && !on_cpu(r->c->g->context);
+}
+
+static bool waits_in_put(const ep_round *r)
+{
+  return waits_in_answer(r) && !r->c->g->shared;
+}
+
 /* What ran before may have been a call by itself. */
 static cumoe_status run_move(const ep_round *r, move which)
 {
+  ep_args a = r->move;
+  a.then_waits = (which == MOVE_PUT && waits_in_put(r)) || (which == MOVE_ANSWER && waits_in_answer(r));
   name_call_on(r->c->name, r->c->stream);
-  return wire_move(r->c->g, which, &r->move, r->c->stream);
+  return wire_move(r->c->g, which, &a, r->c->stream);
 }
 
 /* ---- dispatch ---- */
@@ -290,6 +315,7 @@ static cumoe_status run_router(const ep_round *r)
                                     .x = a->router_x.data ? part(r, a->router_x) : r->x,
                                     .weight = a->router_weight,
                                     .bias = a->router_bias,
+                                    .device_tokens = r->present,
                                     .logits = own_logits(r)};
   return cumoe_router_with(r->c->g->handle, &router, r->c->stream);
 }
@@ -314,18 +340,26 @@ static cumoe_status run_shared(const ep_round *r)
       .x = r->x,
       .ids = cumoe_matrix(zeros, CUMOE_I32, r->tokens, 1, 1),
       .weights = cumoe_matrix(zeros, CUMOE_F32, r->tokens, 1, 1),
+      .device_tokens = r->present,
       .out = cumoe_matrix_mut(region(c, c->at.shared_y), dtype, r->tokens, g->shape.hidden, g->shape.hidden),
       .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
   TRY(cumoe_moe_forward(g->shared, c->layer.shared, &a, c->stream));
   if (!c->layer.shared_gate.data) return CUMOE_OK;
-  const cumoe_view none = {0};
-  const cumoe_view_mut logit = cumoe_matrix_mut(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1);
-  return cumoe_router(c->g->handle, r->x, c->layer.shared_gate, none, logit, c->stream);
+  const cumoe_router_args gate = {.size = sizeof gate,
+                                  .flags = g->plan.desc.flags & CUMOE_MOE_BATCH_INVARIANT,
+                                  .x = r->x,
+                                  .weight = c->layer.shared_gate,
+                                  .device_tokens = r->present,
+                                  .logits = cumoe_matrix_mut(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1)};
+  return cumoe_router_with(c->g->handle, &gate, c->stream);
 }
 
 static cumoe_status dispatch_round(const ep_round *r)
 {
+  const group *g = r->c->g;
+  if (r->present.data && r->c->rounds > 1) TRY(run_move(r, MOVE_COUNT));
   TRY(run_routing(r));
+  if (g->ways.dedup && !on_cpu(g->context)) TRY(run_move(r, MOVE_SLOTS));
   TRY(run_move(r, MOVE_PUT));
   return run_shared(r);
 }
@@ -337,14 +371,6 @@ static cumoe_view_mut counts_of_round(const ep_round *r)
   const ep_call *c = r->c;
   if (r->number == 0 || !c->layer.counts_out.data) return c->layer.counts_out;
   return cumoe_vector_mut(region(c, c->at.counts), CUMOE_I32, c->g->plan.desc.local_experts);
-}
-
-/* On the CPU device alone, where the experts are done: see check_served. */
-static void add_counts(const ep_round *r)
-{
-  int32_t *sum = r->c->layer.counts_out.data;
-  const int32_t *round = counts_of_round(r).data;
-  for (int32_t e = 0; sum != round && e < r->c->g->plan.desc.local_experts; e++) sum[e] += round[e];
 }
 
 /* This rank's experts, over what all ranks have sent. */
@@ -364,14 +390,12 @@ static cumoe_status run_experts(const ep_round *r)
       .counts_out = counts_of_round(r),
       .load = c->layer.load,
       .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
-  TRY(cumoe_moe_forward(g->shard, c->weights, &a, c->stream));
-  add_counts(r);
-  return CUMOE_OK;
+  return cumoe_moe_forward(g->shard, c->weights, &a, c->stream);
 }
 
 static cumoe_status serve_round(const ep_round *r)
 {
-  TRY(run_move(r, MOVE_WAIT_TOKENS));
+  if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(run_experts(r));
   return run_move(r, MOVE_ANSWER);
 }
@@ -391,6 +415,7 @@ static cumoe_status collect(const ep_round *r)
                              .y = cumoe_matrix(lane_of(c) + g->at.y, dtype, rows, hidden, hidden),
                              .x = r->x,
                              .residual = a->residual.rows == 1 ? a->residual : part(r, a->residual),
+                             .device_tokens = r->present,
                              .out = part_mut(r, a->out)};
   if (g->shape.exact) args.pair_weights = r->weights;
   if (g->shared) args.shared = cumoe_matrix(region(c, c->at.shared_y), dtype, r->tokens, hidden, hidden);
@@ -402,7 +427,7 @@ static cumoe_status collect(const ep_round *r)
 
 static cumoe_status combine_round(const ep_round *r)
 {
-  TRY(run_move(r, MOVE_WAIT_ANSWERS));
+  if (!waits_in_answer(r)) TRY(run_move(r, MOVE_WAIT_ANSWERS));
   return collect(r);
 }
 
@@ -454,7 +479,9 @@ static cumoe_status open_call(ep_call *c, cumoe_group handle, const cumoe_ep_arg
   TRY(check_call(c));
   c->workspace = c->layer.workspace.data;
   TRY(check_order(c, first));
-  c->tokens = cpu_ep_tokens((token_count){c->layer.x.rows, c->layer.device_tokens.data}, c->g->context->fault);
+  c->tokens = c->layer.x.rows;
+  if (!on_cpu(c->g->context)) return CUMOE_OK;
+  c->tokens = cpu_ep_tokens((token_count){c->tokens, c->layer.device_tokens.data}, c->g->context->fault);
   return CUMOE_OK;
 }
 
@@ -489,7 +516,7 @@ cumoe_status cumoe_ep_combine(cumoe_group handle, cumoe_weights weights, const c
 cumoe_status cumoe_ep_forward(cumoe_group handle, cumoe_weights weights, const cumoe_ep_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  ep_call c = {.name = __func__, .weights = weights, .stream = stream};
+  ep_call c = {.name = __func__, .weights = weights, .stream = stream, .whole = true};
   TRY(open_call(&c, handle, args, PART_DISPATCH));
   REQUIRE(c.args.round == 0, CUMOE_ERR_INVALID_ARGUMENT, "args.round is %d, must be 0: this call makes all rounds",
           (int)c.args.round);

@@ -7,7 +7,7 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-typedef enum move { MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
+typedef enum move { MOVE_COUNT, MOVE_SLOTS, MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
 
 /* An exchange in three parts, each a call of its own or all in one. */
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
@@ -36,7 +36,7 @@ ep_layout ep_lay_out(const ep_shape *shape);
 
 /* Byte offsets of a call's own memory. */
 typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, ids_here, y, shared_y, counts, inner;
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
   size_t inner_bytes; /* of the layers inside, one after the other */
   size_t bytes;
 } ep_workspace;

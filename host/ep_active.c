@@ -117,7 +117,18 @@ static cumoe_status go_on(group *g, const uint64_t *mask, const uint32_t *furthe
     g->next[l] = PART_DISPATCH;
   }
   for (int i = 0; i < MASK_WORDS; i++) __atomic_store_n(&g->ways.active[i], mask[i], __ATOMIC_RELAXED);
+  TRY(wire_write(g, g->rank, g->at.active, mask, MASK_WORDS * sizeof *mask));
   return wire_store(g, g->rank, g->at.abort, 0);
+}
+
+static cumoe_status agree(group *g, const uint64_t *mask)
+{
+  uint32_t furthest[EP_MAX_LANES];
+  TRY(load_lanes(g, furthest));
+  TRY(tell(g, mask, furthest));
+  for (int32_t r = 0; r < g->shape.ranks; r++)
+    if (has(mask, r)) TRY(hear(g, mask, r, furthest));
+  return go_on(g, mask, furthest);
 }
 
 cumoe_status cumoe_group_set_active(cumoe_group handle, const uint64_t *active)
@@ -125,15 +136,7 @@ cumoe_status cumoe_group_set_active(cumoe_group handle, const uint64_t *active)
   begin_call(__func__);
   group *g;
   uint64_t mask[MASK_WORDS] = {0};
-  uint32_t furthest[EP_MAX_LANES];
   TRY(find_group(handle, &g));
-  REQUIRE(on_cpu(g->context), CUMOE_ERR_NOT_SUPPORTED,
-          "groups on GPUs keep their ranks: destroy it, and create one of "
-          "those that are left");
   TRY(take_mask(g, active, mask));
-  TRY(load_lanes(g, furthest));
-  TRY(tell(g, mask, furthest));
-  for (int32_t r = 0; r < g->shape.ranks; r++)
-    if (has(mask, r)) TRY(hear(g, mask, r, furthest));
-  return go_on(g, mask, furthest);
+  ON_DEVICE_RELAXED(g->context, agree(g, mask));
 }

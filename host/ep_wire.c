@@ -93,6 +93,9 @@ void wire_give_up(const group *g, uint64_t word)
 
 extern const unsigned char cumoe_image_exchange[];
 
+static const char *const kernel_names[MOVES] = {"cumoe_ep_count",       "cumoe_ep_slots",  "cumoe_ep_put",
+                                                "cumoe_ep_wait_tokens", "cumoe_ep_answer", "cumoe_ep_wait_answers"};
+
 static cumoe_status find_kernel(group *g, const char *name, cudaKernel_t *kernel)
 {
   struct cudaFuncAttributes facts;
@@ -131,10 +134,8 @@ cumoe_status wire_open(group *g)
   for (int32_t r = 0; r < g->shape.ranks; r++) TRY(reach(g, r));
   TRY_CUDA(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
   TRY_CUDA(cudaLibraryLoadData(&g->library, cumoe_image_exchange, NULL, NULL, 0, &option, &value, 1));
-  TRY(find_kernel(g, "cumoe_ep_put", &g->kernels[MOVE_PUT]));
-  TRY(find_kernel(g, "cumoe_ep_wait_tokens", &g->kernels[MOVE_WAIT_TOKENS]));
-  TRY(find_kernel(g, "cumoe_ep_answer", &g->kernels[MOVE_ANSWER]));
-  return find_kernel(g, "cumoe_ep_wait_answers", &g->kernels[MOVE_WAIT_ANSWERS]);
+  for (int which = 0; which < MOVES; which++) TRY(find_kernel(g, kernel_names[which], &g->kernels[which]));
+  return CUMOE_OK;
 }
 
 cumoe_status wire_close(group *g)
@@ -160,27 +161,40 @@ static uint64_t move_on_cpu(move which, const ep_args *a, const ep_ways *ways)
 }
 
 /* CTAs along x for so many rows, parts of a row along y. */
-static launch_shape grid_of(const ep_shape *s, move which, int64_t tokens)
+static launch_shape grid_of_rows(const ep_shape *s, int64_t rows)
 {
-  const int64_t row = (int64_t)s->hidden * s->element;
-  const int64_t rows = which == MOVE_PUT ? tokens : s->capacity * ep_answers(s);
-  const int64_t ctas = (rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS;
-  launch_shape shape = {.grid = {1, 1, 1}, .block = {EP_WAIT_THREADS, 1, 1}};
-  if (which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS) return shape;
-  shape.block.x = EP_MOVE_THREADS;
-  shape.grid.x = (unsigned)(ctas < 1 ? 1 : ctas > EP_MOVE_CTAS ? EP_MOVE_CTAS : ctas);
-  shape.grid.y = (unsigned)((row + EP_PART_BYTES - 1) / EP_PART_BYTES);
-  return shape;
+  const int64_t row = (int64_t)s->hidden * s->element, ctas = (rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS;
+  return (launch_shape){.grid = {(unsigned)(ctas < 1              ? 1
+                                            : ctas > EP_MOVE_CTAS ? EP_MOVE_CTAS
+                                                                  : ctas),
+                                 (unsigned)((row + EP_PART_BYTES - 1) / EP_PART_BYTES), 1},
+                        .block = {EP_MOVE_THREADS, 1, 1}};
+}
+
+static launch_shape one_cta(int32_t threads)
+{
+  const unsigned whole_warps = (unsigned)(threads + 31) / 32 * 32;
+  return (launch_shape){.grid = {1, 1, 1},
+                        .block = {whole_warps < EP_WAIT_THREADS ? whole_warps : EP_WAIT_THREADS, 1, 1}};
+}
+
+static launch_shape shape_of_move(const ep_shape *s, move which, const ep_args *a)
+{
+  switch (which) {
+  case MOVE_COUNT: return one_cta(1);
+  case MOVE_PUT: return grid_of_rows(s, a->tokens.count);
+  case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s));
+  case MOVE_WAIT_ANSWERS: return one_cta(s->ranks + 1); /* a thread a rank, and one for the abort word */
+  default: return one_cta(EP_WAIT_THREADS);
+  }
 }
 
 static cumoe_status launch_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
 {
-  static const char *const names[MOVES] = {"cumoe_ep_put", "cumoe_ep_wait_tokens", "cumoe_ep_answer",
-                                           "cumoe_ep_wait_answers"};
-  launch_shape shape = grid_of(&g->shape, which, a->tokens.count);
+  launch_shape shape = shape_of_move(&g->shape, which, a);
   shape.early = g->early;
   void *parameters[] = {(void *)(uintptr_t)a};
-  ON_DEVICE(g->context, launch_kernel(g->kernels[which], names[which], &shape, parameters, stream));
+  ON_DEVICE(g->context, launch_kernel(g->kernels[which], kernel_names[which], &shape, parameters, stream));
 }
 
 cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream)

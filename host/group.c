@@ -57,8 +57,6 @@ static cumoe_status take_config(const struct plan *plan, const cumoe_group_confi
   if (c->lanes == 0) c->lanes = 1;
   if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
   REQUIRE(!(c->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x%x, known are 0x%x", c->flags, known);
-  REQUIRE(!(c->flags & CUMOE_GROUP_DEDUP) || on_cpu(plan->context), CUMOE_ERR_NOT_SUPPORTED,
-          "config.flags is 0x%x, has CUMOE_GROUP_DEDUP, which groups on GPUs do not serve", c->flags);
   REQUIRE(c->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)c->reserved);
   REQUIRE(c->ranks >= 1 && c->ranks <= EP_MAX_RANKS, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is %d, must be 1 .. %d",
           (int)c->ranks, EP_MAX_RANKS);
@@ -406,6 +404,7 @@ static cumoe_status write_constants(const group *g)
 {
   int32_t every[MAX_EXPERTS];
   for (int32_t e = 0; e < g->shape.experts; e++) every[e] = e < g->plan.desc.local_experts ? e : -1;
+  TRY(wire_write(g, g->rank, g->at.active, g->ways.active, sizeof g->ways.active));
   TRY(wire_write(g, g->rank, g->at.bases, g->arenas, (size_t)g->shape.ranks * sizeof *g->arenas));
   return wire_write(g, g->rank, g->at.every_expert, every, (size_t)g->shape.experts * sizeof *every);
 }

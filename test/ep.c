@@ -20,7 +20,10 @@
 #include "test.h"
 
 enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 16, CALLS = 3 };
-enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, REPLAYS = 3 };
+enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, POISON = 0xff };
+
+static int32_t gpus; /* 0: the CPU device */
+static bool gave_up; /* a world, there */
 
 /* ---- a layer, its tokens, and where its experts are ---- */
 
@@ -89,6 +92,7 @@ static void make_world(world *w)
                              .inter = w->inter,
                              .shared_inter = w->shared ? SHARED_INTER : 0,
                              .dtype = w->dtype,
+                             .flags = gpus ? CUMOE_MOE_BATCH_INVARIANT : 0, /* the same kernels for any tokens */
                              .routing = cumoe_routing_mixtral(w->top_k)};
   w->desc.routing.zero_experts = w->zero;
   w->desc.routing.identity_experts = w->identity;
@@ -177,8 +181,6 @@ static cumoe_moe_args tokens_args(const world *w, int64_t first, int64_t tokens,
 }
 
 /* ---- devices: the CPU, or GPUs, dealt to the ranks in turn ---- */
-
-static int32_t gpus; /* 0: the CPU device */
 
 /* Of GPUs they are kept for the next world: each loads all kernels. */
 static cumoe_context opened[MOST_RANKS];
@@ -371,7 +373,7 @@ typedef enum trouble {
 
 /* How those that are left and one that is left out come together. */
 typedef struct meeting {
-  _Atomic int started, left, haunted;
+  _Atomic int joined, started, left, haunted;
   bool haunts; /* it is alive */
 } meeting;
 
@@ -396,11 +398,12 @@ typedef struct rank {
   void *arena;
   size_t bytes;
   int64_t first;                      /* of its tokens in a call */
-  int32_t present;                    /* tokens */
+  tensor present;                     /* [1, 1] tokens, on the device */
+  tensor fewer;                       /* what a replay of the second call answered for half of the tokens */
   tensor counts;                      /* [calls, local experts] */
   cumoe_status status, ended, before; /* the last: of what a lost rank took part in */
   char text[300];
-  cumoe_group_fault fault;
+  cumoe_group_fault fault, seen; /* at the end; by those that go on without a rank, before */
   cumoe_fault found;
   int64_t arrived[MOST_RANKS]; /* tokens of each rank in the last exchange of lane 0 */
 } rank;
@@ -446,9 +449,14 @@ static void make_arena(rank *r)
   d.local_experts = r->w->local[r->number];
   if (r->trouble == OTHER_SHAPE) d.act = CUMOE_ACT_RELU;
   r->context = open_rank(r->number);
+  if (gpus) CHECK_OK(cumoe_fault_clear(r->context, NULL));
   r->here = *r->w;
   r->counts = r->counts_here = tensor_new(CUMOE_I32, CALLS * r->w->lanes, d.local_experts);
   r->out_here = *r->out;
+  r->present = tensor_new(CUMOE_I32, 1, 1);
+  tensor_set(&r->present, 0, 0, (double)r->w->tokens[r->number]);
+  upload(r->context, &r->present);
+  r->fewer = tensor_new(r->w->dtype, r->w->tokens[r->number], r->w->hidden);
   upload_world(r->context, &r->here);
   upload(r->context, &r->counts_here);
   upload(r->context, &r->out_here);
@@ -461,7 +469,6 @@ static void make_arena(rank *r)
   for (int lane = 0; gpus && lane < r->w->lanes; lane++)
     CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
-  r->present = (int32_t)r->w->tokens[r->number];
 }
 
 static cumoe_status join(rank *r)
@@ -475,7 +482,11 @@ static cumoe_status join(rank *r)
     void *kept = arenas[i];
     arenas[i] = arenas[j], arenas[j] = kept;
   }
-  if (r->trouble == USED_ARENA) memset((char *)r->arena + 768, 1, r->bytes - 768);
+  if (r->trouble == USED_ARENA) {
+    CHECK_OK(
+        cumoe_fill(r->context, cumoe_vector_mut((char *)r->arena + 768, CUMOE_U8, (int64_t)r->bytes - 768), 1, NULL));
+    CHECK_OK(cumoe_synchronize(r->context, NULL));
+  }
   return cumoe_group_create(r->context, r->plan, &c, cumoe_vector_mut(r->arena, CUMOE_U8, (int64_t)r->bytes),
                             &r->group);
 }
@@ -493,9 +504,9 @@ static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
   const int64_t most = w->counted ? w->tokens_max : tokens, left = w->x.rows - first, rows = most < left ? most : left;
   c->layer = tokens_args(w, first, rows, r->shared);
   c->layer.out = as_mut(rows_of(&r->out_here, first, rows));
-  if (w->counted) c->layer.device_tokens = cumoe_vector(&r->present, CUMOE_I32, 1);
+  if (w->counted) c->layer.device_tokens = rows_of(&r->present, 0, 1);
   c->layer.workspace = cumoe_vector_mut(r->workspaces[lane], CUMOE_U8, (int64_t)r->workspace_bytes);
-  if (!gpus || w->tokens_max <= w->capacity) c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
+  c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
   c->args = (cumoe_ep_args){.size = sizeof c->args,
                             .lane = lane,
                             .tokens_max = w->tokens_max,
@@ -547,22 +558,75 @@ static cumoe_status all_interleaved(rank *r)
   return status;
 }
 
-/* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU. */
-static pthread_barrier_t ready, recorded;
+/* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU: they make neither
+ * memory and streams nor graphs. */
+static pthread_barrier_t ready, recording, recorded;
 
-/* The first call as a graph, several times. */
+static cumoe_status record(rank *r, int32_t lane, int number, cumoe_graph *graph)
+{
+  cumoe_status status = cumoe_graph_begin(r->context, r->streams[lane]);
+  if (status == CUMOE_OK) status = one_call(r, lane, number);
+  const cumoe_status ended = cumoe_graph_end(r->context, r->streams[lane], graph);
+  if (status == CUMOE_OK) status = ended;
+  if (status == CUMOE_OK) status = cumoe_graph_upload(r->context, *graph, r->streams[lane]);
+  return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
+}
+
+/* What the calls answered is gone. */
+static cumoe_status poison(rank *r, int32_t lane)
+{
+  for (int i = 0; i < CALLS; i++) {
+    const int64_t first = (lane * CALLS + i) * r->w->all + r->first, rows = r->w->tokens[r->number];
+    const cumoe_status status =
+        rows ? cumoe_fill(r->context, as_mut(rows_of(&r->out_here, first, rows)), POISON, r->streams[lane]) : CUMOE_OK;
+    if (status != CUMOE_OK) return status;
+  }
+  return CUMOE_OK;
+}
+
+static cumoe_status count_tokens(rank *r, int32_t lane, int64_t tokens)
+{
+  const int32_t count = (int32_t)tokens;
+  const cumoe_status status =
+      cumoe_copy_from_host(r->context, as_mut(rows_of(&r->present, 0, 1)), &count, sizeof count, r->streams[lane]);
+  return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
+}
+
+/* The device says that half of the tokens are there. */
+static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_graph graph)
+{
+  const int64_t tokens = r->w->tokens[r->number];
+  cumoe_status status = count_tokens(r, lane, tokens / 2);
+  if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
+  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
+  const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
+  if (status == CUMOE_OK && tokens)
+    status =
+        cumoe_copy_to_host(r->context, r->fewer.data, (size_t)tokens * row,
+                           rows_of(&r->out_here, (lane * CALLS + 1) * r->w->all + r->first, tokens), r->streams[lane]);
+  return status == CUMOE_OK ? count_tokens(r, lane, tokens) : status;
+}
+
+static cumoe_status replay_all(rank *r, int32_t lane, const cumoe_graph graphs[CALLS])
+{
+  static const int order[] = {2, 0, 1, 0};
+  cumoe_status status = poison(r, lane);
+  if (status == CUMOE_OK && r->w->counted) status = replay_fewer(r, lane, graphs[1]);
+  for (size_t i = 0; status == CUMOE_OK && i < sizeof order / sizeof *order; i++)
+    status = cumoe_graph_launch(r->context, graphs[order[i]], r->streams[lane]);
+  return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
+}
+
+/* The calls as graphs, in another order. */
 static cumoe_status replay(rank *r, int32_t lane)
 {
-  cumoe_graph graph = NULL;
-  cumoe_status status = cumoe_graph_begin(r->context, r->streams[lane]);
-  if (status == CUMOE_OK) status = one_call(r, lane, 0);
-  const cumoe_status ended = cumoe_graph_end(r->context, r->streams[lane], &graph);
-  if (status == CUMOE_OK) status = ended;
+  cumoe_graph graphs[CALLS] = {0};
+  cumoe_status status = CUMOE_OK;
+  pthread_barrier_wait(&recording);
+  for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = record(r, lane, i, &graphs[i]);
   pthread_barrier_wait(&recorded);
-  for (int i = 0; status == CUMOE_OK && i < REPLAYS; i++)
-    status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
-  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
-  CUMOE_IGNORE(cumoe_graph_destroy(r->context, graph));
+  if (status == CUMOE_OK) status = replay_all(r, lane, graphs);
+  for (int i = 0; i < CALLS; i++) CUMOE_IGNORE(cumoe_graph_destroy(r->context, graphs[i]));
   return status;
 }
 
@@ -598,6 +662,7 @@ static void enter(rank *r)
   if (r->group) keep(r, cumoe_ep_workspace(r->group, &r->workspace_bytes));
   for (int lane = 0; r->workspace_bytes && lane < r->w->lanes; lane++)
     r->workspaces[lane] = device_bytes(r->context, r->workspace_bytes);
+  if (r->workspace_bytes) atomic_fetch_add(&r->meeting->joined, 1);
   if (gpus) pthread_barrier_wait(&ready);
 }
 
@@ -616,9 +681,12 @@ static void *live(void *argument)
 {
   rank *r = argument;
   pthread_t other;
-  if (r->trouble == NEVER_JOINS) return NULL;
+  if (r->trouble == NEVER_JOINS) {
+    if (gpus) pthread_barrier_wait(&ready);
+    return NULL;
+  }
   enter(r);
-  if (!r->group) return NULL;
+  if (!r->group || (gpus && atomic_load(&r->meeting->joined) < r->w->ranks)) return NULL;
   const bool two = r->w->lanes > 1 && !r->w->parts && pthread_create(&other, NULL, second_lane, r) == 0;
   const cumoe_status status = r->w->parts ? all_interleaved(r) : calls_of_lane(r, 0);
   if (two) pthread_join(other, NULL);
@@ -636,6 +704,7 @@ static void call_all_lanes(rank *r)
 {
   for (int32_t lane = 0; lane < r->w->lanes; lane++)
     for (int i = 0; r->status == CUMOE_OK && i < CALLS; i++) keep(r, one_call(r, lane, i));
+  for (int32_t lane = 0; lane < r->w->lanes; lane++) keep(r, cumoe_synchronize(r->context, r->streams[lane]));
 }
 
 /* The first rank has come one exchange further than the others, which do not follow. */
@@ -643,7 +712,9 @@ static cumoe_status go_ahead(rank *r)
 {
   ep_call c;
   fill_call(r, 0, CALLS - 1, &c);
-  return r->number == 0 && r->before == CUMOE_OK ? cumoe_ep_dispatch(r->group, r->weights, &c.args, NULL) : CUMOE_OK;
+  if (r->number != 0 || r->before != CUMOE_OK) return CUMOE_OK;
+  const cumoe_status status = cumoe_ep_dispatch(r->group, r->weights, &c.args, r->streams[0]);
+  return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[0]) : status;
 }
 
 /* Some calls of all ranks; then without LOST, which runs on for a while. */
@@ -657,6 +728,8 @@ static void *outlive(void *argument)
   if (!r->group) return NULL;
   r->before = calls_of_lane(r, 0);
   if (r->before != CUMOE_OK) snprintf(r->text, sizeof r->text, "%s", cumoe_last_error());
+  r->seen.size = sizeof r->seen;
+  keep(r, cumoe_group_fault_read(r->group, &r->seen));
   if (r->number == LOST) {
     meet(&r->meeting->left, r->w->ranks - 1);
     CUMOE_IGNORE(cumoe_group_abort(r->group));
@@ -702,6 +775,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
     make_arena(&ranks[i]);
   }
   pthread_barrier_init(&ready, NULL, (unsigned)w->ranks);
+  pthread_barrier_init(&recording, NULL, (unsigned)(w->ranks * w->lanes));
   pthread_barrier_init(&recorded, NULL, (unsigned)(w->ranks * w->lanes));
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, life, &ranks[i]) == 0);
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
@@ -731,7 +805,7 @@ static int32_t place_of(const world *w, const rank *r, int64_t call, int64_t t, 
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
 static void check_counts(const world *w, const rank *ranks)
 {
-  if (!w->routed || (gpus && w->tokens_max > w->capacity)) return;
+  if (!w->routed) return;
   for (int64_t call = 0; call < w->x.rows / w->all; call++) {
     int64_t want[MOST_RANKS][MOST_EXPERTS] = {{0}};
     for (int32_t r = 0; r < w->ranks; r++)
@@ -766,6 +840,20 @@ static void check_arrived(const world *w, const rank *ranks)
     for (int32_t from = 0; from < w->ranks; from++) CHECK(ranks[to].arrived[from] == sent(w, &ranks[from], to));
 }
 
+/* Of a replay with half of the tokens: the same answers, and nothing behind. */
+static void check_fewer(const world *w, const rank *ranks, const tensor *out)
+{
+  for (int32_t r = 0; r < w->ranks; r++)
+    for (int64_t t = 0; w->replays && w->counted && t < w->tokens[r]; t++) {
+      const size_t row = (size_t)w->hidden * cumoe_dtype_bytes((cumoe_dtype)w->dtype);
+      const unsigned char *got = ranks[r].fewer.data + (size_t)t * row;
+      const unsigned char *all = rows_of(out, w->all + ranks[r].first + t, 1).data;
+      bool untouched = true;
+      for (size_t i = 0; i < row; i++) untouched &= got[i] == POISON;
+      CHECK_MSG(t < w->tokens[r] / 2 ? memcmp(got, all, row) == 0 : untouched, "rank %d, token %d", (int)r, (int)t);
+    }
+}
+
 static void run_world(const world *given, bool dedup)
 {
   rank ranks[MOST_RANKS];
@@ -773,13 +861,12 @@ static void run_world(const world *given, bool dedup)
   w.dedup = dedup;
   case_begin("%s%s", w.name, dedup ? ", dedup" : "");
   make_world(&w);
-  if (gpus) printf("# %s\n", w.name), fflush(stdout);
   w.keeps &= !gpus;
   w.replays = gpus && !w.parts;
-  if (gpus) w.desc.flags |= CUMOE_MOE_BATCH_INVARIANT; /* the same kernels for a rank's tokens and for all */
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
-  run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? (int64_t)4000000000 : 0);
+  run_ranks(&w, &out, ranks, NOBODY, NONE, gpus ? (int64_t)2000000000 : 0);
   for (int32_t i = 0; i < w.ranks; i++) {
+    gave_up |= ranks[i].status != CUMOE_OK || ranks[i].fault.cause != CUMOE_GROUP_ALIVE;
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
     CHECK(ranks[i].ended == CUMOE_OK && ranks[i].fault.cause == CUMOE_GROUP_ALIVE);
   }
@@ -789,6 +876,7 @@ static void run_world(const world *given, bool dedup)
     check_sums(&w, &out);
   check_counts(&w, ranks);
   check_arrived(&w, ranks);
+  check_fewer(&w, ranks, &out);
   case_end();
 }
 
@@ -1106,22 +1194,23 @@ static void run_fate(const fate *f)
              .capacity = 4,
              .tokens = {4, 2, 3},
              .exact = true};
-  bool found = false;
+  const bool launched = gpus && f->cause; /* a launch says nothing of the group */
+  bool found = launched;
   case_begin("%s", f->name);
   make_world(&w);
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
   run_ranks(&w, &out, ranks, 1, f->trouble, f->timeout_ms * 1000000);
   for (int32_t i = 0; i < w.ranks; i++) {
     const rank *r = &ranks[i];
-    if (i == 1 && f->trouble == SWAPPED) continue;                           /* it may see what it did, or be told */
-    const cumoe_status want = gpus ? CUMOE_OK : i == 1 ? f->own : f->others; /* a launch says nothing of the group */
+    if (i == 1 && f->trouble == SWAPPED) continue; /* it may see what it did, or be told */
+    const cumoe_status want = launched ? CUMOE_OK : i == 1 ? f->own : f->others;
     CHECK_MSG(r->status == want, "rank %d: %s: %s", (int)i, cumoe_status_name(r->status), r->text);
     if (i != 1) found |= strstr(r->text, f->words) != NULL;
     if (i != 1 && f->cause)
       CHECK_MSG(r->fault.cause == f->cause && r->fault.phase == f->phase && r->fault.about == 1, "rank %d: %d %d %d",
                 (int)i, (int)r->fault.cause, (int)r->fault.phase, (int)r->fault.about);
   }
-  CHECK_MSG(found || gpus, "no text has \"%s\": \"%s\", \"%s\"", f->words, ranks[0].text, ranks[2].text);
+  CHECK_MSG(found, "no text has \"%s\": \"%s\", \"%s\"", f->words, ranks[0].text, ranks[2].text);
   case_end();
 }
 
@@ -1134,10 +1223,12 @@ static void troubles(void)
 
 static void check_survivor(const rank *r, cumoe_status before)
 {
-  CHECK_MSG(r->before == before, "rank %d: %s", (int)r->number, r->text);
+  CHECK_MSG(r->before == (gpus ? CUMOE_OK : before), "rank %d: %s", (int)r->number, r->text);
+  CHECK(r->seen.cause == CUMOE_GROUP_ALIVE || before != CUMOE_OK);
+  CHECK(before == CUMOE_OK || (r->seen.cause == CUMOE_GROUP_TIMEOUT && r->seen.about == LOST));
   CHECK_MSG(r->status == CUMOE_OK, "rank %d: %s", (int)r->number, r->text);
   CHECK(r->ended == CUMOE_OK && r->fault.cause == CUMOE_GROUP_ALIVE);
-  if (before != CUMOE_OK) CHECK_MSG(strstr(r->text, "rank 1 ha") != NULL, "rank %d: %s", (int)r->number, r->text);
+  if (r->before != CUMOE_OK) CHECK_MSG(strstr(r->text, "rank 1 ha") != NULL, "rank %d: %s", (int)r->number, r->text);
 }
 
 /* `troubled` stop before the last call; all: they leave a rank out before anybody waits for it in vain. */
@@ -1194,8 +1285,8 @@ static void without(void)
                       .loses = true,
                       .exact = true};
   run_without(lost_in_a_call, LOST);
-  run_without(many, ALL);
   run_without(left_out, ALL);
+  if (!gpus) run_without(many, ALL);
 }
 
 /* What ranks 0 and 2 of four are answered. */
@@ -1341,34 +1432,50 @@ __attribute__((constructor)) static void have_queues(void)
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
 }
 
+/* Each wait on a GPU has its limit; this is for the host's. */
+enum { SECONDS_ON_GPUS = 100 };
+static void stop_waiting(int signal)
+{
+  static const char words[] = "not ok - ranks on GPUs: they have not ended\n";
+  (void)signal;
+  _exit(write(STDOUT_FILENO, words, sizeof words - 1) < 0 ? 2 : 1);
+}
+
+/* After one that gave up the others would cost their timeouts. */
+static void answers_on_gpus(void)
+{
+  gave_up = false;
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
+  for (int i = 0; i < 3 && !gave_up; i++) { /* several CTAs a move, parts of a row, tokens past a CTA of slots */
+    const world w = {.name = i < 2 ? "wider rows" : "wider rows, sums",
+                     .ranks = 2,
+                     .experts = 6,
+                     .top_k = 3,
+                     .dtype = CUMOE_BF16,
+                     .capacity = 1100,
+                     .tokens = {1050, 20},
+                     .hidden = 2056,
+                     .inter = 16,
+                     .exact = i < 2};
+    run_world(&w, i > 0);
+  }
+}
+
 /* On all GPUs; more ranks than GPUs share them. */
 static void on_gpus(cumoe_context context)
 {
   (void)context;
-  if (!getenv("CUMOE_TEST_RANKS_ON_GPUS")) {
-    case_begin("ranks on GPUs");
-    case_skip("not yet seen to end there: CUMOE_TEST_RANKS_ON_GPUS=1 runs it");
-    return;
-  }
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
-  for (size_t i = 0; i < sizeof worlds / sizeof *worlds; i++)
-    if (!worlds[i].counted) run_world(&worlds[i], false);
-  for (int i = 0; i < 2; i++) {
-    world w = {.name = i ? "wider rows, sums" : "wider rows",
-               .ranks = 2,
-               .experts = 16,
-               .top_k = 4,
-               .dtype = CUMOE_BF16,
-               .capacity = 150,
-               .tokens = {150, 97},
-               .hidden = 2880,
-               .inter = 512,
-               .exact = i == 0,
-               .residual = true};
-    run_world(&w, false);
+  signal(SIGALRM, stop_waiting);
+  alarm(SECONDS_ON_GPUS);
+  answers_on_gpus();
+  if (!gave_up) {
+    troubles();
+    without();
+    masks();
   }
-  run_fate(&fates[0]);
+  alarm(0);
   close_opened();
   gpus = 0;
 }
@@ -1388,6 +1495,7 @@ static void check_layout(const ep_shape *s)
                  {l.bases, ranks * 8},
                  {l.every_expert, (uint64_t)s->experts * 4},
                  {l.first_expert, (uint64_t)s->capacity * 4},
+                 {l.active, EP_MAX_RANKS / 8},
                  {l.lane + l.exchange, 8},
                  {l.lane + l.in, ranks * EP_LINE},
                  {l.lane + l.back, ranks * EP_LINE},

@@ -1,7 +1,7 @@
 /*
  * A group of one rank on a GPU, over the shim: the three calls launch what cumoe_ep_forward launches, round by round,
- * and can be captured each by itself; whatever fails in them is answered and leaves nothing; what groups serve on the
- * CPU device alone is refused.
+ * and the waits by themselves; they can be captured each by itself; whatever fails in them is answered and leaves
+ * nothing.
  */
 #include <stdio.h>
 #include <string.h>
@@ -33,7 +33,8 @@ static void prepare(member *m)
   m->w.next = (uintptr_t)1 << 40;
   small_layer(&m->w);
   OWN(cudaSetDevice(1));
-  m->config = (cumoe_group_config){.size = sizeof m->config, .ranks = 1, .max_tokens = CAPACITY, .arenas = m->arenas};
+  m->config = (cumoe_group_config){
+      .size = sizeof m->config, .flags = m->config.flags, .ranks = 1, .max_tokens = CAPACITY, .arenas = m->arenas};
   CHECK_OK(cumoe_ep_arena(m->w.plan, &m->config, &bytes));
   OWN(cudaMalloc(&m->arenas[0], bytes));
   m->arena = cumoe_vector_mut(m->arenas[0], CUMOE_U8, (int64_t)bytes);
@@ -88,9 +89,23 @@ static void check_last_round(const member *m)
   CHECK(gate && gate->logits == (const float *)m->layer.logits.data + CAPACITY * EXPERTS);
 }
 
+/* The stages' launches; returns how many there are of the exchange, whose kernels the shim does not know. */
+static int64_t stages_of(char *to, const char *trace)
+{
+  int64_t moves = 0;
+  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+    const size_t length = strcspn(line, "\n") + 1;
+    const bool is_move = strncmp(line, "cuLaunchKernelEx nothing", 24) == 0;
+    moves += is_move;
+    if (!is_move && strncmp(line, "cuLaunchKernelEx", 16) == 0) memcpy(to, line, length), to += length;
+  }
+  *to = 0;
+  return moves;
+}
+
 static void launches(void)
 {
-  static char whole[1 << 16];
+  static char whole[1 << 16], parted[1 << 16];
   member m = {0};
   case_begin("the same launches");
   join(&m);
@@ -98,10 +113,11 @@ static void launches(void)
   CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
   CHECK(shim_calls(SHIM_LAUNCH) >= 6 * ROUNDS && shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0);
   check_last_round(&m);
-  CHECK((size_t)snprintf(whole, sizeof whole, "%s", shim_trace()) < sizeof whole);
+  CHECK(strlen(shim_trace()) < sizeof whole && stages_of(whole, shim_trace()) == 2 * ROUNDS);
   shim_mark();
   CHECK_OK(in_parts(&m));
-  CHECK_MSG(strcmp(whole, shim_trace()) == 0, "%s\nand\n%s", whole, shim_trace());
+  CHECK(strlen(shim_trace()) < sizeof parted && stages_of(parted, shim_trace()) == 4 * ROUNDS);
+  CHECK_MSG(strcmp(whole, parted) == 0, "%s\nand\n%s", whole, parted);
   check_last_round(&m);
   leave(&m);
   case_end();
@@ -168,33 +184,63 @@ static void faults(void)
   case_end();
 }
 
-static void refusals(void)
+/* Put and answer, and of tokens that the device counts, by dedup, a grid more a round each. */
+static void grids(void)
+{
+  static char stages[1 << 16];
+  for (int i = 0; i < 4; i++) {
+    member m = {.config.flags = i % 2 ? CUMOE_GROUP_DEDUP : 0};
+    case_begin("grids besides, %d", i);
+    join(&m);
+    if (i / 2) m.layer.device_tokens = lend_in(&m.w, CUMOE_I32, 1, 1);
+    m.layer.counts_out = lend(&m.w, CUMOE_I32, 1, EXPERTS);
+    shim_mark();
+    CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK(strlen(shim_trace()) < sizeof stages && stages_of(stages, shim_trace()) == (2 + i / 2 + i % 2) * ROUNDS);
+    const gate_args *gate = shim_last_args("_gate_");
+    CHECK(gate && (gate->tokens.device != NULL) == (i / 2 != 0));
+    CHECK(gate && (i / 2 == 0 || gate->tokens.device != m.layer.device_tokens.data));
+    leave(&m);
+    case_end();
+  }
+}
+
+/* One exchange takes the caller's count as it is. */
+static void one_round(void)
+{
+  static char stages[1 << 16];
+  member m = {0};
+  case_begin("one round");
+  join(&m);
+  m.layer.x.rows = m.layer.logits.rows = m.layer.out.rows = m.args.tokens_max = CAPACITY;
+  m.layer.residual = (cumoe_view){0};
+  m.layer.device_tokens = lend_in(&m.w, CUMOE_I32, 1, 1);
+  shim_mark();
+  CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK(strlen(shim_trace()) < sizeof stages && stages_of(stages, shim_trace()) == 2);
+  const gate_args *gate = shim_last_args("_gate_");
+  CHECK(gate && gate->tokens.device == m.layer.device_tokens.data);
+  leave(&m);
+  case_end();
+}
+
+/* Masks are refused as on the CPU device: here nobody else is there. */
+static void masks(void)
 {
   member m = {0};
-  const uint64_t alone = 1;
-  size_t bytes;
-  case_begin("of the CPU device alone");
+  const uint64_t alone = 1, nobody = 0;
+  case_begin("masks");
   join(&m);
-  m.layer.device_tokens = lend_in(&m.w, CUMOE_I32, 1, 1);
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
-  CHECK_TEXT("args.device_tokens is given");
-  m.layer.device_tokens = (cumoe_view){0};
-  m.layer.counts_out = lend(&m.w, CUMOE_I32, 1, EXPERTS);
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
-  CHECK_TEXT("args.counts_out is given with args.tokens_max = 8");
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_group_set_active(m.group, &alone));
-  CHECK_TEXT("groups on GPUs keep their ranks");
-  m.config.flags = CUMOE_GROUP_DEDUP;
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_ep_arena(m.w.plan, &m.config, &bytes));
-  CHECK_TEXT("has CUMOE_GROUP_DEDUP");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(m.group, &alone));
+  CHECK_TEXT("active leaves out no rank");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_active(m.group, &nobody));
+  CHECK_TEXT("active leaves out rank 0");
   leave(&m);
   case_end();
 }
 
 static const test_group groups[] = {
-    ALONE("launches", launches, ONCE),
-    ALONE("captures", captures, ONCE),
-    ALONE("faults", faults, ONCE),
-    ALONE("refusals", refusals, ONCE),
+    ALONE("launches", launches, ONCE), ALONE("captures", captures, ONCE),   ALONE("faults", faults, ONCE),
+    ALONE("grids", grids, ONCE),       ALONE("one round", one_round, ONCE), ALONE("masks", masks, ONCE),
 };
 TEST_MAIN(groups)

@@ -30,16 +30,18 @@
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
  * names the rank and the phase, now and from then on; on a GPU, where a call only launches, what was launched ends at
  * once from then on and leaves outputs undefined. cumoe_group_fault_read has rank and phase as numbers on both. A group
- * that gave up comes back without the ranks that it has lost (cumoe_group_set_active; on the CPU device), or not at
- * all: destroy it, and create another with zeroed arenas. A call that is refused for its
- * arguments has told nobody anything: it may be corrected and made again within the others' timeout.
+ * that gave up comes back without the ranks that it has lost (cumoe_group_set_active), or not at all: destroy it, and
+ * create another with zeroed arenas. A call that is refused for its arguments has told nobody anything: it may be
+ * corrected and made again within the others' timeout.
  *
- * GPUs: experimental. Seen on two H200s are right sums (test/examples/ep.c, four ranks) and the replays of bench/ep.c;
- * test/ep.c has not been run there, and the bits of EXACT have not been compared. A call may be captured; a graph
- * counts its exchanges on the device, so it may be replayed in any order with others, as long as all ranks do the same,
- * and must be destroyed before its group. Ranks may share a GPU, for tests: their streams must not share a hardware
- * queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream. create lets kernels of the process reach the other
- * ranks' GPUs (cudaDeviceEnablePeerAccess), for good.
+ * GPUs: experimental. Seen on one H200, by up to eight ranks that share it, is all that test/ep.c asks: the bits of
+ * EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that stop, abort or are left out. Between two H200s only
+ * an earlier form of the kernels has been seen: right sums by gathering (test/examples/ep.c), and replays (bench/ep.c).
+ * A call may be captured; a graph counts its exchanges on the device, so it may be replayed in any order with others,
+ * as long as all ranks do the same, and must be destroyed before its group. Ranks may share a GPU, for tests: their
+ * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits
+ * for another the host should make neither memory nor graphs. create lets kernels of the process reach the other ranks'
+ * GPUs (cudaDeviceEnablePeerAccess), for good.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -58,13 +60,14 @@ typedef struct cumoe_group_s *cumoe_group;
 
 enum {
   CUMOE_GROUP_EXACT = 1u << 0, /* every slot's row comes back by itself, and a rank sums its tokens as one rank with all
-                                 experts would, for up to top_k times the bytes: the same bits on the CPU device.
+                                 experts would, for up to top_k times the bytes: the same bits on the CPU device, and
+                                 on GPUs where the same kernels serve both (CUMOE_MOE_BATCH_INVARIANT).
                                  Without it each rank sums what its experts add to a token and rounds that to dtype: one
                                  rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
   CUMOE_GROUP_DEDUP =
       1u << 1 /* a token is sent to those ranks only that have one of its experts, once to each: the same
                                  results, bit for bit, and less on the wire the more ranks there are; its router and
-                                 gate come before the first byte. On the CPU device; NOT_SUPPORTED on GPUs */
+                                 gate come before the first byte, on a GPU with a grid more */
 };
 
 typedef struct cumoe_group_config {
@@ -142,20 +145,19 @@ CUMOE_CHECKED cumoe_status cumoe_group_fault_read(cumoe_group group, cumoe_group
 
 /*
  * Leaves ranks out for good: those that have died, or that an engine wants to do without. `active` is a bit a rank, of
- * rank r bit r % 64 of word r / 64, (ranks + 63) / 64 words of the host, read by the call; 1: it stays. On the CPU
- * device; NOT_SUPPORTED on GPUs.
+ * rank r bit r % 64 of word r / 64, (ranks + 63) / 64 words of the host, read by the call; 1: it stays.
  *
  * Every rank that stays calls it with the same words, agreed upon through the engine's own store: this call cannot find
  * out who is dead. It waits for the others that stay, at most timeout_ns, and for nobody else; no call of this rank may
- * be under way on any lane. Then the group is alive again, if it had given up, and all lanes begin anew, with
- * cumoe_ep_dispatch or cumoe_ep_forward. A call may have been answered on one rank and have given up on another: which
- * one is repeated is agreed upon likewise.
+ * be under way on any lane (on a GPU: wait for the streams). Then the group is alive again, if it had given up, and all
+ * lanes begin anew, with cumoe_ep_dispatch or cumoe_ep_forward. A call may have been answered on one rank and have
+ * given up on another: which one is repeated is agreed upon likewise.
  *
  * From then on a rank that was left out gets no tokens and no results and is not waited for, by destroy neither. An
  * expert's places on it are as if they were not in the placement: what has other places is served there (token t at
  * the place t mod count of those that are left), the rest adds nothing and is recorded (EXPERT_MAP). A rank that was
- * left out and runs all the same is told that the group gave up, and disturbs nobody: but its part of each arena must
- * stay mapped until it has ended. It cannot come back; another group may have it.
+ * left out and runs all the same is told that the group gave up, or ends by its timeout, and disturbs nobody: but its
+ * part of each arena must stay mapped until it has ended. It cannot come back; another group may have it.
  *
  * INVALID_ARGUMENT, with nothing done, for words that leave out this rank, bring one back, have one past `ranks` or
  * leave out nobody; INVALID_ARGUMENT, and the group has given up, where another rank says something else; PEER where
@@ -202,9 +204,9 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *   ids         always the layer's: 0 .. E - 1, and zero and identity experts behind
  *   expert_map  absent: the placement says where experts are
  *   shared      computed on the token's own rank, between sending and receiving
- *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together. counts_out in more than one
- *                     round: on the CPU device; NOT_SUPPORTED on GPUs
- *   device_tokens     on the CPU device, read when the call is made; NOT_SUPPORTED on GPUs
+ *   counts_out, load  of this rank's experts and all ranks' tokens, of all rounds together
+ *   device_tokens     on the CPU device read when the call is made; on GPUs by the kernels, so that a graph serves any
+ *                     count up to x.rows. With several rounds a grid more each
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
  * of range drops the slot and is recorded (EXPERT_ID).
@@ -232,7 +234,7 @@ CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights wei
  * Out of order: on the CPU device INVALID_ARGUMENT with a text that names the call that must come next on that lane;
  * nothing has happened. On a GPU the library cannot know what graphs have been replayed in between, and refuses
  * nothing: outputs are then undefined, and waits end by timeout_ns. Each call is stream-ordered and may be captured, by
- * itself or together; it launches cumoe_ep_forward's kernels. The three calls have not been run on GPUs yet.
+ * itself or together. cumoe_ep_forward launches a grid or two fewer: what has told the others waits for them as well.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_dispatch(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
                                              cumoe_stream stream);

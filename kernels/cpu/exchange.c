@@ -225,6 +225,7 @@ void cpu_ep_answer(const ep_args *a, const ep_ways *ways)
 {
   for (int32_t source = 0; source < a->shape.ranks; source++)
     for (int64_t token = tokens_from(a, ways, source); token-- > 0;) answer_token(a, source, token);
+  for (int32_t e = 0; a->counts && e < a->local_experts; e++) a->counts_sum[e] += a->counts[e];
   publish(a, ways, a->at.back, NULL);
 }
 

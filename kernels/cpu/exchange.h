@@ -8,7 +8,7 @@
 /* Tokens that are there, by a count that may lie on the device. */
 int64_t cpu_ep_tokens(token_count tokens, fault_sink fault);
 
-/* What the CUDA kernels do not know of a group. */
+/* How a group sends, and to whom. CUDA kernels read it in their arguments and their arena. */
 typedef struct ep_ways {
   uint64_t active[EP_MAX_RANKS / 64]; /* a bit a rank: it has not been left out */
   bool dedup;                         /* a token goes to the ranks that have an expert of it, not to all */

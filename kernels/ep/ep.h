@@ -6,8 +6,8 @@
  *   x, ids, weights  segment s = the tokens of rank s, written by rank s; at most `capacity`, so it cannot overflow
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
  * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
- * gathering its number in the round; by dedup (the CPU device) how many tokens the reader has got before it, which the
- * sender alone must know.
+ * gathering its number in the round; by dedup how many tokens the reader has got before it, which the sender alone must
+ * know.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. Exchange n of a lane, on every rank:
@@ -19,7 +19,7 @@
  * answer n + 1 overwrites y of n: the `in` n + 1 of that token's rank, sent after its collect, was seen. A word says n
  * or n - 1 whenever somebody waits for n, so words are compared by their difference and may wrap.
  *
- * Ranks that are left out (the CPU device; cumoe_group_set_active) get nothing, are not waited for, and what they still
+ * Ranks that are left out (cumoe_group_set_active) get nothing, are not waited for, and what they still
  * write, into their own segments, words and the abort word, is not looked at. Those that stay agree on the exchange to
  * go on from, for one of them may have completed n where another gave up: each tells the number that it has come to,
  * after its last store of any other word, waits until all have told, clears its own abort word and takes the largest.
@@ -38,6 +38,7 @@
 #define EP_BOTH static inline
 #endif
 
+enum { EP_NEAR_RANKS = 16 }; /* up to so many, arguments hold their arenas: a load less */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -61,6 +62,7 @@ typedef struct ep_layout {
   uint64_t bases;        /* [ranks] addresses of all arenas */
   uint64_t every_expert; /* [experts] i32: 0, 1, 2 ... */
   uint64_t first_expert; /* [capacity] i32: 0 */
+  uint64_t active;       /* a bit a rank: it has not been left out; for CUDA kernels */
   uint64_t lane, lane_bytes;
   uint64_t exchange;        /* a line: exchanges of this lane so far */
   uint64_t in, back;        /* [ranks] lines */
@@ -87,11 +89,21 @@ typedef struct ep_args {
   token_count tokens;
   int64_t first_token; /* of these in the call: replicas are taken in turn by it */
   int32_t *rows;       /* out: [tokens, top_k or ranks] rows of y, ROW_DROPPED, ROW_IDENTITY */
+  int32_t *slots;      /* kernels, by dedup: [tokens, ranks] a token's row there, or -1; else NULL */
+  uint32_t *sent;      /* likewise: [ranks] tokens to each */
+  /* count, a kernel: the round's part of all tokens */
+  token_count all_tokens;
+  int32_t *present;
   /* wait, answer */
-  int32_t *ids_here;  /* [ranks * capacity, top_k], checked */
-  const void *y_here; /* [ranks * capacity * answers, hidden] */
+  int32_t *arrived;      /* kernels: [ranks] tokens of each */
+  int32_t *ids_here;     /* [ranks * capacity, top_k], checked */
+  const void *y_here;    /* [ranks * capacity * answers, hidden] */
+  const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
+  int32_t *counts_sum;
+  int32_t then_waits; /* kernels: put and answer go on with their wait */
   int64_t timeout_ns;
   fault_sink fault;
+  char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x. */

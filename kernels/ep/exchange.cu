@@ -1,17 +1,22 @@
 /*
  * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, a fence at system
- * scope, one flag a rank; whoever waits polls its own memory. Only the waits spin, one CTA each, and none without a
- * limit of time.
+ * scope, one flag a rank; whoever waits polls its own memory. Only waits spin, one CTA each, and none without a limit
+ * of time.
  */
 #include "ep/words.cuh"
 #include "ep/ep.h"
 
 /* ---- where things lie ---- */
 
+DEVICE char *arena_of(const ep_args &a, int rank)
+{
+  if (a.shape.ranks <= EP_NEAR_RANKS) return a.near[rank];
+  return reinterpret_cast<char *const *>(a.arena + a.at.bases)[rank];
+}
+
 DEVICE char *lane_of(const ep_args &a, int rank)
 {
-  char *const *bases = reinterpret_cast<char *const *>(a.arena + a.at.bases);
-  return bases[rank] + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
+  return arena_of(a, rank) + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
 }
 
 /* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer. */
@@ -22,6 +27,30 @@ struct counters {
 DEVICE counters *counters_of(const ep_args &a)
 {
   return reinterpret_cast<counters *>(lane_of(a, a.rank) + a.at.exchange);
+}
+
+/* It has not been left out. The host changes the words between calls. */
+DEVICE bool is_active(const ep_args &a, int rank)
+{
+  return reinterpret_cast<const uint64_t *>(a.arena + a.at.active)[rank / 64] >> rank % 64 & 1;
+}
+
+/* While the grid ahead runs: words that a layer's weights have driven out of L2. */
+DEVICE void look_ahead(const ep_args &a, uint64_t words)
+{
+  if (threadIdx.x == 0) prefetch(counters_of(a));
+  if (threadIdx.x == 1) prefetch(a.arena + a.at.abort);
+  if (threadIdx.x == 2) prefetch(a.arena + a.at.active);
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x)
+    prefetch(lane_of(a, a.rank) + words + (uint64_t)r * EP_LINE);
+}
+
+DEVICE void look_ahead_at_places(const ep_args &a)
+{
+  const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
+  for (int64_t i = threadIdx.x * (int64_t)(EP_LINE / sizeof(int32_t)); i < entries;
+       i += blockDim.x * (int64_t)(EP_LINE / sizeof(int32_t)))
+    prefetch(a.placement + i);
 }
 
 /* A warp moves a part of a row, 16 bytes a thread at a time: blockIdx.y says which part, and all its loads are under
@@ -66,70 +95,97 @@ DEVICE unsigned row_step()
   return gridDim.x * WARPS;
 }
 
-/* For what is small, all threads. */
-DEVICE unsigned thread_of_grid()
+/* For what is small: all threads; all warps, the last one first, as few rows are moved by the first ones. */
+DEVICE unsigned cta_of_grid()
 {
-  return (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  return blockIdx.y * gridDim.x + blockIdx.x;
 }
-DEVICE unsigned threads_of_grid()
+DEVICE unsigned ctas_of_grid()
 {
-  return gridDim.x * gridDim.y * blockDim.x;
+  return gridDim.x * gridDim.y;
+}
+DEVICE unsigned warp_from_last()
+{
+  return ctas_of_grid() * WARPS - 1 - (cta_of_grid() * WARPS + warp_id());
 }
 
 /* ---- flags ---- */
 
-/* The last CTA tells all ranks, once everything that any CTA has stored is on its way before the flags. */
-DEVICE void tell_when_all_have_come(const ep_args &a, uint64_t words, uint32_t tokens, bool begins)
+/* The last CTA to come tells all ranks, behind everything that any CTA has stored; true there. A CTA by itself needs no
+ * fence besides its flags' release, which holds for all its threads behind the barrier. sent NULL: `tokens` to all. */
+DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
+                                    unsigned *came, uint32_t exchange)
 {
   __shared__ bool last;
-  counters *c = counters_of(a);
   __syncthreads();
   if (threadIdx.x == 0) {
-    unsigned *came = begins ? &c->put : &c->answered;
-    __threadfence_system();
-    last = atomicAdd(came, 1) == gridDim.x * gridDim.y - 1;
-    __threadfence_system();
+    last = true;
+    if (ctas_of_grid() > 1) {
+      __threadfence_system();
+      last = atomicAdd(came, 1) == ctas_of_grid() - 1;
+      __threadfence();
+    }
     if (last) *came = 0;
-    if (last && begins) c->exchanges++;
+    if (last) counters_of(a)->exchanges = exchange;
   }
   __syncthreads();
-  if (!last) return;
-  const uint64_t flag = ep_flag((uint32_t) * (volatile unsigned long long *)&c->exchanges, tokens);
+  if (!last) return false;
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x)
-    store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE, flag);
+    if (is_active(a, r))
+      store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE,
+                           ep_flag(exchange, sent ? sent[r] : tokens));
+  return true;
+}
+
+/* The group has given up; words of ranks that were left out say nothing. */
+DEVICE bool is_heeded(const ep_args &a, uint64_t word)
+{
+  const int by = (int)(word & 0xffff);
+  return word != 0 && (by >= EP_MAX_RANKS || is_active(a, by));
+}
+
+DEVICE bool has_given_up(const ep_args &a)
+{
+  return is_heeded(a, load_acquire_system(a.arena + a.at.abort));
 }
 
 DEVICE void give_up(const ep_args &a, int phase, int about)
 {
-  char *const *bases = reinterpret_cast<char *const *>(a.arena + a.at.bases);
-  const uint64_t word = ep_abort_word(EP_TIMEOUT, phase, about, a.rank);
-  atomicCAS(reinterpret_cast<unsigned long long *>(a.arena + a.at.abort), 0ull, (unsigned long long)word);
+  const unsigned long long word = ep_abort_word(EP_TIMEOUT, phase, about, a.rank);
+  unsigned long long *own = reinterpret_cast<unsigned long long *>(a.arena + a.at.abort), was = 0, found;
+  while ((found = atomicCAS(own, was, word)) != was && !is_heeded(a, found)) was = found;
   for (int r = 0; r < a.shape.ranks; r++)
-    if (r != a.rank) store_release_system(bases[r] + a.at.abort, word);
+    if (r != a.rank && is_active(a, r)) store_release_system(arena_of(a, r) + a.at.abort, word);
 }
 
-/* One CTA; a thread polls the flags of its ranks. False: the group has given up. */
-DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase)
+/* Until a rank's flag tells of this exchange: what else it tells. */
+DEVICE bool wait_for_rank(const ep_args &a, const char *flag, uint32_t exchange, int phase, int rank, uint32_t *tokens)
 {
-  const uint32_t want = (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
-  const char *own = lane_of(a, a.rank) + words;
   const uint64_t begin = now_ns();
-  /* A thread of its own looks whether the group has given up before. */
-  bool arrived = threadIdx.x != blockDim.x - 1 || load_acquire_system(a.arena + a.at.abort) == 0;
-  for (int r = threadIdx.x; r < a.shape.ranks && arrived; r += blockDim.x)
-    while ((int32_t)((uint32_t)(load_acquire_system(own + (uint64_t)r * EP_LINE) >> 32) - want) < 0) {
-      arrived = load_acquire_system(a.arena + a.at.abort) == 0;
-      if (!arrived) break;
-      if (now_ns() - begin > (uint64_t)a.timeout_ns) give_up(a, phase, r);
-    }
-  return __syncthreads_and(arrived);
+  for (unsigned turn = 0;; turn++) {
+    const uint64_t word = load_acquire_system(flag);
+    *tokens = (uint32_t)word;
+    if ((int32_t)((uint32_t)(word >> 32) - exchange) >= 0) return true;
+    if (turn % 8) continue;
+    if (has_given_up(a)) return false;
+    if (now_ns() - begin > (uint64_t)a.timeout_ns) give_up(a, phase, rank);
+  }
 }
 
-/* Tokens that a rank has sent, at most what there is room for. */
-DEVICE int64_t tokens_from(const ep_args &a, int source)
+/* One CTA; a thread polls the flags of its ranks. False: the group has given up. arrived NULL, or out: tokens of each
+ * rank, at most what there is room for; 0 of one that was left out. */
+DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, int32_t *arrived)
 {
-  const uint64_t flag = load_acquire_system(lane_of(a, a.rank) + a.at.in + (uint64_t)source * EP_LINE);
-  return min((int64_t)(uint32_t)flag, a.shape.capacity);
+  const uint32_t exchange = (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
+  const char *own = lane_of(a, a.rank) + words;
+  /* A thread of its own looks whether the group has given up before. */
+  bool all = threadIdx.x != blockDim.x - 1 || !has_given_up(a);
+  for (int r = threadIdx.x; r < a.shape.ranks && all; r += blockDim.x) {
+    uint32_t tokens = 0;
+    if (is_active(a, r)) all = wait_for_rank(a, own + (uint64_t)r * EP_LINE, exchange, phase, r, &tokens);
+    if (arrived) arrived[r] = (int32_t)min((int64_t)tokens, a.shape.capacity);
+  }
+  return __syncthreads_and(all);
 }
 
 /* ---- put ---- */
@@ -138,6 +194,19 @@ DEVICE int64_t id_of(const ep_args &a, int64_t token, int slot)
 {
   const int64_t at = token * a.ids_ld + slot;
   return a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at] : static_cast<const int32_t *>(a.ids)[at];
+}
+
+/* Entries in use, but those of ranks that were left out; `nth` of them at *place. An entry that names no rank is in
+ * use, to be found. */
+DEVICE unsigned places_of(const ep_args &a, const int32_t *entries, unsigned nth, int *place)
+{
+  unsigned count = 0;
+  for (int i = 0; i < a.replicas && entries[i] >= 0; i++) {
+    const int rank = entries[i] >> EP_PLACE_SHIFT;
+    if (rank < a.shape.ranks && !is_active(a, rank)) continue;
+    if (count++ == nth) *place = entries[i];
+  }
+  return count;
 }
 
 /* The place that serves a slot, or ROW_DROPPED, or ROW_IDENTITY. */
@@ -150,133 +219,278 @@ DEVICE int place_of(const ep_args &a, int64_t token, int slot, bool report)
     return ROW_DROPPED;
   }
   if (id >= a.shape.experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
-  const int32_t *places = a.placement + id * a.placement_ld;
-  int count = 0;
-  while (count < a.replicas && places[count] >= 0) count++;
-  const int place = count ? places[(unsigned)(a.first_token + token) % (unsigned)count] : -1;
+  int place = -1;
+  const int32_t *entries = a.placement + id * a.placement_ld;
+  const unsigned count = places_of(a, entries, 0, &place);
+  if (count > 1) places_of(a, entries, (unsigned)(a.first_token + token) % count, &place);
   if (place >= 0 && place >> EP_PLACE_SHIFT < a.shape.ranks) return place;
   if (report) report_fault(a.fault, FAULT_EXPERT_MAP, slot, token);
   return ROW_DROPPED;
 }
 
-/* x to all ranks: read once, stored to each. */
-DEVICE void put_rows(const ep_args &a)
+/* The row of this rank's segment there that a token takes, or -1: it does not go there. */
+DEVICE int row_there(const ep_args &a, unsigned token, int rank)
+{
+  if (a.slots) return a.slots[(int64_t)token * a.shape.ranks + rank];
+  return is_active(a, rank) ? (int)token : -1;
+}
+
+/* x read once, stored to each rank that the token goes to. */
+DEVICE void put_rows(const ep_args &a, unsigned tokens)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (unsigned token = first_row(); token < a.tokens.count; token += row_step()) {
+  for (unsigned token = first_row(); token < tokens; token += row_step()) {
     row_part p;
     load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, width);
-    for (int r = 0; r < a.shape.ranks; r++) store_part(p, lane_of(a, r) + a.at.x + (first + token) * bytes, width);
-  }
-}
-
-/* Each slot's id and weight to all ranks, and the row of y that will answer it. */
-DEVICE void put_slots(const ep_args &a)
-{
-  const unsigned k = a.shape.top_k;
-  const int64_t first = a.rank * a.shape.capacity * k;
-  for (unsigned i = thread_of_grid(); i < a.tokens.count * k; i += threads_of_grid()) {
-    const int64_t token = i / k;
-    const int slot = (int)(i % k), place = place_of(a, token, slot, true);
-    const int to = place >= 0 ? place >> EP_PLACE_SHIFT : -1, local = place & ((1 << EP_PLACE_SHIFT) - 1);
-    const float weight = a.weights[token * a.weights_ld + slot];
     for (int r = 0; r < a.shape.ranks; r++) {
-      reinterpret_cast<int32_t *>(lane_of(a, r) + a.at.ids)[first + i] = r == to ? local : -1;
-      reinterpret_cast<float *>(lane_of(a, r) + a.at.weights)[first + i] = weight;
+      const int row = row_there(a, token, r);
+      if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
     }
-    if (a.shape.exact) a.rows[i] = to < 0 ? place : (int32_t)(((int64_t)to * a.shape.capacity + token) * k) + slot;
   }
 }
 
-/* Without EXACT: a row of y from each rank that has an expert of the token. */
-DEVICE void put_sums(const ep_args &a)
+/* A token's ids and weights to rank r, a lane a slot, and the rows of y that will answer it. */
+DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, float weight)
 {
-  const unsigned ranks = a.shape.ranks;
-  if (a.shape.exact) return;
-  for (unsigned i = thread_of_grid(); i < a.tokens.count * ranks; i += threads_of_grid()) {
-    const int64_t token = i / ranks;
-    const int rank = (int)(i % ranks);
-    bool serves = false;
-    for (int slot = 0; slot < a.shape.top_k; slot++) {
-      const int place = place_of(a, token, slot, false);
-      serves |= place >= 0 && place >> EP_PLACE_SHIFT == rank;
-    }
-    a.rows[i] = serves ? (int32_t)(rank * a.shape.capacity + token) : ROW_DROPPED;
+  const int k = a.shape.top_k, slot = lane_id(), row = row_there(a, token, r);
+  const bool there = place >= 0 && place >> EP_PLACE_SHIFT == r;
+  const bool any = __any_sync(ALL_LANES, there);
+  if (row >= 0 && slot < k) {
+    const int64_t at = (a.rank * a.shape.capacity + row) * k + slot;
+    reinterpret_cast<int32_t *>(lane_of(a, r) + a.at.ids)[at] = there ? place & ((1 << EP_PLACE_SHIFT) - 1) : -1;
+    reinterpret_cast<float *>(lane_of(a, r) + a.at.weights)[at] = weight;
+  }
+  const int64_t answer = r * a.shape.capacity + row;
+  if (a.shape.exact && there) a.rows[(int64_t)token * k + slot] = (int32_t)(answer * k) + slot;
+  if (!a.shape.exact && slot == 0) a.rows[(int64_t)token * a.shape.ranks + r] = any ? (int32_t)answer : ROW_DROPPED;
+}
+
+DEVICE void put_slots(const ep_args &a, unsigned tokens)
+{
+  const int k = a.shape.top_k, slot = lane_id();
+  for (unsigned token = warp_from_last(); token < tokens; token += ctas_of_grid() * WARPS) {
+    const int place = slot < k ? place_of(a, token, slot, true) : ROW_DROPPED;
+    const float weight = slot < k ? a.weights[token * a.weights_ld + slot] : 0.f;
+    if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
+    for (int r = 0; r < a.shape.ranks; r++) put_slots_to(a, token, r, place, weight);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
+/* ---- who is told what, by dedup ---- */
+
+/* Bits: ranks first .. first + 31 that have an expert of the token. */
+DEVICE uint32_t ranks_of(const ep_args &a, int64_t token, int first)
 {
-  wait_for_earlier_grids_alone();
-  let_next_grid_start();
-  put_rows(a);
-  put_slots(a);
-  put_sums(a);
-  tell_when_all_have_come(a, a.at.in, (uint32_t)a.tokens.count, true);
+  uint32_t ranks = 0;
+  for (int slot = 0; slot < a.shape.top_k; slot++) {
+    const int place = place_of(a, token, slot, false), to = (place >> EP_PLACE_SHIFT) - first;
+    if (place >= 0 && to >= 0 && to < 32) ranks |= 1u << to;
+  }
+  return ranks;
+}
+
+/* Tokens so far to each of 32 ranks, and of the 1,024 at hand, of each warp. */
+struct slots_smem {
+  uint32_t before[WARP_SIZE], of_warp[EP_WAIT_THREADS / WARP_SIZE][WARP_SIZE];
+};
+
+/* A thread a token, and a lane a rank where they are counted. */
+DEVICE void take_slots(const ep_args &a, slots_smem &s, int64_t token, bool is_token, int first)
+{
+  const int ranks = min(a.shape.ranks - first, WARP_SIZE), warps = blockDim.x / WARP_SIZE;
+  const uint32_t to = is_token ? ranks_of(a, token, first) : 0, below = (1u << lane_id()) - 1;
+  uint32_t base = s.before[lane_id()], all = 0;
+  for (int r = 0; r < WARP_SIZE; r++) {
+    const uint32_t who = __ballot_sync(ALL_LANES, to >> r & 1);
+    if (lane_id() == r) s.of_warp[warp_id()][r] = __popc(who);
+  }
+  __syncthreads();
+  for (int w = 0; w < warps; w++) {
+    if (w == warp_id()) base += all;
+    all += s.of_warp[w][lane_id()];
+  }
+  for (int r = 0; r < ranks; r++) {
+    const uint32_t who = __ballot_sync(ALL_LANES, to >> r & 1), start = __shfl_sync(ALL_LANES, base, r);
+    if (is_token) a.slots[token * a.shape.ranks + first + r] = to >> r & 1 ? (int)(start + __popc(who & below)) : -1;
+  }
+  __syncthreads();
+  if (warp_id() == 0) s.before[lane_id()] += all;
+  __syncthreads();
+}
+
+/* In the tokens' order, so that segments are the same on every run. One CTA: 1,024 tokens take it some 3 us. */
+extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_slots(const __grid_constant__ ep_args a)
+{
+  __shared__ slots_smem s;
+  wait_for_earlier_grids();
+  const int64_t tokens = token_total(a.tokens);
+  for (int first = 0; first < a.shape.ranks; first += WARP_SIZE) {
+    if (warp_id() == 0) s.before[lane_id()] = 0;
+    __syncthreads();
+    for (int64_t token = threadIdx.x; token - threadIdx.x < tokens; token += blockDim.x)
+      take_slots(a, s, token, token < tokens, first);
+    if (warp_id() == 0 && first + lane_id() < a.shape.ranks) a.sent[first + lane_id()] = s.before[lane_id()];
+    __syncthreads();
+  }
+}
+
+/* ---- a round's part of the tokens that the device has counted ---- */
+
+extern "C" __global__ void __launch_bounds__(WARP_SIZE) cumoe_ep_count(const __grid_constant__ ep_args a)
+{
+  wait_for_earlier_grids();
+  if (threadIdx.x != 0) return;
+  report_token_count(a.all_tokens, a.fault);
+  *a.present = (int32_t)min(max(token_total(a.all_tokens) - a.first_token, (int64_t)0), a.tokens.count);
 }
 
 /* ---- waits ---- */
 
+constexpr int IDS_IN_FLIGHT = 4;
+
 /* What a peer sends is not trusted; rows past its tokens hold what earlier exchanges left. */
-DEVICE void take_ids(const ep_args &a, int source, bool arrived)
+DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id)
 {
-  const int k = a.shape.top_k;
-  const int64_t tokens = arrived ? tokens_from(a, source) : 0, first = (int64_t)source * a.shape.capacity * k;
-  const int32_t *from = reinterpret_cast<const int32_t *>(lane_of(a, a.rank) + a.at.ids) + first;
-  for (int64_t i = threadIdx.x; i < a.shape.capacity * k; i += blockDim.x) {
-    const int32_t id = i < tokens * k ? from[i] : -1;
-    const bool here = id >= 0 && id < a.local_experts;
-    if (!here && id != -1) report_fault(a.fault, FAULT_EXPERT_ID, (unsigned)i % (unsigned)k, (unsigned)i / (unsigned)k);
-    a.ids_here[first + i] = here ? id : -1;
+  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, source = at / room,
+                 slot = at - source * room;
+  if (source >= (unsigned)a.shape.ranks || slot >= arrived[source] * k || id == -1) return -1;
+  if (id >= 0 && id < a.local_experts) return id;
+  report_fault(a.fault, FAULT_EXPERT_ID, slot % k, slot / k);
+  return -1;
+}
+
+/* Both arrays' regions end on 256 bytes, so the last vector may hang over. */
+DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
+{
+  const unsigned ids = (unsigned)a.shape.ranks * (unsigned)a.shape.capacity * a.shape.top_k,
+                 vectors = ceil_div(ids, 4u);
+  const int4 *from = reinterpret_cast<const int4 *>(lane_of(a, a.rank) + a.at.ids);
+  int4 *to = reinterpret_cast<int4 *>(a.ids_here), v[IDS_IN_FLIGHT];
+  for (unsigned first = threadIdx.x; first < vectors; first += IDS_IN_FLIGHT * blockDim.x) {
+#pragma unroll
+    for (int j = 0; j < IDS_IN_FLIGHT; j++)
+      if (first + j * blockDim.x < vectors) v[j] = from[first + j * blockDim.x];
+#pragma unroll
+    for (int j = 0; j < IDS_IN_FLIGHT; j++) {
+      const unsigned i = first + j * blockDim.x, at = i * 4;
+      if (i >= vectors) break;
+      to[i] = make_int4(take_id(a, arrived, at, v[j].x), take_id(a, arrived, at + 1, v[j].y),
+                        take_id(a, arrived, at + 2, v[j].z), take_id(a, arrived, at + 3, v[j].w));
+    }
   }
+}
+
+/* Leaves what has arrived, for the experts and for the answer. */
+DEVICE void wait_for_tokens(const ep_args &a)
+{
+  __shared__ int32_t arrived[EP_MAX_RANKS];
+  const bool all = wait_for_all(a, a.at.in, EP_DISPATCH, arrived);
+  let_next_grid_start();
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) {
+    if (!all) arrived[r] = 0;
+    a.arrived[r] = arrived[r];
+  }
+  __syncthreads();
+  take_ids(a, arrived);
+}
+
+DEVICE void wait_for_answers(const ep_args &a)
+{
+  wait_for_all(a, a.at.back, EP_RETURN, nullptr);
+  let_next_grid_start();
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  const bool arrived = wait_for_all(a, a.at.in, EP_DISPATCH);
-  let_next_grid_start();
-  for (int r = 0; r < a.shape.ranks; r++) take_ids(a, r, arrived);
+  wait_for_tokens(a);
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
-  wait_for_all(a, a.at.back, EP_RETURN);
-  let_next_grid_start();
+  wait_for_answers(a);
+}
+
+/* Where nothing comes between, the CTA that has told the others waits for them: a grid less. */
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
+{
+  look_ahead(a, a.at.in);
+  look_ahead_at_places(a);
+  wait_for_earlier_grids_alone();
+  if (!a.then_waits) let_next_grid_start();
+  const unsigned tokens = (unsigned)token_total(a.tokens);
+  counters *c = counters_of(a);
+  const uint32_t exchange = (uint32_t)c->exchanges + 1; /* none but the last CTA changes it, when all have come */
+  put_rows(a, tokens);
+  put_slots(a, tokens);
+  if (tell_when_all_have_come(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &c->put, exchange) && a.then_waits)
+    wait_for_tokens(a);
 }
 
 /* ---- answer ---- */
 
-/* This rank has a row of y for it: of the slot, or of any. */
-DEVICE bool has_row(const ep_args &a, const int32_t *ids, int answer)
+/* Rows are dealt to the warps rank by rank in turn. */
+struct answer_row {
+  int64_t token; /* in all segments */
+  int source, answer;
+  unsigned row; /* in its segment */
+  bool here;    /* this rank has it: of the slot, or of any */
+};
+
+DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
 {
-  if (a.shape.exact) return ids[answer] >= 0;
-  bool any = false;
-  for (int slot = 0; slot < a.shape.top_k; slot++) any |= ids[slot] >= 0;
-  return any;
+  const unsigned ranks = a.shape.ranks, answers = ep_answers(&a.shape);
+  answer_row r;
+  r.source = (int)((a.rank + i) % ranks);
+  r.row = i / ranks;
+  r.answer = (int)(r.row % answers);
+  r.token = r.source * a.shape.capacity + r.row / answers;
+  const bool sent = i < end && r.row < a.arrived[r.source] * answers;
+  const int slot = a.shape.exact ? r.answer : lane_id();
+  r.here = __any_sync(ALL_LANES, sent && slot < a.shape.top_k && a.ids_here[r.token * a.shape.top_k + slot] >= 0);
+  return r;
 }
 
-DEVICE void answer_rank(const ep_args &a, int source)
+DEVICE unsigned rows_to_answer(const ep_args &a)
 {
-  const unsigned answers = ep_answers(&a.shape), rows = (unsigned)tokens_from(a, source) * answers;
+  int most = 0;
+  for (int r = lane_id(); r < a.shape.ranks; r += WARP_SIZE) most = max(most, a.arrived[r]);
+  return (unsigned)warp_max(most) * ep_answers(&a.shape) * a.shape.ranks;
+}
+
+DEVICE void answer_rows(const ep_args &a)
+{
   const int width = row_vectors(a);
-  const int64_t bytes = (int64_t)width * 16, there = source * a.shape.capacity, here = a.rank * a.shape.capacity;
-  const char *from = static_cast<const char *>(a.y_here) + there * answers * bytes;
-  char *to = lane_of(a, source) + a.at.y + here * answers * bytes;
-  for (unsigned row = first_row(); row < rows; row += row_step()) {
+  const int64_t bytes = (int64_t)width * 16, answers = ep_answers(&a.shape), here = a.rank * a.shape.capacity * answers;
+  const unsigned end = rows_to_answer(a);
+  answer_row r = row_to_answer(a, first_row(), end), next;
+  for (unsigned i = first_row(); i < end; i += row_step(), r = next) {
     row_part p;
-    if (!has_row(a, a.ids_here + (there + row / answers) * a.shape.top_k, (int)(row % answers))) continue;
-    load_part(p, from + row * bytes, width);
-    store_part(p, to + row * bytes, width);
+    if (r.here) load_part(p, static_cast<const char *>(a.y_here) + (r.token * answers + r.answer) * bytes, width);
+    next = row_to_answer(a, i + row_step(), end);
+    if (r.here) store_part(p, lane_of(a, r.source) + a.at.y + (here + r.row) * bytes, width);
   }
+}
+
+/* Of later rounds. */
+DEVICE void add_counts(const ep_args &a)
+{
+  if (!a.counts || cta_of_grid() != 0) return;
+  for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x) a.counts_sum[e] += a.counts[e];
 }
 
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_answer(const __grid_constant__ ep_args a)
 {
+  look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
-  let_next_grid_start();
-  for (int i = 0; i < a.shape.ranks; i++) answer_rank(a, (a.rank + i) % a.shape.ranks);
-  tell_when_all_have_come(a, a.at.back, 0, false);
+  if (!a.then_waits) let_next_grid_start();
+  counters *c = counters_of(a);
+  const uint32_t exchange = (uint32_t)c->exchanges;
+  answer_rows(a);
+  add_counts(a);
+  if (tell_when_all_have_come(a, a.at.back, nullptr, 0, &c->answered, exchange) && a.then_waits) wait_for_answers(a);
 }

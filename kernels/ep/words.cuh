@@ -17,6 +17,12 @@ DEVICE void store_release_system(void *word, uint64_t value)
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+/* Into L2, where it is the same for all. */
+DEVICE void prefetch(const void *at)
+{
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 DEVICE uint64_t now_ns()
 {
   uint64_t value;
