@@ -1,5 +1,6 @@
 /* See choice.h. */
 #include "choice.h"
+#include "../kernels/attention.h"
 
 #include <string.h>
 

@@ -315,7 +315,7 @@ cumoe_status load_for_weights(struct context *context, weight_format format)
 static cumoe_status load_rows_of(struct context *context, operation op)
 {
   for (int32_t i = 0; i < variant_count; i++)
-    if (variants[i].op == op && variants[i].image) TRY(load_row(context, i));
+    if (variants[i].op == (int)op && variants[i].image) TRY(load_row(context, i));
   atomic_store_explicit(&context->loaded[op], true, memory_order_release);
   return CUMOE_OK;
 }

@@ -4,6 +4,7 @@
 #include "format.h"
 #include "status.h"
 #include "tmap.h"
+#include "../kernels/attention.h"
 
 #include <string.h>
 

@@ -2,6 +2,7 @@
 #include "../include/cumoe/quantize.h"
 #include "variants.h"
 #include "context.h"
+#include "../kernels/attention.h"
 
 /* kernels/args.h, which includes nothing public, has these values too. */
 #define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);

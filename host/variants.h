@@ -3,7 +3,6 @@
 #define CUMOE_VARIANTS_H
 
 #include <stdbool.h>
-#include "../kernels/attention.h"
 #include "../kernels/cpu/cpu.h"
 
 typedef enum operation {

@@ -1,6 +1,6 @@
 /*
- * Attention on the tensor cores: 16 rows of a tile by keys, online softmax (Dao, arXiv 2307.08691), in one place for the
- * two forms. A lane has rows l/4 and l/4 + 8 of each 16, and of 8 keys or columns 2(l%4) + {0, 1}.
+ * Attention on the tensor cores: 16 rows of a tile by keys, online softmax (Dao, arXiv 2307.08691), in one place for
+ * the two forms. A lane has rows l/4 and l/4 + 8 of each 16, and of 8 keys or columns 2(l%4) + {0, 1}.
  *
  * Masks cost only where a tile is cut by one. What is not seen has weight 0, and 0 times a NaN or an infinity among the
  * values is NaN; as that always shows in the result, rows that are not finite are done again, key by key (row.cuh).

@@ -18,8 +18,8 @@ template <class T, int D, int M> struct tile_smem {
   unsigned char known[2][TILE_KEYS]; /* of paged keys */
 };
 
-/* The results of a warp's rows, by way of its own queries, which are not needed any more. Rows that are not finite: bits
- * of `again`. */
+/* The results of a warp's rows, by way of its own queries, which are not needed any more. Rows that are not finite:
+ * bits of `again`. */
 template <class T, int D, int MT>
 DEVICE void store_rows(const attention_args &a, const attending<T, D, MT, TILE_KEYS> &w, T *queries,
                        const row_place *place, unsigned (&again)[MT][2])
