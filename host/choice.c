@@ -62,6 +62,16 @@ static int32_t scale_run_of(const variant *v)
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
+/* Kernels of sm_90a find the scale of an element of u4 by a shift, and have 2 bytes of each 32 k; wgmma has them as
+ * factors, of the type of what they multiply. */
+static bool takes_scales(const variant *v, const op_shape *s)
+{
+  if (s->scale_run < scale_run_of(v)) return false;
+  if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma)) return true;
+  if (s->scale_block & (s->scale_block - 1)) return false;
+  return v->form == FORM_wgmma ? s->scale_type == v->x : s->scale_type != DT_F32 || s->scale_run >= 64;
+}
+
 /* few reads tokens; of weights with scales it has x and all of h in shared memory. */
 static bool fits_few(const variant *v, const op_shape *s)
 {
@@ -82,7 +92,7 @@ static bool splits(const variant *v, const op_shape *s)
 static bool serves(const variant *v, const op_shape *s)
 {
   if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
-  if (s->scale_run < scale_run_of(v)) return false;
+  if (!takes_scales(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
   if (s->op == OP_attention && v->form != FORM_ref)

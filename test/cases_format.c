@@ -84,6 +84,10 @@ const char *format_name(int which, cumoe_format *f)
   FORMAT_CASE("nvfp4", *f = cumoe_format_nvfp4(CUMOE_GLOBAL_NONE))
   FORMAT_CASE("nvfp4 times", *f = cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES))
   FORMAT_CASE("nvfp4 over, origin 48", *f = cumoe_format_nvfp4(CUMOE_GLOBAL_OVER), ORIGIN(f, 0, 48))
+  FORMAT_CASE("int4 zeros - 1 g 64", *f = cumoe_format_int4(64, CUMOE_F16), f->offset = 0,
+              f->zero = CUMOE_ZERO_CODES_OUT, f->zero_add = -1)
+  FORMAT_CASE("int4 g 64 f32", *f = cumoe_format_int4(64, CUMOE_F32))
+  FORMAT_CASE("int4 g 96 bf16", *f = cumoe_format_int4(96, CUMOE_BF16))
   return NULL;
 }
 
@@ -239,14 +243,14 @@ static double exact_scale(const channel_place *at, exact_content content, int64_
 }
 
 /* Of 1, after what is taken off. */
-static unsigned code_of_one(const cumoe_format *f, unsigned taken)
+static unsigned code_of_one(const cumoe_format *f, int taken)
 {
   unsigned code = 0;
   while (element_value(f->element, code) - taken != 1) code++;
   return code;
 }
 
-static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, unsigned taken)
+static unsigned exact_code(const channel_place *at, exact_content content, int64_t in, int taken)
 {
   const cumoe_format *f = at->format;
   unsigned code =
@@ -267,7 +271,7 @@ static void set_exact_channel(const channel_place *at, exact_content content)
     if (f->zero == CUMOE_ZERO_CODES_OUT) zero_set(at, in, zero);
     if (f->zero == CUMOE_ZERO_VALUES) value_set(at, in, -scale * zero);
     scale_set(at, in, scale);
-    code_set(at, in, exact_code(at, content, in, (unsigned)(f->offset + add) + zero));
+    code_set(at, in, exact_code(at, content, in, f->offset + add + (int)zero));
   }
 }
 
@@ -634,6 +638,7 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
     return own == takes_own && (becomes || own) && row->y == (becomes ? codes : dtype) && row->x == dtype;
   if (!has_class(row, class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
+  if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }

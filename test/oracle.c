@@ -380,12 +380,16 @@ static double carried_codes(const double *w, int64_t depth, operand_row x)
   return fmin(worst, likely);
 }
 
-/* Relative to the sums that they are of: what rounding a weight to 16 bits brings, and Hopper's adder. */
-static double format_error(const cumoe_format *f, int32_t dtype, double size, double squares, double chunks)
+/* Of a sum: what rounding weights to 16 bits brings, at worst or, as they are rounded each by itself, what that stays
+ * below (Hoeffding, some 1e-14); and Hopper's adder. small: sum of |a| of weights below 2^-14, where f16 has steps of
+ * 2^-24. */
+static double format_error(const cumoe_format *f, int32_t dtype, double size, double squares, double small,
+                           double chunks)
 {
   double error = 4 * ulp * size;
   if (f->element == CUMOE_ELEMENT_U4) {
     const double u = unit_roundoff(dtype);
+    if (dtype == CUMOE_F16) error += 0x1p-25 * small;
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
   }
   const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
@@ -395,19 +399,20 @@ static double format_error(const cumoe_format *f, int32_t dtype, double size, do
 /* sum_k a[k] w[out, k], with the bounds of a carried along. */
 static bounded product_sum(const double *w, int64_t depth, operand_row x, const cumoe_format *f, int32_t dtype)
 {
-  double sum = 0, size = 0, carried = 0, squares = 0, chunk = 0, chunks = 0;
+  double sum = 0, size = 0, carried = 0, squares = 0, small = 0, chunk = 0, chunks = 0;
   for (int64_t k = 0; k < depth; k++) {
     const double product = x.a[k].value * w[k], magnitude = fabs(product);
     sum += product;
     size += magnitude;
     squares += magnitude * magnitude;
+    if (fabs(w[k]) < 0x1p-14) small += fabs(x.a[k].value);
     chunk += magnitude;
     if (k % 128 == 127 || k == depth - 1) chunks += chunk * chunk, chunk = 0;
     carried += x.a[k].bound * fabs(w[k]);
   }
   if (x.drift && carried > 0) carried = carried_codes(w, depth, x);
   const double error = product_factor(depth) * size + carried;
-  return (bounded){sum, format_is_dense(f) ? error : error + format_error(f, dtype, size, squares, chunks)};
+  return (bounded){sum, format_is_dense(f) ? error : error + format_error(f, dtype, size, squares, small, chunks)};
 }
 
 /* ---- activations become codes ---- */

@@ -154,6 +154,8 @@ static op_shape with_format(op_shape s, const cumoe_format *f)
                                                 : FORMAT_mx4;
   s.rows_mode = f->rows == CUMOE_ROWS_STATIC_EXPERT ? (int32_t)ROWS_STATIC : f->rows;
   s.by_expert = f->rows == CUMOE_ROWS_STATIC_EXPERT || f->act_order;
+  s.scale_type = f->scale;
+  s.scale_block = f->block[1];
   const int32_t steps = f->block[1] | (f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0);
   for (s.scale_run = 1 << 30; steps && (steps | f->origin[1]) % s.scale_run; s.scale_run /= 2) continue;
   if (f->element) s.major = MAJOR_K;
@@ -239,6 +241,12 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
                       : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
                       : v->w == DT_U8                                  ? 32
                                                                        : 128;
+  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma)) {
+    int32_t block = s->scale_block;
+    while (block && block % 2 == 0) block /= 2;
+    if (block > 1) return false;
+    if (v->form == FORM_wgmma ? s->scale_type != v->x : s->scale_type == DT_F32 && s->scale_run < 64) return false;
+  }
   return v->op == (int8_t)s->op && arch_fits(v, g->cc) && v->smem <= g->smem && type && layout && s->scale_run >= run;
 }
 

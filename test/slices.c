@@ -134,9 +134,11 @@ static cumoe_projection put(cumoe_context context, const host_projection *p)
 }
 
 /* On a GPU sums are f32, of runs of k with one scale, at most 128 from a row's begin: those of a slice are the whole's
- * where its runs are. Kernels of sm_90a for e4m3 take runs of 128. */
+ * where its runs are. Kernels of sm_90a for e4m3 take runs of 128; those for u4, whose rounded weights make no exact
+ * sums, add up 128 k in an order of their own. */
 static bool same_sums(const cumoe_format *f, slice s)
 {
+  if (f->element == CUMOE_ELEMENT_U4 && s.k % 128) return false;
   const bool aligned = (f->origin[1] % 128 == 0) == ((f->origin[1] + s.k) % 128 == 0);
   return f->block[1] == 0 ? s.k % 128 == 0 : f->element != CUMOE_ELEMENT_E4M3 || aligned;
 }

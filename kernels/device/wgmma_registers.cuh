@@ -48,20 +48,6 @@ template <> DEVICE uint32_t mul_pairs<f16>(uint32_t a, uint32_t b)
   return product;
 }
 
-template <class T> DEVICE uint32_t sub_pairs(uint32_t a, uint32_t b);
-template <> DEVICE uint32_t sub_pairs<bf16>(uint32_t a, uint32_t b)
-{
-  uint32_t difference;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
-}
-template <> DEVICE uint32_t sub_pairs<f16>(uint32_t a, uint32_t b)
-{
-  uint32_t difference;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
-}
-
 /* d += a b: a 64 x 16 in registers, b 16 x N K-major in shared memory, by the lower half of wgmma_operand (the upper is
  * the same for all); d as wgmma_m64k16 has it. Of lane l of warp w: a[0] row 16w + l/4, k 2(l%4) + {0,1}; a[1] the same
  * k of 8 rows on; a[2], a[3] 8 k on. They may not be written until a wgmma_wait_group says that this is over. */

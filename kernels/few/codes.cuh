@@ -67,18 +67,12 @@ DEVICE void unpack_e2m1(uint32_t codes, uint32_t (&pair)[4], f16)
   pair[3] = codes >> 3 & 0x0e000e00 | codes & 0x80008000;
 }
 
-/* What unpacked u4 have too much, as a pair of M. */
-template <class M> DEVICE uint32_t zero_subtrahend(int zero)
-{
-  return pair_of<M>::UNITS + zero * 0x10001;
-}
-
-/* zero: of u4, zero_subtrahend. */
-template <class W, class M> DEVICE void unpack_word(uint32_t codes, uint32_t zero, uint32_t (&pair)[4])
+/* bias: of u4, decoder's. */
+template <class W, class M> DEVICE void unpack_word(uint32_t codes, uint32_t bias, uint32_t (&pair)[4])
 {
   if constexpr (same_type<W, u4>) {
 #pragma unroll
-    for (int p = 0; p < 4; p++) pair[p] = subtract<M>(codes >> 4 * p & 0x000f000f | pair_of<M>::UNITS, zero);
+    for (int p = 0; p < 4; p++) pair[p] = decoder<u4, M>::decode_two(codes >> 4 * p, bias);
   } else {
     unpack_e2m1(codes, pair, M());
   }

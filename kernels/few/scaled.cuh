@@ -92,7 +92,7 @@ DEVICE uint32_t take_zero(const few_scales<W> &s, const expert_matrix &b, bool z
 {
   if constexpr (same_type<W, u4>) {
     const int zero = zeros ? (int)(s.zeros >> 4 * (tile * 4 + octet * 2 + run) & 15) + b.zero.add : 0;
-    return zero_subtrahend<M>(b.offset + zero);
+    return decoder<u4, M>::bias(b.offset + zero);
   }
   return 0;
 }

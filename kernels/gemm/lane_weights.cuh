@@ -4,6 +4,9 @@
  *   scale_stage<S>   the scales of a stage in shared memory
  *   stage_scales<S>  a producer's, which copies them there
  *   lane_scales<S>   a consumer's: of a lane's four rows
+ *
+ * Those of u4 are of any block of k that is a power of two from 32 on (of f32: from 64 on), in any place of it: a row
+ * has up to 16 bytes of them in a stage.
  */
 #ifndef CUMOE_LANE_WEIGHTS_CUH
 #define CUMOE_LANE_WEIGHTS_CUH
@@ -12,6 +15,7 @@
 #include "gemm/weight_factors.cuh"
 
 template <class S> struct mixed_smem;
+template <class S> DEVICE int lane_row();
 
 /* ---- scales in shared memory ---- */
 
@@ -32,10 +36,8 @@ template <class S> DEVICE int scale_block(const gemm_args &args, int k)
   if constexpr (RUN > 0) {
     return k / RUN; /* origins are multiples of it */
   } else {
-    const scale_matrix &s = args.b.scale;
-    const int shift = 31 - __clz(s.block_k);
-    return s.block_k == 1 << shift ? (k + s.k_origin >> shift) - (s.k_origin >> shift)
-                                   : (k + s.k_origin) / s.block_k - s.k_origin / s.block_k;
+    const int shift = 31 - __clz(args.b.scale.block_k);
+    return (k + args.b.scale.k_origin >> shift) - (args.b.scale.k_origin >> shift);
   }
 }
 
@@ -50,17 +52,18 @@ template <class S> DEVICE bool scales_in_words(const gemm_args &args)
   return args.b.scale.k_stride <= 1;
 }
 
-/* Whether rows of scales lie behind one another, each a whole number of stages' scales, so that those of a stage are 8
- * or 16 bytes of 16 that may be read. Copies of 16 bytes pass by L1; one of fewer takes a line there, which has not
- * enough for all rows of two stages: then they wait for each other, for half of the kernel's time. */
+/* Whether rows of scales lie behind one another, each a whole number of stages' scales, so that those of a stage are
+ * in 16 bytes that may be read. Copies of 16 bytes pass by L1; one of fewer takes a line there, which has not enough
+ * for all rows of two stages: then they wait for each other, for half of the kernel's time. */
 template <class S> DEVICE bool scales_in_vectors(const gemm_args &args)
 {
+  if constexpr (S::SCALE_BYTES > 16 || S::SCALE_WORDS % 4 != 0) return false;
   constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
-  if constexpr (RUN <= 0 || S::SCALE_BYTES > 16 || S::SCALE_WORDS % 4 != 0) return false;
   const scale_matrix &s = args.b.scale;
+  const int64_t run = RUN > 0 ? RUN : s.block_k;
   const uintptr_t places = (uintptr_t)s.base[0] | (S::gated(args) ? (uintptr_t)s.base[1] : 0) | s.expert_stride;
-  return !s.table[0] && s.k_stride == 1 && s.n_stride * RUN == args.k && args.k % S::BK == 0 && args.n % 2 == 0 &&
-         s.k_origin == 0 && places % 16 == 0;
+  return !s.table[0] && s.k_stride == 1 && run <= S::BK && s.n_stride * run == args.k && args.k % S::BK == 0 &&
+         (RUN > 0 ? args.n % 2 == 0 : args.n % 8 == 0 && s.block_n == 1) && s.k_origin == 0 && places % 16 == 0;
 }
 
 /* Of weight row `row` of a tile; n and on: of none. */
@@ -110,22 +113,31 @@ template <class S> struct stage_scales {
       row[i] = scales_of_row<S>(args, unit, row_of(i));
       last |= (uint32_t)(channel_of_row<S>(args, unit, row_of(i)) >= args.n - 1) << i;
       smem.skew[slot % S::UNIT_SLOTS][row_of(i)] =
-          scales_in_words<S>(args) ? (uintptr_t)row[i] & (scales_in_vectors<S>(args) ? 15 : 3) : 0;
+          in_words(args, row[i]) ? (uintptr_t)row[i] & (scales_in_vectors<S>(args) ? 15 : 3) : 0;
     }
     if (has_zeros<S>) zeros = zeros_of_octet<S>(args, unit, threadIdx.x / OCTET_THREADS);
+  }
+
+  /* Whether copies of words do: with the bytes before the first one, 16 scales of 2 bytes would not fit. */
+  DEVICE static bool in_words(const gemm_args &args, const uint8_t *row)
+  {
+    return scales_in_words<S>(args) && (!has_zeros<S> || ((uintptr_t)row & 3) == 0 || args.b.scale.block_k > 32);
   }
 
   /* Of k0 and on. No word is read that has no scale of the row. */
   DEVICE void copy(const gemm_args &args, scale_stage<S> &to, int k0) const
   {
-    const int first = scale_block<S>(args, k0), count = scale_block<S>(args, min(k0 + S::BK, args.k) - 1) - first + 1;
+    const int first = scale_block<S>(args, k0), count = scale_block<S>(args, min(k0 + S::BK, args.k) - 1) - first + 1,
+              size = scale_size<S>(args);
+    const bool ends = has_zeros<S> ? first + count == scale_block<S>(args, args.k - 1) + 1
+                                   : k0 + S::BK + 128 >= args.k; /* a word may hold what is beyond the row */
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
+      const uint8_t *from = row[i] + first * size;
       if (scales_in_vectors<S>(args))
-        cp_async_cg_16(shared_address(to.words[row_of(i)]), row[i] + first - (uintptr_t)(row[i] + first) % 16, 16);
-      else if (scales_in_words<S>(args))
-        copy_words(row[i] + first * scale_size<S>(args), count * scale_size<S>(args),
-                   last >> i & 1 && k0 + S::BK + 128 >= args.k, to.words[row_of(i)]);
+        cp_async_cg_16(shared_address(to.words[row_of(i)]), from - (uintptr_t)from % 16, 16);
+      else if (in_words(args, row[i]))
+        copy_words(from, count * size, last >> i & 1 && ends, to.words[row_of(i)]);
       else
         copy_strided(args, row[i], first, count, to.words[row_of(i)]);
     }
@@ -273,50 +285,60 @@ template <class S> struct format_scales<S, nv4> : scale_places<S> {
   }
 };
 
-template <class S> struct format_scales<S, u4> : scale_places<S> {
+/* FACTORS: what they become, by the scales' type. */
+template <class S, class FACTORS> struct u4_scales {
   using X = typename S::X;
-  using factor_type = weight_factors<X, u4>;
-  static constexpr element_type OWN = same_type<X, bf16> ? DT_BF16 : DT_F16;
+  static constexpr bool absent = false;
+  static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
+  uint32_t row, skews; /* the first one's shared address in stage 0; a byte a row */
 
-  /* Beyond the end of k: what the last codes have. */
-  DEVICE factor_type factors(const gemm_args &args, const mixed_smem<S> &smem, int stage, int slab, int k)
+  DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
   {
-    const int own = min(k + lane_id() % 4 * 32, args.k - 32), first = scale_block<S>(args, k - slab * S::SLAB),
-              block = scale_block<S>(args, own) - first, size = scale_size<S>(args);
-    const uint32_t skew = scales_in_words<S>(args) ? first * size : 0,
-                   offset = this->slab_offset(stage, slab) + block * size;
-    const bool stored = args.b.zero.base[0] || args.b.zero.table[0];
-    uint32_t scale[4];
+    row = shared_address(smem.scales[0].words[row0]);
+    skews = 0;
+#pragma unroll
+    for (int r = 0; r < 4; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
+  }
+
+  /* Beyond the end of k: what the last codes have. A row's first scale of a stage is as far from its first of all as
+   * its place goes round in what is copied at once. */
+  DEVICE FACTORS factors(const gemm_args &args, const mixed_smem<S> &smem, int stage, int slab, int k) const
+  {
+    const int first = scale_block<S>(args, k - slab * S::SLAB), size = scale_size<S>(args),
+              block = scale_block<S>(args, min(k + (int)(tid_x() % 4 * 32), args.k - 32)) - first;
+    const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3,
+                   from = row + stage * (uint32_t)sizeof(scale_stage<S>) + block * size;
+    FACTORS f;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      const uint32_t at = (this->at[r] & ~3u) + (this->at[r] + skew & 3) + offset;
-      scale[r] = size == 4 ? lds_u32(at) : lds_u16(at);
-    }
-    factor_type f;
-    if (args.b.scale.dtype == OWN && !stored) {
-      const float zero = factor_type::BASE + (float)args.b.offset;
-#pragma unroll
-      for (int r = 0; r < 4; r++) f.by[r] = scale[r] * 0x10001, f.zero[r] = pack_pair<X>(zero, zero);
-    } else {
-      set_each(args, smem, stage, block, stored, scale, f);
+      const uint32_t at = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
+      set(f, r, args.b.scale.dtype, size == 4 ? lds_u32(at) : lds_u16(at), bias(args, smem.scales[stage], r, block));
     }
     return f;
   }
 
-  /* Scales of another type, or zero points. */
-  DEVICE void set_each(const gemm_args &args, const mixed_smem<S> &smem, int stage, int block, bool stored,
-                       const uint32_t (&scale)[4], factor_type &f) const
+  DEVICE static void set(weight_factors<X, u4> &f, int r, int, uint32_t bits, uint32_t bias)
   {
-    const uint32_t octet = (this->at[0] - shared_address(smem.scales[0].words)) / (8 * this->ROW_BYTES);
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      int zero = args.b.offset;
-      if (stored) zero += (int)(smem.scales[stage].zeros[octet + r][block] >> lane_id() / 4 * 4 & 15) + args.b.zero.add;
-      f.set(r, pack_pair<X>(scale_value(scale[r], args.b.scale.dtype), factor_type::BASE + (float)zero));
-    }
+    f.set(r, bits * 0x10001, bias);
   }
+  DEVICE static void set(wide_factors<X> &f, int r, int dtype, uint32_t bits, uint32_t bias)
+  {
+    f.by[r] = scale_value(bits, dtype), f.zero[r] = bias;
+  }
+
+  /* A lane's rows are one of each of its warp's octets. */
+  DEVICE static uint32_t bias(const gemm_args &args, const scale_stage<S> &stage, int r, int block)
+  {
+    int zero = args.b.offset;
+    if (args.b.zero.base[0] || args.b.zero.table[0])
+      zero += (int)(stage.zeros[lane_row<S>() / 8 + r][block] >> lane_row<S>() % 8 * 4 & 15) + args.b.zero.add;
+    return decoder<u4, X>::bias(zero);
+  }
+};
+template <class S> struct format_scales<S, u4> : u4_scales<S, weight_factors<typename S::X, u4>> {
 };
 
 template <class S> using lane_scales = format_scales<S, typename S::W>;
+template <class S> using wide_scales = u4_scales<S, wide_factors<typename S::X>>;
 
 #endif

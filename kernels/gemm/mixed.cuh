@@ -30,18 +30,21 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int ROW_BYTES = BK * BITS / 8; /* codes of a stage */
   /* Producers fill two stages at once: a thread has 16 bytes of every PASS-th row. */
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
+  static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
-  static constexpr int REGISTERS = 168, PRODUCER_REGISTERS = 136;
+  static constexpr int REGISTERS = 168, PRODUCER_REGISTERS = U4 ? 152 : 136;
   static constexpr int CONSUMER_REGISTERS = (REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
   static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS, "32 rows a warp");
+  /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
+  static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
-  /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or four each 32. */
+  /* Bytes of a weight row's scales in a stage, at most: one each 32 or 16 k, or two each 32. */
   static constexpr int SCALE_BYTES =
-      BK / (operand<typename PRODUCT::W>::K_PER_SCALE > 0 ? operand<typename PRODUCT::W>::K_PER_SCALE : 8);
-  static constexpr int SCALE_WORDS = SCALE_BYTES <= 16 ? round_up(SCALE_BYTES / 4 + 1, 4) : SCALE_BYTES / 4 + 2;
-  static constexpr int ZERO_OCTETS = same_type<typename PRODUCT::W, u4> ? COLUMNS / 8 : 1;
+      BK / (operand<typename PRODUCT::W>::K_PER_SCALE > 0 ? operand<typename PRODUCT::W>::K_PER_SCALE : 16);
+  static constexpr int SCALE_WORDS = U4 ? SCALE_BYTES / 4 : round_up(SCALE_BYTES / 4 + 1, 4);
+  static constexpr int ZERO_OCTETS = U4 ? COLUMNS / 8 : 1;
   static_assert(STAGES + 2 <= UNIT_SLOTS, "see there");
   static_assert(BITS == 4 && (BK == 128 || BK == 256), "16 bytes of a row a lane and slab");
 };
@@ -61,7 +64,7 @@ template <class S> struct mixed_smem {
   int32_t sources[2][S::BM];               /* of a unit's rows in A; the producers' */
   stream_run<S> run;                       /* of one thread */
   tile_table table;
-  row_range ranges[MAX_EXPERTS];
+  row_range ranges[S::RANGES];
 };
 
 /* ---- producers: codes ---- */
@@ -377,14 +380,13 @@ template <class S> struct slab_places {
 template <class S> using warp_sums = float[S::BLOCKS][S::ACCUMULATORS];
 
 /* A lane's codes of 32 k as fragments of 16 k each, and blocks. Octet r of weight rows is half r / 2 of block r % 2. */
-template <class S>
-DEVICE void unpack_32(const uint4 (&raw)[4], int w, const weight_factors<typename S::X, typename S::W> &factors,
-                      uint32_t (&a)[2][2][4])
+template <class FACTORS>
+DEVICE void unpack_32(const uint4 (&raw)[4], int w, const FACTORS &factors, uint32_t (&a)[2][2][4])
 {
   uint32_t words[4], pairs[4][4];
 #pragma unroll
   for (int r = 0; r < 4; r++) words[r] = w == 0 ? raw[r].x : w == 1 ? raw[r].y : w == 2 ? raw[r].z : raw[r].w;
-  unpack_e2m1(factors, words, w, pairs);
+  unpack_words(factors, words, w, pairs);
 #pragma unroll
   for (int r = 0; r < 4; r++)
 #pragma unroll
@@ -424,18 +426,18 @@ template <class S, int N> DEVICE void multiply_wide(const uint32_t (&a)[2][2][4]
 }
 
 /* sums += 32 weight rows x N rows of A, of a slab of k and on; tokens: operand of its rows. */
-template <class S, int N>
+template <class S, int N, class SCALES>
 DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, const slab_places<S> &from, uint32_t tokens,
-                          lane_scales<S> &scales, int stage, int slab, int k, warp_sums<S> &sums)
+                          SCALES &scales, int stage, int slab, int k, warp_sums<S> &sums)
 {
   uint4 raw[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) raw[r] = from.codes_of(r);
-  const weight_factors<typename S::X, typename S::W> factors = scales.factors(args, smem, stage, slab, k);
+  const auto factors = scales.factors(args, smem, stage, slab, k);
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     uint32_t a[2][2][4];
-    unpack_32<S>(raw, w, factors, a);
+    unpack_32(raw, w, factors, a);
     if constexpr (N >= S::WGMMA_FROM)
       multiply_wide<S, N>(a, tokens + w / 2 * S::BM * 8 + w % 2 * 4, sums);
     else
@@ -444,9 +446,9 @@ DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, cons
 }
 
 /* sums = the warp's weight rows x rows of one unit, N wide, over its slabs. */
-template <class S, int N>
-DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                       lane_scales<S> &scales, warp_sums<S> &sums)
+template <class S, int N, class SCALES>
+DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
+                       warp_sums<S> &sums)
 {
   const slab_places<S> first(smem);
 #pragma unroll 1
@@ -469,9 +471,9 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
 }
 
 /* In a few widths: multiples of 8, 16 from 16 on. */
-template <class S, int N>
+template <class S, int N, class SCALES>
 DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
-                     lane_scales<S> &scales, warp_sums<S> &sums)
+                     SCALES &scales, warp_sums<S> &sums)
 {
   constexpr int LESS = N > 16 ? N - 16 : S::BM <= 32 ? N - 8 : 0;
   if constexpr (LESS > 0) {
@@ -549,7 +551,7 @@ template <class S> DEVICE void skip(const gemm_args &args, mixed_smem<S> &smem, 
   }
 }
 
-template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &smem)
+template <class S, class SCALES> DEVICE void consume(const gemm_args &args, mixed_smem<S> &smem)
 {
   constexpr int GRANULES = S::GRANULES / S::CONSUMERS; /* of a warpgroup's outputs */
   pipeline_state<S::STAGES> at;
@@ -562,7 +564,7 @@ template <class S> DEVICE void consume(const gemm_args &args, mixed_smem<S> &sme
       skip<S>(args, smem, at);
       continue;
     }
-    lane_scales<S> scales;
+    SCALES scales;
     scales.set_unit(args, smem, slot, lane_row<S>());
     warp_sums<S> sums = {};
     multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
@@ -594,14 +596,20 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     fence_mbarrier_init();
   }
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
-  const int tiles = build_tile_table<S::BM, S::THREADS>(args, smem.table, smem.ranges);
+  if (S::RANGES < MAX_EXPERTS)
+    for (int e = threadIdx.x; e < min(args.experts, S::RANGES); e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
+  const int tiles =
+      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges);
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();
     produce<S>(args, smem);
   } else {
     change_registers<S::REGISTERS, S::CONSUMER_REGISTERS>();
-    consume<S>(args, smem);
+    if constexpr (S::U4)
+      if (args.b.scale.dtype != (same_type<typename S::X, bf16> ? DT_BF16 : DT_F16))
+        return consume<S, wide_scales<S>>(args, smem);
+    consume<S, lane_scales<S>>(args, smem);
   }
 }
 

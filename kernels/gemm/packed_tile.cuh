@@ -20,16 +20,31 @@ template <class S> struct wgmma_smem;
 
 enum { SCALES_AHEAD = 2 }; /* stages */
 
+/* Of a weight row and stage; of u4, whose blocks may be longer, at most. */
+template <class S> constexpr int scale_bytes_of()
+{
+  constexpr int RUN = operand<typename S::CODE>::K_PER_SCALE;
+  return RUN > 0 ? S::BK / (RUN > 0 ? RUN : 1) : S::BK / 32 * 2;
+}
+
+/* Zero points of octets of weight rows, on their way. */
+template <class S, bool STORED> struct zero_stages {
+};
+template <class S> struct zero_stages<S, true> {
+  uint32_t zeros[SCALES_AHEAD][S::BK / 32][S::COLUMNS / 8];
+};
+
 /* What a stage has besides, and what producers have of the unit that they are at. */
 template <class S, bool PACKED> struct factor_stages {
 };
-template <class S> struct factor_stages<S, true> {
-  static constexpr int SCALE_BYTES = S::BK / operand<typename S::CODE>::K_PER_SCALE; /* of a row and stage */
+template <class S> struct factor_stages<S, true> : zero_stages<S, same_type<typename S::CODE, u4>> {
+  static constexpr int SCALE_BYTES = scale_bytes_of<S>();
   uint4 factors[S::STAGES][S::COLUMNS];
   uint64_t posted[UNITS_AHEAD];          /* which unit it is, for the warp that makes factors */
   const uint8_t *scale_rows[S::COLUMNS]; /* where those of each weight row begin */
   uint32_t scale_words[SCALES_AHEAD][SCALE_BYTES / 4 + 1][S::COLUMNS]; /* on their way */
   int32_t absent[UNITS_AHEAD]; /* whether some of a unit's scales are not in its products */
+  float rest[UNITS_AHEAD][2];  /* what is left of the weights' scale, of halves: multiplies sums */
 };
 
 /* Half and channel of a weight row of a tile; of one that is there, whatever the tile. */
@@ -51,51 +66,68 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
 
 /* ---- producers ---- */
 
-/* By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a stage's factors of,
- * SCALES_AHEAD stages later. The warp has some 2000 clocks a stage: rows are without branches, so that they overlap. */
-template <class S> struct factors_ahead {
-  using X = typename S::X;
-  using CODE = typename S::CODE;
+/* What all formats share. By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a
+ * stage's factors of, SCALES_AHEAD stages later. The warp has some 2000 clocks a stage: rows are without branches, so
+ * that they overlap. */
+template <class S> struct scales_ahead {
+  using FACTORS = weight_factors<typename S::X, typename S::CODE>;
   static constexpr int ROWS = S::COLUMNS / WARP_SIZE, SLICES = S::BK / 32, AT_ONCE = 4;
   static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
-  using factors = weight_factors<X, CODE>;
   using words = uint32_t[WORDS + 1][S::COLUMNS];
 
   DEVICE static int row(int i) { return lane_id() + i * WARP_SIZE; }
   DEVICE static words &words_of(wgmma_smem<S> &smem, int k0) { return smem.scale_words[k0 / S::BK % SCALES_AHEAD]; }
 
-  DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+  DEVICE static void find_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
     if (lane_id() == 0) smem.absent[slot] = false;
+    if (lane_id() < (S::gated(args.g) ? 2 : 1))
+      smem.rest[slot][lane_id()] = global_scale(args.g.b, lane_id(), tile.expert) * FACTORS::REST;
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++)
       smem.scale_rows[row(i)] = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, row(i)));
     __syncwarp();
+  }
+
+  /* Of a stage and of each row the words that `bytes` from `first` on lie in, none without a scale of the row. */
+  DEVICE static void load_words(wgmma_smem<S> &smem, int k0, int first, int bytes)
+  {
+    words &to = words_of(smem, k0);
+#pragma unroll 1
+    for (int i0 = 0; i0 < ROWS; i0 += AT_ONCE) {
+      const uint8_t *from[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) from[i] = smem.scale_rows[row(i0 + i)] + first;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int before = (int)((uintptr_t)from[i] & 3);
+#pragma unroll
+        for (int w = 0; w <= WORDS; w++)
+          if (w * 4 < before + bytes) cp_async_ca_4(shared_address(to[w] + row(i0 + i)), from[i] - before + w * 4, 4);
+      }
+    }
+  }
+};
+
+template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
+  using X = typename S::X;
+  using factors = weight_factors<X, CODE>;
+  using typename scales_ahead<S>::words;
+  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::BYTES,
+      scales_ahead<S>::EACH, scales_ahead<S>::row, scales_ahead<S>::words_of;
+
+  DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+  {
+    this->find_rows(args, smem, tile, slot);
 #pragma unroll 1
     for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
   }
 
-  /* The words that a row's scales lie in, none of them without a scale of the row. A group of copies, even if none. */
+  /* A group of copies, even if none. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
   {
-    const int count = min((args.k - k0) / 32 * EACH, BYTES);
-    if (k0 < args.k && args.b.scale.k_stride == 1) {
-      words &to = words_of(smem, k0);
-#pragma unroll 1
-      for (int first = 0; first < ROWS; first += AT_ONCE) {
-        const uint8_t *from[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) from[i] = smem.scale_rows[row(first + i)] + k0 / 32 * EACH;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          const int before = (int)((uintptr_t)from[i] & 3);
-#pragma unroll
-          for (int w = 0; w <= WORDS; w++)
-            if (w * 4 < before + count)
-              cp_async_ca_4(shared_address(to[w] + row(first + i)), from[i] - before + w * 4, 4);
-        }
-      }
-    }
+    if (k0 < args.k && args.b.scale.k_stride == 1)
+      this->load_words(smem, k0, k0 / 32 * EACH, min((args.k - k0) / 32 * EACH, BYTES));
     cp_async_commit_group();
   }
 
@@ -185,6 +217,106 @@ template <class S> struct factors_ahead {
   }
 };
 
+/* Words of a scale and a bias. A row has 16 bits a block, in any half of a word. */
+template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
+  using X = typename S::X;
+  using typename scales_ahead<S>::words;
+  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::WORDS,
+      scales_ahead<S>::row, scales_ahead<S>::words_of;
+  const uint32_t *zeros; /* of an octet of rows a lane; NULL: there are none */
+  uint32_t odd;          /* a bit a row: its scales begin in the upper half of a word */
+
+  DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
+  {
+    static_assert(S::COLUMNS / 8 == WARP_SIZE && WORDS == 2 && SLICES == 4, "an octet a lane; see loaded");
+    this->find_rows(args, smem, tile, slot);
+    odd = 0;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) odd |= (uint32_t)((uintptr_t)smem.scale_rows[row(i)] >> 1 & 1) << i;
+    const weight_row first = weight_row_of<S>(args, tile, lane_id() * 8);
+    zeros = zero_words(&args.g.b, first.half, tile.expert);
+    if (zeros)
+      zeros += first.channel / 8 * args.g.b.zero.n_stride +
+               args.g.b.scale.k_origin / args.g.b.scale.block_k * args.g.b.zero.k_stride;
+#pragma unroll 1
+    for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
+  }
+
+  /* Blocks of k between a row's first and that of element k. */
+  DEVICE static int block(const gemm_args &args, int k)
+  {
+    const int shift = 31 - __clz(args.b.scale.block_k);
+    return (k + args.b.scale.k_origin >> shift) - (args.b.scale.k_origin >> shift);
+  }
+
+  /* A group of copies, even if none. */
+  DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
+  {
+    const int first = block(args, k0), count = block(args, min(k0 + S::BK, args.k) - 1) - first + 1;
+    if (k0 < args.k) {
+      this->load_words(smem, k0, first * 2, count * 2);
+#pragma unroll 1
+      for (int b = 0; zeros && b < count; b++)
+        cp_async_ca_4(shared_address(&smem.zeros[k0 / S::BK % SCALES_AHEAD][b][lane_id()]),
+                      zeros + (first + b) * args.b.zero.k_stride, 4);
+    }
+    cp_async_commit_group();
+  }
+
+  /* Slices behind the last block have its factors. */
+  DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int)
+  {
+    cp_async_wait_group<SCALES_AHEAD - 1>();
+    __syncwarp(); /* zero points are other lanes' */
+    if (zeros)
+      store_rows<true, 1>(args, smem, stage, k0);
+    else
+      store_rows<false, AT_ONCE>(args, smem, stage, k0);
+    __syncwarp(); /* behind it one lane arrives for all */
+  }
+
+  /* EACH rows are read before one is stored, so that they overlap. */
+  template <bool STORED, int EACH>
+  DEVICE void store_rows(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0) const
+  {
+    const int first = block(args, k0);
+    const uint32_t offset = decoder<u4, X>::bias(args.b.offset);
+    int slice[SLICES]; /* which block it is of */
+#pragma unroll
+    for (int j = 0; j < SLICES; j++) slice[j] = block(args, min(k0 + j * 32, args.k - 32)) - first;
+#pragma unroll 1
+    for (int i0 = 0; i0 < ROWS; i0 += EACH) {
+      uint32_t scale[EACH][WORDS];
+#pragma unroll
+      for (int i = 0; i < EACH; i++) loaded(words_of(smem, k0), i0 + i, first, scale[i]);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        uint32_t word[SLICES];
+#pragma unroll
+        for (int j = 0; j < SLICES; j++)
+          word[j] = weight_factors<X, u4>::prepared(__byte_perm(scale[i][0], scale[i][1], slice[j] * 0x22 + 0x10),
+                                                    STORED ? bias(args, smem, k0, i0 + i, slice[j]) : offset);
+        smem.factors[stage][row(i0 + i)] = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+    }
+  }
+
+  /* Scales of a stage's blocks, that of block `first` in the lowest half. */
+  DEVICE void loaded(const words &from, int i, int first, uint32_t (&scale)[WORDS]) const
+  {
+    const uint32_t shift = ((odd >> i) + first & 1) * 16;
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) scale[w] = __funnelshift_r(from[w][row(i)], from[w + 1][row(i)], shift);
+  }
+
+  /* Of block b of a stage, where zero points are stored. */
+  DEVICE static uint32_t bias(const gemm_args &args, const wgmma_smem<S> &smem, int k0, int i, int b)
+  {
+    const uint32_t octet = smem.zeros[k0 / S::BK % SCALES_AHEAD][b][row(i) / 8];
+    return decoder<u4, X>::bias(args.b.offset + (int)(octet >> row(i) % 8 * 4 & 15) + args.b.zero.add);
+  }
+};
+
 /* All factors, by a warp of its own; rows come by tensor copies. It arrives at each stage's `full`, too. */
 template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
@@ -195,7 +327,7 @@ template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma
     wait_for(&smem.posted[slot.stage], slot.phase);
     const tile_unit tile = smem.units[slot.stage];
     if (tile.expert < 0) break;
-    factors_ahead<S> factors(args, smem, tile, slot.stage);
+    factors_ahead<S, typename S::CODE> factors(args, smem, tile, slot.stage);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
@@ -248,7 +380,7 @@ DEVICE void multiply_32(uint32_t codes, uint32_t scales, uint32_t tokens, uint32
 #pragma unroll
   for (int part = 0; part < 2; part++) {
     uint32_t a[S::BLOCKS][4], pair[4][2];
-    unpack_e2m1(factors, word, part * 2, pair);
+    unpack_words(factors, word, part * 2, pair);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       a[r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
@@ -343,22 +475,21 @@ DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, int gr
   }
 }
 
-/* acc of one unit. What is left of the weights' scale multiplies sums; in a gated tile the blocks are the halves. */
+/* acc of one unit. In a gated tile the blocks are the halves. */
 template <class S>
 DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
                             int slot, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr float REST = weight_factors<typename S::X, typename S::CODE>::REST;
   multiply_packed_rows<S>(args.g, smem, at, group, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
-  if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
-  if (REST == 1.f && !args.g.b.global[0]) return;
+  if constexpr (operand<typename S::CODE>::K_PER_SCALE > 0)
+    if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
+  const int first = S::gated(args.g) ? args.up_first : 0;
+  const float rest[2] = {smem.rest[slot][first], smem.rest[slot][S::gated(args.g) ? 1 - first : 0]};
+  if (rest[0] == 1.f && rest[1] == 1.f) return; /* where none ever are, ptxas spills without that branch */
 #pragma unroll
-  for (int i = 0; i < S::BLOCKS; i++) {
-    const int half = S::gated(args.g) ? i ^ args.up_first : 0;
-    const float rest = global_scale(args.g.b, half, smem.units[slot].expert) * REST;
+  for (int i = 0; i < S::BLOCKS; i++)
 #pragma unroll
-    for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest;
-  }
+    for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= rest[i];
 }
 
 #endif

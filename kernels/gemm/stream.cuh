@@ -56,6 +56,12 @@ struct granule_range {
   int32_t tile, n;
 };
 
+/* Rows of an expert, of those that shared memory has. */
+template <int KEPT> DEVICE row_range kept_rows(const gemm_args &args, const row_range (&ranges)[KEPT], int expert)
+{
+  return KEPT >= MAX_EXPERTS || expert < KEPT ? ranges[expert] : expert_rows(args, expert);
+}
+
 /*
  * What a CTA still has to do. A tile takes about the same time, wide or narrow, as fewer bytes are in flight where it
  * is narrow. So the number of tiles counts: every CTA takes the same number of whole tiles, one after another, and
@@ -110,7 +116,7 @@ template <class S> struct stream_run {
     if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);
     while (smem.table.before[expert + 1] <= now.tile) expert++;
     const int first = smem.table.before[expert], those = smem.table.before[expert + 1] - first;
-    const row_range own = rows_of_tile<S>(smem.ranges[expert], now.tile - first, those);
+    const row_range own = rows_of_tile<S>(kept_rows(args, smem.ranges, expert), now.tile - first, those);
     const int there = (int)min((int64_t)(granules - now.n), now.left),
               part = ceil_div(there, ceil_div(there, granules_of<S>(args)));
     const tile_unit unit = {expert, own.begin, own.count, now.n, now.n + part};

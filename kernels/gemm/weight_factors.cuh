@@ -5,8 +5,8 @@
 #ifndef CUMOE_WEIGHT_FACTORS_CUH
 #define CUMOE_WEIGHT_FACTORS_CUH
 
-#include "device/quant.cuh"
 #include "device/wgmma_registers.cuh"
+#include "gemm/decode.cuh"
 
 /* ---- e2m1 ---- */
 
@@ -61,11 +61,17 @@ template <class X, class W> DEVICE bool scale_is_absent(int code)
   return same_type<W, mx4> && (code > 128 || (same_type<X, f16> && code < 99));
 }
 
-/* set: of a row's scale. The same in two steps: `prepared` makes a word, `restore` sets what it was made of. of: row
- * r's factor for word w of a lane's 32 codes. */
+/* set: of a row's scale. The same in two steps: `prepared` makes a word, `restore` sets what it was made of. decode:
+ * pairs of codes j and j + 4 of a row's word, all four, or the first two of what has been shifted out; scaled: such a
+ * pair of word w of a lane's 32 codes, times the scale. */
 template <class X, class W> struct weight_factors;
 
-template <class X> struct weight_factors<X, mx4> {
+template <class X> struct e2m1_factors {
+  DEVICE static void decode(int, uint32_t codes, uint32_t (&pair)[2]) { e2m1_pairs<X>(codes, pair); }
+  DEVICE static void decode(int, uint32_t codes, uint32_t (&pair)[4]) { e2m1_words<X>(codes, pair); }
+};
+
+template <class X> struct weight_factors<X, mx4> : e2m1_factors<X> {
   static constexpr float REST = 1.f;
   uint32_t by[4]; /* of each row: 2^(e - 127) over the unit of pairs, twice */
 
@@ -77,71 +83,80 @@ template <class X> struct weight_factors<X, mx4> {
   DEVICE void restore(int r, uint32_t word) { by[r] = word; }
   DEVICE void set(int r, uint32_t e) { restore(r, prepared(e)); }
 
-  DEVICE uint32_t of(int r, int) const { return by[r]; }
+  DEVICE uint32_t scaled(int r, int, uint32_t pair) const { return mul_pairs<X>(pair, by[r]); }
 };
 
 /* The scale over the unit of pairs would be too large: sums are short of 2^7. */
-template <class X> struct weight_factors<X, nv4> {
+template <class X> struct weight_factors<X, nv4> : e2m1_factors<X> {
   static constexpr float REST = 128.f;
-  uint32_t by[4][2]; /* of each row, for the first and last 16 of 32 codes */
+  static constexpr uint32_t ABSENT = 0; /* makes a zero */
+  uint32_t by[4];                       /* of each row, for the first and last 16 of 32 codes */
 
-  /* Two codes of e4m3. */
-  DEVICE void set(int r, uint32_t codes)
+  /* Of two codes of e4m3. */
+  DEVICE static uint32_t prepared(uint32_t codes)
   {
     const uint32_t each = __byte_perm(codes, 0, 0x4140);
-    uint32_t pair;
     if (same_type<X, bf16>) {
       const uint32_t bits = (each & 0x007f007f) << 4 | (each & 0x00800080) << 8; /* the value times 2^-120 */
-      pair = mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x77807780);     /* 2^127, 2^112 */
-    } else {
-      const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
-      pair = mul_pairs<f16>(bits, 0x78007800);                                   /* 2^15 */
+      return mul_pairs<bf16>(mul_pairs<bf16>(bits, 0x7f007f00), 0x77807780);     /* 2^127, 2^112 */
     }
-    by[r][0] = __byte_perm(pair, 0, 0x1010);
-    by[r][1] = __byte_perm(pair, 0, 0x3232);
+    const uint32_t bits = (each & 0x007f007f) << 7 | (each & 0x00800080) << 8; /* 2^-8 */
+    return mul_pairs<f16>(bits, 0x78007800);                                   /* 2^15 */
   }
+  DEVICE void restore(int r, uint32_t word) { by[r] = word; }
+  DEVICE void set(int r, uint32_t codes) { restore(r, prepared(codes)); }
 
-  DEVICE uint32_t of(int r, int w) const { return by[r][w / 2]; }
+  DEVICE uint32_t scaled(int r, int w, uint32_t pair) const
+  {
+    return mul_pairs<X>(pair, __byte_perm(by[r], 0, w < 2 ? 0x1010 : 0x3232));
+  }
 };
 
-/* Of word w of a lane's codes in each of its rows: all four pairs, or the first two of what has been shifted out. */
-template <class X, class W, int PAIRS>
-DEVICE void unpack_e2m1(const weight_factors<X, W> &factors, const uint32_t (&word)[4], int w,
-                        uint32_t (&pair)[4][PAIRS])
+/* Codes less a zero point are exact, times the scale they are rounded once. */
+template <class X> struct u4_factors {
+  static constexpr float REST = 1.f;
+  uint32_t zero[4]; /* of each row: decoder::bias */
+
+  template <int PAIRS> DEVICE void decode(int r, uint32_t codes, uint32_t (&pair)[PAIRS]) const
+  {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) pair[i] = decoder<u4, X>::decode_two(codes >> i * 4, zero[r]);
+  }
+};
+
+/* Scales of X's own type. */
+template <class X> struct weight_factors<X, u4> : u4_factors<X> {
+  uint32_t by[4]; /* of each row, twice */
+
+  /* A scale's bits, and a bias. */
+  DEVICE static uint32_t prepared(uint32_t scale, uint32_t bias) { return __byte_perm(scale, bias, 0x5410); }
+  DEVICE void restore(int r, uint32_t word) { set(r, __byte_perm(word, 0, 0x1010), __byte_perm(word, 0, 0x3232)); }
+  DEVICE void set(int r, uint32_t twice, uint32_t bias) { by[r] = twice, this->zero[r] = bias; }
+
+  DEVICE uint32_t scaled(int r, int, uint32_t pair) const { return mul_pairs<X>(pair, by[r]); }
+};
+
+/* Of another: the product is f32. */
+template <class X> struct wide_factors : u4_factors<X> {
+  float by[4];
+
+  DEVICE uint32_t scaled(int r, int, uint32_t pair) const
+  {
+    const float2 both = unpack_pair<X>(pair);
+    return pack_pair<X>(both.x * by[r], both.y * by[r]);
+  }
+};
+
+/* Of word w of a lane's codes in each of its rows. */
+template <class FACTORS, int PAIRS>
+DEVICE void unpack_words(const FACTORS &factors, const uint32_t (&word)[4], int w, uint32_t (&pair)[4][PAIRS])
 {
 #pragma unroll
   for (int r = 0; r < 4; r++) {
-    if constexpr (PAIRS == 2)
-      e2m1_pairs<X>(word[r], pair[r]);
-    else
-      e2m1_words<X>(word[r], pair[r]);
+    factors.decode(r, word[r], pair[r]);
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) pair[r][i] = mul_pairs<X>(pair[r][i], factors.of(r, w));
+    for (int i = 0; i < PAIRS; i++) pair[r][i] = factors.scaled(r, w, pair[r][i]);
   }
 }
-
-/* (code - zero) * scale is rounded once, as is the scale where its type is another. */
-template <class X> struct weight_factors<X, u4> {
-  static constexpr float REST = 1.f;
-  static constexpr uint32_t MAGIC = same_type<X, bf16> ? 0x43004300 : 0x64006400; /* BASE, whose unit is 1 */
-  static constexpr float BASE = same_type<X, bf16> ? 128.f : 1024.f;
-  uint32_t by[4], zero[4]; /* of each row: the scale, and BASE + zero point, twice */
-
-  /* Both, the scale in the lower half. */
-  DEVICE void set(int r, uint32_t both)
-  {
-    by[r] = __byte_perm(both, 0, 0x1010);
-    zero[r] = __byte_perm(both, 0, 0x3232);
-  }
-
-  DEVICE void unpack(const uint32_t (&word)[4], int, uint32_t (&pair)[4][2]) const
-  {
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        pair[r][i] = mul_pairs<X>(sub_pairs<X>((word[r] >> i * 4 & 0x000f000f) | MAGIC, zero[r]), by[r]);
-  }
-};
 
 #endif
