@@ -468,10 +468,10 @@ static cumoe_attention_args put_shape(cumoe_context context, const shape_case *s
   a.out = device_new(context, c->dtype, p->queries, p->tq.cols, s->pad);
   a.lse = device_new(context, CUMOE_F32, p->queries, c->heads, s->pad);
   if (!s->sequences) return a;
-  const tensor q_offsets = make_offsets(&r, s->sequences, s->queries, s->irregular);
+  const tensor firsts = make_offsets(&r, s->sequences, s->queries, s->irregular);
   tensor k_offsets = make_offsets(&r, s->sequences, s->keys, false);
   tensor_set(&k_offsets, 0, 0, 0);
-  a.q_offsets = device_put(context, &q_offsets, 0);
+  a.q_offsets = device_put(context, &firsts, 0);
   if (!s->page) {
     a.k_offsets = device_put(context, &k_offsets, 0);
     return a;
