@@ -228,9 +228,10 @@ $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 
 # All objects become one whose hidden symbols are local: an engine may have its own function `launch`. What not every
 # program needs is a member of its own, which one without it does not link; what those use of cumoe.o, all call
-# cumoe_internal_... A member is a line here: its stems in host/ and kernels/cpu/, its images.
+# cumoe_internal_...; so is what cumoe.o's table has of them, weakly (host/operations.def: LATE). A member is a line
+# here: its stems in host/ and kernels/cpu/, its images.
 member_groups = ep% group arenas% nccl exchange exchange.image
-member_train  = backward% attention train
+member_train  = backward% attention train attention%.image training%.image
 # member_objects NAME
 member_objects = $(filter $(foreach s,$(member_$(1)),$(OBJ)/host/$s.o $(OBJ)/kernels/cpu/$s.o $(OBJ)/$s.o),$(OBJS))
 BESIDES := $(foreach m,groups train,$(if $(call member_objects,$m),$m))
@@ -244,6 +245,9 @@ $(OBJ)/joined/renamed: $(MEMBERS:$(OBJ)/%=$(OBJ)/joined/%)
 	@$(NM) -u $(BESIDES:%=$(@D)/%.o) | awk 'NF == 2 { print $$2 }' | sort -u > $@.needed
 	@$(NM) -g --defined-only $(@D)/cumoe.o | awk '$$3 !~ /^cumoe_/ { print $$3 }' | sort | comm -12 - $@.needed | \
 	awk '{ print $$1, "cumoe_internal_" $$1 }' > $@
+	@$(NM) -u $(@D)/cumoe.o | awk 'NF == 2 { print $$2 }' | sort -u > $@.late
+	@$(NM) -g --defined-only $(BESIDES:%=$(@D)/%.o) | awk 'NF == 3 { print $$3 }' | sort -u | comm -12 - $@.late | \
+	awk '{ print $$1, "cumoe_internal_" $$1 }' >> $@
 	@awk '{ print $$2 }' $@ > $@.shared
 $(MEMBERS): $(OBJ)/%.o: $(OBJ)/joined/%.o $(OBJ)/joined/renamed
 	$(call begin,LINK)

@@ -1,6 +1,7 @@
-/* Attention and rotary embedding: check, fill the kernels' argument structs, run them on the CPU device. */
+/* Attention and rotary embedding: check, fill the kernels' argument structs, dispatch. */
 #include "train.h"
 #include "buffer.h"
+#include "dispatch.h"
 #include "../include/cumoe/attention.h"
 #include "../kernels/attention.h"
 
@@ -99,7 +100,8 @@ static void list_views(const cumoe_attention_args *a, named_view *to)
 
 static attention_args attention_arguments(const struct context *context, const cumoe_attention_args *a)
 {
-  return (attention_args){.q = matrix_of(a->q),
+  return (attention_args){.units = a->q.rows * a->heads,
+                          .q = matrix_of(a->q),
                           .k = matrix_of(a->k),
                           .v = matrix_of(a->v),
                           .out = matrix_mut(a->out),
@@ -137,9 +139,8 @@ cumoe_status cumoe_attention(cumoe_context handle, const cumoe_attention_args *a
   TRY(check_attention(context, &a));
   list_views(&a, views);
   TRY(check_overlaps(views, ATTENTION_OUTPUTS, ATTENTION_VIEWS));
-  TRY(check_serves(context));
   const attention_args raw = attention_arguments(context, &a);
-  return run_kernel(context, cpu_attention, &raw, raw.queries * raw.heads);
+  ON_DEVICE(context, dispatch(context, OP_attention, &raw, stream));
 }
 
 /* ---- backward ---- */
@@ -178,6 +179,15 @@ static cumoe_status check_backward(struct context *context, const cumoe_attentio
   return check_overlaps(views, OUTPUTS, OUTPUTS + 1 + ATTENTION_VIEWS);
 }
 
+static cumoe_status run_backward(struct context *context, attention_args *raw, cumoe_stream stream)
+{
+  TRY(dispatch(context, OP_attention_dq, raw, stream));
+  raw->units = raw->keys * raw->kv_heads;
+  TRY(dispatch(context, OP_attention_dkv, raw, stream));
+  raw->units = raw->dsinks.data ? raw->heads : 0;
+  return dispatch(context, OP_attention_dsinks, raw, stream);
+}
+
 cumoe_status cumoe_attention_backward(cumoe_context handle, const cumoe_attention_backward_args *args,
                                       cumoe_stream stream)
 {
@@ -189,7 +199,6 @@ cumoe_status cumoe_attention_backward(cumoe_context handle, const cumoe_attentio
   TRY(take_struct("args", args, &b));
   TRY(take_struct("args.forward", b.forward, &a));
   TRY(check_backward(context, &b, &a));
-  TRY(check_serves(context));
   attention_args raw = attention_arguments(context, &a);
   raw.dout = matrix_of(b.dout);
   raw.dq = matrix_mut(b.dq);
@@ -198,9 +207,7 @@ cumoe_status cumoe_attention_backward(cumoe_context handle, const cumoe_attentio
   raw.dsinks = matrix_mut(b.dsinks);
   raw.delta = matrix_mut(b.delta);
   raw.accumulate = (b.flags & CUMOE_TRAIN_ACCUMULATE) != 0;
-  TRY(run_kernel(context, cpu_attention_dq, &raw, raw.queries * raw.heads));
-  TRY(run_kernel(context, cpu_attention_dkv, &raw, raw.keys * raw.kv_heads));
-  return run_kernel(context, cpu_attention_dsinks, &raw, raw.dsinks.data ? raw.heads : 0);
+  ON_DEVICE(context, run_backward(context, &raw, stream));
 }
 
 /* ---- rotary embedding ---- */
@@ -240,8 +247,8 @@ cumoe_status cumoe_rope(cumoe_context handle, const cumoe_rope_args *args, cumoe
   TRY(find_context(handle, &context));
   TRY(take_struct("args", args, &a));
   TRY(check_rope(context, &a));
-  TRY(check_serves(context));
-  const rope_args raw = {.x = matrix_of(a.x),
+  const rope_args raw = {.units = a.x.rows,
+                         .x = matrix_of(a.x),
                          .y = matrix_mut(a.y),
                          .positions = matrix_of(a.positions),
                          .cosine = matrix_of(a.cosine),
@@ -253,5 +260,5 @@ cumoe_status cumoe_rope(cumoe_context handle, const cumoe_rope_args *args, cumoe
                          .interleaved = (a.flags & CUMOE_ROPE_INTERLEAVED) != 0,
                          .backward = (a.flags & CUMOE_ROPE_BACKWARD) != 0,
                          .fault = context->fault};
-  return run_kernel(context, cpu_rope, &raw, a.x.rows);
+  ON_DEVICE(context, dispatch(context, OP_rope, &raw, stream));
 }

@@ -1,5 +1,6 @@
 /* See choice.h. */
 #include "choice.h"
+#include "../kernels/attention.h"
 
 #include <string.h>
 
@@ -80,6 +81,13 @@ static bool fits_few(const variant *v, const op_shape *s)
   return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
+/* Few rows a sequence, as in decoding; a cluster a tile where tiles are fewer than SMs. */
+static bool splits(const variant *v, const op_shape *s)
+{
+  const int64_t sequences = s->k > 1 ? s->k : 1;
+  return s->rows * s->top_k <= sequences * v->units && (v->cluster > 1) == (sequences * s->experts <= 128);
+}
+
 /* Of a row that runs on the machine. */
 static bool serves(const variant *v, const op_shape *s)
 {
@@ -87,6 +95,8 @@ static bool serves(const variant *v, const op_shape *s)
   if (!takes_scales(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
+  if (s->op == OP_attention && v->form != FORM_ref)
+    return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_expert) return s->by_expert;
   if (v->form == FORM_codes && s->by_expert) return false;
@@ -247,6 +257,12 @@ static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s
 static int64_t grid_few_down(const machine *m, const variant *v, const op_shape *s)
 {
   return min64(ceil_div(s->n, v->bn), resident(m, v));
+}
+
+static int64_t grid_attention(const machine *m, const variant *v, const op_shape *s)
+{
+  if (v->form == FORM_row) return grid_units(m, v, s);
+  return v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
 }
 
 /* ---- units of CPU rows: units_<column of operations.def> ---- */

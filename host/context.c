@@ -289,7 +289,7 @@ static weight_format needed_for(const variant *v)
 static cumoe_status load_rows(struct context *context, weight_format format)
 {
   for (int32_t i = 0; i < variant_count; i++)
-    if (needed_for(&variants[i]) == format) TRY(load_row(context, i));
+    if (needed_for(&variants[i]) == format && !operation_is_late((operation)variants[i].op)) TRY(load_row(context, i));
   return CUMOE_OK;
 }
 
@@ -312,8 +312,29 @@ cumoe_status load_for_weights(struct context *context, weight_format format)
   return status;
 }
 
+static cumoe_status load_rows_of(struct context *context, operation op)
+{
+  for (int32_t i = 0; i < variant_count; i++)
+    if (variants[i].op == (int)op && variants[i].image) TRY(load_row(context, i));
+  atomic_store_explicit(&context->loaded[op], true, memory_order_release);
+  return CUMOE_OK;
+}
+
+cumoe_status load_for_operation(struct context *context, operation op)
+{
+  if (on_cpu(context) || atomic_load_explicit(&context->loaded[op], memory_order_acquire)) return CUMOE_OK;
+  const enum cudaStreamCaptureMode before = relax_capture();
+  pthread_mutex_lock(&load_lock);
+  const cumoe_status status = load_rows_of(context, op);
+  pthread_mutex_unlock(&load_lock);
+  restore_capture(before);
+  return status;
+}
+
 cumoe_status load_for_row(struct context *context, int32_t index)
 {
+  const operation op = (operation)variants[index].op;
+  if (operation_is_late(op)) ON_DEVICE(context, load_for_operation(context, op));
   if (needed_for(&variants[index]) == FORMAT_none) return CUMOE_OK;
   ON_DEVICE(context, load_for_weights(context, needed_for(&variants[index])));
 }

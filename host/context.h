@@ -37,6 +37,7 @@ struct context {
   int32_t library_count;
   cudaKernel_t kernels[MAX_VARIANTS]; /* by variant index; NULL: not for this device, or not yet */
   bool waits[MAX_VARIANTS];           /* the loaded code waits for earlier grids itself, so it may start early */
+  _Atomic bool loaded[OP_COUNT];      /* of late operations: all rows */
   struct CUctx_st *primary;           /* the CUDA context that the runtime uses on this device */
   memory_pool pool;
   int32_t debug;                 /* level: cumoe/debug.h */
@@ -59,6 +60,9 @@ struct context {
  * row is asked for by its index. Any thread, again and again. */
 cumoe_status load_for_weights(struct context *context, weight_format format);
 cumoe_status load_for_row(struct context *context, int32_t index);
+
+/* Those of an operation that is late are loaded when it is first launched, on the current device. */
+cumoe_status load_for_operation(struct context *context, operation op);
 
 /* From now on `close` is that step of closing the context. Again and again, and on any thread. */
 void on_close(struct context *context, close_step step, close_function *close);

@@ -4,6 +4,7 @@
 #include "format.h"
 #include "status.h"
 #include "tmap.h"
+#include "../kernels/attention.h"
 
 #include <string.h>
 
@@ -149,6 +150,28 @@ static op_shape shape_of_combine(operation op, const void *args)
       .op = op, .in = a->dtype, .out = a->out_dtype, .tokens = a->tokens.count, .n = a->hidden, .top_k = a->top_k};
 }
 
+/* rules: sequences by offsets, k of them. */
+static op_shape shape_of_attention(operation op, const void *args)
+{
+  const attention_args *a = args;
+  return (op_shape){.op = op,
+                    .in = a->q.dtype,
+                    .out = a->q.dtype,
+                    .tokens = a->units,
+                    .rows = a->queries,
+                    .experts = a->kv_heads,
+                    .n = a->head_dim,
+                    .k = (int32_t)a->sequences,
+                    .top_k = a->heads / a->kv_heads,
+                    .rules = a->q_offsets != NULL};
+}
+
+/* The structs of kernels/train.h begin with how many there are. */
+static op_shape shape_of_units(operation op, const void *args)
+{
+  return (op_shape){.op = op, .tokens = *(const int64_t *)args};
+}
+
 static op_shape shape_of_few_up(operation op, const void *args)
 {
   return shape_of_gemm(op, &((const few_args *)args)->up);
@@ -207,6 +230,7 @@ cumoe_status choose_step(struct context *context, operation op, const void *args
   op_shape s = shape_of(op, args);
   if (hint) s.invariant = hint->invariant;
   if (hint && hint->rows) s.rows = hint->rows;
+  if (operation_is_late(op)) TRY(load_for_operation(context, op));
   const step_refusal why = plan_step(&context->machine, &s, result);
   return why == STEP_SERVED ? CUMOE_OK : refuse_step(context, operation_name(op), result, op, why);
 }

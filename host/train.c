@@ -1,25 +1,13 @@
-/* What surrounds the layer in training: check, fill the kernels' argument structs, run them on the CPU device. */
+/* What surrounds the layer in training: check, fill the kernels' argument structs, dispatch. */
 #include "train.h"
 #include "buffer.h"
+#include "dispatch.h"
 #include "../include/cumoe/train.h"
 
 _Static_assert((int)FAULT_TOKEN_ID == (int)CUMOE_FAULT_TOKEN_ID && (int)FAULT_SEQUENCE == (int)CUMOE_FAULT_SEQUENCE,
                "kernels/train.h has other codes");
 
 /* ---- what all share ---- */
-
-cumoe_status check_serves(struct context *context)
-{
-  REQUIRE(on_cpu(context), CUMOE_ERR_NOT_SUPPORTED, "context is on device %d: this runs on the CPU device alone",
-          (int)context->device);
-  return CUMOE_OK;
-}
-
-cumoe_status run_kernel(struct context *context, train_kernel *kernel, const void *args, int64_t units)
-{
-  threads_run(context->threads, kernel, args, units);
-  return CUMOE_OK;
-}
 
 cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count, uint32_t dtypes)
 {
@@ -98,15 +86,15 @@ cumoe_status cumoe_embedding(cumoe_context handle, cumoe_view table, cumoe_view 
   TRY(check_operand(context, &want, cumoe_const(y)));
   const named_view views[] = {{"y", cumoe_const(y)}, {"table", table}, {"ids", ids}};
   TRY(check_overlaps(views, 1, 3));
-  TRY(check_serves(context));
-  const embedding_args e = {.table = matrix_of(table),
+  const embedding_args e = {.units = table.cols ? ids.cols : 0,
+                            .table = matrix_of(table),
                             .ids = matrix_of(ids),
                             .y = matrix_mut(y),
                             .tokens = ids.cols,
                             .vocabulary = table.rows,
                             .cols = table.cols,
                             .fault = context->fault};
-  return run_kernel(context, cpu_embed, &e, table.cols ? ids.cols : 0);
+  ON_DEVICE(context, dispatch(context, OP_embed, &e, stream));
 }
 
 static size_t sort_bytes(int64_t tokens, int64_t vocabulary)
@@ -144,6 +132,26 @@ static cumoe_status check_embedding_backward(struct context *context, const cumo
   return check_overlaps(views, 2, 4);
 }
 
+static cumoe_status run_units(struct context *context, operation op, embedding_args *e, int64_t units,
+                              cumoe_stream stream)
+{
+  e->units = units;
+  return dispatch(context, op, e, stream);
+}
+
+static cumoe_status run_embedding_backward(struct context *context, embedding_args *e, cumoe_stream stream)
+{
+  if (on_cpu(context)) {
+    TRY(run_units(context, OP_embedding_sort, e, 1, stream));
+  } else {
+    TRY(run_units(context, OP_embedding_clear, e, e->vocabulary + 1, stream));
+    TRY(run_units(context, OP_embedding_count, e, e->tokens, stream));
+    TRY(run_units(context, OP_embedding_scan, e, 1, stream));
+    TRY(run_units(context, OP_embedding_place, e, e->tokens, stream));
+  }
+  return run_units(context, OP_embedding_backward, e, e->cols ? e->vocabulary : 0, stream);
+}
+
 cumoe_status cumoe_embedding_backward(cumoe_context handle, const cumoe_embedding_backward_args *args,
                                       cumoe_stream stream)
 {
@@ -153,20 +161,18 @@ cumoe_status cumoe_embedding_backward(cumoe_context handle, const cumoe_embeddin
   TRY(find_context(handle, &context));
   TRY(take_struct("args", args, &a));
   TRY(check_embedding_backward(context, &a));
-  TRY(check_serves(context));
   int32_t *begins = a.workspace.data;
-  const embedding_args e = {.table = matrix_mut(a.dtable),
-                            .ids = matrix_of(a.ids),
-                            .y = matrix_of(a.dy),
-                            .begins = begins,
-                            .order = begins + a.dtable.rows + 1,
-                            .tokens = a.ids.cols,
-                            .vocabulary = a.dtable.rows,
-                            .cols = a.dy.cols,
-                            .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
-                            .fault = context->fault};
-  TRY(run_kernel(context, cpu_embedding_sort, &e, 1));
-  return run_kernel(context, cpu_embedding_backward, &e, a.dtable.rows);
+  embedding_args e = {.table = matrix_mut(a.dtable),
+                      .ids = matrix_of(a.ids),
+                      .y = matrix_of(a.dy),
+                      .begins = begins,
+                      .order = begins + a.dtable.rows + 1,
+                      .tokens = a.ids.cols,
+                      .vocabulary = a.dtable.rows,
+                      .cols = a.dy.cols,
+                      .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
+                      .fault = context->fault};
+  ON_DEVICE(context, run_embedding_backward(context, &e, stream));
 }
 
 /* ---- norms ---- */
@@ -220,48 +226,56 @@ static cumoe_status check_norm_backward(struct context *context, const cumoe_nor
   return check_overlaps(dy, 3, 4);
 }
 
-static cumoe_status norm_backward(cumoe_context handle, bool centered, const cumoe_norm_backward_args *args)
+static cumoe_status run_norm_backward(struct context *context, norm_backward_args *n, cumoe_stream stream)
+{
+  const bool parameters = n->dweight.data || n->dbias.data;
+  n->units = n->cols ? n->rows : 0;
+  TRY(dispatch(context, OP_norm_stats, n, stream));
+  n->units = parameters ? (n->cols + NORM_COLUMNS - 1) / NORM_COLUMNS : 0;
+  TRY(dispatch(context, OP_norm_dparameters, n, stream));
+  n->units = n->dx.data && n->cols ? n->rows : 0;
+  return dispatch(context, OP_norm_dx, n, stream);
+}
+
+static cumoe_status norm_backward(cumoe_context handle, bool centered, const cumoe_norm_backward_args *args,
+                                  cumoe_stream stream)
 {
   struct context *context;
   cumoe_norm_backward_args a;
   TRY(find_context(handle, &context));
   TRY(take_struct("args", args, &a));
   TRY(check_norm_backward(context, &a, centered));
-  TRY(check_serves(context));
-  const norm_backward_args n = {.x = matrix_of(a.x),
-                                .weight = matrix_of(a.weight),
-                                .dy = matrix_of(a.dy),
-                                .dx = matrix_mut(a.dx),
-                                .dweight = matrix_mut(a.dweight),
-                                .dbias = matrix_mut(a.dbias),
-                                .stats = a.workspace.data,
-                                .rows = a.x.rows,
-                                .cols = a.x.cols,
-                                .centered = centered,
-                                .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
-                                .eps = a.eps};
-  const bool parameters = a.dweight.data || a.dbias.data;
-  TRY(run_kernel(context, cpu_norm_stats, &n, a.x.cols ? a.x.rows : 0));
-  TRY(run_kernel(context, cpu_norm_dparameters, &n, parameters ? (a.x.cols + NORM_COLUMNS - 1) / NORM_COLUMNS : 0));
-  return run_kernel(context, cpu_norm_dx, &n, a.dx.data && a.x.cols ? a.x.rows : 0);
+  norm_backward_args n = {.x = matrix_of(a.x),
+                          .weight = matrix_of(a.weight),
+                          .dy = matrix_of(a.dy),
+                          .dx = matrix_mut(a.dx),
+                          .dweight = matrix_mut(a.dweight),
+                          .dbias = matrix_mut(a.dbias),
+                          .stats = a.workspace.data,
+                          .rows = a.x.rows,
+                          .cols = a.x.cols,
+                          .centered = centered,
+                          .accumulate = (a.flags & CUMOE_TRAIN_ACCUMULATE) != 0,
+                          .eps = a.eps};
+  ON_DEVICE(context, run_norm_backward(context, &n, stream));
 }
 
 cumoe_status cumoe_layernorm_backward(cumoe_context context, const cumoe_norm_backward_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return norm_backward(context, true, args);
+  return norm_backward(context, true, args, stream);
 }
 
 cumoe_status cumoe_rmsnorm_backward(cumoe_context context, const cumoe_norm_backward_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  return norm_backward(context, false, args);
+  return norm_backward(context, false, args, stream);
 }
 
 /* ---- elementwise, softmax ---- */
 
-static cumoe_status elementwise_backward(cumoe_context handle, train_kernel *kernel, int32_t function, const char *name,
-                                         cumoe_view x, cumoe_view dy, cumoe_view_mut dx)
+static cumoe_status elementwise_backward(cumoe_context handle, operation op, int32_t function, const char *name,
+                                         cumoe_view x, cumoe_view dy, cumoe_view_mut dx, cumoe_stream stream)
 {
   struct context *context;
   TRY(find_context(handle, &context));
@@ -270,10 +284,14 @@ static cumoe_status elementwise_backward(cumoe_context handle, train_kernel *ker
   TRY(check_same_shape(context, "dx", cumoe_const(dx), x));
   TRY(check_in_place("dx", dx, name, x));
   TRY(check_in_place("dx", dx, "dy", dy));
-  TRY(check_serves(context));
-  const elementwise_backward_args e = {
-      .x = matrix_of(x), .dy = matrix_of(dy), .dx = matrix_mut(dx), .cols = x.cols, .function = function};
-  return run_kernel(context, kernel, &e, x.cols ? x.rows : 0);
+  const int64_t a_row = op == OP_softmax_backward ? 1 : RUNS_IN_ROW(x.cols);
+  const elementwise_backward_args e = {.units = x.cols ? x.rows * a_row : 0,
+                                       .x = matrix_of(x),
+                                       .dy = matrix_of(dy),
+                                       .dx = matrix_mut(dx),
+                                       .cols = x.cols,
+                                       .function = function};
+  ON_DEVICE(context, dispatch(context, op, &e, stream));
 }
 
 #define ELEMENTWISE_BACKWARD(name, function)                                                                           \
@@ -281,7 +299,7 @@ static cumoe_status elementwise_backward(cumoe_context handle, train_kernel *ker
                                        cumoe_stream stream)                                                            \
   {                                                                                                                    \
     begin_call_on(__func__, stream);                                                                                   \
-    return elementwise_backward(context, cpu_elementwise_backward, function, "x", x, dy, dx);                          \
+    return elementwise_backward(context, OP_elementwise_backward, function, "x", x, dy, dx, stream);                   \
   }
 ELEMENTWISE_BACKWARD(relu, EW_RELU)
 ELEMENTWISE_BACKWARD(sigmoid, EW_SIGMOID)
@@ -295,7 +313,7 @@ cumoe_status cumoe_softmax_backward(cumoe_context context, cumoe_view y, cumoe_v
   begin_call_on(__func__, stream);
   REQUIRE(y.cols <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "y.cols is %lld, must be at most 2^31 - 1",
           (long long)y.cols);
-  return elementwise_backward(context, cpu_softmax_backward, 0, "y", y, dy, dx);
+  return elementwise_backward(context, OP_softmax_backward, 0, "y", y, dy, dx, stream);
 }
 
 /* ---- loss ---- */
@@ -328,6 +346,16 @@ static cumoe_status check_cross_entropy(struct context *context, const cumoe_cro
   return check_overlaps(logits, 3, 4);
 }
 
+static cumoe_status run_cross_entropy(struct context *context, cross_entropy_args *c, cumoe_stream stream)
+{
+  c->units = 1;
+  TRY(dispatch(context, OP_cross_entropy_count, c, stream));
+  c->units = c->tokens;
+  TRY(dispatch(context, OP_cross_entropy_rows, c, stream));
+  c->units = 1;
+  return dispatch(context, OP_cross_entropy_mean, c, stream);
+}
+
 cumoe_status cumoe_cross_entropy(cumoe_context handle, const cumoe_cross_entropy_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
@@ -336,21 +364,18 @@ cumoe_status cumoe_cross_entropy(cumoe_context handle, const cumoe_cross_entropy
   TRY(find_context(handle, &context));
   TRY(take_struct("args", args, &a));
   TRY(check_cross_entropy(context, &a));
-  TRY(check_serves(context));
-  const cross_entropy_args c = {.logits = matrix_of(a.logits),
-                                .targets = matrix_of(a.targets),
-                                .dlogits = matrix_mut(a.dlogits),
-                                .loss = a.loss.data,
-                                .losses = a.losses.data,
-                                .counted = a.counted.data,
-                                .tokens = a.logits.rows,
-                                .vocabulary = a.logits.cols,
-                                .ignore = a.flags & CUMOE_LOSS_IGNORE ? a.ignore : -1,
-                                .scale = a.scale == 0 ? 1 : a.scale,
-                                .fault = context->fault};
-  TRY(run_kernel(context, cpu_cross_entropy_count, &c, 1));
-  TRY(run_kernel(context, cpu_cross_entropy_rows, &c, c.tokens));
-  return run_kernel(context, cpu_cross_entropy_mean, &c, 1);
+  cross_entropy_args c = {.logits = matrix_of(a.logits),
+                          .targets = matrix_of(a.targets),
+                          .dlogits = matrix_mut(a.dlogits),
+                          .loss = a.loss.data,
+                          .losses = a.losses.data,
+                          .counted = a.counted.data,
+                          .tokens = a.logits.rows,
+                          .vocabulary = a.logits.cols,
+                          .ignore = a.flags & CUMOE_LOSS_IGNORE ? a.ignore : -1,
+                          .scale = a.scale == 0 ? 1 : a.scale,
+                          .fault = context->fault};
+  ON_DEVICE(context, run_cross_entropy(context, &c, stream));
 }
 
 /* ---- optimiser ---- */
@@ -411,6 +436,22 @@ static cumoe_status check_global_norm(struct context *context, const cumoe_globa
   return CUMOE_OK;
 }
 
+static cumoe_status run_global_norm(struct context *context, const cumoe_global_norm_args *a, global_norm_args *n,
+                                    cumoe_stream stream)
+{
+  for (int64_t i = 0; i < a->count; i++) {
+    const cumoe_view g = a->gradients[i];
+    n->units = g.rows * RUNS_IN_ROW(g.cols);
+    n->gradient = matrix_of(g);
+    n->cols = g.cols;
+    TRY(dispatch(context, OP_squares, n, stream));
+    n->sums += n->units;
+  }
+  n->units = 1;
+  n->sums = a->workspace.data;
+  return dispatch(context, OP_total, n, stream);
+}
+
 cumoe_status cumoe_global_norm(cumoe_context handle, const cumoe_global_norm_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
@@ -420,7 +461,6 @@ cumoe_status cumoe_global_norm(cumoe_context handle, const cumoe_global_norm_arg
   TRY(find_context(handle, &context));
   TRY(take_struct("args", args, &a));
   TRY(check_global_norm(context, &a, &runs));
-  TRY(check_serves(context));
   global_norm_args n = {.sums = a.workspace.data,
                         .count = runs,
                         .norm = a.norm.data,
@@ -428,15 +468,7 @@ cumoe_status cumoe_global_norm(cumoe_context handle, const cumoe_global_norm_arg
                         .step = a.step.data,
                         .max_norm = a.max_norm,
                         .scale = a.scale == 0 ? 1 : a.scale};
-  for (int64_t i = 0; i < a.count; i++) {
-    const cumoe_view g = a.gradients[i];
-    n.gradient = matrix_of(g);
-    n.cols = g.cols;
-    TRY(run_kernel(context, cpu_squares, &n, g.rows * RUNS_IN_ROW(g.cols)));
-    n.sums += g.rows * RUNS_IN_ROW(g.cols);
-  }
-  n.sums = a.workspace.data;
-  return run_kernel(context, cpu_total, &n, 1);
+  ON_DEVICE(context, run_global_norm(context, &a, &n, stream));
 }
 
 static cumoe_status check_rates(const cumoe_adamw_args *a)
@@ -492,8 +524,8 @@ cumoe_status cumoe_adamw(cumoe_context handle, const cumoe_adamw_args *args, cum
   TRY(find_context(handle, &context));
   TRY(take_struct("args", args, &a));
   TRY(check_adamw(context, &a));
-  TRY(check_serves(context));
-  const adamw_args w = {.gradient = matrix_of(a.gradient),
+  const adamw_args w = {.units = a.gradient.rows * RUNS_IN_ROW(a.gradient.cols),
+                        .gradient = matrix_of(a.gradient),
                         .master = matrix_mut(a.master),
                         .first = matrix_mut(a.first),
                         .second = matrix_mut(a.second),
@@ -507,5 +539,5 @@ cumoe_status cumoe_adamw(cumoe_context handle, const cumoe_adamw_args *args, cum
                         .beta2 = or_else(a.beta2, .999f),
                         .eps = or_else(a.eps, 1e-8f),
                         .decay = a.decay};
-  return run_kernel(context, cpu_adamw, &w, a.gradient.rows * RUNS_IN_ROW(a.gradient.cols));
+  ON_DEVICE(context, dispatch(context, OP_adamw, &w, stream));
 }

@@ -6,11 +6,6 @@
 #include "context.h"
 #include "../kernels/train.h"
 
-/* NOT_SUPPORTED on a CUDA context: the last check of a call. */
-cumoe_status check_serves(struct context *context);
-/* After it: the units of a kernel, on all threads; always CUMOE_OK. */
-cumoe_status run_kernel(struct context *context, train_kernel *kernel, const void *args, int64_t units);
-
 /* A [1, count] vector of one of `dtypes`. */
 cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count, uint32_t dtypes);
 /* A scratch of so many bytes. */

@@ -2,6 +2,7 @@
 #include "../include/cumoe/quantize.h"
 #include "variants.h"
 #include "context.h"
+#include "../kernels/attention.h"
 
 /* kernels/args.h, which includes nothing public, has these values too. */
 #define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);
@@ -61,6 +62,15 @@ enum {
 #include "../kernels/formats.def"
 };
 
+/* Of the archive's member train, which not every program links: hidden, so that none of theirs is meant. */
+#define LATE_SYMBOL __attribute__((weak, visibility("hidden")))
+extern const unsigned char cumoe_image_attention[] LATE_SYMBOL, cumoe_image_attention_sm90[] LATE_SYMBOL;
+extern const unsigned char cumoe_image_attention_rows[] LATE_SYMBOL, cumoe_image_training[] LATE_SYMBOL;
+LATE_SYMBOL train_kernel cpu_attention, cpu_attention_dq, cpu_attention_dkv, cpu_attention_dsinks, cpu_rope;
+LATE_SYMBOL train_kernel cpu_embed, cpu_embedding_sort, cpu_embedding_backward, cpu_norm_stats, cpu_norm_dparameters;
+LATE_SYMBOL train_kernel cpu_norm_dx, cpu_elementwise_backward, cpu_softmax_backward, cpu_cross_entropy_count;
+LATE_SYMBOL train_kernel cpu_cross_entropy_rows, cpu_cross_entropy_mean, cpu_squares, cpu_total, cpu_adamw;
+
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
   extern const unsigned char cumoe_image_##file[];
@@ -116,6 +126,16 @@ const char *operation_name(operation op)
 #include "operations.def"
   };
   return names[op];
+}
+
+bool operation_is_late(operation op)
+{
+#define OPERATION(name, arguments, shape, grid, units)
+#define LATE(name, arguments, shape, grid, units) [OP_##name] = true,
+  static const bool late[OP_COUNT] = {
+#include "operations.def"
+  };
+  return late[op];
 }
 
 int32_t operation_arg_bytes(operation op)

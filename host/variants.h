@@ -2,6 +2,7 @@
 #ifndef CUMOE_VARIANTS_H
 #define CUMOE_VARIANTS_H
 
+#include <stdbool.h>
 #include "../kernels/cpu/cpu.h"
 
 typedef enum operation {
@@ -35,8 +36,10 @@ typedef enum form {
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise, all functions but gelu */
   FORM_gelu,    /* gelu alone */
-  FORM_row,     /* softmax, norm: rows of up to `columns`, read once */
-  FORM_sweep    /* softmax, norm: rows of any length, read twice */
+  FORM_row,     /* softmax, norm: rows of up to `columns`, read once; attention: a warp a query's head */
+  FORM_sweep,   /* softmax, norm: rows of any length, read twice */
+  FORM_split,   /* attention: few queries a sequence, their keys divided over a cluster's warps */
+  FORM_any      /* what training adds: everything */
 } form;
 
 /* Columns as kernels/variants.def tells them; those that a row's table has not are 0. */
@@ -55,6 +58,7 @@ extern const variant variants[];
 extern const int32_t variant_count;
 
 const char *operation_name(operation op);
+bool operation_is_late(operation op); /* operations.def: LATE */
 
 /* Size of the operation's argument struct; of what a row's kernel takes, which may hold tensor maps besides. */
 int32_t operation_arg_bytes(operation op);

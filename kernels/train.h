@@ -1,6 +1,7 @@
 /*
  * Argument structs of the kernels that training adds (cumoe/train.h), and these kernels on the CPU device. As args.h:
- * offsets in 64 bits, leading dimensions in elements, a kernel does the units begin .. end - 1.
+ * offsets in 64 bits, leading dimensions in elements, a CPU kernel does the units begin .. end - 1. Each begins with
+ * how many units there are; on CUDA they are the same, and all is in double too, which memory-bound kernels hide.
  */
 #ifndef CUMOE_KERNELS_TRAIN_H
 #define CUMOE_KERNELS_TRAIN_H
@@ -20,8 +21,11 @@ typedef struct matrix {
 typedef void train_kernel(const void *args, int64_t begin, int64_t end);
 
 /* Embedding: `begins` [V + 1] and `order` [T] list the tokens of each id, in their order; sort, one unit, writes them.
- * embed: a unit is a token. embedding_backward: a unit is an id. */
+ * embed: a unit is a token. embedding_backward: a unit is an id.
+ * On CUDA clear (a unit is an id, or the one past them), count (a token), scan (one) and place (a token) leave ends for
+ * begins: id v has order[v ? begins[v - 1] : 0 .. begins[v] - 1], in any order; backward puts that right. */
 typedef struct embedding_args {
+  int64_t units;
   matrix table, ids, y; /* backward: dtable, and dy for y */
   int32_t *begins, *order;
   int64_t tokens, vocabulary, cols;
@@ -31,8 +35,9 @@ typedef struct embedding_args {
 train_kernel cpu_embed, cpu_embedding_sort, cpu_embedding_backward;
 
 /* Norms: a unit of row_stats and dx is a row, of dparameters NORM_COLUMNS columns. stats: mean and scale of a row. */
-enum { NORM_COLUMNS = 64 };
+enum { NORM_COLUMNS = 32 };
 typedef struct norm_backward_args {
+  int64_t units;
   matrix x, weight, dy, dx, dweight, dbias;
   double (*stats)[2];
   int64_t rows, cols;
@@ -41,8 +46,13 @@ typedef struct norm_backward_args {
 } norm_backward_args;
 train_kernel cpu_norm_stats, cpu_norm_dparameters, cpu_norm_dx;
 
-/* function: EW_* of the forward. A unit is a row. */
+/* Of a row: what several units take. */
+enum { NORM_RUN = 4096 };
+#define RUNS_IN_ROW(cols) (((cols) + NORM_RUN - 1) / NORM_RUN)
+
+/* function: EW_* of the forward. A unit is NORM_RUN elements of a row, of softmax a row. */
 typedef struct elementwise_backward_args {
+  int64_t units;
   matrix x, dy, dx; /* softmax: y for x */
   int64_t cols;
   int32_t function;
@@ -51,6 +61,7 @@ train_kernel cpu_elementwise_backward, cpu_softmax_backward;
 
 /* count and mean: one unit. rows: a unit is a token. */
 typedef struct cross_entropy_args {
+  int64_t units;
   matrix logits, targets, dlogits;
   float *loss, *losses;
   int64_t *counted;
@@ -61,9 +72,8 @@ typedef struct cross_entropy_args {
 train_kernel cpu_cross_entropy_count, cpu_cross_entropy_rows, cpu_cross_entropy_mean;
 
 /* squares: of one matrix; a unit is NORM_RUN elements of a row, whose sum it writes. total: one unit adds all up. */
-enum { NORM_RUN = 4096 };
-#define RUNS_IN_ROW(cols) (((cols) + NORM_RUN - 1) / NORM_RUN)
 typedef struct global_norm_args {
+  int64_t units;
   matrix gradient;
   int64_t cols;
   double *sums; /* squares: of this matrix; total: of all */
@@ -76,6 +86,7 @@ train_kernel cpu_squares, cpu_total;
 
 /* A unit is NORM_RUN elements of a row. */
 typedef struct adamw_args {
+  int64_t units;
   matrix gradient, master, first, second, weights;
   const int64_t *step;
   const float *factor, *schedule; /* NULL: 1 */

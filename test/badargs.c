@@ -1411,10 +1411,10 @@ CALL(cumoe_matmul_prepare, fill_context, matmul_prepare(a), CONTEXT)
   VIEW("args.workspace", member, BIT(U8), 256, FREE_COLS | OUT),                                                       \
       ROW("args.workspace", A_LONG, member.cols, .status = CUMOE_ERR_WORKSPACE)
 #define TRAIN_CALL(name, fill, ...)                                                                                    \
-  CALL(name, fill, on_cpu_alone(name(a->context, a->info, no_stream)), CONTEXT, NOT_NULL("args", info), __VA_ARGS__)
+  CALL(name, fill, name(a->context, a->info, no_stream), CONTEXT, NOT_NULL("args", info), __VA_ARGS__)
 
 #define BACKWARD(name, given)                                                                                          \
-  CALL(name, fill_elementwise, on_cpu_alone(name(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream)), CONTEXT,  \
+  CALL(name, fill_elementwise, name(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream), CONTEXT,                \
        OPERAND(given, v[0]), VIEW("dy", v[1], BIT(BF16), 0, IN_PLACE), VIEW("dx", v[2], BIT(BF16), 0, OUT))
 BACKWARD(cumoe_relu_backward, "x")
 BACKWARD(cumoe_sigmoid_backward, "x")
@@ -1435,9 +1435,8 @@ static void fill_embedding(arguments *a)
   a->embedding.workspace = give_mut(CUMOE_U8, 1, 4 * (EXPERTS + 1 + TOKENS));
   a->info = &a->embedding;
 }
-CALL(cumoe_embedding, fill_embedding,
-     on_cpu_alone(cumoe_embedding(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream)), CONTEXT,
-     VIEW("table", v[0], FLOATS, 0, LOOSE | FREE_ROWS), VIEW("ids", v[1], INDICES, 0, LOOSE),
+CALL(cumoe_embedding, fill_embedding, cumoe_embedding(a->context, a->v[0], a->v[1], as_mut(a->v[2]), no_stream),
+     CONTEXT, VIEW("table", v[0], FLOATS, 0, LOOSE | FREE_ROWS), VIEW("ids", v[1], INDICES, 0, LOOSE),
      VIEW("y", v[2], BIT(BF16), 0, LOOSE | OUT))
 TRAIN_CALL(cumoe_embedding_backward, fill_embedding, SIZE("args.size", embedding.size),
            FLAGS("args.flags", embedding.flags, 1), VIEW("args.dy", embedding.dy, FLOATS, 0, LOOSE),
@@ -1511,7 +1510,7 @@ static cumoe_status global_norm(arguments *a)
 {
   cumoe_global_norm_args args = a->global;
   if (args.gradients) args.gradients = a->v;
-  return on_cpu_alone(cumoe_global_norm(a->context, a->info ? &args : NULL, no_stream));
+  return cumoe_global_norm(a->context, a->info ? &args : NULL, no_stream);
 }
 CALL(cumoe_global_norm, fill_global_norm, global_norm(a), CONTEXT, NOT_NULL("args", info),
      SIZE("args.size", global.size), FLOAT("args.max_norm", global.max_norm),
@@ -1589,7 +1588,7 @@ static cumoe_status attention_backward(arguments *a)
 {
   cumoe_attention_backward_args args = a->attended;
   if (args.forward) args.forward = &a->attention;
-  return on_cpu_alone(cumoe_attention_backward(a->context, a->info ? &args : NULL, no_stream));
+  return cumoe_attention_backward(a->context, a->info ? &args : NULL, no_stream);
 }
 #define HEADS_ROWS                                                                                                     \
   FLAGS("flags", attention.flags, 1), INT("heads", attention.heads, 4, 4), INT("", attention.kv_heads, 2, 2),          \
@@ -1601,7 +1600,7 @@ static cumoe_status attention_backward(arguments *a)
       VIEW("k_lengths", attention.k_lengths, BIT(I32), 0, OPTIONAL),                                                   \
       VIEW("sinks", attention.sinks, OR_F32, 0, OPTIONAL)
 #define ATTENTION(form, fill, ...)                                                                                     \
-  CALL_FORM(cumoe_attention, form, fill, on_cpu_alone(cumoe_attention(a->context, a->info, no_stream)), CONTEXT,       \
+  CALL_FORM(cumoe_attention, form, fill, cumoe_attention(a->context, a->info, no_stream), CONTEXT,                     \
             NOT_NULL("args", info), SIZE("args.size", attention.size), HEADS_ROWS,                                     \
             VIEW("out", attention.out, BIT(BF16), 0, OUT), VIEW("lse", attention.lse, BIT(F32), 0, OPTIONAL | OUT),    \
             __VA_ARGS__)

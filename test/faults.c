@@ -593,6 +593,13 @@ static cumoe_status use_operations(world *w)
   return cumoe_rmsnorm(w->context, x, weight, 1e-5f, y, w->stream);
 }
 
+static cumoe_status use_training(world *w)
+{
+  const cumoe_view x = lend_in(w, CUMOE_BF16, 7, 512);
+  STEP(cumoe_silu_backward(w->context, x, x, lend(w, CUMOE_BF16, 7, 512), w->stream));
+  return cumoe_softmax_backward(w->context, x, x, lend(w, CUMOE_BF16, 7, 512), w->stream);
+}
+
 static cumoe_status whole_cpu(world *w)
 {
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 3};
@@ -658,6 +665,7 @@ static const scenario scenarios[] = {
     {"matrix product", open_one, use_blas, 0},
     {"matrix product prepared", open_one, prepare_blas, 0},
     {"operations", open_one, use_operations, AGAIN},
+    {"training", open_one, use_training, 0},
 };
 
 static const cudaError_t errors[] = {cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorIllegalAddress,

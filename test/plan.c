@@ -14,6 +14,7 @@
 #include "../host/format.h"
 #include "../host/plan.h"
 #include "../host/tune.h"
+#include "../kernels/attention.h"
 
 __extension__ typedef __int128 wide;
 
@@ -492,6 +493,8 @@ static wide simple_grid(const variant *v, const op_shape *s)
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
     return smaller((int64_t)wide_ceil((wide)s->tokens * (wide_ceil(s->n, v->columns) + 1), v->units),
                    HOPPER_SMS * v->ctas);
+  if (s->op == OP_attention && v->form != FORM_row)
+    return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->lanes / v->threads);
   if (v->form == FORM_wgmma) return 2 * wide_ceil(s->tokens, 2 * tokens) * wide_ceil(s->n, v->bn); /* clusters of two */
@@ -631,6 +634,51 @@ static void test_functions(void)
         }
         case_end();
       }
+  group_end();
+}
+
+/* Of attention: the fewest columns that hold a head; parts where a sequence has few rows, by clusters where there are
+ * few sequences. Of what else is loaded late there is a row for everything. */
+static void test_late_rows(void)
+{
+  if (!group_begin("attention and training")) return;
+  for (int i = 1; i < GPU_COUNT; i++)
+    for (int n = 0; n < 3 * 5 * 4 * 3; n++) {
+      static const int32_t heads[] = {8, 64, 72, 128, 256}, sequences[] = {1, 3, 64, 300}, rows[] = {1, 4, 900};
+      const op_shape s = {.op = OP_attention,
+                          .in = case_dtypes[n % 3],
+                          .out = case_dtypes[n % 3],
+                          .n = heads[n / 3 % 5],
+                          .k = sequences[n / 15 % 4],
+                          .rows = (int64_t)sequences[n / 15 % 4] * rows[n / 60],
+                          .experts = 2,
+                          .top_k = 4,
+                          .rules = true};
+      const machine m = gpu_machine(&gpus[i]);
+      const int32_t got = choose(&m, &s);
+      case_begin("%s", shape_name(&gpus[i], &s));
+      if (CHECK(got >= 0)) {
+        const variant *v = &variants[got];
+        const bool few = rows[n / 60] * 4 <= 16 && gpus[i].cc == 90 && s.in != DT_F32, fits = v->smem <= gpus[i].smem;
+        chosen[got] = true;
+        CHECK(fits && v->x == s.in && v->columns >= s.n && (v->form == FORM_split) == few);
+        if (s.in == DT_F32) CHECK(v->form == FORM_row);
+        if (v->form == FORM_split) CHECK((v->cluster > 1) == (s.k * s.experts <= 128));
+        if (v->form != FORM_row) CHECK(v->columns == 64 || v->columns < 2 * s.n);
+        CHECK(grid_size(&m, v, &s) == (int64_t)simple_grid(v, &s) || v->form == FORM_row);
+      }
+      case_end();
+    }
+  for (int op = OP_attention + 1; op < OP_COUNT; op++)
+    for (int i = 1; i < GPU_COUNT; i++) {
+      const op_shape s = {.op = (operation)op, .tokens = 1000};
+      const machine m = gpu_machine(&gpus[i]);
+      const int32_t got = choose(&m, &s);
+      case_begin("cc %d: %s", gpus[i].cc, operation_name((operation)op));
+      CHECK(operation_is_late((operation)op) && (op == OP_embedding_sort) == (got < 0));
+      if (got >= 0) chosen[got] = true;
+      case_end();
+    }
   group_end();
 }
 
@@ -1183,7 +1231,7 @@ static void test_refused_plans(void)
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
     if (v->arch == ARCH_cpu || v->x != DT_BF16 || v->op == OP_elementwise || v->op == OP_softmax || v->op == OP_norm ||
-        v->form == FORM_blocks)
+        v->form == FORM_blocks || operation_is_late((operation)v->op))
       continue;
     const machine m = forcing(&hopper, i);
     const layer_plan p = plan_of(&m, &l);
@@ -1298,6 +1346,7 @@ int main(int argc, char **argv)
   test_clusters();
   test_row_lengths();
   test_functions();
+  test_late_rows();
   test_random_plans(&r);
   if (gpus_have_sm90()) test_layer_cases();
   if (gpus_have_sm90()) test_forced_plans();

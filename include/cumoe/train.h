@@ -3,13 +3,14 @@
  * elementwise operations, cross-entropy with its gradient, AdamW, the norm of all gradients. Attention is
  * cumoe/attention.h.
  *
- * They run on the CPU device; a CUDA context is refused with NOT_SUPPORTED, after all other checks.
+ * Kernels of a CUDA context are loaded by the first call that needs them, a few milliseconds, also in a capture; a
+ * program that calls none of these links none of them.
  *
  * Contract as in cumoe/cumoe.h: ordered on `stream`, nothing allocated, nothing waits, bitwise repeatable, and no
  * number that a later call needs passes through the host: the loss, the norm, the step stay on the device. Element
- * types: f32, f16 and bf16. Sums run in double in a fixed order and are rounded once. Views: any ld, any size, aligned
- * to one element; a vector of n is [1, n]. 0 rows are legal. What is written may overlap nothing else but where the
- * text says "may be". Before a name, d is the gradient with respect to it.
+ * types: f32, f16 and bf16. On both devices sums run in double in a fixed order and are rounded once. Views: any ld,
+ * any size, aligned to one element; a vector of n is [1, n]. 0 rows are legal. What is written may overlap nothing else
+ * but where the text says "may be". Before a name, d is the gradient with respect to it.
  *
  * Bad device data (ids, targets) never leads outside; it is recorded (cumoe_fault_read) and counts for nothing.
  *

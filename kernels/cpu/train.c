@@ -162,9 +162,12 @@ static double slope(int32_t function, double x)
 void cpu_elementwise_backward(const void *args, int64_t begin, int64_t end)
 {
   const elementwise_backward_args *e = args;
-  for (int64_t row = begin; row < end; row++)
-    for (int64_t c = 0; c < e->cols; c++)
+  const int64_t runs = RUNS_IN_ROW(e->cols);
+  for (int64_t unit = begin; unit < end; unit++) {
+    const int64_t row = unit / runs, first = unit % runs * NORM_RUN, last = least(first + NORM_RUN, e->cols);
+    for (int64_t c = first; c < last; c++)
       put(&e->dx, row, c, get(&e->dy, row, c) * slope(e->function, get(&e->x, row, c)));
+  }
 }
 
 void cpu_softmax_backward(const void *args, int64_t begin, int64_t end)
