@@ -3,7 +3,8 @@
  * the two forms. A lane has rows l/4 and l/4 + 8 of each 16, and of 8 keys or columns 2(l%4) + {0, 1}.
  *
  * Masks cost only where a tile is cut by one. What is not seen has weight 0, and 0 times a NaN or an infinity among the
- * values is NaN; as that always shows in the result, rows that are not finite are done again, key by key (row.cuh).
+ * values is NaN; as that always shows in the result, rows that are not finite are done again, key by key (row.cuh), a
+ * hundred times as slow; but where the sum of weights is NaN too, which masks keep right.
  */
 #ifndef CUMOE_ATTENTION_PRODUCT_CUH
 #define CUMOE_ATTENTION_PRODUCT_CUH

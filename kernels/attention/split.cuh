@@ -142,7 +142,8 @@ DEVICE void store_columns(const attention_args &a, split_smem<T, D> &smem)
     }
     if (rank == 0 && lane_id() == 0) store_lse(a, at, all.most, all.sum);
     __syncwarp();
-    if (__any_sync(ALL_LANES, !finite)) attend_again<T>(a, at.query, at.head, first, min(first + COLUMNS, a.head_dim));
+    if (all.sum == all.sum && __any_sync(ALL_LANES, !finite))
+      attend_again<T>(a, at.query, at.head, first, min(first + COLUMNS, a.head_dim));
   }
 }
 

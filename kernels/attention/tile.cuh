@@ -31,14 +31,14 @@ DEVICE void store_rows(const attention_args &a, const attending<T, D, MT, TILE_K
     for (int h = 0; h < 2; h++) {
       const int r = m * 16 + h * 8 + lane_id() / 4;
       const float each = w.sum[m][h] == 0 ? 0.f : 1 / w.sum[m][h];
-      bool finite = true;
+      bool finite = true, known = w.sum[m][h] == w.sum[m][h]; /* a sum that is NaN is that of what is seen */
 #pragma unroll
       for (int c = 0; c < D / 8; c++) {
         const float low = w.out[m][c][h * 2] * each, high = w.out[m][c][h * 2 + 1] * each;
         finite = finite && isfinite(low) && isfinite(high);
         *reinterpret_cast<uint32_t *>(own + chunk_at<D>(r, c) + lane_id() % 4 * 4) = pack_pair<T>(low, high);
       }
-      again[m][h] = __ballot_sync(ALL_LANES, !finite);
+      again[m][h] = __ballot_sync(ALL_LANES, known && !finite);
       if (lane_id() % 4 == 0) store_lse(a, place[r], w.most[m][h], w.sum[m][h]);
     }
   __syncwarp();

@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Times PyTorch's attention (scaled_dot_product_attention, flash backend) on the shapes of bench/attention.c.
+
+By hand, on a GPU machine with PyTorch 2.11 or newer, right after or before bench/attention, on the same GPU:
+    python3 bench/attention_peer.py
+"""
+import statistics
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEADS, KV_HEADS, DIM, CACHE, PLACES = 32, 8, 128, 4096, 4
+
+
+def heads(batch, tokens, count):
+    return torch.randn(batch, tokens, count, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+
+def median_us(call, rounds=20):
+    """Of replays of a graph of one call for each place."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for place in range(PLACES):
+            call(place)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for place in range(PLACES):
+            call(place)
+    times = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / PLACES)
+    return statistics.median(times)
+
+
+def forward(name, size, batch, queries, keys, causal):
+    q = [heads(batch, queries, HEADS) for _ in range(PLACES)]
+    k = [heads(batch, keys, KV_HEADS) for _ in range(PLACES)]
+    v = [heads(batch, keys, KV_HEADS) for _ in range(PLACES)]
+    us = median_us(lambda i: F.scaled_dot_product_attention(q[i], k[i], v[i], is_causal=causal, enable_gqa=True))
+    print(f"{name:16} {size:8} {us:12.1f}", flush=True)
+
+
+def main():
+    print(torch.cuda.get_device_name(), torch.__version__)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for tokens in (512, 2048, 8192, 16384):
+            forward("prefill", tokens, 1, tokens, tokens, True)
+        for sequences in (1, 8, 64):
+            forward("decode", sequences, sequences, 1, CACHE, False)
+
+
+main()
