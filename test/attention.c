@@ -601,7 +601,7 @@ static void test_threads(void)
   check_threads("gradients", all_gradients);
 }
 
-/* The first calls of a context, in a capture: kernels are loaded under way. Replayed, they write what eager calls do. */
+/* The first calls of a context, in a capture: kernels are loaded under way. Replayed, they write what eager ones do. */
 static void test_capture(void)
 {
   const shape_case s = {90, 200, 0, 0, 0, 0, {ONE, 1, 4, 2, 64, 0, 0, 0, 0, CUMOE_BF16}};
