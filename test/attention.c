@@ -3,6 +3,7 @@
  * form of sequences, bad offsets and pages, NaN, the same bits from any number of threads; rotary embedding.
  */
 #include <math.h>
+#include <cuda_runtime_api.h>
 
 #include "gradient.h"
 #include "parts.h"
@@ -600,6 +601,59 @@ static void test_threads(void)
   check_threads("gradients", all_gradients);
 }
 
+/* The first calls of a context, in a capture: kernels are loaded under way. Replayed, they write what eager ones do. */
+static void test_capture(void)
+{
+  const shape_case s = {90, 200, 0, 0, 0, 0, {ONE, 1, 4, 2, 64, 0, 0, 0, 0, CUMOE_BF16}};
+  cumoe_context context = NULL;
+  cudaStream_t stream;
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  rng r = {11};
+  case_begin("forward, backward, an embedding's gradient");
+  CHECK_OK(cumoe_context_create(0, NULL, &context));
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  problem p = {.c = &s.c, .queries = s.queries, .keys = s.keys};
+  p.tq = tensor_normal(&r, CUMOE_BF16, s.queries, 256, 0, 1);
+  p.tk = tensor_normal(&r, CUMOE_BF16, s.keys, 128, 0, 1);
+  p.tv = tensor_normal(&r, CUMOE_BF16, s.keys, 128, 0, 1);
+  tensor ids = tensor_new(CUMOE_I32, 1, s.queries);
+  for (int32_t i = 0; i < s.queries; i++) tensor_set(&ids, 0, i, (double)rng_below(&r, 7));
+  const cumoe_attention_args a = put_shape(context, &s, &p, &p.tv);
+  cumoe_attention_backward_args b = {.size = sizeof b, .forward = &a, .dout = a.q};
+  b.dq = device_new(context, CUMOE_BF16, s.queries, 256, 0);
+  b.dk = device_new(context, CUMOE_BF16, s.keys, 128, 0);
+  b.dv = device_new(context, CUMOE_BF16, s.keys, 128, 0);
+  b.delta = device_new(context, CUMOE_F32, s.queries, 4, 0);
+  cumoe_embedding_backward_args e = {.size = sizeof e, .dy = cumoe_const(b.dq), .ids = device_put(context, &ids, 0)};
+  e.dtable = device_new(context, CUMOE_F32, 7, 256, 0);
+  e.workspace = device_new(context, CUMOE_U8, 1, 1024, 0);
+  CHECK_OK(cumoe_synchronize(context, NULL));
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+  CHECK_OK(cumoe_attention(context, &a, stream));
+  CHECK_OK(cumoe_attention_backward(context, &b, stream));
+  CHECK_OK(cumoe_embedding_backward(context, &e, stream));
+  CHECK(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+  CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+  for (int round = 0; round < 2; round++)
+    CHECK(cudaGraphLaunch(exec, stream) == cudaSuccess && cudaStreamSynchronize(stream) == cudaSuccess);
+  const cumoe_view written[] = {cumoe_const(a.out), cumoe_const(a.lse), cumoe_const(b.dq),
+                                cumoe_const(b.dk),  cumoe_const(b.dv),  cumoe_const(e.dtable)};
+  tensor replayed[6];
+  for (int i = 0; i < 6; i++) replayed[i] = device_get(context, written[i]);
+  CHECK_OK(cumoe_attention(context, &a, NULL));
+  CHECK_OK(cumoe_attention_backward(context, &b, NULL));
+  CHECK_OK(cumoe_embedding_backward(context, &e, NULL));
+  for (int i = 0; i < 6; i++) {
+    const tensor eager = device_get(context, written[i]);
+    check_same("replayed", &replayed[i], &eager);
+  }
+  CHECK(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+  CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+  case_end();
+  CHECK_OK(cumoe_context_destroy(context));
+}
+
 /* ---- rotary embedding ------------------------------------------------------------------------------- */
 
 enum { PLACES = 20, ROPE_HEADS = 3, ROPE_DIM = 16 };
@@ -661,6 +715,7 @@ static void test_rope(cumoe_context context)
 
 static const test_group groups[] = {
     ALONE("threads", test_threads, ONCE),
+    ALONE("captured", test_capture, ON_CUDA),
     GROUP("masks and sequences", test_masks, ANYWHERE),
     GROUP("sizes of heads", test_sizes, ANYWHERE),
     GROUP("NaN and infinity", test_nan, ANYWHERE),
