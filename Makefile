@@ -165,8 +165,18 @@ $(OBJ)/%.$(1): %.cu $(OBJ)/%.rows $(OBJ)/flags.nvcc $(OBJ)/toolkit
 	$$(call begin,NVCC)
 	$(Q)$$(call nvcc_compile,$(2))
 endef
-$(foreach a,$(ARCHS),$(eval $(call device_rule,sm_$a.cubin,-cubin -arch=sm_$a)))
+$(foreach a,$(filter-out $(PTX),$(ARCHS)),$(eval $(call device_rule,sm_$a.cubin,-cubin -arch=sm_$a)))
 $(foreach p,$(PTX),$(eval $(call device_rule,compute_$p.ptx,-ptx -arch=compute_$p)))
+
+# Machine code of PTX's own architecture: of that PTX, as nvcc makes it too. So its front end, most of the time that a
+# portable stem takes, runs once for both.
+define assemble_rule
+$(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(1).ptx
+	$$(call begin,PTXAS)
+	$(Q)$(NVCC) -cubin -arch=sm_$(1) $(NV_FLAGS) $(NVCCFLAGS) -o $$@ $$< > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; \
+	grep -i 'warning' $$@.log >&2; true
+endef
+$(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a)))
 
 define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
