@@ -191,18 +191,26 @@ template <class S> struct gather {
   }
 };
 
-/* Scales of rows in row order, by a warp, a stage ahead. They may have been written meanwhile: not through L1. */
+/* Scales of rows in row order, by a warp, a stage ahead. They may have been written meanwhile: not through L1. What a
+ * stage takes of the one producing warp is what bounds many rows, so addresses are a unit's. */
 template <class S> struct ordered_scales {
+  const float *next;
+  int64_t step;
   float ahead[ceil_div(S::BM, WARP_SIZE)];
 
-  DEVICE void load(const gemm_args &args, const tile_unit &tile, int k0)
+  DEVICE ordered_scales(const gemm_args &args, const tile_unit &tile) : ahead()
   {
-    const bool copied = copies<S>(args);
-    const float *from = copied ? copied_scales(args) : args.a_scale;
-    from += row_group(args, k0) * (copied ? COPIED_SCALE_LD(args.rows_cap) : args.a_scale_ld) + tile.row;
+    const bool copied = copies<S>(args), one = args.rows.group == ROWS_ONE_GROUP;
+    next = (copied ? copied_scales(args) : args.a_scale) + tile.row + lane_id();
+    step = one ? 0 : copied ? COPIED_SCALE_LD(args.rows_cap) : args.a_scale_ld;
+  }
+
+  DEVICE void load(int rows)
+  {
 #pragma unroll
     for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++)
-      ahead[i] = load_relaxed(from + min(lane_id() + i * WARP_SIZE, tile.rows - 1));
+      if (lane_id() + i * WARP_SIZE < rows) ahead[i] = load_relaxed(next + i * WARP_SIZE);
+    next += step;
   }
 
   DEVICE void store(float *row_scales) const
@@ -280,27 +288,53 @@ template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &t
 }
 
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
-template <class S, bool PAIRED, bool GATHERING>
-DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
-                         const gather<S> &rows, pipeline_state<S::STAGES> &at)
+template <class S, bool PAIRED>
+DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                            pipeline_state<S::STAGES> &at)
 {
-  const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
-  ordered_scales<S> scales;
-  if constexpr (S::SCALED && !GATHERING) scales.load(args.g, tile, 0);
+  const int boxes = ceil_div(tile.rows, (int)WGMMA_STEP);
+  ordered_scales<S> scales(args.g, tile);
+  if constexpr (S::SCALED) scales.load(tile.rows);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if constexpr (S::SCALED && !GATHERING) scales.store(row_scales_of<S>(smem, at));
-    if (threadIdx.x < WARP_SIZE && elect_one()) {
+    if constexpr (S::SCALED) {
+      scales.store(row_scales_of<S>(smem, at));
+      if (k0 + S::BK < args.g.k) scales.load(tile.rows);
+    }
+    if (elect_one()) {
       if (k0 == 0) post_unit(smem, tile, slot);
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0);
     }
     __syncwarp();
-    if constexpr (S::SCALED && !GATHERING)
-      if (k0 + S::BK < args.g.k) scales.load(args.g, tile, k0 + S::BK);
-    if (!GATHERING) continue;
+  }
+}
+
+/* The same where all producers gather rows. */
+template <class S, bool PAIRED>
+DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                             const gather<S> &rows, pipeline_state<S::STAGES> &at)
+{
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (threadIdx.x < WARP_SIZE && elect_one()) {
+      if (k0 == 0) post_unit(smem, tile, slot);
+      copy_boxes<S, PAIRED>(args, smem, tile, 0, at, k0);
+    }
+    __syncwarp();
     rows.copy(args, smem, tile, at, k0);
   }
+}
+
+template <class S, bool PAIRED, bool GATHERING>
+DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                         const gather<S> &rows, pipeline_state<S::STAGES> &at)
+{
+  if constexpr (GATHERING)
+    produce_gathered<S, PAIRED>(args, smem, tile, slot, rows, at);
+  else
+    produce_ordered<S, PAIRED>(args, smem, tile, slot, at);
 }
 
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
