@@ -75,6 +75,17 @@ DEVICE bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity)
   return over;
 }
 
+/* Whether a phase is over: other than try_wait it never stays to wait. */
+DEVICE bool mbarrier_test_wait(uint64_t *barrier, uint32_t parity)
+{
+  uint32_t over;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(over)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return over;
+}
+
 /* ---- bulk tensor copies ---- */
 
 /* Boxes land whole: what lies outside the tensor is zero and counts as bytes. */

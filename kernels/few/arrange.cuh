@@ -169,17 +169,6 @@ template <class S> DEVICE void arrange_h(const few_args &args, few_smem<S> &smem
     }
 }
 
-/* Whether a phase is over: other than try_wait it never stays to wait. */
-DEVICE bool mbarrier_test_wait(uint64_t *barrier, uint32_t parity)
-{
-  uint32_t over;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(over)
-               : "r"(shared_address(barrier)), "r"(parity)
-               : "memory");
-  return over;
-}
-
 /* By a consumer, which has nothing better to do than what others will wait for: a chunk is mostly the way to L2 and
  * back, so those of all experts are asked for side by side. */
 template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, int active, int experts)
