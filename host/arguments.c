@@ -149,7 +149,7 @@ quantize_args quantize_arguments(const struct plan *plan, gemm_args *g, token_co
                            .scale = scale,
                            .x_ld = g->a_ld,
                            .codes_ld = g->k,
-                           .scale_ld = rows.count,
+                           .scale_ld = SCALE_LD(rows.count),
                            .rows = rows,
                            .cols = g->k,
                            .dtype = plan->desc.dtype,

@@ -352,13 +352,13 @@ layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_
 
 /* ---- workspace ---- */
 
-/* Codes of rows, and their scales [groups][rows]; or their elements in another order. */
+/* Codes of rows, and their scales [groups][SCALE_LD(rows)]; or their elements in another order. */
 static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *codes, size_t *scale)
 {
   if (!changes_rows(f)) return;
   const row_format r = rows_of(f, NULL);
   *codes = carve(c, rows, cols, f->act_order ? sizeof(uint16_t) : 1);
-  if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), rows, sizeof(float));
+  if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
 bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)

@@ -357,7 +357,7 @@ enum { CPU_N_BLOCK = 32 };
  *            gated up 8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
  *            N-major: (channel, k, half, expert), of gate and up element by element (what lies there, k, 1, expert); a
  *            box is 64 x WGMMA_BK
- *   rows:    of rows of a in row order: (k, row); a box is WGMMA_BK x WGMMA_STEP
+ *   rows:    of rows of a in row order: (k, row); a box is a line of k x ROWS_OF_BOX
  */
 typedef struct gemm_sm90_args {
   gemm_args g;
@@ -367,6 +367,8 @@ typedef struct gemm_sm90_args {
 } gemm_sm90_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };
+/* Each copy has its price. Codes of more rows than a tile has are a byte an element. */
+#define ROWS_OF_BOX(bits) ((bits) == 8 ? 64 : (int)WGMMA_STEP)
 
 /*
  * reduce:   out[t] = residual[t] + out_scale * (sum_j w[t,j] y(t,j) + s[t] shared[t]);  s = sigmoid(shared_logit) or 1

@@ -47,9 +47,11 @@ enum { COPY_TICKET = 4, COPY_GROUP = 64 };
 
 static_assert(COPY_GROUP % COPY_TICKET == 0, "a ticket's rows are counted in one group");
 
-/* Of rows of codes, x_copy has the scales behind the codes: that of group g of row r at g * COPIED_SCALE_LD + r. */
-#define COPIED_SCALES(rows, k) (((int64_t)(rows) * (k) + 3) / 4 * 4)
-#define COPIED_SCALE_LD(rows)  ((int64_t)(rows))
+/* Scales of a workspace's rows of codes: that of group g of row r at g * SCALE_LD(rows) + r, for the copy engine takes
+ * 16 bytes from multiples of 16 on. x_copy has them behind the codes. */
+enum { SCALE_VECTOR = 4 };
+#define SCALE_LD(rows)         (((int64_t)(rows) + SCALE_VECTOR - 1) / SCALE_VECTOR * SCALE_VECTOR)
+#define COPIED_SCALES(rows, k) (((int64_t)(rows) * (k) + 15) / 16 * 16)
 
 typedef struct map_protocol {
   int32_t *progress; /* NULL, or PROGRESS_WORDS(T k, local_experts), which map fills with zeros; CUDA only */

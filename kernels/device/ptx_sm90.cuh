@@ -86,7 +86,16 @@ DEVICE bool mbarrier_test_wait(uint64_t *barrier, uint32_t parity)
   return over;
 }
 
-/* ---- bulk tensor copies ---- */
+/* ---- bulk copies ---- */
+
+/* Addresses and size multiples of 16. */
+DEVICE void cp_async_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier)
+{
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
 
 /* Boxes land whole: what lies outside the tensor is zero and counts as bytes. */
 DEVICE void cp_async_bulk_tensor_2d(void *shared, const void *map, int32_t c0, int32_t c1, uint64_t *barrier)

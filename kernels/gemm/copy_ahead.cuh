@@ -73,7 +73,7 @@ DEVICE void copy_row_scales(const gemm_args &args, int32_t first, int count, int
   const int32_t from = __shfl_sync(ALL_LANES, token, i);
   float *to = copied_scales(args) + first + i;
   for (int g = lane_id() / COPY_TICKET; i < count && g < groups; g += WARP_SIZE / COPY_TICKET)
-    to[g * COPIED_SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
+    to[g * SCALE_LD(args.rows_cap)] = from >= 0 ? args.a_scale[g * args.a_scale_ld + from] : 0.f;
 }
 
 /* Whole warps, any number of them. The next ticket is drawn while one is copied. */

@@ -43,12 +43,13 @@ template <class S> DEVICE float scale_of_octet(float lane_scale, int block, int 
 
 /* of(v, factor) for every value v of a block. */
 template <class S, int N, class F>
-DEVICE void each_scaled(const float *row_scales, float lane_scale, int block, const F &of)
+DEVICE void each_scaled(const float *row_scales /* of the unit's first row on */, float lane_scale, int block, const F &of)
 {
   const float w[2] = {scale_of_octet<S>(lane_scale, block, 0), scale_of_octet<S>(lane_scale, block, 1)};
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
-    const float2 x = *reinterpret_cast<const float2 *>(row_scales + 8 * j + lane_id() % 4 * 2);
+    const float *pair = row_scales + 8 * j + lane_id() % 4 * 2;
+    const float2 x = S::SCALES_BY_COPY ? make_float2(pair[0], pair[1]) : *reinterpret_cast<const float2 *>(pair);
 #pragma unroll
     for (int v = 0; v < 4; v++) of(4 * j + v, w[v / 2] * (v % 2 ? x.y : x.x));
   }
@@ -58,7 +59,8 @@ DEVICE void each_scaled(const float *row_scales, float lane_scale, int block, co
  * rows stay until it is released again. */
 template <class S, int N>
 DEVICE void multiply_promoted_n(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                                const weight_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                                int scales_from, const weight_scales<S> &scales,
+                                float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int AT_ONCE = S::BM <= 64 ? S::BLOCKS : 1; /* blocks: what registers hold */
   const bool gathered = S::gathers(args);
@@ -85,7 +87,7 @@ DEVICE void multiply_promoted_n(const gemm_args &args, pipeline_smem<S> &smem, p
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         hold(part[i]);
-        each_scaled<S, N>(row_scales_of<S>(smem, at), scale, first + i, [&](int v, float factor) {
+        each_scaled<S, N>(row_scales_of<S>(smem, at) + scales_from, scale, first + i, [&](int v, float factor) {
           acc[first + i][v] = fmaf(part[i][v], factor, acc[first + i][v]);
         });
       }
@@ -95,15 +97,16 @@ DEVICE void multiply_promoted_n(const gemm_args &args, pipeline_smem<S> &smem, p
 
 template <class S, int N>
 DEVICE void multiply_promoted(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                              int rows, const weight_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                              int rows, int scales_from, const weight_scales<S> &scales,
+                              float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (N > WGMMA_STEP) {
     if (rows <= N - WGMMA_STEP) {
-      multiply_promoted<S, N - WGMMA_STEP>(args, smem, at, group, rows, scales, acc);
+      multiply_promoted<S, N - WGMMA_STEP>(args, smem, at, group, rows, scales_from, scales, acc);
       return;
     }
   }
-  multiply_promoted_n<S, N>(args, smem, at, group, scales, acc);
+  multiply_promoted_n<S, N>(args, smem, at, group, scales_from, scales, acc);
 }
 
 /* s8: with the scales of the last stage, which are those of all. */
@@ -120,7 +123,7 @@ DEVICE void multiply_exact(const gemm_args &args, bool up_first, pipeline_smem<S
   last.phase = at.phase ^ (at.stage == 0);
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) {
-    each_scaled<S, S::BM>(row_scales_of<S>(smem, last), scale, i,
+    each_scaled<S, S::BM>(row_scales_of<S>(smem, last) + scales_before<S>(args, unit), scale, i,
                           [&](int v, float factor) { acc[i][v] = (float)sum[i][v] * factor; });
     __syncwarp(); /* the assembler would load for all blocks at once, and has no registers for that */
   }
@@ -136,8 +139,8 @@ DEVICE void multiply_unit(const gemm_args &args, bool up_first, pipeline_smem<S>
   } else {
     const channel_span span = span_of_warp<S>(args, {channel0, args.n});
     if constexpr (same_type<typename S::SUM, float>)
-      multiply_promoted<S, S::BM>(args, smem, at, group, unit.rows, weight_scales<S>(args, up_first, unit.expert, span),
-                                  acc);
+      multiply_promoted<S, S::BM>(args, smem, at, group, unit.rows, scales_before<S>(args, unit),
+                                  weight_scales<S>(args, up_first, unit.expert, span), acc);
     else
       multiply_exact<S>(args, up_first, smem, at, group, unit, span, acc);
   }

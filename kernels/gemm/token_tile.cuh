@@ -94,15 +94,22 @@ DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int p
   wgmma_commit_group();
 }
 
+/* Of a thread's two tokens of a block, where a stage has the scale of the first. */
+template <class S> DEVICE int token_scale_place(const gemm_args &args, const tile_unit &unit, int block)
+{
+  const unsigned thread = tid_x() % S::GROUP;
+  return scales_before<S>(args, unit) + block * token_tile<S>::TOKENS + thread / WARP_SIZE * 16 +
+         thread % WARP_SIZE / 4;
+}
+
 /* Waits for a stage. Of a thread's two tokens, the scales. */
 template <class S>
-DEVICE void await_tokens(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, int block,
+DEVICE void await_tokens(const gemm_args &args, pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at, int place,
                          float (&x)[2])
 {
   wait_for(&smem.full[at.stage], at.phase);
   if (S::gathers(args)) fence_proxy_async_shared(); /* by cp.async */
-  const unsigned thread = tid_x() % S::GROUP, token = thread / WARP_SIZE * 16 + thread % WARP_SIZE / 4;
-  const float *first = row_scales_of<S>(smem, at) + block * token_tile<S>::TOKENS + token;
+  const float *first = row_scales_of<S>(smem, at) + place;
   x[0] = first[0], x[1] = first[8];
 }
 
@@ -113,11 +120,11 @@ DEVICE void await_tokens(const gemm_args &args, pipeline_smem<S> &smem, const pi
  */
 template <class S, int PIECES>
 DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                                  token_weight_scale<S> of_weights, typename token_tile<S>::sums &acc)
+                                  int place, token_weight_scale<S> of_weights, typename token_tile<S>::sums &acc)
 {
   using tile = token_tile<S>;
   float x[2], weights = of_weights.draw(args), ahead = 1.f;
-  await_tokens<S>(args, smem, at, share_of<S>(PIECES).block, x);
+  await_tokens<S>(args, smem, at, place, x);
 #pragma unroll 1
   for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
     const token_share own = share_of<S>(PIECES);
@@ -136,7 +143,7 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
       if (piece + 1 == PIECES && left > S::BK) {
         pipeline_state<S::STAGES> next = at;
         next.advance();
-        await_tokens<S>(args, smem, next, own.block, x);
+        await_tokens<S>(args, smem, next, place, x);
         weights = ahead;
       }
       wgmma_wait_group<0>();
@@ -158,10 +165,11 @@ DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<
   const int pieces = pieces_of<S>(unit);
   const token_weight_scale<S> weights(args, up_first, unit.expert,
                                       channel + share_of<S>(pieces).piece * tile::CHANNELS);
+  const int place = token_scale_place<S>(args, unit, share_of<S>(pieces).block);
   if (pieces == 1)
-    multiply_token_pieces<S, 1>(args, smem, at, weights, acc);
+    multiply_token_pieces<S, 1>(args, smem, at, place, weights, acc);
   else
-    multiply_token_pieces<S, tile::PIECES>(args, smem, at, weights, acc);
+    multiply_token_pieces<S, tile::PIECES>(args, smem, at, place, weights, acc);
 }
 
 /* ---- from accumulators to memory: every warp for itself ---- */

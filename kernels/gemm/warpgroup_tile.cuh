@@ -11,11 +11,12 @@
 enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
 
 /*
- * Of a shape S made from it, three things are asked besides:
+ * Of a shape S made from it, four things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
  *   gathers(args)   whether stages hold what threads have copied (cp.async), not the copy engine alone
  *   RELEASE_AT_ONCE         a stage is released as soon as it is used, where memory is the limit; else one step later,
  *                   when the next products are under way
+ *   SCALES_BY_COPY  scales of rows in row order come by one copy, which begins up to SCALE_VECTOR - 1 before them
  */
 template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct pipeline_shape : PRODUCT {
   using SUM = typename operand<typename PRODUCT::X>::accumulator;
@@ -44,7 +45,7 @@ template <class PRODUCT, int BM_, int BN, int BK_, int STAGES_, int WARPS> struc
 template <class S, bool SCALED> struct row_scale_stages {
 };
 template <class S> struct row_scale_stages<S, true> {
-  float row_scales[2][S::STAGES][round_up(S::BM, 32)]; /* boxes land at 128 bytes */
+  float row_scales[2][S::STAGES][S::BM + (S::SCALES_BY_COPY ? SCALE_VECTOR : 0)];
 };
 
 /* Between accumulators and memory. */
@@ -94,6 +95,12 @@ template <class S> DEVICE void release_stage(pipeline_smem<S> &smem, int stage)
   } else if (lane_id() < S::CLUSTER) {
     mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
   }
+}
+
+/* Where in row_scales those of a unit's rows begin. */
+template <class S> DEVICE int scales_before(const gemm_args &args, const tile_unit &unit)
+{
+  return S::SCALES_BY_COPY && !S::gathers(args) ? unit.row % SCALE_VECTOR : 0;
 }
 
 template <class S> DEVICE float *row_scales_of(pipeline_smem<S> &smem, const pipeline_state<S::STAGES> &at)

@@ -28,7 +28,7 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool GATHERED = PRODUCT::SOURCE == SOURCE_gathered;
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
-  static constexpr bool RELEASE_AT_ONCE = false;
+  static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -191,25 +191,19 @@ template <class S> struct gather {
   }
 };
 
-/* Scales of rows in row order, by a warp, a stage ahead. They may have been written meanwhile: not through L1. */
+/* Scales of rows in row order: those of a stage by one copy, from the 16 bytes on that the first lies in. */
 template <class S> struct ordered_scales {
-  float ahead[ceil_div(S::BM, WARP_SIZE)];
+  const float *next;
+  int64_t step;
+  uint32_t bytes;
 
-  DEVICE void load(const gemm_args &args, const tile_unit &tile, int k0)
+  DEVICE ordered_scales(const gemm_args &args, const tile_unit &tile)
   {
-    const bool copied = copies<S>(args);
-    const float *from = copied ? copied_scales(args) : args.a_scale;
-    from += row_group(args, k0) * (copied ? COPIED_SCALE_LD(args.rows_cap) : args.a_scale_ld) + tile.row;
-#pragma unroll
-    for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++)
-      ahead[i] = load_relaxed(from + min(lane_id() + i * WARP_SIZE, tile.rows - 1));
-  }
-
-  DEVICE void store(float *row_scales) const
-  {
-#pragma unroll
-    for (int i = 0; i < ceil_div(S::BM, WARP_SIZE); i++) row_scales[lane_id() + i * WARP_SIZE] = ahead[i];
-    __syncwarp(); /* behind it one lane arrives for all */
+    const bool copied = copies<S>(args), one = args.rows.group == ROWS_ONE_GROUP;
+    const int32_t before = tile.row % SCALE_VECTOR;
+    next = (copied ? copied_scales(args) : args.a_scale) + (tile.row - before);
+    step = one ? 0 : copied ? SCALE_LD(args.rows_cap) : args.a_scale_ld;
+    bytes = round_up(before + tile.rows, (int)SCALE_VECTOR) * (int)sizeof *next;
   }
 };
 
@@ -235,11 +229,13 @@ DEVICE void copy_n_major(const gemm_sm90_args &args, typename S::W *weights, con
   }
 }
 
-/* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. */
+/* By one lane: this CTA's half of what the cluster shares, for both; the rest for itself. `others`: bytes that come to
+ * the stage besides. */
 template <class S, bool PAIRED>
 DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int boxes,
-                       const pipeline_state<S::STAGES> &at, int k0)
+                       const pipeline_state<S::STAGES> &at, int k0, uint32_t others)
 {
+  constexpr int BOX = ROWS_OF_BOX(S::BITS);
   constexpr int HALF = S::COLUMNS / S::CLUSTER; /* weight rows of a box */
   constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
   const int octets = wgmma_channels<S>(args.g) / 8, rank = cluster_ctarank(); /* of channels */
@@ -248,7 +244,7 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   typename S::W *weights = smem.weights[at.stage];
   typename S::X *rows = smem.rows[at.stage];
   mbarrier_arrive_expect_tx(full, S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W) +
-                                      boxes * WGMMA_STEP * sizeof(typename S::X) * S::BK);
+                                      boxes * BOX * sizeof(typename S::X) * S::BK + others);
   if constexpr (S::N_MAJOR) copy_n_major<S, PAIRED>(args, weights, tile, full, k0);
   if constexpr (PAIRED) {
     if constexpr (!S::N_MAJOR)
@@ -257,8 +253,8 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     for (int i = 0; i < boxes; i++)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
-        cp_async_bulk_tensor_2d(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows, k0 + line * S::LINE,
-                                tile.row + i * WGMMA_STEP, full);
+        cp_async_bulk_tensor_2d(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
+                                tile.row + i * BOX, full);
   } else {
     if constexpr (!S::N_MAJOR) {
       cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
@@ -268,8 +264,8 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     for (int i = rank; i < boxes; i += S::CLUSTER)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
-        cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * WGMMA_STEP) * S::LINE, &args.rows,
-                                          k0 + line * S::LINE, tile.row + i * WGMMA_STEP, full, BOTH);
+        cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows,
+                                          k0 + line * S::LINE, tile.row + i * BOX, full, BOTH);
   }
 }
 
@@ -280,27 +276,50 @@ template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &t
 }
 
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
+template <class S, bool PAIRED>
+DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                            pipeline_state<S::STAGES> &at)
+{
+  const int boxes = ceil_div(tile.rows, ROWS_OF_BOX(S::BITS));
+  ordered_scales<S> scales(args.g, tile);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (elect_one()) {
+      if (k0 == 0) post_unit(smem, tile, slot);
+      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0, S::SCALED ? scales.bytes : 0);
+      if constexpr (S::SCALED) cp_async_bulk(row_scales_of<S>(smem, at), scales.next, scales.bytes, &smem.full[at.stage]);
+    }
+    scales.next += scales.step;
+    __syncwarp();
+  }
+}
+
+/* The same where all producers gather rows. */
+template <class S, bool PAIRED>
+DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
+                             const gather<S> &rows, pipeline_state<S::STAGES> &at)
+{
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (threadIdx.x < WARP_SIZE && elect_one()) {
+      if (k0 == 0) post_unit(smem, tile, slot);
+      copy_boxes<S, PAIRED>(args, smem, tile, 0, at, k0, 0);
+    }
+    __syncwarp();
+    rows.copy(args, smem, tile, at, k0);
+  }
+}
+
 template <class S, bool PAIRED, bool GATHERING>
 DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot,
                          const gather<S> &rows, pipeline_state<S::STAGES> &at)
 {
-  const int boxes = GATHERING ? 0 : ceil_div(tile.rows, (int)WGMMA_STEP);
-  ordered_scales<S> scales;
-  if constexpr (S::SCALED && !GATHERING) scales.load(args.g, tile, 0);
-#pragma unroll 1
-  for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
-    wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if constexpr (S::SCALED && !GATHERING) scales.store(row_scales_of<S>(smem, at));
-    if (threadIdx.x < WARP_SIZE && elect_one()) {
-      if (k0 == 0) post_unit(smem, tile, slot);
-      copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0);
-    }
-    __syncwarp();
-    if constexpr (S::SCALED && !GATHERING)
-      if (k0 + S::BK < args.g.k) scales.load(args.g, tile, k0 + S::BK);
-    if (!GATHERING) continue;
-    rows.copy(args, smem, tile, at, k0);
-  }
+  if constexpr (GATHERING)
+    produce_gathered<S, PAIRED>(args, smem, tile, slot, rows, at);
+  else
+    produce_ordered<S, PAIRED>(args, smem, tile, slot, at);
 }
 
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
