@@ -347,49 +347,63 @@ DEVICE uint32_t codes_of_lane(const uint4 &row, uint32_t byte)
   return __byte_perm(__byte_perm(row.x, row.z, byte), __byte_perm(row.y, row.w, byte), 0x5410);
 }
 
-/* acc += a times 16 k of `rows` tokens, rounded up. */
-template <class S, int N>
-DEVICE void multiply_wide(const uint32_t (&a)[S::BLOCKS][4], uint32_t tokens, int rows,
-                          float (&acc)[S::BLOCKS][S::ACCUMULATORS])
-{
-  if constexpr (N > WGMMA_STEP) {
-    if (rows <= N - WGMMA_STEP) {
-      multiply_wide<S, N - WGMMA_STEP>(a, tokens, rows, acc);
-      return;
-    }
-  }
-  wgmma_fence();
-#pragma unroll
-  for (int block = 0; block < S::BLOCKS; block++)
-    wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens);
-  wgmma_commit_group();
-}
+/* Of 32 k what a lane has of its rows, as it lies in a stage. */
+template <class S> struct slice_of_lane {
+  uint4 codes[4];
+  uint32_t factors[4];
 
-/* 32 k of a lane's four rows: codes at `codes`, factors at `scales`. */
+  DEVICE void load(uint32_t from, uint32_t scales)
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++) codes[r] = lds_128(from + r * 8 * S::WEIGHT_LINE);
+#pragma unroll
+    for (int r = 0; r < 4; r++) factors[r] = lds_32(scales + r * 8 * 16);
+  }
+};
+
+/* As operands: of each 16 k and block. Octet r of weight rows is half r / 2 of block r % 2. */
 template <class S>
-DEVICE void multiply_32(uint32_t codes, uint32_t scales, uint32_t tokens, uint32_t byte, int rows,
-                        float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t byte, uint32_t (&a)[2][S::BLOCKS][4])
 {
   weight_factors<typename S::X, typename S::CODE> factors;
   uint32_t word[4];
 #pragma unroll
   for (int r = 0; r < 4; r++) {
-    word[r] = codes_of_lane(lds_128(codes + r * 8 * S::WEIGHT_LINE), byte);
-    factors.restore(r, lds_32(scales + r * 8 * 16));
+    word[r] = codes_of_lane(slice.codes[r], byte);
+    factors.restore(r, slice.factors[r]);
   }
 #pragma unroll
   for (int part = 0; part < 2; part++) {
-    uint32_t a[S::BLOCKS][4], pair[4][2];
+    uint32_t pair[4][2];
     unpack_words(factors, word, part * 2, pair);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      a[r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
-      a[r % 2][r / 2 + 2] = __byte_perm(pair[r][0], pair[r][1], 0x7632);
+      a[part][r % 2][r / 2] = __byte_perm(pair[r][0], pair[r][1], 0x5410);
+      a[part][r % 2][r / 2 + 2] = __byte_perm(pair[r][0], pair[r][1], 0x7632);
       word[r] >>= 8;
     }
-    multiply_wide<S, S::BM>(a, tokens + part * 2, rows, acc);
-    wgmma_wait_group<1>();
   }
+}
+
+/* acc += a times 32 k of `rows` tokens, rounded up: the widths that many rows take by 16. */
+template <class S, int N>
+DEVICE void multiply_wide(const uint32_t (&a)[2][S::BLOCKS][4], uint32_t tokens, int rows,
+                          float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int LESS = N > 64 ? N - WGMMA_STEP : N - 32;
+  if constexpr (LESS > 0) {
+    if (rows <= LESS) {
+      multiply_wide<S, LESS>(a, tokens, rows, acc);
+      return;
+    }
+  }
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < 2; part++)
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+      wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[part][block], tokens + part * 2);
+  wgmma_commit_group();
 }
 
 template <int STAGES> DEVICE int stage_before(const pipeline_state<STAGES> &at)
@@ -397,32 +411,34 @@ template <int STAGES> DEVICE int stage_before(const pipeline_state<STAGES> &at)
   return at.stage == 0 ? STAGES - 1 : at.stage - 1;
 }
 
-/* acc = weights x rows of one unit. A lane has row lane / 4 of each octet of its warp's 32 weight rows; octet r is the
- * half r / 2 of block r % 2. A stage is released when the next is under way. */
+/* acc = weights x rows of one unit. A lane has row lane / 4 of each octet of its warp's 32 weight rows. While 32 k are
+ * multiplied the next are unpacked, and those after them on their way. A stage is released when the next is under way.
+ * Past the end of k there are zeros, in rows and in codes. */
 template <class S>
 DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
                                  int rows, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const int row = group * S::BLOCKS * S::BLOCK + warp_id() % 4 * S::OCTETS * 8 + lane_id() / 4;
   const uint32_t byte = (lane_id() % 4) * 0x11 + 0x40;
-  uint32_t codes = 0, scales = 0, tokens = 0;
+  bool first = true;
 #pragma unroll 1
-  for (int k = 0; k < args.k; k += 64) {
-    if (k % S::BK == 0) {
-      wait_for(&smem.full[at.stage], at.phase);
-      codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
-      scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
-      tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
+  for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+    const uint32_t codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
+    const uint32_t scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
+    const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
+    slice_of_lane<S> slice;
+    slice.load(codes, scales);
+#pragma unroll
+    for (int i = 0; i < S::BK / 32; i++) {
+      uint32_t a[2][S::BLOCKS][4];
+      unpack_slice<S>(slice, byte, a);
+      if (i + 1 < S::BK / 32) slice.load(codes ^ (i + 1) * 16, scales + (i + 1) * 4);
+      multiply_wide<S, S::BM>(a, tokens + i / 2 * (S::BM * 8) + i % 2 * 4, rows, acc);
+      wgmma_wait_group<1>();
+      if (i == 0 && !first) release_stage<S>(smem, stage_before(at)); /* its last products are over */
     }
-    multiply_32<S>(codes, scales, tokens, byte, rows, acc);
-    if (k % S::BK == 0) {
-      if (k > 0) release_stage<S>(smem, stage_before(at)); /* its last products are over */
-      at.advance();
-    }
-    if (k + 32 < args.k) multiply_32<S>(codes ^ 16, scales + 4, tokens + 4, byte, rows, acc);
-    codes ^= 32;
-    scales += 8;
-    tokens += S::BM * 8;
+    first = false;
   }
   wgmma_wait_group<0>();
 #pragma unroll
