@@ -113,34 +113,58 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
   using X = typename S::X;
   using factors = weight_factors<X, CODE>;
   using typename scales_ahead<S>::words;
-  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::BYTES,
+  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::BYTES, scales_ahead<S>::WORDS,
       scales_ahead<S>::EACH, scales_ahead<S>::row, scales_ahead<S>::words_of;
+
+  uint32_t skews; /* of each row two bits: how many bytes into a word its scales begin; a stage's are whole words */
 
   DEVICE factors_ahead(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
     this->find_rows(args, smem, tile, slot);
+    skews = 0;
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i++) skews |= ((uint32_t)(uintptr_t)smem.scale_rows[row(i)] & 3) << 2 * i;
 #pragma unroll 1
     for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
   }
 
-  /* A group of copies, even if none. */
+  DEVICE uint32_t skew(int i) const { return skews >> 2 * i & 3; }
+
+  /* A group of copies, even if none. No word without a scale of the row. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
   {
+    const int first = k0 / 32 * EACH, bytes = min((args.k - k0) / 32 * EACH, BYTES);
+    const uint32_t to = shared_address(words_of(smem, k0)[0] + row(0));
     if (k0 < args.k && args.b.scale.k_stride == 1)
-      this->load_words(smem, k0, k0 / 32 * EACH, min((args.k - k0) / 32 * EACH, BYTES));
+#pragma unroll 2
+      for (int i = 0; i < ROWS; i++) {
+        const uint8_t *from = smem.scale_rows[row(i)] + first - skew(i);
+#pragma unroll
+        for (int w = 0; w <= WORDS; w++)
+          if (w * 4 < (int)skew(i) + bytes) cp_async_ca_4(to + word_offset(w, i), from + w * 4, 4);
+      }
     cp_async_commit_group();
   }
 
+  DEVICE static int word_offset(int w, int i) { return (w * S::COLUMNS + i * WARP_SIZE) * 4; }
+
   /* Scales of slices of 32 k, EACH bytes of a word. */
-  DEVICE void loaded(const wgmma_smem<S> &smem, const words &from, int i, uint32_t (&codes)[SLICES]) const
+  DEVICE void part(int i, const uint32_t (&word)[WORDS + 1], uint32_t (&codes)[SLICES]) const
   {
-    const uint32_t shift = ((uintptr_t)smem.scale_rows[row(i)] & 3) * 8; /* a stage's are whole words */
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
       const int w = j * EACH / 4;
       codes[j] =
-          __funnelshift_r(from[w][row(i)], from[w + 1][row(i)], shift) >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
+          __funnelshift_r(word[w], word[w + 1], skew(i) * 8) >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
     }
+  }
+
+  DEVICE void loaded(const words &from, int i, uint32_t (&codes)[SLICES]) const
+  {
+    uint32_t word[WORDS + 1];
+#pragma unroll
+    for (int w = 0; w <= WORDS; w++) word[w] = from[w][row(i)];
+    part(i, word, codes);
   }
 
   /* The same where they do not lie one after another. */
@@ -160,27 +184,41 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
   {
     bool any = false;
 #pragma unroll
-    for (int j = 0; j < SLICES; j++)
-#pragma unroll
-      for (int b = 0; b < EACH; b++) any |= scale_is_absent<X, CODE>(codes[j] >> b * 8 & 255);
+    for (int j = 0; j < SLICES; j++) any |= factors::any_absent(codes[j]);
     to = make_uint4(factors::prepared(codes[0]), factors::prepared(codes[1]), factors::prepared(codes[2]),
                     factors::prepared(codes[3]));
     return any;
   }
 
+  /* AT_ONCE rows are read before one is stored, so that they overlap. */
+  DEVICE bool store_rows(wgmma_smem<S> &smem, int stage, int k0) const
+  {
+    const uint32_t from = shared_address(words_of(smem, k0)[0] + row(0)),
+                   to = shared_address(smem.factors[stage] + row(0));
+    bool any = false;
+#pragma unroll
+    for (int i0 = 0; i0 < ROWS; i0 += AT_ONCE) {
+      uint32_t word[AT_ONCE][WORDS + 1];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+        for (int w = 0; w <= WORDS; w++) word[i][w] = lds_32(from + word_offset(w, i0 + i));
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        uint32_t codes[SLICES];
+        uint4 made;
+        part(i0 + i, word[i], codes);
+        any |= make(made, codes);
+        sts_128(to + (i0 + i) * WARP_SIZE * 16, made);
+      }
+    }
+    return any;
+  }
+
   DEVICE void store(const gemm_args &args, wgmma_smem<S> &smem, int stage, int k0, int slot)
   {
-    const bool one_after_another = args.b.scale.k_stride == 1;
-    bool any = !one_after_another;
     cp_async_wait_group<SCALES_AHEAD - 1>();
-    if (one_after_another)
-#pragma unroll AT_ONCE
-      for (int i = 0; i < ROWS; i++) {
-        uint32_t codes[SLICES];
-        loaded(smem, words_of(smem, k0), i, codes);
-        any |= make(smem.factors[stage][row(i)], codes);
-      }
-    if (any) store_without_absent(args, smem, stage, k0, slot);
+    if (args.b.scale.k_stride != 1 || store_rows(smem, stage, k0)) store_without_absent(args, smem, stage, k0, slot);
     __syncwarp(); /* behind it one lane arrives for all */
   }
 
@@ -192,7 +230,7 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
     for (int i = 0; i < ROWS; i++) {
       uint32_t codes[SLICES];
       if (args.b.scale.k_stride == 1)
-        loaded(smem, words_of(smem, k0), i, codes);
+        loaded(words_of(smem, k0), i, codes);
       else
         gathered(args, smem, i, k0, codes);
 #pragma unroll

@@ -79,6 +79,7 @@ template <class X> struct weight_factors<X, mx4> : e2m1_factors<X> {
   static constexpr uint32_t FIRST = WIDE ? 0 : 99, LAST = 128; /* codes that factors can have */
   static constexpr uint32_t ABSENT = WIDE ? 130 : 98;          /* makes a zero */
 
+  DEVICE static bool any_absent(uint32_t e) { return e - FIRST > LAST - FIRST; }
   DEVICE static uint32_t prepared(uint32_t e) { return WIDE ? (e + 126) * 0x00800080 : (e - 98) * 0x04000400; }
   DEVICE void restore(int r, uint32_t word) { by[r] = word; }
   DEVICE void set(int r, uint32_t e) { restore(r, prepared(e)); }
@@ -93,6 +94,7 @@ template <class X> struct weight_factors<X, nv4> : e2m1_factors<X> {
   uint32_t by[4];                       /* of each row, for the first and last 16 of 32 codes */
 
   /* Of two codes of e4m3. */
+  DEVICE static bool any_absent(uint32_t codes) { return ((codes & 0x7f7f) + 0x0101 & 0x8080) != 0; }
   DEVICE static uint32_t prepared(uint32_t codes)
   {
     const uint32_t each = __byte_perm(codes, 0, 0x4140);
