@@ -7,8 +7,8 @@
  * before. k keeps its order, as rows come by tensor copies: of the 16 bytes of a row that four lanes read, lane q takes
  * byte q of each word, the weights of k 2 q, 2 q + 1 of every eight.
  *
- * A producer warp stores a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of scales
- * that it has asked for a stage ahead.
+ * Two producer warps store a word of factors beside each row and 32 k of a stage (gemm/weight_factors.cuh), of scales
+ * that they have asked for two stages ahead.
  */
 #ifndef CUMOE_PACKED_TILE_CUH
 #define CUMOE_PACKED_TILE_CUH
@@ -18,7 +18,7 @@
 
 template <class S> struct wgmma_smem;
 
-enum { SCALES_AHEAD = 2 }; /* stages */
+enum { SCALES_AHEAD = 2 /* stages */, FACTOR_WARPS = 2 };
 
 /* Of a weight row and stage; of u4, whose blocks may be longer, at most. */
 template <class S> constexpr int scale_bytes_of()
@@ -31,7 +31,7 @@ template <class S> constexpr int scale_bytes_of()
 template <class S, bool STORED> struct zero_stages {
 };
 template <class S> struct zero_stages<S, true> {
-  uint32_t zeros[SCALES_AHEAD][S::BK / 32][S::COLUMNS / 8];
+  uint32_t zeros[FACTOR_WARPS][SCALES_AHEAD][S::BK / 32][S::COLUMNS / 8];
 };
 
 /* What a stage has besides, and what producers have of the unit that they are at. */
@@ -66,22 +66,23 @@ DEVICE const uint8_t *scales_of(const scale_matrix &s, int expert, const weight_
 
 /* ---- producers ---- */
 
-/* What all formats share. By one warp, of which lane l has rows l, l + 32, ...: `load` asks for what `store` makes a
- * stage's factors of, SCALES_AHEAD stages later. The warp has some 2000 clocks a stage: rows are without branches, so
- * that they overlap. */
+/* What all formats share. By FACTOR_WARPS, of which each has 32 rows in turn: `load` asks for what `store` makes a
+ * stage's factors of, SCALES_AHEAD stages later. They have some 2000 clocks a stage: rows are without branches, so that
+ * they overlap. */
 template <class S> struct scales_ahead {
   using FACTORS = weight_factors<typename S::X, typename S::CODE>;
-  static constexpr int ROWS = S::COLUMNS / WARP_SIZE, SLICES = S::BK / 32, AT_ONCE = 4;
+  static constexpr int ROWS = S::COLUMNS / WARP_SIZE / FACTOR_WARPS, SLICES = S::BK / 32, AT_ONCE = 4;
+  static constexpr int APART = FACTOR_WARPS * WARP_SIZE; /* a lane's rows */
   static constexpr int BYTES = factor_stages<S, true>::SCALE_BYTES, EACH = BYTES / SLICES, WORDS = BYTES / 4;
   using words = uint32_t[WORDS + 1][S::COLUMNS];
 
-  DEVICE static int row(int i) { return lane_id() + i * WARP_SIZE; }
+  DEVICE static int factor_warp() { return warp_id() - 1; }
+  DEVICE static int row(int i) { return factor_warp() * WARP_SIZE + lane_id() + i * APART; }
   DEVICE static words &words_of(wgmma_smem<S> &smem, int k0) { return smem.scale_words[k0 / S::BK % SCALES_AHEAD]; }
 
   DEVICE static void find_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile, int slot)
   {
-    if (lane_id() == 0) smem.absent[slot] = false;
-    if (lane_id() < (S::gated(args.g) ? 2 : 1))
+    if (factor_warp() == 0 && lane_id() < (S::gated(args.g) ? 2 : 1))
       smem.rest[slot][lane_id()] = global_scale(args.g.b, lane_id(), tile.expert) * FACTORS::REST;
 #pragma unroll 1
     for (int i = 0; i < ROWS; i++)
@@ -146,7 +147,7 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
     cp_async_commit_group();
   }
 
-  DEVICE static int word_offset(int w, int i) { return (w * S::COLUMNS + i * WARP_SIZE) * 4; }
+  DEVICE static int word_offset(int w, int i) { return (w * S::COLUMNS + i * scales_ahead<S>::APART) * 4; }
 
   /* Scales of slices of 32 k, EACH bytes of a word. */
   DEVICE void part(int i, const uint32_t (&word)[WORDS + 1], uint32_t (&codes)[SLICES]) const
@@ -209,7 +210,7 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
         uint4 made;
         part(i0 + i, word[i], codes);
         any |= make(made, codes);
-        sts_128(to + (i0 + i) * WARP_SIZE * 16, made);
+        sts_128(to + (i0 + i) * scales_ahead<S>::APART * 16, made);
       }
     }
     return any;
@@ -295,7 +296,7 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
       this->load_words(smem, k0, first * 2, count * 2);
 #pragma unroll 1
       for (int b = 0; zeros && b < count; b++)
-        cp_async_ca_4(shared_address(&smem.zeros[k0 / S::BK % SCALES_AHEAD][b][lane_id()]),
+        cp_async_ca_4(shared_address(&smem.zeros[this->factor_warp()][k0 / S::BK % SCALES_AHEAD][b][lane_id()]),
                       zeros + (first + b) * args.b.zero.k_stride, 4);
     }
     cp_async_commit_group();
@@ -350,12 +351,12 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
   /* Of block b of a stage, where zero points are stored. */
   DEVICE static uint32_t bias(const gemm_args &args, const wgmma_smem<S> &smem, int k0, int i, int b)
   {
-    const uint32_t octet = smem.zeros[k0 / S::BK % SCALES_AHEAD][b][row(i) / 8];
+    const uint32_t octet = smem.zeros[scales_ahead<S>::factor_warp()][k0 / S::BK % SCALES_AHEAD][b][row(i) / 8];
     return decoder<u4, X>::bias(args.b.offset + (int)(octet >> row(i) % 8 * 4 & 15) + args.b.zero.add);
   }
 };
 
-/* All factors, by a warp of its own; rows come by tensor copies. It arrives at each stage's `full`, too. */
+/* Factors, by warps of their own; rows come by tensor copies. They arrive at each stage's `full`, too. */
 template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   pipeline_state<S::STAGES> at;
@@ -385,6 +386,12 @@ DEVICE uint32_t codes_of_lane(const uint4 &row, uint32_t byte)
   return __byte_perm(__byte_perm(row.x, row.z, byte), __byte_perm(row.y, row.w, byte), 0x5410);
 }
 
+/* The first of a lane's weight rows in a tile; the others are 8, 16, 24 on. */
+template <class S> DEVICE int lane_weight_row()
+{
+  return (warp_of<S>() - S::GROUP / WARP_SIZE) * S::OCTETS * 8 + lane_of<S>() / 4;
+}
+
 /* Of 32 k what a lane has of its rows, as it lies in a stage. */
 template <class S> struct slice_of_lane {
   uint4 codes[4];
@@ -401,8 +408,9 @@ template <class S> struct slice_of_lane {
 
 /* As operands: of each 16 k and block. Octet r of weight rows is half r / 2 of block r % 2. */
 template <class S>
-DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t byte, uint32_t (&a)[2][S::BLOCKS][4])
+DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t (&a)[2][S::BLOCKS][4])
 {
+  const uint32_t byte = lane_of<S>() % 4 * 0x11 + 0x40;
   weight_factors<typename S::X, typename S::CODE> factors;
   uint32_t word[4];
 #pragma unroll
@@ -453,15 +461,13 @@ template <int STAGES> DEVICE int stage_before(const pipeline_state<STAGES> &at)
  * multiplied the next are unpacked, and those after them on their way. A stage is released when the next is under way.
  * Past the end of k there are zeros, in rows and in codes. */
 template <class S>
-DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                                 int rows, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                                 float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const int row = group * S::BLOCKS * S::BLOCK + warp_id() % 4 * S::OCTETS * 8 + lane_id() / 4;
-  const uint32_t byte = (lane_id() % 4) * 0x11 + 0x40;
-  bool first = true;
 #pragma unroll 1
   for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
+    const int row = lane_weight_row<S>();
     const uint32_t codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE + row / 2 % 4 * 16;
     const uint32_t scales = shared_address(smem.factors) + (at.stage * S::COLUMNS + row) * 16;
     const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
@@ -470,13 +476,12 @@ DEVICE void multiply_packed_rows(const gemm_args &args, wgmma_smem<S> &smem, pip
 #pragma unroll
     for (int i = 0; i < S::BK / 32; i++) {
       uint32_t a[2][S::BLOCKS][4];
-      unpack_slice<S>(slice, byte, a);
+      unpack_slice<S>(slice, a);
       if (i + 1 < S::BK / 32) slice.load(codes ^ (i + 1) * 16, scales + (i + 1) * 4);
       multiply_wide<S, S::BM>(a, tokens + i / 2 * (S::BM * 8) + i % 2 * 4, rows, acc);
       wgmma_wait_group<1>();
-      if (i == 0 && !first) release_stage<S>(smem, stage_before(at)); /* its last products are over */
+      if (i == 0 && left < args.k) release_stage<S>(smem, stage_before(at)); /* its last products are over */
     }
-    first = false;
   }
   wgmma_wait_group<0>();
 #pragma unroll
@@ -512,13 +517,12 @@ DEVICE float absent_products(const gemm_args &args, int expert, const weight_row
 
 /* A thread's sums are of its row in each octet and of tokens 8 j + 2 (lane % 4) + t. */
 template <class S>
-DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, int group,
-                       float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
 #pragma unroll 1
   for (int i = 0; i < ceil_div(tile.rows, 8) * 8; i++) {
-    const int octet = i % 4, j = i / 8, token = j * 8 + lane_id() % 4 * 2 + i / 4 % 2;
-    const int row = (group * 4 + warp_id() % 4) * S::OCTETS * 8 + octet * 8 + lane_id() / 4;
+    const int octet = i % 4, j = i / 8, token = j * 8 + lane_of<S>() % 4 * 2 + i / 4 % 2;
+    const int row = lane_weight_row<S>() + octet * 8;
     const float part = absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, row),
                                           token < tile.rows ? source_row(args.g, tile.row + token) : -1);
 #pragma unroll
@@ -531,12 +535,12 @@ DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, int gr
 
 /* acc of one unit. In a gated tile the blocks are the halves. */
 template <class S>
-DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int group,
-                            int slot, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_packed(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
+                            float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  multiply_packed_rows<S>(args.g, smem, at, group, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
+  multiply_packed_rows<S>(args.g, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), acc);
   if constexpr (operand<typename S::CODE>::K_PER_SCALE > 0)
-    if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], group, acc);
+    if (smem.absent[slot]) add_absent<S>(args, smem.units[slot], acc);
   const int first = S::gated(args.g) ? args.up_first : 0;
   const float rest[2] = {smem.rest[slot][first], smem.rest[slot][S::gated(args.g) ? 1 - first : 0]};
   if (rest[0] == 1.f && rest[1] == 1.f) return; /* where none ever are, ptxas spills without that branch */

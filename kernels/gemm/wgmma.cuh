@@ -272,7 +272,10 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
 template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &tile, int slot)
 {
   smem.units[slot] = tile;
-  if constexpr (S::PACKED) mbarrier_arrive(&smem.posted[slot]);
+  if constexpr (S::PACKED) {
+    smem.absent[slot] = false;
+    mbarrier_arrive(&smem.posted[slot]);
+  }
 }
 
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
@@ -356,10 +359,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  const bool factors = S::PACKED && warp_id() == 1;
+  constexpr int OTHERS = 1 + (S::PACKED ? FACTOR_WARPS : 0); /* warps that copy no rows */
+  if (copies<S>(args.g) && warp_id() >= OTHERS) return copy_rows<typename S::X>(args.g);
   if constexpr (S::PACKED)
-    if (factors) produce_factors<S>(args, smem);
-  if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
+    if (warp_id() > 0 && warp_id() < OTHERS) produce_factors<S>(args, smem);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -420,7 +423,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::PACKED)
-      multiply_packed<S>(args, smem, at, group, slot, acc);
+      multiply_packed<S>(args, smem, at, slot, acc);
     else {
       if (token_tile<S>::SERVED) staged_word<S>(smem) = (uint32_t)slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
@@ -445,7 +448,7 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
     prefetch_tensormap(&args.weights);
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : S::PACKED ? 2 : 1);
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : S::PACKED ? 1 + FACTOR_WARPS : 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
