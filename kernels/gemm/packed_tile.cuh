@@ -114,8 +114,8 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
   using X = typename S::X;
   using factors = weight_factors<X, CODE>;
   using typename scales_ahead<S>::words;
-  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::BYTES, scales_ahead<S>::WORDS,
-      scales_ahead<S>::EACH, scales_ahead<S>::row, scales_ahead<S>::words_of;
+  using scales_ahead<S>::ROWS, scales_ahead<S>::SLICES, scales_ahead<S>::AT_ONCE, scales_ahead<S>::BYTES,
+      scales_ahead<S>::WORDS, scales_ahead<S>::EACH, scales_ahead<S>::row, scales_ahead<S>::words_of;
 
   uint32_t skews; /* of each row two bits: how many bytes into a word its scales begin; a stage's are whole words */
 
@@ -129,7 +129,10 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
     for (int i = 0; i < SCALES_AHEAD; i++) load(args.g, smem, i * S::BK);
   }
 
-  DEVICE uint32_t skew(int i) const { return skews >> 2 * i & 3; }
+  DEVICE uint32_t skew(int i) const
+  {
+    return skews >> 2 * i & 3;
+  }
 
   /* A group of copies, even if none. No word without a scale of the row. */
   DEVICE void load(const gemm_args &args, wgmma_smem<S> &smem, int k0)
@@ -147,7 +150,10 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
     cp_async_commit_group();
   }
 
-  DEVICE static int word_offset(int w, int i) { return (w * S::COLUMNS + i * scales_ahead<S>::APART) * 4; }
+  DEVICE static int word_offset(int w, int i)
+  {
+    return (w * S::COLUMNS + i * scales_ahead<S>::APART) * 4;
+  }
 
   /* Scales of slices of 32 k, EACH bytes of a word. */
   DEVICE void part(int i, const uint32_t (&word)[WORDS + 1], uint32_t (&codes)[SLICES]) const
@@ -155,8 +161,7 @@ template <class S, class CODE> struct factors_ahead : scales_ahead<S> {
 #pragma unroll
     for (int j = 0; j < SLICES; j++) {
       const int w = j * EACH / 4;
-      codes[j] =
-          __funnelshift_r(word[w], word[w + 1], skew(i) * 8) >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
+      codes[j] = __funnelshift_r(word[w], word[w + 1], skew(i) * 8) >> j * EACH % 4 * 8 & ((1u << EACH * 8) - 1);
     }
   }
 
@@ -407,8 +412,7 @@ template <class S> struct slice_of_lane {
 };
 
 /* As operands: of each 16 k and block. Octet r of weight rows is half r / 2 of block r % 2. */
-template <class S>
-DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t (&a)[2][S::BLOCKS][4])
+template <class S> DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t (&a)[2][S::BLOCKS][4])
 {
   const uint32_t byte = lane_of<S>() % 4 * 0x11 + 0x40;
   weight_factors<typename S::X, typename S::CODE> factors;

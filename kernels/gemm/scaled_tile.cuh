@@ -43,7 +43,8 @@ template <class S> DEVICE float scale_of_octet(float lane_scale, int block, int 
 
 /* of(v, factor) for every value v of a block. */
 template <class S, int N, class F>
-DEVICE void each_scaled(const float *row_scales /* of the unit's first row on */, float lane_scale, int block, const F &of)
+DEVICE void each_scaled(const float *row_scales /* of the unit's first row on */, float lane_scale, int block,
+                        const F &of)
 {
   const float w[2] = {scale_of_octet<S>(lane_scale, block, 0), scale_of_octet<S>(lane_scale, block, 1)};
 #pragma unroll

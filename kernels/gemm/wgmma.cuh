@@ -264,8 +264,8 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     for (int i = rank; i < boxes; i += S::CLUSTER)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
-        cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows,
-                                          k0 + line * S::LINE, tile.row + i * BOX, full, BOTH);
+        cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
+                                          tile.row + i * BOX, full, BOTH);
   }
 }
 
@@ -291,7 +291,8 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     if (elect_one()) {
       if (k0 == 0) post_unit(smem, tile, slot);
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0, S::SCALED ? scales.bytes : 0);
-      if constexpr (S::SCALED) cp_async_bulk(row_scales_of<S>(smem, at), scales.next, scales.bytes, &smem.full[at.stage]);
+      if constexpr (S::SCALED)
+        cp_async_bulk(row_scales_of<S>(smem, at), scales.next, scales.bytes, &smem.full[at.stage]);
     }
     scales.next += scales.step;
     __syncwarp();
