@@ -29,7 +29,8 @@ if [ "$1" = plant ]; then
   rm -rf "$planted"
   copy_tree sums
   # A warp says that its sums are there before they are. (Races of stmatrix, wgmma or copies are not seen.)
-  bug kernels/few/products.cuh '/^ *smem.partial.* =$/{N;N;s/^\(.*;\)\n\( *mbarrier_arrive.*\)$/\2\n\1/}'
+  bug kernels/few/products.cuh '/^DEVICE void store_partial/,/^}/{/mbarrier_arrive/d
+    /^  wait_for/{p;s/.*/  mbarrier_arrive(\&smem.partial_full[stage_of(buffer)]);/}}'
   copy_tree map
   # Pairs counted by a warp are read while others still count theirs.
   bug kernels/route/map_chunk.cuh '/^  __syncthreads();$/{N;s/^.*\n\(  scan_warps(a, s);\)/\1/}'
@@ -50,38 +51,39 @@ if ! have compute-sanitizer || ! nvidia-smi > /dev/null 2>&1; then
 fi
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
-# run NAME TOOL PROGRAM...: the tool's exit status and seconds go to NAME.rc, what it says to NAME.log.
+# run NAME TOOL ROWS PROGRAM...: the tool's exit status and seconds go to NAME.rc, what it says to NAME.log.
 run() {
-  local name=$1 tool=$2 start=$SECONDS
-  shift 2
-  timeout -k 5 "$each" compute-sanitizer --tool "$tool" --num-cuda-barriers 1024 --error-exitcode 9 --print-limit 200 \
-    "$@" > "$work/$name.log" 2>&1
+  local name=$1 tool=$2 rows=$3 start=$SECONDS
+  shift 3
+  ROWS=$rows timeout -k 5 "$each" compute-sanitizer --tool "$tool" --num-cuda-barriers 1024 --error-exitcode 9 \
+    --print-limit 200 "$@" > "$work/$name.log" 2>&1
   echo "$? $((SECONDS - start))" > "$work/$name.rc"
 }
 
-# PROGRAM:TOOL:KERNEL. All kernels are checked: racecheck of CUDA 13.0 does not survive --kernel-name here.
+# Rows that racecheck reports although they have no race, which would use up its limit. It does not follow
+#   a lane that arrives for its warp, behind a __syncwarp: of a build of mixed in which all lanes arrive it says nothing
+#   remote arrivals (mapa), by which wgmma gives back stages whose factors warps have stored: of a build in which a CTA
+#   arrives at its own barrier plainly it says nothing
+unfollowed="sm90_mixed wgmma_bf16_mx4 wgmma_bf16_nv4 wgmma_bf16_u4 wgmma_f16_mx4 wgmma_f16_nv4 wgmma_f16_u4"
+
+# PROGRAM:TOOL:KERNEL. By ROWS, as racecheck of CUDA 13.0 does not survive --kernel-name here.
 bugs="sums:racecheck:cumoe_few_up_sm90_few map:racecheck:cumoe_map_any
   rest:synccheck:cumoe_router_any_dot rest:memcheck:cumoe_combine_any_gather"
 tools="memcheck racecheck synccheck" shards=4
 [ "$1" != planted ] || tools=
 for tool in $tools; do
+  rows=
+  [ "$tool" != racecheck ] || rows=$(printf '!%s ' $unfollowed)
   for shard in $(seq 0 $((shards - 1))); do
-    run "clean.$tool.$shard" "$tool" "$lib/test/rows" --shard "$shard/$shards" &
+    run "clean.$tool.$shard" "$tool" "$rows" "$lib/test/rows" --shard "$shard/$shards" &
   done
 done
 for bug in $bugs; do
   IFS=: read -r program tool kernel <<< "$bug"
   program=$planted/$program/lib/test/rows
-  [ ! -x "$program" ] || run "planted.$kernel" "$tool" "$program" --only "T 70:" &
+  [ ! -x "$program" ] || run "planted.$kernel" "$tool" "$kernel" "$program" --only "T 70:" &
 done
 wait
-
-# known TOOL LOG: nothing but what racecheck says of wgmma's rows of codes. A stage of theirs is given back by remote
-# arrivals (mapa), which it does not follow; of a build where a CTA arrives at its own barrier plainly it says nothing.
-known() {
-  [ "$1" = racecheck ] && grep -q 'Race reported' "$2" &&
-    ! grep 'Race reported' "$2" | grep -qvE '_sm90_wgmma_(e4m3|s8|(bf16|f16)_(mx4|nv4|u4))_'
-}
 
 for tool in $tools; do
   for shard in $(seq 0 $((shards - 1))); do
@@ -91,15 +93,12 @@ for tool in $tools; do
     0:*) pass "$tool $((shard + 1)) of $shards, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
     124:*) fail "$name: longer than $each s" "$(tail -n 3 "$work/$name.log")" ;;
     *)
-      if known "$tool" "$work/$name.log"; then
-        skip "$tool $((shard + 1)) of $shards, $took s, wgmma's rows of codes" "remote arrivals: see known"
-        continue
-      fi
       fail "$name, $took s: exit status $status" \
         "$(grep -m 40 -v '^ok' "$work/$name.log"; tail -n 5 "$work/$name.log")" ;;
     esac
   done
 done
+[ -z "$tools" ] || skip "racecheck: $unfollowed" "what it does not follow: see there"
 
 # seen TOOL KERNEL: the planted bug in it is reported.
 seen() {

@@ -1,6 +1,7 @@
 /*
  * Every CUDA kernel of the table once, forced, in two small layers against the oracle: little enough to run under
- * compute-sanitizer (test/gpu.sh). What the kernels have to be able to do is variants.c.
+ * compute-sanitizer (test/gpu.sh). What the kernels have to be able to do is variants.c. ROWS in the environment: only
+ * kernels whose name has one of these words, and none that stands there behind a "!".
  */
 #include "cases.h"
 #include "cases_codes.h"
@@ -8,6 +9,8 @@
 #include "cases_masked.h"
 
 #include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* A layer that the kernel serves. Those of few tokens get as many as they take; combine gets rows of whole lines of L2,
@@ -65,13 +68,30 @@ static void run_own_cases(cumoe_context context, const cumoe_variant_info *info,
   case_end();
 }
 
+/* Whether ROWS asks for it. */
+static bool asked_for(const char *name)
+{
+  const char *words = getenv("ROWS");
+  bool any = false, one = false;
+  for (const char *at = words ? words : ""; *at;) {
+    char word[64];
+    int length = 0;
+    if (sscanf(at, " %63s%n", word, &length) < 1) break;
+    at += length;
+    const bool has = strstr(name, word + (*word == '!'));
+    if (*word == '!' && has) return false;
+    any |= *word != '!', one |= *word != '!' && has;
+  }
+  return one || !any;
+}
+
 enum { TOGETHER = 8 }; /* so that shards have about equally much */
 
 static void run_row(cumoe_context context, int32_t index, int64_t tokens)
 {
   cumoe_variant_info info = {.size = sizeof info};
   CHECK_OK(cumoe_variant_get(context, index, &info));
-  if (!strcmp(info.arch, "cpu")) {
+  if (!strcmp(info.arch, "cpu") || !asked_for(info.name)) {
     case_drop();
     return;
   }

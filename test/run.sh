@@ -32,9 +32,16 @@ if [ $# -eq 0 ]; then
     [ -f "$program" ] && [ -x "$program" ] && set -- "$@" "$program"
   done
 fi
+# Alone and last: those that look at how much of a GPU's memory is free, and ranks that wait for each other on one GPU.
+alone() { case ${1##*/} in base | ep | graph | pool) return 0 ;; esac; return 1; }
+first='' last=''
+for program; do
+  if alone "$program"; then last="$last $program"; else first="$first $program"; fi
+done
+set -- $first $last
 printf '%s\n' "$@" > "$work/programs"
 
-# The long ones first; those that look at how much of a GPU's memory is free, alone and last.
+# The long ones first.
 cores=$(nproc 2> /dev/null || echo 1)
 together=$([ "$cores" -ge 8 ] || [ -z "${CUDA_VISIBLE_DEVICES-all}" ] && echo yes)
 shards_of() {
@@ -45,8 +52,8 @@ for program; do
   index=$((index + 1)) shards=$(shards_of "$program") list=$work/together
   case ${program##*/} in
   variants | forward | cpu | faults) list=$work/long ;;
-  base | graph | pool) list=$work/alone ;;
   esac
+  ! alone "$program" || list=$work/alone
   [ -n "$together" ] || list=$work/alone
   for shard in $(seq 0 $((shards - 1))); do echo "$index $shard $shards"; done >> "$list"
 done
