@@ -20,7 +20,7 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool SCALED = false;                /* rows have no scales */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
-  static constexpr bool N_MAJOR = false, PACKED = false;
+  static constexpr bool N_MAJOR = false;
   static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = WARPS * WARP_SIZE / GROUP - 1;
   static constexpr int ROWS = 32; /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */

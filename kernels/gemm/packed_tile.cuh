@@ -385,6 +385,12 @@ template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma
 
 /* ---- consumers ---- */
 
+/* Asked for anew each time: registers are full. */
+DEVICE int consumer_lane()
+{
+  return (int)(tid_x() % WARP_SIZE);
+}
+
 /* A lane's bytes of 32 k of a row: of its 8 codes those of k 0 .. 15 are in bytes 0 and 2. */
 DEVICE uint32_t codes_of_lane(const uint4 &row, uint32_t byte)
 {
@@ -394,7 +400,7 @@ DEVICE uint32_t codes_of_lane(const uint4 &row, uint32_t byte)
 /* The first of a lane's weight rows in a tile; the others are 8, 16, 24 on. */
 template <class S> DEVICE int lane_weight_row()
 {
-  return (warp_of<S>() - S::GROUP / WARP_SIZE) * S::OCTETS * 8 + lane_of<S>() / 4;
+  return ((int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE) * S::OCTETS * 8 + consumer_lane() / 4;
 }
 
 /* Of 32 k what a lane has of its rows, as it lies in a stage. */
@@ -414,7 +420,7 @@ template <class S> struct slice_of_lane {
 /* As operands: of each 16 k and block. Octet r of weight rows is half r / 2 of block r % 2. */
 template <class S> DEVICE void unpack_slice(const slice_of_lane<S> &slice, uint32_t (&a)[2][S::BLOCKS][4])
 {
-  const uint32_t byte = lane_of<S>() % 4 * 0x11 + 0x40;
+  const uint32_t byte = consumer_lane() % 4 * 0x11 + 0x40;
   weight_factors<typename S::X, typename S::CODE> factors;
   uint32_t word[4];
 #pragma unroll
@@ -525,7 +531,7 @@ DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float 
 {
 #pragma unroll 1
   for (int i = 0; i < ceil_div(tile.rows, 8) * 8; i++) {
-    const int octet = i % 4, j = i / 8, token = j * 8 + lane_of<S>() % 4 * 2 + i / 4 % 2;
+    const int octet = i % 4, j = i / 8, token = j * 8 + consumer_lane() % 4 * 2 + i / 4 % 2;
     const int row = lane_weight_row<S>() + octet * 8;
     const float part = absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, row),
                                           token < tile.rows ? source_row(args.g, tile.row + token) : -1);

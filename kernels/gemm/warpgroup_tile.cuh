@@ -86,24 +86,17 @@ DEVICE void produce_end(pipeline_smem<S> &smem, const tile_unit &tile, int slot,
   if (gathering) mbarrier_arrive(&smem.full[at.stage]);
 }
 
-/* A consumer's lane and warp: where registers are full, asked for anew each time. */
-template <class S> DEVICE int lane_of()
-{
-  return S::PACKED ? (int)(tid_x() % WARP_SIZE) : lane_id();
-}
-template <class S> DEVICE int warp_of()
-{
-  return S::PACKED ? (int)(tid_x() / WARP_SIZE) : warp_id();
-}
-
 /* A warp has read a stage, which all CTAs of the cluster fill. */
 template <class S> DEVICE void release_stage(pipeline_smem<S> &smem, int stage)
 {
   if (S::SCALED || S::PACKED) __syncwarp(); /* every lane has read scales or factors */
   if constexpr (S::CLUSTER == 1) {
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[stage]);
-  } else if (lane_of<S>() < S::CLUSTER) {
-    mbarrier_arrive_cluster(&smem.empty[stage], lane_of<S>());
+  } else if constexpr (S::PACKED) {
+    const int lane = (int)(tid_x() % WARP_SIZE); /* there registers are full */
+    if (lane < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane);
+  } else if (lane_id() < S::CLUSTER) {
+    mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
   }
 }
 
@@ -202,8 +195,8 @@ template <class S> DEVICE int octet_channel(const gemm_args &args, int g)
 template <class S> DEVICE int row_channel(const gemm_args &args)
 {
   if constexpr (S::N_MAJOR)
-    if (in_pairs<S>(args)) return lane_of<S>() / 4 % 2 * 4 + lane_of<S>() / 8;
-  return lane_of<S>() / 4;
+    if (in_pairs<S>(args)) return lane_id() / 4 % 2 * 4 + lane_id() / 8;
+  return lane_id() / 4;
 }
 DEVICE uint4 in_order(const uint4 &v)
 {
@@ -223,7 +216,7 @@ template <class S, int TOKENS>
 DEVICE void part_pairs(const gemm_args &args, int token0, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if (!in_pairs<S>(args)) return;
-  const bool odd = lane_of<S>() / 4 % 2;
+  const bool odd = lane_id() / 4 % 2;
 #pragma unroll
   for (int j = token0 / 8; j < (token0 + TOKENS) / 8; j++) {
 #pragma unroll
@@ -253,11 +246,11 @@ struct channel_span {
 template <class S> DEVICE channel_span span_of_warp(const gemm_args &args, channel_span consumer)
 {
   if constexpr (S::N_MAJOR) {
-    if (!S::gated(args)) return {consumer.first + warp_of<S>() % 4 * 16, consumer.end};
-    if (in_pairs<S>(args)) return {consumer.first + warp_of<S>() % 4 * 8, consumer.end};
+    if (!S::gated(args)) return {consumer.first + warp_id() % 4 * 16, consumer.end};
+    if (in_pairs<S>(args)) return {consumer.first + warp_id() % 4 * 8, consumer.end};
   }
   const int octets = S::gated(args) ? S::OCTETS / 2 : S::OCTETS;
-  return {consumer.first + warp_of<S>() % 4 * octets * 8, consumer.end};
+  return {consumer.first + warp_id() % 4 * octets * 8, consumer.end};
 }
 
 /* Biases of a thread's row in each octet: of a gated tile gate, up, gate, ... */
@@ -270,7 +263,7 @@ template <class S> struct row_bias {
 #pragma unroll
     for (int g = 0; g < S::OCTETS; g++) {
       const int half = gated ? g % 2 : 0;
-      int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_of<S>() / 4;
+      int64_t channel = span.first + (gated ? g / 2 : g) * 8 + lane_id() / 4;
       if constexpr (S::N_MAJOR) channel = span.first + octet_channel<S>(args, gated ? g / 2 : g) + row_channel<S>(args);
       float bias[1] = {};
       if (channel < span.end) load_bias(args.b, half, expert, channel, bias);
@@ -289,7 +282,7 @@ template <class S, int OCTETS> struct warp_store {
 
   DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
   {
-    const int token = lane_of<S>() / OCTETS, channel = span.first + octet_channel<S>(args, lane_of<S>() % OCTETS);
+    const int token = lane_id() / OCTETS, channel = span.first + octet_channel<S>(args, lane_id() % OCTETS);
     tokens = channel < span.end ? unit.rows - token : 0;
     to = static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + token) * args.c_ld + channel;
   }
@@ -304,18 +297,18 @@ template <class S, int OCTETS> struct warp_store {
   /* packed[i]: octet i % OCTETS of token group i / OCTETS. */
   DEVICE void transpose(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
   {
-    const int matrix = lane_of<S>() / 8;
+    const int matrix = lane_id() / 8;
     __syncwarp(); /* what was there is read */
-    stmatrix_x4_trans(shared_address(staged_vector(matrix / OCTETS * 8 + lane_of<S>() % 8, matrix % OCTETS)), packed);
+    stmatrix_x4_trans(shared_address(staged_vector(matrix / OCTETS * 8 + lane_id() % 8, matrix % OCTETS)), packed);
     __syncwarp();
     if constexpr (S::N_MAJOR)
       if (token0 < tokens && in_pairs<S>(args)) {
-        st_global_16(to + token0 * args.c_ld, in_order(*staged_vector(lane_of<S>() / OCTETS, lane_of<S>() % OCTETS)),
+        st_global_16(to + token0 * args.c_ld, in_order(*staged_vector(lane_id() / OCTETS, lane_id() % OCTETS)),
                      args.protocol.evict_last);
         return;
       }
     if (token0 < tokens)
-      st_global_16(to + token0 * args.c_ld, *staged_vector(lane_of<S>() / OCTETS, lane_of<S>() % OCTETS),
+      st_global_16(to + token0 * args.c_ld, *staged_vector(lane_id() / OCTETS, lane_id() % OCTETS),
                    args.protocol.evict_last);
   }
 };
@@ -330,7 +323,7 @@ DEVICE void finish_octets(const gemm_args &args, bool up_first, const float *row
   float first[2], second[2], weight[2];
 #pragma unroll
   for (int t = 0; t < 2; t++) {
-    weight[t] = args.pair_weights ? row_weights[j * 8 + lane_of<S>() % 4 * 2 + t] : 1.f;
+    weight[t] = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
     const float a = accumulator_of<S>(acc, g, j, t), b = accumulator_of<S>(acc, g + 1, j, t);
     first[t] = up_first ? b : a;
     second[t] = up_first ? a : b;
@@ -418,7 +411,7 @@ DEVICE void store_generic(const gemm_args &args, bool up_first, wgmma_staging<S>
   if (args.pair_weights) load_row_weights<S>(args, smem, unit, group);
 #pragma unroll 1
   for (int token0 = 0; token0 < unit.rows; token0 += TOKENS) {
-    store_group<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_of<S>() % 4], unit, span,
+    store_group<S>(args, up_first, smem.row_weights[group] + token0, smem.staged[group][warp_id() % 4], unit, span,
                    token0, acc);
 #pragma unroll
     for (int i = 0; i < S::BLOCKS; i++)
@@ -478,7 +471,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
                        channel_span consumer, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const channel_span span = span_of_warp<S>(args, consumer);
-  uint4 *staged = smem.staged[group][warp_of<S>() % 4];
+  uint4 *staged = smem.staged[group][warp_id() % 4];
   if constexpr (S::EPILOGUE == EPILOGUE_plain) {
     store_down<S>(args, staged, unit, span, acc);
   } else {

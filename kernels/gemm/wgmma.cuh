@@ -360,10 +360,10 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  constexpr int OTHERS = 1 + (S::PACKED ? FACTOR_WARPS : 0); /* warps that copy no rows */
-  if (copies<S>(args.g) && warp_id() >= OTHERS) return copy_rows<typename S::X>(args.g);
+  const bool factors = S::PACKED && warp_id() > 0 && warp_id() <= FACTOR_WARPS;
   if constexpr (S::PACKED)
-    if (warp_id() > 0 && warp_id() < OTHERS) produce_factors<S>(args, smem);
+    if (factors) produce_factors<S>(args, smem);
+  if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
