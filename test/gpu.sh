@@ -3,6 +3,7 @@
 # proof that each tool sees a bug in them. Last line as in test/run.sh.
 #
 #   test/gpu.sh plant    anywhere with nvcc: builds the test with planted bugs: lib/planted/*/lib/test/rows
+#   test/gpu.sh fits     anywhere: whether the bugs still fit the kernels
 #   test/gpu.sh          on the GPU machine; all tools side by side, each stopped after SECONDS_EACH (240);
 #                        KEEP=FOLDER keeps what they said
 #   test/gpu.sh planted  only whether the tools see the planted bugs
@@ -21,11 +22,14 @@ bug() {
 copy_tree() {
   copy=$planted/$1
   mkdir -p "$copy/lib" || exit 1
+  if [ "$mode" = fits ]; then cp -a kernels "$copy"; return; fi
   cp -a Makefile README.md include host kernels bench test "$copy" && cp -a "$lib/obj" "$copy/lib" || exit 1
 }
 
 # A race in a program of its own: another one's reports would use up the limit, a store past the end would end it.
-if [ "$1" = plant ]; then
+mode=$1
+if [ "$mode" = plant ] || [ "$mode" = fits ]; then
+  [ "$mode" = plant ] || { planted=$(mktemp -d) && trap 'rm -rf "$planted"' EXIT; }
   rm -rf "$planted"
   copy_tree sums
   # A warp says that its sums are there before they are. (Races of stmatrix, wgmma or copies are not seen.)
@@ -40,6 +44,7 @@ if [ "$1" = plant ]; then
     '/^  __syncthreads();$/{N;s/__syncthreads();\n  if (threadIdx.x >= BM \* BN) return;/if (threadIdx.x % 32) &/}'
   # The layer's output goes past its end, to memory that is mapped but nobody's.
   bug kernels/permute/combine.cu 's/\(static_cast<Out \*>(a.out) + token \* a.out_ld + at\), out/\1 + (1 << 19), out/'
+  [ "$mode" = plant ] || exit 0
   for copy in sums map rest; do ${MAKE:-make} -C "$planted/$copy" LIB=lib lib/test/rows || exit 1; done
   exit
 fi

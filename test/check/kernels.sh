@@ -96,6 +96,8 @@ empty "sm_90a: no minimum fused with a comparison (opcodes.c)" "$(for cubin in $
   case $cubin in *.sm_90a.cubin) "$work/opcodes" "$cubin" ;; esac
 done | awk '$2 == "relu_predicate" { print $1 ": " $4 }')"
 
+quiet "the bugs that test/gpu.sh plants fit the kernels" bash test/gpu.sh fits
+
 # An instruction per 16 k (of codes times codes 32), 64-row block and token width; the widths are the multiples of 16 up
 # to the tile's, and each has a loop of its own (gemm/warpgroup_tile.cuh). The two consumers share the blocks of the
 # tile; an up tile has gate and up rows. The router has its tokens in the blocks, and one loop. few has none.
