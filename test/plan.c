@@ -756,7 +756,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
 #define CODES(name, what, count, cols)                                                                                 \
   {#name "_codes", w->name##_codes, (wide)(count) * (cols) * ((what).act_order ? 2 : (what).rows ? 1 : 0)},            \
   {                                                                                                                    \
-#name "_scale", w->name##_scale, (wide)(count)*groups_of(&(what), cols) * 4                                        \
+#name "_scale", w->name##_scale, ((wide)(count) + 3) / 4 * 4 * groups_of(&(what), cols) * 4                        \
   }
   const region all[MAX_REGIONS] = {
       {"logits", w->logits, t * router_experts(d) * 4},
