@@ -3,7 +3,6 @@
 #include "arguments.h"
 #include "carve.h"
 #include "dispatch.h"
-#include "../kernels/cpu/backward.h"
 
 #include <math.h>
 
@@ -43,28 +42,43 @@ cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tok
   return check_carved(name, &c, tokens);
 }
 
-static rows_layout carve_rows(carver *c, const cumoe_moe_desc *d, int64_t rows, int64_t inter)
+/* What reads rows in vectors and through tensor maps has them in their order, so on CUDA x and d out are copied. */
+static rows_layout carve_rows(carver *c, const struct plan *plan, int64_t pairs, int64_t experts, int64_t inter)
 {
+  const cumoe_moe_desc *d = &plan->desc;
+  const bool copies = !on_cpu(plan->context);
+  const int64_t rows = PADDED_ROWS(pairs, experts);
   const size_t element = cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  rows_layout at;
-  at.d_h = carve(c, rows, inter, 4);
+  rows_layout at = {.rows = rows};
+  at.d_h = carve(c, rows, inter, copies ? element : 4);
   at.h = carve(c, rows, inter, element);
   at.d_z = carve(c, rows, halves_of(d) * inter, element);
+  at.along = carve(c, rows, 1, 8);
   at.d_rows = carve(c, rows, d->hidden, element);
+  at.d_out = carve(c, copies ? rows : 0, d->hidden, element);
   return at;
+}
+
+static size_t carve_hist(carver *c, const cumoe_moe_desc *d, int64_t pairs)
+{
+  const map_chunks cut = map_chunking(pairs);
+  return carve(c, cut.chunks > 1 ? cut.chunks : 0, d->local_experts, 4);
 }
 
 cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t tokens, bool kept, scratch_layout *at)
 {
   const cumoe_moe_desc *d = &plan->desc;
   const int64_t pairs = tokens * d->routing.top_k, experts = router_experts(d);
+  const int64_t rows = PADDED_ROWS(pairs, (int64_t)d->local_experts);
   kept_layout keeps;
   carver c = {0, false};
   *at = (scratch_layout){0};
   if (tokens == 0) return CUMOE_OK;
+  REQUIRE(rows <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld: with what fills them up there would be 2^31 rows",
+          name, (long long)tokens);
   TRY(lay_out_kept(name, plan, tokens, &keeps));
-  at->routed = carve_rows(&c, d, pairs, d->inter);
-  if (d->shared_inter) at->shared = carve_rows(&c, d, tokens, d->shared_inter);
+  at->routed = carve_rows(&c, plan, pairs, d->local_experts, d->inter);
+  if (d->shared_inter) at->shared = carve_rows(&c, plan, tokens, 1, d->shared_inter);
   at->d_weights = carve(&c, pairs, 1, 4);
   at->d_logits = carve(&c, tokens, experts, 4);
   at->d_router = carve(&c, tokens, d->hidden, 4);
@@ -73,6 +87,11 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->count = carve(&c, 1, experts, 8);
   at->token_loss = carve(&c, tokens, 2, 8);
   at->pair_scale = carve(&c, pairs, 1, 8);
+  at->counts = carve(&c, 1, d->local_experts, 4);
+  at->offsets = carve(&c, 1, d->local_experts + 1, 4);
+  at->row_pair = carve(&c, rows, 1, 4);
+  at->slot_row = carve(&c, pairs, 1, 4);
+  if (!kept) at->hist = carve_hist(&c, d, pairs);
   at->kept = carve(&c, 1, kept ? 0 : (int64_t)keeps.bytes, 1);
   at->bytes = c.at;
   return check_carved(name, &c, tokens);
@@ -118,6 +137,7 @@ typedef struct pass {
   token_count tokens;
   kept_layout at;
   char *kept;
+  void *hist;                   /* of the map */
   cumoe_view ids, pair_weights; /* of the routing, wherever they come from */
   route_pointers route;
   cumoe_stream stream;
@@ -205,10 +225,11 @@ static cumoe_status keep_routing(const pass *p, int32_t *counts_out, int64_t *lo
     const gate_args g = gate_of(p, p->ids, p->pair_weights);
     TRY(dispatch(p->context, OP_gate, &g, p->stream));
   }
-  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, NULL);
+  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, p->hist);
   m.tokens = p->tokens;
   m.counts_out = counts_out;
   m.load = load;
+  if (m.chunks > 1 && !on_cpu(p->context)) TRY(dispatch(p->context, OP_map_count, &m, p->stream));
   return dispatch(p->context, OP_map, &m, p->stream);
 }
 
@@ -222,20 +243,27 @@ static expert_matrix half_of(const expert_matrix *b, int64_t h)
   return half;
 }
 
-/* Gate and up before the activation, of routed experts or (route NULL) the shared one. */
+/* Gate and up before the activation, of routed experts or (route NULL) the shared one: by one product where they are one
+ * matrix. */
 static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
 {
   const cumoe_moe_desc *d = &p->plan->desc;
   const cumoe_view none = {0}, weights = route && weighs_input(p) ? p->pair_weights : none;
   const int64_t halves = halves_of(d), element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  gemm_args g = up_arguments(p->plan, w, p->args->x, route, weights);
+  int32_t order;
+  g.tokens = p->tokens;
+  g.act = ACT_IDENTITY;
+  g.gated = 0;
+  g.c = region(p->kept, to);
+  g.c_ld = halves * w->inter;
+  if (join_halves(&w->up, w->inter, &g.b, &order)) {
+    g.n *= 2;
+    return dispatch(p->context, OP_up, &g, p->stream);
+  }
   for (int64_t h = 0; h < halves; ++h) {
-    gemm_args g = up_arguments(p->plan, w, p->args->x, route, weights);
-    g.tokens = p->tokens;
     g.b = half_of(&w->up, h);
-    g.act = ACT_IDENTITY;
-    g.gated = 0;
     g.c = (char *)region(p->kept, to) + h * w->inter * element;
-    g.c_ld = halves * w->inter;
     TRY(dispatch(p->context, OP_up, &g, p->stream));
   }
   return CUMOE_OK;
@@ -250,21 +278,13 @@ static cumoe_status keep(const pass *p, int32_t *counts_out, int64_t *load)
 
 /* ---- kernels ---- */
 
-static void run(const pass *p, void (*kernel)(const void *, int64_t, int64_t), const void *args, int64_t units)
+static row_map route_rows(const pass *p)
 {
-  threads_run(p->context->threads, kernel, args, units);
-}
-
-static row_map routed_rows(const pass *p)
-{
-  const bool drops = !is_unreduced(p) || weighs_input(p); /* pairs of weight 0 */
   const int32_t k = p->plan->desc.routing.top_k;
   return (row_map){.counts = p->route.counts,
                    .offsets = p->route.offsets,
                    .row_pair = p->route.row_pair,
                    .slot_row = p->route.slot_row,
-                   .pair_weights = drops ? p->pair_weights.data : NULL,
-                   .pair_weights_ld = p->pair_weights.ld,
                    .tokens = p->tokens,
                    .rows_cap = p->tokens.count * k,
                    .experts = p->weights->experts,
@@ -294,14 +314,12 @@ static expert_matrix one_matrix(cumoe_view v)
   return (expert_matrix){.base = {v.data}, .n_stride = v.ld, .k_stride = 1, .format = dense_format(v.dtype)};
 }
 
-static void multiply(const pass *p, const rows_product_args *a)
+/* Of gate and up in z and d z: that of the weights, where these are one matrix. */
+static int32_t order_of(const struct weights *w)
 {
-  run(p, cpu_rows_product, a, a->map.experts * PRODUCT_BLOCKS(a->n));
-}
-
-static void add_up(const pass *p, const weight_gradient_args *a)
-{
-  run(p, cpu_weight_gradient, a, a->map.experts * a->halves * GRADIENT_BLOCKS(a->n));
+  expert_matrix joined;
+  int32_t order;
+  return join_halves(&w->up, w->inter, &joined, &order) ? order : GATE_FIRST;
 }
 
 static activation_args activation_of(const pass *p, const struct weights *w, const row_map *map)
@@ -312,6 +330,7 @@ static activation_args activation_of(const pass *p, const struct weights *w, con
                            .dtype = d->dtype,
                            .act = d->act,
                            .gated = w->gated,
+                           .order = order_of(w),
                            .act_alpha = d->act_alpha,
                            .act_limit = d->act_limit > 0 ? d->act_limit : INFINITY,
                            .gate_limit = p->plan->gate_limit};
@@ -326,12 +345,11 @@ typedef struct experts_out {
 static cumoe_status run_experts(const pass *p, const struct weights *w, const route_pointers *route, void *z,
                                 experts_out to)
 {
-  row_map map = route ? routed_rows(p) : token_rows(p);
-  map.pair_weights = NULL; /* the combine drops */
+  const row_map map = route ? route_rows(p) : token_rows(p); /* the combine drops */
   activation_args act = activation_of(p, w, &map);
   act.z = z;
   act.h = to.h;
-  run(p, cpu_activation, &act, p->tokens.count);
+  TRY(dispatch(p->context, OP_activation, &act, p->stream));
   const cumoe_view h = cumoe_matrix(to.h, (cumoe_dtype)act.dtype, map.rows_cap, w->inter, w->inter);
   gemm_args down = down_arguments(p->plan, w, h, route, p->tokens.count);
   down.tokens = p->tokens;
@@ -366,12 +384,13 @@ static cumoe_status give_routing(const pass *p)
   return dispatch(p->context, OP_gate, &g, p->stream);
 }
 
-static cumoe_status run_forward(const pass *p)
+static cumoe_status run_forward(pass *p)
 {
   const cumoe_moe_args *a = p->args;
   char *workspace = a->workspace.data;
   workspace_layout at;
   TRY(check_layout("args.x.rows", p->plan, p->tokens.count, &at));
+  p->hist = region(workspace, at.hist);
   const experts_out routed = {region(workspace, at.h), region(workspace, at.y)},
                     shared = {region(workspace, at.shared_h), region(workspace, at.shared_y)};
   TRY(keep(p, a->counts_out.data, a->load.data));
@@ -396,7 +415,7 @@ cumoe_status cumoe_moe_forward_keep(cumoe_plan handle, cumoe_weights weights, co
   TRY(check_layer_overlaps(&a, &with));
   TRY(check_keep(plan, &with, &a, kept));
   if (a.x.rows == 0) return CUMOE_OK;
-  const pass p = pass_of(&with, &a, kept.data, stream);
+  pass p = pass_of(&with, &a, kept.data, stream);
   ON_DEVICE(p.context, run_forward(&p));
 }
 
@@ -417,6 +436,7 @@ typedef struct expert_rows {
   row_map map;
   row_matrix d_out, x;
   const void *z;
+  const int32_t *z_row; /* of pairs; NULL: z is in the order of the map */
   rows_layout at;
   float *d_pairs;
   int64_t d_pairs_ld;
@@ -429,95 +449,175 @@ static bool accumulates(const backward *b)
   return b->grads->flags & CUMOE_BACKWARD_ACCUMULATE;
 }
 
-static void backward_activation(const backward *b, const expert_rows *e)
+/* The route's rows, padded. */
+static row_map padded_rows(const backward *b)
 {
+  const pass *p = &b->p;
+  const bool drops = !is_unreduced(p) || weighs_input(p); /* pairs of weight 0 */
+  row_map map = route_rows(p);
+  map.counts = region(b->scratch, b->at.counts);
+  map.offsets = region(b->scratch, b->at.offsets);
+  map.row_pair = region(b->scratch, b->at.row_pair);
+  map.slot_row = region(b->scratch, b->at.slot_row);
+  map.rows_cap = b->at.routed.rows;
+  map.pair_weights = drops ? p->pair_weights.data : NULL;
+  map.pair_weights_ld = p->pair_weights.ld;
+  return map;
+}
+
+static cumoe_status pad(const backward *b)
+{
+  const pad_args a = {.map = route_rows(&b->p),
+                      .counts = region(b->scratch, b->at.counts),
+                      .offsets = region(b->scratch, b->at.offsets),
+                      .row_pair = region(b->scratch, b->at.row_pair),
+                      .slot_row = region(b->scratch, b->at.slot_row),
+                      .rows_cap = b->at.routed.rows};
+  return dispatch(b->p.context, OP_pad, &a, b->p.stream);
+}
+
+/* A matrix of tokens or pairs in the order of rows: on CUDA a copy, on the CPU itself. */
+static cumoe_status in_row_order(const backward *b, const expert_rows *e, row_matrix *m, size_t to, bool weighs)
+{
+  const cumoe_moe_desc *d = &b->p.plan->desc;
+  const copy_rows_args c = {.map = e->map,
+                            .a = *m,
+                            .to = region(b->scratch, to),
+                            .to_ld = d->hidden,
+                            .cols = d->hidden,
+                            .dtype = d->dtype,
+                            .weighs = weighs};
+  if (on_cpu(b->p.context)) return CUMOE_OK;
+  *m = rows_of(c.to, c.to_ld, c.dtype);
+  return dispatch(b->p.context, OP_copy_rows, &c, b->p.stream);
+}
+
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
+{
+  const bool cpu = on_cpu(b->p.context);
+  activation_args act = activation_of(&b->p, e->w, &e->map);
   const rows_product_args d_h = {.map = e->map,
-                                 .a = e->d_out,
+                                 .a = *d_out,
                                  .b = transposed(e->w->down),
                                  .c = region(b->scratch, e->at.d_h),
                                  .c_ld = e->w->inter,
-                                 .c_dtype = DT_F32,
+                                 .c_dtype = cpu ? DT_F32 : act.dtype,
                                  .halves = 1,
                                  .n = e->w->inter,
                                  .k = e->w->hidden,
-                                 .scale = b->scale};
-  activation_args act = activation_of(&b->p, e->w, &e->map);
+                                 .scale = 1};
   act.z = e->z;
+  act.z_row = e->z_row;
   act.d_h = d_h.c;
+  act.d_h_dtype = d_h.c_dtype;
   act.h = region(b->scratch, e->at.h);
   act.d_z = region(b->scratch, e->at.d_z);
+  act.along = region(b->scratch, e->at.along);
   act.weighs = e->weighs_h;
-  multiply(&b->p, &d_h);
-  run(&b->p, cpu_activation, &act, b->p.tokens.count);
+  act.weighs_h = e->weighs_h && !cpu;
+  act.scale = b->scale;
+  TRY(multiply_rows(b->p.context, &d_h, b->p.stream));
+  return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
-static void backward_weights(const backward *b, const expert_rows *e)
+/* d z as the gradients of gate and up read it: as one matrix, where these are one and in its order. */
+static void split_halves(weight_gradient_args *g, const struct weights *w, const struct weights *d)
+{
+  expert_matrix joined;
+  int32_t order;
+  const int32_t own = order_of(w), inter = w->inter;
+  if (w->gated && join_halves(&d->up, inter, &joined, &order) && order == own) {
+    g->d = joined;
+    g->n = 2 * inter;
+    g->halves = 1;
+    return;
+  }
+  g->a_n = own == IN_PAIRS ? 2 : 1;
+  g->a_half[own == UP_FIRST ? 0 : 1] = own == IN_PAIRS ? 1 : inter;
+}
+
+static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
+  const bool cpu = on_cpu(b->p.context);
+  row_matrix x = e->x;
   weight_gradient_args up = {.map = e->map,
                              .a = rows_of(region(b->scratch, e->at.d_z), (int64_t)halves * e->w->inter, dtype),
-                             .b = e->x,
                              .d = e->d->up,
                              .d_dtype = e->d->dtype,
+                             .a_n = 1,
                              .halves = halves,
                              .n = e->w->inter,
                              .k = e->w->hidden,
-                             .weighs = e->weighs_x ? WEIGHS_B : WEIGHS_NONE,
+                             .weighs = e->weighs_x && cpu ? WEIGHS_B : WEIGHS_NONE,
                              .accumulates = accumulates(b),
+                             .padded = !cpu,
                              .scale = 1};
   const weight_gradient_args down = {.map = e->map,
-                                     .a = e->d_out,
+                                     .a = *d_out,
                                      .b = rows_of(region(b->scratch, e->at.h), e->w->inter, dtype),
                                      .d = e->d->down,
                                      .d_dtype = e->d->dtype,
+                                     .a_n = 1,
                                      .halves = 1,
                                      .n = e->w->hidden,
                                      .k = e->w->inter,
-                                     .weighs = e->weighs_h ? WEIGHS_A : WEIGHS_NONE,
+                                     .weighs = e->weighs_h && cpu ? WEIGHS_A : WEIGHS_NONE,
                                      .accumulates = accumulates(b),
+                                     .padded = !cpu,
                                      .scale = b->scale};
-  add_up(&b->p, &down);
-  add_up(&b->p, &up);
+  split_halves(&up, e->w, e->d);
+  TRY(in_row_order(b, e, &x, e->at.d_rows, e->weighs_x));
+  up.b = x;
+  TRY(add_up_rows(b->p.context, &down, b->p.stream));
+  return add_up_rows(b->p.context, &up, b->p.stream);
 }
 
-static void backward_rows(const backward *b, const expert_rows *e)
+static cumoe_status backward_rows(const backward *b, const expert_rows *e)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
-  const rows_product_args d_rows = {.map = e->map,
-                                    .a = rows_of(region(b->scratch, e->at.d_z), (int64_t)halves * e->w->inter, dtype),
-                                    .b = transposed(e->w->up),
-                                    .c = region(b->scratch, e->at.d_rows),
-                                    .c_ld = e->w->hidden,
-                                    .c_dtype = dtype,
-                                    .halves = halves,
-                                    .n = e->w->hidden,
-                                    .k = e->w->inter,
-                                    .scale = 1};
+  expert_matrix joined;
+  int32_t order;
+  rows_product_args d_rows = {.map = e->map,
+                              .a = rows_of(region(b->scratch, e->at.d_z), (int64_t)halves * e->w->inter, dtype),
+                              .b = transposed(e->w->up),
+                              .c = region(b->scratch, e->at.d_rows),
+                              .c_ld = e->w->hidden,
+                              .c_dtype = dtype,
+                              .halves = halves,
+                              .n = e->w->hidden,
+                              .k = e->w->inter,
+                              .scale = 1};
   const pair_gradient_args pairs = {.map = e->map,
                                     .d_out = e->d_out,
                                     .x = e->x,
-                                    .d_h = region(b->scratch, e->at.d_h),
-                                    .h = region(b->scratch, e->at.h),
+                                    .along = region(b->scratch, e->at.along),
                                     .d_rows = d_rows.c,
                                     .down = e->w->down,
                                     .d_weights = e->d_pairs,
                                     .d_weights_ld = e->d_pairs_ld,
                                     .hidden = e->w->hidden,
-                                    .inter = e->w->inter,
                                     .dtype = dtype,
                                     .on_input = e->weighs_x,
                                     .unweighed = !e->weighs_h && !e->weighs_x,
                                     .sigmoid = e->sigmoid,
                                     .scale = b->scale};
-  multiply(&b->p, &d_rows);
-  run(&b->p, cpu_pair_gradient, &pairs, b->p.tokens.count);
+  if (join_halves(&e->w->up, e->w->inter, &joined, &order)) {
+    d_rows.b = transposed(joined);
+    d_rows.k *= 2;
+    d_rows.halves = 1;
+  }
+  TRY(multiply_rows(b->p.context, &d_rows, b->p.stream));
+  return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }
 
-static void backward_experts(const backward *b, const expert_rows *e)
+static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
-  backward_activation(b, e);
-  if (e->d) backward_weights(b, e);
-  backward_rows(b, e);
+  row_matrix d_out = e->d_out;
+  TRY(in_row_order(b, e, &d_out, e->at.d_out, false));
+  TRY(backward_activation(b, e, &d_out));
+  if (e->d) TRY(backward_weights(b, e, &d_out));
+  return backward_rows(b, e);
 }
 
 static cumoe_view d_pairs_of(const backward *b)
@@ -527,26 +627,28 @@ static cumoe_view d_pairs_of(const backward *b)
   return own.data ? cumoe_const(own) : small_region(b->scratch, b->at.d_weights, CUMOE_F32, tokens, k);
 }
 
-static void backward_routed(const backward *b)
+static cumoe_status backward_routed(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_view d_pairs = d_pairs_of(b);
   const expert_rows e = {.w = p->weights,
                          .d = b->d_weights,
-                         .map = routed_rows(p),
+                         .map = padded_rows(b),
                          .d_out = matrix_of(b->grads->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
                          .x = matrix_of(p->args->x, OF_TOKEN),
                          .z = region(p->kept, p->at.z),
+                         .z_row = p->route.slot_row,
                          .at = b->at.routed,
                          .d_pairs = (float *)(uintptr_t)d_pairs.data,
                          .d_pairs_ld = d_pairs.ld,
                          .weighs_h = !weighs_input(p) && !is_unreduced(p),
                          .weighs_x = weighs_input(p)};
-  backward_experts(b, &e);
+  TRY(pad(b));
+  return backward_experts(b, &e);
 }
 
 /* Every token is a pair of the only expert; its gate is that pair's weight. */
-static void backward_shared(const backward *b)
+static cumoe_status backward_shared(const backward *b)
 {
   const pass *p = &b->p;
   const bool gated = p->args->shared_gate.data != NULL;
@@ -561,13 +663,14 @@ static void backward_shared(const backward *b)
                    .d_pairs_ld = 1,
                    .weighs_h = true,
                    .sigmoid = gated};
+  e.map.rows_cap = b->at.shared.rows;
   if (gated) {
     const sigmoid_args s = {region(p->kept, p->at.shared_logit), region(b->scratch, b->at.shared_weight), p->tokens};
-    run(p, cpu_sigmoid, &s, p->tokens.count);
+    TRY(dispatch(p->context, OP_sigmoid, &s, p->stream));
     e.map.pair_weights = s.y;
     e.map.pair_weights_ld = 1;
   }
-  backward_experts(b, &e);
+  return backward_experts(b, &e);
 }
 
 /* ---- gate and router ---- */
@@ -613,18 +716,19 @@ static cumoe_status backward_gate(const backward *b)
   a.g.given = p->ids.data;
   a.g.ids_ld = p->ids.ld;
   a.g.ids_dtype = p->ids.dtype;
-  return run_gate_backward(p->context, &a);
+  return run_gate_backward(p->context, &a, p->stream);
 }
 
 /* Sums over all tokens: the outer product of `a` and `with`, and the sum of `a`, scaled. */
-static void add_tokens(const backward *b, row_matrix a, int64_t n, cumoe_view with, cumoe_view_mut d,
-                       cumoe_view_mut d_bias, float scale)
+static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe_view with, cumoe_view_mut d,
+                               cumoe_view_mut d_bias, float scale)
 {
   weight_gradient_args g = {.map = token_rows(&b->p),
                             .a = a,
                             .b = matrix_of(with, OF_ROW),
                             .d = one_matrix(cumoe_const(d)),
                             .d_dtype = d.dtype,
+                            .a_n = 1,
                             .halves = 1,
                             .n = (int32_t)n,
                             .k = (int32_t)with.cols,
@@ -633,17 +737,17 @@ static void add_tokens(const backward *b, row_matrix a, int64_t n, cumoe_view wi
   g.d.bias[0] = d_bias.data;
   g.d.bias_n_stride = 1;
   g.d.bias_dtype = d_bias.dtype;
-  if (d.data || d_bias.data) add_up(&b->p, &g);
+  return add_up_rows(b->p.context, &g, b->p.stream);
 }
 
-static void backward_router(const backward *b)
+static cumoe_status backward_router(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view x = router_input(p->args), d_logits = d_logits_of(b);
   const float given = p->plan->desc.routing.logit_scale, scale = given > 0 ? given : 1;
   const row_matrix a = matrix_of(d_logits, OF_ROW);
-  add_tokens(b, a, d_logits.cols, x, g->d_router_weight, g->d_router_bias, scale);
+  TRY(add_tokens(b, a, d_logits.cols, x, g->d_router_weight, g->d_router_bias, scale));
   rows_product_args d_x = {.map = token_rows(p),
                            .a = a,
                            .b = transposed(one_matrix(p->args->router_weight)),
@@ -659,17 +763,17 @@ static void backward_router(const backward *b)
     d_x.c_ld = g->d_router_x.ld;
     d_x.c_dtype = g->d_router_x.dtype;
   }
-  if (g->d_router_x.data || wants_router_part(b)) multiply(p, &d_x);
+  return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, p->stream) : CUMOE_OK;
 }
 
 /* ---- d x ---- */
 
-static void gather(const backward *b)
+static cumoe_status gather(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
   const cumoe_moe_desc *d = &p->plan->desc;
-  gather_args a = {.map = routed_rows(p),
+  gather_args a = {.map = padded_rows(b),
                    .d_out = matrix_of(g->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
                    .gate = matrix_of(p->args->shared_gate, OF_ROW),
                    .d_rows = region(b->scratch, b->at.routed.d_rows),
@@ -685,7 +789,7 @@ static void gather(const backward *b)
   if (p->shared) a.d_shared = region(b->scratch, b->at.shared.d_rows);
   if (p->args->shared_gate.data) a.d_gate = region(b->scratch, b->at.d_shared_weight);
   if (wants_router_part(b)) a.d_router = region(b->scratch, b->at.d_router);
-  run(p, cpu_gather, &a, p->tokens.count);
+  return dispatch(p->context, OP_gather, &a, p->stream);
 }
 
 static cumoe_status run_backward(const backward *b)
@@ -695,17 +799,16 @@ static cumoe_status run_backward(const backward *b)
   const cumoe_view none = {0};
   const cumoe_view_mut nothing = {0};
   if (absent(&g->kept)) TRY(keep(p, NULL, NULL));
-  backward_routed(b);
-  if (p->shared) backward_shared(b);
+  TRY(backward_routed(b));
+  if (p->shared) TRY(backward_shared(b));
   if (wants_gate(b)) TRY(backward_gate(b));
-  if (wants_gate(b) && p->args->router_weight.data) backward_router(b);
+  if (wants_gate(b) && p->args->router_weight.data) TRY(backward_router(b));
   if (g->d_shared_gate.data)
-    add_tokens(b, rows_of(region(b->scratch, b->at.d_shared_weight), 1, DT_F32), 1, p->args->x, g->d_shared_gate,
-               nothing, 1);
+    TRY(add_tokens(b, rows_of(region(b->scratch, b->at.d_shared_weight), 1, DT_F32), 1, p->args->x, g->d_shared_gate,
+                   nothing, 1));
   if (g->d_residual.data)
-    add_tokens(b, matrix_of(g->d_out, OF_ROW), p->plan->desc.hidden, none, nothing, g->d_residual, 1);
-  if (g->d_x.data) gather(b);
-  return CUMOE_OK;
+    TRY(add_tokens(b, matrix_of(g->d_out, OF_ROW), p->plan->desc.hidden, none, nothing, g->d_residual, 1));
+  return g->d_x.data ? gather(b) : CUMOE_OK;
 }
 
 cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,
@@ -723,6 +826,7 @@ cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cu
   TRY(lay_out_scratch("args.x.rows", with.layer.plan, a.x.rows, !absent(&g.kept), &b.at));
   char *kept = absent(&g.kept) ? region(b.scratch, b.at.kept) : (char *)(uintptr_t)g.kept.data;
   b.p = pass_of(&with.layer, &a, kept, stream);
+  b.p.hist = region(b.scratch, b.at.hist);
   b.scale = is_unreduced(&b.p) || a.out_scale == 0 ? 1 : a.out_scale;
   ON_DEVICE(b.p.context, run_backward(&b));
 }

@@ -15,14 +15,19 @@ typedef struct kept_layout {
 
 /* What the rows of one weights object need: of the routed experts, of the shared one. */
 typedef struct rows_layout {
-  size_t d_h, h, d_z, d_rows;
+  size_t d_h, h, d_z, along;
+  size_t d_rows; /* on CUDA the copy of x is there until then */
+  size_t d_out;  /* its copy, on CUDA */
+  int64_t rows;  /* that there is room for */
 } rows_layout;
 
 typedef struct scratch_layout {
   rows_layout routed, shared;
   size_t d_weights, d_logits, d_router, shared_weight, d_shared_weight; /* d_shared_weight: of its gate's logit */
   size_t count, token_loss, pair_scale;
-  size_t kept; /* where there is no other place for it */
+  size_t counts, offsets, row_pair, slot_row; /* of padded rows */
+  size_t hist;                                /* of the map, where nothing was kept */
+  size_t kept;                                /* where there is no other place for it */
   size_t bytes;
 } scratch_layout;
 
@@ -36,8 +41,6 @@ typedef struct backward_operands {
 } backward_operands;
 
 cumoe_status check_without_formats(const struct plan *plan);
-/* The last of all checks: CUDA devices have no kernels for it yet. */
-cumoe_status check_device_trains(struct context *context);
 /* Weights bound to the memory of gradients, whose experts share none; *found is NULL without a handle. */
 cumoe_status find_gradient(const char *name, cumoe_weights handle, const struct plan *plan, bool shared,
                            const struct weights **found);
@@ -48,6 +51,13 @@ cumoe_status check_backward(cumoe_plan plan, cumoe_weights weights, cumoe_moe_ar
                             backward_operands *with);
 
 /* From d weights and coefficients of losses to d logits. */
-cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a);
+cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream);
+
+/* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */
+bool join_halves(const expert_matrix *b, int32_t inter, expert_matrix *joined, int32_t *order);
+/* Products of rows and transposed weights: the forward's kernels where they serve. */
+cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream);
+/* Matrix and biases, whichever are there; d: `halves` of n channels each. */
+cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream);
 
 #endif

@@ -5,13 +5,6 @@
 #include "carve.h"
 #include "dispatch.h"
 #include "route.h"
-#include "../kernels/cpu/backward.h"
-
-static cumoe_status run_units(struct context *context, cpu_kernel *kernel, const void *args, int64_t units)
-{
-  threads_run(context->threads, kernel, args, units);
-  return CUMOE_OK;
-}
 
 static cumoe_status check_backward_flags(uint32_t flags)
 {
@@ -92,17 +85,15 @@ static cumoe_status check_gate_backward(struct context *context, const cumoe_gat
   TRY(check_optional(context, &losses, cumoe_const(a->losses)));
   TRY(check_workspace_view(context, "args.workspace", cumoe_const(a->workspace),
                            lay_out_gate(tokens, experts, k).bytes));
-  TRY(check_gate_overlaps(a));
-  return check_device_trains(context);
+  return check_gate_overlaps(a);
 }
 
-cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a)
+cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream)
 {
-  const int64_t columns = (int64_t)a->g.experts + a->g.always, tokens = a->g.tokens.count;
-  if (a->balance != 0) TRY(run_units(context, cpu_gate_count, a, columns));
-  TRY(run_units(context, cpu_gate_backward, a, tokens));
-  if (a->d_expert_scale) TRY(run_units(context, cpu_gate_scale, a, columns));
-  return a->losses ? run_units(context, cpu_gate_loss, a, 1) : CUMOE_OK;
+  if (a->balance != 0) TRY(dispatch(context, OP_gate_count, a, stream));
+  TRY(dispatch(context, OP_gate_backward, a, stream));
+  if (a->d_expert_scale) TRY(dispatch(context, OP_gate_scale, a, stream));
+  return a->losses ? dispatch(context, OP_gate_loss, a, stream) : CUMOE_OK;
 }
 
 cumoe_status cumoe_gate_backward(cumoe_context handle, const cumoe_gate_backward_args *args, cumoe_stream stream)
@@ -137,10 +128,95 @@ cumoe_status cumoe_gate_backward(cumoe_context handle, const cumoe_gate_backward
                           .losses = a.losses.data,
                           .accumulates = a.flags & CUMOE_BACKWARD_ACCUMULATE};
   g.g.tokens.device = a.device_tokens.data;
-  ON_DEVICE(context, run_gate_backward(context, &g));
+  ON_DEVICE(context, run_gate_backward(context, &g, stream));
 }
 
 /* ---- rows times transposed weights ---- */
+
+static int64_t element_of(const expert_matrix *b)
+{
+  return format_bits((weight_format)b->format) / 8;
+}
+
+/* Whether `b` lies `steps` elements behind `a`; neither is there: yes. */
+static bool follows(const void *a, const void *b, int64_t steps, int64_t element)
+{
+  return a && b ? (intptr_t)b - (intptr_t)a == steps * element : !a && !b;
+}
+
+bool join_halves(const expert_matrix *b, int32_t inter, expert_matrix *joined, int32_t *order)
+{
+  const int64_t element = element_of(b),
+                bias = b->bias[0] ? element_of(&(expert_matrix){.format = (int32_t)dense_format(b->bias_dtype)}) : 0;
+  *joined = *b;
+  if (b->table[0] || b->table[1] || !b->base[1]) return false;
+  for (*order = GATE_FIRST; *order <= IN_PAIRS; ++*order) {
+    const int first = *order == UP_FIRST;
+    const int64_t step = *order == IN_PAIRS ? 2 : 1, behind = *order == IN_PAIRS ? 1 : inter;
+    if (b->n_stride % step || b->bias_n_stride % step) continue;
+    if (!follows(b->base[first], b->base[!first], b->n_stride / step * behind, element)) continue;
+    if (!follows(b->bias[first], b->bias[!first], b->bias_n_stride / step * behind, bias)) continue;
+    joined->base[0] = b->base[first];
+    joined->bias[0] = b->bias[first];
+    joined->base[1] = joined->bias[1] = NULL;
+    joined->n_stride = b->n_stride / step;
+    joined->bias_n_stride = b->bias_n_stride / step;
+    return true;
+  }
+  *order = GATE_FIRST;
+  return false;
+}
+
+static bool in_vectors(const void *base, int64_t ld, int64_t element)
+{
+  return ((uintptr_t)base | (uintptr_t)(ld * element)) % 16 == 0;
+}
+
+/* The same product as the forward's `down` has them: rows in their order, one type, one matrix. */
+static bool as_down(const rows_product_args *a, gemm_args *g)
+{
+  const expert_matrix *b = &a->b;
+  const int64_t element = element_of(b), along = b->k_stride == 1 ? b->n_stride : b->k_stride;
+  const bool same = a->a.dtype == a->c_dtype && dense_format(a->c_dtype) == (weight_format)b->format;
+  if (!same || a->a.form != OF_ROW || a->scale != 1 || a->halves != 1) return false;
+  if (b->k_stride != 1 && b->n_stride != 1) return false;
+  if (a->n * element % 16 || a->k * element % 16 || !in_vectors(a->a.base, a->a.ld, element)) return false;
+  if (!in_vectors(a->c, a->c_ld, element) || !in_vectors(b->base[0], along, element)) return false;
+  if (!in_vectors(NULL, b->expert_stride, element)) return false;
+  *g = (gemm_args){.a = a->a.base,
+                   .c = a->c,
+                   .a_ld = a->a.ld,
+                   .c_ld = a->c_ld,
+                   .b = *b,
+                   .counts = a->map.counts,
+                   .offsets = a->map.offsets,
+                   .tokens = a->map.tokens,
+                   .rows_cap = a->map.rows_cap,
+                   .experts = a->map.experts,
+                   .top_k = a->map.top_k,
+                   .n = a->n,
+                   .k = a->k,
+                   .dtype = a->c_dtype,
+                   .act = ACT_IDENTITY,
+                   .rows = {.mode = ROWS_AS_THEY_ARE},
+                   .fault = a->map.fault};
+  g->b.bias[0] = g->b.bias[1] = NULL;
+  return true;
+}
+
+cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream)
+{
+  gemm_args g;
+  const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
+  if (!on_cpu(context) && as_down(a, &g)) return dispatch_by(context, OP_down, &g, &hint, stream);
+  return dispatch(context, OP_rows_product, a, stream);
+}
+
+cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream)
+{
+  if (a->d.base[0] || a->d.table[0]) TRY(dispatch(context, OP_weight_gradient, a, stream));
+  return a->d.bias[0] || a->d.bias[1] ? dispatch(context, OP_bias_gradient, a, stream) : CUMOE_OK;
+}
 
 static row_map map_of(const struct plan *plan, const cumoe_route *route, int64_t tokens)
 {
@@ -168,7 +244,7 @@ typedef struct stage_product {
 } stage_product;
 
 static cumoe_status multiply_stage(const struct plan *plan, const struct weights *weights, const cumoe_route *route,
-                                   const stage_product *s)
+                                   const stage_product *s, cumoe_stream stream)
 {
   int64_t tokens = 0;
   cumoe_route copy;
@@ -184,20 +260,25 @@ static cumoe_status multiply_stage(const struct plan *plan, const struct weights
   TRY(check_off_weights(views, 1, "weights", weights));
   TRY(check_overlaps(views, 1, sizeof views / sizeof *views));
   TRY(check_without_formats(plan));
-  TRY(check_device_trains(plan->context));
   if (tokens == 0) return CUMOE_OK;
-  const rows_product_args p = {.map = map_of(plan, route, tokens),
-                               .a = rows_of_view(s->in.view, OF_ROW),
-                               .b = transposed(*s->b),
-                               .c = (void *)(uintptr_t)s->out.view.data,
-                               .c_ld = s->out.view.ld,
-                               .c_dtype = s->out.view.dtype,
-                               .halves = s->halves,
-                               .n = s->n,
-                               .k = s->k,
-                               .scale = 1};
-  ON_DEVICE(plan->context,
-            run_units(plan->context, cpu_rows_product, &p, (int64_t)p.map.experts * PRODUCT_BLOCKS(p.n)));
+  rows_product_args p = {.map = map_of(plan, route, tokens),
+                         .a = rows_of_view(s->in.view, OF_ROW),
+                         .b = transposed(*s->b),
+                         .c = (void *)(uintptr_t)s->out.view.data,
+                         .c_ld = s->out.view.ld,
+                         .c_dtype = s->out.view.dtype,
+                         .halves = s->halves,
+                         .n = s->n,
+                         .k = s->k,
+                         .scale = 1};
+  expert_matrix joined;
+  int32_t order;
+  if (p.halves == 2 && join_halves(s->b, s->k, &joined, &order) && order == GATE_FIRST) {
+    p.b = transposed(joined);
+    p.k *= 2;
+    p.halves = 1;
+  }
+  ON_DEVICE(plan->context, multiply_rows(plan->context, &p, stream));
 }
 
 cumoe_status cumoe_down_backward(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view d_y,
@@ -209,7 +290,7 @@ cumoe_status cumoe_down_backward(cumoe_plan plan_handle, cumoe_weights weights_h
   TRY(find_plan(plan_handle, &plan));
   TRY(find_weights("weights", weights_handle, plan, false, &weights));
   const stage_product s = {{"d_y", d_y}, {"d_h", cumoe_const(d_h)}, 1, weights->inter, weights->hidden, &weights->down};
-  return multiply_stage(plan, weights, route, &s);
+  return multiply_stage(plan, weights, route, &s, stream);
 }
 
 cumoe_status cumoe_up_backward(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view d_z,
@@ -223,7 +304,7 @@ cumoe_status cumoe_up_backward(cumoe_plan plan_handle, cumoe_weights weights_han
   const stage_product s = {{"d_z", d_z},           {"d_rows", cumoe_const(d_rows)},
                            weights->gated ? 2 : 1, weights->hidden,
                            weights->inter,         &weights->up};
-  return multiply_stage(plan, weights, route, &s);
+  return multiply_stage(plan, weights, route, &s, stream);
 }
 
 /* ---- rows times rows ---- */
@@ -255,12 +336,11 @@ static cumoe_status check_weights_backward(const struct plan *plan, const struct
                               ROUTE_VIEWS(route),
                               {"route.device_tokens", route->device_tokens}};
   TRY(check_off_weights(views, sizeof views / sizeof *views, "d_weights", d));
-  TRY(check_without_formats(plan));
-  return check_device_trains(plan->context);
+  return check_without_formats(plan);
 }
 
 static cumoe_status run_weights_backward(const struct plan *plan, const struct weights *d, const cumoe_route *route,
-                                         const cumoe_weights_backward_args *a)
+                                         const cumoe_weights_backward_args *a, cumoe_stream stream)
 {
   const int32_t halves = d->gated ? 2 : 1;
   weight_gradient_args g = {.map = map_of(plan, route, a->x.rows),
@@ -271,19 +351,21 @@ static cumoe_status run_weights_backward(const struct plan *plan, const struct w
                             .halves = 1,
                             .n = d->hidden,
                             .k = d->inter,
+                            .a_n = 1,
                             .accumulates = a->flags & CUMOE_BACKWARD_ACCUMULATE,
                             .scale = 1};
   g.map.pair_weights = a->pair_weights.data;
   g.map.pair_weights_ld = a->pair_weights.ld;
-  TRY(run_units(plan->context, cpu_weight_gradient, &g, (int64_t)d->experts * GRADIENT_BLOCKS(g.n)));
+  TRY(add_up_rows(plan->context, &g, stream));
   g.a = rows_of_view(a->d_z, OF_ROW);
   g.b = rows_of_view(a->x, OF_TOKEN);
   g.d = d->up;
   g.halves = halves;
+  g.a_half[1] = d->inter;
   g.n = d->inter;
   g.k = d->hidden;
   g.weighs = a->pair_weights.data ? WEIGHS_B : WEIGHS_NONE;
-  return run_units(plan->context, cpu_weight_gradient, &g, (int64_t)d->experts * halves * GRADIENT_BLOCKS(g.n));
+  return add_up_rows(plan->context, &g, stream);
 }
 
 cumoe_status cumoe_weights_backward(cumoe_plan plan_handle, cumoe_weights d_weights, const cumoe_route *route,
@@ -302,5 +384,5 @@ cumoe_status cumoe_weights_backward(cumoe_plan plan_handle, cumoe_weights d_weig
   TRY(check_tokens("args.x.rows", a.x.rows, 0, plan->desc.routing.top_k));
   TRY(check_weights_backward(plan, d, route, &a));
   if (a.x.rows == 0) return CUMOE_OK;
-  ON_DEVICE(plan->context, run_weights_backward(plan, d, route, &a));
+  ON_DEVICE(plan->context, run_weights_backward(plan, d, route, &a, stream));
 }

@@ -259,6 +259,12 @@ static int64_t grid_few_down(const machine *m, const variant *v, const op_shape 
   return min64(ceil_div(s->n, v->bn), resident(m, v));
 }
 
+static int64_t grid_gradient(const machine *m, const variant *v, const op_shape *s)
+{
+  const int64_t tiles = s->experts * ceil_div(s->n, v->bm) * ceil_div(s->k, v->bn);
+  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+}
+
 static int64_t grid_attention(const machine *m, const variant *v, const op_shape *s)
 {
   if (v->form == FORM_row) return grid_units(m, v, s);

@@ -5,6 +5,7 @@
 #include "status.h"
 #include "tmap.h"
 #include "../kernels/attention.h"
+#include "../kernels/backward.h"
 
 #include <string.h>
 
@@ -170,6 +171,118 @@ static op_shape shape_of_attention(operation op, const void *args)
 static op_shape shape_of_units(operation op, const void *args)
 {
   return (op_shape){.op = op, .tokens = *(const int64_t *)args};
+}
+
+/* ---- the backward of the layer: `tokens` counts the units ---- */
+
+static op_shape shape_of_pad(operation op, const void *args)
+{
+  const pad_args *a = args;
+  const int64_t pairs = a->map.tokens.count * a->map.top_k;
+  return (op_shape){.op = op, .tokens = pairs > a->rows_cap ? pairs : a->rows_cap};
+}
+
+static op_shape shape_of_copy_rows(operation op, const void *args)
+{
+  const copy_rows_args *a = args;
+  return (op_shape){.op = op, .tokens = a->map.rows_cap};
+}
+
+static weight_major major_of(const expert_matrix *b)
+{
+  return b->k_stride == 1 ? MAJOR_K : MAJOR_N;
+}
+
+/* A form that reads whole vectors needs them: 8 elements of 16 bits, 4 of 32. */
+static bool is_aligned(const row_matrix *m)
+{
+  return ((uintptr_t)m->base | (uintptr_t)(m->ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)m->dtype))) % 16 == 0;
+}
+
+static op_shape shape_of_rows_product(operation op, const void *args)
+{
+  const rows_product_args *a = args;
+  const bool same = dense_format(a->a.dtype) == (weight_format)a->b.format && is_aligned(&a->a);
+  return (op_shape){.op = op,
+                    .in = a->a.dtype,
+                    .out = a->c_dtype,
+                    .format = (weight_format)a->b.format,
+                    .scale_run = SCALE_RUN_ALL,
+                    .major = major_of(&a->b),
+                    .tokens = a->map.tokens.count,
+                    .rows = a->map.rows_cap,
+                    .experts = a->map.experts,
+                    .n = a->n,
+                    .k = a->k,
+                    .top_k = a->map.top_k,
+                    .rules = !same};
+}
+
+/* rules: not for what reads vectors. */
+static op_shape shape_of_weight_gradient(operation op, const void *args)
+{
+  const weight_gradient_args *a = args;
+  const bool vectors = a->a.dtype == a->b.dtype && is_aligned(&a->a) && is_aligned(&a->b) && a->n % 8 == 0;
+  return (op_shape){.op = op,
+                    .in = a->a.dtype,
+                    .out = a->d_dtype,
+                    .tokens = a->map.tokens.count,
+                    .rows = a->map.rows_cap,
+                    .experts = a->map.experts * a->halves,
+                    .n = a->n,
+                    .k = a->k,
+                    .top_k = a->map.top_k,
+                    .rules = !vectors};
+}
+
+static op_shape shape_of_bias_gradient(operation op, const void *args)
+{
+  const weight_gradient_args *a = args;
+  return (op_shape){.op = op,
+                    .tokens = (int64_t)a->map.experts * a->halves * GRADIENT_BLOCKS(a->n),
+                    .experts = a->map.experts * a->halves,
+                    .n = a->n};
+}
+
+static op_shape shape_of_activation(operation op, const void *args)
+{
+  const activation_args *a = args;
+  return (op_shape){.op = op, .tokens = a->map.rows_cap};
+}
+
+static op_shape shape_of_pair_gradient(operation op, const void *args)
+{
+  const pair_gradient_args *a = args;
+  return (op_shape){.op = op, .tokens = a->map.tokens.count, .top_k = a->map.top_k};
+}
+
+static op_shape shape_of_sigmoid(operation op, const void *args)
+{
+  const sigmoid_args *a = args;
+  return (op_shape){.op = op, .tokens = a->tokens.count};
+}
+
+static op_shape shape_of_gather(operation op, const void *args)
+{
+  const gather_args *a = args;
+  return (op_shape){.op = op, .tokens = a->map.tokens.count};
+}
+
+static op_shape shape_of_gate_columns(operation op, const void *args)
+{
+  const gate_backward_args *a = args;
+  return (op_shape){.op = op, .tokens = (int64_t)a->g.experts + a->g.always};
+}
+
+static op_shape shape_of_gate_tokens(operation op, const void *args)
+{
+  const gate_backward_args *a = args;
+  return (op_shape){.op = op, .tokens = a->g.tokens.count};
+}
+
+static op_shape shape_of_one(operation op, const void *args)
+{
+  return (void)args, (op_shape){.op = op, .tokens = 1};
 }
 
 static op_shape shape_of_few_up(operation op, const void *args)

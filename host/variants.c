@@ -3,6 +3,7 @@
 #include "variants.h"
 #include "context.h"
 #include "../kernels/attention.h"
+#include "../kernels/backward.h"
 
 /* kernels/args.h, which includes nothing public, has these values too. */
 #define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);
@@ -66,10 +67,14 @@ enum {
 #define LATE_SYMBOL __attribute__((weak, visibility("hidden")))
 extern const unsigned char cumoe_image_attention[] LATE_SYMBOL, cumoe_image_attention_sm90[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_attention_rows[] LATE_SYMBOL, cumoe_image_training[] LATE_SYMBOL;
+extern const unsigned char cumoe_image_backward[] LATE_SYMBOL, cumoe_image_backward_tile[] LATE_SYMBOL;
 LATE_SYMBOL train_kernel cpu_attention, cpu_attention_dq, cpu_attention_dkv, cpu_attention_dsinks, cpu_rope;
 LATE_SYMBOL train_kernel cpu_embed, cpu_embedding_sort, cpu_embedding_backward, cpu_norm_stats, cpu_norm_dparameters;
 LATE_SYMBOL train_kernel cpu_norm_dx, cpu_elementwise_backward, cpu_softmax_backward, cpu_cross_entropy_count;
 LATE_SYMBOL train_kernel cpu_cross_entropy_rows, cpu_cross_entropy_mean, cpu_squares, cpu_total, cpu_adamw;
+LATE_SYMBOL cpu_kernel cpu_pad, cpu_copy_rows, cpu_rows_product, cpu_weight_gradient, cpu_bias_gradient;
+LATE_SYMBOL cpu_kernel cpu_activation, cpu_pair_gradient, cpu_sigmoid, cpu_gather;
+LATE_SYMBOL cpu_kernel cpu_gate_count, cpu_gate_backward, cpu_gate_scale, cpu_gate_loss;
 
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \

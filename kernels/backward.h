@@ -1,6 +1,12 @@
 /*
- * Argument structs of the backward's kernels, beside those of args.h: the CPU device's so far. Letters and conventions
- * are those of args.h. Sums run in double, in an order that depends on nothing but the operands.
+ * Argument structs of the backward's kernels, beside those of args.h, whose letters and conventions are these. Sums run
+ * in double on the CPU device, in f32 on CUDA (of what one thread or one token has, in double), in an order that
+ * depends on nothing but the operands.
+ *
+ * Rows of the backward lie as the route has them, or padded: each expert's begin at a multiple of ROW_STEP, and what is
+ * left to the next expert's are no pair's. On CUDA copies of x and d out are made in that order, in which rows of no
+ * pair and of pairs that are dropped are zeros; so are those of h and d z. So a product over an expert's rows may take
+ * whole blocks of ROW_STEP, and tensor maps describe all operands.
  */
 #ifndef CUMOE_BACKWARD_KERNELS_H
 #define CUMOE_BACKWARD_KERNELS_H
@@ -22,6 +28,23 @@ typedef struct row_map {
   fault_sink fault;
 } row_map;
 
+enum { ROW_STEP = 64 };
+/* Room for padded rows; `experts` have no more rows than `pairs`. */
+#define PADDED_ROWS(pairs, experts)                                                                                    \
+  (((pairs) + ((experts) < (pairs) ? (experts) : (pairs)) * (int64_t)(ROW_STEP - 1) + ROW_STEP - 1) / ROW_STEP *       \
+   ROW_STEP)
+
+/*
+ * The route's rows padded: counts and offsets of experts (offsets[E]: the end of the last), row_pair[r], -1 of a row
+ * that is no pair's, up to that end, and slot_row[t, j], negative where the route's is. What of a bad route does not fit
+ * is left out. Unit: a pair or a row up to rows_cap, whichever is more.
+ */
+typedef struct pad_args {
+  row_map map;
+  int32_t *counts, *offsets, *row_pair, *slot_row;
+  int64_t rows_cap;
+} pad_args;
+
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
 enum { OF_ROW = 0, OF_TOKEN, OF_PAIR };
 typedef struct row_matrix {
@@ -39,6 +62,16 @@ static inline expert_matrix transposed(expert_matrix b)
   return b;
 }
 
+/* to[r] = a(r), of `dtype`, rounded, times the pair's weight first if `weighs`, of every row up to the end of the last
+ * expert's; zeros of rows that are no pair's or whose pair is dropped. Unit: a row. */
+typedef struct copy_rows_args {
+  row_map map;
+  row_matrix a;
+  void *to;
+  int64_t to_ld;
+  int32_t cols, dtype, weighs;
+} copy_rows_args;
+
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */
 typedef struct rows_product_args {
@@ -52,17 +85,19 @@ typedef struct rows_product_args {
 } rows_product_args;
 
 /*
- * d_h(e, n, k) = sum over rows r of e of scale * a(r)[h * N + n] * b(r)[k]; its bias: without b(r). a or b is
+ * d_h(e, n, k) = sum over rows r of e of scale * a(r)[a_half[h] + n * a_n] * b(r)[k]; its bias: without b(r). a or b is
  * multiplied by the pair's weight first, if `weighs` says so. Added to what is there if `accumulates`: then that of an
- * expert without rows stays as it is. base and table NULL: the bias alone. Unit: (expert, half, block of GRADIENT_BLOCK
- * n), n fastest.
+ * expert without rows stays as it is. padded: rows are, a and b are OF_ROW and zeros where no pair is, up to the next
+ * multiple of ROW_STEP. weight_gradient: all but the bias, which is there; bias_gradient: the bias. Unit: (expert,
+ * half, block of GRADIENT_BLOCK n), n fastest.
  */
 typedef struct weight_gradient_args {
   row_map map;
   row_matrix a, b;
   expert_matrix d; /* written */
+  int64_t a_half[2], a_n;
   int32_t d_dtype, halves, n, k;
-  int32_t weighs, accumulates;
+  int32_t weighs, accumulates, padded;
   float scale;
 } weight_gradient_args;
 
@@ -71,31 +106,38 @@ enum { GRADIENT_BLOCK = 32 };
 #define PRODUCT_BLOCKS(n)  (((n) + CPU_N_BLOCK - 1) / CPU_N_BLOCK)
 enum { WEIGHS_NONE = 0, WEIGHS_A, WEIGHS_B };
 
-/* h[r] = act(z[r]), rounded; with d_h also d_z[r] = w(r) * act'(z[r]) d_h[r], rounded; 0 if the pair is dropped. z and
- * d_z: [rows, halves I], the gate first. Unit: a token. */
+/*
+ * h[r] = act(z), rounded; with d_h also d_z[r] = w * act'(z) scale * d_h[r], rounded, and along[r] = scale * <d_h[r],
+ * h[r]>. All zeros where the pair is dropped, and where there is none. w is 1 unless `weighs`; weighs_h: h is w * act(z)
+ * in memory. z of a pair is in row z_row[pair], or (NULL) in the row itself. z and d_z: [rows, halves I], gate and up as
+ * `order` says. Unit: a row, up to the end of the last expert's.
+ */
+enum { GATE_FIRST = 0, UP_FIRST, IN_PAIRS };
 typedef struct activation_args {
   row_map map;
-  const void *z;
-  const float *d_h; /* [rows, I] or NULL */
+  const int32_t *z_row;
+  const void *z, *d_h; /* d_h: [rows, I] or NULL */
   void *h, *d_z;
-  int32_t inter, dtype, act, gated, weighs;
+  double *along; /* [rows] */
+  int32_t inter, dtype, d_h_dtype, act, gated, order, weighs, weighs_h;
   float act_alpha, act_limit, gate_limit; /* gemm_args */
+  float scale;
 } activation_args;
 
 /*
- * d_weights[t, j] = scale * <d_out(t, j), y(t, j)>, by <d_h, h> + scale * <d_out, bias> of a row, without y; of an
- * identity expert scale * <d_out, x>; on_input: <d_rows, x>; 0 of a dropped pair, and of all if unweighed. sigmoid: and
- * times w (1 - w), for the logit behind w. Unit: a token.
+ * d_weights[t, j] = along[r] + scale * <d_out, bias> of a row; of an identity expert scale * <d_out, x>; on_input:
+ * <d_rows, x>; 0 of a dropped pair, and of all if unweighed. sigmoid: and times w (1 - w), for the logit behind w. Unit:
+ * a token, on CUDA a pair.
  */
 typedef struct pair_gradient_args {
   row_map map;
   row_matrix d_out, x;
-  const float *d_h;
-  const void *h, *d_rows;
+  const double *along;
+  const void *d_rows;
   expert_matrix down; /* its bias */
   float *d_weights;
   int64_t d_weights_ld;
-  int32_t hidden, inter, dtype, on_input, unweighed, sigmoid;
+  int32_t hidden, dtype, on_input, unweighed, sigmoid;
   float scale;
 } pair_gradient_args;
 

@@ -1,4 +1,5 @@
 /* The grouped products of the backward: rows times transposed weights, and rows times rows. */
+#include <stdbool.h>
 #include "backward.h"
 #include "backward_pairs.h"
 #include "multiply.h"
@@ -95,8 +96,8 @@ static void load_rows(gradient_tile *t, const weight_gradient_args *g, const gra
     for (int n = 0; n < GRADIENT_BLOCK; n++) t->a[n][r] = 0;
     for (int k = 0; k < CPU_N_BLOCK; k++) t->b[r][k] = 0;
     if (weight == 0) continue;
-    load_run(&t->a[0][r], DEPTH, g->a.base, start_of(&g->a, &g->map, row + r, pair) + (int64_t)u->h * g->n + u->n0, 1,
-             u->width, dense_format(g->a.dtype));
+    load_run(&t->a[0][r], DEPTH, g->a.base, start_of(&g->a, &g->map, row + r, pair) + g->a_half[u->h] + u->n0 * g->a_n,
+             g->a_n, u->width, dense_format(g->a.dtype));
     for (int n = 0; n < u->width && g->weighs == WEIGHS_A; n++) t->a[n][r] *= weight;
     if (columns <= 0) continue;
     load_run(t->b[r], 1, g->b.base, start_of(&g->b, &g->map, row + r, pair) + k0, 1, columns, dense_format(g->b.dtype));
@@ -139,9 +140,8 @@ static void sum_bias(gradient_tile *t, const weight_gradient_args *g, const grad
                    g->d.bias_dtype, sum[n]);
 }
 
-void cpu_weight_gradient(const void *args, int64_t begin, int64_t end)
+static void add_up(const weight_gradient_args *g, int64_t begin, int64_t end, bool bias)
 {
-  const weight_gradient_args *g = args;
   const int64_t blocks = GRADIENT_BLOCKS(g->n);
   gradient_tile t;
   for (int64_t i = begin; i < end && i < blocks * g->halves * g->map.experts; i++) {
@@ -150,8 +150,18 @@ void cpu_weight_gradient(const void *args, int64_t begin, int64_t end)
     u.width = g->n - u.n0 < GRADIENT_BLOCK ? g->n - u.n0 : GRADIENT_BLOCK;
     u.run = rows_of_map(&g->map, u.expert);
     if (g->accumulates && u.run.first == u.run.end) continue;
-    if (g->d.base[u.h] || g->d.table[u.h])
+    if (bias && g->d.bias[u.h]) sum_bias(&t, g, &u);
+    if (!bias)
       for (int32_t k0 = 0; k0 < g->k; k0 += CPU_N_BLOCK) sum_columns(&t, g, &u, k0);
-    if (g->d.bias[u.h]) sum_bias(&t, g, &u);
   }
+}
+
+void cpu_weight_gradient(const void *args, int64_t begin, int64_t end)
+{
+  add_up(args, begin, end, false);
+}
+
+void cpu_bias_gradient(const void *args, int64_t begin, int64_t end)
+{
+  add_up(args, begin, end, true);
 }

@@ -65,18 +65,38 @@ static unit_row plain_unit(const activation_args *a, double z, double d_h)
   return (unit_row){v.value, d_h * v.slope, 0};
 }
 
-static void activate_row(const activation_args *a, int64_t row, double weight)
+/* Where gate and up of a row begin, and how far one is from the next. */
+typedef struct halves_at {
+  int64_t gate, up, step;
+} halves_at;
+
+static halves_at halves_of(const activation_args *a, int64_t row)
 {
-  const int64_t halves = a->gated ? 2 : 1, z = row * halves * a->inter, h = row * a->inter;
+  const int64_t first = row * (a->gated ? 2 : 1) * a->inter, up = a->order == IN_PAIRS ? 1 : a->inter;
+  if (!a->gated || a->order == GATE_FIRST) return (halves_at){first, first + up, 1};
+  if (a->order == UP_FIRST) return (halves_at){first + up, first, 1};
+  return (halves_at){first, first + up, 2};
+}
+
+static void activate_row(const activation_args *a, int64_t row, int64_t pair)
+{
+  const int64_t h = row * a->inter;
+  const halves_at z = halves_of(a, a->z_row ? a->z_row[pair] : row), d_z = halves_of(a, row);
+  const double given = weight_of_pair(&a->map, pair), weight = a->weighs ? given : 1, of_h = a->weighs_h ? given : 1;
+  double along = 0;
   for (int32_t i = 0; i < a->inter; i++) {
-    const double first = load_element(a->z, z + i, a->dtype), d_h = a->d_h ? weight * a->d_h[h + i] : 0;
-    const unit_row u = a->gated ? gated_unit(a, first, load_element(a->z, z + a->inter + i, a->dtype), d_h)
-                                : plain_unit(a, first, d_h);
+    const double first = load_element(a->z, z.gate + i * z.step, a->dtype),
+                 d_h = a->d_h ? (double)a->scale * load_element(a->d_h, h + i, a->d_h_dtype) : 0;
+    const unit_row u = a->gated ? gated_unit(a, first, load_element(a->z, z.up + i * z.step, a->dtype), weight * d_h)
+                                : plain_unit(a, first, weight * d_h);
     store_element(a->h, h + i, a->dtype, u.h);
+    along += d_h * load_element(a->h, h + i, a->dtype);
+    if (a->weighs_h) store_element(a->h, h + i, a->dtype, of_h * u.h);
     if (!a->d_h) continue;
-    store_element(a->d_z, z + i, a->dtype, u.d_gate);
-    if (a->gated) store_element(a->d_z, z + a->inter + i, a->dtype, u.d_up);
+    store_element(a->d_z, d_z.gate + i * d_z.step, a->dtype, u.d_gate);
+    if (a->gated) store_element(a->d_z, d_z.up + i * d_z.step, a->dtype, u.d_up);
   }
+  if (a->along) a->along[row] = along;
 }
 
 /* The row of a pair that is dropped is there all the same: products run over it. */
@@ -86,23 +106,63 @@ static void clear_row(const activation_args *a, int64_t row)
   for (int64_t i = 0; i < a->inter; i++) store_element(a->h, row * a->inter + i, a->dtype, 0);
   for (int64_t i = 0; i < halves * a->inter && a->d_h; i++)
     store_element(a->d_z, row * halves * a->inter + i, a->dtype, 0);
+  if (a->along) a->along[row] = 0;
 }
 
 void cpu_activation(const void *args, int64_t begin, int64_t end)
 {
   const activation_args *a = args;
-  const int64_t tokens = tokens_present(a->map.tokens);
-  row_map all = a->map;
-  all.pair_weights = NULL;
-  for (int64_t token = begin; token < end && token < tokens; token++)
-    for (int32_t slot = 0; slot < a->map.top_k; slot++) {
-      const int64_t row = row_of_pair(&all, token, slot), pair = token * a->map.top_k + slot;
-      if (row < 0) continue;
-      if (row_of_pair(&a->map, token, slot) < 0)
-        clear_row(a, row);
-      else
-        activate_row(a, row, a->weighs ? weight_of_pair(&a->map, pair) : 1);
-    }
+  const int64_t last = end_of_map(&a->map);
+  for (int64_t row = begin; row < end && row < last; row++) {
+    const int64_t pair = pair_kept(&a->map, row);
+    if (pair < 0 || (a->z_row && (a->z_row[pair] < 0 || a->z_row[pair] >= a->map.tokens.count * a->map.top_k)))
+      clear_row(a, row);
+    else
+      activate_row(a, row, pair);
+  }
+}
+
+/* ---- rows in another order ---- */
+
+static int32_t padded_row(const pad_args *p, int64_t pair)
+{
+  const int32_t row = p->map.slot_row[pair];
+  if (row < 0) return row;
+  const int64_t e = expert_of_row(&p->map, row), at = row - (int64_t)p->map.offsets[e];
+  if (row < p->map.rows_cap && at >= 0 && at < p->counts[e]) return (int32_t)(p->offsets[e] + at);
+  record_fault(p->map.fault, FAULT_ROUTE, pair % p->map.top_k, pair / p->map.top_k);
+  return ROW_DROPPED;
+}
+
+void cpu_pad(const void *args, int64_t begin, int64_t end)
+{
+  const pad_args *p = args;
+  const int64_t pairs = tokens_present(p->map.tokens) * p->map.top_k;
+  int64_t at = 0;
+  if (begin != 0 || end <= 0) return;
+  for (int32_t e = 0; e < p->map.experts; e++) {
+    const row_run run = rows_of_map(&p->map, e);
+    const int64_t count = within(run.end - run.first, 0, p->rows_cap - at);
+    p->counts[e] = (int32_t)count;
+    p->offsets[e] = (int32_t)at;
+    for (int64_t i = 0; i < (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP; i++)
+      p->row_pair[at++] = i < count ? (int32_t)pair_of_map(&p->map, run.first + i) : -1;
+  }
+  p->offsets[p->map.experts] = (int32_t)at;
+  for (int64_t pair = 0; pair < pairs; pair++) p->slot_row[pair] = padded_row(p, pair);
+}
+
+void cpu_copy_rows(const void *args, int64_t begin, int64_t end)
+{
+  const copy_rows_args *c = args;
+  const int64_t last = end_of_map(&c->map);
+  for (int64_t row = begin; row < end && row < last; row++) {
+    const int64_t pair = pair_kept(&c->map, row), from = start_of(&c->a, &c->map, row, pair < 0 ? 0 : pair);
+    const double weight = pair >= 0 && c->weighs ? weight_of_pair(&c->map, pair) : 1;
+    for (int64_t i = 0; i < c->cols; i++)
+      store_element(c->to, row * c->to_ld + i, c->dtype,
+                    pair < 0 ? 0 : weight * load_element(c->a.base, from + i, c->a.dtype));
+  }
 }
 
 /* ---- weights of pairs ---- */
@@ -114,20 +174,6 @@ static double dot(const void *a, int64_t a_first, int a_dtype, const void *b, in
   for (int64_t i = 0; i < count; i++)
     sum += (double)load_element(a, a_first + i, a_dtype) * load_element(b, b_first + i, b_dtype);
   return sum;
-}
-
-/* The expert whose run a row lies in: the last that begins at it or before. */
-static int64_t expert_of_row(const row_map *m, int64_t row)
-{
-  int64_t low = 0, high = m->counts ? m->experts : 1;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (m->offsets[middle] <= row)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
 }
 
 static double bias_part(const pair_gradient_args *a, int64_t row, int64_t d_out)
@@ -150,7 +196,7 @@ static double pair_gradient(const pair_gradient_args *a, int64_t token, int32_t 
   if (row == ROW_IDENTITY)
     return a->scale * dot(a->d_out.base, d_out, a->d_out.dtype, a->x.base, x, a->x.dtype, a->hidden);
   if (a->on_input) return dot(a->d_rows, row * a->hidden, a->dtype, a->x.base, x, a->x.dtype, a->hidden);
-  return dot(a->d_h, row * a->inter, DT_F32, a->h, row * a->inter, a->dtype, a->inter) + bias_part(a, row, d_out);
+  return a->along[row] + bias_part(a, row, d_out);
 }
 
 void cpu_pair_gradient(const void *args, int64_t begin, int64_t end)
