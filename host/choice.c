@@ -97,6 +97,10 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_warp) return !s->rules;
   if (s->op == OP_attention && v->form != FORM_ref)
     return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
+  if (s->op == OP_rows_product || s->op == OP_weight_gradient) {
+    if (v->form != FORM_any && v->form != FORM_ref && s->rules) return false;
+    return !takes_tensor_maps(v) || s->tmap;
+  }
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_expert) return s->by_expert;
   if (v->form == FORM_codes && s->by_expert) return false;
@@ -259,9 +263,18 @@ static int64_t grid_few_down(const machine *m, const variant *v, const op_shape 
   return min64(ceil_div(s->n, v->bn), resident(m, v));
 }
 
+/* Of the backward's products; a row for every type has its tile among the columns of those without. */
+static int64_t grid_rows(const machine *m, const variant *v, const op_shape *s)
+{
+  const int32_t bm = v->bm ? v->bm : v->units, bn = v->bn ? v->bn : v->columns;
+  const int64_t tiles = (s->rows / bm + min64(s->experts, s->rows)) * ceil_div(s->n, bn);
+  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+}
+
 static int64_t grid_gradient(const machine *m, const variant *v, const op_shape *s)
 {
-  const int64_t tiles = s->experts * ceil_div(s->n, v->bm) * ceil_div(s->k, v->bn);
+  const int32_t bm = v->bm ? v->bm : v->units, bn = v->bn ? v->bn : v->columns;
+  const int64_t tiles = s->experts * ceil_div(s->n, bm) * ceil_div(s->k, bn);
   return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
 }
 

@@ -1,0 +1,204 @@
+/* The activation and its slope (kernels/cpu/backward_rows.c): a CTA a row, 8 elements a thread. */
+#ifndef CUMOE_BACKWARD_ACTIVATION_CUH
+#define CUMOE_BACKWARD_ACTIVATION_CUH
+
+#include "backward/rows.cuh"
+#include "train/sums.cuh"
+
+constexpr int PACKET = 8; /* H and I are multiples of it */
+
+/* act(g) and its slope, before any limit. At a kink the slope is that from the left. */
+struct activated {
+  float value, slope;
+};
+
+/* FAST: to about 2^-20, for results that are rounded to 16 bits. */
+template <bool FAST> DEVICE float sigmoid(float x)
+{
+  return FAST ? rcp_approx(1.f + __expf(-x)) : 1.f / (1.f + expf(-x));
+}
+
+template <bool FAST> DEVICE activated times_sigmoid(float g, float alpha)
+{
+  const float s = sigmoid<FAST>(alpha * g), value = g * s;
+  return {value, fmaf(value * (1.f - s), alpha, s)};
+}
+
+template <bool FAST> DEVICE activated gelu_tanh(float g)
+{
+  const float square = g * g, s = sigmoid<FAST>(1.5957691f * g * (1.f + .044715f * square));
+  const float bend = s * (1.f - s); /* 0 where the slope of what is bent overflows */
+  return {g * s, bend == 0 ? s : fmaf(g * bend, 1.5957691f * fmaf(.134145f, square, 1.f), s)};
+}
+
+DEVICE activated gelu_erf(float g)
+{
+  const float p = .5f * erfcf(-.70710678f * g);
+  return {g * p, fmaf(g, .39894228f * expf(-.5f * g * g), p)};
+}
+
+template <int ACT, bool FAST> DEVICE activated activate(float alpha, float g)
+{
+  if (ACT == ACT_SILU) return times_sigmoid<FAST>(g, 1.f);
+  if (ACT == ACT_SWIGLU_OAI) return times_sigmoid<FAST>(g, alpha);
+  if (ACT == ACT_GELU_ERF) return gelu_erf(g);
+  if (ACT == ACT_GELU_TANH) return gelu_tanh<FAST>(g);
+  if (ACT == ACT_RELU) return {g < 0 ? 0.f : g, g <= 0 ? 0.f : 1.f};
+  if (ACT == ACT_RELU2) return {g < 0 ? 0.f : g * g, g <= 0 ? 0.f : 2 * g};
+  return {g, 1.f};
+}
+
+DEVICE float bounded(float v, float low, float high)
+{
+  return v < low ? low : v > high ? high : v;
+}
+
+/* What was bounded has slope 0; a NaN stays one. */
+DEVICE float slope_within(float v, float low, float high)
+{
+  return v < low || v > high ? 0.f : 1.f;
+}
+
+/* gate becomes h, then gate and up d z of d_h. */
+struct packet_of_row {
+  float gate[PACKET], up[PACKET], h[PACKET], d_h[PACKET];
+};
+
+template <int ACT, bool FAST> DEVICE void activate_packet(const activation_args &a, packet_of_row &p)
+{
+  const float limit = a.act_limit, plus = ACT == ACT_SWIGLU_OAI ? 1.f : 0.f;
+#pragma unroll
+  for (int i = 0; i < PACKET; i++) {
+    if (!a.gated) {
+      const activated v = activate<ACT, FAST>(a.act_alpha, p.gate[i]);
+      p.h[i] = v.value;
+      p.gate[i] = p.d_h[i] * v.slope;
+      continue;
+    }
+    const float gate = p.gate[i], up = p.up[i], u = bounded(up, -limit, limit) + plus;
+    const activated v = activate<ACT, FAST>(a.act_alpha, bounded(gate, -INFINITY, a.gate_limit));
+    p.h[i] = v.value * u;
+    p.gate[i] = p.d_h[i] * u * v.slope * slope_within(gate, -INFINITY, a.gate_limit);
+    p.up[i] = p.d_h[i] * v.value * slope_within(up, -limit, limit);
+  }
+}
+
+template <bool FAST> DEVICE void activate_any(const activation_args &a, packet_of_row &p)
+{
+  switch (a.act) {
+  case ACT_SILU: return activate_packet<ACT_SILU, FAST>(a, p);
+  case ACT_SWIGLU_OAI: return activate_packet<ACT_SWIGLU_OAI, FAST>(a, p);
+  case ACT_GELU_ERF: return activate_packet<ACT_GELU_ERF, FAST>(a, p);
+  case ACT_GELU_TANH: return activate_packet<ACT_GELU_TANH, FAST>(a, p);
+  case ACT_RELU: return activate_packet<ACT_RELU, FAST>(a, p);
+  case ACT_RELU2: return activate_packet<ACT_RELU2, FAST>(a, p);
+  default: return activate_packet<ACT_IDENTITY, FAST>(a, p);
+  }
+}
+
+/* Gate and up i .. i + 7 of a row. */
+template <class T> DEVICE void load_halves(const activation_args &a, const T *row, int i, packet_of_row &p)
+{
+  if (a.order == IN_PAIRS && a.gated) {
+    float first[PACKET], second[PACKET];
+    load_f32<PACKET>(row + 2 * i, first);
+    load_f32<PACKET>(row + 2 * i + PACKET, second);
+#pragma unroll
+    for (int j = 0; j < PACKET; j++) {
+      const float *from = j < PACKET / 2 ? first + 2 * j : second + 2 * j - PACKET;
+      p.gate[j] = from[0];
+      p.up[j] = from[1];
+    }
+    return;
+  }
+  const bool up_first = a.gated && a.order == UP_FIRST;
+  load_f32<PACKET>(row + (up_first ? a.inter : 0) + i, p.gate);
+  if (a.gated) load_f32<PACKET>(row + (up_first ? 0 : a.inter) + i, p.up);
+}
+
+template <class T> DEVICE void store_halves(const activation_args &a, T *row, int i, const packet_of_row &p)
+{
+  if (a.order == IN_PAIRS && a.gated) {
+    float first[PACKET], second[PACKET];
+#pragma unroll
+    for (int j = 0; j < PACKET; j++) {
+      float *to = j < PACKET / 2 ? first + 2 * j : second + 2 * j - PACKET;
+      to[0] = p.gate[j];
+      to[1] = p.up[j];
+    }
+    store_f32<PACKET>(row + 2 * i, first);
+    store_f32<PACKET>(row + 2 * i + PACKET, second);
+    return;
+  }
+  const bool up_first = a.gated && a.order == UP_FIRST;
+  store_f32<PACKET>(row + (up_first ? a.inter : 0) + i, p.gate);
+  if (a.gated) store_f32<PACKET>(row + (up_first ? 0 : a.inter) + i, p.up);
+}
+
+/* Returns this thread's part of <d h, h>. h is what is rounded; in memory times w, if it is to be. */
+template <class T, int THREADS>
+DEVICE float activate_row(const activation_args &a, int64_t row, int64_t z_row, float weight)
+{
+  const int64_t wide = (a.gated ? 2 : 1) * (int64_t)a.inter;
+  const T *z = static_cast<const T *>(a.z) + z_row * wide, *d_h = static_cast<const T *>(a.d_h) + row * a.inter;
+  T *h = static_cast<T *>(a.h) + row * a.inter, *d_z = static_cast<T *>(a.d_z) + row * wide;
+  const float of_z = a.weighs ? weight : 1.f, of_h = a.weighs_h ? weight : 1.f;
+  float along = 0;
+  for (int i = threadIdx.x * PACKET; i < a.inter; i += THREADS * PACKET) {
+    packet_of_row p;
+    float given[PACKET];
+    load_halves(a, z, i, p);
+#pragma unroll
+    for (int j = 0; j < PACKET; j++) given[j] = 0;
+    if (a.d_h) load_f32<PACKET>(d_h + i, given);
+#pragma unroll
+    for (int j = 0; j < PACKET; j++) {
+      given[j] *= a.scale;
+      p.d_h[j] = of_z * given[j];
+    }
+    activate_any<sizeof(T) == 2>(a, p);
+#pragma unroll
+    for (int j = 0; j < PACKET; j++) {
+      along = fmaf(given[j], to_f32(from_f32<T>(p.h[j])), along);
+      p.h[j] *= of_h;
+    }
+    store_f32<PACKET>(h + i, p.h);
+    if (a.d_h) store_halves(a, d_z, i, p);
+  }
+  return along;
+}
+
+template <class T, int THREADS> DEVICE void clear_row(const activation_args &a, int64_t row)
+{
+  const int64_t wide = (a.gated ? 2 : 1) * (int64_t)a.inter;
+  const float zeros[PACKET] = {};
+  for (int i = threadIdx.x * PACKET; i < a.inter; i += THREADS * PACKET)
+    store_f32<PACKET>(static_cast<T *>(a.h) + row * a.inter + i, zeros);
+  for (int64_t i = threadIdx.x * PACKET; a.d_h && i < wide; i += THREADS * PACKET)
+    store_f32<PACKET>(static_cast<T *>(a.d_z) + row * wide + i, zeros);
+}
+
+template <class T, int THREADS> DEVICE void activation_of_row(const activation_args &a, int64_t row)
+{
+  const int64_t pair = pair_kept(a.map, row), z_row = pair >= 0 && a.z_row ? a.z_row[pair] : row;
+  const bool there = pair >= 0 && (!a.z_row || (z_row >= 0 && z_row < a.map.tokens.count * a.map.top_k));
+  float along = 0;
+  if (there)
+    along = activate_row<T, THREADS>(a, row, z_row, weight_of_pair(a.map, pair));
+  else
+    clear_row<T, THREADS>(a, row);
+  if (!a.along) return;
+  const double sum = cta_sum<THREADS>((double)along);
+  if (threadIdx.x == 0) a.along[row] = sum;
+}
+
+template <int THREADS> DEVICE void any_activation(const activation_args &a)
+{
+  const int64_t row = blockIdx.x;
+  if (row >= end_of_rows(a.map)) return;
+  if (a.dtype == DT_F32) return activation_of_row<f32, THREADS>(a, row);
+  if (a.dtype == DT_F16) return activation_of_row<f16, THREADS>(a, row);
+  activation_of_row<bf16, THREADS>(a, row);
+}
+
+#endif

@@ -1,0 +1,228 @@
+/* What the backward does row by row and token by token (kernels/cpu/backward_rows.c), but for the activation. */
+#ifndef CUMOE_BACKWARD_TOKENS_CUH
+#define CUMOE_BACKWARD_TOKENS_CUH
+
+#include "backward/activation.cuh"
+
+/* ---- rows in another order ---- */
+
+template <int THREADS> struct pad_smem {
+  int32_t begin[MAX_EXPERTS + 1], from[MAX_EXPERTS], count[MAX_EXPERTS];
+  scan_smem<THREADS> scan;
+};
+
+/* Every CTA works out where experts begin; all of it fits a scan. */
+template <int THREADS> DEVICE void place_experts(const pad_args &p, pad_smem<THREADS> &smem)
+{
+  const int experts = p.map.experts, each = ceil_div(experts, THREADS);
+  const int first = min((int)threadIdx.x * each, experts), last = min(first + each, experts);
+  int64_t own = 0, all;
+  for (int e = first; e < last; e++) {
+    bool bad;
+    const row_range rows = rows_of_expert(p.map, e, &bad);
+    smem.from[e] = (int32_t)rows.begin;
+    smem.count[e] = (int32_t)rows.count;
+    own = min(own + round_up(rows.count, (int64_t)ROW_STEP), p.rows_cap);
+    if (bad && blockIdx.x == 0) report_fault(p.map.fault, FAULT_ROUTE, e, 0);
+  }
+  int64_t at = scan_before<THREADS>(smem.scan, own, p.rows_cap, &all);
+  for (int e = first; e < last; e++) {
+    smem.begin[e] = (int32_t)at;
+    smem.count[e] = (int32_t)min((int64_t)smem.count[e], p.rows_cap - at);
+    at = min(at + round_up((int64_t)smem.count[e], (int64_t)ROW_STEP), p.rows_cap);
+  }
+  if (threadIdx.x == 0) smem.begin[experts] = (int32_t)all;
+  __syncthreads();
+}
+
+template <int THREADS> DEVICE int32_t padded_row(const pad_args &p, const pad_smem<THREADS> &smem, int64_t pair)
+{
+  const int32_t row = p.map.slot_row[pair];
+  if (row < 0) return row;
+  const int e = expert_of_row(p.map.offsets, p.map.experts, row);
+  const int64_t at = row - (int64_t)p.map.offsets[e];
+  if (row < p.map.rows_cap && at >= 0 && at < smem.count[e]) return (int32_t)(smem.begin[e] + at);
+  report_fault(p.map.fault, FAULT_ROUTE, pair % p.map.top_k, pair / p.map.top_k);
+  return ROW_DROPPED;
+}
+
+template <int THREADS> DEVICE void any_pad(const pad_args &p)
+{
+  __shared__ pad_smem<THREADS> smem;
+  place_experts<THREADS>(p, smem);
+  const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  if (blockIdx.x == 0)
+    for (int e = threadIdx.x; e <= p.map.experts; e += THREADS) {
+      p.offsets[e] = smem.begin[e];
+      if (e < p.map.experts) p.counts[e] = smem.count[e];
+    }
+  if (i < smem.begin[p.map.experts]) {
+    const int e = expert_of_row(smem.begin, p.map.experts, i);
+    const int64_t at = i - smem.begin[e];
+    p.row_pair[i] = at < smem.count[e] ? (int32_t)pair_of_row(p.map, smem.from[e] + at) : -1;
+  }
+  if (i < token_total(p.map.tokens) * p.map.top_k) p.slot_row[i] = padded_row<THREADS>(p, smem, i);
+}
+
+/* A row from one type to another, times a weight. */
+template <int THREADS> DEVICE void convert_row(const copy_rows_args &c, int64_t from, int64_t to, float weight)
+{
+  for (int i = threadIdx.x * PACKET; i < c.cols; i += THREADS * PACKET) {
+    float value[PACKET];
+    load_any<PACKET>(c.a.base, from + i, c.a.dtype, value);
+#pragma unroll
+    for (int j = 0; j < PACKET; j++) value[j] *= weight;
+    store_any<PACKET>(c.to, to + i, c.dtype, value);
+  }
+}
+
+/* The same bits; NULL: zeros. Four vectors in flight. */
+template <int THREADS> DEVICE void copy_row(const uint4 *from, uint4 *to, int vectors)
+{
+#pragma unroll 4
+  for (int i = threadIdx.x; i < vectors; i += THREADS) to[i] = ld_global_no_allocate(from + i, from != nullptr);
+}
+
+template <int THREADS> DEVICE void any_copy_rows(const copy_rows_args &c)
+{
+  const int64_t row = blockIdx.x;
+  if (row >= end_of_rows(c.map)) return;
+  const int64_t pair = pair_kept(c.map, row), from = pair < 0 ? 0 : start_of(c.a, c.map, row, pair);
+  const int bytes = c.dtype == DT_F32 ? 4 : 2;
+  if (pair >= 0 && (c.weighs || c.a.dtype != c.dtype))
+    return convert_row<THREADS>(c, from, row * c.to_ld, c.weighs ? weight_of_pair(c.map, pair) : 1.f);
+  const char *source = static_cast<const char *>(c.a.base) + from * bytes;
+  copy_row<THREADS>(pair < 0 ? nullptr : reinterpret_cast<const uint4 *>(source),
+                    reinterpret_cast<uint4 *>(static_cast<char *>(c.to) + row * c.to_ld * bytes), c.cols * bytes / 16);
+}
+
+/* ---- weights of pairs ---- */
+
+/* Of the whole warp; x NULL: 0. Any alignment. */
+DEVICE float dot_rows(const void *a, int64_t a_first, int a_dtype, const void *b, int64_t b_first, int64_t b_step,
+                      int b_dtype, int count)
+{
+  float sum = 0;
+  for (int i = lane_id(); i < count; i += WARP_SIZE)
+    sum = fmaf(load_any(a, a_first + i, a_dtype), load_any(b, b_first + i * b_step, b_dtype), sum);
+  return warp_sum(sum);
+}
+
+/* What a pair needs of the whole warp. */
+DEVICE float pair_products(const pair_gradient_args &a, int64_t row, int64_t pair)
+{
+  const int64_t d_out = start_of(a.d_out, a.map, row, pair), x = start_of(a.x, a.map, row, pair);
+  if (row == ROW_IDENTITY)
+    return a.scale * dot_rows(a.d_out.base, d_out, a.d_out.dtype, a.x.base, x, 1, a.x.dtype, a.hidden);
+  if (a.on_input) return dot_rows(a.d_rows, row * a.hidden, a.dtype, a.x.base, x, 1, a.x.dtype, a.hidden);
+  const expert_matrix &b = a.down;
+  const int64_t e = a.map.counts ? expert_of_row(a.map.offsets, a.map.experts, row) : 0;
+  return a.scale * dot_rows(a.d_out.base, d_out, a.d_out.dtype, b.bias[0], e * b.bias_expert_stride, b.bias_n_stride,
+                            b.bias_dtype, a.hidden);
+}
+
+/* A lane a pair; of those that need more than a number, all lanes one after the other. */
+DEVICE void gradient_of_pairs(const pair_gradient_args &a, int64_t pair, bool there)
+{
+  const int64_t row = there ? row_of_pair(a.map, pair) : ROW_DROPPED;
+  const bool counts = row != ROW_DROPPED && !a.unweighed, summed = counts && row >= 0 && !a.on_input;
+  double d = summed ? a.along[row] : 0;
+  unsigned more = __ballot_sync(ALL_LANES, counts && (!summed || a.down.bias[0]));
+  for (; more; more &= more - 1) {
+    const int lane = __ffs(more) - 1;
+    const float sum = pair_products(a, __shfl_sync(ALL_LANES, row, lane), __shfl_sync(ALL_LANES, pair, lane));
+    if (lane == lane_id()) d += (double)sum;
+  }
+  if (!there) return;
+  const double w = (double)weight_of_pair(a.map, pair);
+  const float rounded = (float)d;
+  a.d_weights[pair / a.map.top_k * a.d_weights_ld + pair % a.map.top_k] =
+      a.sigmoid ? (float)((double)rounded * w * (1 - w)) : rounded;
+}
+
+template <int THREADS, int UNITS> DEVICE void any_pair_gradient(const pair_gradient_args &a)
+{
+  const int64_t first = (int64_t)blockIdx.x * UNITS, tokens = min(token_total(a.map.tokens) - first, (int64_t)UNITS);
+  const int pairs = (int)max(tokens, (int64_t)0) * a.map.top_k;
+  for (int i = warp_id() * WARP_SIZE; i < pairs; i += THREADS)
+    gradient_of_pairs(a, first * a.map.top_k + i + lane_id(), i + lane_id() < pairs);
+}
+
+template <int THREADS> DEVICE void any_sigmoid(const sigmoid_args &a)
+{
+  const int64_t token = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  if (token < token_total(a.tokens)) a.y[token] = (float)(1 / (1 + exp(-(double)a.x[token])));
+}
+
+/* ---- d x ---- */
+
+struct gathered {
+  int64_t row[MAX_TOP_K]; /* ROW_DROPPED: none */
+  float factor[MAX_TOP_K];
+};
+
+DEVICE void look_up(const gather_args &a, int64_t token, gathered &g)
+{
+  const int j = threadIdx.x;
+  if (j >= a.map.top_k) return;
+  const int64_t pair = token * a.map.top_k + j;
+  g.row[j] = row_of_pair(a.map, pair);
+  g.factor[j] = g.row[j] == ROW_IDENTITY ? (a.weights ? a.scale * a.weights[token * a.weights_ld + j] : 1.f)
+                : a.on_input             ? weight_of_pair(a.map, pair)
+                                         : 1.f;
+}
+
+template <class T> DEVICE void add_packet(float (&sum)[PACKET], float factor, const T *from)
+{
+  float value[PACKET];
+  load_f32<PACKET>(from, value);
+#pragma unroll
+  for (int j = 0; j < PACKET; j++) sum[j] = fmaf(factor, value[j], sum[j]);
+}
+
+/* Rows of experts, four in flight: none of their loads waits for another. */
+template <class T>
+DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, int i, float (&sum)[PACKET])
+{
+  const T *rows = static_cast<const T *>(a.d_rows);
+#pragma unroll 4
+  for (int j = 0; j < a.map.top_k; j++) {
+    const int64_t row = g.row[j];
+    if (row >= 0)
+      add_packet<T>(sum, g.factor[j], rows + row * a.hidden + i);
+    else if (row == ROW_IDENTITY) {
+      float value[PACKET];
+      load_any<PACKET>(a.d_out.base, start_of(a.d_out, a.map, 0, token * a.map.top_k + j) + i, a.d_out.dtype, value);
+#pragma unroll
+      for (int c = 0; c < PACKET; c++) sum[c] = fmaf(g.factor[j], value[c], sum[c]);
+    }
+  }
+}
+
+template <class T, int THREADS> DEVICE void gather_token(const gather_args &a, const gathered &g, int64_t token)
+{
+  for (int i = threadIdx.x * PACKET; i < a.hidden; i += THREADS * PACKET) {
+    float sum[PACKET] = {};
+    add_slots<T>(a, g, token, i, sum);
+    if (a.d_shared) add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_shared) + token * a.hidden + i);
+    if (a.d_router) add_packet<f32>(sum, 1.f, a.d_router + token * a.hidden + i);
+#pragma unroll
+    for (int j = 0; j < PACKET; j++)
+      if (a.d_gate) sum[j] = fmaf(a.d_gate[token], load_any(a.gate.base, i + j, a.gate.dtype), sum[j]);
+    store_any<PACKET>(a.d_x, token * a.d_x_ld + i, a.d_x_dtype, sum);
+  }
+}
+
+template <int THREADS> DEVICE void any_gather(const gather_args &a)
+{
+  __shared__ gathered g;
+  const int64_t token = blockIdx.x;
+  if (token >= token_total(a.map.tokens)) return;
+  look_up(a, token, g);
+  __syncthreads();
+  if (a.dtype == DT_F32) return gather_token<f32, THREADS>(a, g, token);
+  if (a.dtype == DT_F16) return gather_token<f16, THREADS>(a, g, token);
+  gather_token<bf16, THREADS>(a, g, token);
+}
+
+#endif

@@ -1,0 +1,35 @@
+/* Sums and maxima of a CTA, in double, in an order of their own. */
+#ifndef CUMOE_SUMS_CUH
+#define CUMOE_SUMS_CUH
+
+#include "device/common.cuh"
+
+/* Over the CTA; valid in every thread, and the same bits. Again only after a barrier. */
+template <int THREADS> DEVICE double cta_sum(double value)
+{
+  constexpr int WARPS = THREADS / WARP_SIZE;
+  __shared__ double part[WARPS];
+  value = warp_sum(value);
+  __syncthreads();
+  if (lane_id() == 0) part[warp_id()] = value;
+  __syncthreads();
+  double sum = 0;
+  for (int w = 0; w < WARPS; w++) sum += part[w];
+  return sum;
+}
+
+/* Not NaN, if there is anything else. */
+template <int THREADS> DEVICE double cta_max(double value)
+{
+  constexpr int WARPS = THREADS / WARP_SIZE;
+  __shared__ double part[WARPS];
+  for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) value = fmax(value, __shfl_xor_sync(ALL_LANES, value, mask));
+  __syncthreads();
+  if (lane_id() == 0) part[warp_id()] = value;
+  __syncthreads();
+  double most = part[0];
+  for (int w = 1; w < WARPS; w++) most = fmax(most, part[w]);
+  return most;
+}
+
+#endif
