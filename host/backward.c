@@ -257,7 +257,7 @@ static cumoe_status keep_rows(const pass *p, const struct weights *w, const rout
   g.gated = 0;
   g.c = region(p->kept, to);
   g.c_ld = halves * w->inter;
-  if (join_halves(&w->up, w->inter, &g.b, &order)) {
+  if (join_halves(w, &g.b, &order)) {
     g.n *= 2;
     return dispatch(p->context, OP_up, &g, p->stream);
   }
@@ -319,7 +319,7 @@ static int32_t order_of(const struct weights *w)
 {
   expert_matrix joined;
   int32_t order;
-  return join_halves(&w->up, w->inter, &joined, &order) ? order : GATE_FIRST;
+  return join_halves(w, &joined, &order) ? order : GATE_FIRST;
 }
 
 static activation_args activation_of(const pass *p, const struct weights *w, const row_map *map)
@@ -526,14 +526,14 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
   expert_matrix joined;
   int32_t order;
   const int32_t own = order_of(w), inter = w->inter;
-  if (w->gated && join_halves(&d->up, inter, &joined, &order) && order == own) {
+  if (join_halves(d, &joined, &order) && order == own) {
     g->d = joined;
     g->n = 2 * inter;
     g->halves = 1;
     return;
   }
-  g->a_n = own == IN_PAIRS ? 2 : 1;
-  g->a_half[own == UP_FIRST ? 0 : 1] = own == IN_PAIRS ? 1 : inter;
+  g->a_n = own >= GATE_UP_PAIRS ? 2 : 1;
+  g->a_half[own % 2 ? 0 : 1] = own >= GATE_UP_PAIRS ? 1 : inter;
 }
 
 static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out)
@@ -553,23 +553,29 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
                              .accumulates = accumulates(b),
                              .padded = !cpu,
                              .scale = 1};
-  const weight_gradient_args down = {.map = e->map,
-                                     .a = *d_out,
-                                     .b = rows_of(region(b->scratch, e->at.h), e->w->inter, dtype),
-                                     .d = e->d->down,
-                                     .d_dtype = e->d->dtype,
-                                     .a_n = 1,
-                                     .halves = 1,
-                                     .n = e->w->hidden,
-                                     .k = e->w->inter,
-                                     .weighs = e->weighs_h && cpu ? WEIGHS_A : WEIGHS_NONE,
-                                     .accumulates = accumulates(b),
-                                     .padded = !cpu,
-                                     .scale = b->scale};
+  weight_gradient_args down = {.map = e->map,
+                               .a = *d_out,
+                               .b = rows_of(region(b->scratch, e->at.h), e->w->inter, dtype),
+                               .d = e->d->down,
+                               .d_dtype = e->d->dtype,
+                               .a_n = 1,
+                               .halves = 1,
+                               .n = e->w->hidden,
+                               .k = e->w->inter,
+                               .weighs = e->weighs_h && cpu ? WEIGHS_A : WEIGHS_NONE,
+                               .accumulates = accumulates(b),
+                               .padded = !cpu,
+                               .scale = b->scale};
+  weight_gradient_args bias = down; /* of d out alone, so its weight is not in h */
+  bias.d.base[0] = bias.d.table[0] = NULL;
+  bias.weighs = e->weighs_h ? WEIGHS_A : WEIGHS_NONE;
+  bias.padded = 0;
+  down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
   TRY(in_row_order(b, e, &x, e->at.d_rows, e->weighs_x));
   up.b = x;
   TRY(add_up_rows(b->p.context, &down, b->p.stream));
+  TRY(add_up_rows(b->p.context, &bias, b->p.stream));
   return add_up_rows(b->p.context, &up, b->p.stream);
 }
 
@@ -602,7 +608,7 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e)
                                     .unweighed = !e->weighs_h && !e->weighs_x,
                                     .sigmoid = e->sigmoid,
                                     .scale = b->scale};
-  if (join_halves(&e->w->up, e->w->inter, &joined, &order)) {
+  if (join_halves(e->w, &joined, &order)) {
     d_rows.b = transposed(joined);
     d_rows.k *= 2;
     d_rows.halves = 1;

@@ -54,7 +54,7 @@ cumoe_status check_backward(cumoe_plan plan, cumoe_weights weights, cumoe_moe_ar
 cumoe_status run_gate_backward(struct context *context, const gate_backward_args *a, cumoe_stream stream);
 
 /* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */
-bool join_halves(const expert_matrix *b, int32_t inter, expert_matrix *joined, int32_t *order);
+bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order);
 /* Products of rows and transposed weights: the forward's kernels where they serve. */
 cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream);
 /* Matrix and biases, whichever are there; d: `halves` of n channels each. */

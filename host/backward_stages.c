@@ -138,33 +138,22 @@ static int64_t element_of(const expert_matrix *b)
   return format_bits((weight_format)b->format) / 8;
 }
 
-/* Whether `b` lies `steps` elements behind `a`; neither is there: yes. */
-static bool follows(const void *a, const void *b, int64_t steps, int64_t element)
+bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order)
 {
-  return a && b ? (intptr_t)b - (intptr_t)a == steps * element : !a && !b;
-}
-
-bool join_halves(const expert_matrix *b, int32_t inter, expert_matrix *joined, int32_t *order)
-{
-  const int64_t element = element_of(b),
-                bias = b->bias[0] ? element_of(&(expert_matrix){.format = (int32_t)dense_format(b->bias_dtype)}) : 0;
-  *joined = *b;
-  if (b->table[0] || b->table[1] || !b->base[1]) return false;
-  for (*order = GATE_FIRST; *order <= IN_PAIRS; ++*order) {
-    const int first = *order == UP_FIRST;
-    const int64_t step = *order == IN_PAIRS ? 2 : 1, behind = *order == IN_PAIRS ? 1 : inter;
-    if (b->n_stride % step || b->bias_n_stride % step) continue;
-    if (!follows(b->base[first], b->base[!first], b->n_stride / step * behind, element)) continue;
-    if (!follows(b->bias[first], b->bias[!first], b->bias_n_stride / step * behind, bias)) continue;
-    joined->base[0] = b->base[first];
-    joined->bias[0] = b->bias[first];
-    joined->base[1] = joined->bias[1] = NULL;
-    joined->n_stride = b->n_stride / step;
-    joined->bias_n_stride = b->bias_n_stride / step;
-    return true;
-  }
+  const bool interleaved = w->gate_order == CUMOE_GATE_UP_INTERLEAVED || w->gate_order == CUMOE_UP_GATE_INTERLEAVED;
+  const int first = w->gate_order == CUMOE_UP_GATE_CONCAT || w->gate_order == CUMOE_UP_GATE_INTERLEAVED;
+  *joined = w->up;
   *order = GATE_FIRST;
-  return false;
+  if (!w->gated || w->gate_order == CUMOE_GATE_UP_SEPARATE) return false;
+  *order = first + (interleaved ? GATE_UP_PAIRS : GATE_FIRST);
+  joined->base[0] = w->up.base[first];
+  joined->table[0] = w->up.table[first];
+  joined->bias[0] = w->up.bias[first];
+  joined->base[1] = joined->bias[1] = NULL;
+  joined->table[1] = NULL;
+  joined->n_stride /= interleaved ? 2 : 1;
+  joined->bias_n_stride = 1;
+  return true;
 }
 
 static bool in_vectors(const void *base, int64_t ld, int64_t element)
@@ -273,7 +262,7 @@ static cumoe_status multiply_stage(const struct plan *plan, const struct weights
                          .scale = 1};
   expert_matrix joined;
   int32_t order;
-  if (p.halves == 2 && join_halves(s->b, s->k, &joined, &order) && order == GATE_FIRST) {
+  if (p.halves == 2 && join_halves(weights, &joined, &order) && order == GATE_FIRST) {
     p.b = transposed(joined);
     p.k *= 2;
     p.halves = 1;

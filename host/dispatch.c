@@ -222,7 +222,8 @@ static op_shape shape_of_rows_product(operation op, const void *args)
 static op_shape shape_of_weight_gradient(operation op, const void *args)
 {
   const weight_gradient_args *a = args;
-  const bool vectors = a->a.dtype == a->b.dtype && is_aligned(&a->a) && is_aligned(&a->b) && a->n % 8 == 0;
+  const bool vectors = a->a.dtype == a->b.dtype && is_aligned(&a->a) && is_aligned(&a->b) && a->n % 8 == 0 &&
+                       a->k % 8 == 0 && a->a_n == 1;
   return (op_shape){.op = op,
                     .in = a->a.dtype,
                     .out = a->d_dtype,

@@ -240,6 +240,7 @@ static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, i
                         .inter = d->inter,
                         .dtype = dtype,
                         .gated = up.count == 2,
+                        .gate_order = d->gate_order,
                         .up_format = d->up_format,
                         .down_format = d->down_format};
   note_parts(d, w);

@@ -30,6 +30,7 @@ struct weights {
   struct context *context;
   int32_t experts, hidden, inter, dtype; /* dtype: of the activations */
   bool gated;
+  int32_t gate_order;
   cumoe_format up_format, down_format;
   expert_matrix up, down;        /* normal form */
   row_format up_rows, down_rows; /* what activations become */

@@ -112,7 +112,7 @@ enum { WEIGHS_NONE = 0, WEIGHS_A, WEIGHS_B };
  * in memory. z of a pair is in row z_row[pair], or (NULL) in the row itself. z and d_z: [rows, halves I], gate and up as
  * `order` says. Unit: a row, up to the end of the last expert's.
  */
-enum { GATE_FIRST = 0, UP_FIRST, IN_PAIRS };
+enum { GATE_FIRST = 0, UP_FIRST, GATE_UP_PAIRS, UP_GATE_PAIRS };
 typedef struct activation_args {
   row_map map;
   const int32_t *z_row;

@@ -5,6 +5,7 @@
  * the same layer, of the same values, in f32. Products of whole numbers exactly.
  */
 #include "cases_layer.h"
+#include "cuda.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -28,8 +29,8 @@ typedef struct grads {
 
 /* What a case wants besides its layer. */
 typedef struct wish {
-  int32_t dtype; /* of gradients that may have one */
-  bool kept, accumulate, pointers;
+  int32_t dtype;                             /* of gradients that may have one */
+  bool kept, accumulate, pointers, own_form; /* own_form: gradients lie as the weights do */
   float balance, z;
   const tensor *d_out;
 } wish;
@@ -96,16 +97,19 @@ static tensor take(cumoe_context context, cumoe_view_mut v)
   return device_get(context, cumoe_const(v));
 }
 
-static void weight_grads_close(weight_grads *g, cumoe_context context)
+static void weight_grads_take(weight_grads *g, cumoe_context context)
 {
-  if (!g->bound) return;
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 4 && g->bound; i++) {
     host_projection *p = projection_of(&g->host, i);
     if (!p->data.data) continue;
     p->data = take(context, g->data[i]);
     p->bias = take(context, g->bias[i]);
   }
-  CHECK_OK(cumoe_weights_destroy(g->bound));
+}
+
+static void weight_grads_close(const weight_grads *g)
+{
+  if (g->bound) CHECK_OK(cumoe_weights_destroy(g->bound));
 }
 
 static bool routed_by_caller(const layer_spec *s)
@@ -128,66 +132,116 @@ static weights_form other_form(const layer_spec *s)
       .gate_order = other.form.gate_order, .up_major = other.form.up_major, .down_major = other.form.down_major};
 }
 
-static grads run_backward(cumoe_context context, const layer_spec *s, const layer_inputs *in, const wish *w)
+static weights_form form_of_grads(const layer_spec *s, const wish *w)
 {
+  return w->own_form ? (weights_form){.gate_order = s->form.gate_order,
+                                      .up_major = s->form.up_major,
+                                      .down_major = s->form.down_major}
+                     : other_form(s);
+}
+
+/* A forward and its backward, everything on the device. */
+typedef struct both_ways {
   session run;
-  grads g = {0};
-  size_t bytes = 0;
+  grads g;
+  cumoe_moe_grads to;
+  cumoe_moe_args args; /* of the backward */
+} both_ways;
+
+static void want_all(both_ways *b, const layer_spec *s, const layer_inputs *in, const wish *w)
+{
+  const cumoe_context context = b->run.context;
   const cumoe_moe_desc *d = &s->desc;
   const int64_t t = s->tokens, k = d->routing.top_k, e = spec_router_experts(s);
-  session_open(&run, context, s, in);
-  const cumoe_moe_args *a = &run.args;
-  cumoe_view_mut kept = no_view_mut();
-  if (w->kept) {
-    CHECK_OK(cumoe_moe_kept(run.plan, t, &bytes));
-    kept = workspace_new(context, bytes);
-    CHECK_OK(cumoe_moe_forward_keep(run.plan, run.routed, a, kept, NULL));
-  } else
-    CHECK_OK(session_forward(&run));
-  weight_grads_open(&g.routed, context, w, d, in->routed.experts, d->inter, other_form(s));
-  if (d->shared_inter) weight_grads_open(&g.shared, context, w, d, 1, d->shared_inter, other_form(s));
-  CHECK_OK(cumoe_moe_backward_workspace(run.plan, t, w->kept, &bytes));
-  cumoe_moe_grads to = {.size = sizeof to,
-                        .flags = w->accumulate ? CUMOE_BACKWARD_ACCUMULATE : 0,
-                        .balance = w->balance,
-                        .z = w->z,
-                        .d_out = device_put(context, w->d_out, 8),
-                        .kept = cumoe_const(kept),
-                        .d_weights = g.routed.bound,
-                        .d_shared = g.shared.bound,
-                        .d_x = device_new(context, w->dtype, t, d->hidden, 8),
-                        .d_pair_weights = device_new(context, CUMOE_F32, t, k, 1),
-                        .workspace = workspace_new(context, bytes)};
-  if (!routed_by_caller(s)) to.d_logits = device_new(context, CUMOE_F32, t, e, 3);
-  if (!routed_by_caller(s)) to.losses = device_new(context, CUMOE_F32, 1, 2, 0);
+  cumoe_moe_grads *to = &b->to;
+  to->d_x = device_new(context, w->dtype, t, d->hidden, 8);
+  to->d_pair_weights = device_new(context, CUMOE_F32, t, k, 1);
+  if (!routed_by_caller(s)) to->d_logits = device_new(context, CUMOE_F32, t, e, 3);
+  if (!routed_by_caller(s)) to->losses = device_new(context, CUMOE_F32, 1, 2, 0);
   if (s->input == INPUT_ROUTER)
-    to.d_router_weight = grad_new(context, w, w->dtype, in->router_weight.rows, in->router_weight.cols);
-  if (s->input == INPUT_ROUTER) to.d_router_bias = grad_new(context, w, CUMOE_F32, 1, e);
-  if (in->router_x.data) to.d_router_x = device_new(context, w->dtype, t, in->router_x.cols, 8);
-  if (in->expert_scale.data) to.d_expert_scale = grad_new(context, w, CUMOE_F32, 1, e);
-  if (in->shared_gate.data) to.d_shared_gate = grad_new(context, w, w->dtype, 1, d->hidden);
-  if (s->residual == RESIDUAL_BIAS) to.d_residual = grad_new(context, w, w->dtype, 1, d->hidden);
-  cumoe_moe_args forward = *a;
-  forward.workspace = forward.out = no_view_mut();
-  if (s->residual == RESIDUAL_IN_PLACE) forward.residual = no_view();
-  CHECK_OK(cumoe_moe_backward(run.plan, run.routed, &forward, &to, NULL));
-  weight_grads_close(&g.routed, context);
-  weight_grads_close(&g.shared, context);
-  check_guards(context, "workspace", to.workspace);
-  if (w->kept) check_guards(context, "kept", kept);
-  g.x = take(context, to.d_x);
-  g.pair_weights = take(context, to.d_pair_weights);
-  g.logits = take(context, to.d_logits);
-  g.losses = take(context, to.losses);
-  g.router_weight = take(context, to.d_router_weight);
-  g.router_bias = take(context, to.d_router_bias);
-  g.router_x = take(context, to.d_router_x);
-  g.expert_scale = take(context, to.d_expert_scale);
-  g.shared_gate = take(context, to.d_shared_gate);
-  g.residual = take(context, to.d_residual);
-  g.ids = a->ids_out.data ? device_get(context, cumoe_const(a->ids_out)) : in->ids;
-  session_close(&run);
-  return g;
+    to->d_router_weight = grad_new(context, w, w->dtype, in->router_weight.rows, in->router_weight.cols);
+  if (s->input == INPUT_ROUTER) to->d_router_bias = grad_new(context, w, CUMOE_F32, 1, e);
+  if (in->router_x.data) to->d_router_x = device_new(context, w->dtype, t, in->router_x.cols, 8);
+  if (in->expert_scale.data) to->d_expert_scale = grad_new(context, w, CUMOE_F32, 1, e);
+  if (in->shared_gate.data) to->d_shared_gate = grad_new(context, w, w->dtype, 1, d->hidden);
+  if (s->residual == RESIDUAL_BIAS) to->d_residual = grad_new(context, w, w->dtype, 1, d->hidden);
+}
+
+static void both_ways_open(both_ways *b, cumoe_context context, const layer_spec *s, const layer_inputs *in,
+                           const wish *w)
+{
+  size_t bytes = 0, kept = 0;
+  const cumoe_moe_desc *d = &s->desc;
+  *b = (both_ways){0};
+  session_open(&b->run, context, s, in);
+  CHECK_OK(cumoe_moe_kept(b->run.plan, s->tokens, &kept));
+  weight_grads_open(&b->g.routed, context, w, d, in->routed.experts, d->inter, form_of_grads(s, w));
+  if (d->shared_inter) weight_grads_open(&b->g.shared, context, w, d, 1, d->shared_inter, form_of_grads(s, w));
+  CHECK_OK(cumoe_moe_backward_workspace(b->run.plan, s->tokens, w->kept, &bytes));
+  b->to = (cumoe_moe_grads){.size = sizeof b->to,
+                            .flags = w->accumulate ? CUMOE_BACKWARD_ACCUMULATE : 0,
+                            .balance = w->balance,
+                            .z = w->z,
+                            .d_out = device_put(context, w->d_out, 8),
+                            .d_weights = b->g.routed.bound,
+                            .d_shared = b->g.shared.bound,
+                            .workspace = workspace_new(context, bytes)};
+  if (w->kept) b->to.kept = cumoe_const(workspace_new(context, kept));
+  want_all(b, s, in, w);
+  b->args = b->run.args;
+  b->args.workspace = b->args.out = no_view_mut();
+  if (s->residual == RESIDUAL_IN_PLACE) b->args.residual = no_view();
+}
+
+static void both_ways_call(both_ways *b)
+{
+  session *run = &b->run;
+  if (b->to.kept.data)
+    CHECK_OK(cumoe_moe_forward_keep(run->plan, run->routed, &run->args, as_mut(b->to.kept), run->stream));
+  else
+    CHECK_OK(session_forward(run));
+  CHECK_OK(cumoe_moe_backward(run->plan, run->routed, &b->args, &b->to, run->stream));
+}
+
+/* What was written, read back. */
+static void both_ways_collect(both_ways *b)
+{
+  const cumoe_context context = b->run.context;
+  const cumoe_moe_grads *to = &b->to;
+  grads *g = &b->g;
+  CHECK_OK(cumoe_synchronize(context, b->run.stream));
+  check_guards(context, "workspace", to->workspace);
+  if (to->kept.data) check_guards(context, "kept", as_mut(to->kept));
+  g->x = take(context, to->d_x);
+  g->pair_weights = take(context, to->d_pair_weights);
+  g->logits = take(context, to->d_logits);
+  g->losses = take(context, to->losses);
+  g->router_weight = take(context, to->d_router_weight);
+  g->router_bias = take(context, to->d_router_bias);
+  g->router_x = take(context, to->d_router_x);
+  g->expert_scale = take(context, to->d_expert_scale);
+  g->shared_gate = take(context, to->d_shared_gate);
+  g->residual = take(context, to->d_residual);
+  g->ids = b->run.args.ids_out.data ? device_get(context, cumoe_const(b->run.args.ids_out)) : b->run.inputs->ids;
+  weight_grads_take(&g->routed, context);
+  weight_grads_take(&g->shared, context);
+}
+
+static void both_ways_close(both_ways *b)
+{
+  weight_grads_close(&b->g.routed);
+  weight_grads_close(&b->g.shared);
+  session_close(&b->run);
+}
+
+static grads run_backward(cumoe_context context, const layer_spec *s, const layer_inputs *in, const wish *w)
+{
+  both_ways b;
+  both_ways_open(&b, context, s, in, w);
+  both_ways_call(&b);
+  both_ways_collect(&b);
+  both_ways_close(&b);
+  return b.g;
 }
 
 /* ---- a forward in double --------------------------------------------------------------------------- */
@@ -559,7 +613,7 @@ static layer_inputs whole_inputs(const layer_spec *s)
   static const double weights[] = {2, 3, -2, 4}; /* no step leads to 0, which drops */
   rng r = {s->seed};
   layer_inputs in = layer_inputs_new(s);
-  in.x = tensor_integers(&r, CUMOE_F32, s->tokens, s->desc.hidden, 2);
+  in.x = tensor_integers(&r, s->desc.dtype, s->tokens, s->desc.hidden, 2);
   weights_fill(&r, &in.routed, FILL_INTEGERS);
   oracle_prepare(&in.routed);
   for (int64_t i = 0; i < in.id_weights.rows * in.id_weights.cols; i++)
@@ -755,8 +809,173 @@ static void test_hostile_kept(cumoe_context context)
     check_guards(context, "workspace", to.workspace);
     CHECK_OK(cumoe_fault_clear(context, NULL));
   }
-  weight_grads_close(&d, context);
+  weight_grads_take(&d, context);
+  weight_grads_close(&d);
   session_close(&run);
+  case_end();
+}
+
+/* ---- CUDA beside the CPU device -------------------------------------------------------------------- */
+
+/* Few numbers of a row are not 0, so that what is rounded to 16 bits is a whole number that these have, or rounded once
+ * on both devices. */
+static tensor few_integers(rng *r, int32_t dtype, int64_t rows, int64_t cols)
+{
+  const tensor t = tensor_new(dtype, rows, cols);
+  for (int64_t i = 0; i < rows; i++)
+    for (int n = 0; n < 3; n++) tensor_set(&t, i, rng_below(r, cols), (double)rng_below(r, 5) - 2);
+  return t;
+}
+
+static cumoe_context cpu_new(void)
+{
+  cumoe_context cpu = NULL;
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &cpu));
+  return cpu;
+}
+
+static void run_whole_bits(cumoe_context context, cumoe_context cpu, pattern p, int64_t tokens, int form, int32_t dtype)
+{
+  layer_spec s = whole_spec(p, tokens, form);
+  s.desc.dtype = dtype;
+  s.desc.hidden = 264;
+  s.desc.inter = 136;
+  s.desc.num_experts = form == 3 ? 40 : 8;
+  s.form.per_expert = form == 1 && p == PATTERN_UNIFORM;
+  s.device_count = p == PATTERN_ZIPF;
+  s.device_tokens = (int32_t)(tokens * 3 / 4);
+  case_begin("bit by bit: %s, %s, T %d, form %d", cumoe_dtype_name((cumoe_dtype)dtype), pattern_name(p), (int)tokens,
+             form);
+  layer_inputs in = whole_inputs(&s);
+  rng r = {s.seed + 9};
+  in.x = few_integers(&r, dtype, tokens, s.desc.hidden);
+  const tensor d_out = few_integers(&r, dtype, tokens, s.desc.hidden);
+  const wish w = {.dtype = form % 2 ? CUMOE_F32 : dtype,
+                  .d_out = &d_out,
+                  .kept = form < 2,
+                  .accumulate = form == 2,
+                  .own_form = p % 2 == 0,
+                  .pointers = form == 3 && p == PATTERN_ONE};
+  const grads got = run_backward(context, &s, &in, &w), want = run_backward(cpu, &s, &in, &w);
+  check_fault(context, NULL, expected_fault(&s, &in));
+  CHECK_OK(cumoe_fault_clear(cpu, NULL));
+  check_grads_equal(&s, &got, &want);
+  case_end();
+}
+
+static void test_whole_bits(cumoe_context context)
+{
+  static const int32_t types[] = {CUMOE_BF16, CUMOE_F32, CUMOE_F16};
+  static const int64_t tokens[] = {300, 1, 70, 130};
+  cumoe_context cpu = cpu_new();
+  for (int p = 0; p < PATTERN_COUNT; p++)
+    for (int form = 0; form < 4; form++)
+      run_whole_bits(context, cpu, (pattern)p, tokens[(p + form) % 4], form, types[(p + form) % 3]);
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
+/* What training has: a router, shared experts with a gate, every activation. */
+static layer_spec trained_spec(int i, int32_t dtype)
+{
+  layer_spec s = layer_spec_new(dtype, 200 + 90 * i, 264, 136);
+  rng r = {(uint64_t)i};
+  s.input = INPUT_ROUTER;
+  s.seed = (uint64_t)i + 1;
+  s.desc.act = i % 7;
+  s.desc.routing.top_k = 1 + i % 5;
+  s.desc.num_experts = i % 3 ? 8 : 24;
+  s.desc.shared_inter = i % 2 ? 72 : 0;
+  s.shared_gate = i % 4 == 1;
+  if (s.desc.act == CUMOE_ACT_SWIGLU_OAI) s.desc.act_limit = 1;
+  layer_random_form(&r, &s);
+  s.form.bias = i % 3 == 1 ? CUMOE_F32 : 0;
+  s.optional_outputs = true;
+  s.device_count = i % 3 == 2;
+  s.device_tokens = 150;
+  return s;
+}
+
+/*
+ * Both devices round h, w h, d h and d z to dtype, one after the other, at most four times from the operands to a
+ * result that is itself rounded; each rounding is half an ulp of one term. Logits that differ in their last bits change
+ * weights by less. So 4 u of the largest for the CPU's part, and 8 u for both; sums in f32 are far below in 16 bits,
+ * and of f32 the depth (at most 264 + 136 terms in f32) takes their place.
+ */
+static double device_tolerance(int32_t dtype)
+{
+  return dtype == CUMOE_F32 ? 0x1p-16 : 8 * unit_roundoff(dtype);
+}
+
+static void test_near_cpu(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  for (int i = 0; i < 9; i++) {
+    const layer_spec s = trained_spec(i, case_dtypes[i % 3]);
+    case_begin("CUDA and CPU: %s, activation %d, k %d", cumoe_dtype_name((cumoe_dtype)s.desc.dtype), s.desc.act,
+               s.desc.routing.top_k);
+    const layer_inputs in = layer_inputs_new(&s);
+    const tensor d_out = d_out_new(&s);
+    const wish w = {.dtype = i % 2 ? CUMOE_F32 : s.desc.dtype,
+                    .d_out = &d_out,
+                    .balance = .01f,
+                    .z = .001f,
+                    .kept = i % 2,
+                    .own_form = i % 4 < 2};
+    test_poison = 0xff;
+    const grads got = run_backward(context, &s, &in, &w);
+    test_poison = 0x3c;
+    const grads again = run_backward(context, &s, &in, &w);
+    check_grads_equal(&s, &got, &again);
+    layer_spec chosen = s; /* the same experts on both */
+    layer_inputs given = in;
+    chosen.chosen = true;
+    given.ids = got.ids;
+    const grads want = run_backward(cpu, &chosen, &given, &w);
+    check_grads_near(&s, &got, &want, device_tolerance(s.desc.dtype));
+    case_end();
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
+/* Captured as the first call of all, replayed with other x, router and so other routes and counts. */
+static void test_graph(void)
+{
+  cumoe_context context = NULL;
+  cudaGraph_t graph = NULL;
+  cudaGraphExec_t exec = NULL;
+  case_begin("captured and replayed");
+  CHECK_OK(cumoe_context_create(0, NULL, &context));
+  layer_spec s = trained_spec(5, CUMOE_BF16);
+  const tensor d_out = d_out_new(&s);
+  const layer_inputs first = layer_inputs_new(&s);
+  const wish w = {.dtype = CUMOE_BF16, .d_out = &d_out, .kept = true, .balance = .01f};
+  both_ways b;
+  both_ways_open(&b, context, &s, &first, &w);
+  CHECK_CUDA(cudaStreamCreateWithFlags(&b.run.stream, cudaStreamNonBlocking));
+  CHECK_CUDA(cudaStreamBeginCapture(b.run.stream, cudaStreamCaptureModeGlobal));
+  both_ways_call(&b);
+  CHECK_CUDA(cudaStreamEndCapture(b.run.stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  for (int round = 0; round < 3; round++) {
+    s.seed = (uint64_t)round + 50;
+    const layer_inputs in = layer_inputs_new(&s);
+    device_set(context, as_mut(b.run.args.x), &in.x);
+    device_set(context, as_mut(b.run.args.router_weight), &in.router_weight);
+    layer_inputs now = first;
+    now.x = in.x;
+    now.router_weight = in.router_weight;
+    CHECK_CUDA(cudaGraphLaunch(exec, b.run.stream));
+    both_ways_collect(&b);
+    const grads eager = run_backward(context, &s, &now, &w);
+    check_grads_equal(&s, &b.g, &eager);
+  }
+  CHECK_CUDA(cudaGraphExecDestroy(exec));
+  CHECK_CUDA(cudaGraphDestroy(graph));
+  CHECK_CUDA(cudaStreamDestroy(b.run.stream));
+  both_ways_close(&b);
+  case_end();
+  case_begin("close");
+  CHECK_OK(cumoe_context_destroy(context));
   case_end();
 }
 
@@ -885,11 +1104,11 @@ static void check_row(const layer_spec *s, const host_weights *w, const stage_ro
 {
   const bool gated = w->gate_order != CUMOE_UNGATED;
   for (int64_t i = 0; i < w->inter; i++)
-    CHECK(get(d_h, row, i) == transposed_sum(w, PLAIN_DOWN, expert, &r->d_y, row, 0, i));
+    CHECK(get(d_h, row, i) == round_to(transposed_sum(w, PLAIN_DOWN, expert, &r->d_y, row, 0, i), d_h->dtype));
   for (int64_t i = 0; i < s->desc.hidden; i++) {
     double want = transposed_sum(w, PLAIN_UP, expert, &r->d_z, row, gated ? w->inter : 0, i);
     if (gated) want += transposed_sum(w, PLAIN_GATE, expert, &r->d_z, row, 0, i);
-    CHECK_MSG(get(d_rows, row, i) == want, "row %d, %d", (int)row, (int)i);
+    CHECK_MSG(get(d_rows, row, i) == round_to(want, d_rows->dtype), "row %d, %d", (int)row, (int)i);
   }
 }
 
@@ -911,10 +1130,15 @@ static double rows_sum(const layer_spec *s, const layer_inputs *in, const stage_
   return sum;
 }
 
-static void run_product_stages(cumoe_context context, pattern p, int form)
+/* out: of rows; the gradients of weights are of the other type. */
+static void run_product_stages(cumoe_context context, pattern p, int form, int32_t dtype, int32_t out)
 {
-  const layer_spec s = whole_spec(p, 7, form);
-  case_begin("products alone: %s, form %d", pattern_name(p), form);
+  layer_spec s = whole_spec(p, dtype == CUMOE_F32 ? 7 : 150, form);
+  s.desc.dtype = dtype;
+  if (dtype != CUMOE_F32) s.desc.hidden = 136, s.desc.inter = 72;
+  if (p == PATTERN_ROUND_ROBIN) s.form.per_expert = true;
+  case_begin("products alone: %s, form %d, %s to %s", pattern_name(p), form, cumoe_dtype_name((cumoe_dtype)dtype),
+             cumoe_dtype_name((cumoe_dtype)out));
   const layer_inputs in = whole_inputs(&s);
   const bool gated = in.routed.gate_order != CUMOE_UNGATED;
   const int64_t pairs = s.tokens * s.desc.routing.top_k, wide = (gated ? 2 : 1) * s.desc.inter;
@@ -922,18 +1146,18 @@ static void run_product_stages(cumoe_context context, pattern p, int form)
   staged g;
   staged_open(&g, context, &s, &in, NULL);
   CHECK_OK(run_stage(&g, STAGE_MAP));
-  stage_rows rows = {.d_z = tensor_integers(&r, CUMOE_F32, pairs, wide, 3),
-                     .h = tensor_integers(&r, CUMOE_F32, pairs, s.desc.inter, 3),
-                     .d_y = tensor_integers(&r, CUMOE_F32, pairs, s.desc.hidden, 3),
+  stage_rows rows = {.d_z = tensor_integers(&r, dtype, pairs, wide, 3),
+                     .h = tensor_integers(&r, dtype, pairs, s.desc.inter, 3),
+                     .d_y = tensor_integers(&r, dtype, pairs, s.desc.hidden, 3),
                      .pair = device_get(context, cumoe_const(g.route.row_pair)),
                      .counts = device_get(context, cumoe_const(g.route.counts)),
                      .offsets = device_get(context, cumoe_const(g.route.offsets))};
   const cumoe_view d_z = device_put(context, &rows.d_z, 8), d_y = device_put(context, &rows.d_y, 8);
-  const cumoe_view_mut d_h = device_new(context, CUMOE_F32, pairs, s.desc.inter, 8),
-                       d_rows = device_new(context, CUMOE_F32, pairs, s.desc.hidden, 8);
+  const cumoe_view_mut d_h = device_new(context, out, pairs, s.desc.inter, 8),
+                       d_rows = device_new(context, out, pairs, s.desc.hidden, 8);
   CHECK_OK(cumoe_down_backward(g.s.plan, g.s.routed, d_y, &g.route, d_h, NULL));
   CHECK_OK(cumoe_up_backward(g.s.plan, g.s.routed, d_z, &g.route, d_rows, NULL));
-  const wish w = {.dtype = CUMOE_F32};
+  const wish w = {.dtype = out == CUMOE_F32 ? dtype : CUMOE_F32, .pointers = form == 2};
   weight_grads d = {0};
   weight_grads_open(&d, context, &w, &s.desc, s.desc.num_experts, s.desc.inter, other_form(&s));
   cumoe_weights_backward_args a = {.size = sizeof a,
@@ -943,7 +1167,8 @@ static void run_product_stages(cumoe_context context, pattern p, int form)
                                    .d_y = d_y};
   if (form % 2) a.pair_weights = device_put(context, &in.id_weights, 1);
   CHECK_OK(cumoe_weights_backward(g.s.plan, d.bound, &g.route, &a, NULL));
-  weight_grads_close(&d, context);
+  weight_grads_take(&d, context);
+  weight_grads_close(&d);
   const tensor got_h = take(context, d_h), got_rows = take(context, d_rows);
   int64_t end = 0;
   for (int64_t e = 0; e < s.desc.num_experts; e++) {
@@ -951,10 +1176,11 @@ static void run_product_stages(cumoe_context context, pattern p, int form)
     for (int64_t row = (int64_t)get(&rows.offsets, 0, e); row < end; row++)
       check_row(&s, &in.routed, &rows, e, row, &got_h, &got_rows);
     for (int part = !gated; part < 3; part++) {
-      const int64_t out = part == PLAIN_DOWN ? e % s.desc.hidden : e % s.desc.inter;
+      const int64_t channel = (part == PLAIN_DOWN ? s.desc.hidden : s.desc.inter) * e / s.desc.num_experts;
       for (int64_t i = 0; i < (part == PLAIN_DOWN ? s.desc.inter : s.desc.hidden); i++) {
-        const place at = oracle_place(&d.host, part, e, out, i);
-        CHECK(get(&at.projection->data, at.row, at.col) == rows_sum(&s, &in, &rows, part, e, out, i));
+        const place at = oracle_place(&d.host, part, e, channel, i);
+        const double want = round_to(rows_sum(&s, &in, &rows, part, e, channel, i), w.dtype);
+        CHECK(get(&at.projection->data, at.row, at.col) == want);
       }
     }
   }
@@ -967,7 +1193,11 @@ static void run_product_stages(cumoe_context context, pattern p, int form)
 
 static void test_product_stages(cumoe_context context)
 {
-  for (int p = 0; p < PATTERN_COUNT; p++) run_product_stages(context, (pattern)p, p % 4);
+  for (int p = 0; p < PATTERN_COUNT; p++)
+    for (int n = 0; n < 5; n++) {
+      static const int32_t types[] = {CUMOE_F32, CUMOE_BF16, CUMOE_F16, CUMOE_BF16, CUMOE_F16};
+      run_product_stages(context, (pattern)p, (p + n) % 4, types[n], n > 2 ? types[n] : CUMOE_F32);
+    }
 }
 
 /* ---- what is refused ------------------------------------------------------------------------------- */
@@ -1013,17 +1243,20 @@ static void test_refusals(cumoe_context context)
 }
 
 static const test_group groups[] = {
-    GROUP("differences", test_differences, ON_CPU),
-    GROUP("types", test_types, ON_CPU),
-    GROUP("whole numbers", test_whole, ON_CPU),
+    GROUP("differences", test_differences, ANYWHERE),
+    GROUP("types", test_types, ANYWHERE),
+    GROUP("whole numbers", test_whole, ANYWHERE),
     ALONE("threads", test_threads, ONCE),
-    GROUP("nan", test_nan, ON_CPU),
-    GROUP("losses", test_losses, ON_CPU),
-    GROUP("gate alone", test_gate_stage, ON_CPU),
-    GROUP("products alone", test_product_stages, ON_CPU),
-    GROUP("not finite", test_not_finite, ON_CPU),
-    GROUP("hostile", test_hostile_kept, ON_CPU),
-    GROUP("refusals", test_refusals, ON_CPU),
+    ALONE("captured", test_graph, ON_CUDA),
+    GROUP("nan", test_nan, ANYWHERE),
+    GROUP("losses", test_losses, ANYWHERE),
+    GROUP("gate alone", test_gate_stage, ANYWHERE),
+    GROUP("products alone", test_product_stages, ANYWHERE),
+    GROUP("not finite", test_not_finite, ANYWHERE),
+    GROUP("hostile", test_hostile_kept, ANYWHERE),
+    GROUP("refusals", test_refusals, ANYWHERE),
+    GROUP("bit by bit as the CPU", test_whole_bits, ON_CUDA),
+    GROUP("near the CPU", test_near_cpu, ON_CUDA),
 };
 
 TEST_MAIN(groups)

@@ -99,38 +99,38 @@ template <bool FAST> DEVICE void activate_any(const activation_args &a, packet_o
 /* Gate and up i .. i + 7 of a row. */
 template <class T> DEVICE void load_halves(const activation_args &a, const T *row, int i, packet_of_row &p)
 {
-  if (a.order == IN_PAIRS && a.gated) {
+  const bool up_first = a.gated && (a.order == UP_FIRST || a.order == UP_GATE_PAIRS);
+  if (a.gated && a.order >= GATE_UP_PAIRS) {
     float first[PACKET], second[PACKET];
     load_f32<PACKET>(row + 2 * i, first);
     load_f32<PACKET>(row + 2 * i + PACKET, second);
 #pragma unroll
     for (int j = 0; j < PACKET; j++) {
       const float *from = j < PACKET / 2 ? first + 2 * j : second + 2 * j - PACKET;
-      p.gate[j] = from[0];
-      p.up[j] = from[1];
+      p.gate[j] = up_first ? from[1] : from[0];
+      p.up[j] = up_first ? from[0] : from[1];
     }
     return;
   }
-  const bool up_first = a.gated && a.order == UP_FIRST;
   load_f32<PACKET>(row + (up_first ? a.inter : 0) + i, p.gate);
   if (a.gated) load_f32<PACKET>(row + (up_first ? 0 : a.inter) + i, p.up);
 }
 
 template <class T> DEVICE void store_halves(const activation_args &a, T *row, int i, const packet_of_row &p)
 {
-  if (a.order == IN_PAIRS && a.gated) {
+  const bool up_first = a.gated && (a.order == UP_FIRST || a.order == UP_GATE_PAIRS);
+  if (a.gated && a.order >= GATE_UP_PAIRS) {
     float first[PACKET], second[PACKET];
 #pragma unroll
     for (int j = 0; j < PACKET; j++) {
       float *to = j < PACKET / 2 ? first + 2 * j : second + 2 * j - PACKET;
-      to[0] = p.gate[j];
-      to[1] = p.up[j];
+      to[0] = up_first ? p.up[j] : p.gate[j];
+      to[1] = up_first ? p.gate[j] : p.up[j];
     }
     store_f32<PACKET>(row + 2 * i, first);
     store_f32<PACKET>(row + 2 * i + PACKET, second);
     return;
   }
-  const bool up_first = a.gated && a.order == UP_FIRST;
   store_f32<PACKET>(row + (up_first ? a.inter : 0) + i, p.gate);
   if (a.gated) store_f32<PACKET>(row + (up_first ? 0 : a.inter) + i, p.up);
 }

@@ -1,4 +1,5 @@
 /* What the backward does row by row and token by token: activation, gradients of weights of pairs, d x. */
+#include <stdbool.h>
 #include "backward.h"
 #include "backward_pairs.h"
 
@@ -72,10 +73,11 @@ typedef struct halves_at {
 
 static halves_at halves_of(const activation_args *a, int64_t row)
 {
-  const int64_t first = row * (a->gated ? 2 : 1) * a->inter, up = a->order == IN_PAIRS ? 1 : a->inter;
-  if (!a->gated || a->order == GATE_FIRST) return (halves_at){first, first + up, 1};
-  if (a->order == UP_FIRST) return (halves_at){first + up, first, 1};
-  return (halves_at){first, first + up, 2};
+  const int64_t first = row * (a->gated ? 2 : 1) * a->inter, step = a->gated && a->order >= GATE_UP_PAIRS ? 2 : 1;
+  const int64_t second = first + (step == 2 ? 1 : a->inter);
+  const bool up_first = a->order == UP_FIRST || a->order == UP_GATE_PAIRS;
+  return a->gated && up_first ? (halves_at){second, first, step} : (halves_at){first, second, step};
+};
 }
 
 static void activate_row(const activation_args *a, int64_t row, int64_t pair)
