@@ -77,7 +77,6 @@ static halves_at halves_of(const activation_args *a, int64_t row)
   const int64_t second = first + (step == 2 ? 1 : a->inter);
   const bool up_first = a->order == UP_FIRST || a->order == UP_GATE_PAIRS;
   return a->gated && up_first ? (halves_at){second, first, step} : (halves_at){first, second, step};
-};
 }
 
 static void activate_row(const activation_args *a, int64_t row, int64_t pair)
