@@ -945,7 +945,7 @@ static void test_graph(void)
   cudaGraphExec_t exec = NULL;
   case_begin("captured and replayed");
   CHECK_OK(cumoe_context_create(0, NULL, &context));
-  layer_spec s = trained_spec(5, CUMOE_BF16);
+  const layer_spec s = trained_spec(5, CUMOE_BF16);
   const tensor d_out = d_out_new(&s);
   const layer_inputs first = layer_inputs_new(&s);
   const wish w = {.dtype = CUMOE_BF16, .d_out = &d_out, .kept = true, .balance = .01f};
@@ -957,8 +957,9 @@ static void test_graph(void)
   CHECK_CUDA(cudaStreamEndCapture(b.run.stream, &graph));
   CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
   for (int round = 0; round < 3; round++) {
-    s.seed = (uint64_t)round + 50;
-    const layer_inputs in = layer_inputs_new(&s);
+    layer_spec other = s;
+    other.seed = (uint64_t)round + 50;
+    const layer_inputs in = layer_inputs_new(&other);
     device_set(context, as_mut(b.run.args.x), &in.x);
     device_set(context, as_mut(b.run.args.router_weight), &in.router_weight);
     layer_inputs now = first;

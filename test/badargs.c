@@ -237,13 +237,6 @@ static cumoe_status unless_cpu(cumoe_status status)
   return bench.cpu && status == CUMOE_ERR_NOT_SUPPORTED ? CUMOE_OK : status;
 }
 
-/* What the CPU device alone does is refused elsewhere, after all checks. */
-static cumoe_status on_cpu_alone(cumoe_status status)
-{
-  const bool refused = status == CUMOE_ERR_NOT_SUPPORTED && strstr(cumoe_last_error(), "on the CPU device alone");
-  return refused && !bench.cpu ? CUMOE_OK : status;
-}
-
 /* ---- cumoe/context.h ------------------------------------------------------------------------------------ */
 
 static int take_nothing(void *user, void **data, size_t bytes, size_t alignment, cumoe_stream stream)
@@ -747,7 +740,7 @@ static void fill_keep(arguments *a)
   a->v[0] = give(CUMOE_U8, 1, (int64_t)bytes);
 }
 CALL(cumoe_moe_forward_keep, fill_keep,
-     on_cpu_alone(cumoe_moe_forward_keep(a->plan, a->weights, a->info, as_mut(a->v[0]), no_stream)), FORWARD_ROWS,
+     cumoe_moe_forward_keep(a->plan, a->weights, a->info, as_mut(a->v[0]), no_stream), FORWARD_ROWS,
      VIEW("args.router_weight", args.router_weight, OR_F32, 16, OPTIONAL),
      VIEW("args.shared_gate", args.shared_gate, OR_F32, 16, OPTIONAL),
      VIEW("kept", v[0], BIT(U8), 256, FREE_COLS | OUT), ROW("kept", A_LONG, v[0].cols, .status = CUMOE_ERR_WORKSPACE))
@@ -788,7 +781,7 @@ static void fill_backward_kept(arguments *a)
   CHECK_OK(cumoe_moe_backward_workspace(a->plan, TOKENS, 1, &bytes));
   a->grads.workspace.cols = a->grads.workspace.ld = (int64_t)bytes;
 }
-#define LAYER_BACKWARD on_cpu_alone(cumoe_moe_backward(a->plan, a->weights, a->info, a->pointer, no_stream))
+#define LAYER_BACKWARD cumoe_moe_backward(a->plan, a->weights, a->info, a->pointer, no_stream)
 #define GRADS_ROWS                                                                                                     \
   FOREIGN_PLAN, WEIGHTS("weights", weights), NOT_NULL("args", info), NOT_NULL("grads", pointer),                       \
       SIZE("args.size", args.size), SIZE("grads.size", grads.size), FLAGS("grads.flags", grads.flags, 1),              \
@@ -1054,8 +1047,8 @@ static void fill_gate_backward(arguments *a)
                                             .workspace = give_mut(CUMOE_U8, 1, (int64_t)bytes)};
   a->info = &a->gate_back;
 }
-CALL(cumoe_gate_backward, fill_gate_backward, on_cpu_alone(cumoe_gate_backward(a->context, a->info, no_stream)),
-     CONTEXT, NOT_NULL("args", info), SIZE("args.size", gate_back.size), FLAGS("args.flags", gate_back.flags, 1),
+CALL(cumoe_gate_backward, fill_gate_backward, cumoe_gate_backward(a->context, a->info, no_stream), CONTEXT,
+     NOT_NULL("args", info), SIZE("args.size", gate_back.size), FLAGS("args.flags", gate_back.flags, 1),
      RESERVE("routing", gate_back.routing.reserved[7]), ROUTING_ROWS(gate_back.routing),
      VIEW("args.logits", gate_back.logits, FLOATS, 0, LOOSE), VIEW("args.ids", gate_back.ids, INDICES, 0, 0),
      VIEW("args.expert_scale", gate_back.expert_scale, BIT(F32), 0, LOOSE),
@@ -1091,8 +1084,7 @@ static void fill_up_backward(arguments *a)
   a->v[0] = give(CUMOE_BF16, PAIRS, 2 * INTER);
   a->v[2] = give(CUMOE_F32, PAIRS, HIDDEN);
 }
-#define PRODUCT(call)                                                                                                  \
-  on_cpu_alone(call(a->plan, a->weights, a->v[0], a->pointer, as_mut(a->v[2]), no_stream)), LAYER_ROWS
+#define PRODUCT(call) call(a->plan, a->weights, a->v[0], a->pointer, as_mut(a->v[2]), no_stream), LAYER_ROWS
 CALL(cumoe_down_backward, fill_down_backward, PRODUCT(cumoe_down_backward), PAIR_ROWS("d_y"),
      VIEW("d_h", v[2], OR_F32, 16, LEAST_ROWS | OUT))
 CALL(cumoe_up_backward, fill_up_backward, PRODUCT(cumoe_up_backward), PAIR_ROWS("d_z"),
@@ -1112,7 +1104,7 @@ static void fill_weights_backward(arguments *a)
   a->info = &a->weights_back;
 }
 CALL(cumoe_weights_backward, fill_weights_backward,
-     on_cpu_alone(cumoe_weights_backward(a->plan, a->weights, a->pointer, a->info, no_stream)), FOREIGN_PLAN,
+     cumoe_weights_backward(a->plan, a->weights, a->pointer, a->info, no_stream), FOREIGN_PLAN,
      WEIGHTS("d_weights", weights), NOT_NULL("args", info), SIZE("args.size", weights_back.size),
      FLAGS("args.flags", weights_back.flags, 1), VIEW("args.x", weights_back.x, BIT(BF16), 16, LOOSE),
      VIEW("args.d_z", weights_back.d_z, BIT(BF16), 16, LEAST_ROWS),
