@@ -227,6 +227,8 @@ static op_shape shape_of_weight_gradient(operation op, const void *args)
   return (op_shape){.op = op,
                     .in = a->a.dtype,
                     .out = a->d_dtype,
+                    .format = dense_format(a->b.dtype),
+                    .scale_run = SCALE_RUN_ALL,
                     .tokens = a->map.tokens.count,
                     .rows = a->map.rows_cap,
                     .experts = a->map.experts * a->halves,

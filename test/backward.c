@@ -9,6 +9,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { TOKENS = 5, HIDDEN = 16, INTER = 8, PART = 16 /* of matrices one element in so many is held to a difference */ };
 
@@ -834,7 +835,8 @@ static cumoe_context cpu_new(void)
   return cpu;
 }
 
-static void run_whole_bits(cumoe_context context, cumoe_context cpu, pattern p, int64_t tokens, int form, int32_t dtype)
+static void run_whole_bits(cumoe_context context, cumoe_context cpu, pattern p, int64_t tokens, int form, int32_t dtype,
+                           bool own_form)
 {
   layer_spec s = whole_spec(p, tokens, form);
   s.desc.dtype = dtype;
@@ -854,7 +856,7 @@ static void run_whole_bits(cumoe_context context, cumoe_context cpu, pattern p, 
                   .d_out = &d_out,
                   .kept = form < 2,
                   .accumulate = form == 2,
-                  .own_form = p % 2 == 0,
+                  .own_form = own_form,
                   .pointers = form == 3 && p == PATTERN_ONE};
   const grads got = run_backward(context, &s, &in, &w), want = run_backward(cpu, &s, &in, &w);
   check_fault(context, NULL, expected_fault(&s, &in));
@@ -870,7 +872,25 @@ static void test_whole_bits(cumoe_context context)
   cumoe_context cpu = cpu_new();
   for (int p = 0; p < PATTERN_COUNT; p++)
     for (int form = 0; form < 4; form++)
-      run_whole_bits(context, cpu, (pattern)p, tokens[(p + form) % 4], form, types[(p + form) % 3]);
+      run_whole_bits(context, cpu, (pattern)p, tokens[(p + form) % 4], form, types[(p + form) % 3], p % 2 == 0);
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
+/* Each kernel of the products where it serves, whatever would be chosen. */
+static void test_forced_bits(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info info = {.size = sizeof info};
+    CHECK_OK(cumoe_variant_get(context, i, &info));
+    const bool gradient = !strcmp(info.op, "weight_gradient");
+    if (!info.usable || (!gradient && strcmp(info.op, "rows_product"))) continue;
+    CHECK_OK(cumoe_variant_force(context, i));
+    for (int form = 0; form < 4; form++)
+      run_whole_bits(context, cpu, form % 2 ? PATTERN_ZIPF : PATTERN_UNIFORM, 70 + 130 * (form % 2), form,
+                     info.x ? info.x : case_dtypes[form % 3], true);
+    CHECK_OK(cumoe_variant_force(context, -1));
+  }
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
@@ -1257,6 +1277,7 @@ static const test_group groups[] = {
     GROUP("hostile", test_hostile_kept, ANYWHERE),
     GROUP("refusals", test_refusals, ANYWHERE),
     GROUP("bit by bit as the CPU", test_whole_bits, ON_CUDA),
+    GROUP("each kernel bit by bit", test_forced_bits, ON_CUDA),
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
 };
 

@@ -493,6 +493,13 @@ static wide simple_grid(const variant *v, const op_shape *s)
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
     return smaller((int64_t)wide_ceil((wide)s->tokens * (wide_ceil(s->n, v->columns) + 1), v->units),
                    HOPPER_SMS * v->ctas);
+  if (s->op == OP_rows_product || s->op == OP_weight_gradient) {
+    const int32_t bm = v->bm ? v->bm : v->units, bn = v->bn ? v->bn : v->columns;
+    const wide tiles = s->op == OP_rows_product
+                           ? (wide)(s->rows / bm + smaller(s->rows, s->experts)) * wide_ceil(s->n, bn)
+                           : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
+    return smaller((int64_t)tiles, HOPPER_SMS * v->ctas);
+  }
   if (s->op == OP_attention && v->form != FORM_row)
     return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
@@ -677,6 +684,39 @@ static void test_late_rows(void)
       case_begin("cc %d: %s", gpus[i].cc, operation_name((operation)op));
       CHECK(operation_is_late((operation)op) && (op == OP_embedding_sort) == (got < 0));
       if (got >= 0) chosen[got] = true;
+      case_end();
+    }
+  group_end();
+}
+
+/* The backward's products: on tensor cores what is of 16 bits and of one type, in vectors. */
+static void test_backward_rows(void)
+{
+  if (!group_begin("products of the backward")) return;
+  for (int i = 1; i < GPU_COUNT; i++)
+    for (int n = 0; n < 36; n++) {
+      const op_shape s = {.op = n % 2 ? OP_rows_product : OP_weight_gradient,
+                          .in = case_dtypes[n / 2 % 3],
+                          .out = n % 4 < 2 ? DT_F32 : case_dtypes[n / 2 % 3],
+                          .format = dense_format(case_dtypes[n / 6 % 3]),
+                          .scale_run = SCALE_RUN_ALL,
+                          .tokens = 100,
+                          .rows = 400,
+                          .experts = 8,
+                          .n = 264,
+                          .k = 136,
+                          .top_k = 4,
+                          .rules = n >= 18};
+      const machine m = gpu_machine(&gpus[i]);
+      const int32_t got = choose(&m, &s);
+      case_begin("%s", shape_name(&gpus[i], &s));
+      if (CHECK(got >= 0)) {
+        const variant *v = &variants[got];
+        const bool vectors = !s.rules && s.in != DT_F32 && dense_format(s.in) == s.format;
+        chosen[got] = true;
+        CHECK(row_can(v, &gpus[i], &s));
+        if (s.op == OP_weight_gradient) CHECK((v->form == FORM_any) == !vectors);
+      }
       case_end();
     }
   group_end();
@@ -1347,6 +1387,7 @@ int main(int argc, char **argv)
   test_row_lengths();
   test_functions();
   test_late_rows();
+  test_backward_rows();
   test_random_plans(&r);
   if (gpus_have_sm90()) test_layer_cases();
   if (gpus_have_sm90()) test_forced_plans();
