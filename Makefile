@@ -103,7 +103,7 @@ EXAMPLES_CXX := $(basename $(notdir $(sort $(wildcard test/examples/*.cpp))))
 # Harnesses for bytes from outside, each with a driver of our own and, where clang has it, with libFuzzer.
 FUZZERS      := $(filter-out main,$(basename $(notdir $(sort $(wildcard test/fuzz/*.c)))))
 # Programs of bench/; what else lies there belongs to all of them, but for the demo's model and the one to be trained.
-BENCH_MAINS := $(wildcard $(addprefix bench/,bench.c ops.c attention.c tune.c plan.c ep.c))
+BENCH_MAINS := $(wildcard $(addprefix bench/,bench.c ops.c attention.c backward.c tune.c plan.c ep.c))
 DEMO_C  := $(wildcard bench/demo.c bench/tinylm.c bench/safetensors.c)
 TRAIN_C := $(wildcard bench/train.c bench/decoder.c bench/safetensors.c)
 BENCH_C := $(sort $(filter-out $(BENCH_MAINS) $(DEMO_C) $(TRAIN_C),$(wildcard bench/*.c)))
