@@ -137,7 +137,7 @@ typedef struct pass {
   token_count tokens;
   kept_layout at;
   char *kept;
-  void *hist;                   /* of the map */
+  void *hist, *rows; /* of the map; room for x in the order of rows, where it is copied */
   cumoe_view ids, pair_weights; /* of the routing, wherever they come from */
   route_pointers route;
   cumoe_stream stream;
@@ -243,6 +243,28 @@ static expert_matrix half_of(const expert_matrix *b, int64_t h)
   return half;
 }
 
+static row_map route_rows(const pass *p)
+{
+  const int32_t k = p->plan->desc.routing.top_k;
+  return (row_map){.counts = p->route.counts,
+                   .offsets = p->route.offsets,
+                   .row_pair = p->route.row_pair,
+                   .slot_row = p->route.slot_row,
+                   .tokens = p->tokens,
+                   .rows_cap = p->tokens.count * k,
+                   .experts = p->weights->experts,
+                   .top_k = k,
+                   .fault = p->context->fault};
+}
+
+/* Of many rows a copy in their order costs less than that every tile of channels gathers them. */
+static bool copies_x(const pass *p)
+{
+  enum { MANY = 4096 };
+  return !on_cpu(p->context) && p->plan->desc.dtype != CUMOE_F32 &&
+         p->tokens.count * p->plan->desc.routing.top_k >= MANY;
+}
+
 /* Gate and up before the activation, of routed experts or (route NULL) the shared one: by one product where they are one
  * matrix. */
 static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
@@ -257,6 +279,18 @@ static cumoe_status keep_rows(const pass *p, const struct weights *w, const rout
   g.gated = 0;
   g.c = region(p->kept, to);
   g.c_ld = halves * w->inter;
+  if (route && copies_x(p)) {
+    const copy_rows_args c = {.map = route_rows(p),
+                              .a = {p->args->x.data, p->args->x.ld, d->dtype, OF_TOKEN},
+                              .to = p->rows,
+                              .to_ld = d->hidden,
+                              .cols = d->hidden,
+                              .dtype = d->dtype};
+    g.a = p->rows;
+    g.a_ld = d->hidden;
+    g.packed = 1;
+    TRY(dispatch(p->context, OP_copy_rows, &c, p->stream));
+  }
   if (join_halves(w, &g.b, &order)) {
     g.n *= 2;
     return dispatch(p->context, OP_up, &g, p->stream);
@@ -277,20 +311,6 @@ static cumoe_status keep(const pass *p, int32_t *counts_out, int64_t *load)
 }
 
 /* ---- kernels ---- */
-
-static row_map route_rows(const pass *p)
-{
-  const int32_t k = p->plan->desc.routing.top_k;
-  return (row_map){.counts = p->route.counts,
-                   .offsets = p->route.offsets,
-                   .row_pair = p->route.row_pair,
-                   .slot_row = p->route.slot_row,
-                   .tokens = p->tokens,
-                   .rows_cap = p->tokens.count * k,
-                   .experts = p->weights->experts,
-                   .top_k = k,
-                   .fault = p->context->fault};
-}
 
 static row_map token_rows(const pass *p)
 {
@@ -391,6 +411,7 @@ static cumoe_status run_forward(pass *p)
   workspace_layout at;
   TRY(check_layout("args.x.rows", p->plan, p->tokens.count, &at));
   p->hist = region(workspace, at.hist);
+  p->rows = region(workspace, at.y); /* nothing is there until down */
   const experts_out routed = {region(workspace, at.h), region(workspace, at.y)},
                     shared = {region(workspace, at.shared_h), region(workspace, at.shared_y)};
   TRY(keep(p, a->counts_out.data, a->load.data));
@@ -833,6 +854,7 @@ cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cu
   char *kept = absent(&g.kept) ? region(b.scratch, b.at.kept) : (char *)(uintptr_t)g.kept.data;
   b.p = pass_of(&with.layer, &a, kept, stream);
   b.p.hist = region(b.scratch, b.at.hist);
+  b.p.rows = region(b.scratch, b.at.routed.d_rows);
   b.scale = is_unreduced(&b.p) || a.out_scale == 0 ? 1 : a.out_scale;
   ON_DEVICE(b.p.context, run_backward(&b));
 }

@@ -1,9 +1,9 @@
-/* The activation and its slope (kernels/cpu/backward_rows.c): a CTA a row, 8 elements a thread. */
+/* The activation and its slope (kernels/cpu/backward_rows.c): a warp a row, 8 elements a lane: more
+ * loads in flight than of a CTA that a row does not fill. */
 #ifndef CUMOE_BACKWARD_ACTIVATION_CUH
 #define CUMOE_BACKWARD_ACTIVATION_CUH
 
 #include "backward/rows.cuh"
-#include "train/sums.cuh"
 
 constexpr int PACKET = 8; /* H and I are multiples of it */
 
@@ -135,25 +135,32 @@ template <class T> DEVICE void store_halves(const activation_args &a, T *row, in
   if (a.gated) store_f32<PACKET>(row + (up_first ? 0 : a.inter) + i, p.up);
 }
 
-/* Returns this thread's part of <d h, h>. h is what is rounded; in memory times w, if it is to be. */
-template <class T, int THREADS>
-DEVICE float activate_row(const activation_args &a, int64_t row, int64_t z_row, float weight)
+/* What a packet reads. */
+template <class T>
+DEVICE void load_packet(const activation_args &a, const T *z, const T *d_h, int i, packet_of_row &p)
+{
+  load_halves(a, z, i, p);
+#pragma unroll
+  for (int j = 0; j < PACKET; j++) p.d_h[j] = 0;
+  if (a.d_h) load_f32<PACKET>(d_h + i, p.d_h);
+}
+
+/* Returns this lane's part of <d h, h>. h is what is rounded; in memory times w, if it is to be. */
+template <class T> DEVICE float activate_row(const activation_args &a, int64_t row, int64_t z_row, float weight)
 {
   const int64_t wide = (a.gated ? 2 : 1) * (int64_t)a.inter;
   const T *z = static_cast<const T *>(a.z) + z_row * wide, *d_h = static_cast<const T *>(a.d_h) + row * a.inter;
   T *h = static_cast<T *>(a.h) + row * a.inter, *d_z = static_cast<T *>(a.d_z) + row * wide;
   const float of_z = a.weighs ? weight : 1.f, of_h = a.weighs_h ? weight : 1.f;
   float along = 0;
-  for (int i = threadIdx.x * PACKET; i < a.inter; i += THREADS * PACKET) {
+#pragma unroll 1
+  for (int i = lane_id() * PACKET; i < a.inter; i += WARP_SIZE * PACKET) {
     packet_of_row p;
     float given[PACKET];
-    load_halves(a, z, i, p);
-#pragma unroll
-    for (int j = 0; j < PACKET; j++) given[j] = 0;
-    if (a.d_h) load_f32<PACKET>(d_h + i, given);
+    load_packet(a, z, d_h, i, p);
 #pragma unroll
     for (int j = 0; j < PACKET; j++) {
-      given[j] *= a.scale;
+      given[j] = a.scale * p.d_h[j];
       p.d_h[j] = of_z * given[j];
     }
     activate_any<sizeof(T) == 2>(a, p);
@@ -168,37 +175,37 @@ DEVICE float activate_row(const activation_args &a, int64_t row, int64_t z_row, 
   return along;
 }
 
-template <class T, int THREADS> DEVICE void clear_row(const activation_args &a, int64_t row)
+template <class T> DEVICE void clear_row(const activation_args &a, int64_t row)
 {
   const int64_t wide = (a.gated ? 2 : 1) * (int64_t)a.inter;
   const float zeros[PACKET] = {};
-  for (int i = threadIdx.x * PACKET; i < a.inter; i += THREADS * PACKET)
+  for (int i = lane_id() * PACKET; i < a.inter; i += WARP_SIZE * PACKET)
     store_f32<PACKET>(static_cast<T *>(a.h) + row * a.inter + i, zeros);
-  for (int64_t i = threadIdx.x * PACKET; a.d_h && i < wide; i += THREADS * PACKET)
+  for (int64_t i = lane_id() * PACKET; a.d_h && i < wide; i += WARP_SIZE * PACKET)
     store_f32<PACKET>(static_cast<T *>(a.d_z) + row * wide + i, zeros);
 }
 
-template <class T, int THREADS> DEVICE void activation_of_row(const activation_args &a, int64_t row)
+template <class T> DEVICE void activation_of_row(const activation_args &a, int64_t row)
 {
   const int64_t pair = pair_kept(a.map, row), z_row = pair >= 0 && a.z_row ? a.z_row[pair] : row;
   const bool there = pair >= 0 && (!a.z_row || (z_row >= 0 && z_row < a.map.tokens.count * a.map.top_k));
   float along = 0;
   if (there)
-    along = activate_row<T, THREADS>(a, row, z_row, weight_of_pair(a.map, pair));
+    along = activate_row<T>(a, row, z_row, weight_of_pair(a.map, pair));
   else
-    clear_row<T, THREADS>(a, row);
+    clear_row<T>(a, row);
   if (!a.along) return;
-  const double sum = cta_sum<THREADS>((double)along);
-  if (threadIdx.x == 0) a.along[row] = sum;
+  along = warp_sum(along);
+  if (lane_id() == 0) a.along[row] = (double)along;
 }
 
 template <int THREADS> DEVICE void any_activation(const activation_args &a)
 {
-  const int64_t row = blockIdx.x;
+  const int64_t row = (int64_t)blockIdx.x * (THREADS / WARP_SIZE) + warp_id();
   if (row >= end_of_rows(a.map)) return;
-  if (a.dtype == DT_F32) return activation_of_row<f32, THREADS>(a, row);
-  if (a.dtype == DT_F16) return activation_of_row<f16, THREADS>(a, row);
-  activation_of_row<bf16, THREADS>(a, row);
+  if (a.dtype == DT_F32) return activation_of_row<f32>(a, row);
+  if (a.dtype == DT_F16) return activation_of_row<f16>(a, row);
+  activation_of_row<bf16>(a, row);
 }
 
 #endif
