@@ -59,6 +59,13 @@ static rows_layout carve_rows(carver *c, const struct plan *plan, int64_t pairs,
   return at;
 }
 
+/* Runs of tokens that sums over all of them are made of: enough for all SMs. */
+static int32_t runs_of(const struct plan *plan, int64_t tokens)
+{
+  enum { MOST = 8, RUN = 512 };
+  return on_cpu(plan->context) ? 1 : (int32_t)min64(ceil_div(tokens, RUN), MOST);
+}
+
 static size_t carve_hist(carver *c, const cumoe_moe_desc *d, int64_t pairs)
 {
   const map_chunks cut = map_chunking(pairs);
@@ -91,6 +98,10 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->offsets = carve(&c, 1, d->local_experts + 1, 4);
   at->row_pair = carve(&c, rows, 1, 4);
   at->slot_row = carve(&c, pairs, 1, 4);
+  const int32_t runs = runs_of(plan, tokens);
+  at->runs_counts = carve(&c, 1, runs, 4);
+  at->runs_offsets = carve(&c, 1, runs + 1, 4);
+  at->runs_sums = carve(&c, runs > 1 ? runs : 0, experts * d->hidden, 4);
   if (!kept) at->hist = carve_hist(&c, d, pairs);
   at->kept = carve(&c, 1, kept ? 0 : (int64_t)keeps.bytes, 1);
   at->bytes = c.at;
@@ -137,7 +148,7 @@ typedef struct pass {
   token_count tokens;
   kept_layout at;
   char *kept;
-  void *hist, *rows; /* of the map; room for x in the order of rows, where it is copied */
+  void *hist, *rows;            /* of the map; room for x in the order of rows, where it is copied */
   cumoe_view ids, pair_weights; /* of the routing, wherever they come from */
   route_pointers route;
   cumoe_stream stream;
@@ -746,10 +757,42 @@ static cumoe_status backward_gate(const backward *b)
   return run_gate_backward(p->context, &a, p->stream);
 }
 
+/* The matrix of sums over all tokens, by runs of them. */
+static cumoe_status add_runs(const backward *b, const weight_gradient_args *g, cumoe_view_mut d)
+{
+  const pass *p = &b->p;
+  const int32_t runs = runs_of(p->plan, p->tokens.count);
+  const cut_args cut = {p->tokens, region(b->scratch, b->at.runs_counts), region(b->scratch, b->at.runs_offsets), runs};
+  weight_gradient_args each = *g;
+  const add_runs_args sum = {.sums = region(b->scratch, b->at.runs_sums),
+                             .d = d.data,
+                             .d_ld = d.ld,
+                             .rows = g->n,
+                             .cols = g->k,
+                             .tokens = p->tokens,
+                             .runs = runs,
+                             .d_dtype = d.dtype,
+                             .accumulates = g->accumulates,
+                             .scale = g->scale};
+  each.map.counts = cut.counts;
+  each.map.offsets = cut.offsets;
+  each.map.experts = runs;
+  each.d = (expert_matrix){
+      .base = {sum.sums}, .expert_stride = (int64_t)g->n * g->k, .n_stride = g->k, .k_stride = 1, .format = FORMAT_f32};
+  each.d_dtype = DT_F32;
+  each.accumulates = 0;
+  each.scale = 1;
+  TRY(dispatch(p->context, OP_cut, &cut, p->stream));
+  TRY(dispatch(p->context, OP_weight_gradient, &each, p->stream));
+  return dispatch(p->context, OP_add_runs, &sum, p->stream);
+}
+
 /* Sums over all tokens: the outer product of `a` and `with`, and the sum of `a`, scaled. */
 static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe_view with, cumoe_view_mut d,
                                cumoe_view_mut d_bias, float scale)
 {
+  const struct plan *plan = b->p.plan;
+  const bool fits = n * with.cols <= (int64_t)router_experts(&plan->desc) * plan->desc.hidden;
   weight_gradient_args g = {.map = token_rows(&b->p),
                             .a = a,
                             .b = matrix_of(with, OF_ROW),
@@ -761,6 +804,10 @@ static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe
                             .k = (int32_t)with.cols,
                             .accumulates = accumulates(b),
                             .scale = scale};
+  if (d.data && fits && runs_of(plan, b->p.tokens.count) > 1) {
+    TRY(add_runs(b, &g, d));
+    g.d.base[0] = NULL;
+  }
   g.d.bias[0] = d_bias.data;
   g.d.bias_n_stride = 1;
   g.d.bias_dtype = d_bias.dtype;

@@ -25,9 +25,10 @@ typedef struct scratch_layout {
   rows_layout routed, shared;
   size_t d_weights, d_logits, d_router, shared_weight, d_shared_weight; /* d_shared_weight: of its gate's logit */
   size_t count, token_loss, pair_scale;
-  size_t counts, offsets, row_pair, slot_row; /* of padded rows */
-  size_t hist;                                /* of the map, where nothing was kept */
-  size_t kept;                                /* where there is no other place for it */
+  size_t counts, offsets, row_pair, slot_row;  /* of padded rows */
+  size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
+  size_t hist;                                 /* of the map, where nothing was kept */
+  size_t kept;                                 /* where there is no other place for it */
   size_t bytes;
 } scratch_layout;
 

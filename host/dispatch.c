@@ -188,42 +188,57 @@ static op_shape shape_of_copy_rows(operation op, const void *args)
   return (op_shape){.op = op, .tokens = a->map.rows_cap};
 }
 
-static weight_major major_of(const expert_matrix *b)
+/* What reads or writes whole vectors needs them aligned. */
+static bool in_vectors(const void *base, int64_t stride, int32_t dtype)
 {
-  return b->k_stride == 1 ? MAJOR_K : MAJOR_N;
+  return ((uintptr_t)base | (uintptr_t)(stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype))) % 16 == 0;
 }
 
-/* A form that reads whole vectors needs them: 8 elements of 16 bits, 4 of 32. */
-static bool is_aligned(const row_matrix *m)
+/* One stride is 1, and the other a whole number of vectors. */
+static bool matrix_in_vectors(const expert_matrix *b, int32_t halves, int32_t experts, int32_t dtype)
 {
-  return ((uintptr_t)m->base | (uintptr_t)(m->ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)m->dtype))) % 16 == 0;
+  const int64_t along = b->k_stride == 1 ? b->n_stride : b->k_stride;
+  if (b->k_stride != 1 && b->n_stride != 1) return false;
+  if (experts > 1 && !b->table[0] && !in_vectors(NULL, b->expert_stride, dtype)) return false;
+  return in_vectors(b->base[0], along, dtype) && (halves == 1 || in_vectors(b->base[1], along, dtype));
 }
 
+static int32_t dense_type(int32_t format)
+{
+  return format == FORMAT_f32 ? DT_F32 : format == FORMAT_f16 ? DT_F16 : DT_BF16;
+}
+
+/* rules: not for what reads vectors. */
 static op_shape shape_of_rows_product(operation op, const void *args)
 {
   const rows_product_args *a = args;
-  const bool same = dense_format(a->a.dtype) == (weight_format)a->b.format && is_aligned(&a->a);
+  const bool vectors = in_vectors(a->a.base, a->a.ld, a->a.dtype) && in_vectors(a->c, a->c_ld, a->c_dtype) &&
+                       matrix_in_vectors(&a->b, a->halves, a->map.experts, dense_type(a->b.format)) && a->n % 8 == 0 &&
+                       a->k % 8 == 0;
   return (op_shape){.op = op,
                     .in = a->a.dtype,
                     .out = a->c_dtype,
                     .format = (weight_format)a->b.format,
                     .scale_run = SCALE_RUN_ALL,
-                    .major = major_of(&a->b),
+                    .major = a->b.k_stride == 1 ? MAJOR_K : MAJOR_N,
                     .tokens = a->map.tokens.count,
                     .rows = a->map.rows_cap,
                     .experts = a->map.experts,
                     .n = a->n,
                     .k = a->k,
                     .top_k = a->map.top_k,
-                    .rules = !same};
+                    .rules = !vectors};
 }
 
-/* rules: not for what reads vectors. */
+/* Of gate and up that are not one matrix elements may lie by twos: those are stored one by one. */
 static op_shape shape_of_weight_gradient(operation op, const void *args)
 {
   const weight_gradient_args *a = args;
-  const bool vectors = a->a.dtype == a->b.dtype && is_aligned(&a->a) && is_aligned(&a->b) && a->n % 8 == 0 &&
-                       a->k % 8 == 0 && a->a_n == 1;
+  const expert_matrix *d = &a->d;
+  const bool by_twos = d->k_stride != 1 && d->n_stride == 2;
+  const bool vectors = in_vectors(a->a.base, a->a.ld, a->a.dtype) && in_vectors(a->b.base, a->b.ld, a->b.dtype) &&
+                       (by_twos || matrix_in_vectors(d, a->halves, a->map.experts, a->d_dtype)) && a->a_n == 1 &&
+                       a->n % 8 == 0 && a->k % 8 == 0;
   return (op_shape){.op = op,
                     .in = a->a.dtype,
                     .out = a->d_dtype,
@@ -236,6 +251,12 @@ static op_shape shape_of_weight_gradient(operation op, const void *args)
                     .k = a->k,
                     .top_k = a->map.top_k,
                     .rules = !vectors};
+}
+
+static op_shape shape_of_add_runs(operation op, const void *args)
+{
+  const add_runs_args *a = args;
+  return (op_shape){.op = op, .tokens = a->rows * a->cols};
 }
 
 static op_shape shape_of_bias_gradient(operation op, const void *args)

@@ -101,6 +101,25 @@ typedef struct weight_gradient_args {
   float scale;
 } weight_gradient_args;
 
+/* On CUDA sums over all tokens are those of runs of tokens, each an expert's to weight_gradient, then added in their
+ * order. cut: counts [runs], offsets [runs + 1]. Unit: a run. */
+typedef struct cut_args {
+  token_count tokens;
+  int32_t *counts, *offsets;
+  int32_t runs;
+} cut_args;
+
+/* d[r, c] = scale * sum over runs of sums[run, r, c], onto what is there if `accumulates`; then, without tokens, nothing
+ * is written. Unit: an element. */
+typedef struct add_runs_args {
+  const float *sums; /* [runs, rows, cols] */
+  void *d;
+  int64_t d_ld, rows, cols;
+  token_count tokens;
+  int32_t runs, d_dtype, accumulates;
+  float scale;
+} add_runs_args;
+
 enum { GRADIENT_BLOCK = 32 };
 #define GRADIENT_BLOCKS(n) (((n) + GRADIENT_BLOCK - 1) / GRADIENT_BLOCK)
 #define PRODUCT_BLOCKS(n)  (((n) + CPU_N_BLOCK - 1) / CPU_N_BLOCK)

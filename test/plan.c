@@ -231,7 +231,8 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (v->form == FORM_wgmma && !s->tmap) return false;
   if (v->form == FORM_row && s->n > v->columns) return false;
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
-  bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || (int8_t)s->major == v->major;
+  bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || v->form == FORM_any ||
+                (int8_t)s->major == v->major;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
   if (v->form == FORM_few && s->by_expert) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
@@ -694,10 +695,11 @@ static void test_backward_rows(void)
 {
   if (!group_begin("products of the backward")) return;
   for (int i = 1; i < GPU_COUNT; i++)
-    for (int n = 0; n < 36; n++) {
-      const op_shape s = {.op = n % 2 ? OP_rows_product : OP_weight_gradient,
+    for (int n = 0; n < 2 * 3 * 3 * 2 * 2 * 2; n++) {
+      const bool rows = n % 2;
+      const op_shape s = {.op = rows ? OP_rows_product : OP_weight_gradient,
                           .in = case_dtypes[n / 2 % 3],
-                          .out = n % 4 < 2 ? DT_F32 : case_dtypes[n / 2 % 3],
+                          .out = n / 18 % 2 ? DT_F32 : case_dtypes[n / 2 % 3],
                           .format = dense_format(case_dtypes[n / 6 % 3]),
                           .scale_run = SCALE_RUN_ALL,
                           .tokens = 100,
@@ -706,16 +708,21 @@ static void test_backward_rows(void)
                           .n = 264,
                           .k = 136,
                           .top_k = 4,
-                          .rules = n >= 18};
+                          .major = !rows        ? MAJOR_none
+                                   : n / 36 % 2 ? MAJOR_K
+                                                : MAJOR_N,
+                          .rules = n / 72};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);
       case_begin("%s", shape_name(&gpus[i], &s));
       if (CHECK(got >= 0)) {
         const variant *v = &variants[got];
-        const bool vectors = !s.rules && s.in != DT_F32 && dense_format(s.in) == s.format;
+        const bool router = s.in == DT_F32 && s.format == FORMAT_bf16 && s.major != MAJOR_K,
+                   same = dense_format(s.in) == s.format;
+        const bool vectors = !s.rules && (router || (same && s.in != DT_F32));
         chosen[got] = true;
         CHECK(row_can(v, &gpus[i], &s));
-        if (s.op == OP_weight_gradient) CHECK((v->form == FORM_any) == !vectors);
+        CHECK((v->form == FORM_any) == !vectors);
       }
       case_end();
     }
@@ -1238,6 +1245,7 @@ static void test_forced_plans(void)
   for (int32_t i = 0; i < variant_count; i++) {
     const variant *v = &variants[i];
     if (v->arch == ARCH_cpu || v->x == DT_F16 || v->x == DT_F32 || v->w == DT_F32 || v->y == DT_F32) continue;
+    if (operation_is_late((operation)v->op)) continue;
     if (format_is_scaled((weight_format)v->format)) continue; /* serves none of these layers */
     const bool few = v->op == OP_few_up || v->op == OP_few_down;
     const bool replaced = v->op >= OP_map_count && v->op <= OP_combine && v->op != OP_permute;

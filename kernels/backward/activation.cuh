@@ -136,8 +136,7 @@ template <class T> DEVICE void store_halves(const activation_args &a, T *row, in
 }
 
 /* What a packet reads. */
-template <class T>
-DEVICE void load_packet(const activation_args &a, const T *z, const T *d_h, int i, packet_of_row &p)
+template <class T> DEVICE void load_packet(const activation_args &a, const T *z, const T *d_h, int i, packet_of_row &p)
 {
   load_halves(a, z, i, p);
 #pragma unroll

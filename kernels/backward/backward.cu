@@ -10,6 +10,8 @@
 #define BODY_copy_rows                 BODY
 #define BODY_rows_product              BODY
 #define BODY_weight_gradient           BODY
+#define BODY_cut                       BODY
+#define BODY_add_runs                  BODY
 #define BODY_bias_gradient             BODY
 #define BODY_activation                BODY
 #define BODY_pair_gradient             BODY_UNITS
@@ -23,6 +25,8 @@
 #define ARGUMENTS_copy_rows            copy_rows_args
 #define ARGUMENTS_rows_product         rows_product_args
 #define ARGUMENTS_weight_gradient      weight_gradient_args
+#define ARGUMENTS_cut                  cut_args
+#define ARGUMENTS_add_runs             add_runs_args
 #define ARGUMENTS_bias_gradient        weight_gradient_args
 #define ARGUMENTS_activation           activation_args
 #define ARGUMENTS_pair_gradient        pair_gradient_args

@@ -252,6 +252,26 @@ template <int THREADS> DEVICE void any_weight_gradient(const weight_gradient_arg
     add_up_unit<THREADS>(g, smem, gradient_of(g, i, FMA_TILE, FMA_TILE));
 }
 
+/* ---- sums over all tokens ---- */
+
+template <int THREADS> DEVICE void any_cut(const cut_args &c)
+{
+  const int64_t tokens = token_total(c.tokens), each = ceil_div(c.tokens.count, (int64_t)c.runs), run = threadIdx.x;
+  if (run > c.runs) return;
+  c.offsets[run] = (int32_t)min(run * each, tokens);
+  if (run < c.runs) c.counts[run] = (int32_t)clamped(tokens - run * each, 0, each);
+}
+
+template <int THREADS> DEVICE void any_add_runs(const add_runs_args &a)
+{
+  const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x, all = a.rows * a.cols;
+  if (i >= all || (a.accumulates && token_total(a.tokens) == 0)) return;
+  const int64_t at = i / a.cols * a.d_ld + i % a.cols;
+  float sum = 0;
+  for (int run = 0; run < a.runs; run++) sum += a.sums[run * all + i];
+  store_any(a.d, at, a.d_dtype, a.accumulates ? load_any(a.d, at, a.d_dtype) + a.scale * sum : a.scale * sum);
+}
+
 /* ---- biases ---- */
 
 /* A CTA has GRADIENT_BLOCK columns, a lane each, and a warp every so many rows; the warps' sums are added in their
