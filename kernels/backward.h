@@ -101,6 +101,18 @@ typedef struct weight_gradient_args {
   float scale;
 } weight_gradient_args;
 
+/*
+ * The same of 16-bit copies of both operands in row order, in which each expert begins at a multiple of GRADIENT_ROWS,
+ * at map.offsets[e], and zeros fill up to the next; rows_cap: with them. Through tensor maps of boxes of 64 columns
+ * (host/tmap.c): p: of the operand whose columns are rows of d in memory, q: of the other.
+ */
+enum { GRADIENT_ROWS = 64 };
+typedef struct weight_gradient_sm90_args {
+  weight_gradient_args g;
+  unsigned char p[128] __attribute__((aligned(64)));
+  unsigned char q[128] __attribute__((aligned(64)));
+} weight_gradient_sm90_args;
+
 enum { GRADIENT_BLOCK = 32 };
 #define GRADIENT_BLOCKS(n) (((n) + GRADIENT_BLOCK - 1) / GRADIENT_BLOCK)
 #define PRODUCT_BLOCKS(n)  (((n) + CPU_N_BLOCK - 1) / CPU_N_BLOCK)
