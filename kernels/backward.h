@@ -101,12 +101,8 @@ typedef struct weight_gradient_args {
   float scale;
 } weight_gradient_args;
 
-/*
- * The same of 16-bit copies of both operands in row order, in which each expert begins at a multiple of GRADIENT_ROWS,
- * at map.offsets[e], and zeros fill up to the next; rows_cap: with them. Through tensor maps of boxes of 64 columns
- * (host/tmap.c): p: of the operand whose columns are rows of d in memory, q: of the other.
- */
-enum { GRADIENT_ROWS = 64 };
+/* The same of padded rows through tensor maps of boxes of 64 columns (host/tmap.c): p: of the operand whose columns are
+ * rows of d in memory, q: of the other. */
 typedef struct weight_gradient_sm90_args {
   weight_gradient_args g;
   unsigned char p[128] __attribute__((aligned(64)));

@@ -3,7 +3,7 @@
  *   d(p, q) = sum over its rows of P(row, p) * Q(row, q)
  * where q runs along the rows of d in memory: K-major gradients have P = a (whose columns are outputs, of one or two
  * halves) and Q = b, N-major ones the other way round. Both operands are copies in row order, in which each expert
- * begins at a multiple of GRADIENT_ROWS and zeros fill up to the next one: so whole boxes are read, and what they bring
+ * begins at a multiple of ROW_STEP and zeros fill up to the next one: so whole boxes are read, and what they bring
  * besides an expert's rows adds nothing. wgmma reads either major of both operands from shared memory: no transposing.
  *
  * A CTA has one warp that loads and two warpgroups that multiply, each half of the tile's p. All rows of an expert are
@@ -14,9 +14,12 @@
 #define CUMOE_GRADIENT_CUH
 
 #include "backward.h"
-#include "device/dtype.cuh"
 #include "device/pipeline.cuh"
 #include "device/wgmma_n_major.cuh"
+
+struct row_range {
+  int32_t begin, count;
+};
 
 template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS> struct gradient_shape {
   using X = X_;
@@ -28,7 +31,7 @@ template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGE
   static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
-  static_assert(BK % 16 == 0 && GRADIENT_ROWS % BK == 0, "whole steps; see there");
+  static_assert(BK % 16 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
 };
 
 /* ---- units ---- */
@@ -71,6 +74,15 @@ template <class S> struct gradient_smem {
   gradient_unit units[S::THREADS / WARP_SIZE];
 };
 
+/* Kept inside [0, rows_cap). */
+DEVICE row_range rows_of_expert(const row_map &map, int expert)
+{
+  const int64_t cap = map.rows_cap, begin = map.counts ? load_relaxed(map.offsets + expert) : 0,
+                count = map.counts ? load_relaxed(map.counts + expert) : token_total(map.tokens),
+                first = min(max(begin, (int64_t)0), cap);
+  return {(int32_t)first, (int32_t)min(max(count, (int64_t)0), cap - first)};
+}
+
 template <class S>
 DEVICE gradient_unit gradient_unit_of(const weight_gradient_args &g, const gradient_grid &m, int32_t index)
 {
@@ -81,23 +93,21 @@ DEVICE gradient_unit gradient_unit_of(const weight_gradient_args &g, const gradi
   const int32_t local = index - expert * each, rank = (int32_t)cluster_ctarank();
   const int32_t band = local / (BAND * m.wide) * BAND, height = min(m.tall - band, (int)BAND);
   const int32_t in_band = local - band * m.wide, i = band + in_band % height, j = in_band / height;
-  const int64_t cap = g.map.rows_cap, first = min(max((int64_t)load_relaxed(g.map.offsets + expert), (int64_t)0), cap);
-  const int64_t count = min(max((int64_t)load_relaxed(g.map.counts + expert), (int64_t)0), cap - first);
+  const row_range rows = rows_of_expert(g.map, expert);
   unit.expert = expert;
   unit.p = m.share_p ? i : 2 * i + rank;
   unit.q = m.share_p ? 2 * j + rank : j;
-  unit.row = (int32_t)first;
-  unit.steps = (int32_t)ceil_div(count, (int64_t)S::BK);
+  unit.row = rows.begin;
+  unit.steps = ceil_div(rows.count, S::BK);
   return unit;
 }
 
 /* ---- producer ---- */
 
-/* First columns of a tile in its operand: halves lie side by side. A tile may reach into the next half, whose sums are
- * not stored. */
-DEVICE int32_t column_of_tile(int32_t tile, int32_t tiles, int32_t size, int32_t width)
+/* First column of a tile in its operand. A tile may reach past its half, into what is not stored then. */
+DEVICE int32_t column_of_tile(const weight_gradient_args &g, bool outputs, int32_t tile, int32_t tiles, int32_t width)
 {
-  return tile / tiles * size + tile % tiles * width;
+  return (outputs ? (int32_t)g.a_half[tile / tiles] : 0) + tile % tiles * width;
 }
 
 template <class S, int BOXES, bool SHARED>
@@ -125,7 +135,8 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
   for (int32_t index = (int)blockIdx.x / S::CLUSTER;; index += (int)gridDim.x / S::CLUSTER) {
     const gradient_unit unit = gradient_unit_of<S>(args.g, m, index);
     if (unit.expert < 0) return;
-    const int32_t p = column_of_tile(unit.p, m.p_tiles, m.p, S::BM), q = column_of_tile(unit.q, m.q_tiles, m.q, S::BN);
+    const int32_t p = column_of_tile(args.g, !m.across, unit.p, m.p_tiles, S::BM),
+                  q = column_of_tile(args.g, m.across, unit.q, m.q_tiles, S::BN);
 #pragma unroll 1
     for (int32_t step = 0; step < unit.steps; step++, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
