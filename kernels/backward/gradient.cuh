@@ -15,19 +15,23 @@
 
 #include "backward.h"
 #include "device/pipeline.cuh"
-#include "device/wgmma_n_major.cuh"
+#include "device/ptx_gradient_sm90.cuh"
 
 struct row_range {
   int32_t begin, count;
 };
 
-template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS> struct gradient_shape {
+template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS, int SLOTS_>
+struct gradient_shape {
   using X = X_;
   using Y = Y_; /* of the gradient */
   static constexpr int CLUSTER = CLUSTER_, BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_; /* BM p, BN q, BK rows */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = BM / BLOCK / CONSUMERS, ACCUMULATORS = BN / 2; /* of a consumer; of a block a thread */
   static constexpr int P_BOXES = BM / BLOCK, Q_BOXES = BN / BLOCK, BOX = BLOCK * BK;
+  /* From accumulators to memory: slots of a consumer; boxes of its part of a tile, columns of one. */
+  static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
+                       BOXES = BLOCKS * BOXES_ACROSS;
   static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
@@ -63,13 +67,13 @@ struct gradient_unit {
   int32_t expert; /* -1: past the last one */
   int32_t p, q;   /* tiles of all halves; q of q_all: there is none */
   int32_t row, steps;
-  int32_t index, stage, phase;
 };
 
 /* Registers of consumers are full, so what is the same for all units and a warp's own one are read from here anew. */
 template <class S> struct gradient_smem {
   typename S::X p[S::STAGES][S::P_BOXES * S::BOX], q[S::STAGES][S::Q_BOXES * S::BOX];
-  uint64_t full[S::STAGES], empty[S::STAGES];
+  unsigned char slots[S::CONSUMERS][S::SLOTS][S::BLOCK * 128];
+  uint64_t full[S::STAGES], empty[S::STAGES], there[S::CONSUMERS][S::SLOTS];
   gradient_grid grid;
   gradient_unit units[S::THREADS / WARP_SIZE];
 };
@@ -199,130 +203,114 @@ template <class S> DEVICE void skip_rows(gradient_smem<S> &smem, pipeline_state<
   }
 }
 
-/* ---- from accumulators to memory: every quad of lanes for itself ---- */
+/* ---- from accumulators to memory: through slots of 64 rows x 128 bytes, a box each ---- */
 
-/* Word i of lane j becomes word j of lane i, of the four lanes of a quad. */
-DEVICE void transpose_quad(uint32_t (&w)[4])
+/* Address of a thread's elements in a slot: of row `row`, from byte `byte` on. */
+DEVICE uint32_t swizzled(uint32_t slot, int row, int byte)
 {
-  const bool odd = lane_id() & 1, upper = lane_id() & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t got = __shfl_xor_sync(ALL_LANES, odd ? w[i] : w[i + 1], 1);
-    w[i] = odd ? got : w[i], w[i + 1] = odd ? w[i + 1] : got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t got = __shfl_xor_sync(ALL_LANES, upper ? w[i] : w[i + 2], 2);
-    w[i] = upper ? got : w[i], w[i + 2] = upper ? w[i + 2] : got;
-  }
+  return slot + row * 128 + (byte ^ row % 8 * 16);
 }
 
-/* A lane's 16 bytes of 64 that a quad has of a row, from the accumulators of 64 / sizeof(Y) q. 16-bit: of four octets
- * lane i gets the i-th; f32: of two octets lanes 0, 2 get the first, 1, 3 the second. Begins at element `offset`. */
-template <class Y> struct quad_vector {
-  static constexpr int WIDTH = 64 / sizeof(Y), OCTETS = WIDTH / 8;
-  uint4 bits;
-
-  DEVICE static int offset()
-  {
-    return sizeof(Y) == 2 ? lane_id() % 4 * 8 : lane_id() % 2 * 8 + lane_id() % 4 / 2 * 4;
-  }
-
-  DEVICE quad_vector(const float (&v)[2 * OCTETS])
-  {
-    uint32_t w[4];
-    if constexpr (sizeof(Y) == 2) {
+/* A consumer's accumulators of WIDTH columns from octet `octet` on, into a slot. ADD: onto what is there. */
+template <class S, bool ADD>
+DEVICE void stage_slot(uint32_t slot, float scale, int octet, const float (&acc)[S::ACCUMULATORS])
+{
+  using Y = typename S::Y;
+  const int warp = warp_id() % 4, lane = lane_id();
 #pragma unroll
-      for (int i = 0; i < 4; i++) w[i] = pack_pair<Y>(v[2 * i], v[2 * i + 1]);
-      transpose_quad(w);
+  for (int j = 0; j < S::WIDTH / 8; j += 2) {
+    if constexpr (sizeof(Y) == 2 && !ADD) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        packed[i] = pack_pair<Y>(scale * acc[4 * (octet + j) + 2 * i], scale * acc[4 * (octet + j) + 2 * i + 1]);
+      stmatrix_x4(swizzled(slot, warp * 16 + lane % 16, (j + lane / 16) * 16), packed);
     } else {
-      const bool odd = lane_id() & 1;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float own = odd ? v[2 + i] : v[i], got = __shfl_xor_sync(ALL_LANES, odd ? v[i] : v[2 + i], 1);
-        w[i] = __float_as_uint(odd ? got : own), w[2 + i] = __float_as_uint(odd ? own : got);
+      for (int i = 0; i < 4; i++) {
+        const uint32_t at = swizzled(slot, warp * 16 + lane / 4 + i % 2 * 8,
+                                     (j + i / 2) * 8 * (int)sizeof(Y) + lane % 4 * 2 * (int)sizeof(Y));
+        float a = scale * acc[4 * (octet + j) + 2 * i], b = scale * acc[4 * (octet + j) + 2 * i + 1];
+        if constexpr (sizeof(Y) == 2) {
+          const float2 there = unpack_pair<Y>(lds_32(at));
+          sts_32(at, pack_pair<Y>(there.x + a, there.y + b));
+        } else {
+          const float2 there = ADD ? lds_64(at) : make_float2(0.f, 0.f);
+          sts_64(at, ADD ? there.x + a : a, ADD ? there.y + b : b);
+        }
       }
     }
-    bits = make_uint4(w[0], w[1], w[2], w[3]);
   }
-};
-
-template <class Y> DEVICE uint4 add_vectors(const uint4 &a, const uint4 &b)
-{
-  constexpr int N = 16 / sizeof(Y);
-  float x[N], y[N];
-  uint4 sum;
-  load_f32<N>(reinterpret_cast<const Y *>(&a), x);
-  load_f32<N>(reinterpret_cast<const Y *>(&b), y);
-#pragma unroll
-  for (int i = 0; i < N; i++) x[i] += y[i];
-  store_f32<N>(reinterpret_cast<Y *>(&sum), x);
-  return sum;
 }
 
-/* A consumer's tile: where it lies, and how far it is there. */
-template <class Y> struct gradient_target {
-  Y *to; /* of the thread's first row and vector */
-  int64_t ld;
-  int32_t rows, columns; /* from there on */
+/* Where a consumer's part of a tile lies in d. */
+struct gradient_place {
+  int32_t column, row, half, expert;
 
   template <class S>
-  DEVICE static gradient_target of(const weight_gradient_args &g, const gradient_grid &m, const gradient_unit &unit,
-                                   int group)
+  DEVICE static gradient_place of(const weight_gradient_sm90_args &args, const gradient_grid &m,
+                                  const gradient_unit &unit, int group)
   {
     const int half = m.across ? unit.q / m.q_tiles : unit.p / m.p_tiles;
-    const int32_t p = unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK + warp_id() % 4 * 16 + lane_id() / 4,
-                  q = unit.q % m.q_tiles * S::BN + quad_vector<Y>::offset();
-    gradient_target t;
-    t.ld = m.across ? g.d.k_stride : g.d.n_stride;
-    const void *base = g.d.table[half] ? g.d.table[half][unit.expert] : g.d.base[half];
-    const int64_t first = g.d.table[half] ? 0 : unit.expert * g.d.expert_stride;
-    t.to = static_cast<Y *>(const_cast<void *>(base)) + first + p * t.ld + q;
-    t.rows = m.p - p;
-    t.columns = m.q - q;
-    return t;
+    return {unit.q % m.q_tiles * S::BN, unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK,
+            half ^ args.up_first, unit.expert};
   }
+
+  /* Of its box `box`. */
+  template <class S> DEVICE int32_t row_of(int box) const { return row + box / S::BOXES_ACROSS * S::BLOCK; }
+  template <class S> DEVICE int32_t column_of(int box) const { return column + box % S::BOXES_ACROSS * S::WIDTH; }
 };
 
-/* The thread's part of one row of accumulators: BN / WIDTH vectors. */
-template <class S, bool ADD>
-DEVICE void store_row(typename S::Y *to, int32_t columns, float scale, const float (&acc)[S::ACCUMULATORS], int h)
+/* By one thread. */
+template <class S>
+DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group, uint32_t slot,
+                       const gradient_place &place, int box)
 {
-  using vector = quad_vector<typename S::Y>;
-  constexpr int COUNT = S::BN / vector::WIDTH, AT_ONCE = COUNT % 4 == 0 ? 4 : COUNT % 6 == 0 ? 6 : COUNT;
-  static_assert(COUNT % AT_ONCE == 0, "whole turns");
+  uint64_t *there = &smem.there[group][slot];
+  mbarrier_arrive_expect_tx(there, sizeof smem.slots[0][0]);
+  cp_async_bulk_tensor_4d(smem.slots[group][slot], args.d, place.column_of<S>(box), place.row_of<S>(box), place.half,
+                          place.expert, there);
+}
+
+template <class S, bool ADD>
+DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
+                           pipeline_state<S::SLOTS> &at, const gradient_place &place,
+                           const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const bool first = threadIdx.x % S::GROUP == 0;
 #pragma unroll
-  for (int first = 0; first < COUNT; first += AT_ONCE) {
-    uint4 there[AT_ONCE];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int at = (first + j) * vector::WIDTH;
-      if (ADD && at < columns) there[j] = load_relaxed_vector(to + at);
+  for (int box = 0; box < S::BOXES; box++, at.advance()) {
+    if (!ADD) {
+      if (first) cp_async_bulk_wait_group_read<S::SLOTS - 1>();
+      bar_sync(1 + group, S::GROUP);
+    } else {
+      wait_for(&smem.there[group][at.stage], at.phase);
     }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int m = first + j, at = m * vector::WIDTH;
-      float v[2 * vector::OCTETS];
-#pragma unroll
-      for (int i = 0; i < 2 * vector::OCTETS; i++) v[i] = scale * acc[4 * (m * vector::OCTETS + i / 2) + 2 * h + i % 2];
-      const vector own(v);
-      if (at < columns)
-        *reinterpret_cast<uint4 *>(to + at) = ADD ? add_vectors<typename S::Y>(there[j], own.bits) : own.bits;
+    stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), args.g.scale, box % S::BOXES_ACROSS * S::WIDTH / 8,
+                       acc[box / S::BOXES_ACROSS]);
+    fence_proxy_async_shared();
+    bar_sync(1 + group, S::GROUP);
+    if (first) {
+      cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
+                                    smem.slots[group][at.stage]);
+      cp_async_bulk_commit_group();
+      if (ADD && box > 0 && box - 1 + S::SLOTS < S::BOXES) {
+        cp_async_bulk_wait_group_read<1>();
+        fetch_slot<S>(args, smem, group, (at.stage + S::SLOTS - 1) % S::SLOTS, place, box - 1 + S::SLOTS);
+      }
     }
   }
 }
 
-template <class S, bool ADD>
-DEVICE void store_gradient(const gradient_target<typename S::Y> &t, float scale,
-                           const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+/* Of a tile that will be added to what is there, the first boxes; by one thread, before its products. */
+template <class S>
+DEVICE void fetch_slots(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group, uint32_t slot,
+                        const gradient_place &place)
 {
-#pragma unroll
-  for (int i = 0; i < S::BLOCKS; i++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = i * S::BLOCK + h * 8;
-      store_row<S, ADD>(t.to + row * t.ld, row < t.rows ? t.columns : 0, scale, acc[i], h);
-    }
+  cp_async_bulk_wait_group_read<0>();
+#pragma unroll 1
+  for (int box = 0; box < min(S::SLOTS, S::BOXES); box++)
+    fetch_slot<S>(args, smem, group, (slot + box) % S::SLOTS, place, box);
 }
 
 template <class S>
@@ -332,29 +320,32 @@ DEVICE void consume_gradient(const weight_gradient_sm90_args &args, gradient_sme
   gradient_unit &own = smem.units[warp_id()];
   const int group = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
+  pipeline_state<S::SLOTS> slot;
 #pragma unroll 1
   for (int32_t index = (int)blockIdx.x / S::CLUSTER;; index += (int)gridDim.x / S::CLUSTER) {
     const gradient_unit unit = gradient_unit_of<S>(args.g, m, index);
-    if (unit.expert < 0) return;
+    if (unit.expert < 0) break;
     const int32_t p = unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK;
     if (p >= m.p || unit.p >= m.p_all || unit.q >= m.q_all) {
       skip_rows<S>(smem, at, unit.steps);
       continue;
     }
+    if (lane_id() == 0) own = unit;
+    __syncwarp();
+    const bool adds = args.g.accumulates;
+    if (adds && unit.steps == 0) continue;
+    if (adds && threadIdx.x % S::GROUP == 0)
+      fetch_slots<S>(args, smem, group, slot.stage, gradient_place::of<S>(args, m, own, group));
+    __syncwarp();
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    if (lane_id() == 0) own = unit, own.index = index;
     sum_rows<S>(smem, at, group, unit.steps, acc);
-    if (lane_id() == 0) own.stage = at.stage, own.phase = at.phase;
-    __syncwarp();
-    const auto target = gradient_target<typename S::Y>::template of<S>(args.g, m, own, group);
-    if (!args.g.accumulates)
-      store_gradient<S, false>(target, args.g.scale, acc);
-    else if (own.steps > 0)
-      store_gradient<S, true>(target, args.g.scale, acc);
-    __syncwarp();
-    index = own.index, at.stage = own.stage, at.phase = own.phase;
+    if (adds)
+      store_gradient<S, true>(args, smem, group, slot, gradient_place::of<S>(args, m, own, group), acc);
+    else
+      store_gradient<S, false>(args, smem, group, slot, gradient_place::of<S>(args, m, own, group), acc);
     __syncwarp(); /* read before the next one's is written */
   }
+  if (threadIdx.x % S::GROUP == 0) cp_async_bulk_wait_group_read<0>();
 }
 
 template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
@@ -363,6 +354,9 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
     smem.grid = gradient_grid_of<S>(args.g);
     prefetch_tensormap(args.p);
     prefetch_tensormap(args.q);
+    prefetch_tensormap(args.d);
+    for (int s = 0; s < S::SLOTS; s++)
+      for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
     for (int s = 0; s < S::STAGES; s++) {
       mbarrier_init(&smem.full[s], 1);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
