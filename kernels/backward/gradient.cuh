@@ -21,7 +21,7 @@ struct row_range {
   int32_t begin, count;
 };
 
-template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS, int SLOTS_>
+template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS, int SLOTS_ = 3>
 struct gradient_shape {
   using X = X_;
   using Y = Y_; /* of the gradient */
