@@ -24,7 +24,7 @@ struct row_range {
 template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS, int SLOTS_ = 3>
 struct gradient_shape {
   using X = X_;
-  using Y = Y_; /* of the gradient */
+  using Y = Y_;                                                                            /* of the gradient */
   static constexpr int CLUSTER = CLUSTER_, BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_; /* BM p, BN q, BK rows */
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = BM / BLOCK / CONSUMERS, ACCUMULATORS = BN / 2; /* of a consumer; of a block a thread */
@@ -43,8 +43,8 @@ struct gradient_shape {
 /* The matrix of an expert: elements along p and q of a half, and tiles of all halves. */
 struct gradient_grid {
   int32_t p, q, p_tiles, q_tiles, p_all, q_all;
-  bool across;  /* q are outputs, p inputs */
-  bool share_p; /* the CTAs of a cluster have neighbours along q */
+  bool across;        /* q are outputs, p inputs */
+  bool share_p;       /* the CTAs of a cluster have neighbours along q */
   int32_t tall, wide; /* units of clusters along p, along q */
 };
 
@@ -180,8 +180,7 @@ DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int 
     for (int k = 0; k < S::BK / 16; k++)
 #pragma unroll
       for (int i = 0; i < S::BLOCKS; i++)
-        wgmma_n_major_m64k16<typename S::X, S::BN>::run(acc[i], a + k * K16 + i * NEXT, b + k * K16,
-                                                        k > 0 || step > 0);
+        wgmma_n_major_m64k16<typename S::X, S::BN>::run(acc[i], a + k * K16 + i * NEXT, b + k * K16, k > 0 || step > 0);
     wgmma_commit_group();
     wgmma_wait_group<1>();
     if (before >= 0) release_gradient_stage<S>(smem, before);
@@ -252,8 +251,8 @@ struct gradient_place {
                                   const gradient_unit &unit, int group)
   {
     const int half = m.across ? unit.q / m.q_tiles : unit.p / m.p_tiles;
-    return {unit.q % m.q_tiles * S::BN, unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK,
-            half ^ args.up_first, unit.expert};
+    return {unit.q % m.q_tiles * S::BN, unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK, half ^ args.up_first,
+            unit.expert};
   }
 
   /* Of its box `box`. */
@@ -313,8 +312,7 @@ DEVICE void fetch_slots(const weight_gradient_sm90_args &args, gradient_smem<S> 
     fetch_slot<S>(args, smem, group, (slot + box) % S::SLOTS, place, box);
 }
 
-template <class S>
-DEVICE void consume_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
   const gradient_grid &m = smem.grid;
   gradient_unit &own = smem.units[warp_id()];
