@@ -17,10 +17,6 @@
 #include "device/pipeline.cuh"
 #include "device/ptx_gradient_sm90.cuh"
 
-struct row_range {
-  int32_t begin, count;
-};
-
 template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS, int SLOTS_ = 3>
 struct gradient_shape {
   using X = X_;
@@ -35,6 +31,7 @@ struct gradient_shape {
   static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
+  static_assert(SLOTS >= 2, "one is stored while another is filled");
   static_assert(BK % 16 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
 };
 
@@ -43,9 +40,10 @@ struct gradient_shape {
 /* The matrix of an expert: elements along p and q of a half, and tiles of all halves. */
 struct gradient_grid {
   int32_t p, q, p_tiles, q_tiles, p_all, q_all;
-  bool across;        /* q are outputs, p inputs */
-  bool share_p;       /* the CTAs of a cluster have neighbours along q */
-  int32_t tall, wide; /* units of clusters along p, along q */
+  bool across;                  /* q are outputs, p inputs */
+  bool share_p;                 /* the CTAs of a cluster have neighbours along q */
+  int32_t tall, wide;           /* units of clusters along p, along q */
+  int32_t experts_on, units_on; /* from a cluster's unit to its next one */
 };
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
@@ -59,14 +57,28 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   m.share_p = m.q_all % 2 == 0 || m.p_all % 2 != 0;
   m.tall = m.share_p ? m.p_all : m.p_all / 2;
   m.wide = m.share_p ? ceil_div(m.q_all, 2) : m.q_all;
+  const int32_t each = m.tall * m.wide, clusters = (int)gridDim.x / S::CLUSTER;
+  m.experts_on = clusters / each;
+  m.units_on = clusters % each;
   return m;
 }
 
-/* A unit as one CTA of its cluster sees it. */
-struct gradient_unit {
-  int32_t expert; /* -1: past the last one */
-  int32_t p, q;   /* tiles of all halves; q of q_all: there is none */
-  int32_t row, steps;
+/* Rows of an expert, kept inside [0, rows_cap). */
+struct row_steps {
+  int32_t first, steps;
+};
+
+template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expert)
+{
+  const int64_t cap = map.rows_cap, begin = map.counts ? load_relaxed(map.offsets + expert) : 0,
+                count = map.counts ? load_relaxed(map.counts + expert) : token_total(map.tokens),
+                first = min(max(begin, (int64_t)0), cap), kept = min(max(count, (int64_t)0), cap - first);
+  return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)S::BK)};
+}
+
+/* Tiles of one CTA of a cluster. */
+struct gradient_tile {
+  int32_t expert, p, q; /* tiles of all halves; q of q_all: there is none */
 };
 
 /* Registers of consumers are full, so what is the same for all units and a warp's own one are read from here anew. */
@@ -74,44 +86,55 @@ template <class S> struct gradient_smem {
   typename S::X p[S::STAGES][S::P_BOXES * S::BOX], q[S::STAGES][S::Q_BOXES * S::BOX];
   unsigned char slots[S::CONSUMERS][S::SLOTS][S::BLOCK * 128];
   uint64_t full[S::STAGES], empty[S::STAGES], there[S::CONSUMERS][S::SLOTS];
+  row_steps rows[MAX_EXPERTS];
   gradient_grid grid;
-  gradient_unit units[S::THREADS / WARP_SIZE];
+  gradient_tile tiles[S::THREADS / WARP_SIZE];
 };
 
-/* Kept inside [0, rows_cap). */
-DEVICE row_range rows_of_expert(const row_map &map, int expert)
-{
-  const int64_t cap = map.rows_cap, begin = map.counts ? load_relaxed(map.offsets + expert) : 0,
-                count = map.counts ? load_relaxed(map.counts + expert) : token_total(map.tokens),
-                first = min(max(begin, (int64_t)0), cap);
-  return {(int32_t)first, (int32_t)min(max(count, (int64_t)0), cap - first)};
-}
+/* A cluster's units: every so many of all experts'. */
+struct gradient_cursor {
+  int32_t expert, unit; /* of the expert's */
 
-template <class S>
-DEVICE gradient_unit gradient_unit_of(const weight_gradient_args &g, const gradient_grid &m, int32_t index)
-{
-  enum { BAND = 8 }; /* p advances first, inside bands: what 66 clusters read at a time stays in L2 */
-  const int32_t each = m.tall * m.wide, expert = index / each;
-  gradient_unit unit = {-1};
-  if (expert >= g.map.experts) return unit;
-  const int32_t local = index - expert * each, rank = (int32_t)cluster_ctarank();
-  const int32_t band = local / (BAND * m.wide) * BAND, height = min(m.tall - band, (int)BAND);
-  const int32_t in_band = local - band * m.wide, i = band + in_band % height, j = in_band / height;
-  const row_range rows = rows_of_expert(g.map, expert);
-  unit.expert = expert;
-  unit.p = m.share_p ? i : 2 * i + rank;
-  unit.q = m.share_p ? 2 * j + rank : j;
-  unit.row = rows.begin;
-  unit.steps = ceil_div(rows.count, S::BK);
-  return unit;
-}
+  template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
+  {
+    const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.tall * m.wide;
+    return {index / each, index % each};
+  }
+
+  DEVICE void advance(const gradient_grid &m)
+  {
+    expert += m.experts_on;
+    unit += m.units_on;
+    if (unit >= m.tall * m.wide) unit -= m.tall * m.wide, expert++;
+  }
+
+  /* p advances first, inside bands: what 66 clusters read at a time stays in L2. */
+  DEVICE gradient_tile tile(const gradient_grid &m) const
+  {
+    constexpr uint32_t BAND = 8;
+    const uint32_t band = (uint32_t)unit / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
+    const uint32_t in_band = unit - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
+    const int32_t i = (int32_t)(band + in_band - j * height), rank = (int32_t)cluster_ctarank();
+    return {expert, m.share_p ? i : 2 * i + rank, m.share_p ? 2 * (int32_t)j + rank : (int32_t)j};
+  }
+};
+
+/* Where in a half a tile of `tiles` each lies. */
+struct place_in_half {
+  int32_t half, first;
+  DEVICE place_in_half(int32_t tile, int32_t tiles, int32_t width)
+      : half(tile >= tiles), first((tile - (tile >= tiles ? tiles : 0)) * width)
+  {
+  }
+};
 
 /* ---- producer ---- */
 
 /* First column of a tile in its operand. A tile may reach past its half, into what is not stored then. */
 DEVICE int32_t column_of_tile(const weight_gradient_args &g, bool outputs, int32_t tile, int32_t tiles, int32_t width)
 {
-  return (outputs ? (int32_t)g.a_half[tile / tiles] : 0) + tile % tiles * width;
+  const place_in_half at(tile, tiles, width);
+  return at.first + (outputs ? (int32_t)g.a_half[at.half] : 0);
 }
 
 template <class S, int BOXES, bool SHARED>
@@ -136,17 +159,17 @@ DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_sme
   const gradient_grid &m = smem.grid;
   pipeline_state<S::STAGES> at;
 #pragma unroll 1
-  for (int32_t index = (int)blockIdx.x / S::CLUSTER;; index += (int)gridDim.x / S::CLUSTER) {
-    const gradient_unit unit = gradient_unit_of<S>(args.g, m, index);
-    if (unit.expert < 0) return;
-    const int32_t p = column_of_tile(args.g, !m.across, unit.p, m.p_tiles, S::BM),
-                  q = column_of_tile(args.g, m.across, unit.q, m.q_tiles, S::BN);
+  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
+    const gradient_tile tile = cursor.tile(m);
+    const row_steps rows = smem.rows[cursor.expert];
+    const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
+                  q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
 #pragma unroll 1
-    for (int32_t step = 0; step < unit.steps; step++, at.advance()) {
+    for (int32_t step = 0; step < rows.steps; step++, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
       if (elect_one()) {
         uint64_t *full = &smem.full[at.stage];
-        const int32_t row = unit.row + step * S::BK;
+        const int32_t row = rows.first + step * S::BK;
         mbarrier_arrive_expect_tx(full, (S::P_BOXES + S::Q_BOXES) * S::BOX * sizeof(typename S::X));
         copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full);
         copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full);
@@ -211,8 +234,7 @@ DEVICE uint32_t swizzled(uint32_t slot, int row, int byte)
 }
 
 /* A consumer's accumulators of WIDTH columns from octet `octet` on, into a slot. ADD: onto what is there. */
-template <class S, bool ADD>
-DEVICE void stage_slot(uint32_t slot, float scale, int octet, const float (&acc)[S::ACCUMULATORS])
+template <class S, bool ADD> DEVICE void stage_slot(uint32_t slot, int octet, const float (&acc)[S::ACCUMULATORS])
 {
   using Y = typename S::Y;
   const int warp = warp_id() % 4, lane = lane_id();
@@ -222,14 +244,14 @@ DEVICE void stage_slot(uint32_t slot, float scale, int octet, const float (&acc)
       uint32_t packed[4];
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        packed[i] = pack_pair<Y>(scale * acc[4 * (octet + j) + 2 * i], scale * acc[4 * (octet + j) + 2 * i + 1]);
+        packed[i] = pack_pair<Y>(acc[4 * (octet + j) + 2 * i], acc[4 * (octet + j) + 2 * i + 1]);
       stmatrix_x4(swizzled(slot, warp * 16 + lane % 16, (j + lane / 16) * 16), packed);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const uint32_t at = swizzled(slot, warp * 16 + lane / 4 + i % 2 * 8,
                                      (j + i / 2) * 8 * (int)sizeof(Y) + lane % 4 * 2 * (int)sizeof(Y));
-        float a = scale * acc[4 * (octet + j) + 2 * i], b = scale * acc[4 * (octet + j) + 2 * i + 1];
+        const float a = acc[4 * (octet + j) + 2 * i], b = acc[4 * (octet + j) + 2 * i + 1];
         if constexpr (sizeof(Y) == 2) {
           const float2 there = unpack_pair<Y>(lds_32(at));
           sts_32(at, pack_pair<Y>(there.x + a, there.y + b));
@@ -248,11 +270,10 @@ struct gradient_place {
 
   template <class S>
   DEVICE static gradient_place of(const weight_gradient_sm90_args &args, const gradient_grid &m,
-                                  const gradient_unit &unit, int group)
+                                  const gradient_tile &tile, int group)
   {
-    const int half = m.across ? unit.q / m.q_tiles : unit.p / m.p_tiles;
-    return {unit.q % m.q_tiles * S::BN, unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK, half ^ args.up_first,
-            unit.expert};
+    const place_in_half p(tile.p, m.p_tiles, S::BM), q(tile.q, m.q_tiles, S::BN);
+    return {q.first, p.first + group * S::BLOCKS * S::BLOCK, (m.across ? q.half : p.half) ^ args.up_first, tile.expert};
   }
 
   /* Of its box `box`. */
@@ -271,6 +292,7 @@ DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &
                           place.expert, there);
 }
 
+/* `at`: a slot that is free; one barrier a box, before which its thread waits until the next slot is, too. */
 template <class S, bool ADD>
 DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
                            pipeline_state<S::SLOTS> &at, const gradient_place &place,
@@ -279,25 +301,19 @@ DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<
   const bool first = threadIdx.x % S::GROUP == 0;
 #pragma unroll
   for (int box = 0; box < S::BOXES; box++, at.advance()) {
-    if (!ADD) {
-      if (first) cp_async_bulk_wait_group_read<S::SLOTS - 1>();
-      bar_sync(1 + group, S::GROUP);
-    } else {
-      wait_for(&smem.there[group][at.stage], at.phase);
-    }
-    stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), args.g.scale, box % S::BOXES_ACROSS * S::WIDTH / 8,
+    if (ADD) wait_for(&smem.there[group][at.stage], at.phase);
+    stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), box % S::BOXES_ACROSS * S::WIDTH / 8,
                        acc[box / S::BOXES_ACROSS]);
     fence_proxy_async_shared();
+    if (first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
     bar_sync(1 + group, S::GROUP);
-    if (first) {
-      cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
-                                    smem.slots[group][at.stage]);
-      cp_async_bulk_commit_group();
-      if (ADD && box > 0 && box - 1 + S::SLOTS < S::BOXES) {
-        cp_async_bulk_wait_group_read<1>();
-        fetch_slot<S>(args, smem, group, (at.stage + S::SLOTS - 1) % S::SLOTS, place, box - 1 + S::SLOTS);
-      }
-    }
+    if (!first) continue;
+    cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
+                                  smem.slots[group][at.stage]);
+    cp_async_bulk_commit_group();
+    const int next = box + 1 - S::SLOTS + S::SLOTS; /* into the slot that is free now */
+    if (ADD && box + 1 >= S::SLOTS && next < S::BOXES)
+      fetch_slot<S>(args, smem, group, (at.stage + 1) % S::SLOTS, place, next);
   }
 }
 
@@ -312,36 +328,45 @@ DEVICE void fetch_slots(const weight_gradient_sm90_args &args, gradient_smem<S> 
     fetch_slot<S>(args, smem, group, (slot + box) % S::SLOTS, place, box);
 }
 
+template <class S>
+DEVICE void finish_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
+                            pipeline_state<S::SLOTS> &slot, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if (args.g.scale != 1.f)
+#pragma unroll
+    for (int i = 0; i < S::BLOCKS; i++)
+#pragma unroll
+      for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= args.g.scale;
+  const gradient_place place = gradient_place::of<S>(args, smem.grid, smem.tiles[warp_id()], group);
+  if (args.g.accumulates)
+    store_gradient<S, true>(args, smem, group, slot, place, acc);
+  else
+    store_gradient<S, false>(args, smem, group, slot, place, acc);
+}
+
 template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
 {
   const gradient_grid &m = smem.grid;
-  gradient_unit &own = smem.units[warp_id()];
   const int group = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
   pipeline_state<S::SLOTS> slot;
 #pragma unroll 1
-  for (int32_t index = (int)blockIdx.x / S::CLUSTER;; index += (int)gridDim.x / S::CLUSTER) {
-    const gradient_unit unit = gradient_unit_of<S>(args.g, m, index);
-    if (unit.expert < 0) break;
-    const int32_t p = unit.p % m.p_tiles * S::BM + group * S::BLOCKS * S::BLOCK;
-    if (p >= m.p || unit.p >= m.p_all || unit.q >= m.q_all) {
-      skip_rows<S>(smem, at, unit.steps);
+  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
+    const gradient_tile tile = cursor.tile(m);
+    const int32_t steps = smem.rows[cursor.expert].steps;
+    const gradient_place place = gradient_place::of<S>(args, m, tile, group);
+    if (place.row >= m.p || tile.q >= m.q_all) {
+      skip_rows<S>(smem, at, steps);
       continue;
     }
-    if (lane_id() == 0) own = unit;
-    __syncwarp();
-    const bool adds = args.g.accumulates;
-    if (adds && unit.steps == 0) continue;
-    if (adds && threadIdx.x % S::GROUP == 0)
-      fetch_slots<S>(args, smem, group, slot.stage, gradient_place::of<S>(args, m, own, group));
+    if (args.g.accumulates && steps == 0) continue;
+    if (lane_id() == 0) smem.tiles[warp_id()] = tile;
+    if (args.g.accumulates && threadIdx.x % S::GROUP == 0) fetch_slots<S>(args, smem, group, slot.stage, place);
     __syncwarp();
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    sum_rows<S>(smem, at, group, unit.steps, acc);
-    if (adds)
-      store_gradient<S, true>(args, smem, group, slot, gradient_place::of<S>(args, m, own, group), acc);
-    else
-      store_gradient<S, false>(args, smem, group, slot, gradient_place::of<S>(args, m, own, group), acc);
-    __syncwarp(); /* read before the next one's is written */
+    sum_rows<S>(smem, at, group, steps, acc);
+    finish_gradient<S>(args, smem, group, slot, acc);
+    __syncwarp(); /* the tile is read before the next one is written */
   }
   if (threadIdx.x % S::GROUP == 0) cp_async_bulk_wait_group_read<0>();
 }
@@ -363,7 +388,8 @@ template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &ar
   }
   wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
-  barrier_cluster();          /* the other CTA's barriers are initialised */
+  for (int e = threadIdx.x; e < args.g.map.experts; e += S::THREADS) smem.rows[e] = steps_of_expert<S>(args.g.map, e);
+  barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
     if (warp_id() == 0) {
