@@ -911,7 +911,9 @@ static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cum
   rng r = {s.seed + 9};
   in.x = few_integers(&r, s.desc.dtype, s.tokens, s.desc.hidden);
   const tensor d_out = few_integers(&r, s.desc.dtype, s.tokens, s.desc.hidden);
-  const wish w = {.dtype = v->y ? v->y : i % 2 ? CUMOE_F32 : s.desc.dtype,
+  const wish w = {.dtype = v->y    ? v->y
+                           : i % 2 ? CUMOE_F32
+                                   : s.desc.dtype,
                   .d_out = &d_out,
                   .kept = true,
                   .accumulate = i % 3 == 1,
