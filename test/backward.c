@@ -900,10 +900,10 @@ static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cum
   static const int32_t orders[] = {CUMOE_GATE_UP_CONCAT, CUMOE_GATE_UP_SEPARATE, CUMOE_UP_GATE_CONCAT,
                                    CUMOE_UP_GATE_INTERLEAVED};
   const pattern p = (pattern)(i % PATTERN_COUNT);
-  layer_spec s = whole_spec(p, 260 + i * 7, i / 3 % 2);
+  layer_spec s = whole_spec(p, 140 + i * 7, i / 3 % 2);
   s.desc.dtype = v->x ? v->x : CUMOE_F16;
-  s.desc.hidden = 520;
-  s.desc.inter = 392;
+  s.desc.hidden = 264;
+  s.desc.inter = 200;
   s.desc.num_experts = 6;
   s.form = (weights_form){.gate_order = orders[i % 4], .up_major = 1 + i / 4 % 2, .down_major = 1 + i / 2 % 2};
   case_begin("%s: %s, %d", v->name, pattern_name(p), i);

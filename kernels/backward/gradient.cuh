@@ -17,7 +17,8 @@
 #include "device/pipeline.cuh"
 #include "device/ptx_gradient_sm90.cuh"
 
-template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS, int SLOTS_ = 3>
+template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS,
+          int SLOTS_ = sizeof(Y_) == 4 ? 6 : 3>
 struct gradient_shape {
   using X = X_;
   using Y = Y_;                                                                            /* of the gradient */
@@ -25,13 +26,14 @@ struct gradient_shape {
   static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
   static constexpr int BLOCKS = BM / BLOCK / CONSUMERS, ACCUMULATORS = BN / 2; /* of a consumer; of a block a thread */
   static constexpr int P_BOXES = BM / BLOCK, Q_BOXES = BN / BLOCK, BOX = BLOCK * BK;
-  /* From accumulators to memory: slots of a consumer; boxes of its part of a tile, columns of one. */
+  /* From accumulators to memory: slots of a consumer; boxes of its part of a tile, columns of one. What is added to is
+   * fetched into as many slots ahead. */
   static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
                        BOXES = BLOCKS * BOXES_ACROSS;
   static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
   static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
   static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
-  static_assert(SLOTS >= 2, "one is stored while another is filled");
+  static_assert(SLOTS >= 2 && SLOTS <= BOXES, "one is stored while another is filled; what is fetched ahead");
   static_assert(BK % 16 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
 };
 
@@ -292,7 +294,8 @@ DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &
                           place.expert, there);
 }
 
-/* `at`: a slot that is free; one barrier a box, before which its thread waits until the next slot is, too. */
+/* One barrier a box, before which its first thread waits until the next slot is free. What is added to comes to the slots
+ * ahead: a box goes into that of the box before this one as soon as that was read. */
 template <class S, bool ADD>
 DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
                            pipeline_state<S::SLOTS> &at, const gradient_place &place,
@@ -305,15 +308,16 @@ DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<
     stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), box % S::BOXES_ACROSS * S::WIDTH / 8,
                        acc[box / S::BOXES_ACROSS]);
     fence_proxy_async_shared();
-    if (first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
+    if (!ADD && first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
     bar_sync(1 + group, S::GROUP);
     if (!first) continue;
     cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
                                   smem.slots[group][at.stage]);
     cp_async_bulk_commit_group();
-    const int next = box + 1 - S::SLOTS + S::SLOTS; /* into the slot that is free now */
-    if (ADD && box + 1 >= S::SLOTS && next < S::BOXES)
-      fetch_slot<S>(args, smem, group, (at.stage + 1) % S::SLOTS, place, next);
+    if (ADD && box > 0 && box - 1 + S::SLOTS < S::BOXES) {
+      cp_async_bulk_wait_group_read<1>();
+      fetch_slot<S>(args, smem, group, (at.stage + S::SLOTS - 1) % S::SLOTS, place, box - 1 + S::SLOTS);
+    }
   }
 }
 
@@ -324,8 +328,7 @@ DEVICE void fetch_slots(const weight_gradient_sm90_args &args, gradient_smem<S> 
 {
   cp_async_bulk_wait_group_read<0>();
 #pragma unroll 1
-  for (int box = 0; box < min(S::SLOTS, S::BOXES); box++)
-    fetch_slot<S>(args, smem, group, (slot + box) % S::SLOTS, place, box);
+  for (int box = 0; box < S::SLOTS; box++) fetch_slot<S>(args, smem, group, (slot + box) % S::SLOTS, place, box);
 }
 
 template <class S>
