@@ -250,6 +250,7 @@ static op_shape shape_of_weight_gradient(operation op, const void *args)
                     .n = a->n,
                     .k = a->k,
                     .top_k = a->map.top_k,
+                    .tmap = tmap_serves_gradient(a),
                     .rules = !vectors};
 }
 
@@ -354,8 +355,9 @@ cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_a
 {
   const variant *v = s->row < 0 ? NULL : &variants[s->row];
   if (!v || !takes_tensor_maps(v)) return CUMOE_OK;
-  const bool done = v->op == OP_router ? tmap_encode_router(context->encode_tiled, v, &args->router)
-                                       : tmap_encode(context->encode_tiled, v, &args->gemm);
+  const bool done = v->op == OP_router            ? tmap_encode_router(context->encode_tiled, v, &args->router)
+                    : v->op == OP_weight_gradient ? tmap_encode_gradient(context->encode_tiled, v, &args->gradient)
+                                                  : tmap_encode(context->encode_tiled, v, &args->gemm);
   return done ? CUMOE_OK : fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
 }
 

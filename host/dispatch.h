@@ -4,6 +4,7 @@
 
 #include "launch.h"
 #include "plan.h"
+#include "../kernels/backward.h"
 
 /* What the choice of a kernel follows besides the arguments. */
 typedef struct choice_hint {
@@ -31,6 +32,7 @@ cumoe_status check_layer_plan(struct context *context, const layer_plan *lp);
 typedef union mapped_args {
   router_sm90_args router;
   gemm_sm90_args gemm;
+  weight_gradient_sm90_args gradient;
 } mapped_args;
 
 /* Fills in the maps, if the step's kernel reads through them. */

@@ -201,3 +201,84 @@ bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_arg
   return encode(encoder, dense_format(r->x_dtype), &x, args->x) &&
          encode(encoder, dense_format(r->w_dtype), &w, args->w);
 }
+
+/* ---- gradients of weights ---- */
+
+/* Rows of d in memory, and what they consist of. */
+typedef struct gradient_rows {
+  int64_t ld;
+  int32_t rows, columns;
+  bool across; /* columns are outputs */
+} gradient_rows;
+
+static gradient_rows rows_of_gradient(const weight_gradient_args *g)
+{
+  if (g->d.k_stride == 1) return (gradient_rows){g->d.n_stride, g->n, g->k, false};
+  return (gradient_rows){g->d.k_stride, g->k, g->n, true};
+}
+
+static bool operand_serves(const row_matrix *m)
+{
+  const weight_format format = dense_format(m->dtype);
+  return m->form == OF_ROW && format_bits(format) == 16 && matrix_serves(m->base, m->ld, format);
+}
+
+static bool units_fit(const weight_gradient_args *g)
+{
+  const int64_t most = (int64_t)g->map.experts * 2 * ((g->n + 63) / 64);
+  return most * ((g->k + 63) / 64) < INT32_MAX;
+}
+
+bool tmap_serves_gradient(const weight_gradient_args *g)
+{
+  const weight_format format = dense_format(g->d_dtype);
+  const gradient_rows d = rows_of_gradient(g);
+  const bool gated = g->halves == 2;
+  if (!g->padded || g->weighs != WEIGHS_NONE || g->a_n != 1 || !units_fit(g)) return false;
+  if (!operand_serves(&g->a) || !operand_serves(&g->b)) return false;
+  if (g->d.table[0] || g->d.table[1] || (g->d.k_stride != 1 && g->d.n_stride != 1)) return false;
+  if (!matrix_serves(first_half(&g->d, gated), d.ld, format)) return false;
+  if (gated && !stride_fits(half_distance(&g->d))) return false;
+  return g->map.experts == 1 || stride_fits(format_bytes(format, g->d.expert_stride));
+}
+
+/* (column, row) */
+static tensor gradient_operand(const weight_gradient_args *g, const variant *v, bool outputs)
+{
+  const row_matrix *m = outputs ? &g->a : &g->b;
+  const int64_t last = g->a_half[g->halves - 1], first = g->a_half[0];
+  return (tensor){
+      .base = m->base,
+      .rank = 2,
+      .size = {(uint64_t)(outputs ? (first > last ? first : last) + g->n : g->k), (uint64_t)g->map.rows_cap},
+      .stride = {1, m->ld},
+      .box = {128 / sizeof(uint16_t), (uint32_t)v->bk},
+  };
+}
+
+/* (column, row, half, expert) */
+static tensor gradient_result(const weight_gradient_args *g)
+{
+  const weight_format format = dense_format(g->d_dtype);
+  const gradient_rows d = rows_of_gradient(g);
+  const bool gated = g->halves == 2;
+  return (tensor){
+      .base = first_half(&g->d, gated),
+      .rank = 4,
+      .size = {(uint64_t)d.columns, (uint64_t)d.rows, gated ? 2 : 1, (uint64_t)g->map.experts},
+      .stride = {1, d.ld, gated ? half_distance(&g->d) * 8 / format_bits(format) : d.ld,
+                 g->map.experts > 1 ? g->d.expert_stride : d.ld},
+      .box = {(uint32_t)(128 * 8 / format_bits(format)), 64, 1, 1},
+  };
+}
+
+bool tmap_encode_gradient(void (*encoder)(void), const variant *v, weight_gradient_sm90_args *args)
+{
+  const weight_gradient_args *g = &args->g;
+  const weight_format operands = dense_format(g->a.dtype);
+  const bool across = rows_of_gradient(g).across;
+  const tensor p = gradient_operand(g, v, !across), q = gradient_operand(g, v, across), d = gradient_result(g);
+  args->up_first = d.base != g->d.base[0];
+  return encode(encoder, operands, &p, args->p) && encode(encoder, operands, &q, args->q) &&
+         encode(encoder, dense_format(g->d_dtype), &d, args->d);
+}

@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include "../include/cumoe/types.h"
 #include "variants.h"
+#include "../kernels/backward.h"
 
 /* Whether tensor maps can describe the weights: one base pointer, strides that the hardware takes. */
 bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated);
@@ -17,5 +18,9 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args);
 bool tmap_serves_router(const router_args *args);
 bool tmap_serves_views(const cumoe_view *x, const cumoe_view *w);
 bool tmap_encode_router(void (*encoder)(void), const variant *v, router_sm90_args *args);
+
+/* The same for the gradients of weights. */
+bool tmap_serves_gradient(const weight_gradient_args *args);
+bool tmap_encode_gradient(void (*encoder)(void), const variant *v, weight_gradient_sm90_args *args);
 
 #endif

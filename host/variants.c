@@ -68,6 +68,7 @@ enum {
 extern const unsigned char cumoe_image_attention[] LATE_SYMBOL, cumoe_image_attention_sm90[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_attention_rows[] LATE_SYMBOL, cumoe_image_training[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_backward[] LATE_SYMBOL, cumoe_image_backward_tile[] LATE_SYMBOL;
+extern const unsigned char cumoe_image_backward_gradient_sm90[] LATE_SYMBOL;
 LATE_SYMBOL train_kernel cpu_attention, cpu_attention_dq, cpu_attention_dkv, cpu_attention_dsinks, cpu_rope;
 LATE_SYMBOL train_kernel cpu_embed, cpu_embedding_sort, cpu_embedding_backward, cpu_norm_stats, cpu_norm_dparameters;
 LATE_SYMBOL train_kernel cpu_norm_dx, cpu_elementwise_backward, cpu_softmax_backward, cpu_cross_entropy_count;
@@ -155,5 +156,6 @@ int32_t operation_arg_bytes(operation op)
 int32_t variant_arg_bytes(const variant *v)
 {
   if (v->form != FORM_wgmma) return operation_arg_bytes((operation)v->op);
+  if (v->op == OP_weight_gradient) return sizeof(weight_gradient_sm90_args);
   return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);
 }

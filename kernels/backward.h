@@ -120,6 +120,20 @@ typedef struct add_runs_args {
   float scale;
 } add_runs_args;
 
+/*
+ * The same of padded rows through tensor maps (host/tmap.c encodes them):
+ *   p, q  (column, row) of the operand whose columns are rows of d in memory, and of the other; a box is 64 x the
+ *         kernel's BK
+ *   d     (column, row, half, expert), in memory; a box is 128 bytes x 64. up_first: the half that lies first is half 1
+ */
+typedef struct weight_gradient_sm90_args {
+  weight_gradient_args g;
+  unsigned char p[128] __attribute__((aligned(64)));
+  unsigned char q[128] __attribute__((aligned(64)));
+  unsigned char d[128] __attribute__((aligned(64)));
+  int32_t up_first;
+} weight_gradient_sm90_args;
+
 enum { GRADIENT_BLOCK = 32 };
 #define GRADIENT_BLOCKS(n) (((n) + GRADIENT_BLOCK - 1) / GRADIENT_BLOCK)
 #define PRODUCT_BLOCKS(n)  (((n) + CPU_N_BLOCK - 1) / CPU_N_BLOCK)

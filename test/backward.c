@@ -876,19 +876,82 @@ static void test_whole_bits(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
-/* Each kernel of the products where it serves, whatever would be chosen. */
-static void test_forced_bits(cumoe_context context)
+/* Of rows times weights, where gate and up are two matrices; the router's has f32 beside bf16. */
+static void run_product_row(cumoe_context context, cumoe_context cpu, const cumoe_variant_info *v, int i)
+{
+  layer_spec s = whole_spec(i % 2 ? PATTERN_ZIPF : PATTERN_UNIFORM, 70 + 130 * i, i % 2);
+  s.desc.dtype = v->x ? v->x : case_dtypes[i % 3];
+  s.desc.hidden = 264;
+  s.desc.inter = 200;
+  s.form.gate_order = CUMOE_GATE_UP_SEPARATE;
+  s.form.up_major = !strcmp(v->major, "K") ? CUMOE_IN_OUT : !strcmp(v->major, "N") ? CUMOE_OUT_IN : 1 + i % 2;
+  s.form.per_expert = i == 3;
+  case_begin("%s: %d", v->name, i);
+  layer_inputs in = whole_inputs(&s);
+  rng r = {s.seed + 9};
+  in.x = few_integers(&r, s.desc.dtype, s.tokens, s.desc.hidden);
+  const tensor d_out = few_integers(&r, s.desc.dtype, s.tokens, s.desc.hidden);
+  const wish w = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = true};
+  const grads got = run_backward(context, &s, &in, &w), want = run_backward(cpu, &s, &in, &w);
+  check_grads_equal(&s, &got, &want);
+  case_end();
+}
+
+static void test_product_rows(cumoe_context context)
 {
   cumoe_context cpu = cpu_new();
-  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
-    cumoe_variant_info info = {.size = sizeof info};
-    CHECK_OK(cumoe_variant_get(context, i, &info));
-    const bool gradient = !strcmp(info.op, "weight_gradient");
-    if (!info.usable || (!gradient && strcmp(info.op, "rows_product"))) continue;
-    CHECK_OK(cumoe_variant_force(context, i));
-    for (int form = 0; form < 4; form++)
-      run_whole_bits(context, cpu, form % 2 ? PATTERN_ZIPF : PATTERN_UNIFORM, 70 + 130 * (form % 2), form,
-                     info.x ? info.x : case_dtypes[form % 3], true);
+  for (int32_t index = 0; index < cumoe_variant_count(); index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(context, index, &v));
+    if (strcmp(v.op, "rows_product") || !v.usable || v.w != v.x) continue;
+    CHECK_OK(cumoe_variant_force(context, index));
+    for (int i = 0; i < 4; i++) run_product_row(context, cpu, &v, i);
+    CHECK_OK(cumoe_variant_force(context, -1));
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
+/* Of gradients of weights; tiles end inside, and every major and order of halves is there that any row serves. */
+static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cumoe_variant_info *v, int i)
+{
+  static const int32_t orders[] = {CUMOE_GATE_UP_CONCAT, CUMOE_GATE_UP_SEPARATE, CUMOE_UP_GATE_CONCAT,
+                                   CUMOE_UP_GATE_INTERLEAVED};
+  const pattern p = (pattern)(i % PATTERN_COUNT);
+  layer_spec s = whole_spec(p, 140 + i * 7, i / 3 % 2);
+  s.desc.dtype = v->x ? v->x : CUMOE_F16;
+  s.desc.hidden = 264;
+  s.desc.inter = 200;
+  s.desc.num_experts = 6;
+  s.form = (weights_form){.gate_order = orders[i % 4], .up_major = 1 + i / 4 % 2, .down_major = 1 + i / 2 % 2};
+  case_begin("%s: %s, %d", v->name, pattern_name(p), i);
+  layer_inputs in = whole_inputs(&s);
+  rng r = {s.seed + 9};
+  in.x = few_integers(&r, s.desc.dtype, s.tokens, s.desc.hidden);
+  const tensor d_out = few_integers(&r, s.desc.dtype, s.tokens, s.desc.hidden);
+  const wish w = {.dtype = v->y    ? v->y
+                           : i % 2 ? CUMOE_F32
+                                   : s.desc.dtype,
+                  .d_out = &d_out,
+                  .kept = true,
+                  .accumulate = i % 3 == 1,
+                  .own_form = true};
+  const grads got = run_backward(context, &s, &in, &w), want = run_backward(cpu, &s, &in, &w);
+  CHECK_OK(cumoe_fault_clear(context, NULL));
+  CHECK_OK(cumoe_fault_clear(cpu, NULL));
+  check_grads_equal(&s, &got, &want);
+  case_end();
+}
+
+/* Kernels for gradients of weights, forced one by one. */
+static void test_gradient_rows(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  for (int32_t index = 0; index < cumoe_variant_count(); index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(context, index, &v));
+    if (strcmp(v.op, "weight_gradient") || !v.usable || v.w != v.x) continue;
+    CHECK_OK(cumoe_variant_force(context, index));
+    for (int i = 0; i < 8; i++) run_gradient_row(context, cpu, &v, i);
     CHECK_OK(cumoe_variant_force(context, -1));
   }
   CHECK_OK(cumoe_context_destroy(cpu));
@@ -1277,8 +1340,9 @@ static const test_group groups[] = {
     GROUP("hostile", test_hostile_kept, ANYWHERE),
     GROUP("refusals", test_refusals, ANYWHERE),
     GROUP("bit by bit as the CPU", test_whole_bits, ON_CUDA),
-    GROUP("each kernel bit by bit", test_forced_bits, ON_CUDA),
+    GROUP("kernels of rows", test_product_rows, ON_CUDA),
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
+    GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
 };
 
 TEST_MAIN(groups)

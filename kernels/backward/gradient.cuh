@@ -1,0 +1,412 @@
+/*
+ * gradient: gradients of weights on the warpgroup tensor cores of sm_90a. For each expert
+ *   d(p, q) = sum over its rows of P(row, p) * Q(row, q)
+ * where q runs along the rows of d in memory: K-major gradients have P = a (whose columns are outputs, of one or two
+ * halves) and Q = b, N-major ones the other way round. Both operands are copies in row order, in which each expert
+ * begins at a multiple of ROW_STEP and zeros fill up to the next one: so whole boxes are read, and what they bring
+ * besides an expert's rows adds nothing. wgmma reads either major of both operands from shared memory: no transposing.
+ *
+ * A CTA has one warp that loads and two warpgroups that multiply, each half of the tile's p. All rows of an expert are
+ * one CTA's, in their order: sums have the same bits each time. CTAs come in clusters of two, with neighbouring tiles
+ * of q (or of p) and the same ones of p (or of q), which each loads half of, for both by multicast.
+ */
+#ifndef CUMOE_GRADIENT_CUH
+#define CUMOE_GRADIENT_CUH
+
+#include "backward.h"
+#include "device/pipeline.cuh"
+#include "device/ptx_gradient_sm90.cuh"
+
+template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS,
+          int SLOTS_ = sizeof(Y_) == 4 ? 6 : 3>
+struct gradient_shape {
+  using X = X_;
+  using Y = Y_;                                                                            /* of the gradient */
+  static constexpr int CLUSTER = CLUSTER_, BM = BM_, BN = BN_, BK = BK_, STAGES = STAGES_; /* BM p, BN q, BK rows */
+  static constexpr int CONSUMERS = 2, GROUP = 128, BLOCK = 64, THREADS = WARPS * WARP_SIZE;
+  static constexpr int BLOCKS = BM / BLOCK / CONSUMERS, ACCUMULATORS = BN / 2; /* of a consumer; of a block a thread */
+  static constexpr int P_BOXES = BM / BLOCK, Q_BOXES = BN / BLOCK, BOX = BLOCK * BK;
+  /* From accumulators to memory: slots of a consumer; boxes of its part of a tile, columns of one. What is added to is
+   * fetched into as many slots ahead. */
+  static constexpr int SLOTS = SLOTS_, WIDTH = 128 / sizeof(Y), BOXES_ACROSS = BN / WIDTH,
+                       BOXES = BLOCKS * BOXES_ACROSS;
+  static constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24; /* 384 threads start with 168 each */
+  static_assert(sizeof(X) == 2 && CLUSTER == 2 && THREADS == (CONSUMERS + 1) * GROUP, "see there");
+  static_assert(BM % (BLOCK * CONSUMERS) == 0 && BN % BLOCK == 0, "whole boxes");
+  static_assert(SLOTS >= 2 && SLOTS <= BOXES, "one is stored while another is filled; what is fetched ahead");
+  static_assert(BK % 16 == 0 && ROW_STEP % BK == 0, "whole steps; see there");
+};
+
+/* ---- units ---- */
+
+/* The matrix of an expert: elements along p and q of a half, and tiles of all halves. */
+struct gradient_grid {
+  int32_t p, q, p_tiles, q_tiles, p_all, q_all;
+  bool across;                  /* q are outputs, p inputs */
+  bool share_p;                 /* the CTAs of a cluster have neighbours along q */
+  int32_t tall, wide;           /* units of clusters along p, along q */
+  int32_t experts_on, units_on; /* from a cluster's unit to its next one */
+};
+
+template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
+{
+  gradient_grid m;
+  m.across = g.d.n_stride == 1;
+  m.p = m.across ? g.k : g.n;
+  m.q = m.across ? g.n : g.k;
+  m.p_tiles = ceil_div(m.p, S::BM), m.q_tiles = ceil_div(m.q, S::BN);
+  m.p_all = m.p_tiles * (m.across ? 1 : g.halves), m.q_all = m.q_tiles * (m.across ? g.halves : 1);
+  m.share_p = m.q_all % 2 == 0 || m.p_all % 2 != 0;
+  m.tall = m.share_p ? m.p_all : m.p_all / 2;
+  m.wide = m.share_p ? ceil_div(m.q_all, 2) : m.q_all;
+  const int32_t each = m.tall * m.wide, clusters = (int)gridDim.x / S::CLUSTER;
+  m.experts_on = clusters / each;
+  m.units_on = clusters % each;
+  return m;
+}
+
+/* Rows of an expert, kept inside [0, rows_cap). */
+struct row_steps {
+  int32_t first, steps;
+};
+
+template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expert)
+{
+  const int64_t cap = map.rows_cap, begin = map.counts ? load_relaxed(map.offsets + expert) : 0,
+                count = map.counts ? load_relaxed(map.counts + expert) : token_total(map.tokens),
+                first = min(max(begin, (int64_t)0), cap), kept = min(max(count, (int64_t)0), cap - first);
+  return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)S::BK)};
+}
+
+/* Tiles of one CTA of a cluster. */
+struct gradient_tile {
+  int32_t expert, p, q; /* tiles of all halves; q of q_all: there is none */
+};
+
+/* Registers of consumers are full, so what is the same for all units and a warp's own one are read from here anew. */
+template <class S> struct gradient_smem {
+  typename S::X p[S::STAGES][S::P_BOXES * S::BOX], q[S::STAGES][S::Q_BOXES * S::BOX];
+  unsigned char slots[S::CONSUMERS][S::SLOTS][S::BLOCK * 128];
+  uint64_t full[S::STAGES], empty[S::STAGES], there[S::CONSUMERS][S::SLOTS];
+  row_steps rows[MAX_EXPERTS];
+  gradient_grid grid;
+  gradient_tile tiles[S::THREADS / WARP_SIZE];
+};
+
+/* A cluster's units: every so many of all experts'. */
+struct gradient_cursor {
+  int32_t expert, unit; /* of the expert's */
+
+  template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
+  {
+    const int32_t index = (int)blockIdx.x / S::CLUSTER, each = m.tall * m.wide;
+    return {index / each, index % each};
+  }
+
+  DEVICE void advance(const gradient_grid &m)
+  {
+    expert += m.experts_on;
+    unit += m.units_on;
+    if (unit >= m.tall * m.wide) unit -= m.tall * m.wide, expert++;
+  }
+
+  /* p advances first, inside bands: what 66 clusters read at a time stays in L2. */
+  DEVICE gradient_tile tile(const gradient_grid &m) const
+  {
+    constexpr uint32_t BAND = 8;
+    const uint32_t band = (uint32_t)unit / (BAND * m.wide) * BAND, height = min(m.tall - band, BAND);
+    const uint32_t in_band = unit - band * m.wide, j = height == BAND ? in_band / BAND : in_band / height;
+    const int32_t i = (int32_t)(band + in_band - j * height), rank = (int32_t)cluster_ctarank();
+    return {expert, m.share_p ? i : 2 * i + rank, m.share_p ? 2 * (int32_t)j + rank : (int32_t)j};
+  }
+};
+
+/* Where in a half a tile of `tiles` each lies. */
+struct place_in_half {
+  int32_t half, first;
+  DEVICE place_in_half(int32_t tile, int32_t tiles, int32_t width)
+      : half(tile >= tiles), first((tile - (tile >= tiles ? tiles : 0)) * width)
+  {
+  }
+};
+
+/* ---- producer ---- */
+
+/* First column of a tile in its operand. A tile may reach past its half, into what is not stored then. */
+DEVICE int32_t column_of_tile(const weight_gradient_args &g, bool outputs, int32_t tile, int32_t tiles, int32_t width)
+{
+  const place_in_half at(tile, tiles, width);
+  return at.first + (outputs ? (int32_t)g.a_half[at.half] : 0);
+}
+
+template <class S, int BOXES, bool SHARED>
+DEVICE void copy_operand(typename S::X *to, const void *map, int32_t column, int32_t row, uint64_t *full)
+{
+  constexpr uint16_t BOTH = (1 << S::CLUSTER) - 1;
+  const int first = SHARED ? (int)cluster_ctarank() : 0;
+#pragma unroll
+  for (int box = 0; box < BOXES; box += SHARED ? S::CLUSTER : 1) {
+    const int i = box + first;
+    if (SHARED && BOXES % S::CLUSTER != 0 && i >= BOXES) break;
+    if (SHARED)
+      cp_async_bulk_tensor_2d_multicast(to + i * S::BOX, map, column + i * S::BLOCK, row, full, BOTH);
+    else
+      cp_async_bulk_tensor_2d(to + i * S::BOX, map, column + i * S::BLOCK, row, full);
+  }
+}
+
+template <class S, bool SHARE_P>
+DEVICE void produce_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+{
+  const gradient_grid &m = smem.grid;
+  pipeline_state<S::STAGES> at;
+#pragma unroll 1
+  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
+    const gradient_tile tile = cursor.tile(m);
+    const row_steps rows = smem.rows[cursor.expert];
+    const int32_t p = column_of_tile(args.g, !m.across, tile.p, m.p_tiles, S::BM),
+                  q = column_of_tile(args.g, m.across, tile.q, m.q_tiles, S::BN);
+#pragma unroll 1
+    for (int32_t step = 0; step < rows.steps; step++, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      if (elect_one()) {
+        uint64_t *full = &smem.full[at.stage];
+        const int32_t row = rows.first + step * S::BK;
+        mbarrier_arrive_expect_tx(full, (S::P_BOXES + S::Q_BOXES) * S::BOX * sizeof(typename S::X));
+        copy_operand<S, S::P_BOXES, SHARE_P>(smem.p[at.stage], args.p, p, row, full);
+        copy_operand<S, S::Q_BOXES, !SHARE_P>(smem.q[at.stage], args.q, q, row, full);
+      }
+      __syncwarp();
+    }
+  }
+}
+
+/* ---- consumers ---- */
+
+template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, int stage)
+{
+  if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
+}
+
+/* Stages come back one step later, when the next products are under way. */
+template <class S>
+DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int steps,
+                     float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int K16 = 16 * 128 >> 4, NEXT = S::BOX * 2 >> 4;
+  int before = -1;
+#pragma unroll 1
+  for (int step = 0; step < steps; step++, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+    const uint64_t a = wgmma_operand(smem.p[at.stage] + group * S::BLOCKS * S::BOX);
+    const uint64_t b = wgmma_operand_n_major(smem.q[at.stage], S::BOX * 2);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < S::BK / 16; k++)
+#pragma unroll
+      for (int i = 0; i < S::BLOCKS; i++)
+        wgmma_n_major_m64k16<typename S::X, S::BN>::run(acc[i], a + k * K16 + i * NEXT, b + k * K16, k > 0 || step > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+    if (before >= 0) release_gradient_stage<S>(smem, before);
+    before = (int)at.stage;
+  }
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
+  if (before >= 0) release_gradient_stage<S>(smem, before);
+}
+
+template <class S> DEVICE void skip_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int steps)
+{
+#pragma unroll 1
+  for (int step = 0; step < steps; step++, at.advance()) {
+    wait_for(&smem.full[at.stage], at.phase);
+    __syncwarp();
+    release_gradient_stage<S>(smem, at.stage);
+  }
+}
+
+/* ---- from accumulators to memory: through slots of 64 rows x 128 bytes, a box each ---- */
+
+/* Address of a thread's elements in a slot: of row `row`, from byte `byte` on. */
+DEVICE uint32_t swizzled(uint32_t slot, int row, int byte)
+{
+  return slot + row * 128 + (byte ^ row % 8 * 16);
+}
+
+/* A consumer's accumulators of WIDTH columns from octet `octet` on, into a slot. ADD: onto what is there. */
+template <class S, bool ADD> DEVICE void stage_slot(uint32_t slot, int octet, const float (&acc)[S::ACCUMULATORS])
+{
+  using Y = typename S::Y;
+  const int warp = warp_id() % 4, lane = lane_id();
+#pragma unroll
+  for (int j = 0; j < S::WIDTH / 8; j += 2) {
+    if constexpr (sizeof(Y) == 2 && !ADD) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        packed[i] = pack_pair<Y>(acc[4 * (octet + j) + 2 * i], acc[4 * (octet + j) + 2 * i + 1]);
+      stmatrix_x4(swizzled(slot, warp * 16 + lane % 16, (j + lane / 16) * 16), packed);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint32_t at = swizzled(slot, warp * 16 + lane / 4 + i % 2 * 8,
+                                     (j + i / 2) * 8 * (int)sizeof(Y) + lane % 4 * 2 * (int)sizeof(Y));
+        const float a = acc[4 * (octet + j) + 2 * i], b = acc[4 * (octet + j) + 2 * i + 1];
+        if constexpr (sizeof(Y) == 2) {
+          const float2 there = unpack_pair<Y>(lds_32(at));
+          sts_32(at, pack_pair<Y>(there.x + a, there.y + b));
+        } else {
+          const float2 there = ADD ? lds_64(at) : make_float2(0.f, 0.f);
+          sts_64(at, ADD ? there.x + a : a, ADD ? there.y + b : b);
+        }
+      }
+    }
+  }
+}
+
+/* Where a consumer's part of a tile lies in d. */
+struct gradient_place {
+  int32_t column, row, half, expert;
+
+  template <class S>
+  DEVICE static gradient_place of(const weight_gradient_sm90_args &args, const gradient_grid &m,
+                                  const gradient_tile &tile, int group)
+  {
+    const place_in_half p(tile.p, m.p_tiles, S::BM), q(tile.q, m.q_tiles, S::BN);
+    return {q.first, p.first + group * S::BLOCKS * S::BLOCK, (m.across ? q.half : p.half) ^ args.up_first, tile.expert};
+  }
+
+  /* Of its box `box`. */
+  template <class S> DEVICE int32_t row_of(int box) const { return row + box / S::BOXES_ACROSS * S::BLOCK; }
+  template <class S> DEVICE int32_t column_of(int box) const { return column + box % S::BOXES_ACROSS * S::WIDTH; }
+};
+
+/* By one thread. */
+template <class S>
+DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group, uint32_t slot,
+                       const gradient_place &place, int box)
+{
+  uint64_t *there = &smem.there[group][slot];
+  mbarrier_arrive_expect_tx(there, sizeof smem.slots[0][0]);
+  cp_async_bulk_tensor_4d(smem.slots[group][slot], args.d, place.column_of<S>(box), place.row_of<S>(box), place.half,
+                          place.expert, there);
+}
+
+/* One barrier a box, before which its first thread waits until the next slot is free. What is added to comes to the slots
+ * ahead: a box goes into that of the box before this one as soon as that was read. */
+template <class S, bool ADD>
+DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
+                           pipeline_state<S::SLOTS> &at, const gradient_place &place,
+                           const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const bool first = threadIdx.x % S::GROUP == 0;
+#pragma unroll
+  for (int box = 0; box < S::BOXES; box++, at.advance()) {
+    if (ADD) wait_for(&smem.there[group][at.stage], at.phase);
+    stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), box % S::BOXES_ACROSS * S::WIDTH / 8,
+                       acc[box / S::BOXES_ACROSS]);
+    fence_proxy_async_shared();
+    if (!ADD && first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
+    bar_sync(1 + group, S::GROUP);
+    if (!first) continue;
+    cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
+                                  smem.slots[group][at.stage]);
+    cp_async_bulk_commit_group();
+    if (ADD && box > 0 && box - 1 + S::SLOTS < S::BOXES) {
+      cp_async_bulk_wait_group_read<1>();
+      fetch_slot<S>(args, smem, group, (at.stage + S::SLOTS - 1) % S::SLOTS, place, box - 1 + S::SLOTS);
+    }
+  }
+}
+
+/* Of a tile that will be added to what is there, the first boxes; by one thread, before its products. */
+template <class S>
+DEVICE void fetch_slots(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group, uint32_t slot,
+                        const gradient_place &place)
+{
+  cp_async_bulk_wait_group_read<0>();
+#pragma unroll 1
+  for (int box = 0; box < S::SLOTS; box++) fetch_slot<S>(args, smem, group, (slot + box) % S::SLOTS, place, box);
+}
+
+template <class S>
+DEVICE void finish_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
+                            pipeline_state<S::SLOTS> &slot, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if (args.g.scale != 1.f)
+#pragma unroll
+    for (int i = 0; i < S::BLOCKS; i++)
+#pragma unroll
+      for (int j = 0; j < S::ACCUMULATORS; j++) acc[i][j] *= args.g.scale;
+  const gradient_place place = gradient_place::of<S>(args, smem.grid, smem.tiles[warp_id()], group);
+  if (args.g.accumulates)
+    store_gradient<S, true>(args, smem, group, slot, place, acc);
+  else
+    store_gradient<S, false>(args, smem, group, slot, place, acc);
+}
+
+template <class S> DEVICE void consume_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+{
+  const gradient_grid &m = smem.grid;
+  const int group = threadIdx.x / S::GROUP - 1;
+  pipeline_state<S::STAGES> at;
+  pipeline_state<S::SLOTS> slot;
+#pragma unroll 1
+  for (auto cursor = gradient_cursor::first<S>(m); cursor.expert < args.g.map.experts; cursor.advance(m)) {
+    const gradient_tile tile = cursor.tile(m);
+    const int32_t steps = smem.rows[cursor.expert].steps;
+    const gradient_place place = gradient_place::of<S>(args, m, tile, group);
+    if (place.row >= m.p || tile.q >= m.q_all) {
+      skip_rows<S>(smem, at, steps);
+      continue;
+    }
+    if (args.g.accumulates && steps == 0) continue;
+    if (lane_id() == 0) smem.tiles[warp_id()] = tile;
+    if (args.g.accumulates && threadIdx.x % S::GROUP == 0) fetch_slots<S>(args, smem, group, slot.stage, place);
+    __syncwarp();
+    float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
+    sum_rows<S>(smem, at, group, steps, acc);
+    finish_gradient<S>(args, smem, group, slot, acc);
+    __syncwarp(); /* the tile is read before the next one is written */
+  }
+  if (threadIdx.x % S::GROUP == 0) cp_async_bulk_wait_group_read<0>();
+}
+
+template <class S> DEVICE void gradient_gemm(const weight_gradient_sm90_args &args, gradient_smem<S> &smem)
+{
+  if (threadIdx.x == 0) {
+    smem.grid = gradient_grid_of<S>(args.g);
+    prefetch_tensormap(args.p);
+    prefetch_tensormap(args.q);
+    prefetch_tensormap(args.d);
+    for (int s = 0; s < S::SLOTS; s++)
+      for (int group = 0; group < S::CONSUMERS; group++) mbarrier_init(&smem.there[group][s], 1);
+    for (int s = 0; s < S::STAGES; s++) {
+      mbarrier_init(&smem.full[s], 1);
+      mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
+    }
+    fence_mbarrier_init();
+  }
+  wait_for_earlier_grids();
+  fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
+  for (int e = threadIdx.x; e < args.g.map.experts; e += S::THREADS) smem.rows[e] = steps_of_expert<S>(args.g.map, e);
+  barrier_cluster(); /* the other CTA's barriers are initialised */
+  if (threadIdx.x < S::GROUP) {
+    setmaxnreg_dec<S::PRODUCER_REGISTERS>();
+    if (warp_id() == 0) {
+      if (smem.grid.share_p)
+        produce_gradient<S, true>(args, smem);
+      else
+        produce_gradient<S, false>(args, smem);
+    }
+  } else {
+    setmaxnreg_inc<S::CONSUMER_REGISTERS>();
+    consume_gradient<S>(args, smem);
+  }
+  __syncwarp();
+  barrier_cluster(); /* nobody writes to a CTA that has left */
+}
+
+#endif
