@@ -21,6 +21,7 @@ typedef struct training {
   cell cell;
   cumoe_weights gradients;
   cumoe_view d_out;
+  bool once; /* forward_keep and backward, eagerly: for a profiler */
   cumoe_view_mut kept, scratch, d_x, d_router, d_logits, d_pairs, gate_scratch, d_rows;
 } training;
 
@@ -171,6 +172,7 @@ static cumoe_status run_cell(training *t, int64_t tokens)
     TRY(cumoe_map(t->model.plan, cumoe_const(t->cell.ids[i]), (cumoe_view){0}, &t->cell.route[i], t->cell.map_workspace,
                   t->bench->stream));
   }
+  if (t->once) return call(&(job){t, BOTH}, 0, t->bench->stream);
   for (int p = 0; p < PARTS; ++p) {
     jobs[p] = (job){t, (part)p};
     works[p] = (work){call, &jobs[p], false};
@@ -180,10 +182,10 @@ static cumoe_status run_cell(training *t, int64_t tokens)
   return CUMOE_OK;
 }
 
-static cumoe_status run_shape(bench *b, const shape *s)
+static cumoe_status run_shape(bench *b, const shape *s, bool once)
 {
   static const int64_t tokens[] = {2048, 8192};
-  training t = {.bench = b};
+  training t = {.bench = b, .once = once};
   cumoe_status status = model_create(b, s, &not_quantised, &t.model);
   if (status == CUMOE_OK) status = create_gradients(&t);
   for (int i = 0; i < 2 && status == CUMOE_OK; ++i) {
@@ -211,19 +213,22 @@ static bool is_asked_for(int argc, char **argv, const char *name)
 int main(int argc, char **argv)
 {
   bench b = {.o = {.device = 0, .dtype = CUMOE_BF16}, .seed = 1};
+  bool once = false;
   for (int i = 1; i < argc; ++i) {
-    if (argv[i][0] == '-' && strcmp(argv[i], "--quick") != 0) {
-      fprintf(stderr, "usage: backward [--quick] [model ...]\n");
+    const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick");
+    if (argv[i][0] == '-' && !is_once && !is_quick) {
+      fprintf(stderr, "usage: backward [--quick | --once] [model ...]\n");
       return 2;
     }
-    b.o.quick |= argv[i][0] == '-';
+    once |= is_once;
+    b.o.quick |= is_quick;
   }
   cumoe_status status = bench_open(&b);
   if (status == CUMOE_OK) status = make_noise(&b);
   printf("%s: medians of replays, bf16\n%-16s %6s %-16s %10s\n", b.device.name, "model", "tokens", "part", "us");
   for (int32_t i = 0; i < shape_count() && status == CUMOE_OK; ++i) {
     const shape s = shape_at(i);
-    if (s.when == SHAPE_always && is_asked_for(argc, argv, s.name)) status = run_shape(&b, &s);
+    if (s.when == SHAPE_always && is_asked_for(argc, argv, s.name)) status = run_shape(&b, &s, once);
   }
   if (status != CUMOE_OK) fprintf(stderr, "backward: %s\n", failure_text(&b));
   bench_close(&b);
