@@ -666,6 +666,7 @@ static const scenario scenarios[] = {
     {"matrix product prepared", open_one, prepare_blas, 0},
     {"operations", open_one, use_operations, AGAIN},
     {"training", open_one, use_training, 0},
+    {"backward of the layer", small_layer, run_both_ways, 0},
 };
 
 static const cudaError_t errors[] = {cudaErrorMemoryAllocation, cudaErrorInvalidValue, cudaErrorIllegalAddress,

@@ -11,6 +11,7 @@
 #include "shim/layer.h"
 #include "../host/context.h"
 #include "../host/tmap.h"
+#include "../kernels/backward.h"
 
 typedef struct launching {
   const char *name;
@@ -1118,6 +1119,32 @@ static void training(world *w)
   }
 }
 
+/* The same of the layer's backward; what its kernels of products are told. */
+static void backward(world *w)
+{
+  char kernels[400];
+  for (int round = 0; round < 2; round++) {
+    shim_mark();
+    CHECK_OK(run_both_ways(w));
+    CHECK(round == 0 || shim_calls(SHIM_ALL) == shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH));
+    list_kernels(shim_trace(), kernels, sizeof kernels);
+    CHECK_MSG(strcmp(kernels,
+                     "router gate map map up activation down combine "
+                     "pad copy down activation down pair gate gate gate cut weight add bias rows gather ") == 0,
+              "the kernels are: %s", kernels);
+  }
+  const gemm_args *down = shim_last_args("cumoe_down_");
+  const weight_gradient_args *runs = shim_last_args("cumoe_weight_gradient");
+  const activation_args *act = shim_last_args("cumoe_activation");
+  const pad_args *pad = shim_last_args("cumoe_pad");
+  const int64_t rows = pad->rows_cap;
+  CHECK(rows % ROW_STEP == 0 && rows >= 600 * TOP_K && pad->map.rows_cap == 600 * TOP_K);
+  CHECK(down->counts == pad->counts && down->offsets == pad->offsets && down->rows_cap == rows && !down->b.bias[0]);
+  CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z && down->b.n_stride == 1);
+  CHECK(act->map.row_pair == pad->row_pair && act->z_row == pad->map.slot_row && act->weighs_h && act->along);
+  CHECK(runs->n == EXPERTS && runs->k == HIDDEN && runs->map.experts == 2 && runs->d.expert_stride == EXPERTS * HIDDEN);
+}
+
 static const struct {
   const char *name;
   void (*test)(world *w);
@@ -1136,6 +1163,7 @@ static const struct {
     {"products", products},
     {"operations", operations},
     {"training", training},
+    {"backward of the layer", backward},
 };
 
 static void test_corners(void)

@@ -163,6 +163,32 @@ cumoe_status run_routed(world *w)
   return cumoe_moe_forward(w->plan, w->weights, &a, w->stream);
 }
 
+/* A forward that keeps and its backward, from the router on; tokens enough for sums by runs of them. */
+cumoe_status run_both_ways(world *w)
+{
+  const int64_t tokens = 600;
+  const cumoe_moe_desc d = describe(CUMOE_BF16);
+  cumoe_moe_args a = arguments(w, &d, tokens);
+  size_t kept = 0, bytes = 0;
+  CHECK_OK(cumoe_moe_kept(w->plan, tokens, &kept));
+  CHECK_OK(cumoe_moe_backward_workspace(w->plan, tokens, 1, &bytes));
+  a.router_weight = lend_in(w, CUMOE_BF16, EXPERTS, HIDDEN);
+  const cumoe_view_mut keeps = lend(w, CUMOE_U8, 1, (int64_t)kept);
+  const cumoe_status status = cumoe_moe_forward_keep(w->plan, w->weights, &a, keeps, w->stream);
+  if (status != CUMOE_OK) return status;
+  const cumoe_moe_grads g = {.size = sizeof g,
+                             .balance = 1,
+                             .d_out = lend_in(w, CUMOE_BF16, tokens, HIDDEN),
+                             .kept = cumoe_const(keeps),
+                             .d_x = lend(w, CUMOE_BF16, tokens, HIDDEN),
+                             .d_router_weight = lend(w, CUMOE_F32, EXPERTS, HIDDEN),
+                             .d_router_bias = lend(w, CUMOE_F32, 1, EXPERTS),
+                             .losses = lend(w, CUMOE_F32, 1, 2),
+                             .workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes)};
+  a.out = a.workspace = (cumoe_view_mut){0};
+  return cumoe_moe_backward(w->plan, w->weights, &a, &g, w->stream);
+}
+
 cumoe_status run_formats(world *w)
 {
   const cumoe_moe_desc d = describe_formats();
