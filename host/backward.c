@@ -66,10 +66,11 @@ static int32_t runs_of(const struct plan *plan, int64_t tokens)
   return on_cpu(plan->context) ? 1 : (int32_t)min64(ceil_div(tokens, RUN), MOST);
 }
 
+/* By the finest chunking, so that more tokens never need less. */
 static size_t carve_hist(carver *c, const cumoe_moe_desc *d, int64_t pairs)
 {
-  const map_chunks cut = map_chunking(pairs);
-  return carve(c, cut.chunks > 1 ? cut.chunks : 0, d->local_experts, 4);
+  const int64_t chunks = pairs > MAP_UNIT ? min64(ceil_div(pairs, MAP_UNIT), MAP_MOST_CHUNKS) : 0;
+  return carve(c, chunks, d->local_experts, 4);
 }
 
 cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t tokens, bool kept, scratch_layout *at)
