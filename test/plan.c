@@ -499,7 +499,7 @@ static wide simple_grid(const variant *v, const op_shape *s)
     const wide tiles = s->op == OP_rows_product
                            ? (wide)(s->rows / bm + smaller(s->rows, s->experts)) * wide_ceil(s->n, bn)
                            : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
-    return smaller((int64_t)tiles, HOPPER_SMS * v->ctas);
+    return smaller(v->cluster * (int64_t)wide_ceil(tiles, v->cluster), HOPPER_SMS * v->ctas); /* a number of clusters */
   }
   if (s->op == OP_attention && v->form != FORM_row)
     return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);

@@ -294,7 +294,7 @@ DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &
                           place.expert, there);
 }
 
-/* One barrier a box, before which its first thread waits until the next slot is free. What is added to comes to the slots
+/* One barrier a box, before which its first thread waits until the next slot is free. What is added to comes to slots
  * ahead: a box goes into that of the box before this one as soon as that was read. */
 template <class S, bool ADD>
 DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
