@@ -911,7 +911,7 @@ static void test_product_rows(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
-/* Of gradients of weights; tiles end inside, and every major and order of halves is there that any row serves. */
+/* Tiles end inside, and every major and order of halves is there that all rows serve. */
 static void run_gradient_row(cumoe_context context, cumoe_context cpu, const cumoe_variant_info *v, int i)
 {
   static const int32_t orders[] = {CUMOE_GATE_UP_CONCAT, CUMOE_GATE_UP_SEPARATE, CUMOE_UP_GATE_CONCAT,

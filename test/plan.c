@@ -487,21 +487,8 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
 
 /* Token ranges, times column ranges where a row has them; few_up may meet an expert a pair, and no more CTAs than
  * SMs. */
-/* The backward's products: tiles, as many as run at once, in whole clusters. */
-static wide product_grid(const variant *v, const op_shape *s)
-{
-  const int64_t tall = larger(v->bm, v->units), broad = larger(v->bn, v->columns);
-  const wide tiles = s->op == OP_weight_gradient
-                         ? (wide)s->experts * wide_ceil(s->n, tall) * wide_ceil(s->k, broad)
-                         : (wide)(s->rows / tall + smaller(s->experts, s->rows)) * wide_ceil(s->n, broad);
-  const int64_t most = (int64_t)HOPPER_SMS * v->ctas, grid = smaller((int64_t)tiles, most);
-  const int64_t up = (grid + v->cluster - 1) / v->cluster * v->cluster;
-  return up <= most || up == v->cluster ? up : up - v->cluster;
-}
-
 static wide simple_grid(const variant *v, const op_shape *s)
 {
-  if (s->op == OP_rows_product || s->op == OP_weight_gradient) return product_grid(v, s);
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
@@ -512,7 +499,7 @@ static wide simple_grid(const variant *v, const op_shape *s)
     const wide tiles = s->op == OP_rows_product
                            ? (wide)(s->rows / bm + smaller(s->rows, s->experts)) * wide_ceil(s->n, bn)
                            : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
-    return smaller((int64_t)tiles, HOPPER_SMS * v->ctas);
+    return smaller(v->cluster * (int64_t)wide_ceil(tiles, v->cluster), HOPPER_SMS * v->ctas); /* a number of clusters */
   }
   if (s->op == OP_attention && v->form != FORM_row)
     return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);

@@ -294,8 +294,8 @@ DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &
                           place.expert, there);
 }
 
-/* One barrier a box, before which its first thread waits until the next slot is free. What is added to comes to the slots
- * ahead: a box goes into that of the box before this one as soon as that was read. */
+/* One barrier a box, before which its first thread waits until the next slot is free; of what is added to the next box
+ * goes there then. */
 template <class S, bool ADD>
 DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
                            pipeline_state<S::SLOTS> &at, const gradient_place &place,
@@ -308,16 +308,14 @@ DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<
     stage_slot<S, ADD>(shared_address(smem.slots[group][at.stage]), box % S::BOXES_ACROSS * S::WIDTH / 8,
                        acc[box / S::BOXES_ACROSS]);
     fence_proxy_async_shared();
-    if (!ADD && first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
+    if (first) cp_async_bulk_wait_group_read<S::SLOTS - 2>();
     bar_sync(1 + group, S::GROUP);
     if (!first) continue;
     cp_async_bulk_tensor_4d_store(args.d, place.column_of<S>(box), place.row_of<S>(box), place.half, place.expert,
                                   smem.slots[group][at.stage]);
     cp_async_bulk_commit_group();
-    if (ADD && box > 0 && box - 1 + S::SLOTS < S::BOXES) {
-      cp_async_bulk_wait_group_read<1>();
-      fetch_slot<S>(args, smem, group, (at.stage + S::SLOTS - 1) % S::SLOTS, place, box - 1 + S::SLOTS);
-    }
+    if (ADD && box + 1 >= S::SLOTS && box + 1 < S::BOXES)
+      fetch_slot<S>(args, smem, group, (at.stage + 1) % S::SLOTS, place, box + 1);
   }
 }
 

@@ -1,5 +1,5 @@
-/* Wrappers of instructions for gradients of weights (sm_90a), above all wgmma with both operands N-major in shared memory:
- * the reduction runs over rows of memory. */
+/* Wrappers of instructions for gradients of weights (sm_90a), above all wgmma with both operands N-major in shared
+ * memory: the reduction runs over rows of memory. */
 #ifndef CUMOE_PTX_GRADIENT_SM90_CUH
 #define CUMOE_PTX_GRADIENT_SM90_CUH
 
@@ -63,8 +63,8 @@ DEVICE uint32_t lds_32(uint32_t address)
 
 /* ---- wgmma ---- */
 
-/* As wgmma_operand's N-major, of more than 64 of the operand's rows: those from 64, 128, ... on begin `next` bytes after
- * another. 16 k on: + 128. */
+/* As wgmma_operand's N-major, of more than 64 of the operand's rows: those from 64, 128, ... on begin `next` bytes
+ * after another. 16 k on: + 128. */
 DEVICE uint64_t wgmma_operand_n_major(const void *shared, int next)
 {
   return (uint64_t)(shared_address(shared) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
