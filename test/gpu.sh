@@ -74,10 +74,11 @@ unfollowed="sm90_mixed wgmma_bf16_mx4 wgmma_bf16_nv4 wgmma_bf16_u4 wgmma_f16_mx4
 # PROGRAM:TOOL:KERNEL. By ROWS, as racecheck of CUDA 13.0 does not survive --kernel-name here.
 bugs="sums:racecheck:cumoe_few_up_sm90_few map:racecheck:cumoe_map_any
   rest:synccheck:cumoe_router_any_dot rest:memcheck:cumoe_combine_any_gather"
-tools="memcheck racecheck synccheck" shards=4
+tools="memcheck racecheck synccheck"
 [ "$1" != planted ] || tools=
+shards_of() { case $1 in racecheck) echo 8 ;; *) echo 2 ;; esac; } # racecheck takes several times as long
 for tool in $tools; do
-  rows=
+  rows= shards=$(shards_of "$tool")
   [ "$tool" != racecheck ] || rows=$(printf '!%s ' $unfollowed)
   for shard in $(seq 0 $((shards - 1))); do
     run "clean.$tool.$shard" "$tool" "$rows" "$lib/test/rows" --shard "$shard/$shards" &
@@ -90,10 +91,15 @@ for bug in $bugs; do
 done
 wait
 
+# A layer whose one product is of another row may well have the other product of one of these.
+reports_of_others() { grep -oE 'access at [a-z0-9_A-Z]+' "$1" | grep -qvE "${unfollowed// /|}"; }
 for tool in $tools; do
+  shards=$(shards_of "$tool")
   for shard in $(seq 0 $((shards - 1))); do
     name=clean.$tool.$shard
     read -r status took < "$work/$name.rc"
+    if [ "$tool:$status" = racecheck:9 ] && ! reports_of_others "$work/$name.log" &&
+      grep -q ' passed, 0 failed, ' "$work/$name.log"; then status=0; fi
     case $status:$(tail -n 1 "$work/$name.log") in
     0:*) pass "$tool $((shard + 1)) of $shards, $took s: $(grep ' passed, ' "$work/$name.log")" ;;
     124:*) fail "$name: longer than $each s" "$(tail -n 3 "$work/$name.log")" ;;
