@@ -277,8 +277,8 @@ static bool copies_x(const pass *p)
          p->tokens.count * p->plan->desc.routing.top_k >= MANY;
 }
 
-/* Gate and up before the activation, of routed experts or (route NULL) the shared one: by one product where they are one
- * matrix. */
+/* Gate and up before the activation, of routed experts or (route NULL) the shared one: by one product where they are
+ * one matrix. */
 static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
 {
   const cumoe_moe_desc *d = &p->plan->desc;

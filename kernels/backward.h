@@ -36,8 +36,8 @@ enum { ROW_STEP = 64 };
 
 /*
  * The route's rows padded: counts and offsets of experts (offsets[E]: the end of the last), row_pair[r], -1 of a row
- * that is no pair's, up to that end, and slot_row[t, j], negative where the route's is. What of a bad route does not fit
- * is left out. Unit: a pair or a row up to rows_cap, whichever is more.
+ * that is no pair's, up to that end, and slot_row[t, j], negative where the route's is. What of a bad route does not
+ * fit is left out. Unit: a pair or a row up to rows_cap, whichever is more.
  */
 typedef struct pad_args {
   row_map map;
@@ -109,8 +109,8 @@ typedef struct cut_args {
   int32_t runs;
 } cut_args;
 
-/* d[r, c] = scale * sum over runs of sums[run, r, c], onto what is there if `accumulates`; then, without tokens, nothing
- * is written. Unit: an element. */
+/* d[r, c] = scale * sum over runs of sums[run, r, c], onto what is there if `accumulates`; then, without tokens,
+ * nothing is written. Unit: an element. */
 typedef struct add_runs_args {
   const float *sums; /* [runs, rows, cols] */
   void *d;
@@ -141,9 +141,9 @@ enum { WEIGHS_NONE = 0, WEIGHS_A, WEIGHS_B };
 
 /*
  * h[r] = act(z), rounded; with d_h also d_z[r] = w * act'(z) scale * d_h[r], rounded, and along[r] = scale * <d_h[r],
- * h[r]>. All zeros where the pair is dropped, and where there is none. w is 1 unless `weighs`; weighs_h: h is w * act(z)
- * in memory. z of a pair is in row z_row[pair], or (NULL) in the row itself. z and d_z: [rows, halves I], gate and up as
- * `order` says. Unit: a row, up to the end of the last expert's.
+ * h[r]>. All zeros where the pair is dropped, and where there is none. w is 1 unless `weighs`; weighs_h: h is w *
+ * act(z) in memory. z of a pair is in row z_row[pair], or (NULL) in the row itself. z and d_z: [rows, halves I], gate
+ * and up as `order` says. Unit: a row, up to the end of the last expert's.
  */
 enum { GATE_FIRST = 0, UP_FIRST, GATE_UP_PAIRS, UP_GATE_PAIRS };
 typedef struct activation_args {
@@ -159,8 +159,8 @@ typedef struct activation_args {
 
 /*
  * d_weights[t, j] = along[r] + scale * <d_out, bias> of a row; of an identity expert scale * <d_out, x>; on_input:
- * <d_rows, x>; 0 of a dropped pair, and of all if unweighed. sigmoid: and times w (1 - w), for the logit behind w. Unit:
- * a token, on CUDA a pair.
+ * <d_rows, x>; 0 of a dropped pair, and of all if unweighed. sigmoid: and times w (1 - w), for the logit behind w.
+ * Unit: a token, on CUDA a pair.
  */
 typedef struct pair_gradient_args {
   row_map map;

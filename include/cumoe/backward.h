@@ -22,11 +22,12 @@
  * is that token's, and those gradients of weights that the token has a part in.
  *
  * On the CPU device sums run in double, in an order that depends on nothing but the operands, and are rounded once. On
- * CUDA they run in f32 (of the gate in double), in an order of the shape and the GPU's model: the same operands give the
- * same bits. Of 16 bits products run on tensor cores, and d out of another type, d h[r], w h[r] of d Wdown and w x[t] of
- * d Wup are rounded to dtype before they are multiplied; d logits, of a router of bf16, to two bf16, within 2^-17 of
- * them. From the operands to a result there are four roundings to dtype at most, each within half an ulp of one term,
- * and f32 sums, which are far below: a test holds gradients within 8 u of the CPU device's largest, 2^-16 of f32.
+ * CUDA they run in f32 (of the gate in double), in an order of the shape and the GPU's model: the same operands give
+ * the same bits. Of 16 bits products run on tensor cores, and d out of another type, d h[r], w h[r] of d Wdown and
+ * w x[t] of d Wup are rounded to dtype before they are multiplied; d logits, of a router of bf16, to two bf16, within
+ * 2^-17 of them. From the operands to a result there are four roundings to dtype at most, each within half an ulp of
+ * one term, and f32 sums, which are far below: a test holds gradients within 8 u of the CPU device's largest, 2^-16 of
+ * f32.
  */
 #ifndef CUMOE_BACKWARD_H
 #define CUMOE_BACKWARD_H
@@ -95,8 +96,8 @@ CUMOE_CHECKED cumoe_status cumoe_moe_forward_keep(cumoe_plan plan, cumoe_weights
                                                   cumoe_view_mut kept, cumoe_stream stream);
 
 /* Bytes of workspace of cumoe_moe_backward, with what was kept or (kept 0) without: then routing and pre-activations
- * are made again, the same bits. On CUDA there are copies of x and d out in the order of rows, each expert's filled up to
- * a multiple of 64. Exact, monotone, 0 for 0 tokens; no CUDA call. INVALID_ARGUMENT if those rows pass 2^31 - 1. */
+ * are made again, the same bits. On CUDA there are copies of x and d out in the order of rows, each expert's filled up
+ * to a multiple of 64. Exact, monotone, 0 for 0 tokens; no CUDA call. INVALID_ARGUMENT if those rows pass 2^31 - 1. */
 CUMOE_CHECKED cumoe_status cumoe_moe_backward_workspace(cumoe_plan plan, int64_t tokens, int32_t kept, size_t *bytes);
 
 /*
