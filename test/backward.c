@@ -1284,6 +1284,28 @@ static void test_product_stages(cumoe_context context)
     }
 }
 
+/* ---- sizes ----------------------------------------------------------------------------------------- */
+
+static void test_sizes(cumoe_context context)
+{
+  const layer_spec s = wide_spec();
+  cumoe_plan plan = NULL;
+  size_t before[3] = {0};
+  case_begin("more tokens never need less");
+  CHECK_OK(cumoe_plan_create(context, &s.desc, &plan));
+  for (int64_t tokens = 0; tokens < 1000000; tokens += tokens < 3000 ? 1 : tokens / 40) {
+    size_t now[3] = {0};
+    CHECK_OK(cumoe_moe_kept(plan, tokens, &now[0]));
+    CHECK_OK(cumoe_moe_backward_workspace(plan, tokens, 0, &now[1]));
+    CHECK_OK(cumoe_moe_backward_workspace(plan, tokens, 1, &now[2]));
+    for (int i = 0; i < 3; i++) CHECK_MSG(now[i] >= before[i] && (tokens || !now[i]), "%d, %d tokens", i, (int)tokens);
+    CHECK(now[1] >= now[2]);
+    memcpy(before, now, sizeof before);
+  }
+  CHECK_OK(cumoe_plan_destroy(plan));
+  case_end();
+}
+
 /* ---- what is refused ------------------------------------------------------------------------------- */
 
 static void test_refusals(cumoe_context context)
@@ -1338,6 +1360,7 @@ static const test_group groups[] = {
     GROUP("products alone", test_product_stages, ANYWHERE),
     GROUP("not finite", test_not_finite, ANYWHERE),
     GROUP("hostile", test_hostile_kept, ANYWHERE),
+    GROUP("sizes", test_sizes, ANYWHERE),
     GROUP("refusals", test_refusals, ANYWHERE),
     GROUP("bit by bit as the CPU", test_whole_bits, ON_CUDA),
     GROUP("kernels of rows", test_product_rows, ON_CUDA),

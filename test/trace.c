@@ -1143,6 +1143,12 @@ static void backward(world *w)
   CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z && down->b.n_stride == 1);
   CHECK(act->map.row_pair == pad->row_pair && act->z_row == pad->map.slot_row && act->weighs_h && act->along);
   CHECK(runs->n == EXPERTS && runs->k == HIDDEN && runs->map.experts == 2 && runs->d.expert_stride == EXPERTS * HIDDEN);
+  shim_mark();
+  CHECK_OK(both_ways(w, 3000));
+  list_kernels(shim_trace(), kernels, sizeof kernels);
+  CHECK_MSG(strncmp(kernels, "router gate map map copy up activation down ", 44) == 0, "the kernels are: %s", kernels);
+  const gemm_args *up = shim_last_args("cumoe_up_");
+  CHECK(up->packed && up->row_pair && up->a_ld == HIDDEN && up->n == 2 * INTER && !up->gated && up->a != NULL);
 }
 
 static const struct {

@@ -164,9 +164,8 @@ cumoe_status run_routed(world *w)
 }
 
 /* A forward that keeps and its backward, from the router on; tokens enough for sums by runs of them. */
-cumoe_status run_both_ways(world *w)
+cumoe_status both_ways(world *w, int64_t tokens)
 {
-  const int64_t tokens = 600;
   const cumoe_moe_desc d = describe(CUMOE_BF16);
   cumoe_moe_args a = arguments(w, &d, tokens);
   size_t kept = 0, bytes = 0;
@@ -187,6 +186,11 @@ cumoe_status run_both_ways(world *w)
                              .workspace = lend(w, CUMOE_U8, 1, (int64_t)bytes)};
   a.out = a.workspace = (cumoe_view_mut){0};
   return cumoe_moe_backward(w->plan, w->weights, &a, &g, w->stream);
+}
+
+cumoe_status run_both_ways(world *w)
+{
+  return both_ways(w, 600);
 }
 
 cumoe_status run_formats(world *w)

@@ -55,6 +55,7 @@ void formats_layer(world *w); /* codes of e4m3 and s8, of activations too; scale
 
 /* Calls: the first two and the stages on the small layer, the others on the layer of that name. */
 cumoe_status run_routed(world *w);
+cumoe_status both_ways(world *w, int64_t tokens);
 cumoe_status run_both_ways(world *w);
 cumoe_status run_logits(world *w);
 cumoe_status run_wide(world *w);
