@@ -58,8 +58,9 @@ static CUresult pointer_attribute(void *value, CUpointer_attribute attribute, CU
 static bool map_is_legal(CUtensorMapDataType type, cuuint32_t rank, const void *base, const cuuint64_t *size,
                          const cuuint64_t *stride, const cuuint32_t *box)
 {
-  if (type != CU_TENSOR_MAP_DATA_TYPE_FLOAT16 && type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) return false;
-  if (rank < 1 || rank > 5 || (uintptr_t)base % 16 || (uintptr_t)base == 0 || box[0] * 2 > 128) return false;
+  const cuuint32_t element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  if (element == 2 && type != CU_TENSOR_MAP_DATA_TYPE_FLOAT16 && type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) return false;
+  if (rank < 1 || rank > 5 || (uintptr_t)base % 16 || (uintptr_t)base == 0 || box[0] * element > 128) return false;
   for (cuuint32_t i = 0; i < rank; i++) {
     if (size[i] == 0 || size[i] > (cuuint64_t)1 << 32 || box[i] == 0 || box[i] > 256) return false;
     if (i + 1 < rank && (stride[i] % 16 || stride[i] >= (cuuint64_t)1 << 40)) return false;
