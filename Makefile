@@ -303,7 +303,7 @@ $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
 $(LIB)/train: $(TRAIN_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
-$(LIB)/bench/plan $(LIB)/bench/tune: $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
+$(patsubst %,$(LIB)/bench/%,plan tune ep): $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
 	$(OBJ)/flags.link
 	$(link)
 $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
