@@ -17,9 +17,9 @@
  *   sliced    every expert cut along its inner dimension instead, all ranks' tokens: one GPU's share, without gate
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
- *   lib/bench/ep [--ranks N] [--model NAME] [--tokens T] [--plain]   --plain: no NCCL, no slices, no lanes. More ranks
- *   than GPUs share them, which only shows that it runs; one rank: what its launches cost. NCCL is opened where
- *   LD_LIBRARY_PATH has libnccl.so.2
+ *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--plain]   T up to that; --plain: no NCCL, slices or lanes.
+ *   More ranks than GPUs share them, which only shows that it runs; one rank: what its launches cost. NCCL is opened
+ *   where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -438,10 +438,13 @@ static double time_rows(rank *r, const cell *c, cumoe_plan plan, cumoe_weights w
   check(cumoe_buffer_alloc(r->context, CUMOE_BF16, there, m->hidden, NULL, &x));
   check(cumoe_buffer_alloc(r->context, CUMOE_I32, there, m->top_k, NULL, &chosen));
   check(cumoe_fill(r->context, cumoe_buffer_view_mut(some), 0x3e, NULL));
-  check(cumoe_fill(r->context, cumoe_buffer_view_mut(x), 0x3e, NULL));
   check(cumoe_synchronize(r->context, NULL));
   check_cuda(
       cudaMemcpy(cumoe_buffer_view_mut(chosen).data, ids, (size_t)(rows * m->top_k) * sizeof *ids, cudaMemcpyDefault));
+  for (int64_t at = 0; at < rows; at += MOST_TOKENS) /* no constant: what is multiplied decides the clock */
+    check_cuda(cudaMemcpy((uint16_t *)cumoe_buffer_view_mut(x).data + at * m->hidden, r->x.data,
+                          (size_t)((rows - at < MOST_TOKENS ? rows - at : MOST_TOKENS) * m->hidden) * sizeof(uint16_t),
+                          cudaMemcpyDefault));
   const cumoe_moe_args a = {.size = sizeof a,
                             .x = cumoe_matrix(cumoe_buffer_view(x).data, CUMOE_BF16, rows, m->hidden, m->hidden),
                             .ids = cumoe_matrix(cumoe_buffer_view(chosen).data, CUMOE_I32, rows, m->top_k, m->top_k),
@@ -838,7 +841,7 @@ static void open_comms(void)
   printf("# NCCL %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
 }
 
-static void run_model(const model *m, int64_t tokens)
+static void run_model(const model *m, int64_t most)
 {
   for (int32_t i = 0; i < ranks; i++) {
     open_rank(&all[i]);
@@ -846,7 +849,7 @@ static void run_model(const model *m, int64_t tokens)
   }
   if (stores == 0 && ranks > 1) on_all(run_stores);
   for (size_t t = 0; t < sizeof token_counts / sizeof *token_counts; t++)
-    if (!tokens || tokens == token_counts[t]) measure(m, token_counts[t]);
+    if (token_counts[t] <= most) measure(m, token_counts[t]);
   for (int32_t i = 0; i < ranks; i++) {
     check_cuda(cudaSetDevice(i % gpus));
     check_cuda(cudaFree(all[i].peer));
@@ -862,14 +865,14 @@ int main(int argc, char **argv)
 #include "shapes.def"
   };
   const char *named = NULL;
-  int64_t tokens = 0;
+  int64_t most = MOST_TOKENS;
   check_cuda(cudaGetDeviceCount(&gpus));
   ranks = gpus > 1 ? gpus : 2;
   for (int i = 1; i < argc; i++) {
     if (!strcmp(argv[i], "--plain")) plain = true;
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];
-    if (!strcmp(argv[i], "--tokens") && i + 1 < argc) tokens = atoll(argv[++i]);
+    if (!strcmp(argv[i], "--most") && i + 1 < argc) most = atoll(argv[++i]);
   }
   if (ranks < 1 || ranks > MOST_RANKS) return 1;
   for (int32_t i = 0; i < ranks; i++) all[i].number = i;
@@ -882,6 +885,6 @@ int main(int argc, char **argv)
          "layer", "gate", "experts", "tax", "MB", "of", "disp", "of", "ret", "of", "lanes", "of", "ag+rs", "a2a",
          "sliced", "allred");
   for (size_t i = 0; i < sizeof models / sizeof *models; i++)
-    if (named ? !strcmp(named, models[i].name) : models[i].when == always) run_model(&models[i], tokens);
+    if (named ? !strcmp(named, models[i].name) : models[i].when == always) run_model(&models[i], most);
   return 0;
 }
