@@ -19,7 +19,7 @@
 
 enum { MOST_RANKS = 4, EXPERTS = 12, TOP_K = 3, STEPS = 8, LETTER = 1024 };
 enum { MOST_HIDDEN = 1024, MOST_INTER = 512, MOST_TOKENS = 24, MOST_ROWS = MOST_TOKENS * MOST_HIDDEN };
-enum { TIMEOUT_MS = 500, PATIENCE_MS = 1500, CALLS = 6, ENDLESS = 1 << 30 };
+enum { TIMEOUT_MS = 1000, PATIENCE_MS = 2000, CALLS = 6, ENDLESS = 1 << 30 };
 enum { NOBODY = -1 };
 
 /* Of the layer at hand: set before processes part. */
@@ -197,7 +197,7 @@ static cumoe_status join(rank *r)
                                .rank = r->number,
                                .ranks = w->ranks,
                                .max_tokens = layer.tokens,
-                               .timeout_ns = TIMEOUT_MS * INT64_C(1000000)};
+                               .timeout_ns = w->lost == NOBODY ? 0 : TIMEOUT_MS * INT64_C(1000000)};
   const cumoe_arenas_config where = {
       .size = sizeof where, .rank = r->number, .ranks = w->ranks, .all_gather = all_gather, .user = r};
   cumoe_arenas_info info = {.size = sizeof info};
