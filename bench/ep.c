@@ -438,13 +438,13 @@ static double time_rows(rank *r, const cell *c, cumoe_plan plan, cumoe_weights w
   check(cumoe_buffer_alloc(r->context, CUMOE_BF16, there, m->hidden, NULL, &x));
   check(cumoe_buffer_alloc(r->context, CUMOE_I32, there, m->top_k, NULL, &chosen));
   check(cumoe_fill(r->context, cumoe_buffer_view_mut(some), 0x3e, NULL));
-  check(cumoe_synchronize(r->context, NULL));
-  check_cuda(
-      cudaMemcpy(cumoe_buffer_view_mut(chosen).data, ids, (size_t)(rows * m->top_k) * sizeof *ids, cudaMemcpyDefault));
-  for (int64_t at = 0; at < rows; at += MOST_TOKENS) /* no constant: what is multiplied decides the clock */
+  for (int64_t at = 0; at < rows; at += MOST_TOKENS) /* what is multiplied decides the clock */
     check_cuda(cudaMemcpy((uint16_t *)cumoe_buffer_view_mut(x).data + at * m->hidden, r->x.data,
                           (size_t)((rows - at < MOST_TOKENS ? rows - at : MOST_TOKENS) * m->hidden) * sizeof(uint16_t),
                           cudaMemcpyDefault));
+  check(cumoe_synchronize(r->context, NULL));
+  check_cuda(
+      cudaMemcpy(cumoe_buffer_view_mut(chosen).data, ids, (size_t)(rows * m->top_k) * sizeof *ids, cudaMemcpyDefault));
   const cumoe_moe_args a = {.size = sizeof a,
                             .x = cumoe_matrix(cumoe_buffer_view(x).data, CUMOE_BF16, rows, m->hidden, m->hidden),
                             .ids = cumoe_matrix(cumoe_buffer_view(chosen).data, CUMOE_I32, rows, m->top_k, m->top_k),
@@ -536,14 +536,30 @@ static ep_args move_args(const rank *r, const cell *c, const member *one, const 
 
 enum { REPEATED = 8 };
 
-static double time_move(const rank *r, const cell *c, const group *g, move which, const ep_args *a)
+static double time_move(const rank *r, const cell *c, const group *g, move which, const ep_args *a,
+                        const combine_args *combine)
 {
   check(cumoe_graph_begin(r->context, r->stream));
-  for (int i = 0; i < REPEATED; i++) check(wire_move(g, which, a, r->stream));
+  for (int i = 0; i < REPEATED; i++) check(wire_move(g, which, a, combine, r->stream));
   return time_graph(r, end_graph(r), replays_of(c)) / REPEATED;
 }
 
-/* Sums alone: y of a layer lies in `out`. */
+/* The shard's layer over what has arrived, as host/ep.c has it. */
+static cumoe_moe_args shard_args(const rank *r, const cell *c, const member *one, const group *g, const ep_args *a)
+{
+  const model *m = c->model;
+  const int64_t rows = ranks * c->tokens;
+  const char *lane = g->arena + g->at.lane;
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = cumoe_matrix(lane + g->at.x, CUMOE_BF16, rows, m->hidden, m->hidden),
+                          .ids = cumoe_matrix(a->ids_here, CUMOE_I32, rows, m->top_k, m->top_k),
+                          .weights = cumoe_matrix(lane + g->at.weights, CUMOE_F32, rows, m->top_k, m->top_k),
+                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, m->experts),
+                          .out = cumoe_matrix_mut(r->out.data, CUMOE_BF16, rows, m->hidden, m->hidden),
+                          .workspace = cumoe_buffer_view_mut(one->memory[0])};
+}
+
+/* Sums alone; the results move in what makes them. */
 static void time_moves(rank *r, const cell *c, const member *one)
 {
   group *g;
@@ -555,9 +571,12 @@ static void time_moves(rank *r, const cell *c, const member *one)
   check(cumoe_synchronize(r->context, NULL));
   ep_args a = move_args(r, c, one, g, cumoe_buffer_view_mut(memory).data);
   check_cuda(cudaMemcpy((void *)(uintptr_t)a.ids, r->ids, (size_t)(c->tokens * k) * sizeof *r->ids, cudaMemcpyDefault));
-  r->us.dispatch = time_move(r, c, g, MOVE_PUT, &a);
-  check(wire_move(g, MOVE_WAIT_TOKENS, &a, r->stream));
-  r->us.answer = time_move(r, c, g, MOVE_ANSWER, &a);
+  r->us.dispatch = time_move(r, c, g, MOVE_PUT, &a, NULL);
+  check(wire_move(g, MOVE_WAIT_TOKENS, &a, NULL, r->stream));
+  layer_ends ends = {.returns = true};
+  const cumoe_moe_args shard = shard_args(r, c, one, g, &a);
+  check(forward_between(g->shard, r->weights, &shard, r->stream, &ends));
+  r->us.answer = time_move(r, c, g, ends.combines ? MOVE_RETURN : MOVE_ANSWER, &a, &ends.combine);
   check(cumoe_buffer_free(&memory));
 }
 

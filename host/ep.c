@@ -294,12 +294,17 @@ static bool waits_in_put(const ep_round *r)
 }
 
 /* What ran before may have been a call by itself. */
-static cumoe_status run_move(const ep_round *r, move which)
+static cumoe_status run_move_with(const ep_round *r, move which, const combine_args *combine)
 {
   ep_args a = r->move;
-  a.then_waits = (which == MOVE_PUT && waits_in_put(r)) || (which == MOVE_ANSWER && waits_in_answer(r));
+  a.then_waits = which == MOVE_PUT ? waits_in_put(r) : waits_in_answer(r);
   name_call_on(r->c->name, r->c->stream);
-  return wire_move(r->c->g, which, &a, r->c->stream);
+  return wire_move(r->c->g, which, &a, combine, r->c->stream);
+}
+
+static cumoe_status run_move(const ep_round *r, move which)
+{
+  return run_move_with(r, which, NULL);
 }
 
 /* ---- dispatch ---- */
@@ -374,14 +379,14 @@ static cumoe_view_mut counts_of_round(const ep_round *r)
 }
 
 /* This rank's experts, over what all ranks have sent. */
-static cumoe_status run_experts(const ep_round *r)
+static cumoe_moe_args shard_args(const ep_round *r)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
   const int64_t rows = g->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
-  const cumoe_moe_args a = {
-      .size = sizeof a,
+  return (cumoe_moe_args){
+      .size = sizeof(cumoe_moe_args),
       .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
       .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
       .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
@@ -390,27 +395,48 @@ static cumoe_status run_experts(const ep_round *r)
       .counts_out = counts_of_round(r),
       .load = c->layer.load,
       .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
-  return cumoe_moe_forward(g->shard, c->weights, &a, c->stream);
 }
+
+/* What put may fill for the experts, unless the shared expert has that memory in between. */
+static cumoe_status locate_fill(ep_round *r)
+{
+  const group *g = r->c->g;
+  if (on_cpu(g->context) || g->shared || g->shape.capacity * g->shape.ranks > FEW_TOKENS) return CUMOE_OK;
+  const cumoe_moe_args a = shard_args(r);
+  return find_fill(g->shard, r->c->weights, &a, &r->move.fill, &r->move.fill_vectors);
+}
+
+/* With few tokens one grid answers, waits and collects. */
+static bool finishes(const ep_round *r)
+{
+  return waits_in_answer(r) && r->move.fill_vectors && wire_can_finish(r->c->g);
+}
+
+static combine_args collecting(const ep_round *r);
 
 static cumoe_status serve_round(const ep_round *r)
 {
+  const ep_call *c = r->c;
+  const cumoe_moe_args a = shard_args(r);
+  layer_ends ends = {.filled = r->move.fill_vectors > 0, .returns = !on_cpu(c->g->context)};
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
-  TRY(run_experts(r));
-  return run_move(r, MOVE_ANSWER);
+  TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
+  if (ends.combines) return run_move_with(r, MOVE_RETURN, &ends.combine);
+  if (!finishes(r)) return run_move(r, MOVE_ANSWER);
+  const combine_args collect = collecting(r);
+  return run_move_with(r, MOVE_FINISH, &collect);
 }
 
 /* ---- combine ---- */
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
-static cumoe_status collect(const ep_round *r)
+static combine_args collecting(const ep_round *r)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_moe_args *a = &c->layer;
   const int64_t hidden = g->shape.hidden, rows = g->shape.capacity * g->shape.ranks * ep_answers(&g->shape);
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
-  if (r->tokens == 0) return CUMOE_OK;
   cumoe_combine_args args = {.out_scale = a->out_scale,
                              .y = cumoe_matrix(lane_of(c) + g->at.y, dtype, rows, hidden, hidden),
                              .x = r->x,
@@ -422,11 +448,19 @@ static cumoe_status collect(const ep_round *r)
   if (a->shared_gate.data) args.shared_logit = cumoe_matrix(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1);
   combine_args combine = combine_arguments(&g->plan, region(c, c->at.rows), &args, r->tokens);
   if (!g->shape.exact) combine.top_k = g->shape.ranks;
-  ON_DEVICE(g->context, dispatch(g->context, OP_combine, &combine, c->stream));
+  return combine;
+}
+
+static cumoe_status collect(const ep_round *r)
+{
+  const combine_args combine = collecting(r);
+  if (r->tokens == 0) return CUMOE_OK;
+  ON_DEVICE(r->c->g->context, dispatch(r->c->g->context, OP_combine, &combine, r->c->stream));
 }
 
 static cumoe_status combine_round(const ep_round *r)
 {
+  if (finishes(r)) return CUMOE_OK;
   if (!waits_in_answer(r)) TRY(run_move(r, MOVE_WAIT_ANSWERS));
   return collect(r);
 }
@@ -448,8 +482,9 @@ static cumoe_status give_up_entered(const group *g)
 static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
 {
   static cumoe_status (*const parts[PARTS])(const ep_round *) = {dispatch_round, serve_round, combine_round};
-  const ep_round r = open_round(c, number);
-  const cumoe_status status = parts[which](&r);
+  ep_round r = open_round(c, number);
+  cumoe_status status = locate_fill(&r);
+  if (status == CUMOE_OK) status = parts[which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);
   return status;

@@ -7,7 +7,18 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-typedef enum move { MOVE_COUNT, MOVE_SLOTS, MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
+/* RETURN is answer by the shard's combine, FINISH answer, wait and the collecting combine at once; both on GPUs. */
+typedef enum move {
+  MOVE_COUNT,
+  MOVE_SLOTS,
+  MOVE_PUT,
+  MOVE_WAIT_TOKENS,
+  MOVE_ANSWER,
+  MOVE_RETURN,
+  MOVE_FINISH,
+  MOVE_WAIT_ANSWERS,
+  MOVES
+} move;
 
 /* An exchange in three parts, each a call of its own or all in one. */
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
@@ -26,6 +37,7 @@ typedef struct group {
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
+  char names[MOVES][32]; /* of the kernels */
   bool early; /* they may start before the grid ahead has ended */
   char *arena;
   char *arenas[]; /* of all ranks */
@@ -65,7 +77,10 @@ cumoe_status wire_load_abort(const group *g, uint64_t *word);
 /* Until the upper half of the own word at `at` has reached `least`: *end is 0. Else the abort word, or EP_LATE. */
 cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end);
 void wire_give_up(const group *g, uint64_t word);
-/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. */
-cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream);
+/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. combine: of RETURN
+ * and FINISH. */
+cumoe_status wire_move(const group *g, move which, const ep_args *a, const combine_args *combine, cumoe_stream stream);
+/* Its CTAs are few enough that all may wait. */
+bool wire_can_finish(const group *g);
 
 #endif

@@ -10,7 +10,8 @@
  * know.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
- * and read with acquire before them. Exchange n of a lane, on every rank:
+ * and read with acquire before them. On GPUs it is EP_FLAG_WORDS of them in a line, which says n when all do: up to so
+ * many CTAs tell for themselves, and need not wait for each other first. Exchange n of a lane, on every rank:
  *   put     data to all ranks, then `in` = {n, tokens} to all ranks, those that get nothing included
  *   wait    until all own `in` words say n; compute
  *   answer  rows of y to their tokens' ranks, then `back` = {n, 0} to all ranks
@@ -39,6 +40,7 @@
 #endif
 
 enum { EP_NEAR_RANKS = 16 }; /* up to so many, arguments hold their arenas: a load less */
+enum { EP_FLAG_WORDS = 16 };
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -100,14 +102,19 @@ typedef struct ep_args {
   const void *y_here;    /* [ranks * capacity * answers, hidden] */
   const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
-  int32_t then_waits; /* kernels: put and answer go on with their wait */
+  /* kernels */
+  int32_t then_waits; /* put and answer go on with their wait */
+  int32_t movers;     /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
+  int32_t fill_vectors; /* of 16 bytes */
+  void *fill;
   int64_t timeout_ns;
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
 
-/* The CUDA kernels' grids: parts of a row lie along y, rows along x. */
-enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 16, EP_MOVE_CTAS = 32 };
+/* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
+enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
+enum { EP_FINISH_ROWS = 4, EP_RETURN_THREADS = 128, EP_FILL_CTAS = 32 };
 
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
 enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };

@@ -5,6 +5,7 @@
  */
 #include "ep/words.cuh"
 #include "ep/ep.h"
+#include "permute/combine.cuh"
 
 /* ---- where things lie ---- */
 
@@ -19,7 +20,8 @@ DEVICE char *lane_of(const ep_args &a, int rank)
   return arena_of(a, rank) + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
 }
 
-/* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer. */
+/* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer, where there are
+ * more than words of a flag. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
@@ -90,51 +92,65 @@ DEVICE unsigned first_row()
 {
   return blockIdx.x * WARPS + warp_id();
 }
-DEVICE unsigned row_step()
+DEVICE unsigned row_step(const ep_args &a)
 {
-  return gridDim.x * WARPS;
+  return a.movers * WARPS;
 }
 
-/* For what is small: all threads; all warps, the last one first, as few rows are moved by the first ones. */
-DEVICE unsigned cta_of_grid()
+DEVICE unsigned cta_of_grid(const ep_args &a)
 {
-  return blockIdx.y * gridDim.x + blockIdx.x;
+  return blockIdx.y * a.movers + blockIdx.x;
 }
-DEVICE unsigned ctas_of_grid()
+DEVICE unsigned ctas_of_grid(const ep_args &a)
 {
-  return gridDim.x * gridDim.y;
-}
-DEVICE unsigned warp_from_last()
-{
-  return ctas_of_grid() * WARPS - 1 - (cta_of_grid() * WARPS + warp_id());
+  return a.movers * gridDim.y;
 }
 
 /* ---- flags ---- */
 
-/* The last CTA to come tells all ranks, behind everything that any CTA has stored; true there. A CTA by itself needs no
- * fence besides its flags' release, which holds for all its threads behind the barrier. sent NULL: `tokens` to all. */
+/* CTA `cta` of so many tells all ranks what it has stored: its share of each flag's words. sent NULL: `tokens` to all. */
+DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
+                 unsigned cta, unsigned ctas)
+{
+#pragma unroll 1
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
+    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
+    if (word % ctas == cta && is_active(a, r))
+      store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
+                           ep_flag(exchange, sent ? sent[r] : tokens));
+  }
+}
+
+/* The last CTA to come tells for all; true there. */
 DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
                                     unsigned *came, uint32_t exchange)
 {
   __shared__ bool last;
-  __syncthreads();
   if (threadIdx.x == 0) {
     last = true;
-    if (ctas_of_grid() > 1) {
+    if (ctas_of_grid(a) > 1) {
       __threadfence_system();
-      last = atomicAdd(came, 1) == ctas_of_grid() - 1;
+      last = atomicAdd(came, 1) == ctas_of_grid(a) - 1;
       __threadfence();
     }
     if (last) *came = 0;
     if (last) counters_of(a)->exchanges = exchange;
   }
   __syncthreads();
-  if (!last) return false;
-  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x)
-    if (is_active(a, r))
-      store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE,
-                           ep_flag(exchange, sent ? sent[r] : tokens));
-  return true;
+  if (last) tell(a, words, sent, tokens, exchange, 0, 1);
+  return last;
+}
+
+/* Behind everything that any CTA has stored. A release holds for all threads of a CTA behind the barrier. True in one
+ * CTA, which waits for the others if anybody does; it has heard of all CTAs of this grid then, too, and may count. */
+DEVICE bool tell_all(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, unsigned *came,
+                     uint32_t exchange)
+{
+  __syncthreads();
+  if (!a.then_waits || ctas_of_grid(a) > EP_FLAG_WORDS)
+    return tell_when_all_have_come(a, words, sent, tokens, came, exchange);
+  tell(a, words, sent, tokens, exchange, cta_of_grid(a), ctas_of_grid(a));
+  return cta_of_grid(a) == 0;
 }
 
 /* The group has given up; words of ranks that were left out say nothing. */
@@ -158,34 +174,43 @@ DEVICE void give_up(const ep_args &a, int phase, int about)
     if (r != a.rank && is_active(a, r)) store_release_system(arena_of(a, r) + a.at.abort, word);
 }
 
-/* Until a rank's flag tells of this exchange: what else it tells. */
-DEVICE bool wait_for_rank(const ep_args &a, const char *flag, uint32_t exchange, int phase, int rank, uint32_t *tokens)
+/* Until a word of a rank's flag tells of this exchange: what else it tells. This rank's own CTAs come whatever the
+ * others do: it has not counted the exchange before they have read the count. */
+DEVICE bool wait_for_word(const ep_args &a, const char *word, uint32_t exchange, int phase, int rank, uint32_t *tokens)
 {
   const uint64_t begin = now_ns();
   for (unsigned turn = 0;; turn++) {
-    const uint64_t word = load_acquire_system(flag);
-    *tokens = (uint32_t)word;
-    if ((int32_t)((uint32_t)(word >> 32) - exchange) >= 0) return true;
+    const uint64_t value = load_acquire_system(word);
+    *tokens = (uint32_t)value;
+    if ((int32_t)((uint32_t)(value >> 32) - exchange) >= 0) return true;
     if (turn % 8) continue;
-    if (has_given_up(a)) return false;
-    if (now_ns() - begin > (uint64_t)a.timeout_ns) give_up(a, phase, rank);
+    const bool late = now_ns() - begin > (uint64_t)a.timeout_ns;
+    if ((rank != a.rank || late) && has_given_up(a)) return false;
+    if (late) give_up(a, phase, rank);
   }
 }
 
-/* One CTA; a thread polls the flags of its ranks. False: the group has given up. arrived NULL, or out: tokens of each
- * rank, at most what there is room for; 0 of one that was left out. */
-DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, int32_t *arrived)
+/* A CTA; a thread polls a word. False: the group has given up. arrived NULL, or out: tokens of each rank, at most what
+ * there is room for; 0 of one that was left out. */
+DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t exchange, int32_t *arrived)
 {
-  const uint32_t exchange = (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
   const char *own = lane_of(a, a.rank) + words;
   /* A thread of its own looks whether the group has given up before. */
   bool all = threadIdx.x != blockDim.x - 1 || !has_given_up(a);
-  for (int r = threadIdx.x; r < a.shape.ranks && all; r += blockDim.x) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
+    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     uint32_t tokens = 0;
-    if (is_active(a, r)) all = wait_for_rank(a, own + (uint64_t)r * EP_LINE, exchange, phase, r, &tokens);
-    if (arrived) arrived[r] = (int32_t)min((int64_t)tokens, a.shape.capacity);
+    if (is_active(a, r) && (all || r == a.rank))
+      all &= wait_for_word(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange, phase, r, &tokens);
+    if (arrived && word == 0) arrived[r] = (int32_t)min((int64_t)tokens, a.shape.capacity);
   }
   return __syncthreads_and(all);
+}
+
+DEVICE uint32_t exchange_now(const ep_args &a)
+{
+  return (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
 }
 
 /* ---- put ---- */
@@ -235,21 +260,6 @@ DEVICE int row_there(const ep_args &a, unsigned token, int rank)
   return is_active(a, rank) ? (int)token : -1;
 }
 
-/* x read once, stored to each rank that the token goes to. */
-DEVICE void put_rows(const ep_args &a, unsigned tokens)
-{
-  const int width = row_vectors(a);
-  const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (unsigned token = first_row(); token < tokens; token += row_step()) {
-    row_part p;
-    load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, width);
-    for (int r = 0; r < a.shape.ranks; r++) {
-      const int row = row_there(a, token, r);
-      if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
-    }
-  }
-}
-
 /* A token's ids and weights to rank r, a lane a slot, and the rows of y that will answer it. */
 DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, float weight)
 {
@@ -266,15 +276,38 @@ DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, flo
   if (!a.shape.exact && slot == 0) a.rows[(int64_t)token * a.shape.ranks + r] = any ? (int32_t)answer : ROW_DROPPED;
 }
 
-DEVICE void put_slots(const ep_args &a, unsigned tokens)
+/* By the warp that has the row's first part. */
+DEVICE void put_slots(const ep_args &a, unsigned token)
 {
   const int k = a.shape.top_k, slot = lane_id();
-  for (unsigned token = warp_from_last(); token < tokens; token += ctas_of_grid() * WARPS) {
-    const int place = slot < k ? place_of(a, token, slot, true) : ROW_DROPPED;
-    const float weight = slot < k ? a.weights[token * a.weights_ld + slot] : 0.f;
-    if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
-    for (int r = 0; r < a.shape.ranks; r++) put_slots_to(a, token, r, place, weight);
+  const int place = slot < k ? place_of(a, token, slot, true) : ROW_DROPPED;
+  const float weight = slot < k ? a.weights[token * a.weights_ld + slot] : 0.f;
+  if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
+  for (int r = 0; r < a.shape.ranks; r++) put_slots_to(a, token, r, place, weight);
+}
+
+/* x read once, stored to each rank that the token goes to; what is small meanwhile. */
+DEVICE void put_tokens(const ep_args &a, unsigned tokens)
+{
+  const int width = row_vectors(a);
+  const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
+  for (unsigned token = first_row(); token < tokens; token += row_step(a)) {
+    row_part p;
+    load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, width);
+    if (blockIdx.y == 0) put_slots(a, token);
+    for (int r = 0; r < a.shape.ranks; r++) {
+      const int row = row_there(a, token, r);
+      if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
+    }
   }
+}
+
+/* CTAs behind the movers. */
+DEVICE void fill_with_ones(const ep_args &a)
+{
+  const int ctas = (gridDim.x - a.movers) * gridDim.y, cta = (blockIdx.x - a.movers) * gridDim.y + blockIdx.y;
+  for (int i = cta * blockDim.x + threadIdx.x; i < a.fill_vectors; i += ctas * blockDim.x)
+    static_cast<uint4 *>(a.fill)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
 /* ---- who is told what, by dedup ---- */
@@ -382,11 +415,12 @@ DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
 }
 
 /* Leaves what has arrived, for the experts and for the answer. */
-DEVICE void wait_for_tokens(const ep_args &a)
+DEVICE void wait_for_tokens(const ep_args &a, uint32_t exchange)
 {
   __shared__ int32_t arrived[EP_MAX_RANKS];
-  const bool all = wait_for_all(a, a.at.in, EP_DISPATCH, arrived);
+  const bool all = wait_for_all(a, a.at.in, EP_DISPATCH, exchange, arrived);
   let_next_grid_start();
+  if (threadIdx.x == 0) counters_of(a)->exchanges = exchange;
   for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) {
     if (!all) arrived[r] = 0;
     a.arrived[r] = arrived[r];
@@ -395,9 +429,9 @@ DEVICE void wait_for_tokens(const ep_args &a)
   take_ids(a, arrived);
 }
 
-DEVICE void wait_for_answers(const ep_args &a)
+DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
 {
-  wait_for_all(a, a.at.back, EP_RETURN, nullptr);
+  wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
   let_next_grid_start();
 }
 
@@ -405,30 +439,30 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_toke
 {
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens(a);
+  wait_for_tokens(a, exchange_now(a));
 }
 
-extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1) cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
-  wait_for_answers(a);
+  wait_for_answers(a, exchange_now(a));
 }
 
-/* Where nothing comes between, the CTA that has told the others waits for them: a grid less. */
+/* Where nothing comes between, a CTA that has told the others waits for them: a grid less. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
   wait_for_earlier_grids_alone();
+  if (blockIdx.x >= a.movers) return fill_with_ones(a);
   if (!a.then_waits) let_next_grid_start();
   const unsigned tokens = (unsigned)token_total(a.tokens);
   counters *c = counters_of(a);
-  const uint32_t exchange = (uint32_t)c->exchanges + 1; /* none but the last CTA changes it, when all have come */
-  put_rows(a, tokens);
-  put_slots(a, tokens);
-  if (tell_when_all_have_come(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &c->put, exchange) && a.then_waits)
-    wait_for_tokens(a);
+  const uint32_t exchange = (uint32_t)c->exchanges + 1; /* nobody changes it before all CTAs have come */
+  put_tokens(a, tokens);
+  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &c->put, exchange) && a.then_waits)
+    wait_for_tokens(a, exchange);
 }
 
 /* ---- answer ---- */
@@ -468,10 +502,10 @@ DEVICE void answer_rows(const ep_args &a)
   const int64_t bytes = (int64_t)width * 16, answers = ep_answers(&a.shape), here = a.rank * a.shape.capacity * answers;
   const unsigned end = rows_to_answer(a);
   answer_row r = row_to_answer(a, first_row(), end), next;
-  for (unsigned i = first_row(); i < end; i += row_step(), r = next) {
+  for (unsigned i = first_row(); i < end; i += row_step(a), r = next) {
     row_part p;
     if (r.here) load_part(p, static_cast<const char *>(a.y_here) + (r.token * answers + r.answer) * bytes, width);
-    next = row_to_answer(a, i + row_step(), end);
+    next = row_to_answer(a, i + row_step(a), end);
     if (r.here) store_part(p, lane_of(a, r.source) + a.at.y + (here + r.row) * bytes, width);
   }
 }
@@ -479,7 +513,7 @@ DEVICE void answer_rows(const ep_args &a)
 /* Of later rounds. */
 DEVICE void add_counts(const ep_args &a)
 {
-  if (!a.counts || cta_of_grid() != 0) return;
+  if (!a.counts || cta_of_grid(a) != 0) return;
   for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x) a.counts_sum[e] += a.counts[e];
 }
 
@@ -492,5 +526,97 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_answer(co
   const uint32_t exchange = (uint32_t)c->exchanges;
   answer_rows(a);
   add_counts(a);
-  if (tell_when_all_have_come(a, a.at.back, nullptr, 0, &c->answered, exchange) && a.then_waits) wait_for_answers(a);
+  if (tell_all(a, a.at.back, nullptr, 0, &c->answered, exchange) && a.then_waits) wait_for_answers(a, exchange);
 }
+
+/* ---- answer by the layer's combine, whose outputs go to the tokens' ranks ---- */
+
+struct outputs_of_ranks {
+  const ep_args &a;
+  unsigned number; /* of the part, in turn over segments and slices */
+  static constexpr bool ALL = false;
+  DEVICE void wait() const
+  {
+    wait_for_earlier_grids_alone();
+    if (!a.then_waits) let_next_grid_start();
+  }
+  /* Parts of segments in turn, so that no link idles; this rank's own is the last one. */
+  DEVICE combine_part part(const combine_args &c, unsigned, int columns) const
+  {
+    combine_part p(c, number, columns);
+    const unsigned group = number / p.slices, ranks = a.shape.ranks, source = (a.rank + 1 + group) % ranks,
+                   row = group / ranks * p.most;
+    p.first_token = source * a.shape.capacity + row;
+    p.tokens = min(load_relaxed(&a.arrived[source]) - (int)row, p.most);
+    return p;
+  }
+  template <class Out> DEVICE Out *answer(int64_t token, int slot, int answers) const
+  {
+    const unsigned capacity = (unsigned)a.shape.capacity, source = (unsigned)token / capacity,
+                   row = (unsigned)token - source * capacity;
+    const int64_t at = ((int64_t)a.rank * capacity + row) * answers + slot;
+    return reinterpret_cast<Out *>(lane_of(a, source) + a.at.y) + at * a.shape.hidden;
+  }
+  template <class Out> DEVICE Out *sum(const combine_args &, int64_t token) const { return answer<Out>(token, 0, 1); }
+  template <class Out> DEVICE Out *row(const combine_args &c, int64_t token, int slot) const
+  {
+    return answer<Out>(token, slot, c.top_k);
+  }
+};
+
+template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, const ep_args &a)
+{
+  const unsigned most = COMBINE_TOKENS(c.top_k), slices = ceil_div(c.hidden, COLUMNS),
+                 parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
+  look_ahead(a, a.at.back);
+#pragma unroll 1
+  for (unsigned i = blockIdx.x; i < parts; i += a.movers)
+    combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, i});
+  counters *k = counters_of(a);
+  const uint32_t exchange = (uint32_t)k->exchanges;
+  add_counts(a);
+  if (tell_all(a, a.at.back, nullptr, 0, &k->answered, exchange) && a.then_waits) wait_for_answers(a, exchange);
+}
+
+#define RETURN(name, In, COLUMNS)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(EP_RETURN_THREADS, 5)                                                   \
+      cumoe_ep_return_##name(const __grid_constant__ combine_args c, const __grid_constant__ ep_args a)                \
+  {                                                                                                                    \
+    static_assert(COLUMNS * sizeof(In) == EP_RETURN_THREADS * 16, "16 bytes a thread");                                \
+    return_rows<In, COLUMNS>(c, a);                                                                                    \
+  }
+RETURN(bf16, bf16, 1024)
+RETURN(f16, f16, 1024)
+RETURN(f32, float, 512)
+
+/* ---- few tokens: answer, wait and combine in one grid, whose few CTAs all wait ---- */
+
+template <class In, class Out> DEVICE void finish(const combine_args &c, const ep_args &a)
+{
+  look_ahead(a, a.at.back);
+  wait_for_earlier_grids_alone();
+  const uint32_t exchange = (uint32_t)counters_of(a)->exchanges;
+  answer_rows(a);
+  add_counts(a);
+  __syncthreads();
+  tell(a, a.at.back, nullptr, 0, exchange, cta_of_grid(a), ctas_of_grid(a));
+  if (!wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr)) return;
+  let_next_grid_start();
+  const int columns = ceil_div(c.hidden, column_of<In>::SIZE), items = (int)token_total(c.tokens) * columns;
+  for (int i = cta_of_grid(a) * blockDim.x + threadIdx.x; i < items; i += ctas_of_grid(a) * blockDim.x) {
+    const int token = i / columns;
+    reduce_tokens<In, Out, 1, 4>(c, token, 1, (i - token * columns) * column_of<In>::SIZE, own_outputs{});
+  }
+}
+
+#define FINISH(in, out, In, Out)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS)                                                        \
+      cumoe_ep_finish_##in##_##out(const __grid_constant__ combine_args c, const __grid_constant__ ep_args a)          \
+  {                                                                                                                    \
+    finish<In, Out>(c, a);                                                                                             \
+  }
+FINISH(bf16, bf16, bf16, bf16)
+FINISH(bf16, f32, bf16, float)
+FINISH(f16, f16, f16, f16)
+FINISH(f16, f32, f16, float)
+FINISH(f32, f32, float, float)
