@@ -294,12 +294,12 @@ static bool waits_in_put(const ep_round *r)
 }
 
 /* What ran before may have been a call by itself. */
-static cumoe_status run_move_with(const ep_round *r, move which, const combine_args *combine)
+static cumoe_status run_move_with(const ep_round *r, move which, const void *of)
 {
   ep_args a = r->move;
-  a.then_waits = which == MOVE_PUT ? waits_in_put(r) : waits_in_answer(r);
+  a.then_waits = which == MOVE_PUT || which == MOVE_GATE_PUT ? waits_in_put(r) : waits_in_answer(r);
   name_call_on(r->c->name, r->c->stream);
-  return wire_move(r->c->g, which, &a, combine, r->c->stream);
+  return wire_move(r->c->g, which, &a, of, r->c->stream);
 }
 
 static cumoe_status run_move(const ep_round *r, move which)
@@ -325,11 +325,39 @@ static cumoe_status run_router(const ep_round *r)
   return cumoe_router_with(r->c->g->handle, &router, r->c->stream);
 }
 
+/* What the gate's kernel gets; the layer has been checked. */
+static gate_args gating(const ep_round *r)
+{
+  const cumoe_gate_args *a = &r->gate;
+  const gate_inputs inputs = {a->select_bias, a->expert_scale, a->chosen};
+  const cumoe_view_mut ids = a->ids;
+  gate_args g = gate_arguments(r->c->g->context, &a->routing, a->logits, &inputs,
+                               ids.data ? cumoe_const(ids) : a->chosen, cumoe_const(a->weights));
+  g.tokens.device = a->device_tokens.data;
+  return g;
+}
+
+/* Of few tokens put is the gate as well: a grid less. By dedup their ranks are counted in between. */
+static bool gates_in_put(const ep_round *r)
+{
+  const group *g = r->c->g;
+  if (on_cpu(g->context) || g->ways.dedup || !r->gated || r->tokens == 0 || r->tokens > EP_GATE_TOKENS) return false;
+  const gate_args gate = gating(r);
+  return GATE_IN_REGISTERS(gate) && !GATE_HAS_RULES(gate);
+}
+
 static cumoe_status run_routing(const ep_round *r)
 {
   if (!r->gated || r->tokens == 0) return CUMOE_OK;
   if (r->c->layer.router_weight.data) TRY(run_router(r));
-  return cumoe_gate_with(r->c->g->handle, &r->gate, r->c->stream);
+  return gates_in_put(r) ? CUMOE_OK : cumoe_gate_with(r->c->g->handle, &r->gate, r->c->stream);
+}
+
+static cumoe_status run_put(const ep_round *r)
+{
+  if (!gates_in_put(r)) return run_move(r, MOVE_PUT);
+  const gate_args gate = gating(r);
+  return run_move_with(r, MOVE_GATE_PUT, &gate);
 }
 
 /* The shared expert is a layer of one expert, which every token chooses. */
@@ -365,7 +393,7 @@ static cumoe_status dispatch_round(const ep_round *r)
   if (r->present.data && r->c->rounds > 1) TRY(run_move(r, MOVE_COUNT));
   TRY(run_routing(r));
   if (g->ways.dedup && !on_cpu(g->context)) TRY(run_move(r, MOVE_SLOTS));
-  TRY(run_move(r, MOVE_PUT));
+  TRY(run_put(r));
   return run_shared(r);
 }
 

@@ -7,11 +7,13 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-/* RETURN is answer by the shard's combine, FINISH answer, wait and the collecting combine at once; both on GPUs. */
+/* On GPUs alone: GATE_PUT, the gate and put of few tokens; RETURN, answer by the shard's combine; FINISH, answer, wait
+ * and the collecting combine. */
 typedef enum move {
   MOVE_COUNT,
   MOVE_SLOTS,
   MOVE_PUT,
+  MOVE_GATE_PUT,
   MOVE_WAIT_TOKENS,
   MOVE_ANSWER,
   MOVE_RETURN,
@@ -77,9 +79,9 @@ cumoe_status wire_load_abort(const group *g, uint64_t *word);
 /* Until the upper half of the own word at `at` has reached `least`: *end is 0. Else the abort word, or EP_LATE. */
 cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end);
 void wire_give_up(const group *g, uint64_t word);
-/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. combine: of RETURN
- * and FINISH. */
-cumoe_status wire_move(const group *g, move which, const ep_args *a, const combine_args *combine, cumoe_stream stream);
+/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. of: the
+ * gate_args of GATE_PUT, the combine_args of RETURN and FINISH; else NULL. */
+cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream);
 /* Its CTAs are few enough that all may wait. */
 bool wire_can_finish(const group *g);
 

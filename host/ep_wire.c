@@ -102,7 +102,8 @@ static const char *type_name(int32_t dtype)
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
-  static const char *const names[MOVES] = {"count", "slots", "put", "wait_tokens", "answer", "", "", "wait_answers"};
+  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put",    "wait_tokens",
+                                           "answer", "",      "",    "wait_answers"};
   const char *in = type_name(g->plan.desc.dtype), *out = type_name(g->plan.desc.out_dtype);
   for (int which = 0; which < MOVES; which++) {
     char *name = g->names[which];
@@ -223,7 +224,8 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   const int64_t rows = s->capacity * s->ranks * ep_answers(s);
   switch (which) {
   case MOVE_COUNT: return one_cta(1);
-  case MOVE_PUT: return grid_of_rows(s, a->tokens.count, EP_MOVE_ROWS, EP_MOVE_CTAS, a);
+  case MOVE_PUT:
+  case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, EP_MOVE_ROWS, EP_MOVE_CTAS, a);
   case MOVE_ANSWER: a->fill_vectors = 0; return grid_of_rows(s, rows, EP_MOVE_ROWS, EP_MOVE_CTAS, a);
   case MOVE_FINISH: a->fill_vectors = 0; return grid_of_rows(s, rows, EP_FINISH_ROWS, EP_FLAG_WORDS, a);
   case MOVE_RETURN: return grid_of_return(g, a);
@@ -237,18 +239,17 @@ bool wire_can_finish(const group *g)
   return parts_of_row(&g->shape) <= EP_FLAG_WORDS;
 }
 
-static cumoe_status launch_move(const group *g, move which, ep_args a, const combine_args *combine, cumoe_stream stream)
+static cumoe_status launch_move(const group *g, move which, ep_args a, const void *of, cumoe_stream stream)
 {
   launch_shape shape = shape_of_move(g, which, &a);
   shape.early = g->early;
-  const bool combines = which == MOVE_RETURN || which == MOVE_FINISH;
-  void *parameters[] = {combines ? (void *)(uintptr_t)combine : &a, &a};
+  void *parameters[] = {of ? (void *)(uintptr_t)of : &a, &a};
   ON_DEVICE(g->context, launch_kernel(g->kernels[which], g->names[which], &shape, parameters, stream));
 }
 
-cumoe_status wire_move(const group *g, move which, const ep_args *a, const combine_args *combine, cumoe_stream stream)
+cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream)
 {
-  if (!on_cpu(g->context)) return launch_move(g, which, *a, combine, stream);
+  if (!on_cpu(g->context)) return launch_move(g, which, *a, of, stream);
   uint64_t end = 0;
   if (which == MOVE_PUT) TRY(wire_load_abort(g, &end));
   if (end == 0) end = move_on_cpu(which, a, &g->ways);

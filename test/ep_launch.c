@@ -59,6 +59,7 @@ static void join(member *m)
   m->layer = arguments(&m->w, &d, TOKENS);
   m->layer.ids = m->layer.weights = (cumoe_view){0};
   m->layer.logits = lend_in(&m->w, CUMOE_F32, TOKENS, EXPERTS);
+  m->layer.expert_scale = lend_in(&m->w, CUMOE_F32, 1, EXPERTS); /* so that the gate is a grid of its own */
   m->layer.workspace = lend(&m->w, CUMOE_U8, 1, (int64_t)bytes);
   m->args = (cumoe_ep_args){.size = sizeof m->args,
                             .tokens_max = CAPACITY * ROUNDS,
@@ -101,6 +102,13 @@ static int64_t stages_of(char *to, const char *trace)
   }
   *to = 0;
   return moves;
+}
+
+static int count_of(const char *text, const char *words)
+{
+  int count = 0;
+  for (const char *at = text; (at = strstr(at, words)); at++) count++;
+  return count;
 }
 
 static void launches(void)
@@ -224,6 +232,27 @@ static void one_round(void)
   case_end();
 }
 
+/* Put is the gate of few tokens, unless it has rules, or ranks are counted in between; combine is the answer. */
+static void merged(void)
+{
+  static char with[1 << 16], without[1 << 16];
+  for (int i = 0; i < 2; i++) {
+    member m = {.config.flags = i % 2 ? CUMOE_GROUP_DEDUP : 0};
+    case_begin("grids that do another's work, %d", i);
+    join(&m);
+    shim_mark();
+    CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK(stages_of(with, shim_trace()) == (2 + i) * ROUNDS && strstr(with, "_gate_"));
+    m.layer.expert_scale = (cumoe_view){0};
+    shim_mark();
+    CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK(stages_of(without, shim_trace()) == (2 + i) * ROUNDS && !strstr(without, "_gate_") == (i == 0));
+    CHECK_MSG(count_of(without, "_combine_") == ROUNDS, "%s", without);
+    leave(&m);
+    case_end();
+  }
+}
+
 /* Masks are refused as on the CPU device: here nobody else is there. */
 static void masks(void)
 {
@@ -242,5 +271,6 @@ static void masks(void)
 static const test_group groups[] = {
     ALONE("launches", launches, ONCE), ALONE("captures", captures, ONCE),   ALONE("faults", faults, ONCE),
     ALONE("grids", grids, ONCE),       ALONE("one round", one_round, ONCE), ALONE("masks", masks, ONCE),
+    ALONE("merged", merged, ONCE),
 };
 TEST_MAIN(groups)

@@ -114,6 +114,7 @@ typedef struct ep_args {
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
+enum { EP_GATE_TOKENS = 128 }; /* at most, of which put does the gate's work */
 enum { EP_FINISH_ROWS = 4, EP_RETURN_THREADS = 128, EP_FILL_CTAS = 32 };
 
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */

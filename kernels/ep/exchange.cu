@@ -6,6 +6,7 @@
 #include "ep/words.cuh"
 #include "ep/ep.h"
 #include "permute/combine.cuh"
+#include "route/gate.cuh"
 
 /* ---- where things lie ---- */
 
@@ -235,9 +236,9 @@ DEVICE unsigned places_of(const ep_args &a, const int32_t *entries, unsigned nth
 }
 
 /* The place that serves a slot, or ROW_DROPPED, or ROW_IDENTITY. */
-DEVICE int place_of(const ep_args &a, int64_t token, int slot, bool report)
+DEVICE int place_of(const ep_args &a, int64_t token, int slot, int64_t id, bool report)
 {
-  const int64_t id = id_of(a, token, slot), zero_end = (int64_t)a.shape.experts + a.zero_experts;
+  const int64_t zero_end = (int64_t)a.shape.experts + a.zero_experts;
   if (id == -1) return ROW_DROPPED;
   if (id < 0 || id >= zero_end + a.identity_experts) {
     if (report) report_fault(a.fault, FAULT_EXPERT_ID, slot, token);
@@ -276,28 +277,75 @@ DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, flo
   if (!a.shape.exact && slot == 0) a.rows[(int64_t)token * a.shape.ranks + r] = any ? (int32_t)answer : ROW_DROPPED;
 }
 
-/* By the warp that has the row's first part. */
-DEVICE void put_slots(const ep_args &a, unsigned token)
+/* A lane a slot. */
+DEVICE void put_slots(const ep_args &a, unsigned token, int64_t id, float weight)
 {
   const int k = a.shape.top_k, slot = lane_id();
-  const int place = slot < k ? place_of(a, token, slot, true) : ROW_DROPPED;
-  const float weight = slot < k ? a.weights[token * a.weights_ld + slot] : 0.f;
+  const int place = slot < k ? place_of(a, token, slot, id, true) : ROW_DROPPED;
   if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
   for (int r = 0; r < a.shape.ranks; r++) put_slots_to(a, token, r, place, weight);
 }
 
-/* x read once, stored to each rank that the token goes to; what is small meanwhile. */
-DEVICE void put_tokens(const ep_args &a, unsigned tokens)
+DEVICE void put_given_slots(const ep_args &a, unsigned token)
+{
+  const int slot = lane_id();
+  const bool there = slot < a.shape.top_k;
+  put_slots(a, token, there ? id_of(a, token, slot) : -1, there ? a.weights[token * a.weights_ld + slot] : 0.f);
+}
+
+DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
+  for (int r = 0; r < a.shape.ranks; r++) {
+    const int row = row_there(a, token, r);
+    if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
+  }
+}
+
+DEVICE void load_row(const ep_args &a, unsigned token, row_part &p)
+{
+  load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, row_vectors(a));
+}
+
+/* x read once, stored to each rank that the token goes to; what is small meanwhile, by the warp that has the first part
+ * of the row. */
+DEVICE void put_tokens(const ep_args &a, unsigned tokens)
+{
   for (unsigned token = first_row(); token < tokens; token += row_step(a)) {
     row_part p;
-    load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, width);
-    if (blockIdx.y == 0) put_slots(a, token);
-    for (int r = 0; r < a.shape.ranks; r++) {
-      const int row = row_there(a, token, r);
-      if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
+    load_row(a, token, p);
+    if (blockIdx.y == 0) put_given_slots(a, token);
+    store_row(a, token, p);
+  }
+}
+
+/* ---- the gate of few tokens ---- */
+
+DEVICE gate_slot choose_slots_of(const gate_args &g, int64_t token, gate_scratch &scratch)
+{
+  const bool by_logit = GATE_BY_LOGIT(g);
+  if (by_logit && g.experts <= 64) return route_token<2>(g, token, true, nullptr, scratch);
+  if (by_logit && g.experts <= 128) return route_token<4>(g, token, true, nullptr, scratch);
+  return route_token<8>(g, token, true, nullptr, scratch);
+}
+
+/* Half of the warps have the rows, the others, of the CTAs that have first parts, the gate and the slots. */
+DEVICE void gate_and_put_tokens(const gate_args &g, const ep_args &a, unsigned tokens)
+{
+  __shared__ gate_scratch scratch[WARPS];
+  const bool moves = warp_id() < WARPS / 2;
+  if (!moves && blockIdx.y != 0) return;
+  for (unsigned token = blockIdx.x * (WARPS / 2) + warp_id() % (WARPS / 2); token < tokens;
+       token += a.movers * (WARPS / 2)) {
+    if (moves) {
+      row_part p;
+      load_row(a, token, p);
+      store_row(a, token, p);
+    } else {
+      const gate_slot slot = choose_slots_of(g, token, scratch[warp_id()]);
+      store_slot(g, token, slot);
+      put_slots(a, token, slot.id, slot.weight);
     }
   }
 }
@@ -317,7 +365,7 @@ DEVICE uint32_t ranks_of(const ep_args &a, int64_t token, int first)
 {
   uint32_t ranks = 0;
   for (int slot = 0; slot < a.shape.top_k; slot++) {
-    const int place = place_of(a, token, slot, false), to = (place >> EP_PLACE_SHIFT) - first;
+    const int place = place_of(a, token, slot, id_of(a, token, slot), false), to = (place >> EP_PLACE_SHIFT) - first;
     if (place >= 0 && to >= 0 && to < 32) ranks |= 1u << to;
   }
   return ranks;
@@ -450,19 +498,33 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1) cumoe_ep_wait_a
 }
 
 /* Where nothing comes between, a CTA that has told the others waits for them: a grid less. */
-extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
+template <class PUT> DEVICE void put(const ep_args &a, PUT put_all)
 {
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
   wait_for_earlier_grids_alone();
-  if (blockIdx.x >= a.movers) return fill_with_ones(a);
+  if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   if (!a.then_waits) let_next_grid_start();
   const unsigned tokens = (unsigned)token_total(a.tokens);
   counters *c = counters_of(a);
   const uint32_t exchange = (uint32_t)c->exchanges + 1; /* nobody changes it before all CTAs have come */
-  put_tokens(a, tokens);
+  put_all(tokens);
   if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &c->put, exchange) && a.then_waits)
     wait_for_tokens(a, exchange);
+}
+
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
+{
+  put(a, [&](unsigned tokens) { put_tokens(a, tokens); });
+}
+
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS)
+    cumoe_ep_gate_put(const __grid_constant__ gate_args g, const __grid_constant__ ep_args a)
+{
+  put(a, [&](unsigned tokens) {
+    check_token_count(g.tokens, g.fault);
+    gate_and_put_tokens(g, a, tokens);
+  });
 }
 
 /* ---- answer ---- */
