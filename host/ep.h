@@ -40,7 +40,7 @@ typedef struct group {
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
   char names[MOVES][32]; /* of the kernels */
-  bool early; /* they may start before the grid ahead has ended */
+  bool early;            /* they may start before the grid ahead has ended */
   char *arena;
   char *arenas[]; /* of all ranks */
 } group;

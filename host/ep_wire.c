@@ -197,7 +197,8 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, int64_t each, 
 {
   const int64_t parts = parts_of_row(s), fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
   a->movers = (int32_t)between((rows + each - 1) / each, 1, between(most / parts, 1, most));
-  return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1}, .block = {EP_MOVE_THREADS, 1, 1}};
+  return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1},
+                        .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
 /* CTAs that go through the parts of combine's work. */

@@ -103,8 +103,8 @@ typedef struct ep_args {
   const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
   /* kernels */
-  int32_t then_waits; /* put and answer go on with their wait */
-  int32_t movers;     /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
+  int32_t then_waits;   /* put and answer go on with their wait */
+  int32_t movers;       /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
   int64_t timeout_ns;

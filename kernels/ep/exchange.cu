@@ -490,7 +490,8 @@ extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_toke
   wait_for_tokens(a, exchange_now(a));
 }
 
-extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1) cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
+    cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
@@ -632,8 +633,7 @@ template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, 
                  parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
   look_ahead(a, a.at.back);
 #pragma unroll 1
-  for (unsigned i = blockIdx.x; i < parts; i += a.movers)
-    combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, i});
+  for (unsigned i = blockIdx.x; i < parts; i += a.movers) combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, i});
   counters *k = counters_of(a);
   const uint32_t exchange = (uint32_t)k->exchanges;
   add_counts(a);
