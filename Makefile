@@ -303,7 +303,7 @@ $(LIB)/demo: $(DEMO_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
 $(LIB)/train: $(TRAIN_C:%.c=$(OBJ)/%.o) $(archive)
 	$(link)
-$(LIB)/bench/plan $(LIB)/bench/tune: $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
+$(patsubst %,$(LIB)/bench/%,plan tune ep): $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(OBJS) \
 	$(OBJ)/flags.link
 	$(link)
 $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
@@ -334,9 +334,12 @@ train: $(LIB)/train
 	$(Q)$(LIB)/train --out $(LIB)/trained $(TRAIN_ARGS) $(TEXT)
 bench: $(LIB)/bench/bench
 	$(Q)$(LIB)/bench/bench $(BENCH_ARGS)
-# On a GPU: measures every kernel and rewrites the table of thresholds, to be read and committed like source.
+# On a GPU: measures every kernel and writes the table of thresholds, to be read and committed like source. The file is
+# named as the GPU is ("NVIDIA H100 80GB HBM3": h100.def), unless GPU= says otherwise; host/tune.c must list it.
 tune: $(LIB)/bench/tune
-	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune.def && cp $(LIB)/tune.def host/tune/$(GPU).def
+	$(Q)$(LIB)/bench/tune $(TUNE_ARGS) > $(LIB)/tune.def && gpu=$(or $(GPU),$$(sed -n \
+	  's/.*make tune. on [-0-9]*, NVIDIA \([A-Za-z0-9]*\).*/\L\1/p' $(LIB)/tune.def)) && [ "$$gpu" ] && \
+	  cp $(LIB)/tune.def "host/tune/$$gpu.def" && touch host/tune.c && echo "host/tune/$$gpu.def"
 # Needs no GPU: what the plan of a layer costs the host.
 bench-plan: $(LIB)/bench/plan
 	$(Q)$<
@@ -433,7 +436,7 @@ help:
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
-	@echo 'make tune       measures every kernel and writes host/tune/$(GPU).def         (TUNE_ARGS, GPU)'
+	@echo 'make tune       measures every kernel and writes host/tune/<the GPU>.def  (TUNE_ARGS, GPU)'
 	@echo 'make install    headers, library, pkg-config and CMake files (PREFIX, LIBDIR, INCLUDEDIR, DESTDIR); uninstall'
 	@echo 'make format, lint, clean, print-NAME'
 	@echo

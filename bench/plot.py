@@ -83,7 +83,7 @@ def conditions(rows):
     first = next(row for row in rows if row["side"] == "cumoe")
     names = {name for times in peer_times(rows).values() for _, name in times}
     peers = ", ".join(sorted(names, key=str.lower)) or "none in these files"
-    of = "peers' GEMMs (bench/targets.def)" if first.get("peer_us") else "peers"
+    of = "peers (bench/targets.def)" if first.get("peer_us") else "peers"
     return f"{first['gpu']}, {format_of(first)}, commit {first['commit']}, {first['date'][:10]}; {of}: {peers}"
 
 

@@ -52,6 +52,22 @@ _Static_assert(0
 #include "tune/h200.def"
                    == LIMIT_COUNT,
                "host/tune/h200.def states every limit");
+
+/* Of a GPU that has not been measured there is no file: `make tune` writes it, and the next build reads it. */
+#if __has_include("tune/h100.def")
+#define CUMOE_TUNE_H100
+#define TUNE  LINE
+#define LIMIT NOTHING
+static const tune_line h100_lines[] = {
+#include "tune/h100.def"
+};
+#define TUNE  NOTHING
+#define LIMIT ONE
+_Static_assert(0
+#include "tune/h100.def"
+                   == LIMIT_COUNT,
+               "host/tune/h100.def states every limit");
+#endif
 #endif
 
 #define LINES(array) .lines = array, .line_count = sizeof array / sizeof array[0]
@@ -65,6 +81,17 @@ static const tune_file files[] = {
      LINES(h200_lines),
      {
 #include "tune/h200.def"
+     }},
+#define TUNE  NOTHING
+#define LIMIT VALUES
+#endif
+#ifdef CUMOE_TUNE_H100
+    {"h100",
+     "H100",
+     90,
+     LINES(h100_lines),
+     {
+#include "tune/h100.def"
      }},
 #define TUNE  NOTHING
 #define LIMIT VALUES

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "cases_format.h"
 #include "session.h"
 
 /* A layer with everything optional that the input allows, and a part of the experts, so that the map is required. */
@@ -491,6 +492,35 @@ static void format_workspace(cumoe_context context)
   case_end();
 }
 
+/* With every format, alone, the same of the exact size: one byte less is refused, and that is all that is touched. */
+static void workspace_of_each(cumoe_context context)
+{
+  cumoe_format f;
+  const char *name;
+  for (int i = 0; (name = format_name(i, &f)) != NULL; i++) {
+    layer_spec spec = layer_spec_new(CUMOE_BF16, 5, 160, 96);
+    session s;
+    size_t bytes = 0;
+    spec.desc.up_format = spec.desc.down_format = f;
+    spec.desc.down_format.joined = 0;
+    case_begin("workspace: %s", name);
+    const layer_inputs in = layer_inputs_new(&spec);
+    session_open(&s, context, &spec, &in);
+    CHECK_OK(cumoe_plan_workspace(s.plan, spec.tokens, &bytes));
+    CHECK(s.args.workspace.cols == (int64_t)bytes); /* behind it lies a guard, session_collect looks */
+    cumoe_moe_args a = s.args;
+    a.workspace.cols = a.workspace.ld = (int64_t)bytes - 1;
+    CHECK_STATUS(CUMOE_ERR_WORKSPACE, cumoe_moe_forward(s.plan, s.routed, &a, NULL));
+    check_untouched(context, "out", s.args.out, 0);
+    check_untouched(context, "workspace", s.args.workspace, 0);
+    CHECK_OK(session_forward(&s));
+    const layer_outputs got = session_collect(&s);
+    check_layer(&spec, &in, &got);
+    session_close(&s);
+    case_end();
+  }
+}
+
 /* The stages have no place for codes of activations. */
 static void format_stages(cumoe_context context)
 {
@@ -516,6 +546,7 @@ static void test_formats(cumoe_context context)
   oracle_fp8_adder = on_device(context);
   other_formats(context);
   format_workspace(context);
+  workspace_of_each(context);
   format_stages(context);
 }
 

@@ -220,6 +220,36 @@ static cumoe_status bind_formats(world *w)
   return cumoe_weights_destroy(bound);
 }
 
+/* Weights to codes and looked at, rows to codes, GPTQ's words to ours. */
+static cumoe_status make_codes(world *w)
+{
+  const cumoe_format fp8 = cumoe_format_fp8_channel(CUMOE_F32);
+  cumoe_quantize_args q = {.size = sizeof q, .experts = EXPERTS, .format = cumoe_format_int4(32, CUMOE_BF16)};
+  cumoe_repack_args r = {.size = sizeof r, .experts = EXPERTS, .major = CUMOE_IN_OUT, .out = INTER, .in = HIDDEN};
+  cumoe_projection projection;
+  cumoe_format format;
+  size_t bytes = 0;
+  q.weights = lend_in(w, CUMOE_BF16, EXPERTS * INTER, HIDDEN);
+  q.codes = lend(w, CUMOE_I32, EXPERTS * INTER, HIDDEN / 8);
+  q.scale = lend(w, CUMOE_BF16, EXPERTS * INTER, HIDDEN / 32);
+  STEP(cumoe_quantize_weights(w->context, &q, w->stream));
+  STEP(cumoe_quantize_rows(w->context, &fp8, lend_in(w, CUMOE_BF16, 3, HIDDEN), (cumoe_view){0},
+                           lend(w, CUMOE_E4M3, 3, HIDDEN), lend(w, CUMOE_F32, 1, 3), w->stream));
+  r.format = cumoe_format_gptq(32, 1);
+  r.codes = lend_in(w, CUMOE_I32, EXPERTS * HIDDEN / 8, INTER);
+  r.scale = lend_in(w, CUMOE_F16, EXPERTS * HIDDEN / 32, INTER);
+  r.zero = lend_in(w, CUMOE_I32, EXPERTS * HIDDEN / 32, INTER / 8);
+  STEP(cumoe_weights_repack_size(&r, &bytes));
+  STEP(cumoe_weights_repack(w->context, &r, lend(w, CUMOE_U8, 1, (int64_t)bytes), &projection, &format, w->stream));
+  return cumoe_weights_scan(w->context, w->weights, cumoe_buffer_view_mut(w->buffers[0]), w->stream);
+}
+
+static void layer_and_report(world *w)
+{
+  formats_layer(w);
+  CHECK_OK(cumoe_buffer_alloc(w->context, CUMOE_I64, EXPERTS, CUMOE_SCAN_FIELDS, w->stream, &w->buffers[0]));
+}
+
 /* Kernels of formats are there once they were asked for. */
 static void formats_loaded(world *w)
 {
@@ -642,6 +672,7 @@ static const scenario scenarios[] = {
     {"forward with formats", formats_layer, run_formats, AGAIN},
     {"first weights of a format", formats_layer, bind_formats, 0},
     {"weights with formats", formats_loaded, bind_formats, AGAIN},
+    {"codes", layer_and_report, make_codes, AGAIN},
     {"router of many tokens", small_layer, run_router, AGAIN},
     {"stages", small_layer, run_stages, AGAIN},
     {"forced rows", rows_loaded, run_forced, AGAIN},

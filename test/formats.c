@@ -106,7 +106,7 @@ static cumoe_repack_args repack_of(cumoe_context context, const source *s, const
   a.format = s->format;
   for (int i = 0; i < 3; i++) {
     const tensor t = part_of(s->name, parts[i]);
-    if (!t.data) continue;
+    if (!t.data || (i == 2 && !s->format.zero)) continue;
     tensor all = stacked(t, first + count, i == 0 && !s->format.ggml);
     const size_t skip = (size_t)(t.rows * first * t.cols) * cumoe_dtype_bytes((cumoe_dtype)t.dtype);
     const tensor some = {all.dtype, t.rows * count, t.cols, all.data + skip};
@@ -356,6 +356,52 @@ static void test_equal(cumoe_context context)
   }
 }
 
+/* One member that a preset of what is repacked may have wrong; false: it means nothing to this one. */
+static bool set_wrong(source *s, int which)
+{
+  cumoe_format *f = &s->format;
+  switch (which) {
+  case 0: return f->zero && (f->zero_add = !f->zero_add, true); /* GPTQ's versions */
+  case 1: return f->order && (f->order = 0, true);
+  case 2: return f->order && (f->order = 0x73625140, true);                   /* AWQ's, upside down */
+  case 3: return f->order == 0 && !f->ggml && (f->order = 0x75316420, true);  /* GPTQ as AWQ has it */
+  case 4: return f->zero && (f->zero = f->zero_add = 0, f->offset = 8, true); /* zero points never read */
+  default: return f->zero && (f->element = CUMOE_ELEMENT_S4, f->zero = 0, f->zero_add = 0, true);
+  }
+}
+enum { WRONG_PRESETS = 6 };
+
+/* How many of the producer's values are there. */
+static int64_t values_of(const placed *p)
+{
+  const double *w = decoded(p);
+  int64_t same = 0;
+  for (int64_t i = 0; i < (int64_t)p->out * p->in; i++) same += w[i] == tensor_get(&p->weights, 0, i);
+  return same;
+}
+
+/* Read by a preset that is not theirs, weights are not the producer's; by theirs they are. */
+static void test_wrong(cumoe_context context)
+{
+  source list[SOURCES];
+  list_sources(list);
+  for (int i = 0; i < SOURCES; i++) {
+    if (list[i].major != CUMOE_IN_OUT) continue;
+    case_begin("wrong presets: %s", list[i].name);
+    const placed right = place(context, &list[i]);
+    const int64_t all = (int64_t)right.out * right.in;
+    CHECK(values_of(&right) == all);
+    for (int which = 0; which < WRONG_PRESETS; which++) {
+      source wrong = list[i];
+      if (!set_wrong(&wrong, which)) continue;
+      const placed p = place(context, &wrong);
+      const int64_t same = values_of(&p);
+      CHECK_MSG(same < all / 2, "wrong preset %d: %d of %d values are the same", which, (int)same, (int)all);
+    }
+    case_end();
+  }
+}
+
 /* One matrix. */
 static placed repacked(cumoe_context context, const cumoe_repack_args *a)
 {
@@ -499,10 +545,13 @@ static void test_order(void)
 int main(int argc, char **argv)
 {
   char error[256] = "";
-  static const test_group groups[] = {
-      GROUP("producers", test_producers, ANYWHERE), GROUP("equal", test_equal, ANYWHERE),
-      GROUP("modelopt", test_modelopt, ANYWHERE),   GROUP("gptq8", test_gptq8, ANYWHERE),
-      GROUP("refusals", test_refusals, ON_CPU),     ALONE("order", test_order, ONCE)};
+  static const test_group groups[] = {GROUP("producers", test_producers, ANYWHERE),
+                                      GROUP("equal", test_equal, ANYWHERE),
+                                      GROUP("wrong", test_wrong, ANYWHERE),
+                                      GROUP("modelopt", test_modelopt, ANYWHERE),
+                                      GROUP("gptq8", test_gptq8, ANYWHERE),
+                                      GROUP("refusals", test_refusals, ON_CPU),
+                                      ALONE("order", test_order, ONCE)};
   if (!safetensors_open("test/data/formats/formats.safetensors", &file, error, sizeof error)) {
     printf("%s\n0 passed, 1 failed, 0 skipped\n", error);
     return 1;

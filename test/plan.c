@@ -441,7 +441,12 @@ static void test_tune_files(void)
   if (!group_begin("tune files")) return;
   case_begin("by name");
   CHECK(strcmp(find_tune_file("NVIDIA H200", 90)->name, gpus_have_sm90() ? "h200" : "any") == 0);
+#if __has_include("../host/tune/h100.def")
+  CHECK(strcmp(find_tune_file("NVIDIA H100 80GB HBM3", 90)->name, gpus_have_sm90() ? "h100" : "any") == 0);
+#else
   CHECK(find_tune_file("NVIDIA H100 80GB HBM3", 90) == find_tune_file("NVIDIA H200", 90));
+#endif
+  CHECK(find_tune_file("NVIDIA H20", 90) == find_tune_file("NVIDIA H200", 90)); /* the first of its capability */
   CHECK(strcmp(find_tune_file("NVIDIA A100", 80)->name, "any") == 0);
   CHECK(strcmp(find_tune_file("H200 of another kind", 100)->name, "any") == 0);
   for (limit_name l = 0; l < LIMIT_COUNT; l++) CHECK(*words_of_limit(l).name && *words_of_limit(l).unit);

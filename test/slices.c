@@ -1,7 +1,9 @@
 /*
  * Parts of weights where they lie: a rank's slice of an expert, read in place with its origin, gives the whole's bits;
- * and nothing is read past the end of codes, scales, zero points, orders or activations.
+ * a scale of a matrix or channel gives the bits of blocks that all have it; and nothing is read past the end of codes,
+ * scales, zero points, orders or activations.
  */
+#include <math.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -163,6 +165,49 @@ static void test_slices(cumoe_context context)
   }
 }
 
+/* ---- equal scales ---------------------------------------------------------------------------------- */
+
+/* The same scale for every block, a power of two: sums of a few products are exact in f32, so nothing may differ. */
+static void check_equal_scales(cumoe_context context, const cumoe_format *coarse, const cumoe_format *fine)
+{
+  const slice all = {0, INTER, 0, HIDDEN};
+  rng r = {37};
+  const tensor x = tensor_new(CUMOE_BF16, TOKENS, HIDDEN);
+  for (int64_t t = 0; t < TOKENS; t++)
+    for (int64_t k = t * 7; k < HIDDEN; k += 97) tensor_set(&x, t, k, k % 2 ? 2 : -1);
+  host_projection one = random_projection(coarse, &r), many = one;
+  const int64_t rows = fine->block[0] ? (INTER + fine->block[0] - 1) / fine->block[0] : 1,
+                groups = (HIDDEN + fine->block[1] - 1) / fine->block[1], given = one.scale.rows / EXPERTS;
+  many.scale = tensor_new(fine->scale, EXPERTS * rows, groups);
+  for (int64_t i = 0; i < EXPERTS * given; i++) tensor_set(&one.scale, i, 0, ldexp(1, -(int)(i % 5)));
+  for (int64_t i = 0; i < EXPERTS * rows * groups; i++) {
+    const int64_t row = i / groups, channel = given == 1 ? 0 : row % rows;
+    tensor_set(&many.scale, row, i % groups, tensor_get(&one.scale, row / rows * given + channel, 0));
+  }
+  const cumoe_projection a = put(context, &one), b = put(context, &many);
+  const tensor want = layer_of(context, &a, *coarse, all, &x), got = layer_of(context, &b, *fine, all, &x);
+  check_same("blocks of equal scales", &got, &want);
+}
+
+static void test_equal_scales(cumoe_context context)
+{
+  enum { PAIRS = 3 };
+  static const char *const names[PAIRS] = {"fp8, a matrix and blocks", "int8, a channel and 32",
+                                           "int4, a channel and 32"};
+  cumoe_format coarse[PAIRS] = {cumoe_format_fp8_tensor(CUMOE_ROWS_AS_THEY_ARE), cumoe_format_int8(CUMOE_F32),
+                                cumoe_format_int4(0, CUMOE_F16)},
+               fine[PAIRS] = {cumoe_format_fp8_block(CUMOE_F32), cumoe_format_int8(CUMOE_F32),
+                              cumoe_format_int4(32, CUMOE_F16)};
+  fine[1].block[1] = 32;
+  for (int i = 0; i < PAIRS; i++) {
+    coarse[i].rows = fine[i].rows = CUMOE_ROWS_AS_THEY_ARE;
+    fine[i].row_group = 0;
+    case_begin("equal scales: %s", names[i]);
+    check_equal_scales(context, &coarse[i], &fine[i]);
+    case_end();
+  }
+}
+
 /* ---- ends ------------------------------------------------------------------------------------------ */
 
 enum { MAX_PAGES = 32 };
@@ -233,5 +278,7 @@ static void test_ends(cumoe_context context)
   }
 }
 
-static const test_group groups[] = {GROUP("slices", test_slices, ANYWHERE), GROUP("ends", test_ends, ON_CPU)};
+static const test_group groups[] = {GROUP("slices", test_slices, ANYWHERE),
+                                    GROUP("equal scales", test_equal_scales, ANYWHERE),
+                                    GROUP("ends", test_ends, ON_CPU)};
 TEST_MAIN(groups)

@@ -34,9 +34,12 @@
  * create another with zeroed arenas. A call that is refused for its arguments has told nobody anything: it may be
  * corrected and made again within the others' timeout.
  *
- * GPUs: experimental. Seen on one H200, by up to eight ranks that share it, is all that test/ep.c asks: the bits of
- * EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that stop, abort or are left out. Between two H200s only
- * an earlier form of the kernels has been seen: right sums by gathering (test/examples/ep.c), and replays (bench/ep.c).
+ * GPUs: experimental. Seen on two H100s of one host, ranks dealt to them (up to eight), and on one H200 shared by
+ * them, is all that test/ep.c asks: the bits of EXACT, sums, DEDUP, rounds, the three calls, replays, ranks that
+ * stop, abort or are left out. Between processes, one a GPU (test/ranks.c): the bits of EXACT, also from graphs, and
+ * a rank that is killed (SIGKILL) or stopped (SIGSTOP) at work: the other names it and the phase by
+ * cumoe_group_fault_read after timeout_ns, goes on without it or leaves, and its context ends without an error. More
+ * than two GPUs: not seen.
  * A call may be captured; a graph counts its exchanges on the device, so it may be replayed in any order with others,
  * as long as all ranks do the same, and must be destroyed before its group. Ranks may share a GPU, for tests: their
  * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits

@@ -117,7 +117,8 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
 
 /*
  * Tensors of expert E of a layer; P: mlp.experts.E.{gate,up,down}_proj (SEPARATE), W: {w1 gate, w3 up, w2 down} below
- * block_sparse_moe.experts.E. What scales are (F32, BF16) stands in the file's header: families differ.
+ * block_sparse_moe.experts.E. What scales are (F32, BF16) stands in the file's header: families differ. Llama-4 has
+ * feed_forward.experts.E for mlp.experts.E.
  *
  *   DeepSeek-V3, R1, V3.1; Kimi-K2-Instruct   fp8_block   P.weight, P.weight_scale_inv
  *   DeepSeek-V4 (ffn.experts.E.w1, w3, w2)    mxfp4       .weight, .scale; fp8_block(E8M0) for what is not routed
@@ -130,14 +131,19 @@ static inline cumoe_format cumoe_format_make(cumoe_element element, int32_t bloc
  *                                             fp8_tensor  W or P .weight, .weight_scale, .input_scale (an expert's own:
  *                                                         ROWS_STATIC_EXPERT; w1's and w3's are one: take the larger)
  *   llm-compressor's *-quantized.w8a8         int8        P.weight, P.weight_scale
+ *   llm-compressor's *-quantized.w8a16        int8        P.weight_packed I32, P.weight_scale: element = U8, offset =
+ *                                                         128, word = 4, rows = 0
  *   llm-compressor's *-quantized.w4a16        int4(128)   P.weight_packed, P.weight_scale
  *   Kimi-K2-Thinking, K2.5                    int4(32)    P.weight_packed, P.weight_scale (BF16)
  *   gpt-oss-20b, gpt-oss-120b                 mxfp4       mlp.experts.gate_up_proj_blocks, _scales; down_proj_*
+ *   llm-compressor's *-MXFP4                  mxfp4       P.weight_packed, P.weight_scale U8 (written before 2026: with
+ *                                                         bias 125, so add 2 to every byte)
  *   DeepSeek-R1-NVFP4, Qwen3-30B-A3B-NVFP4    nvfp4       P.weight, P.weight_scale, P.weight_scale_2 (ModelOpt)
  *   llm-compressor's *-NVFP4                  nvfp4       P.weight_packed, P.weight_scale, P.weight_global_scale
  *   Qwen3-30B-A3B-GPTQ-Int4, Mixtral GPTQ     gptq        P or W .qweight, .scales, .qzeros; repack
  *   DeepSeek-V3-AWQ, R1-AWQ, Mixtral AWQ      awq         P or W .qweight, .scales, .qzeros; repack
  *   the same with desc_act true               gptq        .g_idx as well: cumoe_order_of_groups, repack
+ *   ModelOpt's W4A16_AWQ                      modelopt_int4  P.weight, P.weight_scale, P.pre_quant_scale; repack
  *   mlx-community's *-4bit                    affine4(64) mlp.switch_mlp.{gate,up,down}_proj.weight, .scales, .biases
  *   GGUF: Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, MXFP4 ggml        blk.L.ffn_{gate,up,down}_exps.weight; repack
  */
@@ -211,7 +217,8 @@ static inline cumoe_format cumoe_format_nvfp4(cumoe_global global)
 /* GPTQ, 4 bits, IN_OUT (*-GPTQ-Int4; quant_method gptq): .qweight I32 [K/8, N], .scales F16
  * [K/group, N], .qzeros I32 [K/group, N/8]; group -1 in the file is 0 here. version 1 stores zero points less 1, 2
  * (checkpoint_format gptq_v2) as they are. Symmetric ones may do without qzeros: zero = 0, zero_add = 0, offset = 8.
- * desc_act true: .g_idx by way of cumoe_order_of_groups. */
+ * desc_act true: .g_idx by way of cumoe_order_of_groups. 8 bits (*-GPTQ-Int8), symmetric: .qweight I32 [K/4, N];
+ * element = U8, offset = 128, zero = 0, zero_add = 0, and .qzeros (all 127, or 128 in version 2) is not read. */
 static inline cumoe_format cumoe_format_gptq(int32_t group, int32_t version)
 {
   cumoe_format f = cumoe_format_int4(group, CUMOE_F16);
