@@ -95,7 +95,8 @@ static bool serves(const variant *v, const op_shape *s)
   if (!takes_scales(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
-  if (s->op == OP_attention && v->form != FORM_ref)
+  const bool by_tiles = s->op == OP_attention_dq || s->op == OP_attention_dkv;
+  if ((s->op == OP_attention && v->form != FORM_ref) || (by_tiles && v->form == FORM_tile))
     return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
   if (s->op == OP_rows_product || s->op == OP_weight_gradient) {
     if (v->form != FORM_any && v->form != FORM_ref && s->rules) return false;
@@ -280,8 +281,15 @@ static int64_t grid_gradient(const machine *m, const variant *v, const op_shape 
 
 static int64_t grid_attention(const machine *m, const variant *v, const op_shape *s)
 {
-  if (v->form == FORM_row) return grid_units(m, v, s);
+  if (v->form == FORM_row || v->form == FORM_any) return grid_units(m, v, s);
   return v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
+}
+
+/* Its units are heads of keys. */
+static int64_t grid_attention_dkv(const machine *m, const variant *v, const op_shape *s)
+{
+  if (v->form == FORM_any) return grid_units(m, v, s);
+  return s->experts * ceil_div(s->tokens / s->experts, v->units);
 }
 
 /* ---- units of CPU rows: units_<column of operations.def> ---- */

@@ -1,8 +1,8 @@
 /*
- * Attention without tiles: forward of f32, backward of every type, and rotary embedding. A warp has a query's head, or
+ * Attention without tiles: forward and backward of f32, backward of large heads, and rotary embedding. A warp has a query's head, or
  * a key's, and goes through what it sees in order, so that the sums are those of no schedule.
  */
-#include "attention/row.cuh"
+#include "attention/backward_row.cuh"
 #include "train/elements.cuh"
 
 template <class T, int UNITS, int LANES, int THREADS> DEVICE void row_attention(const attention_args &a)
@@ -17,54 +17,15 @@ template <class T, int UNITS, int LANES, int THREADS> DEVICE void row_attention(
 
 /* ---- backward ---- */
 
-struct loaded_query {
-  float q[ROW_EACH], dout[ROW_EACH], lse, delta;
-};
-
-/* What a pair of query and key gives: its weight, and the gradient of the score before the cap. */
-struct pair_gradient {
-  float weight, score;
-};
-
-DEVICE pair_gradient gradient_of(const attention_args &a, const loaded_query &q, const float (&k)[ROW_EACH],
-                                 const float (&v)[ROW_EACH])
-{
-  const float s = cap_score(a, (float)a.scale * dot_of_heads(q.q, k)), along = dot_of_heads(q.dout, v);
-  const float weight = s == -INFINITY || q.lse == -INFINITY ? 0.f : exp_of(s - q.lse);
-  if (weight == 0) return {0, 0};
-  const float t = a.softcap > 0 ? s / (float)a.softcap : 0.f;
-  return {weight, weight * (along - q.delta) * (1 - t * t) * (float)a.scale};
-}
-
-DEVICE void add_scaled(float (&to)[ROW_EACH], float factor, const float (&from)[ROW_EACH])
-{
-#pragma unroll
-  for (int i = 0; i < ROW_EACH; i++) to[i] = fmaf(factor, from[i], to[i]);
-}
-
 template <int UNITS> DEVICE void any_attention_dq(const attention_args &a)
 {
   const int64_t unit = (int64_t)blockIdx.x * UNITS + warp_id();
   if (unit >= a.units) return;
   const int64_t query = unit / a.heads;
-  const int head = (int)(unit - query * a.heads), d = a.head_dim, group = a.heads / a.kv_heads;
-  const int64_t from = (int64_t)(head / group) * d, at = (int64_t)head * d;
-  const sequence s = sequence_with(a, query);
-  const range seen = keys_seen(a, s, query);
-  float dq[ROW_EACH] = {0}, k[ROW_EACH], v[ROW_EACH];
-  loaded_query q;
-  load_head<void>(q.dout, a.dout, query, at, d);
-  load_head<void>(q.q, a.out, query, at, d);
-  q.delta = dot_of_heads(q.q, q.dout);
-  if (lane_id() == 0) store_at(a.delta, query, head, q.delta);
-  load_head<void>(q.q, a.q, query, at, d);
-  q.lse = load_at(a.lse, query, head);
-  for (int64_t j = seen.begin; j < seen.end; j++) {
-    load_head<void>(k, a.k, s.key + j, from, d);
-    load_head<void>(v, a.v, s.key + j, from, d);
-    add_scaled(dq, gradient_of(a, q, k, v).score, k);
-  }
-  store_head(a.dq, query, at, 0, d, dq);
+  const int head = (int)(unit - query * a.heads);
+  const float delta = delta_of_row(a, query, head);
+  if (lane_id() == 0) store_at(a.delta, query, head, delta);
+  dq_of_row(a, query, head, delta);
 }
 
 template <int UNITS> DEVICE void any_attention_dkv(const attention_args &a)
@@ -72,30 +33,7 @@ template <int UNITS> DEVICE void any_attention_dkv(const attention_args &a)
   const int64_t unit = (int64_t)blockIdx.x * UNITS + warp_id();
   if (unit >= a.units) return;
   const int64_t row = unit / a.kv_heads;
-  const int kv_head = (int)(unit - row * a.kv_heads), d = a.head_dim, group = a.heads / a.kv_heads;
-  const int64_t from = (int64_t)kv_head * d;
-  float k[ROW_EACH], v[ROW_EACH], dk[ROW_EACH] = {0}, dv[ROW_EACH] = {0};
-  loaded_query q;
-  load_head<void>(k, a.k, row, from, d);
-  load_head<void>(v, a.v, row, from, d);
-  for (int64_t i = 0; i < a.sequences; i++) {
-    const sequence s = sequence_of(a, i);
-    if (row < s.key || row >= s.key + s.keys) continue;
-    const range by = queries_seeing(a, s, row - s.key);
-    for (int64_t query = by.begin; query < by.end; query++)
-      for (int h = 0; h < group; h++) {
-        const int64_t head = kv_head * group + h;
-        load_head<void>(q.q, a.q, query, head * d, d);
-        load_head<void>(q.dout, a.dout, query, head * d, d);
-        q.lse = load_at(a.lse, query, head);
-        q.delta = load_at(a.delta, query, head);
-        const pair_gradient g = gradient_of(a, q, k, v);
-        add_scaled(dk, g.score, q.q);
-        add_scaled(dv, g.weight, q.dout);
-      }
-  }
-  store_head(a.dk, row, from, 0, d, dk);
-  store_head(a.dv, row, from, 0, d, dv);
+  dkv_of_row(a, row, (int)(unit - row * a.kv_heads));
 }
 
 /* A CTA a head. */

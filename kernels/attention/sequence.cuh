@@ -15,9 +15,10 @@ DEVICE sequence no_sequence(int64_t first, int64_t queries)
   return {-1, first, queries, 0, 0};
 }
 
-DEVICE int64_t bad_sequence(const attention_args &a, int64_t index)
+/* Without REPORT it is no call, which would have to keep registers. */
+template <bool REPORT = true> DEVICE int64_t bad_sequence(const attention_args &a, int64_t index)
 {
-  report_fault(a.fault, FAULT_SEQUENCE, 0, index);
+  if (REPORT) report_fault(a.fault, FAULT_SEQUENCE, 0, index);
   return 0;
 }
 
@@ -27,25 +28,25 @@ DEVICE bool queries_fit(const attention_args &a, int64_t first, int64_t count)
 }
 
 /* Its keys; 0 of them if what is said of them is inconsistent. */
-DEVICE void find_keys(const attention_args &a, sequence &s)
+template <bool REPORT> DEVICE void find_keys(const attention_args &a, sequence &s)
 {
   const int32_t *offsets = a.k_offsets ? a.k_offsets : a.pages.data ? nullptr : a.q_offsets;
   const int64_t room = a.pages.data ? (int64_t)a.page_count * a.page : a.keys;
   s.key = offsets ? offsets[s.index] : 0;
   s.keys = a.k_lengths ? a.k_lengths[s.index] : offsets ? offsets[s.index + 1] - s.key : a.keys;
-  if (s.key < 0 || s.keys < 0 || s.key > room - s.keys) s.keys = bad_sequence(a, s.index);
+  if (s.key < 0 || s.keys < 0 || s.key > room - s.keys) s.keys = bad_sequence<REPORT>(a, s.index);
 }
 
 /* Without queries if what is said of them is inconsistent. */
-DEVICE sequence sequence_of(const attention_args &a, int64_t index)
+template <bool REPORT = true> DEVICE sequence sequence_of(const attention_args &a, int64_t index)
 {
   sequence s = {index, 0, a.queries, 0, 0};
   if (a.q_offsets) {
     s.first = a.q_offsets[index];
     s.queries = a.q_offsets[index + 1] - s.first;
   }
-  if (!queries_fit(a, s.first, s.queries)) s.queries = bad_sequence(a, index);
-  find_keys(a, s);
+  if (!queries_fit(a, s.first, s.queries)) s.queries = bad_sequence<REPORT>(a, index);
+  find_keys<REPORT>(a, s);
   return s;
 }
 
