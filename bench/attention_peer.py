@@ -17,16 +17,16 @@ def heads(batch, tokens, count):
     return torch.randn(batch, tokens, count, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
-def median_us(call, rounds=20):
+def median_us(call, rounds=20, side=None):
     """Of replays of a graph of one call for each place."""
-    side = torch.cuda.Stream()
+    side = side or torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for place in range(PLACES):
             call(place)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         for place in range(PLACES):
             call(place)
     times = []
@@ -48,6 +48,18 @@ def forward(name, size, batch, queries, keys, causal):
     print(f"{name:16} {size:8} {us:12.1f}", flush=True)
 
 
+def backward(tokens):
+    side = torch.cuda.Stream()  # of the forward: its backward runs there, too
+    with torch.cuda.stream(side):
+        q = [heads(1, tokens, HEADS).requires_grad_() for _ in range(PLACES)]
+        k = [heads(1, tokens, KV_HEADS).requires_grad_() for _ in range(PLACES)]
+        v = [heads(1, tokens, KV_HEADS).requires_grad_() for _ in range(PLACES)]
+        dout = [heads(1, tokens, HEADS) for _ in range(PLACES)]
+        out = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in zip(q, k, v)]
+    us = median_us(lambda i: torch.autograd.grad(out[i], (q[i], k[i], v[i]), dout[i], retain_graph=True), side=side)
+    print(f"{'backward':16} {tokens:8} {us:12.1f}", flush=True)
+
+
 def main():
     print(torch.cuda.get_device_name(), torch.__version__)
     with torch.no_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -55,6 +67,9 @@ def main():
             forward("prefill", tokens, 1, tokens, tokens, True)
         for sequences in (1, 8, 64):
             forward("decode", sequences, sequences, 1, CACHE, False)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for tokens in (512, 2048, 8192, 16384):
+            backward(tokens)
 
 
 main()

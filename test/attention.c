@@ -435,6 +435,8 @@ static const shape_case shapes[] = {
     {70, 2000, 70, 0, 0, 0, {CROSS, 1, 16, 2, 64, 0, 0, 0, 0, CUMOE_F16}},
     {40, 900, 40, 7, 0, 1, {BAD_PAGES, 1, 8, 8, 80, 0, 0, 0, CUMOE_F32, CUMOE_BF16}},
     {90, 120, 3, 0, 0, 0, {CROSS, 1, 4, 2, 48, 0, 0, 0, CUMOE_F32, CUMOE_F32}},
+    {200, 130, 0, 0, 0, 0, {ONE, 0, 2, 2, 128, 40, 0, 3, 0, CUMOE_BF16}},
+    {33, 310, 2, 0, 0, 0, {CROSS, 0, 6, 2, 128, 0, 0, 0, 0, CUMOE_F16}},
 };
 
 /* Ascending, of `total` in all, some of them empty; irregular: one is moved. */
@@ -487,6 +489,144 @@ static cumoe_attention_args put_shape(cumoe_context context, const shape_case *s
   return a;
 }
 
+/* ---- backward: CUDA against the CPU device ---------------------------------------------------------- */
+
+/* What gradients may be off; before they are rounded, when it is of what the CPU device computed. */
+typedef struct backward_bounds {
+  double *q, *k, *v;
+} backward_bounds;
+
+typedef struct pair_sizes {
+  double weight, g; /* of the weight's error; of that of the score's gradient */
+} pair_sizes;
+
+/*
+ * A weight is off by e = 2 score error (and what its logarithm is rounded by), and is rounded to the values' type; g =
+ * p (dp - delta) by that, by the sums of D products that dp and delta are, by the cap's derivative, and by a rounding.
+ */
+static pair_sizes sizes_of(const problem *p, const device_error *e, const double *out, int64_t query, int32_t head,
+                           int64_t key, double lse)
+{
+  const attention_case *c = p->c;
+  const int32_t d = c->head_dim, from = head / (c->heads / c->kv_heads) * d;
+  const int64_t at = (query * c->heads + head) * d, row = key * c->kv_heads * d + from;
+  const double scale = c->scale == 0 ? 1 / sqrt(d) : (double)c->scale, cap = (double)c->softcap;
+  double s = scale * dot_of(p->q + at, p->k + row, d), dp = 0, delta = 0, size = 0;
+  for (int32_t x = 0; x < d; x++) {
+    const double along = p->dout[at + x] * p->v[row + x], own = p->dout[at + x] * out[at + x];
+    dp += along;
+    delta += own;
+    size += fabs(along) + fabs(own);
+  }
+  s = cap > 0 ? cap * tanh(s / cap) : s;
+  const double weight = isfinite(lse) ? exp(s - lse) : 0, u = c->dtype == CUMOE_F32 ? 0 : unit_roundoff(c->dtype);
+  const double relative = 2 * e->score + ldexp(16 + fabs(lse), -22),
+               of_cap = cap > 0 ? 2 * e->score / cap + 0x1p-20 : 0;
+  return (pair_sizes){weight * (relative + u) + 0x1p-25,
+                      weight * (fabs(dp - delta) * (relative + of_cap + u) + size * ldexp(d + 16, -22)) + 0x1p-25};
+}
+
+static void add_bounds(const problem *p, backward_bounds *b, const pair_sizes *sizes, int64_t query, int32_t head,
+                       int64_t key)
+{
+  const attention_case *c = p->c;
+  const int32_t d = c->head_dim, from = head / (c->heads / c->kv_heads) * d;
+  const int64_t at = (query * c->heads + head) * d, row = key * c->kv_heads * d + from;
+  const double scale = c->scale == 0 ? 1 / sqrt(d) : fabs((double)c->scale);
+  for (int32_t x = 0; x < d; x++) {
+    b->q[at + x] += scale * sizes->g * fabs(p->k[row + x]);
+    b->k[row + x] += scale * sizes->g * fabs(p->q[at + x]);
+    b->v[row + x] += sizes->weight * fabs(p->dout[at + x]);
+  }
+}
+
+/* Of every pair of a query and a key that it may see; sequences of offsets that are inconsistent count for nothing. */
+static backward_bounds bound_backward(const problem *p, const double *out, const double *lse, const tensor *firsts,
+                                      const tensor *keys)
+{
+  const attention_case *c = p->c;
+  const device_error e = error_of(p, (double)p->keys);
+  backward_bounds b = {scratch((size_t)(p->tq.rows * p->tq.cols), sizeof(double)),
+                       scratch((size_t)(p->tk.rows * p->tk.cols), sizeof(double)),
+                       scratch((size_t)(p->tk.rows * p->tk.cols), sizeof(double))};
+  const int64_t sequences = firsts ? firsts->cols - 1 : 1;
+  for (int64_t i = 0; i < sequences; i++) {
+    const int64_t first = firsts ? (int64_t)tensor_get(firsts, 0, i) : 0,
+                  key = keys ? (int64_t)tensor_get(keys, 0, i) : 0;
+    const int64_t n = firsts ? (int64_t)tensor_get(firsts, 0, i + 1) - first : p->queries;
+    const int64_t m = keys ? (int64_t)tensor_get(keys, 0, i + 1) - key : p->keys;
+    for (int64_t q = 0; q < n; q++)
+      for (int64_t j = 0; j < m; j++) {
+        const int64_t at = m - n + q;
+        if ((c->causal && j > at) || (c->window && (j <= at - c->window || j >= at + c->window))) continue;
+        for (int32_t h = 0; h < c->heads; h++) {
+          const pair_sizes sizes = sizes_of(p, &e, out, first + q, h, key + j, lse[(first + q) * c->heads + h]);
+          add_bounds(p, &b, &sizes, first + q, h, key + j);
+        }
+      }
+  }
+  return b;
+}
+
+static cumoe_attention_backward_args put_backward(cumoe_context context, const problem *p,
+                                                  const cumoe_attention_args *a, int pad)
+{
+  cumoe_attention_backward_args b = {.size = sizeof b, .forward = a, .dout = device_put(context, &p->tdout, pad)};
+  b.dq = device_new(context, p->c->dtype, p->queries, p->tq.cols, pad);
+  b.dk = device_new(context, p->c->dtype, p->keys, p->tk.cols, pad);
+  b.dv = device_new(context, p->c->dtype, p->keys, p->tk.cols, pad);
+  b.delta = device_new(context, CUMOE_F32, p->queries, p->c->heads, pad);
+  if (p->c->sinks) b.dsinks = device_new(context, CUMOE_F32, 1, p->c->heads, 0);
+  return b;
+}
+
+static void check_against(cumoe_context context, cumoe_context cpu, const char *what, cumoe_view_mut got,
+                          cumoe_view_mut want, const double *bound)
+{
+  const tensor ours = device_get(context, cumoe_const(got)), theirs = device_get(cpu, cumoe_const(want));
+  bounded *all = scratch((size_t)(ours.rows * ours.cols), sizeof *all);
+  for (int64_t i = 0; i < ours.rows * ours.cols; i++) {
+    const double value = tensor_get(&theirs, 0, i);
+    all[i] = (bounded){value, bound[i] * (1 + 0x1p-10) + 2 * unit_roundoff(ours.dtype) * fabs(value) + 0x1p-24};
+  }
+  check_bounded(what, &ours, all);
+  check_guards(context, what, got);
+}
+
+/* Both devices are given what the CPU device's forward left. */
+static void check_backward(cumoe_context context, cumoe_context cpu, const shape_case *s, problem *p,
+                           const cumoe_attention_args *a, const cumoe_attention_args *b)
+{
+  rng r = {(uint64_t)(s->queries + s->keys)};
+  const tensor out = device_get(cpu, cumoe_const(b->out)), lse = device_get(cpu, cumoe_const(b->lse));
+  tensor firsts, keys;
+  p->tdout = tensor_normal(&r, s->c.dtype, p->queries, p->tq.cols, 0, 1);
+  p->v = doubles_of(&p->tv);
+  p->dout = doubles_of(&p->tdout);
+  device_set(context, a->out, &out);
+  device_set(context, a->lse, &lse);
+  if (s->sequences) {
+    firsts = device_get(cpu, b->q_offsets);
+    keys = device_get(cpu, b->k_offsets);
+  }
+  const cumoe_attention_backward_args ours = put_backward(context, p, a, s->pad), theirs = put_backward(cpu, p, b, 0);
+  CHECK_OK(cumoe_attention_backward(context, &ours, NULL));
+  CHECK_OK(cumoe_attention_backward(cpu, &theirs, NULL));
+  const backward_bounds e =
+      bound_backward(p, doubles_of(&out), doubles_of(&lse), s->sequences ? &firsts : NULL, s->sequences ? &keys : NULL);
+  check_against(context, cpu, "dq", ours.dq, theirs.dq, e.q);
+  check_against(context, cpu, "dk", ours.dk, theirs.dk, e.k);
+  check_against(context, cpu, "dv", ours.dv, theirs.dv, e.v);
+  const cumoe_attention_backward_args again = put_backward(context, p, a, 0);
+  CHECK_OK(cumoe_attention_backward(context, &again, NULL));
+  const cumoe_view_mut first[] = {ours.dq, ours.dk, ours.dv, ours.delta},
+                       second[] = {again.dq, again.dk, again.dv, again.delta};
+  for (int i = 0; i < 4; i++) {
+    const tensor x = device_get(context, cumoe_const(first[i])), y = device_get(context, cumoe_const(second[i]));
+    check_same("again", &x, &y);
+  }
+}
+
 /* The bound is by what the CPU device makes of |v|, the sum of weight |v|. */
 static void check_shape(cumoe_context context, cumoe_context cpu, const shape_case *s)
 {
@@ -529,6 +669,7 @@ static void check_shape(cumoe_context context, cumoe_context cpu, const shape_ca
   CHECK_OK(cumoe_attention(context, &again, NULL));
   const tensor twice = device_get(context, cumoe_const(again.out));
   check_same("again", &twice, &out);
+  if (!s->page) check_backward(context, cpu, s, &p, &a, &b);
   CHECK_OK(cumoe_fault_clear(context, NULL));
 }
 
@@ -579,6 +720,50 @@ static void test_nan_in_tiles(cumoe_context context)
       }
     case_end();
   }
+}
+
+/* Backward: NaN where the CPU device has it, and nowhere else; tiles leave such rows to another path. */
+static void test_nan_backward(cumoe_context context)
+{
+  cumoe_context cpu = NULL;
+  if (!CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &cpu))) return;
+  for (int i = 0; i < 8; i++) {
+    const attention_case c = {
+        ONE, 1, 4, 2, i % 2 ? 128 : 64, i / 4 ? 30 : 0, 0, 0, 0, i % 4 / 2 ? CUMOE_F16 : CUMOE_BF16};
+    const shape_case s = {100, 130, 0, 0, 0, 0, c};
+    rng r = {(uint64_t)i};
+    case_begin("D %d, window %d, %s", (int)c.head_dim, (int)c.window, cumoe_dtype_name((cumoe_dtype)c.dtype));
+    problem p = {.c = &s.c, .queries = 100, .keys = 130};
+    p.tq = tensor_normal(&r, c.dtype, 100, 4 * c.head_dim, 0, 1);
+    p.tk = tensor_normal(&r, c.dtype, 130, 2 * c.head_dim, 0, 1);
+    p.tv = tensor_normal(&r, c.dtype, 130, 2 * c.head_dim, 0, 1);
+    p.tdout = tensor_normal(&r, c.dtype, 100, 4 * c.head_dim, 0, 1);
+    p.tsinks = tensor_normal(&r, CUMOE_F32, 1, 4, 0, 1);
+    tensor_set(&p.tdout, 40, 5, NAN);               /* of head 0 */
+    tensor_set(&p.tq, 20, 3 * c.head_dim + 1, NAN); /* of head 3 */
+    tensor_set(&p.tv, 95, 7, INFINITY);             /* of heads 0, 1 */
+    tensor_set(&p.tk, 100, c.head_dim + 9, NAN);    /* of heads 2, 3 */
+    const cumoe_attention_args a = put_shape(context, &s, &p, &p.tv), b = put_shape(cpu, &s, &p, &p.tv);
+    CHECK_OK(cumoe_attention(cpu, &b, NULL));
+    const tensor out = device_get(cpu, cumoe_const(b.out)), lse = device_get(cpu, cumoe_const(b.lse));
+    device_set(context, a.out, &out);
+    device_set(context, a.lse, &lse);
+    const cumoe_attention_backward_args ours = put_backward(context, &p, &a, 0), theirs = put_backward(cpu, &p, &b, 0);
+    CHECK_OK(cumoe_attention_backward(context, &ours, NULL));
+    CHECK_OK(cumoe_attention_backward(cpu, &theirs, NULL));
+    const cumoe_view_mut got[] = {ours.dq, ours.dk, ours.dv}, want[] = {theirs.dq, theirs.dk, theirs.dv};
+    for (int j = 0; j < 3; j++) {
+      const tensor x = device_get(context, cumoe_const(got[j])), y = device_get(cpu, cumoe_const(want[j]));
+      for (int64_t at = 0; at < x.rows * x.cols; at++) {
+        const double value = tensor_get(&x, 0, at), right = tensor_get(&y, 0, at);
+        CHECK_MSG(isfinite(value) == isfinite(right), "%d: %g at %d, not %g", j, value, (int)at, right);
+        if (isfinite(right))
+          CHECK_MSG(fabs(value - right) <= .05 * (1 + fabs(right)), "%d: %g, not %g", j, value, right);
+      }
+    }
+    case_end();
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
 }
 
 static tensor all_gradients(cumoe_context context)
@@ -724,5 +909,6 @@ static const test_group groups[] = {
     GROUP("rotary embedding", test_rope, ANYWHERE),
     GROUP("shapes", test_shapes, ANYWHERE),
     GROUP("NaN in tiles", test_nan_in_tiles, ANYWHERE),
+    GROUP("NaN in tiles, backward", test_nan_backward, ANYWHERE),
 };
 TEST_MAIN(groups)

@@ -24,8 +24,7 @@ template <int D> DEVICE uint4 lane_offsets()
 }
 
 /* s += a b^T; rows, columns: addresses of a and b, a lane's. */
-template <class T, int D, int MT, int N>
-DEVICE void multiply(float (&s)[MT][N / 8][4], uint32_t rows, uint32_t columns)
+template <class T, int D, int MT, int N> DEVICE void multiply(float (&s)[MT][N / 8][4], uint32_t rows, uint32_t columns)
 {
 #pragma unroll
   for (int step = 0; step < D / 16; step++) {
@@ -152,8 +151,7 @@ DEVICE bool is_marked(unsigned again, int row)
 }
 
 /* ROWS rows of a warp from its tile to memory; offset(row): of its head in elements, -1: nowhere. */
-template <class T, int D, int ROWS, class F>
-DEVICE void store_tile(const matrix &m, const T *tile, int d, F offset)
+template <class T, int D, int ROWS, class F> DEVICE void store_tile(const matrix &m, const T *tile, int d, F offset)
 {
   const bool aligned = in_chunks(m);
 #pragma unroll 1
@@ -377,8 +375,7 @@ DEVICE void place_step(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, i
     return;
   }
   const int64_t query = packed >> 31 ? packed / group : (unsigned)packed / (unsigned)group;
-  smem.place[step & 1][r] = {(int32_t)(smem.s.first + query),
-                                       smem.kv_head * group + (int)(packed - query * group)};
+  smem.place[step & 1][r] = {(int32_t)(smem.s.first + query), smem.kv_head * group + (int)(packed - query * group)};
 }
 
 /* lse, delta and what of the tile's keys is seen of a step's rows; whether it is not all. */
@@ -441,7 +438,8 @@ template <int N> DEVICE void mask_columns(float (&p)[1][N / 8][4], const unsigne
 
 /* What the sequence's queries add. */
 template <class T, int D, int KEYS, int N, int THREADS>
-DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, float (&dk)[1][D / 8][4], float (&dv)[1][D / 8][4])
+DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, float (&dk)[1][D / 8][4],
+                         float (&dv)[1][D / 8][4])
 {
   const score_units units(a);
   const int own = warp_id() * 16, d = a.head_dim;
@@ -536,12 +534,10 @@ DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, 
   unsigned of_k[1][2], of_v[1][2];
   stage_sums<T, D, 1>(smem.k + own * D, dk, (float)a.scale, of_k);
   stage_sums<T, D, 1>(smem.v + own * D, dv, 1, of_v);
-  store_tile<T, D, 16>(a.dk, smem.k + own * D, d, [&](int r) {
-    return own + r < count ? (first_key + own + r) * a.dk.ld + column : (int64_t)-1;
-  });
-  store_tile<T, D, 16>(a.dv, smem.v + own * D, d, [&](int r) {
-    return own + r < count ? (first_key + own + r) * a.dv.ld + column : (int64_t)-1;
-  });
+  store_tile<T, D, 16>(a.dk, smem.k + own * D, d,
+                       [&](int r) { return own + r < count ? (first_key + own + r) * a.dk.ld + column : (int64_t)-1; });
+  store_tile<T, D, 16>(a.dv, smem.v + own * D, d,
+                       [&](int r) { return own + r < count ? (first_key + own + r) * a.dv.ld + column : (int64_t)-1; });
   __syncwarp();
   for (int r = 0; r < 16; r++)
     if (is_marked(of_k[0][r / 8] | of_v[0][r / 8], r % 8) && own + r < count)
