@@ -88,6 +88,16 @@ static bool splits(const variant *v, const op_shape *s)
   return s->rows * s->top_k <= sequences * v->units && (v->cluster > 1) == (sequences * s->experts <= 128);
 }
 
+static bool attends(operation op)
+{
+  return op == OP_attention || op == OP_attention_dq || op == OP_attention_dkv;
+}
+
+static bool fits_head(const variant *v, const op_shape *s)
+{
+  return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
+}
+
 /* Of a row that runs on the machine. */
 static bool serves(const variant *v, const op_shape *s)
 {
@@ -95,9 +105,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (!takes_scales(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
-  const bool by_tiles = s->op == OP_attention_dq || s->op == OP_attention_dkv;
-  if ((s->op == OP_attention && v->form != FORM_ref) || (by_tiles && v->form == FORM_tile))
-    return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
+  if (attends(s->op)) return v->form == FORM_ref || v->form == FORM_any || fits_head(v, s);
   if (s->op == OP_rows_product || s->op == OP_weight_gradient) {
     if (v->form != FORM_any && v->form != FORM_ref && s->rules) return false;
     return !takes_tensor_maps(v) || s->tmap;
