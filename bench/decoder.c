@@ -14,16 +14,26 @@ typedef struct layer {
   cumoe_view_mut x, normed, q_plain, k_plain, q, k, v, mix, lse, middle, middle_normed, kept; /* plain: not normed */
 } layer;
 
+/* Steps whose inputs may wait for the device. */
+enum { AHEAD = 4 };
+
 struct decoder {
   decoder_config c;
   cumoe_context context;
+  cumoe_stream stream; /* of all work; NULL on the CPU device, as the graph is */
+  cumoe_graph graph;   /* a step of decoder_train, from `inputs` to `loss` */
+  cumoe_event taken[AHEAD];
+  int32_t *waiting[AHEAD]; /* pinned: the inputs of a step */
+  int64_t begun;           /* steps that were put on the stream */
+  int32_t kept;            /* losses in `history` */
   cumoe_plan plan;
   decoder_parameter *parameters;
   int32_t parameter_count;
   int64_t numbers;
   cumoe_view_mut vectors[VECTORS]; /* [1, numbers]: weights, moments, gradients */
   layer *layers;
-  cumoe_view_mut tokens, targets, positions, offsets, cosine, sine;
+  cumoe_view_mut inputs, tokens, targets, rate, history; /* inputs: the next three, one after the other */
+  cumoe_view_mut positions, offsets, cosine, sine;
   cumoe_view_mut last, last_normed, logits, loss, losses, counted, step, norm, factor;
   cumoe_view_mut d, d_other, d_normed, d_mix, d_q, d_k, d_v, d_q_plain, d_k_plain, delta;
   cumoe_view_mut forward_room, backward_room, room; /* workspaces: of the layer, of everything else */
@@ -61,7 +71,7 @@ static cumoe_view_mut matrix_new(decoder *m, cumoe_dtype dtype, int64_t rows, in
     if (!larger) return (cumoe_view_mut){0};
     m->buffers = larger;
   }
-  if (!check(m, cumoe_buffer_alloc_with(m->context, dtype, rows, cols, CUMOE_ALLOC_ZERO, NULL, &buffer)))
+  if (!check(m, cumoe_buffer_alloc_with(m->context, dtype, rows, cols, CUMOE_ALLOC_ZERO, m->stream, &buffer)))
     return (cumoe_view_mut){0};
   m->buffers[m->buffer_count++] = buffer;
   return cumoe_buffer_view_mut(buffer);
@@ -75,14 +85,14 @@ static cumoe_view_mut floats(decoder *m, int64_t rows, int64_t cols)
 static void upload(decoder *m, cumoe_view_mut to, const void *from)
 {
   const size_t bytes = (size_t)(to.rows * to.cols) * cumoe_dtype_bytes((cumoe_dtype)to.dtype);
-  if (!m->failed) check(m, cumoe_copy_from_host(m->context, to, from, bytes, NULL));
+  if (!m->failed) check(m, cumoe_copy_from_host(m->context, to, from, bytes, m->stream));
 }
 
 static bool download(decoder *m, void *to, cumoe_view_mut from)
 {
   const size_t bytes = (size_t)(from.rows * from.cols) * cumoe_dtype_bytes((cumoe_dtype)from.dtype);
-  return !m->failed && check(m, cumoe_copy_to_host(m->context, to, bytes, cumoe_const(from), NULL)) &&
-         check(m, cumoe_synchronize(m->context, NULL));
+  return !m->failed && check(m, cumoe_copy_to_host(m->context, to, bytes, cumoe_const(from), m->stream)) &&
+         check(m, cumoe_synchronize(m->context, m->stream));
 }
 
 /* ---- parameters ---- */
@@ -169,6 +179,29 @@ static cumoe_view_mut gradient(const decoder *m, int32_t index)
 }
 
 /* ---- creation ---- */
+
+static void make_stream(decoder *m)
+{
+  const size_t bytes = (2 * (size_t)m->c.batch * (size_t)m->c.length + 1) * sizeof(int32_t);
+  check(m, cumoe_stream_create(m->context, 0, &m->stream));
+  if (!m->failed) check(m, cumoe_matmul_prepare(m->context));
+  for (int i = 0; i < AHEAD && !m->failed; i++) {
+    void *data = NULL;
+    check(m, cumoe_event_create(m->context, 0, &m->taken[i]));
+    if (!m->failed) check(m, cumoe_pinned_alloc(m->context, bytes, 0, &data));
+    m->waiting[i] = data;
+  }
+}
+
+static void free_stream(decoder *m)
+{
+  CUMOE_IGNORE(cumoe_synchronize(m->context, m->stream));
+  for (int i = 0; i < AHEAD; i++) {
+    cumoe_event_destroy(m->context, m->taken[i]);
+    cumoe_pinned_free(m->context, m->waiting[i]);
+  }
+  cumoe_graph_destroy(m->context, m->graph);
+}
 
 static cumoe_weights bind_experts(decoder *m, int vector, int32_t index)
 {
@@ -273,13 +306,21 @@ static void make_room(decoder *m)
   m->room = matrix_new(m, CUMOE_U8, 1, (int64_t)most);
 }
 
+static cumoe_view_mut part_of_inputs(const decoder *m, cumoe_dtype dtype, int64_t at, int64_t count)
+{
+  return cumoe_vector_mut(m->inputs.data ? (int32_t *)m->inputs.data + at : NULL, dtype, count);
+}
+
 static void make_scratch(decoder *m)
 {
   const decoder_config *c = &m->c;
   const int64_t t = (int64_t)c->batch * c->length, h = c->hidden, q = c->heads * (int64_t)c->head_dim,
                 kv = c->kv_heads * (int64_t)c->head_dim;
-  m->tokens = matrix_new(m, CUMOE_I32, 1, t);
-  m->targets = matrix_new(m, CUMOE_I32, 1, t);
+  m->inputs = matrix_new(m, CUMOE_I32, 1, 2 * t + 1);
+  m->tokens = part_of_inputs(m, CUMOE_I32, 0, t);
+  m->targets = part_of_inputs(m, CUMOE_I32, t, t);
+  m->rate = part_of_inputs(m, CUMOE_F32, 2 * t, 1);
+  m->history = floats(m, 1, DECODER_LOSSES);
   m->last = floats(m, t, h);
   m->last_normed = floats(m, t, h);
   m->logits = floats(m, t, c->vocab);
@@ -310,6 +351,7 @@ decoder *decoder_create(cumoe_context context, const decoder_config *config, cha
   }
   m->c = *config;
   m->context = context;
+  make_stream(m);
   list_parameters(m);
   make_plan(m);
   m->layers = must(m, calloc((size_t)config->layers, sizeof *m->layers));
@@ -326,12 +368,14 @@ decoder *decoder_create(cumoe_context context, const decoder_config *config, cha
 void decoder_destroy(decoder *m)
 {
   if (!m) return;
+  free_stream(m);
   for (int32_t i = 0; m->layers && i < m->c.layers; i++) {
     cumoe_weights_destroy(m->layers[i].experts);
     cumoe_weights_destroy(m->layers[i].d_experts);
   }
   cumoe_plan_destroy(m->plan);
   for (int32_t i = 0; i < m->buffer_count; i++) cumoe_buffer_free(&m->buffers[i]);
+  cumoe_stream_destroy(m->context, m->stream);
   free(m->buffers);
   free(m->layers);
   free(m->parameters);
@@ -344,7 +388,7 @@ static void multiply(decoder *m, uint32_t flags, cumoe_view a, cumoe_view b, cum
 {
   const cumoe_matmul_args args = {
       .size = sizeof args, .flags = flags, .beta = beta, .a = a, .b = b, .c = c, .workspace = m->room};
-  if (!m->failed) check(m, cumoe_matmul(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_matmul(m->context, &args, m->stream));
 }
 
 static void linear(decoder *m, cumoe_view_mut x, int32_t index, cumoe_view_mut y)
@@ -371,7 +415,8 @@ static cumoe_view_mut heads_of(const decoder *m, cumoe_view_mut v)
 
 static void norm(decoder *m, cumoe_view_mut x, int32_t index, cumoe_view_mut y)
 {
-  if (!m->failed) check(m, cumoe_rmsnorm(m->context, cumoe_const(x), weight(m, index), (float)m->c.norm_eps, y, NULL));
+  if (!m->failed)
+    check(m, cumoe_rmsnorm(m->context, cumoe_const(x), weight(m, index), (float)m->c.norm_eps, y, m->stream));
 }
 
 static void norm_backward(decoder *m, cumoe_view_mut x, cumoe_view_mut dy, int32_t index, cumoe_view_mut dx)
@@ -384,12 +429,12 @@ static void norm_backward(decoder *m, cumoe_view_mut x, cumoe_view_mut dy, int32
                                          .dx = dx,
                                          .dweight = gradient(m, index),
                                          .workspace = m->room};
-  if (!m->failed) check(m, cumoe_rmsnorm_backward(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_rmsnorm_backward(m->context, &args, m->stream));
 }
 
 static void add(decoder *m, cumoe_view_mut to, cumoe_view_mut what)
 {
-  if (!m->failed) check(m, cumoe_add(m->context, cumoe_const(to), cumoe_const(what), to, NULL));
+  if (!m->failed) check(m, cumoe_add(m->context, cumoe_const(to), cumoe_const(what), to, m->stream));
 }
 
 /* ---- attention ---- */
@@ -405,7 +450,7 @@ static void rope(decoder *m, cumoe_view_mut x, uint32_t flags)
                                 .cosine = cumoe_const(m->cosine),
                                 .sine = cumoe_const(m->sine),
                                 .y = x};
-  if (!m->failed) check(m, cumoe_rope(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_rope(m->context, &args, m->stream));
 }
 
 static cumoe_attention_args attention_of(const decoder *m, const layer *l)
@@ -435,7 +480,7 @@ static void attention(decoder *m, int32_t index)
   norm(m, heads_of(m, l->k_plain), of_layer(index, K_NORM), heads_of(m, l->k));
   rope(m, l->q, 0);
   rope(m, l->k, 0);
-  if (!m->failed) check(m, cumoe_attention(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_attention(m->context, &args, m->stream));
   linear(m, l->mix, of_layer(index, O), l->middle);
   add(m, l->middle, l->x);
 }
@@ -453,7 +498,7 @@ static void attention_backward(decoder *m, int32_t index)
                                               .dv = m->d_v,
                                               .delta = m->delta};
   linear_backward(m, m->d, l->mix, of_layer(index, O), m->d_mix, 0);
-  if (!m->failed) check(m, cumoe_attention_backward(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_attention_backward(m->context, &args, m->stream));
   rope(m, m->d_q, CUMOE_ROPE_BACKWARD);
   rope(m, m->d_k, CUMOE_ROPE_BACKWARD);
   norm_backward(m, heads_of(m, l->q_plain), heads_of(m, m->d_q), of_layer(index, Q_NORM), heads_of(m, m->d_q_plain));
@@ -483,7 +528,7 @@ static void moe(decoder *m, int32_t index, cumoe_view_mut out)
   layer *l = &m->layers[index];
   const cumoe_moe_args args = moe_of(m, index, out);
   norm(m, l->middle, of_layer(index, POST_NORM), l->middle_normed);
-  if (!m->failed) check(m, cumoe_moe_forward_keep(m->plan, l->experts, &args, l->kept, NULL));
+  if (!m->failed) check(m, cumoe_moe_forward_keep(m->plan, l->experts, &args, l->kept, m->stream));
 }
 
 /* m->d: of the layer's output, becomes that of the stream before it. */
@@ -499,7 +544,7 @@ static void moe_backward(decoder *m, int32_t index)
                                  .d_x = m->d_normed,
                                  .d_router_weight = gradient(m, of_layer(index, ROUTER)),
                                  .workspace = m->backward_room};
-  if (!m->failed) check(m, cumoe_moe_backward(m->plan, l->experts, &args, &grads, NULL));
+  if (!m->failed) check(m, cumoe_moe_backward(m->plan, l->experts, &args, &grads, m->stream));
   norm_backward(m, l->middle, m->d_normed, of_layer(index, POST_NORM), m->d_other);
   add(m, m->d, m->d_other);
 }
@@ -521,14 +566,14 @@ static void forward(decoder *m)
                                          .losses = m->losses,
                                          .counted = m->counted,
                                          .dlogits = m->logits};
-  check(m, cumoe_embedding(m->context, weight(m, 0), cumoe_const(m->tokens), m->layers[0].x, NULL));
+  check(m, cumoe_embedding(m->context, weight(m, 0), cumoe_const(m->tokens), m->layers[0].x, m->stream));
   for (int32_t i = 0; i < m->c.layers; i++) {
     attention(m, i);
     moe(m, i, stream_after(m, i));
   }
   norm(m, m->last, final_norm(m), m->last_normed);
   linear(m, m->last_normed, final_norm(m) + 1, m->logits);
-  if (!m->failed) check(m, cumoe_cross_entropy(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_cross_entropy(m->context, &args, m->stream));
 }
 
 static void run_backward(decoder *m)
@@ -544,7 +589,7 @@ static void run_backward(decoder *m)
     moe_backward(m, i);
     attention_backward(m, i);
   }
-  if (!m->failed) check(m, cumoe_embedding_backward(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_embedding_backward(m->context, &args, m->stream));
 }
 
 bool decoder_run(decoder *m, const int32_t *tokens, const int32_t *targets, bool backward, float *loss)
@@ -556,22 +601,23 @@ bool decoder_run(decoder *m, const int32_t *tokens, const int32_t *targets, bool
   return download(m, loss, m->loss);
 }
 
-static void step_parameter(decoder *m, int32_t index, float rate)
+static void step_parameter(decoder *m, int32_t index)
 {
   const cumoe_adamw_args args = {.size = sizeof args,
-                                 .rate = rate,
+                                 .rate = 1,
                                  .beta2 = .95f,
                                  .decay = m->parameters[index].decays ? m->c.decay : 0,
                                  .gradient = cumoe_const(gradient(m, index)),
                                  .step = cumoe_const(m->step),
                                  .factor = cumoe_const(m->factor),
+                                 .schedule = cumoe_const(m->rate),
                                  .master = part_of(m, DECODER_WEIGHTS, index),
                                  .first = part_of(m, DECODER_FIRST, index),
                                  .second = part_of(m, DECODER_SECOND, index)};
-  if (!m->failed) check(m, cumoe_adamw(m->context, &args, NULL));
+  if (!m->failed) check(m, cumoe_adamw(m->context, &args, m->stream));
 }
 
-bool decoder_step(decoder *m, float rate, float *norm_of_gradients)
+static void optimise(decoder *m)
 {
   const cumoe_view all = cumoe_const(m->vectors[DECODER_GRADIENTS]);
   const cumoe_global_norm_args args = {.size = sizeof args,
@@ -582,9 +628,67 @@ bool decoder_step(decoder *m, float rate, float *norm_of_gradients)
                                        .factor = m->factor,
                                        .step = m->step,
                                        .workspace = m->room};
-  if (!m->failed) check(m, cumoe_global_norm(m->context, &args, NULL));
-  for (int32_t i = 0; i < m->parameter_count; i++) step_parameter(m, i, rate);
-  return download(m, norm_of_gradients, m->norm);
+  if (!m->failed) check(m, cumoe_global_norm(m->context, &args, m->stream));
+  for (int32_t i = 0; i < m->parameter_count; i++) step_parameter(m, i);
+}
+
+static void whole_step(decoder *m)
+{
+  forward(m);
+  run_backward(m);
+  optimise(m);
+}
+
+/* ---- steps: none waits for the device, which is given a graph ---- */
+
+static void capture_step(decoder *m)
+{
+  if (!check(m, cumoe_graph_begin(m->context, m->stream))) return;
+  whole_step(m);
+  check(m, cumoe_graph_end(m->context, m->stream, &m->graph));
+}
+
+/* The inputs of a step, in pinned memory that no earlier step needs any more. */
+static void send_inputs(decoder *m, const int32_t *tokens, const int32_t *targets, float rate)
+{
+  const size_t count = (size_t)m->tokens.cols;
+  const int slot = (int)(m->begun % AHEAD);
+  int32_t *to = m->waiting[slot];
+  if (m->failed || !check(m, cumoe_event_synchronize(m->context, m->taken[slot]))) return;
+  memcpy(to, tokens, count * sizeof *to);
+  memcpy(to + count, targets, count * sizeof *to);
+  memcpy(to + 2 * count, &rate, sizeof rate);
+  upload(m, m->inputs, to);
+  if (!m->failed) check(m, cumoe_event_record(m->context, m->taken[slot], m->stream));
+}
+
+bool decoder_train(decoder *m, const int32_t *tokens, const int32_t *targets, float rate)
+{
+  cumoe_view_mut to = m->history;
+  if (!m->failed && m->kept == DECODER_LOSSES) {
+    m->failed = true;
+    snprintf(m->error, sizeof m->error, "%d losses wait to be read", (int)DECODER_LOSSES);
+  }
+  if (!m->failed && m->stream && !m->graph) capture_step(m);
+  send_inputs(m, tokens, targets, rate);
+  if (!m->failed && m->graph)
+    check(m, cumoe_graph_launch(m->context, m->graph, m->stream));
+  else if (!m->failed)
+    whole_step(m);
+  if (m->failed) return false;
+  to.data = (float *)to.data + m->kept++;
+  to.cols = to.ld = 1;
+  m->begun++;
+  return check(m, cumoe_copy(m->context, to, cumoe_const(m->loss), m->stream));
+}
+
+int32_t decoder_losses(decoder *m, float *to)
+{
+  const int32_t count = m->kept;
+  cumoe_view_mut from = m->history;
+  from.cols = count;
+  m->kept = 0;
+  return count == 0 || download(m, to, from) ? count : -1;
 }
 
 /* ---- state ---- */
@@ -614,7 +718,7 @@ bool decoder_start(decoder *m, uint64_t seed)
   if (!m->failed) upload(m, m->vectors[DECODER_WEIGHTS], weights);
   free(weights);
   for (int i = DECODER_FIRST; i <= DECODER_SECOND && !m->failed; i++)
-    check(m, cumoe_fill(m->context, m->vectors[i], 0, NULL));
+    check(m, cumoe_fill(m->context, m->vectors[i], 0, m->stream));
   return decoder_set_step(m, 0);
 }
 

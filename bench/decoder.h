@@ -34,8 +34,13 @@ bool decoder_start(decoder *model, uint64_t seed);
 /* Forward and, if asked for, backward over batch * length tokens: the mean loss of the targets (negative: none). */
 bool decoder_run(decoder *model, const int32_t *tokens, const int32_t *targets, bool backward, float *loss);
 
-/* One step with the gradients of the last run. norm: of these, before clipping. */
-bool decoder_step(decoder *model, float rate, float *norm);
+/* One step of the optimiser on such a batch; on a GPU it is only put on its stream, and no number of it is looked at.
+ * The losses of DECODER_LOSSES steps may wait to be read. */
+enum { DECODER_LOSSES = 256 };
+bool decoder_train(decoder *model, const int32_t *tokens, const int32_t *targets, float rate);
+
+/* Waits; the losses of the steps since the last call, oldest first: how many, or -1. */
+int32_t decoder_losses(decoder *model, float *to);
 
 /* Each is decoder_numbers floats; a checkpoint has to hold the first DECODER_STATES. */
 typedef enum decoder_state {

@@ -21,6 +21,7 @@
 typedef struct options {
   decoder_config c;
   int64_t steps, seed, interval, threads; /* interval: seconds between checkpoints */
+  int32_t device;
   double rate;
   const char *out;
   const char *const *texts;
@@ -31,8 +32,9 @@ typedef struct options {
 static const char usage[] =
     "usage: train [options] FILE ...\n"
     "  --out FOLDER     what is made, and the checkpoint (lib/trained)\n"
-    "  --steps N        of the optimiser (200)\n"
-    "  --batch N        sequences of a step (4)\n"
+    "  --device D       auto, cpu, cuda or N (auto: the first GPU, else the CPU)\n"
+    "  --steps N        of the optimiser (2000; 200 on the CPU)\n"
+    "  --batch N        sequences of a step (16; 4 on the CPU)\n"
     "  --length N       bytes of a sequence (128)\n"
     "  --rate X         largest learning rate (0.004)\n"
     "  --seed N         of weights and batches (1)\n"
@@ -98,9 +100,27 @@ static bool take_number(const char *name, const char *text, options *o)
   return false;
 }
 
+static bool take_device(const char *text, int32_t *device)
+{
+  char *end;
+  const long ordinal = strtol(text, &end, 10);
+  if (strcmp(text, "auto") == 0)
+    *device = CUMOE_DEVICE_AUTO;
+  else if (strcmp(text, "cpu") == 0)
+    *device = CUMOE_DEVICE_CPU;
+  else if (strcmp(text, "cuda") == 0)
+    *device = 0;
+  else if (*text && !*end && ordinal >= 0 && ordinal <= 1 << 16)
+    *device = (int32_t)ordinal;
+  else
+    return false;
+  return true;
+}
+
 static bool take_option(const char *name, const char *text, options *o)
 {
   char *end;
+  if (strcmp(name, "--device") == 0) return take_device(text, &o->device);
   if (strcmp(name, "--out") == 0) return *(o->out = text) != 0;
   if (strcmp(name, "--rate") != 0) return take_number(name, text, o);
   o->rate = strtod(text, &end);
@@ -257,10 +277,11 @@ typedef struct run {
   decoder *model;
   text t;
   batch next;
-  float *losses; /* of the steps done */
-  int64_t done;
+  float *losses; /* of the steps done, but for those that the device still has */
+  int64_t done, read;
+  const char *device;
   float *numbers; /* room for the model's numbers */
-  char same[400]; /* what a checkpoint has to be of */
+  char same[700]; /* what a checkpoint has to be of */
 } run;
 
 static const char *const states[DECODER_STATES] = {"weights", "first", "second"};
@@ -268,11 +289,12 @@ static const char *const states[DECODER_STATES] = {"weights", "first", "second"}
 static void say_same(run *r)
 {
   const decoder_config *c = &r->o->c;
-  snprintf(r->same, sizeof r->same,
-           "layers %d hidden %d heads %d %d %d experts %d %d %d batch %d %d steps %lld rate %.17g seed %lld text %llx",
-           (int)c->layers, (int)c->hidden, (int)c->heads, (int)c->kv_heads, (int)c->head_dim, (int)c->experts,
-           (int)c->top_k, (int)c->inter, (int)c->batch, (int)c->length, (long long)r->o->steps, r->o->rate,
-           (long long)r->o->seed, (unsigned long long)hash_of(&r->t));
+  snprintf(
+      r->same, sizeof r->same,
+      "layers %d hidden %d heads %d %d %d experts %d %d %d batch %d %d steps %lld rate %.17g seed %lld text %llx on %s",
+      (int)c->layers, (int)c->hidden, (int)c->heads, (int)c->kv_heads, (int)c->head_dim, (int)c->experts, (int)c->top_k,
+      (int)c->inter, (int)c->batch, (int)c->length, (long long)r->o->steps, r->o->rate, (long long)r->o->seed,
+      (unsigned long long)hash_of(&r->t), r->device);
 }
 
 static bool write_checkpoint(run *r)
@@ -312,6 +334,7 @@ static bool load_states(run *r, const safetensors *from)
       return complain("the checkpoint has no %s of this model", states[i]);
     if (!decoder_write(r->model, (decoder_state)i, r->numbers)) return complain("%s", decoder_error(r->model));
   }
+  r->read = r->done;
   if (!losses || losses->count != r->done || !file_floats(losses, 0, r->done, r->losses))
     return complain("the checkpoint has no losses of %lld steps", (long long)r->done);
   return decoder_set_step(r->model, r->done) || complain("%s", decoder_error(r->model));
@@ -477,12 +500,19 @@ static void print_progress(const run *r, double seconds, int64_t since, bool las
 
 static bool step_once(run *r)
 {
-  float norm;
   draw_batch(r->o, &r->t, r->done, &r->next);
-  if (!decoder_run(r->model, r->next.tokens, r->next.targets, true, &r->losses[r->done]) ||
-      !decoder_step(r->model, rate_of(r->o, r->done), &norm))
+  if (!decoder_train(r->model, r->next.tokens, r->next.targets, rate_of(r->o, r->done)))
     return complain("%s", decoder_error(r->model));
   r->done++;
+  return true;
+}
+
+/* Waits for the steps begun. */
+static bool read_losses(run *r)
+{
+  const int32_t count = decoder_losses(r->model, r->losses + r->read);
+  if (count < 0) return complain("%s", decoder_error(r->model));
+  r->read += count;
   return true;
 }
 
@@ -493,12 +523,14 @@ static bool train(run *r)
   double printed = 0, written = begin;
   while (r->done < r->o->steps && !stopped) {
     if (!step_once(r)) return false;
-    const bool last = r->done == r->o->steps || stopped;
-    if (last || now() - printed >= pause) {
+    const bool last = r->done == r->o->steps || stopped, prints = last || now() - printed >= pause;
+    const bool writes = last || now() - written >= (double)r->o->interval;
+    if ((prints || writes || r->done - r->read == DECODER_LOSSES) && !read_losses(r)) return false;
+    if (prints) {
       print_progress(r, now() - begin, since, last);
       printed = now();
     }
-    if (!last && now() - written < (double)r->o->interval) continue;
+    if (!writes) continue;
     if (!write_checkpoint(r)) return false;
     written = now();
   }
@@ -550,9 +582,9 @@ static bool open_run(run *r, cumoe_context context)
   r->next = (batch){malloc(tokens * sizeof(int32_t)), malloc(tokens * sizeof(int32_t))};
   if (!r->numbers || !r->losses || !r->next.tokens || !r->next.targets) return complain("out of memory");
   if (!decoder_start(r->model, (uint64_t)r->o->seed)) return complain("%s", decoder_error(r->model));
-  fprintf(stderr, "%lld parameters, %lld bytes of text, %lld steps of %d x %d tokens, on the CPU\n",
+  fprintf(stderr, "%lld parameters, %lld bytes of text, %lld steps of %d x %d tokens, on %s\n",
           (long long)decoder_numbers(r->model), (long long)r->t.size, (long long)r->o->steps, (int)r->o->c.batch,
-          (int)r->o->c.length);
+          (int)r->o->c.length, r->device);
   return resume(r);
 }
 
@@ -577,14 +609,13 @@ int main(int argc, char **argv)
                      .experts = 16,
                      .top_k = 4,
                      .inter = 128,
-                     .batch = 4,
                      .length = 128,
                      .norm_eps = 1e-6,
                      .rope_base = 1e4,
                      .balance = .002f,
                      .clip = 1,
                      .decay = .1f},
-               .steps = 200,
+               .device = CUMOE_DEVICE_AUTO,
                .seed = 1,
                .interval = 20,
                .rate = .004,
@@ -593,9 +624,13 @@ int main(int argc, char **argv)
   if (status) return status - 1;
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = (int32_t)o.threads};
   cumoe_context context;
-  run r = {.o = &o};
-  if (cumoe_context_create(CUMOE_DEVICE_CPU, &config, &context) != CUMOE_OK)
+  cumoe_device_info info = {.size = sizeof info};
+  if (cumoe_context_create(o.device, &config, &context) != CUMOE_OK || cumoe_context_info(context, &info) != CUMOE_OK)
     return complain("%s", cumoe_last_error()), 1;
+  const bool on_cpu = info.device == CUMOE_DEVICE_CPU;
+  if (!o.steps) o.steps = on_cpu ? 200 : 2000;
+  if (!o.c.batch) o.c.batch = on_cpu ? 4 : 16;
+  run r = {.o = &o, .device = on_cpu ? "the CPU" : info.name};
   signal(SIGINT, stop);
   signal(SIGTERM, stop);
   const bool good = open_run(&r, context) && train(&r) && finish(&r);
