@@ -355,7 +355,7 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
 constexpr int TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP_SIZE, TEAM_KEYS = TEAM_WARPS * 16;
 
 /* N rows of queries at a time, in two buffers. */
-template <class T, int D, int N> struct team_smem {
+template <class T, int D, int N> struct __align__(256) team_smem { /* lane_offsets: bits that rows leave 0 */
   T q[2][N * D], dout[2][N * D];
   row_place place[2][N];
   float lse[2][N], delta[2][N];
