@@ -37,13 +37,13 @@ struct tinylm {
   safetensors file;       /* open while loading */
   layer *layers;
   cumoe_view_mut embed, norm, head;
-  cumoe_view_mut cosine, sine;                            /* [context, head_dim / 2] f32 */
-  cumoe_view_mut x, middle, n, q, k, v, mix, last, room;  /* activations of a pass; last: [1, hidden], of its end */
-  cumoe_view_mut one_map;                                 /* what the cache's plan asks for besides positions */
-  cumoe_view_mut logits;                                  /* [context, vocab] f32 */
-  cumoe_view_mut noise, noise_row, chosen, chosen_weight; /* noise: [GENERATED, vocab] f32 */
-  pass many, one;                                         /* of a prompt; of the graph */
-  cumoe_graph graph;                                      /* chooses a token and runs it */
+  cumoe_view_mut cosine, sine;                           /* [context, head_dim / 2] f32 */
+  cumoe_view_mut x, middle, n, q, k, v, mix, last, room; /* activations of a pass; last: [1, hidden], of its end */
+  cumoe_view_mut one_map;                                /* what the cache's plan asks for besides positions */
+  cumoe_view_mut logits;                                 /* [context, vocab] f32 */
+  cumoe_view_mut noise, noise_row, chosen_weight;        /* noise: [TINYLM_NOISE, vocab] f32 */
+  pass many, one;                                        /* of a prompt; of the graph */
+  cumoe_graph graph;                                     /* chooses a token and runs it */
   cumoe_event taken[AHEAD], made[AHEAD];
   int32_t *waiting[AHEAD], *result[AHEAD]; /* pinned: what `one` is told; the token that was chosen */
   float *host_x, *host_out, *host_weights;
@@ -465,7 +465,7 @@ static bool make_chooser(tinylm *m)
       return false;
   return device_matrix(m, CUMOE_F32, TINYLM_NOISE, m->config.vocab, &m->noise) &&
          device_matrix(m, CUMOE_F32, 1, m->config.vocab, &m->noise_row) &&
-         device_matrix(m, CUMOE_I32, 1, 1, &m->chosen) && device_matrix(m, CUMOE_F32, 1, 1, &m->chosen_weight);
+         device_matrix(m, CUMOE_F32, 1, 1, &m->chosen_weight);
 }
 
 static bool make_scratch(tinylm *m)
@@ -745,10 +745,9 @@ static bool choose_and_run(tinylm *m)
   const cumoe_view none = {0};
   return ok(m, cumoe_embedding(m->context, cumoe_const(m->noise), cumoe_const(m->one.row), m->noise_row, m->stream)) &&
          make_logits(m, m->last, cumoe_const(m->noise_row), first_rows(m->logits, 1)) &&
-         ok(m, cumoe_gate(m->context, &best, cumoe_const(first_rows(m->logits, 1)), none, m->chosen, m->chosen_weight,
-                          m->stream)) &&
-         ok(m, cumoe_copy(m->context, m->one.tokens, cumoe_const(m->chosen), m->stream)) && run_layers(m, &m->one, 1) &&
-         norm(m, first_rows(m->x, 1), m->norm, m->last);
+         ok(m, cumoe_gate(m->context, &best, cumoe_const(first_rows(m->logits, 1)), none, m->one.tokens,
+                          m->chosen_weight, m->stream)) &&
+         run_layers(m, &m->one, 1) && norm(m, first_rows(m->x, 1), m->norm, m->last);
 }
 
 static bool capture(tinylm *m)
@@ -791,7 +790,8 @@ static bool begin_token(tinylm *m, int32_t i)
   const bool good = m->graph ? ok(m, cumoe_graph_launch(m->context, m->graph, m->stream)) : choose_and_run(m);
   m->position++;
   return good &&
-         ok(m, cumoe_copy_to_host(m->context, m->result[slot], sizeof(int32_t), cumoe_const(m->chosen), m->stream)) &&
+         ok(m,
+            cumoe_copy_to_host(m->context, m->result[slot], sizeof(int32_t), cumoe_const(m->one.tokens), m->stream)) &&
          ok(m, cumoe_event_record(m->context, m->made[slot], m->stream));
 }
 
