@@ -1,6 +1,7 @@
 """The loss of each step of a fixed run: make train's program beside PyTorch, of the same model, weights and batches.
 
     python3 bench/train_peer.py [STEPS] > bench/results/train-torch.csv
+    python3 bench/train_peer.py STEPS cuda > FILE    # both on the GPU; their tokens/s go to stderr
 
 Needs lib/train (make train builds it) and PyTorch. Weights and batches are made again here from their seed, the model
 is written down from its definition, so that the two share nothing but the text. Columns: step, cumoe (f32), torch in
@@ -8,9 +9,11 @@ f32, torch in f64; the differences of the first two from the last stand in the l
 """
 import csv
 import math
+import re
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 
 TEXT = "test/data/prose.txt"
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
 LAYERS, HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 4, 128, 256, 4, 2, 32
 EXPERTS, TOP_K, INTER, BATCH, LENGTH = 16, 4, 128, 4, 128
 SEED, RATE, EPS, BASE, BALANCE, DECAY = 1, 0.004, 1e-6, 1e4, 0.002, 0.1
@@ -67,7 +71,7 @@ def start(dtype):
         count = pieces * rows * (cols or 1)
         values = (deviation * normals(at, count)).astype(np.float32) if deviation else np.ones(count, np.float32)
         shape = [pieces, rows, cols] if pieces > 1 else [rows, cols] if cols else [rows]
-        weights[name] = torch.tensor(values).reshape(shape).to(dtype).requires_grad_()
+        weights[name] = torch.tensor(values).reshape(shape).to(DEVICE, dtype).requires_grad_()
         at += (count + 63) // 64 * 64
     return weights
 
@@ -78,7 +82,7 @@ def draw(text, step):
     g = np.uint64(0x9E3779B97F4A7C15)
     at = mix(mix(np.array([SEED], np.uint64) + g) + number * g) % np.uint64(trained - LENGTH)
     rows = [text[int(i) : int(i) + LENGTH + 1] for i in at]
-    return torch.tensor(np.stack(rows).astype(np.int64))
+    return torch.tensor(np.stack(rows).astype(np.int64)).to(DEVICE)
 
 
 def rms(x, weight):
@@ -88,7 +92,7 @@ def rms(x, weight):
 def tables(dtype):
     angle = torch.arange(LENGTH, dtype=torch.float64)[:, None] * BASE ** (
         -torch.arange(HEAD_DIM // 2, dtype=torch.float64) / (HEAD_DIM // 2))
-    return torch.cos(angle).float().to(dtype)[:, None], torch.sin(angle).float().to(dtype)[:, None]
+    return (table.float().to(DEVICE, dtype)[:, None] for table in (torch.cos(angle), torch.sin(angle)))
 
 
 def turn(x, cosine, sine):
@@ -105,7 +109,7 @@ def attention(x, w, i, cosine, sine):
     q, k = turn(q, cosine, sine), turn(k, cosine, sine)
     k, v = (z.repeat_interleave(HEADS // KV_HEADS, 2) for z in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(HEAD_DIM)
-    scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), -math.inf)
+    scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=DEVICE).triu(1), -math.inf)
     mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).reshape(b, t, -1)
     return x + mixed @ w[f"{i}.o"].T
 
@@ -138,7 +142,10 @@ def train(text, dtype):
     groups = [{"params": [p for p in w.values() if p.dim() > 1], "weight_decay": DECAY},
               {"params": [p for p in w.values() if p.dim() == 1], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    begin = None
     for step in range(STEPS):
+        if step == 5:
+            begin = time.monotonic()
         batch = draw(text, step)
         x, extra = w["embed"][batch[:, :-1]], 0
         for i in range(LAYERS):
@@ -156,12 +163,16 @@ def train(text, dtype):
         optimiser.step()
         print(f"\r{dtype}, step {step + 1} of {STEPS}", end="", file=sys.stderr)
         yield loss.item()
+    if begin:
+        speed = (STEPS - 5) * BATCH * LENGTH / (time.monotonic() - begin)
+        print(f"\rtorch, {dtype}, {DEVICE}: {speed:.0f} tokens/s", file=sys.stderr)
 
 
 def ours():
     with tempfile.TemporaryDirectory() as out:
-        subprocess.run(["lib/train", "--out", out, "--steps", str(STEPS), TEXT], check=True, stdout=subprocess.DEVNULL,
-                       stderr=subprocess.DEVNULL)
+        run = subprocess.run(["lib/train", "--device", DEVICE, "--batch", str(BATCH), "--out", out, "--steps", str(STEPS),
+                              TEXT], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        print(f"cumoe, {DEVICE}: {re.findall('[0-9]+ tokens/s', run.stderr)[-1]}", file=sys.stderr)
         with open(f"{out}/loss.csv") as file:
             return [float(row["loss"]) for row in csv.DictReader(file)]
 

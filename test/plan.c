@@ -506,7 +506,9 @@ static wide simple_grid(const variant *v, const op_shape *s)
                            : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
     return smaller(v->cluster * (int64_t)wide_ceil(tiles, v->cluster), HOPPER_SMS * v->ctas); /* a number of clusters */
   }
-  if (s->op == OP_attention && v->form != FORM_row)
+  if (s->op == OP_attention_dkv && v->form == FORM_tile)
+    return s->experts * wide_ceil(s->tokens / s->experts, v->units);
+  if ((s->op == OP_attention && v->form != FORM_row) || (s->op == OP_attention_dq && v->form == FORM_tile))
     return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->lanes / v->threads);
@@ -690,6 +692,40 @@ static void test_late_rows(void)
       case_begin("cc %d: %s", gpus[i].cc, operation_name((operation)op));
       CHECK(operation_is_late((operation)op) && (op == OP_embedding_sort) == (got < 0));
       if (got >= 0) chosen[got] = true;
+      case_end();
+    }
+  group_end();
+}
+
+/* Backward of attention: by tiles what is of 16 bits and has heads of up to 128. */
+static void test_attention_backward_rows(void)
+{
+  static const int32_t heads[] = {8, 64, 72, 128, 136, 256};
+  if (!group_begin("backward of attention")) return;
+  for (int i = 1; i < GPU_COUNT; i++)
+    for (int n = 0; n < 36; n++) {
+      const int32_t head = heads[n / 3 % 6];
+      const op_shape s = {.op = n < 18 ? OP_attention_dq : OP_attention_dkv,
+                          .in = case_dtypes[n % 3],
+                          .out = case_dtypes[n % 3],
+                          .n = head,
+                          .k = 3,
+                          .tokens = 2000,
+                          .rows = 500,
+                          .experts = 4,
+                          .top_k = 2,
+                          .rules = true};
+      const machine m = gpu_machine(&gpus[i]);
+      const int32_t got = choose(&m, &s);
+      case_begin("%s", shape_name(&gpus[i], &s));
+      if (CHECK(got >= 0)) {
+        const variant *v = &variants[got];
+        const bool tiles = s.in != DT_F32 && head <= 128;
+        chosen[got] = true;
+        CHECK(v->smem <= gpus[i].smem && (v->form == FORM_tile) == tiles);
+        if (tiles) CHECK(v->x == s.in && v->columns == (head <= 64 ? 64 : 128));
+        CHECK(grid_size(&m, v, &s) == (int64_t)simple_grid(v, &s));
+      }
       case_end();
     }
   group_end();
@@ -1400,6 +1436,7 @@ int main(int argc, char **argv)
   test_row_lengths();
   test_functions();
   test_late_rows();
+  test_attention_backward_rows();
   test_backward_rows();
   test_random_plans(&r);
   if (gpus_have_sm90()) test_layer_cases();

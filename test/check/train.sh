@@ -1,17 +1,18 @@
 #!/bin/sh
 # make train's program with a small model: the same bits from any number of threads, and after being killed at any
-# moment; the loss falls; the demo runs what it leaves.
+# moment, also on a GPU where there is one; the loss falls; the demo runs what it leaves.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 size="--layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 4 --top-k 2 --inter 16"
 size="$size --batch 2 --length 32"
+device=cpu
 
 # train FOLDER SECONDS [option ...]: killed after so many.
 train() {
   folder=$work/$1 seconds=$2
   shift 2
-  timeout -s KILL "$seconds" "$lib/train" --out "$folder" --steps 60 $size --rate 0.01 "$@" README.md host/check.c
+  timeout -s KILL "$seconds" "$lib/train" --device "$device" --out "$folder" --steps 60 $size --rate 0.01 "$@" README.md host/check.c
 }
 same() { cmp "$work/$1/model.safetensors" "$work/$2/model.safetensors" && cmp "$work/$1/loss.svg" "$work/$2/loss.svg"; }
 
@@ -45,6 +46,15 @@ if [ -f "$work/other/checkpoint" ]; then
   *) fail "a broken one is refused" ;;
   esac
 else skip "a checkpoint of another run" "none was written in time"; fi
+
+device=cuda
+if train gpu 60 > "$work/log" 2>&1; then
+  loss=$(sed -n 's/^loss of text held back: \(.*\) nats.*/\1/p' "$work/log")
+  quiet "on the GPU the loss falls: $loss nats" awk "BEGIN { exit !(${loss:-9} > 1 && ${loss:-9} < 5) }"
+  for seconds in 1 1.5 2 2.5; do train stopped "$seconds" --interval 0 > /dev/null 2>&1 && break; done
+  quiet "and killed, goes on" train stopped 60
+  quiet "with the same bits" same gpu stopped
+else skip "training on the GPU" "$(tail -1 "$work/log")"; fi
 
 text=$("$lib/demo" --device cpu --dtype f32 --model "$work/whole" --tokens 40 --greedy "the " 2> "$work/log")
 [ ${#text} -ge 40 ] && pass "the demo runs the model" || fail "the demo runs the model" "$(cat "$work/log")"
