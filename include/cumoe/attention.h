@@ -1,8 +1,8 @@
 /*
  * cumoe/attention.h: attention and rotary embedding, forward and backward. The contract is that of cumoe/train.h, but
- * for attention's sums on a GPU: they are in f32, in an order that the shapes fix. Forward of f16 and bf16 is on tensor
- * cores, weights rounded to the type of the values; forward of f32 and all of backward go key by key, right but slow,
- * and so do rows that see a value which is not finite.
+ * for attention's sums on a GPU: they are in f32, in an order that the shapes fix. f16 and bf16 are on tensor cores, the
+ * backward for heads of up to 128: weights, and gradients of scores, are rounded to the type of the values. f32 and the
+ * backward of larger heads go key by key, right but slow, and so do rows that see a value which is not finite.
  *
  * Letters: D head_dim, Hq heads, Hk kv_heads, S sequences. A token's heads lie side by side: columns h D .. h D + D - 1
  * of its row are head h. Memory is linear in tokens: scores are never stored.
