@@ -738,7 +738,7 @@ bool tinylm_forward(tinylm *m, const int32_t *tokens, int32_t count, int32_t row
 
 /* ---- generation: tokens are chosen on the device, one graph each ------------------------------------- */
 
-/* The largest logit, noise added, is a token drawn with its probability.   Gumbel; Maddison and others, arXiv 1411.0030 */
+/* The largest logit, noise added, is a token drawn with its probability.    Maddison and others, arXiv 1411.0030 */
 static bool choose_and_run(tinylm *m)
 {
   const cumoe_routing best = {.score = CUMOE_SCORE_IDENTITY, .top_k = 1};

@@ -170,8 +170,8 @@ def train(text, dtype):
 
 def ours():
     with tempfile.TemporaryDirectory() as out:
-        run = subprocess.run(["lib/train", "--device", DEVICE, "--batch", str(BATCH), "--out", out, "--steps", str(STEPS),
-                              TEXT], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = ["lib/train", "--device", DEVICE, "--batch", str(BATCH), "--out", out, "--steps", str(STEPS), TEXT]
+        run = subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         print(f"cumoe, {DEVICE}: {re.findall('[0-9]+ tokens/s', run.stderr)[-1]}", file=sys.stderr)
         with open(f"{out}/loss.csv") as file:
             return [float(row["loss"]) for row in csv.DictReader(file)]

@@ -1,7 +1,7 @@
 /*
  * cumoe/attention.h: attention and rotary embedding, forward and backward. The contract is that of cumoe/train.h, but
- * for attention's sums on a GPU: they are in f32, in an order that the shapes fix. f16 and bf16 are on tensor cores, the
- * backward for heads of up to 128: weights, and gradients of scores, are rounded to the type of the values. f32 and the
+ * for attention's sums on a GPU: they are in f32, in an order that the shapes fix. f16 and bf16 are on tensor cores,
+ * backward for heads of up to 128: weights, and gradients of scores, are rounded to the type of the values. f32 and
  * backward of larger heads go key by key, right but slow, and so do rows that see a value which is not finite.
  *
  * Letters: D head_dim, Hq heads, Hk kv_heads, S sequences. A token's heads lie side by side: columns h D .. h D + D - 1

@@ -1,6 +1,6 @@
 /*
- * Attention without tiles: forward and backward of f32, backward of large heads, and rotary embedding. A warp has a query's head, or
- * a key's, and goes through what it sees in order, so that the sums are those of no schedule.
+ * Attention without tiles: forward and backward of f32, backward of large heads, and rotary embedding. A warp has a
+ * query's head, or a key's, and goes through what it sees in order, so that the sums are those of no schedule.
  */
 #include "attention/backward_row.cuh"
 #include "train/elements.cuh"
