@@ -1,4 +1,5 @@
 #include "decoder.h"
+#include "safetensors.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -31,6 +32,8 @@ struct decoder {
   int32_t parameter_count;
   int64_t numbers;
   cumoe_view_mut vectors[VECTORS]; /* [1, numbers]: weights, moments, gradients */
+  cumoe_dtype dtype;
+  cumoe_view_mut rounded; /* [1, numbers]: the weights in dtype; f32: they themselves */
   layer *layers;
   cumoe_view_mut inputs, tokens, targets, rate, history; /* inputs: the next three, one after the other */
   cumoe_view_mut positions, offsets, cosine, sine;
@@ -80,6 +83,12 @@ static cumoe_view_mut matrix_new(decoder *m, cumoe_dtype dtype, int64_t rows, in
 static cumoe_view_mut floats(decoder *m, int64_t rows, int64_t cols)
 {
   return matrix_new(m, CUMOE_F32, rows, cols);
+}
+
+/* Activations. */
+static cumoe_view_mut matrix(decoder *m, int64_t rows, int64_t cols)
+{
+  return matrix_new(m, m->dtype, rows, cols);
 }
 
 static void upload(decoder *m, cumoe_view_mut to, const void *from)
@@ -145,14 +154,14 @@ static void list_parameters(decoder *m)
   add_parameter(m, "model.norm.weight", 1, c->hidden, 0, 0);
   add_parameter(m, "lm_head.weight", 1, c->vocab, c->hidden, .02);
   for (int i = 0; i < VECTORS; i++) m->vectors[i] = floats(m, 1, m->numbers);
+  m->rounded = m->dtype == CUMOE_F32 ? m->vectors[DECODER_WEIGHTS] : matrix(m, 1, m->numbers);
 }
 
 /* A parameter's part of a vector; experts lie one below the other. */
-static cumoe_view_mut part_of(const decoder *m, int vector, int32_t index)
+static cumoe_view_mut part_of(const decoder *m, cumoe_view_mut v, int32_t index)
 {
   const decoder_parameter *p = &m->parameters[index];
-  cumoe_view_mut v = m->vectors[vector];
-  if (v.data) v.data = (float *)v.data + p->at;
+  if (v.data) v.data = (char *)v.data + (size_t)p->at * cumoe_dtype_bytes((cumoe_dtype)v.dtype);
   v.rows = p->cols ? p->pieces * p->rows : 1;
   v.cols = v.ld = p->cols ? p->cols : p->rows;
   return v;
@@ -170,12 +179,12 @@ static int32_t final_norm(const decoder *m)
 
 static cumoe_view weight(const decoder *m, int32_t index)
 {
-  return cumoe_const(part_of(m, DECODER_WEIGHTS, index));
+  return cumoe_const(part_of(m, m->rounded, index));
 }
 
 static cumoe_view_mut gradient(const decoder *m, int32_t index)
 {
-  return part_of(m, DECODER_GRADIENTS, index);
+  return part_of(m, m->vectors[DECODER_GRADIENTS], index);
 }
 
 /* ---- creation ---- */
@@ -203,7 +212,7 @@ static void free_stream(decoder *m)
   cumoe_graph_destroy(m->context, m->graph);
 }
 
-static cumoe_weights bind_experts(decoder *m, int vector, int32_t index)
+static cumoe_weights bind_experts(decoder *m, cumoe_view_mut vector, int32_t index)
 {
   const decoder_config *c = &m->c;
   cumoe_weights bound = NULL;
@@ -229,7 +238,7 @@ static void make_plan(decoder *m)
                                .num_experts = c->experts,
                                .hidden = c->hidden,
                                .inter = c->inter,
-                               .dtype = CUMOE_F32,
+                               .dtype = m->dtype,
                                .act = CUMOE_ACT_SILU,
                                .routing = cumoe_routing_qwen3(c->top_k)};
   size_t forward = 0, backward = 0;
@@ -247,19 +256,19 @@ static void make_layer(decoder *m, int32_t index)
   const int64_t t = (int64_t)c->batch * c->length, h = c->hidden, d = c->head_dim;
   layer *l = &m->layers[index];
   size_t kept = 0;
-  l->experts = bind_experts(m, DECODER_WEIGHTS, index);
-  l->d_experts = bind_experts(m, DECODER_GRADIENTS, index);
-  l->x = floats(m, t, h);
-  l->normed = floats(m, t, h);
-  l->q_plain = floats(m, t, c->heads * d);
-  l->k_plain = floats(m, t, c->kv_heads * d);
-  l->q = floats(m, t, c->heads * d);
-  l->k = floats(m, t, c->kv_heads * d);
-  l->v = floats(m, t, c->kv_heads * d);
-  l->mix = floats(m, t, c->heads * d);
+  l->experts = bind_experts(m, m->rounded, index);
+  l->d_experts = bind_experts(m, m->vectors[DECODER_GRADIENTS], index);
+  l->x = matrix(m, t, h);
+  l->normed = matrix(m, t, h);
+  l->q_plain = matrix(m, t, c->heads * d);
+  l->k_plain = matrix(m, t, c->kv_heads * d);
+  l->q = matrix(m, t, c->heads * d);
+  l->k = matrix(m, t, c->kv_heads * d);
+  l->v = matrix(m, t, c->kv_heads * d);
+  l->mix = matrix(m, t, c->heads * d);
   l->lse = floats(m, t, c->heads);
-  l->middle = floats(m, t, h);
-  l->middle_normed = floats(m, t, h);
+  l->middle = matrix(m, t, h);
+  l->middle_normed = matrix(m, t, h);
   if (!m->failed) check(m, cumoe_moe_kept(m->plan, t, &kept));
   l->kept = matrix_new(m, CUMOE_U8, 1, (int64_t)kept);
 }
@@ -321,24 +330,24 @@ static void make_scratch(decoder *m)
   m->targets = part_of_inputs(m, CUMOE_I32, t, t);
   m->rate = part_of_inputs(m, CUMOE_F32, 2 * t, 1);
   m->history = floats(m, 1, DECODER_LOSSES);
-  m->last = floats(m, t, h);
-  m->last_normed = floats(m, t, h);
-  m->logits = floats(m, t, c->vocab);
+  m->last = matrix(m, t, h);
+  m->last_normed = matrix(m, t, h);
+  m->logits = matrix(m, t, c->vocab);
   m->loss = floats(m, 1, 1);
   m->losses = floats(m, 1, t);
   m->norm = floats(m, 1, 1);
   m->factor = floats(m, 1, 1);
   m->counted = matrix_new(m, CUMOE_I64, 1, 1);
   m->step = matrix_new(m, CUMOE_I64, 1, 1);
-  m->d = floats(m, t, h);
-  m->d_other = floats(m, t, h);
-  m->d_normed = floats(m, t, h);
-  m->d_mix = floats(m, t, q);
-  m->d_q = floats(m, t, q);
-  m->d_q_plain = floats(m, t, q);
-  m->d_k = floats(m, t, kv);
-  m->d_k_plain = floats(m, t, kv);
-  m->d_v = floats(m, t, kv);
+  m->d = matrix(m, t, h);
+  m->d_other = matrix(m, t, h);
+  m->d_normed = matrix(m, t, h);
+  m->d_mix = matrix(m, t, q);
+  m->d_q = matrix(m, t, q);
+  m->d_q_plain = matrix(m, t, q);
+  m->d_k = matrix(m, t, kv);
+  m->d_k_plain = matrix(m, t, kv);
+  m->d_v = matrix(m, t, kv);
   m->delta = floats(m, t, c->heads);
 }
 
@@ -350,6 +359,7 @@ decoder *decoder_create(cumoe_context context, const decoder_config *config, cha
     return NULL;
   }
   m->c = *config;
+  m->dtype = config->dtype ? config->dtype : CUMOE_F32;
   m->context = context;
   make_stream(m);
   list_parameters(m);
@@ -603,6 +613,7 @@ bool decoder_run(decoder *m, const int32_t *tokens, const int32_t *targets, bool
 
 static void step_parameter(decoder *m, int32_t index)
 {
+  const cumoe_view_mut none = {0}, rounded = m->dtype == CUMOE_F32 ? none : part_of(m, m->rounded, index);
   const cumoe_adamw_args args = {.size = sizeof args,
                                  .rate = 1,
                                  .beta2 = .95f,
@@ -611,9 +622,10 @@ static void step_parameter(decoder *m, int32_t index)
                                  .step = cumoe_const(m->step),
                                  .factor = cumoe_const(m->factor),
                                  .schedule = cumoe_const(m->rate),
-                                 .master = part_of(m, DECODER_WEIGHTS, index),
-                                 .first = part_of(m, DECODER_FIRST, index),
-                                 .second = part_of(m, DECODER_SECOND, index)};
+                                 .master = part_of(m, m->vectors[DECODER_WEIGHTS], index),
+                                 .first = part_of(m, m->vectors[DECODER_FIRST], index),
+                                 .second = part_of(m, m->vectors[DECODER_SECOND], index),
+                                 .weights = rounded};
   if (!m->failed) check(m, cumoe_adamw(m->context, &args, m->stream));
 }
 
@@ -715,7 +727,7 @@ bool decoder_start(decoder *m, uint64_t seed)
     for (int64_t j = 0; j < count; j++)
       weights[p->at + j] = p->deviation > 0 ? (float)(p->deviation * random_normal(seed, (uint64_t)(p->at + j))) : 1;
   }
-  if (!m->failed) upload(m, m->vectors[DECODER_WEIGHTS], weights);
+  if (!m->failed) decoder_write(m, DECODER_WEIGHTS, weights);
   free(weights);
   for (int i = DECODER_FIRST; i <= DECODER_SECOND && !m->failed; i++)
     check(m, cumoe_fill(m->context, m->vectors[i], 0, m->stream));
@@ -733,9 +745,19 @@ bool decoder_read(decoder *m, decoder_state which, float *to)
   return download(m, to, m->vectors[which]);
 }
 
+/* As AdamW rounds them. */
+static void upload_rounded(decoder *m, const float *from)
+{
+  uint16_t *to = must(m, malloc((size_t)m->numbers * sizeof *to));
+  for (int64_t i = 0; i < m->numbers && !m->failed; i++) to[i] = float_bf16(from[i]);
+  if (!m->failed) upload(m, m->rounded, to);
+  free(to);
+}
+
 bool decoder_write(decoder *m, decoder_state which, const float *from)
 {
   upload(m, m->vectors[which], from);
+  if (which == DECODER_WEIGHTS && m->dtype != CUMOE_F32) upload_rounded(m, from);
   return !m->failed;
 }
 

@@ -1,6 +1,7 @@
 /*
  * The demo's decoder as something to train: parameters, one pass forward and backward, one step of AdamW, all by public
- * calls on one context. Everything is f32.
+ * calls on one context. Parameters, moments and gradients are f32; activations and the weights that they meet are of the
+ * config's type.
  */
 #ifndef DECODER_H
 #define DECODER_H
@@ -16,9 +17,10 @@ typedef struct decoder_config {
   int32_t experts, top_k, inter;
   int32_t batch, length; /* sequences of a step, tokens of each */
   double norm_eps, rope_base;
-  float balance; /* weight of the loss that spreads tokens over experts */
-  float clip;    /* largest norm of all gradients */
-  float decay;   /* of matrices; norms do not decay */
+  float balance;     /* weight of the loss that spreads tokens over experts */
+  float clip;        /* largest norm of all gradients */
+  float decay;       /* of matrices; norms do not decay */
+  cumoe_dtype dtype; /* CUMOE_F32 or CUMOE_BF16 */
 } decoder_config;
 
 typedef struct decoder decoder;

@@ -33,6 +33,7 @@ static const char usage[] =
     "usage: train [options] FILE ...\n"
     "  --out FOLDER     what is made, and the checkpoint (lib/trained)\n"
     "  --device D       auto, cpu, cuda or N (auto: the first GPU, else the CPU)\n"
+    "  --dtype T        f32 or bf16: of activations and of the weights that they meet (f32)\n"
     "  --steps N        of the optimiser (2000; 200 on the CPU)\n"
     "  --batch N        sequences of a step (16; 4 on the CPU)\n"
     "  --length N       bytes of a sequence (128)\n"
@@ -121,6 +122,10 @@ static bool take_option(const char *name, const char *text, options *o)
 {
   char *end;
   if (strcmp(name, "--device") == 0) return take_device(text, &o->device);
+  if (strcmp(name, "--dtype") == 0) {
+    o->c.dtype = strcmp(text, "bf16") == 0 ? CUMOE_BF16 : CUMOE_F32;
+    return o->c.dtype == CUMOE_BF16 || strcmp(text, "f32") == 0;
+  }
   if (strcmp(name, "--out") == 0) return *(o->out = text) != 0;
   if (strcmp(name, "--rate") != 0) return take_number(name, text, o);
   o->rate = strtod(text, &end);
@@ -289,12 +294,12 @@ static const char *const states[DECODER_STATES] = {"weights", "first", "second"}
 static void say_same(run *r)
 {
   const decoder_config *c = &r->o->c;
-  snprintf(
-      r->same, sizeof r->same,
-      "layers %d hidden %d heads %d %d %d experts %d %d %d batch %d %d steps %lld rate %.17g seed %lld text %llx on %s",
-      (int)c->layers, (int)c->hidden, (int)c->heads, (int)c->kv_heads, (int)c->head_dim, (int)c->experts, (int)c->top_k,
-      (int)c->inter, (int)c->batch, (int)c->length, (long long)r->o->steps, r->o->rate, (long long)r->o->seed,
-      (unsigned long long)hash_of(&r->t), r->device);
+  snprintf(r->same, sizeof r->same,
+           "layers %d hidden %d heads %d %d %d experts %d %d %d batch %d %d steps %lld rate %.17g seed %lld text %llx "
+           "in %s on %s",
+           (int)c->layers, (int)c->hidden, (int)c->heads, (int)c->kv_heads, (int)c->head_dim, (int)c->experts,
+           (int)c->top_k, (int)c->inter, (int)c->batch, (int)c->length, (long long)r->o->steps, r->o->rate,
+           (long long)r->o->seed, (unsigned long long)hash_of(&r->t), cumoe_dtype_name(c->dtype), r->device);
 }
 
 static bool write_checkpoint(run *r)
@@ -582,9 +587,9 @@ static bool open_run(run *r, cumoe_context context)
   r->next = (batch){malloc(tokens * sizeof(int32_t)), malloc(tokens * sizeof(int32_t))};
   if (!r->numbers || !r->losses || !r->next.tokens || !r->next.targets) return complain("out of memory");
   if (!decoder_start(r->model, (uint64_t)r->o->seed)) return complain("%s", decoder_error(r->model));
-  fprintf(stderr, "%lld parameters, %lld bytes of text, %lld steps of %d x %d tokens, on %s\n",
+  fprintf(stderr, "%lld parameters, %lld bytes of text, %lld steps of %d x %d tokens in %s, on %s\n",
           (long long)decoder_numbers(r->model), (long long)r->t.size, (long long)r->o->steps, (int)r->o->c.batch,
-          (int)r->o->c.length, r->device);
+          (int)r->o->c.length, cumoe_dtype_name(r->o->c.dtype), r->device);
   return resume(r);
 }
 
@@ -614,7 +619,8 @@ int main(int argc, char **argv)
                      .rope_base = 1e4,
                      .balance = .002f,
                      .clip = 1,
-                     .decay = .1f},
+                     .decay = .1f,
+                     .dtype = CUMOE_F32},
                .device = CUMOE_DEVICE_AUTO,
                .seed = 1,
                .interval = 20,

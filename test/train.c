@@ -606,7 +606,8 @@ static void test_decoder(cumoe_context context)
                             .length = 11,
                             .norm_eps = 1e-6,
                             .rope_base = 100,
-                            .clip = 1};
+                            .clip = 1,
+                            .dtype = CUMOE_F32};
   char error[600] = "";
   int32_t tokens[34];
   rng r = {77};

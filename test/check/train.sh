@@ -48,6 +48,13 @@ if [ -f "$work/other/checkpoint" ]; then
   esac
 else skip "a checkpoint of another run" "none was written in time"; fi
 
+quiet "trains in bf16" train bf16 60 --dtype bf16
+close() { # within .05 of f32's loss at the end
+  paste -d, "$work/whole/loss.csv" "$work/bf16/loss.csv" | tail -5 | \
+    awk -F, '{ apart += ($2 - $4) / 5 } END { exit !(apart < .05 && apart > -.05) }'
+}
+quiet "and comes as far" close
+
 device=cuda
 if train gpu 60 > "$work/log" 2>&1; then
   loss=$(sed -n 's/^loss of text held back: \(.*\) nats.*/\1/p' "$work/log")
