@@ -1,7 +1,7 @@
 /*
  * The demo's decoder as something to train: parameters, one pass forward and backward, one step of AdamW, all by public
- * calls on one context. Parameters, moments and gradients are f32; activations and the weights that they meet are of the
- * config's type.
+ * calls on one context. Parameters, moments and gradients are f32; activations and the weights that they meet are of
+ * the config's type.
  */
 #ifndef DECODER_H
 #define DECODER_H
