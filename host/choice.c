@@ -81,6 +81,13 @@ static bool fits_few(const variant *v, const op_shape *s)
   return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
+/* gemv numbers what is 16 bytes of a product's weights in 32 bits. */
+static bool fits_gemv(const variant *v, const op_shape *s)
+{
+  if (!s->in_one || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
+  return s->rows * s->n * s->k / 8 <= INT32_MAX;
+}
+
 /* Few rows a sequence, as in decoding; a cluster a tile where tiles are fewer than SMs. */
 static bool splits(const variant *v, const op_shape *s)
 {
@@ -103,6 +110,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return fits_few(v, s);
+  if (v->form == FORM_gemv) return fits_gemv(v, s);
   if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
 }
@@ -251,7 +259,8 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
-  return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
+  const int64_t most = v->form == FORM_gemv ? min64(resident(m, v), FEW_SHARES) : resident(m, v);
+  return min64(s->rows * ceil_div(s->n, v->bn), most);
 }
 
 static int64_t grid_few_down(const machine *m, const variant *v, const op_shape *s)

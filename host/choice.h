@@ -48,6 +48,7 @@ typedef struct op_shape {
                            quantize: elements of a row, of a group */
   int32_t top_k;
   bool rules;     /* gate: GATE_HAS_RULES */
+  bool in_one;    /* few_up: does few_down's work as well, of weights that lie alike */
   bool invariant; /* the row must not follow tokens and rows: CUMOE_MOE_BATCH_INVARIANT */
 } op_shape;
 

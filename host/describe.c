@@ -47,8 +47,8 @@ static void add_workspace(text *t, const layer_plan *p, bool shared)
       "workspace    %zu bytes: logits %zu, ids %zu, weights %zu, counts %zu, offsets %zu, row_pair %zu, slot_row "
       "%zu,\n",
       w->bytes, w->logits, w->ids, w->weights, w->counts, w->offsets, w->row_pair, w->slot_row);
-  add(t, "             hist %zu, progress %zu, h %zu, few_words %zu, y %zu", w->hist, w->progress, w->h, w->few_words,
-      w->y);
+  add(t, "             hist %zu, progress %zu, h %zu, few_words %zu, few_sums %zu, y %zu", w->hist, w->progress, w->h,
+      w->few_words, w->few_sums, w->y);
   if (shared) add(t, ", shared_h %zu, shared_y %zu, shared_logit %zu", w->shared_h, w->shared_y, w->shared_logit);
   add(t, "\n");
 }

@@ -488,8 +488,10 @@ static void link_few(const pass *p, layer_arguments *l)
   const workspace_layout *at = &p->lp.at;
   uint64_t *words = region(p, at->few_words);
   l->few.protocol.tickets = (int32_t *)(words + l->few.up.rows_cap);
-  l->router.router.r.protocol.fill = region(p, at->h);
-  l->router.router.r.protocol.fill_vectors = (int32_t)(at->few_fill / 16);
+  const bool gemv = variants[p->lp.steps[STAGE_few_up].row].form == FORM_gemv;
+  if (gemv) l->few.protocol.sums = region(p, at->few_sums);
+  l->router.router.r.protocol.fill = region(p, gemv ? at->few_words : at->h);
+  l->router.router.r.protocol.fill_vectors = (int32_t)((gemv ? at->gemv_fill : at->few_fill) / 16);
   if (!p->lp.few_gates) return;
   l->few.protocol.weights = words;
   l->few.gate = l->gate;

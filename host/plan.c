@@ -178,8 +178,16 @@ static double limit(const layer *l, limit_name name)
  * some size. */
 enum { FEW_CHANNELS = 8 };
 
+static op_shape few_up_shape(const layer *l)
+{
+  op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
+  s.in_one = l->c->has_router && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major;
+  return s;
+}
+
 static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 {
+  const bool gemv = variants[choose(l->m, up)].form == FORM_gemv;
   const cumoe_moe_desc *d = l->d;
   const int64_t runs = ceil_div(d->hidden, FEW_CHANNELS), places = ceil_div(runs, l->m->sms) * l->m->sms;
   const double idle = (double)(places - runs) / (double)places;
@@ -189,8 +197,8 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
   const bool many = (double)up->tokens >= limit(l, LIMIT_few_many);
   if (many && (d->inter < limit(l, LIMIT_few_many_inter) || (double)expected_rows(up) > limit(l, LIMIT_few_many_rows)))
     return false;
-  const bool n_major = up->major == MAJOR_N || down->major == MAJOR_N;
-  const double loss = limit(l, n_major ? LIMIT_few_loss_n_major : LIMIT_few_loss) + idle / 3;
+  const bool n_major = !gemv && (up->major == MAJOR_N || down->major == MAJOR_N);
+  const double loss = limit(l, n_major ? LIMIT_few_loss_n_major : LIMIT_few_loss) + (gemv ? 0 : idle / 3);
   return weights * loss <= limit(l, LIMIT_few_bytes);
 }
 
@@ -201,7 +209,7 @@ static bool wants_few(const layer *l)
   if (l->c->tokens > FEW_TOKENS) return false; /* first: most layers are decided here */
   if (l->d->flags & CUMOE_MOE_UNREDUCED || l->d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
   if (is_invariant(l->d)) return false;
-  const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
   if (choose(l->m, &up) < 0 || choose(l->m, &down) < 0) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof replaced / sizeof *replaced; ++i)
@@ -225,7 +233,7 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 
 static void add_few(const layer *l, layer_plan *p)
 {
-  const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
   p->few_in_one = l->c->has_router && !is_forced(l, OP_few_down) && few_alike(l, &up, &down);
   p->few_gates = p->few_in_one && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
@@ -382,6 +390,8 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->h = carve(&c, pairs, d->inter, element);
   w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);
   w->few_fill = c.at - w->h;
+  w->few_sums = carve(&c, 1, FEW_SUMS(k, d->hidden, d->inter), sizeof(float));
+  w->gemv_fill = c.at - w->few_words;
   w->y = carve(&c, pairs, d->hidden, element);
   carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);

@@ -8,6 +8,7 @@
  *   lines of h, y    -                 up, down           combine           h, y             up to combine
  *   few.weights      ones, by router   few_up             few_up            own region       router to few_up
  *   few.tickets      ones, by router   few_up             few_up            behind weights   router to few_up
+ *   few.sums         ones, by router   few_up             few_up            own region       router to few_up
  *   h of few_up      ones, by router   few_up             few_up            h                router to few_up
  *
  * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has (codes take half, their scales a part of the
@@ -77,8 +78,9 @@ typedef struct combine_protocol {
 /* ---- few_up ---- */
 
 /*
- * h and the words below carry their own flag: all ones is "not written yet", which no value is. A 16-bit element of all
- * ones is a NaN that no rounding gives; a weight fills the low half of its word. Readers poll, and need neither fence
+ * h, sums and the words below carry their own flag: all ones is "not written yet", which no value is. A 16-bit element of all
+ * ones is a NaN that no rounding gives, a sum of all ones one that no addition gives; a weight fills the low half of its
+ * word. Readers poll, and need neither fence
  * nor counter.
  */
 #define FEW_NOT_WRITTEN (~(uint64_t)0)
@@ -86,9 +88,16 @@ typedef struct combine_protocol {
 typedef struct few_protocol {
   uint64_t *weights; /* NULL: gate has run. Else [T k], the bits of each pair's weight: few_up does the gate's work */
   int32_t *tickets;  /* NULL: few_down runs next. Else tickets drawn, less one: few_up does its work, too */
+  float *sums;       /* gemv, which has no h: parts of up's sums, and of down's (FEW_SUMS) */
 } few_protocol;
 
-#define FEW_BYTES(pairs) ((pairs)*8 + 4) /* weights, then tickets */
+#define FEW_BYTES(pairs) ((pairs)*8 + 8) /* weights, then tickets; gemv: of up, of down */
+
+/* gemv, of one token. A grid has no more CTAs than FEW_SHARES, a multiple of 32. */
+enum { FEW_SHARES = 160 };
+#define FEW_UP_SUMS(slots, inter)      (((int64_t)(slots) * (((inter) + 127) / 128) + FEW_SHARES) * 256)
+#define FEW_DOWN_SUMS(hidden)          (((int64_t)((hidden) + 127) / 128 + FEW_SHARES) * 128)
+#define FEW_SUMS(slots, hidden, inter) (FEW_UP_SUMS(slots, inter) + FEW_DOWN_SUMS(hidden))
 
 typedef struct router_protocol {
   void *fill; /* NULL, or memory that the router fills with ones for few_up: h, and FEW_BYTES behind it; CUDA only */

@@ -233,6 +233,7 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || (int8_t)s->major == v->major;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
+  if (v->form == FORM_gemv && !s->in_one) return false;
   if (v->form == FORM_few && s->by_expert) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
@@ -740,7 +741,7 @@ typedef struct region {
   size_t at;
   wide bytes;
 } region;
-enum { MAX_REGIONS = 23 };
+enum { MAX_REGIONS = 24 };
 
 /* Scales of a row of quantised activations. */
 static wide groups_of(const cumoe_format *f, int64_t cols)
@@ -770,6 +771,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
       {"h", w->h, t * k * d->inter * element},
       {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
+      {"few_sums", w->few_sums, FEW_SUMS(k, d->hidden, d->inter) * 4},
       {"y", w->y, t * k * d->hidden * element},
       {"shared_h", w->shared_h, t * d->shared_inter * element},
       {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
