@@ -93,14 +93,15 @@ typedef struct few_protocol {
 
 #define FEW_BYTES(pairs) ((pairs)*8 + 8) /* weights, then tickets; gemv: of up, of down */
 
-/* gemv, of one token. A grid has no more CTAs than FEW_SHARES, a multiple of 32. */
-enum { FEW_SHARES = 160 };
-#define FEW_UP_SUMS(slots, inter)      (((int64_t)(slots) * (((inter) + 127) / 128) + FEW_SHARES) * 256)
-#define FEW_DOWN_SUMS(hidden)          (((int64_t)((hidden) + 127) / 128 + FEW_SHARES) * 128)
-#define FEW_SUMS(slots, hidden, inter) (FEW_UP_SUMS(slots, inter) + FEW_DOWN_SUMS(hidden))
+/* gemv, of one token: slots of f32 sums of GEMV_SLOT channels, each of a CTA's share of a product; for every unit and
+ * every share one. A grid has no more CTAs than FEW_SHARES, a multiple of 32. */
+enum { FEW_SHARES = 160, GEMV_SLOT = 256 };
+#define GEMV_SUMS(slots, n, unit)      (((int64_t)(slots) * (((n) + (unit)-1) / (unit)) + FEW_SHARES) * GEMV_SLOT)
+#define FEW_SUMS(slots, hidden, inter) (GEMV_SUMS(slots, inter, 128) + GEMV_SUMS(slots, hidden, GEMV_SLOT))
 
 typedef struct router_protocol {
-  void *fill; /* NULL, or memory that the router fills with ones for few_up: h, and FEW_BYTES behind it; CUDA only */
+  void *fill;           /* NULL, or memory that the router fills with ones for few_up: h and the words behind it, or
+                   words and sums; CUDA only */
   int32_t fill_vectors; /* of 16 bytes */
 } router_protocol;
 

@@ -1,17 +1,20 @@
 /*
  * gemv: the experts of one token whose weights are [E, in, out], behind a router: few.cuh's one grid, another way.
  *
- * Memory gives such weights as fast as others if it is asked for long pieces of rows, and if all SMs have the same
- * number of bytes: 132 of them do not deal out units of whole k. So up and down are lines of octets (gemv_line.cuh) of
- * which each CTA has an equal share, wherever that begins and ends in k. A thread has the same 8 channels of every so
- * many rows: 16 bytes of each, which it copies itself into its own places of a ring and multiplies by FMA: with one
- * token tensor cores save nothing, and nobody waits for another thread. Two to three times a share the threads of a CTA
- * add up their sums of a unit.
+ *   gemv_line.cuh  who reads what       gemv_sums.cuh  sums of parts of k, h, outputs
+ *
+ * Memory gives such weights as fast as others if it is asked for long pieces of rows and all SMs have the same number
+ * of bytes: units of whole k do not deal out. So up and down are lines of octets of which each CTA has an equal share,
+ * wherever that begins and ends in k. A thread has the same 8 channels of every so many rows: it copies 16 bytes of
+ * each into its own places of a ring, and multiplies them by FMA: with one token tensor cores save nothing, and nobody
+ * waits for another thread. Once or twice a share the threads of a CTA add up their sums of a unit.
  *
  * Sums go to memory as f32, which is all ones until then, as few's h is; whoever multiplies by h adds up what it needs
- * of up's sums. h is multiplied by its expert's weight, so that down is one product over all experts' k. Outputs are
- * written by warps that wait for the sums of all CTAs. Shares are drawn, of up and of down each: so what a CTA waits
- * for is always in the hands of one that has started.
+ * of up's. Outputs wait likewise for down's. Shares are drawn, of up and of down each: so what a CTA waits for is
+ * always in the hands of one that has started.
+ *
+ * All that stands between the ids and the first copy, or between up and down, is waited for by the whole GPU, so it is
+ * worked out before, and the code of both products is the same.
  */
 #ifndef CUMOE_GEMV_CUH
 #define CUMOE_GEMV_CUH
@@ -19,8 +22,6 @@
 #include "few/gemv_sums.cuh"
 #include "few/routing.cuh"
 #include "few/table.cuh"
-
-template <class S> using gemv_smem = few_memory<typename S::layout>;
 
 /* ---- shares ---- */
 
@@ -32,13 +33,12 @@ DEVICE int draw_line(int32_t *tickets)
 }
 
 /* Another share, mostly none. By all threads that stream. */
-template <bool DOWN, class SMEM> DEVICE int draw_again(const few_args &args, SMEM &smem)
+template <class SMEM> DEVICE int draw_again(const few_args &args, SMEM &smem, int down)
 {
   bar_sync(1, GEMV_LANES);
-  if (threadIdx.x == 0)
-    smem.next[DOWN] = smem.drawn[DOWN] ? (int)gridDim.x : draw_line(args.protocol.tickets + DOWN);
+  if (threadIdx.x == 0) smem.next[down] = smem.drawn[down] ? (int)gridDim.x : draw_line(args.protocol.tickets + down);
   bar_sync(1, GEMV_LANES);
-  return smem.next[DOWN];
+  return smem.next[down];
 }
 
 /* ---- copies ---- */
@@ -48,66 +48,48 @@ template <class S> struct gemv_copier {
   using W = typename S::W;
   const few_args &args;
   gemv_smem<S> &smem;
-  gemv_place now, end;
+  gemv_walk walk;
   bool down;
   const W *from;
-  int64_t step;     /* elements from a row to the thread's next */
-  int steps, left;  /* of the run; of the rows from this one on */
-  int each;
-  uint32_t to = 0;  /* the next place */
-  uint64_t policy = evict_first_policy();
+  int64_t step;          /* elements from a row to the thread's next */
+  int steps = 0, left;   /* of the run; of its rows, from this one on */
+  int each;              /* rows from one to the next */
+  uint32_t to = 0;       /* the next place */
+  const uint64_t policy; /* of what is read once */
 
-  DEVICE gemv_copier(const few_args &a, gemv_smem<S> &s) : args(a), smem(s) {}
+  DEVICE gemv_copier(const few_args &a, gemv_smem<S> &s) : args(a), smem(s), policy(evict_first_policy()) {}
 
-  template <bool DOWN> DEVICE void begin(int share)
+  DEVICE void begin(bool of_down, int share)
   {
-    const gemv_walk<DOWN> walk(smem.line[DOWN], share);
-    now = walk.now, end = walk.end, down = DOWN, steps = 0;
+    down = of_down, steps = 0;
+    walk.begin(smem.line[down], share);
 #pragma unroll 1
     for (int i = 0; i < S::STAGES - 1; i++) next();
   }
 
-  DEVICE const W *base(int octet, const gemv_run &run, int row) const
+  /* A thread's octet of the unit at hand, at row 0. */
+  DEVICE const W *octet(const gemv_line &line, const gemv_run &run) const
   {
-    if (down) {
-      const int active = row / args.down.k;
-      return static_cast<const W *>(smem.table.down[active]) + (row - active * args.down.k) * args.down.b.k_stride +
-             (octet + run.place) * 8;
-    }
-    const few_halves of = smem.table.weights[now.matrix];
-    const W *low = static_cast<const W *>(of.low), *high = static_cast<const W *>(of.high);
-    const int64_t at = row * args.up.b.k_stride;
-    if (!args.up.gated) return low + at + (octet + run.place) * 8;
-    if (args.up.b.n_stride == 2) return (low < high ? low : high) + at + (2 * octet + run.place) * 8;
-    return run.place < run.width ? low + at + (octet + run.place) * 8 : high + at + (octet + run.place - run.width) * 8;
-  }
-
-  template <bool DOWN> DEVICE void set_run(gemv_walk<DOWN> &walk)
-  {
-    const gemv_line &line = smem.line[DOWN];
-    const gemv_run run = walk.run(args, line);
-    from = base(now.block * line.step, run, now.row + run.first);
-    step = run.each * (DOWN ? args.down : args.up).b.k_stride;
-    each = run.each, steps = ceil_div(run.rows, run.each), left = run.there ? run.rows - run.first : 0;
-    walk.advance(line, run.rows);
-    now = walk.now;
+    const few_halves of = smem.table.weights[walk.now.active];
+    const W *low = static_cast<const W *>(down ? smem.table.down[walk.now.active] : of.low),
+            *high = static_cast<const W *>(of.high);
+    const int first = walk.now.block * line.step;
+    if (line.pairs) return (low < high ? low : high) + (2 * first + run.place) * 8;
+    const bool up = run.place >= run.width;
+    return (up ? high : low) + (first + run.place - (up ? run.width : 0)) * 8;
   }
 
   DEVICE void find()
   {
-    if (!down && now == end) {
-      if (smem.share[1] >= (int)gridDim.x) return;
-      const gemv_walk<true> walk(smem.line[1], smem.share[1]);
-      now = walk.now, end = walk.end, down = true;
-    }
-    if (now == end) return;
-    if (down) {
-      gemv_walk<true> walk(now, end);
-      set_run<true>(walk);
-    } else {
-      gemv_walk<false> walk(now, end);
-      set_run<false>(walk);
-    }
+    if (!down && walk.over() && smem.share[1] < (int)gridDim.x) down = true, walk.begin(smem.line[1], smem.share[1]);
+    if (walk.over()) return;
+    const gemv_line &line = smem.line[down];
+    const gemv_run run = walk.run(line);
+    const int64_t stride = down ? args.down.b.k_stride : args.up.b.k_stride;
+    from = octet(line, run) + (walk.now.row + run.first) * stride;
+    step = run.each * stride, each = run.each;
+    steps = gemv_quotient(run.rows + run.each - 1, run.each), left = run.there ? run.rows - run.first : 0;
+    walk.advance(line, run.rows);
   }
 
   /* One step more: a cp.async group, also for none. */
@@ -125,9 +107,8 @@ template <class S> struct gemv_copier {
 
 /* ---- products ---- */
 
-template <class W, bool DOWN> DEVICE void add_product(float x, const uint4 &w, float (&sum)[8])
+template <class W> DEVICE void add_product(float x, const uint4 &w, float (&sum)[8])
 {
-  if (DOWN && __float_as_uint(x) == GEMV_NOTHING) return;
   const uint32_t pair[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -137,32 +118,34 @@ template <class W, bool DOWN> DEVICE void add_product(float x, const uint4 &w, f
 }
 
 /* `at`: the place to read next. */
-template <class S, bool DOWN>
-DEVICE void consume_share(const few_args &args, gemv_smem<S> &smem, int share, gemv_copier<S> &copies, uint32_t &at)
+template <class S>
+DEVICE void consume_share(const few_args &args, gemv_smem<S> &smem, int down, int share, gemv_copier<S> &copies,
+                          uint32_t &at)
 {
-  const gemv_line &line = smem.line[DOWN];
-  gemv_walk<DOWN> walk(line, share);
+  const gemv_line &line = smem.line[down];
+  gemv_walk walk;
+  walk.begin(line, share);
   float sum[8] = {};
 #pragma unroll 1
   while (!walk.over()) {
-    const gemv_run run = walk.run(args, line);
-    const int slot = walk.now.matrix * line.blocks + walk.now.block + share;
+    const gemv_run run = walk.run(line);
+    const int slot = walk.now.active * line.blocks + walk.now.block + share;
     bar_sync(1, GEMV_LANES); /* the row before, and the sums, are read */
-    if constexpr (DOWN)
-      take_h<typename S::Y>(args, smem, run, walk.now.row);
+    if (down)
+      take_h<typename S::Y>(args, smem, run, walk.now.active, walk.now.row);
     else
       take_x<typename S::X>(args, smem, run, walk.now.row);
     bar_sync(1, GEMV_LANES);
     const float *x = smem.row + run.first;
 #pragma unroll 1
-    for (int i = ceil_div(run.rows, run.each); i > 0; i--, x += run.each) {
+    for (int i = gemv_quotient(run.rows + run.each - 1, run.each); i > 0; i--, x += run.each) {
       copies.next();
       cp_async_wait_group<S::STAGES - 1>();
-      add_product<typename S::W, DOWN>(*x, smem.stages[at][threadIdx.x], sum);
+      add_product<typename S::W>(*x, smem.stages[at][threadIdx.x], sum);
       if (++at == S::STAGES) at = 0;
     }
     if (!walk.advance(line, run.rows)) continue;
-    store_sums<DOWN>(args, smem, run, slot, sum);
+    store_sums(smem, run, slot_of(args, down, slot), sum);
 #pragma unroll
     for (int i = 0; i < 8; i++) sum[i] = 0.f;
   }
@@ -174,27 +157,26 @@ template <class S> DEVICE void stream_weights(const few_args &args, gemv_smem<S>
 {
   gemv_copier<S> copies(args, smem);
   uint32_t at = 0;
-  for (int share = smem.share[0];;) {
-    copies.template begin<false>(share);
-    consume_share<S, false>(args, smem, share, copies, at);
-    share = draw_again<false>(args, smem);
-    if (share == gridDim.x) break;
-    cp_async_wait_group<0>(), copies.to = at; /* what was copied ahead is copied again */
+  bool ahead = false; /* the share's first copies are on their way */
+#pragma unroll 1
+  for (int down = 0; down < 2; down++, ahead = true) {
+    int share = smem.share[down];
+#pragma unroll 1
+    do {
+      if (!ahead) cp_async_wait_group<0>(), copies.to = at, copies.begin(down, share);
+      consume_share<S>(args, smem, down, share, copies, at);
+      if (down && threadIdx.x == 0 && share < (int)gridDim.x) smem.done[share / 32] |= 1u << share % 32;
+      share = draw_again(args, smem, down);
+      ahead = false; /* those of down, too: they are copied again */
+    } while (share < (int)gridDim.x);
   }
   wait_for(&smem.weights_ready, 0);
-  for (int share = smem.share[1]; share < (int)gridDim.x;) {
-    consume_share<S, true>(args, smem, share, copies, at);
-    if (threadIdx.x == 0) smem.done[share / 32] |= 1u << share % 32;
-    share = draw_again<true>(args, smem);
-    if (share < (int)gridDim.x) cp_async_wait_group<0>(), copies.to = at, copies.template begin<true>(share);
-  }
   if (token_total(args.out.tokens) == 0) return;
-  bar_sync(1, GEMV_LANES);
 #pragma unroll 1
   for (int share = 0; share < (int)gridDim.x; share++) {
     if (!(smem.done[share / 32] >> share % 32 & 1)) continue;
-    for (int i = share + warp_id() * gridDim.x; i * WARP_SIZE < args.down.n; i += GEMV_WARPS * gridDim.x)
-      write_channels<typename S::X>(args, smem, experts, i * WARP_SIZE);
+    for (int i = share * WARP_SIZE; i < args.down.n; i += gridDim.x * WARP_SIZE)
+      write_channels<S>(args, smem, experts, i);
   }
 }
 
@@ -211,21 +193,30 @@ template <class S> DEVICE void route_one(const few_args &args, gemv_smem<S> &sme
   }
 }
 
+/* How both products are dealt out. By all threads. */
+template <class S> DEVICE void set_lines(const few_args &args, gemv_smem<S> &smem, int experts)
+{
+  if (threadIdx.x % GEMV_HALF == 0)
+    smem.line[threadIdx.x / GEMV_HALF].set(threadIdx.x ? args.down : args.up, !threadIdx.x && args.up.gated, experts);
+  __syncthreads();
+  if (threadIdx.x % GEMV_HALF <= gridDim.x) smem.line[threadIdx.x / GEMV_HALF].set_share(threadIdx.x % GEMV_HALF);
+}
+
 template <class S> DEVICE void gemv_gemm(const few_args &args, gemv_smem<S> &smem)
 {
   if (threadIdx.x == 0) mbarrier_init(&smem.weights_ready, WARP_SIZE);
   if (threadIdx.x < 2) smem.drawn[threadIdx.x] = 0;
-  if (threadIdx.x < sizeof smem.done / sizeof *smem.done) smem.done[threadIdx.x] = 0;
+  if (threadIdx.x < FEW_SHARES / 32) smem.done[threadIdx.x] = 0;
+  set_lines<S>(args, smem, args.map.top_k); /* as it will be, mostly */
   wait_for_earlier_grids();
   if (warp_id() == S::ROUTING && lane_id() < 2) smem.share[lane_id()] = draw_line(args.protocol.tickets + lane_id());
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);
-  if (threadIdx.x == 0) {
-    smem.line[0].set(experts, args.up.k, args.up.n / 8, gemv_octets<false>(args));
-    smem.line[1].set(1, experts * args.down.k, args.down.n / 8, gemv_octets<true>(args));
+  if (experts != args.map.top_k) {
+    set_lines<S>(args, smem, experts);
+    __syncthreads();
   }
-  __syncthreads();
   if (warp_id() == S::ROUTING)
     route_one<S>(args, smem);
   else
