@@ -100,8 +100,8 @@ enum { FEW_SHARES = 160, GEMV_SLOT = 256 };
 #define FEW_SUMS(slots, hidden, inter) (GEMV_SUMS(slots, inter, 128) + GEMV_SUMS(slots, hidden, GEMV_SLOT))
 
 typedef struct router_protocol {
-  void *fill;           /* NULL, or memory that the router fills with ones for few_up: h and the words behind it, or
-                   words and sums; CUDA only */
+  /* NULL, or memory that the router fills with ones for few_up: h and words, or words and sums; CUDA only */
+  void *fill;
   int32_t fill_vectors; /* of 16 bytes */
 } router_protocol;
 

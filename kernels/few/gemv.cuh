@@ -196,10 +196,12 @@ template <class S> DEVICE void route_one(const few_args &args, gemv_smem<S> &sme
 /* How both products are dealt out. By all threads. */
 template <class S> DEVICE void set_lines(const few_args &args, gemv_smem<S> &smem, int experts)
 {
-  if (threadIdx.x % GEMV_HALF == 0)
-    smem.line[threadIdx.x / GEMV_HALF].set(threadIdx.x ? args.down : args.up, !threadIdx.x && args.up.gated, experts);
+  const bool down = threadIdx.x >= GEMV_HALF;
+  const int share = threadIdx.x - down * GEMV_HALF;
+  if (share == 0)
+    smem.line[down].set(down ? args.down : args.up, !down && args.up.gated, down ? GEMV_ROOM_H : GEMV_ROOM_X, experts);
   __syncthreads();
-  if (threadIdx.x % GEMV_HALF <= gridDim.x) smem.line[threadIdx.x / GEMV_HALF].set_share(threadIdx.x % GEMV_HALF);
+  if (share <= gridDim.x) smem.line[down].set_share(share);
 }
 
 template <class S> DEVICE void gemv_gemm(const few_args &args, gemv_smem<S> &smem)

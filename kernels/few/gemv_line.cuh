@@ -8,9 +8,11 @@
 
 constexpr int GEMV_WARPS = 15, GEMV_LANES = GEMV_WARPS * WARP_SIZE; /* that stream */
 constexpr int GEMV_PLACES = GEMV_SLOT / 8;                          /* octets that a unit has of each k, at most */
-constexpr int GEMV_ROOM = 4096;                                     /* elements of x or h that lie in shared memory */
-constexpr int GEMV_LEAST = 32;                                      /* rows of a whole unit: the least share */
-constexpr int GEMV_HALF = (GEMV_LANES + WARP_SIZE) / 2;             /* threads that deal out one of the products */
+/* Elements of x, and of h, that lie in shared memory at once. Of h few: while they are waited for nothing is multiplied,
+ * and the ring has to last. */
+constexpr int GEMV_ROOM_X = 8 * GEMV_LANES, GEMV_ROOM_H = 2 * GEMV_LANES;
+constexpr int GEMV_LEAST = 32;                          /* rows of a whole unit: the least share */
+constexpr int GEMV_HALF = (GEMV_LANES + WARP_SIZE) / 2; /* threads that deal out one of the products */
 static_assert(GEMV_HALF > FEW_SHARES && GEMV_LANES >= 4 * GEMV_PLACES, "set_lines, store_sums");
 
 /* n / d, for n below 2^21 and n / d below 2^10: a division of integers would be twenty instructions. */
@@ -37,6 +39,7 @@ struct gemv_line {
   int rows, octets, step, blocks; /* of a matrix; octets of a row, of a unit's row at most; units side by side */
   int halves;                     /* of weights: 2 where the unit's row has as many octets of up behind those of gate */
   bool pairs;                     /* gate and up element by element */
+  int most;                       /* rows of a run */
   int shares;
   uint32_t each, total;             /* octets of a matrix, of all */
   float per_octet;                  /* shares */
@@ -46,10 +49,10 @@ struct gemv_line {
   DEVICE int width(int block) const { return min(step, octets - block * step); }
 
   /* By one thread. */
-  DEVICE void set(const gemm_args &g, bool gated, int experts)
+  DEVICE void set(const gemm_args &g, bool gated, int rows_of_run, int experts)
   {
     halves = gated ? 2 : 1, pairs = gated && g.b.n_stride == 2;
-    rows = g.k, octets = g.n / 8, step = GEMV_PLACES / halves, blocks = ceil_div(octets, step);
+    most = rows_of_run, rows = g.k, octets = g.n / 8, step = GEMV_PLACES / halves, blocks = ceil_div(octets, step);
     each = rows * octets, total = experts * each;
     shares = (int)min(gridDim.x, max(total / (GEMV_LEAST * step), 1u));
     per_octet = (float)shares / (float)max(total, 1u);
@@ -118,7 +121,7 @@ struct gemv_walk {
   {
     gemv_run r;
     r.rows = now.active == end.active && now.block == end.block ? end.row : line.rows;
-    r.rows = min(r.rows - now.row, GEMV_ROOM);
+    r.rows = min(r.rows - now.row, line.most);
     r.width = line.width(now.block), r.places = line.halves * r.width;
     r.each = gemv_quotient(GEMV_LANES, r.places), r.first = gemv_quotient(threadIdx.x, r.places);
     r.place = threadIdx.x - r.first * r.places, r.there = r.first < r.each;

@@ -22,16 +22,16 @@ template <class PRODUCT, int STAGES_> struct gemv_layout {
 
 template <class PRODUCT, int STAGES> struct few_memory<gemv_layout<PRODUCT, STAGES>> {
   static constexpr int PAIRS = FEW_PAIRS(1);
-  uint4 stages[STAGES][GEMV_LANES];      /* a thread's own place in each */
-  float4 sums[2][GEMV_LANES];            /* of four of a thread's channels, and of the others */
-  float row[GEMV_ROOM + GEMV_LANES];     /* x, or h of an expert */
-  float y[PAIRS][WARP_SIZE];             /* of the channels at hand */
-  gemv_parts parts[GEMV_ROOM / 128 + 2]; /* of units that `row` comes from */
-  gemv_line line[2];                     /* of up, of down */
-  uint64_t weights_ready;                /* the table's `weight` */
-  int32_t share[2], next[2];             /* the CTA's first shares of up and of down; those it has next */
-  volatile int32_t drawn[2];             /* all shares have been */
-  uint32_t done[FEW_SHARES / 32];        /* a bit a share of down */
+  uint4 stages[STAGES][GEMV_LANES];        /* a thread's own place in each */
+  float4 sums[2][GEMV_LANES];              /* of four of a thread's channels, and of the others */
+  float row[GEMV_ROOM_X + GEMV_LANES];     /* x, or h of an expert */
+  float y[PAIRS][WARP_SIZE];               /* of the channels at hand */
+  gemv_parts parts[GEMV_ROOM_H / 128 + 2]; /* of units that `row` comes from */
+  gemv_line line[2];                       /* of up, of down */
+  uint64_t weights_ready;                  /* the table's `weight` */
+  int32_t share[2], next[2];               /* the CTA's first shares of up and of down; those it has next */
+  volatile int32_t drawn[2];               /* all shares have been */
+  uint32_t done[FEW_SHARES / 32];          /* a bit a share of down */
   few_table<PAIRS> table;
   gate_scratch scratch[1];
 };
