@@ -118,6 +118,27 @@ static void sweep_features(cumoe_context context, int32_t dtype)
   group_end();
 }
 
+/* One token from the router, weights [E, in, out]: what has a kernel of its own, in each gate order and on both sides of
+ * its units. */
+static void sweep_one_in_out(cumoe_context context, int32_t dtype)
+{
+  static const int32_t inters[] = {776, 192, 256, 40}, hiddens[] = {264, 520, 256, 72};
+  if (dtype == CUMOE_F32) return;
+  if (!group_begin("%s: one token, [E, in, out], %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype)))
+    return;
+  for (int i = 0; feature_name(i) != NULL; i++) {
+    layer_spec s = feature_spec(i, dtype, 1, (uint64_t)i + 1);
+    s.desc.inter = inters[i % 4], s.desc.hidden = hiddens[i / 4 % 4];
+    s.form.up_major = s.form.down_major = CUMOE_IN_OUT;
+    if (s.form.gate_order == CUMOE_GATE_UP_CONCAT && !s.form.per_expert) s.form.gate_order += i % 5;
+    if (s.input == INPUT_LOGITS && !s.chosen) s.input = INPUT_ROUTER;
+    case_begin("%s, H %d, I %d, order %d", feature_name(i), s.desc.hidden, s.desc.inter, s.form.gate_order);
+    run_case(context, &s);
+    case_end();
+  }
+  group_end();
+}
+
 static void set_random_routing(rng *r, layer_spec *s)
 {
   cumoe_routing *g = &s->desc.routing;
@@ -640,6 +661,7 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
 {
   sweep_controls(context, dtype);
   sweep_features(context, dtype);
+  sweep_one_in_out(context, dtype);
   sweep_tokens(context, dtype, r);
   sweep_experts(context, dtype, r);
   sweep_random(context, dtype);
