@@ -31,7 +31,7 @@ typedef struct source {
   double ulps;   /* of f32, between the exact value and the producer's arithmetic */
 } source;
 
-enum { SOURCES = 19 };
+enum { SOURCES = 23 };
 
 static void list_sources(source *list)
 {
@@ -40,6 +40,11 @@ static void list_sources(source *list)
   zeros.offset = 0;
   block.block[0] = 16;
   block.block[1] = 64;
+  cumoe_format gptq8 = cumoe_format_gptq(32, 1);
+  gptq8.element = CUMOE_ELEMENT_U8;
+  gptq8.offset = 128;
+  gptq8.zero = CUMOE_ZERO_NONE;
+  gptq8.zero_add = 0;
   const source all[SOURCES] = {
       {"ct_int4_zeros", zeros, 0, 0, 0},
       {"gptq_v1", cumoe_format_gptq(32, 1), CUMOE_IN_OUT, 0, 0},
@@ -60,6 +65,10 @@ static void list_sources(source *list)
       {"gptq_order", cumoe_format_gptq(32, 1), CUMOE_IN_OUT, 0, 0},
       {"all_e4m3", cumoe_format_fp8_channel(CUMOE_F32), 0, 0, 0},
       {"all_e2m1_e8m0", cumoe_format_mxfp4(), 0, CUMOE_E8M0, 0},
+      {"gptq8", gptq8, CUMOE_IN_OUT, 0, 0},
+      {"gptq8_order", gptq8, CUMOE_IN_OUT, 0, 0},
+      {"modelopt_int4", cumoe_format_modelopt_int4(32, CUMOE_F32), CUMOE_OUT_IN, 0, 1.5},
+      {"modelopt_nvfp4", cumoe_format_nvfp4(CUMOE_GLOBAL_TIMES), 0, 0, 1},
   };
   memcpy(list, all, sizeof all);
 }
@@ -200,6 +209,13 @@ static double *decoded(const placed *p)
   return w;
 }
 
+/* Within the producer's rounding; ulps 0: bitwise. */
+static bool is_value(const source *s, double w, double want, double size)
+{
+  if (isnan(want)) return isnan(w);
+  return s->ulps > 0 ? fabs(w - want) <= s->ulps * 0x1p-23 * size : w == want;
+}
+
 /* With values a producer's difference may be smaller than what it is of. */
 static void check_values(const source *s, const placed *p, const double *w)
 {
@@ -207,9 +223,9 @@ static void check_values(const source *s, const placed *p, const double *w)
   for (int64_t i = 0; i < (int64_t)p->out * p->in && p->format.zero == CUMOE_ZERO_VALUES; i++)
     most = fmax(most, fabs(w[i]));
   for (int64_t i = 0; i < (int64_t)p->out * p->in; i++) {
-    const double want = tensor_get(&p->weights, 0, i), off = fabs(w[i] - want), size = fmax(most, fabs(want));
-    const bool same = isnan(want) ? isnan(w[i]) : s->ulps > 0 ? off <= s->ulps * 0x1p-23 * size : w[i] == want;
-    if (!CHECK_MSG(same, "n %d k %d: %.9g, %s has %.9g", (int)(i / p->in), (int)(i % p->in), w[i], s->name, want))
+    const double want = tensor_get(&p->weights, 0, i);
+    if (!CHECK_MSG(is_value(s, w[i], want, fmax(most, fabs(want))), "n %d k %d: %.9g, %s has %.9g", (int)(i / p->in),
+                   (int)(i % p->in), w[i], s->name, want))
       return;
   }
 }
@@ -356,27 +372,33 @@ static void test_equal(cumoe_context context)
   }
 }
 
-/* One member that a preset of what is repacked may have wrong; false: it means nothing to this one. */
+/* One member that a preset may have wrong; false: it means nothing to this one. */
 static bool set_wrong(source *s, int which)
 {
   cumoe_format *f = &s->format;
+  const bool words = f->word == 4 && !f->order, eight = f->element == CUMOE_ELEMENT_U8;
   switch (which) {
   case 0: return f->zero && (f->zero_add = !f->zero_add, true); /* GPTQ's versions */
   case 1: return f->order && (f->order = 0, true);
   case 2: return f->order && (f->order = 0x73625140, true);                   /* AWQ's, upside down */
-  case 3: return f->order == 0 && !f->ggml && (f->order = 0x75316420, true);  /* GPTQ as AWQ has it */
+  case 3: return words && (f->order = eight ? 0x2031 : 0x75316420, true);     /* GPTQ as AWQ has it */
   case 4: return f->zero && (f->zero = f->zero_add = 0, f->offset = 8, true); /* zero points never read */
-  default: return f->zero && (f->element = CUMOE_ELEMENT_S4, f->zero = 0, f->zero_add = 0, true);
+  case 5: return f->zero && (f->element = CUMOE_ELEMENT_S4, f->zero = 0, f->zero_add = 0, true);
+  case 6: return f->element == CUMOE_ELEMENT_S4 && (f->element = CUMOE_ELEMENT_U4, f->offset = 8, true);
+  default: return f->global && (f->global = CUMOE_GLOBAL_TIMES + CUMOE_GLOBAL_OVER - f->global, true);
   }
 }
-enum { WRONG_PRESETS = 6 };
+enum { WRONG_PRESETS = 8 };
 
 /* How many of the producer's values are there. */
-static int64_t values_of(const placed *p)
+static int64_t values_of(const source *s, const placed *p)
 {
   const double *w = decoded(p);
   int64_t same = 0;
-  for (int64_t i = 0; i < (int64_t)p->out * p->in; i++) same += w[i] == tensor_get(&p->weights, 0, i);
+  for (int64_t i = 0; i < (int64_t)p->out * p->in; i++) {
+    const double want = tensor_get(&p->weights, 0, i);
+    same += is_value(s, w[i], want, fabs(want));
+  }
   return same;
 }
 
@@ -386,16 +408,16 @@ static void test_wrong(cumoe_context context)
   source list[SOURCES];
   list_sources(list);
   for (int i = 0; i < SOURCES; i++) {
-    if (list[i].major != CUMOE_IN_OUT) continue;
+    if (list[i].format.ggml || !(list[i].major || list[i].format.global)) continue;
     case_begin("wrong presets: %s", list[i].name);
     const placed right = place(context, &list[i]);
     const int64_t all = (int64_t)right.out * right.in;
-    CHECK(values_of(&right) == all);
+    CHECK(values_of(&list[i], &right) == all);
     for (int which = 0; which < WRONG_PRESETS; which++) {
       source wrong = list[i];
       if (!set_wrong(&wrong, which)) continue;
       const placed p = place(context, &wrong);
-      const int64_t same = values_of(&p);
+      const int64_t same = values_of(&wrong, &p);
       CHECK_MSG(same < all / 2, "wrong preset %d: %d of %d values are the same", which, (int)same, (int)all);
     }
     case_end();
@@ -415,7 +437,7 @@ static placed repacked(cumoe_context context, const cumoe_repack_args *a)
   return p;
 }
 
-/* Signed codes, two channels a byte: no producer's file, so by the words of the manual. */
+/* Signed codes, two channels a byte, all of them: ModelOpt's file above has no -8. By the words of the manual. */
 static void test_modelopt(cumoe_context context)
 {
   enum { OUT = 16, IN = 64 };
@@ -437,7 +459,7 @@ static void test_modelopt(cumoe_context context)
   case_end();
 }
 
-/* 8 bits: four codes a word along in, symmetric; in order, and in another one. */
+/* 8 bits: four codes a word along in, symmetric; in order, and in another one, which no producer has. */
 static void run_gptq8(cumoe_context context, uint32_t order)
 {
   enum { OUT = 16, IN = 64 };
@@ -464,8 +486,21 @@ static void run_gptq8(cumoe_context context, uint32_t order)
   case_end();
 }
 
+/* What the manual says of qzeros, which are not read: 127 in a file of version 1. */
+static void check_zeros_of_gptq8(const char *name)
+{
+  case_begin("%s: zero points", name);
+  const tensor zeros = part_of(name, "zero");
+  CHECK(zeros.data);
+  for (int64_t i = 0; i < zeros.rows * zeros.cols * 4; i++)
+    if (!CHECK(zeros.data[i] == 127)) break;
+  case_end();
+}
+
 static void test_gptq8(cumoe_context context)
 {
+  check_zeros_of_gptq8("gptq8");
+  check_zeros_of_gptq8("gptq8_order");
   run_gptq8(context, 0);
   run_gptq8(context, 0x2031);
 }

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Writes formats.safetensors: one small matrix a format, as its producer's own code stores it (NAME.codes, .scale,
-.zero, .global, .g_idx) and as its producer's own code decodes it (NAME.weights, f32). Needs from PyPI: torch numpy
-ml_dtypes gguf safetensors compressed-tensors transformers, and two sources that are only unpacked, not installed:
-  pip download --no-deps --no-binary :all: autoawq==0.2.9;  pip download --no-deps auto-gptq==0.7.1
-make.py AUTOAWQ_FOLDER AUTO_GPTQ_FOLDER"""
-import importlib.util, sys, types
+.zero, .global, .g_idx) and as its producer's own code decodes it (NAME.weights, f32). Needs from PyPI (versions: those
+that wrote the file; Python 3.11, no GPU)
+  torch==2.15.0 numpy==2.4.6 transformers==5.24.0 safetensors==0.8.0 ml_dtypes==0.6.0 gguf==0.19.0
+  compressed-tensors==0.17.0 nvidia-modelopt==0.47.0, the last with omegaconf pulp requests scipy
+and three sources that are only unpacked, not installed; gptqmodel imports what its requirements.txt names
+  pip download --no-deps --no-binary :all: autoawq==0.2.9 gptqmodel==7.7.0;  pip download --no-deps auto-gptq==0.7.1
+make.py AUTOAWQ_FOLDER AUTO_GPTQ_FOLDER GPTQMODEL_FOLDER"""
+import copy, importlib.util, os, sys, types
 import gguf, ml_dtypes, numpy as np, torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -44,6 +47,11 @@ linear = torch.nn.Linear(IN, OUT, bias=False)
 linear.weight.data = exact.float()
 
 awq, gptq = sys.argv[1], sys.argv[2]
+sys.path.insert(0, sys.argv[3])
+os.environ["GPTQMODEL_DISABLE_PACK_EXT"] = "1"  # its packer in Python, not the one it compiles
+from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.quantization import QuantizeConfig
+from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 sys.modules["awq"] = types.ModuleType("awq")
 utils = load(awq + "/awq/utils/packing_utils.py", "awq.utils.packing_utils", awq__utils={})
 module = load(awq + "/awq/modules/linear/gemm.py", "awq.modules.linear.gemm",
@@ -64,9 +72,24 @@ g.autogptq_cuda_available = False
 scales = g.scales
 g.scales = scales.float()
 add("gptq_v1", g(torch.eye(IN)).t(), codes=g.qweight, scale=scales, zero=g.qzeros)
-# GPTQModel, convert_gptq_v1_to_v2_format_module
-add("gptq_v2", tensors["gptq_v1.weights"], codes=g.qweight.clone(), scale=scales.clone(),
-    zero=g.qzeros + 0b00010001000100010001000100010001)
+
+def gptqmodel(bits, weights, scale, zero, idx):
+    """Packed by GPTQModel, which has zero points as they are (version 2), and decoded by it in f32."""
+    g = TorchLinear(bits, GROUP, bits == 8, bool((idx[1:] < idx[:-1]).any()), IN, OUT)
+    dense = torch.nn.Linear(IN, OUT, bias=False, device="meta")
+    dense.weight = torch.nn.Parameter(weights)
+    g.pack(dense, scale.float(), zero, idx.int())
+    g.qzero_format(format=2)
+    g.scales, scale = g.scales.float(), g.scales
+    return g, scale, g.eval().dequantize_weight().t()
+
+# Version 2: GPTQModel converts the words above; they become those that it packs.
+v2 = TorchLinear(4, GROUP, False, False, IN, OUT)
+v2.qweight, v2.qzeros = g.qweight.clone(), g.qzeros.clone()
+convert_gptq_v1_to_v2_format_module(v2, 4, torch.int32)
+g, scales, w = gptqmodel(4, exact.float(), s, z, torch.arange(IN) // GROUP)
+assert torch.equal(v2.qweight, g.qweight) and torch.equal(v2.qzeros, g.qzeros)
+add("gptq_v2", w, codes=v2.qweight, scale=scales, zero=v2.qzeros)
 
 def compressed(name, fmt, weights, args, **state):
     """By compressed-tensors' own compressor, and back."""
@@ -140,6 +163,44 @@ add("ggml_q4_1", gguf.quants.dequantize(data, G.Q4_1), codes=data)
 data = rng.integers(0, 256, (16, 144), dtype=np.uint8)
 data[:, :4] = (rng.random((16, 2)) * .001 + .0001).astype(np.float16).view(np.uint8)
 add("ggml_q4_k", gguf.quants.dequantize(data, G.Q4_K), codes=data)
+
+# 8 bits, symmetric, saved as version 1: every zero point 127 for 128.
+q = torch.randint(0, 256, (OUT, IN))
+for name, idx in (("gptq8", torch.arange(IN) // GROUP), ("gptq8_order", idx)):
+    g, scales, w = gptqmodel(8, ((q - 128).double() * s.double()[:, idx]).float(), s, torch.full_like(z, 128), idx)
+    convert_gptq_v2_to_v1_format_module(g, QuantizeConfig(bits=8))
+    order = {"g_idx": g.g_idx.clone()} if name == "gptq8_order" else {}
+    add(name, w, codes=g.qweight, scale=scales, zero=g.qzeros, **order)
+
+def modelopt(config, **weight_quantizer):
+    """A linear of `random`, calibrated and as export_hf_checkpoint exports it, and the fake-quantised weights."""
+    config = copy.deepcopy(config)
+    for entry in config["quant_cfg"]:
+        if entry["quantizer_name"] == "*weight_quantizer":
+            entry["cfg"].update(weight_quantizer)
+    model = torch.nn.Sequential(torch.nn.Linear(IN, OUT, bias=False))
+    model[0].weight.data = random.clone()
+    x = torch.randn(64, IN) * torch.logspace(-1, 1, IN)
+    mtq.quantize(model, config, lambda model: model(x))
+    before = copy.deepcopy(model[0])
+    _export_quantized_weight(model[0], torch.float32)
+    return before, postprocess_state_dict(model[0].state_dict(), 1, None)
+
+import modelopt.torch.quantization as mtq
+from modelopt.torch.export.quant_utils import postprocess_state_dict
+from modelopt.torch.export.unified_export_hf import _export_quantized_weight
+from modelopt.torch.quantization.qtensor import NVFP4QTensor
+before, c = modelopt(mtq.INT4_AWQ_CFG, block_sizes={-1: GROUP, "type": "static"})
+w = before.weight_quantizer(before.weight).detach()
+off = (w * c["pre_quant_scale"] - random).abs() / c["pre_quant_scale"]  # half a step: it multiplies activations
+assert (off <= c["weight_scale"].repeat_interleave(GROUP, 1) * .5001).all()
+assert c["pre_quant_scale"].unique().numel() > 9
+add("modelopt_int4", w, codes=c["weight"], scale=c["weight_scale"])
+_, c = modelopt(mtq.NVFP4_DEFAULT_CFG)  # its fake quantiser of these needs a GPU: decoded by its tensor class
+w = NVFP4QTensor((OUT, IN), torch.float32, c["weight"]).dequantize(
+    scale=c["weight_scale"], double_scale=c["weight_scale_2"], block_sizes={-1: 16})
+assert ((w - random).abs() <= amax(random, 16).repeat_interleave(16, 1) / 5).all()
+add("modelopt_nvfp4", w, codes=c["weight"], scale=c["weight_scale"], **{"global": c["weight_scale_2"].reshape(1)})
 
 save_file(tensors, "formats.safetensors")
 print(sum(t.numel() * t.element_size() for t in tensors.values()), "bytes", len(tensors), "tensors")
