@@ -356,7 +356,7 @@ test_scripts   := $(call chosen,test/check/install.sh test/check/torch.sh test/c
 ASAN_TESTS     ?= $(TESTS) $(if $(filter 12.4 12.5 12.6,$(CUDA_VERSION)),,$(SHIMMED))
 check_programs := $(call chosen,$(ASAN_TESTS:%=$(OBJ)/asan/bin/%))
 check_scripts  := $(call chosen,$(addprefix test/check/,headers.sh typed.sh symbols.sh docs.sh kernels.sh format.sh \
-	aarch64.sh toolkits.sh tsan.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
+	aarch64.sh toolkits.sh machines.sh tsan.sh $(if $(findstring address,$(SANITIZE)),fuzz.sh)))
 # Two drivers a harness; libFuzzer only where clang has its runtime.
 libfuzzer      = $(wildcard $(shell $(FUZZ_CC) -print-resource-dir 2> /dev/null)/lib/*/libclang_rt.fuzzer*.a)
 fuzz_programs := $(if $(and $(filter check,$(MAKECMDGOALS)),$(filter %/fuzz.sh,$(check_scripts))),\
@@ -423,7 +423,7 @@ lint:
 clean:
 	rm -rf $(OBJ) $(LIB)/libcumoe.a $(LIB)/libcumoe.so $(LIB)/test $(LIB)/bench $(LIB)/demo $(LIB)/train $(LIB)/trained \
 	$(LIB)/prefix $(LIB)/planted \
-	$(LIB)/aarch64 $(LIB)/toolkits
+	$(LIB)/aarch64 $(LIB)/toolkits $(LIB)/machines
 
 help:
 	@echo 'make            $(LIB)/libcumoe.a'
