@@ -285,7 +285,7 @@ static ep_round open_round(const ep_call *c, int64_t number)
 /* On a GPU a grid that has told the others waits for them as well, where nothing comes between. */
 static bool waits_in_answer(const ep_round *r)
 {
-  return r->c->whole && !on_cpu(r->c->g->context);
+  return r->c->whole && !on_cpu(r->c->g->context) && !r->c->g->staged;
 }
 
 static bool waits_in_put(const ep_round *r)

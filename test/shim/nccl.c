@@ -1,5 +1,7 @@
-/* NCCL as versions 2.27 to 2.29 answer, between threads of one process: of the channel SHIM_LIBRARY. */
+/* NCCL as versions 2.6 to 2.29 answer, between threads of one process: of the channel SHIM_LIBRARY. Ranks of the CPU
+ * device have their sends copied between the host's memory. */
 #include "core.h"
+#include "../../include/cumoe/types.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -8,6 +10,9 @@
 enum {
   MOST_RANKS = 8,
   GATHERS = 64,
+  GROUPS = 1024,
+  MOST_SENDS = 256, /* and as many receives, of a group */
+  SENDS_SINCE = 2703,
   GETTERS_SINCE = 22902,
   WINDOWS_SINCE = 22703,
   INVALID = 4,
@@ -26,7 +31,7 @@ typedef struct team {
   int ranks;
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  meeting gathers[GATHERS], registers[GATHERS];
+  meeting gathers[GATHERS], registers[GATHERS], groups[GROUPS];
 } team;
 
 typedef struct window {
@@ -37,7 +42,7 @@ typedef struct window {
 
 typedef struct comm {
   team *team;
-  int rank, device, gathered, registered;
+  int rank, device, gathered, registered, grouped;
   cudaStream_t stuck;
   window *windows[GATHERS]; /* those that are registered */
 } comm;
@@ -172,6 +177,104 @@ static int all_gather(const void *from, void *to, size_t count, int type, comm *
   return 0;
 }
 
+/* ---- sends: of a thread's group, all at its end ---- */
+
+typedef struct transfer {
+  const char *from;
+  char *to;
+  size_t bytes;
+  int rank; /* the other one */
+} transfer;
+
+typedef struct transfers {
+  comm *comm;
+  cudaStream_t stream;
+  int depth, sends, receives, failed; /* the last: the first failure */
+  transfer send[MOST_SENDS], receive[MOST_SENDS];
+} transfers;
+
+static _Thread_local transfers open_group;
+
+static int group_start(void)
+{
+  const int code = begin("ncclGroupStart");
+  if (code != 0) return code;
+  if (open_group.depth++ == 0) open_group.sends = open_group.receives = open_group.failed = 0, open_group.comm = NULL;
+  return 0;
+}
+
+static int add(transfer *list, int *count, transfer t, int type, comm *c, cudaStream_t stream)
+{
+  transfers *g = &open_group;
+  const bool fits = g->depth == 1 && *count < MOST_SENDS && (g->comm == NULL || (g->comm == c && g->stream == stream));
+  if (!fits || type != 1 || t.rank < 0 || t.rank >= c->team->ranks) return g->failed = INVALID;
+  if (c->device != CUMOE_DEVICE_CPU && current_device() != c->device) return g->failed = INVALID;
+  g->comm = c;
+  g->stream = stream;
+  list[(*count)++] = t;
+  return 0;
+}
+
+static int send(const void *from, size_t count, int type, int rank, comm *c, cudaStream_t stream)
+{
+  const int code = begin("ncclSend");
+  if (code != 0) return open_group.failed = code;
+  return add(open_group.send, &open_group.sends, (transfer){from, NULL, count, rank}, type, c, stream);
+}
+
+static int receive(void *to, size_t count, int type, int rank, comm *c, cudaStream_t stream)
+{
+  const int code = begin("ncclRecv");
+  if (code != 0) return open_group.failed = code;
+  return add(open_group.receive, &open_group.receives, (transfer){NULL, to, count, rank}, type, c, stream);
+}
+
+static void copy_one(const transfer *from, const transfer *to, bool host)
+{
+  if (from->bytes != to->bytes) abort(); /* the real one hangs, or faults */
+  if (host) {
+    memcpy(to->to, from->from, to->bytes);
+    return;
+  }
+  char *bytes = __real_malloc(to->bytes);
+  shim_read(bytes, from->from, to->bytes);
+  shim_write(to->to, bytes, to->bytes);
+  __real_free(bytes);
+}
+
+/* A rank's receives from another take its sends in their order, and none is left. */
+static void exchange(const team *t, const meeting *m)
+{
+  for (int r = 0; r < t->ranks; r++)
+    for (int s = 0; s < t->ranks; s++) {
+      const transfers *to = m->from[r], *from = m->from[s];
+      int i = 0, j = 0;
+      for (;; i++, j++) {
+        while (i < to->receives && to->receive[i].rank != s) i++;
+        while (j < from->sends && from->send[j].rank != r) j++;
+        if (i == to->receives || j == from->sends) break;
+        copy_one(&from->send[j], &to->receive[i], to->comm->device == CUMOE_DEVICE_CPU);
+      }
+      if (i < to->receives || j < from->sends) abort();
+    }
+}
+
+/* A group that has failed is dropped. Captured, it is not run. */
+static int group_end(void)
+{
+  transfers *g = &open_group;
+  const int code = begin("ncclGroupEnd");
+  if (--g->depth != 0) abort();
+  if (g->failed != 0 || code != 0) return g->failed != 0 ? g->failed : code;
+  comm *c = g->comm;
+  if (c == NULL || (g->stream != NULL && g->stream->graph != NULL)) return 0;
+  if (c->grouped >= GROUPS) return INVALID;
+  if (meet(c, &c->team->groups[c->grouped++], g, NULL, exchange)) return 0;
+  if (c->device == CUMOE_DEVICE_CPU) return REMOTE_ERROR; /* the engine has ended the communicator */
+  set_stuck(c->stuck = g->stream, true);
+  return 0;
+}
+
 static int mem_alloc(void **data, size_t bytes)
 {
   const int code = begin("ncclMemAlloc");
@@ -243,6 +346,10 @@ static const struct {
     FUNCTION(0, "ncclCommCuDevice", comm_cu_device),
     FUNCTION(0, "ncclCommGetAsyncError", async_error),
     FUNCTION(0, "ncclAllGather", all_gather),
+    FUNCTION(0, "ncclGroupStart", group_start),
+    FUNCTION(0, "ncclGroupEnd", group_end),
+    FUNCTION(SENDS_SINCE, "ncclSend", send),
+    FUNCTION(SENDS_SINCE, "ncclRecv", receive),
     FUNCTION(0, "ncclMemAlloc", mem_alloc),
     FUNCTION(0, "ncclMemFree", mem_free),
     FUNCTION(WINDOWS_SINCE, "ncclCommWindowRegister", window_register),
