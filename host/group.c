@@ -91,12 +91,12 @@ static cumoe_status take_arenas(const struct plan *plan, const cumoe_group_confi
   const operand want = {"arena", 1, arena.cols, DTYPE_BIT(CUMOE_U8), EP_ALIGN};
   REQUIRE(c->rank >= 0 && c->rank < c->ranks, CUMOE_ERR_INVALID_ARGUMENT,
           "config.rank is %d, must be 0 .. ranks - 1 = %d", (int)c->rank, (int)c->ranks - 1);
+  const bool staged = c->flags & CUMOE_GROUP_NCCL;
+  REQUIRE(c->comm || !staged, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is null, config.flags has CUMOE_GROUP_NCCL");
   TRY(check_operand(plan->context, &want, cumoe_const(arena)));
   REQUIRE((uint64_t)arena.cols >= bytes, CUMOE_ERR_WORKSPACE, "arena has %lld bytes, %llu are needed",
           (long long)arena.cols, (unsigned long long)bytes);
-  if (!(c->flags & CUMOE_GROUP_NCCL)) return take_others(c, arena.data);
-  REQUIRE(c->comm, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is null, config.flags has CUMOE_GROUP_NCCL");
-  return CUMOE_OK;
+  return staged ? CUMOE_OK : take_others(c, arena.data);
 }
 
 static uint64_t arena_bytes(const ep_shape *shape, const cumoe_group_config *c)

@@ -88,6 +88,19 @@ void shim_comms_close(void **comms)
   __real_free(t);
 }
 
+/* For a rank to come: not again after the patience, or once the communicator has been ended. */
+static bool await_change(team *t, const struct timespec *until)
+{
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (shim.ends_comms && shim_failed() != NULL) return false;
+  if (!shim.ends_comms) return pthread_cond_timedwait(&t->changed, &t->lock, until) == 0;
+  now.tv_nsec += 5000000;
+  if (now.tv_nsec >= 1000000000L) now.tv_sec++, now.tv_nsec -= 1000000000L;
+  (void)pthread_cond_timedwait(&t->changed, &t->lock, &now);
+  return now.tv_sec <= until->tv_sec;
+}
+
 /* Whether all came. The last one does the work of all. */
 static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(const team *t, const meeting *m))
 {
@@ -105,7 +118,7 @@ static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(c
     pthread_cond_broadcast(&t->changed);
   }
   while (m->here < t->ranks)
-    if (m->ended || pthread_cond_timedwait(&t->changed, &t->lock, &until) != 0) break;
+    if (m->ended || !await_change(t, &until)) break;
   const bool all = m->here == t->ranks;
   m->ended = !all;
   pthread_mutex_unlock(&t->lock);
