@@ -312,7 +312,62 @@ static void absent_on_gpus(void)
   shim_reset();
 }
 
+/* ---- where everything lies ---- */
+
+/* By the kernels' own sums: what a rank has for another is in that one's message, and goes to its own segment there. */
+static void check_messages(const ep_shape *s, int32_t from, int32_t other)
+{
+  const ep_staging g = ep_lay_out_staging(s, from), peer = ep_lay_out_staging(s, other);
+  const uint64_t tokens = (uint64_t)s->capacity, row = (uint64_t)s->hidden * (uint64_t)s->element;
+  const uint64_t k = (uint64_t)s->top_k, self = (uint64_t)from, to = (uint64_t)other;
+  const struct {
+    uint64_t there, bytes; /* of the first rank; of a rank's segment */
+  } arrays[PIECES] = {[PIECE_HELLO] = {g.to.hello, EP_LINE},
+                      [PIECE_IN] = {g.to.lane + g.to.in, EP_LINE},
+                      [PIECE_BACK] = {g.to.lane + g.to.back, EP_LINE},
+                      [PIECE_X] = {g.to.lane + g.to.x, tokens * row},
+                      [PIECE_IDS] = {g.to.lane + g.to.ids, tokens * k * 4},
+                      [PIECE_WEIGHTS] = {g.to.lane + g.to.weights, tokens * k * 4},
+                      [PIECE_Y] = {g.to.lane + g.to.y, tokens * row * (uint64_t)ep_answers(s)}};
+  const ep_layout at = ep_lay_out(s);
+  const uint64_t in_arena[PIECES] = {at.hello,         at.lane + at.in,  at.lane + at.back,   at.lane + at.x,
+                                     at.lane + at.ids, at.lane + at.weights, at.lane + at.y};
+  uint64_t end = 0;
+  bool right = g.bytes == peer.bytes && g.messages >= g.to.bases + (uint64_t)s->ranks * 8 && g.to.bases >= at.bytes;
+  for (int i = 0; i < PIECES; i++) {
+    const uint64_t base = (to - self) * g.message_bytes; /* modulo 2^64, as addresses */
+    right &= base + arrays[i].there + self * arrays[i].bytes == g.messages + to * g.message_bytes + g.pieces[i].from;
+    right &= g.pieces[i].bytes == arrays[i].bytes && g.pieces[i].to == in_arena[i];
+    right &= g.pieces[i].from >= end && g.pieces[i].from % 16 == 0;
+    end = g.pieces[i].from + g.pieces[i].bytes;
+  }
+  right &= end <= g.message_bytes && g.bytes == g.messages + (uint64_t)s->ranks * g.message_bytes;
+  /* The kernel that puts asks for the flags' lines ahead: within the arena. */
+  right &= at.lane + g.to.back + (uint64_t)s->ranks * EP_LINE <= g.bytes && g.to.back < g.bytes && g.to.x < g.bytes;
+  CHECK_MSG(right, "%d ranks, rank %d, message to %d", (int)s->ranks, (int)from, (int)other);
+}
+
+static void messages(void)
+{
+  static const int32_t ranks[] = {1, 2, 3, 16, 17, 64, 1024};
+  for (size_t i = 0; i < sizeof ranks / sizeof *ranks * 4; i++) {
+    const ep_shape s = {.ranks = ranks[i / 4],
+                        .lanes = 1,
+                        .experts = 256,
+                        .top_k = 8,
+                        .hidden = 7168,
+                        .element = 2,
+                        .exact = i / 2 % 2,
+                        .capacity = i % 2 ? 1 : 4096};
+    case_begin("%d ranks, %d tokens", (int)s.ranks, (int)s.capacity);
+    for (int32_t r = 0; r < s.ranks; r += s.ranks > 64 ? 31 : 1)
+      for (int32_t to = 0; to < s.ranks; to += s.ranks > 64 ? 31 : 1) check_messages(&s, r, to);
+    case_end();
+  }
+}
+
 static const test_group staged_groups[] = {
+    ALONE("messages", messages, ONCE),
     ALONE("answers by NCCL", answers_by_nccl, ONCE),
     ALONE("trouble", fates_of_three, ONCE),
     ALONE("every call of NCCL fails", faults, ONCE),

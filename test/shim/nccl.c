@@ -10,7 +10,7 @@
 enum {
   MOST_RANKS = 8,
   GATHERS = 64,
-  GROUPS = 1024,
+  GROUPS = 4096,
   MOST_SENDS = 256, /* and as many receives, of a group */
   SENDS_SINCE = 2703,
   GETTERS_SINCE = 22902,
