@@ -348,6 +348,11 @@ static cumoe_status check_patterns(const group *g, int32_t r)
   bool same = true;
   TRY(patterns(g, r, g->rank, &same));
   if (same) return CUMOE_OK;
+  if (g->staged)
+    return give_up_create(g, r,
+                          fail(CUMOE_ERR_INVALID_ARGUMENT,
+                               "config.comm: what rank %d has sent to rank %d is not in its arena", (int)r,
+                               (int)g->rank));
   return give_up_create(g, r,
                         fail(CUMOE_ERR_INVALID_ARGUMENT,
                              "config.arenas: what rank %d wrote for rank %d is not in its arena: they overlap, or lead "

@@ -216,6 +216,30 @@ static void other_communicators(void)
   }
 }
 
+/* A NCCL that loses bytes: where they are missing it is seen, and the others hear of it at once. */
+static void torn(void)
+{
+  void *made[MOST_COMMS];
+  rank ranks[MOST_RANKS];
+  world w = three;
+  case_begin("bytes are lost");
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  open_comms(made, w.ranks);
+  shim.torn_sends = true;
+  run_ranks(&w, &out, ranks, NOBODY, NONE, 0);
+  for (int32_t r = 0; r < w.ranks; r++) {
+    const char *words = r == 1 ? "config.comm: what rank 0 has sent to rank 1 is not in its arena"
+                               : "rank 1 failed where this one did not";
+    CHECK_MSG(ranks[r].status == (r == 1 ? CUMOE_ERR_INVALID_ARGUMENT : CUMOE_ERR_PEER) &&
+                  strstr(ranks[r].text, words) != NULL && ranks[r].group == NULL,
+              "rank %d: %s", (int)r, ranks[r].text);
+  }
+  close_comms();
+  shim_reset();
+  case_end();
+}
+
 /* ---- what such a group does not do ---- */
 
 static void *join_and_ask(void *argument)
@@ -373,6 +397,7 @@ static const test_group staged_groups[] = {
     ALONE("every call of NCCL fails", faults, ONCE),
     ALONE("versions", all_versions, ONCE),
     ALONE("other communicators", other_communicators, ONCE),
+    ALONE("lost bytes", torn, ONCE),
     ALONE("masks", masks_by_nccl, ONCE),
     ALONE("GPUs", three_gpus, ONCE),
     ALONE("a rank that does not come", absent_on_gpus, ONCE),

@@ -5,7 +5,7 @@
  *   out = cumoe_ep_forward(tokens of this rank)   what one rank with all experts would answer
  *
  * Ranks are contexts on GPUs that reach each other's memory, or on the CPU device: threads of one process, or processes
- * that have mapped each other's arenas (tested on the CPU device). What is "not served" below is refused with a text by
+ * that have mapped each other's arenas (tested on the CPU device); or GPUs that do not, see "By NCCL". What is "not served" below is refused with a text by
  * the call that it concerns.
  *
  * Order of calls, on each rank:
@@ -45,6 +45,28 @@
  * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits
  * for another the host should make neither memory nor graphs. create lets kernels of the process reach the other ranks'
  * GPUs (cudaDeviceEnablePeerAccess), for good.
+ *
+ * By NCCL (CUMOE_GROUP_NCCL): ranks without a path between their GPUs, or on several hosts. The kernels write what goes
+ * to other ranks into messages of fixed size behind the rank's own arena, and NCCL carries these: after dispatch, and
+ * after the experts, one group of ncclSend and ncclRecv to and from every rank, this one included, on the caller's
+ * stream. Everything else is as above, with the same bits. No rank needs another's address: config.arenas is not looked
+ * at, config.comm is the engine's communicator, of NCCL 2.7.3 or newer, 2.9 for captures, which blocks. NCCL is opened
+ * at run time, nothing links it. What is different:
+ *   bytes     always max_tokens tokens to each rank, whatever there is to say, DEDUP or not: a group of few tokens
+ *             for decoding, another one for the rest. The arena is about twice as large
+ *   calls     NCCL's own rules: work of one communicator in the same order on all ranks, captured by all or none, by
+ *             one thread at a time. One lane (NOT_SUPPORTED); a second group, of a second communicator, is another
+ *   failure   NCCL waits without limit for a rank that does not come: to notice, and to end the communicator
+ *             (ncclCommAbort), is the engine's. timeout_ns limits create alone, and on GPUs alone; when it was up,
+ *             arena and context must not go before the communicator has been ended. What NCCL answers is CUDA, or PEER,
+ *             with its words; then, and after cumoe_group_abort, this rank's later calls answer PEER, on GPUs too, and
+ *             launch nothing: the others are not told. destroy waits for nobody; set_active is NOT_SUPPORTED
+ *   missing   LIBRARY_MISSING: no NCCL is loaded, or a function is not in it; NOT_SUPPORTED: it is too old;
+ *             INVALID_ARGUMENT, WRONG_DEVICE: a communicator of other ranks, of another device
+ * On the CPU device config.nccl may be a library of one's own with NCCL's functions that copy the host's memory and have
+ * done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
+ * Experimental: no NCCL and no GPU has run it yet. Tested on the CPU device against shared memory's bits, and over a
+ * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.29.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -76,7 +98,7 @@ enum {
 
 typedef struct cumoe_group_config {
   uint32_t size;
-  uint32_t flags;      /* CUMOE_GROUP_*; the same on all ranks, as all but rank and arenas */
+  uint32_t flags;      /* CUMOE_GROUP_*; the same on all ranks, as all but rank, arenas, comm and nccl */
   int32_t rank, ranks; /* 0 .. ranks - 1; 1 .. CUMOE_MAX_RANKS */
   int32_t lanes;       /* 0 = 1; at most CUMOE_MAX_LANES */
   int32_t reserved;    /* 0 */
@@ -88,8 +110,8 @@ typedef struct cumoe_group_config {
 } cumoe_group_config;
 
 /*
- * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank and
- * arenas are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead of 2 H.
+ * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank,
+ * arenas, comm and nccl are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead of 2 H.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
 
