@@ -48,7 +48,7 @@ typedef struct group {
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
-  bool early; /* they may start before the grid ahead has ended */
+  bool early;  /* they may start before the grid ahead has ended */
   bool staged; /* by NCCL, as what follows */
   bool stuck;  /* NCCL has not ended: nothing that waits for the group's stream may be called */
   ep_staging staging;

@@ -46,16 +46,15 @@ ep_staging ep_lay_out_staging(const ep_shape *s, int32_t rank)
                              [PIECE_IDS] = {0, at.lane + at.ids, tokens * k * sizeof(int32_t)},
                              [PIECE_WEIGHTS] = {0, at.lane + at.weights, tokens * k * sizeof(float)},
                              [PIECE_Y] = {0, at.lane + at.y, tokens * row * (uint64_t)ep_answers(s)}}};
-  uint64_t *const to[PIECES] = {&g.to.hello, &g.to.in,      &g.to.back, &g.to.x,
-                                &g.to.ids,   &g.to.weights, &g.to.y};
+  uint64_t *const to[PIECES] = {&g.to.hello, &g.to.in, &g.to.back, &g.to.x, &g.to.ids, &g.to.weights, &g.to.y};
   uint64_t end = at.bytes;
   g.to.bases = take(&end, ranks * sizeof(uint64_t));
   g.messages = end;
   for (int i = 0; i < PIECES; i++) g.pieces[i].from = take(&g.message_bytes, g.pieces[i].bytes);
   /* A message is no shorter than any of its pieces: nothing is below 0. */
   for (int i = 0; i < PIECES; i++)
-    *to[i] = g.messages + self * (g.message_bytes - g.pieces[i].bytes) + g.pieces[i].from -
-             (i == PIECE_HELLO ? 0 : at.lane);
+    *to[i] =
+        g.messages + self * (g.message_bytes - g.pieces[i].bytes) + g.pieces[i].from - (i == PIECE_HELLO ? 0 : at.lane);
   g.bytes = g.messages + ranks * g.message_bytes;
   return g;
 }

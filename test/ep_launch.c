@@ -336,8 +336,12 @@ static void masks(void)
 }
 
 static const test_group groups[] = {
-    ALONE("launches", launches, ONCE), ALONE("captures", captures, ONCE),   ALONE("faults", faults, ONCE),
-    ALONE("grids", grids, ONCE),       ALONE("one round", one_round, ONCE), ALONE("masks", masks, ONCE),
+    ALONE("launches", launches, ONCE),
+    ALONE("captures", captures, ONCE),
+    ALONE("faults", faults, ONCE),
+    ALONE("grids", grids, ONCE),
+    ALONE("one round", one_round, ONCE),
+    ALONE("masks", masks, ONCE),
     ALONE("launches by NCCL", launches_by_nccl, ONCE),
     ALONE("captures by NCCL", captures_by_nccl, ONCE),
     ALONE("faults by NCCL", faults_by_nccl, ONCE),

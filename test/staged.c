@@ -54,7 +54,8 @@ static const struct {
      "config.max_tokens is"},
     {"other flags", OTHER_FLAGS, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is",
      "config.flags is"},
-    {"another layer", OTHER_SHAPE, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT, "the hash of", "the hash of"},
+    {"another layer", OTHER_SHAPE, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_INVALID_ARGUMENT, "the hash of",
+     "the hash of"},
     {"no zeros", USED_ARENA, CUMOE_ERR_INVALID_ARGUMENT, CUMOE_ERR_PEER, "not filled with zeros", "ncclGroupEnd: 6"},
     {"a call that is corrected", BAD_CALL, CUMOE_OK, CUMOE_OK, "", ""},
     {"never joins", NEVER_JOINS, CUMOE_OK, CUMOE_ERR_PEER, "", "ncclGroupEnd: 6"},
@@ -325,7 +326,7 @@ static void absent_on_gpus(void)
   CHECK_STATUS(CUMOE_ERR_PEER, join(&r[0]));
   CHECK_TEXT("ncclGroupEnd has not ended within 0.05 s");
   CHECK(r[0].group == NULL);
-  CHECK_MSG(!strstr(shim_trace(), "waits for ever"), "%s", shim_trace());
+  CHECK_MSG(!strstr(shim_trace(), "waits for ever") && !strstr(shim_trace(), "cudaLibraryUnload"), "%s", shim_trace());
   close_comms();
   CHECK_OK(cumoe_stream_destroy(r[0].context, r[0].streams[0]));
   close_opened();
@@ -354,7 +355,7 @@ static void check_messages(const ep_shape *s, int32_t from, int32_t other)
                       [PIECE_WEIGHTS] = {g.to.lane + g.to.weights, tokens * k * 4},
                       [PIECE_Y] = {g.to.lane + g.to.y, tokens * row * (uint64_t)ep_answers(s)}};
   const ep_layout at = ep_lay_out(s);
-  const uint64_t in_arena[PIECES] = {at.hello,         at.lane + at.in,  at.lane + at.back,   at.lane + at.x,
+  const uint64_t in_arena[PIECES] = {at.hello,         at.lane + at.in,      at.lane + at.back, at.lane + at.x,
                                      at.lane + at.ids, at.lane + at.weights, at.lane + at.y};
   uint64_t end = 0;
   bool right = g.bytes == peer.bytes && g.messages >= g.to.bases + (uint64_t)s->ranks * 8 && g.to.bases >= at.bytes;
@@ -384,23 +385,18 @@ static void messages(void)
                         .exact = i / 2 % 2,
                         .capacity = i % 2 ? 1 : 4096};
     case_begin("%d ranks, %d tokens", (int)s.ranks, (int)s.capacity);
-    for (int32_t r = 0; r < s.ranks; r += s.ranks > 64 ? 31 : 1)
-      for (int32_t to = 0; to < s.ranks; to += s.ranks > 64 ? 31 : 1) check_messages(&s, r, to);
+    for (int32_t r = 0; r<s.ranks; r += s.ranks> 64 ? 31 : 1)
+      for (int32_t to = 0; to<s.ranks; to += s.ranks> 64 ? 31 : 1) check_messages(&s, r, to);
     case_end();
   }
 }
 
 static const test_group staged_groups[] = {
-    ALONE("messages", messages, ONCE),
-    ALONE("answers by NCCL", answers_by_nccl, ONCE),
-    ALONE("trouble", fates_of_three, ONCE),
-    ALONE("every call of NCCL fails", faults, ONCE),
-    ALONE("versions", all_versions, ONCE),
-    ALONE("other communicators", other_communicators, ONCE),
-    ALONE("lost bytes", torn, ONCE),
-    ALONE("masks", masks_by_nccl, ONCE),
-    ALONE("GPUs", three_gpus, ONCE),
-    ALONE("a rank that does not come", absent_on_gpus, ONCE),
+    ALONE("messages", messages, ONCE),      ALONE("answers by NCCL", answers_by_nccl, ONCE),
+    ALONE("trouble", fates_of_three, ONCE), ALONE("every call of NCCL fails", faults, ONCE),
+    ALONE("versions", all_versions, ONCE),  ALONE("other communicators", other_communicators, ONCE),
+    ALONE("lost bytes", torn, ONCE),        ALONE("masks", masks_by_nccl, ONCE),
+    ALONE("GPUs", three_gpus, ONCE),        ALONE("a rank that does not come", absent_on_gpus, ONCE),
 };
 
 int main(int argc, char **argv)

@@ -89,11 +89,10 @@ enum {
                                  on GPUs where the same kernels serve both (CUMOE_MOE_BATCH_INVARIANT).
                                  Without it each rank sums what its experts add to a token and rounds that to dtype: one
                                  rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
-  CUMOE_GROUP_DEDUP =
-      1u << 1 /* a token is sent to those ranks only that have one of its experts, once to each: the same
-                                 results, bit for bit, and less on the wire the more ranks there are; its router and
-                                 gate come before the first byte, on a GPU with a grid more */,
-  CUMOE_GROUP_NCCL = 1u << 2 /* ranks that do not reach each other's memory: see "By NCCL" */
+  CUMOE_GROUP_DEDUP = 1u << 1, /* a token is sent to those ranks only that have one of its experts, once to each: the
+                                 same results, bit for bit, and less on the wire the more ranks there are; its router
+                                 and gate come before the first byte, on a GPU with a grid more */
+  CUMOE_GROUP_NCCL = 1u << 2   /* ranks that do not reach each other's memory: see "By NCCL" */
 };
 
 typedef struct cumoe_group_config {
@@ -105,8 +104,8 @@ typedef struct cumoe_group_config {
   int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k < 2^31 */
   int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ */
   void *const *arenas; /* [ranks] where each rank's arena lies, as this rank addresses it; copied. Its own is `arena` */
-  void *comm; /* CUMOE_GROUP_NCCL: ncclComm_t, the engine's, of these ranks, in this order, and of the context's device */
-  void *nccl; /* dlopen's handle of the library that comm is of; NULL: the libnccl.so.2 that is loaded */
+  void *comm;          /* CUMOE_GROUP_NCCL: ncclComm_t, of these ranks, in this order, and of the context's device */
+  void *nccl;          /* dlopen's handle of the library that comm is of; NULL: the libnccl.so.2 that is loaded */
 } cumoe_group_config;
 
 /*
