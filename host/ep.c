@@ -80,11 +80,12 @@ static cumoe_status check_workspace(const ep_call *c)
   return CUMOE_OK;
 }
 
-/* The arena is written by others at any time. */
+/* The arena is written by others at any time, and its messages are under way. */
 static cumoe_status check_off_arena(const ep_call *c)
 {
   const cumoe_moe_args *a = &c->layer;
-  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)c->g->at.bytes);
+  const uint64_t bytes = c->g->staged ? c->g->staging.bytes : c->g->at.bytes;
+  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)bytes);
   const named_view views[] = {{"the group's arena", arena},
                               {"args.x", a->x},
                               {"args.workspace", cumoe_const(a->workspace)},

@@ -243,12 +243,24 @@ static void torn(void)
 
 /* ---- what such a group does not do ---- */
 
+/* A workspace that begins where messages end: refused, and nobody is told anything. */
+static void work_in_messages(rank *r)
+{
+  ep_call c;
+  CHECK_OK(cumoe_ep_workspace(r->group, &r->workspace_bytes));
+  r->workspaces[0] = (char *)r->arena + r->bytes - 256;
+  fill_call(r, 0, 0, &c);
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, &c.args, NULL));
+  CHECK_TEXT("the group's arena");
+}
+
 static void *join_and_ask(void *argument)
 {
   rank *r = argument;
   const uint64_t mask = 1;
   keep(r, join(r));
   if (!r->group) return NULL;
+  work_in_messages(r);
   keep(r, cumoe_group_set_active(r->group, &mask));
   r->ended = cumoe_group_destroy(r->group);
   return NULL;
