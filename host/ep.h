@@ -14,8 +14,8 @@ typedef enum move { MOVE_COUNT, MOVE_SLOTS, MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANS
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
 
 /*
- * By NCCL (CUMOE_GROUP_NCCL) nobody writes to another's memory. What a rank has for another lies behind its own arena, in
- * a message, and NCCL brings each piece of it to the segment that it is for. Kernels write messages as they write
+ * By NCCL (CUMOE_GROUP_NCCL) nobody writes to another's memory. What a rank has for another lies behind its own arena,
+ * in a message, and NCCL brings each piece of it to the segment that it is for. Kernels write messages as they write
  * arenas: rank r's message is where an arena at arenas[r] would have this rank's segments, by the layout `to`. They are
  * told apart by their flags as ever, which have come before whoever waits for them starts.
  */

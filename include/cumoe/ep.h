@@ -5,8 +5,8 @@
  *   out = cumoe_ep_forward(tokens of this rank)   what one rank with all experts would answer
  *
  * Ranks are contexts on GPUs that reach each other's memory, or on the CPU device: threads of one process, or processes
- * that have mapped each other's arenas (tested on the CPU device); or GPUs that do not, see "By NCCL". What is "not served" below is refused with a text by
- * the call that it concerns.
+ * that have mapped each other's arenas (tested on the CPU device); or GPUs that do not reach each other, see "By NCCL".
+ * What is "not served" below is refused with a text by the call that it concerns.
  *
  * Order of calls, on each rank:
  *
@@ -60,11 +60,11 @@
  *             (ncclCommAbort), is the engine's. timeout_ns limits create alone, and on GPUs alone; when it was up,
  *             arena and context must not go before the communicator has been ended. What NCCL answers is CUDA, or PEER,
  *             with its words; then, and after cumoe_group_abort, this rank's later calls answer PEER, on GPUs too, and
- *             launch nothing: the others are not told. destroy waits for nobody; set_active is NOT_SUPPORTED
+ *             send nothing: the others are not told. destroy waits for nobody; set_active is NOT_SUPPORTED
  *   missing   LIBRARY_MISSING: no NCCL is loaded, or a function is not in it; NOT_SUPPORTED: it is too old;
  *             INVALID_ARGUMENT, WRONG_DEVICE: a communicator of other ranks, of another device
- * On the CPU device config.nccl may be a library of one's own with NCCL's functions that copy the host's memory and have
- * done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
+ * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
+ * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
  * Experimental: no NCCL and no GPU has run it yet. Tested on the CPU device against shared memory's bits, and over a
  * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.29.
  */
@@ -110,7 +110,8 @@ typedef struct cumoe_group_config {
 
 /*
  * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank,
- * arenas, comm and nccl are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead of 2 H.
+ * arenas, comm and nccl are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead
+ * of 2 H; by NCCL twice that.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
 

@@ -3,6 +3,7 @@
 #include "core.h"
 #include "../../include/cumoe/types.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -48,6 +49,7 @@ typedef struct comm {
 } comm;
 
 static char handle;
+static atomic_bool has_failed; /* a call, since communicators were opened */
 
 void *shim_nccl_handle(void)
 {
@@ -57,6 +59,7 @@ void *shim_nccl_handle(void)
 void shim_comms_open(void **comms, int ranks, const int *devices)
 {
   team *t = __real_calloc(1, sizeof *t);
+  atomic_store(&has_failed, false);
   t->ranks = ranks;
   pthread_mutex_init(&t->lock, NULL);
   pthread_cond_init(&t->changed, NULL);
@@ -93,7 +96,7 @@ static bool await_change(team *t, const struct timespec *until)
 {
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
-  if (shim.ends_comms && shim_failed() != NULL) return false;
+  if (shim.ends_comms && atomic_load(&has_failed)) return false;
   if (!shim.ends_comms) return pthread_cond_timedwait(&t->changed, &t->lock, until) == 0;
   now.tv_nsec += 5000000;
   if (now.tv_nsec >= 1000000000L) now.tv_sec++, now.tv_nsec -= 1000000000L;
@@ -127,10 +130,17 @@ static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(c
 
 /* ---- functions ---- */
 
+static int planned(const char *name)
+{
+  const int code = shim_planned(SHIM_LIBRARY, name);
+  if (code != 0) atomic_store(&has_failed, true);
+  return code;
+}
+
 static int begin(const char *name)
 {
   shim_note(name);
-  const int code = shim_planned(SHIM_LIBRARY, name);
+  const int code = planned(name);
   if (code != 0) shim_note("  fails");
   return code;
 }
@@ -138,7 +148,7 @@ static int begin(const char *name)
 static int get_version(int *version)
 {
   *version = shim.nccl;
-  return shim_planned(SHIM_LIBRARY, "ncclGetVersion");
+  return planned("ncclGetVersion");
 }
 static const char *error_text(int code)
 {
@@ -147,17 +157,17 @@ static const char *error_text(int code)
 static int comm_count(const comm *c, int *count)
 {
   *count = c->team->ranks;
-  return shim_planned(SHIM_LIBRARY, "ncclCommCount");
+  return planned("ncclCommCount");
 }
 static int comm_user_rank(const comm *c, int *rank)
 {
   *rank = c->rank;
-  return shim_planned(SHIM_LIBRARY, "ncclCommUserRank");
+  return planned("ncclCommUserRank");
 }
 static int comm_cu_device(const comm *c, int *device)
 {
   *device = c->device;
-  return shim_planned(SHIM_LIBRARY, "ncclCommCuDevice");
+  return planned("ncclCommCuDevice");
 }
 static int async_error(const comm *c, int *result)
 {
