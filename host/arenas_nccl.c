@@ -2,8 +2,6 @@
 #include "arenas.h"
 #include "context.h"
 
-#include <time.h>
-
 /* ---- letters: a gather of bytes on a stream of their own ---- */
 
 cumoe_status mail_open(arenas *a)
@@ -23,35 +21,6 @@ cumoe_status mail_close(arenas *a)
   return first;
 }
 
-static int64_t now_ns(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-/* NCCL's kernel ends when all ranks have come, which one may never do: nothing that waits for it may be called then. */
-static cumoe_status await_gather(arenas *a)
-{
-  const struct timespec nap = {.tv_nsec = 50000};
-  const int64_t begin = now_ns();
-  cudaError_t error;
-  while ((error = cudaStreamQuery(a->mail.stream)) == cudaErrorNotReady) {
-    int result = 0;
-    clear_cuda_error();
-    const cumoe_status asked =
-        nccl_status(&a->nccl, "ncclCommGetAsyncError", a->nccl.comm_async_error(a->nccl.comm, &result));
-    const cumoe_status met = asked == CUMOE_OK ? nccl_status(&a->nccl, "ncclAllGather", result) : asked;
-    a->mail.stuck = met != CUMOE_OK || now_ns() - begin > a->config.timeout_ns;
-    TRY(met);
-    REQUIRE(!a->mail.stuck, CUMOE_ERR_PEER,
-            "ncclAllGather has not ended within %g s: a rank has not come. End the communicator before the context",
-            (double)a->config.timeout_ns * 1e-9);
-    nanosleep(&nap, NULL);
-  }
-  return cuda_status(error, "cudaStreamQuery");
-}
-
 cumoe_status mail_gather(arenas *a, const letter *mine, letter *all)
 {
   char *const send = a->mail.buffer, *const receive = send + sizeof *mine;
@@ -59,7 +28,7 @@ cumoe_status mail_gather(arenas *a, const letter *mine, letter *all)
   TRY_CUDA(cudaMemcpyAsync(send, mine, bytes, cudaMemcpyHostToDevice, a->mail.stream));
   TRY(nccl_status(&a->nccl, "ncclAllGather",
                   a->nccl.all_gather(send, receive, bytes, NCCL_UINT8, a->nccl.comm, a->mail.stream)));
-  TRY(await_gather(a));
+  TRY(nccl_await(&a->nccl, "ncclAllGather", a->mail.stream, a->config.timeout_ns, &a->mail.stuck));
   TRY_CUDA(cudaMemcpyAsync(all, receive, all_bytes, cudaMemcpyDeviceToHost, a->mail.stream));
   TRY_CUDA(cudaStreamSynchronize(a->mail.stream));
   return CUMOE_OK;

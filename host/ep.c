@@ -80,11 +80,12 @@ static cumoe_status check_workspace(const ep_call *c)
   return CUMOE_OK;
 }
 
-/* The arena is written by others at any time. */
+/* The arena is written by others at any time, and its messages are under way. */
 static cumoe_status check_off_arena(const ep_call *c)
 {
   const cumoe_moe_args *a = &c->layer;
-  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)c->g->at.bytes);
+  const uint64_t bytes = c->g->staged ? c->g->staging.bytes : c->g->at.bytes;
+  const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)bytes);
   const named_view views[] = {{"the group's arena", arena},
                               {"args.x", a->x},
                               {"args.workspace", cumoe_const(a->workspace)},
@@ -285,7 +286,7 @@ static ep_round open_round(const ep_call *c, int64_t number)
 /* On a GPU a grid that has told the others waits for them as well, where nothing comes between. */
 static bool waits_in_answer(const ep_round *r)
 {
-  return r->c->whole && !on_cpu(r->c->g->context);
+  return r->c->whole && !on_cpu(r->c->g->context) && !r->c->g->staged;
 }
 
 static bool waits_in_put(const ep_round *r)

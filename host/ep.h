@@ -3,6 +3,7 @@
 #define CUMOE_HOST_EP_H
 
 #include "moe.h"
+#include "nccl.h"
 #include "../include/cumoe/ep.h"
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
@@ -11,6 +12,27 @@ typedef enum move { MOVE_COUNT, MOVE_SLOTS, MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANS
 
 /* An exchange in three parts, each a call of its own or all in one. */
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
+
+/*
+ * By NCCL (CUMOE_GROUP_NCCL) nobody writes to another's memory. What a rank has for another lies behind its own arena,
+ * in a message, and NCCL brings each piece of it to the segment that it is for. Kernels write messages as they write
+ * arenas: rank r's message is where an arena at arenas[r] would have this rank's segments, by the layout `to`. They are
+ * told apart by their flags as ever, which have come before whoever waits for them starts.
+ */
+typedef enum piece { PIECE_HELLO, PIECE_IN, PIECE_BACK, PIECE_X, PIECE_IDS, PIECE_WEIGHTS, PIECE_Y, PIECES } piece;
+
+typedef struct ep_staging {
+  ep_layout to;
+  struct {
+    uint64_t from, to; /* in the message; the first rank's segment in the arena */
+    uint64_t bytes;
+  } pieces[PIECES];
+  uint64_t messages, message_bytes; /* [ranks] */
+  uint64_t bytes;                   /* of the arena, messages included */
+} ep_staging;
+
+/* Of one lane. */
+ep_staging ep_lay_out_staging(const ep_shape *shape, int32_t rank);
 
 typedef struct group {
   struct context *context;
@@ -26,9 +48,15 @@ typedef struct group {
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
-  bool early; /* they may start before the grid ahead has ended */
+  bool early;  /* they may start before the grid ahead has ended */
+  bool staged; /* by NCCL, as what follows */
+  bool stuck;  /* NCCL has not ended: nothing that waits for the group's stream may be called */
+  ep_staging staging;
+  nccl nccl;
+  uint64_t given_up; /* the abort word: the host's own */
   char *arena;
-  char *arenas[]; /* of all ranks */
+  ep_layout to;   /* where this rank's segments are in arenas[] */
+  char *arenas[]; /* of all ranks; staged: see above */
 } group;
 
 /* Offsets of an arena; a pure function. Valid shapes only: nothing overflows 2^62. */
@@ -65,6 +93,11 @@ cumoe_status wire_load_abort(const group *g, uint64_t *word);
 /* Until the upper half of the own word at `at` has reached `least`: *end is 0. Else the abort word, or EP_LATE. */
 cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end);
 void wire_give_up(const group *g, uint64_t word);
+/* Staged groups: pieces (a bit each) of all messages to all ranks, by a stream; and until they have come. */
+cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream);
+cumoe_status staged_bring(group *g, unsigned pieces);
+/* Of a move: where its kernel writes, or reads. */
+void staged_arguments(const group *g, move which, ep_args *a);
 /* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. */
 cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream);
 

@@ -137,6 +137,8 @@ cumoe_status cumoe_group_set_active(cumoe_group handle, const uint64_t *active)
   group *g;
   uint64_t mask[MASK_WORDS] = {0};
   TRY(find_group(handle, &g));
+  REQUIRE(!g->staged, CUMOE_ERR_NOT_SUPPORTED,
+          "config.flags of the group has CUMOE_GROUP_NCCL: make another group, of a communicator of those that stay");
   TRY(take_mask(g, active, mask));
   ON_DEVICE_RELAXED(g->context, agree(g, mask));
 }

@@ -32,3 +32,29 @@ ep_layout ep_lay_out(const ep_shape *s)
   l.bytes = head + (uint64_t)s->lanes * lane;
   return l;
 }
+
+ep_staging ep_lay_out_staging(const ep_shape *s, int32_t rank)
+{
+  const ep_layout at = ep_lay_out(s);
+  const uint64_t ranks = (uint64_t)s->ranks, self = (uint64_t)rank, tokens = (uint64_t)s->capacity;
+  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, k = (uint64_t)s->top_k;
+  ep_staging g = {.to = at,
+                  .pieces = {[PIECE_HELLO] = {0, at.hello, EP_LINE},
+                             [PIECE_IN] = {0, at.lane + at.in, EP_LINE},
+                             [PIECE_BACK] = {0, at.lane + at.back, EP_LINE},
+                             [PIECE_X] = {0, at.lane + at.x, tokens * row},
+                             [PIECE_IDS] = {0, at.lane + at.ids, tokens * k * sizeof(int32_t)},
+                             [PIECE_WEIGHTS] = {0, at.lane + at.weights, tokens * k * sizeof(float)},
+                             [PIECE_Y] = {0, at.lane + at.y, tokens * row * (uint64_t)ep_answers(s)}}};
+  uint64_t *const to[PIECES] = {&g.to.hello, &g.to.in, &g.to.back, &g.to.x, &g.to.ids, &g.to.weights, &g.to.y};
+  uint64_t end = at.bytes;
+  g.to.bases = take(&end, ranks * sizeof(uint64_t));
+  g.messages = end;
+  for (int i = 0; i < PIECES; i++) g.pieces[i].from = take(&g.message_bytes, g.pieces[i].bytes);
+  /* A message is no shorter than any of its pieces: nothing is below 0. */
+  for (int i = 0; i < PIECES; i++)
+    *to[i] =
+        g.messages + self * (g.message_bytes - g.pieces[i].bytes) + g.pieces[i].from - (i == PIECE_HELLO ? 0 : at.lane);
+  g.bytes = g.messages + ranks * g.message_bytes;
+  return g;
+}

@@ -49,7 +49,8 @@ cumoe_status wire_load(const group *g, uint64_t at, uint64_t *word)
 
 cumoe_status wire_load_abort(const group *g, uint64_t *word)
 {
-  TRY(wire_load(g, g->at.abort, word));
+  *word = __atomic_load_n(&g->given_up, __ATOMIC_ACQUIRE);
+  if (*word == 0) TRY(wire_load(g, g->at.abort, word));
   *word = ep_heeded(&g->ways, *word);
   return CUMOE_OK;
 }
@@ -73,13 +74,17 @@ cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_a
     if (heeds_abort) TRY(wire_load_abort(g, end));
     if (*end) return CUMOE_OK;
     *end = EP_LATE;
-    if (now_ns() - begin > g->timeout_ns) return CUMOE_OK;
+    if (g->staged || now_ns() - begin > g->timeout_ns) return CUMOE_OK; /* staged: what was sent has come */
   }
 }
 
 void wire_give_up(const group *g, uint64_t word)
 {
-  uint64_t own = 0;
+  uint64_t own = 0, *given_up = (uint64_t *)(uintptr_t)&g->given_up;
+  if (g->staged) { /* its stream may wait for NCCL, and others cannot be told */
+    (void)__atomic_compare_exchange_n(given_up, &own, word, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+    return;
+  }
   if (on_cpu(g->context)) {
     cpu_ep_give_up(g->arenas, &g->at, &g->shape, &g->ways, g->rank, word);
     return;
@@ -131,7 +136,7 @@ cumoe_status wire_open(group *g)
   int yes = 1;
   void *value = &yes;
   if (on_cpu(g->context)) return CUMOE_OK;
-  for (int32_t r = 0; r < g->shape.ranks; r++) TRY(reach(g, r));
+  for (int32_t r = 0; !g->staged && r < g->shape.ranks; r++) TRY(reach(g, r));
   TRY_CUDA(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
   TRY_CUDA(cudaLibraryLoadData(&g->library, cumoe_image_exchange, NULL, NULL, 0, &option, &value, 1));
   for (int which = 0; which < MOVES; which++) TRY(find_kernel(g, kernel_names[which], &g->kernels[which]));
@@ -192,16 +197,48 @@ static launch_shape shape_of_move(const ep_shape *s, move which, const ep_args *
 static cumoe_status launch_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
 {
   launch_shape shape = shape_of_move(&g->shape, which, a);
-  shape.early = g->early;
+  const bool waits = which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS;
+  shape.early = g->early && !(g->staged && waits); /* what NCCL does ahead has to have ended */
   void *parameters[] = {(void *)(uintptr_t)a};
   ON_DEVICE(g->context, launch_kernel(g->kernels[which], kernel_names[which], &shape, parameters, stream));
 }
 
-cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+static cumoe_status move_here(const group *g, move which, const ep_args *a, cumoe_stream stream)
 {
   if (!on_cpu(g->context)) return launch_move(g, which, a, stream);
   uint64_t end = 0;
   if (which == MOVE_PUT) TRY(wire_load_abort(g, &end));
   if (end == 0) end = move_on_cpu(which, a, &g->ways);
   return end ? ep_explain(g, end) : CUMOE_OK;
+}
+
+static cumoe_status carry_entered(const group *g, unsigned pieces, cumoe_stream stream)
+{
+  ON_DEVICE(g->context, staged_carry(g, pieces, stream));
+}
+
+/* The one that failed to send is out of step with the others for good. */
+static cumoe_status carry(const group *g, unsigned pieces, int phase, cumoe_stream stream)
+{
+  const cumoe_status status = carry_entered(g, pieces, stream);
+  if (status != CUMOE_OK) wire_give_up(g, ep_abort_word(EP_FAILED, phase, g->rank, g->rank));
+  return status;
+}
+
+static cumoe_status staged_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+{
+  const unsigned tokens = 1u << PIECE_IN | 1u << PIECE_X | 1u << PIECE_IDS | 1u << PIECE_WEIGHTS;
+  const unsigned answers = 1u << PIECE_BACK | 1u << PIECE_Y;
+  const uint64_t end = __atomic_load_n(&g->given_up, __ATOMIC_ACQUIRE);
+  ep_args own = *a;
+  if (end) return ep_explain(g, end);
+  staged_arguments(g, which, &own);
+  TRY(move_here(g, which, &own, stream));
+  if (which == MOVE_PUT) return carry(g, tokens, EP_DISPATCH, stream);
+  return which == MOVE_ANSWER ? carry(g, answers, EP_RETURN, stream) : CUMOE_OK;
+}
+
+cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+{
+  return g->staged ? staged_move(g, which, a, stream) : move_here(g, which, a, stream);
 }

@@ -45,6 +45,8 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
   REQUIRE(exact || d->routing.identity_experts == 0, CUMOE_ERR_NOT_SUPPORTED,
           "routing.identity_experts of the plan is %d, must be 0 without CUMOE_GROUP_EXACT",
           (int)d->routing.identity_experts);
+  REQUIRE(!(c->flags & CUMOE_GROUP_NCCL) || c->lanes == 1, CUMOE_ERR_NOT_SUPPORTED,
+          "config.lanes is %d, must be 1 with CUMOE_GROUP_NCCL: a group and a communicator for each", (int)c->lanes);
   return CUMOE_OK;
 }
 
@@ -52,7 +54,7 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
 static cumoe_status take_config(const struct plan *plan, const cumoe_group_config *from, cumoe_group_config *c)
 {
   const int32_t k = plan->desc.routing.top_k;
-  const uint32_t known = CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP;
+  const uint32_t known = CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP | CUMOE_GROUP_NCCL;
   TRY(take_struct("config", from, c));
   if (c->lanes == 0) c->lanes = 1;
   if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
@@ -70,23 +72,36 @@ static cumoe_status take_config(const struct plan *plan, const cumoe_group_confi
   return check_served(&plan->desc, c);
 }
 
-static cumoe_status take_arenas(const struct plan *plan, const cumoe_group_config *c, const ep_layout *at,
+static cumoe_status take_others(const cumoe_group_config *c, const void *own)
+{
+  REQUIRE(!c->comm && !c->nccl, CUMOE_ERR_INVALID_ARGUMENT,
+          "config.comm or config.nccl is given, config.flags has no CUMOE_GROUP_NCCL");
+  REQUIRE(c->arenas, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas is null");
+  for (int32_t r = 0; r < c->ranks; r++)
+    REQUIRE(c->arenas[r] && (uintptr_t)c->arenas[r] % EP_ALIGN == 0, CUMOE_ERR_INVALID_ARGUMENT,
+            "config.arenas[%d] is %p, must be an address aligned to %d", (int)r, c->arenas[r], EP_ALIGN);
+  REQUIRE(c->arenas[c->rank] == own, CUMOE_ERR_INVALID_ARGUMENT,
+          "config.arenas[%d] is %p, must be arena.data %p: the rank's own", (int)c->rank, c->arenas[c->rank], own);
+  return CUMOE_OK;
+}
+
+static cumoe_status take_arenas(const struct plan *plan, const cumoe_group_config *c, uint64_t bytes,
                                 cumoe_view_mut arena)
 {
   const operand want = {"arena", 1, arena.cols, DTYPE_BIT(CUMOE_U8), EP_ALIGN};
   REQUIRE(c->rank >= 0 && c->rank < c->ranks, CUMOE_ERR_INVALID_ARGUMENT,
           "config.rank is %d, must be 0 .. ranks - 1 = %d", (int)c->rank, (int)c->ranks - 1);
+  const bool staged = c->flags & CUMOE_GROUP_NCCL;
+  REQUIRE(c->comm || !staged, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is null, config.flags has CUMOE_GROUP_NCCL");
   TRY(check_operand(plan->context, &want, cumoe_const(arena)));
-  REQUIRE((uint64_t)arena.cols >= at->bytes, CUMOE_ERR_WORKSPACE, "arena has %lld bytes, %llu are needed",
-          (long long)arena.cols, (unsigned long long)at->bytes);
-  REQUIRE(c->arenas, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas is null");
-  for (int32_t r = 0; r < c->ranks; r++)
-    REQUIRE(c->arenas[r] && (uintptr_t)c->arenas[r] % EP_ALIGN == 0, CUMOE_ERR_INVALID_ARGUMENT,
-            "config.arenas[%d] is %p, must be an address aligned to %d", (int)r, c->arenas[r], EP_ALIGN);
-  REQUIRE(c->arenas[c->rank] == arena.data, CUMOE_ERR_INVALID_ARGUMENT,
-          "config.arenas[%d] is %p, must be arena.data %p: the rank's own", (int)c->rank, c->arenas[c->rank],
-          arena.data);
-  return CUMOE_OK;
+  REQUIRE((uint64_t)arena.cols >= bytes, CUMOE_ERR_WORKSPACE, "arena has %lld bytes, %llu are needed",
+          (long long)arena.cols, (unsigned long long)bytes);
+  return staged ? CUMOE_OK : take_others(c, arena.data);
+}
+
+static uint64_t arena_bytes(const ep_shape *shape, const cumoe_group_config *c)
+{
+  return c->flags & CUMOE_GROUP_NCCL ? ep_lay_out_staging(shape, 0).bytes : ep_lay_out(shape).bytes;
 }
 
 cumoe_status cumoe_ep_arena(cumoe_plan handle, const cumoe_group_config *config, size_t *bytes)
@@ -98,7 +113,7 @@ cumoe_status cumoe_ep_arena(cumoe_plan handle, const cumoe_group_config *config,
   TRY(take_config(plan, config, &c));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
   const ep_shape shape = shape_of_group(&plan->desc, &c);
-  *bytes = ep_lay_out(&shape).bytes;
+  *bytes = arena_bytes(&shape, &c);
   return CUMOE_OK;
 }
 
@@ -178,7 +193,7 @@ enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
   X("config.ranks", g->shape.ranks)                                                                                    \
   X("config.lanes", g->shape.lanes)                                                                                    \
   X("config.max_tokens", g->shape.capacity)                                                                            \
-  X("config.flags", (g->shape.exact ? CUMOE_GROUP_EXACT : 0) | (g->ways.dedup ? CUMOE_GROUP_DEDUP : 0))                \
+  X("config.flags", flags_of(g))                                                                                       \
   X("desc.num_experts", g->shape.experts)                                                                              \
   X("routing.top_k", g->shape.top_k)                                                                                   \
   X("desc.hidden", g->shape.hidden)                                                                                    \
@@ -187,6 +202,12 @@ enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
   X("the hash of the rest of desc", hash_of(&g->plan.desc))
 enum { FACT_RANK = 1, FACTS = 12, FACT_WORDS = (HELLO_LANES - HELLO_FACTS) / 8 - 1 };
 _Static_assert(FACTS <= FACT_WORDS, "a line holds a flag, whom it is for, and the facts");
+
+static uint32_t flags_of(const group *g)
+{
+  return (g->shape.exact ? CUMOE_GROUP_EXACT : 0) | (g->ways.dedup ? CUMOE_GROUP_DEDUP : 0) |
+         (g->staged ? CUMOE_GROUP_NCCL : 0);
+}
 
 /* FNV-1a of all that all ranks must share: not how many experts one of them has. */
 static uint64_t hash_of(const cumoe_moe_desc *desc)
@@ -207,32 +228,40 @@ static void facts_of(const group *g, uint64_t facts[FACTS])
 #undef FACT
 }
 
-/* Rank `from`'s line in any arena. */
+/* Rank `from`'s line in the own arena. */
 static uint64_t hello(const group *g, int32_t from)
 {
   return g->at.hello + (uint64_t)from * EP_LINE;
 }
 
-static cumoe_status tell_state(const group *g, uint32_t state)
+/* This rank's line in arenas[]. */
+static uint64_t own_hello(const group *g)
 {
-  for (int32_t r = 0; r < g->shape.ranks; r++) TRY(wire_store(g, r, hello(g, g->rank), ep_flag(state, 0)));
-  return CUMOE_OK;
+  return g->to.hello + (uint64_t)g->rank * EP_LINE;
+}
+
+static cumoe_status tell_state(group *g, uint32_t state)
+{
+  for (int32_t r = 0; r < g->shape.ranks; r++) TRY(wire_store(g, r, own_hello(g), ep_flag(state, 0)));
+  if (!g->staged) return CUMOE_OK;
+  return staged_bring(g, state == HAS_WRITTEN ? (1u << PIECES) - 1 : 1u << PIECE_HELLO);
 }
 
 static cumoe_status wait_for_state(const group *g, int32_t r, uint32_t state)
 {
   uint64_t end;
   TRY(wire_wait(g, hello(g, r), state, true, &end));
+  REQUIRE(end != EP_LATE || !g->staged, CUMOE_ERR_PEER, "rank %d failed where this one did not", (int)r);
   if (end == EP_LATE) wire_give_up(g, end = ep_abort_word(EP_TIMEOUT, EP_CREATE, r, g->rank));
   return end ? ep_explain(g, end) : CUMOE_OK;
 }
 
-static cumoe_status tell_facts(const group *g)
+static cumoe_status tell_facts(group *g)
 {
   for (int32_t r = 0; r < g->shape.ranks; r++) {
     uint64_t line[1 + FACTS] = {(uint64_t)r};
     facts_of(g, line + 1);
-    TRY(wire_write(g, r, hello(g, g->rank) + HELLO_FACTS, line, sizeof line));
+    TRY(wire_write(g, r, own_hello(g) + HELLO_FACTS, line, sizeof line));
   }
   return tell_state(g, HAS_TOLD);
 }
@@ -283,12 +312,13 @@ static unsigned char pattern(int32_t from, int32_t to, uint64_t at)
   return (unsigned char)(mixed * 0x9e3779b97f4a7c15u >> 56);
 }
 
-/* One end of an array: written there, or looked for in the own arena. */
-static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t at, size_t bytes, bool *same)
+/* One end of an array: written there, `shift` behind, or looked for in the own arena. */
+static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t at, uint64_t shift, size_t bytes,
+                            bool *same)
 {
   unsigned char want[PATTERN_BYTES], got[PATTERN_BYTES];
   for (size_t i = 0; i < bytes; i++) want[i] = pattern(from, to, at + i);
-  if (!same) return wire_write(g, to, at, want, bytes);
+  if (!same) return wire_write(g, to, at + shift, want, bytes);
   TRY(wire_read(g, at, got, bytes));
   *same &= memcmp(want, got, bytes) == 0;
   return CUMOE_OK;
@@ -300,14 +330,15 @@ static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *sam
   const uint64_t tokens = (uint64_t)g->shape.capacity, row = (uint64_t)g->shape.hidden * (uint64_t)g->shape.element;
   const uint64_t k = (uint64_t)g->shape.top_k;
   const uint64_t at[PATTERN_ARRAYS] = {g->at.x, g->at.ids, g->at.weights, g->at.y};
+  const uint64_t there[PATTERN_ARRAYS] = {g->to.x, g->to.ids, g->to.weights, g->to.y};
   const uint64_t bytes[PATTERN_ARRAYS] = {tokens * row, tokens * k * 4, tokens * k * 4,
                                           tokens * row * (uint64_t)ep_answers(&g->shape)};
   for (int32_t lane = 0; lane < g->shape.lanes; lane++)
     for (int i = 0; i < PATTERN_ARRAYS; i++) {
       const uint64_t start = g->at.lane + (uint64_t)lane * g->at.lane_bytes + at[i] + (uint64_t)from * bytes[i];
       const size_t part = bytes[i] < PATTERN_BYTES ? (size_t)bytes[i] : PATTERN_BYTES;
-      TRY(try_end(g, from, to, start, part, same));
-      TRY(try_end(g, from, to, start + bytes[i] - part, part, same));
+      TRY(try_end(g, from, to, start, there[i] - at[i], part, same));
+      TRY(try_end(g, from, to, start + bytes[i] - part, there[i] - at[i], part, same));
     }
   return CUMOE_OK;
 }
@@ -317,6 +348,11 @@ static cumoe_status check_patterns(const group *g, int32_t r)
   bool same = true;
   TRY(patterns(g, r, g->rank, &same));
   if (same) return CUMOE_OK;
+  if (g->staged)
+    return give_up_create(g, r,
+                          fail(CUMOE_ERR_INVALID_ARGUMENT,
+                               "config.comm: what rank %d has sent to rank %d is not in its arena", (int)r,
+                               (int)g->rank));
   return give_up_create(g, r,
                         fail(CUMOE_ERR_INVALID_ARGUMENT,
                              "config.arenas: what rank %d wrote for rank %d is not in its arena: they overlap, or lead "
@@ -324,21 +360,38 @@ static cumoe_status check_patterns(const group *g, int32_t r)
                              (int)r, (int)g->rank));
 }
 
-static cumoe_status try_wires(const group *g)
+static cumoe_status see_patterns(const group *g)
+{
+  for (int32_t r = 0; r < g->shape.ranks; r++) {
+    TRY(wait_for_state(g, r, HAS_WRITTEN));
+    TRY(check_patterns(g, r));
+  }
+  return CUMOE_OK;
+}
+
+/* Staged, the others wait in NCCL for what comes next: they get it, and see by it that this rank has failed. */
+static cumoe_status let_go(group *g, cumoe_status status)
+{
+  error_text text;
+  save_error(&text);
+  if (g->staged) CUMOE_IGNORE(tell_state(g, HAS_TOLD));
+  restore_error(&text);
+  return status;
+}
+
+static cumoe_status try_wires(group *g)
 {
   const int32_t ranks = g->shape.ranks;
   for (int32_t r = 0; r < ranks; r++) TRY(patterns(g, g->rank, r, NULL));
   TRY(tell_state(g, HAS_WRITTEN));
-  for (int32_t r = 0; r < ranks; r++) {
-    TRY(wait_for_state(g, r, HAS_WRITTEN));
-    TRY(check_patterns(g, r));
-  }
+  const cumoe_status seen = see_patterns(g);
+  if (seen != CUMOE_OK) return let_go(g, seen);
   TRY(tell_state(g, HAS_SEEN));
   for (int32_t r = 0; r < ranks; r++) TRY(wait_for_state(g, r, HAS_SEEN));
   return CUMOE_OK;
 }
 
-static cumoe_status join(const group *g)
+static cumoe_status join(group *g)
 {
   TRY(tell_facts(g));
   for (int32_t r = 0; r < g->shape.ranks; r++) {
@@ -405,7 +458,9 @@ static cumoe_status write_constants(const group *g)
   int32_t every[MAX_EXPERTS];
   for (int32_t e = 0; e < g->shape.experts; e++) every[e] = e < g->plan.desc.local_experts ? e : -1;
   TRY(wire_write(g, g->rank, g->at.active, g->ways.active, sizeof g->ways.active));
-  TRY(wire_write(g, g->rank, g->at.bases, g->arenas, (size_t)g->shape.ranks * sizeof *g->arenas));
+  TRY(wire_write(g, g->rank, g->to.bases, g->arenas, (size_t)g->shape.ranks * sizeof *g->arenas));
+  for (int32_t r = 0; g->staged && r < g->shape.ranks; r++) /* of whoever waits */
+    TRY(wire_write(g, g->rank, g->at.bases + (uint64_t)r * sizeof g->arena, &g->arena, sizeof g->arena));
   return wire_write(g, g->rank, g->at.every_expert, every, (size_t)g->shape.experts * sizeof *every);
 }
 
@@ -443,6 +498,24 @@ static cumoe_status open_entered(group *g)
   ON_DEVICE_RELAXED(g->context, open_wired(g));
 }
 
+/* Before anything is made. */
+static cumoe_status take_comm(group *g, const cumoe_group_config *c)
+{
+  TRY(nccl_open(&g->nccl, c->nccl, c->comm));
+  REQUIRE(nccl_has_sends(&g->nccl), CUMOE_ERR_NOT_SUPPORTED, "config.comm needs NCCL %s, with ncclSend: this is %s",
+          say_nccl(NCCL_SENDS_SINCE).text, say_nccl(g->nccl.version).text);
+  return nccl_check(&g->nccl, c->rank, c->ranks, g->context->device);
+}
+
+/* As addresses alone: below the arena there need not be memory. */
+static void place_messages(group *g)
+{
+  g->staging = ep_lay_out_staging(&g->shape, g->rank);
+  g->to = g->staging.to;
+  for (int64_t r = 0; r < g->shape.ranks; r++)
+    g->arenas[r] = (char *)((uintptr_t)g->arena + (uintptr_t)((r - g->rank) * (int64_t)g->staging.message_bytes));
+}
+
 static cumoe_status open_group(group *g, cumoe_context context, const char *call)
 {
   TRY(make_plans(g, context));
@@ -469,8 +542,7 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
   REQUIRE(plan->context == context, CUMOE_ERR_WRONG_DEVICE, "plan belongs to another context");
   TRY(take_config(plan, config, &c));
   const ep_shape shape = shape_of_group(&plan->desc, &c);
-  const ep_layout at = ep_lay_out(&shape);
-  TRY(take_arenas(plan, &c, &at, arena));
+  TRY(take_arenas(plan, &c, arena_bytes(&shape, &c), arena));
   const size_t bytes = sizeof(group) + (size_t)c.ranks * sizeof(char *);
   group *g = calloc(1, bytes);
   REQUIRE(g, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", bytes);
@@ -478,27 +550,34 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
   g->handle = of;
   g->plan = *plan;
   g->shape = shape;
-  g->at = at;
+  g->at = g->to = ep_lay_out(&shape);
   g->rank = c.rank;
   g->ways.dedup = c.flags & CUMOE_GROUP_DEDUP;
   for (int32_t r = 0; r < c.ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;
   g->timeout_ns = c.timeout_ns;
   g->arena = arena.data;
-  memcpy(g->arenas, c.arenas, (size_t)c.ranks * sizeof *g->arenas);
-  cumoe_status status = open_group(g, of, __func__);
+  g->staged = c.flags & CUMOE_GROUP_NCCL;
+  if (g->staged)
+    place_messages(g);
+  else
+    memcpy(g->arenas, c.arenas, (size_t)c.ranks * sizeof *g->arenas);
+  cumoe_status status = g->staged ? take_comm(g, &c) : CUMOE_OK;
+  if (status == CUMOE_OK) status = open_group(g, of, __func__);
   on_close(context, CLOSE_GROUPS, end_groups);
   if (status == CUMOE_OK && !(*made = publish_object(OBJECT_GROUP, context, g)))
     status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another group");
   if (status == CUMOE_OK) return CUMOE_OK;
   drop_plans(g);
+  if (g->stuck && publish_object(OBJECT_GROUP, context, g)) return status; /* until the context ends: as of arenas */
   CUMOE_IGNORE(close_entered(g));
   return status;
 }
 
 /* Until then a rank may write to this arena. */
-static cumoe_status leave(const group *g)
+static cumoe_status leave(group *g)
 {
   uint64_t end;
+  if (g->staged) return CUMOE_OK; /* nobody does */
   TRY(tell_state(g, HAS_LEFT));
   for (int32_t r = 0; r < g->shape.ranks; r++) {
     if (!ep_is_active(&g->ways, r)) continue;
@@ -508,7 +587,7 @@ static cumoe_status leave(const group *g)
   return CUMOE_OK;
 }
 
-static cumoe_status leave_entered(const group *g)
+static cumoe_status leave_entered(group *g)
 {
   ON_DEVICE_RELAXED(g->context, leave(g));
 }

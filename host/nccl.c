@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 static const struct {
   const char *name;
@@ -18,6 +19,10 @@ static const struct {
     {"ncclCommCuDevice", offsetof(nccl, comm_cu_device), 0},
     {"ncclCommGetAsyncError", offsetof(nccl, comm_async_error), 0},
     {"ncclAllGather", offsetof(nccl, all_gather), 0},
+    {"ncclGroupStart", offsetof(nccl, group_start), NCCL_SENDS_SINCE},
+    {"ncclGroupEnd", offsetof(nccl, group_end), NCCL_SENDS_SINCE},
+    {"ncclSend", offsetof(nccl, send), NCCL_SENDS_SINCE},
+    {"ncclRecv", offsetof(nccl, receive), NCCL_SENDS_SINCE},
     {"ncclMemAlloc", offsetof(nccl, mem_alloc), NCCL_WINDOWS_SINCE},
     {"ncclMemFree", offsetof(nccl, mem_free), NCCL_WINDOWS_SINCE},
     {"ncclCommWindowRegister", offsetof(nccl, window_register), NCCL_WINDOWS_SINCE},
@@ -27,8 +32,10 @@ static const struct {
 
 nccl_words say_nccl(int version)
 {
+  const int major = version < 10000 ? 1000 : 10000; /* 2.8.4 was 2804, 2.9.6 is 20906 */
   nccl_words words;
-  (void)snprintf(words.text, sizeof words.text, "%d.%d.%d", version / 10000 % 1000, version / 100 % 100, version % 100);
+  (void)snprintf(words.text, sizeof words.text, "%d.%d.%d", version / major % 1000, version % major / 100,
+                 version % 100);
   return words;
 }
 
@@ -77,4 +84,31 @@ cumoe_status nccl_check(const nccl *n, int32_t rank, int32_t ranks, int32_t devi
   REQUIRE(own == rank, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is of rank %d, config.rank is %d", own, (int)rank);
   REQUIRE(gpu == device, CUMOE_ERR_WRONG_DEVICE, "config.comm is of CUDA device %d, context of %d", gpu, (int)device);
   return CUMOE_OK;
+}
+
+static int64_t now_ns(void)
+{
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+cumoe_status nccl_await(const nccl *n, const char *call, cudaStream_t stream, int64_t timeout_ns, bool *stuck)
+{
+  const struct timespec nap = {.tv_nsec = 50000};
+  const int64_t begin = now_ns();
+  cudaError_t error;
+  while ((error = cudaStreamQuery(stream)) == cudaErrorNotReady) {
+    int result = 0;
+    clear_cuda_error();
+    const cumoe_status asked = nccl_status(n, "ncclCommGetAsyncError", n->comm_async_error(n->comm, &result));
+    const cumoe_status met = asked == CUMOE_OK ? nccl_status(n, call, result) : asked;
+    *stuck = met != CUMOE_OK || now_ns() - begin > timeout_ns;
+    TRY(met);
+    REQUIRE(!*stuck, CUMOE_ERR_PEER,
+            "%s has not ended within %g s: a rank has not come. End the communicator before the context", call,
+            (double)timeout_ns * 1e-9);
+    nanosleep(&nap, NULL);
+  }
+  return cuda_status(error, "cudaStreamQuery");
 }

@@ -1,4 +1,4 @@
-/* The few functions of NCCL that arenas use: an engine's own copy, never linked, declared here. */
+/* The few functions of NCCL that arenas and groups use: an engine's own copy, never linked, declared here. */
 #ifndef CUMOE_HOST_NCCL_H
 #define CUMOE_HOST_NCCL_H
 
@@ -8,6 +8,9 @@ enum { NCCL_UINT8 = 1, NCCL_WINDOW_DEFAULT = 0, NCCL_IN_PROGRESS = 7 };
 
 /* From this version on a host function tells where the ranks' windows are. */
 enum { NCCL_WINDOWS_SINCE = 22902 };
+
+/* From this version on a rank sends to another. */
+enum { NCCL_SENDS_SINCE = 2703 };
 
 typedef struct nccl {
   void *comm; /* ncclComm_t, the engine's; NULL: none, and nothing else is set */
@@ -19,6 +22,11 @@ typedef struct nccl {
   int (*comm_cu_device)(void *comm, int *device);
   int (*comm_async_error)(void *comm, int *result);
   int (*all_gather)(const void *mine, void *all, size_t count, int type, void *comm, cudaStream_t stream);
+  /* from NCCL_SENDS_SINCE on */
+  int (*group_start)(void);
+  int (*group_end)(void);
+  int (*send)(const void *from, size_t count, int type, int rank, void *comm, cudaStream_t stream);
+  int (*receive)(void *to, size_t count, int type, int rank, void *comm, cudaStream_t stream);
   /* from NCCL_WINDOWS_SINCE on */
   int (*mem_alloc)(void **data, size_t bytes);
   int (*mem_free)(void *data);
@@ -37,6 +45,15 @@ static inline bool nccl_has_windows(const nccl *n)
 {
   return n->comm && n->version >= NCCL_WINDOWS_SINCE;
 }
+
+static inline bool nccl_has_sends(const nccl *n)
+{
+  return n->version >= NCCL_SENDS_SINCE;
+}
+
+/* Until what `call` put on the stream has ended: at most timeout_ns, then PEER, and *stuck: NCCL's kernel ends when all
+ * ranks have come, which one may never do, so that nothing that waits for the stream may be called. */
+cumoe_status nccl_await(const nccl *n, const char *call, cudaStream_t stream, int64_t timeout_ns, bool *stuck);
 
 /* What `call` answered: OK, PEER where another rank is the cause, else CUDA, as NCCL has it. */
 cumoe_status nccl_status(const nccl *n, const char *call, int result);

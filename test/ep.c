@@ -24,6 +24,7 @@ enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, POISON = 0xff };
 
 static int32_t gpus; /* 0: the CPU device */
 static bool gave_up; /* a world, there */
+static void **comms; /* a communicator of each rank, which staged.c has made; NULL: ranks share memory */
 
 /* ---- a layer, its tokens, and where its experts are ---- */
 
@@ -413,13 +414,15 @@ static cumoe_group_config config_of(const rank *r, void **arenas)
   const world *w = r->w;
   for (int32_t i = 0; i < w->ranks; i++) arenas[i] = r->all[i].arena;
   return (cumoe_group_config){.size = sizeof(cumoe_group_config),
-                              .flags = (w->exact ? CUMOE_GROUP_EXACT : 0) | (w->dedup ? CUMOE_GROUP_DEDUP : 0),
+                              .flags = (w->exact ? CUMOE_GROUP_EXACT : 0) | (w->dedup ? CUMOE_GROUP_DEDUP : 0) |
+                                       (comms ? CUMOE_GROUP_NCCL : 0),
                               .rank = r->number,
                               .ranks = w->ranks,
                               .lanes = w->lanes,
                               .max_tokens = w->capacity,
                               .timeout_ns = r->timeout_ns,
-                              .arenas = arenas};
+                              .arenas = comms ? NULL : arenas,
+                              .comm = comms ? comms[r->number] : NULL};
 }
 
 /* Not a pool's: every rank writes to it. */
@@ -1549,7 +1552,7 @@ static void bad_size(cumoe_group_config *c)
 }
 static void bad_flags(cumoe_group_config *c)
 {
-  c->flags = 4;
+  c->flags = 8;
 }
 static void bad_rank(cumoe_group_config *c)
 {
@@ -1597,6 +1600,24 @@ static void other_arena(cumoe_group_config *c)
   static void *arenas[] = {elsewhere};
   c->arenas = arenas;
 }
+static void no_comm(cumoe_group_config *c)
+{
+  c->flags = CUMOE_GROUP_NCCL;
+}
+static void odd_comm(cumoe_group_config *c)
+{
+  c->comm = c;
+}
+static void odd_library(cumoe_group_config *c)
+{
+  c->nccl = c;
+}
+static void comm_of_lanes(cumoe_group_config *c)
+{
+  c->flags = CUMOE_GROUP_NCCL;
+  c->comm = c;
+  c->lanes = 2;
+}
 static void odd_arena(cumoe_group_config *c)
 {
   static void *arenas[] = {(void *)0x101};
@@ -1609,7 +1630,11 @@ static const struct {
   const char *words;
 } bad_configs[] = {
     {bad_size, CUMOE_ERR_INVALID_ARGUMENT, "config.size is 4"},
-    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x4, known are 0x3"},
+    {bad_flags, CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x8, known are 0x7"},
+    {no_comm, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is null, config.flags has CUMOE_GROUP_NCCL"},
+    {odd_comm, CUMOE_ERR_INVALID_ARGUMENT, "config.comm or config.nccl is given, config.flags has no"},
+    {odd_library, CUMOE_ERR_INVALID_ARGUMENT, "config.comm or config.nccl is given, config.flags has no"},
+    {comm_of_lanes, CUMOE_ERR_NOT_SUPPORTED, "config.lanes is 2, must be 1 with CUMOE_GROUP_NCCL"},
     {bad_rank, CUMOE_ERR_INVALID_ARGUMENT, "config.rank is 1, must be 0 .. ranks - 1 = 0"},
     {bad_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 1025, must be 1 .. 1024"},
     {no_ranks, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is 0"},
@@ -1833,4 +1858,6 @@ static const test_group groups[] = {
     ALONE("layouts", layouts, ONCE),          ALONE("arguments", arguments, ONCE), ALONE("overlap", overlap, ONCE),
     ALONE("refusals", refusals, ONCE),
 };
+#ifndef TEST_STAGED
 TEST_MAIN(groups)
+#endif

@@ -14,7 +14,7 @@ enum { TOKENS = 7, CAPACITY = 4, ROUNDS = 2, PARTS_OF_CALL = 3 };
 typedef struct member {
   world w;
   cumoe_group group;
-  void *arenas[1];
+  void *arenas[1], *comms[1];
   cumoe_view_mut arena;
   cumoe_group_config config;
   cumoe_moe_args layer;
@@ -33,8 +33,15 @@ static void prepare(member *m)
   m->w.next = (uintptr_t)1 << 40;
   small_layer(&m->w);
   OWN(cudaSetDevice(1));
-  m->config = (cumoe_group_config){
-      .size = sizeof m->config, .flags = m->config.flags, .ranks = 1, .max_tokens = CAPACITY, .arenas = m->arenas};
+  const bool by_nccl = m->config.flags & CUMOE_GROUP_NCCL;
+  const int device = 1;
+  if (by_nccl) shim_comms_open(m->comms, 1, &device);
+  m->config = (cumoe_group_config){.size = sizeof m->config,
+                                   .flags = m->config.flags,
+                                   .ranks = 1,
+                                   .max_tokens = CAPACITY,
+                                   .arenas = by_nccl ? NULL : m->arenas,
+                                   .comm = m->comms[0]};
   CHECK_OK(cumoe_ep_arena(m->w.plan, &m->config, &bytes));
   OWN(cudaMalloc(&m->arenas[0], bytes));
   m->arena = cumoe_vector_mut(m->arenas[0], CUMOE_U8, (int64_t)bytes);
@@ -69,6 +76,7 @@ static void join(member *m)
 static void leave(member *m)
 {
   CHECK_OK(cumoe_group_destroy(m->group));
+  if (m->comms[0]) shim_comms_close(m->comms);
   OWN(cudaFree(m->arenas[0]));
   CHECK_OK(cumoe_context_destroy(m->w.context));
   OWN(cudaStreamDestroy(m->w.stream));
@@ -224,6 +232,96 @@ static void one_round(void)
   case_end();
 }
 
+/* ---- by NCCL ---- */
+
+/* Moves between ranks, "m", or "M" for one that may start before the grid ahead has ended, and groups of NCCL's calls,
+ * "n", in their order; the layer's stages are left out. */
+static void order_of(char *to, const char *trace)
+{
+  for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+    const char *attributes = strstr(line, "attrs ");
+    if (strncmp(line, "cuLaunchKernelEx nothing", 24) == 0) *to++ = attributes && attributes[6] == '1' ? 'M' : 'm';
+    if (strncmp(line, "ncclGroupEnd", 12) == 0) *to++ = 'n';
+  }
+  *to = 0;
+}
+
+static void launches_by_nccl(void)
+{
+  static char order[1 << 16];
+  for (int i = 0; i < 2; i++) {
+    member m = {.config.flags = CUMOE_GROUP_NCCL | (i ? CUMOE_GROUP_EXACT : 0)};
+    case_begin("%s", i ? "in parts" : "in one call");
+    join(&m);
+    shim_mark();
+    CHECK_OK(i ? in_parts(&m) : cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK(shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0);
+    order_of(order, shim_trace());
+    CHECK_MSG(strcmp(order, "MnmMnmMnmMnm") == 0, "%s", order);
+    check_last_round(&m);
+    leave(&m);
+    case_end();
+  }
+}
+
+static void captures_by_nccl(void)
+{
+  member m = {.config.flags = CUMOE_GROUP_NCCL};
+  case_begin("captured");
+  join(&m);
+  cumoe_graph graph = NULL;
+  CHECK_OK(cumoe_graph_begin(m.w.context, m.w.stream));
+  CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK_OK(cumoe_graph_end(m.w.context, m.w.stream, &graph));
+  CHECK_OK(cumoe_graph_launch(m.w.context, graph, m.w.stream));
+  CHECK_OK(cumoe_graph_destroy(m.w.context, graph));
+  leave(&m);
+  case_end();
+}
+
+static cumoe_status live(member *m)
+{
+  cumoe_status status = enter(m);
+  if (status == CUMOE_OK) status = in_parts(m);
+  const cumoe_status left = cumoe_group_destroy(m->group);
+  return status != CUMOE_OK ? status : left;
+}
+
+static void faults_by_nccl(void)
+{
+  member m = {.config.flags = CUMOE_GROUP_NCCL};
+  case_begin("every call of a group's life fails");
+  join(&m);
+  CHECK_OK(cumoe_group_destroy(m.group));
+  fail_each(&m, live, SHIM_CUDA);
+  fail_each(&m, live, SHIM_LIBRARY);
+  fail_each(&m, live, SHIM_HEAP);
+  m.group = NULL;
+  leave(&m);
+  case_end();
+}
+
+/* Once a send has failed this rank is out of step: it says so, and sends nothing more. */
+static void out_of_step(void)
+{
+  member m = {.config.flags = CUMOE_GROUP_NCCL};
+  cumoe_group_fault fault = {.size = sizeof fault};
+  case_begin("out of step");
+  join(&m);
+  shim_fail(SHIM_LIBRARY, 1, false, cudaErrorInvalidValue);
+  CHECK_STATUS(CUMOE_ERR_CUDA, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK_TEXT("ncclGroupStart: 1: an error of the shim's NCCL");
+  shim_heal();
+  shim_mark();
+  CHECK_STATUS(CUMOE_ERR_PEER, cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+  CHECK_TEXT("rank 0 gave up: a call of its own failed before it had sent its tokens");
+  CHECK(!strstr(shim_trace(), "nccl"));
+  CHECK_OK(cumoe_group_fault_read(m.group, &fault));
+  CHECK(fault.cause == CUMOE_GROUP_FAILED && fault.phase == CUMOE_PHASE_DISPATCH && fault.by == 0);
+  leave(&m);
+  case_end();
+}
+
 /* Masks are refused as on the CPU device: here nobody else is there. */
 static void masks(void)
 {
@@ -240,7 +338,15 @@ static void masks(void)
 }
 
 static const test_group groups[] = {
-    ALONE("launches", launches, ONCE), ALONE("captures", captures, ONCE),   ALONE("faults", faults, ONCE),
-    ALONE("grids", grids, ONCE),       ALONE("one round", one_round, ONCE), ALONE("masks", masks, ONCE),
+    ALONE("launches", launches, ONCE),
+    ALONE("captures", captures, ONCE),
+    ALONE("faults", faults, ONCE),
+    ALONE("grids", grids, ONCE),
+    ALONE("one round", one_round, ONCE),
+    ALONE("masks", masks, ONCE),
+    ALONE("launches by NCCL", launches_by_nccl, ONCE),
+    ALONE("captures by NCCL", captures_by_nccl, ONCE),
+    ALONE("faults by NCCL", faults_by_nccl, ONCE),
+    ALONE("out of step", out_of_step, ONCE),
 };
 TEST_MAIN(groups)

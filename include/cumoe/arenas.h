@@ -22,8 +22,8 @@
  *   CUMOE_WIRE_WINDOW  GPUs: a window of the communicator (ncclMemAlloc, ncclCommWindowRegister without
  *                      NCCL_WIN_COLL_SYMMETRIC), whose addresses NCCL tells the host from 2.29.2 on
  *   CUMOE_WIRE_AUTO    WINDOW, where there is a communicator of such a version; if that fails, or else, SHARED
- * Not served: copies through the host or a network for ranks that cannot reach each other's memory (NOT_SUPPORTED, with
- * the ranks in the text); communicators that do not block.
+ * Not served: ranks that cannot reach each other's memory (NOT_SUPPORTED, with the ranks in the text): they need no
+ * arenas of this kind, see CUMOE_GROUP_NCCL (cumoe/ep.h); communicators that do not block.
  *
  * Experimental. The CPU device is tested between threads and processes. On two H100s were seen: CUDA's handles
  * between processes, also where one of them is killed, addresses within a process, and letters by a communicator of

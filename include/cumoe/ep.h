@@ -5,8 +5,8 @@
  *   out = cumoe_ep_forward(tokens of this rank)   what one rank with all experts would answer
  *
  * Ranks are contexts on GPUs that reach each other's memory, or on the CPU device: threads of one process, or processes
- * that have mapped each other's arenas (tested on the CPU device). What is "not served" below is refused with a text by
- * the call that it concerns.
+ * that have mapped each other's arenas (tested on the CPU device); or GPUs that do not reach each other, see "By NCCL".
+ * What is "not served" below is refused with a text by the call that it concerns.
  *
  * Order of calls, on each rank:
  *
@@ -45,6 +45,28 @@
  * streams must not share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), nor be the legacy stream, and while one waits
  * for another the host should make neither memory nor graphs. create lets kernels of the process reach the other ranks'
  * GPUs (cudaDeviceEnablePeerAccess), for good.
+ *
+ * By NCCL (CUMOE_GROUP_NCCL): ranks without a path between their GPUs, or on several hosts. The kernels write what goes
+ * to other ranks into messages of fixed size behind the rank's own arena, and NCCL carries these: after dispatch, and
+ * after the experts, one group of ncclSend and ncclRecv to and from every rank, this one included, on the caller's
+ * stream. Everything else is as above, with the same bits. No rank needs another's address: config.arenas is not looked
+ * at, config.comm is the engine's communicator, of NCCL 2.7.3 or newer, 2.9 for captures, which blocks. NCCL is opened
+ * at run time, nothing links it. What is different:
+ *   bytes     always max_tokens tokens to each rank, whatever there is to say, DEDUP or not: a group of few tokens
+ *             for decoding, another one for the rest. The arena is about twice as large
+ *   calls     NCCL's own rules: work of one communicator in the same order on all ranks, captured by all or none, by
+ *             one thread at a time. One lane (NOT_SUPPORTED); a second group, of a second communicator, is another
+ *   failure   NCCL waits without limit for a rank that does not come: to notice, and to end the communicator
+ *             (ncclCommAbort), is the engine's. timeout_ns limits create alone, and on GPUs alone; when it was up,
+ *             arena and context must not go before the communicator has been ended. What NCCL answers is CUDA, or PEER,
+ *             with its words; then, and after cumoe_group_abort, this rank's later calls answer PEER, on GPUs too, and
+ *             send nothing: the others are not told. destroy waits for nobody; set_active is NOT_SUPPORTED
+ *   missing   LIBRARY_MISSING: no NCCL is loaded, or a function is not in it; NOT_SUPPORTED: it is too old;
+ *             INVALID_ARGUMENT, WRONG_DEVICE: a communicator of other ranks, of another device
+ * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
+ * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
+ * Experimental: no NCCL and no GPU has run it yet. Tested on the CPU device against shared memory's bits, and over a
+ * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.29.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -67,26 +89,29 @@ enum {
                                  on GPUs where the same kernels serve both (CUMOE_MOE_BATCH_INVARIANT).
                                  Without it each rank sums what its experts add to a token and rounds that to dtype: one
                                  rounding a rank more, at most 32 ranks, no identity experts (NOT_SUPPORTED) */
-  CUMOE_GROUP_DEDUP =
-      1u << 1 /* a token is sent to those ranks only that have one of its experts, once to each: the same
-                                 results, bit for bit, and less on the wire the more ranks there are; its router and
-                                 gate come before the first byte, on a GPU with a grid more */
+  CUMOE_GROUP_DEDUP = 1u << 1, /* a token is sent to those ranks only that have one of its experts, once to each: the
+                                 same results, bit for bit, and less on the wire the more ranks there are; its router
+                                 and gate come before the first byte, on a GPU with a grid more */
+  CUMOE_GROUP_NCCL = 1u << 2   /* ranks that do not reach each other's memory: see "By NCCL" */
 };
 
 typedef struct cumoe_group_config {
   uint32_t size;
-  uint32_t flags;      /* CUMOE_GROUP_*; the same on all ranks, as all but rank and arenas */
+  uint32_t flags;      /* CUMOE_GROUP_*; the same on all ranks, as all but rank, arenas, comm and nccl */
   int32_t rank, ranks; /* 0 .. ranks - 1; 1 .. CUMOE_MAX_RANKS */
   int32_t lanes;       /* 0 = 1; at most CUMOE_MAX_LANES */
   int32_t reserved;    /* 0 */
   int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k < 2^31 */
   int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ */
   void *const *arenas; /* [ranks] where each rank's arena lies, as this rank addresses it; copied. Its own is `arena` */
+  void *comm;          /* CUMOE_GROUP_NCCL: ncclComm_t, of these ranks, in this order, and of the context's device */
+  void *nccl;          /* dlopen's handle of the library that comm is of; NULL: the libnccl.so.2 that is loaded */
 } cumoe_group_config;
 
 /*
- * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank and
- * arenas are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead of 2 H.
+ * Bytes of a rank's arena: exact, a pure function of the plan's shape, ranks, lanes, max_tokens and flags; rank,
+ * arenas, comm and nccl are not looked at. About lanes * ranks * C * (2 H element + 8 k), with EXACT (1 + k) H instead
+ * of 2 H; by NCCL twice that.
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_arena(cumoe_plan plan, const cumoe_group_config *config, size_t *bytes);
 

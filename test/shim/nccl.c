@@ -1,6 +1,9 @@
-/* NCCL as versions 2.27 to 2.29 answer, between threads of one process: of the channel SHIM_LIBRARY. */
+/* NCCL as versions 2.6 to 2.29 answer, between threads of one process: of the channel SHIM_LIBRARY. Ranks of the CPU
+ * device have their sends copied between the host's memory. */
 #include "core.h"
+#include "../../include/cumoe/types.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -8,6 +11,9 @@
 enum {
   MOST_RANKS = 8,
   GATHERS = 64,
+  GROUPS = 4096,
+  MOST_SENDS = 256, /* and as many receives, of a group */
+  SENDS_SINCE = 2703,
   GETTERS_SINCE = 22902,
   WINDOWS_SINCE = 22703,
   INVALID = 4,
@@ -26,7 +32,7 @@ typedef struct team {
   int ranks;
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  meeting gathers[GATHERS], registers[GATHERS];
+  meeting gathers[GATHERS], registers[GATHERS], groups[GROUPS];
 } team;
 
 typedef struct window {
@@ -37,12 +43,13 @@ typedef struct window {
 
 typedef struct comm {
   team *team;
-  int rank, device, gathered, registered;
+  int rank, device, gathered, registered, grouped;
   cudaStream_t stuck;
   window *windows[GATHERS]; /* those that are registered */
 } comm;
 
 static char handle;
+static atomic_bool has_failed; /* a call, since communicators were opened */
 
 void *shim_nccl_handle(void)
 {
@@ -52,6 +59,7 @@ void *shim_nccl_handle(void)
 void shim_comms_open(void **comms, int ranks, const int *devices)
 {
   team *t = __real_calloc(1, sizeof *t);
+  atomic_store(&has_failed, false);
   t->ranks = ranks;
   pthread_mutex_init(&t->lock, NULL);
   pthread_cond_init(&t->changed, NULL);
@@ -83,6 +91,19 @@ void shim_comms_close(void **comms)
   __real_free(t);
 }
 
+/* For a rank to come: not again after the patience, or once the communicator has been ended. */
+static bool await_change(team *t, const struct timespec *until)
+{
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (shim.ends_comms && atomic_load(&has_failed)) return false;
+  if (!shim.ends_comms) return pthread_cond_timedwait(&t->changed, &t->lock, until) == 0;
+  now.tv_nsec += 5000000;
+  if (now.tv_nsec >= 1000000000L) now.tv_sec++, now.tv_nsec -= 1000000000L;
+  (void)pthread_cond_timedwait(&t->changed, &t->lock, &now);
+  return now.tv_sec <= until->tv_sec;
+}
+
 /* Whether all came. The last one does the work of all. */
 static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(const team *t, const meeting *m))
 {
@@ -100,7 +121,7 @@ static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(c
     pthread_cond_broadcast(&t->changed);
   }
   while (m->here < t->ranks)
-    if (m->ended || pthread_cond_timedwait(&t->changed, &t->lock, &until) != 0) break;
+    if (m->ended || !await_change(t, &until)) break;
   const bool all = m->here == t->ranks;
   m->ended = !all;
   pthread_mutex_unlock(&t->lock);
@@ -109,10 +130,17 @@ static bool meet(comm *c, meeting *m, const void *from, void *to, void (*work)(c
 
 /* ---- functions ---- */
 
+static int planned(const char *name)
+{
+  const int code = shim_planned(SHIM_LIBRARY, name);
+  if (code != 0) atomic_store(&has_failed, true);
+  return code;
+}
+
 static int begin(const char *name)
 {
   shim_note(name);
-  const int code = shim_planned(SHIM_LIBRARY, name);
+  const int code = planned(name);
   if (code != 0) shim_note("  fails");
   return code;
 }
@@ -120,7 +148,7 @@ static int begin(const char *name)
 static int get_version(int *version)
 {
   *version = shim.nccl;
-  return shim_planned(SHIM_LIBRARY, "ncclGetVersion");
+  return planned("ncclGetVersion");
 }
 static const char *error_text(int code)
 {
@@ -129,17 +157,17 @@ static const char *error_text(int code)
 static int comm_count(const comm *c, int *count)
 {
   *count = c->team->ranks;
-  return shim_planned(SHIM_LIBRARY, "ncclCommCount");
+  return planned("ncclCommCount");
 }
 static int comm_user_rank(const comm *c, int *rank)
 {
   *rank = c->rank;
-  return shim_planned(SHIM_LIBRARY, "ncclCommUserRank");
+  return planned("ncclCommUserRank");
 }
 static int comm_cu_device(const comm *c, int *device)
 {
   *device = c->device;
-  return shim_planned(SHIM_LIBRARY, "ncclCommCuDevice");
+  return planned("ncclCommCuDevice");
 }
 static int async_error(const comm *c, int *result)
 {
@@ -169,6 +197,105 @@ static int all_gather(const void *from, void *to, size_t count, int type, comm *
   if (type != 1 || c->gathered >= GATHERS || current_device() != c->device) return INVALID;
   gathered_bytes = count; /* the same on all ranks */
   if (!meet(c, &c->team->gathers[c->gathered++], from, to, gather)) set_stuck(c->stuck = stream, true);
+  return 0;
+}
+
+/* ---- sends: of a thread's group, all at its end ---- */
+
+typedef struct transfer {
+  const char *from;
+  char *to;
+  size_t bytes;
+  int rank; /* the other one */
+} transfer;
+
+typedef struct transfers {
+  comm *comm;
+  cudaStream_t stream;
+  int depth, sends, receives, failed; /* the last: the first failure */
+  transfer send[MOST_SENDS], receive[MOST_SENDS];
+} transfers;
+
+static _Thread_local transfers open_group;
+
+static int group_start(void)
+{
+  const int code = begin("ncclGroupStart");
+  if (code != 0) return code;
+  if (open_group.depth++ == 0) open_group.sends = open_group.receives = open_group.failed = 0, open_group.comm = NULL;
+  return 0;
+}
+
+static int add(transfer *list, int *count, transfer t, int type, comm *c, cudaStream_t stream)
+{
+  transfers *g = &open_group;
+  const bool fits = g->depth == 1 && *count < MOST_SENDS && (g->comm == NULL || (g->comm == c && g->stream == stream));
+  if (!fits || type != 1 || t.rank < 0 || t.rank >= c->team->ranks) return g->failed = INVALID;
+  if (c->device != CUMOE_DEVICE_CPU && current_device() != c->device) return g->failed = INVALID;
+  g->comm = c;
+  g->stream = stream;
+  list[(*count)++] = t;
+  return 0;
+}
+
+static int send(const void *from, size_t count, int type, int rank, comm *c, cudaStream_t stream)
+{
+  const int code = begin("ncclSend");
+  if (code != 0) return open_group.failed = code;
+  return add(open_group.send, &open_group.sends, (transfer){from, NULL, count, rank}, type, c, stream);
+}
+
+static int receive(void *to, size_t count, int type, int rank, comm *c, cudaStream_t stream)
+{
+  const int code = begin("ncclRecv");
+  if (code != 0) return open_group.failed = code;
+  return add(open_group.receive, &open_group.receives, (transfer){NULL, to, count, rank}, type, c, stream);
+}
+
+static void copy_one(const transfer *from, const transfer *to, const comm *c)
+{
+  if (from->bytes != to->bytes) abort(); /* the real one hangs, or faults */
+  const size_t bytes = to->bytes - (shim.torn_sends && c->rank == 1 && to->bytes > 128);
+  if (c->device == CUMOE_DEVICE_CPU) {
+    memcpy(to->to, from->from, bytes);
+    return;
+  }
+  char *between = __real_malloc(bytes);
+  shim_read(between, from->from, bytes);
+  shim_write(to->to, between, bytes);
+  __real_free(between);
+}
+
+/* A rank's receives from another take its sends in their order, and none is left. */
+static void exchange(const team *t, const meeting *m)
+{
+  for (int r = 0; r < t->ranks; r++)
+    for (int s = 0; s < t->ranks; s++) {
+      const transfers *to = m->from[r], *from = m->from[s];
+      int i = 0, j = 0;
+      for (;; i++, j++) {
+        while (i < to->receives && to->receive[i].rank != s) i++;
+        while (j < from->sends && from->send[j].rank != r) j++;
+        if (i == to->receives || j == from->sends) break;
+        copy_one(&from->send[j], &to->receive[i], to->comm);
+      }
+      if (i < to->receives || j < from->sends) abort();
+    }
+}
+
+/* A group that has failed is dropped. Captured, it is not run. */
+static int group_end(void)
+{
+  transfers *g = &open_group;
+  const int code = begin("ncclGroupEnd");
+  if (--g->depth != 0) abort();
+  if (g->failed != 0 || code != 0) return g->failed != 0 ? g->failed : code;
+  comm *c = g->comm;
+  if (c == NULL || (g->stream != NULL && g->stream->graph != NULL)) return 0;
+  if (c->grouped >= GROUPS) return INVALID;
+  if (meet(c, &c->team->groups[c->grouped++], g, NULL, exchange)) return 0;
+  if (c->device == CUMOE_DEVICE_CPU) return REMOTE_ERROR; /* the engine has ended the communicator */
+  set_stuck(c->stuck = g->stream, true);
   return 0;
 }
 
@@ -243,6 +370,10 @@ static const struct {
     FUNCTION(0, "ncclCommCuDevice", comm_cu_device),
     FUNCTION(0, "ncclCommGetAsyncError", async_error),
     FUNCTION(0, "ncclAllGather", all_gather),
+    FUNCTION(0, "ncclGroupStart", group_start),
+    FUNCTION(0, "ncclGroupEnd", group_end),
+    FUNCTION(SENDS_SINCE, "ncclSend", send),
+    FUNCTION(SENDS_SINCE, "ncclRecv", receive),
     FUNCTION(0, "ncclMemAlloc", mem_alloc),
     FUNCTION(0, "ncclMemFree", mem_free),
     FUNCTION(WINDOWS_SINCE, "ncclCommWindowRegister", window_register),

@@ -32,6 +32,8 @@ typedef struct shim_machine {
   int nccl;                       /* version of the NCCL that the process has loaded, 22907; 0: none */
   bool null_windows, far_windows; /* registering gives none, with success; windows of others have no address */
   int patience_ms;                /* NCCL's: when a rank has not come by then it never will */
+  bool torn_sends;                /* NCCL's: rank 1 does not get the last byte of what is longer than a line */
+  bool ends_comms;                /* once a call was made to fail, the engine ends the communicators at once */
   const char *missing;            /* a kernel that is not in its image */
   int max_threads;                /* of every kernel */
   size_t more_parameter;          /* bytes that the argument of every kernel of the library has too many */

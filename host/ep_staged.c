@@ -1,0 +1,43 @@
+/* Groups of ranks that do not reach each other's memory: NCCL carries what they write. See ep.h. */
+#include "context.h"
+#include "ep.h"
+
+/* All go, or none: a group of NCCL's calls that has begun is ended, or the thread's next ones would belong to it. */
+cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream)
+{
+  const nccl *n = &g->nccl;
+  const ep_staging *s = &g->staging;
+  const char *call = "ncclSend";
+  TRY(nccl_status(n, "ncclGroupStart", n->group_start()));
+  int result = 0;
+  for (int32_t r = 0; r < g->shape.ranks; r++)
+    for (int i = 0; i < PIECES; i++) {
+      if (result != 0 || !(pieces >> i & 1)) continue;
+      const uint64_t bytes = s->pieces[i].bytes;
+      const char *from = g->arena + s->messages + (uint64_t)r * s->message_bytes + s->pieces[i].from;
+      result = n->send(from, bytes, NCCL_UINT8, r, n->comm, stream);
+      if (result != 0) continue;
+      result = n->receive(g->arena + s->pieces[i].to + (uint64_t)r * bytes, bytes, NCCL_UINT8, r, n->comm, stream);
+      if (result != 0) call = "ncclRecv";
+    }
+  const int ended = n->group_end();
+  TRY(nccl_status(n, call, result));
+  return nccl_status(n, "ncclGroupEnd", ended);
+}
+
+cumoe_status staged_bring(group *g, unsigned pieces)
+{
+  TRY(staged_carry(g, pieces, g->stream));
+  if (on_cpu(g->context)) return CUMOE_OK;
+  return nccl_await(&g->nccl, "ncclGroupEnd", g->stream, g->timeout_ns, &g->stuck);
+}
+
+void staged_arguments(const group *g, move which, ep_args *a)
+{
+  const bool puts = which == MOVE_PUT, answers = which == MOVE_ANSWER;
+  if (puts || answers) a->at.bases = g->to.bases;
+  if (puts) a->at.in = g->to.in, a->at.x = g->to.x, a->at.ids = g->to.ids, a->at.weights = g->to.weights;
+  if (answers) a->at.back = g->to.back, a->at.y = g->to.y;
+  /* Whoever waits tells nobody else that the time was up. */
+  for (int32_t r = 0; !puts && !answers && r < EP_NEAR_RANKS && r < g->shape.ranks; r++) a->near[r] = g->arena;
+}
