@@ -506,8 +506,7 @@ static wide simple_grid(const variant *v, const op_shape *s)
                            : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
     return smaller(v->cluster * (int64_t)wide_ceil(tiles, v->cluster), HOPPER_SMS * v->ctas); /* a number of clusters */
   }
-  if (s->op == OP_attention_dkv && v->form == FORM_tile)
-    return s->experts * wide_ceil(s->tokens / s->experts, v->units);
+  if (s->op == OP_attention_dkv && v->form != FORM_any) return s->experts * wide_ceil(s->tokens / s->experts, v->units);
   if ((s->op == OP_attention && v->form != FORM_row) || (s->op == OP_attention_dq && v->form == FORM_tile))
     return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
@@ -722,7 +721,7 @@ static void test_attention_backward_rows(void)
         const variant *v = &variants[got];
         const bool tiles = s.in != DT_F32 && head <= 128;
         chosen[got] = true;
-        CHECK(v->smem <= gpus[i].smem && (v->form == FORM_tile) == tiles);
+        CHECK(v->smem <= gpus[i].smem && (v->form != FORM_any) == tiles);
         if (tiles) CHECK(v->x == s.in && v->columns == (head <= 64 ? 64 : 128));
         CHECK(grid_size(&m, v, &s) == (int64_t)simple_grid(v, &s));
       }

@@ -7,6 +7,6 @@
       UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ attention_args a)              \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    form##_##op<X, UNITS, COLUMNS, LANES, (WARPS)*WARP_SIZE, SMEM>(a);                                                 \
+    tile_##op<X, UNITS, COLUMNS, LANES, (WARPS)*WARP_SIZE, SMEM>(a);                                                 \
   }
 #include "variants.def"

@@ -3,7 +3,7 @@
  * several CTAs. Rows that are not finite are done again key by key, as in the forward (product.cuh): there what is not
  * seen has weight 0, and 0 times NaN is NaN.
  *   dq   a CTA has M rows (a query and one of the heads that share keys) and goes through their keys; delta as well
- *   dkv  a CTA has KEYS keys of a head and goes through the rows that see them, sequence by sequence
+ *   dkv  a CTA has 64 keys of a head and goes through the rows that see them, sequence by sequence
  */
 #ifndef CUMOE_ATTENTION_BACKWARD_TILE_CUH
 #define CUMOE_ATTENTION_BACKWARD_TILE_CUH
@@ -179,9 +179,9 @@ DEVICE void load_rows(const matrix &m, T *tile, int d, int64_t first, int64_t co
 
 /* Of rows of queries that are placed. */
 template <class T, int D, int ROWS, int THREADS>
-DEVICE void load_placed(const matrix &m, T *tile, int d, const row_place *place)
+DEVICE void load_placed(const matrix &m, T *tile, int thread, int d, const row_place *place)
 {
-  load_tile<T, D, ROWS, THREADS>(tile, m, (int)tid_x(), d, [&](int r) {
+  load_tile<T, D, ROWS, THREADS>(tile, m, thread, d, [&](int r) {
     const row_place at = place[r];
     return at.query < 0 ? (int64_t)-1 : at.query * m.ld + (int64_t)at.head * d;
   });
@@ -320,8 +320,8 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
   __syncthreads();
   /* Of ascending queries neither end of what they see descends. */
   const int begin = smem.seen[0].begin / N * N, end = smem.seen[t.end - t.packed - 1].end;
-  load_placed<T, D, M, THREADS>(a.q, smem.q, d, smem.place);
-  load_placed<T, D, M, THREADS>(a.dout, smem.dout, d, smem.place);
+  load_placed<T, D, M, THREADS>(a.q, smem.q, (int)tid_x(), d, smem.place);
+  load_placed<T, D, M, THREADS>(a.dout, smem.dout, (int)tid_x(), d, smem.place);
   if (begin < end) {
     const int count = (int)min(t.s.keys - begin, (int64_t)N);
     load_rows<T, D, N, THREADS>(a.k, smem.k[0], d, t.s.key + begin, (int64_t)kv_head * d, count);
@@ -348,14 +348,31 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
 
 /* ---- dk, dv ---- */
 
-template <class T, int D, int KEYS, int N> struct dkv_smem {
-  T k[KEYS * D], v[KEYS * D], q[2][N * D], dout[2][N * D];
-  sequence s;
-  int64_t packed, end, first_key; /* rows of it that see keys of the tile, from row first_key of k on */
-  int steps, kv_head;
+/*
+ * A team of four warps has the tile's keys; where there are two, they take the steps in turn, and what the second one
+ * has is added at the end: a CTA with many steps, as the first keys have if attention is causal, ends in half the time.
+ */
+constexpr int TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP_SIZE, TEAM_KEYS = TEAM_WARPS * 16;
+
+/* N rows of queries at a time, in two buffers. */
+template <class T, int D, int N> struct __align__(256) team_smem
+{ /* lane_offsets: bits that rows leave 0 */
+  T q[2][N * D], dout[2][N * D];
   row_place place[2][N];
   float lse[2][N], delta[2][N];
   unsigned char seen[2][N][2]; /* of the tile's keys */
+  int cut[2][TEAM_WARPS];      /* whether a row of a warp's does not see them all */
+};
+
+template <class T, int D, int N, int TEAMS> struct dkv_smem {
+  T k[TEAM_KEYS * D], v[TEAM_KEYS * D];
+  union {
+    team_smem<T, D, N> team[TEAMS];
+    float sums[2][TEAMS > 1 ? TEAM_THREADS *(D / 2) : 1]; /* at the end: of the second team */
+  };
+  sequence s;
+  int64_t packed, end, first_key; /* rows of it that see keys of the tile, from row first_key of k on */
+  int steps, kv_head;
 };
 
 template <class T> __device__ __noinline__ void dkv_again(const attention_args &a, int64_t row, int kv_head)
@@ -363,40 +380,67 @@ template <class T> __device__ __noinline__ void dkv_again(const attention_args &
   dkv_of_row(a, row, kv_head);
 }
 
-/* The rows of step `step` of the sequence. */
-template <class T, int D, int KEYS, int N>
-DEVICE void place_step(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int64_t step)
+DEVICE int team_id()
 {
-  const int r = (int)tid_x(), group = a.heads / a.kv_heads;
+  return threadIdx.x / TEAM_THREADS;
+}
+
+DEVICE int team_thread()
+{
+  return (int)tid_x() % TEAM_THREADS;
+}
+
+/* By barriers of fixed names: others would take all that an SM has. */
+template <int TEAMS> DEVICE void sync_team()
+{
+  if (TEAMS == 1)
+    __syncthreads();
+  else if (team_id() == 0)
+    __barrier_sync_count(1, TEAM_THREADS);
+  else
+    __barrier_sync_count(2, TEAM_THREADS);
+}
+
+/* The rows of a step of the sequence. */
+template <class T, int D, int N, int TEAMS>
+DEVICE void place_step(const attention_args &a, const dkv_smem<T, D, N, TEAMS> &smem, int64_t step, row_place *place)
+{
+  const int r = team_thread(), group = a.heads / a.kv_heads;
   const int64_t packed = smem.packed + step * N + r;
   if (r >= N) return;
   if (packed >= smem.end) {
-    smem.place[step & 1][r] = {-1, 0};
+    place[r] = {-1, 0};
     return;
   }
   const int64_t query = packed >> 31 ? packed / group : (unsigned)packed / (unsigned)group;
-  smem.place[step & 1][r] = {(int32_t)(smem.s.first + query), smem.kv_head * group + (int)(packed - query * group)};
+  place[r] = {(int32_t)(smem.s.first + query), smem.kv_head * group + (int)(packed - query * group)};
 }
 
-/* lse, delta and what of the tile's keys is seen of a step's rows; whether it is not all. */
-template <class T, int D, int KEYS, int N>
-DEVICE bool prepare_rows(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int slot)
+/* lse, delta and what of the tile's keys is seen of placed rows. */
+template <class T, int D, int N, int TEAMS>
+DEVICE void prepare_rows(const attention_args &a, const dkv_smem<T, D, N, TEAMS> &smem, team_smem<T, D, N> &team,
+                         int slot)
 {
-  const int r = (int)tid_x();
-  if (r >= N) return false;
-  const row_place at = smem.place[slot][r];
-  const bool there = at.query >= 0;
-  const int64_t query = there ? at.query : 0;
-  cp_async_ca_4(shared_address(&smem.lse[slot][r]), static_cast<const float *>(a.lse.data) + query * a.lse.ld + at.head,
-                there ? 4 : 0);
-  cp_async_ca_4(shared_address(&smem.delta[slot][r]),
-                static_cast<const float *>(a.delta.data) + query * a.delta.ld + at.head, there ? 4 : 0);
-  const range seen = keys_seen(a, smem.s, query);
-  const int64_t begin = smem.s.key + seen.begin - smem.first_key, end = smem.s.key + seen.end - smem.first_key;
-  const int from = (int)min(max(begin, (int64_t)0), (int64_t)KEYS), to = (int)min(max(end, (int64_t)0), (int64_t)KEYS);
-  smem.seen[slot][r][0] = (unsigned char)from;
-  smem.seen[slot][r][1] = (unsigned char)to;
-  return there && (from > 0 || to < KEYS);
+  const int r = team_thread();
+  bool cut = false;
+  if (r < N) {
+    const row_place at = team.place[slot][r];
+    const bool there = at.query >= 0;
+    const int64_t query = there ? at.query : 0;
+    cp_async_ca_4(shared_address(&team.lse[slot][r]),
+                  static_cast<const float *>(a.lse.data) + query * a.lse.ld + at.head, there ? 4 : 0);
+    cp_async_ca_4(shared_address(&team.delta[slot][r]),
+                  static_cast<const float *>(a.delta.data) + query * a.delta.ld + at.head, there ? 4 : 0);
+    const range seen = keys_seen(a, smem.s, query);
+    const int64_t begin = smem.s.key + seen.begin - smem.first_key, end = smem.s.key + seen.end - smem.first_key;
+    const int from = (int)min(max(begin, (int64_t)0), (int64_t)TEAM_KEYS);
+    const int to = (int)min(max(end, (int64_t)0), (int64_t)TEAM_KEYS);
+    team.seen[slot][r][0] = (unsigned char)from;
+    team.seen[slot][r][1] = (unsigned char)to;
+    cut = there && (from > 0 || to < TEAM_KEYS);
+  }
+  cut = __any_sync(ALL_LANES, cut);
+  if (lane_id() == 0) team.cut[slot][r / WARP_SIZE] = cut;
 }
 
 /* A warp's keys are rows, a step's queries columns. */
@@ -436,50 +480,52 @@ template <int N> DEVICE void mask_columns(float (&p)[1][N / 8][4], const unsigne
   }
 }
 
-/* What the sequence's queries add. */
-template <class T, int D, int KEYS, int N, int THREADS>
-DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, float (&dk)[1][D / 8][4],
+/* What the sequence's queries add, of a team's steps. */
+template <class T, int D, int N, int TEAMS>
+DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, N, TEAMS> &smem, float (&dk)[1][D / 8][4],
                          float (&dv)[1][D / 8][4])
 {
   const score_units units(a);
-  const int own = warp_id() * 16, d = a.head_dim;
+  const int own = warp_id() % TEAM_WARPS * 16, d = a.head_dim;
+  team_smem<T, D, N> &team = smem.team[team_id()];
   uint4 lane = lane_offsets<D>();
   lane.z = shared_address(smem.k + own * D) + lane.x;
   lane.w = shared_address(smem.v + own * D) + lane.x;
-  place_step(a, smem, 0);
-  __syncthreads();
-  bool cut = false;
+  int slot = 1;
+  place_step(a, smem, team_id(), team.place[0]);
+  sync_team<TEAMS>();
 #pragma unroll 1
-  for (int step = -1; step < smem.steps; step++) {
+  for (int step = team_id() - TEAMS; step < smem.steps; step += TEAMS) {
+    const int next = slot ^ 1;
     cp_async_wait_all();
-    const bool masked = __syncthreads_or(cut);
-    if (step + 1 < smem.steps) {
-      const int next = (step + 1) & 1;
-      cut = prepare_rows(a, smem, next);
-      load_placed<T, D, N, THREADS>(a.q, smem.q[next], d, smem.place[next]);
-      load_placed<T, D, N, THREADS>(a.dout, smem.dout[next], d, smem.place[next]);
-      place_step(a, smem, step + 2);
+    sync_team<TEAMS>();
+    if (step + TEAMS < smem.steps) {
+      prepare_rows(a, smem, team, next);
+      load_placed<T, D, N, TEAM_THREADS>(a.q, team.q[next], team_thread(), d, team.place[next]);
+      load_placed<T, D, N, TEAM_THREADS>(a.dout, team.dout[next], team_thread(), d, team.place[next]);
+      place_step(a, smem, step + 2 * TEAMS, team.place[slot]);
     }
-    if (step < 0) continue;
-    const int slot = step & 1;
-    float p[1][N / 8][4], dp[1][N / 8][4];
-    hold(lane);
-    clear(p);
-    begin_columns<N>(dp, smem.delta[slot]);
-    const uint32_t q = shared_address(smem.q[slot]), dout = shared_address(smem.dout[slot]);
-    multiply<T, D, 1, N>(p, lane.z, q + lane.y);
-    multiply<T, D, 1, N>(dp, lane.w, dout + lane.y);
-    weigh_columns<N>(units, p, dp, smem.lse[slot]);
-    if (masked) mask_columns<N>(p, smem.seen[slot], own + lane_id() / 4);
-    times_weights<1, N>(dp, p);
-    add_product<T, D, 1, N>(dv, p, dout + lane.x);
-    add_product<T, D, 1, N>(dk, dp, q + lane.x);
+    if (step >= 0) {
+      float p[1][N / 8][4], dp[1][N / 8][4];
+      hold(lane);
+      clear(p);
+      begin_columns<N>(dp, team.delta[slot]);
+      const uint32_t q = shared_address(team.q[slot]), dout = shared_address(team.dout[slot]);
+      multiply<T, D, 1, N>(p, lane.z, q + lane.y);
+      multiply<T, D, 1, N>(dp, lane.w, dout + lane.y);
+      weigh_columns<N>(units, p, dp, team.lse[slot]);
+      if (team.cut[slot][0] | team.cut[slot][1]) mask_columns<N>(p, team.seen[slot], own + lane_id() / 4);
+      times_weights<1, N>(dp, p);
+      add_product<T, D, 1, N>(dv, p, dout + lane.x);
+      add_product<T, D, 1, N>(dk, dp, q + lane.x);
+    }
+    slot = next;
   }
 }
 
 /* The rows of the sequence that see some of keys first_key .. first_key + count - 1; false: none. By the whole CTA. */
-template <class T, int D, int KEYS, int N>
-DEVICE bool find_queries(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, const sequence &s, int64_t first_key,
+template <class T, int D, int N, int TEAMS>
+DEVICE bool find_queries(const attention_args &a, dkv_smem<T, D, N, TEAMS> &smem, const sequence &s, int64_t first_key,
                          int64_t count)
 {
   const int64_t from = max(first_key - s.key, (int64_t)0), to = min(first_key + count - s.key, s.keys);
@@ -509,39 +555,82 @@ DEVICE unsigned sequences_with_keys(const attention_args &a, int64_t first, int6
   return __ballot_sync(ALL_LANES, has);
 }
 
-template <class T, int D, int KEYS, int N, int THREADS>
-DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int kv_head, int64_t first_key)
+/* The second team's sums by way of shared memory to the first. */
+template <int CHUNKS> DEVICE void join_sums(float *room, float (&sums)[1][CHUNKS][4])
 {
-  static_assert(KEYS == THREADS / WARP_SIZE * 16 && N <= THREADS && KEYS <= 255, "16 keys a warp");
-  const int own = warp_id() * 16, d = a.head_dim, count = (int)min((int64_t)KEYS, a.keys - first_key);
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    float4 &place = reinterpret_cast<float4 *>(room)[c * TEAM_THREADS + threadIdx.x % TEAM_THREADS];
+    if (team_id() == 1) {
+      place = make_float4(sums[0][c][0], sums[0][c][1], sums[0][c][2], sums[0][c][3]);
+    } else {
+      sums[0][c][0] += place.x;
+      sums[0][c][1] += place.y;
+      sums[0][c][2] += place.z;
+      sums[0][c][3] += place.w;
+    }
+  }
+}
+
+template <class T, int D, int N, int TEAMS>
+DEVICE void join_teams(dkv_smem<T, D, N, TEAMS> &smem, float (&dk)[1][D / 8][4], float (&dv)[1][D / 8][4])
+{
+  for (int turn = TEAMS - 1; turn >= 0; turn--) {
+    if (TEAMS > 1 && team_id() == turn) {
+      join_sums<D / 8>(smem.sums[0], dk);
+      join_sums<D / 8>(smem.sums[1], dv);
+    }
+    __syncthreads();
+  }
+}
+
+/* Sums of a warp's keys to memory, by way of its own keys and values. */
+template <class T, int D, int N, int TEAMS>
+DEVICE void store_dkv(const attention_args &a, dkv_smem<T, D, N, TEAMS> &smem, int count,
+                      const float (&dk)[1][D / 8][4], const float (&dv)[1][D / 8][4])
+{
+  const int own = warp_id() * 16, d = a.head_dim;
+  const int64_t column = (int64_t)smem.kv_head * d;
+  unsigned of_k[1][2], of_v[1][2];
+  stage_sums<T, D, 1>(smem.k + own * D, dk, (float)a.scale, of_k);
+  stage_sums<T, D, 1>(smem.v + own * D, dv, 1, of_v);
+  store_tile<T, D, 16>(a.dk, smem.k + own * D, d, [&](int r) {
+    return own + r < count ? (smem.first_key + own + r) * a.dk.ld + column : (int64_t)-1;
+  });
+  store_tile<T, D, 16>(a.dv, smem.v + own * D, d, [&](int r) {
+    return own + r < count ? (smem.first_key + own + r) * a.dv.ld + column : (int64_t)-1;
+  });
+  __syncwarp();
+  for (int r = 0; r < 16; r++)
+    if (is_marked(of_k[0][r / 8] | of_v[0][r / 8], r % 8) && own + r < count)
+      dkv_again<T>(a, smem.first_key + own + r, smem.kv_head);
+}
+
+template <class T, int D, int N, int TEAMS>
+DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, N, TEAMS> &smem, int kv_head, int64_t first_key)
+{
+  static_assert(N <= 2 * WARP_SIZE, "rows of a step are those of two warps");
+  constexpr int THREADS = TEAMS * TEAM_THREADS;
+  const int d = a.head_dim, count = (int)min((int64_t)TEAM_KEYS, a.keys - first_key);
   const int64_t column = (int64_t)kv_head * d;
   float dk[1][D / 8][4], dv[1][D / 8][4];
-  load_rows<T, D, KEYS, THREADS>(a.k, smem.k, d, first_key, column, count);
-  load_rows<T, D, KEYS, THREADS>(a.v, smem.v, d, first_key, column, count);
+  load_rows<T, D, TEAM_KEYS, THREADS>(a.k, smem.k, d, first_key, column, count);
+  load_rows<T, D, TEAM_KEYS, THREADS>(a.v, smem.v, d, first_key, column, count);
   if (threadIdx.x == 0) {
     smem.first_key = first_key;
     smem.kv_head = kv_head;
   }
+  cp_async_wait_all();
   clear(dk);
   clear(dv);
 #pragma unroll 1
   for (int64_t i = 0; i < a.sequences; i += WARP_SIZE)
     for (unsigned found = sequences_with_keys(a, i, first_key, count); found; found &= found - 1)
       if (find_queries(a, smem, sequence_of<false>(a, i + __ffs(found) - 1), first_key, count))
-        add_sequence<T, D, KEYS, N, THREADS>(a, smem, dk, dv);
-  cp_async_wait_all();
-  __syncthreads(); /* copies of other threads, where nobody sees these keys */
-  unsigned of_k[1][2], of_v[1][2];
-  stage_sums<T, D, 1>(smem.k + own * D, dk, (float)a.scale, of_k);
-  stage_sums<T, D, 1>(smem.v + own * D, dv, 1, of_v);
-  store_tile<T, D, 16>(a.dk, smem.k + own * D, d,
-                       [&](int r) { return own + r < count ? (first_key + own + r) * a.dk.ld + column : (int64_t)-1; });
-  store_tile<T, D, 16>(a.dv, smem.v + own * D, d,
-                       [&](int r) { return own + r < count ? (first_key + own + r) * a.dv.ld + column : (int64_t)-1; });
-  __syncwarp();
-  for (int r = 0; r < 16; r++)
-    if (is_marked(of_k[0][r / 8] | of_v[0][r / 8], r % 8) && own + r < count)
-      dkv_again<T>(a, first_key + own + r, kv_head);
+        add_sequence<T, D, N, TEAMS>(a, smem, dk, dv);
+  __syncthreads(); /* keys of other threads, where nobody sees them; teams' buffers, which become room for sums */
+  join_teams<T, D, N, TEAMS>(smem, dk, dv);
+  if (team_id() == 0) store_dkv<T, D, N, TEAMS>(a, smem, count, dk, dv);
 }
 
 /* ---- rows of variants.def ---- */
@@ -559,12 +648,12 @@ template <class T, int M, int D, int N, int THREADS, int SMEM> DEVICE void tile_
 template <class T, int KEYS, int D, int N, int THREADS, int SMEM>
 DEVICE void tile_attention_dkv(const attention_args &a)
 {
-  static_assert(exact_smem<sizeof(dkv_smem<T, D, KEYS, N>), SMEM>::OK, "");
+  using layout = dkv_smem<T, D, N, THREADS / TEAM_THREADS>;
+  static_assert(KEYS == TEAM_KEYS && exact_smem<sizeof(layout), SMEM>::OK, "");
   extern __shared__ __align__(1024) unsigned char memory[];
   const int tile = (int)(blockIdx.x / (unsigned)a.kv_heads), kv_head = (int)(blockIdx.x % (unsigned)a.kv_heads);
   for (int64_t i = threadIdx.x; blockIdx.x == 0 && i < a.sequences; i += THREADS) (void)sequence_of(a, i);
-  dkv_of_tile<T, D, KEYS, N, THREADS>(a, *reinterpret_cast<dkv_smem<T, D, KEYS, N> *>(memory), kv_head,
-                                      (int64_t)tile * KEYS);
+  dkv_of_tile(a, *reinterpret_cast<layout *>(memory), kv_head, (int64_t)tile * KEYS);
 }
 
 #endif
