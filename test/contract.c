@@ -463,6 +463,19 @@ static void other_formats(cumoe_context context)
   case_end();
 }
 
+/* A workspace of one byte less than `bytes` is refused before anything is written; the session's own serves. */
+static void check_exact(cumoe_context context, session *s, const layer_spec *spec, const layer_inputs *in, size_t bytes)
+{
+  cumoe_moe_args a = s->args;
+  a.workspace.cols = a.workspace.ld = (int64_t)bytes - 1;
+  CHECK_STATUS(CUMOE_ERR_WORKSPACE, cumoe_moe_forward(s->plan, s->routed, &a, NULL));
+  check_untouched(context, "out", s->args.out, 0);
+  check_untouched(context, "workspace", s->args.workspace, 0);
+  CHECK_OK(session_forward(s));
+  const layer_outputs got = session_collect(s);
+  check_layer(spec, in, &got);
+}
+
 /* The workspace has room for codes, and no byte more is touched (session_collect); one less is refused. */
 static void format_workspace(cumoe_context context)
 {
@@ -479,14 +492,7 @@ static void format_workspace(cumoe_context context)
   CHECK_OK(cumoe_plan_workspace(s.plan, spec.tokens, &bytes));
   CHECK_OK(cumoe_plan_workspace(plan, spec.tokens, &least));
   CHECK_MSG(bytes > least, "%zu bytes with codes, %zu without", bytes, least);
-  cumoe_moe_args a = s.args;
-  a.workspace.cols = a.workspace.ld = (int64_t)bytes - 1;
-  CHECK_STATUS(CUMOE_ERR_WORKSPACE, cumoe_moe_forward(s.plan, s.routed, &a, NULL));
-  check_untouched(context, "out", s.args.out, 0);
-  check_untouched(context, "workspace", s.args.workspace, 0);
-  CHECK_OK(session_forward(&s));
-  const layer_outputs got = session_collect(&s);
-  check_layer(&spec, &in, &got);
+  check_exact(context, &s, &spec, &in, bytes);
   CHECK_OK(cumoe_plan_destroy(plan));
   session_close(&s);
   case_end();
@@ -508,14 +514,7 @@ static void workspace_of_each(cumoe_context context)
     session_open(&s, context, &spec, &in);
     CHECK_OK(cumoe_plan_workspace(s.plan, spec.tokens, &bytes));
     CHECK(s.args.workspace.cols == (int64_t)bytes); /* behind it lies a guard, session_collect looks */
-    cumoe_moe_args a = s.args;
-    a.workspace.cols = a.workspace.ld = (int64_t)bytes - 1;
-    CHECK_STATUS(CUMOE_ERR_WORKSPACE, cumoe_moe_forward(s.plan, s.routed, &a, NULL));
-    check_untouched(context, "out", s.args.out, 0);
-    check_untouched(context, "workspace", s.args.workspace, 0);
-    CHECK_OK(session_forward(&s));
-    const layer_outputs got = session_collect(&s);
-    check_layer(&spec, &in, &got);
+    check_exact(context, &s, &spec, &in, bytes);
     session_close(&s);
     case_end();
   }
