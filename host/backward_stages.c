@@ -156,11 +156,6 @@ bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order)
   return true;
 }
 
-static bool in_vectors(const void *base, int64_t ld, int64_t element)
-{
-  return ((uintptr_t)base | (uintptr_t)(ld * element)) % 16 == 0;
-}
-
 /* The same product as the forward's `down` has them: rows in their order, one type, one matrix. */
 static bool as_down(const rows_product_args *a, gemm_args *g)
 {
@@ -169,9 +164,9 @@ static bool as_down(const rows_product_args *a, gemm_args *g)
   const bool same = a->a.dtype == a->c_dtype && dense_format(a->c_dtype) == (weight_format)b->format;
   if (!same || a->a.form != OF_ROW || a->scale != 1 || a->halves != 1) return false;
   if (b->k_stride != 1 && b->n_stride != 1) return false;
-  if (a->n * element % 16 || a->k * element % 16 || !in_vectors(a->a.base, a->a.ld, element)) return false;
-  if (!in_vectors(a->c, a->c_ld, element) || !in_vectors(b->base[0], along, element)) return false;
-  if (!in_vectors(NULL, b->expert_stride, element)) return false;
+  if (a->n * element % 16 || a->k * element % 16 || !in_vectors(a->a.base, a->a.ld, a->a.dtype)) return false;
+  if (!in_vectors(a->c, a->c_ld, a->c_dtype) || !in_vectors(b->base[0], along, a->c_dtype)) return false;
+  if (!in_vectors(NULL, b->expert_stride, a->c_dtype)) return false;
   *g = (gemm_args){.a = a->a.base,
                    .c = a->c,
                    .a_ld = a->a.ld,

@@ -188,10 +188,9 @@ static op_shape shape_of_copy_rows(operation op, const void *args)
   return (op_shape){.op = op, .tokens = a->map.rows_cap};
 }
 
-/* What reads or writes whole vectors needs them aligned. */
-static bool in_vectors(const void *base, int64_t stride, int32_t dtype)
+bool in_vectors(const void *base, int64_t ld, int32_t dtype)
 {
-  return ((uintptr_t)base | (uintptr_t)(stride * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype))) % 16 == 0;
+  return ((uintptr_t)base | (uintptr_t)(ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype))) % 16 == 0;
 }
 
 /* One stride is 1, and the other a whole number of vectors. */

@@ -28,6 +28,9 @@ cumoe_status refuse_step(struct context *context, const char *what, const launch
 /* That of a layer, if its plan was refused. */
 cumoe_status check_layer_plan(struct context *context, const layer_plan *lp);
 
+/* Whether rows of `ld` elements of a dense type can be read and written in vectors of 16 bytes. */
+bool in_vectors(const void *base, int64_t ld, int32_t dtype);
+
 /* Arguments of a kernel that may read through tensor maps; each begins with the struct of those that do not. */
 typedef union mapped_args {
   router_sm90_args router;
