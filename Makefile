@@ -67,6 +67,8 @@ C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
+CXX_EMULATED := -std=c++17 -O2 -g1 -w -fno-strict-aliasing -ffp-contract=off -include test/emulate/cuda.h \
+	-Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
@@ -94,6 +96,10 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/decod
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
+# The kernels of any GPU, run by the CPU (test/emulate/): those that wait for other GPUs are left out.
+EMULATED     := $(foreach s,$(filter-out exchange,$(basename $(notdir $(KERNEL_CU)))),$(if $(call sm_of,$s),,$s)) grid table
+EMULATE_OBJS := $(EMULATED:%=$(OBJ)/emulate/%.o) $(OBJ)/test/emulate/machine.o $(SHIM_C:%.c=$(OBJ)/%.o)
+EMULATE_TESTS ?= rows backward attention
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
@@ -111,10 +117,11 @@ BENCH_C := $(sort $(filter-out $(BENCH_MAINS) $(DEMO_C) $(TRAIN_C),$(wildcard be
 TEXT    ?= README.md bench/NOTES.md $(sort $(wildcard $(addsuffix .[ch],include/cumoe/* host/* kernels/* kernels/*/*)))
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
-formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz
+formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz test/emulate \
+	test/emulate/device
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
-.PHONY: all shared demo train test bench bench-plan tune check coverage mutants tests install uninstall format lint \
+.PHONY: all shared demo train test bench bench-plan tune check emulate coverage mutants tests install uninstall format lint \
 	clean help FORCE
 all: $(LIB)/libcumoe.a
 shared: $(LIB)/libcumoe.so
@@ -128,7 +135,7 @@ $(OBJ)/flags.$(1): $(if $(filter $(call as_word,$(2)),$(call as_word,$(file < $(
 	@printf '%s\n' '$(subst $(QUOTE),$(QUOTE)\$(QUOTE)$(QUOTE),$(strip $(2)))' > $$@
 endef
 $(eval $(call stamp,cc,$(CC) $(C_CPU) $(C_HOST) $(C_TOOL) $(CFLAGS)))
-$(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXXFLAGS)))
+$(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXX_EMULATED) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCHS) $(PTX)))
@@ -233,6 +240,14 @@ $(OBJ)/test/examples/readme.c: README.md
 $(OBJ)/%.o: %.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
 	$(call begin,CXX)
 	$(Q)$(CXX) $(CXX_TOOL) $(CXXFLAGS) -c -o $@ $<
+define emulate_rule
+	$(call begin,CXX)
+	$(Q)$(CXX) $(CXX_EMULATED) -x c++ -c -o $@ $<
+endef
+$(OBJ)/emulate/%.o: %.cu $(OBJ)/%.rows $(OBJ)/flags.cxx $(OBJ)/toolkit
+	$(emulate_rule)
+$(OBJ)/emulate/%.o: test/emulate/%.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
+	$(emulate_rule)
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 
@@ -285,7 +300,7 @@ $(OBJ)/asan/%: private link_flags = -fsanitize=$(SANITIZE)
 $(OBJ)/fuzz/%: private link_flags = -fsanitize=fuzzer,$(SANITIZE)
 $(OBJ)/fuzz/%: private CC = $(FUZZ_CC)
 $(EXAMPLES_CXX:%=$(LIB)/test/examples/%): private CC = $(CXX)
-$(SHIMMED:%=$(OBJ)/asan/bin/%): LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -lpthread -lrt -lm
+$(SHIMMED:%=$(OBJ)/asan/bin/%) $(OBJ)/emulate/bin/%: LINK_LIBS := $(SHIM_WRAP:%=-Wl,--wrap=%) -ldl -lpthread -lrt -lm
 
 archive      := $(LIB)/libcumoe.a $(OBJ)/flags.link
 helper_objs  := $(HELPER_C:%.c=$(OBJ)/%.o)
@@ -311,6 +326,9 @@ $(LIB)/bench/%: $(OBJ)/bench/%.o $(BENCH_C:%.c=$(OBJ)/%.o) $(archive)
 $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flags.link
 	$(link)
 $(SHIMMED:%=$(OBJ)/asan/bin/%): $(SHIM_C:%.c=$(OBJ)/asan/%.o)
+$(OBJ)/emulate/bin/%: private CC = $(CXX)
+$(OBJ)/emulate/bin/%: $(OBJ)/test/%.o $(helper_objs) $(EMULATE_OBJS) $(OBJS) $(OBJ)/flags.link
+	$(link)
 $(FUZZERS:%=$(OBJ)/asan/fuzz/%): $(OBJ)/asan/fuzz/%: $(OBJ)/asan/test/fuzz/%.o $(OBJ)/asan/test/fuzz/main.o \
 	$(fuzz_c:%.c=$(OBJ)/asan/%.o) $(IMAGES) $(OBJ)/flags.link
 	$(link)
@@ -369,6 +387,10 @@ test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts
 # A sanitized program has no GPU to see: the driver's own memory is not under test.
 check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a
 	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
+
+# Kernels of any GPU without one: minutes, on demand.
+emulate: $(call chosen,$(EMULATE_TESTS:%=$(OBJ)/emulate/bin/%))
+	@$(script_env) test/check/emulate.sh $(notdir $^)
 
 # How good the tests of host/ are: branches that none takes, changes that none notices. Minutes; on demand.
 coverage mutants: $(LIB)/libcumoe.a
@@ -434,6 +456,7 @@ help:
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
+	@echo 'make emulate    no GPU: kernels of any GPU run by the CPU, in their tests: minutes (T="rows": one)'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
 	@echo 'make tune       measures every kernel and writes host/tune/<the GPU>.def  (TUNE_ARGS, GPU)'

@@ -549,7 +549,7 @@ DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, 
 template <class T, int M, int D, int N, int THREADS, int SMEM> DEVICE void tile_attention_dq(const attention_args &a)
 {
   static_assert(exact_smem<sizeof(dq_smem<T, D, M, N>), SMEM>::OK, "");
-  extern __shared__ __align__(1024) unsigned char memory[];
+  DYNAMIC_SHARED(unsigned char, memory, 1024);
   dq_smem<T, D, M, N> &smem = *reinterpret_cast<dq_smem<T, D, M, N> *>(memory);
   for_tiles<M, THREADS>(a, blockIdx.x, gridDim.x, smem.rows,
                         [&](int kv_head) { dq_of_tile<T, D, M, N, THREADS>(a, smem, kv_head); });
@@ -560,7 +560,7 @@ template <class T, int KEYS, int D, int N, int THREADS, int SMEM>
 DEVICE void tile_attention_dkv(const attention_args &a)
 {
   static_assert(exact_smem<sizeof(dkv_smem<T, D, KEYS, N>), SMEM>::OK, "");
-  extern __shared__ __align__(1024) unsigned char memory[];
+  DYNAMIC_SHARED(unsigned char, memory, 1024);
   const int tile = (int)(blockIdx.x / (unsigned)a.kv_heads), kv_head = (int)(blockIdx.x % (unsigned)a.kv_heads);
   for (int64_t i = threadIdx.x; blockIdx.x == 0 && i < a.sequences; i += THREADS) (void)sequence_of(a, i);
   dkv_of_tile<T, D, KEYS, N, THREADS>(a, *reinterpret_cast<dkv_smem<T, D, KEYS, N> *>(memory), kv_head,

@@ -152,7 +152,7 @@ DEVICE void form_split(const attention_args &a)
 {
   static_assert(ROWS == SPLIT_ROWS && THREADS == SPLIT_WARPS * WARP_SIZE, "");
   static_assert((CLUSTER == 1 || CLUSTER == MOST_CTAS) && exact_smem<sizeof(split_smem<T, D>), SMEM>::OK, "");
-  extern __shared__ __align__(1024) unsigned char memory[];
+  DYNAMIC_SHARED(unsigned char, memory, 1024);
   split_smem<T, D> &smem = *reinterpret_cast<split_smem<T, D> *>(memory);
   const int rank = CLUSTER > 1 ? (int)cluster_ctarank() : 0;
   for_tiles<ROWS, THREADS>(a, blockIdx.x / CLUSTER, gridDim.x / CLUSTER, smem.rows, [&](int kv_head) {

@@ -108,7 +108,7 @@ template <class T, int M, int D, int LANES, int THREADS, int CLUSTER, int SMEM>
 DEVICE void form_tile(const attention_args &a)
 {
   static_assert(LANES == 1 && CLUSTER == 1 && exact_smem<sizeof(tile_smem<T, D, M>), SMEM>::OK, "");
-  extern __shared__ __align__(1024) unsigned char memory[];
+  DYNAMIC_SHARED(unsigned char, memory, 1024);
   tile_smem<T, D, M> &smem = *reinterpret_cast<tile_smem<T, D, M> *>(memory);
   for_tiles<M, THREADS>(a, blockIdx.x, gridDim.x, smem.rows,
                         [&](int kv_head) { attend_tile<T, D, M, THREADS>(a, smem, kv_head); });

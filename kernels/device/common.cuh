@@ -133,6 +133,13 @@ DEVICE void report_token_fault(const token_count &tokens, const fault_sink &sink
   report_fault_inline(sink, code, slot, token);
 }
 
+/* Dynamic shared memory, by a name. */
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(type, name, alignment)                                                                          \
+  extern __shared__ __align__(alignment)                                                                               \
+  type name[]
+#endif
+
 /* The table's SMEM is exactly what the kernel lays out. */
 template <size_t LAID_OUT, size_t SMEM> struct exact_smem {
   static_assert(LAID_OUT == SMEM, "the row's SMEM is not what its kernel lays out");
@@ -145,7 +152,7 @@ template <size_t LAID_OUT, size_t SMEM> struct exact_smem {
   {                                                                                                                    \
     using shape = __VA_ARGS__;                                                                                         \
     static_assert(exact_smem<sizeof(body##_smem<shape>), SMEM>::OK);                                                   \
-    extern __shared__ __align__(1024) unsigned char smem[];                                                            \
+    DYNAMIC_SHARED(unsigned char, smem, 1024);                                                                         \
     body##_gemm<shape>(args, *reinterpret_cast<body##_smem<shape> *>(smem));                                           \
   }
 

@@ -117,7 +117,7 @@ DEVICE void form_row(const ARGS &a)
 {
   using L = row_layout<T, UNITS, COLUMNS, LANES, AHEAD, THREADS, SMEM>;
   __shared__ exchange<L> shared;
-  extern __shared__ __align__(16) uint4 held[];
+  DYNAMIC_SHARED(uint4, held, 16);
   rows_of<false>(a, shared, held);
 }
 

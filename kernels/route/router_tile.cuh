@@ -137,7 +137,7 @@ DEVICE void add_splits(const router_args &a, logit_tile at, int64_t tokens, cons
  * there the warps wait for the next stage, and with them for the one that the next copies overwrite. */
 template <class T, class S> DEVICE void router_mma(const router_args &a)
 {
-  extern __shared__ __align__(128) uint8_t stages[];
+  DYNAMIC_SHARED(uint8_t, stages, 128);
   constexpr int STEP = 2 * S::SPLITS; /* vectors of a stage that the warps multiply at once */
   const uint32_t shared = shared_address(stages);
   const logit_tile at = tile_of_cta<S::BM, S::BN>(a);

@@ -52,6 +52,9 @@ typedef struct node {
   size_t dst_pitch, src_pitch, width, rows;
   int byte;
   char text[200]; /* of a kernel; "" otherwise */
+  const char *kernel_name;
+  unsigned grid, threads;
+  _Alignas(64) unsigned char args[2048]; /* where kernels are run */
 } node;
 
 struct CUgraph_st {

@@ -26,6 +26,18 @@ static uintptr_t take_addresses(int device, size_t bytes)
   return at;
 }
 
+/* Pages of the block alone: what is beside them stays out of reach. */
+static unsigned char *touchable(uintptr_t at, size_t bytes)
+{
+  return mprotect((void *)at, bytes, PROT_READ | PROT_WRITE) == 0 ? (unsigned char *)at : NULL;
+}
+
+static void untouchable(uintptr_t at, size_t bytes)
+{
+  (void)madvise((void *)at, bytes, MADV_DONTNEED);
+  (void)mprotect((void *)at, bytes, PROT_NONE);
+}
+
 static cudaError_t device_block(void **out, size_t bytes, struct CUmemPoolHandle_st *pool)
 {
   const int device = pool != NULL ? pool->object.device : current_device();
@@ -36,7 +48,7 @@ static cudaError_t device_block(void **out, size_t bytes, struct CUmemPoolHandle
   b->object.device = device;
   b->at = take_addresses(device, bytes);
   b->bytes = bytes;
-  b->backing = __real_calloc(1, bytes);
+  b->backing = shim.emulates ? touchable(b->at, bytes) : __real_calloc(1, bytes);
   b->users = __real_calloc(1, sizeof *b->users);
   *b->users = 1;
   if (bytes < 1 << 20) memset(b->backing, 0xcd, bytes); /* larger ones would cost real memory */
@@ -73,7 +85,10 @@ void end_block(block *b)
     if (pool->ended && pool->blocks == 0) object_end(&pool->object);
   }
   if (--*b->users == 0) {
-    __real_free(b->backing);
+    if ((uintptr_t)b->backing == b->at)
+      untouchable(b->at, b->bytes);
+    else
+      __real_free(b->backing);
     __real_free(b->users);
   }
   object_end(&b->object);

@@ -259,6 +259,15 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsign
   return shim_end(error);
 }
 
+/* Of test/emulate/, where that is linked. */
+extern bool shim_emulate(const char *kernel, const void *args, unsigned grid, unsigned threads) __attribute__((weak));
+
+static cudaError_t run_kernel(const node *n)
+{
+  if (!shim.emulates || n->kernel_name == NULL) return cudaSuccess;
+  return shim_emulate(n->kernel_name, n->args, n->grid, n->threads) ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
 {
   cudaError_t error = BEGIN(SHIM_LAUNCH | SHIM_CONTEXT, "%s", "");
@@ -267,7 +276,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
   for (int i = 0; error == cudaSuccess && i < exec->count; i++) {
     const node *n = &exec->nodes[i];
     if (n->text[0])
-      note_text(n->text);
+      note_text(n->text), error = run_kernel(n);
     else
       error = shim_move(n);
   }
@@ -539,8 +548,15 @@ CUresult launch_kernel_ex(const CUlaunchConfig *c, CUfunction kernel, void **arg
   if (error == cudaSuccess) {
     kept[kept_count % KEPT].row = v;
     if (v->op >= 0) memcpy(kept[kept_count % KEPT].args, args[0], (size_t)variant_arg_bytes(v));
+    if (v->op >= 0) memcpy(n.args, args[0], (size_t)variant_arg_bytes(v));
+    n.kernel_name = v->op >= 0 ? v->name : NULL;
+    n.grid = c->gridDimX;
+    n.threads = c->blockDimX;
     kept_count++;
-    if (stream_of(c->hStream)->graph != NULL) graph_add(stream_of(c->hStream)->graph, &n);
+    if (stream_of(c->hStream)->graph != NULL)
+      graph_add(stream_of(c->hStream)->graph, &n);
+    else
+      error = run_kernel(&n);
   }
   return shim_end_driver(error);
 }

@@ -4,7 +4,7 @@
  *
  * Device memory has addresses that the host cannot touch (a host access is a crash in every build) and bytes kept
  * elsewhere, which only copies and fills reach; every access is checked against the live allocations. Work is done when
- * it is launched; kernels are recorded, not run. Captures follow CUDA's rules, the unsafe calls included. All objects
+ * it is launched; kernels are recorded and, but where `emulates` is set, not run. Captures follow CUDA's rules, the unsafe calls included. All objects
  * are counted: what is live after the last destroy is a leak.
  *
  * A call that frees and fails has freed: that is what CUDA does for errors of earlier work.
@@ -37,6 +37,7 @@ typedef struct shim_machine {
   const char *missing;            /* a kernel that is not in its image */
   int max_threads;                /* of every kernel */
   size_t more_parameter;          /* bytes that the argument of every kernel of the library has too many */
+  bool emulates;                  /* kernels of any GPU are run (test/emulate/); the host can touch device memory */
 } shim_machine;
 
 extern shim_machine shim;
