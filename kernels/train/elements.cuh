@@ -30,4 +30,16 @@ DEVICE int64_t id_at(const matrix &m, int64_t i)
   return m.dtype == DT_I64 ? static_cast<const int64_t *>(m.data)[i] : static_cast<const int32_t *>(m.data)[i];
 }
 
+/* Elements begin .. end - 1 of a row, which unit blockIdx.x has. */
+struct run_of_row {
+  int64_t row, begin, end;
+  DEVICE run_of_row(int64_t cols)
+  {
+    const int64_t runs = RUNS_IN_ROW(cols);
+    row = blockIdx.x / runs;
+    begin = (blockIdx.x - row * runs) * NORM_RUN;
+    end = min(begin + NORM_RUN, cols);
+  }
+};
+
 #endif
