@@ -1,9 +1,7 @@
 /*
- * Embedding: rows of a table by tokens' ids, and the sums of gradients back into the table.
- *
- * Backward: the tokens of each id are listed (a counting sort), then a CTA a row of the table adds up its tokens in
- * their order. The sort places tokens by atomics on integers, so within an id it leaves them in any order; the CTA puts
- * them into theirs before it adds, which makes the sums' bits the same on every run.
+ * Rows of a table by id, and the gradients of these rows. Backward: the tokens of each id are listed (a counting sort),
+ * then a CTA has a row of the table and adds up its tokens in their order. The sort's atomics are on integers and leave
+ * the tokens of one id in any order; the CTA sorts them first, so sums have the same bits on every run.
  */
 #ifndef CUMOE_EMBEDDING_CUH
 #define CUMOE_EMBEDDING_CUH
@@ -118,11 +116,17 @@ template <int THREADS> DEVICE void any_embedding_backward(const embedding_args &
     list_again<THREADS>(e, row, order);
   else if (count > 1)
     sort_few<THREADS>(order, count);
-  for (int64_t c = threadIdx.x; c < e.cols; c += THREADS) {
-    double sum = e.accumulate ? get(e.table, row, c) : 0.;
-    for (int i = 0; i < count; i++) sum += get(e.y, order[i], c);
-    put(e.table, row, c, sum);
-  }
+  for_vectors<THREADS>({0, e.cols}, [&](span columns) {
+    double sum[VECTOR] = {0};
+    if (e.accumulate) get_vector(sum, e.table, row, columns);
+    for (int i = 0; i < count; i++) {
+      double one[VECTOR];
+      get_vector(one, e.y, order[i], columns);
+#pragma unroll
+      for (int v = 0; v < VECTOR; v++) sum[v] += one[v];
+    }
+    put_vector(sum, e.table, row, columns);
+  });
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* The norm of all gradients, clipping by it, and AdamW. */
+/* The norm of all gradients, and AdamW. */
 #ifndef CUMOE_OPTIMISER_CUH
 #define CUMOE_OPTIMISER_CUH
 
@@ -9,11 +9,11 @@ template <int THREADS> DEVICE void any_squares(const global_norm_args &a)
 {
   const run_of_row run(a.cols);
   double sum = 0;
-#pragma unroll 4
-  for (int64_t c = run.begin + threadIdx.x; c < run.end; c += THREADS) {
-    const double value = get(a.gradient, run.row, c);
-    sum += value * value;
-  }
+  for_vectors<THREADS>(run.columns, [&](span columns) {
+    double value[VECTOR];
+    get_vector(value, a.gradient, run.row, columns);
+    sum += sum_of_products(value, value);
+  });
   sum = cta_sum<THREADS>(sum);
   if (threadIdx.x == 0) a.sums[blockIdx.x] = sum;
 }
@@ -32,28 +32,50 @@ template <int THREADS> DEVICE void any_total(const global_norm_args &a)
   if (a.step && finite) ++*a.step;
 }
 
+/* What all elements of a step have alike. */
+struct adamw_step {
+  double factor, rate, decay, beta1, beta2, first, second, eps;
+
+  DEVICE void move(double gradient, double &w, double &m, double &v) const
+  {
+    const double g = factor * gradient;
+    m = beta1 * m + (1 - beta1) * g;
+    v = beta2 * v + (1 - beta2) * g * g;
+    w = w - decay * w - rate * (m * first / (sqrt(v * second) + eps));
+  }
+};
+
+DEVICE void move_vector(const adamw_args &a, const adamw_step &step, int64_t row, span columns)
+{
+  double g[VECTOR], w[VECTOR], m[VECTOR], v[VECTOR];
+  get_vector(g, a.gradient, row, columns);
+  get_vector(w, a.master, row, columns);
+  get_vector(m, a.first, row, columns);
+  get_vector(v, a.second, row, columns);
+  float master[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; i++) {
+    step.move(g[i], w[i], m[i], v[i]);
+    master[i] = (float)w[i];
+  }
+  put_vector(master, a.master, row, columns);
+  put_vector(m, a.first, row, columns);
+  put_vector(v, a.second, row, columns);
+  if (a.weights.data) put_vector(master, a.weights, row, columns);
+}
+
 template <int THREADS> DEVICE void any_adamw(const adamw_args &a)
 {
   __shared__ double bias[2];
   const double factor = a.factor ? (double)*a.factor : 1., t = (double)(*a.step < 1 ? 1 : *a.step);
   const double rate = (double)a.rate * (a.schedule ? (double)*a.schedule : 1.);
-  const double beta1 = (double)a.beta1, beta2 = (double)a.beta2;
   if (!isfinite(factor)) return;
-  if (threadIdx.x < 2) bias[threadIdx.x] = 1 / (1 - pow(threadIdx.x ? beta2 : beta1, t));
+  if (threadIdx.x < 2) bias[threadIdx.x] = 1 / (1 - pow(threadIdx.x ? (double)a.beta2 : (double)a.beta1, t));
   __syncthreads();
-  const double first = bias[0], second = bias[1];
+  const adamw_step step = {factor,  rate,    rate * (double)a.decay, (double)a.beta1, (double)a.beta2,
+                           bias[0], bias[1], (double)a.eps};
   const run_of_row run(a.cols);
-  for (int64_t c = run.begin + threadIdx.x; c < run.end; c += THREADS) {
-    const double g = factor * get(a.gradient, run.row, c), w = get(a.master, run.row, c);
-    const double m = beta1 * get(a.first, run.row, c) + (1 - beta1) * g;
-    const double v = beta2 * get(a.second, run.row, c) + (1 - beta2) * g * g;
-    const double step = m * first / (sqrt(v * second) + (double)a.eps);
-    const float master = (float)(w - rate * (double)a.decay * w - rate * step);
-    put(a.master, run.row, c, master);
-    put(a.first, run.row, c, m);
-    put(a.second, run.row, c, v);
-    if (a.weights.data) put(a.weights, run.row, c, master);
-  }
+  for_vectors<THREADS>(run.columns, [&](span columns) { move_vector(a, step, run.row, columns); });
 }
 
 #endif

@@ -1,11 +1,12 @@
 /*
- * What training adds around the layer (cumoe/train.h). Bound by memory, so types are known at run time, and sums and
- * functions are in double as on the CPU device: an H200 converts and adds faster than it reads. Each sum has the order
- * of its shape: a thread's elements, the lanes of a warp, the warps of a CTA.
+ * What training adds around the layer (cumoe/train.h). Bound by memory, so types are known at run time. Functions of
+ * 16-bit elements are computed in f32, all else in double as on the CPU device; where a sum ends in 16 bits, the
+ * products of a vector are added in f32. Each sum has the order of its shape: a thread's vectors, the lanes
+ * of a warp, the warps of a CTA.
  */
-#include "train/cross_entropy.cuh"
-#include "train/elementwise.cuh"
 #include "train/embedding.cuh"
+#include "train/elementwise.cuh"
+#include "train/loss.cuh"
 #include "train/norms.cuh"
 #include "train/optimiser.cuh"
 
@@ -24,6 +25,7 @@
 #define ARGUMENTS_embedding_place      embedding_args
 #define ARGUMENTS_embedding_backward   embedding_args
 #define ARGUMENTS_norm_stats           norm_backward_args
+#define ARGUMENTS_norm_partials        norm_backward_args
 #define ARGUMENTS_norm_dparameters     norm_backward_args
 #define ARGUMENTS_norm_dx              norm_backward_args
 #define ARGUMENTS_elementwise_backward elementwise_backward_args
