@@ -99,8 +99,8 @@ row_map token_rows(const pass *p)
       .tokens = p->tokens, .rows_cap = p->tokens.count, .experts = 1, .top_k = 1, .fault = p->context->fault};
 }
 
-/* Every tile of channels reads all of an expert's rows of x. Where these are many, copying x into the order of rows once
- * costs less than gathering them in every tile. */
+/* Every tile of channels reads all of an expert's rows of x. Where these are many, copying x into the order of rows
+ * once costs less than gathering them in every tile. */
 static bool copies_x(const pass *p)
 {
   enum { MANY = 4096 };
@@ -108,8 +108,8 @@ static bool copies_x(const pass *p)
          p->tokens.count * p->plan->desc.routing.top_k >= MANY;
 }
 
-/* Gate and up before the activation, of the routed experts or (route NULL) of the shared one. One product, where gate and
- * up are one matrix; else two. */
+/* Gate and up before the activation, of the routed experts or (route NULL) of the shared one. One product, where gate
+ * and up are one matrix; else two. */
 static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
 {
   const cumoe_moe_desc *d = &p->plan->desc;

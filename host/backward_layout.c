@@ -31,7 +31,7 @@ cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tok
   return check_carved(name, &c, tokens);
 }
 
-/* On CUDA x and d out are copied into the order of rows: tensor maps cannot gather, and the products read whole blocks. */
+/* On CUDA x and d out are copied into the order of rows: tensor maps cannot gather. */
 static rows_layout carve_rows(carver *c, const struct plan *plan, int64_t pairs, int64_t experts, int64_t inter)
 {
   const cumoe_moe_desc *d = &plan->desc;

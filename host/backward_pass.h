@@ -46,7 +46,7 @@ static inline bool is_unreduced(const pass *p)
 
 pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cumoe_stream stream);
 
-/* Rows of the routed experts as the route has them, and rows that are the tokens: of the shared expert, of the router. */
+/* The routed experts' rows, as the route has them; and rows that are the tokens: the shared expert's, the router's. */
 row_map route_rows(const pass *p);
 row_map token_rows(const pass *p);
 

@@ -80,9 +80,9 @@ _Static_assert(EP_MAX_LANES <= 2, "a word tells how far each lane has come");
 /* PEER, with words for what an abort word says. */
 cumoe_status ep_explain(const group *g, uint64_t word);
 
-/* How ranks join and leave (ep_join.c), with the context's device entered. ep_check_fresh: that the arena was zeros; before
- * ep_join, as no other rank writes to a lane until this one has seen the patterns. Until ep_leave has returned, a rank may
- * write to this arena. */
+/* How ranks join and leave (ep_join.c), with the context's device entered. ep_check_fresh: that the arena was zeros;
+ * before ep_join, as no other rank writes to a lane until this one has seen the patterns. Until ep_leave has returned,
+ * a rank may write to this arena. */
 cumoe_status ep_check_fresh(const group *g);
 cumoe_status ep_join(group *g);
 cumoe_status ep_leave(group *g);

@@ -1,6 +1,6 @@
 /*
- * How the ranks of a group join and leave (kernels/ep/ep.h). Each has a line of words in every arena, its hello, in which
- * it tells how far it has come:
+ * How the ranks of a group join and leave (kernels/ep/ep.h). Each has a line of words in every arena, its hello, in
+ * which it tells how far it has come:
  *   HAS_TOLD     what it was created with is in its line: every rank compares that with its own
  *   HAS_WRITTEN  a pattern is at both ends of every array that it will write, in all arenas
  *   HAS_SEEN     it has found the patterns of all ranks in its own arena, and so may be sent tokens
@@ -163,8 +163,8 @@ static unsigned char pattern(int32_t from, int32_t to, uint64_t at)
   return (unsigned char)(mixed * 0x9e3779b97f4a7c15u >> 56);
 }
 
-/* One end of an array. same NULL: its pattern is written to rank `to`, at at + shift of its arena (staged: its message);
- * else looked for at `at` of the own arena. */
+/* One end of an array. same NULL: its pattern is written to rank `to`, at at + shift of its arena (staged: its
+ * message); else looked for at `at` of the own arena. */
 static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t at, uint64_t shift, size_t bytes,
                             bool *same)
 {

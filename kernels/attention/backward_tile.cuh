@@ -1,8 +1,8 @@
 /*
  * Backward of attention by tiles. With p the weights, delta = <dout, out> and dp = dout v^T - delta:
  *   dv = p^T dout,   ds = p dp (times the soft cap's slope),   dq = scale ds k,   dk = scale ds^T q.
- * Two kernels, each of which makes p and ds for itself from lse. So every sum is one CTA's, and its bits are the same on
- * every run.
+ * Two kernels, each of which makes p and ds for itself from lse. So every sum is one CTA's, and its bits are the same
+ * on every run.
  *   dq   a CTA has M rows (a query and one of the heads that share keys) and goes through their keys; it also stores
  *        the rows' delta, which dkv reads
  *   dkv  a CTA has KEYS keys of a head and goes through the rows that see them, sequence by sequence
@@ -18,8 +18,8 @@
 /* ---- the products, in fewer registers than the forward's ---- */
 
 /* Byte offsets in a tile of D columns at which a lane's rows of ldmatrix begin, for the first columns. z and w are the
- * caller's: addresses of its two left operands. The offsets of other columns differ only in bits that are 0 here, so one
- * exclusive or makes them. hold(), in the loops, has the compiler make them anew: kept, they would fill registers. */
+ * caller's: addresses of its two left operands. The offsets of other columns differ only in bits that are 0 here, so
+ * one exclusive or makes them. hold(), in the loops, has the compiler make them anew: kept, they fill registers. */
 template <int D> DEVICE uint4 lane_offsets()
 {
   const int matrix_index = lane_id() / 8, r = lane_id() % 8;
@@ -105,8 +105,8 @@ template <int MT, int N> DEVICE void times_weights(float (&dp)[MT][N / 8][4], co
       for (int e = 0; e < 4; e++) dp[m][n][e] = weights[m][n][e] * dp[m][n][e];
 }
 
-/* A warp's sums times factor, rounded, into its rows of a tile. again: of which rows a lane found an element that is not
- * finite (is_marked). */
+/* A warp's sums times factor, rounded, into its rows of a tile. again: of which rows a lane found an element that is
+ * not finite (is_marked). */
 template <class T, int D, int MT>
 DEVICE void stage_sums(T *rows, const float (&sums)[MT][D / 8][4], float factor, unsigned (&again)[MT][2])
 {
