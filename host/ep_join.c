@@ -58,12 +58,6 @@ static void facts_of(const group *g, uint64_t facts[FACTS])
 #undef FACT
 }
 
-/* Rank `from`'s line in the own arena. */
-static uint64_t hello(const group *g, int32_t from)
-{
-  return g->at.hello + (uint64_t)from * EP_LINE;
-}
-
 /* This rank's line in arenas[]. */
 static uint64_t own_hello(const group *g)
 {
@@ -80,7 +74,7 @@ static cumoe_status tell_state(group *g, uint32_t state)
 static cumoe_status wait_for_state(const group *g, int32_t r, uint32_t state)
 {
   uint64_t end;
-  TRY(wire_wait(g, hello(g, r), state, true, &end));
+  TRY(wire_wait(g, ep_hello(g, r), state, true, &end));
   REQUIRE(end != EP_LATE || !g->staged, CUMOE_ERR_PEER, "rank %d failed where this one did not", (int)r);
   if (end == EP_LATE) wire_give_up(g, end = ep_abort_word(EP_TIMEOUT, EP_CREATE, r, g->rank));
   return end ? ep_explain(g, end) : CUMOE_OK;
@@ -123,7 +117,7 @@ static cumoe_status compare_facts(const group *g, int32_t r)
   uint64_t line[1 + FACTS], own[FACTS];
   const uint64_t *theirs = line + 1;
   facts_of(g, own);
-  TRY(wire_read(g, hello(g, r) + HELLO_FACTS, line, sizeof line));
+  TRY(wire_read(g, ep_hello(g, r) + HELLO_FACTS, line, sizeof line));
   TRY(check_wired(g, r, (int32_t)theirs[FACT_RANK], (int32_t)line[0]));
   for (int i = 0; i < FACTS; i++)
     REQUIRE(i == FACT_RANK || own[i] == theirs[i], CUMOE_ERR_INVALID_ARGUMENT,
@@ -135,7 +129,7 @@ static cumoe_status compare_facts(const group *g, int32_t r)
 cumoe_status ep_check_fresh(const group *g)
 {
   uint64_t word = 0, any = 0;
-  TRY(wire_load(g, hello(g, g->rank), &any));
+  TRY(wire_load(g, ep_hello(g, g->rank), &any));
   for (int32_t lane = 0; lane < g->shape.lanes; lane++) {
     const uint64_t words = g->at.lane + (uint64_t)lane * g->at.lane_bytes;
     TRY(wire_load(g, words + g->at.exchange, &word));
@@ -262,7 +256,7 @@ cumoe_status ep_leave(group *g)
   TRY(tell_state(g, HAS_LEFT));
   for (int32_t r = 0; r < g->shape.ranks; r++) {
     if (!ep_is_active(&g->ways, r)) continue;
-    TRY(wire_wait(g, hello(g, r), HAS_LEFT, false, &end));
+    TRY(wire_wait(g, ep_hello(g, r), HAS_LEFT, false, &end));
     if (end) return ep_explain(g, ep_abort_word(EP_TIMEOUT, EP_DESTROY, r, g->rank));
   }
   return CUMOE_OK;
