@@ -159,17 +159,23 @@ static cumoe_view put_indices(cumoe_context context, const int32_t *from, int64_
   return device_put(context, &t, rows > 1 ? 2 : 0);
 }
 
+/* All but the operands. */
+static cumoe_attention_args args_of(const attention_case *c)
+{
+  return (cumoe_attention_args){.size = sizeof(cumoe_attention_args),
+                                .flags = c->causal ? CUMOE_ATTENTION_CAUSAL : 0,
+                                .heads = c->heads,
+                                .kv_heads = c->kv_heads,
+                                .head_dim = c->head_dim,
+                                .window = c->window,
+                                .scale = c->scale,
+                                .softcap = c->softcap};
+}
+
 static cumoe_attention_args put_problem(cumoe_context context, const problem *p, int pad)
 {
   const attention_case *c = p->c;
-  cumoe_attention_args a = {.size = sizeof a,
-                            .flags = c->causal ? CUMOE_ATTENTION_CAUSAL : 0,
-                            .heads = c->heads,
-                            .kv_heads = c->kv_heads,
-                            .head_dim = c->head_dim,
-                            .window = c->window,
-                            .scale = c->scale,
-                            .softcap = c->softcap};
+  cumoe_attention_args a = args_of(c);
   a.q = device_put(context, &p->tq, pad);
   a.k = device_put(context, &p->tk, 2 * pad);
   a.v = device_put(context, &p->tv, pad);
@@ -455,15 +461,8 @@ static cumoe_attention_args put_shape(cumoe_context context, const shape_case *s
 {
   const attention_case *c = &s->c;
   rng r = {(uint64_t)s->queries};
-  cumoe_attention_args a = {.size = sizeof a,
-                            .flags = c->causal ? CUMOE_ATTENTION_CAUSAL : 0,
-                            .heads = c->heads,
-                            .kv_heads = c->kv_heads,
-                            .head_dim = c->head_dim,
-                            .window = c->window,
-                            .page = s->page,
-                            .scale = c->scale,
-                            .softcap = c->softcap};
+  cumoe_attention_args a = args_of(c);
+  a.page = s->page;
   a.q = device_put(context, &p->tq, s->pad);
   a.k = device_put(context, &p->tk, s->pad);
   a.v = device_put(context, v, s->pad);
