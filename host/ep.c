@@ -87,14 +87,9 @@ static cumoe_status check_off_arena(const ep_call *c)
   const uint64_t bytes = c->g->staged ? c->g->staging.bytes : c->g->at.bytes;
   const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)bytes);
   const named_view views[] = {{"the group's arena", arena},
-                              {"args.x", a->x},
-                              {"args.workspace", cumoe_const(a->workspace)},
-                              {"args.out", cumoe_const(a->out)},
-                              {"args.residual", a->residual},
-                              {"args.ids_out", cumoe_const(a->ids_out)},
-                              {"args.weights_out", cumoe_const(a->weights_out)},
-                              {"args.device_tokens", a->device_tokens},
-                              {"args.counts_out", cumoe_const(a->counts_out)},
+                              LAYER_INPUTS(a),
+                              READ(a, residual),
+                              LAYER_OUTPUTS(a),
                               {"args.placement", c->args.placement}};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }

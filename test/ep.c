@@ -1673,6 +1673,46 @@ static void bad_order(rank *r, cumoe_ep_args *e)
   CHECK_OK(cumoe_ep_dispatch(r->group, r->weights, e, NULL));
 }
 
+/* Operands in the arena, which other ranks write at any time. */
+#define IN_ARENA(field, view)                                                                                          \
+  static void place_##field(const world *w, char *at, cumoe_moe_args *a, cumoe_ep_args *e)                             \
+  {                                                                                                                    \
+    (void)w, (void)a, (void)e;                                                                                         \
+    view;                                                                                                              \
+  }
+IN_ARENA(x, a->x.data = at)
+IN_ARENA(router_x, a->router_x = cumoe_matrix(at, (cumoe_dtype)w->dtype, a->x.rows, w->hidden, w->hidden))
+IN_ARENA(router_weight, a->router_weight.data = at)
+IN_ARENA(router_bias, a->router_bias = cumoe_vector(at, CUMOE_F32, w->experts))
+IN_ARENA(logits, a->router_weight = no_view();
+         a->logits = cumoe_matrix(at, CUMOE_F32, a->x.rows, w->experts, w->experts))
+IN_ARENA(ids, a->ids = cumoe_matrix(at, CUMOE_I32, a->x.rows, w->top_k, w->top_k))
+IN_ARENA(weights, a->router_weight = no_view(); a->ids = rows_of(&w->ids, 0, a->x.rows);
+         a->weights = cumoe_matrix(at, CUMOE_F32, a->x.rows, w->top_k, w->top_k))
+IN_ARENA(select_bias, a->select_bias = cumoe_vector(at, CUMOE_F32, w->experts))
+IN_ARENA(expert_scale, a->expert_scale = cumoe_vector(at, CUMOE_F32, w->experts))
+IN_ARENA(residual, a->residual = cumoe_vector(at, (cumoe_dtype)w->dtype, w->hidden))
+IN_ARENA(device_tokens, a->device_tokens = cumoe_vector(at, CUMOE_I32, 1))
+IN_ARENA(out, a->out.data = at)
+IN_ARENA(ids_out, a->ids_out = cumoe_matrix_mut(at, CUMOE_I32, a->x.rows, w->top_k, w->top_k))
+IN_ARENA(weights_out, a->weights_out = cumoe_matrix_mut(at, CUMOE_F32, a->x.rows, w->top_k, w->top_k))
+IN_ARENA(counts_out, a->counts_out = cumoe_vector_mut(at, CUMOE_I32, w->experts))
+IN_ARENA(load, a->load = cumoe_vector_mut(at, CUMOE_I64, w->experts))
+IN_ARENA(workspace, a->workspace.data = at)
+IN_ARENA(placement, e->placement.data = at)
+
+#define PLACED(field)                                                                                                  \
+  {                                                                                                                    \
+    place_##field, #field                                                                                              \
+  }
+static const struct {
+  void (*place)(const world *w, char *at, cumoe_moe_args *a, cumoe_ep_args *e);
+  const char *name;
+} in_arena[] = {PLACED(x),    PLACED(router_x),  PLACED(router_weight), PLACED(router_bias),   PLACED(logits),
+                PLACED(ids),  PLACED(weights),   PLACED(select_bias),   PLACED(expert_scale),  PLACED(residual),
+                PLACED(out),  PLACED(ids_out),   PLACED(weights_out),   PLACED(device_tokens), PLACED(counts_out),
+                PLACED(load), PLACED(workspace), PLACED(placement)};
+
 static void bad_forward(rank *r)
 {
   const world *w = r->w;
@@ -1702,14 +1742,18 @@ static void bad_forward(rank *r)
   REFUSED(WRONG_DTYPE, "args.placement", e.placement.dtype = CUMOE_F32);
   REFUSED(INVALID_ARGUMENT, "args.expert_map", a.expert_map = rows_of(&map, 0, 1));
   REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&map, 0, 1));
-  REFUSED(INVALID_ARGUMENT, "the group's arena",
-          a.counts_out = cumoe_vector_mut((char *)r->arena + 1024, CUMOE_I32, w->experts));
   REFUSED(WORKSPACE, "args.workspace has", a.workspace.cols--);
   REFUSED(WORKSPACE, "args.workspace is absent", a.workspace = no_view_mut());
-  REFUSED(INVALID_ARGUMENT, "the group's arena", a.out.data = (char *)r->arena + 1024);
   REFUSED(INVALID_ARGUMENT, "args.x.cols is 31", a.x.cols--);
   REFUSED(INVALID_ARGUMENT, "args.round is 1, must be 0: this call makes all", e.tokens_max = 6, e.round = 1);
   REFUSED(INVALID_ARGUMENT, "args.reserved is 1, must be 0", e.reserved = 1);
+  for (size_t i = 0; i < sizeof in_arena / sizeof *in_arena; i++) {
+    a = right, e = right_e;
+    in_arena[i].place(w, (char *)r->arena + 1024, &a, &e);
+    CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, &e, NULL));
+    CHECK_TEXT("the group's arena overlaps args.");
+    CHECK_TEXT(in_arena[i].name);
+  }
   a = right, e = right_e;
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(NULL, r->weights, &e, NULL));
@@ -1820,6 +1864,59 @@ static void overlap(void)
   case_end();
 }
 
+/* What a peer says is not trusted: more tokens than there is room for, and ids that name no expert here, of tokens that
+ * it has sent and of those behind. */
+static void forge(const group *g)
+{
+  static const int32_t ids[] = {6, INT32_MIN, [6] = 1 << 30, -2, -1, INT32_MAX};
+  char *lane = g->arena + g->at.lane, *flag = lane + g->at.in;
+  for (int i = 0; i < 10; i++)
+    if (ids[i]) memcpy(lane + g->at.ids + 4 * i, &ids[i], sizeof *ids);
+  cpu_ep_store(flag, cpu_ep_load(flag) | UINT32_MAX);
+}
+
+static void run_forged(bool exact)
+{
+  world w = {.ranks = 1, .experts = 6, .top_k = 2, .dtype = CUMOE_F32, .capacity = 5, .tokens = {3}, .routed = true};
+  meeting together = {0};
+  rank r = {.w = &w, .all = &r, .meeting = &together};
+  ep_call c;
+  group *g;
+  int64_t want[6] = {0};
+  case_begin("counts and ids of a peer, %s", exact ? "slot by slot" : "sums");
+  w.exact = exact;
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden), right = tensor_new(w.dtype, 3, w.hidden);
+  r.out = &out;
+  make_arena(&r);
+  enter(&r);
+  CHECK_OK(find_group(r.group, &g));
+  CHECK_OK(one_call(&r, 0, 0));
+  memcpy(right.data, out.data, 3 * (size_t)w.hidden * sizeof(float));
+  fill_call(&r, 0, 0, &c);
+  CHECK_OK(cumoe_ep_dispatch(r.group, r.weights, &c.args, NULL));
+  forge(g);
+  CHECK_OK(cumoe_ep_experts(r.group, r.weights, &c.args, NULL));
+  CHECK_OK(cumoe_ep_combine(r.group, r.weights, &c.args, NULL));
+  r.found.size = sizeof r.found;
+  CHECK_OK(cumoe_fault_read(r.context, NULL, &r.found));
+  CHECK(r.found.code == CUMOE_FAULT_EXPERT_ID);
+  for (int i = 2; i < 6; i++) want[(int)tensor_get(&w.ids, i / 2, i % 2)]++;
+  for (int e = 0; e < 6; e++) CHECK((int64_t)tensor_get(&r.counts, 0, e) == want[e]);
+  CHECK(memcmp(right.data + w.hidden * 4, out.data + w.hidden * 4, 2 * (size_t)w.hidden * sizeof(float)) == 0);
+  leave(&r);
+  CHECK_OK(r.ended);
+  CHECK_OK(cumoe_context_destroy(r.context));
+  free(r.arena);
+  case_end();
+}
+
+static void forged(void)
+{
+  run_forged(true);
+  run_forged(false);
+}
+
 /* What groups do not serve. */
 static void refusals(void)
 {
@@ -1856,7 +1953,7 @@ static const test_group groups[] = {
     GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),     ALONE("trouble", troubles, ONCE),
     ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),         ALONE("processes", processes, ONCE),
     ALONE("layouts", layouts, ONCE),          ALONE("arguments", arguments, ONCE), ALONE("overlap", overlap, ONCE),
-    ALONE("refusals", refusals, ONCE),
+    ALONE("refusals", refusals, ONCE),        ALONE("forged", forged, ONCE),
 };
 #ifndef TEST_STAGED
 TEST_MAIN(groups)

@@ -237,7 +237,8 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *                     count up to x.rows. With several rounds a grid more each
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
- * of range drops the slot and is recorded (EXPERT_ID).
+ * of range drops the slot and is recorded (EXPERT_ID). Nothing of a call may lie in the group's arena
+ * (INVALID_ARGUMENT).
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
                                             cumoe_stream stream);
