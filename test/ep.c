@@ -37,6 +37,7 @@ typedef struct world {
   spread spread;
   bool replays, parts, counted, loses, dedup, exact, shared, residual, weigh_input, odd_ids, bias_row;
   bool routed, chosen, from_logits; /* ids and weights; ids; neither, and logits: else the router's */
+  bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity;
@@ -60,15 +61,32 @@ static void hold(world *w, int32_t expert, int32_t replica, int32_t rank)
   tensor_set(&w->placement, expert, replica, cumoe_ep_place(rank, local));
 }
 
+/* Of every second call: behind the first, [experts, places] each. */
+static void move_experts(world *w)
+{
+  for (int32_t e = 0; e < w->experts; e++) {
+    const int32_t second = places_of(w) > 1 ? (int32_t)tensor_get(&w->placement, e, 1) : -1;
+    const bool moved = w->moves && second >= 0;
+    for (int32_t p = 0; p < places_of(w); p++)
+      tensor_set(&w->placement, w->experts + e, p, moved ? (p ? -1 : second) : tensor_get(&w->placement, e, p));
+  }
+}
+
+static int64_t placement_row(const world *w, int64_t call)
+{
+  return call % 2 * w->experts;
+}
+
 static void place_experts(world *w)
 {
-  w->placement = tensor_new(CUMOE_I32, w->experts, places_of(w));
+  w->placement = tensor_new(CUMOE_I32, 2 * w->experts, places_of(w));
   for (int32_t e = 0; e < w->experts; e++) {
     for (int32_t p = 0; p < places_of(w); p++) tensor_set(&w->placement, e, p, -1);
     const int32_t scattered = (e * 5 + 1) % w->ranks, block = e * w->ranks / w->experts;
     hold(w, e, 0, w->spread == ALL_ON_LAST ? w->ranks - 1 : w->spread == SCATTERED ? scattered : block);
     if (w->spread == TWICE && e % 3 == 0) hold(w, e, 1, (block + 1) % w->ranks);
   }
+  move_experts(w);
   /* A rank without any holds one that nobody asks it for: a layer has at least one expert. */
   for (int32_t r = 0; r < w->ranks; r++)
     if (w->local[r] == 0) w->held[r][w->local[r]++] = 0;
@@ -513,7 +531,7 @@ static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
   c->args = (cumoe_ep_args){.size = sizeof c->args,
                             .lane = lane,
                             .tokens_max = w->tokens_max,
-                            .placement = rows_of(&w->placement, 0, w->experts),
+                            .placement = rows_of(&w->placement, placement_row(w, index), w->experts),
                             .layer = &c->layer};
 }
 
@@ -800,9 +818,10 @@ static int32_t place_of(const world *w, const rank *r, int64_t call, int64_t t, 
 {
   const double id = tensor_get(&w->ids, call * w->all + r->first + t, slot);
   if (id < 0 || id >= w->experts) return -1;
+  const int64_t row = placement_row(w, call) + (int64_t)id;
   int32_t count = 0;
-  while (count < places_of(w) && tensor_get(&w->placement, (int64_t)id, count) >= 0) count++;
-  return (int32_t)tensor_get(&w->placement, (int64_t)id, t % count);
+  while (count < places_of(w) && tensor_get(&w->placement, row, count) >= 0) count++;
+  return (int32_t)tensor_get(&w->placement, row, t % count);
 }
 
 /* Rows of each expert in a call: of all tokens, by where the placement sends them. */
@@ -1016,6 +1035,27 @@ static const world worlds[] = {
      .spread = TWICE,
      .exact = true,
      .routed = true},
+    {.name = "experts that move between calls",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 5,
+     .tokens_max = 9,
+     .tokens = {9, 2, 7},
+     .spread = TWICE,
+     .exact = true,
+     .routed = true,
+     .moves = true},
+    {.name = "seven ranks, sums",
+     .ranks = 7,
+     .experts = 15,
+     .top_k = 5,
+     .dtype = CUMOE_BF16,
+     .capacity = 3,
+     .tokens_max = 9,
+     .tokens = {9, 2, 0, 3, 4, 1, 8},
+     .spread = SCATTERED},
     {.name = "bad ids",
      .ranks = 2,
      .experts = 8,
