@@ -244,7 +244,6 @@ static void prepare_moves(ep_round *r)
                       .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
-                      .timeout_ns = g->timeout_ns,
                       .fault = g->context->fault};
   if (r->number > 0 && c->layer.counts_out.data) {
     r->move.counts = region(c, c->at.counts);

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cuda_runtime_api.h>
@@ -37,6 +38,7 @@ typedef struct world {
   spread spread;
   bool replays, parts, counted, loses, dedup, exact, shared, residual, weigh_input, odd_ids, bias_row;
   bool routed, chosen, from_logits; /* ids and weights; ids; neither, and logits: else the router's */
+  bool shortens;                    /* after its first call a rank waits for half a second only */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
@@ -665,6 +667,7 @@ static cumoe_status calls_of_lane(rank *r, int32_t lane)
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
     status = one_call(r, lane, i % CALLS);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
+    if (i == 0 && r->w->shortens && status == CUMOE_OK) status = cumoe_group_set_timeout(r->group, 500000000);
   }
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const cumoe_status replayed = r->w->replays ? replay(r, lane) : CUMOE_OK;
@@ -1226,7 +1229,7 @@ static const fate fates[] = {
     {"a call that is corrected", BAD_CALL, 20000, CUMOE_OK, CUMOE_OK, "", 0, 0},
 };
 
-static void run_fate(const fate *f)
+static void run_fate(const fate *f, bool shortens)
 {
   rank ranks[MOST_RANKS];
   world w = {.name = f->name,
@@ -1236,7 +1239,8 @@ static void run_fate(const fate *f)
              .dtype = CUMOE_F32,
              .capacity = 4,
              .tokens = {4, 2, 3},
-             .exact = true};
+             .exact = true,
+             .shortens = shortens};
   const bool launched = gpus && f->cause; /* a launch says nothing of the group */
   bool found = launched;
   case_begin("%s", f->name);
@@ -1257,9 +1261,65 @@ static void run_fate(const fate *f)
   case_end();
 }
 
+static void *only_join(void *argument)
+{
+  keep(argument, join(argument));
+  return NULL;
+}
+
+static void *only_call(void *argument)
+{
+  rank *r = argument;
+  keep(r, one_call(r, 0, 0));
+  return NULL;
+}
+
+/* The first rank waits for the second, which does not come. */
+static void shorten_under_way(void)
+{
+  world w = {.ranks = 2, .experts = 6, .top_k = 2, .dtype = CUMOE_F32, .capacity = 4, .tokens = {1, 1}, .exact = true};
+  rank r[2] = {{.w = &w, .all = r}, {.w = &w, .all = r, .number = 1}};
+  pthread_t threads[2], waits;
+  case_begin("a wait that is made shorter while it waits");
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  for (int i = 0; i < 2; i++) r[i].out = &out, r[i].timeout_ns = 20000000000, make_arena(&r[i]);
+  for (int i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, only_join, &r[i]) == 0);
+  for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  for (int i = 0; i < 2; i++) CHECK_MSG(r[i].status == CUMOE_OK, "rank %d: %s", i, r[i].text);
+  CHECK_OK(cumoe_ep_workspace(r[0].group, &r[0].workspace_bytes));
+  r[0].workspaces[0] = device_bytes(r[0].context, r[0].workspace_bytes);
+  CHECK(pthread_create(&waits, NULL, only_call, &r[0]) == 0);
+  usleep(50000);
+  const time_t then = time(NULL);
+  CHECK_OK(cumoe_group_set_timeout(r[0].group, 1000000));
+  CHECK(pthread_join(waits, NULL) == 0);
+  CHECK(time(NULL) - then < 15);
+  CHECK(r[0].status == CUMOE_ERR_PEER);
+  CHECK_MSG(strstr(r[0].text, "rank 1 has not sent its tokens (dispatch) within 0.001 s"), "%s", r[0].text);
+  CHECK_STATUS(CUMOE_ERR_PEER, cumoe_group_destroy(r[0].group));
+  CHECK_TEXT("rank 1 has not left (destroy) within 0.001 s");
+  CHECK_OK(cumoe_group_destroy(r[1].group));
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(cumoe_context_destroy(r[i].context));
+    free(r[i].arena);
+  }
+  case_end();
+}
+
 static void troubles(void)
 {
-  for (size_t i = 0; i < sizeof fates / sizeof *fates; i++) run_fate(&fates[i]);
+  static const fate with_less = {"a rank that stops when the others wait for less",
+                                 STOPS_BEFORE,
+                                 20000,
+                                 CUMOE_OK,
+                                 CUMOE_ERR_PEER,
+                                 "rank 1 has not sent its tokens (dispatch) within 0.5 s",
+                                 CUMOE_GROUP_TIMEOUT,
+                                 CUMOE_PHASE_DISPATCH};
+  for (size_t i = 0; i < sizeof fates / sizeof *fates; i++) run_fate(&fates[i], false);
+  run_fate(&with_less, true);
+  if (!gpus) shorten_under_way();
 }
 
 /* ---- ranks that are left out ---- */
@@ -1539,6 +1599,7 @@ static void check_layout(const ep_shape *s)
                  {l.every_expert, (uint64_t)s->experts * 4},
                  {l.first_expert, (uint64_t)s->capacity * 4},
                  {l.active, EP_MAX_RANKS / 8},
+                 {l.timeout, 8},
                  {l.lane + l.exchange, 8},
                  {l.lane + l.in, ranks * EP_LINE},
                  {l.lane + l.back, ranks * EP_LINE},
@@ -1748,10 +1809,10 @@ IN_ARENA(placement, e->placement.data = at)
 static const struct {
   void (*place)(const world *w, char *at, cumoe_moe_args *a, cumoe_ep_args *e);
   const char *name;
-} in_arena[] = {PLACED(x),    PLACED(router_x),  PLACED(router_weight), PLACED(router_bias),   PLACED(logits),
-                PLACED(ids),  PLACED(weights),   PLACED(select_bias),   PLACED(expert_scale),  PLACED(residual),
-                PLACED(out),  PLACED(ids_out),   PLACED(weights_out),   PLACED(device_tokens), PLACED(counts_out),
-                PLACED(load), PLACED(workspace), PLACED(placement)};
+} misplaced[] = {PLACED(x),    PLACED(router_x),  PLACED(router_weight), PLACED(router_bias),   PLACED(logits),
+                 PLACED(ids),  PLACED(weights),   PLACED(select_bias),   PLACED(expert_scale),  PLACED(residual),
+                 PLACED(out),  PLACED(ids_out),   PLACED(weights_out),   PLACED(device_tokens), PLACED(counts_out),
+                 PLACED(load), PLACED(workspace), PLACED(placement)};
 
 static void bad_forward(rank *r)
 {
@@ -1787,12 +1848,12 @@ static void bad_forward(rank *r)
   REFUSED(INVALID_ARGUMENT, "args.x.cols is 31", a.x.cols--);
   REFUSED(INVALID_ARGUMENT, "args.round is 1, must be 0: this call makes all", e.tokens_max = 6, e.round = 1);
   REFUSED(INVALID_ARGUMENT, "args.reserved is 1, must be 0", e.reserved = 1);
-  for (size_t i = 0; i < sizeof in_arena / sizeof *in_arena; i++) {
+  for (size_t i = 0; i < sizeof misplaced / sizeof *misplaced; i++) {
     a = right, e = right_e;
-    in_arena[i].place(w, (char *)r->arena + 1024, &a, &e);
+    misplaced[i].place(w, (char *)r->arena + 1024, &a, &e);
     CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_forward(r->group, r->weights, &e, NULL));
     CHECK_TEXT("the group's arena overlaps args.");
-    CHECK_TEXT(in_arena[i].name);
+    CHECK_TEXT(misplaced[i].name);
   }
   a = right, e = right_e;
   CHECK_OK(cumoe_ep_forward(r->group, r->weights, &e, NULL));
@@ -1845,15 +1906,20 @@ static void arguments(void)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
                cumoe_group_create(r.context, r.plan, &c, cumoe_vector_mut(r.arena, CUMOE_U8, 1 << 20), NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_abort(NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_timeout(NULL, 1));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(NULL, &r.fault));
   CHECK_OK(join(&r));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(r.group, NULL));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_timeout(r.group, -1));
+  CHECK_TEXT("timeout_ns is -1, must be 0 (30 s) or more");
+  CHECK_OK(cumoe_group_set_timeout(r.group, 0));
   bad_masks(r.group);
   bad_forward(&r);
   CHECK_OK(cumoe_group_destroy(r.group));
   CHECK_OK(cumoe_group_destroy(NULL));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_group_destroy(r.group));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_group_abort(r.group));
+  CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_group_set_timeout(r.group, 1));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_ep_workspace(r.group, &bytes));
   memset(r.arena, 0, r.bytes);
   CHECK_OK(join(&r)); /* ends with its context */
@@ -1861,12 +1927,6 @@ static void arguments(void)
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_ep_workspace(r.group, &bytes));
   free(r.arena);
   case_end();
-}
-
-static void *only_join(void *argument)
-{
-  keep(argument, join(argument));
-  return NULL;
 }
 
 /* The second arena begins where the first has not ended: one array's first bytes lie on another's. */

@@ -337,6 +337,24 @@ static void masks(void)
   case_end();
 }
 
+/* What kernels read while they wait: on the device, set without a wait for the caller's streams. */
+static void timeouts(void)
+{
+  member m = {0};
+  group *g;
+  uint64_t word = 0;
+  case_begin("how long it waits");
+  join(&m);
+  CHECK_OK(find_group(m.group, &g));
+  CHECK_OK(wire_load(g, g->at.timeout, &word));
+  CHECK(word == UINT64_C(30000000000));
+  CHECK_OK(cumoe_group_set_timeout(m.group, 12345));
+  CHECK_OK(wire_load(g, g->at.timeout, &word));
+  CHECK(word == 12345);
+  leave(&m);
+  case_end();
+}
+
 static const test_group groups[] = {
     ALONE("launches", launches, ONCE),
     ALONE("captures", captures, ONCE),
@@ -344,6 +362,7 @@ static const test_group groups[] = {
     ALONE("grids", grids, ONCE),
     ALONE("one round", one_round, ONCE),
     ALONE("masks", masks, ONCE),
+    ALONE("timeouts", timeouts, ONCE),
     ALONE("launches by NCCL", launches_by_nccl, ONCE),
     ALONE("captures by NCCL", captures_by_nccl, ONCE),
     ALONE("faults by NCCL", faults_by_nccl, ONCE),

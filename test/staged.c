@@ -261,6 +261,7 @@ static void *join_and_ask(void *argument)
   keep(r, join(r));
   if (!r->group) return NULL;
   work_in_messages(r);
+  if (cumoe_group_set_timeout(r->group, 1) != CUMOE_ERR_NOT_SUPPORTED) keep(r, CUMOE_ERR_INTERNAL);
   keep(r, cumoe_group_set_active(r->group, &mask));
   r->ended = cumoe_group_destroy(r->group);
   return NULL;

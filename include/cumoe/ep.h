@@ -102,7 +102,7 @@ typedef struct cumoe_group_config {
   int32_t lanes;       /* 0 = 1; at most CUMOE_MAX_LANES */
   int32_t reserved;    /* 0 */
   int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k < 2^31 */
-  int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ */
+  int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ. cumoe_group_set_timeout */
   void *const *arenas; /* [ranks] where each rank's arena lies, as this rank addresses it; copied. Its own is `arena` */
   void *comm;          /* CUMOE_GROUP_NCCL: ncclComm_t, of these ranks, in this order, and of the context's device */
   void *nccl;          /* dlopen's handle of the library that comm is of; NULL: the libnccl.so.2 that is loaded */
@@ -143,6 +143,14 @@ CUMOE_API cumoe_status cumoe_group_destroy(cumoe_group group);
 
 /* Gives up: every rank's call that waits, and all later ones, answer PEER. From any thread, at any time. */
 CUMOE_API cumoe_status cumoe_group_abort(cumoe_group group);
+
+/*
+ * How long this rank waits for another from now on: in waits that are under way, in graphs that were captured before,
+ * in destroy and set_active. 0 = 30 s. From any thread, at any time; it waits for no work of any stream. Long for the
+ * first calls, where some ranks still load or compile, short from then on. INVALID_ARGUMENT below 0. Groups by NCCL:
+ * NOT_SUPPORTED.
+ */
+CUMOE_CHECKED cumoe_status cumoe_group_set_timeout(cumoe_group group, int64_t timeout_ns);
 
 typedef enum cumoe_group_cause {
   CUMOE_GROUP_ALIVE = 0,
