@@ -1,8 +1,8 @@
 /*
  * Times the layer's backward by graph replay: the layers of shapes.def (those that always run), 2048, 8192 and 32768
- * tokens (up to --most), bf16, gradients of the layer's type, from the router on. TFLOPS: of the grouped products, three
- * times the forward's for both ways. `forward` is cumoe_moe_forward, `without weights` the backward without gradients of
- * weights, `dense` all six products of both ways by cuBLAS, of one expert with all rows: without any routing.
+ * tokens (up to --most), bf16, gradients of the layer's type, from the router on. TFLOPS: of the grouped products,
+ * three times the forward's for both ways. `forward` is cumoe_moe_forward, `without weights` the backward without
+ * gradients of weights, `dense` all six products of both ways by cuBLAS, of one expert with all rows: without routing.
  * bench/backward_peer.py times PyTorch's on the same shapes; right after or before, on the same GPU.
  */
 #include "bench.h"
