@@ -66,7 +66,7 @@
  * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
  * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
  * Experimental: no NCCL and no GPU has run it yet. Tested on the CPU device against shared memory's bits, and over a
- * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.29.
+ * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.31.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
