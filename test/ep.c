@@ -1725,6 +1725,14 @@ static void odd_arena(cumoe_group_config *c)
   c->arenas = arenas;
 }
 
+static void odd_other_arena(cumoe_group_config *c)
+{
+  static void *arenas[2];
+  arenas[0] = c->arenas[0], arenas[1] = (char *)arenas[0] + 128;
+  c->arenas = arenas;
+  c->ranks = 2, c->max_tokens = 1;
+}
+
 static const struct {
   void (*change)(cumoe_group_config *c);
   cumoe_status status;
@@ -1745,7 +1753,8 @@ static const struct {
     {no_tokens, CUMOE_ERR_INVALID_ARGUMENT, "config.max_tokens is 0"},
     {bad_timeout, CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is -1"},
     {no_arenas, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas is null"},
-    {odd_arena, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas[0] is 0x101"},
+    {odd_arena, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas[0] is 0x101, must be an address aligned to 256"},
+    {odd_other_arena, CUMOE_ERR_INVALID_ARGUMENT, "config.arenas[1] is 0x"},
     {other_arena, CUMOE_ERR_INVALID_ARGUMENT, "the rank's own"},
     {more_tokens, CUMOE_ERR_WORKSPACE, "bytes, "},
 };
@@ -1821,7 +1830,7 @@ static void bad_forward(rank *r)
   CHECK_OK(cumoe_ep_workspace(r->group, &bytes));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_workspace(r->group, NULL));
   void *workspace = aligned(bytes);
-  const tensor map = tensor_new(CUMOE_I32, 1, w->experts);
+  const tensor map = tensor_new(CUMOE_I32, 1, w->experts), wide = tensor_new(CUMOE_I32, w->experts, 65);
   cumoe_moe_args right = tokens_args(w, 0, w->tokens[0], r->shared);
   right.out = as_mut(rows_of(r->out, 0, w->tokens[0]));
   right.workspace = cumoe_vector_mut(workspace, CUMOE_U8, (int64_t)bytes);
@@ -1840,6 +1849,8 @@ static void bad_forward(rank *r)
   REFUSED(INVALID_ARGUMENT, "args.x.rows is 5, must be at most args.tokens_max = 4", e.tokens_max = 4);
   REFUSED(INVALID_ARGUMENT, "args.placement", e.placement = no_view());
   REFUSED(INVALID_ARGUMENT, "args.placement", e.placement.rows--);
+  REFUSED(INVALID_ARGUMENT, "args.placement.cols is 65, must be 1 .. 64", e.placement = rows_of(&wide, 0, w->experts));
+  REFUSED(INVALID_ARGUMENT, "args.placement.cols is 0, must be 1 .. 64", e.placement.cols = 0);
   REFUSED(WRONG_DTYPE, "args.placement", e.placement.dtype = CUMOE_F32);
   REFUSED(INVALID_ARGUMENT, "args.expert_map", a.expert_map = rows_of(&map, 0, 1));
   REFUSED(INVALID_ARGUMENT, "args.device_tokens", a.device_tokens = rows_of(&map, 0, 1));
@@ -1905,6 +1916,12 @@ static void arguments(void)
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_ep_arena(r.plan, &c, NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT,
                cumoe_group_create(r.context, r.plan, &c, cumoe_vector_mut(r.arena, CUMOE_U8, 1 << 20), NULL));
+  cumoe_context other = NULL;
+  CHECK_OK(cumoe_context_create(CUMOE_DEVICE_CPU, NULL, &other));
+  CHECK_STATUS(CUMOE_ERR_WRONG_DEVICE,
+               cumoe_group_create(other, r.plan, &c, cumoe_vector_mut(r.arena, CUMOE_U8, (int64_t)r.bytes), &r.group));
+  CHECK_TEXT("plan belongs to another context");
+  CHECK_OK(cumoe_context_destroy(other));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_abort(NULL));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_set_timeout(NULL, 1));
   CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_group_fault_read(NULL, &r.fault));
