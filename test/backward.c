@@ -1342,6 +1342,12 @@ static void test_refusals(cumoe_context context)
   CHECK_OK(cumoe_weights_destroy(bound));
   session_close(&run);
   case_end();
+  case_begin("more columns than there are experts");
+  cumoe_gate_backward_args gate = {.size = sizeof gate, .routing = cumoe_routing_mixtral(2)};
+  gate.logits = cumoe_const(device_new(context, CUMOE_F32, 3, CUMOE_MAX_EXPERTS + 1, 0));
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_gate_backward(context, &gate, NULL));
+  CHECK_TEXT("args.logits.cols is 1025, must be 1 .. 1024");
+  case_end();
   case_begin("gradients with a format");
   const layer_spec half = layer_spec_new(CUMOE_BF16, 3, 64, 64);
   const layer_inputs half_in = layer_inputs_new(&half);
