@@ -117,12 +117,12 @@ BENCH_C := $(sort $(filter-out $(BENCH_MAINS) $(DEMO_C) $(TRAIN_C),$(wildcard be
 TEXT    ?= README.md bench/NOTES.md $(sort $(wildcard $(addsuffix .[ch],include/cumoe/* host/* kernels/* kernels/*/*)))
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
-formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz test/emulate \
-	test/emulate/device
+formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz \
+	test/emulate test/emulate/device
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
-.PHONY: all shared demo train test bench bench-plan tune check emulate coverage mutants tests install uninstall format lint \
-	clean help FORCE
+.PHONY: all shared demo train test bench bench-plan tune check emulate coverage mutants tests install uninstall format \
+	lint clean help FORCE
 all: $(LIB)/libcumoe.a
 shared: $(LIB)/libcumoe.so
 

@@ -4,47 +4,25 @@
 By hand, on a GPU machine with PyTorch 2.11 or newer, right after or before bench/attention, on the same GPU:
     python3 bench/attention_peer.py
 """
-import statistics
-
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-HEADS, KV_HEADS, DIM, CACHE, PLACES = 32, 8, 128, 4096, 4
+from peer_time import median_us
+
+HEADS, KV_HEADS, DIM, CACHE, PLACES, ROUNDS = 32, 8, 128, 4096, 4, 20
 
 
 def heads(batch, tokens, count):
     return torch.randn(batch, tokens, count, DIM, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
 
-def median_us(call, rounds=20, side=None):
-    """Of replays of a graph of one call for each place."""
-    side = side or torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for place in range(PLACES):
-            call(place)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        for place in range(PLACES):
-            call(place)
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / PLACES)
-    return statistics.median(times)
-
-
 def forward(name, size, batch, queries, keys, causal):
     q = [heads(batch, queries, HEADS) for _ in range(PLACES)]
     k = [heads(batch, keys, KV_HEADS) for _ in range(PLACES)]
     v = [heads(batch, keys, KV_HEADS) for _ in range(PLACES)]
-    us = median_us(lambda i: F.scaled_dot_product_attention(q[i], k[i], v[i], is_causal=causal, enable_gqa=True))
+    us = median_us(lambda i: F.scaled_dot_product_attention(q[i], k[i], v[i], is_causal=causal, enable_gqa=True),
+                   ROUNDS, PLACES)
     print(f"{name:16} {size:8} {us:12.1f}", flush=True)
 
 
@@ -56,7 +34,8 @@ def backward(tokens):
         v = [heads(1, tokens, KV_HEADS).requires_grad_() for _ in range(PLACES)]
         dout = [heads(1, tokens, HEADS) for _ in range(PLACES)]
         out = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in zip(q, k, v)]
-    us = median_us(lambda i: torch.autograd.grad(out[i], (q[i], k[i], v[i]), dout[i], retain_graph=True), side=side)
+    us = median_us(lambda i: torch.autograd.grad(out[i], (q[i], k[i], v[i]), dout[i], retain_graph=True),
+                   ROUNDS, PLACES, side)
     print(f"{'backward':16} {tokens:8} {us:12.1f}", flush=True)
 
 

@@ -5,11 +5,12 @@ torch._grouped_mm and a weighted index_add, under autograd, from the router on.
 By hand, on a GPU machine with PyTorch 2.11 or newer, right after or before bench/backward, on the same GPU:
     python3 bench/backward_peer.py [model ...]
 """
-import statistics
 import sys
 
 import torch
 import torch.nn.functional as F
+
+from peer_time import median_us
 
 # name: experts, top k, hidden, inter; as in bench/shapes.def
 SHAPES = {
@@ -34,28 +35,6 @@ def layer(x, router, gate_up, down, top_k):
     return torch.zeros_like(x).index_add(0, tokens, y)
 
 
-def median_us(call, rounds=12):
-    """Of replays of a graph of one call."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
-
 def time_layer(name, count):
     experts, top_k, hidden, inter = SHAPES[name]
 
@@ -66,17 +45,17 @@ def time_layer(name, count):
     parameters = [tensor(experts, hidden, deviation=0.02), tensor(experts, 2 * inter, hidden, deviation=0.02),
                   tensor(experts, hidden, inter, deviation=0.02)]
 
-    def forward():
+    def forward(_):
         with torch.no_grad():
             layer(x, *parameters, top_k)
 
-    def both():
+    def both(_):
         out = layer(x, *parameters, top_k)
         torch.autograd.grad(out, [x, *parameters], d_out)
 
     flops = 6 * count * top_k * hidden * inter
     for part, call, times in (("forward", forward, 1), ("both", both, 3)):
-        us = median_us(call)
+        us = median_us(call, rounds=12)
         print(f"{name:16} {count:6} {part:16} {us:10.1f} {times * flops / us * 1e-6:8.1f} TFLOPS", flush=True)
 
 

@@ -1,340 +1,8 @@
-/* The backward of the layer: what the forward keeps, and a straight line from d out to every gradient. */
-#include "backward.h"
-#include "arguments.h"
-#include "carve.h"
+/* The backward of the layer: a straight line from d out to every gradient. */
+#include "backward_pass.h"
 #include "dispatch.h"
 
-#include <math.h>
-
-/* ---- where everything lies ---- */
-
-static int64_t halves_of(const cumoe_moe_desc *d)
-{
-  return d->flags & CUMOE_MOE_UNGATED ? 1 : 2;
-}
-
-static cumoe_status check_carved(const char *name, const carver *c, int64_t tokens)
-{
-  REQUIRE(!c->overflow, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld: the workspace would exceed 2^62 bytes", name,
-          (long long)tokens);
-  return CUMOE_OK;
-}
-
-cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tokens, kept_layout *at)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  const int64_t k = d->routing.top_k, pairs = tokens * k, halves = halves_of(d);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  carver c = {0, false};
-  *at = (kept_layout){0};
-  if (tokens == 0) return CUMOE_OK;
-  at->logits = carve(&c, tokens, router_experts(d), 4);
-  at->ids = carve(&c, pairs, 1, 4);
-  at->weights = carve(&c, pairs, 1, 4);
-  at->counts = carve(&c, 1, d->local_experts, 4);
-  at->offsets = carve(&c, 1, d->local_experts + 1, 4);
-  at->row_pair = carve(&c, pairs, 1, 4);
-  at->slot_row = carve(&c, pairs, 1, 4);
-  at->z = carve(&c, pairs, halves * d->inter, element);
-  at->shared_z = carve(&c, tokens, halves * d->shared_inter, element);
-  at->shared_logit = carve(&c, d->shared_inter ? tokens : 0, 1, 4);
-  at->bytes = c.at;
-  return check_carved(name, &c, tokens);
-}
-
-/* What reads rows in vectors and through tensor maps has them in their order, so on CUDA x and d out are copied. */
-static rows_layout carve_rows(carver *c, const struct plan *plan, int64_t pairs, int64_t experts, int64_t inter)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  const bool copies = !on_cpu(plan->context);
-  const int64_t rows = PADDED_ROWS(pairs, experts);
-  const size_t element = cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  rows_layout at = {.rows = rows};
-  at.d_h = carve(c, rows, inter, copies ? element : 4);
-  at.h = carve(c, rows, inter, element);
-  at.d_z = carve(c, rows, halves_of(d) * inter, element);
-  at.along = carve(c, rows, 1, 8);
-  at.d_rows = carve(c, rows, d->hidden, element);
-  at.d_out = carve(c, copies ? rows : 0, d->hidden, element);
-  return at;
-}
-
-/* Runs of tokens that sums over all of them are made of: enough for all SMs. */
-static int32_t runs_of(const struct plan *plan, int64_t tokens)
-{
-  enum { MOST = 8, RUN = 512 };
-  return on_cpu(plan->context) ? 1 : (int32_t)min64(ceil_div(tokens, RUN), MOST);
-}
-
-/* By the finest chunking, so that more tokens never need less. */
-static size_t carve_hist(carver *c, const cumoe_moe_desc *d, int64_t pairs)
-{
-  const int64_t chunks = pairs > MAP_UNIT ? min64(ceil_div(pairs, MAP_UNIT), MAP_MOST_CHUNKS) : 0;
-  return carve(c, chunks, d->local_experts, 4);
-}
-
-cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t tokens, bool kept, scratch_layout *at)
-{
-  const cumoe_moe_desc *d = &plan->desc;
-  const int64_t pairs = tokens * d->routing.top_k, experts = router_experts(d);
-  const int64_t rows = PADDED_ROWS(pairs, (int64_t)d->local_experts);
-  kept_layout keeps;
-  carver c = {0, false};
-  *at = (scratch_layout){0};
-  if (tokens == 0) return CUMOE_OK;
-  REQUIRE(rows <= INT32_MAX, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld: with what fills them up there would be 2^31 rows",
-          name, (long long)tokens);
-  TRY(lay_out_kept(name, plan, tokens, &keeps));
-  at->routed = carve_rows(&c, plan, pairs, d->local_experts, d->inter);
-  if (d->shared_inter) at->shared = carve_rows(&c, plan, tokens, 1, d->shared_inter);
-  at->d_weights = carve(&c, pairs, 1, 4);
-  at->d_logits = carve(&c, tokens, experts, 4);
-  at->d_router = carve(&c, tokens, d->hidden, 4);
-  at->shared_weight = carve(&c, d->shared_inter ? tokens : 0, 1, 4);
-  at->d_shared_weight = carve(&c, d->shared_inter ? tokens : 0, 1, 4);
-  at->count = carve(&c, 1, experts, 8);
-  at->token_loss = carve(&c, tokens, 2, 8);
-  at->pair_scale = carve(&c, pairs, 1, 8);
-  at->counts = carve(&c, 1, d->local_experts, 4);
-  at->offsets = carve(&c, 1, d->local_experts + 1, 4);
-  at->row_pair = carve(&c, rows, 1, 4);
-  at->slot_row = carve(&c, pairs, 1, 4);
-  const int32_t runs = runs_of(plan, tokens);
-  at->runs_counts = carve(&c, 1, runs, 4);
-  at->runs_offsets = carve(&c, 1, runs + 1, 4);
-  at->runs_sums = carve(&c, runs > 1 ? runs : 0, experts * d->hidden, 4);
-  if (!kept) at->hist = carve_hist(&c, d, pairs);
-  at->kept = carve(&c, 1, kept ? 0 : (int64_t)keeps.bytes, 1);
-  at->bytes = c.at;
-  return check_carved(name, &c, tokens);
-}
-
-static cumoe_status begin_query(cumoe_plan handle, int64_t tokens, const size_t *bytes, const struct plan **plan)
-{
-  TRY(find_plan(handle, plan));
-  REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  TRY(check_without_formats(*plan));
-  return check_tokens("tokens", tokens, 0, (*plan)->desc.routing.top_k);
-}
-
-cumoe_status cumoe_moe_kept(cumoe_plan handle, int64_t tokens, size_t *bytes)
-{
-  begin_call(__func__);
-  const struct plan *plan;
-  kept_layout at;
-  TRY(begin_query(handle, tokens, bytes, &plan));
-  TRY(lay_out_kept("tokens", plan, tokens, &at));
-  *bytes = at.bytes;
-  return CUMOE_OK;
-}
-
-cumoe_status cumoe_moe_backward_workspace(cumoe_plan handle, int64_t tokens, int32_t kept, size_t *bytes)
-{
-  begin_call(__func__);
-  const struct plan *plan;
-  scratch_layout at;
-  TRY(begin_query(handle, tokens, bytes, &plan));
-  TRY(lay_out_scratch("tokens", plan, tokens, kept != 0, &at));
-  *bytes = at.bytes;
-  return CUMOE_OK;
-}
-
-/* ---- a call under way ---- */
-
-typedef struct pass {
-  struct context *context;
-  const struct plan *plan;
-  const struct weights *weights, *shared; /* shared: NULL without */
-  const cumoe_moe_args *args;
-  token_count tokens;
-  kept_layout at;
-  char *kept;
-  void *hist, *rows;            /* of the map; room for x in the order of rows, where it is copied */
-  cumoe_view ids, pair_weights; /* of the routing, wherever they come from */
-  route_pointers route;
-  cumoe_stream stream;
-} pass;
-
-static void *region(char *base, size_t offset)
-{
-  return base + offset;
-}
-
-static cumoe_view small_region(char *base, size_t offset, cumoe_dtype dtype, int64_t rows, int64_t cols)
-{
-  return cumoe_matrix(region(base, offset), dtype, rows, cols, cols);
-}
-
-static pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cumoe_stream stream)
-{
-  pass p = {.context = with->plan->context,
-            .plan = with->plan,
-            .weights = with->weights,
-            .shared = with->shared,
-            .args = a,
-            .tokens = {a->x.rows, a->device_tokens.data},
-            .kept = kept,
-            .stream = stream};
-  const int64_t tokens = a->x.rows, k = p.plan->desc.routing.top_k;
-  CUMOE_IGNORE(lay_out_kept("", p.plan, tokens, &p.at)); /* its size was checked */
-  p.ids = a->ids.data ? a->ids : small_region(kept, p.at.ids, CUMOE_I32, tokens, k);
-  p.pair_weights = is_routed(a) ? a->weights : small_region(kept, p.at.weights, CUMOE_F32, tokens, k);
-  p.route = (route_pointers){region(kept, p.at.counts), region(kept, p.at.offsets), region(kept, p.at.row_pair),
-                             region(kept, p.at.slot_row)};
-  return p;
-}
-
-static cumoe_view router_input(const cumoe_moe_args *a)
-{
-  return a->router_x.data ? a->router_x : a->x;
-}
-
-static cumoe_view logits_of(const pass *p)
-{
-  const int64_t experts = router_experts(&p->plan->desc);
-  if (!p->args->router_weight.data) return p->args->logits;
-  return small_region(p->kept, p->at.logits, CUMOE_F32, p->tokens.count, experts);
-}
-
-static bool weighs_input(const pass *p)
-{
-  return p->plan->desc.routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT;
-}
-
-static bool is_unreduced(const pass *p)
-{
-  return p->plan->desc.flags & CUMOE_MOE_UNREDUCED;
-}
-
-/* ---- what the forward keeps ---- */
-
-static cumoe_status run_router(const pass *p, cumoe_view x, cumoe_view weight, cumoe_view bias, size_t to,
-                               const cumoe_routing *r)
-{
-  router_args l = router_arguments(x, weight, bias, p->tokens, region(p->kept, to), weight.rows);
-  if (r && r->logits_dtype) l.round_dtype = r->logits_dtype;
-  if (r && r->logit_scale > 0) l.scale = r->logit_scale;
-  return dispatch(p->context, OP_router, &l, p->stream);
-}
-
-static gate_args gate_of(const pass *p, cumoe_view ids, cumoe_view weights)
-{
-  const cumoe_moe_args *a = p->args;
-  const gate_inputs inputs = {a->select_bias, a->expert_scale, is_chosen(a) ? a->ids : (cumoe_view){0}};
-  gate_args g = gate_arguments(p->context, &p->plan->desc.routing, logits_of(p), &inputs, ids, weights);
-  g.tokens = p->tokens;
-  return g;
-}
-
-static cumoe_status keep_routing(const pass *p, int32_t *counts_out, int64_t *load)
-{
-  const cumoe_moe_args *a = p->args;
-  const cumoe_routing *r = &p->plan->desc.routing;
-  const cumoe_view none = {0};
-  if (a->router_weight.data) TRY(run_router(p, router_input(a), a->router_weight, a->router_bias, p->at.logits, r));
-  if (a->shared_gate.data) TRY(run_router(p, a->x, a->shared_gate, none, p->at.shared_logit, NULL));
-  if (!is_routed(a)) {
-    const gate_args g = gate_of(p, p->ids, p->pair_weights);
-    TRY(dispatch(p->context, OP_gate, &g, p->stream));
-  }
-  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, p->hist);
-  m.tokens = p->tokens;
-  m.counts_out = counts_out;
-  m.load = load;
-  if (m.chunks > 1 && !on_cpu(p->context)) TRY(dispatch(p->context, OP_map_count, &m, p->stream));
-  return dispatch(p->context, OP_map, &m, p->stream);
-}
-
-/* Half h of a projection by itself. */
-static expert_matrix half_of(const expert_matrix *b, int64_t h)
-{
-  expert_matrix half = *b;
-  half.base[0] = b->base[h];
-  half.table[0] = b->table[h];
-  half.bias[0] = b->bias[h];
-  return half;
-}
-
-static row_map route_rows(const pass *p)
-{
-  const int32_t k = p->plan->desc.routing.top_k;
-  return (row_map){.counts = p->route.counts,
-                   .offsets = p->route.offsets,
-                   .row_pair = p->route.row_pair,
-                   .slot_row = p->route.slot_row,
-                   .tokens = p->tokens,
-                   .rows_cap = p->tokens.count * k,
-                   .experts = p->weights->experts,
-                   .top_k = k,
-                   .fault = p->context->fault};
-}
-
-/* Of many rows a copy in their order costs less than that every tile of channels gathers them. */
-static bool copies_x(const pass *p)
-{
-  enum { MANY = 4096 };
-  return !on_cpu(p->context) && p->plan->desc.dtype != CUMOE_F32 &&
-         p->tokens.count * p->plan->desc.routing.top_k >= MANY;
-}
-
-/* Gate and up before the activation, of routed experts or (route NULL) the shared one: by one product where they are
- * one matrix. */
-static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
-{
-  const cumoe_moe_desc *d = &p->plan->desc;
-  const cumoe_view none = {0}, weights = route && weighs_input(p) ? p->pair_weights : none;
-  const int64_t halves = halves_of(d), element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
-  gemm_args g = up_arguments(p->plan, w, p->args->x, route, weights);
-  int32_t order;
-  g.tokens = p->tokens;
-  g.act = ACT_IDENTITY;
-  g.gated = 0;
-  g.c = region(p->kept, to);
-  g.c_ld = halves * w->inter;
-  if (route && copies_x(p)) {
-    const copy_rows_args c = {.map = route_rows(p),
-                              .a = {p->args->x.data, p->args->x.ld, d->dtype, OF_TOKEN},
-                              .to = p->rows,
-                              .to_ld = d->hidden,
-                              .cols = d->hidden,
-                              .dtype = d->dtype};
-    g.a = p->rows;
-    g.a_ld = d->hidden;
-    g.packed = 1;
-    TRY(dispatch(p->context, OP_copy_rows, &c, p->stream));
-  }
-  if (join_halves(w, &g.b, &order)) {
-    g.n *= 2;
-    return dispatch(p->context, OP_up, &g, p->stream);
-  }
-  for (int64_t h = 0; h < halves; ++h) {
-    g.b = half_of(&w->up, h);
-    g.c = (char *)region(p->kept, to) + h * w->inter * element;
-    TRY(dispatch(p->context, OP_up, &g, p->stream));
-  }
-  return CUMOE_OK;
-}
-
-static cumoe_status keep(const pass *p, int32_t *counts_out, int64_t *load)
-{
-  TRY(keep_routing(p, counts_out, load));
-  TRY(keep_rows(p, p->weights, &p->route, p->at.z));
-  return p->shared ? keep_rows(p, p->shared, NULL, p->at.shared_z) : CUMOE_OK;
-}
-
-/* ---- kernels ---- */
-
-static row_map token_rows(const pass *p)
-{
-  return (row_map){
-      .tokens = p->tokens, .rows_cap = p->tokens.count, .experts = 1, .top_k = 1, .fault = p->context->fault};
-}
-
-static row_matrix matrix_of(cumoe_view v, int32_t of)
-{
-  return (row_matrix){v.data, v.ld, v.dtype, of};
-}
-
+/* A region of the scratch, in the order of rows. */
 static row_matrix rows_of(const void *base, int64_t cols, int32_t dtype)
 {
   return (row_matrix){base, cols, dtype, OF_ROW};
@@ -346,135 +14,29 @@ static expert_matrix one_matrix(cumoe_view v)
   return (expert_matrix){.base = {v.data}, .n_stride = v.ld, .k_stride = 1, .format = dense_format(v.dtype)};
 }
 
-/* Of gate and up in z and d z: that of the weights, where these are one matrix. */
-static int32_t order_of(const struct weights *w)
-{
-  expert_matrix joined;
-  int32_t order;
-  return join_halves(w, &joined, &order) ? order : GATE_FIRST;
-}
-
-static activation_args activation_of(const pass *p, const struct weights *w, const row_map *map)
-{
-  const cumoe_moe_desc *d = &p->plan->desc;
-  return (activation_args){.map = *map,
-                           .inter = w->inter,
-                           .dtype = d->dtype,
-                           .act = d->act,
-                           .gated = w->gated,
-                           .order = order_of(w),
-                           .act_alpha = d->act_alpha,
-                           .act_limit = d->act_limit > 0 ? d->act_limit : INFINITY,
-                           .gate_limit = p->plan->gate_limit};
-}
-
-/* ---- forward, which keeps ---- */
-
-typedef struct experts_out {
-  void *h, *y;
-} experts_out;
-
-static cumoe_status run_experts(const pass *p, const struct weights *w, const route_pointers *route, void *z,
-                                experts_out to)
-{
-  const row_map map = route ? route_rows(p) : token_rows(p); /* the combine drops */
-  activation_args act = activation_of(p, w, &map);
-  act.z = z;
-  act.h = to.h;
-  TRY(dispatch(p->context, OP_activation, &act, p->stream));
-  const cumoe_view h = cumoe_matrix(to.h, (cumoe_dtype)act.dtype, map.rows_cap, w->inter, w->inter);
-  gemm_args down = down_arguments(p->plan, w, h, route, p->tokens.count);
-  down.tokens = p->tokens;
-  down.c = to.y;
-  down.c_ld = w->hidden;
-  return dispatch(p->context, OP_down, &down, p->stream);
-}
-
-static cumoe_status combine(const pass *p, char *workspace, const workspace_layout *at)
-{
-  const cumoe_moe_args *a = p->args;
-  const cumoe_moe_desc *d = &p->plan->desc;
-  const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
-  const int64_t tokens = p->tokens.count;
-  cumoe_combine_args c = {
-      .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
-  c.y = small_region(workspace, at->y, dtype, tokens * d->routing.top_k, d->hidden);
-  if (!is_unreduced(p) || weighs_input(p)) c.pair_weights = p->pair_weights;
-  if (p->shared) c.shared = small_region(workspace, at->shared_y, dtype, tokens, d->hidden);
-  if (a->shared_gate.data) c.shared_logit = small_region(p->kept, p->at.shared_logit, CUMOE_F32, tokens, 1);
-  const combine_args args = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
-  return dispatch(p->context, OP_combine, &args, p->stream);
-}
-
-/* The gate once more, to where the caller wants what it says; the other output goes where it is already. */
-static cumoe_status give_routing(const pass *p)
-{
-  const cumoe_moe_args *a = p->args;
-  if (!a->ids_out.data && !a->weights_out.data) return CUMOE_OK;
-  const gate_args g = gate_of(p, a->ids_out.data ? cumoe_const(a->ids_out) : p->ids,
-                              a->weights_out.data ? cumoe_const(a->weights_out) : p->pair_weights);
-  return dispatch(p->context, OP_gate, &g, p->stream);
-}
-
-static cumoe_status run_forward(pass *p)
-{
-  const cumoe_moe_args *a = p->args;
-  char *workspace = a->workspace.data;
-  workspace_layout at;
-  TRY(check_layout("args.x.rows", p->plan, p->tokens.count, &at));
-  p->hist = region(workspace, at.hist);
-  p->rows = region(workspace, at.y); /* nothing is there until down */
-  const experts_out routed = {region(workspace, at.h), region(workspace, at.y)},
-                    shared = {region(workspace, at.shared_h), region(workspace, at.shared_y)};
-  TRY(keep(p, a->counts_out.data, a->load.data));
-  TRY(give_routing(p));
-  TRY(run_experts(p, p->weights, &p->route, region(p->kept, p->at.z), routed));
-  if (p->shared) TRY(run_experts(p, p->shared, NULL, region(p->kept, p->at.shared_z), shared));
-  return combine(p, workspace, &at);
-}
-
-cumoe_status cumoe_moe_forward_keep(cumoe_plan handle, cumoe_weights weights, const cumoe_moe_args *args,
-                                    cumoe_view_mut kept, cumoe_stream stream)
-{
-  begin_call_on(__func__, stream);
-  const struct plan *plan;
-  cumoe_moe_args a;
-  layer_operands with;
-  TRY(take_struct("args", args, &a));
-  TRY(find_plan(handle, &plan));
-  TRY(check_layer_operands(plan, weights, &a, &with));
-  TRY(check_without_formats(plan));
-  TRY(check_layer_workspace(plan, &a));
-  TRY(check_layer_overlaps(&a, &with));
-  TRY(check_keep(plan, &with, &a, kept));
-  if (a.x.rows == 0) return CUMOE_OK;
-  pass p = pass_of(&with, &a, kept.data, stream);
-  ON_DEVICE(p.context, run_forward(&p));
-}
-
-/* ---- backward ---- */
-
+/* A call of cumoe_moe_backward. */
 typedef struct backward {
   pass p;
   const cumoe_moe_grads *grads;
-  const struct weights *d_weights, *d_shared;
+  const struct weights *d_weights, *d_shared; /* NULL: not wanted */
   scratch_layout at;
   char *scratch;
   float scale; /* of d out */
 } backward;
 
-/* One weights object: the routed experts, or the shared one. */
+/* What is the same work for the routed experts and for the shared one. Each has a weights object, and rows: row r of an
+ * expert is of one pair of a token and a slot. */
 typedef struct expert_rows {
-  const struct weights *w, *d;
+  const struct weights *w, *d; /* d: of the gradients, or NULL */
   row_map map;
   row_matrix d_out, x;
-  const void *z;
-  const int32_t *z_row; /* of pairs; NULL: z is in the order of the map */
+  const void *z;        /* gate and up before the activation, as kept */
+  const int32_t *z_row; /* z's row of a pair; NULL: z is in the order of the map */
   rows_layout at;
-  float *d_pairs;
+  float *d_pairs; /* out: gradients of the pairs' weights */
   int64_t d_pairs_ld;
-  bool weighs_h, weighs_x; /* where the pair's weight comes in */
-  bool sigmoid;            /* it is one of a logit, whose gradient d_pairs is */
+  bool weighs_h, weighs_x; /* the pair's weight multiplies h, or x, or (neither) nothing */
+  bool sigmoid;            /* the weight is sigmoid(logit): d_pairs are gradients of the logits */
 } expert_rows;
 
 static bool accumulates(const backward *b)
@@ -482,7 +44,7 @@ static bool accumulates(const backward *b)
   return b->grads->flags & CUMOE_BACKWARD_ACCUMULATE;
 }
 
-/* The route's rows, padded. */
+/* The route's rows, each expert's filled up to whole blocks (kernels/backward.h): what pad makes. */
 static row_map padded_rows(const backward *b)
 {
   const pass *p = &b->p;
@@ -525,6 +87,8 @@ static cumoe_status in_row_order(const backward *b, const expert_rows *e, row_ma
   return dispatch(b->p.context, OP_copy_rows, &c, b->p.stream);
 }
 
+/* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
+ * from which the pairs' gradients come. */
 static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
 {
   const bool cpu = on_cpu(b->p.context);
@@ -553,7 +117,8 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
   return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
-/* d z as the gradients of gate and up read it: as one matrix, where these are one and in its order. */
+/* How the gradients of gate and up read d z: as one matrix of 2 I columns, where they are one matrix in the same order;
+ * else each half by itself, g->a_half its first column and g->a_n the step to its next. */
 static void split_halves(weight_gradient_args *g, const struct weights *w, const struct weights *d)
 {
   expert_matrix joined;
@@ -569,6 +134,8 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
   g->a_half[own % 2 ? 0 : 1] = own >= GATE_UP_PAIRS ? 1 : inter;
 }
 
+/* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
+ * the products there need none (weighs: on the CPU alone). */
 static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
@@ -599,7 +166,7 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
                                .accumulates = accumulates(b),
                                .padded = !cpu,
                                .scale = b->scale};
-  weight_gradient_args bias = down; /* of d out alone, so its weight is not in h */
+  weight_gradient_args bias = down; /* reads d out without h, so the weight has to come in here */
   bias.d.base[0] = bias.d.table[0] = NULL;
   bias.weighs = e->weighs_h ? WEIGHS_A : WEIGHS_NONE;
   bias.padded = 0;
@@ -612,6 +179,7 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   return add_up_rows(b->p.context, &up, b->p.stream);
 }
 
+/* d x of each row = d z times the weights of gate and up; then the gradients of the pairs' weights. */
 static cumoe_status backward_rows(const backward *b, const expert_rows *e)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
@@ -673,8 +241,8 @@ static cumoe_status backward_routed(const backward *b)
   const expert_rows e = {.w = p->weights,
                          .d = b->d_weights,
                          .map = padded_rows(b),
-                         .d_out = matrix_of(b->grads->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
-                         .x = matrix_of(p->args->x, OF_TOKEN),
+                         .d_out = rows_of_view(b->grads->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
+                         .x = rows_of_view(p->args->x, OF_TOKEN),
                          .z = region(p->kept, p->at.z),
                          .z_row = p->route.slot_row,
                          .at = b->at.routed,
@@ -694,8 +262,8 @@ static cumoe_status backward_shared(const backward *b)
   expert_rows e = {.w = p->shared,
                    .d = b->d_shared,
                    .map = token_rows(p),
-                   .d_out = matrix_of(b->grads->d_out, OF_TOKEN),
-                   .x = matrix_of(p->args->x, OF_TOKEN),
+                   .d_out = rows_of_view(b->grads->d_out, OF_TOKEN),
+                   .x = rows_of_view(p->args->x, OF_TOKEN),
                    .z = region(p->kept, p->at.shared_z),
                    .at = b->at.shared,
                    .d_pairs = region(b->scratch, b->at.d_shared_weight),
@@ -758,7 +326,7 @@ static cumoe_status backward_gate(const backward *b)
   return run_gate_backward(p->context, &a, p->stream);
 }
 
-/* The matrix of sums over all tokens, by runs of them. */
+/* A sum over all tokens, cut into runs of tokens that SMs work on side by side; the runs' sums are added in order. */
 static cumoe_status add_runs(const backward *b, const weight_gradient_args *g, cumoe_view_mut d)
 {
   const pass *p = &b->p;
@@ -796,7 +364,7 @@ static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe
   const bool fits = n * with.cols <= (int64_t)router_experts(&plan->desc) * plan->desc.hidden;
   weight_gradient_args g = {.map = token_rows(&b->p),
                             .a = a,
-                            .b = matrix_of(with, OF_ROW),
+                            .b = rows_of_view(with, OF_ROW),
                             .d = one_matrix(cumoe_const(d)),
                             .d_dtype = d.dtype,
                             .a_n = 1,
@@ -821,7 +389,7 @@ static cumoe_status backward_router(const backward *b)
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view x = router_input(p->args), d_logits = d_logits_of(b);
   const float given = p->plan->desc.routing.logit_scale, scale = given > 0 ? given : 1;
-  const row_matrix a = matrix_of(d_logits, OF_ROW);
+  const row_matrix a = rows_of_view(d_logits, OF_ROW);
   TRY(add_tokens(b, a, d_logits.cols, x, g->d_router_weight, g->d_router_bias, scale));
   rows_product_args d_x = {.map = token_rows(p),
                            .a = a,
@@ -849,8 +417,8 @@ static cumoe_status gather(const backward *b)
   const cumoe_moe_grads *g = b->grads;
   const cumoe_moe_desc *d = &p->plan->desc;
   gather_args a = {.map = padded_rows(b),
-                   .d_out = matrix_of(g->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
-                   .gate = matrix_of(p->args->shared_gate, OF_ROW),
+                   .d_out = rows_of_view(g->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
+                   .gate = rows_of_view(p->args->shared_gate, OF_ROW),
                    .d_rows = region(b->scratch, b->at.routed.d_rows),
                    .weights = is_unreduced(p) ? NULL : p->pair_weights.data,
                    .weights_ld = p->pair_weights.ld,
@@ -873,7 +441,7 @@ static cumoe_status run_backward(const backward *b)
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view none = {0};
   const cumoe_view_mut nothing = {0};
-  if (absent(&g->kept)) TRY(keep(p, NULL, NULL));
+  if (absent(&g->kept)) TRY(keep_forward(p, NULL, NULL));
   TRY(backward_routed(b));
   if (p->shared) TRY(backward_shared(b));
   if (wants_gate(b)) TRY(backward_gate(b));
@@ -882,7 +450,7 @@ static cumoe_status run_backward(const backward *b)
     TRY(add_tokens(b, rows_of(region(b->scratch, b->at.d_shared_weight), 1, DT_F32), 1, p->args->x, g->d_shared_gate,
                    nothing, 1));
   if (g->d_residual.data)
-    TRY(add_tokens(b, matrix_of(g->d_out, OF_ROW), p->plan->desc.hidden, none, nothing, g->d_residual, 1));
+    TRY(add_tokens(b, rows_of_view(g->d_out, OF_ROW), p->plan->desc.hidden, none, nothing, g->d_residual, 1));
   return g->d_x.data ? gather(b) : CUMOE_OK;
 }
 

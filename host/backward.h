@@ -16,9 +16,9 @@ typedef struct kept_layout {
 /* What the rows of one weights object need: of the routed experts, of the shared one. */
 typedef struct rows_layout {
   size_t d_h, h, d_z, along;
-  size_t d_rows; /* on CUDA the copy of x is there until then */
-  size_t d_out;  /* its copy, on CUDA */
-  int64_t rows;  /* that there is room for */
+  size_t d_rows; /* on CUDA it holds the copy of x first */
+  size_t d_out;  /* the copy of d out, on CUDA alone */
+  int64_t rows;  /* how many there is room for */
 } rows_layout;
 
 typedef struct scratch_layout {
@@ -35,6 +35,19 @@ typedef struct scratch_layout {
 /* INVALID_ARGUMENT past 2^62 bytes; `name`: of the tokens, for the text. */
 cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tokens, kept_layout *at);
 cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t tokens, bool kept, scratch_layout *at);
+
+/* How many runs of tokens sums over all tokens are cut into: enough to keep all SMs busy; 1 on the CPU. */
+int32_t runs_of(const struct plan *plan, int64_t tokens);
+
+static inline int64_t halves_of(const cumoe_moe_desc *d)
+{
+  return d->flags & CUMOE_MOE_UNGATED ? 1 : 2;
+}
+
+static inline row_matrix rows_of_view(cumoe_view v, int32_t of)
+{
+  return (row_matrix){v.data, v.ld, v.dtype, of};
+}
 
 typedef struct backward_operands {
   layer_operands layer;

@@ -156,17 +156,15 @@ bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order)
   return true;
 }
 
-/* The same product as the forward's `down` has them: rows in their order, one type, one matrix. */
+/* The product as the forward's `down`, if it is one: rows in their order, one type, one matrix. */
 static bool as_down(const rows_product_args *a, gemm_args *g)
 {
   const expert_matrix *b = &a->b;
-  const int64_t element = element_of(b), along = b->k_stride == 1 ? b->n_stride : b->k_stride;
+  const int64_t element = element_of(b);
   const bool same = a->a.dtype == a->c_dtype && dense_format(a->c_dtype) == (weight_format)b->format;
   if (!same || a->a.form != OF_ROW || a->scale != 1 || a->halves != 1) return false;
-  if (b->k_stride != 1 && b->n_stride != 1) return false;
   if (a->n * element % 16 || a->k * element % 16 || !in_vectors(a->a.base, a->a.ld, a->a.dtype)) return false;
-  if (!in_vectors(a->c, a->c_ld, a->c_dtype) || !in_vectors(b->base[0], along, a->c_dtype)) return false;
-  if (!in_vectors(NULL, b->expert_stride, a->c_dtype)) return false;
+  if (!in_vectors(a->c, a->c_ld, a->c_dtype) || !matrix_in_vectors(b, 1, a->map.experts, a->c_dtype)) return false;
   *g = (gemm_args){.a = a->a.base,
                    .c = a->c,
                    .a_ld = a->a.ld,
@@ -213,11 +211,6 @@ static row_map map_of(const struct plan *plan, const cumoe_route *route, int64_t
                    .experts = plan->desc.local_experts,
                    .top_k = plan->desc.routing.top_k,
                    .fault = plan->context->fault};
-}
-
-static row_matrix rows_of_view(cumoe_view v, int32_t of)
-{
-  return (row_matrix){v.data, v.ld, v.dtype, of};
 }
 
 /* A product of one or two halves: `in` [rows, halves * k] becomes `out` [rows, n]. */

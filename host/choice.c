@@ -244,11 +244,21 @@ static int64_t whole_clusters(const variant *v, int64_t grid, int64_t most)
   return up <= most || up == v->cluster ? up : up - v->cluster;
 }
 
+/* As many CTAs as the GPU holds, or as there are tiles. */
+static int64_t persistent(const machine *m, const variant *v, int64_t tiles)
+{
+  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+}
+
 /* Every expert may end in a partial tile; more experts than rows cannot be active. */
+static int64_t tiles_of_rows(const op_shape *s, int32_t bm, int32_t bn)
+{
+  return (s->rows / bm + min64(s->experts, s->rows)) * ceil_div(s->n, bn);
+}
+
 static int64_t grid_persistent(const machine *m, const variant *v, const op_shape *s)
 {
-  const int64_t tiles = (s->rows / v->bm + min64(s->experts, s->rows)) * ceil_div(s->n, v->bn);
-  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+  return persistent(m, v, tiles_of_rows(s, v->bm, v->bn));
 }
 
 /* A row has one group more where it begins inside one. */
@@ -272,19 +282,26 @@ static int64_t grid_few_down(const machine *m, const variant *v, const op_shape 
   return min64(ceil_div(s->n, v->bn), resident(m, v));
 }
 
-/* Of the backward's products; a row for every type has its tile among the columns of those without. */
+/* The tile of a product of the backward: BM x BN of variants.def, or UNITS x COLUMNS of the rows that serve every type,
+ * which stand in the table without tiles. */
+static int32_t tile_rows(const variant *v)
+{
+  return v->bm ? v->bm : v->units;
+}
+
+static int32_t tile_columns(const variant *v)
+{
+  return v->bn ? v->bn : v->columns;
+}
+
 static int64_t grid_rows(const machine *m, const variant *v, const op_shape *s)
 {
-  const int32_t bm = v->bm ? v->bm : v->units, bn = v->bn ? v->bn : v->columns;
-  const int64_t tiles = (s->rows / bm + min64(s->experts, s->rows)) * ceil_div(s->n, bn);
-  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+  return persistent(m, v, tiles_of_rows(s, tile_rows(v), tile_columns(v)));
 }
 
 static int64_t grid_gradient(const machine *m, const variant *v, const op_shape *s)
 {
-  const int32_t bm = v->bm ? v->bm : v->units, bn = v->bn ? v->bn : v->columns;
-  const int64_t tiles = s->experts * ceil_div(s->n, bm) * ceil_div(s->k, bn);
-  return whole_clusters(v, min64(tiles, resident(m, v)), resident(m, v));
+  return persistent(m, v, s->experts * ceil_div(s->n, tile_rows(v)) * ceil_div(s->k, tile_columns(v)));
 }
 
 static int64_t grid_attention(const machine *m, const variant *v, const op_shape *s)

@@ -193,8 +193,7 @@ bool in_vectors(const void *base, int64_t ld, int32_t dtype)
   return ((uintptr_t)base | (uintptr_t)(ld * (int64_t)cumoe_dtype_bytes((cumoe_dtype)dtype))) % 16 == 0;
 }
 
-/* One stride is 1, and the other a whole number of vectors. */
-static bool matrix_in_vectors(const expert_matrix *b, int32_t halves, int32_t experts, int32_t dtype)
+bool matrix_in_vectors(const expert_matrix *b, int32_t halves, int32_t experts, int32_t dtype)
 {
   const int64_t along = b->k_stride == 1 ? b->n_stride : b->k_stride;
   if (b->k_stride != 1 && b->n_stride != 1) return false;

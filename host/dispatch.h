@@ -30,6 +30,8 @@ cumoe_status check_layer_plan(struct context *context, const layer_plan *lp);
 
 /* Whether rows of `ld` elements of a dense type can be read and written in vectors of 16 bytes. */
 bool in_vectors(const void *base, int64_t ld, int32_t dtype);
+/* The same of all experts' matrices: one stride is 1, the others are whole vectors. */
+bool matrix_in_vectors(const expert_matrix *b, int32_t halves, int32_t experts, int32_t dtype);
 
 /* Arguments of a kernel that may read through tensor maps; each begins with the struct of those that do not. */
 typedef union mapped_args {

@@ -14,10 +14,11 @@ typedef enum move { MOVE_COUNT, MOVE_SLOTS, MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANS
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
 
 /*
- * By NCCL (CUMOE_GROUP_NCCL) nobody writes to another's memory. What a rank has for another lies behind its own arena,
- * in a message, and NCCL brings each piece of it to the segment that it is for. Kernels write messages as they write
- * arenas: rank r's message is where an arena at arenas[r] would have this rank's segments, by the layout `to`. They are
- * told apart by their flags as ever, which have come before whoever waits for them starts.
+ * By NCCL (CUMOE_GROUP_NCCL) nobody writes to another's memory. Behind its arena a rank has a message for each rank:
+ * what it would have written there. NCCL brings every piece of a message to the segment of the arena that it is for.
+ * Kernels write messages as they write arenas: arenas[r] is such that this rank's segments there, by the layout `to`,
+ * are the message to rank r. Flags are pieces, too, and tell exchanges apart as ever; NCCL has brought them before a
+ * kernel that waits for them starts.
  */
 typedef enum piece { PIECE_HELLO, PIECE_IN, PIECE_BACK, PIECE_X, PIECE_IDS, PIECE_WEIGHTS, PIECE_Y, PIECES } piece;
 
@@ -82,8 +83,21 @@ static inline int64_t timeout_of(const group *g)
 enum { HELLO_STATE = 0, HELLO_FACTS = 8, HELLO_LANES = EP_LINE - 16, HELLO_MASK = EP_LINE - 8 };
 _Static_assert(EP_MAX_LANES <= 2, "a word tells how far each lane has come");
 
+/* Where rank `from`'s line lies in an arena. */
+static inline uint64_t ep_hello(const group *g, int32_t from)
+{
+  return g->at.hello + (uint64_t)from * EP_LINE;
+}
+
 /* PEER, with words for what an abort word says. */
 cumoe_status ep_explain(const group *g, uint64_t word);
+
+/* How ranks join and leave (ep_join.c), with the context's device entered. ep_check_fresh: that the arena was zeros;
+ * before ep_join, as no other rank writes to a lane until this one has seen the patterns. Until ep_leave has returned,
+ * a rank may write to this arena. */
+cumoe_status ep_check_fresh(const group *g);
+cumoe_status ep_join(group *g);
+cumoe_status ep_leave(group *g);
 
 /* The wires (ep_wire.c): what is opened, in a rank's own arena, or in another's. With the context's device entered, but
  * for moves. */

@@ -50,11 +50,6 @@ static cumoe_status take_mask(const group *g, const uint64_t *active, uint64_t *
 
 /* ---- where to go on ---- */
 
-static uint64_t word_of(const group *g, int32_t from, uint64_t word)
-{
-  return g->at.hello + (uint64_t)from * EP_LINE + word;
-}
-
 static uint64_t exchange_of(const group *g, int32_t lane)
 {
   return g->at.lane + (uint64_t)lane * g->at.lane_bytes + g->at.exchange;
@@ -77,8 +72,8 @@ static cumoe_status tell(const group *g, const uint64_t *mask, const uint32_t *e
   for (int32_t l = 0; l < g->shape.lanes; l++) lanes |= (uint64_t)exchanges[l] << 32 * l;
   for (int32_t r = 0; r < g->shape.ranks; r++) {
     if (!has(mask, r)) continue;
-    TRY(wire_store(g, r, word_of(g, g->rank, HELLO_LANES), lanes));
-    TRY(wire_store(g, r, word_of(g, g->rank, HELLO_MASK), ep_flag((uint32_t)left_out(g, mask), hash_of(mask))));
+    TRY(wire_store(g, r, ep_hello(g, g->rank) + HELLO_LANES, lanes));
+    TRY(wire_store(g, r, ep_hello(g, g->rank) + HELLO_MASK, ep_flag((uint32_t)left_out(g, mask), hash_of(mask))));
   }
   return CUMOE_OK;
 }
@@ -94,14 +89,14 @@ static cumoe_status give_up(const group *g, int cause, int32_t about, cumoe_stat
 static cumoe_status hear(const group *g, const uint64_t *mask, int32_t r, uint32_t *furthest)
 {
   uint64_t word, lanes, end;
-  TRY(wire_wait(g, word_of(g, r, HELLO_MASK), (uint32_t)left_out(g, mask), false, &end));
+  TRY(wire_wait(g, ep_hello(g, r) + HELLO_MASK, (uint32_t)left_out(g, mask), false, &end));
   if (end) return give_up(g, EP_TIMEOUT, r, CUMOE_OK);
-  TRY(wire_load(g, word_of(g, r, HELLO_MASK), &word));
+  TRY(wire_load(g, ep_hello(g, r) + HELLO_MASK, &word));
   if ((uint32_t)word != hash_of(mask))
     return give_up(g, EP_FAILED, r,
                    fail(CUMOE_ERR_INVALID_ARGUMENT, "active is not what rank %d says: it leaves out %d ranks, this %d",
                         (int)r, (int)(word >> 32), (int)left_out(g, mask)));
-  TRY(wire_load(g, word_of(g, r, HELLO_LANES), &lanes));
+  TRY(wire_load(g, ep_hello(g, r) + HELLO_LANES, &lanes));
   for (int32_t l = 0; l < g->shape.lanes; l++) {
     const uint32_t theirs = (uint32_t)(lanes >> 32 * l);
     if ((int32_t)(theirs - furthest[l]) > 0) furthest[l] = theirs;

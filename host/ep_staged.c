@@ -2,7 +2,7 @@
 #include "context.h"
 #include "ep.h"
 
-/* All go, or none: a group of NCCL's calls that has begun is ended, or the thread's next ones would belong to it. */
+/* One group of NCCL's calls, ended whatever happens in it: else the thread's next calls of NCCL would belong to it. */
 cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream)
 {
   const nccl *n = &g->nccl;
@@ -38,6 +38,6 @@ void staged_arguments(const group *g, move which, ep_args *a)
   if (puts || answers) a->at.bases = g->to.bases;
   if (puts) a->at.in = g->to.in, a->at.x = g->to.x, a->at.ids = g->to.ids, a->at.weights = g->to.weights;
   if (answers) a->at.back = g->to.back, a->at.y = g->to.y;
-  /* Whoever waits tells nobody else that the time was up. */
+  /* A wait whose time is up says so in its own arena alone: no other can be reached. */
   for (int32_t r = 0; !puts && !answers && r < EP_NEAR_RANKS && r < g->shape.ranks; r++) a->near[r] = g->arena;
 }

@@ -1,4 +1,4 @@
-/* Groups of ranks: they agree, try their wires, give up together and leave together. See kernels/ep/ep.h. */
+/* Groups of ranks: configured, created, given up, destroyed. See ep.h; how ranks join and leave: ep_join.c. */
 #include "check.h"
 #include "context.h"
 #include "debug.h"
@@ -207,225 +207,6 @@ cumoe_status cumoe_group_set_timeout(cumoe_group handle, int64_t timeout_ns)
   ON_DEVICE_RELAXED(g->context, set_timeout(g, timeout_ns));
 }
 
-/* ---- what ranks say of themselves ---- */
-
-/* States of a rank, in the upper half of the first word of its hello lines. */
-enum { HAS_TOLD = 1, HAS_WRITTEN, HAS_SEEN, HAS_LEFT };
-
-#define FACT_LIST(X)                                                                                                   \
-  X("the library's version", CUMOE_VERSION)                                                                            \
-  X("config.rank", g->rank)                                                                                            \
-  X("config.ranks", g->shape.ranks)                                                                                    \
-  X("config.lanes", g->shape.lanes)                                                                                    \
-  X("config.max_tokens", g->shape.capacity)                                                                            \
-  X("config.flags", flags_of(g))                                                                                       \
-  X("desc.num_experts", g->shape.experts)                                                                              \
-  X("routing.top_k", g->shape.top_k)                                                                                   \
-  X("desc.hidden", g->shape.hidden)                                                                                    \
-  X("the device: 0 the CPU, 1 a GPU:", !on_cpu(g->context))                                                            \
-  X("desc.dtype", g->plan.desc.dtype)                                                                                  \
-  X("the hash of the rest of desc", hash_of(&g->plan.desc))
-enum { FACT_RANK = 1, FACTS = 12, FACT_WORDS = (HELLO_LANES - HELLO_FACTS) / 8 - 1 };
-_Static_assert(FACTS <= FACT_WORDS, "a line holds a flag, whom it is for, and the facts");
-
-static uint32_t flags_of(const group *g)
-{
-  return (g->shape.exact ? CUMOE_GROUP_EXACT : 0) | (g->ways.dedup ? CUMOE_GROUP_DEDUP : 0) |
-         (g->staged ? CUMOE_GROUP_NCCL : 0);
-}
-
-/* FNV-1a of all that all ranks must share: not how many experts one of them has. */
-static uint64_t hash_of(const cumoe_moe_desc *desc)
-{
-  cumoe_moe_desc d = *desc;
-  uint64_t hash = 14695981039346656037u;
-  d.size = 0;
-  d.local_experts = 0;
-  for (size_t i = 0; i < sizeof d; i++) hash = (hash ^ ((const unsigned char *)&d)[i]) * 1099511628211u;
-  return hash;
-}
-
-static void facts_of(const group *g, uint64_t facts[FACTS])
-{
-  size_t n = 0;
-#define FACT(name, value) facts[n++] = (uint64_t)(value);
-  FACT_LIST(FACT)
-#undef FACT
-}
-
-/* Rank `from`'s line in the own arena. */
-static uint64_t hello(const group *g, int32_t from)
-{
-  return g->at.hello + (uint64_t)from * EP_LINE;
-}
-
-/* This rank's line in arenas[]. */
-static uint64_t own_hello(const group *g)
-{
-  return g->to.hello + (uint64_t)g->rank * EP_LINE;
-}
-
-static cumoe_status tell_state(group *g, uint32_t state)
-{
-  for (int32_t r = 0; r < g->shape.ranks; r++) TRY(wire_store(g, r, own_hello(g), ep_flag(state, 0)));
-  if (!g->staged) return CUMOE_OK;
-  return staged_bring(g, state == HAS_WRITTEN ? (1u << PIECES) - 1 : 1u << PIECE_HELLO);
-}
-
-static cumoe_status wait_for_state(const group *g, int32_t r, uint32_t state)
-{
-  uint64_t end;
-  TRY(wire_wait(g, hello(g, r), state, true, &end));
-  REQUIRE(end != EP_LATE || !g->staged, CUMOE_ERR_PEER, "rank %d failed where this one did not", (int)r);
-  if (end == EP_LATE) wire_give_up(g, end = ep_abort_word(EP_TIMEOUT, EP_CREATE, r, g->rank));
-  return end ? ep_explain(g, end) : CUMOE_OK;
-}
-
-static cumoe_status tell_facts(group *g)
-{
-  for (int32_t r = 0; r < g->shape.ranks; r++) {
-    uint64_t line[1 + FACTS] = {(uint64_t)r};
-    facts_of(g, line + 1);
-    TRY(wire_write(g, r, own_hello(g) + HELLO_FACTS, line, sizeof line));
-  }
-  return tell_state(g, HAS_TOLD);
-}
-
-/* Where wires lead elsewhere, not every rank can see it. */
-static cumoe_status give_up_create(const group *g, int32_t about, cumoe_status status)
-{
-  CUMOE_IGNORE(give_up(g, EP_FAILED, EP_CREATE, about));
-  return status;
-}
-
-static cumoe_status check_wired(const group *g, int32_t r, int32_t wrote, int32_t to)
-{
-  if (wrote == r && to == g->rank) return CUMOE_OK;
-  return give_up_create(
-      g, r,
-      fail(CUMOE_ERR_INVALID_ARGUMENT,
-           "config.arenas: in rank %d's arena, the line of rank %d holds what rank %d wrote for rank %d", (int)g->rank,
-           (int)r, (int)wrote, (int)to));
-}
-
-/* What ranks say differs for all of them: each finds it by itself, so that all have the text. */
-static cumoe_status compare_facts(const group *g, int32_t r)
-{
-#define FACT(name, value) name,
-  static const char *const names[] = {FACT_LIST(FACT)};
-#undef FACT
-  uint64_t line[1 + FACTS], own[FACTS];
-  const uint64_t *theirs = line + 1;
-  facts_of(g, own);
-  TRY(wire_read(g, hello(g, r) + HELLO_FACTS, line, sizeof line));
-  TRY(check_wired(g, r, (int32_t)theirs[FACT_RANK], (int32_t)line[0]));
-  for (int i = 0; i < FACTS; i++)
-    REQUIRE(i == FACT_RANK || own[i] == theirs[i], CUMOE_ERR_INVALID_ARGUMENT,
-            "%s is %llu on rank %d and %llu on rank %d", names[i], (unsigned long long)own[i], (int)g->rank,
-            (unsigned long long)theirs[i], (int)r);
-  return CUMOE_OK;
-}
-
-/* ---- the wires ---- */
-
-/* The first and the last bytes of what rank `from` writes in rank `to`'s arena, array by array. */
-enum { PATTERN_BYTES = 16, PATTERN_ARRAYS = 4 };
-
-static unsigned char pattern(int32_t from, int32_t to, uint64_t at)
-{
-  const uint64_t mixed = (at * 1024 + (uint64_t)from) * 1024 + (uint64_t)to + 1;
-  return (unsigned char)(mixed * 0x9e3779b97f4a7c15u >> 56);
-}
-
-/* One end of an array: written there, `shift` behind, or looked for in the own arena. */
-static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t at, uint64_t shift, size_t bytes,
-                            bool *same)
-{
-  unsigned char want[PATTERN_BYTES], got[PATTERN_BYTES];
-  for (size_t i = 0; i < bytes; i++) want[i] = pattern(from, to, at + i);
-  if (!same) return wire_write(g, to, at + shift, want, bytes);
-  TRY(wire_read(g, at, got, bytes));
-  *same &= memcmp(want, got, bytes) == 0;
-  return CUMOE_OK;
-}
-
-/* same NULL: writes; else clears *same where one is not there. */
-static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *same)
-{
-  const uint64_t tokens = (uint64_t)g->shape.capacity, row = (uint64_t)g->shape.hidden * (uint64_t)g->shape.element;
-  const uint64_t k = (uint64_t)g->shape.top_k;
-  const uint64_t at[PATTERN_ARRAYS] = {g->at.x, g->at.ids, g->at.weights, g->at.y};
-  const uint64_t there[PATTERN_ARRAYS] = {g->to.x, g->to.ids, g->to.weights, g->to.y};
-  const uint64_t bytes[PATTERN_ARRAYS] = {tokens * row, tokens * k * 4, tokens * k * 4,
-                                          tokens * row * (uint64_t)ep_answers(&g->shape)};
-  for (int32_t lane = 0; lane < g->shape.lanes; lane++)
-    for (int i = 0; i < PATTERN_ARRAYS; i++) {
-      const uint64_t start = g->at.lane + (uint64_t)lane * g->at.lane_bytes + at[i] + (uint64_t)from * bytes[i];
-      const size_t part = bytes[i] < PATTERN_BYTES ? (size_t)bytes[i] : PATTERN_BYTES;
-      TRY(try_end(g, from, to, start, there[i] - at[i], part, same));
-      TRY(try_end(g, from, to, start + bytes[i] - part, there[i] - at[i], part, same));
-    }
-  return CUMOE_OK;
-}
-
-static cumoe_status check_patterns(const group *g, int32_t r)
-{
-  bool same = true;
-  TRY(patterns(g, r, g->rank, &same));
-  if (same) return CUMOE_OK;
-  if (g->staged)
-    return give_up_create(g, r,
-                          fail(CUMOE_ERR_INVALID_ARGUMENT,
-                               "config.comm: what rank %d has sent to rank %d is not in its arena", (int)r,
-                               (int)g->rank));
-  return give_up_create(g, r,
-                        fail(CUMOE_ERR_INVALID_ARGUMENT,
-                             "config.arenas: what rank %d wrote for rank %d is not in its arena: they overlap, or lead "
-                             "elsewhere",
-                             (int)r, (int)g->rank));
-}
-
-static cumoe_status see_patterns(const group *g)
-{
-  for (int32_t r = 0; r < g->shape.ranks; r++) {
-    TRY(wait_for_state(g, r, HAS_WRITTEN));
-    TRY(check_patterns(g, r));
-  }
-  return CUMOE_OK;
-}
-
-/* Staged, the others wait in NCCL for what comes next: they get it, and see by it that this rank has failed. */
-static cumoe_status let_go(group *g, cumoe_status status)
-{
-  error_text text;
-  save_error(&text);
-  if (g->staged) CUMOE_IGNORE(tell_state(g, HAS_TOLD));
-  restore_error(&text);
-  return status;
-}
-
-static cumoe_status try_wires(group *g)
-{
-  const int32_t ranks = g->shape.ranks;
-  for (int32_t r = 0; r < ranks; r++) TRY(patterns(g, g->rank, r, NULL));
-  TRY(tell_state(g, HAS_WRITTEN));
-  const cumoe_status seen = see_patterns(g);
-  if (seen != CUMOE_OK) return let_go(g, seen);
-  TRY(tell_state(g, HAS_SEEN));
-  for (int32_t r = 0; r < ranks; r++) TRY(wait_for_state(g, r, HAS_SEEN));
-  return CUMOE_OK;
-}
-
-static cumoe_status join(group *g)
-{
-  TRY(tell_facts(g));
-  for (int32_t r = 0; r < g->shape.ranks; r++) {
-    TRY(wait_for_state(g, r, HAS_TOLD));
-    TRY(compare_facts(g, r));
-  }
-  return try_wires(g);
-}
-
 /* ---- the group as an object ---- */
 
 cumoe_status find_group(cumoe_group handle, group **found)
@@ -490,33 +271,12 @@ static cumoe_status write_constants(const group *g)
   return wire_write(g, g->rank, g->at.every_expert, every, (size_t)g->shape.experts * sizeof *every);
 }
 
-/* No other rank writes to a lane before this one has seen the patterns. */
-static cumoe_status check_fresh(const group *g)
-{
-  uint64_t word = 0, any = 0;
-  TRY(wire_load(g, hello(g, g->rank), &any));
-  for (int32_t lane = 0; lane < g->shape.lanes; lane++) {
-    const uint64_t words = g->at.lane + (uint64_t)lane * g->at.lane_bytes;
-    TRY(wire_load(g, words + g->at.exchange, &word));
-    any |= word;
-    for (int32_t r = 0; r < g->shape.ranks; r++) {
-      TRY(wire_load(g, words + g->at.in + (uint64_t)r * EP_LINE, &word));
-      any |= word;
-      TRY(wire_load(g, words + g->at.back + (uint64_t)r * EP_LINE, &word));
-      any |= word;
-    }
-  }
-  if (any == 0) return CUMOE_OK;
-  return give_up_create(g, g->rank,
-                        fail(CUMOE_ERR_INVALID_ARGUMENT, "arena of rank %d was not filled with zeros", (int)g->rank));
-}
-
 static cumoe_status open_wired(group *g)
 {
   TRY(wire_open(g));
-  TRY(check_fresh(g));
+  TRY(ep_check_fresh(g));
   TRY(write_constants(g));
-  return join(g);
+  return ep_join(g);
 }
 
 static cumoe_status open_entered(group *g)
@@ -533,7 +293,8 @@ static cumoe_status take_comm(group *g, const cumoe_group_config *c)
   return nccl_check(&g->nccl, c->rank, c->ranks, g->context->device);
 }
 
-/* As addresses alone: below the arena there need not be memory. */
+/* Staged, arenas[r] is where rank r's arena would begin for its segments of this rank to lie in the message to it
+ * (ep_staging). Only segments are reached from there: below the own arena there need not be memory. */
 static void place_messages(group *g)
 {
   g->staging = ep_lay_out_staging(&g->shape, g->rank);
@@ -545,13 +306,38 @@ static void place_messages(group *g)
 static cumoe_status open_group(group *g, cumoe_context context, const char *call)
 {
   TRY(make_plans(g, context));
-  begin_call(call);
+  begin_call(call); /* once more: the plans' own calls have begun since */
   return open_entered(g);
 }
 
 static cumoe_status close_entered(group *g)
 {
   GIVE_BACK_RELAXED(g->context, end_group(g));
+}
+
+/* The object alone: nothing is opened, and no other rank is met. */
+static cumoe_status new_group(const struct plan *plan, const cumoe_group_config *c, cumoe_view_mut arena, group **made)
+{
+  const ep_shape shape = shape_of_group(&plan->desc, c);
+  TRY(take_arenas(plan, c, arena_bytes(&shape, c), arena));
+  const size_t bytes = sizeof(group) + (size_t)c->ranks * sizeof(char *);
+  group *g = *made = calloc(1, bytes);
+  REQUIRE(g, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", bytes);
+  g->context = plan->context;
+  g->plan = *plan;
+  g->shape = shape;
+  g->at = g->to = ep_lay_out(&shape);
+  g->rank = c->rank;
+  g->ways.dedup = c->flags & CUMOE_GROUP_DEDUP;
+  for (int32_t r = 0; r < c->ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;
+  g->timeout_ns = c->timeout_ns;
+  g->arena = arena.data;
+  g->staged = c->flags & CUMOE_GROUP_NCCL;
+  if (g->staged)
+    place_messages(g);
+  else
+    memcpy(g->arenas, c->arenas, (size_t)c->ranks * sizeof *g->arenas);
+  return CUMOE_OK;
 }
 
 cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe_group_config *config,
@@ -561,32 +347,15 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
   struct context *context;
   const struct plan *plan;
   cumoe_group_config c;
+  group *g;
   REQUIRE(made, CUMOE_ERR_INVALID_ARGUMENT, "group is null");
   *made = NULL;
   TRY(find_context(of, &context));
   TRY(find_plan(handle, &plan));
   REQUIRE(plan->context == context, CUMOE_ERR_WRONG_DEVICE, "plan belongs to another context");
   TRY(take_config(plan, config, &c));
-  const ep_shape shape = shape_of_group(&plan->desc, &c);
-  TRY(take_arenas(plan, &c, arena_bytes(&shape, &c), arena));
-  const size_t bytes = sizeof(group) + (size_t)c.ranks * sizeof(char *);
-  group *g = calloc(1, bytes);
-  REQUIRE(g, CUMOE_ERR_OUT_OF_MEMORY, "no host memory for %zu bytes", bytes);
-  g->context = context;
+  TRY(new_group(plan, &c, arena, &g));
   g->handle = of;
-  g->plan = *plan;
-  g->shape = shape;
-  g->at = g->to = ep_lay_out(&shape);
-  g->rank = c.rank;
-  g->ways.dedup = c.flags & CUMOE_GROUP_DEDUP;
-  for (int32_t r = 0; r < c.ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;
-  g->timeout_ns = c.timeout_ns;
-  g->arena = arena.data;
-  g->staged = c.flags & CUMOE_GROUP_NCCL;
-  if (g->staged)
-    place_messages(g);
-  else
-    memcpy(g->arenas, c.arenas, (size_t)c.ranks * sizeof *g->arenas);
   cumoe_status status = g->staged ? take_comm(g, &c) : CUMOE_OK;
   if (status == CUMOE_OK) status = open_group(g, of, __func__);
   on_close(context, CLOSE_GROUPS, end_groups);
@@ -594,28 +363,15 @@ cumoe_status cumoe_group_create(cumoe_context of, cumoe_plan handle, const cumoe
     status = fail(CUMOE_ERR_OUT_OF_MEMORY, "no host memory for another group");
   if (status == CUMOE_OK) return CUMOE_OK;
   drop_plans(g);
-  if (g->stuck && publish_object(OBJECT_GROUP, context, g)) return status; /* until the context ends: as of arenas */
+  /* NCCL may still write to the arena: the group stays until its context ends, as stuck arenas do. */
+  if (g->stuck && publish_object(OBJECT_GROUP, context, g)) return status;
   CUMOE_IGNORE(close_entered(g));
   return status;
 }
 
-/* Until then a rank may write to this arena. */
-static cumoe_status leave(group *g)
-{
-  uint64_t end;
-  if (g->staged) return CUMOE_OK; /* nobody does */
-  TRY(tell_state(g, HAS_LEFT));
-  for (int32_t r = 0; r < g->shape.ranks; r++) {
-    if (!ep_is_active(&g->ways, r)) continue;
-    TRY(wire_wait(g, hello(g, r), HAS_LEFT, false, &end));
-    if (end) return ep_explain(g, ep_abort_word(EP_TIMEOUT, EP_DESTROY, r, g->rank));
-  }
-  return CUMOE_OK;
-}
-
 static cumoe_status leave_entered(group *g)
 {
-  ON_DEVICE_RELAXED(g->context, leave(g));
+  ON_DEVICE_RELAXED(g->context, ep_leave(g));
 }
 
 cumoe_status cumoe_group_destroy(cumoe_group handle)

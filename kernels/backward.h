@@ -3,10 +3,10 @@
  * in double on the CPU device, in f32 on CUDA (of what one thread or one token has, in double), in an order that
  * depends on nothing but the operands.
  *
- * Rows of the backward lie as the route has them, or padded: each expert's begin at a multiple of ROW_STEP, and what is
- * left to the next expert's are no pair's. On CUDA copies of x and d out are made in that order, in which rows of no
- * pair and of pairs that are dropped are zeros; so are those of h and d z. So a product over an expert's rows may take
- * whole blocks of ROW_STEP, and tensor maps describe all operands.
+ * Rows of the backward lie as the route has them, or padded: each expert's first row is then a multiple of ROW_STEP,
+ * and rows that fill up to the next expert's belong to no pair. On CUDA, x and d out are copied into padded order. Rows
+ * of no pair, and of pairs that are dropped, are zeros in these copies, in h and in d z. So a product over an expert's
+ * rows may take whole blocks of ROW_STEP, and tensor maps describe all operands.
  */
 #ifndef CUMOE_BACKWARD_KERNELS_H
 #define CUMOE_BACKWARD_KERNELS_H
@@ -36,8 +36,8 @@ enum { ROW_STEP = 64 };
 
 /*
  * The route's rows padded: counts and offsets of experts (offsets[E]: the end of the last), row_pair[r], -1 of a row
- * that is no pair's, up to that end, and slot_row[t, j], negative where the route's is. What of a bad route does not
- * fit is left out. Unit: a pair or a row up to rows_cap, whichever is more.
+ * that is no pair's, up to that end, and slot_row[t, j], negative where the route's is. Of a bad route, what does not
+ * fit is left out. Unit: a pair or a row up to rows_cap, whichever are more.
  */
 typedef struct pad_args {
   row_map map;
@@ -101,8 +101,8 @@ typedef struct weight_gradient_args {
   float scale;
 } weight_gradient_args;
 
-/* On CUDA sums over all tokens are those of runs of tokens, each an expert's to weight_gradient, then added in their
- * order. cut: counts [runs], offsets [runs + 1]. Unit: a run. */
+/* On CUDA a sum over all tokens is cut into runs of tokens, each of which is an expert to weight_gradient; add_runs
+ * then adds the runs' sums in their order. cut: counts [runs], offsets [runs + 1]. Unit: a run. */
 typedef struct cut_args {
   token_count tokens;
   int32_t *counts, *offsets;
@@ -121,7 +121,7 @@ typedef struct add_runs_args {
 } add_runs_args;
 
 /*
- * The same of padded rows through tensor maps (host/tmap.c encodes them):
+ * weight_gradient of padded rows through tensor maps (host/tmap.c encodes them):
  *   p, q  (column, row) of the operand whose columns are rows of d in memory, and of the other; a box is 64 x the
  *         kernel's BK
  *   d     (column, row, half, expert), in memory; a box is 128 bytes x 64. up_first: the half that lies first is half 1

@@ -1,9 +1,13 @@
 /*
- * Backward of attention by tiles, in two kernels that make the weights again from lse, so that nothing is added by
- * several CTAs. Rows that are not finite are done again key by key, as in the forward (product.cuh): there what is not
- * seen has weight 0, and 0 times NaN is NaN.
- *   dq   a CTA has M rows (a query and one of the heads that share keys) and goes through their keys; delta as well
+ * Backward of attention by tiles. With p the weights, delta = <dout, out> and dp = dout v^T - delta:
+ *   dv = p^T dout,   ds = p dp (times the soft cap's slope),   dq = scale ds k,   dk = scale ds^T q.
+ * Two kernels, each of which makes p and ds for itself from lse. So every sum is one CTA's, and its bits are the same
+ * on every run.
+ *   dq   a CTA has M rows (a query and one of the heads that share keys) and goes through their keys; it also stores
+ *        the rows' delta, which dkv reads
  *   dkv  a CTA has KEYS keys of a head and goes through the rows that see them, sequence by sequence
+ * A pair that is not seen has weight 0, and 0 times a NaN is NaN. As in the forward (product.cuh), rows whose results
+ * are not finite are therefore done again, key by key.
  */
 #ifndef CUMOE_ATTENTION_BACKWARD_TILE_CUH
 #define CUMOE_ATTENTION_BACKWARD_TILE_CUH
@@ -11,10 +15,11 @@
 #include "attention/backward_row.cuh"
 #include "attention/product.cuh"
 
-/* ---- products of MT times 16 rows of a warp, as product.cuh has them, in fewer registers ---- */
+/* ---- the products, in fewer registers than the forward's ---- */
 
-/* Byte offsets in a tile of D columns where a lane's rows of ldmatrix begin. Those of other columns differ from them in
- * bits that the rows leave 0, so they are made by one exclusive or; hold() keeps the compiler from keeping them all. */
+/* Byte offsets in a tile of D columns at which a lane's rows of ldmatrix begin, for the first columns. z and w are the
+ * caller's: addresses of its two left operands. The offsets of other columns differ only in bits that are 0 here, so
+ * one exclusive or makes them. hold(), in the loops, has the compiler make them anew: kept, they fill registers. */
 template <int D> DEVICE uint4 lane_offsets()
 {
   const int matrix_index = lane_id() / 8, r = lane_id() % 8;
@@ -23,7 +28,7 @@ template <int D> DEVICE uint4 lane_offsets()
                     0, 0);
 }
 
-/* s += a b^T; rows, columns: addresses of a and b, a lane's. */
+/* s += a b^T; rows, columns: this lane's addresses (lane_offsets) in a and in b. */
 template <class T, int D, int MT, int N> DEVICE void multiply(float (&s)[MT][N / 8][4], uint32_t rows, uint32_t columns)
 {
 #pragma unroll
@@ -35,55 +40,31 @@ template <class T, int D, int MT, int N> DEVICE void multiply(float (&s)[MT][N /
     for (int n = 0; n < N / 16; n++) {
       uint32_t b[4];
       ldmatrix_x4(b, (columns ^ step * 32u) + n * 16 * D * 2);
-      const uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
-#pragma unroll
-      for (int m = 0; m < MT; m++) {
-        mma_m16n8k16<T>(s[m][2 * n], a[m], low);
-        mma_m16n8k16<T>(s[m][2 * n + 1], a[m], high);
-      }
+      multiply_step<T>(s, 2 * n, a, b);
     }
   }
 }
 
-/* sums += s b, s rounded. */
+/* sums += s b, with s rounded; rows: this lane's address in b. */
 template <class T, int D, int MT, int N>
 DEVICE void add_product(float (&sums)[MT][D / 8][4], const float (&s)[MT][N / 8][4], uint32_t rows)
 {
 #pragma unroll
   for (int step = 0; step < N / 16; step++) {
     uint32_t a[MT][4];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        a[m][i] = pack_pair<T>(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+    round_columns<T>(a, s, 2 * step);
 #pragma unroll
     for (int c = 0; c < D / 16; c++) {
       uint32_t b[4];
       ldmatrix_x4_trans(b, (rows ^ c * 32u) + step * 16 * D * 2);
-      const uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
-#pragma unroll
-      for (int m = 0; m < MT; m++) {
-        mma_m16n8k16<T>(sums[m][2 * c], a[m], low);
-        mma_m16n8k16<T>(sums[m][2 * c + 1], a[m], high);
-      }
+      multiply_step<T>(sums, 2 * c, a, b);
     }
   }
 }
 
-template <int MT, int CHUNKS> DEVICE void clear(float (&sums)[MT][CHUNKS][4])
-{
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) sums[m][c][e] = 0;
-}
-
 /* ---- weights and the gradients of scores ---- */
 
-/* Scores to units of log 2. */
+/* q k^T times factor: a score in units of log 2, or, where scores are capped, what the tanh is taken of. */
 struct score_units {
   float factor, cap;
   bool capped;
@@ -94,7 +75,8 @@ struct score_units {
   }
 };
 
-/* A score becomes its weight, dp = dout v - delta what it is times in the score's gradient. lse: in units of log 2. */
+/* s, of q k^T, becomes the pair's weight. dp, of dout v^T - delta, becomes what the weight is multiplied by in the
+ * gradient of the score. lse: in units of log 2. */
 DEVICE void weigh_pair(const score_units &u, float &s, float &dp, float lse)
 {
   if (u.capped) {
@@ -106,7 +88,7 @@ DEVICE void weigh_pair(const score_units &u, float &s, float &dp, float lse)
   }
 }
 
-/* Where no score is above -infinity, weights are 0. */
+/* -infinity, of a row without any score above it, becomes +infinity, which makes all its weights 0. */
 DEVICE float lse_in_log_2(float lse)
 {
   return lse == -INFINITY ? INFINITY : lse * LOG2_OF_E;
@@ -123,7 +105,8 @@ template <int MT, int N> DEVICE void times_weights(float (&dp)[MT][N / 8][4], co
       for (int e = 0; e < 4; e++) dp[m][n][e] = weights[m][n][e] * dp[m][n][e];
 }
 
-/* A warp's sums, rounded, into its rows of a tile. Rows that are not finite: bits of `again`. */
+/* A warp's sums times factor, rounded, into its rows of a tile. again: of which rows a lane found an element that is
+ * not finite (is_marked). */
 template <class T, int D, int MT>
 DEVICE void stage_sums(T *rows, const float (&sums)[MT][D / 8][4], float factor, unsigned (&again)[MT][2])
 {
@@ -145,6 +128,7 @@ DEVICE void stage_sums(T *rows, const float (&sums)[MT][D / 8][4], float factor,
   __syncwarp();
 }
 
+/* Of eight rows, four lanes each. */
 DEVICE bool is_marked(unsigned again, int row)
 {
   return again >> 4 * row & 15;
@@ -177,7 +161,7 @@ DEVICE void load_rows(const matrix &m, T *tile, int d, int64_t first, int64_t co
                                  [&](int r) { return r < count ? (first + r) * m.ld + column : (int64_t)-1; });
 }
 
-/* Of rows of queries that are placed. */
+/* The rows that `place` names, of q or dout. */
 template <class T, int D, int ROWS, int THREADS>
 DEVICE void load_placed(const matrix &m, T *tile, int d, const row_place *place)
 {
@@ -197,7 +181,7 @@ template <class T, int D, int M, int N> struct dq_smem {
   float delta[M];
 };
 
-/* Of a warp's rows: D / 8 lanes a row. */
+/* delta = <dout, out> of a warp's rows, to shared memory and to a.delta: D / 8 lanes a row. */
 template <class T, int D, int ROWS>
 DEVICE void make_deltas(const attention_args &a, const T *dout, const row_place *place, float *delta)
 {
@@ -229,6 +213,7 @@ template <class T> __device__ __noinline__ void dq_again(const attention_args &a
   dq_of_row(a, query, head, delta);
 }
 
+/* dp begins with -delta of its row: the product is added onto it. */
 template <int MT, int CHUNKS> DEVICE void begin_rows(float (&dp)[MT][CHUNKS][4], const float *delta)
 {
 #pragma unroll
@@ -238,25 +223,6 @@ template <int MT, int CHUNKS> DEVICE void begin_rows(float (&dp)[MT][CHUNKS][4],
       const float from = -delta[m * 16 + h * 8 + lane_id() / 4];
 #pragma unroll
       for (int n = 0; n < CHUNKS; n++) dp[m][n][h * 2] = dp[m][n][h * 2 + 1] = from;
-    }
-}
-
-/* Of keys first .. first + N - 1, what is not seen has no weight. */
-template <int MT, int N> DEVICE void mask_rows(float (&p)[MT][N / 8][4], const row_keys *seen, int first)
-{
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const row_keys range = seen[m * 16 + h * 8 + lane_id() / 4];
-      const int begin = range.begin - first, end = range.end - first;
-#pragma unroll
-      for (int n = 0; n < N / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const int key = n * 8 + lane_id() % 4 * 2 + e;
-          if (key < begin || key >= end) p[m][n][h * 2 + e] = 0;
-        }
     }
 }
 
@@ -304,7 +270,7 @@ DEVICE void sum_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_he
 #pragma unroll
         for (int e = 0; e < 4; e++) weigh_pair(units, p[m][n][e], dp[m][n][e], lse[m][e / 2]);
     if (j < smem.seen[smem.rows.end - smem.rows.packed - 1].begin || j + N > smem.seen[0].end)
-      mask_rows<MT, N>(p, smem.seen + own, j);
+      mask_rows(p, smem.seen + own, j, nullptr, 0);
     times_weights<MT, N>(dp, p);
     add_product<T, D, MT, N>(dq, dp, k + lane.x);
   }
@@ -351,11 +317,12 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
 template <class T, int D, int KEYS, int N> struct dkv_smem {
   T k[KEYS * D], v[KEYS * D], q[2][N * D], dout[2][N * D];
   sequence s;
-  int64_t packed, end, first_key; /* rows of it that see keys of the tile, from row first_key of k on */
+  int64_t packed, end; /* rows of the sequence that see some of the tile's keys */
+  int64_t first_key;   /* the tile's first row of k */
   int steps, kv_head;
   row_place place[2][N];
   float lse[2][N], delta[2][N];
-  unsigned char seen[2][N][2]; /* of the tile's keys */
+  unsigned char seen[2][N][2]; /* first and end of the tile's keys that a row sees */
 };
 
 template <class T> __device__ __noinline__ void dkv_again(const attention_args &a, int64_t row, int kv_head)
@@ -363,7 +330,7 @@ template <class T> __device__ __noinline__ void dkv_again(const attention_args &
   dkv_of_row(a, row, kv_head);
 }
 
-/* The rows of step `step` of the sequence. */
+/* Which queries and heads the N rows of step `step` are. */
 template <class T, int D, int KEYS, int N>
 DEVICE void place_step(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int64_t step)
 {
@@ -378,7 +345,8 @@ DEVICE void place_step(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, i
   smem.place[step & 1][r] = {(int32_t)(smem.s.first + query), smem.kv_head * group + (int)(packed - query * group)};
 }
 
-/* lse, delta and what of the tile's keys is seen of a step's rows; whether it is not all. */
+/* Fetches lse and delta of a step's rows, and finds which of the tile's keys they see. True: this thread's row does not
+ * see all of them. */
 template <class T, int D, int KEYS, int N>
 DEVICE bool prepare_rows(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int slot)
 {
@@ -399,7 +367,7 @@ DEVICE bool prepare_rows(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem,
   return there && (from > 0 || to < KEYS);
 }
 
-/* A warp's keys are rows, a step's queries columns. */
+/* As begin_rows; here a warp's keys are rows of p and dp, and a step's queries are columns. */
 template <int N> DEVICE void begin_columns(float (&dp)[1][N / 8][4], const float *delta)
 {
 #pragma unroll
@@ -436,7 +404,7 @@ template <int N> DEVICE void mask_columns(float (&p)[1][N / 8][4], const unsigne
   }
 }
 
-/* What the sequence's queries add. */
+/* Adds what the sequence's queries bring to the tile's dk and dv. Its loop begins one step early, which only loads. */
 template <class T, int D, int KEYS, int N, int THREADS>
 DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, float (&dk)[1][D / 8][4],
                          float (&dv)[1][D / 8][4])

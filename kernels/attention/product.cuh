@@ -17,6 +17,12 @@ template <int D> DEVICE uint32_t chunk_at(int row, int chunk)
   return (uint32_t)(row * D * 2 + ((chunk ^ (row & 7)) << 4));
 }
 
+/* Every row begins at a multiple of 16 bytes, if its first column does. */
+DEVICE bool in_chunks(const matrix &m)
+{
+  return ((uintptr_t)m.data | (uintptr_t)(m.ld * 2)) % 16 == 0;
+}
+
 /* 8 elements that may lie anywhere. */
 template <class T> DEVICE uint4 gather_chunk(const T *from)
 {
@@ -40,7 +46,7 @@ DEVICE void load_tile(T *tile, const matrix &m, int thread, int d, F offset)
   constexpr int CHUNKS = D / 8, STEP = THREADS / CHUNKS;
   static_assert(THREADS % CHUNKS == 0, "a thread's chunk is that of all its rows");
   const int chunk = thread % CHUNKS;
-  const bool aligned = ((uintptr_t)m.data | (uintptr_t)(m.ld * 2)) % 16 == 0, inside = chunk * 8 < d;
+  const bool aligned = in_chunks(m), inside = chunk * 8 < d;
   const T *base = static_cast<const T *>(m.data) + (inside ? chunk * 8 : 0);
 #pragma unroll 1
   for (int row = thread / CHUNKS; row < ROWS; row += STEP) {
@@ -72,11 +78,6 @@ DEVICE void copy_tile(T *tile, const matrix &m, int thread, int d, int64_t first
   }
 }
 
-DEVICE bool in_chunks(const matrix &m)
-{
-  return ((uintptr_t)m.data | (uintptr_t)(m.ld * 2)) % 16 == 0;
-}
-
 /* What a CTA of a tile is told of one of its rows. */
 struct row_place {
   int32_t query, head; /* query -1: no such row */
@@ -85,7 +86,64 @@ struct row_keys {
   int32_t begin, end;
 };
 
-/* MT times 16 rows of a warp. */
+/* ---- sums of MT times 16 rows of a warp, [.][8 columns][element of the lane] ---- */
+
+template <int MT, int CHUNKS> DEVICE void clear(float (&sums)[MT][CHUNKS][4])
+{
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums[m][c][e] = 0;
+}
+
+/* sums += a b, in 16 columns from 8 * chunk on, over 16 of the reduction; b as ldmatrix_x4 brings it. */
+template <class T, int MT, int CHUNKS>
+DEVICE void multiply_step(float (&sums)[MT][CHUNKS][4], int chunk, const uint32_t (&a)[MT][4], const uint32_t (&b)[4])
+{
+  const uint32_t low[2] = {b[0], b[1]}, high[2] = {b[2], b[3]};
+#pragma unroll
+  for (int m = 0; m < MT; m++) {
+    mma_m16n8k16<T>(sums[m][chunk], a[m], low);
+    mma_m16n8k16<T>(sums[m][chunk + 1], a[m], high);
+  }
+}
+
+/* 16 columns of sums, from 8 * chunk on, rounded: the left operand of another product. */
+template <class T, int MT, int CHUNKS>
+DEVICE void round_columns(uint32_t (&a)[MT][4], const float (&sums)[MT][CHUNKS][4], int chunk)
+{
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[m][i] = pack_pair<T>(sums[m][chunk + i / 2][i % 2 * 2], sums[m][chunk + i / 2][i % 2 * 2 + 1]);
+}
+
+/* `value` where a row does not see key first + column. known: NULL, or which of these keys are anywhere. */
+template <int MT, int CHUNKS>
+DEVICE void mask_rows(float (&s)[MT][CHUNKS][4], const row_keys *seen, int first, const unsigned char *known,
+                      float value)
+{
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const row_keys range = seen[m * 16 + h * 8 + lane_id() / 4];
+      const int begin = range.begin - first, end = range.end - first;
+#pragma unroll
+      for (int n = 0; n < CHUNKS; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int key = n * 8 + lane_id() % 4 * 2 + e;
+          if (key < begin || key >= end || (known && !known[key])) s[m][n][h * 2 + e] = value;
+        }
+    }
+}
+
+/* ---- the forward's product ---- */
+
 template <class T, int D, int MT, int N> struct attending {
   static constexpr int CHUNKS = D / 8;
   float out[MT][CHUNKS][4], most[MT][2], sum[MT][2]; /* most: in units of log 2; sum: this lane's part */
@@ -101,12 +159,7 @@ template <class T, int D, int MT, int N> struct attending {
         most[m][h] = has ? load_at(a.sinks, 0, at.head) * LOG2_OF_E : -INFINITY;
         sum[m][h] = lane_id() % 4 == 0 && most[m][h] != -INFINITY;
       }
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) out[m][c][e] = 0;
+    clear(out);
   }
 
   /* s = q k^T. */
@@ -114,12 +167,7 @@ template <class T, int D, int MT, int N> struct attending {
   {
     const int matrix_index = lane_id() / 8, r = lane_id() % 8;
     const uint32_t q_tile = shared_address(q), k_tile = shared_address(k);
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int n = 0; n < N / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[m][n][e] = 0;
+    clear(s);
 #pragma unroll
     for (int step = 0; step < D / 16; step++) {
       uint32_t rows[MT][4];
@@ -130,12 +178,7 @@ template <class T, int D, int MT, int N> struct attending {
       for (int n = 0; n < N / 16; n++) {
         uint32_t keys[4];
         ldmatrix_x4(keys, k_tile + chunk_at<D>(n * 16 + (matrix_index >> 1) * 8 + r, step * 2 + (matrix_index & 1)));
-        const uint32_t low[2] = {keys[0], keys[1]}, high[2] = {keys[2], keys[3]};
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-          mma_m16n8k16<T>(s[m][2 * n], rows[m], low);
-          mma_m16n8k16<T>(s[m][2 * n + 1], rows[m], high);
-        }
+        multiply_step<T>(s, 2 * n, rows, keys);
       }
     }
   }
@@ -143,20 +186,7 @@ template <class T, int D, int MT, int N> struct attending {
   /* Of keys first .. first + N - 1. known: NULL, or which of them are anywhere. */
   DEVICE void mask(float (&s)[MT][N / 8][4], const row_keys *seen, int first, const unsigned char *known) const
   {
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const row_keys range = seen[m * 16 + h * 8 + lane_id() / 4];
-        const int begin = range.begin - first, end = range.end - first;
-#pragma unroll
-        for (int n = 0; n < N / 8; n++)
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int key = n * 8 + lane_id() % 4 * 2 + e;
-            if (key < begin || key >= end || (known && !known[key])) s[m][n][h * 2 + e] = -INFINITY;
-          }
-      }
+    mask_rows(s, seen, first, known, -INFINITY);
   }
 
   /* Scores to units of log 2. */
@@ -222,22 +252,13 @@ template <class T, int D, int MT, int N> struct attending {
 #pragma unroll
     for (int step = 0; step < N / 16; step++) {
       uint32_t weights[MT][4];
-#pragma unroll
-      for (int m = 0; m < MT; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          weights[m][i] = pack_pair<T>(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+      round_columns<T>(weights, s, 2 * step);
 #pragma unroll
       for (int c = 0; c < CHUNKS / 2; c++) {
         uint32_t values[4];
         ldmatrix_x4_trans(values,
                           v_tile + chunk_at<D>(step * 16 + (matrix_index & 1) * 8 + r, c * 2 + (matrix_index >> 1)));
-        const uint32_t low[2] = {values[0], values[1]}, high[2] = {values[2], values[3]};
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-          mma_m16n8k16<T>(out[m][2 * c], weights[m], low);
-          mma_m16n8k16<T>(out[m][2 * c + 1], weights[m], high);
-        }
+        multiply_step<T>(out, 2 * c, weights, values);
       }
     }
   }

@@ -1,5 +1,5 @@
-/* The activation and its slope (kernels/cpu/backward_rows.c): a warp a row, 8 elements a lane: more
- * loads in flight than of a CTA that a row does not fill. */
+/* The activation and its slope (kernels/cpu/backward_rows.c). A warp has a row, 8 elements a lane at a time. A CTA a
+ * row would leave threads without elements, and so fewer loads in flight. */
 #ifndef CUMOE_BACKWARD_ACTIVATION_CUH
 #define CUMOE_BACKWARD_ACTIVATION_CUH
 
@@ -53,13 +53,13 @@ DEVICE float bounded(float v, float low, float high)
   return v < low ? low : v > high ? high : v;
 }
 
-/* What was bounded has slope 0; a NaN stays one. */
+/* 0 where bounded() cuts. A NaN is not cut: it stays one. */
 DEVICE float slope_within(float v, float low, float high)
 {
   return v < low || v > high ? 0.f : 1.f;
 }
 
-/* gate becomes h, then gate and up d z of d_h. */
+/* In: gate and up before the activation, and d h. Out: h, and in the place of gate and up their gradients (d z). */
 struct packet_of_row {
   float gate[PACKET], up[PACKET], h[PACKET], d_h[PACKET];
 };
@@ -96,7 +96,7 @@ template <bool FAST> DEVICE void activate_any(const activation_args &a, packet_o
   }
 }
 
-/* Gate and up i .. i + 7 of a row. */
+/* Gate and up i .. i + 7 of a row: halves one behind the other, or (PAIRS) by twos. */
 template <class T> DEVICE void load_halves(const activation_args &a, const T *row, int i, packet_of_row &p)
 {
   const bool up_first = a.gated && (a.order == UP_FIRST || a.order == UP_GATE_PAIRS);
@@ -135,7 +135,7 @@ template <class T> DEVICE void store_halves(const activation_args &a, T *row, in
   if (a.gated) store_f32<PACKET>(row + (up_first ? 0 : a.inter) + i, p.up);
 }
 
-/* What a packet reads. */
+/* Without d h (a.d_h NULL: the forward) it is 0. */
 template <class T> DEVICE void load_packet(const activation_args &a, const T *z, const T *d_h, int i, packet_of_row &p)
 {
   load_halves(a, z, i, p);
@@ -144,7 +144,7 @@ template <class T> DEVICE void load_packet(const activation_args &a, const T *z,
   if (a.d_h) load_f32<PACKET>(d_h + i, p.d_h);
 }
 
-/* Returns this lane's part of <d h, h>. h is what is rounded; in memory times w, if it is to be. */
+/* Returns this lane's part of <d h, h>, with h as rounded to T. What is stored is h times the weight, if a.weighs_h. */
 template <class T> DEVICE float activate_row(const activation_args &a, int64_t row, int64_t z_row, float weight)
 {
   const int64_t wide = (a.gated ? 2 : 1) * (int64_t)a.inter;

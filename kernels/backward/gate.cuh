@@ -1,6 +1,6 @@
 /*
- * From d weights to d logits (kernels/cpu/backward_gate.c), in double: a CTA a token, whose thread e % THREADS has
- * column e, and lane j of every warp slot j. Lanes' values are in all warps the same.
+ * From d weights to d logits (kernels/cpu/backward_gate.c), in double. A CTA has a token: thread e % THREADS has column
+ * e of its logits, and lane j has slot j, in every warp alike: all warps compute the same of slots.
  */
 #ifndef CUMOE_BACKWARD_GATE_CUH
 #define CUMOE_BACKWARD_GATE_CUH
@@ -13,9 +13,9 @@
 
 struct gate_token {
   double logit[MAX_EXPERTS];   /* capped; -Inf: none */
-  double score[MAX_EXPERTS];   /* of one expert alone, or of all */
-  double d_logit[MAX_EXPERTS]; /* of the capped ones */
-  float raw[MAX_EXPERTS];
+  double score[MAX_EXPERTS];   /* softmax over all, or each logit's own score */
+  double d_logit[MAX_EXPERTS]; /* of the capped logits */
+  float raw[MAX_EXPERTS];      /* as given, at most FLT_MAX */
 };
 
 /* Of slot lane_id(). */
@@ -51,7 +51,7 @@ template <int THREADS> DEVICE void load_token(const gate_args &g, int64_t token,
   slot.id = id >= 0 && t.logit[id] > (double)-INFINITY ? id : -1;
 }
 
-/* Of the capped logit, in the logit that was given. */
+/* Of the soft cap, at the logit that was given: 0 where that is -Inf, NaN or more than FLT_MAX. */
 DEVICE double slope_of_cap(const gate_args &g, int64_t token, int e)
 {
   const float given = load_any(g.logits, token * g.logits_ld + e, g.logits_dtype);
@@ -61,8 +61,8 @@ DEVICE double slope_of_cap(const gate_args &g, int64_t token, int e)
   return 1 - bent * bent;
 }
 
-/* score = softmax of the first `count` logits; log of the sum of their exponentials. -Inf: nothing is finite, scores
- * are 0. */
+/* t.score becomes the softmax of the first `count` logits. Returns log(sum of exp(logit)): -Inf where no logit is
+ * finite, and then all scores are 0. */
 template <int THREADS> DEVICE double softmax_of_token(gate_token &t, int count)
 {
   double most = -INFINITY, sum = 0;
@@ -98,7 +98,7 @@ DEVICE bool is_alone(int score)
 
 /* ---- the scores of the slots, and back ---- */
 
-/* SCORE_SPARSEMIXER: whether expert e is weighed against what a slot's id has. */
+/* SCORE_SPARSEMIXER: whether expert e is in the softmax that weighs a slot's expert `id`. */
 DEVICE bool is_mixed(const gate_args &g, const gate_token &t, int id, int e)
 {
   const float raw = t.raw[id], other = t.raw[e];
@@ -107,7 +107,7 @@ DEVICE bool is_mixed(const gate_args &g, const gate_token &t, int id, int e)
          mixes(g.mixer_eps, exact_cap(g.softcap, raw), exact_cap(g.softcap, other));
 }
 
-/* Each warp works it out for itself. */
+/* That softmax, at id. Every warp computes it. */
 DEVICE double mixed_weight(const gate_args &g, const gate_token &t, int id)
 {
   double sum = 0;
@@ -141,7 +141,8 @@ template <int THREADS> DEVICE void score_slots(const gate_args &g, gate_token &t
   }
 }
 
-/* What slot j, of expert id, score w and gradient d, brings to the threads' columns. */
+/* What a slot (its expert id, score w, the score's gradient d) adds to t.d_logit, each thread in its columns. mean: sum
+ * of w d over slots, which the slope of a softmax needs. */
 template <int THREADS> DEVICE void add_slot(const gate_args &g, gate_token &t, int id, double w, double d, double mean)
 {
   const bool own = id % THREADS == (int)threadIdx.x;
@@ -172,7 +173,7 @@ template <int THREADS> DEVICE void gradient_of_scores(const gate_args &g, gate_t
 
 /* ---- what becomes of the scores ---- */
 
-/* The weight of a score, and d of the score for that of the weight. */
+/* Returns the weight, score / divisor; s.d, of the weight, becomes that of the score. */
 DEVICE double renormalize(const gate_args &g, gate_slot &s)
 {
   const double sum = warp_sum(s.score);
@@ -201,8 +202,8 @@ DEVICE void gradient_of_weights(const gate_backward_args &a, int64_t token, gate
 
 /* ---- losses ---- */
 
-/* p of the experts that are chosen among: the softmax, or the scores divided by their sum. Returns what it adds to the
- * loss. */
+/* The balance loss is of p over the experts that are chosen among: the softmax, or each one's score over the sum of
+ * all. Returns the token's part of the loss. */
 template <int THREADS> DEVICE double gradient_of_balance(const gate_backward_args &a, gate_token &t, double tokens)
 {
   const gate_args &g = a.g;

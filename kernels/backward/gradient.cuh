@@ -39,13 +39,15 @@ struct gradient_shape {
 
 /* ---- units ---- */
 
-/* The matrix of an expert: elements along p and q of a half, and tiles of all halves. */
+/* How the matrix of an expert is dealt to clusters: a unit is two neighbouring tiles. */
 struct gradient_grid {
-  int32_t p, q, p_tiles, q_tiles, p_all, q_all;
-  bool across;                  /* q are outputs, p inputs */
-  bool share_p;                 /* the CTAs of a cluster have neighbours along q */
-  int32_t tall, wide;           /* units of clusters along p, along q */
-  int32_t experts_on, units_on; /* from a cluster's unit to its next one */
+  int32_t p, q;                 /* elements of a half along p, along q */
+  int32_t p_tiles, q_tiles;     /* tiles of a half */
+  int32_t p_all, q_all;         /* tiles of all halves */
+  bool across;                  /* q are outputs and p inputs; else the other way round */
+  bool share_p;                 /* the two tiles are neighbours along q, and share p; else the other way round */
+  int32_t tall, wide;           /* units along p, along q */
+  int32_t experts_on, units_on; /* steps from a cluster's unit to its next one */
 };
 
 template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_args &g)
@@ -65,7 +67,7 @@ template <class S> DEVICE gradient_grid gradient_grid_of(const weight_gradient_a
   return m;
 }
 
-/* Rows of an expert, kept inside [0, rows_cap). */
+/* An expert's rows, kept inside [0, rows_cap): the first one, and how many blocks of BK. */
 struct row_steps {
   int32_t first, steps;
 };
@@ -78,12 +80,13 @@ template <class S> DEVICE row_steps steps_of_expert(const row_map &map, int expe
   return {(int32_t)first, (int32_t)ceil_div(kept, (int64_t)S::BK)};
 }
 
-/* Tiles of one CTA of a cluster. */
+/* The tile of one CTA: number p and q among those of all halves. q == q_all: an odd one out, there is none. */
 struct gradient_tile {
-  int32_t expert, p, q; /* tiles of all halves; q of q_all: there is none */
+  int32_t expert, p, q;
 };
 
-/* Registers of consumers are full, so what is the same for all units and a warp's own one are read from here anew. */
+/* Consumers have no registers left: they read the grid, which is the same for all units, and each warp's tile from
+ * here, anew each time. */
 template <class S> struct gradient_smem {
   typename S::X p[S::STAGES][S::P_BOXES * S::BOX], q[S::STAGES][S::Q_BOXES * S::BOX];
   unsigned char slots[S::CONSUMERS][S::SLOTS][S::BLOCK * 128];
@@ -93,9 +96,9 @@ template <class S> struct gradient_smem {
   gradient_tile tiles[S::THREADS / WARP_SIZE];
 };
 
-/* A cluster's units: every so many of all experts'. */
+/* Goes through a cluster's units: of all experts' units, every gridDim.x / CLUSTER-th. */
 struct gradient_cursor {
-  int32_t expert, unit; /* of the expert's */
+  int32_t expert, unit; /* unit: among the expert's */
 
   template <class S> DEVICE static gradient_cursor first(const gradient_grid &m)
   {
@@ -121,7 +124,7 @@ struct gradient_cursor {
   }
 };
 
-/* Where in a half a tile of `tiles` each lies. */
+/* Of a tile among those of both halves (`tiles` each): its half, and its first element there. */
 struct place_in_half {
   int32_t half, first;
   DEVICE place_in_half(int32_t tile, int32_t tiles, int32_t width)
@@ -188,7 +191,8 @@ template <class S> DEVICE void release_gradient_stage(gradient_smem<S> &smem, in
   if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(&smem.empty[stage], lane_id());
 }
 
-/* Stages come back one step later, when the next products are under way. */
+/* acc = the sum over the expert's rows. A stage is released one step later, when the next step's products are under way
+ * and its own have ended. */
 template <class S>
 DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int group, int steps,
                      float (&acc)[S::BLOCKS][S::ACCUMULATORS])
@@ -217,6 +221,7 @@ DEVICE void sum_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int 
   if (before >= 0) release_gradient_stage<S>(smem, before);
 }
 
+/* Nothing of the tile is this consumer's, but its CTA's loads come all the same. */
 template <class S> DEVICE void skip_rows(gradient_smem<S> &smem, pipeline_state<S::STAGES> &at, int steps)
 {
 #pragma unroll 1
@@ -283,7 +288,7 @@ struct gradient_place {
   template <class S> DEVICE int32_t column_of(int box) const { return column + box % S::BOXES_ACROSS * S::WIDTH; }
 };
 
-/* By one thread. */
+/* Brings what box `box` will be added to into a slot; by one thread. */
 template <class S>
 DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group, uint32_t slot,
                        const gradient_place &place, int box)
@@ -294,8 +299,8 @@ DEVICE void fetch_slot(const weight_gradient_sm90_args &args, gradient_smem<S> &
                           place.expert, there);
 }
 
-/* One barrier a box, before which its first thread waits until the next slot is free; of what is added to the next box
- * goes there then. */
+/* Box by box through the slots, one barrier a box. Before it the first thread waits until the slot after this one is
+ * free; behind it that thread stores the box and, if ADD, fetches into the free slot what the next box is added to. */
 template <class S, bool ADD>
 DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group,
                            pipeline_state<S::SLOTS> &at, const gradient_place &place,
@@ -319,7 +324,7 @@ DEVICE void store_gradient(const weight_gradient_sm90_args &args, gradient_smem<
   }
 }
 
-/* Of a tile that will be added to what is there, the first boxes; by one thread, before its products. */
+/* What the first boxes of a tile will be added to; by one thread, before the tile's products. */
 template <class S>
 DEVICE void fetch_slots(const weight_gradient_sm90_args &args, gradient_smem<S> &smem, int group, uint32_t slot,
                         const gradient_place &place)

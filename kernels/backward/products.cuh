@@ -30,13 +30,13 @@ DEVICE void multiply_tiles(const fma_smem &smem, float (&sum)[FMA_EACH][FMA_EACH
 
 /* ---- c = a b ---- */
 
-/* Tiles of rows before each expert's. */
+/* before[e]: how many tiles of rows the experts before e have. */
 template <int THREADS> struct rows_table {
   int32_t before[MAX_EXPERTS + 1];
   scan_smem<THREADS> scan;
 };
 
-/* No valid route has more tiles; one that does is cut. */
+/* Fills the table; returns the number of all tiles. A route with more than `most` tiles is not valid, and is cut. */
 template <int BM, int THREADS> DEVICE int64_t count_tiles(const row_map &m, rows_table<THREADS> &table)
 {
   const int64_t most = m.rows_cap / BM + m.experts;
@@ -175,7 +175,7 @@ DEVICE int64_t gradient_units(const weight_gradient_args &g, int bm, int bn)
   return (int64_t)g.map.experts * g.halves * ceil_div(g.n, bm) * ceil_div(g.k, bn);
 }
 
-/* Where one row of a and of b begins, and what each is multiplied by. */
+/* Where a row begins in a and in b, in elements, and the factor of each. */
 struct gradient_row {
   int64_t a, b; /* -1: zeros */
   float of_a, of_b;

@@ -23,7 +23,7 @@ DEVICE row_range rows_of_expert(const row_map &m, int expert, bool *bad = nullpt
   return {first, kept};
 }
 
-/* Where the last expert's rows end, padding included. */
+/* The end of the last expert's rows, with those that fill up to a whole block. */
 DEVICE int64_t end_of_rows(const row_map &m)
 {
   return clamped(m.counts ? (int64_t)m.offsets[m.experts] : round_up(token_total(m.tokens), (int64_t)ROW_STEP), 0,
@@ -35,14 +35,14 @@ DEVICE float weight_of_pair(const row_map &m, int64_t pair)
   return m.pair_weights ? m.pair_weights[pair / m.top_k * m.pair_weights_ld + pair % m.top_k] : 1.f;
 }
 
-/* The pair of a row; -1: none, or the route is bad here. */
+/* The pair of a row, or -1: there is none, or the route names one that does not exist. */
 DEVICE int64_t pair_of_row(const row_map &m, int64_t row)
 {
   const int64_t pair = m.row_pair ? m.row_pair[row] : row;
   return pair >= 0 && pair < token_total(m.tokens) * m.top_k ? pair : -1;
 }
 
-/* The same, -1 also of one that is dropped. */
+/* The same, but -1 also where the pair is dropped. */
 DEVICE int64_t pair_kept(const row_map &m, int64_t row)
 {
   const int64_t pair = pair_of_row(m, row);
@@ -83,7 +83,8 @@ template <int THREADS> struct scan_smem {
   int32_t part[THREADS / WARP_SIZE];
 };
 
-/* Sum of the values of the threads before, and (*all) of all of them; at most `most`. By the whole CTA. */
+/* Returns the sum of `own` over the threads before; *all: over all threads. Both are at most `most`, so that nothing
+ * overflows. By the whole CTA. */
 template <int THREADS> DEVICE int64_t scan_before(scan_smem<THREADS> &smem, int64_t own, int64_t most, int64_t *all)
 {
   int32_t upto = (int32_t)min(own, most);
@@ -105,7 +106,7 @@ template <int THREADS> DEVICE int64_t scan_before(scan_smem<THREADS> &smem, int6
   return lane_id() == 0 ? before : min(before + earlier, most);
 }
 
-/* The weights of an expert, of a half. */
+/* Half `half` of an expert's matrix: its base; *first: its first element there. */
 DEVICE const void *matrix_of(const expert_matrix &b, int half, int64_t expert, int64_t *first)
 {
   *first = b.table[half] ? 0 : expert * b.expert_stride;

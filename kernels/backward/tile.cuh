@@ -1,8 +1,11 @@
 /*
  * tile: the products of the backward on tensor cores (mma.sync), sums in f32, tiles of 128 x 128 of an expert, in a
- * pipeline of cp.async. Gradients of weights: both operands lie row by row, which is the reduction, and ldmatrix turns
- * them; while rows are copied it is worked out where those after them lie. Rows times weights: of either major.
- * X f32: what is multiplied is a bf16 and a bf16 of what that leaves, which is within 2^-17 of it.
+ * pipeline of cp.async.
+ *   gradients of weights: the reduction runs over rows, and both operands lie row by row, so ldmatrix transposes them.
+ *     While a block of rows is copied, threads find where the rows of the next block begin.
+ *   rows times weights: the weights K-major or N-major.
+ * X f32 (SPLIT): each element is multiplied as two, its bf16 and the bf16 of the difference; their sum is within 2^-17
+ * of it.
  */
 #ifndef CUMOE_BACKWARD_TILE_CUH
 #define CUMOE_BACKWARD_TILE_CUH
@@ -20,8 +23,8 @@ template <class X_, class W_, int BM_, int BN_, int BK_, int STAGES_, int WARPS>
   using sums = float[M_BLOCKS][N_BLOCKS][4];
 };
 
-/* Byte offsets of 16 bytes: those of eight rows lie in different banks. Of rows of 256 bytes, of 64 and of 128; f32
- * along the reduction has rows of 132, of which lanes read single elements. */
+/* Byte offsets of chunks of 16 bytes, in rows of 256, 64 and 128 bytes: swizzled, so that the same chunk of eight rows
+ * lies in different banks. f32 of which lanes read single elements has rows of SPLIT_LD elements instead. */
 DEVICE uint32_t chunk_of_256(int row, int chunk)
 {
   return (uint32_t)(row * 256 + ((chunk ^ (row & 7)) << 4));
@@ -52,7 +55,7 @@ template <class T> DEVICE uint4 times(uint4 raw, float weight)
   return raw;
 }
 
-/* Two f32 as two pairs, the second of what the first leaves. */
+/* Two f32 as a pair of T (most), and a pair of what that leaves (rest). */
 template <class T> DEVICE void split_pair(float low, float high, uint32_t &most, uint32_t &rest)
 {
   most = pack_pair<T>(low, high);
@@ -71,7 +74,7 @@ DEVICE void multiply_blocks(typename S::sums &acc, const uint32_t (&a)[S::M_BLOC
       mma_m16n8k16<typename S::W>(acc[i][j], a[i], {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
 }
 
-/* Both operands of 16 k: columns of b of rows that are the reduction. */
+/* The right operand of 16 steps of the reduction, from b whose rows are the reduction. */
 template <class S> DEVICE void load_turned(uint32_t (&b)[S::N_BLOCKS / 2][4], uint32_t from, int step)
 {
   const int index = lane_id() / 8, r = lane_id() % 8, chunk = warp_id() / S::WARPS_M * (S::WN / 8) + (index >> 1);
@@ -218,7 +221,7 @@ DEVICE void add_up_rows(const weight_gradient_args &g, gradient_smem<S> &smem, c
   __syncthreads();
 }
 
-/* Sums of a tile; of_m, of_n: floats from one to the next. */
+/* The tile's sums into shared memory; of_m, of_n: floats from one row, one column to the next. */
 template <class S> DEVICE void stage_sums(float *staged, int of_m, int of_n, const typename S::sums &acc)
 {
   const int m0 = warp_id() % S::WARPS_M * S::WM + lane_id() / 4;
@@ -248,7 +251,7 @@ DEVICE void store_packet(const weight_gradient_args &g, void *base, int64_t at, 
               g.accumulates ? load_any(base, at + i * step, g.d_dtype) + value[i] : value[i]);
 }
 
-/* In the order that the matrix has in memory: its rows are n, or (turned) k. */
+/* The tile to memory, along the rows that the matrix has there: these are n, or (turned) k. */
 template <class S>
 DEVICE void store_sums(const weight_gradient_args &g, const gradient_unit &u, const float *staged, bool turned)
 {

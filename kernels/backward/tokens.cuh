@@ -11,7 +11,7 @@ template <int THREADS> struct pad_smem {
   scan_smem<THREADS> scan;
 };
 
-/* Every CTA works out where experts begin; all of it fits a scan. */
+/* Where each expert's rows begin, unpadded (from) and padded (begin). Every CTA works it out for itself. */
 template <int THREADS> DEVICE void place_experts(const pad_args &p, pad_smem<THREADS> &smem)
 {
   const int experts = p.map.experts, each = ceil_div(experts, THREADS);
@@ -76,7 +76,7 @@ template <int THREADS> DEVICE void convert_row(const copy_rows_args &c, int64_t 
   }
 }
 
-/* The same bits; NULL: zeros. Four vectors in flight. */
+/* Copies bits; from NULL: zeros. Four vectors in flight. */
 template <int THREADS> DEVICE void copy_row(const uint4 *from, uint4 *to, int vectors)
 {
 #pragma unroll 4
@@ -108,7 +108,8 @@ DEVICE float dot_rows(const void *a, int64_t a_first, int a_dtype, const void *b
   return warp_sum(sum);
 }
 
-/* What a pair needs of the whole warp. */
+/* What a pair's gradient has of dot products along the hidden dimension, by the whole warp: with an identity expert <d
+ * out, x>; where the weight is on the input <d row, x>; else <d out, bias of down>, as `along` is without the bias. */
 DEVICE float pair_products(const pair_gradient_args &a, int64_t row, int64_t pair)
 {
   const int64_t d_out = start_of(a.d_out, a.map, row, pair), x = start_of(a.x, a.map, row, pair);
@@ -121,7 +122,7 @@ DEVICE float pair_products(const pair_gradient_args &a, int64_t row, int64_t pai
                             b.bias_dtype, a.hidden);
 }
 
-/* A lane a pair; of those that need more than a number, all lanes one after the other. */
+/* A lane has a pair. Pairs that need pair_products get them one after the other, from all lanes together. */
 DEVICE void gradient_of_pairs(const pair_gradient_args &a, int64_t pair, bool there)
 {
   const int64_t row = there ? row_of_pair(a.map, pair) : ROW_DROPPED;

@@ -1,4 +1,8 @@
-/* Rows of a table by id, and the sums of what comes back for each. */
+/*
+ * Rows of a table by id, and the gradients of these rows. Backward: the tokens of each id are listed (a counting sort),
+ * then a CTA has a row of the table and adds up its tokens in their order. The sort's atomics are on integers and leave
+ * the tokens of one id in any order; the CTA sorts them first, so sums have the same bits on every run.
+ */
 #ifndef CUMOE_EMBEDDING_CUH
 #define CUMOE_EMBEDDING_CUH
 

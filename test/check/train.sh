@@ -8,7 +8,8 @@ size="--layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --experts 4 --
 size="$size --batch 2 --length 32"
 device=cpu
 
-# train FOLDER SECONDS [option ...]: killed after so many.
+# train FOLDER SECONDS [option ...]: killed after so many. The text is one that no change of the project changes: the
+# losses compared below are of it.
 train() {
   folder=$work/$1 seconds=$2
   shift 2

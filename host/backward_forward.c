@@ -1,0 +1,260 @@
+/* The forward that keeps what the backward needs (cumoe_moe_forward_keep). */
+#include "backward_pass.h"
+#include "dispatch.h"
+
+#include <math.h>
+
+pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cumoe_stream stream)
+{
+  pass p = {.context = with->plan->context,
+            .plan = with->plan,
+            .weights = with->weights,
+            .shared = with->shared,
+            .args = a,
+            .tokens = {a->x.rows, a->device_tokens.data},
+            .kept = kept,
+            .stream = stream};
+  const int64_t tokens = a->x.rows, k = p.plan->desc.routing.top_k;
+  CUMOE_IGNORE(lay_out_kept("", p.plan, tokens, &p.at)); /* its size was checked */
+  p.ids = a->ids.data ? a->ids : small_region(kept, p.at.ids, CUMOE_I32, tokens, k);
+  p.pair_weights = is_routed(a) ? a->weights : small_region(kept, p.at.weights, CUMOE_F32, tokens, k);
+  p.route = (route_pointers){region(kept, p.at.counts), region(kept, p.at.offsets), region(kept, p.at.row_pair),
+                             region(kept, p.at.slot_row)};
+  return p;
+}
+
+static cumoe_view logits_of(const pass *p)
+{
+  const int64_t experts = router_experts(&p->plan->desc);
+  if (!p->args->router_weight.data) return p->args->logits;
+  return small_region(p->kept, p->at.logits, CUMOE_F32, p->tokens.count, experts);
+}
+
+/* ---- what is kept ---- */
+
+static cumoe_status run_router(const pass *p, cumoe_view x, cumoe_view weight, cumoe_view bias, size_t to,
+                               const cumoe_routing *r)
+{
+  router_args l = router_arguments(x, weight, bias, p->tokens, region(p->kept, to), weight.rows);
+  if (r && r->logits_dtype) l.round_dtype = r->logits_dtype;
+  if (r && r->logit_scale > 0) l.scale = r->logit_scale;
+  return dispatch(p->context, OP_router, &l, p->stream);
+}
+
+gate_args gate_of(const pass *p, cumoe_view ids, cumoe_view weights)
+{
+  const cumoe_moe_args *a = p->args;
+  const gate_inputs inputs = {a->select_bias, a->expert_scale, is_chosen(a) ? a->ids : (cumoe_view){0}};
+  gate_args g = gate_arguments(p->context, &p->plan->desc.routing, logits_of(p), &inputs, ids, weights);
+  g.tokens = p->tokens;
+  return g;
+}
+
+static cumoe_status keep_routing(const pass *p, int32_t *counts_out, int64_t *load)
+{
+  const cumoe_moe_args *a = p->args;
+  const cumoe_routing *r = &p->plan->desc.routing;
+  const cumoe_view none = {0};
+  if (a->router_weight.data) TRY(run_router(p, router_input(a), a->router_weight, a->router_bias, p->at.logits, r));
+  if (a->shared_gate.data) TRY(run_router(p, a->x, a->shared_gate, none, p->at.shared_logit, NULL));
+  if (!is_routed(a)) {
+    const gate_args g = gate_of(p, p->ids, p->pair_weights);
+    TRY(dispatch(p->context, OP_gate, &g, p->stream));
+  }
+  map_args m = map_arguments(p->plan, p->ids, a->expert_map, p->route, p->hist);
+  m.tokens = p->tokens;
+  m.counts_out = counts_out;
+  m.load = load;
+  if (m.chunks > 1 && !on_cpu(p->context)) TRY(dispatch(p->context, OP_map_count, &m, p->stream));
+  return dispatch(p->context, OP_map, &m, p->stream);
+}
+
+/* Gate (h 0) or up (h 1) as a projection of its own. */
+static expert_matrix half_of(const expert_matrix *b, int64_t h)
+{
+  expert_matrix half = *b;
+  half.base[0] = b->base[h];
+  half.table[0] = b->table[h];
+  half.bias[0] = b->bias[h];
+  return half;
+}
+
+row_map route_rows(const pass *p)
+{
+  const int32_t k = p->plan->desc.routing.top_k;
+  return (row_map){.counts = p->route.counts,
+                   .offsets = p->route.offsets,
+                   .row_pair = p->route.row_pair,
+                   .slot_row = p->route.slot_row,
+                   .tokens = p->tokens,
+                   .rows_cap = p->tokens.count * k,
+                   .experts = p->weights->experts,
+                   .top_k = k,
+                   .fault = p->context->fault};
+}
+
+row_map token_rows(const pass *p)
+{
+  return (row_map){
+      .tokens = p->tokens, .rows_cap = p->tokens.count, .experts = 1, .top_k = 1, .fault = p->context->fault};
+}
+
+/* Every tile of channels reads all of an expert's rows of x. Where these are many, copying x into the order of rows
+ * once costs less than gathering them in every tile. */
+static bool copies_x(const pass *p)
+{
+  enum { MANY = 4096 };
+  return !on_cpu(p->context) && p->plan->desc.dtype != CUMOE_F32 &&
+         p->tokens.count * p->plan->desc.routing.top_k >= MANY;
+}
+
+/* Gate and up before the activation, of the routed experts or (route NULL) of the shared one. One product, where gate
+ * and up are one matrix; else two. */
+static cumoe_status keep_rows(const pass *p, const struct weights *w, const route_pointers *route, size_t to)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const cumoe_view none = {0}, weights = route && weighs_input(p) ? p->pair_weights : none;
+  const int64_t halves = halves_of(d), element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  gemm_args g = up_arguments(p->plan, w, p->args->x, route, weights);
+  int32_t order;
+  g.tokens = p->tokens;
+  g.act = ACT_IDENTITY;
+  g.gated = 0;
+  g.c = region(p->kept, to);
+  g.c_ld = halves * w->inter;
+  if (route && copies_x(p)) {
+    const copy_rows_args c = {.map = route_rows(p),
+                              .a = {p->args->x.data, p->args->x.ld, d->dtype, OF_TOKEN},
+                              .to = p->rows,
+                              .to_ld = d->hidden,
+                              .cols = d->hidden,
+                              .dtype = d->dtype};
+    g.a = p->rows;
+    g.a_ld = d->hidden;
+    g.packed = 1;
+    TRY(dispatch(p->context, OP_copy_rows, &c, p->stream));
+  }
+  if (join_halves(w, &g.b, &order)) {
+    g.n *= 2;
+    return dispatch(p->context, OP_up, &g, p->stream);
+  }
+  for (int64_t h = 0; h < halves; ++h) {
+    g.b = half_of(&w->up, h);
+    g.c = (char *)region(p->kept, to) + h * w->inter * element;
+    TRY(dispatch(p->context, OP_up, &g, p->stream));
+  }
+  return CUMOE_OK;
+}
+
+cumoe_status keep_forward(const pass *p, int32_t *counts_out, int64_t *load)
+{
+  TRY(keep_routing(p, counts_out, load));
+  TRY(keep_rows(p, p->weights, &p->route, p->at.z));
+  return p->shared ? keep_rows(p, p->shared, NULL, p->at.shared_z) : CUMOE_OK;
+}
+
+/* ---- from there on ---- */
+
+int32_t order_of(const struct weights *w)
+{
+  expert_matrix joined;
+  int32_t order;
+  return join_halves(w, &joined, &order) ? order : GATE_FIRST;
+}
+
+activation_args activation_of(const pass *p, const struct weights *w, const row_map *map)
+{
+  const cumoe_moe_desc *d = &p->plan->desc;
+  return (activation_args){.map = *map,
+                           .inter = w->inter,
+                           .dtype = d->dtype,
+                           .act = d->act,
+                           .gated = w->gated,
+                           .order = order_of(w),
+                           .act_alpha = d->act_alpha,
+                           .act_limit = d->act_limit > 0 ? d->act_limit : INFINITY,
+                           .gate_limit = p->plan->gate_limit};
+}
+
+typedef struct experts_out {
+  void *h, *y;
+} experts_out;
+
+static cumoe_status run_experts(const pass *p, const struct weights *w, const route_pointers *route, void *z,
+                                experts_out to)
+{
+  const row_map map = route ? route_rows(p) : token_rows(p); /* the combine drops */
+  activation_args act = activation_of(p, w, &map);
+  act.z = z;
+  act.h = to.h;
+  TRY(dispatch(p->context, OP_activation, &act, p->stream));
+  const cumoe_view h = cumoe_matrix(to.h, (cumoe_dtype)act.dtype, map.rows_cap, w->inter, w->inter);
+  gemm_args down = down_arguments(p->plan, w, h, route, p->tokens.count);
+  down.tokens = p->tokens;
+  down.c = to.y;
+  down.c_ld = w->hidden;
+  return dispatch(p->context, OP_down, &down, p->stream);
+}
+
+static cumoe_status combine(const pass *p, char *workspace, const workspace_layout *at)
+{
+  const cumoe_moe_args *a = p->args;
+  const cumoe_moe_desc *d = &p->plan->desc;
+  const cumoe_dtype dtype = (cumoe_dtype)d->dtype;
+  const int64_t tokens = p->tokens.count;
+  cumoe_combine_args c = {
+      .out_scale = a->out_scale, .x = a->x, .residual = a->residual, .device_tokens = a->device_tokens, .out = a->out};
+  c.y = small_region(workspace, at->y, dtype, tokens * d->routing.top_k, d->hidden);
+  if (!is_unreduced(p) || weighs_input(p)) c.pair_weights = p->pair_weights;
+  if (p->shared) c.shared = small_region(workspace, at->shared_y, dtype, tokens, d->hidden);
+  if (a->shared_gate.data) c.shared_logit = small_region(p->kept, p->at.shared_logit, CUMOE_F32, tokens, 1);
+  const combine_args args = combine_arguments(p->plan, p->route.slot_row, &c, tokens);
+  return dispatch(p->context, OP_combine, &args, p->stream);
+}
+
+/* Ids and weights for the caller, by running the gate once more: what is not asked for is written where it lies
+ * already. */
+static cumoe_status give_routing(const pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  if (!a->ids_out.data && !a->weights_out.data) return CUMOE_OK;
+  const gate_args g = gate_of(p, a->ids_out.data ? cumoe_const(a->ids_out) : p->ids,
+                              a->weights_out.data ? cumoe_const(a->weights_out) : p->pair_weights);
+  return dispatch(p->context, OP_gate, &g, p->stream);
+}
+
+static cumoe_status run_forward(pass *p)
+{
+  const cumoe_moe_args *a = p->args;
+  char *workspace = a->workspace.data;
+  workspace_layout at;
+  TRY(check_layout("args.x.rows", p->plan, p->tokens.count, &at));
+  p->hist = region(workspace, at.hist);
+  p->rows = region(workspace, at.y); /* nothing is there until down */
+  const experts_out routed = {region(workspace, at.h), region(workspace, at.y)},
+                    shared = {region(workspace, at.shared_h), region(workspace, at.shared_y)};
+  TRY(keep_forward(p, a->counts_out.data, a->load.data));
+  TRY(give_routing(p));
+  TRY(run_experts(p, p->weights, &p->route, region(p->kept, p->at.z), routed));
+  if (p->shared) TRY(run_experts(p, p->shared, NULL, region(p->kept, p->at.shared_z), shared));
+  return combine(p, workspace, &at);
+}
+
+cumoe_status cumoe_moe_forward_keep(cumoe_plan handle, cumoe_weights weights, const cumoe_moe_args *args,
+                                    cumoe_view_mut kept, cumoe_stream stream)
+{
+  begin_call_on(__func__, stream);
+  const struct plan *plan;
+  cumoe_moe_args a;
+  layer_operands with;
+  TRY(take_struct("args", args, &a));
+  TRY(find_plan(handle, &plan));
+  TRY(check_layer_operands(plan, weights, &a, &with));
+  TRY(check_without_formats(plan));
+  TRY(check_layer_workspace(plan, &a));
+  TRY(check_layer_overlaps(&a, &with));
+  TRY(check_keep(plan, &with, &a, kept));
+  if (a.x.rows == 0) return CUMOE_OK;
+  pass p = pass_of(&with, &a, kept.data, stream);
+  ON_DEVICE(p.context, run_forward(&p));
+}
