@@ -1471,7 +1471,7 @@ static void on_gpus(cumoe_context context)
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
   signal(SIGALRM, stop_waiting);
-  alarm(SECONDS_ON_GPUS);
+  alarm(getenv("CUMOE_TEST_SECONDS") ? (unsigned)atoi(getenv("CUMOE_TEST_SECONDS")) : SECONDS_ON_GPUS);
   answers_on_gpus();
   if (!gave_up) {
     troubles();

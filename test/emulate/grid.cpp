@@ -1,11 +1,12 @@
 /*
  * Runs a kernel of kernels/ on the CPU: CTAs one after the other, the threads of a CTA as fibers that take turns at
- * barriers and at what a warp does together. Shared memory begins as 0xff; launches take the threads in ascending and
+ * barriers and at what a warp does together. All on the host thread that launches; grids of several run side by side. Shared memory begins as 0xff; launches take the threads in ascending and
  * in descending order by turns, so that what depends on the order shows as results that differ.
  */
 #include "cuda.h"
 
 #include <csetjmp>
+#include <sched.h>
 #include <ucontext.h>
 
 thread_local emulated_index threadIdx, blockIdx, blockDim, gridDim;
@@ -40,6 +41,17 @@ struct warp {
   unsigned live, came, mask;
   void *of_lane[32];
   void (*work)(void **);
+};
+
+/* Of a host thread, until it ends. */
+struct cta_memory {
+  fiber *fibers = new fiber[MAX_THREADS];
+  unsigned char *stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
+  ~cta_memory()
+  {
+    delete[] fibers;
+    delete[] stacks;
+  }
 };
 
 thread_local fiber *fibers;
@@ -170,6 +182,12 @@ void let_others_run()
   pause(READY);
 }
 
+void let_other_gpus_run()
+{
+  sched_yield();
+  pause(READY);
+}
+
 void copy_later(void *to, const void *from, int bytes, int room)
 {
   fiber &f = fibers[current];
@@ -198,20 +216,19 @@ void await_copies(int groups_left)
   f.copy_count = kept;
 }
 
-void run(unsigned ctas, unsigned block, void (*kernel)(const void *), const void *args)
+void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args)
 {
-  if (!fibers) {
-    fibers = new fiber[MAX_THREADS];
-    stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
-  }
+  static thread_local cta_memory memory;
+  fibers = memory.fibers;
+  stacks = memory.stacks;
   if (block > MAX_THREADS) fail("more threads than a CTA has");
   threads = (int)block;
   body = kernel;
   arguments = args;
-  gridDim = {ctas, 1, 1};
+  gridDim = grid;
   blockDim = {block, 1, 1};
-  for (unsigned cta = 0; cta < ctas; cta++) {
-    blockIdx = {cta, 0, 0};
+  for (unsigned cta = 0; cta < grid.x * grid.y; cta++) {
+    blockIdx = {cta % grid.x, cta / grid.x, 0};
     run_cta();
   }
   descending = !descending;
