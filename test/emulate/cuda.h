@@ -61,7 +61,8 @@ int block_barrier(int value); /* returns the number of threads whose value is no
 /* `work` is done once, on what all lanes of `mask` that have not ended handed in (NULL: not one of them). */
 void warp_together(unsigned mask, void *mine, void (*work)(void **of_lane));
 void let_others_run();
-void let_other_gpus_run(); /* which are other host threads */
+void let_other_gpus_run(); /* which are other host threads: called in what waits for them */
+uint64_t now_ns();         /* a clock that stands while any grid does something else than wait for other GPUs */
 [[noreturn]] void fail(const char *what);
 
 /* Copies to shared memory, of the calling thread, which arrive no earlier than somebody waits for them. */

@@ -5,7 +5,10 @@
  */
 #include "cuda.h"
 
+#include <algorithm>
+#include <atomic>
 #include <csetjmp>
+#include <ctime>
 #include <sched.h>
 #include <ucontext.h>
 
@@ -62,6 +65,16 @@ thread_local int threads, live, at_barrier, counted, last_count, current;
 thread_local bool descending;
 thread_local void (*body)(const void *);
 thread_local const void *arguments;
+
+/* Grids, of all host threads, that do not wait for other GPUs. */
+std::atomic<int> working;
+thread_local bool waits;
+
+void work()
+{
+  if (waits) working++;
+  waits = false;
+}
 
 void finish_warp(warp &w)
 {
@@ -156,6 +169,7 @@ void fail(const char *what)
 
 int block_barrier(int value)
 {
+  work();
   counted += value;
   if (++at_barrier == live) {
     finish_barrier();
@@ -184,8 +198,26 @@ void let_others_run()
 
 void let_other_gpus_run()
 {
-  sched_yield();
+  static thread_local int turns;
+  const timespec nap = {0, 50000};
+  if (!waits) working--, turns = 0;
+  waits = true;
+  if (++turns < 16)
+    sched_yield();
+  else
+    nanosleep(&nap, nullptr);
   pause(READY);
+}
+
+/* Of what passed since somebody looked at the clock a part counts, lest a busy machine make it late. */
+uint64_t now_ns()
+{
+  static std::atomic<uint64_t> last, passed;
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  const uint64_t now = (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec, before = last.exchange(now);
+  if (working == 0 && now > before) passed += std::min(now - before, (uint64_t)1000000);
+  return passed;
 }
 
 void copy_later(void *to, const void *from, int bytes, int room)
@@ -225,6 +257,8 @@ void run(emulated_index grid, unsigned block, void (*kernel)(const void *), cons
   threads = (int)block;
   body = kernel;
   arguments = args;
+  waits = true;
+  work();
   gridDim = grid;
   blockDim = {block, 1, 1};
   for (unsigned cta = 0; cta < grid.x * grid.y; cta++) {
@@ -232,6 +266,7 @@ void run(emulated_index grid, unsigned block, void (*kernel)(const void *), cons
     run_cta();
   }
   descending = !descending;
+  if (!waits) working--;
 }
 
 } // namespace grid

@@ -2,8 +2,6 @@
 #ifndef CUMOE_EP_WORDS_CUH
 #define CUMOE_EP_WORDS_CUH
 
-#include <ctime>
-
 #include "device/common.cuh"
 #include "device/ptx.cuh"
 
@@ -25,9 +23,7 @@ DEVICE void prefetch(const void *) {}
 
 DEVICE uint64_t now_ns()
 {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+  return grid::now_ns();
 }
 
 #endif
