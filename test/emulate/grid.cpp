@@ -1,6 +1,7 @@
 /*
  * Runs a kernel of kernels/ on the CPU: CTAs one after the other, the threads of a CTA as fibers that take turns at
- * barriers and at what a warp does together. All on the host thread that launches; grids of several run side by side. Shared memory begins as 0xff; launches take the threads in ascending and
+ * barriers and at what a warp does together. All on the host thread that launches; grids of several run side by side.
+ * CTAs that wait for each other have a host thread each. Shared memory begins as 0xff; launches take the threads in ascending and
  * in descending order by turns, so that what depends on the order shows as results that differ.
  */
 #include "cuda.h"
@@ -9,8 +10,11 @@
 #include <atomic>
 #include <csetjmp>
 #include <ctime>
+#include <functional>
 #include <sched.h>
+#include <thread>
 #include <ucontext.h>
+#include <vector>
 
 thread_local emulated_index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -48,13 +52,23 @@ struct warp {
 
 /* Of a host thread, until it ends. */
 struct cta_memory {
-  fiber *fibers = new fiber[MAX_THREADS];
-  unsigned char *stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
-  ~cta_memory()
+  fiber *fibers = nullptr;
+  unsigned char *stacks = nullptr;
+  int room = 0;
+  void make(int threads)
+  {
+    if (threads <= room) return;
+    free();
+    fibers = new fiber[threads];
+    stacks = new unsigned char[(size_t)threads * STACK];
+    room = threads;
+  }
+  void free()
   {
     delete[] fibers;
     delete[] stacks;
   }
+  ~cta_memory() { free(); }
 };
 
 thread_local fiber *fibers;
@@ -248,25 +262,51 @@ void await_copies(int groups_left)
   f.copy_count = kept;
 }
 
-void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args)
+namespace
+{
+
+struct launch {
+  emulated_index grid;
+  unsigned block;
+  void (*kernel)(const void *);
+  const void *args;
+  bool descending;
+};
+
+void run_ctas(const launch &l, unsigned first, unsigned end)
 {
   static thread_local cta_memory memory;
+  memory.make((int)l.block);
   fibers = memory.fibers;
   stacks = memory.stacks;
-  if (block > MAX_THREADS) fail("more threads than a CTA has");
-  threads = (int)block;
-  body = kernel;
-  arguments = args;
+  threads = (int)l.block;
+  body = l.kernel;
+  arguments = l.args;
+  descending = l.descending;
   waits = true;
   work();
-  gridDim = grid;
-  blockDim = {block, 1, 1};
-  for (unsigned cta = 0; cta < grid.x * grid.y; cta++) {
-    blockIdx = {cta % grid.x, cta / grid.x, 0};
+  gridDim = l.grid;
+  blockDim = {l.block, 1, 1};
+  for (unsigned cta = first; cta < end; cta++) {
+    blockIdx = {cta % l.grid.x, cta / l.grid.x, 0};
     run_cta();
   }
-  descending = !descending;
   if (!waits) working--;
+}
+
+} // namespace
+
+void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args, bool together)
+{
+  static thread_local bool descends;
+  const launch l = {grid, block, kernel, args, descends};
+  const unsigned ctas = grid.x * grid.y;
+  if (block > MAX_THREADS) fail("more threads than a CTA has");
+  descends = !descends;
+  if (!together || ctas == 1) return run_ctas(l, 0, ctas);
+  std::vector<std::thread> running;
+  for (unsigned cta = 0; cta < ctas; cta++) running.emplace_back(run_ctas, std::cref(l), cta, cta + 1);
+  for (std::thread &t : running) t.join();
 }
 
 } // namespace grid

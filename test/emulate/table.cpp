@@ -13,7 +13,8 @@
 
 namespace grid
 {
-void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args);
+/* together: CTAs of the grid may wait for each other. */
+void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args, bool together);
 }
 
 #define OPERATION(name, arguments, shape, grid, units) using name##_takes = arguments;
@@ -65,7 +66,8 @@ static const struct {
 
 extern "C" bool shim_emulate(const char *name, const void *args, const unsigned grid[2], unsigned threads)
 {
+  const bool of_group = strncmp(name, "cumoe_ep_", 9) == 0;
   for (const auto &k : kernels)
-    if (strcmp(k.name, name) == 0) return grid::run({grid[0], grid[1], 1}, threads, k.kernel, args), true;
+    if (strcmp(k.name, name) == 0) return grid::run({grid[0], grid[1], 1}, threads, k.kernel, args, of_group), true;
   return false;
 }
