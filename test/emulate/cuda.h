@@ -289,7 +289,8 @@ template <class T, class U> T atomicOr(T *p, U v)
 template <class T, class U> T atomicMax(T *p, U v)
 {
   T old = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while ((T)v > old && !__atomic_compare_exchange_n(p, &old, (T)v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+  while ((T)v > old && !__atomic_compare_exchange_n(p, &old, (T)v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
   return old;
 }
 template <class T, class U> T atomicExch(T *p, U v)

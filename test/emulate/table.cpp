@@ -15,7 +15,7 @@ namespace grid
 {
 /* together: CTAs of the grid may wait for each other. */
 void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args, bool together);
-}
+} // namespace grid
 
 #define OPERATION(name, arguments, shape, grid, units) using name##_takes = arguments;
 #include "../../host/operations.def"

@@ -550,7 +550,8 @@ static cudaError_t check_launch(const CUlaunchConfig *c, const variant *v)
   const unsigned threads = c->blockDimX * c->blockDimY * c->blockDimZ;
   if (v == NULL || !is_loaded(v)) return cudaErrorInvalidResourceHandle;
   const int limit = dynamic_limit[current_device()][index_of(v)];
-  if (c->gridDimX == 0 || (v->op != OF_GROUPS && c->gridDimY != 1) || c->gridDimY == 0 || c->gridDimZ != 1) return cudaErrorInvalidConfiguration;
+  if (c->gridDimX == 0 || (v->op != OF_GROUPS && c->gridDimY != 1) || c->gridDimY == 0 || c->gridDimZ != 1)
+    return cudaErrorInvalidConfiguration;
   if (threads == 0 || threads > (unsigned)shim.max_threads) return cudaErrorInvalidConfiguration;
   if (c->sharedMemBytes > (unsigned)(limit > 48 * 1024 ? limit : 48 * 1024)) return cudaErrorInvalidValue;
   return stream_takes_work(c->hStream);
