@@ -177,9 +177,11 @@ cumoe_status cumoe_embedding_backward(cumoe_context handle, const cumoe_embeddin
 
 /* ---- norms ---- */
 
-static size_t stats_bytes(int64_t rows)
+/* On CUDA sums over runs of rows lie behind the rows' statistics. */
+static size_t norm_bytes(const struct context *context, int64_t rows, int64_t cols)
 {
-  return (size_t)rows * sizeof(double[2]);
+  const size_t sums = on_cpu(context) ? 0 : (size_t)NORM_RUNS(rows) * (size_t)cols;
+  return ((size_t)rows + sums) * sizeof(double[2]);
 }
 
 cumoe_status cumoe_norm_backward_workspace(cumoe_context handle, int64_t rows, int64_t cols, size_t *bytes)
@@ -188,10 +190,11 @@ cumoe_status cumoe_norm_backward_workspace(cumoe_context handle, int64_t rows, i
   struct context *context;
   TRY(find_context(handle, &context));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  REQUIRE(rows >= 0 && rows < (int64_t)1 << 46, CUMOE_ERR_INVALID_ARGUMENT, "rows is %lld, must be 0 .. 2^46 - 1",
-          (long long)rows);
   TRY(check_count("cols", cols));
-  *bytes = stats_bytes(rows);
+  const int64_t most = ((int64_t)1 << 46) / (cols ? cols : 1);
+  REQUIRE(rows >= 0 && rows <= most, CUMOE_ERR_INVALID_ARGUMENT, "rows is %lld, must be 0 .. 2^46 / cols = %lld",
+          (long long)rows, (long long)most);
+  *bytes = norm_bytes(context, rows, cols);
   return CUMOE_OK;
 }
 
@@ -210,7 +213,7 @@ static cumoe_status check_norm_backward(struct context *context, const cumoe_nor
   TRY(check_gradient(context, "args.dweight", a->dweight, 1, a->x.cols, a->x.dtype));
   if (!centered) TRY(check_absent("args.dbias", cumoe_const(a->dbias), "rmsnorm has no bias"));
   TRY(check_gradient(context, "args.dbias", a->dbias, 1, a->x.cols, a->x.dtype));
-  TRY(check_scratch(context, a->workspace, stats_bytes(a->x.rows)));
+  TRY(check_scratch(context, a->workspace, norm_bytes(context, a->x.rows, a->x.cols)));
   const named_view views[] = {{"args.dx", cumoe_const(a->dx)},
                               {"args.dweight", cumoe_const(a->dweight)},
                               {"args.dbias", cumoe_const(a->dbias)},
@@ -231,6 +234,10 @@ static cumoe_status run_norm_backward(struct context *context, norm_backward_arg
   const bool parameters = n->dweight.data || n->dbias.data;
   n->units = n->cols ? n->rows : 0;
   TRY(dispatch(context, OP_norm_stats, n, stream));
+  if (!on_cpu(context)) {
+    n->units = parameters ? NORM_RUNS(n->rows) * NORM_PARTS(n->cols) : 0;
+    TRY(dispatch(context, OP_norm_partials, n, stream));
+  }
   n->units = parameters ? (n->cols + NORM_COLUMNS - 1) / NORM_COLUMNS : 0;
   TRY(dispatch(context, OP_norm_dparameters, n, stream));
   n->units = n->dx.data && n->cols ? n->rows : 0;
@@ -252,6 +259,7 @@ static cumoe_status norm_backward(cumoe_context handle, bool centered, const cum
                           .dweight = matrix_mut(a.dweight),
                           .dbias = matrix_mut(a.dbias),
                           .stats = a.workspace.data,
+                          .partials = (double *)a.workspace.data + 2 * a.x.rows,
                           .rows = a.x.rows,
                           .cols = a.x.cols,
                           .centered = centered,

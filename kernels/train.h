@@ -1,7 +1,7 @@
 /*
  * Argument structs of the kernels that training adds (cumoe/train.h), and these kernels on the CPU device. As args.h:
  * offsets in 64 bits, leading dimensions in elements, a CPU kernel does the units begin .. end - 1. Each begins with
- * how many units there are; on CUDA they are the same, and all is in double too, which memory-bound kernels hide.
+ * how many units there are; on CUDA they are the same.
  */
 #ifndef CUMOE_KERNELS_TRAIN_H
 #define CUMOE_KERNELS_TRAIN_H
@@ -34,12 +34,16 @@ typedef struct embedding_args {
 } embedding_args;
 train_kernel cpu_embed, cpu_embedding_sort, cpu_embedding_backward;
 
-/* Norms: a unit of row_stats and dx is a row, of dparameters NORM_COLUMNS columns. stats: mean and scale of a row. */
-enum { NORM_COLUMNS = 32 };
+/* Norms: a unit of stats and dx is a row, of dparameters NORM_COLUMNS columns. stats: mean and scale of a row. On CUDA
+ * dparameters adds up what partials has left of each run of NORM_ROWS rows: [run][weight, bias][cols]; its unit is
+ * NORM_PART columns of a run. */
+enum { NORM_COLUMNS = 32, NORM_ROWS = 128, NORM_PART = 128 };
+#define NORM_RUNS(rows)  (((rows) + NORM_ROWS - 1) / NORM_ROWS)
+#define NORM_PARTS(cols) (((cols) + NORM_PART - 1) / NORM_PART)
 typedef struct norm_backward_args {
   int64_t units;
   matrix x, weight, dy, dx, dweight, dbias;
-  double (*stats)[2];
+  double (*stats)[2], *partials;
   int64_t rows, cols;
   int32_t centered, accumulate;
   float eps;

@@ -190,6 +190,8 @@ static void run_norm(cumoe_context context, const norm_case *c)
 static void test_norms(cumoe_context context)
 {
   static const norm_case cases[] = {{5, 64, CUMOE_F32, CUMOE_F32, false, false},
+                                    {131, 8, CUMOE_BF16, CUMOE_F32, false, true}, /* runs of rows on CUDA */
+                                    {259, 5, CUMOE_F32, CUMOE_F32, true, false},
                                     {5, 64, CUMOE_F32, CUMOE_F32, true, true},
                                     {3, 131, CUMOE_BF16, CUMOE_F32, false, true},
                                     {3, 131, CUMOE_BF16, CUMOE_BF16, true, false},

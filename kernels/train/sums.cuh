@@ -1,4 +1,4 @@
-/* Sums and maxima of a CTA, in double, in an order of their own. */
+/* Sums and maxima of a CTA, in double, in an order of their own; functions by the type they are in. */
 #ifndef CUMOE_SUMS_CUH
 #define CUMOE_SUMS_CUH
 
@@ -30,6 +30,31 @@ template <int THREADS> DEVICE double cta_max(double value)
   double most = part[0];
   for (int w = 1; w < WARPS; w++) most = fmax(most, part[w]);
   return most;
+}
+
+DEVICE double exp_of(double x)
+{
+  return exp(x);
+}
+DEVICE float exp_of(float x)
+{
+  return expf(x);
+}
+DEVICE double erfc_of(double x)
+{
+  return erfc(x);
+}
+DEVICE float erfc_of(float x)
+{
+  return erfcf(x);
+}
+
+template <class R, int COUNT> DEVICE double sum_of_products(const R (&a)[COUNT], const R (&b)[COUNT])
+{
+  R sum = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) sum += a[i] * b[i];
+  return (double)sum;
 }
 
 #endif
