@@ -103,7 +103,7 @@ static int64_t stages_of(char *to, const char *trace)
   int64_t moves = 0;
   for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
     const size_t length = strcspn(line, "\n") + 1;
-    const bool is_move = strncmp(line, "cuLaunchKernelEx nothing", 24) == 0;
+    const bool is_move = strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0;
     moves += is_move;
     if (!is_move && strncmp(line, "cuLaunchKernelEx", 16) == 0) memcpy(to, line, length), to += length;
   }
@@ -240,7 +240,7 @@ static void order_of(char *to, const char *trace)
 {
   for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
     const char *attributes = strstr(line, "attrs ");
-    if (strncmp(line, "cuLaunchKernelEx nothing", 24) == 0) *to++ = attributes && attributes[6] == '1' ? 'M' : 'm';
+    if (strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0) *to++ = attributes && attributes[6] == '1' ? 'M' : 'm';
     if (strncmp(line, "ncclGroupEnd", 12) == 0) *to++ = 'n';
   }
   *to = 0;
