@@ -96,10 +96,10 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/decod
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-# The kernels of any GPU, run by the CPU (test/emulate/): those that wait for other GPUs are left out.
-EMULATED     := $(foreach s,$(filter-out exchange,$(basename $(notdir $(KERNEL_CU)))),$(if $(call sm_of,$s),,$s)) grid table
+# The kernels of any GPU, run by the CPU (test/emulate/).
+EMULATED     := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call sm_of,$s),,$s)) grid table
 EMULATE_OBJS := $(EMULATED:%=$(OBJ)/emulate/%.o) $(OBJ)/test/emulate/machine.o $(SHIM_C:%.c=$(OBJ)/%.o)
-EMULATE_TESTS ?= rows backward attention
+EMULATE_TESTS ?= rows backward attention ep
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
@@ -118,7 +118,7 @@ TEXT    ?= README.md bench/NOTES.md $(sort $(wildcard $(addsuffix .[ch],include/
 PROGRAMS := $(TESTS:%=$(LIB)/test/%) $(patsubst %,$(LIB)/test/examples/%,$(EXAMPLES) $(EXAMPLES_CXX))
 
 formatted_in := include/cumoe host kernels kernels/* bench test test/abi test/examples test/shim test/fuzz \
-	test/emulate test/emulate/device
+	test/emulate test/emulate/device test/emulate/ep
 FORMATTED := $(sort $(wildcard $(foreach d,$(formatted_in),$d/*.[ch] $d/*.cu $d/*.cuh $d/*.cpp)))
 
 .PHONY: all shared demo train test bench bench-plan tune check emulate coverage mutants tests install uninstall format \

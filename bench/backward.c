@@ -1,7 +1,8 @@
 /*
- * Times the layer's backward by graph replay: the layers of shapes.def (those that always run), 2048 and 8192 tokens,
- * bf16, gradients of the layer's type, from the router on. TFLOPS: of the grouped products, three times the forward's
- * for both ways. `forward` is cumoe_moe_forward, `without weights` the backward without gradients of weights.
+ * Times the layer's backward by graph replay: the layers of shapes.def (those that always run), 2048, 8192 and 32768
+ * tokens (up to --most), bf16, gradients of the layer's type, from the router on. TFLOPS: of the grouped products,
+ * three times the forward's for both ways. `forward` is cumoe_moe_forward, `without weights` the backward without
+ * gradients of weights, `dense` all six products of both ways by cuBLAS, of one expert with all rows: without routing.
  * bench/backward_peer.py times PyTorch's on the same shapes; right after or before, on the same GPU.
  */
 #include "bench.h"
@@ -9,9 +10,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef enum part { FORWARD, KEEP, BACKWARD, NO_WEIGHTS, BOTH, GATE, DOWN, UP, PARTS } part;
-static const char *const part_names[PARTS] = {"forward", "forward_keep",  "backward",      "without weights",
-                                              "both",    "gate_backward", "down_backward", "up_backward"};
+typedef enum part { FORWARD, KEEP, BACKWARD, NO_WEIGHTS, BOTH, GATE, DOWN, UP, DENSE, PARTS } part;
+static const char *const part_names[PARTS] = {"forward",         "forward_keep", "backward",
+                                              "without weights", "both",         "gate_backward",
+                                              "down_backward",   "up_backward",  "dense"};
+
+/* Up and down; of rows, twice, and of weights. */
+enum { DENSE_PRODUCTS = 6 };
 
 /* One layer, its gradients, and one call's operands. */
 typedef struct training {
@@ -23,6 +28,7 @@ typedef struct training {
   cumoe_view d_out;
   bool once; /* forward_keep and backward, eagerly: for a profiler */
   cumoe_view_mut kept, scratch, d_x, d_router, d_logits, d_pairs, gate_scratch, d_rows;
+  dense_product dense[DENSE_PRODUCTS]; /* of the first expert's weights */
 } training;
 
 typedef struct job {
@@ -83,6 +89,19 @@ static cumoe_status run_product(const training *t, int32_t i, bool down, cumoe_s
   return cumoe_up_backward(t->model.plan, t->model.weights, wide, &c->route[i], t->d_rows, stream);
 }
 
+static cumoe_status run_dense(const training *t, int32_t i)
+{
+  const shape *s = t->model.shape;
+  const int64_t expert = i % s->experts * (int64_t)s->hidden * s->inter * 2; /* bytes of a matrix of down */
+  for (int p = 0; p < DENSE_PRODUCTS; ++p) {
+    dense_product d = t->dense[p];
+    if (d.b == t->model.gate_up.data.data) d.b = (const char *)d.b + 2 * expert;
+    if (d.b == t->model.down.data.data) d.b = (const char *)d.b + expert;
+    TRY(cublas_multiply(t->bench, &d));
+  }
+  return CUMOE_OK;
+}
+
 static cumoe_status call(void *user, int32_t i, cumoe_stream stream)
 {
   const job *j = user;
@@ -94,6 +113,7 @@ static cumoe_status call(void *user, int32_t i, cumoe_stream stream)
   case NO_WEIGHTS: return run_backward(t, i, false, stream);
   case BOTH: TRY(run_forward(t, i, stream)); return run_backward(t, i, true, stream);
   case GATE: return run_gate(t, i, stream);
+  case DENSE: return run_dense(t, i); /* on the handle's stream, which is the bench's */
   default: return run_product(t, i, j->part == DOWN, stream);
   }
 }
@@ -143,11 +163,40 @@ static cumoe_status create_room(training *t, int64_t tokens)
   return CUMOE_OK;
 }
 
+/* Operands of their own, random: the power that a product draws, and so its speed, depends on them. */
+static cumoe_status create_dense(training *t)
+{
+  bench *b = t->bench;
+  store *in = &t->cell.store;
+  const int64_t rows = t->cell.rows, hidden = t->model.shape->hidden, inter = t->model.shape->inter;
+  const void *up = t->model.gate_up.data.data, *down = t->model.down.data.data;
+  cumoe_view_mut x, z, h, wide, narrow, y, d_up, d_down;
+  TRY(take(b, in, CUMOE_BF16, rows, hidden, &x));
+  TRY(take(b, in, CUMOE_BF16, rows, 2 * inter, &z));
+  TRY(take(b, in, CUMOE_BF16, rows, inter, &h));
+  TRY(take(b, in, CUMOE_BF16, rows, hidden, &y));
+  TRY(take(b, in, CUMOE_BF16, rows, 2 * inter, &wide));
+  TRY(take(b, in, CUMOE_BF16, rows, inter, &narrow));
+  TRY(take(b, in, CUMOE_BF16, 2 * inter, hidden, &d_up));
+  TRY(take(b, in, CUMOE_BF16, hidden, inter, &d_down));
+  TRY(fill_noise(b, x, &b->unit));
+  TRY(fill_noise(b, z, &b->unit));
+  TRY(fill_noise(b, h, &b->unit));
+  const dense_product products[DENSE_PRODUCTS] = {{x.data, up, wide.data, rows, 2 * inter, hidden, false, true},
+                                                  {h.data, down, y.data, rows, hidden, inter, false, true},
+                                                  {x.data, down, narrow.data, rows, inter, hidden, false, false},
+                                                  {z.data, up, y.data, rows, hidden, 2 * inter, false, false},
+                                                  {x.data, h.data, d_down.data, hidden, inter, rows, true, false},
+                                                  {z.data, x.data, d_up.data, 2 * inter, hidden, rows, true, false}};
+  memcpy(t->dense, products, sizeof products);
+  return CUMOE_OK;
+}
+
 static void print_parts(const training *t, int64_t tokens, const timing *timings)
 {
   const shape *s = t->model.shape;
   const double flops = 6. * (double)tokens * s->top_k * s->hidden * s->inter;
-  static const double times[PARTS] = {1, 1, 2, 1, 3, 0, 1. / 3, 2. / 3};
+  static const double times[PARTS] = {1, 1, 2, 1, 3, 0, 1. / 3, 2. / 3, 3};
   for (int p = 0; p < PARTS; ++p) {
     if (timings[p].median <= 0) continue;
     printf("%-16s %6lld %-16s %10.1f", s->name, (long long)tokens, part_names[p], timings[p].median);
@@ -173,25 +222,29 @@ static cumoe_status run_cell(training *t, int64_t tokens)
                   t->bench->stream));
   }
   if (t->once) return call(&(job){t, BOTH}, 0, t->bench->stream);
+  const bool dense = t->bench->blas && create_dense(t) == CUMOE_OK; /* else there is no room */
   for (int p = 0; p < PARTS; ++p) {
     jobs[p] = (job){t, (part)p};
-    works[p] = (work){call, &jobs[p], false};
+    works[p] = (work){call, p == DENSE && !dense ? NULL : &jobs[p], p == DENSE};
   }
   TRY(measure(t->bench, works, PARTS, t->cell.inputs, timings, &clocks));
   print_parts(t, tokens, timings);
   return CUMOE_OK;
 }
 
-static cumoe_status run_shape(bench *b, const shape *s, bool once)
+static cumoe_status run_shape(bench *b, const shape *s, bool once, int64_t most)
 {
-  static const int64_t tokens[] = {2048, 8192};
+  static const int64_t tokens[] = {2048, 8192, 32768};
   training t = {.bench = b, .once = once};
   cumoe_status status = model_create(b, s, &not_quantised, &t.model);
   if (status == CUMOE_OK) status = create_gradients(&t);
-  for (int i = 0; i < 2 && status == CUMOE_OK; ++i) {
+  for (int i = 0; i < 3 && tokens[i] <= most && status == CUMOE_OK; ++i) {
     status = run_cell(&t, tokens[i]);
     if (status == CUMOE_OK) status = cumoe_synchronize(b->context, b->stream);
     cell_destroy(&t.cell);
+    if (i == 0 || status != CUMOE_ERR_OUT_OF_MEMORY) continue;
+    printf("%-16s %6lld does not fit\n", s->name, (long long)tokens[i]);
+    status = CUMOE_OK;
   }
   if (t.gradients) (void)cumoe_weights_destroy(t.gradients);
   model_destroy(&t.model);
@@ -203,7 +256,8 @@ static bool is_asked_for(int argc, char **argv, const char *name)
 {
   int named = 0;
   for (int i = 1; i < argc; ++i) {
-    if (argv[i][0] == '-') continue;
+    if (!strcmp(argv[i], "--most")) ++i;
+    if (i >= argc || argv[i][0] == '-') continue;
     if (!strcmp(argv[i], name)) return true;
     ++named;
   }
@@ -214,10 +268,15 @@ int main(int argc, char **argv)
 {
   bench b = {.o = {.device = 0, .dtype = CUMOE_BF16}, .seed = 1};
   bool once = false;
+  int64_t most = INT64_MAX;
   for (int i = 1; i < argc; ++i) {
+    if (!strcmp(argv[i], "--most") && i + 1 < argc) {
+      most = atoll(argv[++i]);
+      continue;
+    }
     const bool is_once = !strcmp(argv[i], "--once"), is_quick = !strcmp(argv[i], "--quick");
     if (argv[i][0] == '-' && !is_once && !is_quick) {
-      fprintf(stderr, "usage: backward [--quick | --once] [model ...]\n");
+      fprintf(stderr, "usage: backward [--quick | --once] [--most TOKENS] [model ...]\n");
       return 2;
     }
     once |= is_once;
@@ -225,12 +284,15 @@ int main(int argc, char **argv)
   }
   cumoe_status status = bench_open(&b);
   if (status == CUMOE_OK) status = make_noise(&b);
+  if (status == CUMOE_OK && !once) b.blas = cublas_open(&b);
+  if (status == CUMOE_OK && !once && !b.blas) printf("# no cuBLAS: %s\n", b.error);
   printf("%s: medians of replays, bf16\n%-16s %6s %-16s %10s\n", b.device.name, "model", "tokens", "part", "us");
   for (int32_t i = 0; i < shape_count() && status == CUMOE_OK; ++i) {
     const shape s = shape_at(i);
-    if (s.when == SHAPE_always && is_asked_for(argc, argv, s.name)) status = run_shape(&b, &s, once);
+    if (s.when == SHAPE_always && is_asked_for(argc, argv, s.name)) status = run_shape(&b, &s, once, most);
   }
   if (status != CUMOE_OK) fprintf(stderr, "backward: %s\n", failure_text(&b));
+  cublas_close(b.blas);
   bench_close(&b);
   return status == CUMOE_OK ? 0 : 1;
 }

@@ -62,8 +62,11 @@ def time_layer(name, count):
 def main():
     print(torch.cuda.get_device_name(), torch.__version__)
     for name in sys.argv[1:] or SHAPES:
-        for count in (2048, 8192):
-            time_layer(name, count)
+        for count in (2048, 8192, 32768):
+            try:
+                time_layer(name, count)
+            except torch.OutOfMemoryError:
+                print(f"{name:16} {count:6} does not fit", flush=True)
             torch.cuda.empty_cache()
 
 

@@ -273,6 +273,15 @@ cublas *cublas_open(bench *b);
 void cublas_close(cublas *blas);
 int cublas_version(const cublas *blas);
 
+/* c [m, n] = a b of the bench's dtype, row-major without gaps: a [m, k] or, transposed, [k, m]; b [k, n] or [n, k]. */
+typedef struct dense_product {
+  const void *a, *b;
+  void *c;
+  int64_t m, n, k;
+  bool a_transposed, b_transposed;
+} dense_product;
+cumoe_status cublas_multiply(bench *b, const dense_product *p);
+
 typedef struct peers peers;
 /* Adds the cuBLAS works of a cell: dense from 2048 rows up, grouped when asked for. Needs the cell's counts.
  */

@@ -138,21 +138,28 @@ static cumoe_status failed(bench *b, const char *name, int status)
   return CUMOE_ERR_CUDA;
 }
 
-/* Row-major c = a w^T is, to column-major cuBLAS, c^T = w a^T with w transposed. */
+/* Row-major c = a b is, to column-major cuBLAS, c^T = b^T a^T. */
+cumoe_status cublas_multiply(bench *b, const dense_product *p)
+{
+  const cudaDataType type = type_of(b);
+  const float one = 1, zero = 0;
+  return failed(b, "cublasGemmEx",
+                b->blas->gemm(b->blas->handle, p->b_transposed ? OP_T : OP_N, p->a_transposed ? OP_T : OP_N, (int)p->n,
+                              (int)p->m, (int)p->k, &one, p->b, type, (int)(p->b_transposed ? p->k : p->n), p->a, type,
+                              (int)(p->a_transposed ? p->m : p->k), &zero, p->c, type, (int)p->n, COMPUTE_32F,
+                              GEMM_DEFAULT));
+}
+
 static cumoe_status call_dense(void *user, int32_t input, cumoe_stream stream)
 {
   (void)stream; /* the handle's */
   const peers *p = user;
   bench *b = p->cell->bench;
-  const cudaDataType type = type_of(b);
-  const float one = 1, zero = 0;
   const int64_t expert = input % p->cell->model->shape->experts;
   for (int32_t i = 0; i < 2; ++i) {
     const product *q = &p->products[i];
     const char *w = element(b, q->w, expert * q->n * q->k);
-    TRY(failed(b, "cublasGemmEx",
-               b->blas->gemm(b->blas->handle, OP_T, OP_N, q->n, (int)p->cell->rows, q->k, &one, w, type, q->k, q->a,
-                             type, q->k, &zero, q->c, type, q->n, COMPUTE_32F, GEMM_DEFAULT)));
+    TRY(cublas_multiply(b, &(dense_product){q->a, w, q->c, p->cell->rows, q->n, q->k, false, true}));
   }
   return CUMOE_OK;
 }

@@ -528,7 +528,6 @@ static ep_args move_args(const rank *r, const cell *c, const member *one, const 
                .arrived = take(&memory, ranks),
                .ids_here = take(&memory, ranks * slots),
                .y_here = r->out.data,
-               .timeout_ns = g->timeout_ns,
                .fault = g->context->fault};
   for (int32_t i = 0; i < EP_NEAR_RANKS && i < ranks; i++) a.near[i] = g->arenas[i];
   return a;

@@ -87,14 +87,9 @@ static cumoe_status check_off_arena(const ep_call *c)
   const uint64_t bytes = c->g->staged ? c->g->staging.bytes : c->g->at.bytes;
   const cumoe_view arena = cumoe_vector(c->g->arena, CUMOE_U8, (int64_t)bytes);
   const named_view views[] = {{"the group's arena", arena},
-                              {"args.x", a->x},
-                              {"args.workspace", cumoe_const(a->workspace)},
-                              {"args.out", cumoe_const(a->out)},
-                              {"args.residual", a->residual},
-                              {"args.ids_out", cumoe_const(a->ids_out)},
-                              {"args.weights_out", cumoe_const(a->weights_out)},
-                              {"args.device_tokens", a->device_tokens},
-                              {"args.counts_out", cumoe_const(a->counts_out)},
+                              LAYER_INPUTS(a),
+                              READ(a, residual),
+                              LAYER_OUTPUTS(a),
                               {"args.placement", c->args.placement}};
   return check_overlaps(views, 1, sizeof views / sizeof *views);
 }
@@ -249,7 +244,6 @@ static void prepare_moves(ep_round *r)
                       .arrived = region(c, c->at.arrived),
                       .ids_here = region(c, c->at.ids_here),
                       .y_here = region(c, c->at.y),
-                      .timeout_ns = g->timeout_ns,
                       .fault = g->context->fault};
   if (r->number > 0 && c->layer.counts_out.data) {
     r->move.counts = region(c, c->at.counts);

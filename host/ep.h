@@ -44,7 +44,7 @@ typedef struct group {
   ep_layout at;
   ep_ways ways;
   int32_t rank;
-  int64_t timeout_ns;
+  int64_t timeout_ns;         /* any thread may change it, and the word in the arena, which calls read */
   ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
@@ -72,6 +72,11 @@ typedef struct ep_workspace {
 cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w);
 
 cumoe_status find_group(cumoe_group handle, group **found);
+
+static inline int64_t timeout_of(const group *g)
+{
+  return __atomic_load_n(&g->timeout_ns, __ATOMIC_RELAXED);
+}
 
 /* In a rank's line of `hello`: its state, for whom the line is, and the facts that it tells of itself; of masks, how
  * far its lanes have come, and {ranks left out : 32, hash of the mask : 32}. */

@@ -20,6 +20,7 @@ ep_layout ep_lay_out(const ep_shape *s)
   l.every_expert = take(&head, (uint64_t)s->experts * sizeof(int32_t));
   l.first_expert = take(&head, (uint64_t)s->capacity * sizeof(int32_t));
   l.active = take(&head, EP_MAX_RANKS / 8);
+  l.timeout = take(&head, EP_LINE);
   l.exchange = take(&lane, EP_LINE);
   l.in = take(&lane, lines);
   l.back = take(&lane, lines);

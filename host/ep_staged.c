@@ -29,7 +29,7 @@ cumoe_status staged_bring(group *g, unsigned pieces)
 {
   TRY(staged_carry(g, pieces, g->stream));
   if (on_cpu(g->context)) return CUMOE_OK;
-  return nccl_await(&g->nccl, "ncclGroupEnd", g->stream, g->timeout_ns, &g->stuck);
+  return nccl_await(&g->nccl, "ncclGroupEnd", g->stream, timeout_of(g), &g->stuck);
 }
 
 void staged_arguments(const group *g, move which, ep_args *a)

@@ -74,7 +74,7 @@ cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_a
     if (heeds_abort) TRY(wire_load_abort(g, end));
     if (*end) return CUMOE_OK;
     *end = EP_LATE;
-    if (g->staged || now_ns() - begin > g->timeout_ns) return CUMOE_OK; /* staged: what was sent has come */
+    if (g->staged || now_ns() - begin > timeout_of(g)) return CUMOE_OK; /* staged: what was sent has come */
   }
 }
 

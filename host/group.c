@@ -50,6 +50,14 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
   return CUMOE_OK;
 }
 
+static cumoe_status check_timeout(const char *name, int64_t *timeout_ns)
+{
+  REQUIRE(*timeout_ns >= 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 (30 s) or more", name,
+          (long long)*timeout_ns);
+  if (*timeout_ns == 0) *timeout_ns = INT64_C(30000000000);
+  return CUMOE_OK;
+}
+
 /* Copies it, with defaults filled in. */
 static cumoe_status take_config(const struct plan *plan, const cumoe_group_config *from, cumoe_group_config *c)
 {
@@ -57,7 +65,6 @@ static cumoe_status take_config(const struct plan *plan, const cumoe_group_confi
   const uint32_t known = CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP | CUMOE_GROUP_NCCL;
   TRY(take_struct("config", from, c));
   if (c->lanes == 0) c->lanes = 1;
-  if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
   REQUIRE(!(c->flags & ~known), CUMOE_ERR_INVALID_ARGUMENT, "config.flags is 0x%x, known are 0x%x", c->flags, known);
   REQUIRE(c->reserved == 0, CUMOE_ERR_INVALID_ARGUMENT, "config.reserved is %d, must be 0", (int)c->reserved);
   REQUIRE(c->ranks >= 1 && c->ranks <= EP_MAX_RANKS, CUMOE_ERR_INVALID_ARGUMENT, "config.ranks is %d, must be 1 .. %d",
@@ -67,8 +74,7 @@ static cumoe_status take_config(const struct plan *plan, const cumoe_group_confi
   REQUIRE(c->max_tokens >= 1 && c->max_tokens <= INT32_MAX / k / c->ranks, CUMOE_ERR_INVALID_ARGUMENT,
           "config.max_tokens is %lld, must be 1 .. %d (2^31 / top_k / ranks)", (long long)c->max_tokens,
           (int)(INT32_MAX / k / c->ranks));
-  REQUIRE(c->timeout_ns > 0, CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is %lld, must be 0 (30 s) or more",
-          (long long)c->timeout_ns);
+  TRY(check_timeout("config.timeout_ns", &c->timeout_ns));
   return check_served(&plan->desc, c);
 }
 
@@ -141,7 +147,7 @@ cumoe_status ep_explain(const group *g, uint64_t word)
   const char *what = f.phase > 0 && f.phase <= EP_ACTIVE ? did[f.phase] : "answered";
   if (f.cause == EP_TIMEOUT && f.by == g->rank)
     return fail(CUMOE_ERR_PEER, "rank %d has not %s within %g s: the group has given up", (int)f.about, what,
-                (double)g->timeout_ns * 1e-9);
+                (double)timeout_of(g) * 1e-9);
   if (f.cause == EP_TIMEOUT)
     return fail(CUMOE_ERR_PEER, "rank %d gave up: rank %d had not %s in time", (int)f.by, (int)f.about, what);
   if (f.cause == EP_FAILED)
@@ -180,6 +186,25 @@ cumoe_status cumoe_group_fault_read(cumoe_group handle, cumoe_group_fault *fault
   TRY(find_group(handle, &g));
   TRY(check_struct("fault", fault));
   ON_DEVICE_RELAXED(g->context, read_fault(g, fault));
+}
+
+/* ---- how long it waits ---- */
+
+static cumoe_status set_timeout(group *g, int64_t timeout_ns)
+{
+  __atomic_store_n(&g->timeout_ns, timeout_ns, __ATOMIC_RELAXED);
+  return wire_store(g, g->rank, g->at.timeout, (uint64_t)timeout_ns);
+}
+
+cumoe_status cumoe_group_set_timeout(cumoe_group handle, int64_t timeout_ns)
+{
+  begin_call(__func__);
+  group *g;
+  TRY(find_group(handle, &g));
+  REQUIRE(!g->staged, CUMOE_ERR_NOT_SUPPORTED,
+          "config.flags of the group has CUMOE_GROUP_NCCL: NCCL waits without a limit");
+  TRY(check_timeout("timeout_ns", &timeout_ns));
+  ON_DEVICE_RELAXED(g->context, set_timeout(g, timeout_ns));
 }
 
 /* ---- the group as an object ---- */
@@ -239,6 +264,7 @@ static cumoe_status write_constants(const group *g)
   int32_t every[MAX_EXPERTS];
   for (int32_t e = 0; e < g->shape.experts; e++) every[e] = e < g->plan.desc.local_experts ? e : -1;
   TRY(wire_write(g, g->rank, g->at.active, g->ways.active, sizeof g->ways.active));
+  TRY(wire_store(g, g->rank, g->at.timeout, (uint64_t)g->timeout_ns));
   TRY(wire_write(g, g->rank, g->to.bases, g->arenas, (size_t)g->shape.ranks * sizeof *g->arenas));
   for (int32_t r = 0; g->staged && r < g->shape.ranks; r++) /* of whoever waits */
     TRY(wire_write(g, g->rank, g->at.bases + (uint64_t)r * sizeof g->arena, &g->arena, sizeof g->arena));

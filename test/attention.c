@@ -915,6 +915,34 @@ static void test_rope(cumoe_context context)
   for (int i = 0; i < 12; i++) run_rope(context, case_dtypes[i % 3], i < 6 ? 8 : i == 6 ? 0 : 3, i % 2, i % 4 > 1);
 }
 
+/* What test/badargs.c does not vary: numbers that only fit together. */
+static void test_refusals(cumoe_context context)
+{
+  cumoe_rope_args r = {.size = sizeof r,
+                       .heads = 4,
+                       .head_dim = 16,
+                       .x = cumoe_const(device_new(context, CUMOE_F32, 3, 64, 0)),
+                       .cosine = cumoe_const(device_new(context, CUMOE_F32, 7, 9, 0)),
+                       .sine = cumoe_const(device_new(context, CUMOE_F32, 7, 9, 0)),
+                       .y = device_new(context, CUMOE_F32, 3, 64, 0)};
+  case_begin("rotary embedding");
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_rope(context, &r, NULL));
+  CHECK_TEXT("args.cosine.cols is 9, must be at most head_dim / 2 = 8");
+  r.heads = -4, r.head_dim = -16;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_rope(context, &r, NULL));
+  CHECK_TEXT("args.heads is -4 and args.head_dim -16, must be at least 1 and 2");
+  case_end();
+  case_begin("no sequence ends");
+  const attention_case c = {SELF, 1, 4, 2, 8, 0, 0, 0, 0, CUMOE_F32};
+  rng random = {8};
+  problem p = make_problem(&random, &c);
+  cumoe_attention_args a = put_problem(context, &p, 0);
+  a.q_offsets.cols = 0;
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_attention(context, &a, NULL));
+  CHECK_TEXT("q_offsets.cols is 0, must be 1 .. 2^31");
+  case_end();
+}
+
 static const test_group groups[] = {
     ALONE("threads", test_threads, ONCE),
     ALONE("captured", test_capture, ON_CUDA),
@@ -925,6 +953,7 @@ static const test_group groups[] = {
     GROUP("decode", test_decode, ANYWHERE),
     GROUP("rotary embedding", test_rope, ANYWHERE),
     GROUP("shapes", test_shapes, ANYWHERE),
+    GROUP("refusals", test_refusals, ANYWHERE),
     GROUP("NaN in tiles", test_nan_in_tiles, ANYWHERE),
     GROUP("NaN in tiles, backward", test_nan_backward, ANYWHERE),
 };

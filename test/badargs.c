@@ -1728,7 +1728,7 @@ static const char *const exempt[] = {
     /* of all ranks at once: test/ep.c */
     "cumoe_ep_arena", "cumoe_ep_workspace", "cumoe_ep_forward", "cumoe_ep_dispatch", "cumoe_ep_experts",
     "cumoe_ep_combine", "cumoe_group_create", "cumoe_group_destroy", "cumoe_group_abort", "cumoe_group_fault_read",
-    "cumoe_group_set_active",
+    "cumoe_group_set_active", "cumoe_group_set_timeout",
     /* the same: test/arenas.c */
     "cumoe_arenas_create", "cumoe_arenas_create_all", "cumoe_arenas_get_info", "cumoe_arenas_destroy",
     /* what macros call that have a row */

@@ -103,7 +103,7 @@ static int64_t stages_of(char *to, const char *trace)
   int64_t moves = 0;
   for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
     const size_t length = strcspn(line, "\n") + 1;
-    const bool is_move = strncmp(line, "cuLaunchKernelEx nothing", 24) == 0;
+    const bool is_move = strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0;
     moves += is_move;
     if (!is_move && strncmp(line, "cuLaunchKernelEx", 16) == 0) memcpy(to, line, length), to += length;
   }
@@ -240,7 +240,7 @@ static void order_of(char *to, const char *trace)
 {
   for (const char *line = trace; *line; line += strcspn(line, "\n"), line += *line == '\n') {
     const char *attributes = strstr(line, "attrs ");
-    if (strncmp(line, "cuLaunchKernelEx nothing", 24) == 0) *to++ = attributes && attributes[6] == '1' ? 'M' : 'm';
+    if (strncmp(line, "cuLaunchKernelEx cumoe_ep_", 26) == 0) *to++ = attributes && attributes[6] == '1' ? 'M' : 'm';
     if (strncmp(line, "ncclGroupEnd", 12) == 0) *to++ = 'n';
   }
   *to = 0;
@@ -337,6 +337,24 @@ static void masks(void)
   case_end();
 }
 
+/* What kernels read while they wait: on the device, set without a wait for the caller's streams. */
+static void timeouts(void)
+{
+  member m = {0};
+  group *g;
+  uint64_t word = 0;
+  case_begin("how long it waits");
+  join(&m);
+  CHECK_OK(find_group(m.group, &g));
+  CHECK_OK(wire_load(g, g->at.timeout, &word));
+  CHECK(word == UINT64_C(30000000000));
+  CHECK_OK(cumoe_group_set_timeout(m.group, 12345));
+  CHECK_OK(wire_load(g, g->at.timeout, &word));
+  CHECK(word == 12345);
+  leave(&m);
+  case_end();
+}
+
 static const test_group groups[] = {
     ALONE("launches", launches, ONCE),
     ALONE("captures", captures, ONCE),
@@ -344,6 +362,7 @@ static const test_group groups[] = {
     ALONE("grids", grids, ONCE),
     ALONE("one round", one_round, ONCE),
     ALONE("masks", masks, ONCE),
+    ALONE("timeouts", timeouts, ONCE),
     ALONE("launches by NCCL", launches_by_nccl, ONCE),
     ALONE("captures by NCCL", captures_by_nccl, ONCE),
     ALONE("faults by NCCL", faults_by_nccl, ONCE),

@@ -623,11 +623,86 @@ static cumoe_status use_operations(world *w)
   return cumoe_rmsnorm(w->context, x, weight, 1e-5f, y, w->stream);
 }
 
+static cumoe_status use_attention(world *w)
+{
+  const cumoe_view q = lend_in(w, CUMOE_BF16, 70, 32), k = lend_in(w, CUMOE_BF16, 70, 16);
+  const cumoe_view angles = lend_in(w, CUMOE_F32, 70, 8);
+  const cumoe_view_mut of_heads = lend(w, CUMOE_F32, 70, 2), d_q = lend(w, CUMOE_BF16, 70, 32);
+  const cumoe_attention_args a = {.size = sizeof a,
+                                  .flags = CUMOE_ATTENTION_CAUSAL,
+                                  .heads = 2,
+                                  .kv_heads = 1,
+                                  .head_dim = 16,
+                                  .q = q,
+                                  .k = k,
+                                  .v = lend_in(w, CUMOE_BF16, 70, 16),
+                                  .sinks = lend_in(w, CUMOE_F32, 1, 2),
+                                  .out = lend(w, CUMOE_BF16, 70, 32),
+                                  .lse = of_heads};
+  const cumoe_attention_backward_args b = {.size = sizeof b,
+                                           .forward = &a,
+                                           .dout = q,
+                                           .dq = d_q,
+                                           .dk = lend(w, CUMOE_BF16, 70, 16),
+                                           .dv = lend(w, CUMOE_BF16, 70, 16),
+                                           .dsinks = lend(w, CUMOE_F32, 1, 2),
+                                           .delta = lend(w, CUMOE_F32, 70, 2)};
+  const cumoe_rope_args r = {
+      .size = sizeof r, .heads = 2, .head_dim = 16, .x = q, .cosine = angles, .sine = angles, .y = d_q};
+  STEP(cumoe_rope(w->context, &r, w->stream));
+  STEP(cumoe_attention(w->context, &a, w->stream));
+  return cumoe_attention_backward(w->context, &b, w->stream);
+}
+
+static cumoe_status use_optimiser(world *w, cumoe_view gradient)
+{
+  const cumoe_view_mut step = lend(w, CUMOE_I64, 1, 1), factor = lend(w, CUMOE_F32, 1, 1);
+  const cumoe_global_norm_args n = {.size = sizeof n,
+                                    .max_norm = 1,
+                                    .gradients = &gradient,
+                                    .count = 1,
+                                    .norm = lend(w, CUMOE_F32, 1, 1),
+                                    .factor = factor,
+                                    .step = step,
+                                    .workspace = lend(w, CUMOE_U8, 1, 1 << 16)};
+  const cumoe_adamw_args a = {.size = sizeof a,
+                              .rate = .1f,
+                              .gradient = gradient,
+                              .step = cumoe_const(step),
+                              .factor = cumoe_const(factor),
+                              .master = lend(w, CUMOE_F32, gradient.rows, gradient.cols),
+                              .first = lend(w, CUMOE_F32, gradient.rows, gradient.cols),
+                              .second = lend(w, CUMOE_F32, gradient.rows, gradient.cols)};
+  STEP(cumoe_global_norm(w->context, &n, w->stream));
+  return cumoe_adamw(w->context, &a, w->stream);
+}
+
+/* A decoder's step, but for its layers. */
 static cumoe_status use_training(world *w)
 {
-  const cumoe_view x = lend_in(w, CUMOE_BF16, 7, 512);
-  STEP(cumoe_silu_backward(w->context, x, x, lend(w, CUMOE_BF16, 7, 512), w->stream));
-  return cumoe_softmax_backward(w->context, x, x, lend(w, CUMOE_BF16, 7, 512), w->stream);
+  const cumoe_view x = lend_in(w, CUMOE_BF16, 7, 512), ids = lend_in(w, CUMOE_I32, 1, 7);
+  const cumoe_view_mut y = lend(w, CUMOE_BF16, 7, 512), workspace = lend(w, CUMOE_U8, 1, 1 << 16);
+  const cumoe_view_mut table = lend(w, CUMOE_F32, 9, 512);
+  const cumoe_norm_backward_args n = {
+      .size = sizeof n, .x = x, .dy = x, .dx = y, .dweight = lend(w, CUMOE_F32, 1, 512), .workspace = workspace};
+  const cumoe_embedding_backward_args e = {
+      .size = sizeof e, .dy = x, .ids = ids, .dtable = table, .workspace = workspace};
+  const cumoe_cross_entropy_args c = {.size = sizeof c,
+                                      .logits = x,
+                                      .targets = ids,
+                                      .loss = lend(w, CUMOE_F32, 1, 1),
+                                      .losses = lend(w, CUMOE_F32, 1, 7),
+                                      .counted = lend(w, CUMOE_I64, 1, 1),
+                                      .dlogits = y};
+  STEP(cumoe_embedding(w->context, cumoe_const(lend(w, CUMOE_BF16, 9, 512)), ids, y, w->stream));
+  STEP(cumoe_silu_backward(w->context, x, x, y, w->stream));
+  STEP(cumoe_softmax_backward(w->context, x, x, y, w->stream));
+  STEP(cumoe_rmsnorm_backward(w->context, &n, w->stream));
+  STEP(cumoe_layernorm_backward(w->context, &n, w->stream));
+  STEP(cumoe_embedding_backward(w->context, &e, w->stream));
+  STEP(cumoe_cross_entropy(w->context, &c, w->stream));
+  STEP(use_attention(w));
+  return use_optimiser(w, cumoe_const(table));
 }
 
 static cumoe_status whole_cpu(world *w)

@@ -141,10 +141,13 @@ static const struct {
     {"none", 0, NULL, CUMOE_ERR_LIBRARY_MISSING, "has not loaded libnccl.so.2"},
     {"2.6.4", 2604, NULL, CUMOE_ERR_NOT_SUPPORTED, "config.comm needs NCCL 2.7.3, with ncclSend: this is 2.6.4"},
     {"2.7.3", 2703, NULL, CUMOE_OK, ""},
+    {"2.8.4", 2804, NULL, CUMOE_OK, ""},
     {"2.9.6", 20906, NULL, CUMOE_OK, ""},
     {"2.27.7", 22707, NULL, CUMOE_OK, ""},
     {"2.28.9", 22809, NULL, CUMOE_OK, ""},
     {"2.29.7", 22907, NULL, CUMOE_OK, ""},
+    {"2.30.7", 23007, NULL, CUMOE_OK, ""},
+    {"2.31.1", 23101, NULL, CUMOE_OK, ""},
     {"without ncclSend", 22809, "ncclSend", CUMOE_ERR_LIBRARY_MISSING, "NCCL 2.28.9 has no function ncclSend"},
     {"without ncclGroupEnd", 22809, "ncclGroupEnd", CUMOE_ERR_LIBRARY_MISSING, "has no function ncclGroupEnd"},
 };
@@ -261,6 +264,7 @@ static void *join_and_ask(void *argument)
   keep(r, join(r));
   if (!r->group) return NULL;
   work_in_messages(r);
+  if (cumoe_group_set_timeout(r->group, 1) != CUMOE_ERR_NOT_SUPPORTED) keep(r, CUMOE_ERR_INTERNAL);
   keep(r, cumoe_group_set_active(r->group, &mask));
   r->ended = cumoe_group_destroy(r->group);
   return NULL;

@@ -66,7 +66,7 @@
  * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
  * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
  * Experimental: no NCCL and no GPU has run it yet. Tested on the CPU device against shared memory's bits, and over a
- * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.29.
+ * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.31.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
@@ -102,7 +102,7 @@ typedef struct cumoe_group_config {
   int32_t lanes;       /* 0 = 1; at most CUMOE_MAX_LANES */
   int32_t reserved;    /* 0 */
   int64_t max_tokens;  /* C: of one rank in one exchange; ranks * C * top_k < 2^31 */
-  int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ */
+  int64_t timeout_ns;  /* how long a rank waits for another; 0 = 30 s. Ranks may differ. cumoe_group_set_timeout */
   void *const *arenas; /* [ranks] where each rank's arena lies, as this rank addresses it; copied. Its own is `arena` */
   void *comm;          /* CUMOE_GROUP_NCCL: ncclComm_t, of these ranks, in this order, and of the context's device */
   void *nccl;          /* dlopen's handle of the library that comm is of; NULL: the libnccl.so.2 that is loaded */
@@ -143,6 +143,14 @@ CUMOE_API cumoe_status cumoe_group_destroy(cumoe_group group);
 
 /* Gives up: every rank's call that waits, and all later ones, answer PEER. From any thread, at any time. */
 CUMOE_API cumoe_status cumoe_group_abort(cumoe_group group);
+
+/*
+ * How long this rank waits for another from now on: in waits that are under way, in graphs that were captured before,
+ * in destroy and set_active. 0 = 30 s. From any thread, at any time; it waits for no work of any stream. Long for the
+ * first calls, where some ranks still load or compile, short from then on. INVALID_ARGUMENT below 0. Groups by NCCL:
+ * NOT_SUPPORTED.
+ */
+CUMOE_CHECKED cumoe_status cumoe_group_set_timeout(cumoe_group group, int64_t timeout_ns);
 
 typedef enum cumoe_group_cause {
   CUMOE_GROUP_ALIVE = 0,
@@ -237,7 +245,8 @@ CUMOE_CHECKED cumoe_status cumoe_ep_workspace(cumoe_group group, size_t *bytes);
  *                     count up to x.rows. With several rounds a grid more each
  * Every token is sent to every rank (an exchange by gathering; CUMOE_GROUP_DEDUP: to those that have an expert of it),
  * its slots only to where their experts are. ids and counts that arrive are checked before they are used: what is out
- * of range drops the slot and is recorded (EXPERT_ID).
+ * of range drops the slot and is recorded (EXPERT_ID). Nothing of a call may lie in the group's arena
+ * (INVALID_ARGUMENT).
  */
 CUMOE_CHECKED cumoe_status cumoe_ep_forward(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
                                             cumoe_stream stream);

@@ -37,14 +37,14 @@ static void pause_briefly(int64_t turn)
 }
 
 /* Until the upper half of *word has reached `least`: 0; or the abort word says something; or the time is up. */
-static uint64_t wait_for(const void *word, uint32_t least, const void *abort, const ep_ways *ways, int64_t timeout_ns)
+static uint64_t wait_for(const void *word, uint32_t least, const void *abort, const ep_ways *ways, const void *timeout)
 {
   const int64_t begin = now_ns();
   for (int64_t turn = 0;; turn++) {
     if ((int32_t)((uint32_t)(cpu_ep_load(word) >> 32) - least) >= 0) return 0;
     const uint64_t given_up = ep_heeded(ways, cpu_ep_load(abort));
     if (given_up) return given_up;
-    if (now_ns() - begin > timeout_ns) return EP_LATE;
+    if (now_ns() - begin > (int64_t)cpu_ep_load(timeout)) return EP_LATE;
     pause_briefly(turn);
   }
 }
@@ -238,7 +238,7 @@ static uint64_t wait_for_all(const ep_args *a, const ep_ways *ways, uint64_t wor
   for (int32_t r = 0; r < a->shape.ranks; r++) {
     if (!ep_is_active(ways, r)) continue;
     const uint64_t end = wait_for(own + words + (uint64_t)r * EP_LINE, (uint32_t)*exchange_of(a),
-                                  a->arena + a->at.abort, ways, a->timeout_ns);
+                                  a->arena + a->at.abort, ways, a->arena + a->at.timeout);
     if (end != EP_LATE && end != 0) return end;
     if (end == 0) continue;
     const uint64_t word = ep_abort_word(EP_TIMEOUT, phase, r, a->rank);

@@ -63,6 +63,7 @@ typedef struct ep_layout {
   uint64_t every_expert; /* [experts] i32: 0, 1, 2 ... */
   uint64_t first_expert; /* [capacity] i32: 0 */
   uint64_t active;       /* a bit a rank: it has not been left out; for CUDA kernels */
+  uint64_t timeout;      /* a word: nanoseconds that this rank waits for another; the host changes it at any time */
   uint64_t lane, lane_bytes;
   uint64_t exchange;        /* a line: exchanges of this lane so far */
   uint64_t in, back;        /* [ranks] lines */
@@ -101,7 +102,6 @@ typedef struct ep_args {
   const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
   int32_t then_waits; /* kernels: put and answer go on with their wait */
-  int64_t timeout_ns;
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;

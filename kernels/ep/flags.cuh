@@ -52,6 +52,12 @@ DEVICE void give_up(const ep_args &a, int phase, int about)
     if (r != a.rank && is_active(a, r)) store_release_system(arena_of(a, r) + a.at.abort, word);
 }
 
+/* The host may change it while this waits, and graphs outlive what they were made with. */
+DEVICE uint64_t timeout_ns(const ep_args &a)
+{
+  return *reinterpret_cast<const volatile uint64_t *>(a.arena + a.at.timeout);
+}
+
 /* Waits until the rank's flag is of this exchange; *tokens: the number it carries. False: the group has given up. */
 DEVICE bool wait_for_rank(const ep_args &a, const char *flag, uint32_t exchange, int phase, int rank, uint32_t *tokens)
 {
@@ -62,7 +68,7 @@ DEVICE bool wait_for_rank(const ep_args &a, const char *flag, uint32_t exchange,
     if ((int32_t)((uint32_t)(word >> 32) - exchange) >= 0) return true;
     if (turn % 8) continue;
     if (has_given_up(a)) return false;
-    if (now_ns() - begin > (uint64_t)a.timeout_ns) give_up(a, phase, rank);
+    if (now_ns() - begin > timeout_ns(a)) give_up(a, phase, rank);
   }
 }
 

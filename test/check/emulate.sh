@@ -1,15 +1,17 @@
 #!/bin/bash
 # Kernels of any GPU, run by the CPU (test/emulate/), against what the tests want of a GPU: every such row of the table
-# in a layer of 70 tokens, the layer's backward, attention. What it cannot show: speed, races between CTAs, what the
-# compiler for GPUs makes of the code, kernels of sm_90a. Some minutes; one argument: one of the programs.
+# in a layer of 70 tokens, the layer's backward, attention, groups of ranks on 8 GPUs (CUMOE_EMULATED_GPUS: so many). What
+# it cannot show: speed, races between CTAs, what the compiler for GPUs makes of the code, kernels of sm_90a. Some
+# minutes; one argument: one of the programs.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
-programs=${*:-rows backward attention}
+programs=${*:-rows backward attention ep}
 for program in $programs; do
-  only=
+  only= gpus=1
   [ "$program" = rows ] && only="T 70:"
-  "$lib/obj/emulate/bin/$program" --device cuda --only "$only" > "$work/$program" 2>&1 &
+  [ "$program" = ep ] && only="ranks on GPUs" gpus=${CUMOE_EMULATED_GPUS:-8}
+  CUMOE_EMULATED_GPUS=$gpus "$lib/obj/emulate/bin/$program" --device cuda --only "$only" > "$work/$program" 2>&1 &
 done
 wait
 for program in $programs; do

@@ -61,6 +61,8 @@ int block_barrier(int value); /* returns the number of threads whose value is no
 /* `work` is done once, on what all lanes of `mask` that have not ended handed in (NULL: not one of them). */
 void warp_together(unsigned mask, void *mine, void (*work)(void **of_lane));
 void let_others_run();
+void let_other_gpus_run(); /* which are other host threads: called in what waits for them */
+uint64_t now_ns();         /* a clock that stands while any grid does something else than wait for other GPUs */
 [[noreturn]] void fail(const char *what);
 
 /* Copies to shared memory, of the calling thread, which arrive no earlier than somebody waits for them. */
@@ -275,39 +277,40 @@ template <class T> T __ldg(const T *p)
   return *p;
 }
 
-/* One thread runs at a time. */
+/* One thread of a grid runs at a time, but grids of several host threads. */
 template <class T, class U> T atomicAdd(T *p, U v)
 {
-  const T old = *p;
-  *p = old + (T)v;
-  return old;
+  return __atomic_fetch_add(p, (T)v, __ATOMIC_RELAXED);
 }
 template <class T, class U> T atomicOr(T *p, U v)
 {
-  const T old = *p;
-  *p = old | (T)v;
-  return old;
+  return __atomic_fetch_or(p, (T)v, __ATOMIC_RELAXED);
 }
 template <class T, class U> T atomicMax(T *p, U v)
 {
-  const T old = *p;
-  if ((T)v > old) *p = (T)v;
+  T old = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while ((T)v > old && !__atomic_compare_exchange_n(p, &old, (T)v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
   return old;
 }
 template <class T, class U> T atomicExch(T *p, U v)
 {
-  const T old = *p;
-  *p = (T)v;
-  return old;
+  return __atomic_exchange_n(p, (T)v, __ATOMIC_RELAXED);
 }
 template <class T, class U, class V> T atomicCAS(T *p, U expected, V v)
 {
-  const T old = *p;
-  if (old == (T)expected) *p = (T)v;
+  T old = (T)expected;
+  __atomic_compare_exchange_n(p, &old, (T)v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return old;
 }
-inline void __threadfence() {}
-inline void __threadfence_system() {}
+inline void __threadfence()
+{
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+inline void __threadfence_system()
+{
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 inline void __threadfence_block() {}
 inline void __nanosleep(unsigned)
 {

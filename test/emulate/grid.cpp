@@ -1,12 +1,20 @@
 /*
  * Runs a kernel of kernels/ on the CPU: CTAs one after the other, the threads of a CTA as fibers that take turns at
- * barriers and at what a warp does together. Shared memory begins as 0xff; launches take the threads in ascending and
+ * barriers and at what a warp does together. All on the host thread that launches; grids of several run side by side.
+ * CTAs that wait for each other have a host thread each. Shared memory begins as 0xff; launches take the threads in ascending and
  * in descending order by turns, so that what depends on the order shows as results that differ.
  */
 #include "cuda.h"
 
+#include <algorithm>
+#include <atomic>
 #include <csetjmp>
+#include <ctime>
+#include <functional>
+#include <sched.h>
+#include <thread>
 #include <ucontext.h>
+#include <vector>
 
 thread_local emulated_index threadIdx, blockIdx, blockDim, gridDim;
 
@@ -42,6 +50,27 @@ struct warp {
   void (*work)(void **);
 };
 
+/* Of a host thread, until it ends. */
+struct cta_memory {
+  fiber *fibers = nullptr;
+  unsigned char *stacks = nullptr;
+  int room = 0;
+  void make(int threads)
+  {
+    if (threads <= room) return;
+    free();
+    fibers = new fiber[threads];
+    stacks = new unsigned char[(size_t)threads * STACK];
+    room = threads;
+  }
+  void free()
+  {
+    delete[] fibers;
+    delete[] stacks;
+  }
+  ~cta_memory() { free(); }
+};
+
 thread_local fiber *fibers;
 thread_local unsigned char *stacks;
 thread_local warp warps[WARPS];
@@ -50,6 +79,16 @@ thread_local int threads, live, at_barrier, counted, last_count, current;
 thread_local bool descending;
 thread_local void (*body)(const void *);
 thread_local const void *arguments;
+
+/* Grids, of all host threads, that do not wait for other GPUs. */
+std::atomic<int> working;
+thread_local bool waits;
+
+void work()
+{
+  if (waits) working++;
+  waits = false;
+}
 
 void finish_warp(warp &w)
 {
@@ -144,6 +183,7 @@ void fail(const char *what)
 
 int block_barrier(int value)
 {
+  work();
   counted += value;
   if (++at_barrier == live) {
     finish_barrier();
@@ -168,6 +208,30 @@ void warp_together(unsigned mask, void *mine, void (*work)(void **))
 void let_others_run()
 {
   pause(READY);
+}
+
+void let_other_gpus_run()
+{
+  static thread_local int turns;
+  const timespec nap = {0, 50000};
+  if (!waits) working--, turns = 0;
+  waits = true;
+  if (++turns < 16)
+    sched_yield();
+  else
+    nanosleep(&nap, nullptr);
+  pause(READY);
+}
+
+/* Of what passed since somebody looked at the clock a part counts, lest a busy machine make it late. */
+uint64_t now_ns()
+{
+  static std::atomic<uint64_t> last, passed;
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  const uint64_t now = (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec, before = last.exchange(now);
+  if (working == 0 && now > before) passed += std::min(now - before, (uint64_t)1000000);
+  return passed;
 }
 
 void copy_later(void *to, const void *from, int bytes, int room)
@@ -198,23 +262,51 @@ void await_copies(int groups_left)
   f.copy_count = kept;
 }
 
-void run(unsigned ctas, unsigned block, void (*kernel)(const void *), const void *args)
+namespace
 {
-  if (!fibers) {
-    fibers = new fiber[MAX_THREADS];
-    stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
-  }
-  if (block > MAX_THREADS) fail("more threads than a CTA has");
-  threads = (int)block;
-  body = kernel;
-  arguments = args;
-  gridDim = {ctas, 1, 1};
-  blockDim = {block, 1, 1};
-  for (unsigned cta = 0; cta < ctas; cta++) {
-    blockIdx = {cta, 0, 0};
+
+struct launch {
+  emulated_index grid;
+  unsigned block;
+  void (*kernel)(const void *);
+  const void *args;
+  bool descending;
+};
+
+void run_ctas(const launch &l, unsigned first, unsigned end)
+{
+  static thread_local cta_memory memory;
+  memory.make((int)l.block);
+  fibers = memory.fibers;
+  stacks = memory.stacks;
+  threads = (int)l.block;
+  body = l.kernel;
+  arguments = l.args;
+  descending = l.descending;
+  waits = true;
+  work();
+  gridDim = l.grid;
+  blockDim = {l.block, 1, 1};
+  for (unsigned cta = first; cta < end; cta++) {
+    blockIdx = {cta % l.grid.x, cta / l.grid.x, 0};
     run_cta();
   }
-  descending = !descending;
+  if (!waits) working--;
+}
+
+} // namespace
+
+void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args, bool together)
+{
+  static thread_local bool descends;
+  const launch l = {grid, block, kernel, args, descends};
+  const unsigned ctas = grid.x * grid.y;
+  if (block > MAX_THREADS) fail("more threads than a CTA has");
+  descends = !descends;
+  if (!together || ctas == 1) return run_ctas(l, 0, ctas);
+  std::vector<std::thread> running;
+  for (unsigned cta = 0; cta < ctas; cta++) running.emplace_back(run_ctas, std::cref(l), cta, cta + 1);
+  for (std::thread &t : running) t.join();
 }
 
 } // namespace grid

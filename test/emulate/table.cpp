@@ -1,4 +1,4 @@
-/* Kernels by name, of the rows that every GPU has. The shim asks when something is launched (test/shim/runtime.c). */
+/* Kernels by name, of the rows that every GPU has, and of groups. The shim asks when something is launched (test/shim/runtime.c). */
 #include "cuda.h"
 
 #include "attention.h"
@@ -13,8 +13,9 @@
 
 namespace grid
 {
-void run(unsigned ctas, unsigned block, void (*kernel)(const void *), const void *args);
-}
+/* together: CTAs of the grid may wait for each other. */
+void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args, bool together);
+} // namespace grid
 
 #define OPERATION(name, arguments, shape, grid, units) using name##_takes = arguments;
 #include "../../host/operations.def"
@@ -29,6 +30,16 @@ void run(unsigned ctas, unsigned block, void (*kernel)(const void *), const void
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   IF_##arch(extern "C" void UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const op##_takes);)
 #include "variants.def"
+
+#define MOVE(name) extern "C" void name(const ep_args);
+#define MOVES_OF_GROUPS                                                                                                \
+  MOVE(cumoe_ep_count)                                                                                                 \
+  MOVE(cumoe_ep_slots)                                                                                                 \
+  MOVE(cumoe_ep_put)                                                                                                   \
+  MOVE(cumoe_ep_wait_tokens)                                                                                           \
+  MOVE(cumoe_ep_answer)                                                                                                \
+  MOVE(cumoe_ep_wait_answers)
+MOVES_OF_GROUPS
 
 template <auto KERNEL, class A> static void call(const void *args)
 {
@@ -49,11 +60,14 @@ static const struct {
   IF_##arch({TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                          \
              call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>}, )
 #include "variants.def"
-};
+#undef MOVE
+#define MOVE(name) {#name, call<name, ep_args>},
+    MOVES_OF_GROUPS};
 
-extern "C" bool shim_emulate(const char *name, const void *args, unsigned ctas, unsigned threads)
+extern "C" bool shim_emulate(const char *name, const void *args, const unsigned grid[2], unsigned threads)
 {
+  const bool of_group = strncmp(name, "cumoe_ep_", 9) == 0;
   for (const auto &k : kernels)
-    if (strcmp(k.name, name) == 0) return grid::run(ctas, threads, k.kernel, args), true;
+    if (strcmp(k.name, name) == 0) return grid::run({grid[0], grid[1], 1}, threads, k.kernel, args, of_group), true;
   return false;
 }

@@ -10,7 +10,7 @@
 
 shim_machine shim;
 _Thread_local thread_state thread;
-struct CUctx_st primaries[MAX_DEVICES] = {{0}, {1}, {2}, {3}};
+struct CUctx_st primaries[MAX_DEVICES] = {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -268,6 +268,16 @@ cudaError_t shim_end(cudaError_t error)
   if (error != cudaSuccess) thread.last = error;
   pthread_mutex_unlock(&lock);
   return error;
+}
+
+void shim_unlock(void)
+{
+  pthread_mutex_unlock(&lock);
+}
+
+void shim_lock(void)
+{
+  pthread_mutex_lock(&lock);
 }
 
 CUresult shim_end_driver(cudaError_t error)

@@ -7,7 +7,7 @@
 #include <cuda.h>
 #include <pthread.h>
 
-enum { MAX_DEVICES = 4, MAX_DEPTH = 16, GUARD = 64, GUARD_BYTE = 0xe7 };
+enum { MAX_DEVICES = 8, MAX_DEPTH = 16, GUARD = 64, GUARD_BYTE = 0xe7 };
 
 typedef enum object_kind {
   DEVICE_BLOCK,
@@ -53,7 +53,7 @@ typedef struct node {
   int byte;
   char text[200]; /* of a kernel; "" otherwise */
   const char *kernel_name;
-  unsigned grid, threads;
+  unsigned grid[2], threads;
   _Alignas(64) unsigned char args[2048]; /* where kernels are run */
 } node;
 
@@ -107,6 +107,8 @@ extern struct CUctx_st primaries[MAX_DEVICES];
 cudaError_t shim_begin(const char *name, unsigned kinds, const char *format, ...) __attribute__((format(printf, 3, 4)));
 cudaError_t shim_end(cudaError_t error); /* also remembers it for the thread */
 CUresult shim_end_driver(cudaError_t error);
+void shim_unlock(void); /* between, for what takes long */
+void shim_lock(void);
 CUresult kernel_parameter(CUkernel kernel, size_t index, size_t *offset, size_t *bytes);
 CUresult kernel_attribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device);
 CUresult launch_kernel_ex(const CUlaunchConfig *config, CUfunction kernel, void **args, void **extra);

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../../host/plan.h"
+#include "../../kernels/ep/ep.h"
 
 /* ---- errors ---- */
 
@@ -260,12 +261,17 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *out, cudaGraph_t graph, unsign
 }
 
 /* Of test/emulate/, where that is linked. */
-extern bool shim_emulate(const char *kernel, const void *args, unsigned grid, unsigned threads) __attribute__((weak));
+extern bool shim_emulate(const char *kernel, const void *args, const unsigned grid[2], unsigned threads)
+    __attribute__((weak));
 
+/* By the caller's thread: it may wait for what others run. */
 static cudaError_t run_kernel(const node *n)
 {
   if (!shim.emulates || n->kernel_name == NULL) return cudaSuccess;
-  return shim_emulate(n->kernel_name, n->args, n->grid, n->threads) ? cudaSuccess : cudaErrorLaunchFailure;
+  shim_unlock();
+  const bool known = shim_emulate(n->kernel_name, n->args, n->grid, n->threads);
+  shim_lock();
+  return known ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
@@ -307,9 +313,18 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 
 /* ---- libraries ---- */
 
-/* What every library of a caller holds: two kernels, and a variable of 16 bytes that is called counter. */
-static const variant caller_rows[] = {{.name = "add", .op = -1}, {.name = "nothing", .op = -1}};
-enum { CALLER_ROWS = sizeof caller_rows / sizeof caller_rows[0], ROWS = 512, COUNTER_BYTES = 16 };
+/* What every library of a caller holds: two kernels, and a variable of 16 bytes that is called counter. Behind them
+ * those of groups, whose library is taken for a caller's. */
+enum { CALLERS = -1, OF_GROUPS = -2 };
+static const variant caller_rows[] = {{.name = "add", .op = CALLERS},
+                                      {.name = "nothing", .op = CALLERS},
+                                      {.name = "cumoe_ep_count", .op = OF_GROUPS},
+                                      {.name = "cumoe_ep_slots", .op = OF_GROUPS},
+                                      {.name = "cumoe_ep_put", .op = OF_GROUPS},
+                                      {.name = "cumoe_ep_wait_tokens", .op = OF_GROUPS},
+                                      {.name = "cumoe_ep_answer", .op = OF_GROUPS},
+                                      {.name = "cumoe_ep_wait_answers", .op = OF_GROUPS}};
+enum { CALLER_KERNELS = 2, CALLER_ROWS = sizeof caller_rows / sizeof caller_rows[0], ROWS = 512, COUNTER_BYTES = 16 };
 static const size_t add_bytes[] = {8, 8, 8, 4};
 
 /* A kernel's handle is its row of the table. */
@@ -380,7 +395,6 @@ static const variant *row_in(cudaLibrary_t library, const char *name)
 {
   const bool callers = is_callers(library->image);
   const variant *rows = callers ? caller_rows : variants;
-  if (callers && strncmp(name, "cumoe_ep_", 9) == 0) return &caller_rows[1]; /* of a group: found, never launched */
   for (int32_t i = 0; i < (callers ? CALLER_ROWS : variant_count); i++)
     if ((callers || rows[i].image == library->image) && strcmp(rows[i].name, name) == 0) return &rows[i];
   return NULL;
@@ -402,7 +416,7 @@ cudaError_t cudaLibraryGetKernelCount(unsigned *count, cudaLibrary_t library)
 {
   cudaError_t error = BEGIN(SHIM_QUERY, "%s", "");
   if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
-  if (error == cudaSuccess) *count = CALLER_ROWS;
+  if (error == cudaSuccess) *count = CALLER_KERNELS;
   return shim_end(error);
 }
 
@@ -410,7 +424,7 @@ cudaError_t cudaLibraryEnumerateKernels(cudaKernel_t *kernels, unsigned count, c
 {
   cudaError_t error = BEGIN(SHIM_QUERY, "%u", count);
   if (error == cudaSuccess && object_find(LIBRARY, library) == NULL) error = cudaErrorInvalidResourceHandle;
-  for (unsigned i = 0; error == cudaSuccess && i < count && i < CALLER_ROWS; i++)
+  for (unsigned i = 0; error == cudaSuccess && i < count && i < CALLER_KERNELS; i++)
     kernels[i] = (cudaKernel_t)(uintptr_t)&caller_rows[i];
   return shim_end(error);
 }
@@ -525,12 +539,19 @@ const void *shim_last_args(const char *part)
   return NULL;
 }
 
+/* Of a kernel's one argument; 0: it is a caller's. */
+static size_t argument_bytes(const variant *v)
+{
+  return v->op >= 0 ? (size_t)variant_arg_bytes(v) : v->op == OF_GROUPS ? sizeof(ep_args) : 0;
+}
+
 static cudaError_t check_launch(const CUlaunchConfig *c, const variant *v)
 {
   const unsigned threads = c->blockDimX * c->blockDimY * c->blockDimZ;
   if (v == NULL || !is_loaded(v)) return cudaErrorInvalidResourceHandle;
   const int limit = dynamic_limit[current_device()][index_of(v)];
-  if (c->gridDimX == 0 || c->gridDimY != 1 || c->gridDimZ != 1) return cudaErrorInvalidConfiguration;
+  if (c->gridDimX == 0 || (v->op != OF_GROUPS && c->gridDimY != 1) || c->gridDimY == 0 || c->gridDimZ != 1)
+    return cudaErrorInvalidConfiguration;
   if (threads == 0 || threads > (unsigned)shim.max_threads) return cudaErrorInvalidConfiguration;
   if (c->sharedMemBytes > (unsigned)(limit > 48 * 1024 ? limit : 48 * 1024)) return cudaErrorInvalidValue;
   return stream_takes_work(c->hStream);
@@ -546,11 +567,13 @@ CUresult launch_kernel_ex(const CUlaunchConfig *c, CUfunction kernel, void **arg
   cudaError_t error = shim_begin("cuLaunchKernelEx", SHIM_LAUNCH | SHIM_CONTEXT, "%s", n.text);
   if (error == cudaSuccess) error = check_launch(c, v);
   if (error == cudaSuccess) {
+    const size_t bytes = argument_bytes(v);
     kept[kept_count % KEPT].row = v;
-    if (v->op >= 0) memcpy(kept[kept_count % KEPT].args, args[0], (size_t)variant_arg_bytes(v));
-    if (v->op >= 0) memcpy(n.args, args[0], (size_t)variant_arg_bytes(v));
-    n.kernel_name = v->op >= 0 ? v->name : NULL;
-    n.grid = c->gridDimX;
+    if (bytes) memcpy(kept[kept_count % KEPT].args, args[0], bytes);
+    if (bytes) memcpy(n.args, args[0], bytes);
+    n.kernel_name = bytes ? v->name : NULL;
+    n.grid[0] = c->gridDimX;
+    n.grid[1] = c->gridDimY;
     n.threads = c->blockDimX;
     kept_count++;
     if (stream_of(c->hStream)->graph != NULL)

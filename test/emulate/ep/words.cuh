@@ -1,0 +1,29 @@
+/* What kernels/ep/words.cuh has, between host threads that stand for GPUs: see there. */
+#ifndef CUMOE_EP_WORDS_CUH
+#define CUMOE_EP_WORDS_CUH
+
+#include "device/common.cuh"
+#include "device/ptx.cuh"
+
+/* Whoever loads a word may be waiting for it. */
+DEVICE uint64_t load_acquire_system(const void *word)
+{
+  grid::require_aligned(word, 8);
+  grid::let_other_gpus_run();
+  return __atomic_load_n(static_cast<const uint64_t *>(word), __ATOMIC_ACQUIRE);
+}
+
+DEVICE void store_release_system(void *word, uint64_t value)
+{
+  grid::require_aligned(word, 8);
+  __atomic_store_n(static_cast<uint64_t *>(word), value, __ATOMIC_RELEASE);
+}
+
+DEVICE void prefetch(const void *) {}
+
+DEVICE uint64_t now_ns()
+{
+  return grid::now_ns();
+}
+
+#endif
