@@ -67,7 +67,7 @@ C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
-CXX_EMULATED := -std=c++17 -O2 -g1 -w -fno-strict-aliasing -ffp-contract=off -include test/emulate/cuda.h \
+CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off -include test/emulate/cuda.h \
 	-Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
@@ -96,8 +96,8 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/decod
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-# The kernels of any GPU, run by the CPU (test/emulate/): those that wait for other GPUs are left out.
-EMULATED     := $(foreach s,$(filter-out exchange,$(basename $(notdir $(KERNEL_CU)))),$(if $(call sm_of,$s),,$s)) grid table
+# Kernels that the CPU runs (test/emulate/): those that wait for other GPUs are left out.
+EMULATED     := $(filter-out exchange,$(basename $(notdir $(KERNEL_CU)))) grid table
 EMULATE_OBJS := $(EMULATED:%=$(OBJ)/emulate/%.o) $(OBJ)/test/emulate/machine.o $(SHIM_C:%.c=$(OBJ)/%.o)
 EMULATE_TESTS ?= rows backward attention
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid

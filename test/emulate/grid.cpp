@@ -1,31 +1,66 @@
 /*
- * Runs a kernel of kernels/ on the CPU: CTAs one after the other, the threads of a CTA as fibers that take turns at
- * barriers and at what a warp does together. Shared memory begins as 0xff; launches take the threads in ascending and
- * in descending order by turns, so that what depends on the order shows as results that differ.
+ * Runs a kernel of kernels/ on the CPU: clusters one after the other, the threads of a CTA as fibers that take turns at
+ * barriers and at what a warp does together. The CTAs of a cluster are host threads, of which one runs at a time: until
+ * all of its fibers wait. Shared memory begins as 0xff; launches take the threads in ascending and in descending order
+ * by turns, and what is asynchronous at once or late, so that what depends on the order shows as results that differ.
  */
 #include "cuda.h"
 
 #include <csetjmp>
+#include <semaphore.h>
+#include <thread>
 #include <ucontext.h>
+#include <vector>
 
 thread_local emulated_index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace grid
 {
 
-enum { MAX_THREADS = 1024, WARPS = MAX_THREADS / 32, STACK = 1 << 18, SHARED = 232448, COPIES = 512 };
+enum {
+  MAX_THREADS = 1024,
+  WARPS = MAX_THREADS / 32,
+  STACK = 1 << 18,
+  SHARED = 232448,
+  COPIES = 512,
+  NAMED = 16,
+  MAX_CLUSTER = 8,
+  POLLS = 256 /* of a fiber, between two turns of others */
+};
 
 alignas(1024) thread_local unsigned char dynamic_shared[SHARED];
 
 namespace
 {
 
-enum state { READY, AT_BARRIER, WITH_WARP, ENDED };
+enum state { READY, POLLING, AT_BARRIER, AT_NAMED, AT_MBARRIER, AT_CLUSTER, WITH_WARP, ENDED };
 
 struct copy {
   void *to;
   const void *from;
   int bytes, room, group;
+
+  void arrive() const
+  {
+    memcpy(to, from, (size_t)bytes);
+    memset(static_cast<char *>(to) + bytes, 0, (size_t)(room - bytes));
+  }
+};
+
+struct groups {
+  struct item {
+    int group;
+    std::function<void()> work;
+  };
+  std::vector<item> items;
+  int committed = 0;
+
+  void await(int left)
+  {
+    size_t done = 0;
+    while (done < items.size() && items[done].group < committed - left) items[done++].work();
+    items.erase(items.begin(), items.begin() + (long)done);
+  }
 };
 
 struct fiber {
@@ -33,23 +68,57 @@ struct fiber {
   ucontext_t first;
   state is;
   copy copies[COPIES];
-  int copy_count, groups;
+  int copy_count, committed, polls;
+  bool landing;      /* some of its copies are */
+  uint64_t *barrier; /* AT_MBARRIER */
+  uint32_t parity;
+  int number; /* AT_NAMED: the barrier's; AT_CLUSTER: of the barriers before */
+  groups later;
 };
 
 struct warp {
-  unsigned live, came, mask;
-  void *of_lane[32];
-  void (*work)(void **);
+  unsigned live = 0, came = 0, mask = 0;
+  void *of_lane[32] = {};
+  void (*work)(void **) = nullptr;
+  groups later;
 };
 
+/* Whoever has the turn runs. */
+struct cluster {
+  int size, at_barrier, ended_threads, ended, generation, idle;
+  unsigned char *shared[MAX_CLUSTER];
+  bool absent[MAX_CLUSTER];
+  sem_t turn[MAX_CLUSTER];
+};
+
+struct memory {
+  fiber *fibers = nullptr;
+  unsigned char *stacks = nullptr;
+  ~memory()
+  {
+    delete[] fibers;
+    delete[] stacks;
+  }
+};
+
+thread_local memory own;
 thread_local fiber *fibers;
-thread_local unsigned char *stacks;
 thread_local warp warps[WARPS];
 thread_local jmp_buf scheduler;
 thread_local int threads, live, at_barrier, counted, last_count, current;
+thread_local int named_count[NAMED];
+thread_local std::vector<std::function<void()>> landing;
 thread_local bool descending;
 thread_local void (*body)(const void *);
 thread_local const void *arguments;
+thread_local cluster *team;
+thread_local int rank;
+
+void wake(state from, int number = 0)
+{
+  for (int t = 0; t < threads; t++)
+    if (fibers[t].is == from && (from != AT_NAMED || fibers[t].number == number)) fibers[t].is = READY;
+}
 
 void finish_warp(warp &w)
 {
@@ -65,8 +134,7 @@ void finish_barrier()
 {
   last_count = counted;
   at_barrier = counted = 0;
-  for (int t = 0; t < threads; t++)
-    if (fibers[t].is == AT_BARRIER) fibers[t].is = READY;
+  wake(AT_BARRIER);
 }
 
 void pause(state why)
@@ -76,15 +144,30 @@ void pause(state why)
   if (_setjmp(f.at) == 0) _longjmp(scheduler, 1);
 }
 
+bool cluster_has_come()
+{
+  return team->at_barrier + team->ended_threads == team->size * threads;
+}
+
+void finish_cluster_barrier()
+{
+  team->at_barrier = 0;
+  team->generation++;
+}
+
 void end_thread()
 {
   warp &w = warps[current / 32];
   fibers[current].is = ENDED;
   await_copies(ALL_COPIES);
+  fibers[current].later.committed++;
+  fibers[current].later.await(0);
   w.live &= ~(1u << current % 32);
   live--;
+  team->ended_threads++;
   if (w.came && w.came == (w.mask & w.live)) finish_warp(w);
   if (at_barrier && at_barrier == live) finish_barrier();
+  if (team->at_barrier && cluster_has_come()) finish_cluster_barrier();
   _longjmp(scheduler, 1);
 }
 
@@ -98,9 +181,12 @@ void set_up(int t)
 {
   fiber &f = fibers[t];
   f.is = READY;
-  f.copy_count = f.groups = 0;
+  f.copy_count = f.committed = f.polls = 0;
+  f.landing = false;
+  f.barrier = nullptr;
+  f.later = groups();
   getcontext(&f.first);
-  f.first.uc_stack.ss_sp = stacks + (size_t)t * STACK;
+  f.first.uc_stack.ss_sp = own.stacks + (size_t)t * STACK;
   f.first.uc_stack.ss_size = STACK;
   f.first.uc_link = nullptr;
   makecontext(&f.first, first_step, 0);
@@ -108,29 +194,125 @@ void set_up(int t)
   warps[t / 32].live |= 1u << t % 32;
 }
 
+bool may_run(const fiber &f)
+{
+  switch (f.is) {
+  case READY:
+  case POLLING: return true;
+  case AT_MBARRIER: return barrier_at(f.barrier).phase != f.parity;
+  case AT_CLUSTER: return team->generation != f.number;
+  default: return false;
+  }
+}
+
+/* Each fiber that may run, once. Returns whether one did that does not only poll. */
+bool run_fibers(bool *started, bool &polling)
+{
+  volatile bool any = false, polled = false;
+  for (volatile int i = 0; i < threads; i = i + 1) {
+    const int t = descending ? threads - 1 - i : i;
+    if (!may_run(fibers[t])) continue;
+    (fibers[t].is == POLLING ? polled : any) = true;
+    fibers[t].is = READY;
+    current = t;
+    threadIdx.x = (unsigned)t;
+    if (_setjmp(scheduler) == 0) {
+      if (started[t]) _longjmp(fibers[t].at, 1);
+      started[t] = true;
+      setcontext(&fibers[t].first);
+    }
+  }
+  polling = polled;
+  return any;
+}
+
+bool land()
+{
+  std::vector<std::function<void()>> now;
+  now.swap(landing);
+  for (const auto &work : now) work();
+  return !now.empty();
+}
+
+void give_turn()
+{
+  sem_post(&team->turn[(rank + (descending ? team->size - 1 : 1)) % team->size]);
+}
+
+void take_turn()
+{
+  while (sem_wait(&team->turn[rank]) != 0) {
+  }
+}
+
+void print_waiting()
+{
+  static const char *const names[] = {"ready", "polling", "barrier", "named barrier", "mbarrier", "cluster", "warp"};
+  for (int t = 0; t < threads; t++) {
+    const fiber &f = fibers[t];
+    if (f.is == ENDED || (t > 0 && fibers[t - 1].is == f.is && fibers[t - 1].barrier == f.barrier)) continue;
+    fprintf(stderr, "emulated kernel: CTA %u thread %d on: %s", blockIdx.x, t, names[f.is]);
+    if (f.is == AT_MBARRIER) {
+      const mbarrier &b = barrier_at(f.barrier);
+      fprintf(stderr, " at shared %#x, for the end of phase %u, in phase %u, %u of %u missing, %d bytes missing",
+              (unsigned)(reinterpret_cast<unsigned char *>(f.barrier) - dynamic_shared), f.parity, b.phase, b.missing,
+              b.count, b.bytes);
+    }
+    if (f.is == AT_NAMED) fprintf(stderr, " %d with %d", f.number, named_count[f.number]);
+    fprintf(stderr, "\n");
+  }
+}
+
+/* All of this CTA wait. */
+void let_cluster_run(bool polling)
+{
+  if (polling)
+    team->idle = 0;
+  else if (++team->idle > 2 * team->size) {
+    print_waiting();
+    fail("threads wait for each other");
+  }
+  if (team->size == 1) return;
+  give_turn();
+  take_turn();
+}
+
 void run_cta()
 {
   static thread_local bool started[MAX_THREADS];
   memset(started, 0, sizeof started);
   memset(dynamic_shared, 0xff, sizeof dynamic_shared);
+  memset(named_count, 0, sizeof named_count);
   live = threads;
   at_barrier = counted = 0;
+  team->shared[rank] = dynamic_shared;
+  team->absent[rank] = false;
   for (int t = 0; t < threads; t++) set_up(t);
   while (live > 0) {
-    volatile bool any = false;
-    for (volatile int i = 0; i < threads; i = i + 1) {
-      const int t = descending ? threads - 1 - i : i;
-      if (fibers[t].is != READY) continue;
-      any = true;
-      current = t;
-      threadIdx.x = (unsigned)t;
-      if (_setjmp(scheduler) == 0) {
-        if (started[t]) _longjmp(fibers[t].at, 1);
-        started[t] = true;
-        setcontext(&fibers[t].first);
-      }
-    }
-    if (!any && live > 0) fail("threads wait for each other");
+    bool polling;
+    if (run_fibers(started, polling) || land())
+      team->idle = 0;
+    else if (live > 0)
+      let_cluster_run(polling);
+  }
+  land();
+  team->absent[rank] = true;
+}
+
+/* Leaves with the turn. No CTA ends before the last of its cluster, so that none of the next one begins. */
+void run_clusters(unsigned ctas)
+{
+  if (!own.fibers) {
+    own.fibers = new fiber[MAX_THREADS];
+    own.stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
+  }
+  fibers = own.fibers;
+  for (unsigned first = 0; first < ctas; first += (unsigned)team->size) {
+    blockIdx = {first + (unsigned)rank, 0, 0};
+    run_cta();
+    const int generation = (int)(first / (unsigned)team->size) + 1;
+    if (++team->ended == generation * team->size) team->ended_threads = 0;
+    while (team->ended < generation * team->size) let_cluster_run(false);
   }
 }
 
@@ -142,6 +324,11 @@ void fail(const char *what)
   abort();
 }
 
+bool late()
+{
+  return descending;
+}
+
 int block_barrier(int value)
 {
   counted += value;
@@ -151,6 +338,16 @@ int block_barrier(int value)
   }
   pause(AT_BARRIER);
   return last_count;
+}
+
+void named_barrier(int barrier, int count)
+{
+  if (++named_count[barrier] == count) {
+    named_count[barrier] = 0;
+    return wake(AT_NAMED, barrier);
+  }
+  fibers[current].number = barrier;
+  pause(AT_NAMED);
 }
 
 void warp_together(unsigned mask, void *mine, void (*work)(void **))
@@ -167,54 +364,168 @@ void warp_together(unsigned mask, void *mine, void (*work)(void **))
 
 void let_others_run()
 {
-  pause(READY);
+  pause(POLLING);
 }
+
+void polled()
+{
+  if (++fibers[current].polls % POLLS == 0) pause(POLLING);
+}
+
+/* ---- copies of a thread ---- */
 
 void copy_later(void *to, const void *from, int bytes, int room)
 {
   fiber &f = fibers[current];
   if (f.copy_count == COPIES) fail("more copies under way than there is room for");
-  f.copies[f.copy_count++] = copy{to, from, bytes, room, f.groups};
+  f.copies[f.copy_count++] = copy{to, from, bytes, room, f.committed};
 }
 
 void commit_copies()
 {
-  fibers[current].groups++;
+  fibers[current].committed++;
 }
 
 void await_copies(int groups_left)
 {
   fiber &f = fibers[current];
+  if (f.landing) (void)land();
+  f.landing = false;
   int kept = 0;
   for (int i = 0; i < f.copy_count; i++) {
     const copy &c = f.copies[i];
-    if (c.group >= f.groups - groups_left) {
+    if (c.group >= f.committed - groups_left)
       f.copies[kept++] = c;
-      continue;
-    }
-    memcpy(c.to, c.from, (size_t)c.bytes);
-    memset(static_cast<char *>(c.to) + c.bytes, 0, (size_t)(c.room - c.bytes));
+    else
+      c.arrive();
   }
   f.copy_count = kept;
 }
 
-void run(unsigned ctas, unsigned block, void (*kernel)(const void *), const void *args)
+void arrive_behind_copies(uint64_t *word)
 {
-  if (!fibers) {
-    fibers = new fiber[MAX_THREADS];
-    stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
-  }
+  fiber &f = fibers[current];
+  std::vector<copy> copies(f.copies, f.copies + f.copy_count);
+  f.copy_count = 0;
+  f.landing = true;
+  land_later([=] {
+    for (const copy &c : copies) c.arrive();
+    arrive(word, 1, 0);
+  });
+}
+
+/* ---- sm_90 ---- */
+
+mbarrier &barrier_at(uint64_t *word)
+{
+  require_aligned(word, 8);
+  mbarrier &b = *reinterpret_cast<mbarrier *>(word);
+  if (b.count == 0x7fff) fail("an mbarrier that was not initialised");
+  return b;
+}
+
+void arrive(uint64_t *word, int threads_come, int64_t bytes)
+{
+  mbarrier &b = barrier_at(word);
+  if (threads_come > b.missing) fail("more arrive at an mbarrier than its count");
+  b.missing -= (uint16_t)threads_come;
+  b.bytes += (int32_t)bytes;
+  if (b.missing || b.bytes) return;
+  b.missing = b.count;
+  b.phase ^= 1;
+}
+
+void wait_for_phase(uint64_t *word, uint32_t parity)
+{
+  if (barrier_at(word).phase != parity) return;
+  fibers[current].barrier = word;
+  fibers[current].parity = parity;
+  pause(AT_MBARRIER);
+}
+
+void land_later(std::function<void()> work)
+{
+  if (!late()) return work();
+  landing.push_back(std::move(work));
+}
+
+static groups &groups_of(bool of_warp)
+{
+  return of_warp ? warps[current / 32].later : fibers[current].later;
+}
+
+void group_later(std::function<void()> work, bool of_warp)
+{
+  if (!late()) return work();
+  groups_of(of_warp).items.push_back({groups_of(of_warp).committed, std::move(work)});
+}
+
+void commit_group(bool of_warp)
+{
+  groups_of(of_warp).committed++;
+}
+
+void await_groups(int groups_left, bool of_warp)
+{
+  groups_of(of_warp).await(groups_left);
+}
+
+unsigned cluster_rank()
+{
+  return (unsigned)rank;
+}
+
+unsigned char *in_cluster(const void *mine, unsigned of)
+{
+  if (of >= (unsigned)team->size) fail("a CTA that the cluster has not");
+  if (team->absent[of]) fail("shared memory of a CTA that has not begun or has ended");
+  return team->shared[of] + (static_cast<const unsigned char *>(mine) - dynamic_shared);
+}
+
+void cluster_barrier()
+{
+  fibers[current].number = team->generation;
+  team->at_barrier++;
+  if (cluster_has_come()) return finish_cluster_barrier();
+  pause(AT_CLUSTER);
+}
+
+/* ---- launches ---- */
+
+void run(unsigned ctas, unsigned cluster_size, unsigned block, void (*kernel)(const void *), const void *args)
+{
+  static thread_local bool last_descended;
   if (block > MAX_THREADS) fail("more threads than a CTA has");
-  threads = (int)block;
-  body = kernel;
-  arguments = args;
-  gridDim = {ctas, 1, 1};
-  blockDim = {block, 1, 1};
-  for (unsigned cta = 0; cta < ctas; cta++) {
-    blockIdx = {cta, 0, 0};
-    run_cta();
+  if (cluster_size > MAX_CLUSTER || ctas % cluster_size) fail("a grid that is not whole clusters");
+  cluster here = {};
+  here.size = (int)cluster_size;
+  for (bool &absent : here.absent) absent = true;
+  for (sem_t &turn : here.turn) sem_init(&turn, 0, 0);
+  const bool descends = last_descended;
+  const auto run_rank = [&](unsigned own_rank) {
+    threads = (int)block;
+    body = kernel;
+    arguments = args;
+    descending = descends;
+    gridDim = {ctas, 1, 1};
+    blockDim = {block, 1, 1};
+    team = &here;
+    rank = (int)own_rank;
+    if (here.size == 1) return run_clusters(ctas);
+    take_turn();
+    run_clusters(ctas);
+    give_turn();
+  };
+  if (cluster_size == 1) {
+    run_rank(0);
+  } else {
+    std::vector<std::thread> ranks;
+    for (unsigned r = 0; r < cluster_size; r++) ranks.emplace_back(run_rank, r);
+    sem_post(&here.turn[descends ? cluster_size - 1 : 0]);
+    for (std::thread &r : ranks) r.join();
   }
-  descending = !descending;
+  for (sem_t &turn : here.turn) sem_destroy(&turn);
+  last_descended = !descends;
 }
 
 } // namespace grid

@@ -1,11 +1,17 @@
-/* The shim's machine as one whose kernels are run: one small GPU without rows of its own. */
+/* The shim's machine as one whose kernels are run: one small GPU. GPU=sm_90 in the environment: of Hopper. */
 #include "../shim/shim.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 __attribute__((constructor)) static void emulate(void)
 {
+  const char *gpu = getenv("GPU");
+  const bool hopper = gpu != NULL && strcmp(gpu, "sm_90") == 0;
   shim_reset();
   shim.devices = 1;
-  shim.major = 8;
+  shim.major = hopper ? 9 : 8;
   shim.minor = 0;
   shim.emulates = true;
+  if (hopper) shim.processors = 4; /* grids that fill the GPU are small, and their CTAs have several tiles each */
 }

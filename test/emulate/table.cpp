@@ -1,4 +1,4 @@
-/* Kernels by name, of the rows that every GPU has. The shim asks when something is launched (test/shim/runtime.c). */
+/* Kernels by name, of the whole table. The shim asks when something is launched (test/shim/runtime.c). */
 #include "cuda.h"
 
 #include "attention.h"
@@ -13,21 +13,39 @@
 
 namespace grid
 {
-void run(unsigned ctas, unsigned block, void (*kernel)(const void *), const void *args);
+void run(unsigned ctas, unsigned cluster, unsigned block, void (*kernel)(const void *), const void *args);
 }
 
 #define OPERATION(name, arguments, shape, grid, units) using name##_takes = arguments;
 #include "../../host/operations.def"
 
-/* A row of sm_90a is none here. */
-#define IF_any(...) __VA_ARGS__
-#define IF_sm90(...)
+/* What a kernel takes: of form wgmma tensor maps besides. */
+template <class A> struct with_maps;
+template <> struct with_maps<gemm_args> {
+  using type = gemm_sm90_args;
+};
+template <> struct with_maps<router_args> {
+  using type = router_sm90_args;
+};
+template <> struct with_maps<weight_gradient_args> {
+  using type = weight_gradient_sm90_args;
+};
+#define TAKES_wgmma(op) with_maps<op##_takes>::type
+#define TAKES_tile(op) op##_takes
+#define TAKES_ntile(op) op##_takes
+#define TAKES_thin(op) op##_takes
+#define TAKES_fma(op) op##_takes
+#define TAKES_unpack(op) op##_takes
+#define TAKES_stream(op) op##_takes
+#define TAKES_mixed(op) op##_takes
+#define TAKES_few(op) op##_takes
+#define TAKES_dot(op) op##_takes
 
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  IF_##arch(extern "C" void VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const op##_takes);)
+  extern "C" void VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const TAKES_##form(op));
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
-  IF_##arch(extern "C" void UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const op##_takes);)
+  extern "C" void UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const op##_takes);
 #include "variants.def"
 
 template <auto KERNEL, class A> static void call(const void *args)
@@ -40,20 +58,21 @@ template <auto KERNEL, class A> static void call(const void *args)
 static const struct {
   const char *name;
   void (*kernel)(const void *);
+  unsigned cluster;
 } kernels[] = {
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  IF_##arch({TEXT(VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)),                                    \
-             call<VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK), op##_takes>}, )
+  {TEXT(VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)),                                              \
+   call<VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK), TAKES_##form(op)>, CLUSTER},
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
-  IF_##arch({TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                          \
-             call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>}, )
+  {TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                                    \
+   call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>, CLUSTER},
 #include "variants.def"
 };
 
 extern "C" bool shim_emulate(const char *name, const void *args, unsigned ctas, unsigned threads)
 {
   for (const auto &k : kernels)
-    if (strcmp(k.name, name) == 0) return grid::run(ctas, threads, k.kernel, args), true;
+    if (strcmp(k.name, name) == 0) return grid::run(ctas, k.cluster, threads, k.kernel, args), true;
   return false;
 }
