@@ -7,6 +7,7 @@
 #include "cuda.h"
 
 #include <csetjmp>
+#include <mutex>
 #include <semaphore.h>
 #include <thread>
 #include <ucontext.h>
@@ -65,7 +66,7 @@ struct groups {
 
 struct fiber {
   jmp_buf at;
-  ucontext_t first;
+  bool begun; /* `at` is in first_step, or in what that called */
   state is;
   copy copies[COPIES];
   int copy_count, committed, polls;
@@ -91,17 +92,35 @@ struct cluster {
   sem_t turn[MAX_CLUSTER];
 };
 
+/* Whoever runs CTAs has one; kept for the next, for pages that were touched are half of a small launch's time. */
 struct memory {
-  fiber *fibers = nullptr;
-  unsigned char *stacks = nullptr;
-  ~memory()
+  fiber *fibers = new fiber[MAX_THREADS];
+  unsigned char *stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
+};
+std::mutex spare_lock;
+std::vector<memory> spare;
+
+struct owned_memory : memory {
+  owned_memory() : memory(taken())
   {
-    delete[] fibers;
-    delete[] stacks;
+    for (int t = 0; t < MAX_THREADS; t++) fibers[t].begun = false; /* its stack knows another host thread */
+  }
+  ~owned_memory()
+  {
+    const std::lock_guard<std::mutex> hold(spare_lock);
+    spare.push_back(*this);
+  }
+  static memory taken()
+  {
+    const std::lock_guard<std::mutex> hold(spare_lock);
+    if (spare.empty()) return memory();
+    const memory last = spare.back();
+    spare.pop_back();
+    return last;
   }
 };
 
-thread_local memory own;
+thread_local owned_memory own;
 thread_local fiber *fibers;
 thread_local warp warps[WARPS];
 thread_local jmp_buf scheduler;
@@ -168,13 +187,28 @@ void end_thread()
   if (w.came && w.came == (w.mask & w.live)) finish_warp(w);
   if (at_barrier && at_barrier == live) finish_barrier();
   if (team->at_barrier && cluster_has_come()) finish_cluster_barrier();
-  _longjmp(scheduler, 1);
+  if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
 }
 
+/* A thread of one CTA after the other. */
 void first_step()
 {
-  body(arguments);
-  end_thread();
+  for (;;) {
+    body(arguments);
+    end_thread();
+  }
+}
+
+void begin_fiber(int t)
+{
+  ucontext_t first;
+  getcontext(&first);
+  first.uc_stack.ss_sp = own.stacks + (size_t)t * STACK;
+  first.uc_stack.ss_size = STACK;
+  first.uc_link = nullptr;
+  makecontext(&first, first_step, 0);
+  fibers[t].begun = true;
+  setcontext(&first);
 }
 
 void set_up(int t)
@@ -185,11 +219,6 @@ void set_up(int t)
   f.landing = false;
   f.barrier = nullptr;
   f.later = groups();
-  getcontext(&f.first);
-  f.first.uc_stack.ss_sp = own.stacks + (size_t)t * STACK;
-  f.first.uc_stack.ss_size = STACK;
-  f.first.uc_link = nullptr;
-  makecontext(&f.first, first_step, 0);
   if (t % 32 == 0) warps[t / 32] = warp();
   warps[t / 32].live |= 1u << t % 32;
 }
@@ -206,7 +235,7 @@ bool may_run(const fiber &f)
 }
 
 /* Each fiber that may run, once. Returns whether one did that does not only poll. */
-bool run_fibers(bool *started, bool &polling)
+bool run_fibers(bool &polling)
 {
   volatile bool any = false, polled = false;
   for (volatile int i = 0; i < threads; i = i + 1) {
@@ -217,9 +246,8 @@ bool run_fibers(bool *started, bool &polling)
     current = t;
     threadIdx.x = (unsigned)t;
     if (_setjmp(scheduler) == 0) {
-      if (started[t]) _longjmp(fibers[t].at, 1);
-      started[t] = true;
-      setcontext(&fibers[t].first);
+      if (fibers[t].begun) _longjmp(fibers[t].at, 1);
+      begin_fiber(t);
     }
   }
   polling = polled;
@@ -279,8 +307,6 @@ void let_cluster_run(bool polling)
 
 void run_cta()
 {
-  static thread_local bool started[MAX_THREADS];
-  memset(started, 0, sizeof started);
   memset(dynamic_shared, 0xff, sizeof dynamic_shared);
   memset(named_count, 0, sizeof named_count);
   live = threads;
@@ -290,7 +316,7 @@ void run_cta()
   for (int t = 0; t < threads; t++) set_up(t);
   while (live > 0) {
     bool polling;
-    if (run_fibers(started, polling) || land())
+    if (run_fibers(polling) || land())
       team->idle = 0;
     else if (live > 0)
       let_cluster_run(polling);
@@ -302,10 +328,6 @@ void run_cta()
 /* Leaves with the turn. No CTA ends before the last of its cluster, so that none of the next one begins. */
 void run_clusters(unsigned ctas)
 {
-  if (!own.fibers) {
-    own.fibers = new fiber[MAX_THREADS];
-    own.stacks = new unsigned char[(size_t)MAX_THREADS * STACK];
-  }
   fibers = own.fibers;
   for (unsigned first = 0; first < ctas; first += (unsigned)team->size) {
     blockIdx = {first + (unsigned)rank, 0, 0};
