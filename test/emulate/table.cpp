@@ -30,16 +30,16 @@ template <> struct with_maps<router_args> {
 template <> struct with_maps<weight_gradient_args> {
   using type = weight_gradient_sm90_args;
 };
-#define TAKES_wgmma(op) with_maps<op##_takes>::type
-#define TAKES_tile(op) op##_takes
-#define TAKES_ntile(op) op##_takes
-#define TAKES_thin(op) op##_takes
-#define TAKES_fma(op) op##_takes
+#define TAKES_wgmma(op)  with_maps<op##_takes>::type
+#define TAKES_tile(op)   op##_takes
+#define TAKES_ntile(op)  op##_takes
+#define TAKES_thin(op)   op##_takes
+#define TAKES_fma(op)    op##_takes
 #define TAKES_unpack(op) op##_takes
 #define TAKES_stream(op) op##_takes
-#define TAKES_mixed(op) op##_takes
-#define TAKES_few(op) op##_takes
-#define TAKES_dot(op) op##_takes
+#define TAKES_mixed(op)  op##_takes
+#define TAKES_few(op)    op##_takes
+#define TAKES_dot(op)    op##_takes
 
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \

@@ -81,11 +81,11 @@ static bool map_is_legal(CUtensorMapDataType type, cuuint32_t rank, const void *
 }
 
 static void fill_map(shim_tensor_map *map, CUtensorMapDataType type, cuuint32_t rank, const void *base,
-                     const cuuint64_t *size, const cuuint64_t *stride, const cuuint32_t *box, CUtensorMapSwizzle swizzle)
+                     const cuuint64_t *size, const cuuint64_t *stride, const cuuint32_t *box,
+                     CUtensorMapSwizzle swizzle)
 {
-  *map = (shim_tensor_map){.base = (uintptr_t)base,
-                           .rank = (uint8_t)rank,
-                           .swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 4 : 8};
+  *map = (shim_tensor_map){
+      .base = (uintptr_t)base, .rank = (uint8_t)rank, .swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 4 : 8};
   for (cuuint32_t i = 0; i < rank; i++) {
     map->stride[i] = i ? stride[i - 1] : element_bytes(type);
     map->last[i] = (uint32_t)(size[i] - 1);
@@ -102,7 +102,8 @@ static CUresult encode_tiled(CUtensorMap *map, CUtensorMapDataType type, cuuint3
 {
   (void)steps, (void)interleave, (void)promotion, (void)fill;
   cudaError_t error = shim_begin("cuTensorMapEncodeTiled", SHIM_NEUTRAL, "rank %u", rank);
-  if (error == cudaSuccess && !map_is_legal(type, rank, base, size, stride, box, swizzle)) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess && !map_is_legal(type, rank, base, size, stride, box, swizzle))
+    error = cudaErrorInvalidValue;
   if (error == cudaSuccess) memset(map, 0x3c, sizeof *map);
   if (error == cudaSuccess && shim.emulates)
     fill_map((shim_tensor_map *)map, type, rank, base, size, stride, box, swizzle);

@@ -290,10 +290,7 @@ template <> struct wgmma_element<f16> {
 };
 template <> struct wgmma_element<e4m3> {
   static constexpr int BYTES = 1;
-  static float of(const void *p)
-  {
-    return of_e4m3(*static_cast<const uint8_t *>(p));
-  }
+  static float of(const void *p) { return of_e4m3(*static_cast<const uint8_t *>(p)); }
 };
 template <> struct wgmma_element<s8> {
   static constexpr int BYTES = 1;
