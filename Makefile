@@ -388,7 +388,7 @@ test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts
 check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a
 	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
 
-# Kernels of any GPU without one: minutes, on demand.
+# Kernels without a GPU: minutes, on demand.
 emulate: $(call chosen,$(EMULATE_TESTS:%=$(OBJ)/emulate/bin/%))
 	@$(script_env) test/check/emulate.sh $(notdir $^)
 
@@ -456,7 +456,7 @@ help:
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
-	@echo 'make emulate    no GPU: kernels of any GPU run by the CPU, in their tests: minutes (T="rows": one)'
+	@echo 'make emulate    no GPU: the kernels run by the CPU, in their tests: minutes (T="rows": one)'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
 	@echo 'make tune       measures every kernel and writes host/tune/<the GPU>.def  (TUNE_ARGS, GPU)'
