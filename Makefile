@@ -67,7 +67,7 @@ C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
-CXX_EMULATED := -std=c++17 -O2 -g1 -w -fno-strict-aliasing -ffp-contract=off -include test/emulate/cuda.h \
+CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off -include test/emulate/cuda.h \
 	-Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
@@ -96,10 +96,10 @@ HELPER_C     := $(TEST_HELPERS:%=test/%.c) $(wildcard bench/tinylm.c bench/decod
 # A program over the shim (test/shim/) has no CUDA runtime: `make check` runs it, under the sanitizers.
 SHIMMED      := $(patsubst test/%.c,%,$(shell grep -ls '^.include "shim/' $(test_stems:%=test/%.c) /dev/null))
 SHIM_C       := $(wildcard test/shim/*.c)
-# The kernels of any GPU, run by the CPU (test/emulate/).
-EMULATED     := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call sm_of,$s),,$s)) grid table
+# Kernels that the CPU runs (test/emulate/).
+EMULATED     := $(basename $(notdir $(KERNEL_CU))) grid table
 EMULATE_OBJS := $(EMULATED:%=$(OBJ)/emulate/%.o) $(OBJ)/test/emulate/machine.o $(SHIM_C:%.c=$(OBJ)/%.o)
-EMULATE_TESTS ?= rows backward attention ep
+EMULATE_TESTS ?= rows backward attention train variants ep
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
@@ -388,7 +388,7 @@ test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts
 check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a
 	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
 
-# Kernels of any GPU without one: minutes, on demand.
+# Kernels without a GPU: minutes, on demand.
 emulate: $(call chosen,$(EMULATE_TESTS:%=$(OBJ)/emulate/bin/%))
 	@$(script_env) test/check/emulate.sh $(notdir $^)
 
@@ -456,7 +456,7 @@ help:
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'
 	@echo '                SANITIZE=thread, or another; address,undefined by default'
-	@echo 'make emulate    no GPU: kernels of any GPU run by the CPU, in their tests: minutes (T="rows": one)'
+	@echo 'make emulate    no GPU: the kernels run by the CPU, in their tests: minutes (T="rows": one)'
 	@echo 'make coverage   branches of host/ that no test takes; make mutants: changes of host/ that no test notices'
 	@echo 'make bench      speed, against the roofline and cuBLAS                     (BENCH_ARGS)'
 	@echo 'make tune       measures every kernel and writes host/tune/<the GPU>.def  (TUNE_ARGS, GPU)'

@@ -178,7 +178,7 @@ cumoe_status cumoe_embedding_backward(cumoe_context handle, const cumoe_embeddin
 /* ---- norms ---- */
 
 /* On CUDA sums over runs of rows lie behind the rows' statistics. */
-static size_t norm_bytes(const struct context *context, int64_t rows, int64_t cols)
+static size_t norm_bytes(struct context *context, int64_t rows, int64_t cols)
 {
   const size_t sums = on_cpu(context) ? 0 : (size_t)NORM_RUNS(rows) * (size_t)cols;
   return ((size_t)rows + sums) * sizeof(double[2]);

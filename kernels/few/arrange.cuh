@@ -169,11 +169,11 @@ template <class S> DEVICE void arrange_h(const few_args &args, few_smem<S> &smem
     }
 }
 
-/* By a consumer, which has nothing better to do than what others will wait for: a chunk is mostly the way to L2 and
- * back, so those of all experts are asked for side by side. */
+/* By a consumer warp, which has nothing better to do than what others will wait for: a chunk is mostly the way to L2
+ * and back, so those of all experts are asked for side by side. Lanes need not see the barrier's phase end at once. */
 template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, int active, int experts)
 {
-  for (int next = active; next < experts && !mbarrier_test_wait(&smem.arranged[active], 0);)
+  for (int next = active; next < experts && !__any_sync(ALL_LANES, mbarrier_test_wait(&smem.arranged[active], 0));)
     if (!arrange_chunk<S>(args, smem, next)) next++;
   wait_for(&smem.arranged[active], 0);
 }

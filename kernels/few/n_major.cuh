@@ -10,6 +10,7 @@
 #ifndef CUMOE_FEW_N_MAJOR_CUH
 #define CUMOE_FEW_N_MAJOR_CUH
 
+#include "device/ptx_narrow_sm90.cuh"
 #include "few/schedule.cuh"
 
 /* ---- where things lie ---- */
@@ -47,14 +48,6 @@ DEVICE const typename S::W *lane_column(const gemm_args &g, const few_units<S> &
 }
 
 /* ---- copies and products ---- */
-
-/* As cp_async_cg_16, where the other half of the line is read elsewhere, or later. */
-DEVICE void cp_async_cg_16_apart(uint32_t shared, const void *global, int bytes, uint64_t policy)
-{
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::64B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-               "r"(bytes), "l"(policy)
-               : "memory");
-}
 
 template <class S>
 DEVICE void copy_n_major(const gemm_args &g, const few_units<S> &unit, few_halves of, int slice, few_stage<S> &stage)

@@ -11,6 +11,7 @@
 #ifndef CUMOE_LANE_WEIGHTS_CUH
 #define CUMOE_LANE_WEIGHTS_CUH
 
+#include "device/ptx_narrow_sm90.cuh"
 #include "gemm/stream.cuh"
 #include "gemm/weight_factors.cuh"
 
@@ -183,18 +184,6 @@ template <class S> struct stage_scales {
 
 /* ---- consumers ---- */
 
-#define LDS(name, type)                                                                                                \
-  DEVICE uint32_t name(uint32_t address)                                                                               \
-  {                                                                                                                    \
-    uint32_t v;                                                                                                        \
-    asm volatile("ld.shared." #type " %0, [%1];" : "=r"(v) : "r"(address) : "memory");                                 \
-    return v;                                                                                                          \
-  }
-LDS(lds_u8, u8)
-LDS(lds_u16, u16)
-LDS(lds_u32, u32)
-#undef LDS
-
 /* What all formats share: shared addresses of the scales of a lane's rows in stage 0. Row r of four is of octet r of
  * its warp. */
 template <class S> struct scale_places {
@@ -312,7 +301,7 @@ template <class S, class FACTORS> struct u4_scales {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const uint32_t at = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
-      set(f, r, args.b.scale.dtype, size == 4 ? lds_u32(at) : lds_u16(at), bias(args, smem.scales[stage], r, block));
+      set(f, r, args.b.scale.dtype, size == 4 ? lds_32(at) : lds_u16(at), bias(args, smem.scales[stage], r, block));
     }
     return f;
   }

@@ -412,6 +412,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
+    if (token_tile<S>::SERVED) __syncwarp(); /* what is staged of the last unit is read */
     if constexpr (token_tile<S>::SERVED)
       if (tokens_are_rows<S>(args.g)) {
         consume_tokens<S>(args, smem, at, slot);

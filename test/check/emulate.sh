@@ -1,24 +1,44 @@
 #!/bin/bash
-# Kernels of any GPU, run by the CPU (test/emulate/), against what the tests want of a GPU: every such row of the table
-# in a layer of 70 tokens, the layer's backward, attention, groups of ranks on 8 GPUs (CUMOE_EMULATED_GPUS: so many). What
-# it cannot show: speed, races between CTAs, what the compiler for GPUs makes of the code, kernels of sm_90a. Some
-# minutes; one argument: one of the programs.
+# Kernels run by the CPU (test/emulate/) against what the tests want of a GPU. On one of compute capability 8.0: every
+# row of the table for any GPU in a layer of 70 tokens, the layer's backward, attention, training. On one of 9.0: every
+# row of sm_90a in that layer, those of the backward, of attention and of the operations. Groups of ranks on 8 GPUs
+# (CUMOE_EMULATED_GPUS: so many). What it cannot show: speed, races between CTAs, what the compiler for GPUs makes of the
+# code. Minutes; arguments: some of the programs.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
-programs=${*:-rows backward attention ep}
-for program in $programs; do
-  only= gpus=1
-  [ "$program" = rows ] && only="T 70:"
-  [ "$program" = ep ] && only="ranks on GPUs" gpus=${CUMOE_EMULATED_GPUS:-8}
-  CUMOE_EMULATED_GPUS=$gpus "$lib/obj/emulate/bin/$program" --device cuda --only "$only" > "$work/$program" 2>&1 &
-done
+export SMALL=1
+# Program, GPU, words of the rows' names (of rows), groups. Two run at a time.
+runs='rows sm_80 - T 70:
+rows sm_90 sm90 T 70:
+backward sm_80 -
+backward sm_90 - kernels of gradients
+attention sm_80 -
+attention sm_90 - shapes
+train sm_80 -
+variants sm_90 - router_sm90
+variants sm_90 - norm_sm90_row_bf16_bf16_1x131072
+variants sm_90 - softmax_sm90_row_f32_f32_1x131072
+ep sm_80 - ranks on GPUs'
+run() {
+  local words=$3 gpus=1
+  [ "$words" != - ] || words=
+  [ "$1" != ep ] || gpus=${CUMOE_EMULATED_GPUS:-8}
+  GPU=$2 ROWS=$words KERNELS_RUN=$work/kernels CUMOE_EMULATED_GPUS=$gpus \
+    "$lib/obj/emulate/bin/$1" --device cuda --only "$4" > "$work/$1 $2 $4" 2>&1
+}
+while read -r program gpu words only; do
+  case " ${*:-rows backward attention train variants ep} " in *" $program "*) ;; *) continue ;; esac
+  [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
+  run "$program" "$gpu" "$words" "$only" &
+done <<< "$runs"
 wait
-for program in $programs; do
-  counts=$(sed -n '$s/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p' "$work/$program")
+for log in "$work"/*\ *; do
+  counts=$(sed -n '$s/^\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\1 \2 \3/p' "$log")
   set -- ${counts:-0 1 0}
   passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
-  if [ "$2" -eq 0 ]; then echo "ok    $program: $1 passed, $3 skipped"
-  else echo "FAIL  $program" && grep -v '^ok\|# skipped' "$work/$program" | tail -n 40 | sed 's/^/      /'; fi
+  if [ "$2" -eq 0 ]; then echo "ok    ${log##*/}: $1 passed, $3 skipped"
+  else echo "FAIL  ${log##*/}" && grep -v '^ok\|# skipped' "$log" | tail -n 40 | sed 's/^/      /'; fi
 done
+echo "      $(sort -u "$work/kernels" | grep -c _sm90_) kernels of sm_90a ran, $(sort -u "$work/kernels" | grep -vc _sm90_) others"
 finish

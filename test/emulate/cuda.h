@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 
 #include <cuda_runtime_api.h>
@@ -60,16 +61,45 @@ extern thread_local unsigned char dynamic_shared[];
 int block_barrier(int value); /* returns the number of threads whose value is not 0 */
 /* `work` is done once, on what all lanes of `mask` that have not ended handed in (NULL: not one of them). */
 void warp_together(unsigned mask, void *mine, void (*work)(void **of_lane));
-void let_others_run();
+void named_barrier(int barrier, int threads);
+void let_others_run();     /* of one that polls: also CTAs beside this one */
+void polled();             /* a word was read that others may write: now and then the same */
 void let_other_gpus_run(); /* which are other host threads: called in what waits for them */
 uint64_t now_ns();         /* a clock that stands while any grid does something else than wait for other GPUs */
 [[noreturn]] void fail(const char *what);
+
+/* Every other launch takes all in the opposite order, and does what need not be done at once as late as can be. */
+bool late();
 
 /* Copies to shared memory, of the calling thread, which arrive no earlier than somebody waits for them. */
 void copy_later(void *to, const void *from, int bytes, int room);
 void commit_copies();
 enum { ALL_COPIES = -1 };
 void await_copies(int groups_left); /* of those that were committed; ALL_COPIES: nothing is left */
+
+/* ---- sm_90 ---- */
+
+/* In the 64 bits of an mbarrier. Nobody's word begins as one: shared memory begins as 0xff. */
+struct mbarrier {
+  int32_t bytes; /* to come */
+  uint16_t missing, count : 15, phase : 1;
+};
+mbarrier &barrier_at(uint64_t *word); /* fails if it was not initialised */
+void arrive(uint64_t *word, int threads, int64_t bytes);
+void wait_for_phase(uint64_t *word, uint32_t parity);
+void arrive_behind_copies(uint64_t *word); /* when what copy_later has of this thread has arrived */
+
+/* Asynchronous: at once, or when no thread of the CTA has anything else to do. */
+void land_later(std::function<void()> work);
+
+/* Of a thread, in groups: at once, or when it waits for the group. The same of a warp, called for all of it. */
+void group_later(std::function<void()> work, bool of_warp);
+void commit_group(bool of_warp);
+void await_groups(int groups_left, bool of_warp);
+
+unsigned cluster_rank();
+unsigned char *in_cluster(const void *mine, unsigned rank); /* the same place of a CTA beside this one */
+void cluster_barrier();
 
 inline void require_aligned(const void *p, size_t bytes)
 {
@@ -271,6 +301,15 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select)
     out |= byte << 8 * i;
   }
   return out;
+}
+inline unsigned __vimax3_u16x2(unsigned a, unsigned b, unsigned c)
+{
+  unsigned most = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const unsigned of[] = {a >> shift & 0xffff, b >> shift & 0xffff, c >> shift & 0xffff};
+    most |= (of[0] > of[1] ? (of[0] > of[2] ? of[0] : of[2]) : (of[1] > of[2] ? of[1] : of[2])) << shift;
+  }
+  return most;
 }
 template <class T> T __ldg(const T *p)
 {

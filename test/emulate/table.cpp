@@ -1,4 +1,4 @@
-/* Kernels by name, of the rows that every GPU has, and of groups. The shim asks when something is launched (test/shim/runtime.c). */
+/* Kernels by name, of the whole table and of groups. The shim asks when something is launched (test/shim/runtime.c). */
 #include "cuda.h"
 
 #include "attention.h"
@@ -14,21 +14,40 @@
 namespace grid
 {
 /* together: CTAs of the grid may wait for each other. */
-void run(emulated_index grid, unsigned block, void (*kernel)(const void *), const void *args, bool together);
+void run(emulated_index grid, unsigned cluster, unsigned block, void (*kernel)(const void *), const void *args,
+         bool together);
 } // namespace grid
 
 #define OPERATION(name, arguments, shape, grid, units) using name##_takes = arguments;
 #include "../../host/operations.def"
 
-/* A row of sm_90a is none here. */
-#define IF_any(...) __VA_ARGS__
-#define IF_sm90(...)
+/* What a kernel takes: of form wgmma tensor maps besides. */
+template <class A> struct with_maps;
+template <> struct with_maps<gemm_args> {
+  using type = gemm_sm90_args;
+};
+template <> struct with_maps<router_args> {
+  using type = router_sm90_args;
+};
+template <> struct with_maps<weight_gradient_args> {
+  using type = weight_gradient_sm90_args;
+};
+#define TAKES_wgmma(op)  with_maps<op##_takes>::type
+#define TAKES_tile(op)   op##_takes
+#define TAKES_ntile(op)  op##_takes
+#define TAKES_thin(op)   op##_takes
+#define TAKES_fma(op)    op##_takes
+#define TAKES_unpack(op) op##_takes
+#define TAKES_stream(op) op##_takes
+#define TAKES_mixed(op)  op##_takes
+#define TAKES_few(op)    op##_takes
+#define TAKES_dot(op)    op##_takes
 
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  IF_##arch(extern "C" void VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const op##_takes);)
+  extern "C" void VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const TAKES_##form(op));
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
-  IF_##arch(extern "C" void UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const op##_takes);)
+  extern "C" void UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const op##_takes);
 #include "variants.def"
 
 #define MOVE(name) extern "C" void name(const ep_args);
@@ -48,26 +67,43 @@ template <auto KERNEL, class A> static void call(const void *args)
 
 #define TEXT(name)  TEXT_(name)
 #define TEXT_(name) #name
-static const struct {
+static struct {
   const char *name;
   void (*kernel)(const void *);
+  unsigned cluster;
+  bool ran;
 } kernels[] = {
 #define ROWS_ALL
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  IF_##arch({TEXT(VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)),                                    \
-             call<VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK), op##_takes>}, )
+  {TEXT(VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)),                                              \
+   call<VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK), TAKES_##form(op)>, CLUSTER},
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
-  IF_##arch({TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                          \
-             call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>}, )
+  {TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                                    \
+   call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>, CLUSTER},
 #include "variants.def"
 #undef MOVE
-#define MOVE(name) {#name, call<name, ep_args>},
+#define MOVE(name) {#name, call<name, ep_args>, 1},
     MOVES_OF_GROUPS};
+
+/* KERNELS_RUN in the environment: a file that gets the names of those that were. */
+__attribute__((destructor)) static void list_kernels()
+{
+  const char *to = getenv("KERNELS_RUN");
+  FILE *file = to ? fopen(to, "a") : nullptr;
+  if (!file) return;
+  for (const auto &k : kernels)
+    if (k.ran) fprintf(file, "%s\n", k.name);
+  fclose(file);
+}
 
 extern "C" bool shim_emulate(const char *name, const void *args, const unsigned grid[2], unsigned threads)
 {
   const bool of_group = strncmp(name, "cumoe_ep_", 9) == 0;
-  for (const auto &k : kernels)
-    if (strcmp(k.name, name) == 0) return grid::run({grid[0], grid[1], 1}, threads, k.kernel, args, of_group), true;
+  for (auto &k : kernels) {
+    if (strcmp(k.name, name) != 0) continue;
+    k.ran = true;
+    grid::run({grid[0], grid[1], 1}, k.cluster, threads, k.kernel, args, of_group);
+    return true;
+  }
   return false;
 }

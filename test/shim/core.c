@@ -40,6 +40,7 @@ void shim_reset(void)
                         .driver = 13000,
                         .memory = (size_t)1 << 30,
                         .smem = 227 * 1024,
+                        .processors = 132,
                         .max_threads = 1024,
                         .nccl = 22907,
                         .patience_ms = 60000};

@@ -1,5 +1,6 @@
 /* The driver's functions that the host layer asks the runtime for. They set no last error. */
 #include "core.h"
+#include "tensor_map.h"
 
 #include <string.h>
 
@@ -54,13 +55,24 @@ static CUresult pointer_attribute(void *value, CUpointer_attribute attribute, CU
   return shim_end_driver(error);
 }
 
-/* What the hardware documents for tiled maps with 128-byte swizzle. */
-static bool map_is_legal(CUtensorMapDataType type, cuuint32_t rank, const void *base, const cuuint64_t *size,
-                         const cuuint64_t *stride, const cuuint32_t *box)
+static cuuint32_t element_bytes(CUtensorMapDataType type)
 {
-  const cuuint32_t element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
-  if (element == 2 && type != CU_TENSOR_MAP_DATA_TYPE_FLOAT16 && type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) return false;
-  if (rank < 1 || rank > 5 || (uintptr_t)base % 16 || (uintptr_t)base == 0 || box[0] * element > 128) return false;
+  switch ((int)type) {
+  case CU_TENSOR_MAP_DATA_TYPE_UINT8: return 1;
+  case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
+  case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: return 2;
+  case CU_TENSOR_MAP_DATA_TYPE_FLOAT32: return 4;
+  default: return 0;
+  }
+}
+
+/* What the hardware documents for tiled maps whose lines are swizzled. */
+static bool map_is_legal(CUtensorMapDataType type, cuuint32_t rank, const void *base, const cuuint64_t *size,
+                         const cuuint64_t *stride, const cuuint32_t *box, CUtensorMapSwizzle swizzle)
+{
+  const cuuint32_t element = element_bytes(type), line = swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
+  if (element == 0 || (swizzle != CU_TENSOR_MAP_SWIZZLE_64B && swizzle != CU_TENSOR_MAP_SWIZZLE_128B)) return false;
+  if (rank < 1 || rank > 5 || (uintptr_t)base % 16 || (uintptr_t)base == 0 || box[0] * element > line) return false;
   for (cuuint32_t i = 0; i < rank; i++) {
     if (size[i] == 0 || size[i] > (cuuint64_t)1 << 32 || box[i] == 0 || box[i] > 256) return false;
     if (i + 1 < rank && (stride[i] % 16 || stride[i] >= (cuuint64_t)1 << 40)) return false;
@@ -68,15 +80,33 @@ static bool map_is_legal(CUtensorMapDataType type, cuuint32_t rank, const void *
   return true;
 }
 
+static void fill_map(shim_tensor_map *map, CUtensorMapDataType type, cuuint32_t rank, const void *base,
+                     const cuuint64_t *size, const cuuint64_t *stride, const cuuint32_t *box,
+                     CUtensorMapSwizzle swizzle)
+{
+  *map = (shim_tensor_map){
+      .base = (uintptr_t)base, .rank = (uint8_t)rank, .swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 4 : 8};
+  for (cuuint32_t i = 0; i < rank; i++) {
+    map->stride[i] = i ? stride[i - 1] : element_bytes(type);
+    map->last[i] = (uint32_t)(size[i] - 1);
+    map->box[i] = (uint16_t)box[i];
+  }
+}
+
+_Static_assert(sizeof(shim_tensor_map) <= sizeof(CUtensorMap), "a tensor map holds it");
+
 static CUresult encode_tiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
                              const cuuint64_t *size, const cuuint64_t *stride, const cuuint32_t *box,
                              const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                              CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill)
 {
-  (void)steps, (void)interleave, (void)swizzle, (void)promotion, (void)fill;
+  (void)steps, (void)interleave, (void)promotion, (void)fill;
   cudaError_t error = shim_begin("cuTensorMapEncodeTiled", SHIM_NEUTRAL, "rank %u", rank);
-  if (error == cudaSuccess && !map_is_legal(type, rank, base, size, stride, box)) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess && !map_is_legal(type, rank, base, size, stride, box, swizzle))
+    error = cudaErrorInvalidValue;
   if (error == cudaSuccess) memset(map, 0x3c, sizeof *map);
+  if (error == cudaSuccess && shim.emulates)
+    fill_map((shim_tensor_map *)map, type, rank, base, size, stride, box, swizzle);
   return shim_end_driver(error);
 }
 

@@ -102,7 +102,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *facts, int device)
     facts->major = shim.major;
     facts->minor = shim.minor;
     facts->totalGlobalMem = shim.memory;
-    facts->multiProcessorCount = 132;
+    facts->multiProcessorCount = shim.processors;
     facts->l2CacheSize = 50 << 20;
     facts->sharedMemPerBlock = 48 * 1024;
     facts->sharedMemPerBlockOptin = (size_t)shim.smem;

@@ -23,6 +23,7 @@ typedef struct shim_machine {
   int devices, major, minor;      /* 2 of compute capability 9.0 by default */
   int driver;                     /* its CUDA version, 13000; 0: none installed */
   size_t memory;                  /* bytes of each device */
+  int processors;                 /* SMs of each, 132 */
   int smem;                       /* bytes of shared memory a block may ask for */
   bool no_pools, no_image;        /* devices without memory pools; images without code for them */
   bool broken_peers, no_peers;    /* granted access breaks copies between devices; no path between them */

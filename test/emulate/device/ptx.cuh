@@ -13,11 +13,13 @@ DEVICE void wait_for_earlier_grids() {}
 template <class T> DEVICE T load_relaxed(const T *source)
 {
   grid::require_aligned(source, sizeof(T));
+  grid::polled();
   return *source;
 }
 DEVICE uint4 load_relaxed_vector(const void *source)
 {
   grid::require_aligned(source, 16);
+  grid::polled();
   return *static_cast<const uint4 *>(source);
 }
 template <class T> DEVICE void store_relaxed(T *target, T value)
@@ -26,6 +28,7 @@ template <class T> DEVICE void store_relaxed(T *target, T value)
 }
 DEVICE int32_t load_acquire(const int32_t *source)
 {
+  grid::polled();
   return *source;
 }
 DEVICE void add_release(int32_t *target, int32_t value)
@@ -227,6 +230,18 @@ DEVICE uint32_t cvt_e4m3(float value)
 DEVICE uint32_t cvt_e4m3x2(float low, float high)
 {
   return cvt_e4m3(low) | cvt_e4m3(high) << 8;
+}
+DEVICE float of_e4m3(unsigned code)
+{
+  const int exponent = (int)(code >> 3 & 15), fraction = (int)(code & 7);
+  const float size = (code & 127) == 127 ? NAN
+                     : exponent          ? ldexpf((float)(8 + fraction), exponent - 10)
+                                         : ldexpf((float)fraction, -9);
+  return code & 128 ? -size : size;
+}
+DEVICE uint32_t cvt_f16x2_e4m3x2(uint32_t codes)
+{
+  return pack_pair<f16>(of_e4m3(codes & 255), of_e4m3(codes >> 8 & 255));
 }
 DEVICE float flushed(float x)
 {
