@@ -67,8 +67,8 @@ C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
-CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off -include test/emulate/cuda.h \
-	-Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
+CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off \
+	-include test/emulate/cuda.h -Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)

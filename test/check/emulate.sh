@@ -40,5 +40,6 @@ for log in "$work"/*\ *; do
   if [ "$2" -eq 0 ]; then echo "ok    ${log##*/}: $1 passed, $3 skipped"
   else echo "FAIL  ${log##*/}" && grep -v '^ok\|# skipped' "$log" | tail -n 40 | sed 's/^/      /'; fi
 done
-echo "      $(sort -u "$work/kernels" | grep -c _sm90_) kernels of sm_90a ran, $(sort -u "$work/kernels" | grep -vc _sm90_) others"
+ran=$(sort -u "$work/kernels")
+echo "      $(grep -c _sm90_ <<< "$ran") kernels of sm_90a ran, $(grep -vc _sm90_ <<< "$ran") others"
 finish

@@ -1,6 +1,6 @@
 /*
- * What nvcc gives a kernel, for a C++ compiler: kernels/ is compiled with it for the CPU (test/emulate/grid.cpp). Put in
- * front of every file; device/ptx.cuh beside it stands for the one of kernels/.
+ * What nvcc gives a kernel, for a C++ compiler: kernels/ is compiled with it for the CPU (test/emulate/grid.cpp). Put
+ * in front of every file; device/ptx.cuh beside it stands for the one of kernels/.
  */
 #ifndef CUMOE_EMULATE_CUDA_H
 #define CUMOE_EMULATE_CUDA_H

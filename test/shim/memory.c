@@ -299,7 +299,7 @@ static cudaError_t put(const node *n, cudaStream_t stream)
 cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width, size_t rows,
                               enum cudaMemcpyKind kind, cudaStream_t stream)
 {
-  const node n = {dst, src, dst_pitch, src_pitch, width, rows, 0, ""};
+  const node n = {.dst = dst, .src = src, .dst_pitch = dst_pitch, .src_pitch = src_pitch, .width = width, .rows = rows};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu x %zu, pitches %zu, %zu, kind %d", rows, width, dst_pitch,
                             src_pitch, (int)kind);
   if (error == cudaSuccess &&
@@ -312,7 +312,7 @@ cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size
 
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream)
 {
-  const node n = {dst, src, bytes, bytes, bytes, 1, 0, ""};
+  const node n = {.dst = dst, .src = src, .dst_pitch = bytes, .src_pitch = bytes, .width = bytes, .rows = 1};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu, kind %d", bytes, (int)kind);
   if (error == cudaSuccess) error = kind_fits(&n, kind);
   if (error == cudaSuccess) error = put(&n, stream);
@@ -322,7 +322,7 @@ cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaM
 /* A fill also reaches pinned memory, through its device address. */
 cudaError_t cudaMemset2DAsync(void *dst, size_t pitch, int byte, size_t width, size_t rows, cudaStream_t stream)
 {
-  const node n = {dst, NULL, pitch, pitch, width, rows, byte, ""};
+  const node n = {.dst = dst, .dst_pitch = pitch, .src_pitch = pitch, .width = width, .rows = rows, .byte = byte};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu x %zu, pitch %zu, byte %d", rows, width, pitch, byte);
   if (error == cudaSuccess && (pitch < width || pitch > INT32_MAX)) error = cudaErrorInvalidPitchValue;
   if (error == cudaSuccess && !in_arenas(dst) && host_block_at(dst) == NULL) error = cudaErrorInvalidValue;
@@ -332,7 +332,7 @@ cudaError_t cudaMemset2DAsync(void *dst, size_t pitch, int byte, size_t width, s
 
 cudaError_t cudaMemsetAsync(void *dst, int byte, size_t bytes, cudaStream_t stream)
 {
-  const node n = {dst, NULL, bytes, bytes, bytes, 1, byte, ""};
+  const node n = {.dst = dst, .dst_pitch = bytes, .src_pitch = bytes, .width = bytes, .rows = 1, .byte = byte};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu, byte %d", bytes, byte);
   if (error == cudaSuccess && !in_arenas(dst) && host_block_at(dst) == NULL) error = cudaErrorInvalidValue;
   if (error == cudaSuccess) error = put(&n, stream);

@@ -19,7 +19,8 @@ static cudaError_t move_peer(const node *n, int dst_device, int src_device, cuda
     error = cudaErrorInvalidValue;
   if (error != cudaSuccess) return error;
   if (shim.broken_peers && granted) {
-    const node nothing = {n->dst, NULL, n->dst_pitch, n->dst_pitch, n->width, n->rows, 0, ""};
+    const node nothing = {
+        .dst = n->dst, .dst_pitch = n->dst_pitch, .src_pitch = n->dst_pitch, .width = n->width, .rows = n->rows};
     return shim_move(&nothing);
   }
   if (stream_of(stream)->graph == NULL) return shim_move(n);
@@ -30,7 +31,7 @@ static cudaError_t move_peer(const node *n, int dst_device, int src_device, cuda
 cudaError_t cudaMemcpyPeerAsync(void *dst, int dst_device, const void *src, int src_device, size_t bytes,
                                 cudaStream_t stream)
 {
-  const node n = {dst, src, bytes, bytes, bytes, 1, 0, ""};
+  const node n = {.dst = dst, .src = src, .dst_pitch = bytes, .src_pitch = bytes, .width = bytes, .rows = 1};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu, from %d to %d", bytes, src_device, dst_device);
   if (error == cudaSuccess) error = move_peer(&n, dst_device, src_device, stream);
   return shim_end(error);
@@ -38,8 +39,12 @@ cudaError_t cudaMemcpyPeerAsync(void *dst, int dst_device, const void *src, int 
 
 cudaError_t cudaMemcpy3DPeerAsync(const struct cudaMemcpy3DPeerParms *p, cudaStream_t stream)
 {
-  const node n = {
-      p->dstPtr.ptr, p->srcPtr.ptr, p->dstPtr.pitch, p->srcPtr.pitch, p->extent.width, p->extent.height, 0, ""};
+  const node n = {.dst = p->dstPtr.ptr,
+                  .src = p->srcPtr.ptr,
+                  .dst_pitch = p->dstPtr.pitch,
+                  .src_pitch = p->srcPtr.pitch,
+                  .width = p->extent.width,
+                  .rows = p->extent.height};
   cudaError_t error =
       BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu x %zu, from %d to %d", n.rows, n.width, p->srcDevice, p->dstDevice);
   if (error == cudaSuccess && (p->extent.depth != 1 || n.dst_pitch < n.width || n.src_pitch < n.width))

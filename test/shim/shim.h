@@ -4,8 +4,8 @@
  *
  * Device memory has addresses that the host cannot touch (a host access is a crash in every build) and bytes kept
  * elsewhere, which only copies and fills reach; every access is checked against the live allocations. Work is done when
- * it is launched; kernels are recorded and, but where `emulates` is set, not run. Captures follow CUDA's rules, the unsafe calls included. All objects
- * are counted: what is live after the last destroy is a leak.
+ * it is launched; kernels are recorded and, but where `emulates` is set, not run. Captures follow CUDA's rules, the
+ * unsafe calls included. All objects are counted: what is live after the last destroy is a leak.
  *
  * A call that frees and fails has freed: that is what CUDA does for errors of earlier work.
  */
