@@ -2,8 +2,8 @@
 # Kernels run by the CPU (test/emulate/) against what the tests want of a GPU. On one of compute capability 8.0: every
 # row of the table for any GPU in a layer of 70 tokens, the layer's backward, attention, training. On one of 9.0: every
 # row of sm_90a in that layer, those of the backward, of attention and of the operations. Groups of ranks on 8 GPUs
-# (CUMOE_EMULATED_GPUS: so many). What it cannot show: speed, races between CTAs, what the compiler for GPUs makes of the
-# code. Minutes; arguments: some of the programs.
+# (CUMOE_EMULATED_GPUS: so many). What it cannot show: speed, races between CTAs, what the compiler for GPUs makes of
+# the code. Minutes; arguments: some of the programs.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
