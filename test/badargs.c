@@ -1449,7 +1449,9 @@ static void fill_norm(arguments *a)
   a->norm.dy = give(CUMOE_BF16, TOKENS, HIDDEN);
   a->norm.dx = give_mut(CUMOE_BF16, TOKENS, HIDDEN);
   a->norm.dweight = give_mut(CUMOE_F32, 1, HIDDEN);
-  a->norm.workspace = give_mut(CUMOE_U8, 1, TOKENS * 16);
+  size_t bytes = 0; /* a CUDA device has sums of runs of rows besides */
+  CHECK_OK(cumoe_norm_backward_workspace(bench.context, TOKENS, HIDDEN, &bytes));
+  a->norm.workspace = give_mut(CUMOE_U8, 1, (int64_t)bytes);
   a->info = &a->norm;
 }
 static void fill_layernorm(arguments *a)
@@ -1467,7 +1469,7 @@ TRAIN_CALL(cumoe_rmsnorm_backward, fill_norm, NORM_BACKWARD_ROWS)
 TRAIN_CALL(cumoe_layernorm_backward, fill_layernorm, NORM_BACKWARD_ROWS,
            VIEW("args.dbias", norm.dbias, OR_F32, 0, OPTIONAL | OUT))
 CALL(cumoe_norm_backward_workspace, fill_norm, cumoe_norm_backward_workspace(a->context, a->rows, a->cols, a->out),
-     CONTEXT, LONG("rows", rows, 0, MOST - 1), LONG("cols", cols, 0, INT32_MAX), NOT_NULL("bytes", out))
+     CONTEXT, LONG("rows", rows, 0, MOST / HIDDEN), LONG("cols", cols, 0, INT32_MAX), NOT_NULL("bytes", out))
 
 static void fill_loss(arguments *a)
 {

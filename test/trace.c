@@ -1113,9 +1113,10 @@ static void training(world *w)
     CHECK_OK(cumoe_attention(w->context, &a, NULL));
     CHECK(round == 0 || shim_calls(SHIM_ALL) == shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH));
     list_kernels(shim_trace(), kernels, sizeof kernels);
-    CHECK_MSG(
-        strcmp(kernels, "elementwise norm norm norm embedding embedding embedding embedding embedding attention ") == 0,
-        "the kernels are: %s", kernels);
+    CHECK_MSG(strcmp(kernels,
+                     "elementwise norm norm norm norm embedding embedding embedding embedding embedding attention ") ==
+                  0,
+              "the kernels are: %s", kernels);
   }
 }
 
