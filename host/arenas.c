@@ -330,7 +330,6 @@ static cumoe_status check_bytes(size_t bytes)
 static cumoe_status take_config(const cumoe_arenas_config *from, cumoe_arenas_config *c)
 {
   TRY(take_struct("config", from, c));
-  if (c->timeout_ns == 0) c->timeout_ns = INT64_C(30000000000);
   REQUIRE(c->wire >= CUMOE_WIRE_AUTO && c->wire <= CUMOE_WIRE_WINDOW, CUMOE_ERR_INVALID_ARGUMENT,
           "config.wire is %d, no cumoe_wire", (int)c->wire);
   REQUIRE(c->ranks >= 1 && c->ranks <= CUMOE_MAX_RANKS, CUMOE_ERR_INVALID_ARGUMENT,
@@ -341,9 +340,7 @@ static cumoe_status take_config(const cumoe_arenas_config *from, cumoe_arenas_co
   REQUIRE(c->comm || !c->nccl, CUMOE_ERR_INVALID_ARGUMENT, "config.nccl is given, config.comm is null");
   REQUIRE(c->comm || c->wire != CUMOE_WIRE_WINDOW, CUMOE_ERR_INVALID_ARGUMENT,
           "config.wire is CUMOE_WIRE_WINDOW, config.comm is null");
-  REQUIRE(c->timeout_ns > 0, CUMOE_ERR_INVALID_ARGUMENT, "config.timeout_ns is %lld, must be 0 (30 s) or more",
-          (long long)c->timeout_ns);
-  return CUMOE_OK;
+  return check_timeout("config.timeout_ns", &c->timeout_ns);
 }
 
 static cumoe_status new_letters(int32_t ranks, letter **letters)

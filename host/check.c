@@ -395,3 +395,11 @@ cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out)
   const cumoe_view nothing = {0};
   return residual.data == out.data && residual.ld == out.ld && residual.rows == out.rows ? nothing : residual;
 }
+
+cumoe_status check_timeout(const char *name, int64_t *timeout_ns)
+{
+  REQUIRE(*timeout_ns >= 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 (30 s) or more", name,
+          (long long)*timeout_ns);
+  if (*timeout_ns == 0) *timeout_ns = INT64_C(30000000000);
+  return CUMOE_OK;
+}

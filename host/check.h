@@ -96,4 +96,7 @@ cumoe_status check_moe_desc(const cumoe_moe_desc *from, cumoe_moe_desc *to);
 /* Nothing where accumulating in place is meant: the one overlap that is legal. */
 cumoe_view unless_in_place(cumoe_view residual, cumoe_view_mut out);
 
+/* How long a rank waits for another; 0 becomes the default. */
+cumoe_status check_timeout(const char *name, int64_t *timeout_ns);
+
 #endif

@@ -3,6 +3,7 @@
  * the caller's stream; what the host says, in create, abort and destroy, it copies on a stream of the group's own,
  * which waits for no kernel.
  */
+#include "clock.h"
 #include "context.h"
 #include "ep.h"
 #include "launch.h"
@@ -53,13 +54,6 @@ cumoe_status wire_load_abort(const group *g, uint64_t *word)
   if (*word == 0) TRY(wire_load(g, g->at.abort, word));
   *word = ep_heeded(&g->ways, *word);
   return CUMOE_OK;
-}
-
-static int64_t now_ns(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_abort, uint64_t *end)

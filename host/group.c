@@ -50,14 +50,6 @@ static cumoe_status check_served(const cumoe_moe_desc *d, const cumoe_group_conf
   return CUMOE_OK;
 }
 
-static cumoe_status check_timeout(const char *name, int64_t *timeout_ns)
-{
-  REQUIRE(*timeout_ns >= 0, CUMOE_ERR_INVALID_ARGUMENT, "%s is %lld, must be 0 (30 s) or more", name,
-          (long long)*timeout_ns);
-  if (*timeout_ns == 0) *timeout_ns = INT64_C(30000000000);
-  return CUMOE_OK;
-}
-
 /* Copies it, with defaults filled in. */
 static cumoe_status take_config(const struct plan *plan, const cumoe_group_config *from, cumoe_group_config *c)
 {

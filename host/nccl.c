@@ -1,5 +1,6 @@
 /* See nccl.h. */
 #include "nccl.h"
+#include "clock.h"
 #include "dl.h"
 
 #include <dlfcn.h>
@@ -84,13 +85,6 @@ cumoe_status nccl_check(const nccl *n, int32_t rank, int32_t ranks, int32_t devi
   REQUIRE(own == rank, CUMOE_ERR_INVALID_ARGUMENT, "config.comm is of rank %d, config.rank is %d", own, (int)rank);
   REQUIRE(gpu == device, CUMOE_ERR_WRONG_DEVICE, "config.comm is of CUDA device %d, context of %d", gpu, (int)device);
   return CUMOE_OK;
-}
-
-static int64_t now_ns(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 cumoe_status nccl_await(const nccl *n, const char *call, cudaStream_t stream, int64_t timeout_ns, bool *stuck)

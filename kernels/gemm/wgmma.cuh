@@ -412,12 +412,13 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     const int group = S::PACKED ? (int)tid_x() / S::GROUP - 1 : own; /* there registers are full */
     const tile_unit unit = smem.units[slot];
     if (unit.expert < 0) break;
-    if (token_tile<S>::SERVED) __syncwarp(); /* what is staged of the last unit is read */
-    if constexpr (token_tile<S>::SERVED)
+    if constexpr (token_tile<S>::SERVED) {
+      __syncwarp(); /* what is staged of the last unit is read */
       if (tokens_are_rows<S>(args.g)) {
         consume_tokens<S>(args, smem, at, slot);
         continue;
       }
+    }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
       skip<S>(args.g, smem, at);

@@ -6,6 +6,7 @@
 #ifndef CUMOE_ELEMENTS_CUH
 #define CUMOE_ELEMENTS_CUH
 
+#include "device/dtype.cuh"
 #include "device/ptx.cuh"
 #include "train.h"
 
@@ -13,10 +14,7 @@
 
 DEVICE double get(const matrix &m, int64_t row, int64_t column)
 {
-  const int64_t at = row * m.ld + column;
-  return m.dtype == DT_F32   ? (double)static_cast<const float *>(m.data)[at]
-         : m.dtype == DT_F16 ? (double)to_f32(static_cast<const f16 *>(m.data)[at])
-                             : (double)to_f32(static_cast<const bf16 *>(m.data)[at]);
+  return (double)load_any(m.data, row * m.ld + column, m.dtype);
 }
 
 /* Rounded once. */
@@ -64,33 +62,36 @@ template <int THREADS, class F> DEVICE void for_vectors(span all, F work)
     work(span{c, min(c + VECTOR, all.end)});
 }
 
-template <class T> DEVICE bool is_whole(const T *at, int count)
+DEVICE bool is_whole(const matrix &m, int64_t at, int count)
 {
-  return count == VECTOR && reinterpret_cast<uintptr_t>(at) % (VECTOR * sizeof(T)) == 0;
+  const int64_t bytes = m.dtype == DT_F32 ? 4 : 2;
+  return count == VECTOR && (reinterpret_cast<intptr_t>(m.data) + at * bytes) % (VECTOR * bytes) == 0;
 }
 
 /* What is not there is 0. */
-template <class T, class R> DEVICE void get_from(const T *from, int count, R (&value)[VECTOR])
+template <class R> DEVICE void get_vector(R (&value)[VECTOR], const matrix &m, int64_t row, span columns)
 {
+  const int64_t at = row * m.ld + columns.begin;
+  const int count = (int)(columns.end - columns.begin);
   float of[VECTOR];
-  if (is_whole(from, count)) {
-    load_f32<VECTOR>(from, of);
+  if (is_whole(m, at, count)) {
+    load_any(m.data, at, m.dtype, of);
   } else {
 #pragma unroll
-    for (int i = 0; i < VECTOR; i++) of[i] = i < count ? to_f32(from[i]) : 0.f;
+    for (int i = 0; i < VECTOR; i++) of[i] = i < count ? load_any(m.data, at + i, m.dtype) : 0.f;
   }
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) value[i] = (R)of[i];
 }
 
-template <class T, class R> DEVICE void put_to(T *to, int count, const R (&value)[VECTOR])
+template <class T, class R> DEVICE void put_to(T *to, bool whole, int count, const R (&value)[VECTOR])
 {
   using vector = typename bytes_vector<VECTOR * sizeof(T)>::type;
   vector raw;
   T *of = reinterpret_cast<T *>(&raw);
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) of[i] = rounded<T>(value[i]);
-  if (is_whole(to, count)) {
+  if (whole) {
     *reinterpret_cast<vector *>(to) = raw;
   } else {
 #pragma unroll
@@ -99,29 +100,18 @@ template <class T, class R> DEVICE void put_to(T *to, int count, const R (&value
   }
 }
 
-template <class R> DEVICE void get_vector(R (&value)[VECTOR], const matrix &m, int64_t row, span columns)
-{
-  const int64_t at = row * m.ld + columns.begin;
-  const int count = (int)(columns.end - columns.begin);
-  if (m.dtype == DT_F32)
-    get_from(static_cast<const float *>(m.data) + at, count, value);
-  else if (m.dtype == DT_F16)
-    get_from(static_cast<const f16 *>(m.data) + at, count, value);
-  else
-    get_from(static_cast<const bf16 *>(m.data) + at, count, value);
-}
-
 /* Rounded once. */
 template <class R> DEVICE void put_vector(const R (&value)[VECTOR], const matrix &m, int64_t row, span columns)
 {
   const int64_t at = row * m.ld + columns.begin;
   const int count = (int)(columns.end - columns.begin);
+  const bool whole = is_whole(m, at, count);
   if (m.dtype == DT_F32)
-    put_to(static_cast<float *>(m.data) + at, count, value);
+    put_to(static_cast<float *>(m.data) + at, whole, count, value);
   else if (m.dtype == DT_F16)
-    put_to(static_cast<f16 *>(m.data) + at, count, value);
+    put_to(static_cast<f16 *>(m.data) + at, whole, count, value);
   else
-    put_to(static_cast<bf16 *>(m.data) + at, count, value);
+    put_to(static_cast<bf16 *>(m.data) + at, whole, count, value);
 }
 
 /* What a function of elements of this type is computed in: `work` gets a number of it. Conversions to double and

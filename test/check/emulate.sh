@@ -3,7 +3,7 @@
 # row of the table for any GPU in a layer of 70 tokens, the layer's backward, attention, training. On one of 9.0: every
 # row of sm_90a in that layer, those of the backward, of attention and of the operations. Groups of ranks on 8 GPUs
 # (CUMOE_EMULATED_GPUS: so many). What it cannot show: speed, races between CTAs, what the compiler for GPUs makes of
-# the code. Minutes; arguments: some of the programs.
+# the code. Minutes; arguments: the programs.
 . test/check/count.sh
 lib=${LIB:-lib}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
@@ -28,7 +28,7 @@ run() {
     "$lib/obj/emulate/bin/$1" --device cuda --only "$4" > "$work/$1 $2 $4" 2>&1
 }
 while read -r program gpu words only; do
-  case " ${*:-rows backward attention train variants ep} " in *" $program "*) ;; *) continue ;; esac
+  case " $* " in *" $program "*) ;; *) continue ;; esac
   [ "$(jobs -rp | wc -l)" -lt 2 ] || wait -n
   run "$program" "$gpu" "$words" "$only" &
 done <<< "$runs"

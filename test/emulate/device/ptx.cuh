@@ -47,6 +47,17 @@ DEVICE unsigned char *at_shared(uint32_t address)
   return grid::dynamic_shared + (int32_t)address;
 }
 
+/* What all lanes of a warp have handed in. */
+template <class LANE> struct whole_warp {
+  void **of_lane;
+  whole_warp(void **lanes, const char *missing) : of_lane(lanes)
+  {
+    for (int l = 0; l < 32; l++)
+      if (!of_lane[l]) grid::fail(missing);
+  }
+  LANE *operator()(int l) const { return static_cast<LANE *>(of_lane[l]); }
+};
+
 /* Registers of a lane's part of d += a b; lanes of a quad have neighbouring columns of a, k of b, columns of d. */
 template <class D> struct mma_lane {
   D *d;
@@ -57,9 +68,7 @@ template <class D> struct mma_lane {
 template <int PER, class D, D (*OF)(uint32_t, int)> void mma_of_warp(void **of_lane)
 {
   constexpr int K = 8 * PER;
-  for (int l = 0; l < 32; l++)
-    if (!of_lane[l]) grid::fail("an mma without all lanes");
-  const auto lane = [&](int l) { return static_cast<mma_lane<D> *>(of_lane[l]); };
+  const whole_warp<mma_lane<D>> lane(of_lane, "an mma without all lanes");
   D a[16][K], b[K][8];
   for (int l = 0; l < 32; l++)
     for (int r = 0; r < 4; r++)
@@ -101,9 +110,7 @@ struct ldmatrix_lane {
 };
 template <bool TRANSPOSED> void ldmatrix_of_warp(void **of_lane)
 {
-  for (int l = 0; l < 32; l++)
-    if (!of_lane[l]) grid::fail("an ldmatrix without all lanes");
-  const auto lane = [&](int l) { return static_cast<ldmatrix_lane *>(of_lane[l]); };
+  const whole_warp<ldmatrix_lane> lane(of_lane, "an ldmatrix without all lanes");
   for (int l = 0; l < 32; l++) grid::require_aligned(at_shared(lane(l)->address), 16);
   for (int l = 0; l < 32; l++)
     for (int m = 0; m < 4; m++) {

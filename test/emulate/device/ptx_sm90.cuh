@@ -211,9 +211,7 @@ struct stmatrix_lane {
 };
 template <bool TRANSPOSED> void stmatrix_of_warp(void **of_lane)
 {
-  for (int l = 0; l < 32; l++)
-    if (!of_lane[l]) grid::fail("an stmatrix without all lanes");
-  const auto lane = [&](int l) { return static_cast<stmatrix_lane *>(of_lane[l]); };
+  const whole_warp<stmatrix_lane> lane(of_lane, "an stmatrix without all lanes");
   for (int l = 0; l < 32; l++) grid::require_aligned(at_shared(lane(l)->address), 16);
   for (int l = 0; l < 32; l++)
     for (int m = 0; m < 4; m++)
@@ -342,9 +340,8 @@ template <class T, int N, bool A_N_MAJOR, bool B_N_MAJOR> struct wgmma_of_warp {
   static void begin(void **of_lane)
   {
     wgmma_of_warp work;
-    const auto lane = [&](int l) { return static_cast<wgmma_lane<D> *>(of_lane[l]); };
+    const whole_warp<wgmma_lane<D>> lane(of_lane, "a wgmma without all lanes");
     for (int l = 0; l < 32; l++) {
-      if (!of_lane[l]) grid::fail("a wgmma without all lanes");
       if (lane(l)->a_at != lane(0)->a_at || lane(l)->b_at != lane(0)->b_at || lane(l)->add != lane(0)->add)
         grid::fail("lanes whose wgmma are different");
       work.d[l] = lane(l)->d;
