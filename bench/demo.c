@@ -1,6 +1,6 @@
 /*
- * Generates text with a small trained Mixture-of-Experts model, its MoE layers on the GPU if there is one,
- * else on the CPU device: the same calls. The text goes to stdout, everything about it to stderr.
+ * Generates text with a small trained Mixture-of-Experts model, on the GPU if there is one, else on the CPU device: the
+ * same calls. The text goes to stdout, everything about it to stderr.
  */
 #include <langinfo.h>
 #include <locale.h>
@@ -22,8 +22,8 @@ typedef struct options {
 } options;
 
 static const char usage[] = "usage: demo [options] [prompt]\n"
-                            "  --device auto|cpu|cuda|N  where the MoE layers run (auto: the first GPU, else the CPU)\n"
-                            "  --dtype bf16|f32          type of their weights and activations (bf16)\n"
+                            "  --device auto|cpu|cuda|N  where the model runs (auto: the first GPU, else the CPU)\n"
+                            "  --dtype bf16|f32          type of weights and activations (bf16)\n"
                             "  --tokens N                bytes of text to generate (384)\n"
                             "  --temperature X           of the sampling (0.7); 0 is --greedy\n"
                             "  --greedy                  always the likeliest byte\n"
@@ -160,44 +160,11 @@ static int parse_options(int argc, char **argv, options *o)
   return 0;
 }
 
-/* ---- sampling -------------------------------------------------------------------------------------- */
-
-static uint64_t random_bits(uint64_t *state) /* splitmix64 */
-{
-  uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15);
-  z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-  z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
-  return z ^ z >> 31;
-}
-
-static int32_t likeliest(const float *logits, int32_t vocab)
-{
-  int32_t best = 0;
-  for (int32_t i = 1; i < vocab; i++)
-    if (logits[i] > logits[best]) best = i;
-  return best;
-}
-
-static int32_t sample(const float *logits, int32_t vocab, double temperature, uint64_t *state)
-{
-  int32_t best = likeliest(logits, vocab);
-  if (temperature <= 0) return best;
-  double total = 0;
-  for (int32_t i = 0; i < vocab; i++) total += exp((double)(logits[i] - logits[best]) / temperature);
-  double left = (double)(random_bits(state) >> 11) * 0x1p-53 * total;
-  for (int32_t i = 0; i < vocab; i++) {
-    left -= exp((double)(logits[i] - logits[best]) / temperature);
-    if (left < 0) return i;
-  }
-  return best;
-}
-
 /* ---- generation ------------------------------------------------------------------------------------ */
 
 typedef struct run {
   int32_t *text; /* prompt, then what was generated */
   int32_t length, prompt_length;
-  float *logits;
   double prompt_seconds, seconds;
 } run;
 
@@ -215,32 +182,38 @@ static void print_byte(const options *o, int32_t byte)
   putchar(control ? '?' : byte);
 }
 
-/* Feeds what the model has not seen. When its context is full it starts again from the last half of it. */
-static bool feed(tinylm *model, run *r, int32_t fresh)
+/* The device is some tokens ahead of what is printed. */
+static void show_token(void *user, int32_t token)
 {
-  int32_t context = tinylm_get_config(model)->context;
-  if (fresh > context - tinylm_position(model)) {
-    tinylm_rewind(model);
-    fresh = r->length < context / 2 ? r->length : context / 2;
-  }
-  return tinylm_forward(model, r->text + r->length - fresh, fresh, 1, r->logits);
+  print_byte(user, token);
+  fflush(stdout);
+}
+
+/* A context that is full begins again from the last half of it. */
+static bool restart(tinylm *model, run *r)
+{
+  const int32_t half = tinylm_get_config(model)->context / 2, count = r->length < half ? r->length : half;
+  tinylm_rewind(model);
+  return tinylm_forward(model, r->text + r->length - count, count, 0, NULL);
 }
 
 static bool generate(tinylm *model, const options *o, run *r)
 {
-  int32_t vocab = tinylm_get_config(model)->vocab;
   uint64_t state = o->seed;
+  options copy = *o;
   for (int32_t i = 0; i < r->length; i++) print_byte(o, r->text[i]);
   fflush(stdout);
   double start = now();
-  if (!feed(model, r, r->length)) return false;
+  if (!restart(model, r)) return false;
   r->prompt_seconds = now() - start;
-  for (int32_t i = 0; i < o->tokens; i++) {
-    int32_t next = sample(r->logits, vocab, o->temperature, &state);
-    r->text[r->length++] = next;
-    print_byte(o, next);
-    fflush(stdout);
-    if (i + 1 < o->tokens && !feed(model, r, 1)) return false;
+  for (int32_t made = 0; made < o->tokens;) {
+    const int32_t room = tinylm_get_config(model)->context - tinylm_position(model), left = o->tokens - made;
+    int32_t count = left < room ? left : room;
+    if (count > TINYLM_NOISE) count = TINYLM_NOISE;
+    if (count == 0 && !restart(model, r)) return false;
+    if (!tinylm_generate(model, count, o->temperature, &state, r->text + r->length, show_token, &copy)) return false;
+    r->length += count;
+    made += count;
   }
   r->seconds = now() - start - r->prompt_seconds;
   print_byte(o, '\n');
@@ -261,6 +234,14 @@ static int32_t *read_text(const options *o, int32_t *count)
   if (*count >= 2) return text;
   free(text);
   return NULL;
+}
+
+static int32_t likeliest(const float *logits, int32_t vocab)
+{
+  int32_t best = 0;
+  for (int32_t i = 1; i < vocab; i++)
+    if (logits[i] > logits[best]) best = i;
+  return best;
 }
 
 /* Bits that the model needs to tell the next byte. */
@@ -401,9 +382,8 @@ static bool prepare(const options *o, const tinylm_config *c, run *r)
   const char *prompt = length > most ? o->prompt + length - most : o->prompt;
   r->length = r->prompt_length = (int32_t)strlen(prompt);
   r->text = calloc((size_t)r->length + (size_t)o->tokens + 1, sizeof *r->text);
-  r->logits = calloc((size_t)c->vocab, sizeof *r->logits);
   for (int32_t i = 0; r->text && i < r->length; i++) r->text[i] = (unsigned char)prompt[i];
-  return r->text && r->logits;
+  return r->text != NULL;
 }
 
 static tinylm *load(const options *o, cumoe_context context, int32_t index)
@@ -449,7 +429,6 @@ static int talk(const options *o, cumoe_context context, const cumoe_device_info
   good = good && (!o->weights || print_score(o, model));
   if (!good) fprintf(stderr, "\ndemo: %s\n", room ? tinylm_error(model) : "out of memory");
   free(r.text);
-  free(r.logits);
   tinylm_destroy(model);
   return good ? 0 : 1;
 }
@@ -474,7 +453,6 @@ static bool write_own(const options *o, tinylm *model, texts *t)
   tinylm_rewind(model);
   t->own = r.text;
   t->own_count = r.length;
-  free(r.logits);
   return good && remember_window(model, t->given, t->given_count, &t->seen);
 }
 
@@ -497,7 +475,6 @@ static bool compare(const options *o, tinylm *model, int32_t index, texts *t)
     fprintf(stderr, "demo: %s: %s\n", weights_at(index).name, tinylm_error(model));
   fflush(stdout);
   free(r.text);
-  free(r.logits);
   return good;
 }
 

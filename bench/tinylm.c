@@ -9,11 +9,19 @@
 #include "safetensors.h"
 
 typedef struct layer {
-  float *input_norm, *q, *k, *v, *o, *q_norm, *k_norm, *post_norm; /* [out, in] row-major */
-  float *keys, *values;                                            /* [context, kv_heads * head_dim] */
-  cumoe_view router;                                               /* [experts, hidden] on the device */
+  cumoe_view_mut input_norm, q, k, v, o, q_norm, k_norm, post_norm; /* [out, in] row-major */
+  cumoe_view_mut keys, values;                                      /* [context, kv_heads * head_dim] */
+  cumoe_view router;                                                /* [experts, hidden] */
   cumoe_weights experts;
 } layer;
+
+/* What the device is told of the tokens of a pass, in one piece: the tokens, how many positions there are with them,
+ * how many tokens there are, the row of noise that the next one is drawn by, and the tokens' positions. */
+typedef struct pass {
+  cumoe_view_mut all, tokens, length, count, row, positions;
+} pass;
+
+enum { AHEAD = 4, TOLD = 3 }; /* tokens that may wait for the device; numbers between tokens and positions */
 
 /* Host memory and device buffers are freed from two lists: whatever step of loading fails, nothing is lost.
  */
@@ -23,13 +31,23 @@ struct tinylm {
   cumoe_dtype dtype;
   cumoe_format format; /* of the experts' weights */
   int64_t expert_bytes;
-  cumoe_plan plan;
-  safetensors file; /* open while loading */
+  cumoe_stream stream;    /* NULL on the CPU device, as the graph is */
+  cumoe_plan plan, alone; /* alone: of tinylm_moe, whose result is f32 */
+  cumoe_plan cache;       /* of no layer: puts rows where their positions are */
+  safetensors file;       /* open while loading */
   layer *layers;
-  float *embed, *norm, *head;
-  float *cosine, *sine; /* [context, head_dim / 2] */
-  float *x, *n, *q, *mix, *out, *scores, *weights;
-  int32_t *ids;
+  cumoe_view_mut embed, norm, head;
+  cumoe_view_mut cosine, sine;                           /* [context, head_dim / 2] f32 */
+  cumoe_view_mut x, middle, n, q, k, v, mix, last, room; /* activations of a pass; last: [1, hidden], of its end */
+  cumoe_view_mut one_map;                                /* what the cache's plan asks for besides positions */
+  cumoe_view_mut logits;                                 /* [context, vocab] f32 */
+  cumoe_view_mut noise, noise_row, chosen_weight;        /* noise: [TINYLM_NOISE, vocab] f32 */
+  pass many, one;                                        /* of a prompt; of the graph */
+  cumoe_graph graph;                                     /* chooses a token and runs it */
+  cumoe_event taken[AHEAD], made[AHEAD];
+  int32_t *waiting[AHEAD], *result[AHEAD]; /* pinned: what `one` is told; the token that was chosen */
+  float *host_x, *host_out, *host_weights;
+  int32_t *ids, *told;
   uint16_t *narrow;            /* bf16 staging of one activation matrix or weight */
   cumoe_view_mut dense_expert; /* one expert's matrix before it is quantised */
   cumoe_view_mut dev_x, dev_out, dev_ids, dev_weights, dev_load, workspace;
@@ -93,7 +111,8 @@ static bool device_matrix(tinylm *m, cumoe_dtype dtype, int64_t rows, int64_t co
   if (!grow(m, &list, m->buffer_count, sizeof *m->buffers)) return false;
   m->buffers = list;
   cumoe_buffer buffer;
-  if (!ok(m, cumoe_buffer_alloc(m->context, dtype, rows, cols, NULL, &buffer))) return false;
+  if (!ok(m, cumoe_buffer_alloc_with(m->context, dtype, rows, cols, CUMOE_ALLOC_ZERO, m->stream, &buffer)))
+    return false;
   m->buffers[m->buffer_count++] = buffer;
   *view = cumoe_buffer_view_mut(buffer);
   return true;
@@ -104,15 +123,16 @@ static bool upload(tinylm *m, cumoe_view_mut to, const float *from)
 {
   int64_t count = to.rows * to.cols;
   if (to.dtype == CUMOE_F32)
-    return ok(m, cumoe_copy_from_host(m->context, to, from, (size_t)count * sizeof *from, NULL));
+    return ok(m, cumoe_copy_from_host(m->context, to, from, (size_t)count * sizeof *from, m->stream));
   for (int64_t i = 0; i < count; i++) m->narrow[i] = float_bf16(from[i]);
-  return ok(m, cumoe_copy_from_host(m->context, to, m->narrow, (size_t)count * sizeof *m->narrow, NULL));
+  return ok(m, cumoe_copy_from_host(m->context, to, m->narrow, (size_t)count * sizeof *m->narrow, m->stream));
 }
 
 static bool download(tinylm *m, void *to, cumoe_view_mut from)
 {
   size_t bytes = (size_t)(from.rows * from.cols) * cumoe_dtype_bytes((cumoe_dtype)from.dtype);
-  return ok(m, cumoe_copy_to_host(m->context, to, bytes, cumoe_const(from), NULL));
+  return ok(m, cumoe_copy_to_host(m->context, to, bytes, cumoe_const(from), m->stream)) &&
+         ok(m, cumoe_synchronize(m->context, m->stream));
 }
 
 /* ---- config.json ----------------------------------------------------------------------------------- */
@@ -142,7 +162,7 @@ static bool read_fields(tinylm *m, json root)
   const char *experts = json_find(root, "num_experts").begin ? "num_experts" : "num_local_experts";
   bool all = config_int(m, root, "num_hidden_layers", 1024, &c->layers) &&
              config_int(m, root, "hidden_size", 1 << 16, &c->hidden) &&
-             config_int(m, root, "vocab_size", 1 << 20, &c->vocab) &&
+             config_int(m, root, "vocab_size", CUMOE_MAX_EXPERTS, &c->vocab) &&
              config_int(m, root, "max_position_embeddings", 1 << 16, &c->context) &&
              config_int(m, root, "num_attention_heads", 1024, &c->heads) &&
              config_int(m, root, "num_key_value_heads", 1024, &c->kv_heads) &&
@@ -188,38 +208,39 @@ static bool read_tensor(tinylm *m, const char *name, int64_t rows, int64_t cols,
   return file_floats(t, 0, t->count, to) || failed(m, "tensor %s is not of a floating type", name);
 }
 
-/* cols 0: a vector */
-static float *dense(tinylm *m, int32_t index, const char *suffix, int64_t rows, int64_t cols)
+/* One matrix of the checkpoint, in a buffer of its own. */
+static bool load_matrix(tinylm *m, const char *name, int64_t rows, int64_t cols, float *staging, cumoe_view_mut *view)
+{
+  return read_tensor(m, name, rows, cols, staging) && device_matrix(m, m->dtype, rows, cols, view) &&
+         upload(m, *view, staging);
+}
+
+/* cols 0: a vector. index -1: of no layer. */
+static bool dense(tinylm *m, int32_t index, const char *suffix, int64_t rows, int64_t cols, float *staging,
+                  cumoe_view_mut *view)
 {
   char name[TENSOR_NAME];
   if (index < 0)
     snprintf(name, sizeof name, "%s", suffix);
   else
     snprintf(name, sizeof name, "model.layers.%d.%s", (int)index, suffix);
-  float *block = floats(m, cols ? rows * cols : rows);
-  return block && read_tensor(m, name, rows, cols, block) ? block : NULL;
+  return read_tensor(m, name, rows, cols, staging) &&
+         device_matrix(m, m->dtype, cols ? rows : 1, cols ? cols : rows, view) && upload(m, *view, staging);
 }
 
-static bool load_attention(tinylm *m, int32_t index, layer *l)
+static bool load_attention(tinylm *m, int32_t index, layer *l, float *staging)
 {
   const tinylm_config *c = &m->config;
   int64_t h = c->hidden, d = c->head_dim, q = d * c->heads, kv = d * c->kv_heads;
-  return (l->input_norm = dense(m, index, "input_layernorm.weight", h, 0)) &&
-         (l->q = dense(m, index, "self_attn.q_proj.weight", q, h)) &&
-         (l->k = dense(m, index, "self_attn.k_proj.weight", kv, h)) &&
-         (l->v = dense(m, index, "self_attn.v_proj.weight", kv, h)) &&
-         (l->o = dense(m, index, "self_attn.o_proj.weight", h, q)) &&
-         (l->q_norm = dense(m, index, "self_attn.q_norm.weight", d, 0)) &&
-         (l->k_norm = dense(m, index, "self_attn.k_norm.weight", d, 0)) &&
-         (l->post_norm = dense(m, index, "post_attention_layernorm.weight", h, 0)) &&
-         (l->keys = floats(m, c->context * kv)) && (l->values = floats(m, c->context * kv));
-}
-
-/* One matrix of the checkpoint, in a buffer of its own. */
-static bool load_matrix(tinylm *m, const char *name, int64_t rows, int64_t cols, float *staging, cumoe_view_mut *view)
-{
-  return read_tensor(m, name, rows, cols, staging) && device_matrix(m, m->dtype, rows, cols, view) &&
-         upload(m, *view, staging);
+  return dense(m, index, "input_layernorm.weight", h, 0, staging, &l->input_norm) &&
+         dense(m, index, "self_attn.q_proj.weight", q, h, staging, &l->q) &&
+         dense(m, index, "self_attn.k_proj.weight", kv, h, staging, &l->k) &&
+         dense(m, index, "self_attn.v_proj.weight", kv, h, staging, &l->v) &&
+         dense(m, index, "self_attn.o_proj.weight", h, q, staging, &l->o) &&
+         dense(m, index, "self_attn.q_norm.weight", d, 0, staging, &l->q_norm) &&
+         dense(m, index, "self_attn.k_norm.weight", d, 0, staging, &l->k_norm) &&
+         dense(m, index, "post_attention_layernorm.weight", h, 0, staging, &l->post_norm) &&
+         device_matrix(m, m->dtype, c->context, kv, &l->keys) && device_matrix(m, m->dtype, c->context, kv, &l->values);
 }
 
 enum { GATE, UP, DOWN, PROJECTIONS };
@@ -341,8 +362,10 @@ static bool load_experts(tinylm *m, int32_t index, layer *l, const void **pointe
 /* Elements of the largest matrix that is ever staged for the device. */
 static int64_t staging_elements(const tinylm_config *c)
 {
-  int64_t wide = c->inter > c->experts ? c->inter : c->experts;
-  return (wide > c->context ? wide : c->context) * (int64_t)c->hidden;
+  const int64_t rows[] = {c->inter, c->experts, c->context, c->vocab, (int64_t)c->heads * c->head_dim};
+  int64_t most = 0;
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) most = rows[i] > most ? rows[i] : most;
+  return most * (int64_t)c->hidden;
 }
 
 static bool load_weights(tinylm *m)
@@ -355,13 +378,14 @@ static bool load_weights(tinylm *m)
   if (!m->narrow || !m->layers || !pointers || !staging) return false;
   if (!device_matrix(m, m->dtype, c->inter, c->hidden, &m->dense_expert)) return false;
   for (int32_t i = 0; i < c->layers; i++)
-    if (!load_attention(m, i, &m->layers[i]) || !load_experts(m, i, &m->layers[i], pointers, staging)) return false;
-  return (m->embed = dense(m, -1, "model.embed_tokens.weight", c->vocab, c->hidden)) &&
-         (m->norm = dense(m, -1, "model.norm.weight", c->hidden, 0)) &&
-         (m->head = dense(m, -1, "lm_head.weight", c->vocab, c->hidden));
+    if (!load_attention(m, i, &m->layers[i], staging) || !load_experts(m, i, &m->layers[i], pointers, staging))
+      return false;
+  return dense(m, -1, "model.embed_tokens.weight", c->vocab, c->hidden, staging, &m->embed) &&
+         dense(m, -1, "model.norm.weight", c->hidden, 0, staging, &m->norm) &&
+         dense(m, -1, "lm_head.weight", c->vocab, c->hidden, staging, &m->head);
 }
 
-static bool make_plan(tinylm *m)
+static bool make_plans(tinylm *m)
 {
   const tinylm_config *c = &m->config;
   cumoe_moe_desc desc = {.size = sizeof desc,
@@ -369,37 +393,101 @@ static bool make_plan(tinylm *m)
                          .hidden = c->hidden,
                          .inter = c->inter,
                          .dtype = m->dtype,
-                         .out_dtype = CUMOE_F32, /* the residual stream is f32 on the host: no need to round here */
+                         .out_dtype = m->dtype,
                          .act = CUMOE_ACT_SILU,
                          .up_format = m->format,
                          .down_format = m->format,
                          .routing = c->renormalize ? cumoe_routing_qwen3(c->top_k) : cumoe_routing_qwen2(c->top_k)};
-  size_t bytes;
-  return ok(m, cumoe_plan_create(m->context, &desc, &m->plan)) &&
+  const cumoe_moe_desc cache = {.size = sizeof cache,
+                                .num_experts = 1,
+                                .hidden = c->kv_heads * c->head_dim,
+                                .inter = 8,
+                                .dtype = m->dtype,
+                                .routing = cumoe_routing_qwen3(1)};
+  size_t bytes, more;
+  if (!ok(m, cumoe_plan_create(m->context, &desc, &m->plan)) ||
+      !ok(m, cumoe_plan_create(m->context, &cache, &m->cache)))
+    return false;
+  desc.out_dtype = CUMOE_F32;
+  return ok(m, cumoe_plan_create(m->context, &desc, &m->alone)) &&
          ok(m, cumoe_plan_workspace(m->plan, c->context, &bytes)) &&
-         device_matrix(m, CUMOE_U8, 1, (int64_t)bytes, &m->workspace);
+         ok(m, cumoe_plan_workspace(m->alone, c->context, &more)) &&
+         device_matrix(m, CUMOE_U8, 1, (int64_t)(bytes > more ? bytes : more), &m->workspace);
+}
+
+static bool make_tables(tinylm *m)
+{
+  const int64_t t = m->config.context, half = m->config.head_dim / 2;
+  float *cosine = floats(m, t * half), *sine = floats(m, t * half);
+  if (!cosine || !sine) return false;
+  for (int64_t p = 0; p < t; p++)
+    for (int64_t i = 0; i < half; i++) {
+      double angle = (double)p * pow(m->config.rope_base, -(double)i / (double)half);
+      cosine[p * half + i] = (float)cos(angle);
+      sine[p * half + i] = (float)sin(angle);
+    }
+  return device_matrix(m, CUMOE_F32, t, half, &m->cosine) && upload(m, m->cosine, cosine) &&
+         device_matrix(m, CUMOE_F32, t, half, &m->sine) && upload(m, m->sine, sine);
+}
+
+static cumoe_view_mut integers(cumoe_view_mut of, int64_t at, int64_t count)
+{
+  return cumoe_vector_mut((int32_t *)of.data + at, CUMOE_I32, count);
+}
+
+/* Room for so many tokens; positions are as many as the cache has, of which the first ones are looked at. */
+static bool make_pass(tinylm *m, int64_t tokens, pass *p)
+{
+  if (!device_matrix(m, CUMOE_I32, 1, tokens + TOLD + m->config.context, &p->all)) return false;
+  p->tokens = integers(p->all, 0, tokens);
+  p->length = integers(p->all, tokens, 1);
+  p->count = integers(p->all, tokens + 1, 1);
+  p->row = integers(p->all, tokens + 2, 1);
+  p->positions = integers(p->all, tokens + TOLD, m->config.context);
+  return true;
+}
+
+static bool pinned(tinylm *m, int64_t count, int32_t **to)
+{
+  void *data = NULL;
+  const bool good = ok(m, cumoe_pinned_alloc(m->context, (size_t)count * sizeof **to, 0, &data));
+  *to = data;
+  return good;
+}
+
+/* What generating takes: noise by which tokens are drawn, and what goes to and fro meanwhile. */
+static bool make_chooser(tinylm *m)
+{
+  for (int i = 0; i < AHEAD; i++)
+    if (!ok(m, cumoe_event_create(m->context, 0, &m->taken[i])) ||
+        !ok(m, cumoe_event_create(m->context, 0, &m->made[i])) || !pinned(m, 1 + TOLD + 1, &m->waiting[i]) ||
+        !pinned(m, 1, &m->result[i]))
+      return false;
+  return device_matrix(m, CUMOE_F32, TINYLM_NOISE, m->config.vocab, &m->noise) &&
+         device_matrix(m, CUMOE_F32, 1, m->config.vocab, &m->noise_row) &&
+         device_matrix(m, CUMOE_F32, 1, 1, &m->chosen_weight);
 }
 
 static bool make_scratch(tinylm *m)
 {
   const tinylm_config *c = &m->config;
-  int64_t t = c->context, h = c->hidden, q = (int64_t)c->heads * c->head_dim, half = c->head_dim / 2;
-  if (!(m->x = floats(m, t * h)) || !(m->n = floats(m, t * h)) || !(m->q = floats(m, t * q)) ||
-      !(m->mix = floats(m, t * q)) || !(m->out = floats(m, t * h)) || !(m->scores = floats(m, t)) ||
-      !(m->weights = floats(m, t * c->top_k)) || !(m->ids = owned(m, t * c->top_k, sizeof *m->ids)) ||
-      !(m->cosine = floats(m, t * half)) || !(m->sine = floats(m, t * half)))
+  int64_t t = c->context, h = c->hidden, q = (int64_t)c->heads * c->head_dim, kv = (int64_t)c->kv_heads * c->head_dim;
+  size_t room;
+  if (!(m->host_x = floats(m, t * h)) || !(m->host_out = floats(m, t * h)) ||
+      !(m->host_weights = floats(m, t * c->top_k)) || !(m->ids = owned(m, t * c->top_k, sizeof *m->ids)) ||
+      !(m->told = owned(m, 2 * t + TOLD, sizeof *m->told)))
     return false;
-  for (int64_t p = 0; p < t; p++)
-    for (int64_t i = 0; i < half; i++) {
-      double angle = (double)p * pow(c->rope_base, -(double)i / (double)half);
-      m->cosine[p * half + i] = (float)cos(angle);
-      m->sine[p * half + i] = (float)sin(angle);
-    }
-  return device_matrix(m, m->dtype, t, h, &m->dev_x) && device_matrix(m, CUMOE_F32, t, h, &m->dev_out) &&
+  return ok(m, cumoe_matmul_prepare(m->context)) && ok(m, cumoe_matmul_workspace(m->context, &room)) &&
+         device_matrix(m, CUMOE_U8, 1, (int64_t)room, &m->room) && device_matrix(m, m->dtype, t, h, &m->x) &&
+         device_matrix(m, m->dtype, t, h, &m->middle) && device_matrix(m, m->dtype, t, h, &m->n) &&
+         device_matrix(m, m->dtype, t, q, &m->q) && device_matrix(m, m->dtype, t, kv, &m->k) &&
+         device_matrix(m, m->dtype, t, kv, &m->v) && device_matrix(m, m->dtype, t, q, &m->mix) &&
+         device_matrix(m, m->dtype, 1, h, &m->last) && device_matrix(m, CUMOE_F32, t, c->vocab, &m->logits) &&
+         device_matrix(m, CUMOE_I32, 1, 4 + t, &m->one_map) && make_pass(m, t, &m->many) && make_pass(m, 1, &m->one) &&
+         device_matrix(m, m->dtype, t, h, &m->dev_x) && device_matrix(m, CUMOE_F32, t, h, &m->dev_out) &&
          device_matrix(m, CUMOE_I32, t, c->top_k, &m->dev_ids) &&
          device_matrix(m, CUMOE_F32, t, c->top_k, &m->dev_weights) &&
-         device_matrix(m, CUMOE_I64, c->layers, c->experts, &m->dev_load) &&
-         ok(m, cumoe_fill(m->context, m->dev_load, 0, NULL));
+         device_matrix(m, CUMOE_I64, c->layers, c->experts, &m->dev_load) && make_tables(m) && make_chooser(m);
 }
 
 static bool load_model(tinylm *m, const char *folder)
@@ -410,7 +498,7 @@ static bool load_model(tinylm *m, const char *folder)
   if (!read_config(m, path)) return false;
   if (snprintf(path, sizeof path, "%s/model.safetensors", folder) >= (int)sizeof path)
     return failed(m, "path too long");
-  return safetensors_open(path, &m->file, m->error, sizeof m->error) && load_weights(m) && make_plan(m) &&
+  return safetensors_open(path, &m->file, m->error, sizeof m->error) && load_weights(m) && make_plans(m) &&
          make_scratch(m);
 }
 
@@ -431,7 +519,7 @@ tinylm *tinylm_create_quantised(cumoe_context context, const char *folder, cumoe
   m->context = context;
   m->dtype = dtype;
   m->format = *format;
-  bool good = load_model(m, folder);
+  bool good = ok(m, cumoe_stream_create(context, 0, &m->stream)) && load_model(m, folder);
   safetensors_close(&m->file);
   if (good) return m;
   snprintf(error, error_bytes, "%s", m->error);
@@ -442,104 +530,106 @@ tinylm *tinylm_create_quantised(cumoe_context context, const char *folder, cumoe
 void tinylm_destroy(tinylm *m)
 {
   if (!m) return;
+  CUMOE_IGNORE(cumoe_synchronize(m->context, m->stream));
+  cumoe_graph_destroy(m->context, m->graph);
+  for (int i = 0; i < AHEAD; i++) {
+    cumoe_event_destroy(m->context, m->taken[i]);
+    cumoe_event_destroy(m->context, m->made[i]);
+    cumoe_pinned_free(m->context, m->waiting[i]);
+    cumoe_pinned_free(m->context, m->result[i]);
+  }
   for (int32_t i = 0; m->layers && i < m->config.layers; i++) cumoe_weights_destroy(m->layers[i].experts);
   cumoe_plan_destroy(m->plan);
+  cumoe_plan_destroy(m->alone);
+  cumoe_plan_destroy(m->cache);
   for (int32_t i = 0; i < m->buffer_count; i++) cumoe_buffer_free(&m->buffers[i]);
   for (int32_t i = 0; i < m->memory_count; i++) free(m->memory[i]);
+  cumoe_stream_destroy(m->context, m->stream);
   free(m->buffers);
   free(m->memory);
   free(m);
 }
 
-/* ---- the dense parts ------------------------------------------------------------------------------- */
+/* ---- the dense parts: of the first `count` rows ----------------------------------------------------- */
 
-/* Four chains: a single one would wait for the latency of every addition. */
-static float dot(const float *a, const float *b, int64_t n)
+static cumoe_view_mut first_rows(cumoe_view_mut v, int64_t count)
 {
-  double sum[4] = {0};
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4)
-    for (int c = 0; c < 4; c++) sum[c] += (double)a[i + c] * (double)b[i + c];
-  for (; i < n; i++) sum[0] += (double)a[i] * (double)b[i];
-  return (float)(sum[0] + sum[1] + (sum[2] + sum[3]));
+  v.rows = count;
+  return v;
 }
 
-/* out[r] = w in[r], w [n, k] */
-static void linear(const float *in, const float *w, int64_t rows, int64_t n, int64_t k, float *out)
+/* y = x w^T */
+static bool linear(tinylm *m, cumoe_view_mut x, cumoe_view_mut w, cumoe_view_mut y)
 {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < n; i++) out[r * n + i] = dot(in + r * k, w + i * k, k);
+  const cumoe_matmul_args args = {.size = sizeof args,
+                                  .flags = CUMOE_MATMUL_TRANSPOSE_B,
+                                  .a = cumoe_const(x),
+                                  .b = cumoe_const(w),
+                                  .c = y,
+                                  .workspace = m->room};
+  return ok(m, cumoe_matmul(m->context, &args, m->stream));
 }
 
-static void rms_norm(const float *in, const float *w, int64_t rows, int64_t n, double eps, float *out)
+static bool norm(tinylm *m, cumoe_view_mut x, cumoe_view_mut w, cumoe_view_mut y)
 {
-  for (int64_t r = 0; r < rows; r++) {
-    const float *row = in + r * n;
-    double scale = 1 / sqrt((double)dot(row, row, n) / (double)n + eps);
-    for (int64_t i = 0; i < n; i++) out[r * n + i] = (float)((double)row[i] * scale * (double)w[i]);
-  }
+  return ok(m, cumoe_rmsnorm(m->context, cumoe_const(x), cumoe_const(w), (float)m->config.norm_eps, y, m->stream));
 }
 
-static void add(float *to, const float *from, int64_t n)
+static cumoe_view_mut heads_of(const tinylm *m, cumoe_view_mut v)
 {
-  for (int64_t i = 0; i < n; i++) to[i] += from[i];
+  v.rows *= v.cols / m->config.head_dim;
+  v.cols = v.ld = m->config.head_dim;
+  return v;
 }
 
-/* Turns the pairs (i, i + half) of each head by the position's angles. */
-static void rotate(const tinylm *m, float *rows, int64_t count, int64_t heads)
+/* Norm of each head, then its position's angles. */
+static bool turn(tinylm *m, const pass *p, cumoe_view_mut x, cumoe_view_mut weight)
 {
-  int64_t d = m->config.head_dim, half = d / 2;
-  for (int64_t t = 0; t < count; t++) {
-    const float *cosine = m->cosine + (m->position + t) * half, *sine = m->sine + (m->position + t) * half;
-    for (int64_t h = 0; h < heads; h++) {
-      float *v = rows + (t * heads + h) * d;
-      for (int64_t i = 0; i < half; i++) {
-        float a = v[i], b = v[i + half];
-        v[i] = a * cosine[i] - b * sine[i];
-        v[i + half] = b * cosine[i] + a * sine[i];
-      }
-    }
-  }
+  const cumoe_rope_args args = {.size = sizeof args,
+                                .heads = (int32_t)(x.cols / m->config.head_dim),
+                                .head_dim = m->config.head_dim,
+                                .x = cumoe_const(x),
+                                .positions = cumoe_const(integers(p->positions, 0, x.rows)),
+                                .cosine = cumoe_const(m->cosine),
+                                .sine = cumoe_const(m->sine),
+                                .y = x};
+  return norm(m, heads_of(m, x), weight, heads_of(m, x)) && ok(m, cumoe_rope(m->context, &args, m->stream));
 }
 
-/* One head of one query against the first `length` cached positions: softmax(q k / sqrt d) v. */
-static void attend(const tinylm *m, const layer *l, const float *q, int64_t kv_head, int64_t length, float *out)
+/* Row i of `rows` to the row of the cache that is its position, which the device knows: a permutation. */
+static bool put_in_cache(tinylm *m, const pass *p, cumoe_view_mut rows, cumoe_view_mut cache)
 {
-  const tinylm_config *c = &m->config;
-  int64_t d = c->head_dim, ld = d * c->kv_heads;
-  float *scores = m->scores, most = -INFINITY;
-  double total = 0, scale = 1 / sqrt((double)d);
-  for (int64_t p = 0; p < length; p++) {
-    scores[p] = (float)(scale * (double)dot(q, l->keys + p * ld + kv_head * d, d));
-    most = fmaxf(most, scores[p]);
-  }
-  for (int64_t p = 0; p < length; p++) total += (double)(scores[p] = expf(scores[p] - most));
-  for (int64_t i = 0; i < d; i++) out[i] = 0;
-  for (int64_t p = 0; p < length; p++)
-    for (int64_t i = 0; i < d; i++) out[i] += scores[p] * l->values[p * ld + kv_head * d + i];
-  for (int64_t i = 0; i < d; i++) out[i] = (float)((double)out[i] / total);
+  const int64_t t = m->config.context;
+  const cumoe_route route = {.size = sizeof route,
+                             .counts = integers(m->one_map, 0, 1),
+                             .offsets = integers(m->one_map, 1, 2),
+                             .row_pair = integers(m->one_map, 4, t),
+                             .slot_row = cumoe_matrix_mut(p->positions.data, CUMOE_I32, t, 1, 1),
+                             .device_tokens = cumoe_const(p->count)};
+  return ok(m, cumoe_permute(m->cache, cumoe_const(rows), &route, cache, m->stream));
 }
 
-static void attention(tinylm *m, const layer *l, int64_t count)
+/* x becomes middle. */
+static bool attention(tinylm *m, const layer *l, const pass *p, int64_t count)
 {
-  const tinylm_config *c = &m->config;
-  int64_t h = c->hidden, d = c->head_dim, kv = d * c->kv_heads, shared_by = c->heads / c->kv_heads;
-  float *keys = l->keys + m->position * kv, *values = l->values + m->position * kv;
-  rms_norm(m->x, l->input_norm, count, h, c->norm_eps, m->n);
-  linear(m->n, l->q, count, d * c->heads, h, m->q);
-  linear(m->n, l->k, count, kv, h, keys);
-  linear(m->n, l->v, count, kv, h, values);
-  rms_norm(m->q, l->q_norm, count * c->heads, d, c->norm_eps, m->q);
-  rms_norm(keys, l->k_norm, count * c->kv_heads, d, c->norm_eps, keys);
-  rotate(m, m->q, count, c->heads);
-  rotate(m, keys, count, c->kv_heads);
-  for (int64_t t = 0; t < count; t++)
-    for (int64_t head = 0; head < c->heads; head++) {
-      int64_t at = (t * c->heads + head) * d;
-      attend(m, l, m->q + at, head / shared_by, m->position + t + 1, m->mix + at);
-    }
-  linear(m->mix, l->o, count, h, d * c->heads, m->out);
-  add(m->x, m->out, count * h);
+  const cumoe_view_mut n = first_rows(m->n, count), q = first_rows(m->q, count), mix = first_rows(m->mix, count),
+                       x = first_rows(m->x, count), middle = first_rows(m->middle, count);
+  const cumoe_attention_args args = {.size = sizeof args,
+                                     .flags = CUMOE_ATTENTION_CAUSAL,
+                                     .heads = m->config.heads,
+                                     .kv_heads = m->config.kv_heads,
+                                     .head_dim = m->config.head_dim,
+                                     .q = cumoe_const(q),
+                                     .k = cumoe_const(l->keys),
+                                     .v = cumoe_const(l->values),
+                                     .k_lengths = cumoe_const(p->length),
+                                     .out = mix};
+  return norm(m, x, l->input_norm, n) && linear(m, n, l->q, q) && linear(m, n, l->k, first_rows(m->k, count)) &&
+         linear(m, n, l->v, first_rows(m->v, count)) && turn(m, p, q, l->q_norm) &&
+         turn(m, p, first_rows(m->k, count), l->k_norm) && put_in_cache(m, p, m->k, l->keys) &&
+         put_in_cache(m, p, m->v, l->values) && ok(m, cumoe_attention(m->context, &args, m->stream)) &&
+         linear(m, mix, l->o, middle) &&
+         ok(m, cumoe_add(m->context, cumoe_const(middle), cumoe_const(x), middle, m->stream));
 }
 
 /* ---- the MoE layer --------------------------------------------------------------------------------- */
@@ -561,44 +651,164 @@ bool tinylm_moe(tinylm *m, int32_t index, const float *in, int32_t count, float 
                          .workspace = m->workspace};
   if (ids) args.ids_out = dev_ids;
   if (weights) args.weights_out = dev_weights;
-  return ok(m, cumoe_moe_forward(m->plan, m->layers[index].experts, &args, NULL)) && download(m, out, y) &&
+  return ok(m, cumoe_moe_forward(m->alone, m->layers[index].experts, &args, m->stream)) && download(m, out, y) &&
          (!ids || download(m, ids, dev_ids)) && (!weights || download(m, weights, dev_weights));
 }
 
+/* To the host, widened. */
+static bool read_floats(tinylm *m, cumoe_view_mut from, float *to)
+{
+  const int64_t count = from.rows * from.cols;
+  if (m->dtype == CUMOE_F32) return download(m, to, from);
+  if (!download(m, m->narrow, from)) return false;
+  for (int64_t i = 0; i < count; i++) to[i] = bf16_float(m->narrow[i]);
+  return true;
+}
+
+/* Runs the layer alone, for who watches. */
+static bool show(tinylm *m, int32_t index, int32_t count)
+{
+  if (!read_floats(m, first_rows(m->n, count), m->host_x) ||
+      !tinylm_moe(m, index, m->host_x, count, m->host_out, m->ids, m->host_weights))
+    return false;
+  const tinylm_seen seen = {index, count, m->host_x, m->host_out, m->ids, m->host_weights};
+  m->observer(m->user, &seen);
+  return true;
+}
+
+/* middle becomes x. A layer that was shown has counted its tokens. */
 static bool moe(tinylm *m, int32_t index, int32_t count)
 {
-  int64_t h = m->config.hidden;
-  bool watched = m->observer != NULL;
-  rms_norm(m->x, m->layers[index].post_norm, count, h, m->config.norm_eps, m->n);
-  if (!tinylm_moe(m, index, m->n, count, m->out, watched ? m->ids : NULL, watched ? m->weights : NULL)) return false;
-  if (watched) {
-    tinylm_seen seen = {index, count, m->n, m->out, m->ids, m->weights};
-    m->observer(m->user, &seen);
-  }
-  add(m->x, m->out, count * h);
-  return true;
+  const cumoe_view_mut middle = first_rows(m->middle, count), n = first_rows(m->n, count);
+  cumoe_moe_args args = {.size = sizeof args,
+                         .x = cumoe_const(n),
+                         .router_weight = m->layers[index].router,
+                         .residual = cumoe_const(middle),
+                         .out = first_rows(m->x, count),
+                         .workspace = m->workspace};
+  if (!m->observer && !ok(m, cumoe_view_rows_mut(m->dev_load, index, 1, &args.load))) return false;
+  return norm(m, middle, m->layers[index].post_norm, n) && (!m->observer || show(m, index, count)) &&
+         ok(m, cumoe_moe_forward(m->plan, m->layers[index].experts, &args, m->stream));
 }
 
 /* ---- the model ------------------------------------------------------------------------------------- */
 
+static bool run_layers(tinylm *m, const pass *p, int32_t count)
+{
+  if (!ok(m, cumoe_embedding(m->context, cumoe_const(m->embed), cumoe_const(integers(p->tokens, 0, count)),
+                             first_rows(m->x, count), m->stream)))
+    return false;
+  for (int32_t i = 0; i < m->config.layers; i++)
+    if (!attention(m, &m->layers[i], p, count) || !moe(m, i, count)) return false;
+  return true;
+}
+
+/* Logits, in f32: those that a router would have, of as many experts as there are tokens. */
+static bool make_logits(tinylm *m, cumoe_view_mut x, cumoe_view bias, cumoe_view_mut to)
+{
+  return ok(m, cumoe_router(m->context, cumoe_const(x), cumoe_const(m->head), bias, to, m->stream));
+}
+
 bool tinylm_forward(tinylm *m, const int32_t *tokens, int32_t count, int32_t rows, float *logits)
 {
   const tinylm_config *c = &m->config;
-  int64_t h = c->hidden;
+  int32_t *told = m->told;
+  cumoe_view_mut end;
   if (count < 1 || count > c->context - m->position)
     return failed(m, "%d tokens do not fit after position %d of %d", (int)count, (int)m->position, (int)c->context);
   if (rows < 0 || rows > count) return failed(m, "logits of %d of %d tokens", (int)rows, (int)count);
   for (int32_t t = 0; t < count; t++) {
     if (tokens[t] < 0 || tokens[t] >= c->vocab) return failed(m, "token %d is outside the vocabulary", (int)tokens[t]);
-    memcpy(m->x + t * h, m->embed + tokens[t] * h, (size_t)h * sizeof *m->x);
+    told[t] = tokens[t];
+    told[c->context + TOLD + t] = m->position + t;
   }
-  for (int32_t i = 0; i < c->layers; i++) {
-    attention(m, &m->layers[i], count);
-    if (!moe(m, i, count)) return false;
-  }
+  told[c->context] = m->position + count;
+  told[c->context + 1] = count;
+  if (!ok(m, cumoe_copy_from_host(m->context, m->many.all, told, (size_t)m->many.all.cols * sizeof *told, m->stream)) ||
+      !run_layers(m, &m->many, count) || !ok(m, cumoe_view_rows_mut(m->x, count - 1, 1, &end)) ||
+      !norm(m, end, m->norm, m->last))
+    return false;
   m->position += count;
-  rms_norm(m->x + (count - rows) * h, m->norm, rows, h, c->norm_eps, m->n);
-  linear(m->n, m->head, rows, c->vocab, h, logits);
+  if (rows == 0) return ok(m, cumoe_synchronize(m->context, m->stream));
+  const cumoe_view none = {0};
+  const cumoe_view_mut last = first_rows(m->n, rows), to = first_rows(m->logits, rows);
+  return ok(m, cumoe_view_rows_mut(m->x, count - rows, rows, &end)) && norm(m, end, m->norm, last) &&
+         make_logits(m, last, none, to) && download(m, logits, to);
+}
+
+/* ---- generation: tokens are chosen on the device, one graph each ------------------------------------- */
+
+/* The largest logit, noise added, is a token drawn with its probability.    Maddison and others, arXiv 1411.0030 */
+static bool choose_and_run(tinylm *m)
+{
+  const cumoe_routing best = {.score = CUMOE_SCORE_IDENTITY, .top_k = 1};
+  const cumoe_view none = {0};
+  return ok(m, cumoe_embedding(m->context, cumoe_const(m->noise), cumoe_const(m->one.row), m->noise_row, m->stream)) &&
+         make_logits(m, m->last, cumoe_const(m->noise_row), first_rows(m->logits, 1)) &&
+         ok(m, cumoe_gate(m->context, &best, cumoe_const(first_rows(m->logits, 1)), none, m->one.tokens,
+                          m->chosen_weight, m->stream)) &&
+         run_layers(m, &m->one, 1) && norm(m, first_rows(m->x, 1), m->norm, m->last);
+}
+
+static bool capture(tinylm *m)
+{
+  if (!m->stream || m->graph) return true;
+  if (!ok(m, cumoe_graph_begin(m->context, m->stream))) return false;
+  const bool good = choose_and_run(m);
+  return ok(m, cumoe_graph_end(m->context, m->stream, &m->graph)) && good;
+}
+
+static bool make_noise(tinylm *m, int32_t rows, double temperature, uint64_t *state)
+{
+  const int64_t count = (int64_t)rows * m->config.vocab;
+  float *noise = malloc((size_t)count * sizeof *noise);
+  if (!noise) return failed(m, "out of memory");
+  for (int64_t i = 0; i < count; i++) {
+    uint64_t z = *state += UINT64_C(0x9e3779b97f4a7c15); /* splitmix64 */
+    z = (z ^ z >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ z >> 27) * UINT64_C(0x94d049bb133111eb);
+    const double u = ((double)((z ^ z >> 31) >> 11) + .5) * 0x1p-53;
+    noise[i] = (float)(-temperature * log(-log(u)));
+  }
+  const bool good = upload(m, first_rows(m->noise, rows), noise) && ok(m, cumoe_synchronize(m->context, m->stream));
+  free(noise);
+  return good;
+}
+
+/* Token i of a generation is on its way. */
+static bool begin_token(tinylm *m, int32_t i)
+{
+  const int slot = i % AHEAD;
+  int32_t *told = m->waiting[slot];
+  if (!ok(m, cumoe_event_synchronize(m->context, m->taken[slot]))) return false;
+  const int32_t numbers[] = {0, m->position + 1, 1, i, m->position}; /* as struct pass has them */
+  memcpy(told, numbers, sizeof numbers);
+  if (!ok(m,
+          cumoe_copy_from_host(m->context, integers(m->one.all, 0, 1 + TOLD + 1), told, sizeof numbers, m->stream)) ||
+      !ok(m, cumoe_event_record(m->context, m->taken[slot], m->stream)))
+    return false;
+  const bool good = m->graph ? ok(m, cumoe_graph_launch(m->context, m->graph, m->stream)) : choose_and_run(m);
+  m->position++;
+  return good &&
+         ok(m,
+            cumoe_copy_to_host(m->context, m->result[slot], sizeof(int32_t), cumoe_const(m->one.tokens), m->stream)) &&
+         ok(m, cumoe_event_record(m->context, m->made[slot], m->stream));
+}
+
+bool tinylm_generate(tinylm *m, int32_t count, double temperature, uint64_t *state, int32_t *tokens,
+                     void (*tell)(void *user, int32_t token), void *user)
+{
+  if (count < 0 || count > TINYLM_NOISE || m->position == 0 || count > m->config.context - m->position)
+    return failed(m, "%d tokens cannot be generated after position %d of %d", (int)count, (int)m->position,
+                  (int)m->config.context);
+  if (!make_noise(m, count, temperature, state) || !capture(m)) return false;
+  for (int32_t begun = 0, ended = 0; ended < count; ended++) {
+    for (; begun < count && begun < ended + AHEAD; begun++)
+      if (!begin_token(m, begun)) return false;
+    if (!ok(m, cumoe_event_synchronize(m->context, m->made[ended % AHEAD]))) return false;
+    tokens[ended] = *m->result[ended % AHEAD];
+    if (tell) tell(user, tokens[ended]);
+  }
   return true;
 }
 

@@ -1,7 +1,6 @@
 /*
- * A small Qwen3-MoE language model around cumoe's layer: what an engine does, in its smallest form.
- * Everything but the MoE layers is plain C on the host; those go through the public API, on whichever device
- * the context has.
+ * A small Qwen3-MoE language model of cumoe's calls: what an engine does, in its smallest form, on whichever device the
+ * context has. On a GPU a token that is generated is one graph, which chooses it and runs it.
  */
 #ifndef TINYLM_H
 #define TINYLM_H
@@ -22,7 +21,7 @@ typedef struct tinylm_config {
 typedef struct tinylm tinylm;
 
 /*
- * Loads folder/config.json and folder/model.safetensors. dtype: of the MoE layers' activations and weights,
+ * Loads folder/config.json and folder/model.safetensors. dtype: of activations and weights,
  * CUMOE_F32 (bf16 weights widened, exactly) or CUMOE_BF16. NULL with a text in error.
  */
 tinylm *tinylm_create(cumoe_context context, const char *folder, cumoe_dtype dtype, char *error, size_t error_bytes);
@@ -39,6 +38,15 @@ const char *tinylm_error(const tinylm *model);    /* text of the last call that 
 
 /* Appends `count` tokens at the current position; logits [rows, vocab] of the last `rows` of them. */
 bool tinylm_forward(tinylm *model, const int32_t *tokens, int32_t count, int32_t rows, float *logits);
+
+/*
+ * `count` tokens more, after the last one that was run: each is drawn from the logits over the temperature (0: the
+ * likeliest), and run. At most TINYLM_NOISE, and no more than the context has room for. state: of the random numbers,
+ * moves on. tell, unless NULL, is called with each token as soon as it is known; the device is a few ahead.
+ */
+enum { TINYLM_NOISE = 512 };
+bool tinylm_generate(tinylm *model, int32_t count, double temperature, uint64_t *state, int32_t *tokens,
+                     void (*tell)(void *user, int32_t token), void *user);
 
 int32_t tinylm_position(const tinylm *model);
 void tinylm_rewind(tinylm *model); /* to position 0 */

@@ -255,6 +255,38 @@ static void test_greedy(const subject *s)
   case_end();
 }
 
+/* Tokens that the device chooses are those that the host would, and with a temperature the same from one state. */
+static void test_generated(const subject *s)
+{
+  enum { MADE = 60, AT_ONCE = 7 };
+  int32_t text[TOKENS], one[MADE], drawn[2][MADE];
+  uint64_t state = 1;
+  case_begin("%s %s generated text", context_name(s->context), cumoe_dtype_name(s->dtype));
+  tensor want = read_ids(s->expected, "greedy", 1, TOKENS);
+  memcpy(text, want.data, sizeof text);
+  CHECK(!tinylm_generate(s->model, s->config->context, 0, &state, one, NULL, NULL));
+  CHECK(greedy(s, text));
+  tinylm_rewind(s->model);
+  CHECK(tinylm_forward(s->model, text, START, 0, NULL));
+  for (int32_t at = 0; at < MADE;) {
+    const int32_t count = MADE - at < AT_ONCE ? MADE - at : AT_ONCE;
+    if (!CHECK_MSG(tinylm_generate(s->model, count, 0, &state, one + at, NULL, NULL), "%s", tinylm_error(s->model)))
+      break;
+    at += count;
+  }
+  CHECK(tinylm_position(s->model) == START + MADE);
+  for (int32_t i = 0; i < MADE && s->dtype == CUMOE_F32; i++)
+    CHECK_MSG(one[i] == text[START + i], "byte %d is %d, not %d", (int)i, (int)one[i], (int)text[START + i]);
+  for (int i = 0; i < 2; i++) {
+    state = 5;
+    tinylm_rewind(s->model);
+    CHECK(tinylm_forward(s->model, text, START, 0, NULL));
+    CHECK(tinylm_generate(s->model, MADE, 1.5, &state, drawn[i], NULL, NULL));
+  }
+  CHECK(memcmp(drawn[0], drawn[1], sizeof drawn[0]) == 0 && memcmp(drawn[0], one, sizeof one) != 0);
+  case_end();
+}
+
 /* Every token that was ever run went to top_k experts of each layer. */
 static void test_load(const subject *s, int64_t tokens)
 {
@@ -284,6 +316,7 @@ static void test_model(cumoe_context context, cumoe_dtype dtype, const safetenso
     test_logits(&s);
     test_greedy(&s);
     test_load(&s, 3 * TOKENS); /* each layer alone, the prompt, the text */
+    test_generated(&s);
     tinylm_destroy(s.model);
   }
   group_end();
