@@ -81,9 +81,23 @@ static bool fits_few(const variant *v, const op_shape *s)
   return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
-/* Few rows a sequence, as in decoding; a cluster a tile where tiles are fewer than SMs. */
+/* Of queries, each with as many rows as heads share keys. */
+static int64_t row_tiles(const op_shape *s, int32_t units)
+{
+  return s->experts * ceil_div(s->rows * s->top_k, units);
+}
+
+static int64_t key_tiles(const op_shape *s, int32_t units)
+{
+  return s->experts * ceil_div(s->tokens / s->experts, units);
+}
+
+/* A cluster a tile: in the backward where the longest of tiles of which two run on an SM would take longest; else few
+ * rows a sequence, as in decoding, and by clusters where tiles are fewer than SMs. */
 static bool splits(const variant *v, const op_shape *s)
 {
+  if (s->op == OP_attention_dq) return row_tiles(s, v->units) <= 128;
+  if (s->op == OP_attention_dkv) return key_tiles(s, v->units) <= 256;
   const int64_t sequences = s->k > 1 ? s->k : 1;
   return s->rows * s->top_k <= sequences * v->units && (v->cluster > 1) == (sequences * s->experts <= 128);
 }
@@ -314,7 +328,7 @@ static int64_t grid_attention(const machine *m, const variant *v, const op_shape
 static int64_t grid_attention_dkv(const machine *m, const variant *v, const op_shape *s)
 {
   if (v->form == FORM_any) return grid_units(m, v, s);
-  return s->experts * ceil_div(s->tokens / s->experts, v->units);
+  return v->cluster * key_tiles(s, v->units);
 }
 
 /* ---- units of CPU rows: units_<column of operations.def> ---- */

@@ -38,7 +38,7 @@ typedef enum form {
   FORM_gelu,    /* gelu alone */
   FORM_row,     /* softmax, norm: rows of up to `columns`, read once; attention: a warp a query's head */
   FORM_sweep,   /* softmax, norm: rows of any length, read twice */
-  FORM_split,   /* attention: few queries a sequence, their keys divided over a cluster's warps */
+  FORM_split,   /* attention: few queries a sequence, their keys divided over a cluster's warps; backward: few tiles */
   FORM_any      /* what training adds: everything */
 } form;
 

@@ -506,9 +506,9 @@ static wide simple_grid(const variant *v, const op_shape *s)
                            : (wide)s->experts * wide_ceil(s->n, bm) * wide_ceil(s->k, bn);
     return smaller(v->cluster * (int64_t)wide_ceil(tiles, v->cluster), HOPPER_SMS * v->ctas); /* a number of clusters */
   }
-  if (s->op == OP_attention_dkv && v->form == FORM_tile)
-    return s->experts * wide_ceil(s->tokens / s->experts, v->units);
-  if ((s->op == OP_attention && v->form != FORM_row) || (s->op == OP_attention_dq && v->form == FORM_tile))
+  if (s->op == OP_attention_dkv && v->form != FORM_any)
+    return (wide)v->cluster * s->experts * wide_ceil(s->tokens / s->experts, v->units);
+  if ((s->op == OP_attention && v->form != FORM_row) || (s->op == OP_attention_dq && v->form != FORM_any))
     return (wide)v->cluster * s->experts * ATTENTION_SLOTS(s->rows, s->top_k, v->units, s->k, s->rules);
   const int64_t tokens = s->op == OP_combine ? COMBINE_TOKENS(s->top_k) : larger(v->bm, v->units);
   if (v->form == FORM_row) return wide_ceil(s->tokens, tokens) * larger(1, v->lanes / v->threads);
@@ -697,21 +697,22 @@ static void test_late_rows(void)
   group_end();
 }
 
-/* Backward of attention: by tiles what is of 16 bits and has heads of up to 128. */
+/* Backward of attention: by tiles what is of 16 bits and has heads of up to 128, by clusters where they are few. */
 static void test_attention_backward_rows(void)
 {
   static const int32_t heads[] = {8, 64, 72, 128, 136, 256};
   if (!group_begin("backward of attention")) return;
   for (int i = 1; i < GPU_COUNT; i++)
-    for (int n = 0; n < 36; n++) {
+    for (int n = 0; n < 72; n++) {
       const int32_t head = heads[n / 3 % 6];
-      const op_shape s = {.op = n < 18 ? OP_attention_dq : OP_attention_dkv,
+      const bool few = n >= 36;
+      const op_shape s = {.op = n / 18 % 2 ? OP_attention_dkv : OP_attention_dq,
                           .in = case_dtypes[n % 3],
                           .out = case_dtypes[n % 3],
                           .n = head,
                           .k = 3,
-                          .tokens = 2000,
-                          .rows = 500,
+                          .tokens = few ? 4 * 4096 : 4 * 4097,
+                          .rows = few ? 2048 : 2049,
                           .experts = 4,
                           .top_k = 2,
                           .rules = true};
@@ -722,7 +723,8 @@ static void test_attention_backward_rows(void)
         const variant *v = &variants[got];
         const bool tiles = s.in != DT_F32 && head <= 128;
         chosen[got] = true;
-        CHECK(v->smem <= gpus[i].smem && (v->form == FORM_tile) == tiles);
+        CHECK(v->smem <= gpus[i].smem && (v->form != FORM_any) == tiles);
+        CHECK((v->form == FORM_split) == (tiles && few && gpus[i].cc == 90));
         if (tiles) CHECK(v->x == s.in && v->columns == (head <= 64 ? 64 : 128));
         CHECK(grid_size(&m, v, &s) == (int64_t)simple_grid(v, &s));
       }

@@ -181,9 +181,9 @@ template <class T, int D, int M, int N> struct dq_smem {
   float delta[M];
 };
 
-/* delta = <dout, out> of a warp's rows, to shared memory and to a.delta: D / 8 lanes a row. */
+/* delta = <dout, out> of a warp's rows, to shared memory and, by one who `stores`, to a.delta: D / 8 lanes a row. */
 template <class T, int D, int ROWS>
-DEVICE void make_deltas(const attention_args &a, const T *dout, const row_place *place, float *delta)
+DEVICE void make_deltas(const attention_args &a, const T *dout, const row_place *place, float *delta, bool stores)
 {
   constexpr int CHUNKS = D / 8;
   const int chunk = lane_id() % CHUNKS;
@@ -203,7 +203,7 @@ DEVICE void make_deltas(const attention_args &a, const T *dout, const row_place 
 #pragma unroll
     for (int mask = CHUNKS / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, mask);
     if (chunk == 0) delta[r] = sum;
-    if (chunk == 0 && at.query >= 0) store_at(a.delta, at.query, at.head, sum);
+    if (chunk == 0 && at.query >= 0 && stores) store_at(a.delta, at.query, at.head, sum);
   }
   __syncwarp();
 }
@@ -226,11 +226,12 @@ template <int MT, int CHUNKS> DEVICE void begin_rows(float (&dp)[MT][CHUNKS][4],
     }
 }
 
-/* The sums of a warp's rows over keys begin .. end - 1. */
-template <class T, int D, int M, int N, int THREADS, int MT>
+/* The sums of a warp's rows over keys begin .. end - 1, of N * PARTS of which the CTA has the first N. */
+template <class T, int D, int M, int N, int THREADS, int MT, int PARTS = 1>
 DEVICE void sum_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_head, int begin, int end, int own,
                    float (&dq)[MT][D / 8][4])
 {
+  constexpr int STEP = N * PARTS;
   const sequence &s = smem.rows.s;
   const score_units units(a);
   uint4 lane = lane_offsets<D>();
@@ -247,14 +248,14 @@ DEVICE void sum_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_he
     }
   clear(dq);
 #pragma unroll 1
-  for (int j = begin, odd = 0; j < end; j += N, odd ^= 1) {
+  for (int j = begin, odd = 0; j < end; j += STEP, odd ^= 1) {
     cp_async_wait_all();
     __syncthreads();
-    if (j + N < end) {
-      const int count = (int)min(s.keys - (j + N), (int64_t)N);
+    if (j + STEP < end) {
+      const int count = (int)min(s.keys - (j + STEP), (int64_t)N);
       const int64_t column = (int64_t)kv_head * a.head_dim;
-      load_rows<T, D, N, THREADS>(a.k, smem.k[odd ^ 1], a.head_dim, s.key + j + N, column, count);
-      load_rows<T, D, N, THREADS>(a.v, smem.v[odd ^ 1], a.head_dim, s.key + j + N, column, count);
+      load_rows<T, D, N, THREADS>(a.k, smem.k[odd ^ 1], a.head_dim, s.key + j + STEP, column, count);
+      load_rows<T, D, N, THREADS>(a.v, smem.v[odd ^ 1], a.head_dim, s.key + j + STEP, column, count);
     }
     float p[MT][N / 8][4], dp[MT][N / 8][4];
     hold(lane);
@@ -276,16 +277,17 @@ DEVICE void sum_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_he
   }
 }
 
+/* Fetches the tile's rows and makes their deltas. The keys that they see, from the part's first on: begin .. end - 1. */
 template <class T, int D, int M, int N, int THREADS>
-DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_head)
+DEVICE row_keys begin_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_head, int part)
 {
-  constexpr int OWN = M * WARP_SIZE / THREADS, MT = OWN / 16; /* rows of a warp */
+  constexpr int OWN = M * WARP_SIZE / THREADS;
   const tile_rows &t = smem.rows;
   const int own = warp_id() * OWN, d = a.head_dim;
   place_rows<M, THREADS>(a, t, kv_head, smem.place, smem.seen);
   __syncthreads();
   /* Of ascending queries neither end of what they see descends. */
-  const int begin = smem.seen[0].begin / N * N, end = smem.seen[t.end - t.packed - 1].end;
+  const int begin = smem.seen[0].begin / N * N + part * N, end = smem.seen[t.end - t.packed - 1].end;
   load_placed<T, D, M, THREADS>(a.q, smem.q, d, smem.place);
   load_placed<T, D, M, THREADS>(a.dout, smem.dout, d, smem.place);
   if (begin < end) {
@@ -295,10 +297,19 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
   }
   cp_async_wait_all();
   __syncthreads();
-  make_deltas<T, D, OWN>(a, smem.dout + own * D, smem.place + own, smem.delta + own);
+  make_deltas<T, D, OWN>(a, smem.dout + own * D, smem.place + own, smem.delta + own, part == 0);
+  return {begin, end};
+}
+
+template <class T, int D, int M, int N, int THREADS>
+DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_head)
+{
+  constexpr int OWN = M * WARP_SIZE / THREADS, MT = OWN / 16; /* rows of a warp */
+  const int own = warp_id() * OWN, d = a.head_dim;
+  const row_keys keys = begin_dq<T, D, M, N, THREADS>(a, smem, kv_head, 0);
   float dq[MT][D / 8][4];
   unsigned again[MT][2];
-  sum_dq<T, D, M, N, THREADS, MT>(a, smem, kv_head, begin, end, own, dq);
+  sum_dq<T, D, M, N, THREADS, MT>(a, smem, kv_head, keys.begin, keys.end, own, dq);
   stage_sums<T, D, MT>(smem.q + own * D, dq, (float)a.scale, again);
   store_tile<T, D, OWN>(a.dq, smem.q + own * D, d, [&](int r) {
     const row_place at = smem.place[own + r];
@@ -317,9 +328,9 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
 template <class T, int D, int KEYS, int N> struct dkv_smem {
   T k[KEYS * D], v[KEYS * D], q[2][N * D], dout[2][N * D];
   sequence s;
-  int64_t packed, end; /* rows of the sequence that see some of the tile's keys */
+  int64_t packed, end; /* rows of the sequence that see some of the tile's keys, from the CTA's first step on */
   int64_t first_key;   /* the tile's first row of k */
-  int steps, kv_head;
+  int steps, gap, kv_head; /* gap: rows from one step to the next */
   row_place place[2][N];
   float lse[2][N], delta[2][N];
   unsigned char seen[2][N][2]; /* first and end of the tile's keys that a row sees */
@@ -335,7 +346,7 @@ template <class T, int D, int KEYS, int N>
 DEVICE void place_step(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int64_t step)
 {
   const int r = (int)tid_x(), group = a.heads / a.kv_heads;
-  const int64_t packed = smem.packed + step * N + r;
+  const int64_t packed = smem.packed + step * smem.gap + r;
   if (r >= N) return;
   if (packed >= smem.end) {
     smem.place[step & 1][r] = {-1, 0};
@@ -445,10 +456,11 @@ DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem,
   }
 }
 
-/* The rows of the sequence that see some of keys first_key .. first_key + count - 1; false: none. By the whole CTA. */
-template <class T, int D, int KEYS, int N>
+/* The rows of the sequence that see some of keys first_key .. first_key + count - 1, of every PARTS steps the one that
+ * is the part's; false: nobody sees them. By the whole CTA. */
+template <int PARTS, class T, int D, int KEYS, int N>
 DEVICE bool find_queries(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, const sequence &s, int64_t first_key,
-                         int64_t count)
+                         int64_t count, int part)
 {
   const int64_t from = max(first_key - s.key, (int64_t)0), to = min(first_key + count - s.key, s.keys);
   const int64_t begin = queries_seeing(a, s, from).begin, end = queries_seeing(a, s, to - 1).end;
@@ -457,9 +469,10 @@ DEVICE bool find_queries(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem,
   __syncthreads(); /* all are done with the sequence before */
   if (threadIdx.x == 0) {
     smem.s = s;
-    smem.packed = (begin - s.first) * group;
+    smem.packed = (begin - s.first) * group + part * N;
     smem.end = (end - s.first) * group;
-    smem.steps = (int)ceil_div(smem.end - smem.packed, (int64_t)N);
+    smem.gap = PARTS * N;
+    smem.steps = (int)ceil_div(max(smem.end - smem.packed, (int64_t)0), (int64_t)PARTS * N);
   }
   __syncthreads();
   return true;
@@ -477,13 +490,14 @@ DEVICE unsigned sequences_with_keys(const attention_args &a, int64_t first, int6
   return __ballot_sync(ALL_LANES, has);
 }
 
-template <class T, int D, int KEYS, int N, int THREADS>
-DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int kv_head, int64_t first_key)
+/* The sums of a part's steps. Behind it nobody needs the tiles in shared memory any more. */
+template <int PARTS, class T, int D, int KEYS, int N, int THREADS>
+DEVICE void sum_dkv(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int kv_head, int64_t first_key, int part,
+                    float (&dk)[1][D / 8][4], float (&dv)[1][D / 8][4])
 {
   static_assert(KEYS == THREADS / WARP_SIZE * 16 && N <= THREADS && KEYS <= 255, "16 keys a warp");
-  const int own = warp_id() * 16, d = a.head_dim, count = (int)min((int64_t)KEYS, a.keys - first_key);
+  const int d = a.head_dim, count = (int)min((int64_t)KEYS, a.keys - first_key);
   const int64_t column = (int64_t)kv_head * d;
-  float dk[1][D / 8][4], dv[1][D / 8][4];
   load_rows<T, D, KEYS, THREADS>(a.k, smem.k, d, first_key, column, count);
   load_rows<T, D, KEYS, THREADS>(a.v, smem.v, d, first_key, column, count);
   if (threadIdx.x == 0) {
@@ -495,10 +509,19 @@ DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, 
 #pragma unroll 1
   for (int64_t i = 0; i < a.sequences; i += WARP_SIZE)
     for (unsigned found = sequences_with_keys(a, i, first_key, count); found; found &= found - 1)
-      if (find_queries(a, smem, sequence_of<false>(a, i + __ffs(found) - 1), first_key, count))
+      if (find_queries<PARTS>(a, smem, sequence_of<false>(a, i + __ffs(found) - 1), first_key, count, part))
         add_sequence<T, D, KEYS, N, THREADS>(a, smem, dk, dv);
   cp_async_wait_all();
   __syncthreads(); /* copies of other threads, where nobody sees these keys */
+}
+
+template <class T, int D, int KEYS, int N, int THREADS>
+DEVICE void dkv_of_tile(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int kv_head, int64_t first_key)
+{
+  const int own = warp_id() * 16, d = a.head_dim, count = (int)min((int64_t)KEYS, a.keys - first_key);
+  const int64_t column = (int64_t)kv_head * d;
+  float dk[1][D / 8][4], dv[1][D / 8][4];
+  sum_dkv<1, T, D, KEYS, N, THREADS>(a, smem, kv_head, first_key, 0, dk, dv);
   unsigned of_k[1][2], of_v[1][2];
   stage_sums<T, D, 1>(smem.k + own * D, dk, (float)a.scale, of_k);
   stage_sums<T, D, 1>(smem.v + own * D, dv, 1, of_v);
