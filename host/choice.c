@@ -107,9 +107,15 @@ static bool attends(operation op)
   return op == OP_attention || op == OP_attention_dq || op == OP_attention_dkv;
 }
 
+/* Tiles of half as many rows where whole ones would not be one for each SM. */
+static bool halves(const variant *v, const op_shape *s)
+{
+  return v->op != OP_attention || v->units != 64 || v->columns > 128 || row_tiles(s, 128) <= 128;
+}
+
 static bool fits_head(const variant *v, const op_shape *s)
 {
-  return s->n <= v->columns && (v->form != FORM_split || splits(v, s));
+  return s->n <= v->columns && (v->form == FORM_split ? splits(v, s) : halves(v, s));
 }
 
 /* Of a row that runs on the machine. */

@@ -50,7 +50,7 @@ DEVICE bool store_sum(const matrix &m, int64_t to, int64_t column, int d, const 
     else
       for (int i = 0; i < 4; i++) place[i] = each[i];
   }
-  return __all_sync(ALL_LANES, finite);
+  return !__any_sync(ALL_LANES, !finite);
 }
 
 template <class T, int M, int D, int N, int THREADS, int CTAS, int SMEM>
