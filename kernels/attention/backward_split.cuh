@@ -20,9 +20,11 @@ template <int D, int MT> DEVICE void share_sums(float *rows, const float (&sums)
 #pragma unroll
     for (int c = 0; c < D / 8; c++)
 #pragma unroll
-      for (int h = 0; h < 2; h++)
-        *reinterpret_cast<float2 *>(rows + (m * 16 + h * 8 + lane_id() / 4) * SUM_GAP<D> + c * 8 + lane_id() % 4 * 2) =
+      for (int h = 0; h < 2; h++) {
+        float *row = rows + (m * 16 + h * 8 + lane_id() / 4) * SUM_GAP<D>;
+        *reinterpret_cast<float2 *>(row + c * 8 + lane_id() % 4 * 2) =
             make_float2(sums[m][c][h * 2], sums[m][c][h * 2 + 1]);
+      }
 }
 
 /* One row of all the cluster's CTAs times factor, by a warp, to row `to` of m from `column` on. False: an element is not

@@ -277,7 +277,7 @@ DEVICE void sum_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_he
   }
 }
 
-/* Fetches the tile's rows and makes their deltas. The keys that they see, from the part's first on: begin .. end - 1. */
+/* Fetches the tile's rows and makes their deltas. Returns the keys that they see, from the part's first on. */
 template <class T, int D, int M, int N, int THREADS>
 DEVICE row_keys begin_dq(const attention_args &a, dq_smem<T, D, M, N> &smem, int kv_head, int part)
 {
