@@ -27,8 +27,8 @@ template <int D, int MT> DEVICE void share_sums(float *rows, const float (&sums)
       }
 }
 
-/* One row of all the cluster's CTAs times factor, by a warp, to row `to` of m from `column` on. False: an element is not
- * finite. */
+/* The sum of a row of all the cluster's CTAs times factor, by a warp, to row `to` of m from `column` on. False: an
+ * element is not finite. */
 template <class T, int D, int CTAS>
 DEVICE bool store_sum(const matrix &m, int64_t to, int64_t column, int d, const float *row, float factor)
 {
