@@ -966,7 +966,10 @@ static void run_world(const world *given, bool dedup)
   for (int32_t i = 0; i < w.ranks; i++) {
     gave_up |= ranks[i].status != CUMOE_OK || ranks[i].fault.cause != CUMOE_GROUP_ALIVE;
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
-    CHECK(ranks[i].ended == CUMOE_OK && ranks[i].fault.cause == CUMOE_GROUP_ALIVE);
+    const cumoe_group_fault *f = &ranks[i].fault;
+    CHECK_MSG(ranks[i].ended == CUMOE_OK && f->cause == CUMOE_GROUP_ALIVE,
+              "rank %d ended with %d; cause %d, phase %d, about rank %d, by rank %d", (int)i, (int)ranks[i].ended,
+              (int)f->cause, (int)f->phase, (int)f->about, (int)f->by);
   }
   if (w.exact)
     check_exact(&w, &out);
