@@ -452,7 +452,7 @@ help:
 	@echo 'make            $(LIB)/libcumoe.a'
 	@echo 'make shared     $(LIB)/libcumoe.so as well, for programs that load it; make install then installs both'
 	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
-	@echo 'make train      trains that model from scratch on TEXT="FILE ...", for two minutes      (TRAIN_ARGS)'
+	@echo 'make train      trains that model from scratch on TEXT="FILE ...", on the GPU or the CPU  (TRAIN_ARGS)'
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'
