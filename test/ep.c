@@ -683,6 +683,8 @@ static cumoe_status replay_others(rank *r, cumoe_graph graph)
   cumoe_status status = refill(r, 1);
   if (status == CUMOE_OK) status = place(r, &r->turned);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
+  /* A copy to pageable memory would wait in here, and keep other threads from launching what it waits for. */
+  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
     status = cumoe_copy_to_host(r->context, r->others.data, (size_t)tokens * row,
