@@ -332,8 +332,8 @@ template <class T, int D, int KEYS, int N> struct dkv_smem {
   int64_t first_key;       /* the tile's first row of k */
   int steps, gap, kv_head; /* gap: rows from one step to the next */
   row_place place[2][N];
-  float lse[2][N], delta[2][N];
-  unsigned char seen[2][N][2]; /* first and end of the tile's keys that a row sees */
+  alignas(8) float lse[2][N], delta[2][N]; /* read two at a time, as what follows is */
+  alignas(4) unsigned char seen[2][N][2];  /* first and end of the tile's keys that a row sees */
 };
 
 template <class T> __device__ __noinline__ void dkv_again(const attention_args &a, int64_t row, int kv_head)
