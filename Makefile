@@ -67,7 +67,9 @@ C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
 CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
-CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off \
+# A GPU takes no vector from an address that is not a multiple of its size.
+ALIGNED      := -fsanitize=alignment -fno-sanitize-recover=alignment
+CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off $(ALIGNED) \
 	-include test/emulate/cuda.h -Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
@@ -327,6 +329,7 @@ $(OBJ)/asan/bin/%: $(OBJ)/asan/test/%.o $(asan_helpers) $(ASAN_OBJS) $(OBJ)/flag
 	$(link)
 $(SHIMMED:%=$(OBJ)/asan/bin/%): $(SHIM_C:%.c=$(OBJ)/asan/%.o)
 $(OBJ)/emulate/bin/%: private CC = $(CXX)
+$(OBJ)/emulate/bin/%: private link_flags = -fsanitize=alignment
 $(OBJ)/emulate/bin/%: $(OBJ)/test/%.o $(helper_objs) $(EMULATE_OBJS) $(OBJS) $(OBJ)/flags.link
 	$(link)
 $(FUZZERS:%=$(OBJ)/asan/fuzz/%): $(OBJ)/asan/fuzz/%: $(OBJ)/asan/test/fuzz/%.o $(OBJ)/asan/test/fuzz/main.o \

@@ -43,8 +43,9 @@ using std::isnan;
 #define __grid_constant__
 #define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-/* Dynamic shared memory: whoever asks for it by whatever name gets the CTA's. */
-#define DYNAMIC_SHARED(type, name, alignment) type *const name = reinterpret_cast<type *>(grid::dynamic_shared)
+/* Dynamic shared memory: whoever asks for it by whatever name gets the CTA's, aligned no better than was asked for. */
+#define DYNAMIC_SHARED(type, name, alignment)                                                                          \
+  type *const name = reinterpret_cast<type *>(grid::dynamic_shared + (alignment) % grid::BEST_ALIGNMENT)
 
 struct emulated_index {
   unsigned x, y, z;
@@ -55,6 +56,7 @@ extern thread_local emulated_index threadIdx, blockIdx, blockDim, gridDim;
 namespace grid
 {
 
+enum { BEST_ALIGNMENT = 1024 };
 extern thread_local unsigned char dynamic_shared[];
 
 /* Threads of a CTA take turns; these let others run until all of the CTA, or of the warp, have come. */

@@ -34,7 +34,7 @@ enum {
   POLLS = 256 /* of a fiber, between two turns of others */
 };
 
-alignas(1024) thread_local unsigned char dynamic_shared[SHARED];
+alignas(BEST_ALIGNMENT) thread_local unsigned char dynamic_shared[BEST_ALIGNMENT + SHARED];
 
 namespace
 {
