@@ -10,7 +10,7 @@
 constexpr int FMA_TILE = 64, FMA_DEPTH = 16, FMA_SIDE = 16, FMA_EACH = FMA_TILE / FMA_SIDE;
 
 struct fma_smem {
-  float a[FMA_DEPTH][FMA_TILE + 4], b[FMA_DEPTH][FMA_TILE + 4];
+  alignas(16) float a[FMA_DEPTH][FMA_TILE + 4], b[FMA_DEPTH][FMA_TILE + 4]; /* read four at a time */
 };
 
 DEVICE void multiply_tiles(const fma_smem &smem, float (&sum)[FMA_EACH][FMA_EACH])
