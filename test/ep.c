@@ -604,8 +604,16 @@ static cumoe_status all_interleaved(rank *r)
 }
 
 /* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU: they make neither
- * memory and streams nor graphs. */
-static pthread_barrier_t ready, recording, recorded;
+ * memory and streams nor graphs, and copy nothing from memory that is not pinned. */
+static pthread_barrier_t ready, recording, recorded, settled;
+
+/* All have done such things, and may begin. */
+static cumoe_status settle(rank *r, int32_t lane, cumoe_status status)
+{
+  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
+  pthread_barrier_wait(&settled);
+  return status;
+}
 
 static cumoe_status record(rank *r, int32_t lane, int number, cumoe_graph *graph)
 {
@@ -638,10 +646,11 @@ static cumoe_status count_tokens(rank *r, int32_t lane, int64_t tokens)
 }
 
 /* The device says that half of the tokens are there. */
-static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_graph graph)
+static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_status status, cumoe_graph graph)
 {
   const int64_t tokens = r->w->tokens[r->number];
-  cumoe_status status = count_tokens(r, lane, tokens / 2);
+  if (status == CUMOE_OK) status = count_tokens(r, lane, tokens / 2);
+  status = settle(r, lane, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
@@ -677,13 +686,13 @@ static cumoe_status place(rank *r, const tensor *placement)
 }
 
 /* The first call's graph, with the second's tokens and their routing, and experts placed otherwise. */
-static cumoe_status replay_others(rank *r, cumoe_graph graph)
+static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph graph)
 {
   const int64_t tokens = r->w->tokens[r->number];
-  cumoe_status status = refill(r, 1);
+  if (status == CUMOE_OK) status = refill(r, 1);
   if (status == CUMOE_OK) status = place(r, &r->turned);
+  status = settle(r, 0, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
-  /* A copy to pageable memory would wait in here, and keep other threads from launching what it waits for. */
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
@@ -693,13 +702,15 @@ static cumoe_status replay_others(rank *r, cumoe_graph graph)
   return status == CUMOE_OK ? place(r, &r->w->placement) : status;
 }
 
-static cumoe_status replay_all(rank *r, int32_t lane, const cumoe_graph graphs[CALLS])
+/* Every rank comes to the same barriers, whatever has failed. */
+static cumoe_status replay_all(rank *r, int32_t lane, cumoe_status status, const cumoe_graph graphs[CALLS])
 {
   static const int order[] = {2, 0, 1, 0};
-  cumoe_status status = poison(r, lane);
-  if (status == CUMOE_OK && r->w->counted) status = replay_fewer(r, lane, graphs[1]);
-  if (status == CUMOE_OK && r->w->lanes == 1) status = replay_others(r, graphs[0]);
-  if (status == CUMOE_OK && r->w->lanes == 1) status = poison(r, lane);
+  if (status == CUMOE_OK) status = poison(r, lane);
+  if (r->w->counted) status = replay_fewer(r, lane, status, graphs[1]);
+  if (r->w->lanes == 1) status = replay_others(r, status, graphs[0]);
+  if (r->w->lanes == 1 && status == CUMOE_OK) status = poison(r, lane);
+  status = settle(r, lane, status);
   for (size_t i = 0; status == CUMOE_OK && i < sizeof order / sizeof *order; i++)
     status = cumoe_graph_launch(r->context, graphs[order[i]], r->streams[lane]);
   return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
@@ -713,7 +724,7 @@ static cumoe_status replay(rank *r, int32_t lane)
   pthread_barrier_wait(&recording);
   for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = record(r, lane, i, &graphs[i]);
   pthread_barrier_wait(&recorded);
-  if (status == CUMOE_OK) status = replay_all(r, lane, graphs);
+  status = replay_all(r, lane, status, graphs);
   for (int i = 0; i < CALLS; i++) CUMOE_IGNORE(cumoe_graph_destroy(r->context, graphs[i]));
   return status;
 }
@@ -866,6 +877,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
   pthread_barrier_init(&ready, NULL, (unsigned)w->ranks);
   pthread_barrier_init(&recording, NULL, (unsigned)(w->ranks * w->lanes));
   pthread_barrier_init(&recorded, NULL, (unsigned)(w->ranks * w->lanes));
+  pthread_barrier_init(&settled, NULL, (unsigned)(w->ranks * w->lanes));
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, life, &ranks[i]) == 0);
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int32_t i = 0; i < w->ranks; i++) {
