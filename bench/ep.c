@@ -535,14 +535,29 @@ static ep_args move_args(const rank *r, const cell *c, const member *one, const 
 
 enum { REPEATED = 8 };
 
-static double time_move(const rank *r, const cell *c, const group *g, move which, const ep_args *a)
+static double time_move(const rank *r, const cell *c, const group *g, move which, const ep_args *a, const void *of)
 {
   check(cumoe_graph_begin(r->context, r->stream));
-  for (int i = 0; i < REPEATED; i++) check(wire_move(g, which, a, r->stream));
+  for (int i = 0; i < REPEATED; i++) check(wire_move(g, which, a, of, r->stream));
   return time_graph(r, end_graph(r), replays_of(c)) / REPEATED;
 }
 
-/* Sums alone: y of a layer lies in `out`. */
+/* The shard's layer over what has arrived, as host/ep.c has it. */
+static cumoe_moe_args shard_args(const rank *r, const cell *c, const member *one, const group *g, const ep_args *a)
+{
+  const model *m = c->model;
+  const int64_t rows = ranks * c->tokens;
+  const char *lane = g->arena + g->at.lane;
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = cumoe_matrix(lane + g->at.x, CUMOE_BF16, rows, m->hidden, m->hidden),
+                          .ids = cumoe_matrix(a->ids_here, CUMOE_I32, rows, m->top_k, m->top_k),
+                          .weights = cumoe_matrix(lane + g->at.weights, CUMOE_F32, rows, m->top_k, m->top_k),
+                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, m->experts),
+                          .out = cumoe_matrix_mut(r->out.data, CUMOE_BF16, rows, m->hidden, m->hidden),
+                          .workspace = cumoe_buffer_view_mut(one->memory[0])};
+}
+
+/* Sums alone; the results move in what makes them. */
 static void time_moves(rank *r, const cell *c, const member *one)
 {
   group *g;
@@ -554,9 +569,12 @@ static void time_moves(rank *r, const cell *c, const member *one)
   check(cumoe_synchronize(r->context, NULL));
   ep_args a = move_args(r, c, one, g, cumoe_buffer_view_mut(memory).data);
   check_cuda(cudaMemcpy((void *)(uintptr_t)a.ids, r->ids, (size_t)(c->tokens * k) * sizeof *r->ids, cudaMemcpyDefault));
-  r->us.dispatch = time_move(r, c, g, MOVE_PUT, &a);
-  check(wire_move(g, MOVE_WAIT_TOKENS, &a, r->stream));
-  r->us.answer = time_move(r, c, g, MOVE_ANSWER, &a);
+  r->us.dispatch = time_move(r, c, g, MOVE_PUT, &a, NULL);
+  check(wire_move(g, MOVE_WAIT_TOKENS, &a, NULL, r->stream));
+  layer_ends ends = {.returns = true};
+  const cumoe_moe_args shard = shard_args(r, c, one, g, &a);
+  check(forward_between(g->shard, r->weights, &shard, r->stream, &ends));
+  r->us.answer = time_move(r, c, g, ends.combines ? MOVE_RETURN : MOVE_ANSWER, &a, &ends.combine);
   check(cumoe_buffer_free(&memory));
 }
 

@@ -4,7 +4,7 @@
  * is the limit. The sum runs in slot order, in f32.
  *
  * PLACE says which tokens a CTA has, where their outputs go and how a grid waits for the one ahead: own_outputs, or
- * those of other ranks (ep/exchange.cu).
+ * those of other ranks (ep/answer.cuh).
  */
 #ifndef CUMOE_COMBINE_CUH
 #define CUMOE_COMBINE_CUH
@@ -83,23 +83,25 @@ DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float 
   if (a.residual) load_f32<VECTOR>(static_cast<const Out *>(a.residual) + token * a.residual_ld + at, out);
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) out[i] = a.residual ? fmaf(a.out_scale, sum[i], out[i]) : a.out_scale * sum[i];
-  store_f32<VECTOR>(place.template sum<Out>(a, token) + at, out);
+  place.template store_sum<Out>(a, token, at, out);
 }
 
 struct combine_part;
 
 /* A part of the tokens' rows after the other. */
 struct own_outputs {
-  static constexpr bool ALL = true; /* also of tokens and slots without a row, which are 0 */
+  static constexpr bool all() { return true; } /* also tokens and slots without a row, which are 0 */
   DEVICE void wait() const { wait_for_earlier_grids(); }
   DEVICE combine_part part(const combine_args &a, unsigned cta, int columns) const;
-  template <class Out> DEVICE Out *sum(const combine_args &a, int64_t token) const
+  template <class Out, int VECTOR>
+  DEVICE void store_sum(const combine_args &a, int64_t token, int at, const float (&value)[VECTOR]) const
   {
-    return static_cast<Out *>(a.out) + token * a.out_ld;
+    store_f32<VECTOR>(static_cast<Out *>(a.out) + token * a.out_ld + at, value);
   }
-  template <class Out> DEVICE Out *row(const combine_args &a, int64_t token, int slot) const
+  template <class Out, int VECTOR>
+  DEVICE void store_row(const combine_args &a, int64_t token, int slot, int at, const float (&value)[VECTOR]) const
   {
-    return static_cast<Out *>(a.out) + (token * a.top_k + slot) * a.out_ld;
+    store_f32<VECTOR>(static_cast<Out *>(a.out) + (token * a.top_k + slot) * a.out_ld + at, value);
   }
 };
 
@@ -118,11 +120,10 @@ DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens
   for (int t = 0; t < tokens; t++) {
     const int64_t token = first_token + t;
     float sum[column_of<In>::SIZE] = {};
-    bool any = PLACE::ALL; /* of its slots has a row */
+    bool any = place.all(); /* of its slots has a row */
     for (int first = 0;;) {
-      if constexpr (!PLACE::ALL)
 #pragma unroll
-        for (int j = 0; j < SLOTS; j++) any |= slots[0].row[j] >= 0;
+      for (int j = 0; j < SLOTS; j++) any |= slots[0].row[j] >= 0;
 #pragma unroll
       for (int j = 0; j < SLOTS; j++) add(slots[0].y[j], slots[0].weight[j], sum);
       first += SLOTS;
@@ -150,7 +151,7 @@ DEVICE void copy_slots(const combine_args &a, int64_t token, int at, const PLACE
     float out[column_of<In>::SIZE];
 #pragma unroll
     for (int i = 0; i < column_of<In>::SIZE; i++) out[i] = y[i];
-    if (PLACE::ALL || row >= 0) store_f32(place.template row<Out>(a, token, slot) + at, out);
+    if (place.all() || row >= 0) place.template store_row<Out>(a, token, slot, at, out);
   }
 }
 
