@@ -17,9 +17,10 @@
  *   sliced    every expert cut along its inner dimension instead, all ranks' tokens: one GPU's share, without gate
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
- *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--plain]   T up to that; --plain: no NCCL, slices or lanes.
- *   More ranks than GPUs share them, which only shows that it runs; one rank: what its launches cost. NCCL is opened
- *   where LD_LIBRARY_PATH has libnccl.so.2
+ *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged]
+ *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged: groups
+ *   by NCCL as well. More ranks than GPUs share them, which only shows that it runs; one rank: what its launches cost.
+ *   NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -35,7 +36,7 @@
 #include "../host/ep.h"
 #include "nccl.h"
 
-enum { MOST_RANKS = 8, SAMPLES = 5, MOST_TOKENS = 8192, NOISE = 1 << 24, STORED = 64 << 20, RETURNS = 2 };
+enum { MOST_RANKS = 8, SAMPLES = 5, MOST_TOKENS = 8192, NOISE = 1 << 24, STORED = 64 << 20 };
 
 typedef enum when { always, request, cpu } when;
 typedef struct model {
@@ -48,7 +49,8 @@ typedef struct model {
 static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 
 static int32_t ranks, gpus;
-static bool plain;
+static bool plain, sums_alone, staged;
+static const char *only_tokens; /* "T,T" */
 static pthread_barrier_t together;
 static uint16_t noise[NOISE]; /* bf16, deviation about 0.03 */
 static double stores;         /* bytes a second out of a rank, all ranks at once */
@@ -324,7 +326,9 @@ static cumoe_view_mut make_arena(const rank *r, const cell *c, cumoe_group_confi
 {
   const cumoe_arenas_config where = {.size = sizeof where, .rank = r->number, .ranks = ranks, .comm = r->comm};
   cumoe_arenas_info info = {.size = sizeof info};
-  if (!r->comm) return cumoe_vector_mut(c->arenas[r->number], CUMOE_U8, (int64_t)c->arena_bytes);
+  const bool by_nccl = c->flags & CUMOE_GROUP_NCCL;
+  if (by_nccl) config->arenas = NULL, config->comm = r->comm;
+  if (!r->comm || by_nccl) return cumoe_vector_mut(c->arenas[r->number], CUMOE_U8, (int64_t)c->arena_bytes);
   check(cumoe_arenas_create(r->context, c->arena_bytes, &where, &one->arenas));
   check(cumoe_arenas_get_info(one->arenas, &info));
   config->arenas = info.arenas;
@@ -768,7 +772,7 @@ static void run_lanes(const model *m, int64_t tokens, uint32_t flags, int32_t la
   for (int32_t i = 0; i < ranks; i++) {
     const cumoe_group_config config = config_of(&all[i], &now);
     check(cumoe_ep_arena(all[i].plan, &config, &now.arena_bytes));
-    if (all[i].comm) continue;
+    if (all[i].comm && !(flags & CUMOE_GROUP_NCCL)) continue;
     check_cuda(cudaSetDevice(i % gpus));
     check_cuda(cudaMalloc(&now.arenas[i], now.arena_bytes));
     check_cuda(cudaMemset(now.arenas[i], 0, now.arena_bytes));
@@ -808,7 +812,10 @@ static void print_cell(void)
   const double link = ranks > 1 ? (double)(tokens_out + answers_out) / stores * 1e6 : 0;
   const double least = t->experts > link ? t->experts : link;
   printf("%-15s %-5s %5d %8.1f %7.1f %8.1f %7.1f %8.2f", now.model->name,
-         now.flags & CUMOE_GROUP_EXACT ? "exact" : "sums", (int)now.tokens, t->layer, t->gate, t->experts,
+         now.flags & CUMOE_GROUP_EXACT  ? "exact"
+         : now.flags & CUMOE_GROUP_NCCL ? "nccl"
+                                        : "sums",
+         (int)now.tokens, t->layer, t->gate, t->experts,
          t->layer - t->gate - t->experts, (double)(tokens_out + answers_out) * 1e-6);
   print_number(" %*.2f", 5, t->layer / least);
   print_rate(tokens_out, t->dispatch);
@@ -825,11 +832,24 @@ static void print_cell(void)
 
 static void measure(const model *m, int64_t tokens)
 {
-  for (uint32_t exact = 0; exact < RETURNS; exact++) {
-    for (int32_t i = 0; i < ranks; i++) all[i].us = (times){0};
-    if (!plain && !exact && tokens >= 128 && ranks > 1) run_lanes(m, tokens, exact, 2);
-    run_lanes(m, tokens, exact, 1);
+  static const uint32_t returns[] = {0, CUMOE_GROUP_EXACT, CUMOE_GROUP_NCCL};
+  for (size_t i = 0; i < sizeof returns / sizeof *returns; i++) {
+    const uint32_t flags = returns[i];
+    if ((flags == CUMOE_GROUP_EXACT && sums_alone) || (flags == CUMOE_GROUP_NCCL && !(staged && all[0].comm))) continue;
+    for (int32_t r = 0; r < ranks; r++) all[r].us = (times){0};
+    if (!plain && flags == 0 && tokens >= 128 && ranks > 1) run_lanes(m, tokens, flags, 2);
+    run_lanes(m, tokens, flags, 1);
     print_cell();
+  }
+}
+
+static bool is_wanted(int64_t tokens, int64_t most)
+{
+  char *at = (char *)(uintptr_t)only_tokens;
+  if (!at) return tokens <= most;
+  for (;; at++) {
+    if (strtoll(at, &at, 10) == tokens) return true;
+    if (*at != ',') return false;
   }
 }
 
@@ -866,7 +886,7 @@ static void run_model(const model *m, int64_t most)
   }
   if (stores == 0 && ranks > 1) on_all(run_stores);
   for (size_t t = 0; t < sizeof token_counts / sizeof *token_counts; t++)
-    if (token_counts[t] <= most) measure(m, token_counts[t]);
+    if (is_wanted(token_counts[t], most)) measure(m, token_counts[t]);
   for (int32_t i = 0; i < ranks; i++) {
     check_cuda(cudaSetDevice(i % gpus));
     check_cuda(cudaFree(all[i].peer));
@@ -887,6 +907,9 @@ int main(int argc, char **argv)
   ranks = gpus > 1 ? gpus : 2;
   for (int i = 1; i < argc; i++) {
     if (!strcmp(argv[i], "--plain")) plain = true;
+    if (!strcmp(argv[i], "--sums")) sums_alone = true;
+    if (!strcmp(argv[i], "--staged")) staged = true;
+    if (!strcmp(argv[i], "--tokens") && i + 1 < argc) only_tokens = argv[++i];
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];
     if (!strcmp(argv[i], "--most") && i + 1 < argc) most = atoll(argv[++i]);

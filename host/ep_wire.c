@@ -235,6 +235,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_ANSWER: a->fill_vectors = 0; return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(s, a);
+  case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);
   case MOVE_WAIT_ANSWERS: return one_cta(s->ranks * EP_FLAG_WORDS + 1); /* and a thread for the abort word */
   default: return one_cta(EP_WAIT_THREADS);
   }

@@ -1749,7 +1749,7 @@ static void check_layout(const ep_shape *s)
 {
   const ep_layout l = ep_lay_out(s);
   const uint64_t ranks = (uint64_t)s->ranks, slots = ranks * (uint64_t)s->capacity;
-  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element;
+  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, packets = ranks * (uint64_t)s->packets;
   const struct {
     uint64_t at, bytes;
   } regions[] = {{l.hello, ranks * EP_LINE},
@@ -1765,9 +1765,12 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.x, slots * row},
                  {l.lane + l.ids, slots * (uint64_t)s->top_k * 4},
                  {l.lane + l.weights, slots * (uint64_t)s->top_k * 4},
-                 {l.lane + l.y, slots * row * (uint64_t)(s->exact ? s->top_k : 1)}};
+                 {l.lane + l.y, slots * row * (uint64_t)(s->exact ? s->top_k : 1)},
+                 {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
+                 {l.lane + l.sums, packets * row / EP_PACKET_DATA * EP_PACKET}};
+  const size_t count = sizeof regions / sizeof *regions, there = s->packets ? count : count - 2;
   uint64_t end = 0;
-  for (size_t i = 0; i < sizeof regions / sizeof *regions; i++) {
+  for (size_t i = 0; i < there; i++) {
     CHECK(regions[i].at >= end && regions[i].at % EP_ALIGN == 0 && regions[i].bytes > 0);
     end = regions[i].at + regions[i].bytes;
   }
@@ -1789,6 +1792,7 @@ static void layouts(void)
                             .hidden = i & 4 ? 1 << 24 : 8,
                             .element = i & 8 ? 4 : 2,
                             .exact = i % 3 == 0,
+                            .packets = i % 3 == 1,
                             .capacity = i % 5 ? 1 + i * 7 % most : most};
         case_begin("%d ranks, top %d, %d", (int)ranks, (int)k, i);
         check_layout(&s);

@@ -184,6 +184,7 @@ struct outputs_of_ranks {
   unsigned number; /* of the part, in turn over segments and slices */
   uint32_t exchange;
 
+  static constexpr bool ALWAYS_ALL = false;
   DEVICE bool all() const { return a.packets; }
   DEVICE void wait() const
   {

@@ -133,7 +133,8 @@ DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
   let_next_grid_start();
 }
 
-extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
+    cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();

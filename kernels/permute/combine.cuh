@@ -90,7 +90,8 @@ struct combine_part;
 
 /* A part of the tokens' rows after the other. */
 struct own_outputs {
-  static constexpr bool all() { return true; } /* also tokens and slots without a row, which are 0 */
+  static constexpr bool ALWAYS_ALL = true;
+  DEVICE bool all() const { return true; } /* also tokens and slots without a row, which are 0 */
   DEVICE void wait() const { wait_for_earlier_grids(); }
   DEVICE combine_part part(const combine_args &a, unsigned cta, int columns) const;
   template <class Out, int VECTOR>
@@ -122,8 +123,9 @@ DEVICE void reduce_tokens(const combine_args &a, int64_t first_token, int tokens
     float sum[column_of<In>::SIZE] = {};
     bool any = place.all(); /* of its slots has a row */
     for (int first = 0;;) {
+      if constexpr (!PLACE::ALWAYS_ALL)
 #pragma unroll
-      for (int j = 0; j < SLOTS; j++) any |= slots[0].row[j] >= 0;
+        for (int j = 0; j < SLOTS; j++) any |= slots[0].row[j] >= 0;
 #pragma unroll
       for (int j = 0; j < SLOTS; j++) add(slots[0].y[j], slots[0].weight[j], sum);
       first += SLOTS;
