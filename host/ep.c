@@ -291,7 +291,9 @@ static bool waits_in_put(const ep_round *r)
 /* Answers go as packets: decided by what all ranks have in common. */
 static bool by_packets(const ep_round *r)
 {
-  return r->c->args.tokens_max - r->number * r->c->g->shape.capacity <= r->c->g->shape.packets;
+  const ep_shape *s = &r->c->g->shape;
+  const int64_t left = r->c->args.tokens_max - r->number * s->capacity;
+  return (left < s->capacity ? left : s->capacity) <= s->packets;
 }
 
 /* What ran before may have been a call by itself. of: as wire_move has it. */

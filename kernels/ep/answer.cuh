@@ -92,54 +92,51 @@ DEVICE void answer_in_packets(const ep_args &a, uint32_t exchange)
   }
 }
 
+/* 16 bytes of a row in two packets, asked for at once, then waited for. */
 struct packet_pair {
   packet low, high;
-  const char *at;
-
-  DEVICE void load(const char *from)
-  {
-    at = from;
-    low = {load_words_system(at)};
-    high = {load_words_system(at + EP_PACKET)};
-  }
-  DEVICE bool wait(const ep_args &a, uint32_t exchange, int rank, patience &p)
-  {
-    return wait_for_packet(a, at, exchange, EP_RETURN, rank, p, &low) &&
-           wait_for_packet(a, at + EP_PACKET, exchange, EP_RETURN, rank, p, &high);
-  }
-  DEVICE uint4 data() const
-  {
-    const uint2 l = data_of(low), h = data_of(high);
-    return make_uint4(l.x, l.y, h.x, h.y);
-  }
 };
 
-/* What the ranks have answered for 16 bytes of a token, summed in their order. False: the group has given up. */
+DEVICE packet_pair load_packets(const char *at)
+{
+  return {{load_words_system(at)}, {load_words_system(at + EP_PACKET)}};
+}
+
+template <class In>
+DEVICE bool add_answer(const ep_args &a, const char *at, packet_pair p, uint32_t exchange, int rank, patience &patient,
+                       float (&sum)[column_of<In>::SIZE])
+{
+  while (!is_of(p.low, exchange) || !is_of(p.high, exchange)) {
+    if (patient.ends(a, EP_RETURN, rank, true)) return false;
+    p = load_packets(at);
+  }
+  const uint2 low = data_of(p.low), high = data_of(p.high);
+  add(column_of<In>{make_uint4(low.x, low.y, high.x, high.y)}, 1.f, sum);
+  return true;
+}
+
+DEVICE const char *answer_of(const combine_args &c, const ep_args &a, int token, int rank, int vector)
+{
+  const int row = load_relaxed(c.slot_row + (int64_t)token * a.shape.ranks + rank);
+  return row < 0 ? nullptr : sum_packets(a, a.rank, rank, row - (int)(rank * a.shape.capacity), vector);
+}
+
+/* What the ranks have answered for 16 bytes of a token, summed in their order, two at a time. False: the group has given
+ * up. */
 template <class In>
 DEVICE bool sum_answers(const combine_args &c, const ep_args &a, uint32_t exchange, int token, int vector,
                         float (&sum)[column_of<In>::SIZE])
 {
-  constexpr int IN_FLIGHT = 4;
-  patience p;
-  for (int first = 0; first < a.shape.ranks; first += IN_FLIGHT) {
-    int row[IN_FLIGHT];
-    packet_pair answer[IN_FLIGHT];
-#pragma unroll
-    for (int j = 0; j < IN_FLIGHT; j++) {
-      const int rank = first + j;
-      row[j] = rank < a.shape.ranks ? load_relaxed(c.slot_row + (int64_t)token * a.shape.ranks + rank) : ROW_DROPPED;
-    }
-#pragma unroll
-    for (int j = 0; j < IN_FLIGHT; j++)
-      if (row[j] >= 0)
-        answer[j].load(
-            sum_packets(a, a.rank, first + j, row[j] - (int)((first + j) * a.shape.capacity), vector));
-#pragma unroll
-    for (int j = 0; j < IN_FLIGHT; j++) {
-      if (row[j] < 0) continue;
-      if (!answer[j].wait(a, exchange, first + j, p)) return false;
-      add(column_of<In>{answer[j].data()}, 1.f, sum);
-    }
+  patience patient;
+#pragma unroll 1
+  for (int rank = 0; rank < a.shape.ranks; rank += 2) {
+    const char *one = answer_of(c, a, token, rank, vector),
+               *two = rank + 1 < a.shape.ranks ? answer_of(c, a, token, rank + 1, vector) : nullptr;
+    packet_pair p = {}, q = {};
+    if (one) p = load_packets(one);
+    if (two) q = load_packets(two);
+    if (one && !add_answer<In>(a, one, p, exchange, rank, patient, sum)) return false;
+    if (two && !add_answer<In>(a, two, q, exchange, rank + 1, patient, sum)) return false;
   }
   return true;
 }
@@ -157,22 +154,28 @@ template <class In, class Out> DEVICE void collect_packets(const combine_args &c
 }
 
 /* Answers, unless a grid ahead has; then waits and adds up, unless that is to be another grid's. Its few CTAs may all
- * wait. Where it is `early`, the grid ahead is the one that answers. */
+ * wait; the one behind the movers has the flags. Where it is `early`, the grid ahead is the one that answers. */
 template <class In, class Out> DEVICE void finish(const combine_args &c, const ep_args &a)
 {
+  const bool moves = (int)blockIdx.x < a.movers;
   look_ahead(a, a.at.back);
   if (!a.early) wait_for_earlier_grids_alone();
   const uint32_t exchange = exchange_now(a);
   if (a.y_here) {
     if (!a.then_waits) let_next_grid_start();
-    if (cta_of_grid(a) == 0) tell_that_all_is_read(a, exchange);
-    answer_in_packets(a, exchange);
+    if (moves)
+      answer_in_packets(a, exchange);
+    else
+      tell_that_all_is_read(a, exchange);
     add_counts(a);
   }
   if (a.then_waits) {
-    check_token_count(c.tokens, c.fault);
-    collect_packets<In, Out>(c, a, exchange);
-    if (cta_of_grid(a) == 0) wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
+    if (moves) {
+      collect_packets<In, Out>(c, a, exchange);
+    } else {
+      check_token_count(c.tokens, c.fault);
+      wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
+    }
   }
   if (a.early) wait_for_earlier_grids_alone(); /* whoever waits for this grid waits for that one, too */
 }

@@ -83,7 +83,8 @@ DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned
   const unsigned k = a.shape.top_k;
   const char *at = slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k));
   packet found = {load_words_system(at)};
-  if (!wait_for_packet(a, at, exchange, EP_DISPATCH, source, p, &found)) return -1;
+  for (; !is_of(found, exchange); found = {load_words_system(at)})
+    if (p.ends(a, EP_DISPATCH, (int)source, true)) return -1;
   const uint2 data = data_of(found);
   reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[source * a.shape.capacity * k + slot] =
       __uint_as_float(data.y);
@@ -238,7 +239,7 @@ RETURN(f16, f16, 1024)
 RETURN(f32, float, 512)
 
 #define FINISH(in, out, In, Out)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)                                                     \
+  extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 2)                                                     \
       cumoe_ep_finish_##in##_##out(const __grid_constant__ combine_args c, const __grid_constant__ ep_args a)          \
   {                                                                                                                    \
     finish<In, Out>(c, a);                                                                                             \

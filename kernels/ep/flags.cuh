@@ -88,18 +88,18 @@ DEVICE uint64_t timeout_ns(const ep_args &a)
   return *reinterpret_cast<const volatile uint64_t *>(a.arena + a.at.timeout);
 }
 
-/* Of a thread that waits. This rank's own CTAs come whatever the others do, and are waited for in a group that has given
- * up: they may still have to read how many exchanges there were. */
+/* Of a thread that waits. */
 struct patience {
   uint64_t begin = now_ns();
   unsigned turns = 0;
 
-  /* Asked after each look in vain: the group has given up, or this gives it up. */
-  DEVICE bool ends(const ep_args &a, int phase, int rank)
+  /* Asked after each look in vain: the group has given up, which is heeded at once or when the time is over; or this
+   * gives it up. */
+  DEVICE bool ends(const ep_args &a, int phase, int rank, bool at_once)
   {
     if (++turns % 8) return false;
     const bool late = now_ns() - begin > timeout_ns(a);
-    if ((rank != a.rank || late) && has_given_up(a)) return true;
+    if ((at_once || late) && has_given_up(a)) return true;
     if (late) give_up(a, phase, rank);
     return false;
   }
@@ -112,15 +112,15 @@ DEVICE uint32_t exchange_now(const ep_args &a)
   return (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
 }
 
-/* Waits until a word of the rank's flag is of this exchange; *tokens: what else it says. False: the group has given
- * up. */
+/* Waits until a word of the rank's flag is of this exchange; *tokens: what else it says. False: the group has given up.
+ * This rank's own CTAs come whatever the others do, and may still have to read how many exchanges there were. */
 DEVICE bool wait_for_word(const ep_args &a, const char *word, uint32_t exchange, int phase, int rank, uint32_t *tokens)
 {
   for (patience p;;) {
     const uint64_t value = load_acquire_system(word);
     *tokens = (uint32_t)value;
     if ((int32_t)((uint32_t)(value >> 32) - exchange) >= 0) return true;
-    if (p.ends(a, phase, rank)) return false;
+    if (p.ends(a, phase, rank, rank != a.rank)) return false;
   }
 }
 
@@ -140,17 +140,6 @@ DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t e
     if (arrived && word == 0) arrived[r] = tokens;
   }
   return __syncthreads_and(all);
-}
-
-/* Waits for a packet of this exchange. False: the group has given up. */
-DEVICE bool wait_for_packet(const ep_args &a, const char *at, uint32_t exchange, int phase, int rank, patience &p,
-                            packet *found)
-{
-  while (!is_of(*found, exchange)) {
-    if (p.ends(a, phase, rank)) return false;
-    *found = {load_words_system(at)};
-  }
-  return true;
 }
 
 #endif
