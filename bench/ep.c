@@ -815,8 +815,8 @@ static void print_cell(void)
          now.flags & CUMOE_GROUP_EXACT  ? "exact"
          : now.flags & CUMOE_GROUP_NCCL ? "nccl"
                                         : "sums",
-         (int)now.tokens, t->layer, t->gate, t->experts,
-         t->layer - t->gate - t->experts, (double)(tokens_out + answers_out) * 1e-6);
+         (int)now.tokens, t->layer, t->gate, t->experts, t->layer - t->gate - t->experts,
+         (double)(tokens_out + answers_out) * 1e-6);
   print_number(" %*.2f", 5, t->layer / least);
   print_rate(tokens_out, t->dispatch);
   print_rate(answers_out, t->answer);

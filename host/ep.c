@@ -422,16 +422,16 @@ static cumoe_moe_args shard_args(const ep_round *r)
   const group *g = c->g;
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
   const int64_t rows = g->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
-  return (cumoe_moe_args){
-      .size = sizeof(cumoe_moe_args),
-      .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
-      .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
-      .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
-      .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
-      .out = cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
-      .counts_out = counts_of_round(r),
-      .load = c->layer.load,
-      .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
+                          .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
+                          .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
+                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
+                          .out =
+                              cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
+                          .counts_out = counts_of_round(r),
+                          .load = c->layer.load,
+                          .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
 }
 
 /* What put may fill for the experts, unless the shared expert has that memory in between. */

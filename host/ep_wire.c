@@ -195,7 +195,8 @@ static int64_t between(int64_t n, int64_t least, int64_t most)
 static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 {
   const int64_t parts = parts_of_row(s), fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
-  a->movers = (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(EP_MOVE_CTAS / parts, 1, EP_MOVE_CTAS));
+  a->movers =
+      (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(EP_MOVE_CTAS / parts, 1, EP_MOVE_CTAS));
   return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
 }
@@ -210,7 +211,7 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
 
-/* A thread for 16 bytes of each row to answer, and of each sum, but so few CTAs that all may wait; and one for flags. */
+/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait; and one for flags. */
 static launch_shape grid_of_finish(const ep_shape *s, ep_args *a)
 {
   const int64_t items = s->packets * (int64_t)s->ranks * s->hidden * s->element / 16;

@@ -237,8 +237,8 @@ static bool launched(const char *words)
   return strstr(shim_trace(), words) != NULL;
 }
 
-/* Put is the gate, unless that has rules, or ranks are counted in between; answers come from the shard's combine; of few
- * tokens one grid waits for them and adds them up, which else a combine does. */
+/* Put is the gate, unless that has rules, or ranks are counted in between; answers come from the shard's combine; of
+ * few tokens one grid waits for them and adds them up, which else a combine does. */
 static void merged(void)
 {
   for (int i = 0; i < 6; i++) {

@@ -121,8 +121,8 @@ DEVICE const char *answer_of(const combine_args &c, const ep_args &a, int token,
   return row < 0 ? nullptr : sum_packets(a, a.rank, rank, row - (int)(rank * a.shape.capacity), vector);
 }
 
-/* What the ranks have answered for 16 bytes of a token, summed in their order, two at a time. False: the group has given
- * up. */
+/* What the ranks have answered for 16 bytes of a token, summed in their order, two at a time. False: the group has
+ * given up. */
 template <class In>
 DEVICE bool sum_answers(const combine_args &c, const ep_args &a, uint32_t exchange, int token, int vector,
                         float (&sum)[column_of<In>::SIZE])
@@ -224,7 +224,8 @@ struct outputs_of_ranks {
   }
 };
 
-template <class In, int COLUMNS> DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t exchange)
+template <class In, int COLUMNS>
+DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t exchange)
 {
   const unsigned most = COMBINE_TOKENS(c.top_k), slices = ceil_div(c.hidden, COLUMNS),
                  parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;

@@ -30,7 +30,7 @@
  * exchange in the other, so that it is there once it is seen, and no flag has to wait until it was stored. Slots are
  * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. Answers are
  * packets in every exchange of so few tokens at most: `back` then tells that what was put has been read, which is what
- * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as the data beside flags do.
+ * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as data beside flags do.
  *
  * test/ep_model.c goes through all orders of this.
  */
@@ -113,10 +113,10 @@ typedef struct ep_args {
   const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
   /* kernels */
-  int32_t then_waits; /* put and answer go on with their wait, finish with the sum */
-  int32_t early;      /* the grid ahead is this call's and has waited for those before it: what they left is there */
-  int32_t packets;    /* of gate_put: slots go as packets; of return and finish: answers do */
-  int32_t movers;     /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
+  int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
+  int32_t early;        /* the grid ahead is this call's and has waited for those before it: what they left is there */
+  int32_t packets;      /* of gate_put: slots go as packets; of return and finish: answers do */
+  int32_t movers;       /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
   fault_sink fault;

@@ -134,8 +134,7 @@ DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
   let_next_grid_start();
 }
 
-extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
-    cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
@@ -196,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     check_token_count(g.tokens, g.fault);
     gate_and_put_slots(g, a, tokens, exchange);
   }
-  const bool waits = ahead ? cta_of_grid(a) == 0
-                           : tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits;
+  const bool waits =
+      ahead ? cta_of_grid(a) == 0 : tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits;
   if (waits) wait_for_tokens(a, exchange);
 }
 

@@ -1,5 +1,5 @@
-/* What a rank sends of its tokens: rows of x, and ids and weights; by dedup only to the ranks that have an expert. Of few
- * tokens the gate as well. */
+/* What a rank sends of its tokens: rows of x, and ids and weights; by dedup only to the ranks that have an expert. Of
+ * few tokens the gate as well. */
 #ifndef CUMOE_EP_PUT_CUH
 #define CUMOE_EP_PUT_CUH
 

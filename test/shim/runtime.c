@@ -316,8 +316,9 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 /* What every library of a caller holds: two kernels, and a variable of 16 bytes that is called counter. Behind them
  * those of groups, whose library is taken for a caller's. */
 enum { CALLERS = -1, OF_GROUPS = -2 };
-static const variant caller_rows[] = {{.name = "add", .op = CALLERS},
-                                      {.name = "nothing", .op = CALLERS},
+static const variant caller_rows[] = {
+    {.name = "add", .op = CALLERS},
+    {.name = "nothing", .op = CALLERS},
 #define MOVE(move)             {.name = #move, .op = OF_GROUPS},
 #define MOVE_WITH(move, takes) {.name = #move, .op = OF_GROUPS, .smem = (int32_t)sizeof(takes)},
 #include "../../kernels/ep/moves.def"
