@@ -105,19 +105,19 @@ DEVICE void put_slots(const ep_args &a, unsigned token, int64_t id, float weight
   for (int r = 0; r < a.shape.ranks; r++) put_slots_to<PACKETS>(a, token, r, place, weight, exchange);
 }
 
-/* x read once, stored to each rank that the token goes to; meanwhile ids and weights, by the warp that has the first
- * part of the row. */
+/* x read once, stored to each rank that the token goes to; while that is on its way ids and weights, by the warp that
+ * has the first part of the row. */
 DEVICE void put_tokens(const ep_args &a, unsigned tokens)
 {
   const int slot = lane_id();
-  const bool there = slot < a.shape.top_k;
+  const bool there = blockIdx.y == 0 && slot < a.shape.top_k;
   for (unsigned token = blockIdx.x * WARPS + warp_id(); token < tokens; token += a.movers * WARPS) {
+    const int64_t id = there ? id_of(a, token, slot) : -1;
+    const float weight = there ? a.weights[token * a.weights_ld + slot] : 0.f;
     row_part p;
     load_row(a, token, p);
-    if (blockIdx.y == 0)
-      put_slots<false>(a, token, there ? id_of(a, token, slot) : -1,
-                       there ? a.weights[token * a.weights_ld + slot] : 0.f, 0);
     store_row(a, token, p);
+    if (blockIdx.y == 0) put_slots<false>(a, token, id, weight, 0);
   }
 }
 
