@@ -578,8 +578,8 @@ static void time_moves(rank *r, const cell *c, const member *one)
   layer_ends ends = {.returns = true};
   const cumoe_moe_args shard = shard_args(r, c, one, g, &a);
   check(forward_between(g->shard, r->weights, &shard, r->stream, &ends));
-  r->us.answer = ends.combines ? time_move(r, c, g, MOVE_RETURN, &a, &ends.combine)
-                               : time_move(r, c, g, MOVE_ANSWER, &a, NULL);
+  r->us.answer =
+      ends.combines ? time_move(r, c, g, MOVE_RETURN, &a, &ends.combine) : time_move(r, c, g, MOVE_ANSWER, &a, NULL);
   check(cumoe_buffer_free(&memory));
 }
 
