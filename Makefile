@@ -384,8 +384,9 @@ test: $(test_programs) $(LIB)/libcumoe.a $(if $(filter %/torch.sh,$(test_scripts
 	$(if $(filter %/train.sh,$(test_scripts)),$(LIB)/train $(LIB)/demo)
 	@$(script_env) test/run.sh $(test_programs) $(test_scripts)
 
-# A sanitized program has no GPU to see: the driver's own memory is not under test.
-check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a
+# A sanitized program has no GPU to see: the driver's own memory is not under test. What only a GPU machine runs is
+# compiled at least.
+check: $(check_programs) $(fuzz_programs) $(LIB)/libcumoe.a $(if $(T),,$(BENCH_MAINS:%.c=$(OBJ)/%.o))
 	@$(script_env) CUDA_VISIBLE_DEVICES= UBSAN_OPTIONS=print_stacktrace=1 test/run.sh $(check_scripts) $(check_programs)
 
 # Kernels without a GPU: minutes, on demand.
@@ -451,7 +452,7 @@ help:
 	@echo 'make            $(LIB)/libcumoe.a'
 	@echo 'make shared     $(LIB)/libcumoe.so as well, for programs that load it; make install then installs both'
 	@echo 'make demo       a small trained model writes text, on the GPU or the CPU   (DEMO_ARGS)'
-	@echo 'make train      trains that model from scratch on TEXT="FILE ...", for two minutes      (TRAIN_ARGS)'
+	@echo 'make train      trains that model from scratch on TEXT="FILE ...", on the GPU or the CPU  (TRAIN_ARGS)'
 	@echo 'make test       all tests, on the GPU or the CPU                           (T="plan forward": some)'
 	@echo 'make tests      builds them only; test/run.sh runs them, here or where $(LIB)/ and test/ were carried'
 	@echo 'make check      no GPU: sanitizers, headers, symbols, machine code, README, format, fuzzing (T=docs: one)'

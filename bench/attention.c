@@ -190,6 +190,7 @@ static cumoe_status run(bench *b)
   work works[ITEMS] = {{0}};
   timing timings[ITEMS];
   clock_state clocks = {0};
+  size_t workspace = 0;
   TRY(make_noise(b));
   for (int32_t i = 0; i < PLACES; ++i) {
     TRY(take(b, &b->store, CUMOE_BF16, 1, (int64_t)LONGEST * HEADS * DIM, &m.q[i]));
@@ -208,7 +209,8 @@ static cumoe_status run(bench *b)
   TRY(take(b, &b->store, CUMOE_F32, 1, (int64_t)LONGEST * HEADS, &m.delta));
   TRY(take(b, &b->store, CUMOE_BF16, 1, COLUMNS, &m.small));
   TRY(fill_noise(b, m.small, &b->unit));
-  TRY(take(b, &b->store, CUMOE_U8, 1, ROWS * 16, &m.workspace));
+  TRY(cumoe_norm_backward_workspace(b->context, ROWS, COLUMNS, &workspace));
+  TRY(take(b, &b->store, CUMOE_U8, 1, (int64_t)workspace, &m.workspace)); /* cross-entropy needs less */
   TRY(fill_indices(b, &m));
   TRY(attend_all(b, &m));
   for (int32_t i = 0; i < ITEMS; ++i) {

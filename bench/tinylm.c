@@ -275,7 +275,7 @@ static bool quantise_expert(tinylm *m, const expert_table *t, int32_t expert, cu
 {
   cumoe_quantize_args a = {.size = sizeof a, .experts = 1, .format = m->format, .weights = from};
   if (!ok(m, cumoe_quantize_shapes(&a)) || !device_codes(m, t, expert, &a) ||
-      !ok(m, cumoe_quantize_weights(m->context, &a, NULL)))
+      !ok(m, cumoe_quantize_weights(m->context, &a, m->stream)))
     return false;
   t->codes[expert] = a.codes.data;
   t->scales[expert] = a.scale.data;
@@ -292,7 +292,7 @@ static bool load_expert(tinylm *m, const char *name, const expert_table *t, int3
     dense.rows = t->out;
     dense.cols = dense.ld = t->in;
     return read_tensor(m, name, t->out, t->in, staging) && upload(m, dense, staging) &&
-           quantise_expert(m, t, expert, cumoe_const(dense)) && ok(m, cumoe_synchronize(m->context, NULL));
+           quantise_expert(m, t, expert, cumoe_const(dense)) && ok(m, cumoe_synchronize(m->context, m->stream));
   }
   if (!load_matrix(m, name, t->out, t->in, staging, &dense)) return false;
   m->expert_bytes += bytes_of(dense);

@@ -32,7 +32,7 @@ typedef struct options {
 static const char usage[] =
     "usage: train [options] FILE ...\n"
     "  --out FOLDER     what is made, and the checkpoint (lib/trained)\n"
-    "  --device D       cpu, cuda, N or auto: the first GPU, else the CPU (cpu)\n"
+    "  --device D       auto, cpu, cuda or N (auto: the first GPU, else the CPU)\n"
     "  --dtype T        f32 or bf16: of activations and of the weights that they meet (f32)\n"
     "  --steps N        of the optimiser (2000; 200 on the CPU)\n"
     "  --batch N        sequences of a step (16; 4 on the CPU)\n"
@@ -621,7 +621,7 @@ int main(int argc, char **argv)
                      .clip = 1,
                      .decay = .1f,
                      .dtype = CUMOE_F32},
-               .device = CUMOE_DEVICE_CPU,
+               .device = CUMOE_DEVICE_AUTO,
                .seed = 1,
                .interval = 20,
                .rate = .004,

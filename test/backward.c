@@ -1046,6 +1046,7 @@ static void test_graph(void)
     const layer_inputs in = layer_inputs_new(&other);
     device_set(context, as_mut(b.run.args.x), &in.x);
     device_set(context, as_mut(b.run.args.router_weight), &in.router_weight);
+    CHECK_OK(cumoe_synchronize(context, NULL)); /* the copies are of another stream */
     layer_inputs now = first;
     now.x = in.x;
     now.router_weight = in.router_weight;

@@ -15,14 +15,14 @@ static double e4m3_value(unsigned code)
   const int exponent = (int)(code >> 3 & 15), mantissa = (int)(code & 7);
   if ((code & 0x7f) == 0x7f) return NAN;
   if (exponent == 0) return sign_of(code, 7) * mantissa / 512.;
-  return sign_of(code, 7) * (1 + mantissa / 8.) * pow(2, exponent - 7);
+  return sign_of(code, 7) * ldexp(1 + mantissa / 8., exponent - 7);
 }
 
 static double e2m1_value(unsigned code)
 {
   const int exponent = (int)(code >> 1 & 3), mantissa = (int)(code & 1);
   if (exponent == 0) return sign_of(code, 3) * mantissa / 2.;
-  return sign_of(code, 3) * (1 + mantissa / 2.) * pow(2, exponent - 1);
+  return sign_of(code, 3) * ldexp(1 + mantissa / 2., exponent - 1);
 }
 
 static double compute_value(int32_t element, unsigned code)
@@ -58,7 +58,7 @@ unsigned element_codes(int32_t element)
 double scale_value(int32_t dtype, unsigned bits)
 {
   if (dtype == CUMOE_E4M3) return e4m3_value(bits);
-  return bits == 255 ? NAN : pow(2, (double)bits - 127);
+  return bits == 255 ? NAN : ldexp(1, (int)bits - 127);
 }
 
 unsigned e4m3_nearest(double value)

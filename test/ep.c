@@ -685,6 +685,8 @@ static cumoe_status replay_others(rank *r, cumoe_graph graph)
   cumoe_status status = refill(r, 1);
   if (status == CUMOE_OK) status = place(r, &r->turned);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
+  /* A copy to pageable memory would wait in here, and keep other threads from launching what it waits for. */
+  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
     status = cumoe_copy_to_host(r->context, r->others.data, (size_t)tokens * row,
@@ -968,7 +970,10 @@ static void run_world(const world *given, bool dedup)
   for (int32_t i = 0; i < w.ranks; i++) {
     gave_up |= ranks[i].status != CUMOE_OK || ranks[i].fault.cause != CUMOE_GROUP_ALIVE;
     CHECK_MSG(ranks[i].status == CUMOE_OK, "rank %d: %s", (int)i, ranks[i].text);
-    CHECK(ranks[i].ended == CUMOE_OK && ranks[i].fault.cause == CUMOE_GROUP_ALIVE);
+    const cumoe_group_fault *f = &ranks[i].fault;
+    CHECK_MSG(ranks[i].ended == CUMOE_OK && f->cause == CUMOE_GROUP_ALIVE,
+              "rank %d ended with %d; cause %d, phase %d, about rank %d, by rank %d", (int)i, (int)ranks[i].ended,
+              (int)f->cause, (int)f->phase, (int)f->about, (int)f->by);
   }
   if (w.exact)
     check_exact(&w, &out);

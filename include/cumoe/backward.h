@@ -2,7 +2,7 @@
  * cumoe/backward.h: gradients of the layer. Contract as in cumoe/cumoe.h. A member of the archive of its own: a program
  * that only runs layers forward has nothing of it.
  *
- * On every device; on CUDA experimental. Weights with a format (cumoe/format.h): NOT_SUPPORTED.
+ * On every device. Weights with a format (cumoe/format.h): NOT_SUPPORTED.
  *
  * What is differentiated is the layer as cumoe_moe_forward describes it, with roundings taken for exact and the choice
  * of experts for a constant. With g = d out * out_scale (UNREDUCED: d out), per pair (t, j) of row r with weight w:
