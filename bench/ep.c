@@ -588,7 +588,7 @@ static void time_moves(rank *r, const cell *c, const member *one)
 static void check_nccl(int code)
 {
   if (code == 0) return;
-  fprintf(stderr, "NCCL: %s\n", peer.error_string(code));
+  fprintf(stderr, "NCCL: %s\n", bench_nccl.error_string(code));
   exit(1);
 }
 
@@ -606,15 +606,15 @@ static cumoe_view_mut room(const rank *r, cumoe_dtype dtype, int64_t rows, int64
 /* bytes of `mine` to every rank's `to`, at this rank's place. */
 static void all_gather(const rank *r, const void *mine, void *to, int64_t bytes)
 {
-  check_nccl(peer.all_gather(mine, to, (size_t)bytes, NCCL_BYTES, r->comm, r->stream));
+  check_nccl(bench_nccl.all_gather(mine, to, (size_t)bytes, NCCL_BYTES, r->comm, r->stream));
 }
 
 /* each NULL: `mine` to all, as a gather; else part i of it to rank i. */
 static void exchange(const rank *r, const char *mine, int64_t step, char *to, int64_t bytes)
 {
   for (int32_t i = 0; i < ranks; i++) {
-    check_nccl(peer.send(mine + i * step, (size_t)bytes, NCCL_BYTES, i, r->comm, r->stream));
-    check_nccl(peer.receive(to + i * bytes, (size_t)bytes, NCCL_BYTES, i, r->comm, r->stream));
+    check_nccl(bench_nccl.send(mine + i * step, (size_t)bytes, NCCL_BYTES, i, r->comm, r->stream));
+    check_nccl(bench_nccl.receive(to + i * bytes, (size_t)bytes, NCCL_BYTES, i, r->comm, r->stream));
   }
 }
 
@@ -624,7 +624,7 @@ static void launch_peer(const rank *r, const cell *c, gathered *g, bool by_excha
   const int64_t rows = ranks * c->tokens, row = 2 * (int64_t)m->hidden, slots = c->tokens * m->top_k;
   const cumoe_view_mut ids = cumoe_buffer_view_mut(g->own_ids), weights = cumoe_buffer_view_mut(g->own_weights);
   launch_gate(r, c, ids, weights);
-  check_nccl(peer.group_start());
+  check_nccl(bench_nccl.group_start());
   if (by_exchange) {
     exchange(r, r->x.data, 0, g->x.data, c->tokens * row);
     exchange(r, ids.data, 0, g->ids.data, slots * 4);
@@ -634,7 +634,7 @@ static void launch_peer(const rank *r, const cell *c, gathered *g, bool by_excha
     all_gather(r, ids.data, g->ids.data, slots * 4);
     all_gather(r, weights.data, g->weights.data, slots * 4);
   }
-  check_nccl(peer.group_end());
+  check_nccl(bench_nccl.group_end());
   const cumoe_moe_args a = {.size = sizeof a,
                             .x = cumoe_const(g->x),
                             .ids = cumoe_const(g->ids),
@@ -644,13 +644,13 @@ static void launch_peer(const rank *r, const cell *c, gathered *g, bool by_excha
                             .workspace = cumoe_buffer_view_mut(g->workspace)};
   check(cumoe_moe_forward(r->plan, r->weights, &a, r->stream));
   if (!by_exchange) {
-    check_nccl(peer.reduce_scatter(r->out.data, g->y.data, (size_t)(c->tokens * m->hidden), NCCL_BF16, NCCL_SUM,
+    check_nccl(bench_nccl.reduce_scatter(r->out.data, g->y.data, (size_t)(c->tokens * m->hidden), NCCL_BF16, NCCL_SUM,
                                    r->comm, r->stream));
     return;
   }
-  check_nccl(peer.group_start());
+  check_nccl(bench_nccl.group_start());
   exchange(r, r->out.data, c->tokens * row, g->y.data, c->tokens * row);
-  check_nccl(peer.group_end());
+  check_nccl(bench_nccl.group_end());
   cumoe_view_mut sum = cumoe_matrix_mut(g->y.data, CUMOE_BF16, c->tokens, m->hidden, m->hidden);
   for (int32_t i = 1; i < ranks; i++) {
     const cumoe_view other =
@@ -676,7 +676,7 @@ static double time_reduce(rank *r, const cell *c)
   const size_t count = (size_t)(ranks * c->tokens * c->model->hidden);
   for (int captured = 0; captured < 2; captured++) {
     if (captured) check(cumoe_graph_begin(r->context, r->stream));
-    check_nccl(peer.all_reduce(r->out.data, r->out.data, count, NCCL_BF16, NCCL_SUM, r->comm, r->stream));
+    check_nccl(bench_nccl.all_reduce(r->out.data, r->out.data, count, NCCL_BF16, NCCL_SUM, r->comm, r->stream));
     if (!captured) check(cumoe_synchronize(r->context, r->stream));
     pthread_barrier_wait(&together);
   }
@@ -873,8 +873,8 @@ static void open_comms(void)
     printf("# no libnccl.so.2\n");
     return;
   }
-  check_nccl(peer.get_version(&version));
-  check_nccl(peer.comm_init_all(comms, ranks, devices));
+  check_nccl(bench_nccl.get_version(&version));
+  check_nccl(bench_nccl.comm_init_all(comms, ranks, devices));
   for (int32_t i = 0; i < ranks; i++) all[i].comm = comms[i];
   printf("# NCCL %d.%d.%d\n", version / 10000, version / 100 % 100, version % 100);
 }

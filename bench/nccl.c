@@ -3,7 +3,7 @@
 
 #include <dlfcn.h>
 
-nccl_functions peer;
+nccl_functions bench_nccl;
 
 static bool find(void *library, const char *name, void *function)
 {
@@ -13,10 +13,10 @@ static bool find(void *library, const char *name, void *function)
 bool nccl_load(void)
 {
   void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
-  return library && find(library, "ncclGetVersion", &peer.get_version) &&
-         find(library, "ncclGetErrorString", &peer.error_string) &&
-         find(library, "ncclCommInitAll", &peer.comm_init_all) && find(library, "ncclGroupStart", &peer.group_start) &&
-         find(library, "ncclGroupEnd", &peer.group_end) && find(library, "ncclAllGather", &peer.all_gather) &&
-         find(library, "ncclAllReduce", &peer.all_reduce) && find(library, "ncclReduceScatter", &peer.reduce_scatter) &&
-         find(library, "ncclSend", &peer.send) && find(library, "ncclRecv", &peer.receive);
+  return library && find(library, "ncclGetVersion", &bench_nccl.get_version) &&
+         find(library, "ncclGetErrorString", &bench_nccl.error_string) &&
+         find(library, "ncclCommInitAll", &bench_nccl.comm_init_all) && find(library, "ncclGroupStart", &bench_nccl.group_start) &&
+         find(library, "ncclGroupEnd", &bench_nccl.group_end) && find(library, "ncclAllGather", &bench_nccl.all_gather) &&
+         find(library, "ncclAllReduce", &bench_nccl.all_reduce) && find(library, "ncclReduceScatter", &bench_nccl.reduce_scatter) &&
+         find(library, "ncclSend", &bench_nccl.send) && find(library, "ncclRecv", &bench_nccl.receive);
 }
