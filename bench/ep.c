@@ -645,7 +645,7 @@ static void launch_peer(const rank *r, const cell *c, gathered *g, bool by_excha
   check(cumoe_moe_forward(r->plan, r->weights, &a, r->stream));
   if (!by_exchange) {
     check_nccl(bench_nccl.reduce_scatter(r->out.data, g->y.data, (size_t)(c->tokens * m->hidden), NCCL_BF16, NCCL_SUM,
-                                   r->comm, r->stream));
+                                         r->comm, r->stream));
     return;
   }
   check_nccl(bench_nccl.group_start());
