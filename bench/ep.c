@@ -17,9 +17,10 @@
  *   sliced    every expert cut along its inner dimension instead, all ranks' tokens: one GPU's share, without gate
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
- *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--plain]   T up to that; --plain: no NCCL, slices or lanes.
- *   More ranks than GPUs share them, which only shows that it runs; one rank: what its launches cost. NCCL is opened
- *   where LD_LIBRARY_PATH has libnccl.so.2
+ *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged]
+ *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged: groups
+ *   by NCCL as well. More ranks than GPUs share them, which only shows that it runs; one rank: what its launches cost.
+ *   NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -35,7 +36,7 @@
 #include "../host/ep.h"
 #include "nccl.h"
 
-enum { MOST_RANKS = 8, SAMPLES = 5, MOST_TOKENS = 8192, NOISE = 1 << 24, STORED = 64 << 20, RETURNS = 2 };
+enum { MOST_RANKS = 8, SAMPLES = 5, MOST_TOKENS = 8192, NOISE = 1 << 24, STORED = 64 << 20 };
 
 typedef enum when { always, request, cpu } when;
 typedef struct model {
@@ -48,7 +49,8 @@ typedef struct model {
 static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 
 static int32_t ranks, gpus;
-static bool plain;
+static bool plain, sums_alone, staged;
+static const char *only_tokens; /* "T,T" */
 static pthread_barrier_t together;
 static uint16_t noise[NOISE]; /* bf16, deviation about 0.03 */
 static double stores;         /* bytes a second out of a rank, all ranks at once */
@@ -324,7 +326,9 @@ static cumoe_view_mut make_arena(const rank *r, const cell *c, cumoe_group_confi
 {
   const cumoe_arenas_config where = {.size = sizeof where, .rank = r->number, .ranks = ranks, .comm = r->comm};
   cumoe_arenas_info info = {.size = sizeof info};
-  if (!r->comm) return cumoe_vector_mut(c->arenas[r->number], CUMOE_U8, (int64_t)c->arena_bytes);
+  const bool by_nccl = c->flags & CUMOE_GROUP_NCCL;
+  if (by_nccl) config->arenas = NULL, config->comm = r->comm;
+  if (!r->comm || by_nccl) return cumoe_vector_mut(c->arenas[r->number], CUMOE_U8, (int64_t)c->arena_bytes);
   check(cumoe_arenas_create(r->context, c->arena_bytes, &where, &one->arenas));
   check(cumoe_arenas_get_info(one->arenas, &info));
   config->arenas = info.arenas;
@@ -535,14 +539,29 @@ static ep_args move_args(const rank *r, const cell *c, const member *one, const 
 
 enum { REPEATED = 8 };
 
-static double time_move(const rank *r, const cell *c, const group *g, move which, const ep_args *a)
+static double time_move(const rank *r, const cell *c, const group *g, move which, const ep_args *a, const void *of)
 {
   check(cumoe_graph_begin(r->context, r->stream));
-  for (int i = 0; i < REPEATED; i++) check(wire_move(g, which, a, r->stream));
+  for (int i = 0; i < REPEATED; i++) check(wire_move(g, which, a, of, r->stream));
   return time_graph(r, end_graph(r), replays_of(c)) / REPEATED;
 }
 
-/* Sums alone: y of a layer lies in `out`. */
+/* The shard's layer over what has arrived, as host/ep.c has it. */
+static cumoe_moe_args shard_args(const rank *r, const cell *c, const member *one, const group *g, const ep_args *a)
+{
+  const model *m = c->model;
+  const int64_t rows = ranks * c->tokens;
+  const char *lane = g->arena + g->at.lane;
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = cumoe_matrix(lane + g->at.x, CUMOE_BF16, rows, m->hidden, m->hidden),
+                          .ids = cumoe_matrix(a->ids_here, CUMOE_I32, rows, m->top_k, m->top_k),
+                          .weights = cumoe_matrix(lane + g->at.weights, CUMOE_F32, rows, m->top_k, m->top_k),
+                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, m->experts),
+                          .out = cumoe_matrix_mut(r->out.data, CUMOE_BF16, rows, m->hidden, m->hidden),
+                          .workspace = cumoe_buffer_view_mut(one->memory[0])};
+}
+
+/* Sums alone; the results move in what makes them. */
 static void time_moves(rank *r, const cell *c, const member *one)
 {
   group *g;
@@ -554,9 +573,13 @@ static void time_moves(rank *r, const cell *c, const member *one)
   check(cumoe_synchronize(r->context, NULL));
   ep_args a = move_args(r, c, one, g, cumoe_buffer_view_mut(memory).data);
   check_cuda(cudaMemcpy((void *)(uintptr_t)a.ids, r->ids, (size_t)(c->tokens * k) * sizeof *r->ids, cudaMemcpyDefault));
-  r->us.dispatch = time_move(r, c, g, MOVE_PUT, &a);
-  check(wire_move(g, MOVE_WAIT_TOKENS, &a, r->stream));
-  r->us.answer = time_move(r, c, g, MOVE_ANSWER, &a);
+  r->us.dispatch = time_move(r, c, g, MOVE_PUT, &a, NULL);
+  check(wire_move(g, MOVE_WAIT_TOKENS, &a, NULL, r->stream));
+  layer_ends ends = {.returns = true};
+  const cumoe_moe_args shard = shard_args(r, c, one, g, &a);
+  check(forward_between(g->shard, r->weights, &shard, r->stream, &ends));
+  r->us.answer =
+      ends.combines ? time_move(r, c, g, MOVE_RETURN, &a, &ends.combine) : time_move(r, c, g, MOVE_ANSWER, &a, NULL);
   check(cumoe_buffer_free(&memory));
 }
 
@@ -622,7 +645,7 @@ static void launch_peer(const rank *r, const cell *c, gathered *g, bool by_excha
   check(cumoe_moe_forward(r->plan, r->weights, &a, r->stream));
   if (!by_exchange) {
     check_nccl(bench_nccl.reduce_scatter(r->out.data, g->y.data, (size_t)(c->tokens * m->hidden), NCCL_BF16, NCCL_SUM,
-                                   r->comm, r->stream));
+                                         r->comm, r->stream));
     return;
   }
   check_nccl(bench_nccl.group_start());
@@ -750,7 +773,7 @@ static void run_lanes(const model *m, int64_t tokens, uint32_t flags, int32_t la
   for (int32_t i = 0; i < ranks; i++) {
     const cumoe_group_config config = config_of(&all[i], &now);
     check(cumoe_ep_arena(all[i].plan, &config, &now.arena_bytes));
-    if (all[i].comm) continue;
+    if (all[i].comm && !(flags & CUMOE_GROUP_NCCL)) continue;
     check_cuda(cudaSetDevice(i % gpus));
     check_cuda(cudaMalloc(&now.arenas[i], now.arena_bytes));
     check_cuda(cudaMemset(now.arenas[i], 0, now.arena_bytes));
@@ -790,8 +813,11 @@ static void print_cell(void)
   const double link = ranks > 1 ? (double)(tokens_out + answers_out) / stores * 1e6 : 0;
   const double least = t->experts > link ? t->experts : link;
   printf("%-15s %-5s %5d %8.1f %7.1f %8.1f %7.1f %8.2f", now.model->name,
-         now.flags & CUMOE_GROUP_EXACT ? "exact" : "sums", (int)now.tokens, t->layer, t->gate, t->experts,
-         t->layer - t->gate - t->experts, (double)(tokens_out + answers_out) * 1e-6);
+         now.flags & CUMOE_GROUP_EXACT  ? "exact"
+         : now.flags & CUMOE_GROUP_NCCL ? "nccl"
+                                        : "sums",
+         (int)now.tokens, t->layer, t->gate, t->experts, t->layer - t->gate - t->experts,
+         (double)(tokens_out + answers_out) * 1e-6);
   print_number(" %*.2f", 5, t->layer / least);
   print_rate(tokens_out, t->dispatch);
   print_rate(answers_out, t->answer);
@@ -807,11 +833,24 @@ static void print_cell(void)
 
 static void measure(const model *m, int64_t tokens)
 {
-  for (uint32_t exact = 0; exact < RETURNS; exact++) {
-    for (int32_t i = 0; i < ranks; i++) all[i].us = (times){0};
-    if (!plain && !exact && tokens >= 128 && ranks > 1) run_lanes(m, tokens, exact, 2);
-    run_lanes(m, tokens, exact, 1);
+  static const uint32_t returns[] = {0, CUMOE_GROUP_EXACT, CUMOE_GROUP_NCCL};
+  for (size_t i = 0; i < sizeof returns / sizeof *returns; i++) {
+    const uint32_t flags = returns[i];
+    if ((flags == CUMOE_GROUP_EXACT && sums_alone) || (flags == CUMOE_GROUP_NCCL && !(staged && all[0].comm))) continue;
+    for (int32_t r = 0; r < ranks; r++) all[r].us = (times){0};
+    if (!plain && flags == 0 && tokens >= 128 && ranks > 1) run_lanes(m, tokens, flags, 2);
+    run_lanes(m, tokens, flags, 1);
     print_cell();
+  }
+}
+
+static bool is_wanted(int64_t tokens, int64_t most)
+{
+  char *at = (char *)(uintptr_t)only_tokens;
+  if (!at) return tokens <= most;
+  for (;; at++) {
+    if (strtoll(at, &at, 10) == tokens) return true;
+    if (*at != ',') return false;
   }
 }
 
@@ -848,7 +887,7 @@ static void run_model(const model *m, int64_t most)
   }
   if (stores == 0 && ranks > 1) on_all(run_stores);
   for (size_t t = 0; t < sizeof token_counts / sizeof *token_counts; t++)
-    if (token_counts[t] <= most) measure(m, token_counts[t]);
+    if (is_wanted(token_counts[t], most)) measure(m, token_counts[t]);
   for (int32_t i = 0; i < ranks; i++) {
     check_cuda(cudaSetDevice(i % gpus));
     check_cuda(cudaFree(all[i].peer));
@@ -869,6 +908,9 @@ int main(int argc, char **argv)
   ranks = gpus > 1 ? gpus : 2;
   for (int i = 1; i < argc; i++) {
     if (!strcmp(argv[i], "--plain")) plain = true;
+    if (!strcmp(argv[i], "--sums")) sums_alone = true;
+    if (!strcmp(argv[i], "--staged")) staged = true;
+    if (!strcmp(argv[i], "--tokens") && i + 1 < argc) only_tokens = argv[++i];
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];
     if (!strcmp(argv[i], "--most") && i + 1 < argc) most = atoll(argv[++i]);

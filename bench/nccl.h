@@ -22,7 +22,7 @@ typedef struct nccl_functions {
   int (*receive)(void *to, size_t count, int type, int rank, void *comm, cudaStream_t stream);
 } nccl_functions;
 
-extern nccl_functions bench_nccl;
+extern nccl_functions bench_nccl; /* host/nccl.h has a type nccl */
 
 bool nccl_load(void); /* false: there is none, or it lacks a function */
 

@@ -288,13 +288,26 @@ static bool waits_in_put(const ep_round *r)
   return waits_in_answer(r) && !r->c->g->shared;
 }
 
-/* What ran before may have been a call by itself. */
+/* Answers go as packets: decided by what all ranks have in common. */
+static bool by_packets(const ep_round *r)
+{
+  const ep_shape *s = &r->c->g->shape;
+  const int64_t left = r->c->args.tokens_max - r->number * s->capacity;
+  return (left < s->capacity ? left : s->capacity) <= s->packets;
+}
+
+/* What ran before may have been a call by itself. of: as wire_move has it. */
+static cumoe_status launch_move(const ep_round *r, move which, ep_args a, const void *of)
+{
+  name_call_on(r->c->name, r->c->stream);
+  return wire_move(r->c->g, which, &a, of, r->c->stream);
+}
+
 static cumoe_status run_move(const ep_round *r, move which)
 {
   ep_args a = r->move;
   a.then_waits = (which == MOVE_PUT && waits_in_put(r)) || (which == MOVE_ANSWER && waits_in_answer(r));
-  name_call_on(r->c->name, r->c->stream);
-  return wire_move(r->c->g, which, &a, r->c->stream);
+  return launch_move(r, which, a, NULL);
 }
 
 /* ---- dispatch ---- */
@@ -315,11 +328,45 @@ static cumoe_status run_router(const ep_round *r)
   return cumoe_router_with(r->c->g->handle, &router, r->c->stream);
 }
 
+/* What the gate's kernel gets; the layer has been checked. */
+static gate_args gating(const ep_round *r)
+{
+  const cumoe_gate_args *a = &r->gate;
+  const gate_inputs inputs = {a->select_bias, a->expert_scale, a->chosen};
+  const cumoe_view_mut ids = a->ids;
+  gate_args g = gate_arguments(r->c->g->context, &a->routing, a->logits, &inputs,
+                               ids.data ? cumoe_const(ids) : a->chosen, cumoe_const(a->weights));
+  g.tokens.device = a->device_tokens.data;
+  return g;
+}
+
+/* Of few tokens put is the gate as well: a grid less. By dedup their ranks are counted in between. */
+static bool gates_in_put(const ep_round *r)
+{
+  const group *g = r->c->g;
+  if (on_cpu(g->context) || g->ways.dedup || !r->gated || r->tokens == 0 || r->tokens > EP_GATE_TOKENS) return false;
+  const gate_args gate = gating(r);
+  return GATE_IN_REGISTERS(gate) && !GATE_HAS_RULES(gate);
+}
+
 static cumoe_status run_routing(const ep_round *r)
 {
   if (!r->gated || r->tokens == 0) return CUMOE_OK;
   if (r->c->layer.router_weight.data) TRY(run_router(r));
-  return cumoe_gate_with(r->c->g->handle, &r->gate, r->c->stream);
+  return gates_in_put(r) ? CUMOE_OK : cumoe_gate_with(r->c->g->handle, &r->gate, r->c->stream);
+}
+
+/* Behind the router, which has waited for all that was before, put may begin at once. */
+static cumoe_status run_put(const ep_round *r)
+{
+  const group *g = r->c->g;
+  ep_args a = r->move;
+  if (!gates_in_put(r)) return run_move(r, MOVE_PUT);
+  const gate_args gate = gating(r);
+  a.then_waits = waits_in_put(r);
+  a.early = r->c->layer.router_weight.data && !g->staged;
+  a.packets = r->tokens <= g->shape.packets;
+  return launch_move(r, MOVE_GATE_PUT, a, &gate);
 }
 
 /* The shared expert is a layer of one expert, which every token chooses. */
@@ -355,7 +402,7 @@ static cumoe_status dispatch_round(const ep_round *r)
   if (r->present.data && r->c->rounds > 1) TRY(run_move(r, MOVE_COUNT));
   TRY(run_routing(r));
   if (g->ways.dedup && !on_cpu(g->context)) TRY(run_move(r, MOVE_SLOTS));
-  TRY(run_move(r, MOVE_PUT));
+  TRY(run_put(r));
   return run_shared(r);
 }
 
@@ -369,43 +416,41 @@ static cumoe_view_mut counts_of_round(const ep_round *r)
 }
 
 /* This rank's experts, over what all ranks have sent. */
-static cumoe_status run_experts(const ep_round *r)
+static cumoe_moe_args shard_args(const ep_round *r)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
   const int64_t rows = g->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
-  const cumoe_moe_args a = {
-      .size = sizeof a,
-      .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
-      .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
-      .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
-      .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
-      .out = cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
-      .counts_out = counts_of_round(r),
-      .load = c->layer.load,
-      .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
-  return cumoe_moe_forward(g->shard, c->weights, &a, c->stream);
+  return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
+                          .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
+                          .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
+                          .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
+                          .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
+                          .out =
+                              cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
+                          .counts_out = counts_of_round(r),
+                          .load = c->layer.load,
+                          .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
 }
 
-static cumoe_status serve_round(const ep_round *r)
+/* What put may fill for the experts, unless the shared expert has that memory in between. */
+static cumoe_status locate_fill(ep_round *r)
 {
-  if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
-  TRY(run_experts(r));
-  return run_move(r, MOVE_ANSWER);
+  const group *g = r->c->g;
+  if (on_cpu(g->context) || g->shared || g->shape.capacity * g->shape.ranks > FEW_TOKENS) return CUMOE_OK;
+  const cumoe_moe_args a = shard_args(r);
+  return find_fill(g->shard, r->c->weights, &a, &r->move.fill, &r->move.fill_vectors);
 }
-
-/* ---- combine ---- */
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
-static cumoe_status collect(const ep_round *r)
+static combine_args collecting(const ep_round *r)
 {
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_moe_args *a = &c->layer;
   const int64_t hidden = g->shape.hidden, rows = g->shape.capacity * g->shape.ranks * ep_answers(&g->shape);
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
-  if (r->tokens == 0) return CUMOE_OK;
   cumoe_combine_args args = {.out_scale = a->out_scale,
                              .y = cumoe_matrix(lane_of(c) + g->at.y, dtype, rows, hidden, hidden),
                              .x = r->x,
@@ -417,11 +462,53 @@ static cumoe_status collect(const ep_round *r)
   if (a->shared_gate.data) args.shared_logit = cumoe_matrix(region(c, c->at.gate_logit), CUMOE_F32, r->tokens, 1, 1);
   combine_args combine = combine_arguments(&g->plan, region(c, c->at.rows), &args, r->tokens);
   if (!g->shape.exact) combine.top_k = g->shape.ranks;
-  ON_DEVICE(g->context, dispatch(g->context, OP_combine, &combine, c->stream));
+  return combine;
+}
+
+/* Of packets. The one grid that answers, waits and sums up starts early where another answers. */
+static cumoe_status finish(const ep_round *r, bool answers, bool sums)
+{
+  const combine_args collect = collecting(r);
+  ep_args a = r->move;
+  a.packets = 1;
+  a.then_waits = sums;
+  a.early = sums && !answers && r->c->whole;
+  if (!answers) a.y_here = NULL;
+  return launch_move(r, MOVE_FINISH, a, &collect);
+}
+
+static cumoe_status run_return(const ep_round *r, const combine_args *combine)
+{
+  ep_args a = r->move;
+  a.packets = by_packets(r);
+  a.then_waits = waits_in_answer(r) && !a.packets;
+  return launch_move(r, MOVE_RETURN, a, combine);
+}
+
+static cumoe_status serve_round(const ep_round *r)
+{
+  const ep_call *c = r->c;
+  const cumoe_moe_args a = shard_args(r);
+  layer_ends ends = {.filled = r->move.fill_vectors > 0, .returns = !on_cpu(c->g->context)};
+  if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
+  TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
+  if (ends.combines) TRY(run_return(r, &ends.combine));
+  if (by_packets(r)) return ends.combines && !c->whole ? CUMOE_OK : finish(r, !ends.combines, c->whole);
+  return ends.combines ? CUMOE_OK : run_move(r, MOVE_ANSWER);
+}
+
+/* ---- combine ---- */
+
+static cumoe_status collect(const ep_round *r)
+{
+  const combine_args combine = collecting(r);
+  if (r->tokens == 0) return CUMOE_OK;
+  ON_DEVICE(r->c->g->context, dispatch(r->c->g->context, OP_combine, &combine, r->c->stream));
 }
 
 static cumoe_status combine_round(const ep_round *r)
 {
+  if (by_packets(r)) return r->c->whole ? CUMOE_OK : finish(r, false, true);
   if (!waits_in_answer(r)) TRY(run_move(r, MOVE_WAIT_ANSWERS));
   return collect(r);
 }
@@ -443,8 +530,9 @@ static cumoe_status give_up_entered(const group *g)
 static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
 {
   static cumoe_status (*const parts[PARTS])(const ep_round *) = {dispatch_round, serve_round, combine_round};
-  const ep_round r = open_round(c, number);
-  const cumoe_status status = parts[which](&r);
+  ep_round r = open_round(c, number);
+  cumoe_status status = which == PART_COMBINE ? CUMOE_OK : locate_fill(&r);
+  if (status == CUMOE_OK) status = parts[which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);
   return status;

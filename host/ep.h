@@ -8,7 +8,29 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-typedef enum move { MOVE_COUNT, MOVE_SLOTS, MOVE_PUT, MOVE_WAIT_TOKENS, MOVE_ANSWER, MOVE_WAIT_ANSWERS, MOVES } move;
+/* On GPUs alone: GATE_PUT, the gate and put of few tokens; RETURN, answer by the shard's combine; FINISH, of packets,
+ * answer, or wait and sum, or all of it. */
+typedef enum move {
+  MOVE_COUNT,
+  MOVE_SLOTS,
+  MOVE_PUT,
+  MOVE_GATE_PUT,
+  MOVE_WAIT_TOKENS,
+  MOVE_ANSWER,
+  MOVE_RETURN,
+  MOVE_FINISH,
+  MOVE_WAIT_ANSWERS,
+  MOVES
+} move;
+
+static inline bool ep_puts(move which)
+{
+  return which == MOVE_PUT || which == MOVE_GATE_PUT;
+}
+static inline bool ep_answers_by(move which)
+{
+  return which == MOVE_ANSWER || which == MOVE_RETURN;
+}
 
 /* An exchange in three parts, each a call of its own or all in one. */
 typedef enum ep_part { PART_DISPATCH, PART_EXPERTS, PART_COMBINE, PARTS } ep_part;
@@ -49,9 +71,10 @@ typedef struct group {
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
   cudaLibrary_t library;
   cudaKernel_t kernels[MOVES];
-  bool early;  /* they may start before the grid ahead has ended */
-  bool staged; /* by NCCL, as what follows */
-  bool stuck;  /* NCCL has not ended: nothing that waits for the group's stream may be called */
+  char names[MOVES][32]; /* of the kernels */
+  bool early;            /* they may start before the grid ahead has ended */
+  bool staged;           /* by NCCL, as what follows */
+  bool stuck;            /* NCCL has not ended: nothing that waits for the group's stream may be called */
   ep_staging staging;
   nccl nccl;
   uint64_t given_up; /* the abort word: the host's own */
@@ -117,7 +140,8 @@ cumoe_status staged_carry(const group *g, unsigned pieces, cumoe_stream stream);
 cumoe_status staged_bring(group *g, unsigned pieces);
 /* Of a move: where its kernel writes, or reads. */
 void staged_arguments(const group *g, move which, ep_args *a);
-/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. */
-cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream);
+/* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. of: the gate_args of
+ * GATE_PUT, the combine_args of RETURN and FINISH; else NULL. */
+cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream);
 
 #endif

@@ -28,6 +28,9 @@ ep_layout ep_lay_out(const ep_shape *s)
   l.ids = take(&lane, slots * k * sizeof(int32_t));
   l.weights = take(&lane, slots * k * sizeof(float));
   l.y = take(&lane, slots * row * (uint64_t)ep_answers(s));
+  const uint64_t packets = ranks * (uint64_t)s->packets, of_row = row / EP_PACKET_DATA;
+  l.slots = take(&lane, packets * k * EP_PACKET);
+  l.sums = take(&lane, packets * of_row * EP_PACKET);
   l.lane = head;
   l.lane_bytes = lane;
   l.bytes = head + (uint64_t)s->lanes * lane;

@@ -34,7 +34,7 @@ cumoe_status staged_bring(group *g, unsigned pieces)
 
 void staged_arguments(const group *g, move which, ep_args *a)
 {
-  const bool puts = which == MOVE_PUT, answers = which == MOVE_ANSWER;
+  const bool puts = ep_puts(which), answers = ep_answers_by(which);
   if (puts || answers) a->at.bases = g->to.bases;
   if (puts) a->at.in = g->to.in, a->at.x = g->to.x, a->at.ids = g->to.ids, a->at.weights = g->to.weights;
   if (answers) a->at.back = g->to.back, a->at.y = g->to.y;

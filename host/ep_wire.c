@@ -8,6 +8,7 @@
 #include "ep.h"
 #include "launch.h"
 
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
 
@@ -92,8 +93,28 @@ void wire_give_up(const group *g, uint64_t word)
 
 extern const unsigned char cumoe_image_exchange[];
 
-static const char *const kernel_names[MOVES] = {"cumoe_ep_count",       "cumoe_ep_slots",  "cumoe_ep_put",
-                                                "cumoe_ep_wait_tokens", "cumoe_ep_answer", "cumoe_ep_wait_answers"};
+static const char *type_name(int32_t dtype)
+{
+  return dtype == CUMOE_F32 ? "f32" : dtype == CUMOE_F16 ? "f16" : "bf16";
+}
+
+/* A kernel for each type of y, or of y and out, where it computes. */
+static void name_kernels(group *g)
+{
+  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put",    "wait_tokens",
+                                           "answer", "",      "",    "wait_answers"};
+  const char *in = type_name(g->plan.desc.dtype), *out = type_name(g->plan.desc.out_dtype);
+  for (int which = 0; which < MOVES; which++) {
+    char *name = g->names[which];
+    const size_t room = sizeof g->names[which];
+    if (which == MOVE_RETURN)
+      (void)snprintf(name, room, "cumoe_ep_return_%s", in);
+    else if (which == MOVE_FINISH)
+      (void)snprintf(name, room, "cumoe_ep_finish_%s_%s", in, out);
+    else
+      (void)snprintf(name, room, "cumoe_ep_%s", names[which]);
+  }
+}
 
 static cumoe_status find_kernel(group *g, const char *name, cudaKernel_t *kernel)
 {
@@ -133,7 +154,8 @@ cumoe_status wire_open(group *g)
   for (int32_t r = 0; !g->staged && r < g->shape.ranks; r++) TRY(reach(g, r));
   TRY_CUDA(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
   TRY_CUDA(cudaLibraryLoadData(&g->library, cumoe_image_exchange, NULL, NULL, 0, &option, &value, 1));
-  for (int which = 0; which < MOVES; which++) TRY(find_kernel(g, kernel_names[which], &g->kernels[which]));
+  name_kernels(g);
+  for (int which = 0; which < MOVES; which++) TRY(find_kernel(g, g->names[which], &g->kernels[which]));
   return CUMOE_OK;
 }
 
@@ -159,15 +181,42 @@ static uint64_t move_on_cpu(move which, const ep_args *a, const ep_ways *ways)
   }
 }
 
-/* CTAs along x for so many rows, parts of a row along y. */
-static launch_shape grid_of_rows(const ep_shape *s, int64_t rows)
+static int64_t parts_of_row(const ep_shape *s)
 {
-  const int64_t row = (int64_t)s->hidden * s->element, ctas = (rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS;
-  return (launch_shape){.grid = {(unsigned)(ctas < 1              ? 1
-                                            : ctas > EP_MOVE_CTAS ? EP_MOVE_CTAS
-                                                                  : ctas),
-                                 (unsigned)((row + EP_PART_BYTES - 1) / EP_PART_BYTES), 1},
+  return ((int64_t)s->hidden * s->element + EP_PART_BYTES - 1) / EP_PART_BYTES;
+}
+
+static int64_t between(int64_t n, int64_t least, int64_t most)
+{
+  return n > most ? most : n < least ? least : n;
+}
+
+/* CTAs along x for so many rows, parts of a row along y; of put those that fill behind them. */
+static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
+{
+  const int64_t parts = parts_of_row(s), fillers = a->fill_vectors ? (EP_FILL_CTAS + parts - 1) / parts : 0;
+  a->movers =
+      (int32_t)between((rows + EP_MOVE_ROWS - 1) / EP_MOVE_ROWS, 1, between(EP_MOVE_CTAS / parts, 1, EP_MOVE_CTAS));
+  return (launch_shape){.grid = {(unsigned)(a->movers + fillers), (unsigned)parts, 1},
                         .block = {EP_MOVE_THREADS, 1, 1}};
+}
+
+/* CTAs that go through the parts of combine's work. */
+static launch_shape grid_of_return(const group *g, ep_args *a)
+{
+  const ep_shape *s = &g->shape;
+  const int64_t each = COMBINE_TOKENS(s->top_k), columns = EP_RETURN_THREADS * 16 / s->element;
+  const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
+  a->movers = (int32_t)between(all, 1, (int64_t)EP_RETURN_RESIDENT * g->context->machine.sms);
+  return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
+}
+
+/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait; and one for flags. */
+static launch_shape grid_of_finish(const ep_shape *s, ep_args *a)
+{
+  const int64_t items = s->packets * (int64_t)s->ranks * s->hidden * s->element / 16;
+  a->movers = (int32_t)between((items + EP_MOVE_THREADS - 1) / EP_MOVE_THREADS, 1, EP_FINISH_CTAS);
+  return (launch_shape){.grid = {(unsigned)a->movers + 1, 1, 1}, .block = {EP_MOVE_THREADS, 1, 1}};
 }
 
 static launch_shape one_cta(int32_t threads)
@@ -177,29 +226,34 @@ static launch_shape one_cta(int32_t threads)
                         .block = {whole_warps < EP_WAIT_THREADS ? whole_warps : EP_WAIT_THREADS, 1, 1}};
 }
 
-static launch_shape shape_of_move(const ep_shape *s, move which, const ep_args *a)
+static launch_shape shape_of_move(const group *g, move which, ep_args *a)
 {
+  const ep_shape *s = &g->shape;
   switch (which) {
   case MOVE_COUNT: return one_cta(1);
-  case MOVE_PUT: return grid_of_rows(s, a->tokens.count);
-  case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s));
-  case MOVE_WAIT_ANSWERS: return one_cta(s->ranks + 1); /* a thread a rank, and one for the abort word */
+  case MOVE_PUT:
+  case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
+  case MOVE_ANSWER: a->fill_vectors = 0; return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
+  case MOVE_RETURN: return grid_of_return(g, a);
+  case MOVE_FINISH: return grid_of_finish(s, a);
+  case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);
+  case MOVE_WAIT_ANSWERS: return one_cta(s->ranks * EP_FLAG_WORDS + 1); /* and a thread for the abort word */
   default: return one_cta(EP_WAIT_THREADS);
   }
 }
 
-static cumoe_status launch_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+static cumoe_status launch_move(const group *g, move which, ep_args a, const void *of, cumoe_stream stream)
 {
-  launch_shape shape = shape_of_move(&g->shape, which, a);
+  launch_shape shape = shape_of_move(g, which, &a);
   const bool waits = which == MOVE_WAIT_TOKENS || which == MOVE_WAIT_ANSWERS;
   shape.early = g->early && !(g->staged && waits); /* what NCCL does ahead has to have ended */
-  void *parameters[] = {(void *)(uintptr_t)a};
-  ON_DEVICE(g->context, launch_kernel(g->kernels[which], kernel_names[which], &shape, parameters, stream));
+  void *parameters[] = {of ? (void *)(uintptr_t)of : &a, &a};
+  ON_DEVICE(g->context, launch_kernel(g->kernels[which], g->names[which], &shape, parameters, stream));
 }
 
-static cumoe_status move_here(const group *g, move which, const ep_args *a, cumoe_stream stream)
+static cumoe_status move_here(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream)
 {
-  if (!on_cpu(g->context)) return launch_move(g, which, a, stream);
+  if (!on_cpu(g->context)) return launch_move(g, which, *a, of, stream);
   uint64_t end = 0;
   if (which == MOVE_PUT) TRY(wire_load_abort(g, &end));
   if (end == 0) end = move_on_cpu(which, a, &g->ways);
@@ -219,7 +273,7 @@ static cumoe_status carry(const group *g, unsigned pieces, int phase, cumoe_stre
   return status;
 }
 
-static cumoe_status staged_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+static cumoe_status staged_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream)
 {
   const unsigned tokens = 1u << PIECE_IN | 1u << PIECE_X | 1u << PIECE_IDS | 1u << PIECE_WEIGHTS;
   const unsigned answers = 1u << PIECE_BACK | 1u << PIECE_Y;
@@ -227,12 +281,12 @@ static cumoe_status staged_move(const group *g, move which, const ep_args *a, cu
   ep_args own = *a;
   if (end) return ep_explain(g, end);
   staged_arguments(g, which, &own);
-  TRY(move_here(g, which, &own, stream));
-  if (which == MOVE_PUT) return carry(g, tokens, EP_DISPATCH, stream);
-  return which == MOVE_ANSWER ? carry(g, answers, EP_RETURN, stream) : CUMOE_OK;
+  TRY(move_here(g, which, &own, of, stream));
+  if (ep_puts(which)) return carry(g, tokens, EP_DISPATCH, stream);
+  return ep_answers_by(which) ? carry(g, answers, EP_RETURN, stream) : CUMOE_OK;
 }
 
-cumoe_status wire_move(const group *g, move which, const ep_args *a, cumoe_stream stream)
+cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream)
 {
-  return g->staged ? staged_move(g, which, a, stream) : move_here(g, which, a, stream);
+  return g->staged ? staged_move(g, which, a, of, stream) : move_here(g, which, a, of, stream);
 }

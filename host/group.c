@@ -20,8 +20,16 @@ _Static_assert((int)CUMOE_GROUP_TIMEOUT == EP_TIMEOUT && (int)CUMOE_GROUP_FAILED
 
 /* ---- the configuration ---- */
 
-static ep_shape shape_of_group(const cumoe_moe_desc *d, const cumoe_group_config *c)
+/* Packets are between GPUs that reach each other's memory; as many as EXACT's answers are would take too much of it. */
+static int32_t packets_of(const struct plan *plan, const cumoe_group_config *c)
 {
+  const bool none = on_cpu(plan->context) || c->flags & (CUMOE_GROUP_EXACT | CUMOE_GROUP_NCCL);
+  return none ? 0 : (int32_t)(c->max_tokens < EP_PACKET_TOKENS ? c->max_tokens : EP_PACKET_TOKENS);
+}
+
+static ep_shape shape_of_group(const struct plan *plan, const cumoe_group_config *c)
+{
+  const cumoe_moe_desc *d = &plan->desc;
   return (ep_shape){.ranks = c->ranks,
                     .lanes = c->lanes,
                     .experts = d->num_experts,
@@ -29,6 +37,7 @@ static ep_shape shape_of_group(const cumoe_moe_desc *d, const cumoe_group_config
                     .hidden = d->hidden,
                     .element = (int32_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype),
                     .exact = (c->flags & CUMOE_GROUP_EXACT) != 0,
+                    .packets = packets_of(plan, c),
                     .capacity = c->max_tokens};
 }
 
@@ -110,7 +119,7 @@ cumoe_status cumoe_ep_arena(cumoe_plan handle, const cumoe_group_config *config,
   TRY(find_plan(handle, &plan));
   TRY(take_config(plan, config, &c));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  const ep_shape shape = shape_of_group(&plan->desc, &c);
+  const ep_shape shape = shape_of_group(plan, &c);
   *bytes = arena_bytes(&shape, &c);
   return CUMOE_OK;
 }
@@ -310,7 +319,7 @@ static cumoe_status close_entered(group *g)
 /* The object alone: nothing is opened, and no other rank is met. */
 static cumoe_status new_group(const struct plan *plan, const cumoe_group_config *c, cumoe_view_mut arena, group **made)
 {
-  const ep_shape shape = shape_of_group(&plan->desc, c);
+  const ep_shape shape = shape_of_group(plan, c);
   TRY(take_arenas(plan, c, arena_bytes(&shape, c), arena));
   const size_t bytes = sizeof(group) + (size_t)c->ranks * sizeof(char *);
   group *g = *made = calloc(1, bytes);

@@ -558,35 +558,71 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
 }
 
 /* Whatever may fail but the launches themselves comes before the first of them. */
-static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream)
+static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
   struct context *context = p->plan->context;
   layer_arguments l;
   fill(p, weights, &l);
+  ends->combines = ends->returns && p->lp.steps[STAGE_combine].row >= 0;
+  if (ends->combines) ends->combine = l.combine;
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0) TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
+    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines))
+      TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
+  return CUMOE_OK;
+}
+
+/* `a` is args, filled in, to which `p` points. */
+static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, bool filled,
+                            cumoe_moe_args *a, layer_operands *with, pass *p)
+{
+  TRY(take_struct("args", args, a));
+  TRY(check_forward(plan, weights, a, with));
+  if (a->x.rows == 0) return CUMOE_OK;
+  struct context *context = with->plan->context;
+  layer_call call = call_of(with, a);
+  call.filled = filled;
+  *p = (pass){.plan = with->plan,
+              .shared = with->shared,
+              .args = a,
+              .lp = plan_layer(&context->machine, &with->plan->desc, &call),
+              .tokens = {a->x.rows, a->device_tokens.data},
+              .workspace = a->workspace.data};
+  TRY(check_layer_plan(context, &p->lp));
+  locate(p);
+  return CUMOE_OK;
+}
+
+cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
+                             layer_ends *ends)
+{
+  cumoe_moe_args a;
+  layer_operands with;
+  pass p;
+  ends->combines = false;
+  TRY(prepare(plan, weights, args, ends->filled, &a, &with, &p));
+  if (a.x.rows == 0) return CUMOE_OK;
+  ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));
+}
+
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, void **fill,
+                       int32_t *vectors)
+{
+  cumoe_moe_args a;
+  layer_operands with;
+  pass p;
+  *vectors = 0;
+  TRY(prepare(plan, weights, args, true, &a, &with, &p));
+  if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
+  *fill = region(&p, p.lp.at.h);
+  *vectors = (int32_t)(p.lp.at.few_fill / 16);
   return CUMOE_OK;
 }
 
 cumoe_status cumoe_moe_forward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream)
 {
   begin_call_on(__func__, stream);
-  cumoe_moe_args a;
-  layer_operands with;
-  TRY(take_struct("args", args, &a));
-  TRY(check_forward(plan, weights, &a, &with));
-  if (a.x.rows == 0) return CUMOE_OK;
-  struct context *context = with.plan->context;
-  const layer_call call = call_of(&with, &a);
-  pass p = {.plan = with.plan,
-            .shared = with.shared,
-            .args = &a,
-            .lp = plan_layer(&context->machine, &with.plan->desc, &call),
-            .tokens = {a.x.rows, a.device_tokens.data},
-            .workspace = a.workspace.data};
-  TRY(check_layer_plan(context, &p.lp));
-  locate(&p);
-  ON_DEVICE(context, run(&p, with.weights, stream));
+  layer_ends none = {0};
+  return forward_between(plan, weights, args, stream, &none);
 }

@@ -4,6 +4,7 @@
 
 #include "status.h"
 #include "../include/cumoe/moe.h"
+#include "../kernels/args.h"
 
 struct weights;
 
@@ -37,6 +38,19 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
   READ(a, x), READ(a, device_tokens), READ(a, router_weight), READ(a, router_bias), READ(a, logits), READ(a, ids),     \
       READ(a, weights), READ(a, select_bias), READ(a, expert_map), READ(a, shared_gate), READ(a, router_x),            \
       READ(a, expert_scale)
+
+/* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
+typedef struct layer_ends {
+  bool filled;          /* what find_fill has found is all ones */
+  bool returns;         /* the caller does what combine would */
+  bool combines;        /* out, if it returns: the layer has a combine, with these arguments */
+  combine_args combine; /* out */
+} layer_ends;
+cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
+                             layer_ends *ends);
+/* Memory of args.workspace that a grid ahead may fill with ones, which spares the layer a grid; 0 vectors: none. */
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, void **fill,
+                       int32_t *vectors);
 
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);

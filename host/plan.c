@@ -226,8 +226,8 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = l->c->has_router && !is_forced(l, OP_few_down) && few_alike(l, &up, &down);
-  p->few_gates = p->few_in_one && !is_forced(l, OP_gate) && few_can_gate(l);
+  p->few_in_one = (l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down);
+  p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
 }

@@ -83,6 +83,7 @@ typedef struct layer_call {
   int64_t tokens;        /* > 0 */
   bound_matrix up, down; /* of the routed experts */
   bool has_router;       /* the logits are made from x */
+  bool filled;           /* a grid of the caller's has done what the router does for few_up */
   int32_t router_dtype;  /* DT_* of its weights */
   bool router_tmap;      /* tensor maps can describe x and them */
   int32_t router_hidden; /* columns of its weights */

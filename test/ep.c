@@ -41,6 +41,7 @@ typedef struct world {
   bool shortens;                    /* after its first call a rank waits for half a second only */
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
+  bool by_few;                      /* the experts, on a GPU */
   const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity;
   /* made */
@@ -113,7 +114,8 @@ static void make_world(world *w)
                              .inter = w->inter,
                              .shared_inter = w->shared ? SHARED_INTER : 0,
                              .dtype = w->dtype,
-                             .flags = gpus ? CUMOE_MOE_BATCH_INVARIANT : 0, /* the same kernels for any tokens */
+                             .flags = gpus && !w->by_few ? CUMOE_MOE_BATCH_INVARIANT
+                                                         : 0, /* the same kernels for any tokens */
                              .routing = cumoe_routing_mixtral(w->top_k)};
   w->desc.routing.zero_experts = w->zero;
   w->desc.routing.identity_experts = w->identity;
@@ -604,8 +606,16 @@ static cumoe_status all_interleaved(rank *r)
 }
 
 /* While a rank waits for others on a GPU that they share, they do nothing that may wait for the GPU: they make neither
- * memory and streams nor graphs. */
-static pthread_barrier_t ready, recording, recorded;
+ * memory and streams nor graphs, and copy nothing from memory that is not pinned. */
+static pthread_barrier_t ready, recording, recorded, settled;
+
+/* All have done such things, and may begin. */
+static cumoe_status settle(rank *r, int32_t lane, cumoe_status status)
+{
+  if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
+  pthread_barrier_wait(&settled);
+  return status;
+}
 
 static cumoe_status record(rank *r, int32_t lane, int number, cumoe_graph *graph)
 {
@@ -638,10 +648,11 @@ static cumoe_status count_tokens(rank *r, int32_t lane, int64_t tokens)
 }
 
 /* The device says that half of the tokens are there. */
-static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_graph graph)
+static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_status status, cumoe_graph graph)
 {
   const int64_t tokens = r->w->tokens[r->number];
-  cumoe_status status = count_tokens(r, lane, tokens / 2);
+  if (status == CUMOE_OK) status = count_tokens(r, lane, tokens / 2);
+  status = settle(r, lane, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
@@ -677,13 +688,13 @@ static cumoe_status place(rank *r, const tensor *placement)
 }
 
 /* The first call's graph, with the second's tokens and their routing, and experts placed otherwise. */
-static cumoe_status replay_others(rank *r, cumoe_graph graph)
+static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph graph)
 {
   const int64_t tokens = r->w->tokens[r->number];
-  cumoe_status status = refill(r, 1);
+  if (status == CUMOE_OK) status = refill(r, 1);
   if (status == CUMOE_OK) status = place(r, &r->turned);
+  status = settle(r, 0, status);
   if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
-  /* A copy to pageable memory would wait in here, and keep other threads from launching what it waits for. */
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
@@ -693,13 +704,15 @@ static cumoe_status replay_others(rank *r, cumoe_graph graph)
   return status == CUMOE_OK ? place(r, &r->w->placement) : status;
 }
 
-static cumoe_status replay_all(rank *r, int32_t lane, const cumoe_graph graphs[CALLS])
+/* Every rank comes to the same barriers, whatever has failed. */
+static cumoe_status replay_all(rank *r, int32_t lane, cumoe_status status, const cumoe_graph graphs[CALLS])
 {
   static const int order[] = {2, 0, 1, 0};
-  cumoe_status status = poison(r, lane);
-  if (status == CUMOE_OK && r->w->counted) status = replay_fewer(r, lane, graphs[1]);
-  if (status == CUMOE_OK && r->w->lanes == 1) status = replay_others(r, graphs[0]);
-  if (status == CUMOE_OK && r->w->lanes == 1) status = poison(r, lane);
+  if (status == CUMOE_OK) status = poison(r, lane);
+  if (r->w->counted) status = replay_fewer(r, lane, status, graphs[1]);
+  if (r->w->lanes == 1) status = replay_others(r, status, graphs[0]);
+  if (r->w->lanes == 1 && status == CUMOE_OK) status = poison(r, lane);
+  status = settle(r, lane, status);
   for (size_t i = 0; status == CUMOE_OK && i < sizeof order / sizeof *order; i++)
     status = cumoe_graph_launch(r->context, graphs[order[i]], r->streams[lane]);
   return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
@@ -713,7 +726,7 @@ static cumoe_status replay(rank *r, int32_t lane)
   pthread_barrier_wait(&recording);
   for (int i = 0; status == CUMOE_OK && i < CALLS; i++) status = record(r, lane, i, &graphs[i]);
   pthread_barrier_wait(&recorded);
-  if (status == CUMOE_OK) status = replay_all(r, lane, graphs);
+  status = replay_all(r, lane, status, graphs);
   for (int i = 0; i < CALLS; i++) CUMOE_IGNORE(cumoe_graph_destroy(r->context, graphs[i]));
   return status;
 }
@@ -866,6 +879,7 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
   pthread_barrier_init(&ready, NULL, (unsigned)w->ranks);
   pthread_barrier_init(&recording, NULL, (unsigned)(w->ranks * w->lanes));
   pthread_barrier_init(&recorded, NULL, (unsigned)(w->ranks * w->lanes));
+  pthread_barrier_init(&settled, NULL, (unsigned)(w->ranks * w->lanes));
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_create(&threads[i], NULL, life, &ranks[i]) == 0);
   for (int32_t i = 0; i < w->ranks; i++) CHECK(pthread_join(threads[i], NULL) == 0);
   for (int32_t i = 0; i < w->ranks; i++) {
@@ -1709,7 +1723,6 @@ static void stop_waiting(int signal)
 /* After one that gave up the others would cost their timeouts. */
 static void answers_on_gpus(void)
 {
-  gave_up = false;
   for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) run_world(&worlds[i / 2], i % 2);
   for (size_t i = 0; i < sizeof crowds / sizeof *crowds * 2 && emulated() && !gave_up; i++)
     run_world(&crowds[i / 2], i % 2);
@@ -1728,23 +1741,76 @@ static void answers_on_gpus(void)
   }
 }
 
-/* On all GPUs; more ranks than GPUs share them. */
-static void on_gpus(cumoe_context context)
+static void begin_on_gpus(void)
 {
-  (void)context;
   CHECK(cudaGetDeviceCount(&gpus) == cudaSuccess);
   printf("# on %d GPUs\n", (int)gpus);
   signal(SIGALRM, stop_waiting);
   alarm(emulated() ? SECONDS_EMULATED : SECONDS_ON_GPUS);
+  gave_up = false;
+}
+
+static void end_on_gpus(void)
+{
+  alarm(0);
+  close_opened();
+  gpus = 0;
+}
+
+/* On all GPUs; more ranks than GPUs share them. */
+static void on_gpus(cumoe_context context)
+{
+  (void)context;
+  begin_on_gpus();
   answers_on_gpus();
   if (!gave_up) {
     troubles();
     without();
     masks();
   }
-  alarm(0);
-  close_opened();
-  gpus = 0;
+  end_on_gpus();
+}
+
+/* The last row of few_up that serves bf16 and takes whatever few takes; false: the GPU has none. */
+static bool force_few(cumoe_context context, int32_t dtype)
+{
+  int32_t found = -1;
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info info = {.size = sizeof info};
+    if (!CHECK_OK(cumoe_variant_get(context, i, &info))) return false;
+    if (info.usable && !strcmp(info.op, "few_up") && info.w == dtype && strstr(info.name, "_K_32x")) found = i;
+  }
+  return found >= 0 && CHECK_OK(cumoe_variant_force(context, found));
+}
+
+/* few leaves rows of y that another grid answers, and begins with what put has filled. */
+static void few_on_gpus(cumoe_context context)
+{
+  begin_on_gpus();
+  const bool there = force_few(context, CUMOE_BF16);
+  if (there) CHECK_OK(cumoe_variant_force(context, -1));
+  for (int i = 0; i < 6 && there && !gave_up; i++) {
+    const int32_t dtype = i == 3 ? CUMOE_F16 : CUMOE_BF16;
+    const world w = {.name = "few tokens",
+                     .ranks = 2,
+                     .experts = 6,
+                     .top_k = 3,
+                     .dtype = dtype,
+                     .hidden = 256,
+                     .inter = 128,
+                     .capacity = i == 3 ? 8 : 2,
+                     .tokens = {i == 3 ? 8 : 2, i == 1 ? 0 : 1},
+                     .residual = i % 2,
+                     .by_few = true,
+                     .parts = i == 2,
+                     .from_logits = i == 4,
+                     .routed = i == 5};
+    for (int32_t r = 0; r < w.ranks; r++) CHECK(force_few(open_rank(r), dtype));
+    run_world(&w, false);
+    run_world(&w, true);
+    for (int32_t r = 0; r < w.ranks; r++) CHECK_OK(cumoe_variant_force(open_rank(r), -1));
+  }
+  end_on_gpus();
 }
 
 /* ---- where everything lies ---- */
@@ -1754,7 +1820,7 @@ static void check_layout(const ep_shape *s)
 {
   const ep_layout l = ep_lay_out(s);
   const uint64_t ranks = (uint64_t)s->ranks, slots = ranks * (uint64_t)s->capacity;
-  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element;
+  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, packets = ranks * (uint64_t)s->packets;
   const struct {
     uint64_t at, bytes;
   } regions[] = {{l.hello, ranks * EP_LINE},
@@ -1770,9 +1836,12 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.x, slots * row},
                  {l.lane + l.ids, slots * (uint64_t)s->top_k * 4},
                  {l.lane + l.weights, slots * (uint64_t)s->top_k * 4},
-                 {l.lane + l.y, slots * row * (uint64_t)(s->exact ? s->top_k : 1)}};
+                 {l.lane + l.y, slots * row * (uint64_t)(s->exact ? s->top_k : 1)},
+                 {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
+                 {l.lane + l.sums, packets * row / EP_PACKET_DATA * EP_PACKET}};
+  const size_t count = sizeof regions / sizeof *regions, there = s->packets ? count : count - 2;
   uint64_t end = 0;
-  for (size_t i = 0; i < sizeof regions / sizeof *regions; i++) {
+  for (size_t i = 0; i < there; i++) {
     CHECK(regions[i].at >= end && regions[i].at % EP_ALIGN == 0 && regions[i].bytes > 0);
     end = regions[i].at + regions[i].bytes;
   }
@@ -1794,6 +1863,7 @@ static void layouts(void)
                             .hidden = i & 4 ? 1 << 24 : 8,
                             .element = i & 8 ? 4 : 2,
                             .exact = i % 3 == 0,
+                            .packets = i % 3 == 1,
                             .capacity = i % 5 ? 1 + i * 7 % most : most};
         case_begin("%d ranks, top %d, %d", (int)ranks, (int)k, i);
         check_layout(&s);
@@ -2231,9 +2301,11 @@ static void refusals(void)
 }
 
 static const test_group groups[] = {
-    GROUP("ranks on GPUs", on_gpus, ON_CUDA), ALONE("answers", answers, ONCE),     ALONE("trouble", troubles, ONCE),
-    ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),         ALONE("processes", processes, ONCE),
-    ALONE("layouts", layouts, ONCE),          ALONE("arguments", arguments, ONCE), ALONE("overlap", overlap, ONCE),
+    GROUP("ranks on GPUs", on_gpus, ON_CUDA), GROUP("few tokens on GPUs", few_on_gpus, ON_CUDA),
+    ALONE("answers", answers, ONCE),          ALONE("trouble", troubles, ONCE),
+    ALONE("without a rank", without, ONCE),   ALONE("masks", masks, ONCE),
+    ALONE("processes", processes, ONCE),      ALONE("layouts", layouts, ONCE),
+    ALONE("arguments", arguments, ONCE),      ALONE("overlap", overlap, ONCE),
     ALONE("refusals", refusals, ONCE),        ALONE("forged", forged, ONCE),
 };
 #ifndef TEST_STAGED

@@ -121,7 +121,7 @@ static void launches(void)
   CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
   CHECK(shim_calls(SHIM_LAUNCH) >= 6 * ROUNDS && shim_calls(SHIM_ALLOC | SHIM_SYNC | SHIM_QUERY) == 0);
   check_last_round(&m);
-  CHECK(strlen(shim_trace()) < sizeof whole && stages_of(whole, shim_trace()) == 2 * ROUNDS);
+  CHECK(strlen(shim_trace()) < sizeof whole && stages_of(whole, shim_trace()) == 3 * ROUNDS);
   shim_mark();
   CHECK_OK(in_parts(&m));
   CHECK(strlen(shim_trace()) < sizeof parted && stages_of(parted, shim_trace()) == 4 * ROUNDS);
@@ -192,7 +192,7 @@ static void faults(void)
   case_end();
 }
 
-/* Put and answer, and of tokens that the device counts, by dedup, a grid more a round each. */
+/* Put, answer and sum, and of tokens that the device counts, by dedup, a grid more a round each. */
 static void grids(void)
 {
   static char stages[1 << 16];
@@ -204,7 +204,7 @@ static void grids(void)
     m.layer.counts_out = lend(&m.w, CUMOE_I32, 1, EXPERTS);
     shim_mark();
     CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
-    CHECK(strlen(shim_trace()) < sizeof stages && stages_of(stages, shim_trace()) == (2 + i / 2 + i % 2) * ROUNDS);
+    CHECK(strlen(shim_trace()) < sizeof stages && stages_of(stages, shim_trace()) == (3 + i / 2 + i % 2) * ROUNDS);
     const gate_args *gate = shim_last_args("_gate_");
     CHECK(gate && (gate->tokens.device != NULL) == (i / 2 != 0));
     CHECK(gate && (i / 2 == 0 || gate->tokens.device != m.layer.device_tokens.data));
@@ -225,11 +225,36 @@ static void one_round(void)
   m.layer.device_tokens = lend_in(&m.w, CUMOE_I32, 1, 1);
   shim_mark();
   CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
-  CHECK(strlen(shim_trace()) < sizeof stages && stages_of(stages, shim_trace()) == 2);
+  CHECK(strlen(shim_trace()) < sizeof stages && stages_of(stages, shim_trace()) == 3);
   const gate_args *gate = shim_last_args("_gate_");
   CHECK(gate && gate->tokens.device == m.layer.device_tokens.data);
   leave(&m);
   case_end();
+}
+
+static bool launched(const char *words)
+{
+  return strstr(shim_trace(), words) != NULL;
+}
+
+/* Put is the gate, unless that has rules, or ranks are counted in between; answers come from the shard's combine; of
+ * few tokens one grid waits for them and adds them up, which else a combine does. */
+static void merged(void)
+{
+  for (int i = 0; i < 6; i++) {
+    member m = {.config.flags = i % 3 == 1 ? CUMOE_GROUP_DEDUP : i % 3 == 2 ? CUMOE_GROUP_EXACT : 0};
+    const bool rules = i / 3, dedup = i % 3 == 1, exact = i % 3 == 2;
+    case_begin("grids that do others' work, %d", i);
+    join(&m);
+    if (rules) m.layer.expert_scale = lend_in(&m.w, CUMOE_F32, 1, EXPERTS);
+    shim_mark();
+    CHECK_OK(cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    CHECK(launched("cumoe_ep_gate_put") == (!rules && !dedup) && launched("cumoe_gate_") == (rules || dedup));
+    CHECK(launched("cumoe_ep_return_bf16") && !launched("cumoe_ep_answer"));
+    CHECK(launched("cumoe_ep_finish_bf16_bf16") == !exact && launched("cumoe_combine_") == exact);
+    leave(&m);
+    case_end();
+  }
 }
 
 /* ---- by NCCL ---- */
@@ -361,6 +386,7 @@ static const test_group groups[] = {
     ALONE("faults", faults, ONCE),
     ALONE("grids", grids, ONCE),
     ALONE("one round", one_round, ONCE),
+    ALONE("merged", merged, ONCE),
     ALONE("masks", masks, ONCE),
     ALONE("timeouts", timeouts, ONCE),
     ALONE("launches by NCCL", launches_by_nccl, ONCE),

@@ -3,8 +3,11 @@
  * GPU; else by files in memory): the bits of one rank with all experts, also from graphs; a rank that is killed or
  * stopped wherever it then is: the others name it and the phase, in bounded time, and can go on without it or end.
  *
+ * By NCCL, where LD_LIBRARY_PATH has libnccl.so.2: as between hosts, over sockets, each rank with a NCCL_HOSTID.
+ *
  * The program's own process never touches a GPU, so that it may fork.
  */
+#include <dlfcn.h>
 #include <math.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -96,6 +99,47 @@ static void must(cumoe_status status, int line)
 }
 #define MUST(expression) must((expression), __LINE__)
 
+/* ---- communicators ---- */
+
+typedef struct unique_id {
+  char bytes[128];
+} unique_id;
+
+static struct {
+  int (*new_id)(unique_id *id);
+  int (*init)(void **comm, int count, unique_id id, int rank);
+  int (*end)(void *comm);
+} nccl;
+
+static bool load_nccl(void)
+{
+  void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
+  if (!library) return false;
+  *(void **)&nccl.new_id = dlsym(library, "ncclGetUniqueId");
+  *(void **)&nccl.init = dlsym(library, "ncclCommInitRank");
+  *(void **)&nccl.end = dlsym(library, "ncclCommDestroy");
+  return nccl.new_id && nccl.init && nccl.end;
+}
+
+/* No path between the GPUs but sockets: NCCL takes the ranks for hosts of their own. */
+static void part_hosts(int32_t number)
+{
+  char host[16];
+  snprintf(host, sizeof host, "rank%d", (int)number);
+  setenv("NCCL_HOSTID", host, 1);
+  setenv("NCCL_P2P_DISABLE", "1", 1);
+  setenv("NCCL_SHM_DISABLE", "1", 1);
+}
+
+static void must_nccl(int code, int line)
+{
+  if (code == 0) return;
+  printf("# test/ranks.c:%d: NCCL says %d\n", line, code);
+  fflush(stdout);
+  _exit(1);
+}
+#define MUST_NCCL(expression) must_nccl((expression), __LINE__)
+
 /* ---- a rank ---- */
 
 typedef struct rank {
@@ -110,6 +154,7 @@ typedef struct rank {
   cumoe_view_mut out, workspace;
   cumoe_view x, router, placement;
   cumoe_graph graph;
+  void *comm; /* of a group by NCCL */
 } rank;
 
 /* 62 (ETIME) when one has not come. */
@@ -188,6 +233,26 @@ static cumoe_weights bind(rank *r, int32_t first, int32_t count)
   return weights;
 }
 
+static void meet_by_nccl(rank *r)
+{
+  world *w = r->w;
+  unique_id mine = {{0}}, all[MOST_RANKS];
+  if (!load_nccl()) _exit(1);
+  if (r->number == 0) MUST_NCCL(nccl.new_id(&mine));
+  if (all_gather(r, &mine, all, sizeof mine)) _exit(1);
+  MUST_NCCL(nccl.init(&r->comm, w->ranks, all[0], r->number));
+}
+
+/* Of its own memory alone. */
+static cumoe_status arena_by_nccl(rank *r, size_t bytes, cumoe_group_config *config, cumoe_arenas_info *info)
+{
+  meet_by_nccl(r);
+  config->comm = r->comm;
+  info->arena = room(r, CUMOE_U8, 1, (int64_t)bytes);
+  const cumoe_status status = cumoe_fill(r->context, info->arena, 0, NULL);
+  return status == CUMOE_OK ? cumoe_synchronize(r->context, NULL) : status;
+}
+
 static cumoe_status join(rank *r)
 {
   world *w = r->w;
@@ -202,9 +267,13 @@ static cumoe_status join(rank *r)
       .size = sizeof where, .rank = r->number, .ranks = w->ranks, .all_gather = all_gather, .user = r};
   cumoe_arenas_info info = {.size = sizeof info};
   cumoe_status status = cumoe_ep_arena(r->plan, &config, &bytes);
-  if (status == CUMOE_OK) status = cumoe_arenas_create(r->context, bytes, &where, &r->arenas);
-  if (status == CUMOE_OK) status = cumoe_arenas_get_info(r->arenas, &info);
-  config.arenas = info.arenas;
+  if (w->flags & CUMOE_GROUP_NCCL) {
+    if (status == CUMOE_OK) status = arena_by_nccl(r, bytes, &config, &info);
+  } else {
+    if (status == CUMOE_OK) status = cumoe_arenas_create(r->context, bytes, &where, &r->arenas);
+    if (status == CUMOE_OK) status = cumoe_arenas_get_info(r->arenas, &info);
+    config.arenas = info.arenas;
+  }
   if (status == CUMOE_OK) status = cumoe_group_create(r->context, r->plan, &config, info.arena, &r->group);
   if (status == CUMOE_OK) status = cumoe_ep_workspace(r->group, &bytes);
   if (status == CUMOE_OK) r->workspace = room(r, CUMOE_U8, 1, (int64_t)bytes);
@@ -283,6 +352,7 @@ static void leave(rank *r, result *to)
   if (r->graph) MUST(cumoe_graph_destroy(r->context, r->graph));
   to->left = cumoe_group_destroy(r->group);
   to->ended = cumoe_arenas_destroy(r->arenas);
+  if (r->comm) MUST_NCCL(nccl.end(r->comm));
   MUST(cumoe_stream_destroy(r->context, r->stream));
   to->closed = cumoe_context_destroy(r->context);
   to->leave_ms = now_ms() - begin;
@@ -316,6 +386,7 @@ static pid_t start(world *w, int32_t number)
   const pid_t child = fork();
   if (child) return child;
   alarm(100);
+  if (w->flags & CUMOE_GROUP_NCCL) part_hosts(number);
   live(w, number);
   fflush(stdout);
   _exit(0);
@@ -543,9 +614,38 @@ static void on_gpus(void)
   }
 }
 
+static bool has_nccl(void)
+{
+  int end = 0;
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) _exit(load_nccl() ? 0 : 1);
+  return waitpid(child, &end, 0) == child && WIFEXITED(end) && WEXITSTATUS(end) == 0;
+}
+
+static void by_nccl(void)
+{
+  const int32_t gpus = count_gpus();
+  make_values();
+  if (gpus < 2 || !has_nccl()) {
+    case_begin("by NCCL");
+    case_skip("%d GPU%s, or no libnccl.so.2", (int)gpus, gpus == 1 ? "" : "s");
+    return;
+  }
+  agree(gpus, gpus, CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT, "by NCCL, the bits of one rank");
+  agree(gpus, gpus, CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP, "by NCCL, the bits of one rank, dedup");
+  agree(gpus, gpus, CUMOE_GROUP_NCCL, "by NCCL, sums");
+  layer.hidden = MOST_HIDDEN;
+  layer.inter = MOST_INTER;
+  layer.flags = 0;
+  layer.tokens = 1;
+  agree(gpus, gpus, CUMOE_GROUP_NCCL, "by NCCL, sums of one token");
+}
+
 static const test_group groups[] = {
     ALONE("processes on GPUs", on_gpus, ONCE),
     ALONE("processes on the CPU", on_cpu, ONCE),
+    ALONE("processes by NCCL", by_nccl, ONCE),
 };
 
 int main(int argc, char **argv)

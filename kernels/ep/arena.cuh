@@ -16,7 +16,8 @@ DEVICE char *lane_of(const ep_args &a, int rank)
   return arena_of(a, rank) + a.at.lane + (uint64_t)a.lane * a.at.lane_bytes;
 }
 
-/* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer. */
+/* Of this rank and lane: exchanges so far, and CTAs that have come to the end of a put, of an answer, where they count
+ * each other. */
 struct counters {
   unsigned long long exchanges;
   unsigned put, answered;
@@ -30,6 +31,13 @@ DEVICE counters *counters_of(const ep_args &a)
 DEVICE bool is_active(const ep_args &a, int rank)
 {
   return reinterpret_cast<const uint64_t *>(a.arena + a.at.active)[rank / 64] >> rank % 64 & 1;
+}
+
+/* Of this round; from L2, whatever L1 holds of it where a grid ahead still runs. */
+DEVICE unsigned tokens_of_round(const ep_args &a)
+{
+  const int64_t there = a.tokens.device ? load_relaxed(a.tokens.device) : a.tokens.count;
+  return (unsigned)min(max(there, (int64_t)0), a.tokens.count);
 }
 
 /* Brings the words that this grid is going to read into L2, while the grid ahead still runs: the layer's weights have
@@ -76,7 +84,7 @@ DEVICE void load_part(row_part &p, const void *row, int width)
 {
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    if (vector_of(i) < width) p.value[i] = static_cast<const uint4 *>(row)[vector_of(i)];
+    if (vector_of(i) < width) p.value[i] = load_relaxed_vector(static_cast<const uint4 *>(row) + vector_of(i));
 }
 
 DEVICE void store_part(const row_part &p, void *row, int width)
@@ -86,27 +94,57 @@ DEVICE void store_part(const row_part &p, void *row, int width)
     if (vector_of(i) < width) static_cast<uint4 *>(row)[vector_of(i)] = p.value[i];
 }
 
-DEVICE unsigned first_row()
+/* Rows are dealt to the warps of CTAs 0 .. movers - 1 along x; those behind them do something else. */
+DEVICE unsigned cta_of_grid(const ep_args &a)
 {
-  return blockIdx.x * WARPS + warp_id();
+  return blockIdx.y * a.movers + blockIdx.x;
 }
-DEVICE unsigned row_step()
+DEVICE unsigned ctas_of_grid(const ep_args &a)
 {
-  return gridDim.x * WARPS;
+  return a.movers * gridDim.y;
 }
 
-/* Small work is dealt to all warps of the grid, the last one first: few rows keep only the first warps busy. */
-DEVICE unsigned cta_of_grid()
+/* ---- packets ---- */
+
+/* 8 bytes of data in two words, each of which has half of them and the number of the exchange: whoever finds that
+ * number has the data, so nothing is waited for before a flag is set. A word says n or what an exchange before it has
+ * left, and only where it was told that there is one; so unlike flags it is compared as it is. */
+struct packet {
+  ulonglong2 words;
+};
+static_assert(sizeof(packet) == EP_PACKET, "the host lays them out");
+
+DEVICE packet make_packet(uint32_t exchange, uint2 data)
 {
-  return blockIdx.y * gridDim.x + blockIdx.x;
+  const uint64_t tag = (uint64_t)exchange << 32;
+  return {make_ulonglong2(tag | data.x, tag | data.y)};
 }
-DEVICE unsigned ctas_of_grid()
+DEVICE bool is_of(const packet &p, uint32_t exchange)
 {
-  return gridDim.x * gridDim.y;
+  return (uint32_t)(p.words.x >> 32) == exchange && (uint32_t)(p.words.y >> 32) == exchange;
 }
-DEVICE unsigned warp_from_last()
+DEVICE uint2 data_of(const packet &p)
 {
-  return ctas_of_grid() * WARPS - 1 - (cta_of_grid() * WARPS + warp_id());
+  return make_uint2((uint32_t)p.words.x, (uint32_t)p.words.y);
+}
+
+/* Of a slot, from rank `from` in rank `at`'s arena: the expert there, or -1, and the weight. */
+DEVICE char *slot_packet(const ep_args &a, int at, int from, int row, int slot)
+{
+  return lane_of(a, at) + a.at.slots + (((uint64_t)from * a.shape.packets + row) * a.shape.top_k + slot) * EP_PACKET;
+}
+
+/* Of 16 bytes of a row of y, likewise: two packets. */
+DEVICE char *sum_packets(const ep_args &a, int at, int from, int row, int vector)
+{
+  return lane_of(a, at) + a.at.sums +
+         (((uint64_t)from * a.shape.packets + row) * row_vectors(a) + vector) * (2 * EP_PACKET);
+}
+
+DEVICE void store_as_packets(char *at, uint32_t exchange, uint4 data)
+{
+  store_words_system(at, make_packet(exchange, make_uint2(data.x, data.y)).words);
+  store_words_system(at + EP_PACKET, make_packet(exchange, make_uint2(data.z, data.w)).words);
 }
 
 #endif

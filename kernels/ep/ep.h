@@ -10,7 +10,8 @@
  * know.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
- * and read with acquire before them. Exchange n of a lane, on every rank:
+ * and read with acquire before them. On GPUs it is EP_FLAG_WORDS of them in a line, which says n when all do: up to so
+ * many CTAs tell for themselves, and need not wait for each other first. Exchange n of a lane, on every rank:
  *   put     data to all ranks, then `in` = {n, tokens} to all ranks, those that get nothing included
  *   wait    until all own `in` words say n; compute
  *   answer  rows of y to their tokens' ranks, then `back` = {n, 0} to all ranks
@@ -24,6 +25,12 @@
  * go on from, for one of them may have completed n where another gave up: each tells the number that it has come to,
  * after its last store of any other word, waits until all have told, clears its own abort word and takes the largest.
  * So nobody gives up for what is over, and the words of the next exchange are in nobody's arena yet.
+ *
+ * Of few tokens (shape.packets), between GPUs, what is small goes as packets: words that have data in one half and the
+ * exchange in the other, so that it is there once it is seen, and no flag has to wait until it was stored. Slots are
+ * packets where put is the gate as well: `in` then tells of x alone, with EP_PACKED beside the tokens. Answers are
+ * packets in every exchange of so few tokens at most: `back` then tells that what was put has been read, which is what
+ * the next put waits for, and nothing of the answers. Packets of n + 1 overwrite those of n as data beside flags do.
  *
  * test/ep_model.c goes through all orders of this.
  */
@@ -39,6 +46,7 @@
 #endif
 
 enum { EP_NEAR_RANKS = 16 }; /* up to so many, arguments hold their arenas: a load less */
+enum { EP_FLAG_WORDS = 16, EP_PACKET = 16, EP_PACKET_DATA = 8 }; /* bytes of a packet, and of data in it */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -46,6 +54,7 @@ typedef struct ep_shape {
   int32_t ranks, lanes, experts, top_k, hidden;
   int32_t element;  /* bytes of an element of x and y */
   int32_t exact;    /* a row of y for each slot; else one a rank, the sum of what it has */
+  int32_t packets;  /* exchanges of up to so many tokens go by packets; 0: none */
   int64_t capacity; /* tokens of one rank in one exchange */
 } ep_shape;
 
@@ -69,6 +78,8 @@ typedef struct ep_layout {
   uint64_t in, back;        /* [ranks] lines */
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
+  uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
+  uint64_t sums;            /* [ranks, packets, hidden] of y as packets */
   uint64_t bytes;
 } ep_layout;
 
@@ -101,13 +112,23 @@ typedef struct ep_args {
   const void *y_here;    /* [ranks * capacity * answers, hidden] */
   const int32_t *counts; /* NULL, or [local_experts] rows of this round, which answer adds to the sum */
   int32_t *counts_sum;
-  int32_t then_waits; /* kernels: put and answer go on with their wait */
+  /* kernels */
+  int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
+  int32_t early;        /* the grid ahead is this call's and has waited for those before it: what they left is there */
+  int32_t packets;      /* of gate_put: slots go as packets; of return and finish: answers do */
+  int32_t movers;       /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
+  int32_t fill_vectors; /* of 16 bytes */
+  void *fill;
   fault_sink fault;
   char *near[EP_NEAR_RANKS]; /* kernels: the arenas of up to so many ranks */
 } ep_args;
 
-/* The CUDA kernels' grids: parts of a row lie along y, rows along x. */
-enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 16, EP_MOVE_CTAS = 32 };
+/* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
+enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
+enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FINISH_CTAS = 16, EP_FILL_CTAS = 32 };
+enum { EP_GATE_TOKENS = 128 };  /* at most, of which put does the gate's work */
+enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
+#define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */
 
 /* Why a rank gave up, in its abort word: 1 << 63 | cause << 56 | phase << 48 | about << 16 | by. */
 enum { EP_NO_CAUSE = 0, EP_TIMEOUT = 1, EP_FAILED = 2, EP_ASKED = 3 };

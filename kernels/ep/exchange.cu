@@ -1,9 +1,9 @@
 /*
- * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, a fence at system
- * scope, one flag a rank; whoever waits polls its own memory. Only waits spin, one CTA each, and none without a limit
- * of time.
+ * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, then flags, or packets
+ * that need none; whoever waits polls its own memory. Only waits spin, one CTA each, of few tokens up to 16 in the last
+ * grid, and none without a limit of time.
  */
-#include "ep/flags.cuh"
+#include "ep/answer.cuh"
 #include "ep/put.cuh"
 
 /* ---- before a put ---- */
@@ -38,16 +38,22 @@ extern "C" __global__ void __launch_bounds__(WARP_SIZE) cumoe_ep_count(const __g
 
 constexpr int IDS_IN_FLIGHT = 4;
 
-/* What a peer sends is not trusted. Rows past its tokens hold what earlier exchanges left: they count as -1, no
- * expert. */
+/* What a peer sends is not trusted. */
+DEVICE int checked_id(const ep_args &a, unsigned slot, int id)
+{
+  const unsigned k = a.shape.top_k;
+  if (id >= -1 && id < a.local_experts) return id;
+  report_fault(a.fault, FAULT_EXPERT_ID, slot % k, slot / k);
+  return -1;
+}
+
+/* Rows past a rank's tokens hold what earlier exchanges left: they count as -1, no expert. */
 DEVICE int take_id(const ep_args &a, const int32_t *arrived, unsigned at, int id)
 {
   const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, source = at / room,
                  slot = at - source * room;
-  if (source >= (unsigned)a.shape.ranks || slot >= arrived[source] * k || id == -1) return -1;
-  if (id >= 0 && id < a.local_experts) return id;
-  report_fault(a.fault, FAULT_EXPERT_ID, slot % k, slot / k);
-  return -1;
+  if (source >= (unsigned)a.shape.ranks || slot >= arrived[source] * k) return -1;
+  return checked_id(a, slot, id);
 }
 
 /* Both arrays' regions end on 256 bytes, so the last vector may hang over. */
@@ -71,117 +77,174 @@ DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
   }
 }
 
-/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts. */
-DEVICE void wait_for_tokens(const ep_args &a)
+/* A slot that came as a packet goes to where it would lie otherwise. */
+DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned slot, patience &p)
 {
-  __shared__ int32_t arrived[EP_MAX_RANKS];
-  const bool all = wait_for_all(a, a.at.in, EP_DISPATCH, arrived);
-  let_next_grid_start();
-  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) {
-    if (!all) arrived[r] = 0;
-    a.arrived[r] = arrived[r];
+  const unsigned k = a.shape.top_k;
+  const char *at = slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k));
+  packet found = {load_words_system(at)};
+  for (; !is_of(found, exchange); found = {load_words_system(at)})
+    if (p.ends(a, EP_DISPATCH, (int)source, true)) return -1;
+  const uint2 data = data_of(found);
+  reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[source * a.shape.capacity * k + slot] =
+      __uint_as_float(data.y);
+  return checked_id(a, slot, (int)data.x);
+}
+
+/* Where some have come as packets; of those `packed` is true. */
+DEVICE void take_ids_and_packets(const ep_args &a, const int32_t *arrived, const bool *packed, uint32_t exchange)
+{
+  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room;
+  const int32_t *from = reinterpret_cast<const int32_t *>(lane_of(a, a.rank) + a.at.ids);
+  patience p;
+  for (unsigned i = threadIdx.x; i < ids; i += blockDim.x) {
+    const unsigned source = i / room, slot = i - source * room;
+    int id = -1;
+    if (slot < arrived[source] * k)
+      id = packed[source] ? take_packet(a, exchange, source, slot, p) : checked_id(a, slot, from[i]);
+    a.ids_here[i] = id;
   }
-  __syncthreads();
-  take_ids(a, arrived);
 }
 
-DEVICE void wait_for_answers(const ep_args &a)
+/* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts. */
+DEVICE void wait_for_tokens(const ep_args &a, uint32_t exchange)
 {
-  wait_for_all(a, a.at.back, EP_RETURN, nullptr);
+  __shared__ uint32_t carried[EP_MAX_RANKS];
+  __shared__ int32_t arrived[EP_MAX_RANKS];
+  __shared__ bool packed[EP_MAX_RANKS];
+  const bool all = wait_for_all(a, a.at.in, EP_DISPATCH, exchange, carried);
+  bool packets = false;
+  let_next_grid_start();
+  if (threadIdx.x == 0) counters_of(a)->exchanges = exchange;
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) {
+    packed[r] = carried[r] & EP_PACKED;
+    const int64_t room = packed[r] ? a.shape.packets : a.shape.capacity;
+    a.arrived[r] = arrived[r] = all ? (int32_t)min((int64_t)(carried[r] & ~EP_PACKED), room) : 0;
+    packets |= packed[r];
+  }
+  if (__syncthreads_or(packets))
+    take_ids_and_packets(a, arrived, packed, exchange);
+  else
+    take_ids(a, arrived);
+}
+
+DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
+{
+  wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
   let_next_grid_start();
 }
 
-extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens(a);
+  wait_for_tokens(a, exchange_now(a));
 }
 
-extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS) cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
+    cumoe_ep_wait_answers(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
-  wait_for_answers(a);
+  wait_for_answers(a, exchange_now(a));
 }
 
-/* then_waits: nothing comes between the put and its wait, so the CTA that has told the others also waits for them,
- * which saves a grid. */
-extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_put(const __grid_constant__ ep_args a)
+/* ---- put ---- */
+
+DEVICE void wait_in_put(const ep_args &a)
+{
+  wait_for_earlier_grids_alone();
+  if (!a.then_waits) let_next_grid_start();
+}
+
+/* then_waits: nothing comes between the put and its wait, so a CTA that has told the others also waits for them, which
+ * saves a grid. */
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
-  wait_for_earlier_grids_alone();
-  if (!a.then_waits) let_next_grid_start();
-  const unsigned tokens = (unsigned)token_total(a.tokens);
-  counters *c = counters_of(a);
-  const uint32_t exchange = (uint32_t)c->exchanges + 1; /* none but the last CTA changes it, when all have come */
-  put_rows(a, tokens);
-  put_slots(a, tokens);
-  if (tell_when_all_have_come(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &c->put, exchange) && a.then_waits)
-    wait_for_tokens(a);
+  wait_in_put(a);
+  if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
+  const unsigned tokens = tokens_of_round(a);
+  const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
+  put_tokens(a, tokens);
+  if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
+    wait_for_tokens(a, exchange);
+}
+
+/* The rows of x, which the router has read as well, are on their way while it and the gate work, and are told as soon
+ * as they have been stored: what the gate finds follows in packets. */
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
+    cumoe_ep_gate_put(const __grid_constant__ gate_args g, const __grid_constant__ ep_args a)
+{
+  look_ahead(a, a.at.in);
+  look_ahead_at_places(a);
+  const bool ahead = a.packets && tells_for_itself(a);
+  if (!a.early) wait_in_put(a);
+  if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
+  const unsigned tokens = tokens_of_round(a), flag = tokens | (a.packets ? EP_PACKED : 0);
+  const uint32_t exchange = exchange_now(a) + 1;
+  if (has_rows()) {
+    put_rows_of_half(a, tokens);
+    if (ahead) {
+      barrier_of_first(HALF * WARP_SIZE);
+      tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), HALF * WARP_SIZE);
+    }
+  } else {
+    if (a.early) wait_in_put(a);
+    check_token_count(g.tokens, g.fault);
+    gate_and_put_slots(g, a, tokens, exchange);
+  }
+  const bool waits =
+      ahead ? cta_of_grid(a) == 0 : tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits;
+  if (waits) wait_for_tokens(a, exchange);
 }
 
 /* ---- answer ---- */
 
-/* Rows are dealt to the warps rank by rank in turn. */
-struct answer_row {
-  int64_t token; /* in all segments */
-  int source, answer;
-  unsigned row; /* in its segment */
-  bool here;    /* this rank has it: of the slot, or of any */
-};
-
-DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
-{
-  const unsigned ranks = a.shape.ranks, answers = ep_answers(&a.shape);
-  answer_row r;
-  r.source = (int)((a.rank + i) % ranks);
-  r.row = i / ranks;
-  r.answer = (int)(r.row % answers);
-  r.token = r.source * a.shape.capacity + r.row / answers;
-  const bool sent = i < end && r.row < a.arrived[r.source] * answers;
-  const int slot = a.shape.exact ? r.answer : lane_id();
-  r.here = __any_sync(ALL_LANES, sent && slot < a.shape.top_k && a.ids_here[r.token * a.shape.top_k + slot] >= 0);
-  return r;
-}
-
-DEVICE unsigned rows_to_answer(const ep_args &a)
-{
-  int most = 0;
-  for (int r = lane_id(); r < a.shape.ranks; r += WARP_SIZE) most = max(most, a.arrived[r]);
-  return (unsigned)warp_max(most) * ep_answers(&a.shape) * a.shape.ranks;
-}
-
-DEVICE void answer_rows(const ep_args &a)
-{
-  const int width = row_vectors(a);
-  const int64_t bytes = (int64_t)width * 16, answers = ep_answers(&a.shape), here = a.rank * a.shape.capacity * answers;
-  const unsigned end = rows_to_answer(a);
-  answer_row r = row_to_answer(a, first_row(), end), next;
-  for (unsigned i = first_row(); i < end; i += row_step(), r = next) {
-    row_part p;
-    if (r.here) load_part(p, static_cast<const char *>(a.y_here) + (r.token * answers + r.answer) * bytes, width);
-    next = row_to_answer(a, i + row_step(), end);
-    if (r.here) store_part(p, lane_of(a, r.source) + a.at.y + (here + r.row) * bytes, width);
-  }
-}
-
-/* Rows of each expert, summed over rounds: those of the first one lie there already. */
-DEVICE void add_counts(const ep_args &a)
-{
-  if (!a.counts || cta_of_grid() != 0) return;
-  for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x) a.counts_sum[e] += a.counts[e];
-}
-
-extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS) cumoe_ep_answer(const __grid_constant__ ep_args a)
+extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_answer(const __grid_constant__ ep_args a)
 {
   look_ahead(a, a.at.back);
   wait_for_earlier_grids_alone();
   if (!a.then_waits) let_next_grid_start();
-  counters *c = counters_of(a);
-  const uint32_t exchange = (uint32_t)c->exchanges;
+  const uint32_t exchange = exchange_now(a);
   answer_rows(a);
   add_counts(a);
-  if (tell_when_all_have_come(a, a.at.back, nullptr, 0, &c->answered, exchange) && a.then_waits) wait_for_answers(a);
+  if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
+    wait_for_answers(a, exchange);
 }
+
+/* Of packets there is nothing to tell but that the experts have read what was put. */
+template <class In, int COLUMNS> DEVICE void return_rows(const combine_args &c, const ep_args &a)
+{
+  static_assert(COLUMNS * sizeof(In) == EP_RETURN_THREADS * 16, "16 bytes a thread");
+  look_ahead(a, a.at.back);
+  const uint32_t exchange = exchange_now(a); /* since the wait for tokens: several grids ago */
+  combine_to_ranks<In, COLUMNS>(c, a, exchange);
+  if (a.packets && cta_of_grid(a) == 0) tell_that_all_is_read(a, exchange);
+  if (a.packets) return;
+  if (tell_all(a, a.at.back, nullptr, 0, &counters_of(a)->answered, exchange) && a.then_waits)
+    wait_for_answers(a, exchange);
+}
+
+#define RETURN(name, In, COLUMNS)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(EP_RETURN_THREADS, EP_RETURN_RESIDENT)                                  \
+      cumoe_ep_return_##name(const __grid_constant__ combine_args c, const __grid_constant__ ep_args a)                \
+  {                                                                                                                    \
+    return_rows<In, COLUMNS>(c, a);                                                                                    \
+  }
+RETURN(bf16, bf16, 1024)
+RETURN(f16, f16, 1024)
+RETURN(f32, float, 512)
+
+#define FINISH(in, out, In, Out)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 2)                                                     \
+      cumoe_ep_finish_##in##_##out(const __grid_constant__ combine_args c, const __grid_constant__ ep_args a)          \
+  {                                                                                                                    \
+    finish<In, Out>(c, a);                                                                                             \
+  }
+FINISH(bf16, bf16, bf16, bf16)
+FINISH(bf16, f32, bf16, float)
+FINISH(f16, f16, f16, f16)
+FINISH(f16, f32, f16, float)
+FINISH(f32, f32, float, float)

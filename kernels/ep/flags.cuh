@@ -1,35 +1,65 @@
-/* Flags between ranks: told when all CTAs have come, waited for with a limit of time, and how a group gives up. */
+/* Flags between ranks: told when what they stand for was stored, waited for with a limit of time, and how a group gives
+ * up. */
 #ifndef CUMOE_EP_FLAGS_CUH
 #define CUMOE_EP_FLAGS_CUH
 
 #include "ep/arena.cuh"
 
-/* Every CTA calls this at its end. The last one to come stores this rank's flag at all ranks, after everything that any
- * CTA has stored, and gets true. A flag carries a number of tokens: sent[r], or (sent NULL) `tokens` to all. A grid of
- * one CTA needs no fence: flags are stored with release, which covers all its threads' stores before the barrier. */
+/* ---- telling ---- */
+
+/* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
+ * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`. */
+DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
+                 unsigned cta, unsigned ctas, int threads)
+{
+#pragma unroll 1
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
+    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
+    if (word % ctas == cta && is_active(a, r))
+      store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
+                           ep_flag(exchange, sent ? sent[r] : tokens));
+  }
+}
+
+/* The last CTA to come tells for all of them, behind all that they have stored; true there. A CTA by itself needs no
+ * fence. */
 DEVICE bool tell_when_all_have_come(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens,
                                     unsigned *came, uint32_t exchange)
 {
   __shared__ bool last;
-  __syncthreads();
   if (threadIdx.x == 0) {
     last = true;
-    if (ctas_of_grid() > 1) {
+    if (ctas_of_grid(a) > 1) {
       __threadfence_system();
-      last = atomicAdd(came, 1) == ctas_of_grid() - 1;
+      last = atomicAdd(came, 1) == ctas_of_grid(a) - 1;
       __threadfence();
     }
     if (last) *came = 0;
     if (last) counters_of(a)->exchanges = exchange;
   }
   __syncthreads();
-  if (!last) return false;
-  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x)
-    if (is_active(a, r))
-      store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE,
-                           ep_flag(exchange, sent ? sent[r] : tokens));
-  return true;
+  if (last) tell(a, words, sent, tokens, exchange, 0, 1, blockDim.x);
+  return last;
 }
+
+/* CTAs tell each for itself. Whoever waits for all ranks, this one included, has then heard of all CTAs of the grid;
+ * if nobody in it waits, the last CTA has to know that it is. */
+DEVICE bool tells_for_itself(const ep_args &a)
+{
+  return a.then_waits && ctas_of_grid(a) <= EP_FLAG_WORDS;
+}
+
+/* Every CTA calls this at its end. True in one of them, which waits for the others if anybody does. */
+DEVICE bool tell_all(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, unsigned *came,
+                     uint32_t exchange)
+{
+  __syncthreads();
+  if (!tells_for_itself(a)) return tell_when_all_have_come(a, words, sent, tokens, came, exchange);
+  tell(a, words, sent, tokens, exchange, cta_of_grid(a), ctas_of_grid(a), blockDim.x);
+  return cta_of_grid(a) == 0;
+}
+
+/* ---- giving up ---- */
 
 /* The word says that the group has given up. What ranks that were left out have written does not count. */
 DEVICE bool is_heeded(const ep_args &a, uint64_t word)
@@ -58,32 +88,56 @@ DEVICE uint64_t timeout_ns(const ep_args &a)
   return *reinterpret_cast<const volatile uint64_t *>(a.arena + a.at.timeout);
 }
 
-/* Waits until the rank's flag is of this exchange; *tokens: the number it carries. False: the group has given up. */
-DEVICE bool wait_for_rank(const ep_args &a, const char *flag, uint32_t exchange, int phase, int rank, uint32_t *tokens)
+/* Of a thread that waits. */
+struct patience {
+  uint64_t begin = now_ns();
+  unsigned turns = 0;
+
+  /* Asked after each look in vain: the group has given up, which is heeded at once or when the time is over; or this
+   * gives it up. */
+  DEVICE bool ends(const ep_args &a, int phase, int rank, bool at_once)
+  {
+    if (++turns % 8) return false;
+    const bool late = now_ns() - begin > timeout_ns(a);
+    if ((at_once || late) && has_given_up(a)) return true;
+    if (late) give_up(a, phase, rank);
+    return false;
+  }
+};
+
+/* ---- waiting ---- */
+
+DEVICE uint32_t exchange_now(const ep_args &a)
 {
-  const uint64_t begin = now_ns();
-  for (unsigned turn = 0;; turn++) {
-    const uint64_t word = load_acquire_system(flag);
-    *tokens = (uint32_t)word;
-    if ((int32_t)((uint32_t)(word >> 32) - exchange) >= 0) return true;
-    if (turn % 8) continue;
-    if (has_given_up(a)) return false;
-    if (now_ns() - begin > timeout_ns(a)) give_up(a, phase, rank);
+  return (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
+}
+
+/* Waits until a word of the rank's flag is of this exchange; *tokens: what else it says. False: the group has given up.
+ * This rank's own CTAs come whatever the others do, and may still have to read how many exchanges there were. */
+DEVICE bool wait_for_word(const ep_args &a, const char *word, uint32_t exchange, int phase, int rank, uint32_t *tokens)
+{
+  for (patience p;;) {
+    const uint64_t value = load_acquire_system(word);
+    *tokens = (uint32_t)value;
+    if ((int32_t)((uint32_t)(value >> 32) - exchange) >= 0) return true;
+    if (p.ends(a, phase, rank, rank != a.rank)) return false;
   }
 }
 
-/* One CTA; a thread polls the flags of its ranks. False: the group has given up. arrived NULL, or out: tokens of each
- * rank, at most what there is room for; 0 of one that was left out. */
-DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, int32_t *arrived)
+/* By a whole CTA; a thread polls a word. False: the group has given up. arrived NULL, or out: what each rank's flag
+ * carries; 0 of one that was left out. */
+DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t exchange, uint32_t *arrived)
 {
-  const uint32_t exchange = (uint32_t) * (volatile unsigned long long *)&counters_of(a)->exchanges;
   const char *own = lane_of(a, a.rank) + words;
   /* A thread of its own looks whether the group has given up before. */
   bool all = threadIdx.x != blockDim.x - 1 || !has_given_up(a);
-  for (int r = threadIdx.x; r < a.shape.ranks && all; r += blockDim.x) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
+    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     uint32_t tokens = 0;
-    if (is_active(a, r)) all = wait_for_rank(a, own + (uint64_t)r * EP_LINE, exchange, phase, r, &tokens);
-    if (arrived) arrived[r] = (int32_t)min((int64_t)tokens, a.shape.capacity);
+    if (is_active(a, r) && (all || r == a.rank))
+      all &= wait_for_word(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange, phase, r, &tokens);
+    if (arrived && word == 0) arrived[r] = tokens;
   }
   return __syncthreads_and(all);
 }

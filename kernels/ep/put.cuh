@@ -1,8 +1,10 @@
-/* What a rank sends of its tokens: rows of x, and ids and weights; by dedup only to the ranks that have an expert. */
+/* What a rank sends of its tokens: rows of x, and ids and weights; by dedup only to the ranks that have an expert. Of
+ * few tokens the gate as well. */
 #ifndef CUMOE_EP_PUT_CUH
 #define CUMOE_EP_PUT_CUH
 
 #include "ep/arena.cuh"
+#include "route/gate.cuh"
 
 DEVICE int64_t id_of(const ep_args &a, int64_t token, int slot)
 {
@@ -24,9 +26,9 @@ DEVICE unsigned places_of(const ep_args &a, const int32_t *entries, unsigned nth
 }
 
 /* The place that serves a slot, or ROW_DROPPED, or ROW_IDENTITY. */
-DEVICE int place_of(const ep_args &a, int64_t token, int slot, bool report)
+DEVICE int place_of(const ep_args &a, int64_t token, int slot, int64_t id, bool report)
 {
-  const int64_t id = id_of(a, token, slot), zero_end = (int64_t)a.shape.experts + a.zero_experts;
+  const int64_t zero_end = (int64_t)a.shape.experts + a.zero_experts;
   if (id == -1) return ROW_DROPPED;
   if (id < 0 || id >= zero_end + a.identity_experts) {
     if (report) report_fault(a.fault, FAULT_EXPERT_ID, slot, token);
@@ -49,46 +51,123 @@ DEVICE int row_there(const ep_args &a, unsigned token, int rank)
   return is_active(a, rank) ? (int)token : -1;
 }
 
-/* x read once, stored to each rank that the token goes to. */
-DEVICE void put_rows(const ep_args &a, unsigned tokens)
+DEVICE void load_row(const ep_args &a, unsigned token, row_part &p)
+{
+  load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, row_vectors(a));
+}
+
+DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
 {
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
-  for (unsigned token = first_row(); token < tokens; token += row_step()) {
-    row_part p;
-    load_part(p, static_cast<const char *>(a.x) + token * a.x_ld * a.shape.element, width);
-    for (int r = 0; r < a.shape.ranks; r++) {
-      const int row = row_there(a, token, r);
-      if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
-    }
+  for (int r = 0; r < a.shape.ranks; r++) {
+    const int row = row_there(a, token, r);
+    if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
   }
 }
 
+/* Of a slot: the expert there, or -1, and the weight. */
+DEVICE void store_slot_there(const ep_args &a, int r, int row, int id, float weight)
+{
+  const int k = a.shape.top_k, slot = lane_id();
+  const int64_t at = (a.rank * a.shape.capacity + row) * k + slot;
+  reinterpret_cast<int32_t *>(lane_of(a, r) + a.at.ids)[at] = id;
+  reinterpret_cast<float *>(lane_of(a, r) + a.at.weights)[at] = weight;
+}
+
 /* A token's ids and weights to rank r, a lane a slot, and the rows of y that will answer it. */
-DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, float weight)
+template <bool PACKETS>
+DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, float weight, uint32_t exchange)
 {
   const int k = a.shape.top_k, slot = lane_id(), row = row_there(a, token, r);
   const bool there = place >= 0 && place >> EP_PLACE_SHIFT == r;
   const bool any = __any_sync(ALL_LANES, there);
+  const int id = there ? place & ((1 << EP_PLACE_SHIFT) - 1) : -1;
   if (row >= 0 && slot < k) {
-    const int64_t at = (a.rank * a.shape.capacity + row) * k + slot;
-    reinterpret_cast<int32_t *>(lane_of(a, r) + a.at.ids)[at] = there ? place & ((1 << EP_PLACE_SHIFT) - 1) : -1;
-    reinterpret_cast<float *>(lane_of(a, r) + a.at.weights)[at] = weight;
+    if (PACKETS)
+      store_words_system(slot_packet(a, r, a.rank, row, slot),
+                         make_packet(exchange, make_uint2((uint32_t)id, __float_as_uint(weight))).words);
+    else
+      store_slot_there(a, r, row, id, weight);
   }
   const int64_t answer = r * a.shape.capacity + row;
   if (a.shape.exact && there) a.rows[(int64_t)token * k + slot] = (int32_t)(answer * k) + slot;
   if (!a.shape.exact && slot == 0) a.rows[(int64_t)token * a.shape.ranks + r] = any ? (int32_t)answer : ROW_DROPPED;
 }
 
-DEVICE void put_slots(const ep_args &a, unsigned tokens)
+/* A lane a slot. */
+template <bool PACKETS>
+DEVICE void put_slots(const ep_args &a, unsigned token, int64_t id, float weight, uint32_t exchange)
 {
   const int k = a.shape.top_k, slot = lane_id();
-  for (unsigned token = warp_from_last(); token < tokens; token += ctas_of_grid() * WARPS) {
-    const int place = slot < k ? place_of(a, token, slot, true) : ROW_DROPPED;
-    const float weight = slot < k ? a.weights[token * a.weights_ld + slot] : 0.f;
-    if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
-    for (int r = 0; r < a.shape.ranks; r++) put_slots_to(a, token, r, place, weight);
+  const int place = slot < k ? place_of(a, token, slot, id, true) : ROW_DROPPED;
+  if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
+  for (int r = 0; r < a.shape.ranks; r++) put_slots_to<PACKETS>(a, token, r, place, weight, exchange);
+}
+
+/* x read once, stored to each rank that the token goes to; while that is on its way ids and weights, by the warp that
+ * has the first part of the row. */
+DEVICE void put_tokens(const ep_args &a, unsigned tokens)
+{
+  const int slot = lane_id();
+  const bool there = blockIdx.y == 0 && slot < a.shape.top_k;
+  for (unsigned token = blockIdx.x * WARPS + warp_id(); token < tokens; token += a.movers * WARPS) {
+    const int64_t id = there ? id_of(a, token, slot) : -1;
+    const float weight = there ? a.weights[token * a.weights_ld + slot] : 0.f;
+    row_part p;
+    load_row(a, token, p);
+    store_row(a, token, p);
+    if (blockIdx.y == 0) put_slots<false>(a, token, id, weight, 0);
   }
+}
+
+/* ---- the gate of few tokens ---- */
+
+/* Half of the warps have the rows, the others, of CTAs that have first parts of rows, the gate and the slots. */
+constexpr int HALF = WARPS / 2;
+
+DEVICE bool has_rows()
+{
+  return warp_id() < HALF;
+}
+
+DEVICE void put_rows_of_half(const ep_args &a, unsigned tokens)
+{
+  for (unsigned token = blockIdx.x * HALF + warp_id(); token < tokens; token += a.movers * HALF) {
+    row_part p;
+    load_row(a, token, p);
+    store_row(a, token, p);
+  }
+}
+
+DEVICE gate_slot choose_slots_of(const gate_args &g, int64_t token, gate_scratch &scratch)
+{
+  const bool by_logit = GATE_BY_LOGIT(g);
+  if (by_logit && g.experts <= 64) return route_token<2>(g, token, true, nullptr, scratch);
+  if (by_logit && g.experts <= 128) return route_token<4>(g, token, true, nullptr, scratch);
+  return route_token<8>(g, token, true, nullptr, scratch);
+}
+
+DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, unsigned tokens, uint32_t exchange)
+{
+  __shared__ gate_scratch scratch[HALF];
+  if (blockIdx.y != 0) return;
+  for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
+    const gate_slot slot = choose_slots_of(g, token, scratch[warp_id() - HALF]);
+    if (a.packets)
+      put_slots<true>(a, token, slot.id, slot.weight, exchange);
+    else
+      put_slots<false>(a, token, slot.id, slot.weight, exchange);
+    store_slot(g, token, slot);
+  }
+}
+
+/* CTAs behind the movers. */
+DEVICE void fill_with_ones(const ep_args &a)
+{
+  const int ctas = (gridDim.x - a.movers) * gridDim.y, cta = (blockIdx.x - a.movers) * gridDim.y + blockIdx.y;
+  for (int i = cta * blockDim.x + threadIdx.x; i < a.fill_vectors; i += ctas * blockDim.x)
+    static_cast<uint4 *>(a.fill)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }
 
 /* ---- which row of its segment a token takes at each rank, by dedup ---- */
@@ -98,7 +177,7 @@ DEVICE uint32_t ranks_of(const ep_args &a, int64_t token, int first)
 {
   uint32_t ranks = 0;
   for (int slot = 0; slot < a.shape.top_k; slot++) {
-    const int place = place_of(a, token, slot, false), to = (place >> EP_PLACE_SHIFT) - first;
+    const int place = place_of(a, token, slot, id_of(a, token, slot), false), to = (place >> EP_PLACE_SHIFT) - first;
     if (place >= 0 && to >= 0 && to < 32) ranks |= 1u << to;
   }
   return ranks;

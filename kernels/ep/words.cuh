@@ -17,6 +17,30 @@ DEVICE void store_release_system(void *word, uint64_t value)
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+DEVICE void store_relaxed_system(void *word, uint64_t value)
+{
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+/* Two words at once, each of them whole; nothing is said of the one by the other. */
+DEVICE void store_words_system(void *at, ulonglong2 words)
+{
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(words.x), "l"(words.y) : "memory");
+}
+
+DEVICE ulonglong2 load_words_system(const void *at)
+{
+  ulonglong2 words;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(words.x), "=l"(words.y) : "l"(at) : "memory");
+  return words;
+}
+
+/* Among the first `threads` threads of the CTA: whole warps, fewer than all. */
+DEVICE void barrier_of_first(int threads)
+{
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
 /* Into L2, where it is the same for all. */
 DEVICE void prefetch(const void *at)
 {

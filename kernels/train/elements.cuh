@@ -65,23 +65,68 @@ template <int THREADS, class F> DEVICE void for_vectors(span all, F work)
 DEVICE bool is_whole(const matrix &m, int64_t at, int count)
 {
   const int64_t bytes = m.dtype == DT_F32 ? 4 : 2;
-  return count == VECTOR && (reinterpret_cast<intptr_t>(m.data) + at * bytes) % (VECTOR * bytes) == 0;
+  return count == VECTOR && ((reinterpret_cast<intptr_t>(m.data) + at * bytes) & (VECTOR * bytes - 1)) == 0;
 }
 
-/* What is not there is 0. */
-template <class R> DEVICE void get_vector(R (&value)[VECTOR], const matrix &m, int64_t row, span columns)
+/* A vector as it lies in memory: two or four words. Fetched apart from its conversion, which depends on the type and
+ * would wait for each load before the next one is asked for. */
+struct __align__(16) raw_vector
+{
+  uint32_t word[VECTOR];
+};
+
+/* What is not there is 0, of a span that lies behind the row all of it. */
+DEVICE raw_vector fetch(const matrix &m, int64_t row, span columns)
 {
   const int64_t at = row * m.ld + columns.begin;
   const int count = (int)(columns.end - columns.begin);
-  float of[VECTOR];
-  if (is_whole(m, at, count)) {
-    load_any(m.data, at, m.dtype, of);
+  const uint32_t *words = static_cast<const uint32_t *>(m.data) + at;
+  const uint16_t *halves = static_cast<const uint16_t *>(m.data) + at;
+  raw_vector v = {};
+  if (is_whole(m, at, count) && m.dtype == DT_F32) {
+    const uint4 all = *reinterpret_cast<const uint4 *>(words);
+    v = {all.x, all.y, all.z, all.w};
+  } else if (is_whole(m, at, count)) {
+    const uint2 all = *reinterpret_cast<const uint2 *>(halves);
+    v = {all.x, all.y};
+  } else if (m.dtype == DT_F32) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++) v.word[i] = i < count ? words[i] : 0;
   } else {
 #pragma unroll
-    for (int i = 0; i < VECTOR; i++) of[i] = i < count ? load_any(m.data, at + i, m.dtype) : 0.f;
+    for (int i = 0; i < VECTOR; i++) v.word[i / 2] |= (i < count ? (uint32_t)halves[i] : 0) << i % 2 * 16;
   }
+  return v;
+}
+
+template <class R> DEVICE void get_values(R (&value)[VECTOR], const raw_vector &v, int dtype)
+{
+  float of[VECTOR];
+  load_any(&v, 0, dtype, of);
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) value[i] = (R)of[i];
+}
+
+template <class R> DEVICE void get_vector(R (&value)[VECTOR], const matrix &m, int64_t row, span columns)
+{
+  get_values(value, fetch(m, row, columns), m.dtype);
+}
+
+/* `work`, as by for_vectors, with what `bring` fetches of a span: asked for while the one before is worked on. So no
+ * span of the thread's may be stored to where a later one lies. */
+template <int THREADS, class B, class F> DEVICE void for_fetched_vectors(span all, B bring, F work)
+{
+  const int64_t first = all.begin + VECTOR * (int)threadIdx.x;
+  span now = {first, min(first + VECTOR, all.end)};
+  auto here = bring(now);
+  while (now.begin < all.end) {
+    const int64_t begin = now.begin + VECTOR * THREADS;
+    const span next = {begin, min(begin + VECTOR, all.end)};
+    const auto following = bring(next);
+    work(now, here);
+    here = following;
+    now = next;
+  }
 }
 
 template <class T, class R> DEVICE void put_to(T *to, bool whole, int count, const R (&value)[VECTOR])

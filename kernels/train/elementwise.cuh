@@ -40,14 +40,30 @@ template <class R> DEVICE R slope(int function, R x)
   return function == EW_SIGMOID ? s.own * s.other : s.own + x * s.own * s.other;
 }
 
+struct raw_pair {
+  raw_vector x, dy;
+};
+
+DEVICE raw_pair fetch_pair(const elementwise_backward_args &e, int64_t row, span columns)
+{
+  return {fetch(e.x, row, columns), fetch(e.dy, row, columns)};
+}
+
+template <class R>
+DEVICE void get_pair(R (&x)[VECTOR], R (&dy)[VECTOR], const elementwise_backward_args &e, const raw_pair &raw)
+{
+  get_values(x, raw.x, e.x.dtype);
+  get_values(dy, raw.dy, e.dy.dtype);
+}
+
 template <int THREADS> DEVICE void any_elementwise_backward(const elementwise_backward_args &e)
 {
   const run_of_row run(e.cols);
   in_type_of(e.x, [&](auto real) {
-    for_vectors<THREADS>(run.columns, [&](span columns) {
+    const auto bring = [&](span columns) { return fetch_pair(e, run.row, columns); };
+    for_fetched_vectors<THREADS>(run.columns, bring, [&](span columns, const raw_pair &raw) {
       decltype(real) x[VECTOR], dy[VECTOR];
-      get_vector(x, e.x, run.row, columns);
-      get_vector(dy, e.dy, run.row, columns);
+      get_pair(x, dy, e, raw);
 #pragma unroll
       for (int i = 0; i < VECTOR; i++) dy[i] *= slope(e.function, x[i]);
       put_vector(dy, e.dx, run.row, columns);
@@ -62,15 +78,14 @@ template <int THREADS> DEVICE void any_softmax_backward(const elementwise_backwa
     using R = decltype(real);
     double sum = 0;
     R y[VECTOR], dy[VECTOR];
-    for_vectors<THREADS>({0, e.cols}, [&](span columns) {
-      get_vector(y, e.x, row, columns);
-      get_vector(dy, e.dy, row, columns);
+    const auto bring = [&](span columns) { return fetch_pair(e, row, columns); };
+    for_fetched_vectors<THREADS>({0, e.cols}, bring, [&](span, const raw_pair &raw) {
+      get_pair(y, dy, e, raw);
       sum += sum_of_products(y, dy);
     });
     const R mean = (R)cta_sum<THREADS>(sum);
-    for_vectors<THREADS>({0, e.cols}, [&](span columns) {
-      get_vector(y, e.x, row, columns);
-      get_vector(dy, e.dy, row, columns);
+    for_fetched_vectors<THREADS>({0, e.cols}, bring, [&](span columns, const raw_pair &raw) {
+      get_pair(y, dy, e, raw);
 #pragma unroll
       for (int i = 0; i < VECTOR; i++) dy[i] = y[i] * (dy[i] - mean);
       put_vector(dy, e.dx, row, columns);

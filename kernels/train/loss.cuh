@@ -36,9 +36,10 @@ template <int THREADS, class R> DEVICE exponentials sum_exponentials(const cross
 {
   R most = -FLT_MAX;
   double sum = 0;
-  for_vectors<THREADS>({0, a.vocabulary}, [&](span columns) {
+  const auto bring = [&](span columns) { return fetch(a.logits, t, columns); };
+  for_fetched_vectors<THREADS>({0, a.vocabulary}, bring, [&](span columns, const raw_vector &raw) {
     R x[VECTOR], larger = most, part = 0;
-    get_vector(x, a.logits, t, columns);
+    get_values(x, raw, a.logits.dtype);
     const int count = (int)(columns.end - columns.begin);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++)
@@ -59,9 +60,10 @@ DEVICE void store_dlogits(const cross_entropy_args &a, int64_t t, int64_t target
 {
   const double share = (double)a.scale / (double)*a.counted;
   const R most = (R)e.most, factor = (R)(share / e.sum);
-  for_vectors<THREADS>({0, a.vocabulary}, [&](span columns) {
+  const auto bring = [&](span columns) { return fetch(a.logits, t, columns); };
+  for_fetched_vectors<THREADS>({0, a.vocabulary}, bring, [&](span columns, const raw_vector &raw) {
     R x[VECTOR];
-    get_vector(x, a.logits, t, columns);
+    get_values(x, raw, a.logits.dtype);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++)
       x[i] = columns.begin + i == target ? (R)(share * (exp((double)x[i] - e.most) / e.sum - 1))

@@ -18,19 +18,20 @@ template <class R> struct row_stats {
 template <int THREADS> DEVICE void any_norm_stats(const norm_backward_args &n)
 {
   const int64_t row = blockIdx.x;
+  const auto bring = [&](span columns) { return fetch(n.x, row, columns); };
   double mean = 0, squares = 0;
   if (n.centered) {
-    for_vectors<THREADS>({0, n.cols}, [&](span columns) {
+    for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span, const raw_vector &raw) {
       double x[VECTOR];
-      get_vector(x, n.x, row, columns);
+      get_values(x, raw, n.x.dtype);
 #pragma unroll
       for (int i = 0; i < VECTOR; i++) mean += x[i];
     });
     mean = cta_sum<THREADS>(mean) / (double)n.cols;
   }
-  for_vectors<THREADS>({0, n.cols}, [&](span columns) {
+  for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span columns, const raw_vector &raw) {
     double x[VECTOR];
-    get_vector(x, n.x, row, columns);
+    get_values(x, raw, n.x.dtype);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++)
       if (columns.begin + i < columns.end) squares += (x[i] - mean) * (x[i] - mean);
@@ -50,10 +51,11 @@ struct parameter_sums {
 /* In double whatever the elements: the sums may be f32 numbers. */
 DEVICE void add_row(const norm_backward_args &n, int64_t row, span columns, parameter_sums &sums)
 {
-  double x[VECTOR], dy[VECTOR];
-  get_vector(x, n.x, row, columns);
-  get_vector(dy, n.dy, row, columns);
+  const raw_vector raw_x = fetch(n.x, row, columns), raw_dy = fetch(n.dy, row, columns);
   const row_stats<double> stats(n, row);
+  double x[VECTOR], dy[VECTOR];
+  get_values(x, raw_x, n.x.dtype);
+  get_values(dy, raw_dy, n.dy.dtype);
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) {
     sums.of[0][i] += dy[i] * stats.h(x[i]);
@@ -106,16 +108,27 @@ template <int THREADS> DEVICE void any_norm_dparameters(const norm_backward_args
   store_sum(n.dbias, column, dbias, n.accumulate);
 }
 
+struct raw_norm {
+  raw_vector dy, x, weight;
+};
+
+DEVICE raw_norm fetch_norm(const norm_backward_args &n, int64_t row, span columns)
+{
+  raw_norm raw = {fetch(n.dy, row, columns), fetch(n.x, row, columns)};
+  if (n.weight.data) raw.weight = fetch(n.weight, 0, columns);
+  return raw;
+}
+
 /* g and h of a vector. */
 template <class R> struct norm_vector {
   R g[VECTOR], h[VECTOR];
-  DEVICE norm_vector(const norm_backward_args &n, int64_t row, const row_stats<R> &stats, span columns)
+  DEVICE norm_vector(const norm_backward_args &n, const row_stats<R> &stats, const raw_norm &raw)
   {
-    get_vector(g, n.dy, row, columns);
-    get_vector(h, n.x, row, columns);
+    get_values(g, raw.dy, n.dy.dtype);
+    get_values(h, raw.x, n.x.dtype);
     R weight[VECTOR] = {1, 1, 1, 1};
     static_assert(VECTOR == 4, "");
-    if (n.weight.data) get_vector(weight, n.weight, 0, columns);
+    if (n.weight.data) get_values(weight, raw.weight, n.weight.dtype);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {
       g[i] *= weight[i];
@@ -130,17 +143,18 @@ template <int THREADS> DEVICE void any_norm_dx(const norm_backward_args &n)
   in_type_of(n.x, [&](auto real) {
     using R = decltype(real);
     const row_stats<R> stats(n, row);
+    const auto bring = [&](span columns) { return fetch_norm(n, row, columns); };
     double of_g = 0, of_gh = 0;
-    for_vectors<THREADS>({0, n.cols}, [&](span columns) {
-      const norm_vector<R> v(n, row, stats, columns);
+    for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span, const raw_norm &raw) {
+      const norm_vector<R> v(n, stats, raw);
       of_gh += sum_of_products(v.g, v.h);
 #pragma unroll
       for (int i = 0; i < VECTOR && n.centered; i++) of_g += (double)v.g[i];
     });
     const R mean_g = n.centered ? (R)(cta_sum<THREADS>(of_g) / (double)n.cols) : (R)0;
     const R mean_gh = (R)(cta_sum<THREADS>(of_gh) / (double)n.cols);
-    for_vectors<THREADS>({0, n.cols}, [&](span columns) {
-      norm_vector<R> v(n, row, stats, columns);
+    for_fetched_vectors<THREADS>({0, n.cols}, bring, [&](span columns, const raw_norm &raw) {
+      norm_vector<R> v(n, stats, raw);
 #pragma unroll
       for (int i = 0; i < VECTOR; i++) v.g[i] = stats.scale * (v.g[i] - mean_g - v.h[i] * mean_gh);
       put_vector(v.g, n.dx, row, columns);

@@ -47,11 +47,13 @@ struct adamw_step {
 
 DEVICE void move_vector(const adamw_args &a, const adamw_step &step, int64_t row, span columns)
 {
+  const raw_vector raw_g = fetch(a.gradient, row, columns), raw_w = fetch(a.master, row, columns),
+                   raw_m = fetch(a.first, row, columns), raw_v = fetch(a.second, row, columns);
   double g[VECTOR], w[VECTOR], m[VECTOR], v[VECTOR];
-  get_vector(g, a.gradient, row, columns);
-  get_vector(w, a.master, row, columns);
-  get_vector(m, a.first, row, columns);
-  get_vector(v, a.second, row, columns);
+  get_values(g, raw_g, a.gradient.dtype);
+  get_values(w, raw_w, a.master.dtype);
+  get_values(m, raw_m, a.first.dtype);
+  get_values(v, raw_v, a.second.dtype);
   float master[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; i++) {

@@ -19,7 +19,8 @@ train sm_80 -
 variants sm_90 - router_sm90
 variants sm_90 - norm_sm90_row_bf16_bf16_1x131072
 variants sm_90 - softmax_sm90_row_f32_f32_1x131072
-ep sm_80 - ranks on GPUs'
+ep sm_80 - ranks on GPUs
+ep sm_90 - few tokens on GPUs'
 run() {
   local words=$3 gpus=1
   [ "$words" != - ] || words=

@@ -50,19 +50,23 @@ template <> struct with_maps<weight_gradient_args> {
   extern "C" void UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const op##_takes);
 #include "variants.def"
 
-#define MOVE(name) extern "C" void name(const ep_args);
-#define MOVES_OF_GROUPS                                                                                                \
-  MOVE(cumoe_ep_count)                                                                                                 \
-  MOVE(cumoe_ep_slots)                                                                                                 \
-  MOVE(cumoe_ep_put)                                                                                                   \
-  MOVE(cumoe_ep_wait_tokens)                                                                                           \
-  MOVE(cumoe_ep_answer)                                                                                                \
-  MOVE(cumoe_ep_wait_answers)
-MOVES_OF_GROUPS
+#define MOVE(name)             extern "C" void name(const ep_args);
+#define MOVE_WITH(name, TAKES) extern "C" void name(const TAKES, const ep_args);
+#include "ep/moves.def"
 
 template <auto KERNEL, class A> static void call(const void *args)
 {
   KERNEL(*static_cast<const A *>(args));
+}
+
+template <class A> struct both {
+  A of;
+  ep_args a;
+};
+template <auto KERNEL, class A> static void call_with(const void *args)
+{
+  const both<A> *b = static_cast<const both<A> *>(args);
+  KERNEL(b->of, b->a);
 }
 
 #define TEXT(name)  TEXT_(name)
@@ -81,9 +85,10 @@ static struct {
   {TEXT(UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)),                                                    \
    call<UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES), op##_takes>, CLUSTER},
 #include "variants.def"
-#undef MOVE
-#define MOVE(name) {#name, call<name, ep_args>, 1},
-    MOVES_OF_GROUPS};
+#define MOVE(name)             {#name, call<name, ep_args>, 1},
+#define MOVE_WITH(name, TAKES) {#name, call_with<name, TAKES>, 1},
+#include "ep/moves.def"
+};
 
 /* KERNELS_RUN in the environment: a file that gets the names of those that were. */
 __attribute__((destructor)) static void list_kernels()
@@ -98,7 +103,8 @@ __attribute__((destructor)) static void list_kernels()
 
 extern "C" bool shim_emulate(const char *name, const void *args, const unsigned grid[2], unsigned threads)
 {
-  const bool of_group = strncmp(name, "cumoe_ep_", 9) == 0;
+  /* Where a CTA waits for others of its grid there are few; of many the last one to come waits. */
+  const bool of_group = strncmp(name, "cumoe_ep_", 9) == 0 && grid[0] * grid[1] <= 4 * EP_FLAG_WORDS;
   for (auto &k : kernels) {
     if (strcmp(k.name, name) != 0) continue;
     k.ran = true;

@@ -316,14 +316,13 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph)
 /* What every library of a caller holds: two kernels, and a variable of 16 bytes that is called counter. Behind them
  * those of groups, whose library is taken for a caller's. */
 enum { CALLERS = -1, OF_GROUPS = -2 };
-static const variant caller_rows[] = {{.name = "add", .op = CALLERS},
-                                      {.name = "nothing", .op = CALLERS},
-                                      {.name = "cumoe_ep_count", .op = OF_GROUPS},
-                                      {.name = "cumoe_ep_slots", .op = OF_GROUPS},
-                                      {.name = "cumoe_ep_put", .op = OF_GROUPS},
-                                      {.name = "cumoe_ep_wait_tokens", .op = OF_GROUPS},
-                                      {.name = "cumoe_ep_answer", .op = OF_GROUPS},
-                                      {.name = "cumoe_ep_wait_answers", .op = OF_GROUPS}};
+static const variant caller_rows[] = {
+    {.name = "add", .op = CALLERS},
+    {.name = "nothing", .op = CALLERS},
+#define MOVE(move)             {.name = #move, .op = OF_GROUPS},
+#define MOVE_WITH(move, takes) {.name = #move, .op = OF_GROUPS, .smem = (int32_t)sizeof(takes)},
+#include "../../kernels/ep/moves.def"
+};
 enum { CALLER_KERNELS = 2, CALLER_ROWS = sizeof caller_rows / sizeof caller_rows[0], ROWS = 512, COUNTER_BYTES = 16 };
 static const size_t add_bytes[] = {8, 8, 8, 4};
 
@@ -539,10 +538,14 @@ const void *shim_last_args(const char *part)
   return NULL;
 }
 
-/* Of a kernel's one argument; 0: it is a caller's. */
-static size_t argument_bytes(const variant *v)
+/* Of a kernel's one argument, or of a group's kernel's two, one behind the other; 0: it is a caller's. */
+static size_t take_arguments(const variant *v, void **args, unsigned char *to)
 {
-  return v->op >= 0 ? (size_t)variant_arg_bytes(v) : v->op == OF_GROUPS ? sizeof(ep_args) : 0;
+  const size_t first = v->op >= 0 ? (size_t)variant_arg_bytes(v) : v->op == OF_GROUPS ? (size_t)v->smem : 0;
+  if (first) memcpy(to, args[0], first);
+  if (v->op != OF_GROUPS) return first;
+  memcpy(to + first, args[first != 0], sizeof(ep_args));
+  return first + sizeof(ep_args);
 }
 
 static cudaError_t check_launch(const CUlaunchConfig *c, const variant *v)
@@ -567,11 +570,9 @@ CUresult launch_kernel_ex(const CUlaunchConfig *c, CUfunction kernel, void **arg
   cudaError_t error = shim_begin("cuLaunchKernelEx", SHIM_LAUNCH | SHIM_CONTEXT, "%s", n.text);
   if (error == cudaSuccess) error = check_launch(c, v);
   if (error == cudaSuccess) {
-    const size_t bytes = argument_bytes(v);
     kept[kept_count % KEPT].row = v;
-    if (bytes) memcpy(kept[kept_count % KEPT].args, args[0], bytes);
-    if (bytes) memcpy(n.args, args[0], bytes);
-    n.kernel_name = bytes ? v->name : NULL;
+    n.kernel_name = take_arguments(v, args, n.args) ? v->name : NULL;
+    memcpy(kept[kept_count % KEPT].args, n.args, sizeof n.args);
     n.grid[0] = c->gridDimX;
     n.grid[1] = c->gridDimY;
     n.threads = c->blockDimX;

@@ -19,6 +19,32 @@ DEVICE void store_release_system(void *word, uint64_t value)
   __atomic_store_n(static_cast<uint64_t *>(word), value, __ATOMIC_RELEASE);
 }
 
+DEVICE void store_relaxed_system(void *word, uint64_t value)
+{
+  grid::require_aligned(word, 8);
+  __atomic_store_n(static_cast<uint64_t *>(word), value, __ATOMIC_RELAXED);
+}
+
+DEVICE void store_words_system(void *at, ulonglong2 words)
+{
+  grid::require_aligned(at, 16);
+  store_relaxed_system(at, words.x);
+  store_relaxed_system(static_cast<uint64_t *>(at) + 1, words.y);
+}
+
+DEVICE ulonglong2 load_words_system(const void *at)
+{
+  grid::require_aligned(at, 16);
+  grid::let_other_gpus_run();
+  const uint64_t *words = static_cast<const uint64_t *>(at);
+  return {__atomic_load_n(words, __ATOMIC_RELAXED), __atomic_load_n(words + 1, __ATOMIC_RELAXED)};
+}
+
+DEVICE void barrier_of_first(int threads)
+{
+  grid::named_barrier(1, threads);
+}
+
 DEVICE void prefetch(const void *) {}
 
 DEVICE uint64_t now_ns()

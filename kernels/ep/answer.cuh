@@ -1,0 +1,238 @@
+/*
+ * What a rank answers. Its rows of y lie in its own memory (few tokens, by few), or are made on the way: a layer's
+ * combine writes its outputs straight to the tokens' ranks. Of few tokens answers are packets, and one grid waits for
+ * them and adds up those of all ranks.
+ */
+#ifndef CUMOE_EP_ANSWER_CUH
+#define CUMOE_EP_ANSWER_CUH
+
+#include "ep/flags.cuh"
+#include "permute/combine.cuh"
+
+/* ---- rows of y that are there ---- */
+
+/* Rows are dealt to the warps rank by rank in turn. */
+struct answer_row {
+  int64_t token; /* in all segments */
+  int source, answer;
+  unsigned row; /* in its segment */
+  bool here;    /* this rank has it: of the slot, or of any */
+};
+
+DEVICE answer_row row_to_answer(const ep_args &a, unsigned i, unsigned end)
+{
+  const unsigned ranks = a.shape.ranks, answers = ep_answers(&a.shape);
+  answer_row r;
+  r.source = (int)((a.rank + i) % ranks);
+  r.row = i / ranks;
+  r.answer = (int)(r.row % answers);
+  r.token = r.source * a.shape.capacity + r.row / answers;
+  const bool sent = i < end && r.row < a.arrived[r.source] * answers;
+  const int slot = a.shape.exact ? r.answer : lane_id();
+  r.here = __any_sync(ALL_LANES, sent && slot < a.shape.top_k && a.ids_here[r.token * a.shape.top_k + slot] >= 0);
+  return r;
+}
+
+DEVICE unsigned rows_to_answer(const ep_args &a)
+{
+  int most = 0;
+  for (int r = lane_id(); r < a.shape.ranks; r += WARP_SIZE) most = max(most, a.arrived[r]);
+  return (unsigned)warp_max(most) * ep_answers(&a.shape) * a.shape.ranks;
+}
+
+DEVICE void answer_rows(const ep_args &a)
+{
+  const int width = row_vectors(a);
+  const int64_t bytes = (int64_t)width * 16, answers = ep_answers(&a.shape), here = a.rank * a.shape.capacity * answers;
+  const unsigned end = rows_to_answer(a), step = a.movers * WARPS;
+  unsigned i = blockIdx.x * WARPS + warp_id();
+  answer_row r = row_to_answer(a, i, end), next;
+  for (; i < end; i += step, r = next) {
+    row_part p;
+    if (r.here) load_part(p, static_cast<const char *>(a.y_here) + (r.token * answers + r.answer) * bytes, width);
+    next = row_to_answer(a, i + step, end);
+    if (r.here) store_part(p, lane_of(a, r.source) + a.at.y + (here + r.row) * bytes, width);
+  }
+}
+
+/* Rows of each expert, summed over rounds: those of the first one lie there already. */
+DEVICE void add_counts(const ep_args &a)
+{
+  if (!a.counts || cta_of_grid(a) != 0) return;
+  for (int e = threadIdx.x; e < a.local_experts; e += blockDim.x) a.counts_sum[e] += a.counts[e];
+}
+
+/* ---- few tokens: packets ---- */
+
+/* Beside packets a flag says that this rank has read what the others have put, which it has when the experts' grids
+ * have ended: there is nothing to wait for, hence no release. */
+DEVICE void tell_that_all_is_read(const ep_args &a, uint32_t exchange)
+{
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
+    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
+    if (is_active(a, r))
+      store_relaxed_system(lane_of(a, r) + a.at.back + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
+                           ep_flag(exchange, 0));
+  }
+}
+
+/* All rows that have come are answered, those of tokens without an expert here as well: nobody waits in vain for what
+ * two ranks do not agree on. */
+DEVICE void answer_in_packets(const ep_args &a, uint32_t exchange)
+{
+  const int width = row_vectors(a), first = cta_of_grid(a) * blockDim.x + threadIdx.x,
+            threads = ctas_of_grid(a) * blockDim.x;
+  for (int n = 1; n <= a.shape.ranks; n++) {
+    const int source = (a.rank + n) % a.shape.ranks, items = a.arrived[source] * width;
+    const uint4 *y = static_cast<const uint4 *>(a.y_here) + source * a.shape.capacity * width;
+    for (int i = first; i < items; i += threads) {
+      const int row = i / width;
+      store_as_packets(sum_packets(a, source, a.rank, row, i - row * width), exchange, y[i]);
+    }
+  }
+}
+
+/* 16 bytes of a row in two packets, asked for at once, then waited for. */
+struct packet_pair {
+  packet low, high;
+};
+
+DEVICE packet_pair load_packets(const char *at)
+{
+  return {{load_words_system(at)}, {load_words_system(at + EP_PACKET)}};
+}
+
+template <class In>
+DEVICE bool add_answer(const ep_args &a, const char *at, packet_pair p, uint32_t exchange, int rank, patience &patient,
+                       float (&sum)[column_of<In>::SIZE])
+{
+  while (!is_of(p.low, exchange) || !is_of(p.high, exchange)) {
+    if (patient.ends(a, EP_RETURN, rank, true)) return false;
+    p = load_packets(at);
+  }
+  const uint2 low = data_of(p.low), high = data_of(p.high);
+  add(column_of<In>{make_uint4(low.x, low.y, high.x, high.y)}, 1.f, sum);
+  return true;
+}
+
+DEVICE const char *answer_of(const combine_args &c, const ep_args &a, int token, int rank, int vector)
+{
+  const int row = load_relaxed(c.slot_row + (int64_t)token * a.shape.ranks + rank);
+  return row < 0 ? nullptr : sum_packets(a, a.rank, rank, row - (int)(rank * a.shape.capacity), vector);
+}
+
+/* What the ranks have answered for 16 bytes of a token, summed in their order, two at a time. False: the group has
+ * given up. */
+template <class In>
+DEVICE bool sum_answers(const combine_args &c, const ep_args &a, uint32_t exchange, int token, int vector,
+                        float (&sum)[column_of<In>::SIZE])
+{
+  patience patient;
+#pragma unroll 1
+  for (int rank = 0; rank < a.shape.ranks; rank += 2) {
+    const char *one = answer_of(c, a, token, rank, vector),
+               *two = rank + 1 < a.shape.ranks ? answer_of(c, a, token, rank + 1, vector) : nullptr;
+    packet_pair p = {}, q = {};
+    if (one) p = load_packets(one);
+    if (two) q = load_packets(two);
+    if (one && !add_answer<In>(a, one, p, exchange, rank, patient, sum)) return false;
+    if (two && !add_answer<In>(a, two, q, exchange, rank + 1, patient, sum)) return false;
+  }
+  return true;
+}
+
+template <class In, class Out> DEVICE void collect_packets(const combine_args &c, const ep_args &a, uint32_t exchange)
+{
+  const int width = row_vectors(a), items = (int)token_total(c.tokens) * width, threads = ctas_of_grid(a) * blockDim.x;
+  for (int i = cta_of_grid(a) * blockDim.x + threadIdx.x; i < items; i += threads) {
+    const int token = i / width, vector = i - token * width, at = vector * column_of<In>::SIZE;
+    float sum[column_of<In>::SIZE] = {};
+    if (!sum_answers<In>(c, a, exchange, token, vector, sum)) return;
+    if (c.shared) add(load_shared<In>(c, token, at), shared_weight(c, token), sum);
+    store_sum<Out>(c, token, at, sum, own_outputs{});
+  }
+}
+
+/* Answers, unless a grid ahead has; then waits and adds up, unless that is to be another grid's. Its few CTAs may all
+ * wait; the one behind the movers has the flags. Where it is `early`, the grid ahead is the one that answers. */
+template <class In, class Out> DEVICE void finish(const combine_args &c, const ep_args &a)
+{
+  const bool moves = (int)blockIdx.x < a.movers;
+  look_ahead(a, a.at.back);
+  if (!a.early) wait_for_earlier_grids_alone();
+  const uint32_t exchange = exchange_now(a);
+  if (a.y_here) {
+    if (!a.then_waits) let_next_grid_start();
+    if (moves)
+      answer_in_packets(a, exchange);
+    else
+      tell_that_all_is_read(a, exchange);
+    add_counts(a);
+  }
+  if (a.then_waits) {
+    if (moves) {
+      collect_packets<In, Out>(c, a, exchange);
+    } else {
+      check_token_count(c.tokens, c.fault);
+      wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
+    }
+  }
+  if (a.early) wait_for_earlier_grids_alone(); /* whoever waits for this grid waits for that one, too */
+}
+
+/* ---- answer by the layer's combine ---- */
+
+struct outputs_of_ranks {
+  const ep_args &a;
+  unsigned number; /* of the part, in turn over segments and slices */
+  uint32_t exchange;
+
+  static constexpr bool ALWAYS_ALL = false;
+  DEVICE bool all() const { return a.packets; }
+  DEVICE void wait() const
+  {
+    wait_for_earlier_grids_alone();
+    if (!a.then_waits) let_next_grid_start();
+  }
+  /* Parts of segments in turn, so that no link idles; this rank's own is the last one. */
+  DEVICE combine_part part(const combine_args &c, unsigned, int columns) const
+  {
+    combine_part p(c, number, columns);
+    const unsigned group = number / p.slices, ranks = a.shape.ranks, source = (a.rank + 1 + group) % ranks,
+                   row = group / ranks * p.most;
+    p.first_token = source * a.shape.capacity + row;
+    p.tokens = min(load_relaxed(&a.arrived[source]) - (int)row, p.most);
+    return p;
+  }
+  template <class Out, int VECTOR>
+  DEVICE void store_row(const combine_args &c, int64_t token, int slot, int at, const float (&value)[VECTOR]) const
+  {
+    const unsigned capacity = (unsigned)a.shape.capacity, source = (unsigned)token / capacity,
+                   row = (unsigned)token - source * capacity;
+    if (a.packets) {
+      uint4 data;
+      store_f32<VECTOR>(reinterpret_cast<Out *>(&data), value);
+      return store_as_packets(sum_packets(a, source, a.rank, row, at / VECTOR), exchange, data);
+    }
+    const int64_t there = ((int64_t)a.rank * capacity + row) * ep_answers(&a.shape) + slot;
+    store_f32<VECTOR>(reinterpret_cast<Out *>(lane_of(a, source) + a.at.y) + there * a.shape.hidden + at, value);
+  }
+  template <class Out, int VECTOR>
+  DEVICE void store_sum(const combine_args &c, int64_t token, int at, const float (&value)[VECTOR]) const
+  {
+    store_row<Out>(c, token, 0, at, value);
+  }
+};
+
+template <class In, int COLUMNS>
+DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t exchange)
+{
+  const unsigned most = COMBINE_TOKENS(c.top_k), slices = ceil_div(c.hidden, COLUMNS),
+                 parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
+#pragma unroll 1
+  for (unsigned i = blockIdx.x; i < parts; i += a.movers)
+    combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, i, exchange});
+  add_counts(a);
+}
+
+#endif
