@@ -301,7 +301,7 @@ static op_shape shape_of_gate_columns(operation op, const void *args)
 static op_shape shape_of_gate_tokens(operation op, const void *args)
 {
   const gate_backward_args *a = args;
-  return (op_shape){.op = op, .tokens = a->g.tokens.count};
+  return (op_shape){.op = op, .tokens = a->g.tokens.count, .n = a->g.experts + a->g.always};
 }
 
 static op_shape shape_of_one(operation op, const void *args)

@@ -4,8 +4,9 @@
 #include "backward/tokens.cuh"
 
 #define ROWS_backward
-#define BODY(op, UNITS, THREADS)       any_##op<THREADS>(a)
-#define BODY_UNITS(op, UNITS, THREADS) any_##op<THREADS, UNITS>(a)
+#define BODY(op, UNITS, COLUMNS, THREADS)         any_##op<THREADS>(a)
+#define BODY_UNITS(op, UNITS, COLUMNS, THREADS)   any_##op<THREADS, UNITS>(a)
+#define BODY_COLUMNS(op, UNITS, COLUMNS, THREADS) any_##op<THREADS, COLUMNS>(a)
 #define BODY_pad                       BODY
 #define BODY_copy_rows                 BODY
 #define BODY_rows_product              BODY
@@ -18,7 +19,7 @@
 #define BODY_sigmoid                   BODY
 #define BODY_gather                    BODY
 #define BODY_gate_count                BODY
-#define BODY_gate_backward             BODY
+#define BODY_gate_backward             BODY_COLUMNS
 #define BODY_gate_scale                BODY
 #define BODY_gate_loss                 BODY
 #define ARGUMENTS_pad                  pad_args
@@ -41,7 +42,7 @@
       UNTILED_NAME(op, arch, form, X, Y, UNITS, COLUMNS, LANES)(const __grid_constant__ ARGUMENTS_##op a)              \
   {                                                                                                                    \
     wait_for_earlier_grids();                                                                                          \
-    body(op, UNITS, (WARPS)*WARP_SIZE);                                                                                \
+    body(op, UNITS, COLUMNS, (WARPS)*WARP_SIZE);                                                                       \
   }
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   KERNEL(op, arch, form, X, Y, UNITS, COLUMNS, LANES, WARPS, CTAS, BODY_##op)
