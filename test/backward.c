@@ -1057,8 +1057,8 @@ static void check_keep_is_asked(cumoe_context context, const cumoe_variant_info 
   const layer_inputs in = layer_inputs_new(&s);
   session_open(&run, context, &s, &in);
   CHECK_OK(cumoe_moe_kept(run.plan, s.tokens, &kept));
-  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED, cumoe_moe_forward_keep(run.plan, run.routed, &run.args,
-                                                               workspace_new(context, kept), run.stream));
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED,
+               cumoe_moe_forward_keep(run.plan, run.routed, &run.args, workspace_new(context, kept), run.stream));
   session_close(&run);
   case_end();
 }
