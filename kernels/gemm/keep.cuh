@@ -1,6 +1,6 @@
 /*
- * The epilogue of an up whose gate and up the backward wants: z, as the activation gets them, is stored beside h, by the
- * same lanes. On its own z would be read again and h written, and x be multiplied by what has no epilogue in place.
+ * The epilogue of an up whose gate and up the backward wants: z, as the activation gets them, is stored beside h, by
+ * the same lanes. On its own z would be read again, and x be multiplied by what has no epilogue in place.
  */
 #ifndef CUMOE_KEEP_CUH
 #define CUMOE_KEEP_CUH
