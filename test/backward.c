@@ -1015,6 +1015,7 @@ static void check_forward_out(cumoe_context context, const layer_spec *s, const 
   CHECK_OK(cumoe_moe_kept(run.plan, s->tokens, &kept));
   const cumoe_view_mut room = workspace_new(context, kept);
   CHECK_OK(cumoe_moe_forward_keep(run.plan, run.routed, &run.args, room, run.stream));
+  run.launches++;
   const layer_outputs got = session_collect(&run);
   check_guards(context, "kept", room);
   check_equal("out", &got.out, &want.out);
