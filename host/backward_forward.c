@@ -65,6 +65,7 @@ static cumoe_status keep_routing(const pass *p, int32_t *counts_out, int64_t *lo
   m.tokens = p->tokens;
   m.counts_out = counts_out;
   m.load = load;
+  m.protocol.progress = p->progress;
   if (m.chunks > 1 && !on_cpu(p->context)) TRY(dispatch(p->context, OP_map_count, &m, p->stream));
   return dispatch(p->context, OP_map, &m, p->stream);
 }
@@ -180,20 +181,91 @@ typedef struct experts_out {
   void *h, *y;
 } experts_out;
 
-static cumoe_status run_experts(const pass *p, const struct weights *w, const route_pointers *route, void *z,
+/* Up and down, what they are launched as, and where z lies. */
+typedef struct linked_experts {
+  mapped_args up, down;
+  launch_step up_step, down_step;
+} linked_experts;
+
+/* up_keep writes gate and up where they lie one behind the other in z, and has no other activations. */
+static bool serves_keep(const gemm_args *up, const struct weights *w)
+{
+  return up->gated && (up->act == ACT_SILU || up->act == ACT_SWIGLU_OAI) && !up->pair_weights &&
+         order_of(w) < GATE_UP_PAIRS;
+}
+
+/* Where the forward's up would be wgmma, it is the row that keeps; *keeps. The others have no such row. */
+static cumoe_status choose_keep(const pass *p, const struct weights *w, linked_experts *l, bool *keeps)
+{
+  const gemm_args *up = &l->up.gemm.g;
+  *keeps = false;
+  if (on_cpu(p->context) || !serves_keep(up, w)) return CUMOE_OK;
+  TRY(choose_step(p->context, OP_up, up, NULL, &l->up_step));
+  *keeps = variants[l->up_step.row].form == FORM_wgmma;
+  if (*keeps) TRY(choose_step(p->context, OP_up_keep, &l->up.gemm, NULL, &l->up_step));
+  return CUMOE_OK;
+}
+
+/* As in cumoe_moe_forward: a copy of x ahead of the products, and a down that follows up by expert. */
+static void link_experts(const pass *p, linked_experts *l)
+{
+  gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
+  const variant *up_row = &variants[l->up_step.row], *down_row = &variants[l->down_step.row];
+  const op_shape shape = {
+      .op = OP_up, .format = (weight_format)up->b.format, .rows = up->rows_cap, .experts = up->experts, .n = up->n};
+  down->protocol.early_inputs = true;
+  up->protocol.progress = down->protocol.progress = p->progress;
+  up->protocol.by_expert = down->protocol.by_expert = hands_over(up_row, down_row);
+  if (copies_rows(&p->context->machine, up_row, &shape)) up->protocol.x_copy = down->c;
+}
+
+/* Down's launch reads nothing of up's that its kernel does not wait for. */
+static cumoe_status launch_linked(const pass *p, linked_experts *l)
+{
+  TRY(encode_maps(p->context, &l->up_step, &l->up));
+  TRY(encode_maps(p->context, &l->down_step, &l->down));
+  TRY(launch(p->context, &l->up_step, &l->up, p->stream));
+  return launch(p->context, &l->down_step, &l->down, p->stream);
+}
+
+static cumoe_status activate_kept(const pass *p, const struct weights *w, const row_map *map, void *z, void *h)
+{
+  activation_args act = activation_of(p, w, map);
+  act.z = z;
+  act.h = h;
+  return dispatch(p->context, OP_activation, &act, p->stream);
+}
+
+/* From x to y, and z on the way: in one kernel with up, where that has a row for it, else by two. */
+static cumoe_status run_experts(const pass *p, const struct weights *w, const route_pointers *route, size_t z_at,
                                 experts_out to)
 {
   const row_map map = route ? route_rows(p) : token_rows(p); /* the combine drops */
-  activation_args act = activation_of(p, w, &map);
-  act.z = z;
-  act.h = to.h;
-  TRY(dispatch(p->context, OP_activation, &act, p->stream));
-  const cumoe_view h = cumoe_matrix(to.h, (cumoe_dtype)act.dtype, map.rows_cap, w->inter, w->inter);
-  gemm_args down = down_arguments(p->plan, w, h, route, p->tokens.count);
-  down.tokens = p->tokens;
-  down.c = to.y;
-  down.c_ld = w->hidden;
-  return dispatch(p->context, OP_down, &down, p->stream);
+  const cumoe_dtype dtype = (cumoe_dtype)p->plan->desc.dtype;
+  const cumoe_view none = {0}, h = cumoe_matrix(to.h, dtype, map.rows_cap, w->inter, w->inter);
+  const int up_first = order_of(w) == UP_FIRST;
+  char *z = region(p->kept, z_at);
+  linked_experts l = {0};
+  bool keeps;
+  l.up.gemm.g = up_arguments(p->plan, w, p->args->x, route, route && weighs_input(p) ? p->pair_weights : none);
+  l.down.gemm.g = down_arguments(p->plan, w, h, route, p->tokens.count);
+  l.up.gemm.g.tokens = l.down.gemm.g.tokens = p->tokens;
+  l.up.gemm.g.c = to.h;
+  l.up.gemm.g.c_ld = w->inter;
+  l.up.gemm.z[up_first] = z;
+  l.up.gemm.z[!up_first] = z + w->inter * (int64_t)cumoe_dtype_bytes(dtype);
+  l.up.gemm.z_ld = 2 * (int64_t)w->inter;
+  l.down.gemm.g.c = to.y;
+  l.down.gemm.g.c_ld = w->hidden;
+  TRY(choose_keep(p, w, &l, &keeps));
+  if (!keeps) {
+    TRY(keep_rows(p, w, route, z_at));
+    TRY(activate_kept(p, w, &map, z, to.h));
+    return dispatch(p->context, OP_down, &l.down.gemm.g, p->stream);
+  }
+  TRY(choose_step(p->context, OP_down, &l.down.gemm.g, NULL, &l.down_step));
+  if (route) link_experts(p, &l);
+  return launch_linked(p, &l);
 }
 
 static cumoe_status combine(const pass *p, char *workspace, const workspace_layout *at)
@@ -233,10 +305,11 @@ static cumoe_status run_forward(pass *p)
   p->rows = region(workspace, at.y); /* nothing is there until down */
   const experts_out routed = {region(workspace, at.h), region(workspace, at.y)},
                     shared = {region(workspace, at.shared_h), region(workspace, at.shared_y)};
-  TRY(keep_forward(p, a->counts_out.data, a->load.data));
+  p->progress = on_cpu(p->context) ? NULL : region(workspace, at.progress);
+  TRY(keep_routing(p, a->counts_out.data, a->load.data));
   TRY(give_routing(p));
-  TRY(run_experts(p, p->weights, &p->route, region(p->kept, p->at.z), routed));
-  if (p->shared) TRY(run_experts(p, p->shared, NULL, region(p->kept, p->at.shared_z), shared));
+  TRY(run_experts(p, p->weights, &p->route, p->at.z, routed));
+  if (p->shared) TRY(run_experts(p, p->shared, NULL, p->at.shared_z, shared));
   return combine(p, workspace, &at);
 }
 

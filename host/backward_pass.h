@@ -14,6 +14,7 @@ typedef struct pass {
   kept_layout at;
   char *kept;
   void *hist, *rows;            /* of the map; room for x in the order of rows, where it is copied */
+  int32_t *progress;            /* of up and down that work together (kernels/protocol.h), or NULL */
   cumoe_view ids, pair_weights; /* of the routing, wherever they come from */
   route_pointers route;
   cumoe_stream stream;

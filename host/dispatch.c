@@ -185,7 +185,8 @@ static op_shape shape_of_pad(operation op, const void *args)
 static op_shape shape_of_copy_rows(operation op, const void *args)
 {
   const copy_rows_args *a = args;
-  return (op_shape){.op = op, .tokens = a->map.rows_cap};
+  const int64_t blocks = ceil_div(a->map.rows_cap, ROW_STEP);
+  return (op_shape){.op = op, .tokens = COPIES_BY_TOKEN(a) ? a->map.tokens.count + blocks : a->map.rows_cap};
 }
 
 bool in_vectors(const void *base, int64_t ld, int32_t dtype)
@@ -300,7 +301,7 @@ static op_shape shape_of_gate_columns(operation op, const void *args)
 static op_shape shape_of_gate_tokens(operation op, const void *args)
 {
   const gate_backward_args *a = args;
-  return (op_shape){.op = op, .tokens = a->g.tokens.count};
+  return (op_shape){.op = op, .tokens = a->g.tokens.count, .n = a->g.experts + a->g.always};
 }
 
 static op_shape shape_of_one(operation op, const void *args)

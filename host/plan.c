@@ -235,20 +235,17 @@ static void add_few(const layer *l, layer_plan *p)
 /* ---- routed experts ---- */
 
 /* The copy is made once and read by every channel tile. */
-static bool copies_rows(const layer *l, const layer_plan *p, const op_shape *up)
+bool copies_rows(const machine *m, const variant *v, const op_shape *up)
 {
-  const bool narrow = up->n < limit(l, LIMIT_narrow_inter);
-  const double from = limit(l, narrow ? LIMIT_narrow_copy_rows : LIMIT_copy_rows);
-  const variant *v = row_of(p, STAGE_up);
-  if (!v || v->form != FORM_wgmma || up->by_expert) return false;
+  const bool narrow = up->n < limit_of(m, LIMIT_narrow_inter, up->format);
+  const double from = limit_of(m, narrow ? LIMIT_narrow_copy_rows : LIMIT_copy_rows, up->format);
+  if (v->form != FORM_wgmma || up->by_expert) return false;
   return takes_rows_in_order(v) || (double)expected_rows(up) >= from;
 }
 
-static bool hands_over(const layer_plan *p)
+bool hands_over(const variant *up, const variant *down)
 {
-  const variant *up = row_of(p, STAGE_up), *down = row_of(p, STAGE_down);
-  return up && down && up->form == FORM_wgmma && down->form == FORM_wgmma && up->bm == down->bm &&
-         p->steps[STAGE_quantize_h].row < 0;
+  return up->form == FORM_wgmma && down->form == FORM_wgmma && up->bm == down->bm;
 }
 
 /* The rows must be whole lines. Where L2 has no room for most of them it takes longer than it saves. */
@@ -305,8 +302,9 @@ static void add_experts(const layer *l, layer_plan *p, stage at_up, stage at_dow
   start_thin_late(l, p, at_up, &up);
   start_thin_late(l, p, at_down, &down);
   if (shared) return;
-  p->copies_rows = copies_rows(l, p, &up);
-  p->by_expert = hands_over(p);
+  const variant *up_row = row_of(p, at_up), *down_row = row_of(p, at_down);
+  p->copies_rows = up_row && copies_rows(l->m, up_row, &up);
+  p->by_expert = up_row && down_row && hands_over(up_row, down_row) && p->steps[STAGE_quantize_h].row < 0;
   p->discards_rows = discards_rows(l);
 }
 

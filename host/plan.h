@@ -117,6 +117,10 @@ typedef struct layer_plan {
 /* `desc` with its defaults filled in (check_moe_desc). */
 layer_plan plan_layer(const machine *m, const cumoe_moe_desc *desc, const layer_call *call);
 
+/* How rows of up and down work together, as layer_plan's flags say; of dense weights. */
+bool copies_rows(const machine *m, const variant *row, const op_shape *up);
+bool hands_over(const variant *up, const variant *down);
+
 /* Of gate and up, or of down. */
 const cumoe_format *format_of(const cumoe_moe_desc *desc, bool up, bool shared);
 

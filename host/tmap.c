@@ -113,7 +113,8 @@ static weight_format rows_of(const gemm_args *g)
 /* (k, 8 channels, half, channel / 8, expert) */
 static tensor k_major(const gemm_args *g, const variant *v)
 {
-  const int32_t columns = (v->op == OP_up ? 2 * v->bn : v->bn) / v->cluster; /* weight rows that a CTA loads for all */
+  const bool up = v->op == OP_up || v->op == OP_up_keep;
+  const int32_t columns = (up ? 2 * v->bn : v->bn) / v->cluster; /* weight rows that a CTA loads for all */
   const uint32_t halves = g->gated ? 2 : 1;
   const weight_format format = (weight_format)g->b.format;
   const int64_t half = g->gated ? half_distance(&g->b) * 8 / format_bits(format) : 8 * g->b.n_stride;

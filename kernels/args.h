@@ -358,12 +358,16 @@ enum { CPU_N_BLOCK = 32 };
  *            N-major: (channel, k, half, expert), of gate and up element by element (what lies there, k, 1, expert); a
  *            box is 64 x WGMMA_BK
  *   rows:    of rows of a in row order: (k, row); a box is a line of k x ROWS_OF_BOX
+ * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
+ * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
  */
 typedef struct gemm_sm90_args {
   gemm_args g;
   unsigned char weights[128] __attribute__((aligned(64)));
   unsigned char rows[128] __attribute__((aligned(64)));
   int32_t up_first;
+  void *z[2]; /* up_keep */
+  int64_t z_ld;
 } gemm_sm90_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };

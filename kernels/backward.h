@@ -63,7 +63,8 @@ static inline expert_matrix transposed(expert_matrix b)
 }
 
 /* to[r] = a(r), of `dtype`, rounded, times the pair's weight first if `weighs`, of every row up to the end of the last
- * expert's; zeros of rows that are no pair's or whose pair is dropped. Unit: a row. */
+ * expert's; zeros of rows that are no pair's or whose pair is dropped. Unit: a row; on CUDA, where COPIES_BY_TOKEN, a
+ * token, and after all of these a block of ROW_STEP rows, of which it clears those that are no pair's. */
 typedef struct copy_rows_args {
   row_map map;
   row_matrix a;
@@ -71,6 +72,10 @@ typedef struct copy_rows_args {
   int64_t to_ld;
   int32_t cols, dtype, weighs;
 } copy_rows_args;
+
+/* Rows that are the same but for where they go are read once. */
+#define COPIES_BY_TOKEN(c)                                                                                             \
+  ((c)->map.slot_row && (c)->map.row_pair && (c)->a.form == OF_TOKEN && !(c)->weighs && (c)->a.dtype == (c)->dtype)
 
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */

@@ -957,6 +957,130 @@ static void test_gradient_rows(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
+/*
+ * Both devices round h, w h, d h and d z to dtype, one after the other, at most four times from the operands to a
+ * result that is itself rounded; each rounding is half an ulp of one term. Logits that differ in their last bits change
+ * weights by less. So 4 u of the largest for the CPU's part, and 8 u for both; sums in f32 are far below in 16 bits,
+ * and of f32 the depth (at most 264 + 136 terms in f32) takes their place.
+ */
+static double device_tolerance(int32_t dtype)
+{
+  return dtype == CUMOE_F32 ? 0x1p-16 : 8 * unit_roundoff(dtype);
+}
+
+/* The row of up that a row of up_keep stands for, or -1. */
+static int32_t up_beside(cumoe_context context, const cumoe_variant_info *keep)
+{
+  for (int32_t index = 0; index < cumoe_variant_count(); index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(context, index, &v));
+    if (!strcmp(v.op, "up") && !strcmp(v.form, keep->form) && v.x == keep->x && v.w == keep->w &&
+        !strcmp(v.major, keep->major))
+      return index;
+  }
+  return -1;
+}
+
+/* Tiles end inside; gate or up is the first in memory, or neither; an activation with bounds and biases. */
+static layer_spec kept_spec(const cumoe_variant_info *v, int i)
+{
+  static const int32_t orders[] = {CUMOE_GATE_UP_CONCAT, CUMOE_UP_GATE_CONCAT, CUMOE_GATE_UP_SEPARATE,
+                                   CUMOE_UP_GATE_CONCAT, CUMOE_GATE_UP_INTERLEAVED};
+  const int32_t major = !strcmp(v->major, "K") ? CUMOE_OUT_IN : CUMOE_IN_OUT;
+  layer_spec s = layer_spec_new(v->x, i == 1 ? 700 : 130 + 70 * i, 264, 136);
+  s.input = INPUT_ROUTER;
+  s.seed = (uint64_t)i + 1;
+  s.desc.act = i % 2 ? CUMOE_ACT_SWIGLU_OAI : CUMOE_ACT_SILU;
+  s.desc.act_limit = i == 1 ? 1 : 0;
+  s.desc.routing.top_k = 1 + i % 3;
+  s.desc.num_experts = i == 1 ? 3 : 8;
+  s.desc.shared_inter = i == 2 ? 72 : 0;
+  s.form = (weights_form){.gate_order = orders[i], .up_major = major, .down_major = CUMOE_OUT_IN};
+  s.form.bias = i % 3 == 1 ? CUMOE_F32 : 0;
+  s.optional_outputs = true;
+  s.device_count = i == 3;
+  s.device_tokens = 150;
+  return s;
+}
+
+/* The forward's bits, as up and down are the forward's. */
+static void check_forward_out(cumoe_context context, const layer_spec *s, const layer_inputs *in)
+{
+  session run;
+  size_t kept = 0;
+  session_open(&run, context, s, in);
+  CHECK_OK(session_forward(&run));
+  const layer_outputs want = session_collect(&run);
+  session_reset(&run);
+  CHECK_OK(cumoe_moe_kept(run.plan, s->tokens, &kept));
+  const cumoe_view_mut room = workspace_new(context, kept);
+  CHECK_OK(cumoe_moe_forward_keep(run.plan, run.routed, &run.args, room, run.stream));
+  run.launches++;
+  const layer_outputs got = session_collect(&run);
+  check_guards(context, "kept", room);
+  check_equal("out", &got.out, &want.out);
+  session_close(&run);
+}
+
+static void run_keep_row(cumoe_context context, cumoe_context cpu, const cumoe_variant_info *v, int i)
+{
+  const layer_spec s = kept_spec(v, i);
+  case_begin("%s: %d", v->name, i);
+  const layer_inputs in = layer_inputs_new(&s);
+  const tensor d_out = d_out_new(&s);
+  const wish kept = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = true, .own_form = true},
+             again = {.dtype = s.desc.dtype, .d_out = &d_out, .own_form = true};
+  if (s.form.gate_order != CUMOE_GATE_UP_INTERLEAVED) check_forward_out(context, &s, &in);
+  test_poison = 0xff;
+  const grads got = run_backward(context, &s, &in, &kept);
+  test_poison = 0x3c;
+  const grads other = run_backward(context, &s, &in, &again);
+  check_grads_equal(&s, &got, &other);
+  layer_spec chosen = s; /* the same experts on both */
+  layer_inputs given = in;
+  chosen.chosen = true;
+  given.ids = got.ids;
+  const grads want = run_backward(cpu, &chosen, &given, &kept);
+  check_grads_near(&s, &got, &want, device_tolerance(s.desc.dtype));
+  case_end();
+}
+
+/* The kernel is what forward_keep launches: one that does not serve is refused. */
+static void check_keep_is_asked(cumoe_context context, const cumoe_variant_info *v)
+{
+  cumoe_variant_info other = *v;
+  session run;
+  size_t kept = 0;
+  case_begin("%s is asked for", v->name);
+  other.major = !strcmp(v->major, "K") ? "N" : "K";
+  CHECK_OK(cumoe_variant_force(context, up_beside(context, &other)));
+  const layer_spec s = kept_spec(&other, 0);
+  const layer_inputs in = layer_inputs_new(&s);
+  session_open(&run, context, &s, &in);
+  CHECK_OK(cumoe_moe_kept(run.plan, s.tokens, &kept));
+  CHECK_STATUS(CUMOE_ERR_NOT_SUPPORTED,
+               cumoe_moe_forward_keep(run.plan, run.routed, &run.args, workspace_new(context, kept), run.stream));
+  session_close(&run);
+  case_end();
+}
+
+/* SMALL in the environment: as in test_near_cpu. */
+static void test_keep_rows(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  for (int32_t index = 0; index < cumoe_variant_count(); index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(context, index, &v));
+    if (strcmp(v.op, "up_keep") || !v.usable) continue;
+    CHECK_OK(cumoe_variant_force(context, index));
+    check_keep_is_asked(context, &v);
+    CHECK_OK(cumoe_variant_force(context, up_beside(context, &v)));
+    for (int i = 0; i < (getenv("SMALL") ? 3 : 5); i++) run_keep_row(context, cpu, &v, i);
+    CHECK_OK(cumoe_variant_force(context, -1));
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
 /* What training has: a router, shared experts with a gate, every activation. */
 static layer_spec trained_spec(int i, int32_t dtype)
 {
@@ -976,17 +1100,6 @@ static layer_spec trained_spec(int i, int32_t dtype)
   s.device_count = i % 3 == 2;
   s.device_tokens = 150;
   return s;
-}
-
-/*
- * Both devices round h, w h, d h and d z to dtype, one after the other, at most four times from the operands to a
- * result that is itself rounded; each rounding is half an ulp of one term. Logits that differ in their last bits change
- * weights by less. So 4 u of the largest for the CPU's part, and 8 u for both; sums in f32 are far below in 16 bits,
- * and of f32 the depth (at most 264 + 136 terms in f32) takes their place.
- */
-static double device_tolerance(int32_t dtype)
-{
-  return dtype == CUMOE_F32 ? 0x1p-16 : 8 * unit_roundoff(dtype);
 }
 
 /* SMALL in the environment: a third of them, for kernels that the CPU runs. */
@@ -1412,6 +1525,7 @@ static const test_group groups[] = {
     GROUP("kernels of rows", test_product_rows, ON_CUDA),
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
     GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
+    GROUP("kernels that keep", test_keep_rows, ON_CUDA),
 };
 
 TEST_MAIN(groups)

@@ -1,6 +1,7 @@
 /*
  * From d weights to d logits (kernels/cpu/backward_gate.c), in double. A CTA has a token: thread e % THREADS has column
- * e of its logits, and lane j has slot j, in every warp alike: all warps compute the same of slots.
+ * e of its logits, and lane j has slot j, in every warp alike: all warps compute the same of slots. Of few columns the
+ * CTA is a warp: one step of a token waits for another, so many tokens have to be under way.
  */
 #ifndef CUMOE_BACKWARD_GATE_CUH
 #define CUMOE_BACKWARD_GATE_CUH
@@ -12,10 +13,14 @@
 #include "train/sums.cuh"
 
 struct gate_token {
-  double logit[MAX_EXPERTS];   /* capped; -Inf: none */
-  double score[MAX_EXPERTS];   /* softmax over all, or each logit's own score */
-  double d_logit[MAX_EXPERTS]; /* of the capped logits */
-  float raw[MAX_EXPERTS];      /* as given, at most FLT_MAX */
+  double *logit;   /* capped; -Inf: none */
+  double *score;   /* softmax over all, or each logit's own score */
+  double *d_logit; /* of the capped logits */
+  float *raw;      /* as given, at most FLT_MAX */
+};
+template <int COLUMNS> struct gate_room {
+  double logit[COLUMNS], score[COLUMNS], d_logit[COLUMNS];
+  float raw[COLUMNS];
 };
 
 /* Of slot lane_id(). */
@@ -255,9 +260,10 @@ template <int THREADS> DEVICE void any_gate_count(const gate_backward_args &a)
   if (threadIdx.x == 0) a.count[blockIdx.x] = (int64_t)count;
 }
 
-template <int THREADS> DEVICE void any_gate_backward(const gate_backward_args &a)
+template <int THREADS, int COLUMNS> DEVICE void any_gate_backward(const gate_backward_args &a)
 {
-  __shared__ gate_token t;
+  __shared__ gate_room<COLUMNS ? COLUMNS : MAX_EXPERTS> room;
+  gate_token t = {room.logit, room.score, room.d_logit, room.raw};
   const int64_t token = blockIdx.x, tokens = token_total(a.g.tokens);
   gate_slot slot = {-1, 0, 0};
   double loss[2] = {0, 0};

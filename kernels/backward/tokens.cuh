@@ -83,8 +83,57 @@ template <int THREADS> DEVICE void copy_row(const uint4 *from, uint4 *to, int ve
   for (int i = threadIdx.x; i < vectors; i += THREADS) to[i] = ld_global_no_allocate(from + i, from != nullptr);
 }
 
+DEVICE uint4 *row_copied(const copy_rows_args &c, int64_t row)
+{
+  return reinterpret_cast<uint4 *>(static_cast<char *>(c.to) + row * c.to_ld * (c.dtype == DT_F32 ? 4 : 2));
+}
+
+/* A token to all of its rows, by one read. Of a bad route, a row outside is left out. */
+template <int THREADS> DEVICE void copy_token(const copy_rows_args &c, int64_t token, int vectors)
+{
+  __shared__ int64_t rows[MAX_TOP_K];
+  __shared__ bool dropped[MAX_TOP_K];
+  const int64_t end = end_of_rows(c.map);
+  const int k = c.map.top_k, slot = threadIdx.x;
+  if (slot < k) {
+    const int64_t pair = token * k + slot, row = c.map.slot_row[pair];
+    rows[slot] = row < end ? row : ROW_DROPPED;
+    dropped[slot] = weight_of_pair(c.map, pair) == 0;
+  }
+  __syncthreads();
+  const uint4 *from = reinterpret_cast<const uint4 *>(static_cast<const char *>(c.a.base) +
+                                                      token * c.a.ld * (c.dtype == DT_F32 ? 4 : 2));
+#pragma unroll 2
+  for (int i = threadIdx.x; i < vectors; i += THREADS) {
+    const uint4 value = ld_global_no_allocate(from + i, true);
+#pragma unroll 4
+    for (int j = 0; j < k; j++)
+      if (rows[j] >= 0) row_copied(c, rows[j])[i] = dropped[j] ? make_uint4(0, 0, 0, 0) : value;
+  }
+}
+
+/* Of a block, the rows that are no pair's: a warp has every so many. */
+template <int THREADS> DEVICE void clear_rows(const copy_rows_args &c, int64_t block, int vectors)
+{
+  const int64_t end = min(end_of_rows(c.map), (block + 1) * ROW_STEP);
+  for (int64_t row = block * ROW_STEP + warp_id(); row < end; row += THREADS / WARP_SIZE)
+    if (pair_of_row(c.map, row) < 0)
+      for (int i = lane_id(); i < vectors; i += WARP_SIZE) row_copied(c, row)[i] = make_uint4(0, 0, 0, 0);
+}
+
+template <int THREADS> DEVICE void copy_tokens(const copy_rows_args &c, int64_t unit)
+{
+  const int64_t tokens = c.map.tokens.count;
+  const int vectors = c.cols * (c.dtype == DT_F32 ? 4 : 2) / 16;
+  if (unit >= tokens)
+    clear_rows<THREADS>(c, unit - tokens, vectors);
+  else if (unit < token_total(c.map.tokens))
+    copy_token<THREADS>(c, unit, vectors);
+}
+
 template <int THREADS> DEVICE void any_copy_rows(const copy_rows_args &c)
 {
+  if (COPIES_BY_TOKEN(&c)) return copy_tokens<THREADS>(c, blockIdx.x);
   const int64_t row = blockIdx.x;
   if (row >= end_of_rows(c.map)) return;
   const int64_t pair = pair_kept(c.map, row), from = pair < 0 ? 0 : start_of(c.a, c.map, row, pair);
@@ -92,8 +141,8 @@ template <int THREADS> DEVICE void any_copy_rows(const copy_rows_args &c)
   if (pair >= 0 && (c.weighs || c.a.dtype != c.dtype))
     return convert_row<THREADS>(c, from, row * c.to_ld, c.weighs ? weight_of_pair(c.map, pair) : 1.f);
   const char *source = static_cast<const char *>(c.a.base) + from * bytes;
-  copy_row<THREADS>(pair < 0 ? nullptr : reinterpret_cast<const uint4 *>(source),
-                    reinterpret_cast<uint4 *>(static_cast<char *>(c.to) + row * c.to_ld * bytes), c.cols * bytes / 16);
+  copy_row<THREADS>(pair < 0 ? nullptr : reinterpret_cast<const uint4 *>(source), row_copied(c, row),
+                    c.cols * bytes / 16);
 }
 
 /* ---- weights of pairs ---- */

@@ -295,12 +295,17 @@ template <class S, int OCTETS> struct warp_store {
   }
 
   /* packed[i]: octet i % OCTETS of token group i / OCTETS. */
-  DEVICE void transpose(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
+  DEVICE void stage(const uint32_t (&packed)[4]) const
   {
     const int matrix = lane_id() / 8;
     __syncwarp(); /* what was there is read */
     stmatrix_x4_trans(shared_address(staged_vector(matrix / OCTETS * 8 + lane_id() % 8, matrix % OCTETS)), packed);
     __syncwarp();
+  }
+
+  DEVICE void transpose(const gemm_args &args, int token0, const uint32_t (&packed)[4]) const
+  {
+    stage(packed);
     if constexpr (S::N_MAJOR)
       if (token0 < tokens && in_pairs<S>(args)) {
         st_global_16(to + token0 * args.c_ld, in_order(*staged_vector(lane_id() / OCTETS, lane_id() % OCTETS)),

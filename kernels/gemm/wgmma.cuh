@@ -20,6 +20,7 @@
 
 #include "gemm/copy_ahead.cuh"
 #include "gemm/handover.cuh"
+#include "gemm/keep.cuh"
 #include "gemm/packed_tile.cuh"
 #include "gemm/token_tile.cuh"
 
@@ -437,6 +438,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
                     {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+    } else if constexpr (S::KEEPS) {
+      store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }

@@ -13,6 +13,7 @@ runs='rows sm_80 - T 70:
 rows sm_90 sm90 T 70:
 backward sm_80 -
 backward sm_90 - kernels of gradients
+backward sm_90 - kernels that keep
 attention sm_80 -
 attention sm_90 - shapes
 train sm_80 -

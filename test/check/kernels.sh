@@ -112,7 +112,7 @@ awk '$7 == "sm90" && NF == 11 && $8 == "mixed" { print $2, ($9 / 16 - 1) * 128 /
     k = $2 ~ /_(e4m3|s8)_(e4m3|s8)_/ ? 32 : 16
     blocks = $8 == "wgmma" && $2 ~ /_e4m3_e4m3_/ ? $9 / 64 : 0
     widths = $8 == "wgmma" && $2 ~ /_(mx4|nv4|u4)_/ ? $9 / 16 - 2 : $9 / 16
-    own = $6 == "router" ? $11 / k * $9 / 64 : widths * $11 / k * ($6 == "up" ? 2 : 1) * $10 / 64 / 2
+    own = $6 == "router" ? $11 / k * $9 / 64 : widths * $11 / k * ($6 ~ /^up/ ? 2 : 1) * $10 / 64 / 2
     if ($6 == "weight_gradient") own = $11 / k * $9 / 64 / 2
     print $2, blocks * (blocks + 1) / 2 * $11 / k + own
   }' "$work/rows" | sort > "$work/expected"

@@ -26,6 +26,9 @@ template <class A> struct with_maps;
 template <> struct with_maps<gemm_args> {
   using type = gemm_sm90_args;
 };
+template <> struct with_maps<gemm_sm90_args> {
+  using type = gemm_sm90_args;
+};
 template <> struct with_maps<router_args> {
   using type = router_sm90_args;
 };
