@@ -81,6 +81,13 @@ static bool fits_few(const variant *v, const op_shape *s)
   return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
+/* even counts 16 k of an octet in 32 bits. */
+static bool fits_even(const variant *v, const op_shape *s)
+{
+  if (!s->in_one || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
+  return s->rows * ceil_div(s->k, 16) * s->n / 8 <= INT32_MAX / 2;
+}
+
 /* Few rows a sequence, as in decoding; a cluster a tile where tiles are fewer than SMs. */
 static bool splits(const variant *v, const op_shape *s)
 {
@@ -116,6 +123,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return fits_few(v, s);
+  if (v->form == FORM_even) return fits_even(v, s);
   if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
 }
@@ -274,6 +282,7 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_even) return min64(min64(s->rows * s->n / 8, FEW_SHARES), resident(m, v));
   return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
 }
 

@@ -489,7 +489,9 @@ static void link_few(const pass *p, layer_arguments *l)
   uint64_t *words = region(p, at->few_words);
   l->few.protocol.tickets = (int32_t *)(words + l->few.up.rows_cap);
   l->router.router.r.protocol.fill = region(p, at->h);
-  l->router.router.r.protocol.fill_vectors = (int32_t)(at->few_fill / 16);
+  const bool even = variants[p->lp.steps[STAGE_few_up].row].form == FORM_even;
+  if (even) l->few.protocol.parts = region(p, at->few_parts);
+  l->router.router.r.protocol.fill_vectors = (int32_t)((even ? at->even_fill : at->few_fill) / 16);
   if (!p->lp.few_gates) return;
   l->few.protocol.weights = words;
   l->few.gate = l->gate;

@@ -53,10 +53,11 @@ step_refusal plan_step(const machine *m, const op_shape *s, launch_step *result)
 
 /* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
 typedef struct workspace_layout {
-  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
+  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, few_parts, y, shared_h, shared_y,
       shared_logit;
   size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
+  size_t even_fill; /* likewise, and to the end of y */
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
 } workspace_layout;

@@ -86,9 +86,15 @@ typedef struct combine_protocol {
 typedef struct few_protocol {
   uint64_t *weights; /* NULL: gate has run. Else [T k], the bits of each pair's weight: few_up does the gate's work */
   int32_t *tickets;  /* NULL: few_down runs next. Else tickets drawn, less one: few_up does its work, too */
+  uint64_t *parts;   /* even: sums of parts of units (FEW_PARTS_BYTES) */
 } few_protocol;
 
-#define FEW_BYTES(pairs) ((pairs)*8 + 4) /* weights, then tickets */
+#define FEW_BYTES(pairs) ((pairs)*8 + 8) /* weights, then tickets; even: of up, of down */
+
+/* even: of up and of down a slot for each of at most FEW_SHARES CTAs: f32 sums of FEW_PART channels of columns, which
+ * come two by two. */
+enum { FEW_SHARES = 160, FEW_PART = 256 };
+#define FEW_PARTS_BYTES(tokens) (2 * FEW_SHARES * FEW_PART * 8 * ((tokens) >= 8 ? 4 : ((tokens) + 1) / 2))
 
 typedef struct router_protocol {
   void *fill; /* NULL, or memory that the router fills with ones for few_up: h, and FEW_BYTES behind it; CUDA only */
