@@ -45,7 +45,7 @@ double limit_of(const machine *m, limit_name limit, weight_format weights)
 
 bool takes_tensor_maps(const variant *v)
 {
-  return v->form == FORM_wgmma;
+  return v->form == FORM_wgmma || v->form == FORM_even;
 }
 
 bool takes_rows_in_order(const variant *v)
@@ -84,7 +84,7 @@ static bool fits_few(const variant *v, const op_shape *s)
 /* even counts 16 k of an octet in 32 bits. */
 static bool fits_even(const variant *v, const op_shape *s)
 {
-  if (!s->in_one || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
+  if (!s->in_one || !s->tmap || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
   return s->rows * ceil_div(s->k, 16) * s->n / 8 <= INT32_MAX / 2;
 }
 

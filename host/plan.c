@@ -198,6 +198,7 @@ static op_shape few_up_shape(const layer *l)
 {
   const cumoe_moe_desc *d = l->d;
   op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
+  s.tmap = l->c->up.tmap && l->c->down.tmap;
   s.in_one = l->c->has_router && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
              class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype);
   return s;

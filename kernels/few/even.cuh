@@ -9,8 +9,9 @@
  * share, wherever that begins and ends in k. Of a unit that lies in several shares the one with the first k finishes it.
  * It comes to it last, and the next share began with its part: so nobody waits but where a share is smaller than a unit.
  *
- * Producer warps fill a ring of stages, down's behind up's without a gap; each of eight consumer warps has some channels
- * of every stage, so that no sums have to be added up in the CTA. ldmatrix transposes.
+ * Producer warps fill a ring of stages, down's behind up's without a gap: weights by boxes of 64 channels x 16 k, in
+ * the swizzle of 128 bytes; ldmatrix transposes. Each of eight consumer warps has some channels of every stage, so that
+ * no sums have to be added up in the CTA. Who has nothing else to do writes outputs.
  *
  * Parts of sums, h and y are all ones until they are written, and who needs them reads them again. Shares are drawn, of
  * up and of down each, the last first: so what a CTA waits for is always in the hands of one that has started.
@@ -66,15 +67,17 @@ DEVICE float2 sum_even_slots(const few_args &args, const even_smem<S> &smem, int
   return make_float2(fmaf(weight, to_f32(shared[0]), sum.x), fmaf(weight, to_f32(shared[1]), sum.y));
 }
 
-/* The CTA's part: 16 channels in turn, so that CTAs do not share sectors. By the consumers. */
+/* The CTA's part: 16 channels in turn, so that CTAs do not share sectors. First by producers, who have been here and
+ * looked for what is still to come since the last copies, then by consumers. */
 template <class S> DEVICE void write_even_outputs(const few_args &args, even_smem<S> &smem)
 {
   constexpr int EACH = 8; /* threads */
   const combine_args &out = args.out;
-  const int halves = args.down.n / 2, items = (int)token_total(out.tokens) * halves;
+  const int halves = args.down.n / 2, items = (int)token_total(out.tokens) * halves,
+            thread = (int)threadIdx.x - S::CONSUMER_THREADS + (warp_id() < S::CONSUMERS ? S::WRITERS : 0);
 #pragma unroll 1
-  for (int group = threadIdx.x / EACH; true; group += S::CONSUMER_THREADS / EACH) {
-    const int item = (group * (int)gridDim.x + (int)blockIdx.x) * EACH + threadIdx.x % EACH;
+  for (int group = thread / EACH; true; group += S::WRITERS / EACH) {
+    const int item = (group * (int)gridDim.x + (int)blockIdx.x) * EACH + thread % EACH;
     if (item >= items) return;
     const int token = item / halves, channel = (item - token * halves) * 2;
     const float2 sum = sum_even_slots<S>(args, smem, token, channel);
@@ -105,10 +108,12 @@ template <class S> DEVICE void even_route(const few_args &args, even_smem<S> &sm
 }
 
 /* What does not depend on earlier grids. */
-template <class S> DEVICE void prepare_even(const few_args &args, even_smem<S> &smem)
+template <class S> DEVICE void prepare_even(const few_sm90_args &all, even_smem<S> &smem)
 {
+  const few_args &args = all.f;
+  if (warp_id() == S::CONSUMERS && lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
   if (threadIdx.x < S::STAGES) {
-    mbarrier_init(&smem.full[threadIdx.x], S::PRODUCER_THREADS + 1);
+    mbarrier_init(&smem.full[threadIdx.x], 1 + WARP_SIZE); /* the weights; the columns */
     mbarrier_init(&smem.empty[threadIdx.x], S::CONSUMERS);
     fence_mbarrier_init();
   }
@@ -120,10 +125,19 @@ template <class S> DEVICE void prepare_even(const few_args &args, even_smem<S> &
   if (threadIdx.x == 2 * WARP_SIZE) smem.line[1].set(args.down, false, S::OCTETS);
 }
 
-template <class S> DEVICE void even_gemm(const few_args &args, even_smem<S> &smem)
+template <class S> DEVICE void even_outputs(const few_args &args, even_smem<S> &smem)
 {
+  wait_for(&smem.weights_ready, 0);
+  STAMP(threadIdx.x == S::CONSUMER_THREADS, 11);
+  write_even_outputs<S>(args, smem);
+  STAMP(threadIdx.x == S::CONSUMER_THREADS, 12);
+}
+
+template <class S> DEVICE void even_gemm(const few_sm90_args &all, even_smem<S> &smem)
+{
+  const few_args &args = all.f;
   STAMP(threadIdx.x == 0, 0);
-  prepare_even<S>(args, smem);
+  prepare_even<S>(all, smem);
   wait_for_earlier_grids();
   if (warp_id() == S::ROUTING && lane_id() < 2) smem.share[lane_id()] = draw_even(args.protocol.tickets + lane_id());
   STAMP(threadIdx.x == 0, 1);
@@ -134,12 +148,10 @@ template <class S> DEVICE void even_gemm(const few_args &args, even_smem<S> &sme
   STAMP(threadIdx.x == 0, 3);
   if (warp_id() < S::CONSUMERS) {
     even_consume<S>(args, smem);
-    wait_for(&smem.weights_ready, 0);
-    STAMP(threadIdx.x == 0, 11);
-    write_even_outputs<S>(args, smem);
-    STAMP(threadIdx.x == 0, 12);
+    even_outputs<S>(args, smem);
   } else if (warp_id() < S::ROUTING) {
-    even_produce<S>(args, smem, experts);
+    even_produce<S>(all, smem, experts);
+    even_outputs<S>(args, smem);
   } else if (warp_id() == S::ROUTING) {
     even_route<S>(args, smem);
   }

@@ -3,13 +3,14 @@
 #define CUMOE_EVEN_LINE_CUH
 
 #include "device/pipeline.cuh"
+#include "even.h"
 #include "few/layout.cuh"
 
 /* ---- shape ---- */
 
 /* k is dealt out in granules, of as much as one mma takes. A unit has BN channels of h, of a gated layer gate and up
  * beside each other, or 2 BN channels: so many octets has a stage of each k. */
-constexpr int EVEN_GRANULE = 16, EVEN_LEAST = 4; /* the latter: granules of a share, at least */
+constexpr int EVEN_LEAST = 4; /* granules of a share, at least */
 
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct even_layout {
   using layout = even_layout;
@@ -19,15 +20,16 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static_assert(same_type<X, W> && same_type<X, Y> && operand<W>::BITS == 16, "multiplied as they are");
   static constexpr bool UP = true; /* the table has both */
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
-  static constexpr int BK = BK_, STAGES = STAGES_, GRANULES = BK / EVEN_GRANULE, OCTETS = BN / 4;
-  /* Warps: consumers, producers, one that routes; the rest have a part in the gate alone. */
-  static constexpr int CONSUMERS = 8, PRODUCERS = 4, ROUTING = CONSUMERS + PRODUCERS, THREADS = WARPS * WARP_SIZE;
+  static constexpr int BK = BK_, STAGES = STAGES_, GRANULES = BK / EVEN_GRANULE, OCTETS = BN / 4, BOXES = OCTETS / 8;
+  /* Warps: consumers; producers, of which the first copies weights; one that routes; the rest have a part in the gate
+   * alone. */
+  static constexpr int CONSUMERS = 8, PRODUCERS = 5, ROUTING = CONSUMERS + PRODUCERS, THREADS = WARPS * WARP_SIZE;
   static constexpr int CONSUMER_THREADS = CONSUMERS * WARP_SIZE, PRODUCER_THREADS = PRODUCERS * WARP_SIZE;
+  static constexpr int WRITERS = CONSUMER_THREADS + PRODUCER_THREADS; /* threads */
   static constexpr int TILES = OCTETS / 2 / CONSUMERS;      /* of a consumer: two octets each, OCTETS / 2 apart */
-  static constexpr int ROWS = PRODUCER_THREADS / OCTETS;    /* that producers copy at once */
-  static constexpr int VECTORS = BK / 8, COLUMN = BK + 16;  /* of a stage's column: 16 bytes; elements, with a gap */
-  static_assert(WARPS > ROUTING && THREADS >= PAIRS && TILES * 2 * CONSUMERS == OCTETS && OCTETS >= 8);
-  static_assert(COLUMNS * VECTORS <= PRODUCER_THREADS && ROWS >= 1 && ROWS <= 8);
+  static constexpr int VECTORS = BK / 8, COLUMN = BK + 8;   /* of a stage's column: 16 bytes; elements, with a gap */
+  static_assert(WARPS > ROUTING && THREADS >= PAIRS && TILES * 2 * CONSUMERS == OCTETS && BOXES % 2 == 0);
+  static_assert(COLUMNS * VECTORS <= WARP_SIZE || COLUMNS * VECTORS % WARP_SIZE == 0);
 };
 
 /* ---- the line ---- */
@@ -67,7 +69,7 @@ struct even_line {
   DEVICE void set(const gemm_args &g, bool gated, int places)
   {
     halves = gated ? 2 : 1, pairs = gated && g.b.n_stride == 2;
-    granules = ceil_div(g.k, EVEN_GRANULE), octets = g.n / 8, step = places / halves;
+    granules = ceil_div(g.k, (int)EVEN_GRANULE), octets = g.n / 8, step = places / halves;
     blocks = ceil_div(octets, step);
     each.set(granules * octets), whole.set(granules * step), wide.set(step), narrow.set(octets - (blocks - 1) * step);
     grid.set(gridDim.x);
@@ -118,14 +120,14 @@ struct alignas(16) even_run {
 };
 
 template <class S> struct even_stage {
-  typename S::W weights[S::BK][S::OCTETS * 8];
-  typename S::X columns[S::COLUMNS][S::COLUMN];
+  typename S::W boxes[S::GRANULES][S::BOXES][EVEN_GRANULE][64]; /* in the 128-byte swizzle */
 };
 
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<even_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using S = even_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
   even_stage<S> stages[STAGES];
+  typename S::X columns[STAGES][S::COLUMNS][S::COLUMN];
   even_run run[STAGES];
   uint64_t full[STAGES], empty[STAGES];
   uint64_t weights_ready; /* the table's `weight` */
@@ -169,11 +171,15 @@ template <class S> DEVICE void stamp(const few_args &args, int i)
   const even_slot<S> slot(args, false);
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
-  if (i < 13) slot.at[(int64_t)gridDim.x * slot.words() + blockIdx.x * 13 + i] = t;
+  slot.at[(int64_t)gridDim.x * slot.words() + blockIdx.x * 13 + i] = t;
 }
+#define STAMP_FLAG(name) bool name = false;
+#define STAMP_ONCE(flag, when, i) if (!flag && (when)) flag = true, stamp<S>(args, i)
 #define STAMP(when, i) if (when) stamp<S>(args, i)
 #else
 #define STAMP(when, i)
+#define STAMP_FLAG(name)
+#define STAMP_ONCE(flag, when, i)
 #endif
 
 #endif

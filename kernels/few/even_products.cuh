@@ -8,38 +8,17 @@
 
 /* ---- products ---- */
 
-/* Some element is all ones. */
-DEVICE bool even_unwritten(uint2 x)
-{
-  const uint4 one[1] = {make_uint4(x.x, x.y, x.x, x.y)};
-  return has_unwritten(one);
-}
-
-/* Lane l has k 4 (l % 4) .. + 3 of column l / 4, of each granule. */
-template <class S> DEVICE void load_even_columns(const even_stage<S> &stage, uint2 (&x)[S::GRANULES])
+/* Lane l has k 2 (l % 4), + 1, + 8 and + 9 of column l / 4, of each granule. */
+template <class S>
+DEVICE void load_even_columns(const typename S::X (&columns)[S::COLUMNS][S::COLUMN], uint2 (&x)[S::GRANULES])
 {
   const int column = lane_id() / 4;
 #pragma unroll
   for (int i = 0; i < S::GRANULES; i++) {
     x[i] = make_uint2(0, 0);
-    if (column < S::COLUMNS)
-      x[i] = *reinterpret_cast<const uint2 *>(&stage.columns[column][i * EVEN_GRANULE + lane_id() % 4 * 4]);
-  }
-}
-
-/* h once more, until it is written. */
-template <class S>
-DEVICE void poll_even_columns(const gemm_args &g, const even_run &run, few_column column, uint2 (&x)[S::GRANULES])
-{
-  const typename S::X *h = static_cast<const typename S::X *>(g.a) + column_pair(column) * g.a_ld +
-                           run.row * EVEN_GRANULE + lane_id() % 4 * 4;
-#pragma unroll
-  for (int i = 0; i < S::GRANULES; i++) {
-    if (i >= run.granules) continue;
-    while (even_unwritten(x[i])) {
-      const uint64_t both = load_relaxed(reinterpret_cast<const uint64_t *>(h + i * EVEN_GRANULE));
-      x[i] = make_uint2((uint32_t)both, (uint32_t)(both >> 32));
-    }
+    if (column >= S::COLUMNS) continue;
+    const uint32_t *from = reinterpret_cast<const uint32_t *>(&columns[column][i * EVEN_GRANULE]) + lane_id() % 4;
+    x[i] = make_uint2(from[0], from[4]);
   }
 }
 
@@ -47,16 +26,20 @@ template <class S>
 DEVICE void multiply_even(const even_stage<S> &stage, int granules, const uint2 (&x)[S::GRANULES],
                           float (&sum)[S::TILES][4])
 {
-  const int row = lane_id() % 8, matrix = lane_id() / 8, k = row / 2 * 4 + matrix / 2 * 2 + row % 2;
-  const uint32_t from = shared_address(stage.weights) + k * S::OCTETS * 16;
+  const int row = lane_id() % 8, matrix = lane_id() / 8;
+  uint32_t from[S::TILES];
+#pragma unroll
+  for (int t = 0; t < S::TILES; t++) {
+    const int octet = warp_id() * S::TILES + t + matrix % 2 * (S::OCTETS / 2);
+    from[t] = shared_address(stage.boxes[0][octet / 8][matrix / 2 * 8 + row]) + (octet % 8 ^ row) * 16;
+  }
 #pragma unroll
   for (int i = 0; i < S::GRANULES; i++) {
     if (i >= granules) continue;
 #pragma unroll
     for (int t = 0; t < S::TILES; t++) {
-      const int octet = warp_id() * S::TILES + t + matrix % 2 * (S::OCTETS / 2);
       uint32_t w[4];
-      ldmatrix_x4_trans(w, from + (i * EVEN_GRANULE * S::OCTETS + (octet ^ even_swap(k))) * 16);
+      ldmatrix_x4_trans(w, from[t] + i * (uint32_t)sizeof stage.boxes[0]);
       mma_m16n8k16<typename S::X>(sum[t], w, {x[i].x, x[i].y});
     }
   }
@@ -86,33 +69,63 @@ DEVICE bool is_unwritten(uint64_t two)
   return (uint32_t)two == ~0u || (uint32_t)(two >> 32) == ~0u;
 }
 
+/* Two of the shares behind at once, from the i-th on: what they have of the unit. */
+template <class S> struct even_parts {
+  uint64_t part[2][S::TILES][even_slot<S>::each()];
+
+  DEVICE void load(const even_slot<S> &slot, const even_run &run, int i)
+  {
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+      const int share = run.share + min(i + s, (int)run.follows);
+#pragma unroll
+      for (int t = 0; t < S::TILES; t++) {
+        const uint64_t *from = slot.of(share, warp_id() * S::TILES + t);
+#pragma unroll
+        for (int j = 0; j < slot.each(); j++) part[s][t][j] = load_relaxed(from + j);
+      }
+    }
+  }
+  DEVICE bool unwritten() const
+  {
+    bool some = false;
+#pragma unroll
+    for (int s = 0; s < 2; s++)
+#pragma unroll
+      for (int t = 0; t < S::TILES; t++)
+#pragma unroll
+        for (int j = 0; j < even_slot<S>::each(); j++) some |= is_unwritten(part[s][t][j]);
+    return some;
+  }
+  DEVICE void add_to(float (&sum)[S::TILES][4], bool both) const
+  {
+    constexpr int SECOND = S::COLUMNS == 1 ? 2 : 1;
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+      if (s == 1 && !both) continue;
+#pragma unroll
+      for (int t = 0; t < S::TILES; t++) {
+#pragma unroll
+        for (int j = 0; j < even_slot<S>::each(); j++) {
+          sum[t][2 * j] += __uint_as_float((uint32_t)part[s][t][j]);
+          sum[t][2 * j + SECOND] += __uint_as_float((uint32_t)(part[s][t][j] >> 32));
+        }
+      }
+    }
+  }
+};
+
 /* What the shares behind have of the unit, in the order of k. */
 template <class S> DEVICE void add_parts(const few_args &args, const even_run &run, float (&sum)[S::TILES][4])
 {
   const even_slot<S> slot(args, run.down);
   if (!slot.mine()) return;
 #pragma unroll 1
-  for (int i = 1; i <= run.follows; i++) {
-    uint64_t part[S::TILES][even_slot<S>::each()];
-    bool again;
-    do {
-      again = false;
-#pragma unroll
-      for (int t = 0; t < S::TILES; t++) {
-        const uint64_t *from = slot.of(run.share + i, warp_id() * S::TILES + t);
-#pragma unroll
-        for (int j = 0; j < slot.each(); j++) part[t][j] = load_relaxed(from + j), again |= is_unwritten(part[t][j]);
-      }
-    } while (again);
-#pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-#pragma unroll
-      for (int j = 0; j < slot.each(); j++) {
-        const int second = S::COLUMNS == 1 ? 2 : 1;
-        sum[t][2 * j] += __uint_as_float((uint32_t)part[t][j]);
-        sum[t][2 * j + second] += __uint_as_float((uint32_t)(part[t][j] >> 32));
-      }
-    }
+  for (int i = 1; i <= run.follows; i += 2) {
+    even_parts<S> parts;
+    do parts.load(slot, run, i);
+    while (parts.unwritten());
+    parts.add_to(sum, i < run.follows);
   }
 }
 
@@ -196,26 +209,18 @@ template <class S> DEVICE void even_consume(const few_args &args, even_smem<S> &
 {
   pipeline_state<S::STAGES> at;
   float sum[S::TILES][4] = {};
-#ifdef EVEN_TRACE
-  bool first_down = true;
-#endif
+  STAMP_FLAG(first)
+  STAMP_FLAG(first_down)
 #pragma unroll 1
   while (true) {
     wait_for(&smem.full[at.stage], at.phase);
     const even_run run = smem.run[at.stage];
-    STAMP(threadIdx.x == 0 && at.stage == 0 && at.phase == 0, 5);
+    STAMP_ONCE(first, threadIdx.x == 0, 5);
     if (run.granules == 0) return;
-    even_stage<S> &stage = smem.stages[at.stage];
     uint2 x[S::GRANULES];
-    load_even_columns<S>(stage, x);
-    if (run.down && lane_id() / 4 < S::COLUMNS)
-      poll_even_columns<S>(args.down, run, smem.table.column[run.active][lane_id() / 4], x);
-    __syncwarp();
-#ifdef EVEN_TRACE
-    STAMP(threadIdx.x == 0 && run.down && first_down, 8);
-    if (run.down) first_down = false;
-#endif
-    multiply_even<S>(stage, run.granules, x, sum);
+    load_even_columns<S>(smem.columns[at.stage], x);
+    STAMP_ONCE(first_down, threadIdx.x == 0 && run.down, 8);
+    multiply_even<S>(smem.stages[at.stage], run.granules, x, sum);
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
     at.advance();

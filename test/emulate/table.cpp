@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "backward.h"
 #include "device/common.cuh"
+#include "even.h"
 #include "encode.h"
 #include "ep/ep.h"
 #include "masked.h"
@@ -41,7 +42,7 @@ template <> struct with_maps<weight_gradient_args> {
 #define TAKES_stream(op) op##_takes
 #define TAKES_mixed(op)  op##_takes
 #define TAKES_few(op)    op##_takes
-#define TAKES_even(op)   op##_takes
+#define TAKES_even(op)   few_sm90_args
 #define TAKES_dot(op)    op##_takes
 
 #define ROWS_ALL
