@@ -494,6 +494,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
  * SMs. */
 static wide simple_grid(const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_even) return smaller(s->rows * s->n / 8, smaller(FEW_SHARES, HOPPER_SMS));
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
@@ -828,7 +829,7 @@ typedef struct region {
   size_t at;
   wide bytes;
 } region;
-enum { MAX_REGIONS = 23 };
+enum { MAX_REGIONS = 24 };
 
 /* Scales of a row of quantised activations. */
 static wide groups_of(const cumoe_format *f, int64_t cols)
@@ -858,6 +859,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
       {"h", w->h, t * k * d->inter * element},
       {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
+      {"few_parts", w->few_parts, FEW_PARTS_BYTES(t)},
       {"y", w->y, t * k * d->hidden * element},
       {"shared_h", w->shared_h, t * d->shared_inter * element},
       {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
