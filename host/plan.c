@@ -194,13 +194,22 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
   return weights * loss <= limit(l, LIMIT_few_bytes);
 }
 
+/* Weights are read once for each FEW_COLUMNS rows of an expert. */
+static bool even_pays(const layer *l, const op_shape *up)
+{
+  if ((double)up->tokens > limit(l, LIMIT_few_even) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
+  return (double)up->tokens < limit(l, LIMIT_few_many) ||
+         (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
+}
+
 static op_shape few_up_shape(const layer *l)
 {
   const cumoe_moe_desc *d = l->d;
   op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
   s.tmap = l->c->up.tmap && l->c->down.tmap;
   s.in_one = l->c->has_router && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
-             class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype);
+             class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
+             (is_forced(l, OP_few_up) || even_pays(l, &s));
   return s;
 }
 
@@ -222,7 +231,7 @@ static bool wants_few(const layer *l)
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof replaced / sizeof *replaced; ++i)
     if (is_forced(l, replaced[i])) return false;
-  return !is_even(row) && few_pays(l, &up, &down);
+  return is_even(row) || few_pays(l, &up, &down);
 }
 
 /* What few_up does of gates: GATE_IN_FEW_UP. */
