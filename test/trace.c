@@ -1120,6 +1120,34 @@ static void training(world *w)
   }
 }
 
+/* Rows of a forward that keeps: by one kernel that copies x ahead and hands over by expert; without it by two. */
+static void keeping(world *w)
+{
+  char kernels[400];
+  const gemm_sm90_args *keep = shim_last_args("cumoe_up_keep");
+  CHECK(keep->g.gated && keep->g.c && keep->z_ld == 2 * INTER && keep->g.protocol.progress);
+  CHECK((char *)keep->z[1] == (char *)keep->z[0] + INTER * 2 && keep->g.protocol.by_expert);
+  CHECK(keep->g.row_pair && !keep->g.packed && !keep->g.protocol.x_copy); /* too few rows an expert */
+  const map_args *map = shim_last_args("cumoe_map_any");
+  CHECK(map->protocol.progress == keep->g.protocol.progress);
+  CHECK_OK(both_ways(w, 3000));
+  keep = shim_last_args("cumoe_up_keep");
+  CHECK(keep->g.protocol.x_copy && keep->g.protocol.x_copy != keep->g.c && keep->g.protocol.x_copy != keep->g.a);
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(w->context, i, &v));
+    if (!strcmp(v.op, "up") && !strcmp(v.form, "tile") && v.x == CUMOE_BF16 && v.bm == 128)
+      CHECK_OK(cumoe_variant_force(w->context, i));
+  }
+  shim_mark();
+  CHECK_OK(both_ways(w, 3000));
+  CHECK_OK(cumoe_variant_force(w->context, -1));
+  list_kernels(shim_trace(), kernels, sizeof kernels);
+  CHECK_MSG(strncmp(kernels, "router gate map map copy up activation down ", 44) == 0, "the kernels are: %s", kernels);
+  const gemm_args *up = shim_last_args("cumoe_up_");
+  CHECK(up->packed && up->row_pair && up->a_ld == HIDDEN && up->n == 2 * INTER && !up->gated && up->a != NULL);
+}
+
 /* The same of the layer's backward; what its kernels of products are told. */
 static void backward(world *w)
 {
@@ -1130,7 +1158,7 @@ static void backward(world *w)
     CHECK(round == 0 || shim_calls(SHIM_ALL) == shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH));
     list_kernels(shim_trace(), kernels, sizeof kernels);
     CHECK_MSG(strcmp(kernels,
-                     "router gate map map up activation down combine "
+                     "router gate map map up down combine "
                      "pad copy down activation down pair gate gate gate cut weight add bias rows gather ") == 0,
               "the kernels are: %s", kernels);
   }
@@ -1144,12 +1172,7 @@ static void backward(world *w)
   CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z && down->b.n_stride == 1);
   CHECK(act->map.row_pair == pad->row_pair && act->z_row == pad->map.slot_row && act->weighs_h && act->along);
   CHECK(runs->n == EXPERTS && runs->k == HIDDEN && runs->map.experts == 2 && runs->d.expert_stride == EXPERTS * HIDDEN);
-  shim_mark();
-  CHECK_OK(both_ways(w, 3000));
-  list_kernels(shim_trace(), kernels, sizeof kernels);
-  CHECK_MSG(strncmp(kernels, "router gate map map copy up activation down ", 44) == 0, "the kernels are: %s", kernels);
-  const gemm_args *up = shim_last_args("cumoe_up_");
-  CHECK(up->packed && up->row_pair && up->a_ld == HIDDEN && up->n == 2 * INTER && !up->gated && up->a != NULL);
+  keeping(w);
 }
 
 static const struct {
