@@ -585,7 +585,7 @@ static void test_grids_around_tiles(rng *r)
                       .k = 64,
                       .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
-        if (v->op == OP_up || v->op == OP_down)
+        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down)
           check_gemm_grid(r, &g, v, &s, grid);
         else
           CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
@@ -685,13 +685,49 @@ static void test_late_rows(void)
       case_end();
     }
   for (int op = OP_attention + 1; op < OP_COUNT; op++)
-    for (int i = 1; i < GPU_COUNT; i++) {
+    for (int i = 1; i < GPU_COUNT && op != OP_up_keep; i++) {
       const op_shape s = {.op = (operation)op, .tokens = 1000};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);
       case_begin("cc %d: %s", gpus[i].cc, operation_name((operation)op));
       CHECK(operation_is_late((operation)op) && (op == OP_embedding_sort) == (got < 0));
       if (got >= 0) chosen[got] = true;
+      case_end();
+    }
+  group_end();
+}
+
+/* Where up is wgmma of 16 bits, up_keep has a row of the same tile; nowhere else. */
+static void test_keep_rows(rng *r)
+{
+  if (!group_begin("up that keeps")) return;
+  for (int i = 1; i < GPU_COUNT; i++)
+    for (int n = 0; n < 3 * 2 * 3; n++) {
+      op_shape s = {.op = OP_up,
+                    .in = case_dtypes[n % 3],
+                    .out = case_dtypes[n % 3],
+                    .format = dense_format(case_dtypes[n % 3]),
+                    .scale_run = SCALE_RUN_ALL,
+                    .major = n / 3 % 2 ? MAJOR_N : MAJOR_K,
+                    .tmap = true,
+                    .tokens = 1 << n / 6 * 6,
+                    .rows = 2 << n / 6 * 6,
+                    .experts = 8,
+                    .n = 768,
+                    .k = 2048,
+                    .top_k = 2};
+      const machine m = gpu_machine(&gpus[i]);
+      const int32_t up = choose(&m, &s);
+      s.op = OP_up_keep;
+      const int32_t got = choose(&m, &s);
+      case_begin("%s", shape_name(&gpus[i], &s));
+      if (CHECK(up >= 0) && variants[up].form == FORM_wgmma) {
+        if (CHECK(got >= 0 && variants[got].bm == variants[up].bm && variants[got].bn == variants[up].bn)) {
+          chosen[got] = true;
+          check_gemm_grid(r, &gpus[i], &variants[got], &s, grid_size(&m, &variants[got], &s));
+        }
+      } else if (gpus[i].cc != 90 || s.in == DT_F32)
+        CHECK(got < 0);
       case_end();
     }
   group_end();
@@ -1438,6 +1474,7 @@ int main(int argc, char **argv)
   test_row_lengths();
   test_functions();
   test_late_rows();
+  test_keep_rows(&r);
   test_attention_backward_rows();
   test_backward_rows();
   test_random_plans(&r);
