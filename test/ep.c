@@ -22,6 +22,7 @@
 
 enum { MOST_RANKS = 70, MOST_LANES = 2, MOST_EXPERTS = 32, CALLS = 3 };
 enum { SHARED_INTER = 24, ROUTER_WIDTH = 16, POISON = 0xff };
+enum { SPARE = 1 << 20 }; /* bytes behind an arena: what is laid into it on purpose ends before other memory begins */
 
 static int32_t gpus; /* 0: the CPU device */
 static bool gave_up; /* a world, there */
@@ -512,7 +513,7 @@ static void make_arena(rank *r)
   CHECK_OK(bind_shared(&r->here, r->context, &r->shared));
   const cumoe_group_config c = config_of(r, arenas);
   CHECK_OK(cumoe_ep_arena(r->plan, &c, &r->bytes));
-  r->arena = shared_bytes(r, r->bytes);
+  r->arena = shared_bytes(r, r->bytes + SPARE);
   for (int lane = 0; gpus && lane < r->w->lanes; lane++)
     CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];

@@ -797,6 +797,7 @@ static const struct {
     {"cudaMallocFromPoolAsync", cudaErrorMemoryAllocation, false, CUMOE_OK}, /* tried again after trimming */
     {"cudaThreadExchangeStreamCaptureMode", cudaSuccess, true, CUMOE_OK},    /* matters beside a capture only */
     {"cudaThreadExchangeStreamCaptureMode", cudaSuccess, true, CUMOE_ERR_CAPTURE_UNSAFE}, /* there */
+    {"cudaThreadExchangeStreamCaptureMode", cudaSuccess, true, CUMOE_ERR_INTERNAL},       /* a tensor map was next */
     {"cuCtxPopCurrent", cudaSuccess, true, CUMOE_OK},                                     /* cannot fail after a push */
     {"cuTensorMapEncodeTiled", cudaSuccess, true, CUMOE_ERR_INTERNAL}, /* fails for bad operands only */
     {"cuPointerGetAttribute", cudaErrorInvalidValue, true, CUMOE_ERR_INVALID_ARGUMENT}, /* it means "unknown" ... */
