@@ -115,8 +115,8 @@ static cumoe_status open_file(arenas *a, int32_t rank)
   (void)snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)l->facts[FACT_PROCESS],
                  (long long)l->offer.descriptor);
   const int descriptor = open(path, O_RDWR | O_CLOEXEC);
-  REQUIRE(descriptor >= 0 || (errno != ENOENT && errno != ESRCH), CUMOE_ERR_PEER, "rank %d has ended: no %s", (int)rank,
-          path);
+  REQUIRE(descriptor >= 0 || (errno != ENOENT && errno != ESRCH && errno != EISDIR), CUMOE_ERR_PEER,
+          "rank %d has ended: no %s", (int)rank, path);
   TRY_OS(descriptor >= 0, CUMOE_ERR_NOT_SUPPORTED, path);
   const cumoe_status status = map_checked(a, rank, descriptor);
   (void)close(descriptor);
