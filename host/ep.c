@@ -434,11 +434,16 @@ static cumoe_moe_args shard_args(const ep_round *r)
                           .workspace = cumoe_vector_mut(region(c, c->at.inner), CUMOE_U8, (int64_t)c->at.inner_bytes)};
 }
 
-/* What put may fill for the experts, unless the shared expert has that memory in between. */
+/* Put fills what the experts want filled, if they are so few, unless the shared expert has that memory in between. */
+static bool fills_in_put(const group *g)
+{
+  return !on_cpu(g->context) && !g->shared && g->shape.capacity * g->shape.ranks <= FEW_TOKENS;
+}
+
 static cumoe_status locate_fill(ep_round *r)
 {
   const group *g = r->c->g;
-  if (on_cpu(g->context) || g->shared || g->shape.capacity * g->shape.ranks > FEW_TOKENS) return CUMOE_OK;
+  if (!fills_in_put(g)) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
   return find_fill(g->shard, r->c->weights, &a, &r->move.fill, &r->move.fill_vectors);
 }
@@ -489,7 +494,7 @@ static cumoe_status serve_round(const ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
-  layer_ends ends = {.filled = r->move.fill_vectors > 0, .returns = !on_cpu(c->g->context)};
+  layer_ends ends = {.filled = fills_in_put(c->g), .returns = !on_cpu(c->g->context)};
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
   if (ends.combines) TRY(run_return(r, &ends.combine));
@@ -531,7 +536,7 @@ static cumoe_status run_part(const ep_call *c, ep_part which, int64_t number)
 {
   static cumoe_status (*const parts[PARTS])(const ep_round *) = {dispatch_round, serve_round, combine_round};
   ep_round r = open_round(c, number);
-  cumoe_status status = which == PART_COMBINE ? CUMOE_OK : locate_fill(&r);
+  cumoe_status status = which == PART_DISPATCH ? locate_fill(&r) : CUMOE_OK;
   if (status == CUMOE_OK) status = parts[which](&r);
   if (status != CUMOE_OK && status != CUMOE_ERR_PEER) CUMOE_IGNORE(give_up_entered(c->g));
   if (status == CUMOE_OK) c->g->next[c->args.lane] = (ep_part)((which + 1) % PARTS);

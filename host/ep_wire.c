@@ -93,17 +93,13 @@ void wire_give_up(const group *g, uint64_t word)
 
 extern const unsigned char cumoe_image_exchange[];
 
-static const char *type_name(int32_t dtype)
-{
-  return dtype == CUMOE_F32 ? "f32" : dtype == CUMOE_F16 ? "f16" : "bf16";
-}
-
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
   static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put",    "wait_tokens",
                                            "answer", "",      "",    "wait_answers"};
-  const char *in = type_name(g->plan.desc.dtype), *out = type_name(g->plan.desc.out_dtype);
+  const char *in = cumoe_dtype_name((cumoe_dtype)g->plan.desc.dtype),
+             *out = cumoe_dtype_name((cumoe_dtype)g->plan.desc.out_dtype);
   for (int which = 0; which < MOVES; which++) {
     char *name = g->names[which];
     const size_t room = sizeof g->names[which];
@@ -233,7 +229,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:
   case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
-  case MOVE_ANSWER: a->fill_vectors = 0; return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
+  case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(s, a);
   case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);

@@ -41,7 +41,7 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
 
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
-  bool filled;          /* what find_fill has found is all ones */
+  bool filled;          /* what find_fill finds, if anything, is all ones */
   bool returns;         /* the caller does what combine would */
   bool combines;        /* out, if it returns: the layer has a combine, with these arguments */
   combine_args combine; /* out */

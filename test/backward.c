@@ -1003,6 +1003,23 @@ static layer_spec kept_spec(const cumoe_variant_info *v, int i)
   return s;
 }
 
+/* Two runs give the same bits, and the CPU device, given the same experts, what the first gives. */
+static void check_beside_cpu(cumoe_context context, cumoe_context cpu, const layer_spec *s, const layer_inputs *in,
+                             const wish *one, const wish *other)
+{
+  test_poison = 0xff;
+  const grads got = run_backward(context, s, in, one);
+  test_poison = 0x3c;
+  const grads again = run_backward(context, s, in, other);
+  check_grads_equal(s, &got, &again);
+  layer_spec chosen = *s;
+  layer_inputs given = *in;
+  chosen.chosen = true;
+  given.ids = got.ids;
+  const grads want = run_backward(cpu, &chosen, &given, one);
+  check_grads_near(s, &got, &want, device_tolerance(s->desc.dtype));
+}
+
 /* The forward's bits, as up and down are the forward's. */
 static void check_forward_out(cumoe_context context, const layer_spec *s, const layer_inputs *in)
 {
@@ -1031,17 +1048,7 @@ static void run_keep_row(cumoe_context context, cumoe_context cpu, const cumoe_v
   const wish kept = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = true, .own_form = true},
              again = {.dtype = s.desc.dtype, .d_out = &d_out, .own_form = true};
   if (s.form.gate_order != CUMOE_GATE_UP_INTERLEAVED) check_forward_out(context, &s, &in);
-  test_poison = 0xff;
-  const grads got = run_backward(context, &s, &in, &kept);
-  test_poison = 0x3c;
-  const grads other = run_backward(context, &s, &in, &again);
-  check_grads_equal(&s, &got, &other);
-  layer_spec chosen = s; /* the same experts on both */
-  layer_inputs given = in;
-  chosen.chosen = true;
-  given.ids = got.ids;
-  const grads want = run_backward(cpu, &chosen, &given, &kept);
-  check_grads_near(&s, &got, &want, device_tolerance(s.desc.dtype));
+  check_beside_cpu(context, cpu, &s, &in, &kept, &again);
   case_end();
 }
 
@@ -1118,17 +1125,7 @@ static void test_near_cpu(cumoe_context context)
                     .z = .001f,
                     .kept = i % 2,
                     .own_form = i % 4 < 2};
-    test_poison = 0xff;
-    const grads got = run_backward(context, &s, &in, &w);
-    test_poison = 0x3c;
-    const grads again = run_backward(context, &s, &in, &w);
-    check_grads_equal(&s, &got, &again);
-    layer_spec chosen = s; /* the same experts on both */
-    layer_inputs given = in;
-    chosen.chosen = true;
-    given.ids = got.ids;
-    const grads want = run_backward(cpu, &chosen, &given, &w);
-    check_grads_near(&s, &got, &want, device_tolerance(s.desc.dtype));
+    check_beside_cpu(context, cpu, &s, &in, &w, &w);
     case_end();
   }
   CHECK_OK(cumoe_context_destroy(cpu));
