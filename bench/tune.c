@@ -80,8 +80,10 @@ typedef struct point {
   double cost[MAX_CHOICES];
 } point;
 
+/* behind: of the layer that is timed, what more rows only leave further behind. */
 typedef struct samples {
   choice choice[MAX_CHOICES];
+  bool behind[MAX_CHOICES];
   int32_t choices;
   point points[MAX_POINTS];
   int32_t count;
@@ -98,6 +100,8 @@ static point *point_at(samples *s, int64_t rows)
   return &s->points[s->count++];
 }
 
+/* A kernel that takes more than twice the least time, its tiles lower than an expert has rows, will not be the best of
+ * more rows: thin reads weights anew for each 8 rows. */
 static void add_times(samples *s, int64_t rows, const double *us)
 {
   double least = HUGE_VAL;
@@ -106,7 +110,10 @@ static void add_times(samples *s, int64_t rows, const double *us)
   point *p = isfinite(least) ? point_at(s, rows) : NULL;
   if (!p) return;
   p->layers++;
-  for (int32_t i = 0; i < s->choices; ++i) p->cost[i] += us[i] > 0 ? log(us[i] / least) : UNABLE;
+  for (int32_t i = 0; i < s->choices; ++i) {
+    p->cost[i] += us[i] > 0 ? log(us[i] / least) : UNABLE;
+    s->behind[i] = s->behind[i] || (us[i] > 2 * least && s->choice[i].bm < rows);
+  }
 }
 
 /* The place on the table's scale. */
@@ -170,7 +177,8 @@ static cumoe_status time_choices(bench *b, const machine *m, const family *f, ce
   cell_works(c, works);
   for (item i = ITEM_router; i <= (f->op == OP_router ? ITEM_router : ITEM_down); ++i) /* what the stage reads */
     for (int32_t input = 0; input < c->inputs && works[i].user; ++input) TRY(works[i].call(c, input, b->stream));
-  for (int32_t i = 0; i < s->choices; ++i) TRY(time_choice(b, m, f, c, &s->choice[i], &us[i]));
+  for (int32_t i = 0; i < s->choices; ++i)
+    if (!s->behind[i]) TRY(time_choice(b, m, f, c, &s->choice[i], &us[i]));
   add_times(s, rows_of(m, f, c->model->shape, c->tokens), us);
   return CUMOE_OK;
 }
@@ -210,6 +218,7 @@ static cumoe_status time_layer(bench *b, const machine *gpu, const family *f, in
   model m;
   fprintf(stderr, "tune: %s, %s, %s, %s\n", operation_name(f->op), b->o.kinds[index]->name, f->title, layer->name);
   cumoe_status status = model_create(b, layer, b->o.kinds[index], &m);
+  memset(s->behind, 0, sizeof s->behind);
   if (status == CUMOE_OK) status = time_model(b, gpu, f, &m, s);
   model_destroy(&m);
   return status;
