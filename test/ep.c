@@ -218,6 +218,25 @@ static cumoe_context open_rank(int32_t rank)
   return context;
 }
 
+/* The lanes' streams are kept as well, and made in one go: a GPU's queues are dealt to streams as these are made, and a
+ * lane that shares its queue with another rank's would stand behind what waits for it. */
+enum { RANKS_OF_A_GPU = 8 };
+static cumoe_stream lanes[MOST_RANKS][MOST_LANES];
+
+static void make_lanes(int32_t first, int32_t end)
+{
+  for (int32_t i = first; i < end; i++) open_rank(i);
+  for (int32_t i = first; i < end; i++)
+    for (int lane = 0; lane < MOST_LANES; lane++) CHECK_OK(cumoe_stream_create(opened[i], 0, &lanes[i][lane]));
+}
+
+static cumoe_stream lane_of(int32_t rank, int32_t lane)
+{
+  if (!gpus) return NULL;
+  if (!lanes[rank][0]) make_lanes(rank, rank + 1);
+  return lanes[rank][lane];
+}
+
 static void close_rank(cumoe_context context)
 {
   if (!gpus) CHECK_OK(cumoe_context_destroy(context));
@@ -225,7 +244,11 @@ static void close_rank(cumoe_context context)
 
 static void close_opened(void)
 {
-  for (int32_t i = 0; i < MOST_RANKS; i++) {
+  for (int32_t i = 0; i < MOST_RANKS && opened[i]; i++) {
+    for (int lane = 0; lane < MOST_LANES && lanes[i][lane]; lane++) {
+      CHECK_OK(cumoe_stream_destroy(opened[i], lanes[i][lane]));
+      lanes[i][lane] = NULL;
+    }
     CHECK_OK(cumoe_context_destroy(opened[i]));
     opened[i] = NULL;
   }
@@ -526,8 +549,7 @@ static void make_arena(rank *r)
   const cumoe_group_config c = config_of(r, arenas);
   CHECK_OK(cumoe_ep_arena(r->plan, &c, &r->bytes));
   r->arena = shared_bytes(r, r->bytes + SPARE);
-  for (int lane = 0; gpus && lane < r->w->lanes; lane++)
-    CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
+  for (int lane = 0; lane < r->w->lanes; lane++) r->streams[lane] = lane_of(r->number, lane);
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
 }
 
@@ -954,7 +976,6 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
     for (int64_t call = 0; call < CALLS * w->lanes; call++)
       download(r->context, out, &r->out_here, call * w->all + r->first, w->tokens[i]);
     download(r->context, &r->counts, &r->counts_here, 0, r->counts.rows);
-    for (int lane = 0; lane < w->lanes; lane++) CHECK_OK(cumoe_stream_destroy(r->context, r->streams[lane]));
     close_rank(r->context);
     free_shared(r->arena);
   }
@@ -1814,6 +1835,7 @@ static void begin_on_gpus(void)
   printf("# on %d GPUs\n", (int)gpus);
   signal(SIGALRM, stop_waiting);
   alarm(emulated() ? SECONDS_EMULATED : SECONDS_ON_GPUS);
+  make_lanes(0, RANKS_OF_A_GPU);
   gave_up = false;
 }
 
