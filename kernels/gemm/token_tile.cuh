@@ -79,6 +79,22 @@ template <class S> struct token_weight_scale {
   }
 };
 
+#ifndef TURNS
+#define TURNS 3
+#endif
+/* Consumers multiply in turn, so that one scales while the other multiplies. If both had products under way, the tensor
+ * cores would take them step by step in turn, both would end at once, and nothing be multiplied while they are scaled:
+ * a state that lasts, as both wait for the same stages. */
+enum { TURN_BARRIER = 4 };
+template <class S> DEVICE void take_turn(int group)
+{
+  if (TURNS) bar_sync(TURN_BARRIER + group, S::CONSUMERS * S::GROUP);
+}
+template <class S> DEVICE void pass_turn(int group)
+{
+  if (TURNS) bar_arrive(TURN_BARRIER + (group ^ 1), S::CONSUMERS * S::GROUP);
+}
+
 template <class S>
 DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int piece,
                         float (&part)[token_tile<S>::ACCUMULATORS])
@@ -89,8 +105,10 @@ DEVICE void begin_piece(pipeline_smem<S> &smem, uint32_t stage, int block, int p
   const uint32_t b = (uint32_t)wgmma_operand(smem.weights[stage]) + piece * (tile::COLUMNS * 8);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < S::BK / 32; k++)
+  for (int k = 0; k < S::BK / 32; k++) {
+    if ((TURNS == 3 && k == S::BK / 32 - 1) || (TURNS == 4 && k == S::BK / 64)) wgmma_commit_group();
     wgmma_step<S, tile::COLUMNS>::run(part, upper | (a + k * 2), upper | (b + k * 2), k > 0);
+  }
   wgmma_commit_group();
 }
 
@@ -124,14 +142,16 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
 {
   using tile = token_tile<S>;
   float x[2], weights = of_weights.draw(args), ahead = 1.f;
+  const int group = (int)(tid_x() / S::GROUP) - 1;
   await_tokens<S>(args, smem, at, place, x);
 #pragma unroll 1
   for (int left = args.k; left > 0; left -= S::BK, at.advance()) {
-    const token_share own = share_of<S>(PIECES);
     float part[tile::ACCUMULATORS];
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-      begin_piece<S>(smem, at.stage, own.block, own.piece + piece, part);
+      take_turn<S>(group);
+      begin_piece<S>(smem, at.stage, PIECES == 1 ? 0 : group, PIECES == 1 ? group : piece, part);
+      if (TURNS == 1) pass_turn<S>(group);
       float factor[2][tile::HALVES]; /* of the token, of even and odd octets */
 #pragma unroll
       for (int half = 0; half < tile::HALVES; half++) {
@@ -140,6 +160,10 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
         factor[1][half] = x[1] * w;
       }
       if (piece == 0 && left > S::BK) ahead = of_weights.draw(args);
+      if (TURNS >= 3) {
+        wgmma_wait_group<1>();
+        pass_turn<S>(group);
+      }
       if (piece + 1 == PIECES && left > S::BK) {
         pipeline_state<S::STAGES> next = at;
         next.advance();
@@ -147,6 +171,7 @@ DEVICE void multiply_token_pieces(const gemm_args &args, pipeline_smem<S> &smem,
         weights = ahead;
       }
       wgmma_wait_group<0>();
+      if (TURNS == 2) pass_turn<S>(group);
       if (piece + 1 == PIECES) release_stage<S>(smem, at.stage);
       hold(part);
 #pragma unroll

@@ -407,6 +407,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
 {
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
+  if (token_tile<S>::SERVED && own == 1 && tokens_are_rows<S>(args.g)) pass_turn<S>(own);
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -446,6 +447,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group);
   }
+  if constexpr (token_tile<S>::SERVED)
+    if (tid_x() / S::GROUP == 1 && tokens_are_rows<S>(args.g)) take_turn<S>(0); /* which the last of all passed */
 }
 
 template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)

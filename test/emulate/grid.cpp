@@ -397,12 +397,22 @@ int block_barrier(int value)
   return last_count;
 }
 
+static bool complete(int barrier, int count)
+{
+  if (++named_count[barrier] < count) return false;
+  named_count[barrier] = 0;
+  wake(AT_NAMED, barrier);
+  return true;
+}
+
+void named_arrival(int barrier, int count)
+{
+  complete(barrier, count);
+}
+
 void named_barrier(int barrier, int count)
 {
-  if (++named_count[barrier] == count) {
-    named_count[barrier] = 0;
-    return wake(AT_NAMED, barrier);
-  }
+  if (complete(barrier, count)) return;
   fibers[current].number = barrier;
   pause(AT_NAMED);
 }
