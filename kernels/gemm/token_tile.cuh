@@ -80,7 +80,7 @@ template <class S> struct token_weight_scale {
 };
 
 #ifndef TURNS
-#define TURNS 3
+#define TURNS 0
 #endif
 /* Consumers multiply in turn, so that one scales while the other multiplies. If both had products under way, the tensor
  * cores would take them step by step in turn, both would end at once, and nothing be multiplied while they are scaled:
