@@ -81,6 +81,13 @@ static bool fits_few(const variant *v, const op_shape *s)
   return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
 }
 
+/* run counts vectors of weights in 32 bits: of the experts that may be active, once more for each FEW_COLUMNS pairs. */
+static bool fits_run(const variant *v, const op_shape *s)
+{
+  if (!s->in_one || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
+  return min64(s->rows, s->experts + s->rows / FEW_COLUMNS) * s->k * s->n / 4 <= INT32_MAX;
+}
+
 /* Of queries, each with as many rows as heads share keys. */
 static int64_t row_tiles(const op_shape *s, int32_t units)
 {
@@ -136,6 +143,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
   if (v->form == FORM_few) return fits_few(v, s);
+  if (v->form == FORM_run) return fits_run(v, s);
   if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
 }
@@ -294,6 +302,7 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_run) return min64(FEW_SHARES, resident(m, v));
   return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
 }
 

@@ -488,6 +488,8 @@ static void link_few(const pass *p, layer_arguments *l)
   const workspace_layout *at = &p->lp.at;
   uint64_t *words = region(p, at->few_words);
   l->few.protocol.tickets = (int32_t *)(words + l->few.up.rows_cap);
+  if (variants[p->lp.steps[STAGE_few_up].row].form == FORM_run)
+    for (int i = 0; i < 2; i++) l->few.protocol.parts[i] = region(p, at->few_parts[i]);
   l->router.router.r.protocol.fill = region(p, at->h);
   l->router.router.r.protocol.fill_vectors = (int32_t)(at->few_fill / 16);
   if (!p->lp.few_gates) return;

@@ -194,6 +194,29 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
   return weights * loss <= limit(l, LIMIT_few_bytes);
 }
 
+/* Weights are read once for each FEW_COLUMNS rows of an expert. */
+static bool run_pays(const layer *l, const op_shape *up)
+{
+  if ((double)up->tokens > limit(l, LIMIT_few_run) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
+  return (double)up->tokens < limit(l, LIMIT_few_many) ||
+         (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
+}
+
+static op_shape few_up_shape(const layer *l)
+{
+  const cumoe_moe_desc *d = l->d;
+  op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
+  s.in_one = (l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
+             class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
+             (is_forced(l, OP_few_up) || run_pays(l, &s));
+  return s;
+}
+
+static bool is_run(int32_t row)
+{
+  return row >= 0 && variants[row].form == FORM_run;
+}
+
 /* Rows for both serve, no row of what they stand for is forced, and it pays, or one of theirs is forced. */
 static bool wants_few(const layer *l)
 {
@@ -201,12 +224,13 @@ static bool wants_few(const layer *l)
   if (l->c->tokens > FEW_TOKENS) return false; /* first: most layers are decided here */
   if (l->d->flags & CUMOE_MOE_UNREDUCED || l->d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
   if (is_invariant(l->d)) return false;
-  const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  if (choose(l->m, &up) < 0 || choose(l->m, &down) < 0) return false;
+  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  const int32_t row = choose(l->m, &up);
+  if (row < 0 || (!is_run(row) && choose(l->m, &down) < 0)) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof replaced / sizeof *replaced; ++i)
     if (is_forced(l, replaced[i])) return false;
-  return few_pays(l, &up, &down);
+  return is_run(row) || few_pays(l, &up, &down);
 }
 
 /* What few_up does of gates: GATE_IN_FEW_UP. */
@@ -225,8 +249,9 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 
 static void add_few(const layer *l, layer_plan *p)
 {
-  const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = (l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down);
+  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  p->few_in_one = is_run(choose(l->m, &up)) || ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) &&
+                                                few_alike(l, &up, &down));
   p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
@@ -359,6 +384,18 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
+/* run's parts of up and, behind them, of down lie in y, which it does not have, and beyond. */
+static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
+{
+  const int64_t t = min64(tokens, FEW_TOKENS), pairs = min64(t * d->routing.top_k, FEW_PAIRS(FEW_TOKENS));
+  carver parts = {w->y, c->overflow};
+  if (d->dtype == CUMOE_F32 || format_is_scaled(class_of(&d->up_format, d->dtype))) return;
+  w->few_parts[0] = carve(&parts, 1, FEW_PARTS(t, pairs, 2 * (int64_t)d->inter), 4);
+  w->few_parts[1] = carve(&parts, 1, FEW_PARTS(t, pairs, d->hidden), 4);
+  c->overflow = parts.overflow;
+  if (parts.at > c->at) c->at = parts.at;
+}
+
 bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
 {
   carver c = {0, false};
@@ -381,6 +418,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);
   w->few_fill = c.at - w->h;
   w->y = carve(&c, pairs, d->hidden, element);
+  carve_parts(&c, d, tokens, w);
   carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
   if (d->shared_inter) {

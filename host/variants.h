@@ -32,6 +32,7 @@ typedef enum form {
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, weights of either major that tensor maps can describe */
   FORM_mixed,   /* GEMM on sm_90a's tensor cores, weights of 4 bits in registers */
   FORM_few,     /* the experts of few tokens without a map, either major */
+  FORM_run,     /* the same behind a router, N-major, where one grid does all */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise, all functions but gelu */

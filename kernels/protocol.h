@@ -9,6 +9,7 @@
  *   few.weights      ones, by router   few_up             few_up            own region       router to few_up
  *   few.tickets      ones, by router   few_up             few_up            behind weights   router to few_up
  *   h of few_up      ones, by router   few_up             few_up            h                router to few_up
+ *   few.parts        -                 few_up             few_up            y                few_up
  *
  * Sizes: PROGRESS_WORDS int32_t; x_copy [T k, hidden], exactly what y has (codes take half, their scales a part of the
  * rest); FEW_BYTES for weights and tickets. The
@@ -86,9 +87,17 @@ typedef struct combine_protocol {
 typedef struct few_protocol {
   uint64_t *weights; /* NULL: gate has run. Else [T k], the bits of each pair's weight: few_up does the gate's work */
   int32_t *tickets;  /* NULL: few_down runs next. Else tickets drawn, less one: few_up does its work, too */
+  float *parts[2];   /* of the form run: of sums of up, of down (FEW_PARTS) */
 } few_protocol;
 
-#define FEW_BYTES(pairs) ((pairs)*8 + 4) /* weights, then tickets */
+/* Weights, then tickets; of the form run: of up, of down, and a flag for each of their shares. */
+#define FEW_BYTES(pairs) ((pairs)*8 + (2 + 2 * (int)FEW_SHARES) * 4)
+
+/* run: at most FEW_SHARES CTAs have a share of the weights, rows of `channels` channels, of which up to FEW_UNIT are
+ * multiplied together, by the tokens of an expert, up to FEW_COLUMNS. f32 sums that they may have to leave. */
+enum { FEW_SHARES = 160, FEW_UNIT = 2048 };
+#define FEW_PARTS(tokens, pairs, channels)                                                                             \
+  (FEW_SHARES * ((tokens) < 8 ? (tokens) : 8) * ((channels) < FEW_UNIT ? (channels) : FEW_UNIT) + (pairs) * (channels))
 
 typedef struct router_protocol {
   void *fill; /* NULL, or memory that the router fills with ones for few_up: h, and FEW_BYTES behind it; CUDA only */
