@@ -198,8 +198,7 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 static bool run_pays(const layer *l, const op_shape *up)
 {
   if ((double)up->tokens > limit(l, LIMIT_few_run) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
-  return (double)up->tokens < limit(l, LIMIT_few_many) ||
-         (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
+  return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
 
 static op_shape few_up_shape(const layer *l)
@@ -250,8 +249,8 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = is_run(choose(l->m, &up)) || ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) &&
-                                                few_alike(l, &up, &down));
+  p->few_in_one = is_run(choose(l->m, &up)) ||
+                  ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);

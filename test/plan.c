@@ -235,6 +235,7 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
                 (int8_t)s->major == v->major;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
   if (v->form == FORM_few && s->by_expert) return false;
+  if (v->form == FORM_run && !s->in_one) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
@@ -494,6 +495,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
  * SMs. */
 static wide simple_grid(const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_run) return smaller(FEW_SHARES, HOPPER_SMS);
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
@@ -875,6 +877,18 @@ static wide groups_of(const cumoe_format *f, int64_t cols)
   return wide_ceil(f->origin[1] % f->row_group + cols, f->row_group);
 }
 
+/* With the parts of sums that lie there instead. */
+static wide bytes_of_y(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w)
+{
+  const wide y = (wide)tokens * d->routing.top_k * d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2);
+  if (w->few_parts[1] == 0) return y;
+  const wide t = tokens < FEW_TOKENS ? tokens : FEW_TOKENS, most = FEW_PAIRS(FEW_TOKENS),
+             pairs = t * d->routing.top_k < most ? t * d->routing.top_k : most;
+  CHECK(w->few_parts[0] == w->y && w->few_parts[1] >= w->y + (size_t)(4 * FEW_PARTS(t, pairs, 2 * (wide)d->inter)));
+  const wide parts = w->few_parts[1] - w->y + 4 * FEW_PARTS(t, pairs, d->hidden);
+  return y > parts ? y : parts;
+}
+
 static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w, region *out)
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
@@ -896,7 +910,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
       {"h", w->h, t * k * d->inter * element},
       {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
-      {"y", w->y, t * k * d->hidden * element},
+      {"y", w->y, bytes_of_y(d, tokens, w)},
       {"shared_h", w->shared_h, t * d->shared_inter * element},
       {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
       {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0},

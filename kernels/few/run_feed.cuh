@@ -100,8 +100,8 @@ template <class S> struct run_feed {
   }
 
   /* A lane's part of the sum of one channel of a half: of every `step`-th share. */
-  DEVICE float add_parts(const run_parts<S> &parts, const run_shares &shares, const run_stage &run, int half, int column,
-                         int n, int first, int step) const
+  DEVICE float add_parts(const run_parts<S> &parts, const run_shares &shares, const run_stage &run, int half,
+                         int column, int n, int first, int step) const
   {
     constexpr int AT_ONCE = 4;
     const run_line &line = parts.line;
@@ -156,8 +156,7 @@ template <class S> struct run_feed {
         gate += __shfl_xor_sync(ALL_LANES, gate, mask);
         up += __shfl_xor_sync(ALL_LANES, up, mask);
       }
-      if (first == 0 && i < values)
-        smem.columns[at.stage][row][column] = there ? h_of(run, row, gate, up) : 0.f;
+      if (first == 0 && i < values) smem.columns[at.stage][row][column] = there ? h_of(run, row, gate, up) : 0.f;
     }
   }
 

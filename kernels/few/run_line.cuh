@@ -133,18 +133,18 @@ enum { RUN_UNIT = 1, RUN_SHARE };
 template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
 struct few_memory<run_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   using S = run_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
-  uint4 stages[STAGES][S::STAGE_VECTORS];          /* rows one behind the other */
-  float columns[STAGES][S::ROWS][S::COLUMNS];      /* x or h of those rows */
-  float4 fold[S::CONSUMER_THREADS][2];             /* where warps share channels: sums */
+  uint4 stages[STAGES][S::STAGE_VECTORS];     /* rows one behind the other */
+  float columns[STAGES][S::ROWS][S::COLUMNS]; /* x or h of those rows */
+  float4 fold[S::CONSUMER_THREADS][2];        /* where warps share channels: sums */
   run_stage stage[STAGES];
   uint64_t full[STAGES], empty[STAGES];
-  uint64_t weights_ready; /* the table's `weight` */
-  run_line line[2];       /* of up, of down */
-  int32_t share[2];       /* the CTA's first of up and of down */
-  int32_t next;           /* its next */
-  int16_t before[S::PAIRS];             /* pairs of the active experts ahead */
-  int16_t count[S::PAIRS];              /* pairs of an active expert */
-  int16_t place[S::PAIRS];              /* of a pair: active expert * COLUMNS + column */
+  uint64_t weights_ready;   /* the table's `weight` */
+  run_line line[2];         /* of up, of down */
+  int32_t share[2];         /* the CTA's first of up and of down */
+  int32_t next;             /* its next */
+  int16_t before[S::PAIRS]; /* pairs of the active experts ahead */
+  int16_t count[S::PAIRS];  /* pairs of an active expert */
+  int16_t place[S::PAIRS];  /* of a pair: active expert * COLUMNS + column */
   few_table<S::PAIRS> table;
   gate_scratch scratch[2]; /* the routing warp's, the copier's */
 };
@@ -212,9 +212,10 @@ template <class S> DEVICE void stamp(const few_args &args, int i)
 {
   uint64_t t;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
-  reinterpret_cast<uint64_t *>(args.protocol.parts[0])[(1 << 19) + blockIdx.x * 16 + i] = t; /* 4 MiB on */
+  reinterpret_cast<uint64_t *>(args.protocol.parts[0])[(6 << 20) + blockIdx.x * 16 + i] = t; /* 48 MiB on */
 }
-#define STAMP(when, i) if (when) stamp<S>(args, i)
+#define STAMP(when, i)                                                                                                 \
+  if (when) stamp<S>(args, i)
 #else
 #define STAMP(when, i)
 #endif

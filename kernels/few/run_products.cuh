@@ -187,8 +187,8 @@ DEVICE void sum_pairs(const few_args &args, run_smem<S> &smem, const run_shares 
   const int each = WARP_SIZE / S::SHARERS; /* items of a warp */
 #pragma unroll 1
   for (int first = warp_id() * each; first < items; first += S::THREADS / S::SHARERS) {
-    const int item = first + lane_id() / S::SHARERS, pair = min(item, items - 1) / fours, local = (item - pair * fours) * 4,
-              channel = octet * 8 + local;
+    const int item = first + lane_id() / S::SHARERS, pair = min(item, items - 1) / fours,
+              local = (item - pair * fours) * 4, channel = octet * 8 + local;
     const bool there = item < items && smem.table.to[pair] >= 0 && smem.table.weight[pair] != 0;
     const float4 sum = sum_parts<S>(smem, parts, shares, pair, channel, there);
     if (!there || lane_id() % S::SHARERS) continue;
@@ -213,8 +213,7 @@ DEVICE float sum_run_slots(const few_args &args, const run_smem<S> &smem, int to
     const float weight = smem.table.weight[pair];
     if (weight == 0) continue;
     float value = of.y[pair][local];
-    if (smem.table.to[pair] == ROW_IDENTITY)
-      value = to_f32(static_cast<const T *>(out.x)[token * out.x_ld + channel]);
+    if (smem.table.to[pair] == ROW_IDENTITY) value = to_f32(static_cast<const T *>(out.x)[token * out.x_ld + channel]);
     sum = fmaf(weight, value, sum);
   }
   if (!out.shared) return sum;
