@@ -67,7 +67,9 @@ static cumoe_status pad(const backward *b)
                       .offsets = region(b->scratch, b->at.offsets),
                       .row_pair = region(b->scratch, b->at.row_pair),
                       .slot_row = region(b->scratch, b->at.slot_row),
-                      .rows_cap = b->at.routed.rows};
+                      .rows_cap = b->at.routed.rows,
+                      .zeros = on_cpu(b->p.context) ? NULL : region(b->scratch, b->at.zeros),
+                      .zero_words = b->at.zero_words};
   return dispatch(b->p.context, OP_pad, &a, b->p.stream);
 }
 
@@ -87,11 +89,35 @@ static cumoe_status in_row_order(const backward *b, const expert_rows *e, row_ma
   return dispatch(b->p.context, OP_copy_rows, &c, b->p.stream);
 }
 
+/* d h as a product whose kernel goes on with the activation, where there is one: *follows. The activation that is
+ * launched behind it does what is left. */
+static cumoe_status follow_d_h(const backward *b, const expert_rows *e, const rows_product_args *d_h,
+                               activation_args *act, bool *follows)
+{
+  struct context *context = b->p.context;
+  mapped_args mapped = {.down_backward.activation = *act};
+  gemm_args *g = &mapped.down_backward.gemm.g;
+  launch_step step;
+  *follows = !on_cpu(context) && as_down(d_h, g);
+  if (!*follows) return CUMOE_OK;
+  const choice_hint hint = {.rows = d_h->map.tokens.count * d_h->map.top_k};
+  TRY(choose_step(context, OP_down, g, &hint, &step));
+  *follows = variants[step.row].form == FORM_wgmma;
+  if (!*follows) return CUMOE_OK;
+  act->progress = region(b->scratch, e->at.progress);
+  mapped.down_backward.activation.progress = g->protocol.progress = act->progress;
+  g->protocol.by_expert = true;
+  TRY(choose_step(context, OP_down_backward, g, &hint, &step));
+  TRY(encode_maps(context, &step, &mapped));
+  return launch(context, &step, &mapped, b->p.stream);
+}
+
 /* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
  * from which the pairs' gradients come. */
 static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
 {
   const bool cpu = on_cpu(b->p.context);
+  bool follows;
   activation_args act = activation_of(&b->p, e->w, &e->map);
   const rows_product_args d_h = {.map = e->map,
                                  .a = *d_out,
@@ -113,8 +139,9 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
   act.weighs = e->weighs_h;
   act.weighs_h = e->weighs_h && !cpu;
   act.scale = b->scale;
-  TRY(multiply_rows(b->p.context, &d_h, b->p.stream));
-  return dispatch(b->p.context, OP_activation, &act, b->p.stream);
+  TRY(follow_d_h(b, e, &d_h, &act, &follows));
+  if (!follows) TRY(multiply_rows(b->p.context, &d_h, b->p.stream));
+  return dispatch(b->p.context, follows ? OP_activation_rest : OP_activation, &act, b->p.stream);
 }
 
 /* How the gradients of gate and up read d z: as one matrix of 2 I columns, where they are one matrix in the same order;

@@ -18,6 +18,7 @@ typedef struct rows_layout {
   size_t d_h, h, d_z, along;
   size_t d_rows; /* on CUDA it holds the copy of x first */
   size_t d_out;  /* the copy of d out, on CUDA alone */
+  size_t progress; /* FOLLOW_WORDS of them, on CUDA alone */
   int64_t rows;  /* how many there is room for */
 } rows_layout;
 
@@ -27,6 +28,8 @@ typedef struct scratch_layout {
   size_t count, token_loss, pair_scale;
   size_t counts, offsets, row_pair, slot_row;  /* of padded rows */
   size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
+  size_t zeros; /* on CUDA: words that pad clears, progress of all rows */
+  int64_t zero_words;
   size_t hist;                                 /* of the map, where nothing was kept */
   size_t kept;                                 /* where there is no other place for it */
   size_t bytes;
@@ -71,6 +74,8 @@ cumoe_status run_gate_backward(struct context *context, const gate_backward_args
 bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order);
 /* Products of rows and transposed weights: the forward's kernels where they serve. */
 cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream);
+/* The product as the forward's `down`, if it is one: rows in their order, one type, one matrix. */
+bool as_down(const rows_product_args *a, gemm_args *g);
 /* Matrix and biases, whichever are there; d: `halves` of n channels each. */
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream);
 

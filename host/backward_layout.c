@@ -48,6 +48,15 @@ static rows_layout carve_rows(carver *c, const struct plan *plan, int64_t pairs,
   return at;
 }
 
+/* Words of the rows of one weights object. They begin in whole lines, one region behind the other: pad clears them all
+ * at once. */
+static int64_t carve_progress(carver *c, const struct plan *plan, int64_t experts, rows_layout *at)
+{
+  const int64_t words = on_cpu(plan->context) ? 0 : (FOLLOW_WORDS(at->rows, experts) + 63) / 64 * 64;
+  at->progress = carve(c, words, 1, 4);
+  return words;
+}
+
 int32_t runs_of(const struct plan *plan, int64_t tokens)
 {
   enum { MOST = 8, RUN = 512 };
@@ -76,6 +85,9 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   TRY(lay_out_kept(name, plan, tokens, &keeps));
   at->routed = carve_rows(&c, plan, pairs, d->local_experts, d->inter);
   if (d->shared_inter) at->shared = carve_rows(&c, plan, tokens, 1, d->shared_inter);
+  at->zero_words = carve_progress(&c, plan, d->local_experts, &at->routed);
+  if (d->shared_inter) at->zero_words += carve_progress(&c, plan, 1, &at->shared);
+  at->zeros = at->routed.progress;
   at->d_weights = carve(&c, pairs, 1, 4);
   at->d_logits = carve(&c, tokens, experts, 4);
   at->d_router = carve(&c, tokens, d->hidden, 4);

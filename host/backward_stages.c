@@ -156,8 +156,7 @@ bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order)
   return true;
 }
 
-/* The product as the forward's `down`, if it is one: rows in their order, one type, one matrix. */
-static bool as_down(const rows_product_args *a, gemm_args *g)
+bool as_down(const rows_product_args *a, gemm_args *g)
 {
   const expert_matrix *b = &a->b;
   const int64_t element = element_of(b);

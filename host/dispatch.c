@@ -271,7 +271,8 @@ static op_shape shape_of_bias_gradient(operation op, const void *args)
 static op_shape shape_of_activation(operation op, const void *args)
 {
   const activation_args *a = args;
-  return (op_shape){.op = op, .tokens = a->map.rows_cap};
+  const int64_t at_once = 1 << 12; /* rows, of what is left */
+  return (op_shape){.op = op, .tokens = a->progress ? min64(a->map.rows_cap, at_once) : a->map.rows_cap};
 }
 
 static op_shape shape_of_pair_gradient(operation op, const void *args)

@@ -43,6 +43,8 @@ typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
   int64_t rows_cap;
+  int32_t *zeros; /* CUDA only: words that become 0, of those that follow */
+  int64_t zero_words;
 } pad_args;
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
@@ -160,7 +162,24 @@ typedef struct activation_args {
   int32_t inter, dtype, d_h_dtype, act, gated, order, weighs, weighs_h;
   float act_alpha, act_limit, gate_limit; /* gemm_args */
   float scale;
+  int32_t *progress; /* activation_rest: FOLLOW_WORDS, by which what down_backward has done is left out */
 } activation_args;
+
+/*
+ * d h = d out times down's weights, and behind it d z: on sm_90a warps that the products leave idle draw tickets for
+ * the next FOLLOW_ROWS rows, wait until all of d h of that expert is stored, and do `activation` of these rows. They
+ * wait no longer than products of their own CTA last. activation_rest does the rows whose word, FOLLOW_DONE, is then
+ * still 0: of 16 bits, by CTAs that loop.
+ */
+enum { FOLLOW_ROWS = 4 };
+#define FOLLOW_TICKETS(rows, experts) PROGRESS_WORDS(rows, experts)
+#define FOLLOW_DONE(rows, experts)    (FOLLOW_TICKETS(rows, experts) + 1)
+#define FOLLOW_WORDS(rows, experts)   (FOLLOW_DONE(rows, experts) + (rows) / FOLLOW_ROWS)
+static_assert(ROW_STEP % FOLLOW_ROWS == 0, "a ticket's rows are of one expert");
+typedef struct down_backward_args {
+  gemm_sm90_args gemm;
+  activation_args activation;
+} down_backward_args;
 
 /*
  * d_weights[t, j] = along[r] + scale * <d_out, bias> of a row; of an identity expert scale * <d_out, x>; on_input:

@@ -585,7 +585,7 @@ static void test_grids_around_tiles(rng *r)
                       .k = 64,
                       .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
-        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down)
+        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down || v->op == OP_down_backward)
           check_gemm_grid(r, &g, v, &s, grid);
         else
           CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
@@ -685,7 +685,7 @@ static void test_late_rows(void)
       case_end();
     }
   for (int op = OP_attention + 1; op < OP_COUNT; op++)
-    for (int i = 1; i < GPU_COUNT && op != OP_up_keep; i++) {
+    for (int i = 1; i < GPU_COUNT && !is_cuda_only((operation)op); i++) {
       const op_shape s = {.op = (operation)op, .tokens = 1000};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);

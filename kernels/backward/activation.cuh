@@ -207,4 +207,26 @@ template <int THREADS> DEVICE void any_activation(const activation_args &a)
   activation_of_row<bf16>(a, row);
 }
 
+/* The tickets that down_backward has left. A lane looks one up. */
+template <int THREADS> DEVICE void any_activation_rest(const activation_args &a)
+{
+  const uint32_t step = gridDim.x * (THREADS / WARP_SIZE), tickets = (uint32_t)(end_of_rows(a.map) / FOLLOW_ROWS);
+#pragma unroll 1
+  for (uint32_t at = blockIdx.x * (THREADS / WARP_SIZE) + warp_id(); at < tickets; at += WARP_SIZE * step) {
+    const uint32_t own = at + lane_id() * step;
+    unsigned left =
+        __ballot_sync(ALL_LANES, own < tickets && !a.progress[FOLLOW_DONE(a.map.rows_cap, a.map.experts) + own]);
+#pragma unroll 1
+    for (; left; left &= left - 1)
+#pragma unroll 1
+      for (uint32_t row = 0; row < FOLLOW_ROWS; row++) {
+        const uint32_t first = (at + (__ffs(left) - 1) * step) * FOLLOW_ROWS;
+        if (a.dtype == DT_F16)
+          activation_of_row<f16>(a, first + row);
+        else
+          activation_of_row<bf16>(a, first + row);
+      }
+  }
+}
+
 #endif

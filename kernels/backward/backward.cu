@@ -15,6 +15,7 @@
 #define BODY_add_runs                             BODY
 #define BODY_bias_gradient                        BODY
 #define BODY_activation                           BODY
+#define BODY_activation_rest                      BODY
 #define BODY_pair_gradient                        BODY_UNITS
 #define BODY_sigmoid                              BODY
 #define BODY_gather                               BODY
@@ -30,6 +31,7 @@
 #define ARGUMENTS_add_runs                        add_runs_args
 #define ARGUMENTS_bias_gradient                   weight_gradient_args
 #define ARGUMENTS_activation                      activation_args
+#define ARGUMENTS_activation_rest                 activation_args
 #define ARGUMENTS_pair_gradient                   pair_gradient_args
 #define ARGUMENTS_sigmoid                         sigmoid_args
 #define ARGUMENTS_gather                          gather_args

@@ -71,7 +71,7 @@ DEVICE product_unit unit_of(const row_map &m, const rows_table<THREADS> &table, 
 {
   const int64_t tile = index / n_tiles;
   const int e = expert_of_row(table.before, m.experts, tile);
-  const row_range rows = rows_of_expert(m, e);
+  const row_span rows = rows_of_expert(m, e);
   const int64_t at = (tile - table.before[e]) * BM;
   return {e, rows.begin + at, (int)min(rows.count - at, (int64_t)BM), (int)(index % n_tiles) * bn};
 }
@@ -152,7 +152,7 @@ template <int THREADS> DEVICE void any_rows_product(const rows_product_args &p)
 
 struct gradient_unit {
   int expert, half, n0, k0;
-  row_range rows;
+  row_span rows;
 };
 
 /* Experts, then tiles, k fastest: neighbours share the rows of a. */
@@ -283,7 +283,7 @@ template <int THREADS> DEVICE void any_bias_gradient(const weight_gradient_args 
   __shared__ float part[WARPS][WARP_SIZE];
   const int blocks = GRADIENT_BLOCKS(g.n), n = (int)(blockIdx.x % blocks) * GRADIENT_BLOCK + lane_id();
   const int half = blockIdx.x / blocks % g.halves, expert = blockIdx.x / blocks / g.halves;
-  const row_range rows = rows_of_expert(g.map, expert);
+  const row_span rows = rows_of_expert(g.map, expert);
   if (!g.d.bias[half] || (g.accumulates && rows.count == 0)) return;
   float sum = 0;
 #pragma unroll 4

@@ -6,7 +6,7 @@
 #include "backward.h"
 #include "device/ptx.cuh"
 
-struct row_range {
+struct row_span {
   int64_t begin, count;
 };
 
@@ -15,7 +15,7 @@ DEVICE int64_t clamped(int64_t v, int64_t low, int64_t high)
   return min(max(v, low), high);
 }
 
-DEVICE row_range rows_of_expert(const row_map &m, int expert, bool *bad = nullptr)
+DEVICE row_span rows_of_expert(const row_map &m, int expert, bool *bad = nullptr)
 {
   const int64_t begin = m.counts ? m.offsets[expert] : 0, count = m.counts ? m.counts[expert] : token_total(m.tokens);
   const int64_t first = clamped(begin, 0, m.rows_cap), kept = clamped(count, 0, m.rows_cap - first);

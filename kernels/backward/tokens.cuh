@@ -19,7 +19,7 @@ template <int THREADS> DEVICE void place_experts(const pad_args &p, pad_smem<THR
   int64_t own = 0, all;
   for (int e = first; e < last; e++) {
     bool bad;
-    const row_range rows = rows_of_expert(p.map, e, &bad);
+    const row_span rows = rows_of_expert(p.map, e, &bad);
     smem.from[e] = (int32_t)rows.begin;
     smem.count[e] = (int32_t)rows.count;
     own = min(own + round_up(rows.count, (int64_t)ROW_STEP), p.rows_cap);
@@ -61,6 +61,7 @@ template <int THREADS> DEVICE void any_pad(const pad_args &p)
     const int64_t at = i - smem.begin[e];
     p.row_pair[i] = at < smem.count[e] ? (int32_t)pair_of_row(p.map, smem.from[e] + at) : -1;
   }
+  for (int64_t at = i; at < p.zero_words; at += (int64_t)gridDim.x * THREADS) p.zeros[at] = 0;
   if (i < token_total(p.map.tokens) * p.map.top_k) p.slot_row[i] = padded_row<THREADS>(p, smem, i);
 }
 

@@ -16,13 +16,17 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
   static constexpr row_source SOURCE = SOURCE_;
   static constexpr int HALVES = HALVES_;
   static constexpr epilogue EPILOGUE = EPILOGUE_;
-  static constexpr bool KEEPS = false; /* what the activation gets is a result, too */
+  static constexpr bool KEEPS = false;    /* what the activation gets is a result, too */
+  static constexpr bool FOLLOWED = false; /* idle warps go on with what is stored: backward/follow.cuh */
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
 struct operation_up_keep : operation_up {
   static constexpr bool KEEPS = true;
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
+struct operation_down_backward : operation_down {
+  static constexpr bool FOLLOWED = true;
+};
 
 template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {
   using OPERATION = OPERATION_;

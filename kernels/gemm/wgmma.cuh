@@ -30,7 +30,8 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
-  static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
+  static constexpr int CONSUMER_REGISTERS = PRODUCT::FOLLOWED ? 216 : 224,
+                       PRODUCER_REGISTERS = PRODUCT::FOLLOWED ? 72 : 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
   static constexpr int GATHER_ROWS = wgmma_shape::GROUP / 8, GATHERS = BM / GATHER_ROWS;
@@ -103,7 +104,7 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
-    return !S::GATHERED && !S::SCALED && args.protocol.by_expert; /* codes of h are made between up and down */
+    return !S::GATHERED && !S::SCALED && !S::FOLLOWED && args.protocol.by_expert; /* codes of h are made between up and down */
   }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
@@ -358,8 +359,19 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   }
 }
 
+/* By idle warps (backward/follow.cuh). */
+template <class S> DEVICE void follow_products(const gemm_sm90_args &args, wgmma_smem<S> &smem);
+
+/* Whether this CTA has no more products for others to follow. */
+template <class S> DEVICE volatile int32_t &products_ended(wgmma_smem<S> &smem)
+{
+  return smem.drawn[0];
+}
+
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
+  if constexpr (S::FOLLOWED)
+    if (warp_id() != 0) return follow_products<S>(args, smem);
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   const bool factors = S::PACKED && warp_id() > 0 && warp_id() <= FACTOR_WARPS;
   if constexpr (S::PACKED)
@@ -443,9 +455,10 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert)
+    if ((S::GATHERED || S::FOLLOWED) && !S::SCALED && args.g.protocol.by_expert)
       add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group);
   }
+  if constexpr (S::FOLLOWED) products_ended(smem) = true;
 }
 
 template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)
@@ -458,6 +471,7 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
+    if constexpr (S::FOLLOWED) products_ended(smem) = false;
     if constexpr (S::PACKED)
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     fence_mbarrier_init();
