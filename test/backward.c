@@ -1088,6 +1088,50 @@ static void test_keep_rows(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
+/* Experts with so many rows that d h is a product by wgmma, and each activation's gradient follows it: in its kernel,
+ * and of what that leaves behind it. */
+static layer_spec followed_spec(const cumoe_variant_info *v, int i)
+{
+  const int32_t major = !strcmp(v->major, "K") ? CUMOE_IN_OUT : CUMOE_OUT_IN;
+  layer_spec s = layer_spec_new(v->x, i == 1 ? 400 : 200 + 40 * i, 136, i % 2 ? 136 : 264);
+  rng r = {(uint64_t)i};
+  s.input = INPUT_ROUTER;
+  s.seed = (uint64_t)i + 1;
+  layer_random_form(&r, &s);
+  s.desc.act = i % 7;
+  s.desc.act_limit = s.desc.act == CUMOE_ACT_SWIGLU_OAI ? 1 : 0;
+  s.desc.routing.top_k = 1 + i % 2;
+  s.desc.num_experts = 2 + i % 2;
+  s.desc.shared_inter = i == 1 ? 72 : 0;
+  s.form.down_major = major;
+  s.form.per_expert = false;
+  s.optional_outputs = true;
+  s.device_count = i == 2;
+  s.device_tokens = 190;
+  return s;
+}
+
+static void test_followed_rows(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  for (int32_t index = 0; index < cumoe_variant_count(); index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(context, index, &v));
+    if (strcmp(v.op, "down_backward") || !v.usable) continue;
+    for (int i = 0; i < (getenv("SMALL") ? 3 : 7); i++) {
+      const layer_spec s = followed_spec(&v, i);
+      case_begin("%s: %d", v.name, i);
+      const layer_inputs in = layer_inputs_new(&s);
+      const tensor d_out = d_out_new(&s);
+      const wish kept = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = true, .own_form = true},
+                 again = {.dtype = s.desc.dtype, .d_out = &d_out, .own_form = true};
+      check_beside_cpu(context, cpu, &s, &in, &kept, &again);
+      case_end();
+    }
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
 /* What training has: a router, shared experts with a gate, every activation. */
 static layer_spec trained_spec(int i, int32_t dtype)
 {
@@ -1523,6 +1567,7 @@ static const test_group groups[] = {
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
     GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
     GROUP("kernels that keep", test_keep_rows, ON_CUDA),
+    GROUP("kernels that follow", test_followed_rows, ON_CUDA),
 };
 
 TEST_MAIN(groups)

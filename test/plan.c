@@ -652,6 +652,12 @@ static void test_functions(void)
   group_end();
 }
 
+/* Operations that a CUDA row of another one stands in for. */
+static bool is_cuda_only(operation op)
+{
+  return op == OP_up_keep || op == OP_down_backward;
+}
+
 /* Of attention: the fewest columns that hold a head; parts where a sequence has few rows, by clusters where there are
  * few sequences. Of what else is loaded late there is a row for everything. */
 static void test_late_rows(void)

@@ -19,11 +19,11 @@ DEVICE int32_t draw_followed(const activation_args &a)
 template <class S> DEVICE bool wait_for_d_h(const gemm_args &args, wgmma_smem<S> &smem, int expert)
 {
   const int32_t all = (smem.table.before[expert + 1] - smem.table.before[expert]) * args.n;
-  for (;;) {
-    const bool stored = load_acquire(h_stored(args, expert)) == all, ended = products_ended(smem);
-    if (__shfl_sync(ALL_LANES, stored, 0)) return true;
-    if (__shfl_sync(ALL_LANES, ended, 0)) return false;
-  }
+  bool stored;
+  do {
+    stored = load_acquire(h_stored(args, expert)) == all;
+  } while (!stored && !products_ended(smem));
+  return __shfl_sync(ALL_LANES, (int)stored, 0); /* lanes may have left at different times */
 }
 
 template <class S> DEVICE void follow_products(const gemm_sm90_args &args, wgmma_smem<S> &smem)
