@@ -16,10 +16,10 @@ typedef struct kept_layout {
 /* What the rows of one weights object need: of the routed experts, of the shared one. */
 typedef struct rows_layout {
   size_t d_h, h, d_z, along;
-  size_t d_rows; /* on CUDA it holds the copy of x first */
-  size_t d_out;  /* the copy of d out, on CUDA alone */
+  size_t d_rows;   /* on CUDA it holds the copy of x first */
+  size_t d_out;    /* the copy of d out, on CUDA alone */
   size_t progress; /* FOLLOW_WORDS of them, on CUDA alone */
-  int64_t rows;  /* how many there is room for */
+  int64_t rows;    /* how many there is room for */
 } rows_layout;
 
 typedef struct scratch_layout {
@@ -28,10 +28,10 @@ typedef struct scratch_layout {
   size_t count, token_loss, pair_scale;
   size_t counts, offsets, row_pair, slot_row;  /* of padded rows */
   size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
-  size_t zeros; /* on CUDA: words that pad clears, progress of all rows */
+  size_t zeros;                                /* on CUDA: words that pad clears, progress of all rows */
   int64_t zero_words;
-  size_t hist;                                 /* of the map, where nothing was kept */
-  size_t kept;                                 /* where there is no other place for it */
+  size_t hist; /* of the map, where nothing was kept */
+  size_t kept; /* where there is no other place for it */
   size_t bytes;
 } scratch_layout;
 

@@ -104,7 +104,8 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
-    return !S::GATHERED && !S::SCALED && !S::FOLLOWED && args.protocol.by_expert; /* codes of h are made between up and down */
+    return !S::GATHERED && !S::SCALED && !S::FOLLOWED &&
+           args.protocol.by_expert; /* codes of h are made between up and down */
   }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
