@@ -100,9 +100,9 @@ static point *point_at(samples *s, int64_t rows)
   return &s->points[s->count++];
 }
 
-/* A kernel that takes more than twice the least time, its tiles lower than an expert has rows, will not be the best of
- * more rows: thin reads weights anew for each 8 rows. */
-static void add_times(samples *s, int64_t rows, const double *us)
+/* A kernel of a grouped product that takes more than twice the least time, its tiles lower than an expert has rows,
+ * will not be the best of more rows: thin reads weights anew for each 8 rows. */
+static void add_times(samples *s, operation op, int64_t rows, const double *us)
 {
   double least = HUGE_VAL;
   for (int32_t i = 0; i < s->choices; ++i)
@@ -112,7 +112,7 @@ static void add_times(samples *s, int64_t rows, const double *us)
   p->layers++;
   for (int32_t i = 0; i < s->choices; ++i) {
     p->cost[i] += us[i] > 0 ? log(us[i] / least) : UNABLE;
-    s->behind[i] = s->behind[i] || (us[i] > 2 * least && s->choice[i].bm < rows);
+    s->behind[i] = s->behind[i] || (op != OP_router && us[i] > 2 * least && s->choice[i].bm < rows);
   }
 }
 
@@ -179,7 +179,7 @@ static cumoe_status time_choices(bench *b, const machine *m, const family *f, ce
     for (int32_t input = 0; input < c->inputs && works[i].user; ++input) TRY(works[i].call(c, input, b->stream));
   for (int32_t i = 0; i < s->choices; ++i)
     if (!s->behind[i]) TRY(time_choice(b, m, f, c, &s->choice[i], &us[i]));
-  add_times(s, rows_of(m, f, c->model->shape, c->tokens), us);
+  add_times(s, f->op, rows_of(m, f, c->model->shape, c->tokens), us);
   return CUMOE_OK;
 }
 

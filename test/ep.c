@@ -218,6 +218,25 @@ static cumoe_context open_rank(int32_t rank)
   return context;
 }
 
+/* The lanes' streams are kept as well, and made in one go: a GPU's queues are dealt to streams as these are made, and a
+ * lane that shares its queue with another rank's would stand behind what waits for it. */
+enum { RANKS_OF_A_GPU = 8 };
+static cumoe_stream lanes[MOST_RANKS][MOST_LANES];
+
+static void make_lanes(int32_t first, int32_t end)
+{
+  for (int32_t i = first; i < end; i++) open_rank(i);
+  for (int32_t i = first; i < end; i++)
+    for (int lane = 0; lane < MOST_LANES; lane++) CHECK_OK(cumoe_stream_create(opened[i], 0, &lanes[i][lane]));
+}
+
+static cumoe_stream lane_of(int32_t rank, int32_t lane)
+{
+  if (!gpus) return NULL;
+  if (!lanes[rank][0]) make_lanes(rank, rank + 1);
+  return lanes[rank][lane];
+}
+
 static void close_rank(cumoe_context context)
 {
   if (!gpus) CHECK_OK(cumoe_context_destroy(context));
@@ -225,7 +244,11 @@ static void close_rank(cumoe_context context)
 
 static void close_opened(void)
 {
-  for (int32_t i = 0; i < MOST_RANKS; i++) {
+  for (int32_t i = 0; i < MOST_RANKS && opened[i]; i++) {
+    for (int lane = 0; lane < MOST_LANES && lanes[i][lane]; lane++) {
+      CHECK_OK(cumoe_stream_destroy(opened[i], lanes[i][lane]));
+      lanes[i][lane] = NULL;
+    }
     CHECK_OK(cumoe_context_destroy(opened[i]));
     opened[i] = NULL;
   }
@@ -438,7 +461,19 @@ typedef struct rank {
   cumoe_group_fault fault, seen; /* at the end; by those that go on without a rank, before */
   cumoe_fault found;
   int64_t arrived[MOST_RANKS]; /* tokens of each rank in the last exchange of lane 0 */
+  struct {
+    const char *doing;
+    int number;
+    int64_t launch_ms; /* the longest launch */
+  } step[MOST_LANES];  /* where a lane has come to, told if the group gives up */
 } rank;
+
+static int64_t now_ms(void)
+{
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
 
 static cumoe_group_config config_of(const rank *r, void **arenas)
 {
@@ -514,8 +549,7 @@ static void make_arena(rank *r)
   const cumoe_group_config c = config_of(r, arenas);
   CHECK_OK(cumoe_ep_arena(r->plan, &c, &r->bytes));
   r->arena = shared_bytes(r, r->bytes + SPARE);
-  for (int lane = 0; gpus && lane < r->w->lanes; lane++)
-    CHECK_OK(cumoe_stream_create(r->context, 0, &r->streams[lane]));
+  for (int lane = 0; lane < r->w->lanes; lane++) r->streams[lane] = lane_of(r->number, lane);
   for (int32_t i = 0; i < r->number; i++) r->first += r->w->tokens[i];
 }
 
@@ -562,9 +596,23 @@ static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
                             .layer = &c->layer};
 }
 
+static void at_step(rank *r, int32_t lane, const char *doing, int number)
+{
+  r->step[lane].doing = doing;
+  r->step[lane].number = number;
+}
+
+/* How long the host was kept from going on. */
+static void launched(rank *r, int32_t lane, int64_t begin_ms)
+{
+  const int64_t took = now_ms() - begin_ms;
+  if (took > r->step[lane].launch_ms) r->step[lane].launch_ms = took;
+}
+
 static cumoe_status one_call(rank *r, int32_t lane, int number)
 {
   ep_call c;
+  const int64_t begin_ms = now_ms();
   fill_call(r, lane, number, &c);
   if (r->trouble == BAD_CALL) {
     c.layer.out_scale = INFINITY;
@@ -572,7 +620,17 @@ static cumoe_status one_call(rank *r, int32_t lane, int number)
       return CUMOE_ERR_INTERNAL;
     c.layer.out_scale = 1.5f;
   }
-  return cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]);
+  const cumoe_status status = cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]);
+  launched(r, lane, begin_ms);
+  return status;
+}
+
+static cumoe_status replay_one(rank *r, int32_t lane, cumoe_graph graph)
+{
+  const int64_t begin_ms = now_ms();
+  const cumoe_status status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
+  launched(r, lane, begin_ms);
+  return status;
 }
 
 typedef cumoe_status ep_function(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
@@ -652,9 +710,10 @@ static cumoe_status count_tokens(rank *r, int32_t lane, int64_t tokens)
 static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_status status, cumoe_graph graph)
 {
   const int64_t tokens = r->w->tokens[r->number];
+  at_step(r, lane, "a replay of fewer", 1);
   if (status == CUMOE_OK) status = count_tokens(r, lane, tokens / 2);
   status = settle(r, lane, status);
-  if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
+  if (status == CUMOE_OK) status = replay_one(r, lane, graph);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
@@ -692,10 +751,11 @@ static cumoe_status place(rank *r, const tensor *placement)
 static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph graph)
 {
   const int64_t tokens = r->w->tokens[r->number];
+  at_step(r, 0, "a replay of others", 0);
   if (status == CUMOE_OK) status = refill(r, 1);
   if (status == CUMOE_OK) status = place(r, &r->turned);
   status = settle(r, 0, status);
-  if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
+  if (status == CUMOE_OK) status = replay_one(r, 0, graph);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
@@ -714,8 +774,9 @@ static cumoe_status replay_all(rank *r, int32_t lane, cumoe_status status, const
   if (r->w->lanes == 1) status = replay_others(r, status, graphs[0]);
   if (r->w->lanes == 1 && status == CUMOE_OK) status = poison(r, lane);
   status = settle(r, lane, status);
+  at_step(r, lane, "replays", (int)(sizeof order / sizeof *order));
   for (size_t i = 0; status == CUMOE_OK && i < sizeof order / sizeof *order; i++)
-    status = cumoe_graph_launch(r->context, graphs[order[i]], r->streams[lane]);
+    status = replay_one(r, lane, graphs[order[i]]);
   return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
 }
 
@@ -744,10 +805,12 @@ static cumoe_status calls_of_lane(rank *r, int32_t lane)
   cumoe_status status = CUMOE_OK;
   const int calls = r->trouble == STOPS_BEFORE ? CALLS - 1 : r->trouble == ENDLESS ? INT32_MAX : CALLS;
   for (int i = 0; status == CUMOE_OK && i < calls; i++) {
+    at_step(r, lane, "call", i);
     status = one_call(r, lane, i % CALLS);
     if (i == 0 && r->trouble == ABORTS && status == CUMOE_OK) status = cumoe_group_abort(r->group);
     if (i == 0 && r->w->shortens && status == CUMOE_OK) status = cumoe_group_set_timeout(r->group, 500000000);
   }
+  at_step(r, lane, "their end", calls);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const cumoe_status replayed = r->w->replays ? replay(r, lane) : CUMOE_OK;
   return status != CUMOE_OK ? status : replayed;
@@ -769,6 +832,30 @@ static void enter(rank *r)
   if (gpus) pthread_barrier_wait(&ready);
 }
 
+/* A flag of each rank: the exchange that it has come to. */
+static void say_flags(const group *g, const char *name, uint64_t flags)
+{
+  printf(" %s", name);
+  for (int32_t i = 0; i < g->shape.ranks; i++) {
+    uint64_t flag = 0;
+    CHECK(cudaMemcpy(&flag, g->arena + flags + (uint64_t)i * EP_LINE, sizeof flag, cudaMemcpyDefault) == cudaSuccess);
+    printf(" %d", (int)(flag >> 32));
+  }
+}
+
+/* Of a group that has given up although nobody should. */
+static void say_steps(const rank *r, const group *g)
+{
+  for (int32_t lane = 0; lane < r->w->lanes; lane++) {
+    const uint64_t base = g->at.lane + (uint64_t)lane * g->at.lane_bytes;
+    printf("# rank %d, lane %d: %s %d, a launch of %d ms;", (int)r->number, (int)lane, r->step[lane].doing,
+           r->step[lane].number, (int)r->step[lane].launch_ms);
+    say_flags(g, "told", base + g->at.in);
+    say_flags(g, "answered", base + g->at.back);
+    printf("\n");
+  }
+}
+
 static void leave(rank *r)
 {
   group *g;
@@ -777,6 +864,7 @@ static void leave(rank *r)
     r->arrived[i] = (uint32_t)cpu_ep_load(g->arena + g->at.lane + g->at.in + i * EP_LINE);
   r->fault.size = sizeof r->fault;
   keep(r, cumoe_group_fault_read(r->group, &r->fault));
+  if (gpus && r->w->replays && r->fault.cause == CUMOE_GROUP_TIMEOUT) say_steps(r, g);
   r->ended = cumoe_group_destroy(r->group);
 }
 
@@ -888,7 +976,6 @@ static void run_ranks(const world *w, const tensor *out, rank *ranks, int32_t tr
     for (int64_t call = 0; call < CALLS * w->lanes; call++)
       download(r->context, out, &r->out_here, call * w->all + r->first, w->tokens[i]);
     download(r->context, &r->counts, &r->counts_here, 0, r->counts.rows);
-    for (int lane = 0; lane < w->lanes; lane++) CHECK_OK(cumoe_stream_destroy(r->context, r->streams[lane]));
     close_rank(r->context);
     free_shared(r->arena);
   }
@@ -1748,6 +1835,7 @@ static void begin_on_gpus(void)
   printf("# on %d GPUs\n", (int)gpus);
   signal(SIGALRM, stop_waiting);
   alarm(emulated() ? SECONDS_EMULATED : SECONDS_ON_GPUS);
+  make_lanes(0, RANKS_OF_A_GPU);
   gave_up = false;
 }
 

@@ -18,6 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cuda_runtime_api.h>
+
 #include "test.h"
 
 enum { MOST_RANKS = 4, EXPERTS = 12, TOP_K = 3, STEPS = 8, LETTER = 1024 };
@@ -240,6 +242,7 @@ static void meet_by_nccl(rank *r)
   if (!load_nccl()) _exit(1);
   if (r->number == 0) MUST_NCCL(nccl.new_id(&mine));
   if (all_gather(r, &mine, all, sizeof mine)) _exit(1);
+  if (cudaSetDevice(r->number % w->devices) != cudaSuccess) _exit(1); /* a communicator is of the thread's GPU */
   MUST_NCCL(nccl.init(&r->comm, w->ranks, all[0], r->number));
 }
 

@@ -23,17 +23,29 @@ template <class L, bool ALIGNED, bool EARLY> struct parameters {
     if (!base) vector = vector_of<T>(otherwise);
   }
 
+  /* Of type P: one test a vector, not one an element. */
+  template <class P>
+  DEVICE void load(const void *base, int64_t column, int here, float otherwise, float (&value)[ELEMENTS<T>])
+  {
+    const P *first = static_cast<const P *>(base) + column;
+    if (ALIGNED && here >= ELEMENTS<T>) return load_f32<ELEMENTS<T>>(first, value);
+#pragma unroll
+    for (int j = 0; j < ELEMENTS<T>; j++) value[j] = j < here ? to_f32(first[j]) : otherwise;
+  }
+
   DEVICE void get(const void *base, int dtype, int64_t column, int left, float otherwise, int i,
                   float (&value)[ELEMENTS<T>])
   {
-    const int here = left - i * L::STEP;
-    column += i * L::STEP;
-    if (!EARLY && base && ALIGNED && here >= ELEMENTS<T>) return load_any<ELEMENTS<T>>(base, column, dtype, value);
+    if constexpr (EARLY) {
 #pragma unroll
-    for (int j = 0; j < ELEMENTS<T>; j++)
-      value[j] = EARLY              ? element_of<T>(raw[i % L::AHEAD], j)
-                 : base && j < here ? load_any(base, column + j, dtype)
-                                    : otherwise;
+      for (int j = 0; j < ELEMENTS<T>; j++) value[j] = element_of<T>(raw[i % L::AHEAD], j);
+    } else {
+      const int here = base ? left - i * L::STEP : 0;
+      if (sizeof(T) == sizeof(float) || dtype == DT_F32)
+        load<float>(base, column + i * L::STEP, here, otherwise, value);
+      else
+        load<T>(base, column + i * L::STEP, here, otherwise, value);
+    }
   }
 };
 
