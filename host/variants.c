@@ -70,6 +70,7 @@ extern const unsigned char cumoe_image_attention_rows[] LATE_SYMBOL, cumoe_image
 extern const unsigned char cumoe_image_attention_backward[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_attention_backward_sm90[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_backward[] LATE_SYMBOL, cumoe_image_backward_tile[] LATE_SYMBOL;
+extern const unsigned char cumoe_image_backward_follow_sm90[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_backward_gradient_sm90[] LATE_SYMBOL;
 extern const unsigned char cumoe_image_backward_keep_sm90[] LATE_SYMBOL;
 LATE_SYMBOL train_kernel cpu_attention, cpu_attention_dq, cpu_attention_dkv, cpu_attention_dsinks, cpu_rope;
