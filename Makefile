@@ -71,7 +71,7 @@ CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
 ALIGNED      := -fsanitize=alignment -fno-sanitize-recover=alignment
 CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off $(ALIGNED) \
 	-include test/emulate/cuda.h -Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
-CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
+CAREFUL  := -O2 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
 NV_FLAGS := -O3 -std=c++17 -Ikernels -Xptxas -v,-warn-spills,-warn-lmem-usage

@@ -242,7 +242,8 @@ static bool launched(const char *words)
 static void merged(void)
 {
   for (int i = 0; i < 6; i++) {
-    member m = {.config.flags = i % 3 == 1 ? CUMOE_GROUP_DEDUP : i % 3 == 2 ? CUMOE_GROUP_EXACT : 0};
+    static const uint32_t ways[] = {0, CUMOE_GROUP_DEDUP, CUMOE_GROUP_EXACT};
+    member m = {.config.flags = ways[i % 3]};
     const bool rules = i / 3, dedup = i % 3 == 1, exact = i % 3 == 2;
     case_begin("grids that do others' work, %d", i);
     join(&m);
