@@ -154,7 +154,12 @@ static void *run(void *argument)
   const cumoe_ep_args args = {
       .size = sizeof args, .placement = cumoe_const(matrix(context, CUMOE_I32, EXPERTS, 1, places)), .layer = &layer};
   float *const mine = shared->got + r->number * TOKENS * HIDDEN;
+  /* A rank waits for the others on its GPU: ranks that share one make their memory before any of them begins, and copy
+   * when it has ended. */
+  char here = 1, all[RANKS];
+  check(all_gather(r, &here, all, sizeof here) ? CUMOE_ERR_PEER : CUMOE_OK);
   check(cumoe_ep_forward(group, weights, &args, stream));
+  check(cumoe_synchronize(context, stream));
   check(cumoe_copy_to_host(context, mine, TOKENS * HIDDEN * sizeof *mine, cumoe_const(out), stream));
   check(cumoe_synchronize(context, stream));
   check(cumoe_group_fault_read(group, &fault));
