@@ -838,7 +838,9 @@ static void say_flags(const group *g, const char *name, uint64_t flags)
   printf(" %s", name);
   for (int32_t i = 0; i < g->shape.ranks; i++) {
     uint64_t flag = 0;
-    CHECK(cudaMemcpy(&flag, g->arena + flags + (uint64_t)i * EP_LINE, sizeof flag, cudaMemcpyDefault) == cudaSuccess);
+    const cumoe_view from = cumoe_vector(g->arena + flags + (uint64_t)i * EP_LINE, CUMOE_U8, sizeof flag);
+    CHECK_OK(cumoe_copy_to_host(g->handle, &flag, sizeof flag, from, NULL));
+    CHECK_OK(cumoe_synchronize(g->handle, NULL));
     printf(" %d", (int)(flag >> 32));
   }
 }
