@@ -13,19 +13,28 @@ bool runs_on(const machine *m, const variant *v)
   return (v->arch == ARCH_any && m->cc >= MIN_CC) || (v->arch == ARCH_sm90 && m->cc == 90);
 }
 
+/* By operation, and those of one in the table's order. */
+static void list_rows(machine *m)
+{
+  int16_t next[OP_COUNT + 1] = {0};
+  for (int i = 0; i < variant_count; ++i)
+    if (runs_on(m, &variants[i])) ++next[variants[i].op + 1];
+  for (int op = 0; op < OP_COUNT; ++op) next[op + 1] = (int16_t)(next[op + 1] + next[op]);
+  memcpy(m->rows_begin, next, sizeof next);
+  for (int16_t i = 0; i < variant_count; ++i)
+    if (runs_on(m, &variants[i])) m->rows[next[variants[i].op]++] = i;
+}
+
 void machine_init(machine *m, const char *gpu, int32_t cc, int32_t sms, int32_t smem)
 {
-  int16_t rows = 0, line = 0;
+  int16_t line = 0;
   *m = (machine){.cc = cc, .sms = sms, .smem = smem, .tune = find_tune_file(gpu, cc)};
   memcpy(m->limits, m->tune->limits, sizeof m->limits);
+  list_rows(m);
   for (int op = 0; op < OP_COUNT; ++op) {
-    m->rows_begin[op] = rows;
-    for (int16_t i = 0; i < variant_count; ++i)
-      if (variants[i].op == op && runs_on(m, &variants[i])) m->rows[rows++] = i;
     while (line < m->tune->line_count && m->tune->lines[line].op < op) ++line;
     m->lines_begin[op] = line;
   }
-  m->rows_begin[OP_COUNT] = rows;
   m->lines_begin[OP_COUNT] = (int16_t)m->tune->line_count;
 }
 
