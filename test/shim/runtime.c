@@ -390,12 +390,19 @@ cudaError_t cudaLibraryUnload(cudaLibrary_t library)
   return shim_end(error);
 }
 
+/* Rows are asked for in the table's order: the search goes on from the last one. */
 static const variant *row_in(cudaLibrary_t library, const char *name)
 {
-  const bool callers = is_callers(library->image);
+  static int32_t last;
+  const bool callers = variants[last].image != library->image && is_callers(library->image);
   const variant *rows = callers ? caller_rows : variants;
-  for (int32_t i = 0; i < (callers ? CALLER_ROWS : variant_count); i++)
-    if ((callers || rows[i].image == library->image) && strcmp(rows[i].name, name) == 0) return &rows[i];
+  const int32_t count = callers ? CALLER_ROWS : variant_count, first = callers ? 0 : last;
+  for (int32_t n = 0; n < count; n++) {
+    const int32_t i = first + n < count ? first + n : first + n - count;
+    if ((!callers && rows[i].image != library->image) || strcmp(rows[i].name, name) != 0) continue;
+    if (!callers) last = i;
+    return &rows[i];
+  }
   return NULL;
 }
 
