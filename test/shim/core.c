@@ -246,17 +246,36 @@ static void count_call(unsigned kinds)
     if (kinds & 1u << i) state.calls[i]++;
 }
 
+/* Adds a word to a text; most of a trace is words, and a sanitizer's printf is slow. */
+static size_t add_word(char *text, size_t used, size_t room, const char *word)
+{
+  size_t length = strlen(word);
+  if (length > room - 1 - used) length = room - 1 - used;
+  memcpy(text + used, word, length);
+  text[used + length] = 0;
+  return used + length;
+}
+
+static size_t add_formatted(char *text, size_t used, size_t room, const char *format, va_list list)
+{
+  if (strcmp(format, "%s") == 0) return add_word(text, used, room, va_arg(list, const char *));
+  const int length = vsnprintf(text + used, room - used, format, list);
+  return used + (size_t)length < room ? used + (size_t)length : room - 1;
+}
+
 cudaError_t shim_begin(const char *name, unsigned kinds, const char *format, ...)
 {
+  const int current = shim_current_device(); /* a digit, or -1 */
+  const char device[3] = {current < 0 ? '-' : (char)('0' + current), current < 0 ? '1' : 0, 0};
   char text[320];
   pthread_mutex_lock(&lock);
   if (!state.paused) count_call(kinds);
-  int used = snprintf(text, sizeof text, "%s ", name);
+  size_t used = add_word(text, add_word(text, 0, sizeof text, name), sizeof text, " ");
   va_list list;
   va_start(list, format);
-  used += vsnprintf(text + used, sizeof text - (size_t)used, format, list);
+  used = add_formatted(text, used, sizeof text, format, list);
   va_end(list);
-  if (used < (int)sizeof text) snprintf(text + used, sizeof text - (size_t)used, " @%d", shim_current_device());
+  add_word(text, add_word(text, used, sizeof text, " @"), sizeof text, device);
   if (!state.paused) note_text(text);
   const cudaError_t error = why_not(name, kinds);
   if (error != cudaSuccess && !state.paused) note_text("  fails");
