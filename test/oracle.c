@@ -100,10 +100,9 @@ static void read_channel(const host_weights *w, int part, int64_t expert, int64_
     decode_channel(&channel, to);
     return;
   }
-  for (int64_t in = 0; in < ins; in++) {
-    place at = oracle_place(w, part, expert, out, in);
-    to[in] = tensor_get(&at.projection->data, at.row, at.col);
-  }
+  const place at = oracle_place(w, part, expert, out, 0), next = oracle_place(w, part, expert, out, 1);
+  const tensor *t = &at.projection->data;
+  tensor_get_run(t, at.row * t->cols + at.col, (next.row - at.row) * t->cols + next.col - at.col, ins, to);
 }
 
 void oracle_prepare(host_weights *w)
@@ -127,16 +126,21 @@ static double bias_at(const host_weights *w, int part, int64_t expert, int64_t o
 
 void oracle_router(const tensor *x, int64_t token, const tensor *weight, const tensor *bias, bounded *logits)
 {
+  const int mark = scratch_mark();
+  double *row = scratch((size_t)x->cols, sizeof *row), *w = scratch((size_t)x->cols, sizeof *w);
+  tensor_get_run(x, token * x->cols, 1, x->cols, row);
   for (int64_t e = 0; e < weight->rows; e++) {
     double sum = 0, size = 0;
+    tensor_get_run(weight, e * weight->cols, 1, x->cols, w);
     for (int64_t i = 0; i < x->cols; i++) {
-      double product = tensor_get(x, token, i) * tensor_get(weight, e, i);
+      double product = row[i] * w[i];
       sum += product;
       size += fabs(product);
     }
     double b = bias && bias->data ? tensor_get(bias, 0, e) : 0;
     logits[e] = (bounded){sum + b, product_factor(x->cols) * size + 2 * ulp * fabs(sum + b)};
   }
+  scratch_release(mark);
 }
 
 typedef struct candidate {

@@ -109,6 +109,8 @@ typedef struct tensor {
 
 tensor tensor_new(int32_t dtype, int64_t rows, int64_t cols);
 double tensor_get(const tensor *t, int64_t row, int64_t col);
+/* `count` elements from element `first` on, each `step` behind the one before. */
+void tensor_get_run(const tensor *t, int64_t first, int64_t step, int64_t count, double *to);
 void tensor_set(const tensor *t, int64_t row, int64_t col, double value); /* rounds */
 bool tensor_equal(const tensor *a, const tensor *b);                      /* bitwise */
 bool tensor_row_equal(const tensor *a, const tensor *b, int64_t row);
