@@ -124,19 +124,52 @@ static double bias_at(const host_weights *w, int part, int64_t expert, int64_t o
 
 /* ---- router and gate ------------------------------------------------------------------------------- */
 
+/* Eight sums side by side: most of the tests' time is spent here, and one after the other they wait for each other. */
+typedef double two __attribute__((vector_size(2 * sizeof(double))));
+typedef int64_t two_bits __attribute__((vector_size(2 * sizeof(int64_t))));
+
+static two two_at(const double *from)
+{
+  two value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+static two magnitudes(two of)
+{
+  return (two)((two_bits)of & INT64_MAX);
+}
+
+static double sum_of(two a, two b, two c, two d)
+{
+  const two sum = (a + b) + (c + d);
+  return sum[0] + sum[1];
+}
+
+/* sum and size: of the products and of their magnitudes. */
+static void add_products(const double *w, const double *a, int64_t depth, double *sum, double *size)
+{
+  two s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}, m0 = {0}, m1 = {0}, m2 = {0}, m3 = {0};
+  int64_t k = 0;
+  for (; k + 8 <= depth; k += 8) {
+    const two p0 = two_at(a + k) * two_at(w + k), p1 = two_at(a + k + 2) * two_at(w + k + 2),
+              p2 = two_at(a + k + 4) * two_at(w + k + 4), p3 = two_at(a + k + 6) * two_at(w + k + 6);
+    s0 += p0, s1 += p1, s2 += p2, s3 += p3;
+    m0 += magnitudes(p0), m1 += magnitudes(p1), m2 += magnitudes(p2), m3 += magnitudes(p3);
+  }
+  *sum = sum_of(s0, s1, s2, s3), *size = sum_of(m0, m1, m2, m3);
+  for (; k < depth; k++) *sum += a[k] * w[k], *size += fabs(a[k] * w[k]);
+}
+
 void oracle_router(const tensor *x, int64_t token, const tensor *weight, const tensor *bias, bounded *logits)
 {
   const int mark = scratch_mark();
   double *row = scratch((size_t)x->cols, sizeof *row), *w = scratch((size_t)x->cols, sizeof *w);
   tensor_get_run(x, token * x->cols, 1, x->cols, row);
   for (int64_t e = 0; e < weight->rows; e++) {
-    double sum = 0, size = 0;
+    double sum, size;
     tensor_get_run(weight, e * weight->cols, 1, x->cols, w);
-    for (int64_t i = 0; i < x->cols; i++) {
-      double product = row[i] * w[i];
-      sum += product;
-      size += fabs(product);
-    }
+    add_products(w, row, x->cols, &sum, &size);
     double b = bias && bias->data ? tensor_get(bias, 0, e) : 0;
     logits[e] = (bounded){sum + b, product_factor(x->cols) * size + 2 * ulp * fabs(sum + b)};
   }
@@ -387,54 +420,22 @@ static double carried_codes(const double *w, int64_t depth, operand_row x)
 /* Of a sum: what rounding weights to 16 bits brings, at worst or, as they are rounded each by itself, what that stays
  * below (Hoeffding, some 1e-14); and Hopper's adder. small: sum of |a| of weights below 2^-14, where f16 has steps of
  * 2^-24. */
-static double format_error(const cumoe_format *f, int32_t dtype, double size, double squares, double small,
-                           double chunks)
+static double format_error(const cumoe_format *f, int32_t dtype, const double *w, const double *a, int64_t depth,
+                           double size, double chunks)
 {
   double error = 4 * ulp * size;
   if (f->element == CUMOE_ELEMENT_U4) {
     const double u = unit_roundoff(dtype);
+    double squares = 0, small = 0;
+    for (int64_t k = 0; k < depth; k++) {
+      squares += a[k] * w[k] * (a[k] * w[k]);
+      if (fabs(w[k]) < 0x1p-14) small += fabs(a[k]);
+    }
     if (dtype == CUMOE_F16) error += 0x1p-25 * small;
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
   }
   const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
   return fp8 && oracle_fp8_adder ? error + 24 * 0x1p-14 * sqrt(chunks) : error;
-}
-
-/* Eight sums side by side: most of the tests' time is spent here, and one after the other they wait for each other. */
-typedef double two __attribute__((vector_size(2 * sizeof(double))));
-typedef int64_t two_bits __attribute__((vector_size(2 * sizeof(int64_t))));
-
-static two two_at(const double *from)
-{
-  two value;
-  memcpy(&value, from, sizeof value);
-  return value;
-}
-
-static two magnitudes(two of)
-{
-  return (two)((two_bits)of & INT64_MAX);
-}
-
-static double sum_of(two a, two b, two c, two d)
-{
-  const two sum = (a + b) + (c + d);
-  return sum[0] + sum[1];
-}
-
-/* sum and size: of the products and of their magnitudes. */
-static void add_products(const double *w, const double *a, int64_t depth, double *sum, double *size)
-{
-  two s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0}, m0 = {0}, m1 = {0}, m2 = {0}, m3 = {0};
-  int64_t k = 0;
-  for (; k + 8 <= depth; k += 8) {
-    const two p0 = two_at(a + k) * two_at(w + k), p1 = two_at(a + k + 2) * two_at(w + k + 2),
-              p2 = two_at(a + k + 4) * two_at(w + k + 4), p3 = two_at(a + k + 6) * two_at(w + k + 6);
-    s0 += p0, s1 += p1, s2 += p2, s3 += p3;
-    m0 += magnitudes(p0), m1 += magnitudes(p1), m2 += magnitudes(p2), m3 += magnitudes(p3);
-  }
-  *sum = sum_of(s0, s1, s2, s3), *size = sum_of(m0, m1, m2, m3);
-  for (; k < depth; k++) *sum += a[k] * w[k], *size += fabs(a[k] * w[k]);
 }
 
 /* Of |w|, what the bounds bring at worst. */
@@ -453,19 +454,10 @@ static double carried_bounds(const double *w, const double *bound, int64_t depth
   return sum;
 }
 
-/* What format_error asks for besides. */
-static void add_squares(const double *w, const double *a, int64_t depth, double *squares, double *small)
-{
-  for (int64_t k = 0; k < depth; k++) {
-    *squares += a[k] * w[k] * (a[k] * w[k]);
-    if (fabs(w[k]) < 0x1p-14) *small += fabs(a[k]);
-  }
-}
-
 /* sum_k a[k] w[out, k], with the bounds of a carried along. */
 static bounded product_sum(const double *w, int64_t depth, operand_row x, const cumoe_format *f, int32_t dtype)
 {
-  double sum = 0, size = 0, squares = 0, small = 0, chunks = 0;
+  double sum = 0, size = 0, chunks = 0;
   for (int64_t at = 0; at < depth; at += 128) { /* Hopper's adder */
     double part, chunk;
     add_products(w + at, x.a + at, depth - at < 128 ? depth - at : 128, &part, &chunk);
@@ -474,9 +466,7 @@ static bounded product_sum(const double *w, int64_t depth, operand_row x, const 
   double carried = x.bound ? carried_bounds(w, x.bound, depth) : 0;
   if (x.drift && carried > 0) carried = carried_codes(w, depth, x);
   const double error = product_factor(depth) * size + carried;
-  if (format_is_dense(f)) return (bounded){sum, error};
-  if (f->element == CUMOE_ELEMENT_U4) add_squares(w, x.a, depth, &squares, &small);
-  return (bounded){sum, error + format_error(f, dtype, size, squares, small, chunks)};
+  return (bounded){sum, format_is_dense(f) ? error : error + format_error(f, dtype, w, x.a, depth, size, chunks)};
 }
 
 /* ---- activations become codes ---- */
