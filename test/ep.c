@@ -244,7 +244,7 @@ static void close_rank(cumoe_context context)
 
 static void close_opened(void)
 {
-  for (int32_t i = 0; i < MOST_RANKS && opened[i]; i++) {
+  for (int32_t i = 0; i < MOST_RANKS; i++) {
     for (int lane = 0; lane < MOST_LANES && lanes[i][lane]; lane++) {
       CHECK_OK(cumoe_stream_destroy(opened[i], lanes[i][lane]));
       lanes[i][lane] = NULL;
@@ -464,16 +464,8 @@ typedef struct rank {
   struct {
     const char *doing;
     int number;
-    int64_t launch_ms; /* the longest launch */
-  } step[MOST_LANES];  /* where a lane has come to, told if the group gives up */
+  } step[MOST_LANES]; /* where a lane has come to, told if the group gives up */
 } rank;
-
-static int64_t now_ms(void)
-{
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 static cumoe_group_config config_of(const rank *r, void **arenas)
 {
@@ -602,17 +594,9 @@ static void at_step(rank *r, int32_t lane, const char *doing, int number)
   r->step[lane].number = number;
 }
 
-/* How long the host was kept from going on. */
-static void launched(rank *r, int32_t lane, int64_t begin_ms)
-{
-  const int64_t took = now_ms() - begin_ms;
-  if (took > r->step[lane].launch_ms) r->step[lane].launch_ms = took;
-}
-
 static cumoe_status one_call(rank *r, int32_t lane, int number)
 {
   ep_call c;
-  const int64_t begin_ms = now_ms();
   fill_call(r, lane, number, &c);
   if (r->trouble == BAD_CALL) {
     c.layer.out_scale = INFINITY;
@@ -620,17 +604,7 @@ static cumoe_status one_call(rank *r, int32_t lane, int number)
       return CUMOE_ERR_INTERNAL;
     c.layer.out_scale = 1.5f;
   }
-  const cumoe_status status = cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]);
-  launched(r, lane, begin_ms);
-  return status;
-}
-
-static cumoe_status replay_one(rank *r, int32_t lane, cumoe_graph graph)
-{
-  const int64_t begin_ms = now_ms();
-  const cumoe_status status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
-  launched(r, lane, begin_ms);
-  return status;
+  return cumoe_ep_forward(r->group, r->weights, &c.args, r->streams[lane]);
 }
 
 typedef cumoe_status ep_function(cumoe_group group, cumoe_weights weights, const cumoe_ep_args *args,
@@ -713,7 +687,7 @@ static cumoe_status replay_fewer(rank *r, int32_t lane, cumoe_status status, cum
   at_step(r, lane, "a replay of fewer", 1);
   if (status == CUMOE_OK) status = count_tokens(r, lane, tokens / 2);
   status = settle(r, lane, status);
-  if (status == CUMOE_OK) status = replay_one(r, lane, graph);
+  if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[lane]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[lane]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
@@ -755,7 +729,7 @@ static cumoe_status replay_others(rank *r, cumoe_status status, cumoe_graph grap
   if (status == CUMOE_OK) status = refill(r, 1);
   if (status == CUMOE_OK) status = place(r, &r->turned);
   status = settle(r, 0, status);
-  if (status == CUMOE_OK) status = replay_one(r, 0, graph);
+  if (status == CUMOE_OK) status = cumoe_graph_launch(r->context, graph, r->streams[0]);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->streams[0]);
   const size_t row = (size_t)r->w->hidden * cumoe_dtype_bytes((cumoe_dtype)r->w->dtype);
   if (status == CUMOE_OK && tokens)
@@ -776,7 +750,7 @@ static cumoe_status replay_all(rank *r, int32_t lane, cumoe_status status, const
   status = settle(r, lane, status);
   at_step(r, lane, "replays", (int)(sizeof order / sizeof *order));
   for (size_t i = 0; status == CUMOE_OK && i < sizeof order / sizeof *order; i++)
-    status = replay_one(r, lane, graphs[order[i]]);
+    status = cumoe_graph_launch(r->context, graphs[order[i]], r->streams[lane]);
   return status == CUMOE_OK ? cumoe_synchronize(r->context, r->streams[lane]) : status;
 }
 
@@ -850,8 +824,7 @@ static void say_steps(const rank *r, const group *g)
 {
   for (int32_t lane = 0; lane < r->w->lanes; lane++) {
     const uint64_t base = g->at.lane + (uint64_t)lane * g->at.lane_bytes;
-    printf("# rank %d, lane %d: %s %d, a launch of %d ms;", (int)r->number, (int)lane, r->step[lane].doing,
-           r->step[lane].number, (int)r->step[lane].launch_ms);
+    printf("# rank %d, lane %d: %s %d;", (int)r->number, (int)lane, r->step[lane].doing, r->step[lane].number);
     say_flags(g, "told", base + g->at.in);
     say_flags(g, "answered", base + g->at.back);
     printf("\n");
