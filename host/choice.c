@@ -68,16 +68,18 @@ static int32_t scale_run_of(const variant *v)
   if (!format_is_scaled((weight_format)v->format)) return 0;
   if (v->scale == SCALE_out) return ROWS_ONE_GROUP;
   if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
+  if (v->form == FORM_fixed) return 128;
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
 /* Kernels of sm_90a find the scale of an element of u4 by a shift, and have 2 bytes of each 32 k; wgmma has them as
- * factors, of the type of what they multiply. */
+ * factors, of the type of what they multiply; fixed has no zero points. */
 static bool takes_scales(const variant *v, const op_shape *s)
 {
   if (s->scale_run < scale_run_of(v)) return false;
-  if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma)) return true;
+  if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma && v->form != FORM_fixed)) return true;
   if (s->scale_block & (s->scale_block - 1)) return false;
+  if (v->form == FORM_fixed) return s->symmetric;
   return v->form == FORM_wgmma ? s->scale_type == v->x : s->scale_type != DT_F32 || s->scale_run >= 64;
 }
 

@@ -38,6 +38,7 @@ typedef struct op_shape {
   int32_t scale_run;    /* an aligned run of so many k has one scale (host/format.h); dense: SCALE_RUN_ALL */
   int32_t scale_type;   /* DT_* of scales of weights */
   int32_t scale_block;  /* weights along k that share one; 0: all */
+  bool symmetric;       /* u4: codes less 8, without zero points */
   weight_major major;   /* of the weights */
   bool tmap;            /* tensor maps can describe the operands */
   bool gathered;        /* up: rows of the activations are wherever the route says, and nobody copies them */

@@ -57,6 +57,7 @@ static op_shape shape_of_gemm(operation op, const void *args)
                     .scale_run = run_of(a),
                     .scale_type = a->b.scale.dtype,
                     .scale_block = a->b.scale.k_stride ? a->b.scale.block_k : 0,
+                    .symmetric = a->b.offset == 8 && !a->b.zero.base[0] && !a->b.zero.table[0],
                     .major = a->b.k_stride == 1 ? MAJOR_K : MAJOR_N,
                     .tokens = a->tokens.count,
                     .rows = a->rows_cap,

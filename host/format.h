@@ -62,6 +62,11 @@ static inline bool has_values(const cumoe_format *f)
   return f->zero == CUMOE_ZERO_VALUES;
 }
 
+static inline bool is_symmetric(const cumoe_format *f)
+{
+  return f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8;
+}
+
 static inline bool is_interleaved(int32_t gate_order)
 {
   return gate_order == CUMOE_GATE_UP_INTERLEAVED || gate_order == CUMOE_UP_GATE_INTERLEAVED;

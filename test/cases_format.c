@@ -639,8 +639,16 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   if (!has_class(row, class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
   if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
+  if (!strcmp(row->form, "fixed") && (f->zero || f->offset != 8 || (f->block[1] | f->origin[1]) % 128)) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
+}
+
+/* Few tokens and portable rows multiply e4m3 in f16. */
+static int device_of(const cumoe_variant_info *row)
+{
+  if (!strcmp(row->form, "fixed")) return DEVICE_FIXED_POINT;
+  return strcmp(row->form, "unpack") && strncmp(row->op, "few", 3) ? DEVICE_FP8_ADDER : 0;
 }
 
 bool format_for_row(const cumoe_variant_info *row, layer_spec *s)
@@ -654,7 +662,7 @@ bool format_for_row(const cumoe_variant_info *row, layer_spec *s)
       s->desc.hidden = (s->desc.hidden + 31) / 32 * 32;
       s->desc.inter = (s->desc.inter + 31) / 32 * 32;
       s->router_dtype = s->desc.dtype;
-      oracle_fp8_adder = true;
+      oracle_device = device_of(row);
       return true;
     }
   return false;
@@ -699,8 +707,8 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   enum { SIZES = 6 };
   cumoe_format f;
   const char *name;
-  const bool fp8_adder = oracle_fp8_adder;
-  oracle_fp8_adder = on_device(context) && strcmp(row->form, "unpack") && strncmp(row->op, "few", 3);
+  const int device = oracle_device;
+  oracle_device = on_device(context) ? device_of(row) : 0;
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
       const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
@@ -712,5 +720,5 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
       }
       exact_row(context, row, i, name, f, dtype);
     }
-  oracle_fp8_adder = fp8_adder;
+  oracle_device = device;
 }

@@ -25,8 +25,10 @@ typedef struct host_weights {
 
 enum { PLAIN_GATE, PLAIN_UP, PLAIN_DOWN };
 
-/* The device may sum e4m3 products in Hopper's fp8 adder, which keeps 14 bits. */
-extern bool oracle_fp8_adder;
+/* What the device may do: sum e4m3 products in Hopper's fp8 adder, which keeps 14 bits; take activations in fixed point
+ * where weights are of u4. */
+enum { DEVICE_FP8_ADDER = 1, DEVICE_FIXED_POINT = 2, DEVICE_ANY = DEVICE_FP8_ADDER | DEVICE_FIXED_POINT };
+extern int oracle_device;
 
 /* Shapes and layout; the projections are the caller's to fill in. */
 cumoe_weights_desc weights_desc(const host_weights *w);

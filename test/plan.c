@@ -156,6 +156,7 @@ static op_shape with_format(op_shape s, const cumoe_format *f)
   s.by_expert = f->rows == CUMOE_ROWS_STATIC_EXPERT || f->act_order;
   s.scale_type = f->scale;
   s.scale_block = f->block[1];
+  s.symmetric = f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8;
   const int32_t steps = f->block[1] | (f->rows == CUMOE_ROWS_GROUP ? f->row_group : 0);
   for (s.scale_run = 1 << 30; steps && (steps | f->origin[1]) % s.scale_run; s.scale_run /= 2) continue;
   if (f->element) s.major = MAJOR_K;
@@ -240,9 +241,11 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
                       : !scaled                                        ? 0
                       : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
+                      : v->form == FORM_fixed                          ? 128
                       : v->w == DT_U8                                  ? 32
                                                                        : 128;
-  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma)) {
+  if (v->form == FORM_fixed && !s->symmetric) return false;
+  if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || v->form == FORM_fixed)) {
     int32_t block = s->scale_block;
     while (block && block % 2 == 0) block /= 2;
     if (block > 1) return false;

@@ -21,6 +21,11 @@ DEVICE uint4 lds_128(uint32_t address)
   return v;
 }
 
+DEVICE void sts_32(uint32_t address, uint32_t v)
+{
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 DEVICE void sts_128(uint32_t address, const uint4 &v)
 {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

@@ -3,7 +3,7 @@
  *
  *   scale_stage<S>   the scales of a stage in shared memory
  *   stage_scales<S>  a producer's, which copies them there
- *   lane_scales<S>   a consumer's: of a lane's four rows
+ *   S::SCALES        a consumer's: of a lane's four rows
  *
  * Those of u4 are of any block of k that is a power of two from 32 on (of f32: from 64 on), in any place of it: a row
  * has up to 16 bytes of them in a stage.
@@ -28,7 +28,6 @@ template <class S> struct __align__(16) scale_stage
   uint32_t words[S::COLUMNS][S::SCALE_WORDS];
   uint32_t zeros[S::ZERO_OCTETS][S::BK / 32 + 1];
 };
-template <class S> constexpr bool has_zeros = same_type<typename S::W, u4>;
 
 /* Blocks of k between the first of a row and that of element k. */
 template <class S> DEVICE int scale_block(const gemm_args &args, int k)
@@ -97,7 +96,7 @@ template <class S> DEVICE const uint32_t *zeros_of_octet(const gemm_args &args, 
 
 /* A thread's weight rows, and its octet. */
 template <class S> struct stage_scales {
-  static constexpr int ROWS = S::COLUMNS / S::GROUP, OCTET_THREADS = has_zeros<S> ? S::GROUP / S::ZERO_OCTETS : 1;
+  static constexpr int ROWS = S::COLUMNS / S::GROUP, OCTET_THREADS = S::ZEROS ? S::GROUP / S::ZERO_OCTETS : 1;
   const uint8_t *row[ROWS];
   uint32_t last; /* a bit a row: its channel is the last one */
   const uint32_t *zeros;
@@ -116,13 +115,13 @@ template <class S> struct stage_scales {
       smem.skew[slot % S::UNIT_SLOTS][row_of(i)] =
           in_words(args, row[i]) ? (uintptr_t)row[i] & (scales_in_vectors<S>(args) ? 15 : 3) : 0;
     }
-    if (has_zeros<S>) zeros = zeros_of_octet<S>(args, unit, threadIdx.x / OCTET_THREADS);
+    if (S::ZEROS) zeros = zeros_of_octet<S>(args, unit, threadIdx.x / OCTET_THREADS);
   }
 
   /* Whether copies of words do: with the bytes before the first one, 16 scales of 2 bytes would not fit. */
   DEVICE static bool in_words(const gemm_args &args, const uint8_t *row)
   {
-    return scales_in_words<S>(args) && (!has_zeros<S> || ((uintptr_t)row & 3) == 0 || args.b.scale.block_k > 32);
+    return scales_in_words<S>(args) && (!S::U4 || ((uintptr_t)row & 3) == 0 || args.b.scale.block_k > 32);
   }
 
   /* Of k0 and on. No word is read that has no scale of the row. */
@@ -130,7 +129,7 @@ template <class S> struct stage_scales {
   {
     const int first = scale_block<S>(args, k0), count = scale_block<S>(args, min(k0 + S::BK, args.k) - 1) - first + 1,
               size = scale_size<S>(args);
-    const bool ends = has_zeros<S> ? first + count == scale_block<S>(args, args.k - 1) + 1
+    const bool ends = S::U4 ? first + count == scale_block<S>(args, args.k - 1) + 1
                                    : k0 + S::BK + 128 >= args.k; /* a word may hold what is beyond the row */
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -142,7 +141,7 @@ template <class S> struct stage_scales {
       else
         copy_strided(args, row[i], first, count, to.words[row_of(i)]);
     }
-    if constexpr (has_zeros<S>) {
+    if constexpr (S::ZEROS) {
       const uint32_t *from = zeros + first * args.b.zero.k_stride;
       uint32_t *octet = to.zeros[threadIdx.x / OCTET_THREADS];
       if (zeros)
@@ -217,8 +216,6 @@ template <class S> struct scale_places {
     return k + (int)(tid_x() % 4 * 32) < args.k;
   }
 };
-
-template <class S, class W> struct format_scales;
 
 template <class S> struct format_scales<S, mx4> : scale_places<S> {
   using factor_type = weight_factors<typename S::X, mx4>;
@@ -327,7 +324,6 @@ template <class S, class FACTORS> struct u4_scales {
 template <class S> struct format_scales<S, u4> : u4_scales<S, weight_factors<typename S::X, u4>> {
 };
 
-template <class S> using lane_scales = format_scales<S, typename S::W>;
 template <class S> using wide_scales = u4_scales<S, wide_factors<typename S::X>>;
 
 #endif

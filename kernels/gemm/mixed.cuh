@@ -16,9 +16,13 @@
 
 #include "gemm/stream.cuh"
 
+template <class S, class W> struct format_scales;
+
 template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct mixed_shape : PRODUCT {
+  using SCALES = format_scales<mixed_shape, typename PRODUCT::W>;
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool SCALED = false;                /* rows have no scales */
+  static constexpr bool FIXED = false;                 /* rows are stored in fixed point (gemm/fixed.cuh) */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
   static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = WARPS * WARP_SIZE / GROUP - 1;
@@ -44,7 +48,8 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int SCALE_BYTES =
       BK / (operand<typename PRODUCT::W>::K_PER_SCALE > 0 ? operand<typename PRODUCT::W>::K_PER_SCALE : 16);
   static constexpr int SCALE_WORDS = U4 ? SCALE_BYTES / 4 : round_up(SCALE_BYTES / 4 + 1, 4);
-  static constexpr int ZERO_OCTETS = U4 ? COLUMNS / 8 : 1;
+  static constexpr bool ZEROS = U4;
+  static constexpr int ZERO_OCTETS = ZEROS ? COLUMNS / 8 : 1;
   static_assert(STAGES + 2 <= UNIT_SLOTS, "see there");
   static_assert(BITS == 4 && (BK == 128 || BK == 256), "16 bytes of a row a lane and slab");
 };
@@ -52,6 +57,14 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
 #include "gemm/lane_weights.cuh"
 
 enum { PRODUCERS_BARRIER = 5 }; /* warpgroups of consumers have 1 to 4 */
+
+/* gemm/fixed.cuh */
+template <class S> struct mixed_smem;
+template <class S>
+DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
+template <class S, int N, class SCALES>
+DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                           SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
 
 template <class S> struct mixed_smem {
   typename S::X rows[S::STAGES][S::PLANES][S::BM * S::PLANE];
@@ -69,10 +82,12 @@ template <class S> struct mixed_smem {
 
 /* ---- producers: codes ---- */
 
-/* Where 16 bytes of codes lie in a row of a stage, so that the lanes that read two rows meet in no bank. */
+/* Where 16 bytes of codes lie in a row of a stage, so that lanes meet in no bank: those that read 64 bytes of two rows
+ * each, and those that read 16 bytes of eight. */
 template <class S> DEVICE int code_offset(int row, int vector)
 {
-  return row * S::ROW_BYTES + (S::ROW_BYTES == 128 ? vector ^ (row & 1) << 2 : vector) * 16;
+  const int swizzle = S::ROW_BYTES == 128 ? (row & 1) << 2 | (row >> 1 & 3) : row >> 1 & 3;
+  return row * S::ROW_BYTES + (vector ^ swizzle) * 16;
 }
 
 static constexpr uint64_t EVICT_FIRST = 0x12f0000000000000; /* as createpolicy makes it */
@@ -189,6 +204,7 @@ template <class S> struct mixed_rows {
   DEVICE static void store(mixed_smem<S> &smem, int stage, int octet, const uint4 (&v)[4])
   {
     const int r = (int)(tid_x() % WARP_SIZE) % 8, w = (int)(tid_x() % WARP_SIZE) / 8;
+    if constexpr (S::FIXED) return store_fixed<S>(smem, stage, slab() % S::SLABS, octet * 8 + r, w, v);
     const uint32_t to = shared_address(smem.rows[stage][slab() % S::SLABS * 2 + w / 2]) + octet * 1024 + r * 128;
     const uint32_t first = (w % 2 * 4 ^ r) * 16;
     sts_128(to + first, joined(v[0].x, v[0].z, v[1].x, v[1].z, v[2].x, v[2].z, v[3].x, v[3].z, 0x5410));
@@ -567,7 +583,10 @@ template <class S, class SCALES> DEVICE void consume(const gemm_args &args, mixe
     SCALES scales;
     scales.set_unit(args, smem, slot, lane_row<S>());
     warp_sums<S> sums = {};
-    multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+    if constexpr (S::FIXED)
+      multiply_fixed<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+    else
+      multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
     const int group = consumer_group<S>(), width = granule_channels<S>(args), first = unit.n + group * GRANULES,
               end = min(unit.end, first + GRANULES);
@@ -606,10 +625,10 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     produce<S>(args, smem);
   } else {
     change_registers<S::REGISTERS, S::CONSUMER_REGISTERS>();
-    if constexpr (S::U4)
+    if constexpr (S::U4 && !S::FIXED)
       if (args.b.scale.dtype != (same_type<typename S::X, bf16> ? DT_BF16 : DT_F16))
         return consume<S, wide_scales<S>>(args, smem);
-    consume<S, lane_scales<S>>(args, smem);
+    consume<S, typename S::SCALES>(args, smem);
   }
 }
 

@@ -9,6 +9,10 @@ DEVICE uint4 lds_128(uint32_t address)
 {
   return load_shared<uint4>(address);
 }
+DEVICE void sts_32(uint32_t address, uint32_t v)
+{
+  store_shared(address, v);
+}
 DEVICE void sts_128(uint32_t address, const uint4 &v)
 {
   store_shared(address, v);

@@ -1,0 +1,230 @@
+/*
+ * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an expert,
+ * where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight, where
+ * 16-bit elements take twenty; so activations are integers, too: of 128 k of a row multiples of 2^-14 of the power of
+ * two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are multiplied, in exact
+ * sums of 32 bits. Those of 128 k are put together and scaled into sums of f32.
+ *
+ * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. So there the even k of each 32
+ * come first, then the odd ones. A slab of rows is two arrays, of upper bytes and of lower ones.
+ */
+#ifndef CUMOE_FIXED_CUH
+#define CUMOE_FIXED_CUH
+
+#include "gemm/mixed.cuh"
+
+template <class S> struct fixed_scales;
+
+template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
+struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
+  using SCALES = fixed_scales<fixed_shape>;
+  static constexpr bool FIXED = true, ZEROS = false;
+  static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
+  static constexpr int ZERO_OCTETS = 1;
+  static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
+};
+
+/* ---- producers ---- */
+
+/* Two elements times 2^s are the lower halves of what they become: floats of 2^23 and more. */
+template <class X> DEVICE void fixed_pair(uint32_t pair, float up, uint32_t &even, uint32_t &odd)
+{
+  constexpr float UNIT_ONE = 0x1.8p23f;
+  const float2 v = unpack_pair<X>(pair);
+  even = __float_as_uint(fmaf(v.x, up, UNIT_ONE));
+  odd = __float_as_uint(fmaf(v.y, up, UNIT_ONE));
+}
+
+/* The first and second bytes of four. */
+DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
+{
+  const uint32_t a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
+  low = __byte_perm(a, b, 0x5410);
+  high = __byte_perm(a, b, 0x7632);
+}
+
+/* Eight elements: 4 bytes of the even and 4 of the odd ones, 16 bytes apart but for the swizzle. */
+template <class S> DEVICE void store_eight(uint32_t to, uint32_t at, const uint4 &v, float up)
+{
+  uint32_t even[4], odd[4], low, high;
+  fixed_pair<typename S::X>(v.x, up, even[0], odd[0]);
+  fixed_pair<typename S::X>(v.y, up, even[1], odd[1]);
+  fixed_pair<typename S::X>(v.z, up, even[2], odd[2]);
+  fixed_pair<typename S::X>(v.w, up, even[3], odd[3]);
+  split_bytes(even, low, high);
+  sts_32(to + at, high);
+  sts_32(to + S::BM * 128 + at, low);
+  split_bytes(odd, low, high);
+  sts_32(to + (at ^ 16), high);
+  sts_32(to + S::BM * 128 + (at ^ 16), low);
+}
+
+/* A lane's elements of a row and slab: of each 32 those from 8 `word` on. Four lanes, 8 apart, have the slab; its
+ * largest element is brought to 2^14 .. 2^15. One that is not finite makes the slab's scale NaN. */
+template <class S>
+DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4])
+{
+  uint32_t most = 0;
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const uint32_t pairs[4] = {v[q].x, v[q].y, v[q].z, v[q].w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) most = max_halves(most, pairs[i] & 0x7fff7fff);
+  }
+  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 8));
+  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 16));
+  const int exponent = (int)(__float_as_uint(unpack_pair<typename S::X>(max(most >> 16, most & 0xffff)).x) >> 23),
+            up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
+  if (word == 0)
+    smem.staging.row_scales[slab][stage][row] =
+        __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+  const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
+#pragma unroll
+  for (int q = 0; q < 4; q++)
+    store_eight<S>(to, (2 * q ^ row % 8) * 16, v[q], __uint_as_float((uint32_t)up << 23));
+}
+
+/* ---- consumers: scales ---- */
+
+/* Of a lane's four rows; row r is of octet r of its warp. */
+template <class S> struct fixed_scales {
+  using slab_scales = float[S::SLABS][4];
+  static constexpr bool absent = false;
+  static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
+  uint32_t row;     /* the first one's shared address in stage 0 */
+  uint32_t skew[4]; /* of each row, what its first scale's place is in words that are copied */
+
+  DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
+  {
+    row = shared_address(smem.scales[0].words[row0]);
+#pragma unroll
+    for (int r = 0; r < 4; r++) skew[r] = smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
+  }
+
+  /* Of the stage of k0 and on; beyond the end of k the last one's. */
+  DEVICE void load(const gemm_args &args, int stage, int k0, slab_scales &by) const
+  {
+    const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
+              next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
+    const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
+    uint32_t at[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + (skew[r] + first * size & round);
+    switch (args.b.scale.dtype) {
+    case DT_BF16: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
+    case DT_F16: return load_all(at, next * size, by, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });
+    default: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_32(p)); });
+    }
+  }
+
+  template <class F> DEVICE static void load_all(const uint32_t (&at)[4], int next, slab_scales &by, F value)
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++) by[0][r] = value(at[r]), by[1][r] = value(at[r] + next);
+  }
+};
+
+/* ---- consumers: products ---- */
+
+/* A word of codes less 8, times 16: as two registers of four bytes. */
+DEVICE void s8_words(uint32_t codes, uint32_t &even, uint32_t &odd)
+{
+  even = (codes << 4 ^ 0x80808080) & 0xf0f0f0f0;
+  odd = (codes ^ 0x80808080) & 0xf0f0f0f0;
+}
+
+/* Exact sums of a slab: of upper and of lower bytes. */
+template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
+
+/* Where a lane reads a slab: its word of codes of the first 32 k and its first row, and its row of ldmatrix. */
+template <class S> struct fixed_places {
+  uint32_t codes, rows;
+
+  DEVICE fixed_places(const mixed_smem<S> &smem)
+  {
+    const int lane = tid_x() % WARP_SIZE, r = lane % 8;
+    codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + lane % 4 * 4;
+    rows = shared_address(smem.rows[0]) + lane / 16 * S::BM * 128 + r * 128 + (lane / 8 % 2 ^ r) * 16;
+  }
+};
+
+/* sums += 32 k, at `codes` and `rows`. Octet r of weight rows is half r / 2 of block r % 2. */
+template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, fixed_sums<S, N> &sums)
+{
+  uint32_t a[S::BLOCKS][4];
+#pragma unroll
+  for (int r = 0; r < 4; r++) s8_words(lds_32(codes + r * 8 * S::ROW_BYTES), a[r % 2][r / 2], a[r % 2][2 + r / 2]);
+#pragma unroll
+  for (int octet = 0; octet < N / 8; octet++) {
+    uint32_t b[4];
+    ldmatrix_x4(b, rows + octet * 1024);
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++) {
+      mma_m16n8k32<false>(sums[0][block][octet], a[block], b[0], b[1]);
+      mma_m16n8k32<true>(sums[1][block][octet], a[block], b[2], b[3]);
+    }
+  }
+}
+
+/* sums += those of a slab, whose rows' scales are there from `scales` on. */
+template <class S, int N>
+DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const float *scales,
+                     float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+#pragma unroll
+  for (int octet = 0; octet < N / 8; octet++) {
+    const float2 own = *reinterpret_cast<const float2 *>(scales + octet * 8 + (int)(tid_x() % 4) * 2);
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float sum = (float)(slab[0][block][octet][i] * 256 + slab[1][block][octet][i]);
+        sums[block][octet * 4 + i] = fmaf(sum * by[block + i / 2 * 2], i % 2 ? own.y : own.x,
+                                          sums[block][octet * 4 + i]);
+      }
+  }
+}
+
+template <class S, int N, class SCALES>
+DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
+                             float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const fixed_places<S> first(smem);
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+    float by[S::SLABS][4];
+    wait_for(&smem.full[at.stage], at.phase);
+    scales.load(args, at.stage, k0, by);
+#pragma unroll 1
+    for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
+      const uint32_t codes = (first.codes + at.stage * (uint32_t)sizeof(smem.codes[0])) ^ slab * 64,
+                     rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
+      fixed_sums<S, N> slab_sums = {};
+#pragma unroll
+      for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, slab_sums);
+      float own[4];
+#pragma unroll
+      for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
+      add_slab<S, N>(slab_sums, own, smem.staging.row_scales[slab][at.stage], sums);
+    }
+    release<S>(smem, at.stage);
+  }
+#pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
+}
+
+/* In widths of whole octets. */
+template <class S, int N, class SCALES>
+DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                           SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if constexpr (N > 8) {
+    if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
+  }
+  multiply_fixed_n<S, N>(args, smem, at, scales, sums);
+}
+
+#endif
