@@ -92,14 +92,14 @@ template <class S> struct fixed_scales {
   using slab_scales = float[S::SLABS][4];
   static constexpr bool absent = false;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
-  uint32_t row;     /* the first one's shared address in stage 0 */
-  uint32_t skew[4]; /* of each row, what its first scale's place is in words that are copied */
+  uint32_t row, skews; /* the first one's shared address in stage 0; of each a byte, its first scale's place in a copy */
 
   DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
   {
     row = shared_address(smem.scales[0].words[row0]);
+    skews = 0;
 #pragma unroll
-    for (int r = 0; r < 4; r++) skew[r] = smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8];
+    for (int r = 0; r < 4; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
   }
 
   /* Of the stage of k0 and on; beyond the end of k the last one's. */
@@ -110,7 +110,7 @@ template <class S> struct fixed_scales {
     const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
     uint32_t at[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + (skew[r] + first * size & round);
+    for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
     switch (args.b.scale.dtype) {
     case DT_BF16: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
     case DT_F16: return load_all(at, next * size, by, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });

@@ -25,7 +25,9 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr bool FIXED = false;                 /* rows are stored in fixed point (gemm/fixed.cuh) */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
-  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = WARPS * WARP_SIZE / GROUP - 1;
+  /* Warpgroups: two of consumers; producers of weights, and of rows if there are four, else of both. */
+  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = 2, PRODUCERS = THREADS / GROUP - CONSUMERS;
+  static constexpr bool APART = PRODUCERS == 2;
   static constexpr int ROWS = 32; /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */
   static constexpr int BLOCKS = 2, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 ? BM / 2 : 8;
@@ -36,11 +38,11 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
   static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
-  static constexpr int REGISTERS = 168, PRODUCER_REGISTERS = U4 ? 152 : 136;
-  static constexpr int CONSUMER_REGISTERS = (REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS;
+  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 88 : U4 ? 152 : 136;
+  static constexpr int CONSUMER_REGISTERS = (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS * PRODUCERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
-  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS, "32 rows a warp");
+  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && (PRODUCERS == 1 || APART), "32 rows a warp");
   /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
   static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
@@ -175,14 +177,15 @@ template <class S> struct mixed_rows {
   static constexpr int AHEAD = S::BM > 32 ? 2 : 1;                                 /* octets asked for early */
   uint4 early[AHEAD][4];
 
-  DEVICE static int slab() { return (int)(tid_x() / WARP_SIZE) % SLABS; }
-  DEVICE static int octet(int i) { return (int)(tid_x() / WARP_SIZE) / SLABS + i * SHARE; }
+  DEVICE static int warp() { return (int)(tid_x() / WARP_SIZE) % (S::GROUP / WARP_SIZE); }
+  DEVICE static int slab() { return warp() % SLABS; }
+  DEVICE static int octet(int i) { return warp() / SLABS + i * SHARE; }
 
   /* Of a unit: producers see them behind their next barrier. */
   DEVICE static void look_up(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
-    const int r = tid_x();
+    const int r = tid_x() % S::GROUP;
     if (r >= unit.rows) return;
     const int32_t source = known_source(args, unit.row + r);
     smem.sources[slot % 2][r] = source;
@@ -254,11 +257,64 @@ template <class S> DEVICE void post_next_unit(const gemm_args &args, mixed_smem<
 {
   slot %= UNITS_AHEAD;
   if (tid_x() == 0) smem.units[slot] = smem.run.next(args, smem);
-  bar_sync(PRODUCERS_BARRIER, S::GROUP);
+  bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP);
 }
 
-/* All of a tile's stages, by twos; the second may not be there at the end of k. The weights of k < before are on their
- * way. A thread arrives for what it has copied, a warp for what it has stored. */
+/* Two stages of a tile; the second may not be there at the end of k. */
+template <class S> struct two_stages {
+  pipeline_state<S::STAGES> at, next;
+  bool two;
+
+  DEVICE two_stages(const gemm_args &args, const pipeline_state<S::STAGES> &first, int k0)
+      : at(first), next(first), two(k0 + S::BK < args.k)
+  {
+    next.advance();
+  }
+  DEVICE void wait(mixed_smem<S> &smem) const
+  {
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (two) wait_for(&smem.empty[next.stage], next.phase ^ 1);
+  }
+  DEVICE pipeline_state<S::STAGES> after() const
+  {
+    pipeline_state<S::STAGES> state = next;
+    if (two) state.advance();
+    return state;
+  }
+};
+
+/* Codes and scales of two stages of k0 and on; the weights of k < before are on their way. A thread arrives for what it
+ * has copied. */
+template <class S>
+DEVICE void copy_weights(const gemm_args &args, mixed_smem<S> &smem, const mixed_weights<S> &weights,
+                         const stage_scales<S> &scales, const two_stages<S> &to, int k0, int before)
+{
+  const bool second = mixed_weights<S>::lane() >= S::LANES / 2;
+  if (k0 >= before && (to.two || !second)) weights.copy(args, smem, second ? to.next.stage : to.at.stage, k0);
+  scales.copy(args, smem.scales[to.at.stage], k0);
+  cp_async_mbarrier_arrive_noinc(&smem.full[to.at.stage]);
+  if (!to.two) return;
+  scales.copy(args, smem.scales[to.next.stage], k0 + S::BK);
+  cp_async_mbarrier_arrive_noinc(&smem.full[to.next.stage]);
+}
+
+/* Rows of two stages, of which the early ones are here, and the early ones of the next two. A warp arrives for what it
+ * has stored. */
+template <class S>
+DEVICE void store_rows(const gemm_args &args, mixed_smem<S> &smem, mixed_rows<S> &tokens, const two_stages<S> &to,
+                       int slot, int rows, int k0)
+{
+  const bool late = tokens.slab() >= S::SLABS;
+  if (to.two || !late) tokens.store_all(args, smem, slot, rows, late ? to.next.stage : to.at.stage, k0);
+  __syncwarp();
+  if ((int)(tid_x() % WARP_SIZE) == 0) {
+    mbarrier_arrive(&smem.full[to.at.stage]);
+    if (to.two) mbarrier_arrive(&smem.full[to.next.stage]);
+  }
+  tokens.load_early(args, smem, slot, rows, k0 + 2 * S::BK);
+}
+
+/* All of a tile's stages, by twos. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, const mixed_weights<S> &weights,
                          int before, pipeline_state<S::STAGES> &at)
@@ -267,35 +323,18 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
   stage_scales<S> scales;
   scales.set_unit(args, smem, slot);
   mixed_rows<S> tokens;
-  mixed_rows<S>::look_up(args, smem, slot);
+  if (!S::APART) mixed_rows<S>::look_up(args, smem, slot);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
-    const bool two = k0 + S::BK < args.k, second = mixed_weights<S>::lane() >= S::LANES / 2;
-    pipeline_state<S::STAGES> next = at;
-    next.advance();
-    wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (two) wait_for(&smem.empty[next.stage], next.phase ^ 1);
-    if (k0 >= before && (two || !second)) weights.copy(args, smem, second ? next.stage : at.stage, k0);
-    scales.copy(args, smem.scales[at.stage], k0);
-    cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
-    if (two) {
-      scales.copy(args, smem.scales[next.stage], k0 + S::BK);
-      cp_async_mbarrier_arrive_noinc(&smem.full[next.stage]);
-    }
+    const two_stages<S> to(args, at, k0);
+    to.wait(smem);
+    copy_weights<S>(args, smem, weights, scales, to, k0, before);
     if (k0 == 0) {
       post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
-      tokens.load_early(args, smem, slot, rows, 0);
+      if (!S::APART) tokens.load_early(args, smem, slot, rows, 0);
     }
-    const bool late = tokens.slab() >= S::SLABS;
-    if (two || !late) tokens.store_all(args, smem, slot, rows, late ? next.stage : at.stage, k0);
-    __syncwarp();
-    if ((int)(tid_x() % WARP_SIZE) == 0) {
-      mbarrier_arrive(&smem.full[at.stage]);
-      if (two) mbarrier_arrive(&smem.full[next.stage]);
-    }
-    tokens.load_early(args, smem, slot, rows, k0 + 2 * S::BK);
-    at = next;
-    if (two) at.advance();
+    if (!S::APART) store_rows<S>(args, smem, tokens, to, slot, rows, k0);
+    at = to.after();
   }
 }
 
@@ -304,7 +343,7 @@ template <class S> DEVICE void produce_nothing(mixed_smem<S> &smem)
 {
   mbarrier_arrive(&smem.full[0]);
   __syncwarp();
-  if ((int)(tid_x() % WARP_SIZE) == 0) mbarrier_arrive(&smem.full[0]);
+  if (!S::APART && (int)(tid_x() % WARP_SIZE) == 0) mbarrier_arrive(&smem.full[0]);
 }
 
 /* With early inputs the stages fill with the first tile's weights before the grid ahead, which makes the rows, has
@@ -333,6 +372,30 @@ template <class S> DEVICE void produce(const gemm_args &args, mixed_smem<S> &sme
   if (!waited) wait_for_earlier_grids();
 }
 
+/* Rows alone, by producers of their own: unit by unit and stage by stage as the others. */
+template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  mixed_rows<S> tokens;
+  if (args.protocol.early_inputs) wait_for_earlier_grids();
+  bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP);
+  if (smem.units[0].expert < 0 && (int)(tid_x() % WARP_SIZE) == 0) mbarrier_arrive(&smem.full[0]);
+#pragma unroll 1
+  for (int slot = 0; smem.units[slot].expert >= 0; slot = (slot + 1) % UNITS_AHEAD) {
+    const int rows = smem.units[slot].rows;
+    mixed_rows<S>::look_up(args, smem, slot);
+    bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP); /* the next unit is there, too */
+    tokens.load_early(args, smem, slot, rows, 0);
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
+      const two_stages<S> to(args, at, k0);
+      to.wait(smem);
+      store_rows<S>(args, smem, tokens, to, slot, rows, k0);
+      at = to.after();
+    }
+  }
+}
+
 /* ---- consumers ---- */
 
 template <class S> DEVICE void release(mixed_smem<S> &smem, int stage)
@@ -344,7 +407,7 @@ template <class S> DEVICE void release(mixed_smem<S> &smem, int stage)
 /* Of the consumers'. Worked out where it is used: registers are few. */
 template <class S> DEVICE int consumer_warp()
 {
-  return (int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE;
+  return (int)(tid_x() / WARP_SIZE) - S::PRODUCERS * S::GROUP / WARP_SIZE;
 }
 
 template <class S> DEVICE int consumer_group()
@@ -623,6 +686,9 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();
     produce<S>(args, smem);
+  } else if (S::APART && threadIdx.x < 2 * S::GROUP) {
+    change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();
+    produce_rows<S>(args, smem);
   } else {
     change_registers<S::REGISTERS, S::CONSUMER_REGISTERS>();
     if constexpr (S::U4 && !S::FIXED)
