@@ -645,7 +645,7 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
 }
 
 /* Few tokens and portable rows multiply e4m3 in f16. */
-static int device_of(const cumoe_variant_info *row)
+static int sums_of_row(const cumoe_variant_info *row)
 {
   if (!strcmp(row->form, "fixed")) return DEVICE_FIXED_POINT;
   return strcmp(row->form, "unpack") && strncmp(row->op, "few", 3) ? DEVICE_FP8_ADDER : 0;
@@ -662,7 +662,7 @@ bool format_for_row(const cumoe_variant_info *row, layer_spec *s)
       s->desc.hidden = (s->desc.hidden + 31) / 32 * 32;
       s->desc.inter = (s->desc.inter + 31) / 32 * 32;
       s->router_dtype = s->desc.dtype;
-      oracle_device = device_of(row);
+      oracle_device = sums_of_row(row);
       return true;
     }
   return false;
@@ -708,7 +708,7 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   cumoe_format f;
   const char *name;
   const int device = oracle_device;
-  oracle_device = on_device(context) ? device_of(row) : 0;
+  oracle_device = on_device(context) ? sums_of_row(row) : 0;
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
       const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;

@@ -159,31 +159,45 @@ template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t ro
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
     ldmatrix_x4(b, rows + octet * 1024);
+    const uint32_t high[2] = {b[0], b[1]}, low[2] = {b[2], b[3]};
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++) {
-      mma_m16n8k32<false>(sums[0][block][octet], a[block], b[0], b[1]);
-      mma_m16n8k32<true>(sums[1][block][octet], a[block], b[2], b[3]);
+      mma_m16n8k32_s8(sums[0][block][octet], a[block], high);
+      mma_m16n8k32_s8u8(sums[1][block][octet], a[block], low);
     }
   }
 }
 
-/* sums += those of a slab, whose rows' scales are there from `scales` on. */
-template <class S, int N>
+/* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
+template <class S, int FIRST, int N>
 DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const float *scales,
                      float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
-    const float2 own = *reinterpret_cast<const float2 *>(scales + octet * 8 + (int)(tid_x() % 4) * 2);
+    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float sum = (float)(slab[0][block][octet][i] * 256 + slab[1][block][octet][i]);
-        sums[block][octet * 4 + i] = fmaf(sum * by[block + i / 2 * 2], i % 2 ? own.y : own.x,
-                                          sums[block][octet * 4 + i]);
+        float &to = sums[block][(FIRST + octet) * 4 + i];
+        to = fmaf(sum * by[block + i / 2 * 2], i % 2 ? own.y : own.x, to);
       }
   }
+}
+
+/* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
+template <class S, int N, int FIRST = 0>
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], const float *scales,
+                          float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
+  fixed_sums<S, WIDTH> slab = {};
+#pragma unroll
+  for (int b = 0; b < 4; b++) multiply_bytes<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, slab);
+  add_slab<S, FIRST, WIDTH>(slab, by, scales, sums);
+  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, by, scales, sums);
 }
 
 template <class S, int N, class SCALES>
@@ -200,13 +214,10 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
       const uint32_t codes = (first.codes + at.stage * (uint32_t)sizeof(smem.codes[0])) ^ slab * 64,
                      rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
-      fixed_sums<S, N> slab_sums = {};
-#pragma unroll
-      for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, slab_sums);
       float own[4];
 #pragma unroll
       for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
-      add_slab<S, N>(slab_sums, own, smem.staging.row_scales[slab][at.stage], sums);
+      multiply_slab<S, N>(codes, rows, own, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);
   }

@@ -38,8 +38,10 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
   static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
-  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 88 : U4 ? 152 : 136;
-  static constexpr int CONSUMER_REGISTERS = (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS * PRODUCERS) / CONSUMERS;
+  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : U4 ? 152 : 136,
+                       ROW_REGISTERS = APART ? 80 : 0;
+  static constexpr int CONSUMER_REGISTERS =
+      (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS - ROW_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
   static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && (PRODUCERS == 1 || APART), "32 rows a warp");
@@ -681,14 +683,17 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
   if (S::RANGES < MAX_EXPERTS)
     for (int e = threadIdx.x; e < min(args.experts, S::RANGES); e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
   const int tiles =
-      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges);
+      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges,
+                                           tid_x()); /* read again: else lanes are remembered until the epilogue */
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();
     produce<S>(args, smem);
   } else if (S::APART && threadIdx.x < 2 * S::GROUP) {
-    change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();
-    produce_rows<S>(args, smem);
+    if constexpr (S::APART) {
+      change_registers<S::REGISTERS, S::ROW_REGISTERS>();
+      produce_rows<S>(args, smem);
+    }
   } else {
     change_registers<S::REGISTERS, S::CONSUMER_REGISTERS>();
     if constexpr (S::U4 && !S::FIXED)

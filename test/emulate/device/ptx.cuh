@@ -65,7 +65,7 @@ template <class D> struct mma_lane {
 };
 
 /* PER elements a register; of(register, i): element i. */
-template <int PER, class D, D (*OF)(uint32_t, int)> void mma_of_warp(void **of_lane)
+template <int PER, class D, D (*OF)(uint32_t, int), D (*B_OF)(uint32_t, int) = OF> void mma_of_warp(void **of_lane)
 {
   constexpr int K = 8 * PER;
   const whole_warp<mma_lane<D>> lane(of_lane, "an mma without all lanes");
@@ -75,7 +75,7 @@ template <int PER, class D, D (*OF)(uint32_t, int)> void mma_of_warp(void **of_l
       for (int i = 0; i < PER; i++) a[l / 4 + r % 2 * 8][l % 4 * PER + r / 2 * (K / 2) + i] = OF(lane(l)->a[r], i);
   for (int l = 0; l < 32; l++)
     for (int r = 0; r < 2; r++)
-      for (int i = 0; i < PER; i++) b[l % 4 * PER + r * (K / 2) + i][l / 4] = OF(lane(l)->b[r], i);
+      for (int i = 0; i < PER; i++) b[l % 4 * PER + r * (K / 2) + i][l / 4] = B_OF(lane(l)->b[r], i);
   for (int l = 0; l < 32; l++)
     for (int r = 0; r < 4; r++) {
       D sum = lane(l)->d[r];
@@ -92,6 +92,10 @@ template <class T> float element_of_pair(uint32_t pair, int i)
 inline int32_t element_of_four(uint32_t four, int i)
 {
   return (int8_t)(four >> 8 * i);
+}
+inline int32_t unsigned_of_four(uint32_t four, int i)
+{
+  return (uint8_t)(four >> 8 * i);
 }
 
 template <class T> DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
