@@ -342,11 +342,12 @@ $(FUZZERS:%=$(OBJ)/fuzz/%): $(OBJ)/fuzz/%: $(OBJ)/fuzz/test/fuzz/%.o $(fuzz_c:%.
 $(LIB)/test/kernel $(OBJ)/asan/bin/kernel $(LIB)/test/examples/vector_add: | $(CALLER_CODE)
 
 # Not executable: test/run.sh runs what is. Without NVTX's headers test/ranges.c skips.
-$(LIB)/test/profiler.so: test/tool/profiler.c $(c_needs)
+$(LIB)/test/profiler.so $(LIB)/test/sends.so: $(LIB)/test/%.so: test/tool/%.c $(c_needs)
 	$(call begin,LINK)
-	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/profiler.d -fPIC -shared -o $@ $< && chmod -x $@
+	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/$*.d -fPIC -shared -o $@ $< && chmod -x $@
 $(LIB)/test/ranges $(OBJ)/asan/bin/ranges: \
 	| $(if $(wildcard $(CUDA_INCLUDE)/nvtx3/nvToolsExt.h),$(LIB)/test/profiler.so)
+$(LIB)/test/ranks $(OBJ)/asan/bin/ranks: | $(LIB)/test/sends.so
 
 tests: $(PROGRAMS)
 demo: $(LIB)/demo
