@@ -81,13 +81,6 @@ static void make_values(void)
   fill(down, sizeof down / 2, .2f, 4);
 }
 
-static int64_t now_ms(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
 static void nap(void)
 {
   const struct timespec t = {.tv_nsec = 200000};
