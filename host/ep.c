@@ -8,6 +8,13 @@
 
 /* ---- a call's own memory ---- */
 
+/* Byte offsets. */
+typedef struct ep_workspace {
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
+  size_t inner_bytes; /* of the layers inside, one after the other */
+  size_t bytes;
+} ep_workspace;
+
 static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
 {
   const size_t at = *end;
@@ -15,7 +22,7 @@ static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
   return at;
 }
 
-cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w)
+static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
 {
   const int64_t one = g->shape.capacity, all = one * g->shape.ranks, k = g->shape.top_k;
   const int64_t row = (int64_t)g->shape.hidden * g->shape.element;
@@ -48,7 +55,7 @@ cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
   ep_workspace w;
   TRY(find_group(handle, &g));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  TRY(ep_lay_out_workspace(g, &w));
+  TRY(lay_out_workspace(g, &w));
   *bytes = w.bytes;
   return CUMOE_OK;
 }
@@ -562,7 +569,7 @@ static cumoe_status open_call(ep_call *c, cumoe_group handle, const cumoe_ep_arg
   TRY(find_group(handle, &c->g));
   TRY(take_struct("args", args, &c->args));
   TRY(take_struct("args.layer", c->args.layer, &c->layer));
-  TRY(ep_lay_out_workspace(c->g, &c->at));
+  TRY(lay_out_workspace(c->g, &c->at));
   name_call_on(c->name, c->stream);
   TRY(check_call(c));
   c->workspace = c->layer.workspace.data;

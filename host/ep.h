@@ -86,14 +86,6 @@ typedef struct group {
 /* Offsets of an arena; a pure function. Valid shapes only: nothing overflows 2^62. */
 ep_layout ep_lay_out(const ep_shape *shape);
 
-/* Byte offsets of a call's own memory. */
-typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
-  size_t inner_bytes; /* of the layers inside, one after the other */
-  size_t bytes;
-} ep_workspace;
-cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w);
-
 cumoe_status find_group(cumoe_group handle, group **found);
 
 static inline int64_t timeout_of(const group *g)

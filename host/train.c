@@ -9,7 +9,9 @@ _Static_assert((int)FAULT_TOKEN_ID == (int)CUMOE_FAULT_TOKEN_ID && (int)FAULT_SE
 
 /* ---- what all share ---- */
 
-cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count, uint32_t dtypes)
+/* A [1, count] vector of one of `dtypes`. */
+static cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count,
+                                 uint32_t dtypes)
 {
   const operand want = {name, 1, count, dtypes, 0};
   return check_operand(context, &want, v);
