@@ -1039,7 +1039,7 @@ static void run_world(const world *given, bool dedup)
   case_begin("%s%s", w.name, dedup ? ", dedup" : "");
   make_world(&w);
   w.keeps &= !gpus;
-  w.replays = gpus && !w.parts;
+  w.replays = gpus && !w.parts && !comms;
   const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
   run_ranks(&w, &out, ranks, NOBODY, NONE, emulated() ? 20000000000 : gpus ? 2000000000 : 0);
   for (int32_t i = 0; i < w.ranks; i++) {
@@ -1848,32 +1848,34 @@ static bool force_few(cumoe_context context, int32_t dtype)
 }
 
 /* few leaves rows of y that another grid answers, and begins with what put has filled. */
+static void run_few(int i)
+{
+  const int32_t dtype = i == 3 ? CUMOE_F16 : CUMOE_BF16;
+  const world w = {.name = "few tokens",
+                   .ranks = 2,
+                   .experts = 6,
+                   .top_k = 3,
+                   .dtype = dtype,
+                   .hidden = 256,
+                   .inter = 128,
+                   .capacity = i == 3 ? 8 : 2,
+                   .tokens = {i == 3 ? 8 : 2, i == 1 ? 0 : 1},
+                   .residual = i % 2,
+                   .by_few = true,
+                   .parts = i == 2,
+                   .from_logits = i == 4,
+                   .routed = i == 5};
+  for (int32_t r = 0; r < w.ranks; r++) CHECK(force_few(open_rank(r), dtype));
+  for (int dedup = 0; dedup < 2; dedup++) run_world(&w, dedup);
+  for (int32_t r = 0; r < w.ranks; r++) CHECK_OK(cumoe_variant_force(open_rank(r), -1));
+}
+
 static void few_on_gpus(cumoe_context context)
 {
   begin_on_gpus();
   const bool there = force_few(context, CUMOE_BF16);
   if (there) CHECK_OK(cumoe_variant_force(context, -1));
-  for (int i = 0; i < 6 && there && !gave_up; i++) {
-    const int32_t dtype = i == 3 ? CUMOE_F16 : CUMOE_BF16;
-    const world w = {.name = "few tokens",
-                     .ranks = 2,
-                     .experts = 6,
-                     .top_k = 3,
-                     .dtype = dtype,
-                     .hidden = 256,
-                     .inter = 128,
-                     .capacity = i == 3 ? 8 : 2,
-                     .tokens = {i == 3 ? 8 : 2, i == 1 ? 0 : 1},
-                     .residual = i % 2,
-                     .by_few = true,
-                     .parts = i == 2,
-                     .from_logits = i == 4,
-                     .routed = i == 5};
-    for (int32_t r = 0; r < w.ranks; r++) CHECK(force_few(open_rank(r), dtype));
-    run_world(&w, false);
-    run_world(&w, true);
-    for (int32_t r = 0; r < w.ranks; r++) CHECK_OK(cumoe_variant_force(open_rank(r), -1));
-  }
+  for (int i = 0; i < 6 && there && !gave_up; i++) run_few(i);
   end_on_gpus();
 }
 

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Each change of mutants.txt is built and has to make a test fail: test/check/mutants.sh [N ...]: those lines only.
+# One that makes a program hang is stopped after MUTANT_SECONDS.
 . test/check/count.sh
 . test/check/shimmed.sh
 list=${MUTANTS:-test/check/mutants.txt}
@@ -34,7 +35,7 @@ fails() {
     esac
     ${CC:-cc} -o "$output" "$folder/test_$(echo "$program" | tr / _).c.o" "$object" $rest "$folder"/kernels_*.o \
       "$folder/images.o" $others -ldl -lpthread -lm || return 1
-    CUDA_VISIBLE_DEVICES= timeout 240 "$output" > "$output.log" 2>&1 || { echo "$program"; return 0; }
+    CUDA_VISIBLE_DEVICES= timeout "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1 || { echo "$program"; return 0; }
   done
   return 1
 }
