@@ -208,7 +208,7 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 /* CTAs that go through the parts of combine's work. */
 static launch_shape grid_of_return(const group *g, ep_args *a)
 {
-  const ep_shape *s = &g->shape;
+  const ep_shape *s = &a->shape;
   const int64_t each = COMBINE_TOKENS(s->top_k), columns = EP_RETURN_THREADS * 16 / s->element;
   const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
   a->movers = (int32_t)between(all, 1, (int64_t)EP_RETURN_RESIDENT * g->context->machine.sms);
@@ -232,7 +232,7 @@ static launch_shape one_cta(int32_t threads)
 
 static launch_shape shape_of_move(const group *g, move which, ep_args *a)
 {
-  const ep_shape *s = &g->shape;
+  const ep_shape *s = &a->shape;
   switch (which) {
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:

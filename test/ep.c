@@ -43,6 +43,7 @@ typedef struct world {
   bool moves;                       /* every second call, experts in two places are in the second alone */
   bool apart, keeps, ungated;       /* router_x; ids_out and weights_out; a shared expert without a gate */
   bool by_few;                      /* the experts, on a GPU */
+  bool varies;                      /* every second call is of any number of tokens, by its tokens_max */
   const uint64_t *says;             /* of each rank: its mask, 0: makes no call of it */
   int32_t zero, identity;
   /* made */
@@ -583,7 +584,7 @@ static void fill_call(const rank *r, int32_t lane, int number, ep_call *c)
   c->layer.counts_out = as_mut(rows_of(&r->counts_here, index, 1));
   c->args = (cumoe_ep_args){.size = sizeof c->args,
                             .lane = lane,
-                            .tokens_max = w->tokens_max,
+                            .tokens_max = w->varies && number % 2 ? 0 : w->tokens_max,
                             .placement = rows_of(&w->placement, placement_row(w, index), w->experts),
                             .layer = &c->layer};
 }
@@ -1361,6 +1362,51 @@ static const world worlds[] = {
      .exact = true,
      .routed = true,
      .shared = true},
+    {.name = "few tokens of a group for many, in turn",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 40,
+     .tokens_max = 3,
+     .tokens = {3, 1},
+     .varies = true,
+     .exact = true,
+     .routed = true},
+    {.name = "sums of few tokens of a group for many, in turn",
+     .ranks = 3,
+     .experts = 9,
+     .top_k = 3,
+     .dtype = CUMOE_F32,
+     .capacity = 11,
+     .tokens_max = 10,
+     .tokens = {10, 0, 7},
+     .spread = SCATTERED,
+     .varies = true,
+     .residual = true},
+    {.name = "few tokens in a last round, in parts",
+     .ranks = 2,
+     .lanes = 2,
+     .experts = 8,
+     .top_k = 2,
+     .dtype = CUMOE_BF16,
+     .capacity = 20,
+     .tokens_max = 43,
+     .tokens = {43, 21},
+     .parts = true,
+     .exact = true,
+     .shared = true},
+    {.name = "few tokens that the device counts, of a group for many",
+     .ranks = 2,
+     .experts = 8,
+     .top_k = 3,
+     .dtype = CUMOE_BF16,
+     .capacity = 24,
+     .tokens_max = 26,
+     .tokens = {25, 2},
+     .counted = true,
+     .exact = true,
+     .routed = true},
     {.name = "sums of eight ranks, counted, in rounds",
      .ranks = 8,
      .experts = 16,
@@ -1858,7 +1904,10 @@ static void run_few(int i)
                    .dtype = dtype,
                    .hidden = 256,
                    .inter = 128,
-                   .capacity = i == 3 ? 8 : 2,
+                   .capacity = i == 3   ? 8
+                               : i == 4 ? 40
+                                        : 2,
+                   .tokens_max = i == 4 ? 2 : 0,
                    .tokens = {i == 3 ? 8 : 2, i == 1 ? 0 : 1},
                    .residual = i % 2,
                    .by_few = true,
@@ -1884,8 +1933,9 @@ static void few_on_gpus(cumoe_context context)
 /* Regions in their order, none over another, all aligned. */
 static void check_layout(const ep_shape *s)
 {
-  const ep_layout l = ep_lay_out(s);
+  const ep_layout l = ep_lay_out(s), few = ep_lay_out_few(s);
   const uint64_t ranks = (uint64_t)s->ranks, slots = ranks * (uint64_t)s->capacity;
+  const uint64_t few_slots = ranks * (uint64_t)ep_few_tokens(s), answers = s->exact ? (uint64_t)s->top_k : 1;
   const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, packets = ranks * (uint64_t)s->packets;
   const struct {
     uint64_t at, bytes;
@@ -1902,15 +1952,22 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.x, slots * row},
                  {l.lane + l.ids, slots * (uint64_t)s->top_k * 4},
                  {l.lane + l.weights, slots * (uint64_t)s->top_k * 4},
-                 {l.lane + l.y, slots * row * (uint64_t)(s->exact ? s->top_k : 1)},
+                 {l.lane + l.y, slots * row * answers},
                  {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
-                 {l.lane + l.sums, packets * row / EP_PACKET_DATA * EP_PACKET}};
-  const size_t count = sizeof regions / sizeof *regions, there = s->packets ? count : count - 2;
+                 {l.lane + l.sums, packets * row / EP_PACKET_DATA * EP_PACKET},
+                 {l.lane + few.x, few_slots * row},
+                 {l.lane + few.ids, few_slots * (uint64_t)s->top_k * 4},
+                 {l.lane + few.weights, few_slots * (uint64_t)s->top_k * 4},
+                 {l.lane + few.y, few_slots * row * answers}};
+  ep_layout others = few;
   uint64_t end = 0;
-  for (size_t i = 0; i < there; i++) {
-    CHECK(regions[i].at >= end && regions[i].at % EP_ALIGN == 0 && regions[i].bytes > 0);
+  for (size_t i = 0; i < sizeof regions / sizeof *regions; i++) {
+    CHECK(regions[i].at >= end && regions[i].at % EP_ALIGN == 0);
     end = regions[i].at + regions[i].bytes;
   }
+  others.x = l.x, others.ids = l.ids, others.weights = l.weights, others.y = l.y;
+  CHECK(memcmp(&others, &l, sizeof l) == 0);
+  CHECK(ep_few_tokens(s) < s->capacity && ep_few_tokens(s) * s->ranks <= FEW_TOKENS);
   CHECK(end <= l.lane + l.lane_bytes && l.lane_bytes % EP_ALIGN == 0);
   CHECK(l.bytes == l.lane + (uint64_t)s->lanes * l.lane_bytes && l.bytes < (uint64_t)1 << 62);
   CHECK(l.bytes - end < EP_ALIGN + (uint64_t)(s->lanes - 1) * l.lane_bytes);

@@ -24,7 +24,9 @@
  * one shape share a group.
  *
  * Rounds. An exchange takes max_tokens tokens of each rank. More go in several exchanges: every rank says how many any
- * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none.
+ * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none. What is said decides
+ * how the experts run: up to 32 / ranks tokens have a place of their own in the arena, so that a group for many tokens
+ * decodes as one for few does (not by NCCL, where messages are of fixed size).
  *
  * Failure. Nobody waits for ever: a rank that does not answer within timeout_ns makes the one that waits give up, which
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
