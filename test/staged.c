@@ -386,9 +386,9 @@ static void emulated_gpus(void)
 
 /* A call of rank 0, for which rank 1 does not come. The engine aborts the group, or what waits behind NCCL is up when
  * the communicator has ended: either way the group says what happened, and leaves NCCL alone from then on. */
-static void lost_on_gpus(bool aborts)
+static void lost_on_gpus(bool aborts, int by)
 {
-  const uint64_t late = ep_abort_word(EP_TIMEOUT, EP_DISPATCH, 1, 0);
+  const uint64_t late = ep_abort_word(EP_TIMEOUT, EP_DISPATCH, 1, by);
   void *made[MOST_COMMS];
   world w = three;
   rank r[2] = {{.w = &w, .all = r}, {.w = &w, .all = r, .number = 1}};
@@ -419,11 +419,14 @@ static void lost_on_gpus(bool aborts)
   close_comms();
   if (!aborts) shim_write(abort_word, &late, sizeof late);
   CHECK_OK(cumoe_group_fault_read(r[0].group, &fault));
-  CHECK(fault.cause == (aborts ? CUMOE_GROUP_ABORTED : CUMOE_GROUP_TIMEOUT) && fault.about == !aborts && fault.by == 0);
+  CHECK(fault.cause == (aborts ? CUMOE_GROUP_ABORTED : CUMOE_GROUP_TIMEOUT) && fault.about == !aborts &&
+        fault.by == by);
   CHECK(fault.phase == (aborts ? CUMOE_PHASE_NONE : CUMOE_PHASE_DISPATCH));
   shim_mark();
   CHECK_STATUS(CUMOE_ERR_PEER, one_call(&r[0], 0, 1));
-  CHECK_TEXT(aborts ? "rank 0 has aborted the group" : "rank 1 has not sent its tokens (dispatch)");
+  CHECK_TEXT(aborts ? "rank 0 has aborted the group"
+             : by   ? "rank 1 gave up: rank 1 had not sent its tokens (dispatch) in time"
+                    : "rank 1 has not sent its tokens (dispatch) within 30 s");
   CHECK_MSG(!strstr(shim_trace(), "nccl"), "%s", shim_trace());
   for (int i = 0; i < 2; i++) {
     CHECK_OK(cumoe_group_destroy(r[i].group));
@@ -438,8 +441,9 @@ static void lost_on_gpus(bool aborts)
 
 static void lost_ranks_on_gpus(void)
 {
-  lost_on_gpus(true);
-  lost_on_gpus(false);
+  lost_on_gpus(true, 0);
+  lost_on_gpus(false, 0);
+  lost_on_gpus(false, 1);
 }
 
 /* ---- where everything lies ---- */

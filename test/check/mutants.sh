@@ -5,12 +5,12 @@
 . test/check/shimmed.sh
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
-shimmed='badargs trace faults staged wires'
+shimmed='badargs trace faults ep_launch staged wires'
 
 # programs_of SOURCE: those that may notice, the quick ones first
 programs_of() {
   case $1 in
-  host/ep* | host/group.c) echo badargs staged ep ;;
+  host/ep* | host/group.c) echo badargs ep_launch staged ep ;;
   host/arenas* | host/nccl.c) echo badargs wires staged arenas ;;
   host/attention.c) echo badargs trace attention ;;
   host/train.c) echo badargs trace train ;;
@@ -35,7 +35,7 @@ fails() {
     esac
     ${CC:-cc} -o "$output" "$folder/test_$(echo "$program" | tr / _).c.o" "$object" $rest "$folder"/kernels_*.o \
       "$folder/images.o" $others -ldl -lpthread -lm || return 1
-    CUDA_VISIBLE_DEVICES= timeout "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1 || { echo "$program"; return 0; }
+    CUDA_VISIBLE_DEVICES= timeout -k 5 "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1 || { echo "$program"; return 0; }
   done
   return 1
 }
