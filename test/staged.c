@@ -2,8 +2,8 @@
  * Groups whose ranks do not reach each other's memory, over the shim's NCCL. On the CPU device its sends are copies
  * between the ranks' threads: the worlds of test/ep.c, with the bits that they have over shared memory; ranks that
  * differ, stop or fail; every call of NCCL failing; its versions. On the shim's GPUs, whose kernels do nothing: create,
- * calls and what becomes of a rank that does not come. On GPUs whose kernels the CPU runs (test/emulate/): those worlds,
- * and of few tokens, whose rows a grid of their own answers.
+ * calls and what becomes of a rank that does not come. On GPUs whose kernels the CPU runs (test/emulate/): those
+ * worlds, and of few tokens, whose rows a grid of their own answers.
  */
 #include "shim/shim.h"
 

@@ -35,7 +35,10 @@ fails() {
     esac
     ${CC:-cc} -o "$output" "$folder/test_$(echo "$program" | tr / _).c.o" "$object" $rest "$folder"/kernels_*.o \
       "$folder/images.o" $others -ldl -lpthread -lm || return 1
-    CUDA_VISIBLE_DEVICES= timeout -k 5 "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1 || { echo "$program"; return 0; }
+    if ! CUDA_VISIBLE_DEVICES= timeout -k 5 "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1; then
+      echo "$program"
+      return 0
+    fi
   done
   return 1
 }
