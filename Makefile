@@ -101,7 +101,7 @@ SHIM_C       := $(wildcard test/shim/*.c)
 # Kernels that the CPU runs (test/emulate/).
 EMULATED     := $(basename $(notdir $(KERNEL_CU))) grid table
 EMULATE_OBJS := $(EMULATED:%=$(OBJ)/emulate/%.o) $(OBJ)/test/emulate/machine.o $(SHIM_C:%.c=$(OBJ)/%.o)
-EMULATE_TESTS ?= rows backward attention train variants ep
+EMULATE_TESTS ?= rows backward attention train variants ep staged
 SHIM_WRAP    := malloc calloc realloc aligned_alloc free pthread_create dlopen dlsym getpid
 TESTS        := $(filter-out $(TEST_HELPERS) $(SHIMMED),$(test_stems)) abi/abi
 # A white-box test includes private headers and links the objects; all others link the archive as shipped.
@@ -342,11 +342,12 @@ $(FUZZERS:%=$(OBJ)/fuzz/%): $(OBJ)/fuzz/%: $(OBJ)/fuzz/test/fuzz/%.o $(fuzz_c:%.
 $(LIB)/test/kernel $(OBJ)/asan/bin/kernel $(LIB)/test/examples/vector_add: | $(CALLER_CODE)
 
 # Not executable: test/run.sh runs what is. Without NVTX's headers test/ranges.c skips.
-$(LIB)/test/profiler.so: test/tool/profiler.c $(c_needs)
+$(LIB)/test/profiler.so $(LIB)/test/sends.so: $(LIB)/test/%.so: test/tool/%.c $(c_needs)
 	$(call begin,LINK)
-	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/profiler.d -fPIC -shared -o $@ $< && chmod -x $@
+	$(Q)$(CC) $(C_TOOL) $(CFLAGS) -MF $(OBJ)/$*.d -fPIC -shared -o $@ $< && chmod -x $@
 $(LIB)/test/ranges $(OBJ)/asan/bin/ranges: \
 	| $(if $(wildcard $(CUDA_INCLUDE)/nvtx3/nvToolsExt.h),$(LIB)/test/profiler.so)
+$(LIB)/test/ranks $(OBJ)/asan/bin/ranks: | $(LIB)/test/sends.so
 
 tests: $(PROGRAMS)
 demo: $(LIB)/demo

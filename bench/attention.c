@@ -6,9 +6,6 @@
  */
 #include "bench.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 enum { HEADS = 32, KV_HEADS = 8, DIM = 128, CACHE = 4096, MOST = 64, LONGEST = 16384, PLACES = 4 };
 enum { COLUMNS = 4096, ROWS = 8192, VOCABULARY = 32768 };
 
@@ -226,15 +223,5 @@ static cumoe_status run(bench *b)
 
 int main(int argc, char **argv)
 {
-  bench b = {.o = {.device = 0, .dtype = CUMOE_BF16}, .seed = 1};
-  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
-    fprintf(stderr, "usage: attention [--quick]\n");
-    return 2;
-  }
-  b.o.quick = argc == 2;
-  cumoe_status status = bench_open(&b);
-  if (status == CUMOE_OK) status = run(&b);
-  if (status != CUMOE_OK) fprintf(stderr, "attention: %s\n", failure_text(&b));
-  bench_close(&b);
-  return status == CUMOE_OK ? 0 : 1;
+  return bench_main(argc, argv, "attention", 0, run);
 }

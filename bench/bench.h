@@ -167,6 +167,8 @@ shape shape_at(int32_t index);
 /* Context, stream, rates and clocks of b->o.device; bench_close after a failure too. */
 cumoe_status bench_open(bench *b);
 void bench_close(bench *b);
+/* A program whose only option is --quick; its exit status. */
+int bench_main(int argc, char **argv, const char *name, int32_t device, cumoe_status (*run)(bench *b));
 
 /* ---- what is timed (timing.c) ---- */
 

@@ -17,10 +17,11 @@
  *   sliced    every expert cut along its inner dimension instead, all ranks' tokens: one GPU's share, without gate
  *   allred    what slicing needs besides: NCCL's all-reduce of all ranks' outputs
  *
- *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged]
+ *   lib/bench/ep [--ranks N] [--model NAME] [--most T] [--tokens T,T] [--plain] [--sums] [--staged] [--room C]
  *   --most: T up to that; --tokens: these alone; --plain: no NCCL, slices or lanes; --sums: not EXACT; --staged: groups
- *   by NCCL as well. More ranks than GPUs share them, which only shows that it runs; one rank: what its launches cost.
- *   NCCL is opened where LD_LIBRARY_PATH has libnccl.so.2
+ *   by NCCL as well; --room: groups for at least C tokens, whose calls say that they have T. More ranks than GPUs share
+ *   them, which only shows that it runs; one rank: what its launches cost. NCCL is opened where LD_LIBRARY_PATH has
+ *   libnccl.so.2
  */
 #include <math.h>
 #include <pthread.h>
@@ -51,6 +52,7 @@ static const int64_t token_counts[] = {1, 8, 32, 128, 512, 2048, 8192};
 static int32_t ranks, gpus;
 static bool plain, sums_alone, staged;
 static const char *only_tokens; /* "T,T" */
+static int64_t most_room;
 static pthread_barrier_t together;
 static uint16_t noise[NOISE]; /* bf16, deviation about 0.03 */
 static double stores;         /* bytes a second out of a rank, all ranks at once */
@@ -309,7 +311,7 @@ static cumoe_group_config config_of(const rank *r, const cell *c)
                               .rank = r->number,
                               .ranks = ranks,
                               .lanes = c->lanes,
-                              .max_tokens = c->tokens / c->lanes,
+                              .max_tokens = c->tokens / c->lanes > most_room ? c->tokens / c->lanes : most_room,
                               .timeout_ns = INT64_C(2000000000),
                               .arenas = c->arenas};
 }
@@ -381,7 +383,8 @@ static void launch_layer(const rank *r, const cell *c, const member *one, int32_
       .out = cumoe_matrix_mut((uint16_t *)r->out.data + first, CUMOE_BF16, tokens, m->hidden, m->hidden),
       .ids_out = cumoe_matrix_mut(ids.data, CUMOE_I32, tokens, m->top_k, m->top_k),
       .workspace = cumoe_buffer_view_mut(one->memory[lane])};
-  const cumoe_ep_args args = {.size = sizeof args, .lane = lane, .placement = one->placement, .layer = &layer};
+  const cumoe_ep_args args = {
+      .size = sizeof args, .lane = lane, .tokens_max = tokens, .placement = one->placement, .layer = &layer};
   check(cumoe_ep_forward(one->group, r->weights, &args, stream));
 }
 
@@ -749,7 +752,7 @@ static void *run_cell(void *argument)
   uint16_t *out = malloc(count * sizeof *out);
   time_layer(r, &now, &one);
   check_cuda(cudaMemcpy(out, r->out.data, count * sizeof *out, cudaMemcpyDefault));
-  if (now.flags == 0 && ranks > 1) time_moves(r, &now, &one);
+  if (now.flags == 0 && ranks > 1 && !most_room) time_moves(r, &now, &one);
   leave(r, &one);
   time_gate(r, &now);
   pthread_barrier_wait(&together);
@@ -914,6 +917,7 @@ int main(int argc, char **argv)
     if (!strcmp(argv[i], "--ranks") && i + 1 < argc) ranks = atoi(argv[++i]);
     if (!strcmp(argv[i], "--model") && i + 1 < argc) named = argv[++i];
     if (!strcmp(argv[i], "--most") && i + 1 < argc) most = atoll(argv[++i]);
+    if (!strcmp(argv[i], "--room") && i + 1 < argc) most_room = atoll(argv[++i]);
   }
   if (ranks < 1 || ranks > MOST_RANKS) return 1;
   for (int32_t i = 0; i < ranks; i++) all[i].number = i;

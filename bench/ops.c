@@ -4,8 +4,6 @@
  */
 #include "bench.h"
 
-#include <string.h>
-
 enum { MIB = 256, PLACES = 2 }; /* two of each operand in turn: nothing is found in L2 */
 
 typedef enum op { COPY, ADD, MUL, SCALE, RELU, SIGMOID, SILU, GELU, GELU_TANH, SOFTMAX, LAYERNORM, RMSNORM, MATMUL } op;
@@ -157,15 +155,5 @@ static cumoe_status run(bench *b)
 
 int main(int argc, char **argv)
 {
-  bench b = {.o = {.device = CUMOE_DEVICE_AUTO, .dtype = CUMOE_BF16}, .seed = 1};
-  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
-    fprintf(stderr, "usage: ops [--quick]\n");
-    return 2;
-  }
-  b.o.quick = argc == 2;
-  cumoe_status status = bench_open(&b);
-  if (status == CUMOE_OK) status = run(&b);
-  if (status != CUMOE_OK) fprintf(stderr, "ops: %s\n", failure_text(&b));
-  bench_close(&b);
-  return status == CUMOE_OK ? 0 : 1;
+  return bench_main(argc, argv, "ops", CUMOE_DEVICE_AUTO, run);
 }

@@ -61,3 +61,17 @@ void bench_close(bench *b)
   if (b->context) (void)cumoe_context_destroy(b->context);
   if (b->stream) cudaStreamDestroy(b->stream);
 }
+
+int bench_main(int argc, char **argv, const char *name, int32_t device, cumoe_status (*run)(bench *b))
+{
+  bench b = {.o = {.device = device, .dtype = CUMOE_BF16, .quick = argc == 2}, .seed = 1};
+  if (argc > 2 || (argc == 2 && strcmp(argv[1], "--quick") != 0)) {
+    fprintf(stderr, "usage: %s [--quick]\n", name);
+    return 2;
+  }
+  cumoe_status status = bench_open(&b);
+  if (status == CUMOE_OK) status = run(&b);
+  if (status != CUMOE_OK) fprintf(stderr, "%s: %s\n", name, failure_text(&b));
+  bench_close(&b);
+  return status == CUMOE_OK ? 0 : 1;
+}

@@ -49,11 +49,7 @@ static row_map padded_rows(const backward *b)
 {
   const pass *p = &b->p;
   const bool drops = !is_unreduced(p) || weighs_input(p); /* pairs of weight 0 */
-  row_map map = route_rows(p);
-  map.counts = region(b->scratch, b->at.counts);
-  map.offsets = region(b->scratch, b->at.offsets);
-  map.row_pair = region(b->scratch, b->at.row_pair);
-  map.slot_row = region(b->scratch, b->at.slot_row);
+  row_map map = route_rows(p, route_in(b->scratch, &b->at.padded));
   map.rows_cap = b->at.routed.rows;
   map.pair_weights = drops ? p->pair_weights.data : NULL;
   map.pair_weights_ld = p->pair_weights.ld;
@@ -62,11 +58,12 @@ static row_map padded_rows(const backward *b)
 
 static cumoe_status pad(const backward *b)
 {
-  const pad_args a = {.map = route_rows(&b->p),
-                      .counts = region(b->scratch, b->at.counts),
-                      .offsets = region(b->scratch, b->at.offsets),
-                      .row_pair = region(b->scratch, b->at.row_pair),
-                      .slot_row = region(b->scratch, b->at.slot_row),
+  const route_pointers padded = route_in(b->scratch, &b->at.padded);
+  const pad_args a = {.map = route_rows(&b->p, b->p.route),
+                      .counts = padded.counts,
+                      .offsets = padded.offsets,
+                      .row_pair = padded.row_pair,
+                      .slot_row = padded.slot_row,
                       .rows_cap = b->at.routed.rows};
   return dispatch(b->p.context, OP_pad, &a, b->p.stream);
 }

@@ -8,9 +8,15 @@
 #include "../include/cumoe/backward.h"
 #include "../kernels/backward.h"
 
+/* Offsets of a route's arrays. */
+typedef struct route_layout {
+  size_t counts, offsets, row_pair, slot_row;
+} route_layout;
+
 /* Offsets of what the forward keeps. */
 typedef struct kept_layout {
-  size_t logits, ids, weights, counts, offsets, row_pair, slot_row, z, shared_z, shared_logit, bytes;
+  size_t logits, ids, weights, z, shared_z, shared_logit, bytes;
+  route_layout route;
 } kept_layout;
 
 /* What the rows of one weights object need: of the routed experts, of the shared one. */
@@ -25,7 +31,7 @@ typedef struct scratch_layout {
   rows_layout routed, shared;
   size_t d_weights, d_logits, d_router, shared_weight, d_shared_weight; /* d_shared_weight: of its gate's logit */
   size_t count, token_loss, pair_scale;
-  size_t counts, offsets, row_pair, slot_row;  /* of padded rows */
+  route_layout padded;                         /* of padded rows */
   size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
   size_t hist;                                 /* of the map, where nothing was kept */
   size_t kept;                                 /* where there is no other place for it */

@@ -18,8 +18,7 @@ pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cu
   CUMOE_IGNORE(lay_out_kept("", p.plan, tokens, &p.at)); /* its size was checked */
   p.ids = a->ids.data ? a->ids : small_region(kept, p.at.ids, CUMOE_I32, tokens, k);
   p.pair_weights = is_routed(a) ? a->weights : small_region(kept, p.at.weights, CUMOE_F32, tokens, k);
-  p.route = (route_pointers){region(kept, p.at.counts), region(kept, p.at.offsets), region(kept, p.at.row_pair),
-                             region(kept, p.at.slot_row)};
+  p.route = route_in(kept, &p.at.route);
   return p;
 }
 
@@ -80,13 +79,13 @@ static expert_matrix half_of(const expert_matrix *b, int64_t h)
   return half;
 }
 
-row_map route_rows(const pass *p)
+row_map route_rows(const pass *p, route_pointers route)
 {
   const int32_t k = p->plan->desc.routing.top_k;
-  return (row_map){.counts = p->route.counts,
-                   .offsets = p->route.offsets,
-                   .row_pair = p->route.row_pair,
-                   .slot_row = p->route.slot_row,
+  return (row_map){.counts = route.counts,
+                   .offsets = route.offsets,
+                   .row_pair = route.row_pair,
+                   .slot_row = route.slot_row,
                    .tokens = p->tokens,
                    .rows_cap = p->tokens.count * k,
                    .experts = p->weights->experts,
@@ -124,7 +123,7 @@ static cumoe_status keep_rows(const pass *p, const struct weights *w, const rout
   g.c = region(p->kept, to);
   g.c_ld = halves * w->inter;
   if (route && copies_x(p)) {
-    const copy_rows_args c = {.map = route_rows(p),
+    const copy_rows_args c = {.map = route_rows(p, *route),
                               .a = {p->args->x.data, p->args->x.ld, d->dtype, OF_TOKEN},
                               .to = p->rows,
                               .to_ld = d->hidden,
@@ -240,7 +239,7 @@ static cumoe_status activate_kept(const pass *p, const struct weights *w, const 
 static cumoe_status run_experts(const pass *p, const struct weights *w, const route_pointers *route, size_t z_at,
                                 experts_out to)
 {
-  const row_map map = route ? route_rows(p) : token_rows(p); /* the combine drops */
+  const row_map map = route ? route_rows(p, *route) : token_rows(p); /* the combine drops */
   const cumoe_dtype dtype = (cumoe_dtype)p->plan->desc.dtype;
   const cumoe_view none = {0}, h = cumoe_matrix(to.h, dtype, map.rows_cap, w->inter, w->inter);
   const int up_first = order_of(w) == UP_FIRST;

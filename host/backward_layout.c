@@ -9,6 +9,16 @@ static cumoe_status check_carved(const char *name, const carver *c, int64_t toke
   return CUMOE_OK;
 }
 
+static route_layout carve_route(carver *c, const cumoe_moe_desc *d, int64_t pairs, int64_t rows)
+{
+  route_layout at;
+  at.counts = carve(c, 1, d->local_experts, 4);
+  at.offsets = carve(c, 1, d->local_experts + 1, 4);
+  at.row_pair = carve(c, rows, 1, 4);
+  at.slot_row = carve(c, pairs, 1, 4);
+  return at;
+}
+
 cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tokens, kept_layout *at)
 {
   const cumoe_moe_desc *d = &plan->desc;
@@ -20,10 +30,7 @@ cumoe_status lay_out_kept(const char *name, const struct plan *plan, int64_t tok
   at->logits = carve(&c, tokens, router_experts(d), 4);
   at->ids = carve(&c, pairs, 1, 4);
   at->weights = carve(&c, pairs, 1, 4);
-  at->counts = carve(&c, 1, d->local_experts, 4);
-  at->offsets = carve(&c, 1, d->local_experts + 1, 4);
-  at->row_pair = carve(&c, pairs, 1, 4);
-  at->slot_row = carve(&c, pairs, 1, 4);
+  at->route = carve_route(&c, d, pairs, pairs);
   at->z = carve(&c, pairs, halves * d->inter, element);
   at->shared_z = carve(&c, tokens, halves * d->shared_inter, element);
   at->shared_logit = carve(&c, d->shared_inter ? tokens : 0, 1, 4);
@@ -84,10 +91,7 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->count = carve(&c, 1, experts, 8);
   at->token_loss = carve(&c, tokens, 2, 8);
   at->pair_scale = carve(&c, pairs, 1, 8);
-  at->counts = carve(&c, 1, d->local_experts, 4);
-  at->offsets = carve(&c, 1, d->local_experts + 1, 4);
-  at->row_pair = carve(&c, rows, 1, 4);
-  at->slot_row = carve(&c, pairs, 1, 4);
+  at->padded = carve_route(&c, d, pairs, rows);
   const int32_t runs = runs_of(plan, tokens);
   at->runs_counts = carve(&c, 1, runs, 4);
   at->runs_offsets = carve(&c, 1, runs + 1, 4);

@@ -25,6 +25,12 @@ static inline void *region(char *base, size_t offset)
   return base + offset;
 }
 
+static inline route_pointers route_in(char *base, const route_layout *at)
+{
+  return (route_pointers){region(base, at->counts), region(base, at->offsets), region(base, at->row_pair),
+                          region(base, at->slot_row)};
+}
+
 static inline cumoe_view small_region(char *base, size_t offset, cumoe_dtype dtype, int64_t rows, int64_t cols)
 {
   return cumoe_matrix(region(base, offset), dtype, rows, cols, cols);
@@ -47,8 +53,8 @@ static inline bool is_unreduced(const pass *p)
 
 pass pass_of(const layer_operands *with, const cumoe_moe_args *a, char *kept, cumoe_stream stream);
 
-/* The routed experts' rows, as the route has them; and rows that are the tokens: the shared expert's, the router's. */
-row_map route_rows(const pass *p);
+/* The routed experts' rows, as a route has them; and rows that are the tokens: the shared expert's, the router's. */
+row_map route_rows(const pass *p, route_pointers route);
 row_map token_rows(const pass *p);
 
 gate_args gate_of(const pass *p, cumoe_view ids, cumoe_view weights);

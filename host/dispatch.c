@@ -331,8 +331,9 @@ static op_shape shape_of(operation op, const void *args)
 
 /* ---- refusals ---- */
 
-cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
-                         step_refusal why)
+/* The error of a step that plan_step refused; `what`: the stage, for the text. */
+static cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
+                                step_refusal why)
 {
   if (why == STEP_GRID_TOO_LARGE)
     return fail(CUMOE_ERR_NOT_SUPPORTED, "%s: %s would need %lld CTAs, the limit is 2^31 - 1", what,

@@ -21,11 +21,7 @@ cumoe_status dispatch(struct context *context, operation op, const void *args, c
 cumoe_status choose_step(struct context *context, operation op, const void *args, const choice_hint *hint,
                          launch_step *result);
 
-/* The error of a step that plan_step refused; `what`: the stage, for the text. */
-cumoe_status refuse_step(struct context *context, const char *what, const launch_step *refused, operation op,
-                         step_refusal why);
-
-/* That of a layer, if its plan was refused. */
+/* The error of a layer whose plan was refused. */
 cumoe_status check_layer_plan(struct context *context, const layer_plan *lp);
 
 /* Whether rows of `ld` elements of a dense type can be read and written in vectors of 16 bytes. */

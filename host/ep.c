@@ -8,6 +8,13 @@
 
 /* ---- a call's own memory ---- */
 
+/* Byte offsets. */
+typedef struct ep_workspace {
+  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
+  size_t inner_bytes; /* of the layers inside, one after the other */
+  size_t bytes;
+} ep_workspace;
+
 static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
 {
   const size_t at = *end;
@@ -15,7 +22,7 @@ static size_t take(size_t *end, int64_t rows, int64_t row_bytes)
   return at;
 }
 
-cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w)
+static cumoe_status lay_out_workspace(const group *g, ep_workspace *w)
 {
   const int64_t one = g->shape.capacity, all = one * g->shape.ranks, k = g->shape.top_k;
   const int64_t row = (int64_t)g->shape.hidden * g->shape.element;
@@ -48,7 +55,7 @@ cumoe_status cumoe_ep_workspace(cumoe_group handle, size_t *bytes)
   ep_workspace w;
   TRY(find_group(handle, &g));
   REQUIRE(bytes, CUMOE_ERR_INVALID_ARGUMENT, "bytes is null");
-  TRY(ep_lay_out_workspace(g, &w));
+  TRY(lay_out_workspace(g, &w));
   *bytes = w.bytes;
   return CUMOE_OK;
 }
@@ -147,7 +154,9 @@ static cumoe_status check_call(ep_call *c)
 typedef struct ep_round {
   const ep_call *c;
   int64_t number, first, tokens; /* the last two: of this rank's */
-  cumoe_view present;            /* of these tokens, or absent */
+  ep_shape shape;                /* capacity: of the segments that this exchange has */
+  ep_layout at;
+  cumoe_view present; /* of these tokens, or absent */
   cumoe_view x, ids, weights;
   cumoe_gate_args gate; /* what makes ids and weights, where the caller has not given both */
   bool gated;
@@ -217,8 +226,8 @@ static void prepare_moves(ep_round *r)
   const group *g = c->g;
   const cumoe_routing *routing = &g->plan.desc.routing;
   r->move = (ep_args){.arena = g->arena,
-                      .shape = g->shape,
-                      .at = g->at,
+                      .shape = r->shape,
+                      .at = r->at,
                       .rank = g->rank,
                       .lane = c->args.lane,
                       .local_experts = g->plan.desc.local_experts,
@@ -265,11 +274,25 @@ static char *lane_of(const ep_call *c)
   return c->g->arena + c->g->at.lane + (uint64_t)c->args.lane * c->g->at.lane_bytes;
 }
 
+/* Of any rank's tokens: what all ranks know. */
+static int64_t most_of_round(const ep_call *c, int64_t number)
+{
+  const int64_t capacity = c->g->shape.capacity, left = c->args.tokens_max - number * capacity;
+  return left < capacity ? left : capacity;
+}
+
 static ep_round open_round(const ep_call *c, int64_t number)
 {
-  const int64_t capacity = c->g->shape.capacity, all = c->tokens;
+  const group *g = c->g;
+  const int64_t capacity = g->shape.capacity, all = c->tokens;
   const int64_t first = number * capacity < all ? number * capacity : all;
-  ep_round r = {.c = c, .number = number, .first = first, .tokens = all - first < capacity ? all - first : capacity};
+  ep_round r = {.c = c,
+                .number = number,
+                .first = first,
+                .tokens = all - first < capacity ? all - first : capacity,
+                .shape = g->shape,
+                .at = g->at};
+  if (most_of_round(c, number) <= g->few_tokens) r.shape.capacity = g->few_tokens, r.at = g->few;
   r.x = part(&r, c->layer.x);
   r.present = count_of_round(c);
   locate_routing(&r);
@@ -291,9 +314,7 @@ static bool waits_in_put(const ep_round *r)
 /* Answers go as packets: decided by what all ranks have in common. */
 static bool by_packets(const ep_round *r)
 {
-  const ep_shape *s = &r->c->g->shape;
-  const int64_t left = r->c->args.tokens_max - r->number * s->capacity;
-  return (left < s->capacity ? left : s->capacity) <= s->packets;
+  return most_of_round(r->c, r->number) <= r->shape.packets;
 }
 
 /* What ran before may have been a call by itself. of: as wire_move has it. */
@@ -421,11 +442,11 @@ static cumoe_moe_args shard_args(const ep_round *r)
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
-  const int64_t rows = g->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
+  const int64_t rows = r->shape.capacity * g->shape.ranks, hidden = g->shape.hidden, k = g->shape.top_k;
   return (cumoe_moe_args){.size = sizeof(cumoe_moe_args),
-                          .x = cumoe_matrix(lane_of(c) + g->at.x, dtype, rows, hidden, hidden),
+                          .x = cumoe_matrix(lane_of(c) + r->at.x, dtype, rows, hidden, hidden),
                           .ids = cumoe_matrix(region(c, c->at.ids_here), CUMOE_I32, rows, k, k),
-                          .weights = cumoe_matrix(lane_of(c) + g->at.weights, CUMOE_F32, rows, k, k),
+                          .weights = cumoe_matrix(lane_of(c) + r->at.weights, CUMOE_F32, rows, k, k),
                           .expert_map = cumoe_vector(g->arena + g->at.every_expert, CUMOE_I32, g->shape.experts),
                           .out =
                               cumoe_matrix_mut(region(c, c->at.y), dtype, rows * ep_answers(&g->shape), hidden, hidden),
@@ -435,15 +456,16 @@ static cumoe_moe_args shard_args(const ep_round *r)
 }
 
 /* Put fills what the experts want filled, if they are so few, unless the shared expert has that memory in between. */
-static bool fills_in_put(const group *g)
+static bool fills_in_put(const ep_round *r)
 {
-  return !on_cpu(g->context) && !g->shared && g->shape.capacity * g->shape.ranks <= FEW_TOKENS;
+  const group *g = r->c->g;
+  return !on_cpu(g->context) && !g->shared && r->shape.capacity * g->shape.ranks <= FEW_TOKENS;
 }
 
 static cumoe_status locate_fill(ep_round *r)
 {
   const group *g = r->c->g;
-  if (!fills_in_put(g)) return CUMOE_OK;
+  if (!fills_in_put(r)) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
   return find_fill(g->shard, r->c->weights, &a, &r->move.fill, &r->move.fill_vectors);
 }
@@ -454,10 +476,10 @@ static combine_args collecting(const ep_round *r)
   const ep_call *c = r->c;
   const group *g = c->g;
   const cumoe_moe_args *a = &c->layer;
-  const int64_t hidden = g->shape.hidden, rows = g->shape.capacity * g->shape.ranks * ep_answers(&g->shape);
+  const int64_t hidden = g->shape.hidden, rows = r->shape.capacity * g->shape.ranks * ep_answers(&g->shape);
   const cumoe_dtype dtype = (cumoe_dtype)g->plan.desc.dtype;
   cumoe_combine_args args = {.out_scale = a->out_scale,
-                             .y = cumoe_matrix(lane_of(c) + g->at.y, dtype, rows, hidden, hidden),
+                             .y = cumoe_matrix(lane_of(c) + r->at.y, dtype, rows, hidden, hidden),
                              .x = r->x,
                              .residual = a->residual.rows == 1 ? a->residual : part(r, a->residual),
                              .device_tokens = r->present,
@@ -494,7 +516,7 @@ static cumoe_status serve_round(const ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
-  layer_ends ends = {.filled = fills_in_put(c->g), .returns = !on_cpu(c->g->context)};
+  layer_ends ends = {.filled = fills_in_put(r), .returns = !on_cpu(c->g->context)};
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
   if (ends.combines) TRY(run_return(r, &ends.combine));
@@ -562,7 +584,7 @@ static cumoe_status open_call(ep_call *c, cumoe_group handle, const cumoe_ep_arg
   TRY(find_group(handle, &c->g));
   TRY(take_struct("args", args, &c->args));
   TRY(take_struct("args.layer", c->args.layer, &c->layer));
-  TRY(ep_lay_out_workspace(c->g, &c->at));
+  TRY(lay_out_workspace(c->g, &c->at));
   name_call_on(c->name, c->stream);
   TRY(check_call(c));
   c->workspace = c->layer.workspace.data;

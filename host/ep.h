@@ -63,7 +63,8 @@ typedef struct group {
   struct plan plan;         /* a copy: the caller's may end before the group */
   cumoe_plan shard, shared; /* what a rank does for all: its experts unreduced or summed; the shared expert, or NULL */
   ep_shape shape;
-  ep_layout at;
+  ep_layout at, few; /* few: of exchanges of up to few_tokens */
+  int64_t few_tokens;
   ep_ways ways;
   int32_t rank;
   int64_t timeout_ns;         /* any thread may change it, and the word in the arena, which calls read */
@@ -86,13 +87,17 @@ typedef struct group {
 /* Offsets of an arena; a pure function. Valid shapes only: nothing overflows 2^62. */
 ep_layout ep_lay_out(const ep_shape *shape);
 
-/* Byte offsets of a call's own memory. */
-typedef struct ep_workspace {
-  size_t logits, ids, weights, gate_logit, rows, slots, sent, present, arrived, ids_here, y, shared_y, counts, inner;
-  size_t inner_bytes; /* of the layers inside, one after the other */
-  size_t bytes;
-} ep_workspace;
-cumoe_status ep_lay_out_workspace(const group *g, ep_workspace *w);
+/* Exchanges of up to so many tokens a rank have segments of their own, in which all ranks' rows are so few that few
+ * serves them: a group for many tokens decodes as one for few. Each rank's are fixed as well, so that one that was left
+ * out disturbs nobody. 0: there are none, as all exchanges are so small, or ranks so many. */
+static inline int64_t ep_few_tokens(const ep_shape *shape)
+{
+  const int64_t tokens = FEW_TOKENS / shape->ranks;
+  return tokens < shape->capacity ? tokens : 0;
+}
+
+/* The same arena with these segments in the place of the others. */
+ep_layout ep_lay_out_few(const ep_shape *shape);
 
 cumoe_status find_group(cumoe_group handle, group **found);
 

@@ -170,13 +170,14 @@ static cumoe_status try_end(const group *g, int32_t from, int32_t to, uint64_t a
   return CUMOE_OK;
 }
 
-/* All ends of all arrays, as try_end: *same becomes false where one is not there. */
-static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *same)
+/* All ends of the arrays of some segments, as try_end: `own` as this rank reads them, `others` as it writes them. */
+static cumoe_status patterns_of(const group *g, int32_t from, int32_t to, const ep_layout *own, const ep_layout *others,
+                                int64_t capacity, bool *same)
 {
-  const uint64_t tokens = (uint64_t)g->shape.capacity, row = (uint64_t)g->shape.hidden * (uint64_t)g->shape.element;
+  const uint64_t tokens = (uint64_t)capacity, row = (uint64_t)g->shape.hidden * (uint64_t)g->shape.element;
   const uint64_t k = (uint64_t)g->shape.top_k;
-  const uint64_t at[PATTERN_ARRAYS] = {g->at.x, g->at.ids, g->at.weights, g->at.y};
-  const uint64_t there[PATTERN_ARRAYS] = {g->to.x, g->to.ids, g->to.weights, g->to.y};
+  const uint64_t at[PATTERN_ARRAYS] = {own->x, own->ids, own->weights, own->y};
+  const uint64_t there[PATTERN_ARRAYS] = {others->x, others->ids, others->weights, others->y};
   const uint64_t bytes[PATTERN_ARRAYS] = {tokens * row, tokens * k * 4, tokens * k * 4,
                                           tokens * row * (uint64_t)ep_answers(&g->shape)};
   for (int32_t lane = 0; lane < g->shape.lanes; lane++)
@@ -187,6 +188,13 @@ static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *sam
       TRY(try_end(g, from, to, start + bytes[i] - part, there[i] - at[i], part, same));
     }
   return CUMOE_OK;
+}
+
+/* *same becomes false where one is not there. */
+static cumoe_status patterns(const group *g, int32_t from, int32_t to, bool *same)
+{
+  TRY(patterns_of(g, from, to, &g->at, &g->to, g->shape.capacity, same));
+  return g->few_tokens ? patterns_of(g, from, to, &g->few, &g->few, g->few_tokens, same) : CUMOE_OK;
 }
 
 static cumoe_status check_patterns(const group *g, int32_t r)

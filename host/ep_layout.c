@@ -8,9 +8,20 @@ static uint64_t take(uint64_t *end, uint64_t bytes)
   return at;
 }
 
-ep_layout ep_lay_out(const ep_shape *s)
+/* What each rank has a segment of, for so many tokens. */
+static void take_segments(uint64_t *lane, const ep_shape *s, int64_t tokens, ep_layout *l)
 {
-  const uint64_t ranks = (uint64_t)s->ranks, lines = ranks * EP_LINE, slots = ranks * (uint64_t)s->capacity;
+  const uint64_t slots = (uint64_t)s->ranks * (uint64_t)tokens, k = (uint64_t)s->top_k;
+  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element;
+  l->x = take(lane, slots * row);
+  l->ids = take(lane, slots * k * sizeof(int32_t));
+  l->weights = take(lane, slots * k * sizeof(float));
+  l->y = take(lane, slots * row * (uint64_t)ep_answers(s));
+}
+
+static ep_layout lay_out(const ep_shape *s, ep_layout *few)
+{
+  const uint64_t ranks = (uint64_t)s->ranks, lines = ranks * EP_LINE;
   const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, k = (uint64_t)s->top_k;
   ep_layout l = {0};
   uint64_t head = 0, lane = 0;
@@ -24,17 +35,29 @@ ep_layout ep_lay_out(const ep_shape *s)
   l.exchange = take(&lane, EP_LINE);
   l.in = take(&lane, lines);
   l.back = take(&lane, lines);
-  l.x = take(&lane, slots * row);
-  l.ids = take(&lane, slots * k * sizeof(int32_t));
-  l.weights = take(&lane, slots * k * sizeof(float));
-  l.y = take(&lane, slots * row * (uint64_t)ep_answers(s));
+  take_segments(&lane, s, s->capacity, &l);
   const uint64_t packets = ranks * (uint64_t)s->packets, of_row = row / EP_PACKET_DATA;
   l.slots = take(&lane, packets * k * EP_PACKET);
   l.sums = take(&lane, packets * of_row * EP_PACKET);
-  l.lane = head;
-  l.lane_bytes = lane;
-  l.bytes = head + (uint64_t)s->lanes * lane;
+  *few = l;
+  take_segments(&lane, s, ep_few_tokens(s), few);
+  l.lane = few->lane = head;
+  l.lane_bytes = few->lane_bytes = lane;
+  l.bytes = few->bytes = head + (uint64_t)s->lanes * lane;
   return l;
+}
+
+ep_layout ep_lay_out(const ep_shape *s)
+{
+  ep_layout few;
+  return lay_out(s, &few);
+}
+
+ep_layout ep_lay_out_few(const ep_shape *s)
+{
+  ep_layout few;
+  (void)lay_out(s, &few);
+  return few;
 }
 
 ep_staging ep_lay_out_staging(const ep_shape *s, int32_t rank)

@@ -49,11 +49,19 @@ cumoe_status wire_load(const group *g, uint64_t at, uint64_t *word)
   return CUMOE_OK;
 }
 
+/* The host's own word, the first one. */
+static void keep(const group *g, uint64_t word)
+{
+  uint64_t none = 0, *given_up = (uint64_t *)(uintptr_t)&g->given_up;
+  (void)__atomic_compare_exchange_n(given_up, &none, word, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+
 cumoe_status wire_load_abort(const group *g, uint64_t *word)
 {
   *word = __atomic_load_n(&g->given_up, __ATOMIC_ACQUIRE);
   if (*word == 0) TRY(wire_load(g, g->at.abort, word));
   *word = ep_heeded(&g->ways, *word);
+  if (g->staged && *word) keep(g, *word); /* later calls leave the communicator alone, which may have been ended */
   return CUMOE_OK;
 }
 
@@ -75,9 +83,9 @@ cumoe_status wire_wait(const group *g, uint64_t at, uint32_t least, bool heeds_a
 
 void wire_give_up(const group *g, uint64_t word)
 {
-  uint64_t own = 0, *given_up = (uint64_t *)(uintptr_t)&g->given_up;
-  if (g->staged) { /* its stream may wait for NCCL, and others cannot be told */
-    (void)__atomic_compare_exchange_n(given_up, &own, word, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+  uint64_t own = 0;
+  if (g->staged) { /* others cannot be told; in create its stream may wait for NCCL */
+    keep(g, word);
     return;
   }
   if (on_cpu(g->context)) {
@@ -200,7 +208,7 @@ static launch_shape grid_of_rows(const ep_shape *s, int64_t rows, ep_args *a)
 /* CTAs that go through the parts of combine's work. */
 static launch_shape grid_of_return(const group *g, ep_args *a)
 {
-  const ep_shape *s = &g->shape;
+  const ep_shape *s = &a->shape;
   const int64_t each = COMBINE_TOKENS(s->top_k), columns = EP_RETURN_THREADS * 16 / s->element;
   const int64_t all = s->ranks * ((s->capacity + each - 1) / each) * ((s->hidden + columns - 1) / columns);
   a->movers = (int32_t)between(all, 1, (int64_t)EP_RETURN_RESIDENT * g->context->machine.sms);
@@ -224,7 +232,7 @@ static launch_shape one_cta(int32_t threads)
 
 static launch_shape shape_of_move(const group *g, move which, ep_args *a)
 {
-  const ep_shape *s = &g->shape;
+  const ep_shape *s = &a->shape;
   switch (which) {
   case MOVE_COUNT: return one_cta(1);
   case MOVE_PUT:

@@ -156,10 +156,12 @@ cumoe_status ep_explain(const group *g, uint64_t word)
   return fail(CUMOE_ERR_PEER, "rank %d has aborted the group", (int)f.by);
 }
 
-static cumoe_status give_up(const group *g, int cause, int phase, int about)
+/* By NCCL kernels may wait behind what it has not brought: they run when the communicator has been ended. */
+static cumoe_status give_up(const group *g)
 {
-  wire_give_up(g, ep_abort_word(cause, phase, about, g->rank));
-  return CUMOE_OK;
+  const uint64_t word = ep_abort_word(EP_ASKED, EP_NO_PHASE, g->rank, g->rank);
+  wire_give_up(g, word);
+  return g->staged ? wire_store(g, g->rank, g->at.abort, word) : CUMOE_OK;
 }
 
 cumoe_status cumoe_group_abort(cumoe_group handle)
@@ -167,7 +169,7 @@ cumoe_status cumoe_group_abort(cumoe_group handle)
   begin_call(__func__);
   group *g;
   TRY(find_group(handle, &g));
-  ON_DEVICE_RELAXED(g->context, give_up(g, EP_ASKED, EP_NO_PHASE, g->rank));
+  ON_DEVICE_RELAXED(g->context, give_up(g));
 }
 
 static cumoe_status read_fault(const group *g, cumoe_group_fault *fault)
@@ -328,6 +330,8 @@ static cumoe_status new_group(const struct plan *plan, const cumoe_group_config 
   g->plan = *plan;
   g->shape = shape;
   g->at = g->to = ep_lay_out(&shape);
+  g->few = ep_lay_out_few(&shape);
+  g->few_tokens = c->flags & CUMOE_GROUP_NCCL ? 0 : ep_few_tokens(&shape); /* messages are of fixed size */
   g->rank = c->rank;
   g->ways.dedup = c->flags & CUMOE_GROUP_DEDUP;
   for (int32_t r = 0; r < c->ranks; r++) g->ways.active[r / 64] |= (uint64_t)1 << r % 64;

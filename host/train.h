@@ -6,8 +6,6 @@
 #include "context.h"
 #include "../kernels/train.h"
 
-/* A [1, count] vector of one of `dtypes`. */
-cumoe_status check_vector(struct context *context, const char *name, cumoe_view v, int64_t count, uint32_t dtypes);
 /* A scratch of so many bytes. */
 cumoe_status check_scratch(struct context *context, cumoe_view_mut workspace, size_t bytes);
 /* Rows and columns that kernels count in 32 bits. */

@@ -49,13 +49,6 @@ typedef struct rank {
   bool failed; /* its all_gather: it is not called again */
 } rank;
 
-static int64_t now_ms(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
 /* 0 when all have arrived, 62 (ETIME) when one has not in time. */
 static int meet(world *w, int32_t step)
 {

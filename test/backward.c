@@ -592,6 +592,36 @@ static void test_types(cumoe_context context)
   }
 }
 
+/* What the forward gives: its routing to the bit, its out but for the rounding of gate and up, which are kept. */
+static void test_outputs(cumoe_context context)
+{
+  const char *name;
+  for (int feature = 0; (name = feature_name(feature)) != NULL; feature++) {
+    layer_spec s = small_spec(feature, CUMOE_F32);
+    session run;
+    size_t kept = 0;
+    case_begin("%s", name);
+    s.optional_outputs = true;
+    const layer_inputs in = layer_inputs_new(&s);
+    session_open(&run, context, &s, &in);
+    CHECK_OK(session_forward(&run));
+    const layer_outputs want = session_collect(&run);
+    session_reset(&run);
+    CHECK_OK(cumoe_moe_kept(run.plan, s.tokens, &kept));
+    CHECK_OK(cumoe_moe_forward_keep(run.plan, run.routed, &run.args, workspace_new(context, kept), run.stream));
+    run.launches++;
+    const layer_outputs got = session_collect(&run);
+    check_near("out", &got.out, &want.out, got.out.rows, 1e-5);
+    const tensor *const same[][2] = {
+        {&got.ids, &want.ids}, {&got.weights, &want.weights}, {&got.counts, &want.counts}, {&got.load, &want.load}};
+    for (int i = 0; i < 4; i++)
+      if (same[i][1]->data) check_equal("routing", same[i][0], same[i][1]);
+    check_fault(context, NULL, expected_fault(&s, &in));
+    session_close(&run);
+    case_end();
+  }
+}
+
 /* ---- whole numbers: exactly, wherever the rows are ------------------------------------------------- */
 
 static layer_spec whole_spec(pattern p, int64_t tokens, int form)
@@ -1420,6 +1450,9 @@ static void test_sizes(cumoe_context context)
   d.num_experts = d.local_experts = 512;
   CHECK_OK(cumoe_plan_create(context, &d, &plan));
   for (int64_t tokens = 0; tokens < 3000; tokens++) check_more(plan, tokens);
+  size_t bytes = 0; /* pairs below 2^31, and rows that are filled up above */
+  CHECK_STATUS(CUMOE_ERR_INVALID_ARGUMENT, cumoe_moe_backward_workspace(plan, INT32_MAX / d.routing.top_k, 1, &bytes));
+  CHECK_TEXT("there would be 2^31 rows");
   for (int64_t tokens = 131072; tokens <= 4 * 131072; tokens += 131072) check_more(plan, tokens);
   CHECK_OK(cumoe_plan_destroy(plan));
   case_end();
@@ -1507,6 +1540,7 @@ static void test_refusals(cumoe_context context)
 static const test_group groups[] = {
     GROUP("differences", test_differences, ANYWHERE),
     GROUP("types", test_types, ANYWHERE),
+    GROUP("outputs of the forward", test_outputs, ANYWHERE),
     GROUP("whole numbers", test_whole, ANYWHERE),
     ALONE("threads", test_threads, ONCE),
     ALONE("captured", test_graph, ON_CUDA),

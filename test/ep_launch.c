@@ -180,6 +180,9 @@ static void faults(void)
   case_begin("every call of an exchange fails");
   join(&m);
   fail_each(&m, in_parts, SHIM_CUDA);
+  cumoe_group_fault fault = {.size = sizeof fault};
+  CHECK_OK(cumoe_group_fault_read(m.group, &fault));
+  CHECK(fault.cause == CUMOE_GROUP_FAILED && fault.by == 0);
   leave(&m);
   case_end();
   m = (member){0};

@@ -3,7 +3,9 @@
  * GPU; else by files in memory): the bits of one rank with all experts, also from graphs; a rank that is killed or
  * stopped wherever it then is: the others name it and the phase, in bounded time, and can go on without it or end.
  *
- * By NCCL, where LD_LIBRARY_PATH has libnccl.so.2: as between hosts, over sockets, each rank with a NCCL_HOSTID.
+ * By NCCL, where LD_LIBRARY_PATH has libnccl.so.2: as between hosts, over sockets, each rank with a NCCL_HOSTID. The
+ * one that is lost NCCL waits for without a limit: the others' watch ends the communicator. On the CPU by a library of
+ * one's own, test/tool/sends.c.
  *
  * The program's own process never touches a GPU, so that it may fork.
  */
@@ -47,6 +49,7 @@ typedef struct world {
   int32_t ranks, devices; /* devices 0: the CPU */
   uint32_t flags;
   bool shrinks; /* those that stay go on without the lost one */
+  bool aborts;  /* by NCCL: who ends the communicator gives the group up first */
   int32_t lost;
   int calls;
   atomic_int arrived[STEPS], running, out;
@@ -78,13 +81,6 @@ static void make_values(void)
   fill(down, sizeof down / 2, .2f, 4);
 }
 
-static int64_t now_ms(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
-
 static void nap(void)
 {
   const struct timespec t = {.tv_nsec = 200000};
@@ -108,19 +104,27 @@ typedef struct unique_id {
 } unique_id;
 
 static struct {
+  void *library;
   int (*new_id)(unique_id *id);
   int (*init)(void **comm, int count, unique_id id, int rank);
   int (*end)(void *comm);
+  int (*abort)(void *comm);
+  int (*async_error)(void *comm, int *code);
 } nccl;
 
-static bool load_nccl(void)
+static bool load_nccl(bool on_gpus)
 {
-  void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
-  if (!library) return false;
-  *(void **)&nccl.new_id = dlsym(library, "ncclGetUniqueId");
-  *(void **)&nccl.init = dlsym(library, "ncclCommInitRank");
-  *(void **)&nccl.end = dlsym(library, "ncclCommDestroy");
-  return nccl.new_id && nccl.init && nccl.end;
+  char path[512] = "libnccl.so.2";
+  const char *lib = getenv("LIB");
+  if (!on_gpus) snprintf(path, sizeof path, "%s/test/sends.so", lib && lib[0] ? lib : "lib");
+  nccl.library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+  if (!nccl.library) return false;
+  *(void **)&nccl.new_id = dlsym(nccl.library, "ncclGetUniqueId");
+  *(void **)&nccl.init = dlsym(nccl.library, "ncclCommInitRank");
+  *(void **)&nccl.end = dlsym(nccl.library, "ncclCommDestroy");
+  *(void **)&nccl.abort = dlsym(nccl.library, "ncclCommAbort");
+  *(void **)&nccl.async_error = dlsym(nccl.library, "ncclCommGetAsyncError");
+  return nccl.new_id && nccl.init && nccl.end && nccl.abort && nccl.async_error;
 }
 
 /* No path between the GPUs but sockets: NCCL takes the ranks for hosts of their own. */
@@ -239,10 +243,11 @@ static void meet_by_nccl(rank *r)
 {
   world *w = r->w;
   unique_id mine = {{0}}, all[MOST_RANKS];
-  if (!load_nccl()) _exit(1);
+  if (!load_nccl(w->devices)) _exit(1);
   if (r->number == 0) MUST_NCCL(nccl.new_id(&mine));
   if (all_gather(r, &mine, all, sizeof mine)) _exit(1);
-  if (cudaSetDevice(r->number % w->devices) != cudaSuccess) _exit(1); /* a communicator is of the thread's GPU */
+  /* A communicator is of the thread's GPU. */
+  if (w->devices && cudaSetDevice(r->number % w->devices) != cudaSuccess) _exit(1);
   MUST_NCCL(nccl.init(&r->comm, w->ranks, all[0], r->number));
 }
 
@@ -251,6 +256,7 @@ static cumoe_status arena_by_nccl(rank *r, size_t bytes, cumoe_group_config *con
 {
   meet_by_nccl(r);
   config->comm = r->comm;
+  config->nccl = nccl.library;
   info->arena = room(r, CUMOE_U8, 1, (int64_t)bytes);
   const cumoe_status status = cumoe_fill(r->context, info->arena, 0, NULL);
   return status == CUMOE_OK ? cumoe_synchronize(r->context, NULL) : status;
@@ -320,10 +326,36 @@ static cumoe_status record(rank *r)
   return status == CUMOE_OK ? cumoe_graph_upload(r->context, r->graph, r->stream) : status;
 }
 
+/* NCCL itself waits for graphs that hold the communicator; those under way CUDA frees when they have ended. */
+static void end_comm(rank *r)
+{
+  if (r->graph) MUST(cumoe_graph_destroy(r->context, r->graph));
+  r->graph = NULL;
+  if (r->w->aborts) MUST(cumoe_group_abort(r->group));
+  MUST_NCCL(nccl.abort(r->comm));
+  r->comm = NULL;
+}
+
+/* As an engine has to: NCCL says what it has noticed, but ends nothing. */
+static void watch(rank *r)
+{
+  int code = 0;
+  cudaError_t work;
+  const int64_t begin = now_ms();
+  while ((work = cudaStreamQuery(r->stream)) == cudaErrorNotReady && code == 0 && now_ms() - begin < PATIENCE_MS) {
+    MUST_NCCL(nccl.async_error(r->comm, &code));
+    nap();
+  }
+  if (work != cudaErrorNotReady) return;
+  printf("# rank %d: NCCL says %d after %d ms\n", (int)r->number, code, (int)(now_ms() - begin));
+  end_comm(r);
+}
+
 static cumoe_status call(rank *r, int number)
 {
   cumoe_status status = r->graph && number % 3 ? cumoe_graph_launch(r->context, r->graph, r->stream) : forward(r);
   cumoe_group_fault fault = {.size = sizeof fault};
+  if (status == CUMOE_OK && r->comm && r->w->devices && r->w->lost != NOBODY) watch(r);
   if (status == CUMOE_OK) status = cumoe_synchronize(r->context, r->stream);
   if (status == CUMOE_OK && r->w->devices) status = cumoe_group_fault_read(r->group, &fault);
   return status == CUMOE_OK && fault.cause ? CUMOE_ERR_PEER : status;
@@ -350,6 +382,7 @@ static void leave(rank *r, result *to)
 {
   const int64_t begin = now_ms();
   to->fault.size = sizeof to->fault;
+  if (r->comm && r->w->lost != NOBODY) end_comm(r);
   if (r->group) CUMOE_IGNORE(cumoe_group_fault_read(r->group, &to->fault));
   if (r->w->shrinks && r->number != r->w->lost) to->masked = go_on(r);
   if (r->graph) MUST(cumoe_graph_destroy(r->context, r->graph));
@@ -572,6 +605,45 @@ static void lose(int32_t ranks, int32_t devices, int signal, int64_t after_ms, b
   case_end();
 }
 
+/* By NCCL the call is refused in its words; or its kernel waited, the communicator was ended, and the wait behind it
+ * was up, if the group had not been given up before. */
+static void check_told_by_nccl(const world *w, int32_t i)
+{
+  const result *r = &w->results[i];
+  const cumoe_group_fault *f = &r->fault;
+  const bool refused = f->cause == CUMOE_GROUP_FAILED && f->by == i && strstr(r->text, "nccl");
+  const bool given_up = f->cause == CUMOE_GROUP_ABORTED && f->by == i;
+  const bool late = f->cause == CUMOE_GROUP_TIMEOUT && f->by == i && f->about == w->lost;
+  CHECK_MSG(r->status == CUMOE_ERR_PEER || (refused && r->status == CUMOE_ERR_CUDA), "rank %d: %s: %s", (int)i,
+            cumoe_status_name(r->status), r->text);
+  CHECK_MSG(refused || (w->aborts ? given_up : late), "rank %d: cause %d, phase %d, about %d, by %d: %s", (int)i,
+            (int)f->cause, (int)f->phase, (int)f->about, (int)f->by, r->text);
+  CHECK_MSG(r->gave_up_ms < PATIENCE_MS + TIMEOUT_MS + 5000, "rank %d gave up after %d ms", (int)i, (int)r->gave_up_ms);
+  CHECK_MSG(r->leave_ms < 5000, "rank %d took %d ms to leave", (int)i, (int)r->leave_ms);
+  CHECK_MSG(r->left == CUMOE_OK && r->closed == CUMOE_OK, "rank %d left with %d, its context ended with %d", (int)i,
+            (int)r->left, (int)r->closed);
+  printf("# rank %d: cause %d, rank %d, phase %d, after %d ms; left in %d ms: %s\n", (int)i, (int)f->cause,
+         (int)f->about, (int)f->phase, (int)r->gave_up_ms, (int)r->leave_ms, r->text);
+}
+
+static void lose_by_nccl(int32_t ranks, int32_t devices, int signal, int64_t after_ms, bool aborts)
+{
+  case_begin("by NCCL, %s after %d ms%s", signal == SIGKILL ? "killed" : "stopped", (int)after_ms,
+             aborts ? ", given up" : "");
+  world *w = new_world(&(world){.ranks = ranks,
+                                .devices = devices,
+                                .flags = CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT,
+                                .calls = ENDLESS,
+                                .aborts = aborts,
+                                .lost = 1});
+  run(w, signal, after_ms);
+  for (int32_t i = 0; i < ranks; i++)
+    if (i != w->lost) check_told_by_nccl(w, i);
+  if (signal == SIGSTOP) CHECK_MSG(w->results[1].status != CUMOE_OK, "the one that was stopped has ended its calls");
+  munmap(w, sizeof *w);
+  case_end();
+}
+
 static void run_on(int32_t ranks, int32_t devices)
 {
   agree(ranks, devices, CUMOE_GROUP_EXACT, "the bits of one rank");
@@ -617,27 +689,39 @@ static void on_gpus(void)
   }
 }
 
-static bool has_nccl(void)
+static bool has_nccl(bool on_gpus)
 {
   int end = 0;
   fflush(stdout);
   const pid_t child = fork();
-  if (child == 0) _exit(load_nccl() ? 0 : 1);
+  if (child == 0) _exit(load_nccl(on_gpus) ? 0 : 1);
   return waitpid(child, &end, 0) == child && WIFEXITED(end) && WEXITSTATUS(end) == 0;
+}
+
+static void run_by_nccl(int32_t ranks, int32_t devices)
+{
+  agree(ranks, devices, CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT, "by NCCL, the bits of one rank");
+  agree(ranks, devices, CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP, "by NCCL, the bits, dedup");
+  agree(ranks, devices, CUMOE_GROUP_NCCL, "by NCCL, sums");
+  lose_by_nccl(ranks, devices, SIGKILL, 0, false);
+  lose_by_nccl(ranks, devices, SIGKILL, 37, true);
+  lose_by_nccl(ranks, devices, SIGKILL, 11, false);
+  lose_by_nccl(ranks, devices, SIGSTOP, 20, false);
+  lose_by_nccl(ranks, devices, SIGSTOP, 5, true);
 }
 
 static void by_nccl(void)
 {
   const int32_t gpus = count_gpus();
   make_values();
-  if (gpus < 2 || !has_nccl()) {
-    case_begin("by NCCL");
+  CHECK(has_nccl(false));
+  run_by_nccl(3, 0);
+  if (gpus < 2 || !has_nccl(true)) {
+    case_begin("by NCCL on GPUs");
     case_skip("%d GPU%s, or no libnccl.so.2", (int)gpus, gpus == 1 ? "" : "s");
     return;
   }
-  agree(gpus, gpus, CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT, "by NCCL, the bits of one rank");
-  agree(gpus, gpus, CUMOE_GROUP_NCCL | CUMOE_GROUP_EXACT | CUMOE_GROUP_DEDUP, "by NCCL, the bits of one rank, dedup");
-  agree(gpus, gpus, CUMOE_GROUP_NCCL, "by NCCL, sums");
+  run_by_nccl(gpus, gpus);
   layer.hidden = MOST_HIDDEN;
   layer.inter = MOST_INTER;
   layer.flags = 0;

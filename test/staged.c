@@ -2,7 +2,8 @@
  * Groups whose ranks do not reach each other's memory, over the shim's NCCL. On the CPU device its sends are copies
  * between the ranks' threads: the worlds of test/ep.c, with the bits that they have over shared memory; ranks that
  * differ, stop or fail; every call of NCCL failing; its versions. On the shim's GPUs, whose kernels do nothing: create,
- * calls and what becomes of a rank that does not come.
+ * calls and what becomes of a rank that does not come. On GPUs whose kernels the CPU runs (test/emulate/): those
+ * worlds, and of few tokens, whose rows a grid of their own answers.
  */
 #include "shim/shim.h"
 
@@ -352,6 +353,99 @@ static void absent_on_gpus(void)
   shim_reset();
 }
 
+static void join_two(rank r[2])
+{
+  pthread_t threads[2];
+  for (int i = 0; i < 2; i++) make_arena(&r[i]);
+  for (int i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, only_join, &r[i]) == 0);
+  for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  for (int i = 0; i < 2; i++) CHECK_MSG(r[i].status == CUMOE_OK, "rank %d: %s", i, r[i].text);
+  CHECK_OK(cumoe_ep_workspace(r[0].group, &r[0].workspace_bytes));
+  r[0].workspaces[0] = device_bytes(r[0].context, r[0].workspace_bytes);
+}
+
+/* What the shim's NCCL captures it does not carry: no graphs. */
+static void emulated_gpus(void)
+{
+  void *made[MOST_COMMS];
+  begin_on_gpus();
+  for (size_t i = 0; i < sizeof worlds / sizeof *worlds * 2 && !gave_up; i++) {
+    const world *w = &worlds[i / 2];
+    if (w->ranks > MOST_COMMS || w->lanes > 1) continue;
+    open_comms(made, w->ranks);
+    run_world(w, i % 2);
+    close_comms();
+  }
+  for (int i = 0; i < 6 && shim.major >= 9 && !gave_up; i++) {
+    open_comms(made, 2);
+    run_few(i);
+    close_comms();
+  }
+  end_on_gpus();
+}
+
+/* A call of rank 0, for which rank 1 does not come. The engine aborts the group, or what waits behind NCCL is up when
+ * the communicator has ended: either way the group says what happened, and leaves NCCL alone from then on. */
+static void lost_on_gpus(bool aborts, int by)
+{
+  const uint64_t late = ep_abort_word(EP_TIMEOUT, EP_DISPATCH, 1, by);
+  void *made[MOST_COMMS];
+  world w = three;
+  rank r[2] = {{.w = &w, .all = r}, {.w = &w, .all = r, .number = 1}};
+  cumoe_group_fault fault = {.size = sizeof fault};
+  uint64_t word = 0;
+  const int64_t live = shim_live();
+  shim.devices = gpus = 2;
+  w.ranks = 2;
+  case_begin(aborts ? "the engine aborts" : "a wait is up");
+  make_world(&w);
+  const tensor out = tensor_new(w.dtype, w.x.rows, w.hidden);
+  open_comms(made, 2);
+  r[0].out = r[1].out = &out;
+  join_two(r);
+  const group *g;
+  CHECK_OK(find_group(r[0].group, (group **)(uintptr_t)&g));
+  char *const abort_word = g->arena + g->at.abort;
+  shim.patience_ms = 20;
+  CHECK_OK(one_call(&r[0], 0, 0));
+  CHECK(cudaSetDevice(0) == cudaSuccess);
+  const cudaError_t asked = cudaStreamQuery(r[0].streams[0]);
+  CHECK_MSG(asked == cudaErrorNotReady, "the stream answers %d", (int)asked);
+  CHECK_OK(cumoe_group_fault_read(r[0].group, &fault));
+  CHECK(fault.cause == CUMOE_GROUP_ALIVE);
+  if (aborts) CHECK_OK(cumoe_group_abort(r[0].group));
+  shim_read(&word, abort_word, sizeof word);
+  CHECK_MSG((word != 0) == aborts, "what kernels see is %#llx", (unsigned long long)word);
+  close_comms();
+  if (!aborts) shim_write(abort_word, &late, sizeof late);
+  CHECK_OK(cumoe_group_fault_read(r[0].group, &fault));
+  CHECK(fault.cause == (aborts ? CUMOE_GROUP_ABORTED : CUMOE_GROUP_TIMEOUT) && fault.about == !aborts &&
+        fault.by == by);
+  CHECK(fault.phase == (aborts ? CUMOE_PHASE_NONE : CUMOE_PHASE_DISPATCH));
+  shim_mark();
+  CHECK_STATUS(CUMOE_ERR_PEER, one_call(&r[0], 0, 1));
+  CHECK_TEXT(aborts ? "rank 0 has aborted the group"
+             : by   ? "rank 1 gave up: rank 1 had not sent its tokens (dispatch) in time"
+                    : "rank 1 has not sent its tokens (dispatch) within 30 s");
+  CHECK_MSG(!strstr(shim_trace(), "nccl"), "%s", shim_trace());
+  for (int i = 0; i < 2; i++) {
+    CHECK_OK(cumoe_group_destroy(r[i].group));
+    free_shared(r[i].arena);
+  }
+  close_opened();
+  case_end();
+  CHECK(shim_live() == live);
+  gpus = 0;
+  shim_reset();
+}
+
+static void lost_ranks_on_gpus(void)
+{
+  lost_on_gpus(true, 0);
+  lost_on_gpus(false, 0);
+  lost_on_gpus(false, 1);
+}
+
 /* ---- where everything lies ---- */
 
 /* By the kernels' own sums: what a rank has for another is in that one's message, and goes to its own segment there. */
@@ -407,17 +501,24 @@ static void messages(void)
 }
 
 static const test_group staged_groups[] = {
-    ALONE("messages", messages, ONCE),      ALONE("answers by NCCL", answers_by_nccl, ONCE),
-    ALONE("trouble", fates_of_three, ONCE), ALONE("every call of NCCL fails", faults, ONCE),
-    ALONE("versions", all_versions, ONCE),  ALONE("other communicators", other_communicators, ONCE),
-    ALONE("lost bytes", torn, ONCE),        ALONE("masks", masks_by_nccl, ONCE),
-    ALONE("GPUs", three_gpus, ONCE),        ALONE("a rank that does not come", absent_on_gpus, ONCE),
+    ALONE("messages", messages, ONCE),       ALONE("answers by NCCL", answers_by_nccl, ONCE),
+    ALONE("trouble", fates_of_three, ONCE),  ALONE("every call of NCCL fails", faults, ONCE),
+    ALONE("versions", all_versions, ONCE),   ALONE("other communicators", other_communicators, ONCE),
+    ALONE("lost bytes", torn, ONCE),         ALONE("masks", masks_by_nccl, ONCE),
+    ALONE("GPUs", three_gpus, ONCE),         ALONE("a rank that does not come", absent_on_gpus, ONCE),
+    ALONE("lost", lost_ranks_on_gpus, ONCE),
 };
+
+static const test_group emulated_groups[] = {ALONE("ranks by NCCL on GPUs", emulated_gpus, ONCE)};
 
 int main(int argc, char **argv)
 {
   (void)groups; /* test/ep.c runs them */
   test_begin(argc, argv);
+  if (shim.emulates) {
+    run_groups(NULL, emulated_groups, sizeof emulated_groups / sizeof *emulated_groups);
+    return test_end();
+  }
   shim_reset();
   run_groups(NULL, staged_groups, sizeof staged_groups / sizeof *staged_groups);
   return test_end();

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 uint8_t test_poison = 0xff;
 
@@ -55,6 +56,13 @@ void test_begin(int argc, char **argv)
       exit(2);
     }
   }
+}
+
+int64_t now_ms(void)
+{
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
 int test_end(void)

@@ -55,6 +55,8 @@ int test_main(int argc, char **argv, const test_group *groups, size_t count);
     return test_main(argc, argv, groups, sizeof groups / sizeof groups[0]);                                            \
   }
 
+int64_t now_ms(void); /* of a clock that nobody sets */
+
 /* A group prints one line. False: not wanted (--only). */
 bool group_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void group_end(void);

@@ -309,6 +309,23 @@ static void test_functions(cumoe_context context)
     for (int i = 0; i < 9; i++) run_function(context, f, case_dtypes[i % 3], i / 3);
 }
 
+/* Work is dealt out in runs of a row (kernels/train.h). */
+static void test_wide(cumoe_context context)
+{
+  enum { ROWS = 2, COLS = 9001 };
+  rng r = {6};
+  int wrong = 0;
+  case_begin("relu: rows of several runs");
+  const tensor x = tensor_normal(&r, CUMOE_F32, ROWS, COLS, 0, 1), dy = tensor_normal(&r, CUMOE_F32, ROWS, COLS, 3, 1);
+  const cumoe_view_mut dx = device_new(context, CUMOE_F32, ROWS, COLS, 0);
+  CHECK_OK(cumoe_relu_backward(context, device_put(context, &x, 0), device_put(context, &dy, 0), dx, NULL));
+  const tensor got = device_get(context, cumoe_const(dx));
+  for (int64_t i = 0; i < ROWS * COLS; i++)
+    wrong += tensor_get(&got, 0, i) != (tensor_get(&x, 0, i) > 0 ? tensor_get(&dy, 0, i) : 0);
+  CHECK_MSG(wrong == 0, "%d of %d elements", wrong, ROWS * COLS);
+  case_end();
+}
+
 /* Far from 0 the slope is 0 or 1, and never NaN; a NaN stays in its element, in softmax in its row. */
 static void test_far(cumoe_context context)
 {
@@ -696,6 +713,7 @@ static const test_group groups[] = {
     GROUP("norms", test_norms, ANYWHERE),
     GROUP("parts of norms", test_norm_parts, ANYWHERE),
     GROUP("functions", test_functions, ANYWHERE),
+    GROUP("wide rows", test_wide, ANYWHERE),
     GROUP("far from 0", test_far, ANYWHERE),
     GROUP("loss", test_loss, ANYWHERE),
     GROUP("corners of the loss", test_loss_corners, ANYWHERE),

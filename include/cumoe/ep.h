@@ -24,7 +24,9 @@
  * one shape share a group.
  *
  * Rounds. An exchange takes max_tokens tokens of each rank. More go in several exchanges: every rank says how many any
- * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none.
+ * rank may have (tokens_max), and makes as many as that needs, also with fewer tokens, or none. What is said decides
+ * how the experts run: up to 32 / ranks tokens have a place of their own in the arena, so that a group for many tokens
+ * decodes as one for few does (not by NCCL, where messages are of fixed size).
  *
  * Failure. Nobody waits for ever: a rank that does not answer within timeout_ns makes the one that waits give up, which
  * all ranks see in their own memory; they give up as well. On the CPU device all of them answer PEER with a text that
@@ -57,16 +59,26 @@
  *   calls     NCCL's own rules: work of one communicator in the same order on all ranks, captured by all or none, by
  *             one thread at a time. One lane (NOT_SUPPORTED); a second group, of a second communicator, is another
  *   failure   NCCL waits without limit for a rank that does not come: to notice, and to end the communicator
- *             (ncclCommAbort), is the engine's. timeout_ns limits create alone, and on GPUs alone; when it was up,
- *             arena and context must not go before the communicator has been ended. What NCCL answers is CUDA, or PEER,
- *             with its words; then, and after cumoe_group_abort, this rank's later calls answer PEER, on GPUs too, and
- *             send nothing: the others are not told. destroy waits for nobody; set_active is NOT_SUPPORTED
+ *             (ncclCommAbort), is the engine's. timeout_ns limits create, on GPUs; when it was up, arena and context
+ *             must not go before the communicator has been ended. What NCCL answers is CUDA, or PEER, with its words;
+ *             then, after cumoe_group_abort, and once cumoe_group_fault_read has told of it, this rank's later calls
+ *             answer PEER, on GPUs too, and send nothing: the others are not told. destroy waits for nobody;
+ *             set_active is NOT_SUPPORTED
+ *   lost      on GPUs a rank that was killed leaves NCCL's kernel on the others' streams. Their engine asks
+ *             cudaStreamQuery, and ncclCommGetAsyncError or a limit of its own; then, in this order, it destroys the
+ *             graphs that the group's calls were captured in (NCCL waits for them), calls cumoe_group_abort, or does
+ *             not, and ncclCommAbort. Now the stream ends: at once, or, where the group was not aborted, when what
+ *             waits behind NCCL has done so for timeout_ns, and cumoe_group_fault_read says TIMEOUT, the rank and the
+ *             phase. Of the group only abort, fault_read and destroy may be called from ncclCommAbort on, until one of
+ *             the first two has answered; then any
  *   missing   LIBRARY_MISSING: no NCCL is loaded, or a function is not in it; NOT_SUPPORTED: it is too old;
  *             INVALID_ARGUMENT, WRONG_DEVICE: a communicator of other ranks, of another device
  * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
  * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
- * Experimental: no NCCL and no GPU has run it yet. Tested on the CPU device against shared memory's bits, and over a
- * CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing, versions 2.6 to 2.31.
+ * Experimental. Seen on two H100s, a process each, as between hosts (NCCL over sockets, test/ranks.c): the bits of
+ * EXACT, also by DEDUP, sums. Tested on the CPU device against shared memory's bits, between processes also where one
+ * is killed or stopped, and over a CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing,
+ * a rank that is lost, versions 2.6 to 2.31. A rank that is lost has not been seen with NCCL itself yet.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H

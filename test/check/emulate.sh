@@ -21,11 +21,12 @@ variants sm_90 - router_sm90
 variants sm_90 - norm_sm90_row_bf16_bf16_1x131072
 variants sm_90 - softmax_sm90_row_f32_f32_1x131072
 ep sm_80 - ranks on GPUs
-ep sm_90 - few tokens on GPUs'
+ep sm_90 - few tokens on GPUs
+staged sm_90 - ranks by NCCL on GPUs'
 run() {
   local words=$3 gpus=1
   [ "$words" != - ] || words=
-  [ "$1" != ep ] || gpus=${CUMOE_EMULATED_GPUS:-8}
+  case $1 in ep | staged) gpus=${CUMOE_EMULATED_GPUS:-8} ;; esac
   GPU=$2 ROWS=$words KERNELS_RUN=$work/kernels CUMOE_EMULATED_GPUS=$gpus \
     "$lib/obj/emulate/bin/$1" --device cuda --only "$4" > "$work/$1 $2 $4" 2>&1
 }

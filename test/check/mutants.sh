@@ -1,25 +1,44 @@
 #!/bin/sh
 # Each change of mutants.txt is built and has to make a test fail: test/check/mutants.sh [N ...]: those lines only.
+# One that makes a program hang is stopped after MUTANT_SECONDS.
 . test/check/count.sh
 . test/check/shimmed.sh
 list=${MUTANTS:-test/check/mutants.txt}
 folder=$lib/obj/mutants
-shimmed='badargs trace faults'
-programs='badargs trace image base buffer pool debug plan lifetimes abi/abi contract faults' # the quick ones first
-helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done) bench/tinylm.c bench/safetensors.c"
+shimmed='badargs trace faults ep_launch staged wires'
+
+# programs_of SOURCE: those that may notice, the quick ones first
+programs_of() {
+  case $1 in
+  host/ep* | host/group.c) echo badargs ep_launch staged ep ;;
+  host/arenas* | host/nccl.c) echo badargs wires staged arenas ;;
+  host/attention.c) echo badargs trace attention ;;
+  host/train.c) echo badargs trace train ;;
+  host/backward_check.c) echo badargs backward faults ;;
+  host/backward*) echo badargs trace backward ;;
+  *) echo badargs trace image base buffer pool debug plan lifetimes abi/abi contract faults ;;
+  esac
+}
+helpers="$(for h in test/*.h; do [ -f "${h%.h}.c" ] && echo "${h%.h}.c"; done) bench/tinylm.c bench/decoder.c"
+helpers="$helpers bench/safetensors.c"
 helper_objects=$(for h in $helpers; do echo "$folder/$(echo "$h" | tr / _).o"; done)
 
-# fails OUTPUT OBJECT SOURCE: some program fails with this object in place of the one made from the source
+# fails OUTPUT OBJECT SOURCE PROGRAM...: one of them fails with this object in place of the one made from the source
 fails() {
-  rest=$(for o in "$folder"/host_*.o; do [ "$o" = "$folder/$(echo "$3" | tr / _).o" ] || echo "$o"; done)
-  for program in $programs; do
+  output=$1 object=$2 source_of=$3
+  shift 3
+  rest=$(for o in "$folder"/host_*.o; do [ "$o" = "$folder/$(echo "$source_of" | tr / _).o" ] || echo "$o"; done)
+  for program; do
     case " $shimmed " in
-    *" $program "*) set -- "$1" "$2" "$3" "$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
-    *) set -- "$1" "$2" "$3" "$helper_objects $cudart" ;;
+    *" $program "*) others="$folder/test_test.c.o $(echo "$folder"/test_shim_*.o) $wraps" ;;
+    *) others="$helper_objects $cudart" ;;
     esac
-    ${CC:-cc} -o "$1" "$folder/test_$(echo "$program" | tr / _).c.o" "$2" $rest "$folder"/kernels_*.o \
-      "$folder/images.o" $4 -ldl -lpthread -lm || return 1
-    CUDA_VISIBLE_DEVICES= timeout 240 "$1" > "$1.log" 2>&1 || { echo "$program"; return 0; }
+    ${CC:-cc} -o "$output" "$folder/test_$(echo "$program" | tr / _).c.o" "$object" $rest "$folder"/kernels_*.o \
+      "$folder/images.o" $others -ldl -lpthread -lm || return 1
+    if ! CUDA_VISIBLE_DEVICES= timeout -k 5 "${MUTANT_SECONDS:-240}" "$output" > "$output.log" 2>&1; then
+      echo "$program"
+      return 0
+    fi
   done
   return 1
 }
@@ -36,7 +55,7 @@ one() {
     echo "stale $1: does not compile: $line"
     return
   fi
-  if by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source"); then echo "killed $1 by $by"
+  if by=$(fails "$folder/$1.bin" "$folder/$1.o" "$source" $(programs_of "$source")); then echo "killed $1 by $by"
   else echo "alive $1: $line"; fi
   rm -f "$folder/$1".*
 }
@@ -45,14 +64,15 @@ wraps=$(for name in $wrap; do echo "-Wl,--wrap=$name"; done)
 cudart=$(${MAKE:-make} -s print-LINK_LIBS 2> /dev/null)
 if [ "$1" = --one ]; then one "$2"; exit; fi
 
+[ $# -gt 0 ] || set -- $(grep -n '^host/' "$list" | cut -d: -f1)
+programs=$(for n; do programs_of "$(sed -n "${n}s/	.*//p" "$list")" | tr ' ' '\n'; done | awk '!seen[$0]++')
 compile "$folder" "-O1 -g0" host/*.c kernels/cpu/*.c test/shim/*.c $helpers \
   $(printf 'test/%s.c ' $programs) || exit 1
 name_images "$folder" || exit 1
-if by=$(fails "$folder/whole" "$folder/host_buffer.c.o" host/buffer.c); then
+if by=$(fails "$folder/whole" "$folder/host_buffer.c.o" host/buffer.c $programs); then
   fail "the programs pass unchanged" "$by fails: $(grep -E '^# failed|^not ok' "$folder/whole.log" | head -n 3)"
   finish
 fi
-[ $# -gt 0 ] || set -- $(grep -n '^host/' "$list" | cut -d: -f1)
 printf '%s\n' "$@" | xargs -P "$(nproc 2> /dev/null || echo 2)" -n 1 sh "$0" --one > "$folder/results"
 sort -k1,1 -k2,2n "$folder/results" | grep -v '^killed' | sed 's/^/      /'
 passed=$(grep -c '^killed' "$folder/results") failed=$(grep -vc '^killed' "$folder/results")

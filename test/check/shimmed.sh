@@ -3,9 +3,10 @@
 lib=${LIB:-lib}
 wrap=$(sed -n 's/^SHIM_WRAP *:= *//p' Makefile)
 
-# name_images FOLDER: an object with a name for every kernel image
+# name_images FOLDER: an object with a name for every kernel image, those that not every program links among them
 name_images() {
-  nm "$1"/host_*.o | sed -n 's/.* U \(cumoe_image_[a-z0-9_]*\)$/const unsigned char \1[16];/p' | sort -u > "$1/images.c"
+  nm "$1"/host_*.o |
+    sed -n 's/.* [Uw] \(cumoe_image_[a-z0-9_]*\)$/const unsigned char \1[16];/p' | sort -u > "$1/images.c"
   ${CC:-cc} -c -o "$1/images.o" "$1/images.c"
 }
 
