@@ -94,9 +94,8 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   add_partials<S>(smem, slices, buffer, sum);
   if constexpr (S::N_MAJOR)
     if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
-  if constexpr (S::SCALED)
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) sum[t][0] *= low_rest, sum[t][2] *= high_rest;
+  for (int t = 0; t < (S::SCALED ? S::TILES : 0); t++) sum[t][0] *= low_rest, sum[t][2] *= high_rest;
   /* All that a lane may have passes the same code: sums move up to [0]. */
 #pragma unroll 1
   for (int t = 0; t < S::TILES && (t == 0 || t * each < unit.octets); t++) {
@@ -142,8 +141,7 @@ DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, ty
 }
 
 /* The next share that has units, or gridDim.x; the consumers know. Of every share that it draws it writes the routing. */
-template <class S>
-DEVICE int next_share(const few_args &args, few_smem<S> &smem, int experts, few_tickets<S> &tickets)
+template <class S> DEVICE int next_share(const few_args &args, few_smem<S> &smem, int experts, few_tickets<S> &tickets)
 {
   int share;
   do {

@@ -132,10 +132,7 @@ template <class T, int EACH, int THREADS, class UNIT_SOURCE> struct whole_units 
   const elementwise_args &a;
   const UNIT_SOURCE &units;
 
-  template <int FUNCTION> DEVICE void operator()() const
-  {
-    elementwise_whole<T, EACH, THREADS, FUNCTION>(a, units);
-  }
+  template <int FUNCTION> DEVICE void operator()() const { elementwise_whole<T, EACH, THREADS, FUNCTION>(a, units); }
 };
 
 /* y of a unit of x, and of `other`. */
