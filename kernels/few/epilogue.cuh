@@ -66,7 +66,8 @@ DEVICE void finish_tile(const gemm_args &g, const few_column *columns, int to, i
   }
 }
 
-/* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). */
+/* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). All tiles
+ * pass the same code: their sums move up to [0]. */
 template <class S, class STORE>
 DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit, typename S::RING &buffer,
                         STORE store)
@@ -96,7 +97,6 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
     if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
 #pragma unroll
   for (int t = 0; t < (S::SCALED ? S::TILES : 0); t++) sum[t][0] *= low_rest, sum[t][2] *= high_rest;
-  /* All that a lane may have passes the same code: sums move up to [0]. */
 #pragma unroll 1
   for (int t = 0; t < S::TILES && (t == 0 || t * each < unit.octets); t++) {
     finish_tile<S>(g, columns, local + t * each * 8, min(each, unit.octets - t * each), low_bias[0][0], high_bias[0][0],
