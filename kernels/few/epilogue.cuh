@@ -140,7 +140,7 @@ DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, ty
   });
 }
 
-/* The next share that has units, or gridDim.x; the consumers know. Of every share that it draws it writes the routing. */
+/* The next share that has units, or gridDim.x; the consumers know. Of every share it draws it writes the routing. */
 template <class S> DEVICE int next_share(const few_args &args, few_smem<S> &smem, int experts, few_tickets<S> &tickets)
 {
   int share;

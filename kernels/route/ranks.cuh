@@ -33,8 +33,8 @@ template <int N> DEVICE unsigned load_logits(const gate_args &a, int64_t row, in
   }
 }
 
-/* value[i] = of(i, value[i]). IN_TURN: one after the other, so that the code of `of` is there once; as registers have no
- * index, all values move on by one place each time. */
+/* value[i] = of(i, value[i]). IN_TURN: one after the other, so that the code of `of` is there once; as registers have
+ * no index, all values move on by one place each time. */
 template <bool IN_TURN, int N, class F> DEVICE void each_value(float (&value)[N], F of)
 {
   if constexpr (!IN_TURN) {
@@ -95,8 +95,8 @@ DEVICE uint32_t key_of_score(const gate_args &a, const gate_token &t, int e, flo
   return e < a.experts ? key_of(value) : KEY_NONE;
 }
 
-/* In registers: keys of the scores, where a bias or groups make them differ from the logits'. IN_TURN: for who waits for
- * something else meanwhile. */
+/* In registers: keys of the scores, where a bias or groups make them differ from the logits'. IN_TURN: for who waits
+ * for something else meanwhile. */
 template <bool IN_TURN, int N> DEVICE unsigned keys_of_scores(const gate_args &a, gate_token &t, uint32_t (&key)[N])
 {
   float l[N];
