@@ -46,7 +46,28 @@ template <class S> DEVICE float rest_of_scale(const gemm_args &g, int half, int 
   return global_scale(g.b, half, expert) * S::CODE::REST;
 }
 
-/* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). */
+/* Of two tokens a tile's channel `to`, or two, 8 apart. Weights of rows come later: few_down applies them to its
+ * outputs. */
+template <class S, class STORE>
+DEVICE void finish_tile(const gemm_args &g, const few_column *columns, int to, int count, float low_bias,
+                        float high_bias, float (&sum)[4], STORE store)
+{
+#pragma unroll 1
+  for (int j = 0; j < min(S::COLUMNS, 2); j++) {
+    float low[1] = {weighted(sum[0], 1.f, 1.f, low_bias)}, high[1] = {weighted(sum[2], 1.f, 1.f, high_bias)};
+    sum[0] = sum[1], sum[2] = sum[3];
+    if (columns[j] < 0) continue;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) {
+      if (S::ACTIVATED) activate<1>(g, low, high);
+      store(to + i * 8, column_pair(columns[j]), from_f32<typename S::Y>(low[0]));
+      low[0] = high[0];
+    }
+  }
+}
+
+/* Lane l has channel l/4 (gated), or l/4 and l/4 + 8, of two tokens. store(channel of the unit, row, value). All tiles
+ * pass the same code: their sums move up to [0]. */
 template <class S, class STORE>
 DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units<S> &unit, typename S::RING &buffer,
                         STORE store)
@@ -58,7 +79,6 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
-  const float none[1] = {1.f}; /* weights of rows, which few_down applies to its outputs */
   float low_bias[S::TILES][1], high_bias[S::TILES][1] = {};
 #pragma unroll
   for (int t = 0; t < S::TILES; t++) {
@@ -76,20 +96,16 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   if constexpr (S::N_MAJOR)
     if (few_in_pairs<S>(g)) part_pairs<S>(smem.table.weights[unit.active], sum);
 #pragma unroll
-  for (int j = 0; j < 2; j++) {
-    if (columns[j] < 0) continue;
-    const int row = column_pair(columns[j]);
+  for (int t = 0; t < (S::SCALED ? S::TILES : 0); t++) sum[t][0] *= low_rest, sum[t][2] *= high_rest;
+#pragma unroll 1
+  for (int t = 0; t < S::TILES && (t == 0 || t * each < unit.octets); t++) {
+    finish_tile<S>(g, columns, local + t * each * 8, min(each, unit.octets - t * each), low_bias[0][0], high_bias[0][0],
+                   sum[0], store);
 #pragma unroll
-    for (int t = 0; t < S::TILES; t++) {
-      const int to = local + t * each * 8, octets = unit.octets - t * each;
-      if (t > 0 && octets <= 0) continue;
-      float low[1] = {sum[t][j]}, high[1] = {sum[t][j + 2]};
-      if constexpr (S::SCALED) low[0] *= low_rest, high[0] *= high_rest;
-      finish<S::OPERATION::EPILOGUE, false>(g, none, low_bias[t], high_bias[t], low, high);
-      store(to, row, from_f32<typename S::Y>(low[0]));
-      if (gated || !(t == 0 ? second : octets > 1)) continue;
-      if (S::ACTIVATED) activate<1>(g, high, low);
-      store(to + 8, row, from_f32<typename S::Y>(high[0]));
+    for (int i = 1; i < S::TILES; i++) {
+      low_bias[i - 1][0] = low_bias[i][0], high_bias[i - 1][0] = high_bias[i][0];
+#pragma unroll
+      for (int j = 0; j < 4; j++) sum[i - 1][j] = sum[i][j];
     }
   }
 }
@@ -124,20 +140,28 @@ DEVICE void finish_down(const few_args &args, few_smem<S> &smem, int experts, ty
   });
 }
 
+/* The next share that has units, or gridDim.x; the consumers know. Of every share it draws it writes the routing. */
+template <class S> DEVICE int next_share(const few_args &args, few_smem<S> &smem, int experts, few_tickets<S> &tickets)
+{
+  int share;
+  do {
+    share = tickets.draw();
+    if (args.protocol.weights && share < gridDim.x) write_routing<S>(args, share, smem.scratch[1]);
+  } while (share < gridDim.x && few_units<S>(args.up, experts, share).left <= 0);
+  if (!tickets.over) tickets.tell(share);
+  return share;
+}
+
 template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
 {
   typename S::RING buffer;
   if constexpr (S::UP) {
     few_tickets<S> tickets = {args, smem, !args.protocol.tickets};
     int share = smem.share[0];
-    finish_up<S>(args, smem, experts, share, tickets, buffer);
-    if (!args.protocol.tickets) return;
     do {
-      share = tickets.draw();
-      if (args.protocol.weights && share < gridDim.x) write_routing<S>(args, share, smem.scratch[1]);
-      if (share < gridDim.x && few_units<S>(args.up, experts, share).left <= 0) continue;
-      if (!tickets.over) tickets.tell(share);
       finish_up<S>(args, smem, experts, share, tickets, buffer);
+      if (!args.protocol.tickets) return;
+      share = next_share<S>(args, smem, experts, tickets);
     } while (share < gridDim.x);
   } else {
     wait_for_earlier_grids();

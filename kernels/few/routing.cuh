@@ -62,14 +62,15 @@ template <class S> DEVICE void choose_experts(gate_args a, few_smem<S> &smem)
 
 /* ---- publishing, by one warp ---- */
 
-/* The gate's results, and the weights for all CTAs: by whoever has this share of up, a token each. */
+/* The gate's results, and the weights for all CTAs: by whoever has this share of up, a token each. Nobody wants them
+ * before the end of down. */
 template <class S> DEVICE void write_routing(const few_args &args, int share, gate_scratch &scratch)
 {
   gate_args a = args.gate;
   a.logits_dtype = DT_F32;
 #pragma unroll 1
   for (int token = gridDim.x - 1 - share; token < token_total(a.tokens); token += gridDim.x) {
-    const gate_slot slot = route_token<FEW_KEYS>(a, token, true, nullptr, scratch);
+    const gate_slot slot = route_token<FEW_KEYS, false, true>(a, token, true, nullptr, scratch);
     if (lane_id() < a.top_k)
       store_relaxed(args.protocol.weights + token * a.top_k + lane_id(), (uint64_t)__float_as_uint(slot.weight));
     store_slot(a, token, slot);

@@ -88,8 +88,9 @@ template <class T, int UNITS> struct units_in_row : units_of_cta<T, UNITS> {
   }
 };
 
-template <class T, int EACH, int THREADS, bool ALIGNED, int FUNCTION, class UNIT_SOURCE>
-DEVICE void elementwise_units(const elementwise_args &a, const UNIT_SOURCE &units)
+/* Whole units, by 16-byte accesses. */
+template <class T, int EACH, int THREADS, int FUNCTION, class UNIT_SOURCE>
+DEVICE void elementwise_whole(const elementwise_args &a, const UNIT_SOURCE &units)
 {
   constexpr bool TWO = FUNCTION == EW_ADD || FUNCTION == EW_MUL;
   const T *first = static_cast<const T *>(a.a), *second = static_cast<const T *>(a.b);
@@ -98,46 +99,91 @@ DEVICE void elementwise_units(const elementwise_args &a, const UNIT_SOURCE &unit
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     at[i] = units(a, i * THREADS + threadIdx.x);
-    x[i] = load_whole<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].left);
-    if (TWO) other[i] = load_whole<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].left);
+    x[i] = load_whole<T, true>(first + at[i].row * a.a_ld + at[i].column, at[i].left);
+    if (TWO) other[i] = load_whole<T, true>(second + at[i].row * a.b_ld + at[i].column, at[i].left);
   }
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    load_short<T, ALIGNED>(first + at[i].row * a.a_ld + at[i].column, at[i].left, x[i]);
-    if (TWO) load_short<T, ALIGNED>(second + at[i].row * a.b_ld + at[i].column, at[i].left, other[i]);
     float y[ELEMENTS<T>];
 #pragma unroll
     for (int j = 0; j < ELEMENTS<T>; j++)
       y[j] = apply<FUNCTION>(element_of<T>(x[i], j), TWO ? element_of<T>(other[i], j) : 0.f, a.factor);
-    store_vector<T, ALIGNED>(static_cast<T *>(a.y) + at[i].row * a.y_ld + at[i].column, at[i].left, y);
+    if (at[i].left >= ELEMENTS<T>)
+      st_global(static_cast<T *>(a.y) + at[i].row * a.y_ld + at[i].column, pack_vector<T>(y));
   }
 }
 
-template <class T, bool GELU, int EACH, int THREADS, bool ALIGNED, class UNIT_SOURCE>
-DEVICE void elementwise_any(const elementwise_args &a, const UNIT_SOURCE &at)
+/* of(a function of a.function's number), by one way for each. */
+template <bool GELU, class F> DEVICE void each_function(const elementwise_args &a, F of)
 {
-  if (GELU) return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU>(a, at);
+  if (GELU) return of.template operator()<EW_GELU>();
   switch (a.function) {
-  case EW_ADD: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_ADD>(a, at);
-  case EW_MUL: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_MUL>(a, at);
-  case EW_SCALE: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SCALE>(a, at);
-  case EW_RELU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_RELU>(a, at);
-  case EW_SIGMOID: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SIGMOID>(a, at);
-  case EW_SILU: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_SILU>(a, at);
-  default: return elementwise_units<T, EACH, THREADS, ALIGNED, EW_GELU_TANH>(a, at);
+  case EW_ADD: return of.template operator()<EW_ADD>();
+  case EW_MUL: return of.template operator()<EW_MUL>();
+  case EW_SCALE: return of.template operator()<EW_SCALE>();
+  case EW_RELU: return of.template operator()<EW_RELU>();
+  case EW_SIGMOID: return of.template operator()<EW_SIGMOID>();
+  case EW_SILU: return of.template operator()<EW_SILU>();
+  default: return of.template operator()<EW_GELU_TANH>();
+  }
+}
+
+template <class T, int EACH, int THREADS, class UNIT_SOURCE> struct whole_units {
+  const elementwise_args &a;
+  const UNIT_SOURCE &units;
+
+  template <int FUNCTION> DEVICE void operator()() const { elementwise_whole<T, EACH, THREADS, FUNCTION>(a, units); }
+};
+
+/* y of a unit of x, and of `other`. */
+template <class T> struct one_unit {
+  const uint4 &x, &other;
+  float factor;
+  float (&y)[ELEMENTS<T>];
+
+  template <int FUNCTION> DEVICE void operator()() const
+  {
+#pragma unroll
+    for (int j = 0; j < ELEMENTS<T>; j++) y[j] = apply<FUNCTION>(element_of<T>(x, j), element_of<T>(other, j), factor);
+  }
+};
+
+/* What is left, element by element: short units, or all. All loads are in flight at once; then every unit passes the
+ * same code, of each function once: as registers have no index, units move up to [0]. */
+template <class T, bool GELU, int EACH, int THREADS, class UNIT_SOURCE>
+DEVICE void elementwise_rest(const elementwise_args &a, const UNIT_SOURCE &units)
+{
+  const bool two = !GELU && (a.function == EW_ADD || a.function == EW_MUL);
+  const T *first = static_cast<const T *>(a.a), *second = static_cast<const T *>(a.b);
+  const auto here = [&](const unit &at) { return a.aligned && at.left >= ELEMENTS<T> ? 0 : at.left; };
+  uint4 x[EACH] = {}, other[EACH] = {};
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const unit at = units(a, i * THREADS + threadIdx.x);
+    load_short<T, false>(first + at.row * a.a_ld + at.column, here(at), x[i]);
+    if (two) load_short<T, false>(second + at.row * a.b_ld + at.column, here(at), other[i]);
+  }
+#pragma unroll 1
+  for (int i = 0; i < EACH; i++) {
+    const unit at = units(a, i * THREADS + threadIdx.x);
+    float y[ELEMENTS<T>];
+    each_function<GELU>(a, one_unit<T>{x[0], other[0], a.factor, y});
+    store_vector<T, false>(static_cast<T *>(a.y) + at.row * a.y_ld + at.column, here(at), y);
+#pragma unroll
+    for (int j = 1; j < EACH; j++) x[j - 1] = x[j], other[j - 1] = other[j];
   }
 }
 
 template <class T, bool GELU, int UNITS, int THREADS> DEVICE void elementwise(const elementwise_args &a)
 {
+  constexpr int EACH = UNITS / THREADS;
   const units_in_row<T, UNITS> one(a);
   const units_of_cta<T, UNITS> any(a);
   if (a.aligned && one.in_one_row())
-    elementwise_any<T, GELU, UNITS / THREADS, THREADS, true>(a, one);
+    each_function<GELU>(a, whole_units<T, EACH, THREADS, units_in_row<T, UNITS>>{a, one});
   else if (a.aligned)
-    elementwise_any<T, GELU, UNITS / THREADS, THREADS, true>(a, any);
-  else
-    elementwise_any<T, GELU, UNITS / THREADS, THREADS, false>(a, any);
+    each_function<GELU>(a, whole_units<T, EACH, THREADS, units_of_cta<T, UNITS>>{a, any});
+  if (!a.aligned || a.cols % ELEMENTS<T> != 0) elementwise_rest<T, GELU, EACH, THREADS>(a, any);
 }
 
 template <class T, int UNITS, int, int LANES, int, int THREADS, int> DEVICE void form_flat(const elementwise_args &a)

@@ -80,8 +80,8 @@ DEVICE gate_slot choose_slots(const gate_args &a, const gate_token &t, int64_t t
   return {chosen.id, slot_weight<RULES>(a, t, chosen.id, soft_cap(a, l))};
 }
 
-/* One token by one warp. N: keys a lane holds in registers. */
-template <int N, bool RULES = false>
+/* One token by one warp. N: keys a lane holds in registers. IN_TURN: as for keys_of_scores. */
+template <int N, bool RULES = false, bool IN_TURN = false>
 DEVICE gate_slot route_token(const gate_args &a, int64_t token, bool in_registers, uint32_t *choice,
                              gate_scratch &scratch)
 {
@@ -90,7 +90,7 @@ DEVICE gate_slot route_token(const gate_args &a, int64_t token, bool in_register
   candidates<N> c;
   unsigned first_nan = ~0u;
   if (in_registers) {
-    first_nan = N < 8 || by_logit ? keys_of_logits(a, t, c.key) : keys_of_scores(a, t, c.key);
+    first_nan = N < 8 || by_logit ? keys_of_logits(a, t, c.key) : keys_of_scores<IN_TURN>(a, t, c.key);
   } else if (N == 8) {
     first_nan = keys_in_shared(a, t, by_logit, choice);
     c.load(a, choice);

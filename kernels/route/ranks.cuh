@@ -33,16 +33,37 @@ template <int N> DEVICE unsigned load_logits(const gate_args &a, int64_t row, in
   }
 }
 
+/* value[i] = of(i, value[i]). IN_TURN: one after the other, so that the code of `of` is there once; as registers have
+ * no index, all values move on by one place each time. */
+template <bool IN_TURN, int N, class F> DEVICE void each_value(float (&value)[N], F of)
+{
+  if constexpr (!IN_TURN) {
+#pragma unroll
+    for (int i = 0; i < N; i++) value[i] = of(i, value[i]);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < N; i++) {
+      const float last = of(i, value[0]);
+#pragma unroll
+      for (int j = 1; j < N; j++) value[j - 1] = value[j];
+      value[N - 1] = last;
+    }
+  }
+}
+
 /* EXACT_SUM: experts are ranked by it (kernels/score.h). */
-template <bool EXACT_SUM, int N> DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, const float (&l)[N])
+template <bool EXACT_SUM, bool IN_TURN = false, int N>
+DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, float (&l)[N])
 {
   float sum = 0;
   t.max = -INFINITY;
 #pragma unroll
   for (int i = 0; i < N; i++) t.max = fmaxf(t.max, l[i]);
   t.max = warp_max(t.max);
-#pragma unroll
-  for (int i = 0; i < N; i++) sum += EXACT_SUM ? exact_softmax_term(l[i], t.max) : softmax_term(l[i], t.max);
+  each_value<IN_TURN>(l, [&](int, float logit) {
+    sum += EXACT_SUM ? exact_softmax_term(logit, t.max) : softmax_term(logit, t.max);
+    return logit;
+  });
   t.sum = warp_sum(sum);
 }
 
@@ -74,16 +95,18 @@ DEVICE uint32_t key_of_score(const gate_args &a, const gate_token &t, int e, flo
   return e < a.experts ? key_of(value) : KEY_NONE;
 }
 
-/* In registers: keys of the scores, where a bias or groups make them differ from the logits'. */
-template <int N> DEVICE unsigned keys_of_scores(const gate_args &a, gate_token &t, uint32_t (&key)[N])
+/* In registers: keys of the scores, where a bias or groups make them differ from the logits'. IN_TURN: for who waits
+ * for something else meanwhile. */
+template <bool IN_TURN, int N> DEVICE unsigned keys_of_scores(const gate_args &a, gate_token &t, uint32_t (&key)[N])
 {
   float l[N];
   const unsigned first_nan = load_logits(a, t.logits, 0, l);
+  each_value<IN_TURN>(l, [&](int, float logit) { return exact_cap(a.softcap, logit); });
+  if (softmax_over_all(a)) softmax_over_lanes<true, IN_TURN>(a, t, l);
+  each_value<IN_TURN>(
+      l, [&](int i, float logit) { return __uint_as_float(key_of_score(a, t, i * WARP_SIZE + lane_id(), logit)); });
 #pragma unroll
-  for (int i = 0; i < N; i++) l[i] = exact_cap(a.softcap, l[i]);
-  if (softmax_over_all(a)) softmax_over_lanes<true>(a, t, l);
-#pragma unroll
-  for (int i = 0; i < N; i++) key[i] = key_of_score(a, t, i * WARP_SIZE + lane_id(), l[i]);
+  for (int i = 0; i < N; i++) key[i] = __float_as_uint(l[i]);
   if (a.n_group > 0) close_groups_of_rows(a, key);
   return first_nan;
 }
