@@ -240,18 +240,8 @@ template <class S, class SMEM> DEVICE void take_unit(const gemm_args &args, SMEM
   __syncthreads();
 }
 
-/* Of the unit that was taken. `accumulate` and what it reads depend on the form. */
-template <class S, class SMEM> DEVICE void multiply_unit(const gemm_args &args, SMEM &smem)
-{
-  float acc[S::M_BLOCKS][S::N_BLOCKS][4] = {};
-  accumulate<S>(args, smem, acc);
-  stage_accumulators<S>(smem.staged, acc);
-  __syncthreads();
-  store_unit<S>(args, smem.unit, smem.staged, smem.order);
-  __syncthreads();
-}
-
-template <class S, class SMEM> DEVICE void begin_units(const gemm_args &args, SMEM &smem)
+/* All units of a CTA. `accumulate` and what it reads depend on the form. */
+template <class S, class SMEM> DEVICE void multiply_units(const gemm_args &args, SMEM &smem)
 {
   wait_for_earlier_grids();
   if (threadIdx.x == 0) {
@@ -259,14 +249,20 @@ template <class S, class SMEM> DEVICE void begin_units(const gemm_args &args, SM
     smem.order = columns_of<S>(args);
   }
   build_tile_table<S::BM, S::THREADS>(args, smem.table);
+#pragma unroll 1
+  for (take_unit<S>(args, smem); smem.unit.rows > 0; take_unit<S>(args, smem)) {
+    float acc[S::M_BLOCKS][S::N_BLOCKS][4] = {};
+    accumulate<S>(args, smem, acc);
+    stage_accumulators<S>(smem.staged, acc);
+    __syncthreads();
+    store_unit<S>(args, smem.unit, smem.staged, smem.order);
+    __syncthreads();
+  }
 }
 
-/* All units of a CTA. With take_unit in one place alone, ptxas spills registers of the largest tiles. */
 template <class S> DEVICE void tile_gemm(const gemm_args &args, tile_smem<S> &smem)
 {
-  begin_units<S>(args, smem);
-#pragma unroll 1
-  for (take_unit<S>(args, smem); smem.unit.rows > 0; take_unit<S>(args, smem)) multiply_unit<S>(args, smem);
+  multiply_units<S>(args, smem);
 }
 
 #endif

@@ -500,13 +500,7 @@ DEVICE void accumulate(const gemm_args &args, unpack_smem<S> &smem, float (&acc)
 
 template <class S> DEVICE void unpack_gemm(const gemm_args &args, unpack_smem<S> &smem)
 {
-  begin_units<S>(args, smem);
-#pragma unroll 1
-  while (true) {
-    take_unit<S>(args, smem); /* in one place: a tenth of the code */
-    if (smem.unit.rows <= 0) return;
-    multiply_unit<S>(args, smem);
-  }
+  multiply_units<S>(args, smem);
 }
 
 #endif
