@@ -179,7 +179,7 @@ template <class S> struct mixed_rows {
   static constexpr int AHEAD = S::BM > 32 ? 2 : 1;                                 /* octets asked for early */
   uint4 early[AHEAD][4];
 
-  DEVICE static int warp() { return (int)(tid_x() / WARP_SIZE) % (S::GROUP / WARP_SIZE); }
+  DEVICE static int warp() { return (int)(tid_x() / WARP_SIZE) - (S::APART ? S::GROUP / WARP_SIZE : 0); }
   DEVICE static int slab() { return warp() % SLABS; }
   DEVICE static int octet(int i) { return warp() / SLABS + i * SHARE; }
 
@@ -187,7 +187,7 @@ template <class S> struct mixed_rows {
   DEVICE static void look_up(const gemm_args &args, mixed_smem<S> &smem, int slot)
   {
     const tile_unit unit = smem.units[slot];
-    const int r = tid_x() % S::GROUP;
+    const int r = (int)tid_x() - (S::APART ? S::GROUP : 0);
     if (r >= unit.rows) return;
     const int32_t source = known_source(args, unit.row + r);
     smem.sources[slot % 2][r] = source;
@@ -262,61 +262,24 @@ template <class S> DEVICE void post_next_unit(const gemm_args &args, mixed_smem<
   bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP);
 }
 
-/* Two stages of a tile; the second may not be there at the end of k. */
-template <class S> struct two_stages {
-  pipeline_state<S::STAGES> at, next;
-  bool two;
-
-  DEVICE two_stages(const gemm_args &args, const pipeline_state<S::STAGES> &first, int k0)
-      : at(first), next(first), two(k0 + S::BK < args.k)
-  {
-    next.advance();
-  }
-  DEVICE void wait(mixed_smem<S> &smem) const
-  {
-    wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (two) wait_for(&smem.empty[next.stage], next.phase ^ 1);
-  }
-  DEVICE pipeline_state<S::STAGES> after() const
-  {
-    pipeline_state<S::STAGES> state = next;
-    if (two) state.advance();
-    return state;
-  }
-};
-
-/* Codes and scales of two stages of k0 and on; the weights of k < before are on their way. A thread arrives for what it
- * has copied. */
+/* Rows of a stage and the next one (two), of which the early ones are here, and the early ones of the next two. A warp
+ * arrives for what it has stored. */
 template <class S>
-DEVICE void copy_weights(const gemm_args &args, mixed_smem<S> &smem, const mixed_weights<S> &weights,
-                         const stage_scales<S> &scales, const two_stages<S> &to, int k0, int before)
-{
-  const bool second = mixed_weights<S>::lane() >= S::LANES / 2;
-  if (k0 >= before && (to.two || !second)) weights.copy(args, smem, second ? to.next.stage : to.at.stage, k0);
-  scales.copy(args, smem.scales[to.at.stage], k0);
-  cp_async_mbarrier_arrive_noinc(&smem.full[to.at.stage]);
-  if (!to.two) return;
-  scales.copy(args, smem.scales[to.next.stage], k0 + S::BK);
-  cp_async_mbarrier_arrive_noinc(&smem.full[to.next.stage]);
-}
-
-/* Rows of two stages, of which the early ones are here, and the early ones of the next two. A warp arrives for what it
- * has stored. */
-template <class S>
-DEVICE void store_rows(const gemm_args &args, mixed_smem<S> &smem, mixed_rows<S> &tokens, const two_stages<S> &to,
-                       int slot, int rows, int k0)
+DEVICE void store_rows(const gemm_args &args, mixed_smem<S> &smem, mixed_rows<S> &tokens, int slot, int rows, int k0,
+                       int stage, int next, bool two)
 {
   const bool late = tokens.slab() >= S::SLABS;
-  if (to.two || !late) tokens.store_all(args, smem, slot, rows, late ? to.next.stage : to.at.stage, k0);
+  if (two || !late) tokens.store_all(args, smem, slot, rows, late ? next : stage, k0);
   __syncwarp();
   if ((int)(tid_x() % WARP_SIZE) == 0) {
-    mbarrier_arrive(&smem.full[to.at.stage]);
-    if (to.two) mbarrier_arrive(&smem.full[to.next.stage]);
+    mbarrier_arrive(&smem.full[stage]);
+    if (two) mbarrier_arrive(&smem.full[next]);
   }
   tokens.load_early(args, smem, slot, rows, k0 + 2 * S::BK);
 }
 
-/* All of a tile's stages, by twos. */
+/* All of a tile's stages, by twos; the second may not be there at the end of k. The weights of k < before are on their
+ * way. A thread arrives for what it has copied. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, const mixed_weights<S> &weights,
                          int before, pipeline_state<S::STAGES> &at)
@@ -328,15 +291,25 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
   if (!S::APART) mixed_rows<S>::look_up(args, smem, slot);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
-    const two_stages<S> to(args, at, k0);
-    to.wait(smem);
-    copy_weights<S>(args, smem, weights, scales, to, k0, before);
+    const bool two = k0 + S::BK < args.k, second = mixed_weights<S>::lane() >= S::LANES / 2;
+    pipeline_state<S::STAGES> next = at;
+    next.advance();
+    wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (two) wait_for(&smem.empty[next.stage], next.phase ^ 1);
+    if (k0 >= before && (two || !second)) weights.copy(args, smem, second ? next.stage : at.stage, k0);
+    scales.copy(args, smem.scales[at.stage], k0);
+    cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
+    if (two) {
+      scales.copy(args, smem.scales[next.stage], k0 + S::BK);
+      cp_async_mbarrier_arrive_noinc(&smem.full[next.stage]);
+    }
     if (k0 == 0) {
       post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
       if (!S::APART) tokens.load_early(args, smem, slot, rows, 0);
     }
-    if (!S::APART) store_rows<S>(args, smem, tokens, to, slot, rows, k0);
-    at = to.after();
+    if (!S::APART) store_rows<S>(args, smem, tokens, slot, rows, k0, at.stage, next.stage, two);
+    at = next;
+    if (two) at.advance();
   }
 }
 
@@ -390,10 +363,14 @@ template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S>
     tokens.load_early(args, smem, slot, rows, 0);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
-      const two_stages<S> to(args, at, k0);
-      to.wait(smem);
-      store_rows<S>(args, smem, tokens, to, slot, rows, k0);
-      at = to.after();
+      const bool two = k0 + S::BK < args.k;
+      pipeline_state<S::STAGES> next = at;
+      next.advance();
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      if (two) wait_for(&smem.empty[next.stage], next.phase ^ 1);
+      store_rows<S>(args, smem, tokens, slot, rows, k0, at.stage, next.stage, two);
+      at = next;
+      if (two) at.advance();
     }
   }
 }
@@ -683,8 +660,7 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
   if (S::RANGES < MAX_EXPERTS)
     for (int e = threadIdx.x; e < min(args.experts, S::RANGES); e += S::THREADS) smem.ranges[e] = expert_rows(args, e);
   const int tiles =
-      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges,
-                                           tid_x()); /* read again: else lanes are remembered until the epilogue */
+      build_tile_table<S::BM, S::THREADS>(args, smem.table, S::RANGES < MAX_EXPERTS ? nullptr : smem.ranges);
   if (tiles == 0) return wait_for_earlier_grids();
   if (threadIdx.x < S::GROUP) {
     change_registers<S::REGISTERS, S::PRODUCER_REGISTERS>();

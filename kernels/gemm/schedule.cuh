@@ -40,15 +40,13 @@ template <int BM> DEVICE int tile_limit(const gemm_args &args)
   return (int)(args.rows_cap / BM + args.experts);
 }
 
-/* Fills the table, and `rows` with every expert's if it is there; all threads, each with its number. Returns the number
- * of row tiles. A scan over E experts: two barriers. */
+/* Fills the table, and `rows` with every expert's if it is there; all threads. Returns the number of row tiles. A scan
+ * over E experts: two barriers. */
 template <int BM, int THREADS>
-DEVICE int build_tile_table(const gemm_args &args, tile_table &table, row_range *all_rows = nullptr,
-                            unsigned thread = threadIdx.x)
+DEVICE int build_tile_table(const gemm_args &args, tile_table &table, row_range *all_rows = nullptr)
 {
-  const int lane = (int)(thread % WARP_SIZE), warp = (int)(thread / WARP_SIZE);
   const int limit = tile_limit<BM>(args), each = ceil_div(args.experts, THREADS);
-  const int first = min((int)thread * each, args.experts), last = min(first + each, args.experts);
+  const int first = min((int)threadIdx.x * each, args.experts), last = min(first + each, args.experts);
   int own = 0;
   for (int e = first; e < last; e++) {
     bool bad;
@@ -63,20 +61,20 @@ DEVICE int build_tile_table(const gemm_args &args, tile_table &table, row_range 
 #pragma unroll
   for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
     int other = __shfl_up_sync(ALL_LANES, upto, distance);
-    if (lane >= distance) upto = min(upto + other, limit);
+    if (lane_id() >= distance) upto = min(upto + other, limit);
   }
-  if (lane == WARP_SIZE - 1) table.warp_total[warp] = upto;
+  if (lane_id() == WARP_SIZE - 1) table.warp_total[warp_id()] = upto;
   __syncthreads();
   int before = 0;
-  for (int w = 0; w < warp; w++) before = min(before + table.warp_total[w], limit);
+  for (int w = 0; w < warp_id(); w++) before = min(before + table.warp_total[w], limit);
   int inclusive = __shfl_up_sync(ALL_LANES, upto, 1);
-  if (lane > 0) before = min(before + inclusive, limit);
+  if (lane_id() > 0) before = min(before + inclusive, limit);
   for (int e = first; e < last; e++) {
     const int tiles = table.before[e];
     table.before[e] = before;
     before = min(before + tiles, limit);
   }
-  if (thread == THREADS - 1) table.before[args.experts] = before;
+  if (threadIdx.x == THREADS - 1) table.before[args.experts] = before;
   __syncthreads();
   return table.before[args.experts];
 }
