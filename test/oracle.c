@@ -437,8 +437,8 @@ static double format_error(const cumoe_format *f, int32_t dtype, const double *w
   return error;
 }
 
-/* What Hopper's adder of 14 bits brings; and what becomes of activations in fixed point, half of 2^-14 of the largest of
- * 128. */
+/* What Hopper's adder of 14 bits brings; and activations in fixed point, which are off by half of 2^-14 of the largest
+ * of 128. */
 static double device_error(const cumoe_format *f, const double *w, const double *a, int64_t depth)
 {
   const bool adder = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f) && oracle_device & DEVICE_FP8_ADDER,

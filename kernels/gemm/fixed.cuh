@@ -1,9 +1,9 @@
 /*
- * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an expert,
- * where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight, where
- * 16-bit elements take twenty; so activations are integers, too: of 128 k of a row multiples of 2^-14 of the power of
- * two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are multiplied, in exact
- * sums of 32 bits. Those of 128 k are put together and scaled into sums of f32.
+ * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an
+ * expert, where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight,
+ * where 16-bit elements take fifteen and more; so activations are integers, too: of 128 k of a row multiples of 2^-14 of
+ * the power of two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are
+ * multiplied, in exact sums of 32 bits. Those of 128 k are put together and scaled into sums of f32.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
  * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. So there the even k of each 32
@@ -82,8 +82,7 @@ DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int w
         __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
   const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
 #pragma unroll
-  for (int q = 0; q < 4; q++)
-    store_eight<S>(to, (2 * q ^ row % 8) * 16, v[q], __uint_as_float((uint32_t)up << 23));
+  for (int q = 0; q < 4; q++) store_eight<S>(to, (2 * q ^ row % 8) * 16, v[q], __uint_as_float((uint32_t)up << 23));
 }
 
 /* ---- consumers: scales ---- */
@@ -93,7 +92,8 @@ template <class S> struct fixed_scales {
   using slab_scales = float[S::SLABS][4];
   static constexpr bool absent = false;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
-  uint32_t row, skews; /* the first one's shared address in stage 0; of each a byte, its first scale's place in a copy */
+  uint32_t row;   /* the first one's shared address in stage 0 */
+  uint32_t skews; /* of each a byte: where in what is copied its first scale is */
 
   DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
   {

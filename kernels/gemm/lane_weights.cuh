@@ -130,7 +130,7 @@ template <class S> struct stage_scales {
     const int first = scale_block<S>(args, k0), count = scale_block<S>(args, min(k0 + S::BK, args.k) - 1) - first + 1,
               size = scale_size<S>(args);
     const bool ends = S::U4 ? first + count == scale_block<S>(args, args.k - 1) + 1
-                                   : k0 + S::BK + 128 >= args.k; /* a word may hold what is beyond the row */
+                            : k0 + S::BK + 128 >= args.k; /* a word may hold what is beyond the row */
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       const uint8_t *from = row[i] + first * size;
