@@ -1,8 +1,8 @@
 /*
  * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an
  * expert, where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight,
- * where 16-bit elements take fifteen and more; so activations are integers, too: of 128 k of a row multiples of 2^-14 of
- * the power of two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are
+ * where 16-bit elements take fifteen and more; so activations are integers, too: of 128 k of a row multiples of 2^-14
+ * of the power of two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are
  * multiplied, in exact sums of 32 bits. Those of 128 k are put together and scaled into sums of f32.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are

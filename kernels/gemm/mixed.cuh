@@ -38,10 +38,8 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
   static constexpr int LANES = 2 * ROW_BYTES / 16, PASS = GROUP / LANES;
   static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
-  static constexpr int REGISTERS = APART ? 128 : 168,
-                       PRODUCER_REGISTERS = APART ? 96
-                                            : U4  ? 152
-                                                  : 136,
+  static constexpr int OF_BOTH = U4 ? 152 : 136;
+  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
                        ROW_REGISTERS = APART ? 80 : 0;
   static constexpr int CONSUMER_REGISTERS =
       (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS - ROW_REGISTERS) / CONSUMERS;
