@@ -76,9 +76,9 @@
  * On the CPU device config.nccl may be a library of one's own, whose functions of NCCL's names copy the host's memory
  * and have done so when ncclGroupEnd returns; its ncclCommCuDevice answers CUMOE_DEVICE_CPU.
  * Experimental. Seen on two H100s and two H200s, a process each, as between hosts (NCCL 2.28.9 over sockets,
- * test/ranks.c): the bits of EXACT, also by DEDUP, sums; a rank killed, and one stopped. Tested on the CPU device against shared memory's bits, between processes also where one
- * is killed or stopped, and over a CUDA runtime and an NCCL that stand in: order of calls, captures, each call failing,
- * a rank that is lost, versions 2.6 to 2.31.
+ * test/ranks.c): the bits of EXACT, also by DEDUP, sums; a rank killed, and one stopped. Tested on the CPU device
+ * against shared memory's bits, between processes also where one is killed or stopped, and over a CUDA runtime and an
+ * NCCL that stand in: order of calls, captures, each call failing, a rank that is lost, versions 2.6 to 2.31.
  */
 #ifndef CUMOE_EP_H
 #define CUMOE_EP_H
