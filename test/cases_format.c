@@ -643,6 +643,13 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }
 
+/* Few tokens and portable rows multiply in f16. */
+static int adders_of(const cumoe_variant_info *row)
+{
+  if (!strcmp(row->form, "twin")) return ADDER_OF_TWINS;
+  return strcmp(row->form, "unpack") && strncmp(row->op, "few", 3) ? ADDER_OF_CODES : 0;
+}
+
 bool format_for_row(const cumoe_variant_info *row, layer_spec *s)
 {
   cumoe_format f;
@@ -654,7 +661,7 @@ bool format_for_row(const cumoe_variant_info *row, layer_spec *s)
       s->desc.hidden = (s->desc.hidden + 31) / 32 * 32;
       s->desc.inter = (s->desc.inter + 31) / 32 * 32;
       s->router_dtype = s->desc.dtype;
-      oracle_fp8_adder = true;
+      oracle_adders = adders_of(row);
       return true;
     }
   return false;
@@ -699,8 +706,8 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
   enum { SIZES = 6 };
   cumoe_format f;
   const char *name;
-  const bool fp8_adder = oracle_fp8_adder;
-  oracle_fp8_adder = on_device(context) && strcmp(row->form, "unpack") && strncmp(row->op, "few", 3);
+  const int adders = oracle_adders;
+  oracle_adders = on_device(context) ? adders_of(row) : 0;
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int type = 0; type < 2; type++) {
       const int32_t dtype = type ? CUMOE_F16 : CUMOE_BF16;
@@ -712,5 +719,5 @@ void cases_format_row(cumoe_context context, const cumoe_variant_info *row)
       }
       exact_row(context, row, i, name, f, dtype);
     }
-  oracle_fp8_adder = fp8_adder;
+  oracle_adders = adders;
 }

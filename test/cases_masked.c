@@ -122,7 +122,7 @@ void cases_masked_formats(cumoe_context context)
   static const int64_t capacities[] = {5, 19, 150};
   cumoe_format f;
   const char *name;
-  oracle_fp8_adder = on_device(context);
+  oracle_adders = on_device(context) ? ADDERS : 0;
   for (int i = 0; (name = format_name(i, &f)) != NULL; i++)
     for (int size = 0; size < (cases_forced ? 1 : on_device(context) ? 3 : 2); size++) {
       const int which = cases_forced ? i % 3 : size;
@@ -136,5 +136,5 @@ void cases_masked_formats(cumoe_context context)
       format_random_form(&r, &s);
       run_masked(context, s, name, capacities[which], (i + which) % 3);
     }
-  oracle_fp8_adder = false;
+  oracle_adders = 0;
 }

@@ -542,7 +542,7 @@ static void format_stages(cumoe_context context)
 
 static void test_formats(cumoe_context context)
 {
-  oracle_fp8_adder = on_device(context);
+  oracle_adders = on_device(context) ? ADDERS : 0;
   other_formats(context);
   format_workspace(context);
   workspace_of_each(context);

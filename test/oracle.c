@@ -7,7 +7,7 @@
 
 static const double ulp = 0x1p-24; /* unit roundoff of f32 */
 
-bool oracle_fp8_adder;
+int oracle_adders;
 
 static double product_factor(int64_t depth)
 {
@@ -418,10 +418,10 @@ static double carried_codes(const double *w, int64_t depth, operand_row x)
 }
 
 /* Of a sum: what rounding weights to 16 bits brings, at worst or, as they are rounded each by itself, what that stays
- * below (Hoeffding, some 1e-14); and Hopper's adder. small: sum of |a| of weights below 2^-14, where f16 has steps of
+ * below (Hoeffding, some 1e-14). small: sum of |a| of weights below 2^-14, where f16 has steps of
  * 2^-24. */
 static double format_error(const cumoe_format *f, int32_t dtype, const double *w, const double *a, int64_t depth,
-                           double size, double chunks)
+                           double size)
 {
   double error = 4 * ulp * size;
   if (f->element == CUMOE_ELEMENT_U4) {
@@ -434,8 +434,29 @@ static double format_error(const cumoe_format *f, int32_t dtype, const double *w
     if (dtype == CUMOE_F16) error += 0x1p-25 * small;
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
   }
-  const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
-  return fp8 && oracle_fp8_adder ? error + 24 * 0x1p-14 * sqrt(chunks) : error;
+  return error;
+}
+
+/* What a device's adder of 14 bits brings, of sums over `run` of k; and what becomes of the smallest elements of 128 where
+ * each is two codes. */
+static double adder_error(const cumoe_format *f, int32_t dtype, const double *w, const double *a, int64_t depth)
+{
+  const bool codes = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f) && oracle_adders & ADDER_OF_CODES,
+             twins = f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0 &&
+                                                      dtype == CUMOE_BF16 && oracle_adders & ADDER_OF_TWINS;
+  const int64_t run = codes ? 128 : 32;
+  double squares = 0, lost = 0, sum, size;
+  if (!codes && !twins) return 0;
+  for (int64_t at = 0; at < depth; at += run) {
+    add_products(w + at, a + at, depth - at < run ? depth - at : run, &sum, &size);
+    squares += size * size;
+  }
+  for (int64_t at = 0; twins && at < depth; at += 128) {
+    double most = 0, weights = 0;
+    for (int64_t k = at; k < depth && k < at + 128; k++) most = fmax(most, fabs(a[k])), weights += fabs(w[k]);
+    lost += 0x1p-16 * most * weights;
+  }
+  return 24 * 0x1p-14 * sqrt(squares) + lost;
 }
 
 /* Of |w|, what the bounds bring at worst. */
@@ -457,16 +478,13 @@ static double carried_bounds(const double *w, const double *bound, int64_t depth
 /* sum_k a[k] w[out, k], with the bounds of a carried along. */
 static bounded product_sum(const double *w, int64_t depth, operand_row x, const cumoe_format *f, int32_t dtype)
 {
-  double sum = 0, size = 0, chunks = 0;
-  for (int64_t at = 0; at < depth; at += 128) { /* Hopper's adder */
-    double part, chunk;
-    add_products(w + at, x.a + at, depth - at < 128 ? depth - at : 128, &part, &chunk);
-    sum += part, size += chunk, chunks += chunk * chunk;
-  }
+  double sum, size;
+  add_products(w, x.a, depth, &sum, &size);
   double carried = x.bound ? carried_bounds(w, x.bound, depth) : 0;
   if (x.drift && carried > 0) carried = carried_codes(w, depth, x);
   const double error = product_factor(depth) * size + carried;
-  return (bounded){sum, format_is_dense(f) ? error : error + format_error(f, dtype, w, x.a, depth, size, chunks)};
+  if (format_is_dense(f)) return (bounded){sum, error};
+  return (bounded){sum, error + format_error(f, dtype, w, x.a, depth, size) + adder_error(f, dtype, w, x.a, depth)};
 }
 
 /* ---- activations become codes ---- */

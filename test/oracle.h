@@ -25,8 +25,10 @@ typedef struct host_weights {
 
 enum { PLAIN_GATE, PLAIN_UP, PLAIN_DOWN };
 
-/* The device may sum e4m3 products in Hopper's fp8 adder, which keeps 14 bits. */
-extern bool oracle_fp8_adder;
+/* Whose products the device may sum in Hopper's fp8 adder, which keeps 14 bits: codes of e4m3; bf16 as two codes each,
+ * with weights of mxfp4. */
+enum { ADDER_OF_CODES = 1, ADDER_OF_TWINS = 2, ADDERS = ADDER_OF_CODES | ADDER_OF_TWINS };
+extern int oracle_adders;
 
 /* Shapes and layout; the projections are the caller's to fill in. */
 cumoe_weights_desc weights_desc(const host_weights *w);

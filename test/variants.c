@@ -162,14 +162,14 @@ int main(int argc, char **argv)
   cumoe_context context = open_context(0);
   if (context) {
     compare_gates(context);
-    oracle_fp8_adder = true;
+    oracle_adders = ADDERS;
     for (int i = 0; i < OPERATIONS * 3; i++) { /* a group each: so long that shards would end apart */
       void (*const cases)(cumoe_context) = operations[i / 3].cases[i % 3];
       if (!cases || !group_begin("library's choice: %s %d", operations[i / 3].op, i % 3)) continue;
       cases(context);
       group_end();
     }
-    oracle_fp8_adder = false;
+    oracle_adders = 0;
     for (int32_t i = 0; i < cumoe_variant_count(); i++) run_variant(context, i);
     close_context(context);
   }

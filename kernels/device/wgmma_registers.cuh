@@ -21,6 +21,11 @@ DEVICE uint4 lds_128(uint32_t address)
   return v;
 }
 
+DEVICE void sts_32(uint32_t address, uint32_t v)
+{
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 DEVICE void sts_128(uint32_t address, const uint4 &v)
 {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -46,6 +51,21 @@ template <> DEVICE uint32_t mul_pairs<f16>(uint32_t a, uint32_t b)
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
+}
+
+DEVICE uint32_t sub_pairs_bf16(uint32_t a, uint32_t b)
+{
+  uint32_t difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+/* The larger in each half, as unsigned numbers. */
+DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
+{
+  uint32_t larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
 }
 
 /* d += a b: a 64 x 16 in registers, b 16 x N K-major in shared memory, by the lower half of wgmma_operand (the upper is
@@ -79,6 +99,43 @@ WGMMA_REGISTERS_TYPES(144, DS144, "%72,%73,%74,%75", "%76", FS144)
 WGMMA_REGISTERS_TYPES(160, DS160, "%80,%81,%82,%83", "%84", FS160)
 WGMMA_REGISTERS_TYPES(176, DS176, "%88,%89,%90,%91", "%92", FS176)
 
+/* d = a b + a c of e4m3, and e = f b + f c, as one group: a, f 64 x 32; b, c 32 x N, as above, c APART bytes behind b.
+ * Of lane l of warp w: a[0] row 16w + l/4, k 4(l%4) .. 4(l%4) + 3; a[1] the same k of 8 rows on; a[2], a[3] 16 k on. All
+ * four at once, so that operands are made once. */
+template <int N> struct wgmma_twins;
+
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_TWIN_(N, D, A, B, ADD)                                                                                   \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" D "}, {" A "}, " B ", " ADD ", 1, 1;"
+#define WGMMA_TWINS(N, D, E, A, F, B, C, ...)                                                                          \
+  template <> struct wgmma_twins<N> {                                                                                  \
+    template <int APART>                                                                                               \
+    static DEVICE void run(float (&d)[N / 2], float (&e)[N / 2], const uint32_t (&a)[4], const uint32_t (&f)[4],       \
+                           uint32_t b)                                                                                 \
+    {                                                                                                                  \
+      asm volatile("{.reg .b64 b, c; .reg .pred no, yes; setp.ne.u32 no, 0, 0; setp.eq.u32 yes, 0, 0;"                 \
+                   "mov.b64 b, {" B ", 0x40000040}; add.u64 c, b, " C "; wgmma.fence.sync.aligned;" /*               */ \
+                   WGMMA_TWIN_(N, D, A, "b", "no") WGMMA_TWIN_(N, E, F, "b", "no")                                     \
+                   WGMMA_TWIN_(N, D, A, "c", "yes") WGMMA_TWIN_(N, E, F, "c", "yes")                                   \
+                   "wgmma.commit_group.sync.aligned;}"                                                                 \
+                   : __VA_ARGS__                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(f[0]), "r"(f[1]), "r"(f[2]), "r"(f[3]), "r"(b),   \
+                     "n"(APART >> 4)                                                                                   \
+                   : "memory");                                                                                        \
+    }                                                                                                                  \
+  };
+
+WGMMA_TWINS(8, "%0,%1,%2,%3", "%4,%5,%6,%7", "%8,%9,%10,%11", "%12,%13,%14,%15", "%16", "%17", F4(d, 0), F4(e, 0))
+WGMMA_TWINS(16, D0, "%8,%9,%10,%11,%12,%13,%14,%15", "%16,%17,%18,%19", "%20,%21,%22,%23", "%24", "%25", F4(d, 0),
+            F4(d, 4), F4(e, 0), F4(e, 4))
+WGMMA_TWINS(24, D0 ",%8,%9,%10,%11", "%12,%13,%14,%15" D16, "%24,%25,%26,%27", "%28,%29,%30,%31", "%32", "%33",
+            F4(d, 0), F4(d, 4), F4(d, 8), F4(e, 0), F4(e, 4), F4(e, 8))
+WGMMA_TWINS(32, D0 D8, "%16,%17,%18,%19,%20,%21,%22,%23" D24, "%32,%33,%34,%35", "%36,%37,%38,%39", "%40", "%41",
+            F4(d, 0), F4(d, 4), F4(d, 8), F4(d, 12), F4(e, 0), F4(e, 4), F4(e, 8), F4(e, 12))
+
+#undef WGMMA_TWINS
+#undef WGMMA_TWIN_
+#undef F4
 #undef WGMMA_REGISTERS_TYPES_
 #undef WGMMA_REGISTERS_TYPES
 #undef WGMMA_REGISTERS

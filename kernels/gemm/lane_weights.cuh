@@ -3,7 +3,7 @@
  *
  *   scale_stage<S>   the scales of a stage in shared memory
  *   stage_scales<S>  a producer's, which copies them there
- *   lane_scales<S>   a consumer's: of a lane's four rows
+ *   S::SCALES        a consumer's: of a lane's four rows
  *
  * Those of u4 are of any block of k that is a power of two from 32 on (of f32: from 64 on), in any place of it: a row
  * has up to 16 bytes of them in a stage.
@@ -218,8 +218,6 @@ template <class S> struct scale_places {
   }
 };
 
-template <class S, class W> struct format_scales;
-
 template <class S> struct format_scales<S, mx4> : scale_places<S> {
   using factor_type = weight_factors<typename S::X, mx4>;
   bool absent = false; /* some of a tile's scales are not in its products */
@@ -327,7 +325,6 @@ template <class S, class FACTORS> struct u4_scales {
 template <class S> struct format_scales<S, u4> : u4_scales<S, weight_factors<typename S::X, u4>> {
 };
 
-template <class S> using lane_scales = format_scales<S, typename S::W>;
 template <class S> using wide_scales = u4_scales<S, wide_factors<typename S::X>>;
 
 #endif

@@ -16,9 +16,13 @@
 
 #include "gemm/stream.cuh"
 
+template <class S, class W> struct format_scales;
+
 template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct mixed_shape : PRODUCT {
+  using SCALES = format_scales<mixed_shape, typename PRODUCT::W>;
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool SCALED = false;                /* rows have no scales */
+  static constexpr bool TWIN = false;                  /* rows are stored as two codes an element (gemm/twin.cuh) */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
   static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = WARPS * WARP_SIZE / GROUP - 1;
@@ -53,6 +57,15 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
 
 enum { PRODUCERS_BARRIER = 5 }; /* warpgroups of consumers have 1 to 4 */
 
+/* gemm/twin.cuh */
+template <class S> struct mixed_smem;
+template <class S>
+DEVICE void store_twins(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
+template <class S, int N, class SCALES>
+DEVICE void multiply_twins(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                           SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
+template <class S> DEVICE bool twin_scale_is_absent(int code);
+
 template <class S> struct mixed_smem {
   typename S::X rows[S::STAGES][S::PLANES][S::BM * S::PLANE];
   uint8_t codes[S::STAGES][S::COLUMNS * S::ROW_BYTES];
@@ -69,10 +82,12 @@ template <class S> struct mixed_smem {
 
 /* ---- producers: codes ---- */
 
-/* Where 16 bytes of codes lie in a row of a stage, so that the lanes that read two rows meet in no bank. */
+/* Where 16 bytes of codes lie in a row of a stage, so that lanes meet in no bank: those that read 64 bytes of two rows
+ * each, and those that read 16 bytes of eight. */
 template <class S> DEVICE int code_offset(int row, int vector)
 {
-  return row * S::ROW_BYTES + (S::ROW_BYTES == 128 ? vector ^ (row & 1) << 2 : vector) * 16;
+  const int swizzle = S::ROW_BYTES == 128 ? (row & 1) << 2 | (row >> 1 & 3) : row >> 1 & 3;
+  return row * S::ROW_BYTES + (vector ^ swizzle) * 16;
 }
 
 static constexpr uint64_t EVICT_FIRST = 0x12f0000000000000; /* as createpolicy makes it */
@@ -189,6 +204,7 @@ template <class S> struct mixed_rows {
   DEVICE static void store(mixed_smem<S> &smem, int stage, int octet, const uint4 (&v)[4])
   {
     const int r = (int)(tid_x() % WARP_SIZE) % 8, w = (int)(tid_x() % WARP_SIZE) / 8;
+    if constexpr (S::TWIN) return store_twins<S>(smem, stage, slab() % S::SLABS, octet * 8 + r, w, v);
     const uint32_t to = shared_address(smem.rows[stage][slab() % S::SLABS * 2 + w / 2]) + octet * 1024 + r * 128;
     const uint32_t first = (w % 2 * 4 ^ r) * 16;
     sts_128(to + first, joined(v[0].x, v[0].z, v[1].x, v[1].z, v[2].x, v[2].z, v[3].x, v[3].z, 0x5410));
@@ -501,7 +517,11 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k && source >= 0; k0 += RUN) {
     const int code = scales[k0 / RUN * args.b.scale.k_stride];
-    if (!scale_is_absent<typename S::X, typename S::W>(code)) continue;
+    if constexpr (S::TWIN) {
+      if (!twin_scale_is_absent<S>(code)) continue;
+    } else {
+      if (!scale_is_absent<typename S::X, typename S::W>(code)) continue;
+    }
     float part = 0.f;
 #pragma unroll 1
     for (int k = k0; k < k0 + RUN; k++) part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * to_f32(x[k]);
@@ -567,7 +587,10 @@ template <class S, class SCALES> DEVICE void consume(const gemm_args &args, mixe
     SCALES scales;
     scales.set_unit(args, smem, slot, lane_row<S>());
     warp_sums<S> sums = {};
-    multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+    if constexpr (S::TWIN)
+      multiply_twins<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+    else
+      multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
     const int group = consumer_group<S>(), width = granule_channels<S>(args), first = unit.n + group * GRANULES,
               end = min(unit.end, first + GRANULES);
@@ -609,7 +632,7 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     if constexpr (S::U4)
       if (args.b.scale.dtype != (same_type<typename S::X, bf16> ? DT_BF16 : DT_F16))
         return consume<S, wide_scales<S>>(args, smem);
-    consume<S, lane_scales<S>>(args, smem);
+    consume<S, typename S::SCALES>(args, smem);
   }
 }
 

@@ -43,6 +43,7 @@ template <> struct with_maps<weight_gradient_args> {
 #define TAKES_unpack(op) op##_takes
 #define TAKES_stream(op) op##_takes
 #define TAKES_mixed(op)  op##_takes
+#define TAKES_twin(op)   op##_takes
 #define TAKES_few(op)    op##_takes
 #define TAKES_dot(op)    op##_takes
 

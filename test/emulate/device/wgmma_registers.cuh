@@ -9,6 +9,10 @@ DEVICE uint4 lds_128(uint32_t address)
 {
   return load_shared<uint4>(address);
 }
+DEVICE void sts_32(uint32_t address, uint32_t v)
+{
+  store_shared(address, v);
+}
 DEVICE void sts_128(uint32_t address, const uint4 &v)
 {
   store_shared(address, v);
@@ -26,10 +30,34 @@ template <class T> DEVICE uint32_t mul_pairs(uint32_t a, uint32_t b)
   return pack_pair<T>(x.x * y.x, x.y * y.y);
 }
 
+DEVICE uint32_t sub_pairs_bf16(uint32_t a, uint32_t b)
+{
+  const float2 x = unpack_pair<bf16>(a), y = unpack_pair<bf16>(b);
+  return pack_pair<bf16>(x.x - y.x, x.y - y.y);
+}
+DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
+{
+  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+}
+
 template <class T, int N> struct wgmma_registers_m64k16 {
   template <int COUNT> static DEVICE void run(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b)
   {
     wgmma<T, N, false, false>(d, a, 0, 0x40000040ull << 32 | b, true);
+  }
+};
+
+template <int N> struct wgmma_twins {
+  template <int APART>
+  static DEVICE void run(float (&d)[N / 2], float (&e)[N / 2], const uint32_t (&a)[4], const uint32_t (&f)[4],
+                         uint32_t b)
+  {
+    for (int i = 0; i < 2; i++) {
+      const uint64_t operand = 0x40000040ull << 32 | (b + i * (APART >> 4));
+      wgmma<e4m3, N, false, false>(d, a, 0, operand, i > 0);
+      wgmma<e4m3, N, false, false>(e, f, 0, operand, i > 0);
+    }
+    wgmma_commit_group();
   }
 };
 
