@@ -523,10 +523,8 @@ static void arguments(cumoe_context context)
 
 static const test_group groups[] = {
     /* A context has threads; what one of these holds when a process forks, the child never gets. */
-    ALONE("arenas", succeed, ONCE),
-    ALONE("ranks that disagree", disagree, ONCE),
-    ALONE("ranks that end", broken, ONCE),
-    GROUP("all ranks of a process", create_all, ANYWHERE),
+    ALONE("arenas", succeed, ONCE),          ALONE("ranks that disagree", disagree, ONCE),
+    ALONE("ranks that end", broken, ONCE),   GROUP("all ranks of a process", create_all, ANYWHERE),
     GROUP("arguments", arguments, ANYWHERE),
 };
 TEST_MAIN(groups)
