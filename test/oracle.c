@@ -417,11 +417,23 @@ static double carried_codes(const double *w, int64_t depth, operand_row x)
   return fmin(worst, likely);
 }
 
+/* What becomes of activations in fixed point: they are off by half of 2^-14 of the largest of 128. */
+static double fixed_point_error(const double *w, const double *a, int64_t depth)
+{
+  double error = 0;
+  for (int64_t at = 0; at < depth; at += 128) {
+    double most = 0, weights = 0;
+    for (int64_t k = at; k < depth && k < at + 128; k++) most = fmax(most, fabs(a[k])), weights += fabs(w[k]);
+    error += 0x1p-15 * most * weights;
+  }
+  return error;
+}
+
 /* Of a sum: what rounding weights to 16 bits brings, at worst or, as they are rounded each by itself, what that stays
- * below (Hoeffding, some 1e-14). small: sum of |a| of weights below 2^-14, where f16 has steps of
- * 2^-24. */
+ * below (Hoeffding, some 1e-14); and what a device may do. small: sum of |a| of weights below 2^-14, where f16 has
+ * steps of 2^-24. */
 static double format_error(const cumoe_format *f, int32_t dtype, const double *w, const double *a, int64_t depth,
-                           double size)
+                           double size, double chunks)
 {
   double error = 4 * ulp * size;
   if (f->element == CUMOE_ELEMENT_U4) {
@@ -433,25 +445,10 @@ static double format_error(const cumoe_format *f, int32_t dtype, const double *w
     }
     if (dtype == CUMOE_F16) error += 0x1p-25 * small;
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
+    if (oracle_device & DEVICE_FIXED_POINT) error += fixed_point_error(w, a, depth);
   }
-  return error;
-}
-
-/* What Hopper's adder of 14 bits brings; and activations in fixed point, which are off by half of 2^-14 of the largest
- * of 128. */
-static double device_error(const cumoe_format *f, const double *w, const double *a, int64_t depth)
-{
-  const bool adder = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f) && oracle_device & DEVICE_FP8_ADDER,
-             fixed = f->element == CUMOE_ELEMENT_U4 && oracle_device & DEVICE_FIXED_POINT;
-  double squares = 0, lost = 0;
-  for (int64_t at = 0; (adder || fixed) && at < depth; at += 128) {
-    const int64_t end = depth - at < 128 ? depth : at + 128;
-    double most = 0, weights = 0, sum, size;
-    add_products(w + at, a + at, end - at, &sum, &size);
-    for (int64_t k = at; k < end; k++) most = fmax(most, fabs(a[k])), weights += fabs(w[k]);
-    squares += size * size, lost += most * weights;
-  }
-  return (adder ? 24 * 0x1p-14 * sqrt(squares) : 0) + (fixed ? 0x1p-15 * lost : 0);
+  const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
+  return fp8 && oracle_device & DEVICE_FP8_ADDER ? error + 24 * 0x1p-14 * sqrt(chunks) : error;
 }
 
 /* Of |w|, what the bounds bring at worst. */
@@ -473,13 +470,16 @@ static double carried_bounds(const double *w, const double *bound, int64_t depth
 /* sum_k a[k] w[out, k], with the bounds of a carried along. */
 static bounded product_sum(const double *w, int64_t depth, operand_row x, const cumoe_format *f, int32_t dtype)
 {
-  double sum, size;
-  add_products(w, x.a, depth, &sum, &size);
+  double sum = 0, size = 0, chunks = 0;
+  for (int64_t at = 0; at < depth; at += 128) { /* Hopper's adder */
+    double part, chunk;
+    add_products(w + at, x.a + at, depth - at < 128 ? depth - at : 128, &part, &chunk);
+    sum += part, size += chunk, chunks += chunk * chunk;
+  }
   double carried = x.bound ? carried_bounds(w, x.bound, depth) : 0;
   if (x.drift && carried > 0) carried = carried_codes(w, depth, x);
   const double error = product_factor(depth) * size + carried;
-  if (format_is_dense(f)) return (bounded){sum, error};
-  return (bounded){sum, error + format_error(f, dtype, w, x.a, depth, size) + device_error(f, w, x.a, depth)};
+  return (bounded){sum, format_is_dense(f) ? error : error + format_error(f, dtype, w, x.a, depth, size, chunks)};
 }
 
 /* ---- activations become codes ---- */
