@@ -297,6 +297,15 @@ static void masks_by_nccl(void)
 
 /* ---- on GPUs ---- */
 
+/* Of a case on the shim's GPUs: all that it made is gone. */
+static void end_gpus(int64_t live)
+{
+  case_end();
+  CHECK(shim_live() == live);
+  gpus = 0;
+  shim_reset();
+}
+
 /* Kernels do nothing here: what is called, and that it is answered. */
 static void three_gpus(void)
 {
@@ -317,10 +326,7 @@ static void three_gpus(void)
   CHECK(!strstr(shim_trace(), "PeerAccess") && !strstr(shim_trace(), "CanAccessPeer"));
   close_comms();
   close_opened();
-  case_end();
-  CHECK(shim_live() == live);
-  gpus = 0;
-  shim_reset();
+  end_gpus(live);
 }
 
 /* Create comes back, and waits for no stream; the rest stays until the engine has ended the communicator. */
@@ -347,10 +353,7 @@ static void absent_on_gpus(void)
   close_comms();
   close_opened();
   free_shared(r[0].arena);
-  case_end();
-  CHECK(shim_live() == live);
-  gpus = 0;
-  shim_reset();
+  end_gpus(live);
 }
 
 static void join_two(rank r[2])
@@ -433,10 +436,7 @@ static void lost_on_gpus(bool aborts, int by)
     free_shared(r[i].arena);
   }
   close_opened();
-  case_end();
-  CHECK(shim_live() == live);
-  gpus = 0;
-  shim_reset();
+  end_gpus(live);
 }
 
 static void lost_ranks_on_gpus(void)
