@@ -234,6 +234,7 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || v->form == FORM_any ||
                 (int8_t)s->major == v->major;
+  if (s->op == OP_quantize && v->arch != ARCH_cpu && (v->form == FORM_fixed) != (s->rows_mode == ROWS_FIXED)) return false;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
   if (v->form == FORM_few && s->by_expert) return false;
   if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
@@ -1078,6 +1079,15 @@ static bool is_changed(const cumoe_format *f)
   return f->act_order || f->rows;
 }
 
+/* Rows of the form fixed are brought into fixed point by a launch ahead where an expert has several, up to 32. */
+static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p, stage s)
+{
+  const variant *v = row_at(p, s);
+  const int64_t pairs = c->tokens * d->routing.top_k, experts = d->local_experts, active = smaller(pairs, experts);
+  if (!v || v->form != FORM_fixed || is_changed(s == STAGE_up ? &d->up_format : &d->down_format)) return false;
+  return pairs <= 32 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
+}
+
 /* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and
  * `grid_size` say of the shape as this program works it out. */
 static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
@@ -1094,10 +1104,12 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
                                    [STAGE_up] = routed,
                                    [STAGE_down] = routed,
                                    [STAGE_combine] = routed,
-                                   [STAGE_arrange_x] = routed && is_by_expert(&d->up_format),
+                                   [STAGE_arrange_x] = (routed && is_by_expert(&d->up_format)) ||
+                                                       is_fixed_ahead(&m, d, c, p, STAGE_up),
                                    [STAGE_quantize_x] =
                                        routed && is_changed(&d->up_format) && !is_by_expert(&d->up_format),
-                                   [STAGE_quantize_h] = routed && is_changed(&d->down_format),
+                                   [STAGE_quantize_h] = (routed && is_changed(&d->down_format)) ||
+                                                        is_fixed_ahead(&m, d, c, p, STAGE_down),
                                    [STAGE_shared_quantize_x] = c->has_shared && is_changed(&d->shared_up_format),
                                    [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
                                    [STAGE_few_up] = p->few,
