@@ -429,7 +429,8 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
 }
 
 /* Rows that the plan brings into fixed point first; `codes` may be where they are. */
-static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, void *codes, size_t scale, quantize_args *q)
+static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, void *codes, size_t scale,
+                     quantize_args *q)
 {
   static const row_order in_order;
   const int32_t row = p->lp.steps[at].row;

@@ -47,8 +47,8 @@ template <class X, class PUT> DEVICE void put_eight(const uint4 &v, float up, in
   put(1, 2 * q + 1, low);
 }
 
-/* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart. Its largest element is brought to 2^14 .. 2^15. Returns the slab's scale: NaN if an element is not
- * finite. */
+/* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart. Its
+ * largest element is brought to 2^14 .. 2^15. Returns the slab's scale: NaN if an element is not finite. */
 template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
 {
   uint32_t most = 0;

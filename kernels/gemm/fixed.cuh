@@ -1,13 +1,16 @@
 /*
  * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an
  * expert, where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight,
- * where 16-bit elements take fifteen and more; so activations are integers, too: of 128 k of a row multiples of 2^-14
- * of the power of two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are
- * multiplied, in exact sums of 32 bits. Those of 128 k are put together and scaled into sums of f32.
+ * where 16-bit elements take fifteen and more; so activations are integers, too, in fixed point
+ * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
+ * are put together and scaled into sums of f32.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
- * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. So there the even k of each 32
- * come first, then the odd ones. A slab of rows is two arrays, of upper bytes and of lower ones.
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is two arrays, of
+ * upper bytes and of lower ones.
+ *
+ * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer over
+ * that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
  */
 #ifndef CUMOE_FIXED_CUH
 #define CUMOE_FIXED_CUH

@@ -80,9 +80,9 @@ template <class S> struct mixed_smem {
   uint64_t full[S::STAGES], empty[S::STAGES];
   uint64_t posted[S::APART ? UNITS_AHEAD : 1]; /* a unit is there: for producers of rows of their own */
   tile_unit units[UNITS_AHEAD];                /* and the one after each */
-  uint8_t skew[S::UNIT_SLOTS][S::COLUMNS]; /* of units: of each weight row's scales, see scale_stage */
-  int32_t sources[2][S::BM];               /* of a unit's rows in A; the producers' */
-  stream_run<S> run;                       /* of one thread */
+  uint8_t skew[S::UNIT_SLOTS][S::COLUMNS];     /* of units: of each weight row's scales, see scale_stage */
+  int32_t sources[2][S::BM];                   /* of a unit's rows in A; the producers' */
+  stream_run<S> run;                           /* of one thread */
   tile_table table;
   row_range ranges[S::RANGES];
 };
