@@ -282,7 +282,7 @@ static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape
   add(l, p, at, &s);
 }
 
-/* The most rows for which there is room for what fixed point needs besides the rows: a few an expert, as fixed serves. */
+/* The most rows for which there is room for what fixed point needs besides them: a few an expert, as fixed serves. */
 static int64_t fixed_most(const cumoe_moe_desc *d)
 {
   enum { ROWS_AN_EXPERT = 32 };

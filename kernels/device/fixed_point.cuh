@@ -1,10 +1,10 @@
 /*
- * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of 2^-14 of the power of two at or below
- * the largest, in 16 bits, a signed upper byte and an unsigned lower one, and that power as the slab's scale.
+ * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of 2^-14 of the power of two at or
+ * below the largest, in 16 bits, a signed upper byte and an unsigned lower one; a multiple's worth is the slab's scale.
  *
  * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Of each
- * 32 k the even ones come first, then the odd ones: two chunks of 16 bytes. Four lanes have a slab of a row: lane `word`
- * has k = 8 word .. 8 word + 7 of each 32, which are word `word` of both chunks.
+ * 32 k the even ones come first, then the odd ones: two chunks of 16 bytes. Four lanes have a slab of a row: lane
+ * `word` has k = 8 word .. 8 word + 7 of each 32, which are word `word` of both chunks.
  */
 #ifndef CUMOE_FIXED_POINT_CUH
 #define CUMOE_FIXED_POINT_CUH

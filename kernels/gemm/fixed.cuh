@@ -9,8 +9,8 @@
  * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is two arrays, of
  * upper bytes and of lower ones.
  *
- * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer over
- * that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
+ * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer
+ * over that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
  */
 #ifndef CUMOE_FIXED_CUH
 #define CUMOE_FIXED_CUH

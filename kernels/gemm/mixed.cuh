@@ -657,8 +657,8 @@ template <int FROM, int TO> DEVICE void change_registers()
     setmaxnreg_dec<TO>();
 }
 
-/* Whether a launch ahead has brought rows into fixed point: then each thread arrives for those it copies, else a lane of
- * a warp for what the warp has stored. */
+/* Whether a launch ahead has brought rows into fixed point: then each thread arrives for those it copies, else a lane
+ * for what its warp has stored. */
 template <class S> DEVICE bool rows_are_fixed(const gemm_args &args)
 {
   return S::FIXED && args.a_scale;
