@@ -235,8 +235,9 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || v->form == FORM_any ||
                 (int8_t)s->major == v->major;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
-  if (v->form == FORM_few && s->by_expert) return false;
-  if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
+  const bool few = v->op == OP_few_up || v->op == OP_few_down;
+  if (few && s->by_expert) return false;
+  if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
                       : !scaled                                        ? 0

@@ -12,6 +12,7 @@
 #ifndef CUMOE_FIXED_CUH
 #define CUMOE_FIXED_CUH
 
+#include "gemm/fixed_point.cuh"
 #include "gemm/mixed.cuh"
 
 template <class S> struct fixed_scales;
@@ -28,31 +29,14 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 
 /* ---- producers ---- */
 
-/* Two elements times 2^s are the lower halves of what they become: floats of 2^23 and more. */
-template <class X> DEVICE void fixed_pair(uint32_t pair, float up, uint32_t &even, uint32_t &odd)
-{
-  constexpr float UNIT_ONE = 0x1.8p23f;
-  const float2 v = unpack_pair<X>(pair);
-  even = __float_as_uint(fmaf(v.x, up, UNIT_ONE));
-  odd = __float_as_uint(fmaf(v.y, up, UNIT_ONE));
-}
-
-/* The first and second bytes of four. */
-DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
-{
-  const uint32_t a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
-  low = __byte_perm(a, b, 0x5410);
-  high = __byte_perm(a, b, 0x7632);
-}
-
 /* Eight elements: 4 bytes of the even and 4 of the odd ones, 16 bytes apart but for the swizzle. */
 template <class S> DEVICE void store_eight(uint32_t to, uint32_t at, const uint4 &v, float up)
 {
   uint32_t even[4], odd[4], low, high;
-  fixed_pair<typename S::X>(v.x, up, even[0], odd[0]);
-  fixed_pair<typename S::X>(v.y, up, even[1], odd[1]);
-  fixed_pair<typename S::X>(v.z, up, even[2], odd[2]);
-  fixed_pair<typename S::X>(v.w, up, even[3], odd[3]);
+  fixed_pair<typename S::X>(v.x, up, FIXED_ONE, even[0], odd[0]);
+  fixed_pair<typename S::X>(v.y, up, FIXED_ONE, even[1], odd[1]);
+  fixed_pair<typename S::X>(v.z, up, FIXED_ONE, even[2], odd[2]);
+  fixed_pair<typename S::X>(v.w, up, FIXED_ONE, even[3], odd[3]);
   split_bytes(even, low, high);
   sts_32(to + at, high);
   sts_32(to + S::BM * 128 + at, low);
