@@ -60,7 +60,7 @@ DEVICE void add_bytes(const few_row<L> &x, float scale, int tile, int k, const t
  */
 template <class W> DEVICE bool is_mine(int run, int word)
 {
-  const int lane = (int)(tid_x() % WARP_SIZE), column = lane / 4, vector = lane % 4;
+  const int column = lane_id() / 4, vector = lane_id() % 4;
   if (operand<W>::K_PER_SCALE == 16) return column == 2 * vector + word / 2;
   return column == 4 * run + vector;
 }
