@@ -79,11 +79,11 @@ DEVICE void finish_unit(const few_args &args, few_smem<S> &smem, const few_units
   const few_column *columns = smem.table.column[unit.active] + lane_id() % 4 * 2;
   const int each = gated ? 1 : 2; /* octets of a tile */
   const bool second = unit.octets > 1;
-  float low_bias[S::TILES][1] = {}, high_bias[S::TILES][1] = {};
+  float low_bias[S::TILES][1], high_bias[S::TILES][1] = {};
 #pragma unroll
   for (int t = 0; t < S::TILES; t++) {
     const int first = channel + t * each * 8, octets = unit.octets - t * each;
-    if (octets <= 0) continue;
+    if (t > 0 && octets <= 0) continue;
     load_bias(g.b, 0, expert, first, low_bias[t]);
     if (gated || (t == 0 ? second : octets > 1))
       load_bias(g.b, gated ? 1 : 0, expert, gated ? first : first + 8, high_bias[t]);
@@ -117,7 +117,6 @@ DEVICE void finish_up(const few_args &args, few_smem<S> &smem, int experts, int 
 {
   using Y = typename S::Y;
   few_units<S> unit(args.up, experts, share);
-  if (in_rehearsal(smem)) unit.octet = unit.end, unit.octets = 0, unit.left = 1;
 #pragma unroll 1
   for (; unit.left > 0; unit.next()) {
     finish_unit<S>(args, smem, unit, buffer, [&](int local, int row, Y value) {
@@ -153,24 +152,14 @@ template <class S> DEVICE int next_share(const few_args &args, few_smem<S> &smem
   return share;
 }
 
-/* Of a rehearsal, down's. */
-template <class S> DEVICE void skip_unit(few_smem<S> &smem, typename S::RING &buffer)
-{
-  wait_for(&smem.partial_full[stage_of(buffer)], phase_of(buffer));
-  mbarrier_arrive(&smem.partial_empty[stage_of(buffer)]);
-}
-
 template <class S> DEVICE void few_finish(const few_args &args, few_smem<S> &smem, int experts)
 {
   typename S::RING buffer;
-  if constexpr (S::SCALED) buffer.turn = first_turn<S>(args, smem);
   if constexpr (S::UP) {
-    const bool rehearsal = in_rehearsal(smem);
-    few_tickets<S> tickets = {args, smem, !args.protocol.tickets || rehearsal};
-    int share = rehearsal ? 0 : smem.share[0];
+    few_tickets<S> tickets = {args, smem, !args.protocol.tickets};
+    int share = smem.share[0];
     do {
       finish_up<S>(args, smem, experts, share, tickets, buffer);
-      if (rehearsal) return skip_unit<S>(smem, buffer);
       if (!args.protocol.tickets) return;
       share = next_share<S>(args, smem, experts, tickets);
     } while (share < gridDim.x);

@@ -93,7 +93,7 @@ template <class L> struct few_feed {
   const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES: scale[0] of row l */
   int rows;                                  /* weight octets of the unit */
   bool even;                                 /* GROUP: two scales are 16 bits that may be read at once */
-  few_scales_of<L> scales, after;            /* of the next slice, and of the one behind it */
+  few_scales_of<L> scales, after;              /* of the next slice, and of the one behind it */
   uint32_t zero_word[ZEROS ? 8 : 1];         /* of `after` */
 
   DEVICE few_feed(const few_args &a, few_memory<L> &s, int e) : args(a), smem(s), experts(e) {}
@@ -101,13 +101,11 @@ template <class L> struct few_feed {
   DEVICE void start_up(int share)
   {
     at.start_up(args, experts, share);
-    if (in_rehearsal(smem)) at.octet = args.up.n / 8, at.left = 1;
     if (at.left > 0) locate<false>();
   }
   DEVICE void start_down()
   {
     at.start_down(smem, experts);
-    if (in_rehearsal(smem)) at.octet = smem.own.first + smem.own.count, at.left = 1;
     if (at.left > 0) locate<true>();
   }
 
@@ -253,7 +251,7 @@ template <class L> struct few_feed {
       after.raw[0] = load_bits<SIZE>(scale[0] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes,
                                      lane_octet() < rows && k < g.k);
     } else if constexpr (L::FIXED) {
-      const int lane = (int)tid_x(), t = lane % 4 / 2, k = tile_k(t) + lane % 2 * 128;
+      const int t = lane_id() % 4 / 2, k = tile_k(t) + lane_id() % 2 * 128;
       const int64_t step = (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes;
 #pragma unroll
       for (int o = 0; o < 2; o++) after.raw[o] = load_bits<SIZE>(scale[o] + step, is_there(t, o) && k < g.k);

@@ -69,39 +69,26 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
     mbarrier_init(&smem.y_full, WARP_SIZE);
     mbarrier_init(&smem.y_empty, S::WRITERS * WARP_SIZE);
     mbarrier_init(&smem.share_ready, 1);
-    smem.share[1] = 0;
   }
   if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = own_octets<typename S::layout>(args.down.n);
   if constexpr (S::SCALED) prepare_rows<S>(args, smem);
 }
 
-/* What a rehearsal finds as expert 0: nobody's. */
-template <class S> DEVICE void prepare_rehearsal(const few_args &args, few_smem<S> &smem)
+template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
 {
-  if (threadIdx.x != 0) return;
-  smem.share[1] = FEW_REHEARSAL;
-  smem.table.expert[0] = 0;
-  smem.table.weights[0] = {args.up.a, args.up.a}, smem.table.down[0] = args.up.a;
-  *reinterpret_cast<uint4 *>(smem.table.column[0]) = make_uint4(~0u, ~0u, ~0u, ~0u);
-}
-
-/* All threads; returns the number of active experts. */
-template <class S> DEVICE int few_begin(const few_args &args, few_smem<S> &smem)
-{
+  prepare<S>(args, smem);
   if (S::UP) {
+    const bool early = S::SCALED && args.protocol.weights; /* the grid ahead is the router, which reads x as well */
+    if constexpr (S::SCALED)
+      if (early) arrange_x<S>(args, smem);
     wait_for_earlier_grids();
     if constexpr (S::SCALED)
-      if (!rehearses<S>(args)) arrange_x<S>(args, smem);
+      if (!early) arrange_x<S>(args, smem);
     if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share[0] = args.protocol.tickets ? draw_share(args) : blockIdx.x;
     check_token_count(args.map.tokens, args.map.fault);
     if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   }
-  return build_few_table<S>(args, smem);
-}
-
-/* By warps in their roles. */
-template <class S> DEVICE void few_act(const few_args &args, few_smem<S> &smem, int experts)
-{
+  const int experts = build_few_table<S>(args, smem);
   if (warp_id() < S::CONSUMERS) {
     if constexpr (S::SCALED)
       consume_scaled<S>(args, smem, experts);
@@ -109,30 +96,8 @@ template <class S> DEVICE void few_act(const few_args &args, few_smem<S> &smem, 
       few_consume<S>(args, smem, experts);
   } else if (warp_id() == S::EPILOGUE) {
     few_finish<S>(args, smem, experts);
-  } else if (!in_rehearsal(smem)) {
+  } else {
     few_route<S>(args, smem, experts);
-  }
-}
-
-/* While the router, which is the grid ahead and reads x as well, is at work, the warps go through their parts once, of
- * units without a row, so that the code is at hand when it is wanted. */
-template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
-{
-  prepare<S>(args, smem);
-  bool rehearsal = rehearses<S>(args);
-  if constexpr (S::UP && S::SCALED)
-    if (rehearsal) {
-      prepare_rehearsal<S>(args, smem);
-      arrange_x<S>(args, smem);
-      __syncthreads();
-    }
-#pragma unroll 1
-  while (true) {
-    few_act<S>(args, smem, rehearsal ? 0 : few_begin<S>(args, smem));
-    if (!rehearsal) return;
-    rehearsal = false;
-    __syncthreads();
-    if (threadIdx.x == 0) smem.share[1] = 0;
   }
 }
 

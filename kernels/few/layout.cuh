@@ -52,8 +52,8 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool FIXE
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
   static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
   static constexpr int BITS = operand<W>::BITS;
-  static constexpr bool FIXED = FIXED_;                    /* activations are in fixed point (fixed.cuh) */
-  static constexpr int NOTHING = FIXED ? 9 : 4;            /* vectors of zeros */
+  static constexpr bool FIXED = FIXED_;    /* activations are in fixed point (fixed.cuh) */
+  static constexpr int NOTHING = FIXED ? 9 : 4; /* vectors of zeros */
   using CODE = typename few_code_of<X, W, Y, FIXED>::type; /* where SCALED */
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
@@ -172,28 +172,11 @@ template <class S> struct few_memory : few_scaled_memory<S> {
   uint64_t weights_ready; /* the table's `weight` */
   uint64_t y_full, y_empty;
   uint64_t share_ready; /* share[1] */
-  int32_t share[2];     /* of up: the CTA's first; its next (schedule.cuh), FEW_REHEARSAL before any */
+  int32_t share[2];     /* of up: the CTA's first; its next (schedule.cuh) */
   few_range own;        /* octets of down */
   few_table<S::PAIRS> table;
   gate_scratch scratch[2]; /* the routing warp's, the epilogue warp's */
 };
 template <class S> using few_smem = few_memory<typename S::layout>;
-
-/* Weights with scales: a rehearsal (few.cuh) is a unit of up and one of down, of no rows. */
-enum { FEW_REHEARSAL = -1, FEW_REHEARSED = 2 };
-
-template <class S> DEVICE bool rehearses(const few_args &args)
-{
-  return S::UP && S::SCALED && args.protocol.weights;
-}
-template <class L> DEVICE bool in_rehearsal(const few_memory<L> &smem)
-{
-  return L::SCALED && smem.share[1] == FEW_REHEARSAL;
-}
-/* The first of `partial`. */
-template <class S> DEVICE uint32_t first_turn(const few_args &args, const few_smem<S> &smem)
-{
-  return rehearses<S>(args) && !in_rehearsal(smem) ? FEW_REHEARSED : 0;
-}
 
 #endif

@@ -210,7 +210,7 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
   const int slices = few_slices<L>(g, wide), first = here.slice;
   const few_row<L> x = DOWN ? row_of_h<L>(args, smem, both, here.active) : row_of_x<L>(args, smem);
   float sum[2][2] = {};
-  if (DOWN && first < slices && !in_rehearsal(smem)) await_h<L>(args, smem, here.active, feed.experts);
+  if (DOWN && first < slices) await_h<L>(args, smem, here.active, feed.experts);
 #pragma unroll 1
   while (here.slice < slices) { /* the first rounds only ask: code that has run once is at hand */
     const bool begins = feed.begins(stage);
@@ -235,13 +235,12 @@ DEVICE bool consume_shares(const few_args &args, few_memory<L> &smem, few_feed<L
                            pipeline_state<L::STAGES> &stage, typename L::RING &buffer)
 {
   uint32_t phase = 0;
-  feed.start_up(in_rehearsal(smem) ? 0 : smem.share[0]);
+  feed.start_up(smem.share[0]);
   while (true) {
     few_walk<L> here = feed.at;
 #pragma unroll 1
     while (here.left > 0) consume_unit<L, false>(args, smem, here, feed, stage, buffer);
     if (!args.protocol.tickets) return false;
-    if (in_rehearsal(smem)) return true;
     wait_for(&smem.share_ready, phase);
     const int share = smem.share[1];
     if (share == gridDim.x) return true;
@@ -256,7 +255,7 @@ template <class S> DEVICE void consume_scaled(const few_args &args, few_smem<S> 
   using L = typename S::layout;
   few_feed<L> feed(args, smem, experts);
   pipeline_state<L::STAGES> stage;
-  typename L::RING buffer = {first_turn<S>(args, smem)};
+  typename L::RING buffer;
   if constexpr (S::UP)
     if (!consume_shares<L>(args, smem, feed, stage, buffer)) return;
   if (!S::UP || !feed.at.down) feed.start_down(); /* a warp without slices of up has not gone on to it */
@@ -265,10 +264,8 @@ template <class S> DEVICE void consume_scaled(const few_args &args, few_smem<S> 
   if (!S::UP) wait_for_earlier_grids();
   few_walk<L> here;
   here.start_down(smem, experts);
-  if (in_rehearsal(smem)) here.octet = smem.own.first + smem.own.count, here.left = 1;
 #pragma unroll 1
   while (here.left > 0) consume_unit<L, true>(args, smem, here, feed, stage, buffer);
-  if (in_rehearsal(smem)) cp_async_wait_group<0>();
 }
 
 #endif
