@@ -93,7 +93,7 @@ template <class L> struct few_feed {
   const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES: scale[0] of row l */
   int rows;                                  /* weight octets of the unit */
   bool even;                                 /* GROUP: two scales are 16 bits that may be read at once */
-  few_scales_of<L> scales, after;              /* of the next slice, and of the one behind it */
+  few_scales_of<L> scales, after;            /* of the next slice, and of the one behind it */
   uint32_t zero_word[ZEROS ? 8 : 1];         /* of `after` */
 
   DEVICE few_feed(const few_args &a, few_memory<L> &s, int e) : args(a), smem(s), experts(e) {}

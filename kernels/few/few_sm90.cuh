@@ -11,6 +11,6 @@ constexpr bool IS_FIXED_few = false, IS_FIXED_fixed = true;
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_args args)           \
   {                                                                                                                    \
     using factors = of_major<product<X, W, Y, SCALE_##SCALE, operation_##op>, MAJOR_##MAJOR>;                          \
-    KERNEL_BODY(SMEM, few, few_shape<factors, BM, BK, STAGES, WARPS, IS_FIXED_##form>)                                                  \
+    KERNEL_BODY(SMEM, few, few_shape<factors, BM, BK, STAGES, WARPS, IS_FIXED_##form>)                                 \
   }
 #include "variants.def"

@@ -48,7 +48,7 @@ DEVICE void multiply_fixed(const gemm_args &g, const few_stage_of<L> &stage, con
   const uint4 *const mine = reinterpret_cast<const uint4 *>(x.fixed_word(k_column)) + lane / 4 % 2 * 4 + own;
   const fixed_run run = k_own < g.k ? *x.run(k_own) : fixed_run{0.f, 0};
   int32_t even[4] = {}, odd[4] = {0, run.more, 0, run.more};
-#pragma unroll 4
+#pragma unroll 1
   for (int i = 0; i < 4; i++)
     multiply_run(stage.codes[i / 2][0][i % 2][lane], stage.codes[i / 2][1][i % 2][lane],
                  column == i && k_column < g.k ? mine : zeros, even, odd);

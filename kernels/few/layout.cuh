@@ -52,8 +52,8 @@ template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool FIXE
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
   static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
   static constexpr int BITS = operand<W>::BITS;
-  static constexpr bool FIXED = FIXED_;    /* activations are in fixed point (fixed.cuh) */
-  static constexpr int NOTHING = FIXED ? 9 : 4; /* vectors of zeros */
+  static constexpr bool FIXED = FIXED_;                    /* activations are in fixed point (fixed.cuh) */
+  static constexpr int NOTHING = FIXED ? 9 : 4;            /* vectors of zeros */
   using CODE = typename few_code_of<X, W, Y, FIXED>::type; /* where SCALED */
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
