@@ -221,7 +221,7 @@ static bool few_can_gate(const layer *l)
 static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 {
   const variant *a = &variants[choose(l->m, up)], *b = &variants[choose(l->m, down)];
-  return a->x == b->x && a->format == b->format && a->y == b->y && a->major == b->major;
+  return a->form == b->form && a->x == b->x && a->format == b->format && a->y == b->y && a->major == b->major;
 }
 
 static void add_few(const layer *l, layer_plan *p)

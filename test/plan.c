@@ -237,8 +237,9 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (s->op == OP_quantize && v->arch != ARCH_cpu && (v->form == FORM_fixed) != (s->rows_mode == ROWS_FIXED))
     return false;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
-  if (v->form == FORM_few && s->by_expert) return false;
-  if (v->form == FORM_few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
+  const bool few = v->op == OP_few_up || v->op == OP_few_down;
+  if (few && s->by_expert) return false;
+  if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
   const bool scaled = v->format > (int8_t)DENSE_FORMATS;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
                       : !scaled                                        ? 0
