@@ -63,6 +63,7 @@ template <class S> struct dealt_copier {
   DEVICE void hand_on(int active, int block)
   {
     wait_for(&smem.unit_empty[queue.stage], queue.phase ^ 1);
+    __syncwarp(); /* all lanes have seen that phase */
     if (lane_id() == 0) {
       smem.unit[queue.stage] = {active, block};
       mbarrier_arrive(&smem.unit_full[queue.stage]);
