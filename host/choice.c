@@ -1,7 +1,7 @@
 /* See choice.h. */
 #include "choice.h"
-#include "../kernels/dealt.h"
 #include "../kernels/attention.h"
+#include "../kernels/dealt.h"
 
 #include <string.h>
 

@@ -3,6 +3,7 @@
 #include "carve.h"
 #include "arguments.h"
 #include "format.h"
+#include "../kernels/dealt.h"
 
 /* ---- stages ---- */
 
@@ -199,8 +200,7 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 static bool dealt_pays(const layer *l, const op_shape *up)
 {
   if ((double)up->tokens > limit(l, LIMIT_few_dealt) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
-  return (double)up->tokens < limit(l, LIMIT_few_many) ||
-         (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
+  return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
 
 static op_shape few_up_shape(const layer *l)
@@ -252,8 +252,8 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = is_dealt(choose(l->m, &up)) || ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) &&
-                                                  few_alike(l, &up, &down));
+  p->few_in_one = is_dealt(choose(l->m, &up)) ||
+                  ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
@@ -386,17 +386,12 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
-#include "../kernels/dealt.h"
-#include <stdlib.h>
+/* Chunks of k that a part of up, of down has at least: of down few, as its last ones are the layer's end. */
+enum { LEAST_CHUNKS_UP = 4, LEAST_CHUNKS_DOWN = 2 };
+
 static int64_t larger(int64_t a, int64_t b)
 {
   return a > b ? a : b;
-}
-
-static int64_t lab(bool down)
-{
-  const char *text = getenv(down ? "LAB_SD" : "LAB_SU");
-  return text ? atoi(text) : down ? 2 : 4;
 }
 
 /* dealt: chunks of k of a part: such that there are some 2048 items, of `least` chunks. */
@@ -409,9 +404,11 @@ static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t 
 
 static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, int32_t *part_k)
 {
-  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)), active = min64(pairs, d->local_experts);
+  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)),
+                active = min64(pairs, d->local_experts);
   const int64_t channels = ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
-  const int32_t k = down ? d->inter : d->hidden, chunks = part_chunks(active, channels, k, lab(down));
+  const int32_t k = down ? d->inter : d->hidden,
+                chunks = part_chunks(active, channels, k, down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
   *part_k = chunks * FEW_PART_K;
   return ceil_div(k, *part_k) * pairs * channels * 4;
 }

@@ -98,8 +98,7 @@ DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &sme
 }
 
 /* Lane l < 16 writes channel l/4 of quad l%4. */
-template <class S>
-DEVICE void store_dealt_output(const few_args &args, int token, int channel, const float4 &sums)
+template <class S> DEVICE void store_dealt_output(const few_args &args, int token, int channel, const float4 &sums)
 {
   using T = typename S::Y;
   const combine_args &out = args.out;

@@ -21,8 +21,6 @@ template <class S> struct dealt_copier {
   const uint64_t policy = evict_first_policy();
   pipeline_state<S::STAGES> at;
   pipeline_state<S::QUEUE> queue;
-  pipeline_state<S::STAGES> lag;
-  int count = 0;
 
   DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s) {}
 
@@ -46,7 +44,6 @@ template <class S> struct dealt_copier {
   DEVICE void tell(const dealt_run &run, int expert)
   {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (count++ >= all.ahead) wait_for(&smem.empty[lag.stage], lag.phase), lag.advance();
     if (elect_one()) {
       if (run.kind == DEALT_END) {
         smem.run[at.stage] = run;
@@ -75,7 +72,8 @@ template <class S> struct dealt_copier {
   DEVICE void copy_item(bool down, const dealt_item &item)
   {
     const int expert = smem.table.expert[item.active];
-    dealt_run run = {(int16_t)(down ? DEALT_DOWN : DEALT_UP), 0, (int16_t)item.active, (int16_t)item.part, item.block, 0};
+    dealt_run run = {
+        (int16_t)(down ? DEALT_DOWN : DEALT_UP), 0, (int16_t)item.active, (int16_t)item.part, item.block, 0};
 #pragma unroll 1
     for (int chunk = item.first; chunk < item.end; chunk++) {
       run.chunk = chunk, run.last = chunk + 1 == item.end;

@@ -46,7 +46,7 @@ struct dealt_line {
     chunks = ceil_div(g.k, (int)FEW_PART_K), each = max(part_k / (int)FEW_PART_K, 1), parts = ceil_div(chunks, each);
     octets = g.n / 8, step = (int)FEW_PART_N / 8 / (has_gate ? 2 : 1), blocks = ceil_div(octets, step);
   }
-  DEVICE int items() const { return blocks * parts; } /* of an expert */
+  DEVICE int items() const { return blocks * parts; }         /* of an expert */
   DEVICE int row() const { return blocks * (int)FEW_PART_N; } /* of parts in memory */
   DEVICE dealt_item find(int index) const
   {

@@ -86,8 +86,8 @@ DEVICE bool is_unwritten_sum(uint64_t two)
 
 /* Sums of a pair's parts, in the order of k, at two places of a unit, two of each. */
 template <class S>
-DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int first, int second, float2 &a,
-                         float2 &b)
+DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int first, int second,
+                         float2 &a, float2 &b)
 {
   constexpr int AT_ONCE = 4;
   const int parts = smem.line[0].parts;

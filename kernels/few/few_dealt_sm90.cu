@@ -5,9 +5,9 @@
 #define ROWS_few_dealt_sm90
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
-      VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_sm90_args args)           \
+      VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ few_sm90_args args)      \
   {                                                                                                                    \
     using factors = of_major<product<X, W, Y, SCALE_##SCALE, operation_up>, MAJOR_##MAJOR>;                            \
-    KERNEL_BODY(SMEM, dealt, dealt_layout<factors, BM, BN, BK, STAGES, WARPS>)                                           \
+    KERNEL_BODY(SMEM, dealt, dealt_layout<factors, BM, BN, BK, STAGES, WARPS>)                                         \
   }
 #include "variants.def"
