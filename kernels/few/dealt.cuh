@@ -175,7 +175,7 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   prepare_dealt<S>(all, smem);
   wait_for_earlier_grids();
   if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share = draw_share(args);
-  if (threadIdx.x == S::COPIER * WARP_SIZE) smem.item = draw_item(all);
+  if (threadIdx.x == S::COPIER * WARP_SIZE) smem.item = draw_items(all, DEALT_FIRST);
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);

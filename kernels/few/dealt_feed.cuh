@@ -8,10 +8,12 @@
 #include "few/loads.cuh"
 #include "few/routing.cuh"
 
-DEVICE int draw_item(const few_sm90_args &all)
+DEVICE int draw_items(const few_sm90_args &all, int count)
 {
-  return atomicAdd(all.items, 1) + 1; /* -1 at first */
+  return atomicAdd(all.items, count) + 1; /* -1 at first */
 }
+
+enum { DEALT_FIRST = 2 }; /* items that a CTA draws at once to begin with, as it cannot know the next so soon */
 
 /* ---- weights ---- */
 
@@ -21,6 +23,8 @@ template <class S> struct dealt_copier {
   const uint64_t policy = evict_first_policy();
   pipeline_state<S::STAGES> at;
   pipeline_state<S::QUEUE> queue;
+  pipeline_state<S::STAGES> lag; /* `ahead` stages behind */
+  int count = 0;
 
   DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s) {}
 
@@ -44,6 +48,7 @@ template <class S> struct dealt_copier {
   DEVICE void tell(const dealt_run &run, int expert)
   {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (count++ >= all.ahead) wait_for(&smem.empty[lag.stage], lag.phase), lag.advance();
     if (elect_one()) {
       if (run.kind == DEALT_END) {
         smem.run[at.stage] = run;
@@ -80,7 +85,7 @@ template <class S> struct dealt_copier {
       tell(run, expert);
     }
     /* Who has the last part of a unit makes h of it: all others are in the hands of those who have started. */
-    if (!down && item.part == smem.line[0].parts - 1) hand_on(item.active, item.block);
+    if (!down && item.part > 0 && item.part == smem.line[0].parts - 1) hand_on(item.active, item.block);
   }
 };
 
@@ -88,16 +93,17 @@ template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S
 {
   dealt_copier<S> copier(all, smem);
   const int of_up = experts * smem.line[0].items(), items = of_up + experts * smem.line[1].items();
-  int index = smem.item;
+  int index = smem.item, more = DEALT_FIRST - 1; /* behind it, that are drawn */
   bool ups_over = false;
   fence_proxy_async_shared(); /* stages were others' until now */
 #pragma unroll 1
   while (index < items) {
     const bool down = index >= of_up;
-    const int next = lane_id() == 0 ? draw_item(all) : 0;
+    const int next = more == 0 && lane_id() == 0 ? draw_items(all, 1) : 0;
     if (down && !ups_over) copier.hand_on(-1, 0), ups_over = true;
     copier.copy_item(down, smem.line[down].find(down ? index - of_up : index));
-    index = __shfl_sync(ALL_LANES, next, 0);
+    index = more > 0 ? index + 1 : __shfl_sync(ALL_LANES, next, 0);
+    more = max(more - 1, 0);
   }
   if (!ups_over) copier.hand_on(-1, 0);
   const dealt_run end = {DEALT_END, 0, 0, 0, 0, 0};

@@ -51,27 +51,6 @@ DEVICE void store_part(const few_sm90_args &all, const dealt_smem<S> &smem, cons
   }
 }
 
-template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_smem<S> &smem)
-{
-  pipeline_state<S::STAGES> at;
-  float sum[4] = {};
-#pragma unroll 1
-  while (true) {
-    wait_for(&smem.full[at.stage], at.phase);
-    const dealt_run run = smem.run[at.stage];
-    if (run.kind == DEALT_END) return;
-    uint2 x[S::BK / 16];
-    load_dealt_columns<S>(smem.columns[at.stage], x);
-    multiply_dealt<S>(smem.stages[at.stage], x, sum);
-    __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
-    at.advance();
-    if (!run.last) continue;
-    store_part<S>(all, smem, run, sum);
-    sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
-  }
-}
-
 /* ---- h ---- */
 
 DEVICE float2 as_floats(uint64_t two)
@@ -89,7 +68,7 @@ template <class S>
 DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int first, int second,
                          float2 &a, float2 &b)
 {
-  constexpr int AT_ONCE = 4;
+  constexpr int AT_ONCE = 8;
   const int parts = smem.line[0].parts;
   a = b = make_float2(0.f, 0.f);
 #pragma unroll 1
@@ -159,6 +138,61 @@ DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, c
   const int channel = unit.block * 64 + 2 * lane;
   store_h<S>(all, smem, unit.active, pair, channel, gate[0], up[0]);
   store_h<S>(all, smem, unit.active, pair, channel + 1, gate[1], up[1]);
+}
+
+/* A consumer's sums of a unit that is one part: without the way through memory. */
+template <class S>
+DEVICE void finish_whole(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_run &run, float (&sum)[4])
+{
+  const dealt_line &line = smem.line[0];
+  const int row = lane_id() / 4, place = warp_id() * 8 + row;
+  const bool odd = row % 2;
+  int channel = run.block * (line.gated ? 64 : (int)FEW_PART_N) + place;
+  if (line.pairs) { /* lanes exchange what they have of each other's channels */
+    const few_halves of = smem.table.weights[run.active];
+    const bool up_first = of.high < of.low;
+    channel = run.block * 64 + (odd ? 32 : 0) + place / 2;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const float own = odd ? sum[j + 2] : sum[j], given = odd ? sum[j] : sum[j + 2],
+                  other = __shfl_xor_sync(ALL_LANES, given, 4);
+      sum[j] = odd != up_first ? other : own, sum[j + 2] = odd != up_first ? own : other;
+    }
+  }
+#pragma unroll 1
+  for (int j = 0; j < 2; j++) {
+    const int c = lane_id() % 4 * 2 + j;
+    const float low = j ? sum[1] : sum[0], high = j ? sum[3] : sum[2];
+    if (c >= S::COLUMNS || smem.table.column[run.active][c] < 0) continue;
+    const int pair = column_pair(smem.table.column[run.active][c]);
+    store_h<S>(all, smem, run.active, pair, channel, low, line.gated ? high : 0.f);
+    if (!line.gated) store_h<S>(all, smem, run.active, pair, channel + 64, high, 0.f);
+  }
+  __syncwarp();
+}
+
+template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  float sum[4] = {};
+#pragma unroll 1
+  while (true) {
+    wait_for(&smem.full[at.stage], at.phase);
+    const dealt_run run = smem.run[at.stage];
+    if (run.kind == DEALT_END) return;
+    uint2 x[S::BK / 16];
+    load_dealt_columns<S>(smem.columns[at.stage], x);
+    multiply_dealt<S>(smem.stages[at.stage], x, sum);
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
+    at.advance();
+    if (!run.last) continue;
+    if (run.kind == DEALT_UP && smem.line[0].parts == 1)
+      finish_whole<S>(all, smem, run, sum);
+    else
+      store_part<S>(all, smem, run, sum);
+    sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+  }
 }
 
 template <class S> DEVICE void finish_units(const few_sm90_args &all, dealt_smem<S> &smem)
