@@ -513,7 +513,6 @@ static void link_few(const pass *p, layer_arguments *l)
   const bool dealt = variants[p->lp.steps[STAGE_few_up].row].form == FORM_dealt;
   for (int i = 0; dealt && i < 2; ++i)
     l->few.few.parts[i] = region(p, at->few_parts[i]), l->few.few.part_k[i] = at->few_part_k[i];
-  l->few.few.ahead = getenv("LAB_AHEAD") ? atoi(getenv("LAB_AHEAD")) : 12;
   if (dealt) l->few.few.items = region(p, at->few_items);
   l->router.router.r.protocol.fill_vectors = (int32_t)((dealt ? at->dealt_fill : at->few_fill) / 16);
   if (!p->lp.few_gates) return;

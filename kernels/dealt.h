@@ -24,7 +24,6 @@ typedef struct few_sm90_args {
   int32_t *items;
   int32_t part_k[2]; /* k of a part */
   int32_t up_first;
-  int32_t ahead; /* stages that are asked for ahead of products, at most */
 } few_sm90_args;
 
 #endif

@@ -23,8 +23,6 @@ template <class S> struct dealt_copier {
   const uint64_t policy = evict_first_policy();
   pipeline_state<S::STAGES> at;
   pipeline_state<S::QUEUE> queue;
-  pipeline_state<S::STAGES> lag; /* `ahead` stages behind */
-  int count = 0;
 
   DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s) {}
 
@@ -48,7 +46,6 @@ template <class S> struct dealt_copier {
   DEVICE void tell(const dealt_run &run, int expert)
   {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (count++ >= all.ahead) wait_for(&smem.empty[lag.stage], lag.phase), lag.advance();
     if (elect_one()) {
       if (run.kind == DEALT_END) {
         smem.run[at.stage] = run;
