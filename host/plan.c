@@ -199,6 +199,7 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 /* Weights are read once for each FEW_COLUMNS rows of an expert. */
 static bool dealt_pays(const layer *l, const op_shape *up)
 {
+  if (up->tokens > 4 && l->d->inter > limit(l, LIMIT_few_dealt_inter)) return false;
   if ((double)up->tokens > limit(l, LIMIT_few_dealt) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
   return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }
@@ -413,18 +414,18 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
 }
 
 /* Chunks of k that a part of up, of down has at least: of down few, as its last ones are the layer's end. */
-enum { LEAST_CHUNKS_UP = 8, LEAST_CHUNKS_DOWN = 2, WANTED_ITEMS = 1024 };
+enum { LEAST_CHUNKS_UP = 8, LEAST_CHUNKS_DOWN = 4, WANTED_ITEMS = 512 };
 
 static int64_t larger(int64_t a, int64_t b)
 {
   return a > b ? a : b;
 }
 
-/* dealt: chunks of k of a part: such that there are some WANTED_ITEMS items, of `least` chunks or more. */
-static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t least)
+/* dealt: chunks of k of a part: such that there are some `items`, of `least` chunks or more. */
+static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t items, int64_t least)
 {
   const int64_t chunks = ceil_div(k, FEW_PART_K), all = active * ceil_div(channels, FEW_PART_N) * chunks;
-  const int64_t wanted = larger(larger(all / WANTED_ITEMS, ceil_div(chunks, FEW_PARTS_MOST)), least);
+  const int64_t wanted = larger(larger(all / items, ceil_div(chunks, FEW_PARTS_MOST)), least);
   return (int32_t)ceil_div(chunks, ceil_div(chunks, min64(wanted, chunks)));
 }
 
@@ -434,7 +435,8 @@ static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, i
                 active = min64(pairs, d->local_experts);
   const int64_t channels = ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
   const int32_t k = down ? d->inter : d->hidden,
-                chunks = part_chunks(active, channels, k, down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
+                chunks = part_chunks(active, channels, k, (tokens == 1 ? 2 : 1) * WANTED_ITEMS,
+                                     down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
   *part_k = chunks * FEW_PART_K;
   if (!down && chunks * FEW_PART_K >= k) return 0; /* whole sums become h at once */
   return ceil_div(k, *part_k) * pairs * channels * 4;
