@@ -1,6 +1,7 @@
 /* See choice.h. */
 #include "choice.h"
 #include "../kernels/attention.h"
+#include "../kernels/dealt.h"
 
 #include <string.h>
 
@@ -54,7 +55,7 @@ double limit_of(const machine *m, limit_name limit, weight_format weights)
 
 bool takes_tensor_maps(const variant *v)
 {
-  return v->form == FORM_wgmma;
+  return v->form == FORM_wgmma || v->form == FORM_dealt;
 }
 
 bool takes_rows_in_order(const variant *v)
@@ -90,6 +91,13 @@ static bool fits_few(const variant *v, const op_shape *s)
   if (!format_is_scaled((weight_format)v->format)) return true;
   const int64_t inter = s->op == OP_few_up ? s->n : s->k, hidden = s->op == OP_few_up ? s->k : s->n;
   return FEW_ROW_BYTES(hidden) + s->rows * FEW_ROW_BYTES(inter) <= FEW_ROOM;
+}
+
+/* dealt counts items in 32 bits, and has one grid for up and down. */
+static bool fits_dealt(const variant *v, const op_shape *s)
+{
+  if (!s->in_one || !s->tmap || s->tokens > v->bm || s->rows > FEW_PAIRS(v->bm)) return false;
+  return (s->rows + s->experts) * ceil_div(s->k, FEW_PART_K) * s->n / 8 <= INT32_MAX / 2;
 }
 
 /* Of queries, each with as many rows as heads share keys. */
@@ -147,6 +155,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (v->form == FORM_codes && s->by_expert) return false;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);
+  if (v->form == FORM_dealt) return fits_dealt(v, s);
   if (v->op == OP_few_up || v->op == OP_few_down) return fits_few(v, s);
   if (s->gathered && takes_rows_in_order(v)) return false;
   return !takes_tensor_maps(v) || s->tmap;
@@ -306,6 +315,7 @@ static int64_t grid_combine(const machine *m, const variant *v, const op_shape *
 
 static int64_t grid_few_up(const machine *m, const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_dealt) return resident(m, v);
   return min64(s->rows * ceil_div(s->n, v->bn), resident(m, v));
 }
 

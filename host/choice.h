@@ -48,6 +48,7 @@ typedef struct op_shape {
   int32_t n, k;         /* output channels, reduction length; permute: n bytes a token;
                            quantize: elements of a row, of a group */
   int32_t top_k;
+  bool in_one;    /* few_up: does few_down's work as well, of weights that lie alike; tmap: of both */
   bool rules;     /* gate: GATE_HAS_RULES */
   bool invariant; /* the row must not follow tokens and rows: CUMOE_MOE_BATCH_INVARIANT */
 } op_shape;

@@ -358,6 +358,7 @@ cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_a
   if (!v || !takes_tensor_maps(v)) return CUMOE_OK;
   const bool done = v->op == OP_router            ? tmap_encode_router(context->encode_tiled, v, &args->router)
                     : v->op == OP_weight_gradient ? tmap_encode_gradient(context->encode_tiled, v, &args->gradient)
+                    : v->op == OP_few_up          ? tmap_encode_few(context->encode_tiled, &args->few)
                                                   : tmap_encode(context->encode_tiled, v, &args->gemm);
   return done ? CUMOE_OK : fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
 }

@@ -5,6 +5,7 @@
 #include "launch.h"
 #include "plan.h"
 #include "../kernels/backward.h"
+#include "../kernels/dealt.h"
 
 /* What the choice of a kernel follows besides the arguments. */
 typedef struct choice_hint {
@@ -34,6 +35,7 @@ typedef union mapped_args {
   router_sm90_args router;
   gemm_sm90_args gemm;
   weight_gradient_sm90_args gradient;
+  few_sm90_args few;
 } mapped_args;
 
 /* Fills in the maps, if the step's kernel reads through them. */

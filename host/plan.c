@@ -3,6 +3,7 @@
 #include "carve.h"
 #include "arguments.h"
 #include "format.h"
+#include "../kernels/dealt.h"
 
 /* ---- stages ---- */
 
@@ -195,6 +196,30 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
   return weights * loss <= limit(l, LIMIT_few_bytes);
 }
 
+/* Weights are read once for each FEW_COLUMNS rows of an expert. */
+static bool dealt_pays(const layer *l, const op_shape *up)
+{
+  if (up->tokens > 4 && l->d->inter > limit(l, LIMIT_few_dealt_inter)) return false;
+  if ((double)up->tokens > limit(l, LIMIT_few_dealt) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
+  return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
+}
+
+static op_shape few_up_shape(const layer *l)
+{
+  const cumoe_moe_desc *d = l->d;
+  op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
+  s.tmap = l->c->up.tmap && l->c->down.tmap;
+  s.in_one = l->c->has_router && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
+             class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
+             (is_forced(l, OP_few_up) || dealt_pays(l, &s));
+  return s;
+}
+
+static bool is_dealt(int32_t row)
+{
+  return row >= 0 && variants[row].form == FORM_dealt;
+}
+
 /* Rows for both serve, no row of what they stand for is forced, and it pays, or one of theirs is forced. */
 static bool wants_few(const layer *l)
 {
@@ -202,12 +227,13 @@ static bool wants_few(const layer *l)
   if (l->c->tokens > FEW_TOKENS) return false; /* first: most layers are decided here */
   if (l->d->flags & CUMOE_MOE_UNREDUCED || l->d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
   if (is_invariant(l->d)) return false;
-  const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  if (choose(l->m, &up) < 0 || choose(l->m, &down) < 0) return false;
+  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  const int32_t row = choose(l->m, &up);
+  if (row < 0 || (!is_dealt(row) && choose(l->m, &down) < 0)) return false;
   if (is_forced(l, OP_few_up) || is_forced(l, OP_few_down)) return true;
   for (size_t i = 0; i < sizeof replaced / sizeof *replaced; ++i)
     if (is_forced(l, replaced[i])) return false;
-  return few_pays(l, &up, &down);
+  return is_dealt(row) || few_pays(l, &up, &down);
 }
 
 /* What few_up does of gates: GATE_IN_FEW_UP. */
@@ -226,8 +252,9 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
 
 static void add_few(const layer *l, layer_plan *p)
 {
-  const op_shape up = gemm_shape(l, OP_few_up, &l->c->up, false), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = (l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down);
+  const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
+  p->few_in_one = is_dealt(choose(l->m, &up)) ||
+                  ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
@@ -386,6 +413,55 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
+/* Chunks of k that a part of up, of down has at least: of down few, as its last ones are the layer's end. */
+enum { LEAST_CHUNKS_UP = 8, LEAST_CHUNKS_DOWN = 4, WANTED_ITEMS = 512 };
+
+static int64_t larger(int64_t a, int64_t b)
+{
+  return a > b ? a : b;
+}
+
+/* dealt: chunks of k of a part: such that there are some `items`, of `least` chunks or more. */
+static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t items, int64_t least)
+{
+  const int64_t chunks = ceil_div(k, FEW_PART_K), all = active * ceil_div(channels, FEW_PART_N) * chunks;
+  const int64_t wanted = larger(larger(all / items, ceil_div(chunks, FEW_PARTS_MOST)), least);
+  return (int32_t)ceil_div(chunks, ceil_div(chunks, min64(wanted, chunks)));
+}
+
+static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, int32_t *part_k)
+{
+  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)),
+                active = min64(pairs, d->local_experts);
+  const int64_t channels = ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
+  const int32_t k = down ? d->inter : d->hidden,
+                chunks = part_chunks(active, channels, k, (tokens == 1 ? 2 : 1) * WANTED_ITEMS,
+                                     down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
+  *part_k = chunks * FEW_PART_K;
+  if (!down && chunks * FEW_PART_K >= k) return 0; /* whole sums become h at once */
+  return ceil_div(k, *part_k) * pairs * channels * 4;
+}
+
+/* dealt's parts of sums, in the place of y, which it does not have, and behind. More tokens never need less. */
+static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
+{
+  int32_t unused;
+  if (d->dtype == CUMOE_F32 || format_is_scaled(class_of(&d->up_format, d->dtype))) return;
+  size_t most = 0;
+  for (int64_t t = 1; t <= min64(tokens, FEW_TOKENS); ++t) {
+    carver parts = {w->y, c->overflow};
+    w->few_items = carve(&parts, 1, 4, 1);
+    for (int i = 0; i < 2; ++i) {
+      const int64_t bytes = parts_bytes(d, t, i == 1, t == tokens ? &w->few_part_k[i] : &unused);
+      w->few_parts[i] = carve(&parts, 1, bytes, 1);
+    }
+    w->dealt_fill = parts.at - w->h;
+    if (parts.at > most) most = parts.at;
+    c->overflow = c->overflow || parts.overflow;
+  }
+  if (most > c->at) c->at = most;
+}
+
 /* Scales of rows in fixed point, which lie where y will, or where they were. */
 static void carve_fixed(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *scale)
 {
@@ -415,6 +491,7 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->few_words = carve(&c, 1, FEW_BYTES(min64(pairs, FEW_PAIRS(FEW_TOKENS))), 1);
   w->few_fill = c.at - w->h;
   w->y = carve(&c, pairs, d->hidden, element);
+  carve_parts(&c, d, tokens, w);
   carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
   carve_fixed(&c, &d->up_format, min64(tokens, fixed_most(d) / k), d->hidden, &w->x_scale);

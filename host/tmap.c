@@ -163,6 +163,15 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
   return encode(encoder, rows, &a, args->rows);
 }
 
+bool tmap_encode_few(void (*encoder)(void), few_sm90_args *args)
+{
+  const gemm_args *up = &args->f.up, *down = &args->f.down;
+  const tensor u = n_major(up), d = n_major(down);
+  args->up_first = u.base != up->b.base[0];
+  return encode(encoder, (weight_format)up->b.format, &u, args->up) &&
+         encode(encoder, (weight_format)down->b.format, &d, args->down);
+}
+
 static bool matrix_serves(const void *base, int64_t ld, weight_format format)
 {
   return (intptr_t)base % 16 == 0 && stride_fits(format_bytes(format, ld));

@@ -4,6 +4,7 @@
 #include "context.h"
 #include "../kernels/attention.h"
 #include "../kernels/backward.h"
+#include "../kernels/dealt.h"
 
 /* kernels/args.h, which includes nothing public, has these values too. */
 #define SAME(ours, theirs) _Static_assert((int)(ours) == (int)(theirs), #ours " is not " #theirs);
@@ -158,6 +159,7 @@ int32_t operation_arg_bytes(operation op)
 
 int32_t variant_arg_bytes(const variant *v)
 {
+  if (v->form == FORM_dealt) return sizeof(few_sm90_args);
   if (v->form != FORM_wgmma) return operation_arg_bytes((operation)v->op);
   if (v->op == OP_weight_gradient) return sizeof(weight_gradient_sm90_args);
   return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);

@@ -33,6 +33,7 @@ typedef enum form {
   FORM_mixed,   /* GEMM on sm_90a's tensor cores, weights of 4 bits in registers */
   FORM_fixed,   /* the same for few rows an expert, or as few of one token, activations in fixed point */
   FORM_few,     /* the experts of few tokens without a map, either major */
+  FORM_dealt,   /* the same behind a router, N-major, where one grid does all */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */
   FORM_flat,    /* elementwise, all functions but gelu */

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "backward.h"
+#include "dealt.h"
 #include "device/common.cuh"
 #include "encode.h"
 #include "ep/ep.h"
@@ -45,6 +46,7 @@ template <> struct with_maps<weight_gradient_args> {
 #define TAKES_mixed(op)  op##_takes
 #define TAKES_fixed(op)  op##_takes
 #define TAKES_few(op)    op##_takes
+#define TAKES_dealt(op)  few_sm90_args
 #define TAKES_dot(op)    op##_takes
 
 #define ROWS_ALL

@@ -1,0 +1,195 @@
+/*
+ * dealt: the experts of few tokens whose weights are [E, in, out], behind a router: few.cuh's one grid, another way.
+ *
+ *   dealt_line.cuh     items, shared memory           dealt_products.cuh  products; h
+ *   dealt_feed.cuh     copies, columns
+ *
+ * Units of whole k do not deal out, and equal shares of the bytes do not end together, for SMs do not get equal parts of
+ * memory's rate: those ahead would have down's weights before others have all of up's. So k of a unit is cut into parts,
+ * and parts are items that CTAs draw one after the other, all of up's before down's.
+ *
+ * One warp draws and fills a ring of stages, by boxes of 64 channels x 64 k in the swizzle of 128 bytes; ldmatrix
+ * transposes. Each of eight consumer warps has an octet of either box, so that no sums have to be added up in the CTA.
+ * Sums of an item go to memory. Of up whoever drew a unit's last part adds its parts up, in the order of k, to h; of
+ * down they are added up where outputs are made. Parts and h are all ones until they are written, and who needs them
+ * reads them again. What a CTA waits for is always in the hands of one that drew it before.
+ */
+#ifndef CUMOE_DEALT_CUH
+#define CUMOE_DEALT_CUH
+
+#include "few/dealt_products.cuh"
+#include "few/outputs.cuh"
+#include "few/schedule.cuh"
+#include "few/table.cuh"
+
+/* ---- outputs ---- */
+
+enum { DEALT_SLOTS = 8 };
+
+/* Four channels of a pair's y, rounded. */
+template <class S>
+DEVICE float4 take_y(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int expert, int channel)
+{
+  using Y = typename S::Y;
+  constexpr int AT_ONCE = 8;
+  const int parts = smem.line[1].parts;
+  float sum[4] = {};
+#pragma unroll 1
+  for (int p = 0; p < parts; p += AT_ONCE) {
+    uint4 raw[AT_ONCE];
+    bool again = false;
+    do {
+      if (again) __nanosleep(40);
+      again = false;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        raw[i] = make_uint4(0, 0, 0, 0);
+        if (p + i >= parts) continue;
+        raw[i] = load_relaxed_vector(part_of<S>(all, smem, true, p + i, pair) + channel);
+        again |= is_unwritten_sum(raw[i]);
+      }
+    } while (again);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      sum[0] += __uint_as_float(raw[i].x), sum[1] += __uint_as_float(raw[i].y);
+      sum[2] += __uint_as_float(raw[i].z), sum[3] += __uint_as_float(raw[i].w);
+    }
+  }
+  float bias[4];
+  load_bias(all.f.down.b, 0, expert, channel, bias);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum[i] = to_f32(from_f32<Y>(weighted(sum[i], 1.f, 1.f, bias[i])));
+  return make_float4(sum[0], sum[1], sum[2], sum[3]);
+}
+
+/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has slot l/4 of eight, quad l%4. */
+template <class S>
+DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
+{
+  using T = typename S::Y;
+  const few_args &args = all.f;
+  const combine_args &out = args.out;
+  const int slot = lane_id() / 4;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int s = 0; s < out.top_k; s += DEALT_SLOTS) {
+    const int pair = token * out.top_k + s + slot, to = s + slot < out.top_k ? smem.table.to[pair] : ROW_DROPPED;
+    const float own = s + slot < out.top_k && channel < args.down.n ? smem.table.weight[pair] : 0.f;
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (own != 0 && to == ROW_IDENTITY) {
+      const T *x = static_cast<const T *>(out.x) + token * out.x_ld + channel;
+      y = make_float4(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3]));
+    } else if (own != 0) {
+      y = take_y<S>(all, smem, pair, to, channel);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < DEALT_SLOTS; j++) {
+      const int lane = lane_id() % 4 + 4 * j;
+      const float weight = __shfl_sync(ALL_LANES, own, lane);
+      const float4 v = make_float4(__shfl_sync(ALL_LANES, y.x, lane), __shfl_sync(ALL_LANES, y.y, lane),
+                                   __shfl_sync(ALL_LANES, y.z, lane), __shfl_sync(ALL_LANES, y.w, lane));
+      if (weight == 0) continue;
+      sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
+      sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
+    }
+  }
+  return sum;
+}
+
+/* Lane l < 16 writes channel l/4 of quad l%4. */
+template <class S> DEVICE void store_dealt_output(const few_args &args, int token, int channel, const float4 &sums)
+{
+  using T = typename S::Y;
+  const combine_args &out = args.out;
+  const int i = lane_id() / 4;
+  if (i >= 4 || channel >= args.down.n) return;
+  float sum = i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w;
+  channel += i;
+  if (out.shared) {
+    const float weight = shared_weight(out, token);
+    if (weight != 0)
+      sum = fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
+  }
+  float value = out.out_scale * sum;
+  if (out.residual)
+    value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
+  store_output<T>(out.out, token * out.out_ld + channel, value, out.out_dtype);
+}
+
+/* 16 channels of a token a warp: consumers first, who have seen the CTA's last weights. */
+template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dealt_smem<S> &smem)
+{
+  const few_args &args = all.f;
+  const int groups = ceil_div(args.down.n, 16), items = (int)token_total(args.out.tokens) * groups;
+  wait_for(&smem.weights_ready, 0);
+#pragma unroll 1
+  for (int item = warp_id() * (int)gridDim.x + (int)blockIdx.x; item < items; item += S::WRITERS * (int)gridDim.x) {
+    const int token = item / groups, channel = (item - token * groups) * 16 + lane_id() % 4 * 4;
+    store_dealt_output<S>(args, token, channel, sum_dealt_slots<S>(all, smem, token, channel));
+  }
+}
+
+/* ---- the grid ---- */
+
+/* The routing warp: shares of the routing until none is left. */
+template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem)
+{
+  if (args.protocol.weights) {
+    int share = smem.share;
+#pragma unroll 1
+    while (share < (int)gridDim.x) {
+      write_routing<S>(args, share, smem.scratch[0]);
+      share = __shfl_sync(ALL_LANES, lane_id() == 0 ? draw_share(args) : 0, 0);
+    }
+  }
+  take_weights<S>(args, smem);
+  report_counts<S>(args.map, smem.table);
+}
+
+/* What does not depend on earlier grids. */
+template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_smem<S> &smem)
+{
+  const few_args &args = all.f;
+  if (warp_id() == S::COPIER && lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
+  if (threadIdx.x < S::STAGES) {
+    mbarrier_init(&smem.told[threadIdx.x], 1);
+    mbarrier_init(&smem.full[threadIdx.x], 1 + WARP_SIZE); /* the weights; the columns */
+    mbarrier_init(&smem.empty[threadIdx.x], S::CONSUMERS);
+    fence_mbarrier_init();
+  }
+  if (threadIdx.x >= WARP_SIZE && threadIdx.x < WARP_SIZE + S::QUEUE) {
+    mbarrier_init(&smem.unit_full[threadIdx.x - WARP_SIZE], 1);
+    mbarrier_init(&smem.unit_empty[threadIdx.x - WARP_SIZE], 1);
+  }
+  if (threadIdx.x == 2 * WARP_SIZE) {
+    mbarrier_init(&smem.weights_ready, WARP_SIZE);
+    smem.line[0].set(args.up, args.up.gated, all.part_k[0]);
+  }
+  if (threadIdx.x == 3 * WARP_SIZE) smem.line[1].set(args.down, false, all.part_k[1]);
+}
+
+template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S> &smem)
+{
+  const few_args &args = all.f;
+  prepare_dealt<S>(all, smem);
+  wait_for_earlier_grids();
+  if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share = draw_share(args);
+  if (threadIdx.x == S::COPIER * WARP_SIZE) smem.item = draw_items(all, DEALT_FIRST);
+  check_token_count(args.map.tokens, args.map.fault);
+  if (args.protocol.weights) choose_experts<S>(args.gate, smem);
+  const int experts = build_few_table<S>(args, smem);
+  if (warp_id() < S::CONSUMERS)
+    dealt_consume<S>(all, smem);
+  else if (warp_id() == S::COPIER)
+    copy_items<S>(all, smem, experts);
+  else if (warp_id() < S::ROUTING)
+    bring_columns<S>(args, smem);
+  else if (warp_id() == S::ROUTING)
+    return dealt_route<S>(args, smem);
+  else
+    return warp_id() == S::FINISHER ? finish_units<S>(all, smem) : (void)0;
+  write_dealt_outputs<S>(all, smem);
+}
+
+#endif

@@ -1,0 +1,108 @@
+/* dealt: its shape, how weights are dealt out, and what a CTA has in shared memory. */
+#ifndef CUMOE_DEALT_LINE_CUH
+#define CUMOE_DEALT_LINE_CUH
+
+#include "dealt.h"
+#include "device/pipeline.cuh"
+#include "few/layout.cuh"
+
+/* ---- shape ---- */
+
+/* A stage is BK of k by 2 BN channels: of a gated layer BN of gate and the same of up. */
+template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct dealt_layout {
+  using layout = dealt_layout;
+  using X = typename PRODUCT::X;
+  using W = typename PRODUCT::W;
+  using Y = typename PRODUCT::Y;
+  static_assert(same_type<X, W> && same_type<X, Y> && operand<W>::BITS == 16, "multiplied as they are");
+  static constexpr bool UP = true; /* the table has both */
+  static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
+  static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
+  /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
+  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = 6, ROUTING = COPIER + 1 + FEEDERS,
+                       FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;
+  static constexpr int VECTORS = BK / 8, COLUMN = BK + 8; /* of a stage's column: 16 bytes; elements, with a gap */
+  static_assert(BN == 64 && BK == (int)FEW_PART_K && 2 * BN == (int)FEW_PART_N, "boxes; an octet of each a consumer");
+  static_assert(WARPS > FINISHER && THREADS >= PAIRS && STAGES % FEEDERS == 0);
+  static_assert(COLUMNS * VECTORS <= WARP_SIZE || COLUMNS * VECTORS % WARP_SIZE == 0);
+};
+
+/* ---- the line ---- */
+
+/* A part of k of a unit: chunks first to end - 1. */
+struct dealt_item {
+  int active, block, part, first, end;
+};
+
+/* All items of a product, up or down: expert after expert, of each part after part, of a part all channels, as rows of
+ * memory have them. */
+struct dealt_line {
+  int chunks, each, parts, blocks, octets, step; /* of k, of a part, of k; units of an expert; of h or y, of a unit */
+  int pairs, gated;                              /* gate and up element by element */
+
+  DEVICE void set(const gemm_args &g, bool has_gate, int part_k)
+  {
+    gated = has_gate, pairs = has_gate && g.b.n_stride == 2;
+    chunks = ceil_div(g.k, (int)FEW_PART_K), each = max(part_k / (int)FEW_PART_K, 1), parts = ceil_div(chunks, each);
+    octets = g.n / 8, step = (int)FEW_PART_N / 8 / (has_gate ? 2 : 1), blocks = ceil_div(octets, step);
+  }
+  DEVICE int items() const { return blocks * parts; }         /* of an expert */
+  DEVICE int row() const { return blocks * (int)FEW_PART_N; } /* of parts in memory */
+  DEVICE dealt_item find(int index) const
+  {
+    const int q = index / blocks, active = q / parts, part = q - active * parts;
+    return {active, index - q * blocks, part, part * each, min(part * each + each, chunks)};
+  }
+};
+
+/* ---- shared memory ---- */
+
+enum { DEALT_END, DEALT_UP, DEALT_DOWN };
+
+/* What a stage has. */
+struct alignas(16) dealt_run {
+  int16_t kind, last; /* last: of the item */
+  int16_t active, part;
+  int32_t block, chunk;
+};
+
+struct dealt_unit {
+  int32_t active, block; /* active < 0: no more */
+};
+
+template <class S> struct dealt_stage {
+  typename S::W boxes[2][S::BK][64]; /* in the 128-byte swizzle */
+};
+
+template <class PRODUCT, int TOKENS, int BN, int BK, int STAGES, int WARPS>
+struct few_memory<dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
+  using S = dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>;
+  dealt_stage<S> stages[STAGES];
+  typename S::X columns[STAGES][S::COLUMNS][S::COLUMN];
+  dealt_run run[STAGES];
+  uint64_t told[STAGES], full[STAGES], empty[STAGES];
+  dealt_unit unit[S::QUEUE];
+  uint64_t unit_full[S::QUEUE], unit_empty[S::QUEUE];
+  uint64_t weights_ready; /* the table's `weight` */
+  dealt_line line[2];     /* of up, of down */
+  int32_t share, item;    /* the CTA's first of the routing, of items */
+  few_table<S::PAIRS> table;
+  gate_scratch scratch[1]; /* the routing warp's */
+};
+template <class S> using dealt_smem = few_memory<typename S::layout>;
+
+/* ---- parts, in memory ---- */
+
+template <class S>
+DEVICE float *part_of(const few_sm90_args &args, const dealt_smem<S> &smem, bool down, int part, int pair)
+{
+  return args.parts[down] + ((int64_t)part * (int)args.f.up.rows_cap + pair) * smem.line[down].row();
+}
+
+/* No sum is all ones: a NaN that is computed has a sign of 0. */
+DEVICE bool is_unwritten_sum(const uint4 &v)
+{
+  return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
+}
+
+#endif
