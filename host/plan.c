@@ -425,41 +425,54 @@ static int64_t larger(int64_t a, int64_t b)
 static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t items, int64_t least)
 {
   const int64_t chunks = ceil_div(k, FEW_PART_K), all = active * ceil_div(channels, FEW_PART_N) * chunks;
-  const int64_t wanted = larger(larger(all / items, ceil_div(chunks, FEW_PARTS_MOST)), least);
+  const int64_t wanted = larger(larger(ceil_div(all, items), ceil_div(chunks, FEW_PARTS_MOST)), least);
   return (int32_t)ceil_div(chunks, ceil_div(chunks, min64(wanted, chunks)));
+}
+
+/* Items that up's and down's weights are wanted in. */
+static int64_t wanted_items(int64_t tokens)
+{
+  return (tokens == 1 ? 2 : 1) * WANTED_ITEMS;
+}
+
+static int64_t part_channels(const cumoe_moe_desc *d, bool down)
+{
+  return ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
 }
 
 static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, int32_t *part_k)
 {
-  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)),
-                active = min64(pairs, d->local_experts);
-  const int64_t channels = ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
-  const int32_t k = down ? d->inter : d->hidden,
-                chunks = part_chunks(active, channels, k, (tokens == 1 ? 2 : 1) * WANTED_ITEMS,
-                                     down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
+  const int64_t k = d->routing.top_k, pairs = min64(tokens * k, FEW_PAIRS(FEW_TOKENS)),
+                active = larger(min64(pairs, d->local_experts), k), channels = part_channels(d, down);
+  const int32_t depth = down ? d->inter : d->hidden, chunks = part_chunks(active, channels, depth, wanted_items(tokens),
+                                                                          down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
   *part_k = chunks * FEW_PART_K;
-  if (!down && chunks * FEW_PART_K >= k) return 0; /* whole sums become h at once */
-  return ceil_div(k, *part_k) * pairs * channels * 4;
+  if (!down && *part_k >= depth) return 0; /* whole sums become h at once */
+  return ceil_div(depth, *part_k) * pairs * channels * 4;
 }
 
-/* dealt's parts of sums, in the place of y, which it does not have, and behind. More tokens never need less. */
+/* The most that is: no more parts than items / (active experts * blocks of FEW_PART_N channels) + 1, of which an expert
+ * has up to `tokens` rows. More of anything never needs less. */
+static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
+{
+  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS));
+  return 4 * (pairs * part_channels(d, down) + wanted_items(tokens) * FEW_PART_N * tokens);
+}
+
+/* dealt's parts of sums, in the place of y, which it does not have, and behind. */
 static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
 {
-  int32_t unused;
   if (d->dtype == CUMOE_F32 || format_is_scaled(class_of(&d->up_format, d->dtype))) return;
-  size_t most = 0;
-  for (int64_t t = 1; t <= min64(tokens, FEW_TOKENS); ++t) {
-    carver parts = {w->y, c->overflow};
-    w->few_items = carve(&parts, 1, 4, 1);
-    for (int i = 0; i < 2; ++i) {
-      const int64_t bytes = parts_bytes(d, t, i == 1, t == tokens ? &w->few_part_k[i] : &unused);
-      w->few_parts[i] = carve(&parts, 1, bytes, 1);
-    }
-    w->dealt_fill = parts.at - w->h;
-    if (parts.at > most) most = parts.at;
-    c->overflow = c->overflow || parts.overflow;
+  carver used = {w->y, c->overflow}, room = used;
+  w->few_items = carve(&used, 1, 1, 4);
+  (void)carve(&room, 1, 1, 4);
+  for (int i = 0; i < 2; ++i) {
+    (void)carve(&room, 1, parts_room(d, min64(tokens, FEW_TOKENS), i == 1), 1);
+    if (tokens <= FEW_TOKENS) w->few_parts[i] = carve(&used, 1, parts_bytes(d, tokens, i == 1, &w->few_part_k[i]), 1);
   }
-  if (most > c->at) c->at = most;
+  w->dealt_fill = used.at - w->h;
+  if (room.at > c->at) c->at = room.at;
+  c->overflow = c->overflow || room.overflow;
 }
 
 /* Scales of rows in fixed point, which lie where y will, or where they were. */
