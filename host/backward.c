@@ -29,6 +29,7 @@ typedef struct backward {
 typedef struct expert_rows {
   const struct weights *w, *d; /* d: of the gradients, or NULL */
   row_map map;
+  bool padded; /* the map is what pad made, and tickets with it */
   row_matrix d_out, x;
   const void *z;        /* gate and up before the activation, as kept */
   const int32_t *z_row; /* z's row of a pair; NULL: z is in the order of the map */
@@ -56,6 +57,11 @@ static row_map padded_rows(const backward *b)
   return map;
 }
 
+static int32_t *tickets_of(const backward *b, int32_t first)
+{
+  return on_cpu(b->p.context) ? NULL : (int32_t *)region(b->scratch, b->at.tickets) + first;
+}
+
 static cumoe_status pad(const backward *b)
 {
   const route_pointers padded = route_in(b->scratch, &b->at.padded);
@@ -64,6 +70,7 @@ static cumoe_status pad(const backward *b)
                       .offsets = padded.offsets,
                       .row_pair = padded.row_pair,
                       .slot_row = padded.slot_row,
+                      .tickets = tickets_of(b, 0),
                       .rows_cap = b->at.routed.rows};
   return dispatch(b->p.context, OP_pad, &a, b->p.stream);
 }
@@ -110,7 +117,7 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
   act.weighs = e->weighs_h;
   act.weighs_h = e->weighs_h && !cpu;
   act.scale = b->scale;
-  TRY(multiply_rows(b->p.context, &d_h, b->p.stream));
+  TRY(multiply_rows(b->p.context, &d_h, e->padded ? tickets_of(b, TICKETS_OF_D_H) : NULL, b->p.stream));
   return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
@@ -211,7 +218,7 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e)
     d_rows.k *= 2;
     d_rows.halves = 1;
   }
-  TRY(multiply_rows(b->p.context, &d_rows, b->p.stream));
+  TRY(multiply_rows(b->p.context, &d_rows, e->padded ? tickets_of(b, TICKETS_OF_D_ROWS) : NULL, b->p.stream));
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }
 
@@ -238,6 +245,7 @@ static cumoe_status backward_routed(const backward *b)
   const expert_rows e = {.w = p->weights,
                          .d = b->d_weights,
                          .map = padded_rows(b),
+                         .padded = true,
                          .d_out = rows_of_view(b->grads->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
                          .x = rows_of_view(p->args->x, OF_TOKEN),
                          .z = region(p->kept, p->at.z),
@@ -403,7 +411,7 @@ static cumoe_status backward_router(const backward *b)
     d_x.c_ld = g->d_router_x.ld;
     d_x.c_dtype = g->d_router_x.dtype;
   }
-  return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, p->stream) : CUMOE_OK;
+  return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, NULL, p->stream) : CUMOE_OK;
 }
 
 /* ---- d x ---- */

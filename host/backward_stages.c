@@ -186,12 +186,17 @@ static bool as_down(const rows_product_args *a, gemm_args *g)
   return true;
 }
 
-cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream)
+cumoe_status multiply_rows(struct context *context, const rows_product_args *a, int32_t *tickets, cumoe_stream stream)
 {
-  gemm_args g;
+  mapped_args mapped = {0};
+  gemm_args *g = &mapped.gemm.g;
+  launch_step s;
   const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
-  if (!on_cpu(context) && as_down(a, &g)) return dispatch_by(context, OP_down, &g, &hint, stream);
-  return dispatch(context, OP_rows_product, a, stream);
+  if (on_cpu(context) || !as_down(a, g)) return dispatch(context, OP_rows_product, a, stream);
+  TRY(choose_step(context, OP_down, g, &hint, &s));
+  if (!tickets || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
+  g->protocol.progress = tickets;
+  return dispatch_by(context, OP_down_drawn, &mapped.gemm, &hint, stream);
 }
 
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream)
@@ -255,7 +260,7 @@ static cumoe_status multiply_stage(const struct plan *plan, const struct weights
     p.k *= 2;
     p.halves = 1;
   }
-  ON_DEVICE(plan->context, multiply_rows(plan->context, &p, stream));
+  ON_DEVICE(plan->context, multiply_rows(plan->context, &p, NULL, stream));
 }
 
 cumoe_status cumoe_down_backward(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view d_y,

@@ -360,6 +360,7 @@ enum { CPU_N_BLOCK = 32 };
  *   rows:    of rows of a in row order: (k, row); a box is a line of k x ROWS_OF_BOX
  * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
  * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
+ * down_drawn is down, whose clusters draw their units (PROGRESS_UNIT_TICKETS of protocol.progress, 0 before).
  */
 typedef struct gemm_sm90_args {
   gemm_args g;

@@ -42,8 +42,12 @@ enum { ROW_STEP = 64 };
 typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
+  int32_t *tickets; /* NULL, or TICKET_WORDS, which become 0 */
   int64_t rows_cap;
 } pad_args;
+
+/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h). CUDA only. */
+enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, TICKET_WORDS = 2 * PROGRESS_COPIED };
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
 enum { OF_ROW = 0, OF_TOKEN, OF_PAIR };

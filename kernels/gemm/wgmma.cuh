@@ -61,7 +61,8 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. */
+/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Where
+ * units are drawn, of one that is left over the last channels, if these are, too, are shared by rows: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -83,6 +84,11 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
+  if constexpr (S::DRAWS)
+    if (!unit.paired && n_tiles % 2 && in_band == n_tiles / 2 && own.count > (int)WGMMA_STEP) {
+      own = rows_of_tile<S>(own, rank, 2);
+      unit.paired = true;
+    }
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
@@ -94,7 +100,7 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
- * that a cluster that starts late has fewer. Then the first CTA of a cluster draws and sends the unit to the other; it
+ * that a cluster that starts late has fewer; so does one whose units differ much (DRAWS). Then the first CTA of a cluster draws and sends the unit to the other; it
  * is never more than STAGES units ahead, as both fill each other's stages. */
 template <class S> struct unit_scheduler {
   int64_t index = blockIdx.x / S::CLUSTER;
@@ -103,6 +109,7 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
+    if (S::DRAWS) return true;
     return !S::GATHERED && !S::SCALED && args.protocol.by_expert; /* codes of h are made between up and down */
   }
 
@@ -346,7 +353,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     if (GATHERING) rows.set_unit(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g))
       wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
-    if (scheduler.draws(args.g)) {
+    if (!S::DRAWS && scheduler.draws(args.g)) {
       wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
     }
@@ -462,7 +469,7 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     fence_mbarrier_init();
   }
-  if (!unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
+  if (S::DRAWS || !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */
