@@ -352,6 +352,22 @@ typedef struct gemm_args {
 enum { CPU_N_BLOCK = 32 };
 
 /*
+ * Rows that down_drawn copies while it multiplies, for a kernel behind it: row slot_row[pair] of `to` becomes row
+ * `token` of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end. Strides in vectors of
+ * 16 bytes. to NULL: none.
+ */
+typedef struct copy_beside_args {
+  const void *from;
+  void *to;
+  const int32_t *slot_row, *row_pair, *end;
+  const float *pair_weights;
+  int32_t *tickets; /* 0 before */
+  int64_t pair_weights_ld, from_ld, rows_cap;
+  token_count tokens;
+  int32_t vectors, top_k, row_step; /* of a row; rows that are filled up to a multiple of row_step */
+} copy_beside_args;
+
+/*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
  *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x half the weight rows of a tile, for a
  *            gated up 8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
@@ -369,6 +385,7 @@ typedef struct gemm_sm90_args {
   int32_t up_first;
   void *z[2]; /* up_keep */
   int64_t z_ld;
+  copy_beside_args beside; /* down_drawn */
 } gemm_sm90_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };

@@ -81,6 +81,9 @@ typedef struct copy_rows_args {
 #define COPIES_BY_TOKEN(c)                                                                                             \
   ((c)->map.slot_row && (c)->map.row_pair && (c)->a.form == OF_TOKEN && !(c)->weighs && (c)->a.dtype == (c)->dtype)
 
+/* A copy that another kernel may make (copy_beside_args). */
+#define COPIES_BESIDE(c) (COPIES_BY_TOKEN(c) && (c)->dtype != DT_F32)
+
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */
 typedef struct rows_product_args {

@@ -19,6 +19,7 @@
 #define CUMOE_WGMMA_CUH
 
 #include "gemm/copy_ahead.cuh"
+#include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
 #include "gemm/packed_tile.cuh"
@@ -372,6 +373,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
   if constexpr (S::PACKED)
     if (factors) produce_factors<S>(args, smem);
   if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
+  if (S::DRAWS && warp_id() != 0) return copy_beside(args.beside);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
