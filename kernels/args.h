@@ -352,9 +352,9 @@ typedef struct gemm_args {
 enum { CPU_N_BLOCK = 32 };
 
 /*
- * Rows that down_drawn copies while it multiplies, for a kernel behind it: row slot_row[pair] of `to` becomes row
- * `token` of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end. Strides in vectors of
- * 16 bytes. to NULL: none.
+ * Rows that down_drawn copies while it multiplies, for a kernel behind it: row slot_row[pair] of `to` becomes the
+ * token's of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end. Strides in vectors
+ * of 16 bytes. to NULL: none.
  */
 typedef struct copy_beside_args {
   const void *from;

@@ -62,8 +62,8 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Where
- * units are drawn, of one that is left over the last channels, if these are, too, are shared by rows: half for each. */
+/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
+ * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -101,8 +101,8 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
- * that a cluster that starts late has fewer; so does one whose units differ much (DRAWS). Then the first CTA of a cluster draws and sends the unit to the other; it
- * is never more than STAGES units ahead, as both fill each other's stages. */
+ * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
+ * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
 template <class S> struct unit_scheduler {
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
