@@ -217,10 +217,10 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
   if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
   g->protocol.progress = work->tickets;
   if (work->copy && COPIES_BESIDE(work->copy)) {
-    mapped.gemm.beside = beside(work->copy, work->tickets);
+    mapped.drawn.beside = beside(work->copy, work->tickets);
     *work->copied = true;
   }
-  return dispatch_by(context, OP_down_drawn, &mapped.gemm, &hint, stream);
+  return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
 }
 
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream)

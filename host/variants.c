@@ -160,5 +160,6 @@ int32_t variant_arg_bytes(const variant *v)
 {
   if (v->form != FORM_wgmma) return operation_arg_bytes((operation)v->op);
   if (v->op == OP_weight_gradient) return sizeof(weight_gradient_sm90_args);
+  if (v->op == OP_down_drawn) return sizeof(down_drawn_args);
   return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);
 }

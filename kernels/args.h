@@ -385,8 +385,12 @@ typedef struct gemm_sm90_args {
   int32_t up_first;
   void *z[2]; /* up_keep */
   int64_t z_ld;
-  copy_beside_args beside; /* down_drawn */
 } gemm_sm90_args;
+
+typedef struct down_drawn_args {
+  gemm_sm90_args gemm;
+  copy_beside_args beside;
+} down_drawn_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };
 /* Each copy has its price. Codes of more rows than a tile has are a byte an element. */

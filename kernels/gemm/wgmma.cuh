@@ -366,14 +366,15 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   }
 }
 
-template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   const bool factors = S::PACKED && warp_id() > 0 && warp_id() <= FACTOR_WARPS;
   if constexpr (S::PACKED)
     if (factors) produce_factors<S>(args, smem);
   if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
-  if (S::DRAWS && warp_id() != 0) return copy_beside(args.beside);
+  if constexpr (S::DRAWS)
+    if (warp_id() != 0) return copy_beside(*beside);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -457,7 +458,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   }
 }
 
-template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+template <class S>
+DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside = nullptr)
 {
   if (threadIdx.x == 0) {
     prefetch_tensormap(&args.weights);
@@ -477,13 +479,18 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
   barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
-    produce<S>(args, smem);
+    produce<S>(args, smem, beside);
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
   }
   __syncwarp();
   barrier_cluster(); /* nobody writes to a CTA that has left */
+}
+
+template <class S> DEVICE void wgmma_gemm(const down_drawn_args &args, wgmma_smem<S> &smem)
+{
+  wgmma_gemm<S>(args.gemm, smem, &args.beside);
 }
 
 #endif
