@@ -175,7 +175,7 @@ int64_t tune_scale(const machine *m, const op_shape *s)
 }
 
 /* Rows an expert, padded ones, up to which its gradient's time is that of writing it: stages of 64 rows. */
-enum { GRADIENT_FEW = 256, GRADIENT_FEW_BK = 64 };
+enum { GRADIENT_FEW = 128, GRADIENT_FEW_BK = 64 };
 
 static bool is_for_fewer(const variant *v, const op_shape *s)
 {

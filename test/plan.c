@@ -784,7 +784,7 @@ static void test_gradient_stages(void)
                         .scale_run = SCALE_RUN_ALL,
                         .tmap = true,
                         .tokens = 2048,
-                        .rows = n / 2 ? 8 * 512 : 8 * 192,
+                        .rows = n / 2 ? 8 * 129 : 8 * 128,
                         .experts = 8,
                         .n = 768,
                         .k = 2048,
