@@ -1,4 +1,4 @@
-/* The activation and its slope (kernels/cpu/backward_rows.c). A warp has a row at a time, 8 elements a lane. A CTA a
+/* The activation and its slope (kernels/cpu/backward_rows.c). A warp has a row, 8 elements a lane at a time. A CTA a
  * row would leave threads without elements, and so fewer loads in flight. */
 #ifndef CUMOE_BACKWARD_ACTIVATION_CUH
 #define CUMOE_BACKWARD_ACTIVATION_CUH
@@ -184,27 +184,13 @@ template <class T> DEVICE void clear_row(const activation_args &a, int64_t row)
     store_f32<PACKET>(static_cast<T *>(a.d_z) + row * wide + i, zeros);
 }
 
-/* Where a row's z is, -1: it is to be cleared; and its pair's weight. */
-struct row_to_activate {
-  int32_t z_row;
-  float weight;
-};
-
-DEVICE row_to_activate row_to_activate_of(const activation_args &a, int64_t row)
+template <class T> DEVICE void activation_of_row(const activation_args &a, int64_t row)
 {
-  const int64_t pair = pair_of_row(a.map, row);
-  if (pair < 0) return {-1, 0};
-  const int64_t z_row = a.z_row ? a.z_row[pair] : row;
-  const float weight = weight_of_pair(a.map, pair);
-  const bool there = weight != 0 && (!a.z_row || (z_row >= 0 && z_row < a.map.tokens.count * a.map.top_k));
-  return {there ? (int32_t)z_row : -1, weight};
-}
-
-template <class T> DEVICE void activation_of_row(const activation_args &a, int64_t row, const row_to_activate &from)
-{
+  const int64_t pair = pair_kept(a.map, row), z_row = pair >= 0 && a.z_row ? a.z_row[pair] : row;
+  const bool there = pair >= 0 && (!a.z_row || (z_row >= 0 && z_row < a.map.tokens.count * a.map.top_k));
   float along = 0;
-  if (from.z_row >= 0)
-    along = activate_row<T>(a, row, from.z_row, from.weight);
+  if (there)
+    along = activate_row<T>(a, row, z_row, weight_of_pair(a.map, pair));
   else
     clear_row<T>(a, row);
   if (!a.along) return;
@@ -212,25 +198,13 @@ template <class T> DEVICE void activation_of_row(const activation_args &a, int64
   if (lane_id() == 0) a.along[row] = (double)along;
 }
 
-/* A warp's rows. Each is found by loads that wait for each other, so a lane each finds all of them first. */
-template <class T, int ROWS> DEVICE void activation_of_rows(const activation_args &a, int64_t first, int64_t end)
+template <int THREADS> DEVICE void any_activation(const activation_args &a)
 {
-  const int64_t own = first + lane_id() % ROWS;
-  const row_to_activate found = own < end ? row_to_activate_of(a, own) : row_to_activate{-1, 0};
-#pragma unroll 1
-  for (int i = 0; i < ROWS && first + i < end; i++)
-    activation_of_row<T>(a, first + i,
-                         {__shfl_sync(ALL_LANES, found.z_row, i), __shfl_sync(ALL_LANES, found.weight, i)});
-}
-
-template <int THREADS, int UNITS> DEVICE void any_activation(const activation_args &a)
-{
-  constexpr int ROWS = UNITS / (THREADS / WARP_SIZE);
-  const int64_t first = ((int64_t)blockIdx.x * (THREADS / WARP_SIZE) + warp_id()) * ROWS, end = end_of_rows(a.map);
-  if (first >= end) return;
-  if (a.dtype == DT_F32) return activation_of_rows<f32, ROWS>(a, first, end);
-  if (a.dtype == DT_F16) return activation_of_rows<f16, ROWS>(a, first, end);
-  activation_of_rows<bf16, ROWS>(a, first, end);
+  const int64_t row = (int64_t)blockIdx.x * (THREADS / WARP_SIZE) + warp_id();
+  if (row >= end_of_rows(a.map)) return;
+  if (a.dtype == DT_F32) return activation_of_row<f32>(a, row);
+  if (a.dtype == DT_F16) return activation_of_row<f16>(a, row);
+  activation_of_row<bf16>(a, row);
 }
 
 #endif

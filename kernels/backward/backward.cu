@@ -14,7 +14,7 @@
 #define BODY_cut                                  BODY
 #define BODY_add_runs                             BODY
 #define BODY_bias_gradient                        BODY
-#define BODY_activation                           BODY_UNITS
+#define BODY_activation                           BODY
 #define BODY_pair_gradient                        BODY_UNITS
 #define BODY_sigmoid                              BODY
 #define BODY_gather                               BODY
