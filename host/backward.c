@@ -29,6 +29,7 @@ typedef struct backward {
 typedef struct expert_rows {
   const struct weights *w, *d; /* d: of the gradients, or NULL */
   row_map map;
+  bool padded; /* the map is what pad made, and tickets with it */
   row_matrix d_out, x;
   const void *z;        /* gate and up before the activation, as kept */
   const int32_t *z_row; /* z's row of a pair; NULL: z is in the order of the map */
@@ -56,6 +57,11 @@ static row_map padded_rows(const backward *b)
   return map;
 }
 
+static int32_t *tickets_of(const backward *b, int32_t first)
+{
+  return on_cpu(b->p.context) ? NULL : (int32_t *)region(b->scratch, b->at.tickets) + first;
+}
+
 static cumoe_status pad(const backward *b)
 {
   const route_pointers padded = route_in(b->scratch, &b->at.padded);
@@ -64,29 +70,35 @@ static cumoe_status pad(const backward *b)
                       .offsets = padded.offsets,
                       .row_pair = padded.row_pair,
                       .slot_row = padded.slot_row,
+                      .tickets = tickets_of(b, 0),
                       .rows_cap = b->at.routed.rows};
   return dispatch(b->p.context, OP_pad, &a, b->p.stream);
 }
 
-/* A matrix of tokens or pairs in the order of rows: on CUDA a copy, on the CPU itself. */
-static cumoe_status in_row_order(const backward *b, const expert_rows *e, row_matrix *m, size_t to, bool weighs)
+/* A matrix of tokens or pairs in the order of rows. */
+static copy_rows_args copy_of(const backward *b, const expert_rows *e, const row_matrix *m, size_t to, bool weighs)
 {
   const cumoe_moe_desc *d = &b->p.plan->desc;
-  const copy_rows_args c = {.map = e->map,
-                            .a = *m,
-                            .to = region(b->scratch, to),
-                            .to_ld = d->hidden,
-                            .cols = d->hidden,
-                            .dtype = d->dtype,
-                            .weighs = weighs};
+  return (copy_rows_args){.map = e->map,
+                          .a = *m,
+                          .to = region(b->scratch, to),
+                          .to_ld = d->hidden,
+                          .cols = d->hidden,
+                          .dtype = d->dtype,
+                          .weighs = weighs};
+}
+
+/* On CUDA what `c` makes, unless it is `made`; on the CPU the matrix itself. */
+static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, bool made, row_matrix *m)
+{
   if (on_cpu(b->p.context)) return CUMOE_OK;
-  *m = rows_of(c.to, c.to_ld, c.dtype);
-  return dispatch(b->p.context, OP_copy_rows, &c, b->p.stream);
+  *m = rows_of(c->to, c->to_ld, c->dtype);
+  return made ? CUMOE_OK : dispatch(b->p.context, OP_copy_rows, c, b->p.stream);
 }
 
 /* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out)
+ * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied)
 {
   const bool cpu = on_cpu(b->p.context);
   activation_args act = activation_of(&b->p, e->w, &e->map);
@@ -100,6 +112,8 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
                                  .n = e->w->inter,
                                  .k = e->w->hidden,
                                  .scale = 1};
+  const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
+  const drawn_work work = {tickets_of(b, TICKETS_OF_D_H), e->d ? &x : NULL, copied};
   act.z = e->z;
   act.z_row = e->z_row;
   act.d_h = d_h.c;
@@ -110,7 +124,7 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
   act.weighs = e->weighs_h;
   act.weighs_h = e->weighs_h && !cpu;
   act.scale = b->scale;
-  TRY(multiply_rows(b->p.context, &d_h, b->p.stream));
+  TRY(multiply_rows(b->p.context, &d_h, e->padded ? &work : NULL, b->p.stream));
   return dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
@@ -133,10 +147,11 @@ static void split_halves(weight_gradient_args *g, const struct weights *w, const
 
 /* Gradients of down, of its biases, and of gate and up. On CUDA the rows of x and h carry the pair's weight already, so
  * the products there need none (weighs: on the CPU alone). */
-static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out)
+static cumoe_status backward_weights(const backward *b, const expert_rows *e, const row_matrix *d_out, bool copied)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   const bool cpu = on_cpu(b->p.context);
+  const copy_rows_args copy = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
   row_matrix x = e->x;
   weight_gradient_args up = {.map = e->map,
                              .a = rows_of(region(b->scratch, e->at.d_z), (int64_t)halves * e->w->inter, dtype),
@@ -169,7 +184,7 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
   bias.padded = 0;
   down.d.bias[0] = NULL;
   split_halves(&up, e->w, e->d);
-  TRY(in_row_order(b, e, &x, e->at.d_rows, e->weighs_x));
+  TRY(in_row_order(b, &copy, copied, &x));
   up.b = x;
   TRY(add_up_rows(b->p.context, &down, b->p.stream));
   TRY(add_up_rows(b->p.context, &bias, b->p.stream));
@@ -211,16 +226,19 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e)
     d_rows.k *= 2;
     d_rows.halves = 1;
   }
-  TRY(multiply_rows(b->p.context, &d_rows, b->p.stream));
+  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_ROWS)};
+  TRY(multiply_rows(b->p.context, &d_rows, e->padded ? &work : NULL, b->p.stream));
   return dispatch(b->p.context, OP_pair_gradient, &pairs, b->p.stream);
 }
 
 static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
   row_matrix d_out = e->d_out;
-  TRY(in_row_order(b, e, &d_out, e->at.d_out, false));
-  TRY(backward_activation(b, e, &d_out));
-  if (e->d) TRY(backward_weights(b, e, &d_out));
+  const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
+  bool copied = false;
+  TRY(in_row_order(b, &copy, false, &d_out));
+  TRY(backward_activation(b, e, &d_out, &copied));
+  if (e->d) TRY(backward_weights(b, e, &d_out, copied));
   return backward_rows(b, e);
 }
 
@@ -238,6 +256,7 @@ static cumoe_status backward_routed(const backward *b)
   const expert_rows e = {.w = p->weights,
                          .d = b->d_weights,
                          .map = padded_rows(b),
+                         .padded = true,
                          .d_out = rows_of_view(b->grads->d_out, is_unreduced(p) ? OF_PAIR : OF_TOKEN),
                          .x = rows_of_view(p->args->x, OF_TOKEN),
                          .z = region(p->kept, p->at.z),
@@ -403,7 +422,7 @@ static cumoe_status backward_router(const backward *b)
     d_x.c_ld = g->d_router_x.ld;
     d_x.c_dtype = g->d_router_x.dtype;
   }
-  return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, p->stream) : CUMOE_OK;
+  return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, NULL, p->stream) : CUMOE_OK;
 }
 
 /* ---- d x ---- */

@@ -32,6 +32,7 @@ typedef struct scratch_layout {
   size_t d_weights, d_logits, d_router, shared_weight, d_shared_weight; /* d_shared_weight: of its gate's logit */
   size_t count, token_loss, pair_scale;
   route_layout padded;                         /* of padded rows */
+  size_t tickets;                              /* of the products of padded rows, on CUDA */
   size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
   size_t hist;                                 /* of the map, where nothing was kept */
   size_t kept;                                 /* where there is no other place for it */
@@ -75,8 +76,16 @@ cumoe_status run_gate_backward(struct context *context, const gate_backward_args
 
 /* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */
 bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order);
-/* Products of rows and transposed weights: the forward's kernels where they serve. */
-cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream);
+/* What down_drawn gets besides: its tickets, and NULL or a copy to be made on the way; *copied then says if it is. */
+typedef struct drawn_work {
+  int32_t *tickets;
+  const copy_rows_args *copy;
+  bool *copied;
+} drawn_work;
+
+/* Products of rows and transposed weights: the forward's kernels where they serve. work: NULL, or for down_drawn. */
+cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
+                           cumoe_stream stream);
 /* Matrix and biases, whichever are there; d: `halves` of n channels each. */
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream);
 

@@ -92,6 +92,7 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->token_loss = carve(&c, tokens, 2, 8);
   at->pair_scale = carve(&c, pairs, 1, 8);
   at->padded = carve_route(&c, d, pairs, rows);
+  at->tickets = carve(&c, on_cpu(plan->context) ? 0 : TICKET_WORDS, 1, 4);
   const int32_t runs = runs_of(plan, tokens);
   at->runs_counts = carve(&c, 1, runs, 4);
   at->runs_offsets = carve(&c, 1, runs + 1, 4);

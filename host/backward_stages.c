@@ -186,12 +186,41 @@ static bool as_down(const rows_product_args *a, gemm_args *g)
   return true;
 }
 
-cumoe_status multiply_rows(struct context *context, const rows_product_args *a, cumoe_stream stream)
+static copy_beside_args beside(const copy_rows_args *c, int32_t *tickets)
 {
-  gemm_args g;
+  const int32_t vector = 16 / (int32_t)cumoe_dtype_bytes((cumoe_dtype)c->dtype);
+  return (copy_beside_args){.from = c->a.base,
+                            .to = c->to,
+                            .slot_row = c->map.slot_row,
+                            .row_pair = c->map.row_pair,
+                            .end = c->map.offsets + c->map.experts,
+                            .pair_weights = c->map.pair_weights,
+                            .tickets = tickets + PROGRESS_COPY_TICKETS,
+                            .pair_weights_ld = c->map.pair_weights_ld,
+                            .from_ld = c->a.ld / vector,
+                            .rows_cap = c->map.rows_cap,
+                            .tokens = c->map.tokens,
+                            .vectors = c->cols / vector,
+                            .top_k = c->map.top_k,
+                            .row_step = ROW_STEP};
+}
+
+cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
+                           cumoe_stream stream)
+{
+  mapped_args mapped = {0};
+  gemm_args *g = &mapped.gemm.g;
+  launch_step s;
   const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
-  if (!on_cpu(context) && as_down(a, &g)) return dispatch_by(context, OP_down, &g, &hint, stream);
-  return dispatch(context, OP_rows_product, a, stream);
+  if (on_cpu(context) || !as_down(a, g)) return dispatch(context, OP_rows_product, a, stream);
+  TRY(choose_step(context, OP_down, g, &hint, &s));
+  if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
+  g->protocol.progress = work->tickets;
+  if (work->copy && COPIES_BESIDE(work->copy)) {
+    mapped.drawn.beside = beside(work->copy, work->tickets);
+    *work->copied = true;
+  }
+  return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
 }
 
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream)
@@ -255,7 +284,7 @@ static cumoe_status multiply_stage(const struct plan *plan, const struct weights
     p.k *= 2;
     p.halves = 1;
   }
-  ON_DEVICE(plan->context, multiply_rows(plan->context, &p, stream));
+  ON_DEVICE(plan->context, multiply_rows(plan->context, &p, NULL, stream));
 }
 
 cumoe_status cumoe_down_backward(cumoe_plan plan_handle, cumoe_weights weights_handle, cumoe_view d_y,

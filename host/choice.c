@@ -184,13 +184,22 @@ int64_t tune_scale(const machine *m, const op_shape *s)
   return scant ? 0 : min64(rows, ANY_ROWS);
 }
 
+/* Rows an expert, padded ones, up to which its gradient's time is that of writing it: stages of 64 rows. */
+enum { GRADIENT_FEW = 128, GRADIENT_FEW_BK = 64 };
+
+static bool is_for_fewer(const variant *v, const op_shape *s)
+{
+  return v->op == OP_weight_gradient && takes_tensor_maps(v) && v->bk == GRADIENT_FEW_BK &&
+         expected_rows(s) > GRADIENT_FEW;
+}
+
 /* The first of the operation's rows that serves the shape, and is the line's, if there is one. */
 static int32_t find_row(const machine *m, const op_shape *s, const tune_line *line)
 {
   for (int16_t i = m->rows_begin[s->op]; i < m->rows_begin[s->op + 1]; ++i) {
     const variant *v = &variants[m->rows[i]];
     if (line && (v->form != line->form || v->bm != line->bm || v->bn != line->bn)) continue;
-    if (serves(v, s)) return m->rows[i];
+    if (serves(v, s) && !is_for_fewer(v, s)) return m->rows[i];
   }
   return -1;
 }

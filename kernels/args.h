@@ -355,6 +355,22 @@ typedef struct gemm_args {
 enum { CPU_N_BLOCK = 32 };
 
 /*
+ * Rows that down_drawn copies while it multiplies, for a kernel behind it: row slot_row[pair] of `to` becomes the
+ * token's of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end. Strides in vectors
+ * of 16 bytes. to NULL: none.
+ */
+typedef struct copy_beside_args {
+  const void *from;
+  void *to;
+  const int32_t *slot_row, *row_pair, *end;
+  const float *pair_weights;
+  int32_t *tickets; /* 0 before */
+  int64_t pair_weights_ld, from_ld, rows_cap;
+  token_count tokens;
+  int32_t vectors, top_k, row_step; /* of a row; rows that are filled up to a multiple of row_step */
+} copy_beside_args;
+
+/*
  * The wgmma form of up and down: the same, and the tensor maps that it reads through (host/tmap.c encodes them).
  *   weights: (k, 8 channels, half, channel / 8, expert); a box is WGMMA_BK x half the weight rows of a tile, for a
  *            gated up 8 of one half, 8 of the other, and so on; up_first: the half that lies first in memory is up
@@ -363,6 +379,7 @@ enum { CPU_N_BLOCK = 32 };
  *   rows:    of rows of a in row order: (k, row); a box is a line of k x ROWS_OF_BOX
  * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
  * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
+ * down_drawn is down, whose clusters draw their units (PROGRESS_UNIT_TICKETS of protocol.progress, 0 before).
  */
 typedef struct gemm_sm90_args {
   gemm_args g;
@@ -372,6 +389,11 @@ typedef struct gemm_sm90_args {
   void *z[2]; /* up_keep */
   int64_t z_ld;
 } gemm_sm90_args;
+
+typedef struct down_drawn_args {
+  gemm_sm90_args gemm;
+  copy_beside_args beside;
+} down_drawn_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };
 /* Each copy has its price. Codes of more rows than a tile has are a byte an element. */

@@ -42,8 +42,12 @@ enum { ROW_STEP = 64 };
 typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
+  int32_t *tickets; /* NULL, or TICKET_WORDS, which become 0 */
   int64_t rows_cap;
 } pad_args;
+
+/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h). CUDA only. */
+enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, TICKET_WORDS = 2 * PROGRESS_COPIED };
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
 enum { OF_ROW = 0, OF_TOKEN, OF_PAIR };
@@ -76,6 +80,9 @@ typedef struct copy_rows_args {
 /* Rows that are the same but for where they go are read once. */
 #define COPIES_BY_TOKEN(c)                                                                                             \
   ((c)->map.slot_row && (c)->map.row_pair && (c)->a.form == OF_TOKEN && !(c)->weighs && (c)->a.dtype == (c)->dtype)
+
+/* A copy that another kernel may make (copy_beside_args). */
+#define COPIES_BESIDE(c) (COPIES_BY_TOKEN(c) && (c)->dtype != DT_F32)
 
 /* c[r, n] = scale * sum over h and k of a(r)[h * K + k] * b_h(e, n, k), rounded once. Unit: (expert, block of
  * CPU_N_BLOCK columns), n fastest. */

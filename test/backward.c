@@ -1118,6 +1118,42 @@ static void test_keep_rows(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
+/* Experts of one row tile, of two, of three, and channel tiles of an odd and an even number, whose last ends inside. */
+static layer_spec drawn_spec(const cumoe_variant_info *v, int i)
+{
+  const int32_t major = !strcmp(v->major, "N") ? CUMOE_OUT_IN : CUMOE_IN_OUT; /* the product's are transposed */
+  layer_spec s = layer_spec_new(v->x, 200 + 250 * i, 264, 136);
+  s.input = INPUT_ROUTER;
+  s.seed = (uint64_t)i + 1;
+  s.desc.routing.top_k = 2;
+  s.desc.num_experts = 3;
+  s.form = (weights_form){.gate_order = CUMOE_GATE_UP_CONCAT, .up_major = major, .down_major = major};
+  s.optional_outputs = true;
+  s.device_count = i == 1;
+  s.device_tokens = 401;
+  return s;
+}
+
+/* SMALL in the environment: as in test_near_cpu. */
+static void test_drawn_rows(cumoe_context context)
+{
+  cumoe_context cpu = cpu_new();
+  for (int32_t index = 0; index < cumoe_variant_count(); index++) {
+    cumoe_variant_info v = {.size = sizeof v};
+    CHECK_OK(cumoe_variant_get(context, index, &v));
+    for (int i = 0; i < (getenv("SMALL") ? 2 : 3) && !strcmp(v.op, "down_drawn") && v.usable; i++) {
+      const layer_spec s = drawn_spec(&v, i);
+      case_begin("%s: %d", v.name, i);
+      const layer_inputs in = layer_inputs_new(&s);
+      const tensor d_out = d_out_new(&s);
+      const wish kept = {.dtype = s.desc.dtype, .d_out = &d_out, .kept = true, .own_form = true};
+      check_beside_cpu(context, cpu, &s, &in, &kept, &kept);
+      case_end();
+    }
+  }
+  CHECK_OK(cumoe_context_destroy(cpu));
+}
+
 /* What training has: a router, shared experts with a gate, every activation. */
 static layer_spec trained_spec(int i, int32_t dtype)
 {
@@ -1557,6 +1593,7 @@ static const test_group groups[] = {
     GROUP("near the CPU", test_near_cpu, ON_CUDA),
     GROUP("kernels of gradients", test_gradient_rows, ON_CUDA),
     GROUP("kernels that keep", test_keep_rows, ON_CUDA),
+    GROUP("kernels that draw", test_drawn_rows, ON_CUDA),
 };
 
 TEST_MAIN(groups)

@@ -591,7 +591,7 @@ static void test_grids_around_tiles(rng *r)
                       .k = 64,
                       .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
-        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down)
+        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down || v->op == OP_down_drawn)
           check_gemm_grid(r, &g, v, &s, grid);
         else
           CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
@@ -691,7 +691,7 @@ static void test_late_rows(void)
       case_end();
     }
   for (int op = OP_attention + 1; op < OP_COUNT; op++)
-    for (int i = 1; i < GPU_COUNT && op != OP_up_keep; i++) {
+    for (int i = 1; i < GPU_COUNT && op != OP_up_keep && op != OP_down_drawn; i++) {
       const op_shape s = {.op = (operation)op, .tokens = 1000};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);
@@ -736,6 +736,72 @@ static void test_keep_rows(rng *r)
         CHECK(got < 0);
       case_end();
     }
+  group_end();
+}
+
+/* The same of down and down_drawn, at enough rows. */
+static void test_drawn_rows(rng *r)
+{
+  if (!group_begin("down whose units are drawn")) return;
+  for (int n = 0; n < 2 * 2; n++) {
+    const int32_t dtype = n % 2 ? DT_F16 : DT_BF16;
+    op_shape s = {.op = OP_down,
+                  .in = dtype,
+                  .out = dtype,
+                  .format = dense_format(dtype),
+                  .scale_run = SCALE_RUN_ALL,
+                  .major = n / 2 ? MAJOR_N : MAJOR_K,
+                  .tmap = true,
+                  .tokens = 4096,
+                  .rows = 8192,
+                  .experts = 8,
+                  .n = 768,
+                  .k = 2048,
+                  .top_k = 2};
+    const gpu g = {90, HOPPER_SMS, 232448};
+    const machine m = gpu_machine(&g);
+    const int32_t down = choose(&m, &s);
+    s.op = OP_down_drawn;
+    const int32_t got = choose(&m, &s);
+    case_begin("%s", shape_name(&g, &s));
+    if (CHECK(down >= 0 && got >= 0 && variants[down].form == FORM_wgmma)) {
+      CHECK(variants[got].bm == variants[down].bm && variants[got].bn == variants[down].bn);
+      chosen[got] = true;
+      check_gemm_grid(r, &g, &variants[got], &s, grid_size(&m, &variants[got], &s));
+    }
+    case_end();
+  }
+  group_end();
+}
+
+/* A gradient's stages, by the rows that an expert has. */
+static void test_gradient_stages(void)
+{
+  if (!group_begin("stages of gradients")) return;
+  for (int n = 0; n < 2 * 2; n++) {
+    const int32_t dtype = n % 2 ? DT_F16 : DT_BF16;
+    const op_shape s = {.op = OP_weight_gradient,
+                        .in = dtype,
+                        .out = dtype,
+                        .format = dense_format(dtype),
+                        .scale_run = SCALE_RUN_ALL,
+                        .tmap = true,
+                        .tokens = 2048,
+                        .rows = n / 2 ? 8 * 129 : 8 * 128,
+                        .experts = 8,
+                        .n = 768,
+                        .k = 2048,
+                        .top_k = 2};
+    const gpu g = {90, HOPPER_SMS, 232448};
+    const machine m = gpu_machine(&g);
+    const int32_t got = choose(&m, &s);
+    case_begin("%s", shape_name(&g, &s));
+    if (CHECK(got >= 0)) {
+      CHECK(variants[got].form == FORM_wgmma && variants[got].bk == (n / 2 ? 32 : 64));
+      chosen[got] = true;
+    }
+    case_end();
+  }
   group_end();
 }
 
@@ -1500,6 +1566,8 @@ int main(int argc, char **argv)
   test_functions();
   test_late_rows();
   test_keep_rows(&r);
+  test_drawn_rows(&r);
+  test_gradient_stages();
   test_attention_backward_rows();
   test_backward_rows();
   test_random_plans(&r);

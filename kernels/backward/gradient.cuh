@@ -18,7 +18,7 @@
 #include "device/ptx_gradient_sm90.cuh"
 
 template <class X_, class Y_, int CLUSTER_, int BM_, int BN_, int BK_, int STAGES_, int WARPS,
-          int SLOTS_ = sizeof(Y_) == 4 ? 6 : 3>
+          int SLOTS_ = sizeof(Y_) == 4 || BK_ == 64 ? 6 : 3>
 struct gradient_shape {
   using X = X_;
   using Y = Y_;                                                                            /* of the gradient */

@@ -19,6 +19,7 @@
 #define CUMOE_WGMMA_CUH
 
 #include "gemm/copy_ahead.cuh"
+#include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
 #include "gemm/packed_tile.cuh"
@@ -61,7 +62,8 @@ struct cluster_unit {
   bool absent;    /* neither has channels: an odd number of channel tiles, paired */
 };
 
-/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. */
+/* Row tiles by twos, then one that is left over. Of the twos row tiles advance first, inside bands, then channels. Of
+ * one that is left over an odd channel tile is shared by rows where units are drawn: half for each. */
 template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const tile_table &table, int64_t index)
 {
   const int n_tiles = ceil_div(args.n, wgmma_channels<S>(args)), n_pairs = ceil_div(n_tiles, S::CLUSTER);
@@ -83,6 +85,11 @@ template <class S> DEVICE cluster_unit wgmma_unit(const gemm_args &args, const t
   row_range own = rows_of_tile<S>(rows, m, tiles);
   if constexpr (token_tile<S>::SERVED)
     if (tokens_are_rows<S>(args)) own = {rows.begin + m * S::BM, min(rows.count - m * S::BM, S::BM)};
+  if constexpr (S::DRAWS)
+    if (!unit.paired && n_tiles % 2 && in_band == n_tiles / 2 && own.count > (int)WGMMA_STEP) {
+      own = rows_of_tile<S>(own, rank, 2);
+      unit.paired = true;
+    }
   unit.tile = {expert, own.begin, own.count, in_band / height * wide + (unit.paired ? 0 : rank), 0};
   unit.absent = unit.paired && unit.tile.n >= n_tiles;
   return unit;
@@ -94,8 +101,8 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
- * that a cluster that starts late has fewer. Then the first CTA of a cluster draws and sends the unit to the other; it
- * is never more than STAGES units ahead, as both fill each other's stages. */
+ * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
+ * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
 template <class S> struct unit_scheduler {
   int64_t index = blockIdx.x / S::CLUSTER;
   int32_t next = 0;
@@ -103,6 +110,7 @@ template <class S> struct unit_scheduler {
 
   DEVICE static bool draws(const gemm_args &args)
   {
+    if (S::DRAWS) return true;
     return !S::GATHERED && !S::SCALED && args.protocol.by_expert; /* codes of h are made between up and down */
   }
 
@@ -346,7 +354,7 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     if (GATHERING) rows.set_unit(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g))
       wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
-    if (scheduler.draws(args.g)) {
+    if (!S::DRAWS && scheduler.draws(args.g)) {
       wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
     }
@@ -358,13 +366,15 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
   }
 }
 
-template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
   const bool factors = S::PACKED && warp_id() > 0 && warp_id() <= FACTOR_WARPS;
   if constexpr (S::PACKED)
     if (factors) produce_factors<S>(args, smem);
   if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
+  if constexpr (S::DRAWS)
+    if (warp_id() != 0) return copy_beside(*beside);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
@@ -448,7 +458,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
   }
 }
 
-template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+template <class S>
+DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside = nullptr)
 {
   if (threadIdx.x == 0) {
     prefetch_tensormap(&args.weights);
@@ -462,19 +473,24 @@ template <class S> DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem
       for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.posted[i], 1);
     fence_mbarrier_init();
   }
-  if (!unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
+  if (S::DRAWS || !unit_scheduler<S>::draws(args.g)) wait_for_earlier_grids();
   fence_proxy_async_global(); /* they wrote the rows that the boxes bring */
   build_tile_table<S::BM, S::THREADS>(args.g, smem.table);
   barrier_cluster(); /* the other CTA's barriers are initialised */
   if (threadIdx.x < S::GROUP) {
     setmaxnreg_dec<S::PRODUCER_REGISTERS>();
-    produce<S>(args, smem);
+    produce<S>(args, smem, beside);
   } else {
     setmaxnreg_inc<S::CONSUMER_REGISTERS>();
     consume<S>(args, smem);
   }
   __syncwarp();
   barrier_cluster(); /* nobody writes to a CTA that has left */
+}
+
+template <class S> DEVICE void wgmma_gemm(const down_drawn_args &args, wgmma_smem<S> &smem)
+{
+  wgmma_gemm<S>(args.gemm, smem, &args.beside);
 }
 
 #endif

@@ -14,6 +14,7 @@ rows sm_90 sm90 T 70:
 backward sm_80 -
 backward sm_90 - kernels of gradients
 backward sm_90 - kernels that keep
+backward sm_90 - kernels that draw
 attention sm_80 -
 attention sm_90 - shapes
 train sm_80 -
