@@ -99,7 +99,7 @@ struct packet_pair {
 
 DEVICE packet_pair load_packets(const char *at)
 {
-  return {{load_words_system(at)}, {load_words_system(at + EP_PACKET)}};
+  return {{load_words_system(at)}, {load_words_system(at + SECOND_PACKET)}};
 }
 
 template <class In>

@@ -46,7 +46,8 @@
 #endif
 
 enum { EP_NEAR_RANKS = 16 }; /* up to so many, arguments hold their arenas: a load less */
-enum { EP_FLAG_WORDS = 16, EP_PACKET = 16, EP_PACKET_DATA = 8 }; /* bytes of a packet, and of data in it */
+enum { EP_FLAG_WORDS = 16, EP_PACKET = 16 }; /* bytes of a packet, of which 8 are data */
+enum { EP_PACKET_RUN = 32 }; /* so many 16-byte vectors' first packets lie one behind the other, then the second ones */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -64,6 +65,13 @@ EP_BOTH int32_t ep_answers(const ep_shape *s)
   return s->exact ? s->top_k : 1;
 }
 
+/* Bytes of a row of y as packets: whole runs, so that a warp's lanes store, and load, what lies side by side. */
+EP_BOTH int64_t ep_packet_row(const ep_shape *s)
+{
+  const int64_t run = EP_PACKET_RUN * 16, row = (int64_t)s->hidden * s->element;
+  return (row + run - 1) / run * run * 2;
+}
+
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
   uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
@@ -79,7 +87,7 @@ typedef struct ep_layout {
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
   uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
-  uint64_t sums;            /* [ranks, packets, hidden] of y as packets */
+  uint64_t sums;            /* [ranks, packets] rows of y as packets */
   uint64_t bytes;
 } ep_layout;
 
