@@ -2304,6 +2304,7 @@ static void arguments(void)
   CHECK_OK(join(&r)); /* ends with its context */
   CHECK_OK(cumoe_context_destroy(r.context));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_ep_workspace(r.group, &bytes));
+  CHECK_TEXT("never was a group"); /* and not only its plan has ended */
   free(r.arena);
   case_end();
 }
