@@ -3,10 +3,10 @@
  * the caller's stream; what the host says, in create, abort and destroy, it copies on a stream of the group's own,
  * which waits for no kernel.
  */
-#include "clock.h"
 #include "context.h"
 #include "ep.h"
 #include "launch.h"
+#include "../kernels/cpu/clock.h"
 
 #include <stdio.h>
 #include <string.h>
