@@ -68,12 +68,7 @@ DEVICE void add_counts(const ep_args &a)
  * have ended: there is nothing to wait for, hence no release. */
 DEVICE void tell_that_all_is_read(const ep_args &a, uint32_t exchange)
 {
-  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
-    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
-    if (is_active(a, r))
-      store_relaxed_system(lane_of(a, r) + a.at.back + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
-                           ep_flag(exchange, 0));
-  }
+  tell<false>(a, a.at.back, nullptr, 0, exchange, 0, 1, blockDim.x);
 }
 
 /* All rows that have come are answered, those of tokens without an expert here as well: nobody waits in vain for what
