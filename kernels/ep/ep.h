@@ -46,7 +46,7 @@
 #define EP_BOTH static inline
 #endif
 
-enum { EP_NEAR_RANKS = 16 }; /* up to so many, arguments hold their arenas: a load less */
+enum { EP_NEAR_RANKS = 16 };                 /* up to so many, arguments hold their arenas: a load less */
 enum { EP_FLAG_WORDS = 16, EP_PACKET = 16 }; /* bytes of a packet, of which 8 are data */
 enum { EP_PACKET_RUN = 32 }; /* so many 16-byte vectors' first packets lie one behind the other, then the second ones */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
