@@ -7,8 +7,8 @@
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
  * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
  * gathering its number in the round; by dedup how many tokens the reader has got before it, which the sender alone must
- * know. Exchanges that all ranks know to be of few tokens have a second set of these segments, for so few tokens, behind
- * all else of the lane (ep_few_tokens in host/ep.h): by its offsets, and as `capacity`, that is all a kernel sees of it.
+ * know. Exchanges that all ranks know to be of few tokens have a second set of these segments, for so few, behind all
+ * else of the lane (ep_few_tokens in host/ep.h): a kernel sees other offsets and another capacity, and nothing else.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. On GPUs it is EP_FLAG_WORDS of them in a line, which says n when all do: up to so
