@@ -31,7 +31,7 @@ typedef enum form {
   FORM_stream,  /* the same on the tensor cores of sm_90a, for a few more rows, either major */
   FORM_wgmma,   /* GEMM on sm_90a's tensor cores, weights of either major that tensor maps can describe */
   FORM_mixed,   /* GEMM on sm_90a's tensor cores, weights of 4 bits in registers */
-  FORM_fixed,   /* the same for few rows an expert, activations in fixed point */
+  FORM_fixed,   /* the same for few rows an expert, or as few of one token, activations in fixed point */
   FORM_few,     /* the experts of few tokens without a map, either major */
   FORM_fma,     /* f32 GEMM by plain FMA, any layout */
   FORM_gather,  /* combine */

@@ -3,7 +3,13 @@
 #define CUMOE_FEW_ARRANGE_CUH
 
 #include "few/layout.cuh"
+#include "device/fixed_point.cuh"
 #include "device/quant.cuh"
+
+struct alignas(8) fixed_run { /* FIXED: of 128 k */
+  float unit;
+  int32_t more; /* codes are 8 too large: -128 times the sum of the elements */
+};
 
 /*
  * A row of k elements: for every 256 of them 512 bytes of elements of M (s8 needs the first half of them all), zeros
@@ -19,6 +25,14 @@ template <class S> struct few_row {
   DEVICE few_row(char *room, int k) : base(room), blocks(ceil_div(k, 256)) {}
   DEVICE uint4 *elements(int k) const { return reinterpret_cast<uint4 *>(base + k * (int)sizeof(M)); }
   DEVICE float *factors(int k) const { return reinterpret_cast<float *>(base + blocks * 512) + k / EACH; }
+
+  /* FIXED: of each 128 k 256 bytes: a vector for each of [half of 32 k, upper or lower bytes, k / 32], which has two
+   * words of even and two of odd k. */
+  DEVICE uint32_t *fixed_word(int k) const
+  {
+    return reinterpret_cast<uint32_t *>(base + k / 128 * 256 + k % 32 / 16 * 128 + k % 128 / 32 * 16 + k % 16 / 8 * 4);
+  }
+  DEVICE fixed_run *run(int k) const { return reinterpret_cast<fixed_run *>(base + blocks * 512) + k / 128; }
 };
 
 template <class S> DEVICE few_row<S> row_of_x(const few_args &args, few_smem<S> &smem)
@@ -67,10 +81,41 @@ template <class S> DEVICE void put_codes(const few_row<S> &row, int k, const uin
     *reinterpret_cast<uint2 *>(row.elements(k)) = make_uint2(first, second);
 }
 
+/*
+ * In fixed point: of 128 k multiples of a power of two, in 16 bits: 256 times an upper byte, and a lower one, both
+ * signed. So the largest may be 127 * 256 + 127; a power of two that brings it above that is taken 127 / 128 times. One
+ * that is not finite makes the unit NaN. Eight elements are half of what a lane reads at once (fixed.cuh).
+ */
+template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uint4 &v)
+{
+  using Y = typename S::Y;
+  constexpr float ONE = FIXED_ONE + 128.f; /* lower bytes come out 128 more, upper ones as they should be */
+  const float most = unpack_pair<Y>(largest_of<16>(v)).x;
+  const int exponent = (int)(__float_as_uint(most) >> 23),
+            up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
+  float times = __uint_as_float((uint32_t)up << 23),
+        unit = __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+  if (most * times > 127 * 257.f) times *= 127.f / 128.f, unit *= 128.f / 127.f;
+  uint32_t even[4], odd[4], low[2], high[2];
+  fixed_pair<Y>(v.x, times, ONE, even[0], odd[0]), fixed_pair<Y>(v.y, times, ONE, even[1], odd[1]);
+  fixed_pair<Y>(v.z, times, ONE, even[2], odd[2]), fixed_pair<Y>(v.w, times, ONE, even[3], odd[3]);
+  uint32_t sum = 0u - 8 * __float_as_uint(ONE);
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum += even[i] + odd[i];
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+  split_bytes(even, low[0], high[0]), split_bytes(odd, low[1], high[1]);
+  uint32_t *const to = row.fixed_word(k);
+  to[0] = high[0], to[2] = high[1];
+  to[16] = low[0] ^ 0x80808080, to[18] = low[1] ^ 0x80808080;
+  if (lane_id() % 16 == 0) *row.run(k) = {unit, (int32_t)(0u - 128 * sum)};
+}
+
 /* `amax`: bits of the row's largest size, where it has one scale. */
 template <class S> DEVICE void put_elements(const gemm_args &g, const few_row<S> &row, int k, uint4 v, uint32_t amax)
 {
   using Y = typename S::Y;
+  if constexpr (S::FIXED) return put_fixed<S>(row, k, v);
   float factor = 1.f;
   if constexpr (S::CODE::QUANTISES) {
     const uint32_t own = largest_of<16>(v);
@@ -181,7 +226,7 @@ template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, 
 /* Before all that, by all threads. */
 template <class S> DEVICE void prepare_rows(const few_args &args, few_smem<S> &smem)
 {
-  if (threadIdx.x < 4) smem.zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < S::layout::NOTHING) smem.zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
   if (threadIdx.x >= S::PAIRS) return;
   const int arrivals = ceil_div(args.down.k, (int)FEW_CHUNK) * WARP_SIZE;
   mbarrier_init(&smem.arranged[threadIdx.x], arrivals);

@@ -34,6 +34,20 @@ template <> struct few_code<f16, mx4, f16> : few_code<f16, e4m3, f16> {
 template <class Y> struct few_code<Y, nv4, Y> : few_code<Y, mx4, Y> {
 };
 
+/* Codes times 16, activations in fixed point. */
+struct few_fixed_code {
+  using M = s8;
+  using SUM = int32_t;
+  static constexpr bool QUANTISES = false, SUBNORMAL = false;
+  static constexpr float REST = 0x1p-4f;
+};
+template <class X, class W, class Y, bool FIXED> struct few_code_of {
+  using type = few_code<X, W, Y>;
+};
+template <class X, class W, class Y> struct few_code_of<X, W, Y, true> {
+  using type = few_fixed_code;
+};
+
 /* Four codes of a byte, of consecutive k. bias: decode.cuh. */
 template <class W, class M> DEVICE uint2 decode_four(uint32_t codes, uint32_t bias)
 {

@@ -61,14 +61,19 @@ template <class L> struct few_walk {
 /* Of a slice, as it is stored, in the lanes that multiply by it. BYTES: lane l has the scale of row l. MX4: groups 2 q
  * and 2 q + 1 of 32 k, as halves of 16 bits, of [tile, octet]; NV4: of 16 k, of [tile, octet, run]; U4: of 32 k,
  * [tile, octet, group]; and a nibble each, zero points of vector q of [tile, octet, run]. q is l % 4. */
-template <class W> struct few_scales {
+template <class W, bool FIXED = false> struct few_scales {
   static constexpr int COUNT = operand<W>::BITS == 8 ? 1 : operand<W>::K_PER_SCALE == 32 ? 4 : 8;
   uint32_t raw[COUNT];
 };
-template <> struct few_scales<u4> {
+template <> struct few_scales<u4, false> {
   static constexpr int COUNT = 8;
   uint32_t raw[COUNT], zeros;
 };
+template <> struct few_scales<u4, true> { /* of octets 0 and 1 of tile q / 2, run q % 2 */
+  static constexpr int COUNT = 2;
+  uint32_t raw[COUNT];
+};
+template <class L> using few_scales_of = few_scales<typename L::W, L::FIXED>;
 
 /*
  * What a consumer warp asks memory for, two slices ahead: codes into stages, of which each lane fills and reads its own
@@ -77,7 +82,7 @@ template <> struct few_scales<u4> {
  */
 template <class L> struct few_feed {
   using W = typename L::W;
-  static constexpr bool BYTES = L::BITS == 8, ZEROS = same_type<W, u4>;
+  static constexpr bool BYTES = L::BITS == 8, ZEROS = same_type<W, u4> && !L::FIXED;
   static constexpr int GROUP = operand<W>::K_PER_SCALE;
 
   const few_args &args;
@@ -88,7 +93,7 @@ template <class L> struct few_feed {
   const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES: scale[0] of row l */
   int rows;                                  /* weight octets of the unit */
   bool even;                                 /* GROUP: two scales are 16 bits that may be read at once */
-  few_scales<W> scales, after;               /* of the next slice, and of the one behind it */
+  few_scales_of<L> scales, after;            /* of the next slice, and of the one behind it */
   uint32_t zero_word[ZEROS ? 8 : 1];         /* of `after` */
 
   DEVICE few_feed(const few_args &a, few_memory<L> &s, int e) : args(a), smem(s), experts(e) {}
@@ -140,7 +145,8 @@ template <class L> struct few_feed {
     uint32_t all = (uint32_t)s.n_stride | s.k_origin / max(GROUP, 1) | g.k / max(GROUP, 1);
 #pragma unroll
     for (int o = 0; o < 2; o++) {
-      const int half = gated ? o : 0, octet = at.octet + (gated ? 0 : o), channel = octet * 8 + lane_id() / 4;
+      const int half = gated ? o : 0, octet = at.octet + (gated ? 0 : o) + octets_to_mine(gated),
+                channel = octet * 8 + lane_id() / 4;
       scale[o] = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)block_row(s, half, channel) * bytes;
       all |= (uint32_t) reinterpret_cast<uintptr_t>(scale[o]);
       if constexpr (ZEROS) {
@@ -149,6 +155,12 @@ template <class L> struct few_feed {
       }
     }
     if constexpr (GROUP > 0) even = s.k_stride == 1 && s.block_n == 1 && (all & 1) == 0;
+  }
+
+  /* FIXED: from octets 0 and 1 to those of the lane's tile. */
+  DEVICE int octets_to_mine(bool gated) const
+  {
+    return L::FIXED && !is_wide() ? lane_id() % 4 / 2 * (gated ? 1 : 2) : 0;
   }
 
   /* BYTES: of row l of a slice. */
@@ -238,6 +250,11 @@ template <class L> struct few_feed {
       const int k = tile_k(lane_id() / 16);
       after.raw[0] = load_bits<SIZE>(scale[0] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes,
                                      lane_octet() < rows && k < g.k);
+    } else if constexpr (L::FIXED) {
+      const int t = lane_id() % 4 / 2, k = tile_k(t) + lane_id() % 2 * 128;
+      const int64_t step = (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes;
+#pragma unroll
+      for (int o = 0; o < 2; o++) after.raw[o] = load_bits<SIZE>(scale[o] + step, is_there(t, o) && k < g.k);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; i++) {
@@ -252,7 +269,7 @@ template <class L> struct few_feed {
   /* Scales of a byte, two by two. */
   template <bool DOWN> DEVICE void load_groups(const gemm_args &g)
   {
-    constexpr int COUNT = few_scales<W>::COUNT, RUNS = COUNT / 4;
+    constexpr int COUNT = few_scales_of<L>::COUNT, RUNS = COUNT / 4;
     const scale_matrix &s = g.b.scale;
     const int step = (int)s.k_stride;
 #pragma unroll

@@ -8,9 +8,10 @@
  *   routing.cuh   gate and map                      arrange.cuh   weights with scales: x and h as they are multiplied
  *   table.cuh     which pairs go together           feed.cuh      likewise: what consumers ask memory for
  *   schedule.cuh  units, shares, tickets            scaled.cuh    likewise: consumer warps
- *   loads.cuh     copies into stages; h that is     epilogue.cuh  the epilogue warp
- *                 still being written               outputs.cuh   combine
- *   n_major.cuh   weights [E, in, out]: copies, products
+ *   loads.cuh     copies into stages; h that is     fixed.cuh     likewise: u4 by integer products
+ *                 still being written               epilogue.cuh  the epilogue warp
+ *   n_major.cuh   weights [E, in, out]: copies,     outputs.cuh   combine
+ *                 products
  *
  * Weights are the 16-row operand of mma.sync, 8 gate and the same 8 up channels, or 16 channels. The other operand has
  * a column for each token that has chosen the expert at hand, eight at once. Units of (expert, channels) of up go to

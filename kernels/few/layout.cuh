@@ -45,14 +45,16 @@ template <> struct few_part_type<true> {
 
 /* An octet is 8 output channels. A tile, what one mma.sync takes, has 16 weight rows: one octet, gate and up, or two
  * octets. A unit is a tile, or, of weights with scales, two; of N-major weights up to four (n_major.cuh). */
-template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS> struct few_layout {
+template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool FIXED_> struct few_layout {
   using layout = few_layout;
   using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
   static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
   static constexpr int BITS = operand<W>::BITS;
-  using CODE = few_code<X, W, Y>; /* where SCALED */
+  static constexpr bool FIXED = FIXED_;                    /* activations are in fixed point (fixed.cuh) */
+  static constexpr int NOTHING = FIXED ? 9 : 4;            /* vectors of zeros */
+  using CODE = typename few_code_of<X, W, Y, FIXED>::type; /* where SCALED */
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                  /* at most */
@@ -95,8 +97,8 @@ template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   DEVICE static bool gated(const gemm_args &args) { return OPERATION::HALVES == 2 && args.gated; }
 };
 
-template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS>
-using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS>, typename PRODUCT::OPERATION>;
+template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS, bool FIXED>
+using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS, FIXED>, typename PRODUCT::OPERATION>;
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {
@@ -154,7 +156,7 @@ template <class S, bool SCALED = S::SCALED> struct few_scaled_memory {
 };
 template <class S> struct few_scaled_memory<S, true> {
   uint4 room[FEW_ROOM / 16]; /* x, then h of each active expert */
-  uint4 zeros[4];
+  uint4 zeros[S::NOTHING];
   /* Of h of an active expert: that it is arranged, and measured; chunks that a warp has taken; its largest size. */
   uint64_t arranged[S::PAIRS], measured[S::PAIRS];
   int32_t taken[S::PAIRS];

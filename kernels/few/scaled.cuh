@@ -2,12 +2,7 @@
 #ifndef CUMOE_FEW_SCALED_CUH
 #define CUMOE_FEW_SCALED_CUH
 
-#include "few/feed.cuh"
-
-DEVICE uint32_t word_of(const uint4 &v, int i)
-{
-  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
+#include "few/fixed.cuh"
 
 /* What a lane has of an mma's weights, rows l/4 and l/4 + 8: four k of each. */
 template <class M>
@@ -167,6 +162,17 @@ DEVICE void multiply_tile(const gemm_args &g, const few_stage_of<L> &stage, cons
   if constexpr (L::BITS == 8) add_bytes<L>(x, scale_value(scales.raw[0], g.b.scale.dtype), tile, k, part, sum);
 }
 
+template <class L>
+DEVICE void multiply_tiles(const gemm_args &g, const few_stage_of<L> &stage, const few_scales_of<L> &scales,
+                           const few_row<L> &x, const uint4 *zeros, int k0, bool wide, float (&sum)[2][2])
+{
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const int k = wide ? 2 * k0 + t * L::BK : k0;
+    if (t == 0 || k < g.k) multiply_tile<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+  }
+}
+
 /* ---- units ---- */
 
 /* A warp's part of a unit, if it has one; `first` as in products.cuh. */
@@ -174,8 +180,9 @@ template <class L>
 DEVICE void store_part(few_memory<L> &smem, typename L::RING &buffer, int first, bool there, bool wide,
                        float (&sum)[2][2])
 {
-  if (wide) sum[0][0] += sum[1][0], sum[0][1] += sum[1][1];
-  if (L::BITS == 4) {
+  if (wide && !L::FIXED) sum[0][0] += sum[1][0], sum[0][1] += sum[1][1];
+  if (L::FIXED) add_runs(wide, sum);
+  if (L::BITS == 4 && !L::FIXED) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float &one = sum[i / 2][i % 2];
@@ -184,10 +191,10 @@ DEVICE void store_part(few_memory<L> &smem, typename L::RING &buffer, int first,
     }
   }
   wait_for(&smem.partial_empty[stage_of(buffer)], phase_of(buffer) ^ 1);
-  if (there && lane_id() % 4 == 0) {
+  if (there && lane_id() % (L::FIXED ? 2 : 4) == 0) {
 #pragma unroll
-    for (int t = 0; t < 2; t++)
-      smem.partial[stage_of(buffer)][first][t][lane_id() / 4] = make_float2(sum[t][0], sum[t][1]);
+    for (int t = 0; t < (L::FIXED ? 1 : 2); t++)
+      smem.partial[stage_of(buffer)][first][t + lane_id() % 4 / 2][lane_id() / 4] = make_float2(sum[t][0], sum[t][1]);
   }
   mbarrier_arrive(&smem.partial_full[stage_of(buffer)]);
   buffer.advance();
@@ -209,14 +216,13 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
     const bool begins = feed.begins(stage);
     if (!begins) cp_async_wait_group<L::STAGES - 2>();
     const few_stage_of<L> &from = smem.stages[warp_id()][stage.stage];
-    const few_scales<typename L::W> scales = feed.scales;
+    const few_scales_of<L> scales = feed.scales;
     feed.template next<DOWN>();
     if (begins) continue;
-#pragma unroll
-    for (int t = 0; t < 2; t++) {
-      const int k = (wide ? 2 * here.slice + t : here.slice) * L::BK;
-      if (t == 0 || k < g.k) multiply_tile<L>(g, from, scales, x, smem.zeros, t, k, sum[t]);
-    }
+    if constexpr (L::FIXED)
+      multiply_fixed<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum[0]);
+    else
+      multiply_tiles<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum);
     here.slice += L::CONSUMERS, stage.advance();
   }
   store_part<L>(smem, buffer, first, first < slices, wide, sum);

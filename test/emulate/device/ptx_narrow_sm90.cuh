@@ -18,15 +18,15 @@ DEVICE uint32_t lds_u16(uint32_t address)
   return load_shared<uint16_t>(address);
 }
 
-DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
-{
-  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
-}
-
 DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
   mma_lane<int32_t> mine = {d, a, b};
   grid::warp_together(ALL_LANES, &mine, mma_of_warp<4, int32_t, element_of_four, unsigned_of_four>);
+}
+DEVICE void mma_m16n8k32_u8s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
+{
+  mma_lane<int32_t> mine = {d, a, b};
+  grid::warp_together(ALL_LANES, &mine, mma_of_warp<4, int32_t, unsigned_of_four, element_of_four>);
 }
 
 #endif
