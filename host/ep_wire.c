@@ -215,8 +215,8 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
 
-/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait, and those of ranks that
- * share a GPU as well; and one for flags. */
+/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait, also those of ranks
+ * that share a GPU; and one for flags. */
 static launch_shape grid_of_finish(const ep_shape *s, ep_args *a)
 {
   const int64_t items = s->packets * (int64_t)s->ranks * s->hidden * s->element / 16;
