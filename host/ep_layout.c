@@ -22,7 +22,7 @@ static void take_segments(uint64_t *lane, const ep_shape *s, int64_t tokens, ep_
 static ep_layout lay_out(const ep_shape *s, ep_layout *few)
 {
   const uint64_t ranks = (uint64_t)s->ranks, lines = ranks * EP_LINE;
-  const uint64_t row = (uint64_t)s->hidden * (uint64_t)s->element, k = (uint64_t)s->top_k;
+  const uint64_t k = (uint64_t)s->top_k;
   ep_layout l = {0};
   uint64_t head = 0, lane = 0;
   l.hello = take(&head, lines);
@@ -36,9 +36,9 @@ static ep_layout lay_out(const ep_shape *s, ep_layout *few)
   l.in = take(&lane, lines);
   l.back = take(&lane, lines);
   take_segments(&lane, s, s->capacity, &l);
-  const uint64_t packets = ranks * (uint64_t)s->packets, of_row = row / EP_PACKET_DATA;
+  const uint64_t packets = ranks * (uint64_t)s->packets;
   l.slots = take(&lane, packets * k * EP_PACKET);
-  l.sums = take(&lane, packets * of_row * EP_PACKET);
+  l.sums = take(&lane, packets * (uint64_t)ep_packet_row(s));
   *few = l;
   take_segments(&lane, s, ep_few_tokens(s), few);
   l.lane = few->lane = head;

@@ -3,10 +3,10 @@
  * the caller's stream; what the host says, in create, abort and destroy, it copies on a stream of the group's own,
  * which waits for no kernel.
  */
-#include "clock.h"
 #include "context.h"
 #include "ep.h"
 #include "launch.h"
+#include "../kernels/cpu/clock.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -215,11 +215,13 @@ static launch_shape grid_of_return(const group *g, ep_args *a)
   return (launch_shape){.grid = {(unsigned)a->movers, 1, 1}, .block = {EP_RETURN_THREADS, 1, 1}};
 }
 
-/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait; and one for flags. */
+/* A thread for 16 bytes of each row to answer and of each sum, but so few CTAs that all may wait, also those of ranks
+ * that share a GPU; and one for flags. */
 static launch_shape grid_of_finish(const ep_shape *s, ep_args *a)
 {
   const int64_t items = s->packets * (int64_t)s->ranks * s->hidden * s->element / 16;
-  a->movers = (int32_t)between((items + EP_MOVE_THREADS - 1) / EP_MOVE_THREADS, 1, EP_FINISH_CTAS);
+  const int64_t most = between(EP_FINISH_CTAS / s->ranks, EP_FINISH_LEAST, EP_FINISH_MOST);
+  a->movers = (int32_t)between((items + EP_MOVE_THREADS - 1) / EP_MOVE_THREADS, 1, most);
   return (launch_shape){.grid = {(unsigned)a->movers + 1, 1, 1}, .block = {EP_MOVE_THREADS, 1, 1}};
 }
 

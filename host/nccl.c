@@ -1,7 +1,7 @@
 /* See nccl.h. */
 #include "nccl.h"
-#include "clock.h"
 #include "dl.h"
+#include "../kernels/cpu/clock.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

@@ -1956,7 +1956,7 @@ static void check_layout(const ep_shape *s)
                  {l.lane + l.weights, slots * (uint64_t)s->top_k * 4},
                  {l.lane + l.y, slots * row * answers},
                  {l.lane + l.slots, packets * (uint64_t)s->top_k * EP_PACKET},
-                 {l.lane + l.sums, packets * row / EP_PACKET_DATA * EP_PACKET},
+                 {l.lane + l.sums, packets * (uint64_t)ep_packet_row(s)},
                  {l.lane + few.x, few_slots * row},
                  {l.lane + few.ids, few_slots * (uint64_t)s->top_k * 4},
                  {l.lane + few.weights, few_slots * (uint64_t)s->top_k * 4},
@@ -2304,6 +2304,7 @@ static void arguments(void)
   CHECK_OK(join(&r)); /* ends with its context */
   CHECK_OK(cumoe_context_destroy(r.context));
   CHECK_STATUS(CUMOE_ERR_STALE_HANDLE, cumoe_ep_workspace(r.group, &bytes));
+  CHECK_TEXT("never was a group"); /* and not only its plan has ended */
   free(r.arena);
   case_end();
 }

@@ -1,4 +1,5 @@
 /* See exchange.h and kernels/ep/ep.h: flags are C11 atomics, data are ordinary memory between them. */
+#include "clock.h"
 #include "exchange.h"
 #include "fault.h"
 
@@ -17,13 +18,6 @@ void cpu_ep_store(void *word, uint64_t value)
 uint64_t cpu_ep_load(const void *word)
 {
   return atomic_load_explicit((_Atomic uint64_t *)(uintptr_t)word, memory_order_acquire);
-}
-
-static int64_t now_ns(void)
-{
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 /* More ranks than cores are normal: a rank that waits yields, and soon sleeps. */

@@ -68,12 +68,7 @@ DEVICE void add_counts(const ep_args &a)
  * have ended: there is nothing to wait for, hence no release. */
 DEVICE void tell_that_all_is_read(const ep_args &a, uint32_t exchange)
 {
-  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
-    const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
-    if (is_active(a, r))
-      store_relaxed_system(lane_of(a, r) + a.at.back + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
-                           ep_flag(exchange, 0));
-  }
+  tell<false>(a, a.at.back, nullptr, 0, exchange, 0, 1, blockDim.x);
 }
 
 /* All rows that have come are answered, those of tokens without an expert here as well: nobody waits in vain for what
@@ -99,7 +94,7 @@ struct packet_pair {
 
 DEVICE packet_pair load_packets(const char *at)
 {
-  return {{load_words_system(at)}, {load_words_system(at + EP_PACKET)}};
+  return {{load_words_system(at)}, {load_words_system(at + SECOND_PACKET)}};
 }
 
 template <class In>
@@ -115,23 +110,33 @@ DEVICE bool add_answer(const ep_args &a, const char *at, packet_pair p, uint32_t
   return true;
 }
 
-DEVICE const char *answer_of(const combine_args &c, const ep_args &a, int token, int rank, int vector)
+/* The rows that two ranks answer a token with; -1: none. */
+struct answer_rows_of {
+  int one, two;
+};
+
+DEVICE answer_rows_of find_answers(const combine_args &c, const ep_args &a, int token, int rank)
 {
-  const int row = load_relaxed(c.slot_row + (int64_t)token * a.shape.ranks + rank);
+  const int32_t *rows = c.slot_row + (int64_t)token * a.shape.ranks + rank;
+  return {load_relaxed(rows), rank + 1 < a.shape.ranks ? load_relaxed(rows + 1) : -1};
+}
+
+DEVICE const char *answer_of(const ep_args &a, int row, int rank, int vector)
+{
   return row < 0 ? nullptr : sum_packets(a, a.rank, rank, row - (int)(rank * a.shape.capacity), vector);
 }
 
-/* What the ranks have answered for 16 bytes of a token, summed in their order, two at a time. False: the group has
- * given up. */
+/* What the ranks have answered for 16 bytes of a token, summed in their order, two at a time; the first two are known.
+ * False: the group has given up. */
 template <class In>
-DEVICE bool sum_answers(const combine_args &c, const ep_args &a, uint32_t exchange, int token, int vector,
-                        float (&sum)[column_of<In>::SIZE])
+DEVICE bool sum_answers(const combine_args &c, const ep_args &a, answer_rows_of rows, uint32_t exchange, int token,
+                        int vector, float (&sum)[column_of<In>::SIZE])
 {
   patience patient;
 #pragma unroll 1
   for (int rank = 0; rank < a.shape.ranks; rank += 2) {
-    const char *one = answer_of(c, a, token, rank, vector),
-               *two = rank + 1 < a.shape.ranks ? answer_of(c, a, token, rank + 1, vector) : nullptr;
+    if (rank > 0) rows = find_answers(c, a, token, rank);
+    const char *one = answer_of(a, rows.one, rank, vector), *two = answer_of(a, rows.two, rank + 1, vector);
     packet_pair p = {}, q = {};
     if (one) p = load_packets(one);
     if (two) q = load_packets(two);
@@ -141,13 +146,18 @@ DEVICE bool sum_answers(const combine_args &c, const ep_args &a, uint32_t exchan
   return true;
 }
 
+/* The rows of the next answers are looked up before those at hand are waited for. */
 template <class In, class Out> DEVICE void collect_packets(const combine_args &c, const ep_args &a, uint32_t exchange)
 {
   const int width = row_vectors(a), items = (int)token_total(c.tokens) * width, threads = ctas_of_grid(a) * blockDim.x;
-  for (int i = cta_of_grid(a) * blockDim.x + threadIdx.x; i < items; i += threads) {
+  int i = cta_of_grid(a) * blockDim.x + threadIdx.x;
+  answer_rows_of rows, next;
+  if (i < items) rows = find_answers(c, a, i / width, 0);
+  for (; i < items; i += threads, rows = next) {
     const int token = i / width, vector = i - token * width, at = vector * column_of<In>::SIZE;
     float sum[column_of<In>::SIZE] = {};
-    if (!sum_answers<In>(c, a, exchange, token, vector, sum)) return;
+    if (i + threads < items) next = find_answers(c, a, (i + threads) / width, 0);
+    if (!sum_answers<In>(c, a, rows, exchange, token, vector, sum)) return;
     if (c.shared) add(load_shared<In>(c, token, at), shared_weight(c, token), sum);
     store_sum<Out>(c, token, at, sum, own_outputs{});
   }

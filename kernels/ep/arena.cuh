@@ -134,17 +134,18 @@ DEVICE char *slot_packet(const ep_args &a, int at, int from, int row, int slot)
   return lane_of(a, at) + a.at.slots + (((uint64_t)from * a.shape.packets + row) * a.shape.top_k + slot) * EP_PACKET;
 }
 
-/* Of 16 bytes of a row of y, likewise: two packets. */
+/* Of 16 bytes of a row of y, likewise: the first of two packets, SECOND_PACKET before the other. */
+constexpr int SECOND_PACKET = EP_PACKET_RUN * EP_PACKET;
 DEVICE char *sum_packets(const ep_args &a, int at, int from, int row, int vector)
 {
-  return lane_of(a, at) + a.at.sums +
-         (((uint64_t)from * a.shape.packets + row) * row_vectors(a) + vector) * (2 * EP_PACKET);
+  return lane_of(a, at) + a.at.sums + ((uint64_t)from * a.shape.packets + row) * ep_packet_row(&a.shape) +
+         vector / EP_PACKET_RUN * (2 * SECOND_PACKET) + vector % EP_PACKET_RUN * EP_PACKET;
 }
 
 DEVICE void store_as_packets(char *at, uint32_t exchange, uint4 data)
 {
   store_words_system(at, make_packet(exchange, make_uint2(data.x, data.y)).words);
-  store_words_system(at + EP_PACKET, make_packet(exchange, make_uint2(data.z, data.w)).words);
+  store_words_system(at + SECOND_PACKET, make_packet(exchange, make_uint2(data.z, data.w)).words);
 }
 
 #endif

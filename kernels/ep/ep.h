@@ -7,7 +7,8 @@
  *   y                segment s = what rank s answers for this rank's tokens, row for row; written by rank s
  * ids are the reader's local experts, or -1. Sender and reader share the number of a token, so no index travels: by
  * gathering its number in the round; by dedup how many tokens the reader has got before it, which the sender alone must
- * know.
+ * know. Exchanges that all ranks know to be of few tokens have a second set of these segments, for so few, behind all
+ * else of the lane (ep_few_tokens in host/ep.h): a kernel sees other offsets and another capacity, and nothing else.
  *
  * A flag is a word {exchange : 32, tokens : 32} in the reader's arena, one a writer, stored with release after the data
  * and read with acquire before them. On GPUs it is EP_FLAG_WORDS of them in a line, which says n when all do: up to so
@@ -45,8 +46,9 @@
 #define EP_BOTH static inline
 #endif
 
-enum { EP_NEAR_RANKS = 16 }; /* up to so many, arguments hold their arenas: a load less */
-enum { EP_FLAG_WORDS = 16, EP_PACKET = 16, EP_PACKET_DATA = 8 }; /* bytes of a packet, and of data in it */
+enum { EP_NEAR_RANKS = 16 };                 /* up to so many, arguments hold their arenas: a load less */
+enum { EP_FLAG_WORDS = 16, EP_PACKET = 16 }; /* bytes of a packet, of which 8 are data */
+enum { EP_PACKET_RUN = 32 }; /* so many 16-byte vectors' first packets lie one behind the other, then the second ones */
 enum { EP_LINE = 128, EP_ALIGN = 256, EP_MAX_RANKS = 1024, EP_MAX_LANES = 2, EP_MAX_REPLICAS = 64 };
 enum { EP_PLACE_SHIFT = 16 }; /* an entry of a placement: rank << 16 | local expert */
 
@@ -64,6 +66,13 @@ EP_BOTH int32_t ep_answers(const ep_shape *s)
   return s->exact ? s->top_k : 1;
 }
 
+/* Bytes of a row of y as packets: whole runs, so that a warp's lanes store, and load, what lies side by side. */
+EP_BOTH int64_t ep_packet_row(const ep_shape *s)
+{
+  const int64_t run = EP_PACKET_RUN * 16, row = (int64_t)s->hidden * s->element;
+  return (row + run - 1) / run * run * 2;
+}
+
 /* Bytes from the arena's start; those below `lane` from the start of a lane's part, one every lane_bytes. */
 typedef struct ep_layout {
   uint64_t hello;        /* [ranks] lines: what each rank says of itself before anything moves */
@@ -79,7 +88,7 @@ typedef struct ep_layout {
   uint64_t x, ids, weights; /* [ranks, capacity, hidden | top_k | top_k] */
   uint64_t y;               /* [ranks, capacity, answers, hidden] */
   uint64_t slots;           /* [ranks, packets, top_k] packets: id, weight */
-  uint64_t sums;            /* [ranks, packets, hidden] of y as packets */
+  uint64_t sums;            /* [ranks, packets] rows of y as packets */
   uint64_t bytes;
 } ep_layout;
 
@@ -125,7 +134,8 @@ typedef struct ep_args {
 
 /* The CUDA kernels' grids: parts of a row lie along y, rows along x; so many rows a CTA, up to so many CTAs. */
 enum { EP_PART_BYTES = 4096, EP_MOVE_THREADS = 512, EP_WAIT_THREADS = 1024, EP_MOVE_ROWS = 8, EP_MOVE_CTAS = 128 };
-enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FINISH_CTAS = 16, EP_FILL_CTAS = 32 };
+enum { EP_RETURN_THREADS = 128, EP_RETURN_RESIDENT = 4, EP_FILL_CTAS = 32 };
+enum { EP_FINISH_CTAS = 128, EP_FINISH_LEAST = 16, EP_FINISH_MOST = 32 }; /* of all ranks; of one */
 enum { EP_GATE_TOKENS = 128 };  /* at most, of which put does the gate's work */
 enum { EP_PACKET_TOKENS = 32 }; /* above, twice the bytes take longer than waiting for what was stored */
 #define EP_PACKED 0x80000000u   /* in a flag's number of tokens: their slots come as packets */

@@ -1,6 +1,6 @@
 /*
  * The exchange of ep.h between GPUs that reach each other's memory. Ranks push: 16-byte stores, then flags, or packets
- * that need none; whoever waits polls its own memory. Only waits spin, one CTA each, of few tokens up to 16 in the last
+ * that need none; whoever waits polls its own memory. Only waits spin, one CTA each, of few tokens up to 32 in the last
  * grid, and none without a limit of time.
  */
 #include "ep/answer.cuh"

@@ -8,16 +8,22 @@
 /* ---- telling ---- */
 
 /* One CTA's share of the words of this rank's flag at each rank, by `threads` threads of it that have met at a barrier
- * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`. */
+ * since their stores: a release covers them all. A flag carries a number of tokens: sent[r], or (NULL) `tokens`.
+ * RELEASES: there are such stores. */
+template <bool RELEASES = true>
 DEVICE void tell(const ep_args &a, uint64_t words, const uint32_t *sent, uint32_t tokens, uint32_t exchange,
                  unsigned cta, unsigned ctas, int threads)
 {
 #pragma unroll 1
   for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
     const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
-    if (word % ctas == cta && is_active(a, r))
-      store_release_system(lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t),
-                           ep_flag(exchange, sent ? sent[r] : tokens));
+    if (word % ctas != cta || !is_active(a, r)) continue;
+    char *at = lane_of(a, r) + words + (uint64_t)a.rank * EP_LINE + word * sizeof(uint64_t);
+    const uint64_t flag = ep_flag(exchange, sent ? sent[r] : tokens);
+    if (RELEASES)
+      store_release_system(at, flag);
+    else
+      store_relaxed_system(at, flag);
   }
 }
 
