@@ -101,6 +101,7 @@ template <class L> struct few_feed {
   DEVICE void start_up(int share)
   {
     at.start_up(args, experts, share);
+    if (in_rehearsal(smem)) at.octet = args.up.n / 8, at.left = 1;
     if (at.left > 0) locate<false>();
   }
   DEVICE void start_down()

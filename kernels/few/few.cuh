@@ -69,35 +69,67 @@ template <class S> DEVICE void prepare(const few_args &args, few_smem<S> &smem)
     mbarrier_init(&smem.y_full, WARP_SIZE);
     mbarrier_init(&smem.y_empty, S::WRITERS * WARP_SIZE);
     mbarrier_init(&smem.share_ready, 1);
+    smem.share[1] = 0;
   }
   if (threadIdx.x == S::EPILOGUE * WARP_SIZE) smem.own = own_octets<typename S::layout>(args.down.n);
   if constexpr (S::SCALED) prepare_rows<S>(args, smem);
 }
 
-template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
+/* What a rehearsal finds as expert 0: nobody's. */
+template <class S> DEVICE void prepare_rehearsal(const few_args &args, few_smem<S> &smem)
 {
-  prepare<S>(args, smem);
+  if (threadIdx.x != 0) return;
+  smem.share[1] = FEW_REHEARSAL;
+  smem.table.expert[0] = 0;
+  smem.table.weights[0] = {args.up.a, args.up.a};
+}
+
+/* All threads; returns the number of active experts. */
+template <class S> DEVICE int few_begin(const few_args &args, few_smem<S> &smem)
+{
   if (S::UP) {
-    const bool early = S::SCALED && args.protocol.weights; /* the grid ahead is the router, which reads x as well */
-    if constexpr (S::SCALED)
-      if (early) arrange_x<S>(args, smem);
     wait_for_earlier_grids();
     if constexpr (S::SCALED)
-      if (!early) arrange_x<S>(args, smem);
-    if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share[0] = args.protocol.tickets ? draw_share(args) : blockIdx.x;
+      if (!args.protocol.weights) arrange_x<S>(args, smem);
+    if (threadIdx.x == S::ROUTING * WARP_SIZE)
+      smem.share[0] = args.protocol.tickets ? draw_share(args) : blockIdx.x, smem.share[1] = 0;
     check_token_count(args.map.tokens, args.map.fault);
     if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   }
-  const int experts = build_few_table<S>(args, smem);
-  if (warp_id() < S::CONSUMERS) {
-    if constexpr (S::SCALED)
-      consume_scaled<S>(args, smem, experts);
-    else
-      few_consume<S>(args, smem, experts);
-  } else if (warp_id() == S::EPILOGUE) {
-    few_finish<S>(args, smem, experts);
-  } else {
-    few_route<S>(args, smem, experts);
+  return build_few_table<S>(args, smem);
+}
+
+/* While the router, which is the grid ahead and reads x as well, is at work, consumers ask once for a slice without a
+ * row, so that the code is at hand when it is wanted. */
+template <class S> DEVICE void few_gemm(const few_args &args, few_smem<S> &smem)
+{
+  prepare<S>(args, smem);
+  bool rehearsal = S::UP && S::SCALED && args.protocol.weights;
+  if constexpr (S::UP && S::SCALED)
+    if (rehearsal) {
+      prepare_rehearsal<S>(args, smem);
+      arrange_x<S>(args, smem);
+      __syncthreads();
+    }
+  int experts = 0;
+#pragma unroll 1
+  while (true) {
+    if (!rehearsal) experts = few_begin<S>(args, smem);
+    if (warp_id() < S::CONSUMERS) {
+      if constexpr (S::SCALED)
+        consume_scaled<S>(args, smem, experts);
+      else
+        few_consume<S>(args, smem, experts);
+    } else if (rehearsal) {
+    } else if (warp_id() == S::EPILOGUE) {
+      few_finish<S>(args, smem, experts);
+    } else {
+      few_route<S>(args, smem, experts);
+    }
+    if (!rehearsal) return;
+    rehearsal = false;
+    cp_async_wait_group<0>();
+    __syncthreads();
   }
 }
 

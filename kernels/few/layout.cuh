@@ -179,4 +179,11 @@ template <class S> struct few_memory : few_scaled_memory<S> {
 };
 template <class S> using few_smem = few_memory<typename S::layout>;
 
+/* Weights with scales: share[1] in a rehearsal (few.cuh). */
+enum { FEW_REHEARSAL = -1 };
+template <class L> DEVICE bool in_rehearsal(const few_memory<L> &smem)
+{
+  return L::SCALED && smem.share[1] == FEW_REHEARSAL;
+}
+
 #endif

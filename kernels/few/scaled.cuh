@@ -218,12 +218,17 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
     const few_stage_of<L> &from = smem.stages[warp_id()][stage.stage];
     const few_scales_of<L> scales = feed.scales;
     feed.template next<DOWN>();
+    if (begins && in_rehearsal(smem)) break;
     if (begins) continue;
     if constexpr (L::FIXED)
       multiply_fixed<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum[0]);
     else
       multiply_tiles<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum);
     here.slice += L::CONSUMERS, stage.advance();
+  }
+  if (!DOWN && in_rehearsal(smem)) {
+    here.left = 0;
+    return;
   }
   store_part<L>(smem, buffer, first, first < slices, wide, sum);
   here.slice -= slices, here.template next_unit<DOWN>(args, feed.experts);
@@ -235,12 +240,12 @@ DEVICE bool consume_shares(const few_args &args, few_memory<L> &smem, few_feed<L
                            pipeline_state<L::STAGES> &stage, typename L::RING &buffer)
 {
   uint32_t phase = 0;
-  feed.start_up(smem.share[0]);
+  feed.start_up(in_rehearsal(smem) ? 0 : smem.share[0]);
   while (true) {
     few_walk<L> here = feed.at;
 #pragma unroll 1
     while (here.left > 0) consume_unit<L, false>(args, smem, here, feed, stage, buffer);
-    if (!args.protocol.tickets) return false;
+    if (!args.protocol.tickets || in_rehearsal(smem)) return false;
     wait_for(&smem.share_ready, phase);
     const int share = smem.share[1];
     if (share == gridDim.x) return true;
