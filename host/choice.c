@@ -143,6 +143,7 @@ static bool serves(const variant *v, const op_shape *s)
   }
   if (v->form == FORM_row) return s->n <= v->columns;
   if (v->form == FORM_expert) return s->by_expert;
+  if (s->op == OP_quantize && (v->form == FORM_fixed) != (s->rows_mode == ROWS_FIXED)) return v->form == FORM_ref;
   if (v->form == FORM_codes && s->by_expert) return false;
   if (v->form == FORM_codes) return s->k == v->columns || s->k == ROWS_ONE_GROUP;
   if (v->form == FORM_flat || v->form == FORM_gelu) return (v->form == FORM_gelu) == (s->n == EW_GELU);

@@ -428,6 +428,26 @@ static void quantize_routed(const pass *p, const struct weights *w, layer_argume
   l->h = quantize_arguments(p->plan, down, rows, &w->down_order, region(p, at->h_codes), region(p, at->h_scale));
 }
 
+/* Rows that the plan brings into fixed point first; `codes` may be where they are. */
+static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, void *codes, size_t scale,
+                     quantize_args *q)
+{
+  static const row_order in_order;
+  const int32_t row = p->lp.steps[at].row;
+  if (row < 0 || variants[row].form != FORM_fixed) return;
+  g->rows = (row_format){.mode = ROWS_FIXED, .element = DT_I8, .group = FIXED_GROUP};
+  *q = quantize_arguments(p->plan, g, rows, &in_order, codes, region(p, scale));
+}
+
+/* x goes where y will be, h stays where it is. */
+static void fix_routed(const pass *p, layer_arguments *l)
+{
+  const workspace_layout *at = &p->lp.at;
+  gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
+  fix_rows(p, STAGE_arrange_x, up, p->tokens, region(p, at->y), at->x_scale, &l->x);
+  fix_rows(p, STAGE_quantize_h, down, rows_of_route(p, down->rows_cap), (void *)down->a, at->h_scale, &l->h);
+}
+
 static void quantize_shared(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
@@ -441,8 +461,8 @@ static void quantize_shared(const pass *p, layer_arguments *l)
 static void link_experts(const pass *p, gemm_args *up, gemm_args *down)
 {
   const layer_plan *lp = &p->lp;
-  /* The map is behind both: it is the grid before up, unless the shared expert lies between. */
-  up->protocol.early_inputs = p->shared != NULL;
+  /* The map is behind both: it is the grid before up, unless something lies between. */
+  up->protocol.early_inputs = p->shared != NULL || lp->steps[STAGE_arrange_x].row >= 0;
   down->protocol.early_inputs = true;
   up->protocol.progress = down->protocol.progress = region(p, lp->at.progress);
   up->protocol.by_expert = down->protocol.by_expert = lp->by_expert;
@@ -475,6 +495,7 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
   quantize_routed(p, weights, l);
+  fix_routed(p, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;

@@ -282,6 +282,30 @@ static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape
   add(l, p, at, &s);
 }
 
+/* The most rows for which there is room for what fixed point needs besides them: a few an expert, as fixed serves. */
+static int64_t fixed_most(const cumoe_moe_desc *d)
+{
+  enum { ROWS_AN_EXPERT = 32 };
+  return (int64_t)d->local_experts * ROWS_AN_EXPERT;
+}
+
+/* What brings the rows of a routed product of form fixed into fixed point, if there are enough that its producers would
+ * take longer over them than a launch. */
+static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *gemm, int64_t rows)
+{
+  const variant *v = row_of(p, gemm->op == OP_up ? STAGE_up : STAGE_down);
+  if (!v || v->form != FORM_fixed || gemm->rows > fixed_most(l->d) || p->steps[at].row >= 0) return;
+  if ((double)expected_rows(gemm) < limit_of(l->m, LIMIT_fixed_rows, gemm->format)) return;
+  const op_shape s = {.op = OP_quantize,
+                      .in = gemm->in,
+                      .out = DT_I8,
+                      .rows_mode = ROWS_FIXED,
+                      .tokens = rows,
+                      .n = gemm->k,
+                      .k = FIXED_GROUP};
+  add(l, p, at, &s);
+}
+
 static void add_quantize_x(const layer *l, layer_plan *p, const op_shape *up, bool shared)
 {
   if (shared)
@@ -303,6 +327,8 @@ static void add_experts(const layer *l, layer_plan *p, stage at_up, stage at_dow
   start_thin_late(l, p, at_up, &up);
   start_thin_late(l, p, at_down, &down);
   if (shared) return;
+  add_fixed(l, p, STAGE_arrange_x, &up, l->c->tokens);
+  add_fixed(l, p, STAGE_quantize_h, &down, down.rows);
   const variant *up_row = row_of(p, at_up), *down_row = row_of(p, at_down);
   p->copies_rows = up_row && copies_rows(l->m, up_row, &up);
   p->by_expert = up_row && down_row && hands_over(up_row, down_row) && p->steps[STAGE_quantize_h].row < 0;
@@ -360,6 +386,13 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
+/* Scales of rows in fixed point, which lie where y will, or where they were. */
+static void carve_fixed(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *scale)
+{
+  if (!is_symmetric(f) || changes_rows(f) || scale_run(f) < FIXED_GROUP) return;
+  *scale = carve(c, ceil_div(cols, FIXED_GROUP), SCALE_LD(rows), sizeof(float));
+}
+
 bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
 {
   carver c = {0, false};
@@ -384,6 +417,8 @@ bool plan_workspace_layout(const cumoe_moe_desc *d, int64_t tokens, workspace_la
   w->y = carve(&c, pairs, d->hidden, element);
   carve_codes(&c, &d->up_format, by_expert(&d->up_format) ? pairs : tokens, d->hidden, &w->x_codes, &w->x_scale);
   carve_codes(&c, &d->down_format, pairs, d->inter, &w->h_codes, &w->h_scale);
+  carve_fixed(&c, &d->up_format, min64(tokens, fixed_most(d) / k), d->hidden, &w->x_scale);
+  carve_fixed(&c, &d->down_format, min64(pairs, fixed_most(d)), d->inter, &w->h_scale);
   if (d->shared_inter) {
     carve_codes(&c, &d->shared_up_format, tokens, d->hidden, &w->shared_x_codes, &w->shared_x_scale);
     carve_codes(&c, &d->shared_down_format, tokens, d->shared_inter, &w->shared_h_codes, &w->shared_h_scale);

@@ -195,8 +195,10 @@ typedef struct expert_matrix {
  *   GROUP        `group` elements of a row have one: element k is in group (origin + k) / group
  * scale = max(amax, ROWS_FLOOR) / largest code, in f32; power_of_two: rounded up to one. code = x * (1 / scale), both
  * in f32, rounded to nearest even, saturated. A NaN is the code NaN (s8: 0, and the scale is NaN).
+ *   FIXED        fixed point by aligned groups of FIXED_GROUP, two bytes an element, for the form fixed alone
+ *                (device/fixed_point.cuh): what that makes of activations as they are, made by a launch ahead
  */
-enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP };
+enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP, ROWS_FIXED };
 #define ROWS_FLOOR 1e-10f
 typedef struct row_format {
   int32_t mode, element; /* ROWS_*; DT_E4M3, DT_I8 */
@@ -205,7 +207,7 @@ typedef struct row_format {
   const float *static_scale; /* device */
 } row_format;
 
-enum { ROWS_ONE_GROUP = 1 << 30 };
+enum { ROWS_ONE_GROUP = 1 << 30, FIXED_GROUP = 128 };
 /* Groups of a row of k elements. */
 #define ROW_GROUPS(format, k) (((format).origin % (format).group + (k) + (format).group - 1) / (format).group)
 
@@ -215,6 +217,7 @@ enum { ROWS_ONE_GROUP = 1 << 30 };
  * by_expert: row r is an expert's, the last one with offsets[e] <= r (offsets NULL: expert 0's), and row row_pair[r] /
  * top_k of x (row_pair NULL: row r). STATIC: its scale is static_scale[e * static_stride]. AS_THEY_ARE: codes are x's
  * elements, element k that of order[k], order as p of scale_matrix, I32.
+ * FIXED: codes is [rows, cols] of two bytes, codes_ld in elements, and may be x itself.
  */
 typedef struct quantize_args {
   const void *x; /* [rows, cols]; 16-byte aligned, as codes are, bases and leading dimensions */

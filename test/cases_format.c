@@ -634,12 +634,15 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   const int32_t codes = f->element == CUMOE_ELEMENT_E4M3 ? CUMOE_E4M3 : CUMOE_I8;
   const bool becomes = format_has_codes(f);
   const bool own = f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT, takes_own = !strcmp(row->form, "expert");
+  const bool fixed = !f->zero && f->offset == 8 && (f->block[1] | f->origin[1]) % 128 == 0;
+  if (!strcmp(row->op, "quantize") && !strcmp(row->form, "fixed"))
+    return !strcmp(class_of_format(f), "u4") && fixed && !becomes && !own && row->x == dtype;
   if (!strcmp(row->op, "quantize"))
     return own == takes_own && (becomes || own) && row->y == (becomes ? codes : dtype) && row->x == dtype;
   if (!has_class(row, class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
   if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
-  if (!strcmp(row->form, "fixed") && (f->zero || f->offset != 8 || (f->block[1] | f->origin[1]) % 128)) return false;
+  if (!strcmp(row->form, "fixed") && !fixed) return false;
   if (row->x == CUMOE_F16 || row->x == CUMOE_BF16) return !becomes && row->x == dtype;
   return becomes && row->x == codes && (row->y == 0 || row->y == dtype || row->y == CUMOE_F32);
 }

@@ -234,6 +234,8 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;
   bool layout = s->major == MAJOR_none || v->form == FORM_fma || v->form == FORM_ref || v->form == FORM_any ||
                 (int8_t)s->major == v->major;
+  if (s->op == OP_quantize && v->arch != ARCH_cpu && (v->form == FORM_fixed) != (s->rows_mode == ROWS_FIXED))
+    return false;
   if (v->form == FORM_codes && s->k != v->columns && s->k != ROWS_ONE_GROUP) return false;
   const bool few = v->op == OP_few_up || v->op == OP_few_down;
   if (few && s->by_expert) return false;
@@ -870,13 +872,21 @@ typedef struct region {
   size_t at;
   wide bytes;
 } region;
-enum { MAX_REGIONS = 23 };
+enum { MAX_REGIONS = 25 };
 
 /* Scales of a row of quantised activations. */
 static wide groups_of(const cumoe_format *f, int64_t cols)
 {
   if (f->rows != CUMOE_ROWS_GROUP) return f->rows != CUMOE_ROWS_AS_THEY_ARE;
   return wide_ceil(f->origin[1] % f->row_group + cols, f->row_group);
+}
+
+/* Scales of rows that are brought into fixed point: of at most 32 rows an expert. */
+static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
+{
+  const bool fixed = f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8 && !f->rows &&
+                     !f->act_order && (f->block[1] | f->origin[1]) % 128 == 0;
+  return fixed ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
 }
 
 static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w, region *out)
@@ -907,6 +917,8 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       CODES(x, d->up_format, d->up_format.act_order || d->up_format.rows == CUMOE_ROWS_STATIC_EXPERT ? t * k : t,
             d->hidden),
       CODES(h, d->down_format, t * k, d->inter),
+      {"fixed_x", w->x_scale, fixed_scales(&d->up_format, t < local * 32 / k ? t : local * 32 / k, d->hidden)},
+      {"fixed_h", w->h_scale, fixed_scales(&d->down_format, t * k < local * 32 ? t * k : local * 32, d->inter)},
       CODES(shared_x, d->shared_up_format, t, d->hidden),
       CODES(shared_h, d->shared_down_format, t, d->shared_inter)};
 #undef CODES
@@ -1079,30 +1091,39 @@ static bool is_changed(const cumoe_format *f)
   return f->act_order || f->rows;
 }
 
+/* Rows of the form fixed are brought into fixed point by a launch ahead where an expert has several, up to 32. */
+static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p, stage s)
+{
+  const variant *v = row_at(p, s);
+  const int64_t pairs = c->tokens * d->routing.top_k, experts = d->local_experts, active = smaller(pairs, experts);
+  if (!v || v->form != FORM_fixed || is_changed(s == STAGE_up ? &d->up_format : &d->down_format)) return false;
+  return pairs <= 32 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
+}
+
 /* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and
  * `grid_size` say of the shape as this program works it out. */
 static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
 {
   const machine m = gpu_machine(g);
   const bool routed = !p->few, counts = routed && g->cc != 0 && map_chunking(c->tokens * d->routing.top_k).chunks > 1;
-  const bool there[STAGE_COUNT] = {[STAGE_router] = c->has_router,
-                                   [STAGE_gate] = !c->has_ids && !p->few_gates,
-                                   [STAGE_map_count] = counts,
-                                   [STAGE_map] = routed,
-                                   [STAGE_shared_up] = c->has_shared,
-                                   [STAGE_shared_down] = c->has_shared,
-                                   [STAGE_shared_gate] = c->has_shared_gate,
-                                   [STAGE_up] = routed,
-                                   [STAGE_down] = routed,
-                                   [STAGE_combine] = routed,
-                                   [STAGE_arrange_x] = routed && is_by_expert(&d->up_format),
-                                   [STAGE_quantize_x] =
-                                       routed && is_changed(&d->up_format) && !is_by_expert(&d->up_format),
-                                   [STAGE_quantize_h] = routed && is_changed(&d->down_format),
-                                   [STAGE_shared_quantize_x] = c->has_shared && is_changed(&d->shared_up_format),
-                                   [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
-                                   [STAGE_few_up] = p->few,
-                                   [STAGE_few_down] = p->few && !p->few_in_one};
+  const bool there[STAGE_COUNT] = {
+      [STAGE_router] = c->has_router,
+      [STAGE_gate] = !c->has_ids && !p->few_gates,
+      [STAGE_map_count] = counts,
+      [STAGE_map] = routed,
+      [STAGE_shared_up] = c->has_shared,
+      [STAGE_shared_down] = c->has_shared,
+      [STAGE_shared_gate] = c->has_shared_gate,
+      [STAGE_up] = routed,
+      [STAGE_down] = routed,
+      [STAGE_combine] = routed,
+      [STAGE_arrange_x] = (routed && is_by_expert(&d->up_format)) || is_fixed_ahead(&m, d, c, p, STAGE_up),
+      [STAGE_quantize_x] = routed && is_changed(&d->up_format) && !is_by_expert(&d->up_format),
+      [STAGE_quantize_h] = (routed && is_changed(&d->down_format)) || is_fixed_ahead(&m, d, c, p, STAGE_down),
+      [STAGE_shared_quantize_x] = c->has_shared && is_changed(&d->shared_up_format),
+      [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
+      [STAGE_few_up] = p->few,
+      [STAGE_few_down] = p->few && !p->few_in_one};
   static const stage at[] = {STAGE_router, STAGE_gate, STAGE_map_count, STAGE_map, STAGE_COUNT, STAGE_up, STAGE_down};
   op_shape s[MAX_SHAPES];
   const int n = shapes_of(d, c->tokens, c->up.major, c->down.major, c->router_dtype == DT_F32, s);

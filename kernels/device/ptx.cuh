@@ -201,6 +201,18 @@ DEVICE void cp_async_wait_all()
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+/* The larger in each half, as unsigned numbers. */
+DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
+{
+#if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
+  uint32_t larger;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+#else
+  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+#endif
+}
+
 /* 16 bytes by one qualified load; zeros, and no access, if not `there`. Volatile, so that it stays behind
  * wait_for_earlier_grids where it is written behind it. */
 #define PREDICATED_LOAD(name, qualifiers)                                                                              \

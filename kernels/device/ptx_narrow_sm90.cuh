@@ -26,14 +26,6 @@ DEVICE uint32_t lds_u16(uint32_t address)
   return v;
 }
 
-/* The larger in each half, as unsigned numbers. */
-DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
-{
-  uint32_t larger;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
 /* As mma_m16n8k32_s8 (device/ptx.cuh), b of u8. */
 DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {

@@ -3,8 +3,8 @@
 #define CUMOE_FEW_ARRANGE_CUH
 
 #include "few/layout.cuh"
+#include "device/fixed_point.cuh"
 #include "device/quant.cuh"
-#include "gemm/fixed_point.cuh"
 
 struct alignas(8) fixed_run { /* FIXED: of 128 k */
   float unit;

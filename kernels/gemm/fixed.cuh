@@ -1,18 +1,21 @@
 /*
  * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an
  * expert, where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight,
- * where 16-bit elements take fifteen and more; so activations are integers, too: of 128 k of a row multiples of 2^-14
- * of the power of two at or below the largest, in 16 bits, a signed upper byte and an unsigned lower one. Both are
- * multiplied, in exact sums of 32 bits. Those of 128 k are put together and scaled into sums of f32.
+ * where 16-bit elements take fifteen and more; so activations are integers, too, in fixed point
+ * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
+ * are put together and scaled into sums of f32.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
- * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. So there the even k of each 32
- * come first, then the odd ones. A slab of rows is two arrays, of upper bytes and of lower ones.
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is two arrays, of
+ * upper bytes and of lower ones.
+ *
+ * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer
+ * over that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
  */
 #ifndef CUMOE_FIXED_CUH
 #define CUMOE_FIXED_CUH
 
-#include "gemm/fixed_point.cuh"
+#include "device/fixed_point.cuh"
 #include "gemm/mixed.cuh"
 
 template <class S> struct fixed_scales;
@@ -29,44 +32,92 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 
 /* ---- producers ---- */
 
-/* Eight elements: 4 bytes of the even and 4 of the odd ones, 16 bytes apart but for the swizzle. */
-template <class S> DEVICE void store_eight(uint32_t to, uint32_t at, const uint4 &v, float up)
-{
-  uint32_t even[4], odd[4], low, high;
-  fixed_pair<typename S::X>(v.x, up, FIXED_ONE, even[0], odd[0]);
-  fixed_pair<typename S::X>(v.y, up, FIXED_ONE, even[1], odd[1]);
-  fixed_pair<typename S::X>(v.z, up, FIXED_ONE, even[2], odd[2]);
-  fixed_pair<typename S::X>(v.w, up, FIXED_ONE, even[3], odd[3]);
-  split_bytes(even, low, high);
-  sts_32(to + at, high);
-  sts_32(to + S::BM * 128 + at, low);
-  split_bytes(odd, low, high);
-  sts_32(to + (at ^ 16), high);
-  sts_32(to + S::BM * 128 + (at ^ 16), low);
-}
-
-/* A lane's elements of a row and slab: of each 32 those from 8 `word` on. Four lanes, 8 apart, have the slab; its
- * largest element is brought to 2^14 .. 2^15. One that is not finite makes the slab's scale NaN. */
+/* A lane's elements of a row and slab; the slab's other lanes are 8 apart. */
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4])
 {
-  uint32_t most = 0;
-#pragma unroll
-  for (int q = 0; q < 4; q++) {
-    const uint32_t pairs[4] = {v[q].x, v[q].y, v[q].z, v[q].w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) most = max_halves(most, pairs[i] & 0x7fff7fff);
-  }
-  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 8));
-  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 16));
-  const int exponent = (int)(__float_as_uint(unpack_pair<typename S::X>(max(most >> 16, most & 0xffff)).x) >> 23),
-            up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
-  if (word == 0)
-    smem.staging.row_scales[slab][stage][row] =
-        __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
   const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
+  const float scale = put_fixed<typename S::X, 8>(v, [&](int plane, int chunk, uint32_t bytes) {
+    sts_32(to + plane * S::BM * 128 + (chunk ^ row % 8) * 16, bytes);
+  });
+  if (word == 0) smem.staging.row_scales[slab][stage][row] = scale;
+}
+
+/* Rows that a launch ahead has brought into fixed point. A thread has chunk tid % 8 of every 16th row; one row's scales
+ * of a stage, which come behind them. */
+template <class S> struct fixed_rows {
+  static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = S::GROUP / CHUNKS, EACH = S::BM / STEP;
+  static_assert(S::SLABS * S::BM <= S::GROUP, "a thread has one scale of a stage");
+  int32_t source[EACH], scaled, octets;
+
+  DEVICE static int thread() { return (int)tid_x() - S::GROUP; }
+  DEVICE static int chunk() { return thread() % CHUNKS; }
+  DEVICE static int own_slab() { return thread() / S::BM; }
+
+  DEVICE static int32_t find(const gemm_args &args, const tile_unit &unit, int r)
+  {
+    if (r >= unit.rows) return -1;
+    const int32_t source = known_source(args, unit.row + r);
+    if (source < 0) report_fault_inline(args.fault, FAULT_ROUTE, 0, args.row_pair[unit.row + r]);
+    return source;
+  }
+
+  DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
+  {
+    octets = ceil_div(unit.rows, 8);
 #pragma unroll
-  for (int q = 0; q < 4; q++) store_eight<S>(to, (2 * q ^ row % 8) * 16, v[q], __uint_as_float((uint32_t)up << 23));
+    for (int i = 0; i < EACH; i++) source[i] = find(args, unit, thread() / CHUNKS + i * STEP);
+    const int r = thread() % S::BM;
+    scaled = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
+  }
+
+  /* Of the stage of k0 and on; where there is no row, and past the end of k, zeros. Octets without a row are left. */
+  DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
+  {
+#pragma unroll
+    for (int slab = 0; slab < S::SLABS; slab++) {
+      const int k = k0 + slab * FIXED_GROUP, bytes = min(args.k - k, (int)FIXED_GROUP); /* of a plane */
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const int r = thread() / CHUNKS + i * STEP;
+        if (r >= octets * 8) continue;
+        const bool there = source[i] >= 0 && chunk() * 16 < bytes;
+        const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + r * 128 + (chunk() ^ r % 8) * 16;
+        const char *from =
+            static_cast<const char *>(args.a) + (there ? (source[i] * args.a_ld + k) * 2 + chunk() * 16 : 0);
+        cp_async_cg_16(to, from, there ? 16 : 0);
+        cp_async_cg_16(to + S::BM * 128, from + (there ? bytes : 0), there ? 16 : 0);
+      }
+    }
+    const int own = k0 / FIXED_GROUP + own_slab();
+    const bool there = scaled >= 0 && own * FIXED_GROUP < args.k;
+    if (own_slab() < S::SLABS)
+      cp_async_ca_4(shared_address(&smem.staging.row_scales[own_slab()][stage][thread() % S::BM]),
+                    args.a_scale + (there ? own * args.a_scale_ld + scaled : 0), there ? 4 : 0);
+  }
+};
+
+/* As produce_rows, stage by stage: every thread arrives for what it has copied. */
+template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem)
+{
+  pipeline_state<S::STAGES> at;
+  pipeline_state<UNITS_AHEAD> unit;
+  if (args.protocol.early_inputs) wait_for_earlier_grids();
+  wait_for(&smem.posted[0], 0);
+  if (smem.units[0].expert < 0) mbarrier_arrive(&smem.full[0]);
+#pragma unroll 1
+  while (smem.units[unit.stage].expert >= 0) {
+    fixed_rows<S> rows;
+    rows.set_unit(args, smem.units[unit.stage]);
+    unit.advance();
+    wait_for(&smem.posted[unit.stage], unit.phase);
+#pragma unroll 1
+    for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+      wait_for(&smem.empty[at.stage], at.phase ^ 1);
+      rows.copy(args, smem, at.stage, k0);
+      cp_async_mbarrier_arrive_noinc(&smem.full[at.stage]);
+    }
+  }
 }
 
 /* ---- consumers: scales ---- */

@@ -61,10 +61,11 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
 
 #include "gemm/lane_weights.cuh"
 
-enum { PRODUCERS_BARRIER = 5 }; /* warpgroups of consumers have 1 to 4 */
+enum { WEIGHTS_BARRIER = 5, ROWS_BARRIER = 6 }; /* of a warpgroup of producers each; those of consumers have 1 to 4 */
 
 /* gemm/fixed.cuh */
 template <class S> struct mixed_smem;
+template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem);
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
 template <class S, int N, class SCALES>
@@ -77,10 +78,11 @@ template <class S> struct mixed_smem {
   scale_stage<S> scales[S::STAGES];
   wgmma_staging<S> staging;
   uint64_t full[S::STAGES], empty[S::STAGES];
-  tile_unit units[UNITS_AHEAD];            /* and the one after each */
-  uint8_t skew[S::UNIT_SLOTS][S::COLUMNS]; /* of units: of each weight row's scales, see scale_stage */
-  int32_t sources[2][S::BM];               /* of a unit's rows in A; the producers' */
-  stream_run<S> run;                       /* of one thread */
+  uint64_t posted[S::APART ? UNITS_AHEAD : 1]; /* a unit is there: for producers of rows of their own */
+  tile_unit units[UNITS_AHEAD];                /* and the one after each */
+  uint8_t skew[S::UNIT_SLOTS][S::COLUMNS];     /* of units: of each weight row's scales, see scale_stage */
+  int32_t sources[2][S::BM];                   /* of a unit's rows in A; the producers' */
+  stream_run<S> run;                           /* of one thread */
   tile_table table;
   row_range ranges[S::RANGES];
 };
@@ -255,12 +257,15 @@ template <class S> struct mixed_rows {
 
 /* ---- producers ---- */
 
-/* The run's next unit, for all; consumers see it behind the barrier of a later stage. All producers. */
+/* The run's next unit, for all; consumers see it behind the barrier of a later stage. All producers of weights. */
 template <class S> DEVICE void post_next_unit(const gemm_args &args, mixed_smem<S> &smem, int slot)
 {
   slot %= UNITS_AHEAD;
-  if (tid_x() == 0) smem.units[slot] = smem.run.next(args, smem);
-  bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP);
+  if (tid_x() == 0) {
+    smem.units[slot] = smem.run.next(args, smem);
+    if (S::APART) mbarrier_arrive(&smem.posted[slot]);
+  }
+  bar_sync(WEIGHTS_BARRIER, S::GROUP);
 }
 
 /* Rows of a stage and the next one (two), of which the early ones are here, and the early ones of the next two. A warp
@@ -348,20 +353,24 @@ template <class S> DEVICE void produce(const gemm_args &args, mixed_smem<S> &sme
   if (!waited) wait_for_earlier_grids();
 }
 
-/* Rows alone, by producers of their own: unit by unit and stage by stage as the others. */
+/* Rows alone, by producers of their own: unit by unit and stage by stage as the others. What they arrive for tells
+ * consumers of the next unit, too, so it has to be there. */
 template <class S> DEVICE void produce_rows(const gemm_args &args, mixed_smem<S> &smem)
 {
   pipeline_state<S::STAGES> at;
+  pipeline_state<UNITS_AHEAD> unit;
   mixed_rows<S> tokens;
   if (args.protocol.early_inputs) wait_for_earlier_grids();
-  bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP);
+  wait_for(&smem.posted[0], 0);
   if (smem.units[0].expert < 0 && (int)(tid_x() % WARP_SIZE) == 0) mbarrier_arrive(&smem.full[0]);
 #pragma unroll 1
-  for (int slot = 0; smem.units[slot].expert >= 0; slot = (slot + 1) % UNITS_AHEAD) {
-    const int rows = smem.units[slot].rows;
+  while (smem.units[unit.stage].expert >= 0) {
+    const int slot = unit.stage, rows = smem.units[slot].rows;
     mixed_rows<S>::look_up(args, smem, slot);
-    bar_sync(PRODUCERS_BARRIER, S::PRODUCERS * S::GROUP); /* the next unit is there, too */
+    bar_sync(ROWS_BARRIER, S::GROUP);
     tokens.load_early(args, smem, slot, rows, 0);
+    unit.advance();
+    wait_for(&smem.posted[unit.stage], unit.phase);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.k; k0 += 2 * S::BK) {
       const bool two = k0 + S::BK < args.k;
@@ -648,13 +657,22 @@ template <int FROM, int TO> DEVICE void change_registers()
     setmaxnreg_dec<TO>();
 }
 
+/* Whether a launch ahead has brought rows into fixed point: then each thread arrives for those it copies, else a lane
+ * for what its warp has stored. */
+template <class S> DEVICE bool rows_are_fixed(const gemm_args &args)
+{
+  return S::FIXED && args.a_scale;
+}
+
 template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &smem)
 {
   if (threadIdx.x == 0) {
+    const int arrivals = rows_are_fixed<S>(args) ? S::GROUP : S::GROUP / WARP_SIZE;
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::GROUP + S::GROUP / WARP_SIZE);
+      mbarrier_init(&smem.full[s], S::GROUP + arrivals);
       mbarrier_init(&smem.empty[s], S::CONSUMERS * S::GROUP / WARP_SIZE);
     }
+    for (int u = 0; S::APART && u < UNITS_AHEAD; u++) mbarrier_init(&smem.posted[u], 1);
     fence_mbarrier_init();
   }
   if (!args.protocol.early_inputs) wait_for_earlier_grids();
@@ -669,6 +687,8 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
   } else if (S::APART && threadIdx.x < 2 * S::GROUP) {
     if constexpr (S::APART) {
       change_registers<S::REGISTERS, S::ROW_REGISTERS>();
+      if constexpr (S::FIXED)
+        if (rows_are_fixed<S>(args)) return copy_fixed<S>(args, smem);
       produce_rows<S>(args, smem);
     }
   } else {

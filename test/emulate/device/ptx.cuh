@@ -283,4 +283,9 @@ DEVICE unsigned tid_x()
   return threadIdx.x;
 }
 
+DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
+{
+  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+}
+
 #endif

@@ -18,11 +18,6 @@ DEVICE uint32_t lds_u16(uint32_t address)
   return load_shared<uint16_t>(address);
 }
 
-DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
-{
-  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
-}
-
 DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
   mma_lane<int32_t> mine = {d, a, b};

@@ -1,0 +1,72 @@
+/*
+ * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of 2^-14 of the power of two at or
+ * below the largest, in 16 bits, a signed upper byte and an unsigned lower one; a multiple's worth is the slab's scale.
+ *
+ * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Of each
+ * 32 k the even ones come first, then the odd ones: two chunks of 16 bytes. Four lanes have a slab of a row: lane
+ * `word` has k = 8 word .. 8 word + 7 of each 32, which are word `word` of both chunks.
+ */
+#ifndef CUMOE_FIXED_POINT_CUH
+#define CUMOE_FIXED_POINT_CUH
+
+#include "device/dtype.cuh"
+#include "device/ptx.cuh"
+
+enum { FIXED_RUN = 32 };
+
+/* A float of 2^23 and more whose last bit is 1 and whose lower half is 0. */
+constexpr float FIXED_ONE = 0x1.8p23f;
+
+/* Two elements times `up` are the lower halves of what they become, with those of `one`. */
+template <class X> DEVICE void fixed_pair(uint32_t pair, float up, float one, uint32_t &even, uint32_t &odd)
+{
+  const float2 v = unpack_pair<X>(pair);
+  even = __float_as_uint(fmaf(v.x, up, one));
+  odd = __float_as_uint(fmaf(v.y, up, one));
+}
+
+/* The first and second bytes of four. */
+DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
+{
+  const uint32_t a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
+  low = __byte_perm(a, b, 0x5410);
+  high = __byte_perm(a, b, 0x7632);
+}
+
+/* Eight elements of run q: put(plane, chunk, four bytes). */
+template <class X, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
+{
+  uint32_t even[4], odd[4], low, high;
+  fixed_pair<X>(v.x, up, FIXED_ONE, even[0], odd[0]);
+  fixed_pair<X>(v.y, up, FIXED_ONE, even[1], odd[1]);
+  fixed_pair<X>(v.z, up, FIXED_ONE, even[2], odd[2]);
+  fixed_pair<X>(v.w, up, FIXED_ONE, even[3], odd[3]);
+  split_bytes(even, low, high);
+  put(0, 2 * q, high);
+  put(1, 2 * q, low);
+  split_bytes(odd, low, high);
+  put(0, 2 * q + 1, high);
+  put(1, 2 * q + 1, low);
+}
+
+/* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart. Its
+ * largest element is brought to 2^14 .. 2^15. Returns the slab's scale: NaN if an element is not finite. */
+template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
+{
+  uint32_t most = 0;
+#pragma unroll
+  for (int q = 0; q < 4; q++) {
+    const uint32_t pairs[4] = {v[q].x, v[q].y, v[q].z, v[q].w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) most = max_halves(most, pairs[i] & 0x7fff7fff);
+  }
+  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, LANES_APART));
+  most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 2 * LANES_APART));
+  const int exponent = (int)(__float_as_uint(unpack_pair<X>(max(most >> 16, most & 0xffff)).x) >> 23),
+            up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
+#pragma unroll
+  for (int q = 0; q < 4; q++) put_eight<X>(v[q], __uint_as_float((uint32_t)up << 23), q, put);
+  return __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+}
+
+#endif
