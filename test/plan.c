@@ -500,6 +500,7 @@ static void check_gemm_grid(rng *r, const gpu *g, const variant *v, const op_sha
  * SMs. */
 static wide simple_grid(const variant *v, const op_shape *s)
 {
+  if (v->form == FORM_dealt) return HOPPER_SMS * v->ctas;
   if (s->op == OP_few_up || s->op == OP_few_down)
     return smaller((s->op == OP_few_up ? s->rows : 1) * (int64_t)wide_ceil(s->n, v->bn), HOPPER_SMS);
   if (s->op == OP_quantize || s->op == OP_quantize_masked)
@@ -955,6 +956,23 @@ static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
   return fixed ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
 }
 
+/* y, or what few's parts of sums may take in its place: of up and of down, for up to 32 tokens, as f32, of each pair's
+ * channels in whole blocks once, and of 128 channels of 1024 items of one token, of 512 items of each of several. */
+static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
+{
+  const wide y = tokens * d->routing.top_k * d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2);
+  if (d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return y;
+  const wide t = tokens < 32 ? tokens : 32, all = t * d->routing.top_k,
+             pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32);
+  const wide items = 128 * (t == 1 ? 1024 : t * 512);
+  wide room = 256;
+  for (int down = 0; down < 2; down++) {
+    const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128;
+    room += (4 * (pairs * channels + items) + 255) / 256 * 256;
+  }
+  return room > y ? room : y;
+}
+
 static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w, region *out)
 {
   const wide k = d->routing.top_k, t = tokens, element = d->dtype == CUMOE_F32 ? 4 : 2, local = d->local_experts;
@@ -976,7 +994,7 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       {"progress", w->progress, PROGRESS_WORDS(t * k, local) * 4},
       {"h", w->h, t * k * d->inter * element},
       {"few_words", w->few_words, FEW_BYTES(t * k < FEW_PAIRS(FEW_TOKENS) ? t * k : FEW_PAIRS(FEW_TOKENS))},
-      {"y", w->y, t * k * d->hidden * element},
+      {"y", w->y, y_bytes(d, t)},
       {"shared_h", w->shared_h, t * d->shared_inter * element},
       {"shared_y", w->shared_y, d->shared_inter ? t * d->hidden * element : 0},
       {"shared_logit", w->shared_logit, d->shared_inter ? t * 4 : 0},
