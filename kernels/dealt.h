@@ -1,10 +1,10 @@
 /*
- * few_up of the form dealt: its arguments, the tensor maps through which it reads the weights (host/tmap.c encodes them),
- * and what its CTAs tell each other besides few_protocol (protocol.h).
+ * few_up of the form dealt: its arguments, the tensor maps through which it reads the weights (host/tmap.c encodes
+ * them), and what its CTAs tell each other besides few_protocol (protocol.h).
  *   up, down  (channel, of gate and up element by element what lies there; k; half; expert); a box is 64 x FEW_PART_K.
  *             up_first: the half that lies first in memory is up
- *   parts     of sums of up, of down: [part of k][pair][channel], all ones until written, by the router; in the place of
- *             y, and behind
+ *   parts     of sums of up, of down: [part of k][pair][channel], all ones, by the router, until written; in the place
+ *             of y, and behind
  *   items     tickets drawn, less one: likewise
  */
 #ifndef CUMOE_DEALT_KERNELS_H

@@ -1363,10 +1363,16 @@ static const layer_case layer_cases[] = {
     {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
-    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR, ALONE, 0},
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR, ALONE, ALONE}, /* dealt, behind a router */
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | LOGITS, ALONE, 0},
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | NO_MAPS, ALONE, 0},
+    {32, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
+    {33, 7, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, 0},
     {1, 4, 2880, 2880, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {1, 8, 4096, 1536, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
-    {1, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, 0},
+    {1, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, ALONE},
+    {4, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, ALONE},
+    {5, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, 0},
     {1, 8, 2048, 768, 128, DT_F32, 0, ALONE, 0},
     {1, 8, 2048, 768, 257, DT_BF16, 0, ALONE, FEW | ONE}, /* more experts than a warp's registers rank */
     /* thin (up here) starts early: not behind a router's tiles, nor where it streams for a millisecond */

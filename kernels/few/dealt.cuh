@@ -4,9 +4,9 @@
  *   dealt_line.cuh     items, shared memory           dealt_products.cuh  products; h
  *   dealt_feed.cuh     copies, columns
  *
- * Units of whole k do not deal out, and equal shares of the bytes do not end together, for SMs do not get equal parts of
- * memory's rate: those ahead would have down's weights before others have all of up's. So k of a unit is cut into parts,
- * and parts are items that CTAs draw one after the other, all of up's before down's.
+ * Units of whole k do not deal out, and equal shares of the bytes do not end together, for SMs do not get equal parts
+ * of memory's rate: those ahead would have down's weights before others have all of up's. So k of a unit is cut into
+ * parts, and parts are items that CTAs draw one after the other, all of up's before down's.
  *
  * One warp draws and fills a ring of stages, by boxes of 64 channels x 64 k in the swizzle of 128 bytes; ldmatrix
  * transposes. Each of eight consumer warps has an octet of either box, so that no sums have to be added up in the CTA.
@@ -62,7 +62,8 @@ DEVICE float4 take_y(const few_sm90_args &all, const dealt_smem<S> &smem, int pa
   return make_float4(sum[0], sum[1], sum[2], sum[3]);
 }
 
-/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has slot l/4 of eight, quad l%4. */
+/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has slot l / 4 of eight, quad
+ * l % 4. */
 template <class S>
 DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
 {
