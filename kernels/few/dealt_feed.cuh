@@ -1,5 +1,5 @@
 /* dealt: warps that fill stages. One draws items and copies their weights, box by box, and tells the others what each
- * stage has. Those bring columns, in turn a stage each: x by cp.async; h by way of registers, as soon as it is there. */
+ * stage has. Those bring columns, in turn a stage each: x by cp.async; h by registers, as soon as it is there. */
 #ifndef CUMOE_DEALT_FEED_CUH
 #define CUMOE_DEALT_FEED_CUH
 
