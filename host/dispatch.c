@@ -351,16 +351,32 @@ cumoe_status check_layer_plan(struct context *context, const layer_plan *lp)
 
 /* ---- tensor maps ---- */
 
+/* Of a step that reads through some. */
+static const variant *row_with_maps(const launch_step *s)
+{
+  return s->row >= 0 && takes_tensor_maps(&variants[s->row]) ? &variants[s->row] : NULL;
+}
+
+static cumoe_status encoded(const variant *v, bool done)
+{
+  return done ? CUMOE_OK : fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
+}
+
 /* Encoded anew each time: host work only, and nothing to keep. */
 cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args)
 {
-  const variant *v = s->row < 0 ? NULL : &variants[s->row];
-  if (!v || !takes_tensor_maps(v)) return CUMOE_OK;
+  const variant *v = row_with_maps(s);
+  if (!v) return CUMOE_OK;
   const bool done = v->op == OP_router            ? tmap_encode_router(context->encode_tiled, v, &args->router)
                     : v->op == OP_weight_gradient ? tmap_encode_gradient(context->encode_tiled, v, &args->gradient)
-                    : v->op == OP_few_up          ? tmap_encode_few(context->encode_tiled, &args->few)
                                                   : tmap_encode(context->encode_tiled, v, &args->gemm);
-  return done ? CUMOE_OK : fail(CUMOE_ERR_INTERNAL, "%s: the driver made no tensor map of the operands", v->name);
+  return encoded(v, done);
+}
+
+cumoe_status encode_few_maps(struct context *context, const launch_step *s, few_sm90_args *args)
+{
+  const variant *v = row_with_maps(s);
+  return v ? encoded(v, tmap_encode_few(context->encode_tiled, args)) : CUMOE_OK;
 }
 
 /* ---- one operation ---- */

@@ -36,10 +36,10 @@ typedef union mapped_args {
   gemm_sm90_args gemm;
   down_drawn_args drawn; /* begins with gemm */
   weight_gradient_sm90_args gradient;
-  few_sm90_args few;
 } mapped_args;
 
 /* Fills in the maps, if the step's kernel reads through them. */
 cumoe_status encode_maps(struct context *context, const launch_step *s, mapped_args *args);
+cumoe_status encode_few_maps(struct context *context, const launch_step *s, few_sm90_args *args);
 
 #endif

@@ -315,7 +315,8 @@ static void locate(pass *p)
 /* ---- forward: arguments of each stage ---- */
 
 typedef struct layer_arguments {
-  mapped_args router, shared_gate, up, down, shared_up, shared_down, few;
+  mapped_args router, shared_gate, up, down, shared_up, shared_down;
+  few_sm90_args few;
   gate_args gate;
   map_args map;
   quantize_args x, h, shared_x, shared_h;
@@ -331,8 +332,6 @@ static mapped_args *mapped_of(layer_arguments *l, stage s)
   case STAGE_down: return &l->down;
   case STAGE_shared_up: return &l->shared_up;
   case STAGE_shared_down: return &l->shared_down;
-  case STAGE_few_up:
-  case STAGE_few_down: return &l->few;
   default: return NULL;
   }
 }
@@ -349,6 +348,8 @@ static const void *arguments_of(layer_arguments *l, stage s)
   case STAGE_shared_quantize_x: return &l->shared_x;
   case STAGE_shared_quantize_h: return &l->shared_h;
   case STAGE_combine: return &l->combine;
+  case STAGE_few_up:
+  case STAGE_few_down: return &l->few;
   default: return mapped_of(l, s);
   }
 }
@@ -506,14 +507,14 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
 static void link_few(const pass *p, layer_arguments *l)
 {
   const workspace_layout *at = &p->lp.at;
-  few_args *few = &l->few.few.f;
+  few_args *few = &l->few.f;
   uint64_t *words = region(p, at->few_words);
   few->protocol.tickets = (int32_t *)(words + few->up.rows_cap);
   l->router.router.r.protocol.fill = region(p, at->h);
   const bool dealt = variants[p->lp.steps[STAGE_few_up].row].form == FORM_dealt;
   for (int i = 0; dealt && i < 2; ++i)
-    l->few.few.parts[i] = region(p, at->few_parts[i]), l->few.few.part_k[i] = at->few_part_k[i];
-  if (dealt) l->few.few.items = region(p, at->few_items);
+    l->few.parts[i] = region(p, at->few_parts[i]), l->few.part_k[i] = at->few_part_k[i];
+  if (dealt) l->few.items = region(p, at->few_items);
   l->router.router.r.protocol.fill_vectors = (int32_t)((dealt ? at->dealt_fill : at->few_fill) / 16);
   if (!p->lp.few_gates) return;
   few->protocol.weights = words;
@@ -522,7 +523,7 @@ static void link_few(const pass *p, layer_arguments *l)
 
 static void few_pass(const pass *p, const struct weights *weights, layer_arguments *l)
 {
-  few_args *few = &l->few.few.f;
+  few_args *few = &l->few.f;
   *few = (few_args){.map = map_pass(p), .out = combine_pass(p)};
   experts_pass(p, weights, &p->route, &few->up, &few->down);
   few->out.protocol.early_inputs = p->lp.combine_looks_ahead;
@@ -592,6 +593,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   if (ends->combines) ends->combine = l.combine;
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
+  TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));

@@ -452,11 +452,14 @@ static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, i
 }
 
 /* The most that is: no more parts than items / (active experts * blocks of FEW_PART_N channels) + 1, of which an expert
- * has up to `tokens` rows. More of anything never needs less. */
+ * has up to `tokens` rows; nor than have the least k. More of anything never needs less. */
 static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
-  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS));
-  return 4 * (pairs * part_channels(d, down) + wanted_items(tokens) * FEW_PART_N * tokens);
+  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)), whole = pairs * part_channels(d, down),
+                least = FEW_PART_K * (down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP),
+                parts = ceil_div(down ? d->inter : d->hidden, least);
+  if (!down && parts == 1) return 0;
+  return 4 * min64(parts * whole, whole + wanted_items(tokens) * FEW_PART_N * tokens);
 }
 
 /* dealt's parts of sums, in the place of y, which it does not have, and behind. */

@@ -481,14 +481,15 @@ static void format_workspace(cumoe_context context)
 {
   const layer_spec spec = spec_with_formats();
   const layer_inputs in = layer_inputs_new(&spec);
-  layer_spec dense = spec;
+  layer_spec as_is = spec; /* activations of the same weights */
   cumoe_plan plan = NULL;
   size_t bytes = 0, least = 0;
   session s;
   case_begin("workspace");
   session_open(&s, context, &spec, &in);
-  dense.desc.up_format = dense.desc.down_format = dense.desc.shared_down_format = (cumoe_format){0};
-  CHECK_OK(cumoe_plan_create(context, &dense.desc, &plan));
+  cumoe_format *formats[] = {&as_is.desc.up_format, &as_is.desc.down_format, &as_is.desc.shared_down_format};
+  for (int i = 0; i < 3; i++) formats[i]->rows = CUMOE_ROWS_AS_THEY_ARE, formats[i]->row_group = 0;
+  CHECK_OK(cumoe_plan_create(context, &as_is.desc, &plan));
   CHECK_OK(cumoe_plan_workspace(s.plan, spec.tokens, &bytes));
   CHECK_OK(cumoe_plan_workspace(plan, spec.tokens, &least));
   CHECK_MSG(bytes > least, "%zu bytes with codes, %zu without", bytes, least);
