@@ -58,7 +58,7 @@ typedef struct workspace_layout {
   size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
   size_t few_items, few_parts[2], dealt_fill; /* kernels/dealt.h; from h to their end */
-  int32_t few_part_k[2]; /* k of a part */
+  int32_t few_part_k[2];                      /* k of a part */
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
 } workspace_layout;

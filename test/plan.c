@@ -957,8 +957,8 @@ static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
 }
 
 /* y, or what few's parts of sums may take in its place: of up and of down, for up to 32 tokens, as f32, of each pair's
- * channels in whole blocks once, and of 128 channels of 1024 items of one token, of 512 items of each of several; but not
- * more often than k has runs of 512 (up), 256 (down). */
+ * channels in whole blocks once, and of 128 channels of 1024 items of one token, of 512 items of each of several; but
+ * not more often than k has runs of 512 (up), 256 (down). */
 static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
 {
   const wide y = tokens * d->routing.top_k * d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2);
