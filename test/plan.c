@@ -1013,6 +1013,21 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
   return MAX_REGIONS;
 }
 
+/* few's parts of sums, as many as its plan says, end before y's region does. */
+static void check_parts(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w)
+{
+  if (tokens > 32 || d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return;
+  const wide pairs = smaller(tokens * d->routing.top_k, FEW_PAIRS(32)), end = (wide)w->y + y_bytes(d, tokens);
+  for (int down = 0; down < 2; down++) {
+    const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128, k = down ? d->inter : d->hidden,
+               parts = wide_ceil(k, w->few_part_k[down]);
+    const wide bytes = !down && parts == 1 ? 0 : parts * pairs * channels * 4;
+    CHECK_MSG(w->few_part_k[down] % 64 == 0 && parts <= 16, "parts of %d k", w->few_part_k[down]);
+    CHECK_MSG((wide)w->few_parts[down] + bytes <= end, "parts of %d k end past y's region", w->few_part_k[down]);
+    CHECK_MSG(down || w->few_parts[0] + bytes <= w->few_parts[1], "parts of up and down overlap");
+  }
+}
+
 static int by_offset(const void *a, const void *b)
 {
   const region *x = a, *y = b;
@@ -1034,6 +1049,7 @@ static void check_regions(const cumoe_moe_desc *d, int64_t tokens)
     end = (wide)all[i].at + all[i].bytes;
   }
   CHECK_MSG(end <= (wide)w.bytes && w.bytes % 256 == 0, "%zu bytes end before the last region", w.bytes);
+  check_parts(d, tokens, &w);
   const wide most = end + 256 + (wide)1024 * 256 * 4 + 256;
   CHECK_MSG((wide)w.bytes <= most, "%zu bytes are more than needed", w.bytes);
 }
