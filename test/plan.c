@@ -1484,6 +1484,50 @@ static void test_forced_plans(void)
   group_end();
 }
 
+/* The first of the rows of that form that hopper runs. */
+static int32_t row_of_form(operation op, form f)
+{
+  int32_t i = 0;
+  while (i < variant_count && (variants[i].op != (int8_t)op || variants[i].form != (int8_t)f)) i++;
+  return i;
+}
+
+/* Whether x and h are brought into fixed point ahead, of 128 experts of int4, 8 a token. */
+static bool is_brought_ahead(const machine *m, int64_t tokens)
+{
+  const cumoe_moe_desc given = {.size = sizeof given,
+                                .num_experts = 128,
+                                .hidden = 2048,
+                                .inter = 768,
+                                .dtype = CUMOE_BF16,
+                                .routing = cumoe_routing_mixtral(8),
+                                .up_format = cumoe_format_int4(128, CUMOE_BF16),
+                                .down_format = cumoe_format_int4(128, CUMOE_BF16)};
+  cumoe_moe_desc d;
+  CHECK_OK(check_moe_desc(&given, &d));
+  const layer_call c = call_for(&d, tokens, 0);
+  const layer_plan p = plan_layer(m, &d, &c);
+  const variant *x = row_at(&p, STAGE_arrange_x), *h = row_at(&p, STAGE_quantize_h);
+  CHECK(!x == !h && (!x || (x->form == FORM_fixed && h->form == FORM_fixed)));
+  return x != NULL;
+}
+
+/* From fixed_rows rows an expert up, and while there is room: 32 rows an expert. */
+static void test_fixed_ahead(void)
+{
+  if (!group_begin("rows brought into fixed point ahead")) return;
+  machine m = gpu_machine(&hopper);
+  case_begin("by rows");
+  m.limits[LIMIT_fixed_rows][WEIGHTS_w4] = 3;
+  CHECK(!is_brought_ahead(&m, 32) && is_brought_ahead(&m, 33) && is_brought_ahead(&m, 48));
+  case_end();
+  case_begin("by room");
+  m.forced[OP_up] = row_of_form(OP_up, FORM_fixed) + 1, m.forced[OP_down] = row_of_form(OP_down, FORM_fixed) + 1;
+  CHECK(is_brought_ahead(&m, 512) && !is_brought_ahead(&m, 513));
+  case_end();
+  group_end();
+}
+
 /* A forced row that cannot serve the layer is refused by the plan, by name: nothing is launched. */
 static void test_refused_plans(void)
 {
@@ -1618,6 +1662,7 @@ int main(int argc, char **argv)
   if (gpus_have_sm90()) test_forced_plans();
   if (gpus_have_sm90()) test_few_gates();
   test_routers_of_any_batch();
+  test_fixed_ahead();
   test_refused_plans();
   test_chunking(&r);
   test_layout(&r);
