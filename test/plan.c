@@ -740,25 +740,31 @@ static void test_keep_rows(rng *r)
   group_end();
 }
 
+/* Of eight experts of 16-bit weights that tensor maps can describe: what the backward's products are. */
+static op_shape product_shape(operation op, int32_t dtype, int64_t tokens, int64_t rows)
+{
+  return (op_shape){.op = op,
+                    .in = dtype,
+                    .out = dtype,
+                    .format = dense_format(dtype),
+                    .scale_run = SCALE_RUN_ALL,
+                    .tmap = true,
+                    .tokens = tokens,
+                    .rows = rows,
+                    .experts = 8,
+                    .n = 768,
+                    .k = 2048,
+                    .top_k = 2};
+}
+
 /* The same of down and down_drawn, at enough rows. */
 static void test_drawn_rows(rng *r)
 {
   if (!group_begin("down whose units are drawn")) return;
   for (int n = 0; n < 2 * 2; n++) {
     const int32_t dtype = n % 2 ? DT_F16 : DT_BF16;
-    op_shape s = {.op = OP_down,
-                  .in = dtype,
-                  .out = dtype,
-                  .format = dense_format(dtype),
-                  .scale_run = SCALE_RUN_ALL,
-                  .major = n / 2 ? MAJOR_N : MAJOR_K,
-                  .tmap = true,
-                  .tokens = 4096,
-                  .rows = 8192,
-                  .experts = 8,
-                  .n = 768,
-                  .k = 2048,
-                  .top_k = 2};
+    op_shape s = product_shape(OP_down, dtype, 4096, 8192);
+    s.major = n / 2 ? MAJOR_N : MAJOR_K;
     const gpu g = {90, HOPPER_SMS, 232448};
     const machine m = gpu_machine(&g);
     const int32_t down = choose(&m, &s);
@@ -781,18 +787,7 @@ static void test_gradient_stages(void)
   if (!group_begin("stages of gradients")) return;
   for (int n = 0; n < 2 * 2; n++) {
     const int32_t dtype = n % 2 ? DT_F16 : DT_BF16;
-    const op_shape s = {.op = OP_weight_gradient,
-                        .in = dtype,
-                        .out = dtype,
-                        .format = dense_format(dtype),
-                        .scale_run = SCALE_RUN_ALL,
-                        .tmap = true,
-                        .tokens = 2048,
-                        .rows = n / 2 ? 8 * 129 : 8 * 128,
-                        .experts = 8,
-                        .n = 768,
-                        .k = 2048,
-                        .top_k = 2};
+    const op_shape s = product_shape(OP_weight_gradient, dtype, 2048, n / 2 ? 8 * 129 : 8 * 128);
     const gpu g = {90, HOPPER_SMS, 232448};
     const machine m = gpu_machine(&g);
     const int32_t got = choose(&m, &s);
