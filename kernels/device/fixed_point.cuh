@@ -1,10 +1,11 @@
 /*
- * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of 2^-14 of the power of two at or
- * below the largest, in 16 bits, a signed upper byte and an unsigned lower one; a multiple's worth is the slab's scale.
+ * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of less than 2^-14 of the largest, in 16
+ * bits: 256 times an upper byte, and a lower one, both signed. A multiple's worth is the slab's scale.
  *
- * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Of each
- * 32 k the even ones come first, then the odd ones: two chunks of 16 bytes. Four lanes have a slab of a row: lane
- * `word` has k = 8 word .. 8 word + 7 of each 32, which are word `word` of both chunks.
+ * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Four
+ * lanes have a slab of a row: lane `word` has k = 8 word .. 8 word + 7 of each 32, which are word `word` of two chunks
+ * of 16 bytes: the first four in one and the others in the other, or even ones in one and odd ones in the other, as the
+ * weights' codes become bytes (device/code_bytes.cuh).
  */
 #ifndef CUMOE_FIXED_POINT_CUH
 #define CUMOE_FIXED_POINT_CUH
@@ -33,25 +34,31 @@ DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
   high = __byte_perm(a, b, 0x7632);
 }
 
-/* Eight elements of run q: put(plane, chunk, four bytes). */
-template <class X, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
+/* Eight elements of run q: put(plane, chunk, four bytes). Those of lower bytes come out 128 too large. */
+template <class X, bool IN_ORDER, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
 {
+  constexpr float ONE = FIXED_ONE + 128.f; /* upper bytes are as they should be */
   uint32_t even[4], odd[4], low, high;
-  fixed_pair<X>(v.x, up, FIXED_ONE, even[0], odd[0]);
-  fixed_pair<X>(v.y, up, FIXED_ONE, even[1], odd[1]);
-  fixed_pair<X>(v.z, up, FIXED_ONE, even[2], odd[2]);
-  fixed_pair<X>(v.w, up, FIXED_ONE, even[3], odd[3]);
-  split_bytes(even, low, high);
+  fixed_pair<X>(v.x, up, ONE, even[0], odd[0]);
+  fixed_pair<X>(v.y, up, ONE, even[1], odd[1]);
+  fixed_pair<X>(v.z, up, ONE, even[2], odd[2]);
+  fixed_pair<X>(v.w, up, ONE, even[3], odd[3]);
+  const uint32_t first[4] = {even[0], IN_ORDER ? odd[0] : even[1], IN_ORDER ? even[1] : even[2],
+                             IN_ORDER ? odd[1] : even[3]},
+                 second[4] = {IN_ORDER ? even[2] : odd[0], IN_ORDER ? odd[2] : odd[1], IN_ORDER ? even[3] : odd[2],
+                              odd[3]};
+  split_bytes(first, low, high);
   put(0, 2 * q, high);
-  put(1, 2 * q, low);
-  split_bytes(odd, low, high);
+  put(1, 2 * q, low ^ 0x80808080);
+  split_bytes(second, low, high);
   put(0, 2 * q + 1, high);
-  put(1, 2 * q + 1, low);
+  put(1, 2 * q + 1, low ^ 0x80808080);
 }
 
 /* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart. Its
- * largest element is brought to 2^14 .. 2^15. Returns the slab's scale: NaN if an element is not finite. */
-template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
+ * largest element is brought to 2^14 .. 127 * 257, two thirds of what it might be where that is too much. Returns the
+ * slab's scale: NaN if an element is not finite. */
+template <class X, int LANES_APART, bool IN_ORDER, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
 {
   uint32_t most = 0;
 #pragma unroll
@@ -62,11 +69,15 @@ template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint
   }
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, LANES_APART));
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 2 * LANES_APART));
-  const int exponent = (int)(__float_as_uint(unpack_pair<X>(max(most >> 16, most & 0xffff)).x) >> 23),
+  const float largest = unpack_pair<X>(max(most >> 16, most & 0xffff)).x;
+  const int exponent = (int)(__float_as_uint(largest) >> 23),
             up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
+  float times = __uint_as_float((uint32_t)up << 23),
+        scale = __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+  if (largest * times > 127 * 257.f) times *= 1.f / 1.5f, scale *= 1.5f;
 #pragma unroll
-  for (int q = 0; q < 4; q++) put_eight<X>(v[q], __uint_as_float((uint32_t)up << 23), q, put);
-  return __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+  for (int q = 0; q < 4; q++) put_eight<X, IN_ORDER>(v[q], times, q, put);
+  return scale;
 }
 
 #endif

@@ -1,13 +1,14 @@
 /*
- * fixed: as mixed (gemm/mixed.cuh), weights of u4 without zero points, a scale for 128 k or more, and few rows an
- * expert, where what counts is how few instructions a weight takes. Codes become bytes by three instructions for eight,
- * where 16-bit elements take fifteen and more; so activations are integers, too, in fixed point
- * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
- * are put together and scaled into sums of f32.
+ * fixed: as mixed (gemm/mixed.cuh), weights of mx4, or of u4 without zero points and with a scale for 128 k or more, and
+ * few rows an expert, where what counts is how few instructions a weight takes. Codes become bytes by three or seven
+ * instructions for eight (device/code_bytes.cuh), where 16-bit elements take fifteen and more; so activations are
+ * integers, too, in fixed point (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact
+ * sums of 32 bits. Those of a run, which is as many k as have one scale, 32 or 128, are put together and scaled into
+ * sums of f32. Up to four rows share the mma's columns: one has upper bytes, another one lower ones.
  *
- * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
- * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is two arrays, of
- * upper bytes and of lower ones.
+ * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: half of them are multiplied by bytes
+ * 4 q .. of a row in shared memory, the others by 16 + 4 q .. A slab of rows is two arrays, of upper bytes and of lower
+ * ones.
  *
  * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer
  * over that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
@@ -15,19 +16,23 @@
 #ifndef CUMOE_FIXED_CUH
 #define CUMOE_FIXED_CUH
 
+#include "device/code_bytes.cuh"
 #include "device/fixed_point.cuh"
 #include "gemm/mixed.cuh"
 
-template <class S> struct fixed_scales;
+template <class S, class W> struct fixed_scales;
 
 template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
-  using SCALES = fixed_scales<fixed_shape>;
+  using W = typename PRODUCT::W;
+  using SCALES = fixed_scales<fixed_shape, W>;
+  using BYTES = code_bytes<W>;
+  static constexpr int RUN = operand<W>::K_PER_SCALE > 0 ? operand<W>::K_PER_SCALE : 128, RUNS = 128 / RUN;
   static constexpr bool FIXED = true, ZEROS = false;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
   static constexpr int ROW_REGISTERS = 64, CONSUMER_REGISTERS = 176;
-  static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
+  static_assert(BK == 256, "row_scales has room for two slabs a stage");
 };
 
 /* ---- producers ---- */
@@ -37,7 +42,7 @@ template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4])
 {
   const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
-  const float scale = put_fixed<typename S::X, 8>(v, [&](int plane, int chunk, uint32_t bytes) {
+  const float scale = put_fixed<typename S::X, 8, S::BYTES::IN_ORDER>(v, [&](int plane, int chunk, uint32_t bytes) {
     sts_32(to + plane * S::BM * 128 + (chunk ^ row % 8) * 16, bytes);
   });
   if (word == 0) smem.staging.row_scales[slab][stage][row] = scale;
@@ -122,13 +127,16 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
 
 /* ---- consumers: scales ---- */
 
-/* Of a lane's four rows; row r is of octet r of its warp. */
-template <class S> struct fixed_scales {
-  using slab_scales = float[S::SLABS][4];
+/* Of a lane's four rows in each run of a slab; row r is of octet r of its warp. */
+template <class S> using run_scales = float[S::RUNS][4];
+
+template <class S> struct fixed_scales<S, u4> {
   static constexpr bool absent = false;
+  static constexpr float REST = 1.f;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
-  uint32_t row;   /* the first one's shared address in stage 0 */
-  uint32_t skews; /* of each a byte: where in what is copied its first scale is */
+  uint32_t row;             /* the first one's shared address in stage 0 */
+  uint32_t skews;           /* of each a byte: where in what is copied its first scale is */
+  float both[S::SLABS][4]; /* of a stage */
 
   DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
   {
@@ -139,7 +147,7 @@ template <class S> struct fixed_scales {
   }
 
   /* Of the stage of k0 and on; beyond the end of k the last one's. */
-  DEVICE void load(const gemm_args &args, int stage, int k0, slab_scales &by) const
+  DEVICE void load_stage(const gemm_args &args, int stage, int k0)
   {
     const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
               next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
@@ -148,119 +156,249 @@ template <class S> struct fixed_scales {
 #pragma unroll
     for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
     switch (args.b.scale.dtype) {
-    case DT_BF16: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
-    case DT_F16: return load_all(at, next * size, by, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });
-    default: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_32(p)); });
+    case DT_BF16: return load_all(at, next * size, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
+    case DT_F16: return load_all(at, next * size, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });
+    default: return load_all(at, next * size, [](uint32_t p) { return __uint_as_float(lds_32(p)); });
     }
   }
 
-  template <class F> DEVICE static void load_all(const uint32_t (&at)[4], int next, slab_scales &by, F value)
+  template <class F> DEVICE void load_all(const uint32_t (&at)[4], int next, F value)
   {
 #pragma unroll
-    for (int r = 0; r < 4; r++) by[0][r] = value(at[r]), by[1][r] = value(at[r] + next);
+    for (int r = 0; r < 4; r++) both[0][r] = value(at[r]), both[1][r] = value(at[r] + next);
+  }
+
+  DEVICE void take_slab(const gemm_args &, int, int slab, int, run_scales<S> &by)
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++) by[0][r] = slab ? both[1][r] : both[0][r];
+  }
+};
+
+/* Twice the scales, as 2^-127 is no normal number. */
+template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
+  static constexpr float REST = .5f;
+  bool absent = false; /* some of a tile's scales are not in its products */
+
+  DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
+  {
+    scale_places<S>::set_unit(args, smem, slot, row0);
+#pragma unroll
+    for (int r = 0; r < 4; r++) this->at[r] -= tid_x() % 4; /* a lane has all of its rows' */
+  }
+
+  DEVICE void load_stage(const gemm_args &, int, int) {}
+
+  DEVICE void take_slab(const gemm_args &args, int stage, int slab, int k, run_scales<S> &by)
+  {
+    const uint32_t offset = this->slab_offset(stage, slab), turn = this->flip(args, slab, k);
+    uint32_t e[4][4], any = 0;
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int g = 0; g < 4; g++) e[g][r] = lds_u8(((this->at[r] + offset) ^ turn) + g), any |= e[g][r];
+    if (any > 127) leave_out(args, k, e);
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int g = 0; g < 4; g++) by[g][r] = __uint_as_float((e[g][r] << 23) + (1 << 23));
+  }
+
+  DEVICE void leave_out(const gemm_args &args, int k, uint32_t (&e)[4][4])
+  {
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int g = 0; g < 4; g++) {
+        if (!scale_is_absent<typename S::X, mx4>(e[g][r])) continue;
+        e[g][r] = 0;
+        absent = absent || k + g * 32 < args.k;
+      }
   }
 };
 
 /* ---- consumers: products ---- */
 
-/* A word of codes less 8, times 16: as two registers of four bytes. */
-DEVICE void s8_words(uint32_t codes, uint32_t &even, uint32_t &odd)
-{
-  even = (codes << 4 ^ 0x80808080) & 0xf0f0f0f0;
-  odd = (codes ^ 0x80808080) & 0xf0f0f0f0;
-}
+/* A warp's 32 weight rows x 32 k. Octet r of weight rows is half r / 2 of block r % 2. */
+template <class S> struct fixed_operand {
+  uint32_t a[S::BYTES::PARTS][S::BLOCKS][4];
 
-/* Exact sums of a slab: of upper and of lower bytes. */
-template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
+  DEVICE explicit fixed_operand(uint32_t address)
+  {
+    uint32_t codes[4];
+    ldmatrix_x4(codes, address);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      uint32_t bytes[S::BYTES::PARTS][2];
+      S::BYTES::make(codes[r], bytes);
+#pragma unroll
+      for (int p = 0; p < S::BYTES::PARTS; p++) a[p][r % 2][r / 2] = bytes[p][0], a[p][r % 2][2 + r / 2] = bytes[p][1];
+    }
+  }
 
-/* Where a lane reads a slab: its word of codes of the first 32 k and its first row, and its row of ldmatrix. */
-template <class S> struct fixed_places {
+  DEVICE void multiply(int block, uint32_t first, uint32_t second, int32_t (&sum)[4]) const
+  {
+    const uint32_t b[2] = {first, second};
+#pragma unroll
+    for (int p = 0; p < S::BYTES::PARTS; p++) mma_m16n8k32_s8(sum, a[p][block], b);
+  }
+};
+
+/* Exact sums of a run: of upper and of lower bytes, or, where the row's columns are SHARED, of both. */
+template <class S, int N, bool SHARED> using fixed_sums = int32_t[SHARED ? 1 : 2][S::BLOCKS][N / 8][4];
+template <class S, int N> using slab_sums = float[S::BLOCKS][N / 8][4];
+
+/* Where a lane reads a slab, by ldmatrix: its weight row of the first 32 k, and its row of tokens. SHARED: of 64 k. */
+template <class S, bool SHARED> struct fixed_places {
   uint32_t codes, rows;
 
   DEVICE fixed_places(const mixed_smem<S> &smem)
   {
-    const int lane = tid_x() % WARP_SIZE, r = lane % 8;
-    codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + lane % 4 * 4;
-    rows = shared_address(smem.rows[0]) + lane / 16 * S::BM * 128 + r * 128 + (lane / 8 % 2 ^ r) * 16;
+    const int lane = tid_x() % WARP_SIZE, r = lane % (SHARED ? 4 : 8), plane = SHARED ? lane / 4 % 2 : lane / 16,
+              chunk = SHARED ? lane / 8 : lane / 8 % 2;
+    codes = shared_address(smem.codes[0]) + code_offset<S>(consumer_warp<S>() * S::ROWS + lane, 0);
+    rows = shared_address(smem.rows[0]) + plane * S::BM * 128 + r * 128 + (chunk ^ r) * 16;
   }
 };
 
-/* sums += 32 k, at `codes` and `rows`. Octet r of weight rows is half r / 2 of block r % 2. */
-template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t rows, fixed_sums<S, N> &sums)
+/* sums += 32 k, at `codes` and `rows`. */
+template <class S, int N>
+DEVICE void multiply_32(uint32_t codes, uint32_t rows, fixed_sums<S, N, false> &sums)
 {
-  uint32_t a[S::BLOCKS][4];
-#pragma unroll
-  for (int r = 0; r < 4; r++) s8_words(lds_32(codes + r * 8 * S::ROW_BYTES), a[r % 2][r / 2], a[r % 2][2 + r / 2]);
+  const fixed_operand<S> a(codes);
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
     ldmatrix_x4(b, rows + octet * 1024);
-    const uint32_t high[2] = {b[0], b[1]}, low[2] = {b[2], b[3]};
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++) {
-      mma_m16n8k32_s8(sums[0][block][octet], a[block], high);
-      mma_m16n8k32_s8u8(sums[1][block][octet], a[block], low);
+      a.multiply(block, b[0], b[1], sums[0][block][octet]);
+      a.multiply(block, b[2], b[3], sums[1][block][octet]);
     }
   }
 }
 
-/* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
-template <class S, int FIRST, int N>
-DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const float *scales,
-                     float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+/* slab += a run. */
+template <class S, int N, bool SHARED>
+DEVICE void add_run(const fixed_sums<S, N, SHARED> &sums, const float (&by)[4], slab_sums<S, N> &slab)
 {
 #pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+    for (int octet = 0; octet < N / 8; octet++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int32_t sum = SHARED ? sums[0][block][octet][i]
+                                   : sums[0][block][octet][i] * 256 + sums[SHARED ? 0 : 1][block][octet][i];
+        slab[block][octet][i] = fmaf((float)sum, by[block + i / 2 * 2], slab[block][octet][i]);
+      }
+}
+
+/* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
+template <class S, int FIRST, int N, bool SHARED>
+DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const int pair = (int)(tid_x() % (SHARED ? 2 : 4));
+#pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
-    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
+    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + pair * 2);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float sum = (float)(slab[0][block][octet][i] * 256 + slab[1][block][octet][i]);
         float &to = sums[block][(FIRST + octet) * 4 + i];
-        to = fmaf(sum * by[block + i / 2 * 2], i % 2 ? own.y : own.x, to);
+        to = fmaf(slab[block][octet][i], i % 2 ? own.y : own.x, to);
       }
   }
 }
 
 /* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
 template <class S, int N, int FIRST = 0>
-DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], const float *scales,
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const run_scales<S> &by, const float *scales,
                           float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
-  fixed_sums<S, WIDTH> slab = {};
+  slab_sums<S, WIDTH> slab = {};
 #pragma unroll
-  for (int b = 0; b < 4; b++) multiply_bytes<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, slab);
-  add_slab<S, FIRST, WIDTH>(slab, by, scales, sums);
+  for (int run = 0; run < S::RUNS; run++) {
+    fixed_sums<S, WIDTH, false> part = {};
+#pragma unroll
+    for (int b = run * S::RUN / 32; b < (run + 1) * S::RUN / 32; b++)
+      multiply_32<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, part);
+    add_run<S, WIDTH, false>(part, by[run], slab);
+  }
+  add_slab<S, FIRST, WIDTH, false>(slab, scales, sums);
   if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, by, scales, sums);
 }
 
-template <class S, int N, class SCALES>
+/* The same of four rows whose columns are shared. */
+template <class S>
+DEVICE void multiply_shared(uint32_t codes, uint32_t rows, const run_scales<S> &by, const float *scales,
+                            float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  slab_sums<S, 8> slab = {};
+  fixed_sums<S, 8, true> part = {};
+#pragma unroll
+  for (int b = 0; b < 4; b += 2) {
+    uint32_t x[4];
+    ldmatrix_x4(x, rows ^ b * 32);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const fixed_operand<S> a(codes ^ (b + i) * 16);
+#pragma unroll
+      for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, x[2 * i], x[2 * i + 1], part[0][block][0]);
+      if ((b + i + 1) * 32 % S::RUN != 0) continue;
+      add_run<S, 8, true>(part, by[(b + i) * 32 / S::RUN], slab);
+#pragma unroll
+      for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+        for (int v = 0; v < 4; v++) part[0][block][0][v] = 0;
+    }
+  }
+  add_slab<S, 0, 8, true>(slab, scales, sums);
+}
+
+/* Sums of upper bytes, of columns 0 .. 3, and those of lower ones, behind them. */
+template <class S> DEVICE void join_shared(float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const float upper = tid_x() % 4 < 2 ? 256.f : 1.f;
+#pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float own = sums[block][i] * upper;
+      sums[block][i] = own + __shfl_xor_sync(ALL_LANES, own, 2);
+    }
+}
+
+template <class S, int N, bool SHARED, class SCALES>
 DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
                              float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  const fixed_places<S> first(smem);
+  const fixed_places<S, SHARED> first(smem);
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-    float by[S::SLABS][4];
     wait_for(&smem.full[at.stage], at.phase);
-    scales.load(args, at.stage, k0, by);
+    scales.load_stage(args, at.stage, k0);
 #pragma unroll 1
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
       const uint32_t codes = (first.codes + at.stage * (uint32_t)sizeof(smem.codes[0])) ^ slab * 64,
                      rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
-      float own[4];
-#pragma unroll
-      for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
-      multiply_slab<S, N>(codes, rows, own, smem.staging.row_scales[slab][at.stage], sums);
+      const float *row_scales = smem.staging.row_scales[slab][at.stage];
+      run_scales<S> by;
+      scales.take_slab(args, at.stage, slab, k0 + slab * S::SLAB, by);
+      if constexpr (SHARED)
+        multiply_shared<S>(codes, rows, by, row_scales, sums);
+      else
+        multiply_slab<S, N>(codes, rows, by, row_scales, sums);
     }
     release<S>(smem, at.stage);
   }
+  if constexpr (SHARED) join_shared<S>(sums);
 #pragma unroll
   for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
+    for (int i = 0; i < N / 2; i++) sums[block][i] *= SCALES::REST / S::BYTES::UNIT;
 }
 
 /* In widths of whole octets. */
@@ -270,8 +408,10 @@ DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_
 {
   if constexpr (N > 8) {
     if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
+  } else {
+    if (rows <= 4) return multiply_fixed_n<S, N, true>(args, smem, at, scales, sums);
   }
-  multiply_fixed_n<S, N>(args, smem, at, scales, sums);
+  multiply_fixed_n<S, N, false>(args, smem, at, scales, sums);
 }
 
 #endif
