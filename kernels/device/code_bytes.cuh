@@ -12,6 +12,22 @@
 
 #include "device/dtype.cuh"
 
+/* Constants that stay in registers: PRMT takes one of them as it is, for a second one there would be a move each time. */
+DEVICE uint32_t kept_in_register(uint32_t value)
+{
+  uint32_t kept;
+  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
+  return kept;
+}
+
+/* Bytes of a table, by the four lower nibbles of `codes`. __byte_perm leaves upper bits of nibbles out. */
+DEVICE uint32_t look_up(const uint32_t (&table)[2], uint32_t codes)
+{
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(table[0]), "r"(table[1]), "r"(codes));
+  return bytes;
+}
+
 template <class W> struct code_bytes;
 
 template <> struct code_bytes<u4> {
@@ -19,7 +35,7 @@ template <> struct code_bytes<u4> {
   static constexpr bool IN_ORDER = false;
   static constexpr float UNIT = 16.f;
 
-  DEVICE static void make(uint32_t codes, uint32_t (&bytes)[1][2])
+  DEVICE void make(uint32_t codes, uint32_t (&bytes)[1][2]) const
   {
     bytes[0][0] = (codes << 4 ^ 0x80808080) & 0xf0f0f0f0;
     bytes[0][1] = (codes ^ 0x80808080) & 0xf0f0f0f0;
@@ -30,15 +46,16 @@ template <> struct code_bytes<mx4> {
   static constexpr int PARTS = 2;
   static constexpr bool IN_ORDER = true;
   static constexpr float UNIT = 2.f;
+  const uint32_t less[2] = {kept_in_register(0xfdfeff00), kept_in_register(0xf4f8fafc)},
+                 twice[2] = {kept_in_register(0x06040200), kept_in_register(0x18100c08)};
 
-  DEVICE static void make(uint32_t codes, uint32_t (&bytes)[2][2])
+  DEVICE void make(uint32_t codes, uint32_t (&bytes)[2][2]) const
   {
-    constexpr uint32_t LESS[2] = {0xfdfeff00, 0xf4f8fafc}, TWICE[2] = {0x06040200, 0x18100c08};
     const uint32_t sizes = codes & 0x77777777;
-    bytes[0][0] = __byte_perm(LESS[0], LESS[1], sizes);
-    bytes[0][1] = __byte_perm(LESS[0], LESS[1], sizes >> 16);
-    bytes[1][0] = __byte_perm(TWICE[0], TWICE[1], codes);
-    bytes[1][1] = __byte_perm(TWICE[0], TWICE[1], codes >> 16);
+    bytes[0][0] = look_up(less, sizes);
+    bytes[0][1] = look_up(less, sizes >> 16);
+    bytes[1][0] = look_up(twice, codes);
+    bytes[1][1] = look_up(twice, codes >> 16);
   }
 };
 

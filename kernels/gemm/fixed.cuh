@@ -223,14 +223,14 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
 template <class S> struct fixed_operand {
   uint32_t a[S::BYTES::PARTS][S::BLOCKS][4];
 
-  DEVICE explicit fixed_operand(uint32_t address)
+  DEVICE fixed_operand(uint32_t address, const typename S::BYTES &table)
   {
     uint32_t codes[4];
     ldmatrix_x4(codes, address);
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       uint32_t bytes[S::BYTES::PARTS][2];
-      S::BYTES::make(codes[r], bytes);
+      table.make(codes[r], bytes);
 #pragma unroll
       for (int p = 0; p < S::BYTES::PARTS; p++) a[p][r % 2][r / 2] = bytes[p][0], a[p][r % 2][2 + r / 2] = bytes[p][1];
     }
@@ -263,9 +263,9 @@ template <class S, bool SHARED> struct fixed_places {
 
 /* sums += 32 k, at `codes` and `rows`. */
 template <class S, int N>
-DEVICE void multiply_32(uint32_t codes, uint32_t rows, fixed_sums<S, N, false> &sums)
+DEVICE void multiply_32(uint32_t codes, uint32_t rows, const typename S::BYTES &table, fixed_sums<S, N, false> &sums)
 {
-  const fixed_operand<S> a(codes);
+  const fixed_operand<S> a(codes, table);
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
@@ -314,8 +314,8 @@ DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, float (&s
 
 /* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
 template <class S, int N, int FIRST = 0>
-DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const run_scales<S> &by, const float *scales,
-                          float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S> &by,
+                          const float *scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
   slab_sums<S, WIDTH> slab = {};
@@ -324,17 +324,17 @@ DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const run_scales<S> &by
     fixed_sums<S, WIDTH, false> part = {};
 #pragma unroll
     for (int b = run * S::RUN / 32; b < (run + 1) * S::RUN / 32; b++)
-      multiply_32<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, part);
+      multiply_32<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, table, part);
     add_run<S, WIDTH, false>(part, by[run], slab);
   }
   add_slab<S, FIRST, WIDTH, false>(slab, scales, sums);
-  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, by, scales, sums);
+  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, table, by, scales, sums);
 }
 
 /* The same of four rows whose columns are shared. */
 template <class S>
-DEVICE void multiply_shared(uint32_t codes, uint32_t rows, const run_scales<S> &by, const float *scales,
-                            float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_shared(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S> &by,
+                            const float *scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   slab_sums<S, 8> slab = {};
   fixed_sums<S, 8, true> part = {};
@@ -344,7 +344,7 @@ DEVICE void multiply_shared(uint32_t codes, uint32_t rows, const run_scales<S> &
     ldmatrix_x4(x, rows ^ b * 32);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const fixed_operand<S> a(codes ^ (b + i) * 16);
+      const fixed_operand<S> a(codes ^ (b + i) * 16, table);
 #pragma unroll
       for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, x[2 * i], x[2 * i + 1], part[0][block][0]);
       if ((b + i + 1) * 32 % S::RUN != 0) continue;
@@ -376,6 +376,7 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
                              float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
   const fixed_places<S, SHARED> first(smem);
+  const typename S::BYTES table;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -388,9 +389,9 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
       run_scales<S> by;
       scales.take_slab(args, at.stage, slab, k0 + slab * S::SLAB, by);
       if constexpr (SHARED)
-        multiply_shared<S>(codes, rows, by, row_scales, sums);
+        multiply_shared<S>(codes, rows, table, by, row_scales, sums);
       else
-        multiply_slab<S, N>(codes, rows, by, row_scales, sums);
+        multiply_slab<S, N>(codes, rows, table, by, row_scales, sums);
     }
     release<S>(smem, at.stage);
   }
