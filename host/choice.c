@@ -69,7 +69,7 @@ static int32_t scale_run_of(const variant *v)
   if (!format_is_scaled((weight_format)v->format)) return 0;
   if (v->scale == SCALE_out) return ROWS_ONE_GROUP;
   if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
-  if (v->form == FORM_fixed) return 128;
+  if (v->form == FORM_fixed && v->format == FORMAT_u4) return 128;
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 

@@ -67,6 +67,13 @@ static inline bool is_symmetric(const cumoe_format *f)
   return f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8;
 }
 
+/* Whether rows may be multiplied in fixed point (device/fixed_point.cuh), and brought there by a launch ahead. */
+static inline bool takes_fixed_rows(const cumoe_format *f)
+{
+  if (changes_rows(f)) return false;
+  return is_symmetric(f) ? scale_run(f) >= FIXED_GROUP : f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0;
+}
+
 static inline bool is_interleaved(int32_t gate_order)
 {
   return gate_order == CUMOE_GATE_UP_INTERLEAVED || gate_order == CUMOE_UP_GATE_INTERLEAVED;

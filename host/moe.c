@@ -435,7 +435,9 @@ static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, vo
   static const row_order in_order;
   const int32_t row = p->lp.steps[at].row;
   if (row < 0 || variants[row].form != FORM_fixed) return;
-  g->rows = (row_format){.mode = ROWS_FIXED, .element = DT_I8, .group = FIXED_GROUP};
+  const stage of = at == STAGE_arrange_x ? STAGE_up : STAGE_down;
+  g->rows = (row_format){.mode = ROWS_FIXED, .element = DT_I8, .group = FIXED_GROUP,
+                          .origin = variants[p->lp.steps[of].row].format == FORMAT_mx4};
   *q = quantize_arguments(p->plan, g, rows, &in_order, codes, region(p, scale));
 }
 

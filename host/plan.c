@@ -481,7 +481,7 @@ static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, work
 /* Scales of rows in fixed point, which lie where y will, or where they were. */
 static void carve_fixed(carver *c, const cumoe_format *f, int64_t rows, int32_t cols, size_t *scale)
 {
-  if (!is_symmetric(f) || changes_rows(f) || scale_run(f) < FIXED_GROUP) return;
+  if (!takes_fixed_rows(f)) return;
   *scale = carve(c, ceil_div(cols, FIXED_GROUP), SCALE_LD(rows), sizeof(float));
 }
 

@@ -196,7 +196,8 @@ typedef struct expert_matrix {
  * scale = max(amax, ROWS_FLOOR) / largest code, in f32; power_of_two: rounded up to one. code = x * (1 / scale), both
  * in f32, rounded to nearest even, saturated. A NaN is the code NaN (s8: 0, and the scale is NaN).
  *   FIXED        fixed point by aligned groups of FIXED_GROUP, two bytes an element, for the form fixed alone
- *                (device/fixed_point.cuh): what that makes of activations as they are, made by a launch ahead
+ *                (device/fixed_point.cuh): what that makes of activations as they are, made by a launch ahead; origin:
+ *                whether eight elements come in their order
  */
 enum { ROWS_AS_THEY_ARE = 0, ROWS_STATIC, ROWS_TOKEN, ROWS_GROUP, ROWS_FIXED };
 #define ROWS_FLOOR 1e-10f

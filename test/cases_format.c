@@ -634,9 +634,10 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   const int32_t codes = f->element == CUMOE_ELEMENT_E4M3 ? CUMOE_E4M3 : CUMOE_I8;
   const bool becomes = format_has_codes(f);
   const bool own = f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT, takes_own = !strcmp(row->form, "expert");
-  const bool fixed = !f->zero && f->offset == 8 && (f->block[1] | f->origin[1]) % 128 == 0;
+  const bool mx4 = !strcmp(class_of_format(f), "mx4");
+  const bool fixed = mx4 || (!f->zero && f->offset == 8 && (f->block[1] | f->origin[1]) % 128 == 0);
   if (!strcmp(row->op, "quantize") && !strcmp(row->form, "fixed"))
-    return !strcmp(class_of_format(f), "u4") && fixed && !becomes && !own && row->x == dtype;
+    return (mx4 || !strcmp(class_of_format(f), "u4")) && fixed && !becomes && !own && row->x == dtype;
   if (!strcmp(row->op, "quantize"))
     return own == takes_own && (becomes || own) && row->y == (becomes ? codes : dtype) && row->x == dtype;
   if (!has_class(row, class_of_format(f))) return false;

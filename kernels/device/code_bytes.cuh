@@ -12,11 +12,12 @@
 
 #include "device/dtype.cuh"
 
-/* Constants that stay in registers: PRMT takes one of them as it is, for a second one there would be a move each time. */
+/* A constant that stays in a register of its own: PRMT takes one constant as it is, but for a second one, or one that is
+ * known to be the same in all lanes, there would be a move each time. */
 DEVICE uint32_t kept_in_register(uint32_t value)
 {
   uint32_t kept;
-  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
+  asm volatile("shfl.sync.idx.b32 %0, %1, 0, 31, -1;" : "=r"(kept) : "r"(value));
   return kept;
 }
 

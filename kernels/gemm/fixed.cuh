@@ -125,6 +125,16 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
   }
 }
 
+/* Element k of a row of them, in order. */
+template <class S> DEVICE float fixed_element(const gemm_args &args, int32_t row, int k)
+{
+  static_assert(S::BYTES::IN_ORDER, "where scales may be absent");
+  const int first = k / FIXED_GROUP * FIXED_GROUP, plane = min(args.k - first, (int)FIXED_GROUP),
+            at = k % FIXED_GROUP / 32 * 32 + k % 8 / 4 * 16 + k % 32 / 8 * 4 + k % 4;
+  const int8_t *from = static_cast<const int8_t *>(args.a) + (row * args.a_ld + first) * 2;
+  return (float)(from[at] * 256 + from[at + plane]) * args.a_scale[k / FIXED_GROUP * args.a_scale_ld + row];
+}
+
 /* ---- consumers: scales ---- */
 
 /* Of a lane's four rows in each run of a slab; row r is of octet r of its warp. */

@@ -63,8 +63,16 @@ template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, in
 
 enum { WEIGHTS_BARRIER = 5, ROWS_BARRIER = 6 }; /* of a warpgroup of producers each; those of consumers have 1 to 4 */
 
+/* Whether a launch ahead has brought rows into fixed point: then each thread arrives for those it copies, else a lane
+ * for what its warp has stored. */
+template <class S> DEVICE bool rows_are_fixed(const gemm_args &args)
+{
+  return S::FIXED && args.a_scale;
+}
+
 /* gemm/fixed.cuh */
 template <class S> struct mixed_smem;
+template <class S> DEVICE float fixed_element(const gemm_args &args, int32_t row, int k);
 template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem);
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
@@ -555,6 +563,20 @@ template <class S> using outputs = float[S::BLOCKS][S::ACCUMULATORS];
 
 /* ---- scales that products lack: any number, of the few weights that are beyond what a model trains ---- */
 
+/* Elements of a row of A. */
+template <class S> struct row_elements {
+  const gemm_args &args;
+  int32_t row;
+
+  DEVICE row_elements(const gemm_args &gemm, int32_t source) : args(gemm), row(source) {}
+  DEVICE float at(int k) const
+  {
+    if constexpr (S::FIXED)
+      if (rows_are_fixed<S>(args)) return fixed_element<S>(args, row, k);
+    return to_f32(static_cast<const typename S::X *>(args.a)[row * args.a_ld + k]);
+  }
+};
+
 /* Of weight row `row` of a tile and one row of A, in f32. */
 template <class S> DEVICE float absent_products(const gemm_args &args, const tile_unit &unit, int row, int32_t source)
 {
@@ -562,7 +584,7 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
   const int channel = gated ? (unit.n + row / 16) * 8 + row % 8 : unit.n * 16 + row;
   const char *codes = code_base(args.b, gated ? row / 8 % 2 : 0, unit.expert, S::BITS) +
                       min(channel, args.n - 1) * args.b.n_stride * S::BITS / 8;
-  const typename S::X *x = static_cast<const typename S::X *>(args.a) + source * args.a_ld;
+  const row_elements<S> x(args, source);
   const uint8_t *scales = scales_of_row<S>(args, unit, row);
   constexpr int RUN = operand<typename S::W>::K_PER_SCALE;
   float sum = 0.f;
@@ -572,7 +594,7 @@ template <class S> DEVICE float absent_products(const gemm_args &args, const til
     if (!scale_is_absent<typename S::X, typename S::W>(code)) continue;
     float part = 0.f;
 #pragma unroll 1
-    for (int k = k0; k < k0 + RUN; k++) part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * to_f32(x[k]);
+    for (int k = k0; k < k0 + RUN; k++) part += e2m1_to_f32((uint32_t)codes[k / 2] >> k % 2 * 4 & 15) * x.at(k);
     sum += part * (same_type<typename S::W, nv4> ? e4m3_to_f32(code) : e8m0_to_f32(code));
   }
   return sum;
@@ -655,13 +677,6 @@ template <int FROM, int TO> DEVICE void change_registers()
     setmaxnreg_inc<TO>();
   else
     setmaxnreg_dec<TO>();
-}
-
-/* Whether a launch ahead has brought rows into fixed point: then each thread arrives for those it copies, else a lane
- * for what its warp has stored. */
-template <class S> DEVICE bool rows_are_fixed(const gemm_args &args)
-{
-  return S::FIXED && args.a_scale;
 }
 
 template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &smem)

@@ -12,10 +12,9 @@ template <class X, class Q, int WARPS> DEVICE void quantize_codes(const quantize
 }
 
 /* Rows into fixed point: four lanes a slab, which has been read before any of it is stored (codes may be x). */
-template <class X, class Q, int WARPS> DEVICE void quantize_fixed(const quantize_args &a)
+template <class X, bool IN_ORDER, int WARPS> DEVICE void store_fixed(const quantize_args &a)
 {
   constexpr int LANES = 4, AT_ONCE = WARPS * WARP_SIZE / LANES;
-  wait_for_earlier_grids();
   const int slabs = ceil_div(a.cols, (int)FIXED_GROUP), word = threadIdx.x % LANES;
   const int64_t all = token_total(a.rows) * slabs, step = (int64_t)gridDim.x * AT_ONCE;
   for (int64_t first = (int64_t)blockIdx.x * AT_ONCE; first < all; first += step) {
@@ -27,11 +26,20 @@ template <class X, class Q, int WARPS> DEVICE void quantize_fixed(const quantize
     uint4 v[4];
 #pragma unroll
     for (int q = 0; q < 4; q++) v[q] = ld_global(from + q * FIXED_RUN, there && q * FIXED_RUN < bytes);
-    const float scale = put_fixed<X, 1>(v, [&](int plane, int chunk, uint32_t four) {
+    const float scale = put_fixed<X, 1, IN_ORDER>(v, [&](int plane, int chunk, uint32_t four) {
       if (there && chunk * 16 < bytes) *reinterpret_cast<uint32_t *>(to + plane * bytes + chunk * 16) = four;
     });
     if (there && word == 0) a.scale[slab * a.scale_ld + row] = scale;
   }
+}
+
+template <class X, class Q, int WARPS> DEVICE void quantize_fixed(const quantize_args &a)
+{
+  wait_for_earlier_grids();
+  if (a.format.origin)
+    store_fixed<X, true, WARPS>(a);
+  else
+    store_fixed<X, false, WARPS>(a);
 }
 
 #define ROWS_quantize
