@@ -137,8 +137,8 @@ template <class S> DEVICE float fixed_element(const gemm_args &args, int32_t row
 
 /* ---- consumers: scales ---- */
 
-/* Of a lane's four rows in each run of a slab; row r is of octet r of its warp. */
-template <class S> using run_scales = float[S::RUNS][4];
+/* Of a lane's four rows in each run of a slab, or in each GROUPS-th one; row r is of octet r of its warp. */
+template <class S, int GROUPS> using run_scales = float[S::RUNS / GROUPS][4];
 
 template <class S> struct fixed_scales<S, u4> {
   static constexpr bool absent = false;
@@ -178,7 +178,7 @@ template <class S> struct fixed_scales<S, u4> {
     for (int r = 0; r < 4; r++) both[0][r] = value(at[r]), both[1][r] = value(at[r] + next);
   }
 
-  DEVICE void take_slab(const gemm_args &, int, int slab, int, run_scales<S> &by)
+  template <int GROUPS> DEVICE void take_slab(const gemm_args &, int, int slab, int, int, run_scales<S, GROUPS> &by)
   {
 #pragma unroll
     for (int r = 0; r < 4; r++) by[0][r] = slab ? both[1][r] : both[0][r];
@@ -199,30 +199,32 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
 
   DEVICE void load_stage(const gemm_args &, int, int) {}
 
-  DEVICE void take_slab(const gemm_args &args, int stage, int slab, int k, run_scales<S> &by)
+  template <int GROUPS>
+  DEVICE void take_slab(const gemm_args &args, int stage, int slab, int k, int own, run_scales<S, GROUPS> &by)
   {
     const uint32_t offset = this->slab_offset(stage, slab), turn = this->flip(args, slab, k);
-    uint32_t e[4][4], any = 0;
+    uint32_t e[4 / GROUPS][4], any = 0;
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
-      for (int g = 0; g < 4; g++) e[g][r] = lds_u8(((this->at[r] + offset) ^ turn) + g), any |= e[g][r];
-    if (any > 127) leave_out(args, k, e);
+      for (int g = 0; g < 4 / GROUPS; g++)
+        e[g][r] = lds_u8(((this->at[r] + offset) ^ turn) + own + g * GROUPS), any |= e[g][r];
+    if (any > 127) leave_out<GROUPS>(args, k + own * 32, e);
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
-      for (int g = 0; g < 4; g++) by[g][r] = __uint_as_float((e[g][r] << 23) + (1 << 23));
+      for (int g = 0; g < 4 / GROUPS; g++) by[g][r] = __uint_as_float((e[g][r] << 23) + (1 << 23));
   }
 
-  DEVICE void leave_out(const gemm_args &args, int k, uint32_t (&e)[4][4])
+  template <int GROUPS> DEVICE void leave_out(const gemm_args &args, int k, uint32_t (&e)[4 / GROUPS][4])
   {
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
-      for (int g = 0; g < 4; g++) {
+      for (int g = 0; g < 4 / GROUPS; g++) {
         if (!scale_is_absent<typename S::X, mx4>(e[g][r])) continue;
         e[g][r] = 0;
-        absent = absent || k + g * 32 < args.k;
+        absent = absent || k + g * GROUPS * 32 < args.k;
       }
   }
 };
@@ -254,26 +256,28 @@ template <class S> struct fixed_operand {
   }
 };
 
-/* Exact sums of a run: of upper and of lower bytes, or, where the row's columns are SHARED, of both. */
-template <class S, int N, bool SHARED> using fixed_sums = int32_t[SHARED ? 1 : 2][S::BLOCKS][N / 8][4];
+/* Exact sums of a run: of upper and of lower bytes. */
+template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
 template <class S, int N> using slab_sums = float[S::BLOCKS][N / 8][4];
+/* A warp's outputs, of rows and tokens. */
+template <class S> using all_sums = float[S::BLOCKS][S::ACCUMULATORS];
 
-/* Where a lane reads a slab, by ldmatrix: its weight row of the first 32 k, and its row of tokens. SHARED: of 64 k. */
-template <class S, bool SHARED> struct fixed_places {
+/* Where a lane reads a slab, by ldmatrix: its weight row of the first 32 k, and its row of tokens. */
+template <class S> struct fixed_places {
   uint32_t codes, rows;
 
-  DEVICE fixed_places(const mixed_smem<S> &smem)
+  DEVICE fixed_places(const mixed_smem<S> &smem, int plane, int row, int chunk)
   {
-    const int lane = tid_x() % WARP_SIZE, r = lane % (SHARED ? 4 : 8), plane = SHARED ? lane / 4 % 2 : lane / 16,
-              chunk = SHARED ? lane / 8 : lane / 8 % 2;
-    codes = shared_address(smem.codes[0]) + code_offset<S>(consumer_warp<S>() * S::ROWS + lane, 0);
-    rows = shared_address(smem.rows[0]) + plane * S::BM * 128 + r * 128 + (chunk ^ r) * 16;
+    codes = shared_address(smem.codes[0]) + code_offset<S>(consumer_warp<S>() * S::ROWS + tid_x() % WARP_SIZE, 0);
+    rows = shared_address(smem.rows[0]) + plane * S::BM * 128 + row * 128 + (chunk ^ row % 8) * 16;
   }
 };
 
+/* ---- tokens that have a column each ---- */
+
 /* sums += 32 k, at `codes` and `rows`. */
 template <class S, int N>
-DEVICE void multiply_32(uint32_t codes, uint32_t rows, const typename S::BYTES &table, fixed_sums<S, N, false> &sums)
+DEVICE void multiply_32(uint32_t codes, uint32_t rows, const typename S::BYTES &table, fixed_sums<S, N> &sums)
 {
   const fixed_operand<S> a(codes, table);
 #pragma unroll
@@ -289,29 +293,26 @@ DEVICE void multiply_32(uint32_t codes, uint32_t rows, const typename S::BYTES &
 }
 
 /* slab += a run. */
-template <class S, int N, bool SHARED>
-DEVICE void add_run(const fixed_sums<S, N, SHARED> &sums, const float (&by)[4], slab_sums<S, N> &slab)
+template <class S, int N>
+DEVICE void add_run(const fixed_sums<S, N> &sums, const float (&by)[4], slab_sums<S, N> &slab)
 {
 #pragma unroll
   for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
     for (int octet = 0; octet < N / 8; octet++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int32_t sum = SHARED ? sums[0][block][octet][i]
-                                   : sums[0][block][octet][i] * 256 + sums[SHARED ? 0 : 1][block][octet][i];
-        slab[block][octet][i] = fmaf((float)sum, by[block + i / 2 * 2], slab[block][octet][i]);
-      }
+      for (int i = 0; i < 4; i++)
+        slab[block][octet][i] = fmaf((float)(sums[0][block][octet][i] * 256 + sums[1][block][octet][i]),
+                                     by[block + i / 2 * 2], slab[block][octet][i]);
 }
 
 /* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
-template <class S, int FIRST, int N, bool SHARED>
-DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+template <class S, int FIRST, int N>
+DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, all_sums<S> &sums)
 {
-  const int pair = (int)(tid_x() % (SHARED ? 2 : 4));
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
-    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + pair * 2);
+    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
@@ -324,69 +325,133 @@ DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, float (&s
 
 /* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
 template <class S, int N, int FIRST = 0>
-DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S> &by,
-                          const float *scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S, 1> &by,
+                          const float *scales, all_sums<S> &sums)
 {
   constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
   slab_sums<S, WIDTH> slab = {};
 #pragma unroll
   for (int run = 0; run < S::RUNS; run++) {
-    fixed_sums<S, WIDTH, false> part = {};
+    fixed_sums<S, WIDTH> part = {};
 #pragma unroll
     for (int b = run * S::RUN / 32; b < (run + 1) * S::RUN / 32; b++)
       multiply_32<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, table, part);
-    add_run<S, WIDTH, false>(part, by[run], slab);
+    add_run<S, WIDTH>(part, by[run], slab);
   }
-  add_slab<S, FIRST, WIDTH, false>(slab, scales, sums);
+  add_slab<S, FIRST, WIDTH>(slab, scales, sums);
   if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, table, by, scales, sums);
 }
 
-/* The same of four rows whose columns are shared. */
-template <class S>
-DEVICE void multiply_shared(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S> &by,
-                            const float *scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
-{
-  slab_sums<S, 8> slab = {};
-  fixed_sums<S, 8, true> part = {};
-#pragma unroll
-  for (int b = 0; b < 4; b += 2) {
-    uint32_t x[4];
-    ldmatrix_x4(x, rows ^ b * 32);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const fixed_operand<S> a(codes ^ (b + i) * 16, table);
-#pragma unroll
-      for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, x[2 * i], x[2 * i + 1], part[0][block][0]);
-      if ((b + i + 1) * 32 % S::RUN != 0) continue;
-      add_run<S, 8, true>(part, by[(b + i) * 32 / S::RUN], slab);
-#pragma unroll
-      for (int block = 0; block < S::BLOCKS; block++)
-#pragma unroll
-        for (int v = 0; v < 4; v++) part[0][block][0][v] = 0;
-    }
+template <class S, int N> struct own_columns {
+  static constexpr int GROUPS = 1;
+  DEVICE static int plane() { return tid_x() % WARP_SIZE / 16; }
+  DEVICE static int row() { return tid_x() % 8; }
+  DEVICE static int chunk() { return tid_x() / 8 % 2; }
+  DEVICE static int own() { return 0; }
+
+  DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S, 1> &by,
+                       const float *scales, all_sums<S> &sums) const
+  {
+    multiply_slab<S, N>(codes, rows, table, by, scales, sums);
   }
-  add_slab<S, 0, 8, true>(slab, scales, sums);
-}
+  DEVICE static void join(all_sums<S> &) {}
+};
 
-/* Sums of upper bytes, of columns 0 .. 3, and those of lower ones, behind them. */
-template <class S> DEVICE void join_shared(float (&sums)[S::BLOCKS][S::ACCUMULATORS])
-{
-  const float upper = tid_x() % 4 < 2 ? 256.f : 1.f;
+/* ---- up to four tokens: what a mma's columns are ---- */
+
+/*
+ * Four tokens' upper bytes, then their lower ones. Of two tokens these eight, of even runs and of odd ones, of one token
+ * the two of each of four runs: then a run has zeros in the columns of others, a lane has the scales of one run alone,
+ * and sums of several runs become floats at once.
+ */
+template <class S, int TOKENS> struct shared_columns {
+  static constexpr int GROUPS = 4 / TOKENS;
+  uint32_t mask[GROUPS]; /* of a lane's column in run g of GROUPS */
+
+  DEVICE static int column_group(int column) { return column / TOKENS / 2; }
+  DEVICE static int column_plane(int column) { return column / TOKENS % 2; }
+  DEVICE static int plane() { return column_plane(tid_x() % 8); }
+  DEVICE static int row() { return tid_x() % TOKENS; }
+  DEVICE static int chunk() { return tid_x() % WARP_SIZE / 8; }
+  DEVICE static int own() { return column_group(tid_x() % 4 * 2); }
+
+  DEVICE shared_columns()
+  {
 #pragma unroll
-  for (int block = 0; block < S::BLOCKS; block++)
+    for (int g = 0; g < GROUPS; g++) mask[g] = column_group(tid_x() % WARP_SIZE / 4) == g ? ~0u : 0u;
+  }
+
+  DEVICE uint32_t of_group(uint32_t x, int g) const { return GROUPS > 1 ? x & mask[g % GROUPS] : x; }
+
+  /* slab += GROUPS runs. */
+  DEVICE static void add(const int32_t (&part)[S::BLOCKS][4], const float (&by)[4], slab_sums<S, 8> &slab)
+  {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float own = sums[block][i] * upper;
-      sums[block][i] = own + __shfl_xor_sync(ALL_LANES, own, 2);
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
+        const int32_t sum = TOKENS == 1 ? part[block][i] * 256 + part[block][i + TOKENS % 2] : part[block][i];
+        slab[block][0][i] = fmaf((float)sum, by[block + i / 2 * 2], slab[block][0][i]);
+      }
+  }
+
+  DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S, GROUPS> &by,
+                       const float *scales, all_sums<S> &sums) const
+  {
+    constexpr int AT_ONCE = S::RUN / 32 * GROUPS; /* 32 k each */
+    slab_sums<S, 8> slab = {};
+#pragma unroll
+    for (int first = 0; first < 4; first += AT_ONCE) {
+      int32_t part[S::BLOCKS][4] = {};
+      uint32_t x[4];
+#pragma unroll
+      for (int b = first; b < first + AT_ONCE; b++) {
+        if (b % 2 == 0) ldmatrix_x4(x, rows ^ b * 32);
+        const fixed_operand<S> a(codes ^ b * 16, table);
+#pragma unroll
+        for (int block = 0; block < S::BLOCKS; block++)
+          a.multiply(block, of_group(x[b % 2 * 2], b), of_group(x[b % 2 * 2 + 1], b), part[block]);
+      }
+      add(part, by[first / AT_ONCE], slab);
     }
-}
+    add_rows(slab, scales, sums);
+  }
 
-template <class S, int N, bool SHARED, class SCALES>
+  DEVICE static void add_rows(const slab_sums<S, 8> &slab, const float *scales, all_sums<S> &sums)
+  {
+    const float *from = scales + (TOKENS == 4 ? (int)(tid_x() % 2) * 2 : 0);
+    const float2 own = TOKENS > 1 ? *reinterpret_cast<const float2 *>(from) : make_float2(*from, 0.f);
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1)
+        sums[block][i] = fmaf(slab[block][0][i], i % 2 ? own.y : own.x, sums[block][i]);
+  }
+
+  /* Sums of planes and runs into those of tokens, which the first lanes have. */
+  DEVICE static void join(all_sums<S> &sums)
+  {
+    const float upper = TOKENS > 1 && column_plane(tid_x() % 4 * 2) == 0 ? 256.f : 1.f;
+#pragma unroll
+    for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float own = sums[block][i] * upper;
+        if (TOKENS < 4) own += __shfl_xor_sync(ALL_LANES, own, 1);
+        sums[block][i] = own + __shfl_xor_sync(ALL_LANES, own, 2);
+      }
+  }
+};
+
+/* ---- stages ---- */
+
+template <class S, int N, class COLUMNS, class SCALES>
 DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
-                             float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+                             all_sums<S> &sums)
 {
-  const fixed_places<S, SHARED> first(smem);
+  const fixed_places<S> first(smem, COLUMNS::plane(), COLUMNS::row(), COLUMNS::chunk());
   const typename S::BYTES table;
+  const COLUMNS columns;
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -395,17 +460,13 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
       const uint32_t codes = (first.codes + at.stage * (uint32_t)sizeof(smem.codes[0])) ^ slab * 64,
                      rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
-      const float *row_scales = smem.staging.row_scales[slab][at.stage];
-      run_scales<S> by;
-      scales.take_slab(args, at.stage, slab, k0 + slab * S::SLAB, by);
-      if constexpr (SHARED)
-        multiply_shared<S>(codes, rows, table, by, row_scales, sums);
-      else
-        multiply_slab<S, N>(codes, rows, table, by, row_scales, sums);
+      run_scales<S, COLUMNS::GROUPS> by;
+      scales.template take_slab<COLUMNS::GROUPS>(args, at.stage, slab, k0 + slab * S::SLAB, COLUMNS::own(), by);
+      columns.multiply(codes, rows, table, by, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);
   }
-  if constexpr (SHARED) join_shared<S>(sums);
+  COLUMNS::join(sums);
 #pragma unroll
   for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
@@ -415,14 +476,18 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
 /* In widths of whole octets. */
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
-                           SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+                           SCALES &scales, all_sums<S> &sums)
 {
   if constexpr (N > 8) {
     if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
   } else {
-    if (rows <= 4) return multiply_fixed_n<S, N, true>(args, smem, at, scales, sums);
+    if constexpr (S::RUNS == 4) {
+      if (rows == 1) return multiply_fixed_n<S, N, shared_columns<S, 1>>(args, smem, at, scales, sums);
+      if (rows == 2) return multiply_fixed_n<S, N, shared_columns<S, 2>>(args, smem, at, scales, sums);
+    }
+    if (rows <= 4) return multiply_fixed_n<S, N, shared_columns<S, 4>>(args, smem, at, scales, sums);
   }
-  multiply_fixed_n<S, N, false>(args, smem, at, scales, sums);
+  multiply_fixed_n<S, N, own_columns<S, N>>(args, smem, at, scales, sums);
 }
 
 #endif
