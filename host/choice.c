@@ -63,24 +63,30 @@ bool takes_rows_in_order(const variant *v)
   return v->form == FORM_wgmma && format_bits((weight_format)v->format) == 4;
 }
 
+/* fixed: exact sums of 128 k, of which there is one scale, and no zero point: its rows for more than 16 tokens. */
+static bool sums_slabs(const variant *v)
+{
+  return v->form == FORM_fixed && v->format == FORMAT_u4 && v->bm != 16;
+}
+
 /* How long a run of k with one scale has to be for a row. */
 static int32_t scale_run_of(const variant *v)
 {
   if (!format_is_scaled((weight_format)v->format)) return 0;
   if (v->scale == SCALE_out) return ROWS_ONE_GROUP;
   if (v->format == FORMAT_nv4 || v->arch == ARCH_any) return 16;
-  if (v->form == FORM_fixed && v->format == FORMAT_u4) return 128;
+  if (sums_slabs(v)) return 128;
   return format_bits((weight_format)v->format) == 4 ? 32 : 128;
 }
 
 /* Kernels of sm_90a find the scale of an element of u4 by a shift, and have 2 bytes of each 32 k; wgmma has them as
- * factors, of the type of what they multiply; fixed has no zero points. */
+ * factors, of the type of what they multiply; fixed of whole slabs has no zero points. */
 static bool takes_scales(const variant *v, const op_shape *s)
 {
   if (s->scale_run < scale_run_of(v)) return false;
   if (v->format != FORMAT_u4 || (v->form != FORM_mixed && v->form != FORM_wgmma && v->form != FORM_fixed)) return true;
   if (s->scale_block & (s->scale_block - 1)) return false;
-  if (v->form == FORM_fixed) return s->symmetric;
+  if (sums_slabs(v)) return s->symmetric;
   return v->form == FORM_wgmma ? s->scale_type == v->x : s->scale_type != DT_F32 || s->scale_run >= 64;
 }
 

@@ -71,7 +71,8 @@ static inline bool is_symmetric(const cumoe_format *f)
 static inline bool takes_fixed_rows(const cumoe_format *f)
 {
   if (changes_rows(f)) return false;
-  return is_symmetric(f) ? scale_run(f) >= FIXED_GROUP : f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0;
+  if (f->element == CUMOE_ELEMENT_U4) return !has_values(f) && scale_run(f) >= 32;
+  return f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0;
 }
 
 static inline bool is_interleaved(int32_t gate_order)

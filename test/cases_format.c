@@ -635,7 +635,8 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
   const bool becomes = format_has_codes(f);
   const bool own = f->act_order || f->rows == CUMOE_ROWS_STATIC_EXPERT, takes_own = !strcmp(row->form, "expert");
   const bool mx4 = !strcmp(class_of_format(f), "mx4");
-  const bool fixed = mx4 || (!f->zero && f->offset == 8 && (f->block[1] | f->origin[1]) % 128 == 0);
+  const bool slabs = !f->zero && f->offset == 8 && (f->block[1] | f->origin[1]) % 128 == 0,
+             fixed = mx4 || slabs || !strcmp(row->op, "quantize") || row->bm == 16;
   if (!strcmp(row->op, "quantize") && !strcmp(row->form, "fixed"))
     return (mx4 || !strcmp(class_of_format(f), "u4")) && fixed && !becomes && !own && row->x == dtype;
   if (!strcmp(row->op, "quantize"))

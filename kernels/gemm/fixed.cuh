@@ -27,11 +27,14 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using W = typename PRODUCT::W;
   using SCALES = fixed_scales<fixed_shape, W>;
   using BYTES = code_bytes<W>;
-  static constexpr int RUN = operand<W>::K_PER_SCALE > 0 ? operand<W>::K_PER_SCALE : 128, RUNS = 128 / RUN;
-  static constexpr bool FIXED = true, ZEROS = false;
+  /* Of u4 without zero points, a scale for 128 k or more: rows of more tokens are these. */
+  static constexpr bool WHOLE = same_type<W, u4> && BM > 16;
+  static constexpr int RUN = WHOLE ? 128 : 32, RUNS = 128 / RUN;
+  static constexpr bool FIXED = true, ZEROS = same_type<W, u4> && !WHOLE;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
-  static constexpr int ZERO_OCTETS = 1;
-  static constexpr int ROW_REGISTERS = 64, CONSUMER_REGISTERS = 176;
+  static constexpr int ZERO_OCTETS = ZEROS ? fixed_shape::COLUMNS / 8 : 1;
+  static constexpr int ROW_REGISTERS = 64, CONSUMER_REGISTERS = ZEROS ? 168 : 176,
+                       PRODUCER_REGISTERS = ZEROS ? 112 : 96;
   static_assert(BK == 256, "row_scales has room for two slabs a stage");
 };
 
@@ -137,16 +140,24 @@ template <class S> DEVICE float fixed_element(const gemm_args &args, int32_t row
 
 /* ---- consumers: scales ---- */
 
-/* Of a lane's four rows in each run of a slab, or in each GROUPS-th one; row r is of octet r of its warp. */
-template <class S, int GROUPS> using run_scales = float[S::RUNS / GROUPS][4];
+/* Of a lane's four rows in each run of a slab, or in each GROUPS-th one; row r is of octet r of its warp. more: what
+ * codes less 8 are too large by. */
+template <class S, int GROUPS, bool ZEROS = S::ZEROS> struct run_factors {
+  float by[S::RUNS / GROUPS][4];
+  DEVICE static int32_t more(int, int) { return 0; }
+};
+template <class S, int GROUPS> struct run_factors<S, GROUPS, true> : run_factors<S, GROUPS, false> {
+  uint32_t zero[S::RUNS / GROUPS]; /* a byte a row */
+  DEVICE int32_t more(int run, int r) const { return (int32_t)(zero[run] << 24 - 8 * r) >> 24; }
+};
 
+/* u4: scales of a row's blocks of k. */
 template <class S> struct fixed_scales<S, u4> {
   static constexpr bool absent = false;
   static constexpr float REST = 1.f;
-  static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
-  uint32_t row;             /* the first one's shared address in stage 0 */
-  uint32_t skews;           /* of each a byte: where in what is copied its first scale is */
-  float both[S::SLABS][4]; /* of a stage */
+  static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS, ZERO_WORDS = S::BK / 32 + 1;
+  uint32_t row;   /* the first one's shared address in stage 0 */
+  uint32_t skews; /* of each a byte: where in what is copied its first scale is */
 
   DEVICE void set_unit(const gemm_args &, const mixed_smem<S> &smem, int slot, int row0)
   {
@@ -156,32 +167,54 @@ template <class S> struct fixed_scales<S, u4> {
     for (int r = 0; r < 4; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
   }
 
-  /* Of the stage of k0 and on; beyond the end of k the last one's. */
-  DEVICE void load_stage(const gemm_args &args, int stage, int k0)
+  /* Of the slab of k and on; own: which run of GROUPS the lane has. Beyond the end of k the last one's. */
+  template <int GROUPS>
+  DEVICE void take_slab(const gemm_args &args, const mixed_smem<S> &smem, int stage, int slab, int k, int own,
+                        run_factors<S, GROUPS> &f) const
   {
-    const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
-              next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
+    const int first = scale_block<S>(args, k - slab * S::SLAB), size = scale_size<S>(args);
     const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
+    int block[S::RUNS / GROUPS];
     uint32_t at[4];
+#pragma unroll
+    for (int g = 0; g < S::RUNS / GROUPS; g++)
+      block[g] = scale_block<S>(args, min(k + (own + g * GROUPS) * S::RUN, args.k - 32)) - first;
 #pragma unroll
     for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
     switch (args.b.scale.dtype) {
-    case DT_BF16: return load_all(at, next * size, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
-    case DT_F16: return load_all(at, next * size, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });
-    default: return load_all(at, next * size, [](uint32_t p) { return __uint_as_float(lds_32(p)); });
+    case DT_BF16: load_all(at, block, 2, f.by, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); }); break;
+    case DT_F16: load_all(at, block, 2, f.by, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); }); break;
+    default: load_all(at, block, 4, f.by, [](uint32_t p) { return __uint_as_float(lds_32(p)); });
     }
+    if constexpr (S::ZEROS) load_zeros(args, smem.scales[stage], block, f.zero);
   }
 
-  template <class F> DEVICE void load_all(const uint32_t (&at)[4], int next, F value)
+  template <int RUNS, class F>
+  DEVICE static void load_all(const uint32_t (&at)[4], const int (&block)[RUNS], int size, float (&by)[RUNS][4], F value)
   {
 #pragma unroll
-    for (int r = 0; r < 4; r++) both[0][r] = value(at[r]), both[1][r] = value(at[r] + next);
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+      for (int g = 0; g < RUNS; g++) by[g][r] = value(at[r] + block[g] * size);
   }
 
-  template <int GROUPS> DEVICE void take_slab(const gemm_args &, int, int slab, int, int, run_scales<S, GROUPS> &by)
+  /* Over the 8 that bytes are less codes. */
+  template <int RUNS>
+  DEVICE static void load_zeros(const gemm_args &args, const scale_stage<S> &stage, const int (&block)[RUNS],
+                                uint32_t (&zero)[RUNS])
   {
+    const bool there = args.b.zero.base[0] || args.b.zero.table[0];
+    const int offset = args.b.offset - 8 + (there ? args.b.zero.add : 0);
+    const uint32_t *words = stage.zeros[lane_row<S>() / 8];
 #pragma unroll
-    for (int r = 0; r < 4; r++) by[0][r] = slab ? both[1][r] : both[0][r];
+    for (int g = 0; g < RUNS; g++) {
+      zero[g] = 0;
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const int own = offset + (there ? (int)(words[r * ZERO_WORDS + block[g]] >> lane_row<S>() % 8 * 4 & 15) : 0);
+        zero[g] |= (uint32_t)(own & 255) << 8 * r;
+      }
+    }
   }
 };
 
@@ -197,10 +230,9 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
     for (int r = 0; r < 4; r++) this->at[r] -= tid_x() % 4; /* a lane has all of its rows' */
   }
 
-  DEVICE void load_stage(const gemm_args &, int, int) {}
-
   template <int GROUPS>
-  DEVICE void take_slab(const gemm_args &args, int stage, int slab, int k, int own, run_scales<S, GROUPS> &by)
+  DEVICE void take_slab(const gemm_args &args, const mixed_smem<S> &, int stage, int slab, int k, int own,
+                        run_factors<S, GROUPS> &f)
   {
     const uint32_t offset = this->slab_offset(stage, slab), turn = this->flip(args, slab, k);
     uint32_t e[4 / GROUPS][4], any = 0;
@@ -213,7 +245,7 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
-      for (int g = 0; g < 4 / GROUPS; g++) by[g][r] = __uint_as_float((e[g][r] << 23) + (1 << 23));
+      for (int g = 0; g < 4 / GROUPS; g++) f.by[g][r] = __uint_as_float((e[g][r] << 23) + (1 << 23));
   }
 
   template <int GROUPS> DEVICE void leave_out(const gemm_args &args, int k, uint32_t (&e)[4 / GROUPS][4])
@@ -256,8 +288,25 @@ template <class S> struct fixed_operand {
   }
 };
 
-/* Exact sums of a run: of upper and of lower bytes. */
-template <class S, int N> using fixed_sums = int32_t[2][S::BLOCKS][N / 8][4];
+/* Exact sums of a run; and of a token's elements, where zero points need them. */
+template <class S, int COUNT> struct element_sums {
+  int32_t of[S::ZEROS ? COUNT : 1][4] = {};
+
+  DEVICE void add(int i, uint32_t first, uint32_t second)
+  {
+    constexpr uint32_t ONES = 0x01010101;
+    const uint32_t a[4] = {ONES, ONES, ONES, ONES}, b[2] = {first, second};
+    if constexpr (S::ZEROS) mma_m16n8k32_s8(of[i], a, b);
+  }
+  /* What value v of a lane's four has too much: bytes are 16 times codes. */
+  DEVICE int32_t more(int i, int v, int32_t times) const { return S::ZEROS ? of[S::ZEROS ? i : 0][v] * 16 * times : 0; }
+};
+
+/* Of upper and of lower bytes. */
+template <class S, int N> struct fixed_sums {
+  int32_t of[2][S::BLOCKS][N / 8][4] = {};
+  element_sums<S, N / 4> elements;
+};
 template <class S, int N> using slab_sums = float[S::BLOCKS][N / 8][4];
 /* A warp's outputs, of rows and tokens. */
 template <class S> using all_sums = float[S::BLOCKS][S::ACCUMULATORS];
@@ -286,24 +335,29 @@ DEVICE void multiply_32(uint32_t codes, uint32_t rows, const typename S::BYTES &
     ldmatrix_x4(b, rows + octet * 1024);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++) {
-      a.multiply(block, b[0], b[1], sums[0][block][octet]);
-      a.multiply(block, b[2], b[3], sums[1][block][octet]);
+      a.multiply(block, b[0], b[1], sums.of[0][block][octet]);
+      a.multiply(block, b[2], b[3], sums.of[1][block][octet]);
     }
+    sums.elements.add(octet * 2, b[0], b[1]);
+    sums.elements.add(octet * 2 + 1, b[2], b[3]);
   }
 }
 
 /* slab += a run. */
 template <class S, int N>
-DEVICE void add_run(const fixed_sums<S, N> &sums, const float (&by)[4], slab_sums<S, N> &slab)
+DEVICE void add_run(const fixed_sums<S, N> &sums, const run_factors<S, 1> &f, int run, slab_sums<S, N> &slab)
 {
 #pragma unroll
   for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
     for (int octet = 0; octet < N / 8; octet++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        slab[block][octet][i] = fmaf((float)(sums[0][block][octet][i] * 256 + sums[1][block][octet][i]),
-                                     by[block + i / 2 * 2], slab[block][octet][i]);
+      for (int i = 0; i < 4; i++) {
+        const int r = block + i / 2 * 2;
+        const int32_t upper = sums.of[0][block][octet][i] - sums.elements.more(octet * 2, i, f.more(run, r)),
+                      lower = sums.of[1][block][octet][i] - sums.elements.more(octet * 2 + 1, i, f.more(run, r));
+        slab[block][octet][i] = fmaf((float)(upper * 256 + lower), f.by[run][r], slab[block][octet][i]);
+      }
 }
 
 /* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
@@ -323,23 +377,23 @@ DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, all_sums<
   }
 }
 
-/* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
+/* sums += a slab: one or two octets of rows at once, for which codes are read and unpacked again; registers are few. */
 template <class S, int N, int FIRST = 0>
-DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S, 1> &by,
+DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_factors<S, 1> &f,
                           const float *scales, all_sums<S> &sums)
 {
-  constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
+  constexpr int MOST = S::ZEROS ? 8 : 16, WIDTH = N - FIRST * 8 < MOST ? N - FIRST * 8 : MOST;
   slab_sums<S, WIDTH> slab = {};
 #pragma unroll
   for (int run = 0; run < S::RUNS; run++) {
-    fixed_sums<S, WIDTH> part = {};
+    fixed_sums<S, WIDTH> part;
 #pragma unroll
     for (int b = run * S::RUN / 32; b < (run + 1) * S::RUN / 32; b++)
       multiply_32<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, table, part);
-    add_run<S, WIDTH>(part, by[run], slab);
+    add_run<S, WIDTH>(part, f, run, slab);
   }
   add_slab<S, FIRST, WIDTH>(slab, scales, sums);
-  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, table, by, scales, sums);
+  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + WIDTH / 8>(codes, rows, table, f, scales, sums);
 }
 
 template <class S, int N> struct own_columns {
@@ -349,10 +403,10 @@ template <class S, int N> struct own_columns {
   DEVICE static int chunk() { return tid_x() / 8 % 2; }
   DEVICE static int own() { return 0; }
 
-  DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S, 1> &by,
+  DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_factors<S, 1> &f,
                        const float *scales, all_sums<S> &sums) const
   {
-    multiply_slab<S, N>(codes, rows, table, by, scales, sums);
+    multiply_slab<S, N>(codes, rows, table, f, scales, sums);
   }
   DEVICE static void join(all_sums<S> &) {}
 };
@@ -384,18 +438,21 @@ template <class S, int TOKENS> struct shared_columns {
   DEVICE uint32_t of_group(uint32_t x, int g) const { return GROUPS > 1 ? x & mask[g % GROUPS] : x; }
 
   /* slab += GROUPS runs. */
-  DEVICE static void add(const int32_t (&part)[S::BLOCKS][4], const float (&by)[4], slab_sums<S, 8> &slab)
+  DEVICE static void add(const int32_t (&part)[S::BLOCKS][4], const element_sums<S, 1> &elements,
+                         const run_factors<S, GROUPS> &f, int run, slab_sums<S, 8> &slab)
   {
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
-        const int32_t sum = TOKENS == 1 ? part[block][i] * 256 + part[block][i + TOKENS % 2] : part[block][i];
-        slab[block][0][i] = fmaf((float)sum, by[block + i / 2 * 2], slab[block][0][i]);
+        const int r = block + i / 2 * 2;
+        int32_t sum = part[block][i] - elements.more(0, i, f.more(run, r));
+        if constexpr (TOKENS == 1) sum = sum * 256 + part[block][i + 1] - elements.more(0, i + 1, f.more(run, r));
+        slab[block][0][i] = fmaf((float)sum, f.by[run][r], slab[block][0][i]);
       }
   }
 
-  DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_scales<S, GROUPS> &by,
+  DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_factors<S, GROUPS> &f,
                        const float *scales, all_sums<S> &sums) const
   {
     constexpr int AT_ONCE = S::RUN / 32 * GROUPS; /* 32 k each */
@@ -403,16 +460,18 @@ template <class S, int TOKENS> struct shared_columns {
 #pragma unroll
     for (int first = 0; first < 4; first += AT_ONCE) {
       int32_t part[S::BLOCKS][4] = {};
+      element_sums<S, 1> elements;
       uint32_t x[4];
 #pragma unroll
       for (int b = first; b < first + AT_ONCE; b++) {
         if (b % 2 == 0) ldmatrix_x4(x, rows ^ b * 32);
         const fixed_operand<S> a(codes ^ b * 16, table);
+        const uint32_t one = of_group(x[b % 2 * 2], b), other = of_group(x[b % 2 * 2 + 1], b);
 #pragma unroll
-        for (int block = 0; block < S::BLOCKS; block++)
-          a.multiply(block, of_group(x[b % 2 * 2], b), of_group(x[b % 2 * 2 + 1], b), part[block]);
+        for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, one, other, part[block]);
+        elements.add(0, one, other);
       }
-      add(part, by[first / AT_ONCE], slab);
+      add(part, elements, f, first / AT_ONCE, slab);
     }
     add_rows(slab, scales, sums);
   }
@@ -455,14 +514,13 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
-    scales.load_stage(args, at.stage, k0);
 #pragma unroll 1
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
       const uint32_t codes = (first.codes + at.stage * (uint32_t)sizeof(smem.codes[0])) ^ slab * 64,
                      rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
-      run_scales<S, COLUMNS::GROUPS> by;
-      scales.template take_slab<COLUMNS::GROUPS>(args, at.stage, slab, k0 + slab * S::SLAB, COLUMNS::own(), by);
-      columns.multiply(codes, rows, table, by, smem.staging.row_scales[slab][at.stage], sums);
+      run_factors<S, COLUMNS::GROUPS> f;
+      scales.template take_slab<COLUMNS::GROUPS>(args, smem, at.stage, slab, k0 + slab * S::SLAB, COLUMNS::own(), f);
+      columns.multiply(codes, rows, table, f, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);
   }
