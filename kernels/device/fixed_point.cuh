@@ -34,6 +34,12 @@ DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
   high = __byte_perm(a, b, 0x7632);
 }
 
+DEVICE uint32_t times_2_100(uint32_t pair)
+{
+  const float2 v = unpack_pair<bf16>(pair);
+  return pack_pair<bf16>(v.x * 0x1p100f, v.y * 0x1p100f);
+}
+
 /* Eight elements of run q: put(plane, chunk, four bytes). Those of lower bytes come out 128 too large. */
 template <class X, bool IN_ORDER, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
 {
@@ -58,7 +64,7 @@ template <class X, bool IN_ORDER, class PUT> DEVICE void put_eight(const uint4 &
 /* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart. Its
  * largest element is brought to 2^14 .. 127 * 257, two thirds of what it might be where that is too much. Returns the
  * slab's scale: NaN if an element is not finite. */
-template <class X, int LANES_APART, bool IN_ORDER, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
+template <class X, int LANES_APART, bool IN_ORDER, class PUT> DEVICE float put_fixed(uint4 (&v)[4], PUT put)
 {
   uint32_t most = 0;
 #pragma unroll
@@ -69,7 +75,12 @@ template <class X, int LANES_APART, bool IN_ORDER, class PUT> DEVICE float put_f
   }
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, LANES_APART));
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 2 * LANES_APART));
-  const float largest = unpack_pair<X>(max(most >> 16, most & 0xffff)).x;
+  float largest = unpack_pair<X>(max(most >> 16, most & 0xffff)).x, small = 1.f;
+  if (same_type<X, bf16> && largest < 0x1p-112f && largest > 0.f) { /* `up` would be too large */
+#pragma unroll
+    for (int q = 0; q < 4; q++) v[q] = make_uint4(times_2_100(v[q].x), times_2_100(v[q].y), times_2_100(v[q].z), times_2_100(v[q].w));
+    largest *= 0x1p100f, small = 0x1p-100f;
+  }
   const int exponent = (int)(__float_as_uint(largest) >> 23),
             up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
   float times = __uint_as_float((uint32_t)up << 23),
@@ -77,7 +88,7 @@ template <class X, int LANES_APART, bool IN_ORDER, class PUT> DEVICE float put_f
   if (largest * times > 127 * 257.f) times *= 1.f / 1.5f, scale *= 1.5f;
 #pragma unroll
   for (int q = 0; q < 4; q++) put_eight<X, IN_ORDER>(v[q], times, q, put);
-  return scale;
+  return scale * small;
 }
 
 #endif

@@ -42,7 +42,7 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 
 /* A lane's elements of a row and slab; the slab's other lanes are 8 apart. */
 template <class S>
-DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4])
+DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, uint4 (&v)[4])
 {
   const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
   const float scale = put_fixed<typename S::X, 8, S::BYTES::IN_ORDER>(v, [&](int plane, int chunk, uint32_t bytes) {
@@ -189,6 +189,8 @@ template <class S> struct fixed_scales<S, u4> {
     if constexpr (S::ZEROS) load_zeros(args, smem.scales[stage], block, f.zero);
   }
 
+  template <int GROUPS> DEVICE static void finish(const gemm_args &, int, int, const run_factors<S, GROUPS> &) {}
+
   template <int RUNS, class F>
   DEVICE static void load_all(const uint32_t (&at)[4], const int (&block)[RUNS], int size, float (&by)[RUNS][4], F value)
   {
@@ -232,30 +234,39 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
 
   template <int GROUPS>
   DEVICE void take_slab(const gemm_args &args, const mixed_smem<S> &, int stage, int slab, int k, int own,
-                        run_factors<S, GROUPS> &f)
+                        run_factors<S, GROUPS> &f) const
   {
-    const uint32_t offset = this->slab_offset(stage, slab), turn = this->flip(args, slab, k);
-    uint32_t e[4 / GROUPS][4], any = 0;
+    const uint32_t offset = this->slab_offset(stage, slab) + own, turn = this->flip(args, slab, k);
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
       for (int g = 0; g < 4 / GROUPS; g++)
-        e[g][r] = lds_u8(((this->at[r] + offset) ^ turn) + own + g * GROUPS), any |= e[g][r];
-    if (any > 127) leave_out<GROUPS>(args, k + own * 32, e);
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-#pragma unroll
-      for (int g = 0; g < 4 / GROUPS; g++) f.by[g][r] = __uint_as_float((e[g][r] << 23) + (1 << 23));
+        f.by[g][r] = __uint_as_float(lds_u8(((this->at[r] + offset) ^ turn) + g * GROUPS));
   }
 
-  template <int GROUPS> DEVICE void leave_out(const gemm_args &args, int k, uint32_t (&e)[4 / GROUPS][4])
+  /* What has been loaded becomes scales, when products are under way. */
+  template <int GROUPS> DEVICE void finish(const gemm_args &args, int k, int own, run_factors<S, GROUPS> &f)
+  {
+    uint32_t any = 0;
+#pragma unroll
+    for (int g = 0; g < 4 / GROUPS; g++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) any |= __float_as_uint(f.by[g][r]);
+    if (any > 127) leave_out<GROUPS>(args, k + own * 32, f.by);
+#pragma unroll
+    for (int g = 0; g < 4 / GROUPS; g++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) f.by[g][r] = __uint_as_float(__float_as_uint(f.by[g][r]) * (1 << 23) + (1 << 23));
+  }
+
+  template <int GROUPS> DEVICE void leave_out(const gemm_args &args, int k, float (&by)[4 / GROUPS][4])
   {
 #pragma unroll
     for (int r = 0; r < 4; r++)
 #pragma unroll
       for (int g = 0; g < 4 / GROUPS; g++) {
-        if (!scale_is_absent<typename S::X, mx4>(e[g][r])) continue;
-        e[g][r] = 0;
+        if (!scale_is_absent<typename S::X, mx4>(__float_as_uint(by[g][r]))) continue;
+        by[g][r] = 0.f;
         absent = absent || k + g * GROUPS * 32 < args.k;
       }
   }
@@ -377,10 +388,11 @@ DEVICE void add_slab(const slab_sums<S, N> &slab, const float *scales, all_sums<
   }
 }
 
-/* sums += a slab: one or two octets of rows at once, for which codes are read and unpacked again; registers are few. */
-template <class S, int N, int FIRST = 0>
+/* sums += a slab: one or two octets of rows at once, for which codes are read and unpacked again; registers are few.
+ * finish: of factors, called once, when products are under way. */
+template <class S, int N, int FIRST = 0, class F>
 DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_factors<S, 1> &f,
-                          const float *scales, all_sums<S> &sums)
+                          F finish, const float *scales, all_sums<S> &sums)
 {
   constexpr int MOST = S::ZEROS ? 8 : 16, WIDTH = N - FIRST * 8 < MOST ? N - FIRST * 8 : MOST;
   slab_sums<S, WIDTH> slab = {};
@@ -390,10 +402,12 @@ DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const typename S::BYTES
 #pragma unroll
     for (int b = run * S::RUN / 32; b < (run + 1) * S::RUN / 32; b++)
       multiply_32<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, table, part);
+    if (FIRST == 0 && run == 0) finish();
     add_run<S, WIDTH>(part, f, run, slab);
   }
   add_slab<S, FIRST, WIDTH>(slab, scales, sums);
-  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + WIDTH / 8>(codes, rows, table, f, scales, sums);
+  if constexpr (FIRST * 8 + WIDTH < N)
+    multiply_slab<S, N, FIRST + WIDTH / 8>(codes, rows, table, f, finish, scales, sums);
 }
 
 template <class S, int N> struct own_columns {
@@ -403,10 +417,11 @@ template <class S, int N> struct own_columns {
   DEVICE static int chunk() { return tid_x() / 8 % 2; }
   DEVICE static int own() { return 0; }
 
+  template <class F>
   DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_factors<S, 1> &f,
-                       const float *scales, all_sums<S> &sums) const
+                       F finish, const float *scales, all_sums<S> &sums) const
   {
-    multiply_slab<S, N>(codes, rows, table, f, scales, sums);
+    multiply_slab<S, N>(codes, rows, table, f, finish, scales, sums);
   }
   DEVICE static void join(all_sums<S> &) {}
 };
@@ -452,27 +467,27 @@ template <class S, int TOKENS> struct shared_columns {
       }
   }
 
+  template <class F>
   DEVICE void multiply(uint32_t codes, uint32_t rows, const typename S::BYTES &table, const run_factors<S, GROUPS> &f,
-                       const float *scales, all_sums<S> &sums) const
+                       F finish, const float *scales, all_sums<S> &sums) const
   {
-    constexpr int AT_ONCE = S::RUN / 32 * GROUPS; /* 32 k each */
+    constexpr int EACH = S::RUN / 32 * GROUPS; /* 32 k that become floats at once */
     slab_sums<S, 8> slab = {};
+    int32_t part[4 / EACH][S::BLOCKS][4] = {};
+    element_sums<S, 1> elements[4 / EACH];
+    uint32_t x[4];
 #pragma unroll
-    for (int first = 0; first < 4; first += AT_ONCE) {
-      int32_t part[S::BLOCKS][4] = {};
-      element_sums<S, 1> elements;
-      uint32_t x[4];
+    for (int b = 0; b < 4; b++) {
+      if (b % 2 == 0) ldmatrix_x4(x, rows ^ b * 32);
+      const fixed_operand<S> a(codes ^ b * 16, table);
+      const uint32_t one = of_group(x[b % 2 * 2], b), other = of_group(x[b % 2 * 2 + 1], b);
 #pragma unroll
-      for (int b = first; b < first + AT_ONCE; b++) {
-        if (b % 2 == 0) ldmatrix_x4(x, rows ^ b * 32);
-        const fixed_operand<S> a(codes ^ b * 16, table);
-        const uint32_t one = of_group(x[b % 2 * 2], b), other = of_group(x[b % 2 * 2 + 1], b);
-#pragma unroll
-        for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, one, other, part[block]);
-        elements.add(0, one, other);
-      }
-      add(part, elements, f, first / AT_ONCE, slab);
+      for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, one, other, part[b / EACH][block]);
+      elements[b / EACH].add(0, one, other);
     }
+    finish();
+#pragma unroll
+    for (int i = 0; i < 4 / EACH; i++) add(part[i], elements[i], f, i, slab);
     add_rows(slab, scales, sums);
   }
 
@@ -520,7 +535,8 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
                      rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
       run_factors<S, COLUMNS::GROUPS> f;
       scales.template take_slab<COLUMNS::GROUPS>(args, smem, at.stage, slab, k0 + slab * S::SLAB, COLUMNS::own(), f);
-      columns.multiply(codes, rows, table, f, smem.staging.row_scales[slab][at.stage], sums);
+      const auto finish = [&] { scales.template finish<COLUMNS::GROUPS>(args, k0 + slab * S::SLAB, COLUMNS::own(), f); };
+      columns.multiply(codes, rows, table, f, finish, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);
   }

@@ -75,7 +75,7 @@ template <class S> struct mixed_smem;
 template <class S> DEVICE float fixed_element(const gemm_args &args, int32_t row, int k);
 template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem);
 template <class S>
-DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4]);
+DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, uint4 (&v)[4]);
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
@@ -217,7 +217,7 @@ template <class S> struct mixed_rows {
   }
 
   /* Of lane q, k = 8 w + 4 t + j goes to 8 j + 2 q + t. */
-  DEVICE static void store(mixed_smem<S> &smem, int stage, int octet, const uint4 (&v)[4])
+  DEVICE static void store(mixed_smem<S> &smem, int stage, int octet, uint4 (&v)[4])
   {
     const int r = (int)(tid_x() % WARP_SIZE) % 8, w = (int)(tid_x() % WARP_SIZE) / 8;
     if constexpr (S::FIXED) return store_fixed<S>(smem, stage, slab() % S::SLABS, octet * 8 + r, w, v);
