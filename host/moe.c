@@ -436,8 +436,10 @@ static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, vo
   const int32_t row = p->lp.steps[at].row;
   if (row < 0 || variants[row].form != FORM_fixed) return;
   const stage of = at == STAGE_arrange_x ? STAGE_up : STAGE_down;
-  g->rows = (row_format){.mode = ROWS_FIXED, .element = DT_I8, .group = FIXED_GROUP,
-                          .origin = variants[p->lp.steps[of].row].format == FORMAT_mx4};
+  g->rows = (row_format){.mode = ROWS_FIXED,
+                         .element = DT_I8,
+                         .group = FIXED_GROUP,
+                         .origin = variants[p->lp.steps[of].row].format == FORMAT_mx4};
   *q = quantize_arguments(p->plan, g, rows, &in_order, codes, region(p, scale));
 }
 

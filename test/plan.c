@@ -240,14 +240,15 @@ static bool row_can(const variant *v, const gpu *g, const op_shape *s)
   const bool few = v->op == OP_few_up || v->op == OP_few_down;
   if (few && s->by_expert) return false;
   if (few && s->rows_mode != ROWS_AS_THEY_ARE && s->rows_mode != ROWS_GROUP) return false;
-  const bool scaled = v->format > (int8_t)DENSE_FORMATS;
+  const bool scaled = v->format > (int8_t)DENSE_FORMATS,
+             slabs = v->form == FORM_fixed && v->format == FORMAT_u4 && v->bm != 16;
   const int32_t run = v->scale == SCALE_out                            ? 1 << 30
                       : !scaled                                        ? 0
                       : v->arch == ARCH_any || v->format == FORMAT_nv4 ? 16
-                      : v->form == FORM_fixed                          ? 128
+                      : slabs                                          ? 128
                       : v->w == DT_U8                                  ? 32
                                                                        : 128;
-  if (v->form == FORM_fixed && !s->symmetric) return false;
+  if (slabs && !s->symmetric) return false;
   if (v->format == FORMAT_u4 && (v->form == FORM_mixed || v->form == FORM_wgmma || v->form == FORM_fixed)) {
     int32_t block = s->scale_block;
     while (block && block % 2 == 0) block /= 2;
@@ -946,9 +947,10 @@ static wide groups_of(const cumoe_format *f, int64_t cols)
 /* Scales of rows that are brought into fixed point: of at most 32 rows an expert. */
 static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
 {
-  const bool fixed = f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8 && !f->rows &&
-                     !f->act_order && (f->block[1] | f->origin[1]) % 128 == 0;
-  return fixed ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
+  const bool u4 = f->element == CUMOE_ELEMENT_U4 && f->zero != CUMOE_ZERO_VALUES &&
+                  (f->block[1] | f->origin[1]) % 32 == 0,
+             mx4 = f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0;
+  return (u4 || mx4) && !f->rows && !f->act_order ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
 }
 
 /* y, or what few's parts of sums may take in its place: of up and of down, for up to 32 tokens, as f32, of each pair's

@@ -3,17 +3,17 @@
  * parts whose sum is UNIT times the values:
  *
  *   u4    16 times a code less 8, of even codes and of odd ones
- *   mx4   twice a value, of codes in their order: less its size, and twice its size where there is no sign. PRMT looks a
- *         nibble's lower three bits up in eight bytes, and where its upper bit is set spreads the upper bit of what it
- *         finds, which here is 0. Products of both parts go into the same sums.
+ *   mx4   twice a value, of codes in their order: less its size, and twice its size where there is no sign. PRMT
+ *         looks a nibble's lower three bits up in eight bytes, and where its upper bit is set spreads the upper bit of
+ *         what it finds, which here is 0. Products of both parts go into the same sums.
  */
 #ifndef CUMOE_CODE_BYTES_CUH
 #define CUMOE_CODE_BYTES_CUH
 
-#include "device/dtype.cuh"
+#include "device/ptx_narrow_sm90.cuh"
 
-/* A constant that stays in a register of its own: PRMT takes one constant as it is, but for a second one, or one that is
- * known to be the same in all lanes, there would be a move each time. */
+/* A constant that stays in a register of its own: PRMT takes one constant as it is, but for a second one, or one that
+ * is known to be the same in all lanes, there would be a move each time. */
 DEVICE uint32_t kept_in_register(uint32_t value)
 {
   uint32_t kept;
@@ -21,12 +21,10 @@ DEVICE uint32_t kept_in_register(uint32_t value)
   return kept;
 }
 
-/* Bytes of a table, by the four lower nibbles of `codes`. __byte_perm leaves upper bits of nibbles out. */
-DEVICE uint32_t look_up(const uint32_t (&table)[2], uint32_t codes)
+/* By a product, as what looks bytes up has no time for shifts. times: 2^16. */
+DEVICE uint32_t upper_half(uint32_t codes, uint32_t times)
 {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(table[0]), "r"(table[1]), "r"(codes));
-  return bytes;
+  return __umulhi(codes, times);
 }
 
 template <class W> struct code_bytes;
@@ -48,15 +46,16 @@ template <> struct code_bytes<mx4> {
   static constexpr bool IN_ORDER = true;
   static constexpr float UNIT = 2.f;
   const uint32_t less[2] = {kept_in_register(0xfdfeff00), kept_in_register(0xf4f8fafc)},
-                 twice[2] = {kept_in_register(0x06040200), kept_in_register(0x18100c08)};
+                 twice[2] = {kept_in_register(0x06040200), kept_in_register(0x18100c08)},
+                 upper = kept_in_register(0x10000);
 
   DEVICE void make(uint32_t codes, uint32_t (&bytes)[2][2]) const
   {
     const uint32_t sizes = codes & 0x77777777;
-    bytes[0][0] = look_up(less, sizes);
-    bytes[0][1] = look_up(less, sizes >> 16);
-    bytes[1][0] = look_up(twice, codes);
-    bytes[1][1] = look_up(twice, codes >> 16);
+    bytes[0][0] = table_bytes(less[0], less[1], sizes);
+    bytes[0][1] = table_bytes(less[0], less[1], upper_half(sizes, upper));
+    bytes[1][0] = table_bytes(twice[0], twice[1], codes);
+    bytes[1][1] = table_bytes(twice[0], twice[1], upper_half(codes, upper));
   }
 };
 

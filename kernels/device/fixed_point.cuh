@@ -1,6 +1,6 @@
 /*
- * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of less than 2^-14 of the largest, in 16
- * bits: 256 times an upper byte, and a lower one, both signed. A multiple's worth is the slab's scale.
+ * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of less than 2^-14 of the largest, in
+ * 16 bits: 256 times an upper byte, and a lower one, both signed. A multiple's worth is the slab's scale.
  *
  * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Four
  * lanes have a slab of a row: lane `word` has k = 8 word .. 8 word + 7 of each 32, which are word `word` of two chunks
@@ -34,10 +34,15 @@ DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
   high = __byte_perm(a, b, 0x7632);
 }
 
+/* Of bf16. */
 DEVICE uint32_t times_2_100(uint32_t pair)
 {
   const float2 v = unpack_pair<bf16>(pair);
   return pack_pair<bf16>(v.x * 0x1p100f, v.y * 0x1p100f);
+}
+DEVICE uint4 times_2_100(const uint4 &v)
+{
+  return make_uint4(times_2_100(v.x), times_2_100(v.y), times_2_100(v.z), times_2_100(v.w));
 }
 
 /* Eight elements of run q: put(plane, chunk, four bytes). Those of lower bytes come out 128 too large. */
@@ -78,7 +83,7 @@ template <class X, int LANES_APART, bool IN_ORDER, class PUT> DEVICE float put_f
   float largest = unpack_pair<X>(max(most >> 16, most & 0xffff)).x, small = 1.f;
   if (same_type<X, bf16> && largest < 0x1p-112f && largest > 0.f) { /* `up` would be too large */
 #pragma unroll
-    for (int q = 0; q < 4; q++) v[q] = make_uint4(times_2_100(v[q].x), times_2_100(v[q].y), times_2_100(v[q].z), times_2_100(v[q].w));
+    for (int q = 0; q < 4; q++) v[q] = times_2_100(v[q]);
     largest *= 0x1p100f, small = 0x1p-100f;
   }
   const int exponent = (int)(__float_as_uint(largest) >> 23),

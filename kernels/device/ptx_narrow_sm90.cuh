@@ -26,12 +26,29 @@ DEVICE uint32_t lds_u16(uint32_t address)
   return v;
 }
 
+/* Four bytes of the eight of `low` and `high`: nibble i of `codes` names byte i, and by its own upper bit asks for that
+ * byte's upper bit eight times instead (__byte_perm does not look at it). */
+DEVICE uint32_t table_bytes(uint32_t low, uint32_t high, uint32_t codes)
+{
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
+  return bytes;
+}
+
 /* As mma_m16n8k32_s8 (device/ptx.cuh), b of u8. */
 DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* d = c + a b, all of s8. */
+DEVICE void mma_m16n8k32_s8_from(int32_t (&d)[4], const int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
+{
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
 /* The same, a of u8. */

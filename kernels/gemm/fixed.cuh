@@ -1,10 +1,10 @@
 /*
- * fixed: as mixed (gemm/mixed.cuh), weights of mx4, or of u4 without zero points and with a scale for 128 k or more, and
- * few rows an expert, where what counts is how few instructions a weight takes. Codes become bytes by three or seven
- * instructions for eight (device/code_bytes.cuh), where 16-bit elements take fifteen and more; so activations are
- * integers, too, in fixed point (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact
- * sums of 32 bits. Those of a run, which is as many k as have one scale, 32 or 128, are put together and scaled into
- * sums of f32. Up to four rows share the mma's columns: one has upper bytes, another one lower ones.
+ * fixed: as mixed (gemm/mixed.cuh), weights of mx4 and of u4, and few rows an expert, where what counts is how few
+ * instructions a weight takes. Codes become bytes by three or seven instructions for eight (device/code_bytes.cuh),
+ * where 16-bit elements take fifteen and more; so activations are integers, too, in fixed point
+ * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of a run,
+ * 32 k, which have one scale, or 128, are put together and scaled into sums of f32. What zero points take off is as
+ * many times the sum of the activations, a product of ones. Up to four rows share the mma's columns.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: half of them are multiplied by bytes
  * 4 q .. of a row in shared memory, the others by 16 + 4 q .. A slab of rows is two arrays, of upper bytes and of lower
@@ -41,8 +41,7 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 /* ---- producers ---- */
 
 /* A lane's elements of a row and slab; the slab's other lanes are 8 apart. */
-template <class S>
-DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, uint4 (&v)[4])
+template <class S> DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, uint4 (&v)[4])
 {
   const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
   const float scale = put_fixed<typename S::X, 8, S::BYTES::IN_ORDER>(v, [&](int plane, int chunk, uint32_t bytes) {
@@ -192,7 +191,8 @@ template <class S> struct fixed_scales<S, u4> {
   template <int GROUPS> DEVICE static void finish(const gemm_args &, int, int, const run_factors<S, GROUPS> &) {}
 
   template <int RUNS, class F>
-  DEVICE static void load_all(const uint32_t (&at)[4], const int (&block)[RUNS], int size, float (&by)[RUNS][4], F value)
+  DEVICE static void load_all(const uint32_t (&at)[4], const int (&block)[RUNS], int size, float (&by)[RUNS][4],
+                              F value)
   {
 #pragma unroll
     for (int r = 0; r < 4; r++)
@@ -296,6 +296,15 @@ template <class S> struct fixed_operand {
     const uint32_t b[2] = {first, second};
 #pragma unroll
     for (int p = 0; p < S::BYTES::PARTS; p++) mma_m16n8k32_s8(sum, a[p][block], b);
+  }
+
+  /* sum = from + the same. */
+  DEVICE void start(int block, uint32_t first, uint32_t second, const int32_t (&from)[4], int32_t (&sum)[4]) const
+  {
+    const uint32_t b[2] = {first, second};
+    mma_m16n8k32_s8_from(sum, from, a[0][block], b);
+#pragma unroll
+    for (int p = 1; p < S::BYTES::PARTS; p++) mma_m16n8k32_s8(sum, a[p][block], b);
   }
 };
 
@@ -435,7 +444,11 @@ template <class S, int N> struct own_columns {
  */
 template <class S, int TOKENS> struct shared_columns {
   static constexpr int GROUPS = 4 / TOKENS;
-  uint32_t mask[GROUPS]; /* of a lane's column in run g of GROUPS */
+  /* Integers short of 2^22 on top of this are floats' bits: to take it off is quicker than a conversion. */
+  static constexpr bool ON_TOP = TOKENS > 1 && !S::WHOLE;
+  static constexpr uint32_t TOP = ON_TOP ? 0x4b400000 : 0; /* 1.5 2^23 */
+  uint32_t mask[GROUPS];                                   /* of a lane's column in run g of GROUPS */
+  int32_t top[4];
 
   DEVICE static int column_group(int column) { return column / TOKENS / 2; }
   DEVICE static int column_plane(int column) { return column / TOKENS % 2; }
@@ -448,9 +461,14 @@ template <class S, int TOKENS> struct shared_columns {
   {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) mask[g] = column_group(tid_x() % WARP_SIZE / 4) == g ? ~0u : 0u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) top[i] = ON_TOP ? (int32_t)kept_in_register(TOP) : 0;
   }
 
-  DEVICE uint32_t of_group(uint32_t x, int g) const { return GROUPS > 1 ? x & mask[g % GROUPS] : x; }
+  DEVICE uint32_t of_group(uint32_t x, int g) const
+  {
+    return GROUPS > 1 ? x & mask[g % GROUPS] : x;
+  }
 
   /* slab += GROUPS runs. */
   DEVICE static void add(const int32_t (&part)[S::BLOCKS][4], const element_sums<S, 1> &elements,
@@ -463,7 +481,8 @@ template <class S, int TOKENS> struct shared_columns {
         const int r = block + i / 2 * 2;
         int32_t sum = part[block][i] - elements.more(0, i, f.more(run, r));
         if constexpr (TOKENS == 1) sum = sum * 256 + part[block][i + 1] - elements.more(0, i + 1, f.more(run, r));
-        slab[block][0][i] = fmaf((float)sum, f.by[run][r], slab[block][0][i]);
+        const float value = ON_TOP ? __uint_as_float((uint32_t)sum) - __uint_as_float(TOP) : (float)sum;
+        slab[block][0][i] = fmaf(value, f.by[run][r], slab[block][0][i]);
       }
   }
 
@@ -473,7 +492,7 @@ template <class S, int TOKENS> struct shared_columns {
   {
     constexpr int EACH = S::RUN / 32 * GROUPS; /* 32 k that become floats at once */
     slab_sums<S, 8> slab = {};
-    int32_t part[4 / EACH][S::BLOCKS][4] = {};
+    int32_t part[4 / EACH][S::BLOCKS][4];
     element_sums<S, 1> elements[4 / EACH];
     uint32_t x[4];
 #pragma unroll
@@ -482,7 +501,11 @@ template <class S, int TOKENS> struct shared_columns {
       const fixed_operand<S> a(codes ^ b * 16, table);
       const uint32_t one = of_group(x[b % 2 * 2], b), other = of_group(x[b % 2 * 2 + 1], b);
 #pragma unroll
-      for (int block = 0; block < S::BLOCKS; block++) a.multiply(block, one, other, part[b / EACH][block]);
+      for (int block = 0; block < S::BLOCKS; block++)
+        if (b % EACH == 0)
+          a.start(block, one, other, top, part[b / EACH][block]);
+        else
+          a.multiply(block, one, other, part[b / EACH][block]);
       elements[b / EACH].add(0, one, other);
     }
     finish();
@@ -535,7 +558,9 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
                      rows = first.rows + at.stage * (uint32_t)sizeof(smem.rows[0]) + slab * 2 * S::BM * 128;
       run_factors<S, COLUMNS::GROUPS> f;
       scales.template take_slab<COLUMNS::GROUPS>(args, smem, at.stage, slab, k0 + slab * S::SLAB, COLUMNS::own(), f);
-      const auto finish = [&] { scales.template finish<COLUMNS::GROUPS>(args, k0 + slab * S::SLAB, COLUMNS::own(), f); };
+      const auto finish = [&] {
+        scales.template finish<COLUMNS::GROUPS>(args, k0 + slab * S::SLAB, COLUMNS::own(), f);
+      };
       columns.multiply(codes, rows, table, f, finish, smem.staging.row_scales[slab][at.stage], sums);
     }
     release<S>(smem, at.stage);

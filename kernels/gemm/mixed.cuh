@@ -74,8 +74,7 @@ template <class S> DEVICE bool rows_are_fixed(const gemm_args &args)
 template <class S> struct mixed_smem;
 template <class S> DEVICE float fixed_element(const gemm_args &args, int32_t row, int k);
 template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &smem);
-template <class S>
-DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, uint4 (&v)[4]);
+template <class S> DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, uint4 (&v)[4]);
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS]);
