@@ -224,6 +224,7 @@ template <class S> struct fixed_scales<S, u4> {
 template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
   static constexpr float REST = .5f;
   bool absent = false; /* some of a tile's scales are not in its products */
+  const uint32_t one = kept_in_register(1 << 23); /* in an exponent */
 
   DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
   {
@@ -256,7 +257,7 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
 #pragma unroll
     for (int g = 0; g < 4 / GROUPS; g++)
 #pragma unroll
-      for (int r = 0; r < 4; r++) f.by[g][r] = __uint_as_float(__float_as_uint(f.by[g][r]) * (1 << 23) + (1 << 23));
+      for (int r = 0; r < 4; r++) f.by[g][r] = __uint_as_float(__float_as_uint(f.by[g][r]) * one + one);
   }
 
   template <int GROUPS> DEVICE void leave_out(const gemm_args &args, int k, float (&by)[4 / GROUPS][4])
