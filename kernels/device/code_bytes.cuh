@@ -21,12 +21,6 @@ DEVICE uint32_t kept_in_register(uint32_t value)
   return kept;
 }
 
-/* By a product, as what looks bytes up has no time for shifts. times: 2^16. */
-DEVICE uint32_t upper_half(uint32_t codes, uint32_t times)
-{
-  return __umulhi(codes, times);
-}
-
 template <class W> struct code_bytes;
 
 template <> struct code_bytes<u4> {
@@ -46,16 +40,15 @@ template <> struct code_bytes<mx4> {
   static constexpr bool IN_ORDER = true;
   static constexpr float UNIT = 2.f;
   const uint32_t less[2] = {kept_in_register(0xfdfeff00), kept_in_register(0xf4f8fafc)},
-                 twice[2] = {kept_in_register(0x06040200), kept_in_register(0x18100c08)},
-                 upper = kept_in_register(0x10000);
+                 twice[2] = {kept_in_register(0x06040200), kept_in_register(0x18100c08)};
 
   DEVICE void make(uint32_t codes, uint32_t (&bytes)[2][2]) const
   {
     const uint32_t sizes = codes & 0x77777777;
     bytes[0][0] = table_bytes(less[0], less[1], sizes);
-    bytes[0][1] = table_bytes(less[0], less[1], upper_half(sizes, upper));
+    bytes[0][1] = table_bytes(less[0], less[1], sizes >> 16);
     bytes[1][0] = table_bytes(twice[0], twice[1], codes);
-    bytes[1][1] = table_bytes(twice[0], twice[1], upper_half(codes, upper));
+    bytes[1][1] = table_bytes(twice[0], twice[1], codes >> 16);
   }
 };
 

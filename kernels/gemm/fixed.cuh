@@ -223,8 +223,8 @@ template <class S> struct fixed_scales<S, u4> {
 /* Twice the scales, as 2^-127 is no normal number. */
 template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
   static constexpr float REST = .5f;
-  bool absent = false; /* some of a tile's scales are not in its products */
-  const uint32_t one = kept_in_register(1 << 23); /* in an exponent */
+  bool absent = false;                     /* some of a tile's scales are not in its products */
+  static constexpr uint32_t ONE = 1 << 23; /* in an exponent */
 
   DEVICE void set_unit(const gemm_args &args, const mixed_smem<S> &smem, int slot, int row0)
   {
@@ -239,15 +239,22 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
   {
     const uint32_t offset = this->slab_offset(stage, slab) + own, turn = this->flip(args, slab, k);
 #pragma unroll
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < 4; r++) {
+      const uint32_t from = (this->at[r] + offset) ^ turn;
+      if (GROUPS == 1) { /* a word, which begins at any byte */
+        f.by[0][r] = __uint_as_float(lds_32(from & ~3u)), f.by[1][r] = __uint_as_float(lds_32((from & ~3u) + 4));
+        f.by[2][r] = __uint_as_float(from << 3);
+      } else {
 #pragma unroll
-      for (int g = 0; g < 4 / GROUPS; g++)
-        f.by[g][r] = __uint_as_float(lds_u8(((this->at[r] + offset) ^ turn) + g * GROUPS));
+        for (int g = 0; g < 4 / GROUPS; g++) f.by[g][r] = __uint_as_float(lds_u8(from + g * GROUPS));
+      }
+    }
   }
 
   /* What has been loaded becomes scales, when products are under way. */
   template <int GROUPS> DEVICE void finish(const gemm_args &args, int k, int own, run_factors<S, GROUPS> &f)
   {
+    if constexpr (GROUPS == 1) return finish_words(args, k, f);
     uint32_t any = 0;
 #pragma unroll
     for (int g = 0; g < 4 / GROUPS; g++)
@@ -257,7 +264,35 @@ template <class S> struct fixed_scales<S, mx4> : scale_places<S> {
 #pragma unroll
     for (int g = 0; g < 4 / GROUPS; g++)
 #pragma unroll
-      for (int r = 0; r < 4; r++) f.by[g][r] = __uint_as_float(__float_as_uint(f.by[g][r]) * one + one);
+      for (int r = 0; r < 4; r++) f.by[g][r] = __uint_as_float(__float_as_uint(f.by[g][r]) * ONE + ONE);
+  }
+
+  template <class F> DEVICE void finish_words(const gemm_args &args, int k, F &f)
+  {
+    uint32_t words[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+      words[r] = __funnelshift_r(__float_as_uint(f.by[0][r]), __float_as_uint(f.by[1][r]), __float_as_uint(f.by[2][r]));
+    if (((words[0] | words[1] | words[2] | words[3]) & 0x80808080) != 0) leave_out_words(args, k, words);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      f.by[0][r] = __uint_as_float((words[r] & 0xff) * ONE + ONE);
+      f.by[1][r] = __uint_as_float((words[r] & 0xff00) * (ONE >> 8) + ONE);
+      f.by[2][r] = __uint_as_float((words[r] & 0xff0000) * (ONE >> 16) + ONE);
+      f.by[3][r] = __uint_as_float((words[r] >> 24) * ONE + ONE);
+    }
+  }
+
+  DEVICE void leave_out_words(const gemm_args &args, int k, uint32_t (&words)[4])
+  {
+#pragma unroll 1
+    for (int g = 0; g < 4; g++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        if (!scale_is_absent<typename S::X, mx4>(words[r] >> 8 * g & 255)) continue;
+        words[r] &= ~(255u << 8 * g);
+        absent = absent || k + g * 32 < args.k;
+      }
   }
 
   template <int GROUPS> DEVICE void leave_out(const gemm_args &args, int k, float (&by)[4 / GROUPS][4])
