@@ -474,9 +474,9 @@ template <class S, int N> struct own_columns {
 /* ---- up to four tokens: what a mma's columns are ---- */
 
 /*
- * Four tokens' upper bytes, then their lower ones. Of two tokens these eight, of even runs and of odd ones, of one token
- * the two of each of four runs: then a run has zeros in the columns of others, a lane has the scales of one run alone,
- * and sums of several runs become floats at once.
+ * Four tokens' upper bytes, then their lower ones. Of two tokens these eight, of even runs and of odd ones, of one
+ * token the two of each of four runs: then a run has zeros in the columns of others, a lane has the scales of one run
+ * alone, and sums of several runs become floats at once.
  */
 template <class S, int TOKENS> struct shared_columns {
   static constexpr int GROUPS = 4 / TOKENS;
