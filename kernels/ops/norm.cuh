@@ -25,7 +25,8 @@ template <class L, bool EARLY> struct parameters {
 
   /* Of type P: one test a vector, not one an element. */
   template <class P>
-  DEVICE void load(const void *base, int64_t column, int here, bool aligned, float otherwise, float (&value)[ELEMENTS<T>])
+  DEVICE void load(const void *base, int64_t column, int here, bool aligned, float otherwise,
+                   float (&value)[ELEMENTS<T>])
   {
     const P *first = static_cast<const P *>(base) + column;
     if (aligned && here >= ELEMENTS<T>) return load_f32<ELEMENTS<T>>(first, value);
