@@ -72,7 +72,8 @@ ALIGNED      := -fsanitize=alignment -fno-sanitize-recover=alignment
 CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off $(ALIGNED) \
 	-include test/emulate/cuda.h -Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 CAREFUL  := -O2 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
-C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE)
+# What address finds too, and would be looked for before each access, is left to it.
+C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE) -fno-sanitize=null,object-size
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
 NV_FLAGS := -O3 -std=c++17 -Ikernels -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
