@@ -49,8 +49,8 @@ template <class S> struct few_row {
   DEVICE fixed_run *run(int k) const { return reinterpret_cast<fixed_run *>(base + blocks * 512) + k / 128; }
 
   /* FIXED, groups: of each 32 k 32 upper bytes, then 32 lower ones. */
-  DEVICE char *group(int k) const { return base + k / 32 * 64; }
-  DEVICE uint32_t *group_word(int k) const { return reinterpret_cast<uint32_t *>(factors(k)); }
+  DEVICE char *group(int k) const { return base + k * 2; }
+  DEVICE uint32_t *group_word(int k) const { return reinterpret_cast<uint32_t *>(base + blocks * 512 + (k >> 3)); }
 };
 
 template <class S> DEVICE few_row<S> row_of_x(const few_args &args, few_smem<S> &smem)
@@ -121,7 +121,7 @@ template <class S>
 DEVICE void put_group(const few_row<S> &row, int k, float unit, uint32_t sum, const uint32_t (&low)[2],
                       const uint32_t (&high)[2])
 {
-  uint2 *const to = reinterpret_cast<uint2 *>(row.group(k)) + k % 32 / 8;
+  uint2 *const to = reinterpret_cast<uint2 *>(row.group(k / 32 * 32)) + k % 32 / 8;
   to[0] = make_uint2(high[0], high[1]), to[4] = make_uint2(low[0], low[1]);
   if (lane_id() % 4 == 0) *row.group_word(k) = pack_group(unit, sum);
 }

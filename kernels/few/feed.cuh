@@ -58,11 +58,11 @@ template <class L> struct few_walk {
   }
 };
 
-/* Of a slice, as it is stored. BYTES: lane l has the scale of row l; MX4: its eight, of a run of 128 k a word. Else in
- * the lanes that multiply by it, of which q is l % 4. NV4: groups 2 q and 2 q + 1 of 16 k, as halves of 16 bits, of
+/* Of a slice, as it is stored. BYTES: lane l has the scale of row l; MX4: its eight, of a run of 128 k a word of
+ * two, the first as soon as it is used (take_after). Else in the lanes that multiply by it, of which q is l % 4. NV4: groups 2 q and 2 q + 1 of 16 k, as halves of 16 bits, of
  * [tile, octet, run]; U4: vector q of [tile, octet, run], and a nibble each, its zero points. */
 template <class W, bool WHOLE = false> struct few_scales {
-  static constexpr int COUNT = operand<W>::BITS == 8 ? 1 : operand<W>::K_PER_SCALE == 32 ? 2 : 8;
+  static constexpr int COUNT = operand<W>::BITS == 8 ? 1 : operand<W>::K_PER_SCALE == 32 ? 4 : 8;
   uint32_t raw[COUNT];
 };
 template <> struct few_scales<u4, false> {
@@ -78,8 +78,9 @@ template <class L> using few_scales_of = few_scales<typename L::W, L::WHOLE>;
 /* Of the lane's group of a run, in row l / 4 of an octet. */
 DEVICE float scale_of(const few_scales<mx4> &s, int, int tile, int octet, int run)
 {
-  const uint32_t word = __shfl_sync(ALL_LANES, s.raw[run], tile * 16 + octet * 8 + lane_id() / 4);
-  return e8m0_to_f32(word >> lane_id() % 4 * 8 & 255);
+  const uint32_t word = __shfl_sync(ALL_LANES, s.raw[2 * run], tile * 16 + octet * 8 + lane_id() / 4);
+  const float scale = fmaxf(__uint_as_float(__byte_perm(word, 0, lane_id() % 4 << 12 | 0x0444) >> 1), 0x1p-127f);
+  return fmaf(scale, 0.f, scale); /* 255 is infinite so far, and to be NaN; 0 is 2^-127 */
 }
 DEVICE float scale_of(const few_scales<u4> &s, int dtype, int tile, int octet, int run)
 {
@@ -301,19 +302,19 @@ template <class L> struct few_feed {
     const int k = tile_k(lane_id() / 16), step = (int)s.k_stride;
     const char *from = scale[0] + (int64_t)((k + s.k_origin) / max(GROUP, 1)) * step;
     const int count = lane_octet() < rows ? min(g.k - k, (int)L::BK) / max(GROUP, 1) : 0;
-    after.raw[0] = after.raw[1] = 0;
     if (eight) {
-      if (count <= 0) return;
-      const uint2 both = *reinterpret_cast<const uint2 *>(from);
-      after.raw[0] = both.x, after.raw[1] = both.y;
+      after.raw[0] = load_bits<4>(from, count > 0), after.raw[2] = load_bits<4>(from + 4, count > 0);
+      after.raw[1] = after.raw[3] = 0;
     } else if (even) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) after.raw[i / 2] |= load_bits<2>(from + i * 2, i * 2 < count) << i % 2 * 16;
+      for (int i = 0; i < 4; i++) after.raw[i] = load_bits<2>(from + i * 2, i * 2 < count);
     } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) after.raw[i] = 0;
 #pragma unroll 1
       for (int i = 0; i < 8; i++) {
         const uint32_t one = load_bits<1>(from + i * step, i < count) << i % 4 * 8;
-        after.raw[0] |= i < 4 ? one : 0, after.raw[1] |= i < 4 ? 0 : one;
+        after.raw[0] |= i < 4 ? one : 0, after.raw[2] |= i < 4 ? 0 : one;
       }
     }
   }
@@ -360,6 +361,7 @@ template <class L> struct few_feed {
   DEVICE void take_after()
   {
     scales = after;
+    if constexpr (MX4) scales.raw[0] |= scales.raw[1] << 16, scales.raw[2] |= scales.raw[3] << 16;
     if constexpr (ZEROS) {
       scales.zeros = 0;
 #pragma unroll

@@ -61,64 +61,81 @@ DEVICE void multiply_fixed(const gemm_args &g, const few_stage_of<L> &stage, con
 
 /* ---- groups of 32 k ---- */
 
-/* Eight codes are two words of bytes. Of e2m1, twice the values: a table's bytes by their sizes, less them all, and twice
- * them where the sign, which spreads the upper bit of what it finds, is not set; both are multiplied. */
-template <class W> DEVICE void multiply_word(uint32_t low, uint32_t high, uint32_t x0, uint32_t x1, int32_t (&sum)[4],
-                                             int32_t (&twice)[4]);
-template <>
-DEVICE void multiply_word<mx4>(uint32_t low, uint32_t high, uint32_t x0, uint32_t x1, int32_t (&sum)[4],
-                               int32_t (&twice)[4])
-{
-  constexpr uint32_t LESS[2] = {0xfdfeff00, 0xf4f8fafc}, TWICE[2] = {0x06040200, 0x18100c08};
-  const uint32_t low_sizes = low & 0x77777777, high_sizes = high & 0x77777777;
-  mma_m16n8k32_s8(sum,
-                  {__byte_perm(LESS[0], LESS[1], low_sizes), __byte_perm(LESS[0], LESS[1], high_sizes),
-                   __byte_perm(LESS[0], LESS[1], low_sizes >> 16), __byte_perm(LESS[0], LESS[1], high_sizes >> 16)},
-                  {x0, x1});
-  mma_m16n8k32_s8(twice,
-                  {__byte_perm(TWICE[0], TWICE[1], low), __byte_perm(TWICE[0], TWICE[1], high),
-                   __byte_perm(TWICE[0], TWICE[1], low >> 16), __byte_perm(TWICE[0], TWICE[1], high >> 16)},
-                  {x0, x1});
-}
-template <>
-DEVICE void multiply_word<u4>(uint32_t low, uint32_t high, uint32_t x0, uint32_t x1, int32_t (&sum)[4], int32_t (&)[4])
-{
-  constexpr uint32_t CODES = 0x0f0f0f0f;
-  mma_m16n8k32_s8(sum, {low & CODES, high & CODES, low >> 4 & CODES, high >> 4 & CODES}, {x0, x1});
-}
+/*
+ * Eight codes as two words of bytes. Of e2m1, twice the values, as two products' sum: those by their sizes alone, less
+ * than 0, and, where the sign is not set, twice as much. What a table's bytes are is not told to ptxas, which would move
+ * them to where they are used each time.
+ */
+template <class W> struct few_bytes {
+  DEVICE few_bytes(const uint4 *) {}
+  DEVICE void multiply(uint32_t low, uint32_t high, uint32_t x0, uint32_t x1, int32_t (&sum)[4], int32_t (&)[4]) const
+  {
+    constexpr uint32_t CODES = 0x0f0f0f0f;
+    mma_m16n8k32_s8(sum, {low & CODES, high & CODES, low >> 4 & CODES, high >> 4 & CODES}, {x0, x1});
+  }
+};
+template <> struct few_bytes<mx4> {
+  uint32_t less, twice;
+
+  DEVICE few_bytes(const uint4 *zeros)
+  {
+    const uint32_t none = *reinterpret_cast<const volatile uint32_t *>(zeros);
+    less = none + 0xfdfeff00, twice = none + 0x06040200;
+  }
+  DEVICE void multiply(uint32_t low, uint32_t high, uint32_t x0, uint32_t x1, int32_t (&sum)[4],
+                       int32_t (&positive)[4]) const
+  {
+    constexpr uint32_t LESS = 0xf4f8fafc, TWICE = 0x18100c08, SIZES = 0x77777777;
+    const uint32_t a = low & SIZES, b = high & SIZES;
+    mma_m16n8k32_s8(sum,
+                    {table_bytes(less, LESS, a), table_bytes(less, LESS, b), table_bytes(less, LESS, a >> 16),
+                     table_bytes(less, LESS, b >> 16)},
+                    {x0, x1});
+    mma_m16n8k32_s8(positive,
+                    {table_bytes(twice, TWICE, low), table_bytes(twice, TWICE, high),
+                     table_bytes(twice, TWICE, low >> 16), table_bytes(twice, TWICE, high >> 16)},
+                    {x0, x1});
+  }
+};
 
 /* 32 k of rows l/4 and l/4 + 8, of which lane l has group l % 4 of the run: columns 2 g and 2 g + 1 have the upper and
  * the lower bytes of group g alone, so that its sums are of the lane that has its scales. */
 template <class W>
-DEVICE void multiply_groups(const uint4 &low, const uint4 &high, const uint4 *x, int32_t (&sum)[2])
+DEVICE void multiply_groups(const few_bytes<W> &bytes, const uint4 &low, const uint4 &high, const uint4 *x,
+                            int32_t (&sum)[2])
 {
-  int32_t part[4] = {}, twice[4] = {};
+  int32_t part[4] = {}, more[4] = {};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const uint4 v = x[i / 2];
-    multiply_word<W>(word_of(low, i), word_of(high, i), i % 2 ? v.z : v.x, i % 2 ? v.w : v.y, part, twice);
+    bytes.multiply(word_of(low, i), word_of(high, i), i % 2 ? v.z : v.x, i % 2 ? v.w : v.y, part, more);
   }
 #pragma unroll
-  for (int o = 0; o < 2; o++)
-    sum[o] = (part[2 * o] + twice[2 * o]) * 256 + part[2 * o + 1] + twice[2 * o + 1];
+  for (int o = 0; o < 2; o++) sum[o] = (part[2 * o] + more[2 * o]) * 256 + part[2 * o + 1] + more[2 * o + 1];
 }
 
-/* A run of a tile into the sums of its rows. */
+/* A tile of a slice, from k on, into the sums of its rows. */
 template <class L>
 DEVICE void multiply_grouped(const gemm_args &g, const few_stage_of<L> &stage, const few_scales_of<L> &scales,
-                             const few_row<L> &x, const uint4 *zeros, int tile, int run, int k, float (&sum)[2])
+                             const few_row<L> &x, const uint4 *zeros, int tile, int k, float (&sum)[2])
 {
   using W = typename L::W;
-  const int lane = (int)(tid_x() % WARP_SIZE), own = lane % 4, column = lane / 4;
-  const uint4 *const mine = reinterpret_cast<const uint4 *>(x.group(k + own * 32)) + column % 2 * 2;
-  const uint32_t word = *x.group_word(k + own * 32);
-  int32_t whole[2];
-  multiply_groups<W>(stage.codes[tile][0][run][lane], stage.codes[tile][1][run][lane], column / 2 == own ? mine : zeros,
-                     whole);
+  const int lane = (int)(tid_x() % WARP_SIZE), own = k + lane % 4 * 32;
+  const bool mine = lane / 8 == lane % 4;
+  const uint4 *const from = reinterpret_cast<const uint4 *>(x.group(own)) + lane / 4 % 2 * 2;
+  const uint32_t *const words = x.group_word(own);
+  const few_bytes<W> bytes(zeros);
 #pragma unroll
-  for (int o = 0; o < 2; o++) {
-    if constexpr (same_type<W, u4>) whole[o] -= sum_of_group(word) * offset_of(scales, g.b, tile, o, run);
-    sum[o] = fmaf((float)whole[o] * unit_of_group(word), scale_of(scales, g.b.scale.dtype, tile, o, run), sum[o]);
+  for (int run = 0; run < 2; run++) {
+    const uint32_t word = words[run * 4];
+    int32_t whole[2];
+    multiply_groups<W>(bytes, stage.codes[tile][0][run][lane], stage.codes[tile][1][run][lane],
+                       mine ? from + run * 16 : zeros, whole);
+#pragma unroll
+    for (int o = 0; o < 2; o++) {
+      if constexpr (same_type<W, u4>) whole[o] -= sum_of_group(word) * offset_of(scales, g.b, tile, o, run);
+      sum[o] = fmaf((float)whole[o] * unit_of_group(word), scale_of(scales, g.b.scale.dtype, tile, o, run), sum[o]);
+    }
   }
 }
 

@@ -105,19 +105,15 @@ DEVICE void multiply_tile(const gemm_args &g, const few_stage_of<L> &stage, cons
   typename L::CODE::SUM part[4] = {};
 #pragma unroll
   for (int run = 0; run < 2; run++) {
-    if constexpr (L::FIXED) {
-      multiply_grouped<L>(g, stage, scales, x, zeros, tile, run, k + run * 128, sum);
+    const uint4 low = stage.codes[tile][0][run][lane_id()], high = stage.codes[tile][1][run][lane_id()];
+    if constexpr (L::BITS == 8) {
+      multiply_sixteen<L>(part, low, high, x.elements(k + (run * 4 + lane_id() % 4) * 16),
+                          bias_of_codes<L>(g.b.offset));
     } else {
-      const uint4 low = stage.codes[tile][0][run][lane_id()], high = stage.codes[tile][1][run][lane_id()];
-      if constexpr (L::BITS == 8) {
-        multiply_sixteen<L>(part, low, high, x.elements(k + (run * 4 + lane_id() % 4) * 16),
-                            bias_of_codes<L>(g.b.offset));
-      } else {
-        multiply_packed<L>(low, high, x, zeros, k, run, part);
-        add_columns<L>(take_scales(scales, tile, 0, run), take_scales(scales, tile, 1, run), x, k, run, part, sum);
+      multiply_packed<L>(low, high, x, zeros, k, run, part);
+      add_columns<L>(take_scales(scales, tile, 0, run), take_scales(scales, tile, 1, run), x, k, run, part, sum);
 #pragma unroll
-        for (int i = 0; i < 4; i++) part[i] = 0.f;
-      }
+      for (int i = 0; i < 4; i++) part[i] = 0.f;
     }
   }
   if constexpr (L::BITS == 8) add_bytes<L>(x, scale_value(scales.raw[0], g.b.scale.dtype), tile, k, part, sum);
@@ -127,10 +123,24 @@ template <class L>
 DEVICE void multiply_tiles(const gemm_args &g, const few_stage_of<L> &stage, const few_scales_of<L> &scales,
                            const few_row<L> &x, const uint4 *zeros, int k0, bool wide, float (&sum)[2][2])
 {
+  if constexpr (same_type<typename L::W, mx4>) { /* the same code twice: sums change places */
+#pragma unroll 1
+    for (int t = 0; t < 2; t++) {
+      const int k = wide ? 2 * k0 + t * L::BK : k0;
+      float own[2] = {sum[0][0], sum[0][1]};
+      if (k < g.k) multiply_grouped<L>(g, stage, scales, x, zeros, t, k, own);
+      sum[0][0] = sum[1][0], sum[0][1] = sum[1][1], sum[1][0] = own[0], sum[1][1] = own[1];
+    }
+  } else {
 #pragma unroll
-  for (int t = 0; t < 2; t++) {
-    const int k = wide ? 2 * k0 + t * L::BK : k0;
-    if (t == 0 || k < g.k) multiply_tile<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+    for (int t = 0; t < 2; t++) {
+      const int k = wide ? 2 * k0 + t * L::BK : k0;
+      if (t > 0 && k >= g.k) continue;
+      if constexpr (L::FIXED)
+        multiply_grouped<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+      else
+        multiply_tile<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+    }
   }
 }
 
