@@ -295,23 +295,6 @@ template <class L> struct few_feed {
     }
   }
 
-  /* Into L2, while codes are on their way. */
-  DEVICE void prefetch_words(const gemm_args &g) const
-  {
-    const int k = tile_k(lane_id() / 16);
-    if (k < g.k && lane_octet() < rows) prefetch_l2_line(scale[0] + (int64_t)((k + g.b.scale.k_origin) / max(GROUP, 1)) * (int)g.b.scale.k_stride);
-  }
-  DEVICE void prefetch_runs(const gemm_args &g) const
-  {
-    const scale_matrix &s = g.b.scale;
-    const int t = lane_id() % 4 / 2, k = tile_k(t) + lane_id() % 2 * 128,
-              bytes = (int)s.k_stride * (int)scale_bytes(s.dtype);
-    const int64_t step = (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes;
-#pragma unroll
-    for (int o = 0; o < 2; o++)
-      if (is_there(t, o) && k < g.k) prefetch_l2_line(scale[o] + step);
-  }
-
   /* MX4: a row's eight scales of a byte, or as many of them as there are. */
   DEVICE void load_words(const gemm_args &g)
   {
@@ -367,16 +350,11 @@ template <class L> struct few_feed {
     }
   }
 
-  template <bool DOWN> DEVICE void ask_codes()
+  template <bool DOWN> DEVICE void ask()
   {
     const gemm_args &g = at.template gemm<DOWN>(args);
     copy_codes<DOWN>(g);
-    if constexpr (MX4) prefetch_words(g);
-    if constexpr (L::WHOLE) prefetch_runs(g);
-  }
-  template <bool DOWN> DEVICE void ask_scales()
-  {
-    load_scales<DOWN>(at.template gemm<DOWN>(args));
+    load_scales<DOWN>(g);
     at.slice += L::CONSUMERS;
   }
 
@@ -393,28 +371,17 @@ template <class L> struct few_feed {
 
   /* One slice more: a cp.async group, also for none. DOWN: of down, else of up, and then of down where the grid does
    * both. */
-  template <bool DOWN> DEVICE void ask()
+  template <bool DOWN> DEVICE void next()
   {
+    take_after();
     if (!DOWN && !at.down && !find<false>() && args.protocol.tickets) start_down();
     if (DOWN || at.down) {
-      if (find<true>()) ask_codes<true>();
+      if (find<true>()) ask<true>();
     } else if (at.left > 0) {
-      ask_codes<false>();
+      ask<false>();
     }
     cp_async_commit_group();
     to.advance();
-  }
-
-  /* The scales of the next slice to be multiplied, when those of the last have been used, and not before: a register that
-   * is moved has to have come. Then those of the slice that was asked for are. */
-  template <bool DOWN> DEVICE void take()
-  {
-    take_after();
-    if (at.left <= 0) return;
-    if (DOWN || at.down)
-      ask_scales<true>();
-    else
-      ask_scales<false>();
   }
 
   /* Fewer than STAGES - 1 slices are on their way: none is to be multiplied yet. */

@@ -187,15 +187,14 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
     const bool begins = feed.begins(stage);
     if (!begins) cp_async_wait_group<L::STAGES - 2>();
     const few_stage_of<L> &from = smem.stages[warp_id()][stage.stage];
-    feed.template ask<DOWN>();
-    if (!begins) {
-      if constexpr (L::WHOLE)
-        multiply_fixed<L>(g, from, feed.scales, x, smem.zeros, here.slice * L::BK, wide, sum[0]);
-      else
-        multiply_tiles<L>(g, from, feed.scales, x, smem.zeros, here.slice * L::BK, wide, sum);
-      here.slice += L::CONSUMERS, stage.advance();
-    }
-    feed.template take<DOWN>();
+    const few_scales_of<L> scales = feed.scales;
+    feed.template next<DOWN>();
+    if (begins) continue;
+    if constexpr (L::WHOLE)
+      multiply_fixed<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum[0]);
+    else
+      multiply_tiles<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum);
+    here.slice += L::CONSUMERS, stage.advance();
   }
   store_part<L>(smem, buffer, first, first < slices, wide, sum);
   here.slice -= slices, here.template next_unit<DOWN>(args, feed.experts);
@@ -232,7 +231,7 @@ template <class S> DEVICE void consume_scaled(const few_args &args, few_smem<S> 
     if (!consume_shares<L>(args, smem, feed, stage, buffer)) return;
   if (!S::UP || !feed.at.down) feed.start_down(); /* a warp without slices of up has not gone on to it */
 #pragma unroll 1
-  while (feed.begins(stage)) feed.template ask<true>(), feed.template take<true>();
+  while (feed.begins(stage)) feed.template next<true>();
   if (!S::UP) wait_for_earlier_grids();
   few_walk<L> here;
   here.start_down(smem, experts);
