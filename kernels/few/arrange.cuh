@@ -269,15 +269,17 @@ template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, 
   wait_for(&smem.arranged[active], 0);
 }
 
-/* Before all that, by all threads. */
+/* Before all that, by all threads. A warp's lanes would make barriers one after the other, 80 clocks each. */
 template <class S> DEVICE void prepare_rows(const few_args &args, few_smem<S> &smem)
 {
   if (threadIdx.x < S::layout::NOTHING) smem.zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x >= S::PAIRS) return;
+  if (threadIdx.x < S::PAIRS) smem.taken[threadIdx.x] = 0, smem.largest[threadIdx.x] = 0;
   const int arrivals = ceil_div(args.down.k, (int)FEW_CHUNK) * WARP_SIZE;
-  mbarrier_init(&smem.arranged[threadIdx.x], arrivals);
-  mbarrier_init(&smem.measured[threadIdx.x], arrivals);
-  smem.taken[threadIdx.x] = 0, smem.largest[threadIdx.x] = 0;
+  for (int active = threadIdx.x / WARP_SIZE; threadIdx.x % WARP_SIZE == 0 && active < S::PAIRS;
+       active += S::THREADS / WARP_SIZE) {
+    mbarrier_init(&smem.arranged[active], arrivals);
+    mbarrier_init(&smem.measured[active], arrivals);
+  }
 }
 
 #endif
