@@ -651,7 +651,8 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
 static int sums_of_row(const cumoe_variant_info *row)
 {
   const bool few = !strncmp(row->op, "few", 3);
-  if (!strcmp(row->form, "fixed") || (few && (has_class(row, "u4") || has_class(row, "mx4")))) return DEVICE_FIXED_POINT;
+  if (!strcmp(row->form, "fixed") || (few && (has_class(row, "u4") || has_class(row, "mx4"))))
+    return DEVICE_FIXED_POINT;
   return strcmp(row->form, "unpack") && !few ? DEVICE_FP8_ADDER : 0;
 }
 

@@ -99,12 +99,7 @@ template <class S> DEVICE void put_codes(const few_row<S> &row, int k, const uin
     *reinterpret_cast<uint2 *>(row.elements(k)) = make_uint2(first, second);
 }
 
-/*
- * In fixed point: of 128 k multiples of a power of two, in 16 bits: 256 times an upper byte, and a lower one, both
- * signed. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of 1.5 times
- * it, still less than 2^-14 of the largest. One that is not finite makes the unit NaN. Eight elements are half of what a
- * lane reads at once, or a quarter (fixed.cuh).
- */
+/* FIXED: eight elements of a lane as bytes. `sum`: of those of four lanes, which have a group of 32 k. */
 template <class S>
 DEVICE void put_run(const few_row<S> &row, int k, float unit, uint32_t sum, const uint32_t (&low)[2],
                     const uint32_t (&high)[2])
@@ -126,6 +121,12 @@ DEVICE void put_group(const few_row<S> &row, int k, float unit, uint32_t sum, co
   if (lane_id() % 4 == 0) *row.group_word(k) = pack_group(unit, sum);
 }
 
+/*
+ * In fixed point: of 128 k multiples of a power of two, in 16 bits: 256 times an upper byte, and a lower one, both
+ * signed. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of 1.5
+ * times it, still less than 2^-14 of the largest. One that is not finite makes the unit NaN. Eight elements are half
+ * of what a lane reads at once, or a quarter (fixed.cuh).
+ */
 template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uint4 &v)
 {
   using Y = typename S::Y;

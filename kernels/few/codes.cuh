@@ -34,7 +34,8 @@ template <> struct few_code<f16, mx4, f16> : few_code<f16, e4m3, f16> {
 template <class Y> struct few_code<Y, nv4, Y> : few_code<Y, mx4, Y> {
 };
 
-/* Activations in fixed point. Codes of e2m1 are multiplied as twice their values, those of u4 in whole runs times 16. */
+/* Activations in fixed point. Codes of e2m1 are multiplied as twice their values, those of u4 in whole runs
+ * times 16. */
 template <class W, bool WHOLE> struct few_fixed_code {
   using M = s8;
   using SUM = int32_t;

@@ -58,9 +58,10 @@ template <class L> struct few_walk {
   }
 };
 
-/* Of a slice, as it is stored. BYTES: lane l has the scale of row l; MX4: its eight, of a run of 128 k a word of
- * two, the first as soon as it is used (take_after). Else in the lanes that multiply by it, of which q is l % 4. NV4: groups 2 q and 2 q + 1 of 16 k, as halves of 16 bits, of
- * [tile, octet, run]; U4: vector q of [tile, octet, run], and a nibble each, its zero points. */
+/* Of a slice, as it is stored. BYTES: lane l has the scale of row l; MX4: its eight, of a run of 128 k a word of two,
+ * the first as soon as it is used (take_after). Else in the lanes that multiply by it, of which q is l % 4. NV4:
+ * groups 2 q and 2 q + 1 of 16 k, as halves of 16 bits, of [tile, octet, run]; U4: vector q of [tile, octet, run],
+ * and a nibble each, its zero points. */
 template <class W, bool WHOLE = false> struct few_scales {
   static constexpr int COUNT = operand<W>::BITS == 8 ? 1 : operand<W>::K_PER_SCALE == 32 ? 4 : 8;
   uint32_t raw[COUNT];

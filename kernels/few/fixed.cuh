@@ -1,10 +1,13 @@
 /*
- * few, weights of u4 without zero points, a scale for 128 k or more, one token: activations in fixed point, as in
- * gemm/fixed.cuh. A run, 128 k of a tile, has an upper and a lower byte of each element, so it takes two of the mma's
- * eight columns, and a slice's four runs, which are (tile, run of it), take them all: in the others a run has zeros. So
- * the sums of a whole slice are a lane's: of run q = l % 4, rows l / 4 and l / 4 + 8. Codes are multiplied as they lie,
- * without a sign and without a shift: those of even k as they are, those of odd k times 16, in sums of their own. What
- * the codes' offset of 8 adds to a run is the same for every row, and is in the sums from the start.
+ * few, weights of u4 and mx4, one token: activations in fixed point, as in gemm/fixed.cuh. Sums of each 32 k are
+ * exact, and so are those of 128 k where scales allow for them.
+ *
+ * Without zero points, a scale for 128 k or more (WHOLE): a run, 128 k of a tile, has an upper and a lower byte of
+ * each element, so it takes two of the mma's eight columns, and a slice's four runs, which are (tile, run of it), take
+ * them all: in the others a run has zeros. So the sums of a whole slice are a lane's: of run q = l % 4, rows l / 4 and
+ * l / 4 + 8. Codes are multiplied as they lie, without a sign and without a shift: those of even k as they are, those
+ * of odd k times 16, in sums of their own. What the codes' offset of 8 adds to a run is the same for every row, and is
+ * in the sums from the start.
  */
 #ifndef CUMOE_FEW_FIXED_CUH
 #define CUMOE_FEW_FIXED_CUH
@@ -63,8 +66,8 @@ DEVICE void multiply_fixed(const gemm_args &g, const few_stage_of<L> &stage, con
 
 /*
  * Eight codes as two words of bytes. Of e2m1, twice the values, as two products' sum: those by their sizes alone, less
- * than 0, and, where the sign is not set, twice as much. What a table's bytes are is not told to ptxas, which would move
- * them to where they are used each time.
+ * than 0, and, where the sign is not set, twice as much. What a table's bytes are is not told to ptxas, which would
+ * move them to where they are used each time.
  */
 template <class W> struct few_bytes {
   DEVICE few_bytes(const uint4 *) {}
