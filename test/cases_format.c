@@ -650,8 +650,10 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
 /* Few tokens and portable rows multiply e4m3 in f16. */
 static int sums_of_row(const cumoe_variant_info *row)
 {
-  if (!strcmp(row->form, "fixed")) return DEVICE_FIXED_POINT;
-  return strcmp(row->form, "unpack") && strncmp(row->op, "few", 3) ? DEVICE_FP8_ADDER : 0;
+  const bool few = !strncmp(row->op, "few", 3);
+  if (!strcmp(row->form, "fixed") || (few && (has_class(row, "u4") || has_class(row, "mx4"))))
+    return DEVICE_FIXED_POINT;
+  return strcmp(row->form, "unpack") && !few ? DEVICE_FP8_ADDER : 0;
 }
 
 bool format_for_row(const cumoe_variant_info *row, layer_spec *s)

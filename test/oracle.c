@@ -445,8 +445,9 @@ static double format_error(const cumoe_format *f, int32_t dtype, const double *w
     }
     if (dtype == CUMOE_F16) error += 0x1p-25 * small;
     error += fmin(u * size, 8 * u * sqrt(squares)) + 32 * ulp * size; /* the offset in the sums, and taken off them */
-    if (oracle_device & DEVICE_FIXED_POINT) error += fixed_point_error(w, a, depth);
   }
+  const bool fixed = f->element == CUMOE_ELEMENT_U4 || (f->element == CUMOE_ELEMENT_E2M1 && f->scale == CUMOE_E8M0);
+  if (fixed && oracle_device & DEVICE_FIXED_POINT) error += fixed_point_error(w, a, depth);
   const bool fp8 = f->element == CUMOE_ELEMENT_E4M3 && format_has_codes(f);
   return fp8 && oracle_device & DEVICE_FP8_ADDER ? error + 24 * 0x1p-14 * sqrt(chunks) : error;
 }

@@ -26,6 +26,15 @@ DEVICE uint32_t lds_u16(uint32_t address)
   return v;
 }
 
+/* Four bytes of the eight of `low` and `high`: nibble i of `codes` names byte i, and by its own upper bit asks for that
+ * byte's upper bit eight times instead (__byte_perm does not look at it). */
+DEVICE uint32_t table_bytes(uint32_t low, uint32_t high, uint32_t codes)
+{
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(codes));
+  return bytes;
+}
+
 /* As mma_m16n8k32_s8 (device/ptx.cuh), b of u8. */
 DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {

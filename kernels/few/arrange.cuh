@@ -11,6 +11,20 @@ struct alignas(8) fixed_run { /* FIXED: of 128 k */
   int32_t more; /* codes are 8 too large: -128 times the sum of the elements */
 };
 
+/* FIXED, of 32 k: the unit's exponent and first bit below, above it the sum of the elements, 22 bits. */
+DEVICE uint32_t pack_group(float unit, uint32_t sum)
+{
+  return sum << 10 | __float_as_uint(unit) >> 22;
+}
+DEVICE float unit_of_group(uint32_t word)
+{
+  return __uint_as_float(word << 22);
+}
+DEVICE int32_t sum_of_group(uint32_t word)
+{
+  return (int32_t)word >> 10;
+}
+
 /*
  * A row of k elements: for every 256 of them 512 bytes of elements of M (s8 needs the first half of them all), zeros
  * past k, in the order in which lanes take them; behind all elements, a number for every EACH of them: what their sums
@@ -33,6 +47,10 @@ template <class S> struct few_row {
     return reinterpret_cast<uint32_t *>(base + k / 128 * 256 + k % 32 / 16 * 128 + k % 128 / 32 * 16 + k % 16 / 8 * 4);
   }
   DEVICE fixed_run *run(int k) const { return reinterpret_cast<fixed_run *>(base + blocks * 512) + k / 128; }
+
+  /* FIXED, groups: of each 32 k 32 upper bytes, then 32 lower ones. */
+  DEVICE char *group(int k) const { return base + k * 2; }
+  DEVICE uint32_t *group_word(int k) const { return reinterpret_cast<uint32_t *>(base + blocks * 512 + (k >> 3)); }
 };
 
 template <class S> DEVICE few_row<S> row_of_x(const few_args &args, few_smem<S> &smem)
@@ -81,10 +99,33 @@ template <class S> DEVICE void put_codes(const few_row<S> &row, int k, const uin
     *reinterpret_cast<uint2 *>(row.elements(k)) = make_uint2(first, second);
 }
 
+/* FIXED: eight elements of a lane as bytes. `sum`: of those of four lanes, which have a group of 32 k. */
+template <class S>
+DEVICE void put_run(const few_row<S> &row, int k, float unit, uint32_t sum, const uint32_t (&low)[2],
+                    const uint32_t (&high)[2])
+{
+#pragma unroll
+  for (int lanes = 4; lanes < 16; lanes *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+  uint32_t *const to = row.fixed_word(k);
+  to[0] = high[0], to[2] = high[1];
+  to[16] = low[0], to[18] = low[1];
+  if (lane_id() % 16 == 0) *row.run(k) = {unit, (int32_t)(0u - 128 * sum)};
+}
+
+template <class S>
+DEVICE void put_group(const few_row<S> &row, int k, float unit, uint32_t sum, const uint32_t (&low)[2],
+                      const uint32_t (&high)[2])
+{
+  uint2 *const to = reinterpret_cast<uint2 *>(row.group(k / 32 * 32)) + k % 32 / 8;
+  to[0] = make_uint2(high[0], high[1]), to[4] = make_uint2(low[0], low[1]);
+  if (lane_id() % 4 == 0) *row.group_word(k) = pack_group(unit, sum);
+}
+
 /*
  * In fixed point: of 128 k multiples of a power of two, in 16 bits: 256 times an upper byte, and a lower one, both
- * signed. So the largest may be 127 * 256 + 127; a power of two that brings it above that is taken 127 / 128 times. One
- * that is not finite makes the unit NaN. Eight elements are half of what a lane reads at once (fixed.cuh).
+ * signed. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of 1.5
+ * times it, still less than 2^-14 of the largest. One that is not finite makes the unit NaN. Eight elements are half
+ * of what a lane reads at once, or a quarter (fixed.cuh).
  */
 template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uint4 &v)
 {
@@ -95,7 +136,7 @@ template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uin
             up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
   float times = __uint_as_float((uint32_t)up << 23),
         unit = __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
-  if (most * times > 127 * 257.f) times *= 127.f / 128.f, unit *= 128.f / 127.f;
+  if (most * times > 127 * 257.f) times *= 1.f / 1.5f, unit *= 1.5f;
   uint32_t even[4], odd[4], low[2], high[2];
   fixed_pair<Y>(v.x, times, ONE, even[0], odd[0]), fixed_pair<Y>(v.y, times, ONE, even[1], odd[1]);
   fixed_pair<Y>(v.z, times, ONE, even[2], odd[2]), fixed_pair<Y>(v.w, times, ONE, even[3], odd[3]);
@@ -103,12 +144,18 @@ template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uin
 #pragma unroll
   for (int i = 0; i < 4; i++) sum += even[i] + odd[i];
 #pragma unroll
-  for (int lanes = 1; lanes < 16; lanes *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
-  split_bytes(even, low[0], high[0]), split_bytes(odd, low[1], high[1]);
-  uint32_t *const to = row.fixed_word(k);
-  to[0] = high[0], to[2] = high[1];
-  to[16] = low[0] ^ 0x80808080, to[18] = low[1] ^ 0x80808080;
-  if (lane_id() % 16 == 0) *row.run(k) = {unit, (int32_t)(0u - 128 * sum)};
+  for (int lanes = 1; lanes < 4; lanes *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+  if constexpr (same_type<typename S::W, mx4>) { /* in their order */
+    const uint32_t first[4] = {even[0], odd[0], even[1], odd[1]}, second[4] = {even[2], odd[2], even[3], odd[3]};
+    split_bytes(first, low[0], high[0]), split_bytes(second, low[1], high[1]);
+  } else {
+    split_bytes(even, low[0], high[0]), split_bytes(odd, low[1], high[1]);
+  }
+  low[0] ^= 0x80808080, low[1] ^= 0x80808080;
+  if constexpr (S::WHOLE)
+    put_run(row, k, unit, sum, low, high);
+  else
+    put_group(row, k, unit, sum, low, high);
 }
 
 /* `amax`: bits of the row's largest size, where it has one scale. */
@@ -223,15 +270,17 @@ template <class S> DEVICE void await_h(const few_args &args, few_smem<S> &smem, 
   wait_for(&smem.arranged[active], 0);
 }
 
-/* Before all that, by all threads. */
+/* Before all that, by all threads. A warp's lanes would make barriers one after the other, 80 clocks each. */
 template <class S> DEVICE void prepare_rows(const few_args &args, few_smem<S> &smem)
 {
   if (threadIdx.x < S::layout::NOTHING) smem.zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x >= S::PAIRS) return;
+  if (threadIdx.x < S::PAIRS) smem.taken[threadIdx.x] = 0, smem.largest[threadIdx.x] = 0;
   const int arrivals = ceil_div(args.down.k, (int)FEW_CHUNK) * WARP_SIZE;
-  mbarrier_init(&smem.arranged[threadIdx.x], arrivals);
-  mbarrier_init(&smem.measured[threadIdx.x], arrivals);
-  smem.taken[threadIdx.x] = 0, smem.largest[threadIdx.x] = 0;
+  for (int active = threadIdx.x / WARP_SIZE; threadIdx.x % WARP_SIZE == 0 && active < S::PAIRS;
+       active += S::THREADS / WARP_SIZE) {
+    mbarrier_init(&smem.arranged[active], arrivals);
+    mbarrier_init(&smem.measured[active], arrivals);
+  }
 }
 
 #endif

@@ -34,18 +34,19 @@ template <> struct few_code<f16, mx4, f16> : few_code<f16, e4m3, f16> {
 template <class Y> struct few_code<Y, nv4, Y> : few_code<Y, mx4, Y> {
 };
 
-/* Codes times 16, activations in fixed point. */
-struct few_fixed_code {
+/* Activations in fixed point. Codes of e2m1 are multiplied as twice their values, those of u4 in whole runs
+ * times 16. */
+template <class W, bool WHOLE> struct few_fixed_code {
   using M = s8;
   using SUM = int32_t;
   static constexpr bool QUANTISES = false, SUBNORMAL = false;
-  static constexpr float REST = 0x1p-4f;
+  static constexpr float REST = same_type<W, mx4> ? .5f : WHOLE ? 0x1p-4f : 1.f;
 };
-template <class X, class W, class Y, bool FIXED> struct few_code_of {
+template <class X, class W, class Y, bool FIXED, bool WHOLE> struct few_code_of {
   using type = few_code<X, W, Y>;
 };
-template <class X, class W, class Y> struct few_code_of<X, W, Y, true> {
-  using type = few_fixed_code;
+template <class X, class W, class Y, bool WHOLE> struct few_code_of<X, W, Y, true, WHOLE> {
+  using type = few_fixed_code<W, WHOLE>;
 };
 
 /* Four codes of a byte, of consecutive k. bias: decode.cuh. */
@@ -79,17 +80,6 @@ DEVICE void unpack_e2m1(uint32_t codes, uint32_t (&pair)[4], f16)
   pair[1] = codes << 5 & 0x0e000e00 | codes << 8 & 0x80008000;
   pair[2] = codes << 1 & 0x0e000e00 | codes << 4 & 0x80008000;
   pair[3] = codes >> 3 & 0x0e000e00 | codes & 0x80008000;
-}
-
-/* bias: of u4, decoder's. */
-template <class W, class M> DEVICE void unpack_word(uint32_t codes, uint32_t bias, uint32_t (&pair)[4])
-{
-  if constexpr (same_type<W, u4>) {
-#pragma unroll
-    for (int p = 0; p < 4; p++) pair[p] = decoder<u4, M>::decode_two(codes >> 4 * p, bias);
-  } else {
-    unpack_e2m1(codes, pair, M());
-  }
 }
 
 /* Eight elements in the order of unpacked codes. */

@@ -58,10 +58,11 @@ template <class L> struct few_walk {
   }
 };
 
-/* Of a slice, as it is stored, in the lanes that multiply by it. BYTES: lane l has the scale of row l. MX4: groups 2 q
- * and 2 q + 1 of 32 k, as halves of 16 bits, of [tile, octet]; NV4: of 16 k, of [tile, octet, run]; U4: of 32 k,
- * [tile, octet, group]; and a nibble each, zero points of vector q of [tile, octet, run]. q is l % 4. */
-template <class W, bool FIXED = false> struct few_scales {
+/* Of a slice, as it is stored. BYTES: lane l has the scale of row l; MX4: its eight, of a run of 128 k a word of two,
+ * the first as soon as it is used (take_after). Else in the lanes that multiply by it, of which q is l % 4. NV4:
+ * groups 2 q and 2 q + 1 of 16 k, as halves of 16 bits, of [tile, octet, run]; U4: vector q of [tile, octet, run],
+ * and a nibble each, its zero points. */
+template <class W, bool WHOLE = false> struct few_scales {
   static constexpr int COUNT = operand<W>::BITS == 8 ? 1 : operand<W>::K_PER_SCALE == 32 ? 4 : 8;
   uint32_t raw[COUNT];
 };
@@ -73,7 +74,24 @@ template <> struct few_scales<u4, true> { /* of octets 0 and 1 of tile q / 2, ru
   static constexpr int COUNT = 2;
   uint32_t raw[COUNT];
 };
-template <class L> using few_scales_of = few_scales<typename L::W, L::FIXED>;
+template <class L> using few_scales_of = few_scales<typename L::W, L::WHOLE>;
+
+/* Of the lane's group of a run, in row l / 4 of an octet. */
+DEVICE float scale_of(const few_scales<mx4> &s, int, int tile, int octet, int run)
+{
+  const uint32_t word = __shfl_sync(ALL_LANES, s.raw[2 * run], tile * 16 + octet * 8 + lane_id() / 4);
+  const float scale = fmaxf(__uint_as_float(__byte_perm(word, 0, lane_id() % 4 << 12 | 0x0444) >> 1), 0x1p-127f);
+  return fmaf(scale, 0.f, scale); /* 255 is infinite so far, and to be NaN; 0 is 2^-127 */
+}
+DEVICE float scale_of(const few_scales<u4> &s, int dtype, int tile, int octet, int run)
+{
+  return scale_value(s.raw[tile * 4 + octet * 2 + run], dtype);
+}
+DEVICE int offset_of(const few_scales<u4> &s, const expert_matrix &b, int tile, int octet, int run)
+{
+  const int stored = (int)(s.zeros >> 4 * (tile * 4 + octet * 2 + run) & 15);
+  return b.offset + (b.zero.table[0] || b.zero.base[0] ? stored + b.zero.add : 0);
+}
 
 /*
  * What a consumer warp asks memory for, two slices ahead: codes into stages, of which each lane fills and reads its own
@@ -82,7 +100,7 @@ template <class L> using few_scales_of = few_scales<typename L::W, L::FIXED>;
  */
 template <class L> struct few_feed {
   using W = typename L::W;
-  static constexpr bool BYTES = L::BITS == 8, ZEROS = same_type<W, u4> && !L::FIXED;
+  static constexpr bool BYTES = L::BITS == 8, MX4 = same_type<W, mx4>, ZEROS = same_type<W, u4> && !L::WHOLE;
   static constexpr int GROUP = operand<W>::K_PER_SCALE;
 
   const few_args &args;
@@ -90,9 +108,9 @@ template <class L> struct few_feed {
   const int experts;
   few_walk<L> at; /* the slice to ask for next */
   pipeline_state<L::STAGES> to;
-  const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES: scale[0] of row l */
+  const char *codes[2], *scale[2], *zero[2]; /* of row l / 4 of octets 0 and 1; BYTES, MX4: scale[0] of row l */
   int rows;                                  /* weight octets of the unit */
-  bool even;                                 /* GROUP: two scales are 16 bits that may be read at once */
+  bool even, eight;                          /* GROUP: so many scales may be read at once */
   few_scales_of<L> scales, after;            /* of the next slice, and of the one behind it */
   uint32_t zero_word[ZEROS ? 8 : 1];         /* of `after` */
 
@@ -136,13 +154,14 @@ template <class L> struct few_feed {
   {
     const scale_matrix &s = g.b.scale;
     const int expert = smem.table.expert[at.active], bytes = (int)s.n_stride * (int)scale_bytes(s.dtype);
-    if constexpr (BYTES) {
+    if constexpr (BYTES || MX4) {
       const int o = lane_octet(), half = gated ? o % 2 : 0,
                 channel = (at.octet + (gated ? o / 2 : o)) * 8 + lane_id() % 8;
       scale[0] = static_cast<const char *>(scale_base(s, half, expert)) + (int64_t)block_row(s, half, channel) * bytes;
+      if constexpr (MX4) look_at_scales(g, (uint32_t) reinterpret_cast<uintptr_t>(scale[0]));
       return;
     }
-    uint32_t all = (uint32_t)s.n_stride | s.k_origin / max(GROUP, 1) | g.k / max(GROUP, 1);
+    uint32_t all = 0;
 #pragma unroll
     for (int o = 0; o < 2; o++) {
       const int half = gated ? o : 0, octet = at.octet + (gated ? 0 : o) + octets_to_mine(gated),
@@ -154,16 +173,25 @@ template <class L> struct few_feed {
         zero[o] = reinterpret_cast<const char *>(words ? words + (int64_t)octet * (int)g.b.zero.n_stride : nullptr);
       }
     }
-    if constexpr (GROUP > 0) even = s.k_stride == 1 && s.block_n == 1 && (all & 1) == 0;
+    if constexpr (GROUP > 0) look_at_scales(g, all);
   }
 
-  /* FIXED: from octets 0 and 1 to those of the lane's tile. */
+  /* How they lie; `places`: the bits of the rows' addresses. */
+  DEVICE void look_at_scales(const gemm_args &g, uint32_t places)
+  {
+    const scale_matrix &s = g.b.scale;
+    const uint32_t all = places | (uint32_t)s.n_stride | s.k_origin / max(GROUP, 1) | g.k / max(GROUP, 1);
+    const bool dense = s.k_stride == 1 && s.block_n == 1;
+    even = dense && (all & 1) == 0, eight = dense && !__any_sync(ALL_LANES, (all & 7) != 0);
+  }
+
+  /* WHOLE: from octets 0 and 1 to those of the lane's tile. */
   DEVICE int octets_to_mine(bool gated) const
   {
-    return L::FIXED && !is_wide() ? lane_id() % 4 / 2 * (gated ? 1 : 2) : 0;
+    return L::WHOLE && !is_wide() ? lane_id() % 4 / 2 * (gated ? 1 : 2) : 0;
   }
 
-  /* BYTES: of row l of a slice. */
+  /* BYTES, MX4: of row l of a slice. */
   DEVICE int lane_octet() const
   {
     return is_wide() ? lane_id() / 8 % 2 : lane_id() / 8;
@@ -230,7 +258,9 @@ template <class L> struct few_feed {
   template <bool DOWN> DEVICE void load_scales(const gemm_args &g)
   {
     const int dtype = g.b.scale.dtype;
-    if constexpr (GROUP > 0)
+    if constexpr (MX4)
+      load_words(g);
+    else if constexpr (GROUP > 0)
       load_groups<DOWN>(g);
     else if (dtype == DT_F32)
       load_blocks<DOWN, 4>(g);
@@ -250,7 +280,7 @@ template <class L> struct few_feed {
       const int k = tile_k(lane_id() / 16);
       after.raw[0] = load_bits<SIZE>(scale[0] + (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes,
                                      lane_octet() < rows && k < g.k);
-    } else if constexpr (L::FIXED) {
+    } else if constexpr (L::WHOLE) {
       const int t = lane_id() % 4 / 2, k = tile_k(t) + lane_id() % 2 * 128;
       const int64_t step = (int64_t)few_quotient(k + s.k_origin, s.block_k) * bytes;
 #pragma unroll
@@ -258,10 +288,34 @@ template <class L> struct few_feed {
     } else {
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const int t = i / 4, o = i / 2 % 2, k = tile_k(t) + (lane_id() % 4 * 2 + i % 2) * 32;
+        const int t = i / 4, o = i / 2 % 2, k = tile_k(t) + (i % 2 * 4 + lane_id() % 4) * 32;
         const int64_t block = few_quotient(k + s.k_origin, s.block_k);
         after.raw[i] = load_bits<SIZE>(scale[o] + (t > 0 ? scales_behind<DOWN>(s, o) : 0) + block * bytes,
                                        is_there(t, o) && k < g.k);
+      }
+    }
+  }
+
+  /* MX4: a row's eight scales of a byte, or as many of them as there are. */
+  DEVICE void load_words(const gemm_args &g)
+  {
+    const scale_matrix &s = g.b.scale;
+    const int k = tile_k(lane_id() / 16), step = (int)s.k_stride;
+    const char *from = scale[0] + (int64_t)((k + s.k_origin) / max(GROUP, 1)) * step;
+    const int count = lane_octet() < rows ? min(g.k - k, (int)L::BK) / max(GROUP, 1) : 0;
+    if (eight) {
+      after.raw[0] = load_bits<4>(from, count > 0), after.raw[2] = load_bits<4>(from + 4, count > 0);
+      after.raw[1] = after.raw[3] = 0;
+    } else if (even) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) after.raw[i] = load_bits<2>(from + i * 2, i * 2 < count);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; i++) after.raw[i] = 0;
+#pragma unroll 1
+      for (int i = 0; i < 8; i++) {
+        const uint32_t one = load_bits<1>(from + i * step, i < count) << i % 4 * 8;
+        after.raw[0] |= i < 4 ? one : 0, after.raw[2] |= i < 4 ? 0 : one;
       }
     }
   }
@@ -308,6 +362,7 @@ template <class L> struct few_feed {
   DEVICE void take_after()
   {
     scales = after;
+    if constexpr (MX4) scales.raw[0] |= scales.raw[1] << 16, scales.raw[2] |= scales.raw[3] << 16;
     if constexpr (ZEROS) {
       scales.zeros = 0;
 #pragma unroll

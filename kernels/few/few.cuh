@@ -8,7 +8,7 @@
  *   routing.cuh   gate and map                      arrange.cuh   weights with scales: x and h as they are multiplied
  *   table.cuh     which pairs go together           feed.cuh      likewise: what consumers ask memory for
  *   schedule.cuh  units, shares, tickets            scaled.cuh    likewise: consumer warps
- *   loads.cuh     copies into stages; h that is     fixed.cuh     likewise: u4 by integer products
+ *   loads.cuh     copies into stages; h that is     fixed.cuh     likewise: u4, mx4 by integer products
  *                 still being written               epilogue.cuh  the epilogue warp
  *   n_major.cuh   weights [E, in, out]: copies,     outputs.cuh   combine
  *                 products

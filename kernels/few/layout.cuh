@@ -45,16 +45,17 @@ template <> struct few_part_type<true> {
 
 /* An octet is 8 output channels. A tile, what one mma.sync takes, has 16 weight rows: one octet, gate and up, or two
  * octets. A unit is a tile, or, of weights with scales, two; of N-major weights up to four (n_major.cuh). */
-template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool FIXED_> struct few_layout {
+template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool WHOLE_> struct few_layout {
   using layout = few_layout;
   using X = typename PRODUCT::X; /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
   static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
   static constexpr int BITS = operand<W>::BITS;
-  static constexpr bool FIXED = FIXED_;                    /* activations are in fixed point (fixed.cuh) */
-  static constexpr int NOTHING = FIXED ? 9 : 4;            /* vectors of zeros */
-  using CODE = typename few_code_of<X, W, Y, FIXED>::type; /* where SCALED */
+  /* Activations are in fixed point (fixed.cuh); WHOLE: a scale for 128 k or more. */
+  static constexpr bool WHOLE = WHOLE_, FIXED = WHOLE || same_type<W, u4> || same_type<W, mx4>;
+  static constexpr int NOTHING = WHOLE ? 9 : 4;                   /* vectors of zeros */
+  using CODE = typename few_code_of<X, W, Y, FIXED, WHOLE>::type; /* where SCALED */
   static_assert(SCALED ? TOKENS_ == 1 : same_type<X, W> && same_type<X, Y> && BITS == 16,
                 "arranged rows are one token's; mma.sync takes both as they are");
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS);                  /* at most */
@@ -97,8 +98,8 @@ template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   DEVICE static bool gated(const gemm_args &args) { return OPERATION::HALVES == 2 && args.gated; }
 };
 
-template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS, bool FIXED>
-using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS, FIXED>, typename PRODUCT::OPERATION>;
+template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS, bool WHOLE>
+using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS, WHOLE>, typename PRODUCT::OPERATION>;
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {

@@ -52,44 +52,18 @@ DEVICE void add_bytes(const few_row<L> &x, float scale, int tile, int k, const t
   sum[1] = fmaf((float)part[2], __shfl_sync(ALL_LANES, scale, row + 8) * factor, sum[1]);
 }
 
-/* ---- codes of 4 bits: a column is the token in one group alone, and so has the sum of that ---- */
+/* ---- nv4: a column is the token in one group alone, and so has the sum of that ---- */
 
-/*
- * A vector of a row, 32 k, is a lane's. Groups of 32 k: in run r, 128 k, column c has the elements of vector c - 4 r,
- * so 256 k of a row make eight sums. Groups of 16: column c has half of vector c / 2 in either run.
- */
-template <class W> DEVICE bool is_mine(int run, int word)
+/* A vector of a row, 32 k, is a lane's. Column c has half of vector c / 2: a group of 16 k. */
+DEVICE bool is_mine(int word)
 {
-  const int column = lane_id() / 4, vector = lane_id() % 4;
-  if (operand<W>::K_PER_SCALE == 16) return column == 2 * vector + word / 2;
-  return column == 4 * run + vector;
+  return lane_id() / 4 == 2 * (lane_id() % 4) + word / 2;
 }
 
 /* Of columns 2 (l%4) and the next. */
-DEVICE float2 take_scales(const few_scales<mx4> &s, int tile, int octet, int, int)
-{
-  const uint32_t two = s.raw[tile * 2 + octet];
-  return make_float2(e8m0_to_f32(two & 255), e8m0_to_f32(two >> 8));
-}
-DEVICE float2 take_scales(const few_scales<nv4> &s, int tile, int octet, int run, int)
+DEVICE float2 take_scales(const few_scales<nv4> &s, int tile, int octet, int run)
 {
   return unpack_pair<f16>(cvt_f16x2_e4m3x2(s.raw[tile * 4 + octet * 2 + run]));
-}
-DEVICE float2 take_scales(const few_scales<u4> &s, int tile, int octet, int, int dtype)
-{
-  const int i = tile * 4 + octet * 2;
-  return make_float2(scale_value(s.raw[i], dtype), scale_value(s.raw[i + 1], dtype));
-}
-
-/* What unpacked codes of a lane's vector have too much. */
-template <class M, class W>
-DEVICE uint32_t take_zero(const few_scales<W> &s, const expert_matrix &b, bool zeros, int tile, int octet, int run)
-{
-  if constexpr (same_type<W, u4>) {
-    const int zero = zeros ? (int)(s.zeros >> 4 * (tile * 4 + octet * 2 + run) & 15) + b.zero.add : 0;
-    return decoder<u4, M>::bias(b.offset + zero);
-  }
-  return 0;
 }
 
 /* The sums of `part` into those of rows l/4 and l/4 + 8. */
@@ -97,35 +71,25 @@ template <class L>
 DEVICE void add_columns(const float2 &low, const float2 &high, const few_row<L> &x, int k, int run,
                         const float (&part)[4], float (&sum)[2])
 {
-  constexpr bool SIXTEEN = operand<typename L::W>::K_PER_SCALE == 16;
-  float2 factor = make_float2(1.f, 1.f);
-  if constexpr (L::CODE::SUBNORMAL) {
-    const int q = lane_id() % 4;
-    if (SIXTEEN)
-      factor.x = factor.y = *x.factors(k + 32 * (4 * run + q));
-    else
-      factor = *reinterpret_cast<const float2 *>(x.factors(k + 64 * q));
-  }
-  sum[0] = fmaf(part[0] * factor.x, low.x, fmaf(part[1] * factor.y, low.y, sum[0]));
-  sum[1] = fmaf(part[2] * factor.x, high.x, fmaf(part[3] * factor.y, high.y, sum[1]));
+  float factor = 1.f;
+  if constexpr (L::CODE::SUBNORMAL) factor = *x.factors(k + 32 * (4 * run + lane_id() % 4));
+  sum[0] = fmaf(part[0] * factor, low.x, fmaf(part[1] * factor, low.y, sum[0]));
+  sum[1] = fmaf(part[2] * factor, high.x, fmaf(part[3] * factor, high.y, sum[1]));
 }
 
 /* A vector of rows l/4 and l/4 + 8, from k on. */
 template <class L>
-DEVICE void multiply_packed(const uint4 &low, const uint4 &high, uint32_t low_zero, uint32_t high_zero,
-                            const few_row<L> &x, const uint4 *zeros, int k, int run, float (&part)[4])
+DEVICE void multiply_packed(const uint4 &low, const uint4 &high, const few_row<L> &x, const uint4 *zeros, int k,
+                            int run, float (&part)[4])
 {
-  using W = typename L::W;
   using M = typename L::CODE::M;
-  constexpr bool SIXTEEN = operand<W>::K_PER_SCALE == 16;
-  const uint4 *const mine = x.elements(k + (run * 4 + lane_id() % 4) * 32),
-                     *const first = is_mine<W>(run, 0) ? mine : zeros,
-                     *const second = SIXTEEN ? is_mine<W>(run, 2) ? mine : zeros : first;
+  const uint4 *const mine = x.elements(k + (run * 4 + lane_id() % 4) * 32), *const first = is_mine(0) ? mine : zeros,
+                     *const second = is_mine(2) ? mine : zeros;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const uint4 v = (i < 2 ? first : second)[i];
     uint32_t a[4], b[4];
-    unpack_word<W, M>(word_of(low, i), low_zero, a), unpack_word<W, M>(word_of(high, i), high_zero, b);
+    unpack_e2m1(word_of(low, i), a, M()), unpack_e2m1(word_of(high, i), b, M());
     multiply_four<M>(part, a[0], a[1], b[0], b[1], v.x, v.y);
     multiply_four<M>(part, a[2], a[3], b[2], b[3], v.z, v.w);
   }
@@ -138,9 +102,6 @@ template <class L>
 DEVICE void multiply_tile(const gemm_args &g, const few_stage_of<L> &stage, const few_scales<typename L::W> &scales,
                           const few_row<L> &x, const uint4 *zeros, int tile, int k, float (&sum)[2])
 {
-  using W = typename L::W;
-  using M = typename L::CODE::M;
-  constexpr bool SIXTEEN = operand<W>::K_PER_SCALE == 16;
   typename L::CODE::SUM part[4] = {};
 #pragma unroll
   for (int run = 0; run < 2; run++) {
@@ -149,12 +110,8 @@ DEVICE void multiply_tile(const gemm_args &g, const few_stage_of<L> &stage, cons
       multiply_sixteen<L>(part, low, high, x.elements(k + (run * 4 + lane_id() % 4) * 16),
                           bias_of_codes<L>(g.b.offset));
     } else {
-      const bool zeros_there = g.b.zero.table[0] || g.b.zero.base[0];
-      multiply_packed<L>(low, high, take_zero<M>(scales, g.b, zeros_there, tile, 0, run),
-                         take_zero<M>(scales, g.b, zeros_there, tile, 1, run), x, zeros, k, run, part);
-      if (!SIXTEEN && run == 0) continue;
-      add_columns<L>(take_scales(scales, tile, 0, run, g.b.scale.dtype),
-                     take_scales(scales, tile, 1, run, g.b.scale.dtype), x, k, run, part, sum);
+      multiply_packed<L>(low, high, x, zeros, k, run, part);
+      add_columns<L>(take_scales(scales, tile, 0, run), take_scales(scales, tile, 1, run), x, k, run, part, sum);
 #pragma unroll
       for (int i = 0; i < 4; i++) part[i] = 0.f;
     }
@@ -166,10 +123,24 @@ template <class L>
 DEVICE void multiply_tiles(const gemm_args &g, const few_stage_of<L> &stage, const few_scales_of<L> &scales,
                            const few_row<L> &x, const uint4 *zeros, int k0, bool wide, float (&sum)[2][2])
 {
+  if constexpr (same_type<typename L::W, mx4>) { /* the same code twice: sums change places */
+#pragma unroll 1
+    for (int t = 0; t < 2; t++) {
+      const int k = wide ? 2 * k0 + t * L::BK : k0;
+      float own[2] = {sum[0][0], sum[0][1]};
+      if (k < g.k) multiply_grouped<L>(g, stage, scales, x, zeros, t, k, own);
+      sum[0][0] = sum[1][0], sum[0][1] = sum[1][1], sum[1][0] = own[0], sum[1][1] = own[1];
+    }
+  } else {
 #pragma unroll
-  for (int t = 0; t < 2; t++) {
-    const int k = wide ? 2 * k0 + t * L::BK : k0;
-    if (t == 0 || k < g.k) multiply_tile<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+    for (int t = 0; t < 2; t++) {
+      const int k = wide ? 2 * k0 + t * L::BK : k0;
+      if (t > 0 && k >= g.k) continue;
+      if constexpr (L::FIXED)
+        multiply_grouped<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+      else
+        multiply_tile<L>(g, stage, scales, x, zeros, t, k, sum[t]);
+    }
   }
 }
 
@@ -180,9 +151,9 @@ template <class L>
 DEVICE void store_part(few_memory<L> &smem, typename L::RING &buffer, int first, bool there, bool wide,
                        float (&sum)[2][2])
 {
-  if (wide && !L::FIXED) sum[0][0] += sum[1][0], sum[0][1] += sum[1][1];
-  if (L::FIXED) add_runs(wide, sum);
-  if (L::BITS == 4 && !L::FIXED) {
+  if (wide && !L::WHOLE) sum[0][0] += sum[1][0], sum[0][1] += sum[1][1];
+  if (L::WHOLE) add_runs(wide, sum);
+  if (L::BITS == 4 && !L::WHOLE) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float &one = sum[i / 2][i % 2];
@@ -191,9 +162,9 @@ DEVICE void store_part(few_memory<L> &smem, typename L::RING &buffer, int first,
     }
   }
   wait_for(&smem.partial_empty[stage_of(buffer)], phase_of(buffer) ^ 1);
-  if (there && lane_id() % (L::FIXED ? 2 : 4) == 0) {
+  if (there && lane_id() % (L::WHOLE ? 2 : 4) == 0) {
 #pragma unroll
-    for (int t = 0; t < (L::FIXED ? 1 : 2); t++)
+    for (int t = 0; t < (L::WHOLE ? 1 : 2); t++)
       smem.partial[stage_of(buffer)][first][t + lane_id() % 4 / 2][lane_id() / 4] = make_float2(sum[t][0], sum[t][1]);
   }
   mbarrier_arrive(&smem.partial_full[stage_of(buffer)]);
@@ -219,7 +190,7 @@ DEVICE void consume_unit(const few_args &args, few_memory<L> &smem, few_walk<L> 
     const few_scales_of<L> scales = feed.scales;
     feed.template next<DOWN>();
     if (begins) continue;
-    if constexpr (L::FIXED)
+    if constexpr (L::WHOLE)
       multiply_fixed<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum[0]);
     else
       multiply_tiles<L>(g, from, scales, x, smem.zeros, here.slice * L::BK, wide, sum);

@@ -292,7 +292,8 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by)
 {
   return (unsigned)(((uint64_t)high << 32 | low) >> (by & 31));
 }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select)
+/* As prmt: a nibble's upper bit asks for the byte's upper bit in all places. */
+inline unsigned byte_perm_spread(unsigned a, unsigned b, unsigned select)
 {
   const uint64_t bytes = (uint64_t)b << 32 | a;
   unsigned out = 0;
@@ -303,6 +304,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select)
     out |= byte << 8 * i;
   }
   return out;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select)
+{
+  return byte_perm_spread(a, b, select & 0x7777);
 }
 inline unsigned __vimax3_u16x2(unsigned a, unsigned b, unsigned c)
 {

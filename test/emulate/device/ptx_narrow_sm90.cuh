@@ -18,6 +18,10 @@ DEVICE uint32_t lds_u16(uint32_t address)
   return load_shared<uint16_t>(address);
 }
 
+DEVICE uint32_t table_bytes(uint32_t low, uint32_t high, uint32_t codes)
+{
+  return byte_perm_spread(low, high, codes);
+}
 DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
   mma_lane<int32_t> mine = {d, a, b};
