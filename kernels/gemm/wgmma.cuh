@@ -298,8 +298,6 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
 #pragma unroll 1
   for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if constexpr (S::ACTIVATES)
-      if (k0 == args.g.k / 2 / S::BK * S::BK) prefetch_kept<S>(activated_of<S>(args), tile);
     if (elect_one()) {
       if (k0 == 0) post_unit(smem, tile, slot);
       copy_boxes<S, PAIRED>(args, smem, tile, boxes, at, k0, S::SCALED ? scales.bytes : 0);
@@ -309,6 +307,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
+  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows. */
@@ -454,7 +453,7 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else if constexpr (S::ACTIVATES) {
       const tile_unit stored = smem.units[slot]; /* as above */
       const int consumer = (int)tid_x() / S::GROUP - 1;
-      store_activated<S>(activated_of<S>(args), smem.staging, stored, consumer,
+      store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
                          {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
