@@ -421,20 +421,16 @@ static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe
   return add_up_rows(b->p.context, &g, b->p.stream);
 }
 
-static float logit_scale(const backward *b)
-{
-  const float given = b->p.plan->desc.routing.logit_scale;
-  return given > 0 ? given : 1;
-}
-
-/* d x of the router. */
-static rows_product_args router_product(const backward *b)
+static cumoe_status backward_router(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view x = router_input(p->args), d_logits = d_logits_of(b);
+  const float given = p->plan->desc.routing.logit_scale, scale = given > 0 ? given : 1;
+  const row_matrix a = rows_of_view(d_logits, OF_ROW);
+  TRY(add_tokens(b, a, d_logits.cols, x, g->d_router_weight, g->d_router_bias, scale));
   rows_product_args d_x = {.map = token_rows(p),
-                           .a = rows_of_view(d_logits, OF_ROW),
+                           .a = a,
                            .b = transposed(one_matrix(p->args->router_weight)),
                            .c = region(b->scratch, b->at.d_router),
                            .c_ld = x.cols,
@@ -442,46 +438,18 @@ static rows_product_args router_product(const backward *b)
                            .halves = 1,
                            .n = (int32_t)x.cols,
                            .k = (int32_t)d_logits.cols,
-                           .scale = logit_scale(b)};
+                           .scale = scale};
   if (g->d_router_x.data) {
     d_x.c = g->d_router_x.data;
     d_x.c_ld = g->d_router_x.ld;
     d_x.c_dtype = g->d_router_x.dtype;
   }
-  return d_x;
-}
-
-/* Whether the router's d x is made where it is added: where its product has the row of tensor cores that gather_router
- * is made of. */
-static cumoe_status choose_gather(const backward *b, bool *with_router)
-{
-  const rows_product_args d_x = router_product(b);
-  launch_step s;
-  *with_router = false;
-  if (on_cpu(b->p.context) || !wants_gate(b) || !wants_router_part(b) || b->grads->d_router_x.data ||
-      b->p.plan->desc.routing.top_k > GATHER_SLOTS)
-    return CUMOE_OK;
-  TRY(choose_step(b->p.context, OP_rows_product, &d_x, NULL, &s));
-  *with_router = variants[s.row].form == FORM_ntile && variants[s.row].x == DT_F32;
-  return CUMOE_OK;
-}
-
-/* in_gather: the router's d x comes later. */
-static cumoe_status backward_router(const backward *b, bool in_gather)
-{
-  const pass *p = &b->p;
-  const cumoe_moe_grads *g = b->grads;
-  const cumoe_view x = router_input(p->args), d_logits = d_logits_of(b);
-  const rows_product_args d_x = router_product(b);
-  TRY(add_tokens(b, rows_of_view(d_logits, OF_ROW), d_logits.cols, x, g->d_router_weight, g->d_router_bias,
-                 logit_scale(b)));
-  if (in_gather || (!g->d_router_x.data && !wants_router_part(b))) return CUMOE_OK;
-  return multiply_rows(p->context, &d_x, NULL, p->stream);
+  return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, NULL, p->stream) : CUMOE_OK;
 }
 
 /* ---- d x ---- */
 
-static cumoe_status gather(const backward *b, bool with_router)
+static cumoe_status gather(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
@@ -501,10 +469,6 @@ static cumoe_status gather(const backward *b, bool with_router)
                    .scale = b->scale};
   if (p->shared) a.d_shared = region(b->scratch, b->at.shared.d_rows);
   if (p->args->shared_gate.data) a.d_gate = region(b->scratch, b->at.d_shared_weight);
-  if (with_router) {
-    const gather_router_args both = {router_product(b), a};
-    return dispatch(p->context, OP_gather_router, &both, p->stream);
-  }
   if (wants_router_part(b)) a.d_router = region(b->scratch, b->at.d_router);
   return dispatch(p->context, OP_gather, &a, p->stream);
 }
@@ -515,19 +479,17 @@ static cumoe_status run_backward(const backward *b)
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view none = {0};
   const cumoe_view_mut nothing = {0};
-  bool with_router;
-  TRY(choose_gather(b, &with_router));
   if (absent(&g->kept)) TRY(keep_forward(p, NULL, NULL));
   TRY(backward_routed(b));
   if (p->shared) TRY(backward_shared(b));
   if (wants_gate(b)) TRY(backward_gate(b));
-  if (wants_gate(b) && p->args->router_weight.data) TRY(backward_router(b, with_router));
+  if (wants_gate(b) && p->args->router_weight.data) TRY(backward_router(b));
   if (g->d_shared_gate.data)
     TRY(add_tokens(b, rows_of(region(b->scratch, b->at.d_shared_weight), 1, DT_F32), 1, p->args->x, g->d_shared_gate,
                    nothing, 1));
   if (g->d_residual.data)
     TRY(add_tokens(b, rows_of_view(g->d_out, OF_ROW), p->plan->desc.hidden, none, nothing, g->d_residual, 1));
-  return g->d_x.data ? gather(b, with_router) : CUMOE_OK;
+  return g->d_x.data ? gather(b) : CUMOE_OK;
 }
 
 cumoe_status cumoe_moe_backward(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args,

@@ -145,7 +145,7 @@ static bool serves(const variant *v, const op_shape *s)
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;
   if (attends(s->op)) return v->form == FORM_ref || v->form == FORM_any || fits_head(v, s);
-  if (s->op == OP_rows_product || s->op == OP_gather_router || s->op == OP_weight_gradient) {
+  if (s->op == OP_rows_product || s->op == OP_weight_gradient) {
     if (v->form != FORM_any && v->form != FORM_ref && s->rules) return false;
     return !takes_tensor_maps(v) || s->tmap;
   }

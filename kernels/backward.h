@@ -212,13 +212,6 @@ typedef struct gather_args {
   float scale;
 } gather_args;
 
-/* gather, with d_router made on the way: `product` says how, but for c; k at most GATHER_SLOTS slots. CUDA only. */
-enum { GATHER_SLOTS = 16 };
-typedef struct gather_router_args {
-  rows_product_args product;
-  gather_args gather;
-} gather_router_args;
-
 /*
  * From d weights to d logits, the choice being a constant: g.given are the ids. And the losses of the gate, by
  * coefficients that are 0 where there is none:

@@ -693,7 +693,7 @@ static void test_late_rows(void)
       case_end();
     }
   for (int op = OP_attention + 1; op < OP_COUNT; op++)
-    for (int i = 1; i < GPU_COUNT && op != OP_up_keep && op != OP_down_drawn && op != OP_down_activated && op != OP_gather_router; i++) {
+    for (int i = 1; i < GPU_COUNT && op != OP_up_keep && op != OP_down_drawn && op != OP_down_activated; i++) {
       const op_shape s = {.op = (operation)op, .tokens = 1000};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);

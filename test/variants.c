@@ -48,7 +48,7 @@ static const char elsewhere[] =
     "embedding_place embedding_backward norm_stats norm_partials norm_dparameters norm_dx elementwise_backward "
     "softmax_backward cross_entropy_count cross_entropy_rows cross_entropy_mean squares total adamw pad copy_rows "
     "up_keep down_drawn down_activated rows_product weight_gradient cut add_runs bias_gradient activation "
-    "pair_gradient sigmoid gather gather_router gate_count gate_backward gate_scale gate_loss ";
+    "pair_gradient sigmoid gather gate_count gate_backward gate_scale gate_loss ";
 
 static bool is_elsewhere(const char *op)
 {

@@ -11,7 +11,6 @@
 #define CUMOE_BACKWARD_TILE_CUH
 
 #include "backward/products.cuh"
-#include "backward/tokens.cuh"
 
 template <class X_, class W_, int BM_, int BN_, int BK_, int STAGES_, int WARPS> struct product_shape {
   using X = X_;
@@ -414,9 +413,7 @@ template <class S> DEVICE void store_rows(const rows_product_args &p, const prod
   }
 }
 
-/* begin(unit) comes before the products, finish(unit) when a tile's sums are staged. */
-template <class S, class BEGIN, class FINISH>
-DEVICE void for_products(const rows_product_args &p, rows_smem<S> &smem, BEGIN begin, FINISH finish)
+template <class S> DEVICE void rows_gemm(const rows_product_args &p, rows_smem<S> &smem)
 {
   const int n_tiles = ceil_div(p.n, S::BN);
   wait_for_earlier_grids();
@@ -425,52 +422,12 @@ DEVICE void for_products(const rows_product_args &p, rows_smem<S> &smem, BEGIN b
   for (int64_t i = blockIdx.x; i < units; i += gridDim.x) {
     const product_unit u = unit_of<S::BM, S::THREADS>(p.map, smem.table, i, n_tiles, S::BN);
     typename S::sums acc = {};
-    begin(u);
     multiply_rows<S>(p, smem, u, acc);
     stage_sums<S>(smem.staged, S::STAGED_LD, 1, acc);
     __syncthreads();
-    finish(u);
+    store_rows<S>(p, u, smem.staged);
     __syncthreads();
   }
-}
-
-template <class S> DEVICE void rows_gemm(const rows_product_args &p, rows_smem<S> &smem)
-{
-  for_products<S>(
-      p, smem, [](const product_unit &) {}, [&](const product_unit &u) { store_rows<S>(p, u, smem.staged); });
-}
-
-/* ---- d x, of which the router's part is such a product ---- */
-
-template <class S> struct gather_router_smem : rows_smem<S> {
-  gathered slots[S::BM][GATHER_SLOTS];
-};
-
-template <class S>
-DEVICE void gather_tokens(const gather_router_args &args, const product_unit &u, const gather_router_smem<S> &smem)
-{
-#pragma unroll 1
-  for (int i = threadIdx.x; i < S::BM * S::BN / PACKET; i += S::THREADS) {
-    const int row = i / (S::BN / PACKET), column = i % (S::BN / PACKET) * PACKET;
-    if (row >= u.rows || u.n0 + column >= args.product.n) continue;
-    float router[PACKET];
-    load_f32<PACKET>(smem.staged + row * S::STAGED_LD + column, router);
-#pragma unroll
-    for (int j = 0; j < PACKET; j++) router[j] *= args.product.scale;
-    gather_any(args.gather, smem.slots[row], u.row + row, u.n0 + column, router);
-  }
-}
-
-template <class S> DEVICE void gather_router_gemm(const gather_router_args &args, gather_router_smem<S> &smem)
-{
-  const int k = args.gather.map.top_k;
-  for_products<S>(
-      args.product, smem,
-      [&](const product_unit &u) {
-        for (int i = threadIdx.x; i < u.rows * k; i += S::THREADS)
-          smem.slots[i / k][i % k] = look_up(args.gather, u.row + i / k, i % k);
-      },
-      [&](const product_unit &u) { gather_tokens<S>(args, u, smem); });
 }
 
 #endif

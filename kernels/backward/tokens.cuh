@@ -220,18 +220,20 @@ template <int THREADS> DEVICE void any_sigmoid(const sigmoid_args &a)
 
 /* ---- d x ---- */
 
-/* A token's row of a slot, and what it is multiplied by. */
 struct gathered {
-  int32_t row; /* ROW_DROPPED: none */
-  float factor;
+  int64_t row[MAX_TOP_K]; /* ROW_DROPPED: none */
+  float factor[MAX_TOP_K];
 };
 
-DEVICE gathered look_up(const gather_args &a, int64_t token, int j)
+DEVICE void look_up(const gather_args &a, int64_t token, gathered &g)
 {
-  const int64_t pair = token * a.map.top_k + j, row = row_of_pair(a.map, pair);
-  return {(int32_t)row, row == ROW_IDENTITY ? (a.weights ? a.scale * a.weights[token * a.weights_ld + j] : 1.f)
-                        : a.on_input        ? weight_of_pair(a.map, pair)
-                                            : 1.f};
+  const int j = threadIdx.x;
+  if (j >= a.map.top_k) return;
+  const int64_t pair = token * a.map.top_k + j;
+  g.row[j] = row_of_pair(a.map, pair);
+  g.factor[j] = g.row[j] == ROW_IDENTITY ? (a.weights ? a.scale * a.weights[token * a.weights_ld + j] : 1.f)
+                : a.on_input             ? weight_of_pair(a.map, pair)
+                                         : 1.f;
 }
 
 template <class T> DEVICE void add_packet(float (&sum)[PACKET], float factor, const T *from)
@@ -244,59 +246,47 @@ template <class T> DEVICE void add_packet(float (&sum)[PACKET], float factor, co
 
 /* Rows of experts, four in flight: none of their loads waits for another. */
 template <class T>
-DEVICE void add_slots(const gather_args &a, const gathered *slots, int64_t token, int i, float (&sum)[PACKET])
+DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, int i, float (&sum)[PACKET])
 {
   const T *rows = static_cast<const T *>(a.d_rows);
 #pragma unroll 4
   for (int j = 0; j < a.map.top_k; j++) {
-    const int64_t row = slots[j].row;
+    const int64_t row = g.row[j];
     if (row >= 0)
-      add_packet<T>(sum, slots[j].factor, rows + row * a.hidden + i);
+      add_packet<T>(sum, g.factor[j], rows + row * a.hidden + i);
     else if (row == ROW_IDENTITY) {
       float value[PACKET];
       load_any<PACKET>(a.d_out.base, start_of(a.d_out, a.map, 0, token * a.map.top_k + j) + i, a.d_out.dtype, value);
 #pragma unroll
-      for (int c = 0; c < PACKET; c++) sum[c] = fmaf(slots[j].factor, value[c], sum[c]);
+      for (int c = 0; c < PACKET; c++) sum[c] = fmaf(g.factor[j], value[c], sum[c]);
     }
   }
 }
 
-/* Elements i .. of a token's d x; `router`: of these what the router brings. */
-template <class T>
-DEVICE void gather_packet(const gather_args &a, const gathered *slots, int64_t token, int i,
-                          const float (&router)[PACKET])
+template <class T, int THREADS> DEVICE void gather_token(const gather_args &a, const gathered &g, int64_t token)
 {
-  float sum[PACKET] = {};
-  add_slots<T>(a, slots, token, i, sum);
-  if (a.d_shared) add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_shared) + token * a.hidden + i);
+  for (int i = threadIdx.x * PACKET; i < a.hidden; i += THREADS * PACKET) {
+    float sum[PACKET] = {};
+    add_slots<T>(a, g, token, i, sum);
+    if (a.d_shared) add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_shared) + token * a.hidden + i);
+    if (a.d_router) add_packet<f32>(sum, 1.f, a.d_router + token * a.hidden + i);
 #pragma unroll
-  for (int j = 0; j < PACKET; j++) {
-    sum[j] += router[j];
-    if (a.d_gate) sum[j] = fmaf(a.d_gate[token], load_any(a.gate.base, i + j, a.gate.dtype), sum[j]);
+    for (int j = 0; j < PACKET; j++)
+      if (a.d_gate) sum[j] = fmaf(a.d_gate[token], load_any(a.gate.base, i + j, a.gate.dtype), sum[j]);
+    store_any<PACKET>(a.d_x, token * a.d_x_ld + i, a.d_x_dtype, sum);
   }
-  store_any<PACKET>(a.d_x, token * a.d_x_ld + i, a.d_x_dtype, sum);
-}
-
-DEVICE void gather_any(const gather_args &a, const gathered *slots, int64_t token, int i,
-                       const float (&router)[PACKET])
-{
-  if (a.dtype == DT_F32) return gather_packet<f32>(a, slots, token, i, router);
-  if (a.dtype == DT_F16) return gather_packet<f16>(a, slots, token, i, router);
-  gather_packet<bf16>(a, slots, token, i, router);
 }
 
 template <int THREADS> DEVICE void any_gather(const gather_args &a)
 {
-  __shared__ gathered slots[MAX_TOP_K];
+  __shared__ gathered g;
   const int64_t token = blockIdx.x;
   if (token >= token_total(a.map.tokens)) return;
-  if (threadIdx.x < a.map.top_k) slots[threadIdx.x] = look_up(a, token, threadIdx.x);
+  look_up(a, token, g);
   __syncthreads();
-  for (int i = threadIdx.x * PACKET; i < a.hidden; i += THREADS * PACKET) {
-    float router[PACKET] = {};
-    if (a.d_router) load_f32<PACKET>(a.d_router + token * a.hidden + i, router);
-    gather_any(a, slots, token, i, router);
-  }
+  if (a.dtype == DT_F32) return gather_token<f32, THREADS>(a, g, token);
+  if (a.dtype == DT_F16) return gather_token<f16, THREADS>(a, g, token);
+  gather_token<bf16, THREADS>(a, g, token);
 }
 
 #endif
