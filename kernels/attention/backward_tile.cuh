@@ -328,8 +328,8 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
 template <class T, int D, int KEYS, int N> struct dkv_smem {
   T k[KEYS * D], v[KEYS * D], q[2][N * D], dout[2][N * D];
   sequence s;
-  int64_t packed, end;     /* rows of the sequence that see some of the tile's keys, from the CTA's first step on */
-  int64_t first_key;       /* the tile's first row of k */
+  int64_t packed, end; /* rows of the sequence that see some of the tile's keys, from the CTA's first step on */
+  int64_t first_key;   /* the tile's first row of k */
   int steps, kv_head;
   row_place place[2][N];
   alignas(8) float lse[2][N], delta[2][N]; /* read two at a time, as what follows is */

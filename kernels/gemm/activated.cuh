@@ -19,8 +19,7 @@ template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm9
 /* The row of z of a tile's first; negative: z does not have all of them. */
 DEVICE int64_t first_kept(const down_activated_args &args, const tile_unit &unit)
 {
-  const int64_t first =
-      (int64_t)args.z_offsets[unit.expert] + (unit.row - args.drawn.gemm.g.offsets[unit.expert]);
+  const int64_t first = (int64_t)args.z_offsets[unit.expert] + (unit.row - args.drawn.gemm.g.offsets[unit.expert]);
   return first + unit.rows <= args.z_rows ? first : -1;
 }
 
@@ -145,8 +144,7 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
   }
 
   /* Token group `group` of a stage. */
-  template <finish_kind KIND>
-  DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
+  template <finish_kind KIND> DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
   {
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
     const int token = lane_id() / S::OCTETS, at = (group * 8 + token) * kept::LD + offset;
@@ -186,8 +184,8 @@ DEVICE void store_kept_stage(const down_activated_args &args, pipeline_smem<S> &
     const char *from = half == 0   ? kept::gate(smem, stage) + first * kept::LD
                        : half == 1 ? kept::up(smem, stage) + first * kept::LD
                                    : kept::h(smem, stage, first);
-    Y *to = half == 2 ? static_cast<Y *>(gemm.g.c) + row * gemm.g.c_ld
-                      : static_cast<Y *>(args.d_z[half]) + row * gemm.z_ld;
+    Y *to =
+        half == 2 ? static_cast<Y *>(gemm.g.c) + row * gemm.g.c_ld : static_cast<Y *>(args.d_z[half]) + row * gemm.z_ld;
     cp_async_bulk_store(to + consumer.first,
                         from + lane_id() % 8 * kept::LD + (consumer.first - unit.n * S::COLUMNS) * (int)sizeof(Y),
                         channels * (uint32_t)sizeof(Y));
