@@ -16,6 +16,17 @@ DEVICE void cp_async_bulk_tensor_4d_store(const void *map, int32_t c0, int32_t c
                : "memory");
 }
 
+DEVICE void cp_async_bulk_commit_group()
+{
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Returns when shared memory was read by all groups but the last PENDING. */
+template <int PENDING> DEVICE void cp_async_bulk_wait_group_read()
+{
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
 /* ---- shared memory ---- */
 
 /* Four 8 x 8 matrices of 16-bit elements; lanes 8i .. 8i+7 give the row addresses of matrix i. */

@@ -153,26 +153,6 @@ DEVICE void cp_async_bulk_tensor_2d_multicast(void *shared, const void *map, int
                : "memory");
 }
 
-/* To memory: copies of one thread, in groups. */
-/* Addresses and size multiples of 16. */
-DEVICE void cp_async_bulk_store(void *global, const void *shared, uint32_t bytes)
-{
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
-               "r"(shared_address(shared)), "r"(bytes)
-               : "memory");
-}
-
-DEVICE void cp_async_bulk_commit_group()
-{
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-/* Returns when shared memory was read by all groups but the last PENDING. */
-template <int PENDING> DEVICE void cp_async_bulk_wait_group_read()
-{
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
 /* Into L2; address and size multiples of 16. */
 DEVICE void prefetch_l2(const void *from, uint32_t bytes)
 {

@@ -7,7 +7,6 @@
 #define CUMOE_ACTIVATED_CUH
 
 #include "backward/slope.cuh"
-#include "device/ptx_sm90.cuh"
 #include "gemm/warpgroup_tile.cuh"
 
 template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm90_args &args)
@@ -63,25 +62,20 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
 }
 
 /*
- * z comes the way that operands come: behind a tile's products the pipeline has COUNT stages of its tokens' gate and
- * up, TOKENS each, and their weights. d z takes their place, and h lies beside them until copies bring all to memory:
- * rows of h behind gate, where weights would be, and the last ones behind up, where rows would.
+ * z comes the way that operands come: behind a tile's products the pipeline has COUNT stages of its tokens' gate and up,
+ * TOKENS each, and their weights. Gate lies where weights would, and up where rows would, but for the last OTHERS.
  */
 template <class S> struct kept_stage {
   static constexpr int TOKENS = KEPT_TOKENS, COUNT = KEPT_STAGES<S>, GROUPS = TOKENS / 8;
   static constexpr int LD = S::COLUMNS * 2 + 32; /* bytes: two tokens of a quarter of a warp lie in different banks */
-  static constexpr int BEHIND_UP = S::BM * S::BK * 2 / LD / 8 * 8 - TOKENS, BEHIND_GATE = TOKENS - BEHIND_UP,
-                       WEIGHTS = (TOKENS + BEHIND_GATE) * LD;
-  static_assert(sizeof(typename S::Y) == 2 && BEHIND_UP > 0 && WEIGHTS + TOKENS * 4 <= S::COLUMNS * S::BK * 2,
-                "what a stage has");
+  static constexpr int OTHERS = TOKENS - S::BM * S::BK * 2 / LD / 8 * 8, WEIGHTS = (TOKENS + OTHERS) * LD;
+  static_assert(sizeof(typename S::Y) == 2 && WEIGHTS + TOKENS * 4 <= S::COLUMNS * S::BK * 2, "what a stage has");
 
   DEVICE static char *gate(pipeline_smem<S> &smem, int stage) { return reinterpret_cast<char *>(smem.weights[stage]); }
-  DEVICE static char *up(pipeline_smem<S> &smem, int stage) { return reinterpret_cast<char *>(smem.rows[stage]); }
-  /* Of an octet of tokens. */
-  DEVICE static char *h(pipeline_smem<S> &smem, int stage, int token)
+  DEVICE static char *up(pipeline_smem<S> &smem, int stage, int token)
   {
-    return token < BEHIND_GATE ? gate(smem, stage) + (TOKENS + token) * LD
-                               : up(smem, stage) + (TOKENS + token - BEHIND_GATE) * LD;
+    return token < TOKENS - OTHERS ? reinterpret_cast<char *>(smem.rows[stage]) + token * LD
+                                   : gate(smem, stage) + (token + OTHERS) * LD;
   }
   DEVICE static float *weights(pipeline_smem<S> &smem, int stage)
   {
@@ -115,93 +109,79 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
     for (int t = lane_id(); t < tokens; t += WARP_SIZE) {
       const int64_t from = (first + token0 + t) * gemm.z_ld + channel;
       cp_async_bulk(kept::gate(smem, at.stage) + t * kept::LD, static_cast<const Y *>(gemm.z[0]) + from, each, full);
-      cp_async_bulk(kept::up(smem, at.stage) + t * kept::LD, static_cast<const Y *>(gemm.z[1]) + from, each, full);
+      cp_async_bulk(kept::up(smem, at.stage, t), static_cast<const Y *>(gemm.z[1]) + from, each, full);
     }
     __syncwarp();
   }
 }
 
-/* A lane of a consumer's part of a tile: 8 channels of every eighth token. */
+/* Places advance from token group to token group: addresses worked out from their numbers took more registers. */
 template <class S> struct activated_store : warp_store<S, S::OCTETS> {
+  using base = warp_store<S, S::OCTETS>;
   using kept = kept_stage<S>;
   using Y = typename S::Y;
   const down_activated_args &a;
-  float *along;         /* of this lane's next token */
-  int32_t left, offset; /* of the tile's tokens that follow, that one first; of its vector in a token's z, in bytes */
-  bool there, inside;   /* z is; this lane has channels; `along` has a part of a warp that has none, too */
+  Y *d_z;
+  float *along;
+  int32_t left,
+      offset;         /* of the tile's tokens that follow, this lane's first; of its vector in a token's z, in bytes */
+  bool there, inside; /* z is; this lane has channels; `along` has a part of a warp that has none, too */
 
   DEVICE activated_store(const down_activated_args &args, const tile_unit &unit, uint4 *staging, channel_span span,
                          int32_t part)
-      : warp_store<S, S::OCTETS>(args.drawn.gemm.g, unit, staging, span), a(args)
+      : base(args.drawn.gemm.g, unit, staging, span), a(args)
   {
     const gemm_args &g = args.drawn.gemm.g;
     const int token = lane_id() / S::OCTETS, channel = span.first + octet_channel<S>(g, lane_id() % S::OCTETS);
+    const int64_t row = unit.row + token;
     left = unit.rows - token;
     offset = (channel - unit.n * S::COLUMNS) * (int)sizeof(Y);
     there = first_kept(args, unit) >= 0;
     inside = channel < span.end;
-    along = args.along + (int64_t)(unit.row + token) * ALONG_PARTS(g.n) + part;
+    d_z = static_cast<Y *>(args.d_z[0]) + row * args.drawn.gemm.z_ld + channel;
+    along = args.along + row * ALONG_PARTS(g.n) + part;
   }
+
+  DEVICE static char *bytes(void *p) { return static_cast<char *>(p); }
 
   /* Token group `group` of a stage. */
   template <finish_kind KIND> DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
   {
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-    const int token = lane_id() / S::OCTETS, at = (group * 8 + token) * kept::LD + offset;
+    const int token = lane_id() / S::OCTETS;
     const float w = there ? kept::weights(smem, stage)[group * 8 + token] : 0.f;
-    uint4 *const gate_at = reinterpret_cast<uint4 *>(kept::gate(smem, stage) + at),
-                 *const up_at = reinterpret_cast<uint4 *>(kept::up(smem, stage) + at),
-                 *const h_at = reinterpret_cast<uint4 *>(kept::h(smem, stage, group * 8) + token * kept::LD + offset);
-    uint4 h, gate = *gate_at, up = *up_at;
+    uint4 h, gate, up;
     this->stage(words);
     const uint4 d_h = *this->staged_vector(token, lane_id() % S::OCTETS), none = {0, 0, 0, 0};
+    gate = *reinterpret_cast<const uint4 *>(kept::gate(smem, stage) + (group * 8 + token) * kept::LD + offset);
+    up = *reinterpret_cast<const uint4 *>(kept::up(smem, stage, group * 8) + token * kept::LD + offset);
     float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, h, gate, up);
     if (w == 0) h = gate = up = none; /* whatever z is */
     if (!inside) sum = 0;
 #pragma unroll
     for (int distance = 1; distance < S::OCTETS; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    if (inside) *gate_at = gate, *up_at = up, *h_at = h;
+    if (left > 0 && inside) {
+      st_global_16(this->to, h, false);
+      st_global_16(d_z, gate, false);
+      st_global_16(bytes(d_z) + (bytes(a.d_z[1]) - bytes(a.d_z[0])), up, false);
+    }
     if (left > 0 && lane_id() % S::OCTETS == 0) *along = a.scale * sum;
-    along += 8 * ALONG_PARTS(a.drawn.gemm.g.n);
-    left -= 8;
+    this->to += base::TOKENS * a.drawn.gemm.g.c_ld;
+    d_z += base::TOKENS * a.drawn.gemm.z_ld;
+    along += base::TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
+    left -= base::TOKENS;
   }
 };
-
-/* What a consumer has made of a stage's tokens, to memory: an octet of them a warp. */
-template <class S>
-DEVICE void store_kept_stage(const down_activated_args &args, pipeline_smem<S> &smem, int stage, const tile_unit &unit,
-                             int token0, channel_span consumer)
-{
-  using kept = kept_stage<S>;
-  using Y = typename S::Y;
-  const gemm_sm90_args &gemm = args.drawn.gemm;
-  const int first = warp_id() % 4 * 8, token = first + lane_id() % 8, half = lane_id() / 8; /* half 2: h */
-  const int channels = min(consumer.end - consumer.first, (int)(S::COLUMNS / S::CONSUMERS));
-  fence_proxy_async_shared();
-  bar_sync(1 + (int)threadIdx.x / S::GROUP - 1, S::GROUP);
-  if (half < 3 && token0 + token < unit.rows) {
-    const int64_t row = unit.row + token0 + token;
-    const char *from = half == 0   ? kept::gate(smem, stage) + first * kept::LD
-                       : half == 1 ? kept::up(smem, stage) + first * kept::LD
-                                   : kept::h(smem, stage, first);
-    Y *to =
-        half == 2 ? static_cast<Y *>(gemm.g.c) + row * gemm.g.c_ld : static_cast<Y *>(args.d_z[half]) + row * gemm.z_ld;
-    cp_async_bulk_store(to + consumer.first,
-                        from + lane_id() % 8 * kept::LD + (consumer.first - unit.n * S::COLUMNS) * (int)sizeof(Y),
-                        channels * (uint32_t)sizeof(Y));
-  }
-  cp_async_bulk_commit_group();
-}
 
 /* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
 template <class S, finish_kind KIND>
 DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                               uint4 *staged, const tile_unit &unit, channel_span consumer,
+                               uint4 *staged, const tile_unit &unit, channel_span span,
                                const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   using kept = kept_stage<S>;
-  constexpr int TOKENS = 8, STEPS = S::BM / TOKENS, GROUPS = kept::GROUPS;
-  static_assert(activated_store<S>::TOKENS == TOKENS, "a step is a token group");
+  constexpr int TOKENS = activated_store<S>::TOKENS, STEPS = S::BM / TOKENS, GROUPS = kept::GROUPS;
+  static_assert(S::OCTETS == 4 && TOKENS == 8, "a step is a token group");
   uint4 packed[STEPS];
 #pragma unroll
   for (int j = 0; j < STEPS; j++) {
@@ -211,25 +191,18 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
     hold(packed[j]);
   }
   const int32_t part = (unit.n * S::CONSUMERS + (int)threadIdx.x / S::GROUP - 1) * 4 + warp_id() % 4;
-  activated_store<S> store(args, unit, staged, span_of_warp<S>(args.drawn.gemm.g, consumer), part);
-  int before = -1;
+  activated_store<S> store(args, unit, staged, span, part);
 #pragma unroll 1
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
 #pragma unroll
     for (int j = 0; j < GROUPS; j++)
       if (token0 + j * TOKENS < unit.rows) store.template finish<KIND>(smem, at.stage, j, packed[j]);
-    store_kept_stage<S>(args, smem, at.stage, unit, token0, consumer);
-    cp_async_bulk_wait_group_read<1>();
-    __syncwarp(); /* that of all lanes */
-    if (before >= 0) release_stage<S>(smem, before);
-    before = at.stage;
+    __syncwarp(); /* all lanes have read it */
+    release_stage<S>(smem, at.stage);
 #pragma unroll
     for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
   }
-  cp_async_bulk_wait_group_read<0>();
-  __syncwarp();
-  release_stage<S>(smem, before);
 }
 
 /* A consumer's part of a tile. */
@@ -239,11 +212,12 @@ DEVICE void store_activated(const down_activated_args &args, pipeline_smem<S> &s
                             const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const gemm_args &g = args.drawn.gemm.g;
+  const channel_span span = span_of_warp<S>(g, consumer);
   uint4 *staged = smem.staging.staged[group][warp_id() % 4];
   if (g.act == ACT_SILU && !limits_gated(g))
-    store_activated_as<S, FINISH_silu>(args, smem, at, staged, unit, consumer, acc);
+    store_activated_as<S, FINISH_silu>(args, smem, at, staged, unit, span, acc);
   else
-    store_activated_as<S, FINISH_swiglu>(args, smem, at, staged, unit, consumer, acc);
+    store_activated_as<S, FINISH_swiglu>(args, smem, at, staged, unit, span, acc);
 }
 
 #endif

@@ -19,6 +19,15 @@ DEVICE void cp_async_bulk_tensor_4d_store(const void *map, int32_t c0, int32_t c
       },
       false);
 }
+DEVICE void cp_async_bulk_commit_group()
+{
+  grid::commit_group(false);
+}
+template <int PENDING> DEVICE void cp_async_bulk_wait_group_read()
+{
+  grid::await_groups(PENDING, false);
+}
+
 DEVICE void stmatrix_x4(uint32_t address, const uint32_t (&r)[4])
 {
   stmatrix_lane mine = {r, address};

@@ -170,22 +170,6 @@ DEVICE void cp_async_bulk_tensor_2d_multicast(void *shared, const void *map, int
   copy_box<2>(shared, map, {c0, c1}, barrier, ctas);
 }
 
-DEVICE void cp_async_bulk_store(void *global, const void *shared, uint32_t bytes)
-{
-  grid::require_aligned(shared, 16);
-  grid::require_aligned(global, 16);
-  if (bytes % 16) grid::fail("a bulk copy of no whole vectors");
-  grid::group_later([=] { memcpy(global, shared, bytes); }, false);
-}
-DEVICE void cp_async_bulk_commit_group()
-{
-  grid::commit_group(false);
-}
-template <int PENDING> DEVICE void cp_async_bulk_wait_group_read()
-{
-  grid::await_groups(PENDING, false);
-}
-
 DEVICE void prefetch_l2(const void *from, uint32_t bytes)
 {
   grid::require_aligned(from, 16);
