@@ -62,8 +62,8 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
 }
 
 /*
- * z comes the way that operands come: behind a tile's products the pipeline has COUNT stages of its tokens' gate and up,
- * TOKENS each, and their weights. Gate lies where weights would, and up where rows would, but for the last OTHERS.
+ * z comes the way that operands come: behind a tile's products the pipeline has COUNT stages of its tokens' gate and
+ * up, TOKENS each, and their weights. Gate lies where weights would, and up where rows would, but for the last OTHERS.
  */
 template <class S> struct kept_stage {
   static constexpr int TOKENS = KEPT_TOKENS, COUNT = KEPT_STAGES<S>, GROUPS = TOKENS / 8;
