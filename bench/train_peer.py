@@ -1,11 +1,15 @@
 """The loss of each step of a fixed run: make train's program beside PyTorch, of the same model, weights and batches.
 
     python3 bench/train_peer.py [STEPS] > bench/results/train-torch.csv
-    python3 bench/train_peer.py STEPS cuda > FILE    # both on the GPU; their tokens/s go to stderr
+    python3 bench/train_peer.py STEPS cuda [TEXT] > FILE
 
 Needs lib/train (make train builds it) and PyTorch. Weights and batches are made again here from their seed, the model
 is written down from its definition, so that the two share nothing but the text. Columns: step, cumoe (f32), torch in
 f32, torch in f64; the differences of the first two from the last stand in the last lines.
+
+On a GPU the batch is make train's, and PyTorch (eager) multiplies all experts by all tokens: far more products than
+are wanted, but a few launches instead of hundreds, which is faster. Both run with three seeds: columns are cumoe and
+torch in f32 for each, and the last lines have the mean of the last losses of each run, and both programs' tokens/s.
 """
 import csv
 import math
@@ -19,12 +23,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-TEXT = "test/data/prose.txt"
+TEXT = sys.argv[3] if len(sys.argv) > 3 else "test/data/prose.txt"
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
 LAYERS, HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 4, 128, 256, 4, 2, 32
-EXPERTS, TOP_K, INTER, BATCH, LENGTH = 16, 4, 128, 4, 128
-SEED, RATE, EPS, BASE, BALANCE, DECAY = 1, 0.004, 1e-6, 1e4, 0.002, 0.1
+EXPERTS, TOP_K, INTER, BATCH, LENGTH = 16, 4, 128, 4 if DEVICE == "cpu" else 16, 128
+RATE, EPS, BASE, BALANCE, DECAY = 0.004, 1e-6, 1e4, 0.002, 0.1
+WARM, LAST = 5, 50  # steps before the clock starts; those that a run's last loss is the mean of
 
 
 def mix(z):
@@ -34,9 +39,9 @@ def mix(z):
     return z ^ (z >> np.uint64(31))
 
 
-def normals(first, count):
+def normals(first, count, seed):
     index = np.arange(first, first + count, dtype=np.uint64) * np.uint64(12)
-    start = np.uint64((SEED + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    start = np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     total = np.full(count, -6.0)
     for k in range(12):
         z = mix(start + (index + np.uint64(k)) * np.uint64(0xD1342543DE82EF95))
@@ -65,22 +70,22 @@ def parameters():
     yield "head", (1, VOCAB, HIDDEN, 0.02)
 
 
-def start(dtype):
+def start(dtype, seed):
     weights, at = {}, 0
     for name, (pieces, rows, cols, deviation) in parameters():
         count = pieces * rows * (cols or 1)
-        values = (deviation * normals(at, count)).astype(np.float32) if deviation else np.ones(count, np.float32)
+        values = (deviation * normals(at, count, seed)).astype(np.float32) if deviation else np.ones(count, np.float32)
         shape = [pieces, rows, cols] if pieces > 1 else [rows, cols] if cols else [rows]
         weights[name] = torch.tensor(values).reshape(shape).to(DEVICE, dtype).requires_grad_()
         at += (count + 63) // 64 * 64
     return weights
 
 
-def draw(text, step):
+def draw(text, step, seed):
     trained = len(text) - len(text) // 20
     number = np.arange(step * BATCH, (step + 1) * BATCH, dtype=np.uint64)
     g = np.uint64(0x9E3779B97F4A7C15)
-    at = mix(mix(np.array([SEED], np.uint64) + g) + number * g) % np.uint64(trained - LENGTH)
+    at = mix(mix(np.array([seed], np.uint64) + g) + number * g) % np.uint64(trained - LENGTH)
     rows = [text[int(i) : int(i) + LENGTH + 1] for i in at]
     return torch.tensor(np.stack(rows).astype(np.int64)).to(DEVICE)
 
@@ -122,7 +127,10 @@ def experts(x, w, i):
     weights = torch.zeros_like(scores).scatter(1, ids, best / best.sum(-1, keepdim=True))
     chosen = torch.zeros_like(scores).scatter(1, ids, 1.0)
     out = torch.zeros_like(n)
-    for e in range(EXPERTS):
+    if DEVICE != "cpu":
+        gate, up = (n @ w[f"{i}.{half}"].transpose(1, 2) for half in ("gate", "up"))
+        out = torch.einsum("te,eti,ehi->th", weights, F.silu(gate) * up, w[f"{i}.down"])
+    for e in range(EXPERTS if DEVICE == "cpu" else 0):
         rows = chosen[:, e].nonzero()[:, 0]
         h = F.silu(n[rows] @ w[f"{i}.gate"][e].T) * (n[rows] @ w[f"{i}.up"][e].T)
         out = out.index_add(0, rows, weights[rows, e : e + 1] * (h @ w[f"{i}.down"][e].T))
@@ -136,17 +144,18 @@ def rate_of(step):
     return RATE * (at / warm if at < warm else 0.55 + 0.45 * math.cos(math.pi * along))
 
 
-def train(text, dtype):
-    w = start(dtype)
+def train(text, dtype, seed=1):
+    """The losses, and tokens a second."""
+    w, losses, begin = start(dtype, seed), [], time.monotonic()
     cosine, sine = tables(dtype)
     groups = [{"params": [p for p in w.values() if p.dim() > 1], "weight_decay": DECAY},
               {"params": [p for p in w.values() if p.dim() == 1], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    begin = None
     for step in range(STEPS):
-        if step == 5:
+        if step == WARM:
+            losses[-1].item()  # the GPU has done what it was given
             begin = time.monotonic()
-        batch = draw(text, step)
+        batch = draw(text, step, seed)
         x, extra = w["embed"][batch[:, :-1]], 0
         for i in range(LAYERS):
             x, balance = experts(attention(x, w, i, cosine, sine), w, i)
@@ -157,32 +166,51 @@ def train(text, dtype):
         (loss + extra).backward()
         norm = torch.sqrt(sum((p.grad**2).sum() for p in w.values()))
         for p in w.values():
-            p.grad *= min(1.0, float(1 / norm))
+            p.grad *= (1 / norm).clamp(max=1)
         for group in optimiser.param_groups:
             group["lr"] = rate_of(step)
         optimiser.step()
+        losses.append(loss.detach())
         print(f"\r{dtype}, step {step + 1} of {STEPS}", end="", file=sys.stderr)
-        yield loss.item()
-    if begin:
-        speed = (STEPS - 5) * BATCH * LENGTH / (time.monotonic() - begin)
-        print(f"\rtorch, {dtype}, {DEVICE}: {speed:.0f} tokens/s", file=sys.stderr)
+    losses = [loss.item() for loss in losses]
+    return losses, (STEPS - WARM) * BATCH * LENGTH / (time.monotonic() - begin)
 
 
-def ours():
+def ours(seed=1):
+    """The same of cumoe."""
     with tempfile.TemporaryDirectory() as out:
-        command = ["lib/train", "--device", DEVICE, "--batch", str(BATCH), "--out", out, "--steps", str(STEPS), TEXT]
+        command = ["lib/train", "--device", DEVICE, "--batch", str(BATCH), "--out", out, "--steps", str(STEPS),
+                   "--seed", str(seed), TEXT]
         run = subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        print(f"cumoe, {DEVICE}: {re.findall('[0-9]+ tokens/s', run.stderr)[-1]}", file=sys.stderr)
         with open(f"{out}/loss.csv") as file:
-            return [float(row["loss"]) for row in csv.DictReader(file)]
+            losses = [float(row["loss"]) for row in csv.DictReader(file)]
+        return losses, int(re.findall("([0-9]+) tokens/s", run.stderr)[-1])
+
+
+def print_columns(names, columns):
+    print(",".join(["step"] + names))
+    for step, row in enumerate(zip(*columns), 1):
+        print(",".join([str(step)] + [f"{value:.6f}" for value in row]))
+
+
+def on_gpu(text):
+    seeds = (1, 2, 3)
+    runs = [(f"{name} seed {seed}", run(seed)) for name, run in
+            (("cumoe", ours), (f"torch {torch.__version__}", lambda seed: train(text, torch.float32, seed)))
+            for seed in seeds]
+    print_columns([name for name, _ in runs], [losses for _, (losses, _) in runs])
+    print(f"# {torch.cuda.get_device_name()}, {STEPS} steps of {BATCH} x {LENGTH} tokens, f32")
+    for name, (losses, speed) in runs:
+        print(f"# {name}: {sum(losses[-LAST:]) / LAST:.4f} nats in the mean of the last {LAST} steps, "
+              f"{speed:.0f} tokens/s")
 
 
 def main():
     text = np.fromfile(TEXT, np.uint8)
-    columns = [ours(), list(train(text, torch.float32)), list(train(text, torch.float64))]
-    print(f"step,cumoe,torch {torch.__version__} f32,torch f64")
-    for step, row in enumerate(zip(*columns), 1):
-        print(",".join([str(step)] + [f"{value:.6f}" for value in row]))
+    if DEVICE != "cpu":
+        return on_gpu(text)
+    columns = [run[0] for run in (ours(), train(text, torch.float32), train(text, torch.float64))]
+    print_columns(["cumoe", f"torch {torch.__version__} f32", "torch f64"], columns)
     for name, column in zip(("cumoe", "torch f32"), columns):
         apart = [abs(a - b) for a, b in zip(column, columns[2])]
         print(f"# {name} and f64 differ by {max(apart):.2g} at most, {sum(apart) / STEPS:.2g} in the mean")

@@ -62,16 +62,26 @@ static int32_t *tickets_of(const backward *b, int32_t first)
   return on_cpu(b->p.context) ? NULL : (int32_t *)region(b->scratch, b->at.tickets) + first;
 }
 
-static cumoe_status pad(const backward *b)
+/* Weights of padded rows lie where `along` does: down_activated, which wants them, leaves parts of it where d h would
+ * have been. */
+static float *row_weight_of(const backward *b)
+{
+  return on_cpu(b->p.context) ? NULL : (float *)region(b->scratch, b->at.routed.along);
+}
+
+static cumoe_status pad(const backward *b, const row_map *map)
 {
   const route_pointers padded = route_in(b->scratch, &b->at.padded);
-  const pad_args a = {.map = route_rows(&b->p, b->p.route),
-                      .counts = padded.counts,
-                      .offsets = padded.offsets,
-                      .row_pair = padded.row_pair,
-                      .slot_row = padded.slot_row,
-                      .tickets = tickets_of(b, 0),
-                      .rows_cap = b->at.routed.rows};
+  pad_args a = {.map = route_rows(&b->p, b->p.route),
+                .counts = padded.counts,
+                .offsets = padded.offsets,
+                .row_pair = padded.row_pair,
+                .slot_row = padded.slot_row,
+                .row_weight = row_weight_of(b),
+                .tickets = tickets_of(b, 0),
+                .rows_cap = b->at.routed.rows};
+  a.map.pair_weights = map->pair_weights;
+  a.map.pair_weights_ld = map->pair_weights_ld;
   return dispatch(b->p.context, OP_pad, &a, b->p.stream);
 }
 
@@ -97,8 +107,10 @@ static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, boo
 }
 
 /* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied)
+ * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way; *activated: d h's
+ * place has parts of <d h, h>. */
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied,
+                                        bool *activated)
 {
   const bool cpu = on_cpu(b->p.context);
   activation_args act = activation_of(&b->p, e->w, &e->map);
@@ -113,7 +125,15 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
                                  .k = e->w->hidden,
                                  .scale = 1};
   const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
-  const drawn_work work = {tickets_of(b, TICKETS_OF_D_H), e->d ? &x : NULL, copied};
+  const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
+                           .copy = e->d ? &x : NULL,
+                           .copied = copied,
+                           .act = &act,
+                           .z_offsets = b->p.route.offsets,
+                           .row_weight = row_weight_of(b),
+                           .z_rows = b->p.tokens.count * b->p.plan->desc.routing.top_k,
+                           .parts = d_h.c,
+                           .activated = activated};
   act.z = e->z;
   act.z_row = e->z_row;
   act.d_h = d_h.c;
@@ -125,7 +145,7 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
   act.weighs_h = e->weighs_h && !cpu;
   act.scale = b->scale;
   TRY(multiply_rows(b->p.context, &d_h, e->padded ? &work : NULL, b->p.stream));
-  return dispatch(b->p.context, OP_activation, &act, b->p.stream);
+  return *activated ? CUMOE_OK : dispatch(b->p.context, OP_activation, &act, b->p.stream);
 }
 
 /* How the gradients of gate and up read d z: as one matrix of 2 I columns, where they are one matrix in the same order;
@@ -192,7 +212,7 @@ static cumoe_status backward_weights(const backward *b, const expert_rows *e, co
 }
 
 /* d x of each row = d z times the weights of gate and up; then the gradients of the pairs' weights. */
-static cumoe_status backward_rows(const backward *b, const expert_rows *e)
+static cumoe_status backward_rows(const backward *b, const expert_rows *e, bool activated)
 {
   const int32_t halves = e->w->gated ? 2 : 1, dtype = b->p.plan->desc.dtype;
   expert_matrix joined;
@@ -211,6 +231,8 @@ static cumoe_status backward_rows(const backward *b, const expert_rows *e)
                                     .d_out = e->d_out,
                                     .x = e->x,
                                     .along = region(b->scratch, e->at.along),
+                                    .parts = activated ? region(b->scratch, e->at.d_h) : NULL,
+                                    .parts_of = e->w->inter,
                                     .d_rows = d_rows.c,
                                     .down = e->w->down,
                                     .d_weights = e->d_pairs,
@@ -235,11 +257,11 @@ static cumoe_status backward_experts(const backward *b, const expert_rows *e)
 {
   row_matrix d_out = e->d_out;
   const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
-  bool copied = false;
+  bool copied = false, activated = false;
   TRY(in_row_order(b, &copy, false, &d_out));
-  TRY(backward_activation(b, e, &d_out, &copied));
+  TRY(backward_activation(b, e, &d_out, &copied, &activated));
   if (e->d) TRY(backward_weights(b, e, &d_out, copied));
-  return backward_rows(b, e);
+  return backward_rows(b, e, activated);
 }
 
 static cumoe_view d_pairs_of(const backward *b)
@@ -266,7 +288,7 @@ static cumoe_status backward_routed(const backward *b)
                          .d_pairs_ld = d_pairs.ld,
                          .weighs_h = !weighs_input(p) && !is_unreduced(p),
                          .weighs_x = weighs_input(p)};
-  TRY(pad(b));
+  TRY(pad(b, &e.map));
   return backward_experts(b, &e);
 }
 

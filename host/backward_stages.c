@@ -205,6 +205,49 @@ static copy_beside_args beside(const copy_rows_args *c, int32_t *tickets)
                             .row_step = ROW_STEP};
 }
 
+/* Parts of <d h, h> need room where d h would have been: 4 bytes for ALONG_PART channels, of whole 4 parts. */
+enum { LEAST_ACTIVATED = 64 };
+
+/* Whether down_activated makes what `activation` would: see there. What fills up rows is cleared by a copy beside. */
+static bool activates(const drawn_work *work, const gemm_args *g)
+{
+  const activation_args *act = work->act;
+  const bool clears = !work->copy || COPIES_BESIDE(work->copy);
+  return act && work->row_weight && clears && act->gated && (act->act == ACT_SILU || act->act == ACT_SWIGLU_OAI) &&
+         act->order < GATE_UP_PAIRS && act->weighs == act->weighs_h && g->n >= LEAST_ACTIVATED;
+}
+
+/* From d h's arguments, with tickets and a copy beside. */
+static void activate(down_activated_args *d, const drawn_work *work)
+{
+  const activation_args *act = work->act;
+  gemm_sm90_args *gemm = &d->drawn.gemm;
+  copy_beside_args *beside = &d->drawn.beside;
+  const int64_t element = (int64_t)cumoe_dtype_bytes((cumoe_dtype)act->dtype), half = act->inter * element;
+  const int up_first = act->order == UP_FIRST;
+  gemm->g.c = act->h;
+  gemm->g.c_ld = act->inter;
+  gemm->g.act = act->act;
+  gemm->g.act_alpha = act->act_alpha;
+  gemm->g.act_limit = act->act_limit;
+  gemm->g.gate_limit = act->gate_limit;
+  gemm->z[up_first] = (char *)(uintptr_t)act->z;
+  gemm->z[!up_first] = (char *)(uintptr_t)act->z + half;
+  d->d_z[up_first] = act->d_z;
+  d->d_z[!up_first] = (char *)act->d_z + half;
+  gemm->z_ld = 2 * (int64_t)act->inter;
+  d->z_offsets = work->z_offsets;
+  d->row_weight = work->row_weight;
+  d->along = work->parts;
+  d->z_rows = work->z_rows;
+  d->scale = act->scale;
+  if (!beside->to) return;
+  beside->cleared[0] = act->h;
+  beside->cleared[1] = act->d_z;
+  beside->cleared_vectors[0] = (int32_t)(half / 16);
+  beside->cleared_vectors[1] = (int32_t)(2 * half / 16);
+}
+
 cumoe_status multiply_rows(struct context *context, const rows_product_args *a, const drawn_work *work,
                            cumoe_stream stream)
 {
@@ -220,7 +263,10 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
     mapped.drawn.beside = beside(work->copy, work->tickets);
     *work->copied = true;
   }
-  return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
+  if (!activates(work, g)) return dispatch_by(context, OP_down_drawn, &mapped.drawn, &hint, stream);
+  activate(&mapped.activated, work);
+  *work->activated = true;
+  return dispatch_by(context, OP_down_activated, &mapped.activated, &hint, stream);
 }
 
 cumoe_status add_up_rows(struct context *context, const weight_gradient_args *a, cumoe_stream stream)

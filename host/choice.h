@@ -7,7 +7,7 @@
 #include "tune.h"
 
 enum { MIN_CC = 80 }; /* of the GPUs that the library serves */
-enum { MAX_VARIANTS = 512 };
+enum { MAX_VARIANTS = 640 };
 
 /* What a choice depends on besides the shape: facts of the device, and the rows of the table that run there. */
 typedef struct machine {

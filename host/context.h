@@ -10,7 +10,7 @@
 #include "../kernels/args.h"
 #include "../kernels/masked.h"
 
-enum { MAX_IMAGES = 48 };
+enum { MAX_IMAGES = 64 };
 
 /* What modules keep for a context and give back when it closes, in this order. Its work is done; its device may be
  * lost. */

@@ -356,8 +356,8 @@ enum { CPU_N_BLOCK = 32 };
 
 /*
  * Rows that down_drawn copies while it multiplies, for a kernel behind it: row slot_row[pair] of `to` becomes the
- * token's of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end. Strides in vectors
- * of 16 bytes. to NULL: none.
+ * token's of `from`, or zeros where the pair's weight is 0; so do rows without a pair, up to *end, also of `cleared`.
+ * Strides in vectors of 16 bytes. to NULL: none.
  */
 typedef struct copy_beside_args {
   const void *from;
@@ -368,6 +368,8 @@ typedef struct copy_beside_args {
   int64_t pair_weights_ld, from_ld, rows_cap;
   token_count tokens;
   int32_t vectors, top_k, row_step; /* of a row; rows that are filled up to a multiple of row_step */
+  void *cleared[2];                 /* NULL: none */
+  int32_t cleared_vectors[2];
 } copy_beside_args;
 
 /*
@@ -380,13 +382,17 @@ typedef struct copy_beside_args {
  * up_keep besides writes gate and up as the activation gets them, rounded, to z[0] and z[1]: [rows_cap, N], ld z_ld. Of
  * gated SILU and SWIGLU_OAI, without pair_weights; gate and up do not lie element by element.
  * down_drawn is down, whose clusters draw their units (PROGRESS_UNIT_TICKETS of protocol.progress, 0 before).
+ * down_activated is down_drawn, whose sums, rounded, are d h, and which writes what `activation` makes of them: h to c
+ * and d z to d_z (as z, [rows_cap, N] each, ld z_ld), both times row_weight, or zeros where that is 0. Row i of expert
+ * e has its z at z_offsets[e] + i, below z_rows. along[r]: what to add up for scale <d h, h>, h as rounded, before the
+ * weight. g.act (SILU, SWIGLU_OAI) and its bounds are gemm_args's; the matrix is not gated all the same.
  */
 typedef struct gemm_sm90_args {
   gemm_args g;
   unsigned char weights[128] __attribute__((aligned(64)));
   unsigned char rows[128] __attribute__((aligned(64)));
   int32_t up_first;
-  void *z[2]; /* up_keep */
+  void *z[2]; /* up_keep; read: down_activated */
   int64_t z_ld;
 } gemm_sm90_args;
 
@@ -394,6 +400,19 @@ typedef struct down_drawn_args {
   gemm_sm90_args gemm;
   copy_beside_args beside;
 } down_drawn_args;
+
+enum { ALONG_PART = 32 }; /* channels */
+#define ALONG_PARTS(n) (((n) + 4 * ALONG_PART - 1) / (4 * ALONG_PART) * 4)
+
+typedef struct down_activated_args {
+  down_drawn_args drawn;
+  void *d_z[2];
+  const int32_t *z_offsets;
+  const float *row_weight;
+  float *along; /* [rows, ALONG_PARTS(n)] */
+  int64_t z_rows;
+  float scale;
+} down_activated_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };
 /* Each copy has its price. Codes of more rows than a tile has are a byte an element. */

@@ -42,7 +42,8 @@ enum { ROW_STEP = 64 };
 typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
-  int32_t *tickets; /* NULL, or TICKET_WORDS, which become 0 */
+  float *row_weight; /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
+  int32_t *tickets;  /* NULL, or TICKET_WORDS, which become 0 */
   int64_t rows_cap;
 } pad_args;
 
@@ -178,11 +179,12 @@ typedef struct pair_gradient_args {
   row_map map;
   row_matrix d_out, x;
   const double *along;
+  const float *parts; /* CUDA only: of each row ALONG_PARTS(parts_of), which add up to `along`; or NULL */
   const void *d_rows;
   expert_matrix down; /* its bias */
   float *d_weights;
   int64_t d_weights_ld;
-  int32_t hidden, dtype, on_input, unweighed, sigmoid;
+  int32_t hidden, dtype, on_input, unweighed, sigmoid, parts_of;
   float scale;
 } pair_gradient_args;
 

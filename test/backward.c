@@ -1118,20 +1118,31 @@ static void test_keep_rows(cumoe_context context)
   CHECK_OK(cumoe_context_destroy(cpu));
 }
 
-/* Experts of one row tile, of two, of three, and channel tiles of an odd and an even number, whose last ends inside. */
+/* Experts of one row tile, of two, of three, and channel tiles of an odd and an even number, whose last ends inside;
+ * the activation of d h alone, and by another kernel; one with bounds; up first. */
 static layer_spec drawn_spec(const cumoe_variant_info *v, int i)
 {
   const int32_t major = !strcmp(v->major, "N") ? CUMOE_OUT_IN : CUMOE_IN_OUT; /* the product's are transposed */
-  layer_spec s = layer_spec_new(v->x, 200 + 250 * i, 264, 136);
+  const bool activated = !strcmp(v->op, "down_activated");
+  layer_spec s = layer_spec_new(v->x, 200 + 250 * i, 264, i % 2 ? 264 : 136);
+  s.desc.act = !activated ? CUMOE_ACT_GELU_TANH : i % 2 ? CUMOE_ACT_SWIGLU_OAI : CUMOE_ACT_SILU;
+  s.desc.act_limit = activated && i % 2 ? 1 : 0;
   s.input = INPUT_ROUTER;
   s.seed = (uint64_t)i + 1;
   s.desc.routing.top_k = 2;
   s.desc.num_experts = 3;
-  s.form = (weights_form){.gate_order = CUMOE_GATE_UP_CONCAT, .up_major = major, .down_major = major};
+  s.form = (weights_form){.gate_order = activated && i ? CUMOE_UP_GATE_CONCAT : CUMOE_GATE_UP_CONCAT,
+                          .up_major = major,
+                          .down_major = major};
   s.optional_outputs = true;
   s.device_count = i == 1;
   s.device_tokens = 401;
   return s;
+}
+
+static bool draws(const cumoe_variant_info *v)
+{
+  return v->usable && (!strcmp(v->op, "down_drawn") || !strcmp(v->op, "down_activated"));
 }
 
 /* SMALL in the environment: as in test_near_cpu. */
@@ -1141,7 +1152,7 @@ static void test_drawn_rows(cumoe_context context)
   for (int32_t index = 0; index < cumoe_variant_count(); index++) {
     cumoe_variant_info v = {.size = sizeof v};
     CHECK_OK(cumoe_variant_get(context, index, &v));
-    for (int i = 0; i < (getenv("SMALL") ? 2 : 3) && !strcmp(v.op, "down_drawn") && v.usable; i++) {
+    for (int i = 0; i < (getenv("SMALL") ? 2 : 3) && draws(&v); i++) {
       const layer_spec s = drawn_spec(&v, i);
       case_begin("%s: %d", v.name, i);
       const layer_inputs in = layer_inputs_new(&s);

@@ -592,7 +592,8 @@ static void test_grids_around_tiles(rng *r)
                       .k = 64,
                       .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
-        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down || v->op == OP_down_drawn)
+        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down || v->op == OP_down_drawn ||
+            v->op == OP_down_activated)
           check_gemm_grid(r, &g, v, &s, grid);
         else
           CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
@@ -692,7 +693,7 @@ static void test_late_rows(void)
       case_end();
     }
   for (int op = OP_attention + 1; op < OP_COUNT; op++)
-    for (int i = 1; i < GPU_COUNT && op != OP_up_keep && op != OP_down_drawn; i++) {
+    for (int i = 1; i < GPU_COUNT && op != OP_up_keep && op != OP_down_drawn && op != OP_down_activated; i++) {
       const op_shape s = {.op = (operation)op, .tokens = 1000};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);
@@ -757,18 +758,18 @@ static op_shape product_shape(operation op, int32_t dtype, int64_t tokens, int64
                     .top_k = 2};
 }
 
-/* The same of down and down_drawn, at enough rows. */
+/* The same of down and what draws units, at enough rows. */
 static void test_drawn_rows(rng *r)
 {
   if (!group_begin("down whose units are drawn")) return;
-  for (int n = 0; n < 2 * 2; n++) {
+  for (int n = 0; n < 2 * 2 * 2; n++) {
     const int32_t dtype = n % 2 ? DT_F16 : DT_BF16;
     op_shape s = product_shape(OP_down, dtype, 4096, 8192);
-    s.major = n / 2 ? MAJOR_N : MAJOR_K;
+    s.major = n / 2 % 2 ? MAJOR_N : MAJOR_K;
     const gpu g = {90, HOPPER_SMS, 232448};
     const machine m = gpu_machine(&g);
     const int32_t down = choose(&m, &s);
-    s.op = OP_down_drawn;
+    s.op = n / 4 ? OP_down_activated : OP_down_drawn;
     const int32_t got = choose(&m, &s);
     case_begin("%s", shape_name(&g, &s));
     if (CHECK(down >= 0 && got >= 0 && variants[down].form == FORM_wgmma)) {

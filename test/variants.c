@@ -47,8 +47,8 @@ static const char elsewhere[] =
     " attention attention_dq attention_dkv attention_dsinks rope embed embedding_clear embedding_count embedding_scan "
     "embedding_place embedding_backward norm_stats norm_partials norm_dparameters norm_dx elementwise_backward "
     "softmax_backward cross_entropy_count cross_entropy_rows cross_entropy_mean squares total adamw pad copy_rows "
-    "up_keep down_drawn rows_product weight_gradient cut add_runs bias_gradient activation pair_gradient sigmoid "
-    "gather gate_count gate_backward gate_scale gate_loss ";
+    "up_keep down_drawn down_activated rows_product weight_gradient cut add_runs bias_gradient activation "
+    "pair_gradient sigmoid gather gate_count gate_backward gate_scale gate_loss ";
 
 static bool is_elsewhere(const char *op)
 {

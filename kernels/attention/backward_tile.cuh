@@ -328,9 +328,9 @@ DEVICE void dq_of_tile(const attention_args &a, dq_smem<T, D, M, N> &smem, int k
 template <class T, int D, int KEYS, int N> struct dkv_smem {
   T k[KEYS * D], v[KEYS * D], q[2][N * D], dout[2][N * D];
   sequence s;
-  int64_t packed, end;     /* rows of the sequence that see some of the tile's keys, from the CTA's first step on */
-  int64_t first_key;       /* the tile's first row of k */
-  int steps, gap, kv_head; /* gap: rows from one step to the next */
+  int64_t packed, end; /* rows of the sequence that see some of the tile's keys, from the CTA's first step on */
+  int64_t first_key;   /* the tile's first row of k */
+  int steps, kv_head;
   row_place place[2][N];
   alignas(8) float lse[2][N], delta[2][N]; /* read two at a time, as what follows is */
   alignas(4) unsigned char seen[2][N][2];  /* first and end of the tile's keys that a row sees */
@@ -341,12 +341,12 @@ template <class T> __device__ __noinline__ void dkv_again(const attention_args &
   dkv_of_row(a, row, kv_head);
 }
 
-/* Which queries and heads the N rows of step `step` are. */
-template <class T, int D, int KEYS, int N>
+/* Which queries and heads the N rows of a part's step `step` are. */
+template <int PARTS, class T, int D, int KEYS, int N>
 DEVICE void place_step(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int64_t step)
 {
   const int r = (int)tid_x(), group = a.heads / a.kv_heads;
-  const int64_t packed = smem.packed + step * smem.gap + r;
+  const int64_t packed = smem.packed + step * (PARTS * N) + r;
   if (r >= N) return;
   if (packed >= smem.end) {
     smem.place[step & 1][r] = {-1, 0};
@@ -416,7 +416,7 @@ template <int N> DEVICE void mask_columns(float (&p)[1][N / 8][4], const unsigne
 }
 
 /* Adds what the sequence's queries bring to the tile's dk and dv. Its loop begins one step early, which only loads. */
-template <class T, int D, int KEYS, int N, int THREADS>
+template <int PARTS, class T, int D, int KEYS, int N, int THREADS>
 DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, float (&dk)[1][D / 8][4],
                          float (&dv)[1][D / 8][4])
 {
@@ -425,7 +425,7 @@ DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem,
   uint4 lane = lane_offsets<D>();
   lane.z = shared_address(smem.k + own * D) + lane.x;
   lane.w = shared_address(smem.v + own * D) + lane.x;
-  place_step(a, smem, 0);
+  place_step<PARTS>(a, smem, 0);
   __syncthreads();
   bool cut = false;
 #pragma unroll 1
@@ -437,7 +437,7 @@ DEVICE void add_sequence(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem,
       cut = prepare_rows(a, smem, next);
       load_placed<T, D, N, THREADS>(a.q, smem.q[next], d, smem.place[next]);
       load_placed<T, D, N, THREADS>(a.dout, smem.dout[next], d, smem.place[next]);
-      place_step(a, smem, step + 2);
+      place_step<PARTS>(a, smem, step + 2);
     }
     if (step < 0) continue;
     const int slot = step & 1;
@@ -471,7 +471,6 @@ DEVICE bool find_queries(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem,
     smem.s = s;
     smem.packed = (begin - s.first) * group + part * N;
     smem.end = (end - s.first) * group;
-    smem.gap = PARTS * N;
     smem.steps = (int)ceil_div(max(smem.end - smem.packed, (int64_t)0), (int64_t)PARTS * N);
   }
   __syncthreads();
@@ -510,7 +509,7 @@ DEVICE void sum_dkv(const attention_args &a, dkv_smem<T, D, KEYS, N> &smem, int 
   for (int64_t i = 0; i < a.sequences; i += WARP_SIZE)
     for (unsigned found = sequences_with_keys(a, i, first_key, count); found; found &= found - 1)
       if (find_queries<PARTS>(a, smem, sequence_of<false>(a, i + __ffs(found) - 1), first_key, count, part))
-        add_sequence<T, D, KEYS, N, THREADS>(a, smem, dk, dv);
+        add_sequence<PARTS, T, D, KEYS, N, THREADS>(a, smem, dk, dv);
   cp_async_wait_all();
   __syncthreads(); /* copies of other threads, where nobody sees these keys */
 }

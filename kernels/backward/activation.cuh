@@ -4,25 +4,9 @@
 #define CUMOE_BACKWARD_ACTIVATION_CUH
 
 #include "backward/rows.cuh"
+#include "backward/slope.cuh"
 
 constexpr int PACKET = 8; /* H and I are multiples of it */
-
-/* act(g) and its slope, before any limit. At a kink the slope is that from the left. */
-struct activated {
-  float value, slope;
-};
-
-/* FAST: to about 2^-20, for results that are rounded to 16 bits. */
-template <bool FAST> DEVICE float sigmoid(float x)
-{
-  return FAST ? rcp_approx(1.f + __expf(-x)) : 1.f / (1.f + expf(-x));
-}
-
-template <bool FAST> DEVICE activated times_sigmoid(float g, float alpha)
-{
-  const float s = sigmoid<FAST>(alpha * g), value = g * s;
-  return {value, fmaf(value * (1.f - s), alpha, s)};
-}
 
 template <bool FAST> DEVICE activated gelu_tanh(float g)
 {
@@ -46,17 +30,6 @@ template <int ACT, bool FAST> DEVICE activated activate(float alpha, float g)
   if (ACT == ACT_RELU) return {g < 0 ? 0.f : g, g <= 0 ? 0.f : 1.f};
   if (ACT == ACT_RELU2) return {g < 0 ? 0.f : g * g, g <= 0 ? 0.f : 2 * g};
   return {g, 1.f};
-}
-
-DEVICE float bounded(float v, float low, float high)
-{
-  return v < low ? low : v > high ? high : v;
-}
-
-/* 0 where bounded() cuts. A NaN is not cut: it stays one. */
-DEVICE float slope_within(float v, float low, float high)
-{
-  return v < low || v > high ? 0.f : 1.f;
 }
 
 /* In: gate and up before the activation, and d h. Out: h, and in the place of gate and up their gradients (d z). */

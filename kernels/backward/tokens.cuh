@@ -60,7 +60,9 @@ template <int THREADS> DEVICE void any_pad(const pad_args &p)
   if (i < smem.begin[p.map.experts]) {
     const int e = expert_of_row(smem.begin, p.map.experts, i);
     const int64_t at = i - smem.begin[e];
-    p.row_pair[i] = at < smem.count[e] ? (int32_t)pair_of_row(p.map, smem.from[e] + at) : -1;
+    const int64_t pair = at < smem.count[e] ? pair_of_row(p.map, smem.from[e] + at) : -1;
+    p.row_pair[i] = (int32_t)pair;
+    if (p.row_weight) p.row_weight[i] = pair < 0 ? 0.f : weight_of_pair(p.map, pair);
   }
   if (i < token_total(p.map.tokens) * p.map.top_k) p.slot_row[i] = padded_row<THREADS>(p, smem, i);
 }
@@ -172,12 +174,23 @@ DEVICE float pair_products(const pair_gradient_args &a, int64_t row, int64_t pai
                             b.bias_dtype, a.hidden);
 }
 
+DEVICE double along_row(const pair_gradient_args &a, int64_t row)
+{
+  if (!a.parts) return a.along[row];
+  const int parts = ALONG_PARTS(a.parts_of); /* a multiple of 4 */
+  const float4 *from = reinterpret_cast<const float4 *>(a.parts + row * parts);
+  double sum = 0;
+  for (int i = 0; i < parts / 4; i++)
+    sum += ((double)from[i].x + (double)from[i].y) + ((double)from[i].z + (double)from[i].w);
+  return sum;
+}
+
 /* A lane has a pair. Pairs that need pair_products get them one after the other, from all lanes together. */
 DEVICE void gradient_of_pairs(const pair_gradient_args &a, int64_t pair, bool there)
 {
   const int64_t row = there ? row_of_pair(a.map, pair) : ROW_DROPPED;
   const bool counts = row != ROW_DROPPED && !a.unweighed, summed = counts && row >= 0 && !a.on_input;
-  double d = summed ? a.along[row] : 0;
+  double d = summed ? along_row(a, row) : 0;
   unsigned more = __ballot_sync(ALL_LANES, counts && (!summed || a.down.bias[0]));
   for (; more; more &= more - 1) {
     const int lane = __ffs(more) - 1;

@@ -45,6 +45,13 @@ DEVICE void copy_token_beside(const copy_beside_args &c, int64_t token, int32_t 
   }
 }
 
+DEVICE void clear_row_beside(void *matrix, int32_t vectors, int64_t row)
+{
+  if (!matrix) return;
+  uint4 *to = static_cast<uint4 *>(matrix) + row * vectors;
+  for (int i = lane_id(); i < vectors; i += WARP_SIZE) to[i] = make_uint4(0, 0, 0, 0);
+}
+
 /* Of a block of padded rows, those that are no pair's. */
 DEVICE void clear_block_beside(const copy_beside_args &c, int64_t block, int32_t end)
 {
@@ -53,8 +60,9 @@ DEVICE void clear_block_beside(const copy_beside_args &c, int64_t block, int32_t
   for (int64_t row = block * c.row_step; row < min((int64_t)end, (block + 1) * c.row_step); row++) {
     const int32_t pair = __ldg(c.row_pair + row);
     if (pair >= 0 && pair < pairs) continue;
-    uint4 *to = static_cast<uint4 *>(c.to) + row * c.vectors;
-    for (int i = lane_id(); i < c.vectors; i += WARP_SIZE) to[i] = make_uint4(0, 0, 0, 0);
+    clear_row_beside(c.to, c.vectors, row);
+    clear_row_beside(c.cleared[0], c.cleared_vectors[0], row);
+    clear_row_beside(c.cleared[1], c.cleared_vectors[1], row);
   }
 }
 

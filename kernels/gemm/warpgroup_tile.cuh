@@ -73,6 +73,10 @@ template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int t
   return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
 }
 
+/* Of what is activated: stages behind a tile's products (gemm/activated.cuh), so many tokens each. */
+constexpr int KEPT_TOKENS = 48;
+template <class S> constexpr int KEPT_STAGES = (S::BM + KEPT_TOKENS - 1) / KEPT_TOKENS;
+
 /* A unit without expert is the last. */
 template <class S>
 DEVICE void produce_end(pipeline_smem<S> &smem, const tile_unit &tile, int slot, bool gathering,
@@ -491,8 +495,9 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 /* A consumer whose channels are all past the last one keeps releasing stages. */
 template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
+  const int end = S::ACTIVATES ? round_up(args.k, (int)S::BK) + KEPT_STAGES<S> * S::BK : args.k;
 #pragma unroll 1
-  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+  for (int k0 = 0; k0 < end; k0 += S::BK, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
     __syncwarp();
     release_stage<S>(smem, at.stage);

@@ -18,6 +18,7 @@
 #ifndef CUMOE_WGMMA_CUH
 #define CUMOE_WGMMA_CUH
 
+#include "gemm/activated.cuh"
 #include "gemm/copy_ahead.cuh"
 #include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
@@ -306,6 +307,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     scales.next += scales.step;
     __syncwarp();
   }
+  if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
 }
 
 /* The same where all producers gather rows. */
@@ -448,6 +450,11 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1, each = wgmma_channels<S>(args.g) / S::CONSUMERS;
       store_tile<S>(args.g, args.up_first, smem.staging, stored, consumer,
                     {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+    } else if constexpr (S::ACTIVATES) {
+      const tile_unit stored = smem.units[slot]; /* as above */
+      const int consumer = (int)tid_x() / S::GROUP - 1;
+      store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
+                         {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
@@ -491,6 +498,11 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
 template <class S> DEVICE void wgmma_gemm(const down_drawn_args &args, wgmma_smem<S> &smem)
 {
   wgmma_gemm<S>(args.gemm, smem, &args.beside);
+}
+
+template <class S> DEVICE void wgmma_gemm(const down_activated_args &args, wgmma_smem<S> &smem)
+{
+  wgmma_gemm<S>(args.drawn.gemm, smem, &args.drawn.beside);
 }
 
 #endif

@@ -33,6 +33,9 @@ template <> struct with_maps<gemm_sm90_args> {
 template <> struct with_maps<down_drawn_args> {
   using type = down_drawn_args;
 };
+template <> struct with_maps<down_activated_args> {
+  using type = down_activated_args;
+};
 template <> struct with_maps<router_args> {
   using type = router_sm90_args;
 };
