@@ -447,7 +447,7 @@ static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, i
   const int32_t depth = down ? d->inter : d->hidden, chunks = part_chunks(active, channels, depth, wanted_items(tokens),
                                                                           down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
   *part_k = chunks * FEW_PART_K;
-  if (!down && *part_k >= depth) return 0; /* whole sums become h at once */
+  if (!down && tokens > 1 && *part_k >= depth) return 0; /* whole sums become h at once */
   return ceil_div(depth, *part_k) * pairs * channels * 4;
 }
 
@@ -458,7 +458,7 @@ static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
   const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)), whole = pairs * part_channels(d, down),
                 least = FEW_PART_K * (down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP),
                 parts = ceil_div(down ? d->inter : d->hidden, least);
-  if (!down && parts == 1) return 0;
+  if (!down && tokens > 1 && parts == 1) return 0;
   return 4 * min64(parts * whole, whole + wanted_items(tokens) * FEW_PART_N * tokens);
 }
 

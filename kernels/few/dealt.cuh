@@ -31,30 +31,9 @@ template <class S>
 DEVICE float4 take_y(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int expert, int channel)
 {
   using Y = typename S::Y;
-  constexpr int AT_ONCE = 8;
-  const int parts = smem.line[1].parts;
-  float sum[4] = {};
-#pragma unroll 1
-  for (int p = 0; p < parts; p += AT_ONCE) {
-    uint4 raw[AT_ONCE];
-    bool again = false;
-    do {
-      if (again) __nanosleep(40);
-      again = false;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        raw[i] = make_uint4(0, 0, 0, 0);
-        if (p + i >= parts) continue;
-        raw[i] = load_relaxed_vector(part_of<S>(all, smem, true, p + i, pair) + channel);
-        again |= is_unwritten_sum(raw[i]);
-      }
-    } while (again);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      sum[0] += __uint_as_float(raw[i].x), sum[1] += __uint_as_float(raw[i].y);
-      sum[2] += __uint_as_float(raw[i].z), sum[3] += __uint_as_float(raw[i].w);
-    }
-  }
+  float2 low, high;
+  add_up_parts<S>(all, smem, true, pair, channel, channel + 2, low, high);
+  float sum[4] = {low.x, low.y, high.x, high.y};
   float bias[4];
   load_bias(all.f.down.b, 0, expert, channel, bias);
 #pragma unroll
@@ -173,24 +152,38 @@ template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_sme
 template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
+  if (threadIdx.x == 0) STAMP(0);
   prepare_dealt<S>(all, smem);
   wait_for_earlier_grids();
+  if (threadIdx.x == 0) STAMP(1);
   if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share = draw_share(args);
   if (threadIdx.x == S::COPIER * WARP_SIZE) smem.item = draw_items(all, DEALT_FIRST);
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);
+  if (threadIdx.x == 0) STAMP(2);
   if (warp_id() < S::CONSUMERS)
     dealt_consume<S>(all, smem);
   else if (warp_id() == S::COPIER)
     copy_items<S>(all, smem, experts);
   else if (warp_id() < S::ROUTING)
-    bring_columns<S>(args, smem);
+    bring_columns<S>(all, smem);
   else if (warp_id() == S::ROUTING)
     return dealt_route<S>(args, smem);
+  else if (!S::ONE && warp_id() == S::FINISHER)
+    return finish_units<S>(all, smem);
   else
-    return warp_id() == S::FINISHER ? finish_units<S>(all, smem) : (void)0;
+    return;
   write_dealt_outputs<S>(all, smem);
+#ifdef TRACE
+  if (threadIdx.x == 0) {
+    STAMP(10);
+    volatile unsigned long long *t = dealt_trace[blockIdx.x];
+    if (++dealt_calls[blockIdx.x] % 1000 == 300)
+      printf("TR %d %u %u %u %u %u %u %u %u %u %u %u %u %llu %llu\n", blockIdx.x, (unsigned)t[0], (unsigned)t[1], (unsigned)t[2], (unsigned)t[3], (unsigned)t[4], (unsigned)t[5], (unsigned)t[6], (unsigned)t[7], (unsigned)t[8], (unsigned)t[9], (unsigned)t[10], (unsigned)t[11], t[12], t[13]);
+    t[12] = t[13] = 0;
+  }
+#endif
 }
 
 #endif

@@ -2,13 +2,29 @@
 #ifndef CUMOE_DEALT_LINE_CUH
 #define CUMOE_DEALT_LINE_CUH
 
+#ifndef DEALT_OLD
+#define DEALT_OLD 0
+#endif
+#ifdef TRACE
+#include <stdio.h>
+__device__ unsigned long long dealt_trace[132][16];
+__device__ int dealt_calls[132];
+DEVICE unsigned long long trace_time() { unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+#define STAMP(i) (dealt_trace[blockIdx.x][i] = trace_time())
+#define COUNT(i) (dealt_trace[blockIdx.x][i]++)
+#else
+#define STAMP(i) ((void)0)
+#define COUNT(i) ((void)0)
+#endif
+
 #include "dealt.h"
 #include "device/pipeline.cuh"
 #include "few/layout.cuh"
 
 /* ---- shape ---- */
 
-/* A stage is BK of k by 2 BN channels: of a gated layer BN of gate and the same of up. */
+/* A stage is BK of k by 2 BN channels: of a gated layer BN of gate and the same of up. Of one token (ONE) whoever brings
+ * h makes it of the sums of up; else one warp makes it for all CTAs. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct dealt_layout {
   using layout = dealt_layout;
   using X = typename PRODUCT::X;
@@ -18,12 +34,13 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool UP = true; /* the table has both */
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
+  static constexpr bool ONE = TOKENS == 1 && !DEALT_OLD;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
-  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = 6, ROUTING = COPIER + 1 + FEEDERS,
+  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? 12 : 6, ROUTING = COPIER + 1 + FEEDERS,
                        FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;
   static constexpr int VECTORS = BK / 8, COLUMN = BK + 8; /* of a stage's column: 16 bytes; elements, with a gap */
   static_assert(BN == 64 && BK == (int)FEW_PART_K && 2 * BN == (int)FEW_PART_N, "boxes; an octet of each a consumer");
-  static_assert(WARPS > FINISHER && THREADS >= PAIRS && STAGES % FEEDERS == 0);
+  static_assert(WARPS > FINISHER - ONE && THREADS >= PAIRS && STAGES % FEEDERS == 0);
   static_assert(COLUMNS * VECTORS <= WARP_SIZE || COLUMNS * VECTORS % WARP_SIZE == 0);
 };
 
@@ -100,9 +117,9 @@ DEVICE float *part_of(const few_sm90_args &args, const dealt_smem<S> &smem, bool
 }
 
 /* No sum is all ones: a NaN that is computed has a sign of 0. */
-DEVICE bool is_unwritten_sum(const uint4 &v)
+DEVICE bool is_unwritten_sum(uint64_t two)
 {
-  return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
+  return (uint32_t)two == ~0u || (uint32_t)(two >> 32) == ~0u;
 }
 
 #endif

@@ -1,0 +1,98 @@
+/* dealt: parts of sums of up or down added up; h, made of those of up. */
+#ifndef CUMOE_DEALT_H_CUH
+#define CUMOE_DEALT_H_CUH
+
+#include "few/dealt_line.cuh"
+#include "gemm/epilogue.cuh"
+
+#ifndef DEALT_SLEEP
+#define DEALT_SLEEP 40
+#endif
+
+DEVICE float2 as_floats(uint64_t two)
+{
+  return make_float2(__uint_as_float((uint32_t)two), __uint_as_float((uint32_t)(two >> 32)));
+}
+
+/* Sums of a pair's parts, in the order of k, at two places of a row, two of each. While nothing comes, a lane asks for
+ * the first one that is missing alone. */
+template <class S>
+DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, bool down, int pair, int first,
+                         int second, float2 &a, float2 &b)
+{
+  constexpr int AT_ONCE = 4;
+  const int parts = smem.line[down].parts;
+  a = b = make_float2(0.f, 0.f);
+#pragma unroll 1
+  for (int p = 0; p < parts; p += AT_ONCE) {
+    uint64_t raw[AT_ONCE][2];
+    int missing = AT_ONCE + 1;
+    bool each = true;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) raw[i][0] = raw[i][1] = p + i < parts ? ~(uint64_t)0 : 0;
+#pragma unroll 1
+    while (true) {
+      bool behind = false;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const bool ask = is_unwritten_sum(raw[i][0]) || is_unwritten_sum(raw[i][1]);
+        if (ask && (each || !behind)) {
+          const float *from = part_of<S>(all, smem, down, p + i, pair);
+          raw[i][0] = load_relaxed(reinterpret_cast<const uint64_t *>(from + first));
+          raw[i][1] = load_relaxed(reinterpret_cast<const uint64_t *>(from + second));
+        }
+        behind |= ask;
+      }
+      int now = 0;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) now += is_unwritten_sum(raw[i][0]) || is_unwritten_sum(raw[i][1]);
+      if (now == 0) break;
+      each = now < missing, missing = now;
+      if (!each) __nanosleep(DEALT_SLEEP);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const float2 low = as_floats(raw[i][0]), high = as_floats(raw[i][1]);
+      a.x += low.x, a.y += low.y, b.x += high.x, b.y += high.y;
+    }
+  }
+}
+
+template <class S>
+DEVICE float h_of_sums(const few_sm90_args &all, const dealt_smem<S> &smem, int active, int channel, float gate,
+                       float up)
+{
+  const gemm_args &g = all.f.up;
+  const int expert = smem.table.expert[active];
+  float gate_bias[1], up_bias[1] = {0.f};
+  load_bias(g.b, 0, expert, channel, gate_bias);
+  if (g.gated) load_bias(g.b, 1, expert, channel, up_bias);
+  float low[1] = {weighted(gate, 1.f, 1.f, gate_bias[0])}, high[1] = {weighted(up, 1.f, 1.f, up_bias[0])};
+  activate<1>(g, low, high);
+  return low[0];
+}
+
+/* Two channels of a pair's h, of an even one on; past the last one zeros. */
+template <class S>
+DEVICE uint32_t two_of_h(const few_sm90_args &all, const dealt_smem<S> &smem, int active, int pair, int channel)
+{
+  const dealt_line &line = smem.line[0];
+  const int channels = line.gated ? (int)FEW_PART_N / 2 : (int)FEW_PART_N, block = channel / channels,
+            in_block = channel - block * channels, row = block * (int)FEW_PART_N,
+            first = row + (line.pairs ? 2 * in_block : in_block),
+            second = line.pairs ? first + 2 : line.gated ? first + channels : first;
+  if (channel >= all.f.up.n) return 0;
+  float2 a, b;
+  add_up_parts<S>(all, smem, false, pair, first, second, a, b);
+  if (line.pairs) { /* gate, up, gate, up, or the other way */
+    const few_halves of = smem.table.weights[active];
+    const bool up_first = of.high < of.low;
+    const float2 low = up_first ? make_float2(a.y, b.y) : make_float2(a.x, b.x);
+    b = up_first ? make_float2(a.x, b.x) : make_float2(a.y, b.y);
+    a = low;
+  }
+  return pack_pair<typename S::Y>(h_of_sums<S>(all, smem, active, channel, a.x, b.x),
+                                  h_of_sums<S>(all, smem, active, channel + 1, a.y, b.y));
+}
+
+#endif
