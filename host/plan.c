@@ -250,6 +250,14 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
   return a->form == b->form && a->x == b->x && a->format == b->format && a->y == b->y && a->major == b->major;
 }
 
+/* A router of few experts has few CTAs, which fill with ones as well what dealt's CTAs tell each other through: those
+ * behind the last tile do nothing else. */
+static void widen_router(const layer *l, layer_plan *p)
+{
+  launch_step *s = &p->steps[STAGE_router];
+  if (s->row >= 0 && variants[s->row].form == FORM_dot && s->grid < l->m->sms) s->grid = l->m->sms;
+}
+
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
@@ -257,6 +265,7 @@ static void add_few(const layer *l, layer_plan *p)
                   ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
+  if (is_dealt(p->steps[STAGE_few_up].row)) widen_router(l, p);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
 }
 
@@ -414,19 +423,11 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
 }
 
 /* Chunks of k that a part of up, of down has at least: of down few, as its last ones are the layer's end. */
-enum { LEAST_CHUNKS_UP = 8, LEAST_CHUNKS_DOWN = 4, WANTED_ITEMS = 512 };
+enum { LEAST_CHUNKS_UP = 8, LEAST_CHUNKS_DOWN = 4, WANTED_ITEMS = 512, DEALT_CTAS = 132 };
 
 static int64_t larger(int64_t a, int64_t b)
 {
   return a > b ? a : b;
-}
-
-/* dealt: chunks of k of a part: such that there are some `items`, of `least` chunks or more. */
-static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t items, int64_t least)
-{
-  const int64_t chunks = ceil_div(k, FEW_PART_K), all = active * ceil_div(channels, FEW_PART_N) * chunks;
-  const int64_t wanted = larger(larger(ceil_div(all, items), ceil_div(chunks, FEW_PARTS_MOST)), least);
-  return (int32_t)ceil_div(chunks, ceil_div(chunks, min64(wanted, chunks)));
 }
 
 /* Items that up's and down's weights are wanted in. */
@@ -440,42 +441,48 @@ static int64_t part_channels(const cumoe_moe_desc *d, bool down)
   return ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
 }
 
-static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, int32_t *part_k)
+/* Parts of one size, of about so many chunks. */
+static int32_t even_chunks(int64_t chunks, int64_t about)
 {
-  const int64_t k = d->routing.top_k, pairs = min64(tokens * k, FEW_PAIRS(FEW_TOKENS)),
-                active = larger(min64(pairs, d->local_experts), k), channels = part_channels(d, down);
-  const int32_t depth = down ? d->inter : d->hidden, chunks = part_chunks(active, channels, depth, wanted_items(tokens),
-                                                                          down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
-  *part_k = chunks * FEW_PART_K;
-  if (!down && tokens > 1 && *part_k >= depth) return 0; /* whole sums become h at once */
-  return ceil_div(depth, *part_k) * pairs * channels * 4;
+  const int64_t most = larger(about, ceil_div(chunks, FEW_PARTS_MOST));
+  return (int32_t)ceil_div(chunks, ceil_div(chunks, min64(most, chunks)));
 }
 
-/* The most that is: no more parts than items / (active experts * blocks of FEW_PART_N channels) + 1, of which an expert
- * has up to `tokens` rows; nor than have the least k. More of anything never needs less. */
-static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
+/* dealt: how units of up or down are cut: such that there are some `items`; the last ones, as many as come to one part
+ * of the others for each CTA, into quarters of that. */
+static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_layout *cut)
 {
-  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)), whole = pairs * part_channels(d, down),
-                least = FEW_PART_K * (down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP),
-                parts = ceil_div(down ? d->inter : d->hidden, least);
-  if (!down && tokens > 1 && parts == 1) return 0;
-  return 4 * min64(parts * whole, whole + wanted_items(tokens) * FEW_PART_N * tokens);
+  const int64_t k = d->routing.top_k, pairs = min64(tokens * k, FEW_PAIRS(FEW_TOKENS)),
+                active = larger(min64(pairs, d->local_experts), k), blocks = part_channels(d, down) / FEW_PART_N,
+                chunks = ceil_div(down ? d->inter : d->hidden, FEW_PART_K),
+                least = down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP;
+  const int64_t each = even_chunks(chunks, larger(ceil_div(active * blocks * chunks, wanted_items(tokens)), least)),
+                small = even_chunks(chunks, larger(each / 4, least / 2));
+  const int64_t last = small < each ? min64(ceil_div(DEALT_CTAS * each, chunks), active * blocks) : 0;
+  *cut = (cut_layout){0, 0, {(int32_t)each * FEW_PART_K, (int32_t)small * FEW_PART_K}, (int32_t)last};
+}
+
+static void carve_cut(carver *c, const cumoe_moe_desc *d, int64_t tokens, bool down, cut_layout *cut)
+{
+  cut_units(d, tokens, down, cut);
+  const int32_t depth = down ? d->inter : d->hidden;
+  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)),
+                parts = ceil_div(depth, cut->part_k[0]), small = ceil_div(depth, cut->part_k[1]);
+  const bool whole = !down && tokens > 1 && parts == 1; /* becomes h at once */
+  cut->parts = carve(c, whole ? 0 : parts * pairs, part_channels(d, down), 4);
+  cut->small = carve(c, cut->last * small * min64(tokens, FEW_COLUMNS), FEW_PART_N, 4);
 }
 
 /* dealt's parts of sums, in the place of y, which it does not have, and behind. */
 static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, workspace_layout *w)
 {
   if (d->dtype == CUMOE_F32 || format_is_scaled(class_of(&d->up_format, d->dtype))) return;
-  carver used = {w->y, c->overflow}, room = used;
+  carver used = {w->y, c->overflow};
   w->few_items = carve(&used, 1, 1, 4);
-  (void)carve(&room, 1, 1, 4);
-  for (int i = 0; i < 2; ++i) {
-    (void)carve(&room, 1, parts_room(d, min64(tokens, FEW_TOKENS), i == 1), 1);
-    if (tokens <= FEW_TOKENS) w->few_parts[i] = carve(&used, 1, parts_bytes(d, tokens, i == 1, &w->few_part_k[i]), 1);
-  }
+  for (int i = 0; i < 2; ++i) carve_cut(&used, d, min64(tokens, FEW_TOKENS), i == 1, &w->cut[i]);
   w->dealt_fill = used.at - w->h;
-  if (room.at > c->at) c->at = room.at;
-  c->overflow = c->overflow || room.overflow;
+  if (used.at > c->at) c->at = used.at;
+  c->overflow = c->overflow || used.overflow;
 }
 
 /* Scales of rows in fixed point, which lie where y will, or where they were. */

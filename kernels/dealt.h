@@ -16,13 +16,20 @@
  * half of them each. */
 enum { FEW_PART_K = 64, FEW_PART_N = 128, FEW_PARTS_MOST = 16 };
 
+/* Of a product: how its units are cut. The last `last` ones have parts[1], the others parts[0]. */
+typedef struct dealt_cut {
+  float *parts, *small; /* [part][pair][channel]; of the last ones [unit][part][column][channel of the unit] */
+  int32_t part_k[2];    /* k of a part */
+  int32_t last;
+} dealt_cut;
+
 typedef struct few_sm90_args {
   few_args f;
   unsigned char up[128] __attribute__((aligned(64)));
   unsigned char down[128] __attribute__((aligned(64)));
-  float *parts[2];
+  dealt_cut cut[2]; /* up, down */
   int32_t *items;
-  int32_t part_k[2]; /* k of a part */
+  int32_t columns; /* the most rows of an active expert */
   int32_t up_first;
 } few_sm90_args;
 

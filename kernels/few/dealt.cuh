@@ -32,7 +32,11 @@ DEVICE float4 take_y(const few_sm90_args &all, const dealt_smem<S> &smem, int pa
 {
   using Y = typename S::Y;
   float2 low, high;
-  add_up_parts<S>(all, smem, true, pair, channel, channel + 2, low, high);
+  const dealt_line &line = smem.line[1];
+  const int place = smem.place[pair], active = place / (int)FEW_COLUMNS, block = channel / (int)FEW_PART_N,
+            in_block = channel - block * (int)FEW_PART_N;
+  add_up_parts<S>(sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS),
+                  line.parts_of(active * line.blocks + block).count, in_block, in_block + 2, low, high);
   float sum[4] = {low.x, low.y, high.x, high.y};
   float bias[4];
   load_bias(all.f.down.b, 0, expert, channel, bias);
@@ -113,8 +117,13 @@ template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dea
 /* ---- the grid ---- */
 
 /* The routing warp: shares of the routing until none is left. */
-template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem)
+template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem, int experts)
 {
+  for (int i = lane_id(); i < S::PAIRS * S::COLUMNS; i += WARP_SIZE) {
+    const int active = i / S::COLUMNS, c = i % S::COLUMNS;
+    const few_column column = active < experts ? smem.table.column[active][c] : (few_column)-1;
+    if (column >= 0) smem.place[column_pair(column)] = (int16_t)(active * (int)FEW_COLUMNS + c);
+  }
   if (args.protocol.weights) {
     int share = smem.share;
 #pragma unroll 1
@@ -144,9 +153,9 @@ template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_sme
   }
   if (threadIdx.x == 2 * WARP_SIZE) {
     mbarrier_init(&smem.weights_ready, WARP_SIZE);
-    smem.line[0].set(args.up, args.up.gated, all.part_k[0]);
+    smem.line[0].set(args.up, args.up.gated, all.cut[0]);
   }
-  if (threadIdx.x == 3 * WARP_SIZE) smem.line[1].set(args.down, false, all.part_k[1]);
+  if (threadIdx.x == 3 * WARP_SIZE) smem.line[1].set(args.down, false, all.cut[1]);
 }
 
 template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S> &smem)
@@ -162,6 +171,8 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);
   if (threadIdx.x == 0) STAMP(2);
+  if (threadIdx.x < 2) smem.line[threadIdx.x].deal(experts);
+  __syncthreads();
   if (warp_id() < S::CONSUMERS)
     dealt_consume<S>(all, smem);
   else if (warp_id() == S::COPIER)
@@ -169,7 +180,7 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   else if (warp_id() < S::ROUTING)
     bring_columns<S>(all, smem);
   else if (warp_id() == S::ROUTING)
-    return dealt_route<S>(args, smem);
+    return dealt_route<S>(args, smem, experts);
   else if (!S::ONE && warp_id() == S::FINISHER)
     return finish_units<S>(all, smem);
   else

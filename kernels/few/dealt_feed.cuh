@@ -84,14 +84,15 @@ template <class S> struct dealt_copier {
       tell(run, expert);
     }
     /* Who has the last part of a unit makes h of it: all others are in the hands of those who have started. */
-    if (!S::ONE && !down && item.part > 0 && item.part == smem.line[0].parts - 1) hand_on(item.active, item.block);
+    const int parts = smem.line[0].parts_of(item.active * smem.line[0].blocks + item.block).count;
+    if (!S::ONE && !down && item.part > 0 && item.part == parts - 1) hand_on(item.active, item.block);
   }
 };
 
 template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S> &smem, int experts)
 {
   dealt_copier<S> copier(all, smem);
-  const int of_up = experts * smem.line[0].items(), items = of_up + experts * smem.line[1].items();
+  const int of_up = smem.line[0].items(experts), items = of_up + smem.line[1].items(experts);
   int index = smem.item, more = DEALT_FIRST - 1; /* behind it, that are drawn */
   bool ups_over = false;
   fence_proxy_async_shared(); /* stages were others' until now */
@@ -171,9 +172,9 @@ template <class S> struct dealt_feeder {
   /* ONE: of the sums of up, two channels a lane. */
   DEVICE void make_h(const dealt_run &run, int stage)
   {
-    const int pair = column_pair(smem.table.column[run.active][0]), channel = run.chunk * S::BK + 2 * lane_id();
+    const int channel = run.chunk * S::BK + 2 * lane_id();
     *reinterpret_cast<uint32_t *>(&smem.columns[stage][0][2 * lane_id()]) =
-        two_of_h<S>(all, smem, run.active, pair, channel);
+        two_of_h<S>(all, smem, run.active, 0, channel);
     mbarrier_arrive(&smem.full[stage]);
   }
 };

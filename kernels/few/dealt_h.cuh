@@ -14,14 +14,12 @@ DEVICE float2 as_floats(uint64_t two)
   return make_float2(__uint_as_float((uint32_t)two), __uint_as_float((uint32_t)(two >> 32)));
 }
 
-/* Sums of a pair's parts, in the order of k, at two places of a row, two of each. While nothing comes, a lane asks for
+/* Sums of a pair's parts, in the order of k, at two places of a unit, two of each. While nothing comes, a lane asks for
  * the first one that is missing alone. */
 template <class S>
-DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, bool down, int pair, int first,
-                         int second, float2 &a, float2 &b)
+DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int second, float2 &a, float2 &b)
 {
   constexpr int AT_ONCE = 4;
-  const int parts = smem.line[down].parts;
   a = b = make_float2(0.f, 0.f);
 #pragma unroll 1
   for (int p = 0; p < parts; p += AT_ONCE) {
@@ -37,7 +35,7 @@ DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, bo
       for (int i = 0; i < AT_ONCE; i++) {
         const bool ask = is_unwritten_sum(raw[i][0]) || is_unwritten_sum(raw[i][1]);
         if (ask && (each || !behind)) {
-          const float *from = part_of<S>(all, smem, down, p + i, pair);
+          const float *from = sums.first + (p + i) * sums.step;
           raw[i][0] = load_relaxed(reinterpret_cast<const uint64_t *>(from + first));
           raw[i][1] = load_relaxed(reinterpret_cast<const uint64_t *>(from + second));
         }
@@ -74,16 +72,16 @@ DEVICE float h_of_sums(const few_sm90_args &all, const dealt_smem<S> &smem, int 
 
 /* Two channels of a pair's h, of an even one on; past the last one zeros. */
 template <class S>
-DEVICE uint32_t two_of_h(const few_sm90_args &all, const dealt_smem<S> &smem, int active, int pair, int channel)
+DEVICE uint32_t two_of_h(const few_sm90_args &all, const dealt_smem<S> &smem, int active, int column, int channel)
 {
   const dealt_line &line = smem.line[0];
   const int channels = line.gated ? (int)FEW_PART_N / 2 : (int)FEW_PART_N, block = channel / channels,
-            in_block = channel - block * channels, row = block * (int)FEW_PART_N,
-            first = row + (line.pairs ? 2 * in_block : in_block),
+            in_block = channel - block * channels, first = line.pairs ? 2 * in_block : in_block,
             second = line.pairs ? first + 2 : line.gated ? first + channels : first;
   if (channel >= all.f.up.n) return 0;
   float2 a, b;
-  add_up_parts<S>(all, smem, false, pair, first, second, a, b);
+  add_up_parts<S>(sums_of<S>(all, smem, false, active, block, column),
+                  line.parts_of(active * line.blocks + block).count, first, second, a, b);
   if (line.pairs) { /* gate, up, gate, up, or the other way */
     const few_halves of = smem.table.weights[active];
     const bool up_first = of.high < of.low;

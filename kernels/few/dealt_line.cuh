@@ -51,24 +51,57 @@ struct dealt_item {
   int active, block, part, first, end;
 };
 
-/* All items of a product, up or down: expert after expert, of each part after part, of a part all channels, as rows of
- * memory have them. */
-struct dealt_line {
-  int chunks, each, parts, blocks, octets, step; /* of k, of a part, of k; units of an expert; of h or y, of a unit */
-  int pairs, gated;                              /* gate and up element by element */
+/* A unit's parts of k: how many, and chunks of each. */
+struct dealt_parts {
+  int count, each;
+};
 
-  DEVICE void set(const gemm_args &g, bool has_gate, int part_k)
+/*
+ * All items of a product, up or down: expert after expert, of each part after part, of a part all channels, as rows of
+ * memory have them. The last units of all are cut into smaller parts than the others, so that CTAs end together.
+ */
+struct dealt_line {
+  int chunks, blocks, octets, step; /* of k; units of an expert; of h or y, of a unit */
+  int pairs, gated;                 /* gate and up element by element */
+  dealt_parts parts[2];             /* of the first units; of the last ones */
+  int last;                         /* units cut small */
+  int small;                        /* the first of them */
+
+  DEVICE static dealt_parts cut(int chunks, int part_k)
+  {
+    const int each = max(part_k / (int)FEW_PART_K, 1);
+    return {ceil_div(chunks, each), each};
+  }
+  DEVICE void set(const gemm_args &g, bool has_gate, const dealt_cut &of)
   {
     gated = has_gate, pairs = has_gate && g.b.n_stride == 2;
-    chunks = ceil_div(g.k, (int)FEW_PART_K), each = max(part_k / (int)FEW_PART_K, 1), parts = ceil_div(chunks, each);
+    chunks = ceil_div(g.k, (int)FEW_PART_K), last = of.last;
+    parts[0] = cut(chunks, of.part_k[0]), parts[1] = cut(chunks, of.part_k[1]);
     octets = g.n / 8, step = (int)FEW_PART_N / 8 / (has_gate ? 2 : 1), blocks = ceil_div(octets, step);
   }
-  DEVICE int items() const { return blocks * parts; }         /* of an expert */
-  DEVICE int row() const { return blocks * (int)FEW_PART_N; } /* of parts in memory */
+  DEVICE void deal(int experts) { small = max(experts * blocks - last, 0); }
+  DEVICE const dealt_parts &parts_of(int unit) const { return parts[unit >= small]; }
+  DEVICE int items(int experts) const
+  {
+    return small * parts[0].count + (experts * blocks - small) * parts[1].count;
+  }
+  DEVICE dealt_item item(int active, int first, int width, int index, int kind) const
+  {
+    const int part = index / width, each = parts[kind].each;
+    return {active, first + index - part * width, part, part * each, min(part * each + each, chunks)};
+  }
   DEVICE dealt_item find(int index) const
   {
-    const int q = index / blocks, active = q / parts, part = q - active * parts;
-    return {active, index - q * blocks, part, part * each, min(part * each + each, chunks)};
+    const int whole = small / blocks, rest = small - whole * blocks; /* experts; units of the next one */
+    int of = blocks * parts[0].count;
+    if (index < whole * of) return item(index / of, 0, blocks, index % of, 0);
+    index -= whole * of;
+    if (index < rest * parts[0].count) return item(whole, 0, rest, index, 0);
+    index -= rest * parts[0].count;
+    of = (blocks - rest) * parts[1].count;
+    if (index < of) return item(whole, rest, blocks - rest, index, 1);
+    index -= of, of = blocks * parts[1].count;
+    return item(whole + 1 + index / of, 0, blocks, index % of, 1);
   }
 };
 
@@ -103,6 +136,7 @@ struct few_memory<dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   uint64_t weights_ready; /* the table's `weight` */
   dealt_line line[2];     /* of up, of down */
   int32_t share, item;    /* the CTA's first of the routing, of items */
+  int16_t place[S::PAIRS]; /* of a pair: its active expert, times FEW_COLUMNS, and its column */
   few_table<S::PAIRS> table;
   gate_scratch scratch[1]; /* the routing warp's */
 };
@@ -110,10 +144,25 @@ template <class S> using dealt_smem = few_memory<typename S::layout>;
 
 /* ---- parts, in memory ---- */
 
+/* Those of a pair in a unit: the first one's, and the distance to the next one's. Channels of a unit are neighbours. */
+struct dealt_sums {
+  float *first;
+  int64_t step;
+};
+
+/* column: the pair's, of the active expert's. */
 template <class S>
-DEVICE float *part_of(const few_sm90_args &args, const dealt_smem<S> &smem, bool down, int part, int pair)
+DEVICE dealt_sums sums_of(const few_sm90_args &all, const dealt_smem<S> &smem, bool down, int active, int block,
+                          int column)
 {
-  return args.parts[down] + ((int64_t)part * (int)args.f.up.rows_cap + pair) * smem.line[down].row();
+  const dealt_line &line = smem.line[down];
+  const int unit = active * line.blocks + block, behind = unit - line.small,
+            columns = S::COLUMNS == 1 ? 1 : all.columns;
+  if (behind >= 0)
+    return {all.cut[down].small + ((int64_t)behind * line.parts[1].count * columns + column) * (int)FEW_PART_N,
+            columns * (int)FEW_PART_N};
+  const int row = line.blocks * (int)FEW_PART_N, pair = column_pair(smem.table.column[active][column]);
+  return {all.cut[down].parts + (int64_t)pair * row + block * (int)FEW_PART_N, (int64_t)(int)all.f.up.rows_cap * row};
 }
 
 /* No sum is all ones: a NaN that is computed has a sign of 0. */

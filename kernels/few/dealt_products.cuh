@@ -38,14 +38,14 @@ DEVICE void multiply_dealt(const dealt_stage<S> &stage, const uint2 (&x)[S::BK /
 template <class S>
 DEVICE void store_part(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_run &run, const float (&sum)[4])
 {
-  const int place = run.block * (int)FEW_PART_N + warp_id() * 8 + lane_id() / 4;
+  const int place = warp_id() * 8 + lane_id() / 4;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int c = lane_id() % 4 * 2 + j;
     if (c >= S::COLUMNS) continue;
-    const few_column column = smem.table.column[run.active][c];
-    if (column < 0) continue;
-    float *to = part_of<S>(all, smem, run.kind == DEALT_DOWN, run.part, column_pair(column)) + place;
+    if (smem.table.column[run.active][c] < 0) continue;
+    const dealt_sums sums = sums_of<S>(all, smem, run.kind == DEALT_DOWN, run.active, run.block, c);
+    float *to = sums.first + run.part * sums.step + place;
     store_relaxed(to, sum[j]);
     store_relaxed(to + 64, sum[j + 2]);
   }
@@ -67,14 +67,15 @@ DEVICE void store_h(const few_sm90_args &all, const dealt_smem<S> &smem, int act
 
 /* A unit's h: 64 channels of a gated layer, or twice as many. */
 template <class S>
-DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_unit &unit, int pair)
+DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_unit &unit, int column)
 {
   const gemm_args &g = all.f.up;
+  const int pair = column_pair(smem.table.column[unit.active][column]);
   const int channels = smem.line[0].gated ? (int)FEW_PART_N / 2 : (int)FEW_PART_N;
 #pragma unroll 1
   for (int i = 2 * lane_id(); i < channels; i += 2 * WARP_SIZE) {
     const int channel = unit.block * channels + i;
-    const uint32_t two = two_of_h<S>(all, smem, unit.active, pair, channel);
+    const uint32_t two = two_of_h<S>(all, smem, unit.active, column, channel);
     if (channel < g.n)
       store_relaxed(reinterpret_cast<float *>(static_cast<typename S::Y *>(g.c) + pair * g.c_ld + channel),
                     __uint_as_float(two));
@@ -136,7 +137,8 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
     at.advance();
     if (!run.last) continue;
-    if (!S::ONE && run.kind == DEALT_UP && smem.line[0].parts == 1)
+    if (!S::ONE && run.kind == DEALT_UP &&
+        smem.line[0].parts_of(run.active * smem.line[0].blocks + run.block).count == 1)
       finish_whole<S>(all, smem, run, sum);
     else
       store_part<S>(all, smem, run, sum);
@@ -158,8 +160,7 @@ template <class S> DEVICE void finish_units(const few_sm90_args &all, dealt_smem
     if (unit.active < 0) return;
 #pragma unroll 1
     for (int c = 0; c < S::COLUMNS; c++) {
-      const few_column column = smem.table.column[unit.active][c];
-      if (column >= 0) finish_column<S>(all, smem, unit, column_pair(column));
+      if (smem.table.column[unit.active][c] >= 0) finish_column<S>(all, smem, unit, c);
     }
     if (lane_id() == 0) STAMP(11);
   }
