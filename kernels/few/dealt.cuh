@@ -24,52 +24,68 @@
 
 /* ---- outputs ---- */
 
-enum { DEALT_SLOTS = 8 };
-
-/* Four channels of a pair's y, rounded. */
+/* Parts of four channels of a pair's y, by `lanes` lanes, of which this one has every lanes-th part from `first` on. */
 template <class S>
-DEVICE float4 take_y(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int expert, int channel)
+DEVICE float4 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int channel, int first, int lanes)
 {
-  using Y = typename S::Y;
-  float2 low, high;
   const dealt_line &line = smem.line[1];
   const int place = smem.place[pair], active = place / (int)FEW_COLUMNS, block = channel / (int)FEW_PART_N,
-            in_block = channel - block * (int)FEW_PART_N;
-  add_up_parts<S>(sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS),
-                  line.parts_of(active * line.blocks + block).count, in_block, in_block + 2, low, high);
-  float sum[4] = {low.x, low.y, high.x, high.y};
-  float bias[4];
-  load_bias(all.f.down.b, 0, expert, channel, bias);
-#pragma unroll
-  for (int i = 0; i < 4; i++) sum[i] = to_f32(from_f32<Y>(weighted(sum[i], 1.f, 1.f, bias[i])));
-  return make_float4(sum[0], sum[1], sum[2], sum[3]);
+            in_block = channel - block * (int)FEW_PART_N, parts = line.parts_of(active * line.blocks + block).count;
+  dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
+  sums.first += first * sums.step, sums.step *= lanes;
+  float2 low, high;
+  add_up_parts<false>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block, in_block + 2, low, high);
+  return make_float4(low.x, low.y, high.x, high.y);
 }
 
-/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has slot l / 4 of eight, quad
- * l % 4. */
+/* The sums of `lanes` lanes, four apart, in each of them. */
+DEVICE float4 add_lanes(float4 sum, int lanes)
+{
+#pragma unroll 1
+  for (int i = 4; i < 4 * lanes; i *= 2) {
+    sum.x += __shfl_xor_sync(ALL_LANES, sum.x, i), sum.y += __shfl_xor_sync(ALL_LANES, sum.y, i);
+    sum.z += __shfl_xor_sync(ALL_LANES, sum.z, i), sum.w += __shfl_xor_sync(ALL_LANES, sum.w, i);
+  }
+  return sum;
+}
+
+template <class Y> DEVICE float4 round_y(const float4 &sum, const float (&bias)[4])
+{
+  return make_float4(
+      to_f32(from_f32<Y>(weighted(sum.x, 1.f, 1.f, bias[0]))), to_f32(from_f32<Y>(weighted(sum.y, 1.f, 1.f, bias[1]))),
+      to_f32(from_f32<Y>(weighted(sum.z, 1.f, 1.f, bias[2]))), to_f32(from_f32<Y>(weighted(sum.w, 1.f, 1.f, bias[3]))));
+}
+
+/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has quad l % 4. Eight slots at
+ * once; of fewer slots several lanes share the parts of one. */
 template <class S>
 DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
 {
   using T = typename S::Y;
   const few_args &args = all.f;
   const combine_args &out = args.out;
-  const int slot = lane_id() / 4;
+  const int k = out.top_k, lanes = k > 4 ? 1 : k > 2 ? 2 : k > 1 ? 4 : 8, slots = 8 / lanes,
+            slot = lane_id() / 4 / lanes, first = lane_id() / 4 % lanes;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-  for (int s = 0; s < out.top_k; s += DEALT_SLOTS) {
-    const int pair = token * out.top_k + s + slot, to = s + slot < out.top_k ? smem.table.to[pair] : ROW_DROPPED;
-    const float own = s + slot < out.top_k && channel < args.down.n ? smem.table.weight[pair] : 0.f;
+  for (int s = 0; s < k; s += slots) {
+    const int pair = token * k + s + slot, to = s + slot < k ? smem.table.to[pair] : ROW_DROPPED;
+    const float own = s + slot < k && channel < args.down.n ? smem.table.weight[pair] : 0.f;
+    const bool expert = own != 0 && to != ROW_IDENTITY;
     float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (own != 0 && to == ROW_IDENTITY) {
+    float bias[4] = {};
+    if (expert) {
+      load_bias(args.down.b, 0, to, channel, bias);
+      y = take_parts<S>(all, smem, pair, channel, first, lanes);
+    }
+    y = round_y<T>(add_lanes(y, lanes), bias);
+    if (own != 0 && !expert) {
       const T *x = static_cast<const T *>(out.x) + token * out.x_ld + channel;
       y = make_float4(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3]));
-    } else if (own != 0) {
-      y = take_y<S>(all, smem, pair, to, channel);
     }
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < DEALT_SLOTS; j++) {
-      const int lane = lane_id() % 4 + 4 * j;
+#pragma unroll 1
+    for (int j = 0; j < slots; j++) {
+      const int lane = lane_id() % 4 + 4 * lanes * j;
       const float weight = __shfl_sync(ALL_LANES, own, lane);
       const float4 v = make_float4(__shfl_sync(ALL_LANES, y.x, lane), __shfl_sync(ALL_LANES, y.y, lane),
                                    __shfl_sync(ALL_LANES, y.z, lane), __shfl_sync(ALL_LANES, y.w, lane));

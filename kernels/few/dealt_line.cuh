@@ -36,7 +36,7 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
   static constexpr bool ONE = TOKENS == 1 && !DEALT_OLD;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
-  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? 12 : 6, ROUTING = COPIER + 1 + FEEDERS,
+  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? STAGES : 6, ROUTING = COPIER + 1 + FEEDERS,
                        FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;
   static constexpr int VECTORS = BK / 8, COLUMN = BK + 8; /* of a stage's column: 16 bytes; elements, with a gap */
   static_assert(BN == 64 && BK == (int)FEW_PART_K && 2 * BN == (int)FEW_PART_N, "boxes; an octet of each a consumer");

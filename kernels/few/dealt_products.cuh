@@ -61,8 +61,11 @@ DEVICE void store_h(const few_sm90_args &all, const dealt_smem<S> &smem, int act
   using Y = typename S::Y;
   const gemm_args &g = all.f.up;
   if (channel >= g.n) return;
+  float gate_bias[1], up_bias[1] = {0.f};
+  load_bias(g.b, 0, smem.table.expert[active], channel, gate_bias);
+  if (g.gated) load_bias(g.b, 1, smem.table.expert[active], channel, up_bias);
   store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel,
-                from_f32<Y>(h_of_sums<S>(all, smem, active, channel, gate, up)));
+                from_f32<Y>(h_of_sums(g, make_float2(gate, up), make_float2(gate_bias[0], up_bias[0]))));
 }
 
 /* A unit's h: 64 channels of a gated layer, or twice as many. */
