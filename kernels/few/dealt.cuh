@@ -100,21 +100,9 @@ DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &sme
 /* Lane l < 16 writes channel l/4 of quad l%4. */
 template <class S> DEVICE void store_dealt_output(const few_args &args, int token, int channel, const float4 &sums)
 {
-  using T = typename S::Y;
-  const combine_args &out = args.out;
   const int i = lane_id() / 4;
   if (i >= 4 || channel >= args.down.n) return;
-  float sum = i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w;
-  channel += i;
-  if (out.shared) {
-    const float weight = shared_weight(out, token);
-    if (weight != 0)
-      sum = fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
-  }
-  float value = out.out_scale * sum;
-  if (out.residual)
-    value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
-  store_output<T>(out.out, token * out.out_ld + channel, value, out.out_dtype);
+  store_sum<typename S::Y>(args.out, token, channel + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
 }
 
 /* 16 channels of a token a warp: consumers first, who have seen the CTA's last weights. */
