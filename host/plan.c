@@ -438,7 +438,7 @@ static int64_t wanted_items(int64_t tokens)
 
 static int64_t part_channels(const cumoe_moe_desc *d, bool down)
 {
-  return ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
+  return ceil_div(down ? d->hidden : d->inter, FEW_PART_N) * FEW_PART_N * (down ? 1 : 2); /* gate and up apart */
 }
 
 /* Parts of one size, of about so many chunks. */
@@ -468,8 +468,7 @@ static void carve_cut(carver *c, const cumoe_moe_desc *d, int64_t tokens, bool d
   const int32_t depth = down ? d->inter : d->hidden;
   const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)),
                 parts = ceil_div(depth, cut->part_k[0]), small = ceil_div(depth, cut->part_k[1]);
-  const bool whole = !down && tokens > 1 && parts == 1; /* becomes h at once */
-  cut->parts = carve(c, whole ? 0 : parts * pairs, part_channels(d, down), 4);
+  cut->parts = carve(c, parts * pairs, part_channels(d, down), 4);
   cut->small = carve(c, cut->last * small * min64(tokens, FEW_COLUMNS), FEW_PART_N, 4);
 }
 
