@@ -153,16 +153,13 @@ template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_sme
 template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
-  if (threadIdx.x == 0) STAMP(0);
   prepare_dealt<S>(all, smem);
   wait_for_earlier_grids();
-  if (threadIdx.x == 0) STAMP(1);
   if (threadIdx.x == S::ROUTING * WARP_SIZE) smem.share = draw_share(args);
   if (threadIdx.x == S::COPIER * WARP_SIZE) smem.item = draw_items(all, DEALT_FIRST);
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);
-  if (threadIdx.x == 0) STAMP(2);
   if (threadIdx.x < 2) smem.line[threadIdx.x].deal(experts);
   __syncthreads();
   if (warp_id() < S::CONSUMERS)
@@ -178,15 +175,6 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   else
     return;
   write_dealt_outputs<S>(all, smem);
-#ifdef TRACE
-  if (threadIdx.x == 0) {
-    STAMP(10);
-    volatile unsigned long long *t = dealt_trace[blockIdx.x];
-    if (++dealt_calls[blockIdx.x] % 1000 == 300)
-      printf("TR %d %u %u %u %u %u %u %u %u %u %u %u %u %llu %llu\n", blockIdx.x, (unsigned)t[0], (unsigned)t[1], (unsigned)t[2], (unsigned)t[3], (unsigned)t[4], (unsigned)t[5], (unsigned)t[6], (unsigned)t[7], (unsigned)t[8], (unsigned)t[9], (unsigned)t[10], (unsigned)t[11], t[12], t[13]);
-    t[12] = t[13] = 0;
-  }
-#endif
 }
 
 #endif

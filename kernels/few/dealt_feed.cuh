@@ -23,7 +23,6 @@ template <class S> struct dealt_copier {
   const uint64_t policy = evict_first_policy();
   pipeline_state<S::STAGES> at;
   pipeline_state<S::QUEUE> queue;
-  bool stamped = false;
 
   DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s) {}
 
@@ -53,7 +52,6 @@ template <class S> struct dealt_copier {
         mbarrier_arrive(&smem.told[at.stage]);
         mbarrier_arrive(&smem.full[at.stage]);
       } else {
-        if (run.kind == DEALT_DOWN && !stamped) STAMP(5), stamped = true;
         copy_boxes(run, expert);
       }
     }
@@ -114,7 +112,6 @@ template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S
     more = max(more - 1, 0);
   }
   if (!S::ONE && !ups_over) copier.hand_on(-1, 0);
-  if (lane_id() == 0) STAMP(6);
   const dealt_run end = {DEALT_END, 0, 0, 0, 0, 0};
 #pragma unroll 1
   for (int i = 0; i < S::FEEDERS; i++) copier.tell(end, 0);
@@ -203,7 +200,6 @@ template <class S> DEVICE void bring_columns(const few_sm90_args &all, dealt_sme
         feeder.make_h(run, stage);
       else
         feeder.take_h(run, stage);
-      if (lane_id() == 0) STAMP(9);
     } else {
       mbarrier_arrive(&smem.full[stage]);
       return;

@@ -2,21 +2,6 @@
 #ifndef CUMOE_DEALT_LINE_CUH
 #define CUMOE_DEALT_LINE_CUH
 
-#ifndef DEALT_OLD
-#define DEALT_OLD 0
-#endif
-#ifdef TRACE
-#include <stdio.h>
-__device__ unsigned long long dealt_trace[132][16];
-__device__ int dealt_calls[132];
-DEVICE unsigned long long trace_time() { unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
-#define STAMP(i) (dealt_trace[blockIdx.x][i] = trace_time())
-#define COUNT(i) (dealt_trace[blockIdx.x][i]++)
-#else
-#define STAMP(i) ((void)0)
-#define COUNT(i) ((void)0)
-#endif
-
 #include "dealt.h"
 #include "device/pipeline.cuh"
 #include "few/layout.cuh"
@@ -34,7 +19,7 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool UP = true; /* the table has both */
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
-  static constexpr bool ONE = TOKENS == 1 && !DEALT_OLD;
+  static constexpr bool ONE = TOKENS == 1;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
   static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? STAGES : 6, ROUTING = COPIER + 1 + FEEDERS,
                        FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;

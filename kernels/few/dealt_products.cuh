@@ -125,13 +125,6 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
   while (true) {
     wait_for(&smem.full[at.stage], at.phase);
     const dealt_run run = smem.run[at.stage];
-#ifdef TRACE
-    if (threadIdx.x == 0) {
-      if (run.kind == DEALT_UP && !dealt_trace[blockIdx.x][12]) STAMP(3);
-      if (run.kind == DEALT_DOWN && !dealt_trace[blockIdx.x][13]) STAMP(7);
-      if (run.kind != DEALT_END) COUNT(11 + run.kind);
-    }
-#endif
     if (run.kind == DEALT_END) return;
     uint2 x[S::BK / 16];
     load_dealt_columns<S>(smem.columns[at.stage], x);
@@ -146,7 +139,6 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
     else
       store_part<S>(all, smem, run, sum);
     sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
-    if (threadIdx.x == 0) STAMP(run.kind == DEALT_UP ? 4 : 8);
   }
 }
 
@@ -165,7 +157,6 @@ template <class S> DEVICE void finish_units(const few_sm90_args &all, dealt_smem
     for (int c = 0; c < S::COLUMNS; c++) {
       if (smem.table.column[unit.active][c] >= 0) finish_column<S>(all, smem, unit, c);
     }
-    if (lane_id() == 0) STAMP(11);
   }
 }
 
