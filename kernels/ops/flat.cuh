@@ -99,8 +99,8 @@ DEVICE void elementwise_whole(const elementwise_args &a, const UNIT_SOURCE &unit
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     at[i] = units(a, i * THREADS + threadIdx.x);
-    x[i] = load_whole<T, true>(first + at[i].row * a.a_ld + at[i].column, at[i].left);
-    if (TWO) other[i] = load_whole<T, true>(second + at[i].row * a.b_ld + at[i].column, at[i].left);
+    x[i] = load_whole<T>(first + at[i].row * a.a_ld + at[i].column, at[i].left, true);
+    if (TWO) other[i] = load_whole<T>(second + at[i].row * a.b_ld + at[i].column, at[i].left, true);
   }
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
@@ -160,15 +160,15 @@ DEVICE void elementwise_rest(const elementwise_args &a, const UNIT_SOURCE &units
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const unit at = units(a, i * THREADS + threadIdx.x);
-    load_short<T, false>(first + at.row * a.a_ld + at.column, here(at), x[i]);
-    if (two) load_short<T, false>(second + at.row * a.b_ld + at.column, here(at), other[i]);
+    load_short<T>(first + at.row * a.a_ld + at.column, here(at), x[i], false);
+    if (two) load_short<T>(second + at.row * a.b_ld + at.column, here(at), other[i], false);
   }
 #pragma unroll 1
   for (int i = 0; i < EACH; i++) {
     const unit at = units(a, i * THREADS + threadIdx.x);
     float y[ELEMENTS<T>];
     each_function<GELU>(a, one_unit<T>{x[0], other[0], a.factor, y});
-    store_vector<T, false>(static_cast<T *>(a.y) + at.row * a.y_ld + at.column, here(at), y);
+    store_vector<T>(static_cast<T *>(a.y) + at.row * a.y_ld + at.column, here(at), y, false);
 #pragma unroll
     for (int j = 1; j < EACH; j++) x[j - 1] = x[j], other[j - 1] = other[j];
   }

@@ -5,10 +5,10 @@
 #include "ops/row_part.cuh"
 
 /*
- * Weights or biases of a thread's vectors, T or f32. EARLY: aligned ones of T, of which AHEAD vectors are loaded
- * before they are needed: the compiler moves no load above the stores of the vector before.
+ * Weights or biases of a thread's vectors, T or f32, aligned as rows are or not. EARLY: aligned ones of T, of which AHEAD
+ * vectors are loaded before they are needed: the compiler moves no load above the stores of the vector before.
  */
-template <class L, bool ALIGNED, bool EARLY> struct parameters {
+template <class L, bool EARLY> struct parameters {
   using T = typename L::T;
   uint4 raw[EARLY ? L::AHEAD : 1];
 
@@ -19,21 +19,22 @@ template <class L, bool ALIGNED, bool EARLY> struct parameters {
     const int here = base ? left - i * L::STEP : 0;
     uint4 &vector = raw[i % L::AHEAD];
     vector = ld_global(first, here >= ELEMENTS<T>);
-    load_short<T, true>(first, here, vector);
+    load_short<T>(first, here, vector, true);
     if (!base) vector = vector_of<T>(otherwise);
   }
 
   /* Of type P: one test a vector, not one an element. */
   template <class P>
-  DEVICE void load(const void *base, int64_t column, int here, float otherwise, float (&value)[ELEMENTS<T>])
+  DEVICE void load(const void *base, int64_t column, int here, bool aligned, float otherwise,
+                   float (&value)[ELEMENTS<T>])
   {
     const P *first = static_cast<const P *>(base) + column;
-    if (ALIGNED && here >= ELEMENTS<T>) return load_f32<ELEMENTS<T>>(first, value);
+    if (aligned && here >= ELEMENTS<T>) return load_f32<ELEMENTS<T>>(first, value);
 #pragma unroll
     for (int j = 0; j < ELEMENTS<T>; j++) value[j] = j < here ? to_f32(first[j]) : otherwise;
   }
 
-  DEVICE void get(const void *base, int dtype, int64_t column, int left, float otherwise, int i,
+  DEVICE void get(const void *base, int dtype, int64_t column, int left, bool aligned, float otherwise, int i,
                   float (&value)[ELEMENTS<T>])
   {
     if constexpr (EARLY) {
@@ -42,18 +43,19 @@ template <class L, bool ALIGNED, bool EARLY> struct parameters {
     } else {
       const int here = base ? left - i * L::STEP : 0;
       if (sizeof(T) == sizeof(float) || dtype == DT_F32)
-        load<float>(base, column + i * L::STEP, here, otherwise, value);
+        load<float>(base, column + i * L::STEP, here, aligned, otherwise, value);
       else
-        load<T>(base, column + i * L::STEP, here, otherwise, value);
+        load<T>(base, column + i * L::STEP, here, aligned, otherwise, value);
     }
   }
 };
 
-template <class L, bool ALIGNED, bool EARLY> struct norm_of {
+template <class L, bool EARLY> struct norm_of {
   using T = typename L::T;
+  static constexpr bool ALIGNED = EARLY;
   float mean[L::ROWS], factor[L::ROWS]; /* first the sum of the squared differences to the mean */
   float count, w[ELEMENTS<T>], b[ELEMENTS<T>];
-  parameters<L, ALIGNED, EARLY> weight, bias;
+  parameters<L, EARLY> weight, bias;
 
   DEVICE void ask(const norm_args &a, int64_t column, int left, int i)
   {
@@ -61,10 +63,10 @@ template <class L, bool ALIGNED, bool EARLY> struct norm_of {
     bias.ask(a.bias, column, left, 0.f, i);
   }
 
-  DEVICE void take(const norm_args &a, int64_t column, int left, int i)
+  DEVICE void take(const norm_args &a, int64_t column, int left, bool aligned, int i)
   {
-    weight.get(a.weight, a.weight_dtype, column, left, 1.f, i, w);
-    bias.get(a.bias, a.bias_dtype, column, left, 0.f, i, b);
+    weight.get(a.weight, a.weight_dtype, column, left, aligned, 1.f, i, w);
+    bias.get(a.bias, a.bias_dtype, column, left, aligned, 0.f, i, b);
   }
 
   DEVICE void measure(const norm_args &a, row_part<L> &x, exchange<L> &shared)

@@ -101,6 +101,7 @@ template <class L> struct row_part {
   uint4 raw[L::ROWS][L::IN_REGISTERS > 0 ? L::IN_REGISTERS : 1];
   uint4 *held;       /* in shared memory: of this thread, THREADS apart */
   int left[L::ROWS]; /* columns from this thread's first vector on; 0: no such row */
+  bool aligned;
 
   DEVICE int left_at(int r, int i) const { return left[r] - i * L::STEP; }
 
@@ -114,7 +115,7 @@ template <class L> struct row_part {
   }
 
   /* Whole vectors. `first`: this thread's first one; `gap`: from one of its rows to the next. */
-  template <bool ALIGNED> DEVICE void ask(const T *first, int64_t gap)
+  DEVICE void ask(const T *first, int64_t gap)
   {
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++)
@@ -122,20 +123,20 @@ template <class L> struct row_part {
       for (int i = 0; i < L::VECTORS; i++) {
         const T *source = first + r * gap + i * L::STEP;
         if (i < L::IN_REGISTERS)
-          raw[r][i] = load_whole<T, ALIGNED>(source, left_at(r, i));
-        else if (ALIGNED && left_at(r, i) >= ELEMENTS<T>)
+          raw[r][i] = load_whole<T>(source, left_at(r, i), aligned);
+        else if (aligned && left_at(r, i) >= ELEMENTS<T>)
           cp_async_cg_16(shared_address(&vector(r, i)), source, 16);
       }
   }
 
   /* And the short ones, after all whole ones are issued. */
-  template <bool ALIGNED> DEVICE void complete(const T *first, int64_t gap)
+  DEVICE void complete(const T *first, int64_t gap)
   {
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++)
 #pragma unroll
       for (int i = 0; i < L::VECTORS; i++)
-        load_short<T, ALIGNED>(first + r * gap + i * L::STEP, left_at(r, i), vector(r, i));
+        load_short<T>(first + r * gap + i * L::STEP, left_at(r, i), vector(r, i), aligned);
     if (L::IN_REGISTERS < L::VECTORS) cp_async_wait_all();
   }
 

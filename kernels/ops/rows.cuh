@@ -10,14 +10,14 @@
 #include "ops/softmax.cuh"
 
 /* y = the operation of x. `column`: of this thread's first vector; `gap` as for row_part. */
-template <bool ALIGNED, class L, class OF, class ARGS>
+template <class L, class OF, class ARGS>
 DEVICE void store_rows(const ARGS &a, typename L::T *first, int64_t gap, int64_t column, row_part<L> &x, OF &of)
 {
   using T = typename L::T;
   x.renew();
 #pragma unroll
   for (int i = 0; i < L::VECTORS; i++) {
-    of.take(a, column, x.left[0], i);
+    of.take(a, column, x.left[0], x.aligned, i);
     of.ask(a, column, x.left[0], i + L::AHEAD);
 #pragma unroll
     for (int r = 0; r < L::ROWS; r++) {
@@ -26,7 +26,7 @@ DEVICE void store_rows(const ARGS &a, typename L::T *first, int64_t gap, int64_t
 #pragma unroll
       for (int j = 0; j < ELEMENTS<T>; j++) value[j] = element_of<T>(elements, j);
       of.change(r, value);
-      store_vector<T, ALIGNED>(first + r * gap + i * L::STEP, x.left_at(r, i), value);
+      store_vector<T>(first + r * gap + i * L::STEP, x.left_at(r, i), value, x.aligned);
     }
   }
 }
@@ -38,7 +38,7 @@ template <class L, class OF, class ARGS> DEVICE void ask_ahead(const ARGS &a, in
 }
 
 /* Rows that their threads can hold. */
-template <class L, bool ALIGNED, class OF, class ARGS> DEVICE void once(const ARGS &a, exchange<L> &shared, uint4 *held)
+template <class L, class OF, class ARGS> DEVICE void once(const ARGS &a, exchange<L> &shared, uint4 *held)
 {
   using T = typename L::T;
   const int lane = L::CTAS > 1 ? cluster_ctarank() * L::THREADS + threadIdx.x : threadIdx.x % L::LANES;
@@ -48,18 +48,19 @@ template <class L, bool ALIGNED, class OF, class ARGS> DEVICE void once(const AR
   row_part<L> x;
   OF of;
   x.held = held + threadIdx.x;
+  x.aligned = OF::ALIGNED || a.aligned;
 #pragma unroll
   for (int r = 0; r < L::ROWS; r++) x.left[r] = row + r * L::AT_ONCE < a.rows ? a.cols - column : 0;
-  x.template ask<ALIGNED>(source, L::AT_ONCE * a.x_ld);
+  x.ask(source, L::AT_ONCE * a.x_ld);
   ask_ahead<L>(a, column, x.left[0], of);
   if (L::CTAS > 1) barrier_cluster(); /* the others' shared memory is theirs by now */
-  x.template complete<ALIGNED>(source, L::AT_ONCE * a.x_ld);
+  x.complete(source, L::AT_ONCE * a.x_ld);
   of.measure(a, x, shared);
-  store_rows<ALIGNED>(a, static_cast<T *>(a.y) + row * a.y_ld + column, L::AT_ONCE * a.y_ld, column, x, of);
+  store_rows(a, static_cast<T *>(a.y) + row * a.y_ld + column, L::AT_ONCE * a.y_ld, column, x, of);
 }
 
 /* A row of any length a CTA. */
-template <class L, bool ALIGNED, class OF, class ARGS> DEVICE void twice(const ARGS &a, exchange<L> &shared)
+template <class L, class OF, class ARGS> DEVICE void twice(const ARGS &a, exchange<L> &shared)
 {
   using T = typename L::T;
   constexpr int PART = L::VECTORS * L::STEP;
@@ -67,49 +68,45 @@ template <class L, bool ALIGNED, class OF, class ARGS> DEVICE void twice(const A
   const T *source = static_cast<const T *>(a.x) + row * a.x_ld;
   row_part<L> x;
   OF of;
+  x.aligned = OF::ALIGNED || a.aligned;
   of.begin();
   for (int64_t column = threadIdx.x * ELEMENTS<T>; column < a.cols; column += PART) {
     x.left[0] = (int)(a.cols - column);
-    x.template ask<ALIGNED>(source + column, 0);
-    x.template complete<ALIGNED>(source + column, 0);
+    x.ask(source + column, 0);
+    x.complete(source + column, 0);
     of.add(a, x);
   }
   of.finish(a, shared);
   for (int64_t column = threadIdx.x * ELEMENTS<T>; column < a.cols; column += PART) {
     x.left[0] = (int)(a.cols - column);
-    x.template ask<ALIGNED>(source + column, 0);
+    x.ask(source + column, 0);
     ask_ahead<L>(a, column, x.left[0], of);
-    x.template complete<ALIGNED>(source + column, 0);
-    store_rows<ALIGNED>(a, static_cast<T *>(a.y) + row * a.y_ld + column, 0, column, x, of);
+    x.complete(source + column, 0);
+    store_rows(a, static_cast<T *>(a.y) + row * a.y_ld + column, 0, column, x, of);
   }
 }
 
-template <bool SWEEP, class L, bool ALIGNED, class OF, class ARGS>
+template <bool SWEEP, class L, class OF, class ARGS>
 DEVICE void rows_by(const ARGS &a, exchange<L> &shared, uint4 *held)
 {
   if constexpr (SWEEP)
-    twice<L, ALIGNED, OF>(a, shared);
+    twice<L, OF>(a, shared);
   else
-    once<L, ALIGNED, OF>(a, shared, held);
+    once<L, OF>(a, shared, held);
 }
 
 template <bool SWEEP, class L> DEVICE void rows_of(const softmax_args &a, exchange<L> &shared, uint4 *held)
 {
-  if (a.aligned)
-    rows_by<SWEEP, L, true, softmax_of<L>>(a, shared, held);
-  else
-    rows_by<SWEEP, L, false, softmax_of<L>>(a, shared, held);
+  rows_by<SWEEP, L, softmax_of<L>>(a, shared, held);
 }
 
 template <bool SWEEP, class L> DEVICE void rows_of(const norm_args &a, exchange<L> &shared, uint4 *held)
 {
   const bool other = (a.weight && a.weight_dtype == DT_F32) || (a.bias && a.bias_dtype == DT_F32);
-  if (!a.aligned)
-    rows_by<SWEEP, L, false, norm_of<L, false, false>>(a, shared, held);
-  else if (sizeof(typename L::T) < sizeof(float) && other)
-    rows_by<SWEEP, L, true, norm_of<L, true, false>>(a, shared, held);
+  if (!a.aligned || (sizeof(typename L::T) < sizeof(float) && other))
+    rows_by<SWEEP, L, norm_of<L, false>>(a, shared, held);
   else
-    rows_by<SWEEP, L, true, norm_of<L, true, true>>(a, shared, held);
+    rows_by<SWEEP, L, norm_of<L, true>>(a, shared, held);
 }
 
 template <class T, int UNITS, int COLUMNS, int LANES, int AHEAD, int THREADS, int SMEM, class ARGS>

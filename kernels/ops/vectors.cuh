@@ -11,16 +11,16 @@ template <class T> constexpr int ELEMENTS = 16 / (int)sizeof(T);
  * Whole vectors are asked for first, all of a thread; then the short ones, element by element, which has to wait.
  * `left`: elements from here to the row's end, negative past it. It is compared as it is, never clamped: of
  * max(min(left, ELEMENTS), 0) == ELEMENTS, ptxas 13.0 for sm_90a takes the answer from a predicate of VIMNMX.RELU that
- * means something else, and rows were overrun.
+ * means something else, and rows were overrun. `aligned`: whether 16-byte accesses are possible; if not, none is whole.
  */
-template <class T, bool ALIGNED> DEVICE uint4 load_whole(const T *source, int left)
+template <class T> DEVICE uint4 load_whole(const T *source, int left, bool aligned)
 {
-  return ld_global_no_allocate(source, ALIGNED && left >= ELEMENTS<T>);
+  return ld_global_no_allocate(source, aligned && left >= ELEMENTS<T>);
 }
 
-template <class T, bool ALIGNED> DEVICE void load_short(const T *source, int left, uint4 &raw)
+template <class T> DEVICE void load_short(const T *source, int left, uint4 &raw, bool aligned)
 {
-  if (left <= 0 || (ALIGNED && left >= ELEMENTS<T>)) return;
+  if (left <= 0 || (aligned && left >= ELEMENTS<T>)) return;
 #pragma unroll
   for (int i = 0; i < ELEMENTS<T>; i++)
     if (i < left) reinterpret_cast<T *>(&raw)[i] = source[i];
@@ -50,10 +50,10 @@ template <class T> DEVICE uint4 pack_vector(const float (&value)[ELEMENTS<T>])
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-template <class T, bool ALIGNED> DEVICE void store_vector(T *target, int left, const float (&value)[ELEMENTS<T>])
+template <class T> DEVICE void store_vector(T *target, int left, const float (&value)[ELEMENTS<T>], bool aligned)
 {
   if (left <= 0) return;
-  if (ALIGNED && left >= ELEMENTS<T>) return st_global(target, pack_vector<T>(value));
+  if (aligned && left >= ELEMENTS<T>) return st_global(target, pack_vector<T>(value));
 #pragma unroll
   for (int i = 0; i < ELEMENTS<T>; i++)
     if (i < left) target[i] = from_f32<T>(value[i]);

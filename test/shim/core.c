@@ -159,6 +159,11 @@ void shim_fail(shim_channel channel, int64_t nth, bool forever, cudaError_t erro
   pthread_mutex_unlock(&lock);
 }
 
+int64_t shim_seen(shim_channel channel)
+{
+  return state.plan[channel].seen;
+}
+
 const char *shim_failed(void)
 {
   return state.failed;

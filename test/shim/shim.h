@@ -57,10 +57,11 @@ typedef enum shim_channel {
 /* Call `nth` from now on (1: the next) fails, or it and all after it. An error that CUDA calls sticky loses the current
  * device. */
 void shim_fail(shim_channel channel, int64_t nth, bool forever, cudaError_t error);
-const char *shim_failed(void); /* the first call that was made to fail, or NULL */
-int64_t shim_faults(void);     /* calls made to fail since the program began */
-void shim_pause(bool on);      /* the test's own calls neither fail nor count */
-void shim_heal(void);          /* no plan, devices whole, no error pending on this thread */
+int64_t shim_seen(shim_channel channel); /* calls since shim_fail */
+const char *shim_failed(void);           /* the first call that was made to fail, or NULL */
+int64_t shim_faults(void);               /* calls made to fail since the program began */
+void shim_pause(bool on);                /* the test's own calls neither fail nor count */
+void shim_heal(void);                    /* no plan, devices whole, no error pending on this thread */
 bool shim_sticky(cudaError_t error);
 
 /* ---- what was called ---- */
