@@ -484,7 +484,8 @@ static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_la
  * less. */
 static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
 {
-  return 4 * ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[0]) * dealt_pairs(d, tokens) * part_channels(d, down);
+  return 4 * ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[0]) * dealt_pairs(d, tokens) *
+         part_channels(d, down);
 }
 
 static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)

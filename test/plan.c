@@ -1020,8 +1020,8 @@ static void check_parts(const cumoe_moe_desc *d, int64_t tokens, const workspace
     const cut_layout *c = &w->cut[down];
     const wide channels = wide_ceil(down ? d->hidden : d->inter, 128) * (down ? 128 : 256),
                k = down ? d->inter : d->hidden, parts = wide_ceil(k, c->part_k[0]), small = wide_ceil(k, c->part_k[1]);
-    CHECK_MSG(c->part_k[0] % 64 == 0 && c->part_k[1] % 64 == 0 && small <= 16 && parts <= small,
-              "parts of %d and %d k", c->part_k[0], c->part_k[1]);
+    CHECK_MSG(c->part_k[0] % 64 == 0 && c->part_k[1] % 64 == 0 && small <= 16 && parts <= small, "parts of %d and %d k",
+              c->part_k[0], c->part_k[1]);
     CHECK_MSG((wide)c->small + c->last * small * smaller(tokens, 8) * 128 * 4 <= end,
               "%d last units in parts of %d k end past what follows", c->last, c->part_k[1]);
     CHECK_MSG((wide)c->parts + parts * pairs * channels * 4 <= (wide)c->small, "parts of %d k overlap the last ones",

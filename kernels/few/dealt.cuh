@@ -1,18 +1,20 @@
 /*
  * dealt: the experts of few tokens whose weights are [E, in, out], behind a router: few.cuh's one grid, another way.
  *
- *   dealt_line.cuh     items, shared memory           dealt_products.cuh  products; h
- *   dealt_feed.cuh     copies, columns
+ *   dealt_line.cuh     items, shared memory           dealt_products.cuh  products
+ *   dealt_feed.cuh     copies, columns                dealt_h.cuh         sums of parts; h
  *
  * Units of whole k do not deal out, and equal shares of the bytes do not end together, for SMs do not get equal parts
  * of memory's rate: those ahead would have down's weights before others have all of up's. So k of a unit is cut into
- * parts, and parts are items that CTAs draw one after the other, all of up's before down's.
+ * parts, and parts are items that CTAs draw one after the other, all of up's before down's. A unit is 128 neighbouring
+ * channels, 256 bytes of a row of memory: by 128 of gate and 128 of up memory gives less.
  *
  * One warp draws and fills a ring of stages, by boxes of 64 channels x 64 k in the swizzle of 128 bytes; ldmatrix
  * transposes. Each of eight consumer warps has an octet of either box, so that no sums have to be added up in the CTA.
- * Sums of an item go to memory. Of up whoever drew a unit's last part adds its parts up, in the order of k, to h; of
- * down they are added up where outputs are made. Parts and h are all ones until they are written, and who needs them
- * reads them again. What a CTA waits for is always in the hands of one that drew it before.
+ * Sums of an item go to memory, all ones until they are written: who needs them reads them again. Those of down are
+ * added up where outputs are made. Of one token whoever brings a stage's h makes it of up's parts: a trip through
+ * memory less. Of more, whoever drew a unit's last part makes h of it, which lies in memory, all ones as well. What a
+ * CTA waits for is always in the hands of one that drew it before.
  */
 #ifndef CUMOE_DEALT_CUH
 #define CUMOE_DEALT_CUH
@@ -26,7 +28,8 @@
 
 /* Parts of two channels of a pair's y, by `lanes` lanes, of which this one has every lanes-th part from `first` on. */
 template <class S>
-DEVICE float2 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int channel, int first, int lanes)
+DEVICE float2 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int channel, int first,
+                         int lanes)
 {
   const int place = smem.place[pair], block = channel / (int)FEW_PART_N;
   dealt_place at[1] = {place_of_sums<S>(all, smem, true, place / (int)FEW_COLUMNS, block, place % (int)FEW_COLUMNS,
@@ -60,8 +63,12 @@ DEVICE float2 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &sme
   using T = typename S::Y;
   const few_args &args = all.f;
   const combine_args &out = args.out;
-  const int k = out.top_k, lanes = k > 4 ? 1 : k > 2 ? 2 : k > 1 ? 4 : 8, slots = 8 / lanes,
-            slot = lane_id() / 4 / lanes, first = lane_id() / 4 % lanes;
+  const int k = out.top_k,
+            lanes = k > 4   ? 1
+                    : k > 2 ? 2
+                    : k > 1 ? 4
+                            : 8,
+            slots = 8 / lanes, slot = lane_id() / 4 / lanes, first = lane_id() / 4 % lanes;
   float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 1
   for (int s = 0; s < k; s += slots) {

@@ -29,8 +29,7 @@ DEVICE dealt_place place_of_sums(const few_sm90_args &all, const dealt_smem<S> &
 
 /* The parts at each of some places, in the order of k. SPARING: while nothing comes, a lane asks for the first one that
  * is missing alone. */
-template <bool SPARING, int PLACES>
-DEVICE void add_up_parts(const dealt_place (&at)[PLACES], float2 (&sum)[PLACES])
+template <bool SPARING, int PLACES> DEVICE void add_up_parts(const dealt_place (&at)[PLACES], float2 (&sum)[PLACES])
 {
   constexpr int AT_ONCE = 8 / PLACES;
   int most = 0;

@@ -8,8 +8,7 @@
 
 /* ---- shape ---- */
 
-/* A stage is BK of k by 2 BN channels. Of one token (ONE) whoever brings
- * h makes it of the sums of up; else one warp makes it for all CTAs. */
+/* A stage is BK of k by 2 BN channels. Of one token (ONE) those that bring columns make h of up's sums. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct dealt_layout {
   using layout = dealt_layout;
   using X = typename PRODUCT::X;
@@ -46,12 +45,12 @@ struct dealt_parts {
  * memory have them. The last units of all are cut into smaller parts than the others, so that CTAs end together.
  */
 struct dealt_line {
-  int chunks, blocks;    /* of k; units of an expert */
-  int half;              /* units of gate that come before those of up; 0: there are none, or both in one */
-  int pairs, gated;      /* gate and up element by element */
-  dealt_parts parts[2];             /* of the first units; of the last ones */
-  int last;                         /* units cut small */
-  int small;                        /* the first of them */
+  int chunks, blocks;   /* of k; units of an expert */
+  int half;             /* units of gate that come before those of up; 0: there are none, or both in one */
+  int pairs, gated;     /* gate and up element by element */
+  dealt_parts parts[2]; /* of the first units; of the last ones */
+  int last;             /* units cut small */
+  int small;            /* the first of them */
 
   DEVICE static dealt_parts cut(int chunks, int part_k)
   {
@@ -67,10 +66,7 @@ struct dealt_line {
   }
   DEVICE void deal(int experts) { small = max(experts * blocks - last, 0); }
   DEVICE const dealt_parts &parts_of(int unit) const { return parts[unit >= small]; }
-  DEVICE int items(int experts) const
-  {
-    return small * parts[0].count + (experts * blocks - small) * parts[1].count;
-  }
+  DEVICE int items(int experts) const { return small * parts[0].count + (experts * blocks - small) * parts[1].count; }
   DEVICE dealt_item item(int active, int first, int width, int index, int kind) const
   {
     const int part = index / width, each = parts[kind].each;
@@ -119,9 +115,9 @@ struct few_memory<dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   uint64_t told[STAGES], full[STAGES], empty[STAGES];
   dealt_unit unit[S::QUEUE];
   uint64_t unit_full[S::QUEUE], unit_empty[S::QUEUE];
-  uint64_t weights_ready; /* the table's `weight` */
-  dealt_line line[2];     /* of up, of down */
-  int32_t share, item;    /* the CTA's first of the routing, of items */
+  uint64_t weights_ready;  /* the table's `weight` */
+  dealt_line line[2];      /* of up, of down */
+  int32_t share, item;     /* the CTA's first of the routing, of items */
   int16_t place[S::PAIRS]; /* of a pair: its active expert, times FEW_COLUMNS, and its column */
   few_table<S::PAIRS> table;
   gate_scratch scratch[1]; /* the routing warp's */

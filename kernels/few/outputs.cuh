@@ -16,8 +16,7 @@ template <class T> DEVICE void store_output(void *base, int64_t index, float val
 template <class T> DEVICE void store_sum(const combine_args &out, int token, int channel, float sum)
 {
   const float weight = out.shared ? shared_weight(out, token) : 0.f;
-  if (weight != 0)
-    sum = fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
+  if (weight != 0) sum = fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
   float value = out.out_scale * sum;
   if (out.residual)
     value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
