@@ -71,8 +71,8 @@ template <class S> struct dealt_copier {
     queue.advance();
   }
 
-  /* Who has the last part of a unit makes h of it, unless it is whole; of gate and up apart, who has that of the unit of
-   * up, which comes after gate's. All other parts are in the hands of those who have started. */
+  /* Who has the last part of a unit makes h of it, unless it is whole; of gate and up apart, who has that of the unit
+   * of up, which comes after gate's. All other parts are in the hands of those who have started. */
   DEVICE void finish_later(const dealt_item &item)
   {
     const dealt_line &line = smem.line[0];
