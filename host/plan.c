@@ -445,7 +445,7 @@ static int64_t least_chunks(int64_t tokens, bool down)
 
 static int64_t part_channels(const cumoe_moe_desc *d, bool down)
 {
-  return ceil_div(down ? d->hidden : d->inter, FEW_PART_N) * FEW_PART_N * (down ? 1 : 2); /* gate and up apart */
+  return ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
 }
 
 static int64_t chunks_of(const cumoe_moe_desc *d, bool down)
@@ -484,8 +484,9 @@ static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_la
  * less. */
 static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
 {
-  return 4 * ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[0]) * dealt_pairs(d, tokens) *
-         part_channels(d, down);
+  const int64_t parts = ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[0]);
+  if (!down && tokens > 1 && parts == 1) return 0; /* whole sums become h at once */
+  return 4 * parts * dealt_pairs(d, tokens) * part_channels(d, down);
 }
 
 static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)

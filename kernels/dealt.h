@@ -11,8 +11,7 @@
 
 #include "args.h"
 
-/* A part has a multiple of FEW_PART_K of k, a unit FEW_PART_N channels, of gate and up element by element half as many.
- * Units of gate come before those of up. */
+/* A part has a multiple of FEW_PART_K of k. A unit has FEW_PART_N channels, of gate and up half of them each. */
 enum { FEW_PART_K = 64, FEW_PART_N = 128, FEW_PARTS_MOST = 16 };
 
 /* Of a product: how its units are cut. The last `last` ones have parts[1], the others parts[0]. */

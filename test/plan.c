@@ -964,7 +964,7 @@ static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
   const wide items = 128 * (t == 1 ? 2048 : t * 512), last = t == 1 ? 0 : 528 * 128 * (t < 8 ? t : 8);
   wide room = 256;
   for (int down = 0; down < 2; down++) {
-    const wide channels = wide_ceil(down ? d->hidden : d->inter, 128) * (down ? 128 : 256);
+    const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128;
     const wide most = wide_ceil(down ? d->inter : d->hidden, (down ? 128 : 256) * (t == 1 ? 1 : 2)),
                some = pairs * channels + items;
     const wide floats = most * pairs * channels < some ? most * pairs * channels : some;
@@ -1018,14 +1018,14 @@ static void check_parts(const cumoe_moe_desc *d, int64_t tokens, const workspace
   wide end = (wide)w->y + y_bytes(d, tokens);
   for (int down = 1; down >= 0; down--) {
     const cut_layout *c = &w->cut[down];
-    const wide channels = wide_ceil(down ? d->hidden : d->inter, 128) * (down ? 128 : 256),
-               k = down ? d->inter : d->hidden, parts = wide_ceil(k, c->part_k[0]), small = wide_ceil(k, c->part_k[1]);
+    const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128, k = down ? d->inter : d->hidden,
+               parts = wide_ceil(k, c->part_k[0]), small = wide_ceil(k, c->part_k[1]);
     CHECK_MSG(c->part_k[0] % 64 == 0 && c->part_k[1] % 64 == 0 && small <= 16 && parts <= small, "parts of %d and %d k",
               c->part_k[0], c->part_k[1]);
     CHECK_MSG((wide)c->small + c->last * small * smaller(tokens, 8) * 128 * 4 <= end,
               "%d last units in parts of %d k end past what follows", c->last, c->part_k[1]);
-    CHECK_MSG((wide)c->parts + parts * pairs * channels * 4 <= (wide)c->small, "parts of %d k overlap the last ones",
-              c->part_k[0]);
+    const wide bytes = !down && tokens > 1 && parts == 1 ? 0 : parts * pairs * channels * 4;
+    CHECK_MSG((wide)c->parts + bytes <= (wide)c->small, "parts of %d k overlap the last ones", c->part_k[0]);
     end = (wide)c->parts;
   }
   CHECK_MSG((wide)w->few_items + 4 <= end, "items drawn overlap parts of up");

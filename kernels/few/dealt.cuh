@@ -6,8 +6,7 @@
  *
  * Units of whole k do not deal out, and equal shares of the bytes do not end together, for SMs do not get equal parts
  * of memory's rate: those ahead would have down's weights before others have all of up's. So k of a unit is cut into
- * parts, and parts are items that CTAs draw one after the other, all of up's before down's. A unit is 128 neighbouring
- * channels, 256 bytes of a row of memory: by 128 of gate and 128 of up memory gives less.
+ * parts, and parts are items that CTAs draw one after the other, all of up's before down's.
  *
  * One warp draws and fills a ring of stages, by boxes of 64 channels x 64 k in the swizzle of 128 bytes; ldmatrix
  * transposes. Each of eight consumer warps has an octet of either box, so that no sums have to be added up in the CTA.
@@ -26,39 +25,43 @@
 
 /* ---- outputs ---- */
 
-/* Parts of two channels of a pair's y, by `lanes` lanes, of which this one has every lanes-th part from `first` on. */
+/* Parts of four channels of a pair's y, by `lanes` lanes, of which this one has every lanes-th part from `first` on. */
 template <class S>
-DEVICE float2 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int channel, int first,
+DEVICE float4 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int channel, int first,
                          int lanes)
 {
-  const int place = smem.place[pair], block = channel / (int)FEW_PART_N;
-  dealt_place at[1] = {place_of_sums<S>(all, smem, true, place / (int)FEW_COLUMNS, block, place % (int)FEW_COLUMNS,
-                                        channel - block * (int)FEW_PART_N)};
-  at[0].first += first * at[0].step, at[0].step *= lanes;
-  at[0].count = first < at[0].count ? ceil_div(at[0].count - first, lanes) : 0;
-  float2 sum[1];
-  add_up_parts<false>(at, sum);
-  return sum[0];
+  const dealt_line &line = smem.line[1];
+  const int place = smem.place[pair], active = place / (int)FEW_COLUMNS, block = channel / (int)FEW_PART_N,
+            in_block = channel - block * (int)FEW_PART_N, parts = line.parts_of(active * line.blocks + block).count;
+  dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
+  sums.first += first * sums.step, sums.step *= lanes;
+  float2 low, high;
+  add_up_parts<false>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block, in_block + 2, low, high);
+  return make_float4(low.x, low.y, high.x, high.y);
 }
 
 /* The sums of `lanes` lanes, four apart, in each of them. */
-DEVICE float2 add_lanes(float2 sum, int lanes)
+DEVICE float4 add_lanes(float4 sum, int lanes)
 {
 #pragma unroll 1
-  for (int i = 4; i < 4 * lanes; i *= 2)
+  for (int i = 4; i < 4 * lanes; i *= 2) {
     sum.x += __shfl_xor_sync(ALL_LANES, sum.x, i), sum.y += __shfl_xor_sync(ALL_LANES, sum.y, i);
+    sum.z += __shfl_xor_sync(ALL_LANES, sum.z, i), sum.w += __shfl_xor_sync(ALL_LANES, sum.w, i);
+  }
   return sum;
 }
 
-template <class Y> DEVICE float round_y(float sum, float bias)
+template <class Y> DEVICE float4 round_y(const float4 &sum, const float (&bias)[4])
 {
-  return to_f32(from_f32<Y>(weighted(sum, 1.f, 1.f, bias)));
+  return make_float4(
+      to_f32(from_f32<Y>(weighted(sum.x, 1.f, 1.f, bias[0]))), to_f32(from_f32<Y>(weighted(sum.y, 1.f, 1.f, bias[1]))),
+      to_f32(from_f32<Y>(weighted(sum.z, 1.f, 1.f, bias[2]))), to_f32(from_f32<Y>(weighted(sum.w, 1.f, 1.f, bias[3]))));
 }
 
-/* Two channels of a token: the sum over its slots, in their order, by a warp: lane l has channels 2 (l % 4) and + 1.
- * Eight slots at once; of fewer slots several lanes share the parts of one. */
+/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has quad l % 4. Eight slots at
+ * once; of fewer slots several lanes share the parts of one. */
 template <class S>
-DEVICE float2 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
+DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
 {
   using T = typename S::Y;
   const few_args &args = all.f;
@@ -69,47 +72,55 @@ DEVICE float2 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &sme
                     : k > 1 ? 4
                             : 8,
             slots = 8 / lanes, slot = lane_id() / 4 / lanes, first = lane_id() / 4 % lanes;
-  float2 sum = make_float2(0.f, 0.f);
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
   for (int s = 0; s < k; s += slots) {
     const int pair = token * k + s + slot, to = s + slot < k ? smem.table.to[pair] : ROW_DROPPED;
     const float own = s + slot < k && channel < args.down.n ? smem.table.weight[pair] : 0.f;
     const bool expert = own != 0 && to != ROW_IDENTITY;
-    float2 y = make_float2(0.f, 0.f);
-    float bias[2] = {};
+    float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
+    float bias[4] = {};
     if (expert) {
       load_bias(args.down.b, 0, to, channel, bias);
       y = take_parts<S>(all, smem, pair, channel, first, lanes);
     }
-    y = add_lanes(y, lanes);
-    y = make_float2(round_y<T>(y.x, bias[0]), round_y<T>(y.y, bias[1]));
+    y = round_y<T>(add_lanes(y, lanes), bias);
     if (own != 0 && !expert) {
       const T *x = static_cast<const T *>(out.x) + token * out.x_ld + channel;
-      y = make_float2(to_f32(x[0]), to_f32(x[1]));
+      y = make_float4(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3]));
     }
 #pragma unroll 1
     for (int j = 0; j < slots; j++) {
       const int lane = lane_id() % 4 + 4 * lanes * j;
-      const float weight = __shfl_sync(ALL_LANES, own, lane), low = __shfl_sync(ALL_LANES, y.x, lane),
-                  high = __shfl_sync(ALL_LANES, y.y, lane);
-      if (weight != 0) sum.x = fmaf(weight, low, sum.x), sum.y = fmaf(weight, high, sum.y);
+      const float weight = __shfl_sync(ALL_LANES, own, lane);
+      const float4 v = make_float4(__shfl_sync(ALL_LANES, y.x, lane), __shfl_sync(ALL_LANES, y.y, lane),
+                                   __shfl_sync(ALL_LANES, y.z, lane), __shfl_sync(ALL_LANES, y.w, lane));
+      if (weight == 0) continue;
+      sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
+      sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
     }
   }
   return sum;
 }
 
-/* 8 channels of a token a warp: consumers first, who have seen the CTA's last weights. */
+/* Lane l < 16 writes channel l/4 of quad l%4. */
+template <class S> DEVICE void store_dealt_output(const few_args &args, int token, int channel, const float4 &sums)
+{
+  const int i = lane_id() / 4;
+  if (i >= 4 || channel >= args.down.n) return;
+  store_sum<typename S::Y>(args.out, token, channel + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
+}
+
+/* 16 channels of a token a warp: consumers first, who have seen the CTA's last weights. */
 template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
-  const int groups = args.down.n / 8, items = (int)token_total(args.out.tokens) * groups;
+  const int groups = ceil_div(args.down.n, 16), items = (int)token_total(args.out.tokens) * groups;
   wait_for(&smem.weights_ready, 0);
 #pragma unroll 1
   for (int item = warp_id() * (int)gridDim.x + (int)blockIdx.x; item < items; item += S::WRITERS * (int)gridDim.x) {
-    const int token = item / groups, channel = (item - token * groups) * 8 + lane_id() % 4 * 2;
-    const float2 sum = sum_dealt_slots<S>(all, smem, token, channel);
-    if (lane_id() < 8)
-      store_sum<typename S::Y>(args.out, token, channel + lane_id() / 4, lane_id() / 4 ? sum.y : sum.x);
+    const int token = item / groups, channel = (item - token * groups) * 16 + lane_id() % 4 * 4;
+    store_dealt_output<S>(args, token, channel, sum_dealt_slots<S>(all, smem, token, channel));
   }
 }
 

@@ -31,16 +31,16 @@ template <class S> struct dealt_copier {
   {
     const bool down = run.kind == DEALT_DOWN;
     const dealt_line &line = smem.line[down];
-    const bool second = line.half && run.block >= line.half;
-    const int first = (run.block - (second ? line.half : 0)) * (int)FEW_PART_N;
+    const bool apart = line.gated && !line.pairs;
+    const int first = run.block * (apart ? 64 : 128);
     uint64_t *full = &smem.full[at.stage];
     smem.run[at.stage] = run;
     mbarrier_arrive(&smem.told[at.stage]);
     mbarrier_arrive_expect_tx(full, sizeof smem.stages[0]);
 #pragma unroll
     for (int b = 0; b < 2; b++)
-      cp_async_bulk_tensor_4d(smem.stages[at.stage].boxes[b], down ? all.down : all.up, first + b * 64,
-                              run.chunk * S::BK, line.half ? second ^ all.up_first : 0, expert, full, policy);
+      cp_async_bulk_tensor_4d(smem.stages[at.stage].boxes[b], down ? all.down : all.up, first + (apart ? 0 : b * 64),
+                              run.chunk * S::BK, apart ? b ^ all.up_first : 0, expert, full, policy);
   }
 
   DEVICE void tell(const dealt_run &run, int expert)
@@ -71,16 +71,6 @@ template <class S> struct dealt_copier {
     queue.advance();
   }
 
-  /* Who has the last part of a unit makes h of it, unless it is whole; of gate and up apart, who has that of the unit
-   * of up, which comes after gate's. All other parts are in the hands of those who have started. */
-  DEVICE void finish_later(const dealt_item &item)
-  {
-    const dealt_line &line = smem.line[0];
-    const int parts = line.parts_of(item.active * line.blocks + item.block).count;
-    if (item.part != parts - 1 || (line.half ? item.block < line.half : parts == 1)) return;
-    hand_on(item.active, item.block - line.half);
-  }
-
   DEVICE void copy_item(bool down, const dealt_item &item)
   {
     const int expert = smem.table.expert[item.active];
@@ -91,7 +81,9 @@ template <class S> struct dealt_copier {
       run.chunk = chunk, run.last = chunk + 1 == item.end;
       tell(run, expert);
     }
-    if (!S::ONE && !down) finish_later(item);
+    /* Who has the last part of a unit makes h of it: all others are in the hands of those who have started. */
+    const int parts = smem.line[0].parts_of(item.active * smem.line[0].blocks + item.block).count;
+    if (!S::ONE && !down && item.part > 0 && item.part == parts - 1) hand_on(item.active, item.block);
   }
 };
 

@@ -8,7 +8,8 @@
 
 /* ---- shape ---- */
 
-/* A stage is BK of k by 2 BN channels. Of one token (ONE) those that bring columns make h of up's sums. */
+/* A stage is BK of k by 2 BN channels: of a gated layer BN of gate and the same of up. Of one token (ONE) those that
+ * bring columns make h of up's sums. */
 template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> struct dealt_layout {
   using layout = dealt_layout;
   using X = typename PRODUCT::X;
@@ -45,12 +46,11 @@ struct dealt_parts {
  * memory have them. The last units of all are cut into smaller parts than the others, so that CTAs end together.
  */
 struct dealt_line {
-  int chunks, blocks;   /* of k; units of an expert */
-  int half;             /* units of gate that come before those of up; 0: there are none, or both in one */
-  int pairs, gated;     /* gate and up element by element */
-  dealt_parts parts[2]; /* of the first units; of the last ones */
-  int last;             /* units cut small */
-  int small;            /* the first of them */
+  int chunks, blocks, octets, step; /* of k; units of an expert; of h or y, of a unit */
+  int pairs, gated;                 /* gate and up element by element */
+  dealt_parts parts[2];             /* of the first units; of the last ones */
+  int last;                         /* units cut small */
+  int small;                        /* the first of them */
 
   DEVICE static dealt_parts cut(int chunks, int part_k)
   {
@@ -62,7 +62,7 @@ struct dealt_line {
     gated = has_gate, pairs = has_gate && g.b.n_stride == 2;
     chunks = ceil_div(g.k, (int)FEW_PART_K), last = of.last;
     parts[0] = cut(chunks, of.part_k[0]), parts[1] = cut(chunks, of.part_k[1]);
-    blocks = ceil_div(g.n * (pairs ? 2 : 1), (int)FEW_PART_N), half = gated && !pairs ? blocks : 0, blocks += half;
+    octets = g.n / 8, step = (int)FEW_PART_N / 8 / (has_gate ? 2 : 1), blocks = ceil_div(octets, step);
   }
   DEVICE void deal(int experts) { small = max(experts * blocks - last, 0); }
   DEVICE const dealt_parts &parts_of(int unit) const { return parts[unit >= small]; }

@@ -68,13 +68,13 @@ DEVICE void store_h(const few_sm90_args &all, const dealt_smem<S> &smem, int act
                 from_f32<Y>(h_of_sums(g, make_float2(gate, up), make_float2(gate_bias[0], up_bias[0]))));
 }
 
-/* A unit's h. */
+/* A unit's h: 64 channels of a gated layer, or twice as many. */
 template <class S>
 DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_unit &unit, int column)
 {
   const gemm_args &g = all.f.up;
-  const int pair = column_pair(smem.table.column[unit.active][column]),
-            channels = smem.line[0].pairs ? (int)FEW_PART_N / 2 : (int)FEW_PART_N;
+  const int pair = column_pair(smem.table.column[unit.active][column]);
+  const int channels = smem.line[0].gated ? (int)FEW_PART_N / 2 : (int)FEW_PART_N;
 #pragma unroll 1
   for (int i = 2 * lane_id(); i < channels; i += 2 * WARP_SIZE) {
     const int channel = unit.block * channels + i;
@@ -86,14 +86,14 @@ DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, c
   __syncwarp();
 }
 
-/* A consumer's sums of a unit that is one part, and no half: without the way through memory. */
+/* A consumer's sums of a unit that is one part: without the way through memory. */
 template <class S>
 DEVICE void finish_whole(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_run &run, float (&sum)[4])
 {
   const dealt_line &line = smem.line[0];
   const int row = lane_id() / 4, place = warp_id() * 8 + row;
   const bool odd = row % 2;
-  int channel = run.block * (int)FEW_PART_N + place;
+  int channel = run.block * (line.gated ? 64 : (int)FEW_PART_N) + place;
   if (line.pairs) { /* lanes exchange what they have of each other's channels */
     const few_halves of = smem.table.weights[run.active];
     const bool up_first = of.high < of.low;
@@ -133,7 +133,7 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
     at.advance();
     if (!run.last) continue;
-    if (!S::ONE && run.kind == DEALT_UP && !smem.line[0].half &&
+    if (!S::ONE && run.kind == DEALT_UP &&
         smem.line[0].parts_of(run.active * smem.line[0].blocks + run.block).count == 1)
       finish_whole<S>(all, smem, run, sum);
     else
