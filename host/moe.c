@@ -503,6 +503,17 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
 }
 
+static void link_dealt(const pass *p, few_sm90_args *few)
+{
+  const workspace_layout *at = &p->lp.at;
+  for (int i = 0; i < 2; ++i) {
+    const cut_layout *c = &at->cut[i];
+    few->cut[i] = (dealt_cut){region(p, c->parts), region(p, c->small), {c->part_k[0], c->part_k[1]}, c->last};
+  }
+  few->items = region(p, at->few_items);
+  few->columns = (int32_t)min64(p->tokens.count, FEW_COLUMNS);
+}
+
 /* One grid does all: the router fills what its CTAs tell each other through. */
 static void link_few(const pass *p, layer_arguments *l)
 {
@@ -512,9 +523,7 @@ static void link_few(const pass *p, layer_arguments *l)
   few->protocol.tickets = (int32_t *)(words + few->up.rows_cap);
   l->router.router.r.protocol.fill = region(p, at->h);
   const bool dealt = variants[p->lp.steps[STAGE_few_up].row].form == FORM_dealt;
-  for (int i = 0; dealt && i < 2; ++i)
-    l->few.parts[i] = region(p, at->few_parts[i]), l->few.part_k[i] = at->few_part_k[i];
-  if (dealt) l->few.items = region(p, at->few_items);
+  if (dealt) link_dealt(p, &l->few);
   l->router.router.r.protocol.fill_vectors = (int32_t)((dealt ? at->dealt_fill : at->few_fill) / 16);
   if (!p->lp.few_gates) return;
   few->protocol.weights = words;

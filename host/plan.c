@@ -250,6 +250,14 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
   return a->form == b->form && a->x == b->x && a->format == b->format && a->y == b->y && a->major == b->major;
 }
 
+/* A router of few experts has few CTAs, which fill with ones as well what dealt's CTAs tell each other through: those
+ * behind the last tile do nothing else. */
+static void widen_router(const layer *l, layer_plan *p)
+{
+  launch_step *s = &p->steps[STAGE_router];
+  if (s->row >= 0 && variants[s->row].form == FORM_dot && s->grid < l->m->sms) s->grid = l->m->sms;
+}
+
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
@@ -257,6 +265,7 @@ static void add_few(const layer *l, layer_plan *p)
                   ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
+  if (is_dealt(p->steps[STAGE_few_up].row)) widen_router(l, p);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
 }
 
@@ -413,26 +422,25 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
-/* Chunks of k that a part of up, of down has at least: of down few, as its last ones are the layer's end. */
-enum { LEAST_CHUNKS_UP = 8, LEAST_CHUNKS_DOWN = 4, WANTED_ITEMS = 512 };
+/* dealt: how units are cut. One token's into as many parts as CTAs end together by; of several the last units alone
+ * into small ones, at most LAST_ITEMS parts. */
+enum { DEALT_CTAS = 132, LAST_ITEMS = 4 * DEALT_CTAS };
 
 static int64_t larger(int64_t a, int64_t b)
 {
   return a > b ? a : b;
 }
 
-/* dealt: chunks of k of a part: such that there are some `items`, of `least` chunks or more. */
-static int32_t part_chunks(int64_t active, int64_t channels, int32_t k, int64_t items, int64_t least)
-{
-  const int64_t chunks = ceil_div(k, FEW_PART_K), all = active * ceil_div(channels, FEW_PART_N) * chunks;
-  const int64_t wanted = larger(larger(ceil_div(all, items), ceil_div(chunks, FEW_PARTS_MOST)), least);
-  return (int32_t)ceil_div(chunks, ceil_div(chunks, min64(wanted, chunks)));
-}
-
 /* Items that up's and down's weights are wanted in. */
 static int64_t wanted_items(int64_t tokens)
 {
-  return (tokens == 1 ? 2 : 1) * WANTED_ITEMS;
+  return tokens == 1 ? 2048 : 512;
+}
+
+/* Chunks of k that a part has at least: of down few, as its last ones are the layer's end. */
+static int64_t least_chunks(int64_t tokens, bool down)
+{
+  return (tokens == 1 ? 4 : 8) / (down ? 2 : 1);
 }
 
 static int64_t part_channels(const cumoe_moe_desc *d, bool down)
@@ -440,26 +448,64 @@ static int64_t part_channels(const cumoe_moe_desc *d, bool down)
   return ceil_div(down ? d->hidden : 2 * (int64_t)d->inter, FEW_PART_N) * FEW_PART_N;
 }
 
-static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, int32_t *part_k)
+static int64_t chunks_of(const cumoe_moe_desc *d, bool down)
 {
-  const int64_t k = d->routing.top_k, pairs = min64(tokens * k, FEW_PAIRS(FEW_TOKENS)),
-                active = larger(min64(pairs, d->local_experts), k), channels = part_channels(d, down);
-  const int32_t depth = down ? d->inter : d->hidden, chunks = part_chunks(active, channels, depth, wanted_items(tokens),
-                                                                          down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP);
-  *part_k = chunks * FEW_PART_K;
-  if (!down && *part_k >= depth) return 0; /* whole sums become h at once */
-  return ceil_div(depth, *part_k) * pairs * channels * 4;
+  return ceil_div(down ? d->inter : d->hidden, FEW_PART_K);
 }
 
-/* The most that is: no more parts than items / (active experts * blocks of FEW_PART_N channels) + 1, of which an expert
- * has up to `tokens` rows; nor than have the least k. More of anything never needs less. */
+static int64_t dealt_pairs(const cumoe_moe_desc *d, int64_t tokens)
+{
+  return min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS));
+}
+
+/* Parts of one size, of about so many chunks. */
+static int64_t even_chunks(int64_t chunks, int64_t about)
+{
+  const int64_t most = larger(about, ceil_div(chunks, FEW_PARTS_MOST));
+  return ceil_div(chunks, ceil_div(chunks, min64(most, chunks)));
+}
+
+/* Such that there are some `items`; the last units, about as many as come to one part of the others for each CTA, into
+ * quarters of that. */
+static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_layout *cut)
+{
+  const int64_t k = d->routing.top_k, chunks = chunks_of(d, down),
+                active = larger(min64(dealt_pairs(d, tokens), d->local_experts), k),
+                all = active * (part_channels(d, down) / FEW_PART_N) * chunks, least = least_chunks(tokens, down);
+  const int64_t each = even_chunks(chunks, larger(ceil_div(all, wanted_items(tokens)), least));
+  const int64_t small = even_chunks(chunks, larger(ceil_div(each, 4), least / 2));
+  int64_t last = min64(ceil_div(DEALT_CTAS * each, chunks), LAST_ITEMS / ceil_div(chunks, small));
+  if (tokens == 1 || small >= each) last = 0;
+  *cut = (cut_layout){0, 0, {(int32_t)each * FEW_PART_K, (int32_t)small * FEW_PART_K}, (int32_t)last};
+}
+
+/* Bytes of sums that units cut so have; and the most that is: no more parts than items / (active experts * units of an
+ * expert) + 1, of which an expert has up to `tokens` rows; nor than have the least k. More of anything never needs
+ * less. */
+static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
+{
+  const int64_t parts = ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[0]);
+  if (!down && tokens > 1 && parts == 1) return 0; /* whole sums become h at once */
+  return 4 * parts * dealt_pairs(d, tokens) * part_channels(d, down);
+}
+
 static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
-  const int64_t pairs = min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS)), whole = pairs * part_channels(d, down),
-                least = FEW_PART_K * (down ? LEAST_CHUNKS_DOWN : LEAST_CHUNKS_UP),
-                parts = ceil_div(down ? d->inter : d->hidden, least);
-  if (!down && parts == 1) return 0;
+  const int64_t whole = dealt_pairs(d, tokens) * part_channels(d, down),
+                parts = ceil_div(chunks_of(d, down), least_chunks(tokens, down));
   return 4 * min64(parts * whole, whole + wanted_items(tokens) * FEW_PART_N * tokens);
+}
+
+/* Likewise of the last units. */
+static int64_t last_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
+{
+  return 4 * cut->last * ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[1]) * min64(tokens, FEW_COLUMNS) *
+         FEW_PART_N;
+}
+
+static int64_t last_room(int64_t tokens)
+{
+  return tokens == 1 ? 0 : 4 * (int64_t)LAST_ITEMS * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
 }
 
 /* dealt's parts of sums, in the place of y, which it does not have, and behind. */
@@ -467,11 +513,17 @@ static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, work
 {
   if (d->dtype == CUMOE_F32 || format_is_scaled(class_of(&d->up_format, d->dtype))) return;
   carver used = {w->y, c->overflow}, room = used;
+  const int64_t few = min64(tokens, FEW_TOKENS);
   w->few_items = carve(&used, 1, 1, 4);
   (void)carve(&room, 1, 1, 4);
   for (int i = 0; i < 2; ++i) {
-    (void)carve(&room, 1, parts_room(d, min64(tokens, FEW_TOKENS), i == 1), 1);
-    if (tokens <= FEW_TOKENS) w->few_parts[i] = carve(&used, 1, parts_bytes(d, tokens, i == 1, &w->few_part_k[i]), 1);
+    cut_layout *cut = &w->cut[i];
+    (void)carve(&room, 1, parts_room(d, few, i == 1), 1);
+    (void)carve(&room, 1, last_room(few), 1);
+    if (tokens > FEW_TOKENS) continue;
+    cut_units(d, tokens, i == 1, cut);
+    cut->parts = carve(&used, 1, parts_bytes(d, tokens, i == 1, cut), 1);
+    cut->small = carve(&used, 1, last_bytes(d, tokens, i == 1, cut), 1);
   }
   w->dealt_fill = used.at - w->h;
   if (room.at > c->at) c->at = room.at;

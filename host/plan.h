@@ -51,14 +51,20 @@ typedef enum step_refusal { STEP_SERVED, STEP_NO_KERNEL, STEP_GRID_TOO_LARGE } s
 /* One launch of a stage by itself. */
 step_refusal plan_step(const machine *m, const op_shape *s, launch_step *result);
 
+/* How dealt's units of a product are cut, and where their sums are: kernels/dealt.h. */
+typedef struct cut_layout {
+  size_t parts, small;
+  int32_t part_k[2], last;
+} cut_layout;
+
 /* Byte offsets of the forward pass's regions in the workspace, each 256-byte aligned. */
 typedef struct workspace_layout {
   size_t logits, ids, weights, counts, offsets, row_pair, slot_row, hist, progress, h, few_words, y, shared_h, shared_y,
       shared_logit;
   size_t x_codes, x_scale, h_codes, h_scale; /* where activations are quantised, or have another order */
   size_t shared_x_codes, shared_x_scale, shared_h_codes, shared_h_scale;
-  size_t few_items, few_parts[2], dealt_fill; /* kernels/dealt.h; from h to their end */
-  int32_t few_part_k[2];                      /* k of a part */
+  cut_layout cut[2];            /* kernels/dealt.h: of up, of down */
+  size_t few_items, dealt_fill; /* likewise; bytes from h to their end */
   size_t few_fill; /* bytes from h that the router fills with ones for few_up: h and few_words (kernels/protocol.h) */
   size_t bytes;
 } workspace_layout;

@@ -953,21 +953,23 @@ static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
 }
 
 /* y, or what few's parts of sums may take in its place: of up and of down, for up to 32 tokens, as f32, of each pair's
- * channels in whole blocks once, and of 128 channels of 1024 items of one token, of 512 items of each of several; but
- * not more often than k has runs of 512 (up), 256 (down). */
+ * channels in whole blocks once, and of 128 channels of 2048 items of one token, of 512 items of each of several; but
+ * not more often than k has runs of 256 (up), 128 (down), of several tokens of twice as many. Besides, of several, of
+ * 528 parts of the last units. */
 static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
 {
   const wide y = tokens * d->routing.top_k * d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2);
   if (d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return y;
   const wide t = tokens < 32 ? tokens : 32, all = t * d->routing.top_k,
              pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32);
-  const wide items = 128 * (t == 1 ? 1024 : t * 512);
+  const wide items = 128 * (t == 1 ? 2048 : t * 512), last = t == 1 ? 0 : 528 * 128 * (t < 8 ? t : 8);
   wide room = 256;
   for (int down = 0; down < 2; down++) {
     const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128;
-    const wide most = wide_ceil(down ? d->inter : d->hidden, down ? 256 : 512), some = pairs * channels + items;
-    const wide floats = down || most > 1 ? (most * pairs * channels < some ? most * pairs * channels : some) : 0;
-    room += (4 * floats + 255) / 256 * 256;
+    const wide most = wide_ceil(down ? d->inter : d->hidden, (down ? 128 : 256) * (t == 1 ? 1 : 2)),
+               some = pairs * channels + items;
+    const wide floats = most * pairs * channels < some ? most * pairs * channels : some;
+    room += (4 * floats + 255) / 256 * 256 + 4 * last;
   }
   return room > y ? room : y;
 }
@@ -1009,19 +1011,25 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
   return MAX_REGIONS;
 }
 
-/* few's parts of sums, as many as its plan says, end before y's region does. */
+/* few's parts of sums, as many as its plan says, end before y's region does, each before the next ones. */
 static void check_parts(const cumoe_moe_desc *d, int64_t tokens, const workspace_layout *w)
 {
   if (tokens > 32 || d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return;
-  const wide pairs = smaller(tokens * d->routing.top_k, FEW_PAIRS(32)), end = (wide)w->y + y_bytes(d, tokens);
-  for (int down = 0; down < 2; down++) {
+  const wide pairs = smaller(tokens * d->routing.top_k, FEW_PAIRS(32));
+  wide end = (wide)w->y + y_bytes(d, tokens);
+  for (int down = 1; down >= 0; down--) {
+    const cut_layout *c = &w->cut[down];
     const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128, k = down ? d->inter : d->hidden,
-               parts = wide_ceil(k, w->few_part_k[down]);
-    const wide bytes = !down && parts == 1 ? 0 : parts * pairs * channels * 4;
-    CHECK_MSG(w->few_part_k[down] % 64 == 0 && parts <= 16, "parts of %d k", w->few_part_k[down]);
-    CHECK_MSG((wide)w->few_parts[down] + bytes <= end, "parts of %d k end past y's region", w->few_part_k[down]);
-    CHECK_MSG(down || w->few_parts[0] + bytes <= w->few_parts[1], "parts of up and down overlap");
+               parts = wide_ceil(k, c->part_k[0]), small = wide_ceil(k, c->part_k[1]);
+    CHECK_MSG(c->part_k[0] % 64 == 0 && c->part_k[1] % 64 == 0 && small <= 16 && parts <= small, "parts of %d and %d k",
+              c->part_k[0], c->part_k[1]);
+    CHECK_MSG((wide)c->small + c->last * small * smaller(tokens, 8) * 128 * 4 <= end,
+              "%d last units in parts of %d k end past what follows", c->last, c->part_k[1]);
+    const wide bytes = !down && tokens > 1 && parts == 1 ? 0 : parts * pairs * channels * 4;
+    CHECK_MSG((wide)c->parts + bytes <= (wide)c->small, "parts of %d k overlap the last ones", c->part_k[0]);
+    end = (wide)c->parts;
   }
+  CHECK_MSG((wide)w->few_items + 4 <= end, "items drawn overlap parts of up");
 }
 
 static int by_offset(const void *a, const void *b)
@@ -1199,6 +1207,13 @@ static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const laye
   return pairs <= 32 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
 }
 
+/* The router's dot form fills what dealt needs, by a CTA an SM. */
+static bool fills_for_dealt(const layer_plan *p)
+{
+  const int32_t few = p->steps[STAGE_few_up].row, router = p->steps[STAGE_router].row;
+  return few >= 0 && router >= 0 && variants[few].form == FORM_dealt && variants[router].form == FORM_dot;
+}
+
 /* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and
  * `grid_size` say of the shape as this program works it out. */
 static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
@@ -1239,8 +1254,9 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
       s[i].major = (dense ? &c->shared_up : &c->shared_down)->major;
     if (where == STAGE_COUNT || !there[where]) continue;
     CHECK_MSG(p->steps[where].row == choose(&m, &s[i]), "%s: row %d", stage_name(where), p->steps[where].row);
-    CHECK_MSG(p->steps[where].grid == grid_size(&m, &variants[p->steps[where].row], &s[i]), "%s: grid %lld",
-              stage_name(where), (long long)p->steps[where].grid);
+    int64_t grid = grid_size(&m, &variants[p->steps[where].row], &s[i]);
+    if (where == STAGE_router && fills_for_dealt(p) && grid < HOPPER_SMS) grid = HOPPER_SMS;
+    CHECK_MSG(p->steps[where].grid == grid, "%s: grid %lld", stage_name(where), (long long)p->steps[where].grid);
   }
 }
 

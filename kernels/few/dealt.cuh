@@ -1,8 +1,8 @@
 /*
  * dealt: the experts of few tokens whose weights are [E, in, out], behind a router: few.cuh's one grid, another way.
  *
- *   dealt_line.cuh     items, shared memory           dealt_products.cuh  products; h
- *   dealt_feed.cuh     copies, columns
+ *   dealt_line.cuh     items, shared memory           dealt_products.cuh  products
+ *   dealt_feed.cuh     copies, columns                dealt_h.cuh         sums of parts; h
  *
  * Units of whole k do not deal out, and equal shares of the bytes do not end together, for SMs do not get equal parts
  * of memory's rate: those ahead would have down's weights before others have all of up's. So k of a unit is cut into
@@ -10,9 +10,10 @@
  *
  * One warp draws and fills a ring of stages, by boxes of 64 channels x 64 k in the swizzle of 128 bytes; ldmatrix
  * transposes. Each of eight consumer warps has an octet of either box, so that no sums have to be added up in the CTA.
- * Sums of an item go to memory. Of up whoever drew a unit's last part adds its parts up, in the order of k, to h; of
- * down they are added up where outputs are made. Parts and h are all ones until they are written, and who needs them
- * reads them again. What a CTA waits for is always in the hands of one that drew it before.
+ * Sums of an item go to memory, all ones until they are written: who needs them reads them again. Those of down are
+ * added up where outputs are made. Of one token whoever brings a stage's h makes it of up's parts: a trip through
+ * memory less. Of more, whoever drew a unit's last part makes h of it, which lies in memory, all ones as well. What a
+ * CTA waits for is always in the hands of one that drew it before.
  */
 #ifndef CUMOE_DEALT_CUH
 #define CUMOE_DEALT_CUH
@@ -24,69 +25,73 @@
 
 /* ---- outputs ---- */
 
-enum { DEALT_SLOTS = 8 };
-
-/* Four channels of a pair's y, rounded. */
+/* Parts of four channels of a pair's y, by `lanes` lanes, of which this one has every lanes-th part from `first` on. */
 template <class S>
-DEVICE float4 take_y(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int expert, int channel)
+DEVICE float4 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int channel, int first,
+                         int lanes)
 {
-  using Y = typename S::Y;
-  constexpr int AT_ONCE = 8;
-  const int parts = smem.line[1].parts;
-  float sum[4] = {};
-#pragma unroll 1
-  for (int p = 0; p < parts; p += AT_ONCE) {
-    uint4 raw[AT_ONCE];
-    bool again = false;
-    do {
-      if (again) __nanosleep(40);
-      again = false;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        raw[i] = make_uint4(0, 0, 0, 0);
-        if (p + i >= parts) continue;
-        raw[i] = load_relaxed_vector(part_of<S>(all, smem, true, p + i, pair) + channel);
-        again |= is_unwritten_sum(raw[i]);
-      }
-    } while (again);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      sum[0] += __uint_as_float(raw[i].x), sum[1] += __uint_as_float(raw[i].y);
-      sum[2] += __uint_as_float(raw[i].z), sum[3] += __uint_as_float(raw[i].w);
-    }
-  }
-  float bias[4];
-  load_bias(all.f.down.b, 0, expert, channel, bias);
-#pragma unroll
-  for (int i = 0; i < 4; i++) sum[i] = to_f32(from_f32<Y>(weighted(sum[i], 1.f, 1.f, bias[i])));
-  return make_float4(sum[0], sum[1], sum[2], sum[3]);
+  const dealt_line &line = smem.line[1];
+  const int place = smem.place[pair], active = place / (int)FEW_COLUMNS, block = channel / (int)FEW_PART_N,
+            in_block = channel - block * (int)FEW_PART_N, parts = line.parts_of(active * line.blocks + block).count;
+  dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
+  sums.first += first * sums.step, sums.step *= lanes;
+  float2 low, high;
+  add_up_parts<false>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block, in_block + 2, low, high);
+  return make_float4(low.x, low.y, high.x, high.y);
 }
 
-/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has slot l / 4 of eight, quad
- * l % 4. */
+/* The sums of `lanes` lanes, four apart, in each of them. */
+DEVICE float4 add_lanes(float4 sum, int lanes)
+{
+#pragma unroll 1
+  for (int i = 4; i < 4 * lanes; i *= 2) {
+    sum.x += __shfl_xor_sync(ALL_LANES, sum.x, i), sum.y += __shfl_xor_sync(ALL_LANES, sum.y, i);
+    sum.z += __shfl_xor_sync(ALL_LANES, sum.z, i), sum.w += __shfl_xor_sync(ALL_LANES, sum.w, i);
+  }
+  return sum;
+}
+
+template <class Y> DEVICE float4 round_y(const float4 &sum, const float (&bias)[4])
+{
+  return make_float4(
+      to_f32(from_f32<Y>(weighted(sum.x, 1.f, 1.f, bias[0]))), to_f32(from_f32<Y>(weighted(sum.y, 1.f, 1.f, bias[1]))),
+      to_f32(from_f32<Y>(weighted(sum.z, 1.f, 1.f, bias[2]))), to_f32(from_f32<Y>(weighted(sum.w, 1.f, 1.f, bias[3]))));
+}
+
+/* Four channels of a token: the sum over its slots, in their order, by a warp: lane l has quad l % 4. Eight slots at
+ * once; of fewer slots several lanes share the parts of one. */
 template <class S>
 DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
 {
   using T = typename S::Y;
   const few_args &args = all.f;
   const combine_args &out = args.out;
-  const int slot = lane_id() / 4;
+  const int k = out.top_k,
+            lanes = k > 4   ? 1
+                    : k > 2 ? 2
+                    : k > 1 ? 4
+                            : 8,
+            slots = 8 / lanes, slot = lane_id() / 4 / lanes, first = lane_id() / 4 % lanes;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-  for (int s = 0; s < out.top_k; s += DEALT_SLOTS) {
-    const int pair = token * out.top_k + s + slot, to = s + slot < out.top_k ? smem.table.to[pair] : ROW_DROPPED;
-    const float own = s + slot < out.top_k && channel < args.down.n ? smem.table.weight[pair] : 0.f;
+  for (int s = 0; s < k; s += slots) {
+    const int pair = token * k + s + slot, to = s + slot < k ? smem.table.to[pair] : ROW_DROPPED;
+    const float own = s + slot < k && channel < args.down.n ? smem.table.weight[pair] : 0.f;
+    const bool expert = own != 0 && to != ROW_IDENTITY;
     float4 y = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (own != 0 && to == ROW_IDENTITY) {
+    float bias[4] = {};
+    if (expert) {
+      load_bias(args.down.b, 0, to, channel, bias);
+      y = take_parts<S>(all, smem, pair, channel, first, lanes);
+    }
+    y = round_y<T>(add_lanes(y, lanes), bias);
+    if (own != 0 && !expert) {
       const T *x = static_cast<const T *>(out.x) + token * out.x_ld + channel;
       y = make_float4(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3]));
-    } else if (own != 0) {
-      y = take_y<S>(all, smem, pair, to, channel);
     }
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < DEALT_SLOTS; j++) {
-      const int lane = lane_id() % 4 + 4 * j;
+#pragma unroll 1
+    for (int j = 0; j < slots; j++) {
+      const int lane = lane_id() % 4 + 4 * lanes * j;
       const float weight = __shfl_sync(ALL_LANES, own, lane);
       const float4 v = make_float4(__shfl_sync(ALL_LANES, y.x, lane), __shfl_sync(ALL_LANES, y.y, lane),
                                    __shfl_sync(ALL_LANES, y.z, lane), __shfl_sync(ALL_LANES, y.w, lane));
@@ -101,21 +106,9 @@ DEVICE float4 sum_dealt_slots(const few_sm90_args &all, const dealt_smem<S> &sme
 /* Lane l < 16 writes channel l/4 of quad l%4. */
 template <class S> DEVICE void store_dealt_output(const few_args &args, int token, int channel, const float4 &sums)
 {
-  using T = typename S::Y;
-  const combine_args &out = args.out;
   const int i = lane_id() / 4;
   if (i >= 4 || channel >= args.down.n) return;
-  float sum = i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w;
-  channel += i;
-  if (out.shared) {
-    const float weight = shared_weight(out, token);
-    if (weight != 0)
-      sum = fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
-  }
-  float value = out.out_scale * sum;
-  if (out.residual)
-    value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
-  store_output<T>(out.out, token * out.out_ld + channel, value, out.out_dtype);
+  store_sum<typename S::Y>(args.out, token, channel + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
 }
 
 /* 16 channels of a token a warp: consumers first, who have seen the CTA's last weights. */
@@ -134,8 +127,13 @@ template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dea
 /* ---- the grid ---- */
 
 /* The routing warp: shares of the routing until none is left. */
-template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem)
+template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &smem, int experts)
 {
+  for (int i = lane_id(); i < S::PAIRS * S::COLUMNS; i += WARP_SIZE) {
+    const int active = i / S::COLUMNS, c = i % S::COLUMNS;
+    const few_column column = active < experts ? smem.table.column[active][c] : (few_column)-1;
+    if (column >= 0) smem.place[column_pair(column)] = (int16_t)(active * (int)FEW_COLUMNS + c);
+  }
   if (args.protocol.weights) {
     int share = smem.share;
 #pragma unroll 1
@@ -165,9 +163,9 @@ template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_sme
   }
   if (threadIdx.x == 2 * WARP_SIZE) {
     mbarrier_init(&smem.weights_ready, WARP_SIZE);
-    smem.line[0].set(args.up, args.up.gated, all.part_k[0]);
+    smem.line[0].set(args.up, args.up.gated, all.cut[0]);
   }
-  if (threadIdx.x == 3 * WARP_SIZE) smem.line[1].set(args.down, false, all.part_k[1]);
+  if (threadIdx.x == 3 * WARP_SIZE) smem.line[1].set(args.down, false, all.cut[1]);
 }
 
 template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S> &smem)
@@ -180,16 +178,20 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
   check_token_count(args.map.tokens, args.map.fault);
   if (args.protocol.weights) choose_experts<S>(args.gate, smem);
   const int experts = build_few_table<S>(args, smem);
+  if (threadIdx.x < 2) smem.line[threadIdx.x].deal(experts);
+  __syncthreads();
   if (warp_id() < S::CONSUMERS)
     dealt_consume<S>(all, smem);
   else if (warp_id() == S::COPIER)
     copy_items<S>(all, smem, experts);
   else if (warp_id() < S::ROUTING)
-    bring_columns<S>(args, smem);
+    bring_columns<S>(all, smem);
   else if (warp_id() == S::ROUTING)
-    return dealt_route<S>(args, smem);
+    return dealt_route<S>(args, smem, experts);
+  else if (!S::ONE && warp_id() == S::FINISHER)
+    return finish_units<S>(all, smem);
   else
-    return warp_id() == S::FINISHER ? finish_units<S>(all, smem) : (void)0;
+    return;
   write_dealt_outputs<S>(all, smem);
 }
 

@@ -4,7 +4,7 @@
 #define CUMOE_DEALT_FEED_CUH
 
 #include "device/ptx_hinted_sm90.cuh"
-#include "few/dealt_line.cuh"
+#include "few/dealt_h.cuh"
 #include "few/loads.cuh"
 #include "few/routing.cuh"
 
@@ -82,14 +82,15 @@ template <class S> struct dealt_copier {
       tell(run, expert);
     }
     /* Who has the last part of a unit makes h of it: all others are in the hands of those who have started. */
-    if (!down && item.part > 0 && item.part == smem.line[0].parts - 1) hand_on(item.active, item.block);
+    const int parts = smem.line[0].parts_of(item.active * smem.line[0].blocks + item.block).count;
+    if (!S::ONE && !down && item.part > 0 && item.part == parts - 1) hand_on(item.active, item.block);
   }
 };
 
 template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S> &smem, int experts)
 {
   dealt_copier<S> copier(all, smem);
-  const int of_up = experts * smem.line[0].items(), items = of_up + experts * smem.line[1].items();
+  const int of_up = smem.line[0].items(experts), items = of_up + smem.line[1].items(experts);
   int index = smem.item, more = DEALT_FIRST - 1; /* behind it, that are drawn */
   bool ups_over = false;
   fence_proxy_async_shared(); /* stages were others' until now */
@@ -97,12 +98,12 @@ template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S
   while (index < items) {
     const bool down = index >= of_up;
     const int next = more == 0 && lane_id() == 0 ? draw_items(all, 1) : 0;
-    if (down && !ups_over) copier.hand_on(-1, 0), ups_over = true;
+    if (!S::ONE && down && !ups_over) copier.hand_on(-1, 0), ups_over = true;
     copier.copy_item(down, smem.line[down].find(down ? index - of_up : index));
     index = more > 0 ? index + 1 : __shfl_sync(ALL_LANES, next, 0);
     more = max(more - 1, 0);
   }
-  if (!ups_over) copier.hand_on(-1, 0);
+  if (!S::ONE && !ups_over) copier.hand_on(-1, 0);
   const dealt_run end = {DEALT_END, 0, 0, 0, 0, 0};
 #pragma unroll 1
   for (int i = 0; i < S::FEEDERS; i++) copier.tell(end, 0);
@@ -113,8 +114,11 @@ template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S
 template <class S> struct dealt_feeder {
   using X = typename S::X;
   static constexpr int EACH = S::COLUMNS * S::VECTORS <= WARP_SIZE ? 1 : S::COLUMNS * S::VECTORS / WARP_SIZE;
+  const few_sm90_args &all;
   const few_args &args;
   dealt_smem<S> &smem;
+
+  DEVICE dealt_feeder(const few_sm90_args &a, dealt_smem<S> &s) : all(a), args(a.f), smem(s) {}
 
   /* A lane's vectors of a stage: column (-1: none), row of x or h (-1: zeros), first element. */
   struct place {
@@ -161,11 +165,20 @@ template <class S> struct dealt_feeder {
       if (p[i].column >= 0) *reinterpret_cast<uint4 *>(&smem.columns[stage][p[i].column][p[i].in_row]) = h[i];
     mbarrier_arrive(&smem.full[stage]);
   }
+
+  /* ONE: of the sums of up, two channels a lane. */
+  DEVICE void make_h(const dealt_run &run, int stage)
+  {
+    const int channel = run.chunk * S::BK + 2 * lane_id();
+    *reinterpret_cast<uint32_t *>(&smem.columns[stage][0][2 * lane_id()]) =
+        two_of_h<S>(all, smem, run.active, 0, channel);
+    mbarrier_arrive(&smem.full[stage]);
+  }
 };
 
-template <class S> DEVICE void bring_columns(const few_args &args, dealt_smem<S> &smem)
+template <class S> DEVICE void bring_columns(const few_sm90_args &all, dealt_smem<S> &smem)
 {
-  dealt_feeder<S> feeder = {args, smem};
+  dealt_feeder<S> feeder(all, smem);
   int stage = warp_id() - S::COPIER - 1;
   uint32_t phase = 0;
 #pragma unroll 1
@@ -175,7 +188,10 @@ template <class S> DEVICE void bring_columns(const few_args &args, dealt_smem<S>
     if (run.kind == DEALT_UP) {
       feeder.copy_x(run, stage);
     } else if (run.kind == DEALT_DOWN) {
-      feeder.take_h(run, stage);
+      if constexpr (S::ONE)
+        feeder.make_h(run, stage);
+      else
+        feeder.take_h(run, stage);
     } else {
       mbarrier_arrive(&smem.full[stage]);
       return;

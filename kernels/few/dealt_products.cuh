@@ -38,62 +38,20 @@ DEVICE void multiply_dealt(const dealt_stage<S> &stage, const uint2 (&x)[S::BK /
 template <class S>
 DEVICE void store_part(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_run &run, const float (&sum)[4])
 {
-  const int place = run.block * (int)FEW_PART_N + warp_id() * 8 + lane_id() / 4;
+  const int place = warp_id() * 8 + lane_id() / 4;
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const int c = lane_id() % 4 * 2 + j;
     if (c >= S::COLUMNS) continue;
-    const few_column column = smem.table.column[run.active][c];
-    if (column < 0) continue;
-    float *to = part_of<S>(all, smem, run.kind == DEALT_DOWN, run.part, column_pair(column)) + place;
+    if (smem.table.column[run.active][c] < 0) continue;
+    const dealt_sums sums = sums_of<S>(all, smem, run.kind == DEALT_DOWN, run.active, run.block, c);
+    float *to = sums.first + run.part * sums.step + place;
     store_relaxed(to, sum[j]);
     store_relaxed(to + 64, sum[j + 2]);
   }
 }
 
 /* ---- h ---- */
-
-DEVICE float2 as_floats(uint64_t two)
-{
-  return make_float2(__uint_as_float((uint32_t)two), __uint_as_float((uint32_t)(two >> 32)));
-}
-
-DEVICE bool is_unwritten_sum(uint64_t two)
-{
-  return (uint32_t)two == ~0u || (uint32_t)(two >> 32) == ~0u;
-}
-
-/* Sums of a pair's parts, in the order of k, at two places of a unit, two of each. */
-template <class S>
-DEVICE void add_up_parts(const few_sm90_args &all, const dealt_smem<S> &smem, int pair, int first, int second,
-                         float2 &a, float2 &b)
-{
-  constexpr int AT_ONCE = 8;
-  const int parts = smem.line[0].parts;
-  a = b = make_float2(0.f, 0.f);
-#pragma unroll 1
-  for (int p = 0; p < parts; p += AT_ONCE) {
-    uint64_t raw[AT_ONCE][2];
-    bool again;
-    do {
-      again = false;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        raw[i][0] = raw[i][1] = 0;
-        if (p + i >= parts) continue;
-        const float *from = part_of<S>(all, smem, false, p + i, pair);
-        raw[i][0] = load_relaxed(reinterpret_cast<const uint64_t *>(from + first));
-        raw[i][1] = load_relaxed(reinterpret_cast<const uint64_t *>(from + second));
-        again |= is_unwritten_sum(raw[i][0]) || is_unwritten_sum(raw[i][1]);
-      }
-    } while (again);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const float2 low = as_floats(raw[i][0]), high = as_floats(raw[i][1]);
-      a.x += low.x, a.y += low.y, b.x += high.x, b.y += high.y;
-    }
-  }
-}
 
 /* One channel of h, of a gated layer or not. */
 template <class S>
@@ -103,41 +61,29 @@ DEVICE void store_h(const few_sm90_args &all, const dealt_smem<S> &smem, int act
   using Y = typename S::Y;
   const gemm_args &g = all.f.up;
   if (channel >= g.n) return;
-  const int expert = smem.table.expert[active];
   float gate_bias[1], up_bias[1] = {0.f};
-  load_bias(g.b, 0, expert, channel, gate_bias);
-  if (g.gated) load_bias(g.b, 1, expert, channel, up_bias);
-  float low[1] = {weighted(gate, 1.f, 1.f, gate_bias[0])}, high[1] = {weighted(up, 1.f, 1.f, up_bias[0])};
-  activate<1>(g, low, high);
-  store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel, from_f32<Y>(low[0]));
+  load_bias(g.b, 0, smem.table.expert[active], channel, gate_bias);
+  if (g.gated) load_bias(g.b, 1, smem.table.expert[active], channel, up_bias);
+  store_relaxed(static_cast<Y *>(g.c) + pair * g.c_ld + channel,
+                from_f32<Y>(h_of_sums(g, make_float2(gate, up), make_float2(gate_bias[0], up_bias[0]))));
 }
 
-/* A lane has four sums of a unit: two channels of gate and up each, or four. */
+/* A unit's h: 64 channels of a gated layer, or twice as many. */
 template <class S>
-DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_unit &unit, int pair)
+DEVICE void finish_column(const few_sm90_args &all, const dealt_smem<S> &smem, const dealt_unit &unit, int column)
 {
-  const dealt_line &line = smem.line[0];
-  const int lane = lane_id(), base = unit.block * (int)FEW_PART_N, first = line.pairs ? 4 * lane : 2 * lane,
-            second = line.pairs ? first + 2 : first + 64;
-  float2 a, b;
-  add_up_parts<S>(all, smem, pair, base + first, base + second, a, b);
-  if (!line.gated) {
-    store_h<S>(all, smem, unit.active, pair, base + first, a.x, 0.f);
-    store_h<S>(all, smem, unit.active, pair, base + first + 1, a.y, 0.f);
-    store_h<S>(all, smem, unit.active, pair, base + second, b.x, 0.f);
-    store_h<S>(all, smem, unit.active, pair, base + second + 1, b.y, 0.f);
-    return;
+  const gemm_args &g = all.f.up;
+  const int pair = column_pair(smem.table.column[unit.active][column]);
+  const int channels = smem.line[0].gated ? (int)FEW_PART_N / 2 : (int)FEW_PART_N;
+#pragma unroll 1
+  for (int i = 2 * lane_id(); i < channels; i += 2 * WARP_SIZE) {
+    const int channel = unit.block * channels + i;
+    const uint32_t two = two_of_h<S>(all, smem, unit.active, column, channel);
+    if (channel < g.n)
+      store_relaxed(reinterpret_cast<float *>(static_cast<typename S::Y *>(g.c) + pair * g.c_ld + channel),
+                    __uint_as_float(two));
   }
-  float gate[2] = {a.x, a.y}, up[2] = {b.x, b.y};
-  if (line.pairs) {
-    const few_halves of = smem.table.weights[unit.active];
-    const bool up_first = of.high < of.low;
-    gate[0] = up_first ? a.y : a.x, up[0] = up_first ? a.x : a.y;
-    gate[1] = up_first ? b.y : b.x, up[1] = up_first ? b.x : b.y;
-  }
-  const int channel = unit.block * 64 + 2 * lane;
-  store_h<S>(all, smem, unit.active, pair, channel, gate[0], up[0]);
-  store_h<S>(all, smem, unit.active, pair, channel + 1, gate[1], up[1]);
+  __syncwarp();
 }
 
 /* A consumer's sums of a unit that is one part: without the way through memory. */
@@ -187,7 +133,8 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
     at.advance();
     if (!run.last) continue;
-    if (run.kind == DEALT_UP && smem.line[0].parts == 1)
+    if (!S::ONE && run.kind == DEALT_UP &&
+        smem.line[0].parts_of(run.active * smem.line[0].blocks + run.block).count == 1)
       finish_whole<S>(all, smem, run, sum);
     else
       store_part<S>(all, smem, run, sum);
@@ -208,8 +155,7 @@ template <class S> DEVICE void finish_units(const few_sm90_args &all, dealt_smem
     if (unit.active < 0) return;
 #pragma unroll 1
     for (int c = 0; c < S::COLUMNS; c++) {
-      const few_column column = smem.table.column[unit.active][c];
-      if (column >= 0) finish_column<S>(all, smem, unit, column_pair(column));
+      if (smem.table.column[unit.active][c] >= 0) finish_column<S>(all, smem, unit, c);
     }
   }
 }

@@ -4,6 +4,25 @@
 
 #include "few/layout.cuh"
 
+template <class T> DEVICE void store_output(void *base, int64_t index, float value, int dtype)
+{
+  if (dtype == DT_F32)
+    static_cast<float *>(base)[index] = value;
+  else
+    static_cast<T *>(base)[index] = from_f32<T>(value);
+}
+
+/* With the shared expert's output, times out_scale, on the residual, which may be `out` itself. */
+template <class T> DEVICE void store_sum(const combine_args &out, int token, int channel, float sum)
+{
+  const float weight = out.shared ? shared_weight(out, token) : 0.f;
+  if (weight != 0) sum = fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
+  float value = out.out_scale * sum;
+  if (out.residual)
+    value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
+  store_output<T>(out.out, token * out.out_ld + channel, value, out.out_dtype);
+}
+
 /* A token's sum over its slots, in their order; one of weight 0 adds nothing, whatever it holds. IDENTITY: some may add
  * x. */
 template <class S, bool IDENTITY>
@@ -19,22 +38,10 @@ DEVICE float sum_slots(const combine_args &out, const few_smem<S> &smem, int tok
       value = to_f32(static_cast<const T *>(out.x)[token * out.x_ld + channel]);
     if (weight != 0) sum = fmaf(weight, value, sum);
   }
-  if (!out.shared) return sum;
-  const float weight = shared_weight(out, token);
-  if (weight == 0) return sum;
-  return fmaf(weight, to_f32(static_cast<const T *>(out.shared)[token * out.shared_ld + channel]), sum);
+  return sum;
 }
 
-template <class T> DEVICE void store_output(void *base, int64_t index, float value, int dtype)
-{
-  if (dtype == DT_F32)
-    static_cast<float *>(base)[index] = value;
-  else
-    static_cast<T *>(base)[index] = from_f32<T>(value);
-}
-
-/* A warp's part of one or two octets, when y of all experts is there. The residual may be `out` itself. first: where
- * they lie in y. */
+/* A warp's part of one or two octets, when y of all experts is there. first: where they lie in y. */
 template <class S>
 DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int octet, int octets, int first)
 {
@@ -45,10 +52,7 @@ DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int oct
        token += S::WRITERS * at_once) {
     const float sum = args.map.identity_experts > 0 ? sum_slots<S, true>(out, smem, token, local, channel)
                                                     : sum_slots<S, false>(out, smem, token, local, channel);
-    float value = out.out_scale * sum;
-    if (out.residual)
-      value = fmaf(out.out_scale, sum, load_any(out.residual, token * out.residual_ld + channel, out.out_dtype));
-    store_output<typename S::Y>(out.out, token * out.out_ld + channel, value, out.out_dtype);
+    store_sum<typename S::Y>(out, token, channel, sum);
   }
 }
 
