@@ -5,8 +5,8 @@
 #include "ops/row_part.cuh"
 
 /*
- * Weights or biases of a thread's vectors, T or f32, aligned as rows are or not. EARLY: aligned ones of T, of which AHEAD
- * vectors are loaded before they are needed: the compiler moves no load above the stores of the vector before.
+ * Weights or biases of a thread's vectors, T or f32, aligned as rows are or not. EARLY: aligned ones of T, of which
+ * AHEAD vectors are loaded before they are needed: the compiler moves no load above the stores of the vector before.
  */
 template <class L, bool EARLY> struct parameters {
   using T = typename L::T;
