@@ -18,7 +18,7 @@ DEVICE float shrink(float low, float high)
 template <class L> struct softmax_of {
   using T = typename L::T;
   static constexpr bool ALIGNED = false; /* known to be */
-  float most[L::ROWS], share[L::ROWS]; /* of all exponentials relative to `most`; until then their sum */
+  float most[L::ROWS], share[L::ROWS];   /* of all exponentials relative to `most`; until then their sum */
 
   DEVICE void ask(const softmax_args &, int64_t, int, int) {}
   DEVICE void take(const softmax_args &, int64_t, int, bool, int) {}
