@@ -62,7 +62,7 @@ ARCH_TEXT    := $(strip $(ARCHS)$(if $(PTX), +ptx$(PTX)))
 COMMON   := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror=switch -MMD -MP \
 	$(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
 C_COMMON := -std=c11 -D_GNU_SOURCE -Werror=implicit-function-declaration $(COMMON)
-C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -DCUMOE_ARCHS='"$(ARCH_TEXT)"' -fPIC -fvisibility=hidden -ffunction-sections
+C_LIB    := $(C_COMMON) $(ARCH_DEFINES) -fPIC -fvisibility=hidden -ffunction-sections
 C_HOST   := $(C_LIB) -O2 -g0
 C_CPU    := $(C_LIB) -O3 -g0 -ffp-contract=off# see kernels/score.h
 C_TOOL   := $(C_COMMON) $(ARCH_DEFINES) -O2 -g0 -Iinclude
@@ -251,6 +251,10 @@ $(OBJ)/emulate/%.o: %.cu $(OBJ)/%.rows $(OBJ)/flags.cxx $(OBJ)/toolkit
 	$(emulate_rule)
 $(OBJ)/emulate/%.o: test/emulate/%.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
 	$(emulate_rule)
+# For other architectures this one is compiled again, for cumoe_architectures.
+$(OBJ)/host/status.o $(OBJ)/asan/host/status.o $(OBJ)/fuzz/host/status.o: $(OBJ)/flags.archs
+$(OBJ)/host/status.o $(OBJ)/asan/host/status.o $(OBJ)/fuzz/host/status.o: private C_HOST += \
+	-DCUMOE_ARCHS='"$(ARCH_TEXT)"'
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 
