@@ -465,18 +465,23 @@ static int64_t even_chunks(int64_t chunks, int64_t about)
   return ceil_div(chunks, ceil_div(chunks, min64(most, chunks)));
 }
 
+/* Units of all experts that may have rows. */
+static int64_t dealt_units(const cumoe_moe_desc *d, int64_t tokens, bool down)
+{
+  const int64_t k = d->routing.top_k, active = larger(min64(dealt_pairs(d, tokens), d->local_experts), k);
+  return active * (part_channels(d, down) / FEW_PART_N);
+}
+
 /* Such that there are some `items`; the last units, about as many as come to one part of the others for each CTA, into
  * quarters of that. */
 static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_layout *cut)
 {
-  const int64_t k = d->routing.top_k, chunks = chunks_of(d, down),
-                active = larger(min64(dealt_pairs(d, tokens), d->local_experts), k),
-                all = active * (part_channels(d, down) / FEW_PART_N) * chunks, least = least_chunks(tokens, down);
-  const int64_t each = even_chunks(chunks, larger(ceil_div(all, wanted_items(tokens)), least));
+  const int64_t chunks = chunks_of(d, down), units = dealt_units(d, tokens, down), least = least_chunks(tokens, down);
+  const int64_t each = even_chunks(chunks, larger(ceil_div(units * chunks, wanted_items(tokens)), least));
   const int64_t small = even_chunks(chunks, larger(ceil_div(each, 4), least / 2));
   int64_t last = min64(ceil_div(DEALT_CTAS * each, chunks), LAST_ITEMS / ceil_div(chunks, small));
   if (tokens == 1 || small >= each) last = 0;
-  *cut = (cut_layout){0, 0, {(int32_t)each * FEW_PART_K, (int32_t)small * FEW_PART_K}, (int32_t)last};
+  *cut = (cut_layout){0, 0, {(int32_t)each * FEW_PART_K, (int32_t)small * FEW_PART_K}, (int32_t)min64(last, units)};
 }
 
 /* Bytes of sums that units cut so have; and the most that is: no more parts than items / (active experts * units of an
@@ -503,9 +508,10 @@ static int64_t last_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, co
          FEW_PART_N;
 }
 
-static int64_t last_room(int64_t tokens)
+static int64_t last_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
-  return tokens == 1 ? 0 : 4 * (int64_t)LAST_ITEMS * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
+  const int64_t most = dealt_units(d, tokens, down) * ceil_div(chunks_of(d, down), least_chunks(tokens, down) / 2);
+  return tokens == 1 ? 0 : 4 * min64(most, LAST_ITEMS) * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
 }
 
 /* dealt's parts of sums, in the place of y, which it does not have, and behind. */
@@ -519,7 +525,7 @@ static void carve_parts(carver *c, const cumoe_moe_desc *d, int64_t tokens, work
   for (int i = 0; i < 2; ++i) {
     cut_layout *cut = &w->cut[i];
     (void)carve(&room, 1, parts_room(d, few, i == 1), 1);
-    (void)carve(&room, 1, last_room(few), 1);
+    (void)carve(&room, 1, last_room(d, few, i == 1), 1);
     if (tokens > FEW_TOKENS) continue;
     cut_units(d, tokens, i == 1, cut);
     cut->parts = carve(&used, 1, parts_bytes(d, tokens, i == 1, cut), 1);

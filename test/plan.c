@@ -962,14 +962,16 @@ static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
   if (d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return y;
   const wide t = tokens < 32 ? tokens : 32, all = t * d->routing.top_k,
              pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32);
-  const wide items = 128 * (t == 1 ? 2048 : t * 512), last = t == 1 ? 0 : 528 * 128 * (t < 8 ? t : 8);
+  const wide items = 128 * (t == 1 ? 2048 : t * 512), active = pairs < d->local_experts ? pairs : d->local_experts,
+             units = active > d->routing.top_k ? active : d->routing.top_k;
   wide room = 256;
   for (int down = 0; down < 2; down++) {
     const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128;
-    const wide most = wide_ceil(down ? d->inter : d->hidden, (down ? 128 : 256) * (t == 1 ? 1 : 2)),
-               some = pairs * channels + items;
+    const wide k = down ? d->inter : d->hidden, most = wide_ceil(k, (down ? 128 : 256) * (t == 1 ? 1 : 2)),
+               some = pairs * channels + items, all_small = units * channels / 128 * wide_ceil(k, down ? 128 : 256);
     const wide floats = most * pairs * channels < some ? most * pairs * channels : some;
-    room += (4 * floats + 255) / 256 * 256 + 4 * last;
+    const wide last = t == 1 ? 0 : all_small < 528 ? all_small : 528;
+    room += (4 * floats + 255) / 256 * 256 + 4 * last * 128 * (t < 8 ? t : 8);
   }
   return room > y ? room : y;
 }

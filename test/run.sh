@@ -33,7 +33,7 @@ if [ $# -eq 0 ]; then
   done
 fi
 # Alone and last: those that look at how much of a GPU's memory is free, and ranks that wait for each other on one GPU.
-alone() { case ${1##*/} in base | ep | graph | pool) return 0 ;; esac; return 1; }
+alone() { case ${1##*/} in arenas | base | ep | graph | pool) return 0 ;; esac; return 1; }
 first='' last=''
 for program; do
   if alone "$program"; then last="$last $program"; else first="$first $program"; fi

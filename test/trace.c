@@ -1157,20 +1157,20 @@ static void backward(world *w)
     CHECK_OK(run_both_ways(w));
     CHECK(round == 0 || shim_calls(SHIM_ALL) == shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH));
     list_kernels(shim_trace(), kernels, sizeof kernels);
-    CHECK_MSG(strcmp(kernels,
-                     "router gate map map up down combine "
-                     "pad copy down activation down pair gate gate gate cut weight add bias rows gather ") == 0,
+    CHECK_MSG(strcmp(kernels, "router gate map map up down combine "
+                              "pad copy down down pair gate gate gate cut weight add bias rows gather ") == 0,
               "the kernels are: %s", kernels);
   }
   const gemm_args *down = shim_last_args("cumoe_down_");
   const weight_gradient_args *runs = shim_last_args("cumoe_weight_gradient");
-  const activation_args *act = shim_last_args("cumoe_activation");
+  const down_activated_args *act = shim_last_args("cumoe_down_activated");
   const pad_args *pad = shim_last_args("cumoe_pad");
   const int64_t rows = pad->rows_cap;
   CHECK(rows % ROW_STEP == 0 && rows >= 600 * TOP_K && pad->map.rows_cap == 600 * TOP_K);
   CHECK(down->counts == pad->counts && down->offsets == pad->offsets && down->rows_cap == rows && !down->b.bias[0]);
-  CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z && down->b.n_stride == 1);
-  CHECK(act->map.row_pair == pad->row_pair && act->z_row == pad->map.slot_row && act->weighs_h && act->along);
+  CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z[0] && down->b.n_stride == 1);
+  CHECK(act->drawn.gemm.g.offsets == pad->offsets && act->z_offsets == pad->map.offsets && act->along);
+  CHECK(act->row_weight == pad->row_weight && pad->row_weight && act->z_rows == pad->map.rows_cap);
   CHECK(runs->n == EXPERTS && runs->k == HIDDEN && runs->map.experts == 2 && runs->d.expert_stride == EXPERTS * HIDDEN);
   keeping(w);
 }
