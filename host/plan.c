@@ -199,7 +199,7 @@ static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 /* Weights are read once for each FEW_COLUMNS rows of an expert. */
 static bool dealt_pays(const layer *l, const op_shape *up)
 {
-  if (up->tokens > 4 && l->d->inter > limit(l, LIMIT_few_dealt_inter)) return false;
+  if (up->tokens > 12 && l->d->inter > limit(l, LIMIT_few_dealt_inter)) return false;
   if ((double)up->tokens > limit(l, LIMIT_few_dealt) || l->d->inter < limit(l, LIMIT_few_inter)) return false;
   return (double)up->tokens < limit(l, LIMIT_few_many) || (double)expected_rows(up) <= limit(l, LIMIT_few_many_rows);
 }

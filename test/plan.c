@@ -1404,8 +1404,8 @@ static const layer_case layer_cases[] = {
     {1, 4, 2880, 2880, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {1, 8, 4096, 1536, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {1, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, ALONE},
-    {4, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, ALONE},
-    {5, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, 0},
+    {12, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, ALONE},
+    {13, 2, 4096, 14336, 8, DT_BF16, N_MAJOR, ALONE, 0},
     {1, 8, 2048, 768, 128, DT_F32, 0, ALONE, 0},
     {1, 8, 2048, 768, 257, DT_BF16, 0, ALONE, FEW | ONE}, /* more experts than a warp's registers rank */
     /* thin (up here) starts early: not behind a router's tiles, nor where it streams for a millisecond */
