@@ -1,5 +1,5 @@
 # Sourced: builds programs over the shim (test/shim/) outside the Makefile's own folders, with flags of their own.
-# Needs lib/obj/flags.cc, which `make` leaves, and no kernel: nobody without a GPU reads an image.
+# Needs lib/obj/flags.cc and flags.archs, which `make` leaves, and no kernel: nobody without a GPU reads an image.
 lib=${LIB:-lib}
 wrap=$(sed -n 's/^SHIM_WRAP *:= *//p' Makefile)
 
@@ -12,7 +12,7 @@ name_images() {
 
 # compile FOLDER FLAGS FILE...: those that are older than their source or than any header, two at a time.
 compile() {
-  compile_to=$1 compile_flags=$2
+  compile_to=$1 compile_flags=$2 compile_archs="-DCUMOE_ARCHS='\"$(cat "$lib/obj/flags.archs")\"'"
   shift 2
   mkdir -p "$compile_to"
   newest=$(ls -t host/*.h host/*.def include/cumoe/*.h kernels/*.h kernels/*.def test/*.h test/shim/*.h | head -n 1)
@@ -20,7 +20,7 @@ compile() {
     object=$compile_to/$(echo "$file" | tr / _).o
     [ "$object" -nt "$file" ] && [ "$object" -nt "$newest" ] || printf '%s %s\n' "$file" "$object"
   done | xargs -r -P "$(nproc 2> /dev/null || echo 2)" -L 1 \
-    sh -c "$(cat "$lib/obj/flags.cc") $compile_flags -MF /dev/null -c -o \$1 \$0"
+    sh -c "$(cat "$lib/obj/flags.cc") $compile_archs $compile_flags -MF /dev/null -c -o \$1 \$0"
 }
 
 # link_shimmed FOLDER FLAGS PROGRAM: from the objects that compile left there
