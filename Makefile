@@ -141,7 +141,7 @@ $(eval $(call stamp,cc,$(CC) $(C_CPU) $(C_HOST) $(C_TOOL) $(CFLAGS)))
 $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXX_EMULATED) $(CXXFLAGS)))
 $(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
-$(eval $(call stamp,archs,$(ARCHS) $(PTX)))
+$(eval $(call stamp,archs,$(ARCH_TEXT)))
 $(eval $(call stamp,objects,cumoe groups train $(OBJS)))
 $(eval $(call stamp,link,$(CC) $(LINK_LIBS) $(LDFLAGS) $(LDLIBS)))
 $(eval $(call stamp,commit,$(COMMIT)))
@@ -252,9 +252,9 @@ $(OBJ)/emulate/%.o: %.cu $(OBJ)/%.rows $(OBJ)/flags.cxx $(OBJ)/toolkit
 $(OBJ)/emulate/%.o: test/emulate/%.cpp $(OBJ)/flags.cxx $(OBJ)/toolkit
 	$(emulate_rule)
 # For other architectures this one is compiled again, for cumoe_architectures.
-$(OBJ)/host/status.o $(OBJ)/asan/host/status.o $(OBJ)/fuzz/host/status.o: $(OBJ)/flags.archs
-$(OBJ)/host/status.o $(OBJ)/asan/host/status.o $(OBJ)/fuzz/host/status.o: private C_HOST += \
-	-DCUMOE_ARCHS='"$(ARCH_TEXT)"'
+says_archs := $(OBJ)/host/status.o $(OBJ)/asan/host/status.o $(OBJ)/fuzz/host/status.o
+$(says_archs): $(OBJ)/flags.archs
+$(says_archs): private C_HOST += -DCUMOE_ARCHS='"$(ARCH_TEXT)"'
 $(OBJ)/bench/report.o: $(OBJ)/flags.commit
 $(OBJ)/bench/report.o: C_TOOL += -DCUMOE_COMMIT='"$(COMMIT)"'
 

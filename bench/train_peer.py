@@ -126,14 +126,15 @@ def experts(x, w, i):
     best, ids = scores.topk(TOP_K, -1)
     weights = torch.zeros_like(scores).scatter(1, ids, best / best.sum(-1, keepdim=True))
     chosen = torch.zeros_like(scores).scatter(1, ids, 1.0)
-    out = torch.zeros_like(n)
-    if DEVICE != "cpu":
+    if DEVICE == "cpu":
+        out = torch.zeros_like(n)
+        for e in range(EXPERTS):
+            rows = chosen[:, e].nonzero()[:, 0]
+            h = F.silu(n[rows] @ w[f"{i}.gate"][e].T) * (n[rows] @ w[f"{i}.up"][e].T)
+            out = out.index_add(0, rows, weights[rows, e : e + 1] * (h @ w[f"{i}.down"][e].T))
+    else:
         gate, up = (n @ w[f"{i}.{half}"].transpose(1, 2) for half in ("gate", "up"))
         out = torch.einsum("te,eti,ehi->th", weights, F.silu(gate) * up, w[f"{i}.down"])
-    for e in range(EXPERTS if DEVICE == "cpu" else 0):
-        rows = chosen[:, e].nonzero()[:, 0]
-        h = F.silu(n[rows] @ w[f"{i}.gate"][e].T) * (n[rows] @ w[f"{i}.up"][e].T)
-        out = out.index_add(0, rows, weights[rows, e : e + 1] * (h @ w[f"{i}.down"][e].T))
     balance = EXPERTS * (chosen.sum(0) / (len(n) * TOP_K) * scores.mean(0)).sum()
     return x + out.view(x.shape), balance
 

@@ -426,11 +426,6 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
  * into small ones, at most LAST_ITEMS parts. */
 enum { DEALT_CTAS = 132, LAST_ITEMS = 4 * DEALT_CTAS };
 
-static int64_t larger(int64_t a, int64_t b)
-{
-  return a > b ? a : b;
-}
-
 /* Items that up's and down's weights are wanted in. */
 static int64_t wanted_items(int64_t tokens)
 {
@@ -453,6 +448,12 @@ static int64_t chunks_of(const cumoe_moe_desc *d, bool down)
   return ceil_div(down ? d->inter : d->hidden, FEW_PART_K);
 }
 
+/* Parts of a unit, of part_k each. */
+static int64_t parts_of(const cumoe_moe_desc *d, bool down, int32_t part_k)
+{
+  return ceil_div(chunks_of(d, down) * FEW_PART_K, part_k);
+}
+
 static int64_t dealt_pairs(const cumoe_moe_desc *d, int64_t tokens)
 {
   return min64(tokens * d->routing.top_k, FEW_PAIRS(FEW_TOKENS));
@@ -461,14 +462,14 @@ static int64_t dealt_pairs(const cumoe_moe_desc *d, int64_t tokens)
 /* Parts of one size, of about so many chunks. */
 static int64_t even_chunks(int64_t chunks, int64_t about)
 {
-  const int64_t most = larger(about, ceil_div(chunks, FEW_PARTS_MOST));
+  const int64_t most = max64(about, ceil_div(chunks, FEW_PARTS_MOST));
   return ceil_div(chunks, ceil_div(chunks, min64(most, chunks)));
 }
 
 /* Units of all experts that may have rows. */
 static int64_t dealt_units(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
-  const int64_t k = d->routing.top_k, active = larger(min64(dealt_pairs(d, tokens), d->local_experts), k);
+  const int64_t k = d->routing.top_k, active = max64(min64(dealt_pairs(d, tokens), d->local_experts), k);
   return active * (part_channels(d, down) / FEW_PART_N);
 }
 
@@ -477,8 +478,8 @@ static int64_t dealt_units(const cumoe_moe_desc *d, int64_t tokens, bool down)
 static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_layout *cut)
 {
   const int64_t chunks = chunks_of(d, down), units = dealt_units(d, tokens, down), least = least_chunks(tokens, down);
-  const int64_t each = even_chunks(chunks, larger(ceil_div(units * chunks, wanted_items(tokens)), least));
-  const int64_t small = even_chunks(chunks, larger(ceil_div(each, 4), least / 2));
+  const int64_t each = even_chunks(chunks, max64(ceil_div(units * chunks, wanted_items(tokens)), least));
+  const int64_t small = even_chunks(chunks, max64(ceil_div(each, 4), least / 2));
   int64_t last = min64(ceil_div(DEALT_CTAS * each, chunks), LAST_ITEMS / ceil_div(chunks, small));
   if (tokens == 1 || small >= each) last = 0;
   *cut = (cut_layout){0, 0, {(int32_t)each * FEW_PART_K, (int32_t)small * FEW_PART_K}, (int32_t)min64(last, units)};
@@ -489,7 +490,7 @@ static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_la
  * less. */
 static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
 {
-  const int64_t parts = ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[0]);
+  const int64_t parts = parts_of(d, down, cut->part_k[0]);
   if (!down && tokens > 1 && parts == 1) return 0; /* whole sums become h at once */
   return 4 * parts * dealt_pairs(d, tokens) * part_channels(d, down);
 }
@@ -504,8 +505,7 @@ static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 /* Likewise of the last units. */
 static int64_t last_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, const cut_layout *cut)
 {
-  return 4 * cut->last * ceil_div(chunks_of(d, down) * FEW_PART_K, cut->part_k[1]) * min64(tokens, FEW_COLUMNS) *
-         FEW_PART_N;
+  return 4 * cut->last * parts_of(d, down, cut->part_k[1]) * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
 }
 
 static int64_t last_room(const cumoe_moe_desc *d, int64_t tokens, bool down)

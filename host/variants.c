@@ -162,7 +162,11 @@ int32_t variant_arg_bytes(const variant *v)
 {
   if (v->form == FORM_dealt) return sizeof(few_sm90_args);
   if (v->form != FORM_wgmma) return operation_arg_bytes((operation)v->op);
-  if (v->op == OP_weight_gradient) return sizeof(weight_gradient_sm90_args);
-  if (v->op == OP_down_drawn || v->op == OP_down_activated) return operation_arg_bytes((operation)v->op);
-  return v->op == OP_router ? sizeof(router_sm90_args) : sizeof(gemm_sm90_args);
+  switch (v->op) { /* with tensor maps; other operations have them always */
+  case OP_router: return sizeof(router_sm90_args);
+  case OP_weight_gradient: return sizeof(weight_gradient_sm90_args);
+  case OP_up:
+  case OP_down: return sizeof(gemm_sm90_args);
+  default: return operation_arg_bytes((operation)v->op);
+  }
 }

@@ -571,6 +571,11 @@ static void test_grids(rng *r)
   group_end();
 }
 
+static bool multiplies_rows(int op)
+{
+  return op == OP_up || op == OP_up_keep || op == OP_down || op == OP_down_drawn || op == OP_down_activated;
+}
+
 /* Every CUDA row, also those not chosen now, over every token count around its tile. */
 static void test_grids_around_tiles(rng *r)
 {
@@ -592,8 +597,7 @@ static void test_grids_around_tiles(rng *r)
                       .k = 64,
                       .top_k = 1};
         const int64_t grid = grid_size(&m, v, &s);
-        if (v->op == OP_up || v->op == OP_up_keep || v->op == OP_down || v->op == OP_down_drawn ||
-            v->op == OP_down_activated)
+        if (multiplies_rows(v->op))
           check_gemm_grid(r, &g, v, &s, grid);
         else
           CHECK_MSG(grid == (int64_t)simple_grid(v, &s), "grid %lld for %s", (long long)grid, shape_name(&g, &s));
@@ -693,7 +697,7 @@ static void test_late_rows(void)
       case_end();
     }
   for (int op = OP_attention + 1; op < OP_COUNT; op++)
-    for (int i = 1; i < GPU_COUNT && op != OP_up_keep && op != OP_down_drawn && op != OP_down_activated; i++) {
+    for (int i = 1; i < GPU_COUNT && !multiplies_rows(op); i++) {
       const op_shape s = {.op = (operation)op, .tokens = 1000};
       const machine m = gpu_machine(&gpus[i]);
       const int32_t got = choose(&m, &s);
