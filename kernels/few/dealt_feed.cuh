@@ -21,10 +21,14 @@ template <class S> struct dealt_copier {
   const few_sm90_args &all;
   dealt_smem<S> &smem;
   const uint64_t policy = evict_first_policy();
-  pipeline_state<S::STAGES> at;
+  pipeline_state<S::STAGES> at, before; /* before: WINDOW stages */
   pipeline_state<S::QUEUE> queue;
 
-  DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s) {}
+  DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s)
+  {
+    before.stage = S::STAGES - S::WINDOW, before.phase = 1;
+    if (S::WINDOW == S::STAGES) before = at;
+  }
 
   /* By one lane. What lies outside of the matrix is zeros. */
   DEVICE void copy_boxes(const dealt_run &run, int expert)
@@ -46,6 +50,7 @@ template <class S> struct dealt_copier {
   DEVICE void tell(const dealt_run &run, int expert)
   {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
+    if (S::WINDOW < S::STAGES) wait_for(&smem.full[before.stage], before.phase), before.advance();
     if (elect_one()) {
       if (run.kind == DEALT_END) {
         smem.run[at.stage] = run;
@@ -143,7 +148,7 @@ template <class S> struct dealt_feeder {
       if (p.row >= 0) from += p.row * args.up.a_ld + run.chunk * S::BK + p.in_row;
       cp_async_cg_16(shared_address(&smem.columns[stage][p.column][p.in_row]), from, p.row >= 0 ? 16 : 0);
     }
-    cp_async_mbarrier_arrive_noinc(&smem.full[stage]);
+    cp_async_mbarrier_arrive_noinc(&smem.there[stage]);
   }
 
   DEVICE void take_h(const dealt_run &run, int stage)
@@ -163,7 +168,7 @@ template <class S> struct dealt_feeder {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       if (p[i].column >= 0) *reinterpret_cast<uint4 *>(&smem.columns[stage][p[i].column][p[i].in_row]) = h[i];
-    mbarrier_arrive(&smem.full[stage]);
+    mbarrier_arrive(&smem.there[stage]);
   }
 
   /* ONE: of the sums of up, two channels a lane. */
@@ -172,7 +177,7 @@ template <class S> struct dealt_feeder {
     const int channel = run.chunk * S::BK + 2 * lane_id();
     *reinterpret_cast<uint32_t *>(&smem.columns[stage][0][2 * lane_id()]) =
         two_of_h<S>(all, smem, run.active, 0, channel);
-    mbarrier_arrive(&smem.full[stage]);
+    mbarrier_arrive(&smem.there[stage]);
   }
 };
 
@@ -193,7 +198,7 @@ template <class S> DEVICE void bring_columns(const few_sm90_args &all, dealt_sme
       else
         feeder.take_h(run, stage);
     } else {
-      mbarrier_arrive(&smem.full[stage]);
+      mbarrier_arrive(&smem.there[stage]);
       return;
     }
     stage += S::FEEDERS;

@@ -42,7 +42,7 @@ DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int secon
       for (int i = 0; i < AT_ONCE; i++) now += is_unwritten_sum(raw[i][0]) || is_unwritten_sum(raw[i][1]);
       if (now == 0) break;
       each = now < missing, missing = now;
-      if (SPARING && !each) __nanosleep(40);
+      if (SPARING && !each) __nanosleep(DEALT_SLEEP);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
@@ -50,6 +50,43 @@ DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int secon
       a.x += low.x, a.y += low.y, b.x += high.x, b.y += high.y;
     }
   }
+}
+
+/* Likewise at one place, four of each. */
+template <bool SPARING, int AT_ONCE> DEVICE float4 add_up_quads(const dealt_sums &sums, int parts, int at)
+{
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int p = 0; p < parts; p += AT_ONCE) {
+    uint4 raw[AT_ONCE];
+    int missing = AT_ONCE + 1;
+    bool each = true;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      raw[i] = p + i < parts ? make_uint4(~0u, ~0u, ~0u, ~0u) : make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+    while (true) {
+      bool behind = false;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const bool ask = is_unwritten_quad(raw[i]);
+        if (ask && (!SPARING || each || !behind)) raw[i] = load_relaxed_vector(sums.first + (p + i) * sums.step + at);
+        behind |= ask;
+      }
+      int now = 0;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) now += is_unwritten_quad(raw[i]);
+      if (now == 0) break;
+      each = now < missing, missing = now;
+      if (SPARING && !each) __nanosleep(DEALT_Y_SLEEP);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      sum.x += __uint_as_float(raw[i].x), sum.y += __uint_as_float(raw[i].y);
+      sum.z += __uint_as_float(raw[i].z), sum.w += __uint_as_float(raw[i].w);
+    }
+  }
+  return sum;
 }
 
 /* Of gate and up, with their biases. */

@@ -6,6 +6,22 @@
 #include "device/pipeline.cuh"
 #include "few/layout.cuh"
 
+#ifndef DEALT_WINDOW_ONE
+#define DEALT_WINDOW_ONE 6
+#endif
+#ifndef DEALT_WINDOW_MANY
+#define DEALT_WINDOW_MANY 12
+#endif
+#ifndef DEALT_SLEEP
+#define DEALT_SLEEP 40
+#endif
+#ifndef DEALT_Y_SLEEP
+#define DEALT_Y_SLEEP 100
+#endif
+#ifndef DEALT_EARLY_OUT
+#define DEALT_EARLY_OUT 1
+#endif
+
 /* ---- shape ---- */
 
 /* A stage is BK of k by 2 BN channels: of a gated layer BN of gate and the same of up. Of one token (ONE) those that
@@ -19,6 +35,8 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool UP = true; /* the table has both */
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
+  /* Stages whose weights are on their way at a time; those behind may wait for h. */
+  static constexpr int WINDOW = TOKENS == 1 ? DEALT_WINDOW_ONE : DEALT_WINDOW_MANY;
   static constexpr bool ONE = TOKENS == 1;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
   static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? STAGES : 6, ROUTING = COPIER + 1 + FEEDERS,
@@ -112,7 +130,7 @@ struct few_memory<dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   dealt_stage<S> stages[STAGES];
   typename S::X columns[STAGES][S::COLUMNS][S::COLUMN];
   dealt_run run[STAGES];
-  uint64_t told[STAGES], full[STAGES], empty[STAGES];
+  uint64_t told[STAGES], full[STAGES], there[STAGES], empty[STAGES]; /* full of weights; the columns are there */
   dealt_unit unit[S::QUEUE];
   uint64_t unit_full[S::QUEUE], unit_empty[S::QUEUE];
   uint64_t weights_ready;  /* the table's `weight` */
@@ -151,6 +169,10 @@ DEVICE dealt_sums sums_of(const few_sm90_args &all, const dealt_smem<S> &smem, b
 DEVICE bool is_unwritten_sum(uint64_t two)
 {
   return (uint32_t)two == ~0u || (uint32_t)(two >> 32) == ~0u;
+}
+DEVICE bool is_unwritten_quad(const uint4 &four)
+{
+  return four.x == ~0u || four.y == ~0u || four.z == ~0u || four.w == ~0u;
 }
 
 #endif

@@ -123,6 +123,7 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
   float sum[4] = {};
 #pragma unroll 1
   while (true) {
+    wait_for(&smem.there[at.stage], at.phase);
     wait_for(&smem.full[at.stage], at.phase);
     const dealt_run run = smem.run[at.stage];
     if (run.kind == DEALT_END) return;

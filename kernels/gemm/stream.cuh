@@ -147,6 +147,46 @@ template <class S> DEVICE int producer_k()
   return threadIdx.x % S::LANES * operand<typename S::X>::PER_16;
 }
 
+/* Two stages at a time; the second may not be there at the end of k. */
+template <class S> struct stage_pair {
+  pipeline_state<S::STAGES> first, second;
+  bool two;
+
+  DEVICE stage_pair(const gemm_args &args, const pipeline_state<S::STAGES> &at, int k0)
+      : first(at), second(at), two(k0 + S::BK < args.k)
+  {
+    second.advance();
+  }
+
+  DEVICE void wait(stream_smem<S> &smem) const
+  {
+    wait_for(&smem.empty[first.stage], first.phase ^ 1);
+    if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
+  }
+
+  /* By value: a reference to either would put both into local memory. */
+  DEVICE pipeline_state<S::STAGES> of(int half) const
+  {
+    pipeline_state<S::STAGES> state;
+    state.stage = half ? second.stage : first.stage;
+    state.phase = half ? second.phase : first.phase;
+    return state;
+  }
+
+  /* The one that this thread copies into; of two: k past the end is copied as zeros. */
+  DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
+  DEVICE bool copies() const { return two || producer_half<S>() == 0; }
+
+  DEVICE void arrive(stream_smem<S> &smem) const
+  {
+    cp_async_mbarrier_arrive_noinc(&smem.full[first.stage]);
+    if (two) cp_async_mbarrier_arrive_noinc(&smem.full[second.stage]);
+    if (threadIdx.x != 0) return;
+    mbarrier_arrive(&smem.full[first.stage]);
+    if (two) mbarrier_arrive(&smem.full[second.stage]);
+  }
+};
+
 /* A thread's weight rows of a tile. */
 template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
   const typename S::W *origin[2]; /* of the rows of even and of odd number */
@@ -168,10 +208,11 @@ template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
   }
 
   /* Channels come in octets, so the second octet of the last granule may not be there. */
-  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, const stage_pair<S> &pair, int k0) const
   {
+    if (!pair.copies()) return;
     const bool there = k0 + producer_k<S>() < args.k;
-    uint32_t to = producer_address<S>(smem.weights[stage]);
+    uint32_t to = producer_address<S>(smem.weights[pair.mine()]);
     int64_t at = k0;
 #pragma unroll 4
     for (int row = 0; row < left; row += 2 * S::ROWS, at += step, to += 2 * S::ROWS * 128) {
@@ -182,43 +223,52 @@ template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
   }
 };
 
-/* N-major: 16 bytes of every 8th k of a stage, in each block of 64 weight rows. Octets lie where warpgroup_tile.cuh
- * looks for them. */
+/* N-major: 16 bytes of every 8th k of both stages, in two of four blocks of 64 weight rows: such that 16 lanes load 256
+ * neighbouring bytes where a tile has them. Octets lie where warpgroup_tile.cuh looks for them. */
 template <class S> struct stream_weights<S, true> {
-  static constexpr int COUNT = S::COLUMNS / S::BLOCK;
-  static_assert(S::BLOCKS == 2, "gate and up are apart, block by block");
-  const typename S::W *origin[COUNT];
-  uint32_t there; /* a bit a block: its channels are the tile's */
+  static constexpr int OWN = 2;
+  static_assert(S::BLOCKS == 2 && S::COLUMNS == 4 * S::BLOCK, "gate and up are apart, block by block");
+  const typename S::W *origin[OWN];
+  int block[OWN];
+  uint32_t there; /* a bit each: its channels are the tile's */
   uint64_t policy = evict_first_policy();
 
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
     const bool gated = S::gated(args), apart = gated && !in_pairs<S>(args);
     const int pairs = in_pairs<S>(args) ? 2 : 1, first = unit.n * granule_channels<S>(args),
-              end = min(unit.end * granule_channels<S>(args), args.n), vector = threadIdx.x % 8;
+              end = min(unit.end * granule_channels<S>(args), args.n), vector = threadIdx.x % 8,
+              side = threadIdx.x % S::LANES / 8;
     const typename S::W *gate = expert_base<typename S::W>(args.b, 0, unit.expert),
                         *up = gated ? expert_base<typename S::W>(args.b, 1, unit.expert) : gate;
     there = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int place = (apart ? first + i / 2 * S::BLOCK : pairs * first + i * S::BLOCK) + vector * 8;
-      origin[i] = (apart ? i % 2 ? up : gate : up < gate ? up : gate) + place;
+    for (int i = 0; i < OWN; i++) {
+      const int b = block[i] = apart ? 2 * side + i : side + 2 * i;
+      const int place = (apart ? first + b / 2 * S::BLOCK : pairs * first + b * S::BLOCK) + vector * 8;
+      origin[i] = (apart ? b % 2 ? up : gate : up < gate ? up : gate) + place;
       there |= (uint32_t)(place < pairs * end) << i;
     }
   }
 
-  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, const stage_pair<S> &pair, int k0) const
   {
-    const int row = threadIdx.x / S::LANES;
-    int k = k0 + producer_half<S>() * S::BK + row;
+    copy_stage(args, smem, pair.first.stage, k0);
+    if (pair.two) copy_stage(args, smem, pair.second.stage, k0 + S::BK);
+  }
+
+  DEVICE void copy_stage(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  {
+    int k = k0 + threadIdx.x / S::LANES;
     int64_t at = k * args.b.k_stride;
     uint32_t to = producer_address<S>(smem.weights[stage]);
-#pragma unroll 2
+#pragma unroll 4
     for (int i = 0; i < S::BK / S::ROWS; i++, k += S::ROWS, at += S::ROWS * args.b.k_stride, to += S::ROWS * 128) {
       const int bytes = k < args.k ? 16 : 0;
 #pragma unroll
-      for (int b = 0; b < COUNT; b++)
-        if (there >> b & 1) cp_async_cg_16(to + b * S::BK * 128, bytes ? origin[b] + at : origin[b], bytes, policy);
+      for (int j = 0; j < OWN; j++)
+        if (there >> j & 1)
+          cp_async_cg_16(to + block[j] * S::BK * 128, bytes ? origin[j] + at : origin[j], bytes, policy);
     }
   }
 };
@@ -272,46 +322,6 @@ template <class S> struct stream_row_scales {
   }
 };
 
-/* Two stages at a time; the second may not be there at the end of k. */
-template <class S> struct stage_pair {
-  pipeline_state<S::STAGES> first, second;
-  bool two;
-
-  DEVICE stage_pair(const gemm_args &args, const pipeline_state<S::STAGES> &at, int k0)
-      : first(at), second(at), two(k0 + S::BK < args.k)
-  {
-    second.advance();
-  }
-
-  DEVICE void wait(stream_smem<S> &smem) const
-  {
-    wait_for(&smem.empty[first.stage], first.phase ^ 1);
-    if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
-  }
-
-  /* By value: a reference to either would put both into local memory. */
-  DEVICE pipeline_state<S::STAGES> of(int half) const
-  {
-    pipeline_state<S::STAGES> state;
-    state.stage = half ? second.stage : first.stage;
-    state.phase = half ? second.phase : first.phase;
-    return state;
-  }
-
-  /* The one that this thread copies into; of two: k past the end is copied as zeros. */
-  DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
-  DEVICE bool copies() const { return two || producer_half<S>() == 0; }
-
-  DEVICE void arrive(stream_smem<S> &smem) const
-  {
-    cp_async_mbarrier_arrive_noinc(&smem.full[first.stage]);
-    if (two) cp_async_mbarrier_arrive_noinc(&smem.full[second.stage]);
-    if (threadIdx.x != 0) return;
-    mbarrier_arrive(&smem.full[first.stage]);
-    if (two) mbarrier_arrive(&smem.full[second.stage]);
-  }
-};
-
 /* All of a tile's stages. The weights of k < ahead are on their way. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile_unit &unit, int slot,
@@ -326,10 +336,8 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
     const stage_pair<S> pair(args, at, k0);
     pair.wait(smem);
     if (k0 == 0 && threadIdx.x == 0) smem.units[slot] = unit;
-    if (pair.copies()) {
-      if (k0 >= ahead) weights.copy(args, smem, pair.mine(), k0);
-      rows.copy(args, smem, unit.rows, pair.mine(), k0);
-    }
+    if (k0 >= ahead) weights.copy(args, smem, pair, k0);
+    if (pair.copies()) rows.copy(args, smem, unit.rows, pair.mine(), k0);
     if constexpr (S::SCALED) {
       if (pair.two || scales.half() == 0) scales.copy(args, smem, pair.of(scales.half()), k0 + scales.half() * S::BK);
     }
@@ -354,8 +362,11 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
     if (unit.expert >= 0) weights.set_unit(args, unit);
     if (!waited) {
 #pragma unroll 1
-      for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK)
-        weights.copy(args, smem, ahead / S::BK + producer_half<S>(), ahead);
+      for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK) {
+        pipeline_state<S::STAGES> first;
+        first.stage = ahead / S::BK;
+        weights.copy(args, smem, stage_pair<S>(args, first, ahead), ahead);
+      }
       wait_for_earlier_grids();
       waited = true;
     }
