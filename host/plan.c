@@ -250,12 +250,13 @@ static bool few_alike(const layer *l, const op_shape *up, const op_shape *down)
   return a->form == b->form && a->x == b->x && a->format == b->format && a->y == b->y && a->major == b->major;
 }
 
-/* A router of few experts has few CTAs, which fill with ones as well what dealt's CTAs tell each other through: those
+/* A router of few tokens has few CTAs, which fill with ones as well what dealt's CTAs tell each other through: those
  * behind the last tile do nothing else. */
 static void widen_router(const layer *l, layer_plan *p)
 {
   launch_step *s = &p->steps[STAGE_router];
-  if (s->row >= 0 && variants[s->row].form == FORM_dot && s->grid < l->m->sms) s->grid = l->m->sms;
+  if (s->row < 0 || s->grid >= l->m->sms) return;
+  if (variants[s->row].form == FORM_dot || variants[s->row].form == FORM_tile) s->grid = l->m->sms;
 }
 
 static void add_few(const layer *l, layer_plan *p)

@@ -1,4 +1,4 @@
-/* Wrappers of bulk copies with a cache policy (sm_90a). */
+/* What dealt wants besides (sm_90a): bulk copies with a cache policy, a counter that nobody waits for. */
 #ifndef CUMOE_PTX_HINTED_SM90_CUH
 #define CUMOE_PTX_HINTED_SM90_CUH
 
@@ -17,6 +17,15 @@ DEVICE void cp_async_bulk_tensor_4d(void *shared, const void *map, int32_t c0, i
 DEVICE void store_relaxed(float *target, float value)
 {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(target), "f"(value) : "memory");
+}
+
+/* Adds one, and returns what was there; all ones become 0. An addition would be used at once: ptxas makes one of those
+ * of all lanes, and tells each its own. */
+DEVICE uint32_t count_up(uint32_t *counter)
+{
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
 }
 
 #endif

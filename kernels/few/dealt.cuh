@@ -35,7 +35,7 @@ DEVICE float4 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, in
             in_block = channel - block * (int)FEW_PART_N, parts = line.parts_of(active * line.blocks + block).count;
   dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
   sums.first += first * sums.step, sums.step *= lanes;
-  return add_up_quads<DEALT_EARLY_OUT, 8>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block);
+  return add_up_quads<S::ONE && DEALT_EARLY_OUT, S::ONE ? 8 : 4>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block);
 }
 
 /* The sums of `lanes` lanes, four apart, in each of them. */
@@ -123,91 +123,16 @@ template <class S> DEVICE void write_outputs_of_one(const few_sm90_args &all, de
   }
 }
 
-/* Four channels of a token: the sum over its slots, in their order, by a lane. */
-template <class S>
-DEVICE float4 sum_slots_by_lane(const few_sm90_args &all, const dealt_smem<S> &smem, int token, int channel)
-{
-  using T = typename S::Y;
-  constexpr int AT_ONCE = 4;
-  const few_args &args = all.f;
-  const combine_args &out = args.out;
-  const dealt_line &line = smem.line[1];
-  const int block = channel / (int)FEW_PART_N, in_block = channel - block * (int)FEW_PART_N;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-  for (int s = 0; s < out.top_k; s += AT_ONCE) {
-    const float *from[AT_ONCE];
-    int step[AT_ONCE], parts[AT_ONCE], most = 0;
-    float4 y[AT_ONCE];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int pair = token * out.top_k + s + j;
-      y[j] = make_float4(0.f, 0.f, 0.f, 0.f), parts[j] = step[j] = 0, from[j] = nullptr;
-      if (s + j >= out.top_k || smem.table.weight[pair] == 0 || smem.table.to[pair] == ROW_IDENTITY) continue;
-      const int place = smem.place[pair], active = place / (int)FEW_COLUMNS;
-      const dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
-      from[j] = sums.first + in_block, step[j] = (int)sums.step;
-      parts[j] = line.parts_of(active * line.blocks + block).count, most = max(most, parts[j]);
-    }
-#pragma unroll 1
-    for (int p = 0; p < most; p++) {
-      uint4 raw[AT_ONCE];
-      bool again;
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) raw[j] = p < parts[j] ? make_uint4(~0u, ~0u, ~0u, ~0u) : make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-      do {
-        again = false;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-          if (is_unwritten_quad(raw[j])) raw[j] = load_relaxed_vector(from[j]);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) again |= is_unwritten_quad(raw[j]);
-      } while (again);
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
-        y[j].x += __uint_as_float(raw[j].x), y[j].y += __uint_as_float(raw[j].y);
-        y[j].z += __uint_as_float(raw[j].z), y[j].w += __uint_as_float(raw[j].w);
-        from[j] += step[j];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      const int pair = token * out.top_k + s + j;
-      const float weight = s + j < out.top_k ? smem.table.weight[pair] : 0.f;
-      if (weight == 0) continue;
-      const int to = smem.table.to[pair];
-      float4 v;
-      if (to == ROW_IDENTITY) {
-        const T *x = static_cast<const T *>(out.x) + token * out.x_ld + channel;
-        v = make_float4(to_f32(x[0]), to_f32(x[1]), to_f32(x[2]), to_f32(x[3]));
-      } else {
-        float bias[4];
-        load_bias(args.down.b, 0, to, channel, bias);
-        v = round_y<T>(y[j], bias);
-      }
-      sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
-      sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
-    }
-  }
-  return sum;
-}
-
-/* Several tokens: four channels of a token a lane. */
+/* Several tokens: consumers first, who have seen the CTA's last weights. */
 template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
-  const int quads = args.down.n / 4, items = (int)token_total(args.out.tokens) * quads;
+  const int groups = ceil_div(args.down.n, 16), items = (int)token_total(args.out.tokens) * groups;
   wait_for(&smem.weights_ready, 0);
 #pragma unroll 1
-  for (int item = (warp_id() * (int)gridDim.x + (int)blockIdx.x) * WARP_SIZE + lane_id(); item < items;
-       item += S::WRITERS * (int)gridDim.x * WARP_SIZE) {
-    const int token = item / quads, channel = (item - token * quads) * 4;
-    const float4 sum = sum_slots_by_lane<S>(all, smem, token, channel);
-    store_sum<typename S::Y>(args.out, token, channel, sum.x);
-    store_sum<typename S::Y>(args.out, token, channel + 1, sum.y);
-    store_sum<typename S::Y>(args.out, token, channel + 2, sum.z);
-    store_sum<typename S::Y>(args.out, token, channel + 3, sum.w);
+  for (int item = warp_id() * (int)gridDim.x + (int)blockIdx.x; item < items; item += S::WRITERS * (int)gridDim.x) {
+    const int token = item / groups, channel = (item - token * groups) * 16 + lane_id() % 4 * 4;
+    store_dealt_output<S>(args, token, channel, sum_dealt_slots<S>(all, smem, token, channel));
   }
 }
 

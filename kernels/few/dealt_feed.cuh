@@ -13,6 +13,12 @@ DEVICE int draw_items(const few_sm90_args &all, int count)
   return atomicAdd(all.items, count) + 1; /* -1 at first */
 }
 
+/* The next one, less one. Whoever draws goes on until he uses it. */
+DEVICE int draw_ahead(const few_sm90_args &all)
+{
+  return (int)count_up(reinterpret_cast<uint32_t *>(all.items));
+}
+
 enum { DEALT_FIRST = 2 }; /* items that a CTA draws at once to begin with, as it cannot know the next so soon */
 
 /* ---- weights ---- */
@@ -102,10 +108,11 @@ template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S
 #pragma unroll 1
   while (index < items) {
     const bool down = index >= of_up;
-    const int next = more == 0 && lane_id() == 0 ? draw_items(all, 1) : 0;
+    int next = 0;
+    if (more == 0 && lane_id() == 0) next = draw_ahead(all);
     if (!S::ONE && down && !ups_over) copier.hand_on(-1, 0), ups_over = true;
     copier.copy_item(down, smem.line[down].find(down ? index - of_up : index));
-    index = more > 0 ? index + 1 : __shfl_sync(ALL_LANES, next, 0);
+    index = more > 0 ? index + 1 : __shfl_sync(ALL_LANES, next, 0) + 1;
     more = max(more - 1, 0);
   }
   if (!S::ONE && !ups_over) copier.hand_on(-1, 0);

@@ -12,10 +12,9 @@ DEVICE float2 as_floats(uint64_t two)
 
 /* Parts of a pair's sums, in the order of k, at two places of a unit, two of each. SPARING: while nothing comes, a lane
  * asks for the first one that is missing alone. */
-template <bool SPARING>
+template <bool SPARING, int AT_ONCE>
 DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int second, float2 &a, float2 &b)
 {
-  constexpr int AT_ONCE = 4;
   a = b = make_float2(0.f, 0.f);
 #pragma unroll 1
   for (int p = 0; p < parts; p += AT_ONCE) {
@@ -119,7 +118,7 @@ DEVICE uint32_t two_of_h(const few_sm90_args &all, const dealt_smem<S> &smem, in
   if (channel >= all.f.up.n) return 0;
   float2 a, b, bias[2];
   h_biases(all.f.up, smem.table.expert[active], channel, bias);
-  add_up_parts<S::ONE>(sums_of<S>(all, smem, false, active, block, column),
+  add_up_parts<S::ONE, S::ONE ? DEALT_H_ONCE : 4>(sums_of<S>(all, smem, false, active, block, column),
                        line.parts_of(active * line.blocks + block).count, first, second, a, b);
   float2 low = make_float2(a.x, b.x), high = make_float2(a.y, b.y);
   if (line.pairs) { /* gate, up, gate, up, or the other way */

@@ -7,10 +7,16 @@
 #include "few/layout.cuh"
 
 #ifndef DEALT_WINDOW_ONE
-#define DEALT_WINDOW_ONE 6
+#define DEALT_WINDOW_ONE 10
 #endif
 #ifndef DEALT_WINDOW_MANY
-#define DEALT_WINDOW_MANY 12
+#define DEALT_WINDOW_MANY 6
+#endif
+#ifndef DEALT_FEEDERS
+#define DEALT_FEEDERS 5
+#endif
+#ifndef DEALT_H_ONCE
+#define DEALT_H_ONCE 8
 #endif
 #ifndef DEALT_SLEEP
 #define DEALT_SLEEP 40
@@ -39,7 +45,7 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int WINDOW = TOKENS == 1 ? DEALT_WINDOW_ONE : DEALT_WINDOW_MANY;
   static constexpr bool ONE = TOKENS == 1;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
-  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? STAGES : 6, ROUTING = COPIER + 1 + FEEDERS,
+  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? DEALT_FEEDERS : 6, ROUTING = COPIER + 1 + FEEDERS,
                        FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;
   static constexpr int VECTORS = BK / 8, COLUMN = BK + 8; /* of a stage's column: 16 bytes; elements, with a gap */
   static_assert(BN == 64 && BK == (int)FEW_PART_K && 2 * BN == (int)FEW_PART_N, "boxes; an octet of each a consumer");

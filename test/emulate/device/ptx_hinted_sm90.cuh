@@ -15,4 +15,11 @@ DEVICE void store_relaxed(float *target, float value)
   *target = value;
 }
 
+DEVICE uint32_t count_up(uint32_t *counter)
+{
+  const uint32_t before = *counter;
+  *counter = before >= 0x7fffffff ? 0 : before + 1;
+  return before;
+}
+
 #endif
