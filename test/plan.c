@@ -1213,11 +1213,12 @@ static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const laye
   return pairs <= 32 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
 }
 
-/* The router's dot form fills what dealt needs, by a CTA an SM. */
+/* The router of few tokens fills what dealt needs, by a CTA an SM. */
 static bool fills_for_dealt(const layer_plan *p)
 {
   const int32_t few = p->steps[STAGE_few_up].row, router = p->steps[STAGE_router].row;
-  return few >= 0 && router >= 0 && variants[few].form == FORM_dealt && variants[router].form == FORM_dot;
+  return few >= 0 && router >= 0 && variants[few].form == FORM_dealt &&
+         (variants[router].form == FORM_dot || variants[router].form == FORM_tile);
 }
 
 /* Which stages there are follows from what the call brings and from the plan's own flags; each is what `choose` and

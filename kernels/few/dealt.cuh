@@ -162,6 +162,16 @@ template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &
 template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
+#ifdef DEALT_PROLOGUE
+  if (warp_id() == S::COPIER && lane_id() < S::STAGES) {
+    mbarrier_init(&smem.told[lane_id()], 1);
+    mbarrier_init(&smem.full[lane_id()], 1);
+    mbarrier_init(&smem.there[lane_id()], WARP_SIZE);
+    mbarrier_init(&smem.empty[lane_id()], S::CONSUMERS);
+    fence_mbarrier_init();
+    if (lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
+  }
+#else
   if (warp_id() == S::COPIER && lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
   if (threadIdx.x < S::STAGES) {
     mbarrier_init(&smem.told[threadIdx.x], 1);
@@ -170,6 +180,7 @@ template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_sme
     mbarrier_init(&smem.empty[threadIdx.x], S::CONSUMERS);
     fence_mbarrier_init();
   }
+#endif
   if (threadIdx.x >= WARP_SIZE && threadIdx.x < WARP_SIZE + S::QUEUE) {
     mbarrier_init(&smem.unit_full[threadIdx.x - WARP_SIZE], 1);
     mbarrier_init(&smem.unit_empty[threadIdx.x - WARP_SIZE], 1);

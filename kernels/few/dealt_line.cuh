@@ -7,13 +7,13 @@
 #include "few/layout.cuh"
 
 #ifndef DEALT_WINDOW_ONE
-#define DEALT_WINDOW_ONE 10
+#define DEALT_WINDOW_ONE 4
 #endif
 #ifndef DEALT_WINDOW_MANY
-#define DEALT_WINDOW_MANY 6
+#define DEALT_WINDOW_MANY 4
 #endif
 #ifndef DEALT_FEEDERS
-#define DEALT_FEEDERS 5
+#define DEALT_FEEDERS 10
 #endif
 #ifndef DEALT_H_ONCE
 #define DEALT_H_ONCE 8
@@ -25,7 +25,7 @@
 #define DEALT_Y_SLEEP 100
 #endif
 #ifndef DEALT_EARLY_OUT
-#define DEALT_EARLY_OUT 1
+#define DEALT_EARLY_OUT 0
 #endif
 
 /* ---- shape ---- */
