@@ -214,7 +214,7 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
     dealt_route<S>(args, smem, experts);
     if (!S::ONE || !DEALT_EARLY_OUT) return;
   }
-  else if (!S::ONE && warp_id() == S::FINISHER)
+  else if (!S::JOINS && warp_id() == S::FINISHER)
     return finish_units<S>(all, smem);
   else
     return;

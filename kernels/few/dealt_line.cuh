@@ -6,6 +6,9 @@
 #include "device/pipeline.cuh"
 #include "few/layout.cuh"
 
+#ifndef DEALT_FIN
+#define DEALT_FIN 0
+#endif
 #ifndef DEALT_WINDOW_ONE
 #define DEALT_WINDOW_ONE 4
 #endif
@@ -43,13 +46,13 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
   /* Stages whose weights are on their way at a time; those behind may wait for h. */
   static constexpr int WINDOW = TOKENS == 1 ? DEALT_WINDOW_ONE : DEALT_WINDOW_MANY;
-  static constexpr bool ONE = TOKENS == 1;
+  static constexpr bool ONE = TOKENS == 1, JOINS = ONE && !DEALT_FIN;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
   static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? DEALT_FEEDERS : 6, ROUTING = COPIER + 1 + FEEDERS,
                        FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;
   static constexpr int VECTORS = BK / 8, COLUMN = BK + 8; /* of a stage's column: 16 bytes; elements, with a gap */
   static_assert(BN == 64 && BK == (int)FEW_PART_K && 2 * BN == (int)FEW_PART_N, "boxes; an octet of each a consumer");
-  static_assert(WARPS > FINISHER - ONE && THREADS >= PAIRS && STAGES % FEEDERS == 0);
+  static_assert(WARPS > FINISHER - JOINS && THREADS >= PAIRS && STAGES % FEEDERS == 0);
   static_assert(COLUMNS * VECTORS <= WARP_SIZE || COLUMNS * VECTORS % WARP_SIZE == 0);
 };
 
