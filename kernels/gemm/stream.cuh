@@ -4,7 +4,7 @@
  *
  * A CTA has a producer warpgroup and two consumer warpgroups around a pipeline of stages of 128 bytes of k. Producers
  * fill two stages at once: 16 lanes load 256 neighbouring bytes of a weight row, which memory delivers faster than 128;
- * of N-major weights a thread asks for all that a tile has of one k at once.
+ * of N-major weights, of one k, where a tile has as many side by side.
  * Weights and rows (tokens) both come by cp.async into the 128-byte swizzle that wgmma reads: weights are its 64-row
  * operand, rows the other. In a gated up tile 8 gate and the same 8 up rows alternate, so a thread finds both factors
  * of a channel in its own registers.
@@ -147,46 +147,6 @@ template <class S> DEVICE int producer_k()
   return threadIdx.x % S::LANES * operand<typename S::X>::PER_16;
 }
 
-/* Two stages at a time; the second may not be there at the end of k. */
-template <class S> struct stage_pair {
-  pipeline_state<S::STAGES> first, second;
-  bool two;
-
-  DEVICE stage_pair(const gemm_args &args, const pipeline_state<S::STAGES> &at, int k0)
-      : first(at), second(at), two(k0 + S::BK < args.k)
-  {
-    second.advance();
-  }
-
-  DEVICE void wait(stream_smem<S> &smem) const
-  {
-    wait_for(&smem.empty[first.stage], first.phase ^ 1);
-    if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
-  }
-
-  /* By value: a reference to either would put both into local memory. */
-  DEVICE pipeline_state<S::STAGES> of(int half) const
-  {
-    pipeline_state<S::STAGES> state;
-    state.stage = half ? second.stage : first.stage;
-    state.phase = half ? second.phase : first.phase;
-    return state;
-  }
-
-  /* The one that this thread copies into; of two: k past the end is copied as zeros. */
-  DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
-  DEVICE bool copies() const { return two || producer_half<S>() == 0; }
-
-  DEVICE void arrive(stream_smem<S> &smem) const
-  {
-    cp_async_mbarrier_arrive_noinc(&smem.full[first.stage]);
-    if (two) cp_async_mbarrier_arrive_noinc(&smem.full[second.stage]);
-    if (threadIdx.x != 0) return;
-    mbarrier_arrive(&smem.full[first.stage]);
-    if (two) mbarrier_arrive(&smem.full[second.stage]);
-  }
-};
-
 /* A thread's weight rows of a tile. */
 template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
   const typename S::W *origin[2]; /* of the rows of even and of odd number */
@@ -208,11 +168,10 @@ template <class S, bool N_MAJOR = S::N_MAJOR> struct stream_weights {
   }
 
   /* Channels come in octets, so the second octet of the last granule may not be there. */
-  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, const stage_pair<S> &pair, int k0) const
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
   {
-    if (!pair.copies()) return;
     const bool there = k0 + producer_k<S>() < args.k;
-    uint32_t to = producer_address<S>(smem.weights[pair.mine()]);
+    uint32_t to = producer_address<S>(smem.weights[stage]);
     int64_t at = k0;
 #pragma unroll 4
     for (int row = 0; row < left; row += 2 * S::ROWS, at += step, to += 2 * S::ROWS * 128) {
@@ -251,13 +210,7 @@ template <class S> struct stream_weights<S, true> {
     }
   }
 
-  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, const stage_pair<S> &pair, int k0) const
-  {
-    copy_stage(args, smem, pair.first.stage, k0);
-    if (pair.two) copy_stage(args, smem, pair.second.stage, k0 + S::BK);
-  }
-
-  DEVICE void copy_stage(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
+  DEVICE void copy(const gemm_args &args, stream_smem<S> &smem, int stage, int k0) const
   {
     int k = k0 + threadIdx.x / S::LANES;
     int64_t at = k * args.b.k_stride;
@@ -322,6 +275,46 @@ template <class S> struct stream_row_scales {
   }
 };
 
+/* Two stages at a time; the second may not be there at the end of k. */
+template <class S> struct stage_pair {
+  pipeline_state<S::STAGES> first, second;
+  bool two;
+
+  DEVICE stage_pair(const gemm_args &args, const pipeline_state<S::STAGES> &at, int k0)
+      : first(at), second(at), two(k0 + S::BK < args.k)
+  {
+    second.advance();
+  }
+
+  DEVICE void wait(stream_smem<S> &smem) const
+  {
+    wait_for(&smem.empty[first.stage], first.phase ^ 1);
+    if (two) wait_for(&smem.empty[second.stage], second.phase ^ 1);
+  }
+
+  /* By value: a reference to either would put both into local memory. */
+  DEVICE pipeline_state<S::STAGES> of(int half) const
+  {
+    pipeline_state<S::STAGES> state;
+    state.stage = half ? second.stage : first.stage;
+    state.phase = half ? second.phase : first.phase;
+    return state;
+  }
+
+  /* The one that this thread copies into; of two: k past the end is copied as zeros. */
+  DEVICE int mine() const { return producer_half<S>() ? second.stage : first.stage; }
+  DEVICE bool copies() const { return two || producer_half<S>() == 0; }
+
+  DEVICE void arrive(stream_smem<S> &smem) const
+  {
+    cp_async_mbarrier_arrive_noinc(&smem.full[first.stage]);
+    if (two) cp_async_mbarrier_arrive_noinc(&smem.full[second.stage]);
+    if (threadIdx.x != 0) return;
+    mbarrier_arrive(&smem.full[first.stage]);
+    if (two) mbarrier_arrive(&smem.full[second.stage]);
+  }
+};
+
 /* All of a tile's stages. The weights of k < ahead are on their way. */
 template <class S>
 DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile_unit &unit, int slot,
@@ -336,8 +329,14 @@ DEVICE void produce_tile(const gemm_args &args, stream_smem<S> &smem, const tile
     const stage_pair<S> pair(args, at, k0);
     pair.wait(smem);
     if (k0 == 0 && threadIdx.x == 0) smem.units[slot] = unit;
-    if (k0 >= ahead) weights.copy(args, smem, pair, k0);
-    if (pair.copies()) rows.copy(args, smem, unit.rows, pair.mine(), k0);
+    if (S::N_MAJOR && k0 >= ahead) {
+      weights.copy(args, smem, pair.first.stage, k0);
+      if (pair.two) weights.copy(args, smem, pair.second.stage, k0 + S::BK);
+    }
+    if (pair.copies()) {
+      if (!S::N_MAJOR && k0 >= ahead) weights.copy(args, smem, pair.mine(), k0);
+      rows.copy(args, smem, unit.rows, pair.mine(), k0);
+    }
     if constexpr (S::SCALED) {
       if (pair.two || scales.half() == 0) scales.copy(args, smem, pair.of(scales.half()), k0 + scales.half() * S::BK);
     }
@@ -363,9 +362,8 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
     if (!waited) {
 #pragma unroll 1
       for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK) {
-        pipeline_state<S::STAGES> first;
-        first.stage = ahead / S::BK;
-        weights.copy(args, smem, stage_pair<S>(args, first, ahead), ahead);
+        if (S::N_MAJOR) weights.copy(args, smem, ahead / S::BK, ahead);
+        weights.copy(args, smem, ahead / S::BK + (S::N_MAJOR ? 1 : producer_half<S>()), ahead + (S::N_MAJOR ? S::BK : 0));
       }
       wait_for_earlier_grids();
       waited = true;
