@@ -423,9 +423,9 @@ static void carve_codes(carver *c, const cumoe_format *f, int64_t rows, int32_t 
   if (!f->act_order) *scale = carve(c, ROW_GROUPS(r, cols), SCALE_LD(rows), sizeof(float));
 }
 
-/* dealt: how units are cut. One token's into as many parts as CTAs end together by; of several the last units alone
- * into small ones, at most LAST_ITEMS parts. */
-enum { DEALT_CTAS = 132, LAST_ITEMS = 4 * DEALT_CTAS };
+/* dealt: how units are cut. One token's into as many parts as CTAs end together by; of several the last units of down
+ * alone into small ones, at most LAST_ITEMS parts, and that where parts have more than LONG_ITEM chunks. */
+enum { DEALT_CTAS = 132, LAST_ITEMS = 4 * DEALT_CTAS, LONG_ITEM = 16 };
 
 /* Items that up's and down's weights are wanted in. */
 static int64_t wanted_items(int64_t tokens)
@@ -436,7 +436,12 @@ static int64_t wanted_items(int64_t tokens)
 /* Chunks of k that a part has at least: of down few, as its last ones are the layer's end. */
 static int64_t least_chunks(int64_t tokens, bool down)
 {
-  return (tokens == 1 ? 4 : 8) / (down ? 2 : 1);
+  return down && tokens == 1 ? 2 : down ? 4 : 8;
+}
+
+static bool cuts_last(int64_t tokens, bool down)
+{
+  return down && tokens > 1;
 }
 
 static int64_t part_channels(const cumoe_moe_desc *d, bool down)
@@ -482,7 +487,7 @@ static void cut_units(const cumoe_moe_desc *d, int64_t tokens, bool down, cut_la
   const int64_t each = even_chunks(chunks, max64(ceil_div(units * chunks, wanted_items(tokens)), least));
   const int64_t small = even_chunks(chunks, max64(ceil_div(each, 4), least / 2));
   int64_t last = min64(ceil_div(DEALT_CTAS * each, chunks), LAST_ITEMS / ceil_div(chunks, small));
-  if (tokens == 1 || small >= each) last = 0;
+  if (!cuts_last(tokens, down) || each <= LONG_ITEM || small >= each) last = 0;
   *cut = (cut_layout){0, 0, {(int32_t)each * FEW_PART_K, (int32_t)small * FEW_PART_K}, (int32_t)min64(last, units)};
 }
 
@@ -512,7 +517,7 @@ static int64_t last_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, co
 static int64_t last_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
   const int64_t most = dealt_units(d, tokens, down) * ceil_div(chunks_of(d, down), least_chunks(tokens, down) / 2);
-  return tokens == 1 ? 0 : 4 * min64(most, LAST_ITEMS) * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
+  return !cuts_last(tokens, down) ? 0 : 4 * min64(most, LAST_ITEMS) * min64(tokens, FEW_COLUMNS) * FEW_PART_N;
 }
 
 /* dealt's parts of sums, in the place of y, which it does not have, and behind. */

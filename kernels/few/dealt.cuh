@@ -35,7 +35,7 @@ DEVICE float4 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, in
             in_block = channel - block * (int)FEW_PART_N, parts = line.parts_of(active * line.blocks + block).count;
   dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
   sums.first += first * sums.step, sums.step *= lanes;
-  return add_up_quads<S::ONE && DEALT_EARLY_OUT, S::ONE ? 8 : 4>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block);
+  return add_up_quads<S::ONE ? 8 : 4>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block);
 }
 
 /* The sums of `lanes` lanes, four apart, in each of them. */
@@ -109,21 +109,7 @@ template <class S> DEVICE void store_dealt_output(const few_args &args, int toke
   store_sum<typename S::Y>(args.out, token, channel + i, i == 0 ? sums.x : i == 1 ? sums.y : i == 2 ? sums.z : sums.w);
 }
 
-/* One token: 16 channels a warp. The first ones by the warp that routes, which sees sums come; then consumers, who have
- * seen the CTA's last weights. */
-template <class S> DEVICE void write_outputs_of_one(const few_sm90_args &all, dealt_smem<S> &smem)
-{
-  const few_args &args = all.f;
-  const int items = token_total(args.out.tokens) > 0 ? ceil_div(args.down.n, 16) : 0, first = warp_id() == S::ROUTING ? 0 : warp_id() + DEALT_EARLY_OUT;
-  wait_for(&smem.weights_ready, 0);
-#pragma unroll 1
-  for (int item = first * (int)gridDim.x + (int)blockIdx.x; item < items; item += (S::WRITERS + DEALT_EARLY_OUT) * (int)gridDim.x) {
-    const int channel = item * 16 + lane_id() % 4 * 4;
-    store_dealt_output<S>(args, 0, channel, sum_dealt_slots<S>(all, smem, 0, channel));
-  }
-}
-
-/* Several tokens: consumers first, who have seen the CTA's last weights. */
+/* 16 channels of a token a warp: consumers first, who have seen the CTA's last weights. */
 template <class S> DEVICE void write_dealt_outputs(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
@@ -162,7 +148,6 @@ template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &
 template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_smem<S> &smem)
 {
   const few_args &args = all.f;
-#ifdef DEALT_PROLOGUE
   if (warp_id() == S::COPIER && lane_id() < S::STAGES) {
     mbarrier_init(&smem.told[lane_id()], 1);
     mbarrier_init(&smem.full[lane_id()], 1);
@@ -171,16 +156,6 @@ template <class S> DEVICE void prepare_dealt(const few_sm90_args &all, dealt_sme
     fence_mbarrier_init();
     if (lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
   }
-#else
-  if (warp_id() == S::COPIER && lane_id() == 0) prefetch_tensormap(all.up), prefetch_tensormap(all.down);
-  if (threadIdx.x < S::STAGES) {
-    mbarrier_init(&smem.told[threadIdx.x], 1);
-    mbarrier_init(&smem.full[threadIdx.x], 1);
-    mbarrier_init(&smem.there[threadIdx.x], WARP_SIZE);
-    mbarrier_init(&smem.empty[threadIdx.x], S::CONSUMERS);
-    fence_mbarrier_init();
-  }
-#endif
   if (threadIdx.x >= WARP_SIZE && threadIdx.x < WARP_SIZE + S::QUEUE) {
     mbarrier_init(&smem.unit_full[threadIdx.x - WARP_SIZE], 1);
     mbarrier_init(&smem.unit_empty[threadIdx.x - WARP_SIZE], 1);
@@ -210,18 +185,13 @@ template <class S> DEVICE void dealt_gemm(const few_sm90_args &all, dealt_smem<S
     copy_items<S>(all, smem, experts);
   else if (warp_id() < S::ROUTING)
     bring_columns<S>(all, smem);
-  else if (warp_id() == S::ROUTING) {
-    dealt_route<S>(args, smem, experts);
-    if (!S::ONE || !DEALT_EARLY_OUT) return;
-  }
-  else if (!S::JOINS && warp_id() == S::FINISHER)
+  else if (warp_id() == S::ROUTING)
+    return dealt_route<S>(args, smem, experts);
+  else if (!S::ONE && warp_id() == S::FINISHER)
     return finish_units<S>(all, smem);
   else
     return;
-  if constexpr (S::ONE)
-    write_outputs_of_one<S>(all, smem);
-  else
-    write_dealt_outputs<S>(all, smem);
+  write_dealt_outputs<S>(all, smem);
 }
 
 #endif

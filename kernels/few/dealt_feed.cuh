@@ -32,8 +32,7 @@ template <class S> struct dealt_copier {
 
   DEVICE dealt_copier(const few_sm90_args &a, dealt_smem<S> &s) : all(a), smem(s)
   {
-    before.stage = S::STAGES - S::WINDOW, before.phase = 1;
-    if (S::WINDOW == S::STAGES) before = at;
+    before.stage = S::STAGES - S::WINDOW, before.phase = 1; /* the first ones wait for nothing */
   }
 
   /* By one lane. What lies outside of the matrix is zeros. */
@@ -56,7 +55,8 @@ template <class S> struct dealt_copier {
   DEVICE void tell(const dealt_run &run, int expert)
   {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (S::WINDOW < S::STAGES) wait_for(&smem.full[before.stage], before.phase), before.advance();
+    wait_for(&smem.full[before.stage], before.phase);
+    before.advance();
     if (elect_one()) {
       if (run.kind == DEALT_END) {
         smem.run[at.stage] = run;
@@ -94,7 +94,7 @@ template <class S> struct dealt_copier {
     }
     /* Who has the last part of a unit makes h of it: all others are in the hands of those who have started. */
     const int parts = smem.line[0].parts_of(item.active * smem.line[0].blocks + item.block).count;
-    if (!S::JOINS && !down && item.part > 0 && item.part == parts - 1) hand_on(item.active, item.block);
+    if (!S::ONE && !down && item.part > 0 && item.part == parts - 1) hand_on(item.active, item.block);
   }
 };
 
@@ -110,12 +110,12 @@ template <class S> DEVICE void copy_items(const few_sm90_args &all, dealt_smem<S
     const bool down = index >= of_up;
     int next = 0;
     if (more == 0 && lane_id() == 0) next = draw_ahead(all);
-    if (!S::JOINS && down && !ups_over) copier.hand_on(-1, 0), ups_over = true;
+    if (!S::ONE && down && !ups_over) copier.hand_on(-1, 0), ups_over = true;
     copier.copy_item(down, smem.line[down].find(down ? index - of_up : index));
     index = more > 0 ? index + 1 : __shfl_sync(ALL_LANES, next, 0) + 1;
     more = max(more - 1, 0);
   }
-  if (!S::JOINS && !ups_over) copier.hand_on(-1, 0);
+  if (!S::ONE && !ups_over) copier.hand_on(-1, 0);
   const dealt_run end = {DEALT_END, 0, 0, 0, 0, 0};
 #pragma unroll 1
   for (int i = 0; i < S::FEEDERS; i++) copier.tell(end, 0);
@@ -200,7 +200,7 @@ template <class S> DEVICE void bring_columns(const few_sm90_args &all, dealt_sme
     if (run.kind == DEALT_UP) {
       feeder.copy_x(run, stage);
     } else if (run.kind == DEALT_DOWN) {
-      if constexpr (S::JOINS)
+      if constexpr (S::ONE)
         feeder.make_h(run, stage);
       else
         feeder.take_h(run, stage);

@@ -12,9 +12,10 @@ DEVICE float2 as_floats(uint64_t two)
 
 /* Parts of a pair's sums, in the order of k, at two places of a unit, two of each. SPARING: while nothing comes, a lane
  * asks for the first one that is missing alone. */
-template <bool SPARING, int AT_ONCE>
+template <bool SPARING>
 DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int second, float2 &a, float2 &b)
 {
+  constexpr int AT_ONCE = 4;
   a = b = make_float2(0.f, 0.f);
 #pragma unroll 1
   for (int p = 0; p < parts; p += AT_ONCE) {
@@ -41,7 +42,7 @@ DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int secon
       for (int i = 0; i < AT_ONCE; i++) now += is_unwritten_sum(raw[i][0]) || is_unwritten_sum(raw[i][1]);
       if (now == 0) break;
       each = now < missing, missing = now;
-      if (SPARING && !each) __nanosleep(DEALT_SLEEP);
+      if (SPARING && !each) __nanosleep(40);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
@@ -52,33 +53,25 @@ DEVICE void add_up_parts(const dealt_sums &sums, int parts, int first, int secon
 }
 
 /* Likewise at one place, four of each. */
-template <bool SPARING, int AT_ONCE> DEVICE float4 add_up_quads(const dealt_sums &sums, int parts, int at)
+template <int AT_ONCE> DEVICE float4 add_up_quads(const dealt_sums &sums, int parts, int at)
 {
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
   for (int p = 0; p < parts; p += AT_ONCE) {
     uint4 raw[AT_ONCE];
-    int missing = AT_ONCE + 1;
-    bool each = true;
+    bool again;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
       raw[i] = p + i < parts ? make_uint4(~0u, ~0u, ~0u, ~0u) : make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-    while (true) {
-      bool behind = false;
+    do {
+      again = false;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const bool ask = is_unwritten_quad(raw[i]);
-        if (ask && (!SPARING || each || !behind)) raw[i] = load_relaxed_vector(sums.first + (p + i) * sums.step + at);
-        behind |= ask;
-      }
-      int now = 0;
+      for (int i = 0; i < AT_ONCE; i++)
+        if (is_unwritten_quad(raw[i])) raw[i] = load_relaxed_vector(sums.first + (p + i) * sums.step + at);
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) now += is_unwritten_quad(raw[i]);
-      if (now == 0) break;
-      each = now < missing, missing = now;
-      if (SPARING && !each) __nanosleep(DEALT_Y_SLEEP);
-    }
+      for (int i = 0; i < AT_ONCE; i++) again |= is_unwritten_quad(raw[i]);
+    } while (again);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       sum.x += __uint_as_float(raw[i].x), sum.y += __uint_as_float(raw[i].y);
@@ -118,7 +111,7 @@ DEVICE uint32_t two_of_h(const few_sm90_args &all, const dealt_smem<S> &smem, in
   if (channel >= all.f.up.n) return 0;
   float2 a, b, bias[2];
   h_biases(all.f.up, smem.table.expert[active], channel, bias);
-  add_up_parts<S::ONE, S::ONE ? DEALT_H_ONCE : 4>(sums_of<S>(all, smem, false, active, block, column),
+  add_up_parts<S::ONE>(sums_of<S>(all, smem, false, active, block, column),
                        line.parts_of(active * line.blocks + block).count, first, second, a, b);
   float2 low = make_float2(a.x, b.x), high = make_float2(a.y, b.y);
   if (line.pairs) { /* gate, up, gate, up, or the other way */

@@ -6,31 +6,6 @@
 #include "device/pipeline.cuh"
 #include "few/layout.cuh"
 
-#ifndef DEALT_FIN
-#define DEALT_FIN 0
-#endif
-#ifndef DEALT_WINDOW_ONE
-#define DEALT_WINDOW_ONE 4
-#endif
-#ifndef DEALT_WINDOW_MANY
-#define DEALT_WINDOW_MANY 4
-#endif
-#ifndef DEALT_FEEDERS
-#define DEALT_FEEDERS 10
-#endif
-#ifndef DEALT_H_ONCE
-#define DEALT_H_ONCE 8
-#endif
-#ifndef DEALT_SLEEP
-#define DEALT_SLEEP 40
-#endif
-#ifndef DEALT_Y_SLEEP
-#define DEALT_Y_SLEEP 100
-#endif
-#ifndef DEALT_EARLY_OUT
-#define DEALT_EARLY_OUT 0
-#endif
-
 /* ---- shape ---- */
 
 /* A stage is BK of k by 2 BN channels: of a gated layer BN of gate and the same of up. Of one token (ONE) those that
@@ -44,15 +19,16 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool UP = true; /* the table has both */
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
-  /* Stages whose weights are on their way at a time; those behind may wait for h. */
-  static constexpr int WINDOW = TOKENS == 1 ? DEALT_WINDOW_ONE : DEALT_WINDOW_MANY;
-  static constexpr bool ONE = TOKENS == 1, JOINS = ONE && !DEALT_FIN;
+  /* Stages that are on their way at a time: 64 KiB an SM are as quick as more, and what waits behind more of them, h and
+   * draws, comes late. The others are there, and wait for h. */
+  static constexpr int WINDOW = 4;
+  static constexpr bool ONE = TOKENS == 1;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
-  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? DEALT_FEEDERS : 6, ROUTING = COPIER + 1 + FEEDERS,
+  static constexpr int CONSUMERS = 8, COPIER = CONSUMERS, FEEDERS = ONE ? STAGES : 6, ROUTING = COPIER + 1 + FEEDERS,
                        FINISHER = ROUTING + 1, WRITERS = ROUTING, THREADS = WARPS * WARP_SIZE;
   static constexpr int VECTORS = BK / 8, COLUMN = BK + 8; /* of a stage's column: 16 bytes; elements, with a gap */
   static_assert(BN == 64 && BK == (int)FEW_PART_K && 2 * BN == (int)FEW_PART_N, "boxes; an octet of each a consumer");
-  static_assert(WARPS > FINISHER - JOINS && THREADS >= PAIRS && STAGES % FEEDERS == 0);
+  static_assert(WARPS > FINISHER - ONE && THREADS >= PAIRS && STAGES % FEEDERS == 0);
   static_assert(COLUMNS * VECTORS <= WARP_SIZE || COLUMNS * VECTORS % WARP_SIZE == 0);
 };
 

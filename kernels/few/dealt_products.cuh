@@ -134,7 +134,7 @@ template <class S> DEVICE void dealt_consume(const few_sm90_args &all, dealt_sme
     if (lane_id() == 0) mbarrier_arrive(&smem.empty[at.stage]);
     at.advance();
     if (!run.last) continue;
-    if (!S::JOINS && run.kind == DEALT_UP &&
+    if (!S::ONE && run.kind == DEALT_UP &&
         smem.line[0].parts_of(run.active * smem.line[0].blocks + run.block).count == 1)
       finish_whole<S>(all, smem, run, sum);
     else
