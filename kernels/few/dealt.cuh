@@ -35,7 +35,7 @@ DEVICE float4 take_parts(const few_sm90_args &all, const dealt_smem<S> &smem, in
             in_block = channel - block * (int)FEW_PART_N, parts = line.parts_of(active * line.blocks + block).count;
   dealt_sums sums = sums_of<S>(all, smem, true, active, block, place % (int)FEW_COLUMNS);
   sums.first += first * sums.step, sums.step *= lanes;
-  return add_up_quads<S::ONE ? 8 : 4>(sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block);
+  return add_up_quads < S::ONE ? 8 : 4 > (sums, first < parts ? ceil_div(parts - first, lanes) : 0, in_block);
 }
 
 /* The sums of `lanes` lanes, four apart, in each of them. */

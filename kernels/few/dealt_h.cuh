@@ -61,8 +61,7 @@ template <int AT_ONCE> DEVICE float4 add_up_quads(const dealt_sums &sums, int pa
     uint4 raw[AT_ONCE];
     bool again;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      raw[i] = p + i < parts ? make_uint4(~0u, ~0u, ~0u, ~0u) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < AT_ONCE; i++) raw[i] = p + i < parts ? make_uint4(~0u, ~0u, ~0u, ~0u) : make_uint4(0, 0, 0, 0);
 #pragma unroll 1
     do {
       again = false;

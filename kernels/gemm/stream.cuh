@@ -363,7 +363,8 @@ template <class S> DEVICE void produce(const gemm_args &args, stream_smem<S> &sm
 #pragma unroll 1
       for (; unit.expert >= 0 && ahead + 2 * S::BK <= min(args.k, S::STAGES * S::BK); ahead += 2 * S::BK) {
         if (S::N_MAJOR) weights.copy(args, smem, ahead / S::BK, ahead);
-        weights.copy(args, smem, ahead / S::BK + (S::N_MAJOR ? 1 : producer_half<S>()), ahead + (S::N_MAJOR ? S::BK : 0));
+        weights.copy(args, smem, ahead / S::BK + (S::N_MAJOR ? 1 : producer_half<S>()),
+                     ahead + (S::N_MAJOR ? S::BK : 0));
       }
       wait_for_earlier_grids();
       waited = true;
