@@ -19,8 +19,8 @@ template <class PRODUCT, int TOKENS_, int BN, int BK_, int STAGES_, int WARPS> s
   static constexpr bool UP = true; /* the table has both */
   static constexpr int TOKENS = TOKENS_, PAIRS = FEW_PAIRS(TOKENS), COLUMNS = TOKENS == 1 ? 1 : (int)FEW_COLUMNS;
   static constexpr int BK = BK_, STAGES = STAGES_, QUEUE = 16;
-  /* Stages that are on their way at a time: 64 KiB an SM are as quick as more, and what waits behind more of them, h and
-   * draws, comes late. The others are there, and wait for h. */
+  /* Stages that are on their way at a time: 64 KiB an SM are as quick as more, and what waits behind more of them, h
+   * and draws, comes late. The others are there, and wait for h. */
   static constexpr int WINDOW = 4;
   static constexpr bool ONE = TOKENS == 1;
   /* Warps: consumers; one that copies weights; those that bring columns; one that routes; one that makes h. */
