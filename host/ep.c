@@ -462,12 +462,20 @@ static bool fills_in_put(const ep_round *r)
   return !on_cpu(g->context) && !g->shared && r->shape.capacity * g->shape.ranks <= FEW_TOKENS;
 }
 
+/* Kernels are chosen by what all ranks know to come. */
+static layer_ends ends_of(const ep_round *r)
+{
+  return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * r->c->g->shape.ranks,
+                      .filled = fills_in_put(r),
+                      .returns = !on_cpu(r->c->g->context)};
+}
+
 static cumoe_status locate_fill(ep_round *r)
 {
-  const group *g = r->c->g;
-  if (!fills_in_put(r)) return CUMOE_OK;
+  const layer_ends ends = ends_of(r);
+  if (!ends.filled) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
-  return find_fill(g->shard, r->c->weights, &a, &r->move.fill, &r->move.fill_vectors);
+  return find_fill(r->c->g->shard, r->c->weights, &a, &ends, &r->move.fill, &r->move.fill_vectors);
 }
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
@@ -516,7 +524,7 @@ static cumoe_status serve_round(const ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
-  layer_ends ends = {.filled = fills_in_put(r), .returns = !on_cpu(c->g->context)};
+  layer_ends ends = ends_of(r);
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
   if (ends.combines) TRY(run_return(r, &ends.combine));

@@ -610,7 +610,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
 }
 
 /* `a` is args, filled in, to which `p` points. */
-static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, bool filled,
+static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
                             cumoe_moe_args *a, layer_operands *with, pass *p)
 {
   TRY(take_struct("args", args, a));
@@ -618,7 +618,8 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
   if (a->x.rows == 0) return CUMOE_OK;
   struct context *context = with->plan->context;
   layer_call call = call_of(with, a);
-  call.filled = filled;
+  call.filled = ends->filled;
+  call.rank_tokens = ends->rank_tokens;
   *p = (pass){.plan = with->plan,
               .shared = with->shared,
               .args = a,
@@ -637,19 +638,19 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
   layer_operands with;
   pass p;
   ends->combines = false;
-  TRY(prepare(plan, weights, args, ends->filled, &a, &with, &p));
+  TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0) return CUMOE_OK;
   ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));
 }
 
-cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, void **fill,
-                       int32_t *vectors)
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                       void **fill, int32_t *vectors)
 {
   cumoe_moe_args a;
   layer_operands with;
   pass p;
   *vectors = 0;
-  TRY(prepare(plan, weights, args, true, &a, &with, &p));
+  TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
   *fill = region(&p, p.lp.at.h);
   *vectors = (int32_t)(p.lp.at.few_fill / 16);
