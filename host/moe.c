@@ -600,11 +600,14 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   fill(p, weights, &l);
   ends->combines = ends->returns && p->lp.steps[STAGE_combine].row >= 0;
   if (ends->combines) ends->combine = l.combine;
+  const launch_step *few = &p->lp.steps[STAGE_few_up];
+  ends->fews = p->lp.few_in_one && few->row + 1 == ends->few_row;
+  if (ends->fews) ends->few = l.few.f, ends->few_grid = few->grid;
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines))
+    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
   return CUMOE_OK;
 }
@@ -637,7 +640,7 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
   cumoe_moe_args a;
   layer_operands with;
   pass p;
-  ends->combines = false;
+  ends->combines = ends->fews = false;
   TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0) return CUMOE_OK;
   ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));

@@ -46,6 +46,10 @@ typedef struct layer_ends {
   bool returns;         /* the caller does what combine would */
   bool combines;        /* out, if it returns: the layer has a combine, with these arguments */
   combine_args combine; /* out */
+  int32_t few_row;      /* variant + 1: if one grid does all and is of this row, the caller launches it; 0: none */
+  bool fews;            /* out: the caller has to, with these arguments and so many CTAs */
+  few_args few;
+  int64_t few_grid;
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
                              layer_ends *ends);

@@ -195,7 +195,8 @@ template <class In, class Out> DEVICE void finish(const combine_args &c, const e
   const int most = moves && a.y_here ? most_arrived(a) : 0;
   to_collect t = {};
   if (moves && a.then_waits) t = find_first_answers(c, a);
-  if (!a.early) wait_for_earlier_grids_alone();
+  if (!a.early || (a.tells && !moves)) wait_for_earlier_grids_alone();
+  if (a.tells && !moves) tell_that_all_is_read(a, exchange);
   if (a.y_here) {
     if (!a.then_waits) let_next_grid_start();
     if (moves)
