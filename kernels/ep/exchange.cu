@@ -202,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     cumoe_ep_gate_put(const __grid_constant__ gate_args g, const __grid_constant__ ep_args a)
 {
   __shared__ arrivals s;
+  __shared__ places_at_hand at_hand;
   constexpr int MOVERS = HALF * WARP_SIZE;
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
@@ -219,9 +220,10 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
       if (cta_of_grid(a) == 0) wait_for_tokens<MOVERS>(a, s, exchange);
     }
   } else {
+    const place_table t = take_places(a, at_hand);
     if (a.early) wait_in_put(a);
     check_token_count(g.tokens, g.fault);
-    gate_and_put_slots(g, a, tokens, exchange);
+    gate_and_put_slots(g, a, t, tokens, exchange);
   }
   if (ahead) return;
   if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)

@@ -36,7 +36,7 @@ template <class S> struct few_outputs<S, true> {
     const unsigned together = ((1u << PACKET_CHANNELS) - 1) << first;
     const Y value = from_f32<Y>(args.out.out_scale * sum);
     const uint32_t bits = *reinterpret_cast<const uint16_t *>(&value),
-                   pair = bits | __shfl_down_sync(together, bits, 1) << 16, next = __shfl_down_sync(together, pair, 2);
+                   pair = bits | __shfl_xor_sync(together, bits, 1) << 16, next = __shfl_xor_sync(together, pair, 2);
     if (lane_id() != first) return;
     char *at = sum_packets(a, source, a.rank, row, channel / (2 * PACKET_CHANNELS));
     if (channel & PACKET_CHANNELS) at += SECOND_PACKET;
