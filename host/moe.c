@@ -577,6 +577,7 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
                   .up = with->weights->up_facts,
                   .down = with->weights->down_facts,
                   .has_router = a->router_weight.data != NULL,
+                  .has_map = a->expert_map.data != NULL,
                   .has_ids = is_routed(a),
                   .has_chosen = is_chosen(a),
                   .has_expert_scale = a->expert_scale.data != NULL,

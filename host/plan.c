@@ -90,7 +90,8 @@ const cumoe_format *format_of(const cumoe_moe_desc *d, bool up, bool shared)
   return up ? &d->up_format : &d->down_format;
 }
 
-/* Tokens that come, and their pairs that are here: what decides which kernels pay. The rest is room. */
+/* Tokens that come, and their pairs that are here: what decides which kernels pay. The rest is room. Who has chosen
+ * among a call's tokens, as a group does not, has those with an expert here. */
 static int64_t expected_tokens(const layer *l)
 {
   return l->c->rank_tokens > 0 ? min64(l->c->rank_tokens, l->c->tokens) : l->c->tokens;
@@ -99,8 +100,10 @@ static int64_t expected_tokens(const layer *l)
 static int64_t expected_pairs(const layer *l)
 {
   const cumoe_moe_desc *d = l->d;
-  const int64_t pairs = expected_tokens(l) * d->routing.top_k;
-  return l->c->rank_tokens > 0 ? min64(ceil_div(pairs * d->local_experts, d->num_experts), pairs) : pairs;
+  const int64_t tokens = expected_tokens(l), pairs = tokens * d->routing.top_k;
+  const int64_t here = ceil_div(pairs * d->local_experts, d->num_experts);
+  if (l->c->rank_tokens > 0) return min64(here, pairs);
+  return l->c->has_map ? min64(max64(here, tokens), pairs) : pairs;
 }
 
 static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, bool shared)
@@ -291,8 +294,10 @@ bool copies_rows(const machine *m, const variant *v, const op_shape *up)
 {
   const bool narrow = up->n < limit_of(m, LIMIT_narrow_inter, up->format);
   const double from = limit_of(m, narrow ? LIMIT_narrow_copy_rows : LIMIT_copy_rows, up->format);
+  op_shape all = *up; /* of a rank's share the copy pays sooner */
+  all.expected = 0;
   if (v->form != FORM_wgmma || up->by_expert) return false;
-  return takes_rows_in_order(v) || (double)expected_rows(up) >= from;
+  return takes_rows_in_order(v) || (double)expected_rows(&all) >= from;
 }
 
 bool hands_over(const variant *up, const variant *down)

@@ -27,20 +27,28 @@ template <class S> struct few_outputs<S, true> {
     arrived = __ballot_sync(ALL_LANES, came);
   }
 
-  /* Lanes of PACKET_CHANNELS channels have the same token, and are here together; the first of them stores. */
-  DEVICE void store(const few_args &args, int token, int channel, float sum) const
+  /* As store_outputs. Lanes that have a token's channels one after the other make packets; the first of each stores. */
+  DEVICE void store(const few_args &args, const few_smem<S> &smem, int octet, int octets, int first) const
   {
-    if (!(arrived >> token & 1)) return;
-    const int first = lane_id() / PACKET_CHANNELS * PACKET_CHANNELS, capacity = (int)a.shape.capacity,
-              source = token / capacity, row = token - source * capacity;
-    const unsigned together = ((1u << PACKET_CHANNELS) - 1) << first;
-    const Y value = from_f32<Y>(args.out.out_scale * sum);
-    const uint32_t bits = *reinterpret_cast<const uint16_t *>(&value),
-                   pair = bits | __shfl_xor_sync(together, bits, 1) << 16, next = __shfl_xor_sync(together, pair, 2);
-    if (lane_id() != first) return;
+    const int width = octets * 8, local = first + lane_id() % width, channel = octet * 8 + lane_id() % width,
+              tokens = (int)token_total(args.out.tokens), at_once = WARP_SIZE / width;
+    for (int next = (warp_id() - S::EPILOGUE) * at_once; next < tokens; next += S::WRITERS * at_once) {
+      const int token = next + lane_id() / width;
+      const bool came = token < tokens && arrived >> token & 1;
+      const float sum = came ? sum_slots<S, false>(args.out, smem, token, local, channel) : 0.f;
+      const Y value = from_f32<Y>(args.out.out_scale * sum);
+      const uint32_t bits = *reinterpret_cast<const uint16_t *>(&value),
+                     two = bits | __shfl_xor_sync(ALL_LANES, bits, 1) << 16, more = __shfl_xor_sync(ALL_LANES, two, 2);
+      if (came && lane_id() % PACKET_CHANNELS == 0) store_packet(token, channel, make_uint2(two, more));
+    }
+  }
+
+  DEVICE void store_packet(int token, int channel, uint2 data) const
+  {
+    const int capacity = (int)a.shape.capacity, source = token / capacity, row = token - source * capacity;
     char *at = sum_packets(a, source, a.rank, row, channel / (2 * PACKET_CHANNELS));
     if (channel & PACKET_CHANNELS) at += SECOND_PACKET;
-    store_words_system(at, make_packet(exchange, make_uint2(pair, next)).words);
+    store_words_system(at, make_packet(exchange, data).words);
   }
 };
 

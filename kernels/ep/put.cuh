@@ -158,7 +158,7 @@ DEVICE gate_slot choose_slots_of(const gate_args &g, int64_t token, gate_scratch
   const bool by_logit = GATE_BY_LOGIT(g);
   if (by_logit && g.experts <= 64) return route_token<2>(g, token, true, nullptr, scratch);
   if (by_logit && g.experts <= 128) return route_token<4>(g, token, true, nullptr, scratch);
-  return route_token<8>(g, token, true, nullptr, scratch);
+  return route_token<8, false, true>(g, token, true, nullptr, scratch); /* shorter code: it is read once */
 }
 
 /* Copies for the warps that have the gate, made while they wait for the router: of a placement that is so small. */

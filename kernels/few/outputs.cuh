@@ -41,13 +41,9 @@ DEVICE float sum_slots(const combine_args &out, const few_smem<S> &smem, int tok
   return sum;
 }
 
-/* Where a warp's outputs go. `channel` of the lanes of a warp: 8 or 16 one after the other, of as many tokens. */
+/* What a warp has to know of where outputs go besides `out`: nothing, but where they are answers. */
 template <class S, bool ANSWERS = S::ANSWERS> struct few_outputs {
   DEVICE few_outputs(const few_args &) {}
-  DEVICE void store(const few_args &args, int token, int channel, float sum) const
-  {
-    store_sum<typename S::Y>(args.out, token, channel, sum);
-  }
 };
 
 /* A warp's part of one or two octets, when y of all experts is there. first: where they lie in y. */
@@ -55,6 +51,7 @@ template <class S>
 DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, const few_outputs<S> &outputs, int octet,
                           int octets, int first)
 {
+  if constexpr (S::ANSWERS) return outputs.store(args, smem, octet, octets, first);
   const combine_args &out = args.out;
   const int width = octets * 8, local = first + lane_id() % width, channel = octet * 8 + lane_id() % width,
             tokens = (int)token_total(out.tokens), at_once = WARP_SIZE / width;
@@ -62,7 +59,7 @@ DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, const f
        token += S::WRITERS * at_once) {
     const float sum = args.map.identity_experts > 0 ? sum_slots<S, true>(out, smem, token, local, channel)
                                                     : sum_slots<S, false>(out, smem, token, local, channel);
-    outputs.store(args, token, channel, sum);
+    store_sum<typename S::Y>(out, token, channel, sum);
   }
 }
 
