@@ -274,9 +274,8 @@ static launch_shape one_cta(int32_t threads)
 static launch_shape shape_of_few(const group *g, const ep_args *a)
 {
   const variant *v = &variants[g->few_row - 1];
-  return (launch_shape){.grid = {(unsigned)a->movers, 1, 1},
-                        .block = {(unsigned)v->threads, 1, 1},
-                        .smem = (size_t)v->smem};
+  return (launch_shape){
+      .grid = {(unsigned)a->movers, 1, 1}, .block = {(unsigned)v->threads, 1, 1}, .smem = (size_t)v->smem};
 }
 
 static launch_shape shape_of_move(const group *g, move which, ep_args *a)

@@ -1,5 +1,5 @@
-/* few, whose outputs are what a rank answers: packets, stored in the tokens' ranks' arenas by the warps that sum them up.
- */
+/* few, whose outputs are what a rank answers: packets, stored in the tokens' ranks' arenas by the warps that sum them
+ * up. */
 #ifndef CUMOE_EP_FEW_ANSWER_CUH
 #define CUMOE_EP_FEW_ANSWER_CUH
 

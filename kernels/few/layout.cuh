@@ -48,7 +48,7 @@ template <> struct few_part_type<true> {
 template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool WHOLE_, bool ANSWERS_> struct few_layout {
   using layout = few_layout;
   static constexpr bool ANSWERS = ANSWERS_; /* outputs go to other ranks (ep/few_answer.cuh) */
-  using X = typename PRODUCT::X; /* what x and h are multiplied as */
+  using X = typename PRODUCT::X;            /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
   static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
