@@ -1573,7 +1573,7 @@ static void test_ranks_tokens(void)
   CHECK(!plan_of_rank(&m, 33, 4).few);
   case_end();
   case_begin("rows by what comes");
-  const layer_plan few_pairs = plan_of_rank(&m, 4096, 64), alone = plan_of_rank(&m, 16, 0),
+  const layer_plan few_pairs = plan_of_rank(&m, 4096, 80), alone = plan_of_rank(&m, 20, 0),
                    all = plan_of_rank(&m, 4096, 0), said = plan_of_rank(&m, 4096, 4 * 4096);
   CHECK(few_pairs.steps[STAGE_up].row == alone.steps[STAGE_up].row);
   CHECK(few_pairs.steps[STAGE_up].row != all.steps[STAGE_up].row);
