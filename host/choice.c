@@ -161,15 +161,22 @@ static bool serves(const variant *v, const op_shape *s)
   return !takes_tensor_maps(v) || s->tmap;
 }
 
+static int64_t rows_that_come(const op_shape *s)
+{
+  return s->expected > 0 ? s->expected : s->rows;
+}
+
 int64_t expected_rows(const op_shape *s)
 {
+  const int64_t rows = rows_that_come(s);
   if (s->op == OP_router) return ceil_div(s->tokens * s->experts, 256);
-  return s->experts > 0 ? ceil_div(s->rows, min64(s->experts, s->rows > 0 ? s->rows : 1)) : 0;
+  return s->experts > 0 ? ceil_div(rows, min64(s->experts, rows > 0 ? rows : 1)) : 0;
 }
 
 double expected_active(const op_shape *s)
 {
-  return (double)s->experts * (double)s->rows / ((double)s->experts + (double)s->rows);
+  const double rows = (double)rows_that_come(s);
+  return (double)s->experts * rows / ((double)s->experts + rows);
 }
 
 /* stream deals out whole tiles: where there are fewer than two of 128 channels an SM, the scale is 0, and thin may take
@@ -179,7 +186,7 @@ enum { SCANT_CHANNELS = 128, SCANT_TILES = 2 };
 int64_t tune_scale(const machine *m, const op_shape *s)
 {
   if (s->invariant) return ANY_ROWS;
-  const int64_t rows = expected_rows(s), tiles = s->rows * ceil_div(s->n, SCANT_CHANNELS);
+  const int64_t rows = expected_rows(s), tiles = rows_that_come(s) * ceil_div(s->n, SCANT_CHANNELS);
   const bool scant = (s->op == OP_up || s->op == OP_down) && rows == 1 && tiles < SCANT_TILES * (int64_t)m->sms;
   return scant ? 0 : min64(rows, ANY_ROWS);
 }

@@ -44,6 +44,7 @@ typedef struct op_shape {
   bool gathered;        /* up: rows of the activations are wherever the route says, and nobody copies them */
   bool by_expert;       /* activations are another row for each expert; quantize: makes those */
   int64_t tokens, rows; /* T; T k, or T when dense */
+  int64_t expected;     /* of these rows, that come on average; 0: all */
   int32_t experts;      /* local experts; router, gate: logits a token */
   int32_t n, k;         /* output channels, reduction length; permute: n bytes a token;
                            quantize: elements of a row, of a group */

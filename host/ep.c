@@ -462,12 +462,23 @@ static bool fills_in_put(const ep_round *r)
   return !on_cpu(g->context) && !g->shared && r->shape.capacity * g->shape.ranks <= FEW_TOKENS;
 }
 
-static cumoe_status locate_fill(ep_round *r)
+/* Kernels are chosen by what all ranks know to come. */
+static layer_ends ends_of(const ep_round *r)
 {
   const group *g = r->c->g;
-  if (!fills_in_put(r)) return CUMOE_OK;
+  const bool answers = by_packets(r) && r->c->whole && !r->move.counts; /* those finish adds up */
+  return (layer_ends){.rank_tokens = most_of_round(r->c, r->number) * g->shape.ranks,
+                      .filled = fills_in_put(r),
+                      .returns = !on_cpu(g->context),
+                      .few_row = answers ? g->few_row : 0};
+}
+
+static cumoe_status locate_fill(ep_round *r)
+{
+  const layer_ends ends = ends_of(r);
+  if (!ends.filled) return CUMOE_OK;
   const cumoe_moe_args a = shard_args(r);
-  return find_fill(g->shard, r->c->weights, &a, &r->move.fill, &r->move.fill_vectors);
+  return find_fill(r->c->g->shard, r->c->weights, &a, &ends, &r->move.fill, &r->move.fill_vectors);
 }
 
 /* The layer's combine, over rows from all ranks: a slot's by itself, or a rank's sum of them with weight 1. */
@@ -492,13 +503,15 @@ static combine_args collecting(const ep_round *r)
   return combine;
 }
 
-/* Of packets. The one grid that answers, waits and sums up starts early where another answers. */
-static cumoe_status finish(const ep_round *r, bool answers, bool sums)
+/* Of packets. The one grid that answers, waits and sums up starts early where another answers. tells: that one does
+ * not say that it has read all. */
+static cumoe_status finish(const ep_round *r, bool answers, bool sums, bool tells)
 {
   const combine_args collect = collecting(r);
   ep_args a = r->move;
   a.packets = 1;
   a.then_waits = sums;
+  a.tells = tells;
   a.early = sums && !answers && r->c->whole;
   if (!answers) a.y_here = NULL;
   return launch_move(r, MOVE_FINISH, a, &collect);
@@ -512,15 +525,26 @@ static cumoe_status run_return(const ep_round *r, const combine_args *combine)
   return launch_move(r, MOVE_RETURN, a, combine);
 }
 
+static cumoe_status run_few(const ep_round *r, const layer_ends *ends)
+{
+  ep_args a = r->move;
+  a.movers = (int32_t)ends->few_grid;
+  return launch_move(r, MOVE_FEW, a, &ends->few);
+}
+
 static cumoe_status serve_round(const ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
-  layer_ends ends = {.filled = fills_in_put(r), .returns = !on_cpu(c->g->context)};
+  layer_ends ends = ends_of(r);
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
   if (ends.combines) TRY(run_return(r, &ends.combine));
-  if (by_packets(r)) return ends.combines && !c->whole ? CUMOE_OK : finish(r, !ends.combines, c->whole);
+  if (ends.fews) TRY(run_few(r, &ends));
+  if (by_packets(r)) {
+    const bool answered = ends.combines || ends.fews;
+    return answered && !c->whole ? CUMOE_OK : finish(r, !answered, c->whole, ends.fews);
+  }
   return ends.combines ? CUMOE_OK : run_move(r, MOVE_ANSWER);
 }
 
@@ -535,7 +559,7 @@ static cumoe_status collect(const ep_round *r)
 
 static cumoe_status combine_round(const ep_round *r)
 {
-  if (by_packets(r)) return r->c->whole ? CUMOE_OK : finish(r, false, true);
+  if (by_packets(r)) return r->c->whole ? CUMOE_OK : finish(r, false, true, false);
   if (!waits_in_answer(r)) TRY(run_move(r, MOVE_WAIT_ANSWERS));
   return collect(r);
 }

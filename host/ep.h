@@ -8,8 +8,8 @@
 #include "../kernels/cpu/exchange.h"
 #include "../kernels/ep/ep.h"
 
-/* On GPUs alone: GATE_PUT, the gate and put of few tokens; RETURN, answer by the shard's combine; FINISH, of packets,
- * answer, or wait and sum, or all of it. */
+/* On GPUs alone: GATE_PUT, the gate and put of few tokens; FEW, their experts, which answer by themselves; RETURN,
+ * answer by the shard's combine; FINISH, of packets, answer, or wait and sum, or all of it. */
 typedef enum move {
   MOVE_COUNT,
   MOVE_SLOTS,
@@ -17,6 +17,7 @@ typedef enum move {
   MOVE_GATE_PUT,
   MOVE_WAIT_TOKENS,
   MOVE_ANSWER,
+  MOVE_FEW,
   MOVE_RETURN,
   MOVE_FINISH,
   MOVE_WAIT_ANSWERS,
@@ -70,7 +71,8 @@ typedef struct group {
   int64_t timeout_ns;         /* any thread may change it, and the word in the arena, which calls read */
   ep_part next[EP_MAX_LANES]; /* on the CPU device, where a call that has returned is done: what each lane expects */
   cudaStream_t stream;        /* on a GPU, as all of these: for what the host says */
-  cudaLibrary_t library;
+  cudaLibrary_t library, few_library;
+  int32_t few_row; /* variant + 1, of which MOVE_FEW does the same; 0: none */
   cudaKernel_t kernels[MOVES];
   char names[MOVES][32]; /* of the kernels */
   bool early;            /* they may start before the grid ahead has ended */
@@ -146,7 +148,7 @@ cumoe_status staged_bring(group *g, unsigned pieces);
 /* Of a move: where its kernel writes, or reads. */
 void staged_arguments(const group *g, move which, ep_args *a);
 /* In the stream's order; on the CPU device done when it returns, and PEER where the group gave up. of: the gate_args of
- * GATE_PUT, the combine_args of RETURN and FINISH; else NULL. */
+ * GATE_PUT, the few_args of FEW, the combine_args of RETURN and FINISH; else NULL. */
 cumoe_status wire_move(const group *g, move which, const ep_args *a, const void *of, cumoe_stream stream);
 
 #endif

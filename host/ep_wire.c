@@ -100,18 +100,26 @@ void wire_give_up(const group *g, uint64_t word)
 /* ---- kernels ---- */
 
 extern const unsigned char cumoe_image_exchange[];
+#ifdef CUMOE_SM90
+extern const unsigned char cumoe_image_exchange_few_sm90[];
+static const unsigned char *const few_image = cumoe_image_exchange_few_sm90;
+#else
+static const unsigned char *const few_image = NULL;
+#endif
 
 /* A kernel for each type of y, or of y and out, where it computes. */
 static void name_kernels(group *g)
 {
-  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put",    "wait_tokens",
-                                           "answer", "",      "",    "wait_answers"};
+  static const char *const names[MOVES] = {"count",  "slots", "put", "gate_put", "wait_tokens",
+                                           "answer", "",      "",    "",         "wait_answers"};
   const char *in = cumoe_dtype_name((cumoe_dtype)g->plan.desc.dtype),
              *out = cumoe_dtype_name((cumoe_dtype)g->plan.desc.out_dtype);
   for (int which = 0; which < MOVES; which++) {
     char *name = g->names[which];
     const size_t room = sizeof g->names[which];
-    if (which == MOVE_RETURN)
+    if (which == MOVE_FEW)
+      (void)snprintf(name, room, "cumoe_ep_few_%s", in);
+    else if (which == MOVE_RETURN)
       (void)snprintf(name, room, "cumoe_ep_return_%s", in);
     else if (which == MOVE_FINISH)
       (void)snprintf(name, room, "cumoe_ep_finish_%s_%s", in, out);
@@ -120,13 +128,44 @@ static void name_kernels(group *g)
   }
 }
 
-static cumoe_status find_kernel(group *g, const char *name, cudaKernel_t *kernel)
+static cumoe_status find_kernel(group *g, cudaLibrary_t library, move which)
 {
   struct cudaFuncAttributes facts;
-  TRY_CUDA(cudaLibraryGetKernel(kernel, g->library, name));
-  TRY_CUDA(cudaFuncGetAttributes(&facts, (const void *)*kernel)); /* loads it now, not in a capture */
-  g->early = facts.ptxVersion >= 90 && facts.binaryVersion >= 90; /* as prepare_kernel (context.c) */
+  TRY_CUDA(cudaLibraryGetKernel(&g->kernels[which], library, g->names[which]));
+  TRY_CUDA(cudaFuncGetAttributes(&facts, (const void *)g->kernels[which])); /* loads it now, not in a capture */
+  g->early = facts.ptxVersion >= 90 && facts.binaryVersion >= 90;           /* as prepare_kernel (context.c) */
   return CUMOE_OK;
+}
+
+/* The row of few tokens of dense weights; of other formats few's rows are for one token. */
+static int32_t find_few_row(const group *g)
+{
+  const int32_t dtype = g->plan.desc.dtype;
+  for (int32_t i = 0; i < variant_count && few_image && g->shape.packets > 0; i++) {
+    const variant *v = &variants[i];
+    if (v->op == OP_few_up && v->form == FORM_few && v->bm == FEW_TOKENS && v->major == MAJOR_K && v->x == dtype &&
+        v->format == (int)dense_format(dtype) && v->y == dtype && runs_on(&g->context->machine, v))
+      return i + 1;
+  }
+  return 0;
+}
+
+static cumoe_status load_library(cudaLibrary_t *library, const unsigned char *image)
+{
+  enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved;
+  int yes = 1;
+  void *value = &yes;
+  TRY_CUDA(cudaLibraryLoadData(library, image, NULL, NULL, 0, &option, &value, 1));
+  return CUMOE_OK;
+}
+
+static cumoe_status open_few(group *g)
+{
+  g->few_row = find_few_row(g);
+  if (!g->few_row) return CUMOE_OK;
+  TRY(load_library(&g->few_library, few_image));
+  TRY(find_kernel(g, g->few_library, MOVE_FEW));
+  return driver_allow_smem(g->context, g->kernels[MOVE_FEW], variants[g->few_row - 1].smem);
 }
 
 /* Kernels store to other GPUs' memory: this device has to reach it. */
@@ -151,24 +190,23 @@ static cumoe_status reach(const group *g, int32_t rank)
 
 cumoe_status wire_open(group *g)
 {
-  enum cudaLibraryOption option = cudaLibraryBinaryIsPreserved;
-  int yes = 1;
-  void *value = &yes;
   if (on_cpu(g->context)) return CUMOE_OK;
   for (int32_t r = 0; !g->staged && r < g->shape.ranks; r++) TRY(reach(g, r));
   TRY_CUDA(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
-  TRY_CUDA(cudaLibraryLoadData(&g->library, cumoe_image_exchange, NULL, NULL, 0, &option, &value, 1));
+  TRY(load_library(&g->library, cumoe_image_exchange));
   name_kernels(g);
-  for (int which = 0; which < MOVES; which++) TRY(find_kernel(g, g->names[which], &g->kernels[which]));
-  return CUMOE_OK;
+  for (move which = 0; which < MOVES; which++)
+    if (which != MOVE_FEW) TRY(find_kernel(g, g->library, which));
+  return open_few(g);
 }
 
 cumoe_status wire_close(group *g)
 {
   cumoe_status first = CUMOE_OK;
   if (g->library) DROP_CUDA(&first, cudaLibraryUnload(g->library));
+  if (g->few_library) DROP_CUDA(&first, cudaLibraryUnload(g->few_library));
   if (g->stream) DROP_CUDA(&first, cudaStreamDestroy(g->stream));
-  g->library = NULL;
+  g->library = g->few_library = NULL;
   g->stream = NULL;
   return first;
 }
@@ -232,6 +270,14 @@ static launch_shape one_cta(int32_t threads)
                         .block = {whole_warps < EP_WAIT_THREADS ? whole_warps : EP_WAIT_THREADS, 1, 1}};
 }
 
+/* As the row's; a->movers CTAs, as its plan says. */
+static launch_shape shape_of_few(const group *g, const ep_args *a)
+{
+  const variant *v = &variants[g->few_row - 1];
+  return (launch_shape){
+      .grid = {(unsigned)a->movers, 1, 1}, .block = {(unsigned)v->threads, 1, 1}, .smem = (size_t)v->smem};
+}
+
 static launch_shape shape_of_move(const group *g, move which, ep_args *a)
 {
   const ep_shape *s = &a->shape;
@@ -240,6 +286,7 @@ static launch_shape shape_of_move(const group *g, move which, ep_args *a)
   case MOVE_PUT:
   case MOVE_GATE_PUT: return grid_of_rows(s, a->tokens.count, a);
   case MOVE_ANSWER: return grid_of_rows(s, s->capacity * s->ranks * ep_answers(s), a);
+  case MOVE_FEW: return shape_of_few(g, a);
   case MOVE_RETURN: return grid_of_return(g, a);
   case MOVE_FINISH: return grid_of_finish(s, a);
   case MOVE_WAIT_TOKENS: return one_cta(EP_MOVE_THREADS);

@@ -577,6 +577,7 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
                   .up = with->weights->up_facts,
                   .down = with->weights->down_facts,
                   .has_router = a->router_weight.data != NULL,
+                  .has_map = a->expert_map.data != NULL,
                   .has_ids = is_routed(a),
                   .has_chosen = is_chosen(a),
                   .has_expert_scale = a->expert_scale.data != NULL,
@@ -600,17 +601,20 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   fill(p, weights, &l);
   ends->combines = ends->returns && p->lp.steps[STAGE_combine].row >= 0;
   if (ends->combines) ends->combine = l.combine;
+  const launch_step *few = &p->lp.steps[STAGE_few_up];
+  ends->fews = p->lp.few_in_one && few->row + 1 == ends->few_row;
+  if (ends->fews) ends->few = l.few.f, ends->few_grid = few->grid;
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
   for (stage s = 0; s < STAGE_COUNT; ++s)
-    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines))
+    if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));
   return CUMOE_OK;
 }
 
 /* `a` is args, filled in, to which `p` points. */
-static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, bool filled,
+static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
                             cumoe_moe_args *a, layer_operands *with, pass *p)
 {
   TRY(take_struct("args", args, a));
@@ -618,7 +622,8 @@ static cumoe_status prepare(cumoe_plan plan, cumoe_weights weights, const cumoe_
   if (a->x.rows == 0) return CUMOE_OK;
   struct context *context = with->plan->context;
   layer_call call = call_of(with, a);
-  call.filled = filled;
+  call.filled = ends->filled;
+  call.rank_tokens = ends->rank_tokens;
   *p = (pass){.plan = with->plan,
               .shared = with->shared,
               .args = a,
@@ -636,20 +641,20 @@ cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe
   cumoe_moe_args a;
   layer_operands with;
   pass p;
-  ends->combines = false;
-  TRY(prepare(plan, weights, args, ends->filled, &a, &with, &p));
+  ends->combines = ends->fews = false;
+  TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0) return CUMOE_OK;
   ON_DEVICE(with.plan->context, run(&p, with.weights, stream, ends));
 }
 
-cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, void **fill,
-                       int32_t *vectors)
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                       void **fill, int32_t *vectors)
 {
   cumoe_moe_args a;
   layer_operands with;
   pass p;
   *vectors = 0;
-  TRY(prepare(plan, weights, args, true, &a, &with, &p));
+  TRY(prepare(plan, weights, args, ends, &a, &with, &p));
   if (a.x.rows == 0 || !p.lp.few_in_one) return CUMOE_OK;
   *fill = region(&p, p.lp.at.h);
   *vectors = (int32_t)(p.lp.at.few_fill / 16);

@@ -41,16 +41,21 @@ cumoe_status check_layer_overlaps(const cumoe_moe_args *a, const layer_operands 
 
 /* Of a layer by ids whose caller has grids ahead and behind (ep.c). */
 typedef struct layer_ends {
+  int64_t rank_tokens;  /* as layer_call has it */
   bool filled;          /* what find_fill finds, if anything, is all ones */
   bool returns;         /* the caller does what combine would */
   bool combines;        /* out, if it returns: the layer has a combine, with these arguments */
   combine_args combine; /* out */
+  int32_t few_row;      /* variant + 1: if one grid does all and is of this row, the caller launches it; 0: none */
+  bool fews;            /* out: the caller has to, with these arguments and so many CTAs */
+  few_args few;
+  int64_t few_grid;
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
                              layer_ends *ends);
 /* Memory of args.workspace that a grid ahead may fill with ones, which spares the layer a grid; 0 vectors: none. */
-cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, void **fill,
-                       int32_t *vectors);
+cumoe_status find_fill(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, const layer_ends *ends,
+                       void **fill, int32_t *vectors);
 
 /* The caller has chosen, and the gate weighs; the caller has done both. */
 bool is_chosen(const cumoe_moe_args *a);

@@ -90,6 +90,26 @@ const cumoe_format *format_of(const cumoe_moe_desc *d, bool up, bool shared)
   return up ? &d->up_format : &d->down_format;
 }
 
+/* Tokens that come, and their pairs that are here: what decides which kernels pay. The rest is room. Who has chosen
+ * among a call's tokens, as a group does not, has those with an expert here. Of more tokens kernels are chosen as if
+ * all pairs were here: by the share alone two ranks' layers of 512 tokens each take up to 5 % longer. */
+enum { SHARE_TOKENS = 128 };
+
+static int64_t expected_tokens(const layer *l)
+{
+  return l->c->rank_tokens > 0 ? min64(l->c->rank_tokens, l->c->tokens) : l->c->tokens;
+}
+
+static int64_t expected_pairs(const layer *l)
+{
+  const cumoe_moe_desc *d = l->d;
+  const int64_t tokens = expected_tokens(l), pairs = tokens * d->routing.top_k;
+  const int64_t here = ceil_div(pairs * d->local_experts, d->num_experts);
+  if (tokens > SHARE_TOKENS) return pairs;
+  if (l->c->rank_tokens > 0) return min64(here, pairs);
+  return l->c->has_map ? min64(max64(here, tokens), pairs) : pairs;
+}
+
 static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, bool shared)
 {
   const cumoe_moe_desc *d = l->d;
@@ -110,6 +130,7 @@ static op_shape gemm_shape(const layer *l, operation op, const bound_matrix *b, 
                     .tmap = b->tmap,
                     .tokens = l->c->tokens,
                     .rows = shared ? l->c->tokens : l->c->tokens * k,
+                    .expected = shared ? 0 : expected_pairs(l),
                     .experts = shared ? 1 : d->local_experts,
                     .n = up ? inter : d->hidden,
                     .k = up ? d->hidden : inter,
@@ -183,12 +204,13 @@ enum { FEW_CHANNELS = 8 };
 static bool few_pays(const layer *l, const op_shape *up, const op_shape *down)
 {
   const cumoe_moe_desc *d = l->d;
+  const int64_t tokens = expected_tokens(l);
   const int64_t runs = ceil_div(d->hidden, FEW_CHANNELS), places = ceil_div(runs, l->m->sms) * l->m->sms;
   const double idle = (double)(places - runs) / (double)places;
   const double weights = 3. * format_bits(up->format) / 8 * expected_active(up) * (double)up->n * (double)up->k;
   if (d->inter < limit(l, LIMIT_few_inter)) return false;
-  if (up->tokens > 1 && idle > limit(l, LIMIT_few_idle)) return false;
-  const bool many = (double)up->tokens >= limit(l, LIMIT_few_many);
+  if (tokens > 1 && idle > limit(l, LIMIT_few_idle)) return false;
+  const bool many = (double)tokens >= limit(l, LIMIT_few_many);
   if (many && (d->inter < limit(l, LIMIT_few_many_inter) || (double)expected_rows(up) > limit(l, LIMIT_few_many_rows)))
     return false;
   const bool n_major = up->major == MAJOR_N || down->major == MAJOR_N;
@@ -277,8 +299,10 @@ bool copies_rows(const machine *m, const variant *v, const op_shape *up)
 {
   const bool narrow = up->n < limit_of(m, LIMIT_narrow_inter, up->format);
   const double from = limit_of(m, narrow ? LIMIT_narrow_copy_rows : LIMIT_copy_rows, up->format);
+  op_shape all = *up; /* of a rank's share the copy pays sooner */
+  all.expected = 0;
   if (v->form != FORM_wgmma || up->by_expert) return false;
-  return takes_rows_in_order(v) || (double)expected_rows(up) >= from;
+  return takes_rows_in_order(v) || (double)expected_rows(&all) >= from;
 }
 
 bool hands_over(const variant *up, const variant *down)

@@ -89,6 +89,8 @@ typedef struct bound_matrix {
 /* What a forward brings besides the description. */
 typedef struct layer_call {
   int64_t tokens;        /* > 0 */
+  int64_t rank_tokens;   /* of these, what all ranks have sent: tokens routed to any rank's experts; 0: all have come */
+  bool has_map;          /* some experts may be elsewhere */
   bound_matrix up, down; /* of the routed experts */
   bool has_router;       /* the logits are made from x */
   bool filled;           /* a grid of the caller's has done what the router does for few_up */

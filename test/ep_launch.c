@@ -240,6 +240,30 @@ static bool launched(const char *words)
   return strstr(shim_trace(), words) != NULL;
 }
 
+/* One grid makes what few tokens' experts answer, and stores it where it is wanted; of calls by themselves, which end
+ * in between, two do. */
+static void few_answers(void)
+{
+  for (int parted = 0; parted < 2; parted++) {
+    member m = {0};
+    case_begin("few tokens answer by themselves, %d", parted);
+    join(&m);
+    for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+      cumoe_variant_info info = {.size = sizeof info};
+      CHECK_OK(cumoe_variant_get(m.w.context, i, &info));
+      if (info.usable && strstr(info.name, "cumoe_few_up_sm90_few_bf16_bf16_bf16_none_K_32x"))
+        CHECK_OK(cumoe_variant_force(m.w.context, i));
+    }
+    shim_mark();
+    CHECK_OK(parted ? in_parts(&m) : cumoe_ep_forward(m.group, m.w.weights, &m.args, m.w.stream));
+    const bool there = strstr(cumoe_architectures(), "90a") != NULL;
+    CHECK(launched("cumoe_ep_few_bf16") == (there && !parted) && launched("cumoe_few_up_") == (there && parted));
+    CHECK(launched("cumoe_ep_return_bf16") == !there && launched("cumoe_ep_finish_bf16_bf16"));
+    leave(&m);
+    case_end();
+  }
+}
+
 /* Put is the gate, unless that has rules, or ranks are counted in between; answers come from the shard's combine; of
  * few tokens one grid waits for them and adds them up, which else a combine does. */
 static void merged(void)
@@ -391,6 +415,7 @@ static const test_group groups[] = {
     ALONE("grids", grids, ONCE),
     ALONE("one round", one_round, ONCE),
     ALONE("merged", merged, ONCE),
+    ALONE("few answers", few_answers, ONCE),
     ALONE("masks", masks, ONCE),
     ALONE("timeouts", timeouts, ONCE),
     ALONE("launches by NCCL", launches_by_nccl, ONCE),

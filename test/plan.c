@@ -1547,6 +1547,44 @@ static void test_fixed_ahead(void)
   group_end();
 }
 
+/* A rank's 32 of 128 experts, with room for so many tokens, where so many of all ranks' come; 0: all are room's. */
+static layer_plan plan_of_rank(const machine *m, int64_t room, int64_t rank_tokens)
+{
+  const cumoe_moe_desc given = {.size = sizeof given,
+                                .num_experts = 128,
+                                .local_experts = 32,
+                                .hidden = 2048,
+                                .inter = 768,
+                                .dtype = CUMOE_BF16,
+                                .routing = cumoe_routing_mixtral(8)};
+  cumoe_moe_desc d;
+  CHECK_OK(check_moe_desc(&given, &d));
+  layer_call c = call_for(&d, room, 0);
+  c.has_ids = true, c.rank_tokens = rank_tokens;
+  return plan_layer(m, &d, &c);
+}
+
+/* Kernels are chosen by the pairs that are expected, grids and memory are for the room. */
+static void test_ranks_tokens(void)
+{
+  if (!group_begin("tokens of ranks")) return;
+  const machine m = gpu_machine(&hopper);
+  case_begin("few by what comes");
+  CHECK(!plan_of_rank(&m, 32, 0).few && plan_of_rank(&m, 32, 32).few && plan_of_rank(&m, 32, 4).few);
+  CHECK(!plan_of_rank(&m, 33, 4).few);
+  case_end();
+  case_begin("rows by what comes");
+  const layer_plan few_pairs = plan_of_rank(&m, 4096, 80), alone = plan_of_rank(&m, 20, 0),
+                   all = plan_of_rank(&m, 4096, 0), said = plan_of_rank(&m, 4096, 4 * 4096);
+  CHECK(few_pairs.steps[STAGE_up].row == alone.steps[STAGE_up].row);
+  CHECK(few_pairs.steps[STAGE_up].row != all.steps[STAGE_up].row);
+  CHECK(said.steps[STAGE_up].row == all.steps[STAGE_up].row);
+  CHECK(few_pairs.steps[STAGE_combine].grid == all.steps[STAGE_combine].grid);
+  CHECK(few_pairs.at.bytes == all.at.bytes);
+  case_end();
+  group_end();
+}
+
 /* A forced row that cannot serve the layer is refused by the plan, by name: nothing is launched. */
 static void test_refused_plans(void)
 {
@@ -1682,6 +1720,7 @@ int main(int argc, char **argv)
   if (gpus_have_sm90()) test_few_gates();
   test_routers_of_any_batch();
   test_fixed_ahead();
+  test_ranks_tokens();
   test_refused_plans();
   test_chunking(&r);
   test_layout(&r);

@@ -71,19 +71,26 @@ DEVICE void tell_that_all_is_read(const ep_args &a, uint32_t exchange)
   tell<false>(a, a.at.back, nullptr, 0, exchange, 0, 1, blockDim.x);
 }
 
-/* All rows that have come are answered, those of tokens without an expert here as well: nobody waits in vain for what
- * two ranks do not agree on. */
-DEVICE void answer_in_packets(const ep_args &a, uint32_t exchange)
+/* The most rows that any rank has sent. Like all that the wait for tokens has left, it is there before the grid ahead
+ * of this one has ended. */
+DEVICE int most_arrived(const ep_args &a)
 {
-  const int width = row_vectors(a), first = cta_of_grid(a) * blockDim.x + threadIdx.x,
-            threads = ctas_of_grid(a) * blockDim.x;
-  for (int n = 1; n <= a.shape.ranks; n++) {
-    const int source = (a.rank + n) % a.shape.ranks, items = a.arrived[source] * width;
-    const uint4 *y = static_cast<const uint4 *>(a.y_here) + source * a.shape.capacity * width;
-    for (int i = first; i < items; i += threads) {
-      const int row = i / width;
-      store_as_packets(sum_packets(a, source, a.rank, row, i - row * width), exchange, y[i]);
-    }
+  int most = 0;
+  for (int r = lane_id(); r < a.shape.ranks; r += WARP_SIZE) most = max(most, load_relaxed(&a.arrived[r]));
+  return warp_max(most);
+}
+
+/* All rows that have come are answered, those of tokens without an expert here as well: nobody waits in vain for what
+ * two ranks do not agree on. 16 bytes a thread, of all ranks' rows at once. */
+DEVICE void answer_in_packets(const ep_args &a, int most, uint32_t exchange)
+{
+  const int width = row_vectors(a), items = a.shape.ranks * most * width, threads = ctas_of_grid(a) * blockDim.x;
+  for (int i = cta_of_grid(a) * blockDim.x + threadIdx.x; i < items; i += threads) {
+    const int line = i / width, vector = i - line * width, n = line / most, row = line - n * most,
+              source = (a.rank + 1 + n) % a.shape.ranks;
+    const uint4 *y = static_cast<const uint4 *>(a.y_here) + (source * a.shape.capacity + row) * width + vector;
+    if (row < load_relaxed(&a.arrived[source]))
+      store_as_packets(sum_packets(a, source, a.rank, row, vector), exchange, load_relaxed_vector(y));
   }
 }
 
@@ -146,13 +153,27 @@ DEVICE bool sum_answers(const combine_args &c, const ep_args &a, answer_rows_of 
   return true;
 }
 
-/* The rows of the next answers are looked up before those at hand are waited for. */
-template <class In, class Out> DEVICE void collect_packets(const combine_args &c, const ep_args &a, uint32_t exchange)
+/* Of what a thread collects: 16 bytes each of so many, and the rows that the first ones are answered with. */
+struct to_collect {
+  int items;
+  answer_rows_of rows;
+};
+
+DEVICE to_collect find_first_answers(const combine_args &c, const ep_args &a)
 {
-  const int width = row_vectors(a), items = (int)token_total(c.tokens) * width, threads = ctas_of_grid(a) * blockDim.x;
+  const int width = row_vectors(a), first = cta_of_grid(a) * blockDim.x + threadIdx.x;
+  to_collect t = {(int)token_total(c.tokens) * width, {}};
+  if (first < t.items) t.rows = find_answers(c, a, first / width, 0);
+  return t;
+}
+
+/* The rows of the next answers are looked up before those at hand are waited for. */
+template <class In, class Out>
+DEVICE void collect_packets(const combine_args &c, const ep_args &a, to_collect t, uint32_t exchange)
+{
+  const int width = row_vectors(a), items = t.items, threads = ctas_of_grid(a) * blockDim.x;
   int i = cta_of_grid(a) * blockDim.x + threadIdx.x;
-  answer_rows_of rows, next;
-  if (i < items) rows = find_answers(c, a, i / width, 0);
+  answer_rows_of rows = t.rows, next;
   for (; i < items; i += threads, rows = next) {
     const int token = i / width, vector = i - token * width, at = vector * column_of<In>::SIZE;
     float sum[column_of<In>::SIZE] = {};
@@ -164,27 +185,32 @@ template <class In, class Out> DEVICE void collect_packets(const combine_args &c
 }
 
 /* Answers, unless a grid ahead has; then waits and adds up, unless that is to be another grid's. Its few CTAs may all
- * wait; the one behind the movers has the flags. Where it is `early`, the grid ahead is the one that answers. */
+ * wait; the one behind the movers has the flags. Where it is `early`, the grid ahead is the one that answers. What put
+ * and the wait for tokens have left was there before the grid ahead started, and is looked up first. */
 template <class In, class Out> DEVICE void finish(const combine_args &c, const ep_args &a)
 {
   const bool moves = (int)blockIdx.x < a.movers;
   look_ahead(a, a.at.back);
-  if (!a.early) wait_for_earlier_grids_alone();
   const uint32_t exchange = exchange_now(a);
+  const int most = moves && a.y_here ? most_arrived(a) : 0;
+  to_collect t = {};
+  if (moves && a.then_waits) t = find_first_answers(c, a);
+  if (!a.early || (a.tells && !moves)) wait_for_earlier_grids_alone();
+  if (a.tells && !moves) tell_that_all_is_read(a, exchange);
   if (a.y_here) {
     if (!a.then_waits) let_next_grid_start();
     if (moves)
-      answer_in_packets(a, exchange);
+      answer_in_packets(a, most, exchange);
     else
       tell_that_all_is_read(a, exchange);
     add_counts(a);
   }
   if (a.then_waits) {
     if (moves) {
-      collect_packets<In, Out>(c, a, exchange);
+      collect_packets<In, Out>(c, a, t, exchange);
     } else {
       check_token_count(c.tokens, c.fault);
-      wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
+      wait_for_all<WHOLE_CTA>(a, a.at.back, EP_RETURN, exchange, nullptr);
     }
   }
   if (a.early) wait_for_earlier_grids_alone(); /* whoever waits for this grid waits for that one, too */

@@ -28,9 +28,17 @@ DEVICE counters *counters_of(const ep_args &a)
 }
 
 /* The rank has not been left out. The host changes these bits between calls. */
+DEVICE const uint64_t *active_ranks(const ep_args &a)
+{
+  return reinterpret_cast<const uint64_t *>(a.arena + a.at.active);
+}
+DEVICE bool is_among(const uint64_t *active, int rank)
+{
+  return active[rank / 64] >> rank % 64 & 1;
+}
 DEVICE bool is_active(const ep_args &a, int rank)
 {
-  return reinterpret_cast<const uint64_t *>(a.arena + a.at.active)[rank / 64] >> rank % 64 & 1;
+  return is_among(active_ranks(a), rank);
 }
 
 /* Of this round; from L2, whatever L1 holds of it where a grid ahead still runs. */

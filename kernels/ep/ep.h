@@ -124,8 +124,10 @@ typedef struct ep_args {
   /* kernels */
   int32_t then_waits;   /* put and answer go on with their wait, finish with the sum */
   int32_t early;        /* the grid ahead is this call's and has waited for those before it: what they left is there */
+  int32_t tells;        /* finish: that all has been read, as the grid ahead, which answers, does not */
   int32_t packets;      /* of gate_put: slots go as packets; of return and finish: answers do */
-  int32_t movers;       /* CTAs along x that move rows; of put those behind them fill with ones what few_up wants so */
+  int32_t movers;       /* CTAs along x that move rows, or all of few's; of put those behind fill with ones what few_up
+                         wants so */
   int32_t fill_vectors; /* of 16 bytes */
   void *fill;
   fault_sink fault;

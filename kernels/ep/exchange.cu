@@ -77,68 +77,90 @@ DEVICE void take_ids(const ep_args &a, const int32_t *arrived)
   }
 }
 
-/* A slot that came as a packet goes to where it would lie otherwise. */
-DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned slot, patience &p)
+/* What the wait for tokens finds out, in shared memory. */
+struct arrivals {
+  uint32_t carried[EP_MAX_RANKS];
+  int32_t tokens[EP_MAX_RANKS];
+  bool packed[EP_MAX_RANKS]; /* their slots come as packets */
+  bool any_packed;
+};
+
+/* A slot that comes as a packet, and was looked for, goes to where it would lie otherwise. */
+DEVICE int take_packet(const ep_args &a, uint32_t exchange, int source, unsigned slot, packet found, patience &p)
 {
   const unsigned k = a.shape.top_k;
-  const char *at = slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k));
-  packet found = {load_words_system(at)};
-  for (; !is_of(found, exchange); found = {load_words_system(at)})
+  while (!is_of(found, exchange)) {
     if (p.ends(a, EP_DISPATCH, (int)source, true)) return -1;
+    found = {load_words_system(slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k)))};
+  }
   const uint2 data = data_of(found);
   reinterpret_cast<float *>(lane_of(a, a.rank) + a.at.weights)[source * a.shape.capacity * k + slot] =
       __uint_as_float(data.y);
   return checked_id(a, slot, (int)data.x);
 }
 
-/* Where some have come as packets; of those `packed` is true. */
-DEVICE void take_ids_and_packets(const ep_args &a, const int32_t *arrived, const bool *packed, uint32_t exchange)
+/* Where some come as packets: several of a thread's are looked for at once. */
+template <int FIRST> DEVICE void take_ids_and_packets(const ep_args &a, const arrivals &s, uint32_t exchange)
 {
-  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room;
+  const unsigned k = a.shape.top_k, room = (unsigned)a.shape.capacity * k, ids = a.shape.ranks * room,
+                 threads = waiting_threads<FIRST>();
   const int32_t *from = reinterpret_cast<const int32_t *>(lane_of(a, a.rank) + a.at.ids);
   patience p;
-  for (unsigned i = threadIdx.x; i < ids; i += blockDim.x) {
-    const unsigned source = i / room, slot = i - source * room;
-    int id = -1;
-    if (slot < arrived[source] * k)
-      id = packed[source] ? take_packet(a, exchange, source, slot, p) : checked_id(a, slot, from[i]);
-    a.ids_here[i] = id;
+#pragma unroll 1
+  for (unsigned first = threadIdx.x; first < ids; first += IDS_IN_FLIGHT * threads) {
+    packet found[IDS_IN_FLIGHT];
+#pragma unroll
+    for (int j = 0; j < IDS_IN_FLIGHT; j++) {
+      const unsigned i = first + j * threads, source = i / room, slot = i - source * room;
+      found[j] = {};
+      if (i < ids && s.packed[source] && slot < s.tokens[source] * k)
+        found[j] = {load_words_system(slot_packet(a, a.rank, source, (int)(slot / k), (int)(slot % k)))};
+    }
+#pragma unroll
+    for (int j = 0; j < IDS_IN_FLIGHT; j++) {
+      const unsigned i = first + j * threads, source = i / room, slot = i - source * room;
+      if (i >= ids) break;
+      int id = -1;
+      if (slot < s.tokens[source] * k)
+        id = s.packed[source] ? take_packet(a, exchange, source, slot, found[j], p) : checked_id(a, slot, from[i]);
+      a.ids_here[i] = id;
+    }
   }
 }
 
 /* Leaves in a.arrived how many tokens each rank has sent, and in a.ids_here their experts. */
-DEVICE void wait_for_tokens(const ep_args &a, uint32_t exchange)
+template <int FIRST> DEVICE void wait_for_tokens(const ep_args &a, arrivals &s, uint32_t exchange)
 {
-  __shared__ uint32_t carried[EP_MAX_RANKS];
-  __shared__ int32_t arrived[EP_MAX_RANKS];
-  __shared__ bool packed[EP_MAX_RANKS];
-  const bool all = wait_for_all(a, a.at.in, EP_DISPATCH, exchange, carried);
-  bool packets = false;
+  const bool all = wait_for_all<FIRST>(a, a.at.in, EP_DISPATCH, exchange, s.carried);
+  wait_for_earlier_grids_alone(); /* if these have not yet */
   let_next_grid_start();
-  if (threadIdx.x == 0) counters_of(a)->exchanges = exchange;
-  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) {
-    packed[r] = carried[r] & EP_PACKED;
-    const int64_t room = packed[r] ? a.shape.packets : a.shape.capacity;
-    a.arrived[r] = arrived[r] = all ? (int32_t)min((int64_t)(carried[r] & ~EP_PACKED), room) : 0;
-    packets |= packed[r];
+  if (threadIdx.x == 0) counters_of(a)->exchanges = exchange, s.any_packed = false;
+  meet<FIRST>();
+  for (int r = threadIdx.x; r < a.shape.ranks; r += waiting_threads<FIRST>()) {
+    s.packed[r] = s.carried[r] & EP_PACKED;
+    const int64_t room = s.packed[r] ? a.shape.packets : a.shape.capacity;
+    a.arrived[r] = s.tokens[r] = all ? (int32_t)min((int64_t)(s.carried[r] & ~EP_PACKED), room) : 0;
+    if (s.packed[r]) s.any_packed = true;
   }
-  if (__syncthreads_or(packets))
-    take_ids_and_packets(a, arrived, packed, exchange);
+  meet<FIRST>();
+  if (FIRST != WHOLE_CTA || s.any_packed)
+    take_ids_and_packets<FIRST>(a, s, exchange);
   else
-    take_ids(a, arrived);
+    take_ids(a, s.tokens);
 }
 
 DEVICE void wait_for_answers(const ep_args &a, uint32_t exchange)
 {
-  wait_for_all(a, a.at.back, EP_RETURN, exchange, nullptr);
+  wait_for_all<WHOLE_CTA>(a, a.at.back, EP_RETURN, exchange, nullptr);
   let_next_grid_start();
 }
 
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_wait_tokens(const __grid_constant__ ep_args a)
 {
+  __shared__ arrivals s;
   look_ahead(a, a.at.in);
   wait_for_earlier_grids_alone();
-  wait_for_tokens(a, exchange_now(a));
+  wait_for_tokens<WHOLE_CTA>(a, s, exchange_now(a));
 }
 
 extern "C" __global__ void __launch_bounds__(EP_WAIT_THREADS, 1)
@@ -161,6 +183,7 @@ DEVICE void wait_in_put(const ep_args &a)
  * saves a grid. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(const __grid_constant__ ep_args a)
 {
+  __shared__ arrivals s;
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
   wait_in_put(a);
@@ -169,14 +192,18 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1) cumoe_ep_put(co
   const uint32_t exchange = exchange_now(a) + 1; /* nobody changes it before all CTAs have come */
   put_tokens(a, tokens);
   if (tell_all(a, a.at.in, a.slots ? a.sent : nullptr, tokens, &counters_of(a)->put, exchange) && a.then_waits)
-    wait_for_tokens(a, exchange);
+    wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
 /* The rows of x, which the router has read as well, are on their way while it and the gate work, and are told as soon
- * as they have been stored: what the gate finds follows in packets. */
+ * as they have been stored: what the gate finds follows in packets. Whoever has moved them waits for the others
+ * meanwhile. */
 extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
     cumoe_ep_gate_put(const __grid_constant__ gate_args g, const __grid_constant__ ep_args a)
 {
+  __shared__ arrivals s;
+  __shared__ places_at_hand at_hand;
+  constexpr int MOVERS = HALF * WARP_SIZE;
   look_ahead(a, a.at.in);
   look_ahead_at_places(a);
   const bool ahead = a.packets && tells_for_itself(a);
@@ -184,20 +211,23 @@ extern "C" __global__ void __launch_bounds__(EP_MOVE_THREADS, 1)
   if ((int)blockIdx.x >= a.movers) return fill_with_ones(a);
   const unsigned tokens = tokens_of_round(a), flag = tokens | (a.packets ? EP_PACKED : 0);
   const uint32_t exchange = exchange_now(a) + 1;
+  __syncthreads(); /* all threads know it before any of them tells: who has heard of all changes it */
   if (has_rows()) {
     put_rows_of_half(a, tokens);
     if (ahead) {
-      barrier_of_first(HALF * WARP_SIZE);
-      tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), HALF * WARP_SIZE);
+      meet<MOVERS>();
+      tell(a, a.at.in, nullptr, flag, exchange, cta_of_grid(a), ctas_of_grid(a), MOVERS);
+      if (cta_of_grid(a) == 0) wait_for_tokens<MOVERS>(a, s, exchange);
     }
   } else {
+    const place_table t = take_places(a, at_hand);
     if (a.early) wait_in_put(a);
     check_token_count(g.tokens, g.fault);
-    gate_and_put_slots(g, a, tokens, exchange);
+    gate_and_put_slots(g, a, t, tokens, exchange);
   }
-  const bool waits =
-      ahead ? cta_of_grid(a) == 0 : tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits;
-  if (waits) wait_for_tokens(a, exchange);
+  if (ahead) return;
+  if (tell_all(a, a.at.in, nullptr, flag, &counters_of(a)->put, exchange) && a.then_waits)
+    wait_for_tokens<WHOLE_CTA>(a, s, exchange);
 }
 
 /* ---- answer ---- */

@@ -76,7 +76,7 @@ DEVICE bool is_heeded(const ep_args &a, uint64_t word)
 
 DEVICE bool has_given_up(const ep_args &a)
 {
-  return is_heeded(a, load_acquire_system(a.arena + a.at.abort));
+  return is_heeded(a, load_relaxed_system(a.arena + a.at.abort)); /* nothing else is read that it speaks of */
 }
 
 DEVICE void give_up(const ep_args &a, int phase, int about)
@@ -119,33 +119,60 @@ DEVICE uint32_t exchange_now(const ep_args &a)
 }
 
 /* Waits until a word of the rank's flag is of this exchange; *tokens: what else it says. False: the group has given up.
- * This rank's own CTAs come whatever the others do, and may still have to read how many exchanges there were. */
+ * This rank's own CTAs come whatever the others do, and may still have to read how many exchanges there were. QUIETLY:
+ * other warps of the SM work meanwhile, and each load that acquires empties their L1. */
+template <bool QUIETLY>
 DEVICE bool wait_for_word(const ep_args &a, const char *word, uint32_t exchange, int phase, int rank, uint32_t *tokens)
 {
   for (patience p;;) {
-    const uint64_t value = load_acquire_system(word);
-    *tokens = (uint32_t)value;
-    if ((int32_t)((uint32_t)(value >> 32) - exchange) >= 0) return true;
+    uint64_t value = QUIETLY ? load_relaxed_system(word) : load_acquire_system(word);
+    if ((int32_t)((uint32_t)(value >> 32) - exchange) >= 0) {
+      if (QUIETLY) value = load_acquire_system(word);
+      *tokens = (uint32_t)value;
+      return true;
+    }
     if (p.ends(a, phase, rank, rank != a.rank)) return false;
   }
 }
 
-/* By a whole CTA; a thread polls a word. False: the group has given up. arrived NULL, or out: what each rank's flag
+/* Who waits together: a CTA, or whole warps of it, its first FIRST threads, while the others do something else. */
+constexpr int WHOLE_CTA = 0;
+template <int FIRST> DEVICE int waiting_threads()
+{
+  return FIRST == WHOLE_CTA ? blockDim.x : FIRST;
+}
+template <int FIRST> DEVICE void meet()
+{
+  if (FIRST == WHOLE_CTA)
+    __syncthreads();
+  else
+    barrier_of_first(FIRST);
+}
+
+/* By all of them; a thread polls a word. False: the group has given up. arrived NULL, or out: what each rank's flag
  * carries; 0 of one that was left out. */
+template <int FIRST>
 DEVICE bool wait_for_all(const ep_args &a, uint64_t words, int phase, uint32_t exchange, uint32_t *arrived)
 {
+  __shared__ bool in_vain;
   const char *own = lane_of(a, a.rank) + words;
+  const int threads = waiting_threads<FIRST>();
+  if (threadIdx.x == 0) in_vain = false;
+  meet<FIRST>();
   /* A thread of its own looks whether the group has given up before. */
-  bool all = threadIdx.x != blockDim.x - 1 || !has_given_up(a);
+  bool all = threadIdx.x != threads - 1 || !has_given_up(a);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += blockDim.x) {
+  for (int i = threadIdx.x; i < a.shape.ranks * EP_FLAG_WORDS; i += threads) {
     const int r = i / EP_FLAG_WORDS, word = i % EP_FLAG_WORDS;
     uint32_t tokens = 0;
     if (is_active(a, r) && (all || r == a.rank))
-      all &= wait_for_word(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange, phase, r, &tokens);
+      all &= wait_for_word<FIRST != WHOLE_CTA>(a, own + (uint64_t)r * EP_LINE + word * sizeof(uint64_t), exchange,
+                                               phase, r, &tokens);
     if (arrived && word == 0) arrived[r] = tokens;
   }
-  return __syncthreads_and(all);
+  if (!all) in_vain = true;
+  meet<FIRST>();
+  return !in_vain;
 }
 
 #endif

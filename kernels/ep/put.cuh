@@ -12,21 +12,32 @@ DEVICE int64_t id_of(const ep_args &a, int64_t token, int slot)
   return a.ids_dtype == DT_I64 ? static_cast<const int64_t *>(a.ids)[at] : static_cast<const int32_t *>(a.ids)[at];
 }
 
+/* Where experts are, and which ranks have not been left out: as they lie in memory, or copies. */
+struct place_table {
+  const int32_t *entries;
+  const uint64_t *active;
+};
+
+DEVICE place_table places_in_memory(const ep_args &a)
+{
+  return {a.placement, active_ranks(a)};
+}
+
 /* How many of an expert's entries are in use, without those of ranks that were left out; *place: number `nth` of them.
  * An entry that names no rank counts, so that place_of reports it. */
-DEVICE unsigned places_of(const ep_args &a, const int32_t *entries, unsigned nth, int *place)
+DEVICE unsigned places_of(const ep_args &a, const uint64_t *active, const int32_t *entries, unsigned nth, int *place)
 {
   unsigned count = 0;
   for (int i = 0; i < a.replicas && entries[i] >= 0; i++) {
     const int rank = entries[i] >> EP_PLACE_SHIFT;
-    if (rank < a.shape.ranks && !is_active(a, rank)) continue;
+    if (rank < a.shape.ranks && !is_among(active, rank)) continue;
     if (count++ == nth) *place = entries[i];
   }
   return count;
 }
 
 /* The place that serves a slot, or ROW_DROPPED, or ROW_IDENTITY. */
-DEVICE int place_of(const ep_args &a, int64_t token, int slot, int64_t id, bool report)
+DEVICE int place_of(const ep_args &a, const place_table &t, int64_t token, int slot, int64_t id, bool report)
 {
   const int64_t zero_end = (int64_t)a.shape.experts + a.zero_experts;
   if (id == -1) return ROW_DROPPED;
@@ -36,19 +47,19 @@ DEVICE int place_of(const ep_args &a, int64_t token, int slot, int64_t id, bool 
   }
   if (id >= a.shape.experts) return id < zero_end ? ROW_DROPPED : ROW_IDENTITY;
   int place = -1;
-  const int32_t *entries = a.placement + id * a.placement_ld;
-  const unsigned count = places_of(a, entries, 0, &place);
-  if (count > 1) places_of(a, entries, (unsigned)(a.first_token + token) % count, &place);
+  const int32_t *entries = t.entries + id * a.placement_ld;
+  const unsigned count = places_of(a, t.active, entries, 0, &place);
+  if (count > 1) places_of(a, t.active, entries, (unsigned)(a.first_token + token) % count, &place);
   if (place >= 0 && place >> EP_PLACE_SHIFT < a.shape.ranks) return place;
   if (report) report_fault(a.fault, FAULT_EXPERT_MAP, slot, token);
   return ROW_DROPPED;
 }
 
 /* The row of this rank's segment there that a token takes, or -1: it does not go there. */
-DEVICE int row_there(const ep_args &a, unsigned token, int rank)
+DEVICE int row_there(const ep_args &a, const uint64_t *active, unsigned token, int rank)
 {
   if (a.slots) return a.slots[(int64_t)token * a.shape.ranks + rank];
-  return is_active(a, rank) ? (int)token : -1;
+  return is_among(active, rank) ? (int)token : -1;
 }
 
 DEVICE void load_row(const ep_args &a, unsigned token, row_part &p)
@@ -61,7 +72,7 @@ DEVICE void store_row(const ep_args &a, unsigned token, const row_part &p)
   const int width = row_vectors(a);
   const int64_t bytes = (int64_t)width * 16, first = a.rank * a.shape.capacity;
   for (int r = 0; r < a.shape.ranks; r++) {
-    const int row = row_there(a, token, r);
+    const int row = row_there(a, active_ranks(a), token, r);
     if (row >= 0) store_part(p, lane_of(a, r) + a.at.x + (first + row) * bytes, width);
   }
 }
@@ -77,9 +88,10 @@ DEVICE void store_slot_there(const ep_args &a, int r, int row, int id, float wei
 
 /* A token's ids and weights to rank r, a lane a slot, and the rows of y that will answer it. */
 template <bool PACKETS>
-DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, float weight, uint32_t exchange)
+DEVICE void put_slots_to(const ep_args &a, const place_table &t, unsigned token, int r, int place, float weight,
+                         uint32_t exchange)
 {
-  const int k = a.shape.top_k, slot = lane_id(), row = row_there(a, token, r);
+  const int k = a.shape.top_k, slot = lane_id(), row = row_there(a, t.active, token, r);
   const bool there = place >= 0 && place >> EP_PLACE_SHIFT == r;
   const bool any = __any_sync(ALL_LANES, there);
   const int id = there ? place & ((1 << EP_PLACE_SHIFT) - 1) : -1;
@@ -97,12 +109,13 @@ DEVICE void put_slots_to(const ep_args &a, unsigned token, int r, int place, flo
 
 /* A lane a slot. */
 template <bool PACKETS>
-DEVICE void put_slots(const ep_args &a, unsigned token, int64_t id, float weight, uint32_t exchange)
+DEVICE void put_slots(const ep_args &a, const place_table &t, unsigned token, int64_t id, float weight,
+                      uint32_t exchange)
 {
   const int k = a.shape.top_k, slot = lane_id();
-  const int place = slot < k ? place_of(a, token, slot, id, true) : ROW_DROPPED;
+  const int place = slot < k ? place_of(a, t, token, slot, id, true) : ROW_DROPPED;
   if (a.shape.exact && slot < k && place < 0) a.rows[(int64_t)token * k + slot] = place;
-  for (int r = 0; r < a.shape.ranks; r++) put_slots_to<PACKETS>(a, token, r, place, weight, exchange);
+  for (int r = 0; r < a.shape.ranks; r++) put_slots_to<PACKETS>(a, t, token, r, place, weight, exchange);
 }
 
 /* x read once, stored to each rank that the token goes to; while that is on its way ids and weights, by the warp that
@@ -117,7 +130,7 @@ DEVICE void put_tokens(const ep_args &a, unsigned tokens)
     row_part p;
     load_row(a, token, p);
     store_row(a, token, p);
-    if (blockIdx.y == 0) put_slots<false>(a, token, id, weight, 0);
+    if (blockIdx.y == 0) put_slots<false>(a, places_in_memory(a), token, id, weight, 0);
   }
 }
 
@@ -145,19 +158,38 @@ DEVICE gate_slot choose_slots_of(const gate_args &g, int64_t token, gate_scratch
   const bool by_logit = GATE_BY_LOGIT(g);
   if (by_logit && g.experts <= 64) return route_token<2>(g, token, true, nullptr, scratch);
   if (by_logit && g.experts <= 128) return route_token<4>(g, token, true, nullptr, scratch);
-  return route_token<8>(g, token, true, nullptr, scratch);
+  return route_token<8, false, true>(g, token, true, nullptr, scratch); /* shorter code: it is read once */
 }
 
-DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, unsigned tokens, uint32_t exchange)
+/* Copies for the warps that have the gate, made while they wait for the router: of a placement that is so small. */
+constexpr int PLACES_AT_HAND = 1024, ACTIVE_WORDS = EP_MAX_RANKS / 64;
+struct places_at_hand {
+  int32_t entries[PLACES_AT_HAND];
+  uint64_t active[ACTIVE_WORDS];
+};
+
+DEVICE place_table take_places(const ep_args &a, places_at_hand &s)
+{
+  const int64_t entries = (a.shape.experts - 1) * a.placement_ld + a.replicas;
+  const int first = threadIdx.x - HALF * WARP_SIZE;
+  const bool fits = entries <= PLACES_AT_HAND;
+  for (int i = first; fits && i < entries; i += HALF * WARP_SIZE) s.entries[i] = a.placement[i];
+  if (first < ACTIVE_WORDS) s.active[first] = active_ranks(a)[first];
+  barrier_of_last(HALF * WARP_SIZE);
+  return {fits ? s.entries : a.placement, s.active};
+}
+
+DEVICE void gate_and_put_slots(const gate_args &g, const ep_args &a, const place_table &t, unsigned tokens,
+                               uint32_t exchange)
 {
   __shared__ gate_scratch scratch[HALF];
   if (blockIdx.y != 0) return;
   for (unsigned token = blockIdx.x * HALF + warp_id() - HALF; token < tokens; token += a.movers * HALF) {
     const gate_slot slot = choose_slots_of(g, token, scratch[warp_id() - HALF]);
     if (a.packets)
-      put_slots<true>(a, token, slot.id, slot.weight, exchange);
+      put_slots<true>(a, t, token, slot.id, slot.weight, exchange);
     else
-      put_slots<false>(a, token, slot.id, slot.weight, exchange);
+      put_slots<false>(a, t, token, slot.id, slot.weight, exchange);
     store_slot(g, token, slot);
   }
 }
@@ -177,7 +209,8 @@ DEVICE uint32_t ranks_of(const ep_args &a, int64_t token, int first)
 {
   uint32_t ranks = 0;
   for (int slot = 0; slot < a.shape.top_k; slot++) {
-    const int place = place_of(a, token, slot, id_of(a, token, slot), false), to = (place >> EP_PLACE_SHIFT) - first;
+    const int place = place_of(a, places_in_memory(a), token, slot, id_of(a, token, slot), false),
+              to = (place >> EP_PLACE_SHIFT) - first;
     if (place >= 0 && to >= 0 && to < 32) ranks |= 1u << to;
   }
   return ranks;

@@ -12,6 +12,13 @@ DEVICE uint64_t load_acquire_system(const void *word)
   return value;
 }
 
+DEVICE uint64_t load_relaxed_system(const void *word)
+{
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 DEVICE void store_release_system(void *word, uint64_t value)
 {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -35,10 +42,14 @@ DEVICE ulonglong2 load_words_system(const void *at)
   return words;
 }
 
-/* Among the first `threads` threads of the CTA: whole warps, fewer than all. */
+/* Among the first `threads` threads of the CTA, or its last: whole warps, fewer than all. */
 DEVICE void barrier_of_first(int threads)
 {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+DEVICE void barrier_of_last(int threads)
+{
+  asm volatile("bar.sync 2, %0;" ::"r"(threads) : "memory");
 }
 
 /* Into L2, where it is the same for all. */

@@ -45,9 +45,10 @@ template <> struct few_part_type<true> {
 
 /* An octet is 8 output channels. A tile, what one mma.sync takes, has 16 weight rows: one octet, gate and up, or two
  * octets. A unit is a tile, or, of weights with scales, two; of N-major weights up to four (n_major.cuh). */
-template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool WHOLE_> struct few_layout {
+template <class PRODUCT, int TOKENS_, int BK_, int STAGES_, int WARPS, bool WHOLE_, bool ANSWERS_> struct few_layout {
   using layout = few_layout;
-  using X = typename PRODUCT::X; /* what x and h are multiplied as */
+  static constexpr bool ANSWERS = ANSWERS_; /* outputs go to other ranks (ep/few_answer.cuh) */
+  using X = typename PRODUCT::X;            /* what x and h are multiplied as */
   using W = typename PRODUCT::W;
   using Y = typename PRODUCT::Y; /* of x, h and y in memory */
   static constexpr bool SCALED = PRODUCT::SCALED, N_MAJOR = PRODUCT::N_MAJOR;
@@ -98,8 +99,8 @@ template <class LAYOUT, class OPERATION_> struct few_part : LAYOUT {
   DEVICE static bool gated(const gemm_args &args) { return OPERATION::HALVES == 2 && args.gated; }
 };
 
-template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS, bool WHOLE>
-using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS, WHOLE>, typename PRODUCT::OPERATION>;
+template <class PRODUCT, int TOKENS, int BK, int STAGES, int WARPS, bool WHOLE, bool ANSWERS = false>
+using few_shape = few_part<few_layout<PRODUCT, TOKENS, BK, STAGES, WARPS, WHOLE, ANSWERS>, typename PRODUCT::OPERATION>;
 
 template <class S> DEVICE const gemm_args &gemm_of(const few_args &args)
 {

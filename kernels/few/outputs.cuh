@@ -41,10 +41,17 @@ DEVICE float sum_slots(const combine_args &out, const few_smem<S> &smem, int tok
   return sum;
 }
 
+/* What a warp has to know of where outputs go besides `out`: nothing, but where they are answers. */
+template <class S, bool ANSWERS = S::ANSWERS> struct few_outputs {
+  DEVICE few_outputs(const few_args &) {}
+};
+
 /* A warp's part of one or two octets, when y of all experts is there. first: where they lie in y. */
 template <class S>
-DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int octet, int octets, int first)
+DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, const few_outputs<S> &outputs, int octet,
+                          int octets, int first)
 {
+  if constexpr (S::ANSWERS) return outputs.store(args, smem, octet, octets, first);
   const combine_args &out = args.out;
   const int width = octets * 8, local = first + lane_id() % width, channel = octet * 8 + lane_id() % width,
             tokens = (int)token_total(out.tokens), at_once = WARP_SIZE / width;
@@ -60,16 +67,17 @@ DEVICE void store_outputs(const few_args &args, const few_smem<S> &smem, int oct
 template <class S, class FILL> DEVICE void write_outputs(const few_args &args, few_smem<S> &smem, FILL fill)
 {
   const int end = smem.own.first + smem.own.count;
+  const few_outputs<S> outputs(args);
   uint32_t phase = 0;
 #pragma unroll 1
   for (int octet = smem.own.first; octet < end; octet += S::OCTETS, phase ^= 1) {
     fill(octet > smem.own.first, phase ^ 1);
     wait_for(&smem.y_full, phase);
     wait_for(&smem.weights_ready, 0);
-    store_outputs<S>(args, smem, octet, min(2, end - octet), 0);
+    store_outputs<S>(args, smem, outputs, octet, min(2, end - octet), 0);
 #pragma unroll
     for (int i = 2; i < S::OCTETS; i += 2)
-      if (end - octet > i) store_outputs<S>(args, smem, octet + i, min(2, end - octet - i), i * 8);
+      if (end - octet > i) store_outputs<S>(args, smem, outputs, octet + i, min(2, end - octet - i), i * 8);
     mbarrier_arrive(&smem.y_empty);
   }
 }

@@ -35,7 +35,10 @@ for cubin in $CUBINS; do
   readelf -sW "$cubin" 2> /dev/null | awk '$4 == "FUNC" && $5 == "GLOBAL" { print $NF }' | sort > "$work/kernels"
   awk -v stem="$stem" '$1 == stem { print $2 }' "$work/rows" | sort > "$work/wanted"
   # Groups load theirs by name.
-  [ "$stem" != exchange ] || grep -o 'cumoe_ep_[a-z0-9_]*' kernels/ep/moves.def | sort -u > "$work/wanted"
+  case $stem in
+  exchange) grep -o 'cumoe_ep_[a-z0-9_]*' kernels/ep/moves.def | grep -v '_ep_few_' | sort -u > "$work/wanted" ;;
+  exchange_few_sm90) grep -o 'cumoe_ep_few_[a-z0-9_]*' kernels/ep/moves.def | sort -u > "$work/wanted" ;;
+  esac
   empty "$name: all rows of the table" "$(comm -13 "$work/kernels" "$work/wanted")"
   empty "$name: no kernel outside the table" "$(comm -23 "$work/kernels" "$work/wanted")"
   # ptxas -v, kept by the build: a stack frame is local memory

@@ -54,7 +54,7 @@ typedef struct node {
   char text[200]; /* of a kernel; "" otherwise */
   const char *kernel_name;
   unsigned grid[2], threads;
-  _Alignas(64) unsigned char args[2048]; /* where kernels are run */
+  _Alignas(64) unsigned char args[4096]; /* where kernels are run */
 } node;
 
 struct CUgraph_st {

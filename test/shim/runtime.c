@@ -375,7 +375,8 @@ cudaError_t cudaLibraryLoadData(cudaLibrary_t *out, const void *code, enum cudaJ
     *out = (cudaLibrary_t)object_new(LIBRARY, sizeof **out);
     (*out)->image = last_image = code;
     if (is_callers(code))
-      for (int i = 0; i < MAX_DEVICES * CALLER_ROWS; i++) dynamic_limit[i / CALLER_ROWS][ROWS + i % CALLER_ROWS] = 0;
+      for (int i = 0; i < MAX_DEVICES * CALLER_KERNELS; i++)
+        dynamic_limit[i / CALLER_KERNELS][ROWS + i % CALLER_KERNELS] = 0;
   }
   return shim_end(error);
 }
@@ -534,7 +535,7 @@ enum { KEPT = 64 };
 
 static struct {
   const variant *row;
-  _Alignas(64) unsigned char args[2048];
+  _Alignas(64) unsigned char args[4096];
 } kept[KEPT];
 static int kept_count;
 

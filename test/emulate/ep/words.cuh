@@ -13,6 +13,13 @@ DEVICE uint64_t load_acquire_system(const void *word)
   return __atomic_load_n(static_cast<const uint64_t *>(word), __ATOMIC_ACQUIRE);
 }
 
+DEVICE uint64_t load_relaxed_system(const void *word)
+{
+  grid::require_aligned(word, 8);
+  grid::let_other_gpus_run();
+  return __atomic_load_n(static_cast<const uint64_t *>(word), __ATOMIC_RELAXED);
+}
+
 DEVICE void store_release_system(void *word, uint64_t value)
 {
   grid::require_aligned(word, 8);
@@ -43,6 +50,10 @@ DEVICE ulonglong2 load_words_system(const void *at)
 DEVICE void barrier_of_first(int threads)
 {
   grid::named_barrier(1, threads);
+}
+DEVICE void barrier_of_last(int threads)
+{
+  grid::named_barrier(2, threads);
 }
 
 DEVICE void prefetch(const void *) {}
