@@ -87,6 +87,9 @@ KERNEL_CU := $(sort $(wildcard kernels/*/*.cu))
 vpath %.cu $(sort $(dir $(KERNEL_CU)))
 STEMS   := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call archs_of,$s),$s))
 IMAGES  := $(STEMS:%=$(OBJ)/%.image.o)
+# Portable ones that on sm_90 use what sm_80 has not, so that each architecture has PTX of its own.
+OWN_PTX := arrange combine masked quantize unpack_e4m3
+ONE_PTX := $(if $(filter 80,$(PTX)),$(foreach s,$(filter-out $(OWN_PTX),$(STEMS)),$(if $(call sm_of,$s),,$s)))
 CUBINS  := $(foreach s,$(STEMS),$(foreach a,$(call archs_of,$s),$(OBJ)/$s.sm_$a.cubin))
 OBJS    := $(LIB_C:%.c=$(OBJ)/%.o) $(IMAGES)
 ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
@@ -158,7 +161,7 @@ $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC
 # ---- kernels: <stem>.cu -> one cubin an architecture (+ PTX) -> fatbin -> read-only bytes in an object ----------
 
 # ptxas reports registers and spills of every kernel; the report stays beside the cubin, for `make check`.
-nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
+nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(if $(filter $*,$(ONE_PTX)),-DCUMOE_ONE_PTX) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
 	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2; \
 	sed -i -e '/^[^ ]*variants\.def *:/d' -e 's|[^ ]*variants\.def||' $@.d
 
@@ -179,14 +182,18 @@ $(foreach a,$(filter-out $(PTX),$(ARCHS)),$(eval $(call device_rule,sm_$a.cubin,
 $(foreach p,$(PTX),$(eval $(call device_rule,compute_$p.ptx,-ptx -arch=compute_$p)))
 
 # Machine code of PTX's own architecture: of that PTX, as nvcc makes it too. So its front end, most of the time that a
-# portable stem takes, runs once for both.
+# portable stem takes, runs once for both; for sm_90a, too, whose one instruction more lies in that PTX as a comment
+# (kernels/device/ptx.cuh).
+# assemble_rule ARCHITECTURE,PTX,SED
 define assemble_rule
-$(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(1).ptx
+$(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(2).ptx
 	$$(call begin,PTXAS)
-	$(Q)$(NVCC) -cubin -arch=sm_$(1) $(NV_FLAGS) $(NVCCFLAGS) -o $$@ $$< > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; \
-	grep -i 'warning' $$@.log >&2; true
+	$(Q)$(if $(3),sed $(3) $$< > $$@.ptx && )$(NVCC) -cubin -arch=sm_$(1) $(NV_FLAGS) $(NVCCFLAGS) -o $$@ \
+	$(if $(3),$$@.ptx,$$<) > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; grep -i 'warning' $$@.log >&2; true
 endef
-$(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a)))
+$(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a,$a)))
+$(if $(filter 90a,$(ARCHS)),$(eval $(ONE_PTX:%=$(OBJ)/%.sm_90a.cubin): $(call assemble_rule,90a,$(PTX),\
+	-e 's|^\.target sm_80|.target sm_90a|' -e 's|// sm_90: ||')))
 
 define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
