@@ -71,7 +71,9 @@ CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
 ALIGNED      := -fsanitize=alignment -fno-sanitize-recover=alignment
 CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off $(ALIGNED) \
 	-include test/emulate/cuda.h -Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
-CAREFUL  := -O2 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
+# Sanitized code takes gcc two to three times as long at -O2, which pays where tests spend their time.
+CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
+HOT_C    := kernels/cpu/% test/test.c test/oracle.c test/codes.c bench/decoder.c bench/tinylm.c
 # What address finds too, and would be looked for before each access, is left to it.
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE) -fno-sanitize=null,object-size
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
@@ -142,7 +144,7 @@ $(OBJ)/flags.$(1): $(if $(filter $(call as_word,$(2)),$(call as_word,$(file < $(
 endef
 $(eval $(call stamp,cc,$(CC) $(C_CPU) $(C_HOST) $(C_TOOL) $(CFLAGS)))
 $(eval $(call stamp,cxx,$(CXX) $(CXX_TOOL) $(CXX_EMULATED) $(CXXFLAGS)))
-$(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ)))
+$(eval $(call stamp,asan,$(C_ASAN) $(FUZZ_CC) $(C_FUZZ) $(HOT_C)))
 $(eval $(call stamp,nvcc,$(NVCC) $(CUDA_HOME) $(NV_FLAGS) $(NVCCFLAGS)))
 $(eval $(call stamp,archs,$(ARCH_TEXT)))
 $(eval $(call stamp,objects,cumoe groups train $(OBJS)))
@@ -197,7 +199,7 @@ $(if $(filter 90a,$(ARCHS)),$(eval $(ONE_PTX:%=$(OBJ)/%.sm_90a.cubin): $(call as
 
 define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
-	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(OBJ)/flags.archs
+	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(if $(call sm_of,$(1)),,$(OBJ)/flags.archs)
 	$$(call begin,FATBIN)
 	$(Q)$$(FATBINARY) --create=$$@ -64 --compress-all $$(compress_mode) \
 	$(foreach a,$(call archs_of,$(1)),--image3=kind=elf$(COMMA)sm=$a$(COMMA)file=$(OBJ)/$(1).sm_$a.cubin) \
@@ -233,7 +235,7 @@ c_flags = $(if $(filter host/%,$<),$(C_HOST),$(if $(filter kernels/cpu/%,$<),$(C
 define object_rule
 $(OBJ)/$(1)%.o: %.c $(c_needs) $(3)
 	$$(call begin,CC)
-	$(Q)$$(CC) $$(c_flags) $(2) $$(CFLAGS) -c -o $$@ $$<
+	$(Q)$$(CC) $$(c_flags) $(2) $(if $(2),$$(if $$(filter $(HOT_C),$$<),-O2)) $$(CFLAGS) -c -o $$@ $$<
 endef
 $(eval $(call object_rule))
 $(eval $(call object_rule,asan/,$(C_ASAN),$(OBJ)/flags.asan))
