@@ -89,8 +89,9 @@ KERNEL_CU := $(sort $(wildcard kernels/*/*.cu))
 vpath %.cu $(sort $(dir $(KERNEL_CU)))
 STEMS   := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call archs_of,$s),$s))
 IMAGES  := $(STEMS:%=$(OBJ)/%.image.o)
-# Portable ones that on sm_90 use what sm_80 has not, so that each architecture has PTX of its own.
-OWN_PTX := arrange combine masked quantize unpack_e4m3
+# Portable ones of which each architecture has PTX of its own: on sm_90 they use what sm_80 has not, or nvcc makes less
+# of it for types at run time.
+OWN_PTX := arrange backward combine exchange masked quantize training unpack_e4m3
 ONE_PTX := $(if $(filter 80,$(PTX)),$(foreach s,$(filter-out $(OWN_PTX),$(STEMS)),$(if $(call sm_of,$s),,$s)))
 CUBINS  := $(foreach s,$(STEMS),$(foreach a,$(call archs_of,$s),$(OBJ)/$s.sm_$a.cubin))
 OBJS    := $(LIB_C:%.c=$(OBJ)/%.o) $(IMAGES)
