@@ -38,7 +38,8 @@ SPACE := $(EMPTY) $(EMPTY)
 
 cuda_roots    = $(CUDA_HOME) $(wildcard $(CUDA_HOME)/targets/*-linux)
 CUDA_INCLUDE := $(patsubst %/cuda_runtime_api.h,%,$(firstword $(wildcard $(cuda_roots:%=%/include/cuda_runtime_api.h))))
-# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on.
+# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on. Not for images with
+# PTX, which would take as long to compress as to assemble.
 FATBINARY     = $(firstword $(wildcard $(CUDA_HOME)/bin/fatbinary) fatbinary)
 compress_mode = $(eval compress_mode := $(if $(findstring --compress-mode,$(shell $(FATBINARY) --help)),\
 	--compress-mode=size))$(compress_mode)
@@ -202,7 +203,7 @@ define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(if $(call sm_of,$(1)),,$(OBJ)/flags.archs)
 	$$(call begin,FATBIN)
-	$(Q)$$(FATBINARY) --create=$$@ -64 --compress-all $$(compress_mode) \
+	$(Q)$$(FATBINARY) --create=$$@ -64 --compress-all $(if $(call ptx_of,$(1)),,$$(compress_mode)) \
 	$(foreach a,$(call archs_of,$(1)),--image3=kind=elf$(COMMA)sm=$a$(COMMA)file=$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),--image3=kind=ptx$(COMMA)sm=$p$(COMMA)file=$(OBJ)/$(1).compute_$p.ptx)
 endef
