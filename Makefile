@@ -92,7 +92,7 @@ STEMS   := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call archs_of,$
 IMAGES  := $(STEMS:%=$(OBJ)/%.image.o)
 # Portable ones of which each architecture has PTX of its own: on sm_90 they use what sm_80 has not, or nvcc makes less
 # of it for types at run time.
-OWN_PTX := arrange backward combine exchange masked quantize training unpack_e4m3
+OWN_PTX := arrange backward combine exchange masked quantize unpack_e4m3
 ONE_PTX := $(if $(filter 80,$(PTX)),$(foreach s,$(filter-out $(OWN_PTX),$(STEMS)),$(if $(call sm_of,$s),,$s)))
 CUBINS  := $(foreach s,$(STEMS),$(foreach a,$(call archs_of,$s),$(OBJ)/$s.sm_$a.cubin))
 OBJS    := $(LIB_C:%.c=$(OBJ)/%.o) $(IMAGES)
