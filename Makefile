@@ -38,8 +38,8 @@ SPACE := $(EMPTY) $(EMPTY)
 
 cuda_roots    = $(CUDA_HOME) $(wildcard $(CUDA_HOME)/targets/*-linux)
 CUDA_INCLUDE := $(patsubst %/cuda_runtime_api.h,%,$(firstword $(wildcard $(cuda_roots:%=%/include/cuda_runtime_api.h))))
-# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on. Not for images with
-# PTX, which would take as long to compress as to assemble.
+# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on. Not for images
+# with PTX, which takes seconds a megabyte.
 FATBINARY     = $(firstword $(wildcard $(CUDA_HOME)/bin/fatbinary) fatbinary)
 compress_mode = $(eval compress_mode := $(if $(findstring --compress-mode,$(shell $(FATBINARY) --help)),\
 	--compress-mode=size))$(compress_mode)
@@ -165,7 +165,8 @@ $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC
 # ---- kernels: <stem>.cu -> one cubin an architecture (+ PTX) -> fatbin -> read-only bytes in an object ----------
 
 # ptxas reports registers and spills of every kernel; the report stays beside the cubin, for `make check`.
-nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(if $(filter $*,$(ONE_PTX)),-DCUMOE_ONE_PTX) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
+one_ptx = $(if $(filter $*,$(ONE_PTX)),-DCUMOE_ONE_PTX)
+nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(one_ptx) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
 	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2; \
 	sed -i -e '/^[^ ]*variants\.def *:/d' -e 's|[^ ]*variants\.def||' $@.d
 

@@ -16,8 +16,8 @@
  */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
 #define GRIDDEPCONTROL(what) asm volatile("griddepcontrol." what ";" ::: "memory")
-#elif defined                                                                                                          \
-    CUMOE_ONE_PTX /* a comment, which the Makefile makes an instruction where the PTX is assembled for sm_90a */
+#elif defined CUMOE_ONE_PTX
+/* A comment, of which the Makefile makes an instruction where this PTX is assembled for sm_90a. */
 #define GRIDDEPCONTROL(what) asm volatile("// sm_90: griddepcontrol." what ";" ::: "memory")
 #else
 #define GRIDDEPCONTROL(what) (void)0
