@@ -38,7 +38,8 @@ SPACE := $(EMPTY) $(EMPTY)
 
 cuda_roots    = $(CUDA_HOME) $(wildcard $(CUDA_HOME)/targets/*-linux)
 CUDA_INCLUDE := $(patsubst %/cuda_runtime_api.h,%,$(firstword $(wildcard $(cuda_roots:%=%/include/cuda_runtime_api.h))))
-# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on.
+# Beside nvcc's own, where nvcc is a wrapper that lies elsewhere; --compress-mode: from CUDA 12.8 on. Not for images
+# with PTX, which takes seconds a megabyte.
 FATBINARY     = $(firstword $(wildcard $(CUDA_HOME)/bin/fatbinary) fatbinary)
 compress_mode = $(eval compress_mode := $(if $(findstring --compress-mode,$(shell $(FATBINARY) --help)),\
 	--compress-mode=size))$(compress_mode)
@@ -71,9 +72,11 @@ CXX_TOOL := -std=c++17 $(COMMON) -O2 -g0 -Iinclude
 ALIGNED      := -fsanitize=alignment -fno-sanitize-recover=alignment
 CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-aliasing -ffp-contract=off $(ALIGNED) \
 	-include test/emulate/cuda.h -Itest/emulate -Ikernels -MMD -MP $(if $(CUDA_INCLUDE),-isystem $(CUDA_INCLUDE))
-CAREFUL  := -O2 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
+CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
+# Where tests spend their time. All else of theirs, and sanitized code, is compiled in half the time at -O1.
+HOT_C    := kernels/cpu/% test/test.c test/oracle.c test/codes.c bench/decoder.c bench/tinylm.c
 # What address finds too, and would be looked for before each access, is left to it.
-C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE) -fno-sanitize=null,object-size
+C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE) -fno-sanitize=null,object-size,pointer-overflow
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
 NV_FLAGS := -O3 -std=c++17 -Ikernels -Xptxas -v,-warn-spills,-warn-lmem-usage
 LINK_LIBS := $(if $(CUDA_LIB),-L$(CUDA_LIB)) -lcudart_static -ldl -lpthread -lrt -lm
@@ -87,6 +90,10 @@ KERNEL_CU := $(sort $(wildcard kernels/*/*.cu))
 vpath %.cu $(sort $(dir $(KERNEL_CU)))
 STEMS   := $(foreach s,$(basename $(notdir $(KERNEL_CU))),$(if $(call archs_of,$s),$s))
 IMAGES  := $(STEMS:%=$(OBJ)/%.image.o)
+# Portable ones of which each architecture has PTX of its own: on sm_90 they use what sm_80 has not, or nvcc makes less
+# of it for types at run time.
+OWN_PTX := arrange backward combine exchange masked quantize unpack_e4m3
+ONE_PTX := $(if $(filter 80,$(PTX)),$(foreach s,$(filter-out $(OWN_PTX),$(STEMS)),$(if $(call sm_of,$s),,$s)))
 CUBINS  := $(foreach s,$(STEMS),$(foreach a,$(call archs_of,$s),$(OBJ)/$s.sm_$a.cubin))
 OBJS    := $(LIB_C:%.c=$(OBJ)/%.o) $(IMAGES)
 ASAN_OBJS := $(LIB_C:%.c=$(OBJ)/asan/%.o) $(IMAGES)
@@ -158,7 +165,8 @@ $(OBJ)/toolkit: $(if $(and $(CUDA_INCLUDE),$(CUDA_LIB),$(shell command -v $(NVCC
 # ---- kernels: <stem>.cu -> one cubin an architecture (+ PTX) -> fatbin -> read-only bytes in an object ----------
 
 # ptxas reports registers and spills of every kernel; the report stays beside the cubin, for `make check`.
-nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
+one_ptx = $(if $(filter $*,$(ONE_PTX)),-DCUMOE_ONE_PTX)
+nvcc_compile = $(NVCC) $(1) $(NV_FLAGS) $(one_ptx) $(NVCCFLAGS) -MMD -MP -MF $@.d -MT $@ -o $@ $< > $@.log 2>&1 \
 	|| { cat $@.log >&2; exit 1; }; grep -i 'warning' $@.log >&2; \
 	sed -i -e '/^[^ ]*variants\.def *:/d' -e 's|[^ ]*variants\.def||' $@.d
 
@@ -179,20 +187,24 @@ $(foreach a,$(filter-out $(PTX),$(ARCHS)),$(eval $(call device_rule,sm_$a.cubin,
 $(foreach p,$(PTX),$(eval $(call device_rule,compute_$p.ptx,-ptx -arch=compute_$p)))
 
 # Machine code of PTX's own architecture: of that PTX, as nvcc makes it too. So its front end, most of the time that a
-# portable stem takes, runs once for both.
+# portable stem takes, runs once for both; for sm_90a, too, whose one instruction more lies in that PTX as a comment
+# (kernels/device/ptx.cuh).
+# assemble_rule ARCHITECTURE,PTX,SED
 define assemble_rule
-$(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(1).ptx
+$(OBJ)/%.sm_$(1).cubin: $(OBJ)/%.compute_$(2).ptx
 	$$(call begin,PTXAS)
-	$(Q)$(NVCC) -cubin -arch=sm_$(1) $(NV_FLAGS) $(NVCCFLAGS) -o $$@ $$< > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; \
-	grep -i 'warning' $$@.log >&2; true
+	$(Q)$(if $(3),sed $(3) $$< > $$@.ptx && )$(NVCC) -cubin -arch=sm_$(1) $(NV_FLAGS) $(NVCCFLAGS) -o $$@ \
+	$(if $(3),$$@.ptx,$$<) > $$@.log 2>&1 || { cat $$@.log >&2; exit 1; }; grep -i 'warning' $$@.log >&2; true
 endef
-$(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a)))
+$(foreach a,$(filter $(PTX),$(ARCHS)),$(eval $(call assemble_rule,$a,$a)))
+$(if $(filter 90a,$(ARCHS)),$(eval $(ONE_PTX:%=$(OBJ)/%.sm_90a.cubin): $(call assemble_rule,90a,$(PTX),\
+	-e 's|^\.target sm_80|.target sm_90a|' -e 's|// sm_90: ||')))
 
 define fatbin_rule
 $(OBJ)/$(1).fatbin: $(foreach a,$(call archs_of,$(1)),$(OBJ)/$(1).sm_$a.cubin) \
-	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(OBJ)/flags.archs
+	$(foreach p,$(call ptx_of,$(1)),$(OBJ)/$(1).compute_$p.ptx) $(if $(call sm_of,$(1)),,$(OBJ)/flags.archs)
 	$$(call begin,FATBIN)
-	$(Q)$$(FATBINARY) --create=$$@ -64 --compress-all $$(compress_mode) \
+	$(Q)$$(FATBINARY) --create=$$@ -64 --compress-all $(if $(call ptx_of,$(1)),,$$(compress_mode)) \
 	$(foreach a,$(call archs_of,$(1)),--image3=kind=elf$(COMMA)sm=$a$(COMMA)file=$(OBJ)/$(1).sm_$a.cubin) \
 	$(foreach p,$(call ptx_of,$(1)),--image3=kind=ptx$(COMMA)sm=$p$(COMMA)file=$(OBJ)/$(1).compute_$p.ptx)
 endef
@@ -222,11 +234,14 @@ $(foreach a,80 90,$(eval $(call caller_rule,sm_$a.cubin,-cubin -arch=sm_$a)))
 c_needs = $(OBJ)/flags.cc $(OBJ)/toolkit
 c_flags = $(if $(filter host/%,$<),$(C_HOST),$(if $(filter kernels/cpu/%,$<),$(C_CPU),$(C_TOOL)))
 
+# $(call opt_of,FLAGS), of the object at hand
+opt_of = $(if $(filter $(HOT_C),$<),$(if $(1),-O2),$(if $(filter test/%,$<),-O1))
+
 # object_rule FOLDER/,FLAGS,STAMP: <source>.c -> $(OBJ)/FOLDER/<source>.o, by the flags of its own folder, then FLAGS.
 define object_rule
 $(OBJ)/$(1)%.o: %.c $(c_needs) $(3)
 	$$(call begin,CC)
-	$(Q)$$(CC) $$(c_flags) $(2) $$(CFLAGS) -c -o $$@ $$<
+	$(Q)$$(CC) $$(c_flags) $(2) $$(call opt_of,$(2)) $$(CFLAGS) -c -o $$@ $$<
 endef
 $(eval $(call object_rule))
 $(eval $(call object_rule,asan/,$(C_ASAN),$(OBJ)/flags.asan))

@@ -137,10 +137,17 @@ static bool fits_head(const variant *v, const op_shape *s)
   return s->n <= v->columns && (v->form == FORM_split ? splits(v, s) : halves(v, s));
 }
 
+/* unpack reads scales as they are described: of e2m1 it has one row. */
+static bool takes_format(const variant *v, weight_format format)
+{
+  if (v->form == FORM_unpack && format == FORMAT_nv4) format = FORMAT_mx4;
+  return !v->format || v->format == (int)format;
+}
+
 /* Of a row that runs on the machine. */
 static bool serves(const variant *v, const op_shape *s)
 {
-  if ((v->x && v->x != s->in) || (v->format && v->format != (int)s->format) || (v->y && v->y != s->out)) return false;
+  if ((v->x && v->x != s->in) || !takes_format(v, s->format) || (v->y && v->y != s->out)) return false;
   if (!takes_scales(v, s)) return false;
   if (s->major != MAJOR_none && v->major != MAJOR_any && v->major != (int)s->major) return false;
   if (v->form == FORM_warp) return !s->rules;

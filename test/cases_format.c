@@ -639,7 +639,8 @@ static bool may_serve(const cumoe_variant_info *row, const cumoe_format *f, int3
     return !strcmp(class_of_format(f), "u4") && fixed && !becomes && !own && row->x == dtype;
   if (!strcmp(row->op, "quantize"))
     return own == takes_own && (becomes || own) && row->y == (becomes ? codes : dtype) && row->x == dtype;
-  if (!has_class(row, class_of_format(f))) return false;
+  const bool e2m1 = !strcmp(row->form, "unpack") && f->element == CUMOE_ELEMENT_E2M1; /* with scales of either type */
+  if (!has_class(row, e2m1 ? "mx4" : class_of_format(f))) return false;
   if (!strncmp(row->op, "few", 3) && own) return false;
   if (!strcmp(row->form, "wgmma") && has_class(row, "u4") && f->scale != dtype) return false;
   if (!strcmp(row->form, "fixed") && !fixed) return false;

@@ -227,8 +227,9 @@ static bool arch_fits(const variant *v, int32_t cc)
 /* What the manual of the table says a row can do. */
 static bool row_can(const variant *v, const gpu *g, const op_shape *s)
 {
-  bool type =
-      (v->x == 0 || v->x == s->in) && (v->y == 0 || v->y == s->out) && (v->format == 0 || v->format == (int)s->format);
+  const bool e2m1 = v->form == FORM_unpack && v->format == FORMAT_mx4 && s->format == FORMAT_nv4;
+  bool type = (v->x == 0 || v->x == s->in) && (v->y == 0 || v->y == s->out) &&
+              (v->format == 0 || v->format == (int)s->format || e2m1);
   if (v->form == FORM_wgmma && !s->tmap) return false;
   if (v->form == FORM_row && s->n > v->columns) return false;
   if (s->op == OP_elementwise && v->arch != ARCH_cpu && (s->n == EW_GELU) != (v->form == FORM_gelu)) return false;

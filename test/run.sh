@@ -32,8 +32,13 @@ if [ $# -eq 0 ]; then
     [ -f "$program" ] && [ -x "$program" ] && set -- "$@" "$program"
   done
 fi
-# Alone and last: those that look at how much of a GPU's memory is free, and ranks that wait for each other on one GPU.
-alone() { case ${1##*/} in arenas | base | ep | graph | pool) return 0 ;; esac; return 1; }
+# Alone and last, unless GPUs are hidden: those that look at how much of a GPU's memory is free, and ranks that wait for
+# each other on one GPU.
+alone() {
+  [ -n "${CUDA_VISIBLE_DEVICES-all}" ] || return 1
+  case ${1##*/} in arenas | base | ep | graph | pool) return 0 ;; esac
+  return 1
+}
 first='' last=''
 for program; do
   if alone "$program"; then last="$last $program"; else first="$first $program"; fi

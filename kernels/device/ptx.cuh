@@ -16,6 +16,9 @@
  */
 #if defined __CUDA_ARCH__ && __CUDA_ARCH__ >= 900
 #define GRIDDEPCONTROL(what) asm volatile("griddepcontrol." what ";" ::: "memory")
+#elif defined CUMOE_ONE_PTX
+/* A comment, of which the Makefile makes an instruction where this PTX is assembled for sm_90a. */
+#define GRIDDEPCONTROL(what) asm volatile("// sm_90: griddepcontrol." what ";" ::: "memory")
 #else
 #define GRIDDEPCONTROL(what) (void)0
 #endif
@@ -33,6 +36,13 @@ DEVICE void wait_for_earlier_grids()
   let_next_grid_start();
 }
 #undef GRIDDEPCONTROL
+
+/* Stands where code for sm_90 is another: a file whose PTX is one for both and that comes here does not assemble. */
+#ifdef CUMOE_ONE_PTX
+#define DIFFERS_BY_ARCHITECTURE() asm volatile("this file belongs into the list OWN_PTX of the Makefile;")
+#else
+#define DIFFERS_BY_ARCHITECTURE() (void)0
+#endif
 
 /* ---- words that other CTAs write ---- */
 
@@ -209,6 +219,7 @@ DEVICE uint32_t max_halves(uint32_t a, uint32_t b)
   asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 #else
+  DIFFERS_BY_ARCHITECTURE();
   return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
 #endif
 }
@@ -309,6 +320,7 @@ DEVICE uint32_t cvt_e4m3x2(float low, float high)
 #else
 DEVICE uint32_t cvt_e4m3(float value)
 {
+  DIFFERS_BY_ARCHITECTURE();
   const uint32_t bits = __float_as_uint(value), size = bits & 0x7fffffff;
   if (size > 0x7f800000) return 0x7f;
   const float kept = fminf(__uint_as_float(size), 448.f);

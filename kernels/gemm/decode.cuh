@@ -47,6 +47,7 @@ template <class X> DEVICE uint32_t decode_e4m3(uint32_t codes)
   const float2 both = unpack_pair<f16>(pair);
   return pack_pair<X>(both.x, both.y);
 #else
+  DIFFERS_BY_ARCHITECTURE();
   constexpr bool HALF = same_type<X, f16>; /* exponents: 5 bits of bias 15, or 8 of 127 */
   const uint32_t high = __byte_perm(codes, 0, 0x1404), size = high >> (HALF ? 1 : 4) & (HALF ? 0x3f803f80 : 0x07f007f0);
   const uint32_t value = times_power<X>(size, HALF ? 8 : 120), wrong = HALF ? 0x5f805f80 : 0x43f043f0; /* 480 */

@@ -103,6 +103,19 @@ DEVICE void finish_channels(const gemm_args &args, int expert, int channel, floa
   finish<S::EPILOGUE, false>(args, weights, g_bias, u_bias, g, u);
 }
 
+/* Eight channels of c from element `at` on; Y void: of its type at run time. */
+template <class Y> DEVICE void store_channels(const gemm_args &args, int64_t at, const float (&value)[8])
+{
+  if constexpr (!same_type<Y, void>)
+    store_f32<8>(static_cast<Y *>(args.c) + at, value);
+  else if (args.dtype == DT_BF16)
+    store_f32<8>(static_cast<bf16 *>(args.c) + at, value);
+  else if (args.dtype == DT_F16)
+    store_f32<8>(static_cast<f16 *>(args.c) + at, value);
+  else
+    store_f32<8>(static_cast<f32 *>(args.c) + at, value);
+}
+
 /* Writes a unit whose accumulators are staged in shared memory: stores of 16 bytes, rolled over the tile so that the
  * activations are in the program once. Channels come in octets (n is a multiple of 8). */
 template <class S>
@@ -116,7 +129,7 @@ DEVICE void store_unit(const gemm_args &args, const tile_unit &unit, const float
     float g[8], u[8];
     take_channels(order, staged + row * STAGED_LD<S::COLUMNS>, channel, g, u);
     finish_channels<S, 8>(args, unit.expert, first + channel, row_weight(args, unit.row + row), g, u);
-    store_f32<8>(static_cast<typename S::Y *>(args.c) + (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
+    store_channels<typename S::Y>(args, (int64_t)(unit.row + row) * args.c_ld + first + channel, g);
   }
 }
 

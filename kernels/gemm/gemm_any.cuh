@@ -10,6 +10,7 @@
 #define GEMM_thin(P, MAJOR, BM, BN, BK, STAGES, WARPS)   thin, thin_shape<P, BM, BN, BK, WARPS>
 #define GEMM_fma(P, MAJOR, BM, BN, BK, STAGES, WARPS)    fma, fma_shape<P, BM, BN, BK, WARPS>
 
+using x = void; /* a type at run time */
 #define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
   extern "C" __global__ void __launch_bounds__((WARPS)*WARP_SIZE, CTAS)                                                \
       VARIANT_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)(const __grid_constant__ gemm_args args)          \

@@ -1,3 +1,3 @@
-/* Grouped GEMM, codes of 8 bits times the same. */
+/* Grouped GEMM, codes of s8 times the same. */
 #define ROWS_unpack_codes
 #include "gemm/gemm_any.cuh"
