@@ -439,6 +439,19 @@ static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, vo
   *q = quantize_arguments(p->plan, g, rows, &in_order, codes, region(p, scale));
 }
 
+/* Up makes what the quantize between it and down would. */
+static void code_h(const pass *p, layer_arguments *l)
+{
+  const quantize_args *h = &l->h;
+  if (!p->lp.codes_h) return;
+  gemm_sm90_args *up = &l->up.gemm;
+  up->g.c = h->codes;
+  up->g.c_ld = h->codes_ld;
+  up->c_scale = h->scale;
+  up->c_scale_ld = h->scale_ld;
+  up->c_rows = h->format;
+}
+
 /* x goes where y will be, h stays where it is. */
 static void fix_routed(const pass *p, layer_arguments *l)
 {
@@ -495,12 +508,14 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
   quantize_routed(p, weights, l);
+  code_h(p, l);
   fix_routed(p, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;
-  l->combine.protocol.discard_h = region(p, p->lp.at.h);
-  l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  l->combine.protocol.discard_h = l->up.gemm.g.c;
+  l->combine.protocol.discard_h_row =
+      d->inter * (p->lp.codes_h ? 1 : (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype));
 }
 
 static void link_dealt(const pass *p, few_sm90_args *few)

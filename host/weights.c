@@ -8,6 +8,7 @@
 #include "pool.h"
 #include "status.h"
 #include "tmap.h"
+#include "../kernels/scales.h"
 
 #include <stdlib.h>
 
@@ -228,7 +229,10 @@ static weight_major major_of(const expert_matrix *b)
 
 static bound_matrix facts_of(const halves *h, const expert_matrix *m, int32_t experts)
 {
-  return (bound_matrix){major_of(m), tmap_serves(m, (int32_t)h->channels, experts, h->count == 2)};
+  bound_matrix b = {major_of(m), tmap_serves(m, (int32_t)h->channels, experts, h->count == 2), true};
+  for (int half = 0; half < h->count; ++half)
+    b.scale_of_blocks &= scale_of_blocks(&m->scale, half, CODES_K, CODES_CHANNELS) != 0;
+  return b;
 }
 
 static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, int32_t dtype, struct weights *w)

@@ -394,6 +394,9 @@ typedef struct gemm_sm90_args {
   int32_t up_first;
   void *z[2]; /* up_keep; read: down_activated */
   int64_t z_ld;
+  float *c_scale;     /* up: NULL, or c has what quantize makes of the rows of c: codes, with these scales */
+  int64_t c_scale_ld; /* (tokens as rows alone: token_tile.cuh) */
+  row_format c_rows;
 } gemm_sm90_args;
 
 typedef struct down_drawn_args {
