@@ -449,7 +449,9 @@ static void code_h(const pass *p, layer_arguments *l)
   up->g.c_ld = h->codes_ld;
   up->c_scale = h->scale;
   up->c_scale_ld = h->scale_ld;
-  up->c_rows = h->format;
+  up->c_static_scale = h->format.static_scale;
+  up->c_mode = h->format.mode;
+  up->c_power_of_two = h->format.power_of_two;
 }
 
 /* x goes where y will be, h stays where it is. */

@@ -343,6 +343,12 @@ static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *g
   add(l, p, at, &s);
 }
 
+bool scales_suit_codes(const expert_matrix *up, bool two)
+{
+  return scale_of_blocks(&up->scale, 0, CODES_K, CODES_CHANNELS) &&
+         (!two || scale_of_blocks(&up->scale, 1, CODES_K, CODES_CHANNELS));
+}
+
 /* Whether up makes the codes of h that down multiplies. A unit has 128 channels of its rows: a group of them, or less
  * than one scale is for. What of weights' scales and of activations the kernel leaves to a quantize: token_tile.cuh. */
 static bool codes_h(const layer *l, const layer_plan *p)
@@ -350,7 +356,7 @@ static bool codes_h(const layer *l, const layer_plan *p)
   const cumoe_moe_desc *d = l->d;
   const variant *up = row_of(p, STAGE_up);
   const row_format rows = rows_of(&d->down_format, NULL);
-  if (!up || up->form != FORM_wgmma || up->x != DT_E4M3 || !l->c->up.scale_of_blocks) return false;
+  if (!up || up->form != FORM_wgmma || up->x != DT_E4M3 || !l->c->up.suits_codes) return false;
   if (p->steps[STAGE_quantize_h].row < 0 || is_forced(l, OP_quantize) || by_expert(&d->down_format)) return false;
   if (rows.element != DT_E4M3 || d->inter % CODES_GROUP) return false;
   if (rows.mode != ROWS_STATIC && (rows.mode != ROWS_GROUP || rows.origin % CODES_GROUP)) return false;

@@ -83,9 +83,13 @@ bool plan_masked_layout(const cumoe_moe_desc *desc, int64_t rows, masked_layout 
 /* What a choice of kernels depends on of weights in memory, besides their format: see op_shape. */
 typedef struct bound_matrix {
   weight_major major;
-  bool tmap;            /* tensor maps can describe it */
-  bool scale_of_blocks; /* its scales are as up wants them to make codes of h (kernels/scales.h) */
+  bool tmap;        /* tensor maps can describe it */
+  bool suits_codes; /* scales_suit_codes */
 } bound_matrix;
+
+/* Whether gate's and up's scales are those of a kernel that makes codes of h: constant along k or in its stages, and
+ * for its channels that lie beside one another. */
+bool scales_suit_codes(const expert_matrix *up, bool two);
 
 /* What a forward brings besides the description. */
 typedef struct layer_call {

@@ -8,7 +8,6 @@
 #include "pool.h"
 #include "status.h"
 #include "tmap.h"
-#include "../kernels/scales.h"
 
 #include <stdlib.h>
 
@@ -229,10 +228,8 @@ static weight_major major_of(const expert_matrix *b)
 
 static bound_matrix facts_of(const halves *h, const expert_matrix *m, int32_t experts)
 {
-  bound_matrix b = {major_of(m), tmap_serves(m, (int32_t)h->channels, experts, h->count == 2), true};
-  for (int half = 0; half < h->count; ++half)
-    b.scale_of_blocks &= scale_of_blocks(&m->scale, half, CODES_K, CODES_CHANNELS) != 0;
-  return b;
+  const bool two = h->count == 2;
+  return (bound_matrix){major_of(m), tmap_serves(m, (int32_t)h->channels, experts, two), scales_suit_codes(m, two)};
 }
 
 static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, int32_t dtype, struct weights *w)

@@ -213,12 +213,14 @@ DEVICE void store_share_codes(const gemm_sm90_args &args, wgmma_staging<S> &smem
   float most[2];
   largest_outputs<S>(smem.staged[0], pieces, acc, most);
   const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
+  const row_format format = {
+      .mode = args.c_mode, .power_of_two = args.c_power_of_two, .static_scale = args.c_static_scale};
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int token = stored_token<S>(own.block, h);
     const int64_t row = (int64_t)unit.row + token;
-    const float scale = row_scale<e4m3>(args.c_rows, most[h]), inverse = __frcp_rn(scale);
-    const bool there = token < unit.rows, by_group = args.c_rows.mode == ROWS_GROUP;
+    const float scale = row_scale<e4m3>(format, most[h]), inverse = __frcp_rn(scale);
+    const bool there = token < unit.rows, by_group = args.c_mode == ROWS_GROUP;
     if (there && own.piece == 0 && lane_anew() % 4 == 0 && (by_group || channel0 == 0))
       args.c_scale[(by_group ? channel0 / CODES_GROUP : 0) * args.c_scale_ld + row] = scale;
 #pragma unroll
