@@ -447,6 +447,7 @@ static void code_h(const pass *p, layer_arguments *l)
   gemm_sm90_args *up = &l->up.gemm;
   up->g.c = h->codes;
   up->g.c_ld = h->codes_ld;
+  up->g.dtype = h->format.element;
   up->c_scale = h->scale;
   up->c_scale_ld = h->scale_ld;
   up->c_static_scale = h->format.static_scale;

@@ -85,7 +85,7 @@ DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, in
   return pack_pair<typename S::Y>(value[0], value[1]);
 }
 
-/* Registers are full: an octet after the other. */
+/* Registers are full: four octets at a time. */
 template <class S, finish_kind KIND>
 DEVICE void finish_share(const gemm_args &args, bool up_first, int expert, int channel0, int pieces,
                          typename token_tile<S>::sums &acc)
@@ -104,7 +104,7 @@ DEVICE void finish_share(const gemm_args &args, bool up_first, int expert, int c
         for (int h = 0; h < 2; h++) out[h] = finish_tokens<S, KIND>(act, acc[piece], octet, h, bias);
 #pragma unroll
         for (int h = 0; h < 2; h++) outputs_of<S>(acc[piece], octet, h) = __uint_as_float(out[h]);
-        __syncwarp();
+        if (octet % 4 == 3) __syncwarp();
       }
 }
 
@@ -247,7 +247,8 @@ DEVICE void store_tokens(const gemm_sm90_args &args, wgmma_staging<S> &smem, con
     finish_share<S, FINISH_silu>(args.g, args.up_first, unit.expert, channel0, pieces, acc);
   else
     finish_share<S, FINISH_swiglu>(args.g, args.up_first, unit.expert, channel0, pieces, acc);
-  if (tile::HALVES == 2 && args.c_scale) return store_share_codes<S>(args, smem, unit, own, pieces, channel0, acc);
+  if (tile::HALVES == 2 && args.g.dtype == DT_E4M3)
+    return store_share_codes<S>(args, smem, unit, own, pieces, channel0, acc);
   const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
 #pragma unroll
   for (int piece = 0; piece < tile::PIECES; piece++)
