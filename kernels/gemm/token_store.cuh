@@ -85,65 +85,84 @@ DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, in
   return pack_pair<typename S::Y>(value[0], value[1]);
 }
 
-/* Registers are full: four octets at a time. */
-template <class S, finish_kind KIND>
-DEVICE void finish_share(const gemm_args &args, bool up_first, int expert, int channel0, int pieces,
-                         typename token_tile<S>::sums &acc)
-{
-  using tile = token_tile<S>;
-  const swiglu act(args, up_first);
-#pragma unroll
-  for (int piece = 0; piece < tile::PIECES; piece++)
-    if (piece < pieces)
-#pragma unroll
-      for (int octet = 0; octet < tile::CHANNELS / 8; octet++) {
-        const int channel = channel0 + piece * tile::CHANNELS + octet * 8 + lane_anew() % 4 * 2;
-        const token_bias<S> bias(args, expert, channel);
-        uint32_t out[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) out[h] = finish_tokens<S, KIND>(act, acc[piece], octet, h, bias);
-#pragma unroll
-        for (int h = 0; h < 2; h++) outputs_of<S>(acc[piece], octet, h) = __uint_as_float(out[h]);
-        if (octet % 4 == 3) __syncwarp();
-      }
-}
-
-/* ---- to memory, as they are ---- */
-
 /* A warp's 8 tokens of half h of a block: this lane's, in the tile. */
 template <class S> DEVICE int stored_token(int block, int h)
 {
   return block * token_tile<S>::TOKENS + (int)tid_x() / WARP_SIZE % 4 * 16 + h * 8 + lane_anew() / 4;
 }
 
+/* take(first, h, out) of a piece whose channels begin there: of one token two outputs in each of four octets from
+ * `first` on. Four at a time, as registers are full; of tokens that none of a warp's are there none. */
+template <class S, finish_kind KIND, class F>
+DEVICE void finish_piece(const gemm_args &args, bool up_first, const tile_unit &unit, int block, int channel0,
+                         const float *acc, const F &take)
+{
+  const swiglu act(args, up_first);
+#pragma unroll
+  for (int first = 0; first < token_tile<S>::CHANNELS / 8; first += 4) {
+    const int pair = channel0 + first * 8 + lane_anew() % 4 * 2;
+    const token_bias<S> bias[4] = {{args, unit.expert, pair},
+                                   {args, unit.expert, pair + 8},
+                                   {args, unit.expert, pair + 16},
+                                   {args, unit.expert, pair + 24}};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (stored_token<S>(block, h) - lane_anew() / 4 >= unit.rows) continue;
+      uint32_t out[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[i] = finish_tokens<S, KIND>(act, acc, first + i, h, bias[i]);
+      take(first, h, out);
+    }
+  }
+}
+
 /* A warp's own 512 bytes: of 8 tokens 64 bytes of channels, so that those are stored together, four vectors that are
  * rotated, so that no lanes meet in a bank. */
+template <class S> DEVICE uint4 *staged_of_warp(wgmma_staging<S> &smem)
+{
+  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
+  return smem.staged[warp / 4][warp % 4];
+}
 DEVICE uint4 *staged_vector(uint4 *staged, int vector)
 {
   const int token = lane_anew() / 4;
   return staged + token * 4 + (vector ^ token / 2);
 }
 
-/* Four octets of channels at a time. */
+/* ---- to memory, as they are ---- */
+
 template <class S>
-DEVICE void store_rounded(const gemm_args &args, uint4 *staged, const tile_unit &unit, int block, int channel0,
-                          const float (&acc)[token_tile<S>::ACCUMULATORS])
+DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, const uint32_t (&out)[4], int64_t row, int channel,
+                               bool there)
 {
   const int part = lane_anew() % 4;
+  __syncwarp(); /* what was there is read */
 #pragma unroll
-  for (int first = 0; first < token_tile<S>::CHANNELS / 8; first += 4)
+  for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t *>(staged_vector(staged, i))[part] = out[i];
+  __syncwarp();
+  if (there)
+    st_global_16(static_cast<typename S::Y *>(args.c) + row * args.c_ld + channel, *staged_vector(staged, part),
+                 args.protocol.evict_last);
+}
+
+/* A consumer's share of a tile, as are store_codes_as and what they are given: pieces whose channels begin there. */
+template <class S, finish_kind KIND>
+DEVICE void store_rounded_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
+                             int pieces, int channel0, const typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  uint4 *staged = staged_of_warp<S>(smem);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = stored_token<S>(block, h), channel = channel0 + first * 8 + part * 8;
-      __syncwarp(); /* what was there is read */
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        reinterpret_cast<uint32_t *>(staged_vector(staged, i))[part] = outputs_of<S>(acc, first + i, h);
-      __syncwarp();
-      if (row < unit.rows && channel < args.n)
-        st_global_16(static_cast<typename S::Y *>(args.c) + ((int64_t)unit.row + row) * args.c_ld + channel,
-                     *staged_vector(staged, part), args.protocol.evict_last);
-    }
+  for (int piece = 0; piece < tile::PIECES; piece++) {
+    if (piece >= pieces) continue;
+    const int begin = channel0 + piece * tile::CHANNELS;
+    finish_piece<S, KIND>(
+        args.g, args.up_first, unit, own.block, begin, acc[piece], [&](int first, int h, const uint32_t(&out)[4]) {
+          const int row = stored_token<S>(own.block, h), channel = begin + first * 8 + lane_anew() % 4 * 8;
+          store_token_octets<S>(args.g, staged, out, (int64_t)unit.row + row, channel,
+                                row < unit.rows && channel < args.g.n);
+        });
+  }
 }
 
 /* ---- to memory, as codes ---- */
@@ -212,7 +231,7 @@ DEVICE void store_share_codes(const gemm_sm90_args &args, wgmma_staging<S> &smem
 {
   float most[2];
   largest_outputs<S>(smem.staged[0], pieces, acc, most);
-  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
+  uint4 *staged = staged_of_warp<S>(smem);
   const row_format format = {
       .mode = args.c_mode, .power_of_two = args.c_power_of_two, .static_scale = args.c_static_scale};
 #pragma unroll
@@ -226,35 +245,55 @@ DEVICE void store_share_codes(const gemm_sm90_args &args, wgmma_staging<S> &smem
 #pragma unroll
     for (int piece = 0; piece < token_tile<S>::PIECES; piece++)
       if (piece < pieces)
-        store_codes<S>(args.g, smem.staged[warp / 4][warp % 4], row, channel0 + piece * token_tile<S>::CHANNELS, h,
-                       inverse, acc[piece], there);
+        store_codes<S>(args.g, staged, row, channel0 + piece * token_tile<S>::CHANNELS, h, inverse, acc[piece], there);
   }
 }
 
+/* Outputs stay where their sums were until the largest is known. */
+template <class S, finish_kind KIND>
+DEVICE void store_codes_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
+                           int pieces, int channel0, typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+#pragma unroll
+  for (int piece = 0; piece < tile::PIECES; piece++) {
+    if (piece >= pieces) continue;
+    finish_piece<S, KIND>(args.g, args.up_first, unit, own.block, channel0 + piece * tile::CHANNELS, acc[piece],
+                          [&](int first, int h, const uint32_t(&out)[4]) {
+#pragma unroll
+                            for (int i = 0; i < 4; i++)
+                              outputs_of<S>(acc[piece], first + i, h) = __uint_as_float(out[i]);
+                            __syncwarp();
+                          });
+  }
+  store_share_codes<S>(args, smem, unit, own, pieces, channel0, acc);
+}
+
 /* ---- both ---- */
+
+template <class S, finish_kind KIND>
+DEVICE void store_share(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
+                        int pieces, int channel0, typename token_tile<S>::sums &acc)
+{
+  if (token_tile<S>::HALVES == 2 && args.g.dtype == DT_E4M3)
+    store_codes_as<S, KIND>(args, smem, unit, own, pieces, channel0, acc);
+  else
+    store_rounded_as<S, KIND>(args, smem, unit, own, pieces, channel0, acc);
+}
 
 /* A consumer's share of a tile whose channels begin there. */
 template <class S>
 DEVICE void store_tokens(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, int channel,
                          typename token_tile<S>::sums &acc)
 {
-  using tile = token_tile<S>;
   const int pieces = pieces_of<S>(unit);
   const token_share own = share_of<S>(pieces);
-  const int channel0 = channel + own.piece * tile::CHANNELS;
+  const int channel0 = channel + own.piece * token_tile<S>::CHANNELS;
   scale_sums<S>(args.g, args.up_first, unit.expert, channel0, acc);
-  if (tile::HALVES == 2 && finish_kind_of(args.g) == FINISH_silu)
-    finish_share<S, FINISH_silu>(args.g, args.up_first, unit.expert, channel0, pieces, acc);
+  if (token_tile<S>::HALVES == 2 && finish_kind_of(args.g) == FINISH_silu)
+    store_share<S, FINISH_silu>(args, smem, unit, own, pieces, channel0, acc);
   else
-    finish_share<S, FINISH_swiglu>(args.g, args.up_first, unit.expert, channel0, pieces, acc);
-  if (tile::HALVES == 2 && args.g.dtype == DT_E4M3)
-    return store_share_codes<S>(args, smem, unit, own, pieces, channel0, acc);
-  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
-#pragma unroll
-  for (int piece = 0; piece < tile::PIECES; piece++)
-    if (piece < pieces)
-      store_rounded<S>(args.g, smem.staged[warp / 4][warp % 4], unit, own.block, channel0 + piece * tile::CHANNELS,
-                       acc[piece]);
+    store_share<S, FINISH_swiglu>(args, smem, unit, own, pieces, channel0, acc);
 }
 
 #endif
