@@ -1,5 +1,4 @@
 /* See plan.h. */
-#include <stdlib.h>
 #include "plan.h"
 #include "carve.h"
 #include "arguments.h"
@@ -263,8 +262,7 @@ static void widen_router(const layer *l, layer_plan *p)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = is_dealt(choose(l->m, &up)) || ((l->c->has_router || l->c->filled || getenv("FEWONE")) &&
-                                                  !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
+  p->few_in_one = is_dealt(choose(l->m, &up)) || (!is_forced(l, OP_few_down) && few_alike(l, &up, &down));
   p->few_fills = p->few_in_one && !l->c->has_router && !l->c->filled;
   p->few_gates = p->few_in_one && !l->c->has_ids && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
