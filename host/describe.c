@@ -31,9 +31,11 @@ static void add_remarks(text *t, const layer_plan *p, stage s)
 {
   if (s == STAGE_few_up)
     add(t, "; does map, up%s%s", p->few_in_one ? ", down, combine" : "", p->few_gates ? ", gate" : "");
+  if (s == STAGE_few_up && p->few_fills) add(t, "; a memset fills its words first");
   if (s == STAGE_few_down) add(t, "; does down, combine");
   if (s == STAGE_router && p->few_in_one) add(t, "; fills few_up's words");
   if (s == STAGE_up && p->copies_rows) add(t, "; puts its rows in order in y first");
+  if (s == STAGE_up && p->codes_h) add(t, "; makes the codes of h");
   if (s == STAGE_down && p->by_expert) add(t, "; waits for h expert by expert");
   if (s == STAGE_combine && p->discards_rows) add(t, "; discards h and y from L2");
   if (s == STAGE_combine && p->combine_looks_ahead) add(t, "; looks its slots up first");
@@ -72,7 +74,7 @@ static void describe(text *t, struct context *context, const layer_call *call, c
 /* A forward that brings x and a router, and weights that kernels like best unless `weights` say otherwise. */
 static layer_call usual_call(const cumoe_moe_desc *d, const struct weights *w, int64_t tokens)
 {
-  const bound_matrix best = {MAJOR_K, true};
+  const bound_matrix best = {MAJOR_K, true, true};
   return (layer_call){.tokens = tokens,
                       .up = w ? w->up_facts : best,
                       .down = w ? w->down_facts : best,

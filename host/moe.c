@@ -439,6 +439,22 @@ static void fix_rows(const pass *p, stage at, gemm_args *g, token_count rows, vo
   *q = quantize_arguments(p->plan, g, rows, &in_order, codes, region(p, scale));
 }
 
+/* Up makes what the quantize between it and down would. */
+static void code_h(const pass *p, layer_arguments *l)
+{
+  const quantize_args *h = &l->h;
+  if (!p->lp.codes_h) return;
+  gemm_sm90_args *up = &l->up.gemm;
+  up->g.c = h->codes;
+  up->g.c_ld = h->codes_ld;
+  up->g.dtype = h->format.element;
+  up->c_scale = h->scale;
+  up->c_scale_ld = h->scale_ld;
+  up->c_static_scale = h->format.static_scale;
+  up->c_mode = h->format.mode;
+  up->c_power_of_two = h->format.power_of_two;
+}
+
 /* x goes where y will be, h stays where it is. */
 static void fix_routed(const pass *p, layer_arguments *l)
 {
@@ -495,12 +511,14 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   experts_pass(p, weights, &p->route, &l->up.gemm.g, &l->down.gemm.g);
   link_experts(p, &l->up.gemm.g, &l->down.gemm.g);
   quantize_routed(p, weights, l);
+  code_h(p, l);
   fix_routed(p, l);
   l->combine = combine_pass(p);
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;
-  l->combine.protocol.discard_h = region(p, p->lp.at.h);
-  l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype);
+  l->combine.protocol.discard_h = l->up.gemm.g.c;
+  l->combine.protocol.discard_h_row =
+      d->inter * (p->lp.codes_h ? 1 : (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype));
 }
 
 static void link_dealt(const pass *p, few_sm90_args *few)
@@ -593,6 +611,13 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
   return c;
 }
 
+/* What a router would do for a few_up that does all. */
+static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
+{
+  TRY_CUDA(cudaMemsetAsync(p->fill, 0xff, (size_t)p->fill_vectors * 16, stream));
+  return CUMOE_OK;
+}
+
 /* Whatever may fail but the launches themselves comes before the first of them. */
 static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
@@ -607,6 +632,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
+  if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));

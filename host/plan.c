@@ -3,6 +3,7 @@
 #include "carve.h"
 #include "arguments.h"
 #include "format.h"
+#include "../kernels/scales.h"
 #include "../kernels/dealt.h"
 
 /* ---- stages ---- */
@@ -231,7 +232,7 @@ static op_shape few_up_shape(const layer *l)
   const cumoe_moe_desc *d = l->d;
   op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
   s.tmap = l->c->up.tmap && l->c->down.tmap;
-  s.in_one = l->c->has_router && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
+  s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
              class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
              (is_forced(l, OP_few_up) || dealt_pays(l, &s));
   return s;
@@ -284,9 +285,9 @@ static void widen_router(const layer *l, layer_plan *p)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = is_dealt(choose(l->m, &up)) ||
-                  ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
-  p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
+  p->few_in_one = is_dealt(choose(l->m, &up)) || (!is_forced(l, OP_few_down) && few_alike(l, &up, &down));
+  p->few_fills = p->few_in_one && !l->c->has_router && !l->c->filled;
+  p->few_gates = p->few_in_one && !l->c->has_ids && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (is_dealt(p->steps[STAGE_few_up].row)) widen_router(l, p);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);
@@ -367,6 +368,27 @@ static void add_fixed(const layer *l, layer_plan *p, stage at, const op_shape *g
   add(l, p, at, &s);
 }
 
+bool scales_suit_codes(const expert_matrix *up, bool two)
+{
+  return scale_of_blocks(&up->scale, 0, CODES_K, CODES_CHANNELS) &&
+         (!two || scale_of_blocks(&up->scale, 1, CODES_K, CODES_CHANNELS));
+}
+
+/* Whether up makes the codes of h that down multiplies. A unit has 128 channels of its rows: a group of them, or less
+ * than one scale is for. What of weights' scales and of activations the kernel leaves to a quantize: token_tile.cuh. */
+static bool codes_h(const layer *l, const layer_plan *p)
+{
+  const cumoe_moe_desc *d = l->d;
+  const variant *up = row_of(p, STAGE_up);
+  const row_format rows = rows_of(&d->down_format, NULL);
+  if (!up || up->form != FORM_wgmma || up->x != DT_E4M3 || !l->c->up.suits_codes) return false;
+  if (p->steps[STAGE_quantize_h].row < 0 || is_forced(l, OP_quantize) || by_expert(&d->down_format)) return false;
+  if (rows.element != DT_E4M3 || d->inter % CODES_GROUP) return false;
+  if (rows.mode != ROWS_STATIC && (rows.mode != ROWS_GROUP || rows.origin % CODES_GROUP)) return false;
+  if (d->flags & CUMOE_MOE_UNGATED || d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) return false;
+  return d->act == CUMOE_ACT_SILU || d->act == CUMOE_ACT_SWIGLU_OAI;
+}
+
 static void add_quantize_x(const layer *l, layer_plan *p, const op_shape *up, bool shared)
 {
   if (shared)
@@ -392,6 +414,8 @@ static void add_experts(const layer *l, layer_plan *p, stage at_up, stage at_dow
   add_fixed(l, p, STAGE_quantize_h, &down, down.rows);
   const variant *up_row = row_of(p, at_up), *down_row = row_of(p, at_down);
   p->copies_rows = up_row && copies_rows(l->m, up_row, &up);
+  p->codes_h = codes_h(l, p);
+  if (p->codes_h) p->steps[STAGE_quantize_h].row = -1;
   p->by_expert = up_row && down_row && hands_over(up_row, down_row) && p->steps[STAGE_quantize_h].row < 0;
   p->discards_rows = discards_rows(l);
 }

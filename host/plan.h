@@ -83,8 +83,13 @@ bool plan_masked_layout(const cumoe_moe_desc *desc, int64_t rows, masked_layout 
 /* What a choice of kernels depends on of weights in memory, besides their format: see op_shape. */
 typedef struct bound_matrix {
   weight_major major;
-  bool tmap; /* tensor maps can describe it */
+  bool tmap;        /* tensor maps can describe it */
+  bool suits_codes; /* scales_suit_codes */
 } bound_matrix;
+
+/* Whether gate's and up's scales are those of a kernel that makes codes of h: constant along k or in its stages, and
+ * for its channels that lie beside one another. */
+bool scales_suit_codes(const expert_matrix *up, bool two);
 
 /* What a forward brings besides the description. */
 typedef struct layer_call {
@@ -114,8 +119,10 @@ typedef struct layer_plan {
   launch_step steps[STAGE_COUNT];
   bool few;                 /* few_up does what map, up, down and combine do */
   bool few_in_one;          /* and what few_down does: the router clears the words for it */
+  bool few_fills;           /* words for it are filled by a memset, as there is no router */
   bool few_gates;           /* and what the gate does */
   bool copies_rows;         /* up puts its rows in order in a copy, for the bulk copies that feed its products */
+  bool codes_h;             /* up makes the codes of h that down multiplies: no quantize between them */
   bool by_expert;           /* down waits for the h of an expert instead of for the end of up */
   bool discards_rows;       /* combine discards h and y from L2, so that they are not written to memory */
   bool combine_looks_ahead; /* combine reads slots and weights before it waits for down */

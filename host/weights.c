@@ -228,7 +228,8 @@ static weight_major major_of(const expert_matrix *b)
 
 static bound_matrix facts_of(const halves *h, const expert_matrix *m, int32_t experts)
 {
-  return (bound_matrix){major_of(m), tmap_serves(m, (int32_t)h->channels, experts, h->count == 2)};
+  const bool two = h->count == 2;
+  return (bound_matrix){major_of(m), tmap_serves(m, (int32_t)h->channels, experts, two), scales_suit_codes(m, two)};
 }
 
 static cumoe_status bind(struct context *context, const cumoe_weights_desc *d, int32_t dtype, struct weights *w)

@@ -394,6 +394,10 @@ typedef struct gemm_sm90_args {
   int32_t up_first;
   void *z[2]; /* up_keep; read: down_activated */
   int64_t z_ld;
+  float *c_scale;     /* up with dtype E4M3: c has codes, what quantize makes of its rows by a row_format like this, */
+  int64_t c_scale_ld; /* with these scales (tokens as rows alone: token_tile.cuh) */
+  const float *c_static_scale;
+  int32_t c_mode, c_power_of_two;
 } gemm_sm90_args;
 
 typedef struct down_drawn_args {

@@ -21,6 +21,17 @@ EXACT int64_t scale_step(const scale_matrix *s, int32_t k)
   return (int64_t)((k + s->k_origin) / s->block_k) * s->k_stride;
 }
 
+/* A stage of k of e4m3's products with tokens as rows (token_tile.cuh); channels of gate or of up beside one another;
+ * channels of h that up has at once. */
+enum { CODES_K = 128, CODES_CHANNELS = 64, CODES_GROUP = 128 };
+
+/* Whether `block_k` elements of runs of `channels`, counted from multiples of them on, have one scale; or a channel. */
+EXACT int32_t scale_of_blocks(const scale_matrix *s, int32_t half, int32_t block_k, int32_t channels)
+{
+  if (s->dtype == DT_NONE || s->k_stride == 0) return 1;
+  return s->block_k == block_k && (s->n_stride == 0 || (s->block_n | s->n_origin[half]) % channels == 0);
+}
+
 /* Bytes differ by type, so this is a pointer to none. */
 EXACT const void *scale_base(const scale_matrix *s, int32_t half, int64_t expert)
 {

@@ -636,6 +636,90 @@ static void sweep_few_gates(cumoe_context context, int32_t dtype)
   group_end();
 }
 
+/* ---- codes of h, whoever makes them ---- */
+
+static bool runs_wgmma_of_codes(cumoe_context context)
+{
+  for (int32_t i = 0; i < cumoe_variant_count(); i++) {
+    cumoe_variant_info info = {.size = sizeof info};
+    if (!CHECK_OK(cumoe_variant_get(context, i, &info))) return false;
+    if (info.usable && !strcmp(info.op, "up") && !strcmp(info.form, "wgmma") && info.x == CUMOE_E4M3) return true;
+  }
+  return false;
+}
+
+/* The quantize that makes codes of e4m3 of the type. */
+static bool force_quantize(cumoe_context context, int32_t dtype)
+{
+  const char *name = "";
+  for (int i = 0; force_row(context, "quantize", dtype, i, &name); i++)
+    if (strstr(name, "e4m3") && strstr(name, "codes")) return true;
+  return CHECK_MSG(false, "no quantize");
+}
+
+static layer_spec codes_spec(int32_t dtype, int which)
+{
+  static const int32_t tokens[] = {400, 130, 517, 260}, inters[] = {128, 384, 256},
+                       orders[] = {CUMOE_GATE_UP_CONCAT, CUMOE_UP_GATE_CONCAT, CUMOE_GATE_UP_SEPARATE};
+  static const pattern patterns[] = {PATTERN_UNIFORM, PATTERN_ZIPF, PATTERN_LAST, PATTERN_HOSTILE};
+  layer_spec s = layer_spec_new(dtype, tokens[which % 4], 384, inters[which % 3]);
+  s.desc.num_experts = 4;
+  s.desc.up_format = s.desc.down_format = cumoe_format_fp8_block(CUMOE_F32);
+  if (which % 5 == 1) s.desc.down_format = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC);
+  if (which % 5 == 2) s.desc.up_format = cumoe_format_fp8_channel(CUMOE_F32);
+  if (which % 5 == 3) s.desc.down_format.row_scale = CUMOE_E8M0;
+  if (which % 2) s.desc.act = CUMOE_ACT_SWIGLU_OAI, s.desc.act_limit = 7, s.form.bias = dtype;
+  s.form.gate_order = orders[which / 2 % 3];
+  s.pattern = patterns[which / 3 % 4];
+  s.optional_outputs = true;
+  s.device_count = which % 3 == 2, s.device_tokens = (int32_t)s.tokens - 9;
+  s.seed = (uint64_t)which;
+  return s;
+}
+
+/* Up makes them in its epilogue, or a launch of their own behind it does: the same bits. */
+static void codes_case(cumoe_context context, const layer_spec *spec, bool nan)
+{
+  static const char remark[] = "makes the codes of h";
+  layer_outputs got[2];
+  layer_inputs in = layer_inputs_new(spec);
+  if (nan) tensor_set(&in.x, 3, 5, NAN);
+  for (int apart = 0; apart < 2; apart++) {
+    char text[4096];
+    session s;
+    if (apart && !force_quantize(context, spec->desc.dtype)) return;
+    session_open(&s, context, spec, &in);
+    CHECK_OK(cumoe_plan_describe(s.plan, s.routed, spec->tokens, text, sizeof text));
+    CHECK_MSG((strstr(text, remark) != NULL) == !apart, "%s", text);
+    CHECK_OK(session_forward(&s));
+    got[apart] = session_collect(&s);
+    session_close(&s);
+    CHECK_OK(cumoe_variant_force(context, -1));
+  }
+  check_outputs_same(&got[0], &got[1]);
+  check_fault(context, NULL, expected_fault(spec, &in));
+  oracle_device = DEVICE_ANY;
+  if (!nan) check_layer(spec, &in, &got[0]);
+  oracle_device = 0;
+}
+
+static void sweep_codes(cumoe_context context, int32_t dtype)
+{
+  if (!on_device(context) || dtype == CUMOE_F32) return;
+  if (!group_begin("%s: codes of h, %s", context_name(context), cumoe_dtype_name((cumoe_dtype)dtype))) return;
+  for (int which = 0; which < 30; which++) {
+    const layer_spec s = codes_spec(dtype, which);
+    case_begin("codes %d, T %d I %d", which, (int)s.tokens, s.desc.inter);
+    if (!runs_wgmma_of_codes(context)) {
+      case_skip("this GPU cannot run it");
+      continue;
+    }
+    codes_case(context, &s, which % 7 == 6);
+    case_end();
+  }
+  group_end();
+}
+
 static void run_type(cumoe_context context, int32_t dtype, rng *r)
 {
   sweep_controls(context, dtype);
@@ -647,6 +731,7 @@ static void run_type(cumoe_context context, int32_t dtype, rng *r)
   sweep_hostile(context, dtype);
   sweep_models(context, dtype);
   sweep_few_gates(context, dtype);
+  sweep_codes(context, dtype);
 }
 
 int main(int argc, char **argv)

@@ -1174,7 +1174,8 @@ static const gpu hopper = {90, HOPPER_SMS, 232448};
 /* What a forward brings: every operand as kernels like it best, unless `bits` say otherwise. */
 static layer_call call_for(const cumoe_moe_desc *d, int64_t tokens, int bits)
 {
-  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, !(bits & 2)}, scaled = {MAJOR_K, !(bits & 2)};
+  const bool tmap = !(bits & 2), suits_codes = !(bits & 16);
+  const bound_matrix b = {bits & 1 ? MAJOR_N : MAJOR_K, tmap, suits_codes}, scaled = {MAJOR_K, tmap, suits_codes};
   return (layer_call){.tokens = tokens,
                       .up = d->up_format.element ? scaled : b,
                       .down = d->down_format.element ? scaled : b,
@@ -1214,6 +1215,18 @@ static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const laye
   return pairs <= 32 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
 }
 
+/* Up of e4m3 by wgmma makes codes of h, in whole groups of 128 channels or by one scale for all. */
+static bool makes_codes(const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p)
+{
+  const variant *up = row_at(p, STAGE_up);
+  const cumoe_format *f = &d->down_format;
+  const bool plain = !(d->flags & CUMOE_MOE_UNGATED) && !(d->routing.flags & CUMOE_ROUTE_WEIGHT_ON_INPUT) &&
+                     (d->act == CUMOE_ACT_SILU || d->act == CUMOE_ACT_SWIGLU_OAI);
+  const bool rows = f->element == CUMOE_ELEMENT_E4M3 && !f->act_order &&
+                    (f->rows == CUMOE_ROWS_STATIC || (f->rows == CUMOE_ROWS_GROUP && f->origin[1] % 128 == 0));
+  return up && up->form == FORM_wgmma && up->x == DT_E4M3 && c->up.suits_codes && plain && rows && d->inter % 128 == 0;
+}
+
 /* The router of few tokens fills what dealt needs, by a CTA an SM. */
 static bool fills_for_dealt(const layer_plan *p)
 {
@@ -1241,7 +1254,8 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
       [STAGE_combine] = routed,
       [STAGE_arrange_x] = (routed && is_by_expert(&d->up_format)) || is_fixed_ahead(&m, d, c, p, STAGE_up),
       [STAGE_quantize_x] = routed && is_changed(&d->up_format) && !is_by_expert(&d->up_format),
-      [STAGE_quantize_h] = (routed && is_changed(&d->down_format)) || is_fixed_ahead(&m, d, c, p, STAGE_down),
+      [STAGE_quantize_h] =
+          (routed && is_changed(&d->down_format) && !makes_codes(d, c, p)) || is_fixed_ahead(&m, d, c, p, STAGE_down),
       [STAGE_shared_quantize_x] = c->has_shared && is_changed(&d->shared_up_format),
       [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
       [STAGE_few_up] = p->few,
@@ -1586,6 +1600,67 @@ static void test_ranks_tokens(void)
   group_end();
 }
 
+/* 1024 tokens of 128 experts of fp8 blocks, 8 a token, changed by `what`. */
+enum {
+  CODES_AS_THEY_ARE,
+  CODES_STATIC,
+  CODES_POWERS,
+  CODES_MADE, /* up to here by up */
+  CODES_NARROW = CODES_MADE,
+  CODES_SHIFTED,
+  CODES_BY_TOKEN,
+  CODES_BY_EXPERT,
+  CODES_UNGATED,
+  CODES_WEIGHTED,
+  CODES_GELU,
+  CODES_SCALES,
+  CODES_COUNT
+};
+
+static layer_plan plan_of_codes(const machine *m, int what)
+{
+  cumoe_moe_desc d, given = {.size = sizeof given,
+                             .num_experts = 128,
+                             .hidden = 2048,
+                             .inter = what == CODES_NARROW ? 832 : 768,
+                             .dtype = CUMOE_BF16,
+                             .act = what == CODES_GELU ? CUMOE_ACT_GELU_ERF : CUMOE_ACT_SILU,
+                             .flags = what == CODES_UNGATED ? CUMOE_MOE_UNGATED : 0,
+                             .routing = cumoe_routing_mixtral(8),
+                             .up_format = cumoe_format_fp8_block(CUMOE_F32),
+                             .down_format = cumoe_format_fp8_block(CUMOE_F32)};
+  if (what == CODES_STATIC) given.down_format = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC);
+  if (what == CODES_BY_EXPERT) given.down_format = cumoe_format_fp8_tensor(CUMOE_ROWS_STATIC_EXPERT);
+  if (what == CODES_BY_TOKEN) given.down_format = cumoe_format_fp8_channel(CUMOE_F32);
+  if (what == CODES_POWERS) given.down_format.row_scale = CUMOE_E8M0;
+  if (what == CODES_SHIFTED) given.down_format.origin[1] = 64;
+  if (what == CODES_WEIGHTED) given.routing.flags |= CUMOE_ROUTE_WEIGHT_ON_INPUT;
+  CHECK_OK(check_moe_desc(&given, &d));
+  layer_call c = call_for(&d, 1024, 0);
+  if (what == CODES_SCALES) c.up.suits_codes = false;
+  return plan_layer(m, &d, &c);
+}
+
+/* Codes of h are up's or a quantize's; down waits expert by expert where nothing lies between. */
+static void test_codes_of_h(void)
+{
+  if (!group_begin("codes of h")) return;
+  machine m = gpu_machine(&hopper);
+  for (int what = 0; what < CODES_COUNT; what++) {
+    const layer_plan p = plan_of_codes(&m, what);
+    const bool made = what < CODES_MADE;
+    case_begin("layer %d", what);
+    CHECK(p.refused == STAGE_COUNT && p.codes_h == made && p.by_expert == made);
+    CHECK(made == (p.steps[STAGE_quantize_h].row < 0) && p.steps[STAGE_quantize_x].row >= 0);
+    case_end();
+  }
+  case_begin("a forced quantize");
+  m.forced[OP_quantize] = plan_of_codes(&m, CODES_NARROW).steps[STAGE_quantize_h].row + 1;
+  CHECK(!plan_of_codes(&m, CODES_AS_THEY_ARE).codes_h);
+  case_end();
+  group_end();
+}
+
 /* A forced row that cannot serve the layer is refused by the plan, by name: nothing is launched. */
 static void test_refused_plans(void)
 {
@@ -1722,6 +1797,7 @@ int main(int argc, char **argv)
   test_routers_of_any_batch();
   test_fixed_ahead();
   test_ranks_tokens();
+  test_codes_of_h();
   test_refused_plans();
   test_chunking(&r);
   test_layout(&r);

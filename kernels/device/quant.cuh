@@ -90,6 +90,20 @@ template <class Q> DEVICE float larger(float a, float b)
   return same_type<Q, e4m3> ? fmaxf(a, b) : max_nan(a, b);
 }
 
+/* The same of e4m3, of two elements in a register each: a is magnitudes. */
+template <class T> DEVICE uint32_t larger_pair(uint32_t a, uint32_t b);
+template <> DEVICE uint32_t larger_pair<f16>(uint32_t a, uint32_t b)
+{
+  const __half2 most = __hmax2(*reinterpret_cast<__half2 *>(&a), __habs2(*reinterpret_cast<__half2 *>(&b)));
+  return *reinterpret_cast<const uint32_t *>(&most);
+}
+template <> DEVICE uint32_t larger_pair<bf16>(uint32_t a, uint32_t b)
+{
+  const __nv_bfloat162 most =
+      __hmax2(*reinterpret_cast<__nv_bfloat162 *>(&a), __habs2(*reinterpret_cast<__nv_bfloat162 *>(&b)));
+  return *reinterpret_cast<const uint32_t *>(&most);
+}
+
 /* x / LARGEST_CODE, for x of ROWS_FLOOR up: correctly rounded, as the quotient's error is known exactly and the
  * reciprocal is; infinite where x is. A NaN stays one. */
 template <class Q> DEVICE float over_largest_code(float x)

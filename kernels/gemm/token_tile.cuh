@@ -20,6 +20,8 @@ template <class S> struct token_tile {
   static constexpr int OCTETS = COLUMNS / 8, ACCUMULATORS = COLUMNS / 2;
   static constexpr int HALVES = S::EPILOGUE == EPILOGUE_activation ? 2 : 1;
   static constexpr int CHANNELS = COLUMNS / HALVES;
+  static_assert(!SERVED || HALVES == 1 || (CHANNELS == CODES_CHANNELS && CHANNELS * PIECES == CODES_GROUP),
+                "what the host tells codes of h by");
   static_assert(!SERVED || (PIECES == S::CONSUMERS && S::BM == S::CONSUMERS * TOKENS), "a block or a piece each");
   using sums = float[PIECES][ACCUMULATORS]; /* [][4j + 2h + i] of lane l: token l / 4 + 8h, column 8j + 2 (l % 4) + i */
 };
@@ -38,19 +40,12 @@ template <class S> DEVICE int pieces_of(const tile_unit &unit)
   return unit.rows > token_tile<S>::TOKENS ? token_tile<S>::PIECES : 1;
 }
 
-/* Whether scales of weights change with each stage, and not inside `channels` channels from a multiple of that on; or
- * not along k. */
-template <class S> DEVICE bool scale_suits(const scale_matrix &s, int half, int channels)
-{
-  if (s.dtype == DT_NONE || s.k_stride == 0) return true;
-  return s.block_k == S::BK && (s.n_stride == 0 || (s.block_n | s.n_origin[half]) % channels == 0);
-}
-
 template <class S> DEVICE bool tokens_are_rows(const gemm_args &args)
 {
   if (S::EPILOGUE == EPILOGUE_activation && finish_kind_of(args) == FINISH_any) return false;
-  const int channels = token_tile<S>::CHANNELS;
-  return scale_suits<S>(args.b.scale, 0, channels) && (!args.gated || scale_suits<S>(args.b.scale, 1, channels));
+  const scale_matrix &s = args.b.scale;
+  constexpr int CHANNELS = token_tile<S>::CHANNELS;
+  return scale_of_blocks(&s, 0, S::BK, CHANNELS) && (!args.gated || scale_of_blocks(&s, 1, S::BK, CHANNELS));
 }
 
 /* Scales of a consumer's weights that change along k: lane l has that of piece l / 2 and octets l % 2, which are gate
@@ -170,136 +165,6 @@ DEVICE void multiply_tokens(const gemm_args &args, bool up_first, pipeline_smem<
     multiply_token_pieces<S, 1>(args, smem, at, place, weights, acc);
   else
     multiply_token_pieces<S, tile::PIECES>(args, smem, at, place, weights, acc);
-}
-
-/* ---- from accumulators to memory: every warp for itself ---- */
-
-/* Four octets of channels of 8 tokens, gathered in a warp's 512 bytes, so that 64 bytes of a token are stored together.
- * packed[i]: of this lane's token two channels of octet i. Rotated, so that no lanes meet in a bank. */
-template <class S>
-DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, int lane, const uint32_t (&packed)[4], int64_t row,
-                               int channel, bool there)
-{
-  const int token = lane / 4, part = lane % 4;
-  __syncwarp(); /* what was there is read */
-#pragma unroll
-  for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t *>(staged + token * 4 + (i ^ token / 2))[part] = packed[i];
-  __syncwarp();
-  if (there)
-    st_global_16(static_cast<typename S::Y *>(args.c) + row * args.c_ld + channel,
-                 staged[token * 4 + (part ^ token / 2)], args.protocol.evict_last);
-}
-
-/* Scales that do not change along k. Registers are full: an octet of columns after the other. */
-template <class S>
-DEVICE void scale_sums(const gemm_args &args, bool up_first, int expert, int channel0,
-                       typename token_tile<S>::sums &acc)
-{
-  using tile = token_tile<S>;
-  const scale_matrix &s = args.b.scale;
-  const bool by_channel = s.dtype != DT_NONE && s.k_stride == 0;
-  if (!by_channel && !args.b.global[0] && !args.b.global[1]) return;
-#pragma unroll
-  for (int octet = 0; octet < tile::PIECES * tile::OCTETS; octet++) {
-    const int half = tile::HALVES == 2 ? octet % 2 ^ (int)up_first : 0;
-    const int channel = channel0 + octet / tile::HALVES * 8 + lane_id() % 4 * 2;
-    const float global = global_scale(args.b, half, expert);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float scale = global;
-      if (by_channel)
-        scale *= load_scale(scale_base(s, half, expert), scale_row(s, half, min(channel + i, args.n - 1)), s.dtype);
-#pragma unroll
-      for (int h = 0; h < 2; h++) acc[octet / tile::OCTETS][octet % tile::OCTETS * 4 + 2 * h + i] *= scale;
-    }
-    __syncwarp(); /* the compiler would load for all octets at once */
-  }
-}
-
-/* Biases of a lane's two channels of an octet: gate's, up's. */
-template <class S> struct token_bias {
-  float of[2][2];
-
-  DEVICE token_bias(const gemm_args &args, int expert, int channel)
-  {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int half = 0; half < token_tile<S>::HALVES; half++) {
-        float bias[1];
-        load_bias(args.b, half, expert, min(channel + i, args.n - 1), bias);
-        of[i][half] = bias[0];
-      }
-  }
-};
-
-/* What two neighbouring channels of a piece's `octet`, of half h of the tokens, become. */
-template <class S, finish_kind KIND>
-DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h, const token_bias<S> &bias)
-{
-  float value[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    if constexpr (token_tile<S>::HALVES == 2)
-      value[i] = act.of<KIND>(acc[8 * octet + 2 * h + i], acc[8 * octet + 4 + 2 * h + i], bias.of[i]);
-    else
-      value[i] = weighted(acc[4 * octet + 2 * h + i], 1.f, 1.f, bias.of[i][0]);
-  }
-  return pack_pair<typename S::Y>(value[0], value[1]);
-}
-
-/* Four octets of channels at a time. Registers are full: what follows from the thread's number is worked out anew. */
-template <class S, finish_kind KIND>
-DEVICE void store_piece(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit, int block,
-                        int channel0, const float (&acc)[token_tile<S>::ACCUMULATORS])
-{
-  using tile = token_tile<S>;
-  const swiglu act(args, up_first);
-  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE, lane = (int)tid_x() % WARP_SIZE;
-  uint4 *staged = smem.staged[warp / 4][warp % 4];
-#pragma unroll
-  for (int first = 0; first < tile::CHANNELS / 8; first += 4) {
-    const int begin = channel0 + first * 8, pair = begin + lane % 4 * 2, channel = begin + lane % 4 * 8;
-    const token_bias<S> bias[4] = {{args, unit.expert, pair},
-                                   {args, unit.expert, pair + 8},
-                                   {args, unit.expert, pair + 16},
-                                   {args, unit.expert, pair + 24}};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int token = block * tile::TOKENS + warp % 4 * 16 + half * 8, row = token + lane / 4;
-      if (token >= unit.rows) continue;
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) packed[i] = finish_tokens<S, KIND>(act, acc, first + i, half, bias[i]);
-      store_token_octets<S>(args, staged, lane, packed, (int64_t)unit.row + row, channel,
-                            row < unit.rows && channel < args.n);
-    }
-  }
-}
-
-template <class S, finish_kind KIND>
-DEVICE void store_tokens_as(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
-                            int channel0, const typename token_tile<S>::sums &acc)
-{
-  const int pieces = pieces_of<S>(unit);
-#pragma unroll
-  for (int piece = 0; piece < token_tile<S>::PIECES; piece++)
-    if (piece < pieces)
-      store_piece<S, KIND>(args, up_first, smem, unit, share_of<S>(pieces).block,
-                           channel0 + piece * token_tile<S>::CHANNELS, acc[piece]);
-}
-
-/* A consumer's share of a tile whose channels begin there. */
-template <class S>
-DEVICE void store_tokens(const gemm_args &args, bool up_first, wgmma_staging<S> &smem, const tile_unit &unit,
-                         int channel, typename token_tile<S>::sums &acc)
-{
-  const int channel0 = channel + share_of<S>(pieces_of<S>(unit)).piece * token_tile<S>::CHANNELS;
-  scale_sums<S>(args, up_first, unit.expert, channel0, acc);
-  if (token_tile<S>::HALVES == 2 && finish_kind_of(args) == FINISH_silu)
-    store_tokens_as<S, FINISH_silu>(args, up_first, smem, unit, channel0, acc);
-  else
-    store_tokens_as<S, FINISH_swiglu>(args, up_first, smem, unit, channel0, acc);
 }
 
 #endif

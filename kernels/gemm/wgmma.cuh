@@ -24,7 +24,7 @@
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
 #include "gemm/packed_tile.cuh"
-#include "gemm/token_tile.cuh"
+#include "gemm/token_store.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
@@ -112,7 +112,7 @@ template <class S> struct unit_scheduler {
   DEVICE static bool draws(const gemm_args &args)
   {
     if (S::DRAWS) return true;
-    return !S::GATHERED && !S::SCALED && args.protocol.by_expert; /* codes of h are made between up and down */
+    return !S::GATHERED && args.protocol.by_expert;
   }
 
   /* The unit after `index`, by a whole warp. An absent one is skipped. */
@@ -383,24 +383,24 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
 
 /* ---- consumers ---- */
 
-/* Counts a consumer's part of a tile of h as stored. `tile` lies in shared memory, as registers are full. */
-template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile_unit &tile, int group)
+/* Counts a consumer's part of a tile of h as stored: its channels, or, where all consumers have all of them, as many.
+ * `tile` lies in shared memory, as registers are full. */
+template <class S> DEVICE void add_tile_stored(const gemm_args &args, const tile_unit &tile, int group, bool all)
 {
-  const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS;
+  const int channels = wgmma_channels<S>(args), each = channels / S::CONSUMERS, there = args.n - tile.n * channels;
   bar_sync(1 + group, S::GROUP);
   if (threadIdx.x % S::GROUP == 0)
-    add_h_stored(args, tile.expert, min(each, args.n - tile.n * channels - group * each));
+    add_h_stored(args, tile.expert, min(each, all ? (there + group) / S::CONSUMERS : there - group * each));
 }
 
-/* A thread's word of what its warp stages. */
-template <class S> DEVICE uint32_t &staged_word(wgmma_smem<S> &smem)
+/* A thread's word among the weights of rows, which rows of codes do not have in use. */
+template <class S> DEVICE int &kept_word(wgmma_smem<S> &smem)
 {
-  const int warp = (int)tid_x() / WARP_SIZE - S::GROUP / WARP_SIZE;
-  return smem.staging.staged[warp / 4][warp % 4][tid_x() % WARP_SIZE].x;
+  static_assert(S::BM >= S::GROUP, "a word each");
+  return reinterpret_cast<int *>(smem.staging.row_weights[tid_x() / S::GROUP - 1])[tid_x() % S::GROUP];
 }
 
-/* A consumer's part of the unit at `slot`, tokens as rows. Registers are full: `slot` lies where nothing is staged yet,
- * and the unit is read anew. */
+/* A consumer's part of the unit at `slot`, tokens as rows. Registers are full: the unit is read anew. */
 template <class S>
 DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int &slot)
 {
@@ -408,11 +408,13 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
   const tile_unit unit = smem.units[slot];
   const int channel = unit.n * wgmma_channels<S>(args.g);
   if (channel >= args.g.n) return skip<S>(args.g, smem, at);
-  staged_word<S>(smem) = (uint32_t)slot;
+  kept_word<S>(smem) = slot;
   multiply_tokens<S>(args.g, args.up_first, smem, at, unit, channel, acc);
-  slot = (int)staged_word<S>(smem);
-  const tile_unit stored = smem.units[slot];
-  store_tokens<S>(args.g, args.up_first, smem.staging, stored, stored.n * wgmma_channels<S>(args.g), acc);
+  const tile_unit stored = smem.units[kept_word<S>(smem)];
+  store_tokens<S>(args, smem.staging, stored, stored.n * wgmma_channels<S>(args.g), acc);
+  slot = kept_word<S>(smem);
+  if (S::GATHERED && args.g.protocol.by_expert)
+    add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
@@ -441,9 +443,9 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
     else {
-      if (token_tile<S>::SERVED) staged_word<S>(smem) = (uint32_t)slot;
+      if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
       multiply_unit<S>(args.g, args.up_first, smem, at, group, unit, channel0, acc);
-      if (token_tile<S>::SERVED) slot = (int)staged_word<S>(smem);
+      if (token_tile<S>::SERVED) slot = kept_word<S>(smem);
     }
     if constexpr (S::SCALED || S::PACKED) { /* registers are full: all of it anew */
       const tile_unit stored = smem.units[slot];
@@ -460,8 +462,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
-    if (S::GATHERED && !S::SCALED && args.g.protocol.by_expert)
-      add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group);
+    if (S::GATHERED && args.g.protocol.by_expert)
+      add_tile_stored<S>(args.g, smem.units[slot], S::PACKED ? (int)tid_x() / S::GROUP - 1 : group, false);
   }
 }
 

@@ -1,0 +1,300 @@
+/*
+ * What token_tile.cuh has summed, from accumulators to memory, every warp for itself: scaled by what does not change
+ * along k, activated and rounded. Where down multiplies codes of h, up makes them here (args.h: c_scale), the same to
+ * the bit as a launch between the two would: a consumer has the 128 channels of a token that share a scale, or, of a
+ * unit of 64 tokens or less, half of them.
+ */
+#ifndef CUMOE_TOKEN_STORE_CUH
+#define CUMOE_TOKEN_STORE_CUH
+
+#include "gemm/token_tile.cuh"
+
+/* Of a piece's octet and of one of a thread's two tokens, two outputs: rounded, where two of their sums were. */
+template <class S> DEVICE float &outputs_of(float (&acc)[token_tile<S>::ACCUMULATORS], int octet, int h)
+{
+  return acc[token_tile<S>::HALVES * 4 * octet + h];
+}
+template <class S> DEVICE uint32_t outputs_of(const float (&acc)[token_tile<S>::ACCUMULATORS], int octet, int h)
+{
+  return __float_as_uint(acc[token_tile<S>::HALVES * 4 * octet + h]);
+}
+
+/* ---- outputs ---- */
+
+/* Scales that do not change along k. Registers are full: an octet of columns after the other. */
+template <class S>
+DEVICE void scale_sums(const gemm_args &args, bool up_first, int expert, int channel0,
+                       typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  const scale_matrix &s = args.b.scale;
+  const bool by_channel = s.dtype != DT_NONE && s.k_stride == 0;
+  if (!by_channel && !args.b.global[0] && !args.b.global[1]) return;
+#pragma unroll
+  for (int octet = 0; octet < tile::PIECES * tile::OCTETS; octet++) {
+    const int half = tile::HALVES == 2 ? octet % 2 ^ (int)up_first : 0;
+    const int channel = channel0 + octet / tile::HALVES * 8 + (int)tid_x() % 4 * 2;
+    const float global = global_scale(args.b, half, expert);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float scale = global;
+      if (by_channel)
+        scale *= load_scale(scale_base(s, half, expert), scale_row(s, half, min(channel + i, args.n - 1)), s.dtype);
+#pragma unroll
+      for (int h = 0; h < 2; h++) acc[octet / tile::OCTETS][octet % tile::OCTETS * 4 + 2 * h + i] *= scale;
+    }
+    __syncwarp(); /* the compiler would load for all octets at once */
+  }
+}
+
+/* Biases of a lane's two channels of an octet: gate's, up's. */
+template <class S> struct token_bias {
+  float of[2][2];
+
+  DEVICE token_bias(const gemm_args &args, int expert, int channel)
+  {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int half = 0; half < token_tile<S>::HALVES; half++) {
+        float bias[1];
+        load_bias(args.b, half, expert, min(channel + i, args.n - 1), bias);
+        of[i][half] = bias[0];
+      }
+  }
+};
+
+/* What two neighbouring channels of a piece's `octet`, of half h of the tokens, become. */
+template <class S, finish_kind KIND>
+DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h, const token_bias<S> &bias)
+{
+  float value[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if constexpr (token_tile<S>::HALVES == 2)
+      value[i] = act.of<KIND>(acc[8 * octet + 2 * h + i], acc[8 * octet + 4 + 2 * h + i], bias.of[i]);
+    else
+      value[i] = weighted(acc[4 * octet + 2 * h + i], 1.f, 1.f, bias.of[i][0]);
+  }
+  return pack_pair<typename S::Y>(value[0], value[1]);
+}
+
+/* A warp's 8 tokens of half h of a block: this lane's, in the tile. (tid_x(): what follows from a thread's number is not
+ * kept in registers while stages are multiplied.) */
+template <class S> DEVICE int stored_token(int thread, int block, int h)
+{
+  return block * token_tile<S>::TOKENS + thread / WARP_SIZE % 4 * 16 + h * 8 + thread % WARP_SIZE / 4;
+}
+
+/* take(first, h, out) of a piece whose channels begin there: of one token two outputs in each of four octets from
+ * `first` on. Four at a time, as registers are full; of tokens that none of a warp's are there none. */
+template <class S, finish_kind KIND, class F>
+DEVICE void finish_piece(const gemm_args &args, bool up_first, const tile_unit &unit, int thread, int block,
+                         int channel0, const float *acc, const F &take)
+{
+  const swiglu act(args, up_first);
+#pragma unroll
+  for (int first = 0; first < token_tile<S>::CHANNELS / 8; first += 4) {
+    const int pair = channel0 + first * 8 + thread % 4 * 2;
+    const token_bias<S> bias[4] = {{args, unit.expert, pair},
+                                   {args, unit.expert, pair + 8},
+                                   {args, unit.expert, pair + 16},
+                                   {args, unit.expert, pair + 24}};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (stored_token<S>(thread, block, h) - thread % WARP_SIZE / 4 >= unit.rows) continue;
+      uint32_t out[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[i] = finish_tokens<S, KIND>(act, acc, first + i, h, bias[i]);
+      take(first, h, out);
+    }
+  }
+}
+
+/* A warp's own 512 bytes: of 8 tokens 64 bytes of channels, so that those are stored together, four vectors that are
+ * rotated, so that no lanes meet in a bank. */
+template <class S> DEVICE uint4 *staged_of_warp(wgmma_staging<S> &smem, int thread)
+{
+  const int warp = thread / WARP_SIZE - S::GROUP / WARP_SIZE;
+  return smem.staged[warp / 4][warp % 4];
+}
+DEVICE uint4 *staged_vector(uint4 *staged, int thread, int vector)
+{
+  const int token = thread % WARP_SIZE / 4;
+  return staged + token * 4 + (vector ^ token / 2);
+}
+
+/* ---- to memory, as they are ---- */
+
+template <class S>
+DEVICE void store_token_octets(const gemm_args &args, uint4 *staged, int thread, const uint32_t (&out)[4], int64_t row,
+                               int channel, bool there)
+{
+  const int part = thread % 4;
+  __syncwarp(); /* what was there is read */
+#pragma unroll
+  for (int i = 0; i < 4; i++) reinterpret_cast<uint32_t *>(staged_vector(staged, thread, i))[part] = out[i];
+  __syncwarp();
+  if (there)
+    st_global_16(static_cast<typename S::Y *>(args.c) + row * args.c_ld + channel, *staged_vector(staged, thread, part),
+                 args.protocol.evict_last);
+}
+
+/* A consumer's share of a tile, as are store_codes_as and what they are given: pieces whose channels begin there. */
+template <class S, finish_kind KIND>
+DEVICE void store_rounded_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
+                             int pieces, int channel0, const typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  const int thread = (int)tid_x();
+  uint4 *staged = staged_of_warp<S>(smem, thread);
+#pragma unroll
+  for (int piece = 0; piece < tile::PIECES; piece++) {
+    if (piece >= pieces) continue;
+    const int begin = channel0 + piece * tile::CHANNELS;
+    finish_piece<S, KIND>(args.g, args.up_first, unit, thread, own.block, begin, acc[piece],
+                          [&](int first, int h, const uint32_t(&out)[4]) {
+                            const int row = stored_token<S>(thread, own.block, h),
+                                      channel = begin + first * 8 + thread % 4 * 8;
+                            store_token_octets<S>(args.g, staged, thread, out, (int64_t)unit.row + row, channel,
+                                                  row < unit.rows && channel < args.g.n);
+                          });
+  }
+}
+
+/* ---- to memory, as codes ---- */
+
+enum { BAR_CONSUMERS = 3 }; /* bar_sync: 1 and 2 are a consumer's */
+
+/* Of a thread's two tokens, the largest |output| among the channels that share a scale. */
+template <class S>
+DEVICE void largest_outputs(uint4 (*staged)[WARP_SIZE] /* of all consumers' warps */, int pieces,
+                            const typename token_tile<S>::sums &acc, float (&most)[2])
+{
+  using tile = token_tile<S>;
+  const int thread = (int)tid_x(), other = 1 - (thread / S::GROUP - 1), warp = thread / WARP_SIZE % 4,
+            token = thread % WARP_SIZE / 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    uint32_t pair = 0;
+#pragma unroll
+    for (int piece = 0; piece < tile::PIECES; piece++)
+      if (piece < pieces)
+#pragma unroll
+        for (int octet = 0; octet < tile::CHANNELS / 8; octet++)
+          pair = larger_pair<typename S::Y>(pair, outputs_of<S>(acc[piece], octet, h));
+    const float2 both = unpack_pair<typename S::Y>(pair);
+    most[h] = fmaxf(both.x, both.y);
+    most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], 1));
+    most[h] = fmaxf(most[h], __shfl_xor_sync(ALL_LANES, most[h], 2));
+  }
+  if (pieces > 1) return;
+  float *exchanged = reinterpret_cast<float *>(staged[(1 - other) * 4 + warp]);
+  __syncwarp(); /* what was there is read */
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (thread % 4 == 0) exchanged[h * 8 + token] = most[h];
+  bar_sync(BAR_CONSUMERS, S::CONSUMERS * S::GROUP);
+  exchanged = reinterpret_cast<float *>(staged[other * 4 + warp]);
+#pragma unroll
+  for (int h = 0; h < 2; h++) most[h] = fmaxf(most[h], exchanged[h * 8 + token]);
+  bar_sync(BAR_CONSUMERS, S::CONSUMERS * S::GROUP);
+}
+
+/* Of one of a thread's two tokens. */
+template <class S>
+DEVICE void store_codes(const gemm_args &args, uint4 *staged, int thread, int64_t row, int channel0, int h,
+                        float inverse, const float (&acc)[token_tile<S>::ACCUMULATORS], bool there)
+{
+  constexpr int OCTETS = token_tile<S>::CHANNELS / 8;
+  static_assert(S::EPILOGUE != EPILOGUE_activation || OCTETS == 8, "64 bytes of a token");
+  const int part = thread % 4;
+  __syncwarp(); /* what was there is read */
+#pragma unroll
+  for (int octet = 0; octet < OCTETS; octet++) {
+    const float2 value = unpack_pair<typename S::Y>(outputs_of<S>(acc, octet, h));
+    reinterpret_cast<uint16_t *>(staged_vector(staged, thread, octet / 2))[octet % 2 * 4 + part] =
+        (uint16_t)cvt_e4m3x2(value.x * inverse, value.y * inverse);
+  }
+  __syncwarp();
+  if (there)
+    st_global_16(static_cast<e4m3 *>(args.c) + row * args.c_ld + channel0 + part * 16,
+                 *staged_vector(staged, thread, part), args.protocol.evict_last);
+}
+
+/* Channels, a multiple of 128, are there in whole pieces. */
+template <class S>
+DEVICE void store_share_codes(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit,
+                              token_share own, int pieces, int channel0, const typename token_tile<S>::sums &acc)
+{
+  float most[2];
+  largest_outputs<S>(smem.staged[0], pieces, acc, most);
+  const int thread = (int)tid_x();
+  uint4 *staged = staged_of_warp<S>(smem, thread);
+  const row_format format = {
+      .mode = args.c_mode, .power_of_two = args.c_power_of_two, .static_scale = args.c_static_scale};
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int token = stored_token<S>(thread, own.block, h);
+    const int64_t row = (int64_t)unit.row + token;
+    const float scale = row_scale<e4m3>(format, most[h]), inverse = __frcp_rn(scale);
+    const bool there = token < unit.rows, by_group = args.c_mode == ROWS_GROUP;
+    if (there && own.piece == 0 && thread % 4 == 0 && (by_group || channel0 == 0))
+      args.c_scale[(by_group ? channel0 / CODES_GROUP : 0) * args.c_scale_ld + row] = scale;
+#pragma unroll
+    for (int piece = 0; piece < token_tile<S>::PIECES; piece++)
+      if (piece < pieces)
+        store_codes<S>(args.g, staged, thread, row, channel0 + piece * token_tile<S>::CHANNELS, h, inverse, acc[piece],
+                       there);
+  }
+}
+
+/* Outputs stay where their sums were until the largest is known. */
+template <class S, finish_kind KIND>
+DEVICE void store_codes_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
+                           int pieces, int channel0, typename token_tile<S>::sums &acc)
+{
+  using tile = token_tile<S>;
+  const int thread = (int)tid_x();
+#pragma unroll
+  for (int piece = 0; piece < tile::PIECES; piece++) {
+    if (piece >= pieces) continue;
+    finish_piece<S, KIND>(args.g, args.up_first, unit, thread, own.block, channel0 + piece * tile::CHANNELS, acc[piece],
+                          [&](int first, int h, const uint32_t(&out)[4]) {
+#pragma unroll
+                            for (int i = 0; i < 4; i++)
+                              outputs_of<S>(acc[piece], first + i, h) = __uint_as_float(out[i]);
+                            __syncwarp();
+                          });
+  }
+  store_share_codes<S>(args, smem, unit, own, pieces, channel0, acc);
+}
+
+/* ---- both ---- */
+
+template <class S, finish_kind KIND>
+DEVICE void store_share(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, token_share own,
+                        int pieces, int channel0, typename token_tile<S>::sums &acc)
+{
+  if (token_tile<S>::HALVES == 2 && args.g.dtype == DT_E4M3)
+    store_codes_as<S, KIND>(args, smem, unit, own, pieces, channel0, acc);
+  else
+    store_rounded_as<S, KIND>(args, smem, unit, own, pieces, channel0, acc);
+}
+
+/* A consumer's share of a tile whose channels begin there. */
+template <class S>
+DEVICE void store_tokens(const gemm_sm90_args &args, wgmma_staging<S> &smem, const tile_unit &unit, int channel,
+                         typename token_tile<S>::sums &acc)
+{
+  const int pieces = pieces_of<S>(unit);
+  const token_share own = share_of<S>(pieces);
+  const int channel0 = channel + own.piece * token_tile<S>::CHANNELS;
+  scale_sums<S>(args.g, args.up_first, unit.expert, channel0, acc);
+  if (token_tile<S>::HALVES == 2 && finish_kind_of(args.g) == FINISH_silu)
+    store_share<S, FINISH_silu>(args, smem, unit, own, pieces, channel0, acc);
+  else
+    store_share<S, FINISH_swiglu>(args, smem, unit, own, pieces, channel0, acc);
+}
+
+#endif
