@@ -263,13 +263,21 @@ DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, in
   }
 }
 
+template <class T> DEVICE void add_router_part(const gather_args &a, int64_t at, float (&sum)[PACKET])
+{
+  if (a.d_router_dtype == DT_F32)
+    add_packet<f32>(sum, 1.f, static_cast<const f32 *>(a.d_router) + at);
+  else
+    add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_router) + at);
+}
+
 template <class T, int THREADS> DEVICE void gather_token(const gather_args &a, const gathered &g, int64_t token)
 {
   for (int i = threadIdx.x * PACKET; i < a.hidden; i += THREADS * PACKET) {
     float sum[PACKET] = {};
     add_slots<T>(a, g, token, i, sum);
     if (a.d_shared) add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_shared) + token * a.hidden + i);
-    if (a.d_router) add_packet<f32>(sum, 1.f, a.d_router + token * a.hidden + i);
+    if (a.d_router) add_router_part<T>(a, token * a.hidden + i, sum);
 #pragma unroll
     for (int j = 0; j < PACKET; j++)
       if (a.d_gate) sum[j] = fmaf(a.d_gate[token], load_any(a.gate.base, i + j, a.gate.dtype), sum[j]);
