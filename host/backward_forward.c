@@ -205,16 +205,8 @@ static cumoe_status choose_keep(const pass *p, const struct weights *w, linked_e
   return CUMOE_OK;
 }
 
-/* Many rows an expert hide the end of a down that lags, which has no biases, better than one that follows up. */
-static bool lags(const linked_experts *l)
-{
-  const gemm_args *down = &l->down.gemm.g;
-  return variants[l->down_step.row].form == FORM_wgmma && !down->b.bias[0] &&
-         down->rows_cap >= (int64_t)LAGGED_FROM * down->experts;
-}
-
 /* As in cumoe_moe_forward: a copy of x ahead of the products, and a down that follows up by expert. */
-static cumoe_status link_experts(const pass *p, linked_experts *l)
+static void link_experts(const pass *p, linked_experts *l)
 {
   gemm_args *up = &l->up.gemm.g, *down = &l->down.gemm.g;
   const variant *up_row = &variants[l->up_step.row], *down_row = &variants[l->down_step.row];
@@ -224,9 +216,6 @@ static cumoe_status link_experts(const pass *p, linked_experts *l)
   up->protocol.progress = down->protocol.progress = p->progress;
   up->protocol.by_expert = down->protocol.by_expert = hands_over(up_row, down_row);
   if (copies_rows(&p->context->machine, up_row, &shape)) up->protocol.x_copy = down->c;
-  if (!lags(l)) return CUMOE_OK;
-  up->protocol.by_expert = down->protocol.by_expert = false;
-  return choose_step(p->context, OP_down_drawn, &l->down.drawn, NULL, &l->down_step);
 }
 
 /* Down's launch reads nothing of up's that its kernel does not wait for. */
@@ -274,7 +263,7 @@ static cumoe_status run_experts(const pass *p, const struct weights *w, const ro
     return dispatch(p->context, OP_down, &l.down.gemm.g, p->stream);
   }
   TRY(choose_step(p->context, OP_down, &l.down.gemm.g, NULL, &l.down_step));
-  if (route) TRY(link_experts(p, &l));
+  if (route) link_experts(p, &l);
   return launch_linked(p, &l);
 }
 

@@ -193,21 +193,13 @@ static bool is_for_fewer(const variant *v, const op_shape *s)
          expected_rows(s) > GRADIENT_FEW;
 }
 
-/* Of many rows an expert tiles of 128 lag (kernels/gemm/lagged.cuh). */
-enum { LAGGED_BM = 128 };
-
-static bool is_for_more(const variant *v, const op_shape *s)
-{
-  return v->op == OP_down_drawn && v->bm == LAGGED_BM && expected_rows(s) < LAGGED_FROM;
-}
-
 /* The first of the operation's rows that serves the shape, and is the line's, if there is one. */
 static int32_t find_row(const machine *m, const op_shape *s, const tune_line *line)
 {
   for (int16_t i = m->rows_begin[s->op]; i < m->rows_begin[s->op + 1]; ++i) {
     const variant *v = &variants[m->rows[i]];
     if (line && (v->form != line->form || v->bm != line->bm || v->bn != line->bn)) continue;
-    if (serves(v, s) && !is_for_fewer(v, s) && !is_for_more(v, s)) return m->rows[i];
+    if (serves(v, s) && !is_for_fewer(v, s)) return m->rows[i];
   }
   return -1;
 }

@@ -88,9 +88,6 @@ static inline int64_t ceil_div(int64_t a, int64_t b)
 {
   return (a + b - 1) / b;
 }
-/* Rows an expert, from which down_drawn's results are stored while the next tile is multiplied. */
-enum { LAGGED_FROM = 256 };
-
 static inline int64_t min64(int64_t a, int64_t b)
 {
   return a < b ? a : b;

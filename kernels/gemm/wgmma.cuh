@@ -23,7 +23,6 @@
 #include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
-#include "gemm/lagged.cuh"
 #include "gemm/packed_tile.cuh"
 #include "gemm/token_tile.cuh"
 
@@ -33,7 +32,6 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
-  static constexpr bool LAGS = PRODUCT::DRAWS && !PRODUCT::ACTIVATES && BM <= 128; /* gemm/lagged.cuh */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -443,33 +441,8 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
   store_tokens<S>(args.g, args.up_first, smem.staging, stored, stored.n * wgmma_channels<S>(args.g), acc);
 }
 
-/* The last unit's results are stored while this one is multiplied. */
-template <class S> DEVICE void consume_lagged(const gemm_sm90_args &args, wgmma_smem<S> &smem)
-{
-  const int group = threadIdx.x / S::GROUP - 1;
-  lagged_results<S> last;
-  pipeline_state<S::STAGES> at;
-#pragma unroll 1
-  for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
-    wait_for(&smem.full[at.stage], at.phase);
-    const tile_unit unit = smem.units[slot];
-    if (unit.expert < 0) break;
-    if ((unit.n * S::CONSUMERS + group) * (S::COLUMNS / S::CONSUMERS) >= args.g.n) {
-      last.store_all(args.g, smem); /* its unit's slot may be used again meanwhile */
-      skip<S>(args.g, smem, at);
-      continue;
-    }
-    float acc[S::BLOCKS][S::ACCUMULATORS] = {};
-    multiply_lagged<S, S::BM>(args.g, smem, at, group, unit.rows, last, acc);
-    last.store_all(args.g, smem);
-    last.take(slot, acc);
-  }
-  last.store_all(args.g, smem);
-}
-
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  if constexpr (S::LAGS) return consume_lagged<S>(args, smem);
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
 #pragma unroll 1
