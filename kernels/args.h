@@ -391,7 +391,7 @@ typedef struct gemm_sm90_args {
   gemm_args g;
   unsigned char weights[128] __attribute__((aligned(64)));
   unsigned char rows[128] __attribute__((aligned(64)));
-  int32_t up_first, stagger;
+  int32_t up_first;
   void *z[2]; /* up_keep; read: down_activated */
   int64_t z_ld;
 } gemm_sm90_args;

@@ -344,22 +344,8 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
     produce_ordered<S, PAIRED>(args, smem, tile, slot, at);
 }
 
-/* Tiles of one size keep step, and then all CTAs want memory at once for what epilogues read and write, and nobody
- * while they multiply. So clusters begin spread over `stagger` clocks, where each has tiles enough to make up for it. */
-template <class S> DEVICE void stagger(const gemm_sm90_args &args, const tile_table &table)
-{
-  constexpr int LEAST = 8;
-  if (args.stagger <= 0 || cluster_ctarank() != 0 || warp_id() != 0) return;
-  const int pairs = ceil_div(ceil_div(args.g.n, wgmma_channels<S>(args.g)), S::CLUSTER), clusters = gridDim.x / S::CLUSTER;
-  if ((int64_t)table.before[args.g.experts] * pairs < (int64_t)LEAST * clusters) return;
-  const uint32_t cluster = blockIdx.x / S::CLUSTER, turn = cluster * 2654435769u; /* neighbours far apart */
-  const long long begin = clock64(), wait = (long long)turn * args.stagger >> 32;
-  while (clock64() - begin < wait) __nanosleep(500);
-}
-
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  stagger<S>(args, smem.table);
   const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : S::DRAWS ? rows_ahead(ahead_of<S>(args)) : 0;
   pipeline_state<S::STAGES> at;
   gather<S> rows;

@@ -358,11 +358,6 @@ inline void __threadfence_system()
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 inline void __threadfence_block() {}
-inline long long clock64() /* a clock that runs only while it is looked at */
-{
-  static long long now;
-  return now += 100;
-}
 inline void __nanosleep(unsigned)
 {
   grid::let_others_run();
