@@ -144,18 +144,6 @@ static tensor n_major(const gemm_args *g)
   };
 }
 
-/* Of rows in row order. */
-static tensor ordered_rows(const gemm_args *g, weight_format rows, uint32_t box)
-{
-  return (tensor){
-      .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,
-      .rank = 2,
-      .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
-      .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
-      .box = {line_of(rows), box},
-  };
-}
-
 bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
 {
   const gemm_args *g = &args->g;
@@ -165,15 +153,14 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
   if (!encode(encoder, format, &weights, args->weights)) return false;
   if (g->row_pair && !g->packed && !g->protocol.x_copy) return unit_of(format) == 1;
   const weight_format rows = rows_of(g);
-  const tensor a = ordered_rows(g, rows, ROWS_OF_BOX(format_bits(rows)));
+  const tensor a = {
+      .base = g->protocol.x_copy ? g->protocol.x_copy : g->a,
+      .rank = 2,
+      .size = {(uint64_t)g->k, (uint64_t)g->rows_cap},
+      .stride = {1, g->protocol.x_copy ? g->k : g->a_ld},
+      .box = {line_of(rows), ROWS_OF_BOX(format_bits(rows))},
+  };
   return encode(encoder, rows, &a, args->rows);
-}
-
-bool tmap_encode_drawn(void (*encoder)(void), const variant *v, down_drawn_args *args)
-{
-  const weight_format rows = rows_of(&args->gemm.g);
-  const tensor wide = ordered_rows(&args->gemm.g, rows, WIDE_ROWS);
-  return encode(encoder, rows, &wide, args->wide) && tmap_encode(encoder, v, &args->gemm);
 }
 
 bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args)
@@ -187,7 +174,7 @@ bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activat
       .stride = {1, gemm->z_ld},
       .box = {KEPT_WIDE, KEPT_TOKENS},
   };
-  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) && tmap_encode_drawn(encoder, v, &args->drawn);
+  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) && tmap_encode(encoder, v, &args->drawn.gemm);
 }
 
 bool tmap_encode_few(void (*encoder)(void), few_sm90_args *args)

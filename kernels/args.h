@@ -396,8 +396,6 @@ typedef struct gemm_sm90_args {
   int64_t z_ld;
 } gemm_sm90_args;
 
-enum { WIDE_ROWS = 64 };
-
 /*
  * The rows that down_drawn multiplies, put in order as it goes: row r of `to` becomes that of the token of row_pair[r],
  * or zeros where row_weight[r] is 0, as it is of rows without a pair; up to *end. Strides in vectors. to NULL: they are
@@ -419,7 +417,6 @@ typedef struct down_drawn_args {
   gemm_sm90_args gemm;
   copy_beside_args beside;
   copy_ahead_args ahead;
-  unsigned char wide[128] __attribute__((aligned(64))); /* rows, by boxes of WIDE_ROWS */
 } down_drawn_args;
 
 enum { ALONG_PART = 32 }; /* channels */

@@ -102,15 +102,10 @@ template <class S> DEVICE bool copies(const gemm_args &args)
 }
 
 /* Of a kernel that draws: args is the first of its own. */
-template <class S> DEVICE const down_drawn_args &drawn_of(const gemm_sm90_args &args)
-{
-  static_assert(offsetof(down_drawn_args, gemm) == 0 && offsetof(down_activated_args, drawn) == 0, "see there");
-  return reinterpret_cast<const down_drawn_args &>(args);
-}
-
 template <class S> DEVICE const copy_ahead_args &ahead_of(const gemm_sm90_args &args)
 {
-  return drawn_of<S>(args).ahead;
+  static_assert(offsetof(down_drawn_args, gemm) == 0 && offsetof(down_activated_args, drawn) == 0, "see there");
+  return reinterpret_cast<const down_drawn_args &>(args).ahead;
 }
 
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
@@ -272,11 +267,7 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
     if constexpr (!S::N_MAJOR)
       cp_async_bulk_tensor_5d_multicast(weights + rank * HALF * S::WEIGHT_LINE, &args.weights, weight_k, 0, 0,
                                         tile.n * octets + rank * (octets / 2), tile.expert, full, BOTH);
-    int first = 0;
-    if constexpr (S::DRAWS)
-      for (; first + WIDE_ROWS / BOX <= boxes; first += WIDE_ROWS / BOX)
-        cp_async_bulk_tensor_2d(rows + first * BOX * S::LINE, drawn_of<S>(args).wide, k0, tile.row + first * BOX, full);
-    for (int i = first; i < boxes; i++)
+    for (int i = 0; i < boxes; i++)
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
