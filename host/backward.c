@@ -79,7 +79,6 @@ static cumoe_status pad(const backward *b, const row_map *map)
                 .slot_row = padded.slot_row,
                 .row_weight = row_weight_of(b),
                 .tickets = tickets_of(b, 0),
-                .ticket_words = TICKET_WORDS((int32_t)b->at.routed.rows),
                 .rows_cap = b->at.routed.rows};
   a.map.pair_weights = map->pair_weights;
   a.map.pair_weights_ld = map->pair_weights_ld;
@@ -108,10 +107,10 @@ static cumoe_status in_row_order(const backward *b, const copy_rows_args *c, boo
 }
 
 /* d h = d out times down's weights; then the activation once more, and its gradient: h, d z, and <d h, h> of each row,
- * from which the pairs' gradients come. ahead: NULL, or what makes d_out. *copied: x was brought into the order of rows on the way; *activated: d h's
+ * from which the pairs' gradients come. *copied: x was brought into the order of rows on the way; *activated: d h's
  * place has parts of <d h, h>. */
-static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out,
-                                        const copy_rows_args *ahead, bool *copied, bool *activated)
+static cumoe_status backward_activation(const backward *b, const expert_rows *e, const row_matrix *d_out, bool *copied,
+                                        bool *activated)
 {
   const bool cpu = on_cpu(b->p.context);
   activation_args act = activation_of(&b->p, e->w, &e->map);
@@ -127,8 +126,6 @@ static cumoe_status backward_activation(const backward *b, const expert_rows *e,
                                  .scale = 1};
   const copy_rows_args x = copy_of(b, e, &e->x, e->at.d_rows, e->weighs_x);
   const drawn_work work = {.tickets = tickets_of(b, TICKETS_OF_D_H),
-                           .ahead_words = tickets_of(b, TICKETS_AHEAD),
-                           .ahead = ahead,
                            .copy = e->d ? &x : NULL,
                            .copied = copied,
                            .act = &act,
@@ -261,9 +258,8 @@ static cumoe_status backward_experts(const backward *b, const expert_rows *e)
   row_matrix d_out = e->d_out;
   const copy_rows_args copy = copy_of(b, e, &e->d_out, e->at.d_out, false);
   bool copied = false, activated = false;
-  const bool ahead = e->padded && !on_cpu(b->p.context);
-  TRY(in_row_order(b, &copy, ahead, &d_out));
-  TRY(backward_activation(b, e, &d_out, ahead ? &copy : NULL, &copied, &activated));
+  TRY(in_row_order(b, &copy, false, &d_out));
+  TRY(backward_activation(b, e, &d_out, &copied, &activated));
   if (e->d) TRY(backward_weights(b, e, &d_out, copied));
   return backward_rows(b, e, activated);
 }

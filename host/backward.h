@@ -81,12 +81,10 @@ cumoe_status run_gate_backward(struct context *context, const gate_backward_args
 
 /* Gate and up as one matrix of 2 I channels, in the order that they have in memory: false if they are not one. */
 bool join_halves(const struct weights *w, expert_matrix *joined, int32_t *order);
-/* What down_drawn gets besides: its tickets, and NULL or a copy to be made on the way; *copied then says if it is.
- * ahead: NULL, or the copy that the rows to be multiplied are, which is made whatever kernel serves. And of a product
- * that is d h, NULL or what is to be made of it; `activated`, whether it is, instead of d h. */
+/* What down_drawn gets besides: its tickets, and NULL or a copy to be made on the way; *copied then says if it is. And
+ * of a product that is d h, NULL or what is to be made of it; `activated`, whether it is, instead of d h. */
 typedef struct drawn_work {
-  int32_t *tickets, *ahead_words;
-  const copy_rows_args *ahead;
+  int32_t *tickets;
   const copy_rows_args *copy;
   bool *copied;
   const activation_args *act; /* of kept z: its rows begin at z_offsets */

@@ -205,28 +205,6 @@ static copy_beside_args beside(const copy_rows_args *c, int32_t *tickets)
                             .row_step = ROW_STEP};
 }
 
-/* Of rows whose weights `pad` left. */
-static bool copies_ahead(const drawn_work *work)
-{
-  return work->ahead && work->row_weight && COPIES_BESIDE(work->ahead);
-}
-
-static copy_ahead_args ahead(const drawn_work *work)
-{
-  const copy_rows_args *c = work->ahead;
-  const int32_t vector = 16 / (int32_t)cumoe_dtype_bytes((cumoe_dtype)c->dtype);
-  return (copy_ahead_args){.from = c->a.base,
-                           .to = c->to,
-                           .row_pair = c->map.row_pair,
-                           .end = c->map.offsets + c->map.experts,
-                           .row_weight = work->row_weight,
-                           .progress = work->ahead_words,
-                           .from_ld = c->a.ld / vector,
-                           .rows_cap = c->map.rows_cap,
-                           .vectors = c->cols / vector,
-                           .top_k = c->map.top_k};
-}
-
 /* Parts of <d h, h> need room where d h would have been: 4 bytes for ALONG_PART channels, of whole 4 parts. */
 enum { LEAST_ACTIVATED = 64 };
 
@@ -277,14 +255,10 @@ cumoe_status multiply_rows(struct context *context, const rows_product_args *a, 
   gemm_args *g = &mapped.gemm.g;
   launch_step s;
   const choice_hint hint = {.rows = a->map.tokens.count * a->map.top_k};
-  const bool down = !on_cpu(context) && as_down(a, g);
-  if (down) TRY(choose_step(context, OP_down, g, &hint, &s));
-  const bool drawn = down && work && variants[s.row].form == FORM_wgmma;
-  if (work && work->ahead && !(drawn && copies_ahead(work))) TRY(dispatch(context, OP_copy_rows, work->ahead, stream));
-  if (!down) return dispatch(context, OP_rows_product, a, stream);
-  if (!drawn) return dispatch_by(context, OP_down, g, &hint, stream);
+  if (on_cpu(context) || !as_down(a, g)) return dispatch(context, OP_rows_product, a, stream);
+  TRY(choose_step(context, OP_down, g, &hint, &s));
+  if (!work || variants[s.row].form != FORM_wgmma) return dispatch_by(context, OP_down, g, &hint, stream);
   g->protocol.progress = work->tickets;
-  if (copies_ahead(work)) mapped.drawn.ahead = ahead(work);
   if (work->copy && COPIES_BESIDE(work->copy)) {
     mapped.drawn.beside = beside(work->copy, work->tickets);
     *work->copied = true;

@@ -396,27 +396,9 @@ typedef struct gemm_sm90_args {
   int64_t z_ld;
 } gemm_sm90_args;
 
-/*
- * The rows that down_drawn multiplies, put in order as it goes: row r of `to` becomes that of the token of row_pair[r],
- * or zeros where row_weight[r] is 0, as it is of rows without a pair; up to *end. Strides in vectors. to NULL: they are
- * there. progress: AHEAD_WORDS, 0 before: tickets drawn (COPY_TICKET rows each), rows copied of each COPY_GROUP.
- */
-typedef struct copy_ahead_args {
-  const void *from;
-  void *to;
-  const int32_t *row_pair, *end;
-  const float *row_weight;
-  int32_t *progress;
-  int64_t from_ld, rows_cap;
-  int32_t vectors, top_k;
-} copy_ahead_args;
-
-#define AHEAD_WORDS(rows) ((rows) / COPY_GROUP + 2)
-
 typedef struct down_drawn_args {
   gemm_sm90_args gemm;
   copy_beside_args beside;
-  copy_ahead_args ahead;
 } down_drawn_args;
 
 enum { ALONG_PART = 32 }; /* channels */

@@ -43,15 +43,12 @@ typedef struct pad_args {
   row_map map;
   int32_t *counts, *offsets, *row_pair, *slot_row;
   float *row_weight; /* NULL, or of each row: its pair's weight, 0 where there is none. CUDA only */
-  int32_t *tickets;  /* NULL, or ticket_words, which become 0 */
+  int32_t *tickets;  /* NULL, or TICKET_WORDS, which become 0 */
   int64_t rows_cap;
-  int32_t ticket_words; /* at most as many as units */
 } pad_args;
 
-/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h), then AHEAD_WORDS of
- * d h's. CUDA only. */
-enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, TICKETS_AHEAD = 2 * PROGRESS_COPIED };
-#define TICKET_WORDS(rows) (TICKETS_AHEAD + AHEAD_WORDS(rows))
+/* What the backward's two products by down_drawn draw, each from its own words (kernels/protocol.h). CUDA only. */
+enum { TICKETS_OF_D_H = 0, TICKETS_OF_D_ROWS = PROGRESS_COPIED, TICKET_WORDS = 2 * PROGRESS_COPIED };
 
 /* Which of its rows a matrix has for row r: r, that of its token or that of its pair. */
 enum { OF_ROW = 0, OF_TOKEN, OF_PAIR };

@@ -104,75 +104,19 @@ template <class X> DEVICE void copy_rows(const gemm_args &args)
 /* ---- waiting ---- */
 
 /* Returns when rows `first` .. `first + count - 1` are there, for bulk copies that this thread starts. Rows past the
- * last one count as there. copied: rows of each COPY_GROUP. */
-DEVICE void wait_for_copied(const int32_t *copied, int32_t total, int32_t first, int32_t count)
+ * last one count as there. */
+DEVICE void wait_for_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
 {
   const int group = first / COPY_GROUP, groups = (first + count - 1) / COPY_GROUP + 1 - group;
   for (bool missing = true; missing;) {
     missing = false;
 #pragma unroll 4
     for (int i = 0; i < groups; i++)
-      missing |= load_relaxed(copied + group + i) <
+      missing |= load_relaxed(args.protocol.progress + PROGRESS_COPIED + group + i) <
                  min(total - (group + i) * COPY_GROUP, COPY_GROUP);
   }
   __threadfence();
   fence_proxy_async_global();
-}
-
-DEVICE void wait_for_rows(const gemm_args &args, int32_t total, int32_t first, int32_t count)
-{
-  wait_for_copied(args.protocol.progress + PROGRESS_COPIED, total, first, count);
-}
-
-/* ---- padded rows ---- */
-
-DEVICE int32_t rows_ahead(const copy_ahead_args &c)
-{
-  return c.to ? (int32_t)min((int64_t)max(load_relaxed(c.end), 0), c.rows_cap) : 0;
-}
-
-/* Returns the first row of a ticket; lane i gets the token of its row i, or -1. */
-DEVICE int64_t draw_padded(const copy_ahead_args &c, int32_t total, int32_t &token)
-{
-  int32_t ticket = 0;
-  if (lane_id() == 0) ticket = atomicAdd(c.progress, 1);
-  const int64_t first = (int64_t)__shfl_sync(ALL_LANES, ticket, 0) * COPY_TICKET, row = first + lane_id();
-  token = -1;
-  if (lane_id() < COPY_TICKET && row < total && __ldg(c.row_weight + row) != 0)
-    token = (int32_t)((uint32_t)__ldg(c.row_pair + row) / (uint32_t)c.top_k);
-  return first;
-}
-
-DEVICE void copy_padded_row(const copy_ahead_args &c, int64_t row, int32_t token)
-{
-  constexpr int EACH = 8;
-  const uint4 *from = static_cast<const uint4 *>(c.from) + max(token, 0) * c.from_ld + lane_id();
-  uint4 *to = static_cast<uint4 *>(c.to) + row * c.vectors + lane_id();
-#pragma unroll 1
-  for (int left = c.vectors - lane_id(); left > 0; left -= EACH * WARP_SIZE) {
-    copy_vectors<EACH, false>(to, from, left, token >= 0);
-    to += EACH * WARP_SIZE, from += EACH * WARP_SIZE;
-  }
-}
-
-/* By whole warps, any number of them. */
-DEVICE void copy_padded_rows(const copy_ahead_args &c)
-{
-  const int32_t total = rows_ahead(c);
-  int32_t token, next_token;
-  int64_t first = total ? draw_padded(c, total, token) : 0;
-#pragma unroll 1
-  while (first < total) {
-    const int64_t next = draw_padded(c, total, next_token);
-    const int count = (int)min((int64_t)COPY_TICKET, total - first);
-#pragma unroll 1
-    for (int i = 0; i < count; i++) copy_padded_row(c, first + i, __shfl_sync(ALL_LANES, token, i));
-    __syncwarp();
-    __threadfence();
-    if (lane_id() == 0) atomicAdd(c.progress + 1 + first / COPY_GROUP, count);
-    first = next;
-    token = next_token;
-  }
 }
 
 #endif

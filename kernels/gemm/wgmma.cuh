@@ -101,13 +101,6 @@ template <class S> DEVICE bool copies(const gemm_args &args)
   return S::GATHERED && args.protocol.x_copy;
 }
 
-/* Of a kernel that draws: args is the first of its own. */
-template <class S> DEVICE const copy_ahead_args &ahead_of(const gemm_sm90_args &args)
-{
-  static_assert(offsetof(down_drawn_args, gemm) == 0 && offsetof(down_activated_args, drawn) == 0, "see there");
-  return reinterpret_cast<const down_drawn_args &>(args).ahead;
-}
-
 /* Units of a grid go to its clusters in turn. A down that does not wait for the end of up draws tickets instead, so
  * that a cluster that starts late has fewer; and one whose units differ much (DRAWS). Then the first CTA of a cluster
  * draws and sends the unit to the other; it is never more than STAGES units ahead, as both fill each other's stages. */
@@ -346,7 +339,7 @@ DEVICE void produce_unit(const gemm_sm90_args &args, wgmma_smem<S> &smem, const 
 
 template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : S::DRAWS ? rows_ahead(ahead_of<S>(args)) : 0;
+  const int32_t copied = copies<S>(args.g) ? rows_to_copy(args.g) : 0;
   pipeline_state<S::STAGES> at;
   gather<S> rows;
   int slot = 0;
@@ -363,8 +356,6 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
     if (GATHERING) rows.set_unit(args.g, unit.tile);
     if (!GATHERING && copies<S>(args.g))
       wait_for_rows(args.g, S::SCALED ? rows_to_copy(args.g) : copied, unit.tile.row, unit.tile.rows);
-    if (S::DRAWS && copied)
-      wait_for_copied(ahead_of<S>(args).progress + 1, copied, unit.tile.row, unit.tile.rows);
     if (!S::DRAWS && scheduler.draws(args.g)) {
       wait_for_h(args.g, smem.table, unit.tile.expert);
       fence_proxy_async_global();
@@ -385,10 +376,7 @@ template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S>
     if (factors) produce_factors<S>(args, smem);
   if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
   if constexpr (S::DRAWS)
-    if (warp_id() != 0) {
-      copy_padded_rows(ahead_of<S>(args));
-      return copy_beside(*beside);
-    }
+    if (warp_id() != 0) return copy_beside(*beside);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
   wait_for_earlier_grids(); /* if not yet */
 }
