@@ -283,6 +283,8 @@ template <class S, int OCTETS> struct warp_store {
   uint4 *staged;
   int tokens; /* this lane's, and every TOKENS-th on, are there up to here */
 
+  explicit DEVICE warp_store(uint4 *staging) : staged(staging) {} /* to stage alone */
+
   DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
   {
     const int token = lane_id() / OCTETS, channel = span.first + octet_channel<S>(args, lane_id() % OCTETS);
