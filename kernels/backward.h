@@ -203,10 +203,10 @@ typedef struct sigmoid_args {
 typedef struct gather_args {
   row_map map;
   row_matrix d_out, gate;
-  const void *d_rows, *d_shared;  /* of dtype; d_shared or NULL */
-  const void *d_router;           /* [T, H] of d_router_dtype, or NULL */
-  const float *d_gate;            /* [T], or NULL */
-  const float *weights;           /* of identity experts: [T, k] as the map's; NULL: unreduced */
+  const void *d_rows, *d_shared; /* of dtype; d_shared or NULL */
+  const void *d_router;          /* [T, H] of d_router_dtype, or NULL */
+  const float *d_gate;           /* [T], or NULL */
+  const float *weights;          /* of identity experts: [T, k] as the map's; NULL: unreduced */
   int64_t weights_ld;
   void *d_x;
   int64_t d_x_ld;

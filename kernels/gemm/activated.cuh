@@ -70,7 +70,7 @@ template <class S> struct kept_stage {
   using Y = typename S::Y;
   static constexpr int TOKENS = KEPT_TOKENS, COUNT = KEPT_STAGES<S>, GROUPS = TOKENS / 8;
   static constexpr int WIDE = KEPT_WIDE, LINE = WIDE * 2, BOX = TOKENS * LINE; /* channels; bytes */
-  static constexpr int BOXES = S::COLUMNS / WIDE;                       /* of each half */
+  static constexpr int BOXES = S::COLUMNS / WIDE;                              /* of each half */
   static constexpr int WITH_WEIGHTS = (S::COLUMNS * S::BK * 2 - TOKENS * 4) / BOX;
   static_assert(sizeof(Y) == 2 && BOX % 1024 == 0 && (2 * BOXES - WITH_WEIGHTS) * BOX <= S::BM * S::BK * 2,
                 "what a stage has");
