@@ -450,7 +450,7 @@ static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe
   return add_up_rows(b->p.context, &g, b->p.stream);
 }
 
-/* The router's weights. Past the last token tensor maps read zeros; a device's count, which may end before, does not. */
+/* The router's weights. Past the last token tensor maps read zeros; a device's count may end before that. */
 static cumoe_status add_parts(const backward *b, cumoe_view x, cumoe_view_mut d)
 {
   const pass *p = &b->p;

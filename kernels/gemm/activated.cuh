@@ -124,7 +124,7 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
 }
 
 /* A lane has a token of each group, and an octet of channels: lanes that read or write shared memory at a time have one
- * octet. Places advance from token group to token group: addresses worked out from their numbers took more registers. */
+ * octet. Places advance from token group to token group: addresses worked out from their numbers take registers. */
 template <class S> struct activated_store : warp_store<S, S::OCTETS> {
   using base = warp_store<S, S::OCTETS>;
   using kept = kept_stage<S>;
