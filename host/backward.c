@@ -325,12 +325,38 @@ static bool wants_router_part(const backward *b)
   return b->p.args->router_weight.data && !b->p.args->router_x.data && b->grads->d_x.data;
 }
 
+/* On CUDA it is rounded as the experts' parts of d x are: it is written and read once each. */
+static int32_t router_part_dtype(const backward *b)
+{
+  return on_cpu(b->p.context) ? DT_F32 : b->p.plan->desc.dtype;
+}
+
 static bool wants_gate(const backward *b)
 {
   const cumoe_moe_grads *g = b->grads;
   return !is_routed(b->p.args) &&
          (g->d_logits.data || g->d_router_weight.data || g->d_router_bias.data || g->d_router_x.data ||
           g->d_expert_scale.data || g->losses.data || wants_router_part(b));
+}
+
+/* The router's products by the layer's kernels, whose rows are of one type. */
+static bool has_parts(const backward *b)
+{
+  const cumoe_moe_args *a = b->p.args;
+  return parts_logits(b->p.plan) && a->router_weight.data && a->router_weight.dtype == CUMOE_BF16 &&
+         router_input(a).dtype == CUMOE_BF16;
+}
+
+static float scale_of_logits(const backward *b)
+{
+  const float given = b->p.plan->desc.routing.logit_scale;
+  return given > 0 ? given : 1;
+}
+
+/* parts_logits: [T, 2 E]; of the first of them alone E columns are read. */
+static row_matrix parts_of(const backward *b)
+{
+  return rows_of(region(b->scratch, b->at.parts), 2 * (int64_t)router_experts(&b->p.plan->desc), DT_BF16);
 }
 
 static cumoe_view d_logits_of(const backward *b)
@@ -350,6 +376,8 @@ static cumoe_status backward_gate(const backward *b)
                           .d_logits = (float *)(uintptr_t)d_logits.data,
                           .d_weights_ld = d_pairs.ld,
                           .d_logits_ld = d_logits.ld,
+                          .parts = has_parts(b) ? region(b->scratch, b->at.parts) : NULL,
+                          .parts_scale = scale_of_logits(b),
                           .balance = g->balance,
                           .z = g->z,
                           .count = region(b->scratch, b->at.count),
@@ -364,20 +392,21 @@ static cumoe_status backward_gate(const backward *b)
   return run_gate_backward(p->context, &a, p->stream);
 }
 
-/* A sum over all tokens, cut into runs of tokens that SMs work on side by side; the runs' sums are added in order. */
-static cumoe_status add_runs(const backward *b, const weight_gradient_args *g, cumoe_view_mut d)
+/* A sum over all tokens, cut into runs of tokens that SMs work on side by side; the runs' sums are added in order.
+ * `parts` of n / parts rows each are added as well. */
+static cumoe_status add_runs(const backward *b, const weight_gradient_args *g, cumoe_view_mut d, int32_t runs,
+                             int32_t parts)
 {
   const pass *p = &b->p;
-  const int32_t runs = runs_of(p->plan, p->tokens.count);
   const cut_args cut = {p->tokens, region(b->scratch, b->at.runs_counts), region(b->scratch, b->at.runs_offsets), runs};
   weight_gradient_args each = *g;
   const add_runs_args sum = {.sums = region(b->scratch, b->at.runs_sums),
                              .d = d.data,
                              .d_ld = d.ld,
-                             .rows = g->n,
+                             .rows = g->n / parts,
                              .cols = g->k,
                              .tokens = p->tokens,
-                             .runs = runs,
+                             .runs = runs * parts,
                              .d_dtype = d.dtype,
                              .accumulates = g->accumulates,
                              .scale = g->scale};
@@ -412,7 +441,7 @@ static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe
                             .accumulates = accumulates(b),
                             .scale = scale};
   if (d.data && fits && runs_of(plan, b->p.tokens.count) > 1) {
-    TRY(add_runs(b, &g, d));
+    TRY(add_runs(b, &g, d, runs_of(plan, b->p.tokens.count), 1));
     g.d.base[0] = NULL;
   }
   g.d.bias[0] = d_bias.data;
@@ -421,20 +450,43 @@ static cumoe_status add_tokens(const backward *b, row_matrix a, int64_t n, cumoe
   return add_up_rows(b->p.context, &g, b->p.stream);
 }
 
+/* The router's weights. Past the last token tensor maps read zeros; a device's count may end before that. */
+static cumoe_status add_parts(const backward *b, cumoe_view x, cumoe_view_mut d)
+{
+  const pass *p = &b->p;
+  const weight_gradient_args g = {.map = token_rows(p),
+                                  .a = parts_of(b),
+                                  .b = rows_of_view(x, OF_ROW),
+                                  .a_n = 1,
+                                  .halves = 1,
+                                  .n = (int32_t)(2 * d.rows),
+                                  .k = (int32_t)x.cols,
+                                  .accumulates = accumulates(b),
+                                  .padded = !p->tokens.device,
+                                  .scale = 1};
+  return add_runs(b, &g, d, part_runs_of(p->plan, p->tokens.count), 2);
+}
+
 static cumoe_status backward_router(const backward *b)
 {
   const pass *p = &b->p;
   const cumoe_moe_grads *g = b->grads;
   const cumoe_view x = router_input(p->args), d_logits = d_logits_of(b);
-  const float given = p->plan->desc.routing.logit_scale, scale = given > 0 ? given : 1;
+  const bool parts = has_parts(b);
+  const float scale = scale_of_logits(b);
   const row_matrix a = rows_of_view(d_logits, OF_ROW);
-  TRY(add_tokens(b, a, d_logits.cols, x, g->d_router_weight, g->d_router_bias, scale));
+  cumoe_view_mut d_weight = g->d_router_weight;
+  if (parts && d_weight.data && x.cols <= p->plan->desc.hidden) {
+    TRY(add_parts(b, x, d_weight));
+    d_weight = (cumoe_view_mut){0};
+  }
+  TRY(add_tokens(b, a, d_logits.cols, x, d_weight, g->d_router_bias, scale));
   rows_product_args d_x = {.map = token_rows(p),
                            .a = a,
                            .b = transposed(one_matrix(p->args->router_weight)),
                            .c = region(b->scratch, b->at.d_router),
                            .c_ld = x.cols,
-                           .c_dtype = DT_F32,
+                           .c_dtype = router_part_dtype(b),
                            .halves = 1,
                            .n = (int32_t)x.cols,
                            .k = (int32_t)d_logits.cols,
@@ -443,6 +495,9 @@ static cumoe_status backward_router(const backward *b)
     d_x.c = g->d_router_x.data;
     d_x.c_ld = g->d_router_x.ld;
     d_x.c_dtype = g->d_router_x.dtype;
+  } else if (parts) { /* as precise as the experts' d z */
+    d_x.a = parts_of(b);
+    d_x.scale = 1;
   }
   return g->d_router_x.data || wants_router_part(b) ? multiply_rows(p->context, &d_x, NULL, p->stream) : CUMOE_OK;
 }
@@ -470,6 +525,7 @@ static cumoe_status gather(const backward *b)
   if (p->shared) a.d_shared = region(b->scratch, b->at.shared.d_rows);
   if (p->args->shared_gate.data) a.d_gate = region(b->scratch, b->at.d_shared_weight);
   if (wants_router_part(b)) a.d_router = region(b->scratch, b->at.d_router);
+  a.d_router_dtype = router_part_dtype(b);
   return dispatch(p->context, OP_gather, &a, p->stream);
 }
 

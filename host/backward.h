@@ -34,6 +34,7 @@ typedef struct scratch_layout {
   route_layout padded;                         /* of padded rows */
   size_t tickets;                              /* of the products of padded rows, on CUDA */
   size_t runs_counts, runs_offsets, runs_sums; /* of tokens, on CUDA */
+  size_t parts;                                /* gate_backward_args, where parts_logits */
   size_t hist;                                 /* of the map, where nothing was kept */
   size_t kept;                                 /* where there is no other place for it */
   size_t bytes;
@@ -45,6 +46,10 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
 
 /* How many runs of tokens sums over all tokens are cut into: enough to keep all SMs busy; 1 on the CPU. */
 int32_t runs_of(const struct plan *plan, int64_t tokens);
+
+/* Whether gradients of logits may be multiplied in two parts of 16 bits, by the layer's kernels; and the runs then. */
+bool parts_logits(const struct plan *plan);
+int32_t part_runs_of(const struct plan *plan, int64_t tokens);
 
 static inline int64_t halves_of(const cumoe_moe_desc *d)
 {

@@ -61,6 +61,22 @@ int32_t runs_of(const struct plan *plan, int64_t tokens)
   return on_cpu(plan->context) ? 1 : (int32_t)min64(ceil_div(tokens, RUN), MOST);
 }
 
+bool parts_logits(const struct plan *plan)
+{
+  const cumoe_moe_desc *d = &plan->desc;
+  return !on_cpu(plan->context) && d->dtype == CUMOE_BF16 && router_experts(d) % 8 == 0;
+}
+
+/* Units of `weight_gradient` by clusters: two tiles of 256 x 192. */
+int32_t part_runs_of(const struct plan *plan, int64_t tokens)
+{
+  enum { MOST = 16, RUN = 256 };
+  const cumoe_moe_desc *d = &plan->desc;
+  const int64_t units = ceil_div(2 * (int64_t)router_experts(d), 256) * ceil_div(ceil_div((int64_t)d->hidden, 192), 2);
+  const int64_t fill = plan->context->machine.sms / 2 / units;
+  return (int32_t)min64(min64(ceil_div(tokens, RUN), fill > 1 ? fill : 1), MOST);
+}
+
 /* The map's histograms, of as many chunks as any number of pairs up to this one is cut into: so a workspace for more
  * tokens is never smaller. */
 static size_t carve_hist(carver *c, const cumoe_moe_desc *d, int64_t pairs)
@@ -93,10 +109,13 @@ cumoe_status lay_out_scratch(const char *name, const struct plan *plan, int64_t 
   at->pair_scale = carve(&c, pairs, 1, 8);
   at->padded = carve_route(&c, d, pairs, rows);
   at->tickets = carve(&c, on_cpu(plan->context) ? 0 : TICKET_WORDS, 1, 4);
-  const int32_t runs = runs_of(plan, tokens);
+  const bool parts = parts_logits(plan);
+  const int32_t part_runs = parts ? part_runs_of(plan, tokens) : 0, whole_runs = runs_of(plan, tokens),
+                runs = part_runs > whole_runs ? part_runs : whole_runs;
   at->runs_counts = carve(&c, 1, runs, 4);
   at->runs_offsets = carve(&c, 1, runs + 1, 4);
-  at->runs_sums = carve(&c, runs > 1 ? runs : 0, experts * d->hidden, 4);
+  at->runs_sums = carve(&c, max64(whole_runs > 1 ? whole_runs : 0, 2 * (int64_t)part_runs), experts * d->hidden, 4);
+  at->parts = carve(&c, parts ? tokens : 0, 2 * experts, 2);
   if (!kept) at->hist = carve_hist(&c, d, pairs);
   at->kept = carve(&c, 1, kept ? 0 : (int64_t)keeps.bytes, 1);
   at->bytes = c.at;

@@ -115,7 +115,8 @@ typedef struct weight_gradient_args {
 } weight_gradient_args;
 
 /* On CUDA a sum over all tokens is cut into runs of tokens, each of which is an expert to weight_gradient; add_runs
- * then adds the runs' sums in their order. cut: counts [runs], offsets [runs + 1]. Unit: a run. */
+ * then adds the runs' sums in their order. cut: counts [runs], offsets [runs + 1], multiples of ROW_STEP but for the
+ * last token's. Unit: a run. */
 typedef struct cut_args {
   token_count tokens;
   int32_t *counts, *offsets;
@@ -202,13 +203,14 @@ typedef struct sigmoid_args {
 typedef struct gather_args {
   row_map map;
   row_matrix d_out, gate;
-  const void *d_rows, *d_shared;  /* of dtype; d_shared or NULL */
-  const float *d_router, *d_gate; /* [T, H] and [T], or NULL */
-  const float *weights;           /* of identity experts: [T, k] as the map's; NULL: unreduced */
+  const void *d_rows, *d_shared; /* of dtype; d_shared or NULL */
+  const void *d_router;          /* [T, H] of d_router_dtype, or NULL */
+  const float *d_gate;           /* [T], or NULL */
+  const float *weights;          /* of identity experts: [T, k] as the map's; NULL: unreduced */
   int64_t weights_ld;
   void *d_x;
   int64_t d_x_ld;
-  int32_t d_x_dtype, hidden, dtype, on_input;
+  int32_t d_x_dtype, d_router_dtype, hidden, dtype, on_input;
   float scale;
 } gather_args;
 
@@ -223,7 +225,9 @@ typedef struct gate_backward_args {
   gate_args g;
   const float *d_weights; /* [T, k] */
   float *d_logits;        /* [T, E] */
+  void *parts;            /* NULL or [T, 2 E]: parts_scale d_logits as bf16, then what that leaves */
   int64_t d_weights_ld, d_logits_ld;
+  float parts_scale;
   float balance, z;
   int64_t *count;        /* [E]: slots of each expert */
   double *token_loss;    /* [T, 2]: what each token adds */

@@ -1158,10 +1158,10 @@ static void backward(world *w)
     CHECK(round == 0 || shim_calls(SHIM_ALL) == shim_calls(SHIM_NEUTRAL) + shim_calls(SHIM_LAUNCH));
     list_kernels(shim_trace(), kernels, sizeof kernels);
     CHECK_MSG(strcmp(kernels, "router gate map map up down combine "
-                              "pad copy down down pair gate gate gate cut weight add bias rows gather ") == 0,
+                              "pad copy down down pair gate gate gate cut weight add bias down gather ") == 0,
               "the kernels are: %s", kernels);
   }
-  const gemm_args *down = shim_last_args("cumoe_down_");
+  const gemm_args *down = shim_last_args("cumoe_down_drawn");
   const weight_gradient_args *runs = shim_last_args("cumoe_weight_gradient");
   const down_activated_args *act = shim_last_args("cumoe_down_activated");
   const pad_args *pad = shim_last_args("cumoe_pad");
@@ -1171,7 +1171,8 @@ static void backward(world *w)
   CHECK(down->k == 2 * INTER && down->n == HIDDEN && down->a == act->d_z[0] && down->b.n_stride == 1);
   CHECK(act->drawn.gemm.g.offsets == pad->offsets && act->z_offsets == pad->map.offsets && act->along);
   CHECK(act->row_weight == pad->row_weight && pad->row_weight && act->z_rows == pad->map.rows_cap);
-  CHECK(runs->n == EXPERTS && runs->k == HIDDEN && runs->map.experts == 2 && runs->d.expert_stride == EXPERTS * HIDDEN);
+  CHECK(runs->n == 2 * EXPERTS && runs->k == HIDDEN && runs->map.experts == 3 && runs->padded);
+  CHECK(runs->d.expert_stride == 2 * EXPERTS * HIDDEN);
   keeping(w);
 }
 

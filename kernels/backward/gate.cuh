@@ -260,6 +260,15 @@ template <int THREADS> DEVICE void any_gate_count(const gate_backward_args &a)
   if (threadIdx.x == 0) a.count[blockIdx.x] = (int64_t)count;
 }
 
+DEVICE void store_parts(const gate_backward_args &a, int64_t token, int e, float d_logit)
+{
+  const int columns = columns_of(a.g);
+  bf16 *to = static_cast<bf16 *>(a.parts) + token * 2 * columns + e;
+  const float scaled = a.parts_scale * d_logit;
+  to[0] = from_f32<bf16>(scaled);
+  to[columns] = from_f32<bf16>(scaled - to_f32(to[0]));
+}
+
 template <int THREADS, int COLUMNS> DEVICE void any_gate_backward(const gate_backward_args &a)
 {
   __shared__ gate_room<COLUMNS ? COLUMNS : MAX_EXPERTS> room;
@@ -276,7 +285,9 @@ template <int THREADS, int COLUMNS> DEVICE void any_gate_backward(const gate_bac
   if (a.token_loss && threadIdx.x < 2) a.token_loss[2 * token + threadIdx.x] = threadIdx.x ? loss[1] : loss[0];
   for (int e = threadIdx.x; e < columns_of(a.g); e += THREADS) {
     const double slope = slope_of_cap(a.g, token, e);
-    a.d_logits[token * a.d_logits_ld + e] = slope == 0 ? 0.f : (float)(t.d_logit[e] * slope);
+    const float d_logit = slope == 0 ? 0.f : (float)(t.d_logit[e] * slope);
+    a.d_logits[token * a.d_logits_ld + e] = d_logit;
+    if (a.parts) store_parts(a, token, e, d_logit);
   }
 }
 

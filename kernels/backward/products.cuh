@@ -256,7 +256,8 @@ template <int THREADS> DEVICE void any_weight_gradient(const weight_gradient_arg
 
 template <int THREADS> DEVICE void any_cut(const cut_args &c)
 {
-  const int64_t tokens = token_total(c.tokens), each = ceil_div(c.tokens.count, (int64_t)c.runs), run = threadIdx.x;
+  const int64_t tokens = token_total(c.tokens), run = threadIdx.x;
+  const int64_t each = round_up(ceil_div(c.tokens.count, (int64_t)c.runs), (int64_t)ROW_STEP);
   if (run > c.runs) return;
   c.offsets[run] = (int32_t)min(run * each, tokens);
   if (run < c.runs) c.counts[run] = (int32_t)clamped(tokens - run * each, 0, each);

@@ -10,10 +10,10 @@ struct activated {
   float value, slope;
 };
 
-/* FAST: to about 2^-20, for results that are rounded to 16 bits. */
+/* FAST: to about 2^-20, for results that are rounded to 16 bits; 0 below 2^-126. */
 template <bool FAST> DEVICE float sigmoid(float x)
 {
-  return FAST ? rcp_approx(1.f + __expf(-x)) : 1.f / (1.f + expf(-x));
+  return FAST ? rcp_approx_ftz(1.f + ex2_approx_ftz(-1.442695041f * x)) : 1.f / (1.f + expf(-x));
 }
 
 template <bool FAST> DEVICE activated times_sigmoid(float g, float alpha)

@@ -244,23 +244,63 @@ template <class T> DEVICE void add_packet(float (&sum)[PACKET], float factor, co
   for (int j = 0; j < PACKET; j++) sum[j] = fmaf(factor, value[j], sum[j]);
 }
 
-/* Rows of experts, four in flight: none of their loads waits for another. */
+/* Of a row, eight elements as they lie; zeros, and no access, of a negative one. */
+template <class T> struct fetched_packet {
+  static constexpr int VECTORS = PACKET * sizeof(T) / 16;
+  uint4 raw[VECTORS];
+
+  DEVICE fetched_packet(const gather_args &a, int64_t row, int i)
+  {
+    const T *from = static_cast<const T *>(a.d_rows) + max(row, (int64_t)0) * a.hidden + i;
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++)
+      raw[v] = ld_global_no_allocate(reinterpret_cast<const uint4 *>(from) + v, row >= 0);
+  }
+  DEVICE void add(float (&sum)[PACKET], float factor) const
+  {
+#pragma unroll
+    for (int j = 0; j < PACKET; j += 2) {
+      const uint4 &v = raw[j * sizeof(T) / 16];
+      const int word = j * (int)sizeof(T) / 4 % 4;
+      float2 pair;
+      if constexpr (sizeof(T) == 4)
+        pair = make_float2(__uint_as_float((&v.x)[word]), __uint_as_float((&v.x)[word + 1]));
+      else
+        pair = unpack_pair<T>((&v.x)[word]);
+      sum[j] = fmaf(factor, pair.x, sum[j]);
+      sum[j + 1] = fmaf(factor, pair.y, sum[j + 1]);
+    }
+  }
+};
+
+/* Experts' rows, four in flight: none of their loads waits for another. Then what identity experts are given. */
 template <class T>
 DEVICE void add_slots(const gather_args &a, const gathered &g, int64_t token, int i, float (&sum)[PACKET])
 {
-  const T *rows = static_cast<const T *>(a.d_rows);
-#pragma unroll 4
-  for (int j = 0; j < a.map.top_k; j++) {
-    const int64_t row = g.row[j];
-    if (row >= 0)
-      add_packet<T>(sum, g.factor[j], rows + row * a.hidden + i);
-    else if (row == ROW_IDENTITY) {
-      float value[PACKET];
-      load_any<PACKET>(a.d_out.base, start_of(a.d_out, a.map, 0, token * a.map.top_k + j) + i, a.d_out.dtype, value);
+  int j = 0;
+  for (; j + 4 <= a.map.top_k; j += 4) {
+    const fetched_packet<T> value[4] = {
+        {a, g.row[j], i}, {a, g.row[j + 1], i}, {a, g.row[j + 2], i}, {a, g.row[j + 3], i}};
 #pragma unroll
-      for (int c = 0; c < PACKET; c++) sum[c] = fmaf(g.factor[j], value[c], sum[c]);
-    }
+    for (int c = 0; c < 4; c++) value[c].add(sum, g.row[j + c] >= 0 ? g.factor[j + c] : 0.f);
   }
+  for (; j < a.map.top_k; j++)
+    if (g.row[j] >= 0) fetched_packet<T>(a, g.row[j], i).add(sum, g.factor[j]);
+  for (j = 0; j < a.map.top_k; j++) {
+    if (g.row[j] != ROW_IDENTITY) continue;
+    float value[PACKET];
+    load_any<PACKET>(a.d_out.base, start_of(a.d_out, a.map, 0, token * a.map.top_k + j) + i, a.d_out.dtype, value);
+#pragma unroll
+    for (int c = 0; c < PACKET; c++) sum[c] = fmaf(g.factor[j], value[c], sum[c]);
+  }
+}
+
+template <class T> DEVICE void add_router_part(const gather_args &a, int64_t at, float (&sum)[PACKET])
+{
+  if (a.d_router_dtype == DT_F32)
+    add_packet<f32>(sum, 1.f, static_cast<const f32 *>(a.d_router) + at);
+  else
+    add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_router) + at);
 }
 
 template <class T, int THREADS> DEVICE void gather_token(const gather_args &a, const gathered &g, int64_t token)
@@ -269,7 +309,7 @@ template <class T, int THREADS> DEVICE void gather_token(const gather_args &a, c
     float sum[PACKET] = {};
     add_slots<T>(a, g, token, i, sum);
     if (a.d_shared) add_packet<T>(sum, 1.f, static_cast<const T *>(a.d_shared) + token * a.hidden + i);
-    if (a.d_router) add_packet<f32>(sum, 1.f, a.d_router + token * a.hidden + i);
+    if (a.d_router) add_router_part<T>(a, token * a.hidden + i, sum);
 #pragma unroll
     for (int j = 0; j < PACKET; j++)
       if (a.d_gate) sum[j] = fmaf(a.d_gate[token], load_any(a.gate.base, i + j, a.gate.dtype), sum[j]);

@@ -240,7 +240,7 @@ static void gather_columns(const gather_args *a, int64_t token, int64_t c0, int6
               a->weights ? (double)a->scale * a->weights[token * a->weights_ld + slot] : 1);
   }
   if (a->d_shared) add_row(sum, a->d_shared, token * a->hidden + c0, a->dtype, count, 1);
-  if (a->d_router) add_row(sum, a->d_router, token * a->hidden + c0, DT_F32, count, 1);
+  if (a->d_router) add_row(sum, a->d_router, token * a->hidden + c0, a->d_router_dtype, count, 1);
   if (a->d_gate) add_row(sum, a->gate.base, c0, a->gate.dtype, count, a->d_gate[token]);
   for (int64_t i = 0; i < count; i++)
     store_element(a->d_x, token * a->d_x_ld + c0 + i, a->d_x_dtype, f32_range(sum[i]));

@@ -63,110 +63,129 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
 
 /*
  * z comes the way that operands come: behind a tile's products the pipeline has COUNT stages of its tokens' gate and
- * up, TOKENS each, and their weights. Gate lies where weights would, and up where rows would, but for the last OTHERS.
+ * up, TOKENS each, and their weights. A stage is boxes of 64 channels x TOKENS, swizzled: those of gate, then those of
+ * up, first where weights would be, then where rows would.
  */
 template <class S> struct kept_stage {
+  using Y = typename S::Y;
   static constexpr int TOKENS = KEPT_TOKENS, COUNT = KEPT_STAGES<S>, GROUPS = TOKENS / 8;
-  static constexpr int LD = S::COLUMNS * 2 + 32; /* bytes: two tokens of a quarter of a warp lie in different banks */
-  static constexpr int OTHERS = TOKENS - S::BM * S::BK * 2 / LD / 8 * 8, WEIGHTS = (TOKENS + OTHERS) * LD;
-  static_assert(sizeof(typename S::Y) == 2 && WEIGHTS + TOKENS * 4 <= S::COLUMNS * S::BK * 2, "what a stage has");
+  static constexpr int WIDE = KEPT_WIDE, LINE = WIDE * 2, BOX = TOKENS * LINE; /* channels; bytes */
+  static constexpr int BOXES = S::COLUMNS / WIDE;                              /* of each half */
+  static constexpr int WITH_WEIGHTS = (S::COLUMNS * S::BK * 2 - TOKENS * 4) / BOX;
+  static_assert(sizeof(Y) == 2 && BOX % 1024 == 0 && (2 * BOXES - WITH_WEIGHTS) * BOX <= S::BM * S::BK * 2,
+                "what a stage has");
 
-  DEVICE static char *gate(pipeline_smem<S> &smem, int stage) { return reinterpret_cast<char *>(smem.weights[stage]); }
-  DEVICE static char *up(pipeline_smem<S> &smem, int stage, int token)
+  DEVICE static char *box(pipeline_smem<S> &smem, int stage, int index)
   {
-    return token < TOKENS - OTHERS ? reinterpret_cast<char *>(smem.rows[stage]) + token * LD
-                                   : gate(smem, stage) + (token + OTHERS) * LD;
+    return index < WITH_WEIGHTS ? reinterpret_cast<char *>(smem.weights[stage]) + index * BOX
+                                : reinterpret_cast<char *>(smem.rows[stage]) + (index - WITH_WEIGHTS) * BOX;
   }
   DEVICE static float *weights(pipeline_smem<S> &smem, int stage)
   {
-    return reinterpret_cast<float *>(gate(smem, stage) + WEIGHTS);
+    return reinterpret_cast<float *>(reinterpret_cast<char *>(smem.weights[stage]) + WITH_WEIGHTS * BOX);
   }
 };
 
-/* A tile's stages of z, by a whole warp. Both CTAs of a cluster have as many, whatever they have of rows. */
+/* Of the two halves in a row of z, the columns of gate (0) or up. */
+template <class S> DEVICE int32_t kept_column(const gemm_sm90_args &args, int half)
+{
+  return args.z[half] > args.z[1 - half] ? (int32_t)(args.z_ld / 2) : 0;
+}
+
+/* A tile's stages of z, by a whole warp. Both CTAs of a cluster have as many, whatever they have of rows. Boxes may
+ * reach into what is not the tile's, which nobody reads. */
 template <class S>
 DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem, const tile_unit &unit,
                          pipeline_state<S::STAGES> &at)
 {
   using kept = kept_stage<S>;
-  using Y = typename S::Y;
   const gemm_sm90_args &gemm = args.drawn.gemm;
   const int64_t first = first_kept(args, unit);
-  const int channel = unit.n * S::COLUMNS, channels = first < 0 ? 0 : min((int)S::COLUMNS, gemm.g.n - channel);
+  const int channel = unit.n * S::COLUMNS, channels = first < 0 ? 0 : gemm.g.n - channel;
+  const int boxes = channels > 0 ? min(ceil_div(channels, (int)kept::WIDE), (int)kept::BOXES) : 0;
 #pragma unroll 1
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
-    const int tokens = channels > 0 ? min(max(unit.rows - token0, 0), (int)kept::TOKENS) : 0;
-    const uint32_t each = channels * (uint32_t)sizeof(Y), weights = round_up(tokens, 4) * (uint32_t)sizeof(float);
-    uint64_t *full = &smem.full[at.stage];
+    const int tokens = boxes ? min(max(unit.rows - token0, 0), (int)kept::TOKENS) : 0;
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    __syncwarp(); /* what lanes copy may be used, and the stage be released, while others still wait */
-    if (lane_id() == 0) {
-      mbarrier_arrive_expect_tx(full, 2 * tokens * each + weights);
+    if (elect_one()) {
+      const uint32_t weights = round_up(tokens, 4) * (uint32_t)sizeof(float);
+      uint64_t *full = &smem.full[at.stage];
+      mbarrier_arrive_expect_tx(full, tokens ? 2 * boxes * kept::BOX + weights : 0);
       if (tokens) cp_async_bulk(kept::weights(smem, at.stage), args.row_weight + unit.row + token0, weights, full);
-    }
-    __syncwarp();
 #pragma unroll 1
-    for (int t = lane_id(); t < tokens; t += WARP_SIZE) {
-      const int64_t from = (first + token0 + t) * gemm.z_ld + channel;
-      cp_async_bulk(kept::gate(smem, at.stage) + t * kept::LD, static_cast<const Y *>(gemm.z[0]) + from, each, full);
-      cp_async_bulk(kept::up(smem, at.stage, t), static_cast<const Y *>(gemm.z[1]) + from, each, full);
+      for (int i = 0; i < (tokens ? 2 * boxes : 0); i++) {
+        const int half = i >= boxes, box = i - half * boxes;
+        cp_async_bulk_tensor_2d(kept::box(smem, at.stage, half * kept::BOXES + box), args.kept,
+                                kept_column<S>(gemm, half) + channel + box * kept::WIDE, (int32_t)first + token0, full);
+      }
     }
     __syncwarp();
   }
 }
 
-/* Places advance from token group to token group: addresses worked out from their numbers took more registers. */
+/* A lane has a token of each group, and an octet of channels: lanes that read or write shared memory at a time have one
+ * octet. Places advance from token group to token group: addresses worked out from their numbers take registers. */
 template <class S> struct activated_store : warp_store<S, S::OCTETS> {
   using base = warp_store<S, S::OCTETS>;
   using kept = kept_stage<S>;
   using Y = typename S::Y;
   const down_activated_args &a;
-  Y *d_z;
+  Y *h, *d_z;
   float *along;
-  int32_t left,
-      offset;         /* of the tile's tokens that follow, this lane's first; of its vector in a token's z, in bytes */
+  int32_t left,       /* of the tile's tokens that follow, this lane's first */
+      box, offset;    /* of gate in a stage; of the lane's vector in it, in bytes */
   bool there, inside; /* z is; this lane has channels; `along` has a part of a warp that has none, too */
+
+  DEVICE static int token() { return lane_id() % 8; }
+  DEVICE static int octet() { return lane_id() / 8; }
 
   DEVICE activated_store(const down_activated_args &args, const tile_unit &unit, uint4 *staging, channel_span span,
                          int32_t part)
-      : base(args.drawn.gemm.g, unit, staging, span), a(args)
+      : base(staging), a(args)
   {
     const gemm_args &g = args.drawn.gemm.g;
-    const int token = lane_id() / S::OCTETS, channel = span.first + octet_channel<S>(g, lane_id() % S::OCTETS);
-    const int64_t row = unit.row + token;
-    left = unit.rows - token;
-    offset = (channel - unit.n * S::COLUMNS) * (int)sizeof(Y);
+    const int channel = span.first + octet_channel<S>(g, octet()), in_tile = channel - unit.n * S::COLUMNS;
+    const int64_t row = unit.row + token();
+    left = unit.rows - token();
+    box = in_tile / kept::WIDE;
+    offset = token() * kept::LINE + ((in_tile % kept::WIDE / 8) ^ token()) * 16;
     there = first_kept(args, unit) >= 0;
     inside = channel < span.end;
+    h = static_cast<Y *>(g.c) + row * g.c_ld + channel;
     d_z = static_cast<Y *>(args.d_z[0]) + row * args.drawn.gemm.z_ld + channel;
     along = args.along + row * ALONG_PARTS(g.n) + part;
   }
 
   DEVICE static char *bytes(void *p) { return static_cast<char *>(p); }
 
+  DEVICE uint4 kept_vector(pipeline_smem<S> &smem, int stage, int half, int group) const
+  {
+    return *reinterpret_cast<const uint4 *>(kept::box(smem, stage, half * kept::BOXES + box) + offset +
+                                            group * 8 * kept::LINE);
+  }
+
   /* Token group `group` of a stage. */
   template <finish_kind KIND> DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
   {
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-    const int token = lane_id() / S::OCTETS;
-    const float w = there ? kept::weights(smem, stage)[group * 8 + token] : 0.f;
-    uint4 h, gate, up;
+    const float w = there ? kept::weights(smem, stage)[group * 8 + token()] : 0.f;
+    uint4 activated, gate, up;
     this->stage(words);
-    const uint4 d_h = *this->staged_vector(token, lane_id() % S::OCTETS), none = {0, 0, 0, 0};
-    gate = *reinterpret_cast<const uint4 *>(kept::gate(smem, stage) + (group * 8 + token) * kept::LD + offset);
-    up = *reinterpret_cast<const uint4 *>(kept::up(smem, stage, group * 8) + token * kept::LD + offset);
-    float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, h, gate, up);
-    if (w == 0) h = gate = up = none; /* whatever z is */
+    const uint4 d_h = *this->staged_vector(token(), octet()), none = {0, 0, 0, 0};
+    gate = kept_vector(smem, stage, 0, group);
+    up = kept_vector(smem, stage, 1, group);
+    float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, activated, gate, up);
+    if (w == 0) activated = gate = up = none; /* whatever z is */
     if (!inside) sum = 0;
 #pragma unroll
-    for (int distance = 1; distance < S::OCTETS; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
+    for (int distance = 8; distance < WARP_SIZE; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
     if (left > 0 && inside) {
-      st_global_16(this->to, h, false);
+      st_global_16(h, activated, false);
       st_global_16(d_z, gate, false);
       st_global_16(bytes(d_z) + (bytes(a.d_z[1]) - bytes(a.d_z[0])), up, false);
     }
-    if (left > 0 && lane_id() % S::OCTETS == 0) *along = a.scale * sum;
-    this->to += base::TOKENS * a.drawn.gemm.g.c_ld;
+    if (left > 0 && octet() == 0) *along = a.scale * sum;
+    h += base::TOKENS * a.drawn.gemm.g.c_ld;
     d_z += base::TOKENS * a.drawn.gemm.z_ld;
     along += base::TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
     left -= base::TOKENS;

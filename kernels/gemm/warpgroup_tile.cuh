@@ -73,8 +73,7 @@ template <class S> DEVICE row_range rows_of_tile(row_range rows, int tile, int t
   return {rows.begin + begin, min(min(end, rows.count) - begin, S::BM)};
 }
 
-/* Of what is activated: stages behind a tile's products (gemm/activated.cuh), so many tokens each. */
-constexpr int KEPT_TOKENS = 48;
+/* Of what is activated: stages behind a tile's products (gemm/activated.cuh), KEPT_TOKENS each. */
 template <class S> constexpr int KEPT_STAGES = (S::BM + KEPT_TOKENS - 1) / KEPT_TOKENS;
 
 /* A unit without expert is the last. */
@@ -283,6 +282,8 @@ template <class S, int OCTETS> struct warp_store {
   typename S::Y *to;
   uint4 *staged;
   int tokens; /* this lane's, and every TOKENS-th on, are there up to here */
+
+  explicit DEVICE warp_store(uint4 *staging) : staged(staging) {} /* to stage alone */
 
   DEVICE warp_store(const gemm_args &args, const tile_unit &unit, uint4 *staging, channel_span span) : staged(staging)
   {
