@@ -79,8 +79,8 @@ DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, in
   return pack_pair<typename S::Y>(value[0], value[1]);
 }
 
-/* A warp's 8 tokens of half h of a block: this lane's, in the tile. (tid_x(): what follows from a thread's number is not
- * kept in registers while stages are multiplied.) */
+/* A warp's 8 tokens of half h of a block: this lane's, in the tile. (tid_x(): what follows from a thread's number is
+ * not kept in registers while stages are multiplied.) */
 template <class S> DEVICE int stored_token(int thread, int block, int h)
 {
   return block * token_tile<S>::TOKENS + thread / WARP_SIZE % 4 * 16 + h * 8 + thread % WARP_SIZE / 4;
