@@ -549,11 +549,16 @@ static int64_t parts_bytes(const cumoe_moe_desc *d, int64_t tokens, bool down, c
   return 4 * parts * dealt_pairs(d, tokens) * part_channels(d, down);
 }
 
-static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
+static int64_t parts_most(const cumoe_moe_desc *d, int64_t tokens, bool down)
 {
   const int64_t whole = dealt_pairs(d, tokens) * part_channels(d, down),
                 parts = ceil_div(chunks_of(d, down), least_chunks(tokens, down));
   return 4 * min64(parts * whole, whole + wanted_items(tokens) * FEW_PART_N * tokens);
+}
+
+static int64_t parts_room(const cumoe_moe_desc *d, int64_t tokens, bool down)
+{
+  return max64(parts_most(d, tokens, down), parts_most(d, 1, down));
 }
 
 /* Likewise of the last units. */

@@ -957,26 +957,37 @@ static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
   return fixed ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
 }
 
-/* y, or what few's parts of sums may take in its place: of up and of down, for up to 32 tokens, as f32, of each pair's
- * channels in whole blocks once, and of 128 channels of 2048 items of one token, of 512 items of each of several; but
- * not more often than k has runs of 256 (up), 128 (down), of several tokens of twice as many. Besides, of several, of
- * 528 parts of the last units. */
+/* Floats of few's parts of sums: each pair's channels in whole blocks once, and 128 channels of 2048 items of one token,
+ * of 512 items of each of several; but not more often than k has runs of 512 (up), 256 (down; of one token 128). */
+static wide part_floats(const cumoe_moe_desc *d, wide t, bool down)
+{
+  const wide all = t * d->routing.top_k, pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32);
+  const wide whole = pairs * wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128;
+  const wide most = whole * wide_ceil(down ? d->inter : d->hidden, !down    ? 512
+                                                                   : t == 1 ? 128
+                                                                            : 256),
+             some = whole + 128 * (t == 1 ? 2048 : t * 512);
+  return most < some ? most : some;
+}
+
+/* y, or what few's parts may take in its place: of up and of down, for up to 32 tokens; besides, of several, 528 parts
+ * of the last units of down. */
 static wide y_bytes(const cumoe_moe_desc *d, wide tokens)
 {
   const wide y = tokens * d->routing.top_k * d->hidden * (d->dtype == CUMOE_F32 ? 4 : 2);
   if (d->dtype == CUMOE_F32 || d->up_format.element != CUMOE_ELEMENT_DENSE) return y;
   const wide t = tokens < 32 ? tokens : 32, all = t * d->routing.top_k,
-             pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32);
-  const wide items = 128 * (t == 1 ? 2048 : t * 512), active = pairs < d->local_experts ? pairs : d->local_experts,
-             units = active > d->routing.top_k ? active : d->routing.top_k;
-  wide room = 256;
+             pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32),
+             active = pairs < d->local_experts ? pairs : d->local_experts,
+             units = (active > d->routing.top_k ? active : d->routing.top_k) * wide_ceil(d->hidden, 128),
+             all_small = units * wide_ceil(d->inter, 128),
+             last = t == 1            ? 0
+                    : all_small < 528 ? all_small
+                                      : 528;
+  wide room = 256 + 4 * last * 128 * (t < 8 ? t : 8);
   for (int down = 0; down < 2; down++) {
-    const wide channels = wide_ceil(down ? d->hidden : 2 * (wide)d->inter, 128) * 128;
-    const wide k = down ? d->inter : d->hidden, most = wide_ceil(k, (down ? 128 : 256) * (t == 1 ? 1 : 2)),
-               some = pairs * channels + items, all_small = units * channels / 128 * wide_ceil(k, down ? 128 : 256);
-    const wide floats = most * pairs * channels < some ? most * pairs * channels : some;
-    const wide last = t == 1 ? 0 : all_small < 528 ? all_small : 528;
-    room += (4 * floats + 255) / 256 * 256 + 4 * last * 128 * (t < 8 ? t : 8);
+    const wide one = part_floats(d, 1, down), several = part_floats(d, t, down);
+    room += (4 * (one > several ? one : several) + 255) / 256 * 256;
   }
   return room > y ? room : y;
 }
