@@ -529,14 +529,16 @@ static cumoe_status run_few(const ep_round *r, const layer_ends *ends)
 {
   ep_args a = r->move;
   a.movers = (int32_t)ends->few_grid;
-  return launch_move(r, MOVE_FEW, a, &ends->few);
+  return launch_move(r, MOVE_FEW, a, ends->few);
 }
 
 static cumoe_status serve_round(const ep_round *r)
 {
   const ep_call *c = r->c;
   const cumoe_moe_args a = shard_args(r);
+  few_args few;
   layer_ends ends = ends_of(r);
+  ends.few = &few;
   if (!waits_in_put(r)) TRY(run_move(r, MOVE_WAIT_TOKENS));
   TRY(forward_between(c->g->shard, c->weights, &a, c->stream, &ends));
   if (ends.combines) TRY(run_return(r, &ends.combine));

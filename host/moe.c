@@ -628,7 +628,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   if (ends->combines) ends->combine = l.combine;
   const launch_step *few = &p->lp.steps[STAGE_few_up];
   ends->fews = p->lp.few_in_one && few->row + 1 == ends->few_row;
-  if (ends->fews) ends->few = l.few.f, ends->few_grid = few->grid;
+  if (ends->fews) *ends->few = l.few.f, ends->few_grid = few->grid;
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));

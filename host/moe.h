@@ -48,7 +48,7 @@ typedef struct layer_ends {
   combine_args combine; /* out */
   int32_t few_row;      /* variant + 1: if one grid does all and is of this row, the caller launches it; 0: none */
   bool fews;            /* out: the caller has to, with these arguments and so many CTAs */
-  few_args few;
+  few_args *few;        /* where they are put, with few_row */
   int64_t few_grid;
 } layer_ends;
 cumoe_status forward_between(cumoe_plan plan, cumoe_weights weights, const cumoe_moe_args *args, cumoe_stream stream,
