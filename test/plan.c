@@ -957,8 +957,9 @@ static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
   return fixed ? (rows + 3) / 4 * 4 * wide_ceil(cols, 128) * 4 : 0;
 }
 
-/* Floats of few's parts of sums: each pair's channels in whole blocks once, and 128 channels of 2048 items of one token,
- * of 512 items of each of several; but not more often than k has runs of 512 (up), 256 (down; of one token 128). */
+/* Floats of few's parts of sums: each pair's channels in whole blocks once, and 128 channels of 2048 items of one
+ * token, of 512 items of each of several; but not more often than k has runs of 512 (up), 256 (down; of one token
+ * 128). */
 static wide part_floats(const cumoe_moe_desc *d, wide t, bool down)
 {
   const wide all = t * d->routing.top_k, pairs = all < FEW_PAIRS(32) ? all : FEW_PAIRS(32);
