@@ -517,8 +517,7 @@ static void routed_pass(const pass *p, const struct weights *weights, layer_argu
   l->combine.protocol.early_inputs = p->lp.combine_looks_ahead;
   if (!p->lp.discards_rows) return;
   l->combine.protocol.discard_h = l->up.gemm.g.c;
-  l->combine.protocol.discard_h_row =
-      d->inter * (p->lp.codes_h ? 1 : (int64_t)cumoe_dtype_bytes((cumoe_dtype)d->dtype));
+  l->combine.protocol.discard_h_row = d->inter * (int64_t)cumoe_dtype_bytes((cumoe_dtype)l->up.gemm.g.dtype);
 }
 
 static void link_dealt(const pass *p, few_sm90_args *few)
