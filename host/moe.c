@@ -610,6 +610,13 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
   return c;
 }
 
+/* What a router would do for a few_up that does all. */
+static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
+{
+  TRY_CUDA(cudaMemsetAsync(p->fill, 0xff, (size_t)p->fill_vectors * 16, stream));
+  return CUMOE_OK;
+}
+
 /* Whatever may fail but the launches themselves comes before the first of them. */
 static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stream stream, layer_ends *ends)
 {
@@ -624,6 +631,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
+  if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));

@@ -119,6 +119,7 @@ typedef struct layer_plan {
   launch_step steps[STAGE_COUNT];
   bool few;                 /* few_up does what map, up, down and combine do */
   bool few_in_one;          /* and what few_down does: the router clears the words for it */
+  bool few_fills;           /* words for it are filled by a memset, as there is no router */
   bool few_gates;           /* and what the gate does */
   bool copies_rows;         /* up puts its rows in order in a copy, for the bulk copies that feed its products */
   bool codes_h;             /* up makes the codes of h that down multiplies: no quantize between them */

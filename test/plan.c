@@ -1272,6 +1272,7 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
       [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
       [STAGE_few_up] = p->few,
       [STAGE_few_down] = p->few && !p->few_in_one};
+  CHECK(p->few_fills == (p->few_in_one && !c->has_router && !c->filled));
   static const stage at[] = {STAGE_router, STAGE_gate, STAGE_map_count, STAGE_map, STAGE_COUNT, STAGE_up, STAGE_down};
   op_shape s[MAX_SHAPES];
   const int n = shapes_of(d, c->tokens, c->up.major, c->down.major, c->router_dtype == DT_F32, s);
@@ -1419,17 +1420,17 @@ static const layer_case layer_cases[] = {
     {8, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, ALONE},
     {16, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, ALONE},
     {17, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, 0},
-    /* few without a router ahead is two grids, and the gate's is its own; it takes no tensor maps */
-    {1, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, FEW},
-    {1, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, FEW},
-    {2, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, FEW},
-    {2, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, FEW},
-    {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW},
+    /* few without a router ahead: a memset fills its words; it takes no tensor maps */
+    {1, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, ALONE},
+    {2, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, ALONE},
+    {2, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW | ONE},
     {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
-    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR, ALONE, ALONE}, /* dealt, behind a router */
-    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | LOGITS, ALONE, 0},
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR, ALONE, ALONE}, /* dealt */
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | LOGITS, ALONE, ALONE},
     {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | NO_MAPS, ALONE, 0},
     {32, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {33, 7, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, 0},
