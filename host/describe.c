@@ -79,6 +79,7 @@ static layer_call usual_call(const cumoe_moe_desc *d, const struct weights *w, i
                       .up = w ? w->up_facts : best,
                       .down = w ? w->down_facts : best,
                       .has_router = true,
+                      .logits_f32 = true,
                       .router_hidden = d->hidden,
                       .router_dtype = d->dtype,
                       .router_tmap = d->dtype != DT_F32,

@@ -597,6 +597,7 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
                   .has_map = a->expert_map.data != NULL,
                   .has_ids = is_routed(a),
                   .has_chosen = is_chosen(a),
+                  .logits_f32 = a->logits.data == NULL || a->logits.dtype == CUMOE_F32,
                   .has_expert_scale = a->expert_scale.data != NULL,
                   .has_select_bias = a->select_bias.data != NULL,
                   .has_shared = with->shared != NULL,

@@ -263,7 +263,7 @@ static bool wants_few(const layer *l)
 static bool few_can_gate(const layer *l)
 {
   const gate_args gate = gate_kind(l);
-  return GATE_IN_FEW_UP(gate);
+  return l->c->logits_f32 && GATE_IN_FEW_UP(gate);
 }
 
 /* One grid multiplies both, so that they have to be of the same types, and lie alike. */

@@ -1195,6 +1195,7 @@ static layer_call call_for(const cumoe_moe_desc *d, int64_t tokens, int bits)
                       .router_dtype = bits & 8 ? DT_F32 : d->dtype,
                       .router_tmap = !(bits & 8),
                       .has_ids = bits & 4 && bits & 16,
+                      .logits_f32 = !(bits & 128),
                       .has_select_bias = bits & 32,
                       .has_shared = d->shared_inter != 0,
                       .shared_up = d->shared_up_format.element ? scaled : b,
@@ -1318,7 +1319,7 @@ static void test_random_plans(rng *r)
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int64_t tokens = n % 3 ? random_tokens(r, &d) : 1 + rng_below(r, 40);
       while ((wide)tokens * d.hidden * 2 > (wide)1 << 40) tokens = (tokens + 1) / 2;
-      const layer_call c = call_for(&d, tokens, (int)rng_below(r, 128));
+      const layer_call c = call_for(&d, tokens, (int)rng_below(r, 256));
       const layer_plan p = plan_layer(&m, &d, &c);
       if (p.refused != STAGE_COUNT && formats_lack_rows(&gpus[i], &d, &c)) continue;
       if (!CHECK_MSG(p.refused == STAGE_COUNT, "%s is refused", stage_name(p.refused))) break;
@@ -1379,7 +1380,7 @@ static layer_plan plan_of(const machine *m, const layer_case *l)
   return plan_layer(m, &d, &c);
 }
 
-enum { IDS = 4 | 16, LOGITS = 4, N_MAJOR = 1, NO_MAPS = 2, F32_ROUTER = 8 };
+enum { IDS = 4 | 16, LOGITS = 4, LOGITS_OF_16_BITS = 4 | 128, N_MAJOR = 1, NO_MAPS = 2, F32_ROUTER = 8 };
 
 static const layer_case layer_cases[] = {
     /* few: inter from 192, many tokens from 512; SMs idle; rows an expert; bytes */
@@ -1425,6 +1426,7 @@ static const layer_case layer_cases[] = {
     {1, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, ALONE},
     {2, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, ALONE},
     {2, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_BF16, LOGITS_OF_16_BITS, ALONE, FEW | ONE},
     {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW | ONE},
     {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
