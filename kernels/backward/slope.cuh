@@ -38,8 +38,8 @@ struct gate_bounds {
   float gate_limit, limit, plus;
 };
 
-/* h = act(g) (u + plus) and the gradients of g and u for a given d h; act returns <activated>. Unless BOUNDED, nothing is
- * bounded or added. */
+/* h = act(g) (u + plus) and the gradients of g and u for a given d h; act returns <activated>. Unless BOUNDED, nothing
+ * is bounded or added. */
 struct gated_gradient {
   float h, gate, up;
 };
