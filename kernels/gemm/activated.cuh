@@ -125,10 +125,10 @@ DEVICE void produce_kept(const down_activated_args &args, pipeline_smem<S> &smem
 
 /* A lane has a token of each group, and an octet of channels: lanes that read or write shared memory at a time have one
  * octet. Places advance from token group to token group: addresses worked out from their numbers take registers. */
-template <class S> struct activated_store : warp_store<S, S::OCTETS> {
-  using base = warp_store<S, S::OCTETS>;
+template <class S> struct activated_store {
   using kept = kept_stage<S>;
   using Y = typename S::Y;
+  static constexpr int TOKENS = WARP_SIZE / S::OCTETS; /* of a group */
   const down_activated_args &a;
   Y *h, *d_z;
   float *along;
@@ -139,9 +139,8 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
   DEVICE static int token() { return lane_id() % 8; }
   DEVICE static int octet() { return lane_id() / 8; }
 
-  DEVICE activated_store(const down_activated_args &args, const tile_unit &unit, uint4 *staging, channel_span span,
-                         int32_t part)
-      : base(staging), a(args)
+  DEVICE activated_store(const down_activated_args &args, const tile_unit &unit, channel_span span, int32_t part)
+      : a(args)
   {
     const gemm_args &g = args.drawn.gemm.g;
     const int channel = span.first + octet_channel<S>(g, octet()), in_tile = channel - unit.n * S::COLUMNS;
@@ -158,25 +157,15 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
 
   DEVICE static char *bytes(void *p) { return static_cast<char *>(p); }
 
-  DEVICE uint4 kept_vector(pipeline_smem<S> &smem, int stage, int half, int group) const
+  /* This lane's vector of gate (0) or up in the first token group of a stage. */
+  DEVICE char *kept_vector(pipeline_smem<S> &smem, int stage, int half) const
   {
-    return *reinterpret_cast<const uint4 *>(kept::box(smem, stage, half * kept::BOXES + box) + offset +
-                                            group * 8 * kept::LINE);
+    return kept::box(smem, stage, half * kept::BOXES + box) + offset;
   }
 
-  /* Token group `group` of a stage. */
-  template <finish_kind KIND> DEVICE void finish(pipeline_smem<S> &smem, int stage, int group, const uint4 &packed)
+  /* The results of a token group to memory, and on to the next one. */
+  DEVICE void store(float sum, const uint4 &activated, const uint4 &gate, const uint4 &up)
   {
-    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-    const float w = there ? kept::weights(smem, stage)[group * 8 + token()] : 0.f;
-    uint4 activated, gate, up;
-    this->stage(words);
-    const uint4 d_h = *this->staged_vector(token(), octet()), none = {0, 0, 0, 0};
-    gate = kept_vector(smem, stage, 0, group);
-    up = kept_vector(smem, stage, 1, group);
-    float sum = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h, w, a.scale, activated, gate, up);
-    if (w == 0) activated = gate = up = none; /* whatever z is */
-    if (!inside) sum = 0;
 #pragma unroll
     for (int distance = 8; distance < WARP_SIZE; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
     if (left > 0 && inside) {
@@ -185,22 +174,59 @@ template <class S> struct activated_store : warp_store<S, S::OCTETS> {
       st_global_16(bytes(d_z) + (bytes(a.d_z[1]) - bytes(a.d_z[0])), up, false);
     }
     if (left > 0 && octet() == 0) *along = a.scale * sum;
-    h += base::TOKENS * a.drawn.gemm.g.c_ld;
-    d_z += base::TOKENS * a.drawn.gemm.z_ld;
-    along += base::TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
-    left -= base::TOKENS;
+    h += TOKENS * a.drawn.gemm.g.c_ld;
+    d_z += TOKENS * a.drawn.gemm.z_ld;
+    along += TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
+    left -= TOKENS;
+  }
+
+  /* Token groups from `first` of a stage on, all at once: one alone waits for each of its steps. What the products gave
+   * is transposed where gate was, which each warp has read of its own. */
+  template <finish_kind KIND, int GROUPS>
+  DEVICE void finish(pipeline_smem<S> &smem, int stage, int first, const uint4 *packed)
+  {
+    constexpr int NEXT = TOKENS * kept::LINE;
+    char *gates = kept_vector(smem, stage, 0) + first * NEXT, *ups = kept_vector(smem, stage, 1) + first * NEXT;
+    const float *weights = kept::weights(smem, stage) + first * TOKENS + token();
+    uint4 activated[GROUPS], gate[GROUPS], up[GROUPS], d_h[GROUPS];
+    float w[GROUPS], sum[GROUPS];
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      gate[i] = *reinterpret_cast<const uint4 *>(gates + i * NEXT);
+      up[i] = *reinterpret_cast<const uint4 *>(ups + i * NEXT);
+      w[i] = there ? weights[i * TOKENS] : 0.f;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      const uint32_t words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
+      stmatrix_x4_trans(shared_address(gates) + i * NEXT, words);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) d_h[i] = *reinterpret_cast<const uint4 *>(gates + i * NEXT);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      const uint4 none = {0, 0, 0, 0};
+      sum[i] = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h[i], w[i], a.scale, activated[i], gate[i], up[i]);
+      if (w[i] == 0) activated[i] = gate[i] = up[i] = none; /* whatever z is */
+      if (!inside) sum[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) store(sum[i], activated[i], gate[i], up[i]);
   }
 };
 
 /* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
 template <class S, finish_kind KIND>
 DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                               uint4 *staged, const tile_unit &unit, channel_span span,
+                               const tile_unit &unit, channel_span span,
                                const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   using kept = kept_stage<S>;
   constexpr int TOKENS = activated_store<S>::TOKENS, STEPS = S::BM / TOKENS, GROUPS = kept::GROUPS;
-  static_assert(S::OCTETS == 4 && TOKENS == 8, "a step is a token group");
+  constexpr int AT_ONCE = ACTIVATED_AT_ONCE;
+  static_assert(S::OCTETS == 4 && TOKENS == 8 && GROUPS % AT_ONCE == 0 && STEPS % AT_ONCE == 0, "whole steps");
   uint4 packed[STEPS];
 #pragma unroll
   for (int j = 0; j < STEPS; j++) {
@@ -210,14 +236,15 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
     hold(packed[j]);
   }
   const int32_t part = (unit.n * S::CONSUMERS + (int)threadIdx.x / S::GROUP - 1) * 4 + warp_id() % 4;
-  activated_store<S> store(args, unit, staged, span, part);
+  activated_store<S> store(args, unit, span, part);
 #pragma unroll 1
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
 #pragma unroll
-    for (int j = 0; j < GROUPS; j++)
-      if (token0 + j * TOKENS < unit.rows) store.template finish<KIND>(smem, at.stage, j, packed[j]);
-    __syncwarp(); /* all lanes have read it */
+    for (int j = 0; j < GROUPS; j += AT_ONCE)
+      if (token0 + j * TOKENS < unit.rows) store.template finish<KIND, AT_ONCE>(smem, at.stage, j, packed + j);
+    fence_proxy_async_shared(); /* what this wrote there comes before what copies bring */
+    __syncwarp();               /* all lanes have read it */
     release_stage<S>(smem, at.stage);
 #pragma unroll
     for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
@@ -232,11 +259,10 @@ DEVICE void store_activated(const down_activated_args &args, pipeline_smem<S> &s
 {
   const gemm_args &g = args.drawn.gemm.g;
   const channel_span span = span_of_warp<S>(g, consumer);
-  uint4 *staged = smem.staging.staged[group][warp_id() % 4];
   if (g.act == ACT_SILU && !limits_gated(g))
-    store_activated_as<S, FINISH_silu>(args, smem, at, staged, unit, span, acc);
+    store_activated_as<S, FINISH_silu>(args, smem, at, unit, span, acc);
   else
-    store_activated_as<S, FINISH_swiglu>(args, smem, at, staged, unit, span, acc);
+    store_activated_as<S, FINISH_swiglu>(args, smem, at, unit, span, acc);
 }
 
 #endif
