@@ -163,6 +163,20 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
   return encode(encoder, rows, &a, args->rows);
 }
 
+/* (channel, row): results, stored by boxes. */
+bool tmap_encode_drawn(void (*encoder)(void), const variant *v, down_drawn_args *args)
+{
+  const gemm_args *g = &args->gemm.g;
+  const tensor c = {
+      .base = g->c,
+      .rank = 4,
+      .size = {(uint64_t)g->n, (uint64_t)g->rows_cap, 1, 1},
+      .stride = {1, g->c_ld, g->c_ld, g->c_ld},
+      .box = {BOXED_WIDE, WGMMA_STEP, 1, 1},
+  };
+  return encode(encoder, dense_format(g->dtype), &c, args->out) && tmap_encode(encoder, v, &args->gemm);
+}
+
 bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args)
 {
   const gemm_sm90_args *gemm = &args->drawn.gemm;

@@ -400,9 +400,13 @@ typedef struct gemm_sm90_args {
   int32_t c_mode, c_power_of_two;
 } gemm_sm90_args;
 
+/* Channels of a box of its results; of tokens it has WGMMA_STEP. */
+enum { BOXED_WIDE = 64 };
+
 typedef struct down_drawn_args {
   gemm_sm90_args gemm;
   copy_beside_args beside;
+  unsigned char out[128] __attribute__((aligned(64))); /* tensor map of c: (channel, row, 1, 1) */
 } down_drawn_args;
 
 enum { ALONG_PART = 32 }; /* channels */

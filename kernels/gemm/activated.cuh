@@ -225,7 +225,7 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
 {
   using kept = kept_stage<S>;
   constexpr int TOKENS = activated_store<S>::TOKENS, STEPS = S::BM / TOKENS, GROUPS = kept::GROUPS;
-  constexpr int AT_ONCE = ACTIVATED_AT_ONCE;
+  constexpr int AT_ONCE = 2;
   static_assert(S::OCTETS == 4 && TOKENS == 8 && GROUPS % AT_ONCE == 0 && STEPS % AT_ONCE == 0, "whole steps");
   uint4 packed[STEPS];
 #pragma unroll

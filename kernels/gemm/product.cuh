@@ -18,6 +18,7 @@ template <row_source SOURCE_, int HALVES_, epilogue EPILOGUE_> struct operation 
   static constexpr epilogue EPILOGUE = EPILOGUE_;
   static constexpr bool KEEPS = false; /* what the activation gets is a result, too */
   static constexpr bool DRAWS = false; /* units are drawn, whoever ran before; see wgmma_unit for what is left over */
+  static constexpr bool BOXED = false; /* results leave by boxes (boxed.cuh) */
   static constexpr bool ACTIVATES = false; /* sums are d h: results are h and d z */
 };
 using operation_up = operation<SOURCE_gathered, 2, EPILOGUE_activation>;
@@ -26,10 +27,10 @@ struct operation_up_keep : operation_up {
 };
 using operation_down = operation<SOURCE_in_order, 1, EPILOGUE_plain>;
 struct operation_down_drawn : operation_down {
-  static constexpr bool DRAWS = true;
+  static constexpr bool DRAWS = true, BOXED = true;
 };
 struct operation_down_activated : operation_down_drawn {
-  static constexpr bool ACTIVATES = true;
+  static constexpr bool BOXED = false, ACTIVATES = true;
 };
 
 template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {

@@ -19,6 +19,7 @@
 #define CUMOE_WGMMA_CUH
 
 #include "gemm/activated.cuh"
+#include "gemm/boxed.cuh"
 #include "gemm/copy_ahead.cuh"
 #include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
@@ -308,6 +309,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     __syncwarp();
   }
   if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
+  if constexpr (S::BOXED) produce_boxed<S>(smem, at);
 }
 
 /* The same where all producers gather rows. */
@@ -457,6 +459,8 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1;
       store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
                          {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
+    } else if constexpr (S::BOXED) {
+      store_boxed<S>(reinterpret_cast<const down_drawn_args &>(args), smem, at, unit, group, channel0, acc);
     } else if constexpr (S::KEEPS) {
       store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
     } else {
