@@ -163,18 +163,26 @@ bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args)
   return encode(encoder, rows, &a, args->rows);
 }
 
-/* (channel, row): results, stored by boxes. */
+/* (channel, row, half, 1) of results that are stored by boxes; base[1] NULL: there is no other half. */
+static bool encode_boxed(void (*encoder)(void), const gemm_args *g, void *const base[2], int64_t ld, void *map)
+{
+  const intptr_t first = (intptr_t)base[0], second = base[1] ? (intptr_t)base[1] : first;
+  const int64_t element = format_bytes(dense_format(g->dtype), 1), apart = (second - first) / element;
+  const tensor c = {
+      .base = (const void *)(first < second ? first : second),
+      .rank = 4,
+      .size = {(uint64_t)g->n, (uint64_t)g->rows_cap, base[1] ? 2 : 1, 1},
+      .stride = {1, ld, apart ? (apart < 0 ? -apart : apart) : ld, ld},
+      .box = {BOXED_WIDE, WGMMA_STEP, 1, 1},
+  };
+  return encode(encoder, dense_format(g->dtype), &c, map);
+}
+
 bool tmap_encode_drawn(void (*encoder)(void), const variant *v, down_drawn_args *args)
 {
   const gemm_args *g = &args->gemm.g;
-  const tensor c = {
-      .base = g->c,
-      .rank = 4,
-      .size = {(uint64_t)g->n, (uint64_t)g->rows_cap, 1, 1},
-      .stride = {1, g->c_ld, g->c_ld, g->c_ld},
-      .box = {BOXED_WIDE, WGMMA_STEP, 1, 1},
-  };
-  return encode(encoder, dense_format(g->dtype), &c, args->out) && tmap_encode(encoder, v, &args->gemm);
+  void *const base[2] = {g->c, NULL};
+  return encode_boxed(encoder, g, base, g->c_ld, args->out) && tmap_encode(encoder, v, &args->gemm);
 }
 
 bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args)
@@ -188,7 +196,9 @@ bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activat
       .stride = {1, gemm->z_ld},
       .box = {KEPT_WIDE, KEPT_TOKENS},
   };
-  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) && tmap_encode(encoder, v, &args->drawn.gemm);
+  return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) &&
+         encode_boxed(encoder, &gemm->g, args->d_z, gemm->z_ld, args->drawn.out) &&
+         tmap_encode(encoder, v, &args->drawn.gemm);
 }
 
 bool tmap_encode_few(void (*encoder)(void), few_sm90_args *args)

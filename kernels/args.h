@@ -406,7 +406,7 @@ enum { BOXED_WIDE = 64 };
 typedef struct down_drawn_args {
   gemm_sm90_args gemm;
   copy_beside_args beside;
-  unsigned char out[128] __attribute__((aligned(64))); /* tensor map of c: (channel, row, 1, 1) */
+  unsigned char out[128] __attribute__((aligned(64))); /* map of c, or of d z: (channel, row, half, 1) */
 } down_drawn_args;
 
 enum { ALONG_PART = 32 }; /* channels */

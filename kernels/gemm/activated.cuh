@@ -7,6 +7,7 @@
 #define CUMOE_ACTIVATED_CUH
 
 #include "backward/slope.cuh"
+#include "device/ptx_store_sm90.cuh"
 #include "gemm/warpgroup_tile.cuh"
 
 template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm90_args &args)
@@ -130,7 +131,7 @@ template <class S> struct activated_store {
   using Y = typename S::Y;
   static constexpr int TOKENS = WARP_SIZE / S::OCTETS; /* of a group */
   const down_activated_args &a;
-  Y *h, *d_z;
+  Y *h;
   float *along;
   int32_t left,       /* of the tile's tokens that follow, this lane's first */
       box, offset;    /* of gate in a stage; of the lane's vector in it, in bytes */
@@ -151,11 +152,8 @@ template <class S> struct activated_store {
     there = first_kept(args, unit) >= 0;
     inside = channel < span.end;
     h = static_cast<Y *>(g.c) + row * g.c_ld + channel;
-    d_z = static_cast<Y *>(args.d_z[0]) + row * args.drawn.gemm.z_ld + channel;
     along = args.along + row * ALONG_PARTS(g.n) + part;
   }
-
-  DEVICE static char *bytes(void *p) { return static_cast<char *>(p); }
 
   /* This lane's vector of gate (0) or up in the first token group of a stage. */
   DEVICE char *kept_vector(pipeline_smem<S> &smem, int stage, int half) const
@@ -163,25 +161,20 @@ template <class S> struct activated_store {
     return kept::box(smem, stage, half * kept::BOXES + box) + offset;
   }
 
-  /* The results of a token group to memory, and on to the next one. */
-  DEVICE void store(float sum, const uint4 &activated, const uint4 &gate, const uint4 &up)
+  /* h of a token group to memory, and on to the next one. */
+  DEVICE void store(float sum, const uint4 &activated)
   {
 #pragma unroll
     for (int distance = 8; distance < WARP_SIZE; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    if (left > 0 && inside) {
-      st_global_16(h, activated, false);
-      st_global_16(d_z, gate, false);
-      st_global_16(bytes(d_z) + (bytes(a.d_z[1]) - bytes(a.d_z[0])), up, false);
-    }
+    if (left > 0 && inside) st_global_16(h, activated, false);
     if (left > 0 && octet() == 0) *along = a.scale * sum;
     h += TOKENS * a.drawn.gemm.g.c_ld;
-    d_z += TOKENS * a.drawn.gemm.z_ld;
     along += TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
     left -= TOKENS;
   }
 
   /* Token groups from `first` of a stage on, all at once: one alone waits for each of its steps. What the products gave
-   * is transposed where gate was, which each warp has read of its own. */
+   * is transposed where gate was, which each warp has read of its own; d z comes to lie where z was. */
   template <finish_kind KIND, int GROUPS>
   DEVICE void finish(pipeline_smem<S> &smem, int stage, int first, const uint4 *packed)
   {
@@ -209,18 +202,38 @@ template <class S> struct activated_store {
     for (int i = 0; i < GROUPS; i++) {
       const uint4 none = {0, 0, 0, 0};
       sum[i] = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h[i], w[i], a.scale, activated[i], gate[i], up[i]);
-      if (w[i] == 0) activated[i] = gate[i] = up[i] = none; /* whatever z is */
+      if (w[i] == 0 || left <= i * TOKENS) activated[i] = gate[i] = up[i] = none; /* whatever z is */
+      *reinterpret_cast<uint4 *>(gates + i * NEXT) = gate[i];
+      *reinterpret_cast<uint4 *>(ups + i * NEXT) = up[i];
       if (!inside) sum[i] = 0;
     }
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) store(sum[i], activated[i], gate[i], up[i]);
+    for (int i = 0; i < GROUPS; i++) store(sum[i], activated[i]);
   }
 };
+
+/* d z of a stage to memory, each warp a box of a consumer's, by one lane. Rows are whole steps, as those of z. */
+template <class S>
+DEVICE void store_d_z(const down_activated_args &args, pipeline_smem<S> &smem, int stage, const tile_unit &unit,
+                      int token0, int group)
+{
+  using kept = kept_stage<S>;
+  constexpr int STEPS = kept::TOKENS / WGMMA_STEP;
+  const int half = warp_id() % 4 / 2, box = group * (kept::BOXES / S::CONSUMERS) + warp_id() % 2;
+  const int channel = unit.n * S::COLUMNS + box * kept::WIDE, which = args.d_z[half] > args.d_z[1 - half];
+  const char *from = kept::box(smem, stage, half * kept::BOXES + box);
+#pragma unroll 1
+  for (int i = 0; i < STEPS && token0 + i * (int)WGMMA_STEP < unit.rows; i++)
+    if (channel < args.drawn.gemm.g.n)
+      cp_async_bulk_tensor_4d_store(args.drawn.out, channel, unit.row + token0 + i * (int)WGMMA_STEP, which, 0,
+                                    from + i * (int)WGMMA_STEP * kept::LINE);
+  cp_async_bulk_commit_group();
+}
 
 /* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
 template <class S, finish_kind KIND>
 DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                               const tile_unit &unit, channel_span span,
+                               const tile_unit &unit, int group, channel_span span,
                                const float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   using kept = kept_stage<S>;
@@ -235,20 +248,30 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
       (&packed[j].x)[g] = pack_pair<typename S::Y>(accumulator_of<S>(acc, g, j, 0), accumulator_of<S>(acc, g, j, 1));
     hold(packed[j]);
   }
-  const int32_t part = (unit.n * S::CONSUMERS + (int)threadIdx.x / S::GROUP - 1) * 4 + warp_id() % 4;
+  const int32_t part = (unit.n * S::CONSUMERS + group) * 4 + warp_id() % 4;
   activated_store<S> store(args, unit, span, part);
+  int before = -1;
 #pragma unroll 1
   for (int token0 = 0; token0 < kept::COUNT * kept::TOKENS; token0 += kept::TOKENS, at.advance()) {
     wait_for(&smem.full[at.stage], at.phase);
 #pragma unroll
     for (int j = 0; j < GROUPS; j += AT_ONCE)
       if (token0 + j * TOKENS < unit.rows) store.template finish<KIND, AT_ONCE>(smem, at.stage, j, packed + j);
-    fence_proxy_async_shared(); /* what this wrote there comes before what copies bring */
-    __syncwarp();               /* all lanes have read it */
-    release_stage<S>(smem, at.stage);
+    fence_proxy_async_shared();
+    bar_sync(1 + group, S::GROUP);
+    if (lane_id() == 0) {
+      store_d_z<S>(args, smem, at.stage, unit, token0, group);
+      cp_async_bulk_wait_group_read<1>();
+    }
+    __syncwarp();
+    if (before >= 0) release_stage<S>(smem, before); /* one stage later, when it is read */
+    before = (int)at.stage;
 #pragma unroll
     for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
   }
+  if (lane_id() == 0) cp_async_bulk_wait_group_read<0>();
+  __syncwarp();
+  release_stage<S>(smem, before);
 }
 
 /* A consumer's part of a tile. */
@@ -260,9 +283,9 @@ DEVICE void store_activated(const down_activated_args &args, pipeline_smem<S> &s
   const gemm_args &g = args.drawn.gemm.g;
   const channel_span span = span_of_warp<S>(g, consumer);
   if (g.act == ACT_SILU && !limits_gated(g))
-    store_activated_as<S, FINISH_silu>(args, smem, at, unit, span, acc);
+    store_activated_as<S, FINISH_silu>(args, smem, at, unit, group, span, acc);
   else
-    store_activated_as<S, FINISH_swiglu>(args, smem, at, unit, span, acc);
+    store_activated_as<S, FINISH_swiglu>(args, smem, at, unit, group, span, acc);
 }
 
 #endif
