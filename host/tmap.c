@@ -178,6 +178,12 @@ static bool encode_boxed(void (*encoder)(void), const gemm_args *g, void *const 
   return encode(encoder, dense_format(g->dtype), &c, map);
 }
 
+bool tmap_encode_keep(void (*encoder)(void), const variant *v, up_keep_args *args)
+{
+  const gemm_sm90_args *gemm = &args->gemm;
+  return encode_boxed(encoder, &gemm->g, gemm->z, gemm->z_ld, args->out) && tmap_encode(encoder, v, &args->gemm);
+}
+
 bool tmap_encode_drawn(void (*encoder)(void), const variant *v, down_drawn_args *args)
 {
   const gemm_args *g = &args->gemm.g;

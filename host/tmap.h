@@ -16,6 +16,7 @@ bool tmap_serves(const expert_matrix *b, int32_t n, int32_t experts, bool gated)
 bool tmap_encode(void (*encoder)(void), const variant *v, gemm_sm90_args *args);
 
 /* The same, and of kept z. */
+bool tmap_encode_keep(void (*encoder)(void), const variant *v, up_keep_args *args);
 bool tmap_encode_drawn(void (*encoder)(void), const variant *v, down_drawn_args *args);
 bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activated_args *args);
 

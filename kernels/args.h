@@ -400,8 +400,13 @@ typedef struct gemm_sm90_args {
   int32_t c_mode, c_power_of_two;
 } gemm_sm90_args;
 
-/* Channels of a box of its results; of tokens it has WGMMA_STEP. */
+/* Channels of a box of results; of tokens it has WGMMA_STEP. */
 enum { BOXED_WIDE = 64 };
+
+typedef struct up_keep_args {
+  gemm_sm90_args gemm;
+  unsigned char out[128] __attribute__((aligned(64))); /* tensor map of z: (channel, row, half, 1) */
+} up_keep_args;
 
 typedef struct down_drawn_args {
   gemm_sm90_args gemm;

@@ -9,6 +9,12 @@
 #include "device/ptx_store_sm90.cuh"
 #include "gemm/warpgroup_tile.cuh"
 
+template <class S> DEVICE const down_drawn_args &drawn_of(const gemm_sm90_args &args)
+{
+  static_assert(S::DRAWS && offsetof(down_drawn_args, gemm) == 0, "args is the first of them");
+  return reinterpret_cast<const down_drawn_args &>(args);
+}
+
 /* A consumer's 128 channels are two boxes wide: one lies where weights would, one where rows would. */
 template <class S> struct boxed_stage {
   static constexpr int WIDE = BOXED_WIDE, LINE = WIDE * 2, STEP = WGMMA_STEP * LINE; /* bytes */
@@ -21,15 +27,26 @@ template <class S> struct boxed_stage {
   }
 };
 
-/* The consumers' stages, by a whole warp. */
-template <class S> DEVICE void produce_boxed(pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
+/* The consumers' stages, by a whole warp, or, gathering, by all that gather. */
+template <class S>
+DEVICE void produce_boxed(pipeline_smem<S> &smem, bool gathering, pipeline_state<S::STAGES> &at)
 {
 #pragma unroll 1
   for (int i = 0; i < S::CONSUMERS; i++, at.advance()) {
     wait_for(&smem.empty[at.stage], at.phase ^ 1);
-    if (elect_one()) mbarrier_arrive(&smem.full[at.stage]);
+    if (gathering) mbarrier_arrive(&smem.full[at.stage]);
+    if (threadIdx.x < WARP_SIZE && elect_one()) mbarrier_arrive(&smem.full[at.stage]);
     __syncwarp();
   }
+}
+
+/* The other consumer's stage. */
+template <class S> DEVICE void pass_boxed(pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
+{
+  wait_for(&smem.full[at.stage], at.phase);
+  __syncwarp();
+  release_stage<S>(smem, at.stage);
+  at.advance();
 }
 
 /* From accumulators to a stage, by all of a consumer. */

@@ -309,7 +309,7 @@ DEVICE void produce_ordered(const gemm_sm90_args &args, wgmma_smem<S> &smem, con
     __syncwarp();
   }
   if constexpr (S::ACTIVATES) produce_kept<S>(activated_of<S>(args), smem, tile, at);
-  if constexpr (S::BOXED) produce_boxed<S>(smem, at);
+  if constexpr (S::BOXED) produce_boxed<S>(smem, false, at);
 }
 
 /* The same where all producers gather rows. */
@@ -327,6 +327,7 @@ DEVICE void produce_gathered(const gemm_sm90_args &args, wgmma_smem<S> &smem, co
     __syncwarp();
     rows.copy(args, smem, tile, at, k0);
   }
+  if constexpr (S::BOXED) produce_boxed<S>(smem, true, at);
 }
 
 template <class S, bool PAIRED, bool GATHERING>
@@ -459,10 +460,12 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
       const int consumer = (int)tid_x() / S::GROUP - 1;
       store_activated<S>(activated_of<S>(args), smem, at, stored, consumer,
                          {(stored.n * S::CONSUMERS + consumer) * (S::COLUMNS / S::CONSUMERS), args.g.n}, acc);
-    } else if constexpr (S::BOXED) {
-      store_boxed<S>(reinterpret_cast<const down_drawn_args &>(args), smem, at, unit, group, channel0, acc);
     } else if constexpr (S::KEEPS) {
-      store_kept<S>(args, smem.staging, unit, group, {channel0, args.g.n}, acc);
+      const tile_unit stored = smem.units[slot]; /* as above */
+      const int consumer = (int)tid_x() / S::GROUP - 1, each = S::COLUMNS / 2 / S::CONSUMERS;
+      store_kept<S>(args, smem, at, stored, consumer, {(stored.n * S::CONSUMERS + consumer) * each, args.g.n}, acc);
+    } else if constexpr (S::BOXED) {
+      store_boxed<S>(drawn_of<S>(args), smem, at, unit, group, channel0, acc);
     } else {
       store_tile<S>(args.g, args.up_first, smem.staging, unit, group, {channel0, args.g.n}, acc);
     }
@@ -499,6 +502,11 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
   }
   __syncwarp();
   barrier_cluster(); /* nobody writes to a CTA that has left */
+}
+
+template <class S> DEVICE void wgmma_gemm(const up_keep_args &args, wgmma_smem<S> &smem)
+{
+  wgmma_gemm<S>(args.gemm, smem);
 }
 
 template <class S> DEVICE void wgmma_gemm(const down_drawn_args &args, wgmma_smem<S> &smem)

@@ -30,6 +30,9 @@ template <> struct with_maps<gemm_args> {
 template <> struct with_maps<gemm_sm90_args> {
   using type = gemm_sm90_args;
 };
+template <> struct with_maps<up_keep_args> {
+  using type = up_keep_args;
+};
 template <> struct with_maps<down_drawn_args> {
   using type = down_drawn_args;
 };
