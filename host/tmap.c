@@ -195,6 +195,7 @@ bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activat
 {
   const gemm_sm90_args *gemm = &args->drawn.gemm;
   const char *gate = gemm->z[0], *up = gemm->z[1];
+  void *const h[2] = {gemm->g.c, NULL};
   const tensor z = {
       .base = gate < up ? gate : up,
       .rank = 2,
@@ -204,6 +205,7 @@ bool tmap_encode_activated(void (*encoder)(void), const variant *v, down_activat
   };
   return encode(encoder, dense_format(gemm->g.dtype), &z, args->kept) &&
          encode_boxed(encoder, &gemm->g, args->d_z, gemm->z_ld, args->drawn.out) &&
+         encode_boxed(encoder, &gemm->g, h, gemm->g.c_ld, args->h) &&
          tmap_encode(encoder, v, &args->drawn.gemm);
 }
 

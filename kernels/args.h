@@ -429,6 +429,7 @@ typedef struct down_activated_args {
   int64_t z_rows;
   float scale;
   unsigned char kept[128] __attribute__((aligned(64))); /* tensor map of z: (column of both halves, row) */
+  unsigned char h[128] __attribute__((aligned(64)));    /* of h, as out */
 } down_activated_args;
 
 enum { WGMMA_BK = 64, WGMMA_STEP = 16 };

@@ -7,8 +7,7 @@
 #define CUMOE_ACTIVATED_CUH
 
 #include "backward/slope.cuh"
-#include "device/ptx_store_sm90.cuh"
-#include "gemm/warpgroup_tile.cuh"
+#include "gemm/boxed.cuh"
 
 template <class S> DEVICE const down_activated_args &activated_of(const gemm_sm90_args &args)
 {
@@ -131,7 +130,6 @@ template <class S> struct activated_store {
   using Y = typename S::Y;
   static constexpr int TOKENS = WARP_SIZE / S::OCTETS; /* of a group */
   const down_activated_args &a;
-  Y *h;
   float *along;
   int32_t left,       /* of the tile's tokens that follow, this lane's first */
       box, offset;    /* of gate in a stage; of the lane's vector in it, in bytes */
@@ -145,14 +143,12 @@ template <class S> struct activated_store {
   {
     const gemm_args &g = args.drawn.gemm.g;
     const int channel = span.first + octet_channel<S>(g, octet()), in_tile = channel - unit.n * S::COLUMNS;
-    const int64_t row = unit.row + token();
     left = unit.rows - token();
     box = in_tile / kept::WIDE;
     offset = token() * kept::LINE + ((in_tile % kept::WIDE / 8) ^ token()) * 16;
     there = first_kept(args, unit) >= 0;
     inside = channel < span.end;
-    h = static_cast<Y *>(g.c) + row * g.c_ld + channel;
-    along = args.along + row * ALONG_PARTS(g.n) + part;
+    along = args.along + (int64_t)(unit.row + token()) * ALONG_PARTS(g.n) + part;
   }
 
   /* This lane's vector of gate (0) or up in the first token group of a stage. */
@@ -161,27 +157,26 @@ template <class S> struct activated_store {
     return kept::box(smem, stage, half * kept::BOXES + box) + offset;
   }
 
-  /* h of a token group to memory, and on to the next one. */
-  DEVICE void store(float sum, const uint4 &activated)
+  /* <d h, h> of a token group to memory, and on to the next one. */
+  DEVICE void store(float sum)
   {
 #pragma unroll
     for (int distance = 8; distance < WARP_SIZE; distance *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-    if (left > 0 && inside) st_global_16(h, activated, false);
     if (left > 0 && octet() == 0) *along = a.scale * sum;
-    h += TOKENS * a.drawn.gemm.g.c_ld;
     along += TOKENS * ALONG_PARTS(a.drawn.gemm.g.n);
     left -= TOKENS;
   }
 
   /* Token groups from `first` of a stage on, all at once: one alone waits for each of its steps. What the products gave
-   * is transposed where gate was, which each warp has read of its own; d z comes to lie where z was. */
+   * is transposed where gate was, which each warp has read of its own; d z comes to lie where z was. `packed`, what the
+   * products gave, becomes this lane's vectors of h. */
   template <finish_kind KIND, int GROUPS>
-  DEVICE void finish(pipeline_smem<S> &smem, int stage, int first, const uint4 *packed)
+  DEVICE void finish(pipeline_smem<S> &smem, int stage, int first, uint4 *packed)
   {
     constexpr int NEXT = TOKENS * kept::LINE;
     char *gates = kept_vector(smem, stage, 0) + first * NEXT, *ups = kept_vector(smem, stage, 1) + first * NEXT;
     const float *weights = kept::weights(smem, stage) + first * TOKENS + token();
-    uint4 activated[GROUPS], gate[GROUPS], up[GROUPS], d_h[GROUPS];
+    uint4 gate[GROUPS], up[GROUPS], d_h[GROUPS];
     float w[GROUPS], sum[GROUPS];
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
@@ -201,14 +196,14 @@ template <class S> struct activated_store {
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       const uint4 none = {0, 0, 0, 0};
-      sum[i] = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h[i], w[i], a.scale, activated[i], gate[i], up[i]);
-      if (w[i] == 0 || left <= i * TOKENS) activated[i] = gate[i] = up[i] = none; /* whatever z is */
+      sum[i] = activate_vectors<Y, KIND>(a.drawn.gemm.g, d_h[i], w[i], a.scale, packed[i], gate[i], up[i]);
+      if (w[i] == 0 || left <= i * TOKENS) packed[i] = gate[i] = up[i] = none; /* whatever z is */
       *reinterpret_cast<uint4 *>(gates + i * NEXT) = gate[i];
       *reinterpret_cast<uint4 *>(ups + i * NEXT) = up[i];
       if (!inside) sum[i] = 0;
     }
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++) store(sum[i], activated[i]);
+    for (int i = 0; i < GROUPS; i++) store(sum[i]);
   }
 };
 
@@ -228,6 +223,44 @@ DEVICE void store_d_z(const down_activated_args &args, pipeline_smem<S> &smem, i
       cp_async_bulk_tensor_4d_store(args.drawn.out, channel, unit.row + token0 + i * (int)WGMMA_STEP, which, 0,
                                     from + i * (int)WGMMA_STEP * kept::LINE);
   cp_async_bulk_commit_group();
+}
+
+/* Token group j + BY becomes the j-th. */
+template <int BY, int COUNT> DEVICE void rotate(uint4 (&vectors)[COUNT])
+{
+  uint4 first[BY];
+#pragma unroll
+  for (int j = 0; j < BY; j++) first[j] = vectors[j];
+#pragma unroll
+  for (int j = 0; j < COUNT; j++) vectors[j] = j + BY < COUNT ? vectors[(j + BY) % COUNT] : first[(j + BY) % COUNT];
+}
+
+/* h to memory, a stage for each consumer (boxed.cuh); of group j it has the vectors in h[(j - FIRST) % COUNT]. `before`: a
+ * stage of d z that is not released yet. */
+template <class S, int FIRST, int COUNT>
+DEVICE void store_h(const down_activated_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                    const tile_unit &unit, int group, channel_span span, const uint4 (&h)[COUNT], int before)
+{
+  using boxed = boxed_stage<S>;
+  const int octet = lane_id() / 8, token = lane_id() % 8,
+            channel = span.first + octet_channel<S>(args.drawn.gemm.g, octet) - unit.n * S::COLUMNS;
+  if (lane_id() == 0) cp_async_bulk_wait_group_read<0>();
+  __syncwarp();
+  release_stage<S>(smem, before);
+  if (group != 0) pass_boxed<S>(smem, at);
+  wait_for(&smem.full[at.stage], at.phase);
+  char *to = boxed::box(smem, at.stage, channel / boxed::WIDE % 2) + token * boxed::LINE +
+             ((channel % boxed::WIDE / 8) ^ token) * 16;
+#pragma unroll
+  for (int j = 0; j < COUNT; j++)
+    *reinterpret_cast<uint4 *>(to + j * 8 * boxed::LINE) = h[(j - FIRST + COUNT) % COUNT];
+  fence_proxy_async_shared();
+  bar_sync(1 + group, S::GROUP);
+  store_boxes<S>(args.h, args.drawn.gemm.g.n, smem, at.stage, unit, unit.n * S::COLUMNS + group * (S::COLUMNS / S::CONSUMERS));
+  __syncwarp();
+  release_stage<S>(smem, at.stage);
+  at.advance();
+  if (group == 0) pass_boxed<S>(smem, at);
 }
 
 /* Sums are rounded first, so that they can move down in half as many registers: the program has one stage of z. */
@@ -266,12 +299,9 @@ DEVICE void store_activated_as(const down_activated_args &args, pipeline_smem<S>
     __syncwarp();
     if (before >= 0) release_stage<S>(smem, before); /* one stage later, when it is read */
     before = (int)at.stage;
-#pragma unroll
-    for (int j = 0; j + GROUPS < STEPS; j++) packed[j] = packed[j + GROUPS];
+    rotate<GROUPS>(packed);
   }
-  if (lane_id() == 0) cp_async_bulk_wait_group_read<0>();
-  __syncwarp();
-  release_stage<S>(smem, before);
+  store_h<S, (GROUPS * kept::COUNT) % STEPS>(args, smem, at, unit, group, span, packed, before);
 }
 
 /* A consumer's part of a tile. */

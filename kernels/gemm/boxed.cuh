@@ -72,7 +72,7 @@ DEVICE void stage_boxes(const gemm_args &args, pipeline_smem<S> &smem, int stage
 /* From a stage to memory; each warp some of the boxes. Rows are whole steps: what fills up an expert's rows is stored
  * with its last ones. */
 template <class S>
-DEVICE void store_boxes(const down_drawn_args &args, pipeline_smem<S> &smem, int stage, const tile_unit &unit,
+DEVICE void store_boxes(const void *map, int channels, pipeline_smem<S> &smem, int stage, const tile_unit &unit,
                         int channel0)
 {
   using boxed = boxed_stage<S>;
@@ -81,8 +81,8 @@ DEVICE void store_boxes(const down_drawn_args &args, pipeline_smem<S> &smem, int
 #pragma unroll 1
   for (int i = warp_id() % 4; i < 2 * steps; i += 4) {
     const int step = i / 2, channel = channel0 + i % 2 * boxed::WIDE;
-    if (channel < args.gemm.g.n)
-      cp_async_bulk_tensor_4d_store(args.out, channel, unit.row + step * (int)WGMMA_STEP, 0, 0,
+    if (channel < channels)
+      cp_async_bulk_tensor_4d_store(map, channel, unit.row + step * (int)WGMMA_STEP, 0, 0,
                                     boxed::box(smem, stage, i % 2) + step * boxed::STEP);
   }
   cp_async_bulk_commit_group();
@@ -102,7 +102,7 @@ DEVICE void store_boxed(const down_drawn_args &args, pipeline_smem<S> &smem, pip
       stage_boxes<S>(args.gemm.g, smem, at.stage, unit, acc);
       fence_proxy_async_shared();
       bar_sync(1 + group, S::GROUP);
-      store_boxes<S>(args, smem, at.stage, unit, channel0);
+      store_boxes<S>(args.out, args.gemm.g.n, smem, at.stage, unit, channel0);
     }
     __syncwarp();
     release_stage<S>(smem, at.stage);

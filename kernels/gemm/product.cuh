@@ -30,7 +30,7 @@ struct operation_down_drawn : operation_down {
   static constexpr bool DRAWS = true, BOXED = true;
 };
 struct operation_down_activated : operation_down_drawn {
-  static constexpr bool BOXED = false, ACTIVATES = true;
+  static constexpr bool ACTIVATES = true;
 };
 
 template <class X_, class W_, class Y_, scale_case SCALE_, class OPERATION_> struct product : OPERATION_ {

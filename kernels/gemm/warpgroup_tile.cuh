@@ -496,7 +496,7 @@ DEVICE void store_tile(const gemm_args &args, bool up_first, wgmma_staging<S> &s
 /* A consumer whose channels are all past the last one keeps releasing stages. */
 template <class S> DEVICE void skip(const gemm_args &args, pipeline_smem<S> &smem, pipeline_state<S::STAGES> &at)
 {
-  const int more = S::ACTIVATES ? KEPT_STAGES<S> : S::BOXED ? (int)S::CONSUMERS : 0; /* stages behind the products */
+  const int more = (S::ACTIVATES ? KEPT_STAGES<S> : 0) + (S::BOXED ? (int)S::CONSUMERS : 0); /* stages behind the products */
   const int end = more ? round_up(args.k, (int)S::BK) + more * S::BK : args.k;
 #pragma unroll 1
   for (int k0 = 0; k0 < end; k0 += S::BK, at.advance()) {
