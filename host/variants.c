@@ -96,7 +96,7 @@ LATE_SYMBOL cpu_kernel cpu_gate_count, cpu_gate_backward, cpu_gate_scale, cpu_ga
 #define LAUNCH_OF(CLUSTER, WARPS, CTAS, SMEM) .cluster = CLUSTER, .threads = (WARPS)*32, .ctas = CTAS, .smem = SMEM
 #define TILED_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)                                                  \
   "cumoe_" #op "_" #arch "_" #form "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK
-#define TILED(op, UP, UP_BN, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)   \
+#define TILED(op, UP, UP_BN, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)  \
   {.name = TILED_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK),                                              \
    .kernel = TILED_NAME(UP, arch, form, X, W, Y, SCALE, MAJOR, BM, UP_BN, BK),                                         \
    KERNEL_OF(op, arch, file, form, X, Y),                                                                              \

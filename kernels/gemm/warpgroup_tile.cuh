@@ -337,8 +337,7 @@ DEVICE finish_kind finish_kind_of(const gemm_args &args)
   int act = args.act;
   hold(act);
   if (!args.gated || args.pair_weights || (act != ACT_SILU && act != ACT_SWIGLU_OAI)) return FINISH_any;
-  return act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !limits_gated(args) ? FINISH_silu
-                                                                                           : FINISH_swiglu;
+  return act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !limits_gated(args) ? FINISH_silu : FINISH_swiglu;
 }
 
 struct swiglu {
