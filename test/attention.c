@@ -691,8 +691,8 @@ static void check_shape(cumoe_context context, cumoe_context cpu, const shape_ca
   CHECK_OK(cumoe_fault_clear(context, NULL));
 }
 
-/* The CPU device beside itself has small ones alone: what it computes is compared with a definition above. So have, with
- * SMALL in the environment, kernels that the CPU runs, which take a minute for each of the others. */
+/* The CPU device beside itself has small ones alone: what it computes is compared with a definition above. So have
+ * kernels that the CPU runs (SMALL in the environment), which take a minute for each of the others. */
 static bool shape_is_asked_for(cumoe_context context, const shape_case *s)
 {
   const int64_t pairs = (int64_t)s->queries * s->keys / (s->sequences ? s->sequences : 1);
