@@ -78,19 +78,6 @@ DEVICE float weighted(float sum, float row_weight, float out_scale, float bias)
   return sum * (row_weight * out_scale) + bias;
 }
 
-/* Two at a time, so that an activation is in the program twice, not N times: a quick one leaves time for the moves. */
-template <int N> DEVICE void activate_by_twos(const gemm_args &args, float (&g)[N], float (&u)[N])
-{
-#pragma unroll 1
-  for (int i = 0; i < N; i += 2) {
-    float first[2] = {g[0], g[1]}, second[2] = {u[0], u[1]};
-    activate<2, true>(args, first, second);
-#pragma unroll
-    for (int j = 0; j < N - 2; j++) g[j] = g[j + 2], u[j] = u[j + 2];
-    g[N - 2] = first[0], g[N - 1] = first[1];
-  }
-}
-
 /* g becomes the result, in f32, of N sums, or of N of gate and N of up. */
 template <epilogue EPILOGUE, bool FAST, int N>
 DEVICE void finish(const gemm_args &args, const float (&row_weight)[N], const float (&g_bias)[N],
@@ -101,14 +88,8 @@ DEVICE void finish(const gemm_args &args, const float (&row_weight)[N], const fl
     g[i] = weighted(g[i], row_weight[i], 1.f, g_bias[i]);
     u[i] = weighted(u[i], row_weight[i], 1.f, u_bias[i]);
   }
-  if constexpr (EPILOGUE == EPILOGUE_activation && FAST && N % 2 == 0)
-    activate_by_twos(args, g, u);
-  else if (EPILOGUE == EPILOGUE_activation)
-    activate<N, FAST>(args, g, u);
+  if (EPILOGUE == EPILOGUE_activation) activate<N, FAST>(args, g, u);
 }
-
-/* Results that are rounded to 16 bits anyway. */
-template <class Y> constexpr bool ROUNDED = same_type<Y, bf16> || same_type<Y, f16>;
 
 /* The same of N channels of one row from `channel` on. */
 template <class S, int N>
@@ -119,7 +100,7 @@ DEVICE void finish_channels(const gemm_args &args, int expert, int channel, floa
   for (int i = 0; i < N; i++) weights[i] = weight;
   load_bias<N>(args.b, 0, expert, channel, g_bias);
   if (S::gated(args)) load_bias<N>(args.b, 1, expert, channel, u_bias);
-  finish<S::EPILOGUE, ROUNDED<typename S::Y>>(args, weights, g_bias, u_bias, g, u);
+  finish<S::EPILOGUE, false>(args, weights, g_bias, u_bias, g, u);
 }
 
 /* Eight channels of c from element `at` on; Y void: of its type at run time. */
