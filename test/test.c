@@ -238,7 +238,7 @@ bool test_status(cumoe_status want, cumoe_status got, const char *expression, co
 {
   if (got == want) return true;
   return test_failed(file, line, "%s is %s, want %s; last error: %s", expression, cumoe_status_name(got),
-                    cumoe_status_name(want), cumoe_last_error());
+                     cumoe_status_name(want), cumoe_last_error());
 }
 
 void *scratch(size_t count, size_t bytes)
