@@ -13,10 +13,18 @@
 #ifndef CUMOE_WOVEN_TILE_CUH
 #define CUMOE_WOVEN_TILE_CUH
 
+#include "device/ptx_narrow_sm90.cuh"
 #include "gemm/packed_tile.cuh"
+
+/* Of a warp's weight rows, a window of 16 scales each: where it is in vectors those, else the words that it lies in. */
+template <class S> struct alignas(16) scale_window {
+  static constexpr int ROWS = S::OCTETS * 8, WORDS = 5;
+  uint32_t words[ROWS * WORDS];
+};
 
 /* What a stage has besides. */
 template <class S> struct woven_stages {
+  scale_window<S> windows[S::CONSUMERS * S::GROUP / WARP_SIZE][2]; /* a warp's own */
   uint64_t posted[UNITS_AHEAD];    /* which unit it is, for weavers */
   uint64_t rows_there[S::STAGES];  /* as they lie in memory; `full`: woven, and the codes */
 };
@@ -83,111 +91,106 @@ template <class S> DEVICE void weave(const gemm_sm90_args &args, wgmma_smem<S> &
 
 /* ---- consumers: scales ---- */
 
-/* Of a warp's weight rows. Lanes i and i + ROWS have those of row i: of a window of k the first VECTORS' and then the
- * next ones'. */
+/* A lane copies those of its row a window ahead. Before it is used a window is waited for. */
 template <class S> struct woven_scales {
   using W = typename S::CODE;
   using FACTORS = weight_factors<typename S::X, W>;
-  static constexpr int ROWS = S::OCTETS * 8, SHARES = WARP_SIZE / ROWS; /* lanes of a row */
-  static constexpr int WORDS = scale_bytes_of<S>() / 4;                 /* of a row and stage */
-  static constexpr int EACH = 16 / (4 * WORDS), WINDOW = EACH * SHARES; /* stages: of a lane's vector, of all */
-  const uint8_t *row; /* this lane's next ones */
-  int left;           /* how many there are from there on */
-  uint4 now, next;
-  bool absent; /* some of a tile's scales are not in its products */
+  using window = scale_window<S>;
+  static constexpr int STAGE = scale_bytes_of<S>(), WINDOW = 16 / STAGE; /* bytes of a row and stage; stages */
+  const uint8_t *row; /* this lane's next window */
+  int left;           /* scales from there on */
+  uint32_t at[S::OCTETS]; /* of the lane's rows and k in window 0 */
+  bool absent;            /* some of a tile's scales are not in its products */
 
-  DEVICE woven_scales(const gemm_sm90_args &args, const tile_unit &tile)
+  DEVICE static scale_window<S> *windows(wgmma_smem<S> &smem) { return smem.windows[warp_of_consumers()]; }
+  DEVICE static int warp_of_consumers() { return (int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE; }
+
+  DEVICE woven_scales(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile)
   {
-    const int first = consumer_lane() / ROWS * 16,
-              own = ((int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE) * ROWS + consumer_lane() % ROWS;
-    row = scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, own)) + first * args.g.b.scale.k_stride;
-    left = args.g.k / operand<W>::K_PER_SCALE - first;
+    const scale_matrix &s = args.g.b.scale;
+    const int own = warp_of_consumers() * window::ROWS;
+    const uint32_t first = shared_address(windows(smem)->words) + consumer_lane() % 4 * (STAGE / 4);
+#pragma unroll
+    for (int r = 0; r < S::OCTETS; r++) {
+      const int i = consumer_lane() / 4 + r * 8;
+      const uint8_t *of_row = scales_of(s, tile.expert, weight_row_of<S>(args, tile, own + i));
+      at[r] = first + (in_vectors(s) ? i * 16 : i * 4 * window::WORDS + (s.k_stride == 1 ? (uintptr_t)of_row & 3 : 0));
+    }
+    row = scales_of(s, tile.expert, weight_row_of<S>(args, tile, own + consumer_lane() % window::ROWS));
+    left = args.g.k / operand<W>::K_PER_SCALE;
     absent = false;
-    load(args.g.b.scale);
+    __syncwarp(); /* the last unit's are read */
+    copy(s, smem, 0);
   }
 
-  /* No word is read that has no scale of the row. */
-  DEVICE void load(const scale_matrix &s)
+  DEVICE static bool in_vectors(const scale_matrix &s)
   {
-    next = make_uint4(0, 0, 0, 0);
-    if (s.k_stride == 1 && left >= 16 && ((uintptr_t)row & 15) == 0)
-      next = __ldg(reinterpret_cast<const uint4 *>(row));
-    else if (left > 0)
-      next = s.k_stride == 1 ? words() : bytes(s);
-    row += 16 * SHARES * s.k_stride;
-    left -= 16 * SHARES;
+    const uintptr_t places = (uintptr_t)s.base[0] | (uintptr_t)s.base[1] | s.expert_stride | s.n_stride;
+    return !s.table[0] && s.k_stride == 1 && s.k_origin == 0 && places % 16 == 0;
   }
 
-  DEVICE uint4 words() const
+  /* The next window. No word is read that has no scale of the row. */
+  DEVICE void copy(const scale_matrix &s, wgmma_smem<S> &smem, int w)
   {
-    const int skew = (int)((uintptr_t)row & 3), end = skew + min(left, 16);
-    const uint32_t *from = reinterpret_cast<const uint32_t *>(row - skew);
-    uint32_t word[5];
-#pragma unroll
-    for (int w = 0; w < 5; w++) word[w] = w * 4 < end ? __ldg(from + w) : 0;
-    return make_uint4(__funnelshift_r(word[0], word[1], skew * 8), __funnelshift_r(word[1], word[2], skew * 8),
-                      __funnelshift_r(word[2], word[3], skew * 8), __funnelshift_r(word[3], word[4], skew * 8));
+    uint32_t *words = windows(smem)[w].words;
+    if (consumer_lane() < window::ROWS) {
+      if (in_vectors(s))
+        cp_async_cg_16(shared_address(words + consumer_lane() * 4), left > 0 ? row : static_cast<const uint8_t *>(s.base[0]),
+                       min(max(left, 0), 16));
+      else
+        copy_words(s, words + consumer_lane() * window::WORDS);
+    }
+    cp_async_commit_group();
+    row += 16 * s.k_stride;
+    left -= 16;
   }
 
-  DEVICE uint4 bytes(const scale_matrix &s) const
+  DEVICE void copy_words(const scale_matrix &s, uint32_t *to) const
   {
-    uint32_t word[4];
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      word[w] = 0;
+    const int skew = (int)((uintptr_t)row & 3);
 #pragma unroll 1
-      for (int b = 0; b < 4; b++)
-        if (w * 4 + b < left) word[w] |= (uint32_t)__ldg(row + (w * 4 + b) * s.k_stride) << b * 8;
-    }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    for (int i = 0; i < (s.k_stride == 1 ? window::WORDS : 16); i++)
+      if (s.k_stride != 1) {
+        if (i < left) reinterpret_cast<uint8_t *>(to)[i] = __ldg(row + i * s.k_stride);
+      } else if (i * 4 < skew + min(left, 16)) {
+        cp_async_ca_4(shared_address(to + i), row - skew + i * 4, 4);
+      }
   }
 
-  /* What products cannot have is left out. */
-  DEVICE uint32_t without_absent(uint32_t word, int there)
+  /* Window w is there, and the one after it asked for. */
+  DEVICE void turn(const scale_matrix &s, wgmma_smem<S> &smem, int w)
   {
-    bool any = false;
-    if (same_type<typename S::X, bf16> && same_type<W, mx4>) {
-      any = ((word & 0x7f7f7f7f) + 0x7f7f7f7f & word & 0x80808080) != 0;
-    } else {
-#pragma unroll
-      for (int b = 0; b < 4; b++) any |= scale_is_absent<typename S::X, W>(word >> b * 8 & 255);
-    }
-    if (!any) return word;
-#pragma unroll 1
-    for (int b = 0; b < 4; b++) {
-      if (!scale_is_absent<typename S::X, W>(word >> b * 8 & 255)) continue;
-      word = (word & ~(255u << b * 8)) | (uint32_t)FACTORS::ABSENT << b * 8;
-      absent |= b < there;
-    }
-    return word;
+    cp_async_wait_group<0>();
+    __syncwarp();
+    copy(s, smem, w ^ 1);
   }
 
-  /* Those of the next window are asked for, and these used. Of any lane of the warp. */
-  DEVICE void turn(const scale_matrix &s)
+  /* Of the lane's weight rows and its 32 k of stage `stage` of all, of which `k` are left. */
+  DEVICE FACTORS factors(int stage, int k)
   {
-    const int there = left + 16 * SHARES;
-    now = make_uint4(without_absent(next.x, there), without_absent(next.y, there - 4),
-                     without_absent(next.z, there - 8), without_absent(next.w, there - 12));
-    load(s);
-  }
-
-  /* Of stage `stage` of the window: of the lane's weight rows and its 32 k. */
-  DEVICE FACTORS factors(int stage)
-  {
-    const int from = stage / EACH * ROWS + consumer_lane() / 4, q = consumer_lane() % 4;
+    const uint32_t offset = stage / WINDOW % 2 * (uint32_t)sizeof(window) + stage % WINDOW * STAGE;
+    const bool inside = consumer_lane() % 4 * 32 < k;
     FACTORS f;
 #pragma unroll
     for (int r = 0; r < S::OCTETS; r++) {
-      uint32_t word = __shfl_sync(ALL_LANES, now.x, from + r * 8);
-      if constexpr (WORDS == 1) {
-        f.set(r, __byte_perm(word, 0, 0x4440 + q));
+      uint32_t code = lds_u8(at[r] + offset);
+      if constexpr (STAGE == 8) {
+        uint32_t second = lds_u8(at[r] + offset + 1);
+        code = left_out(code, inside) | left_out(second, inside) << 8;
       } else {
-        const uint32_t second = __shfl_sync(ALL_LANES, now.y, from + r * 8);
-        f.set(r, __byte_perm(word, second, 0x10 + q * 0x22) & 0xffff);
+        code = left_out(code, inside);
       }
+      f.set(r, code);
     }
-    now = WORDS == 1 ? make_uint4(now.y, now.z, now.w, now.x) : make_uint4(now.z, now.w, now.x, now.y);
     return f;
+  }
+
+  /* What products cannot have is left out. */
+  DEVICE uint32_t left_out(uint32_t code, bool inside)
+  {
+    const bool bad = scale_is_absent<typename S::X, W>(code);
+    absent |= bad && inside;
+    return bad ? FACTORS::ABSENT : code;
   }
 };
 
@@ -195,24 +198,17 @@ template <class S> struct woven_scales {
 
 /* Codes of word w of a lane's rows, as operands: of each 16 k and block. */
 template <class S, class FACTORS>
-DEVICE void unpack_woven(const uint4 (&raw)[S::OCTETS], int w, const FACTORS &factors, uint32_t (&a)[2][S::BLOCKS][4])
+DEVICE void unpack_woven(const uint2 (&raw)[S::OCTETS], int w, const FACTORS &factors, uint32_t (&a)[2][S::BLOCKS][4])
 {
 #pragma unroll
   for (int r = 0; r < S::OCTETS; r++) {
-    const uint32_t word = w == 0 ? raw[r].x : w == 1 ? raw[r].y : w == 2 ? raw[r].z : raw[r].w;
+    const uint32_t word = w % 2 ? raw[r].y : raw[r].x;
     uint32_t pair[4];
     factors.decode(r, word, pair);
 #pragma unroll
     for (int j = 0; j < 4; j++)
       a[j / 2][r % S::BLOCKS][j % 2 * 2 + r / S::BLOCKS] = factors.scaled(r, w, pair[j]);
   }
-}
-
-/* Keeps the compiler from making operands after the fence. */
-template <int BLOCKS> DEVICE void hold_operands(uint32_t (&a)[2][BLOCKS][4])
-{
-#pragma unroll
-  for (int i = 0; i < 2 * BLOCKS * 4; i++) asm volatile("" : "+r"(a[i / 4 / BLOCKS][i / 4 % BLOCKS][i % 4])::"memory");
 }
 
 /* release_stage, by lanes or none: behind a branch ptxas would make wgmmas wait for each other (C7513). */
@@ -228,36 +224,37 @@ template <class S, int N>
 DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at,
                              woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  using SCALES = woven_scales<S>;
-  int turn = 0;
+  int stage = 0; /* of the unit */
 #pragma unroll 1
-  for (int left = args.g.k; left > 0; left -= S::BK, at.advance()) {
-    if (turn == 0) scales.turn(args.g.b.scale);
-    const auto factors = scales.factors(turn);
-    turn = turn + 1 == SCALES::WINDOW ? 0 : turn + 1;
+  for (int left = args.g.k; left > 0; left -= S::BK, at.advance(), stage++) {
+    if (stage % woven_scales<S>::WINDOW == 0)
+      scales.turn(args.g.b.scale, smem, stage / woven_scales<S>::WINDOW % 2);
+    const auto factors = scales.factors(stage, left);
     const int row = lane_weight_row<S>();
     const uint32_t codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE +
                            (consumer_lane() % 4 ^ row / 2 % 4) * 16;
     const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
     wait_for(&smem.full[at.stage], at.phase);
-    uint4 raw[S::OCTETS];
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+      uint2 raw[S::OCTETS];
 #pragma unroll
-    for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_128(codes + r * 8 * S::WEIGHT_LINE);
+      for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_two(codes + half * 8 + r * 8 * S::WEIGHT_LINE);
 #pragma unroll
-    for (int w = 0; w < 4; w++) {
-      uint32_t a[2][S::BLOCKS][4];
-      unpack_woven<S>(raw, w, factors, a);
-      hold_operands(a);
-      wgmma_fence();
+      for (int w = 0; w < 2; w++) {
+        uint32_t a[2][S::BLOCKS][4];
+        unpack_woven<S>(raw, w, factors, a);
+        wgmma_fence();
 #pragma unroll
-      for (int part = 0; part < 2; part++)
+        for (int part = 0; part < 2; part++)
 #pragma unroll
-        for (int block = 0; block < S::BLOCKS; block++)
-          wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[part][block],
-                                                        tokens + w / 2 * (S::BM * 8) + w % 2 * 4 + part * 2);
-      wgmma_commit_group();
-      wgmma_wait_group<1>();
-      if (w == 0) release_stage_if<S>(smem, stage_before(at), left < args.g.k); /* its last products are over */
+          for (int block = 0; block < S::BLOCKS; block++)
+            wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[part][block],
+                                                          tokens + half * (S::BM * 8) + w * 4 + part * 2);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        if (w == 0) release_stage_if<S>(smem, stage_before(at), half == 0 && left < args.g.k); /* its products are over */
+      }
     }
   }
   wgmma_wait_group<0>();
@@ -296,7 +293,7 @@ template <class S>
 DEVICE void multiply_woven(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
                            float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  woven_scales<S> scales(args, smem.units[slot]);
+  woven_scales<S> scales(args, smem, smem.units[slot]);
   multiply_woven_wide<S, S::BM>(args, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), scales, acc);
   if (__any_sync(ALL_LANES, scales.absent)) add_absent<S>(args, smem.units[slot], acc);
   scale_rest<S>(args, smem.units[slot].expert, acc);
