@@ -235,7 +235,7 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
                            (consumer_lane() % 4 ^ row / 2 % 4) * 16;
     const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
     wait_for(&smem.full[at.stage], at.phase);
-#pragma unroll 1
+#pragma unroll
     for (int half = 0; half < 2; half++) {
       uint2 raw[S::OCTETS];
 #pragma unroll
@@ -243,7 +243,7 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
 #pragma unroll
       for (int w = 0; w < 2; w++) {
         uint32_t a[2][S::BLOCKS][4];
-        unpack_woven<S>(raw, w, factors, a);
+        unpack_woven<S>(raw, half * 2 + w, factors, a);
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < 2; part++)
@@ -253,7 +253,7 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
                                                           tokens + half * (S::BM * 8) + w * 4 + part * 2);
         wgmma_commit_group();
         wgmma_wait_group<1>();
-        if (w == 0) release_stage_if<S>(smem, stage_before(at), half == 0 && left < args.g.k); /* its products are over */
+        if (w == 0 && half == 0) release_stage_if<S>(smem, stage_before(at), left < args.g.k); /* its products are over */
       }
     }
   }
