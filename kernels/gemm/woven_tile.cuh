@@ -40,31 +40,25 @@ DEVICE uint4 joined_halves(const uint4 (&v)[4], bool odd, uint32_t halves)
                           __byte_perm(v[2].x, v[2].z, halves), __byte_perm(v[3].x, v[3].z, halves));
 }
 
-/* Rows of a stage, where they lie. A warp has octets of rows, OCTETS at once; a lane a row of each, of which it reads
- * 8 k of each 32, k = 32 q + 8 w and on, and writes the 32 k that they become. */
-template <class S, int OCTETS> DEVICE void weave_octets(uint32_t rows)
+/* An octet of rows of a stage, where it lies. A lane has a row of it, of which it reads 8 k of each 32, k = 32 q + 8 w
+ * and on, and writes the 32 k that they become. */
+template <class S> DEVICE void weave_octet(uint32_t rows)
 {
   const int r = lane_id() % 8, w = lane_id() / 8;
   const uint32_t from = rows + r * 128 + (w ^ r) * 16, to = rows + w / 2 * S::BM * 128 + r * 128 + (w % 2 * 4 ^ r) * 16;
-  uint4 v[OCTETS][4];
+  uint4 v[4];
 #pragma unroll
-  for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-    for (int q = 0; q < 4; q++) v[o][q] = lds_128((from ^ q % 2 * 64) + q / 2 * S::BM * 128 + o * 1024);
+  for (int q = 0; q < 4; q++) v[q] = lds_128((from ^ q % 2 * 64) + q / 2 * S::BM * 128);
   __syncwarp();
 #pragma unroll
-  for (int o = 0; o < OCTETS; o++)
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      sts_128((to ^ j * 16) + o * 1024, joined_halves(v[o], j / 2, j % 2 ? 0x7632 : 0x5410));
+  for (int j = 0; j < 4; j++) sts_128(to ^ j * 16, joined_halves(v, j / 2, j % 2 ? 0x7632 : 0x5410));
 }
 
 template <class S> DEVICE void weave_stage(wgmma_smem<S> &smem, int stage, int octets)
 {
   const uint32_t rows = shared_address(smem.rows[stage]);
 #pragma unroll 1
-  for (int o = (warp_id() - 1) * 2; o < octets; o += 2 * S::HELPERS)
-    weave_octets<S, 2>(rows + o * 1024);
+  for (int o = warp_id() - 1; o < octets; o += S::HELPERS) weave_octet<S>(rows + o * 1024);
   fence_proxy_async_shared();
   __syncwarp();
   if (lane_id() == 0) mbarrier_arrive(&smem.full[stage]);
@@ -157,40 +151,55 @@ template <class S> struct woven_scales {
       }
   }
 
-  /* Window w is there, and the one after it asked for. */
+  /* Window w is there, without what products cannot have, and the one after it asked for. */
   DEVICE void turn(const scale_matrix &s, wgmma_smem<S> &smem, int w)
   {
     cp_async_wait_group<0>();
     __syncwarp();
+    if (consumer_lane() < window::ROWS) leave_out_absent(s, windows(smem)[w].words);
+    __syncwarp();
     copy(s, smem, w ^ 1);
   }
 
-  /* Of the lane's weight rows and its 32 k of stage `stage` of all, of which `k` are left. */
-  DEVICE FACTORS factors(int stage, int k)
+  /* Of this lane's row. */
+  DEVICE void leave_out_absent(const scale_matrix &s, uint32_t *words)
   {
-    const uint32_t offset = stage / WINDOW % 2 * (uint32_t)sizeof(window) + stage % WINDOW * STAGE;
-    const bool inside = consumer_lane() % 4 * 32 < k;
-    FACTORS f;
+    const bool vectors = in_vectors(s);
+    uint32_t *own = words + consumer_lane() * (vectors ? 4 : window::WORDS);
+    bool any = false;
 #pragma unroll
-    for (int r = 0; r < S::OCTETS; r++) {
-      uint32_t code = lds_u8(at[r] + offset);
-      if constexpr (STAGE == 8) {
-        uint32_t second = lds_u8(at[r] + offset + 1);
-        code = left_out(code, inside) | left_out(second, inside) << 8;
-      } else {
-        code = left_out(code, inside);
-      }
-      f.set(r, code);
+    for (int w = 0; w < window::WORDS; w++)
+      if (w < 4 || !vectors) any |= any_absent(own[w]);
+    if (!any) return;
+    uint8_t *first = reinterpret_cast<uint8_t *>(own) + (vectors || s.k_stride != 1 ? 0 : (uintptr_t)row & 3);
+#pragma unroll 1
+    for (int i = 0; i < 16; i++) {
+      if (!scale_is_absent<typename S::X, W>(first[i])) continue;
+      first[i] = FACTORS::ABSENT;
+      absent |= i < left + 16;
     }
-    return f;
   }
 
-  /* What products cannot have is left out. */
-  DEVICE uint32_t left_out(uint32_t code, bool inside)
+  /* Of four scales, or of bytes that may be none. */
+  DEVICE static bool any_absent(uint32_t codes)
   {
-    const bool bad = scale_is_absent<typename S::X, W>(code);
-    absent |= bad && inside;
-    return bad ? FACTORS::ABSENT : code;
+    if (same_type<W, nv4>) return ((codes & 0x7f7f7f7f) + 0x01010101 & 0x80808080) != 0;
+    if (same_type<typename S::X, bf16>) return ((codes & 0x7f7f7f7f) + 0x7f7f7f7f & codes & 0x80808080) != 0;
+    bool any = false;
+#pragma unroll
+    for (int b = 0; b < 4; b++) any |= scale_is_absent<typename S::X, W>(codes >> b * 8 & 255);
+    return any;
+  }
+
+  /* Of the lane's weight rows and its 32 k, at a stage of all. */
+  DEVICE FACTORS factors(int stage) const
+  {
+    const uint32_t offset = stage / WINDOW % 2 * (uint32_t)sizeof(window) + stage % WINDOW * STAGE;
+    FACTORS f;
+#pragma unroll
+    for (int r = 0; r < S::OCTETS; r++)
+      f.set(r, STAGE == 8 ? lds_u8(at[r] + offset) | lds_u8(at[r] + offset + 1) << 8 : lds_u8(at[r] + offset));
+    return f;
   }
 };
 
@@ -224,16 +233,17 @@ template <class S, int N>
 DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at,
                              woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  int stage = 0; /* of the unit */
+  const int row = lane_weight_row<S>();
+  const uint32_t codes0 = shared_address(smem.weights[0]) + row * S::WEIGHT_LINE + (consumer_lane() ^ row / 2) % 4 * 16,
+                 tokens0 = (uint32_t)wgmma_operand(smem.rows[0]);
+  uint32_t stage = 0, before = 0; /* of the unit; of the ring */
 #pragma unroll 1
   for (int left = args.g.k; left > 0; left -= S::BK, at.advance(), stage++) {
     if (stage % woven_scales<S>::WINDOW == 0)
       scales.turn(args.g.b.scale, smem, stage / woven_scales<S>::WINDOW % 2);
-    const auto factors = scales.factors(stage, left);
-    const int row = lane_weight_row<S>();
-    const uint32_t codes = shared_address(smem.weights[at.stage]) + row * S::WEIGHT_LINE +
-                           (consumer_lane() % 4 ^ row / 2 % 4) * 16;
-    const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage]);
+    const auto factors = scales.factors(stage);
+    const uint32_t codes = codes0 + at.stage * (uint32_t)sizeof smem.weights[0],
+                   tokens = tokens0 + at.stage * (uint32_t)(sizeof smem.rows[0] / 16);
     wait_for(&smem.full[at.stage], at.phase);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -253,14 +263,15 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
                                                           tokens + half * (S::BM * 8) + w * 4 + part * 2);
         wgmma_commit_group();
         wgmma_wait_group<1>();
-        if (w == 0 && half == 0) release_stage_if<S>(smem, stage_before(at), left < args.g.k); /* its products are over */
+        if (w == 0 && half == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
       }
     }
+    before = at.stage;
   }
   wgmma_wait_group<0>();
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
-  release_stage<S>(smem, stage_before(at));
+  release_stage<S>(smem, before);
 }
 
 template <class S, int N>
