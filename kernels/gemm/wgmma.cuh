@@ -434,10 +434,17 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
     add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
+/* What a consumer keeps from unit to unit. */
+template <class S, bool WOVEN> struct scales_ahead_of {
+};
+template <class S> struct scales_ahead_of<S, true> : woven_scales<S> {
+};
+
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
+  scales_ahead_of<S, S::WOVEN> scales;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -453,12 +460,13 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
+      if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
     if constexpr (S::WOVEN)
-      multiply_woven<S>(args, smem, at, slot, acc);
+      multiply_woven<S>(args, smem, at, slot, scales, acc);
     else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
     else {

@@ -85,7 +85,7 @@ template <class S> DEVICE void weave(const gemm_sm90_args &args, wgmma_smem<S> &
 
 /* ---- consumers: scales ---- */
 
-/* A lane copies those of its row a window ahead. Before it is used a window is waited for. */
+/* A lane copies those of its row a window ahead: behind a unit's last those of the next unit, if it is there by then. */
 template <class S> struct woven_scales {
   using W = typename S::CODE;
   using FACTORS = weight_factors<typename S::X, W>;
@@ -93,28 +93,50 @@ template <class S> struct woven_scales {
   static constexpr int STAGE = scale_bytes_of<S>(), WINDOW = 16 / STAGE; /* bytes of a row and stage; stages */
   const uint8_t *row; /* this lane's next window */
   int left;           /* scales from there on */
-  uint32_t at[S::OCTETS]; /* of the lane's rows and k in window 0 */
-  bool absent;            /* some of a tile's scales are not in its products */
+  uint32_t now = 0;   /* which window is in use */
+  uint32_t at[S::OCTETS];             /* of the lane's rows and k in window 0 */
+  pipeline_state<UNITS_AHEAD> coming; /* the next unit */
+  bool ahead = false;                 /* its first window is on its way */
+  bool absent;                        /* some of a tile's scales are not in its products */
 
   DEVICE static scale_window<S> *windows(wgmma_smem<S> &smem) { return smem.windows[warp_of_consumers()]; }
   DEVICE static int warp_of_consumers() { return (int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE; }
 
-  DEVICE woven_scales(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile)
+  /* Unit by unit. */
+  DEVICE void begin(const gemm_sm90_args &args, wgmma_smem<S> &smem)
   {
+    __syncwarp(); /* the last unit's are read */
+    if (!ahead) ask_for(args, smem, smem.units[coming.stage]);
     const scale_matrix &s = args.g.b.scale;
-    const int own = warp_of_consumers() * window::ROWS;
     const uint32_t first = shared_address(windows(smem)->words) + consumer_lane() % 4 * (STAGE / 4);
 #pragma unroll
     for (int r = 0; r < S::OCTETS; r++) {
       const int i = consumer_lane() / 4 + r * 8;
-      const uint8_t *of_row = scales_of(s, tile.expert, weight_row_of<S>(args, tile, own + i));
-      at[r] = first + (in_vectors(s) ? i * 16 : i * 4 * window::WORDS + (s.k_stride == 1 ? (uintptr_t)of_row & 3 : 0));
+      at[r] = first + (in_vectors(s) ? i * 16 : i * 4 * window::WORDS);
+      if (in_words(s)) at[r] += (uintptr_t)row_of(args, smem.units[coming.stage], i) & 3;
     }
-    row = scales_of(s, tile.expert, weight_row_of<S>(args, tile, own + consumer_lane() % window::ROWS));
+    ahead = absent = false;
+    coming.advance();
+  }
+
+  DEVICE void skip_unit()
+  {
+    cp_async_wait_group<0>(); /* what came ahead is not used */
+    ahead = false;
+    coming.advance();
+  }
+
+  DEVICE static const uint8_t *row_of(const gemm_sm90_args &args, const tile_unit &tile, int i)
+  {
+    return scales_of(args.g.b.scale, tile.expert,
+                     weight_row_of<S>(args, tile, warp_of_consumers() * window::ROWS + i));
+  }
+
+  DEVICE void ask_for(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile)
+  {
+    row = row_of(args, tile, consumer_lane() % window::ROWS);
     left = args.g.k / operand<W>::K_PER_SCALE;
-    absent = false;
-    __syncwarp(); /* the last unit's are read */
-    copy(s, smem, 0);
+    copy(args.g.b.scale, smem, now ^ 1);
   }
 
   DEVICE static bool in_vectors(const scale_matrix &s)
@@ -122,6 +144,7 @@ template <class S> struct woven_scales {
     const uintptr_t places = (uintptr_t)s.base[0] | (uintptr_t)s.base[1] | s.expert_stride | s.n_stride;
     return !s.table[0] && s.k_stride == 1 && s.k_origin == 0 && places % 16 == 0;
   }
+  DEVICE static bool in_words(const scale_matrix &s) { return !in_vectors(s) && s.k_stride == 1; }
 
   /* The next window. No word is read that has no scale of the row. */
   DEVICE void copy(const scale_matrix &s, wgmma_smem<S> &smem, int w)
@@ -129,8 +152,7 @@ template <class S> struct woven_scales {
     uint32_t *words = windows(smem)[w].words;
     if (consumer_lane() < window::ROWS) {
       if (in_vectors(s))
-        cp_async_cg_16(shared_address(words + consumer_lane() * 4), left > 0 ? row : static_cast<const uint8_t *>(s.base[0]),
-                       min(max(left, 0), 16));
+        cp_async_cg_16(shared_address(words + consumer_lane() * 4), row, min(left, 16));
       else
         copy_words(s, words + consumer_lane() * window::WORDS);
     }
@@ -151,14 +173,19 @@ template <class S> struct woven_scales {
       }
   }
 
-  /* Window w is there, without what products cannot have, and the one after it asked for. */
-  DEVICE void turn(const scale_matrix &s, wgmma_smem<S> &smem, int w)
+  /* The next window is there, without what products cannot have, and the one after it asked for. */
+  DEVICE void turn(const gemm_sm90_args &args, wgmma_smem<S> &smem)
   {
+    const scale_matrix &s = args.g.b.scale;
     cp_async_wait_group<0>();
     __syncwarp();
-    if (consumer_lane() < window::ROWS) leave_out_absent(s, windows(smem)[w].words);
+    now ^= 1;
+    if (consumer_lane() < window::ROWS) leave_out_absent(s, windows(smem)[now].words);
     __syncwarp();
-    copy(s, smem, w ^ 1);
+    if (left > 0) return copy(s, smem, now ^ 1);
+    if (in_words(s) || !mbarrier_test_wait(&smem.posted[coming.stage], coming.phase)) return;
+    ahead = smem.units[coming.stage].expert >= 0;
+    if (ahead) ask_for(args, smem, smem.units[coming.stage]);
   }
 
   /* Of this lane's row. */
@@ -194,7 +221,7 @@ template <class S> struct woven_scales {
   /* Of the lane's weight rows and its 32 k, at a stage of all. */
   DEVICE FACTORS factors(int stage) const
   {
-    const uint32_t offset = stage / WINDOW % 2 * (uint32_t)sizeof(window) + stage % WINDOW * STAGE;
+    const uint32_t offset = now * (uint32_t)sizeof(window) + stage % WINDOW * STAGE;
     FACTORS f;
 #pragma unroll
     for (int r = 0; r < S::OCTETS; r++)
@@ -239,8 +266,7 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
   uint32_t stage = 0, before = 0; /* of the unit; of the ring */
 #pragma unroll 1
   for (int left = args.g.k; left > 0; left -= S::BK, at.advance(), stage++) {
-    if (stage % woven_scales<S>::WINDOW == 0)
-      scales.turn(args.g.b.scale, smem, stage / woven_scales<S>::WINDOW % 2);
+    if (stage % woven_scales<S>::WINDOW == 0) scales.turn(args, smem);
     const auto factors = scales.factors(stage);
     const uint32_t codes = codes0 + at.stage * (uint32_t)sizeof smem.weights[0],
                    tokens = tokens0 + at.stage * (uint32_t)(sizeof smem.rows[0] / 16);
@@ -302,9 +328,9 @@ DEVICE void scale_rest(const gemm_sm90_args &args, int expert, float (&acc)[S::B
 /* acc of one unit. */
 template <class S>
 DEVICE void multiply_woven(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
-                           float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+                           woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  woven_scales<S> scales(args, smem, smem.units[slot]);
+  scales.begin(args, smem);
   multiply_woven_wide<S, S::BM>(args, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), scales, acc);
   if (__any_sync(ALL_LANES, scales.absent)) add_absent<S>(args, smem.units[slot], acc);
   scale_rest<S>(args, smem.units[slot].expert, acc);
