@@ -163,14 +163,17 @@ template <class S> struct woven_scales {
 
   DEVICE void copy_words(const scale_matrix &s, uint32_t *to) const
   {
-    const int skew = (int)((uintptr_t)row & 3);
+    if (s.k_stride != 1) return copy_strided(s, reinterpret_cast<uint8_t *>(to));
+    const int skew = (int)((uintptr_t)row & 3), end = skew + min(left, 16);
+#pragma unroll
+    for (int i = 0; i < window::WORDS; i++)
+      if (i * 4 < end) cp_async_ca_4(shared_address(to + i), row - skew + i * 4, 4);
+  }
+
+  DEVICE void copy_strided(const scale_matrix &s, uint8_t *to) const
+  {
 #pragma unroll 1
-    for (int i = 0; i < (s.k_stride == 1 ? window::WORDS : 16); i++)
-      if (s.k_stride != 1) {
-        if (i < left) reinterpret_cast<uint8_t *>(to)[i] = __ldg(row + i * s.k_stride);
-      } else if (i * 4 < skew + min(left, 16)) {
-        cp_async_ca_4(shared_address(to + i), row - skew + i * 4, 4);
-      }
+    for (int i = 0; i < min(left, 16); i++) to[i] = __ldg(row + i * s.k_stride);
   }
 
   /* The next window is there, without what products cannot have, and the one after it asked for. */
@@ -183,7 +186,7 @@ template <class S> struct woven_scales {
     if (consumer_lane() < window::ROWS) leave_out_absent(s, windows(smem)[now].words);
     __syncwarp();
     if (left > 0) return copy(s, smem, now ^ 1);
-    if (in_words(s) || !mbarrier_test_wait(&smem.posted[coming.stage], coming.phase)) return;
+    if (!mbarrier_test_wait(&smem.posted[coming.stage], coming.phase)) return;
     ahead = smem.units[coming.stage].expert >= 0;
     if (ahead) ask_for(args, smem, smem.units[coming.stage]);
   }
@@ -232,18 +235,17 @@ template <class S> struct woven_scales {
 
 /* ---- consumers: products ---- */
 
-/* Codes of word w of a lane's rows, as operands: of each 16 k and block. */
+/* Of codes of word w of a lane's rows those of 16 k, as operands of each block. */
 template <class S, class FACTORS>
-DEVICE void unpack_woven(const uint2 (&raw)[S::OCTETS], int w, const FACTORS &factors, uint32_t (&a)[2][S::BLOCKS][4])
+DEVICE void unpack_woven(const uint2 (&raw)[S::OCTETS], int w, int part, const FACTORS &factors,
+                         uint32_t (&a)[S::BLOCKS][4])
 {
 #pragma unroll
   for (int r = 0; r < S::OCTETS; r++) {
-    const uint32_t word = w % 2 ? raw[r].y : raw[r].x;
-    uint32_t pair[4];
-    factors.decode(r, word, pair);
+    uint32_t pair[4]; /* of which two are used */
+    factors.decode(r, w % 2 ? raw[r].y : raw[r].x, pair);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      a[j / 2][r % S::BLOCKS][j % 2 * 2 + r / S::BLOCKS] = factors.scaled(r, w, pair[j]);
+    for (int j = 0; j < 2; j++) a[r % S::BLOCKS][j * 2 + r / S::BLOCKS] = factors.scaled(r, w, pair[part * 2 + j]);
   }
 }
 
@@ -271,25 +273,23 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
     const uint32_t codes = codes0 + at.stage * (uint32_t)sizeof smem.weights[0],
                    tokens = tokens0 + at.stage * (uint32_t)(sizeof smem.rows[0] / 16);
     wait_for(&smem.full[at.stage], at.phase);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+#pragma unroll(S::BM > 64 ? 1 : 2)
+    for (int half = 0; half < 2; half++) { /* rolled, it takes half as many registers of operands */
       uint2 raw[S::OCTETS];
 #pragma unroll
       for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_two(codes + half * 8 + r * 8 * S::WEIGHT_LINE);
 #pragma unroll
-      for (int w = 0; w < 2; w++) {
-        uint32_t a[2][S::BLOCKS][4];
-        unpack_woven<S>(raw, half * 2 + w, factors, a);
+      for (int i = 0; i < 4; i++) { /* 16 k */
+        uint32_t a[S::BLOCKS][4];
+        unpack_woven<S>(raw, half * 2 + i / 2, i % 2, factors, a);
         wgmma_fence();
 #pragma unroll
-        for (int part = 0; part < 2; part++)
-#pragma unroll
-          for (int block = 0; block < S::BLOCKS; block++)
-            wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[part][block],
-                                                          tokens + half * (S::BM * 8) + w * 4 + part * 2);
+        for (int block = 0; block < S::BLOCKS; block++)
+          wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens + half * (S::BM * 8) + i * 2);
         wgmma_commit_group();
         wgmma_wait_group<1>();
-        if (w == 0 && half == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
+        if (i == 0 && (half == 0 || S::BM > 64))
+          release_stage_if<S>(smem, before, half == 0 && stage > 0); /* its products are over */
       }
     }
     before = at.stage;
