@@ -237,13 +237,13 @@ template <class S> struct woven_scales {
 
 /* Of codes of word w of a lane's rows those of 16 k, as operands of each block. */
 template <class S, class FACTORS>
-DEVICE void unpack_woven(const uint2 (&raw)[S::OCTETS], int w, int part, const FACTORS &factors,
+DEVICE void unpack_woven(const uint4 (&raw)[S::OCTETS], int w, int part, const FACTORS &factors,
                          uint32_t (&a)[S::BLOCKS][4])
 {
 #pragma unroll
   for (int r = 0; r < S::OCTETS; r++) {
     uint32_t pair[4]; /* of which two are used */
-    factors.decode(r, w % 2 ? raw[r].y : raw[r].x, pair);
+    factors.decode(r, w == 0 ? raw[r].x : w == 1 ? raw[r].y : w == 2 ? raw[r].z : raw[r].w, pair);
 #pragma unroll
     for (int j = 0; j < 2; j++) a[r % S::BLOCKS][j * 2 + r / S::BLOCKS] = factors.scaled(r, w, pair[part * 2 + j]);
   }
@@ -273,24 +273,21 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
     const uint32_t codes = codes0 + at.stage * (uint32_t)sizeof smem.weights[0],
                    tokens = tokens0 + at.stage * (uint32_t)(sizeof smem.rows[0] / 16);
     wait_for(&smem.full[at.stage], at.phase);
-#pragma unroll(S::BM > 64 ? 1 : 2)
-    for (int half = 0; half < 2; half++) { /* rolled, it takes half as many registers of operands */
-      uint2 raw[S::OCTETS];
+    uint4 raw[S::OCTETS];
 #pragma unroll
-      for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_two(codes + half * 8 + r * 8 * S::WEIGHT_LINE);
+    for (int r = 0; r < S::OCTETS; r++) raw[r] = lds_128(codes + r * 8 * S::WEIGHT_LINE);
 #pragma unroll
-      for (int i = 0; i < 4; i++) { /* 16 k */
-        uint32_t a[S::BLOCKS][4];
-        unpack_woven<S>(raw, half * 2 + i / 2, i % 2, factors, a);
-        wgmma_fence();
+    for (int i = 0; i < S::BK / 16; i++) {
+      uint32_t a[S::BLOCKS][4];
+      unpack_woven<S>(raw, i / 2, i % 2, factors, a);
+      wgmma_fence();
 #pragma unroll
-        for (int block = 0; block < S::BLOCKS; block++)
-          wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens + half * (S::BM * 8) + i * 2);
-        wgmma_commit_group();
-        wgmma_wait_group<1>();
-        if (i == 0 && (half == 0 || S::BM > 64))
-          release_stage_if<S>(smem, before, half == 0 && stage > 0); /* its products are over */
-      }
+      for (int block = 0; block < S::BLOCKS; block++)
+        wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block],
+                                                      tokens + i / 4 * (S::BM * 8) + i % 4 * 2);
+      wgmma_commit_group();
+      wgmma_wait_group<1>();
+      if (i == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
     }
     before = at.stage;
   }
