@@ -25,8 +25,8 @@ template <class S> struct alignas(16) scale_window {
 /* What a stage has besides. */
 template <class S> struct woven_stages {
   scale_window<S> windows[S::CONSUMERS * S::GROUP / WARP_SIZE][2]; /* a warp's own */
-  uint64_t posted[UNITS_AHEAD];    /* which unit it is, for weavers */
-  uint64_t rows_there[S::STAGES];  /* as they lie in memory; `full`: woven, and the codes */
+  uint64_t posted[UNITS_AHEAD];                                    /* which unit it is, for weavers */
+  uint64_t rows_there[S::STAGES]; /* as they lie in memory; `full`: woven, and the codes */
 };
 
 /* ---- weavers ---- */
@@ -91,13 +91,13 @@ template <class S> struct woven_scales {
   using FACTORS = weight_factors<typename S::X, W>;
   using window = scale_window<S>;
   static constexpr int STAGE = scale_bytes_of<S>(), WINDOW = 16 / STAGE; /* bytes of a row and stage; stages */
-  const uint8_t *row; /* this lane's next window */
-  int left;           /* scales from there on */
-  uint32_t now = 0;   /* which window is in use */
-  uint32_t at[S::OCTETS];             /* of the lane's rows and k in window 0 */
-  pipeline_state<UNITS_AHEAD> coming; /* the next unit */
-  bool ahead = false;                 /* its first window is on its way */
-  bool absent;                        /* some of a tile's scales are not in its products */
+  const uint8_t *row;                                                    /* this lane's next window */
+  int left;                                                              /* scales from there on */
+  uint32_t now = 0;                                                      /* which window is in use */
+  uint32_t at[S::OCTETS];                                                /* of the lane's rows and k in window 0 */
+  pipeline_state<UNITS_AHEAD> coming;                                    /* the next unit */
+  bool ahead = false;                                                    /* its first window is on its way */
+  bool absent; /* some of a tile's scales are not in its products */
 
   DEVICE static scale_window<S> *windows(wgmma_smem<S> &smem) { return smem.windows[warp_of_consumers()]; }
   DEVICE static int warp_of_consumers() { return (int)(tid_x() / WARP_SIZE) - S::GROUP / WARP_SIZE; }
@@ -128,8 +128,7 @@ template <class S> struct woven_scales {
 
   DEVICE static const uint8_t *row_of(const gemm_sm90_args &args, const tile_unit &tile, int i)
   {
-    return scales_of(args.g.b.scale, tile.expert,
-                     weight_row_of<S>(args, tile, warp_of_consumers() * window::ROWS + i));
+    return scales_of(args.g.b.scale, tile.expert, weight_row_of<S>(args, tile, warp_of_consumers() * window::ROWS + i));
   }
 
   DEVICE void ask_for(const gemm_sm90_args &args, wgmma_smem<S> &smem, const tile_unit &tile)
@@ -144,7 +143,10 @@ template <class S> struct woven_scales {
     const uintptr_t places = (uintptr_t)s.base[0] | (uintptr_t)s.base[1] | s.expert_stride | s.n_stride;
     return !s.table[0] && s.k_stride == 1 && s.k_origin == 0 && places % 16 == 0;
   }
-  DEVICE static bool in_words(const scale_matrix &s) { return !in_vectors(s) && s.k_stride == 1; }
+  DEVICE static bool in_words(const scale_matrix &s)
+  {
+    return !in_vectors(s) && s.k_stride == 1;
+  }
 
   /* The next window. No word is read that has no scale of the row. */
   DEVICE void copy(const scale_matrix &s, wgmma_smem<S> &smem, int w)
@@ -283,8 +285,7 @@ DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pi
       wgmma_fence();
 #pragma unroll
       for (int block = 0; block < S::BLOCKS; block++)
-        wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block],
-                                                      tokens + i / 4 * (S::BM * 8) + i % 4 * 2);
+        wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens + i / 4 * (S::BM * 8) + i % 4 * 2);
       wgmma_commit_group();
       wgmma_wait_group<1>();
       if (i == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
