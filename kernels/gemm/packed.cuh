@@ -27,7 +27,7 @@ struct packed_shape
   static_assert(WEIGHT_LINE == 64 && BK / 32 == 4, "the swizzle that consumers undo; a vector of factors");
 };
 
-/* The same for few rows (gemm/woven_tile.cuh): four warpgroups of consumers. */
+/* The same for few rows (gemm/woven_tile.cuh). Four warpgroups of consumers (20 warps) are possible, too. */
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, 12> {
   static constexpr bool WOVEN = true;

@@ -6,9 +6,8 @@
  * (w, j < 4, t < 2) is multiplied as k 32 w + 8 j + 2 q + t. Rows come by tensor copies in their own order; HELPERS
  * warps of the producers put each stage's into that order where it lies.
  *
- * Four warpgroups of consumers have 64 weight rows each. While one unpacks others are multiplied. A lane asks for the
- * scales of one weight row of its warp, 16 bytes at a time and long before they are used; the lanes of a row get them
- * by shuffles.
+ * A consumer's warp copies the scales of its weight rows itself, 16 bytes a row at a time and long before they are
+ * used, into a place of its own.
  */
 #ifndef CUMOE_WOVEN_TILE_CUH
 #define CUMOE_WOVEN_TILE_CUH
@@ -85,7 +84,7 @@ template <class S> DEVICE void weave(const gemm_sm90_args &args, wgmma_smem<S> &
 
 /* ---- consumers: scales ---- */
 
-/* A lane copies those of its row a window ahead: behind a unit's last those of the next unit, if it is there by then. */
+/* A lane copies those of its row a window ahead; behind a unit's last those of the next unit, if it is posted. */
 template <class S> struct woven_scales {
   using W = typename S::CODE;
   using FACTORS = weight_factors<typename S::X, W>;
