@@ -5,9 +5,12 @@
  * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
  * are put together and scaled into sums of f32.
  *
+ * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Tiles of 48 have four warpgroups of
+ * consumers (WIDE), which unpack each weight once for wgmma: while one waits for products, the others scale.
+ *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
- * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is two arrays, of
- * upper bytes and of lower ones.
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by octet,
+ * their upper bytes and then their lower ones, so that both are columns of one product.
  *
  * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer
  * over that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
@@ -21,14 +24,23 @@
 template <class S> struct fixed_scales;
 
 template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
-struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
+struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS, (BM > 32 ? 4 : 2)> {
   using SCALES = fixed_scales<fixed_shape>;
-  static constexpr bool FIXED = true, ZEROS = false;
+  static constexpr bool FIXED = true, ZEROS = false, WIDE = BM > 32;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr int ROW_REGISTERS = 64, CONSUMER_REGISTERS = 176;
+  static constexpr bool POST_FIRST = WIDE;
+  static constexpr int PRODUCER_REGISTERS = WIDE ? 88 : 96, ROW_REGISTERS = WIDE ? 40 : 64,
+                       CONSUMER_REGISTERS = WIDE ? 96 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
+
+/* Where row r of a slab begins, and its lower bytes behind the upper ones. */
+enum { LOWER_BYTES = 1024 };
+DEVICE int fixed_row_offset(int r)
+{
+  return r / 8 * 2 * LOWER_BYTES + r % 8 * 128;
+}
 
 /* ---- producers ---- */
 
@@ -36,9 +48,9 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4])
 {
-  const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
+  const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + fixed_row_offset(row) + word * 4;
   const float scale = put_fixed<typename S::X, 8>(v, [&](int plane, int chunk, uint32_t bytes) {
-    sts_32(to + plane * S::BM * 128 + (chunk ^ row % 8) * 16, bytes);
+    sts_32(to + plane * LOWER_BYTES + (chunk ^ row % 8) * 16, bytes);
   });
   if (word == 0) smem.staging.row_scales[slab][stage][row] = scale;
 }
@@ -82,11 +94,11 @@ template <class S> struct fixed_rows {
         const int r = thread() / CHUNKS + i * STEP;
         if (r >= octets * 8) continue;
         const bool there = source[i] >= 0 && chunk() * 16 < bytes;
-        const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + r * 128 + (chunk() ^ r % 8) * 16;
+        const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + fixed_row_offset(r) + (chunk() ^ r % 8) * 16;
         const char *from =
             static_cast<const char *>(args.a) + (there ? (source[i] * args.a_ld + k) * 2 + chunk() * 16 : 0);
         cp_async_cg_16(to, from, there ? 16 : 0);
-        cp_async_cg_16(to + S::BM * 128, from + (there ? bytes : 0), there ? 16 : 0);
+        cp_async_cg_16(to + LOWER_BYTES, from + (there ? bytes : 0), there ? 16 : 0);
       }
     }
     const int own = k0 / FIXED_GROUP + own_slab();
@@ -122,9 +134,10 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
 
 /* ---- consumers: scales ---- */
 
-/* Of a lane's four rows; row r is of octet r of its warp. */
+/* Of a lane's rows; row r is of octet r of its warp. */
 template <class S> struct fixed_scales {
-  using slab_scales = float[S::SLABS][4];
+  static constexpr int ROWS = S::OCTETS;
+  using slab_scales = float[S::SLABS][ROWS];
   static constexpr bool absent = false;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
   uint32_t row;   /* the first one's shared address in stage 0 */
@@ -135,7 +148,7 @@ template <class S> struct fixed_scales {
     row = shared_address(smem.scales[0].words[row0]);
     skews = 0;
 #pragma unroll
-    for (int r = 0; r < 4; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
+    for (int r = 0; r < ROWS; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
   }
 
   /* Of the stage of k0 and on; beyond the end of k the last one's. */
@@ -144,9 +157,9 @@ template <class S> struct fixed_scales {
     const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
               next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
     const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
-    uint32_t at[4];
+    uint32_t at[ROWS];
 #pragma unroll
-    for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
+    for (int r = 0; r < ROWS; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
     switch (args.b.scale.dtype) {
     case DT_BF16: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
     case DT_F16: return load_all(at, next * size, by, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });
@@ -154,10 +167,10 @@ template <class S> struct fixed_scales {
     }
   }
 
-  template <class F> DEVICE static void load_all(const uint32_t (&at)[4], int next, slab_scales &by, F value)
+  template <class F> DEVICE static void load_all(const uint32_t (&at)[ROWS], int next, slab_scales &by, F value)
   {
 #pragma unroll
-    for (int r = 0; r < 4; r++) by[0][r] = value(at[r]), by[1][r] = value(at[r] + next);
+    for (int r = 0; r < ROWS; r++) by[0][r] = value(at[r]), by[1][r] = value(at[r] + next);
   }
 };
 
@@ -181,7 +194,7 @@ template <class S> struct fixed_places {
   {
     const int lane = tid_x() % WARP_SIZE, r = lane % 8;
     codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + lane % 4 * 4;
-    rows = shared_address(smem.rows[0]) + lane / 16 * S::BM * 128 + r * 128 + (lane / 8 % 2 ^ r) * 16;
+    rows = shared_address(smem.rows[0]) + lane / 16 * LOWER_BYTES + r * 128 + (lane / 8 % 2 ^ r) * 16;
   }
 };
 
@@ -194,14 +207,23 @@ template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t ro
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
-    ldmatrix_x4(b, rows + octet * 1024);
+    ldmatrix_x4(b, rows + octet * 2 * LOWER_BYTES);
     const uint32_t high[2] = {b[0], b[1]}, low[2] = {b[2], b[3]};
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++) {
       mma_m16n8k32_s8(sums[0][block][octet], a[block], high);
-      mma_m16n8k32_s8u8(sums[1][block][octet], a[block], low);
+      mma_m16n8k32_s8(sums[1][block][octet], a[block], low);
     }
   }
+}
+
+/* What codes times 16 have made too large. */
+template <class S, int N> DEVICE void take_sixteenth(float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+#pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
 }
 
 /* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
@@ -231,7 +253,7 @@ DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], c
   constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
   fixed_sums<S, WIDTH> slab = {};
 #pragma unroll
-  for (int b = 0; b < 4; b++) multiply_bytes<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, slab);
+  for (int b = 0; b < 4; b++) multiply_bytes<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 2 * LOWER_BYTES, slab);
   add_slab<S, FIRST, WIDTH>(slab, by, scales, sums);
   if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, by, scales, sums);
 }
@@ -257,10 +279,115 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
     }
     release<S>(smem, at.stage);
   }
+  take_sixteenth<S, N>(sums);
+}
+
+/* ---- the same by wgmma, 64 weight rows a warpgroup ---- */
+
+/* A slab's 128 k of a lane's two rows, as operands of 32 k each. signs: 0x80808080, in a register, as an instruction has
+ * one constant. */
+template <class S> DEVICE void unpack_slab(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])
+{
 #pragma unroll
-  for (int block = 0; block < S::BLOCKS; block++)
+  for (int b = 0; b < 4; b++)
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
+    for (int r = 0; r < 2; r++) {
+      const uint32_t word = lds_32((codes ^ b * 16) + r * 8 * S::ROW_BYTES);
+      a[b][r] = (word << 4 ^ signs) & 0xf0f0f0f0;
+      a[b][2 + r] = (word ^ signs) & 0xf0f0f0f0;
+    }
+}
+
+/* 0x80808080 of the codes' offset, which is 8: found anew each time, and by no constant, as registers are few and an
+ * instruction has one constant. */
+DEVICE uint32_t signs_of_codes(const gemm_args &args)
+{
+  uint32_t signs;
+  asm volatile("mul.lo.u32 %0, %1, 0x10101010;" : "=r"(signs) : "r"(args.b.offset));
+  return signs;
+}
+
+/* Where a lane reads its codes of stage 0. */
+template <class S> DEVICE uint32_t codes_of_lane(const mixed_smem<S> &smem)
+{
+  return shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+}
+
+/* Exact sums of a slab and of octets of rows, a lane's upper and then its lower bytes of each: under way. */
+template <int OCTETS> DEVICE void multiply_octets(const uint32_t (&a)[4][4], uint32_t rows, int32_t (&sums)[32])
+{
+  wgmma_fence();
+#pragma unroll
+  for (int b = 0; b < 4; b++) wgmma_registers_m64k32_s8<OCTETS * 16>::run(sums, a[b], rows + b * 2, b > 0);
+  wgmma_commit_group();
+}
+
+/* sums of octets FIRST and on += those of a slab. */
+template <class S, int FIRST, int OCTETS>
+DEVICE void add_octets(const int32_t (&slab)[32], const float (&by)[2], const float *scales,
+                       float (&sums)[S::ACCUMULATORS])
+{
+#pragma unroll
+  for (int octet = 0; octet < OCTETS; octet++) {
+    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float sum = (float)(slab[octet * 8 + i] * 256 + slab[octet * 8 + 4 + i]);
+      float &to = sums[(FIRST + octet) * 4 + i];
+      to = fmaf(sum, by[i / 2] * (i % 2 ? own.y : own.x), to);
+    }
+  }
+}
+
+/* FIRST octets of rows and REST more, one after the other: registers are few. */
+template <class S, int FIRST, int REST, class SCALES>
+DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
+                            float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr bool FEW = FIRST + REST <= 4; /* else registers are few, and places found anew */
+  const uint32_t first_codes = FEW ? codes_of_lane<S>(smem) : 0;
+  int32_t slab_sums[32] = {};
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+    float by[S::SLABS][2];
+    wait_for(&smem.full[at.stage], at.phase);
+    fence_proxy_async_shared(); /* rows come by cp.async */
+    scales.load(args, at.stage, k0, by);
+    const uint32_t codes =
+        (FEW ? first_codes : codes_of_lane<S>(smem)) + at.stage * (uint32_t)sizeof(smem.codes[0]);
+#pragma unroll 1
+    for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
+      uint32_t a[4][4];
+      unpack_slab<S>(codes ^ slab * 64, signs_of_codes(args), a);
+      const uint32_t rows = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]);
+      const float *own_scales = smem.staging.row_scales[slab][at.stage];
+      const float own[2] = {slab ? by[1][0] : by[0][0], slab ? by[1][1] : by[0][1]};
+      multiply_octets<FIRST>(a, rows, slab_sums);
+      wgmma_wait_group<0>();
+      hold(slab_sums);
+      add_octets<S, 0, FIRST>(slab_sums, own, own_scales, sums[0]);
+      if constexpr (REST > 0) {
+        multiply_octets<REST>(a, rows + FIRST * (2 * LOWER_BYTES >> 4), slab_sums);
+        wgmma_wait_group<0>();
+        hold(slab_sums);
+        add_octets<S, FIRST, REST>(slab_sums, own, own_scales, sums[0]);
+      }
+    }
+    release<S>(smem, at.stage);
+  }
+  take_sixteenth<S, (FIRST + REST) * 8>(sums);
+}
+
+template <class S, int OCTETS, class SCALES>
+DEVICE void multiply_wide_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                                SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int LESS = OCTETS > 4 ? OCTETS - 2 : OCTETS - 1;
+  if constexpr (LESS > 0) {
+    if (rows <= LESS * 8) return multiply_wide_fixed<S, LESS>(args, smem, at, rows, scales, sums);
+  }
+  constexpr int REST = OCTETS > 4 ? OCTETS / 2 : 0;
+  multiply_wide_n<S, OCTETS - REST, REST>(args, smem, at, scales, sums);
 }
 
 /* In widths of whole octets. */
@@ -268,10 +395,14 @@ template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  if constexpr (N > 8) {
-    if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
+  if constexpr (S::WIDE) {
+    return multiply_wide_fixed<S, N / 8>(args, smem, at, rows, scales, sums);
+  } else {
+    if constexpr (N > 8) {
+      if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
+    }
+    multiply_fixed_n<S, N>(args, smem, at, scales, sums);
   }
-  multiply_fixed_n<S, N>(args, smem, at, scales, sums);
 }
 
 #endif

@@ -36,5 +36,11 @@ template <class T, int N> struct wgmma_registers_m64k16 {
     wgmma<T, N, false, false>(d, a, 0, 0x40000040ull << 32 | b, true);
   }
 };
+template <int N> struct wgmma_registers_m64k32_s8 {
+  template <int COUNT> static DEVICE void run(int32_t (&d)[COUNT], const uint32_t (&a)[4], uint32_t b, bool add)
+  {
+    wgmma<s8, N, false, false>(d, a, 0, 0x40000040ull << 32 | b, add);
+  }
+};
 
 #endif
