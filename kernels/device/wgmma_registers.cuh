@@ -38,6 +38,14 @@ DEVICE void cp_async_ca_8(uint32_t shared, const void *global, int bytes)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+/* a b, where it is asked for: not kept in a register from an earlier place. */
+DEVICE uint32_t multiply_anew(uint32_t a, uint32_t b)
+{
+  uint32_t product;
+  asm volatile("mul.lo.u32 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 /* Of two elements each, rounded once; subnormals are kept. */
 template <class T> DEVICE uint32_t mul_pairs(uint32_t a, uint32_t b);
 template <> DEVICE uint32_t mul_pairs<bf16>(uint32_t a, uint32_t b)

@@ -60,11 +60,14 @@ DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int w
 template <class S> struct fixed_rows {
   static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = S::GROUP / CHUNKS, EACH = S::BM / STEP;
   static_assert(S::SLABS * S::BM <= S::GROUP, "a thread has one scale of a stage");
-  int32_t source[EACH], scaled, octets;
+  const char *from[EACH]; /* where its chunks of rows begin */
+  uint32_t there;         /* a bit a row: else zeros */
+  int32_t scaled, octets;
 
-  DEVICE static int thread() { return (int)tid_x() - S::GROUP; }
-  DEVICE static int chunk() { return thread() % CHUNKS; }
-  DEVICE static int own_slab() { return thread() / S::BM; }
+  DEVICE static unsigned thread() { return tid_x() - S::GROUP; }
+  DEVICE static int chunk() { return (int)(thread() % CHUNKS); }
+  DEVICE static int own_slab() { return (int)(thread() / S::BM); }
+  DEVICE static int row(int i) { return (int)(thread() / CHUNKS) + i * STEP; }
 
   DEVICE static int32_t find(const gemm_args &args, const tile_unit &unit, int r)
   {
@@ -77,35 +80,55 @@ template <class S> struct fixed_rows {
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
     octets = ceil_div(unit.rows, 8);
+    there = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) source[i] = find(args, unit, thread() / CHUNKS + i * STEP);
-    const int r = thread() % S::BM;
+    for (int i = 0; i < EACH; i++) {
+      const int32_t source = find(args, unit, row(i));
+      from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
+      there |= (uint32_t)(source >= 0) << i;
+    }
+    const int r = (int)(thread() % S::BM);
     scaled = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
   }
 
   /* Of the stage of k0 and on; where there is no row, and past the end of k, zeros. Octets without a row are left. */
   DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
   {
+    const int first = row(0), end = octets * 8 - first;
+    const uint32_t to = shared_address(smem.rows[stage][0]) + fixed_row_offset(first) + (chunk() ^ first % 8) * 16;
 #pragma unroll
-    for (int slab = 0; slab < S::SLABS; slab++) {
-      const int k = k0 + slab * FIXED_GROUP, bytes = min(args.k - k, (int)FIXED_GROUP); /* of a plane */
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const int r = thread() / CHUNKS + i * STEP;
-        if (r >= octets * 8) continue;
-        const bool there = source[i] >= 0 && chunk() * 16 < bytes;
-        const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + fixed_row_offset(r) + (chunk() ^ r % 8) * 16;
-        const char *from =
-            static_cast<const char *>(args.a) + (there ? (source[i] * args.a_ld + k) * 2 + chunk() * 16 : 0);
-        cp_async_cg_16(to, from, there ? 16 : 0);
-        cp_async_cg_16(to + LOWER_BYTES, from + (there ? bytes : 0), there ? 16 : 0);
-      }
+    for (int i = 0; i < EACH; i++) {
+      if (i * STEP >= end) break;
+      if (k0 + S::BK <= args.k)
+        copy_whole(to + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1);
+      else
+        copy_last(args, to + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1, k0);
     }
     const int own = k0 / FIXED_GROUP + own_slab();
-    const bool there = scaled >= 0 && own * FIXED_GROUP < args.k;
+    const bool known = scaled >= 0 && own * FIXED_GROUP < args.k;
     if (own_slab() < S::SLABS)
       cp_async_ca_4(shared_address(&smem.staging.row_scales[own_slab()][stage][thread() % S::BM]),
-                    args.a_scale + (there ? own * args.a_scale_ld + scaled : 0), there ? 4 : 0);
+                    args.a_scale + (known ? own * args.a_scale_ld + scaled : 0), known ? 4 : 0);
+  }
+
+  DEVICE static void copy_whole(uint32_t to, const char *row, bool there)
+  {
+#pragma unroll
+    for (int i = 0; i < 2 * S::SLABS; i++)
+      cp_async_cg_16(to + i / 2 * 2 * S::BM * 128 + i % 2 * LOWER_BYTES, row + i * FIXED_GROUP, there ? 16 : 0);
+  }
+
+  /* A slab's planes are as long as its k. */
+  DEVICE static void copy_last(const gemm_args &args, uint32_t to, const char *row, bool there, int k0)
+  {
+#pragma unroll 1
+    for (int slab = 0; slab < S::SLABS; slab++) {
+      const int k = slab * FIXED_GROUP, bytes = min(args.k - k0 - k, (int)FIXED_GROUP);
+      const bool known = there && chunk() * 16 < bytes;
+      const char *own = known ? row + k * 2 : static_cast<const char *>(args.a);
+      cp_async_cg_16(to + slab * 2 * S::BM * 128, own, known ? 16 : 0);
+      cp_async_cg_16(to + slab * 2 * S::BM * 128 + LOWER_BYTES, own + (known ? bytes : 0), known ? 16 : 0);
+    }
   }
 };
 
@@ -298,13 +321,11 @@ template <class S> DEVICE void unpack_slab(uint32_t codes, uint32_t signs, uint3
     }
 }
 
-/* 0x80808080 of the codes' offset, which is 8: found anew each time, and by no constant, as registers are few and an
+/* 0x80808080 of the codes' offset, which is 8: found anew each time, and no constant, as registers are few and an
  * instruction has one constant. */
 DEVICE uint32_t signs_of_codes(const gemm_args &args)
 {
-  uint32_t signs;
-  asm volatile("mul.lo.u32 %0, %1, 0x10101010;" : "=r"(signs) : "r"(args.b.offset));
-  return signs;
+  return multiply_anew(args.b.offset, 0x10101010);
 }
 
 /* Where a lane reads its codes of stage 0. */
