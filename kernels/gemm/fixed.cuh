@@ -5,8 +5,9 @@
  * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
  * are put together and scaled into sums of f32.
  *
- * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Tiles of 48 have four warpgroups of
- * consumers (WIDE), which unpack each weight once for wgmma: while one waits for products, the others scale.
+ * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Wider tiles (WIDE) have
+ * each weight unpacked once, for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is
+ * unpacked or scaled.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
  * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by octet,
@@ -24,14 +25,12 @@
 template <class S> struct fixed_scales;
 
 template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
-struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS, (BM > 32 ? 4 : 2)> {
+struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using SCALES = fixed_scales<fixed_shape>;
   static constexpr bool FIXED = true, ZEROS = false, WIDE = BM > 32;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr bool POST_FIRST = WIDE;
-  static constexpr int PRODUCER_REGISTERS = WIDE ? 88 : 96, ROW_REGISTERS = WIDE ? 40 : 64,
-                       CONSUMER_REGISTERS = WIDE ? 96 : 176;
+  static constexpr int ROW_REGISTERS = WIDE ? 48 : 64, CONSUMER_REGISTERS = WIDE ? 184 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
 
@@ -157,10 +156,9 @@ template <class S> DEVICE void copy_fixed(const gemm_args &args, mixed_smem<S> &
 
 /* ---- consumers: scales ---- */
 
-/* Of a lane's rows; row r is of octet r of its warp. */
+/* Of a lane's four rows; row r is of octet r of its warp. */
 template <class S> struct fixed_scales {
-  static constexpr int ROWS = S::OCTETS;
-  using slab_scales = float[S::SLABS][ROWS];
+  using slab_scales = float[S::SLABS][4];
   static constexpr bool absent = false;
   static constexpr int OCTET_BYTES = 8 * 4 * S::SCALE_WORDS;
   uint32_t row;   /* the first one's shared address in stage 0 */
@@ -171,7 +169,7 @@ template <class S> struct fixed_scales {
     row = shared_address(smem.scales[0].words[row0]);
     skews = 0;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
+    for (int r = 0; r < 4; r++) skews |= (uint32_t)smem.skew[slot % S::UNIT_SLOTS][row0 + r * 8] << r * 8;
   }
 
   /* Of the stage of k0 and on; beyond the end of k the last one's. */
@@ -180,9 +178,9 @@ template <class S> struct fixed_scales {
     const int first = scale_block<S>(args, k0), size = scale_size<S>(args),
               next = scale_block<S>(args, min(k0 + S::SLAB, args.k - 32)) - first;
     const uint32_t round = scales_in_vectors<S>(args) ? 15 : 3, from = row + stage * (uint32_t)sizeof(scale_stage<S>);
-    uint32_t at[ROWS];
+    uint32_t at[4];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
+    for (int r = 0; r < 4; r++) at[r] = from + r * OCTET_BYTES + ((skews >> r * 8) + first * size & round);
     switch (args.b.scale.dtype) {
     case DT_BF16: return load_all(at, next * size, by, [](uint32_t p) { return __uint_as_float(lds_u16(p) << 16); });
     case DT_F16: return load_all(at, next * size, by, [](uint32_t p) { return scale_value(lds_u16(p), DT_F16); });
@@ -190,10 +188,10 @@ template <class S> struct fixed_scales {
     }
   }
 
-  template <class F> DEVICE static void load_all(const uint32_t (&at)[ROWS], int next, slab_scales &by, F value)
+  template <class F> DEVICE static void load_all(const uint32_t (&at)[4], int next, slab_scales &by, F value)
   {
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) by[0][r] = value(at[r]), by[1][r] = value(at[r] + next);
+    for (int r = 0; r < 4; r++) by[0][r] = value(at[r]), by[1][r] = value(at[r] + next);
   }
 };
 
@@ -305,33 +303,25 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
   take_sixteenth<S, N>(sums);
 }
 
-/* ---- the same by wgmma, 64 weight rows a warpgroup ---- */
+/* ---- the same by wgmma ---- */
 
-/* A slab's 128 k of a lane's two rows, as operands of 32 k each. signs: 0x80808080, in a register, as an instruction has
- * one constant. */
-template <class S> DEVICE void unpack_slab(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])
-{
-#pragma unroll
-  for (int b = 0; b < 4; b++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint32_t word = lds_32((codes ^ b * 16) + r * 8 * S::ROW_BYTES);
-      a[b][r] = (word << 4 ^ signs) & 0xf0f0f0f0;
-      a[b][2 + r] = (word ^ signs) & 0xf0f0f0f0;
-    }
-}
-
-/* 0x80808080 of the codes' offset, which is 8: found anew each time, and no constant, as registers are few and an
- * instruction has one constant. */
+/* 0x80808080 of the codes' offset, which is 8: no constant, as an instruction has one. */
 DEVICE uint32_t signs_of_codes(const gemm_args &args)
 {
   return multiply_anew(args.b.offset, 0x10101010);
 }
 
-/* Where a lane reads its codes of stage 0. */
-template <class S> DEVICE uint32_t codes_of_lane(const mixed_smem<S> &smem)
+/* A slab's 128 k of a block, as operands of 32 k each. */
+template <class S> DEVICE void unpack_block(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])
 {
-  return shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+#pragma unroll
+  for (int b = 0; b < 4; b++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32_t word = lds_32((codes ^ b * 16) + r * 16 * S::ROW_BYTES);
+      a[b][r] = (word << 4 ^ signs) & 0xf0f0f0f0;
+      a[b][2 + r] = (word ^ signs) & 0xf0f0f0f0;
+    }
 }
 
 /* Exact sums of a slab and of octets of rows, a lane's upper and then its lower bytes of each: under way. */
@@ -343,11 +333,12 @@ template <int OCTETS> DEVICE void multiply_octets(const uint32_t (&a)[4][4], uin
   wgmma_commit_group();
 }
 
-/* sums of octets FIRST and on += those of a slab. */
-template <class S, int FIRST, int OCTETS>
-DEVICE void add_octets(const int32_t (&slab)[32], const float (&by)[2], const float *scales,
-                       float (&sums)[S::ACCUMULATORS])
+/* sums of a block and of octets FIRST and on += those of a slab, when at most PENDING groups are under way. */
+template <class S, int FIRST, int OCTETS, int PENDING>
+DEVICE void add_octets(int32_t (&slab)[32], float even, float odd, const float *scales, float (&sums)[S::ACCUMULATORS])
 {
+  wgmma_wait_group<PENDING>();
+  hold(slab);
 #pragma unroll
   for (int octet = 0; octet < OCTETS; octet++) {
     const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
@@ -355,9 +346,10 @@ DEVICE void add_octets(const int32_t (&slab)[32], const float (&by)[2], const fl
     for (int i = 0; i < 4; i++) {
       const float sum = (float)(slab[octet * 8 + i] * 256 + slab[octet * 8 + 4 + i]);
       float &to = sums[(FIRST + octet) * 4 + i];
-      to = fmaf(sum, by[i / 2] * (i % 2 ? own.y : own.x), to);
+      to = fmaf(sum * (i < 2 ? even : odd), i % 2 ? own.y : own.x, to);
     }
   }
+  hold(sums); /* before the next products, for which registers would not do */
 }
 
 /* FIRST octets of rows and REST more, one after the other: registers are few. */
@@ -365,34 +357,40 @@ template <class S, int FIRST, int REST, class SCALES>
 DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
                             float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr bool FEW = FIRST + REST <= 4; /* else registers are few, and places found anew */
-  const uint32_t first_codes = FEW ? codes_of_lane<S>(smem) : 0;
-  int32_t slab_sums[32] = {};
+  int32_t slab_sums[2][32] = {};
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
-    float by[S::SLABS][2];
+    float by[S::SLABS][4];
     wait_for(&smem.full[at.stage], at.phase);
     fence_proxy_async_shared(); /* rows come by cp.async */
+    int32_t skews[1] = {(int32_t)scales.skews}; /* not four registers from before the loop */
+    hold(skews);
+    scales.skews = skews[0];
     scales.load(args, at.stage, k0, by);
-    const uint32_t codes =
-        (FEW ? first_codes : codes_of_lane<S>(smem)) + at.stage * (uint32_t)sizeof(smem.codes[0]);
+    const uint32_t first_codes =
+        shared_address(smem.codes[at.stage]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
 #pragma unroll 1
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
-      uint32_t a[4][4];
-      unpack_slab<S>(codes ^ slab * 64, signs_of_codes(args), a);
-      const uint32_t rows = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]);
-      const float *own_scales = smem.staging.row_scales[slab][at.stage];
-      const float own[2] = {slab ? by[1][0] : by[0][0], slab ? by[1][1] : by[0][1]};
-      multiply_octets<FIRST>(a, rows, slab_sums);
-      wgmma_wait_group<0>();
-      hold(slab_sums);
-      add_octets<S, 0, FIRST>(slab_sums, own, own_scales, sums[0]);
+      const uint32_t codes = first_codes ^ slab * 64,
+                     rows = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]),
+                     rest = rows + FIRST * (2 * LOWER_BYTES >> 4), signs = signs_of_codes(args);
+      const float *row_scales = smem.staging.row_scales[slab][at.stage];
+      float own[4];
+#pragma unroll
+      for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
+      uint32_t a[2][4][4];
+      unpack_block<S>(codes, signs, a[0]);
+      multiply_octets<FIRST>(a[0], rows, slab_sums[0]);
+      unpack_block<S>(codes + 8 * S::ROW_BYTES, signs, a[1]);
+      multiply_octets<FIRST>(a[1], rows, slab_sums[1]);
+      add_octets<S, 0, FIRST, 1>(slab_sums[0], own[0], own[2], row_scales, sums[0]);
       if constexpr (REST > 0) {
-        multiply_octets<REST>(a, rows + FIRST * (2 * LOWER_BYTES >> 4), slab_sums);
-        wgmma_wait_group<0>();
-        hold(slab_sums);
-        add_octets<S, FIRST, REST>(slab_sums, own, own_scales, sums[0]);
+        multiply_octets<REST>(a[0], rest, slab_sums[0]);
+        add_octets<S, 0, FIRST, 1>(slab_sums[1], own[1], own[3], row_scales, sums[1]);
+        multiply_octets<REST>(a[1], rest, slab_sums[1]);
+        add_octets<S, FIRST, REST, 1>(slab_sums[0], own[0], own[2], row_scales, sums[0]);
       }
+      add_octets<S, REST ? FIRST : 0, REST ? REST : FIRST, 0>(slab_sums[1], own[1], own[3], row_scales, sums[1]);
     }
     release<S>(smem, at.stage);
   }

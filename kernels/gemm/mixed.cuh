@@ -18,22 +18,19 @@
 
 template <class S, class W> struct format_scales;
 
-template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, int WARPS, int CONSUMERS_ = 2>
-struct mixed_shape : PRODUCT {
+template <class PRODUCT, int CLUSTER_, int BM_, int BN, int BK_, int STAGES_, int WARPS> struct mixed_shape : PRODUCT {
   using SCALES = format_scales<mixed_shape, typename PRODUCT::W>;
   static constexpr int BM = BM_, BK = BK_, STAGES = STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool SCALED = false;                /* rows have no scales */
   static constexpr bool FIXED = false;                 /* rows are stored in fixed point (gemm/fixed.cuh) */
-  static constexpr bool POST_FIRST = false; /* the next unit is found before a unit's copies: few registers */
   static constexpr int COLUMNS = PRODUCT::HALVES * BN; /* weight rows of a tile */
   static constexpr bool N_MAJOR = false;
-  /* Warpgroups: of consumers; producers of weights, and of rows if there are two more, else of both. */
-  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = CONSUMERS_,
-                       PRODUCERS = THREADS / GROUP - CONSUMERS;
+  /* Warpgroups: two of consumers; producers of weights, and of rows if there are four, else of both. */
+  static constexpr int GROUP = 128, THREADS = WARPS * WARP_SIZE, CONSUMERS = 2, PRODUCERS = THREADS / GROUP - CONSUMERS;
   static constexpr bool APART = PRODUCERS == 2;
-  static constexpr int ROWS = COLUMNS * WARP_SIZE / (CONSUMERS * GROUP); /* weight rows of a warp */
+  static constexpr int ROWS = 32; /* weight rows of a warp */
   /* A warp's outputs, as warpgroup_tile.cuh has them: no less than it stores at once. */
-  static constexpr int BLOCKS = ROWS / 16, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 ? BM / 2 : 8;
+  static constexpr int BLOCKS = 2, OCTETS = 2 * BLOCKS, ACCUMULATORS = BM > 16 ? BM / 2 : 8;
   static constexpr int GRANULE = 16, GRANULES = COLUMNS / GRANULE;
   static constexpr int SLAB = 128, SLABS = BK / SLAB, BITS = operand<typename PRODUCT::W>::BITS;
   static constexpr int ROW_BYTES = BK * BITS / 8; /* codes of a stage */
@@ -42,13 +39,13 @@ struct mixed_shape : PRODUCT {
   static constexpr bool U4 = same_type<typename PRODUCT::W, u4>;
   /* What a thread starts with, and what becomes of it. */
   static constexpr int OF_BOTH = U4 ? 152 : 136;
-  static constexpr int REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
+  static constexpr int REGISTERS = APART ? 128 : 168, PRODUCER_REGISTERS = APART ? 96 : OF_BOTH,
                        ROW_REGISTERS = APART ? 80 : 0;
   static constexpr int CONSUMER_REGISTERS =
       (REGISTERS * THREADS / GROUP - PRODUCER_REGISTERS - ROW_REGISTERS) / CONSUMERS;
   static constexpr int PLANE = 64, PLANES = BK / PLANE; /* rows of A: as wgmma reads them, 128 bytes of k at a time */
   static constexpr int WGMMA_FROM = 32;                 /* tokens: fewer are quicker by mma.sync */
-  static_assert(CLUSTER == 1 && (BLOCKS == 1 || BLOCKS == 2) && (PRODUCERS == 1 || APART), "whole blocks a warp");
+  static_assert(CLUSTER == 1 && CONSUMERS * GROUP == COLUMNS && (PRODUCERS == 1 || APART), "32 rows a warp");
   /* Experts whose rows are looked up once: what a fourth stage leaves room for. */
   static constexpr int RANGES = U4 ? MAX_EXPERTS / 2 : MAX_EXPERTS;
   static constexpr int UNIT_SLOTS = UNITS_AHEAD / 2; /* producers are no more than STAGES + 1 units ahead */
@@ -313,7 +310,7 @@ DEVICE void produce_tile(const gemm_args &args, mixed_smem<S> &smem, int slot, c
       cp_async_mbarrier_arrive_noinc(&smem.full[next.stage]);
     }
     if (k0 == 0) {
-      if (!S::POST_FIRST) post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
+      post_next_unit<S>(args, smem, slot + 1); /* its barrier is that of look_up, too */
       if (!S::APART) tokens.load_early(args, smem, slot, rows, 0);
     }
     if (!S::APART) store_rows<S>(args, smem, tokens, slot, rows, k0, at.stage, next.stage, two);
@@ -342,18 +339,14 @@ template <class S> DEVICE void produce(const gemm_args &args, mixed_smem<S> &sme
 #pragma unroll 1
   for (int slot = 0; smem.units[slot].expert >= 0; slot = (slot + 1) % UNITS_AHEAD) {
     mixed_weights<S> weights;
+    weights.set_unit(args, smem.units[slot]);
     int before = 0;
-    if (!S::POST_FIRST || !waited) weights.set_unit(args, smem.units[slot]);
     if (!waited) {
 #pragma unroll 1
       for (; before + 2 * S::BK <= min(args.k, S::STAGES * S::BK); before += 2 * S::BK)
         weights.copy(args, smem, before / S::BK + mixed_weights<S>::lane() / (S::LANES / 2), before);
       wait_for_earlier_grids();
       waited = true;
-    }
-    if (S::POST_FIRST) {
-      post_next_unit<S>(args, smem, slot + 1);
-      weights.set_unit(args, smem.units[slot]);
     }
     produce_tile<S>(args, smem, slot, weights, before, at);
   }
@@ -411,7 +404,7 @@ template <class S> DEVICE int consumer_group()
   return consumer_warp<S>() / (S::GROUP / WARP_SIZE);
 }
 
-/* The first of a lane's weight rows in a tile; the others are 8 on, or 8, 16, 24. */
+/* The first of a lane's weight rows in a tile; the others are 8, 16, 24 on. */
 template <class S> DEVICE int lane_row()
 {
   return consumer_warp<S>() * S::ROWS + tid_x() % WARP_SIZE / 4;
