@@ -352,11 +352,18 @@ DEVICE void add_octets(int32_t (&slab)[32], float even, float odd, const float *
   hold(sums); /* before the next products, for which registers would not do */
 }
 
+/* Where a lane reads its codes of stage 0. */
+template <class S> DEVICE uint32_t place_of_codes(const mixed_smem<S> &smem)
+{
+  return shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+}
+
 /* FIRST octets of rows and REST more, one after the other: registers are few. */
 template <class S, int FIRST, int REST, class SCALES>
 DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
                             float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
+  const uint32_t place = REST > 0 ? 0 : place_of_codes<S>(smem); /* else registers are too few */
   int32_t slab_sums[2][32] = {};
 #pragma unroll 1
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
@@ -368,7 +375,7 @@ DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline
     scales.skews = skews[0];
     scales.load(args, at.stage, k0, by);
     const uint32_t first_codes =
-        shared_address(smem.codes[at.stage]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+        (REST > 0 ? place_of_codes<S>(smem) : place) + at.stage * (uint32_t)sizeof(smem.codes[0]);
 #pragma unroll 1
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
       const uint32_t codes = first_codes ^ slab * 64,
