@@ -1,8 +1,8 @@
 /*
  * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of 2^-14 of the power of two at or
- * below the largest, in 16 bits: 256 times an upper byte, and a lower one, both signed; a multiple's worth is the slab's
- * scale. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of 1.5 times
- * it, still less than 2^-14 of the largest.
+ * below the largest, in 16 bits: 256 times an upper byte, and a lower one, both signed; a multiple's worth is the
+ * slab's scale. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of
+ * 1.5 times it, still less than 2^-14 of the largest.
  *
  * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Of each
  * 32 k the even ones come first, then the odd ones: two chunks of 16 bytes. Four lanes have a slab of a row: lane
@@ -35,7 +35,7 @@ DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
   high = __byte_perm(a, b, 0x7632);
 }
 
-/* Eight elements of run q: put(plane, chunk, four bytes). Lower bytes come out 128 more, upper ones as they should be. */
+/* Eight elements of run q: put(plane, chunk, four bytes). Lower bytes come out 128 more, upper ones as they should. */
 template <class X, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
 {
   constexpr float ONE = FIXED_ONE + 128.f;

@@ -5,13 +5,13 @@
  * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
  * are put together and scaled into sums of f32.
  *
- * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Wider tiles (WIDE) have
- * each weight unpacked once, for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is
- * unpacked or scaled.
+ * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Wider tiles (WIDE) have each weight
+ * unpacked once, for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is unpacked or
+ * scaled.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
- * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by octet,
- * their upper bytes and then their lower ones, so that both are columns of one product.
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by
+ * octet, their upper bytes and then their lower ones, so that both are columns of one product.
  *
  * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer
  * over that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
@@ -369,7 +369,7 @@ DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline
   for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
     float by[S::SLABS][4];
     wait_for(&smem.full[at.stage], at.phase);
-    fence_proxy_async_shared(); /* rows come by cp.async */
+    fence_proxy_async_shared();                 /* rows come by cp.async */
     int32_t skews[1] = {(int32_t)scales.skews}; /* not four registers from before the loop */
     hold(skews);
     scales.skews = skews[0];
@@ -378,8 +378,7 @@ DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline
         (REST > 0 ? place_of_codes<S>(smem) : place) + at.stage * (uint32_t)sizeof(smem.codes[0]);
 #pragma unroll 1
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
-      const uint32_t codes = first_codes ^ slab * 64,
-                     rows = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]),
+      const uint32_t codes = first_codes ^ slab * 64, rows = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]),
                      rest = rows + FIRST * (2 * LOWER_BYTES >> 4), signs = signs_of_codes(args);
       const float *row_scales = smem.staging.row_scales[slab][at.stage];
       float own[4];
