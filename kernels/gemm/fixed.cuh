@@ -5,9 +5,9 @@
  * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
  * are put together and scaled into sums of f32.
  *
- * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Wider tiles (WIDE) have each weight
- * unpacked once, for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is unpacked or
- * scaled.
+ * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Wider tiles (WIDE) have each
+ * weight unpacked once, for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is unpacked
+ * or scaled.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
  * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by
