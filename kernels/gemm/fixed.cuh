@@ -27,13 +27,17 @@ template <class S> struct fixed_scales;
 template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using SCALES = fixed_scales<fixed_shape>;
-  static constexpr bool FIXED = true, ZEROS = false, WIDE = BM > 32;
+  static constexpr bool FIXED = true, ZEROS = false;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr int ROW_REGISTERS = WIDE ? 48 : 64, CONSUMER_REGISTERS = WIDE ? 184 : 176;
+  static constexpr int PRODUCER_REGISTERS = BM > 32 ? 96 : 104, ROW_REGISTERS = BM > 32 ? 48 : 56,
+                       CONSUMER_REGISTERS = BM > 32 ? 184 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
 
+#ifndef SYNC_ROWS
+#define SYNC_ROWS 8
+#endif
 /* Where row r of a slab begins, and its lower bytes behind the upper ones. */
 enum { LOWER_BYTES = 1024 };
 DEVICE int fixed_row_offset(int r)
@@ -403,31 +407,19 @@ DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline
   take_sixteenth<S, (FIRST + REST) * 8>(sums);
 }
 
-template <class S, int OCTETS, class SCALES>
-DEVICE void multiply_wide_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
-                                SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
-{
-  constexpr int LESS = OCTETS > 4 ? OCTETS - 2 : OCTETS - 1;
-  if constexpr (LESS > 0) {
-    if (rows <= LESS * 8) return multiply_wide_fixed<S, LESS>(args, smem, at, rows, scales, sums);
-  }
-  constexpr int REST = OCTETS > 4 ? OCTETS / 2 : 0;
-  multiply_wide_n<S, OCTETS - REST, REST>(args, smem, at, scales, sums);
-}
-
-/* In widths of whole octets. */
+/* In widths of whole octets, from 32 rows on of pairs of them. */
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  if constexpr (S::WIDE) {
-    return multiply_wide_fixed<S, N / 8>(args, smem, at, rows, scales, sums);
-  } else {
-    if constexpr (N > 8) {
-      if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
-    }
-    multiply_fixed_n<S, N>(args, smem, at, scales, sums);
+  constexpr int LESS = N > 32 ? N - 16 : N - 8, REST = N > 32 ? N / 16 : 0;
+  if constexpr (LESS > 0) {
+    if (rows <= LESS) return multiply_fixed<S, LESS>(args, smem, at, rows, scales, sums);
   }
+  if constexpr (N <= SYNC_ROWS)
+    multiply_fixed_n<S, N>(args, smem, at, scales, sums);
+  else
+    multiply_wide_n<S, N / 8 - REST, REST>(args, smem, at, scales, sums);
 }
 
 #endif
