@@ -31,6 +31,7 @@ static void add_remarks(text *t, const layer_plan *p, stage s)
 {
   if (s == STAGE_few_up)
     add(t, "; does map, up%s%s", p->few_in_one ? ", down, combine" : "", p->few_gates ? ", gate" : "");
+  if (s == STAGE_few_up && p->few_fills) add(t, "; a memset fills its words first");
   if (s == STAGE_few_down) add(t, "; does down, combine");
   if (s == STAGE_router && p->few_in_one) add(t, "; fills few_up's words");
   if (s == STAGE_up && p->copies_rows) add(t, "; puts its rows in order in y first");
@@ -78,6 +79,7 @@ static layer_call usual_call(const cumoe_moe_desc *d, const struct weights *w, i
                       .up = w ? w->up_facts : best,
                       .down = w ? w->down_facts : best,
                       .has_router = true,
+                      .logits_f32 = true,
                       .router_hidden = d->hidden,
                       .router_dtype = d->dtype,
                       .router_tmap = d->dtype != DT_F32,

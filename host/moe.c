@@ -597,6 +597,7 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
                   .has_map = a->expert_map.data != NULL,
                   .has_ids = is_routed(a),
                   .has_chosen = is_chosen(a),
+                  .logits_f32 = a->logits.data == NULL || a->logits.dtype == CUMOE_F32,
                   .has_expert_scale = a->expert_scale.data != NULL,
                   .has_select_bias = a->select_bias.data != NULL,
                   .has_shared = with->shared != NULL,
@@ -608,6 +609,13 @@ static layer_call call_of(const layer_operands *with, const cumoe_moe_args *a)
   if (c.has_shared_gate)
     c.shared_gate_dtype = a->shared_gate.dtype, c.shared_gate_tmap = tmap_serves_views(&a->x, &a->shared_gate);
   return c;
+}
+
+/* What a router would do for a few_up that does all. */
+static cumoe_status fill_words(const router_protocol *p, cumoe_stream stream)
+{
+  TRY_CUDA(cudaMemsetAsync(p->fill, 0xff, (size_t)p->fill_vectors * 16, stream));
+  return CUMOE_OK;
 }
 
 /* Whatever may fail but the launches themselves comes before the first of them. */
@@ -624,6 +632,7 @@ static cumoe_status run(const pass *p, const struct weights *weights, cumoe_stre
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (mapped_of(&l, s)) TRY(encode_maps(context, &p->lp.steps[s], mapped_of(&l, s)));
   TRY(encode_few_maps(context, &p->lp.steps[STAGE_few_up], &l.few));
+  if (p->lp.few_fills) TRY(fill_words(&l.router.router.r.protocol, stream));
   for (stage s = 0; s < STAGE_COUNT; ++s)
     if (p->lp.steps[s].row >= 0 && !(s == STAGE_combine && ends->combines) && !(s == STAGE_few_up && ends->fews))
       TRY(launch(context, &p->lp.steps[s], arguments_of(&l, s), stream));

@@ -232,7 +232,7 @@ static op_shape few_up_shape(const layer *l)
   const cumoe_moe_desc *d = l->d;
   op_shape s = gemm_shape(l, OP_few_up, &l->c->up, false);
   s.tmap = l->c->up.tmap && l->c->down.tmap;
-  s.in_one = l->c->has_router && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
+  s.in_one = !l->c->filled && !is_forced(l, OP_few_down) && l->c->up.major == l->c->down.major &&
              class_of(&d->up_format, d->dtype) == class_of(&d->down_format, d->dtype) &&
              (is_forced(l, OP_few_up) || dealt_pays(l, &s));
   return s;
@@ -263,7 +263,7 @@ static bool wants_few(const layer *l)
 static bool few_can_gate(const layer *l)
 {
   const gate_args gate = gate_kind(l);
-  return GATE_IN_FEW_UP(gate);
+  return l->c->logits_f32 && GATE_IN_FEW_UP(gate);
 }
 
 /* One grid multiplies both, so that they have to be of the same types, and lie alike. */
@@ -285,9 +285,9 @@ static void widen_router(const layer *l, layer_plan *p)
 static void add_few(const layer *l, layer_plan *p)
 {
   const op_shape up = few_up_shape(l), down = gemm_shape(l, OP_few_down, &l->c->down, false);
-  p->few_in_one = is_dealt(choose(l->m, &up)) ||
-                  ((l->c->has_router || l->c->filled) && !is_forced(l, OP_few_down) && few_alike(l, &up, &down));
-  p->few_gates = p->few_in_one && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
+  p->few_in_one = is_dealt(choose(l->m, &up)) || (!is_forced(l, OP_few_down) && few_alike(l, &up, &down));
+  p->few_fills = p->few_in_one && !l->c->has_router && !l->c->filled;
+  p->few_gates = p->few_in_one && !l->c->has_ids && !l->c->filled && !is_forced(l, OP_gate) && few_can_gate(l);
   add(l, p, STAGE_few_up, &up);
   if (is_dealt(p->steps[STAGE_few_up].row)) widen_router(l, p);
   if (!p->few_in_one) add(l, p, STAGE_few_down, &down);

@@ -104,6 +104,7 @@ typedef struct layer_call {
   int32_t router_hidden; /* columns of its weights */
   bool has_ids;          /* routed by the caller: no gate */
   bool has_chosen;       /* the caller gives ids, and the gate weighs them */
+  bool logits_f32;       /* what the gate reads: the router's, or such of the caller's */
   bool has_select_bias;  /* the gate adds it */
   bool has_expert_scale; /* the gate multiplies by it */
   bool has_shared;       /* shared expert */
@@ -119,7 +120,8 @@ typedef struct layer_plan {
   launch_step steps[STAGE_COUNT];
   bool few;                 /* few_up does what map, up, down and combine do */
   bool few_in_one;          /* and what few_down does: the router clears the words for it */
-  bool few_gates;           /* and what the gate does */
+  bool few_fills;           /* words for it are filled by a memset, as there is no router */
+  bool few_gates;           /* and what the gate does, of logits in f32 */
   bool copies_rows;         /* up puts its rows in order in a copy, for the bulk copies that feed its products */
   bool codes_h;             /* up makes the codes of h that down multiplies: no quantize between them */
   bool by_expert;           /* down waits for the h of an expert instead of for the end of up */

@@ -2636,7 +2636,7 @@ static void open_caller_work(void)
 static void open_bench(int32_t device)
 {
   bench.cpu = device == CUMOE_DEVICE_CPU;
-  bench.next = bench.cpu ? (uintptr_t)arena : (uintptr_t)1 << 40;
+  bench.next = bench.cpu ? (uintptr_t)arena : SHIM_LENT;
   const cumoe_context_config config = {.size = sizeof config, .cpu_threads = 1};
   CHECK_OK(cumoe_context_create(device, &config, &bench.context));
   CHECK_OK(cumoe_context_create(bench.cpu ? 1 : 0, NULL, &bench.other));

@@ -30,7 +30,7 @@ static void prepare(member *m)
 {
   size_t bytes = 0;
   shim_reset();
-  m->w.next = (uintptr_t)1 << 40;
+  m->w.next = SHIM_LENT;
   small_layer(&m->w);
   OWN(cudaSetDevice(1));
   const bool by_nccl = m->config.flags & CUMOE_GROUP_NCCL;

@@ -859,7 +859,7 @@ static void begin_world(const scenario *s, world *w)
 {
   shim_heal();
   shim_drop_context();
-  *w = (world){.next = (uintptr_t)1 << 40};
+  *w = (world){.next = SHIM_LENT};
   s->prepare(w);
   shim_mark();
 }
@@ -1079,14 +1079,14 @@ static void first_calls(void)
           world w;
           const int64_t live = shim_live();
           shim_fail(p.channel, p.nth, false, p.error);
-          w = (world){.next = (uintptr_t)1 << 40};
+          w = (world){.next = SHIM_LENT};
           cumoe_status status = cumoe_context_create(1, NULL, &w.context);
           if (status == CUMOE_OK) status = allocate(&w);
           const bool right = shim_failed() == NULL || status_is_right(first[i], status, p.error, false);
           if (!right) printf("# %s failed: %s: %s\n", shim_failed(), cumoe_status_name(status), cumoe_last_error());
           finish(&w, false);
           shim_heal();
-          w = (world){.next = (uintptr_t)1 << 40};
+          w = (world){.next = SHIM_LENT};
           first[i]->prepare(&w);
           const bool works = first[i]->act(&w) == CUMOE_OK;
           if (!works) printf("# no second try: %s\n", cumoe_last_error());

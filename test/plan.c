@@ -1195,6 +1195,7 @@ static layer_call call_for(const cumoe_moe_desc *d, int64_t tokens, int bits)
                       .router_dtype = bits & 8 ? DT_F32 : d->dtype,
                       .router_tmap = !(bits & 8),
                       .has_ids = bits & 4 && bits & 16,
+                      .logits_f32 = !(bits & 128),
                       .has_select_bias = bits & 32,
                       .has_shared = d->shared_inter != 0,
                       .shared_up = d->shared_up_format.element ? scaled : b,
@@ -1272,6 +1273,7 @@ static void check_plan_steps(const gpu *g, const cumoe_moe_desc *d, const layer_
       [STAGE_shared_quantize_h] = c->has_shared && is_changed(&d->shared_down_format),
       [STAGE_few_up] = p->few,
       [STAGE_few_down] = p->few && !p->few_in_one};
+  CHECK(p->few_fills == (p->few_in_one && !c->has_router && !c->filled));
   static const stage at[] = {STAGE_router, STAGE_gate, STAGE_map_count, STAGE_map, STAGE_COUNT, STAGE_up, STAGE_down};
   op_shape s[MAX_SHAPES];
   const int n = shapes_of(d, c->tokens, c->up.major, c->down.major, c->router_dtype == DT_F32, s);
@@ -1317,7 +1319,7 @@ static void test_random_plans(rng *r)
       if (!CHECK_OK(check_moe_desc(&given, &d))) break;
       int64_t tokens = n % 3 ? random_tokens(r, &d) : 1 + rng_below(r, 40);
       while ((wide)tokens * d.hidden * 2 > (wide)1 << 40) tokens = (tokens + 1) / 2;
-      const layer_call c = call_for(&d, tokens, (int)rng_below(r, 128));
+      const layer_call c = call_for(&d, tokens, (int)rng_below(r, 256));
       const layer_plan p = plan_layer(&m, &d, &c);
       if (p.refused != STAGE_COUNT && formats_lack_rows(&gpus[i], &d, &c)) continue;
       if (!CHECK_MSG(p.refused == STAGE_COUNT, "%s is refused", stage_name(p.refused))) break;
@@ -1378,7 +1380,7 @@ static layer_plan plan_of(const machine *m, const layer_case *l)
   return plan_layer(m, &d, &c);
 }
 
-enum { IDS = 4 | 16, LOGITS = 4, N_MAJOR = 1, NO_MAPS = 2, F32_ROUTER = 8 };
+enum { IDS = 4 | 16, LOGITS = 4, LOGITS_OF_16_BITS = 4 | 128, N_MAJOR = 1, NO_MAPS = 2, F32_ROUTER = 8 };
 
 static const layer_case layer_cases[] = {
     /* few: inter from 192, many tokens from 512; SMs idle; rows an expert; bytes */
@@ -1419,17 +1421,18 @@ static const layer_case layer_cases[] = {
     {8, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, ALONE},
     {16, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, ALONE},
     {17, 2, 4096, 14336, 8, DT_BF16, 0, ALONE, 0},
-    /* few without a router ahead is two grids, and the gate's is its own; it takes no tensor maps */
-    {1, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, FEW},
-    {1, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, FEW},
-    {2, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, FEW},
-    {2, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, FEW},
-    {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW},
+    /* few without a router ahead: a memset fills its words; it takes no tensor maps */
+    {1, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, ALONE},
+    {2, 8, 2048, 768, 128, DT_F16, LOGITS, ALONE, ALONE},
+    {2, 8, 2048, 768, 128, DT_BF16, LOGITS, ALONE, ALONE},
+    {1, 8, 2048, 768, 128, DT_BF16, LOGITS_OF_16_BITS, ALONE, FEW | ONE},
+    {1, 8, 2048, 768, 128, DT_BF16, IDS, ALONE, FEW | ONE},
     {1, 8, 2048, 768, 128, DT_BF16, F32_ROUTER, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, NO_MAPS, ALONE, ALONE},
     {1, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
-    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR, ALONE, ALONE}, /* dealt, behind a router */
-    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | LOGITS, ALONE, 0},
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR, ALONE, ALONE}, /* dealt */
+    {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | LOGITS, ALONE, ALONE},
     {2, 8, 2048, 768, 128, DT_F16, N_MAJOR | NO_MAPS, ALONE, 0},
     {32, 8, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, ALONE},
     {33, 7, 2048, 768, 128, DT_BF16, N_MAJOR, ALONE, 0},

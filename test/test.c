@@ -597,6 +597,7 @@ static bool compare(const char *what, const tensor *got, int64_t first, int64_t 
 {
   double worst = 0;
   int64_t at = 0, wrong = 0;
+  if (!CHECK_MSG(got->cols > 0, "%s: nothing there to compare", what)) return false;
   for (int64_t i = 0; i < rows * got->cols; i++) {
     double e = excess(tensor_get(got, first, i), want[i]);
     if (e > 1) wrong++;

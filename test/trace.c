@@ -28,7 +28,7 @@ static cumoe_status clear_fault(world *w)
 static const launching launches[] = {
     {"forward from ids", small_layer, run_routed, "map up down combine "},
     {"forward from logits", small_layer, run_logits, "gate map map up down combine "},
-    {"forward of one token", wide_layer, run_wide, "gate few few "},
+    {"forward of one token", wide_layer, run_wide, "few "},
     {"forward of one token from the router", wide_layer, run_wide_routed, "router few "},
     {"forward with everything", shared_layer, run_everything, "router gate map up down router up down combine "},
     {"forward, unreduced", unreduced_layer, run_unreduced, "gate map up down combine "},
@@ -110,7 +110,7 @@ static void test_launches(void)
 {
   for (int i = 0; i < LAUNCHES; i++) {
     const launching *l = &launches[i];
-    world w = {.next = (uintptr_t)1 << 40};
+    world w = {.next = SHIM_LENT};
     shim_drop_context();
     l->prepare(&w);
     case_begin("%s, captured first", l->name);
@@ -131,7 +131,7 @@ static void test_launches(void)
 /* What the kernels were told, of a forward call with everything. */
 static void test_arguments(void)
 {
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   case_begin("forward with everything");
   shared_layer(&w);
   const uintptr_t from = w.next;
@@ -172,7 +172,7 @@ static void test_arguments(void)
 /* Many tokens: up copies its rows to where down will write, and counts in what the map has cleared. */
 static void test_copy_arguments(void)
 {
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   case_begin("forward from logits");
   small_layer(&w);
   CHECK_OK(run_logits(&w));
@@ -192,7 +192,7 @@ static void test_copy_arguments(void)
   end_world(&w);
   case_end();
   case_begin("stages: what is lent is not discarded");
-  w = (world){.next = (uintptr_t)1 << 40};
+  w = (world){.next = SHIM_LENT};
   small_layer(&w);
   CHECK_OK(run_stages(&w));
   combine = shim_last_args("combine");
@@ -203,12 +203,25 @@ static void test_copy_arguments(void)
   case_end();
 }
 
+/* A row of few_down forced: it keeps few_up from doing all. */
+static void force_few_down(world *w)
+{
+  cumoe_variant_info v = {.size = sizeof v};
+  int32_t row = 0;
+  for (; row < cumoe_variant_count(); row++) {
+    CHECK_OK(cumoe_variant_get(w->context, row, &v));
+    if (strcmp(v.op, "few_down") == 0 && v.w == CUMOE_BF16 && strcmp(v.major, "K") == 0) break;
+  }
+  CHECK_OK(cumoe_variant_force(w->context, row));
+}
+
 /* The same of one token, where two kernels are told alike what map, up, down and combine would be. */
 static void test_few_arguments(void)
 {
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   case_begin("forward of one token");
   wide_layer(&w);
+  force_few_down(&w);
   CHECK_OK(run_wide(&w));
   const gate_args *gate = shim_last_args("gate");
   const few_args *few = shim_last_args("few_up");
@@ -231,7 +244,7 @@ static void test_few_arguments(void)
  * behind it, which have a region of their own. */
 static void test_few_from_router(void)
 {
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   case_begin("forward of one token");
   wide_layer(&w);
   CHECK_OK(run_wide_routed(&w));
@@ -248,11 +261,32 @@ static void test_few_from_router(void)
   case_end();
 }
 
+/* From logits of the caller's, too: a fill comes first. */
+static void test_few_from_logits(void)
+{
+  char fill[64];
+  world w = {.next = SHIM_LENT};
+  case_begin("forward of one token, filled");
+  wide_layer(&w);
+  shim_mark();
+  CHECK_OK(run_wide(&w));
+  const few_args *few = shim_last_args("few_up");
+  const uintptr_t h = (uintptr_t)few->up.c, words = (uintptr_t)few->protocol.weights;
+  const size_t bytes = (words - h + FEW_BYTES(TOP_K) + 255) / 256 * 256;
+  snprintf(fill, sizeof fill, "cudaMemsetAsync %zu, byte 255", bytes);
+  CHECK(h % 256 == 0 && words >= h + 2 * TOP_K * FEW_INTER);
+  CHECK_MSG(strstr(shim_trace(), fill) && strstr(shim_trace(), fill) < strstr(shim_trace(), "cumoe_few_up"), "%s: %s",
+            fill, shim_trace());
+  CHECK(few->gate.logits != NULL && few->gate.ids == few->map.ids && few->gate.weights == few->out.pair_weights);
+  end_world(&w);
+  case_end();
+}
+
 /* One token too, but with an output or weights that those two do not make. */
 static void check_not_few(const char *name, uint32_t flags, uint32_t routing)
 {
   char kernels[400];
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   case_begin("%s", name);
   cumoe_moe_desc d = describe(CUMOE_BF16);
   d.inter = FEW_INTER, d.flags = flags, d.routing.flags |= routing;
@@ -329,7 +363,7 @@ static void check_machine(const machine_case *m)
  * ended. */
 static void check_portable(bool early)
 {
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   small_layer(&w);
   shim_mark();
   CHECK_OK(run_routed(&w));
@@ -570,7 +604,7 @@ static void test_errors(void)
   shim_reset();
   case_end();
   case_begin("a kernel that cannot be launched");
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   small_layer(&w);
   make_current(ITS_DEVICE);
   shim_fail(SHIM_CUDA, 2, false, cudaErrorInvalidValue);
@@ -1200,7 +1234,7 @@ static const struct {
 static void test_corners(void)
 {
   for (size_t i = 0; i < sizeof corners / sizeof corners[0]; i++) {
-    world w = {.next = (uintptr_t)1 << 40};
+    world w = {.next = SHIM_LENT};
     case_begin("%s", corners[i].name);
     small_layer(&w);
     corners[i].test(&w);
@@ -1265,7 +1299,7 @@ static void *sit(void *argument)
 static void test_threads(void)
 {
   case_begin("%d threads on one context", THREADS);
-  world w = {.next = (uintptr_t)1 << 40};
+  world w = {.next = SHIM_LENT};
   static seat seats[THREADS];
   pthread_t threads[THREADS];
   shim_drop_context();
@@ -1291,6 +1325,7 @@ static const test_group groups[] = {
     ALONE("arguments of up with a copy", test_copy_arguments, ONCE),
     ALONE("arguments of the kernels of few tokens", test_few_arguments, ONCE),
     ALONE("arguments of the kernels of few tokens, from the router", test_few_from_router, ONCE),
+    ALONE("arguments of the kernels of few tokens, from logits", test_few_from_logits, ONCE),
     ALONE("few tokens of other layers", test_not_few, ONCE),
     ALONE("machines", test_machines, ONCE),
     ALONE("a full device", test_full_device, ONCE),

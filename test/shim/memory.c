@@ -259,8 +259,19 @@ static bool in_arenas(const void *at)
   return false;
 }
 
+static bool is_lent(const void *at)
+{
+  return (uintptr_t)at >= SHIM_LENT && (uintptr_t)at < SHIM_LENT_END;
+}
+
+static bool can_fill(const void *at)
+{
+  return in_arenas(at) || is_lent(at) || host_block_at(at) != NULL;
+}
+
 cudaError_t shim_move(const node *n)
 {
+  if (n->src == NULL && is_lent(n->dst)) return cudaSuccess;
   const bool to_device = in_arenas(n->dst), from_device = n->src != NULL && in_arenas(n->src);
   for (size_t r = 0; r < n->rows; r++) {
     unsigned char *to = bytes_at((char *)n->dst + r * n->dst_pitch, n->width, to_device);
@@ -325,7 +336,7 @@ cudaError_t cudaMemset2DAsync(void *dst, size_t pitch, int byte, size_t width, s
   const node n = {.dst = dst, .dst_pitch = pitch, .src_pitch = pitch, .width = width, .rows = rows, .byte = byte};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu x %zu, pitch %zu, byte %d", rows, width, pitch, byte);
   if (error == cudaSuccess && (pitch < width || pitch > INT32_MAX)) error = cudaErrorInvalidPitchValue;
-  if (error == cudaSuccess && !in_arenas(dst) && host_block_at(dst) == NULL) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess && !can_fill(dst)) error = cudaErrorInvalidValue;
   if (error == cudaSuccess) error = put(&n, stream);
   return shim_end(error);
 }
@@ -334,7 +345,7 @@ cudaError_t cudaMemsetAsync(void *dst, int byte, size_t bytes, cudaStream_t stre
 {
   const node n = {.dst = dst, .dst_pitch = bytes, .src_pitch = bytes, .width = bytes, .rows = 1, .byte = byte};
   cudaError_t error = BEGIN(SHIM_MOVE | SHIM_CONTEXT, "%zu, byte %d", bytes, byte);
-  if (error == cudaSuccess && !in_arenas(dst) && host_block_at(dst) == NULL) error = cudaErrorInvalidValue;
+  if (error == cudaSuccess && !can_fill(dst)) error = cudaErrorInvalidValue;
   if (error == cudaSuccess) error = put(&n, stream);
   return shim_end(error);
 }

@@ -108,6 +108,10 @@ void *shim_nccl_handle(void);        /* as of dlopen */
 
 /* ---- for tests ---- */
 
+/* Addresses of device memory that is not there, for operands that nobody reads: a fill of it does nothing. */
+#define SHIM_LENT     ((uintptr_t)1 << 40)
+#define SHIM_LENT_END ((uintptr_t)1 << 41)
+
 void shim_write(void *device, const void *from, size_t bytes); /* device memory, no call recorded */
 void shim_read(void *to, const void *device, size_t bytes);
 cudaError_t shim_last_error(void); /* of the thread; no call recorded */
