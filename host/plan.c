@@ -347,7 +347,7 @@ static void add_quantize(const layer *l, layer_plan *p, stage at, const op_shape
 /* The most rows for which there is room for what fixed point needs besides them: a few an expert, as fixed serves. */
 static int64_t fixed_most(const cumoe_moe_desc *d)
 {
-  enum { ROWS_AN_EXPERT = 32 };
+  enum { ROWS_AN_EXPERT = 64 };
   return (int64_t)d->local_experts * ROWS_AN_EXPERT;
 }
 

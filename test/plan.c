@@ -958,7 +958,7 @@ static wide groups_of(const cumoe_format *f, int64_t cols)
   return wide_ceil(f->origin[1] % f->row_group + cols, f->row_group);
 }
 
-/* Scales of rows that are brought into fixed point: of at most 32 rows an expert. */
+/* Scales of rows that are brought into fixed point: of at most 64 rows an expert. */
 static wide fixed_scales(const cumoe_format *f, wide rows, int64_t cols)
 {
   const bool fixed = f->element == CUMOE_ELEMENT_U4 && f->zero == CUMOE_ZERO_NONE && f->offset == 8 && !f->rows &&
@@ -1030,8 +1030,8 @@ static int regions_of(const cumoe_moe_desc *d, int64_t tokens, const workspace_l
       CODES(x, d->up_format, d->up_format.act_order || d->up_format.rows == CUMOE_ROWS_STATIC_EXPERT ? t * k : t,
             d->hidden),
       CODES(h, d->down_format, t * k, d->inter),
-      {"fixed_x", w->x_scale, fixed_scales(&d->up_format, t < local * 32 / k ? t : local * 32 / k, d->hidden)},
-      {"fixed_h", w->h_scale, fixed_scales(&d->down_format, t * k < local * 32 ? t * k : local * 32, d->inter)},
+      {"fixed_x", w->x_scale, fixed_scales(&d->up_format, t < local * 64 / k ? t : local * 64 / k, d->hidden)},
+      {"fixed_h", w->h_scale, fixed_scales(&d->down_format, t * k < local * 64 ? t * k : local * 64, d->inter)},
       CODES(shared_x, d->shared_up_format, t, d->hidden),
       CODES(shared_h, d->shared_down_format, t, d->shared_inter)};
 #undef CODES
@@ -1228,13 +1228,13 @@ static bool is_changed(const cumoe_format *f)
   return f->act_order || f->rows;
 }
 
-/* Rows of the form fixed are brought into fixed point by a launch ahead where an expert has several, up to 32. */
+/* Rows of the form fixed are brought into fixed point by a launch ahead where an expert has several, up to 64. */
 static bool is_fixed_ahead(const machine *m, const cumoe_moe_desc *d, const layer_call *c, const layer_plan *p, stage s)
 {
   const variant *v = row_at(p, s);
   const int64_t pairs = c->tokens * d->routing.top_k, experts = d->local_experts, active = smaller(pairs, experts);
   if (!v || v->form != FORM_fixed || is_changed(s == STAGE_up ? &d->up_format : &d->down_format)) return false;
-  return pairs <= 32 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
+  return pairs <= 64 * experts && (double)((pairs + active - 1) / active) >= m->limits[LIMIT_fixed_rows][WEIGHTS_w4];
 }
 
 /* Up of e4m3 by wgmma makes codes of h, in whole groups of 128 channels or by one scale for all. */
@@ -1570,7 +1570,7 @@ static bool is_brought_ahead(const machine *m, int64_t tokens)
   return x != NULL;
 }
 
-/* From fixed_rows rows an expert up, and while there is room: 32 rows an expert. */
+/* From fixed_rows rows an expert up, and while there is room: 64 rows an expert. */
 static void test_fixed_ahead(void)
 {
   if (!group_begin("rows brought into fixed point ahead")) return;
@@ -1581,7 +1581,7 @@ static void test_fixed_ahead(void)
   case_end();
   case_begin("by room");
   m.forced[OP_up] = row_of_form(OP_up, FORM_fixed) + 1, m.forced[OP_down] = row_of_form(OP_down, FORM_fixed) + 1;
-  CHECK(is_brought_ahead(&m, 512) && !is_brought_ahead(&m, 513));
+  CHECK(is_brought_ahead(&m, 1024) && !is_brought_ahead(&m, 1025));
   case_end();
   group_end();
 }

@@ -1,6 +1,8 @@
 /*
  * Activations in fixed point: of each aligned 128 k of a row (a slab) multiples of 2^-14 of the power of two at or
- * below the largest, in 16 bits, a signed upper byte and an unsigned lower one; a multiple's worth is the slab's scale.
+ * below the largest, in 16 bits: 256 times an upper byte, and a lower one, both signed; a multiple's worth is the
+ * slab's scale. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of
+ * 1.5 times it, still less than 2^-14 of the largest.
  *
  * Order. A slab is two planes, of upper bytes and of lower ones, each of as many bytes as the row has k there. Of each
  * 32 k the even ones come first, then the odd ones: two chunks of 16 bytes. Four lanes have a slab of a row: lane
@@ -33,24 +35,40 @@ DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
   high = __byte_perm(a, b, 0x7632);
 }
 
-/* Eight elements of run q: put(plane, chunk, four bytes). */
+/* Eight elements of run q: put(plane, chunk, four bytes). Lower bytes come out 128 more, upper ones as they should. */
 template <class X, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
 {
+  constexpr float ONE = FIXED_ONE + 128.f;
   uint32_t even[4], odd[4], low, high;
-  fixed_pair<X>(v.x, up, FIXED_ONE, even[0], odd[0]);
-  fixed_pair<X>(v.y, up, FIXED_ONE, even[1], odd[1]);
-  fixed_pair<X>(v.z, up, FIXED_ONE, even[2], odd[2]);
-  fixed_pair<X>(v.w, up, FIXED_ONE, even[3], odd[3]);
+  fixed_pair<X>(v.x, up, ONE, even[0], odd[0]);
+  fixed_pair<X>(v.y, up, ONE, even[1], odd[1]);
+  fixed_pair<X>(v.z, up, ONE, even[2], odd[2]);
+  fixed_pair<X>(v.w, up, ONE, even[3], odd[3]);
   split_bytes(even, low, high);
   put(0, 2 * q, high);
-  put(1, 2 * q, low);
+  put(1, 2 * q, low ^ 0x80808080);
   split_bytes(odd, low, high);
   put(0, 2 * q + 1, high);
-  put(1, 2 * q + 1, low);
+  put(1, 2 * q + 1, low ^ 0x80808080);
 }
 
-/* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart. Its
- * largest element is brought to 2^14 .. 2^15. Returns the slab's scale: NaN if an element is not finite. */
+/* What brings the largest element of a slab to 2^14 .. 2^15, and a multiple's worth: NaN if an element is not
+ * finite. */
+struct fixed_unit {
+  float times, worth;
+
+  explicit DEVICE fixed_unit(float most)
+  {
+    const int exponent = (int)(__float_as_uint(most) >> 23),
+              up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
+    times = __uint_as_float((uint32_t)up << 23);
+    worth = __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+    if (most * times > 127 * 257.f) times *= 1.f / 1.5f, worth *= 1.5f;
+  }
+};
+
+/* A lane's elements of a row's slab, of each 32 k eight; the four lanes that have the slab are LANES_APART apart.
+ * Returns the slab's scale. */
 template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint4 (&v)[4], PUT put)
 {
   uint32_t most = 0;
@@ -62,11 +80,10 @@ template <class X, int LANES_APART, class PUT> DEVICE float put_fixed(const uint
   }
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, LANES_APART));
   most = max_halves(most, __shfl_xor_sync(ALL_LANES, most, 2 * LANES_APART));
-  const int exponent = (int)(__float_as_uint(unpack_pair<X>(max(most >> 16, most & 0xffff)).x) >> 23),
-            up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
+  const fixed_unit unit(unpack_pair<X>(max(most >> 16, most & 0xffff)).x);
 #pragma unroll
-  for (int q = 0; q < 4; q++) put_eight<X>(v[q], __uint_as_float((uint32_t)up << 23), q, put);
-  return __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
+  for (int q = 0; q < 4; q++) put_eight<X>(v[q], unit.times, q, put);
+  return unit.worth;
 }
 
 #endif

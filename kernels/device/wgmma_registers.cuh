@@ -45,6 +45,14 @@ DEVICE void cp_async_ca_8(uint32_t shared, const void *global, int bytes)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
+/* a b, where it is asked for: not kept in a register from an earlier place. */
+DEVICE uint32_t multiply_anew(uint32_t a, uint32_t b)
+{
+  uint32_t product;
+  asm volatile("mul.lo.u32 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 /* Of two elements each, rounded once; subnormals are kept. */
 template <class T> DEVICE uint32_t mul_pairs(uint32_t a, uint32_t b);
 template <> DEVICE uint32_t mul_pairs<bf16>(uint32_t a, uint32_t b)
@@ -91,6 +99,27 @@ WGMMA_REGISTERS_TYPES(144, DS144, "%72,%73,%74,%75", "%76", FS144)
 WGMMA_REGISTERS_TYPES(160, DS160, "%80,%81,%82,%83", "%84", FS160)
 WGMMA_REGISTERS_TYPES(176, DS176, "%88,%89,%90,%91", "%92", FS176)
 
+/* The same of s8: k 4(l%4) .. + 3, 16 k on; d = a b if not `add`. */
+template <int N> struct wgmma_registers_m64k32_s8;
+
+#define WGMMA_REGISTERS_S8(...) WGMMA_REGISTERS_S8_(__VA_ARGS__)
+#define WGMMA_REGISTERS_S8_(N, D, A, B, P, ...)                                                                        \
+  template <> struct wgmma_registers_m64k32_s8<N> {                                                                    \
+    template <int COUNT> static DEVICE void run(int32_t (&d)[COUNT], const uint32_t (&a)[4], uint32_t b, bool add)     \
+    {                                                                                                                  \
+      asm volatile("{.reg .b64 b; .reg .pred p; mov.b64 b, {" B ", 0x40000040}; setp.ne.b32 p, " P                     \
+                   ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" D "}, {" A "}, b, p;}"                \
+                   : __VA_ARGS__                                                                                       \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((uint32_t)add));                          \
+    }                                                                                                                  \
+  };
+WGMMA_REGISTERS_S8(16, DS16, "%8,%9,%10,%11", "%12", "%13", IS16)
+WGMMA_REGISTERS_S8(32, DS32, "%16,%17,%18,%19", "%20", "%21", IS32)
+WGMMA_REGISTERS_S8(48, DS48, "%24,%25,%26,%27", "%28", "%29", IS48)
+WGMMA_REGISTERS_S8(64, DS64, "%32,%33,%34,%35", "%36", "%37", IS64)
+
+#undef WGMMA_REGISTERS_S8_
+#undef WGMMA_REGISTERS_S8
 #undef WGMMA_REGISTERS_TYPES_
 #undef WGMMA_REGISTERS_TYPES
 #undef WGMMA_REGISTERS

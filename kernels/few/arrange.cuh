@@ -121,22 +121,14 @@ DEVICE void put_group(const few_row<S> &row, int k, float unit, uint32_t sum, co
   if (lane_id() % 4 == 0) *row.group_word(k) = pack_group(unit, sum);
 }
 
-/*
- * In fixed point: of 128 k multiples of a power of two, in 16 bits: 256 times an upper byte, and a lower one, both
- * signed. So the largest may be 127 * 256 + 127; if a power of two brings it above that, they are multiples of 1.5
- * times it, still less than 2^-14 of the largest. One that is not finite makes the unit NaN. Eight elements are half
- * of what a lane reads at once, or a quarter (fixed.cuh).
- */
+/* In fixed point (device/fixed_point.cuh). Eight elements are half of what a lane reads at once, or a quarter
+ * (fixed.cuh). */
 template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uint4 &v)
 {
   using Y = typename S::Y;
   constexpr float ONE = FIXED_ONE + 128.f; /* lower bytes come out 128 more, upper ones as they should be */
-  const float most = unpack_pair<Y>(largest_of<16>(v)).x;
-  const int exponent = (int)(__float_as_uint(most) >> 23),
-            up = min(127 + 141 - exponent, 253); /* the exponent of a normal number, as 254 - up is */
-  float times = __uint_as_float((uint32_t)up << 23),
-        unit = __uint_as_float(exponent == 255 ? 0x7fc00000u : (uint32_t)(254 - up) << 23);
-  if (most * times > 127 * 257.f) times *= 1.f / 1.5f, unit *= 1.5f;
+  const fixed_unit unit(unpack_pair<Y>(largest_of<16>(v)).x);
+  const float times = unit.times;
   uint32_t even[4], odd[4], low[2], high[2];
   fixed_pair<Y>(v.x, times, ONE, even[0], odd[0]), fixed_pair<Y>(v.y, times, ONE, even[1], odd[1]);
   fixed_pair<Y>(v.z, times, ONE, even[2], odd[2]), fixed_pair<Y>(v.w, times, ONE, even[3], odd[3]);
@@ -153,9 +145,9 @@ template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uin
   }
   low[0] ^= 0x80808080, low[1] ^= 0x80808080;
   if constexpr (S::WHOLE)
-    put_run(row, k, unit, sum, low, high);
+    put_run(row, k, unit.worth, sum, low, high);
   else
-    put_group(row, k, unit, sum, low, high);
+    put_group(row, k, unit.worth, sum, low, high);
 }
 
 /* `amax`: bits of the row's largest size, where it has one scale. */

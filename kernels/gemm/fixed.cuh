@@ -5,9 +5,12 @@
  * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
  * are put together and scaled into sums of f32.
  *
+ * Few rows (tokens) are multiplied by mma.sync, whose results are there sooner. For more each weight is unpacked once,
+ * for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is unpacked or scaled.
+ *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
- * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is two arrays, of
- * upper bytes and of lower ones.
+ * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by
+ * octet, their upper bytes and then their lower ones, so that both are columns of one product.
  *
  * Producers of rows make fixed point of them, unit by unit. Where an expert has several rows they would take longer
  * over that than consumers over products: then a launch ahead has made it (args.a_scale), and they copy.
@@ -26,9 +29,18 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool FIXED = true, ZEROS = false;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr int ROW_REGISTERS = 64, CONSUMER_REGISTERS = 176;
+  static constexpr int SYNC_ROWS = 8; /* the most that mma.sync multiplies */
+  static constexpr int PRODUCER_REGISTERS = BM > 32 ? 96 : 104, ROW_REGISTERS = BM > 32 ? 48 : 56,
+                       CONSUMER_REGISTERS = BM > 32 ? 184 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
+
+/* Where row r of a slab begins, and its lower bytes behind the upper ones. */
+enum { LOWER_BYTES = 1024 };
+DEVICE int fixed_row_offset(int r)
+{
+  return r / 8 * 2 * LOWER_BYTES + r % 8 * 128;
+}
 
 /* ---- producers ---- */
 
@@ -36,9 +48,9 @@ struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
 template <class S>
 DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int word, const uint4 (&v)[4])
 {
-  const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + row * 128 + word * 4;
+  const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + fixed_row_offset(row) + word * 4;
   const float scale = put_fixed<typename S::X, 8>(v, [&](int plane, int chunk, uint32_t bytes) {
-    sts_32(to + plane * S::BM * 128 + (chunk ^ row % 8) * 16, bytes);
+    sts_32(to + plane * LOWER_BYTES + (chunk ^ row % 8) * 16, bytes);
   });
   if (word == 0) smem.staging.row_scales[slab][stage][row] = scale;
 }
@@ -48,11 +60,14 @@ DEVICE void store_fixed(mixed_smem<S> &smem, int stage, int slab, int row, int w
 template <class S> struct fixed_rows {
   static constexpr int CHUNKS = FIXED_GROUP / 16, STEP = S::GROUP / CHUNKS, EACH = S::BM / STEP;
   static_assert(S::SLABS * S::BM <= S::GROUP, "a thread has one scale of a stage");
-  int32_t source[EACH], scaled, octets;
+  const char *from[EACH]; /* where its chunks of rows begin */
+  uint32_t there;         /* a bit a row: else zeros */
+  int32_t scaled, octets;
 
-  DEVICE static int thread() { return (int)tid_x() - S::GROUP; }
-  DEVICE static int chunk() { return thread() % CHUNKS; }
-  DEVICE static int own_slab() { return thread() / S::BM; }
+  DEVICE static unsigned thread() { return tid_x() - S::GROUP; }
+  DEVICE static int chunk() { return (int)(thread() % CHUNKS); }
+  DEVICE static int own_slab() { return (int)(thread() / S::BM); }
+  DEVICE static int row(int i) { return (int)(thread() / CHUNKS) + i * STEP; }
 
   DEVICE static int32_t find(const gemm_args &args, const tile_unit &unit, int r)
   {
@@ -65,35 +80,55 @@ template <class S> struct fixed_rows {
   DEVICE void set_unit(const gemm_args &args, const tile_unit &unit)
   {
     octets = ceil_div(unit.rows, 8);
+    there = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) source[i] = find(args, unit, thread() / CHUNKS + i * STEP);
-    const int r = thread() % S::BM;
+    for (int i = 0; i < EACH; i++) {
+      const int32_t source = find(args, unit, row(i));
+      from[i] = static_cast<const char *>(args.a) + (source < 0 ? 0 : source * args.a_ld * 2 + chunk() * 16);
+      there |= (uint32_t)(source >= 0) << i;
+    }
+    const int r = (int)(thread() % S::BM);
     scaled = own_slab() < S::SLABS && r < unit.rows ? known_source(args, unit.row + r) : -1;
   }
 
   /* Of the stage of k0 and on; where there is no row, and past the end of k, zeros. Octets without a row are left. */
   DEVICE void copy(const gemm_args &args, mixed_smem<S> &smem, int stage, int k0) const
   {
+    const int first = row(0), end = octets * 8 - first;
+    const uint32_t to = shared_address(smem.rows[stage][0]) + fixed_row_offset(first) + (chunk() ^ first % 8) * 16;
 #pragma unroll
-    for (int slab = 0; slab < S::SLABS; slab++) {
-      const int k = k0 + slab * FIXED_GROUP, bytes = min(args.k - k, (int)FIXED_GROUP); /* of a plane */
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const int r = thread() / CHUNKS + i * STEP;
-        if (r >= octets * 8) continue;
-        const bool there = source[i] >= 0 && chunk() * 16 < bytes;
-        const uint32_t to = shared_address(smem.rows[stage][slab * 2]) + r * 128 + (chunk() ^ r % 8) * 16;
-        const char *from =
-            static_cast<const char *>(args.a) + (there ? (source[i] * args.a_ld + k) * 2 + chunk() * 16 : 0);
-        cp_async_cg_16(to, from, there ? 16 : 0);
-        cp_async_cg_16(to + S::BM * 128, from + (there ? bytes : 0), there ? 16 : 0);
-      }
+    for (int i = 0; i < EACH; i++) {
+      if (i * STEP >= end) break;
+      if (k0 + S::BK <= args.k)
+        copy_whole(to + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1);
+      else
+        copy_last(args, to + fixed_row_offset(i * STEP), from[i] + k0 * 2, there >> i & 1, k0);
     }
     const int own = k0 / FIXED_GROUP + own_slab();
-    const bool there = scaled >= 0 && own * FIXED_GROUP < args.k;
+    const bool known = scaled >= 0 && own * FIXED_GROUP < args.k;
     if (own_slab() < S::SLABS)
       cp_async_ca_4(shared_address(&smem.staging.row_scales[own_slab()][stage][thread() % S::BM]),
-                    args.a_scale + (there ? own * args.a_scale_ld + scaled : 0), there ? 4 : 0);
+                    args.a_scale + (known ? own * args.a_scale_ld + scaled : 0), known ? 4 : 0);
+  }
+
+  DEVICE static void copy_whole(uint32_t to, const char *row, bool there)
+  {
+#pragma unroll
+    for (int i = 0; i < 2 * S::SLABS; i++)
+      cp_async_cg_16(to + i / 2 * 2 * S::BM * 128 + i % 2 * LOWER_BYTES, row + i * FIXED_GROUP, there ? 16 : 0);
+  }
+
+  /* A slab's planes are as long as its k. */
+  DEVICE static void copy_last(const gemm_args &args, uint32_t to, const char *row, bool there, int k0)
+  {
+#pragma unroll 1
+    for (int slab = 0; slab < S::SLABS; slab++) {
+      const int k = slab * FIXED_GROUP, bytes = min(args.k - k0 - k, (int)FIXED_GROUP);
+      const bool known = there && chunk() * 16 < bytes;
+      const char *own = known ? row + k * 2 : static_cast<const char *>(args.a);
+      cp_async_cg_16(to + slab * 2 * S::BM * 128, own, known ? 16 : 0);
+      cp_async_cg_16(to + slab * 2 * S::BM * 128 + LOWER_BYTES, own + (known ? bytes : 0), known ? 16 : 0);
+    }
   }
 };
 
@@ -181,7 +216,7 @@ template <class S> struct fixed_places {
   {
     const int lane = tid_x() % WARP_SIZE, r = lane % 8;
     codes = shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + lane % 4 * 4;
-    rows = shared_address(smem.rows[0]) + lane / 16 * S::BM * 128 + r * 128 + (lane / 8 % 2 ^ r) * 16;
+    rows = shared_address(smem.rows[0]) + lane / 16 * LOWER_BYTES + r * 128 + (lane / 8 % 2 ^ r) * 16;
   }
 };
 
@@ -194,46 +229,53 @@ template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t ro
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
-    ldmatrix_x4(b, rows + octet * 1024);
+    ldmatrix_x4(b, rows + octet * 2 * LOWER_BYTES);
     const uint32_t high[2] = {b[0], b[1]}, low[2] = {b[2], b[3]};
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++) {
       mma_m16n8k32_s8(sums[0][block][octet], a[block], high);
-      mma_m16n8k32_s8u8(sums[1][block][octet], a[block], low);
+      mma_m16n8k32_s8(sums[1][block][octet], a[block], low);
     }
   }
 }
 
-/* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
-template <class S, int FIRST, int N>
+/* What codes times 16 have made too large. */
+template <class S, int N> DEVICE void take_sixteenth(float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+#pragma unroll
+  for (int block = 0; block < S::BLOCKS; block++)
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
+}
+
+/* sums += those of a slab, whose rows' scales are there from `scales` on. */
+template <class S, int N>
 DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const float *scales,
                      float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
-    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
+    const float2 own = *reinterpret_cast<const float2 *>(scales + octet * 8 + (int)(tid_x() % 4) * 2);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float sum = (float)(slab[0][block][octet][i] * 256 + slab[1][block][octet][i]);
-        float &to = sums[block][(FIRST + octet) * 4 + i];
+        float &to = sums[block][octet * 4 + i];
         to = fmaf(sum * by[block + i / 2 * 2], i % 2 ? own.y : own.x, to);
       }
   }
 }
 
-/* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
-template <class S, int N, int FIRST = 0>
+/* sums += a slab. */
+template <class S, int N>
 DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], const float *scales,
                           float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
-  fixed_sums<S, WIDTH> slab = {};
+  fixed_sums<S, N> slab = {};
 #pragma unroll
-  for (int b = 0; b < 4; b++) multiply_bytes<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 1024, slab);
-  add_slab<S, FIRST, WIDTH>(slab, by, scales, sums);
-  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, by, scales, sums);
+  for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, slab);
+  add_slab<S, N>(slab, by, scales, sums);
 }
 
 template <class S, int N, class SCALES>
@@ -257,21 +299,122 @@ DEVICE void multiply_fixed_n(const gemm_args &args, mixed_smem<S> &smem, pipelin
     }
     release<S>(smem, at.stage);
   }
-#pragma unroll
-  for (int block = 0; block < S::BLOCKS; block++)
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
+  take_sixteenth<S, N>(sums);
 }
 
-/* In widths of whole octets. */
+/* ---- the same by wgmma ---- */
+
+/* 0x80808080 of the codes' offset, which is 8: no constant, as an instruction has one. */
+DEVICE uint32_t signs_of_codes(const gemm_args &args)
+{
+  return multiply_anew(args.b.offset, 0x10101010);
+}
+
+/* A slab's 128 k of a block, as operands of 32 k each. */
+template <class S> DEVICE void unpack_block(uint32_t codes, uint32_t signs, uint32_t (&a)[4][4])
+{
+#pragma unroll
+  for (int b = 0; b < 4; b++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const uint32_t word = lds_32((codes ^ b * 16) + r * 16 * S::ROW_BYTES);
+      a[b][r] = (word << 4 ^ signs) & 0xf0f0f0f0;
+      a[b][2 + r] = (word ^ signs) & 0xf0f0f0f0;
+    }
+}
+
+/* Exact sums of a slab and of octets of rows, a lane's upper and then its lower bytes of each: under way. */
+template <int OCTETS> DEVICE void multiply_octets(const uint32_t (&a)[4][4], uint32_t rows, int32_t (&sums)[32])
+{
+  wgmma_fence();
+#pragma unroll
+  for (int b = 0; b < 4; b++) wgmma_registers_m64k32_s8<OCTETS * 16>::run(sums, a[b], rows + b * 2, b > 0);
+  wgmma_commit_group();
+}
+
+/* sums of a block and of octets FIRST and on += those of a slab, when at most PENDING groups are under way. */
+template <class S, int FIRST, int OCTETS, int PENDING>
+DEVICE void add_octets(int32_t (&slab)[32], float even, float odd, const float *scales, float (&sums)[S::ACCUMULATORS])
+{
+  wgmma_wait_group<PENDING>();
+  hold(slab);
+#pragma unroll
+  for (int octet = 0; octet < OCTETS; octet++) {
+    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float sum = (float)(slab[octet * 8 + i] * 256 + slab[octet * 8 + 4 + i]);
+      float &to = sums[(FIRST + octet) * 4 + i];
+      to = fmaf(sum * (i < 2 ? even : odd), i % 2 ? own.y : own.x, to);
+    }
+  }
+  hold(sums); /* before the next products, for which registers would not do */
+}
+
+/* Where a lane reads its codes of stage 0. */
+template <class S> DEVICE uint32_t place_of_codes(const mixed_smem<S> &smem)
+{
+  return shared_address(smem.codes[0]) + code_offset<S>(lane_row<S>(), 0) + (int)(tid_x() % 4) * 4;
+}
+
+/* FIRST octets of rows and REST more, one after the other: registers are few. */
+template <class S, int FIRST, int REST, class SCALES>
+DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
+                            float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  const uint32_t place = REST > 0 ? 0 : place_of_codes<S>(smem); /* else registers are too few */
+  int32_t slab_sums[2][32] = {};
+#pragma unroll 1
+  for (int k0 = 0; k0 < args.k; k0 += S::BK, at.advance()) {
+    float by[S::SLABS][4];
+    wait_for(&smem.full[at.stage], at.phase);
+    fence_proxy_async_shared();                 /* rows come by cp.async */
+    int32_t skews[1] = {(int32_t)scales.skews}; /* not four registers from before the loop */
+    hold(skews);
+    scales.skews = skews[0];
+    scales.load(args, at.stage, k0, by);
+    const uint32_t first_codes =
+        (REST > 0 ? place_of_codes<S>(smem) : place) + at.stage * (uint32_t)sizeof(smem.codes[0]);
+#pragma unroll 1
+    for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++) {
+      const uint32_t codes = first_codes ^ slab * 64, rows = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]),
+                     rest = rows + FIRST * (2 * LOWER_BYTES >> 4), signs = signs_of_codes(args);
+      const float *row_scales = smem.staging.row_scales[slab][at.stage];
+      float own[4];
+#pragma unroll
+      for (int r = 0; r < 4; r++) own[r] = slab ? by[1][r] : by[0][r];
+      uint32_t a[2][4][4];
+      unpack_block<S>(codes, signs, a[0]);
+      multiply_octets<FIRST>(a[0], rows, slab_sums[0]);
+      unpack_block<S>(codes + 8 * S::ROW_BYTES, signs, a[1]);
+      multiply_octets<FIRST>(a[1], rows, slab_sums[1]);
+      add_octets<S, 0, FIRST, 1>(slab_sums[0], own[0], own[2], row_scales, sums[0]);
+      if constexpr (REST > 0) {
+        multiply_octets<REST>(a[0], rest, slab_sums[0]);
+        add_octets<S, 0, FIRST, 1>(slab_sums[1], own[1], own[3], row_scales, sums[1]);
+        multiply_octets<REST>(a[1], rest, slab_sums[1]);
+        add_octets<S, FIRST, REST, 1>(slab_sums[0], own[0], own[2], row_scales, sums[0]);
+      }
+      add_octets<S, REST ? FIRST : 0, REST ? REST : FIRST, 0>(slab_sums[1], own[1], own[3], row_scales, sums[1]);
+    }
+    release<S>(smem, at.stage);
+  }
+  take_sixteenth<S, (FIRST + REST) * 8>(sums);
+}
+
+/* In widths of whole octets, from 32 rows on of pairs of them. */
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  if constexpr (N > 8) {
-    if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
+  constexpr int LESS = N > 32 ? N - 16 : N - 8, REST = N > 32 ? N / 16 : 0;
+  if constexpr (LESS > 0) {
+    if (rows <= LESS) return multiply_fixed<S, LESS>(args, smem, at, rows, scales, sums);
   }
-  multiply_fixed_n<S, N>(args, smem, at, scales, sums);
+  if constexpr (N <= S::SYNC_ROWS)
+    multiply_fixed_n<S, N>(args, smem, at, scales, sums);
+  else
+    multiply_wide_n<S, N / 8 - REST, REST>(args, smem, at, scales, sums);
 }
 
 #endif

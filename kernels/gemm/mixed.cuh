@@ -179,7 +179,7 @@ DEVICE int32_t known_source(const gemm_args &args, int32_t row)
  * lane a row of the octet and 8 k of each 32 of the slab. */
 template <class S> struct mixed_rows {
   static constexpr int SLABS = 2 * S::SLABS, SHARE = S::GROUP / WARP_SIZE / SLABS; /* warps that share a slab */
-  static constexpr int AHEAD = S::BM > 32 ? 2 : 1;                                 /* octets asked for early */
+  static constexpr int AHEAD = S::BM > 32 && !S::FIXED ? 2 : 1;                    /* octets asked for early */
   uint4 early[AHEAD][4];
 
   DEVICE static int warp() { return (int)(tid_x() / WARP_SIZE) - (S::APART ? S::GROUP / WARP_SIZE : 0); }

@@ -22,11 +22,6 @@ DEVICE uint32_t table_bytes(uint32_t low, uint32_t high, uint32_t codes)
 {
   return byte_perm_spread(low, high, codes);
 }
-DEVICE void mma_m16n8k32_s8u8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
-{
-  mma_lane<int32_t> mine = {d, a, b};
-  grid::warp_together(ALL_LANES, &mine, mma_of_warp<4, int32_t, element_of_four, unsigned_of_four>);
-}
 DEVICE void mma_m16n8k32_u8s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
   mma_lane<int32_t> mine = {d, a, b};

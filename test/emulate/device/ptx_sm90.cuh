@@ -317,8 +317,9 @@ template <class T, int N, bool A_N_MAJOR, bool B_N_MAJOR> struct wgmma_of_warp {
   D a_of(int row, int k) const
   {
     if (!in_registers) return element::of(wgmma_matrix<element::BYTES, A_N_MAJOR>(a_at).at(warp % 4 * 16 + row, k));
-    const uint32_t *r = a_registers[row % 8 * 4 + k % 8 / 2];
-    return element::of(reinterpret_cast<const char *>(&r[row / 8 + k / 8 * 2]) + k % 2 * element::BYTES);
+    constexpr int EACH = 4 / element::BYTES; /* of a register */
+    const uint32_t *r = a_registers[row % 8 * 4 + k / EACH % 4];
+    return element::of(reinterpret_cast<const char *>(&r[row / 8 + k / (4 * EACH) * 2]) + k % EACH * element::BYTES);
   }
 
   void operator()() const

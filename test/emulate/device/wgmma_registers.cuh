@@ -28,6 +28,11 @@ DEVICE void cp_async_ca_8(uint32_t shared, const void *global, int bytes)
   grid::copy_later(at_shared(shared), global, bytes, 8);
 }
 
+DEVICE uint32_t multiply_anew(uint32_t a, uint32_t b)
+{
+  return a * b;
+}
+
 template <class T> DEVICE uint32_t mul_pairs(uint32_t a, uint32_t b)
 {
   const float2 x = unpack_pair<T>(a), y = unpack_pair<T>(b);
@@ -38,6 +43,12 @@ template <class T, int N> struct wgmma_registers_m64k16 {
   template <int COUNT> static DEVICE void run(float (&d)[COUNT], const uint32_t (&a)[4], uint32_t b)
   {
     wgmma<T, N, false, false>(d, a, 0, 0x40000040ull << 32 | b, true);
+  }
+};
+template <int N> struct wgmma_registers_m64k32_s8 {
+  template <int COUNT> static DEVICE void run(int32_t (&d)[COUNT], const uint32_t (&a)[4], uint32_t b, bool add)
+  {
+    wgmma<s8, N, false, false>(d, a, 0, 0x40000040ull << 32 | b, add);
   }
 };
 
