@@ -5,8 +5,9 @@
  * (device/fixed_point.cuh). Their upper and lower bytes are multiplied apart, in exact sums of 32 bits. Those of 128 k
  * are put together and scaled into sums of f32.
  *
- * Few rows (tokens) are multiplied by mma.sync, whose results are there sooner. For more each weight is unpacked once,
- * for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is unpacked or scaled.
+ * Up to 32 rows (tokens) are multiplied by mma.sync, whose results are there sooner. Wider tiles (WIDE) have each
+ * weight unpacked once, for wgmma: while one of a warp's two blocks of weight rows is multiplied, the other is unpacked
+ * or scaled.
  *
  * Order of k. Of 32 k lane q of four has the codes of k = 8 q .. 8 q + 7, a word: its lower nibbles, the even ones, are
  * multiplied by bytes 4 q .. of a row in shared memory, the upper ones by 16 + 4 q .. A slab of rows is, octet by
@@ -26,12 +27,10 @@ template <class S> struct fixed_scales;
 template <class PRODUCT, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct fixed_shape : mixed_shape<PRODUCT, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   using SCALES = fixed_scales<fixed_shape>;
-  static constexpr bool FIXED = true, ZEROS = false;
+  static constexpr bool FIXED = true, ZEROS = false, WIDE = BM > 32;
   static constexpr bool SCALED = true, SCALES_BY_COPY = false; /* of rows, a scale a slab */
   static constexpr int ZERO_OCTETS = 1;
-  static constexpr int SYNC_ROWS = 8; /* the most that mma.sync multiplies */
-  static constexpr int PRODUCER_REGISTERS = BM > 32 ? 96 : 104, ROW_REGISTERS = BM > 32 ? 48 : 56,
-                       CONSUMER_REGISTERS = BM > 32 ? 184 : 176;
+  static constexpr int ROW_REGISTERS = WIDE ? 48 : 64, CONSUMER_REGISTERS = WIDE ? 184 : 176;
   static_assert(same_type<typename PRODUCT::W, u4> && BK == 256, "row_scales has room for two slabs a stage");
 };
 
@@ -248,34 +247,36 @@ template <class S, int N> DEVICE void take_sixteenth(float (&sums)[S::BLOCKS][S:
     for (int i = 0; i < N / 2; i++) sums[block][i] *= 0x1p-4f;
 }
 
-/* sums += those of a slab, whose rows' scales are there from `scales` on. */
-template <class S, int N>
+/* sums of octets FIRST and on += those of a slab, whose rows' scales are there from `scales` on. */
+template <class S, int FIRST, int N>
 DEVICE void add_slab(const fixed_sums<S, N> &slab, const float (&by)[4], const float *scales,
                      float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
-    const float2 own = *reinterpret_cast<const float2 *>(scales + octet * 8 + (int)(tid_x() % 4) * 2);
+    const float2 own = *reinterpret_cast<const float2 *>(scales + (FIRST + octet) * 8 + (int)(tid_x() % 4) * 2);
 #pragma unroll
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float sum = (float)(slab[0][block][octet][i] * 256 + slab[1][block][octet][i]);
-        float &to = sums[block][octet * 4 + i];
+        float &to = sums[block][(FIRST + octet) * 4 + i];
         to = fmaf(sum * by[block + i / 2 * 2], i % 2 ? own.y : own.x, to);
       }
   }
 }
 
-/* sums += a slab. */
-template <class S, int N>
+/* sums += a slab: two octets of rows at once, for which codes are read and unpacked again; registers are few. */
+template <class S, int N, int FIRST = 0>
 DEVICE void multiply_slab(uint32_t codes, uint32_t rows, const float (&by)[4], const float *scales,
                           float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  fixed_sums<S, N> slab = {};
+  constexpr int WIDTH = N - FIRST * 8 < 16 ? N - FIRST * 8 : 16;
+  fixed_sums<S, WIDTH> slab = {};
 #pragma unroll
-  for (int b = 0; b < 4; b++) multiply_bytes<S, N>(codes ^ b * 16, rows ^ b * 32, slab);
-  add_slab<S, N>(slab, by, scales, sums);
+  for (int b = 0; b < 4; b++) multiply_bytes<S, WIDTH>(codes ^ b * 16, (rows ^ b * 32) + FIRST * 2 * LOWER_BYTES, slab);
+  add_slab<S, FIRST, WIDTH>(slab, by, scales, sums);
+  if constexpr (FIRST * 8 + WIDTH < N) multiply_slab<S, N, FIRST + 2>(codes, rows, by, scales, sums);
 }
 
 template <class S, int N, class SCALES>
@@ -402,19 +403,31 @@ DEVICE void multiply_wide_n(const gemm_args &args, mixed_smem<S> &smem, pipeline
   take_sixteenth<S, (FIRST + REST) * 8>(sums);
 }
 
-/* In widths of whole octets, from 32 rows on of pairs of them. */
+template <class S, int OCTETS, class SCALES>
+DEVICE void multiply_wide_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                                SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
+{
+  constexpr int LESS = OCTETS > 4 ? OCTETS - 2 : OCTETS - 1;
+  if constexpr (LESS > 0) {
+    if (rows <= LESS * 8) return multiply_wide_fixed<S, LESS>(args, smem, at, rows, scales, sums);
+  }
+  constexpr int REST = OCTETS > 4 ? OCTETS / 2 : 0;
+  multiply_wide_n<S, OCTETS - REST, REST>(args, smem, at, scales, sums);
+}
+
+/* In widths of whole octets. */
 template <class S, int N, class SCALES>
 DEVICE void multiply_fixed(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                            SCALES &scales, float (&sums)[S::BLOCKS][S::ACCUMULATORS])
 {
-  constexpr int LESS = N > 32 ? N - 16 : N - 8, REST = N > 32 ? N / 16 : 0;
-  if constexpr (LESS > 0) {
-    if (rows <= LESS) return multiply_fixed<S, LESS>(args, smem, at, rows, scales, sums);
-  }
-  if constexpr (N <= S::SYNC_ROWS)
+  if constexpr (S::WIDE) {
+    return multiply_wide_fixed<S, N / 8>(args, smem, at, rows, scales, sums);
+  } else {
+    if constexpr (N > 8) {
+      if (rows <= N - 8) return multiply_fixed<S, N - 8>(args, smem, at, rows, scales, sums);
+    }
     multiply_fixed_n<S, N>(args, smem, at, scales, sums);
-  else
-    multiply_wide_n<S, N / 8 - REST, REST>(args, smem, at, scales, sums);
+  }
 }
 
 #endif
