@@ -75,6 +75,8 @@ CXX_EMULATED := -std=c++17 $(ARCH_DEFINES) -O2 -g1 -w -Wno-psabi -fno-strict-ali
 CAREFUL  := -O1 -g1 -fno-sanitize-recover=all -fno-omit-frame-pointer
 # Where tests spend their time. All else of theirs, and sanitized code, is compiled in half the time at -O1.
 HOT_C    := kernels/cpu/% test/test.c test/oracle.c test/codes.c bench/decoder.c bench/tinylm.c
+# The oracle's arithmetic, half of what sanitized tests would spend: it is compiled as it is.
+UNSANITIZED := test/oracle.c test/codes.c
 # What address finds too, and would be looked for before each access, is left to it.
 C_ASAN   := $(CAREFUL) -fsanitize=$(SANITIZE) -fno-sanitize=null,object-size,pointer-overflow
 C_FUZZ   := $(CAREFUL) -fsanitize=fuzzer-no-link,$(SANITIZE)
@@ -241,7 +243,7 @@ opt_of = $(if $(filter $(HOT_C),$<),$(if $(1),-O2),$(if $(filter test/%,$<),-O1)
 define object_rule
 $(OBJ)/$(1)%.o: %.c $(c_needs) $(3)
 	$$(call begin,CC)
-	$(Q)$$(CC) $$(c_flags) $(2) $$(call opt_of,$(2)) $$(CFLAGS) -c -o $$@ $$<
+	$(Q)$$(CC) $$(c_flags) $$(if $$(filter $(UNSANITIZED),$$<),,$(2)) $$(call opt_of,$(2)) $$(CFLAGS) -c -o $$@ $$<
 endef
 $(eval $(call object_rule))
 $(eval $(call object_rule,asan/,$(C_ASAN),$(OBJ)/flags.asan))

@@ -253,10 +253,10 @@ static cumoe_status load_kernel(struct context *context, int32_t index, cudaLibr
 {
   const variant *v = &variants[index];
   cudaKernel_t kernel = NULL;
-  cudaError_t error = cudaLibraryGetKernel(&kernel, library, v->name);
+  cudaError_t error = cudaLibraryGetKernel(&kernel, library, v->kernel);
   if (error == cudaErrorSymbolNotFound) {
     clear_cuda_error();
-    return fail(CUMOE_ERR_INTERNAL, "kernel %s is not in its image", v->name);
+    return fail(CUMOE_ERR_INTERNAL, "kernel %s is not in its image", v->kernel);
   }
   if (error != cudaSuccess) {
     cumoe_status status = fail_cuda(error, "cudaLibraryGetKernel");

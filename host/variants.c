@@ -94,8 +94,11 @@ LATE_SYMBOL cpu_kernel cpu_gate_count, cpu_gate_backward, cpu_gate_scale, cpu_ga
   .op_name = #op_, .arch_name = #arch_, .form_name = #form_, .image = cumoe_image_##file, .op = OP_##op_,              \
   .arch = ARCH_##arch_, .form = FORM_##form_, .x = DT_##X, .y = DT_##Y
 #define LAUNCH_OF(CLUSTER, WARPS, CTAS, SMEM) .cluster = CLUSTER, .threads = (WARPS)*32, .ctas = CTAS, .smem = SMEM
-#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
-  {.name = "cumoe_" #op "_" #arch "_" #form "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK,        \
+#define TILED_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK)                                                  \
+  "cumoe_" #op "_" #arch "_" #form "_" #X "_" #W "_" #Y "_" #SCALE "_" #MAJOR "_" #BM "x" #BN "x" #BK
+#define TILED(op, UP, UP_BN, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)  \
+  {.name = TILED_NAME(op, arch, form, X, W, Y, SCALE, MAJOR, BM, BN, BK),                                              \
+   .kernel = TILED_NAME(UP, arch, form, X, W, Y, SCALE, MAJOR, BM, UP_BN, BK),                                         \
    KERNEL_OF(op, arch, file, form, X, Y),                                                                              \
    .w = DT_##W,                                                                                                        \
    .format = FORMAT_##W,                                                                                               \
@@ -106,8 +109,13 @@ LATE_SYMBOL cpu_kernel cpu_gate_count, cpu_gate_backward, cpu_gate_scale, cpu_ga
    .bk = BK,                                                                                                           \
    .stages = STAGES,                                                                                                   \
    LAUNCH_OF(CLUSTER, WARPS, CTAS, SMEM)},
+#define VARIANT(op, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)           \
+  TILED(op, op, BN, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)
+#define DOWN_BY_UP(UP_BN, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)     \
+  TILED(down, up, UP_BN, arch, file, form, X, W, Y, SCALE, MAJOR, CLUSTER, BM, BN, BK, STAGES, WARPS, CTAS, SMEM)
 #define UNTILED(op, arch, file, form, X, Y, UNITS, COLUMNS, LANES, AHEAD, CLUSTER, WARPS, CTAS, SMEM)                  \
   {.name = "cumoe_" #op "_" #arch "_" #form "_" #X "_" #Y "_" #UNITS "x" #COLUMNS "x" #LANES,                          \
+   .kernel = "cumoe_" #op "_" #arch "_" #form "_" #X "_" #Y "_" #UNITS "x" #COLUMNS "x" #LANES,                        \
    KERNEL_OF(op, arch, file, form, X, Y),                                                                              \
    .units = UNITS,                                                                                                     \
    .columns = COLUMNS,                                                                                                 \

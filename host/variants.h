@@ -48,6 +48,7 @@ typedef enum form {
 /* Columns as kernels/variants.def tells them; those that a row's table has not are 0. */
 typedef struct variant {
   const char *name, *op_name, *arch_name, *form_name;
+  const char *kernel;         /* the one that runs, in the image: another row's where this has none of its own */
   const unsigned char *image; /* fatbin; NULL on the CPU */
   cpu_kernel *cpu;
   int8_t op, arch, form, x, w, y; /* types: DT_*; 0 = chosen at run time, or none */

@@ -405,6 +405,8 @@ void cases_format_exact(cumoe_context context)
       cumoe_format one = f;
       const int parts = which % 2 ? FORMAT_OF_DOWN : FORMAT_OF_UP;
       if (parts == FORMAT_OF_DOWN) one.joined = 0;
+      /* The CPU decodes codes for both types by the same lines: a format's up in one, its down in the other. */
+      if (!on_device(context) && (which / 2 + which + i) % 2) continue;
       exact_cases(context, i, name, one, parts, which / 2 ? CUMOE_F16 : CUMOE_BF16, 1 << 20);
     }
 }

@@ -14,7 +14,7 @@
 #define CHECK_CUDA(call) check_cuda((call), __FILE__, __LINE__, #call)
 static inline bool check_cuda(cudaError_t error, const char *file, int line, const char *call)
 {
-  return test_check(error == cudaSuccess, file, line, "%s: %s", call, cudaGetErrorName(error));
+  return error == cudaSuccess || test_failed(file, line, "%s: %s", call, cudaGetErrorName(error));
 }
 
 #endif

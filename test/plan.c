@@ -52,11 +52,20 @@ static bool gpus_have_sm90(void)
   return false;
 }
 
+/* Made once: it is asked for before every choice. */
 static machine gpu_machine(const gpu *g)
 {
-  machine m;
-  machine_init(&m, g->cc == 90 ? "NVIDIA H200" : "a GPU", g->cc, g->sms, g->smem);
-  return m;
+  static struct {
+    gpu of;
+    machine m;
+  } made[2 * GPU_COUNT];
+  static int count;
+  for (int i = 0; i < count; i++)
+    if (memcmp(&made[i].of, g, sizeof *g) == 0) return made[i].m;
+  const int at = count < 2 * GPU_COUNT ? count++ : 0;
+  made[at].of = *g;
+  machine_init(&made[at].m, g->cc == 90 ? "NVIDIA H200" : "a GPU", g->cc, g->sms, g->smem);
+  return made[at].m;
 }
 
 static machine forcing(const gpu *g, int32_t row)

@@ -221,10 +221,9 @@ void case_skip(const char *format, ...)
   printf("\n");
 }
 
-bool test_check(bool ok, const char *file, int line, const char *format, ...)
+bool test_failed(const char *file, int line, const char *format, ...)
 {
   va_list args;
-  if (ok) return true;
   test.case_failed = true;
   if (test.printed++ > MAX_PRINTED) return false;
   printf("# failed %s: %s: %s:%d: ", test.group, test.name, file, line);
@@ -238,8 +237,8 @@ bool test_check(bool ok, const char *file, int line, const char *format, ...)
 bool test_status(cumoe_status want, cumoe_status got, const char *expression, const char *file, int line)
 {
   if (got == want) return true;
-  return test_check(false, file, line, "%s is %s, want %s; last error: %s", expression, cumoe_status_name(got),
-                    cumoe_status_name(want), cumoe_last_error());
+  return test_failed(file, line, "%s is %s, want %s; last error: %s", expression, cumoe_status_name(got),
+                     cumoe_status_name(want), cumoe_last_error());
 }
 
 void *scratch(size_t count, size_t bytes)

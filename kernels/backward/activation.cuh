@@ -39,7 +39,7 @@ struct packet_of_row {
 
 template <int ACT, bool FAST> DEVICE void activate_packet(const activation_args &a, packet_of_row &p)
 {
-  const float limit = a.act_limit, plus = ACT == ACT_SWIGLU_OAI ? 1.f : 0.f;
+  const gate_bounds bounds = {a.gate_limit, a.act_limit, ACT == ACT_SWIGLU_OAI ? 1.f : 0.f};
 #pragma unroll
   for (int i = 0; i < PACKET; i++) {
     if (!a.gated) {
@@ -48,11 +48,9 @@ template <int ACT, bool FAST> DEVICE void activate_packet(const activation_args 
       p.gate[i] = p.d_h[i] * v.slope;
       continue;
     }
-    const float gate = p.gate[i], up = p.up[i], u = bounded(up, -limit, limit) + plus;
-    const activated v = activate<ACT, FAST>(a.act_alpha, bounded(gate, -INFINITY, a.gate_limit));
-    p.h[i] = v.value * u;
-    p.gate[i] = p.d_h[i] * u * v.slope * slope_within(gate, -INFINITY, a.gate_limit);
-    p.up[i] = p.d_h[i] * v.value * slope_within(up, -limit, limit);
+    const gated_gradient d = gradient_of_gated<true>(p.gate[i], p.up[i], p.d_h[i], bounds,
+                                                     [&](float g) { return activate<ACT, FAST>(a.act_alpha, g); });
+    p.h[i] = d.h, p.gate[i] = d.gate, p.up[i] = d.up;
   }
 }
 

@@ -33,4 +33,28 @@ DEVICE float slope_within(float v, float low, float high)
   return v < low || v > high ? 0.f : 1.f;
 }
 
+/* Bounds of a gated activation, and what is added to u. */
+struct gate_bounds {
+  float gate_limit, limit, plus;
+};
+
+/* h = act(g) (u + plus) and the gradients of g and u for a given d h; act returns <activated>. Unless BOUNDED, nothing
+ * is bounded or added. */
+struct gated_gradient {
+  float h, gate, up;
+};
+
+template <bool BOUNDED, class ACT>
+DEVICE gated_gradient gradient_of_gated(float gate, float up, float given, const gate_bounds &b, ACT act)
+{
+  if (!BOUNDED) {
+    const activated v = act(gate);
+    return {v.value * up, given * up * v.slope, given * v.value};
+  }
+  const float u = bounded(up, -b.limit, b.limit) + b.plus;
+  const activated v = act(bounded(gate, -INFINITY, b.gate_limit));
+  return {v.value * u, given * u * v.slope * slope_within(gate, -INFINITY, b.gate_limit),
+          given * v.value * slope_within(up, -b.limit, b.limit)};
+}
+
 #endif

@@ -5,8 +5,11 @@
 
 #include "../args.h"
 
-static inline void multiply_row(double *restrict sum, const double *restrict a, double (*restrict w)[CPU_N_BLOCK],
-                                int32_t depth)
+/* Of a loop whose elements are all stored just before, where sanitizers see them: here they take ten times as long. */
+#define UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
+UNCHECKED static inline void multiply_row(double *restrict sum, const double *restrict a,
+                                          double (*restrict w)[CPU_N_BLOCK], int32_t depth)
 {
   enum { LANES = 8 };
   for (int32_t n = 0; n < CPU_N_BLOCK; n += LANES) {

@@ -28,7 +28,8 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
                               uint4 &up)
 {
   const bool oai = KIND == FINISH_swiglu && args.act == ACT_SWIGLU_OAI;
-  const float alpha = oai ? args.act_alpha : 1.f, plus = oai ? 1.f : 0.f, limit = args.act_limit, of_z = w * scale;
+  const float alpha = oai ? args.act_alpha : 1.f, of_z = w * scale;
+  const gate_bounds bounds = {args.gate_limit, args.act_limit, oai ? 1.f : 0.f};
   float along = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -37,19 +38,10 @@ DEVICE float activate_vectors(const gemm_args &args, const uint4 &d_h, float w, 
     float value[2], d_gate[2], d_up[2];
 #pragma unroll
     for (int t = 0; t < 2; t++) {
-      const float g = t ? g2.y : g2.x, u = t ? u2.y : u2.x, given = of_z * (t ? d.y : d.x);
-      if (KIND == FINISH_silu) {
-        const activated v = times_sigmoid<true>(g, 1.f);
-        value[t] = v.value * u;
-        d_gate[t] = given * u * v.slope;
-        d_up[t] = given * v.value;
-      } else {
-        const float shifted = bounded(u, -limit, limit) + plus;
-        const activated v = times_sigmoid<true>(bounded(g, -INFINITY, args.gate_limit), alpha);
-        value[t] = v.value * shifted;
-        d_gate[t] = given * shifted * v.slope * slope_within(g, -INFINITY, args.gate_limit);
-        d_up[t] = given * v.value * slope_within(u, -limit, limit);
-      }
+      const gated_gradient of = gradient_of_gated<KIND != FINISH_silu>(
+          t ? g2.y : g2.x, t ? u2.y : u2.x, of_z * (t ? d.y : d.x), bounds,
+          [&](float g) { return times_sigmoid<true>(g, KIND == FINISH_silu ? 1.f : alpha); });
+      value[t] = of.h, d_gate[t] = of.gate, d_up[t] = of.up;
     }
     const float2 rounded = unpack_pair<Y>(pack_pair<Y>(value[0], value[1]));
     along = fmaf(d.x, rounded.x, along);

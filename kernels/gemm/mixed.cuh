@@ -619,7 +619,29 @@ template <class S> DEVICE void skip(const gemm_args &args, mixed_smem<S> &smem, 
   }
 }
 
-template <class S, class SCALES> DEVICE void consume(const gemm_args &args, mixed_smem<S> &smem)
+/* sums = the warp's part of the unit at `slot`; whether products lack scales. */
+template <class S, class SCALES>
+DEVICE bool multiply_unit(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int slot,
+                          warp_sums<S> &sums)
+{
+  SCALES scales;
+  scales.set_unit(args, smem, slot, lane_row<S>());
+  if constexpr (S::FIXED)
+    multiply_fixed<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+  else
+    multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+  if constexpr (operand<typename S::W>::K_PER_SCALE > 0) return __any_sync(ALL_LANES, scales.absent);
+  return false;
+}
+
+/* Whether scales have another type than activations, for which u4 has products of its own. */
+template <class S> DEVICE bool scales_are_wide(const gemm_args &args)
+{
+  return S::U4 && !S::FIXED && args.b.scale.dtype != (same_type<typename S::X, bf16> ? DT_BF16 : DT_F16);
+}
+
+/* WIDE: by which products scales of another type are taken, where others come at all. */
+template <class S, class SCALES, class WIDE> DEVICE void consume(const gemm_args &args, mixed_smem<S> &smem)
 {
   constexpr int GRANULES = S::GRANULES / S::CONSUMERS; /* of a warpgroup's outputs */
   pipeline_state<S::STAGES> at;
@@ -632,18 +654,19 @@ template <class S, class SCALES> DEVICE void consume(const gemm_args &args, mixe
       skip<S>(args, smem, at);
       continue;
     }
-    SCALES scales;
-    scales.set_unit(args, smem, slot, lane_row<S>());
     warp_sums<S> sums = {};
-    if constexpr (S::FIXED)
-      multiply_fixed<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+    bool absent;
+    if (!same_type<SCALES, WIDE> && scales_are_wide<S>(args))
+      absent = multiply_unit<S, WIDE>(args, smem, at, slot, sums);
     else
-      multiply<S, S::BM>(args, smem, at, smem.units[slot].rows, scales, sums);
+      absent = multiply_unit<S, SCALES>(args, smem, at, slot, sums);
     const tile_unit unit = smem.units[slot]; /* read again: registers are few */
-    const int group = consumer_group<S>(), width = granule_channels<S>(args), first = unit.n + group * GRANULES,
-              end = min(unit.end, first + GRANULES);
+    int gated = S::gated(args);
+    if (S::HALVES == 2) hold(gated);
+    const int group = consumer_group<S>(), width = gated ? S::GRANULE / 2 : S::GRANULE,
+              first = unit.n + group * GRANULES, end = min(unit.end, first + GRANULES);
     if constexpr (operand<typename S::W>::K_PER_SCALE > 0)
-      if (__any_sync(ALL_LANES, scales.absent)) add_absent<S>(args, unit, sums);
+      if (absent) add_absent<S>(args, unit, sums);
     scale_sums<S>(args, unit.expert, sums);
     store_tile<S>(args, false, smem.staging, unit, group, {first * width, min(end * width, args.n)}, sums);
   }
@@ -693,10 +716,15 @@ template <class S> DEVICE void mixed_gemm(const gemm_args &args, mixed_smem<S> &
     }
   } else {
     change_registers<S::REGISTERS, S::CONSUMER_REGISTERS>();
-    if constexpr (S::U4 && !S::FIXED)
-      if (args.b.scale.dtype != (same_type<typename S::X, bf16> ? DT_BF16 : DT_F16))
-        return consume<S, wide_scales<S>>(args, smem);
-    consume<S, typename S::SCALES>(args, smem);
+    using scales = typename S::SCALES;
+    if constexpr (!S::U4 || S::FIXED) {
+      consume<S, scales, scales>(args, smem);
+    } else if constexpr (S::BM <= 32) {
+      consume<S, scales, wide_scales<S>>(args, smem);
+    } else { /* registers are full: units of either kind in a loop of their own */
+      if (scales_are_wide<S>(args)) return consume<S, wide_scales<S>, wide_scales<S>>(args, smem);
+      consume<S, scales, scales>(args, smem);
+    }
   }
 }
 

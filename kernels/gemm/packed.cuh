@@ -18,6 +18,7 @@ struct packed_shape
   using W = uint8_t;
   using CODE = typename P::W;
   static constexpr bool PACKED = true;
+  static constexpr int HELPERS = FACTOR_WARPS;
   static constexpr int BK = BK_, LINE = WGMMA_BK, LINES = BK / LINE, WEIGHT_LINE = BK * operand<CODE>::BITS / 8;
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
 
@@ -26,12 +27,31 @@ struct packed_shape
   static_assert(WEIGHT_LINE == 64 && BK / 32 == 4, "the swizzle that consumers undo; a vector of factors");
 };
 
+/* The same for few rows (gemm/woven_tile.cuh). Four warpgroups of consumers (20 warps) are possible, too. */
+template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
+struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, 12> {
+  static constexpr bool WOVEN = true;
+  static constexpr int THREADS = WARPS * WARP_SIZE, CONSUMERS = THREADS / woven_shape::GROUP - 1;
+  static constexpr int BLOCKS = woven_shape::COLUMNS / woven_shape::BLOCK / CONSUMERS, OCTETS = 2 * BLOCKS;
+  static constexpr int HELPERS = woven_shape::GATHERED ? 2 : 3; /* they weave; up's other warp copies rows ahead */
+  static constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 104 : 224, PRODUCER_REGISTERS = CONSUMERS == 4 ? 64 : 56;
+  static_assert(BLOCKS * woven_shape::BLOCK * CONSUMERS == woven_shape::COLUMNS, "whole blocks");
+};
+
+template <bool FIRST, class A, class B> struct either {
+  using type = A;
+};
+template <class A, class B> struct either<false, A, B> {
+  using type = B;
+};
+
 template <class P, bool PACKED, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS> struct wgmma_shape_of {
   using type = wgmma_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>;
 };
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape_of<P, true, CLUSTER, BM, BN, BK, STAGES, WARPS> {
-  using type = packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>;
+  using type = typename either<(BM <= 64), woven_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>,
+                               packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS>>::type;
 };
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
 using wgmma_or_packed =

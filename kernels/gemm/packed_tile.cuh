@@ -530,8 +530,9 @@ template <class S>
 DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
 #pragma unroll 1
-  for (int i = 0; i < ceil_div(tile.rows, 8) * 8; i++) {
-    const int octet = i % 4, j = i / 8, token = j * 8 + consumer_lane() % 4 * 2 + i / 4 % 2;
+  for (int i = 0; i < ceil_div(tile.rows, 8) * 2 * S::OCTETS; i++) {
+    const int octet = i % S::OCTETS, t = i / S::OCTETS % 2, j = i / S::OCTETS / 2,
+              token = j * 8 + consumer_lane() % 4 * 2 + t;
     const int row = lane_weight_row<S>() + octet * 8;
     const float part = absent_products<S>(args.g, tile.expert, weight_row_of<S>(args, tile, row),
                                           token < tile.rows ? source_row(args.g, tile.row + token) : -1);
@@ -539,7 +540,7 @@ DEVICE void add_absent(const gemm_sm90_args &args, const tile_unit &tile, float 
     for (int block = 0; block < S::BLOCKS; block++)
 #pragma unroll
       for (int a = 0; a < S::ACCUMULATORS; a++)
-        if (octet == block + a / 2 % 2 * 2 && i / 4 == a / 4 * 2 + a % 2) acc[block][a] += part;
+        if (octet == block + a / 2 % 2 * S::BLOCKS && j == a / 4 && t == a % 2) acc[block][a] += part;
   }
 }
 

@@ -10,6 +10,12 @@
 
 enum { UNITS_AHEAD = 12 }; /* more than stages: a unit has at least one */
 
+/* Where registers are full: what follows from the value is worked out behind this point, not kept from unit to unit. */
+DEVICE void hold(int &value)
+{
+  asm volatile("" : "+r"(value));
+}
+
 /*
  * Of a shape S made from it, four things are asked besides:
  *   CLUSTER         CTAs that fill each other's stages
@@ -323,35 +329,15 @@ template <class S, int OCTETS> struct warp_store {
   }
 };
 
-/* A thread's accumulators of two octets and token group j become outputs: one of (first, second) if gated, else both.
- * Whatever the activation. */
-template <class S>
-DEVICE void finish_octets(const gemm_args &args, bool up_first, const float *row_weights, const float *bias, int g,
-                          int j, const float (&acc)[S::BLOCKS][S::ACCUMULATORS], uint32_t &low, uint32_t &high)
-{
-  const float first_bias[2] = {bias[0], bias[0]}, second_bias[2] = {bias[1], bias[1]};
-  float first[2], second[2], weight[2];
-#pragma unroll
-  for (int t = 0; t < 2; t++) {
-    weight[t] = args.pair_weights ? row_weights[j * 8 + lane_id() % 4 * 2 + t] : 1.f;
-    const float a = accumulator_of<S>(acc, g, j, t), b = accumulator_of<S>(acc, g + 1, j, t);
-    first[t] = up_first ? b : a;
-    second[t] = up_first ? a : b;
-  }
-  finish<S::EPILOGUE, true>(args, weight, first_bias, second_bias, first, second);
-  if (S::EPILOGUE == EPILOGUE_activation && !args.gated) activate<2, true>(args, second, first);
-  low = pack_pair<typename S::Y>(first[0], first[1]);
-  high = pack_pair<typename S::Y>(second[0], second[1]);
-}
-
 /* What nearly every model wants is done in place, with a third of the instructions. */
 enum finish_kind { FINISH_any, FINISH_silu, FINISH_swiglu /* biased, clamped, scaled */ };
 
 DEVICE finish_kind finish_kind_of(const gemm_args &args)
 {
-  if (!args.gated || args.pair_weights || (args.act != ACT_SILU && args.act != ACT_SWIGLU_OAI)) return FINISH_any;
-  return args.act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !limits_gated(args) ? FINISH_silu
-                                                                                           : FINISH_swiglu;
+  int act = args.act;
+  hold(act);
+  if (!args.gated || args.pair_weights || (act != ACT_SILU && act != ACT_SWIGLU_OAI)) return FINISH_any;
+  return act == ACT_SILU && !args.b.bias[0] && !args.b.bias[1] && !limits_gated(args) ? FINISH_silu : FINISH_swiglu;
 }
 
 struct swiglu {
@@ -386,23 +372,69 @@ DEVICE void load_row_weights(const gemm_args &args, wgmma_staging<S> &smem, cons
   bar_sync(1 + group, S::GROUP);
 }
 
+template <class S> DEVICE float &accumulator_of(float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j, int t)
+{
+  return acc[g % S::BLOCKS][4 * j + g / S::BLOCKS * 2 + t];
+}
+
+/* A thread's accumulators of octets g and g + 1 and the first two token groups become outputs in place: one of each two
+ * if gated, else both. Whatever the activation, which the loops have in the program once. */
+template <class S>
+DEVICE void finish_octets(const gemm_args &args, int gated, bool up_first, const float *row_weights, const float *bias,
+                          int g, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+#pragma unroll 1
+  for (int j = 0; j < 2; j++) {
+    float first[2], second[2];
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const float weight = args.pair_weights ? row_weights[j * 8 + (int)tid_x() % 4 * 2 + t] : 1.f;
+      float &a = accumulator_of<S>(acc, g, 0, t), &b = accumulator_of<S>(acc, g + 1, 0, t);
+      first[t] = weighted(up_first ? b : a, weight, 1.f, bias[0]);
+      second[t] = weighted(up_first ? a : b, weight, 1.f, bias[1]);
+      a = accumulator_of<S>(acc, g, 1, t), b = accumulator_of<S>(acc, g + 1, 1, t);
+    }
+#pragma unroll 1
+    for (int left = gated ? 1 : 2; left > 0; left--) {
+      activate<2, true>(args, first, second);
+      if (gated) break;
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        const float other = first[t];
+        first[t] = second[t], second[t] = other;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+      accumulator_of<S>(acc, g, 1, t) = first[t], accumulator_of<S>(acc, g + 1, 1, t) = second[t];
+  }
+}
+
+/* Of two tokens of a thread's row in an octet. */
+template <class S> DEVICE uint32_t packed_of(float (&acc)[S::BLOCKS][S::ACCUMULATORS], int g, int j)
+{
+  return pack_pair<typename S::Y>(accumulator_of<S>(acc, g, j, 0), accumulator_of<S>(acc, g, j, 1));
+}
+
 /* All channels of a warp, of the first 16 tokens in the accumulators; token0 of the tile. */
 template <class S>
 DEVICE void store_group(const gemm_args &args, bool up_first, const float *row_weights, uint4 *staged,
                         const tile_unit &unit, channel_span span, int token0, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   if constexpr (S::N_MAJOR) part_pairs<S, warp_store<S, 2>::TOKENS>(args, 0, acc);
-  const bool gated = S::gated(args);
+  int gated = S::gated(args);
+  hold(gated);
   const row_bias<S> bias(args, unit.expert, span); /* loaded again each time: registers are full */
-  uint32_t packed[4] = {}, beside;
+  uint32_t packed[4] = {};
 #pragma unroll
   for (int g = 0; g < S::OCTETS; g += 2) {
+    finish_octets<S>(args, gated, up_first, row_weights, bias.of + g, g, acc);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int j = 0; j < 2; j++) {
       if (gated)
-        finish_octets<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[g / 2 + 2 * i], beside);
+        packed[g / 2 + 2 * j] = packed_of<S>(acc, g, j);
       else
-        finish_octets<S>(args, up_first, row_weights, bias.of + g, g, i, acc, packed[2 * i], packed[2 * i + 1]);
+        packed[2 * j] = packed_of<S>(acc, g, j), packed[2 * j + 1] = packed_of<S>(acc, g + 1, j);
     }
     if (gated && g + 2 < S::OCTETS) continue;
     int wide = gated ? S::OCTETS / 2 * 8 : 16;

@@ -23,8 +23,8 @@
 #include "gemm/copy_beside.cuh"
 #include "gemm/handover.cuh"
 #include "gemm/keep.cuh"
-#include "gemm/packed_tile.cuh"
 #include "gemm/token_store.cuh"
+#include "gemm/woven_tile.cuh"
 
 template <class PRODUCT, int CLUSTER_, int BM, int BN, int BK, int STAGES, int WARPS>
 struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
@@ -32,6 +32,8 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   static constexpr int CLUSTER = CLUSTER_;
   static_assert(CLUSTER == 2, "CTAs share in halves");
   static constexpr bool RELEASE_AT_ONCE = false, SCALES_BY_COPY = true;
+  static constexpr bool WOVEN = false; /* rows are put into another order in their stages (gemm/packed.cuh) */
+  static constexpr int HELPERS = 0;    /* warps of producers that arrive at a stage's `full`, too */
   static constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56; /* 384 threads start with 168 each */
 
   /* Gathering: 8 threads copy the 128 bytes of a row. */
@@ -44,7 +46,13 @@ struct wgmma_shape : pipeline_shape<PRODUCT, BM, BN, BK, STAGES, WARPS> {
   }
 };
 
-template <class S> struct wgmma_smem : pipeline_smem<S>, factor_stages<S, S::PACKED> {
+/* What codes of 4 bits have besides. */
+template <class S, bool WOVEN = S::WOVEN> struct packed_stages : factor_stages<S, S::PACKED> {
+};
+template <class S> struct packed_stages<S, true> : woven_stages<S> {
+};
+
+template <class S> struct wgmma_smem : pipeline_smem<S>, packed_stages<S> {
   int32_t drawn[UNITS_AHEAD];
   uint64_t drawn_ready[UNITS_AHEAD];
 };
@@ -253,8 +261,16 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
   uint64_t *full = &smem.full[at.stage];
   typename S::W *weights = smem.weights[at.stage];
   typename S::X *rows = smem.rows[at.stage];
-  mbarrier_arrive_expect_tx(full, S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W) +
-                                      boxes * BOX * sizeof(typename S::X) * S::BK + others);
+  const uint32_t weight_bytes = S::COLUMNS * S::WEIGHT_LINE * sizeof(typename S::W),
+                 row_bytes = boxes * BOX * sizeof(typename S::X) * S::BK;
+  uint64_t *rows_full = full;
+  if constexpr (S::WOVEN) {
+    rows_full = &smem.rows_there[at.stage];
+    mbarrier_arrive_expect_tx(rows_full, row_bytes);
+    mbarrier_arrive_expect_tx(full, weight_bytes);
+  } else {
+    mbarrier_arrive_expect_tx(full, weight_bytes + row_bytes + others);
+  }
   if constexpr (S::N_MAJOR) copy_n_major<S, PAIRED>(args, weights, tile, full, k0);
   if constexpr (PAIRED) {
     if constexpr (!S::N_MAJOR)
@@ -264,7 +280,7 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
-                                tile.row + i * BOX, full);
+                                tile.row + i * BOX, rows_full);
   } else {
     if constexpr (!S::N_MAJOR) {
       cp_async_bulk_tensor_5d(weights, &args.weights, weight_k, 0, 0, tile.n * octets, tile.expert, full);
@@ -275,17 +291,15 @@ DEVICE void copy_boxes(const gemm_sm90_args &args, wgmma_smem<S> &smem, const ti
 #pragma unroll
       for (int line = 0; line < S::LINES; line++)
         cp_async_bulk_tensor_2d_multicast(rows + (line * S::BM + i * BOX) * S::LINE, &args.rows, k0 + line * S::LINE,
-                                          tile.row + i * BOX, full, BOTH);
+                                          tile.row + i * BOX, rows_full, BOTH);
   }
 }
 
 template <class S> DEVICE void post_unit(wgmma_smem<S> &smem, const tile_unit &tile, int slot)
 {
   smem.units[slot] = tile;
-  if constexpr (S::PACKED) {
-    smem.absent[slot] = false;
-    mbarrier_arrive(&smem.posted[slot]);
-  }
+  if constexpr (S::PACKED && !S::WOVEN) smem.absent[slot] = false;
+  if constexpr (S::PACKED) mbarrier_arrive(&smem.posted[slot]);
 }
 
 /* All of a unit's stages. Consumers read which unit it is behind the first `full` barrier. */
@@ -371,10 +385,13 @@ template <class S, bool GATHERING> DEVICE void produce_units(const gemm_sm90_arg
 template <class S> DEVICE void produce(const gemm_sm90_args &args, wgmma_smem<S> &smem, const copy_beside_args *beside)
 {
   if (S::GATHERED && S::gathers(args.g)) return produce_units<S, S::GATHERED>(args, smem);
-  const bool factors = S::PACKED && warp_id() > 0 && warp_id() <= FACTOR_WARPS;
-  if constexpr (S::PACKED)
-    if (factors) produce_factors<S>(args, smem);
-  if (copies<S>(args.g) && warp_id() != 0 && !factors) return copy_rows<typename S::X>(args.g);
+  const bool helps = S::PACKED && warp_id() > 0 && warp_id() <= S::HELPERS;
+  if constexpr (S::WOVEN) {
+    if (helps) weave<S>(args, smem);
+  } else if constexpr (S::PACKED) {
+    if (helps) produce_factors<S>(args, smem);
+  }
+  if (copies<S>(args.g) && warp_id() != 0 && !helps) return copy_rows<typename S::X>(args.g);
   if constexpr (S::DRAWS)
     if (warp_id() != 0) return copy_beside(*beside);
   if (warp_id() == 0) produce_units<S, false>(args, smem);
@@ -417,10 +434,17 @@ DEVICE void consume_tokens(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
     add_tile_stored<S>(args.g, smem.units[slot], (int)tid_x() / S::GROUP - 1, true);
 }
 
+/* What a consumer keeps from unit to unit. */
+template <class S, bool WOVEN> struct scales_ahead_of {
+};
+template <class S> struct scales_ahead_of<S, true> : woven_scales<S> {
+};
+
 template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
   const int own = threadIdx.x / S::GROUP - 1;
   pipeline_state<S::STAGES> at;
+  scales_ahead_of<S, S::WOVEN> scales;
 #pragma unroll 1
   for (int slot = 0;; slot = (slot + 1) % UNITS_AHEAD) {
     wait_for(&smem.full[at.stage], at.phase);
@@ -436,11 +460,14 @@ template <class S> DEVICE void consume(const gemm_sm90_args &args, wgmma_smem<S>
     }
     const int channels = wgmma_channels<S>(args.g), channel0 = unit.n * channels + group * (channels / S::CONSUMERS);
     if (channel0 >= args.g.n) {
+      if constexpr (S::WOVEN) scales.skip_unit();
       skip<S>(args.g, smem, at);
       continue;
     }
     float acc[S::BLOCKS][S::ACCUMULATORS] = {}; /* anew: kept from tile to tile, ptxas would move them amid wgmmas */
-    if constexpr (S::PACKED)
+    if constexpr (S::WOVEN)
+      multiply_woven<S>(args, smem, at, slot, scales, acc);
+    else if constexpr (S::PACKED)
       multiply_packed<S>(args, smem, at, slot, acc);
     else {
       if (token_tile<S>::SERVED) kept_word<S>(smem) = slot;
@@ -474,8 +501,9 @@ DEVICE void wgmma_gemm(const gemm_sm90_args &args, wgmma_smem<S> &smem, const co
     prefetch_tensormap(&args.weights);
     if (!S::gathers(args.g)) prefetch_tensormap(&args.rows);
     for (int s = 0; s < S::STAGES; s++) {
-      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : S::PACKED ? 1 + FACTOR_WARPS : 1);
+      mbarrier_init(&smem.full[s], S::gathers(args.g) ? 1 + S::GROUP : 1 + S::HELPERS);
       mbarrier_init(&smem.empty[s], S::CLUSTER * S::CONSUMERS * S::GROUP / WARP_SIZE);
+      if constexpr (S::WOVEN) mbarrier_init(&smem.rows_there[s], 1);
     }
     for (int i = 0; i < UNITS_AHEAD; i++) mbarrier_init(&smem.drawn_ready[i], 1);
     if constexpr (S::PACKED)
