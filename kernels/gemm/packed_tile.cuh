@@ -361,8 +361,9 @@ template <class S> struct factors_ahead<S, u4> : scales_ahead<S> {
   }
 };
 
-/* Factors, by warps of their own; rows come by tensor copies. They arrive at each stage's `full`, too. */
-template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+/* What HELPERS warps of producers do: unit by unit as those are posted, help(unit, its slot, stage) goes through its
+ * stages and arrives at each one's `full`. Behind the last unit they arrive once more. */
+template <class S, class HELP> DEVICE void follow_units(wgmma_smem<S> &smem, HELP help)
 {
   pipeline_state<S::STAGES> at;
   pipeline_state<UNITS_AHEAD> slot;
@@ -371,16 +372,24 @@ template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma
     wait_for(&smem.posted[slot.stage], slot.phase);
     const tile_unit tile = smem.units[slot.stage];
     if (tile.expert < 0) break;
-    factors_ahead<S, typename S::CODE> factors(args, smem, tile, slot.stage);
+    help(tile, slot.stage, at);
+  }
+  if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+}
+
+/* Factors; rows come by tensor copies. */
+template <class S> DEVICE void produce_factors(const gemm_sm90_args &args, wgmma_smem<S> &smem)
+{
+  follow_units<S>(smem, [&](const tile_unit &tile, int slot, pipeline_state<S::STAGES> &at) {
+    factors_ahead<S, typename S::CODE> factors(args, smem, tile, slot);
 #pragma unroll 1
     for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
       wait_for(&smem.empty[at.stage], at.phase ^ 1);
-      factors.store(args.g, smem, at.stage, k0, slot.stage);
+      factors.store(args.g, smem, at.stage, k0, slot);
       if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
       factors.load(args.g, smem, k0 + SCALES_AHEAD * S::BK);
     }
-  }
-  if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+  });
 }
 
 /* ---- consumers ---- */

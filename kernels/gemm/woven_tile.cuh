@@ -63,23 +63,17 @@ template <class S> DEVICE void weave_stage(wgmma_smem<S> &smem, int stage, int o
   if (lane_id() == 0) mbarrier_arrive(&smem.full[stage]);
 }
 
-/* By HELPERS warps behind the first, unit by unit as producers post them. Rows come by 16: octets are even. */
+/* By HELPERS warps behind the first. Rows come by 16: octets are even. */
 template <class S> DEVICE void weave(const gemm_sm90_args &args, wgmma_smem<S> &smem)
 {
-  pipeline_state<S::STAGES> at;
-  pipeline_state<UNITS_AHEAD> slot;
-#pragma unroll 1
-  for (;; slot.advance()) {
-    wait_for(&smem.posted[slot.stage], slot.phase);
-    if (smem.units[slot.stage].expert < 0) break;
-    const int octets = ceil_div(smem.units[slot.stage].rows, 16) * 2;
+  follow_units<S>(smem, [&](const tile_unit &tile, int, pipeline_state<S::STAGES> &at) {
+    const int octets = ceil_div(tile.rows, 16) * 2;
 #pragma unroll 1
     for (int k0 = 0; k0 < args.g.k; k0 += S::BK, at.advance()) {
       wait_for(&smem.rows_there[at.stage], at.phase);
       weave_stage(smem, at.stage, octets);
     }
-  }
-  if (lane_id() == 0) mbarrier_arrive(&smem.full[at.stage]);
+  });
 }
 
 /* ---- consumers: scales ---- */
