@@ -16,15 +16,16 @@
 
 enum { FIXED_RUN = 32 };
 
-/* A float of 2^23 and more whose last bit is 1 and whose lower half is 0. */
-constexpr float FIXED_ONE = 0x1.8p23f;
+/* A float of 2^23 and more whose last bit is 1 and whose lower half is 128: with it lower bytes come out 128 more,
+ * upper ones as they should be. */
+constexpr float FIXED_ONE = 0x1.8p23f + 128.f;
 
-/* Two elements times `up` are the lower halves of what they become, with those of `one`. */
-template <class X> DEVICE void fixed_pair(uint32_t pair, float up, float one, uint32_t &even, uint32_t &odd)
+/* Two elements times `up`, and FIXED_ONE, are the lower halves of what they become. */
+template <class X> DEVICE void fixed_pair(uint32_t pair, float up, uint32_t &even, uint32_t &odd)
 {
   const float2 v = unpack_pair<X>(pair);
-  even = __float_as_uint(fmaf(v.x, up, one));
-  odd = __float_as_uint(fmaf(v.y, up, one));
+  even = __float_as_uint(fmaf(v.x, up, FIXED_ONE));
+  odd = __float_as_uint(fmaf(v.y, up, FIXED_ONE));
 }
 
 /* The first and second bytes of four. */
@@ -35,15 +36,14 @@ DEVICE void split_bytes(const uint32_t (&x)[4], uint32_t &low, uint32_t &high)
   high = __byte_perm(a, b, 0x7632);
 }
 
-/* Eight elements of run q: put(plane, chunk, four bytes). Lower bytes come out 128 more, upper ones as they should. */
+/* Eight elements of run q: put(plane, chunk, four bytes). */
 template <class X, class PUT> DEVICE void put_eight(const uint4 &v, float up, int q, PUT put)
 {
-  constexpr float ONE = FIXED_ONE + 128.f;
   uint32_t even[4], odd[4], low, high;
-  fixed_pair<X>(v.x, up, ONE, even[0], odd[0]);
-  fixed_pair<X>(v.y, up, ONE, even[1], odd[1]);
-  fixed_pair<X>(v.z, up, ONE, even[2], odd[2]);
-  fixed_pair<X>(v.w, up, ONE, even[3], odd[3]);
+  fixed_pair<X>(v.x, up, even[0], odd[0]);
+  fixed_pair<X>(v.y, up, even[1], odd[1]);
+  fixed_pair<X>(v.z, up, even[2], odd[2]);
+  fixed_pair<X>(v.w, up, even[3], odd[3]);
   split_bytes(even, low, high);
   put(0, 2 * q, high);
   put(1, 2 * q, low ^ 0x80808080);

@@ -11,13 +11,6 @@ DEVICE uint32_t lds_32(uint32_t address)
   return v;
 }
 
-DEVICE uint2 lds_two(uint32_t address)
-{
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
 DEVICE uint4 lds_128(uint32_t address)
 {
   uint4 v;

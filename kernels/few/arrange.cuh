@@ -126,13 +126,12 @@ DEVICE void put_group(const few_row<S> &row, int k, float unit, uint32_t sum, co
 template <class S> DEVICE void put_fixed(const few_row<S> &row, int k, const uint4 &v)
 {
   using Y = typename S::Y;
-  constexpr float ONE = FIXED_ONE + 128.f; /* lower bytes come out 128 more, upper ones as they should be */
   const fixed_unit unit(unpack_pair<Y>(largest_of<16>(v)).x);
   const float times = unit.times;
   uint32_t even[4], odd[4], low[2], high[2];
-  fixed_pair<Y>(v.x, times, ONE, even[0], odd[0]), fixed_pair<Y>(v.y, times, ONE, even[1], odd[1]);
-  fixed_pair<Y>(v.z, times, ONE, even[2], odd[2]), fixed_pair<Y>(v.w, times, ONE, even[3], odd[3]);
-  uint32_t sum = 0u - 8 * __float_as_uint(ONE);
+  fixed_pair<Y>(v.x, times, even[0], odd[0]), fixed_pair<Y>(v.y, times, even[1], odd[1]);
+  fixed_pair<Y>(v.z, times, even[2], odd[2]), fixed_pair<Y>(v.w, times, even[3], odd[3]);
+  uint32_t sum = 0u - 8 * __float_as_uint(FIXED_ONE);
 #pragma unroll
   for (int i = 0; i < 4; i++) sum += even[i] + odd[i];
 #pragma unroll

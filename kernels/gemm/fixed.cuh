@@ -198,11 +198,11 @@ template <class S> struct fixed_scales {
 
 /* ---- consumers: products ---- */
 
-/* A word of codes less 8, times 16: as two registers of four bytes. */
-DEVICE void s8_words(uint32_t codes, uint32_t &even, uint32_t &odd)
+/* A word of codes less 8, times 16: as two registers of four bytes. signs: 0x80808080. */
+DEVICE void s8_words(uint32_t codes, uint32_t signs, uint32_t &even, uint32_t &odd)
 {
-  even = (codes << 4 ^ 0x80808080) & 0xf0f0f0f0;
-  odd = (codes ^ 0x80808080) & 0xf0f0f0f0;
+  even = (codes << 4 ^ signs) & 0xf0f0f0f0;
+  odd = (codes ^ signs) & 0xf0f0f0f0;
 }
 
 /* Exact sums of a slab: of upper and of lower bytes. */
@@ -225,7 +225,8 @@ template <class S, int N> DEVICE void multiply_bytes(uint32_t codes, uint32_t ro
 {
   uint32_t a[S::BLOCKS][4];
 #pragma unroll
-  for (int r = 0; r < 4; r++) s8_words(lds_32(codes + r * 8 * S::ROW_BYTES), a[r % 2][r / 2], a[r % 2][2 + r / 2]);
+  for (int r = 0; r < 4; r++)
+    s8_words(lds_32(codes + r * 8 * S::ROW_BYTES), 0x80808080, a[r % 2][r / 2], a[r % 2][2 + r / 2]);
 #pragma unroll
   for (int octet = 0; octet < N / 8; octet++) {
     uint32_t b[4];
@@ -316,11 +317,7 @@ template <class S> DEVICE void unpack_block(uint32_t codes, uint32_t signs, uint
 #pragma unroll
   for (int b = 0; b < 4; b++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint32_t word = lds_32((codes ^ b * 16) + r * 16 * S::ROW_BYTES);
-      a[b][r] = (word << 4 ^ signs) & 0xf0f0f0f0;
-      a[b][2 + r] = (word ^ signs) & 0xf0f0f0f0;
-    }
+    for (int r = 0; r < 2; r++) s8_words(lds_32((codes ^ b * 16) + r * 16 * S::ROW_BYTES), signs, a[b][r], a[b][2 + r]);
 }
 
 /* Exact sums of a slab and of octets of rows, a lane's upper and then its lower bytes of each: under way. */

@@ -27,15 +27,11 @@ struct packed_shape
   static_assert(WEIGHT_LINE == 64 && BK / 32 == 4, "the swizzle that consumers undo; a vector of factors");
 };
 
-/* The same for few rows (gemm/woven_tile.cuh). Four warpgroups of consumers (20 warps) are possible, too. */
+/* The same for few rows (gemm/woven_tile.cuh). */
 template <class P, int CLUSTER, int BM, int BN, int BK, int STAGES, int WARPS>
-struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, 12> {
+struct woven_shape : packed_shape<P, CLUSTER, BM, BN, BK, STAGES, WARPS> {
   static constexpr bool WOVEN = true;
-  static constexpr int THREADS = WARPS * WARP_SIZE, CONSUMERS = THREADS / woven_shape::GROUP - 1;
-  static constexpr int BLOCKS = woven_shape::COLUMNS / woven_shape::BLOCK / CONSUMERS, OCTETS = 2 * BLOCKS;
   static constexpr int HELPERS = woven_shape::GATHERED ? 2 : 3; /* they weave; up's other warp copies rows ahead */
-  static constexpr int CONSUMER_REGISTERS = CONSUMERS == 4 ? 104 : 224, PRODUCER_REGISTERS = CONSUMERS == 4 ? 64 : 56;
-  static_assert(BLOCKS * woven_shape::BLOCK * CONSUMERS == woven_shape::COLUMNS, "whole blocks");
 };
 
 template <bool FIRST, class A, class B> struct either {

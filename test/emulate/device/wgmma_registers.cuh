@@ -5,10 +5,6 @@
 #include "device/ptx_sm90.cuh"
 #include "device/shared.cuh"
 
-DEVICE uint2 lds_two(uint32_t address)
-{
-  return load_shared<uint2>(address);
-}
 DEVICE uint4 lds_128(uint32_t address)
 {
   return load_shared<uint4>(address);
