@@ -479,24 +479,24 @@ DEVICE void multiply_here(const uint32_t (&a)[2][2][4], const slab_places<S> &fr
   }
 }
 
-/* The same by wgmma; it is under way, and the one before it is over. */
-template <class S, int N> DEVICE void multiply_wide(const uint32_t (&a)[2][2][4], uint32_t tokens, warp_sums<S> &sums)
+/* The same by wgmma, in the width by 16 that `rows` rows take; it is under way, and the one before it is over. */
+template <class S, int N>
+DEVICE void multiply_wide(const uint32_t (&a)[2][4], uint32_t tokens, int rows, warp_sums<S> &sums)
 {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    wgmma_fence();
-#pragma unroll
-    for (int block = 0; block < 2; block++)
-      wgmma_registers_m64k16<typename S::X, N>::run(sums[block], a[i][block], tokens + i * 2);
-    wgmma_commit_group();
-    wgmma_wait_group<1>();
+  if constexpr (N > S::WGMMA_FROM) {
+    if (rows <= N - 16) return multiply_wide<S, N - 16>(a, tokens, rows, sums);
   }
+  wgmma_fence();
+#pragma unroll
+  for (int block = 0; block < 2; block++)
+    wgmma_registers_m64k16<typename S::X, N>::run(sums[block], a[block], tokens);
+  wgmma_commit_group();
 }
 
 /* sums += 32 weight rows x N rows of A, of a slab of k and on; tokens: operand of its rows. */
 template <class S, int N, class SCALES>
 DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, const slab_places<S> &from, uint32_t tokens,
-                          SCALES &scales, int stage, int slab, int k, warp_sums<S> &sums)
+                          int rows, SCALES &scales, int stage, int slab, int k, warp_sums<S> &sums)
 {
   uint4 raw[4];
 #pragma unroll
@@ -506,17 +506,22 @@ DEVICE void multiply_slab(const gemm_args &args, const mixed_smem<S> &smem, cons
   for (int w = 0; w < 4; w++) {
     uint32_t a[2][2][4];
     unpack_32(raw, w, factors, a);
-    if constexpr (N >= S::WGMMA_FROM)
-      multiply_wide<S, N>(a, tokens + w / 2 * S::BM * 8 + w % 2 * 4, sums);
-    else
+    if constexpr (N < S::WGMMA_FROM) {
       multiply_here<S, N>(a, from, w, sums);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        multiply_wide<S, N>(a[i], tokens + w / 2 * S::BM * 8 + w % 2 * 4 + i * 2, rows, sums);
+        wgmma_wait_group<1>();
+      }
+    }
   }
 }
 
-/* sums = the warp's weight rows x rows of one unit, N wide, over its slabs. */
+/* sums = the warp's weight rows x rows of one unit, at most N, over its slabs. */
 template <class S, int N, class SCALES>
-DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, SCALES &scales,
-                       warp_sums<S> &sums)
+DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
+                       SCALES &scales, warp_sums<S> &sums)
 {
   const slab_places<S> first(smem);
 #pragma unroll 1
@@ -527,7 +532,7 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
 #pragma unroll 1
     for (int slab = 0; slab < S::SLABS && k0 + slab * S::SLAB < args.k; slab++, places.next_slab(smem)) {
       const uint32_t tokens = (uint32_t)wgmma_operand(smem.rows[at.stage][slab * 2]);
-      multiply_slab<S, N>(args, smem, places, tokens, scales, at.stage, slab, k0 + slab * S::SLAB, sums);
+      multiply_slab<S, N>(args, smem, places, tokens, rows, scales, at.stage, slab, k0 + slab * S::SLAB, sums);
     }
     if constexpr (N >= S::WGMMA_FROM) wgmma_wait_group<0>();
     release<S>(smem, at.stage);
@@ -538,16 +543,16 @@ DEVICE void multiply_n(const gemm_args &args, mixed_smem<S> &smem, pipeline_stat
   }
 }
 
-/* In a few widths: multiples of 8, 16 from 16 on. */
+/* In a few widths: by mma.sync, which few rows take, multiples of 8 or 16; by wgmma one loop. */
 template <class S, int N, class SCALES>
 DEVICE void multiply(const gemm_args &args, mixed_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
                      SCALES &scales, warp_sums<S> &sums)
 {
-  constexpr int LESS = N > 16 ? N - 16 : S::BM <= 32 ? N - 8 : 0;
+  constexpr int LESS = N > 16 ? 16 : S::BM <= 32 ? N - 8 : 0;
   if constexpr (LESS > 0) {
     if (rows <= LESS) return multiply<S, LESS>(args, smem, at, rows, scales, sums);
   }
-  multiply_n<S, N>(args, smem, at, scales, sums);
+  multiply_n<S, N>(args, smem, at, rows, scales, sums);
 }
 
 /* A warp's outputs, as warpgroup_tile.cuh has them: 16 * BLOCKS weight rows. */

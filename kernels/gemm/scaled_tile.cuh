@@ -101,9 +101,10 @@ DEVICE void multiply_promoted(const gemm_args &args, pipeline_smem<S> &smem, pip
                               int rows, int scales_from, const weight_scales<S> &scales,
                               float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
-  if constexpr (N > WGMMA_STEP) {
-    if (rows <= N - WGMMA_STEP) {
-      multiply_promoted<S, N - WGMMA_STEP>(args, smem, at, group, rows, scales_from, scales, acc);
+  constexpr int LESS = N > 64 ? 64 : N > WGMMA_STEP ? N - WGMMA_STEP : 0; /* of more rows few units: token_tile.cuh */
+  if constexpr (LESS > 0) {
+    if (rows <= LESS) {
+      multiply_promoted<S, LESS>(args, smem, at, group, rows, scales_from, scales, acc);
       return;
     }
   }
