@@ -72,6 +72,7 @@ template <class S> struct stream_run {
   granule_range now, later;
   int32_t tiles, granules, parts; /* row tiles; granules of each, and the whole tiles that it is cut into */
   int32_t whole;                  /* tiles until the piece */
+  int32_t turns;                  /* N-major: tiles that are still to come, one for each CTA a turn */
   int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
   bool piece = true;              /* is still to come */
 
@@ -80,12 +81,20 @@ template <class S> struct stream_run {
       : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))),
         parts(ceil_div(granules, granules_of<S>(args)))
   {
-    const int64_t share = (int64_t)tiles * parts / gridDim.x, first = share * blockIdx.x, end = (first + share) / parts;
+    const int64_t share = (int64_t)tiles * parts / gridDim.x;
+    now.left = later.left = 0;
+    turns = S::N_MAJOR ? (int32_t)share : 0;
+    if (!S::N_MAJOR) take(share * blockIdx.x, share);
+    whole = share > 0 ? 1 + (int32_t)(blockIdx.x % share) : 0;
+  }
+
+  /* `count` whole tiles, `first` and on. */
+  DEVICE void take(int64_t first, int64_t count)
+  {
+    const int64_t end = (first + count) / parts;
     now.tile = (int32_t)(first / parts);
     now.n = granule_of(first - (int64_t)now.tile * parts);
-    now.left = (end - now.tile) * granules + granule_of(first + share - end * parts) - now.n;
-    later.left = 0;
-    whole = share > 0 ? 1 + (int32_t)(blockIdx.x % share) : 0;
+    now.left = (end - now.tile) * granules + granule_of(first + count - end * parts) - now.n;
   }
 
   /* The first granule of a row tile's whole tile `part`. */
@@ -110,6 +119,8 @@ template <class S> struct stream_run {
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
   template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
+    if (S::N_MAJOR && now.left == 0 && turns > 0)
+      take(blockIdx.x + (--turns) * (int64_t)gridDim.x, 1), expert = -1;
     if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;
     if (now.left == 0) return {-1, 0, 0, 0, 0};
