@@ -136,7 +136,7 @@ template <class S> DEVICE void dealt_route(const few_args &args, dealt_smem<S> &
     int share = smem.share;
 #pragma unroll 1
     while (share < (int)gridDim.x) {
-      write_routing<S>(args, share, smem.scratch[0]);
+      write_routing<S>(args, smem.table, share);
       share = __shfl_sync(ALL_LANES, lane_id() == 0 ? draw_share(args) : 0, 0);
     }
   }

@@ -123,7 +123,6 @@ struct few_memory<dealt_layout<PRODUCT, TOKENS, BN, BK, STAGES, WARPS>> {
   int32_t share, item;     /* the CTA's first of the routing, of items */
   int16_t place[S::PAIRS]; /* of a pair: its active expert, times FEW_COLUMNS, and its column */
   few_table<S::PAIRS> table;
-  gate_scratch scratch[1]; /* the routing warp's */
 };
 template <class S> using dealt_smem = few_memory<typename S::layout>;
 

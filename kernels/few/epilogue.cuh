@@ -146,7 +146,7 @@ template <class S> DEVICE int next_share(const few_args &args, few_smem<S> &smem
   int share;
   do {
     share = tickets.draw();
-    if (args.protocol.weights && share < gridDim.x) write_routing<S>(args, share, smem.scratch[1]);
+    if (args.protocol.weights && share < gridDim.x) write_routing<S>(args, smem.table, share);
   } while (share < gridDim.x && few_units<S>(args.up, experts, share).left <= 0);
   if (!tickets.over) tickets.tell(share);
   return share;

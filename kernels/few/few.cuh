@@ -46,7 +46,7 @@ template <class S> DEVICE void few_route(const few_args &args, few_smem<S> &smem
 {
   const bool routing = warp_id() == S::ROUTING;
   if (S::UP && routing && args.protocol.weights && smem.share[0] < gridDim.x)
-    write_routing<S>(args, smem.share[0], smem.scratch[0]);
+    write_routing<S>(args, smem.table, smem.share[0]);
   if (!S::UP) wait_for_earlier_grids();
   if (!S::UP || args.protocol.tickets) {
     if constexpr (S::SCALED)

@@ -131,6 +131,7 @@ struct few_halves {
  * more is there again, and its weights are read again. In the order of their first pairs. */
 template <int PAIRS> struct few_table {
   int32_t to[PAIRS];                                 /* of each pair: local expert, ROW_DROPPED or ROW_IDENTITY */
+  int16_t id[PAIRS];                                 /* likewise: what the gate chose, -1: nothing */
   alignas(16) few_column column[PAIRS][FEW_COLUMNS]; /* of an active expert */
   alignas(16) few_halves weights[PAIRS];             /* of an active expert, up's */
   const void *down[PAIRS];                           /* of an active expert, down's weights */
@@ -177,7 +178,6 @@ template <class S> struct few_memory : few_scaled_memory<S> {
   int32_t share[2];     /* of up: the CTA's first; its next (schedule.cuh) */
   few_range own;        /* octets of down */
   few_table<S::PAIRS> table;
-  gate_scratch scratch[2]; /* the routing warp's, the epilogue warp's */
 };
 template <class S> using few_smem = few_memory<typename S::layout>;
 

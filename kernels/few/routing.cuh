@@ -43,7 +43,7 @@ template <int N, class S> DEVICE int choose_few(const gate_args &a, int token, f
   return take_best(a, a.top_k, c, nullptr, s.scratch[warp_id()]).id;
 }
 
-/* Leaves the ids in the table's `to`. */
+/* Leaves the ids in the table. */
 template <class S> DEVICE void choose_experts(gate_args a, few_smem<S> &smem)
 {
   a.logits_dtype = DT_F32; /* the router's */
@@ -55,7 +55,7 @@ template <class S> DEVICE void choose_experts(gate_args a, few_smem<S> &smem)
   for (int token = warp_id(); token < token_total(a.tokens); token += S::THREADS / WARP_SIZE) {
     const int id =
         by_logit && a.experts <= 4 * WARP_SIZE ? choose_few<4>(a, token, s) : choose_few<FEW_KEYS>(a, token, s);
-    if (lane_id() < a.top_k) smem.table.to[token * a.top_k + lane_id()] = id;
+    if (lane_id() < a.top_k) smem.table.id[token * a.top_k + lane_id()] = (int16_t)id;
   }
   __syncthreads();
 }
@@ -64,15 +64,15 @@ template <class S> DEVICE void choose_experts(gate_args a, few_smem<S> &smem)
 
 /* The gate's results, and the weights for all CTAs: by whoever has this share of up, a token each. Nobody wants them
  * before the end of down. */
-template <class S> DEVICE void write_routing(const few_args &args, int share, gate_scratch &scratch)
+template <class S> DEVICE void write_routing(const few_args &args, const few_table<S::PAIRS> &table, int share)
 {
   gate_args a = args.gate;
   a.logits_dtype = DT_F32;
 #pragma unroll 1
   for (int token = gridDim.x - 1 - share; token < token_total(a.tokens); token += gridDim.x) {
-    const gate_slot slot = route_token<FEW_KEYS, false, true>(a, token, true, nullptr, scratch);
-    if (lane_id() < a.top_k)
-      store_relaxed(args.protocol.weights + token * a.top_k + lane_id(), (uint64_t)__float_as_uint(slot.weight));
+    const int64_t pair = token * (int64_t)a.top_k + lane_id();
+    const gate_slot slot = weigh_slots<FEW_KEYS>(a, token, lane_id() < a.top_k ? table.id[pair] : -1);
+    if (lane_id() < a.top_k) store_relaxed(args.protocol.weights + pair, (uint64_t)__float_as_uint(slot.weight));
     store_slot(a, token, slot);
   }
 }

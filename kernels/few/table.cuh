@@ -94,8 +94,8 @@ template <class S> DEVICE int look_up_pair(const few_args &args, const few_table
   const bool report = S::UP && blockIdx.x == 0;
   if (S::UP && args.protocol.weights) {
     const int slot = pair - token * map.top_k;
-    return report ? destination_of<true, l2_reader>(map, t.to[pair], token, slot)
-                  : destination_of<false, l2_reader>(map, t.to[pair], token, slot);
+    return report ? destination_of<true, l2_reader>(map, t.id[pair], token, slot)
+                  : destination_of<false, l2_reader>(map, t.id[pair], token, slot);
   }
   return report ? destination<true, l2_reader>(map, pair) : destination<false, l2_reader>(map, pair);
 }

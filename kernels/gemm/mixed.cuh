@@ -488,8 +488,7 @@ DEVICE void multiply_wide(const uint32_t (&a)[2][4], uint32_t tokens, int rows, 
   }
   wgmma_fence();
 #pragma unroll
-  for (int block = 0; block < 2; block++)
-    wgmma_registers_m64k16<typename S::X, N>::run(sums[block], a[block], tokens);
+  for (int block = 0; block < 2; block++) wgmma_registers_m64k16<typename S::X, N>::run(sums[block], a[block], tokens);
   wgmma_commit_group();
 }
 

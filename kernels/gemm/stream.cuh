@@ -119,8 +119,7 @@ template <class S> struct stream_run {
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
   template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
-    if (S::N_MAJOR && now.left == 0 && turns > 0)
-      take(blockIdx.x + (--turns) * (int64_t)gridDim.x, 1), expert = -1;
+    if (S::N_MAJOR && now.left == 0 && turns > 0) take(blockIdx.x + (--turns) * (int64_t)gridDim.x, 1), expert = -1;
     if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;
     if (now.left == 0) return {-1, 0, 0, 0, 0};

@@ -268,8 +268,8 @@ DEVICE void multiply_woven_wide(const uint32_t (&a)[S::BLOCKS][4], uint32_t toke
 /* acc = weights x rows of one unit. While 16 k are multiplied the next are unpacked. A stage is released
  * when the next is under way. */
 template <class S>
-DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at, int rows,
-                                woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                                int rows, woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const int row = lane_weight_row<S>();
   const uint32_t codes0 = shared_address(smem.weights[0]) + row * S::WEIGHT_LINE + (consumer_lane() ^ row / 2) % 4 * 16,

@@ -58,6 +58,20 @@ DEVICE void store_slot(const gate_args &a, int64_t token, gate_slot slot)
   store_weight(a, token, slot.weight);
 }
 
+DEVICE void report_nan(const gate_args &a, int64_t token, unsigned first_nan)
+{
+  if (first_nan != ~0u && lane_id() == 0) report_token_fault(a.tokens, a.fault, FAULT_NAN_LOGIT, first_nan, token);
+}
+
+/* What route_token returns, where lane j knows the id of slot j. N: logits a lane holds in registers. */
+template <int N> DEVICE gate_slot weigh_slots(const gate_args &a, int64_t token, int id)
+{
+  gate_token t = {token * a.logits_ld, 0.f, 0.f};
+  report_nan(a, token, __reduce_min_sync(ALL_LANES, sum_scores<N>(a, t)));
+  const float l = id >= 0 ? load_logit(a, t.logits + id) : not_a_number();
+  return {id, slot_weight<false>(a, t, id, soft_cap(a, GATE_BY_LOGIT(a) ? l + 0.f : l))}; /* keys know no -0 */
+}
+
 /* From a token's keys. `all`: also the weights, and a report of NaN; else the ids alone. */
 template <int N, bool RULES>
 DEVICE gate_slot choose_slots(const gate_args &a, const gate_token &t, int64_t token, unsigned first_nan, bool all,
@@ -65,8 +79,7 @@ DEVICE gate_slot choose_slots(const gate_args &a, const gate_token &t, int64_t t
 {
   if (RULES) first_nan = min(first_nan, nan_of_always(a, t));
   first_nan = __reduce_min_sync(ALL_LANES, first_nan);
-  if (all && first_nan != ~0u && lane_id() == 0)
-    report_token_fault(a.tokens, a.fault, FAULT_NAN_LOGIT, first_nan, token);
+  if (all) report_nan(a, token, first_nan);
   chosen_expert chosen = {-1, KEY_NAN};
   if (RULES && a.given)
     chosen.id = given_id(a, token);

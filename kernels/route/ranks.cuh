@@ -67,6 +67,22 @@ DEVICE void softmax_over_lanes(const gate_args &a, gate_token &t, float (&l)[N])
   t.sum = warp_sum(sum);
 }
 
+/* What scores of a token's experts have in common, if logits fit registers. By a loop each: for who waits for something
+ * else meanwhile. Returns the first NaN's expert. */
+template <int N> DEVICE unsigned sum_scores(const gate_args &a, gate_token &t)
+{
+  float l[N];
+  const unsigned first_nan = load_logits(a, t.logits, 0, l);
+  if (!softmax_over_all(a)) return first_nan;
+  if (GATE_BY_LOGIT(a)) {
+    softmax_over_lanes<false, true>(a, t, l);
+  } else {
+    each_value<true>(l, [&](int, float logit) { return exact_cap(a.softcap, logit); });
+    softmax_over_lanes<true, true>(a, t, l);
+  }
+  return first_nan;
+}
+
 /* In registers: keys of the logits themselves. Every score keeps their order, but may round. `weigh`: weights will be
  * asked for. */
 template <int N>
