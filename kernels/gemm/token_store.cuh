@@ -21,60 +21,75 @@ template <class S> DEVICE uint32_t outputs_of(const float (&acc)[token_tile<S>::
 
 /* ---- outputs ---- */
 
-/* Scales that do not change along k. Registers are full: an octet of columns after the other. */
-template <class S>
-DEVICE void scale_sums(const gemm_args &args, bool up_first, int expert, int channel0,
-                       typename token_tile<S>::sums &acc)
+/* apply(sum, of(half, channel)) to every sum of pieces whose channels begin there. Registers are full, so a warp puts a
+ * piece's values where outputs will be staged. */
+template <class S, class OF, class APPLY>
+DEVICE void each_column(bool up_first, uint4 *staged, int pieces, int channel0, typename token_tile<S>::sums &acc,
+                        OF of, APPLY apply)
 {
   using tile = token_tile<S>;
-  const scale_matrix &s = args.b.scale;
-  const bool by_channel = s.dtype != DT_NONE && s.k_stride == 0;
-  if (!by_channel && !args.b.global[0] && !args.b.global[1]) return;
+  static_assert(tile::COLUMNS * sizeof(float) == WARP_SIZE * sizeof(uint4), "a float each");
+  float *values = reinterpret_cast<float *>(staged);
 #pragma unroll
-  for (int octet = 0; octet < tile::PIECES * tile::OCTETS; octet++) {
-    const int half = tile::HALVES == 2 ? octet % 2 ^ (int)up_first : 0;
-    const int channel = channel0 + octet / tile::HALVES * 8 + (int)tid_x() % 4 * 2;
-    const float global = global_scale(args.b, half, expert);
+  for (int piece = 0; piece < tile::PIECES; piece++) {
+    if (piece >= pieces) continue;
+    __syncwarp(); /* what was there is read */
+#pragma unroll 1
+    for (int i = (int)tid_x() % WARP_SIZE; i < tile::COLUMNS; i += WARP_SIZE)
+      values[i] = of(tile::HALVES == 2 ? i / 8 % 2 ^ (int)up_first : 0,
+                     channel0 + piece * tile::CHANNELS + i / 8 / tile::HALVES * 8 + i % 8);
+    __syncwarp();
+    const float2 *own = reinterpret_cast<const float2 *>(values) + tid_x() % 4;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float scale = global;
-      if (by_channel)
-        scale *= load_scale(scale_base(s, half, expert), scale_row(s, half, min(channel + i, args.n - 1)), s.dtype);
+    for (int octet = 0; octet < tile::OCTETS; octet++) {
+      const float2 value = own[octet * 4];
 #pragma unroll
-      for (int h = 0; h < 2; h++) acc[octet / tile::OCTETS][octet % tile::OCTETS * 4 + 2 * h + i] *= scale;
+      for (int v = 0; v < 4; v++) apply(acc[piece][octet * 4 + v], v % 2 ? value.y : value.x);
     }
-    __syncwarp(); /* the compiler would load for all octets at once */
   }
 }
 
-/* Biases of a lane's two channels of an octet: gate's, up's. */
-template <class S> struct token_bias {
-  float of[2][2];
-
-  DEVICE token_bias(const gemm_args &args, int expert, int channel)
-  {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-#pragma unroll
-      for (int half = 0; half < token_tile<S>::HALVES; half++) {
-        float bias[1];
-        load_bias(args.b, half, expert, min(channel + i, args.n - 1), bias);
-        of[i][half] = bias[0];
-      }
-  }
-};
+/* Scales that do not change along k, and biases. */
+template <class S>
+DEVICE void finish_sums(const gemm_args &args, bool up_first, uint4 *staged, int expert, int pieces, int channel0,
+                        typename token_tile<S>::sums &acc)
+{
+  const scale_matrix &s = args.b.scale;
+  const bool by_channel = s.dtype != DT_NONE && s.k_stride == 0;
+  if (by_channel || args.b.global[0] || args.b.global[1])
+    each_column<S>(
+        up_first, staged, pieces, channel0, acc,
+        [&](int half, int channel) {
+          const float global = global_scale(args.b, half, expert);
+          if (!by_channel) return global;
+          return global *
+                 load_scale(scale_base(s, half, expert), scale_row(s, half, min(channel, args.n - 1)), s.dtype);
+        },
+        [](float &sum, float scale) { sum = __fmul_rn(sum, scale); });
+  if (args.b.bias[0] || args.b.bias[1])
+    each_column<S>(
+        up_first, staged, pieces, channel0, acc,
+        [&](int half, int channel) {
+          float bias[1];
+          load_bias(args.b, half, expert, min(channel, args.n - 1), bias);
+          return bias[0];
+        },
+        [](float &sum, float bias) { sum = __fadd_rn(sum, bias); });
+}
 
 /* What two neighbouring channels of a piece's `octet`, of half h of the tokens, become. */
 template <class S, finish_kind KIND>
-DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h, const token_bias<S> &bias)
+DEVICE uint32_t finish_tokens(const swiglu &act, const float *acc, int octet, int h)
 {
   float value[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if constexpr (token_tile<S>::HALVES == 2)
-      value[i] = act.of<KIND>(acc[8 * octet + 2 * h + i], acc[8 * octet + 4 + 2 * h + i], bias.of[i]);
-    else
-      value[i] = weighted(acc[4 * octet + 2 * h + i], 1.f, 1.f, bias.of[i][0]);
+    if constexpr (token_tile<S>::HALVES == 2) {
+      const float low = acc[8 * octet + 2 * h + i], high = acc[8 * octet + 4 + 2 * h + i];
+      value[i] = act.of_biased<KIND>(act.up_first ? high : low, act.up_first ? low : high);
+    } else {
+      value[i] = acc[4 * octet + 2 * h + i];
+    }
   }
   return pack_pair<typename S::Y>(value[0], value[1]);
 }
@@ -86,26 +101,21 @@ template <class S> DEVICE int stored_token(int thread, int block, int h)
   return block * token_tile<S>::TOKENS + thread / WARP_SIZE % 4 * 16 + h * 8 + thread % WARP_SIZE / 4;
 }
 
-/* take(first, h, out) of a piece whose channels begin there: of one token two outputs in each of four octets from
- * `first` on. Four at a time, as registers are full; of tokens that none of a warp's are there none. */
+/* take(first, h, out) of a piece: of one token two outputs in each of four octets from `first` on. Four at a time, as
+ * registers are full; of tokens that none of a warp's are there none. */
 template <class S, finish_kind KIND, class F>
 DEVICE void finish_piece(const gemm_args &args, bool up_first, const tile_unit &unit, int thread, int block,
-                         int channel0, const float *acc, const F &take)
+                         const float *acc, const F &take)
 {
   const swiglu act(args, up_first);
 #pragma unroll
   for (int first = 0; first < token_tile<S>::CHANNELS / 8; first += 4) {
-    const int pair = channel0 + first * 8 + thread % 4 * 2;
-    const token_bias<S> bias[4] = {{args, unit.expert, pair},
-                                   {args, unit.expert, pair + 8},
-                                   {args, unit.expert, pair + 16},
-                                   {args, unit.expert, pair + 24}};
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (stored_token<S>(thread, block, h) - thread % WARP_SIZE / 4 >= unit.rows) continue;
       uint32_t out[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) out[i] = finish_tokens<S, KIND>(act, acc, first + i, h, bias[i]);
+      for (int i = 0; i < 4; i++) out[i] = finish_tokens<S, KIND>(act, acc, first + i, h);
       take(first, h, out);
     }
   }
@@ -152,13 +162,12 @@ DEVICE void store_rounded_as(const gemm_sm90_args &args, wgmma_staging<S> &smem,
   for (int piece = 0; piece < tile::PIECES; piece++) {
     if (piece >= pieces) continue;
     const int begin = channel0 + piece * tile::CHANNELS;
-    finish_piece<S, KIND>(args.g, args.up_first, unit, thread, own.block, begin, acc[piece],
-                          [&](int first, int h, const uint32_t(&out)[4]) {
-                            const int row = stored_token<S>(thread, own.block, h),
-                                      channel = begin + first * 8 + thread % 4 * 8;
-                            store_token_octets<S>(args.g, staged, thread, out, (int64_t)unit.row + row, channel,
-                                                  row < unit.rows && channel < args.g.n);
-                          });
+    finish_piece<S, KIND>(
+        args.g, args.up_first, unit, thread, own.block, acc[piece], [&](int first, int h, const uint32_t(&out)[4]) {
+          const int row = stored_token<S>(thread, own.block, h), channel = begin + first * 8 + thread % 4 * 8;
+          store_token_octets<S>(args.g, staged, thread, out, (int64_t)unit.row + row, channel,
+                                row < unit.rows && channel < args.g.n);
+        });
   }
 }
 
@@ -259,7 +268,7 @@ DEVICE void store_codes_as(const gemm_sm90_args &args, wgmma_staging<S> &smem, c
 #pragma unroll
   for (int piece = 0; piece < tile::PIECES; piece++) {
     if (piece >= pieces) continue;
-    finish_piece<S, KIND>(args.g, args.up_first, unit, thread, own.block, channel0 + piece * tile::CHANNELS, acc[piece],
+    finish_piece<S, KIND>(args.g, args.up_first, unit, thread, own.block, acc[piece],
                           [&](int first, int h, const uint32_t(&out)[4]) {
 #pragma unroll
                             for (int i = 0; i < 4; i++)
@@ -290,7 +299,7 @@ DEVICE void store_tokens(const gemm_sm90_args &args, wgmma_staging<S> &smem, con
   const int pieces = pieces_of<S>(unit);
   const token_share own = share_of<S>(pieces);
   const int channel0 = channel + own.piece * token_tile<S>::CHANNELS;
-  scale_sums<S>(args.g, args.up_first, unit.expert, channel0, acc);
+  finish_sums<S>(args.g, args.up_first, staged_of_warp<S>(smem, (int)tid_x()), unit.expert, pieces, channel0, acc);
   if (token_tile<S>::HALVES == 2 && finish_kind_of(args.g) == FINISH_silu)
     store_share<S, FINISH_silu>(args, smem, unit, own, pieces, channel0, acc);
   else

@@ -350,15 +350,20 @@ struct swiglu {
   {
   }
 
+  /* Of what biases are in. */
+  template <finish_kind KIND> DEVICE float of_biased(float g, float u) const
+  {
+    if (KIND == FINISH_silu) return activation<ACT_SILU, true>(1.f, g) * u;
+    clamp_gated(gate_limit, limit, g, u);
+    return activation<ACT_SWIGLU_OAI, true>(alpha, g) * (u + shift);
+  }
+
   /* bias: gate's, up's */
   template <finish_kind KIND> DEVICE float of(float low, float high, const float *bias) const
   {
-    float g = up_first ? high : low, u = up_first ? low : high;
-    if (KIND == FINISH_silu) return activation<ACT_SILU, true>(1.f, g) * u;
-    g = weighted(g, 1.f, 1.f, bias[0]);
-    u = weighted(u, 1.f, 1.f, bias[1]);
-    clamp_gated(gate_limit, limit, g, u);
-    return activation<ACT_SWIGLU_OAI, true>(alpha, g) * (u + shift);
+    const float g = up_first ? high : low, u = up_first ? low : high;
+    if (KIND == FINISH_silu) return of_biased<KIND>(g, u);
+    return of_biased<KIND>(weighted(g, 1.f, 1.f, bias[0]), weighted(u, 1.f, 1.f, bias[1]));
   }
 };
 
