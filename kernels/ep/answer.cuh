@@ -220,6 +220,7 @@ template <class In, class Out> DEVICE void finish(const combine_args &c, const e
 
 struct outputs_of_ranks {
   const ep_args &a;
+  const int *arrived; /* a.arrived, at hand: each part begins and ends with one of them */
   unsigned number; /* of the part, in turn over segments and slices */
   uint32_t exchange;
 
@@ -237,7 +238,7 @@ struct outputs_of_ranks {
     const unsigned group = number / p.slices, ranks = a.shape.ranks, source = (a.rank + 1 + group) % ranks,
                    row = group / ranks * p.most;
     p.first_token = source * a.shape.capacity + row;
-    p.tokens = min(load_relaxed(&a.arrived[source]) - (int)row, p.most);
+    p.tokens = min(arrived[source] - (int)row, p.most);
     return p;
   }
   template <class Out, int VECTOR>
@@ -265,9 +266,12 @@ DEVICE void combine_to_ranks(const combine_args &c, const ep_args &a, uint32_t e
 {
   const unsigned most = COMBINE_TOKENS(c.top_k), slices = ceil_div(c.hidden, COLUMNS),
                  parts = a.shape.ranks * (((unsigned)a.shape.capacity + most - 1) / most) * slices;
+  __shared__ int arrived[EP_MAX_RANKS];
+  for (int r = threadIdx.x; r < a.shape.ranks; r += blockDim.x) arrived[r] = load_relaxed(&a.arrived[r]);
+  __syncthreads();
 #pragma unroll 1
   for (unsigned i = blockIdx.x; i < parts; i += a.movers)
-    combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, i, exchange});
+    combine_gather<In, In, COLUMNS>(c, outputs_of_ranks{a, arrived, i, exchange});
   add_counts(a);
 }
 

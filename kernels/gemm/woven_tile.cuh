@@ -251,25 +251,11 @@ template <class S> DEVICE void release_stage_if(wgmma_smem<S> &smem, int stage, 
   if (consumer_lane() < (there ? S::CLUSTER : 0)) mbarrier_arrive_cluster(&smem.empty[stage], consumer_lane());
 }
 
-/* acc += a times 16 k of `rows` tokens, in the width by 16 that so many take. */
-template <class S, int N>
-DEVICE void multiply_woven_wide(const uint32_t (&a)[S::BLOCKS][4], uint32_t tokens, int rows,
-                                float (&acc)[S::BLOCKS][S::ACCUMULATORS])
-{
-  if constexpr (N > 16)
-    if (rows <= N - 16) return multiply_woven_wide<S, N - 16>(a, tokens, rows, acc);
-  wgmma_fence();
-#pragma unroll
-  for (int block = 0; block < S::BLOCKS; block++)
-    wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens);
-  wgmma_commit_group();
-}
-
-/* acc = weights x rows of one unit. While 16 k are multiplied the next are unpacked. A stage is released
+/* acc = weights x rows of one unit, N tokens wide. While 32 k are multiplied the next are unpacked. A stage is released
  * when the next is under way. */
-template <class S>
-DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at,
-                                int rows, woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+template <class S, int N>
+DEVICE void multiply_woven_n(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                             woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   const int row = lane_weight_row<S>();
   const uint32_t codes0 = shared_address(smem.weights[0]) + row * S::WEIGHT_LINE + (consumer_lane() ^ row / 2) % 4 * 16,
@@ -289,7 +275,11 @@ DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem,
     for (int i = 0; i < S::BK / 16; i++) {
       uint32_t a[S::BLOCKS][4];
       unpack_woven<S>(raw, i / 2, i % 2, factors, a);
-      multiply_woven_wide<S, S::BM>(a, tokens + i / 4 * (S::BM * 8) + i % 4 * 2, rows, acc);
+      wgmma_fence();
+#pragma unroll
+      for (int block = 0; block < S::BLOCKS; block++)
+        wgmma_registers_m64k16<typename S::X, N>::run(acc[block], a[block], tokens + i / 4 * (S::BM * 8) + i % 4 * 2);
+      wgmma_commit_group();
       wgmma_wait_group<1>();
       if (i == 0) release_stage_if<S>(smem, before, stage > 0); /* its products are over */
     }
@@ -299,6 +289,15 @@ DEVICE void multiply_woven_rows(const gemm_sm90_args &args, wgmma_smem<S> &smem,
 #pragma unroll
   for (int i = 0; i < S::BLOCKS; i++) hold(acc[i]);
   release_stage<S>(smem, before);
+}
+
+template <class S, int N>
+DEVICE void multiply_woven_wide(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipeline_state<S::STAGES> &at,
+                                int rows, woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
+{
+  if constexpr (N > 16)
+    if (rows <= N - 16) return multiply_woven_wide<S, N - 16>(args, smem, at, rows, scales, acc);
+  multiply_woven_n<S, N>(args, smem, at, scales, acc);
 }
 
 /* What is left of the weights' scale multiplies sums: in a gated tile octets are of the halves in turn. */
@@ -323,7 +322,7 @@ DEVICE void multiply_woven(const gemm_sm90_args &args, wgmma_smem<S> &smem, pipe
                            woven_scales<S> &scales, float (&acc)[S::BLOCKS][S::ACCUMULATORS])
 {
   scales.begin(args, smem);
-  multiply_woven_rows<S>(args, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), scales, acc);
+  multiply_woven_wide<S, S::BM>(args, smem, at, __shfl_sync(ALL_LANES, smem.units[slot].rows, 0), scales, acc);
   if (__any_sync(ALL_LANES, scales.absent)) add_absent<S>(args, smem.units[slot], acc);
   scale_rest<S>(args, smem.units[slot].expert, acc);
 }
