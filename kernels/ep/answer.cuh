@@ -221,7 +221,7 @@ template <class In, class Out> DEVICE void finish(const combine_args &c, const e
 struct outputs_of_ranks {
   const ep_args &a;
   const int *arrived; /* a.arrived, at hand: each part begins and ends with one of them */
-  unsigned number; /* of the part, in turn over segments and slices */
+  unsigned number;    /* of the part, in turn over segments and slices */
   uint32_t exchange;
 
   static constexpr bool ALWAYS_ALL = false;
