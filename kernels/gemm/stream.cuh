@@ -10,7 +10,8 @@
  * of a channel in its own registers.
  *
  * Every CTA takes an equal number of whole tiles, over the ends of experts, and an equal part of those that are left
- * over, in granules of 16 weight rows; of N-major ones, in lines of L2.
+ * over, in granules of 16 weight rows; of N-major ones, in lines of L2, and CTAs take whole tiles in turn, so that what
+ * lies side by side in memory is asked for at about the same time.
  */
 #ifndef CUMOE_STREAM_CUH
 #define CUMOE_STREAM_CUH
@@ -71,8 +72,7 @@ template <int KEPT> DEVICE row_range kept_rows(const gemm_args &args, const row_
 template <class S> struct stream_run {
   granule_range now, later;
   int32_t tiles, granules, parts; /* row tiles; granules of each, and the whole tiles that it is cut into */
-  int32_t whole;                  /* tiles until the piece */
-  int32_t turns;                  /* N-major: tiles that are still to come, one for each CTA a turn */
+  int32_t whole;                  /* tiles until the piece; N-major: whole tiles that are still to come */
   int32_t expert = -1;            /* of now.tile or before; -1: not looked up yet */
   bool piece = true;              /* is still to come */
 
@@ -81,12 +81,15 @@ template <class S> struct stream_run {
       : tiles(row_tiles), granules(ceil_div(args.n, granule_channels<S>(args))),
         parts(ceil_div(granules, granules_of<S>(args)))
   {
-    const int64_t share = (int64_t)tiles * parts / gridDim.x;
     now.left = later.left = 0;
-    turns = S::N_MAJOR ? (int32_t)share : 0;
-    if (!S::N_MAJOR) take(share * blockIdx.x, share);
-    whole = share > 0 ? 1 + (int32_t)(blockIdx.x % share) : 0;
+    whole = (int32_t)share();
+    if (S::N_MAJOR || whole == 0) return;
+    take(share() * blockIdx.x, share());
+    whole = 1 + (int32_t)(blockIdx.x % share());
   }
+
+  /* Whole tiles of a CTA. */
+  DEVICE int64_t share() const { return (int64_t)tiles * parts / gridDim.x; }
 
   /* `count` whole tiles, `first` and on. */
   DEVICE void take(int64_t first, int64_t count)
@@ -116,11 +119,18 @@ template <class S> struct stream_run {
     return {(to - from) * (own + 1) / ctas - n, tile + (int32_t)row, (int32_t)(granules - (to - from) + n)};
   }
 
+  /* With another tile for each CTA in turn. */
+  DEVICE bool piece_is_due()
+  {
+    if (S::N_MAJOR) return share() - whole == 2 + blockIdx.x % share();
+    return whole-- == 0;
+  }
+
   /* The next tile: up to GRANULES of one row tile, `end` past its last. */
   template <class SMEM> DEVICE tile_unit next(const gemm_args &args, const SMEM &smem)
   {
-    if (S::N_MAJOR && now.left == 0 && turns > 0) take(blockIdx.x + (--turns) * (int64_t)gridDim.x, 1), expert = -1;
-    if (piece && (now.left == 0 || whole-- == 0)) later = now, now = own_piece(), piece = false, expert = -1;
+    if (S::N_MAJOR && now.left == 0 && whole > 0) take(blockIdx.x + --whole * (int64_t)gridDim.x, 1), expert = -1;
+    if (piece && (now.left == 0 || piece_is_due())) later = now, now = own_piece(), piece = false, expert = -1;
     if (now.left == 0) now = later, later.left = 0, expert = -1;
     if (now.left == 0) return {-1, 0, 0, 0, 0};
     if (expert < 0) expert = expert_of_tile(args, smem.table, now.tile);
